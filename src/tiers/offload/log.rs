@@ -1,8 +1,12 @@
-//! Records of a shuffle above an object store.
+//! Metadata records of a shuffle whose data may move to an object store.
 //!
-//! Records are appended to the disks' log, which is copied to the store in the background. Before data of a shuffle is moved, the store
-//! has its records; from then on a record is acknowledged once the store has it. Nothing else waits for the store, except a registration
-//! of a shuffle of which an earlier registration had moved data: the store must know first that the earlier one is over.
+//! Records are appended to the log of the disks, which is copied to the store in the background.
+//! The store has all records of a shuffle before the first move. Each later record is acknowledged
+//! once the store has it.
+//!
+//! All other records are acknowledged without the store, with one exception: if an earlier
+//! registration of the shuffle has moved data, a new registration waits until the store knows that
+//! the earlier one has ended.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,10 +21,10 @@ use crate::tiers::object::ObjectTier;
 use crate::tiers::{LocalStore, MetadataLog, StoreError};
 use uniffle_wire::types::ShuffleKey;
 
-/// Registrations with moved data that are over, by number, as long as the store may not know that.
+/// Incarnations of ended registrations with moved data, while the store may not know of the end.
 pub(super) type Ends = Mutex<HashMap<ShuffleKey, u64>>;
 
-/// The metadata log, for one registration.
+/// The metadata log for one registration.
 pub(super) struct ShuffleLog {
     pub(super) local: Arc<LocalStore>,
     pub(super) object: Arc<ObjectTier>,
@@ -29,8 +33,9 @@ pub(super) struct ShuffleLog {
 }
 
 impl ShuffleLog {
-    /// Waits for the store, if data of the shuffle was moved, or of an earlier registration: on empty disks a start would believe that
-    /// one until the store knows of this.
+    /// Waits for the store if data of the shuffle or of an earlier registration was moved. A start
+    /// on empty disks would recover the earlier registration until the store knows that it has
+    /// ended.
     async fn acknowledged(&self, position: u64) -> Result<(), StoreError> {
         let key = &self.shuffle.key;
         let earlier = self.ends.lock().get(key).copied();
@@ -42,7 +47,7 @@ impl ShuffleLog {
     }
 }
 
-/// The store knows that a registration is over.
+/// Removes a registration from `ends`, because the store knows that it has ended.
 pub(super) fn forget_end(ends: &Ends, key: &ShuffleKey, incarnation: u64) {
     let mut ends = ends.lock();
     if ends.get(key) == Some(&incarnation) {
@@ -51,7 +56,8 @@ pub(super) fn forget_end(ends: &Ends, key: &ShuffleKey, incarnation: u64) {
 }
 
 impl MetadataLog for ShuffleLog {
-    /// A record that is known of the disks alone was acknowledged to nobody once data was moved.
+    /// Once data was moved, the store must have the recovered records too. A record found only on
+    /// the disks was never acknowledged.
     fn is_recovered_durable(&self) -> bool {
         self.local.is_log_begun() && (!self.shuffle.is_moved() || self.object.log().is_begun())
     }

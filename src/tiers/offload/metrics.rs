@@ -5,7 +5,7 @@ use prometheus::{IntCounter, IntGauge};
 use crate::metrics;
 
 metrics::table! {
-    /// Those of all shuffles.
+    /// Counters and gauges of moves.
     pub(crate) struct Metrics {
         moved_bytes: IntCounter = "offload_bytes",
             "Payload bytes moved from local disks to the object store";

@@ -1,6 +1,6 @@
-//! Moves what the policy says, one shuffle at a time, and says how far a drain is.
+//! Runs moves that the policy selects, one shuffle at a time, and reports the progress of a drain.
 //!
-//! A store that fails is left alone for a while, longer each time; the disks go on as without it.
+//! While the object store fails, nothing is moved. The disks continue to take and serve data.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,11 +15,11 @@ use crate::metrics::clamped;
 use crate::tiers::object::Uploads;
 use crate::tiers::{DiskInfo, Drained, StoreError, StoreErrorKind, Tier as _, TierUsage};
 
-/// Between two looks while nothing is to be moved or the store is left alone.
+/// Interval of checks while there is nothing to move or the store fails.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 impl OffloadTier {
-    /// Looks what is to be moved, and moves it.
+    /// Moves selected data, forever.
     pub(super) async fn keep_moving(&self) {
         loop {
             let has_moved = match self.next() {
@@ -36,7 +36,7 @@ impl OffloadTier {
         }
     }
 
-    /// What is to be moved now.
+    /// Returns the data to be moved now, or `None` if there is none.
     pub(super) fn next(&self) -> Option<(Wanted, Arc<Shuffle>)> {
         let relieved = self.look_at_disks();
         let shuffles: Vec<Arc<Shuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
@@ -93,7 +93,7 @@ impl OffloadTier {
     /// Moves the selected data of a shuffle. Returns false if nothing can be moved.
     ///
     /// # Errors
-    /// The error of a disk or of the store. Data that was moved before stays moved.
+    /// An error of a disk or of the store. Data moved before the error stays moved.
     pub(super) async fn move_some(&self, wanted: Wanted, shuffle: &Arc<Shuffle>) -> Result<bool, StoreError> {
         let _turn = self.turn.lock().await;
         let is_new = !shuffle.is_known();
@@ -111,7 +111,7 @@ impl OffloadTier {
         self.metrics.passes.inc();
         let mut passed = self.pass(shuffle, moving).await?;
         if !is_cold && passed == Passed::default() {
-            // Data that cannot be moved may be as much as a pass takes.
+            // Immovable data may be as much as a pass takes, so all data is tried once.
             let moving = self.local.oldest(&shuffle.local, u64::MAX, shuffle.excluded()).await;
             passed = self.pass(shuffle, moving).await?;
         }
@@ -127,18 +127,19 @@ impl OffloadTier {
         Ok(passed.bytes > 0 || is_new)
     }
 
-    /// From now on everything is moved.
+    /// Begins a drain, which moves everything. Returns its progress.
     pub(super) fn begin_drain(&self) -> Drained {
         self.is_draining.store(true, Ordering::Release);
         self.wanted.notify_one();
         self.how_far()
     }
 
-    /// What another machine would not find; also that this is nothing, as long as the store does not say so.
+    /// Returns the data that another machine would not find. During a drain at least one shuffle is
+    /// counted until the store has a record that it has everything.
     pub(super) fn how_far(&self) -> Drained {
         let mut left = self.left();
         let is_draining = self.is_draining.load(Ordering::Acquire);
-        // It may not know yet that a shuffle is over.
+        // The store may not know yet that a shuffle has ended.
         let log = self.object.log();
         let is_behind = !log.is_begun() || !log.knows(log.end_position());
         let is_untold = left == Drained::default() && (is_behind || !self.object.is_drained());
@@ -146,7 +147,8 @@ impl OffloadTier {
         left
     }
 
-    /// Tells the store whether these disks have anything that it has not: another machine begins with empty ones only if not.
+    /// Records in the store whether a drain has moved all data there. Only then does a start on
+    /// empty disks succeed elsewhere.
     pub(super) async fn tell_drained(&self) {
         let log = self.object.log();
         let is_draining = self.is_draining.load(Ordering::Acquire);
@@ -166,7 +168,8 @@ impl OffloadTier {
             let TierUsage { bytes, .. } = shuffle.local.usage();
             let is_stuck = shuffle.is_stuck(bytes);
             let is_unknown = !shuffle.is_known();
-            // No other machine finds what a later start on this one may.
+            // A directory that is out of reach now may have data for a later start on this machine,
+            // but not elsewhere.
             let may_have_more = shuffle.local.is_partly_out_of_reach();
             drained.shuffles_left += usize::from(is_unknown || may_have_more || (bytes > 0 && !is_stuck));
             *if is_stuck { &mut drained.stuck_bytes } else { &mut drained.bytes_left } += bytes;
@@ -184,16 +187,17 @@ fn view_of(disk: &DiskInfo, is_relieved: bool) -> DiskView {
 }
 
 impl OffloadTier {
-    /// Makes sure that the store has all records of a shuffle, and will have later ones before they are acknowledged. One caller at a time.
+    /// Ensures that the store has all records of a shuffle, and that later ones are acknowledged
+    /// once it has them. Not for concurrent callers.
     ///
     /// # Errors
-    /// `Purged`; the store does not take them, or the log cannot be written.
+    /// `Purged`. The store does not take the records, or the log cannot be written.
     pub(super) async fn make_known(&self, shuffle: &Arc<Shuffle>) -> Result<Uploads, StoreError> {
         if !self.is_present(shuffle) {
             return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
         }
         if !shuffle.is_known() {
-            // First without the records waiting: the store may hang.
+            // The store may hang, so it must answer once before records wait for it.
             self.object.known(self.object.log().add_mark()).await?;
             self.set_moved(shuffle)?;
             let position = self.local.mark_moved(&shuffle.local).await?;
@@ -201,7 +205,8 @@ impl OffloadTier {
             shuffle.set_known();
         }
         let uploads = self.object.begin(&shuffle.key, shuffle.local.incarnation())?;
-        // What is forgotten is forgotten here first.
+        // `forget` and `leave` remove the shuffle here before they tell the object tier. They may
+        // have missed the registration that has just begun there.
         if !self.is_present(shuffle) {
             self.object.leave(&shuffle.key);
             return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
@@ -209,9 +214,14 @@ impl OffloadTier {
         Ok(uploads)
     }
 
-    /// From now on records of a shuffle wait for the store: one whose position is given before is in the store with the next one.
+    /// Makes later records of a shuffle wait for the store. Records appended earlier reach the
+    /// store no later than the next one.
+    ///
+    /// # Errors
+    /// `Purged` if the registration has ended.
     fn set_moved(&self, shuffle: &Arc<Shuffle>) -> Result<(), StoreError> {
-        // Whoever forgets the shuffle finds this, or this finds that it is forgotten.
+        // `forget` removes the shuffle under the same lock, so it sees that the shuffle is moved,
+        // or this check sees that it was removed.
         let _ends = self.ends.lock();
         if !self.is_present(shuffle) {
             return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));

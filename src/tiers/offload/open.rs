@@ -1,11 +1,12 @@
-//! What an earlier process left on the disks and in the store, put together.
+//! Recovery of the disks and the store as one tier.
 //!
-//! The metadata log of both (`durability`) says which shuffles live, by numbers that are never given twice. The disks take over the
-//! extents in objects ([`Stored`]). Segments of a registration that is over are deleted. A file on a disk is deleted because of the
-//! store only if it has a copy of each extent in it.
+//! The metadata log of both (`durability`) tells which registrations are alive, by incarnations
+//! that are never reused. The disks take over the extents in objects ([`Stored`]). Segments of
+//! ended registrations are deleted. A file on a disk is deleted because of the store only if the
+//! store has a copy of each of its extents.
 //!
-//! Disks that are all empty are not used while the store knows that this worker's had data, unless the worker was drained or the
-//! configuration says that they are new.
+//! A start on disks that are all empty is refused if the store knows that they had data. It
+//! succeeds if the worker was drained or the configuration says that the disks are new.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,14 +27,15 @@ use crate::tiers::{
 use uniffle_io::Disk;
 use uniffle_wire::types::ShuffleKey;
 
-/// Who knows that the worker's disks had data.
+/// Evidence that the disks had data, for the error of a refused start.
 const HALF_OF_IT: &str = "the object store has shuffles of this worker with data on its local disks";
 
 impl OffloadTier {
-    /// Opens the disks below a store that is open.
+    /// Opens the disks above an open store.
     ///
     /// # Errors
-    /// As [`LocalStore::open`]; the store does not answer.
+    /// See [`LocalStore::open`]. `InUse` if the store already has a tier above it. The store does
+    /// not answer.
     pub async fn open(
         settings: OffloadSettings,
         (mut config, disks): (LocalConfig, Vec<Arc<dyn Disk>>),
@@ -73,13 +75,13 @@ impl OffloadTier {
         };
         let recovered = tier.take_over(found);
         *tier.recovered.lock() = recovered;
-        // From here on disks may have what the store has not.
+        // From now on the disks may have data that the store does not have.
         tier.object.set_drained(false).await?;
         Ok(Arc::new(tier))
     }
 
-    /// Registers the shuffles that the disks recovered. Discards registrations in the store that are not among them, by key and
-    /// incarnation.
+    /// Registers the shuffles that the disks recovered. Discards registrations in the store that
+    /// are not among them, by key and incarnation.
     fn take_over(&self, mut found: HashMap<ShuffleKey, u64>) -> Recovered {
         let recovered = self.local.take_recovered();
         for it in &recovered.shuffles {
@@ -97,14 +99,16 @@ impl OffloadTier {
         recovered
     }
 
-    /// Deletes the segments of a registration that is over by the metadata log, unless something of that is missing.
+    /// Deletes the segments of a registration that has ended according to the metadata log. Keeps
+    /// them if records of the log are missing.
     fn discard_found(&self, key: &ShuffleKey) {
         if self.local.metadata_gap().is_some() {
             tracing::warn!(shuffle = %key, "metadata is missing; keeping segments of an unknown registration");
             return self.object.leave(key);
         }
         if let Some(uploads) = self.object.uploads(key) {
-            // Until the store knows it, a start from empty disks would take it for a later one.
+            // A start on empty disks would recover this registration until the store knows of its
+            // end. The next registration of the shuffle waits for that.
             self.ends.lock().insert(key.clone(), uploads.incarnation());
         }
         let deletion = Arc::clone(&self.object).forget(&key.app, std::slice::from_ref(key), Purge::Shuffles);

@@ -1,10 +1,12 @@
-//! Moves data of a shuffle: objects are made of chosen extents, partition after partition, each read from the disks with its
-//! checksums verified. Once an object is stored, its extents are relocated to it.
+//! Moves chosen extents of a shuffle into objects.
 //!
-//! A pass holds one chunk that is read, and the parts of one object; both are charged before it begins.
+//! Extents are read from the disks partition by partition, with their checksums verified. Once an
+//! object is stored, its extents are relocated to it. The memory of a pass, one chunk and the parts
+//! of one object, is charged before it begins; records are charged as they are read.
 //!
-//! An extent that cannot be read is excluded for a while. Mostly that turns out before the object in the making has anything of its
-//! run. Otherwise that object is given up, and the next pass continues without the extent.
+//! An extent that cannot be read is excluded for a while. The first chunk of a run is read before
+//! the object gets any of its extents, so most failures only skip the extent. After a later failure
+//! the object is abandoned, and the next pass continues without the extent.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,21 +25,21 @@ use crate::tiers::{ChunkRead as _, StoreError, StoreErrorKind};
 use uniffle_io::buffers::StreamBuffers;
 use uniffle_wire::types::PartitionId;
 
-/// What a pass did.
+/// Result of a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Passed {
-    /// Payload that is in the store now.
+    /// Payload bytes moved to the store.
     pub(super) bytes: u64,
     pub(super) objects: u64,
-    /// Some of it cannot be read.
+    /// True if some data could not be read.
     pub(super) has_stopped: bool,
 }
 
 impl OffloadTier {
-    /// Moves chosen extents of a shuffle.
+    /// Moves chosen extents of a shuffle to the store.
     ///
     /// # Errors
-    /// An error of a disk or of the store. Extents that were moved before stay moved.
+    /// An error of a disk or of the store. Extents moved before the error stay moved.
     pub(super) async fn pass(&self, shuffle: &Arc<Shuffle>, moving: Moving) -> Result<Passed, StoreError> {
         let uploads = self.make_known(shuffle).await?;
         let mut passed = Passed::default();
@@ -75,11 +77,11 @@ impl OffloadTier {
     }
 }
 
-/// Chosen extents, as objects are made of them.
+/// Source of chosen extents for objects.
 struct Runs {
-    /// Memory of the present object.
+    /// Memory of the current object.
     charge: Charge,
-    /// Bytes of records that the present object has. It holds them until it ends.
+    /// Bytes of records in the current object, which holds them until it ends.
     given_bytes: u64,
     moving: Moving,
     shuffle: Arc<Shuffle>,
@@ -89,29 +91,30 @@ struct Runs {
     unread: Option<(usize, StoreError)>,
 }
 
-/// A run that is read.
+/// A run that is being read.
 struct Reading {
     run: Run,
-    /// Extents that are left, with their records.
+    /// Remaining extents, with their records.
     left: VecDeque<(Extent, Bytes)>,
-    /// The extent whose bytes are read.
+    /// Base of the current extent.
     base: u64,
-    /// Bytes of it that are left.
+    /// Remaining bytes of the current extent.
     left_bytes: u64,
-    /// Rest of the last chunk.
+    /// Remainder of the last chunk.
     chunk: Bytes,
     data: DataRead,
-    /// Memory of the records that are left.
+    /// Memory of the remaining records.
     charge: Charge,
 }
 
 impl Runs {
-    /// Gives back the memory of an object that has ended.
+    /// Returns the memory for the records of an object that has ended.
     fn give_records_back(&mut self) {
         drop(self.charge.split_up_to(std::mem::take(&mut self.given_bytes)));
     }
 
-    /// Reads the records of a run, and its first chunk.
+    /// Reads the records of a run and its first chunk. Returns the run with the error if that
+    /// fails.
     async fn open(&mut self, run: Run) -> Result<Reading, (Run, StoreError)> {
         let charge = self.charge.budget().force_charge(run.extents.iter().map(Extent::records_bytes).sum());
         let mut data = self.moving.data(&run);
@@ -129,7 +132,8 @@ impl Runs {
         }
     }
 
-    /// Leaves a run that cannot be read, or reads its extents one by one.
+    /// Gives back an unreadable run. A run of one extent is excluded from moves; the extents of a
+    /// longer run are read one by one.
     fn leave(&mut self, run: &Run, error: StoreError) {
         if let Some((partition, base)) = self.moving.give_back(run) {
             self.shuffle.exclude(partition, base);
@@ -137,7 +141,7 @@ impl Runs {
         self.unread.get_or_insert((0, error)).0 += 1;
     }
 
-    /// Returns the next extent of the run that is read.
+    /// Returns the next extent of the current run, or `None` at its end.
     fn next_of_run(&mut self) -> Option<Moved> {
         let reading = self.reading.as_mut()?;
         let (extent, records) = reading.left.pop_front()?;
@@ -173,7 +177,7 @@ impl Source for Runs {
             let Some(reading) = &mut self.reading else { return Ok(None) };
             if reading.chunk.is_empty() {
                 let chunk = reading.data.next_chunk(&self.buffers).await;
-                // Extents with damaged blocks are left out anyway.
+                // `Moving` skips extents with damaged blocks anyway.
                 if chunk.as_ref().is_err_and(|error| error.kind != StoreErrorKind::Purged)
                     && !self.moving.has_damage(&reading.run)
                 {

@@ -1,54 +1,54 @@
-//! Whether something is moved from the disks to the store, and of which shuffle. Pure: no clock, no I/O.
+//! Selection of data to be moved from the disks to the store. Pure: no clock, no I/O.
 //!
-//! A disk above the high watermark, or full, is relieved until it is below the low one: of the shuffles with data there the
-//! largest first, of those of about one size the oldest. Cold partitions are moved when there is an object's worth of them.
-//! While a worker is drained everything is moved, the oldest first.
+//! A disk that is full or above the high watermark is relieved until it is below the low one. The
+//! largest shuffle on relieved disks moves first; among shuffles of similar size, the oldest. Cold
+//! partitions move once they fill an object. A drain moves everything, the oldest shuffle first.
 
-/// Shares of a disk's file system that are in use.
+/// Fill levels of a disk's file system, as the share in use.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Watermarks {
-    /// Above this one it is relieved ...
+    /// Level above which a disk is relieved.
     pub high: f64,
-    /// ... until it is below this one.
+    /// Level down to which a disk is relieved.
     pub low: f64,
 }
 
-/// A disk.
+/// Fill level and state of a disk.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DiskView {
     /// Share of its file system that is in use.
     pub used_ratio: f64,
-    /// It takes no data for want of room.
+    /// True if the disk takes no data because it has no free space.
     pub is_full: bool,
-    /// It is being relieved.
+    /// True if the disk is being relieved.
     pub is_relieved: bool,
 }
 
-/// A shuffle.
+/// Data of a shuffle that can be moved.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShuffleView {
-    /// Greater for one that was registered later.
+    /// Order of registration: later registrations have greater values.
     pub age: u64,
-    /// Bytes of its files on each disk.
+    /// Bytes of the shuffle's files, by disk.
     pub on_disks: Vec<u64>,
     /// Bytes that can be moved.
     pub movable_bytes: u64,
     /// Bytes of cold partitions.
     pub cold_bytes: u64,
-    /// The store does not know it.
+    /// True if the store may lack records of the shuffle.
     pub is_unknown: bool,
 }
 
-/// What is to be moved of a shuffle.
+/// Data of one shuffle to be moved, with the index of the shuffle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wanted {
-    /// Its oldest data.
+    /// The oldest data of the shuffle.
     Oldest(usize),
-    /// What its cold partitions have.
+    /// All data of its cold partitions.
     Cold(usize),
 }
 
-/// Which disks are relieved from now on.
+/// Returns for each disk whether it is relieved from now on.
 #[must_use]
 pub fn relieved(disks: &[DiskView], marks: Watermarks) -> Vec<bool> {
     let is_relieved = |disk: &DiskView| {
@@ -58,7 +58,7 @@ pub fn relieved(disks: &[DiskView], marks: Watermarks) -> Vec<bool> {
     disks.iter().map(is_relieved).collect()
 }
 
-/// What is moved next, by the places of `shuffles`; none when nothing is.
+/// Returns the data to be moved next, with an index into `shuffles`, or `None` if there is none.
 #[must_use]
 pub fn next(
     shuffles: &[ShuffleView],

@@ -1,8 +1,9 @@
 //! Reads of streams with extents on disks and in objects.
 //!
-//! A read goes from run to run of extents of one kind, and each run is read by its tier. Index logs
-//! stay until a purge, so an index is read from one snapshot. A data file may be removed during a
-//! read. Its extents are in objects then, and the read continues there from a new snapshot.
+//! A read proceeds by runs of extents that are all on disks or all in objects, and the tier of each
+//! run reads it. Index logs stay until a purge, so an index is read from one snapshot. A data file
+//! may be removed during a read. Its extents are in objects then, and the read continues there from
+//! a new snapshot.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -39,7 +40,7 @@ impl ServedTier for OffloadTier {
         Ok(ServedData { has_hole, chunks: Runs::open(self, view, Left::Data(range))? })
     }
 
-    /// The disks ignore parts that are in objects.
+    /// Passes the ranges to both tiers. The disks ignore parts that are in objects.
     fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
         self.local.hint(key, partition, ranges);
         for range in ranges {
@@ -81,14 +82,17 @@ impl OffloadTier {
     }
 }
 
-/// Returns the registration of a snapshot in the store.
+/// Returns the uploads of the registration that a snapshot belongs to.
+///
+/// # Errors
+/// `Purged` if the registration has ended.
 fn uploads(object: &ObjectTier, view: &StreamView) -> Result<Uploads, StoreError> {
     let (key, incarnation) = view.registration();
     let uploads = object.uploads(key).filter(|it| it.incarnation() == incarnation);
     uploads.ok_or_else(|| StoreError::new(StoreErrorKind::Purged, key.to_string()))
 }
 
-/// What is left of a read.
+/// Remainder of a read.
 #[derive(Debug)]
 enum Left {
     /// Records of the extents from this index on.
@@ -104,7 +108,7 @@ struct Runs {
     object: Arc<ObjectTier>,
     view: StreamView,
     left: Left,
-    /// Reader of the present run.
+    /// Reader of the current run.
     run: Option<Box<dyn ChunkRead>>,
     has_failed: bool,
 }
@@ -141,8 +145,8 @@ impl Runs {
         Ok(true)
     }
 
-    /// Returns whether the next byte of data is on a disk in the present snapshot and in an object
-    /// in a new one.
+    /// Takes a new snapshot. Returns whether the next byte of data was on a disk before and is in
+    /// an object now.
     fn has_moved(&mut self) -> Result<bool, StoreError> {
         let Left::Data(range) = &self.left else { return Ok(false) };
         let was_in_object = self.view.run_in(range).1;
@@ -166,7 +170,7 @@ impl Runs {
                     return Ok(Some(chunk));
                 }
                 Ok(None) => self.run = None,
-                // The file was removed or the disk has failed.
+                // Either the file was removed after a move, or the disk has failed.
                 Err(error) => match self.has_moved()? {
                     true => self.run = None,
                     false => return Err(error),

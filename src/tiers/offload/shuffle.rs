@@ -1,4 +1,4 @@
-//! One registration of a shuffle on the disks and, from its first move on, in the store.
+//! A registration of a shuffle on the disks and, after its first move, in the store.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -22,21 +22,21 @@ pub(super) const EXCLUDED_FOR: Duration = Duration::from_secs(600);
 pub(super) struct Shuffle {
     pub(super) key: ShuffleKey,
     pub(super) local: ShuffleHandle,
-    /// Records are acknowledged once the store has them.
+    /// True if records are acknowledged only once the store has them.
     is_moved: AtomicBool,
-    /// The store has all records since this process has begun.
+    /// True if this process has made sure that the store has all records.
     is_known: AtomicBool,
-    /// Partitions that are cold, with bytes of which some are on the disks.
+    /// Cold partitions that may have data on the disks.
     cold: Mutex<HashSet<PartitionId>>,
     pub(super) cold_bytes: AtomicU64,
-    /// Published bytes at the last look that found nothing that can be moved.
+    /// Published bytes when the last check found nothing movable.
     stuck_at: AtomicU64,
-    /// Extents that could not be read, and when the first of them failed.
+    /// Unreadable extents, and the time of the first failure.
     excluded: Mutex<Option<(Instant, Excluded)>>,
 }
 
 impl Shuffle {
-    /// Returns a registration. If `is_moved`, an earlier process has moved data of it.
+    /// Returns a registration. `is_moved` is true if an earlier process has moved data of it.
     pub(super) fn new(key: ShuffleKey, local: ShuffleHandle, is_moved: bool) -> Self {
         Self {
             key,
@@ -50,7 +50,7 @@ impl Shuffle {
         }
     }
 
-    /// Returns whether records are acknowledged once the store has them.
+    /// Returns whether records are acknowledged only once the store has them.
     pub(super) fn is_moved(&self) -> bool {
         self.is_moved.load(Ordering::SeqCst)
     }
@@ -59,7 +59,7 @@ impl Shuffle {
         self.is_moved.store(true, Ordering::SeqCst);
     }
 
-    /// Returns whether the store has all records since this process has begun.
+    /// Returns whether this process has made sure that the store has all records.
     pub(super) fn is_known(&self) -> bool {
         self.is_known.load(Ordering::Acquire)
     }
@@ -74,12 +74,12 @@ impl Shuffle {
         excluded.get_or_insert_with(|| (Instant::now(), Excluded::new())).1.insert((partition, base));
     }
 
-    /// Returns the extents that are not moved now.
+    /// Returns the extents that are excluded from moves now.
     pub(super) fn excluded(&self) -> Excluded {
         self.excluded.lock().as_ref().map_or_else(Excluded::new, |(_, extents)| extents.clone())
     }
 
-    /// Allows extents to be moved that could not be read long ago.
+    /// Ends the exclusion of extents after [`EXCLUDED_FOR`].
     pub(super) fn forget_old_exclusions(&self) {
         let is_old = |(since, _): &mut (Instant, Excluded)| since.elapsed() >= EXCLUDED_FOR;
         if self.excluded.lock().take_if(is_old).is_some() {
@@ -87,24 +87,25 @@ impl Shuffle {
         }
     }
 
-    /// Of so many published bytes none could be moved; looked at again when there are more of them.
+    /// Notes that none of `bytes` published bytes can be moved. The next check is due when this
+    /// number changes.
     pub(super) fn set_stuck(&self, bytes: u64) {
         self.stuck_at.store(bytes, Ordering::Relaxed);
     }
 
-    /// Whether of so many published bytes none can be moved, as far as was looked.
+    /// Returns whether the last check found that none of `bytes` published bytes can be moved.
     pub(super) fn is_stuck(&self, bytes: u64) -> bool {
         bytes == self.stuck_at.load(Ordering::Relaxed)
     }
 
-    /// Takes what is cold, which is to be moved.
+    /// Takes the cold partitions in order to move them.
     pub(super) fn take_cold(&self) -> Cold<'_> {
         let mut cold = self.cold.lock();
         let (partitions, bytes) = (std::mem::take(&mut *cold), self.cold_bytes.swap(0, Ordering::Relaxed));
         Cold { shuffle: self, partitions, bytes }
     }
 
-    /// Takes note of what of a batch is cold.
+    /// Adds the partitions of a batch's extents that are longer than `cold_bytes`.
     fn note_cold(&self, extents: &[(PartitionId, u64)], cold_bytes: u64) {
         let cold = extents.iter().filter(|(_, length)| *length > cold_bytes);
         for (partition, length) in cold {
@@ -119,7 +120,7 @@ impl Shuffle {
     }
 }
 
-/// Partitions that are cold and on their way. Dropped before they are moved, they are cold as before.
+/// Cold partitions that are being moved. If dropped before [`Cold::done`], they are cold again.
 #[derive(Debug)]
 pub(super) struct Cold<'a> {
     shuffle: &'a Shuffle,
@@ -128,7 +129,7 @@ pub(super) struct Cold<'a> {
 }
 
 impl Cold<'_> {
-    /// What can be moved of them is in the store.
+    /// Ends the move. The store has all movable data of the partitions.
     pub(super) fn done(mut self) {
         self.partitions.clear();
         self.bytes = 0;
@@ -141,11 +142,11 @@ impl Drop for Cold<'_> {
     }
 }
 
-/// A registration that takes batches.
+/// A registration to which batches are written.
 #[derive(Debug)]
 pub(super) struct Handle {
     pub(super) shuffle: Arc<Shuffle>,
-    /// An extent that is longer is cold.
+    /// Length above which an extent makes its partition cold.
     pub(super) cold_bytes: u64,
 }
 

@@ -24,46 +24,46 @@ use crate::tiers::{
 };
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
-/// What is moved when.
+/// Limits that determine when data is moved.
 #[derive(Debug, Clone, Copy)]
 pub struct OffloadSettings {
-    /// Of each disk.
+    /// Fill levels that apply to each disk.
     pub watermarks: Watermarks,
-    /// An extent that is longer makes its partition cold.
+    /// Length above which an extent makes its partition cold.
     pub cold_bytes: u64,
-    /// About so much is moved of a shuffle before it is looked again which is next.
+    /// Approximate number of bytes moved from one shuffle before the policy selects again.
     pub pass_bytes: u64,
 }
 
-/// The tier.
+/// Local disks and an object store as one tier.
 #[derive(Debug)]
 pub struct OffloadTier {
     pub(super) local: Arc<LocalStore>,
     pub(super) object: Arc<ObjectTier>,
     pub(super) settings: OffloadSettings,
     pub(super) metrics: Metrics,
-    /// What a pass holds is charged to this.
+    /// Budget that the memory of passes is charged to.
     pub(super) memory: Budget,
     pub(super) tasks: Tasks,
     pub(super) shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
     pub(super) ends: Arc<Ends>,
     pub(super) recovered: Mutex<Recovered>,
     pub(super) is_draining: AtomicBool,
-    /// A drain has begun.
+    /// Notified when a drain begins.
     pub(super) wanted: Notify,
     /// Disks that are being relieved.
     pub(super) relieved: Mutex<Vec<bool>>,
-    /// One pass at a time.
+    /// Held during a move, so that there is one at a time.
     pub(super) turn: tokio::sync::Mutex<()>,
 }
 
 impl OffloadTier {
-    /// The present registration of a shuffle.
+    /// Returns the current registration of a shuffle.
     pub(super) fn find(&self, key: &ShuffleKey) -> Option<Arc<Shuffle>> {
         self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle))
     }
 
-    /// Whether it is the present registration of its shuffle.
+    /// Returns whether `shuffle` is the current registration of its key.
     pub(super) fn is_present(&self, shuffle: &Arc<Shuffle>) -> bool {
         self.shuffles.get(&shuffle.key).is_some_and(|present| Arc::ptr_eq(&present, shuffle))
     }
@@ -85,7 +85,8 @@ impl Tier for OffloadTier {
     }
 
     fn state(&self) -> TierState {
-        // A store that fails is none of the disks' business; another process under this worker's name is.
+        // A failing store does not affect the disks, but another process that claims this worker's
+        // prefix does.
         let local = Tier::state(&*self.local);
         let complaint = local.complaint.or(self.object.claim_complaint());
         TierState { complaint, object_store: self.object.state().object_store, ..local }
@@ -132,7 +133,7 @@ impl Tier for OffloadTier {
         visit: &'a mut (dyn FnMut(u64) + Send),
     ) -> BoxFuture<'a, Result<(), StoreError>> {
         let read = async move {
-            // The disks first: extents that move meanwhile are in objects.
+            // The disks come first: extents that move meanwhile are visited in objects.
             self.local.visit_present(key, partition, visit).await?;
             self.visit_moved(key, partition, visit).await
         };
@@ -172,10 +173,11 @@ impl Tier for OffloadTier {
         let none = || std::future::ready(()).boxed();
         let (local, object) = (local.unwrap_or_else(none), object.unwrap_or_else(none));
         let forget = async move {
-            // Segments go once the store knows what the disks' log knows by then.
+            // The disks come first: segments are deleted once the store has all records that the
+            // log has by then.
             local.await;
             object.await;
-            // Otherwise the next registration waits for it.
+            // If the store does not know of an end yet, the next registration waits for that.
             if !over.is_empty() && self.object.known(self.object.log().end_position()).await.is_ok() {
                 over.iter().for_each(|(key, incarnation)| forget_end(&self.ends, key, *incarnation));
             }

@@ -1,4 +1,4 @@
-//! What a disk does not give back stays where it is, and holds up nothing else.
+//! Unreadable data stays on its disk and holds up no other data.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use super::*;
 use crate::tiers::Drained;
 use crate::tiers::offload::shuffle::EXCLUDED_FOR;
 
-/// A file of data that is longer than that, and its disk.
+/// Returns a data file longer than `bytes`, with its disk.
 fn data_file(fixture: &Fixture, bytes: usize) -> (&MemoryDisk, PathBuf) {
     let is_one = |disk: &MemoryDisk, path: &PathBuf| {
         let is_data = path.starts_with("apps") && path.extension().is_some_and(|it| it == "data");
@@ -25,7 +25,7 @@ async fn unreadable_partition_blocks_no_other_and_no_drain() {
         let of = |partition: i32| extent(partition, batch * 4..(batch + 1) * 4, 1000);
         process.write(&bad, vec![of(0), of(7), of(3)]).await;
     }
-    // Batches begin with partition 0.
+    // Each batch begins with partition 0.
     let (disk, file) = data_file(&process.fixture, 0);
     disk.corrupt(&file, 10, 1);
     process.register(&good).await;
@@ -73,7 +73,7 @@ async fn damaged_extent_within_a_run_is_skipped_and_kept() {
     assert_eq!((0..3100).filter(|id| left.contains_key(id)).count(), 3099, "all but the block");
 }
 
-/// What a disk did not give back for a while is there for the next start.
+/// Data that was unreadable for a while is served after the next start.
 #[tokio::test(start_paused = true)]
 async fn partly_unreadable_file_stays_after_a_move() {
     let process = Fixture::new().start().await;

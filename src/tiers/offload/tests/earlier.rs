@@ -1,4 +1,5 @@
-//! What the store has of a registration that is over is never given for what a later one of the same shuffle says.
+//! Stored records and data of an ended registration never count as those of a later registration of
+//! the shuffle.
 
 use std::time::Duration;
 
@@ -9,12 +10,13 @@ use super::*;
 use crate::tiers::StoreErrorKind;
 
 impl Process {
-    /// Unregisters a shuffle, and its objects are not deleted: the process is about to end.
+    /// Unregisters a shuffle without deleting its objects, as if the process ended directly
+    /// afterwards.
     fn forget(&self, key: &ShuffleKey) {
         drop(Arc::clone(&self.tier).forget(&key.app, std::slice::from_ref(key), Purge::Shuffles));
     }
 
-    /// A registration that the store knows and that is over, but for its objects.
+    /// Creates a registration that the store knows, and unregisters it. Its objects stay.
     async fn left_in_the_store(&self, key: &ShuffleKey) {
         self.register(key).await;
         self.write(key, vec![extent(0, 0..10, 3000)]).await;
@@ -29,7 +31,8 @@ impl Process {
     }
 }
 
-/// The directory that took the later registration alone is away: what the other has is the earlier one, and the store proved it.
+/// Directory `/a` alone has the later registration, and it is missing. Directory `/b` has the
+/// earlier one, which the store knows to be complete.
 #[tokio::test(start_paused = true)]
 async fn earlier_registration_in_store_proves_nothing() {
     let both = Fixture::new();
@@ -64,7 +67,7 @@ async fn empty_machine_ignores_the_earlier_registration() {
     assert!(recovered.shuffles.is_empty() && said.is_empty(), "{recovered:?} {said:?}");
 }
 
-/// A client that waits in vain is told why, and before it gives up by itself.
+/// The client receives the reason, before its own timeout.
 #[tokio::test(start_paused = true)]
 async fn store_that_takes_nothing_lets_no_moved_shuffle_be_registered_again() {
     for failing in [Call::Put, Call::Get] {
@@ -93,7 +96,7 @@ async fn store_that_takes_nothing_lets_no_moved_shuffle_be_registered_again() {
     }
 }
 
-/// A store that is back within a while costs the client nothing but that.
+/// A short outage of the store only delays the client.
 #[tokio::test(start_paused = true)]
 async fn reregistration_succeeds_once_the_store_is_back() {
     let process = Fixture::new().start().await;
@@ -107,7 +110,7 @@ async fn reregistration_succeeds_once_the_store_is_back() {
     process.try_register(&key).await.unwrap();
 }
 
-/// Registrations of an application go together, also such as went before and could not be deleted.
+/// Deleting an application also deletes earlier registrations whose objects are still stored.
 #[tokio::test(start_paused = true)]
 async fn deleted_application_leaves_no_superseded_registration() {
     let process = Fixture::new().start().await;
@@ -119,8 +122,8 @@ async fn deleted_application_leaves_no_superseded_registration() {
     process.register(&key).await;
 }
 
-/// The store has the last word of a move's beginning and the process was not told: what is said next is not in the store, and a start that finds
-/// nothing else would take that for all.
+/// The store takes the record that permits moves, but its answer is lost. The next record is not in
+/// the store, and a start that finds only the store must not take its records for complete.
 #[tokio::test(start_paused = true)]
 async fn unanswered_move_proves_no_later_records() {
     let mut has_lost_the_last = false;
@@ -129,7 +132,7 @@ async fn unanswered_move_proves_no_later_records() {
         let key = key(1);
         process.register(&key).await;
         process.write(&key, vec![extent(0, 0..10, 3000)]).await;
-        // Writes are done and not answered from this one on; nothing is deleted.
+        // From this write on, writes take effect but get no answer. Deletions fail.
         let mut puts = 0;
         process.fixture.store.set(move |call, _| match call {
             Call::Put if puts >= at => Fault::LoseAnswer,
@@ -157,7 +160,7 @@ async fn unanswered_move_proves_no_later_records() {
     assert!(has_lost_the_last);
 }
 
-/// What a start has left for a later one, as it could not take it over, is over where its shuffle is registered anew.
+/// A start may leave stored data for a later start. A new registration of the shuffle ends that.
 #[tokio::test(start_paused = true)]
 async fn deferred_objects_do_not_join_a_later_registration() {
     let process = Fixture::new().start().await;
@@ -172,7 +175,8 @@ async fn deferred_objects_do_not_join_a_later_registration() {
     assert!(heard(&process).await.0.shuffles.is_empty());
 }
 
-/// A process with a shuffle to be moved, above a store of which `fault` says how a call goes, and is told of the writes after `from`.
+/// Returns a process with a shuffle to be moved. `fault` gets each call of the store, and whether
+/// the call is a write after the first `from` ones.
 async fn about_to_move(
     key: &ShuffleKey,
     from: usize,
@@ -189,7 +193,8 @@ async fn about_to_move(
     process
 }
 
-/// Writes of pages are done once their deletion has ended and the shuffle is registered again, on disks that are lost then.
+/// Delayed writes of log pages take effect after the pages were deleted and the shuffle was
+/// registered again. The disks are lost afterwards.
 #[tokio::test(start_paused = true)]
 async fn late_page_does_not_join_a_later_registration() {
     let mut has_arrived = 0;
@@ -216,7 +221,7 @@ async fn late_page_does_not_join_a_later_registration() {
     assert!(has_arrived > 0);
 }
 
-/// Only a shuffle that has moved data waits for the store.
+/// Only shuffles with moved data wait for the store.
 #[tokio::test(start_paused = true)]
 async fn shuffles_without_moved_data_never_wait_for_the_store() {
     let process = Fixture::new().start().await;
@@ -233,7 +238,7 @@ async fn shuffles_without_moved_data_never_wait_for_the_store() {
     assert_eq!(began.elapsed(), Duration::ZERO);
 }
 
-/// The end is on the disks, which is all that is promised.
+/// The end is durable once the disks have it; the store is not required.
 #[tokio::test(start_paused = true)]
 async fn end_of_a_moved_shuffle_does_not_wait_for_the_store() {
     let process = Fixture::new().start().await;

@@ -1,4 +1,5 @@
-//! Nothing is deleted because of what another place says, and a store that hangs delays nobody who does not need it.
+//! Local and stored data is deleted only with proof that it is copied or obsolete. A hung store
+//! delays only operations that need it.
 
 use std::time::Duration;
 
@@ -15,7 +16,8 @@ async fn fill(process: &Process, key: &ShuffleKey, ids: Range<i64>) {
     }
 }
 
-/// A process that ended: of one shuffle the first blocks are in the store, and the last are on the disks alone.
+/// Returns the state after a killed process. The first blocks of a shuffle are in the store, and
+/// the last ones only on the disks.
 async fn divided(key: &ShuffleKey) -> Fixture {
     let process = Fixture::new().start().await;
     process.register(key).await;
@@ -26,7 +28,7 @@ async fn divided(key: &ShuffleKey) -> Fixture {
     process.kill().await
 }
 
-/// Removes both copies of an object of the log, counted from the last.
+/// Removes both copies of a log object. The last object has the number 1.
 pub(super) async fn lose_log_object(fixture: &Fixture, from_the_end: usize) {
     let objects = fixture.store.objects().await.into_iter().map(|(object, _)| object);
     let log: Vec<_> = objects.filter(|object| object.contains("/!log/")).collect();
@@ -60,8 +62,8 @@ async fn reports_do_not_wait_for_a_hung_first_move() {
     assert_eq!((said[&key].len(), &recovered.shuffles[0].incomplete), (2, &None));
 }
 
-/// The store hangs between its first answer and the record that data may move from now on. It may
-/// have that record, so a later one must not be acknowledged without it.
+/// The store hangs between its first answer and the record that permits moves. It may have that
+/// record, so a later one must not be acknowledged without it.
 #[tokio::test(start_paused = true)]
 async fn report_behind_a_hung_move_ends_in_time() {
     let process = Fixture::new().start().await;
@@ -120,7 +122,7 @@ async fn checkpoint_replaces_records_that_outran_the_store() {
     assert_eq!(heard(&process).await.1[&key].len(), 11);
 }
 
-/// The process ends at each write of the copy, while a report is acknowledged.
+/// The process ends at each write of the log copy, while a report is sent.
 #[tokio::test(start_paused = true)]
 async fn report_during_the_copy_keeps_disk_data() {
     for at in 0..8 {
@@ -190,14 +192,14 @@ async fn returned_disks_are_served() {
         assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
         back = process.kill().await;
     }
-    // The disks have all of it by now.
+    // By now the disks have all records.
     let fixture = Fixture { store: FaultyObjects::default(), ..back };
     let process = fixture.start().await;
     let (recovered, said) = heard(&process).await;
     assert_eq!((said[&key].len(), &recovered.shuffles[0].incomplete), (3, &None));
 }
 
-/// Other disks gave the same places of the stream to other blocks, and moved these.
+/// Other disks gave the same stream offsets to other blocks, and moved these.
 #[tokio::test(start_paused = true)]
 async fn blocks_missing_in_the_store_keep_their_file() {
     let key = key(1);
@@ -231,7 +233,7 @@ async fn drained_worker_starts_on_empty_disks_until_cancelled() {
     let drained = process.kill().await.unmounted();
     let process = drained.start().await;
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
-    // It has disks again.
+    // The worker has data on disks again.
     let fixture = process.kill().await;
     assert_eq!(fixture.unmounted().try_start().await.map(drop).unwrap_err().kind, StoreErrorKind::NotMounted);
 
@@ -244,7 +246,7 @@ async fn drained_worker_starts_on_empty_disks_until_cancelled() {
     assert_eq!(fixture.unmounted().try_start().await.map(drop).unwrap_err().kind, StoreErrorKind::NotMounted);
 }
 
-/// What the store has of a shuffle that ended is no part of what is on the disks.
+/// Objects of an ended shuffle are not data of the disks, so they do not hold up a drain.
 #[tokio::test(start_paused = true)]
 async fn drain_without_shuffles_ends_once_stored() {
     let key = key(1);
@@ -261,7 +263,7 @@ async fn drain_without_shuffles_ends_once_stored() {
     fixture.unmounted().start().await;
 }
 
-/// A refused start must not take back that the worker is drained.
+/// A failed start must not reset the drained state.
 #[tokio::test(start_paused = true)]
 async fn drained_state_survives_a_failed_start() {
     let key = key(1);
@@ -306,7 +308,8 @@ async fn segments_stay_when_the_log_in_the_store_is_damaged() {
     }
 }
 
-/// The later one has the greater number. What the disks have of the earlier one stays as long as they prove nothing.
+/// The later registration has the greater incarnation. Local data of the earlier one stays while
+/// the metadata has a gap.
 #[tokio::test(start_paused = true)]
 async fn later_registration_elsewhere_is_served_and_nothing_is_deleted() {
     let here = Fixture::new();

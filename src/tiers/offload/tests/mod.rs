@@ -1,4 +1,4 @@
-//! The tier over memory disks and a store in memory that fails on purpose.
+//! The tier above in-memory disks and an in-memory store with injected faults.
 
 mod damaged;
 mod earlier;
@@ -28,7 +28,7 @@ use crate::tiers::object::{ObjectSettings, ObjectTier};
 use crate::tiers::test_blocks::{self, all, content, expected, extent};
 use crate::tiers::{ExtentWrite, LocalConfig, Purge, Recovered, ServedTier, StoreError, Tier};
 
-/// What outlives a process.
+/// Disks, store and configuration that survive a process.
 #[derive(Clone)]
 struct Fixture {
     disks: Vec<MemoryDisk>,
@@ -43,12 +43,13 @@ impl Fixture {
         Self { disks, store: FaultyObjects::default(), require_mounted: None }
     }
 
-    /// The same store, and disks on which nothing was ever, as the operator says.
+    /// Returns the same store with new disks, which the configuration declares to be new.
     fn on_an_empty_machine(&self) -> Self {
         Self { store: self.store.clone(), require_mounted: Some(false), ..Self::new() }
     }
 
-    /// The same store and configuration, and disks that are not mounted.
+    /// Returns the same store and configuration with empty directories, as if the disks were not
+    /// mounted.
     fn unmounted(&self) -> Self {
         Self { disks: Self::new().disks, ..self.clone() }
     }
@@ -86,7 +87,7 @@ impl Fixture {
         Ok(Process { fixture: self.clone(), tier, tasks })
     }
 
-    /// Files of data on the disks.
+    /// Returns the number of data files on the disks.
     fn data_files(&self) -> usize {
         let files = self.disks.iter().flat_map(|disk| disk.files());
         files
@@ -125,7 +126,7 @@ impl Process {
         self.tier.shuffle(key).unwrap().write(extents.into()).await.unwrap();
     }
 
-    /// Moves what is oldest of a shuffle, until nothing is left.
+    /// Moves the oldest data of a shuffle until none is left.
     async fn move_all(&self, key: &ShuffleKey) -> Result<(), StoreError> {
         for _ in 0..1000 {
             if !self.move_once(key).await? {
@@ -135,7 +136,7 @@ impl Process {
         panic!("there is no end of it");
     }
 
-    /// Does what the policy says until there is nothing to do; how often something failed.
+    /// Moves data that the policy selects, until it selects none. Returns the number of failures.
     async fn move_what_is_wanted(&self) -> usize {
         let mut failed = 0;
         for _ in 0..100 {
@@ -149,7 +150,7 @@ impl Process {
         panic!("there is no end of it");
     }
 
-    /// Waits until the store knows the whole log.
+    /// Waits until the store knows all records of the log.
     async fn until_known(&self) {
         let log = self.tier.object.log();
         while !(log.is_begun() && log.knows(log.end_position())) {
@@ -162,15 +163,15 @@ impl Process {
         self.tier.move_some(Wanted::Oldest(0), &shuffle).await
     }
 
-    /// Blocks by id, read as a client does.
+    /// Returns the blocks of a partition by id, read as a client reads them.
     async fn read(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeMap<i64, Bytes>, StoreError> {
         let mut blocks = test_blocks::read(&*self.tier, key, partition).await?;
-        // It stands for a gap.
+        // Its records represent gaps.
         blocks.remove(&FILLER_BLOCK_ID);
         Ok(blocks)
     }
 
-    /// Bytes of a partition that are in objects.
+    /// Returns the bytes of a partition that are in objects.
     fn moved_bytes(&self, key: &ShuffleKey, partition: i32) -> u64 {
         let view = self.tier.local.view(key, PartitionId(partition)).unwrap();
         view.extents.iter().filter(|extent| extent.is_in_object()).map(|extent| extent.length).sum()
@@ -185,7 +186,7 @@ impl Process {
         Arc::clone(&self.tier).forget(&key.app, keys, Purge::Shuffles).unwrap().await;
     }
 
-    /// Ends it as `kill -9` does.
+    /// Ends the process as `kill -9` does.
     async fn kill(self) -> Fixture {
         self.tasks.cancel();
         self.tasks.close();
@@ -194,7 +195,7 @@ impl Process {
     }
 }
 
-/// What was found, with what shuffles had said.
+/// Returns the recovered state, and the distinct records of each shuffle.
 async fn heard(process: &Process) -> (Recovered, BTreeMap<ShuffleKey, Vec<Bytes>>) {
     let mut recovered = process.tier.take_recovered();
     let mut said: BTreeMap<ShuffleKey, Vec<Bytes>> = BTreeMap::new();

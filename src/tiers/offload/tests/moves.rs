@@ -1,4 +1,4 @@
-//! What moves, and what readers see of it.
+//! Selection of data to be moved, and reads during and after a move.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use uniffle_wire::index::RECORD_BYTES;
 
 use super::*;
 
-/// Batches of a shuffle: in each, so many blocks of 1,000 bytes of each of three partitions.
+/// Writes batches with `blocks` blocks of 1,000 bytes for each of three partitions.
 async fn fill(process: &Process, key: &ShuffleKey, batches: Range<i64>, blocks: i64) {
     for batch in batches {
         let of = |partition: i32| extent(partition, batch * blocks..(batch + 1) * blocks, 1000);
@@ -75,7 +75,7 @@ async fn objects_follow_bytes_and_not_partitions() {
     assert_eq!(process.fixture.store.open_uploads(), 0);
 }
 
-/// Batches go to disks in turn. In objects their extents are neighbours again.
+/// Batches go to the disks alternately. Their extents are contiguous in objects.
 #[tokio::test(start_paused = true)]
 async fn moved_partition_is_read_with_few_requests() {
     let process = Fixture::new().start().await;
@@ -151,7 +151,7 @@ async fn damage_found_by_a_move_is_reported() {
     let mut damaged = 0;
     for disk in &process.fixture.disks {
         for path in disk.files().into_iter().filter(is_data) {
-            // Of the first partition in it.
+            // In a block of partition 0, which comes first in each batch.
             disk.corrupt(&path, 100, 1);
             damaged += 1;
         }
@@ -169,7 +169,7 @@ async fn disk_is_drained_only_to_the_low_watermark() {
     let process = fixture.start().await;
     let key = key(1);
     process.register(&key).await;
-    // Nobody measures the disks meanwhile: that is done once a minute.
+    // Free space is measured once a minute, so not during this loop.
     while process.tier.next().is_none() {
         fill(&process, &key, 0..1, 4).await;
     }
@@ -192,7 +192,7 @@ async fn full_disk_is_writable_after_a_move() {
     let shuffle = process.tier.shuffle(&key).unwrap();
     for round in 0..3 {
         shuffle.write(batch(round)).await.unwrap();
-        // What the disks have is all that they take, which only they know.
+        // The disks are full, which is known only from failed writes.
         fixture.disks.iter().for_each(|disk| disk.set_capacity(Some(1)));
         shuffle.write(batch(9)).await.unwrap_err();
         let (wanted, full) = process.tier.next().expect("full disks are relieved");
@@ -236,7 +236,7 @@ async fn shuffle_purged_before_its_move_is_not_moved() {
     assert_eq!(error.kind, crate::tiers::StoreErrorKind::Purged);
     assert!(process.fixture.segments().await == 0 && process.tier.object.uploads(&key).is_none());
 
-    // The next registration of the same shuffle says nothing of the one before.
+    // The next registration of the shuffle has no records of the earlier one.
     fill(&process, &key, 50..53, 4).await;
     process.move_all(&key).await.unwrap();
     let process = process.kill().await.on_an_empty_machine().start().await;

@@ -1,4 +1,4 @@
-//! What a process finds that comes after another: on the same disks, or on others.
+//! Recovery by a later process, on the same disks or on others.
 
 use uniffle_testkit::object_fault::{Call, Fault};
 use uniffle_wire::index::FILLER_BLOCK_ID;
@@ -73,7 +73,7 @@ async fn empty_machine_serves_moved_data_and_reports() {
         "two are lost, by what was reported"
     );
     assert_eq!(process.read(&moved, 0).await.unwrap(), expected(0..20, 3000));
-    // It goes on there, and the next start finds both.
+    // The shuffle continues there, and the next start finds both parts.
     fill(&process, &moved, 30..33).await;
     process.say(&moved, b"on the new machine").await.unwrap();
     let process = process.kill().await.start().await;
@@ -96,7 +96,8 @@ async fn ended_registration_is_not_used_for_the_next() {
     process.register(&key).await;
     fill(&process, &key, 0..10).await;
     process.move_all(&key).await.unwrap();
-    // Its objects are not deleted any more, for which an earlier version did not wait.
+    // The dropped future deletes no objects. An earlier version registered without waiting for
+    // that.
     drop(Arc::clone(&process.tier).forget(&key.app, std::slice::from_ref(&key), Purge::Shuffles));
     process.admit(&key);
     let note = Record::Registration(Registration::default()).encode();
@@ -110,7 +111,7 @@ async fn ended_registration_is_not_used_for_the_next() {
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(50..53, 3000));
 }
 
-/// Its number would be the greatest for years.
+/// Its incarnation would be the greatest for years.
 #[tokio::test(start_paused = true)]
 async fn machine_with_fast_clock_overrides_nothing() {
     let process = Fixture::new().start().await;
@@ -135,7 +136,7 @@ async fn machine_with_fast_clock_overrides_nothing() {
     assert_eq!(process.read(&key, 0).await.unwrap(), all);
 }
 
-/// The process ends at every call of the store of two moves, before or after that was done.
+/// The process ends at every store call of two moves, before or after the call takes effect.
 #[tokio::test(start_paused = true)]
 async fn interrupted_move_keeps_every_block_once() {
     let (mut at, mut has_ended) = (0, false);
@@ -148,7 +149,7 @@ async fn interrupted_move_keeps_every_block_once() {
             process.say(&key, b"report").await.unwrap();
             fill(&process, &key, 0..25).await;
             let mut calls = 0;
-            // From this call on nothing is answered, as if the process were not there any more.
+            // From this call on no call takes effect, as if the process had ended.
             process.fixture.store.set(move |call, _| {
                 calls += usize::from(!matches!(call, Call::Get | Call::List));
                 match calls {
@@ -191,7 +192,7 @@ async fn interrupted_move_keeps_every_block_once() {
     assert!(at > 5, "{at} calls");
 }
 
-/// What was moved leaves index groups behind, which name files that are gone.
+/// Index groups of moved data refer to files that no longer exist.
 #[tokio::test(start_paused = true)]
 async fn number_of_a_moved_file_is_not_reused() {
     let process = Fixture::new().start().await;
@@ -205,7 +206,7 @@ async fn number_of_a_moved_file_is_not_reused() {
     fill(&process, &key, 100..140).await;
     assert_eq!(process.read(&key, 0).await.unwrap().len(), 80);
 
-    // Nothing is left of what was moved.
+    // All moved data is gone.
     let fixture = Fixture { store: FaultyObjects::default(), ..process.kill().await };
     let process = fixture.start().await;
     let (recovered, _) = heard(&process).await;
@@ -241,7 +242,7 @@ async fn missing_segment_is_reported_lost() {
     assert_eq!(read[&21], content(21, 3000), "what is behind is served");
 }
 
-/// Results would be short, and nobody would notice.
+/// Otherwise results would be silently short.
 #[tokio::test(start_paused = true)]
 async fn reports_lost_from_the_store_stay_missing_on_new_disks() {
     for (is_lost, is_elsewhere) in [(false, true), (true, true), (true, false)] {
@@ -274,7 +275,8 @@ async fn reports_lost_from_the_store_stay_missing_on_new_disks() {
     }
 }
 
-/// Acknowledged because it is known, it would be missing on the next machine, and nobody would notice.
+/// If it were acknowledged because the disks have it, it would be silently missing on the next
+/// machine.
 #[tokio::test(start_paused = true)]
 async fn resent_report_reaches_the_store() {
     let process = Fixture::new().start().await;
@@ -307,8 +309,8 @@ async fn resent_report_reaches_the_store() {
     assert_eq!(said[&moved].len(), 2);
 }
 
-/// The store proves that nothing is missing of what the shuffle said, so its results are not refused: what has lost its place must not
-/// count as there, or it would be lost without a word.
+/// The store proves that all records of the shuffle are known, so its results are not refused. A
+/// block whose stream offset was reused must not count as present, or it would be lost silently.
 #[tokio::test(start_paused = true)]
 async fn block_with_a_reused_place_is_missing() {
     let both = Fixture::new();
@@ -367,7 +369,8 @@ async fn drain_waits_for_a_missing_directory() {
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..1, 3000));
 }
 
-/// A machine to which a drained shuffle goes has no disks that prove more than the store says.
+/// The next machine of a drained worker has only the store's records, so the store must be complete
+/// too.
 #[tokio::test(start_paused = true)]
 async fn returned_disk_completes_a_moved_shuffle() {
     let both = Fixture::new();
