@@ -1,4 +1,7 @@
-//! The body of an answer: bounded in size and time, counted, and its connection given back once it was read whole.
+//! The body of a response. It is limited in size and time, and counted.
+//!
+//! A body that was read to its end returns its connection to the pool. A body that fails or is
+//! dropped early closes its connection.
 
 use std::future::Future as _;
 use std::pin::Pin;
@@ -17,7 +20,7 @@ use super::operation::Mismatch;
 use super::pool::{Connection, Pool};
 use crate::clock::{Instant, Sleep, sleep_until};
 
-/// A request from its first byte to the end of its answer; dropped, it is over.
+/// A request in progress, from its first byte to the end of its response. It ends on drop.
 pub(super) struct Request {
     pub(super) metrics: Arc<Metrics>,
     pub(super) label: &'static str,
@@ -33,25 +36,25 @@ impl Drop for Request {
     }
 }
 
-/// How much of an answer is read, and how long that may take.
+/// Limits of a response.
 pub(super) struct Bounds {
-    /// With a length that is known, it must have it.
+    /// Required size of the body, if known.
     pub(super) exact: Option<u64>,
-    /// More is an error, or is not read.
+    /// Largest size of the body.
     pub(super) bytes_max: u64,
-    /// Whether what is beyond `bytes_max` is left out without an error: texts of errors.
+    /// Truncates a body that exceeds `bytes_max`, instead of failing. Used for error texts.
     pub(super) is_cut: bool,
     pub(super) deadline: Instant,
     pub(super) stall_timeout: Duration,
 }
 
-/// A body that is read in chunks. Dropped before its end it closes its connection.
+/// A response body that is read in chunks. Closes its connection if dropped before its end.
 pub(super) struct Answer {
     body: Incoming,
     bounds: Bounds,
     received: u64,
     is_over: bool,
-    /// At the deadline, or when nothing has come for too long.
+    /// Fires at the deadline, or when no byte has arrived for `stall_timeout`.
     alarm: Pin<Box<Sleep>>,
     connection: Option<Connection>,
     pool: Arc<Pool>,
@@ -70,13 +73,13 @@ impl Answer {
         let (connection, request) = (Some(connection), Some(request));
         let mut answer = Self { body, bounds, received: 0, is_over: false, alarm, connection, pool, request };
         if answer.body.is_end_stream() {
-            // Nobody asks a body for more that says it is empty.
+            // An empty body is never polled.
             answer.end(true);
         }
         answer
     }
 
-    /// The connection can be used again after an answer that was read `whole`.
+    /// Ends the response. Returns the connection to the pool if the body was read `whole`.
     fn end(&mut self, whole: bool) {
         self.is_over = true;
         if let Some(connection) = self.connection.take().filter(|_| whole) {
@@ -111,7 +114,7 @@ impl Answer {
             let next = Instant::now() + self.bounds.stall_timeout;
             self.alarm.as_mut().reset(self.bounds.deadline.min(next));
             if self.body.is_end_stream() && self.bounds.exact.is_none_or(|exact| exact == self.received) {
-                // Who has all of it may not ask for more.
+                // A reader that has all bytes may not poll again.
                 self.end(true);
             }
             return Poll::Ready(Some(Ok(Frame::data(data))));
@@ -140,7 +143,7 @@ impl Body for Answer {
         match Pin::new(&mut this.body).poll_frame(cx) {
             Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
                 Ok(data) => this.take(data),
-                // Trailers.
+                // Trailers are passed on.
                 Err(frame) => Poll::Ready(Some(Ok(frame))),
             },
             Poll::Ready(Some(Err(error))) => {
@@ -171,7 +174,7 @@ impl Body for Answer {
     fn size_hint(&self) -> SizeHint {
         let left = self.bounds.exact.map(|exact| exact.saturating_sub(self.received));
         match left.filter(|_| !self.is_over) {
-            // What is reserved for it is bounded like what is read.
+            // Callers reserve memory for the hint, so it has the same limit as the body.
             Some(left) => SizeHint::with_exact(left.min(self.bounds.bytes_max)),
             None => SizeHint::default(),
         }

@@ -26,7 +26,7 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// Limit for unread response bytes of one connection.
 const READ_BUFFER_BYTES_MAX: usize = 256 << 10;
 
-/// A server that does not prove to be the store.
+/// A server that is not authenticated as the store.
 #[derive(Debug, thiserror::Error)]
 #[error("{authority}: {reason}")]
 pub(super) struct Untrusted {
@@ -35,7 +35,8 @@ pub(super) struct Untrusted {
 }
 
 impl Untrusted {
-    /// The reason of a connection that failed, if it is this one.
+    /// Returns the reason if a connection to `origin` failed because the server was not
+    /// authenticated.
     pub(super) fn of(origin: &Origin, error: &io::Error) -> Option<Self> {
         let reason = match error.get_ref()?.downcast_ref::<rustls::Error>()? {
             certificate @ rustls::Error::InvalidCertificate(_) => certificate.to_string(),
@@ -68,7 +69,8 @@ impl Connector {
         tcp.set_nodelay(true);
         tcp.set_keepalive(Some(KEEPALIVE_TIME));
         tcp.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
-        // Divided among the addresses of a host, so that an address that does not answer leaves time for the next.
+        // The timeout is divided among the addresses of a host, so an address that does not respond
+        // leaves time for the next.
         tcp.set_connect_timeout(Some(timeout));
         Self { tcp, tls, timeout, tasks, connections }
     }
@@ -83,7 +85,7 @@ impl Connector {
         let address = format!("http://{}:{}", origin.host, origin.port);
         let address: Uri = address.parse().map_err(io::Error::other)?;
         let stream = self.tcp.clone().oneshot(address).await;
-        // Its own text does not name the cause.
+        // The error's own text does not name the cause.
         let stream = stream.map_err(|error| {
             io::Error::other(error.source().map_or_else(|| error.to_string(), ToString::to_string))
         })?;
@@ -115,7 +117,7 @@ impl Connector {
                 () = cancelled => {}
                 // The `Connection` was dropped.
                 _ = ended => {}
-                // The server has closed it. A pending request gets the error.
+                // The server closed the connection. A pending request gets the error.
                 _ = connection => {}
             }
         });

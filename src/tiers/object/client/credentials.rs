@@ -1,7 +1,9 @@
-//! Keys out of a file as the AWS command line has it, read again when the file changes.
+//! Credentials in a file in the format of the AWS command line. The file is read again when it
+//! changes.
 //!
-//! Invariant: a file that cannot be read or is half written takes nothing away that still holds: the keys before it are
-//! used until they expire. Keys that have expired sign nothing; what asks for them fails by name until there are others.
+//! Invariant: a file that is unreadable or half written does not replace valid keys, which are used
+//! until they expire. Expired keys sign nothing. Requests fail with an error that names the file
+//! until it has new keys.
 
 use std::fmt;
 use std::future::Future;
@@ -17,48 +19,48 @@ use parking_lot::Mutex;
 
 use crate::schema::files;
 
-/// Largest file read; real ones have a few hundred bytes.
+/// Largest file that is read. Real files have a few hundred bytes.
 const FILE_BYTES_MAX: u64 = 64 << 10;
-/// A file system that hangs delays a request by this, then the keys before are used.
+/// Timeout for reading the file. If the file system hangs longer, the previous keys are used.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Why there are no keys.
+/// Reason for which no keys are available.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CredentialsError {
-    /// The file is not there, or not to be read.
+    /// The file is missing or unreadable.
     #[error("{}: {reason}", path.display())]
     Unreadable {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Error of the file system.
         reason: String,
     },
-    /// It says nothing usable for the profile.
+    /// The file has no usable keys for the profile.
     #[error("{}: profile {profile}: {reason}", path.display())]
     Incomplete {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The section looked for.
+        /// Name of the section.
         profile: String,
-        /// What is missing; values are not repeated.
+        /// Problem of the section, without values.
         reason: &'static str,
     },
-    /// They were good until then.
+    /// The keys have expired.
     #[error("{}: the keys have expired", path.display())]
     Expired {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
 }
 
-/// Keys and until when they hold.
+/// Keys and their expiry time.
 #[derive(Clone)]
 struct Keys {
     credential: Arc<AwsCredential>,
     expiration: Option<SystemTime>,
 }
 
-/// What tells one state of a file from the next.
+/// Metadata of a file that changes with its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stamp {
     modified: Option<SystemTime>,
@@ -72,7 +74,7 @@ struct State {
     keys: Option<Keys>,
 }
 
-/// A file of keys.
+/// Credentials provider that reads a file.
 pub(super) struct FileCredentials {
     path: PathBuf,
     profile: String,
@@ -90,10 +92,10 @@ impl FileCredentials {
         Self { path: path.to_owned(), profile: profile.to_owned(), state: Mutex::default() }
     }
 
-    /// Reads the file as it is now. Blocks.
+    /// Checks that the file has valid keys. Blocks.
     ///
     /// # Errors
-    /// [`CredentialsError`], of keys that have expired too.
+    /// [`CredentialsError`], also if the keys have expired.
     pub(super) fn check(&self) -> Result<(), CredentialsError> {
         let text = files::read_text(&self.path, FILE_BYTES_MAX).map_err(|error| self.unreadable(&error))?;
         let keys = self.parse(&text)?;
@@ -114,7 +116,7 @@ impl FileCredentials {
         }
     }
 
-    /// Takes the keys of a file that has changed.
+    /// Reads the keys again if the file has changed.
     async fn look(&self) -> Result<(), CredentialsError> {
         let found = tokio::fs::metadata(&self.path).await.map_err(|error| self.unreadable(&error))?;
         let stamp = Stamp { modified: found.modified().ok(), bytes: found.len(), inode: found.ino() };
@@ -131,7 +133,8 @@ impl FileCredentials {
             Ok(keys) => state.keys = Some(keys),
             Err(error) => {
                 tracing::warn!(%error, "cannot use the changed credentials file; keeping the previous keys");
-                // Those that were told once are looked at again only when the file changes.
+                // With previous keys, a bad file is reported once and read again only after it
+                // changes. Without them, every request reads it again.
                 if state.keys.is_none() {
                     state.stamp = None;
                 }
@@ -201,7 +204,7 @@ impl CredentialProvider for FileCredentials {
     }
 }
 
-/// Names and values of `[profile]`.
+/// Returns the names and values in the section `profile`.
 fn section<'a>(text: &'a str, profile: &str) -> Option<Vec<(&'a str, &'a str)>> {
     let is_head = |line: &str| line.starts_with('[');
     let mut lines = text.lines().map(str::trim).skip_while(|line| {
@@ -218,12 +221,12 @@ fn section<'a>(text: &'a str, profile: &str) -> Option<Vec<(&'a str, &'a str)>> 
     )
 }
 
-/// Whether a signature, which is a header, can have it.
+/// Returns whether `text` is valid in the header of a signed request.
 pub(super) fn is_of_header(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_graphic())
 }
 
-/// RFC 3339 in UTC, with `Z` or a zero offset.
+/// Parses an RFC 3339 time in UTC, with `Z` or a zero offset.
 fn time(text: &str) -> Option<SystemTime> {
     let text = ["+00:00", "+0000"].iter().find_map(|end| text.strip_suffix(end)).unwrap_or(text);
     humantime::parse_rfc3339_weak(text).ok()

@@ -1,9 +1,10 @@
-//! What an error of the store means for the tier: whether the store is expected back, and if not, what is to be done.
-//! Pure.
+//! Classifies errors of the store: whether it will recover, and if not, what the operator has to
+//! do.
 //!
-//! `object_store` keeps the type of its errors about answers to itself; what the store said is in their text, as the
-//! `<Code>` of S3's XML or as the status. What the connection did is typed (`HttpError`), as is what is wrong with the
-//! credentials. `tests/contract` holds that for every fault.
+//! `object_store` does not expose the type of errors in responses. The store's message is in the
+//! text, as the `<Code>` of S3's XML or as the status. Errors of the connection (`HttpError`) and
+//! of the credentials are typed. `tests/contract` checks the classification of each error. Does no
+//! I/O.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -13,51 +14,52 @@ use object_store::client::{HttpError, HttpErrorKind};
 use super::connect::Untrusted;
 use super::credentials::CredentialsError;
 
-/// How `object_store` calls a redirection that says no place, of which it tells neither status nor code.
+/// Text of `object_store` for a redirect without a location. It contains neither status nor code.
 const BARE_REDIRECT: &str = "redirect without LOCATION";
 
-/// What an error means.
+/// Class of an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Failure {
-    /// The store does not answer, is overloaded or broken: it is expected back, and nothing is lost.
+    /// The store does not respond, is overloaded or broken. It is expected to recover with its
+    /// data.
     ExpectedBack,
-    /// It will go on refusing until somebody does something.
+    /// The store refuses until somebody intervenes.
     Refused(Refusal),
-    /// There is no such object, or no such upload any more.
+    /// The object or the upload does not exist.
     NotFound,
-    /// The answer is not what was asked for: other bytes, or the object was replaced meanwhile.
+    /// The response does not match the request: it has other bytes, or the object was replaced.
     Damaged,
 }
 
-/// Why a store refuses.
+/// Reason for which a store refuses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
-    /// The keys may not do this.
+    /// The keys lack a permission.
     AccessDenied,
     /// The store does not know the keys.
     UnknownKey,
-    /// The secret does not belong to the key.
+    /// The secret does not match the key.
     WrongSecret,
-    /// The keys were lent, and their time is over.
+    /// The temporary keys have expired.
     CredentialsExpired,
-    /// There are no keys.
+    /// No keys are available.
     NoCredentials,
-    /// There is no such bucket.
+    /// The bucket does not exist.
     BucketMissing,
-    /// The clocks differ by more than the store allows.
+    /// The clocks differ by more than the store tolerates.
     ClockSkew,
-    /// The bucket is elsewhere.
+    /// The bucket is in another region.
     WrongRegion,
-    /// The server does not prove to be the store.
+    /// The server is not authenticated as the store.
     NotTrusted,
-    /// The store is full, or a quota is used up.
+    /// The store is full, or a quota is exceeded.
     Full,
-    /// The server does not know such a request.
+    /// The server does not support the request.
     NotUnderstood,
 }
 
 impl Refusal {
-    /// What it is, as part of a sentence.
+    /// Returns the reason as a part of a sentence.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::AccessDenied => "the store denies access",
@@ -74,7 +76,7 @@ impl Refusal {
         }
     }
 
-    /// What helps.
+    /// Returns the remedy.
     pub fn remedy(self) -> &'static str {
         match self {
             Self::AccessDenied => {
@@ -112,7 +114,7 @@ impl fmt::Display for Refusal {
 }
 
 impl Failure {
-    /// What `error` means.
+    /// Classifies `error`.
     pub fn of(error: &object_store::Error) -> Self {
         for cause in causes(error) {
             if let Some(error) = cause.downcast_ref::<CredentialsError>() {
@@ -142,7 +144,7 @@ impl Failure {
                 Self::Refused(Refusal::AccessDenied)
             }
             object_store::Error::Precondition { .. } => Self::Damaged,
-            // Another operation on the same key was under way.
+            // Another operation on the same key was in progress.
             object_store::Error::AlreadyExists { .. } => Self::ExpectedBack,
             object_store::Error::Generic { .. } if text.contains(BARE_REDIRECT) => {
                 Self::Refused(Refusal::WrongRegion)
@@ -153,7 +155,8 @@ impl Failure {
     }
 }
 
-/// The error as one line for a person: what it means, what the store said, what helps. Keys are not in it.
+/// Describes the error in one line: its class, the store's message and the remedy. Contains no
+/// keys.
 pub fn explain(error: &object_store::Error) -> String {
     const SHOWN_CHARS_MAX: usize = 300;
     let text = error.to_string();
@@ -175,7 +178,7 @@ fn causes<'a>(error: &'a (dyn StdError + 'static)) -> impl Iterator<Item = &'a (
     std::iter::successors(Some(error), |error: &&'a (dyn StdError + 'static)| (*error).source())
 }
 
-/// S3's name of what is wrong.
+/// Returns S3's error code in `text`.
 fn code(text: &str) -> Option<&str> {
     let (_, rest) = text.split_once("<Code>")?;
     let (code, _) = rest.split_once("</Code>")?;
@@ -186,7 +189,7 @@ fn of_code(code: &str) -> Option<Failure> {
     let refusal = match code {
         "SlowDown" | "ServiceUnavailable" | "InternalError" | "RequestTimeout" | "Throttling" | "OperationAborted"
         | "TooManyRequests" | "ThrottlingException" | "RequestLimitExceeded" | "BandwidthLimitExceeded"
-        // The body was changed on its way: it is sent again.
+        // The body was changed in transit, so it is sent again.
         | "BadDigest" | "InvalidDigest" | "IncompleteBody" | "XAmzContentSHA256Mismatch" | "XAmzContentChecksumMismatch" => {
             return Some(Failure::ExpectedBack);
         }
@@ -210,7 +213,7 @@ fn of_code(code: &str) -> Option<Failure> {
     Some(Failure::Refused(refusal))
 }
 
-/// The status that the text of an error about an answer names.
+/// Returns the HTTP status in the text of an error.
 fn status(text: &str) -> Option<u16> {
     let (_, rest) = text.split_once("status code: ")?;
     rest.get(..3)?.parse().ok()
@@ -224,7 +227,7 @@ fn of_status(status: Option<u16>) -> Failure {
         Some(408 | 429) => Failure::ExpectedBack,
         Some(416) => Failure::Damaged,
         Some(400..=499) => Failure::Refused(Refusal::NotUnderstood),
-        // Servers and what stands before them have their bad days; what is left is tried again.
+        // Any other status, or none, is retried, because servers and proxies fail temporarily.
         _ => Failure::ExpectedBack,
     }
 }

@@ -1,4 +1,4 @@
-//! Requests to the store, by what they are and how they end.
+//! Metrics of requests to the store, by operation and by failure reason.
 
 use prometheus::{HistogramVec, IntCounter, IntCounterVec, IntGauge};
 
@@ -23,22 +23,22 @@ metrics::table! {
     }
 }
 
-/// What happened to a request that failed.
+/// Reason for which a request failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reason {
     /// The server was not reached.
     Connect,
-    /// It took too long.
+    /// The request timed out.
     Timeout,
-    /// The connection ended before the answer did.
+    /// The connection ended before the response was complete.
     Cut,
-    /// 429, 503.
+    /// Status 429 or 503.
     Throttled,
-    /// 500 and above.
+    /// Status 500 and above.
     Server,
-    /// 400 and above; an object that is not there is no failure.
+    /// Status 400 and above, except 404, because a missing object is no failure.
     Refused,
-    /// The answer does not fit the request.
+    /// The response does not match the request.
     Damaged,
 }
 
@@ -65,7 +65,7 @@ impl Reason {
         }
     }
 
-    /// Of an answer with `status`.
+    /// Returns the reason for which a response with `status` failed, or `None` for a success.
     pub(super) fn of(status: http::StatusCode) -> Option<Self> {
         match status.as_u16() {
             404 | ..400 => None,
@@ -77,7 +77,7 @@ impl Reason {
 }
 
 impl Metrics {
-    /// Every label is there from the start, so that a rate of it is one.
+    /// Creates a time series for every label, so that rates are correct from the first event on.
     pub(super) fn show_all(&self) {
         for operation in Operation::ALL {
             self.requests.with_label_values(&[operation.as_str()]);

@@ -1,11 +1,12 @@
 //! The client of a store that speaks S3: `object_store` over the worker's own HTTP and TLS.
 //!
-//! The rest of the tier sees an `ObjectStore` whose paths begin below `object_store.url`, and [`Failure`], the meaning of
-//! its errors. `object_store` makes, signs and retries requests. This module limits and counts them, bounds responses,
-//! reuses connections, and reads credentials from a file. Responses arrive in pieces of at most 256 KiB.
+//! The rest of the tier sees an `ObjectStore` whose paths begin below `object_store.url`, and
+//! [`Failure`], the class of its errors. `object_store` builds, signs and retries requests. This
+//! module limits and counts them, limits responses, reuses connections, and reads credentials from
+//! a file.
 //!
-//! Invariant: every request ends, with a response or an error, within its deadlines, and a dropped request ends at once.
-//! No task and no connection outlives the [`Client`].
+//! Invariant: every request ends within its deadlines, with a response or an error, and a dropped
+//! request ends at once. No task and no connection outlives the [`Client`].
 
 mod answer;
 mod connect;

@@ -1,4 +1,7 @@
-//! A client as it is configured.
+//! Builds the client from the configuration.
+//!
+//! `object_store` gets the bucket, the source of the keys, the checksums and the limits of retries.
+//! HTTP, TLS and timeouts are this module's own (`Service`).
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,24 +23,24 @@ use crate::schema::files;
 use crate::tiers::object::location::{BucketUrl, Endpoint};
 use crate::tiers::object::{Credentials, ObjectConfig, Secret, UploadCheck};
 
-/// Attempts after the first; `object_store.retry_timeout_sec` ends them earlier.
+/// Maximum number of retries. `object_store.retry_timeout_sec` may end them earlier.
 const RETRIES_MAX: usize = 10;
 
-/// Of the file of a web identity.
+/// Largest token file of a web identity.
 const TOKEN_BYTES_MAX: u64 = 64 << 10;
-/// Between two attempts: random, and longer each time.
+/// Pauses between two attempts: random and growing.
 const BACKOFF: BackoffConfig = BackoffConfig {
     init_backoff: Duration::from_millis(100),
     max_backoff: Duration::from_secs(10),
     base: 2.0,
 };
 
-/// A store, as it is configured.
+/// The client of a configured store.
 pub struct Client {
     pub(super) s3: AmazonS3,
     pub(super) service: Service,
     url: BucketUrl,
-    /// Where the bucket answers, without a slash at its end.
+    /// URL of the bucket, without a slash at its end.
     pub(super) bucket_url: String,
     pub(super) region: String,
     is_signed: bool,
@@ -53,10 +56,11 @@ impl fmt::Debug for Client {
 }
 
 impl Client {
-    /// Makes one; nothing is asked yet. Connections are tasks of `tasks`. Blocks on small files.
+    /// Creates a client. Sends no request, but blocks on small files. Connections become tasks of
+    /// `tasks`.
     ///
     /// # Errors
-    /// [`OpenError`]: a file or a variable that is named and cannot be used.
+    /// [`OpenError`], if a configured file or variable is unusable.
     pub fn open(config: &ObjectConfig, tasks: &Tasks, registry: &Registry) -> Result<Self, OpenError> {
         let url = config.url.clone().ok_or_else(|| OpenError::new("object_store.url", "absent"))?;
         if let Some(problem) = check_files(config).into_iter().next() {
@@ -76,7 +80,8 @@ impl Client {
             .with_bucket_name(url.bucket())
             .with_region(&config.region)
             .with_retry(retries(config.retry_timeout))
-            // The answer to it names keys, and `object_store` panics at one that was not asked for.
+            // The response to a bulk deletion names keys, and `object_store` panics on a key that
+            // was not requested.
             .with_disable_bulk_delete(true)
             .with_unsigned_payload(config.upload_check != UploadCheck::Signature)
             .with_virtual_hosted_style_request(!config.path_style)
@@ -96,7 +101,7 @@ impl Client {
         Ok(Self { s3, service, url, bucket_url, region, is_signed })
     }
 
-    /// The store below the prefix of `object_store.url`.
+    /// Returns the store, with paths below the prefix of `object_store.url`.
     pub fn store(&self) -> Arc<dyn ObjectStore> {
         let s3 = self.s3.clone();
         match self.url.prefix() {
@@ -105,12 +110,12 @@ impl Client {
         }
     }
 
-    /// Where it is.
+    /// Returns the bucket and the prefix.
     pub fn url(&self) -> &BucketUrl {
         &self.url
     }
 
-    /// What signs requests, if they are signed.
+    /// Returns the source of the keys that sign requests, or `None` if requests are unsigned.
     pub(super) fn credentials(&self) -> Option<&AwsCredentialProvider> {
         self.is_signed.then(|| self.s3.credentials())
     }
@@ -175,7 +180,7 @@ fn problems_of_web_identity(config: &ObjectConfig) -> impl Iterator<Item = OpenE
     [role, token, endpoint].into_iter().flatten()
 }
 
-/// The store or STS is asked over TLS.
+/// Returns whether requests to the store or to STS need TLS.
 fn needs_tls(config: &ObjectConfig) -> bool {
     let is_plain = |endpoint: &Endpoint| !endpoint.is_encrypted();
     let store_is_plain = config.endpoint.as_ref().is_some_and(is_plain);

@@ -1,6 +1,6 @@
-//! What keeps a client from being made.
+//! The error of a client that cannot be created.
 
-/// Why there is no client, with the key of the configuration.
+/// Reason for which no client was created, with the key of the configuration.
 #[derive(Debug, thiserror::Error)]
 #[error("{key}: {reason}")]
 pub struct OpenError {

@@ -1,37 +1,37 @@
-//! What a request asks of the store, and whether the head of an answer is one to it. Pure.
+//! Classifies requests, and checks that the head of a response matches its request. Does no I/O.
 
 use http::header::{CONTENT_LENGTH, CONTENT_RANGE, RANGE};
 use http::{HeaderMap, Method, StatusCode, Uri};
 
-/// A kind of request, by which stores charge.
+/// Kind of a request. Stores charge by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
-    /// Bytes of an object.
+    /// Reads bytes of an object.
     Get,
-    /// Whether there is an object, and its size.
+    /// Returns the size of an object, if it exists.
     Head,
-    /// Objects by prefix.
+    /// Lists objects by prefix.
     List,
-    /// An object at once.
+    /// Writes a whole object.
     Put,
-    /// A part of an upload.
+    /// Sends a part of an upload.
     PutPart,
-    /// The begin of an upload.
+    /// Begins an upload.
     CreateUpload,
-    /// Its end, which makes the object.
+    /// Completes an upload, which creates the object.
     CompleteUpload,
-    /// Its end without an object.
+    /// Ends an upload without an object.
     AbortUpload,
-    /// Uploads under way, by prefix.
+    /// Lists unfinished uploads by prefix.
     ListUploads,
-    /// An object's end.
+    /// Deletes an object.
     Delete,
-    /// Keys of a role, from STS.
+    /// Gets the keys of a role from STS.
     Credentials,
 }
 
 impl Operation {
-    /// Every one.
+    /// All operations.
     pub const ALL: [Self; 11] = [
         Self::Get,
         Self::Head,
@@ -46,7 +46,7 @@ impl Operation {
         Self::Credentials,
     ];
 
-    /// Its label.
+    /// Returns the label of the operation in metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Get => "get",
@@ -63,7 +63,7 @@ impl Operation {
         }
     }
 
-    /// What a request of this method to this address is.
+    /// Returns the operation of a request to S3 or STS.
     pub fn of(method: &Method, uri: &Uri) -> Self {
         let query = uri.query().unwrap_or_default();
         let has = |name: &str| query.split('&').any(|part| part.split('=').next() == Some(name));
@@ -82,26 +82,28 @@ impl Operation {
         }
     }
 
-    /// Whether its body is data on its way to the store.
+    /// Returns whether the body of the request is data for the store.
     pub fn is_upload(self) -> bool {
         matches!(self, Self::Put | Self::PutPart)
     }
 }
 
-/// An answer that does not fit its request.
+/// A response that does not match its request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the store returned {got} for a request of {wanted}")]
 pub struct Mismatch {
-    /// What was asked for.
+    /// Requested range or size.
     pub wanted: String,
-    /// What came.
+    /// Received range or size.
     pub got: String,
 }
 
-/// How many bytes an answer to a GET of an object must have, as far as its head tells.
+/// Returns the size that the body of a response to a GET must have, or `None` if its head does not
+/// tell the size.
 ///
 /// # Errors
-/// [`Mismatch`]: other bytes than `request` asks for, or lengths that contradict each other.
+/// [`Mismatch`], if the range differs from the range in `request`, or if lengths contradict each
+/// other.
 pub(super) fn expected_bytes(
     request: &HeaderMap,
     status: StatusCode,
@@ -123,7 +125,8 @@ pub(super) fn expected_bytes(
     }
 }
 
-/// The range of bytes that `got` (`bytes 0-9/100`) has, if it is the one that `wanted` (`bytes=0-9`) names.
+/// Returns the byte range in `got` (`bytes 0-9/100`) if it is the range requested by `wanted`
+/// (`bytes=0-9`).
 fn answered(wanted: &str, got: &str) -> Option<(u64, u64)> {
     let (range, size) = got.trim().strip_prefix("bytes ")?.split_once('/')?;
     let (start, last) = range.split_once('-')?;

@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 
 use crate::clock::Instant;
 
-/// Connections that were idle for longer are not used again: servers close idle connections.
+/// Connections that were idle for longer are dropped, because servers close idle connections.
 const IDLE_MAX: Duration = Duration::from_secs(20);
 
 /// Scheme, host and port of a server.
@@ -36,11 +36,11 @@ impl Origin {
 pub(super) struct Connection {
     pub(super) sender: SendRequest<HttpRequestBody>,
     pub(super) origin: Origin,
-    /// Keeps the task alive that watches for a disconnect.
+    /// Ends the task of the connection on drop.
     pub(super) _alive: Alive,
 }
 
-/// Counts the connection, and ends its task when it is dropped.
+/// Counts an open connection, and ends its task on drop.
 pub(super) struct Alive {
     pub(super) _end: oneshot::Sender<()>,
     pub(super) count: IntGauge,
@@ -52,7 +52,7 @@ impl Drop for Alive {
     }
 }
 
-/// The idle connections, the one that was used last at the end.
+/// Idle connections. The most recently used connection is the last.
 pub(super) struct Pool {
     idle: Mutex<Vec<(Connection, Instant)>>,
     max: usize,

@@ -1,4 +1,5 @@
-//! Whether the store can be used: a small object is written, read, listed and deleted, an upload begun and ended.
+//! Checks at start that the store is usable: it writes, reads, lists and deletes a small object,
+//! and begins and aborts an upload.
 
 use object_store::path::Path;
 use object_store::{MultipartUpload as _, ObjectStore, ObjectStoreExt as _, PutPayload};
@@ -6,25 +7,26 @@ use object_store::{MultipartUpload as _, ObjectStore, ObjectStoreExt as _, PutPa
 use super::failure::explain;
 use super::open::Client;
 
-/// What is written; every worker under a name of its own.
+/// Content of the object. Each worker has its own object.
 const CONTENT: &[u8] = b"uniffle-worker was here; this object can be deleted";
 
-/// What did not work, why, and what helps.
+/// Step that failed, with its cause and the remedy.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot use {url}: failed to {step}: {explanation}")]
 pub struct ProbeError {
     url: String,
     step: &'static str,
     explanation: String,
-    /// What the store said.
+    /// Error of the store.
     source: Option<Box<object_store::Error>>,
 }
 
 impl Client {
-    /// Uses the store once as the tier does. `name` is this worker's own.
+    /// Tries each kind of request that the tier uses, with an object below `name`, which is unique
+    /// to this worker.
     ///
     /// # Errors
-    /// [`ProbeError`]: the first step that does not work, with the remedy.
+    /// [`ProbeError`] of the first step that fails, with the remedy.
     pub async fn probe(&self, name: &str) -> Result<(), ProbeError> {
         let (store, path) = (self.store(), Path::from(format!("{name}/.probe")));
         let failed = |step| {

@@ -1,8 +1,10 @@
-//! One attempt of a request: a permit, a connection, a deadline, an answer, and what is counted of it.
+//! One attempt of a request: permit, connection, deadline, response and metrics.
 //!
-//! Retries are `object_store`'s, by the kinds of errors that come from here: what may have reached the server is repeated
-//! only where repeating does no harm. Invariant: nothing here waits without a deadline but for a permit, which others hold
-//! only while their own deadlines run; and uploads never take the permits of reads.
+//! `object_store` retries by the kinds of the errors returned here. It repeats a request that may
+//! have reached the server only if that is harmless.
+//!
+//! Invariant: every wait has a deadline, except that for a permit. A holder of a permit has a
+//! deadline, so that wait ends too. Uploads never take the permits of reads.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -30,23 +32,24 @@ use super::operation::{Operation, expected_bytes};
 use super::pool::{Connection, Origin, Pool};
 use crate::clock::{Instant, timeout_at};
 
-/// Text of an error that is read; real ones have a few hundred bytes.
+/// Limit for the text of an error. Real texts have a few hundred bytes.
 const ERROR_BYTES_MAX: u64 = 64 << 10;
-/// An answer that is no object. A thousand keys of 1024 bytes in a list, each byte escaped, are less.
+/// Limit for responses other than objects. A list of 1,000 keys of 1,024 bytes is smaller, even if
+/// every byte is escaped.
 const TEXT_BYTES_MAX: u64 = 16 << 20;
-/// Failed attempts that are remembered, to know a retry by.
+/// Number of failed attempts remembered to recognize retries.
 const FAILED_MAX: usize = 1024;
-/// A body moves at least at this pace, or is not worth to wait for.
+/// Slowest acceptable rate of a body.
 const BYTES_PER_SECOND_MIN: u64 = 1 << 20;
 
-/// How long things may take.
+/// Timeouts of an attempt and of a pause in the response.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Patience {
     pub(super) request: Duration,
     pub(super) stall: Duration,
 }
 
-/// Speaks HTTP for `object_store`. Clones share everything.
+/// HTTP transport of `object_store`. Clones share all state.
 #[derive(Clone)]
 pub(super) struct Service(Arc<Shared>);
 
@@ -57,7 +60,7 @@ struct Shared {
     others: Arc<Semaphore>,
     patience: Patience,
     metrics: Arc<Metrics>,
-    /// By method and address, the latest last.
+    /// Fingerprints of failed attempts, the newest last.
     failed: Mutex<VecDeque<u64>>,
 }
 
@@ -105,7 +108,7 @@ impl Service {
     }
 }
 
-/// What of a request is needed for its answer.
+/// Properties of a request that its response is checked against.
 struct Asked {
     operation: Operation,
     headers: HeaderMap,
@@ -144,7 +147,7 @@ impl Shared {
         self.answer(&asked, answer, connection, under_way)
     }
 
-    /// The head of the answer, and the connection that its body comes on.
+    /// Sends a request. Returns the head of the response and the connection that delivers its body.
     async fn exchange(
         &self,
         request: HttpRequest,
@@ -158,7 +161,7 @@ impl Shared {
             match connection.sender.try_send_request(request).await {
                 Ok(answer) => return Ok((answer, connection)),
                 Err(mut failed) => match failed.take_message() {
-                    // The server closed it while it was idle, and has seen nothing of the request.
+                    // The server closed the idle connection and has not seen the request.
                     Some(unsent) => request = unsent,
                     None => return Err((Reason::Cut, interrupted(failed.into_error()))),
                 },
@@ -231,12 +234,12 @@ fn fingerprint(request: &HttpRequest) -> u64 {
     hasher.finish()
 }
 
-/// Time that a body of `bytes` gets on top.
+/// Returns the additional time allowed for a body of `bytes` bytes.
 fn moving(bytes: u64) -> Duration {
     Duration::from_secs(bytes / BYTES_PER_SECOND_MIN)
 }
 
-/// The request as HTTP/1.1 has it: the path in its line, the host in a header.
+/// Converts a request to the form of HTTP/1.1: the path in the request line, the host in a header.
 fn relative(mut request: HttpRequest) -> Result<HttpRequest, HttpError> {
     let uri = request.uri();
     let host = uri.authority().map_or("", |authority| authority.as_str());
@@ -253,7 +256,7 @@ fn late() -> HttpError {
     HttpError::new(HttpErrorKind::Timeout, late)
 }
 
-/// The server may have seen the request.
+/// Creates the error of a request that the server may have seen.
 fn interrupted(error: hyper::Error) -> HttpError {
     HttpError::new(HttpErrorKind::Interrupted, error)
 }

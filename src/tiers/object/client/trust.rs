@@ -1,4 +1,5 @@
-//! Whose word is taken that a server is the store: an authority of the configuration, else those of the machine.
+//! Certificate authorities trusted for the store: those of `object_store.ca_file`, or those of the
+//! machine if it is unset.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use super::open_error::OpenError;
 use crate::schema::files;
 
-/// Where systems have their authorities: Debian, Fedora, SUSE, Alpine.
+/// Bundles of authorities in Debian, Fedora, SUSE and Alpine.
 const BUNDLES: [&str; 4] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -20,7 +21,7 @@ const BUNDLES: [&str; 4] = [
 ];
 const KEY: &str = "object_store.ca_file";
 
-/// What connections are encrypted with. Blocks on files.
+/// Creates the TLS configuration. Blocks on files.
 pub(super) fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, OpenError> {
     let wrong = |what: String| OpenError::new(KEY, what);
     let mut roots = RootCertStore::empty();
@@ -40,7 +41,7 @@ pub(super) fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>,
             let named = std::env::var_os("SSL_CERT_FILE").map(PathBuf::from);
             let places = named.into_iter().chain(BUNDLES.map(PathBuf::from));
             let found = places.into_iter().find_map(|path| CertificateDer::pem_file_iter(path).ok());
-            // Systems have authorities of which rustls cannot read one or the other.
+            // Bundles may contain certificates that rustls cannot parse.
             roots.add_parsable_certificates(found.into_iter().flatten().flatten());
             if roots.is_empty() {
                 return Err(wrong(

@@ -1,7 +1,8 @@
-//! Uploads that nobody will end: a worker that died has begun them, and stores keep (and charge) their parts.
+//! Abandoned uploads: a crashed worker began them, and the store keeps and charges their parts.
 //!
-//! `object_store` has no call for them, so the request is signed here with its signer. Servers that do not know the request
-//! refuse it (`Refusal::NotUnderstood`); the bucket's lifecycle rule is the net below (docs/object-storage.md).
+//! `object_store` cannot list uploads, so the request is signed here with its signer. Servers that
+//! do not support the request refuse it (`Refusal::NotUnderstood`). The bucket's lifecycle rule
+//! then ends abandoned uploads (docs/object-storage.md).
 
 use std::time::SystemTime;
 
@@ -14,17 +15,17 @@ use roxmltree::{Document, Node};
 use super::failure::Failure;
 use super::open::Client;
 
-/// Pages of a thousand uploads that are read in one call.
+/// Maximum number of pages of 1,000 uploads read in one call.
 const PAGES_MAX: usize = 100;
 
-/// An upload that is under way.
+/// An unfinished upload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Abandoned {
-    /// The object that it would make, from the root of the bucket.
+    /// Key of the object, from the root of the bucket.
     pub path: Path,
-    /// S3's name of it.
+    /// S3's id of the upload.
     pub upload_id: String,
-    /// When it was begun, by the store's clock.
+    /// Time of its beginning, by the store's clock.
     pub initiated: Option<SystemTime>,
 }
 
@@ -32,15 +33,16 @@ pub struct Abandoned {
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Page {
     uploads: Vec<Abandoned>,
-    /// Key and upload that the next page begins after.
+    /// Key and upload id after which the next page begins.
     next: Option<(String, String)>,
 }
 
 impl Client {
-    /// The uploads below `below`, a path below `object_store.url`, that were begun before `before`.
+    /// Returns unfinished uploads that began before `before`. `below` is a path below
+    /// `object_store.url`. At most `PAGES_MAX` pages are read.
     ///
     /// # Errors
-    /// As of any request.
+    /// The store does not answer or refuses.
     pub async fn uploads(&self, below: &Path, before: SystemTime) -> object_store::Result<Vec<Abandoned>> {
         let parts = [self.url().prefix(), below.as_ref()];
         let prefix: String =
@@ -48,7 +50,7 @@ impl Client {
         let (mut found, mut after) = (Vec::new(), None);
         for _ in 0..PAGES_MAX {
             let page = self.page(&prefix, after.as_ref()).await?;
-            // Stores may list more than was asked for.
+            // Stores may list more uploads than requested.
             let is_old = |upload: &Abandoned| upload.initiated.is_none_or(|begun| begun < before);
             let is_below = |upload: &Abandoned| upload.path.as_ref().starts_with(&prefix);
             found.extend(page.uploads.into_iter().filter(|upload| is_below(upload) && is_old(upload)));
@@ -60,11 +62,11 @@ impl Client {
         Ok(found)
     }
 
-    /// Ends the uploads below `below` that were begun before `before`, and says how many. One that has ended meanwhile is no
-    /// error.
+    /// Aborts unfinished uploads in `below` that began before `before`. Returns their number. An
+    /// upload that has ended meanwhile is no error.
     ///
     /// # Errors
-    /// The first that could not be ended.
+    /// The first upload that could not be aborted.
     pub async fn abort_uploads(&self, below: &Path, before: SystemTime) -> object_store::Result<usize> {
         let uploads = self.uploads(below, before).await?;
         for upload in &uploads {
@@ -93,7 +95,7 @@ impl Client {
         let body = answer.into_body().bytes().await.map_err(failed)?;
         let text = String::from_utf8_lossy(&body);
         if !status.is_success() {
-            // As `object_store` says it, which is where its meaning is read.
+            // Formatted like errors of `object_store`, whose text [`Failure::of`] parses.
             return Err(failed(std::io::Error::other(format!("status code: {status}: {text}"))));
         }
         parse(&text).map_err(|error| failed(std::io::Error::other(error)))
@@ -104,7 +106,7 @@ fn failed<E: std::error::Error + Send + Sync + 'static>(error: E) -> object_stor
     object_store::Error::Generic { store: "S3", source: Box::new(error) }
 }
 
-/// As a value of a query that is signed.
+/// Percent-encodes a value of a signed query.
 fn encoded(text: &str) -> String {
     let mut encoded = String::with_capacity(text.len());
     for byte in text.bytes() {
@@ -117,7 +119,7 @@ fn encoded(text: &str) -> String {
     encoded
 }
 
-/// A `ListMultipartUploadsResult`.
+/// Parses a `ListMultipartUploadsResult`.
 fn parse(text: &str) -> Result<Page, String> {
     let document = Document::parse(text).map_err(|error| format!("not a list of uploads: {error}"))?;
     let root = document.root_element();
