@@ -1,4 +1,4 @@
-//! What waits for a segment of a shuffle, and which number the next one has.
+//! Batches that wait for a segment of a shuffle, and the numbers of its segments.
 
 use tokio::sync::oneshot;
 
@@ -6,22 +6,23 @@ use super::segment::Prepared;
 use crate::budget::{Budget, Charge};
 use crate::tiers::StoreError;
 
-/// A batch that is to be written.
+/// A batch to be written.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) batch: Prepared,
     pub(super) waiter: Waiter,
 }
 
-/// Who waits for a batch, and what is held for it until it is answered.
+/// Response channel of a batch, with the memory charged until the response.
 #[derive(Debug)]
 pub(super) struct Waiter {
     pub(super) done: oneshot::Sender<Result<(), StoreError>>,
     pub(super) _making: Making,
 }
 
-/// Heap for the records and extents of a batch while its segment is made. All of them together have a bound; a batch takes
-/// its part once, before it is prepared, and waits for nothing that another batch could keep from it.
+/// Heap for the records and extents of a batch while its segment is made, out of a bounded budget
+/// for all batches. A batch takes its share once, before it is prepared, so batches cannot
+/// deadlock.
 #[derive(Debug)]
 pub(super) struct Making {
     _part: Charge,
@@ -29,20 +30,20 @@ pub(super) struct Making {
 }
 
 impl Making {
-    /// Waits for a part of `all`; `held` is charged too, whether there is room or not.
+    /// Waits for a share of `all`. Also charges `held`, even beyond its capacity.
     pub(super) async fn begin(all: &Budget, held: &Budget, bytes: u64) -> Self {
-        // One that is larger than all there is gets all of it.
+        // A batch larger than the capacity takes all of it.
         let part = all.charge(bytes.min(all.capacity())).await;
         let _part = part.unwrap_or_else(|_| all.force_charge(bytes));
         Self { _part, _held: held.force_charge(bytes) }
     }
 }
 
-/// Numbers of segments.
+/// Numbers of a shuffle's segments.
 #[derive(Debug, Default)]
 pub(super) struct Lane {
-    /// The largest that was given, also to uploads that failed.
+    /// Largest number in use, also by failed uploads.
     pub(super) last_number: u32,
-    /// That of the segment that was published last; 0 = none.
+    /// Number of the segment published last, or 0.
     pub(super) published: u32,
 }

@@ -1,36 +1,40 @@
-//! Keys of the tier's objects, and the segment: what an object of data holds. Version 1 is FROZEN (see the golden test).
+//! Keys of the tier's objects, and the format of segments. Version 1 is FROZEN (see the golden
+//! test). Pure: no I/O.
 //!
 //! ```text
-//! <prefix>/<worker>/!claim                                             which process writes there (`claim`)
-//! <prefix>/<worker>/!log/<generation>.<process>.<first>.<frames>.<copy> an object of the metadata log (`durability::objects`)
-//! <prefix>/<worker>/!settings/<start>                                  settings made at run time (`saved`)
-//! <prefix>/<worker>/<application>/<shuffle>.<incarnation>/s0000000001   a segment
+//! <prefix>/<worker>/!claim                                              claim
+//! <prefix>/<worker>/!log/<generation>.<process>.<first>.<frames>.<copy> metadata log
+//! <prefix>/<worker>/!settings/<start>                                   saved settings
+//! <prefix>/<worker>/<application>/<shuffle>.<incarnation>/s0000000001   segment
 //! ```
 //!
-//! Worker and application stand in keys with everything but `A-Za-z0-9._-` as `!` and two digits, so a key can be read
-//! back and no id leads out of its prefix. The incarnation tells registrations of one name apart: what belongs to one is
-//! deleted by its prefix, whenever that happens. Numbers are given once, also to uploads that fail.
+//! See `claim`, `durability::objects` and `saved`. In the ids of workers and applications, each
+//! byte except `A-Za-z0-9._-` is encoded as `!` and two hexadecimal digits. So a key can be
+//! decoded, and no id escapes its prefix. Each registration of a shuffle has its own incarnation,
+//! so it can be deleted by its prefix at any time. Segment numbers are never reused, not even after
+//! failed uploads.
 //!
-//! A segment is payload, index and footer. It holds many partitions of one shuffle; it is complete by construction, since
-//! an object appears whole or not at all. Everything is big-endian:
+//! A segment consists of payload, index and footer. It holds many partitions of one shuffle. It is
+//! always complete, because an object appears as a whole or not at all. All numbers are big-endian:
 //!
 //! ```text
-//! payload               extents one behind the other; an extent's blocks lie side by side
-//! table, 48 per entry   0  partition i32           4  blocks u32           8  base u64 (in the partition's stream)
-//!                      16  offset u64 (in the object)                     24  length u64
-//!                      32  records u64 (where they begin in the object)   40  crc32 of the records
-//!                      44  reserved u32 = 0
-//! records               40 bytes each (docs/protocol.md §5.2), in entry order, offsets relative to the extent
-//! footer, 64 bytes      0  magic "UWOS"            4  version u16 = 1      6  reserved u16 = 0
-//!                       8  payload bytes u64      16  bytes of table and records u64
-//!                      24  entries u32            28  number u32          32  previous u32
-//!                      36  reserved u32 = 0       40  incarnation u64     48  blocks u64
-//!                      56  crc32 of the table     60  crc32 of bytes 0..60
+//! payload               extents, one after the other, each with contiguous blocks
+//! table, 48 per entry    0  partition i32          4  blocks u32        8  base u64 (stream)
+//!                       16  offset u64 (in the object)                 24  length u64
+//!                       32  records u64 (offset in the object)         40  crc32 of the records
+//!                       44  reserved u32 = 0
+//! records               40 bytes each (docs/protocol.md §5.2), in entry order,
+//!                       with offsets relative to the extent
+//! footer, 64 bytes       0  magic "UWOS"           4  version u16 = 1   6  reserved u16 = 0
+//!                        8  payload bytes u64     16  bytes of table and records u64
+//!                       24  entries u32           28  number u32       32  previous u32
+//!                       36  reserved u32 = 0      40  incarnation u64  48  blocks u64
+//!                       56  crc32 of the table    60  crc32 of bytes 0..60
 //! ```
 //!
-//! Entries are sorted by partition and base, so the records of a partition are one range. `previous` is the number of the
-//! segment that was published before, 0 for none: an upload whose outcome was never known, and whose bases others have
-//! since, is in no chain. Pure: no I/O.
+//! Entries are sorted by partition and base, so the records of a partition are one range.
+//! `previous` is the number of the segment published before, or 0. An upload of unknown outcome is
+//! therefore in no chain once a later segment has taken its bases.
 
 use std::fmt::Write as _;
 
@@ -42,23 +46,23 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 
 /// First bytes of a footer.
 pub const MAGIC: [u8; 4] = *b"UWOS";
-/// The version that is written.
+/// Version of written segments.
 pub const VERSION: u16 = 1;
-/// Bytes of a footer.
+/// Size of a footer.
 pub const FOOTER_BYTES: usize = 64;
-/// Bytes of an entry.
+/// Size of a table entry.
 pub const ENTRY_BYTES: usize = 48;
 
 /// One registration of a shuffle.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Registered {
-    /// The shuffle.
+    /// Key of the shuffle.
     pub key: ShuffleKey,
-    /// Tells registrations of it apart.
+    /// Number that distinguishes registrations of the shuffle.
     pub incarnation: u64,
 }
 
-/// A part of a key that stands for `text`.
+/// Encodes `text` as a component of a key.
 #[must_use]
 pub fn part_of(text: &str) -> String {
     let mut part = String::with_capacity(text.len());
@@ -72,7 +76,7 @@ pub fn part_of(text: &str) -> String {
     part
 }
 
-/// Returns the text that [`part_of`] encodes as this part of a key, or `None` if there is none.
+/// Decodes a component of a key. Returns `None` if [`part_of`] does not produce it.
 #[must_use]
 pub fn text_of(part: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(part.len());
@@ -90,26 +94,26 @@ pub fn text_of(part: &str) -> Option<String> {
     String::from_utf8(bytes).ok().filter(|text| part_of(text) == part)
 }
 
-/// The prefix of an application below that of the worker.
+/// Returns the prefix of an application below the worker's prefix `root`.
 #[must_use]
 pub fn app_prefix(root: &str, app: &AppId) -> String {
     format!("{root}/{}", part_of(app.as_str()))
 }
 
-/// The prefix of a registration below that of the worker.
+/// Returns the prefix of a registration below the worker's prefix `root`.
 #[must_use]
 pub fn shuffle_prefix(root: &str, shuffle: &Registered) -> String {
     let Registered { key, incarnation } = shuffle;
     format!("{}/{}.{incarnation}", app_prefix(root, &key.app), key.shuffle)
 }
 
-/// Returns the key of a segment below the prefix of its registration.
+/// Returns the key of segment `number` below the prefix of its registration.
 #[must_use]
 pub fn segment_key(prefix: &str, number: u32) -> String {
     format!("{prefix}/s{number:010}")
 }
 
-/// Part of the keys of the metadata log below the worker's prefix. No application has it.
+/// Component of the keys of the metadata log. No application has this name.
 const LOG: &str = "!log";
 
 /// Returns the prefix of the metadata log.
@@ -118,13 +122,13 @@ pub fn log_prefix(root: &str) -> String {
     format!("{root}/{LOG}")
 }
 
-/// Returns the key of a copy of an object of the metadata log.
+/// Returns the key of copy `copy` of an object of the metadata log.
 #[must_use]
 pub fn log_key(root: &str, object: LogObject, copy: usize) -> String {
     format!("{root}/{LOG}/{}", object.name(copy))
 }
 
-/// Part of the keys of saved settings below the worker's prefix. No application has it.
+/// Component of the keys of saved settings. No application has this name.
 const SETTINGS: &str = "!settings";
 
 /// Returns the prefix of saved settings.
@@ -133,7 +137,7 @@ pub fn settings_prefix(root: &str) -> String {
     format!("{root}/{SETTINGS}")
 }
 
-/// Returns the key of the settings saved by the start with this number.
+/// Returns the key of the settings saved by start number `start`.
 #[must_use]
 pub fn settings_key(root: &str, start: u32) -> String {
     format!("{root}/{SETTINGS}/{start}")
@@ -142,15 +146,15 @@ pub fn settings_key(root: &str, start: u32) -> String {
 /// An object below the worker's prefix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Name {
-    /// A segment of a registration, by its number.
+    /// A segment of a registration, with its number.
     Segment(Registered, u32),
     /// A copy of an object of the metadata log.
     Log(LogObject, usize),
-    /// Settings made at run time, by the number of the start that saved them.
+    /// Settings made at run time, with the number of the start that saved them.
     Settings(u32),
 }
 
-/// Returns what an object below the worker's prefix is; none if the tier writes no such key.
+/// Parses a key below the worker's prefix. Returns `None` if the tier writes no such key.
 #[must_use]
 pub fn parse_key(root: &str, key: &str) -> Option<Name> {
     let below = key.strip_prefix(root)?.strip_prefix('/')?;
@@ -167,7 +171,7 @@ pub fn parse_key(root: &str, key: &str) -> Option<Name> {
     is_ours.then_some(Name::Segment(registered, number))
 }
 
-/// Returns whether a key is of a page of metadata, as earlier development builds wrote them.
+/// Returns whether `key` is a page of metadata of earlier development builds.
 #[must_use]
 pub fn is_page(root: &str, key: &str) -> bool {
     let below = key.strip_prefix(root).and_then(|below| below.strip_prefix('/'));
@@ -186,72 +190,72 @@ fn parse_registered(below: &str) -> Option<(Registered, &str)> {
     parts.next().is_none().then_some((registered, name))
 }
 
-/// What a footer says.
+/// Footer of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Footer {
-    /// Bytes of payload, which begins the object.
+    /// Size of the payload, at the beginning of the object.
     pub payload_bytes: u64,
-    /// Bytes of table and records, which follow.
+    /// Size of table and records, which follow the payload.
     pub index_bytes: u64,
-    /// Extents.
+    /// Number of extents.
     pub entries: u32,
-    /// The segment's number, as in its key.
+    /// Number of the segment, as in its key.
     pub number: u32,
-    /// The number of the segment that was published before; 0 = none.
+    /// Number of the segment published before, or 0.
     pub previous: u32,
-    /// As in its key.
+    /// Incarnation of the registration, as in its key.
     pub incarnation: u64,
-    /// Blocks of all extents.
+    /// Number of blocks in all extents.
     pub blocks: u64,
     /// CRC-32 of the table.
     pub table_crc: u32,
 }
 
-/// An extent of a segment.
+/// Table entry of an extent in a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
-    /// Its partition.
+    /// Partition of the extent.
     pub partition: PartitionId,
-    /// Its blocks.
+    /// Number of blocks.
     pub blocks: u32,
-    /// Where it begins in the partition's stream.
+    /// Offset of the extent in the partition's stream.
     pub base: u64,
-    /// Where it begins in the object.
+    /// Offset of its data in the object.
     pub offset: u64,
-    /// Bytes of data.
+    /// Size of its data.
     pub length: u64,
-    /// Where its records begin in the object.
+    /// Offset of its records in the object.
     pub records: u64,
     /// CRC-32 of its records.
     pub records_crc: u32,
 }
 
 impl Entry {
-    /// Returns the extent in the object `number`.
+    /// Returns the extent, located in the object `number`.
     pub(super) fn extent(&self, number: u32) -> Extent {
         let Self { blocks, base, offset, length, records, records_crc, .. } = *self;
         Extent { blocks, records_crc, ..Extent::gap(base, length) }.in_object(number, offset, records)
     }
 }
 
-/// Why bytes are no segment.
+/// Reason why bytes are not a valid segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SegmentError {
-    /// It does not end like a segment.
+    /// The object does not end with a footer.
     #[error("the object is not a segment")]
     Magic,
-    /// A later program wrote it.
+    /// The version is not supported.
     #[error("the segment has version {0}, this program supports {VERSION}")]
     Version(u16),
-    /// A checksum does not fit.
+    /// A checksum does not match.
     #[error("checksum of the segment's {0} does not match")]
     Checksum(&'static str),
-    /// A field contradicts another.
+    /// A field contradicts another one.
     #[error("the segment's {0} is malformed")]
     Malformed(&'static str),
 }
 
-/// The bytes of a table.
+/// Encodes the table.
 #[must_use]
 pub fn encode_table(entries: &[Entry]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(entries.len() * ENTRY_BYTES);
@@ -268,7 +272,7 @@ pub fn encode_table(entries: &[Entry]) -> Vec<u8> {
 }
 
 impl Footer {
-    /// The footer as bytes.
+    /// Encodes the footer.
     #[must_use]
     pub fn encode(&self) -> [u8; FOOTER_BYTES] {
         let mut bytes = [0; FOOTER_BYTES];
@@ -287,10 +291,10 @@ impl Footer {
         bytes
     }
 
-    /// Reads the footer that ends an object of so many bytes.
+    /// Decodes the footer of an object of `object_bytes` bytes.
     ///
     /// # Errors
-    /// [`SegmentError`].
+    /// The bytes are not a footer of this version, or contradict each other or `object_bytes`.
     pub fn decode(bytes: &[u8; FOOTER_BYTES], object_bytes: u64) -> Result<Self, SegmentError> {
         if bytes[0..4] != MAGIC {
             return Err(SegmentError::Magic);
@@ -323,16 +327,16 @@ impl Footer {
         }
     }
 
-    /// Bytes of the table, which begins behind the payload.
+    /// Returns the size of the table, which follows the payload.
     #[must_use]
     pub fn table_bytes(&self) -> u64 {
         u64::from(self.entries) * ENTRY_BYTES as u64
     }
 
-    /// Reads the table.
+    /// Decodes the table.
     ///
     /// # Errors
-    /// [`SegmentError`].
+    /// The checksum does not match, or entries contradict each other or the footer.
     pub fn table(&self, bytes: &[u8]) -> Result<Vec<Entry>, SegmentError> {
         if bytes.len() as u64 != self.table_bytes() || crc32fast::hash(bytes) != self.table_crc {
             return Err(SegmentError::Checksum("table"));
@@ -381,7 +385,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_be_bytes(field)
 }
 
-/// A key as the store wants it: keys of this tier have nothing that it would write differently.
+/// Returns the store's path of a key. Keys of this tier need no escaping.
 pub(super) fn path_of(key: &str) -> Path {
     Path::from(key)
 }
@@ -403,7 +407,7 @@ mod tests {
         BlockMeta { block_id, task_attempt_id, length, uncompressed_length: 2 * length, crc: 0x0102_0304 }
     }
 
-    /// Two extents of partitions −1 and 5 behind 30 bytes of payload.
+    /// Returns a segment with extents of partitions −1 and 5 and a payload of 30 bytes.
     fn sample() -> (Footer, Vec<Entry>, Vec<u8>) {
         let extents = [(-1, 100, 20, vec![block(1, 4), block(2, 6)]), (5, 0, 0, vec![block(3, 20)])];
         let table_end = 30 + 2 * ENTRY_BYTES as u64;

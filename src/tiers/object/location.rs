@@ -1,13 +1,13 @@
-//! The place of a worker's objects as it is configured: bucket and prefix, and the server that has them. Pure.
+//! Configured location of a worker's objects: server, bucket and prefix. Pure.
 
 use std::fmt;
 
-/// Longest name of a bucket, and the shortest (S3: 3 to 63 characters).
+/// Length of a bucket name in S3.
 const BUCKET_CHARS: std::ops::RangeInclusive<usize> = 3..=63;
-/// Longest prefix: a key has 1024 bytes at most, of which names of segments need some.
+/// Maximum length of the prefix. A key has at most 1024 bytes, and segment names need some.
 const PREFIX_BYTES_MAX: usize = 512;
 
-/// `s3://<bucket>/<prefix>`; the prefix may be empty.
+/// URL `s3://<bucket>/<prefix>`. The prefix may be empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BucketUrl {
     bucket: String,
@@ -15,10 +15,10 @@ pub struct BucketUrl {
 }
 
 impl BucketUrl {
-    /// Reads a URL.
+    /// Parses a URL.
     ///
     /// # Errors
-    /// What is allowed.
+    /// The text is not of the allowed form, which the error describes.
     pub fn parse(text: &str) -> Result<Self, String> {
         let form = || "of the form s3://<bucket>/<prefix>".to_owned();
         let (scheme, rest) = text.split_once("://").ok_or_else(form)?;
@@ -44,12 +44,12 @@ impl BucketUrl {
         Ok(Self { bucket: bucket.to_owned(), prefix: prefix.to_owned() })
     }
 
-    /// The bucket.
+    /// Returns the bucket.
     pub fn bucket(&self) -> &str {
         &self.bucket
     }
 
-    /// What all keys begin with, without a slash at its end.
+    /// Returns the common prefix of all keys, without a slash at its end.
     pub fn prefix(&self) -> &str {
         &self.prefix
     }
@@ -61,19 +61,19 @@ impl fmt::Display for BucketUrl {
     }
 }
 
-/// `http://<host>[:<port>]` or `https://<host>[:<port>]`.
+/// URL `http://<host>[:<port>]` or `https://<host>[:<port>]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint {
     is_encrypted: bool,
-    /// Host, IPv6 in brackets, with the port as it is written.
+    /// Host, IPv6 in brackets, with the port as written.
     authority: String,
 }
 
 impl Endpoint {
-    /// Reads a URL without path, user and query.
+    /// Parses a URL without path, user and query.
     ///
     /// # Errors
-    /// What is allowed.
+    /// The text is not of the allowed form, which the error describes.
     pub fn parse(text: &str) -> Result<Self, String> {
         let form =
             || "of the form http://<host>[:<port>] or https://<host>[:<port>], without a path".to_owned();
@@ -93,12 +93,12 @@ impl Endpoint {
         Ok(Self { is_encrypted, authority: authority.as_str().to_ascii_lowercase() })
     }
 
-    /// Whether it is asked over TLS.
+    /// Returns whether requests use TLS.
     pub fn is_encrypted(&self) -> bool {
         self.is_encrypted
     }
 
-    /// The endpoint for `bucket` whose name is part of the host name.
+    /// Returns the endpoint of `bucket`, with its name as part of the host name.
     #[must_use]
     pub fn of_bucket(&self, bucket: &str) -> Self {
         Self { authority: format!("{bucket}.{}", self.authority), ..self.clone() }

@@ -1,4 +1,5 @@
-//! The metadata log's objects in the store (`durability::objects`): requests, and what their errors mean.
+//! Storage of the metadata log's objects (`durability::objects`): requests, and conversion of
+//! errors.
 
 use std::io;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use super::layout::{Name, log_key, log_prefix, parse_key, path_of};
 use crate::durability::{LogError, LogObject, LogObjects, OBJECT_COPIES};
 use crate::tiers::{StoreError, StoreErrorKind};
 
-/// Objects below a worker's prefix.
+/// Objects of the metadata log below the worker's prefix.
 #[derive(Debug)]
 pub(super) struct StoredLog(pub(super) Arc<Core>);
 
@@ -73,7 +74,7 @@ impl StoredLog {
             match answer {
                 Err(Error::NotFound { .. }) => {}
                 Ok(_) => {}
-                // What is not deleted is in nobody's way.
+                // Remaining objects do no harm.
                 Err(error) => return Err(failed(&core.settings.root, &error)),
             }
         }
@@ -99,7 +100,7 @@ impl LogObjects for StoredLog {
     }
 }
 
-/// Kinds of errors that the log passes on.
+/// Error kinds that are mapped between the tier and the log.
 const KINDS: [(StoreErrorKind, io::ErrorKind); 5] = [
     (StoreErrorKind::Unreachable, io::ErrorKind::TimedOut),
     (StoreErrorKind::InUse, io::ErrorKind::ResourceBusy),
@@ -113,7 +114,7 @@ fn to_log(error: &StoreError) -> LogError {
     LogError::of(kind.map_or(io::ErrorKind::Other, |(_, kind)| *kind), &error.to_string())
 }
 
-/// Returns an error of the log as the tier's.
+/// Converts an error of the log into an error of the tier, about `of`.
 pub(super) fn from_log(error: &LogError, of: impl AsRef<std::path::Path>) -> StoreError {
     let kind = KINDS.iter().find(|(_, kind)| *kind == error.kind);
     let kind = kind.map_or(StoreErrorKind::Unhealthy, |(kind, _)| *kind);

@@ -1,10 +1,10 @@
-//! The tier's metrics. Requests of the client are counted where they are made.
+//! Metrics of the tier. The client counts its requests itself.
 
 use prometheus::{Histogram, IntCounter, IntGauge};
 
 use crate::metrics;
 
-/// Bytes of segments: 64 KiB to 1 GiB.
+/// Buckets of segment sizes: 64 KiB to 1 GiB.
 const SEGMENT_BUCKETS: &[f64] = &metrics::exponential::<8>(65_536.0, 4.0);
 
 metrics::table! {

@@ -1,34 +1,11 @@
-//! The object tier: blocks in an object store, read through the worker like local data.
+//! The object tier: blocks in an object store that speaks S3. Clients of type MEMORY_LOCALFILE read
+//! them through the worker like local data, without jars or credentials.
 //!
-//! To clients of type MEMORY_LOCALFILE it is local data: they ask for the index of a partition and for ranges of it, and
-//! need no jars and no credentials. Batches of a shuffle share *segments*, objects that hold many partitions, so the number
-//! of objects follows the bytes. A shuffle has a segment per flush at least, and one more for each
-//! [`segment_bytes`](settings::ObjectSettings::segment_bytes) of it.
-//!
-//! | file | does |
-//! | --- | --- |
-//! | `layout` | keys, and the format of a segment (pure) |
-//! | `client` | requests to a store that speaks S3 |
-//! | `config`, `location` | how the store is reached, as it is configured |
-//! | `settings`, `metrics` | sizes; counters |
-//! | `claim` | which process writes below the worker's prefix |
-//! | `condition` | whether the store works |
-//! | `core` | what all parts share |
-//! | `streams`, `shuffle` | what is published; one registration |
-//! | `segment`, `lane` | a segment while it is filled; what waits for one |
-//! | `group` | jobs that are done together (pure) |
-//! | `upload`, `log` | segments and the metadata log on their way into the store |
-//! | `intake` | what is moved here from local disks |
-//! | `cache` | chunks of segments on local disks |
-//! | `fetch`, `body`, `reads`, `turns` | ranges of objects, and what is answered; whether they are of the cache or of the store; whose turn it is |
-//! | `index_read`, `data_read`, `answer`, `verify` | reads of clients |
-//! | `purge`, `recover` | deletion by prefix; what an earlier process left |
-//! | `indexes` | which segments and blocks of a shuffle are there |
-//! | `workers` | what workers have below the URL, also those that are gone |
-//! | `tier` | the tier |
-//!
-//! Not here: requests, credentials, retries (the client of the store, behind `object_store::ObjectStore`), and what is
-//! flushed when.
+//! Batches of a shuffle share *segments*, objects with blocks of many partitions. A shuffle has at
+//! least one segment per flush, and another for each
+//! [`segment_bytes`](settings::ObjectSettings::segment_bytes) of its data. The number of objects
+//! therefore follows the bytes, not the number of partitions. This module does not decide which
+//! data is flushed when.
 
 #[cfg(feature = "object")]
 #[cfg(feature = "object")]

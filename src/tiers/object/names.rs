@@ -1,4 +1,4 @@
-//! What metrics, logs and the API call the tier.
+//! Names of the tier in metrics, logs and the API.
 
 use crate::tiers::TierNames;
 

@@ -1,8 +1,9 @@
-//! Deletion of the segments of shuffles that are over, by prefix.
+//! Deletes the objects of removed shuffles and applications, by prefix.
 //!
-//! It begins once the store knows from the metadata log that the shuffle is over, so that no start looks for what is deleted. A store that
-//! does not answer is asked again for a while; what is left then is left to a later start, or to the bucket's lifecycle rule. Nothing is
-//! deleted once another process has the worker's prefix.
+//! Deletion begins once the store has the end of the shuffle in the metadata log, so that no start
+//! looks for deleted objects. If the store does not answer, the deletion is retried for a while.
+//! Remaining objects are left to a later start or to the bucket's lifecycle rule. Nothing is
+//! deleted after another process has claimed the worker's prefix.
 
 use std::future::ready;
 use std::sync::Arc;
@@ -19,14 +20,14 @@ use crate::clock::sleep;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::types::AppId;
 
-/// Attempts, between which there is a pause that doubles.
+/// Maximum number of attempts. The pause between them doubles.
 const ATTEMPTS: u32 = 8;
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// What of a prefix goes.
+/// Predicate that selects the registrations to delete.
 pub(super) type Filter = dyn Fn(&Registered) -> bool + Send + Sync;
 
-/// A deletion that has not ended.
+/// Counts a deletion in progress until it is dropped.
 pub(super) struct Counted(Arc<Core>);
 
 impl Counted {
@@ -50,16 +51,17 @@ pub(super) struct Going {
 }
 
 impl Going {
-    /// All below a prefix.
+    /// Selects all segments below a prefix.
     pub(super) fn all(prefix: String) -> Self {
         Self { prefix, filter: Arc::new(|_| true) }
     }
 }
 
-/// Deletes the segments of forgotten shuffles, and of their application all that were registered before an incarnation.
+/// Deletes the segments of forgotten `shuffles`. With `app`, deletes instead all segments of the
+/// application with a smaller incarnation than the given one.
 pub(super) async fn purge(core: Arc<Core>, shuffles: Vec<Arc<Shuffle>>, app: Option<(AppId, u64)>) {
     for shuffle in &shuffles {
-        // What was under way when it was forgotten is in the store, or will never be.
+        // Waits for an upload in progress, so that its object exists now or never will.
         drop(shuffle.lane.lock().await);
     }
     let Some((app, before)) = app else {
@@ -73,7 +75,7 @@ pub(super) async fn purge(core: Arc<Core>, shuffles: Vec<Arc<Shuffle>>, app: Opt
     delete(&core, &Going { prefix, filter }).await;
 }
 
-/// Deletes what is `going`.
+/// Deletes the segments of `going`, with retries.
 pub(super) async fn delete(core: &Core, going: &Going) {
     let (prefix, mut pause) = (&going.prefix, PAUSE);
     for attempt in 1..=ATTEMPTS {

@@ -1,6 +1,7 @@
-//! Where the bytes of a read come from: chunks of the cache, or the store.
+//! Reads of object ranges, from chunks of the read cache or from the store.
 //!
-//! A reader first waits for what it needs of the cache, then for its turn together with memory.
+//! A read first waits for its chunks to arrive in the cache, and then for its permit together with
+//! its memory.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,47 +19,49 @@ use crate::tiers::read_share::ReadShare;
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit};
 
-/// How far ahead of a reader chunks are brought into the cache.
+/// Maximum distance of prefetching ahead of a reader.
 pub(super) const AHEAD_BYTES: u64 = 8 << 20;
 
-/// Parts of objects that are read together, each from where it is.
+/// Parts of objects that are read together, with their source.
 #[derive(Debug)]
 pub(super) struct Located {
     parts: Vec<Part>,
     cached: Vec<CachedPart>,
-    /// Those that are not in the cache.
+    /// Parts that are not in the cache.
     stored: Vec<Part>,
 }
 
-/// What a read needs.
+/// Memory requirements of a read.
 pub(super) struct Asked<'a> {
     pub(super) len: usize,
-    /// Bytes that are held beside the buffer; none when it is read in the turn of another read, which waits for it.
+    /// Memory besides the buffer, or `None` if a waiting read already holds the permit for this
+    /// one.
     pub(super) beside: Option<usize>,
     pub(super) buffers: &'a dyn ReadBuffers,
 }
 
-/// A buffer that is read into, what is held beside it, and the turn that both were taken with.
+/// The buffer of a read, with the charge for other memory and the permit.
 pub(super) struct Room {
     buffer: Box<dyn ReadBuffer>,
-    /// Given back before the turn.
+    /// Released before the permit.
     _beside: Charge,
     _turn: ReadPermit,
 }
 
 impl Room {
-    /// Charges what is held beside the buffer, whatever is left: the turn counts it. Not under the lock by which turns are given, as
-    /// the heap may give memory back to the system for it.
+    /// Charges `beside` bytes to `heap`, even beyond its capacity: the permit accounts for them.
+    /// Must not run under the lock that grants permits, because the heap may return memory to the
+    /// system.
     fn new((buffer, _turn): (Box<dyn ReadBuffer>, ReadPermit), heap: &Budget, beside: usize) -> Self {
         Self { buffer, _beside: heap.force_charge(beside as u64), _turn }
     }
 
-    /// The first `len` bytes.
+    /// Returns the first `len` bytes.
     pub(super) fn bytes(&mut self, len: usize) -> &mut [u8] {
         (*self.buffer).as_mut().get_mut(..len).unwrap_or_default()
     }
 
-    /// The same, immutable from now on.
+    /// Converts the first `len` bytes into an immutable buffer.
     pub(super) fn freeze(self, len: usize) -> Bytes {
         self.buffer.freeze(len)
     }
@@ -86,10 +89,11 @@ fn pieces<'a>(shuffle: &'a Shuffle, parts: &'a [Part]) -> impl Iterator<Item = P
     })
 }
 
-/// Finds `parts`, waiting for what is on its way into the cache, and that of `others`, which are read soon.
+/// Locates `parts`. Also waits until their chunks, and those of `others`, which are read soon, have
+/// arrived in the cache.
 ///
 /// # Errors
-/// The store's.
+/// The store fails.
 pub(super) async fn locate(
     core: &Arc<Core>,
     shuffle: &Arc<Shuffle>,
@@ -103,7 +107,7 @@ pub(super) async fn locate(
     for piece in pieces(shuffle, &parts).chain(pieces(shuffle, others)) {
         *wanted.entry(piece.key).or_default() += piece.part.range.len() as u64;
     }
-    // All begin before one is waited for.
+    // Starts all fetches before it waits for the first.
     let begun: Vec<_> =
         wanted.into_iter().map(|(key, bytes)| (key, cache::begin(core, shuffle, key, bytes))).collect();
     let mut ready = BTreeMap::new();
@@ -127,7 +131,8 @@ pub(super) async fn locate(
     Ok(Located { parts, cached, stored })
 }
 
-/// Begins to bring `parts` into the cache, as far as it has time for them. Waits for nothing.
+/// Starts to fetch the chunks of `parts` into the cache while it has capacity for that, up to
+/// [`AHEAD_BYTES`]. Never waits.
 pub(super) fn begin_ahead(core: &Arc<Core>, shuffle: &Arc<Shuffle>, parts: &[Part]) {
     let Some(cache) = &core.cache else { return };
     let (mut bytes, mut begun) = (0, None);
@@ -143,12 +148,12 @@ pub(super) fn begin_ahead(core: &Arc<Core>, shuffle: &Arc<Shuffle>, parts: &[Par
 }
 
 impl Located {
-    /// All of the store, whatever the cache has.
+    /// Reads all parts from the store.
     pub(super) fn stored(parts: Vec<Part>) -> Self {
         Self { stored: parts.clone(), cached: Vec::new(), parts }
     }
 
-    /// Waits for a buffer together with the turn of the shuffle's application.
+    /// Waits for a buffer together with a permit for the shuffle's application.
     pub(super) async fn room(&self, core: &Core, shuffle: &Shuffle, asked: &Asked<'_>) -> Room {
         let Some(beside) = asked.beside else {
             let buffer = asked.buffers.acquire(asked.len).await;
@@ -164,7 +169,7 @@ impl Located {
     /// Reads the parts into a buffer.
     ///
     /// # Errors
-    /// The store's.
+    /// The store fails. Failures of the cache are not errors: the store is read instead.
     pub(super) async fn read(
         &self,
         core: &Core,
@@ -179,7 +184,7 @@ impl Located {
             room = match cache.read(&core.metrics, buffer, &self.cached).await {
                 Ok(buffer) => Room { buffer, _beside, _turn },
                 Err(_) => {
-                    // It is told already; the buffer may be with a disk that hangs.
+                    // The cache has logged the error. A hung disk may still use the buffer.
                     stored = &self.parts;
                     drop((_beside, _turn));
                     self.of_store().room(core, shuffle, asked).await
@@ -190,12 +195,13 @@ impl Located {
         Ok(room)
     }
 
-    /// The same once more, of the store.
+    /// Returns the same parts, all to be read from the store.
     pub(super) fn of_store(&self) -> Self {
         Self::stored(self.parts.clone())
     }
 
-    /// The same of the store, when what the cache had was not what was written; none when nothing was of the cache.
+    /// Drops the chunks of the parts from the cache after they were read with wrong bytes. Returns
+    /// the same parts, all to be read from the store, or `None` if none came from the cache.
     pub(super) fn of_store_instead(&self, core: &Core) -> Option<Self> {
         let cache = core.cache.as_ref().filter(|_| !self.cached.is_empty())?;
         cache.discard(&core.metrics, &self.cached);
@@ -203,7 +209,7 @@ impl Located {
     }
 }
 
-/// Drops from the cache the chunks that have a range of a segment: the next one who wants it has it brought anew.
+/// Drops the chunks of a segment's range from the cache. The next reader fetches them again.
 pub(super) fn discard(core: &Core, shuffle: &Shuffle, segment: u32, range: &Range<u64>) {
     let Some(cache) = &core.cache else { return };
     let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
@@ -211,10 +217,10 @@ pub(super) fn discard(core: &Core, shuffle: &Shuffle, segment: u32, range: &Rang
     cache.drop_all(&core.metrics, pieces(shuffle, &parts).map(|piece| piece.key));
 }
 
-/// A range of a segment as bytes of their own. For what is small.
+/// Reads a small range of a segment into a buffer of its own.
 ///
 /// # Errors
-/// The store's.
+/// The store fails.
 pub(super) async fn read(
     core: &Arc<Core>,
     shuffle: &Arc<Shuffle>,

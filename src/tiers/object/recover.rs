@@ -2,10 +2,10 @@
 //!
 //! The metadata log has the living shuffles. Their segments form a chain, which is read from the
 //! newest to the oldest. Segments outside the chain are uploads of unknown outcome. If a segment
-//! cannot be read, its blocks and later ones of the same streams are lost, with an error that names
-//! the object.
+//! cannot be read, its blocks and later ones of the same streams are lost. The reported reason
+//! names the object.
 //!
-//! Requests of each kind run in bounded numbers, and memory for their answers is charged.
+//! The number of concurrent requests of each kind is bounded, and memory for responses is charged.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -31,50 +31,50 @@ use crate::tiers::extent::Extent;
 use crate::tiers::{RecoveredShuffle, StoreError, StoreErrorKind};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// Shuffles that are read at a time.
+/// Maximum number of shuffles read concurrently.
 const AT_ONCE: usize = 64;
 
-/// Numbers that are left out: a request of the earlier process may still arrive.
+/// Number of skipped segment numbers, because requests of the previous process may still arrive.
 const NUMBERS_LEFT_OUT: u32 = 1000;
 
-/// Records on their way to whom they are told.
+/// Maximum number of records buffered for their reader.
 const TOLD_MAX: usize = 16;
 
-/// Pauses between lists of a start.
+/// Pauses after outdated lists of objects.
 const LIST_PAUSES: [Duration; 4] =
     [Duration::from_secs(1), Duration::from_secs(3), Duration::from_secs(10), Duration::from_secs(15)];
 
-/// Segments of a registration: bytes by number.
+/// Segments of a registration: size by number.
 type Segments = BTreeMap<u32, u64>;
 
-/// A shuffle that was found.
+/// A recovered shuffle.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) shuffle: Arc<Shuffle>,
     pub(super) told: RecoveredShuffle,
-    /// Its extents below local disks.
+    /// Extents in the store, in a tier below local disks.
     pub(super) extents: HashMap<PartitionId, BTreeMap<u64, Extent>>,
     pub(super) charge: Charge,
-    /// Keys of objects that are in no chain.
+    /// Keys of segments outside the chain.
     pub(super) strays: Vec<String>,
     pub(super) bytes: u64,
     pub(super) blocks: u64,
 }
 
-/// All that was found.
+/// Recovered state of the store.
 #[derive(Debug)]
 pub(super) struct Survey {
     pub(super) log: Arc<ShippedLog>,
     pub(super) found: Vec<Found>,
-    /// Registrations that are over and have segments.
+    /// Removed registrations that still have segments.
     pub(super) abandoned: Vec<Registered>,
     pub(super) next_incarnation: u64,
 }
 
-/// Reads everything below the worker's prefix.
+/// Reads the state below the worker's prefix.
 ///
 /// # Errors
-/// The store does not answer or refuses: then nothing is known, and nothing may be concluded.
+/// The store does not answer or refuses. Then the state is unknown, and the worker must not start.
 pub(super) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreError> {
     let (mut segments, names) = list_current(core).await?;
     let objects = Arc::new(StoredLog(Arc::clone(core)));
@@ -83,7 +83,7 @@ pub(super) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreError> {
     let highest = segments.keys().map(|name| name.incarnation.saturating_add(1)).max();
     let next_incarnation = log.next_incarnation().max(highest.unwrap_or(0));
     let memory = IndexMemory::default();
-    // Of a shuffle of which nothing was moved, local disks have everything.
+    // If nothing of a shuffle was moved to the store, local disks have all its data.
     let living = log.shuffles().iter().filter(|(_, found)| found.is_moved);
     let mut reads = Vec::new();
     for (key, found) in living {
@@ -92,7 +92,7 @@ pub(super) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreError> {
         reads.push(read(core, (name, of_it), found, &memory));
     }
     if let Some(gap) = log.gap() {
-        // Local disks may know them.
+        // Local disks may know these registrations, so their segments stay.
         let unknown: Vec<Registered> =
             segments.keys().filter(|name| !log.is_over(&incarnation_of(name))).cloned().collect();
         tracing::error!(
@@ -126,11 +126,11 @@ fn incarnation_of(name: &Registered) -> Incarnation {
 
 type Listed = (BTreeMap<Registered, Segments>, Vec<(LogObject, usize)>);
 
-/// Lists everything below the worker's prefix. Lists again while the list is older than the claim
-/// of this start, because such a list may lack objects of the process before.
+/// Lists the objects below the worker's prefix. Lists again while the list is older than the claim
+/// of this start, because such a list may lack objects of the previous process.
 ///
 /// # Errors
-/// The store does not answer or refuses, or its lists stay old.
+/// The store does not answer or refuses, or its lists stay outdated.
 async fn list_current(core: &Core) -> Result<Listed, StoreError> {
     let root = &core.settings.root;
     for pause in LIST_PAUSES {
@@ -204,7 +204,8 @@ async fn read(
     Ok(Found { shuffle, told, extents: data.moved, charge: data.charge, strays, bytes, blocks })
 }
 
-/// Returns the records of living registrations. They are read when they are asked for, a bounded number of objects ahead.
+/// Returns the records of living registrations. They are read on demand, a bounded number of
+/// objects ahead.
 pub(super) fn said(core: &Core, log: Arc<ShippedLog>, living: Treemap) -> Said {
     let (told, said) = mpsc::channel(TOLD_MAX);
     let cancelled = core.tasks.cancelled();
@@ -225,7 +226,7 @@ async fn tell_all(log: &ShippedLog, living: &Treemap, told: &mpsc::Sender<Told>)
     loop {
         let next = records.next().await;
         let is_over = !matches!(next, Ok(Some(_)));
-        // Whoever asked may be gone.
+        // The receiver may have been dropped.
         if told.send(next).await.is_err() || is_over {
             return;
         }

@@ -1,4 +1,4 @@
-//! A segment while it is filled: what is to go up next, and the index that ends it. Pure: no I/O.
+//! A segment while it is filled: its pending bytes, and its index. Pure: no I/O.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -11,10 +11,11 @@ use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::PartitionId;
 
-/// Blocks after which a segment takes no more batches: their records stay in memory until it ends.
+/// Maximum number of blocks before a segment takes no more batches. Their records stay in memory
+/// until the segment ends.
 const BLOCKS_MAX: u64 = 256 << 10;
 
-/// An extent whose bytes are brought piece by piece.
+/// Index data of an extent that is appended to a segment. Its bytes follow separately.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Moved {
     /// The partition.
@@ -23,21 +24,22 @@ pub struct Moved {
     pub base: u64,
     /// Bytes of data.
     pub length: u64,
-    /// Its blocks.
+    /// Number of blocks.
     pub blocks: u32,
-    /// Their records, with offsets in it.
+    /// Records of the blocks, with offsets relative to the extent.
     pub records: Bytes,
     /// CRC-32 of the records.
     pub records_crc: u32,
 }
 
-/// Heap that an extent takes until its segment is written, beside its records: it is prepared, an entry of the segment and
-/// of its table, the end of a stream, and what is published; lists grow by doubling.
+/// Heap per extent until its segment is written, besides its records: the prepared and the
+/// published extent, the entries in the segment and its table, and the end of the stream. Includes
+/// the growth of lists, which double.
 const EXTENT_BYTES: u64 = 512;
-/// ... and each piece of its payload.
+/// Heap per piece of an extent's payload, including the growth of lists.
 const PIECE_BYTES: u64 = 2 * size_of::<Bytes>() as u64;
 
-/// Heap that a batch takes until its segment is written.
+/// Returns the heap that a batch takes until its segment is written.
 pub(super) fn making_bytes(extents: &[ExtentWrite]) -> u64 {
     let of_extent = |extent: &ExtentWrite| {
         let (blocks, pieces) = (extent.blocks.len() as u64, extent.data.pieces().len() as u64);
@@ -46,7 +48,7 @@ pub(super) fn making_bytes(extents: &[ExtentWrite]) -> u64 {
     extents.iter().map(of_extent).sum()
 }
 
-/// A batch as it goes into a segment.
+/// A batch with encoded records, ready to be appended to a segment.
 #[derive(Debug)]
 pub(super) struct Prepared {
     extents: Vec<PreparedExtent>,
@@ -56,16 +58,16 @@ pub(super) struct Prepared {
 
 #[derive(Debug)]
 struct PreparedExtent {
-    /// Its base is given when it joins a segment.
+    /// The base is assigned when the extent is appended to a segment.
     extent: Moved,
     payload: Vec<Bytes>,
 }
 
 impl Prepared {
-    /// Encodes what is known of the blocks: of a large batch this takes milliseconds.
+    /// Encodes the records of a batch. Takes milliseconds for a large batch.
     ///
     /// # Errors
-    /// `InvalidBatch` when it contradicts itself.
+    /// `InvalidBatch` if the batch is empty or inconsistent.
     pub(super) fn of(extents: Vec<ExtentWrite>) -> Result<Self, StoreError> {
         let mut prepared = Self { extents: Vec::with_capacity(extents.len()), bytes: 0, blocks: 0 };
         for extent in extents {
@@ -90,29 +92,29 @@ impl Prepared {
     }
 }
 
-/// A segment that takes batches.
+/// A segment that takes extents.
 #[derive(Debug)]
 pub(super) struct OpenSegment {
     number: u32,
     previous: u32,
     incarnation: u64,
     entries: Vec<(Entry, Bytes)>,
-    /// Where the streams of partitions that are in it end.
+    /// Ends of the streams of partitions in this segment.
     ends: HashMap<PartitionId, u64>,
     payload_bytes: u64,
     blocks: u64,
-    /// What is to go up.
+    /// Bytes to be uploaded next.
     pending: VecDeque<Bytes>,
     pending_bytes: usize,
 }
 
-/// A segment that has its footer.
+/// Description of a complete segment.
 #[derive(Debug)]
 pub(super) struct Sealed {
-    /// Its extents in the order of their streams, each with its records.
+    /// Extents ordered by partition and base, with their records.
     pub(super) extents: Vec<(PartitionId, Extent, Bytes)>,
     pub(super) payload_bytes: u64,
-    /// Of the whole object.
+    /// Size of the whole object.
     pub(super) bytes: u64,
 }
 
@@ -131,12 +133,13 @@ impl OpenSegment {
         }
     }
 
-    /// Whether a batch may still join it.
+    /// Returns whether the segment takes another batch.
     pub(super) fn has_room(&self, segment_bytes: u64) -> bool {
         self.payload_bytes < segment_bytes && self.blocks < BLOCKS_MAX
     }
 
-    /// Takes a batch; `published` says where a partition's stream ends that is not in it yet.
+    /// Appends a batch. `published` returns the end of the published stream of a partition that has
+    /// no extent in this segment yet.
     pub(super) fn push(&mut self, batch: Prepared, published: impl Fn(PartitionId) -> u64) {
         for PreparedExtent { mut extent, payload } in batch.extents {
             let end = self.ends.entry(extent.partition).or_insert_with(|| published(extent.partition));
@@ -148,7 +151,7 @@ impl OpenSegment {
         }
     }
 
-    /// Begins an extent whose bytes follow ([`OpenSegment::add`]).
+    /// Begins an extent. Its bytes follow with [`OpenSegment::add`].
     pub(super) fn begin(&mut self, extent: Moved) {
         let Moved { partition, base, length, blocks, records, records_crc } = extent;
         let offset = self.payload_bytes;
@@ -158,23 +161,23 @@ impl OpenSegment {
         self.entries.push((entry, records));
     }
 
-    /// The next bytes of the extent that was begun last.
+    /// Appends bytes of the extent that was begun last.
     pub(super) fn add(&mut self, bytes: Bytes) {
         self.pending_bytes += bytes.len();
         self.pending.push_back(bytes);
     }
 
-    /// The next part, if there is as much of it.
+    /// Takes the next `bytes` pending bytes, or returns `None` if there are fewer.
     pub(super) fn take_part(&mut self, bytes: usize) -> Option<Vec<Bytes>> {
         (self.pending_bytes >= bytes).then(|| self.take(bytes))
     }
 
-    /// Bytes that no part was made of.
+    /// Returns the number of pending bytes.
     pub(super) fn pending_bytes(&self) -> usize {
         self.pending_bytes
     }
 
-    /// All that is left, or the next `bytes` of it.
+    /// Takes the next `bytes` pending bytes, or all if there are fewer.
     pub(super) fn take(&mut self, bytes: usize) -> Vec<Bytes> {
         let mut left = bytes.min(self.pending_bytes);
         self.pending_bytes -= left;
@@ -191,7 +194,7 @@ impl OpenSegment {
         part
     }
 
-    /// Ends it: index and footer are to go up behind the payload.
+    /// Completes the segment. Table, records and footer become pending after the payload.
     pub(super) fn seal(&mut self) -> Sealed {
         let mut entries = std::mem::take(&mut self.entries);
         entries.sort_unstable_by_key(|(entry, _)| (entry.partition, entry.base));

@@ -1,45 +1,47 @@
-//! What the tier is told: sizes of segments and parts. Where the store is, and how it is reached, is its client's.
+//! Settings of the tier: sizes and limits. The address of the store and the settings of its client
+//! are in `config`.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use uniffle_io::Disk;
 
-/// How segments are made.
+/// Sizes and limits of the tier.
 #[derive(Debug, Clone)]
 pub struct ObjectSettings {
-    /// What keys begin with: the configured prefix and the name of this worker in the cluster. Two workers that run at
-    /// the same time never have the same.
+    /// Prefix of all keys: the configured prefix and this worker's id in the cluster. Workers that
+    /// run concurrently must have different prefixes.
     pub root: String,
-    /// Payload after which a segment takes no more batches.
+    /// Payload size at which a segment takes no more batches.
     pub segment_bytes: u64,
-    /// Bytes of a part of an upload. A segment that is no longer than this is one request.
+    /// Size of a part of an upload. A segment up to this size is uploaded with one request.
     pub part_bytes: usize,
-    /// Parts of one segment that are on their way at a time.
+    /// Maximum number of concurrently uploaded parts of a segment.
     pub parts_in_flight: usize,
-    /// Batches that are written at a time; those of one shuffle share segments.
+    /// Maximum number of concurrently written batches. Batches of one shuffle share segments.
     pub writers: usize,
-    /// Heap for what segments in the making hold beside their blocks: records, extents, lists of pieces.
+    /// Heap for records, extents and lists of pieces of segments that are being made.
     pub making_bytes: u64,
-    /// Memory for reads of clients, of which those that wait for the store have a part.
+    /// Memory for reads of clients. Reads from the store and from the read cache may each use a
+    /// part.
     pub read_memory_bytes: u64,
-    /// Answers at a time that are longer than a chunk of their readers, each on a connection that waits for its reader: fewer
-    /// than there are connections.
+    /// Maximum number of open responses that are longer than one chunk of their reader. Each
+    /// occupies a connection that waits for the reader, so there must be more connections.
     pub answers_ahead: usize,
     /// Memory for index records of segments.
     pub index_cache_bytes: u64,
-    /// Where chunks of segments are kept that were read; none = they are not kept.
+    /// Disks of the read cache, which stores chunks of segments. Empty for no read cache.
     pub cache_disks: Vec<Arc<dyn Disk>>,
-    /// Bytes of chunks that are kept, on all disks together.
+    /// Capacity of the read cache on all its disks.
     pub cache_bytes: u64,
-    /// Whether data comes from local disks, which know its extents and write the metadata log.
+    /// True if data comes from local disks. These know its extents and write the metadata log.
     pub is_below_disks: bool,
-    /// How long a store may fail before readers are told so instead of being sent away to try again.
+    /// Duration of an outage during which readers are told to retry. Afterwards they get an error.
     pub expected_back: Duration,
 }
 
 impl ObjectSettings {
-    /// The defaults, for a worker whose keys begin with `root`.
+    /// Returns the defaults for a worker whose keys begin with `root`.
     #[must_use]
     pub fn new(root: impl Into<String>) -> Self {
         Self {

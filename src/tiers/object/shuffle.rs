@@ -16,22 +16,22 @@ use crate::tiers::streams::{Partition, Streams};
 use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::types::PartitionId;
 
-/// What it has in the store, and what is on its way there.
+/// State of the registration: published extents, statistics, and waiting batches.
 #[derive(Debug)]
 pub(super) struct Shuffle {
     pub(super) name: Registered,
-    /// Of its objects' keys.
+    /// Prefix of the keys of its objects.
     pub(super) prefix: String,
     purged: AtomicBool,
-    /// The store knows a record of it.
+    /// True once the store has a record of the registration.
     is_known: AtomicBool,
     streams: RwLock<Streams>,
     segments: AtomicU64,
     payload_bytes: AtomicU64,
     stored_bytes: AtomicU64,
-    /// Batches that wait for a segment.
+    /// Batches waiting for a segment.
     pub(super) queue: Group<Job>,
-    /// Held while a segment is made: its bases follow those of the one before.
+    /// Held while a segment is made, because its bases follow those of the previous segment.
     pub(super) lane: tokio::sync::Mutex<Lane>,
 }
 
@@ -40,7 +40,7 @@ impl Shuffle {
         Self::restored(core, name, (Streams::new(&core.extents), Lane::default()))
     }
 
-    /// Returns one that an earlier process left.
+    /// Creates the state of a recovered registration.
     pub(super) fn restored(core: &Core, name: Registered, (streams, lane): (Streams, Lane)) -> Self {
         let prefix = shuffle_prefix(&core.settings.root, &name);
         Self {
@@ -57,7 +57,7 @@ impl Shuffle {
         }
     }
 
-    /// Returns whether the store knows a record of it.
+    /// Returns whether the store has a record of the registration.
     pub(super) fn is_known(&self) -> bool {
         self.is_known.load(Ordering::Acquire)
     }
@@ -66,7 +66,7 @@ impl Shuffle {
         self.is_known.store(true, Ordering::Release);
     }
 
-    /// Returns the registration as the metadata log names it.
+    /// Returns the id of the registration in the metadata log.
     pub(super) fn incarnation(&self) -> Incarnation {
         Incarnation { key: self.name.key.clone(), number: self.name.incarnation }
     }
@@ -83,7 +83,7 @@ impl Shuffle {
         if self.is_purged() { Err(self.error(StoreErrorKind::Purged)) } else { Ok(()) }
     }
 
-    /// Returns the error of a failed read for its client.
+    /// Converts the error of a failed read for its client.
     pub(super) fn for_reader(&self, core: &Core, error: StoreError) -> StoreError {
         let error = core.condition.for_reader(error, core.settings.expected_back);
         self.require_present().err().unwrap_or(error)
@@ -98,12 +98,13 @@ impl Shuffle {
         RecordsKey { incarnation: self.name.incarnation, log, offset }
     }
 
-    /// What is published of a partition.
+    /// Returns the published state of a partition.
     pub(super) fn stream(&self, partition: PartitionId) -> Partition {
         self.streams.read().get(partition).cloned().unwrap_or_default()
     }
 
-    /// The extents that hold a `range` of a partition's stream, as [`ExtentList::part`]; none when it is not wholly published.
+    /// Returns the extents that cover a `range` of a partition's stream (see [`ExtentList::part`]),
+    /// or `None` if the range is not completely published.
     pub(super) fn part(&self, partition: PartitionId, range: &Range<u64>) -> Option<ExtentList> {
         let streams = self.streams.read();
         let stream = streams.get(partition).filter(|stream| range.end <= stream.bytes)?;
@@ -114,10 +115,10 @@ impl Shuffle {
         self.streams.read().get(partition).map_or(0, |stream| stream.bytes)
     }
 
-    /// Makes a segment's extents visible, all or none.
+    /// Makes all extents of a segment visible at once.
     ///
     /// # Errors
-    /// `Purged`.
+    /// `Purged`: no extent is visible.
     pub(super) fn publish(&self, extents: &[(PartitionId, Extent)]) -> Result<(), StoreError> {
         let mut streams = self.streams.write();
         self.require_present()?;
@@ -127,7 +128,7 @@ impl Shuffle {
         Ok(())
     }
 
-    /// Counts a segment that is there.
+    /// Counts a stored segment.
     pub(super) fn count(&self, core: &Core, payload_bytes: u64, bytes: u64) {
         self.segments.fetch_add(1, Ordering::Relaxed);
         self.payload_bytes.fetch_add(payload_bytes, Ordering::Relaxed);
@@ -142,7 +143,8 @@ impl Shuffle {
         TierUsage { files, bytes, object_bytes: bytes, occupied_bytes }
     }
 
-    /// From now on writes end with `Purged`, and nothing is found. What it had, for [`Shuffle::leave_caches`].
+    /// Marks the registration as purged: later writes fail with `Purged`, and reads find no data.
+    /// Returns its extents for [`Shuffle::leave_caches`].
     pub(super) fn forget(&self, core: &Core) -> Streams {
         core.take_stored(self.stored_bytes.swap(0, Ordering::Relaxed));
         let mut streams = self.streams.write();
@@ -150,8 +152,9 @@ impl Shuffle {
         streams.take()
     }
 
-    /// Takes out of the caches what it `had` when it was forgotten, and drops it: a walk over all extents and chunks, not for a
-    /// runtime thread, nor under a lock. Without it nothing finds them, and they leave as the least recently used.
+    /// Drops extents returned by [`Shuffle::forget`], and their entries in the caches. Walks over
+    /// all extents and chunks, so it must not run on a runtime thread or under a lock. Without this
+    /// call the entries are unreachable and are evicted as least recently used.
     pub(super) fn leave_caches(&self, core: &Core, had: Streams) {
         core.records.forget(had.extents().map(|extent| self.records_key(extent)));
         if let Some(cache) = &core.cache {

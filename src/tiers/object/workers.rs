@@ -1,7 +1,7 @@
-//! The workers that have objects below `object_store.url`, also those that are gone: what each has, and its removal.
+//! Objects of all workers below `object_store.url`, including departed workers: list and removal.
 //!
-//! Only keys that the tier writes are counted and deleted, at last with the claim, so whatever else lies in the bucket stays. Whether a worker is gone
-//! cannot be told from its objects; that is for the caller to know.
+//! Only keys that the tier writes are counted and deleted, the claim last. Other objects in the
+//! bucket stay. Objects do not tell whether their worker is alive, so the caller must know that.
 
 use std::collections::HashSet;
 
@@ -14,38 +14,38 @@ use super::core::Core;
 use super::layout::{Name, parse_key, path_of, text_of};
 use crate::tiers::{StoreError, StoreErrorKind};
 
-/// Objects that one call of [`remove`] deletes at most: a caller that waits hears of it within seconds.
+/// Maximum number of objects deleted by one call of [`remove`], so that it returns within seconds.
 const REMOVED_AT_ONCE: usize = 500;
 
-/// What a worker has below the URL.
+/// Objects of one worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct WorkerObjects {
-    /// Its id, as coordinators know it.
+    /// Id of the worker, as known to coordinators.
     pub worker: String,
-    /// Whether it is the one that was asked.
+    /// True for the worker that answers.
     pub is_own: bool,
-    /// Objects of it.
+    /// Number of objects.
     pub objects: u64,
-    /// Their bytes.
+    /// Size of all objects in bytes.
     pub bytes: u64,
-    /// Shuffles that they are of.
+    /// Number of shuffles with segments.
     pub shuffles: u64,
-    /// When the newest was written: milliseconds since 1970, by the store's clock.
+    /// Time of the newest write, in milliseconds since 1970, by the store's clock.
     pub newest_unix_ms: i64,
 }
 
-/// What was removed by one call.
+/// Result of one call of [`remove`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Removed {
-    /// Objects that were deleted.
+    /// Number of deleted objects.
     pub objects: u64,
-    /// Their bytes.
+    /// Size of the deleted objects in bytes.
     pub bytes: u64,
-    /// Whether none is left.
+    /// True if no object is left.
     pub is_gone: bool,
 }
 
-/// All workers with objects, by id.
+/// Returns the workers that have objects.
 pub(super) async fn list(core: &Core) -> Result<Vec<WorkerObjects>, StoreError> {
     let top = core.noted("", core.store.list_with_delimiter(None).await)?;
     let mut workers = Vec::new();
@@ -75,10 +75,11 @@ pub(super) async fn list(core: &Core) -> Result<Vec<WorkerObjects>, StoreError> 
     Ok(workers)
 }
 
-/// Deletes objects of another worker, its metadata log first, so that none of its shuffles looks whole meanwhile.
+/// Deletes objects of another worker. Its metadata log is deleted first, so that a worker started
+/// meanwhile finds no complete shuffle.
 ///
 /// # Errors
-/// `InUse` for the own objects; the store's.
+/// `InUse` if `root` is this worker's prefix. The store does not answer or refuses.
 pub(super) async fn remove(core: &Core, root: &str) -> Result<Removed, StoreError> {
     if root == core.settings.root {
         return Err(StoreError::new(StoreErrorKind::InUse, root));
@@ -110,7 +111,7 @@ pub(super) async fn remove(core: &Core, root: &str) -> Result<Removed, StoreErro
         }
     }
     if removed.is_gone {
-        // A worker that is alive after all writes it again.
+        // If the worker is alive after all, it writes its claim again.
         match core.store.delete(&path_of(&claim_key(root))).await {
             Err(Error::NotFound { .. }) => {}
             answer => core.noted(root, answer)?,
