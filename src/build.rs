@@ -39,8 +39,8 @@ impl fmt::Display for Build {
     }
 }
 
-/// Returns the commit that the last line of a git reflog names, padded with spaces. It is the second
-/// word of the line. Returns "unknown" if there is none.
+/// Returns the commit that the last line of a git reflog names, padded with spaces. It is the
+/// second word of the line. Returns "unknown" if there is none.
 ///
 /// Programs evaluate it at compile time on a reflog that only they include. A new commit therefore
 /// compiles the program again, but not this library.

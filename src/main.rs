@@ -229,9 +229,9 @@ fn fit(config: &mut Config, env: &HashMap<String, String>) -> Result<(), LimitsT
     })
 }
 
-/// Reports whether the configuration is valid and fits the system (`fitted`), or lists all problems.
-/// For a running worker that asks, also whether this program can take over from it in place; with
-/// `here`, whether it could start on this machine.
+/// Reports whether the configuration is valid and fits the system (`fitted`), or lists all
+/// problems. For a running worker that asks, also whether this program can take over from it in
+/// place; with `here`, whether it could start on this machine.
 fn check(
     config: &Config,
     env: &HashMap<String, String>,

@@ -1,4 +1,5 @@
-//! Services of `rss.common`, generated from `proto/uniffle.proto`, with the messages of [`uniffle_wire::proto`].
+//! Services of `rss.common`, generated from `proto/uniffle.proto`, with the messages of
+//! [`uniffle_wire::proto`].
 
 #[allow(
     unreachable_pub,

@@ -1,9 +1,10 @@
 //! Checks a configuration against the limits that the system sets for the process.
 //!
-//! One estimate per resource: memory, addresses, threads, descriptors and file size. A limit with which the
-//! worker cannot run is an error, at the start and in `--check`; one that may be reached later is a
-//! warning. Each text names the key, the need and the limit. Connection limits are lowered to the
-//! available descriptors, so that data connections leave some for health and administration.
+//! One estimate per resource: memory, addresses, threads, descriptors and file size. A limit with
+//! which the worker cannot run is an error, at the start and in `--check`; one that may be reached
+//! later is a warning. Each text names the key, the need and the limit. Connection limits are
+//! lowered to the available descriptors, so that data connections leave some for health and
+//! administration.
 
 use std::fmt;
 use std::io;

@@ -26,8 +26,8 @@ const ROOM_BYTES: u64 = 64 << 20;
 const CHUNK_BYTES: u64 = 1 << 20;
 
 impl Writer {
-    /// Creates an empty spare in a directory that has room for `bytes` bytes. Returns `None` if that
-    /// fails.
+    /// Creates an empty spare in a directory that has room for `bytes` bytes. Returns `None` if
+    /// that fails.
     pub(super) async fn create_spare(&self, directory: usize, bytes: u64) -> Option<Copy> {
         let generation = self.generation;
         let (io, place) = (&self.directories[directory].io, unfinished(&copy_directory(generation, COPIES)));

@@ -124,7 +124,8 @@ impl Writer {
         let earlier = std::mem::take(&mut self.contents.incomplete);
         for (key, found) in &mut shuffles {
             let earlier = earlier.get(&found.incarnation).map(|(_, gap)| gap);
-            // What the store proves since the shuffle was moved does not make up for an earlier gap.
+            // A proof by the store covers only the time since the shuffle was moved, not an earlier
+            // gap.
             let is_proven = proven.contains(&found.incarnation) && earlier.is_none();
             let gap = if is_proven { None } else { judged.carried(earlier) };
             let gap = gap.or_else(|| unread.clone());

@@ -390,8 +390,8 @@ mod tests {
         assert!(!waits(LEAVING_DEADLINE / 2).await, "it takes too long");
     }
 
-    /// Regression test: a peer that went on sending after its request was refused delayed an upgrade
-    /// by twice the time of a silent one.
+    /// Regression test: a peer that continued to send after its request was refused delayed an
+    /// upgrade by twice the time of a silent one.
     #[tokio::test(start_paused = true)]
     async fn received_bytes_do_not_delay_a_settled_connection() {
         let places = Places::new(1);

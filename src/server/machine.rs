@@ -1,9 +1,9 @@
 //! Examination of this machine before a start (`--check --here`).
 //!
-//! It reads the files that the configuration names, binds the ports, resolves the advertised address,
-//! tries the directories and maps the memory, as a start does. It releases everything at once and leaves nothing behind. Limits of
-//! the system are compared when the configuration is loaded (`config::limits`). Coordinators and
-//! remote stores are not called.
+//! It reads the files that the configuration names, binds the ports, resolves the advertised
+//! address, tries the directories and maps the memory, as a start does. It releases everything at
+//! once and leaves nothing behind. Limits of the system are compared when the configuration is
+//! loaded (`config::limits`). Coordinators and remote stores are not called.
 
 use std::io;
 use std::net::IpAddr;
@@ -93,8 +93,8 @@ fn describe_port(error: &anyhow::Error) -> String {
     format!("{error:#}; {remedy}")
 }
 
-/// Checks the file of persistent memory. Without an address, or with a port chosen by the system, the
-/// worker's id and thus the owner of the file is unknown, so only the room is checked.
+/// Checks the file of persistent memory. Without an address, or with a port chosen by the system,
+/// the worker's id and thus the owner of the file is unknown, so only the room is checked.
 fn check_backing(config: &Config, ip: Option<IpAddr>) -> anyhow::Result<()> {
     let (section, worker) = (&config.memory, &config.worker);
     if section.backing.is_private() {

@@ -32,9 +32,9 @@ pub(super) const TAKES_MEMORY: &str = "takes over the memory";
 /// Start of the line that names the successor, printed before [`REHEARSED`].
 pub(super) const PROGRAM: &str = "program: ";
 
-/// Checks whether the program `build` with `config` may follow the worker that wrote `facts`. Returns the
-/// lines for that worker. Needs tokio's timers and blocking threads, some of which may hang when it
-/// returns.
+/// Checks whether the program `build` with `config` may follow the worker that wrote `facts`.
+/// Returns the lines for that worker. Needs tokio's timers and blocking threads, some of which may
+/// hang when it returns.
 ///
 /// # Errors
 /// The obstacles, one line each.

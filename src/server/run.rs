@@ -305,8 +305,8 @@ fn left_in_memory(left: &[InMemory]) -> String {
     )
 }
 
-/// Reports that the worker serves. `gap_began_ms` is set if it follows another worker in this process,
-/// and `predecessor` if that was another program.
+/// Reports that the worker serves. `gap_began_ms` is set if it follows another worker in this
+/// process, and `predecessor` if that was another program.
 fn tell_ready(
     config: &Config,
     worker: &Worker,

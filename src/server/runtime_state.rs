@@ -4,8 +4,8 @@
 //! They are one JSON file beside each copy of the metadata log, or an object beside the log in an
 //! object store (`MEMORY_OBJECT`), rewritten as a whole after a change. A start reads the newest
 //! readable copy. An upgrade hands everything to the successor. A kill keeps everything if there is
-//! a metadata log. An orderly stop then keeps everything but the decommissioning: the stop completes
-//! it, and the next start accepts shuffles again.
+//! a metadata log. An orderly stop then keeps everything but the decommissioning: the stop
+//! completes it, and the next start accepts shuffles again.
 //!
 //! Registrations and reports are not stored here but in the metadata log.
 

@@ -110,9 +110,9 @@ impl BlockChecks {
         self.checks.get(self.passed).map(|check| check.place.start).filter(|start| *start < self.at)
     }
 
-    /// Replaces the blocks of the extent at `base` by those of `other`, which began
-    /// [anew](Self::anew). Called after a rewind. Returns false if the current block has partly
-    /// passed and is not among them: then its checksum is meaningless.
+    /// Replaces the blocks of the extent at `base` by those of `other`, which [`Self::anew`]
+    /// created. Called after a rewind. Returns false if the current block has partly passed and
+    /// `other` lacks it, because then its checksum is meaningless.
     pub(super) fn replace(&mut self, base: u64, mut other: Self) -> bool {
         debug_assert_eq!(self.passed, 0, "it is where it was marked");
         let begun = self.begun().filter(|_| self.checks.front().is_some_and(|it| it.base == base));

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 pub enum StoreErrorKind {
     /// The target has no space left.
     NoSpace,
-    /// Stored bytes differ from those that were written.
+    /// Stored bytes differ from the written ones.
     Corrupt,
     /// A file or shuffle does not exist.
     NotFound,
@@ -80,7 +80,7 @@ impl StoreError {
         Self { kind, path: path.as_ref().to_path_buf(), source }
     }
 
-    /// Creates the error for stored bytes that differ from those that were written.
+    /// Creates the error for stored bytes that differ from the written ones.
     pub fn corrupt(path: impl AsRef<Path>, what: &'static str) -> Self {
         let source = Some(io::Error::new(io::ErrorKind::InvalidData, what));
         Self { kind: StoreErrorKind::Corrupt, path: path.as_ref().to_path_buf(), source }

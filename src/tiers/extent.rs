@@ -32,8 +32,9 @@ pub struct Extent {
     pub(super) index_log: u16,
 }
 
-/// Slot of a lost extent: a hole in the stream, for which readers get filler records. They do not get the records of its blocks,
-/// even if known: a block may have been sent again and be at a later place.
+/// Slot of a lost extent, which is a hole in the stream. Readers get filler records for it. They do
+/// not get the records of its blocks, even if known, because a block may have been sent again and
+/// have a later position.
 pub(super) const NO_LOG: u16 = u16::MAX;
 
 /// Bit of [`Extent::data_log`] of an extent in an object. Slots of logs are smaller.

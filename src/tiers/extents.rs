@@ -20,13 +20,13 @@ pub(super) trait InStream: Copy {
 /// Heap size of a full chunk: a size class of common allocators.
 const CHUNK_BYTES: usize = 2560;
 
-/// Returns the number of extents in a chunk: as many as fit with the two counts of its `Arc`.
+/// Returns the number of extents that fit in a chunk with the two counts of its `Arc`.
 pub(super) const fn chunk_of<T>() -> usize {
     (CHUNK_BYTES - 2 * size_of::<usize>()) / size_of::<T>()
 }
 
 /// A list of full chunks, which copies share, and an open chunk, which each copy owns. `CHUNK` is
-/// [`chunk_of`] its extents.
+/// [`chunk_of`] the type of the extents.
 #[derive(Debug, Clone)]
 pub(super) struct ExtentList<T, const CHUNK: usize> {
     /// Full chunks. Most partitions have none.

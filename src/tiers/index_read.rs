@@ -23,7 +23,7 @@ use uniffle_wire::index::{RECORD_BYTES, rebase};
 
 /// Storage of records, for one read.
 pub(super) trait RecordSource: fmt::Debug + Send + Sync {
-    /// Places of records that are read together.
+    /// Locations of records that are read together.
     type Parts: Default + Send;
 
     /// Returns the records of an extent if they are cached.
@@ -80,12 +80,12 @@ pub(super) struct IndexRead<S> {
 struct Place {
     /// Index of the current extent.
     at: usize,
-    /// Bytes of its records that were returned.
+    /// Bytes of the extent's records that were returned.
     done: u64,
     check: RecordCheck,
 }
 
-/// Where the records of a step come from.
+/// Origin of the records of a step.
 enum Origin {
     Cache(Bytes),
     Filler,
@@ -95,7 +95,7 @@ enum Origin {
 /// Records of one extent in a chunk.
 struct Step {
     extent: Extent,
-    /// Place in the chunk.
+    /// Range in the chunk.
     range: Range<usize>,
     /// Offset in the records of the extent.
     from: u64,
@@ -127,7 +127,7 @@ impl<S: RecordSource> IndexRead<S> {
                 false => self.source.cached(extent).map_or(Origin::Parts, Origin::Cache),
             };
             let origin = match origin {
-                // The next chunk has room for all of them.
+                // The next chunk has room for all these records.
                 Origin::Cache(all) if len > 0 && len + all.len() > max && all.len() <= max => break,
                 Origin::Cache(all) if len + all.len() > max => Origin::Parts,
                 origin => origin,
@@ -152,8 +152,8 @@ impl<S: RecordSource> IndexRead<S> {
 }
 
 impl Place {
-    /// Verifies and completes the records of a chunk, and advances. Returns the extent whose records
-    /// are wrong.
+    /// Verifies and completes the records of a chunk, and advances. Returns the extent whose
+    /// records are wrong.
     fn complete(
         &mut self,
         steps: &[Step],

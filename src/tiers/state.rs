@@ -15,7 +15,7 @@ pub struct TierState {
     pub complaint: Option<&'static str>,
     /// Capacity in bytes, if known.
     pub capacity_bytes: Option<u64>,
-    /// Bytes of our data in it.
+    /// Bytes of our data in the tier.
     pub used_bytes: u64,
     /// Disks of the tier, if it has any.
     pub disks: Vec<DiskInfo>,
@@ -30,7 +30,7 @@ pub struct TierState {
 pub struct HdfsState {
     /// Number of remote stores in use, by file system and user.
     pub stores: usize,
-    /// Number of those that fail.
+    /// Number of failing ones.
     pub failing: usize,
     /// Payload written for known shuffles.
     pub written_bytes: u64,
@@ -41,7 +41,7 @@ pub struct HdfsState {
 pub struct ObjectStoreState {
     /// Bytes of the segments of known shuffles.
     pub stored_bytes: u64,
-    /// True if the last calls failed by its fault.
+    /// True if the last calls failed because of the store.
     pub is_failing: bool,
     /// Bytes in use in the read cache.
     pub cache_used_bytes: u64,
@@ -77,18 +77,18 @@ pub struct DiskInfo {
     pub path: PathBuf,
     /// Persistent identity.
     pub uuid: Uuid,
-    /// Condition of the disk: whether it takes batches, and why not.
+    /// Condition of the disk.
     pub condition: DiskCondition,
-    /// Description of the fault of an unhealthy disk. For a full disk it says what is missing and
-    /// what to do.
+    /// Description of the fault of an unhealthy disk. For a full disk, also the missing space and
+    /// the remedy.
     pub fault: Option<String>,
     /// Number of errors counted against the disk.
     pub failures: u64,
-    /// Number of times that it became read-only, detached, hung or broken.
+    /// Number of times that the disk became read-only, detached, hung or broken.
     pub faults: u64,
     /// Mount point of the disk.
     pub mount: Mount,
-    /// Size of its file system.
+    /// Size of the file system.
     pub total_bytes: u64,
     /// Free space in bytes.
     pub free_bytes: u64,
@@ -112,7 +112,7 @@ impl DiskInfo {
     }
 }
 
-/// One mount point with data directories on it.
+/// A mount point with data directories on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MountUsage {
     /// The mount point.

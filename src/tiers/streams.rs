@@ -192,8 +192,8 @@ impl Streams {
         recharge(&mut self.charge, before, partition.extents.further_bytes());
     }
 
-    /// Replaces an extent on a disk by its copy in an object. Returns the extent, or `None` if it is
-    /// lost or purged.
+    /// Replaces an extent on a disk by its copy in an object. Returns the extent, or `None` if it
+    /// is lost or purged.
     pub(super) fn relocate(&mut self, id: PartitionId, copy: &Extent) -> Option<Extent> {
         let partition = self.by_partition.get_mut(&id)?;
         let at = partition.extents.beginning_at(copy.base)?;

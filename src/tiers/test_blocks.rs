@@ -1,5 +1,5 @@
-//! Shared by tests of tiers that serve clients: blocks whose content follows from their ids, and
-//! reads like those of a client.
+//! Test support for tiers that serve clients: blocks with content derived from their ids, and reads
+//! like those of a client.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,7 +11,7 @@ use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey, TaskAttem
 
 use super::{ChunkRead, ExtentData, ExtentWrite, ServedTier, StoreError};
 
-/// Returns the content of a block, which follows from its id.
+/// Returns the content of a block, derived from its id.
 pub(super) fn content(id: i64, length: u32) -> Bytes {
     (0..length).map(|at| (i64::from(at) * 31 + id * 7).to_le_bytes()[0]).collect::<Vec<u8>>().into()
 }
@@ -61,7 +61,8 @@ pub(super) async fn index(
     Ok((index, data_length))
 }
 
-/// Reads blocks by id, each with a request of its own, and the whole stream with one.
+/// Returns all blocks by id. Reads each block with a request of its own, and the whole stream with
+/// one request.
 pub(super) async fn read(
     tier: &dyn ServedTier,
     key: &ShuffleKey,

@@ -26,7 +26,7 @@ use crate::durability::{OnDamage, Scratch};
 use uniffle_io::{BLOCK_ALIGN, ReadBuffers};
 use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleKey};
 
-/// A place of settings made at run time.
+/// Storage of settings made at run time.
 pub trait SavedSettings: Send + Sync {
     /// Returns the settings that were saved last, or `None` if none were.
     ///
@@ -46,7 +46,7 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     /// Returns the constant properties of the tier.
     fn capability(&self) -> Capability;
 
-    /// Returns the tiers that it consists of, if there are any.
+    /// Returns the component tiers, if there are any.
     fn parts(&self) -> Vec<Arc<dyn Tier>> {
         Vec::new()
     }
@@ -201,7 +201,7 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
 /// One registration of a shuffle in a tier. Data written with it never becomes part of a later
 /// registration of the same name.
 pub trait TierShuffle: fmt::Debug + Send + Sync {
-    /// Returns whether it takes batches now.
+    /// Returns whether the tier takes batches of the registration now.
     fn is_accepting(&self) -> bool;
 
     /// Writes a batch. After `Ok` readers find every block.
@@ -258,9 +258,9 @@ pub trait ServedTier: Send + Sync {
     /// response, never waits, and may be ignored.
     fn hint(&self, _: &ShuffleKey, _: PartitionId, _: &[Range<u64>]) {}
 
-    /// Reads all data of a partition on devices with failed reads. Unreadable parts become holes,
-    /// so that their blocks can be sent again and found. Returns an error of a device, or `None` if
-    /// all data is readable.
+    /// Reads all data of a partition on devices with failed reads. Turns unreadable parts into
+    /// holes, so that their blocks can be sent again and found. Returns an error of a device, or
+    /// `None` if all data is readable.
     fn mark_damaged_lost<'a>(
         &'a self,
         _: &'a ShuffleKey,
@@ -332,12 +332,12 @@ pub enum TierRole {
     Primary,
     /// Stores data.
     Secondary,
-    /// Stores cold data: large batches, and those of huge partitions. Each partition has files of
+    /// Stores cold data: large batches and batches of huge partitions. Each partition has files of
     /// its own, so a batch has one partition. After a failure no other partition is written again.
     Cold,
 }
 
-/// Names of a tier. Java and riffle have their own names for the two tiers that they know.
+/// Names of a tier. Java and riffle have their own names for the local and the remote tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TierNames {
     /// Name in the API and in logs.
@@ -388,9 +388,9 @@ pub enum Purge {
 /// Reason why an application is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
-    /// Its client unregistered it.
+    /// The client unregistered the application.
     Unregistered,
-    /// Its client sent no heartbeat for too long.
+    /// The client sent no heartbeat for too long.
     Expired,
 }
 
@@ -553,7 +553,7 @@ impl Tiers {
         self.iter().find_map(|tier| tier.served())
     }
 
-    /// Returns what a shuffle occupies in the tier that is read through this worker.
+    /// Returns the occupied bytes of a shuffle in the tier that is read through this worker.
     #[must_use]
     pub fn occupied_bytes(&self, key: &ShuffleKey) -> u64 {
         self.iter().filter(|tier| tier.served().is_some()).map(|tier| tier.usage(key).occupied_bytes).sum()

@@ -14,8 +14,8 @@ const VERSION_BYTES_MAX: usize = 255;
 /// Size of an entry without its text.
 const ENTRY_BYTES: usize = 160;
 
-/// Figure of a heartbeat with the bytes of the worker's data on its disks. `storage_info` has the use
-/// of whole file systems, as coordinators expect it.
+/// Figure of a heartbeat with the bytes of the worker's data on its disks. `storage_info` has the
+/// use of whole file systems, as coordinators expect it.
 pub const DISKS_USED: &str = "storage_used_bytes";
 
 /// Details of a node from its last heartbeat.

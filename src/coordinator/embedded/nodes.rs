@@ -319,7 +319,8 @@ impl NodeTable {
         *version += u64::from(has_changed);
     }
 
-    /// Removes a node from the list of lost nodes. Returns whether it was listed. It may join again.
+    /// Removes a node from the list of lost nodes. Returns whether it was listed. It may join
+    /// again.
     pub(super) fn forget_lost(&mut self, id: &str, now: Instant) -> bool {
         self.expire(now);
         let was_lost = self.lost.remove(id);
@@ -372,8 +373,8 @@ impl NodeTable {
         self.nodes.values()
     }
 
-    /// Returns live, lost and awaited nodes. Call [`NodeTable::expire`] first. `is_new` is true until
-    /// other workers have had time for a heartbeat.
+    /// Returns live, lost and awaited nodes. Call [`NodeTable::expire`] first. `is_new` is true
+    /// until other workers have had time for a heartbeat.
     pub(super) fn view(&self, is_new: bool, now: Instant) -> ClusterView {
         let known = |node: &Node| KnownNode {
             node: node.clone(),

@@ -223,8 +223,8 @@ impl Held {
         }
     }
 
-    /// Returns whether the file was ever truncated, and restores a changed length. A longer file would
-    /// be shortened by the next process.
+    /// Returns whether the file was ever truncated, and restores a changed length. A longer file
+    /// would be shortened by the next process.
     pub(in crate::memory) fn was_cut(&self) -> bool {
         if let Err(error) = self.restore_length() {
             tracing::error!(%error, "the length of the file of memory_store.backing was changed and cannot be restored; if it is shorter, an access to a missing page ends the process");

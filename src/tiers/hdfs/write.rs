@@ -30,8 +30,8 @@ const RECOVERY_PAUSE_MAX: Duration = Duration::from_secs(15);
 const RECOVERY_DEADLINE: Duration = Duration::from_secs(3600);
 
 impl Core {
-    /// Writes one partition's blocks, and counts the result. `is_last` means that the process ends: a
-    /// suspended file system is tried too.
+    /// Writes one partition's blocks, and counts the result. `is_last` means that the process ends:
+    /// a suspended file system is tried too.
     pub(super) async fn write_extent(
         &self,
         shuffle: &Arc<Shuffle>,

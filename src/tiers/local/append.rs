@@ -78,8 +78,8 @@ impl Writer {
         placement::choose_any(&candidates(), tried)
     }
 
-    /// Probes the failed disks that are not in `tried`, until one recovers. Disks that hang delay no
-    /// other.
+    /// Probes the failed disks that are not in `tried`, until one recovers. Disks that hang delay
+    /// no other.
     async fn recover_any(&self, tried: &[usize]) {
         let failed = self.core.disks.iter().filter(|disk| !disk.is_healthy() && !tried.contains(&disk.index));
         let direct = self.core.config.direct_io;

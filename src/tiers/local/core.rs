@@ -1,4 +1,5 @@
-//! State shared by writes, reads and maintenance: the disks, their open files, cached index records, and metrics.
+//! State shared by writes, reads and maintenance: the disks, their open files, cached index
+//! records, and metrics.
 
 use std::io;
 use std::path::Path;

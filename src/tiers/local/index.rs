@@ -16,9 +16,10 @@
 //! ```
 //!
 //! The blocks of an extent are contiguous, so a record's offset is the sum of the lengths before
-//! it. [`RecordCheck`](crate::tiers::records::RecordCheck) verifies that. The bases are promises to clients, so the group stores
-//! them and recovery restores them. A group may appear in two index logs, after an append with an
-//! unknown outcome. Both have the same sequence and the same bytes. Pure: no I/O.
+//! it. [`RecordCheck`](crate::tiers::records::RecordCheck) verifies that. The bases are promises to
+//! clients, so the group stores them and recovery restores them. A group may appear in two index
+//! logs, after an append with an unknown outcome. Both have the same sequence and the same bytes.
+//! Pure: no I/O.
 
 use bytes::Bytes;
 use uuid::Uuid;

@@ -1,10 +1,10 @@
 //! Migration of data to objects: which extents move, reads of them, and the removal of data logs
 //! without remaining extents.
 //!
-//! A migration chooses data logs ([`LocalStore::oldest`]) and reads their extents ([`Moving`]). Once
-//! an object with them is stored, it [relocates](LocalStore::relocate) them. Index logs stay until
-//! the shuffle is purged. A later start needs the sequence of all groups to verify that none is
-//! missing, and index logs are small. A reader that still has extents of a removed log gets
+//! A migration chooses data logs ([`LocalStore::oldest`]) and reads their extents ([`Moving`]).
+//! Once an object with them is stored, it [relocates](LocalStore::relocate) them. Index logs stay
+//! until the shuffle is purged. A later start needs the sequence of all groups to verify that none
+//! is missing, and index logs are small. A reader that still has extents of a removed log gets
 //! `NotFound`, and finds the same bytes in the object.
 
 use std::collections::{HashSet, VecDeque};
@@ -91,9 +91,9 @@ impl ShuffleHandle {
 
 impl LocalStore {
     /// Chooses the data of a shuffle to be moved next: every partition's extents up to the last one
-    /// in its oldest data logs, except `excluded` ones. So an object has a contiguous part of the
-    /// stream, whatever disks the batches went to. These logs have at most `bytes_max` bytes together, unless the first has
-    /// more. They are closed for writing.
+    /// in its oldest data logs, except `excluded` ones. An object then has a contiguous part of the
+    /// stream, whatever disks the batches went to. These logs have at most `bytes_max` bytes
+    /// together, unless the first has more. They are closed for writing.
     pub async fn oldest(&self, handle: &ShuffleHandle, bytes_max: u64, excluded: Excluded) -> Moving {
         let shuffle = &handle.shuffle;
         let chosen = shuffle.with_streams(|streams| {

@@ -19,8 +19,8 @@ pub struct Cluster {
     pub app_count: usize,
     /// The thousand largest applications.
     pub apps: Vec<ClusterApp>,
-    /// Ids of nodes that have sent no heartbeat since the coordinator restarted, at most a thousand.
-    /// They become lost after the node timeout.
+    /// Ids of nodes that have sent no heartbeat since the coordinator restarted, at most a
+    /// thousand. They become lost after the node timeout.
     pub awaited: Vec<String>,
     /// True for one heartbeat interval after a start without saved nodes: other nodes may have had
     /// no time to report.
