@@ -1,4 +1,7 @@
-//! Whether the store works, as its answers show: when it is worth trying, and whether it is expected back.
+//! Circuit breaker of the store: it pauses writes after failed calls, and tells whether the store
+//! is expected to recover.
+//!
+//! Only failures of the store itself count. A missing object does not.
 
 use std::time::Duration;
 
@@ -9,36 +12,36 @@ use super::client::{Failure, Refusal, explain};
 use crate::clock::Instant;
 use crate::tiers::{StoreError, StoreErrorKind};
 
-/// After a failed call nothing is written for so long; doubles up to the second.
+/// Pause of writes after a failed call. Further failures double it, up to `PAUSE_MAX`.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(15);
 
-/// A store that fails for so long gets no new shuffles.
+/// A store that has failed for this long gets no new shuffles.
 const COMPLAINT_AFTER: Duration = Duration::from_secs(10);
 
-/// What a failed call means for others.
+/// Returns the kind of a failed call.
 #[must_use]
 pub(super) fn kind_of(error: &Error) -> StoreErrorKind {
     match Failure::of(error) {
         Failure::NotFound => StoreErrorKind::NotFound,
         Failure::Refused(Refusal::Full) => StoreErrorKind::NoSpace,
         Failure::Refused(_) => StoreErrorKind::Denied,
-        // An answer that is damaged is asked for again.
+        // A damaged response is requested again.
         Failure::ExpectedBack | Failure::Damaged => StoreErrorKind::Unreachable,
     }
 }
 
-/// A failed call of the store, with the object that it was for.
+/// Creates the error of a failed call for the object `key`.
 pub(super) fn failed(key: &str, error: &Error) -> StoreError {
     StoreError::remote(kind_of(error), key, explain(error))
 }
 
-/// An answer that is not what was asked for.
+/// Creates the error of a response that does not match the request.
 pub(super) fn wrong_answer(key: &str, what: &str) -> StoreError {
     StoreError::remote(StoreErrorKind::Unreachable, key, what)
 }
 
-/// The same error for another.
+/// Copies an error.
 pub(super) fn again(error: &StoreError) -> StoreError {
     match &error.source {
         None => StoreError::new(error.kind, &error.path),
@@ -46,7 +49,7 @@ pub(super) fn again(error: &StoreError) -> StoreError {
     }
 }
 
-/// Empty while it works; else since when it fails, and when it is tried again.
+/// State of the store: `None` while it works.
 #[derive(Debug, Default)]
 pub(super) struct Condition(Mutex<Option<Failing>>);
 
@@ -58,7 +61,7 @@ struct Failing {
 }
 
 impl Condition {
-    /// Takes note of how a call went.
+    /// Records the result of a call.
     pub(super) fn note<T>(&self, result: &Result<T, StoreError>) {
         let mut failing = self.0.lock();
         match result {
@@ -67,7 +70,7 @@ impl Condition {
                 let now = Instant::now();
                 let next = match *failing {
                     None => Failing { since: now, try_at: now + PAUSE_MIN, pause: PAUSE_MIN },
-                    // Calls that were under way together count once.
+                    // Concurrent calls that fail count once.
                     Some(before) if now < before.try_at => before,
                     Some(before) => {
                         let pause = (before.pause * 2).min(PAUSE_MAX);
@@ -80,24 +83,25 @@ impl Condition {
         }
     }
 
-    /// Whether the last calls failed by the store's fault.
+    /// Returns whether the store has failed since its last successful call.
     pub(super) fn is_failing(&self) -> bool {
         self.0.lock().is_some()
     }
 
-    /// Whether it is worth trying to write now.
+    /// Returns whether the pause of writes is over.
     pub(super) fn is_worth_trying(&self) -> bool {
         self.0.lock().is_none_or(|failing| Instant::now() >= failing.try_at)
     }
 
-    /// Why no new shuffles should come.
+    /// Returns the reason for which the coordinator should assign no new shuffles.
     pub(super) fn complaint(&self) -> Option<&'static str> {
         let failing = (*self.0.lock())?;
         (failing.since.elapsed() >= COMPLAINT_AFTER)
             .then_some("the object store does not respond or refuses requests")
     }
 
-    /// A failed read, as its reader is told: of a store that is expected back within `time` it is worth asking again.
+    /// Converts the error of a read for its client. If the store has failed for less than `time`,
+    /// it is expected to recover, and the client should retry.
     pub(super) fn for_reader(&self, error: StoreError, time: Duration) -> StoreError {
         let is_expected_back = self.0.lock().is_none_or(|failing| failing.since.elapsed() < time);
         match error.kind {

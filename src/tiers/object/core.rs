@@ -1,4 +1,4 @@
-//! What all parts of the tier share.
+//! State shared by all parts of the tier.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,10 +18,10 @@ use crate::tiers::StoreError;
 use crate::tiers::read_share::ReadShare;
 use crate::tiers::record_cache::RecordCache;
 
-/// Part of the memory for reads that reads of the store may have, and those of the read cache.
+/// Reads from the store get this fraction of the memory for reads, and so do reads from the cache.
 const READS_DIVISOR: u64 = 3;
 
-/// One for the tier, which its shuffles, reads and tasks hold.
+/// State of the tier, shared by its shuffles, reads and tasks.
 #[derive(Debug)]
 pub(super) struct Core {
     pub(super) store: Arc<dyn ObjectStore>,
@@ -30,20 +30,21 @@ pub(super) struct Core {
     pub(super) condition: Condition,
     pub(super) claim: Claim,
     pub(super) records: RecordCache,
-    /// Of segments, on local disks.
+    /// Cached chunks of segments on local disks.
     pub(super) cache: Option<Cache>,
-    /// Memory for reads of the store, and of the read cache.
+    /// Share of the memory for reads of each device: the store and the read cache.
     pub(super) store_reads: ReadShare,
     pub(super) cache_reads: ReadShare,
-    /// Answers that go on with the next chunk of their readers, who may be slow to take it.
+    /// Permits for responses that contain more than a reader's chunk. The reader may be slow to
+    /// take the rest.
     pub(super) answers_ahead: Arc<Semaphore>,
-    /// What is held of extents and open pages is charged to this.
+    /// Budget for extents, open pages and the table of the read cache.
     pub(super) extents: Budget,
-    /// All that segments in the making hold beside their blocks.
+    /// Budget for segments under construction, without their blocks.
     pub(super) making: Budget,
-    /// Uploads, which go on when who waits for them gives up.
+    /// Tasks that continue when their caller is dropped, such as uploads.
     pub(super) tasks: Tasks,
-    /// How many deletions are under way.
+    /// Number of deletions in progress.
     pub(super) deletions: watch::Sender<usize>,
     stored_bytes: AtomicU64,
 }
@@ -80,34 +81,34 @@ impl Core {
         }
     }
 
-    /// Whether the worker's prefix is still this process's ([`Claim`]).
+    /// Checks that this process still owns the worker's prefix ([`Claim`]).
     ///
     /// # Errors
-    /// The store's, or another process has it.
+    /// The store fails, or another process owns the prefix.
     pub(super) async fn require_claim(&self) -> Result<(), StoreError> {
         let claimed = self.claim.require(&*self.store).await;
         self.condition.note(&claimed);
         claimed
     }
 
-    /// [`Claim::set_drained`].
+    /// Writes whether the store has all data of the local disks ([`Claim::set_drained`]).
     ///
     /// # Errors
-    /// As there.
+    /// See [`Claim::set_drained`].
     pub(super) async fn set_drained(&self, is_drained: bool) -> Result<(), StoreError> {
         let written = self.claim.set_drained(&*self.store, is_drained).await;
         self.condition.note(&written);
         written
     }
 
-    /// Takes note of how a call went, and says for which object it was.
+    /// Records the result of a call for the object `key`, and converts its error.
     pub(super) fn noted<T>(&self, key: &str, result: object_store::Result<T>) -> Result<T, StoreError> {
         let result = result.map_err(|error| failed(key, &error));
         self.condition.note(&result);
         result
     }
 
-    /// Bytes of the segments of known shuffles.
+    /// Returns the bytes of the segments of all known shuffles.
     pub(super) fn stored_bytes(&self) -> u64 {
         self.stored_bytes.load(Ordering::Relaxed)
     }

@@ -1,4 +1,8 @@
-//! A range of a partition's stream, in chunks of the reader's memory, each asked for when there is room for it.
+//! Reads a range of a partition's stream from objects, in chunks.
+//!
+//! The checksum of every block that lies wholly in the range is verified before the chunk with its
+//! last byte is returned. A block with wrong bytes is read again: first from the store instead of
+//! the cache, then once more from the store. A second mismatch from the store is an error.
 
 use std::fmt;
 use std::ops::Range;
@@ -21,17 +25,18 @@ use crate::tiers::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 
-/// Of a run of bytes in one object so many beyond a chunk are asked for with it: without that each chunk is a request of its own.
+/// Bytes requested beyond a chunk if they follow it in the same object. Without them, each chunk
+/// would be a request of its own.
 const ANSWER_BYTES_MAX: u64 = 16 << 20;
 
-/// Goes on where the last chunk ended. Blocks are compared with their checksums as they pass.
+/// A read of a range. Each chunk continues where the previous one ended.
 pub(super) struct DataRead {
     core: Arc<Core>,
     shuffle: Arc<Shuffle>,
     progress: Progress,
-    /// Those that hold the range.
+    /// Extents that cover the range.
     extents: Arc<ExtentList>,
-    /// Where in the stream the range ends.
+    /// End of the range in the stream.
     end: u64,
     verifier: Verifier,
     ahead: Ahead,
@@ -43,7 +48,8 @@ impl fmt::Debug for DataRead {
     }
 }
 
-/// Returns the parts of objects that have a range of a stream, in the order of a buffer that takes it. Extents on disks are left out.
+/// Returns the parts of objects that have a range of a stream, in the order of a buffer that takes
+/// it. Extents on disks are left out.
 pub(super) fn plan(extents: &ExtentList, range: &Range<u64>) -> Vec<Part> {
     let (mut parts, mut filled) = (Vec::new(), 0);
     for extent in extents.touched(range.start, range.end).filter(|extent| extent.is_in_object()) {
@@ -57,7 +63,8 @@ pub(super) fn plan(extents: &ExtentList, range: &Range<u64>) -> Vec<Part> {
     parts
 }
 
-/// Bytes of a stream from `range.start` on, until its end at most, that lie behind `last` in its object.
+/// Returns how many bytes of the stream, from `range.start` on, directly follow `last` in its
+/// object. Bytes beyond `range.end` do not count.
 fn behind(last: &Part, extents: &ExtentList, range: &Range<u64>) -> u64 {
     let mut bytes = 0;
     for extent in extents.touched(range.start, range.end) {
@@ -91,7 +98,7 @@ impl DataRead {
         }
     }
 
-    /// What is left.
+    /// Returns the part of the range that was not read yet.
     fn range(&self) -> Range<u64> {
         self.end - self.progress.left()..self.end
     }
@@ -108,7 +115,7 @@ impl DataRead {
         let next = |bytes| until..end.min(until.saturating_add(bytes));
         self.ahead.more = match parts.last().filter(|_| core.cache.is_none()) {
             Some(last) => behind(last, &self.extents, &next(ANSWER_BYTES_MAX)),
-            // Into the cache go whole chunks.
+            // The cache stores whole chunks, so nothing is requested beyond a chunk.
             None => 0,
         };
         let mut located = reads::locate(&core, &shuffle, parts, &records).await?;
@@ -137,15 +144,15 @@ impl DataRead {
         }
     }
 
-    /// The extent of a block that has other bytes than were written, if it may be its records that are others.
+    /// Returns the extent of a block with wrong bytes if its index record may be wrong instead.
     fn suspect(&self, block: &Check) -> Option<Extent> {
         self.extents.touched(block.base, block.base + 1).next().filter(|extent| has_windows(extent)).copied()
     }
 
-    /// Where a block that has other bytes than were written is looked for next.
+    /// Decides from where a block with wrong bytes is read again.
     ///
     /// # Errors
-    /// It was of the store, for the second time.
+    /// The store has returned wrong bytes for the second time.
     fn again(&mut self, located: &Located, block: &Check) -> Result<Located, StoreError> {
         let Self { core, shuffle, .. } = self;
         core.metrics.crc_mismatches.inc();

@@ -1,4 +1,7 @@
-//! Ranges of objects, straight into the buffer of whom they are for.
+//! Reads ranges of objects directly into the buffers of their readers.
+//!
+//! Adjacent ranges share a request, and so do ranges with small gaps. A response may continue with
+//! the next chunk of its reader ([`Ahead`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,24 +15,24 @@ use super::condition::wrong_answer;
 use super::core::Core;
 use crate::tiers::StoreError;
 
-/// Ranges that one reader asks for at a time.
+/// Maximum number of concurrent requests of one reader.
 const RANGES_AT_ONCE: usize = 8;
 
-/// Bytes between two parts of an object that are brought along rather than begin another request: a request costs as much
-/// time as some hundred KiB.
+/// Largest gap between two parts of an object that share a request. Reading a gap of this size
+/// takes about as long as another request.
 const GAP_BYTES_MAX: u64 = 256 << 10;
 
-/// A range of an object, as long as what it fills.
+/// A range of an object, and the range of a buffer that it fills.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::tiers) struct Part {
     pub(super) segment: u32,
     pub(super) offset: u64,
-    /// Its place in the buffer.
+    /// Range of the buffer. It has the length of the object's range.
     pub(super) range: Range<usize>,
 }
 
 impl Part {
-    /// Takes the first `bytes` out of it.
+    /// Removes the first `bytes` bytes of the part, and returns them as a part.
     pub(super) fn split_to(&mut self, bytes: usize) -> Self {
         let at = self.range.start + bytes;
         let head = Self { range: self.range.start..at, ..self.clone() };
@@ -37,13 +40,13 @@ impl Part {
         head
     }
 
-    /// Where in the object it ends.
+    /// Returns the end offset in the object.
     pub(super) fn end(&self) -> u64 {
         self.offset + self.range.len() as u64
     }
 }
 
-/// Appends a part behind the others; one that goes on where the last one ends is one with it.
+/// Appends a part. If it continues the last part in object and buffer, both become one.
 pub(super) fn push(parts: &mut Vec<Part>, part: Part) {
     match parts.last_mut() {
         Some(last)
@@ -57,8 +60,8 @@ pub(super) fn push(parts: &mut Vec<Part>, part: Part) {
     }
 }
 
-/// Parts of one object that one request brings: how many of those that follow. What lies between them is at most as much as they
-/// are themselves, and one gap more.
+/// Returns how many of the first `parts` share a request. They belong to one object. The gaps
+/// between them have at most as many bytes as the parts, plus `GAP_BYTES_MAX`.
 fn together(parts: &[Part]) -> usize {
     let Some(first) = parts.first() else { return 0 };
     let (mut end, mut wanted, mut between) = (first.end(), first.range.len() as u64, 0);
@@ -72,23 +75,24 @@ fn together(parts: &[Part]) -> usize {
     1 + parts[1..].iter().take_while(joins).count()
 }
 
-/// What a reader of one range, chunk by chunk, knows of the next chunk: an answer goes on with it, so that a run of bytes
-/// that is longer than a chunk is one request.
+/// State that a reader keeps between the chunks of a range. A response that continues with the next
+/// chunk makes a long run of bytes a single request.
 #[derive(Debug, Default)]
 pub(super) struct Ahead {
-    /// Bytes behind the last part of a chunk, in the same object, that the next chunks begin with.
+    /// Bytes that follow the last part of a chunk in its object and belong to the next chunks.
     pub(super) more: u64,
     rest: Option<Rest>,
 }
 
 impl Ahead {
-    /// What has come of the next chunk is not believed.
+    /// Drops the response that continues with the next chunk, because its bytes may be wrong.
     pub(super) fn forget(&mut self) {
         self.rest = None;
     }
 }
 
-/// An answer that goes on with the next chunk. It holds a connection, so there are [few](Core::answers_ahead) of them.
+/// A response that continues with the next chunk. It occupies a connection, so their number is
+/// [limited](Core::answers_ahead).
 #[derive(Debug)]
 struct Rest {
     segment: u32,
@@ -102,7 +106,7 @@ impl Rest {
     }
 }
 
-/// A buffer of which parts are taken in their order.
+/// The rest of a buffer, from which parts are taken in ascending order.
 struct Unfilled<'a> {
     rest: &'a mut [u8],
     at: usize,
@@ -118,10 +122,10 @@ impl<'a> Unfilled<'a> {
     }
 }
 
-/// Fills the parts of `buffer`, which stand in it in order.
+/// Fills `parts` of `buffer`, which are in ascending order.
 ///
 /// # Errors
-/// The store's; also when an answer is not as long as what was asked for.
+/// The store fails, or a response has another length than requested.
 pub(super) async fn fill(
     core: &Core,
     key_of: impl Fn(u32) -> String,
@@ -153,12 +157,12 @@ pub(super) async fn fill(
         }
     };
     let (begun, rests) = futures::try_join!(begun, gets)?;
-    // Only the last one can have one.
+    // Only the last request of a chunk can leave an unread rest.
     ahead.rest = rests.into_iter().flatten().next().or(begun);
     Ok(())
 }
 
-/// Goes on with an answer; one that does not is asked for again.
+/// Continues to read a response. If it fails, requests the range again.
 async fn go_on(core: &Core, mut rest: Rest, (offset, room): Room<'_>) -> Result<Option<Rest>, StoreError> {
     match rest.body.fill(vec![(offset, &mut *room)]).await {
         Ok(()) => Ok((rest.body.left() > 0).then_some(rest)),
@@ -171,8 +175,8 @@ async fn go_on(core: &Core, mut rest: Rest, (offset, room): Room<'_>) -> Result<
     }
 }
 
-/// Fills rooms, which are in the order of the object, by one request, which goes on for `more` bytes if there is a place for
-/// such an answer.
+/// Fills `rooms`, which are sorted by offset, with one request. The request includes `more` further
+/// bytes if there is a permit for a response that continues.
 async fn get(
     core: &Core,
     (segment, key): (u32, String),
@@ -195,7 +199,7 @@ async fn get(
     Ok(place.filter(|_| body.left() > 0).map(|_place| Rest { segment, body, _place }))
 }
 
-/// A range as bytes of their own. For what is small.
+/// Reads a small range into a buffer of its own.
 pub(super) async fn read(core: &Core, key: &str, range: Range<u64>) -> Result<Bytes, StoreError> {
     let too_long = || wrong_answer(key, "a range that does not fit into memory");
     let length = usize::try_from(range.end.saturating_sub(range.start)).map_err(|_| too_long())?;

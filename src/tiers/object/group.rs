@@ -1,10 +1,11 @@
-//! What is done together: jobs that wait while earlier ones are under way, and one task that takes them.
+//! A coalescing queue: jobs wait while a single task runs earlier ones, and the task may take
+//! several at once.
 
 use std::collections::VecDeque;
 
 use parking_lot::Mutex;
 
-/// Jobs that wait, and whether a task is there for them. The caller that adds the first job starts the task.
+/// Waiting jobs, and a flag that a task runs. The caller that adds the first job starts the task.
 #[derive(Debug)]
 pub(super) struct Group<T>(Mutex<State<T>>);
 
@@ -21,31 +22,32 @@ impl<T> Default for Group<T> {
 }
 
 impl<T> Group<T> {
-    /// Adds a job; true for the caller that is to start the task.
+    /// Adds a job. Returns true if the caller has to start the task.
     pub(super) fn add(&self, job: T) -> bool {
         let mut state = self.0.lock();
         state.waiting.push_back(job);
         !std::mem::replace(&mut state.has_task, true)
     }
 
-    /// The next job, if there is one.
+    /// Removes the next job.
     pub(super) fn take(&self) -> Option<T> {
         self.0.lock().waiting.pop_front()
     }
 
-    /// How many wait.
+    /// Returns the number of waiting jobs.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.0.lock().waiting.len()
     }
 
-    /// What the task has of it.
+    /// Creates the guard of the task.
     pub(super) fn running(&self) -> Running<'_, T> {
         Running { group: self, has_ended: false }
     }
 }
 
-/// The task's part: a task that goes before the end (it panicked) lets go of all that waits, and another can be started.
+/// Guard held by the task. If the task panics, the guard drops all waiting jobs, and another task
+/// can be started.
 #[derive(Debug)]
 pub(super) struct Running<'a, T> {
     group: &'a Group<T>,
@@ -53,7 +55,7 @@ pub(super) struct Running<'a, T> {
 }
 
 impl<T> Running<'_, T> {
-    /// The next job, or none, in which case the task is to end.
+    /// Removes the next job. Returns `None` if there is none, and then the task has to end.
     pub(super) fn take_or_end(&mut self) -> Option<T> {
         let mut state = self.group.0.lock();
         let next = state.waiting.pop_front();

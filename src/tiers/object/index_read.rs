@@ -1,4 +1,6 @@
-//! Records of extents in objects, for reads of an index.
+//! Reads the index records of extents in objects.
+//!
+//! Records with wrong bytes in the read cache are read again from the store.
 
 use std::ops::Range;
 
@@ -20,7 +22,7 @@ impl RecordSource for Uploads {
     }
 
     fn keep(&self, extent: &Extent, records: &[u8]) {
-        // Readers of the data need them next.
+        // Readers of the data need the records next.
         if self.core.records.takes(records.len()) {
             self.core.records.keep(self.shuffle.records_key(extent), Bytes::copy_from_slice(records));
         }
@@ -31,7 +33,6 @@ impl RecordSource for Uploads {
         fetch::push(parts, Part { segment: extent.object(), offset, range });
     }
 
-    /// Wrong records of the read cache are read again from the store.
     async fn read(
         &self,
         (len, buffers): (usize, &dyn ReadBuffers),
@@ -46,7 +47,7 @@ impl RecordSource for Uploads {
             room = located.read(core, shuffle, (&asked, room), &mut Ahead::default()).await?;
             let Err(extent) = complete(room.bytes(len)) else { return Ok(room.freeze(len)) };
             core.metrics.crc_mismatches.inc();
-            // Earlier chunks may have had records of the extent.
+            // Chunks of the cache that were read earlier may contain records of the extent.
             reads::discard(core, shuffle, extent.object(), &extent.records_range());
             let corrupt = || StoreError::corrupt(shuffle.segment_key(extent.object()), WRONG_RECORDS);
             located = located.of_store_instead(core).ok_or_else(corrupt)?;

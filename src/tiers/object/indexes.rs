@@ -1,7 +1,9 @@
-//! Indexes of the segments of a shuffle, read when a worker starts: which segments make up its streams, and which blocks they hold.
+//! Reads the indexes of a shuffle's segments at start, to find the published segments and the
+//! blocks in them.
 //!
-//! All footers are read first, many at a time, and say which segments were published. Then their indexes are read ahead in the order of
-//! the segments. All shuffles together hold at most [`INDEX_BYTES`] of indexes, or the largest one; that is charged.
+//! First, all footers are read, and they tell which segments were published. Then the indexes are
+//! read ahead in the order of the segments. The indexes of all shuffles together occupy at most
+//! [`INDEX_BYTES`], or the size of the largest index, and are charged.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -22,16 +24,16 @@ use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::index::{RECORD_BYTES, records};
 use uniffle_wire::types::PartitionId;
 
-/// Footers of a shuffle that are read at a time.
+/// Footers of a shuffle that are read concurrently.
 const FOOTERS_AT_ONCE: usize = 64;
-/// Indexes of a shuffle that are read ahead.
+/// Indexes of a shuffle that are read concurrently.
 const INDEXES_AT_ONCE: usize = 64;
-/// Bytes of indexes that are held at a time, of all shuffles.
+/// Limit for the indexes of all shuffles in memory.
 const INDEX_BYTES: u32 = 64 << 20;
-/// Heap of a moved extent that was found, with its place in a tree.
+/// Heap of a recovered extent below local disks, with its tree entry.
 const MOVED_EXTENT_BYTES: u64 = 3 * size_of::<Extent>() as u64;
 
-/// Permits for bytes of indexes.
+/// Permits for bytes of indexes in memory.
 #[derive(Debug)]
 pub(super) struct IndexMemory(Semaphore);
 
@@ -42,18 +44,18 @@ impl Default for IndexMemory {
 }
 
 impl IndexMemory {
-    /// Waits for the room of an index; those that ask first get it first.
+    /// Waits in arrival order for the memory of an index.
     async fn room(&self, bytes: u64) -> Option<SemaphorePermit<'_>> {
         let bytes = u32::try_from(bytes).unwrap_or(INDEX_BYTES).min(INDEX_BYTES);
         self.0.acquire_many(bytes).await.ok()
     }
 }
 
-/// The segments of a registration of a shuffle.
+/// Reader of the segments of one incarnation.
 #[derive(Clone, Copy)]
 pub(super) struct Indexes<'a> {
     pub(super) core: &'a Core,
-    /// Of its objects' keys.
+    /// Prefix of the keys of its objects.
     pub(super) prefix: &'a str,
     pub(super) memory: &'a IndexMemory,
 }
@@ -61,39 +63,39 @@ pub(super) struct Indexes<'a> {
 /// Published segments, oldest first.
 type Chain = BTreeMap<u32, Footer>;
 
-/// What of a shuffle's data is there.
+/// Recovered data of a shuffle.
 pub(super) struct Data {
     prefix: String,
     pub(super) streams: Streams,
     /// Extents below local disks, by base. There may be holes between them.
     pub(super) moved: HashMap<PartitionId, BTreeMap<u64, Extent>>,
-    /// Memory of these extents.
+    /// Charge of the moved extents.
     pub(super) charge: Charge,
     is_below_disks: bool,
     pub(super) present: PresentIds,
-    /// Why some of it is not; empty if all is.
+    /// Reason for missing data. Empty if no data is missing.
     pub(super) reason: String,
     pub(super) bytes: u64,
     pub(super) blocks: u64,
 }
 
-/// The index of one segment.
+/// Index of one segment.
 struct Index<'a> {
     extents: Vec<IndexedExtent>,
-    /// Why it has none.
+    /// Damage that makes the whole index unusable.
     damage: Option<String>,
     _room: Option<SemaphorePermit<'a>>,
     _charge: Charge,
 }
 
-/// An extent, and the ids of its blocks unless its records are damaged.
+/// An extent with the ids of its blocks, or `None` if its records are damaged.
 struct IndexedExtent {
     entry: Entry,
     ids: Option<Vec<u64>>,
 }
 
 impl<'a> Indexes<'a> {
-    /// Reads the segments of an incarnation, by number and bytes.
+    /// Reads the segments of an incarnation. `segments` has the size of each segment by number.
     ///
     /// # Errors
     /// The store does not answer or refuses.
@@ -129,7 +131,8 @@ impl<'a> Indexes<'a> {
         segment_key(self.prefix, number)
     }
 
-    /// The footer of a segment, or what is wrong with it. What was damaged on its way is whole the second time.
+    /// Returns the footer of a segment, or its damage. A damaged footer is read a second time,
+    /// because it may have been damaged in transit.
     async fn footer(self, number: u32, bytes: u64) -> Result<Result<Footer, String>, StoreError> {
         match self.footer_once(number, bytes).await? {
             Ok(footer) => Ok(Ok(footer)),
@@ -153,7 +156,7 @@ impl<'a> Indexes<'a> {
         let _charge = self.core.extents.force_charge(footer.index_bytes + ids_bytes);
         let mut content = self.content(number, footer).await?;
         if !content.as_ref().is_ok_and(|all| all.iter().all(|it| it.ids.is_some())) {
-            // Bytes that were damaged on their way are intact the second time.
+            // Read again, because the bytes may have been damaged in transit.
             content = self.content(number, footer).await?;
         }
         let (extents, damage) = content.map_or_else(|why| (Vec::new(), Some(why)), |all| (all, None));
@@ -205,8 +208,9 @@ impl Data {
         }
     }
 
-    /// The segments that were published, found from the newest backwards. One that cannot be read hides which was before it: then the
-    /// next older one is taken.
+    /// Returns the published segments. Each footer names the segment published before it, so the
+    /// search begins at the newest segment. If a footer is unreadable, the search continues with
+    /// the next older segment in the store.
     fn chain(&mut self, footers: &BTreeMap<u32, Result<Footer, String>>) -> Chain {
         let mut chain = Chain::new();
         let mut next = footers.keys().next_back().copied();
@@ -234,7 +238,8 @@ impl Data {
         }
     }
 
-    /// Adds an extent. Returns false if the extents before it do not leave its place free.
+    /// Adds an extent. Returns false if its place in the stream is wrong: it leaves a hole without
+    /// local disks, or overlaps another extent that is not its copy.
     fn push(&mut self, partition: PartitionId, extent: Extent) -> bool {
         if !self.is_below_disks {
             let is_next = self.streams.get(partition).map_or(0, |it| it.bytes) == extent.base;
@@ -245,7 +250,7 @@ impl Data {
         }
         let extents = self.moved.entry(partition).or_default();
         if let Some(other) = overlapping(extents, extent.base..extent.end()) {
-            // A process that ended before it knew of an upload has repeated it.
+            // A process that ended before it recorded an upload has repeated the upload.
             return other.is_copy_of(&extent);
         }
         extents.insert(extent.base, extent);
@@ -253,7 +258,7 @@ impl Data {
         true
     }
 
-    /// Takes what a segment has.
+    /// Adds the extents and blocks of a segment.
     fn take(&mut self, number: u32, index: Index<'_>) {
         if let Some(damage) = &index.damage {
             return self.miss(number, damage);

@@ -1,4 +1,7 @@
-//! Data that is moved here from local disks, which know the place of each extent in its stream.
+//! Interface for data that is moved here from local disks.
+//!
+//! The local disks know the position of each extent in its stream, so this module publishes nothing
+//! by itself.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,7 +17,7 @@ use crate::tiers::{ChunkRead, StoreError};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_wire::types::PartitionId;
 
-/// One registration. Clones are the same.
+/// The objects of one incarnation of a shuffle. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Uploads {
     pub(super) core: Arc<Core>,
@@ -22,7 +25,7 @@ pub struct Uploads {
 }
 
 impl Uploads {
-    /// Returns the number of the registration.
+    /// Returns the number of the incarnation.
     #[must_use]
     pub fn incarnation(&self) -> u64 {
         self.shuffle.name.incarnation
@@ -38,22 +41,22 @@ impl Uploads {
         IndexRead::new(self.clone(), extents, first, blocks)
     }
 
-    /// Reads a range of a stream that extents of objects cover.
+    /// Reads a range of a stream that is covered by extents in objects.
     pub(in crate::tiers) fn data(&self, extents: ExtentList, range: Range<u64>) -> impl ChunkRead + use<> {
         DataRead::new(&self.core, Arc::clone(&self.shuffle), extents, range)
     }
 
-    /// Begins to bring the parts of a range that are in objects into the read cache.
+    /// Starts to bring the parts of a range that are in objects into the read cache.
     pub(in crate::tiers) fn hint(&self, extents: &ExtentList, range: &Range<u64>) {
         let some = range.start..range.end.min(range.start.saturating_add(reads::AHEAD_BYTES));
         reads::begin_ahead(&self.core, &self.shuffle, &plan(extents, &some));
     }
 
-    /// Stores one object of what `source` has. Returns its extents, or `None` when there is nothing. When this returns they can be
-    /// read from the store.
+    /// Writes blocks of `source` to one object. Returns its extents, which are readable from the
+    /// store, or `None` if `source` is empty.
     ///
     /// # Errors
-    /// The source's or the store's: nothing of it counts then.
+    /// The source or the store fails. Then nothing of the object counts.
     pub async fn take(
         &self,
         source: &mut dyn Source,
@@ -61,12 +64,13 @@ impl Uploads {
         one_from(&self.core, &self.shuffle, source).await
     }
 
-    /// Memory that [`Uploads::take`] holds at most beside records: parts on their way, one that fills, and a chunk that is read.
+    /// Returns an upper bound for the memory of [`Uploads::take`] beside records: the parts in
+    /// flight, a part being filled, and a chunk being read.
     #[must_use]
     pub fn memory_bytes(&self) -> u64 {
         let part = self.core.settings.part_bytes as u64;
         let held = (MOVED_PARTS_IN_FLIGHT as u64 + 1) * part + READ_CHUNK_BYTES_MAX as u64;
-        // What of buffers lies idle (`StreamBuffers`).
+        // Unused space in buffers (`StreamBuffers`).
         held + held / 16
     }
 }
