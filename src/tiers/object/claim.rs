@@ -24,7 +24,8 @@ use crate::tiers::{StoreError, StoreErrorKind};
 pub const CLAIM: &str = "!claim";
 /// First line of a claim: format and version.
 const CLAIM_HEAD: &str = "uniffle-worker object store 2";
-/// First line of a claim of an earlier development build, whose metadata this program does not read.
+/// First line of a claim of an earlier development build, whose metadata this program does not
+/// support.
 const EARLIER_HEAD: &str = "uniffle-worker object store 1\n";
 /// Beginning of the line with the number of the worker's start.
 const START: &str = "start ";
@@ -35,7 +36,7 @@ pub fn claim_key(root: &str) -> String {
     format!("{root}/{CLAIM}")
 }
 
-/// Last line of the claim of a worker whose local disks have nothing that the store does not have.
+/// Last line of the claim of a worker whose local disks have no data that is missing in the store.
 const DRAINED: &str = "drained\n";
 
 /// This process's claim.
@@ -46,7 +47,8 @@ pub(super) struct Claim {
     start: u32,
     /// Content without the line [`DRAINED`].
     text: String,
-    /// True if the claim in the store has the line [`DRAINED`]. `None` after a write of unknown outcome.
+    /// True if the claim in the store has the line [`DRAINED`]. `None` after a write with an
+    /// unknown result.
     is_drained: Mutex<Option<bool>>,
     /// Holder of the prefix, if this process has lost it.
     lost: OnceLock<String>,
@@ -148,8 +150,8 @@ impl Claim {
         Ok(())
     }
 
-    /// Returns whether a list of objects, which has the claim as `listed`, has the claim that is in
-    /// the store now. A list without it was made before this process took the prefix.
+    /// Returns whether a list of objects has the current claim of the store. `listed` is the claim
+    /// in the list. A list without the current claim was made before this process took the prefix.
     ///
     /// # Errors
     /// The store does not answer or refuses.
@@ -160,13 +162,14 @@ impl Claim {
     ) -> Result<bool, StoreError> {
         let stored = match store.head(&self.path()).await {
             Ok(stored) => stored,
-            // A rule of the bucket has just deleted it.
+            // A lifecycle rule of the bucket has just deleted the claim.
             Err(Error::NotFound { .. }) => return Ok(true),
             Err(error) => return Err(failed(&self.key, &error)),
         };
         let Some(listed) = listed else { return Ok(false) };
         let tag = |meta: &ObjectMeta| meta.e_tag.as_ref().map(|tag| tag.trim_matches('"').to_owned());
-        // Some stores give another ETag in lists than in answers to HEAD, whose time has whole seconds.
+        // In some stores, ETags in lists differ from those in responses to HEAD, so the times are
+        // compared too. Times in responses to HEAD have whole seconds.
         let is_same = matches!((tag(listed), tag(&stored)), (Some(of_list), Some(now)) if of_list == now);
         Ok(is_same || listed.last_modified.timestamp() >= stored.last_modified.timestamp())
     }
@@ -182,7 +185,7 @@ impl Claim {
         }
         match self.find(store).await? {
             Found::Ours { .. } => Ok(()),
-            // A rule of the bucket may delete what is old.
+            // A lifecycle rule of the bucket may have deleted the claim.
             Found::Nothing => self.put(store, PutMode::Create, self.is_drained()).await,
             Found::Another(Other { holder, .. }) => {
                 let error = self.in_use(&holder);
@@ -250,7 +253,7 @@ impl Claim {
             let put = store.put(&path, bytes.into()).await;
             return put.map(drop).map_err(|error| failed(&self.key, &error));
         }
-        // The answer to an attempt that was carried out may have been lost.
+        // The response to a successful attempt may have been lost.
         match self.find(store).await? {
             Found::Ours { is_drained: written, .. } if written == is_drained => Ok(()),
             Found::Another(other) if is_condition(&error) => Err(self.in_use(&other.holder)),

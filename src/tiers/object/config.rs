@@ -1,4 +1,4 @@
-//! How the object tier reaches its store: its section of the configuration.
+//! Configuration of the object tier: the section `object_store`.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -16,13 +16,13 @@ use crate::schema::kind::{
 use crate::schema::{section, words};
 
 words! {
-    /// Where the keys come from that requests are signed with.
+    /// Source of the keys that sign requests.
     pub enum Credentials {
-        /// The process's environment.
+        /// Environment of the process.
         Environment = "environment",
-        /// A file as the AWS command line has it.
+        /// File in the format of the AWS command line.
         File = "file",
-        /// A token that Kubernetes puts into a file, exchanged for keys of a role at STS.
+        /// Token file mounted by Kubernetes. STS exchanges the token for the keys of a role.
         WebIdentity = "web_identity",
         /// Requests are not signed.
         Unsigned = "none",
@@ -30,18 +30,18 @@ words! {
 }
 
 words! {
-    /// How the store finds out that a body was changed on its way to it.
+    /// Method by which the store detects that a body was changed in transit.
     pub enum UploadCheck {
-        /// By a CRC beside the body.
+        /// A CRC is sent beside the body.
         Crc64 = "crc64nvme",
-        /// The request's signature covers the body's SHA-256.
+        /// The signature of the request covers the SHA-256 of the body.
         Signature = "signature",
-        /// Not at all: TLS and the blocks' own checksums are left.
+        /// No check. TLS and the checksums of the blocks remain.
         Off = "off",
     }
 }
 
-/// A key that is never shown.
+/// A key that is hidden in logs and debug output.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(String);
 
@@ -51,7 +51,7 @@ impl Secret {
         Self(text.into())
     }
 
-    /// The text, for who signs with it.
+    /// Returns the text. Only for signing.
     pub fn reveal(&self) -> &str {
         &self.0
     }
@@ -65,13 +65,13 @@ impl fmt::Debug for Secret {
 
 /// Largest read cache: 64 TiB.
 const CACHE_BYTES_MAX: u64 = 64 << 40;
-/// Smallest part of it that a directory may have: what some readers need at a time.
+/// Smallest share of a directory, so that several readers can use it at once.
 const CACHE_BYTES_MIN: u64 = 64 * MIB;
 
-/// Reads of a disk of the read cache at a time, and writes.
+/// Concurrent reads of a disk of the read cache, and concurrent writes.
 const CACHE_CALLS: usize = 16;
 
-/// Smallest part of an upload that S3 takes.
+/// Smallest part of an upload that S3 accepts.
 const PART_BYTES_MIN: u64 = 5 * MIB;
 
 section! {
@@ -173,13 +173,13 @@ section! {
 }
 
 impl ObjectConfig {
-    /// The disks of the read cache.
+    /// Creates the disks of the read cache.
     pub fn cache_disks(&self) -> Vec<Arc<dyn Disk>> {
         let disk = |path: &PathBuf| Engine::Blocking.disk(BlockingDisk::new(path, CACHE_CALLS, CACHE_CALLS));
         self.cache_dirs.iter().map(disk).collect()
     }
 
-    /// What may not stand together: key, value and what is allowed.
+    /// Returns contradictory settings: key, value and requirement.
     pub fn problems(&self) -> Vec<(&'static str, String, String)> {
         let mut problems = Vec::new();
         if self.url.is_none() {
@@ -207,7 +207,7 @@ impl ObjectConfig {
         problems.extend(self.cache_problem());
         let has_dot = self.url.as_ref().is_some_and(|url| url.bucket().contains('.'));
         if has_dot && !self.path_style && is_encrypted {
-            // A certificate for *.s3.example.com is not one for a.b.s3.example.com.
+            // A certificate for `*.s3.example.com` does not cover `a.b.s3.example.com`.
             let allowed =
                 "must be true for a bucket with a dot in its name, because no certificate covers its host \
                  name"
@@ -217,7 +217,7 @@ impl ObjectConfig {
         problems
     }
 
-    /// What keeps the read cache from being one.
+    /// Returns the setting that makes the read cache unusable.
     fn cache_problem(&self) -> Option<(&'static str, String, String)> {
         let directories = self.cache_dirs.len() as u64;
         let least = directories * CACHE_BYTES_MIN;
@@ -234,7 +234,7 @@ impl ObjectConfig {
         None
     }
 
-    /// What is accepted and of no use.
+    /// Returns warnings about valid settings that have no effect or are insecure.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.url.is_none() {
@@ -279,7 +279,7 @@ fn profile(text: &str) -> Result<String, String> {
     }
 }
 
-/// Variables of other programs: what is wrong with one is said when it is used.
+/// Accepts any text, because other programs define these variables. Errors are reported on use.
 fn any_text(text: &str) -> Result<String, String> {
     Ok(text.to_owned())
 }

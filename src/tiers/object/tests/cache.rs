@@ -1,4 +1,4 @@
-//! What readers ask the store for: with a cache on disks, with one that fails, and without.
+//! Requests that reads send to the store: with a cache on disks, with a failing cache, and without.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +16,7 @@ use crate::tiers::object::cache::CHUNK_BYTES;
 use crate::tiers::object::claim::CLAIM;
 use crate::tiers::{Cause, StoreErrorKind};
 
-/// A worker with a cache of `chunks` on one disk.
+/// Starts a worker with a cache of `chunks` chunks on `disk`.
 async fn cached(store: &FaultyObjects, disk: Arc<dyn Disk>, chunks: u64) -> Process {
     let cache_bytes = chunks * CHUNK_BYTES;
     Process::with(store, ObjectSettings { cache_disks: vec![disk], cache_bytes, ..settings() }).await.unwrap()
@@ -41,7 +41,8 @@ impl Process {
         all(self.tier.data(&key(1), PartitionId(partition), range)?.chunks).await
     }
 
-    /// As many segments as `segments`, each with a block of 1000 bytes of partitions 0 and 1.
+    /// Writes `segments` segments. Each has a block of 1000 bytes of partition 0 and one of
+    /// partition 1.
     async fn filled(&self, segments: i64) -> Arc<dyn TierShuffle> {
         let shuffle = self.register_noted(&key(1)).await;
         for n in 0..segments {
@@ -51,7 +52,7 @@ impl Process {
     }
 }
 
-/// The bytes of blocks with these ids.
+/// Returns the content of the blocks `ids`.
 fn bytes_of(ids: std::ops::Range<i64>, length: u32) -> Vec<u8> {
     ids.flat_map(|id| content(id, length)).collect()
 }
@@ -197,7 +198,7 @@ async fn corrupt_cached_index_is_reread_from_the_store() {
     process.filled(2).await;
     let before = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
     process.kill().await;
-    // Another process, which has no records in memory.
+    // A new process, which has no records in memory.
     let (disk, faults_now) = faulty_disk();
     drop(faults);
     let settings = ObjectSettings {
@@ -215,7 +216,8 @@ async fn corrupt_cached_index_is_reread_from_the_store() {
     }
 }
 
-/// A process that finds an extent of so many blocks of 10 bytes, with a cache on a disk that fails.
+/// Starts a process that recovers an extent of `blocks` blocks of 10 bytes, with a cache on a
+/// faulty disk.
 async fn of_many_blocks(blocks: i64, index_cache_bytes: u64) -> (Process, Faults) {
     let store = FaultyObjects::default();
     let process = Process::with(&store, ObjectSettings::new("p/worker-1")).await.unwrap();
@@ -231,8 +233,9 @@ async fn of_many_blocks(blocks: i64, index_cache_bytes: u64) -> (Process, Faults
     (Process::with(&store, settings).await.unwrap(), faults)
 }
 
-/// Of an extent of many blocks the records of a part have no checksum. Of these some lie in another chunk than the data, and a
-/// byte in the middle of the last part, which has 2,657, is of a block's checksum.
+/// Number of blocks of an extent whose records are read in windows. A window has no checksum. Some
+/// records are in another chunk than the data. The last window has 2,657 records, and the byte in
+/// its middle belongs to the checksum of a block.
 const MANY: i64 = 60_001;
 
 #[tokio::test]
@@ -312,7 +315,7 @@ async fn hint_prefetches_exactly_its_range() {
     assert_eq!(process.gets(), 1);
 }
 
-/// Buffers that count their bytes until they are given away.
+/// Buffers whose bytes are counted until they are frozen.
 struct CountedBuffers(Arc<AtomicU64>);
 
 struct CountedBuffer {
@@ -339,7 +342,7 @@ impl uniffle_io::ReadBuffer for CountedBuffer {
     }
 }
 
-/// Chunks of a few bytes.
+/// Buffers for chunks of a few bytes.
 struct SmallBuffers(usize);
 
 impl uniffle_io::ReadBuffers for SmallBuffers {
@@ -357,7 +360,7 @@ async fn close_extents_are_one_request_without_cache() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register_noted(&key(1)).await;
     let extents = (0..6).flat_map(|n| [extent(0, n..n + 1, 100), extent(1, n..n + 1, 2000)]);
-    // A batch has one extent of a partition: these share a segment.
+    // Each batch has one extent of a partition, and these batches share a segment.
     let begins = |call| matches!(call, Call::Put | Call::Begin);
     process.store.set(move |call, _| if begins(call) { Fault::Hold } else { Fault::None });
     let writes = join_all(extents.map(|extent| shuffle.write(vec![extent].into())));

@@ -8,7 +8,7 @@ use uniffle_testkit::object_fault::{Call, Fault};
 use super::*;
 use crate::tiers::object::claim::CLAIM;
 
-/// Buffers of so many bytes.
+/// Buffers for chunks of this many bytes.
 struct Chunks(usize);
 
 impl ReadBuffers for Chunks {
@@ -24,7 +24,7 @@ impl ReadBuffers for Chunks {
 const CHUNKS: Chunks = Chunks(700);
 const BYTES: u32 = 4000;
 
-/// A shuffle of which partition 0 has a run of 4,000 bytes in a segment.
+/// Starts a process with a shuffle whose partition 0 has 4,000 adjacent bytes in one segment.
 async fn with_a_run(answers_ahead: usize) -> Process {
     let settings = ObjectSettings { answers_ahead, ..settings() };
     let process = Process::with(&FaultyObjects::default(), settings).await.unwrap();

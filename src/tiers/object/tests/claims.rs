@@ -1,4 +1,4 @@
-//! Two processes of one worker.
+//! Tests with two concurrent processes of one worker.
 
 use uniffle_testkit::object_fault::{Call, Fault};
 
@@ -28,7 +28,7 @@ async fn process_without_the_claim_destroys_nothing() {
     assert_eq!(refused.kind, StoreErrorKind::InUse);
     older.purge(&key(1), Purge::App(Cause::Expired)).await;
 
-    // The newer one replaces the log of the older one.
+    // The newer process replaces the log of the older one.
     for (key, content) in before.into_iter().filter(|(key, _)| !key.contains("/!log/")) {
         assert!(older.store.snapshot().await.get(&key) == Some(&content), "{key}");
     }

@@ -1,4 +1,4 @@
-//! What a store does that fails, and what is concluded from it.
+//! Failures of the store, and how the tier reacts to them.
 
 use std::time::Duration;
 
@@ -64,7 +64,8 @@ async fn transit_errors_are_reread_and_stored_ones_reported() {
     let error = all(read.chunks).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Corrupt);
     assert!(error.to_string().contains("/s0000000001"), "{error}");
-    // Bytes around a block are of no block that this reader has asked for.
+    // Bytes at the edges of a range belong to blocks that lie only partly in it, so they are not
+    // verified.
     let read = process.tier.data(&key(1), PartitionId(0), (1, 50)).unwrap();
     assert_eq!(all(read.chunks).await.unwrap().len(), 50);
 }
@@ -108,7 +109,7 @@ async fn recovered_store_is_noticed_without_requests() {
     futures::join!(maintained, watch);
 }
 
-/// What a start has found said, of one shuffle, with nothing missing.
+/// Returns the metadata records that a start recovers for a single shuffle with complete data.
 async fn all_said(process: &Process) -> Vec<Bytes> {
     let mut recovered = process.tier.take_recovered();
     assert_eq!(recovered.shuffles[0].incomplete, None);
@@ -131,11 +132,12 @@ async fn unwritten_record_is_not_acknowledged() {
     process.store.heal();
     process.log(&key(1)).append(Bytes::from_static(b"kept")).await.unwrap();
     let process = Process::start(&process.kill().await).await;
-    // What was not acknowledged may be known, and is then known once.
+    // A record that was not acknowledged may be recovered, but only once.
     assert_eq!(all_said(&process).await, ["registration", "lost", "kept"]);
 }
 
-/// The client repeats a request that was not answered, and the store may do the first one after all that came since.
+/// The client repeats a request without response, and the store may carry out the first attempt
+/// after all later requests.
 #[tokio::test]
 async fn late_attempt_of_a_log_object_changes_nothing() {
     let process = Process::start(&FaultyObjects::default()).await;
