@@ -192,7 +192,7 @@ impl Place {
     }
 }
 
-/// Writes the filler records of a lost extent, from byte `from` of them on.
+/// Writes the filler records of a lost extent, from byte `from` of its records on.
 fn fill(bytes: &mut [u8], gap: &Extent, from: u64) {
     for (bytes, number) in bytes.chunks_exact_mut(RECORD_BYTES).zip(from / RECORD_BYTES as u64..) {
         let offset = number * FILLER_BYTES;

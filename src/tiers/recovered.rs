@@ -27,7 +27,7 @@ pub struct RecoveredShuffle {
     pub reason: String,
 }
 
-/// Recovered state of all disks.
+/// Recovered state of a tier.
 #[derive(Debug, Default)]
 pub struct Recovered {
     /// Shuffles, ordered by their keys.

@@ -1,4 +1,4 @@
-//! Data of shuffles in the object store above the disks, as a start found it.
+//! Data of shuffles in the object store below the disks, as found by a start.
 //!
 //! A start receives it before it reads the disks. Extents in objects are not expected on the disks,
 //! and files without other extents are removed.

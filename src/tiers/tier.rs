@@ -85,8 +85,8 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Ends the metadata gap, also for later starts. To be called once no application of the time
-    /// before it is left. Returns false if this cannot be proven here.
+    /// Ends the metadata gap, also for later starts. To be called once no application from before
+    /// the gap is left. Returns false if this cannot be proven here.
     ///
     /// # Errors
     /// The end of the gap cannot be recorded now.
@@ -94,13 +94,14 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
         ready(Ok(false)).boxed()
     }
 
-    /// Returns why the next process would refuse results that this one serves.
+    /// Returns the reason why the next process would refuse results that this process serves, or
+    /// `None`.
     fn successor_doubts(&self) -> Option<String> {
         None
     }
 
-    /// Returns where settings made at run time are saved, in a tier that has its metadata log in no
-    /// data directory.
+    /// Returns the storage of settings made at run time, in a tier whose metadata log is not in
+    /// data directories.
     fn saved_settings(&self) -> Option<&dyn SavedSettings> {
         None
     }
@@ -198,8 +199,8 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     }
 }
 
-/// One registration of a shuffle in a tier. Data written with it never becomes part of a later
-/// registration of the same name.
+/// Writer of one registration of a shuffle in a tier. Data written with it never becomes part of a
+/// later registration of the same name.
 pub trait TierShuffle: fmt::Debug + Send + Sync {
     /// Returns whether the tier takes batches of the registration now.
     fn is_accepting(&self) -> bool;

@@ -1,4 +1,4 @@
-//! One registration of a shuffle in the tier.
+//! A registration of a shuffle in the tier.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

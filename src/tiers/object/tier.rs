@@ -46,41 +46,43 @@ use crate::tiers::{
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
-/// Between two looks whether a store that fails is back.
+/// Interval of probes of a failing store.
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// After so many of them it is looked at the claim.
+/// Number of probe intervals between checks of the claim.
 const PROBES_PER_CLAIM: u32 = 6;
 
-/// So long is waited until the store knows that an earlier registration is over: a client gives up after a minute.
+/// Maximum time to wait until the store has the end of an earlier registration. Shorter than the
+/// timeout of clients, which is a minute.
 const ENDS_WAIT: Duration = Duration::from_secs(20);
 const ENDS_PAUSE: Duration = Duration::from_secs(1);
 
-/// The metadata log, and data of shuffles below local disks.
+/// Recovered metadata log, and recovered shuffles of a tier below local disks.
 type FoundAtStart = (Arc<ShippedLog>, HashMap<ShuffleKey, StoredShuffle>);
 
-/// The tier.
+/// An object store as a tier of this worker.
 #[derive(Debug)]
 pub struct ObjectTier {
     core: Arc<Core>,
     shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
     log: Shipper,
-    /// Positions of ends that the store may not know yet.
+    /// Log positions after the ends of registrations that the store may not have yet.
     ends: Mutex<BTreeMap<ShuffleKey, u64>>,
     next_incarnation: AtomicU64,
-    /// Why there may be shuffles that are not known.
+    /// Reason why unknown shuffles may exist, or `None`.
     gap: Option<Arc<str>>,
     recovered: Mutex<Recovered>,
-    /// The log that was found, and data below local disks.
+    /// Recovered state, until it is taken.
     found: Mutex<Option<FoundAtStart>>,
 }
 
 impl ObjectTier {
-    /// Reads what an earlier process of this worker left. What is remembered of extents is charged to `extents`, whether
-    /// there is room for it or not; uploads are tasks of `tasks`.
+    /// Claims the worker's prefix and recovers the state of the previous process. Extents are
+    /// charged to `extents`, even beyond its capacity. Uploads run as tasks of `tasks`.
     ///
     /// # Errors
-    /// The store does not answer or refuses, or another process of the worker starts at the same moment.
+    /// The store does not answer or refuses, or another process of the worker starts at the same
+    /// time.
     pub async fn open(
         store: Arc<dyn ObjectStore>,
         settings: ObjectSettings,
@@ -127,52 +129,56 @@ impl ObjectTier {
         }))
     }
 
-    /// Returns an error if an earlier development build has written below the prefix `root`. Writes nothing.
+    /// Checks that no earlier development build has written below the prefix `root`. Writes
+    /// nothing.
     ///
     /// # Errors
-    /// `NotOurs`; the store does not answer or refuses.
+    /// `NotOurs` if one has. The store does not answer or refuses.
     pub async fn require_layout(store: &dyn ObjectStore, root: &str) -> Result<(), StoreError> {
         Claim::require_layout(store, root).await
     }
 
-    /// Takes what was found at the start, for local disks above the store: the log is theirs from now on.
+    /// Takes the state found at start for the local disks above the store, which own the log from
+    /// now on. Returns `None` without such disks, and from the second call on.
     pub fn take_found(&self) -> Option<(HashMap<ShuffleKey, StoredShuffle>, LogInStore)> {
         let (found, stored) = self.found.lock().take_if(|_| self.core.settings.is_below_disks)?;
         Some((stored, LogInStore { found, shipper: self.log.clone() }))
     }
 
-    /// Returns the log on its way into the store.
+    /// Returns the handle of the metadata log in the store.
     #[must_use]
     pub fn log(&self) -> &Shipper {
         &self.log
     }
 
-    /// Waits until the store knows everything up to a position of the log.
+    /// Waits until the store has all entries of the log up to `position`.
     ///
     /// # Errors
-    /// It does not take it now.
+    /// The store does not accept them now.
     pub async fn known(&self, position: u64) -> Result<(), StoreError> {
         self.log.known(position).await.map_err(|error| from_log(&error, &self.core.settings.root))
     }
 
-    /// Whether the process before left nothing on its local disks that is not here.
+    /// Returns whether the store had all data of the local disks of the previous process.
     #[must_use]
     pub fn is_drained(&self) -> bool {
         self.core.claim.is_drained()
     }
 
-    /// Writes down whether local disks have nothing that is not here, for a start from empty disks. Asks nothing if that is known.
+    /// Records whether the store has all data of the local disks, for a start with empty disks.
+    /// Sends no request if this is already recorded.
     ///
     /// # Errors
-    /// The store's, or another process has the prefix.
+    /// The store does not answer or refuses, or another process has the prefix.
     pub async fn set_drained(&self, is_drained: bool) -> Result<(), StoreError> {
         self.core.set_drained(is_drained).await
     }
 
-    /// Registers a shuffle that is moved here, by its number on the disks; again is fine.
+    /// Registers a shuffle whose data is moved here, with its incarnation on the disks. May be
+    /// repeated.
     ///
     /// # Errors
-    /// `Purged` when another registration of it is here.
+    /// `Purged` if another registration of the shuffle is here.
     pub fn begin(&self, key: &ShuffleKey, incarnation: u64) -> Result<Uploads, StoreError> {
         let name = Registered { key: key.clone(), incarnation };
         self.next_incarnation.fetch_max(incarnation.saturating_add(1), Ordering::Relaxed);
@@ -182,11 +188,11 @@ impl ObjectTier {
         uploads.ok_or_else(|| StoreError::new(StoreErrorKind::Purged, key.to_string()))
     }
 
-    /// Waits until the store knows that registrations of a shuffle, or of all of an application, are over which were forgotten before
-    /// the call. Mostly it does.
+    /// Waits until the store has the ends of all registrations of shuffle `key`, or of all of `app`
+    /// without a key, that were forgotten before the call. Usually it has them already.
     ///
     /// # Errors
-    /// It does not take that in time, or another process has the prefix.
+    /// The store does not accept them in time, or another process has the prefix.
     async fn ends_known(&self, app: &AppId, key: Option<&ShuffleKey>) -> Result<(), StoreError> {
         let is_of = |it: &ShuffleKey| it.app == *app && key.is_none_or(|key| it == key);
         let last =
@@ -197,10 +203,11 @@ impl ObjectTier {
         Ok(())
     }
 
-    /// Waits until the store knows of the end of a registration, which is in the log before `position`.
+    /// Waits until the store has the end of a registration of `key`, which the log has before
+    /// `position`.
     ///
     /// # Errors
-    /// It does not take it in time, or another process has the prefix.
+    /// The store does not accept it in time, or another process has the prefix.
     pub async fn end_known(&self, position: u64, key: &ShuffleKey) -> Result<(), StoreError> {
         let deadline = Instant::now() + ENDS_WAIT;
         loop {
@@ -216,32 +223,32 @@ impl ObjectTier {
         }
     }
 
-    /// Notes that the store knows the end of a registration once it knows the log up to `position`.
+    /// Notes the log position of the end of a registration. Drops positions that the store has.
     fn note_end(&self, key: ShuffleKey, position: u64) {
         let mut ends = self.ends.lock();
         ends.retain(|_, at| !self.log.knows(*at));
         ends.insert(key, position);
     }
 
-    /// The present registration of a shuffle, if there is one.
+    /// Returns the current registration of a shuffle, if there is one.
     #[must_use]
     pub fn uploads(&self, key: &ShuffleKey) -> Option<Uploads> {
         self.registered(key).ok()
     }
 
-    /// Payload after which an object takes no more.
+    /// Returns the payload size at which an object takes no more data.
     #[must_use]
     pub fn segment_bytes(&self) -> u64 {
         self.core.settings.segment_bytes
     }
 
-    /// Whether it is worth trying to write now.
+    /// Returns whether a write is worth an attempt now.
     #[must_use]
     pub fn is_worth_trying(&self) -> bool {
         self.core.condition.is_worth_trying() && !self.core.claim.is_lost()
     }
 
-    /// That another process has the prefix, as far as was looked.
+    /// Returns a complaint if another process had the prefix at the last check.
     #[must_use]
     pub fn claim_complaint(&self) -> Option<&'static str> {
         self.core
@@ -250,13 +257,13 @@ impl ObjectTier {
             .then_some("another process has claimed this worker's prefix of the object store")
     }
 
-    /// Batches that wait for a segment.
+    /// Returns the number of batches waiting for a segment.
     #[cfg(test)]
     pub(super) fn waiting(&self, key: &ShuffleKey) -> usize {
         self.find(key).map_or(0, |shuffle| shuffle.queue.len())
     }
 
-    /// All workers that have objects in the store, below the same URL.
+    /// Returns all workers that have objects below the same URL.
     ///
     /// # Errors
     /// The store does not answer or refuses.
@@ -264,15 +271,15 @@ impl ObjectTier {
         workers::list(&self.core).await
     }
 
-    /// Deletes objects of another worker, some hundred of them at most.
+    /// Deletes some hundred objects of another worker at most. To be repeated until none is left.
     ///
     /// # Errors
-    /// `InUse` for the own ones, or what the store says.
+    /// `InUse` for this worker. The store does not answer or refuses.
     pub async fn remove_worker(&self, worker: &str) -> Result<Removed, StoreError> {
         workers::remove(&self.core, &part_of(worker)).await
     }
 
-    /// Bytes of the slots of the read cache that are in use.
+    /// Returns the bytes in use in the read cache.
     #[cfg(test)]
     pub(super) fn cached_bytes(&self) -> u64 {
         self.core.cache.as_ref().map_or(0, |cache| cache.used_bytes())
@@ -295,7 +302,8 @@ impl ObjectTier {
         self.shuffles.entry(key.clone()).or_insert_with(create);
     }
 
-    /// Waits until the store knows the log up to here, for as long as it takes; false if nothing may be deleted there any more.
+    /// Waits, without a time limit, until the store has the log up to its present end. Returns
+    /// false if nothing may be deleted any more, because the worker stops or has lost its prefix.
     async fn end_is_known(&self) -> bool {
         if !self.core.settings.is_below_disks {
             self.log.begin();
@@ -322,7 +330,7 @@ impl ObjectTier {
         }
     }
 
-    /// Asks a store that fails whether it is back.
+    /// Probes a failing store with a request.
     async fn probe(&self) {
         let root = &self.core.settings.root;
         let mut listed = self.core.store.list(Some(&path_of(root)));
@@ -333,7 +341,7 @@ impl ObjectTier {
     }
 }
 
-/// Deletes what a start has found that is no shuffle's: registrations, and single objects.
+/// Deletes abandoned registrations and stray objects that a start has found.
 fn clean_up(core: &Arc<Core>, abandoned: Vec<Registered>, strays: Vec<String>) {
     let root = &core.settings.root;
     let prefixes = abandoned.iter().map(|name| shuffle_prefix(root, name)).chain(strays);
@@ -346,15 +354,16 @@ fn clean_up(core: &Arc<Core>, abandoned: Vec<Registered>, strays: Vec<String>) {
     });
 }
 
-/// [`Shuffle::leave_caches`] of several on a blocking thread; also when the caller goes away.
+/// Calls [`Shuffle::leave_caches`] for several shuffles on a blocking thread. Completes even if the
+/// caller is dropped.
 async fn leave_caches(core: &Arc<Core>, had: Vec<(Arc<Shuffle>, Streams)>) {
     let core = Arc::clone(core);
     let leave = move || had.into_iter().for_each(|(shuffle, had)| shuffle.leave_caches(&core, had));
-    // Of a panic nobody here can make more than its message.
+    // A panic was reported already, and the caller cannot do more about it.
     let _left = tokio::task::spawn_blocking(leave).await;
 }
 
-/// The metadata log of a worker without disks, for one registration.
+/// The metadata log of one registration, in a worker without disks.
 #[derive(Debug)]
 struct ShuffleMetadata {
     log: Shipper,
@@ -394,7 +403,7 @@ impl MetadataLog for ShuffleMetadata {
             self.shuffle.require_present()?;
             let is_first = !self.shuffle.is_known();
             let appended = self.log.append(self.shuffle.incarnation(), record, is_first).await;
-            // Its end may have been stored before it.
+            // If the shuffle was purged meanwhile, its end may precede this record in the log.
             self.shuffle.require_present()?;
             appended.map_err(|error| from_log(&error, self.shuffle.name.key.to_string()))?;
             self.shuffle.set_known();
@@ -492,7 +501,7 @@ impl Tier for ObjectTier {
             Purge::Shuffles if forgotten.is_empty() => return None,
             Purge::Shuffles => None,
         };
-        // Counted from now on: a stop may follow at once.
+        // Counted before the future is polled: a stop may wait for deletions right after this call.
         let counted = purge::Counted::new(Arc::clone(&self.core));
         let purge = async move {
             let core = Arc::clone(&self.core);
@@ -559,7 +568,7 @@ impl Tier for ObjectTier {
                 if self.core.condition.is_failing() {
                     self.probe().await;
                 } else if n % PROBES_PER_CLAIM == 0 {
-                    // What it says is known from then on.
+                    // A lost claim is remembered by this call.
                     drop(self.core.require_claim().await);
                 }
             }

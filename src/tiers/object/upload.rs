@@ -1,9 +1,9 @@
-//! From batches to a segment in the store: one task per shuffle while batches wait.
+//! Uploads of segments: one task per shuffle while batches wait.
 //!
-//! A batch goes into the open segment as long as that has room. Full parts go up while others fill; when all that are on
-//! their way have been answered and no batch waits, or the segment is full, it is ended. So a batch that is alone is
-//! written at once, and batches that come together share an object. A batch's memory is given back when the store has
-//! answered that the object is whole.
+//! A batch joins the open segment while that has room. Full parts are uploaded while others fill.
+//! Once all started part uploads are done, the segment ends, unless a batch waits that still fits.
+//! So a lone batch is written at once, and concurrent batches share an object. The memory of a
+//! batch is released when the store has confirmed the whole object.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,25 +26,28 @@ use crate::tiers::extent::Extent;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::types::PartitionId;
 
-/// Parts of an object that is moved from local disks which are on their way at a time: what is moved can wait.
+/// Maximum number of concurrently uploaded parts of an object with data from local disks. It is
+/// small, because such data can wait.
 pub(super) const MOVED_PARTS_IN_FLIGHT: usize = 2;
 
-/// Extents of a segment whose records are kept in one turn: a segment of small blocks has tens of thousands.
+/// Number of extents whose records are cached before the task yields. A segment of small blocks has
+/// tens of thousands of extents.
 const KEPT_IN_A_TURN: usize = 512;
 
-/// How long what a failed upload has left is tried to be removed.
+/// Maximum duration of the removal of a failed upload's remains.
 const CLEAN_UP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Extents that are brought up, one after the other.
+/// Source of extents to upload, one after the other.
 pub trait Source: Send {
-    /// Returns the next extent, or `None` at the end. Its base is greater than those before in its partition.
+    /// Returns the next extent, or `None` at the end. Its base is greater than those of earlier
+    /// extents of its partition.
     fn next_extent(&mut self) -> BoxFuture<'_, Result<Option<Moved>, StoreError>>;
 
-    /// The next bytes of it; none when it has no more.
+    /// Returns the next bytes of the extent, or `None` if there are no more.
     fn next_bytes(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>>;
 }
 
-/// Writes what waits, until nothing does.
+/// Writes the waiting batches until there are none.
 pub(super) async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>) {
     let mut lane = shuffle.lane.lock().await;
     let mut running = shuffle.queue.running();
@@ -65,11 +68,11 @@ async fn one_segment(core: &Core, shuffle: &Shuffle, lane: &mut Lane, first: Job
     upload.answer(&result);
 }
 
-/// Stores the next segment of what `source` has. Returns its extents, or `None` when there is nothing. When this returns they can
-/// be read from the store.
+/// Stores the next segment of `source`. Returns its extents, which can be read from the store now,
+/// or `None` if the source has no more.
 ///
 /// # Errors
-/// The source's or the store's: nothing of it counts then.
+/// The source or the store fails. No extent of the segment is stored then.
 pub(super) async fn one_from(
     core: &Core,
     shuffle: &Shuffle,
@@ -87,7 +90,8 @@ async fn publish(
     sealed: Sealed,
 ) -> Result<Vec<(PartitionId, Extent)>, StoreError> {
     let Sealed { extents, payload_bytes, bytes } = sealed;
-    // Before they are visible: a purge forgets what is visible, so nothing stays behind.
+    // Cached before the extents are visible: a purge drops the records of visible extents only, so
+    // later additions would remain.
     for some in extents.chunks(KEPT_IN_A_TURN) {
         for (_, extent, records) in some {
             core.records.keep(shuffle.records_key(extent), records.clone());
@@ -111,7 +115,7 @@ async fn publish(
     Ok(visible)
 }
 
-/// A segment on its way.
+/// A segment that is being uploaded.
 struct Upload<'a> {
     core: &'a Core,
     shuffle: &'a Shuffle,
@@ -119,7 +123,7 @@ struct Upload<'a> {
     key: String,
     path: Path,
     open: OpenSegment,
-    /// None as long as it may become one request.
+    /// `None` while the segment may still be uploaded with a single request.
     multipart: Option<Box<dyn MultipartUpload>>,
     parts: FuturesUnordered<UploadPart>,
     waiting: Vec<Waiter>,
@@ -148,7 +152,8 @@ impl<'a> Upload<'a> {
             let Some(source) = source else { return self.fill().await.map(Some) };
             let sealed = self.fill_from(source).await?;
             if sealed.is_some() {
-                // What is given up on disks for it must be in what the next start finds.
+                // Local disks release their copies afterwards, so this prefix must still be the one
+                // that the next start reads.
                 core.require_claim().await?;
             }
             Ok(sealed)
@@ -173,7 +178,7 @@ impl<'a> Upload<'a> {
         self.waiting.push(job.waiter);
     }
 
-    /// Brings the segment up, whole, with all batches that come meanwhile and fit.
+    /// Uploads the whole segment, including all batches that arrive meanwhile and fit.
     async fn fill(&mut self) -> Result<Sealed, StoreError> {
         let settings = &self.core.settings;
         loop {
@@ -196,7 +201,7 @@ impl<'a> Upload<'a> {
         self.finish().await
     }
 
-    /// Ends the segment and brings up what is left of it.
+    /// Completes the segment and uploads the rest of it.
     async fn finish(&mut self) -> Result<Sealed, StoreError> {
         let sealed = self.seal().await?;
         match self.multipart.is_some() {
@@ -210,7 +215,8 @@ impl<'a> Upload<'a> {
         Ok(sealed)
     }
 
-    /// Brings up what `source` has, as far as it has room; false if that is nothing.
+    /// Uploads extents of `source` until the segment is full or the source ends, and completes the
+    /// segment. Returns `None` if the source has no extent.
     async fn fill_from(&mut self, source: &mut dyn Source) -> Result<Option<Sealed>, StoreError> {
         let settings = &self.core.settings;
         let mut is_empty = true;
@@ -237,7 +243,7 @@ impl<'a> Upload<'a> {
         if is_empty { Ok(None) } else { self.finish().await.map(Some) }
     }
 
-    /// Waits for `what`; parts go on meanwhile.
+    /// Waits for `what` while the uploads of parts continue.
     async fn while_sending<T>(
         &mut self,
         what: impl Future<Output = Result<T, StoreError>>,
@@ -252,7 +258,7 @@ impl<'a> Upload<'a> {
         }
     }
 
-    /// Waits until fewer than `parts` are on their way.
+    /// Waits until fewer than `parts` parts are being uploaded.
     async fn make_room(&mut self, parts: usize) -> Result<(), StoreError> {
         while self.parts.len() >= parts
             && let Some(answer) = self.parts.next().await
@@ -262,7 +268,7 @@ impl<'a> Upload<'a> {
         Ok(())
     }
 
-    /// Sorts and encodes the index: of many extents this takes milliseconds.
+    /// Sorts and encodes the index on a blocking thread: many extents take milliseconds.
     async fn seal(&mut self) -> Result<Sealed, StoreError> {
         let empty = OpenSegment::new((0, 0), 0);
         let mut open = std::mem::replace(&mut self.open, empty);
@@ -303,7 +309,8 @@ impl<'a> Upload<'a> {
         Ok(())
     }
 
-    /// The answer to the request that makes the object appear may be lost: then the store is asked what is there.
+    /// Handles the result of the request that creates the object. If it failed, only the response
+    /// may be lost, so this asks the store whether the object exists.
     async fn landed<T>(&mut self, result: object_store::Result<T>, bytes: u64) -> Result<(), StoreError> {
         let Err(error) = self.core.noted(&self.key, result) else { return Ok(()) };
         match self.core.store.head(&self.path).await {
@@ -315,7 +322,8 @@ impl<'a> Upload<'a> {
         }
     }
 
-    /// Removes what a failed upload has left, as far as the store answers. What stays is in no chain of segments.
+    /// Removes the remains of a failed upload, if the store answers. Remaining objects are in no
+    /// chain of segments.
     async fn clean_up(&mut self, error: &StoreError) {
         self.parts.clear();
         if error.kind == StoreErrorKind::InUse {
@@ -335,8 +343,8 @@ impl<'a> Upload<'a> {
         }
     }
 
-    /// Tells those who wait. After a failure of the store what waits for the next segment is told as well: each would wait
-    /// for a failure of its own.
+    /// Answers the batches of this segment. After a failure of the store, also fails the batches
+    /// that wait for the next segment, because each would wait for a failure of its own.
     fn answer(self, result: &Result<(), StoreError>) {
         let others = match result {
             Err(error) if error.kind != StoreErrorKind::Purged => {
@@ -345,7 +353,7 @@ impl<'a> Upload<'a> {
             _ => Vec::new(),
         };
         for waiter in self.waiting.into_iter().chain(others) {
-            // The flusher may have gone on.
+            // The flusher may no longer wait.
             let _ = waiter.done.send(match result {
                 Ok(()) => Ok(()),
                 Err(error) => Err(again(error)),

@@ -1,9 +1,11 @@
-//! Checks the CRC-32 of every block that a data read covers wholly, while its bytes pass by: the store, the way from it, the
-//! cache's disk, and what stands between may return other bytes than were written.
+//! Verifies the CRC-32 of each block that is completely in the range of a data read, while its
+//! bytes are read. Finds damage by the store, the network, the cache's disk, and systems between
+//! them.
 //!
-//! Only blocks of the chunk that is read are known at a time. Records come in windows that stay in the tier's cache of
-//! records, so that the next chunk finds them. A window of an extent that has several has no checksum of its own: where a block
-//! differs, its extent's records are suspect as well as its bytes, once ([`Verifier::renew`]).
+//! Only blocks of the current chunk are known at a time. Their records are read in windows, which
+//! stay in the record cache for the next chunk. A window that is not a whole extent has no checksum
+//! of its own. If a block of such an extent does not match, its records are read again as well as
+//! its bytes, once per chunk ([`Verifier::renew`]).
 
 use std::collections::VecDeque;
 use std::io;
@@ -25,56 +27,59 @@ use crate::tiers::record_cache::RecordsKey;
 use crate::tiers::records::are_sound;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 
-/// Records that are asked for at a time where they are not in memory.
+/// Maximum number of records in a window.
 const WINDOW: u32 = 4096;
-/// ... and what they take.
+/// Size of a full window in bytes.
 const WINDOW_BYTES: usize = WINDOW as usize * RECORD_BYTES;
 
-/// Windows that are asked for at a time.
+/// Maximum number of windows read concurrently.
 const WINDOWS_AT_ONCE: usize = 8;
 
-/// Blocks known at a time. Of those that are smaller than some 32 bytes not all are checked.
+/// Maximum number of known blocks. A chunk has more if its blocks are smaller than about 32 bytes.
+/// Then not all of them are verified.
 const CHECKS_MAX: usize = 1 << 16;
 
-/// Checks the blocks of one read in the order of the stream.
+/// Verifier of the blocks of one read, in the order of the stream.
 #[derive(Debug)]
 pub(super) struct Verifier {
-    /// Those that hold the range: a list that is shared with the read.
+    /// Extents that cover the range, shared with the read.
     extents: Arc<ExtentList>,
-    /// The first of which not all records are known.
+    /// Index of the first extent whose records are not all known.
     at: usize,
-    /// Records of it that are known, and bytes of their blocks.
+    /// Number of its known records, and of the bytes of their blocks.
     known: (u32, u64),
     range: Range<u64>,
     checks: BlockChecks,
     mismatches: u32,
 }
 
-/// Some records of an extent.
+/// Consecutive records of an extent.
 struct Window {
     first: u32,
     blocks: u32,
 }
 
 impl Window {
-    /// The one that has the record `number` of an extent.
+    /// Returns the window with record `number` of an extent.
     fn of(extent: &Extent, number: u32) -> Self {
         let first = number / WINDOW * WINDOW;
         Self { first, blocks: WINDOW.min(extent.blocks - first) }
     }
 
-    /// Where in its segment.
+    /// Returns the range of the records in their segment.
     fn range(&self, extent: &Extent) -> Range<u64> {
         let at = |record: u32| extent.records_range().start + u64::from(record) * RECORD_BYTES as u64;
         at(self.first)..at(self.first + self.blocks)
     }
 
-    /// Base of its extent, and number of its first record.
+    /// Returns the base of the extent and the number of the first record.
     fn name(&self, extent: &Extent) -> (u64, u32) {
         (extent.base, self.first)
     }
 
-    /// By which it is kept. All records of an extent have its own; no record begins a byte behind another.
+    /// Returns the key of the records in the record cache. A window that is not a whole extent has
+    /// an offset one byte further, where no records begin, so its key differs from that of a whole
+    /// extent.
     fn key(&self, shuffle: &Shuffle, extent: &Extent) -> RecordsKey {
         let whole = shuffle.records_key(extent);
         let is_whole = self.blocks == extent.blocks;
@@ -82,10 +87,10 @@ impl Window {
     }
 }
 
-/// Base of an extent and number of the first record of a window, with its records.
+/// A window, as the base of its extent and the number of its first record, with its records.
 type Loaded = ((u64, u32), Bytes);
 
-/// Windows of adjacent extents whose records are adjacent in one object: one request brings them.
+/// Windows of adjacent extents whose records are adjacent in one object. One request reads them.
 struct Group {
     windows: Vec<(Extent, Window)>,
     /// Range of their records in the object.
@@ -95,7 +100,7 @@ struct Group {
 }
 
 impl Group {
-    /// Returns whether another window can join.
+    /// Returns whether a window with records at `range` can join.
     fn takes(&self, extent: &Extent, range: &Range<u64>) -> bool {
         let is_adjacent = self.windows.last().is_some_and(|(last, _)| last.object() == extent.object())
             && self.range.end == range.start;
@@ -109,37 +114,38 @@ impl Group {
 }
 
 impl Verifier {
-    /// For a read of a `range`, which `extents` hold.
+    /// Creates the verifier of a read of `range`, which `extents` cover.
     pub(super) fn new(extents: Arc<ExtentList>, range: Range<u64>) -> Self {
         let (at, checks) = (extents.after(range.start), BlockChecks::new(range.start));
         Self { extents, at, known: (0, 0), range, checks, mismatches: 0 }
     }
 
-    /// Remembers where it is.
+    /// Saves the current position.
     pub(super) fn mark(&mut self) -> Mark {
         self.checks.mark()
     }
 
-    /// Goes back to the last mark.
+    /// Returns to the last saved position.
     pub(super) fn rewind(&mut self, mark: Mark) {
         self.checks.rewind(mark);
     }
 
-    /// Counts that the store gave other bytes than were written, since the last time that it did not.
+    /// Counts a read from the store with wrong bytes. Returns the number of such reads since the
+    /// last correct one.
     pub(super) fn count_mismatch(&mut self) -> u32 {
         self.mismatches += 1;
         self.mismatches
     }
 
-    /// The first block that ends in the next bytes of the range, which are [prepared](Self::prepare), and has others than
-    /// were written.
+    /// Returns the first block that ends in the next bytes of the range and has a wrong checksum.
+    /// Requires that the blocks are [prepared](Self::prepare).
     pub(super) fn check(&mut self, bytes: &[u8]) -> Option<Check> {
         let block = self.checks.check(bytes);
         self.mismatches *= u32::from(block.is_some());
         block
     }
 
-    /// The extents of which more records are needed before the stream is read up to `until`.
+    /// Returns the extents of which more records are needed to read the stream up to `until`.
     fn unknown(&self, until: u64) -> impl Iterator<Item = (usize, &Extent)> {
         let known = self.known.1;
         let begins = move |at: usize, extent: &Extent| extent.base + if at == 0 { known } else { 0 };
@@ -147,7 +153,7 @@ impl Verifier {
         next.take_while(move |(at, extent)| begins(*at, extent) < until)
     }
 
-    /// What is held at most, beside the buffer, until the stream is read up to `until`.
+    /// Returns the maximum memory besides the buffer while the stream is read up to `until`.
     pub(super) fn beside_bytes(&self, until: u64) -> usize {
         let mut blocks = 0;
         for (_, extent) in self.unknown(self.range.end) {
@@ -161,7 +167,8 @@ impl Verifier {
             + (blocks * RECORD_BYTES).min(WINDOWS_AT_ONCE * WINDOW_BYTES)
     }
 
-    /// The first records that [`Verifier::prepare`] will read, where they are not in memory.
+    /// Returns the places of the first records that [`Verifier::prepare`] will read because they
+    /// are not in memory.
     pub(super) fn missing_records(&self, core: &Core, shuffle: &Shuffle, until: u64) -> Vec<Part> {
         let missing = self.unknown(until).filter_map(|(at, extent)| {
             let window = Window::of(extent, if at == 0 { self.known.0 } else { 0 });
@@ -175,7 +182,7 @@ impl Verifier {
         missing.collect()
     }
 
-    /// Knows the checksums of the blocks that begin before `until` from now on.
+    /// Makes the checksums of the blocks that begin before `until` known, up to [`CHECKS_MAX`].
     ///
     /// # Errors
     /// The records of an extent cannot be read.
@@ -197,7 +204,7 @@ impl Verifier {
             }
             let Some((_, all)) = loaded.pop_front() else { break };
             let left = (self.known.0 - window.first) as usize * RECORD_BYTES;
-            // Enough of them, or the last one.
+            // Stops when enough records are known, or at the last one.
             let _ = records(all.get(left..).unwrap_or_default())
                 .try_for_each(|record| self.take(&extent, &record, until));
             if self.known.0 >= extent.blocks {
@@ -207,8 +214,8 @@ impl Verifier {
         Ok(())
     }
 
-    /// Loads the next windows of the extents that are read up to `until`, and of further ones whose records are adjacent. Returns
-    /// the base of each extent, the number of the window's first record, and its records.
+    /// Loads the next windows of the extents up to `until`, and of later ones whose records are
+    /// adjacent. Returns them in order.
     async fn load_some(
         &self,
         core: &Arc<Core>,
@@ -232,11 +239,12 @@ impl Verifier {
         Ok(loaded.into_iter().flatten().collect())
     }
 
-    /// Knows the blocks of an extent of [many](has_windows) by what the store has of its records now, instead of what was read of
-    /// them; the cache and the memory forget that.
+    /// Reads the records of an extent with [several windows](has_windows) from the store again, and
+    /// replaces the known blocks by them. The old records are dropped from memory and from the read
+    /// cache.
     ///
     /// # Errors
-    /// The store's, or that a block has another place now of which some bytes were given.
+    /// The store fails, or a block that was partly returned has other bounds now.
     pub(super) async fn renew(
         &mut self,
         core: &Core,
@@ -275,7 +283,7 @@ impl Verifier {
         Err(StoreError::io(key, io::Error::other(what)))
     }
 
-    /// All records of the first are known.
+    /// Moves on to the next extent, after all records of the first are known.
     fn end_extent(&mut self) {
         (self.at, self.known) = (self.at + 1, (0, 0));
     }
@@ -297,7 +305,7 @@ impl Verifier {
     }
 }
 
-/// Records that are in memory.
+/// Returns the records of a window if they are in memory.
 fn find(core: &Core, shuffle: &Shuffle, extent: &Extent, window: &Window) -> Option<Bytes> {
     let range = window.range(extent);
     let whole = core.records.find(&shuffle.records_key(extent)).and_then(|all| {
@@ -344,7 +352,7 @@ async fn load(core: &Arc<Core>, shuffle: &Arc<Shuffle>, group: Group) -> Result<
     };
     let loaded = windows.iter().map(|(extent, window)| {
         let records = part(&all, extent, window);
-        // A slice would keep all of the group in memory.
+        // A slice would keep the records of the whole group in memory.
         let kept = if windows.len() == 1 { records.clone() } else { Bytes::copy_from_slice(&records) };
         core.records.keep(window.key(shuffle, extent), kept);
         (window.name(extent), records)
@@ -352,12 +360,13 @@ async fn load(core: &Arc<Core>, shuffle: &Arc<Shuffle>, group: Group) -> Result<
     Ok(loaded.collect())
 }
 
-/// Whether the records of an extent are read in several windows, so that nothing says whether those of one are what was written.
+/// Returns whether the records of an extent are read in several windows, which have no checksums.
 pub(super) fn has_windows(extent: &Extent) -> bool {
     extent.blocks > WINDOW
 }
 
-/// Drops what is in memory of the records of an extent, unless all of them stand there together, with their checksum.
+/// Drops an extent's records from memory, unless they are cached as a whole: then their checksum
+/// was verified.
 pub(super) fn forget_records(core: &Core, shuffle: &Shuffle, extent: &Extent) {
     let windows = (0..extent.blocks).step_by(WINDOW as usize).map(|first| Window::of(extent, first));
     let parts = windows.filter(|window| window.blocks < extent.blocks);
@@ -368,7 +377,7 @@ pub(super) fn forget_records(core: &Core, shuffle: &Shuffle, extent: &Extent) {
 mod tests {
     use super::*;
 
-    /// Nothing is charged for a read before its first chunk, and readers may be many.
+    /// A read is not charged before its first chunk, and there may be many readers.
     #[test]
     fn read_does_not_copy_extent_lists() {
         use tikv_jemalloc_ctl::thread::allocatedp;

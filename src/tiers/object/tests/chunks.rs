@@ -1,4 +1,4 @@
-//! Reads that are longer than a chunk of their reader.
+//! Reads that are longer than one chunk of their reader.
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;

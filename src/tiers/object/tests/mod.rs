@@ -1,4 +1,4 @@
-//! The tier over a store in memory that fails on purpose.
+//! Tests of the tier with an in-memory store that injects faults.
 
 mod cache;
 mod chunks;
@@ -64,7 +64,7 @@ impl Process {
         self.tier.metadata_log(key).unwrap()
     }
 
-    /// A shuffle that the next process knows.
+    /// Registers a shuffle and a record of it, so that the next process recovers it.
     async fn register_noted(&self, key: &ShuffleKey) -> Arc<dyn TierShuffle> {
         let shuffle = self.register(key);
         self.log(key).append(Bytes::from_static(b"registration")).await.unwrap();
@@ -76,12 +76,12 @@ impl Process {
         Arc::clone(&self.tier).forget(&key.app, keys, why).unwrap().await;
     }
 
-    /// Blocks by id, read as a client does.
+    /// Reads the blocks of a partition by id, like a client.
     async fn read(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeMap<i64, Bytes>, StoreError> {
         test_blocks::read(&*self.tier, key, partition).await
     }
 
-    /// Ends it as `kill -9` does.
+    /// Ends the process like `kill -9`.
     async fn kill(self) -> FaultyObjects {
         self.tasks.cancel();
         self.tasks.close();
@@ -98,12 +98,12 @@ async fn segments(store: &FaultyObjects) -> Vec<(String, u64)> {
     store.objects().await.into_iter().filter(|(key, _)| key.contains("/s0")).collect()
 }
 
-/// Objects of the metadata log.
+/// Returns the keys of the metadata log's objects.
 async fn log_objects(store: &FaultyObjects) -> Vec<String> {
     store.objects().await.into_iter().map(|(key, _)| key).filter(|key| key.contains("/!log/")).collect()
 }
 
-/// Waits until the store has a number of segments.
+/// Waits until the store has `wanted` segments.
 async fn until_segments(store: &FaultyObjects, wanted: usize) {
     for _ in 0..1000 {
         if segments(store).await.len() == wanted {

@@ -1,4 +1,4 @@
-//! What a process finds that comes after another.
+//! State that a process recovers from its predecessor.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -47,7 +47,7 @@ async fn empty_machine_serves_uploaded_data() {
     assert_eq!(all(index.chunks).await.unwrap(), before, "offsets are promises");
     assert_eq!(process.read(&key(2), 0).await.unwrap(), expected(0..12, 500));
 
-    // It goes on where the other ended, and a third process knows both.
+    // The second process appends to the stream of the first, and a third one recovers both.
     let shuffle = process.tier.shuffle(&key(1)).unwrap();
     shuffle.write(vec![extent(0, 12..14, 500)].into()).await.unwrap();
     process.log(&key(1)).append(Bytes::from_static(b"report")).await.unwrap();
@@ -84,7 +84,7 @@ async fn missing_segment_and_its_successors_are_reported_lost() {
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..2, 50));
 }
 
-/// Writes blocks 0 and 1 of a shuffle, and ends.
+/// Writes blocks 0 and 1 of a shuffle, and ends the process.
 async fn written_store() -> FaultyObjects {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register_noted(&key(1)).await;
@@ -92,7 +92,7 @@ async fn written_store() -> FaultyObjects {
     process.kill().await
 }
 
-/// Objects as a list has them that was made before the next start.
+/// Lists all objects, with times before those of the next start.
 async fn old_list(store: &FaultyObjects) -> Vec<ObjectMeta> {
     let mut listed = store.list_all().await;
     listed.iter_mut().for_each(|object| object.last_modified -= Duration::from_secs(5));
@@ -154,7 +154,7 @@ async fn write_each(shuffle: Arc<dyn TierShuffle>, extents: Vec<ExtentWrite>) {
     }
 }
 
-/// Listeners are closed until it has the answers.
+/// A starting worker accepts no connections until it has these responses.
 #[tokio::test(start_paused = true)]
 async fn rounds_of_a_start_do_not_grow_with_the_segments() {
     const SHUFFLES: i32 = 50;
@@ -192,7 +192,7 @@ async fn replaced_unverified_upload_leaves_the_chain() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register_noted(&key(1)).await;
     shuffle.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
-    // It arrives, and nobody is told, nor can it be removed.
+    // The upload succeeds, but its response is lost, and the object cannot be deleted.
     process.store.set(|call, _| match call {
         Call::Put => Fault::LoseAnswer,
         _ => Fault::Refuse,
@@ -223,7 +223,7 @@ async fn lost_log_object_makes_every_shuffle_incomplete() {
     for object in &objects[4..6] {
         store.remove(object).await;
     }
-    // Also for later starts, which find nothing missing.
+    // Later starts report the gap too, although they find nothing missing.
     for _ in 0..2 {
         let process = Process::start(&store).await;
         let mut recovered = process.tier.take_recovered();
@@ -245,7 +245,7 @@ async fn unregistered_and_replaced_objects_are_deleted() {
     let unregistered = process.register(&key(1));
     unregistered.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
     process.register_noted(&key(2)).await;
-    // The deletion of the first registration does not happen.
+    // The returned deletion is dropped and never runs.
     let _ = Arc::clone(&process.tier).forget(&key(2).app, &[key(2)], Purge::Shuffles);
     process.register_noted(&key(2)).await.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
     assert_eq!(segments(&process.store).await.len(), 2);
@@ -284,7 +284,7 @@ async fn log_object_damaged_in_one_copy_costs_nothing() {
                 1 => store.replace(object, whole[object].slice(..30)).await,
                 _ => store.replace(object, Bytes::from_static(b"other bytes")).await,
             }
-            // It does not begin a generation.
+            // In this configuration the process begins no new generation of the log.
             let settings = ObjectSettings { is_below_disks: true, ..settings() };
             let process = Process::with(&store, settings).await.unwrap();
             let (stored, log) = process.tier.take_found().unwrap();

@@ -1,4 +1,4 @@
-//! Which objects are made of which batches.
+//! Distribution of batches over objects.
 
 use futures::future::join_all;
 use uniffle_testkit::eventually;
@@ -104,7 +104,7 @@ async fn purge_waits_for_uploads_and_leaves_nothing() {
     assert_eq!((process.extents.used(), process.tier.state().used_bytes), (0, 0));
 }
 
-/// Registrations wait on runtime threads for the lock under which a shuffle is forgotten.
+/// `forget` is called under a lock that registrations wait for on runtime threads.
 #[tokio::test]
 async fn detached_shuffle_is_walked_after_removal() {
     let process = Process::start(&FaultyObjects::default()).await;
