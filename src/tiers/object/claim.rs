@@ -1,11 +1,11 @@
 //! The claim of a worker's prefix: an object that names the process that writes there.
 //!
-//! Every start replaces the claim, so the newest process owns the prefix. A process that finds the
-//! claim of another one has lost the prefix. It acknowledges, writes and deletes nothing there, logs
-//! the other process, and still serves the blocks it knows. A process checks the claim before it
-//! acknowledges metadata, before deletions, and periodically. A start claims before it lists, so it
-//! finds everything that was acknowledged. If the store supports conditions (If-Match,
-//! If-None-Match), one of two simultaneous starts is refused.
+//! Every start replaces the claim, so the newest process owns the prefix. A process that finds
+//! another claim has lost the prefix: it acknowledges, writes and deletes nothing there, but still
+//! serves the blocks it knows. A process checks the claim before it acknowledges metadata, before
+//! deletions, and periodically. A start claims before it lists, so it finds everything that was
+//! acknowledged. If the store supports conditions (If-Match, If-None-Match), one of two simultaneous
+//! starts is refused.
 
 use std::sync::OnceLock;
 

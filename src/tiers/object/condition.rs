@@ -49,7 +49,7 @@ pub(super) fn again(error: &StoreError) -> StoreError {
     }
 }
 
-/// State of the store: `None` while it works.
+/// Circuit breaker. The content is `None` while the store works.
 #[derive(Debug, Default)]
 pub(super) struct Condition(Mutex<Option<Failing>>);
 

@@ -144,7 +144,8 @@ impl DataRead {
         }
     }
 
-    /// Returns the extent of a block with wrong bytes if its index record may be wrong instead.
+    /// Returns the extent of a block with wrong bytes if its index record may be wrong instead. Only
+    /// records of large extents may be, because they are read in windows without a checksum.
     fn suspect(&self, block: &Check) -> Option<Extent> {
         self.extents.touched(block.base, block.base + 1).next().filter(|extent| has_windows(extent)).copied()
     }

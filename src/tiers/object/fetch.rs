@@ -60,7 +60,7 @@ pub(super) fn push(parts: &mut Vec<Part>, part: Part) {
     }
 }
 
-/// Returns how many of the first `parts` share a request. They belong to one object. The gaps
+/// Returns the number of leading `parts` that one request reads. They belong to one object. The gaps
 /// between them have at most as many bytes as the parts, plus `GAP_BYTES_MAX`.
 fn together(parts: &[Part]) -> usize {
     let Some(first) = parts.first() else { return 0 };
@@ -91,8 +91,8 @@ impl Ahead {
     }
 }
 
-/// A response that continues with the next chunk. It occupies a connection, so their number is
-/// [limited](Core::answers_ahead).
+/// A response that continues with the next chunk. It occupies a connection, so the number of such
+/// responses is [limited](Core::answers_ahead).
 #[derive(Debug)]
 struct Rest {
     segment: u32,

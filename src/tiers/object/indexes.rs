@@ -30,7 +30,7 @@ const FOOTERS_AT_ONCE: usize = 64;
 const INDEXES_AT_ONCE: usize = 64;
 /// Limit for the indexes of all shuffles in memory.
 const INDEX_BYTES: u32 = 64 << 20;
-/// Heap of a recovered extent below local disks, with its tree entry.
+/// Heap of a recovered extent that was moved from local disks, with its tree entry.
 const MOVED_EXTENT_BYTES: u64 = 3 * size_of::<Extent>() as u64;
 
 /// Permits for bytes of indexes in memory.
@@ -67,7 +67,7 @@ type Chain = BTreeMap<u32, Footer>;
 pub(super) struct Data {
     prefix: String,
     pub(super) streams: Streams,
-    /// Extents below local disks, by base. There may be holes between them.
+    /// Extents moved from local disks, by base. There may be holes between them.
     pub(super) moved: HashMap<PartitionId, BTreeMap<u64, Extent>>,
     /// Charge of the moved extents.
     pub(super) charge: Charge,
@@ -88,7 +88,7 @@ struct Index<'a> {
     _charge: Charge,
 }
 
-/// An extent with the ids of its blocks, or `None` if its records are damaged.
+/// An extent with the ids of its blocks. `ids` is `None` if its records are damaged.
 struct IndexedExtent {
     entry: Entry,
     ids: Option<Vec<u64>>,
@@ -238,8 +238,8 @@ impl Data {
         }
     }
 
-    /// Adds an extent. Returns false if its place in the stream is wrong: it leaves a hole without
-    /// local disks, or overlaps another extent that is not its copy.
+    /// Adds an extent. Without local disks, returns false if it does not continue the stream. With
+    /// local disks, returns false if it overlaps an extent that is not its copy.
     fn push(&mut self, partition: PartitionId, extent: Extent) -> bool {
         if !self.is_below_disks {
             let is_next = self.streams.get(partition).map_or(0, |it| it.bytes) == extent.base;

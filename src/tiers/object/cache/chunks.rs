@@ -1,4 +1,7 @@
 //! The read cache: its directories, and the chunks stored in them.
+//!
+//! A chunk is pinned while it is read. If a disk fails, all its chunks are dropped, and readers use
+//! the store.
 
 use std::io;
 use std::ops::Range;

@@ -25,17 +25,17 @@ pub(super) const ENTRY_BYTES: u64 = 512;
 /// Number of least recently used chunks examined to find one that nobody holds.
 const LOOKED_AT: usize = 64;
 
-/// Chunks of an incarnation dropped at once, few because readers wait for the lock meanwhile.
+/// Largest number of chunks dropped under one lock, because readers wait for the lock meanwhile.
 const FORGOTTEN_AT_ONCE: usize = 128;
 
-/// Number of remembered chunks that a reader needed and that got no slot.
+/// Number of chunks remembered because a reader needed them and they got no slot.
 const WANTED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
 
 /// In a full cache, a chunk replaces another only if a reader needs at least this fraction of it,
 /// or if it is needed for the second time.
 const WANTED_DIVISOR: u64 = 4;
 
-/// Chunks examined at once to empty a directory, few because readers wait for the lock meanwhile.
+/// Largest number of chunks examined under one lock to empty a directory.
 const EMPTIED_AT_ONCE: usize = 128;
 
 /// Identifies a chunk of an object. Ordered by incarnation, so that the chunks of a shuffle are a
@@ -204,7 +204,7 @@ impl Slots {
         Found::Fetch(held)
     }
 
-    /// Allocates a slot in the working directory with the most free slots.
+    /// Allocates a slot in the enabled directory with the most free slots.
     fn take(&self, works: &impl Fn(usize) -> bool) -> Option<Slot> {
         let usable = self.places.iter().enumerate().filter(|(number, _)| works(*number));
         let (number, places) = usable.max_by_key(|(_, places)| places.free())?;

@@ -20,7 +20,7 @@ use tower::ServiceExt as _;
 use super::pool::{Alive, Connection, Origin};
 use crate::runtime::Tasks;
 
-/// Idle time before the first TCP probe, and interval of the next ones. They detect a vanished peer.
+/// Idle time before the first TCP probe, which detects a vanished peer.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(30);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// Limit for unread response bytes of one connection.
