@@ -20,7 +20,7 @@ pub struct App {
     id: AppId,
     pub(super) user: RwLock<String>,
     pub(super) properties: RwLock<HashMap<String, String>>,
-    /// Whether a registration ever carried properties, as those of clients since 0.10 do.
+    /// True once a registration has carried properties, as those of clients since 0.10 do.
     pub(super) sends_properties: AtomicBool,
     has_huge_partition: AtomicBool,
     /// Number of lowest bits of its block ids that hold the task attempt; 0 if not yet known.

@@ -17,7 +17,7 @@ pub struct NotedRegistrations {
     digest: u64,
     /// Bytes of the records since the last complete one.
     bytes: u64,
-    /// Whether the log records why results are refused, so that later starts know the reason.
+    /// True if the log records why results are refused, so that later starts know the reason.
     is_marked: bool,
 }
 
@@ -28,7 +28,7 @@ pub struct NextNote {
     pub ranges: PartitionRanges,
     /// Ranges as sent, for remote directories.
     pub remote_ranges: Vec<(i32, i32)>,
-    /// Whether the record is complete, including everything written before.
+    /// True if the record is complete, including everything written before.
     pub replaces: bool,
 }
 

@@ -63,7 +63,7 @@ pub struct Registration {
     pub user: String,
     /// Client configuration, `.rss.` keys only.
     pub properties: HashMap<String, String>,
-    /// Whether the client sent any properties, with `.rss.` or without.
+    /// True if the client sent any properties, with `.rss.` or without.
     pub sent_properties: bool,
     /// Heartbeat timeout that the app requests instead of the configured one, within bounds.
     pub heartbeat_timeout: Option<Duration>,

@@ -1,4 +1,4 @@
-//! How a first-time user connects Spark: as `spark-submit` options in the start-up text, and as
+//! Spark settings for a first-time user: as `spark-submit` options in the start-up text, and as
 //! lines of `spark-defaults.conf` on the status page. Both come from [`SparkOptions`].
 
 use std::net::{IpAddr, SocketAddr};

@@ -242,7 +242,7 @@ impl Family {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct LocalAddress {
     ip: IpAddr,
-    /// Whether other machines may reach it.
+    /// True if other machines may reach the address.
     is_candidate: bool,
 }
 

@@ -103,7 +103,7 @@ mod tests {
     use super::*;
     use bytes::BytesMut;
 
-    /// Its last sequence exceeds 64 bits.
+    /// Name of an object whose last sequence exceeds 64 bits.
     const FIRST_TOO_GREAT: &str = "0000000700000001.00000abc.ffffffffffffffff.0000000c.1";
 
     #[test]

@@ -446,12 +446,12 @@ pub(super) struct Source {
     pub(super) shipped: Option<(Arc<ShippedLog>, Treemap)>,
 }
 
-/// Whether the entries of a source are in the order in which they were written.
+/// Order of the entries of a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
-    /// They are, and none is missing.
+    /// The entries are in the order in which they were written, and none is missing.
     Complete,
-    /// They are, and some may be missing.
+    /// The entries are in that order, but some may be missing.
     Partial,
     /// Copies with different content have no common order.
     None,

@@ -564,7 +564,7 @@ impl Task {
         let Some(pending) = &self.pending else { return Ok(()) };
         let charge = self.memory.force_charge(pending.bytes.len() as u64);
         self.objects.put(pending.object, pending.bytes.clone()).await?;
-        // Whoever is told that the object is stored finds its memory released.
+        // Released before any waiter is notified that the object is stored.
         drop(charge);
         self.behind.objects += 1;
         self.behind.bytes += pending.bytes.len() as u64;

@@ -21,7 +21,7 @@ pub enum Readiness {
 pub struct TierView {
     /// Readiness to accept the batch.
     pub readiness: Readiness,
-    /// Whether the tier is for cold data.
+    /// True if the tier is for cold data.
     pub is_for_cold: bool,
 }
 

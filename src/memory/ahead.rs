@@ -223,10 +223,10 @@ mod tests {
         send(&memory, 0..4000, 1).unwrap();
         memory.shared.supply.region.limit_pages(0);
         assert!(is_no_buffer(send(&memory, 4000..8000, 1)));
-        // As many as the chunk of the last block has rows for.
+        // The chunk of the last block has rows for 32 more blocks.
         send(&memory, 4000..4032, 1).unwrap();
         drop(memory.forget(&ShuffleKey::new(app(), ShuffleId(0))));
-        // Their rows were freed and are reused; there are no more.
+        // The freed rows are reused. No others are available.
         send(&memory, 0..4032, 1).unwrap();
         assert!(is_no_buffer(send(&memory, 4032..4033, 1)));
         end(&memory);
@@ -263,7 +263,7 @@ mod tests {
         ceded.discard();
         let file = memory.handed_over().unwrap().unwrap();
         memory.let_go();
-        // As after a kill: the segment does not get its pages again.
+        // The segment does not get its pages again, as after a kill.
         region.limit_pages(0);
         drop(ceded);
         drop(memory);

@@ -18,7 +18,7 @@ use uniffle_wire::types::{BlockMeta, Distribution, PartitionId};
 pub struct SealedBatch {
     partition: PartitionId,
     list: BlockList,
-    /// Its bytes and blocks in the in-flight totals, set when the flusher takes the batch.
+    /// Bytes and blocks of the batch in the in-flight totals, set when the flusher takes the batch.
     in_flight: OnceLock<InFlight>,
 }
 

@@ -103,7 +103,7 @@ fn protobuf(samples: &Samples, places: &Places, names: &Names) -> Profile {
 #[derive(Default)]
 struct Tables {
     strings: IndexSet<String>,
-    /// Keyed by name and file.
+    /// Functions by name and file.
     functions: IndexMap<(i64, i64), Function>,
 }
 

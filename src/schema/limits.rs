@@ -14,7 +14,7 @@ const CGROUPS: &str = "/sys/fs/cgroup";
 /// A limit that the system sets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SystemLimit {
-    /// Where the limit is set, in words that an operator can search for.
+    /// Origin of the limit, as text that an operator can search for.
     pub name: String,
     pub value: u64,
 }

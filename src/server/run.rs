@@ -254,8 +254,8 @@ fn disks_of(worker: &Worker) -> Vec<DiskInfo> {
     worker.service().tiers().iter().flat_map(|tier| tier.state().disks).collect()
 }
 
-/// Refuses an upgrade while a thread hangs in the kernel: `exec` would wait for it, and nobody
-/// would serve.
+/// Refuses an upgrade while a thread hangs in the kernel: `exec` would wait for it, and the worker
+/// would not serve meanwhile.
 async fn require_no_hung_thread(worker: &Worker) -> Result<(), Refusal> {
     let refused = |threads| Refusal { by: RefusedBy::Hang, why: hung(threads, &disks_of(worker)) };
     hung_threads::awake().await.map_err(refused)

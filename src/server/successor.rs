@@ -154,9 +154,9 @@ impl Successor {
 /// A successor that can take over.
 #[derive(Debug, Default)]
 pub(super) struct Rehearsed {
-    /// It takes over the memory contents without a flush.
+    /// True if it takes over the memory contents without a flush.
     pub(super) takes_memory: bool,
-    /// Its version and commit, if it reports them.
+    /// Version and commit, if the successor reports them.
     pub(super) program: Option<String>,
 }
 

@@ -26,7 +26,7 @@ pub(super) struct Beside {
     pub(super) others: Vec<Arc<dyn Tier>>,
 }
 
-/// Whether to check remote paths, where the configuration asks for that.
+/// Check of remote paths, if the configuration asks for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Precheck {
     Asked,

@@ -57,9 +57,9 @@ pub struct Explanation {
     /// Time per stage, in the order in which a block passes the stages.
     pub stages: Vec<StageView>,
     pub bytes: Bytes,
-    /// Whether the object store fails.
+    /// True if the object store fails.
     pub object_store_is_failing: bool,
-    /// Whether all data directories are full.
+    /// True if all data directories are full.
     pub all_disks_full: bool,
     /// Retried and failed operations.
     pub retries: Retries,

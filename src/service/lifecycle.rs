@@ -118,7 +118,7 @@ pub struct RegisterRequest<'a> {
     pub distribution: Distribution,
     /// Client configuration.
     pub properties: HashMap<String, String>,
-    /// Where the client reads cold data; `None` if it sent no remote path.
+    /// Storage from which the client reads cold data, or `None` if it sent no remote path.
     pub remote_storage: Option<RemoteStorage>,
     /// Client address, if known.
     pub from: Option<IpAddr>,

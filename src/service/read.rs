@@ -89,7 +89,7 @@ pub struct MemoryReadRequest<'a> {
 pub struct MemoryAnswer {
     /// The blocks.
     pub read: MemoryRead,
-    /// Whether the heap is charged for copies of the small blocks.
+    /// True if the heap is charged for copies of the small blocks.
     pub may_copy: bool,
     /// Keeps the blocks pinned; to be held until the reader has them.
     pub answering: Answering,

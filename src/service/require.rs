@@ -49,7 +49,7 @@ struct Asked {
     app: Arc<App>,
     wanted: Wanted,
     split_partitions: Vec<i32>,
-    /// Whether the request has waited in the queue, or tried to.
+    /// True if the request has waited in the queue, or tried to.
     has_waited: bool,
 }
 

@@ -186,7 +186,7 @@ struct Weight {
     numbers: u64,
     /// Heap of the ids while they are copied, merged and encoded, and of the record counts.
     bytes: u64,
-    /// Whether the response is built inline.
+    /// True if the response is built inline.
     is_small: bool,
 }
 

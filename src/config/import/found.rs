@@ -21,7 +21,7 @@ pub(super) struct Other {
     /// Original key and value, without secrets.
     pub(super) was: String,
     pub(super) why: String,
-    /// Whether the key has a counterpart that does not accept the value.
+    /// True if the key has a counterpart that does not accept the value.
     pub(super) is_refused: bool,
 }
 

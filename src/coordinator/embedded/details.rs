@@ -33,7 +33,7 @@ pub struct Details {
     pub disks: Vec<StorageInfo>,
     /// The largest applications.
     pub apps: Vec<ApplicationInfo>,
-    /// Whether disks or applications were omitted.
+    /// True if disks or applications were omitted.
     pub is_cut: bool,
 }
 

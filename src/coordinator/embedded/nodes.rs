@@ -122,7 +122,7 @@ pub struct ClusterView {
     pub lost: Vec<String>,
     /// Ids of nodes of an earlier process that have not reported yet, up to a size limit.
     pub awaited: Vec<String>,
-    /// Whether other workers may have had no time for a heartbeat since the start, and the nodes of
+    /// True if other workers may have had no time for a heartbeat since the start, and the nodes of
     /// an earlier process are not known.
     pub is_starting: bool,
 }
@@ -134,7 +134,7 @@ pub struct KnownNode {
     pub node: Node,
     /// Time since that heartbeat.
     pub silent_for: Duration,
-    /// Whether it is on the exclude list.
+    /// True if the node is on the exclude list.
     pub is_excluded: bool,
 }
 
@@ -147,7 +147,7 @@ pub(super) struct NodeTable {
     own: Option<ShuffleServerId>,
     lost: LostNodes,
     excluded: HashSet<String>,
-    /// Whether an earlier process has saved nodes.
+    /// True if an earlier process has saved nodes.
     is_restored: bool,
     /// Size of ids, addresses and tags of all nodes.
     bytes: usize,

@@ -434,7 +434,7 @@ impl Buffer {
         let State { lists, next_chain, .. } = &mut *state;
         let Some(lists) = lists else { return true };
         if !lists.active.has_rows() {
-            // As in `reserve`: fills of an abandoned chain commit as strays.
+            // Fills of an abandoned chain commit as strays, as in `reserve`.
             if lists.active.is_empty() {
                 abandoned = Some(std::mem::replace(&mut lists.active, self.next_list(next_chain)));
             } else {

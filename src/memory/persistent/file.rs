@@ -282,7 +282,7 @@ impl Held {
         for _ in 0..OPEN_TRIES {
             let file = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR)?;
             lock(&file)?;
-            // Its owner may have deleted it before unlocking it.
+            // The previous owner may have deleted the file before it unlocked it.
             let ours = rustix::fs::fstat(&file)?;
             let same = |there: rustix::fs::Stat| (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino);
             if rustix::fs::stat(&path).is_ok_and(same) {

@@ -25,7 +25,7 @@ pub(in crate::memory) struct ShuffleName {
     state: Mutex<Protection>,
 }
 
-/// Whether the next process finds the blocks of a shuffle.
+/// Part of a shuffle's blocks that the next process finds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Protection {
     /// The shuffle has no name, or blocks that are older than the name have no rows.

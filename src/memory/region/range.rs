@@ -17,7 +17,7 @@ pub(super) struct Piece {
     pub(super) region: Arc<Region>,
     pub(super) offset: usize,
     pub(super) bytes: usize,
-    /// Its pages must be allocated again before reuse.
+    /// True if the pages must be allocated again before reuse.
     pub(super) is_discarded: AtomicBool,
     /// Released by the field's drop, which runs after [`Piece::drop`]: memory first, then the
     /// charge. In the other order, a new charge could be granted for which there is no memory yet.

@@ -6,7 +6,7 @@ use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec};
 use crate::metrics;
 
 metrics::table! {
-    /// Those of all file systems.
+    /// Counters and gauges of all file systems.
     pub(crate) struct Metrics {
         written_bytes: IntCounterVec["storage_host"] =
             "total_hadoop_write_data", "Payload bytes written to a remote store";

@@ -27,7 +27,7 @@ pub enum Verdict {
     Full,
     /// The file system is read-only.
     ReadOnly,
-    /// Its path leads elsewhere.
+    /// The path leads elsewhere.
     Detached,
     /// No answer in time.
     Hung,
@@ -64,7 +64,7 @@ pub fn judge(error: &io::Error) -> Verdict {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Verdict::Full,
         io::ErrorKind::FileTooLarge
         | io::ErrorKind::StaleNetworkFileHandle
-        // A file is shorter than what was written to it: another program cut it.
+        // The file is shorter than its written content: another program cut it.
         | io::ErrorKind::UnexpectedEof => Verdict::TheFile,
         io::ErrorKind::ReadOnlyFilesystem => Verdict::ReadOnly,
         io::ErrorKind::TimedOut => Verdict::Hung,

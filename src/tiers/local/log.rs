@@ -286,7 +286,7 @@ impl GroupCommit {
     /// sync of another caller covers it.
     ///
     /// # Errors
-    /// This or an earlier sync failed: the log must not be written any more.
+    /// This or an earlier sync failed. Nothing may be written to the log afterwards.
     pub(super) async fn cover(&self, sync: impl Future<Output = io::Result<()>>) -> io::Result<()> {
         let number = self.written.fetch_add(1, Ordering::AcqRel) + 1;
         let mut state = self.state.lock().await;

@@ -183,7 +183,7 @@ struct Rebuild<'a> {
     reasons: HashMap<String, Arc<str>>,
     /// Reason why part of the shuffle may be unknown.
     incomplete: Option<String>,
-    /// Its data in the object store.
+    /// Data of the shuffle in the object store.
     stored: Option<StoredShuffle>,
     /// Data logs with blocks at offsets where objects have different ones. They are not served, and
     /// their files stay.

@@ -454,7 +454,7 @@ async fn single_unlistable_directory_continues_when_listable() {
     goes_on_when_it_can_be_read(list, "cannot list").await;
 }
 
-/// As after a restore by another user.
+/// The files belong to another user, for example after a restore.
 #[tokio::test(start_paused = true)]
 async fn log_without_read_permission_is_not_overwritten() {
     for (errno, text) in [(EACCES, "Permission denied"), (EMFILE, "Too many open files")] {

@@ -214,7 +214,7 @@ async fn latest_incarnation_wins_and_numbers_continue() {
     let store = store_on(&disks).await;
     store.register(&key);
     store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
-    // Its removal does not complete before the end.
+    // The removal does not complete before the process ends.
     disks.iter().for_each(|disk| disk.faults.add(Rule::always(Operation::Rename, Fault::Errno(EIO))));
     store.purge(&key).await;
     store.probe().await;
@@ -257,7 +257,7 @@ async fn files_left_for_a_later_start_are_not_swept() {
     drop((handle, store));
     let store = store_on(&disks).await;
     store.leave(&shuffle);
-    // Its application continues.
+    // The application continues.
     let other = key("app", 2);
     store.register(&other);
     store.write(&other, vec![extent(1, &[(9, 100)], false)]).await.unwrap();
