@@ -4,8 +4,8 @@
 //! another claim has lost the prefix: it acknowledges, writes and deletes nothing there, but still
 //! serves the blocks it knows. A process checks the claim before it acknowledges metadata, before
 //! deletions, and periodically. A start claims before it lists, so it finds everything that was
-//! acknowledged. If the store supports conditions (If-Match, If-None-Match), one of two simultaneous
-//! starts is refused.
+//! acknowledged. If the store supports conditions (If-Match, If-None-Match), one of two
+//! simultaneous starts is refused.
 
 use std::sync::OnceLock;
 

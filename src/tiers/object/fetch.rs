@@ -60,8 +60,8 @@ pub(super) fn push(parts: &mut Vec<Part>, part: Part) {
     }
 }
 
-/// Returns the number of leading `parts` that one request reads. They belong to one object. The gaps
-/// between them have at most as many bytes as the parts, plus `GAP_BYTES_MAX`.
+/// Returns the number of leading `parts` that one request reads. They belong to one object. The
+/// gaps between them have at most as many bytes as the parts, plus `GAP_BYTES_MAX`.
 fn together(parts: &[Part]) -> usize {
     let Some(first) = parts.first() else { return 0 };
     let (mut end, mut wanted, mut between) = (first.end(), first.range.len() as u64, 0);

@@ -22,6 +22,7 @@ use crate::runtime::Tasks;
 
 /// Idle time before the first TCP probe, which detects a vanished peer.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(30);
+/// Interval of further probes.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// Limit for unread response bytes of one connection.
 const READ_BUFFER_BYTES_MAX: usize = 256 << 10;
