@@ -74,7 +74,7 @@ impl StoredLog {
             match answer {
                 Err(Error::NotFound { .. }) => {}
                 Ok(_) => {}
-                // Remaining objects do no harm.
+                // Not noted as a failure of the store: remaining objects do no harm.
                 Err(error) => return Err(failed(&core.settings.root, &error)),
             }
         }

@@ -14,7 +14,7 @@ pub struct ObjectSettings {
     pub root: String,
     /// Payload size at which a segment takes no more batches.
     pub segment_bytes: u64,
-    /// Size of a part of an upload. A segment up to this size is uploaded with one request.
+    /// Size of a part of an upload. A segment with a smaller payload is uploaded with one request.
     pub part_bytes: usize,
     /// Maximum number of concurrently uploaded parts of a segment.
     pub parts_in_flight: usize,
