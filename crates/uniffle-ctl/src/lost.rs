@@ -30,7 +30,7 @@ pub(crate) struct Fleet {
     pub(crate) targets: Vec<Target>,
     /// Ids of the awaited workers.
     pub(crate) awaited: BTreeSet<String>,
-    /// Whether a coordinator without saved workers has just started.
+    /// True if a coordinator without saved workers has just started.
     pub(crate) is_starting: bool,
 }
 

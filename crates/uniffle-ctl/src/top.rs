@@ -226,7 +226,7 @@ mod tests {
             let line = ["ctl", "--timeout", "1"].into_iter().chain(whom).chain(["top"]);
             <Line as clap::Parser>::try_parse_from(line).unwrap_or_else(|error| panic!("{error}")).arguments
         };
-        // Nobody listens there any more.
+        // The listener is dropped, so the port refuses connections.
         let closed =
             std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap();
         let client = Client::of(None, Duration::from_secs(1));

@@ -56,8 +56,8 @@ pub(super) fn forget_end(ends: &Ends, key: &ShuffleKey, incarnation: u64) {
 }
 
 impl MetadataLog for ShuffleLog {
-    /// Once data was moved, the store must have the recovered records too. A record found only on
-    /// the disks was never acknowledged.
+    /// Once data was moved, a record that only the disks have was never acknowledged. It counts as
+    /// durable when the store has it too.
     fn is_recovered_durable(&self) -> bool {
         self.local.is_log_begun() && (!self.shuffle.is_moved() || self.object.log().is_begun())
     }

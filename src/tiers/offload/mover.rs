@@ -220,8 +220,8 @@ impl OffloadTier {
     /// # Errors
     /// `Purged` if the registration has ended.
     fn set_moved(&self, shuffle: &Arc<Shuffle>) -> Result<(), StoreError> {
-        // `forget` removes the shuffle under the same lock, so it sees that the shuffle is moved,
-        // or this check sees that it was removed.
+        // `forget` removes the shuffle under the same lock. It therefore sees that the shuffle is
+        // moved, or this check sees that the shuffle was removed.
         let _ends = self.ends.lock();
         if !self.is_present(shuffle) {
             return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));

@@ -18,7 +18,7 @@ pub struct Watermarks {
 pub struct DiskView {
     /// Share of its file system that is in use.
     pub used_ratio: f64,
-    /// True if the disk takes no data because it has no free space.
+    /// True if the disk takes no data because it counts as full.
     pub is_full: bool,
     /// True if the disk is being relieved.
     pub is_relieved: bool,

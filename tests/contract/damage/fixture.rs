@@ -33,7 +33,7 @@ pub(crate) struct Fixture {
     pub(crate) disks: Vec<Arc<MemoryDisk>>,
     /// Injected faults of the next process, by disk.
     pub(crate) faults: Vec<Faults>,
-    /// Whether the next process finds the disk.
+    /// True for each disk that the next process finds.
     pub(crate) present: Vec<bool>,
     pub(crate) told: BTreeMap<ShuffleKey, ShuffleHistory>,
     /// Earlier versions of the files.

@@ -230,7 +230,7 @@ async fn check(
         }
         report.take(key, findings);
     }
-    // Their jobs fail. A new registration begins from scratch.
+    // The jobs of these shuffles fail. A new registration begins from scratch.
     unknown.iter().for_each(|key| _ = fixture.told.remove(key));
 }
 

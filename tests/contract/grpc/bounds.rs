@@ -81,7 +81,8 @@ async fn unfinished_reports_use_at_most_half_of_their_heap() {
     let heap = fixture.memory().heap().clone();
     let requests = heap.of(HeapKind::Requests);
     let channel = raw::connect(fixture.worker.addresses().grpc).await;
-    // As many reports as a connection may have, each of the largest size and without its last byte.
+    // The maximum number of reports of a connection, each of the largest size and without its last
+    // byte.
     let (mut senders, mut calls) = (Vec::new(), Vec::new());
     for _ in 0..24 {
         let (sender, receiver) = mpsc::channel(1);
@@ -94,7 +95,7 @@ async fn unfinished_reports_use_at_most_half_of_their_heap() {
         let mut prefix = vec![0];
         prefix.extend_from_slice(&(60_u32 << 20).to_be_bytes());
         let _gone = sender.send(Bytes::from(prefix)).await;
-        // Sends until the worker has ended the call and nobody receives.
+        // Sends until the worker has ended the call.
         while sender.send(Bytes::from(vec![0x80; 256 << 10])).await.is_ok() {}
     });
     let watching = async {

@@ -150,7 +150,7 @@ async fn evicted_connection_ends_its_call() {
     let (pieces, body) = mpsc::unbounded();
     let heartbeat = raw::prefixed(&[0x0A, 5, b'a', b'p', b'p', b'-', b'1']);
     pieces.unbounded_send(heartbeat.slice(..8)).unwrap();
-    // Its call never ended, so it is the least active of the two.
+    // The heartbeat call never ended, so its connection is the least active of the two.
     let leaving = raw::connect(address).await;
     let others = async {
         eventually("its call has begun", || match fixture.metric("grpc_open") {

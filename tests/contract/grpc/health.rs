@@ -65,7 +65,7 @@ async fn worker_is_unhealthy_while_too_few_disks_are_healthy() {
     coordinator.stop().await;
 }
 
-/// As with MEMORY_HDFS, where no data directory could be the reason.
+/// Like MEMORY_HDFS, without a data directory that could be the reason.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn readiness_gives_the_reason_of_the_only_tier() {
     let tier = Arc::new(ThirdTier::default());

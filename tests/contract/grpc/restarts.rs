@@ -217,7 +217,7 @@ fn unproven_results_are_refused_until_the_app_ends() {
             "{:?}",
             explained.findings
         );
-        // Its data is served.
+        // The data of the shuffle is served.
         let read = fixture.client.read_index(&damaged, P).await.unwrap();
         assert!(!read.records.is_empty());
         fixture.worker.service().insight.refresh_metrics(&fixture.worker.service().insight.app_statistics());

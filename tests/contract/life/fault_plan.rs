@@ -127,7 +127,7 @@ impl History {
         }
         self.files_removed = true;
         self.expected.values_mut().for_each(Invariants::lose_files);
-        // Their offsets are invalid.
+        // The readers' offsets are invalid.
         self.readers.clear();
         if let Some(key) = written {
             self.send_after_removal(key).await;

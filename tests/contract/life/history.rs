@@ -200,7 +200,7 @@ impl History {
         here.any(|loss| loss.ranges.iter().any(|(first, last)| (*first..=*last).contains(&id)))
     }
 
-    /// Runs one worker process from start to end. Returns false when the run is over.
+    /// Runs one worker process from start to end. Returns false at the end of the run.
     pub(crate) async fn live(&mut self) -> bool {
         let _clock = clock::of_this_thread();
         if self.mutation != Mutation::PausesCount {
@@ -627,8 +627,8 @@ impl History {
         self.readers = readers;
     }
 
-    /// All directories are present and no application is left: nothing is refused any more, soon
-    /// after applications have had their timeout.
+    /// Checks that the gap ends soon after the timeout of applications, because all directories are
+    /// present and no application is left.
     async fn assert_gap_ends(&mut self) {
         let gap = |history: &Self| history.process().flusher.tiers().metadata()?.metadata_gap();
         if !self.has_disks() || gap(self).is_none() {

@@ -31,7 +31,7 @@ impl History {
             let is_predecessor = !findings.withheld.is_empty() && self.may_know_predecessor(name);
             let is_forgotten = !is_known || self.forgotten.contains(&name) || is_predecessor;
             if findings.results_refused.is_some() && is_forgotten {
-                // Its job fails. The worker may know an earlier registration, or both.
+                // The job fails. The worker may know an earlier registration, or both.
                 if is_known {
                     self.service().lifecycle.unregister_shuffle(name.0, name.1).expect("the app is known");
                 }
@@ -40,8 +40,8 @@ impl History {
                 self.tally.forgotten_shuffles += 1;
                 continue;
             }
-            // Directories that ran separately may have given one place to different blocks. The job
-            // is told to run again, or the reported blocks are listed as lost.
+            // Directories that ran separately may have given one position to different blocks. The
+            // job is told to run again, or the reported blocks are listed as lost.
             let runs_again = self.diverged()
                 || refusal.is_some_and(|refusal| {
                     self.divergence_is_hidden() || refusal.text().contains("run its application")

@@ -171,7 +171,7 @@ async fn status_page_works_behind_a_path_prefix() {
         let options = seen["options"].as_str().unwrap();
         let quorum = format!("spark.rss.coordinator.quorum {}\n", fixture.worker.addresses().grpc);
         assert!(options.contains(&quorum) && options.contains("storage.type MEMORY_LOCALFILE"), "{options}");
-        // Those of the start output.
+        // Settings that the start output also lists.
         for setting in ["spark.shuffle.service.enabled", "spark.sql.adaptive.localShuffleReader.enabled"] {
             assert!(options.contains(&format!("\n{setting} false\n")), "{options}");
         }

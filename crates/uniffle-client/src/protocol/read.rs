@@ -24,7 +24,7 @@ pub enum Malformed {
     Number {
         /// Name of the number.
         what: &'static str,
-        /// Its value.
+        /// Value of the number.
         value: i64,
     },
     /// The index length is not a multiple of the record length.
@@ -35,7 +35,7 @@ pub enum Malformed {
     Hole {
         /// Number of the record.
         record: usize,
-        /// Its offset.
+        /// Offset of the record.
         begins: u64,
         /// End of the previous record.
         expected: u64,

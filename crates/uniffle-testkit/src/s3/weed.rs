@@ -91,7 +91,7 @@ impl Weed {
             drop(child.kill());
             drop(child.wait());
         }
-        // Its Unix sockets have fixed paths that contain the port numbers.
+        // The Unix sockets of the process have fixed paths that contain the port numbers.
         for (part, (port, grpc)) in PARTS.iter().zip(self.ports) {
             for name in [format!("{part}-{port}"), format!("{part}-grpc-{grpc}")] {
                 drop(std::fs::remove_file(format!("/tmp/seaweedfs-{name}.sock")));
