@@ -194,10 +194,14 @@ impl Tier for OffloadTier {
     }
 
     fn leave(&self, key: &ShuffleKey) {
-        if let Some((_, shuffle)) = self.shuffles.remove(key)
-            && shuffle.is_moved()
         {
-            self.ends.lock().insert(key.clone(), shuffle.local.incarnation());
+            // Held, so that no move marks the shuffle as moved after the check.
+            let mut ends = self.ends.lock();
+            if let Some((_, shuffle)) = self.shuffles.remove(key)
+                && shuffle.is_moved()
+            {
+                ends.insert(key.clone(), shuffle.local.incarnation());
+            }
         }
         Tier::leave(&*self.local, key);
         self.object.leave(key);
