@@ -132,10 +132,11 @@ impl FileCredentials {
         match parsed {
             Ok(keys) => state.keys = Some(keys),
             Err(error) => {
-                tracing::warn!(%error, "cannot use the changed credentials file; keeping the previous keys");
                 // With previous keys, a bad file is reported once and read again only after it
-                // changes. Without them, every request reads it again.
-                if state.keys.is_none() {
+                // changes. Without them, every request reads it again and fails.
+                if state.keys.is_some() {
+                    tracing::warn!(%error, "cannot use the changed credentials file; keeping the previous keys");
+                } else {
                     state.stamp = None;
                 }
                 return Err(error);
