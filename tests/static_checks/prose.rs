@@ -146,8 +146,7 @@ const DONE: &[&str] = &[
     "src/server",
     "src/service",
     "src/telemetry",
-    "src/tiers/hdfs",
-    "src/tiers/local",
+    "src/tiers",
     "tests",
 ];
 /// First words of a comment that refer to something outside of it, such as the item's name.

@@ -8,7 +8,6 @@
 //! data is flushed when.
 
 #[cfg(feature = "object")]
-#[cfg(feature = "object")]
 mod body;
 #[cfg(feature = "object")]
 mod cache;
@@ -61,7 +60,6 @@ mod shuffle;
 mod tests;
 #[cfg(feature = "object")]
 mod tier;
-#[cfg(feature = "object")]
 #[cfg(feature = "object")]
 mod upload;
 #[cfg(feature = "object")]

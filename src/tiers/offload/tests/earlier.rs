@@ -69,7 +69,7 @@ async fn empty_machine_ignores_the_earlier_registration() {
 
 /// The client receives the reason, before its own timeout.
 #[tokio::test(start_paused = true)]
-async fn store_that_takes_nothing_lets_no_moved_shuffle_be_registered_again() {
+async fn moved_shuffle_is_not_registered_again_while_store_fails() {
     for failing in [Call::Put, Call::Get] {
         for fault in [Fault::Refuse, Fault::Hold] {
             let process = Fixture::new().start().await;

@@ -311,7 +311,7 @@ async fn segments_stay_when_the_log_in_the_store_is_damaged() {
 /// The later registration has the greater incarnation. Local data of the earlier one stays while
 /// the metadata has a gap.
 #[tokio::test(start_paused = true)]
-async fn later_registration_elsewhere_is_served_and_nothing_is_deleted() {
+async fn later_registration_elsewhere_is_served_without_deletion() {
     let here = Fixture::new();
     let process = here.start().await;
     let key = key(1);
