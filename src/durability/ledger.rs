@@ -242,11 +242,11 @@ impl Ledger {
         !is_known && !absent.is_empty() && self.question(Some(&[]))
     }
 
-    /// Acknowledges sorted `ids`. Those that are not known to be present become in question.
-    /// Returns like [`Ledger::question`].
+    /// Acknowledges sorted `ids`. Ids that are not known to be present are marked as unverified.
+    /// Returns the same as [`Ledger::question`].
     ///
     /// # Errors
-    /// Those of `ids` that are missing. Nothing is acknowledged then.
+    /// Returns the ids that are missing. Nothing is acknowledged then.
     pub fn acknowledge(&mut self, ids: &[u64]) -> Result<bool, Vec<u64>> {
         match self.absent(ids) {
             (absent, _) if absent.is_empty() => Ok(false),
