@@ -80,6 +80,20 @@ async fn saved(worker: &Worker, text: &str) {
     .await;
 }
 
+/// Replaces the process after a kill, or by an upgrade.
+fn replace_process(worker: &mut Worker, by: &str) {
+    block_in_place(|| match by {
+        "kill" => {
+            worker.kill();
+            worker.start_again();
+        }
+        _ => {
+            worker.begin_upgrade();
+            worker.finish_upgrade();
+        }
+    });
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn settings_survive_upgrade_and_kill() {
     let setup = Setup { name: "runtime-state", capacity: "64M", tables: TABLES, ..Setup::default() };
@@ -90,24 +104,12 @@ async fn settings_survive_upgrade_and_kill() {
     call(&worker, "/admin/decommission", "").await;
     saved(&worker, "anna").await;
     for by in ["kill", "upgrade"] {
-        block_in_place(|| match by {
-            "kill" => {
-                worker.kill();
-                worker.start_again();
-            }
-            _ => {
-                worker.begin_upgrade();
-                worker.finish_upgrade();
-            }
-        });
+        replace_process(&mut worker, by);
         assert!(is_decommissioned(&worker), "after {by}: {}", node(&worker));
         assert_eq!(node(&worker)["tags"], json!(["night"]), "after {by}");
     }
     call(&worker, "/admin/cancel-decommission", "").await;
-    block_in_place(|| {
-        worker.kill();
-        worker.start_again();
-    });
+    replace_process(&mut worker, "kill");
     assert!(!is_decommissioned(&worker));
     let (anna, carl) = (admits(&worker, "anna").await, admits(&worker, "carl").await);
     assert!(!anna && carl, "the quota of a user outlives the process: {anna}, {carl}");
@@ -151,16 +153,7 @@ async fn lost_nodes_survive_upgrade_and_kill() {
     heartbeat(&worker, "dying").await;
     saved(&worker, "dying").await;
     for by in ["upgrade", "kill"] {
-        block_in_place(|| match by {
-            "kill" => {
-                worker.kill();
-                worker.start_again();
-            }
-            _ => {
-                worker.begin_upgrade();
-                worker.finish_upgrade();
-            }
-        });
+        replace_process(&mut worker, by);
         eventually(&format!("lost after {by}"), || lost(&worker, 2.0)).await;
         let page = block_in_place(|| worker.page("/api/v1/cluster")).expect("the cluster");
         let cluster: Value = serde_json::from_str(&page).expect("JSON");
@@ -178,24 +171,12 @@ async fn settings_without_disks_survive_upgrade_and_kill() {
     call(&worker, "/admin/tags", r#"{"tags": ["night"]}"#).await;
     call(&worker, "/admin/decommission", "").await;
     for by in ["upgrade", "kill", "kill"] {
-        block_in_place(|| match by {
-            "kill" => {
-                worker.kill();
-                worker.start_again();
-            }
-            _ => {
-                worker.begin_upgrade();
-                worker.finish_upgrade();
-            }
-        });
+        replace_process(&mut worker, by);
         assert!(is_decommissioned(&worker), "after {by}: {}", node(&worker));
         assert_eq!(node(&worker)["tags"], json!(["night"]), "after {by}");
     }
     call(&worker, "/admin/cancel-decommission", "").await;
-    block_in_place(|| {
-        worker.kill();
-        worker.start_again();
-    });
+    replace_process(&mut worker, "kill");
     assert!(!is_decommissioned(&worker), "{}", node(&worker));
     assert_eq!(node(&worker)["tags"], json!(["night"]));
     let (anna, carl) = (admits(&worker, "anna").await, admits(&worker, "carl").await);
