@@ -5,7 +5,7 @@
 //! number of workers per tier writes them, so a slow tier delays only its own batches. A batch
 //! leaves memory only after its bytes and then its index records are readable in the tier
 //! (docs/protocol.md §4.5). A batch that no tier could write stays readable in memory and is
-//! retried without limit, with growing pauses. No batch is dropped because of a retry limit.
+//! retried without limit, with exponential backoff. No batch is dropped because of a retry limit.
 
 pub(crate) mod metrics;
 pub mod placement;

@@ -1,4 +1,8 @@
-//! The workers: each writes one batch at a time from memory to a store.
+//! The flush workers: each writes one batch at a time from memory to a tier.
+//!
+//! A batch that a tier failed to write goes to the next tier at once. After all tiers have failed,
+//! it is retried with exponential backoff. Invariant: memory is released only after a tier has
+//! published the batch, or after the shuffle was purged.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -139,7 +143,7 @@ impl Flusher {
     /// failed, it waits for a new attempt.
     fn try_elsewhere(self: &Arc<Self>, mut batch: Batch, bytes: u64, tier: usize, error: &StoreError) {
         self.metrics.count_failure(tier);
-        let pause = retry_pause(batch.failures, self.config.retry_pause_min, self.config.retry_pause_max);
+        let pause = backoff(batch.failures, self.config.retry_pause_min, self.config.retry_pause_max);
         let tiers = batch.handles.iter().flatten().count();
         let others_are_left = (batch.failures as usize) < tiers - 1;
         batch.failures = batch.failures.saturating_add(1);
@@ -187,7 +191,8 @@ fn failed(batch: &Batch, why: impl Into<Box<dyn std::error::Error + Send + Sync>
     StoreError::io(batch.key.to_string(), std::io::Error::other(why))
 }
 
-fn retry_pause(failures: u32, min: Duration, max: Duration) -> Duration {
+/// Returns the backoff after `failures` failed writes: it doubles from `min` to `max`.
+fn backoff(failures: u32, min: Duration, max: Duration) -> Duration {
     min.saturating_mul(1 << failures.min(16)).min(max)
 }
 
@@ -219,10 +224,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_to_their_maximum() {
+    fn backoff_doubles_up_to_its_maximum() {
         let (min, max) = (Duration::from_millis(100), Duration::from_secs(10));
-        assert_eq!(retry_pause(0, min, max), min);
-        assert_eq!(retry_pause(3, min, max), Duration::from_millis(800));
-        assert_eq!(retry_pause(u32::MAX, min, max), max);
+        assert_eq!(backoff(0, min, max), min);
+        assert_eq!(backoff(3, min, max), Duration::from_millis(800));
+        assert_eq!(backoff(u32::MAX, min, max), max);
     }
 }

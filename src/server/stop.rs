@@ -1,4 +1,4 @@
-//! Ends a worker, with or without a successor.
+//! Graceful stop (shutdown) of a worker, with or without a successor.
 //!
 //! A stop refuses tickets, flushes memory while reads and sends with tickets continue, and closes
 //! the listeners between requests. A last flush tries every disk. Blocks that remain are logged,

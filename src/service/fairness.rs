@@ -1,4 +1,8 @@
-//! Weights of applications for the division of memory, flushes, and read memory.
+//! Fairness between applications: their weights, as the configuration sets them.
+//!
+//! This module divides nothing. By these weights, `memory::fair` divides the memory, `flush::turns`
+//! the flush workers, and `budget::line` the memory of reads. A reload changes the weights of
+//! running applications.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! SIGTERM, SIGUSR2, inherited sockets.
+//! Graceful stop on SIGTERM, upgrade on SIGUSR2, and inherited sockets.
 
 use std::io::Write as _;
 use std::net::TcpStream;
@@ -43,7 +43,7 @@ fn data_bytes(worker: &Worker) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sigterm_flushes_memory_to_disks() {
+async fn graceful_stop_flushes_memory_to_disks() {
     let mut worker = Worker::start(&Setup { name: "sigterm", capacity: "64M", disks: 2, ..Setup::default() });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 50).await;
@@ -245,7 +245,7 @@ async fn upgrade_that_would_lose_memory_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn stop_flushes_to_disks_above_their_watermark() {
+async fn graceful_stop_flushes_to_disks_above_watermark() {
     let mut worker = Worker::start(&Setup {
         name: "above-watermark",
         capacity: "64M",

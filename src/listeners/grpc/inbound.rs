@@ -3,11 +3,11 @@
 //! Sends are not collected (`ingest`), and pauses of callers are limited in `message`.
 //!
 //! Invariant: the bytes of a request and its decoded message are charged before they are allocated,
-//! until the call has its response. When the heap is full, a request is not read further and its
-//! HTTP/2 window stays closed. It continues when heap is freed, or fails after a while and frees
-//! its own. The number of waiting requests is limited, since each has a window of buffered bytes.
-//! Large requests are admitted in turns by application, so that their bytes leave heap for the
-//! decoded messages.
+//! until the call has its response. A full heap is backpressure: a request is not read further, and
+//! its HTTP/2 window stays closed. It continues when heap is freed, or fails after a while and
+//! frees its own. The number of waiting requests is limited, since each has a window of buffered
+//! bytes. Large requests are admitted in turns by application, so that their bytes leave heap for
+//! the decoded messages.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -514,7 +514,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn request_waits_for_heap_and_continues() {
+    async fn request_resumes_after_backpressure_of_the_heap() {
         let heap = heap();
         let inbound = RequestHeap::new(&heap, WAIT).of_connection();
         let held = heap.of(HeapKind::Requests).try_charge(heap.of(HeapKind::Requests).free()).unwrap();

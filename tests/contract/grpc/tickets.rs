@@ -81,7 +81,7 @@ async fn started_send_survives_the_expiry_of_its_ticket() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn resent_blocks_are_stored_once() {
+async fn resent_blocks_are_deduplicated() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..10);
@@ -105,6 +105,7 @@ async fn resent_blocks_are_stored_once() {
     fixture.finish().await;
 }
 
+/// Full memory exerts backpressure on writers through refused tickets.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn full_memory_returns_no_buffer_until_freed() {
     let setup = Setup { capacity: "16MiB", memory: "buffer_ticket_wait_sec = 0", ..Setup::default() };

@@ -1,6 +1,6 @@
-//! Attacks on state that outlives a request: disk space, the metadata log, and the heap at the next
-//! start. After each attack the worker is killed and upgraded, and must serve the honest
-//! application within its memory bound.
+//! Attacks on state that outlives a request: disk space, the metadata log and its compaction, and
+//! the heap at the next start. After each attack the worker is killed and upgraded. It must serve
+//! the honest application within its memory bound.
 
 use std::io;
 use std::path::Path;
@@ -292,7 +292,7 @@ async fn scattered_blocks_on_disk_are_readable_after_a_restart() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn changing_registrations_do_not_fill_the_log() {
+async fn compaction_bounds_log_of_changing_registrations() {
     let mut siege = Siege::start("changing registrations").await;
     let outcome = siege.run_until(changing_registrations, |_, bytes| bytes >= 2 * LOG_BYTES_MAX).await;
     siege.restart_twice(outcome, log_is_small).await;

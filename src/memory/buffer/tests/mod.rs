@@ -243,7 +243,7 @@ fn reader_pins_only_the_segments_it_reads() {
 }
 
 #[test]
-fn duplicates_are_dropped_in_the_active_list_and_in_flight() {
+fn resent_blocks_are_deduplicated_also_in_flight() {
     let memory = memory(8 * MIB);
     let buffer = buffer(&memory);
     put(&memory, &buffer, 1, 0, 5000);
