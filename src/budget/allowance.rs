@@ -1,14 +1,11 @@
-//! Divides the memory that the process may hold beside its capacity among the kinds of use.
+//! Divides the memory that the process may hold beside its capacity among the kinds of use. Pure
+//! functions.
 //!
 //! The promise is resident memory of at most capacity × 1.05 + 200 MiB ([`promised`]), whatever
 //! clients do. Everything except blocks gets its part from [`divide`], which also yields the
 //! defaults of the keys that bound a kind. All kinds may therefore be full at once. A configured
 //! key moves the bound: at the start [`Parts::sum`] of the configured values is compared with the
-//! promise. Pure functions.
-//!
-//! A connection's minimum is the memory it can occupy before the worker has looked at any of its
-//! data. HTTP/2 cannot open a connection with a window below 65,535 bytes, so the number of
-//! connections follows the memory.
+//! promise.
 
 const MIB: u64 = 1 << 20;
 
@@ -187,6 +184,10 @@ impl Parts {
 }
 
 /// Connections of one listener.
+///
+/// A connection's minimum is the memory it can occupy before the worker has looked at any of its
+/// data. HTTP/2 cannot open a connection with a window below 65,535 bytes, so the number of
+/// connections follows the memory.
 #[derive(Debug, Clone, Copy)]
 struct Peers {
     /// Bytes of a connection without a request.

@@ -2,14 +2,8 @@
 //! read memory.
 //!
 //! Everything a client can make grow is charged here by kind before it is held. Arriving requests
-//! wait for room; HTTP/2 windows and TCP reads are the back-pressure. State that would be stored is
-//! refused with an error that names its kind.
-//!
-//! Invariants: all kinds together stay within the whole. State that outlives its request
-//! (registrations, ids, partitions) gets at most three quarters, so that requests can always be
-//! answered. State that ends with its request leaves a sixteenth free, so that a flood of requests
-//! does not block stored state. Of stored kinds and uncommitted blocks, an application may hold as
-//! much as it leaves to others (`left`): half if it is alone.
+//! wait for room, and HTTP/2 windows and TCP reads pass the backpressure on to clients. State that
+//! would be stored is refused with an error that names its kind.
 
 use super::ledger::{Budget, Charge, NoCapacity};
 
@@ -109,6 +103,12 @@ const KEPT_SIXTEENTHS: u64 = 12;
 const LEFT_SIXTEENTHS: u64 = 1;
 
 /// The heap that clients make the worker hold beside blocks. Clones share it.
+///
+/// Invariants: all kinds together stay within the whole. State that outlives its request
+/// (registrations, ids, partitions) gets at most three quarters, so that requests can always be
+/// answered. State that ends with its request leaves a sixteenth free, so that a flood of requests
+/// does not block stored state. Of stored kinds and uncommitted blocks, an application may hold as
+/// much as it leaves to others (`left`): half if it is alone.
 #[derive(Debug, Clone)]
 pub struct Heap {
     whole: Budget,

@@ -1,12 +1,6 @@
-//! Wait queue for parts of a bounded amount that are held for long: read memory, and local
+//! Fair wait queue for parts of a bounded amount that are held for long: read memory, and local
 //! responses that wait for their socket. The waiting application that holds least by its weight is
 //! served next.
-//!
-//! While nobody waits, everyone gets free capacity except the last eighth. The eighth is for
-//! applications that hold nothing yet: their reader starts at once and continues with one response
-//! at a time, however slow the others are. A single application may use the eighth until it holds
-//! half. Requests of one application are served in order. Capacity is collected for the next
-//! waiter, or large requests would never be served.
 //!
 //! Memory and a [`ReadPermits`] permit are granted together. A read holds no disk share while it
 //! waits for memory, and no memory while it waits for a disk. A waiter whose share is full is
@@ -42,6 +36,12 @@ pub(crate) struct Reader {
 }
 
 /// A bounded amount with a wait queue.
+///
+/// While nobody waits, everyone gets free capacity except the last eighth. The eighth is for
+/// applications that hold nothing yet: their reader starts at once and continues with one response
+/// at a time, however slow the others are. A single application may use the eighth until it holds
+/// half. Requests of one application are served in order. Capacity is collected for the next
+/// waiter, or large requests would never be served.
 #[derive(Debug)]
 pub(crate) struct Line(Mutex<State>);
 

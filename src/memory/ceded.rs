@@ -5,15 +5,6 @@
 //! therefore cedes pieces of the same size as the lists. A ceded piece has no pages and belongs to
 //! no chain until it is returned. A ticket does not reserve memory for its lists, so lists borrow
 //! from the heap budget (kind `unfinished_blocks`) while the whole region is promised.
-//!
-//! Lists of extents, which tiers keep for blocks that left memory, count here too
-//! ([`super::Memory::extents`]). They cannot be refused, because the blocks are on disk already.
-//! The total charge does not grow by them: for each extent a batch frees its list
-//! ([`super::list::LIST_BYTES`]), its records and at least a page of segments.
-//!
-//! Invariant: lists are charged at most [`FREE_BYTES`] plus the ceded and the borrowed bytes.
-//! Single lists and segments may exceed this until the next checked request pays for them. The
-//! resident region and the lists together thus stay within the region, [`FREE_BYTES`] and the heap.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,6 +27,15 @@ const BORROWED_AT_ONCE: u64 = 64 << 10;
 const _: () = assert!(FREE_BYTES >= SEGMENT_BYTES_MAX as u64);
 
 /// The charges of lists and the memory ceded for them.
+///
+/// Lists of extents, which tiers keep for blocks that left memory, count here too
+/// ([`super::Memory::extents`]). They cannot be refused, because the blocks are on disk already.
+/// The total charge does not grow by them: for each extent a batch frees its list
+/// ([`super::list::LIST_BYTES`]), its records and at least a page of segments.
+///
+/// Invariant: lists are charged at most [`FREE_BYTES`] plus the ceded and the borrowed bytes.
+/// Single lists and segments may exceed this until the next checked request pays for them. The
+/// resident region and the lists together thus stay within the region, [`FREE_BYTES`] and the heap.
 #[derive(Debug)]
 pub(super) struct Ceded {
     region: Arc<Region>,

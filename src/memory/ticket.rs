@@ -5,16 +5,6 @@
 //! While others wait, an unused ticket of an application over its share is revoked earlier
 //! ([`super::claims`]). A ticket that expires and a send that ends release their [`Charge`] on
 //! drop.
-//!
-//! A ticket does not reserve memory for lists ([`super::list::LIST_BYTES`] per partition without
-//! blocks in memory, 64 bytes per block). The number of blocks is unknown, and most sends are to
-//! partitions that have a list. The process stays bounded, because a list is created only when the
-//! region has ceded or the heap has lent its size ([`super::ceded`]).
-//!
-//! A send of `b` bytes to `p` partitions uses at most `b` + 4096 `p` bytes of the region, which its
-//! ticket holds. If tickets hold all of the region, lists can use its slack (a 64th), 2 MiB, and
-//! half of the heap. Further new partitions are refused with `NO_BUFFER`, and their tickets are
-//! released.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -40,6 +30,16 @@ use uniffle_wire::types::{AppId, TicketId};
 const ALLOWANCE_UNNAMED_BYTES: u64 = 64 << 10;
 
 /// All tickets that were granted and are neither redeemed nor expired.
+///
+/// A ticket does not reserve memory for lists ([`super::list::LIST_BYTES`] per partition without
+/// blocks in memory, 64 bytes per block). The number of blocks is unknown, and most sends are to
+/// partitions that have a list. The process stays bounded, because a list is created only when the
+/// region has ceded or the heap has lent its size ([`super::ceded`]).
+///
+/// A send of `b` bytes to `p` partitions uses at most `b` + 4096 `p` bytes of the region, which its
+/// ticket holds. If tickets hold all of the region, lists can use its slack (a 64th), 2 MiB, and
+/// half of the heap. Further new partitions are refused with `NO_BUFFER`, and their tickets are
+/// released.
 pub struct Tickets {
     budget: Budget,
     /// Mirror of the bytes that tickets and reservations hold: a budget without a limit, only for

@@ -3,12 +3,9 @@
 //! A registration, report, ticket or send over its quota gets `INTERNAL_ERROR` with the key's name.
 //! Clients try three times within half a minute, enough for a shuffle that is being removed, and
 //! then fail with that text. With `NO_BUFFER` they would wait for minutes, and fail without a
-//! reason. Reads end by themselves, so a read over the quota gets `NO_BUFFER`, on which clients
-//! wait.
-//!
-//! An application over its quota of disk bytes gets no tickets, and its sends are refused.
-//! Acknowledged data stays and is still flushed, so the quota may be exceeded by the data in
-//! memory.
+//! reason. Reads end by themselves, so a read over the quota gets `NO_BUFFER`. An application over
+//! its quota of disk bytes gets no tickets. Its acknowledged data is still flushed, so the quota
+//! may be exceeded by the data in memory.
 
 use prometheus::{IntCounterVec, IntGaugeVec};
 use serde::Serialize;

@@ -1,16 +1,11 @@
 //! One partition in memory: an active list that takes blocks, and the batches that are being
 //! flushed.
 //!
-//! A block is first reserved: it gets room in the active chain, funded by a ticket. Its owner
-//! writes it outside any lock and commits it, which makes it visible. A seal moves it into a batch,
-//! where it stays visible. It is released once it is readable in the next tier. The buffer never
-//! waits: sealing rotates the chain and takes the committed blocks. A late fill commits into the
-//! new list as a *stray* that keeps its bytes in the old segments.
-//!
-//! Invariants: readers see the batches, oldest first, and then the active list, each in commit
-//! order; no id occurs twice. The lock covers bookkeeping only: payload is copied, zeroed and freed
-//! outside. A partition without blocks in memory has no list, only its counters and the next chain
-//! number.
+//! A block is reserved in the active chain, written by its owner outside any lock, and committed,
+//! which makes it visible. A seal moves it into a batch, where it stays visible until it is
+//! readable in the next tier. Invariants: readers see the batches, oldest first, and then the
+//! active list, each in commit order. No id occurs twice, because a commit deduplicates resent
+//! blocks. The lock covers bookkeeping only: payload is copied, zeroed and freed outside.
 
 mod restored;
 mod sealing;
@@ -87,6 +82,10 @@ impl AddAssign for Committed {
 }
 
 /// The blocks of one partition that are in memory.
+///
+/// The buffer never waits: sealing rotates the chain and takes the committed blocks. A late fill
+/// commits into the new list as a *stray* that keeps its bytes in the old segments. A partition
+/// without blocks in memory has no list, only its counters and the next chain number.
 #[derive(Debug)]
 pub struct Buffer {
     partition: PartitionId,

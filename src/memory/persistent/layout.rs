@@ -1,18 +1,9 @@
 //! The layout of memory that outlives its process, version 2. Pure conversions between words and
 //! values.
 //!
-//! All numbers are 64-bit words in the machine's byte order. A region of capacity `C` (with slack,
-//! in whole 2 MiB blocks):
-//!
-//! | at | words | content |
-//! | --- | --- | --- |
-//! | 0 | 512 | header: [`Header`], then the numbers of names and rows that were ever used |
-//! | 4 KiB | 32 × names | shuffles of applications: [`Name`]; may have holes |
-//! | behind | 8 × rows | one per block, one per three further pieces: [`Row`], [`Pieces`]; may have holes |
-//! | next multiple of 2 MiB | C / 8 | segments |
-//!
-//! The first word of a name or row is its *commit*: a tag and a checksum of the other words and of
-//! its number, stored last. A place with zero or an invalid commit is free.
+//! All numbers are 64-bit words in the machine's byte order; [`Geometry`] has their places. The
+//! first word of a name or row is its *commit*: a tag and a checksum of the other words and of its
+//! number, stored last. A place with zero or an invalid commit is free.
 
 use std::fmt;
 
@@ -61,7 +52,15 @@ const UNIT_BYTES: u64 = 4 << 10;
 
 const _: () = assert!(APP_ID_BYTES_MAX <= 8 * (NAME_WORDS - 2));
 
-/// Sizes of the parts of a region.
+/// Sizes of the parts of a region, whose segments have `data_bytes` (with slack, in whole 2 MiB
+/// blocks):
+///
+/// | at | words | content |
+/// | --- | --- | --- |
+/// | 0 | 512 | header: [`Header`], then the numbers of names and rows that were ever used |
+/// | 4 KiB | 32 × names | shuffles of applications: [`Name`]; may have holes |
+/// | behind | 8 × rows | one per block, one per three further pieces: [`Row`], [`Pieces`]; may have holes |
+/// | next multiple of 2 MiB | `data_bytes` / 8 | segments |
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::memory) struct Geometry {
     /// Bytes of segments, in whole blocks.

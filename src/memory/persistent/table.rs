@@ -37,6 +37,27 @@ pub(in crate::memory) enum NoPlaces {
 }
 
 /// The parts of the front, names and rows, and their region.
+///
+/// Rows are in a separate table, because a sealed chain is written to disk unchanged
+/// (`docs/architecture.md` §2.2). Rows point directly to bytes, so nothing else must be consistent.
+/// These invariants hold at every store, and `tests.rs` checks every store of random histories:
+///
+/// 1. *The bytes of a committed row are final.* The order is bytes, words of the row, commit word.
+/// 2. *Bytes have no other user while a row points to them.* A list clears its rows before it frees
+///    its segments.
+/// 3. *Places have no other user while they are committed.* They are cleared, then freed. A name is
+///    freed with its last row.
+/// 4. *A purged shuffle is gone at once.* Its name is cleared before the shuffle can be registered
+///    again.
+///
+/// A send is acknowledged after all its blocks are committed. Part of an unacknowledged send may be
+/// present. The client sends it again, and its blocks are deduplicated by their ids. If a published
+/// batch still has rows, recovery finds its blocks in the tier's index and uses that copy. Tickets
+/// and unfinished sends have no rows, so their segments are free.
+///
+/// A commit writes one cache line beside the payload and takes one lock per run of places. Rows are
+/// charged like lists, so the region cedes the same amount. The unused rest of a chunk of places is
+/// charged too.
 pub(in crate::memory) struct Table {
     region: Arc<Region>,
     pub(super) geometry: Geometry,

@@ -13,6 +13,29 @@ use super::mapping::{Mapping, too_large};
 use super::pages::{Of, Pages};
 
 /// Memory of a fixed size that is handed out in [`Segment`]s.
+///
+/// # Why this is safe
+///
+/// A segment is the only handle that can hand out ranges of its piece, and its cursor only moves
+/// forward, so two [`Fill`](super::Fill)s never overlap. A range is either *filling* (exactly one
+/// `Fill`, which alone may write) or *frozen* (any number of [`Slice`](super::Slice)s, which may
+/// only read). Freezing consumes the `Fill`. [`Segment::slice`] returns a `Slice` only inside
+/// ranges that were frozen before and passed to [`Segment::absorb`].
+///
+/// Every handle holds the piece by `Arc`. A piece returns to the buddy only when no handle is left,
+/// and the mapping lives as long as any piece. Bytes are always initialised: the mapping starts as
+/// zeros and is only ever overwritten, so `&mut [u8]` over old content is sound. The caller must
+/// not expose old content.
+///
+/// Only ceded memory ([`Segment::discard`]) is given back to the kernel. A region may also be in a
+/// file in memory ([`Region::shared`]), with a *front* of words before the segments. `persistent`
+/// accesses the front only as atomic words, and no segment extends into it. Pages of a file are
+/// allocated before they are touched (`pages`).
+///
+/// [`Segment`]: super::Segment
+/// [`Segment::slice`]: super::Segment::slice
+/// [`Segment::absorb`]: super::Segment::absorb
+/// [`Segment::discard`]: super::Segment::discard
 pub struct Region {
     pub(super) map: Mapping,
     pub(super) buddy: Mutex<Buddy>,
