@@ -1,4 +1,7 @@
 //! A bounded counter whose shares are returned by `Drop`. It limits the number of stored block ids.
+//!
+//! Invariant: the counter is the sum of all shares. It exceeds the bound only for ids that are
+//! acknowledged already ([`Share::move_from`]). Configurable quotas are in `usage`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

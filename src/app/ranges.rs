@@ -1,5 +1,7 @@
-//! The registered partitions of a shuffle as merged, closed ranges. In this form 100,000 registered
-//! partitions take a few words.
+//! The registered partitions of a shuffle as merged, closed ranges.
+//!
+//! In this form 100,000 registered partitions take a few words. Invariant: ranges are sorted and
+//! disjoint, and adjacent ones are merged. Pure functions of values.
 
 /// Error: an invalid range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

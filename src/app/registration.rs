@@ -1,4 +1,7 @@
 //! The contents of `registerShuffle`, their heap use, and the reasons to refuse a registration.
+//!
+//! The sizes cover all modules that keep a part of a registration, because its heap is charged
+//! once, in the registry. A registration is accepted as a whole or not at all.
 
 use std::collections::HashMap;
 use std::net::IpAddr;

@@ -1,4 +1,8 @@
 //! One shuffle: its partitions, reported blocks, and losses.
+//!
+//! It holds the charges of its registrations and of its partitions and bytes on disk, which are
+//! returned when it is dropped. Once a partition is marked as huge, it stays huge. Blocks are in
+//! `memory` and `tiers`; the ledger of lost blocks is in `durability`.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,5 +1,8 @@
 //! A number of permits with a fair wait queue: applications alternate, so one with a hundred
 //! requests precedes another by only one.
+//!
+//! Permits are collected for the next waiter, or large requests would never be served. Invariant: a
+//! dropped waiter returns a grant that it has not received. The order is decided in `rounds`.
 
 use std::sync::Arc;
 

@@ -1,5 +1,8 @@
-//! Parts of several shares that a read takes together with its memory, see
-//! [`uniffle_io::ReadPermits`].
+//! Parts of several shares that a read takes together with its memory
+//! ([`uniffle_io::ReadPermits`]): those of the devices that hold its data.
+//!
+//! Invariant: a read that waits for one share holds nothing of the others, so reads never wait for
+//! each other in a circle.
 
 use std::sync::Arc;
 

@@ -1,4 +1,11 @@
-//! The scheduler: wakes on pressure or tick, asks the policy, seals victims, queues batches.
+//! The flush scheduler: wakes on memory pressure or a tick, asks the policy for victims, seals
+//! them, and queues batches for the workers.
+//!
+//! It also flushes on request: a whole shuffle for a commit, a buffer that is too large, or all of
+//! memory before a stop. A batch gets the tiers' handles of its shuffle before the seal, so it
+//! cannot reach a later shuffle of the same id. Invariant: a batch is dropped only when the worker
+//! stops, or after its shuffle was purged. It decides neither what to flush (`policy`) nor where
+//! (`placement`).
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,8 @@
 //! Finds the boundaries of HTTP/2 frames sent by a client, without decoding the frames.
+//!
+//! The acceptor learns from it that a connection has begun its protocol, and the gRPC listener
+//! counts cancelled calls. Invariant: it stores no bytes except one frame header, whatever a peer
+//! sends.
 
 /// Length of a client's preface (RFC 9113 §3.4) before its first frame.
 const PREFACE_BYTES: usize = 24;

@@ -1,6 +1,8 @@
 //! The listeners: they translate protocols into calls of the service, and decide nothing.
 //!
-//! [`acceptor`] accepts all connections; [`grpc`], [`tcp`] and [`http`] serve them.
+//! [`acceptor`] accepts all connections and limits their number; [`grpc`], [`tcp`] and [`http`] serve
+//! them. The constants here bound how long a peer may delay others that wait for memory, or a
+//! successor that waits for the listener to close.
 
 mod acceptor;
 pub mod grpc;

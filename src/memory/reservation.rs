@@ -1,4 +1,8 @@
 //! The promise of a ticket and the spending of a redeemed one.
+//!
+//! A send pays for segments and block metadata from the bytes that its ticket holds. Dropping the
+//! reservation releases the rest. Invariant: the mirror in the pre-allocated total always has the
+//! size of the charge.
 
 use std::time::Duration;
 

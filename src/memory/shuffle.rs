@@ -1,4 +1,8 @@
 //! The buffers of one shuffle, by partition.
+//!
+//! A buffer is created by the first write to its partition and exists until the shuffle is purged.
+//! Invariant: after a purge no buffer can be created, so a send that is still running cannot bring
+//! data of the shuffle back.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

@@ -1,4 +1,7 @@
-//! A second signal to stop, which ends the process without waiting for the orderly stop.
+//! A second signal to stop, which ends the process without waiting for the graceful stop.
+//!
+//! Sends are refused first, so that nothing is acknowledged any more. Then the unflushed blocks are
+//! logged, and the exit code tells whether acknowledged blocks are lost.
 
 use std::sync::{Arc, Weak};
 

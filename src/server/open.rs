@@ -1,4 +1,8 @@
 //! Opens the listeners of a worker and announces it to coordinators.
+//!
+//! It runs last at a start, after recovery: clients connect to a worker that has its earlier state.
+//! Coordinators hear of the worker after all listeners accept. Sockets are bound in `sockets`, and
+//! accepted connections are served in `listeners`.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;

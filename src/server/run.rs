@@ -1,4 +1,9 @@
 //! Runs a worker as a process: start, commands, stop and upgrade.
+//!
+//! An upgrade first prepares in steps that can be undone: the rehearsal, checks for hung threads
+//! and detached disks, and the flush. Only then the worker leaves its sockets to the successor. If
+//! a step fails, the worker continues to serve. `stop` ends the worker, and `successor` executes
+//! the next program.
 
 use std::path::Path;
 use std::time::Duration;

@@ -1,4 +1,7 @@
 //! Settings that can change while the worker runs: tags, log filter, and the heartbeat interval.
+//!
+//! A change is in effect at once, and coordinators are notified of new tags. `runtime_state` saves
+//! the tags that a call has set, and `reload` applies those of the configuration file.
 
 use std::sync::OnceLock;
 use std::time::Duration;

@@ -1,4 +1,9 @@
-//! Builds the tiers below memory for the configured store type.
+//! Builds the tiers below memory for the configured store type, in the order in which data moves
+//! down, and the flusher that writes to them.
+//!
+//! At most one tier may be read through the worker. An object store below local disks forms one
+//! tier with them. Tiers recover their own state here; `service` restores registrations and reports
+//! from it.
 
 use std::sync::Arc;
 

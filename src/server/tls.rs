@@ -1,4 +1,7 @@
 //! TLS of each listener and of queries to other workers, with reload of changed files.
+//!
+//! New certificates apply to later connections; open ones keep theirs. A listener named in
+//! `tls.listeners` accepts TLS only. Files are parsed in `listeners::tls`.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

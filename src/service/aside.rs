@@ -1,4 +1,7 @@
-//! Runs work that may be too long for a runtime thread.
+//! Runs work that may be too long for a runtime thread on a blocking thread.
+//!
+//! Work that clients can trigger goes through a pool with a bounded number of threads. The worker's
+//! own work has no such bound.
 
 use tokio::task::JoinError;
 

@@ -1,4 +1,8 @@
 //! Calls for writers: tickets, sends and reports.
+//!
+//! [`Ingest`] holds the dependencies that these calls share. The calls are in `require`, `write`,
+//! `report` and `commit_task`. Invariant: after [`Ingest::refuse_sends`] returns, no send is
+//! acknowledged until [`Ingest::take_sends`].
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,7 @@
 //! Diagnostics of the worker: applications, recent samples, losses, gauges.
+//!
+//! It reads the other parts of the service and changes none of them. Figures are computed on
+//! request, some of them by a walk over all partitions.
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};

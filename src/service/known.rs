@@ -1,4 +1,7 @@
 //! Lookup of the applications and shuffles named in requests.
+//!
+//! An unknown application is refused. If an earlier process may have known it, the error states why
+//! its registration is missing. A lookup never creates an application.
 
 use std::sync::Arc;
 

@@ -1,5 +1,9 @@
 //! The worker's state as a node (docs/protocol.md §2.14, §8.5): one source of truth for heartbeat,
 //! health and metrics.
+//!
+//! The state follows from separate inputs: requests of operators, findings of the health checker, a
+//! stop, and a drain. One input never overwrites another, so a worker that becomes healthy again
+//! stays decommissioned.
 
 use tokio::sync::{Notify, watch};
 

@@ -1,5 +1,7 @@
-//! Bounded metrics by application: only the top applications have a series (docs/protocol.md
-//! §10.2).
+//! Bounded metrics by application (docs/protocol.md §10.2).
+//!
+//! Only the top applications have a series. A series of an application that is no longer among them
+//! is removed, so the number of series does not grow with the number of applications.
 
 use std::collections::HashSet;
 

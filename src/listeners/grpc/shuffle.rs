@@ -1,5 +1,7 @@
-//! Small calls of `ShuffleServer`, served through tonic. The others are handled earlier, in
-//! `router`.
+//! Small calls of `ShuffleServer`, served through tonic.
+//!
+//! Hot and large calls are routed by their path before tonic sees them (`router`), so their methods
+//! here are never reached. Calls of the server-side merge are refused, because it is not supported.
 
 use std::sync::Arc;
 

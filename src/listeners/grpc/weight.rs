@@ -1,4 +1,7 @@
-//! Estimates the heap size of a message from its encoded bytes, before decoding. Pure functions.
+//! Estimates the heap size of a message from its encoded bytes, before decoding.
+//!
+//! A message of a few bytes per field takes several times as much once it is decoded. The estimate
+//! is charged to the heap before that, so it should be an upper bound. Pure functions.
 
 /// Estimates the decoded size of an encoded message.
 pub(super) type Weigh = fn(&[u8]) -> u64;

@@ -1,4 +1,8 @@
-//! State shared by all connections of the listener.
+//! State shared by all connections of the TCP listener: settings, the service, and the limits over
+//! all connections.
+//!
+//! A limit is a permit or a share of a budget. A connection returns it when the reply is written or
+//! the connection ends.
 
 use std::sync::Arc;
 

@@ -1,5 +1,8 @@
-//! Restores recovered blocks of an earlier process into a partition. They are visible at once and
-//! compared with their checksums before they are served.
+//! Restores recovered blocks of an earlier process into a partition.
+//!
+//! The blocks become the oldest batch and are visible at once. They are compared with their
+//! checksums before they are served, and damaged ones are hidden. Blocks are charged even beyond
+//! the capacity, because they were acknowledged.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

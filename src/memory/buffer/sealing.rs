@@ -1,5 +1,8 @@
-//! Sealing and release of batches: a seal takes all committed blocks as one batch, and a release
-//! drops it once it is readable in the next tier.
+//! Sealing and release of batches.
+//!
+//! A seal takes all committed blocks as one batch and never waits for blocks that are being
+//! written. A release drops a batch once it is readable in the next tier. In between readers see
+//! the batch in memory, so a block may be seen in both tiers but is never missing.
 
 use std::sync::Arc;
 

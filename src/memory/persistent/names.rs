@@ -1,4 +1,8 @@
 //! Names: shuffles that rows belong to, in the front of a region.
+//!
+//! A shuffle whose name could not be assigned is *unprotected*: its blocks are lost if the process
+//! is killed. Invariant: a purged shuffle's name is cleared before the shuffle can be registered
+//! again, so the next process never gives its blocks to a successor.
 
 use std::sync::{Arc, OnceLock};
 

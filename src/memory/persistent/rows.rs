@@ -1,4 +1,8 @@
 //! Rows in the front of a region: one per block, and one per three further pieces of a block.
+//!
+//! A list of blocks owns its rows and clears them when it is dropped. Invariant: a row is committed
+//! after its bytes are frozen, and cleared before its segments are freed. Decoded rows are checked
+//! only against themselves; `restore` compares them with each other.
 
 use std::collections::HashSet;
 use std::sync::Arc;

@@ -1,5 +1,8 @@
 //! Ranges of a piece of a region: a range that only its owner writes, or a frozen range with many
 //! readers.
+//!
+//! Invariant: a frozen range is never written again. A range that is dropped before it is frozen is
+//! zeroed as far as it was written, and can never be read.
 
 use std::fmt;
 use std::ops::Range;

@@ -1,4 +1,7 @@
 //! Segments: the owners of pieces of a region, which hand out ranges of them in order.
+//!
+//! The cursor of a segment only moves forward, so no byte is handed out twice. A segment remembers
+//! the frozen ranges that it may hand out to readers. It does not know blocks; `chain` places them.
 
 use std::fmt;
 use std::ops::Range;

@@ -1,4 +1,7 @@
 //! The space that segments are allocated from: the mapping, its free pieces, and its pages.
+//!
+//! Invariant: a piece has one owner, and returns to the free pieces only after its last handle was
+//! dropped. Who pays for a piece is decided by the caller.
 
 use std::fmt;
 use std::io;
