@@ -120,7 +120,9 @@ fn mix(z: u64) -> u64 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlockDescription {
     pub(crate) length: u32,
+    /// Number of the place in the pool where the block begins.
     place: usize,
+    /// Index of the length in [`Sizes`].
     class: usize,
 }
 

@@ -51,7 +51,7 @@ pub(crate) fn measure(args: &FloorArgs) -> anyhow::Result<Vec<FloorLine>> {
 /// Receives `bytes` bytes from a socket into memory.
 type Take = fn(&mut TcpStream, &mut [u8], usize) -> anyhow::Result<()>;
 
-/// Measures the floors that need no disk.
+/// Measures the floors of the network.
 pub(crate) fn network(bytes: usize, connections: usize) -> anyhow::Result<Vec<FloorLine>> {
     let into = |name: &str, memory_bytes: usize, take: Take| {
         pairs(name, bytes, connections, |mut stream, share| {
@@ -158,6 +158,8 @@ fn reversed(
     both(name, bytes, connections, server, client)
 }
 
+/// Runs `server` and `client` at the ends of `connections` connections, each in a thread. Both
+/// return their CPU seconds, which are summed.
 fn both(
     name: &str,
     bytes: usize,

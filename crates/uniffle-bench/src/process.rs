@@ -149,7 +149,7 @@ fn listening_inode(table: &str, port: u16) -> Option<u64> {
     })
 }
 
-/// A server that this process started. It is stopped on drop.
+/// A server that this process started. It is killed on drop, unless [`Server::stop`] has ended it.
 #[derive(Debug)]
 pub(crate) struct Server {
     child: Child,

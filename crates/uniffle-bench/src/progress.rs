@@ -1,4 +1,7 @@
 //! Progress of a phase: a bar with rate and remaining time on a terminal, periodic lines otherwise.
+//!
+//! It writes to stderr only, so that reports on stdout stay clean. It does not measure: the caller
+//! reports the bytes.
 
 use std::io::{IsTerminal as _, Write as _};
 use std::time::Duration;

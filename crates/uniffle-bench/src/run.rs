@@ -364,7 +364,7 @@ pub(crate) async fn with_cluster(
 /// Runs all rounds of `write`.
 pub(crate) async fn write_only(name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
     let mut args = args.clone();
-    // Nothing is read, so the check of the memory must not count responses.
+    // Nothing is read, so the check of this machine's memory must not count responses.
     args.load.reads = 0.0;
     with_cluster(name, &args, async |cluster| {
         for round in 0..args.load.rounds {

@@ -34,8 +34,9 @@ struct Platter {
     work: Work,
     /// Position of the next write.
     end: u64,
-    /// End of the last access. `last_written` is the file of the last write.
+    /// End of the last access.
     head: u64,
+    /// File of the last write.
     last_written: Option<PathBuf>,
     /// (offset in the file, position on the platter, bytes) in the order of writing.
     fragments: HashMap<PathBuf, Vec<(u64, u64, u64)>>,

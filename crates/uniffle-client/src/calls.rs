@@ -1,4 +1,7 @@
 //! Deadlines and outcomes of calls to any peer.
+//!
+//! Every call of the client has a deadline. This module does not retry; callers ask [`is_final`]
+//! before they do.
 
 use std::time::Duration;
 

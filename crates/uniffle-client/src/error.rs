@@ -1,4 +1,8 @@
-//! Errors of the client's operations. Most variants carry the [`ClientError`] of a single call.
+//! Errors of the client's operations.
+//!
+//! An operation consists of calls to one or more peers. Its error names the peer or partition and
+//! carries the last [`ClientError`] of a single call as its source. Retries have been used up when
+//! an operation fails.
 
 use std::fmt;
 

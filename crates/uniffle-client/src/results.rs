@@ -1,4 +1,8 @@
 //! Blocks that a reader must find: the union of the reports that a quorum of replicas returns.
+//!
+//! Invariant: no reported block is missing from the union, because write and read quorum together
+//! exceed the number of replicas (`ClientOptions` checks that). Finding the blocks themselves is up
+//! to `reader`.
 
 use std::collections::BTreeMap;
 

@@ -1,6 +1,8 @@
 //! Endpoints of servers and coordinators, in plaintext or with TLS.
 //!
-//! TLS protects gRPC only: the raw TCP protocol has none.
+//! TLS protects gRPC only: the raw TCP protocol has none, so with TLS it must be allowed explicitly
+//! ([`TlsOptions::with_plain_tcp`]). Certificates are checked when the options are built, not at
+//! the first connection.
 
 use std::error::Error as _;
 use std::fmt;

@@ -2,8 +2,9 @@
 //! read next.
 //!
 //! They follow the Java client (docs/protocol.md §3.4, §5.4) but are stricter: where Java would
-//! slice wrong bytes out of a gap in the index, they return an error. One data file per partition
-//! is assumed, as this worker answers.
+//! slice wrong bytes out of a gap in the index, they return an error. A reader splits the index of
+//! a partition into [`runs`], because other servers have several disks and gaps, and each run into
+//! [`segments`]. An index of this worker is one run.
 
 use bytes::{Buf, Bytes};
 use croaring::{JvmLegacy, Treemap};
@@ -167,8 +168,8 @@ pub struct Segment {
     pub records: Vec<IndexRecord>,
 }
 
-/// Splits the index into reads as Java does. A segment ends once it has `read_buffer_size` bytes,
-/// or before an unwanted block (AQE's skew readers). Records beyond `data_length` (`None` =
+/// Splits contiguous records into reads as Java does. A segment ends once it has `read_buffer_size`
+/// bytes, or before an unwanted block (AQE's skew readers). Records beyond `data_length` (`None` =
 /// unknown) are still being flushed and are left out.
 ///
 /// # Errors
@@ -220,7 +221,7 @@ pub struct Run<'a> {
     pub records: &'a [IndexRecord],
 }
 
-/// Splits an index into contiguous runs, each of which is read separately.
+/// Splits an index into contiguous runs. Each run is split into [`segments`] on its own.
 ///
 /// A record with a lower offset than its predecessor starts the next disk of `storage_ids`
 /// (docs/protocol.md §5.5). A gap, which a failed append leaves behind, also ends a run. Records

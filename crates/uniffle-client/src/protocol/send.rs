@@ -1,4 +1,7 @@
 //! The three forms of `SendShuffleDataRequest` (docs/protocol.md §1.8) as pure functions of blocks.
+//!
+//! Invariant: all forms carry the same blocks in the same order. Stock clients send only
+//! [`SendForm::Classic`]; the others exist to test servers.
 
 use bytes::{Bytes, BytesMut};
 use prost::Message;
@@ -103,7 +106,7 @@ pub fn combined(batch: &Batch) -> proto::CombinedShuffleData {
     message
 }
 
-/// A test may declare an impossible length, which is clamped to the largest one.
+/// Converts a length. A test may declare one that is too large; it becomes the largest possible.
 fn wire_length(length: u32) -> i32 {
     i32::try_from(length).unwrap_or(i32::MAX)
 }

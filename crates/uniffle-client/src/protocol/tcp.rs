@@ -31,7 +31,7 @@ use uniffle_wire::request::{
 };
 use uniffle_wire::types::{PartitionId, ShuffleKey, TicketId};
 
-/// Most queued requests. Further callers wait.
+/// Maximum number of queued requests. Further callers wait.
 const QUEUE_LENGTH: usize = 16;
 
 /// Error of a request.
