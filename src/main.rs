@@ -318,7 +318,10 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
         let ended = runtime.block_on(Box::pin(serve(config, environment.clone(), inherited)));
         #[cfg(feature = "otlp")]
         {
-            export.iter_mut().filter(|_| matches!(ended, Ok(Ended::Upgrade { .. }))).for_each(Export::hurry);
+            export
+                .iter_mut()
+                .filter(|_| matches!(ended, Ok(Ended::Upgrade { .. })))
+                .for_each(Export::expedite);
             drop(export);
         }
         // After an orderly stop only hung disk calls can be left, and the process does not wait for

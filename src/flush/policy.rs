@@ -37,7 +37,7 @@ section! {
         pub in_flight_batches_max: usize = 5,
         /// Settled blocks, all buffers together, beyond which a flush starts.
         pub blocks_high: u64 = u64::MAX,
-        /// Flush down to so many.
+        /// Settled blocks at which a flush ends.
         pub blocks_low: u64 = u64::MAX,
     }
 }

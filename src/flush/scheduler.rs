@@ -70,11 +70,11 @@ pub struct Flusher {
     wake: tokio::sync::Notify,
     /// True while memory is drained before the process ends. Failed batches are then retried after
     /// a short pause, and every tier is tried.
-    pub(super) hurry: watch::Sender<bool>,
+    pub(super) draining: watch::Sender<bool>,
     /// Gate that every batch passes before it is written.
     pub(super) gate: Arc<Gate<()>>,
     /// Guard that keeps the gate closed while present.
-    resting: Mutex<Option<OwnedRwLockWriteGuard<()>>>,
+    paused: Mutex<Option<OwnedRwLockWriteGuard<()>>>,
     /// Registry whose accounts get flush times; set by the service.
     apps: OnceLock<Arc<AppRegistry>>,
     /// Largest request refused since the scheduler's last check.
@@ -108,9 +108,9 @@ impl Flusher {
             blocks: (Semaphore::new(blocks as usize), blocks),
             batch_token: Arc::new(()),
             wake: tokio::sync::Notify::new(),
-            hurry: watch::Sender::new(false),
+            draining: watch::Sender::new(false),
             gate: Arc::default(),
-            resting: Mutex::default(),
+            paused: Mutex::default(),
             apps: OnceLock::new(),
             refused_bytes: AtomicU64::new(0),
         });
@@ -267,8 +267,8 @@ impl Flusher {
 
     /// Flushes regardless of the watermarks until memory is empty, including data that arrives
     /// meanwhile, or until `deadline`. Returns whether memory is empty.
-    pub async fn empty(self: &Arc<Self>, deadline: Instant) -> bool {
-        self.hurry.send_replace(true);
+    pub async fn drain(self: &Arc<Self>, deadline: Instant) -> bool {
+        self.draining.send_replace(true);
         let emptied = loop {
             if self.memory.block_count() == 0 && self.unfinished() == 0 {
                 break true;
@@ -281,20 +281,20 @@ impl Flusher {
             }
             sleep(EMPTYING_LOOK).await;
         };
-        self.hurry.send_replace(false);
+        self.draining.send_replace(false);
         emptied
     }
 
-    /// Pauses the flusher until [`Flusher::go_on`]: begins no batch and waits for those being
+    /// Pauses the flusher until [`Flusher::resume`]: begins no batch and waits for those being
     /// written. Returns false and changes nothing if a batch is still being written at `deadline`.
-    pub async fn rest(&self, deadline: Instant) -> bool {
+    pub async fn pause(&self, deadline: Instant) -> bool {
         let closed = timeout_at(deadline, Arc::clone(&self.gate).write_owned()).await;
-        closed.map(|guard| self.resting.lock().replace(guard)).is_ok()
+        closed.map(|guard| self.paused.lock().replace(guard)).is_ok()
     }
 
-    /// Ends the pause of [`Flusher::rest`].
-    pub fn go_on(&self) {
-        let guard = self.resting.lock().take();
+    /// Ends the pause of [`Flusher::pause`].
+    pub fn resume(&self) {
+        let guard = self.paused.lock().take();
         drop(guard);
     }
 
@@ -443,7 +443,7 @@ impl Flusher {
     /// Queues a batch for the selected tier.
     pub(super) fn enqueue(&self, batch: Batch) {
         // In the last flush every tier is tried, even if it was not accepting before.
-        let is_last = *self.hurry.borrow();
+        let is_last = *self.draining.borrow();
         let takes = |index: usize, shuffle: &dyn TierShuffle| {
             let in_flight_max = self.tiers.at(index).capability().in_flight_max;
             is_last || (shuffle.is_accepting() && self.queues[index].in_flight() < in_flight_max)

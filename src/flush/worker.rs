@@ -117,7 +117,7 @@ impl Flusher {
         let huge_partition_bytes = self.limits().huge_partition_bytes;
         let is_huge = |(buffer, _): &&(Arc<Buffer>, _)| buffer.received_bytes() > huge_partition_bytes;
         let huge_bytes = batch.parts.iter().filter(is_huge).map(|(_, sealed)| sealed.bytes()).sum();
-        let (is_retry, is_last) = (batch.failures > 0, *self.hurry.borrow());
+        let (is_retry, is_last) = (batch.failures > 0, *self.draining.borrow());
         shuffle.write(TierBatch { extents, is_retry, huge_bytes, is_last }).await
     }
 
@@ -155,7 +155,7 @@ impl Flusher {
         );
         batch.queued = Instant::now() + if others_are_left { Duration::ZERO } else { pause };
         // A batch that fits on no disk may fit in two parts.
-        let is_last = *self.hurry.borrow();
+        let is_last = *self.draining.borrow();
         let half = if is_last && error.kind == StoreErrorKind::NoSpace { batch.cut() } else { None };
         for batch in half.into_iter().chain([batch]) {
             match others_are_left {
@@ -168,13 +168,13 @@ impl Flusher {
     /// Queues a batch again after a pause.
     fn retry(self: &Arc<Self>, batch: Batch, pause: Duration) {
         let flusher = Arc::clone(self);
-        let mut hurry = self.hurry.subscribe();
+        let mut draining = self.draining.subscribe();
         self.tasks.spawn("flush retry", async move {
             let least = flusher.config.retry_pause_min;
             let pause = async {
                 crate::clock::sleep(least.min(pause)).await;
                 tokio::select! {
-                    _ = hurry.wait_for(|hurry| *hurry) => {}
+                    _ = draining.wait_for(|draining| *draining) => {}
                     () = crate::clock::sleep(pause.saturating_sub(least)) => {}
                 }
             };

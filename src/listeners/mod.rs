@@ -1,7 +1,7 @@
 //! The listeners: they translate protocols into calls of the service, and decide nothing.
 //!
-//! [`acceptor`] accepts all connections and limits their number; [`grpc`], [`tcp`] and [`http`] serve
-//! them. The constants here bound how long a peer may delay others that wait for memory, or a
+//! [`acceptor`] accepts all connections and limits their number; [`grpc`], [`tcp`] and [`http`]
+//! serve them. The constants here bound how long a peer may delay others that wait for memory, or a
 //! successor that waits for the listener to close.
 
 mod acceptor;

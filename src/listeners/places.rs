@@ -49,7 +49,7 @@ struct Table {
     /// Number of connections of each address.
     of_peers: HashMap<IpAddr, usize>,
     /// The latest address to exceed half of the entries.
-    crowd: Option<IpAddr>,
+    dominant_peer: Option<IpAddr>,
     /// Next candidates for eviction, the first one last, with their rank at selection.
     chosen: Vec<(Rank, u64)>,
     /// Address to which the candidates are limited. `None` means all addresses.
@@ -141,8 +141,8 @@ impl Table {
     fn insert(&mut self, seat: Arc<Seat>, max: usize) -> u64 {
         let of_peer = self.of_peers.entry(seat.peer).or_default();
         *of_peer += 1;
-        if is_crowd(*of_peer, max) {
-            self.crowd = Some(seat.peer);
+        if is_dominant(*of_peer, max) {
+            self.dominant_peer = Some(seat.peer);
         }
         let number = self.next;
         self.next += 1;
@@ -163,19 +163,21 @@ impl Table {
 
     /// Returns the address to which eviction is limited, if one has too many of `max` entries. Only
     /// the latest to exceed half can, since there are no two.
-    fn crowd(&self, max: usize) -> Option<IpAddr> {
-        self.crowd.filter(|peer| self.of_peers.get(peer).is_some_and(|of_peer| is_crowd(*of_peer, max)))
+    fn dominant_peer(&self, max: usize) -> Option<IpAddr> {
+        self.dominant_peer
+            .filter(|peer| self.of_peers.get(peer).is_some_and(|of_peer| is_dominant(*of_peer, max)))
     }
 
     /// Evicts the connection with the lowest rank.
     fn close_one(&mut self, places: &Places) -> Option<Rank> {
-        let crowd = self.crowd(places.max);
-        if self.chosen_of != crowd {
-            (self.chosen, self.chosen_of) = (Vec::new(), crowd);
+        let dominant_peer = self.dominant_peer(places.max);
+        if self.chosen_of != dominant_peer {
+            (self.chosen, self.chosen_of) = (Vec::new(), dominant_peer);
         }
         loop {
             if self.chosen.is_empty() {
-                let open = self.open.iter().filter(|(_, seat)| crowd.is_none_or(|peer| seat.peer == peer));
+                let open =
+                    self.open.iter().filter(|(_, seat)| dominant_peer.is_none_or(|peer| seat.peer == peer));
                 self.chosen = choose(open.map(|(number, seat)| (seat.rank(), *number)).collect());
             }
             let (rank, number) = self.chosen.pop()?;
@@ -196,7 +198,7 @@ impl Table {
 }
 
 /// Returns whether an address with `of_peer` of `max` entries has too many.
-fn is_crowd(of_peer: usize, max: usize) -> bool {
+fn is_dominant(of_peer: usize, max: usize) -> bool {
     of_peer > max / 2
 }
 
@@ -552,15 +554,15 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn formerly_dominant_address_is_not_evicted() {
         let places = Places::new(4);
-        let mut crowd: Vec<Held> = (0..3).map(|_| take_for(&places, peer(1)).0).collect();
-        crowd.iter().for_each(|held| held.seat().opened());
+        let mut dominant: Vec<Held> = (0..3).map(|_| take_for(&places, peer(1)).0).collect();
+        dominant.iter().for_each(|held| held.seat().opened());
         let mapped = IpAddr::V6(Ipv4Addr::new(10, 0, 0, 1).to_ipv6_mapped());
-        crowd.push(take_for(&places, mapped).0);
-        crowd.truncate(2);
+        dominant.push(take_for(&places, mapped).0);
+        dominant.truncate(2);
         let others = [take_for(&places, peer(2)).0, take_for(&places, peer(3)).0];
         advance(Duration::from_secs(1)).await;
         assert_eq!(take_for(&places, peer(4)).1, Some(Stage::Opening));
-        assert!(is_closed(&others[0]) && !crowd.iter().any(is_closed));
+        assert!(is_closed(&others[0]) && !dominant.iter().any(is_closed));
     }
 
     #[tokio::test(start_paused = true)]

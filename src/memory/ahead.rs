@@ -261,8 +261,8 @@ mod tests {
         region.allocate(1 << 20, charge).unwrap().discard();
         let mut ceded = region.allocate(1 << 20, memory.budget().try_charge(MIB).unwrap()).unwrap();
         ceded.discard();
-        let file = memory.handed_over().unwrap().unwrap();
-        memory.let_go();
+        let file = memory.duplicate_for_successor().unwrap().unwrap();
+        memory.release();
         // The segment does not get its pages again, as after a kill.
         region.limit_pages(0);
         drop(ceded);
@@ -296,8 +296,8 @@ mod tests {
                 memory.shared.supply.region.allocate(1 << 20, charge).unwrap()
             })
             .collect();
-        let file = memory.handed_over().unwrap().unwrap();
-        memory.let_go();
+        let file = memory.duplicate_for_successor().unwrap().unwrap();
+        memory.release();
         drop((pieces, memory));
         let memory = opened(Some(file));
         let key = ShuffleKey::new(app(), ShuffleId(0));

@@ -48,8 +48,8 @@ pub(super) struct Ceded {
     ceded: Budget,
     /// A part of the heap budget.
     borrowed: Budget,
-    /// Set while the region must not cede anything ([`Ceded::wait`]).
-    waits: AtomicBool,
+    /// Set while the region must not cede anything ([`Ceded::pause`]).
+    is_paused: AtomicBool,
     held: Mutex<Held>,
 }
 
@@ -64,20 +64,20 @@ impl Ceded {
         let total = || Budget::new(u64::MAX);
         let (extents, borrowed) = (budget.child(u64::MAX), heap.child(u64::MAX));
         let held = Mutex::new(Held { pieces: Vec::new(), borrowed: borrowed.nothing() });
-        let waits = AtomicBool::new(false);
-        Self { region, budget, extents, charged: total(), ceded: total(), borrowed, waits, held }
+        let is_paused = AtomicBool::new(false);
+        Self { region, budget, extents, charged: total(), ceded: total(), borrowed, is_paused, held }
     }
 
     /// Stops covering lists. Free space in the region may hold recovered blocks that are not
     /// claimed yet, and a ceded piece loses its pages.
-    pub(super) fn wait(&self) {
-        self.waits.store(true, Ordering::Relaxed);
+    pub(super) fn pause(&self) {
+        self.is_paused.store(true, Ordering::Relaxed);
     }
 
     /// Resumes covering lists after all recovered blocks are claimed, and covers earlier charges as
     /// far as there is room.
-    pub(super) fn go_on(&self) {
-        self.waits.store(false, Ordering::Relaxed);
+    pub(super) fn resume(&self) {
+        self.is_paused.store(false, Ordering::Relaxed);
         // The next checked list pays for the part without room.
         let _ = self.cover(0);
     }
@@ -116,7 +116,7 @@ impl Ceded {
 
     /// Makes room for all charges and for `more` bytes.
     pub(super) fn cover(&self, more: u64) -> Result<(), NoCapacity> {
-        if self.waits.load(Ordering::Relaxed) || self.lacking(more) == 0 {
+        if self.is_paused.load(Ordering::Relaxed) || self.lacking(more) == 0 {
             return Ok(());
         }
         let mut held = self.held.lock();
@@ -233,14 +233,14 @@ mod tests {
     #[test]
     fn region_with_unclaimed_blocks_lends_nothing() {
         let (budget, lists) = ceded(8 * MIB, 8 * MIB, 0);
-        lists.wait();
+        lists.pause();
         let paid = budget.try_charge(5 * MIB).unwrap();
         let charged = lists.force(4 * MIB);
         lists.cover(0).unwrap();
         assert_eq!((lists.ceded_bytes(), lists.region.free_bytes()), (0, 8 * MIB));
         // A block that is claimed meanwhile is still in its place.
         let claimed = lists.region.claim(0, 2 << 20, budget.try_charge(2 * MIB).unwrap()).unwrap();
-        lists.go_on();
+        lists.resume();
         assert_eq!((lists.ceded_bytes(), lists.region.free_bytes()), (2 * MIB, 4 * MIB));
         drop((claimed, charged, paid));
     }

@@ -79,12 +79,12 @@ pub(super) struct Claims {
     level: Level,
     leveled: Instant,
     is_stale: bool,
-    /// Values of the last `look`: bytes claimed by applications below their shares, and the two of
-    /// them that have waited longest.
+    /// Values of the last `update_level`: bytes claimed by applications below their shares, and the
+    /// two of them that have waited longest.
     claimed: u64,
     owed: [Option<(Instant, AppId)>; 2],
     /// Number of tickets revoked so far.
-    taken_back: u64,
+    revoked: u64,
 }
 
 /// Holdings of one application. It exists from its first use until nothing is held any longer. An
@@ -154,18 +154,7 @@ impl Claims {
         let (holders, waiting) = (HashMap::new(), HashMap::new());
         let (level, leveled) = (Level::ENOUGH, Instant::now());
         let (claimed, owed) = (0, [None, None]);
-        Self {
-            root,
-            extents,
-            holders,
-            waiting,
-            level,
-            leveled,
-            is_stale: false,
-            claimed,
-            owed,
-            taken_back: 0,
-        }
+        Self { root, extents, holders, waiting, level, leveled, is_stale: false, claimed, owed, revoked: 0 }
     }
 
     pub(super) fn holder(&mut self, app: &AppId) -> &mut Holder {
@@ -199,11 +188,11 @@ impl Claims {
             return Ok(charge);
         }
         self.wait(app, ask, now);
-        self.look(now);
+        self.update_level(now);
         let request = self.request(app, ask);
         let needed = request.room_needed();
         if let Some(needed) = needed {
-            self.take_back(app, needed, now);
+            self.revoke(app, needed, now);
         }
         let free = self.root.free();
         let Request { asked, held, share, .. } = request;
@@ -219,18 +208,18 @@ impl Claims {
 
     /// Revokes an idle ticket of the application with the most tickets, if it has more than `app`.
     /// Returns whether it did.
-    pub(super) fn take_back_one(&mut self, app: &AppId, now: Instant) -> bool {
+    pub(super) fn revoke_one(&mut self, app: &AppId, now: Instant) -> bool {
         let of_app = self.holders.get(app).map_or(0, |holder| holder.tickets.len());
         let most = self.holders.values_mut().max_by_key(|holder| holder.tickets.len());
         let most =
             most.filter(|holder| holder.tickets.len() > of_app + 1 && holder.has_idle_ticket(now, IDLE_MAX));
         let taken = most.is_some_and(|holder| holder.tickets.pop_first().is_some());
-        self.taken_back += u64::from(taken);
+        self.revoked += u64::from(taken);
         taken
     }
 
-    pub(super) fn taken_back(&self) -> u64 {
-        self.taken_back
+    pub(super) fn revoked(&self) -> u64 {
+        self.revoked
     }
 
     /// Removes the waiting requests and the tickets of `app`. Returns the tickets.
@@ -260,7 +249,7 @@ impl Claims {
     }
 
     pub(super) fn are_waited_for(&mut self, now: Instant) -> bool {
-        self.look(now);
+        self.update_level(now);
         !self.waiting.is_empty()
     }
 
@@ -270,7 +259,7 @@ impl Claims {
         if self.waiting.is_empty() {
             return false;
         }
-        self.look(now);
+        self.update_level(now);
         let is_over_share = self.holders.get(app).is_some_and(|holder| holder.excess(self.level) > 0);
         let patience = if is_over_share { SLOW_SEND_PATIENCE } else { SLOW_SEND_PATIENCE_WITHIN_SHARE };
         let other = self.owed.iter().flatten().find(|(_, other)| other != app);
@@ -280,13 +269,13 @@ impl Claims {
 
     /// Returns the bytes to keep free for applications below their shares.
     pub(super) fn claimed_bytes(&mut self, now: Instant) -> u64 {
-        self.look(now);
+        self.update_level(now);
         let claims = self.waiting.iter().map(|(app, waiting)| self.claim_of(app, waiting));
         claims.fold(0, u64::saturating_add)
     }
 
     pub(super) fn standing(&mut self, app: &AppId, now: Instant) -> Standing {
-        self.look(now);
+        self.update_level(now);
         let (held, weight) = self.holding(app);
         let waited = self.waiting.get(app).map_or(0, Waiting::bytes);
         let share = (self.level != Level::ENOUGH).then(|| self.level.share(weight));
@@ -339,7 +328,7 @@ impl Claims {
     }
 
     /// Updates the level and drops waiters that have given up.
-    fn look(&mut self, now: Instant) {
+    fn update_level(&mut self, now: Instant) {
         let is_due = now.duration_since(self.leveled) >= LEVEL_AGE_MAX;
         let is_cheap = self.holders.len() <= CLAIMANTS_AT_ONCE;
         if !(is_due || self.is_stale && is_cheap) {
@@ -382,7 +371,7 @@ impl Claims {
 
     /// Revokes idle tickets of other applications, those furthest over their shares first, until
     /// `needed` bytes are free.
-    fn take_back(&mut self, app: &AppId, needed: u64, now: Instant) {
+    fn revoke(&mut self, app: &AppId, needed: u64, now: Instant) {
         let (root, level) = (&self.root, self.level);
         while root.free() < needed {
             let others = self.holders.iter_mut().filter(|(other, _)| *other != app).map(|(_, holder)| holder);
@@ -390,7 +379,7 @@ impl Claims {
             let Some(holder) = revocable.max_by_key(|holder| holder.excess(level)) else { return };
             while root.free() < needed && holder.has_revocable_ticket(now, level) {
                 holder.tickets.pop_first();
-                self.taken_back += 1;
+                self.revoked += 1;
             }
         }
     }

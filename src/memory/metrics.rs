@@ -46,7 +46,7 @@ metrics::table! {
             "heap_kind_capacity_bytes", "Largest part of the heap budget for a kind, in bytes";
         evicted_tickets: IntCounter = "total_evict_timeout_tickets_num", "Expired tickets";
         expired_tickets: IntCounter = "total_expired_preAllocated_buffer_num", "Expired tickets";
-        taken_back: IntCounter = "tickets_taken_back_total",
+        revoked: IntCounter = "tickets_taken_back_total",
             "Unused tickets revoked from applications above their fair share, for others that waited";
         read_waits: IntCounter =
             "total_require_read_memory_retry_num", "Local reads that waited for read memory";

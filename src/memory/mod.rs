@@ -167,7 +167,7 @@ impl Memory {
         let lists = Arc::new(Ceded::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks)));
         if let Some(kept) = &kept {
             if kept.table.was_used() {
-                lists.wait();
+                lists.pause();
             }
             kept.table.charge_to(&budget, &lists);
         }
@@ -452,7 +452,7 @@ impl Memory {
         metrics.in_flight_blocks.set(clamped(self.in_flight_blocks()));
         metrics.read_used_buffer_size.set(clamped(self.read_pool.used_bytes()));
         metrics.read_waits.inc_by(self.read_pool.waits().saturating_sub(metrics.read_waits.get()));
-        metrics.taken_back.inc_by(self.tickets.taken_back().saturating_sub(metrics.taken_back.get()));
+        metrics.revoked.inc_by(self.tickets.revoked().saturating_sub(metrics.revoked.get()));
         metrics.tickets.set(clamped(self.tickets.count() as u64));
         metrics.shuffles.set(clamped(self.shuffles.len() as u64));
         let buffers: usize = self.shuffles.iter().map(|shuffle| shuffle.all().len()).sum();
@@ -480,7 +480,7 @@ impl Drop for Memory {
     /// outlives the process.
     fn drop(&mut self) {
         if let Some(kept) = &self.kept {
-            kept.table.let_go();
+            kept.table.release();
         }
     }
 }

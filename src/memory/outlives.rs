@@ -159,7 +159,7 @@ impl Memory {
         let Some(left) = left else { return (0, 0) };
         let found = left.blocks() as u64;
         left.finish();
-        self.shared.supply.lists.go_on();
+        self.shared.supply.lists.resume();
         self.shared.supply.region.settle();
         (found, self.block_count())
     }
@@ -228,10 +228,10 @@ impl Memory {
 
     /// Releases the memory to the next process: dropping blocks no longer removes them, and nothing
     /// more is committed. An empty file is deleted.
-    pub fn let_go(&self) {
+    pub fn release(&self) {
         let Some(KeptMemory { table, file, for_later, .. }) = &self.kept else { return };
-        table.let_go();
-        self.shared.supply.region.let_go();
+        table.release();
+        self.shared.supply.region.release();
         let mut left = Ok(());
         if self.block_count() == 0 && for_later.lock().is_empty() {
             table.end();
@@ -246,7 +246,7 @@ impl Memory {
     ///
     /// # Errors
     /// When it cannot be duplicated.
-    pub fn handed_over(&self) -> io::Result<Option<OwnedFd>> {
+    pub fn duplicate_for_successor(&self) -> io::Result<Option<OwnedFd>> {
         self.kept.as_ref().map_or(Ok(None), |kept| kept.file.duplicate())
     }
 }

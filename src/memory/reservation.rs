@@ -74,7 +74,7 @@ impl Reservation {
 
     /// Releases the surplus over a message of `message_bytes`. Clients may request twice their
     /// data.
-    pub fn cut_to(&mut self, message_bytes: u64) {
+    pub fn truncate_to(&mut self, message_bytes: u64) {
         let surplus = self.requested.saturating_sub(message_bytes);
         drop(self.held.take_up_to(surplus));
     }

@@ -114,7 +114,7 @@ impl Tickets {
         let ask = Ask { bytes: bytes + allowance, partitions };
         let now = Instant::now();
         let mut state = self.state.lock();
-        if self.count() >= self.tickets_max.load(Ordering::Relaxed) && !state.claims.take_back_one(app, now) {
+        if self.count() >= self.tickets_max.load(Ordering::Relaxed) && !state.claims.revoke_one(app, now) {
             drop(state);
             return Err(MemoryError::NoCapacity { asked: bytes, free: self.budget.free() });
         }
@@ -210,8 +210,8 @@ impl Tickets {
 
     /// Returns the number of tickets revoked from applications over their shares so far.
     #[must_use]
-    pub fn taken_back(&self) -> u64 {
-        self.state.lock().claims.taken_back()
+    pub fn revoked(&self) -> u64 {
+        self.state.lock().claims.revoked()
     }
 
     /// Returns the budget to which everything of `app` in memory is charged.
@@ -379,9 +379,9 @@ mod tests {
         let (budget, tickets) = tickets(1 << 20);
         let id = tickets.require(&app("a"), 200_000, 1).unwrap();
         let mut funds = tickets.redeem(&app("a"), id).unwrap();
-        funds.cut_to(100_000);
+        funds.truncate_to(100_000);
         assert_eq!(budget.used(), 104_096);
-        funds.cut_to(1 << 40);
+        funds.truncate_to(1 << 40);
         assert_eq!(funds.held_bytes(), 104_096);
         funds.spend(200_000).unwrap();
         assert_eq!(funds.spend(1).unwrap_err(), MemoryError::TicketOverspent { asked: 1, left: 0 });
@@ -448,7 +448,7 @@ mod tests {
         ask(&tickets, "honest", 30).unwrap();
         let standing = tickets.standing(&app("honest"));
         assert_eq!((standing.held, standing.waited, standing.weight), (30 * KIB, 0, 1));
-        assert_eq!(tickets.taken_back(), 0, "what is sent with cannot be taken back");
+        assert_eq!(tickets.revoked(), 0, "what is sent with cannot be revoked");
     }
 
     #[tokio::test(start_paused = true)]
@@ -459,7 +459,7 @@ mod tests {
             tokio::time::advance(Duration::from_millis(100)).await;
         }
         assert!(ask(&tickets, "honest", 70).is_err(), "five are old, which makes 60");
-        assert_eq!(tickets.taken_back(), 4, "a share is 50");
+        assert_eq!(tickets.revoked(), 4, "a share is 50");
         tokio::time::advance(Duration::from_millis(500)).await;
         assert!(ask(&tickets, "honest", 70).is_err(), "the flood has its share");
         ask(&tickets, "honest", 50).unwrap();
@@ -477,7 +477,7 @@ mod tests {
         assert_eq!(tickets.standing(&app("a")).share, Some(20 * KIB), "none is over its share");
         tokio::time::advance(Duration::from_secs(4)).await;
         ask(&tickets, "honest", 30).unwrap();
-        assert_eq!(tickets.taken_back(), 1);
+        assert_eq!(tickets.revoked(), 1);
     }
 
     #[tokio::test(start_paused = true)]
@@ -523,7 +523,7 @@ mod tests {
         tokio::time::advance(Duration::from_millis(500)).await;
         assert!(ask(&tickets, "flood", 4).is_err(), "not for itself");
         ask(&tickets, "honest", 4).unwrap();
-        assert_eq!((tickets.count(), tickets.taken_back()), (10, 1));
+        assert_eq!((tickets.count(), tickets.revoked()), (10, 1));
     }
 
     #[tokio::test(start_paused = true)]

@@ -63,7 +63,7 @@ impl Outlives {
     }
 
     /// Returns the description for the log of a start.
-    pub(super) fn words(self) -> &'static str {
+    pub(super) fn describe(self) -> &'static str {
         match self {
             Self::Named => "the next process recovers blocks in memory, however this one ends",
             Self::Stored => {
@@ -287,7 +287,7 @@ pub(super) async fn open(
     let memory = Memory::open(section, &owner, left, registry)
         .with_context(|| format!("memory_store.backing = \"{}\"", section.backing))?;
     memory.survive_truncation().context("cannot install the handler of SIGBUS")?;
-    tracing::info!(backing = %section.backing, huge_pages, "{}", Outlives::of(&memory).words());
+    tracing::info!(backing = %section.backing, huge_pages, "{}", Outlives::of(&memory).describe());
     Ok(memory)
 }
 

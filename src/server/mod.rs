@@ -396,7 +396,8 @@ fn resume(
 /// service manager, which may have passed it in.
 fn for_a_successor(sockets: &Sockets, memory: &Memory, was_passed: bool) -> anyhow::Result<Inherited> {
     let mut held = sockets.duplicate().context("cannot duplicate a listener")?;
-    held.memory = memory.handed_over().context("cannot duplicate the descriptor of the memory file")?;
+    held.memory =
+        memory.duplicate_for_successor().context("cannot duplicate the descriptor of the memory file")?;
     notify::keep_memory(held.memory.as_ref().map(AsFd::as_fd), was_passed && held.memory.is_some());
     Ok(held)
 }
@@ -410,7 +411,7 @@ async fn restore(service: &Service, memory: &Memory) {
     for tier in service.tiers().iter() {
         tier.recovered_durable().await;
     }
-    service.lifecycle.look_at_memory();
+    service.lifecycle.verify_memory();
 }
 
 fn finish_restore(memory: &Memory) {

@@ -34,7 +34,7 @@ pub(super) async fn run() {
     loop {
         if seen.is_empty() {
             // The first scan is immediate: some may have ended before the handler was installed.
-            seen = look(HashSet::new()).await;
+            seen = scan(HashSet::new()).await;
         }
         if seen.is_empty() {
             // The list of children may miss one while others end.
@@ -42,13 +42,13 @@ pub(super) async fn run() {
             continue;
         }
         sleep(PATIENCE).await;
-        seen = look(seen).await;
+        seen = scan(seen).await;
     }
 }
 
 /// Reaps zombies that were already in `seen`. Returns the other zombies.
-async fn look(seen: HashSet<Zombie>) -> HashSet<Zombie> {
-    let looked = tokio::task::spawn_blocking(move || {
+async fn scan(seen: HashSet<Zombie>) -> HashSet<Zombie> {
+    let scanned = tokio::task::spawn_blocking(move || {
         let (nobodys, young): (Vec<_>, HashSet<_>) =
             zombies().into_iter().fold((Vec::new(), HashSet::new()), |(mut old, mut young), zombie| {
                 if seen.contains(&zombie) {
@@ -61,7 +61,7 @@ async fn look(seen: HashSet<Zombie>) -> HashSet<Zombie> {
         nobodys.iter().for_each(|(child, _)| reap(*child));
         young
     });
-    looked.await.unwrap_or_default()
+    scanned.await.unwrap_or_default()
 }
 
 fn reap(child: i32) {

@@ -117,8 +117,8 @@ async fn run_worker(
         };
         match prepare(&worker, &successor, config, &mut commands).await {
             Prepared::HandOver(memory) => return Ok(hand_over(worker, successor, memory).await),
-            Prepared::GoOn => {
-                worker.go_on();
+            Prepared::Resume => {
+                worker.resume();
                 notify::ready(&Inherited::default());
             }
             Prepared::Stop => break,
@@ -168,7 +168,7 @@ async fn told_or_retired(worker: &Worker, commands: &mut mpsc::Receiver<Command>
 /// Outcome of an upgrade request.
 enum Prepared {
     HandOver(LeftMemory),
-    GoOn,
+    Resume,
     Stop,
 }
 
@@ -186,7 +186,7 @@ async fn prepare(
             Err(Refusal { by, why }) => {
                 worker.note_refused_upgrade(by);
                 tracing::error!(by = by.as_str(), "upgrade refused; continuing as before: {why}");
-                Prepared::GoOn
+                Prepared::Resume
             }
         }
     };

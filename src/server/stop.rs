@@ -78,7 +78,7 @@ impl Worker {
         self.state.save_for_stop().await;
         // An upgrade may have paused the flusher.
         if let Some(flusher) = self.service.flusher() {
-            flusher.go_on();
+            flusher.resume();
         }
         let deadline = Instant::now() + self.flush_timeout;
         self.flush_until(deadline).await;
@@ -97,7 +97,7 @@ impl Worker {
     }
 
     /// Refuses tickets and flushes, then refuses sends and flushes the rest. Afterwards memory is
-    /// empty and stays so. After a failure, [`Worker::go_on`] resumes service.
+    /// empty and stays so. After a failure, [`Worker::resume`] resumes service.
     ///
     /// # Errors
     /// The shuffles still in memory.
@@ -109,7 +109,7 @@ impl Worker {
             return Err(left);
         }
         self.service.ingest.refuse_sends();
-        self.empty(deadline.max(Instant::now() + LAST_FLUSH)).await;
+        self.drain_memory(deadline.max(Instant::now() + LAST_FLUSH)).await;
         let left = self.memory.contents();
         if left.is_empty() { Ok(()) } else { Err(left) }
     }
@@ -119,7 +119,7 @@ impl Worker {
     /// long.
     pub(super) async fn prepare_to_pass_on(&self) -> bool {
         let rests = match self.service.flusher() {
-            Some(flusher) => flusher.rest(Instant::now() + self.flush_timeout).await,
+            Some(flusher) => flusher.pause(Instant::now() + self.flush_timeout).await,
             None => true,
         };
         if rests {
@@ -135,10 +135,10 @@ impl Worker {
     }
 
     /// Resumes tickets and sends after a handover that did not happen.
-    pub(super) fn go_on(&self) {
-        self.service.go_on();
+    pub(super) fn resume(&self) {
+        self.service.resume();
         if let Some(flusher) = self.service.flusher() {
-            flusher.go_on();
+            flusher.resume();
         }
     }
 
@@ -188,14 +188,14 @@ impl Worker {
             }
         };
         let tickets = timeout_at(deadline.min(Instant::now() + TICKET_PATIENCE), tickets);
-        let (_, ()) = tokio::join!(tickets, self.empty(deadline));
-        self.empty(deadline).await;
+        let (_, ()) = tokio::join!(tickets, self.drain_memory(deadline));
+        self.drain_memory(deadline).await;
         self.memory.contents()
     }
 
-    async fn empty(&self, deadline: Instant) {
+    async fn drain_memory(&self, deadline: Instant) {
         if let Some(flusher) = self.service.flusher() {
-            flusher.empty(deadline).await;
+            flusher.drain(deadline).await;
         }
     }
 
@@ -210,7 +210,7 @@ impl Worker {
             tracing::warn!(tasks = self.listeners.running(), "closed connections did not end in time");
         }
         match memory {
-            LeftMemory::Empty => self.empty(deadline.max(Instant::now() + LAST_FLUSH)).await,
+            LeftMemory::Empty => self.drain_memory(deadline.max(Instant::now() + LAST_FLUSH)).await,
             // Sends that had begun are answered by now. A late one is never acknowledged.
             LeftMemory::PassedOn => self.service.ingest.refuse_sends(),
         }
@@ -226,7 +226,7 @@ impl Worker {
             LeftMemory::PassedOn => Vec::new(),
         };
         let has_lost = Outlives::of(&self.memory).name_losses(&unflushed);
-        self.memory.let_go();
+        self.memory.release();
         let flushed_bytes = self.flushed_bytes() - flushed_before;
         let mut sockets = std::mem::take(&mut self.held);
         sockets.grpc_connections.extend(self.grpc_handover.take());

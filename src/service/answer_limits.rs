@@ -44,7 +44,7 @@ impl LastRefusal {
         Self { began: Instant::now(), at_ms: AtomicU64::new(0) }
     }
 
-    /// Records the time if `refusal` is of that kind.
+    /// Records the time if unconsumed responses are the cause of `refusal`.
     pub(super) fn note(&self, refusal: &ServiceError) {
         if matches!(refusal, ServiceError::TooManyAnswers { .. } | ServiceError::NoHeap(_)) {
             self.at_ms.store(self.now_ms(), Ordering::Relaxed);

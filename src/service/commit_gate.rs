@@ -34,7 +34,7 @@ impl CommitGate {
     ///
     /// # Errors
     /// The errors of [`CommitGate::pass`].
-    pub(super) fn look(&self) -> Result<(), ServiceError> {
+    pub(super) fn check(&self) -> Result<(), ServiceError> {
         if self.seems_closed.load(Ordering::Relaxed) { Err(ServiceError::Stopping) } else { Ok(()) }
     }
 
@@ -76,9 +76,9 @@ mod tests {
             drop(passing);
             closing.join().unwrap();
         });
-        assert!(matches!(gate.pass(), Err(ServiceError::Stopping)) && gate.look().is_err());
+        assert!(matches!(gate.pass(), Err(ServiceError::Stopping)) && gate.check().is_err());
         gate.open();
-        assert!(gate.look().is_ok());
+        assert!(gate.check().is_ok());
         drop(gate.pass().unwrap());
     }
 }

@@ -62,8 +62,8 @@ impl Lifecycle {
         }
     }
 
-    /// Ends the gap of the metadata log once no app is left. An app of the time before the gap that
-    /// calls later is treated as expired. Retried at the next check.
+    /// Records in the metadata log that its gap is over, once no app from before the gap is left.
+    /// An app that calls later is treated as expired. A failure is retried at the next check.
     pub async fn end_metadata_gap(&self) {
         let Some(tier) = self.tiers.metadata() else { return };
         let Some(reason) = tier.metadata_gap().filter(|_| self.apps.is_abandoned()) else { return };

@@ -45,7 +45,7 @@ pub struct Ingest {
     /// Pool for commits of large sends.
     pub(super) committing: Aside,
     /// Pool for large sends that are aborted. It is separate so that aborts do not delay commits.
-    pub(super) giving_up: Aside,
+    pub(super) aborting: Aside,
     pub(super) tasks: Tasks,
 }
 

@@ -155,10 +155,10 @@ impl Drop for Intake {
     fn drop(&mut self) {
         let many = self.session.take_if(|session| !session.is_small());
         if let (Some(session), Ok(_runtime)) = (many, Handle::try_current()) {
-            let places = self.ingest.giving_up.clone();
+            let places = self.ingest.aborting.clone();
             self.ingest.tasks.spawn("large send given up", async move {
                 // The panic hook reports a panic; nothing else can be done here.
-                let _given_up = places.run(move || drop(session)).await;
+                let _aborted = places.run(move || drop(session)).await;
             });
         }
     }

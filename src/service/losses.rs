@@ -271,8 +271,8 @@ impl Losses {
         let suspect = |partition| Suspect { shuffle: Arc::clone(shuffle), partition, blame: blame.clone() };
         self.verifier.verify(unknown.map(|(partition, _)| suspect(*partition)).collect());
         for (partition, ids) in partitions {
-            self.verifier.looked(shuffle, *partition, deadline).await;
-            let missing = match self.sought(shuffle, *partition, ids).await {
+            self.verifier.wait_for_scan(shuffle, *partition, deadline).await;
+            let missing = match self.find_missing(shuffle, *partition, ids).await {
                 Some(missing) => missing,
                 None => ledger.with(*partition, |it| it.acknowledge(&ids_of(ids))).err().unwrap_or_default(),
             };
@@ -292,7 +292,12 @@ impl Losses {
 
     /// Returns the `ids` that exist nowhere, for a partition whose ids are not in memory. Returns
     /// `None` if they are in memory, or if the lookup is impossible now.
-    async fn sought(&self, shuffle: &ShuffleState, partition: PartitionId, ids: &[i64]) -> Option<Vec<u64>> {
+    async fn find_missing(
+        &self,
+        shuffle: &ShuffleState,
+        partition: PartitionId,
+        ids: &[i64],
+    ) -> Option<Vec<u64>> {
         let is_in_tiers = |it: &mut Ledger| it.is_in_tiers() && it.phase() != Phase::Verifying;
         if !shuffle.ledger().with(partition, is_in_tiers) {
             return None;

@@ -205,7 +205,7 @@ impl Service {
             partitions_max: config.partitions_per_request_max,
             verify_crc: config.verify_crc,
             committing: Aside::of_cores(),
-            giving_up: Aside::of_cores(),
+            aborting: Aside::of_cores(),
             tasks: tasks.clone(),
         });
         let reads = Arc::new(Reads {
@@ -274,9 +274,9 @@ impl Service {
     }
 
     /// Undoes [`Ingest::refuse_sends`] and [`WorkerStatus::stop`] after a cancelled stop.
-    pub fn go_on(&self) {
+    pub fn resume(&self) {
         self.ingest.take_sends();
-        self.status.go_on();
+        self.status.resume();
     }
 
     /// Returns the memory tier.

@@ -72,7 +72,7 @@ struct Restoring {
     /// Why the shuffle is not registered.
     failed: Option<ServiceError>,
     /// Why its reports are not completely known.
-    untaken: Option<String>,
+    missing_reports: Option<String>,
 }
 
 /// Approximate heap of a recovered partition besides its ids: its table entry and its ledger.
@@ -89,7 +89,7 @@ impl Lifecycle {
         self.set_recovery_metrics(&recovered);
         self.losses.blame_missing_directories(&recovered.missing_disks);
         let mut unrestored = self.take_unrestored(&mut recovered.shuffles);
-        let (mut known, unread) = self.listen(&mut recovered.said, &mut unrestored).await;
+        let (mut known, unread) = self.read_log(&mut recovered.said, &mut unrestored).await;
         unrestored.from_memory.end();
         let (mut suspects, mut left, mut failed) = (Vec::new(), Vec::new(), HashSet::new());
         let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
@@ -142,14 +142,14 @@ impl Lifecycle {
             }
         }
         self.keep_memory(is_uncertain, left.iter().chain(&failed).collect());
-        self.question(&left, unread);
+        self.mark_unproven_apps(&left, unread);
         self.apps.touch_all();
         for app in self.apps.apps() {
             self.weights.weigh(&app);
             self.count_on_disk(&app);
         }
         self.verifier.verify(suspects);
-        self.verifier.hear_of_damage(&self.apps);
+        self.verifier.listen_for_damage(&self.apps);
         restored.apps = self.apps.app_count();
         restored.reported_blocks = self.apps.block_id_count();
         restored.tell((bytes, blocks), took);
@@ -165,23 +165,23 @@ impl Lifecycle {
     /// Verifies recovered blocks in memory that no reader has requested yet, one partition after
     /// another. They are served as soon as the start is over; requested partitions are verified
     /// first.
-    pub fn look_at_memory(&self) {
+    pub fn verify_memory(&self) {
         if !self.memory.has_unverified() {
             return;
         }
         let (buffers, stopped) = (self.memory.buffers(), self.tasks.cancelled());
-        self.tasks.spawn("look at memory", async move {
+        self.tasks.spawn("verify memory", async move {
             let (began, partitions) = (Instant::now(), buffers.len());
-            let look = async {
+            let verification = async {
                 for buffer in buffers {
                     // A panicking check has shown nothing; a reader will run it again.
-                    let _looked = tokio::task::spawn_blocking(move || buffer.verify()).await;
+                    let _verified = tokio::task::spawn_blocking(move || buffer.verify()).await;
                 }
             };
             tokio::select! {
                 biased;
                 () = stopped => {}
-                () = look => tracing::info!(
+                () = verification => tracing::info!(
                     partitions,
                     took = ?began.elapsed(),
                     "scanned the memory of an earlier process"
@@ -192,7 +192,7 @@ impl Lifecycle {
 
     /// Marks the applications whose registrations may be missing because recovery has a gap. These
     /// are all applications found, including those with only files and no registration (`left`).
-    fn question(&self, left: &[ShuffleKey], unread: Option<String>) {
+    fn mark_unproven_apps(&self, left: &[ShuffleKey], unread: Option<String>) {
         let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
         let Some(reason) = gap.or_else(|| unread.map(Arc::from)) else { return };
         let known = self.apps.apps().into_iter().flat_map(|app| app.shuffles());
@@ -239,7 +239,7 @@ impl Lifecycle {
     /// Registers shuffles from the log, begins to restore their blocks in memory, and adds reports.
     /// Also returns why the log could not be read completely, if so: then any shuffle may lack
     /// records.
-    async fn listen(
+    async fn read_log(
         &self,
         said: &mut Said,
         unrestored: &mut Unrestored,
@@ -325,7 +325,7 @@ impl Lifecycle {
         let Some(state) = restoring.state else { return restoring.failed.map_or(Ok(None), Err) };
         let unread =
             restoring.failed.map(|error| format!("some records of the shuffle cannot be recovered: {error}"));
-        if let Some(reason) = shuffle.incomplete.take().or(restoring.untaken).or(unread) {
+        if let Some(reason) = shuffle.incomplete.take().or(restoring.missing_reports).or(unread) {
             tracing::error!(
                 target: AUDIT,
                 shuffle = %shuffle.key,
@@ -383,19 +383,19 @@ impl Restoring {
         let state = Arc::clone(state);
         self.enter_gathered(key);
         let entered = enter_alone(key, &state, report);
-        self.note_untaken(entered.err());
+        self.note_missing_report(entered.err());
         0
     }
 
     fn enter_gathered(&mut self, key: &ShuffleKey) {
         let Some(state) = &self.state else { return };
-        let untaken = self.gathered.enter(key, state);
-        self.note_untaken(untaken);
+        let missing_reports = self.gathered.enter(key, state);
+        self.note_missing_report(missing_reports);
     }
 
-    fn note_untaken(&mut self, error: Option<ReportError>) {
+    fn note_missing_report(&mut self, error: Option<ReportError>) {
         let Some(error) = error else { return };
-        self.untaken.get_or_insert_with(|| {
+        self.missing_reports.get_or_insert_with(|| {
             format!("a report cannot be recovered: {error}; unregister the shuffle or rerun its application")
         });
     }

@@ -175,7 +175,7 @@ impl WorkerStatus {
     }
 
     /// Undoes [`WorkerStatus::stop`] after a cancelled stop.
-    pub(super) fn go_on(&self) {
+    pub(super) fn resume(&self) {
         self.update(|inputs| inputs.stopping = None);
     }
 
@@ -260,7 +260,7 @@ mod tests {
         let status = WorkerStatus::default();
         status.stop(Stopping::ForSuccessor);
         assert_eq!((status.state(), status.is_stopping()), (WorkerState::Active, true));
-        status.go_on();
+        status.resume();
         assert!(!status.is_stopping());
         status.stop(Stopping::ForGood);
         assert_eq!(status.state(), WorkerState::Decommissioning);

@@ -501,7 +501,7 @@ async fn hand_off_stops_acknowledgements_and_returns_tickets() {
     assert_eq!(fixture.memory.contents()[0].blocks, 1, "only what was acknowledged before");
     assert_eq!(fixture.memory.tickets().count(), 0, "a ticket that was refused is spent");
     // The stop is cancelled.
-    fixture.service.go_on();
+    fixture.service.resume();
     fixture.send(2, 1000).unwrap();
     assert_eq!(fixture.memory.contents()[0].blocks, 2);
     fixture.stop().await;

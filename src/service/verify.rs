@@ -30,9 +30,10 @@ use super::loss_log::LossLog;
 use super::metrics::ServiceMetrics;
 use super::spill;
 
-/// Maximum number of concurrent scans, and the bounds of the pause after a round in which some
-/// failed. The pause doubles.
-const LOOKS: usize = 8;
+/// Maximum number of concurrent scans.
+const SCANS_MAX: usize = 8;
+
+/// Bounds of the backoff after a round in which some scans failed. The pause doubles.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 
@@ -62,7 +63,7 @@ pub(super) struct Verifier {
     pub(super) tasks: Tasks,
     pub(super) metrics: Arc<ServiceMetrics>,
     loss_log: Arc<LossLog>,
-    looks: Semaphore,
+    scans: Semaphore,
 }
 
 /// An error of a tier, and whether the tier is read through this worker.
@@ -75,7 +76,7 @@ impl Verifier {
         metrics: Arc<ServiceMetrics>,
         loss_log: Arc<LossLog>,
     ) -> Self {
-        Self { memory, tiers, tasks, metrics, loss_log, looks: Semaphore::new(LOOKS) }
+        Self { memory, tiers, tasks, metrics, loss_log, scans: Semaphore::new(SCANS_MAX) }
     }
 
     /// Verifies a partition after a read error showed a loss or a possible loss. Returns after the
@@ -87,7 +88,7 @@ impl Verifier {
         error: &StoreError,
     ) {
         self.suspect(&shuffle, partition, &error.to_string());
-        self.looked(&shuffle, partition, Self::patience()).await;
+        self.wait_for_scan(&shuffle, partition, Self::patience()).await;
     }
 
     /// Marks a partition as possibly damaged for `reason`. Reads of it are refused until the losses
@@ -107,7 +108,7 @@ impl Verifier {
     /// Registers for damage found in memory or a tier, by a reader or otherwise. Damaged blocks are
     /// lost unless they exist elsewhere. Must be called after the recovered state is recorded,
     /// which would overwrite marks of unverified partitions.
-    pub(super) fn hear_of_damage(self: &Arc<Self>, apps: &Arc<AppRegistry>) {
+    pub(super) fn listen_for_damage(self: &Arc<Self>, apps: &Arc<AppRegistry>) {
         let on_damage = self.on_damage(apps);
         self.memory.on_damage(Arc::clone(&on_damage));
         self.tiers.iter().for_each(|tier| tier.on_damage(Arc::clone(&on_damage)));
@@ -146,7 +147,12 @@ impl Verifier {
     }
 
     /// Waits until a partition is verified, a scan of it has failed, or `deadline` has passed.
-    pub(super) async fn looked(&self, shuffle: &ShuffleState, partition: PartitionId, deadline: Instant) {
+    pub(super) async fn wait_for_scan(
+        &self,
+        shuffle: &ShuffleState,
+        partition: PartitionId,
+        deadline: Instant,
+    ) {
         let _: Result<(), _> = timeout_at(deadline, shuffle.ledger().looked(partition)).await;
     }
 
@@ -184,11 +190,11 @@ impl Verifier {
     async fn settle_all(&self, mut suspects: Vec<Suspect>) {
         let (partitions, began, mut pause) = (suspects.len(), Instant::now(), PAUSE_MIN);
         loop {
-            let looked = stream::iter(suspects).map(async |mut suspect| {
+            let scanned = stream::iter(suspects).map(async |mut suspect| {
                 let settled = self.settle(&mut suspect).await;
                 settled.err().map(|error| (suspect, error))
             });
-            let failed: Vec<_> = looked.buffer_unordered(LOOKS).filter_map(ready).collect().await;
+            let failed: Vec<_> = scanned.buffer_unordered(SCANS_MAX).filter_map(ready).collect().await;
             if failed.is_empty() {
                 break;
             }
@@ -220,8 +226,8 @@ impl Verifier {
                 blame.reason = Arc::from(error.to_string());
             }
             let asked = ledger.with(partition, Ledger::begin_look);
-            let look = match self.look(shuffle, partition, asked).await {
-                Ok(look) => look,
+            let scan = match self.scan(shuffle, partition, asked).await {
+                Ok(scan) => scan,
                 Err((error, is_served)) => {
                     let is_unread = is_served && error.kind != StoreErrorKind::Unhealthy;
                     if is_unread {
@@ -233,7 +239,7 @@ impl Verifier {
                     return if is_gone { Ok(()) } else { Err(error) };
                 }
             };
-            if let Some(new) = ledger.with(partition, |it| it.settle(look, blame)) {
+            if let Some(new) = ledger.with(partition, |it| it.settle(scan, blame)) {
                 self.tell(shuffle, partition, new, &blame.reason);
                 return Ok(());
             }
@@ -245,14 +251,14 @@ impl Verifier {
     }
 
     /// Determines which of the reported and `asked` blocks of a partition can be read.
-    async fn look(
+    async fn scan(
         &self,
         shuffle: &ShuffleState,
         partition: PartitionId,
         asked: Vec<u64>,
     ) -> Result<Look, TierError> {
         // The semaphore is never closed.
-        let _looking = self.looks.acquire().await;
+        let _scanning = self.scans.acquire().await;
         let (key, ledger) = (shuffle.key(), shuffle.ledger());
         let reported = spill::reported(shuffle, partition).await.map_err(|error| (error, false))?;
         let found = match ledger.with(partition, |it| it.is_in_tiers()) {
@@ -285,7 +291,7 @@ impl Verifier {
         partition: PartitionId,
         ids: &[u64],
     ) -> Result<Vec<u64>, StoreError> {
-        let _looking = self.looks.acquire().await;
+        let _scanning = self.scans.acquire().await;
         let mut missing = Vec::new();
         for ids in ids.chunks(SLICE_IDS) {
             let sought = self.seek(key, partition, ids.to_vec()).await;

@@ -73,12 +73,12 @@ impl Ingest {
         // The ticket is redeemed first: if anything else is wrong, its memory must be released now.
         let mut funds = self.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
         self.metrics.ticket_lifetime.observe(funds.age().as_secs_f64());
-        self.commits.look()?; // rather now than after all of its bytes
+        self.commits.check()?; // rather now than after all of its bytes
         app.usage().check(Counted::DiskBytes, header.message_bytes)?;
         let missing = || ServiceError::NotRegisteredPart(format!("shuffle {}", header.shuffle));
         let (key, shuffle) = shuffle_of(&app, header.shuffle).ok_or_else(missing)?;
         let buffers = self.memory.shuffle(&key).ok_or_else(missing)?;
-        funds.cut_to(header.message_bytes);
+        funds.truncate_to(header.message_bytes);
         Ok(SendSession {
             payload_bytes_max: funds.requested_bytes(),
             bookkeeping: Bookkeeping::new(app.unfinished_blocks()),

@@ -1,7 +1,8 @@
 //! Sends spans to an OTLP collector over gRPC, with fastrace's OpenTelemetry reporter.
 //!
 //! fastrace's collector thread only moves spans to a bounded queue, and a second thread sends them.
-//! No other thread waits for the OTLP collector. Spans that it does not accept are counted as lost.
+//! No other thread waits for the OTLP collector. Spans that it does not accept are counted as lost
+//! and never sent again. At the end of the process, queued spans are sent within a deadline.
 
 use std::borrow::Cow;
 use std::sync::{Arc, mpsc as std_mpsc};
@@ -71,7 +72,7 @@ pub fn export(endpoint: &str, runtime: &Handle) -> anyhow::Result<Export> {
 
 impl Export {
     /// Shortens the last deadline, because a successor waits.
-    pub fn hurry(&mut self) {
+    pub fn expedite(&mut self) {
         self.last_deadline = UPGRADE_EXPORT_DEADLINE;
     }
 }
@@ -299,7 +300,7 @@ mod tests {
         let waiting = (WAITING_SPANS_MAX + BATCH_SPANS_MAX) as u64;
         assert!(spans.lost() >= reported as u64 - waiting, "{} lost", spans.lost());
         let mut export = Export { queue, sender: Some(sender), last_deadline: 100 * EXPORT_DEADLINE };
-        export.hurry();
+        export.expedite();
         let began = Instant::now();
         block_in_place(|| drop(export));
         assert!(began.elapsed() < EXPORT_DEADLINE, "{:?}", began.elapsed());

@@ -144,7 +144,7 @@ async fn last_flush_tries_a_suspended_remote() {
     fs.release();
     assert!(fixture.hdfs.all_failing());
     let deadline = Instant::now() + Duration::from_secs(10);
-    assert!(fixture.flusher.empty(deadline).await, "the remote answers, but was not tried");
+    assert!(fixture.flusher.drain(deadline).await, "the remote answers, but was not tried");
     assert_eq!(fixture.in_hdfs(1, 4).await.len(), 3);
     fixture.assert_nothing_missing().await;
     fixture.finish().await;

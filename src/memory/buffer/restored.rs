@@ -54,8 +54,8 @@ impl Buffer {
     /// Verifies recovered blocks once and hides damaged ones. Takes milliseconds per few MiB.
     pub fn verify(&self) {
         let Some(unverified) = self.state.lock().unverified.clone() else { return };
-        let look = |key: &ShuffleKey, batch: &SealedBatch| self.withhold_damaged(key, batch);
-        unverified.look_once(&self.shared.verification, look);
+        let verify = |key: &ShuffleKey, batch: &SealedBatch| self.withhold_damaged(key, batch);
+        unverified.verify_once(&self.shared.verification, verify);
         self.state.lock().unverified = None;
     }
 

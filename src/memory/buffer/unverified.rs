@@ -48,15 +48,15 @@ impl Unverified {
         Arc::new(Self { is_left: AtomicBool::new(true), batch: Mutex::new(Some((key, batch))) })
     }
 
-    /// Calls `look` with the batch if it is unverified and still exists. Concurrent callers wait.
-    pub(super) fn look_once(&self, of_all: &Verification, look: impl FnOnce(&ShuffleKey, &SealedBatch)) {
+    /// Calls `verify` with the batch if it is unverified and still exists. Concurrent callers wait.
+    pub(super) fn verify_once(&self, of_all: &Verification, verify: impl FnOnce(&ShuffleKey, &SealedBatch)) {
         if !self.is_left.load(Ordering::Acquire) {
             return;
         }
         let mut left = self.batch.lock();
         let Some((key, batch)) = left.take() else { return };
         if let Some(batch) = batch.upgrade() {
-            look(&key, &batch);
+            verify(&key, &batch);
         }
         self.clear(of_all);
     }

@@ -415,7 +415,7 @@ fn map(held: &Held, geometry: Geometry) -> Result<Arc<Table>, Refusal> {
     let table = Table::new(region, geometry).map_err(Refusal::NoPages)?;
     let file_bytes = held.bytes()?;
     if file_bytes > geometry.bytes() && !table.has_all_blocks() {
-        table.let_go();
+        table.release();
         let found = file_bytes - geometry.front_bytes();
         return Err(Refusal::Size { found, wanted: geometry.data_bytes });
     }
@@ -492,7 +492,7 @@ pub(in crate::memory) fn check(
     let Some(found) = file.header()? else { return Ok(()) };
     let needs = judge(&found, &wanted, bytes)?;
     if needs.bytes() <= bytes {
-        map(&file, needs)?.let_go();
+        map(&file, needs)?.release();
         return Ok(());
     }
     let lacks = needs.resident_bytes().saturating_sub(file.resident_bytes()?);

@@ -47,7 +47,7 @@ impl LeftMemory {
         let names: hashbrown::HashSet<u32> = table.found_names().into_iter().map(|(at, _)| at).collect();
         let rows = table.found_rows(table.rows.to_be_read());
         let blocks = rows.filter(|(_, row)| names.contains(&row.name)).count() as u64;
-        table.let_go();
+        table.release();
         Ok(Some(Self { file, blocks }))
     }
 

@@ -130,7 +130,7 @@ impl Table {
 impl Named {
     /// Clears the name of a purged shuffle. Its rows are then invalid, even if this process dies.
     pub(in crate::memory) fn disown(&self) {
-        if !self.table.is_let_go() {
+        if !self.table.is_released() {
             self.table.clear(self.table.names.word_of(self.at));
         }
     }
@@ -138,7 +138,7 @@ impl Named {
 
 impl Drop for Named {
     fn drop(&mut self) {
-        if !self.table.is_let_go() {
+        if !self.table.is_released() {
             self.disown();
             self.table.put(&self.table.names, [self.at]);
         }

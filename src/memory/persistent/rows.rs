@@ -211,7 +211,7 @@ impl Kept {
     pub(in crate::memory) fn withhold(&self, ids: &HashSet<BlockId>) {
         let table = &self.named.table;
         let withheld = |at: &&u32| {
-            table.row(**at).is_some_and(|row| ids.contains(&row.meta.block_id)) && !table.is_let_go()
+            table.row(**at).is_some_and(|row| ids.contains(&row.meta.block_id)) && !table.is_released()
         };
         self.rows.iter().filter(withheld).for_each(|at| table.clear(table.rows.word_of(*at)));
     }
@@ -220,7 +220,7 @@ impl Kept {
 impl Drop for Kept {
     fn drop(&mut self) {
         let table = &self.named.table;
-        if table.is_let_go() {
+        if table.is_released() {
             return;
         }
         // A block's own row comes after the rows of its further pieces and is cleared first.

@@ -65,7 +65,7 @@ pub(in crate::memory) struct Table {
     pub(super) rows: Part,
     /// Set when the table is released to the next process; nothing is cleared any longer. Set while
     /// both parts are locked.
-    let_go: AtomicBool,
+    released: AtomicBool,
     /// Number of shuffles with blocks that the next process does not find.
     unprotected: AtomicU64,
     #[cfg(test)]
@@ -218,7 +218,7 @@ impl Table {
             rows: Part::new(&region, rows, FRESH_ROWS_AT, ROW_BYTES)?,
             geometry,
             region,
-            let_go: AtomicBool::new(false),
+            released: AtomicBool::new(false),
             unprotected: AtomicU64::new(0),
             #[cfg(test)]
             after_store: Mutex::new(None),
@@ -272,19 +272,19 @@ impl Table {
 
     /// Releases the region to another process: places are neither taken nor cleared, and pages are
     /// neither allocated nor freed.
-    pub(in crate::memory) fn let_go(&self) {
+    pub(in crate::memory) fn release(&self) {
         let _locked = (self.names.lock(), self.rows.lock());
-        self.let_go.store(true, Ordering::SeqCst);
+        self.released.store(true, Ordering::SeqCst);
     }
 
     /// Invalidates an empty region, so that it can be created again with another size.
     pub(in crate::memory) fn end(&self) {
-        debug_assert!(self.is_let_go(), "nothing is committed any more");
+        debug_assert!(self.is_released(), "nothing is committed any more");
         self.store(0, 0, Ordering::Release);
     }
 
-    pub(super) fn is_let_go(&self) -> bool {
-        self.let_go.load(Ordering::SeqCst)
+    pub(super) fn is_released(&self) -> bool {
+        self.released.load(Ordering::SeqCst)
     }
 }
 
@@ -292,7 +292,7 @@ impl Table {
     /// Takes a free place of `part`, in a chunk with pages.
     pub(super) fn take(&self, part: &Part, state: &mut State) -> Result<u32, NoPlaces> {
         loop {
-            if self.is_let_go() {
+            if self.is_released() {
                 return Err(NoPlaces::TooMany);
             }
             if let Some(place) = state.places.take() {
@@ -330,7 +330,7 @@ impl Table {
 
     /// Frees unneeded pages and adjusts the charges.
     pub(super) fn close_idle(&self, part: &Part, state: &mut State) {
-        while !self.is_let_go()
+        while !self.is_released()
             && let Some(chunk) = state.places.close_one()
         {
             self.region.discard_front_pages(part.bytes_of(state.places.of_chunk(chunk)));

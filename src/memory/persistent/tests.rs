@@ -278,7 +278,7 @@ struct Fixture {
 impl Fixture {
     fn new() -> Self {
         let memory = open(None);
-        let file = Arc::new(memory.handed_over().unwrap().unwrap());
+        let file = Arc::new(memory.duplicate_for_successor().unwrap().unwrap());
         let (model, lengths) = (Arc::default(), BTreeMap::new());
         let mut fixture = Self { memory, file, model, next_id: 1, lengths, held: None };
         restored(&fixture.memory, |_, _, _| false);
@@ -427,7 +427,7 @@ impl Fixture {
         model.must.values_mut().for_each(|ids| ids.retain(|id| !oldest.contains(id)));
         model.may = oldest.iter().copied().chain(unknown).collect();
         drop(model);
-        self.memory.let_go();
+        self.memory.release();
         // The previous memory is dropped, and its contents stay in the file.
         self.memory = open(Some(self.file.try_clone().unwrap()));
         // The new process may die while it takes over.

@@ -42,7 +42,7 @@ impl Piece {
 
 impl Drop for Piece {
     fn drop(&mut self) {
-        if self.region.is_let_go() {
+        if self.region.is_released() {
             return;
         }
         if let (true, Some(pages)) = (*self.is_discarded.get_mut(), &self.region.pages) {

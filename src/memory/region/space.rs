@@ -45,7 +45,7 @@ pub struct Region {
     /// Page state. Only for a region in a file.
     pub(super) pages: Option<Pages>,
     /// Set when the region is released to another process; nothing is freed any longer.
-    let_go: AtomicBool,
+    released: AtomicBool,
 }
 
 impl Region {
@@ -56,8 +56,8 @@ impl Region {
     pub fn new(capacity_bytes: u64) -> io::Result<Arc<Self>> {
         let blocks = blocks_of(capacity_bytes)?;
         let map = Mapping::new(blocks)?;
-        let (buddy, let_go) = (Mutex::new(Buddy::new(blocks)), AtomicBool::new(false));
-        Ok(Arc::new(Self { map, buddy, pages: None, let_go }))
+        let (buddy, released) = (Mutex::new(Buddy::new(blocks)), AtomicBool::new(false));
+        Ok(Arc::new(Self { map, buddy, pages: None, released }))
     }
 
     /// Returns the bytes of a region of `capacity_bytes`, in whole blocks.
@@ -83,7 +83,7 @@ impl Region {
         let blocks = blocks_of(capacity_bytes)?;
         let map = Mapping::shared(file, front_bytes, blocks)?;
         let buddy = Mutex::new(Buddy::unready(blocks));
-        Ok(Arc::new(Self { map, buddy, pages: Some(Pages::default()), let_go: AtomicBool::new(false) }))
+        Ok(Arc::new(Self { map, buddy, pages: Some(Pages::default()), released: AtomicBool::new(false) }))
     }
 
     /// Returns the words before the segments. Empty for private memory.
@@ -130,12 +130,12 @@ impl Region {
 
     /// Releases the file to another process. Dropped pieces then stay unchanged: allocating
     /// discarded pages again would be useless, and that process waits for the end of this one.
-    pub fn let_go(&self) {
-        self.let_go.store(true, Ordering::Release);
+    pub fn release(&self) {
+        self.released.store(true, Ordering::Release);
     }
 
-    pub(super) fn is_let_go(&self) -> bool {
-        self.let_go.load(Ordering::Acquire)
+    pub(super) fn is_released(&self) -> bool {
+        self.released.load(Ordering::Acquire)
     }
 
     /// Returns the bytes that are in no segment.

@@ -85,7 +85,7 @@ async fn large_sends_commit_without_a_waiting_caller() {
 #[tokio::test]
 async fn aborted_large_sends_do_not_delay_commits() {
     let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
-    let busy = occupy(&fixture, &fixture.service.ingest.giving_up).await;
+    let busy = occupy(&fixture, &fixture.service.ingest.aborting).await;
     drop(large_send(&mut fixture));
     yield_now().await;
     wait();

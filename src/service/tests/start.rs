@@ -77,8 +77,8 @@ fn left_in_memory() -> Option<OwnedFd> {
         fill.write(&[7; BLOCK as usize]);
         buffer.commit(vec![(block(partition, 1), fill)], &mut funds).unwrap();
     }
-    let file = memory.handed_over().unwrap();
-    memory.let_go();
+    let file = memory.duplicate_for_successor().unwrap();
+    memory.release();
     file
 }
 
@@ -146,7 +146,7 @@ async fn memory_of_an_unreadable_shuffle_is_kept() {
     assert_eq!(next.restore().await.unregistered, 1);
     memory.finish_restore();
     next.stop().await;
-    memory.let_go();
+    memory.release();
     drop(memory);
 
     let memory = memory_of(Some(file));

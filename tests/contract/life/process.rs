@@ -119,7 +119,7 @@ impl Process {
 
     /// Flushes everything as a stop does.
     pub(crate) async fn empty(&self) {
-        self.flusher.empty(Instant::now() + Duration::from_secs(20)).await;
+        self.flusher.drain(Instant::now() + Duration::from_secs(20)).await;
     }
 
     /// Returns the local tier.

@@ -17,7 +17,7 @@ fn in_directory(
 
 /// Leaves a file with one block of a process that has ended.
 fn left(path: &std::path::Path) {
-    with_one_block(path).let_go();
+    with_one_block(path).release();
 }
 
 /// Returns the path and the length of the only file in `directory`.
@@ -43,7 +43,7 @@ fn directory_has_one_worker_and_keeps_its_memory() {
     assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
     assert_eq!(read(&again), Found::from([((0, 0), vec![1])]));
     drop(again.forget(&key(0)));
-    again.let_go();
+    again.release();
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "an empty one is deleted");
     assert!(in_directory(directory.path(), |config, _| config.capacity_bytes = 8 * MIB).is_ok());
 }
@@ -124,7 +124,7 @@ fn region_grows_with_its_content_and_shrinks_without_blocks() {
         let mut fill = buffer(&again, 0, 1).reserve(6 << 20, &mut funds).unwrap();
         assert_eq!(fill.write(&vec![7; 6 << 20]), 6 << 20, "all of it can be used");
         drop((fill, funds));
-        again.let_go();
+        again.release();
     }
     let bytes = || std::fs::metadata(directory.path().join("uniffle-worker.memory")).unwrap().len();
     let grown_bytes = bytes();
@@ -141,7 +141,7 @@ fn region_grows_with_its_content_and_shrinks_without_blocks() {
     let meta = BlockMeta { block_id, task_attempt_id, length, uncompressed_length: 1, crc: 0 };
     buffer.commit(vec![(meta, fill)], &mut funds).unwrap();
     drop(funds);
-    again.let_go();
+    again.release();
     drop((buffer, again));
     let refused = in_directory(directory.path(), |_, _| {}).unwrap_err();
     assert!(matches!(refused, Refusal::Size { .. }), "{refused}");
@@ -176,7 +176,7 @@ fn file_extended_before_a_kill_is_accepted() {
             assert_eq!(std::fs::metadata(&path).unwrap().len(), bytes, "{more} more");
             assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]), "{more} more");
             assert_eq!(read(&again), Found::from([((0, 0), vec![1])]), "{more} more");
-            again.let_go();
+            again.release();
         }
     }
 }
@@ -191,7 +191,7 @@ fn changed_block_count_is_limited_by_slots() {
         let again = in_directory(directory.path(), |config, _| config.blocks_max = wanted).unwrap();
         assert_eq!(again.blocks_max(), got);
         assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
-        again.let_go();
+        again.release();
     }
 }
 
@@ -286,8 +286,8 @@ fn reader_continues_after_a_damaged_and_resent_block() {
         buffer.commit(blocks, &mut funds).unwrap();
     };
     send(&memory, &[1, 2], false);
-    let file = memory.handed_over().unwrap();
-    memory.let_go();
+    let file = memory.duplicate_for_successor().unwrap();
+    memory.release();
     let again = open(file);
     assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1, 2])]));
     let buffer = buffer(&again, 0, 0);
@@ -321,7 +321,7 @@ fn removed_or_replaced_file_is_noticed() {
             fault.contains("a kill would lose blocks") && fault.contains(&*entry.to_string_lossy()),
             "{fault}"
         );
-        memory.let_go();
+        memory.release();
         assert_eq!(entry.exists(), is_replaced, "the file of another worker stays");
         drop(other);
     }
@@ -347,7 +347,7 @@ fn file_that_was_cut_short_is_noticed_and_made_whole() {
         drop((read, damaged));
         (0..SHUFFLES).for_each(|shuffle| drop(memory.forget(&key(shuffle))));
         assert_eq!(memory.used_bytes(), 0);
-        memory.let_go();
+        memory.release();
     }
 }
 
@@ -363,5 +363,5 @@ fn file_that_was_extended_gets_its_length_back() {
     assert_eq!(read.data.concat(), payload(1, 5000));
     drop(read);
     (0..SHUFFLES).for_each(|shuffle| drop(memory.forget(&key(shuffle))));
-    memory.let_go();
+    memory.release();
 }

@@ -43,9 +43,9 @@ fn name_allocated_during_a_start_stays_unique() {
     all.clone().for_each(|shuffle| drop(memory.register(&key(shuffle), Distribution::Normal)));
     let gone = per_chunk..2 * per_chunk;
     gone.clone().for_each(|shuffle| drop(memory.forget(&key(shuffle))));
-    let file = memory.handed_over().unwrap().unwrap();
+    let file = memory.duplicate_for_successor().unwrap().unwrap();
     send_one(&memory, 0, 7);
-    memory.let_go();
+    memory.release();
     drop(memory);
     let (unknown, later) = (1000, 1001);
     let known = all.filter(|shuffle| !gone.contains(shuffle)).chain([unknown]);
@@ -56,7 +56,7 @@ fn name_allocated_during_a_start_stays_unique() {
     send_one(&memory, later, 9);
     let left =
         BTreeMap::from([(0, vec![BlockId(7)]), (unknown, vec![BlockId(8)]), (later, vec![BlockId(9)])]);
-    memory.let_go();
+    memory.release();
     drop(memory);
     let memory = open(Some(file));
     assert_eq!(taken_over(&memory, known.chain([later])), left);
@@ -81,8 +81,8 @@ fn shuffle_without_slot_gets_one_later() {
     assert_eq!((memory.unprotected_shuffles(), rows_left(&memory)), (0, 2));
     send_one(&memory, 0, 9);
     drop(memory.forget(&key(1)));
-    let file = memory.handed_over().unwrap().unwrap();
-    memory.let_go();
+    let file = memory.duplicate_for_successor().unwrap().unwrap();
+    memory.release();
     drop(memory);
     let memory = open(Some(file));
     let ids = [7, 8, 9].map(BlockId).to_vec();
@@ -122,14 +122,14 @@ fn start_that_frees_unknown_shuffles_is_noticed() {
     for keeps in [false, true] {
         let memory = open(None);
         assert!(taken_over(&memory, 0..0).is_empty());
-        let file = memory.handed_over().unwrap().unwrap();
+        let file = memory.duplicate_for_successor().unwrap().unwrap();
         send_one(&memory, 0, 7);
         send_one(&memory, 1, 8);
-        memory.let_go();
+        memory.release();
         drop(memory);
         let memory = knows_the_first(&file, keeps);
         assert_eq!(rows_left(&memory), if keeps { 2 } else { 1 });
-        memory.let_go();
+        memory.release();
         drop(memory);
         let memory = open(Some(file));
         assert_eq!(taken_over(&memory, 0..2).contains_key(&1), keeps);
@@ -140,22 +140,22 @@ fn start_that_frees_unknown_shuffles_is_noticed() {
 fn unknown_shuffle_is_kept_until_it_ends() {
     let memory = open(None);
     assert!(taken_over(&memory, 0..0).is_empty());
-    let file = memory.handed_over().unwrap().unwrap();
+    let file = memory.duplicate_for_successor().unwrap().unwrap();
     send_one(&memory, 0, 7);
     send_one(&memory, 1, 8);
-    memory.let_go();
+    memory.release();
     drop(memory);
     // Also when nothing else is in memory.
     for _ in 0..2 {
         let memory = knows_the_first(&file, true);
         assert!(memory.used_bytes() >= 10_000, "both are charged: {}", memory.used_bytes());
         assert_eq!(rows_left(&memory), 2);
-        memory.let_go();
+        memory.release();
         drop(memory);
     }
     let memory = open(Some(file.try_clone().unwrap()));
     assert_eq!(taken_over(&memory, 0..2), BTreeMap::from([(0, vec![BlockId(7)]), (1, vec![BlockId(8)])]));
-    memory.let_go();
+    memory.release();
     drop(memory);
 
     let ends: [fn(&Memory); 3] = [

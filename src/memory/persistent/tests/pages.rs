@@ -75,8 +75,8 @@ fn pages_with_few_rows_are_charged_whole() {
     assert!(memory.used_bytes() >= charged, "{} of {before}", memory.used_bytes());
     assert!(memory.shared.supply.lists.charged_bytes() >= charged + u64::from(chunks) * 64);
     // The next process finds the same pages.
-    let file = memory.handed_over().unwrap().unwrap();
-    memory.let_go();
+    let file = memory.duplicate_for_successor().unwrap().unwrap();
+    memory.release();
     let again = open(Some(file));
     again.register(&key(0), Distribution::Normal);
     let heap = again.heap().of(HeapKind::Partitions);
