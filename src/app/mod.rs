@@ -13,9 +13,9 @@ mod quota;
 mod ranges;
 mod record_counts;
 mod registration;
+mod registration_limiter;
 mod registry;
 mod shuffle;
-mod sources;
 mod unproven;
 mod usage;
 

@@ -17,8 +17,8 @@ use super::quota::{Quota, QuotaExceeded};
 use super::ranges::PartitionRanges;
 use super::record_counts::RecordCounts;
 use super::registration::{RANGE_BYTES, RANGES_MAX, RegisterError, Registration, SHUFFLE_BYTES};
+use super::registration_limiter::{RegistrationLimiter, Room};
 use super::shuffle::ShuffleState;
-use super::sources::{Room, Sources};
 use super::unproven::Unproven;
 use super::usage::{Counted, Quotas, Usage, Users};
 use crate::budget::heap::HeapFull;
@@ -51,7 +51,7 @@ pub struct AppRegistry {
 #[derive(Debug)]
 struct Alone {
     users: Users,
-    sources: Sources,
+    limiter: RegistrationLimiter,
     unproven: Unproven,
 }
 
@@ -75,7 +75,7 @@ impl AppRegistry {
             longest_timeout_ms: AtomicU64::new(0),
             lifecycle: Mutex::new(Alone {
                 users: Users::of(Arc::clone(&quotas)),
-                sources: Sources::of(heap),
+                limiter: RegistrationLimiter::of(heap),
                 unproven: Unproven::default(),
             }),
             quotas,
@@ -126,12 +126,12 @@ impl AppRegistry {
             return Err(RegisterError::Apps(QuotaExceeded { max: self.config.apps_max as u64 }));
         }
         let fresh = || {
-            let Alone { users, sources, .. } = &mut *alone;
-            let part = sources.budget(registration.from).share();
+            let Alone { users, limiter, .. } = &mut *alone;
+            let part = limiter.budget(registration.from).share();
             self.fresh(&registration.key.app, part, users.usage(&registration.user))
         };
         let app = known.clone().unwrap_or_else(fresh);
-        let room = alone.sources.room(known.as_ref().map(|app| app.age()));
+        let room = alone.limiter.room(known.as_ref().map(|app| app.age()));
         let charged = |bytes| {
             let charge = charged(&room, &app.registrations, bytes);
             charge.map_err(|refusal| HeapFull::of(HeapKind::Registrations, refusal))

@@ -1,13 +1,12 @@
 //! Accepts the connections of every listener.
 //!
-//! It has the common parts: the connection limit and eviction (`places`), socket options, the
-//! opening deadline, TLS, retries of failed accepts, placement on threads, and the handover to a
-//! successor. Each listener names its bounds in an [`Acceptor`] and provides a function that serves
-//! one connection.
+//! It has the common parts: limit and eviction (`connection_limiter`), socket options, the opening
+//! deadline, TLS, retries of failed accepts, placement on threads, and the handover to a successor.
 //!
-//! Invariants: a connection counts until its [`Place`] is dropped or given to another. A connection
-//! that has not begun its protocol by the deadline is closed. Nothing is accepted once the tasks
-//! are closing. A connection without a first byte is then left to the successor or closed.
+//! Invariants: a connection counts until its [`ConnectionSlot`] is dropped or given to another. A
+//! connection that has not begun its protocol by the deadline is closed. Nothing is accepted once
+//! the tasks are closing. A connection without a first byte is then left to the successor or
+//! closed.
 
 use std::future::Future;
 use std::io;
@@ -30,10 +29,10 @@ use crate::runtime::{CorePlace, Cores, Handover, Tasks};
 use crate::telemetry::LogLimiter;
 
 use super::CLOSING_REST;
+use super::connection_limiter::{ConnectionGuard, ConnectionLimiter, ConnectionState, Stage, closing};
 use super::http2::FrameScanner;
-use super::places::{Held, Places, Seat, Stage, closing};
 use super::tls::TlsAcceptor;
-use super::watched::Watched;
+use super::tracked_stream::TrackedStream;
 
 /// Pause after a failed accept: retrying at once does not free a descriptor.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -81,7 +80,7 @@ pub(super) struct Names {
 /// Detection of the moment when a connection has begun its protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Begins {
-    /// The listener reports it ([`Seat::opened`]).
+    /// The listener reports it ([`ConnectionState::opened`]).
     Said,
     /// By the preface and the first frame of HTTP/2.
     Http2,
@@ -112,24 +111,24 @@ pub(super) struct Acceptor {
 pub(super) struct Connection<S> {
     pub(super) stream: S,
     pub(super) peer: SocketAddr,
-    pub(super) place: Place,
+    pub(super) place: ConnectionSlot,
 }
 
 /// A stream with or without TLS.
-pub(super) type Stream = Watched<Either<TcpStream, TlsStream<TcpStream>>>;
+pub(super) type Stream = TrackedStream<Either<TcpStream, TlsStream<TcpStream>>>;
 
 /// A connection's share of the limit, returned on drop.
 #[derive(Debug)]
-pub(super) struct Place {
-    held: Held,
+pub(super) struct ConnectionSlot {
+    held: ConnectionGuard,
     _open: Vec<GaugeGuard>,
     _core: Option<CorePlace>,
 }
 
-impl Place {
+impl ConnectionSlot {
     /// Returns the connection's state, which the listener updates.
-    pub(super) fn seat(&self) -> &Arc<Seat> {
-        self.held.seat()
+    pub(super) fn state(&self) -> &Arc<ConnectionState> {
+        self.held.state()
     }
 }
 
@@ -151,7 +150,7 @@ impl Acceptor {
             let (opening, serve) = (Arc::clone(&opening), Arc::clone(&serve));
             async move {
                 let Connection { stream, peer, place } = connection;
-                match opening.open(stream, place.seat()).await {
+                match opening.open(stream, place.state()).await {
                     Ok(Some(stream)) => serve(Connection { stream, peer, place }).await,
                     Ok(None) => {}
                     Err(error) => tracing::debug!(listener, %peer, %error, "connection failed during setup"),
@@ -179,7 +178,7 @@ impl Acceptor {
             Begins::Http2 => (self.connections_max / LEAVING_PART).clamp(1, LEAVING_MAX),
             Begins::Said => 0,
         };
-        let places = Places::new(self.connections_max).with_leaving(leaving_max);
+        let limiter = ConnectionLimiter::new(self.connections_max).with_leaving(leaving_max);
         let (closings, failures) = (LogLimiter::new(1, LOG_INTERVAL), LogLimiter::new(1, LOG_INTERVAL));
         let mut kept = std::mem::take(&mut self.binding.kept).into_iter();
         let mut stopping = pin!(self.tasks.closing());
@@ -209,17 +208,17 @@ impl Acceptor {
                 }
             };
             let (close, registration) = closing();
-            let (held, closed) = places.take(peer.ip(), close);
+            let (held, closed) = limiter.take(peer.ip(), close);
             if let Some(closed) = closed {
                 self.note_closed(closed, &closings);
             }
             if has_begun {
-                held.seat().opened();
+                held.state().opened();
                 // A request to the predecessor counts as one here.
-                drop(held.seat().request());
+                drop(held.state().request());
             }
-            let seat = Arc::clone(held.seat());
-            let life = Life { seat, registration, deadline: self.opening_deadline };
+            let connection_state = Arc::clone(held.state());
+            let life = Life { connection_state, registration, deadline: self.opening_deadline };
             self.open((stream, peer), held, life, &serve);
             // The connection's task runs before the next accept. A storm of connects must not evict
             // a connection whose request has arrived.
@@ -238,8 +237,13 @@ impl Acceptor {
     }
 
     /// Starts the connection's task, on the least loaded core if there are cores.
-    fn open<F, S>(&self, (stream, peer): (TcpStream, SocketAddr), held: Held, life: Life, serve: &Arc<S>)
-    where
+    fn open<F, S>(
+        &self,
+        (stream, peer): (TcpStream, SocketAddr),
+        held: ConnectionGuard,
+        life: Life,
+        serve: &Arc<S>,
+    ) where
         F: Future<Output = ()> + Send + 'static,
         S: Fn(Connection<TcpStream>) -> F + Send + Sync + 'static,
     {
@@ -250,7 +254,7 @@ impl Acceptor {
         let open = self.open.iter().map(GaugeGuard::one).collect();
         let name = self.names.connection;
         let Some(cores) = &self.cores else {
-            let place = Place { held, _open: open, _core: None };
+            let place = ConnectionSlot { held, _open: open, _core: None };
             return self.tasks.spawn(name, life.of(serve(Connection { stream, peer, place })));
         };
         // Deregisters the socket from this runtime, before the core registers it.
@@ -259,7 +263,7 @@ impl Acceptor {
             Err(error) => return tracing::debug!(%peer, %error, "connection failed during setup"),
         };
         let (handle, core) = cores.place();
-        let (place, serve) = (Place { held, _open: open, _core: Some(core) }, Arc::clone(serve));
+        let (place, serve) = (ConnectionSlot { held, _open: open, _core: Some(core) }, Arc::clone(serve));
         self.tasks.spawn_on(handle, name, async move {
             match TcpStream::from_std(stream) {
                 Ok(stream) => life.of(serve(Connection { stream, peer, place })).await,
@@ -271,21 +275,21 @@ impl Acceptor {
 
 /// Lifetime of a connection: it ends by itself, at the opening deadline, or on eviction.
 struct Life {
-    seat: Arc<Seat>,
+    connection_state: Arc<ConnectionState>,
     registration: AbortRegistration,
     deadline: Duration,
 }
 
 impl Life {
     async fn of(self, serve: impl Future<Output = ()>) {
-        let Self { seat, registration, deadline } = self;
+        let Self { connection_state, registration, deadline } = self;
         let mut served = pin!(Abortable::new(serve, registration));
         tokio::select! {
             biased;
             _ended = served.as_mut() => return,
             () = sleep(deadline) => {}
         }
-        if seat.is_open() {
+        if connection_state.is_open() {
             let _ended = served.await;
         } else {
             tracing::debug!(?deadline, "connection closed: opening timed out");
@@ -318,7 +322,11 @@ struct Opening {
 impl Opening {
     /// Opens a connection. Returns `None` if the peer disconnected without a byte, or the
     /// connection is left to a successor.
-    async fn open(&self, socket: TcpStream, seat: &Arc<Seat>) -> io::Result<Option<Stream>> {
+    async fn open(
+        &self,
+        socket: TcpStream,
+        connection_state: &Arc<ConnectionState>,
+    ) -> io::Result<Option<Stream>> {
         let mut first_byte = [0];
         tokio::select! {
             biased;
@@ -339,7 +347,7 @@ impl Opening {
             },
         };
         let beginning = (self.begins == Begins::Http2).then(FrameScanner::default);
-        Ok(Some(Watched::new(stream, Arc::clone(seat), beginning)))
+        Ok(Some(TrackedStream::new(stream, Arc::clone(connection_state), beginning)))
     }
 
     /// Resolves shortly after the listener closes, so that a running handshake can finish.

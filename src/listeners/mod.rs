@@ -5,14 +5,14 @@
 //! successor that waits for the listener to close.
 
 mod acceptor;
+mod connection_limiter;
 pub mod grpc;
 pub mod http;
 mod http2;
-mod places;
 mod shares;
 pub mod tcp;
 pub mod tls;
-mod watched;
+mod tracked_stream;
 
 use std::time::Duration;
 

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use smallvec::SmallVec;
 
-use super::ceded::Ceded;
 use super::error::MemoryError;
+use super::metadata_reserve::MetadataReserve;
 use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment, Slice};
 use super::reservation::Reservation;
 use crate::budget::Budget;
@@ -30,7 +30,7 @@ pub(super) struct Supply {
     /// Blocks in memory: a budget of blocks rather than bytes.
     pub(super) blocks: Budget,
     /// Charges of block lists and the memory ceded for them.
-    pub(super) lists: Arc<Ceded>,
+    pub(super) lists: Arc<MetadataReserve>,
 }
 
 impl Supply {

@@ -12,8 +12,8 @@ use std::sync::{Arc, OnceLock};
 use hashbrown::{DefaultHashBuilder, HashTable};
 use smallvec::SmallVec;
 
-use super::ceded::Ceded;
 use super::chain::{BlockFill, Chain, Supply};
+use super::metadata_reserve::MetadataReserve;
 use super::persistent::layout::ROW_BYTES;
 use super::persistent::names::Named;
 use super::persistent::rows::{FreeRows, Kept, rows_of};
@@ -251,7 +251,12 @@ impl BlockList {
 
     /// Creates rows for the blocks of a sealed list without rows. Returns whether there was room
     /// for them.
-    pub(super) fn make_rows(&self, named: &Arc<Named>, partition: PartitionId, lists: &Ceded) -> bool {
+    pub(super) fn make_rows(
+        &self,
+        named: &Arc<Named>,
+        partition: PartitionId,
+        lists: &MetadataReserve,
+    ) -> bool {
         let slices = |at: u32| {
             let mut gather = Gather::default();
             self.gather(at as usize, &mut gather);
@@ -305,7 +310,7 @@ impl BlockList {
 
     /// Adds the charges of blocks that were just pushed, and pays for `strays` of them that hold
     /// their slices.
-    pub(super) fn charge(&mut self, paid: Paid, strays: usize, lists: &Ceded) {
+    pub(super) fn charge(&mut self, paid: Paid, strays: usize, lists: &MetadataReserve) {
         self.paid.merge(paid);
         self.pay(strays as u64 * STRAY_BYTES, lists);
     }
@@ -317,7 +322,7 @@ impl BlockList {
 
     /// Pays for the list itself and for new segments. The segments were checked against the
     /// capacity when they were allocated, and the list's heap is small compared with them.
-    pub(super) fn pay_for_segments(&mut self, lists: &Ceded) {
+    pub(super) fn pay_for_segments(&mut self, lists: &MetadataReserve) {
         let segments = self.chain.segments().max(1);
         if segments > self.paid_segments {
             let owed = heap_bytes(segments) - heap_bytes(self.paid_segments);
@@ -339,7 +344,7 @@ impl BlockList {
         dead
     }
 
-    fn pay(&mut self, bytes: u64, lists: &Ceded) {
+    fn pay(&mut self, bytes: u64, lists: &MetadataReserve) {
         if bytes > 0 {
             let budget = self.paid.capacity.budget().clone();
             self.paid.capacity.merge(budget.force_charge(bytes));

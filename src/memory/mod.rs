@@ -10,9 +10,9 @@
 
 pub mod buffer;
 pub mod chain;
-pub mod claims;
 pub mod error;
 pub mod fair;
+pub mod fair_shares;
 pub mod pool;
 pub mod read;
 pub mod region;
@@ -20,15 +20,15 @@ pub mod reservation;
 pub mod sealed;
 pub mod ticket;
 
-mod ahead;
 mod buddy;
-mod ceded;
 mod config;
 mod list;
+mod metadata_reserve;
 pub(crate) mod metrics;
 mod outlives;
 mod parts;
 mod persistent;
+mod prefaulter;
 mod protection;
 mod shuffle;
 
@@ -46,10 +46,10 @@ use tokio::sync::Notify;
 pub use crate::budget::{Budget, Charge, NoCapacity};
 pub use buffer::{Before, Buffer, Committed};
 pub use chain::BlockFill;
-pub use claims::Standing;
 pub use config::{HugePages, MemoryConfig, Prefault};
 pub use error::MemoryError;
 pub use fair::Claimant;
+pub use fair_shares::Standing;
 pub use persistent::file::{Backing, Owner, Refusal};
 pub use persistent::huge::describe as describe_huge_pages;
 pub use persistent::left::LeftMemory;
@@ -64,16 +64,16 @@ pub use ticket::{Outstanding, Tickets};
 use crate::budget::{Heap, HeapKind};
 use crate::clock::Instant;
 
-use ahead::Ahead;
 use buffer::{PARTITION_BYTES, Shared, Verification};
-use ceded::{Ceded, SPARE_BYTES};
 use chain::Supply;
 use config::{blocks_max, region_size};
+use metadata_reserve::{MetadataReserve, SPARE_BYTES};
 use metrics::MemoryMetrics;
 use persistent::file::{self, Held};
 use persistent::names::ShuffleName;
 use persistent::restore::{LeftShuffle, Search};
 use persistent::table::Table;
+use prefaulter::Prefaulter;
 use region::Region;
 
 use uniffle_wire::types::{AppId, BlockId, Distribution, ShuffleKey};
@@ -96,7 +96,7 @@ pub struct Memory {
     shuffles: DashMap<ShuffleKey, Arc<ShuffleBuffers>>,
     kept: Option<KeptMemory>,
     /// Allocates pages ahead of promises. Only for memory in a file.
-    ahead: Option<Arc<Ahead>>,
+    prefaulter: Option<Arc<Prefaulter>>,
 }
 
 /// Tells whether a tier has a block of a partition ([`Memory::restore`]).
@@ -164,7 +164,8 @@ impl Memory {
             has_vanished: AtomicBool::new(false),
         });
         let heap = Heap::returning(config.heap_bytes, FREED_BYTES_MAX, || return_freed(FREED_BYTES_MAX));
-        let lists = Arc::new(Ceded::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks)));
+        let lists =
+            Arc::new(MetadataReserve::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks)));
         if let Some(kept) = &kept {
             if kept.table.was_used() {
                 lists.pause();
@@ -172,10 +173,10 @@ impl Memory {
             kept.table.charge_to(&budget, &lists);
         }
         let extents = lists.extents().clone();
-        let ahead = kept.is_some().then(|| Ahead::new(Arc::clone(&region), budget.clone()));
+        let prefaulter = kept.is_some().then(|| Prefaulter::new(Arc::clone(&region), budget.clone()));
         let mut tickets = Tickets::new(budget.clone(), extents, config.ticket_timeout, config.tickets_max);
-        if let Some(ahead) = &ahead {
-            tickets.take_pages_by(Arc::clone(ahead));
+        if let Some(prefaulter) = &prefaulter {
+            tickets.take_pages_by(Arc::clone(prefaulter));
         }
         let shared = Shared {
             supply: Supply { lists, region, blocks },
@@ -195,7 +196,7 @@ impl Memory {
                 .with_huge_pages(config.has_huge_read_pages()),
             shuffles: DashMap::new(),
             kept,
-            ahead,
+            prefaulter,
         }))
     }
 
@@ -212,7 +213,7 @@ impl Memory {
     }
 
     /// Returns the part of the capacity for extent lists of blocks that left memory. Charged even
-    /// without room, see `ceded`.
+    /// without room, see `metadata_reserve`.
     #[must_use]
     pub fn extents(&self) -> &Budget {
         self.shared.supply.lists.extents()
@@ -319,9 +320,9 @@ impl Memory {
     /// Allocates pages ahead of promises, and places for unprotected shuffles, until the memory is
     /// dropped. Returns at once for private memory.
     pub async fn run_ahead(self: Arc<Self>) {
-        let (ahead, memory) = (self.ahead.clone(), Arc::downgrade(&self));
+        let (prefaulter, memory) = (self.prefaulter.clone(), Arc::downgrade(&self));
         drop(self);
-        if let Some(ahead) = ahead {
+        if let Some(prefaulter) = prefaulter {
             let protected = memory.clone();
             let unprotected = move || Some(memory.upgrade()?.unprotected_shuffles());
             let protect = move || {
@@ -329,7 +330,7 @@ impl Memory {
                 memory.protect_shuffles();
                 Some(memory.unprotected_shuffles())
             };
-            tokio::join!(ahead.run(), protection::run(unprotected, protect));
+            tokio::join!(prefaulter.run(), protection::run(unprotected, protect));
         }
     }
 
@@ -366,7 +367,7 @@ impl Memory {
     /// them.
     #[must_use]
     pub fn withheld_bytes(&self) -> u64 {
-        self.ahead.as_ref().map_or(0, |ahead| ahead.withheld_bytes())
+        self.prefaulter.as_ref().map_or(0, |prefaulter| prefaulter.withheld_bytes())
     }
 
     /// Returns all buffers with something to flush. Also frees dead segments of the others, and

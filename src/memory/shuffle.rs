@@ -11,8 +11,8 @@ use std::sync::Arc;
 use parking_lot::RwLock;
 
 use super::buffer::{Buffer, PARTITION_BYTES, Shared};
-use super::ceded::SPARE_BYTES;
 use super::error::MemoryError;
+use super::metadata_reserve::SPARE_BYTES;
 use super::persistent::names::ShuffleName;
 use crate::budget::{Budget, Charge, HeapFull, HeapKind, NoCapacity};
 use uniffle_wire::types::{Distribution, PartitionId, ShuffleKey};

@@ -3,7 +3,7 @@
 //! A ticket reserves the requested bytes plus one smallest segment per named partition, so that
 //! rounding never makes a valid send fail. It works once, belongs to one application and expires.
 //! While others wait, an unused ticket of an application over its share is revoked earlier
-//! ([`super::claims`]). A ticket that expires and a send that ends release their [`Charge`] on
+//! ([`super::fair_shares`]). A ticket that expires and a send that ends release their [`Charge`] on
 //! drop.
 
 use std::collections::HashMap;
@@ -15,10 +15,10 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
-use super::ahead::Ahead;
-use super::claims::{Ask, Claims, Standing, Ticket};
 use super::error::MemoryError;
 use super::fair::Claimant;
+use super::fair_shares::{Ask, FairShares, Standing, Ticket};
+use super::prefaulter::Prefaulter;
 use super::region::SEGMENT_BYTES_MIN;
 use super::reservation::Reservation;
 use crate::budget::Budget;
@@ -34,7 +34,7 @@ const ALLOWANCE_UNNAMED_BYTES: u64 = 64 << 10;
 /// A ticket does not reserve memory for lists ([`super::list::LIST_BYTES`] per partition without
 /// blocks in memory, 64 bytes per block). The number of blocks is unknown, and most sends are to
 /// partitions that have a list. The process stays bounded, because a list is created only when the
-/// region has ceded or the heap has lent its size ([`super::ceded`]).
+/// region has ceded or the heap has lent its size ([`super::metadata_reserve`]).
 ///
 /// A send of `b` bytes to `p` partitions uses at most `b` + 4096 `p` bytes of the region, which its
 /// ticket holds. If tickets hold all of the region, lists can use its slack (a 64th), 2 MiB, and
@@ -51,7 +51,7 @@ pub struct Tickets {
     tickets_max: AtomicUsize,
     state: Mutex<State>,
     /// Allocates pages for granted tickets. Only for memory in a file.
-    ahead: Option<Arc<Ahead>>,
+    prefaulter: Option<Arc<Prefaulter>>,
 }
 
 /// An outstanding ticket, as handed over from one process to the next.
@@ -67,7 +67,7 @@ pub struct Outstanding {
 
 #[derive(Debug)]
 struct State {
-    claims: Claims,
+    shares: FairShares,
     next: i64,
 }
 
@@ -79,7 +79,7 @@ impl Tickets {
         // A random start, so that a ticket of an earlier process is unknown here instead of
         // matching another one.
         let next = i64::from(rand::random::<u32>() >> 1) << 32;
-        let state = State { claims: Claims::new(budget.clone(), extents), next };
+        let state = State { shares: FairShares::new(budget.clone(), extents), next };
         Self {
             budget,
             pre_allocated: Budget::new(u64::MAX),
@@ -87,13 +87,13 @@ impl Tickets {
             timeout,
             tickets_max: AtomicUsize::new(tickets_max),
             state: Mutex::new(state),
-            ahead: None,
+            prefaulter: None,
         }
     }
 
-    /// Notifies `ahead` of every grant.
-    pub(super) fn take_pages_by(&mut self, ahead: Arc<Ahead>) {
-        self.ahead = Some(ahead);
+    /// Notifies `prefaulter` of every grant.
+    pub(super) fn take_pages_by(&mut self, prefaulter: Arc<Prefaulter>) {
+        self.prefaulter = Some(prefaulter);
     }
 
     /// Reserves `bytes` of payload for `app`, to be spread over `partitions` named partitions (0 =
@@ -114,11 +114,11 @@ impl Tickets {
         let ask = Ask { bytes: bytes + allowance, partitions };
         let now = Instant::now();
         let mut state = self.state.lock();
-        if self.count() >= self.tickets_max.load(Ordering::Relaxed) && !state.claims.revoke_one(app, now) {
+        if self.count() >= self.tickets_max.load(Ordering::Relaxed) && !state.shares.revoke_one(app, now) {
             drop(state);
             return Err(MemoryError::NoCapacity { asked: bytes, free: self.budget.free() });
         }
-        let charge = match state.claims.charge(app, ask, now) {
+        let charge = match state.shares.charge(app, ask, now) {
             Ok(charge) => charge,
             Err(refused) => {
                 drop(state);
@@ -130,9 +130,9 @@ impl Tickets {
         let ticket = Ticket { reservation, _count: self.count.force_charge(1) };
         state.next += 1;
         let id = TicketId(state.next);
-        state.claims.holder(app).tickets.insert(id, ticket);
+        state.shares.holder(app).tickets.insert(id, ticket);
         drop(state);
-        self.ahead.iter().for_each(|ahead| ahead.note_promise());
+        self.prefaulter.iter().for_each(|prefaulter| prefaulter.note_promise());
         Ok(id)
     }
 
@@ -147,7 +147,7 @@ impl Tickets {
     /// `UnknownTicket` if `app` has no such ticket.
     pub fn redeem(&self, app: &AppId, id: TicketId) -> Result<Reservation, MemoryError> {
         let mut state = self.state.lock();
-        let ticket = state.claims.find(app).and_then(|holder| holder.tickets.remove(&id));
+        let ticket = state.shares.find(app).and_then(|holder| holder.tickets.remove(&id));
         drop(state);
         ticket.map(|ticket| ticket.reservation).ok_or(MemoryError::UnknownTicket)
     }
@@ -161,7 +161,7 @@ impl Tickets {
             requested: ticket.reservation.requested_bytes(),
             held: ticket.reservation.held_bytes(),
         };
-        let of_all = state.claims.holders();
+        let of_all = state.shares.holders();
         of_all.flat_map(|(app, of)| of.tickets.iter().map(move |(id, it)| told(app, id, it))).collect()
     }
 
@@ -173,25 +173,25 @@ impl Tickets {
         for Outstanding { app, id, requested, held } in outstanding {
             let Ok(app) = AppId::parse(app) else { continue };
             let mut state = self.state.lock();
-            let holder = state.claims.holder(&app);
+            let holder = state.shares.holder(&app);
             let Ok(charge) = holder.budget.try_charge(*held) else { continue };
             let reservation = Reservation::new(*requested, charge, &self.pre_allocated, now);
             let ticket = Ticket { reservation, _count: self.count.force_charge(1) };
             granted += usize::from(holder.tickets.insert(TicketId(*id), ticket).is_none());
         }
-        self.ahead.iter().for_each(|ahead| ahead.note_promise());
+        self.prefaulter.iter().for_each(|prefaulter| prefaulter.note_promise());
         granted
     }
 
     /// Drops the tickets that expired at `now`. Returns their number.
     pub fn expire(&self, now: Instant) -> usize {
-        let expired = now.checked_sub(self.timeout).map(|before| self.state.lock().claims.expire(before));
+        let expired = now.checked_sub(self.timeout).map(|before| self.state.lock().shares.expire(before));
         expired.map_or(0, |expired| expired.len())
     }
 
     /// Drops every ticket of `app`.
     pub fn forget_app(&self, app: &AppId) {
-        let forgotten = self.state.lock().claims.forget(app);
+        let forgotten = self.state.lock().shares.forget(app);
         drop(forgotten);
     }
 
@@ -211,55 +211,55 @@ impl Tickets {
     /// Returns the number of tickets revoked from applications over their shares so far.
     #[must_use]
     pub fn revoked(&self) -> u64 {
-        self.state.lock().claims.revoked()
+        self.state.lock().shares.revoked()
     }
 
     /// Returns the budget to which everything of `app` in memory is charged.
     #[must_use]
     pub fn budget_of(&self, app: &AppId) -> Budget {
-        self.state.lock().claims.holder(app).budget.clone()
+        self.state.lock().shares.holder(app).budget.clone()
     }
 
     /// Sets the weight of `app`, valid while it holds anything or has shuffles.
     pub fn set_weight(&self, app: &AppId, weight: u32) {
-        self.state.lock().claims.set_weight(app, weight.max(1));
+        self.state.lock().shares.set_weight(app, weight.max(1));
     }
 
     /// Returns the weight of `app`, see [`Tickets::set_weight`].
     #[must_use]
     pub fn weight_of(&self, app: &AppId) -> u32 {
-        self.state.lock().claims.find(app).map_or(1, |holder| holder.weight)
+        self.state.lock().shares.find(app).map_or(1, |holder| holder.weight)
     }
 
     /// Returns the position of `app` in the division of the memory.
     #[must_use]
     pub fn standing(&self, app: &AppId) -> Standing {
-        self.state.lock().claims.standing(app, Instant::now())
+        self.state.lock().shares.standing(app, Instant::now())
     }
 
     /// Returns whether a recently refused request still waits.
     #[must_use]
     pub fn are_waited_for(&self) -> bool {
-        self.state.lock().claims.are_waited_for(Instant::now())
+        self.state.lock().shares.are_waited_for(Instant::now())
     }
 
     /// Returns whether a slow send of `app` must end for another application that waits for memory.
     #[must_use]
     pub fn must_yield(&self, app: &AppId) -> bool {
-        self.state.lock().claims.must_yield(app, Instant::now())
+        self.state.lock().shares.must_yield(app, Instant::now())
     }
 
     /// Returns the bytes to keep free for applications below their shares.
     #[must_use]
     pub fn claimed_bytes(&self) -> u64 {
-        self.state.lock().claims.claimed_bytes(Instant::now())
+        self.state.lock().shares.claimed_bytes(Instant::now())
     }
 
     /// Returns the held bytes and the weight of every application.
     #[must_use]
     pub fn holders(&self) -> HashMap<AppId, Claimant> {
         let state = self.state.lock();
-        let holders = state.claims.holders().map(|(app, holder)| {
+        let holders = state.shares.holders().map(|(app, holder)| {
             (app.clone(), Claimant { weight: holder.weight, demand: holder.budget.used() })
         });
         holders.collect()
@@ -274,7 +274,7 @@ impl fmt::Debug for Tickets {
 
 #[cfg(test)]
 mod tests {
-    use super::super::claims::{SLOW_SEND_PATIENCE, SLOW_SEND_PATIENCE_WITHIN_SHARE};
+    use super::super::fair_shares::{SLOW_SEND_PATIENCE, SLOW_SEND_PATIENCE_WITHIN_SHARE};
     use super::*;
 
     fn app(name: &str) -> AppId {

@@ -12,8 +12,8 @@ use crate::app::ShuffleState;
 use crate::clock::Instant;
 
 use super::ServiceError;
+use super::app_lookup::shuffle_of;
 use super::ingest::Ingest;
-use super::known::shuffle_of;
 
 /// Same value as Java's `rss.server.commit.timeout`. A client that gives up sooner asks again and
 /// finds less left to flush.
@@ -41,7 +41,7 @@ impl Ingest {
     async fn flushed(&self, app_id: &str, shuffle: i32) -> Result<Arc<ShuffleState>, ServiceError> {
         let unknown = || ServiceError::NotRegisteredPart(format!("shuffle {shuffle}"));
         let find = || {
-            let app = self.known.touched_app(app_id)?;
+            let app = self.lookup.touched_app(app_id)?;
             shuffle_of(&app, shuffle).ok_or_else(unknown)
         };
         let (key, state) = find()?;

@@ -35,7 +35,7 @@ impl Lifecycle {
     /// # Errors
     /// The errors of that function, or a tier cannot write the end durably now.
     pub async fn end_shuffle(self: &Arc<Self>, app: &str, shuffle: i32) -> Result<(), ServiceError> {
-        let app = self.known.app(app)?;
+        let app = self.lookup.app(app)?;
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
         let lifecycle = Arc::clone(self);
         let end = move || lifecycle.unregister_shuffle(app.id().as_str(), shuffle);

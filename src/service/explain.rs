@@ -2,7 +2,7 @@
 //! partitions.
 //!
 //! An explanation is computed on request, and once when an application is removed, so that a job
-//! that has just failed can still be explained. The last [`GONE_MAX`] are kept. Pure functions
+//! that has just failed can still be explained. The last [`FINISHED_MAX`] are kept. Pure functions
 //! decide which numbers become a sentence ([`findings`]).
 
 use std::cmp::Reverse;
@@ -22,7 +22,7 @@ use super::quota::QuotaUse;
 use super::statistics::AppStatistics;
 
 /// Number of explanations kept of removed applications. Each has at most a few KiB.
-const GONE_MAX: usize = 64;
+const FINISHED_MAX: usize = 64;
 
 /// Number of partitions listed, the largest first.
 const TOP_PARTITIONS: usize = 10;
@@ -148,19 +148,19 @@ pub struct TopPartition {
 
 /// Explanations of removed applications.
 #[derive(Debug, Default)]
-pub(super) struct Gone(Mutex<VecDeque<Arc<Explanation>>>);
+pub(super) struct FinishedApps(Mutex<VecDeque<Arc<Explanation>>>);
 
-impl Gone {
+impl FinishedApps {
     pub(super) fn push(&self, explanation: Explanation) {
-        let mut gone = self.0.lock();
-        if gone.len() >= GONE_MAX {
-            gone.pop_front();
+        let mut finished = self.0.lock();
+        if finished.len() >= FINISHED_MAX {
+            finished.pop_front();
         }
-        gone.push_back(Arc::new(explanation));
+        finished.push_back(Arc::new(explanation));
     }
 
     pub(super) fn find(&self, app: &str) -> Option<Arc<Explanation>> {
-        self.0.lock().iter().rev().find(|gone| gone.app == app).map(Arc::clone)
+        self.0.lock().iter().rev().find(|finished| finished.app == app).map(Arc::clone)
     }
 
     /// Returns all explanations, the latest first.
@@ -474,10 +474,10 @@ mod tests {
         keep_largest(&mut top);
         assert_eq!((top.len(), top[0].partition, top[1].partition), (TOP_PARTITIONS, 49, 99));
 
-        let gone = Gone::default();
+        let finished = FinishedApps::default();
         for n in 0..100 {
-            gone.push(Explanation { app: format!("app-{n}"), ..explanation() });
+            finished.push(Explanation { app: format!("app-{n}"), ..explanation() });
         }
-        assert!(gone.find("app-35").is_none() && gone.find("app-36").is_some());
+        assert!(finished.find("app-35").is_none() && finished.find("app-36").is_some());
     }
 }

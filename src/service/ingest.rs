@@ -14,8 +14,8 @@ use crate::memory::Memory;
 use crate::runtime::{Aside, Tasks};
 use crate::tiers::Tiers;
 
+use super::app_lookup::AppLookup;
 use super::commit_gate::CommitGate;
-use super::known::Known;
 use super::losses::Losses;
 use super::metrics::ServiceMetrics;
 use super::partition_limit::PartitionLimits;
@@ -27,7 +27,7 @@ use super::ticket_line::TicketLine;
 /// bytes.
 #[derive(Debug)]
 pub struct Ingest {
-    pub(super) known: Known,
+    pub(super) lookup: AppLookup,
     pub(super) memory: Arc<Memory>,
     pub(super) tiers: Tiers,
     pub(super) flusher: Option<Arc<Flusher>>,

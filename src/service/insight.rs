@@ -17,7 +17,7 @@ use crate::tiers::{DiskCondition, Tiers};
 use uniffle_wire::types::AppId;
 
 use super::aside::own_aside;
-use super::explain::{Explanation, Gone, Presence, StorageCondition, explanation};
+use super::explain::{Explanation, FinishedApps, Presence, StorageCondition, explanation};
 use super::history::{History, PARTITIONS_PER_SAMPLE, SAMPLE_INTERVAL, Sample, sample_apps};
 use super::losses::{Incompleteness, LossReport, Losses, lost_blocks_of};
 use super::metrics::ServiceMetrics;
@@ -37,7 +37,7 @@ pub struct Insight {
     pub(super) tasks: Tasks,
     pub(super) metrics: Arc<ServiceMetrics>,
     pub(super) history: History,
-    pub(super) gone: Gone,
+    pub(super) finished: FinishedApps,
 }
 
 impl Insight {
@@ -52,13 +52,13 @@ impl Insight {
         let known = AppId::parse(app).ok().and_then(|id| self.apps.find(&id));
         match known {
             Some(app) => Some(Arc::new(self.explanation(&app, Presence::Known))),
-            None => self.gone.find(app),
+            None => self.finished.find(app),
         }
     }
 
     /// Returns the explanations of removed applications, the latest first.
     pub fn gone_apps(&self) -> Vec<Arc<Explanation>> {
-        self.gone.all()
+        self.finished.all()
     }
 
     /// Calls `remove` and keeps an explanation of the application if it was removed.
@@ -66,7 +66,7 @@ impl Insight {
         let explanation = self.apps.find(id).map(|app| self.explanation(&app, why));
         let removed = remove();
         if let Some(explanation) = explanation.filter(|_| removed) {
-            self.gone.push(explanation);
+            self.finished.push(explanation);
         }
         removed
     }

@@ -25,12 +25,12 @@ use crate::tiers::{Admission, Cause, Purge, RemoteStorage, Tiers};
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
+use super::app_lookup::AppLookup;
 use super::aside::aside;
 use super::deletions::Deletions;
 use super::explain::Presence;
 use super::fairness::{FairnessConfig, Weights};
 use super::insight::Insight;
-use super::known::Known;
 use super::losses::Losses;
 use super::metrics::ServiceMetrics;
 use super::noted::{Noting, note_registration};
@@ -82,7 +82,7 @@ pub trait SettingsStore: fmt::Debug + Send + Sync {
 /// Applications and shuffles from registration to removal, and the node's decommissioning.
 #[derive(Debug)]
 pub struct Lifecycle {
-    pub(super) known: Known,
+    pub(super) lookup: AppLookup,
     pub(super) apps: Arc<AppRegistry>,
     pub(super) memory: Arc<Memory>,
     pub(super) tiers: Tiers,
@@ -154,7 +154,7 @@ impl Lifecycle {
         }
         let is_small = request.ranges.len() <= INLINE_RANGES_MAX;
         let sent = request.ranges.clone();
-        let ranges = aside(&self.known.aside, is_small, move || PartitionRanges::parse(&sent)).await??;
+        let ranges = aside(&self.lookup.aside, is_small, move || PartitionRanges::parse(&sent)).await??;
         let wanted_storage = request.remote_storage.as_ref();
         let (admissions, is_remote) = self.admissions(wanted_storage)?;
         let partitions = ranges.count();
@@ -198,7 +198,7 @@ impl Lifecycle {
     /// # Errors
     /// [`ServiceError::NotRegistered`].
     pub fn heartbeat(&self, app: &str) -> Result<(), ServiceError> {
-        self.known.touched_app(app).map(drop)
+        self.lookup.touched_app(app).map(drop)
     }
 
     /// Removes a shuffle. Its memory is free on return, and its files are deleted soon after.
@@ -206,7 +206,7 @@ impl Lifecycle {
     /// # Errors
     /// [`ServiceError::NotRegistered`] if the app is unknown; an unknown shuffle is no error.
     pub fn unregister_shuffle(&self, app: &str, shuffle: i32) -> Result<(), ServiceError> {
-        let app = self.known.app(app)?;
+        let app = self.lookup.app(app)?;
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
         let keys = std::slice::from_ref(&key);
         let remove = || self.purge_state(&key.app, keys, Purge::Shuffles);

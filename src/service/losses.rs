@@ -25,7 +25,7 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 use super::ServiceError;
 use super::metrics::ServiceMetrics;
 use super::spill::Stored;
-use super::verify::{Suspect, Verifier, blame};
+use super::verify::{UnverifiedPartition, Verifier, blame};
 
 /// Properties that make Spark recompute a stage whose shuffle data cannot be fetched; the first one
 /// set counts. They arrive with registrations of clients since 0.10, for which the last is an old
@@ -268,8 +268,9 @@ impl Losses {
         let unknown = partitions.iter().filter(|(id, ids)| {
             ledger.with(*id, |it| !it.is_in_tiers() && it.question_unknown(&ids_of(ids)))
         });
-        let suspect = |partition| Suspect { shuffle: Arc::clone(shuffle), partition, blame: blame.clone() };
-        self.verifier.verify(unknown.map(|(partition, _)| suspect(*partition)).collect());
+        let item =
+            |partition| UnverifiedPartition { shuffle: Arc::clone(shuffle), partition, blame: blame.clone() };
+        self.verifier.verify(unknown.map(|(partition, _)| item(*partition)).collect());
         for (partition, ids) in partitions {
             self.verifier.wait_for_scan(shuffle, *partition, deadline).await;
             let missing = match self.find_missing(shuffle, *partition, ids).await {
@@ -331,8 +332,8 @@ impl Losses {
                 Ok(false) => {}
                 Ok(true) => {
                     let shuffle = Arc::clone(shuffle);
-                    let suspect = Suspect { shuffle, partition: *partition, blame: blame.clone() };
-                    self.verifier.verify(vec![suspect]);
+                    let item = UnverifiedPartition { shuffle, partition: *partition, blame: blame.clone() };
+                    self.verifier.verify(vec![item]);
                 }
                 Err(missing) => self.verifier.enter(shuffle, *partition, &missing, &blame),
             }
@@ -347,7 +348,7 @@ impl Losses {
         present: PresentIds,
         (lost, reason): (Vec<LostExtent>, &str),
         has_remote: bool,
-    ) -> Vec<Suspect> {
+    ) -> Vec<UnverifiedPartition> {
         let ledger = shuffle.ledger();
         ledger.take_over(present, !has_remote);
         let mut extents: HashMap<PartitionId, Vec<LostExtent>> = HashMap::new();
@@ -356,23 +357,23 @@ impl Losses {
         }
         let gone = self.gone();
         let reason = if reason.is_empty() || *gone != *IN_MEMORY { &gone } else { reason };
-        let mut suspects = Vec::new();
+        let mut unverified = Vec::new();
         let mut acknowledge = |partition: PartitionId, ids: &IdSet| {
-            let suspect = || {
+            let item = || {
                 let blame = blame(extents.get(&partition).cloned().unwrap_or_default(), reason);
-                Suspect { shuffle: Arc::clone(shuffle), partition, blame }
+                UnverifiedPartition { shuffle: Arc::clone(shuffle), partition, blame }
             };
             if ledger.with(partition, |it| it.is_in_tiers()) {
                 if ledger.question_all(partition) {
-                    suspects.push(suspect());
+                    unverified.push(item());
                 }
                 return;
             }
             for ids in slices(ids, SLICE_IDS) {
                 match ledger.with(partition, |it| it.acknowledge(&ids)) {
                     Ok(false) => {}
-                    Ok(true) => suspects.push(suspect()),
-                    Err(missing) => self.verifier.enter(shuffle, partition, &missing, &suspect().blame),
+                    Ok(true) => unverified.push(item()),
+                    Err(missing) => self.verifier.enter(shuffle, partition, &missing, &item().blame),
                 }
             }
         };
@@ -391,7 +392,7 @@ impl Losses {
                 }
             }
         }
-        suspects
+        unverified
     }
 
     /// Recounts a partition whose blocks became visible while the ledger began to track it, because
@@ -400,7 +401,11 @@ impl Losses {
         let has_begun = |it: &mut Ledger| it.phase() != Phase::Known && it.question(None);
         if shuffle.ledger().with(partition, has_begun) {
             let blame = blame(Vec::new(), &self.gone());
-            self.verifier.verify(vec![Suspect { shuffle: Arc::clone(shuffle), partition, blame }]);
+            self.verifier.verify(vec![UnverifiedPartition {
+                shuffle: Arc::clone(shuffle),
+                partition,
+                blame,
+            }]);
         }
     }
 

@@ -9,6 +9,7 @@
 //! and do not know [`Service`], which connects them.
 
 mod answer_limits;
+mod app_lookup;
 mod aside;
 mod commit_gate;
 mod commit_task;
@@ -19,25 +20,24 @@ mod error;
 mod explain;
 mod fairness;
 mod from_memory;
-mod gathered;
 mod history;
 mod ingest;
 mod insight;
 mod intake;
-mod known;
 mod lifecycle;
 mod loss_log;
 mod losses;
 pub(crate) mod metrics;
 mod noted;
-mod of_connection;
 mod pace;
 pub mod partition_limit;
 mod quota;
 mod read;
 mod read_ahead;
+mod read_limits;
 mod read_metrics;
 mod report;
+mod report_batch;
 mod require;
 mod restore;
 mod results;
@@ -68,11 +68,11 @@ pub use insight::Insight;
 pub use intake::{Commit, Committing, Intake};
 pub use lifecycle::{Lifecycle, RegisterRequest, SettingsStore};
 pub use losses::{IncompleteShuffle, Incompleteness, LossReport, ShuffleLoss};
-pub use of_connection::{AnswersOfConnection, ReadingOfConnection};
 pub use partition_limit::{PartitionConfig, PartitionLimits};
 pub use quota::{QuotaConfig, QuotaUse};
-pub use read::{Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, Reads};
+pub use read::{ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, Reads, ResponseGuard};
 pub use read_ahead::ReadAhead;
+pub use read_limits::{ReadLimits, ResponseWindow};
 pub use report::ReportRequest;
 pub use require::{RequireGrant, RequireRequest};
 pub use restore::Restored;
@@ -82,12 +82,12 @@ pub use status::{Stopping, WorkerState, WorkerStatus};
 pub use uniffle_wire::BlockHeader;
 pub use write::{SendHeader, SendSession};
 
+use app_lookup::AppLookup;
 use commit_gate::CommitGate;
 use deletions::Deletions;
-use explain::Gone;
+use explain::FinishedApps;
 use fairness::Weights;
 use history::History;
-use known::Known;
 use loss_log::LossLog;
 use losses::Losses;
 use metrics::ServiceMetrics;
@@ -173,8 +173,8 @@ impl Service {
         flusher.iter().for_each(|flusher| flusher.charge_to(Arc::clone(&apps)));
         let tiers = flusher.as_ref().map(|flusher| flusher.tiers().clone()).unwrap_or_default();
         let status = Arc::new(WorkerStatus::default());
-        let known = Known { apps: apps.clone(), metrics: metrics.clone(), aside: Aside::of_cores() };
-        let (verifier, losses) = verification(&known, &memory, &tiers, &tasks);
+        let lookup = AppLookup { apps: apps.clone(), metrics: metrics.clone(), aside: Aside::of_cores() };
+        let (verifier, losses) = verification(&lookup, &memory, &tiers, &tasks);
         let insight = Arc::new(Insight {
             apps: apps.clone(),
             memory: memory.clone(),
@@ -185,11 +185,11 @@ impl Service {
             tasks: tasks.clone(),
             metrics: metrics.clone(),
             history: History::default(),
-            gone: Gone::default(),
+            finished: FinishedApps::default(),
         });
         let spill = Arc::new(spill::Spill::new(&tiers));
         let ingest = Arc::new(Ingest {
-            known: known.clone(),
+            lookup: lookup.clone(),
             memory: memory.clone(),
             tiers: tiers.clone(),
             flusher: flusher.clone(),
@@ -209,7 +209,7 @@ impl Service {
             tasks: tasks.clone(),
         });
         let reads = Arc::new(Reads {
-            known: known.clone(),
+            lookup: lookup.clone(),
             memory: memory.clone(),
             tiers: tiers.clone(),
             losses: losses.clone(),
@@ -221,7 +221,7 @@ impl Service {
             last_refusal: answer_limits::LastRefusal::none(),
         });
         let lifecycle = Arc::new(Lifecycle {
-            known,
+            lookup,
             apps: apps.clone(),
             memory: memory.clone(),
             tiers: tiers.clone(),
@@ -312,7 +312,7 @@ impl Service {
 
 /// Creates the verifier of lost blocks and the loss tracking.
 fn verification(
-    Known { apps, metrics, .. }: &Known,
+    AppLookup { apps, metrics, .. }: &AppLookup,
     memory: &Arc<Memory>,
     tiers: &Tiers,
     tasks: &Tasks,

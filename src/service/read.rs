@@ -26,10 +26,10 @@ use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
 use super::answer_limits::{LastRefusal, OF_APP, answer_limit, answer_lists};
-use super::known::Known;
+use super::app_lookup::AppLookup;
 use super::losses::{Losses, refuse_unknown};
 use super::metrics::ServiceMetrics;
-use super::of_connection::{AnswersOfConnection, ReadingOfConnection, Taking, no_read_memory};
+use super::read_limits::{ReadLimits, ResponseWindow, UnreadResponse, no_read_memory};
 use super::read_metrics::{Reading, TierReads};
 use super::verify::Verifier;
 
@@ -53,7 +53,7 @@ const HINTS_MAX: usize = 16;
 /// ([`Reads::results`]).
 #[derive(Debug)]
 pub struct Reads {
-    pub(super) known: Known,
+    pub(super) lookup: AppLookup,
     pub(super) memory: Arc<Memory>,
     pub(super) tiers: Tiers,
     pub(super) losses: Arc<Losses>,
@@ -81,7 +81,7 @@ pub struct MemoryReadRequest<'a> {
     /// Requested task attempts as Java's bitmap; absent or empty means all.
     pub task_filter: Option<&'a [u8]>,
     /// Limits on the connection's unconsumed responses; `None` outside a connection.
-    pub of_connection: Option<&'a AnswersOfConnection>,
+    pub window: Option<&'a ResponseWindow>,
 }
 
 /// Blocks of a partition that are in memory.
@@ -92,23 +92,23 @@ pub struct MemoryAnswer {
     /// True if the heap is charged for copies of the small blocks.
     pub may_copy: bool,
     /// Keeps the blocks pinned; to be held until the reader has them.
-    pub answering: Answering,
+    pub response_guard: ResponseGuard,
 }
 
 /// A response in progress: until this is dropped, the reader's socket is accepting it.
 #[derive(Debug)]
-pub struct Answering {
+pub struct ResponseGuard {
     app: Arc<App>,
     began: Instant,
     bytes: u64,
     _reading: Reading,
     _pinned: Charge,
-    _taking: Option<Taking>,
+    _unread: Option<UnreadResponse>,
     _lists: Charge,
     _open: Charge,
 }
 
-impl Drop for Answering {
+impl Drop for ResponseGuard {
     fn drop(&mut self) {
         if self.bytes > 0 {
             self.app.account().enter(Stage::Answer, self.bytes, self.began.elapsed());
@@ -331,12 +331,12 @@ impl Reads {
         let Some(buffer) = buffer else {
             let read = MemoryRead { is_end: false, ..MemoryRead::default() };
             let lists = app.answer_lists().nothing();
-            let answering = self.answering((app, open), None, (0, lists));
-            return Ok(MemoryAnswer { read, may_copy: false, answering });
+            let response_guard = self.response_guard((app, open), None, (0, lists));
+            return Ok(MemoryAnswer { read, may_copy: false, response_guard });
         };
         let after = Some(BlockId(request.last_block_id)).filter(|id| id.0 != -1);
         let mut limit = answer_limit(app.answers(), OF_APP, request.read_buffer_size)?;
-        if let Some(answers) = request.of_connection {
+        if let Some(answers) = request.window {
             limit = limit.min(answers.limit(request.read_buffer_size)?);
         }
         let (blocks_max, mut lists) = answer_lists(app.answer_lists(), buffer.block_count())?;
@@ -346,33 +346,33 @@ impl Reads {
         self.metrics.read_bytes.inc_by(read.length);
         self.metrics.read_memory_bytes.inc_by(read.length);
         app.account().memory_reads.add(1, read.length);
-        let taking = request.of_connection.map(|answers| answers.take(read.length, limit));
-        let answering = self.answering((app, open), taking, (read.length, lists));
-        Ok(MemoryAnswer { read, may_copy, answering })
+        let unread = request.window.map(|answers| answers.take(read.length, limit));
+        let response_guard = self.response_guard((app, open), unread, (read.length, lists));
+        Ok(MemoryAnswer { read, may_copy, response_guard })
     }
 
     /// Creates the limits on the reads of a new connection.
     #[must_use]
-    pub fn reading_of_connection(&self) -> ReadingOfConnection {
+    pub fn read_limits(&self) -> ReadLimits {
         let read_memory = self.memory.read_pool().capacity_bytes();
         let turns = (read_memory / TURNS_DIVISOR / READ_CHUNK_BYTES_MAX as u64).clamp(TURNS_MIN, TURNS_MAX);
         let answers = Budget::new(self.memory.answered().capacity() / CONNECTION_DIVISOR);
-        ReadingOfConnection::new(answers, usize::try_from(turns).unwrap_or(1), self.read_memory_wait)
+        ReadLimits::new(answers, usize::try_from(turns).unwrap_or(1), self.read_memory_wait)
     }
 
-    fn answering(
+    fn response_guard(
         &self,
         (app, _open): (Arc<App>, Charge),
-        _taking: Option<Taking>,
+        _unread: Option<UnreadResponse>,
         (bytes, _lists): (u64, Charge),
-    ) -> Answering {
+    ) -> ResponseGuard {
         // The limit was checked earlier: exceeding it by one response is cheaper than building the
         // response twice.
         let _pinned = app.answers().force_charge(bytes);
-        Answering {
+        ResponseGuard {
             app,
             _pinned,
-            _taking,
+            _unread,
             _lists,
             _open,
             began: Instant::now(),
@@ -483,7 +483,7 @@ impl Reads {
 
     /// Returns the shuffle's key, the app, and a charge that counts the read as open.
     fn read_key(&self, app: &str, shuffle: i32) -> Result<(ShuffleKey, Arc<App>, Charge), ServiceError> {
-        let app = self.known.touched_app(app)?;
+        let app = self.lookup.touched_app(app)?;
         let open = app.usage().take(Counted::OpenReads, 1)?;
         Ok((ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app, open))
     }

@@ -21,9 +21,9 @@ use crate::tiers::{MetadataLog, StoreErrorKind};
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
+use super::app_lookup::shuffle_of;
 use super::aside::aside;
 use super::ingest::Ingest;
-use super::known::shuffle_of;
 use super::spill::{self, Room};
 
 /// Number of ids above which a report is compared, encoded and added on blocking threads
@@ -58,7 +58,7 @@ impl Ingest {
     /// Unknown app or shuffle, another `bitmapNum` than before, negative ids, exceeded heap or
     /// quota, or no disk that can record the report. Nothing was accepted then.
     pub async fn report(&self, mut request: ReportRequest<'_>) -> Result<(), ServiceError> {
-        let app = self.known.touched_app(request.app)?;
+        let app = self.lookup.touched_app(request.app)?;
         if request.bitmap_count <= 0 {
             let value = i64::from(request.bitmap_count);
             return Err(ServiceError::InvalidField {
@@ -79,7 +79,7 @@ impl Ingest {
             name_once(&mut reported.partitions);
             (reported.changes(&asked), reported)
         };
-        let (changes, reported) = aside(&self.known.aside, is_small, look).await?;
+        let (changes, reported) = aside(&self.lookup.aside, is_small, look).await?;
         let changes = match changes? {
             Changes::Nothing => false,
             Changes::Ids if shuffle.block_ids().lock().has_runs() => {
@@ -97,11 +97,11 @@ impl Ingest {
         let reported = match log {
             Some(log) if shuffle.repeats_reports() || !reported.records.is_empty() => {
                 let unknown = reported.unknown(&shuffle).await;
-                note_report(&self.known.aside, &*log, key.shuffle, request.task_attempt, unknown).await?;
+                note_report(&self.lookup.aside, &*log, key.shuffle, request.task_attempt, unknown).await?;
                 reported
             }
             Some(log) => {
-                note_report(&self.known.aside, &*log, key.shuffle, request.task_attempt, reported).await?
+                note_report(&self.lookup.aside, &*log, key.shuffle, request.task_attempt, reported).await?
             }
             None => reported,
         };
@@ -111,7 +111,7 @@ impl Ingest {
             reported.enter(&state, paid);
             reported
         };
-        let reported = aside(&self.known.aside, is_small, enter).await?;
+        let reported = aside(&self.lookup.aside, is_small, enter).await?;
         self.losses.note_reported(&shuffle, &reported.partitions, alarms);
         Ok(())
     }

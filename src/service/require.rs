@@ -3,8 +3,8 @@
 //! The partitions are checked first ([`super::partition_limit`]): the first partition that may not
 //! grow decides for the whole request, and nothing is reserved. Then a ticket is requested, which
 //! an application over its share of the memory does not get while others wait
-//! ([`crate::memory::claims`]). A request that cannot be granted now waits in a queue for a limited
-//! time ([`super::ticket_line`]), if the caller asks for that.
+//! ([`crate::memory::fair_shares`]). A request that cannot be granted now waits in a queue for a
+//! limited time ([`super::ticket_line`]), if the caller asks for that.
 
 use std::sync::Arc;
 
@@ -119,7 +119,7 @@ impl Ingest {
 
     /// Checks everything except for free memory.
     fn check(&self, request: &RequireRequest<'_>) -> Result<Asked, ServiceError> {
-        let app = self.known.app(request.app)?;
+        let app = self.lookup.app(request.app)?;
         if self.status.is_stopping() {
             return Err(ServiceError::Stopping);
         }
@@ -143,7 +143,7 @@ impl Ingest {
         if self.status.is_stopping() {
             return Err(ServiceError::Stopping);
         }
-        let app = self.known.app(request.app)?;
+        let app = self.lookup.app(request.app)?;
         if !Arc::ptr_eq(&app, &asked.app) {
             return Err(ServiceError::NotRegistered);
         }

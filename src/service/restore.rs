@@ -19,9 +19,9 @@ use uniffle_wire::types::ShuffleKey;
 
 use super::ServiceError;
 use super::from_memory::{Awaited, FromMemory};
-use super::gathered::{GATHERED_MAX, Gathered, enter_alone};
 use super::lifecycle::Lifecycle;
-use super::verify::Suspect;
+use super::report_batch::{GATHERED_MAX, ReportBatch, enter_alone};
+use super::verify::UnverifiedPartition;
 use crate::metrics::clamped;
 use crate::telemetry::AUDIT;
 
@@ -64,7 +64,7 @@ struct Restoring {
     /// another.
     early: Vec<(Report, Bytes)>,
     /// Later reports that are not added yet.
-    gathered: Gathered,
+    batch: ReportBatch,
     /// Receives the shuffle's present ids once its blocks in memory are restored; `None` if memory
     /// does not survive a process.
     present: Option<Awaited>,
@@ -91,7 +91,7 @@ impl Lifecycle {
         let mut unrestored = self.take_unrestored(&mut recovered.shuffles);
         let (mut known, unread) = self.read_log(&mut recovered.said, &mut unrestored).await;
         unrestored.from_memory.end();
-        let (mut suspects, mut left, mut failed) = (Vec::new(), Vec::new(), HashSet::new());
+        let (mut unverified, mut left, mut failed) = (Vec::new(), Vec::new(), HashSet::new());
         let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
         let is_uncertain = unread.is_some() || gap.is_some() || !recovered.missing_disks.is_empty();
         for mut shuffle in recovered.shuffles {
@@ -108,9 +108,9 @@ impl Lifecycle {
             // Damage to its data alone does not count.
             let may_be_registered = is_uncertain || (shuffle.incomplete.is_some() && !reason.is_empty());
             match self.restore_shuffle(known.remove(&key).unwrap_or_default(), shuffle).await {
-                Ok(Some(unverified)) => {
+                Ok(Some(more)) => {
                     restored.shuffles += 1;
-                    suspects.extend(unverified);
+                    unverified.extend(more);
                 }
                 Ok(None) if may_be_registered => {
                     tracing::error!(
@@ -148,7 +148,7 @@ impl Lifecycle {
             self.weights.weigh(&app);
             self.count_on_disk(&app);
         }
-        self.verifier.verify(suspects);
+        self.verifier.verify(unverified);
         self.verifier.listen_for_damage(&self.apps);
         restored.apps = self.apps.app_count();
         restored.reported_blocks = self.apps.block_id_count();
@@ -321,7 +321,7 @@ impl Lifecycle {
         &self,
         restoring: Restoring,
         mut shuffle: RecoveredShuffle,
-    ) -> Result<Option<Vec<Suspect>>, ServiceError> {
+    ) -> Result<Option<Vec<UnverifiedPartition>>, ServiceError> {
         let Some(state) = restoring.state else { return restoring.failed.map_or(Ok(None), Err) };
         let unread =
             restoring.failed.map(|error| format!("some records of the shuffle cannot be recovered: {error}"));
@@ -369,7 +369,7 @@ impl Restoring {
     /// any other record.
     fn gather(&mut self, record: &Bytes) -> Option<usize> {
         self.state.as_ref()?;
-        self.gathered.take_plain(record)
+        self.batch.take_plain(record)
     }
 
     /// Adds a report of a registered shuffle, now or together with others. Returns how many ids
@@ -377,7 +377,7 @@ impl Restoring {
     fn enter(&mut self, key: &ShuffleKey, report: &Report, record: &Bytes) -> usize {
         let Some(state) = &self.state else { return 0 };
         state.records().lock().take_over(&report.records);
-        if let Some(gathered) = self.gathered.take(report, record) {
+        if let Some(gathered) = self.batch.take(report, record) {
             return gathered;
         }
         let state = Arc::clone(state);
@@ -389,7 +389,7 @@ impl Restoring {
 
     fn enter_gathered(&mut self, key: &ShuffleKey) {
         let Some(state) = &self.state else { return };
-        let missing_reports = self.gathered.enter(key, state);
+        let missing_reports = self.batch.enter(key, state);
         self.note_missing_report(missing_reports);
     }
 

@@ -48,7 +48,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A partition to be verified, and the reason for blocks found missing.
 #[derive(Debug)]
-pub(super) struct Suspect {
+pub(super) struct UnverifiedPartition {
     pub(super) shuffle: Arc<ShuffleState>,
     pub(super) partition: PartitionId,
     pub(super) blame: Blame,
@@ -87,13 +87,13 @@ impl Verifier {
         partition: PartitionId,
         error: &StoreError,
     ) {
-        self.suspect(&shuffle, partition, &error.to_string());
+        self.mark_unverified(&shuffle, partition, &error.to_string());
         self.wait_for_scan(&shuffle, partition, Self::patience()).await;
     }
 
     /// Marks a partition as possibly damaged for `reason`. Reads of it are refused until the losses
     /// are known.
-    pub(super) fn suspect(
+    pub(super) fn mark_unverified(
         self: &Arc<Self>,
         shuffle: &Arc<ShuffleState>,
         partition: PartitionId,
@@ -101,7 +101,7 @@ impl Verifier {
     ) {
         if shuffle.ledger().question_all(partition) {
             let blame = blame(Vec::new(), reason);
-            self.verify(vec![Suspect { shuffle: Arc::clone(shuffle), partition, blame }]);
+            self.verify(vec![UnverifiedPartition { shuffle: Arc::clone(shuffle), partition, blame }]);
         }
     }
 
@@ -121,14 +121,14 @@ impl Verifier {
         Arc::new(move |key: &ShuffleKey, partition: PartitionId, reason: &str| {
             let shuffle = apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
             if let (Some(verifier), Some(shuffle)) = (verifier.upgrade(), shuffle) {
-                verifier.suspect(&shuffle, partition, reason);
+                verifier.mark_unverified(&shuffle, partition, reason);
             }
         })
     }
 
     /// Verifies partitions in the background.
-    pub(super) fn verify(self: &Arc<Self>, suspects: Vec<Suspect>) {
-        if suspects.is_empty() {
+    pub(super) fn verify(self: &Arc<Self>, unverified: Vec<UnverifiedPartition>) {
+        if unverified.is_empty() {
             return;
         }
         let (verifier, stopped) = (Arc::clone(self), self.tasks.cancelled());
@@ -136,7 +136,7 @@ impl Verifier {
             tokio::select! {
                 biased;
                 () = stopped => {}
-                () = verifier.settle_all(suspects) => {}
+                () = verifier.settle_all(unverified) => {}
             }
         });
     }
@@ -187,23 +187,23 @@ impl Verifier {
         }
     }
 
-    async fn settle_all(&self, mut suspects: Vec<Suspect>) {
-        let (partitions, began, mut pause) = (suspects.len(), Instant::now(), PAUSE_MIN);
+    async fn settle_all(&self, mut unverified: Vec<UnverifiedPartition>) {
+        let (partitions, began, mut pause) = (unverified.len(), Instant::now(), PAUSE_MIN);
         loop {
-            let scanned = stream::iter(suspects).map(async |mut suspect| {
-                let settled = self.settle(&mut suspect).await;
-                settled.err().map(|error| (suspect, error))
+            let scanned = stream::iter(unverified).map(async |mut item| {
+                let settled = self.settle(&mut item).await;
+                settled.err().map(|error| (item, error))
             });
             let failed: Vec<_> = scanned.buffer_unordered(SCANS_MAX).filter_map(ready).collect().await;
             if failed.is_empty() {
                 break;
             }
             // The first attempt often meets the damage itself, and decides about it.
-            for (suspect, error) in failed.iter().filter(|_| pause > PAUSE_MIN) {
-                let key = suspect.shuffle.key();
-                self.loss_log.add_unverified(key, suspect.partition, &error.to_string());
+            for (item, error) in failed.iter().filter(|_| pause > PAUSE_MIN) {
+                let key = item.shuffle.key();
+                self.loss_log.add_unverified(key, item.partition, &error.to_string());
             }
-            suspects = failed.into_iter().map(|(suspect, _)| suspect).collect();
+            unverified = failed.into_iter().map(|(item, _)| item).collect();
             sleep(pause).await;
             pause = (pause * 2).min(PAUSE_MAX);
         }
@@ -214,8 +214,8 @@ impl Verifier {
         );
     }
 
-    async fn settle(&self, suspect: &mut Suspect) -> Result<(), StoreError> {
-        let Suspect { shuffle, partition, blame } = suspect;
+    async fn settle(&self, item: &mut UnverifiedPartition) -> Result<(), StoreError> {
+        let UnverifiedPartition { shuffle, partition, blame } = item;
         let (ledger, key, partition) = (shuffle.ledger(), shuffle.key(), *partition);
         loop {
             // Reads are refused before the hole is created, or they would take its zeros for data.

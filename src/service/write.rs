@@ -16,8 +16,8 @@ use uniffle_wire::BlockHeader;
 use uniffle_wire::types::{AppId, BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
 
 use super::ServiceError;
+use super::app_lookup::shuffle_of;
 use super::ingest::Ingest;
-use super::known::shuffle_of;
 use super::partition_limit::{PartitionLimits, PartitionSizes};
 
 /// Number of blocks of a send that are tracked without a charge; a small send has no more.
@@ -61,7 +61,7 @@ impl Ingest {
         let opened = self.open_send(header);
         if opened.is_err() {
             self.metrics.rejected_sends.inc();
-            if let Ok(app) = self.known.app(header.app) {
+            if let Ok(app) = self.lookup.app(header.app) {
                 app.account().sends_failed.add(1, header.message_bytes);
             }
         }
@@ -69,7 +69,7 @@ impl Ingest {
     }
 
     fn open_send(self: &Arc<Self>, header: SendHeader<'_>) -> Result<SendSession, ServiceError> {
-        let app = self.known.touched_app(header.app)?;
+        let app = self.lookup.touched_app(header.app)?;
         // The ticket is redeemed first: if anything else is wrong, its memory must be released now.
         let mut funds = self.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
         self.metrics.ticket_lifetime.observe(funds.age().as_secs_f64());
@@ -306,7 +306,7 @@ impl SendSession {
         stored?;
         self.committed = true;
         self.app.account().enter(Stage::Receive, self.stored_bytes, self.began.elapsed());
-        self.ingest.known.apps.touch(&self.app);
+        self.ingest.lookup.apps.touch(&self.app);
         if let Some(flusher) = &self.ingest.flusher {
             flusher.check_pressure();
         }

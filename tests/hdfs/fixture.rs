@@ -253,7 +253,7 @@ impl HdfsFixture {
                 last_block_id,
                 read_buffer_size: 1 << 20,
                 task_filter: None,
-                of_connection: None,
+                window: None,
             };
             let read = self.service.reads.read_memory(request).unwrap().read;
             let Some(last) = read.blocks.last() else { return found };

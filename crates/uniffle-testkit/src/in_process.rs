@@ -163,7 +163,7 @@ impl InProcess {
                 last_block_id,
                 read_buffer_size: READ_BUFFER_BYTES.cast_signed(),
                 task_filter: Some(&filter),
-                of_connection: None,
+                window: None,
             };
             let answer = self.service.reads.read_memory(request)?.read;
             let Some(last) = answer.blocks.last() else { return Ok(()) };

@@ -10,10 +10,10 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::{layout, refusal, register_request, verdict};
-use super::inbound::{Inbound, aside};
+use super::heap_estimate::{nested, numbers};
 use super::message::{RequestBody, respond_message};
 use super::replies::{Head, from_memory};
-use super::weight::{nested, numbers};
+use super::request_collector::{RequestCollector, aside};
 use crate::app::PartitionRecords;
 use crate::budget::Charge;
 use crate::proto::{
@@ -36,12 +36,12 @@ type Answer = Result<http::Response<Body>, Status>;
 /// `registerShuffle`
 pub(super) async fn register<B: RequestBody>(
     service: &Arc<Service>,
-    (inbound, request_bytes_max): (&Inbound, u32),
+    (collector, request_bytes_max): (&RequestCollector, u32),
     from: IpAddr,
     mut body: B,
 ) -> Answer {
     let (mut request, _charge): (ShuffleRegisterRequest, _) =
-        inbound.message(&mut body, request_bytes_max, nested).await?;
+        collector.message(&mut body, request_bytes_max, nested).await?;
     let registered = service.lifecycle.register(register_request(&mut request, from)).await;
     let (status, ret_msg) = verdict(service, registered, "");
     Ok(respond_message(&ShuffleRegisterResponse { status, ret_msg }))
@@ -50,11 +50,11 @@ pub(super) async fn register<B: RequestBody>(
 /// `reportShuffleResult`
 pub(super) async fn report<B: RequestBody>(
     service: &Arc<Service>,
-    (inbound, request_bytes_max): (&Inbound, u32),
+    (collector, request_bytes_max): (&RequestCollector, u32),
     mut body: B,
 ) -> Answer {
     let (request, _charge): (ReportShuffleResultRequest, _) =
-        inbound.message(&mut body, request_bytes_max, nested).await?;
+        collector.message(&mut body, request_bytes_max, nested).await?;
     let partitions = request.partition_to_block_ids.into_iter();
     let records = request.partition_stats.into_iter().map(records_of).collect();
     let report = service.ingest.report(ReportRequest {
@@ -74,11 +74,11 @@ pub(super) async fn report<B: RequestBody>(
 /// `getShuffleResult`
 pub(super) async fn result<B: RequestBody>(
     service: &Arc<Service>,
-    (inbound, request_bytes_max): (&Inbound, u32),
+    (collector, request_bytes_max): (&RequestCollector, u32),
     mut body: B,
 ) -> Answer {
     let (request, _charge): (GetShuffleResultRequest, _) =
-        inbound.message(&mut body, request_bytes_max, numbers).await?;
+        collector.message(&mut body, request_bytes_max, numbers).await?;
     let partitions = [request.partition_id];
     let layout = layout(request.block_id_layout);
     let results = service.reads.results(&request.app_id, request.shuffle_id, &partitions, layout).await;
@@ -88,17 +88,17 @@ pub(super) async fn result<B: RequestBody>(
 /// `getShuffleResultForMultiPart`
 pub(super) async fn result_of_many<B: RequestBody>(
     service: &Arc<Service>,
-    (inbound, request_bytes_max): (&Inbound, u32),
+    (collector, request_bytes_max): (&RequestCollector, u32),
     mut body: B,
 ) -> Answer {
     let (request, _charge): (GetShuffleResultForMultiPartRequest, _) =
-        inbound.message(&mut body, request_bytes_max, numbers).await?;
+        collector.message(&mut body, request_bytes_max, numbers).await?;
     let layout = layout(request.block_id_layout);
     let results =
         service.reads.results(&request.app_id, request.shuffle_id, &request.partitions, layout).await;
     let (head, results) = match results {
         Ok(Results { bitmap, records, held }) => {
-            let (head, held) = head_with(&inbound.aside, records, held).await?;
+            let (head, held) = head_with(&collector.aside, records, held).await?;
             (head, Ok(Results { bitmap, records: Vec::new(), held }))
         }
         refused => (Head::result("OK"), refused),

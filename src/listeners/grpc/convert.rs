@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use tonic::{Code, Status};
 
-use super::inbound::is_heap_full;
+use super::request_collector::is_heap_full;
 use crate::proto::{DataDistribution, ShuffleRegisterRequest, StatusCode};
 use crate::service::{self, Service, ServiceError};
 use crate::tiers::RemoteStorage;

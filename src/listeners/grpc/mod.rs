@@ -4,16 +4,15 @@
 //! Five hot methods (`requireBuffer`, `sendShuffleData` and the three data reads) bypass tonic's
 //! router and work on HTTP/2 frames, so payload is never collected into a message. Registrations,
 //! reports and result queries bypass it too, since they can be large. All other calls are small and
-//! use tonic. Collected requests are charged to the heap as they arrive (`inbound`).
+//! use tonic. Collected requests are charged to the heap as they arrive (`request_collector`).
 //!
 //! docs/design/data-path.md §3 explains the sizes of windows and frames.
 
-mod arriving;
 mod bookkeeping;
+mod coalescing;
 mod config;
 mod convert;
-mod gathered;
-mod inbound;
+mod heap_estimate;
 mod ingest;
 mod internal;
 mod message;
@@ -22,12 +21,13 @@ pub(crate) mod metrics;
 mod progress;
 mod reads;
 mod replies;
+mod request_collector;
+mod request_queues;
 mod router;
 mod server;
 mod shuffle;
 mod tickets;
 mod timer;
-mod weight;
 
 pub use config::{DecommissionBy, GrpcConfig};
 pub use server::GrpcServer;

@@ -19,7 +19,7 @@ use tokio::sync::Notify;
 use tonic::Status;
 
 use crate::clock::{Instant, sleep, sleep_until};
-use crate::listeners::places::Seat;
+use crate::listeners::connection_limiter::ConnectionState;
 use crate::listeners::{CLOSING_ANSWER, CLOSING_PAUSE, CLOSING_REQUEST, LOOK, PATIENCE};
 
 /// Minimum number of bytes a reader must consume to extend its deadline. Single bytes are no
@@ -324,13 +324,17 @@ impl Tails {
     }
 
     /// Resolves when a tail exists, the socket has taken nothing for [`PATIENCE`], and others wait.
-    pub(super) async fn keep_others_waiting(&self, seat: &Seat, is_waited_for: impl Fn() -> bool) {
+    pub(super) async fn keep_others_waiting(
+        &self,
+        connection_state: &ConnectionState,
+        is_waited_for: impl Fn() -> bool,
+    ) {
         loop {
             self.begun.notified().await;
             let begun = Instant::now();
             while !self.are_taken() {
                 // A connection that was idle has written nothing for long when a response begins.
-                let untaken = seat.unwritten().min(begun.elapsed());
+                let untaken = connection_state.unwritten().min(begun.elapsed());
                 if untaken >= PATIENCE && is_waited_for() {
                     return;
                 }
@@ -485,17 +489,18 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn unread_response_end_is_dropped_for_waiting_requests() {
-        let places = crate::listeners::places::Places::new(1);
-        let (held, _) = places.take([127, 0, 0, 1].into(), crate::listeners::places::closing().0);
+        let limiter = crate::listeners::connection_limiter::ConnectionLimiter::new(1);
+        let (held, _) =
+            limiter.take([127, 0, 0, 1].into(), crate::listeners::connection_limiter::closing().0);
         let tails = Tails::new(Duration::from_secs(100));
         let waiting = std::cell::Cell::new(false);
-        let mut closes = pin!(tails.keep_others_waiting(held.seat(), || waiting.get()));
+        let mut closes = pin!(tails.keep_others_waiting(held.state(), || waiting.get()));
         assert!(timeout(Duration::from_secs(50), closes.as_mut()).await.is_err(), "there is none");
         let tail = tails.begin();
-        held.seat().wrote_at(held.seat().now());
+        held.state().wrote_at(held.state().now());
         assert!(timeout(Duration::from_secs(50), closes.as_mut()).await.is_err(), "no one waits");
         waiting.set(true);
-        held.seat().wrote_at(held.seat().now());
+        held.state().wrote_at(held.state().now());
         let began = Instant::now();
         closes.await;
         assert!((PATIENCE..=2 * PATIENCE).contains(&began.elapsed()), "{:?}", began.elapsed());
@@ -504,10 +509,11 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn idle_connection_gets_time_for_its_first_response() {
-        let places = crate::listeners::places::Places::new(1);
-        let (held, _) = places.take([127, 0, 0, 1].into(), crate::listeners::places::closing().0);
+        let limiter = crate::listeners::connection_limiter::ConnectionLimiter::new(1);
+        let (held, _) =
+            limiter.take([127, 0, 0, 1].into(), crate::listeners::connection_limiter::closing().0);
         let tails = Tails::new(Duration::from_secs(100));
-        let mut closes = pin!(tails.keep_others_waiting(held.seat(), || true));
+        let mut closes = pin!(tails.keep_others_waiting(held.state(), || true));
         assert!(timeout(10 * PATIENCE, closes.as_mut()).await.is_err(), "it is idle");
         for _ in 0..2 {
             let tail = tails.begin();

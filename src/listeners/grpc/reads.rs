@@ -9,18 +9,17 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::refusal;
-use super::inbound::{INLINE_BYTES_MAX, Inbound, aside};
+use super::heap_estimate::{flat, nested};
 use super::message::{RequestBody, respond_message};
 use super::replies::{Chunks, Head, from_chunks, from_memory};
-use super::weight::{flat, nested};
+use super::request_collector::{INLINE_BYTES_MAX, RequestCollector, aside};
 use crate::metrics::TransitTimes;
 use crate::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,
     GetLocalShuffleIndexResponse, GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse,
 };
 use crate::service::{
-    AnswersOfConnection, MemoryAnswer, MemoryReadRequest, ReadAhead, ReadingOfConnection, Service,
-    ServiceError,
+    MemoryAnswer, MemoryReadRequest, ReadAhead, ReadLimits, ResponseWindow, Service, ServiceError,
 };
 
 /// Payload fields of the three responses.
@@ -38,22 +37,22 @@ impl Chunks for ReadAhead {
 pub(super) async fn memory<B: RequestBody>(
     service: &Arc<Service>,
     transit: &TransitTimes,
-    (inbound, reading, request_bytes_max): (&Inbound, &ReadingOfConnection, u32),
+    (collector, reading, request_bytes_max): (&RequestCollector, &ReadLimits, u32),
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
     let (request, _charge): (GetMemoryShuffleDataRequest, _) =
-        inbound.message(&mut body, request_bytes_max, flat).await?;
+        collector.message(&mut body, request_bytes_max, flat).await?;
     transit.arrived(request.timestamp);
     let filter_bytes = request.serialized_expected_task_ids_bitmap.as_ref().map_or(0, |filter| filter.len());
     let is_quick = filter_bytes <= INLINE_BYTES_MAX
         && !service.reads.may_take_long(&memory_request(&request, reading.answers()));
     let (asked, answers) = (Arc::clone(service), reading.answers().clone());
     let read = move || asked.reads.read_memory(memory_request(&request, &answers));
-    let read = aside(&inbound.aside, is_quick, read).await?;
+    let read = aside(&collector.aside, is_quick, read).await?;
     match read {
-        Ok(MemoryAnswer { read, may_copy, answering }) => {
+        Ok(MemoryAnswer { read, may_copy, response_guard }) => {
             let head = Head::memory(&read.blocks, "OK", read.is_end);
-            from_memory(head, MEMORY_DATA, (read.length, read.data), may_copy, answering)
+            from_memory(head, MEMORY_DATA, (read.length, read.data), may_copy, response_guard)
         }
         Err(error) => {
             let (status, ret_msg) = refusal(service, &error);
@@ -65,7 +64,7 @@ pub(super) async fn memory<B: RequestBody>(
 /// Converts the request for the service.
 fn memory_request<'a>(
     request: &'a GetMemoryShuffleDataRequest,
-    answers: &'a AnswersOfConnection,
+    answers: &'a ResponseWindow,
 ) -> MemoryReadRequest<'a> {
     // An empty filter is no filter (docs/protocol.md §3.4).
     let task_filter =
@@ -77,18 +76,18 @@ fn memory_request<'a>(
         last_block_id: request.last_block_id,
         read_buffer_size: request.read_buffer_size,
         task_filter,
-        of_connection: Some(answers),
+        window: Some(answers),
     }
 }
 
 /// `getLocalShuffleIndex`
 pub(super) async fn local_index<B: RequestBody>(
     service: &Arc<Service>,
-    (inbound, reading, request_bytes_max): (&Inbound, &ReadingOfConnection, u32),
+    (collector, reading, request_bytes_max): (&RequestCollector, &ReadLimits, u32),
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
     let (request, _charge): (GetLocalShuffleIndexRequest, _) =
-        inbound.message(&mut body, request_bytes_max, flat).await?;
+        collector.message(&mut body, request_bytes_max, flat).await?;
     let read = async {
         let turn = reading.turn().await?;
         Ok((service.reads.read_index(&request.app_id, request.shuffle_id, request.partition_id).await?, turn))
@@ -113,11 +112,11 @@ pub(super) async fn local_index<B: RequestBody>(
 pub(super) async fn local_data<B: RequestBody>(
     service: &Arc<Service>,
     transit: &TransitTimes,
-    (inbound, reading, request_bytes_max): (&Inbound, &ReadingOfConnection, u32),
+    (collector, reading, request_bytes_max): (&RequestCollector, &ReadLimits, u32),
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
     let (request, _charge): (GetLocalShuffleDataRequest, _) =
-        inbound.message(&mut body, request_bytes_max, nested).await?;
+        collector.message(&mut body, request_bytes_max, nested).await?;
     transit.arrived(request.timestamp);
     let (offset, length) = (request.offset, request.length);
     let (app, shuffle, partition) = (&request.app_id, request.shuffle_id, request.partition_id);

@@ -22,18 +22,18 @@ use tower::ServiceExt;
 
 use super::config::GrpcConfig;
 use super::convert::note_broken_call;
-use super::inbound::{INLINE_BYTES_MAX, Inbound, RequestHeap, aside};
 use super::methods::{
     GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GET_SHUFFLE_RESULT,
     GET_SHUFFLE_RESULT_FOR_MULTI_PART, REGISTER_SHUFFLE, REPORT_SHUFFLE_RESULT, REQUIRE_BUFFER,
     SEND_SHUFFLE_DATA,
 };
 use super::metrics::{GrpcMetrics, TransitMetrics, label};
+use super::request_collector::{INLINE_BYTES_MAX, RequestCollector, RequestHeap, aside};
 use super::{bookkeeping, ingest, reads, replies, tickets};
 use crate::budget::Charge;
 use crate::clock::timeout;
 use crate::runtime::{Aside, Tasks};
-use crate::service::{ReadingOfConnection, Service};
+use crate::service::{ReadLimits, Service};
 
 /// Path prefixes of calls that need the caller's address.
 const WHO_ASKS: [&str; 2] = ["/rss.common.ShuffleServerInternal/", "/rss.common.CoordinatorServer/heartbeat"];
@@ -49,8 +49,8 @@ const OTHER_BYTES_MAX: u32 = 4 << 20;
 #[derive(Debug)]
 pub(super) struct Caller {
     pub(super) peer: SocketAddr,
-    pub(super) inbound: Inbound,
-    pub(super) reading: ReadingOfConnection,
+    pub(super) collector: RequestCollector,
+    pub(super) reading: ReadLimits,
     /// Permits for ticket requests that may wait in line.
     pub(super) tickets: Semaphore,
 }
@@ -139,10 +139,10 @@ impl Router {
         request: Request<Incoming>,
         caller: &Caller,
     ) -> Result<Response<Body>, Status> {
-        let inbound = &caller.inbound;
-        let max = (inbound, self.config.read_request_bytes_max);
-        let read = (inbound, &caller.reading, self.config.read_request_bytes_max);
-        let large = (inbound, u32::try_from(self.config.small_message_bytes_max).unwrap_or(u32::MAX));
+        let collector = &caller.collector;
+        let max = (collector, self.config.read_request_bytes_max);
+        let read = (collector, &caller.reading, self.config.read_request_bytes_max);
+        let large = (collector, u32::try_from(self.config.small_message_bytes_max).unwrap_or(u32::MAX));
         let TransitMetrics { memory, local_data, .. } = self.metrics.transit();
         let service = &self.service;
         match request.uri().path() {
@@ -161,7 +161,7 @@ impl Router {
                 bookkeeping::result_of_many(service, large, request.into_body()).await
             }
             _ => {
-                let (request, _charge) = inbound.whole(request, OTHER_BYTES_MAX).await?;
+                let (request, _charge) = collector.whole(request, OTHER_BYTES_MAX).await?;
                 match self.routes.clone().oneshot(request).await {
                     Ok(response) => charged(&self.requests.aside, response).await,
                     Err(never) => match never {},

@@ -22,13 +22,13 @@ use tokio::sync::Semaphore;
 use tonic::service::{Routes, RoutesBuilder};
 use tracing::{debug, info};
 
+use super::coalescing::{Buffers, CoalescingStream, CoalescingWriter, coalescing};
 use super::config::GrpcConfig;
 use super::convert::LISTENER;
-use super::gathered::{Buffers, Gathered, Gathering, gathered};
-use super::inbound::RequestHeap;
 use super::internal::InternalCalls;
 use super::metrics::GrpcMetrics;
 use super::progress::{self, CallDeadlines, Tails};
+use super::request_collector::RequestHeap;
 use super::router::{Caller, Router};
 use super::shuffle::ShuffleCalls;
 use super::timer::ConnectionTimer;
@@ -37,7 +37,7 @@ use crate::budget::allowance::{STREAMS_MIN, WINDOW_BYTES_MIN};
 use crate::clock::timeout;
 use crate::listeners::CLOSING_REST;
 use crate::listeners::acceptor::{Acceptor, Begins, Binding, Connection, Names, Stream};
-use crate::listeners::places::{LEAVING_DEADLINE, Seat};
+use crate::listeners::connection_limiter::{ConnectionState, LEAVING_DEADLINE};
 use crate::listeners::shares::{Share, ShareBudget, ShareLimits};
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternalServer;
 use crate::proto::shuffle_server_server::ShuffleServerServer;
@@ -124,8 +124,8 @@ impl GrpcServer {
         let shares = Shares { window: self.windows.take(), streams: self.streams.take() };
         let metrics = &self.router.metrics;
         metrics.set_window_bytes(self.windows.given());
-        let halves = gathered(stream, &self.buffers, shares.cancelled_max());
-        if let Err(error) = drive(&self.router, halves, peer, &shares, place.seat()).await {
+        let halves = coalescing(stream, &self.buffers, shares.cancelled_max());
+        if let Err(error) = drive(&self.router, halves, peer, &shares, place.state()).await {
             debug!(%error, "grpc connection ended");
         }
         drop(shares);
@@ -152,16 +152,16 @@ impl Shares {
 /// the connection evicted.
 async fn drive(
     router: &Arc<Router>,
-    (stream, gathering): (Gathered<Stream>, Gathering<Stream>),
+    (stream, writer): (CoalescingStream<Stream>, CoalescingWriter<Stream>),
     peer: SocketAddr,
     shares: &Shares,
-    seat: &Arc<Seat>,
+    connection_state: &Arc<ConnectionState>,
 ) -> Result<(), hyper::Error> {
     let mut closing = pin!(router.tasks.closing());
     let caller = Arc::new(Caller {
         peer,
-        inbound: router.requests.of_connection(),
-        reading: router.service.reads.reading_of_connection(),
+        collector: router.requests.collector(),
+        reading: router.service.reads.read_limits(),
         // The other half is for calls that free memory, or need none.
         tickets: Semaphore::new(shares.streams.amount() as usize / 2),
     });
@@ -170,7 +170,7 @@ async fn drive(
     let executor = CallExecutor {
         tasks: router.tasks.clone(),
         reads: Arc::clone(&router.service.reads),
-        seat: Arc::clone(seat),
+        connection_state: Arc::clone(connection_state),
         deadlines: deadlines(&router.config),
         tails: Arc::clone(&tails),
     };
@@ -179,14 +179,14 @@ async fn drive(
     let mut connection = pin!(connection);
     let (deadline, is_stopping) = tokio::select! {
         biased;
-        ended = poll_fn(|context| gathering.poll(context, connection.as_mut())) => return ended,
+        ended = poll_fn(|context| writer.poll(context, connection.as_mut())) => return ended,
         () = closing.as_mut() => (router.config.drain_deadline, true),
-        () = seat.leaving() => (LEAVING_DEADLINE, false),
+        () = connection_state.leaving() => (LEAVING_DEADLINE, false),
         () = tails.stuck() => {
             debug!("grpc connection closed: client did not read the rest of a response in time");
             return Ok(());
         }
-        () = tails.keep_others_waiting(seat, || router.service.reads.are_waited_for()) => {
+        () = tails.keep_others_waiting(connection_state, || router.service.reads.are_waited_for()) => {
             debug!("grpc connection closed: client does not read the rest of a response, and others wait");
             return Ok(());
         }
@@ -195,9 +195,9 @@ async fn drive(
     if is_stopping {
         tails.close();
     }
-    let rest = poll_fn(|context| gathering.poll(context, connection.as_mut()));
+    let rest = poll_fn(|context| writer.poll(context, connection.as_mut()));
     // Peers that do not acknowledge the GOAWAY in time read nothing, however much they send.
-    let is_written = || is_stopping && tails.are_taken() && gathering.is_written();
+    let is_written = || is_stopping && tails.are_taken() && writer.is_written();
     tokio::select! {
         biased;
         ended = timeout(deadline, rest) => ended.unwrap_or_else(|_elapsed| {
@@ -207,7 +207,7 @@ async fn drive(
             Ok(())
         }),
         // The peer does not answer, and no running call waits for it. Others wait for a successor.
-        () = seat.resting(if is_stopping { CLOSING_REST } else { LEAVING_DEADLINE }, is_written) => Ok(()),
+        () = connection_state.resting(if is_stopping { CLOSING_REST } else { LEAVING_DEADLINE }, is_written) => Ok(()),
     }
 }
 
@@ -242,7 +242,7 @@ fn builder(config: &GrpcConfig, shares: &Shares, executor: CallExecutor) -> http
 struct CallExecutor {
     tasks: Tasks,
     reads: Arc<Reads>,
-    seat: Arc<Seat>,
+    connection_state: Arc<ConnectionState>,
     deadlines: CallDeadlines,
     tails: Arc<Tails>,
 }
@@ -252,7 +252,7 @@ where
     F: Future<Output = ()> + Send + 'static,
 {
     fn execute(&self, call: F) {
-        let request = self.seat.request();
+        let request = self.connection_state.request();
         let reads = Arc::clone(&self.reads);
         let is_waited_for = move || reads.are_waited_for();
         // A call is some KiB large and would be moved by each wrapper.

@@ -10,9 +10,9 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::{refusal, success};
-use super::inbound::Inbound;
+use super::heap_estimate::numbers;
 use super::message::{RequestBody, respond_message};
-use super::weight::numbers;
+use super::request_collector::RequestCollector;
 use crate::proto::{RequireBufferRequest, RequireBufferResponse};
 use crate::service::{RequireRequest, Service};
 
@@ -22,12 +22,12 @@ const NO_TICKET: i64 = -1;
 /// `requireBuffer`
 pub(super) async fn require_buffer<B: RequestBody>(
     service: &Arc<Service>,
-    (inbound, request_bytes_max): (&Inbound, u32),
+    (collector, request_bytes_max): (&RequestCollector, u32),
     waiting: &Semaphore,
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
     let (request, _charge): (RequireBufferRequest, _) =
-        inbound.message(&mut body, request_bytes_max, numbers).await?;
+        collector.message(&mut body, request_bytes_max, numbers).await?;
     let asked = RequireRequest {
         app: &request.app_id,
         shuffle: request.shuffle_id,

@@ -25,7 +25,7 @@ use tower::ServiceExt as _;
 
 use crate::clock::{Instant, sleep_until};
 use crate::listeners::acceptor::{Acceptor, Begins, Binding, Connection, Names, Stream};
-use crate::listeners::places::{self, Seat};
+use crate::listeners::connection_limiter::{self, ConnectionState};
 use crate::runtime::Tasks;
 use crate::schema::kind::{SECOND, count, flag, seconds};
 use crate::schema::section;
@@ -119,7 +119,7 @@ pub(super) fn start(
             router,
             deadline: Deadline::after(config.request_timeout),
             places: Arc::clone(&places),
-            seat: Arc::clone(place.seat()),
+            connection_state: Arc::clone(place.state()),
             serving: Mutex::default(),
         };
         let tasks = tasks.clone();
@@ -160,9 +160,9 @@ struct Exchange {
     router: Router,
     deadline: Deadline,
     places: Arc<Semaphore>,
-    seat: Arc<Seat>,
+    connection_state: Arc<ConnectionState>,
     /// The place of the request, held until the connection ends.
-    serving: Mutex<Option<(places::Request, Option<OwnedSemaphorePermit>)>>,
+    serving: Mutex<Option<(connection_limiter::Request, Option<OwnedSemaphorePermit>)>>,
 }
 
 impl Exchange {
@@ -195,8 +195,8 @@ impl Exchange {
 
     /// Handles a request after its head was received.
     async fn call(&self, mut request: Request<Incoming>) -> Result<Response, Infallible> {
-        self.seat.opened();
-        let begun = self.seat.request();
+        self.connection_state.opened();
+        let begun = self.connection_state.request();
         let place = match request.uri().path().starts_with(HEALTH) {
             true => None,
             false => Arc::clone(&self.places).acquire_owned().await.ok(),

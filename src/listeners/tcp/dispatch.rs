@@ -13,7 +13,7 @@ use crate::budget::line::Reader;
 use crate::clock::timeout;
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
-use crate::service::{AnswersOfConnection, MemoryAnswer, MemoryReadRequest, ReadAhead, ServiceError};
+use crate::service::{MemoryAnswer, MemoryReadRequest, ReadAhead, ResponseWindow, ServiceError};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
@@ -88,12 +88,7 @@ pub(super) fn sorted(shared: &Shared, request_id: i64, message: &[u8]) -> Reply 
 }
 
 /// Returns the reply to a memory read.
-pub(super) fn memory(
-    shared: &Shared,
-    answers: &AnswersOfConnection,
-    request_id: i64,
-    message: &[u8],
-) -> Reply {
+pub(super) fn memory(shared: &Shared, answers: &ResponseWindow, request_id: i64, message: &[u8]) -> Reply {
     let _span = shared.config.traces.begin("tcp getMemoryShuffleData", None);
     read_memory(shared, answers, request_id, message)
         .unwrap_or_else(|error| refused(shared, FrameType::Memory, request_id, &error))
@@ -101,7 +96,7 @@ pub(super) fn memory(
 
 fn read_memory(
     shared: &Shared,
-    answers: &AnswersOfConnection,
+    answers: &ResponseWindow,
     request_id: i64,
     message: &[u8],
 ) -> Result<Reply, ServiceError> {
@@ -109,14 +104,19 @@ fn read_memory(
         return Err(DecodeError::UnknownType(FrameType::Memory.id()).into());
     };
     shared.metrics.of(FrameType::Memory).transit().arrived(request.timestamp_ms);
-    let MemoryAnswer { read, may_copy: _, answering } =
+    let MemoryAnswer { read, may_copy: _, response_guard } =
         shared.service.reads.read_memory(memory_request(&request, answers))?;
-    success(request_id, ReplyFields::Memory(&read.blocks), Body::Pieces(read.data, answering), read.length)
+    success(
+        request_id,
+        ReplyFields::Memory(&read.blocks),
+        Body::Pieces(read.data, response_guard),
+        read.length,
+    )
 }
 
 /// Returns whether a memory read may take too long for a runtime thread. A malformed one is refused
 /// at once.
-pub(super) fn may_take_long(shared: &Shared, answers: &AnswersOfConnection, message: &[u8]) -> bool {
+pub(super) fn may_take_long(shared: &Shared, answers: &ResponseWindow, message: &[u8]) -> bool {
     match ReadRequest::decode(FrameType::Memory, message) {
         Ok(ReadRequest::Memory(request)) => {
             shared.service.reads.may_take_long(&memory_request(&request, answers))
@@ -126,10 +126,7 @@ pub(super) fn may_take_long(shared: &Shared, answers: &AnswersOfConnection, mess
 }
 
 /// Converts the request for the service.
-fn memory_request<'a>(
-    request: &MemoryRequest<'a>,
-    answers: &'a AnswersOfConnection,
-) -> MemoryReadRequest<'a> {
+fn memory_request<'a>(request: &MemoryRequest<'a>, answers: &'a ResponseWindow) -> MemoryReadRequest<'a> {
     MemoryReadRequest {
         app: request.target.app,
         shuffle: request.target.shuffle,
@@ -137,7 +134,7 @@ fn memory_request<'a>(
         last_block_id: request.last_block_id,
         read_buffer_size: request.read_buffer_size,
         task_filter: request.task_filter,
-        of_connection: Some(answers),
+        window: Some(answers),
     }
 }
 

@@ -14,9 +14,9 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, HeapKind};
 use crate::clock::Instant;
-use crate::listeners::places::{Request, Seat};
+use crate::listeners::connection_limiter::{ConnectionState, Request};
 use crate::runtime::Tasks;
-use crate::service::{AnswersOfConnection, Commit, Committing, Intake, ServiceError};
+use crate::service::{Commit, Committing, Intake, ResponseWindow, ServiceError};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::request::request_id;
@@ -118,7 +118,7 @@ pub(super) struct Frames {
     shared: Arc<Shared>,
     outbox: Outbox,
     connection: Tasks,
-    seat: Arc<Seat>,
+    connection_state: Arc<ConnectionState>,
     requests: Arc<Semaphore>,
     turns: Arc<Semaphore>,
     phase: Phase,
@@ -128,7 +128,7 @@ pub(super) struct Frames {
     /// Heap budget of its requests.
     heap: Budget,
     /// Response window for memory reads.
-    answers: AnswersOfConnection,
+    answers: ResponseWindow,
     requests_max: usize,
     /// A memory read that waits for its permit.
     memory_read: Option<(i64, ReadMessage)>,
@@ -148,11 +148,11 @@ impl Frames {
     pub(super) fn new(
         shared: Arc<Shared>,
         outbox: Outbox,
-        (connection, seat): (Tasks, Arc<Seat>),
+        (connection, connection_state): (Tasks, Arc<ConnectionState>),
         requests_max: usize,
     ) -> Self {
         let requests = Arc::new(Semaphore::new(requests_max));
-        let answers = shared.service.reads.reading_of_connection().answers().clone();
+        let answers = shared.service.reads.read_limits().answers().clone();
         // Half of the budget, so that one connection cannot use it up.
         let heap = shared.service.memory().heap().of(HeapKind::Requests);
         let heap = heap.child(heap.capacity() / 2);
@@ -160,7 +160,7 @@ impl Frames {
             shared,
             outbox,
             connection,
-            seat,
+            connection_state,
             requests,
             turns: Arc::new(Semaphore::new(LOCAL_TURNS)),
             phase: Phase::START,
@@ -305,8 +305,9 @@ impl Frames {
         *have += taken;
         if *have == HEADER_BYTES {
             let header = FrameHeader::decode_request(bytes, self.shared.config.frame_bytes_max)?;
-            self.seat.opened();
-            self.counted = Some((self.shared.metrics.of(header.kind).begin(), self.seat.request()));
+            self.connection_state.opened();
+            self.counted =
+                Some((self.shared.metrics.of(header.kind).begin(), self.connection_state.request()));
             self.phase = self.begin(header);
         }
         Ok(taken)
@@ -527,7 +528,7 @@ impl Frames {
             memory_read: None,
             local_read: None,
             turn: None,
-            answering: None,
+            response_guard: None,
             received,
             counted,
         })

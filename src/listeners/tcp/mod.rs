@@ -89,7 +89,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection<TcpStream>, tasks: Ta
     let requests_max = share.amount() as usize;
     let (outbox, queue) = writer::queue(requests_max);
     let kept = writer::KeptHalf::default();
-    let (link, half) = ((tasks.clone(), Arc::clone(place.seat())), kept.clone());
+    let (link, half) = ((tasks.clone(), Arc::clone(place.state())), kept.clone());
     let reader =
         reader::Reader::new(Arc::clone(&shared), read_half, outbox, link.clone(), half, requests_max);
     tasks.spawn_linked("tcp reader", reader.run());

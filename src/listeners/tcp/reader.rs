@@ -18,7 +18,7 @@ use tokio::time::Duration;
 
 use crate::budget::Charge;
 use crate::clock::{Instant, Sleep, sleep_until};
-use crate::listeners::places::Seat;
+use crate::listeners::connection_limiter::ConnectionState;
 use crate::listeners::{CLOSING_PAUSE, CLOSING_REQUEST};
 use crate::runtime::{Tasks, Turn};
 use uniffle_wire::DecodeError;
@@ -58,7 +58,7 @@ pub(super) struct Reader {
     socket: OwnedReadHalf,
     frames: Frames,
     connection: Tasks,
-    seat: Arc<Seat>,
+    connection_state: Arc<ConnectionState>,
     /// Bytes that were read but cannot be walked yet, with their charge.
     left_over: Vec<u8>,
     left_over_charge: Option<Charge>,
@@ -79,11 +79,11 @@ impl Reader {
         shared: Arc<Shared>,
         socket: OwnedReadHalf,
         outbox: Outbox,
-        (connection, seat): (Tasks, Arc<Seat>),
+        (connection, connection_state): (Tasks, Arc<ConnectionState>),
         kept: KeptHalf,
         requests_max: usize,
     ) -> Self {
-        let link = (connection.clone(), Arc::clone(&seat));
+        let link = (connection.clone(), Arc::clone(&connection_state));
         let frames = Frames::new(Arc::clone(&shared), outbox, link, requests_max);
         let now = Instant::now();
         let alarm = Box::pin(sleep_until(now + shared.config.idle_timeout));
@@ -94,7 +94,7 @@ impl Reader {
             socket,
             frames,
             connection,
-            seat,
+            connection_state,
             left_over,
             left_over_charge,
             last_read: now,
@@ -233,7 +233,7 @@ impl Reader {
         if read.is_ready() {
             self.last_read = Instant::now();
             self.turn.count(self.last_read.duration_since(began));
-            self.seat.progressed();
+            self.connection_state.progressed();
             return read;
         }
         self.poll_deadline(context).map(Err)

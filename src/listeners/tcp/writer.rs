@@ -20,10 +20,10 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 use crate::budget::line::Permit;
 use crate::clock::{Instant, sleep, timeout, timeout_at};
-use crate::listeners::places::{Request, Seat};
+use crate::listeners::connection_limiter::{ConnectionState, Request};
 use crate::listeners::{CLOSING_ANSWER, PATIENCE};
 use crate::runtime::Tasks;
-use crate::service::{Answering, ReadAhead};
+use crate::service::{ReadAhead, ResponseGuard};
 
 use super::metrics::InProgress;
 use super::shared::Shared;
@@ -50,7 +50,7 @@ pub(super) enum Body {
     /// No body.
     Empty,
     /// Bytes in memory. Dropping the guard marks them as taken by the client.
-    Pieces(Vec<Bytes>, Answering),
+    Pieces(Vec<Bytes>, ResponseGuard),
     /// `length` bytes that are read from disk during the write.
     Stream { length: u64, chunks: ReadAhead },
 }
@@ -68,7 +68,7 @@ pub(super) struct ReplyGuard {
     /// Permit of the connection for a local read.
     pub(super) turn: Option<OwnedSemaphorePermit>,
     /// Response window of the application for a memory read.
-    pub(super) answering: Option<Answering>,
+    pub(super) response_guard: Option<ResponseGuard>,
     /// When the request was complete.
     pub(super) received: Instant,
     /// Counts the request and measures its time.
@@ -110,7 +110,7 @@ pub(super) struct Writer {
     socket: OwnedWriteHalf,
     queue: mpsc::Receiver<Outgoing>,
     connection: Tasks,
-    seat: Arc<Seat>,
+    connection_state: Arc<ConnectionState>,
     pieces: VecDeque<Bytes>,
     kept: KeptHalf,
 }
@@ -120,10 +120,10 @@ impl Writer {
         shared: Arc<Shared>,
         socket: OwnedWriteHalf,
         queue: mpsc::Receiver<Outgoing>,
-        (connection, seat): (Tasks, Arc<Seat>),
+        (connection, connection_state): (Tasks, Arc<ConnectionState>),
         kept: KeptHalf,
     ) -> Self {
-        Self { shared, socket, queue, connection, seat, pieces: VecDeque::new(), kept }
+        Self { shared, socket, queue, connection, connection_state, pieces: VecDeque::new(), kept }
     }
 
     /// Writes until all senders of the queue are dropped, the peer stops reading, or the grace
@@ -194,9 +194,9 @@ impl Writer {
         self.pieces.push_back(head);
         let stream = match body {
             Body::Empty => None,
-            Body::Pieces(pieces, answering) => {
+            Body::Pieces(pieces, response_guard) => {
                 self.pieces.extend(pieces.into_iter().filter(|piece| !piece.is_empty()));
-                guard.answering = Some(answering);
+                guard.response_guard = Some(response_guard);
                 None
             }
             Body::Stream { length, chunks } => Some((length, chunks)),
@@ -235,14 +235,14 @@ impl Writer {
     async fn flush(&mut self) -> io::Result<()> {
         while !self.pieces.is_empty() {
             // The time limit applies to each step: progress keeps a reply alive.
-            let Self { socket, pieces, shared, seat, connection, .. } = self;
+            let Self { socket, pieces, shared, connection_state, connection, .. } = self;
             let taken = AtomicUsize::new(0);
             let limits = StepLimits {
                 time: shared.config.write_timeout,
                 is_waited_for: || shared.service.reads.are_waited_for(),
                 is_closing: || connection.is_closing(),
             };
-            within(limits, &taken, write_step(socket, pieces, (&**seat, &taken))).await?;
+            within(limits, &taken, write_step(socket, pieces, (&**connection_state, &taken))).await?;
         }
         Ok(())
     }
@@ -305,7 +305,7 @@ async fn within(
 async fn write_step(
     socket: &mut OwnedWriteHalf,
     pieces: &mut VecDeque<Bytes>,
-    (seat, taken): (&Seat, &AtomicUsize),
+    (connection_state, taken): (&ConnectionState, &AtomicUsize),
 ) -> io::Result<()> {
     let mut left = BATCH_BYTES;
     while left > 0 && !pieces.is_empty() {
@@ -319,7 +319,7 @@ async fn write_step(
         if written == 0 {
             return Err(io::ErrorKind::WriteZero.into());
         }
-        seat.progressed();
+        connection_state.progressed();
         taken.fetch_add(written, Ordering::Relaxed);
         left = left.saturating_sub(written);
         while let Some(front) = pieces.front_mut() {

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::super::ceded::Ceded;
+use super::super::metadata_reserve::MetadataReserve;
 use super::super::parts::{in_parts, threads_for};
 use super::super::region::Region;
 use super::layout::{
@@ -103,7 +103,7 @@ pub(super) struct State {
 struct Charged {
     capacity: Charge,
     ceded: Charge,
-    lists: Arc<Ceded>,
+    lists: Arc<MetadataReserve>,
 }
 
 impl State {
@@ -226,7 +226,7 @@ impl Table {
     }
 
     /// Starts charging pages to `capacity`, and makes `lists` cede memory for them.
-    pub(in crate::memory) fn charge_to(&self, capacity: &Budget, lists: &Arc<Ceded>) {
+    pub(in crate::memory) fn charge_to(&self, capacity: &Budget, lists: &Arc<MetadataReserve>) {
         for part in [&self.names, &self.rows] {
             let mut state = part.lock();
             let (capacity, ceded) = (capacity.nothing(), lists.force(0));

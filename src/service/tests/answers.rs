@@ -1,7 +1,7 @@
 //! Responses from memory follow the pace of the connection that consumes them.
 
 use super::*;
-use crate::service::ReadingOfConnection;
+use crate::service::ReadLimits;
 
 /// Bytes of a block of [`Fixture::fill`].
 const BLOCK: u64 = 10_000;
@@ -10,7 +10,7 @@ const SLOW: Duration = Duration::from_secs(3);
 
 /// Reads the partition as clients do, and takes `took` for each response. Returns the lengths of
 /// the responses.
-async fn read(fixture: &Fixture, connection: &ReadingOfConnection, took: Duration) -> Vec<u64> {
+async fn read(fixture: &Fixture, connection: &ReadLimits, took: Duration) -> Vec<u64> {
     let (mut last_block_id, mut lengths, mut seen) = (-1, Vec::new(), 0);
     loop {
         let request = MemoryReadRequest {
@@ -20,7 +20,7 @@ async fn read(fixture: &Fixture, connection: &ReadingOfConnection, took: Duratio
             last_block_id,
             read_buffer_size: 14 << 20,
             task_filter: None,
-            of_connection: Some(connection.answers()),
+            window: Some(connection.answers()),
         };
         let answer = fixture.service.reads.read_memory(request).unwrap();
         let Some(last) = answer.read.blocks.last() else { break };
@@ -44,8 +44,7 @@ async fn read(fixture: &Fixture, connection: &ReadingOfConnection, took: Duratio
 async fn slow_reader_pins_less_memory_than_a_fast_one() {
     let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     fixture.fill(3, BLOCK * BLOCKS);
-    let (slow, fast) =
-        (fixture.service.reads.reading_of_connection(), fixture.service.reads.reading_of_connection());
+    let (slow, fast) = (fixture.service.reads.read_limits(), fixture.service.reads.read_limits());
     // Limit of one response from the connection's share, regardless of its pace.
     let most = slow.answers().limit(i32::MAX).unwrap();
     let one_more = |limit: u64| limit.div_ceil(BLOCK) * BLOCK;
@@ -73,7 +72,7 @@ async fn only_large_filters_run_in_the_blocking_pool() {
             last_block_id: -1,
             read_buffer_size: 14 << 20,
             task_filter,
-            of_connection: None,
+            window: None,
         }
     }
     let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;

@@ -59,7 +59,7 @@ impl Fixture {
     }
 
     fn shuffle(&self) -> Arc<ShuffleState> {
-        self.service.lifecycle.known.app(APP).unwrap().shuffles().remove(0)
+        self.service.lifecycle.lookup.app(APP).unwrap().shuffles().remove(0)
     }
 
     /// Makes a move find that the second block is unreadable. The blocks are adjacent and read as
@@ -142,7 +142,7 @@ async fn damage_found_during_a_report_is_recorded() {
 async fn block_committed_during_a_count_is_recounted() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let (shuffle, lifecycle) = (fixture.shuffle(), &fixture.service.lifecycle);
-    lifecycle.verifier.suspect(&shuffle, PartitionId(PARTITION), "a disk has failed");
+    lifecycle.verifier.mark_unverified(&shuffle, PartitionId(PARTITION), "a disk has failed");
     within_time("nothing is found", || shuffle.ledger().verifying() == 0).await;
     // The sender of these batches checked before the count whether the ledger is watched.
     let tier = fixture.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();

@@ -103,7 +103,7 @@ async fn purges_and_reports_do_not_wait_for_each_other() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let patience = Duration::from_secs(20);
     fixture.register("app-2", &[]).await;
-    let reports = occupy(&fixture, &fixture.service.lifecycle.known.aside).await;
+    let reports = occupy(&fixture, &fixture.service.lifecycle.lookup.aside).await;
     let ended = timeout(patience, fixture.service.lifecycle.end_app("app-2")).await;
     ended.expect("a place for ends").unwrap();
     drop(reports);

@@ -290,7 +290,7 @@ async fn app_without_heartbeat_expires_after_timeout() {
         last_block_id: -1,
         read_buffer_size: 1000,
         task_filter: None,
-        of_connection: None,
+        window: None,
     };
     for second in 1..=80 {
         tokio::time::sleep(Duration::from_secs(1)).await;

@@ -147,7 +147,7 @@ impl Reader {
             last_block_id: cursor,
             read_buffer_size: self.read_buffer_size,
             task_filter: None,
-            of_connection: None,
+            window: None,
         };
         let answer = history.service().reads.read_memory(request)?.read;
         let data: Vec<u8> = answer.data.iter().flat_map(|piece| piece.iter().copied()).collect();

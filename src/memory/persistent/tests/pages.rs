@@ -115,7 +115,7 @@ fn rows_without_room_for_pages_are_refused() {
         }
         let front = table(&memory).rows.lock().places.with_pages().len() as u64 * CHUNK_BYTES;
         let records = memory.block_count() * 64;
-        let paid = super::super::super::ceded::FREE_BYTES + lists.ceded_bytes();
+        let paid = super::super::super::metadata_reserve::FREE_BYTES + lists.ceded_bytes();
         let paid = paid + memory.heap().of(HeapKind::Blocks).used() + FREE_CHUNKS * CHUNK_BYTES;
         assert!(front + records <= paid, "{front} and {records} of {paid} after {sent} sends");
         assert!(sent < 150, "it is never refused");

@@ -5,7 +5,7 @@
 //! until all waiters have been served or have not asked again for [`WAIT_MAX`]. An application over
 //! its share then gets no new ticket. Freed memory is kept for applications below their share, in
 //! the order in which they began to wait. Tickets that stay unused are revoked, and sends whose
-//! bytes arrive too slowly must end ([`Claims::must_yield`]).
+//! bytes arrive too slowly must end ([`FairShares::must_yield`]).
 //!
 //! Nothing here locks or waits; the lock is in [`super::ticket`].
 
@@ -70,7 +70,7 @@ pub struct Standing {
 
 /// All applications that hold memory or wait for it.
 #[derive(Debug)]
-pub(super) struct Claims {
+pub(super) struct FairShares {
     root: Budget,
     /// Share of the budget excluded from fair sharing (lists of extents).
     extents: Budget,
@@ -149,7 +149,7 @@ impl Waiting {
     }
 }
 
-impl Claims {
+impl FairShares {
     pub(super) fn new(root: Budget, extents: Budget) -> Self {
         let (holders, waiting) = (HashMap::new(), HashMap::new());
         let (level, leveled) = (Level::ENOUGH, Instant::now());

@@ -23,7 +23,7 @@ const EVERY: Duration = Duration::from_secs(1);
 
 /// Allocates pages for the next promises and charges withheld capacity to the budget.
 #[derive(Debug)]
-pub(super) struct Ahead {
+pub(super) struct Prefaulter {
     region: Arc<Region>,
     budget: Budget,
     /// Capacity that cannot be promised because it has no pages. Locked while pages are allocated.
@@ -33,7 +33,7 @@ pub(super) struct Ahead {
     wanted: Notify,
 }
 
-impl Ahead {
+impl Prefaulter {
     pub(super) fn new(region: Arc<Region>, budget: Budget) -> Arc<Self> {
         let withheld = Mutex::new(budget.nothing());
         Arc::new(Self { region, budget, withheld, withheld_bytes: AtomicU64::new(0), wanted: Notify::new() })
@@ -46,13 +46,13 @@ impl Ahead {
         }
     }
 
-    fn wanted_bytes(&self, ahead: u64) -> u64 {
+    fn wanted_bytes(&self, lead: u64) -> u64 {
         let promised = self.budget.used().saturating_sub(self.withheld_bytes());
-        promised.saturating_add(ahead).min(self.region.capacity_bytes())
+        promised.saturating_add(lead).min(self.region.capacity_bytes())
     }
 
-    fn lacks(&self, ahead: u64) -> bool {
-        self.region.ready_bytes() < self.wanted_bytes(ahead)
+    fn lacks(&self, lead: u64) -> bool {
+        self.region.ready_bytes() < self.wanted_bytes(lead)
     }
 
     /// Returns the bytes of the capacity that cannot be used.
@@ -90,7 +90,7 @@ impl Ahead {
     }
 }
 
-impl Ahead {
+impl Prefaulter {
     /// Allocates pages ahead of promises until it is dropped.
     pub(super) async fn run(self: Arc<Self>) {
         let mut every = tokio::time::interval(EVERY);
@@ -103,8 +103,8 @@ impl Ahead {
             if is_idle && self.withheld_bytes() == 0 {
                 continue;
             }
-            let ahead = Arc::clone(&self);
-            let taken = tokio::task::spawn_blocking(move || ahead.take()).await;
+            let prefaulter = Arc::clone(&self);
+            let taken = tokio::task::spawn_blocking(move || prefaulter.take()).await;
             if let Err(error) = taken {
                 tracing::error!(%error, "cannot allocate memory pages; retrying");
             }
@@ -188,7 +188,7 @@ mod tests {
         let memory = opened(None);
         let region = &memory.shared.supply.region;
         region.limit_pages(usize::try_from(7 * MIB).unwrap());
-        memory.ahead.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().take();
         assert_eq!(region.ready_bytes(), 6 * MIB, "whole blocks");
         assert_eq!(memory.withheld_bytes(), region.capacity_bytes() - 6 * MIB);
         // The region exceeds the capacity by 2 MiB, so 4 of the 6 MiB are usable.
@@ -196,7 +196,7 @@ mod tests {
         send(&memory, 0..3, 1 << 20).unwrap();
         assert!(is_no_buffer(send(&memory, 3..5, 1 << 20)));
         region.limit_pages(usize::MAX);
-        memory.ahead.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().take();
         assert_eq!(memory.withheld_bytes(), 0);
         send(&memory, 3..15, 1 << 20).unwrap();
         end(&memory);
@@ -211,7 +211,7 @@ mod tests {
         memory.shared.supply.region.limit_pages(usize::try_from(3 * MIB).unwrap());
         assert!(is_no_buffer(send(&memory, 0..14, 1 << 20)));
         memory.shared.supply.region.limit_pages(usize::MAX);
-        memory.ahead.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().take();
         send(&memory, 0..13, 1 << 20).unwrap();
         end(&memory);
     }
@@ -219,7 +219,7 @@ mod tests {
     #[test]
     fn only_blocks_without_row_pages_are_refused() {
         let memory = opened(None);
-        memory.ahead.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().take();
         send(&memory, 0..4000, 1).unwrap();
         memory.shared.supply.region.limit_pages(0);
         assert!(is_no_buffer(send(&memory, 4000..8000, 1)));
@@ -235,7 +235,7 @@ mod tests {
     #[test]
     fn ceded_segment_without_pages_is_excluded() {
         let memory = opened(None);
-        memory.ahead.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().take();
         let region = &memory.shared.supply.region;
         let charge = memory.budget().try_charge(MIB).unwrap();
         let mut piece = region.allocate(1 << 20, charge).unwrap();
@@ -244,10 +244,10 @@ mod tests {
         drop(piece);
         assert_eq!(region.ready_bytes(), region.capacity_bytes() - MIB);
         assert_eq!(region.free_bytes(), region.ready_bytes());
-        memory.ahead.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().take();
         assert_eq!(memory.withheld_bytes(), MIB);
         region.limit_pages(usize::MAX);
-        memory.ahead.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().take();
         end(&memory);
     }
 
@@ -279,7 +279,7 @@ mod tests {
         assert_eq!((region.ready_bytes(), region.free_bytes()), (5 * MIB, region.capacity_bytes() - 6 * MIB));
         assert!(is_no_buffer(send(&memory, 5..6, 4096)));
         region.limit_pages(usize::MAX);
-        memory.ahead.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().take();
         send(&memory, 5..6, 1 << 20).unwrap();
         end(&memory);
     }
@@ -311,7 +311,7 @@ mod tests {
         assert!(region.ready_bytes() < 8 * MIB, "{}", region.ready_bytes());
         // No pages were allocated ahead.
         send(&memory, 1..13, 1 << 20).unwrap();
-        memory.ahead.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().take();
         end(&memory);
     }
 }

@@ -37,7 +37,7 @@ const _: () = assert!(FREE_BYTES >= SEGMENT_BYTES_MAX as u64);
 /// Single lists and segments may exceed this until the next checked request pays for them. The
 /// resident region and the lists together thus stay within the region, [`FREE_BYTES`] and the heap.
 #[derive(Debug)]
-pub(super) struct Ceded {
+pub(super) struct MetadataReserve {
     region: Arc<Region>,
     /// The capacity, to which blocks, tickets and lists are charged.
     budget: Budget,
@@ -48,7 +48,7 @@ pub(super) struct Ceded {
     ceded: Budget,
     /// A part of the heap budget.
     borrowed: Budget,
-    /// Set while the region must not cede anything ([`Ceded::pause`]).
+    /// Set while the region must not cede anything ([`MetadataReserve::pause`]).
     is_paused: AtomicBool,
     held: Mutex<Held>,
 }
@@ -59,7 +59,7 @@ struct Held {
     borrowed: Charge,
 }
 
-impl Ceded {
+impl MetadataReserve {
     pub(super) fn new(region: Arc<Region>, budget: Budget, heap: &Budget) -> Self {
         let total = || Budget::new(u64::MAX);
         let (extents, borrowed) = (budget.child(u64::MAX), heap.child(u64::MAX));
@@ -208,10 +208,10 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn ceded(capacity: u64, region: u64, heap: u64) -> (Budget, Ceded) {
+    fn ceded(capacity: u64, region: u64, heap: u64) -> (Budget, MetadataReserve) {
         let budget = Budget::new(capacity);
         let region = Region::new(region).unwrap();
-        (budget.clone(), Ceded::new(region, budget, &Budget::new(heap)))
+        (budget.clone(), MetadataReserve::new(region, budget, &Budget::new(heap)))
     }
 
     #[test]

@@ -19,9 +19,9 @@ use prost::Message;
 use tokio::time::Duration;
 use tonic::Status;
 
-use super::arriving::Lines;
+use super::heap_estimate::{EstimateHeap, nested};
 use super::message::{PREFIX_BYTES, RequestBody, next_data, read_prefix};
-use super::weight::{Weigh, nested};
+use super::request_queues::RequestQueues;
 use crate::budget::heap::HeapFull;
 use crate::budget::line::Permit;
 use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
@@ -49,7 +49,7 @@ const SLOWEST_BYTES: u64 = 256 << 10;
 #[derive(Debug)]
 pub(super) struct RequestHeap {
     budget: Budget,
-    lines: Arc<Lines>,
+    queues: Arc<RequestQueues>,
     wait: Duration,
     /// Pool for decoding large messages and encoding large responses.
     pub(super) aside: Aside,
@@ -58,35 +58,40 @@ pub(super) struct RequestHeap {
 impl RequestHeap {
     pub(super) fn new(heap: &Heap, wait: Duration) -> Self {
         let budget = heap.of(HeapKind::Requests).clone();
-        let lines = Arc::new(Lines::new(budget.capacity()));
-        Self { budget, lines, wait, aside: Aside::of_cores() }
+        let queues = Arc::new(RequestQueues::new(budget.capacity()));
+        Self { budget, queues, wait, aside: Aside::of_cores() }
     }
 
     /// Returns the collector of a connection. Its limit is half of the budget, so that one
     /// connection cannot use it up.
-    pub(super) fn of_connection(&self) -> Inbound {
+    pub(super) fn collector(&self) -> RequestCollector {
         let budget = self.budget.child(self.budget.capacity() / 2);
-        Inbound { budget, lines: Arc::clone(&self.lines), wait: self.wait, aside: self.aside.clone() }
+        RequestCollector {
+            budget,
+            queues: Arc::clone(&self.queues),
+            wait: self.wait,
+            aside: self.aside.clone(),
+        }
     }
 }
 
 /// Collects the requests of one connection.
 #[derive(Debug)]
-pub(super) struct Inbound {
+pub(super) struct RequestCollector {
     budget: Budget,
-    lines: Arc<Lines>,
+    queues: Arc<RequestQueues>,
     wait: Duration,
     /// Pool for decoding large messages and encoding large responses.
     pub(super) aside: Aside,
 }
 
-impl Inbound {
+impl RequestCollector {
     /// Reads one whole message. Returns it with its charge.
     pub(super) async fn message<B, M>(
         &self,
         body: &mut B,
         length_max: u32,
-        weigh: Weigh,
+        estimate: EstimateHeap,
     ) -> Result<(M, Charge), Status>
     where
         B: RequestBody,
@@ -103,7 +108,7 @@ impl Inbound {
         }
         let is_small = bytes.len() <= INLINE_BYTES_MAX;
         let (weight, bytes, mut charge) =
-            aside(&self.aside, is_small, move || (weigh(&bytes), bytes, charge)).await?;
+            aside(&self.aside, is_small, move || (estimate(&bytes), bytes, charge)).await?;
         self.charge(&mut charge, weight, 0).await?;
         // The work owns the charge, because it continues even if its caller is dropped.
         let (decoded, charge) = aside(&self.aside, is_small, move || (decode(bytes), charge)).await?;
@@ -134,7 +139,7 @@ impl Inbound {
         if length as usize <= INLINE_BYTES_MAX {
             return Ok(None);
         }
-        let turn = self.lines.turn(length, first, self.wait).await;
+        let turn = self.queues.turn(length, first, self.wait).await;
         let refused = || full(NoCapacity { asked: length.into(), free: self.budget.free() });
         turn.map(Some).ok_or_else(refused)
     }
@@ -171,7 +176,7 @@ impl Inbound {
             let Some(data) = self.next(body).await? else {
                 return Err(Status::internal("request ended inside its message"));
             };
-            if began.elapsed() > latest && self.lines.are_waited_in() {
+            if began.elapsed() > latest && self.queues.are_waited_in() {
                 return Err(slow());
             }
             self.make_room(&mut all, &mut charge, data.len(), whole).await?;
@@ -187,7 +192,7 @@ impl Inbound {
         loop {
             match timeout(PATIENCE, &mut next).await {
                 Ok(data) => return data,
-                Err(_elapsed) if self.lines.are_waited_in() => return Err(slow()),
+                Err(_elapsed) if self.queues.are_waited_in() => return Err(slow()),
                 Err(_elapsed) => {}
             }
         }
@@ -231,7 +236,7 @@ impl Inbound {
             return Err(too_large(asked, most));
         }
         let is_small = charge.bytes() + bytes <= INLINE_BYTES_MAX as u64;
-        let Some(_place) = self.lines.wait_for_heap(is_small, uncharged) else { return Err(full(refusal)) };
+        let Some(_place) = self.queues.wait_for_heap(is_small, uncharged) else { return Err(full(refusal)) };
         match timeout(self.wait, self.budget.charge(bytes)).await {
             Ok(Ok(more)) => charge.merge(more),
             Ok(Err(refusal)) => return Err(full(refusal)),
@@ -308,8 +313,8 @@ mod tests {
     }
 
     async fn heartbeat(pieces: Vec<Bytes>, max: u32) -> Result<proto::AppHeartBeatRequest, Code> {
-        let inbound = RequestHeap::new(&heap(), WAIT).of_connection();
-        let read = inbound.message(&mut body_of(pieces), max, nested).await;
+        let collector = RequestHeap::new(&heap(), WAIT).collector();
+        let read = collector.message(&mut body_of(pieces), max, nested).await;
         read.map(|(message, _)| message).map_err(|status| status.code())
     }
 
@@ -323,9 +328,9 @@ mod tests {
                     Ok(&request),
                     "cut at {cut}"
                 );
-                let inbound = RequestHeap::new(&heap(), WAIT).of_connection();
+                let collector = RequestHeap::new(&heap(), WAIT).collector();
                 let (whole, _) =
-                    inbound.whole(Request::new(body_of(framed(&request, cut))), 4000).await.unwrap();
+                    collector.whole(Request::new(body_of(framed(&request, cut))), 4000).await.unwrap();
                 let bytes = http_body_util::BodyExt::collect(whole.into_body()).await.unwrap().to_bytes();
                 assert_eq!(bytes, framed(&request, 4000)[0], "cut at {cut}");
             }
@@ -372,15 +377,15 @@ mod tests {
         let mut stalled = std::pin::pin!(async {
             let (sender, mut body) = unfinished(most / 2);
             sender.send(vec![0; most as usize / 2 - 1].into()).unwrap();
-            let inbound = requests.of_connection();
-            let read = inbound.message::<_, proto::AppHeartBeatRequest>(&mut body, most, nested).await;
+            let collector = requests.collector();
+            let read = collector.message::<_, proto::AppHeartBeatRequest>(&mut body, most, nested).await;
             read.map(drop).map_err(|status| status.code())
         });
         assert!(timeout(Duration::from_secs(30), &mut stalled).await.is_err(), "no one waits");
         let began = tokio::time::Instant::now();
-        let inbound = requests.of_connection();
-        let mut charge = inbound.budget.nothing();
-        let charging = inbound.charge(&mut charge, u64::from(most) / 4, 0);
+        let collector = requests.collector();
+        let mut charge = collector.budget.nothing();
+        let charging = collector.charge(&mut charge, u64::from(most) / 4, 0);
         let (ended, granted) = tokio::join!(&mut stalled, charging);
         assert_eq!(ended, Err(Code::ResourceExhausted));
         assert!(granted.is_ok() && began.elapsed() <= PATIENCE, "{:?}", began.elapsed());
@@ -398,10 +403,10 @@ mod tests {
         let (mut senders, mut calls) = (Vec::new(), Vec::new());
         for _ in 0..24 {
             let (sender, mut body) = unfinished(64 << 20);
-            let (inbound, ended) = (requests.of_connection(), &ended);
+            let (collector, ended) = (requests.collector(), &ended);
             calls.push(async move {
                 let read =
-                    inbound.message::<_, proto::ReportShuffleResultRequest>(&mut body, 64 << 20, nested);
+                    collector.message::<_, proto::ReportShuffleResultRequest>(&mut body, 64 << 20, nested);
                 let read = read.await.map(drop);
                 ended.set(ended.get() + 1);
                 read
@@ -448,9 +453,9 @@ mod tests {
         let pieces = framed(&report_of("app-1", 20_000), 16 << 10);
         let bytes: usize = pieces.iter().map(Bytes::len).sum();
         let calls = (0..80).map(|_| {
-            let (inbound, mut body) = (requests.of_connection(), body_of(pieces.clone()));
+            let (collector, mut body) = (requests.collector(), body_of(pieces.clone()));
             async move {
-                let read = inbound.message(&mut body, 64 << 20, nested).await;
+                let read = collector.message(&mut body, 64 << 20, nested).await;
                 let (report, charge): (proto::ReportShuffleResultRequest, _) = read?;
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 drop(charge);
@@ -459,7 +464,7 @@ mod tests {
         });
         let read = futures::future::try_join_all(calls).await.unwrap();
         assert_eq!(read, [20_000; 80], "of {bytes} bytes each");
-        assert_eq!((heap.whole().used(), requests.lines.are_waited_in()), (0, false));
+        assert_eq!((heap.whole().used(), requests.queues.are_waited_in()), (0, false));
     }
 
     /// Regression test: the request waited 10 s for heap that it held itself, and was told to
@@ -467,8 +472,8 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn request_beyond_the_heap_is_refused_with_its_key() {
         let heap = heap();
-        let inbound = RequestHeap::new(&heap, WAIT).of_connection();
-        let most = inbound.budget.most();
+        let collector = RequestHeap::new(&heap, WAIT).collector();
+        let most = collector.budget.most();
         let of_ids = |count: usize| proto::GetShuffleServerRequest {
             faulty_server_ids: vec!["10.0.0.1-21100".to_owned(); count],
             ..Default::default()
@@ -479,8 +484,9 @@ mod tests {
         assert!(weight <= most && weight + bytes > most, "{bytes} and {weight} of {most}");
         let began = tokio::time::Instant::now();
         let mut body = body_of(framed(&request, 16 << 10));
-        let refused = inbound.message::<_, proto::GetShuffleServerRequest>(&mut body, 4 << 20, nested).await;
-        let whole = inbound.whole(Request::new(body_of(framed(&request, 16 << 10))), 4 << 20).await;
+        let refused =
+            collector.message::<_, proto::GetShuffleServerRequest>(&mut body, 4 << 20, nested).await;
+        let whole = collector.whole(Request::new(body_of(framed(&request, 16 << 10))), 4 << 20).await;
         for refused in [refused.map(drop).unwrap_err(), whole.map(drop).unwrap_err()] {
             let text = refused.message();
             assert!(
@@ -499,8 +505,8 @@ mod tests {
         let requests = RequestHeap::new(&heap, WAIT);
         let mut trickling = std::pin::pin!(async {
             let (sender, mut body) = unfinished(1 << 20);
-            let inbound = requests.of_connection();
-            let reading = inbound.message::<_, proto::AppHeartBeatRequest>(&mut body, 1 << 20, nested);
+            let collector = requests.collector();
+            let reading = collector.message::<_, proto::AppHeartBeatRequest>(&mut body, 1 << 20, nested);
             let trickle = async {
                 while sender.send(Bytes::from_static(&[0])).is_ok() {
                     tokio::time::sleep(PATIENCE / 2).await;
@@ -509,18 +515,18 @@ mod tests {
             tokio::select! { read = reading => read.map(drop).map_err(|status| status.code()), () = trickle => Ok(()) }
         });
         assert!(timeout(Duration::from_secs(60), &mut trickling).await.is_err(), "no one waits");
-        let _waits = requests.lines.wait_for_heap(false, 0).unwrap();
+        let _waits = requests.queues.wait_for_heap(false, 0).unwrap();
         assert_eq!(timeout(PATIENCE, &mut trickling).await, Ok(Err(Code::ResourceExhausted)));
     }
 
     #[tokio::test(start_paused = true)]
     async fn request_resumes_after_backpressure_of_the_heap() {
         let heap = heap();
-        let inbound = RequestHeap::new(&heap, WAIT).of_connection();
+        let collector = RequestHeap::new(&heap, WAIT).collector();
         let held = heap.of(HeapKind::Requests).try_charge(heap.of(HeapKind::Requests).free()).unwrap();
         let request = proto::AppHeartBeatRequest { app_id: "a".repeat(3000) };
         let mut body = body_of(framed(&request, 100));
-        let mut read = std::pin::pin!(inbound.message(&mut body, 4000, nested));
+        let mut read = std::pin::pin!(collector.message(&mut body, 4000, nested));
         assert!(poll!(&mut read).is_pending());
         drop(held);
         let (message, charge): (proto::AppHeartBeatRequest, _) = read.await.unwrap();

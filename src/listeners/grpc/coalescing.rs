@@ -1,14 +1,10 @@
 //! A stream that combines the small writes of one poll. HTTP/2 writes and flushes each frame
-//! separately, which costs a system call and a wake-up of the peer per 16 KiB.
+//! separately, which costs a system call and a wake-up of the peer per 16 KiB. hyper owns the
+//! [`CoalescingStream`]; the task of the connection drives the [`CoalescingWriter`].
 //!
-//! hyper owns the [`Gathered`] half; the task of the connection drives the [`Gathering`] half.
-//!
-//! Invariants: bytes go out in order and exactly once. When [`Gathering::poll`] returns, the socket
-//! has everything, or is full and wakes the task. Buffers are bounded over all connections: when
-//! many are in use, further ones get smaller buffers or none, and then write through.
-//!
-//! One poll reads a bounded number of cancellations. hyper has processed the earlier ones by the
-//! next poll, so h2's own limit is never reached.
+//! Invariants: bytes go out in order and exactly once. When [`CoalescingWriter::poll`] returns, the
+//! socket has everything, or is full and wakes the task. Buffers are bounded over all connections:
+//! when many are in use, further ones get smaller buffers or none, and then write through.
 
 use std::future::Future;
 use std::io::{self, IoSlice};
@@ -102,7 +98,7 @@ impl Buffer {
 struct Shared<S> {
     stream: S,
     buffers: Arc<Buffers>,
-    gathered: Option<Buffer>,
+    collected: Option<Buffer>,
     /// Data was written to the stream but not flushed. TLS needs the flush.
     is_unflushed: bool,
     /// The stream did not take everything in this poll.
@@ -112,7 +108,8 @@ struct Shared<S> {
     cancellations: Cancellations,
 }
 
-/// Limits the call cancellations that one poll reads from the stream.
+/// Limits the call cancellations that one poll reads from the stream. hyper has processed the
+/// earlier ones by the next poll, so h2's own limit is never reached.
 #[derive(Debug)]
 struct Cancellations {
     scanner: FrameScanner,
@@ -173,11 +170,11 @@ impl<S: AsyncWrite + Unpin> Shared<S> {
         Poll::Ready(())
     }
 
-    /// Writes until the socket has all gathered bytes.
+    /// Writes until the socket has all collected bytes.
     fn drain(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while self.gathered.is_some() {
+        while self.collected.is_some() {
             ready!(self.turn(context));
-            let Some(buffer) = &mut self.gathered else { break };
+            let Some(buffer) = &mut self.collected else { break };
             let rest = &buffer.bytes[buffer.written..];
             let written = ready!(Pin::new(&mut self.stream).poll_write(context, rest))?;
             if written == 0 {
@@ -186,7 +183,7 @@ impl<S: AsyncWrite + Unpin> Shared<S> {
             self.taken += written;
             buffer.written += written;
             if buffer.written == buffer.bytes.len() {
-                self.gathered = None;
+                self.collected = None;
             }
         }
         Poll::Ready(Ok(()))
@@ -212,10 +209,10 @@ impl<S: AsyncWrite + Unpin> Shared<S> {
         if length == 0 {
             return Poll::Ready(Ok(0));
         }
-        if self.gathered.as_ref().is_some_and(|buffer| buffer.room() == 0) {
+        if self.collected.as_ref().is_some_and(|buffer| buffer.room() == 0) {
             ready!(self.drain(context))?;
         }
-        if self.gathered.is_none() {
+        if self.collected.is_none() {
             let buffer = if length < THROUGH_BYTES { self.buffers.take() } else { None };
             if buffer.is_none() {
                 ready!(self.turn(context));
@@ -223,48 +220,55 @@ impl<S: AsyncWrite + Unpin> Shared<S> {
                 self.taken += written;
                 return Poll::Ready(Ok(written));
             }
-            self.gathered = buffer;
+            self.collected = buffer;
         }
-        Poll::Ready(Ok(self.gathered.as_mut().map_or(0, |buffer| buffer.fill(pieces))))
+        Poll::Ready(Ok(self.collected.as_mut().map_or(0, |buffer| buffer.fill(pieces))))
     }
 }
 
-/// The half that HTTP/2 reads from and writes to. Its flush does nothing, since [`Gathering::poll`]
-/// flushes.
+/// The half that HTTP/2 reads from and writes to. Its flush does nothing, since
+/// [`CoalescingWriter::poll`] flushes.
 #[derive(Debug)]
-pub(super) struct Gathered<S>(Arc<Mutex<Shared<S>>>);
+pub(super) struct CoalescingStream<S>(Arc<Mutex<Shared<S>>>);
 
-/// The half that writes gathered bytes to the socket.
+/// The half that writes collected bytes to the socket.
 #[derive(Debug)]
-pub(super) struct Gathering<S>(Arc<Mutex<Shared<S>>>);
+pub(super) struct CoalescingWriter<S>(Arc<Mutex<Shared<S>>>);
 
 /// Splits `stream` into both halves. A poll reads at most `cancellations_per_poll` cancellations.
-pub(super) fn gathered<S>(
+pub(super) fn coalescing<S>(
     stream: S,
     buffers: &Arc<Buffers>,
     cancellations_per_poll: usize,
-) -> (Gathered<S>, Gathering<S>) {
+) -> (CoalescingStream<S>, CoalescingWriter<S>) {
     let cancellations = Cancellations {
         scanner: FrameScanner::default(),
         per_poll: cancellations_per_poll,
         left: cancellations_per_poll,
         held: Bytes::new(),
     };
-    let (buffers, gathered) = (Arc::clone(buffers), None);
-    let shared =
-        Shared { stream, buffers, gathered, is_unflushed: false, is_blocked: false, taken: 0, cancellations };
+    let (buffers, collected) = (Arc::clone(buffers), None);
+    let shared = Shared {
+        stream,
+        buffers,
+        collected,
+        is_unflushed: false,
+        is_blocked: false,
+        taken: 0,
+        cancellations,
+    };
     let shared = Arc::new(Mutex::new(shared));
-    (Gathered(Arc::clone(&shared)), Gathering(shared))
+    (CoalescingStream(Arc::clone(&shared)), CoalescingWriter(shared))
 }
 
-impl<S> Gathering<S> {
+impl<S> CoalescingWriter<S> {
     /// Returns whether the socket took everything that was written until the last poll.
     pub(super) fn is_written(&self) -> bool {
         !self.0.lock().is_blocked
     }
 }
 
-impl<S: AsyncWrite + Unpin> Gathering<S> {
+impl<S: AsyncWrite + Unpin> CoalescingWriter<S> {
     /// Polls `connection`, which writes to the other half, then flushes its writes to the socket.
     pub(super) fn poll<F: Future>(
         &self,
@@ -282,14 +286,14 @@ impl<S: AsyncWrite + Unpin> Gathering<S> {
         shared.is_blocked |= flushed.is_pending();
         if let (Poll::Ready(Err(_)), Poll::Pending) = (flushed, &polled) {
             // The next write or read returns the error as well.
-            shared.gathered = None;
+            shared.collected = None;
             context.waker().wake_by_ref();
         }
         polled
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Gathered<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for CoalescingStream<S> {
     fn poll_read(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -299,7 +303,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Gathered<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Gathered<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for CoalescingStream<S> {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         self.0.lock().write(context, &[IoSlice::new(bytes)])
     }
@@ -418,7 +422,7 @@ mod tests {
     }
 
     /// Writes like HTTP/2: a frame, a flush, the next frame.
-    async fn write_frames(mut stream: Gathered<Socket>, frames: &[Vec<u8>]) -> io::Result<()> {
+    async fn write_frames(mut stream: CoalescingStream<Socket>, frames: &[Vec<u8>]) -> io::Result<()> {
         use tokio::io::AsyncWriteExt as _;
         for frame in frames {
             let mut rest = frame.as_slice();
@@ -442,7 +446,7 @@ mod tests {
     #[test]
     fn frames_of_one_poll_are_one_write() {
         let buffers = Arc::new(Buffers::default());
-        let (stream, gathering) = gathered(Socket::taking(vec![usize::MAX]), &buffers, 1);
+        let (stream, writer) = coalescing(Socket::taking(vec![usize::MAX]), &buffers, 1);
         let frames = frames(&[50, 16_393, 16_393, 16_393, 100]);
         let mut stream = Some(stream);
         let mut connection = std::pin::pin!(async {
@@ -457,8 +461,8 @@ mod tests {
             std::future::pending::<()>().await;
         });
         let mut context = Context::from_waker(Waker::noop());
-        assert!(gathering.poll(&mut context, connection.as_mut()).is_pending());
-        let shared = gathering.0.lock();
+        assert!(writer.poll(&mut context, connection.as_mut()).is_pending());
+        let shared = writer.0.lock();
         assert_eq!((shared.stream.writes, shared.stream.unflushed), (1, false));
         assert_eq!(shared.stream.came, frames.concat());
         assert_eq!(buffers.state.lock().given, [0; 3], "it went back");
@@ -472,12 +476,12 @@ mod tests {
         assert_eq!(buffers.state.lock().given, most);
         let held: usize = taken.iter().map(|buffer| buffer.bytes.capacity()).sum();
         assert!(held < 9 << 20, "{held}");
-        let (mut stream, gathering) = gathered(Socket::taking(vec![usize::MAX]), &buffers, 1);
+        let (mut stream, writer) = coalescing(Socket::taking(vec![usize::MAX]), &buffers, 1);
         let mut context = Context::from_waker(Waker::noop());
         for _ in 0..3 {
             assert!(Pin::new(&mut stream).poll_write(&mut context, &[1; 100]).is_ready());
         }
-        let socket = &gathering.0.lock().stream;
+        let socket = &writer.0.lock().stream;
         assert_eq!((socket.writes, socket.came.len()), (3, 300));
         drop(taken);
         let state = buffers.state.lock();
@@ -489,7 +493,7 @@ mod tests {
         let taken: Arc<Buffers> = Arc::default();
         let _taken: Vec<_> = std::iter::from_fn(|| taken.take()).collect();
         for buffers in [Arc::default(), taken] {
-            let (stream, gathering) = gathered(Socket::taking(vec![10, 0, usize::MAX]), &buffers, 1);
+            let (stream, writer) = coalescing(Socket::taking(vec![10, 0, usize::MAX]), &buffers, 1);
             let frames = frames(&[50]);
             let mut connection = std::pin::pin!(async {
                 let mut stream = stream;
@@ -498,10 +502,10 @@ mod tests {
             });
             let mut context = Context::from_waker(Waker::noop());
             for is_written in [false, true] {
-                assert!(gathering.poll(&mut context, connection.as_mut()).is_pending());
-                assert_eq!(gathering.is_written(), is_written);
+                assert!(writer.poll(&mut context, connection.as_mut()).is_pending());
+                assert_eq!(writer.is_written(), is_written);
             }
-            assert_eq!(gathering.0.lock().stream.came, frames.concat());
+            assert_eq!(writer.0.lock().stream.came, frames.concat());
         }
     }
 
@@ -509,7 +513,7 @@ mod tests {
     fn broken_socket_wakes_the_connection_and_fails_its_write() {
         let buffers = Arc::new(Buffers::default());
         let socket = Socket { is_broken: true, ..Socket::taking(vec![usize::MAX]) };
-        let (stream, gathering) = gathered(socket, &buffers, 1);
+        let (stream, writer) = coalescing(socket, &buffers, 1);
         let woken = Arc::new(Woken::default());
         let waker = Waker::from(Arc::clone(&woken));
         let mut context = Context::from_waker(&waker);
@@ -522,9 +526,9 @@ mod tests {
                 .await
                 .unwrap_err()
         });
-        assert!(gathering.poll(&mut context, connection.as_mut()).is_pending());
+        assert!(writer.poll(&mut context, connection.as_mut()).is_pending());
         assert!(woken.0.load(Ordering::Relaxed) > 0);
-        let Poll::Ready(error) = gathering.poll(&mut context, connection.as_mut()) else { panic!("told") };
+        let Poll::Ready(error) = writer.poll(&mut context, connection.as_mut()) else { panic!("told") };
         assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
         assert_eq!(buffers.state.lock().given, [0; 3]);
     }
@@ -538,12 +542,12 @@ mod tests {
         }
         bytes.extend(frame(6, 8));
         let stream = tokio::io::join(&bytes[..], tokio::io::sink());
-        let (mut stream, gathering) = gathered(stream, &Arc::default(), 7);
+        let (mut stream, writer) = coalescing(stream, &Arc::default(), 7);
         let (mut read, mut polls) = (Vec::new(), 0);
         let mut reading = std::pin::pin!(tokio::io::AsyncReadExt::read_to_end(&mut stream, &mut read));
         poll_fn(|context| {
             polls += 1;
-            gathering.poll(context, reading.as_mut())
+            writer.poll(context, reading.as_mut())
         })
         .await
         .unwrap();
@@ -560,7 +564,7 @@ mod tests {
         ) {
             prop_assume!(takes.iter().any(|takes| *takes > 0));
             let buffers = Arc::new(Buffers::default());
-            let (stream, gathering) = gathered(Socket::taking(takes), &buffers, 1);
+            let (stream, writer) = coalescing(Socket::taking(takes), &buffers, 1);
             let frames = frames(&lengths);
             let woken = Arc::new(Woken::default());
             let waker = Waker::from(Arc::clone(&woken));
@@ -568,13 +572,13 @@ mod tests {
             let mut connection = std::pin::pin!(write_frames(stream, &frames));
             loop {
                 let before = woken.0.load(Ordering::Relaxed);
-                if let Poll::Ready(ended) = gathering.poll(&mut context, connection.as_mut()) {
+                if let Poll::Ready(ended) = writer.poll(&mut context, connection.as_mut()) {
                     ended.unwrap();
                     break;
                 }
                 prop_assert!(woken.0.load(Ordering::Relaxed) > before, "it would wait forever");
             }
-            prop_assert_eq!(&gathering.0.lock().stream.came, &frames.concat());
+            prop_assert_eq!(&writer.0.lock().stream.came, &frames.concat());
             prop_assert_eq!(buffers.state.lock().given, [0; 3]);
         }
     }

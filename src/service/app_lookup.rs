@@ -14,14 +14,14 @@ use super::metrics::ServiceMetrics;
 
 /// Lookup of applications; cheap to clone.
 #[derive(Debug, Clone)]
-pub(super) struct Known {
+pub(super) struct AppLookup {
     pub(super) apps: Arc<AppRegistry>,
     pub(super) metrics: Arc<ServiceMetrics>,
     /// Pool for requested work that may be too long for a runtime thread.
     pub(super) aside: Aside,
 }
 
-impl Known {
+impl AppLookup {
     /// Returns the app of a request. An invalid id is treated as unknown.
     pub(super) fn app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
         let id = AppId::parse(app).ok();
@@ -37,7 +37,7 @@ impl Known {
         })
     }
 
-    /// Returns the app as [`Known::app`] does, and marks it as used now.
+    /// Returns the app as [`AppLookup::app`] does, and marks it as used now.
     pub(super) fn touched_app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
         let app = self.app(app)?;
         self.apps.touch(&app);

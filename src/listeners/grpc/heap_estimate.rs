@@ -4,7 +4,7 @@
 //! is charged to the heap before that, so it should be an upper bound. Pure functions.
 
 /// Estimates the decoded size of an encoded message.
-pub(super) type Weigh = fn(&[u8]) -> u64;
+pub(super) type EstimateHeap = fn(&[u8]) -> u64;
 
 /// Maximum nesting depth of the protocol's messages.
 const DEPTH_MAX: u32 = 3;
@@ -21,7 +21,7 @@ pub(super) fn numbers(bytes: &[u8]) -> u64 {
 
 /// Estimates any request: lists of messages with nested lists, each of which grows by doubling.
 pub(super) fn nested(bytes: &[u8]) -> u64 {
-    weigh(bytes, 1).unwrap_or(48 * bytes.len() as u64)
+    estimate(bytes, 1).unwrap_or(48 * bytes.len() as u64)
 }
 
 /// Returns how many numbers `bytes` has if it is a packed list.
@@ -30,7 +30,7 @@ fn values_in(bytes: &[u8]) -> u64 {
 }
 
 /// Estimates the fields of a message. Returns `None` if `bytes` are not message fields.
-fn weigh(mut bytes: &[u8], depth: u32) -> Option<u64> {
+fn estimate(mut bytes: &[u8], depth: u32) -> Option<u64> {
     /// Size of a number, alone or in a list.
     const VALUE_BYTES: u64 = 16;
     /// Size of a string or message in a list, without its content.
@@ -47,7 +47,7 @@ fn weigh(mut bytes: &[u8], depth: u32) -> Option<u64> {
                 let (content, rest) = bytes.split_at_checked(length)?;
                 bytes = rest;
                 let packed = VALUE_BYTES * values_in(content);
-                let inner = if depth < DEPTH_MAX { weigh(content, depth + 1) } else { None };
+                let inner = if depth < DEPTH_MAX { estimate(content, depth + 1) } else { None };
                 sum += ITEM_BYTES + content.len() as u64 + packed.max(inner.unwrap_or(0));
                 continue;
             }

@@ -32,7 +32,7 @@ const REST_LOOK: Duration = Duration::from_millis(50);
 
 /// The connection table. Clones share it.
 #[derive(Debug, Clone)]
-pub(super) struct Places {
+pub(super) struct ConnectionLimiter {
     max: usize,
     /// Maximum number of evicted connections that may finish their calls.
     leaving_max: usize,
@@ -43,7 +43,7 @@ pub(super) struct Places {
 #[derive(Debug, Default)]
 struct Table {
     next: u64,
-    open: HashMap<u64, Arc<Seat>>,
+    open: HashMap<u64, Arc<ConnectionState>>,
     /// Evicted connections that finish their calls.
     leaving: HashSet<u64>,
     /// Number of connections of each address.
@@ -77,7 +77,7 @@ type Rank = (Stage, u64);
 
 /// State of a connection, kept up to date by its server.
 #[derive(Debug)]
-pub(super) struct Seat {
+pub(super) struct ConnectionState {
     peer: IpAddr,
     since: Instant,
     is_open: AtomicBool,
@@ -91,32 +91,36 @@ pub(super) struct Seat {
 
 /// A request of a connection, until dropped.
 #[derive(Debug)]
-pub(super) struct Request(Arc<Seat>);
+pub(super) struct Request(Arc<ConnectionState>);
 
 /// A connection's entry in the table, removed on drop.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct ConnectionGuard {
     number: u64,
-    seat: Arc<Seat>,
+    state: Arc<ConnectionState>,
     table: Arc<Mutex<Table>>,
 }
 
-impl Places {
+impl ConnectionLimiter {
     /// Creates a table for `max` connections, at least one.
     pub(super) fn new(max: usize) -> Self {
         Self { max: max.max(1), leaving_max: 0, since: Instant::now(), table: Arc::default() }
     }
 
     /// Allows `leaving_max` evicted connections at a time to finish their calls
-    /// ([`Seat::leaving`]).
+    /// ([`ConnectionState::leaving`]).
     pub(super) fn with_leaving(self, leaving_max: usize) -> Self {
         Self { leaving_max, ..self }
     }
 
     /// Adds a connection of `peer`, which `close` aborts. If the table is full, evicts one. Returns
     /// its stage and its time without progress.
-    pub(super) fn take(&self, peer: IpAddr, close: AbortHandle) -> (Held, Option<(Stage, Duration)>) {
-        let seat = Arc::new(Seat {
+    pub(super) fn take(
+        &self,
+        peer: IpAddr,
+        close: AbortHandle,
+    ) -> (ConnectionGuard, Option<(Stage, Duration)>) {
+        let state = Arc::new(ConnectionState {
             peer: peer.to_canonical(),
             since: self.since,
             is_open: AtomicBool::new(false),
@@ -129,36 +133,36 @@ impl Places {
         });
         let mut table = self.table.lock();
         let closed = if table.open.len() >= self.max { table.close_one(self) } else { None };
-        let number = table.insert(Arc::clone(&seat), self.max);
+        let number = table.insert(Arc::clone(&state), self.max);
         drop(table);
         let closed =
             closed.map(|(stage, at)| (stage, Duration::from_nanos(age(self.since).saturating_sub(at))));
-        (Held { number, seat, table: Arc::clone(&self.table) }, closed)
+        (ConnectionGuard { number, state, table: Arc::clone(&self.table) }, closed)
     }
 }
 
 impl Table {
-    fn insert(&mut self, seat: Arc<Seat>, max: usize) -> u64 {
-        let of_peer = self.of_peers.entry(seat.peer).or_default();
+    fn insert(&mut self, state: Arc<ConnectionState>, max: usize) -> u64 {
+        let of_peer = self.of_peers.entry(state.peer).or_default();
         *of_peer += 1;
         if is_dominant(*of_peer, max) {
-            self.dominant_peer = Some(seat.peer);
+            self.dominant_peer = Some(state.peer);
         }
         let number = self.next;
         self.next += 1;
-        self.open.insert(number, seat);
+        self.open.insert(number, state);
         number
     }
 
-    fn remove(&mut self, number: u64) -> Option<Arc<Seat>> {
-        let seat = self.open.remove(&number)?;
-        if let Some(of_peer) = self.of_peers.get_mut(&seat.peer) {
+    fn remove(&mut self, number: u64) -> Option<Arc<ConnectionState>> {
+        let state = self.open.remove(&number)?;
+        if let Some(of_peer) = self.of_peers.get_mut(&state.peer) {
             *of_peer -= 1;
             if *of_peer == 0 {
-                self.of_peers.remove(&seat.peer);
+                self.of_peers.remove(&state.peer);
             }
         }
-        Some(seat)
+        Some(state)
     }
 
     /// Returns the address to which eviction is limited, if one has too many of `max` entries. Only
@@ -169,27 +173,27 @@ impl Table {
     }
 
     /// Evicts the connection with the lowest rank.
-    fn close_one(&mut self, places: &Places) -> Option<Rank> {
-        let dominant_peer = self.dominant_peer(places.max);
+    fn close_one(&mut self, limiter: &ConnectionLimiter) -> Option<Rank> {
+        let dominant_peer = self.dominant_peer(limiter.max);
         if self.chosen_of != dominant_peer {
             (self.chosen, self.chosen_of) = (Vec::new(), dominant_peer);
         }
         loop {
             if self.chosen.is_empty() {
                 let open =
-                    self.open.iter().filter(|(_, seat)| dominant_peer.is_none_or(|peer| seat.peer == peer));
-                self.chosen = choose(open.map(|(number, seat)| (seat.rank(), *number)).collect());
+                    self.open.iter().filter(|(_, state)| dominant_peer.is_none_or(|peer| state.peer == peer));
+                self.chosen = choose(open.map(|(number, state)| (state.rank(), *number)).collect());
             }
             let (rank, number) = self.chosen.pop()?;
             // A connection that ended or made progress since its selection is skipped.
-            if self.open.get(&number).is_some_and(|seat| seat.rank() == rank)
-                && let Some(seat) = self.remove(number)
+            if self.open.get(&number).is_some_and(|state| state.rank() == rank)
+                && let Some(state) = self.remove(number)
             {
-                if seat.is_open() && self.leaving.len() < places.leaving_max {
+                if state.is_open() && self.leaving.len() < limiter.leaving_max {
                     self.leaving.insert(number);
-                    seat.leave.notify_one();
+                    state.leave.notify_one();
                 } else {
-                    seat.close.abort();
+                    state.close.abort();
                 }
                 return Some(rank);
             }
@@ -215,7 +219,7 @@ fn choose(mut open: Vec<(Rank, u64)>) -> Vec<(Rank, u64)> {
     open
 }
 
-impl Seat {
+impl ConnectionState {
     /// Records that the connection has begun its protocol.
     pub(super) fn opened(&self) {
         self.is_open.store(true, Ordering::Relaxed);
@@ -236,7 +240,7 @@ impl Seat {
         self.progressed_at(self.now());
     }
 
-    /// Returns the current time for [`Seat::progressed_at`].
+    /// Returns the current time for [`ConnectionState::progressed_at`].
     pub(super) fn now(&self) -> u64 {
         age(self.since)
     }
@@ -315,13 +319,13 @@ impl Drop for Request {
     }
 }
 
-impl Held {
-    pub(super) fn seat(&self) -> &Arc<Seat> {
-        &self.seat
+impl ConnectionGuard {
+    pub(super) fn state(&self) -> &Arc<ConnectionState> {
+        &self.state
     }
 }
 
-impl Drop for Held {
+impl Drop for ConnectionGuard {
     fn drop(&mut self) {
         let mut table = self.table.lock();
         if table.remove(self.number).is_none() {
@@ -352,12 +356,12 @@ mod tests {
 
     const PEER: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-    fn take(places: &Places) -> (Held, Option<Stage>) {
-        take_for(places, PEER)
+    fn take(limiter: &ConnectionLimiter) -> (ConnectionGuard, Option<Stage>) {
+        take_for(limiter, PEER)
     }
 
-    fn take_for(places: &Places, peer: IpAddr) -> (Held, Option<Stage>) {
-        let (held, closed) = places.take(peer, closing().0);
+    fn take_for(limiter: &ConnectionLimiter, peer: IpAddr) -> (ConnectionGuard, Option<Stage>) {
+        let (held, closed) = limiter.take(peer, closing().0);
         (held, closed.map(|(stage, _)| stage))
     }
 
@@ -365,30 +369,30 @@ mod tests {
         IpAddr::from([10, 0, 0, number])
     }
 
-    fn is_closed(held: &Held) -> bool {
-        held.seat.close.is_aborted()
+    fn is_closed(held: &ConnectionGuard) -> bool {
+        held.state.close.is_aborted()
     }
 
     /// Regression test: one silent peer delayed an upgrade, and all connects, for ten seconds.
     #[tokio::test(start_paused = true)]
     async fn quiet_connection_without_request_is_idle() {
-        let places = Places::new(1);
-        let held = take(&places).0;
+        let limiter = ConnectionLimiter::new(1);
+        let held = take(&limiter).0;
         advance(LEAVING_DEADLINE * 5).await;
-        let mut resting = std::pin::pin!(held.seat().resting(LEAVING_DEADLINE, || false));
+        let mut resting = std::pin::pin!(held.state().resting(LEAVING_DEADLINE, || false));
         let mut waits = async |time| tokio::time::timeout(time, &mut resting).await.is_err();
         assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "what was before does not count");
-        held.seat().progressed();
+        held.state().progressed();
         assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "it got on");
-        let request = held.seat().request();
+        let request = held.state().request();
         assert!(waits(LEAVING_DEADLINE * 5).await, "its call is being answered");
         drop(request);
         assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "the end of the answer is on its way");
         for _ in 0..2 {
-            held.seat().progressed();
+            held.state().progressed();
             assert!(waits(LEAVING_DEADLINE / 2).await, "the peer takes some of it");
         }
-        held.seat().progressed();
+        held.state().progressed();
         assert!(!waits(LEAVING_DEADLINE / 2).await, "it takes too long");
     }
 
@@ -396,13 +400,13 @@ mod tests {
     /// upgrade by twice the time of a silent one.
     #[tokio::test(start_paused = true)]
     async fn received_bytes_do_not_delay_a_settled_connection() {
-        let places = Places::new(1);
-        let (held, is_written) = (take(&places).0, std::cell::Cell::new(true));
-        let request = held.seat().request();
-        let mut resting = std::pin::pin!(held.seat().resting(LEAVING_DEADLINE, || is_written.get()));
+        let limiter = ConnectionLimiter::new(1);
+        let (held, is_written) = (take(&limiter).0, std::cell::Cell::new(true));
+        let request = held.state().request();
+        let mut resting = std::pin::pin!(held.state().resting(LEAVING_DEADLINE, || is_written.get()));
         let sends = async |looks: u32| {
             for _ in 0..2 * looks {
-                held.seat().progressed();
+                held.state().progressed();
                 tokio::time::sleep(REST_LOOK / 2).await;
             }
         };
@@ -411,7 +415,7 @@ mod tests {
         drop(request);
         is_written.set(false);
         assert!(waits(10).await, "the socket takes the response");
-        let short = held.seat().request();
+        let short = held.state().request();
         drop(short);
         is_written.set(true);
         assert!(waits(1).await, "the last response may not be written yet");
@@ -420,26 +424,26 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn settled_connection_gets_time_to_announce_requests() {
-        let places = Places::new(1);
-        let held = take(&places).0;
-        let mut resting = std::pin::pin!(held.seat().resting(LEAVING_DEADLINE, || true));
+        let limiter = ConnectionLimiter::new(1);
+        let held = take(&limiter).0;
+        let mut resting = std::pin::pin!(held.state().resting(LEAVING_DEADLINE, || true));
         for _ in 0..LEAVING_DEADLINE.as_millis() / REST_LOOK.as_millis() - 1 {
-            held.seat().progressed();
+            held.state().progressed();
             assert!(
                 tokio::time::timeout(REST_LOOK, &mut resting).await.is_err(),
                 "requests may be on their way"
             );
         }
-        held.seat().progressed();
+        held.state().progressed();
         assert!(tokio::time::timeout(2 * REST_LOOK, &mut resting).await.is_ok());
     }
 
     #[tokio::test(start_paused = true)]
     async fn connection_is_not_idle_during_a_pause() {
         crate::clock::testing::ticked(async {
-            let places = Places::new(1);
-            let held = take(&places).0;
-            let mut resting = std::pin::pin!(held.seat().resting(LEAVING_DEADLINE, || false));
+            let limiter = ConnectionLimiter::new(1);
+            let held = take(&limiter).0;
+            let mut resting = std::pin::pin!(held.state().resting(LEAVING_DEADLINE, || false));
             assert!(futures::poll!(&mut resting).is_pending());
             advance(LEAVING_DEADLINE * 100).await;
             assert!(futures::poll!(&mut resting).is_pending());
@@ -450,42 +454,42 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn eviction_order_is_unstarted_idle_then_busy() {
-        let places = Places::new(3);
-        let (busy, idle, opening) = (take(&places).0, take(&places).0, take(&places).0);
-        busy.seat().opened();
-        let request = busy.seat().request();
-        idle.seat().opened();
+        let limiter = ConnectionLimiter::new(3);
+        let (busy, idle, opening) = (take(&limiter).0, take(&limiter).0, take(&limiter).0);
+        busy.state().opened();
+        let request = busy.state().request();
+        idle.state().opened();
         advance(Duration::from_secs(9)).await;
-        opening.seat().progressed();
-        let (first, closed) = take(&places);
+        opening.state().progressed();
+        let (first, closed) = take(&limiter);
         assert_eq!((closed, is_closed(&opening)), (Some(Stage::Opening), true));
-        first.seat().opened();
+        first.state().opened();
         advance(Duration::from_secs(1)).await;
-        first.seat().progressed();
-        let (second, closed) = take(&places);
+        first.state().progressed();
+        let (second, closed) = take(&limiter);
         assert_eq!((closed, is_closed(&idle), is_closed(&first)), (Some(Stage::Unused), true, false));
-        second.seat().opened();
+        second.state().opened();
         drop(request);
         advance(Duration::from_secs(1)).await;
-        second.seat().progressed();
-        let (third, closed) = places.take(PEER, closing().0);
+        second.state().progressed();
+        let (third, closed) = limiter.take(PEER, closing().0);
         let unused = Some((Stage::Unused, Duration::from_secs(1)));
         assert_eq!((closed, is_closed(&first)), (unused, true), "which is how long it did nothing");
         drop((busy, idle, opening, first, second, third));
-        assert!(places.table.lock().open.is_empty());
-        assert_eq!(take(&places).1, None);
+        assert!(limiter.table.lock().open.is_empty());
+        assert_eq!(take(&limiter).1, None);
     }
 
     #[tokio::test(start_paused = true)]
     async fn chosen_connection_that_starts_stays() {
-        let places = Places::new(10);
-        let all: Vec<Held> = (0..10).map(|_| take(&places).0).collect();
-        all[..3].iter().for_each(|held| held.seat().opened());
-        let first = take(&places);
+        let limiter = ConnectionLimiter::new(10);
+        let all: Vec<ConnectionGuard> = (0..10).map(|_| take(&limiter).0).collect();
+        all[..3].iter().for_each(|held| held.state().opened());
+        let first = take(&limiter);
         assert!(first.1 == Some(Stage::Opening) && is_closed(&all[3]));
-        all[4].seat().opened();
+        all[4].state().opened();
         advance(Duration::from_secs(1)).await;
-        let storm: Vec<_> = (0..100).map(|_| take(&places)).collect();
+        let storm: Vec<_> = (0..100).map(|_| take(&limiter)).collect();
         assert!(storm.iter().all(|(_, stage)| *stage == Some(Stage::Opening)));
         let stayed = [0, 1, 2, 4].iter().all(|at| !is_closed(&all[*at]));
         assert!(stayed && all[5..].iter().all(is_closed));
@@ -493,21 +497,21 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn connection_without_completed_request_is_evicted_first() {
-        let places = Places::new(4);
-        let honest: Vec<Held> = (0..2).map(|number| take_for(&places, peer(number)).0).collect();
+        let limiter = ConnectionLimiter::new(4);
+        let honest: Vec<ConnectionGuard> = (0..2).map(|number| take_for(&limiter, peer(number)).0).collect();
         for held in &honest {
-            held.seat().opened();
-            drop(held.seat().request());
+            held.state().opened();
+            drop(held.state().request());
         }
-        let fill = [take_for(&places, peer(8)).0, take_for(&places, peer(9)).0];
-        let mut storm: Vec<(Held, Request)> = Vec::new();
+        let fill = [take_for(&limiter, peer(8)).0, take_for(&limiter, peer(9)).0];
+        let mut storm: Vec<(ConnectionGuard, Request)> = Vec::new();
         for number in 10..60 {
             advance(Duration::from_millis(50)).await;
-            let (held, closed) = take_for(&places, peer(number));
+            let (held, closed) = take_for(&limiter, peer(number));
             let expected = if number < 12 { Stage::Opening } else { Stage::First };
             assert_eq!(closed, Some(expected), "{number}");
-            held.seat().opened();
-            let request = held.seat().request();
+            held.state().opened();
+            let request = held.state().request();
             storm.push((held, request));
         }
         assert!(fill.iter().all(is_closed) && !honest.iter().any(is_closed));
@@ -516,79 +520,79 @@ mod tests {
         let (last, request) = storm.pop().unwrap();
         drop(request);
         advance(Duration::from_millis(50)).await;
-        assert_eq!(take_for(&places, peer(60)).1, Some(Stage::First), "the one before it");
+        assert_eq!(take_for(&limiter, peer(60)).1, Some(Stage::First), "the one before it");
         assert!(!is_closed(&last), "it has completed one");
     }
 
     #[tokio::test(start_paused = true)]
     async fn dominant_address_is_evicted_although_busy() {
-        let places = Places::new(8);
-        let honest: Vec<Held> = (0..3).map(|number| take_for(&places, peer(number)).0).collect();
-        honest.iter().for_each(|held| held.seat().opened());
-        let hostile: Vec<Held> = (0..5).map(|_| take_for(&places, peer(99)).0).collect();
+        let limiter = ConnectionLimiter::new(8);
+        let honest: Vec<ConnectionGuard> = (0..3).map(|number| take_for(&limiter, peer(number)).0).collect();
+        honest.iter().for_each(|held| held.state().opened());
+        let hostile: Vec<ConnectionGuard> = (0..5).map(|_| take_for(&limiter, peer(99)).0).collect();
         let requests: Vec<Request> = hostile
             .iter()
             .map(|held| {
-                held.seat().opened();
-                drop(held.seat().request());
-                held.seat().request()
+                held.state().opened();
+                drop(held.state().request());
+                held.state().request()
             })
             .collect();
         advance(Duration::from_secs(1)).await;
-        hostile[0].seat().progressed();
-        let newcomer = take_for(&places, peer(3));
+        hostile[0].state().progressed();
+        let newcomer = take_for(&limiter, peer(3));
         assert_eq!(newcomer.1, Some(Stage::Busy), "the idlest of that address");
         assert!(is_closed(&hostile[1]) && !is_closed(&hostile[0]) && !honest.iter().any(is_closed));
         // The address now has only half of the entries, so the newcomer, which has not begun, ranks
         // lowest.
-        let again = take_for(&places, peer(99));
+        let again = take_for(&limiter, peer(99));
         assert!(again.1 == Some(Stage::Opening) && is_closed(&newcomer.0));
-        let storm: Vec<_> = (0..50).map(|_| take_for(&places, peer(99))).collect();
+        let storm: Vec<_> = (0..50).map(|_| take_for(&limiter, peer(99))).collect();
         assert!(storm.iter().all(|(_, stage)| *stage == Some(Stage::Opening)));
         assert!(!honest.iter().any(is_closed), "what it opens goes for what it opens");
         drop((requests, newcomer, again, storm, hostile, honest));
-        let table = places.table.lock();
+        let table = limiter.table.lock();
         assert!(table.open.is_empty() && table.of_peers.is_empty());
     }
 
     #[tokio::test(start_paused = true)]
     async fn formerly_dominant_address_is_not_evicted() {
-        let places = Places::new(4);
-        let mut dominant: Vec<Held> = (0..3).map(|_| take_for(&places, peer(1)).0).collect();
-        dominant.iter().for_each(|held| held.seat().opened());
+        let limiter = ConnectionLimiter::new(4);
+        let mut dominant: Vec<ConnectionGuard> = (0..3).map(|_| take_for(&limiter, peer(1)).0).collect();
+        dominant.iter().for_each(|held| held.state().opened());
         let mapped = IpAddr::V6(Ipv4Addr::new(10, 0, 0, 1).to_ipv6_mapped());
-        dominant.push(take_for(&places, mapped).0);
+        dominant.push(take_for(&limiter, mapped).0);
         dominant.truncate(2);
-        let others = [take_for(&places, peer(2)).0, take_for(&places, peer(3)).0];
+        let others = [take_for(&limiter, peer(2)).0, take_for(&limiter, peer(3)).0];
         advance(Duration::from_secs(1)).await;
-        assert_eq!(take_for(&places, peer(4)).1, Some(Stage::Opening));
+        assert_eq!(take_for(&limiter, peer(4)).1, Some(Stage::Opening));
         assert!(is_closed(&others[0]) && !dominant.iter().any(is_closed));
     }
 
     #[tokio::test(start_paused = true)]
     async fn busy_connections_are_evicted_a_few_at_a_time() {
-        let places = Places::new(1).with_leaving(2);
-        let (opening, first) = (take(&places).0, take(&places).0);
+        let limiter = ConnectionLimiter::new(1).with_leaving(2);
+        let (opening, first) = (take(&limiter).0, take(&limiter).0);
         assert!(is_closed(&opening), "nothing of it would be lost");
-        let begun = |held: &Held| held.seat().opened();
+        let begun = |held: &ConnectionGuard| held.state().opened();
         begun(&first);
-        let second = take(&places).0;
+        let second = take(&limiter).0;
         begun(&second);
-        let third = take(&places).0;
+        let third = take(&limiter).0;
         begun(&third);
         for held in [&first, &second] {
-            held.seat().leaving().await;
+            held.state().leaving().await;
             assert!(!is_closed(held));
         }
-        let fourth = take(&places).0;
+        let fourth = take(&limiter).0;
         assert!(is_closed(&third), "two are on their way out");
         begun(&fourth);
         drop((first, third));
-        let _fifth = take(&places).0;
-        fourth.seat().leaving().await;
+        let _fifth = take(&limiter).0;
+        fourth.state().leaving().await;
         assert!(!is_closed(&fourth));
         drop((second, fourth));
-        assert!(places.table.lock().leaving.is_empty());
+        assert!(limiter.table.lock().leaving.is_empty());
     }
 
     proptest! {
@@ -596,25 +600,25 @@ mod tests {
         fn single_address_is_evicted_in_the_usual_order(
             ranks in prop::collection::vec((0u8..5, 0u64..50), 1..40),
         ) {
-            let places = Places::new(ranks.len());
-            let held: Vec<Held> = ranks.iter().map(|_| take(&places).0).collect();
+            let limiter = ConnectionLimiter::new(ranks.len());
+            let held: Vec<ConnectionGuard> = ranks.iter().map(|_| take(&limiter).0).collect();
             let mut requests = Vec::new();
             for (held, (stage, at)) in held.iter().zip(&ranks) {
-                let seat = held.seat();
+                let state = held.state();
                 if *stage > 0 {
-                    seat.opened();
+                    state.opened();
                 }
                 if *stage > 2 {
-                    drop(seat.request());
+                    drop(state.request());
                 }
                 if [2, 4].contains(stage) {
-                    requests.push(seat.request());
+                    requests.push(state.request());
                 }
-                seat.progressed_ns.store(*at, Ordering::Relaxed);
+                state.progressed_ns.store(*at, Ordering::Relaxed);
             }
-            let least = held.iter().map(|held| (held.seat().rank(), held.number)).min();
-            let _newcomer = take(&places);
-            let closed = held.iter().find(|held| is_closed(held)).map(|held| (held.seat().rank(), held.number));
+            let least = held.iter().map(|held| (held.state().rank(), held.number)).min();
+            let _newcomer = take(&limiter);
+            let closed = held.iter().find(|held| is_closed(held)).map(|held| (held.state().rank(), held.number));
             prop_assert_eq!(closed, least);
         }
 

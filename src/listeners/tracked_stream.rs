@@ -1,4 +1,5 @@
-//! A stream that reports progress to its connection's [`Seat`], and when HTTP/2 has begun on it.
+//! A stream that reports progress to its connection's [`ConnectionState`], and when HTTP/2 has
+//! begun on it.
 //!
 //! It does not interpret the bytes, and of HTTP/2 detects only the end of the first frame.
 
@@ -9,38 +10,42 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use super::connection_limiter::ConnectionState;
 use super::http2::FrameScanner;
-use super::places::Seat;
 
-/// A connection with its seat.
+/// A connection with its connection_state.
 #[derive(Debug)]
-pub(super) struct Watched<S> {
+pub(super) struct TrackedStream<S> {
     stream: S,
-    seat: Arc<Seat>,
+    connection_state: Arc<ConnectionState>,
     /// Detects the end of the first frame. `None` afterwards, and if the listener reports the
     /// beginning itself.
     beginning: Option<FrameScanner>,
 }
 
-impl<S> Watched<S> {
-    pub(super) fn new(stream: S, seat: Arc<Seat>, beginning: Option<FrameScanner>) -> Self {
-        Self { stream, seat, beginning }
+impl<S> TrackedStream<S> {
+    pub(super) fn new(
+        stream: S,
+        connection_state: Arc<ConnectionState>,
+        beginning: Option<FrameScanner>,
+    ) -> Self {
+        Self { stream, connection_state, beginning }
     }
 
     fn wrote(&mut self, write: impl FnOnce(Pin<&mut S>) -> Poll<io::Result<usize>>) -> Poll<io::Result<usize>>
     where
         S: Unpin,
     {
-        let began = self.seat.now();
+        let began = self.connection_state.now();
         let written = write(Pin::new(&mut self.stream));
         if let Poll::Ready(Ok(1..)) = written {
-            self.seat.wrote_at(began);
+            self.connection_state.wrote_at(began);
         }
         written
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for TrackedStream<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -50,19 +55,19 @@ impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
         ready!(Pin::new(&mut self.stream).poll_read(context, buffer))?;
         let came = &buffer.filled()[before..];
         if !came.is_empty() {
-            self.seat.progressed();
+            self.connection_state.progressed();
         }
         if let Some(beginning) = &mut self.beginning
             && beginning.advance(came).1.is_some()
         {
             self.beginning = None;
-            self.seat.opened();
+            self.connection_state.opened();
         }
         Poll::Ready(Ok(()))
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for TrackedStream<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

@@ -1,8 +1,8 @@
 //! Gathers recovered reports by partition before they are added. A report has a few ids for each of
 //! many partitions, and a set adds many ids at once far more cheaply than one by one.
 //!
-//! Invariants: gathered ids are added before they are read ([`Gathered::enter`] runs at the end of
-//! the log at the latest). At most [`GATHERED_MAX`] ids of all shuffles wait. If they cannot be
+//! Invariants: gathered ids are added before they are read ([`ReportBatch::enter`] runs at the end
+//! of the log at the latest). At most [`GATHERED_MAX`] ids of all shuffles wait. If they cannot be
 //! added together, each report is added or refused as if it had come alone.
 
 use bytes::Bytes;
@@ -19,7 +19,7 @@ const RECORD_BYTES_PER_ID: usize = 20;
 
 /// Gathered reports of one shuffle.
 #[derive(Debug, Default)]
-pub(super) struct Gathered {
+pub(super) struct ReportBatch {
     /// Encoded records, for the case that the ids cannot be added together.
     records: Vec<Bytes>,
     bitmap_count: i32,
@@ -28,7 +28,7 @@ pub(super) struct Gathered {
     read: Vec<(PartitionId, i64)>,
 }
 
-impl Gathered {
+impl ReportBatch {
     /// Gathers a report that may be added together with the earlier ones. Returns how many ids it
     /// counts for, or `None` if it must be added alone.
     pub(super) fn take(&mut self, report: &Report, record: &Bytes) -> Option<usize> {
@@ -46,7 +46,7 @@ impl Gathered {
         Some(count.max(record.len() / RECORD_BYTES_PER_ID))
     }
 
-    /// Gathers an encoded report that holds only ids, as [`Gathered::take`] does. Returns `None`
+    /// Gathers an encoded report that holds only ids, as [`ReportBatch::take`] does. Returns `None`
     /// for any other record.
     pub(super) fn take_plain(&mut self, record: &Bytes) -> Option<usize> {
         let bitmap_count = plain_ids(record, &mut self.read)?;

@@ -32,23 +32,23 @@ const LIMIT_MIN: u64 = 256 << 10;
 
 /// Limits on the reads of one connection.
 #[derive(Debug)]
-pub struct ReadingOfConnection {
-    answers: AnswersOfConnection,
+pub struct ReadLimits {
+    answers: ResponseWindow,
     turns: Arc<Semaphore>,
     wait: Duration,
 }
 
-impl ReadingOfConnection {
+impl ReadLimits {
     /// Creates the limits: memory responses may pin `answers` bytes in total. At most `turns` local
     /// responses run at a time; further ones wait up to `wait`.
     pub(super) fn new(answers: Budget, turns: usize, wait: Duration) -> Self {
-        let answers = AnswersOfConnection { room: answers, pace: Arc::default() };
+        let answers = ResponseWindow { room: answers, pace: Arc::default() };
         Self { answers, turns: Arc::new(Semaphore::new(turns)), wait }
     }
 
     /// Returns the limits on responses from memory.
     #[must_use]
-    pub fn answers(&self) -> &AnswersOfConnection {
+    pub fn answers(&self) -> &ResponseWindow {
         &self.answers
     }
 
@@ -69,7 +69,7 @@ pub(super) fn no_read_memory(asked: u64, wait: Duration) -> ServiceError {
 
 /// Limits on the memory responses of one connection. Clones share it.
 #[derive(Debug, Clone)]
-pub struct AnswersOfConnection {
+pub struct ResponseWindow {
     room: Budget,
     pace: Arc<Mutex<Pace>>,
 }
@@ -77,14 +77,14 @@ pub struct AnswersOfConnection {
 /// A response that the connection is consuming, until it is dropped. An aborted response counts as
 /// consumed: it pins nothing.
 #[derive(Debug)]
-pub(super) struct Taking {
+pub(super) struct UnreadResponse {
     pace: Arc<Mutex<Pace>>,
     number: u64,
     bytes: u64,
     _pinned: Charge,
 }
 
-impl AnswersOfConnection {
+impl ResponseWindow {
     /// Returns the number of bytes after which the next response ends, if `wanted` were requested.
     pub(super) fn limit(&self, wanted: i32) -> Result<u64, ServiceError> {
         let limit = answer_limit(&self.room, OF_CONNECTION, wanted)?;
@@ -98,15 +98,15 @@ impl AnswersOfConnection {
     }
 
     /// Begins a response of `bytes` bytes that had the limit `limit`.
-    pub(super) fn take(&self, bytes: u64, limit: u64) -> Taking {
+    pub(super) fn take(&self, bytes: u64, limit: u64) -> UnreadResponse {
         // The limit was checked earlier: exceeding it by one response is cheaper than building the
         // response twice.
         let _pinned = self.room.force_charge(bytes);
-        Taking { pace: Arc::clone(&self.pace), number: self.pace.lock().begin(limit), bytes, _pinned }
+        UnreadResponse { pace: Arc::clone(&self.pace), number: self.pace.lock().begin(limit), bytes, _pinned }
     }
 }
 
-impl Drop for Taking {
+impl Drop for UnreadResponse {
     fn drop(&mut self) {
         self.pace.lock().end(self.number, self.bytes);
     }
@@ -185,12 +185,12 @@ mod tests {
     const MIB: u64 = 1 << 20;
     const ASKED: i32 = 14 << 20;
 
-    fn connection() -> AnswersOfConnection {
-        ReadingOfConnection::new(Budget::new(256 * MIB), 1, Duration::ZERO).answers().clone()
+    fn connection() -> ResponseWindow {
+        ReadLimits::new(Budget::new(256 * MIB), 1, Duration::ZERO).answers().clone()
     }
 
     /// Runs a full response that takes `took`. Returns its limit.
-    async fn answer(connection: &AnswersOfConnection, took: Duration) -> u64 {
+    async fn answer(connection: &ResponseWindow, took: Duration) -> u64 {
         let limit = connection.limit(ASKED).unwrap();
         let taking = connection.take(limit, limit);
         advance(took).await;

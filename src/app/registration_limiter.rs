@@ -25,7 +25,7 @@ const FEW: usize = 64;
 
 /// Heap of registrations by address.
 #[derive(Debug)]
-pub(super) struct Sources {
+pub(super) struct RegistrationLimiter {
     whole: Budget,
     by_address: HashMap<IpAddr, Budget>,
     looked_through_at: usize,
@@ -36,12 +36,12 @@ pub(super) struct Sources {
 /// The part of the heap that an application may be charged to.
 #[derive(Debug)]
 pub(super) struct Room<'a> {
-    sources: &'a Sources,
+    limiter: &'a RegistrationLimiter,
     /// Bytes reserved for other applications.
     left_bytes: u64,
 }
 
-impl Sources {
+impl RegistrationLimiter {
     pub(super) fn of(heap: &Heap) -> Self {
         let whole = heap.of(HeapKind::Registrations).clone();
         Self { whole, by_address: HashMap::new(), looked_through_at: FEW, tight_since: Cell::default() }
@@ -68,16 +68,16 @@ impl Sources {
         }
         let tight_for = self.tight_since.get().map_or(Duration::ZERO, |since| since.elapsed());
         let was_there = known_for.is_some_and(|known_for| known_for >= tight_for + KNOWN_FOR);
-        Room { sources: self, left_bytes: if was_there { 0 } else { part } }
+        Room { limiter: self, left_bytes: if was_there { 0 } else { part } }
     }
 }
 
 impl Room<'_> {
     /// Charges an application's budget, or changes nothing.
     pub(super) fn try_charge(&self, budget: &Budget, bytes: u64) -> Result<Charge, NoCapacity> {
-        let free = self.sources.whole.free().saturating_sub(self.left_bytes);
+        let free = self.limiter.whole.free().saturating_sub(self.left_bytes);
         if bytes > free {
-            self.sources.tight_since.set(self.sources.tight_since.get().or(Some(Instant::now())));
+            self.limiter.tight_since.set(self.limiter.tight_since.get().or(Some(Instant::now())));
             return Err(NoCapacity { asked: bytes, free });
         }
         budget.try_charge(bytes)
@@ -93,15 +93,15 @@ mod tests {
     #[test]
     fn addresses_without_applications_are_forgotten() {
         let heap = Heap::new(64 << 20);
-        let mut sources = Sources::of(&heap);
-        let kept = sources.budget(Some(Ipv4Addr::LOCALHOST.into()));
+        let mut limiter = RegistrationLimiter::of(&heap);
+        let kept = limiter.budget(Some(Ipv4Addr::LOCALHOST.into()));
         let charge = kept.try_charge(100).unwrap();
         for n in 0..10_000 {
-            drop(sources.budget(Some(Ipv4Addr::from_bits(n).into())));
+            drop(limiter.budget(Some(Ipv4Addr::from_bits(n).into())));
         }
-        assert!(sources.by_address.len() <= FEW, "{}", sources.by_address.len());
+        assert!(limiter.by_address.len() <= FEW, "{}", limiter.by_address.len());
         let mapped = Ipv4Addr::LOCALHOST.to_ipv6_mapped();
-        assert_eq!(sources.budget(Some(mapped.into())).used(), 100, "the same address, told otherwise");
+        assert_eq!(limiter.budget(Some(mapped.into())).used(), 100, "the same address, told otherwise");
         drop(charge);
         assert_eq!(heap.whole().used(), 0);
     }

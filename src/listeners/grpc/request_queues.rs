@@ -1,5 +1,5 @@
 //! Wait queues for requests of all connections. Large requests wait for a permit to arrive, fair by
-//! application; all requests wait for heap. Charges are in `inbound`.
+//! application; all requests wait for heap. Charges are in `request_collector`.
 //!
 //! Invariants: arriving large requests use at most a part of the budget, so that heap is left for
 //! decoded messages and admitted requests complete. Uncharged bytes of waiting requests are
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::Duration;
 
-use super::weight::varint;
+use super::heap_estimate::varint;
 use crate::budget::line::{Line, Permit, Reader};
 use crate::clock::timeout;
 use uniffle_wire::types::AppId;
@@ -31,7 +31,7 @@ const ARRIVING_PART: u64 = 4;
 
 /// Wait queues of one listener.
 #[derive(Debug)]
-pub(super) struct Lines {
+pub(super) struct RequestQueues {
     /// Permits to wait for heap.
     waiting: Semaphore,
     small_waiting: Semaphore,
@@ -41,7 +41,7 @@ pub(super) struct Lines {
     turn_bytes_max: u64,
 }
 
-impl Lines {
+impl RequestQueues {
     /// Creates the queues for a budget of `budget_bytes` bytes.
     pub(super) fn new(budget_bytes: u64) -> Self {
         let arriving_bytes = budget_bytes / ARRIVING_PART;
@@ -79,12 +79,12 @@ impl Lines {
 
     /// Returns whether any request waits.
     pub(super) fn are_waited_in(&self) -> bool {
-        let lines = [
+        let queues = [
             (&self.waiting, WAITING_MAX),
             (&self.in_line, WAITING_MAX),
             (&self.small_waiting, SMALL_WAITING_MAX),
         ];
-        lines.into_iter().any(|(line, most)| line.available_permits() < most)
+        queues.into_iter().any(|(line, most)| line.available_permits() < most)
     }
 }
 
@@ -117,34 +117,34 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn cancelled_waiter_releases_its_place() {
-        let lines = Lines::new(8 << 20);
+        let queues = RequestQueues::new(8 << 20);
         let (flood, honest) = (first_of("flood"), first_of("honest"));
         let mut held = Vec::new();
-        while let Some(turn) = lines.turn(LENGTH, &flood, WAIT).now_or_never() {
+        while let Some(turn) = queues.turn(LENGTH, &flood, WAIT).now_or_never() {
             held.push(turn.unwrap());
         }
         assert_eq!(held.len(), 17, "seven eighths of 2 MiB");
-        let mut waiting: Vec<_> = (0..50).map(|_| Box::pin(lines.turn(LENGTH, &flood, WAIT))).collect();
+        let mut waiting: Vec<_> = (0..50).map(|_| Box::pin(queues.turn(LENGTH, &flood, WAIT))).collect();
         for waiting in &mut waiting {
             assert!(poll!(waiting).is_pending());
         }
         assert!(
-            lines.turn(LENGTH, &honest, WAIT).now_or_never().is_some(),
+            queues.turn(LENGTH, &honest, WAIT).now_or_never().is_some(),
             "the last eighth is for newcomers"
         );
         drop(waiting);
-        assert!(!lines.are_waited_in());
+        assert!(!queues.are_waited_in());
         held.pop();
-        assert!(lines.turn(LENGTH, &flood, WAIT).now_or_never().is_some());
+        assert!(queues.turn(LENGTH, &flood, WAIT).now_or_never().is_some());
     }
 
     #[tokio::test(start_paused = true)]
     async fn queue_is_bounded_by_held_bytes_and_timeout() {
-        let lines = Lines::new(8 << 20);
+        let queues = RequestQueues::new(8 << 20);
         let mut first = first_of("app-1");
-        let held: Vec<_> = std::iter::from_fn(|| lines.turn(LENGTH, &first, WAIT).now_or_never()).collect();
+        let held: Vec<_> = std::iter::from_fn(|| queues.turn(LENGTH, &first, WAIT).now_or_never()).collect();
         first.resize(1 << 20, 0);
-        let mut waiting: Vec<_> = (0..9).map(|_| Box::pin(lines.turn(LENGTH, &first, WAIT))).collect();
+        let mut waiting: Vec<_> = (0..9).map(|_| Box::pin(queues.turn(LENGTH, &first, WAIT))).collect();
         let last = waiting.last_mut().unwrap().now_or_never();
         assert!(last.is_none(), "the first to ask has a place");
         for waiting in &mut waiting[..7] {
@@ -153,7 +153,7 @@ mod tests {
         assert!(waiting[7].as_mut().now_or_never().is_some_and(|turn| turn.is_none()), "8 MiB are held");
         assert!(waiting[0].as_mut().await.is_none(), "after a while");
         drop((waiting, held));
-        assert!(!lines.are_waited_in());
+        assert!(!queues.are_waited_in());
     }
 
     #[test]
