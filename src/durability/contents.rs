@@ -174,12 +174,31 @@ impl Contents {
     }
 
     /// Empties the counts, because the generation that begins has no entries yet. Returns the
-    /// replacing registrations before.
-    pub(super) fn begin(&mut self) -> Replacements {
-        self.living.0.lock().clear();
-        (self.living_bytes, self.dead_bytes) = (0, 0);
-        std::mem::take(&mut self.replacements)
+    /// counts before.
+    pub(super) fn begin(&mut self) -> Counts {
+        Counts {
+            living: std::mem::take(&mut *self.living.0.lock()),
+            living_bytes: std::mem::take(&mut self.living_bytes),
+            dead_bytes: std::mem::take(&mut self.dead_bytes),
+            replacements: std::mem::take(&mut self.replacements),
+        }
     }
+
+    /// Restores the counts from before a generation that failed.
+    pub(super) fn restore(&mut self, counts: Counts) {
+        let Counts { living, living_bytes, dead_bytes, replacements } = counts;
+        *self.living.0.lock() = living;
+        (self.living_bytes, self.dead_bytes, self.replacements) = (living_bytes, dead_bytes, replacements);
+    }
+}
+
+/// Counts of the entries of one generation of the log.
+#[derive(Debug)]
+pub(super) struct Counts {
+    living: HashMap<u64, Living>,
+    living_bytes: u64,
+    dead_bytes: u64,
+    pub(super) replacements: Replacements,
 }
 
 /// Number of registrations of each living shuffle that replace earlier ones. It may be less than

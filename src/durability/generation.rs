@@ -17,9 +17,9 @@ use futures::future::join_all;
 use rand::RngExt as _;
 use uuid::Uuid;
 
-use super::contents::is_over;
+use super::contents::{Replacements, is_over};
 use super::error::LogError;
-use super::frame::{Encoder, Entry, Epoch, Gap, Incarnation, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
+use super::frame::{Encoder, Entry, Epoch, Gap, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
 use super::proof::members_after;
 use super::read::{MEMBERS, METADATA, Order, Part, Source, copy_directory, copy_file, generation_of};
 use super::record::Record;
@@ -75,8 +75,6 @@ impl Writer {
     /// and the attempt is repeated without it.
     pub(super) async fn begin(&mut self, excluded: &mut BTreeSet<usize>) -> Result<(), LogError> {
         let (mut last_error, mut damaged) = (None, Vec::new());
-        // An attempt clears the counts.
-        let living = self.contents.living();
         self.resumable = None;
         loop {
             let places = self.places(excluded);
@@ -114,26 +112,21 @@ impl Writer {
                     // one.
                     self.is_open &= !may_be_known;
                 }
-                Err(Failed::Source(error)) => self.change_source(&mut damaged, &living, error)?,
+                Err(Failed::Source(error)) => self.change_source(&mut damaged, error)?,
             }
         }
     }
 
     /// Replaces a source that cannot be read by another one, or by the readable parts of all. Adds
     /// the parts of the former source to `damaged`.
-    fn change_source(
-        &mut self,
-        damaged: &mut Vec<Part>,
-        living: &[Incarnation],
-        error: LogError,
-    ) -> Result<(), LogError> {
+    fn change_source(&mut self, damaged: &mut Vec<Part>, error: LogError) -> Result<(), LogError> {
         damaged.append(&mut self.source.parts.clone());
         match self.others.pop() {
             Some(other) => {
                 tracing::warn!(%error, "cannot read a copy of the metadata log; reading another one");
                 self.source = other;
             }
-            None if self.can_salvage(&error) => self.salvage(std::mem::take(damaged), living, &error),
+            None if self.can_salvage(&error) => self.salvage(std::mem::take(damaged), &error),
             None => return Err(error),
         }
         Ok(())
@@ -146,7 +139,7 @@ impl Writer {
 
     /// Continues with the readable records of damaged copies. Others are lost, so living shuffles
     /// are incomplete for the next start. This process still knows all of their records.
-    fn salvage(&mut self, damaged: Vec<Part>, living: &[Incarnation], error: &LogError) {
+    fn salvage(&mut self, damaged: Vec<Part>, error: &LogError) {
         tracing::error!(
             %error,
             "another program damaged all copies of the metadata log; after the next start or upgrade, results of \
@@ -154,9 +147,10 @@ impl Writer {
         );
         let reason = format!("the metadata log was damaged while it was in use: {error}");
         self.damage.send_replace(Some(reason.as_str().into()));
+        let living = self.contents.living();
         self.damaged.extend(living.iter().map(|shuffle| shuffle.number));
         let gap = Gap { reason, until_back: Vec::new() };
-        self.contents.mark_incomplete(living, &gap);
+        self.contents.mark_incomplete(&living, &gap);
         self.epoch.gap.get_or_insert(gap);
         // The directories learn of the gap by a new epoch.
         self.is_open = false;
@@ -257,11 +251,26 @@ impl Writer {
         .await
     }
 
-    /// Fills all copies with the epoch and the living entries.
+    /// Fills all copies with the epoch and the living entries. Keeps the counts of living shuffles if
+    /// it fails.
     async fn fill(&mut self, epoch: &Epoch, copies: &[Copy], spare: Option<Copy>) -> Result<Fill, Failed> {
+        let before = self.contents.begin();
+        let filled = self.copy_living(epoch, copies, spare, before.replacements.clone()).await;
+        if filled.is_err() {
+            self.contents.restore(before);
+        }
+        filled
+    }
+
+    async fn copy_living(
+        &mut self,
+        epoch: &Epoch,
+        copies: &[Copy],
+        spare: Option<Copy>,
+        mut replacements: Replacements,
+    ) -> Result<Fill, Failed> {
         let mut fill = Fill { encoder: Encoder::new(self.generation), out: BytesMut::new(), end: 0, spare };
         fill.put(&Entry::Epoch(Box::new(epoch.clone())));
-        let mut replacements = self.contents.begin();
         for mark in self.contents.marks() {
             self.put(&mut fill, &mark, copies).await?;
         }

@@ -317,6 +317,36 @@ async fn truncated_metadata_log_is_continued_and_reported() {
     }
 }
 
+/// A generation that could not be written leaves no record of a shuffle forgotten when all copies
+/// are damaged later.
+#[tokio::test(start_paused = true)]
+async fn failed_generation_then_damage_is_reported() {
+    let disks = metadata::disks::<2>();
+    for disk in &disks {
+        disk.faults.add(Rule::always(Operation::CreateDir, Fault::Errno(EIO)).on(SPARE));
+    }
+    let store = store_on(&disks).await;
+    metadata::say(&store, &key("app", 1), b"first").await;
+    metadata::say(&store, &key("app", 1), b"second").await;
+    let copies = log_copies(&disks);
+    disks[copies[0].0].memory.remove(&copies[0].1);
+    for disk in &disks {
+        disk.faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).on("/log"));
+    }
+    store.append_metadata(&store.register(&key("app", 2)), b"refused").await.unwrap_err();
+    let (at, path) = &copies[1];
+    disks[*at].memory.change(path, |bytes| bytes.truncate(bytes.len() - 1));
+    disks.iter().for_each(|disk| disk.faults.clear());
+    store.probe().await;
+    metadata::say(&store, &key("app", 2), b"new").await;
+    drop(store);
+    let store = store_on(&disks).await;
+    let heard = hear(&store).await;
+    let (said, incomplete) = metadata::found(&heard, &key("app", 1));
+    let incomplete = incomplete.unwrap_or_default();
+    assert!(incomplete.contains("was damaged while it was in use"), "{said:?} {incomplete}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn removed_metadata_log_file_is_restored() {
     let disks = metadata::disks::<2>();
