@@ -173,7 +173,7 @@ async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     let local = worker.service().tiers().find::<LocalStore>().expect("a local tier");
     worker.flusher().expect("tiers").flush_all();
     let start = Instant::now();
-    while local.partition_bytes(&key, partition) == 0 {
+    while local.view(&key, partition).map_or(0, |view| view.bytes) == 0 {
         assert!(start.elapsed() < PATIENCE, "not flushed");
         sleep(Duration::from_millis(10)).await;
     }

@@ -17,7 +17,7 @@ use prometheus::IntGaugeVec;
 use super::core::Core;
 use super::disk::{APPS, LocalDisk, used_ratio, within};
 use super::log::Log;
-use super::removal::{DetachedShuffle, drop_blocking};
+use super::removal::DetachedShuffle;
 use super::shuffle::Shuffle;
 use super::store::LocalStore;
 use crate::clock::{Instant, sleep};
@@ -28,34 +28,10 @@ use uniffle_wire::types::{AppId, ShuffleKey};
 use crate::metrics::clamped;
 
 impl LocalStore {
-    /// Purges a shuffle, if it is known, and removes its files. The shuffle is unknown from the
-    /// first poll on. Writes in progress end with `Purged` and leave no file.
-    pub async fn purge(&self, key: &ShuffleKey) {
-        if let Some(detached) = self.forget_shuffle(key) {
-            drop_blocking(vec![detached]).await;
-            self.run_pending_deletes(None).await;
-        }
-    }
-
-    /// Purges all shuffles of an application, and removes their files and the application's empty
-    /// directories.
-    pub async fn purge_app(&self, app: &AppId) {
-        let keys: Vec<_> =
-            self.shuffles.iter().filter(|it| it.key().app == *app).map(|it| it.key().clone()).collect();
-        drop_blocking(keys.iter().filter_map(|key| self.forget_shuffle(key)).collect()).await;
-        self.remove_files(app).await;
-    }
-
     /// Stops removals before a hand-over: starts no further part, and waits for those in progress.
     /// The purges are logged, so the successor removes the rest.
     pub async fn cease_removals(&self) {
         join_all(self.core.disks.iter().map(|disk| disk.cease_removals())).await;
-    }
-
-    /// Runs [`LocalStore::run_deletes`] on all disks.
-    async fn run_pending_deletes(&self, app: Option<&AppId>) {
-        self.note_purges().await;
-        join_all(self.core.disks.iter().map(|disk| self.run_deletes(disk, app)).collect::<Vec<_>>()).await;
     }
 
     /// Processes the deletion queue of a disk, and removes the directory of `app` if it is empty.
@@ -159,7 +135,9 @@ impl LocalStore {
 
     /// Removes the files of all purged shuffles, and the directory of `app` if it is empty.
     pub async fn remove_files(&self, app: &AppId) {
-        self.run_pending_deletes(Some(app)).await;
+        self.note_purges().await;
+        let deletes = self.core.disks.iter().map(|disk| self.run_deletes(disk, Some(app)));
+        join_all(deletes.collect::<Vec<_>>()).await;
     }
 
     /// Measures space, retries removals, closes idle descriptors, and sets the gauges. Disks do not

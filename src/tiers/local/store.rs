@@ -134,12 +134,6 @@ impl LocalStore {
         self.handle_of(shuffle)
     }
 
-    /// Sets the incarnation of the next registration.
-    #[cfg(all(test, feature = "object"))]
-    pub(in crate::tiers) fn count_from(&self, number: u64) {
-        self.next_incarnation.store(number, Ordering::Relaxed);
-    }
-
     fn handle_of(&self, shuffle: Arc<Shuffle>) -> ShuffleHandle {
         ShuffleHandle { writer: Arc::clone(&self.writer), shuffle }
     }
@@ -147,15 +141,6 @@ impl LocalStore {
     /// Returns the current incarnation of a shuffle.
     pub fn handle(&self, key: &ShuffleKey) -> Option<ShuffleHandle> {
         self.find(key).ok().map(|shuffle| self.handle_of(shuffle))
-    }
-
-    /// Calls [`ShuffleHandle::write`] of the current incarnation of a shuffle.
-    ///
-    /// # Errors
-    /// Those of [`ShuffleHandle::write`], or `Purged` if the shuffle is unknown.
-    pub async fn write(&self, key: &ShuffleKey, extents: Vec<ExtentWrite>) -> Result<Published, StoreError> {
-        let purged = || StoreError::new(StoreErrorKind::Purged, key.to_string());
-        self.handle(key).ok_or_else(purged)?.write(&extents).await
     }
 
     /// Takes a snapshot of a partition's stream.
@@ -218,11 +203,6 @@ impl LocalStore {
             visited.inspect_err(|error| shuffle.failed_reads.suspect_index(partition, disk, error))?;
         }
         Ok(())
-    }
-
-    /// Returns the published bytes of a partition.
-    pub fn partition_bytes(&self, key: &ShuffleKey, partition: PartitionId) -> u64 {
-        self.handle(key).map_or(0, |handle| handle.shuffle.stream_bytes(partition))
     }
 
     /// Returns the bytes of data and index logs.

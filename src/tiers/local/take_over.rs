@@ -106,15 +106,6 @@ impl LocalStore {
         append(&self.metadata, &handle.shuffle, content).await
     }
 
-    /// Like [`LocalStore::append_record`].
-    ///
-    /// # Errors
-    /// See [`LocalStore::append_record`].
-    #[cfg(test)]
-    pub async fn append_metadata(&self, handle: &ShuffleHandle, content: &[u8]) -> Result<(), StoreError> {
-        self.append_record(handle, Bytes::copy_from_slice(content)).await.map(drop)
-    }
-
     /// Marks a shuffle as incomplete for this start and later ones. Returns the position of the
     /// record.
     ///

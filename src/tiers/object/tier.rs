@@ -63,7 +63,7 @@ type FoundAtStart = (Arc<ShippedLog>, HashMap<ShuffleKey, StoredShuffle>);
 /// An object store as a tier of this worker.
 #[derive(Debug)]
 pub struct ObjectTier {
-    core: Arc<Core>,
+    pub(super) core: Arc<Core>,
     shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
     log: Shipper,
     /// Log positions after the ends of registrations that the store may not have yet.
@@ -257,12 +257,6 @@ impl ObjectTier {
             .then_some("another process has claimed this worker's prefix of the object store")
     }
 
-    /// Returns the number of batches waiting for a segment.
-    #[cfg(test)]
-    pub(super) fn waiting(&self, key: &ShuffleKey) -> usize {
-        self.find(key).map_or(0, |shuffle| shuffle.queue.len())
-    }
-
     /// Returns all workers that have objects below the same URL.
     ///
     /// # Errors
@@ -279,17 +273,11 @@ impl ObjectTier {
         workers::remove(&self.core, &part_of(worker)).await
     }
 
-    /// Returns the bytes in use in the read cache.
-    #[cfg(test)]
-    pub(super) fn cached_bytes(&self) -> u64 {
-        self.core.cache.as_ref().map_or(0, |cache| cache.used_bytes())
-    }
-
     fn registered(&self, key: &ShuffleKey) -> Result<Uploads, StoreError> {
         Ok(Uploads { core: Arc::clone(&self.core), shuffle: self.find(key)? })
     }
 
-    fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
+    pub(super) fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
         let found = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle));
         found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
     }

@@ -373,7 +373,8 @@ pub(super) fn forget_records(core: &Core, shuffle: &Shuffle, extent: &Extent) {
     core.records.forget(parts.map(|window| window.key(shuffle, extent)));
 }
 
-#[cfg(all(test, feature = "jemalloc"))]
+#[cfg(feature = "jemalloc")]
+#[cfg(test)]
 mod tests {
     use super::*;
 

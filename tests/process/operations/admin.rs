@@ -131,9 +131,11 @@ async fn flush_and_purge_calls_empty_memory_and_app() {
     let (status, answer) = fixture.call("/admin/flush", "").await;
     assert_eq!(status, StatusCode::OK, "{answer}");
     let local = fixture.worker.service().tiers().find::<LocalStore>().unwrap();
-    eventually("everything is on disk", || match local.partition_bytes(&key, PartitionId(2)) {
-        30_000 if fixture.worker.memory().block_count() == 0 => Ok(()),
-        bytes => Err(format!("{bytes} bytes")),
+    eventually("everything is on disk", || {
+        match local.view(&key, PartitionId(2)).map_or(0, |view| view.bytes) {
+            30_000 if fixture.worker.memory().block_count() == 0 => Ok(()),
+            bytes => Err(format!("{bytes} bytes")),
+        }
     })
     .await;
     let (status, answer) = fixture.call("/admin/apps/app-1/purge", "").await;

@@ -29,6 +29,7 @@ use bytes::Bytes;
 use prometheus::Registry;
 use tokio::sync::Semaphore;
 
+use super::removal::drop_blocking;
 use super::*;
 use crate::budget::Budget;
 use crate::durability::METADATA;
@@ -43,6 +44,52 @@ use uniffle_testkit::fault::{FaultDisk, Faults};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_wire::index::{FILLER_BLOCK_ID, IndexRecord, records};
 use uniffle_wire::types::{AppId, BlockId, BlockMeta, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+
+impl LocalStore {
+    /// Like [`LocalStore::append_record`].
+    pub(crate) async fn append_metadata(
+        &self,
+        handle: &ShuffleHandle,
+        content: &[u8],
+    ) -> Result<(), StoreError> {
+        self.append_record(handle, Bytes::copy_from_slice(content)).await.map(drop)
+    }
+
+    /// Writes to the current incarnation of a shuffle.
+    pub(crate) async fn write(
+        &self,
+        key: &ShuffleKey,
+        extents: Vec<ExtentWrite>,
+    ) -> Result<Published, StoreError> {
+        let purged = || StoreError::new(StoreErrorKind::Purged, key.to_string());
+        self.handle(key).ok_or_else(purged)?.write(&extents).await
+    }
+
+    /// Purges a shuffle and removes its files.
+    pub(crate) async fn purge(&self, key: &ShuffleKey) {
+        drop_blocking(self.forget_shuffle(key).into_iter().collect()).await;
+        self.remove_files(&key.app).await;
+    }
+
+    /// Purges all shuffles of an application and removes their files.
+    pub(super) async fn purge_app(&self, app: &AppId) {
+        let keys: Vec<_> =
+            self.shuffles.iter().filter(|it| it.key().app == *app).map(|it| it.key().clone()).collect();
+        drop_blocking(keys.iter().filter_map(|key| self.forget_shuffle(key)).collect()).await;
+        self.remove_files(app).await;
+    }
+
+    /// Returns the published bytes of a partition.
+    pub(super) fn partition_bytes(&self, key: &ShuffleKey, partition: PartitionId) -> u64 {
+        self.view(key, partition).map_or(0, |view| view.bytes)
+    }
+
+    /// Sets the incarnation of the next registration.
+    #[cfg(feature = "object")]
+    pub(in crate::tiers) fn count_from(&self, number: u64) {
+        self.next_incarnation.store(number, Ordering::Relaxed);
+    }
+}
 
 /// A memory disk with faults.
 pub(super) struct TestDisk {

@@ -22,6 +22,18 @@ use crate::runtime::Tasks;
 use crate::tiers::test_blocks::{self, all, content, expected, extent};
 use crate::tiers::{ChunkRead, MetadataLog, Purge, ServedTier, StoreError, Tier, TierShuffle};
 
+impl ObjectTier {
+    /// Returns the number of batches waiting for a segment.
+    fn waiting(&self, key: &ShuffleKey) -> usize {
+        self.find(key).map_or(0, |shuffle| shuffle.queue.len())
+    }
+
+    /// Returns the bytes in use in the read cache.
+    fn cached_bytes(&self) -> u64 {
+        self.core.cache.as_ref().map_or(0, |cache| cache.used_bytes())
+    }
+}
+
 /// A process of the worker.
 struct Process {
     store: FaultyObjects,
