@@ -16,7 +16,6 @@ use object_store::client::{HttpError, HttpErrorKind};
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::metrics::{Metrics, Reason};
-use super::operation::Mismatch;
 use super::pool::{Connection, Pool};
 use crate::clock::{Instant, Sleep, sleep_until};
 
@@ -38,8 +37,6 @@ impl Drop for Request {
 
 /// Limits of a response.
 pub(super) struct Bounds {
-    /// Required size of the body, if known.
-    pub(super) exact: Option<u64>,
     /// Largest size of the body.
     pub(super) bytes_max: u64,
     /// Truncates a body that exceeds `bytes_max`, instead of failing. Used for error texts.
@@ -96,31 +93,25 @@ impl Answer {
         Poll::Ready(Some(Err(error)))
     }
 
-    fn mismatch(&mut self, wanted: u64, got: String) -> Poll<Option<Result<Frame<Bytes>, HttpError>>> {
-        let mismatch = Mismatch { wanted: format!("{wanted} bytes"), got };
-        self.fail(Reason::Damaged, HttpError::new(HttpErrorKind::Decode, mismatch))
-    }
-
     fn take(&mut self, data: Bytes) -> Poll<Option<Result<Frame<Bytes>, HttpError>>> {
         let before = self.received;
         self.received = before.saturating_add(data.len() as u64);
         if let Some(request) = &self.request {
             request.metrics.received_bytes.inc_by(data.len() as u64);
         }
-        if let Some(exact) = self.bounds.exact.filter(|exact| self.received > *exact) {
-            return self.mismatch(exact, "more".to_owned());
-        }
         if self.received <= self.bounds.bytes_max {
             let next = Instant::now() + self.bounds.stall_timeout;
             self.alarm.as_mut().reset(self.bounds.deadline.min(next));
-            if self.body.is_end_stream() && self.bounds.exact.is_none_or(|exact| exact == self.received) {
+            if self.body.is_end_stream() {
                 // A reader that has all bytes may not poll again.
                 self.end(true);
             }
             return Poll::Ready(Some(Ok(Frame::data(data))));
         }
         if !self.bounds.is_cut {
-            return self.mismatch(self.bounds.bytes_max, "more".to_owned());
+            let long = format!("the response has more than {} bytes", self.bounds.bytes_max);
+            let error = HttpError::new(HttpErrorKind::Decode, std::io::Error::other(long));
+            return self.fail(Reason::Damaged, error);
         }
         let room = usize::try_from(self.bounds.bytes_max.saturating_sub(before)).unwrap_or(data.len());
         self.end(false);
@@ -149,16 +140,10 @@ impl Body for Answer {
             Poll::Ready(Some(Err(error))) => {
                 this.fail(Reason::Cut, HttpError::new(HttpErrorKind::Interrupted, error))
             }
-            Poll::Ready(None) => match this.bounds.exact {
-                Some(exact) if this.received < exact => {
-                    let cut = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
-                    this.fail(Reason::Cut, HttpError::new(HttpErrorKind::Interrupted, cut))
-                }
-                _ => {
-                    this.end(true);
-                    Poll::Ready(None)
-                }
-            },
+            Poll::Ready(None) => {
+                this.end(true);
+                Poll::Ready(None)
+            }
             Poll::Pending => {
                 ready!(this.alarm.as_mut().poll(cx));
                 let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "response stalled");
@@ -172,8 +157,7 @@ impl Body for Answer {
     }
 
     fn size_hint(&self) -> SizeHint {
-        let left = self.bounds.exact.map(|exact| exact.saturating_sub(self.received));
-        match left.filter(|_| !self.is_over) {
+        match self.body.size_hint().exact().filter(|_| !self.is_over) {
             // Callers reserve memory for the hint, so it has the same limit as the body.
             Some(left) => SizeHint::with_exact(left.min(self.bounds.bytes_max)),
             None => SizeHint::default(),

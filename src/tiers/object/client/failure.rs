@@ -17,6 +17,9 @@ use super::credentials::CredentialsError;
 /// Text of `object_store` for a redirect without a location. It contains neither status nor code.
 const BARE_REDIRECT: &str = "redirect without LOCATION";
 
+/// Texts of `object_store` for a response with another range than requested.
+const OTHER_RANGE: [&str; 4] = [": Requested ", "non-partial response", "Content-Range", "CONTENT_RANGE"];
+
 /// Class of an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Failure {
@@ -148,6 +151,9 @@ impl Failure {
             object_store::Error::AlreadyExists { .. } => Self::ExpectedBack,
             object_store::Error::Generic { .. } if text.contains(BARE_REDIRECT) => {
                 Self::Refused(Refusal::WrongRegion)
+            }
+            object_store::Error::Generic { .. } if OTHER_RANGE.iter().any(|it| text.contains(it)) => {
+                Self::Damaged
             }
             object_store::Error::Generic { .. } => of_status(status(&text)),
             _ => Self::Refused(Refusal::NotUnderstood),

@@ -38,7 +38,7 @@ pub(super) enum Reason {
     Server,
     /// Status 400 and above, except 404, because a missing object is no failure.
     Refused,
-    /// The response does not match the request.
+    /// The response is longer than allowed.
     Damaged,
 }
 

@@ -27,6 +27,6 @@ pub use self::failure::{Failure, Refusal, explain};
 pub use self::metrics::Metrics;
 pub use self::open::{Client, check_files};
 pub use self::open_error::OpenError;
-pub use self::operation::{Mismatch, Operation};
+pub use self::operation::Operation;
 pub use self::probe::ProbeError;
 pub use self::uploads::Abandoned;

@@ -1,7 +1,6 @@
-//! Classifies requests, and checks that the head of a response matches its request. Does no I/O.
+//! Classifies requests. Does no I/O.
 
-use http::header::{CONTENT_LENGTH, CONTENT_RANGE, RANGE};
-use http::{HeaderMap, Method, StatusCode, Uri};
+use http::{Method, Uri};
 
 /// Kind of a request. Stores charge by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,60 +87,6 @@ impl Operation {
     }
 }
 
-/// A response that does not match its request.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("the store returned {got} for a request of {wanted}")]
-pub struct Mismatch {
-    /// Requested range or size.
-    pub wanted: String,
-    /// Received range or size.
-    pub got: String,
-}
-
-/// Returns the size that the body of a response to a GET must have, or `None` if its head does not
-/// tell the size.
-///
-/// # Errors
-/// [`Mismatch`], if the range differs from the range in `request`, or if lengths contradict each
-/// other.
-pub(super) fn expected_bytes(
-    request: &HeaderMap,
-    status: StatusCode,
-    answer: &HeaderMap,
-) -> Result<Option<u64>, Mismatch> {
-    let text = |headers: &HeaderMap, name| -> Option<String> {
-        headers.get(name).and_then(|value: &http::HeaderValue| value.to_str().ok()).map(str::to_owned)
-    };
-    let length: Option<u64> = text(answer, CONTENT_LENGTH).and_then(|text| text.parse().ok());
-    let Some(wanted) = text(request, RANGE) else { return Ok(length) };
-    let mismatch = |got: String| Mismatch { wanted: wanted.clone(), got };
-    let range = text(answer, CONTENT_RANGE).filter(|_| status == StatusCode::PARTIAL_CONTENT);
-    let Some(got) = range else { return Err(mismatch(format!("{status} without a range"))) };
-    let (start, end) = answered(&wanted, &got).ok_or_else(|| mismatch(got.clone()))?;
-    let bytes = end - start;
-    match length {
-        Some(length) if length != bytes => Err(mismatch(format!("{got} in {length} bytes"))),
-        _ => Ok(Some(bytes)),
-    }
-}
-
-/// Returns the byte range in `got` (`bytes 0-9/100`) if it is the range requested by `wanted`
-/// (`bytes=0-9`).
-fn answered(wanted: &str, got: &str) -> Option<(u64, u64)> {
-    let (range, size) = got.trim().strip_prefix("bytes ")?.split_once('/')?;
-    let (start, last) = range.split_once('-')?;
-    let (start, last, size): (u64, u64, u64) = (start.parse().ok()?, last.parse().ok()?, size.parse().ok()?);
-    let end = last.checked_add(1).filter(|end| *end <= size && start < *end)?;
-    let (first, until) = wanted.strip_prefix("bytes=")?.split_once('-')?;
-    let is_wanted = match (first.parse::<u64>(), until.parse::<u64>()) {
-        (Ok(first), Ok(until)) => start == first && last == until.min(size - 1),
-        (Ok(first), Err(_)) => start == first && end == size,
-        (Err(_), Ok(suffix)) => end == size && end - start == suffix.min(size),
-        (Err(_), Err(_)) => false,
-    };
-    is_wanted.then_some((start, end))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -163,53 +108,5 @@ mod tests {
         ] {
             assert_eq!(Operation::of(&method, &uri.parse().unwrap()), operation, "{method} {uri}");
         }
-    }
-
-    fn expected(
-        range: Option<&str>,
-        status: u16,
-        answer: &[(&'static str, &str)],
-    ) -> Result<Option<u64>, Mismatch> {
-        let mut request = HeaderMap::new();
-        if let Some(range) = range {
-            request.insert(RANGE, range.parse().unwrap());
-        }
-        let answer =
-            answer.iter().map(|(name, value)| ((*name).parse().unwrap(), value.parse().unwrap())).collect();
-        expected_bytes(&request, StatusCode::from_u16(status).unwrap(), &answer)
-    }
-
-    #[test]
-    fn response_must_have_the_requested_range() {
-        assert_eq!(expected(None, 200, &[("content-length", "7")]), Ok(Some(7)));
-        assert_eq!(expected(None, 200, &[]), Ok(None));
-        for (wanted, got, bytes) in [
-            ("bytes=0-9", "bytes 0-9/100", 10),
-            ("bytes=90-200", "bytes 90-99/100", 10),
-            ("bytes=90-", "bytes 90-99/100", 10),
-            ("bytes=-10", "bytes 90-99/100", 10),
-        ] {
-            assert_eq!(expected(Some(wanted), 206, &[("content-range", got)]), Ok(Some(bytes)), "{wanted}");
-        }
-    }
-
-    #[test]
-    fn wrong_range_is_a_mismatch() {
-        for got in [
-            "bytes 0-8/100",
-            "bytes 1-9/100",
-            "bytes 0-9/5",
-            "bytes 0-18446744073709551615/18446744073709551615",
-            "bytes 9-0/100",
-            "bytes */100",
-            "0-9/100",
-            "",
-        ] {
-            assert!(expected(Some("bytes=0-9"), 206, &[("content-range", got)]).is_err(), "{got}");
-        }
-        let right = ("content-range", "bytes 0-9/100");
-        assert!(expected(Some("bytes=0-9"), 200, &[right]).is_err());
-        assert!(expected(Some("bytes=0-9"), 206, &[]).is_err());
-        assert!(expected(Some("bytes=0-9"), 206, &[right, ("content-length", "9")]).is_err());
     }
 }

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::header::HOST;
-use http::{HeaderMap, HeaderValue, Uri};
-use hyper::body::Incoming;
+use http::{HeaderValue, Uri};
+use hyper::body::{Body as _, Incoming};
 use object_store::ClientOptions;
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody,
@@ -28,7 +28,7 @@ use tokio::sync::Semaphore;
 use super::answer::{Answer, Bounds, Request};
 use super::connect::{Connector, Untrusted};
 use super::metrics::{Metrics, Reason};
-use super::operation::{Operation, expected_bytes};
+use super::operation::Operation;
 use super::pool::{Connection, Origin, Pool};
 use crate::clock::{Instant, timeout_at};
 
@@ -108,10 +108,9 @@ impl Service {
     }
 }
 
-/// Properties of a request that its response is checked against.
+/// Properties of a request that its response is handled by.
 struct Asked {
     operation: Operation,
-    headers: HeaderMap,
     deadline: Instant,
     fingerprint: u64,
 }
@@ -135,7 +134,7 @@ impl Shared {
         let under_way = Request { metrics: Arc::clone(&self.metrics), label, begun, _permit: permit };
 
         let deadline = begun + self.patience.request + moving(body_bytes);
-        let asked = Asked { operation, headers: request.headers().clone(), deadline, fingerprint };
+        let asked = Asked { operation, deadline, fingerprint };
         let answered = match timeout_at(deadline, self.exchange(request)).await {
             Ok(answered) => answered,
             Err(_) => Err((Reason::Timeout, late())),
@@ -144,7 +143,7 @@ impl Shared {
             self.failed(reason, &asked);
             error
         })?;
-        self.answer(&asked, answer, connection, under_way)
+        Ok(self.answer(&asked, answer, connection, under_way))
     }
 
     /// Sends a request. Returns the head of the response and the connection that delivers its body.
@@ -187,28 +186,22 @@ impl Shared {
         answer: http::Response<Incoming>,
         connection: Connection,
         under_way: Request,
-    ) -> Result<HttpResponse, HttpError> {
+    ) -> HttpResponse {
         let (head, body) = answer.into_parts();
         if let Some(reason) = Reason::of(head.status) {
             self.failed(reason, asked);
         }
-        let is_data = asked.operation == Operation::Get && head.status.is_success();
-        let (exact, bytes_max, is_cut) = if is_data {
-            let expected = expected_bytes(&asked.headers, head.status, &head.headers);
-            let exact = expected.map_err(|mismatch| {
-                self.failed(Reason::Damaged, asked);
-                HttpError::new(HttpErrorKind::Decode, mismatch)
-            })?;
-            (exact, exact.unwrap_or(u64::MAX), false)
-        } else if head.status.is_success() {
-            (None, TEXT_BYTES_MAX, false)
-        } else {
-            (None, ERROR_BYTES_MAX, true)
+        let is_cut = !head.status.is_success();
+        let bytes_max = match asked.operation {
+            _ if is_cut => ERROR_BYTES_MAX,
+            // hyper compares the body with its length, `object_store` the range with the request.
+            Operation::Get => u64::MAX,
+            _ => TEXT_BYTES_MAX,
         };
-        let deadline = asked.deadline + moving(exact.unwrap_or(0));
-        let bounds = Bounds { exact, bytes_max, is_cut, deadline, stall_timeout: self.patience.stall };
+        let deadline = asked.deadline + moving(body.size_hint().lower().min(bytes_max));
+        let bounds = Bounds { bytes_max, is_cut, deadline, stall_timeout: self.patience.stall };
         let body = Answer::new(body, bounds, connection, Arc::clone(&self.pool), under_way);
-        Ok(HttpResponse::from_parts(head, HttpResponseBody::new(body)))
+        HttpResponse::from_parts(head, HttpResponseBody::new(body))
     }
 
     fn failed(&self, reason: Reason, asked: &Asked) {
