@@ -295,7 +295,7 @@ mod tests {
         account.refused(Stage::TicketWait, 10);
         tokio::time::advance(Duration::from_secs(2)).await;
         account.refused(Stage::TicketWait, 10);
-        assert_eq!(account.sum(Stage::TicketWait).total, Duration::from_secs(2), "it still goes on");
+        assert_eq!(account.sum(Stage::TicketWait).total, Duration::from_secs(2), "the wait continues");
         tokio::time::advance(Duration::from_secs(1)).await;
         assert_eq!(account.granted(10), Some(Duration::from_secs(3)));
         assert_eq!(account.granted(10), None);

@@ -486,7 +486,7 @@ mod tests {
             assert_eq!(steps(), (charged + 1) / 5);
         }
         assert!(part.try_charge(61).is_err());
-        assert_eq!(steps(), 2, "what is refused is not charged");
+        assert_eq!(steps(), 2, "a refused charge is not counted");
         let mut held = part.force_charge(45);
         held.try_grow(5).unwrap();
         assert_eq!(steps(), 3);

@@ -381,9 +381,9 @@ mod tests {
         advance(LEAVING_DEADLINE * 5).await;
         let mut resting = std::pin::pin!(held.state().resting(LEAVING_DEADLINE, || false));
         let mut waits = async |time| tokio::time::timeout(time, &mut resting).await.is_err();
-        assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "what was before does not count");
+        assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "earlier time does not count");
         held.state().progressed();
-        assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "it got on");
+        assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "it made progress");
         let request = held.state().request();
         assert!(waits(LEAVING_DEADLINE * 5).await, "its call is being answered");
         drop(request);
@@ -549,7 +549,7 @@ mod tests {
         assert!(again.1 == Some(Stage::Opening) && is_closed(&newcomer.0));
         let storm: Vec<_> = (0..50).map(|_| take_for(&limiter, peer(99))).collect();
         assert!(storm.iter().all(|(_, stage)| *stage == Some(Stage::Opening)));
-        assert!(!honest.iter().any(is_closed), "what it opens goes for what it opens");
+        assert!(!honest.iter().any(is_closed), "its connections are evicted for its own");
         drop((requests, newcomer, again, storm, hostile, honest));
         let table = limiter.table.lock();
         assert!(table.open.is_empty() && table.of_peers.is_empty());

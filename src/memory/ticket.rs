@@ -425,7 +425,7 @@ mod tests {
         assert_eq!(tickets.claimed_bytes(), 110 * KIB);
         let refused = ask(&tickets, "second", 50).unwrap_err();
         assert_eq!(refused, MemoryError::NoCapacity { asked: 50 * KIB, free: 100 * KIB });
-        assert!(ask(&tickets, "flood", 41).is_err(), "what they wait for is kept for them");
+        assert!(ask(&tickets, "flood", 41).is_err(), "awaited memory is kept for the waiters");
         ask(&tickets, "first", 60).unwrap();
         assert!(ask(&tickets, "second", 50).is_err());
         // A client that does not ask again is not waited for.
@@ -448,7 +448,7 @@ mod tests {
         ask(&tickets, "honest", 30).unwrap();
         let standing = tickets.standing(&app("honest"));
         assert_eq!((standing.held, standing.waited, standing.weight), (30 * KIB, 0, 1));
-        assert_eq!(tickets.revoked(), 0, "what is sent with cannot be revoked");
+        assert_eq!(tickets.revoked(), 0, "a redeemed ticket cannot be revoked");
     }
 
     #[tokio::test(start_paused = true)]

@@ -142,6 +142,6 @@ mod tests {
         assert_eq!(answer_limit(&honest, OF_APP, -1).unwrap(), 0, "one block");
         held.pop();
         drop(held.remove(0));
-        assert!(answer_limit(&slow, OF_APP, 14 << 20).unwrap() > 1 << 20, "what is taken is free again");
+        assert!(answer_limit(&slow, OF_APP, 14 << 20).unwrap() > 1 << 20, "consumed bytes are free again");
     }
 }

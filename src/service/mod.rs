@@ -160,7 +160,7 @@ impl Service {
     ///
     /// # Errors
     /// A metric name is already registered in `registry`.
-    #[expect(clippy::too_many_lines, reason = "every part with what it is given, a line each")]
+    #[expect(clippy::too_many_lines, reason = "one line per part and dependency")]
     pub fn new(
         config: ServiceConfig,
         apps: Arc<AppRegistry>,

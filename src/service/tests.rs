@@ -413,7 +413,7 @@ async fn decommission_ends_at_a_check_after_the_last_app() {
     service.lifecycle.decommission();
     let before = tokio::time::Instant::now();
     service.status().decommissioned().await;
-    assert!(before.elapsed() < Duration::from_secs(1), "n25: an idle worker is looked at at once");
+    assert!(before.elapsed() < Duration::from_secs(1), "an idle worker is checked at once");
     assert_eq!(service.status().state(), WorkerState::Decommissioned);
     fixture.register(APP, &[]).await;
     tokio::time::sleep(Duration::from_secs(61)).await;
@@ -498,7 +498,7 @@ async fn hand_off_stops_acknowledgements_and_returns_tickets() {
     under_way.write(&[7; 1000]).unwrap();
     under_way.end_block(BlockHeader { block_id: 99, length: 1000, ..BlockHeader::default() }).unwrap();
     assert_eq!(code(under_way.commit()), StatusCode::NoBuffer);
-    assert_eq!(fixture.memory.contents()[0].blocks, 1, "only what was acknowledged before");
+    assert_eq!(fixture.memory.contents()[0].blocks, 1, "only the acknowledged block");
     assert_eq!(fixture.memory.tickets().count(), 0, "a ticket that was refused is spent");
     // The stop is cancelled.
     fixture.service.resume();

@@ -53,7 +53,7 @@ fn greedy_applications_leave_room_for_an_idle_one() {
     let honest = reader("honest", 1);
     for _ in 0..9 {
         let answer = line.take(&honest, 20).now_or_never();
-        assert!(answer.is_some(), "one answer at a time goes on");
+        assert!(answer.is_some(), "one response at a time continues");
     }
     assert!(queued.len() == 3 && line.0.lock().holders == 3);
     drop((queued, held));
@@ -126,7 +126,7 @@ fn waiter_with_the_smallest_share_is_served_next() {
     let first = is_served(&mut first).unwrap();
     let of_flood = is_served(&mut of_flood);
     assert!(of_flood.is_some(), "it holds nothing any more");
-    assert!(is_served(&mut third).is_none(), "what is left is for those that hold nothing");
+    assert!(is_served(&mut third).is_none(), "the rest is for applications that hold nothing");
     drop(of_flood);
     let third = is_served(&mut third);
     assert!(third.is_some(), "by weight it holds 10, the other 30");

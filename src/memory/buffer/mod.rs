@@ -156,7 +156,7 @@ impl Buffer {
         budget: Budget,
         charge: Charge,
     ) -> Self {
-        debug_assert_eq!(charge.bytes(), PARTITION_BYTES, "what is measured is charged");
+        debug_assert_eq!(charge.bytes(), PARTITION_BYTES, "the charge is as measured");
         Self {
             partition,
             shared,

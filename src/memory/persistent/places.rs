@@ -193,7 +193,7 @@ mod tests {
         let mut found = places(500, 200);
         assert_eq!((found.with_pages(), found.mark(), found.taken), (vec![0, 2], 256, 128));
         assert!(found.has_pages(0) && !found.has_pages(64) && found.has_pages(128) && !found.has_pages(192));
-        assert_eq!((found.take(), found.next_chunk()), (None, Some(1)), "what was used before comes first");
+        assert_eq!((found.take(), found.next_chunk()), (None, Some(1)), "used chunks come first");
         found.open(1);
         assert_eq!(found.take(), Some(64));
     }
@@ -232,7 +232,7 @@ mod tests {
                 }
                 let chunks: BTreeSet<u32> = taken.iter().map(|place| place / PER_CHUNK).collect();
                 let with_pages: BTreeSet<u32> = places.with_pages().into_iter().collect();
-                prop_assert!(with_pages.is_superset(&chunks), "what is taken has pages");
+                prop_assert!(with_pages.is_superset(&chunks), "taken places have pages");
                 prop_assert!(with_pages.len() <= chunks.len() + IDLE_CHUNKS + 1, "and little else");
                 let resident = (with_pages.len() as u64).saturating_sub(FREE_CHUNKS) * CHUNK_BYTES;
                 prop_assert_eq!(places.unpaid_bytes(0, 64), resident.saturating_sub(64 * taken.len() as u64));

@@ -94,7 +94,7 @@ impl Fixture {
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        panic!("no loss of a block is told");
+        panic!("no loss of a block is reported");
     }
 }
 

@@ -337,7 +337,7 @@ fn aborted_sends_release_their_segments() {
         let mut block = buffer.reserve(8 << 20, &mut funds).unwrap();
         block.write(&[7; 100_000]);
     }
-    assert_eq!(memory.candidates().len(), 1, "the scan drops what is dead");
+    assert_eq!(memory.candidates().len(), 1, "the scan drops dead segments");
     // The first segment still has the live block; its dead part stays until the flush.
     assert_eq!(memory.used_bytes(), used);
     put(&memory, &buffer, 2, 0, 100);
