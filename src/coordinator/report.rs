@@ -117,7 +117,7 @@ impl ReportSource {
         Self(Arc::new(report))
     }
 
-    /// Returns the current state. Only for the start; later use [`ReportSource::now_aside`].
+    /// Returns the current state. Only for the start; later use [`ReportSource::now_on_thread`].
     pub fn now(&self) -> NodeReport {
         (self.0)()
     }
@@ -126,7 +126,7 @@ impl ReportSource {
     ///
     /// # Errors
     /// If the source panicked.
-    pub async fn now_aside(&self) -> Result<NodeReport, JoinError> {
+    pub async fn now_on_thread(&self) -> Result<NodeReport, JoinError> {
         let report = Arc::clone(&self.0);
         tokio::task::spawn_blocking(move || report()).await
     }

@@ -7,12 +7,12 @@
 //! A task that panics ends alone (`telemetry` counts and logs it). Tasks that must survive a panic
 //! use [`Tasks::spawn_again`].
 
-mod aside;
+mod blocking_pool;
 pub(crate) mod metrics;
 mod names;
+mod poll_budget;
 mod polls;
 mod probe;
-mod turn;
 
 use std::future::Future;
 use std::io;
@@ -30,12 +30,12 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
-pub use self::aside::Aside;
 pub use self::metrics::RuntimeMetrics;
 use self::names::Names;
 pub use self::names::RunningTask;
+pub(crate) use self::poll_budget::PollBudget;
 pub use self::probe::{TooFewThreads, probe_threads};
-pub(crate) use self::turn::Turn;
+pub use blocking_pool::BlockingPool;
 
 /// Pause between the panic of an essential task and its restart.
 const PAUSE_AFTER_PANIC: Duration = Duration::from_secs(1);

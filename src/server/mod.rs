@@ -260,7 +260,7 @@ impl Worker {
         let watch = move || Arc::clone(&reloader).watch(tasks.cancelled());
         self.background.spawn_again("configuration watch", watch);
         let service = Arc::clone(&self.service);
-        self.background.spawn_again("sampling", move || Arc::clone(&service.insight).run_sampling());
+        self.background.spawn_again("sampling", move || Arc::clone(&service.diagnostics).run_sampling());
         let (state, tasks) = (Arc::clone(&self.state), self.background.clone());
         let writer = move || {
             let (writing, stopped) = (Arc::clone(&state).run(), tasks.cancelled());
@@ -280,7 +280,7 @@ impl Worker {
     /// # Errors
     /// Every problem of the configuration.
     pub async fn reload(&self, trigger: &'static str) -> Result<Reloaded, String> {
-        self.reloader.reload_aside(trigger).await
+        self.reloader.reload_on_thread(trigger).await
     }
 
     /// Returns the bound addresses of the listeners.

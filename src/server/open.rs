@@ -27,10 +27,10 @@ use crate::listeners::http::admin::{AdminHooks, AdminServer, Control};
 use crate::listeners::http::api::{self, ApiHooks};
 use crate::listeners::http::java::{self, JavaHooks};
 use crate::listeners::http::push::Pusher;
-use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages, gathering_places};
+use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages, gathering_pool};
 use crate::listeners::tcp::TcpServer;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
-use crate::runtime::Aside;
+use crate::runtime::BlockingPool;
 
 impl Worker {
     /// Opens all listeners, then announces the worker to coordinators.
@@ -97,20 +97,26 @@ impl Worker {
         (metrics, node, profiles): (HttpMetrics, Arc<dyn Node>, &Router),
     ) -> anyhow::Result<()> {
         let open_profiles = if config.http.profiles { profiles.clone() } else { Router::new() };
-        let aside = gathering_places();
+        let pool = gathering_pool();
         let api = api::router(ApiHooks {
             service: Arc::clone(&self.service),
             node: Arc::clone(&node),
-            aside: aside.clone(),
+            pool: pool.clone(),
         });
         let java = java::router(JavaHooks {
             registry: self.registry.clone(),
             node: Arc::clone(&node),
-            aside: aside.clone(),
+            pool: pool.clone(),
         });
         let mounted = api.merge(java).merge(open_profiles);
-        let pages =
-            Pages { registry: self.registry.clone(), metrics, mounted, node, aside, ready: Aside::new(1) };
+        let pages = Pages {
+            registry: self.registry.clone(),
+            metrics,
+            mounted,
+            node,
+            pool,
+            ready: BlockingPool::new(1),
+        };
         HttpServer::start(config.http, binding, pages, &self.http)?;
         Ok(())
     }

@@ -140,7 +140,10 @@ impl Reloader {
     }
 
     /// Calls [`Reloader::read_again`] on a blocking thread.
-    pub(super) async fn reload_aside(self: &Arc<Self>, trigger: &'static str) -> Result<Reloaded, String> {
+    pub(super) async fn reload_on_thread(
+        self: &Arc<Self>,
+        trigger: &'static str,
+    ) -> Result<Reloaded, String> {
         let reloader = Arc::clone(self);
         let outcome = tokio::task::spawn_blocking(move || reloader.read_again(trigger)).await;
         outcome.unwrap_or_else(|error| Err(error.to_string()))

@@ -95,7 +95,7 @@ impl http::Node for Inspector {
     fn refresh_metrics(&self) {
         self.gauges.runtime.refresh();
         self.gauges.allocator.refresh();
-        self.service.insight.refresh_metrics(&self.snapshot(Duration::ZERO).apps);
+        self.service.diagnostics.refresh_metrics(&self.snapshot(Duration::ZERO).apps);
         self.service.memory().refresh_metrics();
         if let Some(flusher) = self.service.flusher() {
             flusher.refresh_metrics();
@@ -120,7 +120,7 @@ impl http::Node for Inspector {
     }
 
     fn losses(&self) -> serde_json::Value {
-        serde_json::to_value(self.service.insight.losses()).unwrap_or_default()
+        serde_json::to_value(self.service.diagnostics.losses()).unwrap_or_default()
     }
 
     fn apps(&self) -> Vec<AppStatistics> {
@@ -185,8 +185,8 @@ impl Inspector {
 
     fn take(&self) -> NodeSnapshot {
         let service = &self.service;
-        let sample = service.insight.sample();
-        let (refused_memory, refused_partition) = service.insight.refused_tickets();
+        let sample = service.diagnostics.sample();
+        let (refused_memory, refused_partition) = service.diagnostics.refused_tickets();
         let memory = self.memory();
         let mut tiers = vec![Tier {
             tier: "memory",
@@ -216,10 +216,10 @@ impl Inspector {
             disks,
             object_store,
             hdfs,
-            apps: service.insight.app_statistics(),
-            quotas: service.insight.quotas(),
-            lost_blocks: service.apps().apps().iter().map(|app| service.insight.lost_blocks(app)).sum(),
-            incomplete: service.insight.incompleteness(),
+            apps: service.diagnostics.app_statistics(),
+            quotas: service.diagnostics.quotas(),
+            lost_blocks: service.apps().apps().iter().map(|app| service.diagnostics.lost_blocks(app)).sum(),
+            incomplete: service.diagnostics.incompleteness(),
             connections: Connections {
                 grpc: open(&self.connections.grpc),
                 tcp: self.connections.tcp.as_ref().map_or(0, open),

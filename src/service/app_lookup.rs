@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use crate::app::{App, AppRegistry, ShuffleState};
-use crate::runtime::Aside;
+use crate::runtime::BlockingPool;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
@@ -18,7 +18,7 @@ pub(super) struct AppLookup {
     pub(super) apps: Arc<AppRegistry>,
     pub(super) metrics: Arc<ServiceMetrics>,
     /// Pool for requested work that may be too long for a runtime thread.
-    pub(super) aside: Aside,
+    pub(super) pool: BlockingPool,
 }
 
 impl AppLookup {

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use super::ServiceError;
-use super::aside::{aside, own_aside};
+use super::blocking::{run_blocking, run_own_blocking};
 use super::drain::Draining;
 use super::lifecycle::Lifecycle;
 use crate::telemetry::AUDIT;
@@ -26,7 +26,7 @@ impl Lifecycle {
             return Err(ServiceError::NotRegistered);
         }
         let (lifecycle, app) = (Arc::clone(self), id.clone());
-        aside(&self.ends, false, move || lifecycle.unregister_app(app.as_str())).await??;
+        run_blocking(&self.ends, false, move || lifecycle.unregister_app(app.as_str())).await??;
         self.ended_durably(&id, None).await
     }
 
@@ -39,7 +39,7 @@ impl Lifecycle {
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
         let lifecycle = Arc::clone(self);
         let end = move || lifecycle.unregister_shuffle(app.id().as_str(), shuffle);
-        aside(&self.ends, false, end).await??;
+        run_blocking(&self.ends, false, end).await??;
         self.ended_durably(&key.app, Some(&key)).await
     }
 
@@ -56,7 +56,7 @@ impl Lifecycle {
             return;
         }
         let lifecycle = Arc::clone(self);
-        let expired = own_aside(move || lifecycle.expire_apps()).await;
+        let expired = run_own_blocking(move || lifecycle.expire_apps()).await;
         if let Err(error) = expired {
             tracing::error!(%error, "cannot purge finished applications; retrying at the next check");
         }
@@ -86,17 +86,17 @@ impl Lifecycle {
     ///
     /// # Errors
     /// The errors of that function.
-    pub async fn flush_all_aside(self: &Arc<Self>) -> Result<usize, ServiceError> {
+    pub async fn flush_all_on_thread(self: &Arc<Self>) -> Result<usize, ServiceError> {
         let lifecycle = Arc::clone(self);
-        own_aside(move || lifecycle.flush_all()).await?
+        run_own_blocking(move || lifecycle.flush_all()).await?
     }
 
     /// Runs [`Lifecycle::drain`] on a blocking thread.
     ///
     /// # Errors
     /// The worker is stopping.
-    pub async fn drain_aside(self: &Arc<Self>) -> Result<Draining, ServiceError> {
+    pub async fn drain_on_thread(self: &Arc<Self>) -> Result<Draining, ServiceError> {
         let lifecycle = Arc::clone(self);
-        own_aside(move || lifecycle.drain()).await
+        run_own_blocking(move || lifecycle.drain()).await
     }
 }

@@ -11,7 +11,7 @@ use parking_lot::RwLock;
 
 use crate::flush::Flusher;
 use crate::memory::Memory;
-use crate::runtime::{Aside, Tasks};
+use crate::runtime::{BlockingPool, Tasks};
 use crate::tiers::Tiers;
 
 use super::app_lookup::AppLookup;
@@ -43,9 +43,9 @@ pub struct Ingest {
     pub(super) partitions_max: usize,
     pub(super) verify_crc: bool,
     /// Pool for commits of large sends.
-    pub(super) committing: Aside,
+    pub(super) committing: BlockingPool,
     /// Pool for large sends that are aborted. It is separate so that aborts do not delay commits.
-    pub(super) aborting: Aside,
+    pub(super) aborting: BlockingPool,
     pub(super) tasks: Tasks,
 }
 

@@ -19,18 +19,18 @@ use crate::app::{AppRegistry, PartitionRanges, Registration};
 use crate::clock::Instant;
 use crate::flush::Flusher;
 use crate::memory::{Evicted, Memory};
-use crate::runtime::{Aside, Tasks};
+use crate::runtime::{BlockingPool, Tasks};
 use crate::telemetry::AUDIT;
 use crate::tiers::{Admission, Cause, Purge, RemoteStorage, Tiers};
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
 use super::app_lookup::AppLookup;
-use super::aside::aside;
+use super::blocking::run_blocking;
 use super::deletions::Deletions;
+use super::diagnostics::Diagnostics;
 use super::explain::Presence;
 use super::fairness::{FairnessConfig, Weights};
-use super::insight::Insight;
 use super::losses::Losses;
 use super::metrics::ServiceMetrics;
 use super::noted::{Noting, note_registration};
@@ -90,13 +90,13 @@ pub struct Lifecycle {
     pub(super) status: Arc<WorkerStatus>,
     /// Pool for ends requested by clients. Ends of large applications take long, so reports and
     /// results use another pool.
-    pub(super) ends: Aside,
+    pub(super) ends: BlockingPool,
     pub(super) deletions: Deletions,
     pub(super) weights: Weights,
     pub(super) losses: Arc<Losses>,
     pub(super) verifier: Arc<Verifier>,
     pub(super) spill: Arc<Spill>,
-    pub(super) insight: Arc<Insight>,
+    pub(super) diagnostics: Arc<Diagnostics>,
     pub(super) tasks: Tasks,
     pub(super) metrics: Arc<ServiceMetrics>,
     pub(super) decommission_check_interval: Duration,
@@ -154,7 +154,8 @@ impl Lifecycle {
         }
         let is_small = request.ranges.len() <= INLINE_RANGES_MAX;
         let sent = request.ranges.clone();
-        let ranges = aside(&self.lookup.aside, is_small, move || PartitionRanges::parse(&sent)).await??;
+        let ranges =
+            run_blocking(&self.lookup.pool, is_small, move || PartitionRanges::parse(&sent)).await??;
         let wanted_storage = request.remote_storage.as_ref();
         let (admissions, is_remote) = self.admissions(wanted_storage)?;
         let partitions = ranges.count();
@@ -227,7 +228,7 @@ impl Lifecycle {
                 .remove_app(&id, |keys| self.purge_state(&id, &keys, Purge::App(Cause::Unregistered)))
                 .is_some()
         };
-        if !self.insight.remove_explained(&id, Presence::Unregistered, remove) {
+        if !self.diagnostics.remove_explained(&id, Presence::Unregistered, remove) {
             return Err(ServiceError::NotRegistered);
         }
         self.metrics.unregisters.inc();
@@ -250,7 +251,7 @@ impl Lifecycle {
         for id in self.apps.expired() {
             let purge = |keys: Vec<ShuffleKey>| self.purge_state(&id, &keys, Purge::App(Cause::Expired));
             let remove = || self.apps.remove_app_if_expired(&id, purge).is_some();
-            if self.insight.remove_explained(&id, Presence::Expired, remove) {
+            if self.diagnostics.remove_explained(&id, Presence::Expired, remove) {
                 purged += 1;
                 tracing::info!(target: AUDIT, app = %id, "application expired without a heartbeat; purged");
             }

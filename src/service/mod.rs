@@ -2,7 +2,7 @@
 //! and results back.
 //!
 //! [`Ingest`] serves writers, [`Reads`] readers. [`Lifecycle`] covers registration to removal,
-//! recovery, and decommissioning. [`Insight`] covers explanations, statistics, and losses.
+//! recovery, and decommissioning. [`Diagnostics`] covers explanations, statistics, and losses.
 //!
 //! Every call refuses first and cheaply (state, app, ticket), then works. A call waits for a disk
 //! only where its result must be durable or is read from one. The parts share their dependencies
@@ -10,10 +10,11 @@
 
 mod answer_limits;
 mod app_lookup;
-mod aside;
+mod blocking;
 mod commit_gate;
 mod commit_task;
 mod deletions;
+mod diagnostics;
 mod drain;
 mod end;
 mod error;
@@ -22,8 +23,6 @@ mod fairness;
 mod from_memory;
 mod history;
 mod ingest;
-mod insight;
-mod intake;
 mod lifecycle;
 mod loss_log;
 mod losses;
@@ -41,6 +40,7 @@ mod report_batch;
 mod require;
 mod restore;
 mod results;
+mod send_sink;
 mod spill;
 pub mod statistics;
 mod status;
@@ -58,14 +58,13 @@ use std::time::Duration;
 use parking_lot::RwLock;
 use prometheus::Registry;
 
+pub use diagnostics::Diagnostics;
 pub use drain::Draining;
 pub use error::ServiceError;
 pub use explain::{Explanation, Presence, StageView, TopPartition};
 pub use fairness::{FairnessConfig, WeightRule};
 pub use history::{SAMPLE_INTERVAL, Sample};
 pub use ingest::Ingest;
-pub use insight::Insight;
-pub use intake::{Commit, Committing, Intake};
 pub use lifecycle::{Lifecycle, RegisterRequest, SettingsStore};
 pub use losses::{IncompleteShuffle, Incompleteness, LossReport, ShuffleLoss};
 pub use partition_limit::{PartitionConfig, PartitionLimits};
@@ -77,6 +76,7 @@ pub use report::ReportRequest;
 pub use require::{RequireGrant, RequireRequest};
 pub use restore::Restored;
 pub use results::Results;
+pub use send_sink::{Commit, Committing, SendSink};
 pub use statistics::AppStatistics;
 pub use status::{Stopping, WorkerState, WorkerStatus};
 pub use uniffle_wire::BlockHeader;
@@ -97,7 +97,7 @@ use verify::Verifier;
 use crate::app::AppRegistry;
 use crate::flush::Flusher;
 use crate::memory::Memory;
-use crate::runtime::{Aside, Tasks};
+use crate::runtime::{BlockingPool, Tasks};
 use crate::schema::kind::{HOUR, SECOND, seconds};
 use crate::schema::section;
 use crate::telemetry::Refusals;
@@ -145,7 +145,7 @@ pub struct Service {
     /// Registration to removal.
     pub lifecycle: Arc<Lifecycle>,
     /// Diagnostics.
-    pub insight: Arc<Insight>,
+    pub diagnostics: Arc<Diagnostics>,
     apps: Arc<AppRegistry>,
     memory: Arc<Memory>,
     tiers: Tiers,
@@ -173,9 +173,10 @@ impl Service {
         flusher.iter().for_each(|flusher| flusher.charge_to(Arc::clone(&apps)));
         let tiers = flusher.as_ref().map(|flusher| flusher.tiers().clone()).unwrap_or_default();
         let status = Arc::new(WorkerStatus::default());
-        let lookup = AppLookup { apps: apps.clone(), metrics: metrics.clone(), aside: Aside::of_cores() };
+        let lookup =
+            AppLookup { apps: apps.clone(), metrics: metrics.clone(), pool: BlockingPool::of_cores() };
         let (verifier, losses) = verification(&lookup, &memory, &tiers, &tasks);
-        let insight = Arc::new(Insight {
+        let diagnostics = Arc::new(Diagnostics {
             apps: apps.clone(),
             memory: memory.clone(),
             tiers: tiers.clone(),
@@ -204,8 +205,8 @@ impl Service {
             spill: spill.clone(),
             partitions_max: config.partitions_per_request_max,
             verify_crc: config.verify_crc,
-            committing: Aside::of_cores(),
-            aborting: Aside::of_cores(),
+            committing: BlockingPool::of_cores(),
+            aborting: BlockingPool::of_cores(),
             tasks: tasks.clone(),
         });
         let reads = Arc::new(Reads {
@@ -227,13 +228,13 @@ impl Service {
             tiers: tiers.clone(),
             flusher: flusher.clone(),
             status: status.clone(),
-            ends: Aside::of_cores(),
+            ends: BlockingPool::of_cores(),
             deletions: Deletions::new(tiers.len(), tasks.clone()),
             weights: Weights { config: RwLock::new(config.fairness), memory: memory.clone() },
             losses,
             verifier,
             spill,
-            insight: insight.clone(),
+            diagnostics: diagnostics.clone(),
             tasks,
             metrics,
             decommission_check_interval: config.decommission_check_interval,
@@ -243,7 +244,7 @@ impl Service {
             ingest,
             reads,
             lifecycle,
-            insight,
+            diagnostics,
             apps,
             memory,
             tiers,

@@ -2,8 +2,9 @@
 //! others wait for.
 //!
 //! The module does not decide whether others wait ([`crate::memory::Tickets::must_yield`]) or how
-//! to react ([`super::Intake`]). Only bytes of the message count, so neither pings nor other calls
-//! on the connection are progress. The functions are pure: the caller passes the current time.
+//! to react ([`super::SendSink`]). Only bytes of the message count, so neither pings nor other
+//! calls on the connection are progress. The functions are pure: the caller passes the current
+//! time.
 
 use std::time::Duration;
 

@@ -16,13 +16,13 @@ use crate::budget::heap::HeapFull;
 use crate::budget::{Charge, HeapKind, NoCapacity};
 use crate::clock::timeout;
 use crate::durability::{IdRun, Record, Report};
-use crate::runtime::Aside;
+use crate::runtime::BlockingPool;
 use crate::tiers::{MetadataLog, StoreErrorKind};
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
 use super::app_lookup::shuffle_of;
-use super::aside::aside;
+use super::blocking::run_blocking;
 use super::ingest::Ingest;
 use super::spill::{self, Room};
 
@@ -79,7 +79,7 @@ impl Ingest {
             name_once(&mut reported.partitions);
             (reported.changes(&asked), reported)
         };
-        let (changes, reported) = aside(&self.lookup.aside, is_small, look).await?;
+        let (changes, reported) = run_blocking(&self.lookup.pool, is_small, look).await?;
         let changes = match changes? {
             Changes::Nothing => false,
             Changes::Ids if shuffle.block_ids().lock().has_runs() => {
@@ -97,11 +97,11 @@ impl Ingest {
         let reported = match log {
             Some(log) if shuffle.repeats_reports() || !reported.records.is_empty() => {
                 let unknown = reported.unknown(&shuffle).await;
-                note_report(&self.lookup.aside, &*log, key.shuffle, request.task_attempt, unknown).await?;
+                note_report(&self.lookup.pool, &*log, key.shuffle, request.task_attempt, unknown).await?;
                 reported
             }
             Some(log) => {
-                note_report(&self.lookup.aside, &*log, key.shuffle, request.task_attempt, reported).await?
+                note_report(&self.lookup.pool, &*log, key.shuffle, request.task_attempt, reported).await?
             }
             None => reported,
         };
@@ -111,7 +111,7 @@ impl Ingest {
             reported.enter(&state, paid);
             reported
         };
-        let reported = aside(&self.lookup.aside, is_small, enter).await?;
+        let reported = run_blocking(&self.lookup.pool, is_small, enter).await?;
         self.losses.note_reported(&shuffle, &reported.partitions, alarms);
         Ok(())
     }
@@ -290,7 +290,7 @@ fn pieces(partitions: &[(PartitionId, Vec<i64>)]) -> Vec<Vec<(PartitionId, &[i64
 
 /// Writes a report durably and returns it.
 async fn note_report(
-    places: &Aside,
+    pool: &BlockingPool,
     log: &dyn MetadataLog,
     shuffle: ShuffleId,
     task_attempt: i64,
@@ -302,7 +302,7 @@ async fn note_report(
         let note = Record::Report(Report { bitmap_count, task_attempt, partitions, records });
         (note.encode(), note)
     };
-    let (bytes, note) = aside(places, is_small, encode).await?;
+    let (bytes, note) = run_blocking(pool, is_small, encode).await?;
     match log.append(bytes.into()).await {
         Err(error) if error.kind == StoreErrorKind::Purged => Err(unknown_shuffle(shuffle.0)),
         Err(error) => Err(error.into()),

@@ -20,7 +20,7 @@ use uniffle_wire::types::PartitionId;
 
 use super::ServiceError;
 use super::app_lookup::shuffle_of;
-use super::aside::aside;
+use super::blocking::run_blocking;
 use super::read::Reads;
 use super::spill::{Stored, refused};
 
@@ -104,7 +104,7 @@ impl Reads {
             // The closure owns the charge: if the caller is dropped, work that has begun still
             // finishes.
             let (is_small, of) = (weight.is_small, Arc::clone(&shuffle));
-            let answer = aside(&self.lookup.aside, is_small, move || weight.answer(&of, held)).await?;
+            let answer = run_blocking(&self.lookup.pool, is_small, move || weight.answer(&of, held)).await?;
             // The response may lack ids that were moved to disk meanwhile.
             if !shuffle.block_ids().lock().has_runs() {
                 return answer;
@@ -137,7 +137,7 @@ impl Reads {
             }
         }
         let weight = Weight { partitions, numbers, bytes: held.bytes(), is_small: false };
-        aside(&self.lookup.aside, false, move || weight.encoded(&shuffle, &Sets(sets), held)).await
+        run_blocking(&self.lookup.pool, false, move || weight.encoded(&shuffle, &Sets(sets), held)).await
     }
 
     /// Waits for the heap of a response, at most as long as a request may wait.
@@ -157,7 +157,7 @@ impl Reads {
         }
         let shuffle = Arc::clone(shuffle);
         let weight = move || Weight::of(&shuffle, distinct(partitions), u64::MAX);
-        let weight = aside(&self.lookup.aside, false, weight).await?;
+        let weight = run_blocking(&self.lookup.pool, false, weight).await?;
         // Without a limit on ids the weight is always returned.
         weight.map(|weight| Weight { is_small: false, ..weight }).ok_or(ServiceError::Stopping)
     }

@@ -183,7 +183,7 @@ impl Fixture {
     }
 
     fn metric(&self, name: &str) -> u64 {
-        self.service.insight.refresh_metrics(&self.service.insight.app_statistics());
+        self.service.diagnostics.refresh_metrics(&self.service.diagnostics.app_statistics());
         let families = self.registry.gather();
         let family = families.iter().find(|family| family.name() == name);
         let metric = &family.unwrap_or_else(|| panic!("no metric {name}")).get_metric()[0];
@@ -430,7 +430,7 @@ async fn statistics_are_summed_over_partitions() {
     fixture.flusher.flush_all();
     fixture.settle().await;
     fixture.fill(4, 10_000);
-    let all = fixture.service.insight.app_statistics();
+    let all = fixture.service.diagnostics.app_statistics();
     let by_name: HashMap<&str, &AppStatistics> = all.iter().map(|app| (app.app.as_str(), app)).collect();
     let (busy, idle) = (by_name[APP], by_name["app-10"]);
     assert_eq!((busy.received_bytes, busy.in_memory_bytes, busy.in_memory_blocks), (30_000, 10_000, 1));

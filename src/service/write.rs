@@ -1,6 +1,6 @@
 //! Sends.
 //!
-//! Both listeners fill a [`SendSession`] through [`super::Intake`] while a request arrives. It
+//! Both listeners fill a [`SendSession`] through [`super::SendSink`] while a request arrives. It
 //! holds the request's resources: the reservation of its ticket and the memory of its blocks.
 //! Nothing is visible until [`SendSession::commit`]; a session dropped before returns everything.
 //! Nothing on this path waits, allocates per block beyond vector growth, or formats a string.

@@ -107,7 +107,7 @@ async fn cold_and_huge_partitions_go_to_hdfs() {
     assert_eq!((huge[1].len(), huge[2].len()), (27, 9), "the fourth batch made it huge");
     assert_eq!(fixture.metric("total_hadoop_write_data_for_huge_partition"), 90_000.0);
     assert_eq!(fixture.metric("total_hadoop_write_data"), 200_000.0);
-    fixture.service.insight.refresh_metrics(&fixture.service.insight.app_statistics());
+    fixture.service.diagnostics.refresh_metrics(&fixture.service.diagnostics.app_statistics());
     assert_eq!(fixture.metric("topN_of_on_hadoop_data_size_for_app"), 200_000.0);
     assert_eq!(fixture.metric("topN_of_on_localfile_data_size_for_app"), 370_000.0);
     fixture.assert_nothing_missing().await;

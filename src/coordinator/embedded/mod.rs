@@ -38,7 +38,7 @@ use super::{NodeReport, ReportSource};
 use crate::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
 use crate::clock::{Instant, sleep_until, timeout};
 use crate::proto;
-use crate::runtime::{Aside, Tasks};
+use crate::runtime::{BlockingPool, Tasks};
 use crate::schema::kind::{
     DAY, HOUR, Kind, SECOND, count, flag, list, optional, parsed, seconds, table, word,
 };
@@ -233,7 +233,7 @@ struct Inner {
     /// Budget for assignments until they are sent.
     answers: Budget,
     /// Threads for assignments of many ranges.
-    aside: Aside,
+    pool: BlockingPool,
     /// Notified when the state of the own worker has changed.
     report_wanted: Notify,
     /// Time before which assignments wait for the first heartbeats of other workers.
@@ -258,7 +258,7 @@ impl EmbeddedCoordinator {
             apps: Mutex::new(apps),
             metrics,
             answers: heap.of(HeapKind::Answers).clone(),
-            aside: Aside::of_cores(),
+            pool: BlockingPool::of_cores(),
             report_wanted: Notify::new(),
             serving_from: OnceLock::new(),
             config,
@@ -304,7 +304,7 @@ impl EmbeddedCoordinator {
                         continue;
                     }
                 }
-                match source.now_aside().await {
+                match source.now_on_thread().await {
                     Ok(report) => coordinator.take_and_sweep(report),
                     Err(error) => tracing::error!(%error, "cannot create the heartbeat of this worker for its embedded coordinator"),
                 }
@@ -460,7 +460,7 @@ impl EmbeddedCoordinator {
         let ((assignments, given), plan, charge) = if ranges <= INLINE_RANGES_MAX {
             making()
         } else {
-            let made = self.0.aside.run(making).await;
+            let made = self.0.pool.run(making).await;
             made.map_err(|_ended| AssignmentError::Invalid("the worker is stopping"))?
         };
         let mut nodes = self.0.nodes.lock();

@@ -224,7 +224,7 @@ impl Beater {
             Some(client) => client,
             None => CoordinatorServerClient::new(self.connect().await?),
         };
-        let report = self.source.now_aside().await.map_err(|error| describe(&error))?;
+        let report = self.source.now_on_thread().await.map_err(|error| describe(&error))?;
         let mut request = tonic::Request::new(report.into_request());
         request.set_timeout(self.interval);
         let answer = client.heartbeat(request).await.map_err(|status| describe(&status))?.into_inner();

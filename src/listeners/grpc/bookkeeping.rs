@@ -13,7 +13,7 @@ use super::convert::{layout, refusal, register_request, verdict};
 use super::heap_estimate::{nested, numbers};
 use super::message::{RequestBody, respond_message};
 use super::replies::{Head, from_memory};
-use super::request_collector::{RequestCollector, aside};
+use super::request_collector::{RequestCollector, run_blocking};
 use crate::app::PartitionRecords;
 use crate::budget::Charge;
 use crate::proto::{
@@ -21,7 +21,7 @@ use crate::proto::{
     GetShuffleResultResponse, PartitionStats, ReportShuffleResultRequest, ReportShuffleResultResponse,
     ShuffleRegisterRequest, ShuffleRegisterResponse, TaskAttemptIdToRecords,
 };
-use crate::runtime::Aside;
+use crate::runtime::BlockingPool;
 use crate::service::{ReportRequest, Results, Service, ServiceError};
 use uniffle_wire::types::PartitionId;
 
@@ -98,7 +98,7 @@ pub(super) async fn result_of_many<B: RequestBody>(
         service.reads.results(&request.app_id, request.shuffle_id, &request.partitions, layout).await;
     let (head, results) = match results {
         Ok(Results { bitmap, records, held }) => {
-            let (head, held) = head_with(&collector.aside, records, held).await?;
+            let (head, held) = head_with(&collector.pool, records, held).await?;
             (head, Ok(Results { bitmap, records: Vec::new(), held }))
         }
         refused => (Head::result("OK"), refused),
@@ -109,7 +109,7 @@ pub(super) async fn result_of_many<B: RequestBody>(
 /// Builds a head with the record numbers of partitions. Many of them are encoded on a blocking
 /// thread.
 async fn head_with(
-    places: &Aside,
+    pool: &BlockingPool,
     records: Vec<PartitionRecords>,
     held: Charge,
 ) -> Result<(Head, Charge), Status> {
@@ -120,7 +120,7 @@ async fn head_with(
         head.fields(&GetShuffleResultForMultiPartResponse { partition_stats, ..Default::default() });
         (head, held)
     };
-    aside(places, numbers <= INLINE_NUMBERS_MAX, encoded).await
+    run_blocking(pool, numbers <= INLINE_NUMBERS_MAX, encoded).await
 }
 
 fn records_of(stats: PartitionStats) -> PartitionRecords {

@@ -20,8 +20,8 @@ use super::message::{RequestBody, next_data, next_data_paced, read_prefix, respo
 use crate::clock::{Instant, timeout_at};
 use crate::metrics::TransitTimes;
 use crate::proto::SendShuffleDataResponse;
-use crate::runtime::{Tasks, Turn};
-use crate::service::{Commit, Intake, Service, ServiceError};
+use crate::runtime::{PollBudget, Tasks};
+use crate::service::{Commit, SendSink, Service, ServiceError};
 use uniffle_wire::BlockSink;
 use uniffle_wire::send_message::{Decoder, Limits, Summary};
 
@@ -30,18 +30,18 @@ use uniffle_wire::send_message::{Decoder, Limits, Summary};
 const PIECE_BYTES: usize = 64 << 10;
 
 /// Receives a send's blocks and decides whether to wait for further bytes.
-trait SendSink: BlockSink {
+trait PacedSink: BlockSink {
     /// Accounts for `bytes` of headers that the decoder keeps.
     fn keep(&mut self, bytes: u64) -> Result<(), Self::Error>;
 
-    /// Returns when to call [`SendSink::check_pace`] next if no byte arrives.
+    /// Returns when to call [`PacedSink::check_pace`] next if no byte arrives.
     fn next_look(&self) -> Instant;
 
     /// Fails if the send must end. `arrived` bytes of its message have been received.
     fn check_pace(&mut self, arrived: u64) -> Result<(), Self::Error>;
 }
 
-impl SendSink for Intake {
+impl PacedSink for SendSink {
     fn keep(&mut self, bytes: u64) -> Result<(), ServiceError> {
         Self::keep(self, bytes)
     }
@@ -93,16 +93,16 @@ async fn receive<B: RequestBody>(
     body: &mut B,
 ) -> Result<Result<(), ServiceError>, Status> {
     let (message_bytes, first) = read_prefix(body, config.max_message_bytes).await?;
-    let mut intake = Intake::new(Arc::clone(&service.ingest), message_bytes);
-    let filled = fill(body, (message_bytes, first), config.send_limits, &mut intake).await?;
+    let mut sink = SendSink::new(Arc::clone(&service.ingest), message_bytes);
+    let filled = fill(body, (message_bytes, first), config.send_limits, &mut sink).await?;
     let summary = match filled {
         Ok(summary) => summary,
         Err(error) => return Ok(Err(error)),
     };
     transit.arrived(summary.timestamp_ms);
-    match intake.commit() {
+    match sink.commit() {
         Commit::Done(stored) => Ok(stored),
-        Commit::Aside(mut committing) => Ok(committing.outcome().await),
+        Commit::Background(mut committing) => Ok(committing.outcome().await),
     }
 }
 
@@ -115,10 +115,10 @@ async fn fill<B, S>(
 ) -> Result<Result<Summary, S::Error>, Status>
 where
     B: RequestBody,
-    S: SendSink,
+    S: PacedSink,
 {
     let mut decoder = Decoder::new(u64::from(message_bytes), limits);
-    let mut turn = Turn::default();
+    let mut poll_budget = PollBudget::default();
     let mut arrived = 0;
     let mut next = Some(first);
     while let Some(data) = next {
@@ -129,8 +129,8 @@ where
             if let Err(error) = fed.and_then(|()| sink.keep(decoder.collected_bytes() as u64)) {
                 return Ok(Err(error));
             }
-            turn.count(began.elapsed());
-            if turn.is_over() {
+            poll_budget.count(began.elapsed());
+            if poll_budget.is_over() {
                 tokio::task::yield_now().await;
             }
         }
@@ -225,7 +225,7 @@ mod tests {
         }
     }
 
-    impl SendSink for Counter {
+    impl PacedSink for Counter {
         fn keep(&mut self, _: u64) -> Result<(), Refused> {
             Ok(())
         }

@@ -12,7 +12,7 @@ use super::convert::refusal;
 use super::heap_estimate::{flat, nested};
 use super::message::{RequestBody, respond_message};
 use super::replies::{Chunks, Head, from_chunks, from_memory};
-use super::request_collector::{INLINE_BYTES_MAX, RequestCollector, aside};
+use super::request_collector::{INLINE_BYTES_MAX, RequestCollector, run_blocking};
 use crate::metrics::TransitTimes;
 use crate::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,
@@ -48,7 +48,7 @@ pub(super) async fn memory<B: RequestBody>(
         && !service.reads.may_take_long(&memory_request(&request, reading.answers()));
     let (asked, answers) = (Arc::clone(service), reading.answers().clone());
     let read = move || asked.reads.read_memory(memory_request(&request, &answers));
-    let read = aside(&collector.aside, is_quick, read).await?;
+    let read = run_blocking(&collector.pool, is_quick, read).await?;
     match read {
         Ok(MemoryAnswer { read, may_copy, response_guard }) => {
             let head = Head::memory(&read.blocks, "OK", read.is_end);

@@ -26,7 +26,7 @@ use crate::budget::heap::HeapFull;
 use crate::budget::line::Permit;
 use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use crate::clock::{Instant, timeout};
-use crate::runtime::Aside;
+use crate::runtime::BlockingPool;
 
 /// First allocation for a message that arrives in pieces. It grows with the bytes that arrive.
 const COLLECT_BYTES: usize = 64 << 10;
@@ -52,14 +52,14 @@ pub(super) struct RequestHeap {
     queues: Arc<RequestQueues>,
     wait: Duration,
     /// Pool for decoding large messages and encoding large responses.
-    pub(super) aside: Aside,
+    pub(super) pool: BlockingPool,
 }
 
 impl RequestHeap {
     pub(super) fn new(heap: &Heap, wait: Duration) -> Self {
         let budget = heap.of(HeapKind::Requests).clone();
         let queues = Arc::new(RequestQueues::new(budget.capacity()));
-        Self { budget, queues, wait, aside: Aside::of_cores() }
+        Self { budget, queues, wait, pool: BlockingPool::of_cores() }
     }
 
     /// Returns the collector of a connection. Its limit is half of the budget, so that one
@@ -70,7 +70,7 @@ impl RequestHeap {
             budget,
             queues: Arc::clone(&self.queues),
             wait: self.wait,
-            aside: self.aside.clone(),
+            pool: self.pool.clone(),
         }
     }
 }
@@ -82,7 +82,7 @@ pub(super) struct RequestCollector {
     queues: Arc<RequestQueues>,
     wait: Duration,
     /// Pool for decoding large messages and encoding large responses.
-    pub(super) aside: Aside,
+    pub(super) pool: BlockingPool,
 }
 
 impl RequestCollector {
@@ -108,10 +108,10 @@ impl RequestCollector {
         }
         let is_small = bytes.len() <= INLINE_BYTES_MAX;
         let (weight, bytes, mut charge) =
-            aside(&self.aside, is_small, move || (estimate(&bytes), bytes, charge)).await?;
+            run_blocking(&self.pool, is_small, move || (estimate(&bytes), bytes, charge)).await?;
         self.charge(&mut charge, weight, 0).await?;
         // The work owns the charge, because it continues even if its caller is dropped.
-        let (decoded, charge) = aside(&self.aside, is_small, move || (decode(bytes), charge)).await?;
+        let (decoded, charge) = run_blocking(&self.pool, is_small, move || (decode(bytes), charge)).await?;
         Ok((decoded?, charge))
     }
 
@@ -281,9 +281,9 @@ fn more_than_one() -> Status {
     Status::internal("request has more than one message")
 }
 
-/// Runs `work` here if it is small, otherwise in the pool `places`.
-pub(super) async fn aside<T: Send + 'static>(
-    places: &Aside,
+/// Runs `work` here if it is small, otherwise in the pool `pool`.
+pub(super) async fn run_blocking<T: Send + 'static>(
+    pool: &BlockingPool,
     is_small: bool,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Status> {
@@ -291,7 +291,7 @@ pub(super) async fn aside<T: Send + 'static>(
         return Ok(work());
     }
     let failed = |error| Status::internal(format!("task on a blocking thread failed: {error}"));
-    places.run(work).await.map_err(failed)
+    pool.run(work).await.map_err(failed)
 }
 
 #[cfg(test)]

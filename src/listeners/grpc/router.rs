@@ -28,11 +28,11 @@ use super::methods::{
     SEND_SHUFFLE_DATA,
 };
 use super::metrics::{GrpcMetrics, TransitMetrics, label};
-use super::request_collector::{INLINE_BYTES_MAX, RequestCollector, RequestHeap, aside};
+use super::request_collector::{INLINE_BYTES_MAX, RequestCollector, RequestHeap, run_blocking};
 use super::{bookkeeping, ingest, reads, replies, tickets};
 use crate::budget::Charge;
 use crate::clock::timeout;
-use crate::runtime::{Aside, Tasks};
+use crate::runtime::{BlockingPool, Tasks};
 use crate::service::{ReadLimits, Service};
 
 /// Path prefixes of calls that need the caller's address.
@@ -68,7 +68,7 @@ pub(super) struct Router {
 
 /// Encodes a response that carries its charge. Large ones are encoded on a blocking thread. The
 /// charge lives until the socket has the bytes.
-async fn charged(places: &Aside, mut response: Response<Body>) -> Result<Response<Body>, Status> {
+async fn charged(pool: &BlockingPool, mut response: Response<Body>) -> Result<Response<Body>, Status> {
     let Some(charge) = response.extensions_mut().remove::<Arc<Charge>>() else { return Ok(response) };
     let is_small = charge.bytes() <= INLINE_BYTES_MAX as u64;
     let body = response.into_body();
@@ -78,7 +78,7 @@ async fn charged(places: &Aside, mut response: Response<Body>) -> Result<Respons
         drop(held);
         encoded
     };
-    let encoded = aside(places, is_small, encode).await?;
+    let encoded = run_blocking(pool, is_small, encode).await?;
     let encoded = encoded.ok_or_else(|| Status::internal("the response is not complete"))??;
     Ok(replies::whole(encoded.to_bytes(), charge))
 }
@@ -163,7 +163,7 @@ impl Router {
             _ => {
                 let (request, _charge) = collector.whole(request, OTHER_BYTES_MAX).await?;
                 match self.routes.clone().oneshot(request).await {
-                    Ok(response) => charged(&self.requests.aside, response).await,
+                    Ok(response) => charged(&self.requests.pool, response).await,
                     Err(never) => match never {},
                 }
             }

@@ -20,9 +20,9 @@ use serde::{Serialize, Serializer};
 use serde_json::json;
 
 use super::Node;
-use super::aside::aside;
+use super::blocking::run_blocking;
 use crate::metrics::clamped;
-use crate::runtime::Aside;
+use crate::runtime::BlockingPool;
 
 /// Query parameter with the name of a metric. It may be repeated.
 const NAME: &str = "name[]";
@@ -35,7 +35,7 @@ pub struct JavaHooks {
     /// Source of the configuration, and of updates before gathering.
     pub node: Arc<dyn Node>,
     /// Threads for collecting answers.
-    pub aside: Aside,
+    pub pool: BlockingPool,
 }
 
 /// Returns the routes, without Prometheus text and `/api/shuffleServer/stacks` (a dump, see
@@ -102,8 +102,8 @@ async fn metrics_json(
         }
     };
     let names: Vec<String> = query.into_iter().filter(|(key, _)| key == NAME).map(|(_, name)| name).collect();
-    let places = hooks.aside.clone();
-    aside(&places, move || gathered(&hooks, kind, &names)).await
+    let pool = hooks.pool.clone();
+    run_blocking(&pool, move || gathered(&hooks, kind, &names)).await
 }
 
 fn gathered(hooks: &JavaHooks, kind: Option<Kind>, names: &[String]) -> Response {
@@ -117,8 +117,8 @@ fn gathered(hooks: &JavaHooks, kind: Option<Kind>, names: &[String]) -> Response
 /// Returns the effective configuration without secrets, under this worker's keys.
 async fn configuration(State(hooks): State<JavaHooks>) -> Response {
     // On a blocking thread, because it waits while the configuration is reloaded.
-    let places = hooks.aside.clone();
-    let Ok(entries) = places.run(move || hooks.node.configuration()).await else {
+    let pool = hooks.pool.clone();
+    let Ok(entries) = pool.run(move || hooks.node.configuration()).await else {
         return StatusCode::INTERNAL_SERVER_ERROR.into_response();
     };
     let entry = |(key, value): (&&str, &String)| json!({ "argumentKey": key, "argumentValue": value });

@@ -7,7 +7,7 @@
 
 pub mod admin;
 pub mod api;
-mod aside;
+mod blocking;
 pub mod debug;
 pub mod java;
 mod page;
@@ -27,11 +27,11 @@ use futures::future::BoxFuture;
 use prometheus::{Encoder as _, IntCounter, IntGauge, Registry, TEXT_FORMAT, TextEncoder};
 
 use crate::listeners::acceptor::{Binding, Names};
-use crate::runtime::{Aside, Tasks};
+use crate::runtime::{BlockingPool, Tasks};
 use crate::service::{AppStatistics, Incompleteness};
 use crate::{metrics, telemetry};
 
-use self::aside::aside;
+use self::blocking::run_blocking;
 
 pub use serve::HttpConfig;
 
@@ -103,16 +103,16 @@ pub struct Pages {
     pub node: Arc<dyn Node>,
     /// Routes of other parts, such as [`api::router`], which must not change state.
     pub mounted: Router,
-    /// Threads for collecting answers; see [`gathering_places`].
-    pub aside: Aside,
+    /// Threads for collecting answers; see [`gathering_pool`].
+    pub pool: BlockingPool,
     /// Threads for readiness, so that it does not wait for the collection of other answers.
-    pub ready: Aside,
+    pub ready: BlockingPool,
 }
 
 /// Returns the threads for answers that grow with the stored data. Each takes some MB and a core.
 #[must_use]
-pub fn gathering_places() -> Aside {
-    Aside::new(2)
+pub fn gathering_pool() -> BlockingPool {
+    BlockingPool::new(2)
 }
 
 metrics::table! {
@@ -167,8 +167,8 @@ fn router(pages: Pages) -> Router {
 }
 
 async fn metrics_text(State(pages): State<Pages>) -> Response {
-    let places = pages.aside.clone();
-    aside(&places, move || gathered(&pages)).await
+    let pool = pages.pool.clone();
+    run_blocking(&pool, move || gathered(&pages)).await
 }
 
 fn gathered(pages: &Pages) -> Response {
@@ -184,8 +184,8 @@ fn gathered(pages: &Pages) -> Response {
 }
 
 async fn losses(State(pages): State<Pages>) -> Response {
-    let places = pages.aside.clone();
-    aside(&places, move || Json(pages.node.losses()).into_response()).await
+    let pool = pages.pool.clone();
+    run_blocking(&pool, move || Json(pages.node.losses()).into_response()).await
 }
 
 async fn ready(State(pages): State<Pages>) -> Response {

@@ -38,14 +38,14 @@ struct TestNode {
 }
 
 impl TestNode {
-    fn require_aside(&self) {
+    fn require_blocking_thread(&self) {
         assert_ne!(thread::current().id(), self.runtime_thread);
     }
 }
 
 impl Node for TestNode {
     fn refresh_metrics(&self) {
-        self.require_aside();
+        self.require_blocking_thread();
         self.gauge.inc();
     }
 
@@ -66,7 +66,7 @@ impl Node for TestNode {
     }
 
     fn losses(&self) -> serde_json::Value {
-        self.require_aside();
+        self.require_blocking_thread();
         serde_json::json!({ "losses": [] })
     }
 
@@ -106,15 +106,15 @@ async fn listener() -> TestServer {
     let address = listener.local_addr().unwrap();
     let tasks = Tasks::new();
     let metrics = HttpMetrics::new(&registry).unwrap();
-    let hooks = java::JavaHooks { registry: registry.clone(), node: node.clone(), aside: gathering_places() };
+    let hooks = java::JavaHooks { registry: registry.clone(), node: node.clone(), pool: gathering_pool() };
     let mounted = java::router(hooks).route("/never", get(std::future::pending::<()>));
     let pages = Pages {
         registry: registry.clone(),
         metrics,
         node,
         mounted,
-        aside: gathering_places(),
-        ready: Aside::new(1),
+        pool: gathering_pool(),
+        ready: BlockingPool::new(1),
     };
     HttpServer::start(CONFIG, listener, pages, &tasks).unwrap();
     TestServer { address, tasks, is_ready, registry }

@@ -16,7 +16,7 @@ use crate::budget::{Budget, Charge, HeapKind};
 use crate::clock::Instant;
 use crate::listeners::connection_limiter::{ConnectionState, Request};
 use crate::runtime::Tasks;
-use crate::service::{Commit, Committing, Intake, ResponseWindow, ServiceError};
+use crate::service::{Commit, Committing, ResponseWindow, SendSink, ServiceError};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::request::request_id;
@@ -64,7 +64,7 @@ enum Phase {
     },
     /// A send with its trace span, which ends with it.
     Send {
-        intake: Intake,
+        sink: SendSink,
         _span: Span,
     },
     Read(PartialRead),
@@ -186,16 +186,16 @@ impl Frames {
     /// sends.
     pub(super) fn next_look(&self) -> Option<Instant> {
         match &self.phase {
-            Phase::Send { intake, .. } => Some(intake.next_look()),
+            Phase::Send { sink, .. } => Some(sink.next_look()),
             Phase::Header { .. } | Phase::Read(_) | Phase::Drain(_) => None,
         }
     }
 
     /// Refuses the arriving send if it is too slow.
     pub(super) fn check_pace(&mut self) {
-        let Phase::Send { intake, .. } = &mut self.phase else { return };
+        let Phase::Send { sink, .. } = &mut self.phase else { return };
         let left = self.walker.left();
-        let refused = intake.check_pace(intake.message_bytes().saturating_sub(left)).err();
+        let refused = sink.check_pace(sink.message_bytes().saturating_sub(left)).err();
         if let (Some(error), Some(id)) = (refused, self.walker.request_id()) {
             self.refuse(Drain { kind: FrameType::Send, left, id: id.to_be_bytes().to_vec(), error });
         }
@@ -318,8 +318,8 @@ impl Frames {
         if kind == FrameType::Send {
             self.walker.restart(message_bytes);
             let span = self.shared.config.traces.begin("tcp sendShuffleData", None);
-            let intake = Intake::new(Arc::clone(&self.shared.service.ingest), message_bytes);
-            return Phase::Send { intake, _span: span };
+            let sink = SendSink::new(Arc::clone(&self.shared.service.ingest), message_bytes);
+            return Phase::Send { sink, _span: span };
         }
         let drain =
             |error| Phase::Drain(Drain { kind, left: u64::from(message_bytes), id: Vec::new(), error });
@@ -333,14 +333,14 @@ impl Frames {
     }
 
     fn walk_send(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
-        let Phase::Send { intake, .. } = &mut self.phase else { return Ok(0) };
+        let Phase::Send { sink, .. } = &mut self.phase else { return Ok(0) };
         let left = self.walker.left();
         let taken = usize::try_from(left).unwrap_or(usize::MAX).min(chunk.len());
-        let commit = match self.walker.feed(&chunk[..taken], intake) {
+        let commit = match self.walker.feed(&chunk[..taken], sink) {
             Ok(false) => return Ok(taken),
             Ok(true) => {
                 self.shared.metrics.of(FrameType::Send).transit().arrived(self.walker.timestamp_ms());
-                intake.commit()
+                sink.commit()
             }
             Err(error) => Commit::Done(Err(error)),
         };
@@ -348,7 +348,7 @@ impl Frames {
         let id = self.walker.request_id().ok_or(DecodeError::Incomplete)?;
         match commit {
             Commit::Done(outcome) => self.end_send(id, left - taken as u64, outcome),
-            Commit::Aside(committing) => self.committing = Some((id, committing)),
+            Commit::Background(committing) => self.committing = Some((id, committing)),
         }
         Ok(taken)
     }
@@ -467,12 +467,12 @@ impl Frames {
         guard.memory_read = Some(permit);
         let (shared, outbox, answers) = (Arc::clone(&self.shared), self.outbox.clone(), self.answers.clone());
         self.connection.spawn_linked("tcp memory read", async move {
-            let places = shared.aside.clone();
+            let pool = shared.pool.clone();
             // The work owns the guard and the charge, because it continues even if the connection
             // ends.
             let answer =
                 move || (dispatch::memory(&shared, &answers, id, &message.bytes), message.charge, guard);
-            if let Ok(((head, body), _charge, guard)) = places.run(answer).await {
+            if let Ok(((head, body), _charge, guard)) = pool.run(answer).await {
                 outbox.post(Outgoing { head, body, guard });
             }
         });

@@ -20,7 +20,7 @@ use crate::budget::Charge;
 use crate::clock::{Instant, Sleep, sleep_until};
 use crate::listeners::connection_limiter::ConnectionState;
 use crate::listeners::{CLOSING_PAUSE, CLOSING_REQUEST};
-use crate::runtime::{Tasks, Turn};
+use crate::runtime::{PollBudget, Tasks};
 use uniffle_wire::DecodeError;
 
 use super::frames::{Frames, Wanted};
@@ -67,7 +67,7 @@ pub(super) struct Reader {
     pause_max: Duration,
     /// Deadline of the arriving frame, once the listener closes.
     frame_deadline: Option<Instant>,
-    turn: Turn,
+    poll_budget: PollBudget,
     /// Wakes at or before the nearest deadline. Deadlines that moved are checked only then, so that
     /// no read touches the timer.
     alarm: Pin<Box<Sleep>>,
@@ -100,7 +100,7 @@ impl Reader {
             last_read: now,
             pause_max,
             frame_deadline: None,
-            turn: Turn::default(),
+            poll_budget: PollBudget::default(),
             alarm,
             kept,
         }
@@ -188,7 +188,7 @@ impl Reader {
             if let Err(end) = step {
                 return end;
             }
-            if self.turn.is_over() {
+            if self.poll_budget.is_over() {
                 tokio::task::yield_now().await;
             }
         }
@@ -198,7 +198,7 @@ impl Reader {
         let bytes = std::mem::take(&mut self.left_over);
         let began = Instant::now();
         let walked = self.frames.walk(&bytes)?;
-        self.turn.count(began.elapsed());
+        self.poll_budget.count(began.elapsed());
         self.left_over = bytes;
         self.left_over.drain(..walked);
         if self.left_over.is_empty() {
@@ -232,7 +232,7 @@ impl Reader {
         });
         if read.is_ready() {
             self.last_read = Instant::now();
-            self.turn.count(self.last_read.duration_since(began));
+            self.poll_budget.count(self.last_read.duration_since(began));
             self.connection_state.progressed();
             return read;
         }

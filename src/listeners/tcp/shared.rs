@@ -11,7 +11,7 @@ use tokio::sync::Semaphore;
 use crate::budget::allowance::TCP_REQUESTS_MIN;
 use crate::budget::line::Line;
 use crate::listeners::shares::{ShareBudget, ShareLimits};
-use crate::runtime::{Aside, Handover};
+use crate::runtime::{BlockingPool, Handover};
 use crate::service::Service;
 
 use super::config::TcpConfig;
@@ -28,7 +28,7 @@ pub(super) struct Shared {
     pub(super) metrics: TcpMetrics,
     pub(super) memory_reads: Arc<Semaphore>,
     /// Pool for memory reads that may take long.
-    pub(super) aside: Aside,
+    pub(super) pool: BlockingPool,
     /// Permits for local reads. An eighth is reserved for applications that hold none.
     pub(super) local_reads: Arc<Line>,
     /// Budget of requests in progress over all connections.
@@ -48,7 +48,7 @@ impl Shared {
         Arc::new(Self {
             requests: ShareBudget::new(config.requests_total, config.connections_max, limits),
             memory_reads: Arc::new(Semaphore::new(config.memory_reads_in_flight_max)),
-            aside: Aside::of_cores(),
+            pool: BlockingPool::of_cores(),
             local_reads: Line::new(config.local_reads_in_flight_max as u64),
             config,
             service,

@@ -94,7 +94,7 @@ async fn ids_beyond_the_share_of_an_application_stay_on_disk() {
     };
     report(APP, 1, (1..=10).map(id).collect()).await.unwrap();
     // The missing block is found to be lost, and no other.
-    let lost = || service.insight.losses().losses.iter().map(|loss| loss.blocks).sum::<u64>();
+    let lost = || service.diagnostics.losses().losses.iter().map(|loss| loss.blocks).sum::<u64>();
     within_time("the lost block is named", || lost() > 0).await;
     assert_eq!(lost(), 1);
     // Blocks on the disk may be reported, others may not.

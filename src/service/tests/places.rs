@@ -9,7 +9,7 @@ use tokio::time::{pause, timeout};
 use uniffle_wire::{BlockSink as _, SendHeader as WireHeader};
 
 use super::*;
-use crate::runtime::Aside;
+use crate::runtime::BlockingPool;
 
 /// Time after which work on a thread of its own would have finished.
 const LONG_ENOUGH: Duration = Duration::from_millis(200);
@@ -18,15 +18,15 @@ const LONG_ENOUGH: Duration = Duration::from_millis(200);
 struct Busy(#[expect(dead_code, reason = "its drop ends the work")] mpsc::Sender<()>);
 
 /// Occupies all slots; a pool has at most eight.
-async fn occupy(fixture: &Fixture, places: &Aside) -> Busy {
+async fn occupy(fixture: &Fixture, pool: &BlockingPool) -> Busy {
     let (until, ends) = mpsc::channel();
     let ends = Arc::new(Mutex::new(ends));
     for _ in 0..8 {
-        let (places, ends) = (places.clone(), Arc::clone(&ends));
+        let (pool, ends) = (pool.clone(), Arc::clone(&ends));
         let work = move || {
             let _ended = ends.lock().recv();
         };
-        fixture.tasks.spawn("holds a place", async move { drop(places.run(work).await) });
+        fixture.tasks.spawn("holds a place", async move { drop(pool.run(work).await) });
     }
     for _ in 0..10 {
         yield_now().await;
@@ -41,26 +41,26 @@ fn wait() {
 }
 
 /// Begins a send with more runs than are committed inline.
-fn large_send(fixture: &mut Fixture) -> Intake {
+fn large_send(fixture: &mut Fixture) -> SendSink {
     let request =
         RequireRequest { app: APP, shuffle: 0, bytes: 1 << 20, partitions: &[], partition_sizes: &[] };
     let ticket = fixture.service.ingest.require_buffer(request).unwrap().ticket;
-    let mut intake = Intake::new(Arc::clone(&fixture.service.ingest), 1 << 20);
-    intake.header(WireHeader { app: APP, shuffle: 0, ticket }).unwrap();
+    let mut sink = SendSink::new(Arc::clone(&fixture.service.ingest), 1 << 20);
+    sink.header(WireHeader { app: APP, shuffle: 0, ticket }).unwrap();
     for number in 0..300 {
-        intake.partition(number % 10).unwrap();
-        intake.begin_block(100).unwrap();
-        intake.write(&[7; 100]).unwrap();
+        sink.partition(number % 10).unwrap();
+        sink.begin_block(100).unwrap();
+        sink.write(&[7; 100]).unwrap();
         fixture.next_block += 1;
         let block = BlockHeader { block_id: fixture.next_block, length: 100, ..BlockHeader::default() };
-        intake.end_block(block).unwrap();
+        sink.end_block(block).unwrap();
     }
-    intake
+    sink
 }
 
-fn committing(mut intake: Intake) -> Committing {
-    match intake.commit() {
-        Commit::Aside(committing) => committing,
+fn committing(mut sink: SendSink) -> Committing {
+    match sink.commit() {
+        Commit::Background(committing) => committing,
         Commit::Done(stored) => panic!("it is large: {stored:?}"),
     }
 }
@@ -103,7 +103,7 @@ async fn purges_and_reports_do_not_wait_for_each_other() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let patience = Duration::from_secs(20);
     fixture.register("app-2", &[]).await;
-    let reports = occupy(&fixture, &fixture.service.lifecycle.lookup.aside).await;
+    let reports = occupy(&fixture, &fixture.service.lifecycle.lookup.pool).await;
     let ended = timeout(patience, fixture.service.lifecycle.end_app("app-2")).await;
     ended.expect("a place for ends").unwrap();
     drop(reports);

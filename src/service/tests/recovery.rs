@@ -105,7 +105,9 @@ async fn recovery_of_a_million_blocks_is_measured() {
     let (took, more) = (began.elapsed(), status_bytes("VmHWM").saturating_sub(before));
     let blocks = u64::from(SHUFFLES.unsigned_abs() * PARTITIONS.unsigned_abs()) * TASKS.unsigned_abs();
     assert_eq!((restored.shuffles, restored.reported_blocks), (1000, blocks));
-    assert!(service.insight.losses().losses.is_empty() && service.insight.losses().incomplete.is_empty());
+    assert!(
+        service.diagnostics.losses().losses.is_empty() && service.diagnostics.losses().incomplete.is_empty()
+    );
     println!(
         "{took:?}, of which the disks {opened:?}; {} MiB more at most, {} MiB charged",
         more >> 20,

@@ -131,7 +131,7 @@ async fn damage_found_during_recovery_is_reported() {
     drop(is_going_on);
     looks.await.unwrap();
     memory.buffers().iter().for_each(|buffer| buffer.verify());
-    let lost = || next.service.insight.losses().losses.iter().map(|loss| loss.blocks).sum::<u64>();
+    let lost = || next.service.diagnostics.losses().losses.iter().map(|loss| loss.blocks).sum::<u64>();
     within_time("all damaged blocks are named", || lost() == u64::from(PARTITIONS.unsigned_abs())).await;
     next.stop().await;
 }
@@ -165,7 +165,7 @@ async fn unreadable_registration_is_left_for_a_later_start() {
     let next = Next::on(&disk, &memory).await;
     let restored = next.restore().await;
     assert_eq!((restored.shuffles, restored.unregistered), (0, 1));
-    let incomplete = next.service.insight.losses().incomplete;
+    let incomplete = next.service.diagnostics.losses().incomplete;
     assert!(incomplete[0].reason.contains("cannot be recovered"), "{incomplete:?}");
     next.store.sweep().await;
     next.store.maintain_once().await;
@@ -182,7 +182,7 @@ async fn unreadable_report_refuses_results_but_serves_blocks() {
     let disk = left_on_disk(&said, PARTITIONS).await;
     let next = Next::on(&disk, &memory_of(None)).await;
     assert_eq!(next.restore().await.shuffles, 1);
-    let report = next.service.insight.losses();
+    let report = next.service.diagnostics.losses();
     assert!(report.incomplete[0].reason.contains("cannot be recovered"), "{report:?}");
     assert!(report.losses.is_empty(), "{report:?}");
     next.store.sweep().await;

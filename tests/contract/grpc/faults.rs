@@ -140,7 +140,7 @@ async fn the_fourth_attempt_is_told_of_the_loss(operation: Operation, suffix: &'
     for attempt in 1..4 {
         let error = read().await.unwrap_err().to_string();
         assert!(error.contains("Input/output error"), "attempt {attempt}: {error}");
-        assert_eq!(fixture.service.insight.losses().losses.is_empty(), attempt < 3, "attempt {attempt}");
+        assert_eq!(fixture.service.diagnostics.losses().losses.is_empty(), attempt < 3, "attempt {attempt}");
     }
     let error = read().await.unwrap_err().to_string();
     assert!(error.contains("10 blocks of shuffle app-1/1 partition 0 are lost"), "{error}");
@@ -173,7 +173,7 @@ async fn temporarily_unreadable_blocks_are_not_abandoned() {
     }
     let injected: u64 = fixture.faults.iter().map(uniffle_testkit::fault::Faults::injected).sum();
     assert_eq!(injected, 5);
-    assert!(fixture.service.insight.losses().losses.is_empty());
+    assert!(fixture.service.diagnostics.losses().losses.is_empty());
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
     drop(client);

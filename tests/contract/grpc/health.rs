@@ -40,7 +40,7 @@ async fn worker_is_unhealthy_while_too_few_disks_are_healthy() {
     assert!(told.available_memory > 0 && told.tags.contains(&"ss_v5".to_owned()), "{told:?}");
     assert_eq!(told.server_id, first.server_id, "the same node");
     let service = fixture.worker.service();
-    service.insight.refresh_metrics(&service.insight.app_statistics());
+    service.diagnostics.refresh_metrics(&service.diagnostics.app_statistics());
     assert_eq!(fixture.metric("service_is_healthy") + fixture.metric("is_healthy"), 2.0);
 
     // Running applications can still write and read on the other disk. Java's response to a

@@ -52,7 +52,7 @@ async fn all_disks_out(errno: i32) {
     all.extend(more);
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
-    assert!(fixture.service.insight.losses().losses.is_empty());
+    assert!(fixture.service.diagnostics.losses().losses.is_empty());
     drop(client);
     fixture.finish().await;
 }

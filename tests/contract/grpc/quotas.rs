@@ -61,7 +61,7 @@ async fn partitions_are_limited_per_application_and_user() {
     assert!(status == StatusCode::InternalError && text.contains("quota.user_partitions is 15"), "{text}");
     assert!(fixture.worker.apps().find(&b.app).is_none(), "nothing of it was kept");
     assert_eq!(register(&fixture, &other, "anna", 10).await.0, StatusCode::Success);
-    assert_eq!(fixture.worker.service().insight.quotas()[0].refused, 1);
+    assert_eq!(fixture.worker.service().diagnostics.quotas()[0].refused, 1);
     fixture.client.unregister(&a).await.unwrap();
     assert_eq!(register(&fixture, &b, "etl", 10).await.0, StatusCode::Success);
     // A reload takes effect at once and removes nothing.
@@ -91,7 +91,7 @@ async fn reported_ids_are_limited() {
     let repeated: Vec<BlockId> = [8, 9, 8, 9, 8].map(BlockId).to_vec();
     let twice = [(P, repeated.clone()), (P, repeated)];
     fixture.client.report(&key, TaskAttemptId(3), &twice).await.unwrap();
-    assert_eq!(fixture.worker.service().insight.quotas()[0].used, 10);
+    assert_eq!(fixture.worker.service().diagnostics.quotas()[0].used, 10);
     report(4, 10..11).await.unwrap_err();
     fixture.finish().await;
 }
@@ -145,7 +145,7 @@ async fn disk_quota_refuses_sends_and_flushes_accepted_blocks() {
     assert_eq!(fixture.memory().tickets().count(), 0, "the tickets are spent");
     fixture.assert_reads(&key, 0, &taken).await;
     fixture.push(&other, &small).await;
-    let explained = fixture.worker.service().insight.explain("app-1").unwrap();
+    let explained = fixture.worker.service().diagnostics.explain("app-1").unwrap();
     let quota = &explained.quotas[0];
     assert_eq!((quota.quota, quota.max, quota.refused), ("quota.app_disk", 1 << 20, 3));
     let overhead = quota.used.checked_sub(1_228_800).expect("all of the payload");
@@ -234,7 +234,8 @@ fn recovered_state_is_accepted_and_counts() {
         let fixture = WorkerFixture::on(with(tables), dir, disks).await;
         fixture.assert_reads(&key, 0, &all).await;
         let bytes: u64 = all.iter().map(|block| u64::from(block.meta.length)).sum();
-        let used: Vec<_> = fixture.worker.service().insight.quotas().iter().map(|quota| quota.used).collect();
+        let used: Vec<_> =
+            fixture.worker.service().diagnostics.quotas().iter().map(|quota| quota.used).collect();
         assert_eq!(used[1..], [20, 100]);
         let overhead = used[0].checked_sub(bytes).expect("all of the payload");
         assert!((20 * 40..64 << 10).contains(&overhead), "{overhead} bytes of alignment, index and metadata");

@@ -209,9 +209,9 @@ fn unproven_results_are_refused_until_the_app_ends() {
         let refused = refusal(&unknown).await;
         assert!(refused.contains("cannot determine whether shuffle app-1/7 was registered"), "{refused}");
         assert!((fixture.metric("unknown_shuffles_refused") - 1.0).abs() < f64::EPSILON);
-        let told = fixture.worker.service().insight.incompleteness();
+        let told = fixture.worker.service().diagnostics.incompleteness();
         assert!(told.unknown_shuffles.is_some() && told.shuffles == 1 && told.reasons.len() == 1, "{told:?}");
-        let explained = fixture.worker.service().insight.explain("app-1").unwrap();
+        let explained = fixture.worker.service().diagnostics.explain("app-1").unwrap();
         assert!(
             explained.findings[0].starts_with("results of shuffle 1 are refused"),
             "{:?}",
@@ -220,9 +220,13 @@ fn unproven_results_are_refused_until_the_app_ends() {
         // The data of the shuffle is served.
         let read = fixture.client.read_index(&damaged, P).await.unwrap();
         assert!(!read.records.is_empty());
-        fixture.worker.service().insight.refresh_metrics(&fixture.worker.service().insight.app_statistics());
+        fixture
+            .worker
+            .service()
+            .diagnostics
+            .refresh_metrics(&fixture.worker.service().diagnostics.app_statistics());
         assert!((fixture.metric("incomplete_shuffles") - 1.0).abs() < f64::EPSILON);
-        let told = fixture.worker.service().insight.losses().incomplete;
+        let told = fixture.worker.service().diagnostics.losses().incomplete;
         assert_eq!((told.len(), told[0].app.as_str(), told[0].shuffle), (1, "app-1", 1));
         fixture.client.unregister_app("app-1").await.unwrap();
         fixture.client.register(&damaged, &[(0, 3)]).await.unwrap();
@@ -334,7 +338,7 @@ fn blocks_lost_from_memory_are_reported_lost_until_resent() {
         let wanted = Treemap::of(&[1]);
         let answer = fixture.client.read_memory(&key, P, None, 1 << 20, Some(&wanted)).await.unwrap();
         assert!(answer.blocks.is_empty());
-        let told = fixture.worker.service().insight.losses();
+        let told = fixture.worker.service().diagnostics.losses();
         assert_eq!((told.losses.len(), told.losses[0].blocks, told.unlisted_blocks), (1, 5, 0));
         assert_eq!((told.losses[0].app.as_str(), told.losses[0].partition), ("app-1", 0));
         // Spark repeats the task whose unreported blocks were lost with the worker.
@@ -345,7 +349,7 @@ fn blocks_lost_from_memory_are_reported_lost_until_resent() {
         fixture.push(&key, &batch(0, &lost)).await;
         fixture.push(&key, &batch(0, &unreported)).await;
         report(&fixture, &key, 3, &unreported).await;
-        assert!(fixture.worker.service().insight.losses().losses.is_empty());
+        assert!(fixture.worker.service().diagnostics.losses().losses.is_empty());
         fixture.assert_reads(&key, 0, &[flushed, lost, unreported].concat()).await;
         assert_eq!((fixture.metric("total_lost_blocks"), fixture.metric("total_healed_blocks")), (5.0, 5.0));
         fixture.finish().await;
@@ -415,7 +419,7 @@ async fn corrupt_reads_blame_the_disk_and_report_the_loss() {
     assert!(error.contains(&file.display().to_string()), "{error}");
     assert_eq!(fixture.metric("total_read_crc_mismatch"), 1.0);
     assert_eq!(fixture.metric("lost_blocks"), 0.0, "gauges are set when they are asked for");
-    let told = fixture.worker.service().insight.losses();
+    let told = fixture.worker.service().diagnostics.losses();
     assert_eq!(
         (told.losses.len(), told.losses[0].blocks),
         (1, 1),
@@ -429,7 +433,7 @@ async fn corrupt_reads_blame_the_disk_and_report_the_loss() {
     fixture.assert_reads(&key, 0, &[damaged.clone(), whole.clone()].concat()).await;
     fixture.flush().await;
     fixture.assert_reads(&key, 0, &[damaged, whole].concat()).await;
-    assert!(fixture.worker.service().insight.losses().losses.is_empty());
+    assert!(fixture.worker.service().diagnostics.losses().losses.is_empty());
     let store = fixture.worker.service().tiers().find::<LocalStore>().unwrap();
     eventually("the disk answers again", || match store.available_disks() {
         2 => Ok(()),

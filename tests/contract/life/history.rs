@@ -193,7 +193,7 @@ impl History {
 
     /// Returns whether the worker reports the block as lost.
     pub(crate) fn is_told_lost(&self, key: Key, partition: i32, id: i64) -> bool {
-        let told = self.service().insight.losses().losses;
+        let told = self.service().diagnostics.losses().losses;
         let mut here = told
             .iter()
             .filter(|loss| (loss.app.as_str(), loss.shuffle) == key && loss.partition == partition);

@@ -147,7 +147,7 @@ impl Process {
         assert_eq!(self.memory.in_flight_bytes(), 0, "bytes in flight");
         assert_eq!(self.memory.block_count(), 0, "blocks counted");
         assert_eq!(self.service.apps().block_id_count(), 0, "reported ids held");
-        assert!(self.service.insight.losses().losses.is_empty(), "losses of no application");
+        assert!(self.service.diagnostics.losses().losses.is_empty(), "losses of no application");
     }
 }
 

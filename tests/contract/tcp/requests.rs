@@ -18,7 +18,7 @@ use uniffle_worker::proto::StatusCode;
 
 use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, block_of, frame, key};
 use uniffle_worker::listeners::tcp::TcpConfig;
-use uniffle_worker::service::{Commit, Intake};
+use uniffle_worker::service::{Commit, SendSink};
 
 #[tokio::test]
 async fn sent_blocks_are_read_from_memory() {
@@ -138,17 +138,19 @@ async fn large_sends_commit_in_background_and_respond_in_order() {
 #[tokio::test]
 async fn small_sends_commit_inline_and_large_ones_in_background() {
     let fixture = TcpFixture::new().await;
-    for (runs, blocks, is_aside) in [(256, 256, false), (257, 257, true), (1, 8192, false), (1, 8193, true)] {
-        let mut intake = Intake::new(Arc::clone(&fixture.service.ingest), 1 << 20);
+    for (runs, blocks, is_background) in
+        [(256, 256, false), (257, 257, true), (1, 8192, false), (1, 8193, true)]
+    {
+        let mut sink = SendSink::new(Arc::clone(&fixture.service.ingest), 1 << 20);
         let ticket = fixture.ticket(APP, 1 << 20);
-        intake.header(SendHeader { app: APP, shuffle: SHUFFLE, ticket: ticket.0 }).unwrap();
+        sink.header(SendHeader { app: APP, shuffle: SHUFFLE, ticket: ticket.0 }).unwrap();
         for number in 0..blocks {
             let block = block(number, 1);
             if number < runs {
-                intake.partition(i32::try_from((number + 2) % 100).unwrap()).unwrap();
+                sink.partition(i32::try_from((number + 2) % 100).unwrap()).unwrap();
             }
-            intake.begin_block(1).unwrap();
-            intake.write(&block.data).unwrap();
+            sink.begin_block(1).unwrap();
+            sink.write(&block.data).unwrap();
             let header = BlockHeader {
                 block_id: block.meta.block_id.0,
                 length: 1,
@@ -156,14 +158,14 @@ async fn small_sends_commit_inline_and_large_ones_in_background() {
                 crc: i64::from(block.meta.crc),
                 task_attempt_id: 1,
             };
-            intake.end_block(header).unwrap();
+            sink.end_block(header).unwrap();
         }
-        match intake.commit() {
+        match sink.commit() {
             Commit::Done(stored) => {
-                assert!(stored.is_ok() && !is_aside, "{runs} runs, {blocks} blocks: {stored:?}")
+                assert!(stored.is_ok() && !is_background, "{runs} runs, {blocks} blocks: {stored:?}")
             }
-            Commit::Aside(mut committing) => {
-                assert!(is_aside, "{runs} runs, {blocks} blocks");
+            Commit::Background(mut committing) => {
+                assert!(is_background, "{runs} runs, {blocks} blocks");
                 committing.outcome().await.unwrap();
             }
         }

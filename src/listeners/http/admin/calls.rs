@@ -74,7 +74,7 @@ async fn cancel_decommission(State(hooks): State<AdminHooks>) -> Response {
 /// Stops taking new data and moves data to storage that other machines can read. Returns progress,
 /// also from a worker whose disks are so full that the decommissioning cannot be saved.
 async fn drain(State(hooks): State<AdminHooks>) -> Response {
-    let drained = match hooks.service.lifecycle.drain_aside().await {
+    let drained = match hooks.service.lifecycle.drain_on_thread().await {
         Ok(drained) => drained,
         Err(error) => return refusal(StatusCode::CONFLICT, &error.to_string()),
     };
@@ -130,7 +130,7 @@ async fn tags(State(hooks): State<AdminHooks>, body: Bytes) -> Response {
 
 /// Starts to flush all data in memory, without waiting for it.
 async fn flush(State(hooks): State<AdminHooks>) -> Response {
-    match hooks.service.lifecycle.flush_all_aside().await {
+    match hooks.service.lifecycle.flush_all_on_thread().await {
         Ok(batches) => answer(&json!({ "batches_under_way": batches })),
         Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
     }

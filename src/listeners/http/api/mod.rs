@@ -17,9 +17,9 @@ use axum::{Json, Router};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::aside::aside;
+use super::blocking::run_blocking;
 use super::{Node, NotExplained};
-use crate::runtime::Aside;
+use crate::runtime::BlockingPool;
 use crate::service::{SAMPLE_INTERVAL, Service};
 
 pub use model::Status;
@@ -56,7 +56,7 @@ pub struct ApiHooks {
     /// Source of everything else.
     pub node: Arc<dyn Node>,
     /// Threads for collecting answers.
-    pub aside: Aside,
+    pub pool: BlockingPool,
 }
 
 /// Returns the routes of the API.
@@ -91,20 +91,20 @@ async fn index() -> Response {
 }
 
 async fn status(State(hooks): State<ApiHooks>) -> Response {
-    let places = hooks.aside.clone();
-    aside(&places, move || fresh(&hooks.node.status())).await
+    let pool = hooks.pool.clone();
+    run_blocking(&pool, move || fresh(&hooks.node.status())).await
 }
 
 async fn part(State(hooks): State<ApiHooks>, Path(part): Path<String>) -> Response {
     if !PARTS.contains(&part.as_str()) {
         return missing("unknown path; see /api/v1");
     }
-    let places = hooks.aside.clone();
+    let pool = hooks.pool.clone();
     let collect = move || match serde_json::to_value(hooks.node.status()) {
         Ok(status) => fresh(&status[part]),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response(),
     };
-    aside(&places, collect).await
+    run_blocking(&pool, collect).await
 }
 
 #[derive(Deserialize)]
@@ -113,7 +113,7 @@ struct After {
 }
 
 async fn history(State(hooks): State<ApiHooks>, Query(after): Query<After>) -> Response {
-    let samples = hooks.service.insight.history(after.after_ms.unwrap_or(0));
+    let samples = hooks.service.diagnostics.history(after.after_ms.unwrap_or(0));
     fresh(&json!({ "interval_seconds": SAMPLE_INTERVAL.as_secs_f64(), "samples": samples }))
 }
 
@@ -123,8 +123,8 @@ struct Limit {
 }
 
 async fn apps(State(hooks): State<ApiHooks>, Query(limit): Query<Limit>) -> Response {
-    let places = hooks.aside.clone();
-    aside(&places, move || all_apps(&hooks, limit.limit)).await
+    let pool = hooks.pool.clone();
+    run_blocking(&pool, move || all_apps(&hooks, limit.limit)).await
 }
 
 fn all_apps(hooks: &ApiHooks, limit: Option<usize>) -> Response {
@@ -135,7 +135,7 @@ fn all_apps(hooks: &ApiHooks, limit: Option<usize>) -> Response {
         .into_iter()
         .filter_map(|statistics| {
             let app = service.apps().find(&statistics.app)?;
-            Some(App::new(&app, statistics, service.apps().idle(&app), service.insight.lost_blocks(&app)))
+            Some(App::new(&app, statistics, service.apps().idle(&app), service.diagnostics.lost_blocks(&app)))
         })
         .collect();
     let count = apps.len();
@@ -144,18 +144,18 @@ fn all_apps(hooks: &ApiHooks, limit: Option<usize>) -> Response {
         weight(right).cmp(&weight(left)).then_with(|| left.app.cmp(&right.app))
     });
     apps.truncate(limit.unwrap_or(APPS_DEFAULT).min(APPS_MAX));
-    let gone = service.insight.gone_apps().iter().map(|gone| FinishedApp::new(gone)).collect();
+    let gone = service.diagnostics.gone_apps().iter().map(|gone| FinishedApp::new(gone)).collect();
     fresh(&Apps { count, apps, gone })
 }
 
 async fn whole_cluster(State(hooks): State<ApiHooks>) -> Response {
     let headers = [(header::CACHE_CONTROL, "no-store"), (header::CONTENT_TYPE, "application/json")];
-    let places = hooks.aside.clone();
+    let pool = hooks.pool.clone();
     let collect = move || match hooks.node.cluster() {
         Some(text) => (headers, text).into_response(),
         None => missing(NO_COORDINATOR),
     };
-    aside(&places, collect).await
+    run_blocking(&pool, collect).await
 }
 
 async fn explain_everywhere(State(hooks): State<ApiHooks>, Path(app): Path<String>) -> Response {
@@ -170,10 +170,10 @@ async fn explain_everywhere(State(hooks): State<ApiHooks>, Path(app): Path<Strin
 }
 
 async fn explain(State(hooks): State<ApiHooks>, Path(app): Path<String>) -> Response {
-    let places = hooks.aside.clone();
-    let collect = move || match hooks.service.insight.explain(&app) {
+    let pool = hooks.pool.clone();
+    let collect = move || match hooks.service.diagnostics.explain(&app) {
         Some(explanation) => fresh(&*explanation),
         None => missing("unknown application, neither registered nor among the latest finished ones"),
     };
-    aside(&places, collect).await
+    run_blocking(&pool, collect).await
 }

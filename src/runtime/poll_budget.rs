@@ -7,13 +7,13 @@
 use std::time::Duration;
 
 /// Work time of one poll. Work that starts before the limit runs to its end.
-const TURN: Duration = Duration::from_millis(1);
+const LIMIT: Duration = Duration::from_millis(1);
 
 /// Work of one connection since its task last yielded.
 #[derive(Debug, Default)]
-pub(crate) struct Turn(Duration);
+pub(crate) struct PollBudget(Duration);
 
-impl Turn {
+impl PollBudget {
     /// Adds `work` to the budget used.
     pub(crate) fn count(&mut self, work: Duration) {
         self.0 += work;
@@ -21,7 +21,7 @@ impl Turn {
 
     /// Returns whether the task must yield now. If so, a new budget begins.
     pub(crate) fn is_over(&mut self) -> bool {
-        let is_over = self.0 >= TURN;
+        let is_over = self.0 >= LIMIT;
         if is_over {
             self.0 = Duration::ZERO;
         }
@@ -35,11 +35,11 @@ mod tests {
 
     #[test]
     fn poll_budget_ends_after_a_millisecond() {
-        let mut turn = Turn::default();
-        turn.count(Duration::from_micros(999));
-        assert!(!turn.is_over());
-        turn.count(Duration::from_micros(1));
-        assert!(turn.is_over());
-        assert!(!turn.is_over());
+        let mut budget = PollBudget::default();
+        budget.count(Duration::from_micros(999));
+        assert!(!budget.is_over());
+        budget.count(Duration::from_micros(1));
+        assert!(budget.is_over());
+        assert!(!budget.is_over());
     }
 }

@@ -16,7 +16,7 @@ use crate::runtime::Tasks;
 use crate::tiers::{DiskCondition, Tiers};
 use uniffle_wire::types::AppId;
 
-use super::aside::own_aside;
+use super::blocking::run_own_blocking;
 use super::explain::{Explanation, FinishedApps, Presence, StorageCondition, explanation};
 use super::history::{History, PARTITIONS_PER_SAMPLE, SAMPLE_INTERVAL, Sample, sample_apps};
 use super::losses::{Incompleteness, LossReport, Losses, lost_blocks_of};
@@ -27,7 +27,7 @@ use super::status::WorkerStatus;
 
 /// Diagnostics over the parts of the service. It changes none of them.
 #[derive(Debug)]
-pub struct Insight {
+pub struct Diagnostics {
     pub(super) apps: Arc<AppRegistry>,
     pub(super) memory: Arc<Memory>,
     pub(super) tiers: Tiers,
@@ -40,7 +40,7 @@ pub struct Insight {
     pub(super) finished: FinishedApps,
 }
 
-impl Insight {
+impl Diagnostics {
     /// Returns the statistics of all applications.
     pub fn app_statistics(&self) -> Vec<AppStatistics> {
         self.apps.apps().iter().map(|app| statistics_of(app, &self.memory, &self.tiers)).collect()
@@ -159,11 +159,13 @@ impl Insight {
                 pause -= 1;
                 continue;
             }
-            let (insight, over) = (Arc::clone(&self), walked.elapsed());
+            let (diagnostics, over) = (Arc::clone(&self), walked.elapsed());
             let is_quick = self.memory.partitions() < PARTITIONS_PER_SAMPLE as u64;
             let sampled = match is_quick {
-                true => Ok(sample_apps(&insight.apps, &insight.memory, over)),
-                false => own_aside(move || sample_apps(&insight.apps, &insight.memory, over)).await,
+                true => Ok(sample_apps(&diagnostics.apps, &diagnostics.memory, over)),
+                false => {
+                    run_own_blocking(move || sample_apps(&diagnostics.apps, &diagnostics.memory, over)).await
+                }
             };
             pause = sampled.unwrap_or_default() / PARTITIONS_PER_SAMPLE;
             walked = Instant::now();

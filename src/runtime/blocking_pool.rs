@@ -16,13 +16,13 @@ use tokio::task::{JoinError, spawn_blocking};
 
 /// Permits of one listener or service. Clones share them.
 #[derive(Debug, Clone)]
-pub struct Aside(Arc<Semaphore>);
+pub struct BlockingPool(Arc<Semaphore>);
 
-impl Aside {
-    /// Creates a pool that runs at most `places` works at once.
+impl BlockingPool {
+    /// Creates a pool that runs at most `permits` works at once.
     #[must_use]
-    pub fn new(places: usize) -> Self {
-        Self(Arc::new(Semaphore::new(places)))
+    pub fn new(permits: usize) -> Self {
+        Self(Arc::new(Semaphore::new(permits)))
     }
 
     /// Creates a pool of one permit per core, from 2 to 8. More would not finish any sooner.
@@ -40,9 +40,9 @@ impl Aside {
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, JoinError> {
         // Cannot fail: the semaphore is never closed.
-        let place = Arc::clone(&self.0).acquire_owned().await;
+        let permit = Arc::clone(&self.0).acquire_owned().await;
         let work = move || {
-            let _place = place;
+            let _permit = permit;
             work()
         };
         spawn_blocking(work).await
@@ -58,7 +58,8 @@ mod tests {
 
     #[tokio::test]
     async fn started_work_survives_its_caller_and_waiters_do_not() {
-        let (aside, begun, ended) = (Aside::new(1), Arc::new(AtomicUsize::new(0)), Arc::new(Barrier::new(2)));
+        let (pool, begun, ended) =
+            (BlockingPool::new(1), Arc::new(AtomicUsize::new(0)), Arc::new(Barrier::new(2)));
         let work = |begun: &Arc<AtomicUsize>| {
             let (begun, ended) = (Arc::clone(begun), Arc::clone(&ended));
             move || {
@@ -66,15 +67,15 @@ mod tests {
                 ended.wait();
             }
         };
-        let mut first = Box::pin(aside.run(work(&begun)));
+        let mut first = Box::pin(pool.run(work(&begun)));
         assert!(futures::poll!(&mut first).is_pending());
         drop(first);
         for _ in 0..100 {
-            let mut next = Box::pin(aside.run(work(&begun)));
+            let mut next = Box::pin(pool.run(work(&begun)));
             assert!(futures::poll!(&mut next).is_pending());
         }
         ended.wait();
-        assert_eq!(aside.run(|| 1).await.unwrap(), 1);
+        assert_eq!(pool.run(|| 1).await.unwrap(), 1);
         assert_eq!(begun.load(Ordering::SeqCst), 1, "of those that went while they waited none was done");
     }
 }

@@ -6,22 +6,22 @@
 use tokio::task::JoinError;
 
 use super::ServiceError;
-use crate::runtime::Aside;
+use crate::runtime::BlockingPool;
 
 /// Runs `work` inline if it is small, otherwise on a blocking thread once the pool has a free slot.
-pub(super) async fn aside<T: Send + 'static>(
-    places: &Aside,
+pub(super) async fn run_blocking<T: Send + 'static>(
+    pool: &BlockingPool,
     is_small: bool,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ServiceError> {
     if is_small {
         return Ok(work());
     }
-    places.run(work).await.map_err(failed)
+    pool.run(work).await.map_err(failed)
 }
 
 /// Runs the worker's own `work` on a blocking thread. Clients must not be able to trigger it.
-pub(super) async fn own_aside<T: Send + 'static>(
+pub(super) async fn run_own_blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ServiceError> {
     tokio::task::spawn_blocking(work).await.map_err(failed)

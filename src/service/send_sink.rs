@@ -1,7 +1,7 @@
 //! Adapter between the decoders of both transports and a [`SendSession`].
 //!
 //! The session opens at the header, before any block, and spends the ticket there. If it is dropped
-//! without [`Intake::commit`], nothing of the request becomes visible and all its memory is
+//! without [`SendSink::commit`], nothing of the request becomes visible and all its memory is
 //! released.
 //!
 //! Invariant: large sends are committed and aborted on blocking threads, with bounded concurrency
@@ -16,7 +16,7 @@ use tokio::task::JoinError;
 use uniffle_wire::{self as wire, BlockHeader, BlockSink, DecodeError};
 
 use super::ServiceError;
-use super::aside;
+use super::blocking;
 use super::ingest::Ingest;
 use super::pace::Pace;
 use super::write::{SendHeader, SendSession};
@@ -25,13 +25,13 @@ use crate::budget::{Charge, HeapKind};
 use crate::clock::Instant;
 use crate::memory::MemoryError;
 
-/// Result of [`Intake::commit`]. For its errors see [`SendSession::commit`].
+/// Result of [`SendSink::commit`]. For its errors see [`SendSession::commit`].
 #[derive(Debug)]
 pub enum Commit {
     /// The commit has finished.
     Done(Result<(), ServiceError>),
     /// The commit continues in a task, even if its caller stops waiting.
-    Aside(Committing),
+    Background(Committing),
 }
 
 /// A commit that runs or will run on a blocking thread.
@@ -45,13 +45,13 @@ impl Committing {
     /// See [`SendSession::commit`].
     pub async fn outcome(&mut self) -> Result<(), ServiceError> {
         let ended = |_| ServiceError::Malformed("the worker ends".to_owned());
-        (&mut self.0).await.map_err(ended)?.map_err(aside::failed)?
+        (&mut self.0).await.map_err(ended)?.map_err(blocking::failed)?
     }
 }
 
 /// A send whose message is being decoded.
 #[derive(Debug)]
-pub struct Intake {
+pub struct SendSink {
     ingest: Arc<Ingest>,
     /// Bytes of the whole message.
     message_bytes: u64,
@@ -65,8 +65,8 @@ pub struct Intake {
     pace: Pace,
 }
 
-impl Intake {
-    /// Creates the intake for a message of `message_bytes` bytes.
+impl SendSink {
+    /// Creates the sink for a message of `message_bytes` bytes.
     pub fn new(ingest: Arc<Ingest>, message_bytes: u32) -> Self {
         Self {
             ingest,
@@ -83,7 +83,7 @@ impl Intake {
         self.message_bytes
     }
 
-    /// Returns when to call [`Intake::check_pace`] next if no byte arrives until then.
+    /// Returns when to call [`SendSink::check_pace`] next if no byte arrives until then.
     pub fn next_look(&self) -> Instant {
         self.pace.next_look()
     }
@@ -128,7 +128,7 @@ impl Intake {
         }
         let kept = self.kept.take();
         let (told, committing) = oneshot::channel();
-        let places = self.ingest.committing.clone();
+        let pool = self.ingest.committing.clone();
         self.ingest.tasks.spawn("commit of a large send", async move {
             let commit = move || {
                 let stored = session.commit();
@@ -136,9 +136,9 @@ impl Intake {
                 stored
             };
             // The caller may have stopped waiting.
-            let _unheard = told.send(places.run(commit).await);
+            let _unheard = told.send(pool.run(commit).await);
         });
-        Commit::Aside(Committing(committing))
+        Commit::Background(Committing(committing))
     }
 
     #[inline]
@@ -149,22 +149,22 @@ impl Intake {
     }
 }
 
-impl Drop for Intake {
+impl Drop for SendSink {
     /// Releases a segment or more of each partition of an aborted send, on a blocking thread if the
     /// send is large.
     fn drop(&mut self) {
         let many = self.session.take_if(|session| !session.is_small());
         if let (Some(session), Ok(_runtime)) = (many, Handle::try_current()) {
-            let places = self.ingest.aborting.clone();
+            let pool = self.ingest.aborting.clone();
             self.ingest.tasks.spawn("large send given up", async move {
                 // The panic hook reports a panic; nothing else can be done here.
-                let _aborted = places.run(move || drop(session)).await;
+                let _aborted = pool.run(move || drop(session)).await;
             });
         }
     }
 }
 
-impl BlockSink for Intake {
+impl BlockSink for SendSink {
     type Error = ServiceError;
 
     fn header(&mut self, header: wire::SendHeader<'_>) -> Result<(), ServiceError> {
