@@ -96,38 +96,6 @@ impl BlockChecks {
     }
 }
 
-/// Support for suspect records, which only object stores have.
-#[cfg(feature = "object")]
-impl BlockChecks {
-    /// Returns empty checks that begin at the current block if it has partly passed, or else at the
-    /// next byte.
-    pub(super) fn anew(&self) -> Self {
-        Self::new(self.begun().unwrap_or(self.at))
-    }
-
-    /// Returns the beginning of the current block if it has partly passed.
-    fn begun(&self) -> Option<u64> {
-        self.checks.get(self.passed).map(|check| check.place.start).filter(|start| *start < self.at)
-    }
-
-    /// Replaces the blocks of the extent at `base` by those of `other`, which [`Self::anew`]
-    /// created. Called after a rewind. Returns false if the current block has partly passed and
-    /// `other` lacks it, because then its checksum is meaningless.
-    pub(super) fn replace(&mut self, base: u64, mut other: Self) -> bool {
-        debug_assert_eq!(self.passed, 0, "it is where it was marked");
-        let begun = self.begun().filter(|_| self.checks.front().is_some_and(|it| it.base == base));
-        let mut behind = self.checks.split_off(self.checks.partition_point(|it| it.base <= base));
-        self.checks.truncate(self.checks.partition_point(|it| it.base < base));
-        self.checks.append(&mut other.checks);
-        self.checks.append(&mut behind);
-        let is_first = |start| {
-            let first = self.checks.front().map(|it| &it.place);
-            first.is_some_and(|place| place.start == start && place.end > self.at)
-        };
-        begun.is_none_or(is_first)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -162,36 +130,5 @@ mod tests {
         checks.rewind(mark);
         assert!(checks.check(b"cdef").is_none());
         assert_eq!(checks.known(), 0);
-    }
-
-    #[cfg(feature = "object")]
-    #[test]
-    fn replaced_block_list_keeps_the_current_block() {
-        let extent = |place: Range<u64>, bytes: &[u8]| {
-            let base = place.start;
-            Check { place, crc: crc32fast::hash(bytes), base }
-        };
-        let of_three = || {
-            let mut three = checks(&[(0, b"abc")]);
-            three.push(extent(3..6, b"other"));
-            three.push(extent(6..9, b"ghi"));
-            assert!(three.check(b"abcd").is_none());
-            let mark = three.mark();
-            assert_eq!(three.check(b"efghi").map(|check| check.base), Some(3));
-            three.rewind(mark);
-            three
-        };
-        let (mut three, mut anew) = (of_three(), of_three().anew());
-        assert_eq!(anew.at(), 3);
-        anew.push(extent(3..6, b"def"));
-        assert!(three.replace(3, anew));
-        assert!(three.check(b"efghi").is_none());
-        assert_eq!((three.at(), three.known()), (9, 0));
-
-        for other in [vec![], vec![extent(3..4, b"d")]] {
-            let (mut three, mut anew) = (of_three(), of_three().anew());
-            other.into_iter().for_each(|check| anew.push(check));
-            assert!(!three.replace(3, anew), "what has passed is of no block");
-        }
     }
 }

@@ -7,6 +7,7 @@
 mod block_checks;
 pub mod error;
 mod extent;
+mod extent_write;
 mod extents;
 pub mod hdfs;
 mod index_read;
@@ -29,6 +30,7 @@ mod test_blocks;
 mod tier;
 
 pub use self::error::{StoreError, StoreErrorKind};
+pub use self::extent_write::{ExtentData, ExtentWrite};
 pub use self::hdfs::{HdfsConfig, HdfsStore, RemoteHandle};
 pub use self::local::{
     DataRead, INDEX_CACHE_BYTES, LocalConfig, LocalStore, Published, ShuffleHandle, SyncWrites, VerifyReads,
@@ -40,9 +42,8 @@ pub use self::state::{
 };
 pub use self::stored::{Stored, StoredShuffle};
 pub use self::tier::{
-    Admission, Capability, Cause, ChunkRead, Drained, ExtentData, ExtentWrite, MetadataLog, Purge,
-    RemoteStorage, SavedSettings, ServedData, ServedIndex, ServedTier, Tier, TierBatch, TierNames, TierRole,
-    TierShuffle, TierUsage, Tiers,
+    Admission, Capability, Cause, ChunkRead, Drained, MetadataLog, Purge, RemoteStorage, SavedSettings,
+    ServedData, ServedIndex, ServedTier, Tier, TierBatch, TierNames, TierRole, TierShuffle, TierUsage, Tiers,
 };
 
 /// The names of the tiers of this crate, for the documentation of metrics.

@@ -19,12 +19,13 @@ use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
+use super::extent_write::ExtentWrite;
 use super::recovered::Recovered;
 use super::state::TierState;
 use super::{StoreError, StoreErrorKind};
 use crate::durability::{OnDamage, Scratch};
-use uniffle_io::{BLOCK_ALIGN, ReadBuffers};
-use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleKey};
+use uniffle_io::ReadBuffers;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
 /// Storage of settings made at run time.
 pub trait SavedSettings: Send + Sync {
@@ -428,69 +429,6 @@ pub struct TierBatch {
 impl From<Vec<ExtentWrite>> for TierBatch {
     fn from(extents: Vec<ExtentWrite>) -> Self {
         Self { extents, is_retry: false, huge_bytes: 0, is_last: false }
-    }
-}
-
-/// One partition's part of a batch. Cheap to clone.
-#[derive(Debug, Clone)]
-pub struct ExtentWrite {
-    /// The partition.
-    pub partition: PartitionId,
-    /// Blocks, in the order of their bytes. At least one, and none is empty.
-    pub blocks: Vec<BlockMeta>,
-    /// Length of all blocks in bytes.
-    pub length: u64,
-    /// Data of the blocks.
-    pub data: ExtentData,
-}
-
-/// Data of an extent.
-#[derive(Debug, Clone)]
-pub enum ExtentData {
-    /// Page-aligned memory, `length` bytes rounded up to 4 KiB, with a zeroed tail. Written without
-    /// a copy.
-    Aligned(Vec<Bytes>),
-    /// Any memory, `length` bytes in total. Copied before it is written.
-    Pieces(Vec<Bytes>),
-}
-
-impl ExtentData {
-    pub(super) fn pieces(&self) -> &[Bytes] {
-        match self {
-            Self::Aligned(pieces) | Self::Pieces(pieces) => pieces,
-        }
-    }
-}
-
-impl ExtentWrite {
-    /// Returns whether it has blocks, none of them empty, and their lengths agree with the bytes.
-    pub(super) fn is_consistent(&self) -> bool {
-        let blocks: u64 = self.blocks.iter().map(|block| u64::from(block.length)).sum();
-        let bytes: u64 = self.data.pieces().iter().map(|piece| piece.len() as u64).sum();
-        let stored = match self.data {
-            ExtentData::Aligned(_) => self.length.next_multiple_of(BLOCK_ALIGN as u64),
-            ExtentData::Pieces(_) => self.length,
-        };
-        let counted = !self.blocks.is_empty() && u32::try_from(self.blocks.len()).is_ok();
-        counted
-            && self.blocks.iter().all(|block| block.length > 0)
-            && blocks == self.length
-            && bytes == stored
-    }
-
-    /// Returns the bytes without padding.
-    #[must_use]
-    pub fn payload(&self) -> Vec<Bytes> {
-        let mut left = usize::try_from(self.length).unwrap_or(usize::MAX);
-        let mut pieces = Vec::new();
-        for piece in self.data.pieces() {
-            let taken = piece.len().min(left);
-            if taken > 0 {
-                pieces.push(piece.slice(..taken));
-            }
-            left -= taken;
-        }
-        pieces
     }
 }
 

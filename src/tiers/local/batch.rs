@@ -35,12 +35,13 @@ impl Writer {
     pub(super) async fn write(
         self: &Arc<Self>,
         shuffle: &Arc<Shuffle>,
-        extents: &[ExtentWrite],
+        extents: Vec<ExtentWrite>,
         is_last: bool,
     ) -> Result<Published, StoreError> {
-        let bytes = validate(shuffle, extents)?;
+        let extents = ExtentWrite::bounded(extents);
+        let bytes = validate(shuffle, &extents)?;
         self.core.metrics.write_local.inc();
-        let result = self.write_and_publish(shuffle, extents, bytes, is_last).await;
+        let result = self.write_and_publish(shuffle, &extents, bytes, is_last).await;
         match &result {
             Ok(published) => self.count_published(published, bytes),
             Err(error) if error.kind == StoreErrorKind::Purged => {}

@@ -50,7 +50,7 @@ impl ShuffleHandle {
     /// # Errors
     /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or
     /// `InvalidBatch`.
-    pub async fn write(&self, extents: &[ExtentWrite]) -> Result<Published, StoreError> {
+    pub async fn write(&self, extents: Vec<ExtentWrite>) -> Result<Published, StoreError> {
         self.write_batch(extents, false).await
     }
 
@@ -58,7 +58,7 @@ impl ShuffleHandle {
     /// refusals are ignored.
     pub(super) async fn write_batch(
         &self,
-        extents: &[ExtentWrite],
+        extents: Vec<ExtentWrite>,
         is_last: bool,
     ) -> Result<Published, StoreError> {
         self.writer.write(&self.shuffle, extents, is_last).await

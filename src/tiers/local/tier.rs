@@ -38,7 +38,7 @@ impl TierShuffle for ShuffleHandle {
     }
 
     fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
-        async move { self.write_batch(&batch.extents, batch.is_last).await.map(drop) }.boxed()
+        async move { self.write_batch(batch.extents, batch.is_last).await.map(drop) }.boxed()
     }
 }
 

@@ -16,7 +16,7 @@ use super::core::Core;
 use super::fetch::{self, Ahead, Part};
 use super::reads::{self, Asked, Located};
 use super::shuffle::Shuffle;
-use super::verify::{Verifier, forget_records, has_windows};
+use super::verify::Verifier;
 use crate::tiers::block_checks::Check;
 use crate::tiers::extent::{Extent, ExtentList};
 use crate::tiers::extents::InStream as _;
@@ -125,29 +125,14 @@ impl DataRead {
         let asked = Asked { len, beside: Some(self.verifier.beside_bytes(until)), buffers };
         let mut room = located.room(&core, &shuffle, &asked).await;
         self.verifier.prepare(&core, &shuffle, until).await?;
-        let mut renewed = Vec::new();
         loop {
             let mark = self.verifier.mark();
             room = located.read(&core, &shuffle, (&asked, room), &mut self.ahead).await?;
             let Some(block) = self.verifier.check(room.bytes(len)) else { return Ok(room.freeze(len)) };
             self.ahead.forget();
             self.verifier.rewind(mark);
-            located = match self.suspect(&block).filter(|extent| !renewed.contains(&extent.base)) {
-                Some(extent) => {
-                    core.metrics.crc_mismatches.inc();
-                    self.verifier.renew(&core, &shuffle, &extent, until).await?;
-                    renewed.push(extent.base);
-                    located.of_store_instead(&core).unwrap_or_else(|| located.of_store())
-                }
-                None => self.again(&located, &block)?,
-            };
+            located = self.again(&located, &block)?;
         }
-    }
-
-    /// Returns the extent of a block with wrong bytes if its index record may be wrong instead. Only
-    /// records of large extents may be, because they are read in windows without a checksum.
-    fn suspect(&self, block: &Check) -> Option<Extent> {
-        self.extents.touched(block.base, block.base + 1).next().filter(|extent| has_windows(extent)).copied()
     }
 
     /// Decides from where a block with wrong bytes is read again.
@@ -166,10 +151,7 @@ impl DataRead {
         }
         match self.verifier.count_mismatch() {
             1 => Ok(located.of_store()),
-            _ => {
-                extent.iter().for_each(|extent| forget_records(core, shuffle, extent));
-                Err(StoreError::corrupt(key, "a block has wrong bytes, confirmed by a second read"))
-            }
+            _ => Err(StoreError::corrupt(key, "a block has wrong bytes, confirmed by a second read")),
         }
     }
 }

@@ -6,6 +6,7 @@ use bytes::Bytes;
 
 use super::layout::{Entry, FOOTER_BYTES, Footer, encode_table};
 use crate::tiers::extent::Extent;
+use crate::tiers::extent_write::take_front;
 use crate::tiers::records::encode_blocks;
 use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_wire::index::RECORD_BYTES;
@@ -179,19 +180,8 @@ impl OpenSegment {
 
     /// Takes the next `bytes` pending bytes, or all if there are fewer.
     pub(super) fn take(&mut self, bytes: usize) -> Vec<Bytes> {
-        let mut left = bytes.min(self.pending_bytes);
-        self.pending_bytes -= left;
-        let mut part = Vec::new();
-        while left > 0
-            && let Some(mut piece) = self.pending.pop_front()
-        {
-            if piece.len() > left {
-                self.pending.push_front(piece.split_off(left));
-            }
-            left -= piece.len();
-            part.push(piece);
-        }
-        part
+        self.pending_bytes -= bytes.min(self.pending_bytes);
+        take_front(&mut self.pending, bytes)
     }
 
     /// Completes the segment. Table, records and footer become pending after the payload.

@@ -39,9 +39,9 @@ use crate::tiers::index_read::visit_ids;
 use crate::tiers::numbers::numbers_from;
 use crate::tiers::streams::{Partition, Streams};
 use crate::tiers::{
-    Admission, Capability, Drained, MetadataLog, ObjectStoreState, Purge, Recovered, RecoveredShuffle,
-    RemoteStorage, SavedSettings, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind,
-    StoredShuffle, Tier, TierBatch, TierRole, TierShuffle, TierState, TierUsage,
+    Admission, Capability, Drained, ExtentWrite, MetadataLog, ObjectStoreState, Purge, Recovered,
+    RecoveredShuffle, RemoteStorage, SavedSettings, ServedData, ServedIndex, ServedTier, StoreError,
+    StoreErrorKind, StoredShuffle, Tier, TierBatch, TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
@@ -370,9 +370,10 @@ impl TierShuffle for Uploads {
                 self.core.require_claim().await?;
             }
             let key = || self.shuffle.name.key.to_string();
-            let bytes = making_bytes(&batch.extents);
+            let extents = ExtentWrite::bounded(batch.extents);
+            let bytes = making_bytes(&extents);
             let _making = Making::begin(&self.core.making, &self.core.extents, bytes).await;
-            let prepared = tokio::task::spawn_blocking(move || Prepared::of(batch.extents)).await;
+            let prepared = tokio::task::spawn_blocking(move || Prepared::of(extents)).await;
             let batch = prepared.map_err(|error| StoreError::io(key(), error.into()))??;
             let (done, written) = oneshot::channel();
             if self.shuffle.queue.add(Job { batch, waiter: Waiter { done, _making } }) {

@@ -67,8 +67,8 @@ async fn last_batches_are_written_to_a_recovered_disk() {
     disks[1].faults.add(Rule::always(Operation::Write, Fault::Hang));
     store.write(&key, batch(1)).await.unwrap_err();
     let handle = store.handle(&key).unwrap();
-    let (first, second) = (batch(1), batch(2));
-    let (first, second) = tokio::join!(handle.write_batch(&first, true), handle.write_batch(&second, true));
+    let (first, second) =
+        tokio::join!(handle.write_batch(batch(1), true), handle.write_batch(batch(2), true));
     assert_eq!((first.unwrap().disk, second.unwrap().disk), (0, 0));
     assert!(store.disks()[0].is_healthy() && !store.disks()[1].is_healthy());
     disks[1].faults.release().await;

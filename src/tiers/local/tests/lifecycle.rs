@@ -36,12 +36,12 @@ async fn batch_does_not_enter_a_later_incarnation() {
     let store = store_on(&disks).await;
     let key = key("app", 1);
     let old = store.register(&key);
-    old.write(&[extent(1, &[(1, 100)], false)]).await.unwrap();
+    old.write(vec![extent(1, &[(1, 100)], false)]).await.unwrap();
     store.purge(&key).await;
     let new = store.register(&key);
-    let error = old.write(&[extent(1, &[(2, 100)], false)]).await.unwrap_err();
+    let error = old.write(vec![extent(1, &[(2, 100)], false)]).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Purged);
-    new.write(&[extent(1, &[(3, 100)], false)]).await.unwrap();
+    new.write(vec![extent(1, &[(3, 100)], false)]).await.unwrap();
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [3]);
     assert_eq!(disks[0].app_files()[0], Path::new("apps/app/1.2/0.data"));
 }
@@ -65,7 +65,7 @@ async fn open_read_of_a_purged_shuffle_ends_with_an_error() {
 /// Writes and reads back. Returns whether every result was valid.
 async fn write_in_a_race(store: &LocalStore, handle: &ShuffleHandle, key: &ShuffleKey, id: i64) -> bool {
     let batch = vec![extent(1, &[(id, 3000)], id % 2 == 0), extent(2, &[(id, 10)], false)];
-    match handle.write(&batch).await {
+    match handle.write(batch).await {
         Ok(_) => read_all(store, key, 1).await.is_ok_and(|ids| ids.len() <= 4) || handle.shuffle.is_purged(),
         Err(error) => error.kind == StoreErrorKind::Purged,
     }

@@ -62,7 +62,7 @@ impl LocalStore {
         extents: Vec<ExtentWrite>,
     ) -> Result<Published, StoreError> {
         let purged = || StoreError::new(StoreErrorKind::Purged, key.to_string());
-        self.handle(key).ok_or_else(purged)?.write(&extents).await
+        self.handle(key).ok_or_else(purged)?.write(extents).await
     }
 
     /// Purges a shuffle and removes its files.

@@ -162,7 +162,8 @@ async fn index_of_many_chunks_is_complete() {
     store.register(&key);
     for round in 0..3 {
         let blocks: Vec<_> = (0..20_000).map(|n| (round * 20_000 + n, 1 + n as usize % 3)).collect();
-        store.write(&key, vec![extent(1, &blocks, false)]).await.unwrap();
+        let published = store.write(&key, vec![extent(1, &blocks, round == 1)]).await.unwrap();
+        assert_eq!(published.extents, 5, "an extent has at most 4,096 blocks");
     }
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), (0..60_000).collect::<Vec<_>>());
 }

@@ -216,12 +216,15 @@ async fn corrupt_cached_index_is_reread_from_the_store() {
     }
 }
 
-/// Starts a process that recovers an extent of `blocks` blocks of 10 bytes, with a cache on a
-/// faulty disk.
-async fn of_many_blocks(blocks: i64, index_cache_bytes: u64) -> (Process, Faults) {
+/// Number of blocks that are written as one extent, and stored as 15. The records of the last one
+/// are in another chunk than its data.
+const MANY: i64 = 60_001;
+
+/// Starts a process that recovers [`MANY`] blocks of 10 bytes, with a cache on a faulty disk.
+async fn of_many_blocks(index_cache_bytes: u64) -> (Process, Faults) {
     let store = FaultyObjects::default();
     let process = Process::with(&store, ObjectSettings::new("p/worker-1")).await.unwrap();
-    process.register_noted(&key(1)).await.write(vec![extent(0, 0..blocks, 10)].into()).await.unwrap();
+    process.register_noted(&key(1)).await.write(vec![extent(0, 0..MANY, 10)].into()).await.unwrap();
     process.kill().await;
     let (disk, faults) = faulty_disk();
     let settings = ObjectSettings {
@@ -233,24 +236,19 @@ async fn of_many_blocks(blocks: i64, index_cache_bytes: u64) -> (Process, Faults
     (Process::with(&store, settings).await.unwrap(), faults)
 }
 
-/// Number of blocks of an extent whose records are read in windows. A window has no checksum. Some
-/// records are in another chunk than the data. The last window has 2,657 records, and the byte in
-/// its middle belongs to the checksum of a block.
-const MANY: i64 = 60_001;
-
 #[tokio::test]
 async fn index_records_are_suspected_before_blocks() {
-    let is_once = Rule::once(Operation::Read, fault::Fault::Flip).after(14);
-    for rule in [is_once, Rule::always(Operation::Read, fault::Fault::Flip)] {
+    let flip = |rule: fn(Operation, fault::Fault) -> Rule| rule(Operation::Read, fault::Fault::Flip);
+    for (rule, chunks_left) in [(flip(Rule::once), 1), (flip(Rule::always), 0)] {
         for index_cache_bytes in [0, 16 << 20] {
-            let (process, faults) = of_many_blocks(MANY, index_cache_bytes).await;
+            let (process, faults) = of_many_blocks(index_cache_bytes).await;
             faults.add(rule.clone());
             let read =
                 async || process.data(0, (586_000, 2000)).await.unwrap() == bytes_of(58_600..58_800, 10);
             assert!(read().await);
             assert!(faults.injected() > 0);
             let chunks = process.tier.cached_bytes() / CHUNK_BYTES;
-            assert_eq!(chunks, 0, "what may be damaged is dropped");
+            assert_eq!(chunks, chunks_left, "what may be damaged is dropped");
             faults.clear();
             assert!(read().await && read().await);
         }
@@ -258,13 +256,36 @@ async fn index_records_are_suspected_before_blocks() {
 }
 
 #[tokio::test]
+async fn large_extent_is_read_back_in_bounded_parts() {
+    let (process, _) = of_many_blocks(16 << 20).await;
+    assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..MANY, 10));
+}
+
+#[tokio::test]
+async fn wrong_records_of_a_large_batch_are_fetched_again() {
+    for reads_before in 0..2 {
+        let (process, faults) = of_many_blocks(0).await;
+        let read = async || all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
+        faults.add(Rule::once(Operation::Read, fault::Fault::Flip).after(reads_before));
+        let flipped = read().await;
+        assert!(faults.injected() > 0, "{reads_before}");
+        assert_eq!(flipped.len(), 40 * usize::try_from(MANY).unwrap());
+        assert!(flipped == read().await, "{reads_before}");
+    }
+}
+
+#[tokio::test]
 async fn partly_returned_records_are_fetched_again() {
-    let (process, faults) = of_many_blocks(MANY, 0).await;
+    let (process, faults) = of_many_blocks(0).await;
     faults.add(Rule::once(Operation::Read, fault::Fault::Flip));
-    let read = async || all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await;
-    assert_eq!(read().await.unwrap_err().kind, StoreErrorKind::Corrupt);
+    let mut index = process.tier.index(&key(1), PartitionId(0)).unwrap().chunks;
+    // Half of an extent's records. The byte in the middle belongs to the checksum of a block.
+    let half = SmallBuffers(2049 * 40);
+    assert_eq!(index.next_chunk(&half).await.unwrap().unwrap().len(), 2049 * 40);
+    assert!(index.next_chunk(&half).await.is_err_and(|error| error.kind == StoreErrorKind::Corrupt));
     assert_eq!(process.tier.cached_bytes(), 0, "also those that were right");
-    assert_eq!(read().await.unwrap().len(), 40 * usize::try_from(MANY).unwrap());
+    let index = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
+    assert_eq!(index.len(), 40 * usize::try_from(MANY).unwrap());
 }
 
 #[tokio::test]
