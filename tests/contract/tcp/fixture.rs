@@ -210,7 +210,7 @@ impl TcpFixture {
         let data = ExtentData::Pieces(blocks.iter().map(|block| block.data.clone()).collect());
         let metas = blocks.iter().map(|block| block.meta).collect();
         let extent = ExtentWrite { partition: PARTITION, blocks: metas, length, data };
-        self.store.handle(&key()).unwrap().write(&[extent]).await.unwrap();
+        self.store.handle(&key()).unwrap().write(vec![extent]).await.unwrap();
     }
 
     /// Returns the ids of blocks that a reader finds in memory.
