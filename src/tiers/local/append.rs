@@ -13,6 +13,7 @@ use super::config::SyncWrites;
 use super::core::Core;
 use super::damage::Damage;
 use super::disk::{APPS, LocalDisk, within};
+use super::failures::wants_new_file;
 use super::files::Mode;
 use super::log::{LOG_BYTES_MAX, Log, LogKind, LogUse};
 use super::placement::{self, Candidate};
@@ -59,7 +60,7 @@ impl Writer {
 
     /// Chooses the disk for a batch. Measures space again before it returns `None`: some may have
     /// been freed. The final flush also tries full disks, and failed ones that pass a probe now.
-    pub(super) async fn choose(&self, bytes: u64, tried: &[usize], is_last: bool) -> Option<usize> {
+    async fn choose(&self, bytes: u64, tried: &[usize], is_last: bool) -> Option<usize> {
         let disks = &self.core.disks;
         let candidates = || disks.iter().map(|disk| disk.candidate()).collect::<Vec<Candidate>>();
         if let Some(index) = placement::choose(&candidates(), bytes, tried) {
@@ -78,6 +79,52 @@ impl Writer {
         placement::choose_any(&candidates(), tried)
     }
 
+    /// Calls `attempt` with disks until it succeeds on one. Begins with disk `next`, if given. If a
+    /// file is at fault and not its disk, the disk is tried once more, with a new file.
+    ///
+    /// # Errors
+    /// The error of the last disk, or `Purged`.
+    pub(super) async fn on_some_disk<'a, T, F>(
+        &'a self,
+        shuffle: &Arc<Shuffle>,
+        bytes: u64,
+        is_last: bool,
+        mut next: Option<usize>,
+        attempt: impl Fn(&'a Arc<LocalDisk>) -> F,
+    ) -> Result<T, StoreError>
+    where
+        F: Future<Output = Result<T, StoreError>>,
+    {
+        let (mut tried, mut renewed) = (Vec::new(), Vec::new());
+        let mut last_error = None;
+        loop {
+            let chosen = match next.take() {
+                Some(index) => Some(index),
+                None => self.choose(bytes, &tried, is_last).await,
+            };
+            let Some(index) = chosen else { return Err(last_error.unwrap_or_else(|| self.no_disk())) };
+            if !tried.is_empty() {
+                self.core.metrics.write_local_retries.inc();
+            }
+            let error = match attempt(&self.core.disks[index]).await {
+                Ok(done) => return Ok(done),
+                Err(error) => error,
+            };
+            shuffle.require_present()?;
+            self.core.metrics.write_exceptions.inc();
+            // The log is closed now.
+            if wants_new_file(&error) && !renewed.contains(&index) {
+                self.lose_vanished(shuffle);
+                renewed.push(index);
+                next = Some(index);
+                continue;
+            }
+            tracing::warn!(shuffle = %shuffle.key, %error, "write failed; trying the next disk");
+            tried.push(index);
+            last_error = Some(error);
+        }
+    }
+
     /// Probes the failed disks that are not in `tried`, until one recovers. Disks that hang delay
     /// no other.
     async fn recover_any(&self, tried: &[usize]) {
@@ -91,7 +138,7 @@ impl Writer {
         }
     }
 
-    pub(super) fn no_disk(&self) -> StoreError {
+    fn no_disk(&self) -> StoreError {
         let any_healthy = self.core.disks.iter().any(|disk| disk.is_healthy());
         let kind = if any_healthy { StoreErrorKind::NoSpace } else { StoreErrorKind::Unhealthy };
         StoreError::new(kind, "all local disks")
@@ -127,7 +174,7 @@ impl Writer {
     }
 
     /// Returns the length after which a log is continued in a new file.
-    pub(super) fn log_bytes(&self, kind: LogKind) -> u64 {
+    fn log_bytes(&self, kind: LogKind) -> u64 {
         let most = self.core.config.file_bytes_max.min(LOG_BYTES_MAX);
         match kind {
             LogKind::Data => self.core.config.data_log_bytes.min(most),

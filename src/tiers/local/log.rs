@@ -7,7 +7,7 @@
 use std::io;
 use std::ops::Deref;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::disk::LocalDisk;
@@ -60,32 +60,35 @@ pub(super) struct Log {
     pub(super) path: PathBuf,
     /// Number among the shuffle's files on this disk.
     pub(super) number: u32,
-    state: LogState,
+    /// Bytes that were reserved or found.
+    next: AtomicU64,
+    /// Number of reserved ranges that are not published yet.
+    uses: AtomicU32,
+    /// A [`Stage`].
+    stage: AtomicU8,
+    /// Set once the file was created or found. Contains its identity if it was created.
+    file: OnceLock<Option<FileId>>,
     pub(super) syncs: GroupCommit,
     /// True if its descriptors must not be cached. Guarded by the lock of the cache.
     pub(super) forgotten: AtomicBool,
 }
 
-/// State of a log that changes.
-#[derive(Debug, Default)]
-struct LogState {
-    /// Bytes that were reserved or found.
-    next: AtomicU64,
-    closed: AtomicBool,
-    /// Number of reserved ranges that are not published yet.
-    uses: AtomicU32,
-    /// True if no extent is left in the file.
-    released: AtomicBool,
-    /// True if the file is being removed or is gone.
-    removed: AtomicBool,
-    /// True if the file was created, or found by a start.
-    exists: AtomicBool,
-    /// Identity of the file that was created.
-    file: OnceLock<FileId>,
-    /// True if another program removed, replaced or truncated the file.
-    vanished: AtomicBool,
-    /// True if extents of the vanished file are being marked as lost.
-    loss_begun: AtomicBool,
+/// Stage of a log. A log only advances, except that a failed removal is repeated.
+#[derive(Debug, Clone, Copy)]
+#[repr(u8)]
+enum Stage {
+    /// It is written. The stage of a new log.
+    Open,
+    /// It is only read.
+    Closed,
+    /// Another program removed, replaced or truncated the file.
+    Vanished,
+    /// The extents of the vanished file are being marked as lost.
+    Lost,
+    /// No extent is left in the file.
+    Released,
+    /// The file is being removed or is gone.
+    Removed,
 }
 
 impl Log {
@@ -96,83 +99,96 @@ impl Log {
         disk: Arc<LocalDisk>,
         (path, number): (PathBuf, u32),
     ) -> Self {
-        let (state, syncs, forgotten) = (LogState::default(), GroupCommit::default(), AtomicBool::default());
-        Self { id, slot, kind, disk, path, number, state, syncs, forgotten }
+        let (next, uses, stage, file, syncs, forgotten) = Default::default();
+        Self { id, slot, kind, disk, path, number, next, uses, stage, file, syncs, forgotten }
+    }
+
+    fn is_at(&self, stage: Stage) -> bool {
+        self.stage.load(Ordering::SeqCst) == stage as u8
+    }
+
+    fn has_reached(&self, stage: Stage) -> bool {
+        self.stage.load(Ordering::SeqCst) >= stage as u8
+    }
+
+    /// Advances the log to a stage, unless it is there or further.
+    fn advance(&self, stage: Stage) {
+        self.stage.fetch_max(stage as u8, Ordering::SeqCst);
+    }
+
+    /// Moves the log from one stage to another. Returns false if it is at a third one.
+    fn step(&self, from: Stage, to: Stage) -> bool {
+        self.stage.compare_exchange(from as u8, to as u8, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 
     /// Adopts a file of `bytes` bytes that a start found. It is only read.
     pub(super) fn adopt(&self, bytes: u64) {
-        self.state.next.store(bytes, Ordering::Relaxed);
-        self.state.exists.store(true, Ordering::Release);
+        self.next.store(bytes, Ordering::Relaxed);
+        self.created(None);
         self.close();
     }
 
-    /// Notes that the file was created.
+    /// Notes that the file exists.
     pub(super) fn created(&self, file: Option<FileId>) {
-        if let Some(file) = file {
-            self.state.file.get_or_init(|| file);
-        }
-        self.state.exists.store(true, Ordering::Release);
+        self.file.get_or_init(|| file);
     }
 
     /// Returns whether `file`, which was opened by path, is the file that was created.
     pub(super) fn is_file(&self, file: Option<FileId>) -> bool {
-        self.state.file.get().copied().zip(file).is_none_or(|(created, opened)| created == opened)
+        self.file.get().copied().flatten().zip(file).is_none_or(|(created, opened)| created == opened)
     }
 
     /// Returns whether the file must be in its directory.
     pub(super) fn must_exist(&self) -> bool {
-        self.state.exists.load(Ordering::Acquire)
-            && !(self.is_released() || self.is_removed() || self.has_vanished())
+        self.file.get().is_some() && !self.has_reached(Stage::Vanished)
     }
 
     /// Closes the log for writing, because another program changed its file.
     pub(super) fn set_vanished(&self) {
-        self.close();
-        self.state.vanished.store(true, Ordering::SeqCst);
+        self.advance(Stage::Vanished);
     }
 
     /// Returns whether another program removed, replaced or truncated the file.
     pub(super) fn has_vanished(&self) -> bool {
-        self.state.vanished.load(Ordering::SeqCst)
+        self.is_at(Stage::Vanished) || self.is_at(Stage::Lost)
     }
 
     /// Returns whether the caller must mark the extents of a vanished file as lost. Returns true
     /// once.
     pub(super) fn begin_loss(&self) -> bool {
-        self.has_vanished() && !self.state.loss_begun.swap(true, Ordering::AcqRel)
+        self.step(Stage::Vanished, Stage::Lost)
     }
 
     /// Returns the bytes that were reserved or found.
     pub(super) fn bytes(&self) -> u64 {
-        self.state.next.load(Ordering::Relaxed)
+        self.next.load(Ordering::Relaxed)
     }
 
     /// Returns whether no write to it is possible and no range of it waits to be published. This is
     /// permanent.
     pub(super) fn is_settled(&self) -> bool {
-        !self.is_open() && self.state.uses.load(Ordering::Acquire) == 0
+        !self.is_open() && self.uses.load(Ordering::Acquire) == 0
     }
 
     /// Marks the file for removal. A reader that still uses it finds the same bytes in the object
     /// store.
     pub(super) fn release(&self) {
-        self.state.released.store(true, Ordering::Release);
+        self.advance(Stage::Released);
     }
 
     pub(super) fn is_released(&self) -> bool {
-        self.state.released.load(Ordering::Acquire)
+        self.has_reached(Stage::Released)
     }
 
-    /// Starts the removal of the file. Returns `None` if another caller removes it, or it is gone.
+    /// Starts the removal of a released file. Returns `None` if another caller removes it, or it is
+    /// gone.
     pub(super) fn begin_removal(&self) -> Option<Removal<'_>> {
-        let is_ours = !self.state.removed.swap(true, Ordering::AcqRel);
-        is_ours.then_some(Removal { log: self, is_done: false })
+        self.step(Stage::Released, Stage::Removed).then_some(Removal { log: self, is_done: false })
     }
 
     /// Returns whether the file is being removed, or is gone.
     pub(super) fn is_removed(&self) -> bool {
-        self.state.removed.load(Ordering::Acquire)
+        self.is_at(Stage::Removed)
     }
 
     /// Reserves a range of `bytes` bytes. Returns its offset, or `None` if the log is closed or
@@ -184,7 +200,7 @@ impl Log {
         if !self.is_open() {
             return None;
         }
-        let reserved = self.state.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok();
+        let reserved = self.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok();
         if reserved.is_none() {
             self.close();
         }
@@ -193,11 +209,11 @@ impl Log {
 
     /// Closes the log for writing, permanently.
     pub(super) fn close(&self) {
-        self.state.closed.store(true, Ordering::Release);
+        self.advance(Stage::Closed);
     }
 
     pub(super) fn is_open(&self) -> bool {
-        !self.state.closed.load(Ordering::Acquire)
+        self.is_at(Stage::Open)
     }
 
     /// Returns the absolute path, for messages.
@@ -223,7 +239,7 @@ impl Removal<'_> {
 impl Drop for Removal<'_> {
     fn drop(&mut self) {
         if !self.is_done {
-            self.log.state.removed.store(false, Ordering::Release);
+            self.log.step(Stage::Removed, Stage::Released);
         }
     }
 }
@@ -235,7 +251,7 @@ pub(super) struct LogUse(Arc<Log>);
 impl LogUse {
     /// Called under the lock that replaces the current log.
     pub(super) fn of(log: &Arc<Log>) -> Self {
-        log.state.uses.fetch_add(1, Ordering::AcqRel);
+        log.uses.fetch_add(1, Ordering::AcqRel);
         Self(Arc::clone(log))
     }
 }
@@ -256,7 +272,7 @@ impl Deref for LogUse {
 
 impl Drop for LogUse {
     fn drop(&mut self) {
-        self.0.state.uses.fetch_sub(1, Ordering::AcqRel);
+        self.0.uses.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

@@ -11,7 +11,6 @@
 //! written, and the group before its extents are visible.
 
 mod append;
-mod batch;
 mod claim;
 pub mod claimable;
 mod config;
@@ -56,12 +55,12 @@ use super::{extent, stored, streams};
 #[cfg(test)]
 mod tests;
 
-pub use self::batch::Published;
 pub use self::config::{INDEX_CACHE_BYTES, LocalConfig, SyncWrites, VerifyReads};
 pub use self::marker::MARKER;
 pub use self::read::DataRead;
 pub use self::release::{Excluded, Moving, Run};
 pub use self::store::{LocalStore, ShuffleHandle};
 pub use self::view::{StreamView, ViewRun};
+pub use self::write::Published;
 
 pub(super) use self::tier::NAMES;

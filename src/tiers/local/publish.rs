@@ -16,7 +16,6 @@ use bytes::Bytes;
 use super::append::{Target, Writer};
 use super::disk::{LocalDisk, within};
 use super::extent::Extent;
-use super::failures::wants_new_file;
 use super::files::Mode;
 use super::log::{Log, LogKind, LogUse};
 use super::pending::{PendingGroup, PublishState};
@@ -66,7 +65,11 @@ impl Writer {
         let Some(pending) = &state.pending else {
             return Ok(());
         };
-        let (log, offset) = self.append_group(shuffle, pending, is_last).await?;
+        // On the disk of the data, if it is healthy.
+        let first = Some(pending.disk.index).filter(|_| pending.disk.is_healthy());
+        let append = |disk| self.append_to(shuffle, disk, pending);
+        let bytes = pending.group.bytes.len() as u64;
+        let (log, offset) = self.on_some_disk(shuffle, bytes, is_last, first, append).await?;
         if pending.since.elapsed() >= VERIFIED_AFTER {
             self.verify(pending.data()).await;
         }
@@ -112,48 +115,6 @@ impl Writer {
             }
             let records = Bytes::copy_from_slice(&pending.group.bytes[start..start + bytes]);
             self.core.records.keep(shuffle.records_key(extent), records);
-        }
-    }
-
-    /// Appends a group to the index log of its data's disk, or of any other disk that takes it.
-    async fn append_group(
-        &self,
-        shuffle: &Arc<Shuffle>,
-        pending: &PendingGroup,
-        is_last: bool,
-    ) -> Result<(LogUse, u64), StoreError> {
-        let bytes = pending.group.bytes.len() as u64;
-        let (mut tried, mut renewed) = (Vec::new(), Vec::new());
-        let mut last_error = None;
-        let mut next = Some(pending.disk.index).filter(|_| pending.disk.is_healthy());
-        loop {
-            let chosen = match next.take() {
-                Some(index) => Some(index),
-                None => self.choose(bytes, &tried, is_last).await,
-            };
-            let Some(index) = chosen else {
-                return Err(last_error.unwrap_or_else(|| self.no_disk()));
-            };
-            match self.append_to(shuffle, &self.core.disks[index], pending).await {
-                Ok(place) => return Ok(place),
-                Err(error) => {
-                    shuffle.require_present()?;
-                    self.core.metrics.write_exceptions.inc();
-                    if wants_new_file(&error) && !renewed.contains(&index) {
-                        self.lose_vanished(shuffle);
-                        renewed.push(index);
-                        next = Some(index);
-                        continue;
-                    }
-                    tracing::warn!(
-                        shuffle = %shuffle.key,
-                        error = %error,
-                        "index append failed; trying the next disk"
-                    );
-                    tried.push(index);
-                    last_error = Some(error);
-                }
-            }
         }
     }
 

@@ -13,7 +13,6 @@ use futures::future::join_all;
 use parking_lot::Mutex;
 
 use super::append::Writer;
-use super::batch::Published;
 use super::config::SyncWrites;
 use super::core::Core;
 use super::disk::{LocalDisk, TRASH, within};
@@ -22,6 +21,7 @@ use super::read::{DataRead, Reader};
 use super::removal::DeletionQueue;
 use super::shuffle::Shuffle;
 use super::view::{StreamView, ViewRun};
+use super::write::Published;
 use crate::clock::timeout;
 use crate::durability::{MetadataLog, Scratch};
 use crate::runtime::Tasks;

@@ -1,4 +1,4 @@
-//! Writes the data of a batch: one contiguous range of one data log.
+//! Writes a batch to one disk, as one contiguous range of one data log, and publishes it.
 //!
 //! Extents begin on block boundaries. Aligned memory is written without a copy, many partitions per
 //! call. Other memory is gathered through staging buffers. A writer that needs another staging
@@ -14,6 +14,7 @@ use super::disk::{InFlight, LocalDisk};
 use super::files::Mode;
 use super::index::occupied_bytes;
 use super::log::{LogKind, LogUse};
+use super::metrics::ALL_DISKS;
 use super::shuffle::Shuffle;
 use crate::clock::Instant;
 use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
@@ -27,6 +28,21 @@ const CALL_BYTES_MAX: usize = 16 << 20;
 /// Maximum number of pieces of one write call (one `pwritev`).
 const CALL_PIECES_MAX: usize = 1024;
 
+/// A published batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Published {
+    /// Sequence among the shuffle's batches.
+    pub sequence: u64,
+    /// Index of the disk with the data.
+    pub disk: usize,
+    /// Number of extents.
+    pub extents: usize,
+    /// Number of blocks.
+    pub blocks: usize,
+    /// Payload bytes.
+    pub bytes: u64,
+}
+
 /// Location of a written batch.
 #[derive(Debug)]
 pub(super) struct WrittenBatch {
@@ -35,7 +51,7 @@ pub(super) struct WrittenBatch {
 }
 
 /// Checks that a batch is consistent. Returns the bytes that it occupies in a data log.
-pub(super) fn validate(shuffle: &Shuffle, extents: &[ExtentWrite]) -> Result<u64, StoreError> {
+fn validate(shuffle: &Shuffle, extents: &[ExtentWrite]) -> Result<u64, StoreError> {
     let counts_fit = !extents.is_empty() && u32::try_from(extents.len()).is_ok();
     if !counts_fit || !extents.iter().all(ExtentWrite::is_consistent) {
         return Err(shuffle.error(StoreErrorKind::InvalidBatch));
@@ -51,9 +67,65 @@ fn is_aligned(pieces: &[Bytes]) -> bool {
 }
 
 impl Writer {
+    /// Writes a batch to one disk and publishes it. After `Ok` every block is readable. If a disk
+    /// fails, the next one is tried.
+    ///
+    /// # Errors
+    /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or
+    /// `InvalidBatch`.
+    pub(super) async fn write(
+        self: &Arc<Self>,
+        shuffle: &Arc<Shuffle>,
+        extents: Vec<ExtentWrite>,
+        is_last: bool,
+    ) -> Result<Published, StoreError> {
+        let extents = ExtentWrite::bounded(extents);
+        let bytes = validate(shuffle, &extents)?;
+        self.core.metrics.write_local.inc();
+        let result = self.write_and_publish(shuffle, &extents, bytes, is_last).await;
+        match &result {
+            Ok(published) => self.count_published(published, bytes),
+            Err(error) if error.kind == StoreErrorKind::Purged => {}
+            Err(_) => self.core.metrics.write_local_failed.inc(),
+        }
+        result
+    }
+
+    async fn write_and_publish(
+        self: &Arc<Self>,
+        shuffle: &Arc<Shuffle>,
+        extents: &[ExtentWrite],
+        bytes: u64,
+        is_last: bool,
+    ) -> Result<Published, StoreError> {
+        shuffle.require_present()?;
+        let write = |disk| self.write_batch(shuffle, disk, extents, bytes);
+        let batch = self.on_some_disk(shuffle, bytes, is_last, None, write).await?;
+        let sequence = self.publish(shuffle, &batch, extents, is_last).await?;
+        Ok(Published {
+            sequence,
+            disk: batch.log.disk.index,
+            extents: extents.len(),
+            blocks: extents.iter().map(|extent| extent.blocks.len()).sum(),
+            bytes: extents.iter().map(|extent| extent.length).sum(),
+        })
+    }
+
+    fn count_published(&self, published: &Published, occupied_bytes: u64) {
+        let metrics = &self.core.metrics;
+        metrics.writes.inc();
+        metrics.write_local_succeeded.inc();
+        metrics.write_data.inc_by(published.bytes);
+        metrics.write_blocks.inc_by(published.blocks as u64);
+        metrics.localfile_used.inc_by(occupied_bytes);
+        let label = self.core.disks[published.disk].label.as_str();
+        metrics.localfile_write_data.with_label_values(&[label]).inc_by(published.bytes);
+        metrics.localfile_write_data.with_label_values(&[ALL_DISKS]).inc_by(published.bytes);
+    }
+
     /// Writes a batch of `bytes` bytes to one disk. An error closes the log and counts against the
     /// disk.
-    pub(super) async fn write_batch(
+    async fn write_batch(
         &self,
         shuffle: &Shuffle,
         disk: &Arc<LocalDisk>,
