@@ -140,12 +140,17 @@ impl Contents {
         shuffles
     }
 
-    /// Returns the marks of living shuffles, with which a generation begins.
-    pub(super) fn marks(&self) -> Vec<Entry> {
+    /// Returns which entries a checkpoint of this log has. `order` is the order of the source.
+    pub(super) fn filter(&self, order: Order) -> CheckpointFilter {
         let incomplete = self.incomplete.values();
         let incomplete = incomplete.map(|(shuffle, gap)| Entry::Incomplete(shuffle.clone(), gap.clone()));
         let all = incomplete.chain(self.moved.values().cloned().map(Entry::Moved));
-        all.filter(|mark| !is_over(&self.purged, mark)).collect()
+        CheckpointFilter {
+            marks: all.filter(|mark| !is_over(&self.purged, mark)).collect(),
+            purged: self.purged.clone(),
+            order,
+            replacements: self.replacements.clone(),
+        }
     }
 
     /// Marks shuffles that have no earlier gap as incomplete.
@@ -173,32 +178,62 @@ impl Contents {
         self.dead_bytes += freed;
     }
 
-    /// Empties the counts, because the generation that begins has no entries yet. Returns the
-    /// counts before.
-    pub(super) fn begin(&mut self) -> Counts {
-        Counts {
-            living: std::mem::take(&mut *self.living.0.lock()),
-            living_bytes: std::mem::take(&mut self.living_bytes),
-            dead_bytes: std::mem::take(&mut self.dead_bytes),
-            replacements: std::mem::take(&mut self.replacements),
-        }
+    /// Returns the contents of the next generation before its first entry.
+    pub(super) fn next(&self) -> Self {
+        let (purged, next_incarnation) = (self.purged.clone(), self.next_incarnation);
+        Self { purged, next_incarnation, ..Self::default() }
     }
 
-    /// Restores the counts from before a generation that failed.
-    pub(super) fn restore(&mut self, counts: Counts) {
-        let Counts { living, living_bytes, dead_bytes, replacements } = counts;
-        *self.living.0.lock() = living;
-        (self.living_bytes, self.dead_bytes, self.replacements) = (living_bytes, dead_bytes, replacements);
+    /// Replaces the contents by those of another generation. Clones of `living` follow.
+    pub(super) fn become_like(&mut self, other: Self) {
+        self.living.become_like(&other.living);
+        let living = self.living.clone();
+        *self = Self { living, ..other };
     }
 }
 
-/// Counts of the entries of one generation of the log.
+/// Order of the entries in the source of a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Order {
+    /// The entries are in the order in which they were written, and none is missing.
+    Complete,
+    /// The entries are in that order, but some may be missing.
+    Partial,
+    /// Copies with different content have no common order.
+    None,
+}
+
+/// Selects the entries of a log that a checkpoint has: marks and records of living shuffles,
+/// without replaced registrations.
 #[derive(Debug)]
-pub(super) struct Counts {
-    living: HashMap<u64, Living>,
-    living_bytes: u64,
-    dead_bytes: u64,
-    pub(super) replacements: Replacements,
+pub(super) struct CheckpointFilter {
+    /// Marks of living shuffles, with which the checkpoint begins.
+    marks: Vec<Entry>,
+    purged: Treemap,
+    order: Order,
+    replacements: Replacements,
+}
+
+impl CheckpointFilter {
+    pub(super) fn take_marks(&mut self) -> Vec<Entry> {
+        std::mem::take(&mut self.marks)
+    }
+
+    /// Returns the entry as the checkpoint has it, or `None` if it is left out. Called for each
+    /// entry in order.
+    pub(super) fn keep(&mut self, entry: Entry) -> Option<Entry> {
+        if !matches!(entry, Entry::Said(..)) || is_over(&self.purged, &entry) {
+            return None;
+        }
+        match (self.order, entry) {
+            (Order::Complete, entry) => (!self.replacements.replace(&entry)).then_some(entry),
+            // Without a common order, it is unknown which registrations it replaced.
+            (Order::None, Entry::Said(shuffle, record)) => {
+                Some(Entry::Said(shuffle, Record::without_replacing(&record)))
+            }
+            (Order::Partial | Order::None, entry) => Some(entry),
+        }
+    }
 }
 
 /// Number of registrations of each living shuffle that replace earlier ones. It may be less than
@@ -216,7 +251,7 @@ impl Replacements {
     }
 
     /// Returns whether a later registration replaces this entry. Called for each entry in order.
-    pub(super) fn replace(&mut self, entry: &Entry) -> bool {
+    fn replace(&mut self, entry: &Entry) -> bool {
         let Entry::Said(shuffle, record) = entry else { return false };
         let Some(left) = self.0.get_mut(&shuffle.number).filter(|_| Record::is_registration(record)) else {
             return false;
@@ -227,7 +262,7 @@ impl Replacements {
 }
 
 /// Returns whether an entry belongs to an incarnation in `purged`.
-pub(super) fn is_over(purged: &Treemap, entry: &Entry) -> bool {
+fn is_over(purged: &Treemap, entry: &Entry) -> bool {
     entry.shuffle().is_some_and(|shuffle| purged.contains(shuffle.number))
 }
 

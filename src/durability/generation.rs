@@ -7,30 +7,28 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use futures::future::join_all;
 use rand::RngExt as _;
 use uuid::Uuid;
 
-use super::contents::{Replacements, is_over};
+use super::checkpoint::{Checkpoint, CheckpointSink};
 use super::error::LogError;
 use super::frame::{Encoder, Entry, Epoch, Gap, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
 use super::proof::members_after;
-use super::read::{MEMBERS, METADATA, Order, Part, Source, copy_directory, copy_file, generation_of};
-use super::record::Record;
+use super::read::{MEMBERS, METADATA, Part, Source, copy_directory, copy_file, generation_of};
 use super::window::within;
 use super::writer::{Copy, Writer};
 use uniffle_io::{Disk, File, Lane, Vanished, WriteOpen};
 
 /// Number of copies of the log.
 pub(super) const COPIES: usize = 2;
-/// Size of the encoded parts that are written at a time.
-const CHUNK_BYTES: usize = 1 << 20;
 /// Time for which a failed directory gets no copy, unless there is no other directory.
 const AVOIDED_FOR: Duration = Duration::from_secs(60);
 /// Deadline for the removal of earlier generations, because nothing is acknowledged meanwhile.
@@ -96,7 +94,7 @@ impl Writer {
             let is_whole = members.len() == usable.len();
             let epoch = self.next_epoch(members, &places, is_whole);
             self.generation += 1;
-            match self.write_generation(&epoch, &places, &usable).await {
+            match Box::pin(self.write_generation(&epoch, &places, &usable)).await {
                 Ok(copies) => {
                     self.commit(epoch, copies, usable).await;
                     return Ok(());
@@ -208,8 +206,17 @@ impl Writer {
             copies.push(Copy { directory: *at, generation: self.generation, path, file });
         }
         let spare = self.create_spare(places[0], self.contents.living_bytes).await;
-        let filled = self.fill(epoch, &copies, spare).await?;
-        let (writer, generation, end) = (&*self, self.generation, filled.end);
+        let (source, directories, deadline) =
+            (self.source.clone(), self.directories.clone(), self.deadlines.name);
+        let (generation, contents) = (self.generation, self.contents.next());
+        let filter = self.contents.filter(source.order());
+        let sink = CopySink { writer: self, copies: &copies, spare, end: 0 };
+        let mut checkpoint = Checkpoint::new(generation, contents, sink);
+        checkpoint.put(&Entry::Epoch(Box::new(epoch.clone()))).await?;
+        checkpoint.copy(filter, source.read(&directories, deadline)).await?;
+        checkpoint.flush().await?;
+        let Checkpoint { encoder, contents, sink: CopySink { end, spare, .. }, .. } = checkpoint;
+        let writer = &*self;
         let finishing = copies.iter().enumerate().map(|(number, copy)| async move {
             let directory = copy_directory(generation, number);
             let file = writer.finish(copy, &directory, end).await?;
@@ -231,7 +238,8 @@ impl Writer {
         for (at, result) in told.into_iter().zip(results) {
             result.map_err(|error| self.fail(at, &Path::new(METADATA).join(MEMBERS), &error).known())?;
         }
-        (self.encoder, self.end, self.spare) = (filled.encoder, filled.end, filled.spare);
+        (self.encoder, self.end, self.spare) = (encoder, end, spare);
+        self.contents.become_like(contents);
         Ok(copies)
     }
 
@@ -249,73 +257,6 @@ impl Writer {
                 .await
         })
         .await
-    }
-
-    /// Fills all copies with the epoch and the living entries. Keeps the counts of living shuffles if
-    /// it fails.
-    async fn fill(&mut self, epoch: &Epoch, copies: &[Copy], spare: Option<Copy>) -> Result<Fill, Failed> {
-        let before = self.contents.begin();
-        let filled = self.copy_living(epoch, copies, spare, before.replacements.clone()).await;
-        if filled.is_err() {
-            self.contents.restore(before);
-        }
-        filled
-    }
-
-    async fn copy_living(
-        &mut self,
-        epoch: &Epoch,
-        copies: &[Copy],
-        spare: Option<Copy>,
-        mut replacements: Replacements,
-    ) -> Result<Fill, Failed> {
-        let mut fill = Fill { encoder: Encoder::new(self.generation), out: BytesMut::new(), end: 0, spare };
-        fill.put(&Entry::Epoch(Box::new(epoch.clone())));
-        for mark in self.contents.marks() {
-            self.put(&mut fill, &mark, copies).await?;
-        }
-        let (source, directories) = (self.source.clone(), self.directories.clone());
-        let order = source.order();
-        let mut reader = source.read(&directories, self.deadlines.name);
-        loop {
-            let read = reader.next().await.map_err(|error| LogError::new(METADATA, &error));
-            let Some(entry) = read.map_err(Failed::Source)? else { break };
-            let is_record = matches!(entry, Entry::Said(..));
-            if !is_record
-                || is_over(&self.contents.purged, &entry)
-                || (order == Order::Complete && replacements.replace(&entry))
-            {
-                continue;
-            }
-            let entry = if order == Order::None { without_replacing(entry) } else { entry };
-            self.put(&mut fill, &entry, copies).await?;
-        }
-        self.write_chunk(&mut fill, copies).await?;
-        Ok(fill)
-    }
-
-    async fn put(&mut self, fill: &mut Fill, entry: &Entry, copies: &[Copy]) -> Result<(), Failed> {
-        let bytes = fill.put(entry);
-        self.contents.took(entry, bytes);
-        if fill.out.len() >= CHUNK_BYTES { self.write_chunk(fill, copies).await } else { Ok(()) }
-    }
-
-    async fn write_chunk(&mut self, fill: &mut Fill, copies: &[Copy]) -> Result<(), Failed> {
-        let bytes = fill.out.split().freeze();
-        let length = bytes.len() as u64;
-        let writes = copies.iter().map(|copy| {
-            let writing = copy.file.write_at(vec![bytes.clone()], fill.end);
-            within(self.deadlines.write, writing)
-        });
-        let results = join_all(writes.collect::<Vec<_>>()).await;
-        for (copy, result) in copies.iter().zip(results) {
-            result.map_err(|error| self.fail(copy.directory, &copy.path, &error))?;
-        }
-        if let Some(spare) = fill.spare.take() {
-            fill.spare = Self::append_to_spare(spare, bytes, fill.end, self.deadlines.write).await;
-        }
-        fill.end += length;
-        Ok(())
     }
 
     /// Syncs a copy of `bytes` bytes and renames it. Returns the file opened by its final name,
@@ -410,26 +351,38 @@ pub(super) async fn open_copy(io: &dyn Disk, path: &Path, bytes: u64) -> io::Res
     if file.size().await? == bytes { Ok(file) } else { Err(Vanished::File.into()) }
 }
 
-/// Encoder of the frames of a generation, with its unwritten bytes.
-struct Fill {
-    encoder: Encoder,
-    out: BytesMut,
-    end: u64,
+/// The copies of a generation on the disks, which are written together.
+struct CopySink<'a> {
+    writer: &'a mut Writer,
+    copies: &'a [Copy],
     /// The unnamed copy, until a write to it fails.
     spare: Option<Copy>,
+    /// Length of each copy in bytes.
+    end: u64,
 }
 
-impl Fill {
-    /// Encodes an entry. Returns the size of its frame. Every entry fits, because it was in the log
-    /// before.
-    fn put(&mut self, entry: &Entry) -> u64 {
-        let before = self.out.len();
-        let fits = self.encoder.encode(entry, 0, &mut self.out);
-        debug_assert!(fits, "it was in the log before");
-        (self.out.len() - before) as u64
+impl CheckpointSink for CopySink<'_> {
+    type Error = Failed;
+
+    async fn write(&mut self, chunk: Bytes, _: Range<u64>) -> Result<(), Failed> {
+        let (end, deadline) = (self.end, self.writer.deadlines.write);
+        let writes = self.copies.iter().map(|copy| {
+            let writing = copy.file.write_at(vec![chunk.clone()], end);
+            within(deadline, writing)
+        });
+        let results = join_all(writes.collect::<Vec<_>>()).await;
+        for (copy, result) in self.copies.iter().zip(results) {
+            result.map_err(|error| self.writer.fail(copy.directory, &copy.path, &error))?;
+        }
+        self.end += chunk.len() as u64;
+        if let Some(spare) = self.spare.take() {
+            self.spare = Writer::append_to_spare(spare, chunk, end, deadline).await;
+        }
+        Ok(())
     }
 }
 
+/// Reason why a generation was not written.
 enum Failed {
     /// A directory failed.
     At {
@@ -442,20 +395,18 @@ enum Failed {
     Source(LogError),
 }
 
+impl From<LogError> for Failed {
+    fn from(error: LogError) -> Self {
+        Self::Source(error)
+    }
+}
+
 impl Failed {
     fn known(self) -> Self {
         match self {
             Self::At { directory, error, .. } => Self::At { directory, error, may_be_known: true },
             Self::Source(_) => self,
         }
-    }
-}
-
-/// Returns an entry whose registration replaces nothing.
-fn without_replacing(entry: Entry) -> Entry {
-    match entry {
-        Entry::Said(shuffle, record) => Entry::Said(shuffle, Record::without_replacing(&record)),
-        Entry::Purged(_) | Entry::Incomplete(..) | Entry::Moved(_) | Entry::Epoch(_) | Entry::Begun => entry,
     }
 }
 

@@ -7,6 +7,7 @@
 //!
 //! Data and index files belong to `tiers::local`, and responses to clients to `service`.
 
+mod checkpoint;
 mod contents;
 mod error;
 pub mod frame;

@@ -14,6 +14,7 @@ use futures::future::join_all;
 use rustix::io::Errno;
 use uuid::Uuid;
 
+use super::contents::{CheckpointFilter, Order};
 pub use super::frame::METADATA;
 use super::frame::{self, Entry, Epoch, Frame, Gap, Incarnation};
 use super::hand_off::HandOff;
@@ -432,9 +433,7 @@ pub(super) struct Part {
 pub(super) struct Snapshot {
     pub(super) places: Places,
     pub(super) epoch: Epoch,
-    pub(super) purged: Treemap,
-    /// Marks of living shuffles.
-    pub(super) marks: Vec<Entry>,
+    pub(super) filter: CheckpointFilter,
 }
 
 /// Copies from which the current contents of the log can be read.
@@ -444,17 +443,6 @@ pub(super) struct Source {
     /// The log in the object store, if it is needed, with the shuffles whose records are taken from
     /// it instead of the parts.
     pub(super) shipped: Option<(Arc<ShippedLog>, Treemap)>,
-}
-
-/// Order of the entries of a source.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Order {
-    /// The entries are in the order in which they were written, and none is missing.
-    Complete,
-    /// The entries are in that order, but some may be missing.
-    Partial,
-    /// Copies with different content have no common order.
-    None,
 }
 
 impl Source {

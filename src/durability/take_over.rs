@@ -77,11 +77,11 @@ impl Writer {
             Self::on(self.directories.clone(), self.deadlines, &survey, self.shipped.clone()).await;
         let (is_blind, generation) = (self.is_blind, next.generation.max(self.generation));
         let (is_begun, was_tried) = (Arc::clone(&self.is_begun), self.was_tried.clone());
-        let (living, shipper) = (self.contents.living.clone(), self.shipper.clone());
+        let (mut contents, shipper) = (std::mem::take(&mut self.contents), self.shipper.clone());
         let damage = self.damage.clone();
-        *self = Self { shipper, is_blind, generation, is_told: true, damage, is_begun, was_tried, ..next };
-        living.become_like(&self.contents.living);
-        self.contents.living = living;
+        let next = Self { shipper, is_blind, generation, is_told: true, damage, is_begun, was_tried, ..next };
+        contents.become_like(next.contents);
+        *self = Self { contents, ..next };
         tracing::warn!(
             shuffles = found.shuffles.len(),
             "the metadata log is readable again; restart the worker to recover its shuffles"

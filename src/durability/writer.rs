@@ -250,8 +250,7 @@ impl Writer {
         Ok(Snapshot {
             places: Places { sources, directories, deadline },
             epoch: Epoch { next_incarnation: self.contents.next_incarnation, ..self.epoch.clone() },
-            purged: self.contents.purged.clone(),
-            marks: self.contents.marks(),
+            filter: self.contents.filter(self.source.order()),
         })
     }
 
@@ -461,6 +460,8 @@ impl Writer {
         }
         if let Err(error) = self.begin(&mut BTreeSet::new()).await {
             tracing::warn!(%error, "cannot rewrite the metadata log; retrying");
+            // Retried after as many dead bytes, not after each batch.
+            self.contents.dead_bytes = 0;
         }
     }
 }

@@ -6,6 +6,8 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
+use super::super::objects::LogObject;
+use super::task::OBJECTS_MAX;
 use super::*;
 
 /// A store whose puts fail while `fails`, and which counts them.
@@ -162,11 +164,11 @@ async fn position_is_known_once_every_record_before_it_is() {
 #[tokio::test(start_paused = true)]
 async fn log_is_bounded_and_rewritten_regularly() {
     let log = Log::open(&Arc::default(), 1).await;
-    for number in 0..OBJECTS_MAX + 100 {
+    for number in 0..OBJECTS_MAX as u64 + 100 {
         log.append(number, b"registration").await.unwrap();
         log.shipper.purge(shuffle(number));
     }
-    let objects = log.objects.all.lock().len() as u64;
+    let objects = log.objects.all.lock().len();
     assert!(objects < 2 * OBJECTS_MAX, "{objects} objects");
     tokio::time::sleep(REFRESH + Duration::from_secs(60)).await;
     assert_eq!(log.objects.all.lock().len(), 2, "a checkpoint of nothing, twice");
