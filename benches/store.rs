@@ -11,7 +11,7 @@ use std::hint::black_box;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use uniffle_wire::index::{IndexRecord, rebase};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
-use uniffle_worker::tiers::local::index::{GroupExtent, GroupHeader, decode, encode};
+use uniffle_worker::tiers::index::{GroupExtent, GroupHeader, decode, encode};
 use uniffle_worker::tiers::local::placement::{Candidate, choose};
 use uuid::Uuid;
 

@@ -7,6 +7,8 @@
 use std::ops::Range;
 
 use super::extents::{self, InStream, chunk_of};
+#[cfg(feature = "object")]
+use super::index::GroupEntry;
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::index::RECORD_BYTES;
 
@@ -108,6 +110,13 @@ impl Extent {
             index_log: u16::from_be_bytes([c, d]),
             ..self
         }
+    }
+
+    /// Creates the extent of an entry in the index of segment `number`, which begins at `index`.
+    pub(super) fn of_segment(entry: &GroupEntry, number: u32, index: u64) -> Self {
+        let GroupEntry { blocks, base, data_offset, length, place, .. } = *entry;
+        let extent = Self { blocks, records_crc: place.crc, ..Self::gap(base, length) };
+        extent.in_object(number, data_offset, index + place.offset)
     }
 
     /// Returns the number of its object.

@@ -10,6 +10,7 @@ mod extent;
 mod extent_write;
 mod extents;
 pub mod hdfs;
+pub mod index;
 mod index_read;
 pub mod local;
 #[cfg(feature = "object")]

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
-use uniffle_worker::tiers::local::index;
+use uniffle_worker::tiers::index;
 
 use crate::worker::OWN_FILES;
 
@@ -113,8 +113,8 @@ fn take_group(
     };
     let Some(directory) = directories.iter().position(is_owner) else { return };
     let path = group_place.path.with_file_name(format!("{}.data", group.header.file_number));
-    for entry in &group.entries {
-        for record in &entry.records {
+    for (entry, records) in &group.entries {
+        for record in records {
             let number = |value: i64| usize::try_from(value).unwrap_or(usize::MAX);
             let begins = usize::try_from(entry.data_offset).unwrap_or(usize::MAX);
             let begins = begins.saturating_add(number(record.offset));

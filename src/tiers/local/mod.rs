@@ -23,7 +23,6 @@ mod failures;
 mod fetch;
 mod files;
 pub mod health;
-pub mod index;
 mod log;
 mod marker;
 pub(crate) mod metrics;
@@ -50,7 +49,7 @@ mod view;
 mod walk;
 mod write;
 
-use super::{extent, stored, streams};
+use super::{extent, index, stored, streams};
 
 #[cfg(test)]
 mod tests;

@@ -78,8 +78,8 @@ impl PendingGroup {
         let (disk, file_number) = (data.disk.uuid, data.number);
         let header = GroupHeader { sequence, incarnation, disk, file_number };
         let group = encode(&header, &placed);
-        for ((_, extent), place) in extents.iter_mut().zip(&group.places) {
-            extent.records_crc = place.crc;
+        for ((_, extent), entry) in extents.iter_mut().zip(&group.entries) {
+            extent.records_crc = entry.place.crc;
         }
         let disk = Arc::clone(&data.disk);
         Self { group, extents, disk, data: data.clone(), since: Instant::now() }
@@ -92,9 +92,9 @@ impl PendingGroup {
 
     /// Returns the extents for a group at `offset` of `log`.
     pub(super) fn placed(&self, log: &Log, offset: u64) -> Vec<(PartitionId, Extent)> {
-        let places = self.extents.iter().zip(&self.group.places);
-        let placed = places.map(|((partition, extent), place)| {
-            let index_offset = offset + place.offset;
+        let entries = self.extents.iter().zip(&self.group.entries);
+        let placed = entries.map(|((partition, extent), entry)| {
+            let index_offset = offset + entry.place.offset;
             (*partition, Extent { index_offset, index_log: log.slot, ..*extent })
         });
         placed.collect()

@@ -107,8 +107,8 @@ impl Writer {
 
     /// Caches the records of new extents: readers ask for them first.
     fn keep_records(&self, shuffle: &Shuffle, pending: &PendingGroup, extents: &[(PartitionId, Extent)]) {
-        for ((_, extent), place) in extents.iter().zip(&pending.group.places) {
-            let start = usize::try_from(place.offset).expect("records are inside the group");
+        for ((_, extent), entry) in extents.iter().zip(&pending.group.entries) {
+            let start = usize::try_from(entry.place.offset).expect("records are inside the group");
             let bytes = extent.blocks as usize * RECORD_BYTES;
             if !self.core.records.takes(bytes) {
                 continue;

@@ -283,7 +283,7 @@ impl<'a> Rebuild<'a> {
 
     fn take_group(&mut self, group: &IndexGroup, offset: u64, index_log: u16) -> Result<(), StoreError> {
         let source = (group.header.disk, group.header.file_number);
-        for entry in &group.entries {
+        for (entry, records) in &group.entries {
             let stored = self.stored.as_ref().and_then(|it| it.extents.get(&entry.partition));
             let place = entry.base..entry.base + entry.length;
             if let Some(copy) = stored.and_then(|extents| overlapping(extents, place)) {
@@ -297,22 +297,22 @@ impl<'a> Rebuild<'a> {
             let page = u32::try_from(entry.data_offset / BLOCK_ALIGN as u64).ok();
             let extent = match data_log.zip(page) {
                 Some((data_log, data_page)) => {
-                    let ids = entry.records.iter().map(|record| record.block_id.unsigned_abs());
+                    let ids = records.iter().map(|record| record.block_id.unsigned_abs());
                     self.present.add(entry.partition, &ids.collect::<Vec<_>>());
                     Extent {
                         base: entry.base,
                         length: entry.length,
                         index_offset: offset + entry.place.offset,
                         data_page,
-                        blocks: u32::try_from(entry.records.len()).unwrap_or(u32::MAX),
+                        blocks: entry.blocks,
                         records_crc: entry.place.crc,
                         data_log,
                         index_log,
                     }
                 }
                 None => {
-                    let records = entry.records.iter();
-                    let blocks = records.map(|it| (BlockId(it.block_id), it.length.unsigned_abs())).collect();
+                    let blocks =
+                        records.iter().map(|it| (BlockId(it.block_id), it.length.unsigned_abs())).collect();
                     let reason = self.reason(source);
                     self.lost.push(LostExtent { partition: entry.partition, blocks, reason });
                     // The hole has no records: a reader would take it for a block that was sent

@@ -23,10 +23,9 @@ use crate::tiers::{StoreError, StoreErrorKind};
 /// Key of the claim below the worker's prefix. Keys of applications have no such part.
 pub const CLAIM: &str = "!claim";
 /// First line of a claim: format and version.
-const CLAIM_HEAD: &str = "uniffle-worker object store 2";
-/// First line of a claim of an earlier development build, whose metadata this program does not
-/// support.
-const EARLIER_HEAD: &str = "uniffle-worker object store 1\n";
+const CLAIM_HEAD: &str = "uniffle-worker object store 3";
+/// First lines of claims of earlier development builds, whose objects this program does not read.
+const EARLIER_HEADS: [&str; 2] = ["uniffle-worker object store 1\n", "uniffle-worker object store 2\n"];
 /// Beginning of the line with the number of the worker's start.
 const START: &str = "start ";
 
@@ -226,7 +225,9 @@ impl Claim {
             Ok((answer.bytes().await?, version))
         };
         match got.await {
-            Ok((bytes, _)) if bytes.starts_with(EARLIER_HEAD.as_bytes()) => Err(earlier_layout(&self.key)),
+            Ok((bytes, _)) if EARLIER_HEADS.iter().any(|head| bytes.starts_with(head.as_bytes())) => {
+                Err(earlier_layout(&self.key))
+            }
             Ok((bytes, version)) => {
                 let text = bytes.strip_suffix(DRAINED.as_bytes());
                 let (text, is_drained) = (text.unwrap_or(&bytes), text.is_some());
@@ -264,7 +265,7 @@ impl Claim {
 
 /// Creates the error for a prefix of an earlier development build.
 pub(super) fn earlier_layout(key: &str) -> StoreError {
-    let what = "written by an earlier development build of uniffle-worker, whose metadata this one does not read: \
+    let what = "written by an earlier development build of uniffle-worker, whose objects this one does not read: \
                 end its applications and delete the worker's objects, or use another object_store.url";
     StoreError::remote(StoreErrorKind::NotOurs, key, what)
 }

@@ -1,7 +1,7 @@
 //! Reads the indexes of a shuffle's segments at start, to find the published segments and the
 //! blocks in them.
 //!
-//! First, all footers are read, and they tell which segments were published. Then the indexes are
+//! First, all tails are read, and they tell which segments were published. Then the indexes are
 //! read ahead in the order of the segments. The indexes of all shuffles together occupy at most
 //! [`INDEX_BYTES`], or the size of the largest index, and are charged.
 
@@ -12,20 +12,20 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::core::Core;
 use super::fetch;
-use super::layout::{Entry, FOOTER_BYTES, Footer, segment_key};
+use super::layout::{SegmentId, TAIL_BYTES, Tail, segment_key};
 use crate::budget::Charge;
 use crate::durability::PresentIds;
+use crate::tiers::StoreError;
 use crate::tiers::extent::Extent;
 use crate::tiers::extents::InStream as _;
-use crate::tiers::records::are_sound;
+use crate::tiers::index::decode_head;
 use crate::tiers::stored::overlapping;
 use crate::tiers::streams::Streams;
-use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::index::{RECORD_BYTES, records};
 use uniffle_wire::types::PartitionId;
 
-/// Footers of a shuffle that are read concurrently.
-const FOOTERS_AT_ONCE: usize = 64;
+/// Tails of a shuffle that are read concurrently.
+const TAILS_AT_ONCE: usize = 64;
 /// Indexes of a shuffle that are read concurrently.
 const INDEXES_AT_ONCE: usize = 64;
 /// Limit for the indexes of all shuffles in memory.
@@ -57,11 +57,12 @@ pub(super) struct Indexes<'a> {
     pub(super) core: &'a Core,
     /// Prefix of the keys of its objects.
     pub(super) prefix: &'a str,
+    pub(super) incarnation: u64,
     pub(super) memory: &'a IndexMemory,
 }
 
 /// Published segments, oldest first.
-type Chain = BTreeMap<u32, Footer>;
+type Chain = BTreeMap<u32, Tail>;
 
 /// Recovered data of a shuffle.
 pub(super) struct Data {
@@ -90,7 +91,8 @@ struct Index<'a> {
 
 /// An extent with the ids of its blocks. `ids` is `None` if its records are damaged.
 struct IndexedExtent {
-    entry: Entry,
+    partition: PartitionId,
+    extent: Extent,
     ids: Option<Vec<u64>>,
 }
 
@@ -99,24 +101,16 @@ impl<'a> Indexes<'a> {
     ///
     /// # Errors
     /// The store does not answer or refuses.
-    pub(super) async fn read(
-        self,
-        (incarnation, segments): (u64, &BTreeMap<u32, u64>),
-    ) -> Result<(Chain, Data), StoreError> {
+    pub(super) async fn read(self, segments: &BTreeMap<u32, u64>) -> Result<(Chain, Data), StoreError> {
         let mut data = Data::new(self.core, self.prefix);
-        let footers = segments.clone().into_iter().map(|(number, bytes)| async move {
-            let footer = self.footer(number, bytes).await?;
-            let is_its_own = |it: &Footer| (it.number, it.incarnation) == (number, incarnation);
-            let another = || "its footer belongs to another segment".to_owned();
-            Ok::<_, StoreError>((
-                number,
-                footer.and_then(|it| is_its_own(&it).then_some(it).ok_or_else(another)),
-            ))
+        let tails = segments.clone().into_iter().map(|(number, bytes)| async move {
+            let tail = self.tail(number, bytes).await?;
+            Ok::<_, StoreError>((number, tail.ok_or("its end is not the tail of this segment")))
         });
-        let footers = stream::iter(footers).buffer_unordered(FOOTERS_AT_ONCE).try_collect().await?;
-        let chain = data.chain(&footers);
-        let reads = chain.clone().into_iter().map(|(number, footer)| async move {
-            let index = self.index(number, &footer).await?;
+        let tails = stream::iter(tails).buffer_unordered(TAILS_AT_ONCE).try_collect().await?;
+        let chain = data.chain(&tails);
+        let reads = chain.clone().into_iter().map(|(number, tail)| async move {
+            let index = self.index(number, &tail).await?;
             Ok::<_, StoreError>((number, index))
         });
         let mut reads = stream::iter(reads).buffered(INDEXES_AT_ONCE);
@@ -131,61 +125,61 @@ impl<'a> Indexes<'a> {
         segment_key(self.prefix, number)
     }
 
-    /// Returns the footer of a segment, or its damage. A damaged footer is read a second time,
-    /// because it may have been damaged in transit.
-    async fn footer(self, number: u32, bytes: u64) -> Result<Result<Footer, String>, StoreError> {
-        match self.footer_once(number, bytes).await? {
-            Ok(footer) => Ok(Ok(footer)),
-            Err(_) => self.footer_once(number, bytes).await,
+    fn id(self, number: u32) -> SegmentId {
+        SegmentId { incarnation: self.incarnation, number }
+    }
+
+    /// Returns the tail of a segment, or `None` if it is damaged. A damaged tail is read a second
+    /// time, because it may have been damaged in transit.
+    async fn tail(self, number: u32, bytes: u64) -> Result<Option<Tail>, StoreError> {
+        match self.tail_once(number, bytes).await? {
+            Some(tail) => Ok(Some(tail)),
+            None => self.tail_once(number, bytes).await,
         }
     }
 
-    async fn footer_once(self, number: u32, bytes: u64) -> Result<Result<Footer, String>, StoreError> {
-        let key = self.key(number);
-        let Some(at) = bytes.checked_sub(FOOTER_BYTES as u64) else {
-            return Ok(Err("too short for a footer".to_owned()));
-        };
-        let footer = fetch::read(self.core, &key, at..bytes).await?;
-        let footer = footer.first_chunk().ok_or_else(|| StoreError::new(StoreErrorKind::Corrupt, key))?;
-        Ok(Footer::decode(footer, bytes).map_err(|error| error.to_string()))
+    async fn tail_once(self, number: u32, bytes: u64) -> Result<Option<Tail>, StoreError> {
+        let Some(at) = bytes.checked_sub(TAIL_BYTES as u64) else { return Ok(None) };
+        let tail = fetch::read(self.core, &self.key(number), at..bytes).await?;
+        Ok(tail.first_chunk().and_then(|tail| Tail::decode(tail, self.id(number), bytes)))
     }
 
-    async fn index(self, number: u32, footer: &Footer) -> Result<Index<'a>, StoreError> {
-        let _room = self.memory.room(footer.index_bytes).await;
-        let ids_bytes = footer.blocks * size_of::<u64>() as u64;
-        let _charge = self.core.extents.force_charge(footer.index_bytes + ids_bytes);
-        let mut content = self.content(number, footer).await?;
+    async fn index(self, number: u32, tail: &Tail) -> Result<Index<'a>, StoreError> {
+        let _room = self.memory.room(tail.index_bytes).await;
+        let ids_bytes = tail.index_bytes / RECORD_BYTES as u64 * size_of::<u64>() as u64;
+        let _charge = self.core.extents.force_charge(tail.index_bytes + ids_bytes);
+        let mut content = self.content(number, tail).await?;
         if !content.as_ref().is_ok_and(|all| all.iter().all(|it| it.ids.is_some())) {
             // Read again, because the bytes may have been damaged in transit.
-            content = self.content(number, footer).await?;
+            content = self.content(number, tail).await?;
         }
         let (extents, damage) = content.map_or_else(|why| (Vec::new(), Some(why)), |all| (all, None));
         Ok(Index { extents, damage, _room, _charge })
     }
 
-    /// Reads an index. Returns its extents, or the damage of its table.
+    /// Reads an index. Returns its extents, or the damage of its head.
     async fn content(
         self,
         number: u32,
-        footer: &Footer,
+        tail: &Tail,
     ) -> Result<Result<Vec<IndexedExtent>, String>, StoreError> {
-        let range = footer.payload_bytes..footer.payload_bytes + footer.index_bytes;
-        let index = fetch::read(self.core, &self.key(number), range).await?;
-        let part = |start: u64, bytes: u64| {
-            let at = |place: u64| usize::try_from(place - footer.payload_bytes).unwrap_or(usize::MAX);
-            index.get(at(start)..at(start + bytes)).unwrap_or_default()
-        };
-        let table = match footer.table(part(footer.payload_bytes, footer.table_bytes())) {
-            Ok(table) => table,
+        let (start, end) = (tail.payload_bytes, tail.payload_bytes + tail.index_bytes);
+        let index = fetch::read(self.core, &self.key(number), start..end).await?;
+        let head = match decode_head(&index) {
+            Ok(head) => head,
             Err(error) => return Ok(Err(error.to_string())),
         };
-        let mut extents = Vec::with_capacity(table.len());
-        for entry in table {
+        if (head.header, head.bytes) != (self.id(number).header(tail.previous), index.len()) {
+            return Ok(Err("its index belongs to another segment".to_owned()));
+        }
+        let mut extents = Vec::with_capacity(head.entries.len());
+        for entry in head.entries {
             tokio::task::coop::consume_budget().await;
-            let all = part(entry.records, u64::from(entry.blocks) * RECORD_BYTES as u64);
-            let is_sound = are_sound(all, entry.length, entry.records_crc);
-            let ids = is_sound.then(|| records(all).map(|record| record.block_id.unsigned_abs()).collect());
-            extents.push(IndexedExtent { entry, ids });
+            let is_payload = entry.data_offset + entry.length <= start;
+            let all = entry.records(&index).filter(|_| is_payload);
+            let ids = all.map(|all| records(all).map(|record| record.block_id.unsigned_abs()).collect());
+            let extent = Extent::of_segment(&entry, number, start);
+            extents.push(IndexedExtent { partition: entry.partition, extent, ids });
         }
         Ok(Ok(extents))
     }
@@ -208,22 +202,22 @@ impl Data {
         }
     }
 
-    /// Returns the published segments. Each footer names the segment published before it, so the
-    /// search begins at the newest segment. If a footer is unreadable, the search continues with
+    /// Returns the published segments. Each tail names the segment published before it, so the
+    /// search begins at the newest segment. If a tail is unreadable, the search continues with
     /// the next older segment in the store.
-    fn chain(&mut self, footers: &BTreeMap<u32, Result<Footer, String>>) -> Chain {
+    fn chain(&mut self, tails: &BTreeMap<u32, Result<Tail, &str>>) -> Chain {
         let mut chain = Chain::new();
-        let mut next = footers.keys().next_back().copied();
+        let mut next = tails.keys().next_back().copied();
         while let Some(number) = next {
-            let missing = Err("missing".to_owned());
-            next = match footers.get(&number).unwrap_or(&missing) {
-                Ok(footer) => {
-                    chain.insert(number, *footer);
-                    (footer.previous != 0).then_some(footer.previous)
+            let missing = Err("missing");
+            next = match tails.get(&number).unwrap_or(&missing) {
+                Ok(tail) => {
+                    chain.insert(number, *tail);
+                    (tail.previous != 0).then_some(tail.previous)
                 }
                 Err(what) => {
                     self.miss(number, what);
-                    footers.range(..number).next_back().map(|(number, _)| *number)
+                    tails.range(..number).next_back().map(|(number, _)| *number)
                 }
             };
         }
@@ -263,13 +257,13 @@ impl Data {
         if let Some(damage) = &index.damage {
             return self.miss(number, damage);
         }
-        for IndexedExtent { entry, ids } in index.extents {
+        for IndexedExtent { partition, extent, ids } in index.extents {
             let is_sound = ids.is_some();
             match ids {
-                Some(ids) if self.push(entry.partition, entry.extent(number)) => {
-                    self.present.add(entry.partition, &ids);
-                    self.bytes += entry.length;
-                    self.blocks += u64::from(entry.blocks);
+                Some(ids) if self.push(partition, extent) => {
+                    self.present.add(partition, &ids);
+                    self.bytes += extent.length;
+                    self.blocks += u64::from(extent.blocks);
                 }
                 _ if self.reason.is_empty() => {
                     let key = segment_key(&self.prefix, number);

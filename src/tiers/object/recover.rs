@@ -179,8 +179,8 @@ async fn read(
     memory: &IndexMemory,
 ) -> Result<Found, StoreError> {
     let prefix = shuffle_prefix(&core.settings.root, &name);
-    let indexes = Indexes { core, prefix: &prefix, memory };
-    let (chain, data) = indexes.read((name.incarnation, &segments)).await?;
+    let indexes = Indexes { core, prefix: &prefix, incarnation: name.incarnation, memory };
+    let (chain, data) = indexes.read(&segments).await?;
     let last = segments.keys().next_back().copied();
     let published = segments.keys().rev().find(|number| chain.contains_key(number));
     let last_number = last.unwrap_or(0).saturating_add(NUMBERS_LEFT_OUT);
@@ -197,8 +197,8 @@ async fn read(
     shuffle.set_known();
     let is_stray = |number: &&u32| !chain.contains_key(number) && told.reason.is_empty();
     let strays = segments.keys().filter(is_stray).map(|number| shuffle.segment_key(*number)).collect();
-    for (number, footer) in &chain {
-        shuffle.count(core, footer.payload_bytes, segments.get(number).copied().unwrap_or(0));
+    for (number, tail) in &chain {
+        shuffle.count(core, tail.payload_bytes, segments.get(number).copied().unwrap_or(0));
     }
     let (shuffle, bytes, blocks) = (Arc::new(shuffle), data.bytes, data.blocks);
     Ok(Found { shuffle, told, extents: data.moved, charge: data.charge, strays, bytes, blocks })

@@ -4,9 +4,10 @@ use std::collections::{HashMap, VecDeque};
 
 use bytes::Bytes;
 
-use super::layout::{Entry, FOOTER_BYTES, Footer, encode_table};
+use super::layout::{SegmentId, TAIL_BYTES, Tail};
 use crate::tiers::extent::Extent;
 use crate::tiers::extent_write::take_front;
+use crate::tiers::index::{ENTRY_BYTES, GroupEntry, HEADER_BYTES, RecordsPlace, encode_head};
 use crate::tiers::records::encode_blocks;
 use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_wire::index::RECORD_BYTES;
@@ -96,10 +97,9 @@ impl Prepared {
 /// A segment that takes extents.
 #[derive(Debug)]
 pub(super) struct OpenSegment {
-    number: u32,
+    id: SegmentId,
     previous: u32,
-    incarnation: u64,
-    entries: Vec<(Entry, Bytes)>,
+    entries: Vec<(GroupEntry, Bytes)>,
     /// Ends of the streams of partitions in this segment.
     ends: HashMap<PartitionId, u64>,
     payload_bytes: u64,
@@ -120,11 +120,10 @@ pub(super) struct Sealed {
 }
 
 impl OpenSegment {
-    pub(super) fn new((number, previous): (u32, u32), incarnation: u64) -> Self {
+    pub(super) fn new(id: SegmentId, previous: u32) -> Self {
         Self {
-            number,
+            id,
             previous,
-            incarnation,
             entries: Vec::new(),
             ends: HashMap::new(),
             payload_bytes: 0,
@@ -155,10 +154,12 @@ impl OpenSegment {
     /// Begins an extent. Its bytes follow with [`OpenSegment::add`].
     pub(super) fn begin(&mut self, extent: Moved) {
         let Moved { partition, base, length, blocks, records, records_crc } = extent;
-        let offset = self.payload_bytes;
+        let data_offset = self.payload_bytes;
         self.payload_bytes += length;
         self.blocks += u64::from(blocks);
-        let entry = Entry { partition, blocks, base, offset, length, records: 0, records_crc };
+        // The place is known once all extents are.
+        let place = RecordsPlace { offset: 0, crc: records_crc };
+        let entry = GroupEntry { partition, blocks, base, data_offset, length, place };
         self.entries.push((entry, records));
     }
 
@@ -184,44 +185,29 @@ impl OpenSegment {
         take_front(&mut self.pending, bytes)
     }
 
-    /// Completes the segment. Table, records and footer become pending after the payload.
+    /// Completes the segment. Index and tail become pending after the payload.
     pub(super) fn seal(&mut self) -> Sealed {
         let mut entries = std::mem::take(&mut self.entries);
         entries.sort_unstable_by_key(|(entry, _)| (entry.partition, entry.base));
-        let count = u32::try_from(entries.len()).unwrap_or(u32::MAX);
-        let mut footer = Footer {
-            payload_bytes: self.payload_bytes,
-            index_bytes: 0,
-            entries: count,
-            number: self.number,
-            previous: self.previous,
-            incarnation: self.incarnation,
-            blocks: self.blocks,
-            table_crc: 0,
-        };
-        footer.index_bytes = footer.table_bytes() + self.blocks * RECORD_BYTES as u64;
-        let mut records = footer.payload_bytes + footer.table_bytes();
-        for (entry, bytes) in &mut entries {
-            entry.records = records;
-            records += bytes.len() as u64;
+        let (payload_bytes, previous) = (self.payload_bytes, self.previous);
+        let mut head = vec![0; HEADER_BYTES + entries.len() * ENTRY_BYTES];
+        let mut index_bytes = head.len() as u64;
+        for (entry, records) in &mut entries {
+            entry.place.offset = index_bytes;
+            index_bytes += records.len() as u64;
         }
-        let (table, all): (Vec<Entry>, Vec<Bytes>) = entries.into_iter().unzip();
-        let encoded = encode_table(&table);
-        footer.table_crc = crc32fast::hash(&encoded);
-        let extents: Vec<_> = table
+        let extents: Vec<_> = entries
             .iter()
-            .zip(&all)
-            .map(|(entry, records)| (entry.partition, entry.extent(self.number), records.clone()))
+            .map(|(it, records)| {
+                (it.partition, Extent::of_segment(it, self.id.number, payload_bytes), records.clone())
+            })
             .collect();
-        let tail = std::iter::once(Bytes::from(encoded))
-            .chain(all)
-            .chain([Bytes::copy_from_slice(&footer.encode())]);
-        for piece in tail {
-            self.pending_bytes += piece.len();
-            self.pending.push_back(piece);
-        }
-        let bytes = footer.payload_bytes + footer.index_bytes + FOOTER_BYTES as u64;
-        Sealed { extents, payload_bytes: footer.payload_bytes, bytes }
+        let (entries, records): (Vec<GroupEntry>, Vec<Bytes>) = entries.into_iter().unzip();
+        encode_head(&self.id.header(previous), &entries, &mut head);
+        let tail = Tail { payload_bytes, index_bytes, previous }.encode(self.id);
+        let pieces = std::iter::once(head.into()).chain(records).chain([Bytes::copy_from_slice(&tail)]);
+        pieces.for_each(|piece| self.add(piece));
+        Sealed { extents, payload_bytes, bytes: payload_bytes + index_bytes + TAIL_BYTES as u64 }
     }
 }
 
@@ -231,6 +217,7 @@ mod tests {
 
     use super::*;
     use crate::tiers::ExtentData;
+    use crate::tiers::index::decode_head;
 
     fn extent(partition: i32, id: i64, bytes: &'static [u8]) -> ExtentWrite {
         let length = u32::try_from(bytes.len()).unwrap();
@@ -251,7 +238,8 @@ mod tests {
 
     #[test]
     fn segment_round_trips_in_parts() {
-        let mut open = OpenSegment::new((4, 2), 7);
+        let id = SegmentId { incarnation: 7, number: 4 };
+        let mut open = OpenSegment::new(id, 2);
         let published = |partition: PartitionId| if partition.0 == 1 { 1000 } else { 0 };
         open.push(Prepared::of(vec![extent(2, 1, b"second"), extent(1, 2, b"first")]).unwrap(), published);
         open.push(Prepared::of(vec![extent(1, 3, b"again!!")]).unwrap(), published);
@@ -265,17 +253,20 @@ mod tests {
         assert_eq!((object.len() as u64, open.pending_bytes()), (sealed.bytes, 0));
         assert!(object.starts_with(b"secondfirstagain!!"));
 
-        let footer = Footer::decode(object.last_chunk().unwrap(), sealed.bytes).unwrap();
-        assert_eq!((footer.number, footer.previous, footer.blocks), (4, 2, 3));
-        let table = 18..18 + usize::try_from(footer.table_bytes()).unwrap();
-        let entries = footer.table(&object[table]).unwrap();
+        let tail = Tail::decode(object.last_chunk().unwrap(), id, sealed.bytes).unwrap();
+        assert_eq!((tail.payload_bytes, tail.previous), (18, 2));
+        let index = &object[18..object.len() - TAIL_BYTES];
+        let head = decode_head(index).unwrap();
+        assert_eq!((head.header, head.bytes), (id.header(2), index.len()));
         let places: Vec<_> =
-            entries.iter().map(|it| (it.partition.0, it.base, it.offset, it.length)).collect();
+            head.entries.iter().map(|it| (it.partition.0, it.base, it.data_offset, it.length)).collect();
         assert_eq!(places, [(1, 1000, 6, 5), (1, 1005, 11, 7), (2, 0, 0, 6)]);
-        for (entry, (partition, extent, records)) in entries.iter().zip(&sealed.extents) {
-            let at = usize::try_from(entry.records).unwrap();
-            assert_eq!(&object[at..at + records.len()], records);
-            assert_eq!((*extent, *partition), (entry.extent(4), entry.partition));
+        for (entry, (partition, extent, records)) in head.entries.iter().zip(&sealed.extents) {
+            assert_eq!(entry.records(index).unwrap(), records);
+            let range = extent.records_range();
+            let range = usize::try_from(range.start).unwrap()..usize::try_from(range.end).unwrap();
+            assert_eq!(&object[range], records);
+            assert_eq!((*extent, *partition), (Extent::of_segment(entry, 4, 18), entry.partition));
         }
     }
 

@@ -18,7 +18,7 @@ use object_store::{MultipartUpload, ObjectStoreExt as _, PutPayload, UploadPart}
 use super::condition::again;
 use super::core::Core;
 use super::lane::{Job, Lane, Waiter};
-use super::layout::path_of;
+use super::layout::{SegmentId, path_of};
 use super::segment::{Moved, OpenSegment, Sealed};
 use super::shuffle::Shuffle;
 use crate::clock::timeout;
@@ -134,7 +134,8 @@ impl<'a> Upload<'a> {
     fn begin(core: &'a Core, shuffle: &'a Shuffle, lane: &mut Lane) -> Self {
         lane.last_number += 1;
         let number = lane.last_number;
-        let open = OpenSegment::new((number, lane.published), shuffle.name.incarnation);
+        let id = SegmentId { incarnation: shuffle.name.incarnation, number };
+        let open = OpenSegment::new(id, lane.published);
         let key = shuffle.segment_key(number);
         let (path, parts, waiting) = (path_of(&key), FuturesUnordered::new(), Vec::new());
         Self { core, shuffle, number, key, path, open, multipart: None, parts, waiting }
@@ -270,7 +271,7 @@ impl<'a> Upload<'a> {
 
     /// Sorts and encodes the index on a blocking thread: many extents take milliseconds.
     async fn seal(&mut self) -> Result<Sealed, StoreError> {
-        let empty = OpenSegment::new((0, 0), 0);
+        let empty = OpenSegment::new(SegmentId { incarnation: 0, number: 0 }, 0);
         let mut open = std::mem::replace(&mut self.open, empty);
         let sealed = tokio::task::spawn_blocking(move || {
             let sealed = open.seal();

@@ -9,7 +9,7 @@ use bytes::BytesMut;
 
 use uniffle_worker::durability::METADATA;
 use uniffle_worker::durability::frame::{self, Encoder, Entry, Epoch, Frame};
-use uniffle_worker::tiers::local::index;
+use uniffle_worker::tiers::index;
 
 /// Bytes of a frame header before its checksum.
 const FRAME_CHECKED: usize = 36;

@@ -14,7 +14,7 @@ use rand::{RngExt, SeedableRng};
 use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
 use uniffle_worker::durability::OBJECT_COPIES;
 use uniffle_worker::tiers::StoreError;
-use uniffle_worker::tiers::object::layout::{FOOTER_BYTES, Footer, Name, log_key, parse_key};
+use uniffle_worker::tiers::object::layout::{Name, SegmentId, TAIL_BYTES, Tail, log_key, parse_key};
 
 use super::Mutation;
 use super::history::{APPS, History};
@@ -133,10 +133,11 @@ impl History {
     /// are verified when they are read.
     fn damaged(&mut self, name: &Name, bytes: &Bytes) -> Option<Bytes> {
         let mut bytes = bytes.to_vec();
-        let first = match (name, bytes.last_chunk::<FOOTER_BYTES>()) {
-            (Name::Segment(..), Some(footer)) => {
-                let footer = Footer::decode(footer, bytes.len() as u64);
-                footer.map_or(0, |footer| usize::try_from(footer.payload_bytes).expect("small"))
+        let first = match (name, bytes.last_chunk::<TAIL_BYTES>()) {
+            (Name::Segment(shuffle, number), Some(tail)) => {
+                let id = SegmentId { incarnation: shuffle.incarnation, number: *number };
+                let tail = Tail::decode(tail, id, bytes.len() as u64);
+                tail.map_or(0, |tail| usize::try_from(tail.payload_bytes).expect("small"))
             }
             _ => 0,
         };

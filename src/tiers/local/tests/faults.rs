@@ -132,7 +132,7 @@ async fn unwritten_index_group_is_published_before_later_ones() {
     store.probe().await;
     store.write(&key, vec![extent(1, &[(3, 70)], false)]).await.unwrap();
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2, 3]);
-    let bases: Vec<_> = groups(&disks).iter().map(|it| (it.header.sequence, it.entries[0].base)).collect();
+    let bases: Vec<_> = groups(&disks).iter().map(|it| (it.header.sequence, it.entries[0].0.base)).collect();
     assert_eq!(bases, [(0, 0), (1, 100), (2, 150)]);
 }
 

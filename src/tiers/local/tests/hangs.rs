@@ -314,7 +314,7 @@ async fn cancelled_publish_is_finished_by_the_next() {
     disks[0].faults.release().await;
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
     for group in groups(&disks) {
-        assert_eq!(group.entries[0].base, group.header.sequence * 100, "{group:?}");
+        assert_eq!(group.entries[0].0.base, group.header.sequence * 100, "{group:?}");
     }
     store.purge_app(&key.app).await;
     assert_nothing_left(&store, &disks).await;

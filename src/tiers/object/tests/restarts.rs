@@ -347,10 +347,13 @@ async fn interrupted_checkpoint_is_skipped() {
 #[tokio::test]
 async fn start_on_an_earlier_layout_is_refused() {
     let store = FaultyObjects::default();
-    store.replace("p/worker-1/!claim", Bytes::from_static(b"uniffle-worker object store 1\nx\n")).await;
-    let error = Process::try_start(&store).await.map(drop).unwrap_err();
-    assert_eq!(error.kind, crate::tiers::StoreErrorKind::NotOurs);
-    assert!(error.to_string().contains("earlier development build"), "{error}");
+    for version in [1, 2] {
+        let claim = format!("uniffle-worker object store {version}\nx\n");
+        store.replace("p/worker-1/!claim", claim.into()).await;
+        let error = Process::try_start(&store).await.map(drop).unwrap_err();
+        assert_eq!(error.kind, crate::tiers::StoreErrorKind::NotOurs);
+        assert!(error.to_string().contains("earlier development build"), "{error}");
+    }
     store.remove("p/worker-1/!claim").await;
     store.replace("p/worker-1/app/1.5/m0000000001", Bytes::from_static(b"page")).await;
     let error = Process::try_start(&store).await.map(drop).unwrap_err();

@@ -1,5 +1,5 @@
-//! The index group: the durable record of one published batch. FROZEN as version 1 (see the golden
-//! test).
+//! The index group: the durable record of one published batch on disks, and the index of a segment
+//! in an object store. FROZEN as version 1 (see the golden test).
 //!
 //! An index log is a sequence of groups. Everything is big-endian:
 //!
@@ -10,7 +10,7 @@
 //!                      44  entries u32            48  incarnation u64     56  reserved u32 = 0
 //!                      60  crc32 of bytes 0..60 and of the entry table
 //! per entry, 40 bytes   0  partition i32           4  blocks u32           8  base u64 (in the partition's stream)
-//!                      16  data offset u64 (in the data log, multiple of 4,096)
+//!                      16  data offset u64 (in the data log, multiple of 4,096; or in the object)
 //!                      24  length u64             32  reserved u32 = 0    36  crc32 of the entry's records
 //! then the records      40 bytes each (docs/protocol.md §5.2), in entry order, offsets relative to the extent
 //! ```
@@ -19,7 +19,7 @@
 //! it. [`RecordCheck`](crate::tiers::records::RecordCheck) verifies that. The bases are promises to
 //! clients, so the group stores them and recovery restores them. A group may appear in two index
 //! logs, after an append with an unknown outcome. Both have the same sequence and the same bytes.
-//! Pure: no I/O.
+//! The object store's `layout` has the header of a segment's index. Pure: no I/O.
 
 use bytes::Bytes;
 use uuid::Uuid;
@@ -60,12 +60,12 @@ pub struct GroupExtent<'a> {
     pub blocks: &'a [BlockMeta],
 }
 
-/// An encoded group, with the places of its extents' records.
+/// An encoded group.
 #[derive(Debug, Clone)]
 pub struct EncodedGroup {
     pub bytes: Bytes,
-    /// Place of the records per extent, in order.
-    pub places: Vec<RecordsPlace>,
+    /// Extents in order.
+    pub entries: Vec<GroupEntry>,
 }
 
 /// Place of an extent's records in their group.
@@ -77,29 +77,53 @@ pub struct RecordsPlace {
     pub crc: u32,
 }
 
-/// A decoded group.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct IndexGroup {
-    /// Header of the group.
-    pub header: GroupHeader,
-    /// Extents of the group.
-    pub entries: Vec<GroupEntry>,
-}
-
-/// A decoded extent.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// An extent in a group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupEntry {
     pub partition: PartitionId,
+    /// Number of blocks. At least one.
+    pub blocks: u32,
     /// Offset of the extent in the partition's stream.
     pub base: u64,
-    /// Offset of the extent in the data log.
+    /// Offset of the extent in the data log or object.
     pub data_offset: u64,
     /// Length of the data in bytes.
     pub length: u64,
     /// Place of the records in the group.
     pub place: RecordsPlace,
-    /// Records of the extent, with offsets relative to it.
-    pub records: Vec<IndexRecord>,
+}
+
+impl GroupEntry {
+    /// Returns the size of its records.
+    pub fn records_bytes(&self) -> u64 {
+        u64::from(self.blocks) * RECORD_BYTES as u64
+    }
+
+    /// Returns its records in the bytes of the group, or `None` if they are damaged.
+    pub fn records<'a>(&self, group: &'a [u8]) -> Option<&'a [u8]> {
+        let at = |place: u64| usize::try_from(place).ok();
+        let (start, end) = (self.place.offset, self.place.offset + self.records_bytes());
+        let records = group.get(at(start)?..at(end)?)?;
+        are_sound(records, self.length, self.place.crc).then_some(records)
+    }
+}
+
+/// A decoded head of a group. The records are not verified.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GroupHead {
+    pub header: GroupHeader,
+    pub entries: Vec<GroupEntry>,
+    /// Size of the whole group.
+    pub bytes: usize,
+}
+
+/// A decoded group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IndexGroup {
+    /// Header of the group.
+    pub header: GroupHeader,
+    /// Extents of the group, with their records. The offsets of records are relative to the extent.
+    pub entries: Vec<(GroupEntry, Vec<IndexRecord>)>,
 }
 
 /// Reason why bytes are not a group.
@@ -133,32 +157,39 @@ pub fn encode(header: &GroupHeader, extents: &[GroupExtent<'_>]) -> EncodedGroup
     let head_bytes = HEADER_BYTES + extents.len() * ENTRY_BYTES;
     let mut bytes = vec![0; head_bytes];
     bytes.reserve_exact(blocks * RECORD_BYTES);
-    let mut places = Vec::with_capacity(extents.len());
-    for (n, extent) in extents.iter().enumerate() {
+    let mut entries = Vec::with_capacity(extents.len());
+    for extent in extents {
+        let GroupExtent { partition, base, data_offset, blocks } = *extent;
         let start = bytes.len();
-        let length = encode_blocks(extent.blocks, 0, &mut bytes);
-        let crc = crc32fast::hash(&bytes[start..]);
-        places.push(RecordsPlace { offset: start as u64, crc });
-        let entry = &mut bytes[HEADER_BYTES + n * ENTRY_BYTES..][..ENTRY_BYTES];
-        entry[0..4].copy_from_slice(&extent.partition.0.to_be_bytes());
-        entry[4..8].copy_from_slice(&count(extent.blocks.len()).to_be_bytes());
-        entry[8..16].copy_from_slice(&extent.base.to_be_bytes());
-        entry[16..24].copy_from_slice(&extent.data_offset.to_be_bytes());
-        entry[24..32].copy_from_slice(&length.to_be_bytes());
-        entry[36..40].copy_from_slice(&crc.to_be_bytes());
+        let length = encode_blocks(blocks, 0, &mut bytes);
+        let place = RecordsPlace { offset: start as u64, crc: crc32fast::hash(&bytes[start..]) };
+        entries.push(GroupEntry { partition, blocks: count(blocks.len()), base, data_offset, length, place });
     }
-    let total = bytes.len() as u64;
-    bytes[0..4].copy_from_slice(&MAGIC);
-    bytes[4..6].copy_from_slice(&VERSION.to_be_bytes());
-    bytes[8..16].copy_from_slice(&total.to_be_bytes());
-    bytes[16..24].copy_from_slice(&header.sequence.to_be_bytes());
-    bytes[24..40].copy_from_slice(header.disk.as_bytes());
-    bytes[40..44].copy_from_slice(&header.file_number.to_be_bytes());
-    bytes[44..48].copy_from_slice(&count(extents.len()).to_be_bytes());
-    bytes[48..56].copy_from_slice(&header.incarnation.to_be_bytes());
-    let crc = head_crc(&bytes[..head_bytes]);
-    bytes[60..64].copy_from_slice(&crc.to_be_bytes());
-    EncodedGroup { bytes: bytes.into(), places }
+    encode_head(header, &entries, &mut bytes[..head_bytes]);
+    EncodedGroup { bytes: bytes.into(), entries }
+}
+
+/// Encodes the header and the entry table of a group into `head`, which has exactly their size.
+pub fn encode_head(header: &GroupHeader, entries: &[GroupEntry], head: &mut [u8]) {
+    for (bytes, entry) in head[HEADER_BYTES..].chunks_exact_mut(ENTRY_BYTES).zip(entries) {
+        bytes[0..4].copy_from_slice(&entry.partition.0.to_be_bytes());
+        bytes[4..8].copy_from_slice(&entry.blocks.to_be_bytes());
+        bytes[8..16].copy_from_slice(&entry.base.to_be_bytes());
+        bytes[16..24].copy_from_slice(&entry.data_offset.to_be_bytes());
+        bytes[24..32].copy_from_slice(&entry.length.to_be_bytes());
+        bytes[36..40].copy_from_slice(&entry.place.crc.to_be_bytes());
+    }
+    let total = head.len() as u64 + entries.iter().map(GroupEntry::records_bytes).sum::<u64>();
+    head[0..4].copy_from_slice(&MAGIC);
+    head[4..6].copy_from_slice(&VERSION.to_be_bytes());
+    head[8..16].copy_from_slice(&total.to_be_bytes());
+    head[16..24].copy_from_slice(&header.sequence.to_be_bytes());
+    head[24..40].copy_from_slice(header.disk.as_bytes());
+    head[40..44].copy_from_slice(&header.file_number.to_be_bytes());
+    head[44..48].copy_from_slice(&count(entries.len()).to_be_bytes());
+    head[48..56].copy_from_slice(&header.incarnation.to_be_bytes());
+    let crc = head_crc(head);
+    head[60..64].copy_from_slice(&crc.to_be_bytes());
 }
 
 /// Returns the size of the header and entry table of the group that begins `bytes`, as its
@@ -189,12 +220,29 @@ pub fn total_bytes(head: &[u8]) -> Result<u64, GroupError> {
     head[8..].first_chunk().copied().map(u64::from_be_bytes).ok_or(GroupError::Incomplete)
 }
 
-/// Decodes the group at the start of `bytes`. Returns the group and its size in bytes. Allocations
-/// are bounded by the length of `bytes`, whatever their content.
+/// Decodes the group of an index log at the start of `bytes`. Returns the group and its size in
+/// bytes. Allocations are bounded by the length of `bytes`, whatever their content.
 ///
 /// # Errors
 /// A [`GroupError`]. `Incomplete` means that further bytes could complete the group.
 pub fn decode(bytes: &[u8]) -> Result<(IndexGroup, usize), GroupError> {
+    let head = decode_head(bytes)?;
+    let whole = |entry: GroupEntry| {
+        if !entry.data_offset.is_multiple_of(BLOCK_ALIGN as u64) {
+            return Err(GroupError::Malformed("data offset"));
+        }
+        let all = entry.records(bytes).ok_or(GroupError::Malformed("records"))?;
+        Ok((entry, records(all).collect()))
+    };
+    let entries = head.entries.into_iter().map(whole).collect::<Result<_, _>>()?;
+    Ok((IndexGroup { header: head.header, entries }, head.bytes))
+}
+
+/// Decodes the head of the group at the start of `bytes`, which must have the whole group.
+///
+/// # Errors
+/// See [`decode`].
+pub fn decode_head(bytes: &[u8]) -> Result<GroupHead, GroupError> {
     let fixed = bytes.first_chunk::<HEADER_BYTES>().ok_or(GroupError::Incomplete)?;
     if fixed[0..4] != MAGIC {
         return Err(GroupError::Magic);
@@ -228,24 +276,25 @@ pub fn decode(bytes: &[u8]) -> Result<(IndexGroup, usize), GroupError> {
     if entry_count == 0 {
         return Err(GroupError::Malformed("entry count"));
     }
-    let mut at = head_bytes;
+    let mut at = head_bytes as u64;
     let mut entries = Vec::with_capacity(entry_count);
     for entry in head[HEADER_BYTES..].chunks_exact(ENTRY_BYTES) {
-        let entry = decode_entry(entry, bytes, at)?;
-        at += entry.records.len() * RECORD_BYTES;
+        let entry = decode_entry(entry, at)?;
+        at = at.checked_add(entry.records_bytes()).ok_or(GroupError::Malformed("block count"))?;
         entries.push(entry);
     }
-    if total != at as u64 {
+    if total != at {
         return Err(GroupError::Malformed("total length"));
     }
-    Ok((IndexGroup { header: GroupHeader { sequence, incarnation, disk, file_number }, entries }, at))
+    let bytes = usize::try_from(at).ok().filter(|end| *end <= bytes.len()).ok_or(GroupError::Incomplete)?;
+    Ok(GroupHead { header: GroupHeader { sequence, incarnation, disk, file_number }, entries, bytes })
 }
 
 /// Decodes one entry whose records begin at offset `at` of the whole group.
-fn decode_entry(entry: &[u8], group: &[u8], at: usize) -> Result<GroupEntry, GroupError> {
+fn decode_entry(entry: &[u8], at: u64) -> Result<GroupEntry, GroupError> {
     let mut fields = Fields(entry);
     let partition = PartitionId(i32::from_be_bytes(fields.take()));
-    let blocks = u32::from_be_bytes(fields.take()) as usize;
+    let blocks = u32::from_be_bytes(fields.take());
     let base = u64::from_be_bytes(fields.take());
     let data_offset = u64::from_be_bytes(fields.take());
     let length = u64::from_be_bytes(fields.take());
@@ -254,21 +303,14 @@ fn decode_entry(entry: &[u8], group: &[u8], at: usize) -> Result<GroupEntry, Gro
     if reserved != 0 {
         return Err(GroupError::Malformed("reserved field"));
     }
-    if !data_offset.is_multiple_of(BLOCK_ALIGN as u64) {
-        return Err(GroupError::Malformed("data offset"));
-    }
-    let end = blocks.checked_mul(RECORD_BYTES).and_then(|len| len.checked_add(at));
-    let end = end.ok_or(GroupError::Malformed("block count"))?;
-    let bytes = group.get(at..end).ok_or(GroupError::Incomplete)?;
-    if blocks == 0 || !are_sound(bytes, length, crc) {
+    if blocks == 0 {
         return Err(GroupError::Malformed("records"));
     }
     let in_range = base.checked_add(length).is_some_and(|end| i64::try_from(end).is_ok());
     if !in_range || data_offset.checked_add(length).is_none() {
         return Err(GroupError::Malformed("extent"));
     }
-    let place = RecordsPlace { offset: at as u64, crc };
-    Ok(GroupEntry { partition, base, data_offset, length, place, records: records(bytes).collect() })
+    Ok(GroupEntry { partition, blocks, base, data_offset, length, place: RecordsPlace { offset: at, crc } })
 }
 
 /// Returns the CRC of the header, except its CRC field, and of the entry table.
@@ -336,7 +378,7 @@ mod tests {
             "0000000000000003000000040000000500000000deadbeeb00000000000000060000000000000003",
         ];
         assert_eq!(hex, golden.concat());
-        assert_eq!(encoded.places[0].offset, 104);
+        assert_eq!(encoded.entries[0].place.offset, 104);
         assert_eq!(decode(&encoded.bytes).unwrap().1, 184);
     }
 
@@ -368,14 +410,14 @@ mod tests {
             let (decoded, consumed) = decode(&[&group.bytes[..], b"next"].concat()).unwrap();
             prop_assert_eq!(consumed, group.bytes.len());
             prop_assert_eq!(decoded.header, HEADER);
-            for ((entry, place), (partition, base, page, blocks)) in
-                decoded.entries.iter().zip(&group.places).zip(&extents)
+            for (((entry, records), written), (partition, base, page, blocks)) in
+                decoded.entries.iter().zip(&group.entries).zip(&extents)
             {
                 prop_assert_eq!((entry.partition.0, entry.base), (*partition, *base));
                 prop_assert_eq!(entry.data_offset, page * BLOCK_ALIGN as u64);
-                prop_assert_eq!(entry.place, *place);
+                prop_assert_eq!(entry, written);
                 prop_assert_eq!(entry.length, blocks.iter().map(|b| u64::from(b.length)).sum::<u64>());
-                let ids: Vec<_> = entry.records.iter().map(|record| record.block_id).collect();
+                let ids: Vec<_> = records.iter().map(|record| record.block_id).collect();
                 prop_assert_eq!(ids, blocks.iter().map(|b| b.block_id.0).collect::<Vec<_>>());
             }
             prop_assert_eq!(decoded.entries.len(), extents.len());
@@ -396,6 +438,18 @@ mod tests {
                 prop_assert!(decode(&bytes).is_err());
             }
         }
+    }
+
+    /// An index log refuses the group. A segment loses one extent.
+    #[test]
+    fn damaged_record_costs_the_head_one_extent() {
+        let mut group = encoded(&[(1, 0, 1, vec![block(3, 5)]), (2, 0, 2, vec![block(4, 6)])]).bytes.to_vec();
+        *group.last_mut().unwrap() ^= 1;
+        assert_eq!(decode(&group), Err(GroupError::Malformed("records")));
+        let head = decode_head(&group).unwrap();
+        let found: Vec<_> = head.entries.iter().map(|entry| entry.records(&group).is_some()).collect();
+        assert_eq!((found, head.bytes), (vec![true, false], group.len()));
+        assert_eq!(decode_head(&group[..group.len() - 1]), Err(GroupError::Incomplete));
     }
 
     #[test]
