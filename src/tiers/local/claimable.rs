@@ -18,7 +18,7 @@ use super::config::LocalConfig;
 use super::content::Content;
 use super::disk::within;
 use super::marker::MARKER;
-use crate::tiers::StoreError;
+use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::Disk;
 
 /// Remedy for an unresponsive data directory.
@@ -48,35 +48,18 @@ impl HeldBy<'_> {
     }
 }
 
-/// Reason why a directory cannot be used.
-struct Obstacle {
-    why: String,
-    /// True if the successor could not start. Other obstacles only keep it from using the
-    /// directory.
-    is_fatal: bool,
+/// Returns whether a successor could not start because of an error. Other errors only keep it from
+/// using the directory.
+fn is_fatal(error: &StoreError) -> bool {
+    matches!(error.kind, StoreErrorKind::Unhealthy | StoreErrorKind::InUse | StoreErrorKind::NotMounted)
 }
 
-impl Obstacle {
-    fn fatal(why: impl Into<String>) -> Self {
-        Self { why: why.into(), is_fatal: true }
-    }
-}
-
-impl From<io::Error> for Obstacle {
-    fn from(error: io::Error) -> Self {
-        match error.kind() {
-            io::ErrorKind::TimedOut => Self::fatal(format!("does not answer: {HUNG_REMEDY}")),
-            _ => Self { why: error.to_string(), is_fatal: false },
-        }
-    }
-}
-
-impl From<StoreError> for Obstacle {
-    fn from(error: StoreError) -> Self {
-        match error.source {
-            Some(source) => source.into(),
-            None => Self { why: error.to_string(), is_fatal: false },
-        }
+/// Describes why a directory cannot be used, without its path.
+fn describe(error: &StoreError) -> String {
+    match &error.source {
+        _ if error.kind == StoreErrorKind::Unhealthy => format!("does not answer: {HUNG_REMEDY}"),
+        Some(source) => source.to_string(),
+        None => error.to_string(),
     }
 }
 
@@ -89,17 +72,18 @@ pub async fn obstacles(config: &LocalConfig, held: Option<HeldBy<'_>>) -> Vec<St
 }
 
 /// Checks whether an empty or missing directory could be claimed.
-async fn try_new(disk: &Arc<dyn Disk>, config: &LocalConfig) -> Result<(), Obstacle> {
+async fn try_new(disk: &Arc<dyn Disk>, config: &LocalConfig) -> Result<(), StoreError> {
     let deadline = config.name_timeout;
     claim::require_own_disk(disk.as_ref(), config).await?;
     let mut root = disk.root().to_path_buf();
     loop {
         let at = LocalConfig { paths: vec![root.clone()], ..config.clone() }.real_disks();
         let Some(disk) = at.first() else { return Ok(()) };
+        let failed = |error| StoreError::io(disk.root(), error);
         match within(deadline, disk.list(Path::new(""))).await {
             Err(error) if error.kind() == io::ErrorKind::NotFound && root.pop() => {}
-            Err(error) => return Err(Obstacle::from(error)),
-            Ok(_) => return try_writing(disk.as_ref(), deadline).await.map_err(Obstacle::from),
+            Err(error) => return Err(failed(error)),
+            Ok(_) => return try_writing(disk.as_ref(), deadline).await.map_err(failed),
         }
     }
 }
@@ -132,9 +116,9 @@ async fn obstacles_on(
             Ok(Content::Nothing) if is_start => try_new(disk, config).await,
             content => try_out(disk.as_ref(), content, held, deadline).await,
         };
-        let obstacle = tried.err()?;
-        let counts = obstacle.is_fatal || !held.is_unhealthy(disk.root());
-        counts.then(|| format!("{}: {what}{}", disk.root().display(), obstacle.why))
+        let error = tried.err()?;
+        let counts = is_fatal(&error) || !held.is_unhealthy(disk.root());
+        counts.then(|| format!("{}: {what}{}", disk.root().display(), describe(&error)))
     });
     let found = join_all(tries.collect::<Vec<_>>()).await;
     let all = found.into_iter().flatten().chain(refused);
@@ -159,26 +143,33 @@ async fn try_out(
     content: Result<Content, StoreError>,
     held: HeldBy<'_>,
     deadline: Duration,
-) -> Result<(), Obstacle> {
+) -> Result<(), StoreError> {
+    let failed = |error| StoreError::io(disk.root(), error);
     let (is_claimed, is_unhealthy) = (held.is_claimed(disk.root()), held.is_unhealthy(disk.root()));
     if is_claimed && is_gone(&content) {
         // The successor would claim another directory, or start without this one. Its metadata
         // would be missing, also after its return.
         let why = format!("not the directory of the running worker (no {MARKER}); {DETACHED_REMEDY}");
-        return Err(Obstacle::fatal(why));
+        return Err(StoreError::remote(StoreErrorKind::NotMounted, disk.root(), why));
     }
     match content? {
         Content::Foreign | Content::Outdated | Content::OtherFormat | Content::Unclaimed(_) => return Ok(()),
         // The disk may not be mounted, or an empty one may have replaced it.
         Content::Nothing if is_unhealthy => return Ok(()),
-        Content::Nothing => within(deadline, disk.create_dir_all(Path::new(""))).await?,
-        Content::Ours(_) if !is_claimed => require_unlocked(disk, deadline).await?,
+        Content::Nothing => within(deadline, disk.create_dir_all(Path::new(""))).await.map_err(failed)?,
+        Content::Ours(_) if !is_claimed => match within(deadline, disk.lock(Path::new(MARKER))).await {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                let why = format!("in use by another process: {error}");
+                return Err(StoreError::remote(StoreErrorKind::InUse, disk.root(), why));
+            }
+            locked => drop(locked.map_err(failed)?),
+        },
         Content::Ours(_) => {}
     }
     match try_writing(disk, deadline).await {
         // A read-only directory is served without changing it.
         Err(error) if is_claimed && error.kind() == io::ErrorKind::ReadOnlyFilesystem => Ok(()),
-        tried => Ok(tried?),
+        tried => tried.map_err(failed),
     }
 }
 
@@ -189,16 +180,6 @@ fn is_gone(content: &Result<Content, StoreError>) -> bool {
         Err(error) => {
             error.source.as_ref().is_some_and(|source| source.kind() == io::ErrorKind::NotADirectory)
         }
-    }
-}
-
-async fn require_unlocked(disk: &dyn Disk, deadline: Duration) -> Result<(), Obstacle> {
-    match within(deadline, disk.lock(Path::new(MARKER))).await {
-        Ok(_) => Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-            Err(Obstacle::fatal(format!("in use by another process: {error}")))
-        }
-        Err(error) => Err(error.into()),
     }
 }
 
