@@ -129,6 +129,21 @@ async fn cut_response_resumes_at_its_end() {
 }
 
 #[tokio::test]
+async fn absurd_declared_length_is_refused() {
+    let server = S3Server::start().await;
+    let opened = open(&impatient(&server));
+    with_object(&opened).await;
+    for bytes in [(1 << 30) + 1, 1 << 62, u64::MAX - 2] {
+        server.faults.plan(On::Get, 1, &Fault::Declare(bytes));
+        let path = Path::from("object");
+        let read = async { opened.store.get(&path).await?.bytes().await };
+        let error = soon(read).await.unwrap_err();
+        assert_eq!(Failure::of(&error), Failure::Damaged, "{bytes} {error}");
+    }
+    opened.end().await;
+}
+
+#[tokio::test]
 async fn endless_error_body_is_not_read_completely() {
     let server = S3Server::start().await;
     let config = ObjectConfig { request_timeout: Duration::from_secs(60), ..impatient(&server) };

@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONTENT_LENGTH, CONTENT_RANGE};
+use http::header::{CONTENT_LENGTH, CONTENT_RANGE, ETAG, LAST_MODIFIED};
 use http::{HeaderValue, Method, Request, Response, StatusCode, Uri};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt as _, Full};
@@ -91,6 +91,8 @@ pub enum Fault {
     Text(String),
     /// Responds with an endless text and status 200.
     Endless,
+    /// Responds like [`Fault::Endless`], and declares this length.
+    Declare(u64),
     /// Delays the response.
     Slow(Duration),
 }
@@ -147,6 +149,13 @@ impl Faults {
             }
             Fault::RefuseEndlessly(status) => Ok(endless(status)),
             Fault::Endless => Ok(endless(200)),
+            Fault::Declare(bytes) => {
+                let mut answer = endless(200);
+                answer.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from(bytes));
+                answer.headers_mut().insert(LAST_MODIFIED, HeaderValue::from_static(ANY_DATE));
+                answer.headers_mut().insert(ETAG, HeaderValue::from_static("\"any\""));
+                Ok(answer)
+            }
             Fault::Text(text) => Ok(Response::new(full(Bytes::from(text)))),
             Fault::Hang => std::future::pending().await,
             Fault::Close => Err(io::Error::other("closed by the fault layer")),
@@ -262,6 +271,8 @@ impl Body for Broken {
         self.body.size_hint()
     }
 }
+
+const ANY_DATE: &str = "Sat, 28 Nov 2026 00:00:00 GMT";
 
 /// An endless text.
 struct Endless;

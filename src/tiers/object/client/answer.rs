@@ -17,6 +17,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::metrics::{Metrics, Reason};
 use super::pool::{Connection, Pool};
+use super::service::too_long;
 use crate::clock::{Instant, Sleep, sleep_until};
 
 /// A request in progress, from its first byte to the end of its response. It ends on drop.
@@ -109,9 +110,7 @@ impl Answer {
             return Poll::Ready(Some(Ok(Frame::data(data))));
         }
         if !self.bounds.is_cut {
-            let long = format!("the response has more than {} bytes", self.bounds.bytes_max);
-            let error = HttpError::new(HttpErrorKind::Decode, std::io::Error::other(long));
-            return self.fail(Reason::Damaged, error);
+            return self.fail(Reason::Damaged, too_long(self.bounds.bytes_max));
         }
         let room = usize::try_from(self.bounds.bytes_max.saturating_sub(before)).unwrap_or(data.len());
         self.end(false);

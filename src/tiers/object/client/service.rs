@@ -14,7 +14,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::header::HOST;
+use http::header::{HOST, RANGE};
 use http::{HeaderValue, Uri};
 use hyper::body::{Body as _, Incoming};
 use object_store::ClientOptions;
@@ -37,6 +37,8 @@ const ERROR_BYTES_MAX: u64 = 64 << 10;
 /// Limit for responses other than objects. A list of 1,000 keys of 1,024 bytes is smaller, even if
 /// every byte is escaped.
 const TEXT_BYTES_MAX: u64 = 16 << 20;
+/// Limit for objects that are read whole: claims, saved settings and parts of the metadata log.
+const WHOLE_BYTES_MAX: u64 = 1 << 30;
 /// Number of failed attempts remembered to recognize retries.
 const FAILED_MAX: usize = 1024;
 /// Slowest acceptable rate of a body.
@@ -111,6 +113,7 @@ impl Service {
 /// Properties of a request that its response is handled by.
 struct Asked {
     operation: Operation,
+    has_range: bool,
     deadline: Instant,
     fingerprint: u64,
 }
@@ -134,7 +137,8 @@ impl Shared {
         let under_way = Request { metrics: Arc::clone(&self.metrics), label, begun, _permit: permit };
 
         let deadline = begun + self.patience.request + moving(body_bytes);
-        let asked = Asked { operation, deadline, fingerprint };
+        let has_range = request.headers().contains_key(RANGE);
+        let asked = Asked { operation, has_range, deadline, fingerprint };
         let answered = match timeout_at(deadline, self.exchange(request)).await {
             Ok(answered) => answered,
             Err(_) => Err((Reason::Timeout, late())),
@@ -143,7 +147,7 @@ impl Shared {
             self.failed(reason, &asked);
             error
         })?;
-        Ok(self.answer(&asked, answer, connection, under_way))
+        self.answer(&asked, answer, connection, under_way)
     }
 
     /// Sends a request. Returns the head of the response and the connection that delivers its body.
@@ -186,7 +190,7 @@ impl Shared {
         answer: http::Response<Incoming>,
         connection: Connection,
         under_way: Request,
-    ) -> HttpResponse {
+    ) -> Result<HttpResponse, HttpError> {
         let (head, body) = answer.into_parts();
         if let Some(reason) = Reason::of(head.status) {
             self.failed(reason, asked);
@@ -195,13 +199,20 @@ impl Shared {
         let bytes_max = match asked.operation {
             _ if is_cut => ERROR_BYTES_MAX,
             // hyper compares the body with its length, `object_store` the range with the request.
-            Operation::Get => u64::MAX,
+            Operation::Get if asked.has_range => u64::MAX,
+            Operation::Get => WHOLE_BYTES_MAX,
             _ => TEXT_BYTES_MAX,
         };
-        let deadline = asked.deadline + moving(body.size_hint().lower().min(bytes_max));
+        let declared_bytes = body.size_hint().lower();
+        if declared_bytes > bytes_max && !is_cut {
+            // `object_store` reserves memory for the declared length.
+            self.failed(Reason::Damaged, asked);
+            return Err(too_long(bytes_max));
+        }
+        let deadline = asked.deadline + moving(declared_bytes.min(bytes_max));
         let bounds = Bounds { bytes_max, is_cut, deadline, stall_timeout: self.patience.stall };
         let body = Answer::new(body, bounds, connection, Arc::clone(&self.pool), under_way);
-        HttpResponse::from_parts(head, HttpResponseBody::new(body))
+        Ok(HttpResponse::from_parts(head, HttpResponseBody::new(body)))
     }
 
     fn failed(&self, reason: Reason, asked: &Asked) {
@@ -242,6 +253,12 @@ fn relative(mut request: HttpRequest) -> Result<HttpRequest, HttpError> {
     request.headers_mut().insert(HOST, host);
     *request.uri_mut() = path;
     Ok(request)
+}
+
+/// Creates the error of a response with more than `bytes_max` bytes.
+pub(super) fn too_long(bytes_max: u64) -> HttpError {
+    let text = format!("the response has more than {bytes_max} bytes");
+    HttpError::new(HttpErrorKind::Decode, std::io::Error::other(text))
 }
 
 fn late() -> HttpError {
