@@ -207,8 +207,12 @@ impl History {
             // Ends with the runtime of this process.
             Tasks::new().spawn("clock", clock::run());
         }
+        // Stores in memory respond at once, so a start may wait for nothing. Nevertheless the clock
+        // ticks before it, and the worker's tasks begin before the first step.
+        tokio::task::yield_now().await;
         let is_last = self.steps_left == 0;
         self.start(is_last).await;
+        tokio::task::yield_now().await;
         if is_last {
             self.finish().await;
             return false;
