@@ -52,13 +52,12 @@ impl<S: CheckpointSink> Checkpoint<S> {
     pub(super) async fn copy(
         &mut self,
         mut filter: CheckpointFilter,
-        mut reader: SourceReader<'_>,
+        reader: &mut SourceReader<'_>,
     ) -> Result<(), S::Error> {
-        for mark in filter.take_marks() {
+        for mark in std::mem::take(&mut filter.marks) {
             self.put(&mark).await?;
         }
         while let Some(entry) = reader.next().await.map_err(LogError::from)? {
-            tokio::task::coop::consume_budget().await;
             if let Some(entry) = filter.keep(entry) {
                 self.put(&entry).await?;
             }

@@ -208,17 +208,13 @@ pub(super) enum Order {
 #[derive(Debug)]
 pub(super) struct CheckpointFilter {
     /// Marks of living shuffles, with which the checkpoint begins.
-    marks: Vec<Entry>,
+    pub(super) marks: Vec<Entry>,
     purged: Treemap,
     order: Order,
     replacements: Replacements,
 }
 
 impl CheckpointFilter {
-    pub(super) fn take_marks(&mut self) -> Vec<Entry> {
-        std::mem::take(&mut self.marks)
-    }
-
     /// Returns the entry as the checkpoint has it, or `None` if it is left out. Called for each
     /// entry in order.
     pub(super) fn keep(&mut self, entry: Entry) -> Option<Entry> {

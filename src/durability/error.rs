@@ -39,3 +39,9 @@ impl From<io::Error> for LogError {
         Self::new(METADATA, &error)
     }
 }
+
+impl From<LogError> for io::Error {
+    fn from(error: LogError) -> Self {
+        Self::new(error.kind, error)
+    }
+}

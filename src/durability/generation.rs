@@ -213,7 +213,7 @@ impl Writer {
         let sink = CopySink { writer: self, copies: &copies, spare, end: 0 };
         let mut checkpoint = Checkpoint::new(generation, contents, sink);
         checkpoint.put(&Entry::Epoch(Box::new(epoch.clone()))).await?;
-        checkpoint.copy(filter, source.read(&directories, deadline)).await?;
+        checkpoint.copy(filter, &mut source.read(&directories, deadline)).await?;
         checkpoint.flush().await?;
         let Checkpoint { encoder, contents, sink: CopySink { end, spare, .. }, .. } = checkpoint;
         let writer = &*self;

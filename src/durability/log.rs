@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
+use croaring::Treemap;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -16,7 +17,7 @@ use super::error::LogError;
 use super::frame::{Entry, Gap, Incarnation};
 use super::generation::COPIES;
 use super::hand_off::HandOff;
-use super::read::{Directory, Snapshot, Survey};
+use super::read::{Directory, Snapshot, SourceReader, Survey};
 use super::ship::{CheckpointSource, Shipper};
 use super::shipped::ShippedLog;
 use super::take_over::Found;
@@ -219,7 +220,7 @@ impl MetadataLog {
     /// Returns a reader of the records of living shuffles, which can be read once.
     #[must_use]
     pub fn said(&self) -> Said {
-        Said { log: Some(self.clone()), told: None }
+        Said(Records::Log(self.clone()))
     }
 
     async fn ask(&self, entry: Entry) -> Result<u64, LogError> {
@@ -234,17 +235,27 @@ impl MetadataLog {
 /// different content are read one after the other. Nothing is written meanwhile, and only a few
 /// records are held at a time.
 #[derive(Debug, Default)]
-pub struct Said {
+pub struct Said(Records);
+
+/// Source of recovered records.
+#[derive(Debug, Default)]
+enum Records {
+    #[default]
+    None,
     /// The log, until the first record is requested.
-    log: Option<MetadataLog>,
-    told: Option<mpsc::Receiver<Told>>,
+    Log(MetadataLog),
+    /// Records that the writer of the log sends.
+    Told(mpsc::Receiver<Told>),
+    /// The log in an object store. Its objects are not deleted meanwhile.
+    Stored { reader: Box<SourceReader<'static>>, living: Treemap, _log: Arc<ShippedLog> },
 }
 
 impl Said {
-    /// Creates a reader of records from another source, one by one, with `None` at the end.
+    /// Returns a reader of the records of `living` incarnations in an object store.
     #[must_use]
-    pub fn of(told: mpsc::Receiver<Result<Option<(ShuffleKey, Bytes)>, LogError>>) -> Self {
-        Self { log: None, told: Some(told) }
+    pub fn stored(log: Arc<ShippedLog>, living: Treemap) -> Self {
+        let reader = Box::new(log.source.read_stored());
+        Self(Records::Stored { reader, living, _log: log })
     }
 
     /// Returns the next record, or `None` at the end.
@@ -252,16 +263,29 @@ impl Said {
     /// # Errors
     /// The log cannot be read to its end.
     pub async fn next(&mut self) -> Result<Option<(ShuffleKey, Bytes)>, LogError> {
-        if let Some(log) = self.log.take() {
+        if let Records::Log(log) = &self.0 {
             let (to, told) = mpsc::channel(TOLD_MAX);
-            self.told = Some(told);
             // Without a writer nothing is received, which is reported as an error.
             let _ = log.requests.send(Request::Tell(to)).await;
+            self.0 = Records::Told(told);
         }
-        let Some(told) = &mut self.told else { return Ok(None) };
-        let next = told.recv().await.unwrap_or_else(|| Err(LogError::told("the worker ends")));
+        let next = match &mut self.0 {
+            Records::None | Records::Log(_) => Ok(None),
+            Records::Told(told) => {
+                told.recv().await.unwrap_or_else(|| Err(LogError::told("the worker ends")))
+            }
+            Records::Stored { reader, living, .. } => loop {
+                match reader.next().await {
+                    Ok(Some(Entry::Said(shuffle, record))) if living.contains(shuffle.number) => {
+                        break Ok(Some((shuffle.key, record)));
+                    }
+                    Ok(Some(_)) => {}
+                    ended => break ended.map(|_| None).map_err(LogError::from),
+                }
+            },
+        };
         if !matches!(next, Ok(Some(_))) {
-            self.told = None;
+            self.0 = Records::None;
         }
         next
     }

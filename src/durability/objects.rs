@@ -11,7 +11,7 @@ use bytes::Bytes;
 use futures::future::BoxFuture;
 
 use super::error::LogError;
-use super::frame::{self, Frame};
+use super::frame;
 
 /// Copies of each object.
 pub const OBJECT_COPIES: usize = 2;
@@ -30,6 +30,17 @@ pub struct LogObject {
     pub frames: u32,
 }
 
+/// A copy of an object in a list of the store.
+#[derive(Debug, Clone, Copy)]
+pub struct ListedObject {
+    /// The object.
+    pub object: LogObject,
+    /// Number of the copy.
+    pub copy: usize,
+    /// Size in bytes.
+    pub bytes: u64,
+}
+
 /// Objects of a worker's log in a store.
 pub trait LogObjects: fmt::Debug + Send + Sync {
     /// Stores an object in all copies. When this returns `Ok`, no other process has taken over the
@@ -39,11 +50,11 @@ pub trait LogObjects: fmt::Debug + Send + Sync {
     /// Returns a copy of an object, or `None` if it does not exist.
     fn get(&self, object: LogObject, copy: usize) -> BoxFuture<'_, Result<Option<Bytes>, LogError>>;
 
-    /// Returns all objects with the number of the copy.
-    fn list(&self) -> BoxFuture<'_, Result<Vec<(LogObject, usize)>, LogError>>;
+    /// Returns all copies of all objects.
+    fn list(&self) -> BoxFuture<'_, Result<Vec<ListedObject>, LogError>>;
 
     /// Deletes copies of objects. One that does not exist is no error.
-    fn delete(&self, objects: Vec<(LogObject, usize)>) -> BoxFuture<'_, Result<(), LogError>>;
+    fn delete(&self, objects: Vec<ListedObject>) -> BoxFuture<'_, Result<(), LogError>>;
 }
 
 impl LogObject {
@@ -67,32 +78,26 @@ impl LogObject {
         (object.name(copy) == name).then_some((object, copy))
     }
 
-    /// Returns whether both belong to the same generation of the same process.
-    pub(super) fn is_beside(&self, other: &Self) -> bool {
-        (self.generation, self.process) == (other.generation, other.process)
-    }
-
-    /// Decodes the frames of the object, and returns each with its size in bytes.
+    /// Checks that `bytes` are exactly the frames announced by the name.
     ///
     /// # Errors
-    /// A description if the bytes are not exactly the frames announced by the name.
-    pub(super) fn decode(&self, bytes: &Bytes) -> Result<Vec<(Frame, u64)>, String> {
-        let (mut frames, mut rest, mut previous) = (Vec::new(), &bytes[..], None);
+    /// A description of the difference.
+    pub(super) fn check(&self, bytes: &[u8]) -> Result<(), String> {
+        let (mut frames, mut rest, mut previous) = (0, bytes, None);
         while !rest.is_empty() {
             let total = frame::total_bytes(rest).map_err(|error| error.to_string())?;
             let frame = frame::decode(rest).map_err(|error| error.to_string())?;
-            let sequence = self.first + frames.len() as u64;
             let follows = previous.is_none_or(|crc| crc == frame.previous);
-            if frame.generation != self.generation || frame.sequence != sequence || !follows {
+            if frame.generation != self.generation || frame.sequence != self.first + frames || !follows {
                 return Err("a record belongs to another object".to_owned());
             }
             previous = Some(frame.crc);
-            frames.push((frame, total as u64));
+            frames += 1;
             rest = &rest[total..];
         }
-        match frames.len() == self.frames as usize {
-            true => Ok(frames),
-            false => Err(format!("it has {} records instead of {}", frames.len(), self.frames)),
+        match frames == u64::from(self.frames) {
+            true => Ok(()),
+            false => Err(format!("it has {frames} records instead of {}", self.frames)),
         }
     }
 }
@@ -132,9 +137,9 @@ mod tests {
         assert!(encoder.encode(&Entry::Begun, 0, &mut out));
         let object = LogObject { generation: 9, process: 1, first: 4, frames: 2 };
         let bytes = out.freeze();
-        assert_eq!(object.decode(&bytes).unwrap().len(), 2);
-        assert!(object.decode(&bytes.slice(..one)).is_err());
-        assert!(LogObject { first: 5, ..object }.decode(&bytes).is_err());
-        assert!(LogObject { generation: 8, ..object }.decode(&bytes).is_err());
+        assert_eq!(object.check(&bytes), Ok(()));
+        assert!(object.check(&bytes.slice(..one)).is_err());
+        assert!(LogObject { first: 5, ..object }.check(&bytes).is_err());
+        assert!(LogObject { generation: 8, ..object }.check(&bytes).is_err());
     }
 }

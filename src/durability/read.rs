@@ -20,7 +20,6 @@ use super::frame::{self, Entry, Epoch, Frame, Gap, Incarnation};
 use super::hand_off::HandOff;
 use super::proof::{CopySeen, Judgement, Present, Torn, judge};
 use super::resumable::{Resumable, resumable_copies};
-use super::shipped::{ShippedLog, ShippedReader};
 use super::window::{FileWindow, within};
 use uniffle_io::{Disk, File};
 
@@ -40,6 +39,9 @@ const LOG: &str = "log";
 pub(super) const MARK: &str = "acknowledged";
 /// Number of bytes read at a time.
 const WINDOW_BYTES: u64 = 1 << 20;
+/// Like [`WINDOW_BYTES`], for the object store: its requests have deadlines of their own, and a
+/// window is several concurrent ones.
+const STORE_WINDOW_BYTES: u64 = 16 << 20;
 
 /// Health of a data directory for the log.
 pub trait Health: fmt::Debug + Send + Sync {
@@ -164,7 +166,7 @@ impl Survey {
         let part = |(directory, copy): &(usize, usize)| {
             let seen = &self.present[*directory].copies[*copy];
             Part {
-                directory: *directory,
+                directory: Some(*directory),
                 path: self.files[*directory][*copy].clone(),
                 generation: seen.generation,
                 epoch: seen.epoch,
@@ -314,6 +316,7 @@ async fn survey_copy(
 }
 
 /// Reads one copy from its beginning.
+#[derive(Debug)]
 struct CopyReader {
     window: FileWindow,
     generation: u64,
@@ -328,13 +331,13 @@ struct CopyReader {
 
 impl CopyReader {
     async fn open(io: &dyn Disk, path: &Path, generation: u64, deadline: Duration) -> io::Result<Self> {
-        Self::of(within(deadline, io.open_read(path)).await?, generation, deadline).await
+        Self::of(within(deadline, io.open_read(path)).await?, generation, WINDOW_BYTES, deadline).await
     }
 
-    async fn of(file: Arc<dyn File>, generation: u64, deadline: Duration) -> io::Result<Self> {
+    async fn of(file: Arc<dyn File>, generation: u64, step: u64, deadline: Duration) -> io::Result<Self> {
         let size = within(deadline, file.size()).await?;
         Ok(Self {
-            window: FileWindow::new(file, size, WINDOW_BYTES, deadline),
+            window: FileWindow::new(file, size, step, deadline),
             generation,
             previous: 0,
             fitting: 0,
@@ -347,30 +350,34 @@ impl CopyReader {
     /// Returns the next frame whose own checksum matches, regardless of the frames before it.
     /// Returns `None` at the end.
     async fn next(&mut self) -> Option<Frame> {
-        loop {
-            if self.window.is_at_end() {
-                return None;
+        // Thousands of records are in memory between two reads.
+        tokio::task::coop::consume_budget().await;
+        match self.try_next().await {
+            Ok(next) => next,
+            Err(error) => {
+                self.tear(&error.to_string());
+                self.failed = Some(error.kind());
+                None
             }
-            match self.try_frame().await {
-                Ok(Ok((frame, bytes))) => {
+        }
+    }
+
+    async fn try_next(&mut self) -> io::Result<Option<Frame>> {
+        while !self.window.is_at_end() {
+            match self.try_frame().await? {
+                Ok((frame, bytes)) => {
                     self.window.at += bytes as u64;
                     self.accept(&frame, bytes as u64);
-                    return Some(frame);
+                    return Ok(Some(frame));
                 }
-                Ok(Err(why)) => {
+                Err(why) => {
                     self.tear(&why);
                     self.window.at += 1;
-                    if !self.window.find(frame::MAGIC).await.unwrap_or(false) {
-                        return None;
-                    }
-                }
-                Err(error) => {
-                    self.tear(&error.to_string());
-                    self.failed = Some(error.kind());
-                    return None;
+                    self.window.find(frame::MAGIC).await?;
                 }
             }
         }
+        Ok(None)
     }
 
     /// Advances past a frame of `bytes` bytes.
@@ -416,15 +423,16 @@ impl CopyReader {
 /// A copy to be read.
 #[derive(Debug, Clone)]
 pub(super) struct Part {
-    /// Index of the directory.
-    pub(super) directory: usize,
+    /// Index of the directory, or `None` in the object store.
+    pub(super) directory: Option<usize>,
     pub(super) path: PathBuf,
     pub(super) generation: u64,
     /// Id of the epoch, or `None` if the beginning of the copy is damaged.
     pub(super) epoch: Option<u64>,
     /// Number of frames to read from the beginning, or [`u64::MAX`] for all that can be read.
     pub(super) frames: u64,
-    /// The open file, if this process writes it. It can be read even after its name is removed.
+    /// The open file, if this process writes it or it is in the object store. It can be read even
+    /// after its name is removed.
     pub(super) file: Option<Arc<dyn File>>,
 }
 
@@ -440,9 +448,9 @@ pub(super) struct Snapshot {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Source {
     pub(super) parts: Vec<Part>,
-    /// The log in the object store, if it is needed, with the shuffles whose records are taken from
-    /// it instead of the parts.
-    pub(super) shipped: Option<(Arc<ShippedLog>, Treemap)>,
+    /// The shuffles whose records are taken from the object store instead of the disks, if there
+    /// are parts of both.
+    pub(super) shipped: Option<Treemap>,
 }
 
 impl Source {
@@ -455,19 +463,23 @@ impl Source {
         }
     }
 
-    /// Returns a reader of all entries except epochs, each once, in the order of the copy.
+    /// Returns a reader of all entries, each once, in the order of the copy.
     pub(super) fn read<'a>(&self, directories: &'a [Directory], deadline: Duration) -> SourceReader<'a> {
-        let parts = self.parts.clone().into_iter();
-        let shipped = self.shipped.as_ref().map(|(log, from_it)| (log.reader(), from_it.clone()));
         SourceReader {
             directories,
             deadline,
-            parts,
+            parts: self.parts.clone().into_iter(),
             open: None,
             seen: HashMap::new(),
-            shipped,
+            shipped: self.shipped.clone(),
             entry_bytes: 0,
+            damage: None,
         }
+    }
+
+    /// Returns a reader of a source in the object store.
+    pub(super) fn read_stored(&self) -> SourceReader<'static> {
+        self.read(&[], Duration::MAX)
     }
 }
 
@@ -476,7 +488,7 @@ impl Source {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Written {
     Known { epoch: u64, generation: u64 },
-    Unknown { directory: usize, path: PathBuf },
+    Unknown { directory: Option<usize>, path: PathBuf },
 }
 
 impl Written {
@@ -489,6 +501,7 @@ impl Written {
 }
 
 /// Reader of the entries of a source, see [`Source::read`].
+#[derive(Debug)]
 pub(super) struct SourceReader<'a> {
     directories: &'a [Directory],
     deadline: Duration,
@@ -496,9 +509,11 @@ pub(super) struct SourceReader<'a> {
     open: Option<(Part, CopyReader)>,
     /// Sequences seen by generation, because its copies have the same entries.
     seen: HashMap<Written, Treemap>,
-    shipped: Option<(ShippedReader, Treemap)>,
+    shipped: Option<Treemap>,
     /// Size of the last entry.
     entry_bytes: u64,
+    /// Reason why entries are missing in the object store.
+    pub(super) damage: Option<String>,
 }
 
 impl SourceReader<'_> {
@@ -510,44 +525,13 @@ impl SourceReader<'_> {
     /// Returns the next entry.
     ///
     /// # Errors
-    /// A copy cannot be read. `InvalidData`: it has fewer frames than required.
+    /// A copy cannot be read, or the object store does not answer. `InvalidData`: a copy has fewer
+    /// frames than required.
     pub(super) async fn next(&mut self) -> io::Result<Option<Entry>> {
-        while let Some(entry) = self.next_of_parts().await? {
-            if !matches!(&entry, Entry::Said(shuffle, _) if self.is_shipped(shuffle)) {
-                return Ok(Some(entry));
-            }
-        }
-        loop {
-            let Some((reader, _)) = &mut self.shipped else { return Ok(None) };
-            let next = reader.next().await.map_err(|error| io::Error::new(error.kind, error.to_string()))?;
-            let Some((entry, bytes)) = next else { return Ok(None) };
-            self.entry_bytes = bytes;
-            match &entry {
-                Entry::Epoch(_) | Entry::Begun => {}
-                Entry::Said(shuffle, _) if !self.is_shipped(shuffle) => {}
-                Entry::Said(..) | Entry::Purged(_) | Entry::Incomplete(..) | Entry::Moved(_) => {
-                    return Ok(Some(entry));
-                }
-            }
-        }
-    }
-
-    fn is_shipped(&self, shuffle: &Incarnation) -> bool {
-        self.shipped.as_ref().is_some_and(|(_, from_it)| from_it.contains(shuffle.number))
-    }
-
-    async fn next_of_parts(&mut self) -> io::Result<Option<Entry>> {
         loop {
             let Some((part, reader)) = &mut self.open else {
                 let Some(part) = self.parts.next() else { return Ok(None) };
-                let directory = &self.directories[part.directory];
-                let opened = match &part.file {
-                    Some(file) => CopyReader::of(Arc::clone(file), part.generation, self.deadline).await,
-                    None => {
-                        CopyReader::open(&*directory.io, &part.path, part.generation, self.deadline).await
-                    }
-                };
-                match opened {
+                match self.open(&part).await {
                     Ok(reader) => self.open = Some((part, reader)),
                     Err(error) if part.frames != u64::MAX => return Err(error),
                     Err(_) => {}
@@ -558,21 +542,55 @@ impl SourceReader<'_> {
             let before = reader.window.at;
             let frame = if is_over { None } else { reader.next().await };
             self.entry_bytes = reader.window.at - before;
-            let Some(frame) = frame else {
-                if part.frames != u64::MAX && reader.fitting < part.frames {
-                    let why = reader.torn.as_ref().map_or("file is too short", |torn| torn.why.as_str());
-                    let kind = reader.failed.unwrap_or(io::ErrorKind::InvalidData);
-                    let path = self.directories[part.directory].io.root().join(&part.path);
-                    return Err(io::Error::new(kind, format!("{}: {why}", path.display())));
-                }
+            let Some(Frame { sequence, entry, .. }) = frame else {
+                let ended = Self::ended(self.directories, part, reader);
+                self.damage = self.damage.take().or(ended?);
                 self.open = None;
                 continue;
             };
-            let is_new = self.seen.entry(Written::of(part)).or_default().add_checked(frame.sequence);
-            if is_new && !matches!(frame.entry, Entry::Epoch(_)) {
-                return Ok(Some(frame.entry));
+            let is_elsewhere = |shuffle: &Incarnation| {
+                let shipped = self.shipped.as_ref().map(|all| all.contains(shuffle.number));
+                shipped.is_some_and(|is_shipped| is_shipped != part.directory.is_none())
+            };
+            let is_new = self.seen.entry(Written::of(part)).or_default().add_checked(sequence);
+            if is_new && !matches!(&entry, Entry::Said(shuffle, _) if is_elsewhere(shuffle)) {
+                return Ok(Some(entry));
             }
         }
+    }
+
+    async fn open(&self, part: &Part) -> io::Result<CopyReader> {
+        match (&part.file, part.directory.map(|at| &*self.directories[at].io)) {
+            (Some(file), None) => {
+                CopyReader::of(Arc::clone(file), part.generation, STORE_WINDOW_BYTES, Duration::MAX).await
+            }
+            (Some(file), Some(_)) => {
+                CopyReader::of(Arc::clone(file), part.generation, WINDOW_BYTES, self.deadline).await
+            }
+            (None, Some(io)) => CopyReader::open(io, &part.path, part.generation, self.deadline).await,
+            (None, None) => Err(io::ErrorKind::NotFound.into()),
+        }
+    }
+
+    /// Returns why a part that ends in the object store lacks entries.
+    ///
+    /// # Errors
+    /// The end of the part was not reached.
+    fn ended(directories: &[Directory], part: &Part, reader: &CopyReader) -> io::Result<Option<String>> {
+        let path = match part.directory {
+            Some(at) => directories[at].io.root().join(&part.path),
+            None => Path::new("metadata log in the object store").join(&part.path),
+        };
+        let why = reader.torn.as_ref().map_or("file is too short", |torn| torn.why.as_str());
+        let is_short = part.frames != u64::MAX && reader.fitting < part.frames;
+        if is_short || (part.directory.is_none() && reader.failed.is_some()) {
+            let kind = reader.failed.unwrap_or(io::ErrorKind::InvalidData);
+            return Err(io::Error::new(kind, format!("{}: {why}", path.display())));
+        }
+        let torn = reader.torn.as_ref().filter(|_| part.directory.is_none());
+        Ok(torn.map(|_| {
+            format!("records of the {} are missing from number {} on: {why}", path.display(), reader.fitting)
+        }))
     }
 }
 

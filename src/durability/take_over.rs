@@ -162,9 +162,9 @@ impl Writer {
         let Some(log) = self.shipped.clone() else { return Ok(()) };
         let here: HashSet<u64> = self.contents.living().iter().map(|shuffle| shuffle.number).collect();
         let is_whole = log.gap().is_none();
-        let mut reader = log.reader();
-        while let Some((entry, bytes)) = reader.next().await? {
-            self.contents.took(&entry, bytes);
+        let mut reader = log.source.read_stored();
+        while let Some(entry) = reader.next().await? {
+            self.contents.took(&entry, reader.entry_bytes());
         }
         let moved = |shuffle: &Incarnation| log.contents.moved.contains_key(&shuffle.number);
         let mut all = self.contents.living();
@@ -182,7 +182,8 @@ impl Writer {
         self.has_strangers = all.iter().any(is_strange);
         let counts = |shuffle: &&Incarnation| is_strange(shuffle) || (is_whole && moved(shuffle));
         let from_it: Treemap = all.iter().filter(counts).map(|shuffle| shuffle.number).collect();
-        self.source.shipped = Some((log, from_it));
+        self.source.parts.extend(log.source.parts.clone());
+        self.source.shipped = Some(from_it);
         Ok(())
     }
 

@@ -407,7 +407,7 @@ impl Writer {
     pub(super) fn read_from_copies(&mut self) {
         let (epoch, frames) = (self.epoch.id, self.encoder.count());
         let source = |copy: &Copy| {
-            let (directory, path, generation) = (copy.directory, copy.path.clone(), copy.generation);
+            let (directory, path, generation) = (Some(copy.directory), copy.path.clone(), copy.generation);
             let (epoch, file) = (Some(epoch), Some(Arc::clone(&copy.file)));
             let parts = vec![Part { directory, path, generation, epoch, frames, file }];
             Source { parts, shipped: None }

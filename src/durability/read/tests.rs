@@ -32,14 +32,21 @@ async fn records_of_both_generations_are_read() {
         entries.iter().for_each(|entry| assert!(encoder.encode(entry, 0, &mut bytes)));
         let path = PathBuf::from(format!("{generation}"));
         disk.put(&path, Some(bytes.to_vec()));
-        Part { directory: 0, path, generation, epoch, frames: u64::MAX, file: None }
+        Part { directory: Some(0), path, generation, epoch, frames: u64::MAX, file: None }
     };
     let (one, two, three, four) = (said("one"), said("two"), said("three"), said("four"));
     let parts = vec![
         part(1, Some(5), &[one.clone(), two.clone()]),
         part(2, Some(5), std::slice::from_ref(&three)),
         part(3, None, std::slice::from_ref(&four)),
-        Part { directory: 0, path: "1".into(), generation: 1, epoch: Some(5), frames: u64::MAX, file: None },
+        Part {
+            directory: Some(0),
+            path: "1".into(),
+            generation: 1,
+            epoch: Some(5),
+            frames: u64::MAX,
+            file: None,
+        },
     ];
     let directory = Directory {
         uuid: Uuid::nil(),

@@ -9,13 +9,14 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use rand::RngExt as _;
 
-use super::super::checkpoint::{CHUNK_BYTES, CHUNK_FRAMES, Checkpoint, CheckpointSink};
+use super::super::checkpoint::{CHUNK_BYTES, CHUNK_FRAMES, Checkpoint, CheckpointSink as _};
 use super::super::contents::{Contents, Order};
 use super::super::error::LogError;
 use super::super::frame::{Entry, Epoch, Gap, Incarnation};
-use super::super::objects::{LogObject, LogObjects};
-use super::super::read::Snapshot;
-use super::super::shipped::{ShippedLog, ShippedReader};
+use super::super::object_file::ObjectFile;
+use super::super::objects::LogObjects;
+use super::super::read::{Snapshot, Source};
+use super::super::shipped::ShippedLog;
 use super::queue::{CheckpointSource, Origin, REFRESH, Shared};
 use crate::budget::Budget;
 use crate::clock::{Instant, sleep};
@@ -48,42 +49,9 @@ struct Size {
     bytes: u64,
 }
 
-/// Objects of a generation.
-struct ObjectSink {
-    objects: Arc<dyn LogObjects>,
-    memory: Budget,
-    generation: u64,
-    process: u32,
-    stored: Vec<LogObject>,
-    bytes: u64,
-}
-
-impl ObjectSink {
-    /// Returns the sink of a later generation.
-    fn next(&self, generation: u64) -> Self {
-        let (objects, memory) = (Arc::clone(&self.objects), self.memory.clone());
-        Self { objects, memory, generation, process: self.process, stored: Vec::new(), bytes: 0 }
-    }
-
-    fn size(&self) -> Size {
-        Size { objects: self.stored.len(), bytes: self.bytes }
-    }
-}
-
-impl CheckpointSink for ObjectSink {
-    type Error = LogError;
-
-    async fn write(&mut self, chunk: Bytes, frames: Range<u64>) -> Result<(), LogError> {
-        let (generation, process, first) = (self.generation, self.process, frames.start);
-        let frames = u32::try_from(frames.end - first).unwrap_or(u32::MAX);
-        let object = LogObject { generation, process, first, frames };
-        let bytes = chunk.len() as u64;
-        // Released before any waiter is notified that the object is stored.
-        let _charge = self.memory.force_charge(bytes);
-        self.objects.put(object, chunk).await?;
-        self.stored.push(object);
-        self.bytes += bytes;
-        Ok(())
+impl Size {
+    fn of(file: &ObjectFile) -> Self {
+        Self { objects: file.objects(), bytes: file.bytes() }
     }
 }
 
@@ -99,7 +67,7 @@ pub(super) struct Task {
     /// The last generation that was attempted.
     generation: u64,
     /// The current generation. Its contents are maintained if the store is the only holder.
-    current: Checkpoint<ObjectSink>,
+    current: Checkpoint<ObjectFile>,
     pending: Option<Pending>,
     /// Size of the checkpoint of the current generation.
     checkpoint: Size,
@@ -114,8 +82,8 @@ impl Task {
         (origin, found): (Origin, Arc<ShippedLog>),
         start: u32,
     ) -> Self {
-        let (generation, process) = (u64::from(start) << 32, rand::rng().random());
-        let sink = ObjectSink { objects, memory, generation, process, stored: Vec::new(), bytes: 0 };
+        let generation = u64::from(start) << 32;
+        let file = ObjectFile::new(&objects, &memory, generation, rand::rng().random());
         Self {
             shared,
             origin,
@@ -123,7 +91,7 @@ impl Task {
             unknown_gap: found.unknown_gap().map(str::to_owned),
             found: Some(found),
             generation,
-            current: Checkpoint::new(generation, Contents::default(), sink),
+            current: Checkpoint::new(generation, Contents::default(), file),
             pending: None,
             checkpoint: Size::default(),
             begun_at: None,
@@ -211,7 +179,7 @@ impl Task {
     }
 
     fn is_due(&self) -> bool {
-        let (all, checkpoint) = (self.current.sink.size(), self.checkpoint);
+        let (all, checkpoint) = (Size::of(&self.current.sink), self.checkpoint);
         let is_long = all.objects - checkpoint.objects >= OBJECTS_MAX.max(8 * checkpoint.objects)
             || all.bytes - checkpoint.bytes > BYTES_MAX.max(2 * checkpoint.bytes);
         let is_old = self.begun_at.is_none_or(|at| at.elapsed() >= REFRESH);
@@ -282,10 +250,10 @@ impl Task {
     /// Begins a generation with a checkpoint of all living entries.
     async fn begin(&mut self) -> Result<(), LogError> {
         self.generation += 1;
-        let sink = self.current.sink.next(self.generation);
-        let mut next = Checkpoint::new(self.generation, Contents::default(), sink);
+        let file = self.current.sink.sibling(self.generation);
+        let mut next = Checkpoint::new(self.generation, Contents::default(), file);
         let position = self.fill(&mut next).await?;
-        (self.checkpoint, self.current) = (next.sink.size(), next);
+        (self.checkpoint, self.current) = (Size::of(&next.sink), next);
         (self.found, self.pending, self.begun_at) = (None, None, Some(Instant::now()));
         self.has_garbage = true;
         let mut state = self.shared.state.lock();
@@ -295,7 +263,7 @@ impl Task {
     }
 
     /// Writes a checkpoint. Returns the position that it covers.
-    async fn fill(&mut self, next: &mut Checkpoint<ObjectSink>) -> Result<u64, LogError> {
+    async fn fill(&mut self, next: &mut Checkpoint<ObjectFile>) -> Result<u64, LogError> {
         let Origin::Disks(log) = &self.origin else {
             let known = self.shared.state.lock().known;
             self.copy_store(next).await?;
@@ -319,28 +287,26 @@ impl Task {
     async fn copy_disks(
         &self,
         log: &dyn CheckpointSource,
-        next: &mut Checkpoint<ObjectSink>,
+        next: &mut Checkpoint<ObjectFile>,
     ) -> Result<(), LogError> {
         let Snapshot { epoch, filter, places } = log.snapshot().await?;
         next.put(&Entry::Epoch(Box::new(epoch))).await?;
         // Each attempt uses another copy.
         let attempt = usize::try_from(self.generation & u64::from(u32::MAX)).unwrap_or(0);
         let source = &places.sources[attempt % places.sources.len()];
-        next.copy(filter, source.read(&places.directories, places.deadline)).await?;
+        next.copy(filter, &mut source.read(&places.directories, places.deadline)).await?;
         next.put(&Entry::Begun).await?;
         next.flush().await
     }
 
     /// Writes the living entries of the log in the store. If some of them cannot be read, all of
     /// its shuffles become incomplete.
-    async fn copy_store(&mut self, next: &mut Checkpoint<ObjectSink>) -> Result<(), LogError> {
-        let sink = &self.current.sink;
-        let (contents, gap, mut reader) = match &self.found {
-            Some(found) => (&found.contents, found.gap(), found.reader()),
+    async fn copy_store(&mut self, next: &mut Checkpoint<ObjectFile>) -> Result<(), LogError> {
+        let (contents, gap, source) = match &self.found {
+            Some(found) => (&found.contents, found.gap(), found.source.clone()),
             None => {
-                let objects = Arc::clone(&sink.objects);
-                let reader = ShippedReader::new(objects, &sink.memory, sink.stored.clone());
-                (&self.current.contents, None, reader)
+                let parts = vec![self.current.sink.part()];
+                (&self.current.contents, None, Source { parts, shipped: None })
             }
         };
         let next_incarnation = contents.next_incarnation;
@@ -349,15 +315,8 @@ impl Task {
             Entry::Epoch(Box::new(Epoch { next_incarnation, gap, ..Epoch::default() }))
         };
         next.put(&epoch(self.unknown_gap.as_deref())).await?;
-        let mut filter = contents.filter(Order::Complete);
-        for mark in filter.take_marks() {
-            next.put(&mark).await?;
-        }
-        while let Some((entry, _)) = reader.next().await? {
-            if let Some(entry) = filter.keep(entry) {
-                next.put(&entry).await?;
-            }
-        }
+        let mut reader = source.read_stored();
+        next.copy(contents.filter(Order::Complete), &mut reader).await?;
         if let Some(reason) = gap.map(str::to_owned).or(reader.damage) {
             let unknown = self.unknown_gap.get_or_insert_with(|| reason.clone());
             let epoch = epoch(Some(unknown));
@@ -374,10 +333,10 @@ impl Task {
     /// Deletes earlier generations. The remaining ones are deleted with the next generation.
     async fn delete_earlier(&mut self) {
         let deleting = async {
-            let ObjectSink { objects, generation, .. } = &self.current.sink;
-            let mut all = objects.list().await?;
-            all.retain(|(object, _)| object.generation < *generation);
-            if all.is_empty() { Ok(()) } else { objects.delete(all).await }
+            let ObjectFile { store, generation, .. } = &self.current.sink;
+            let mut all = store.list().await?;
+            all.retain(|it| it.object.generation < *generation);
+            if all.is_empty() { Ok(()) } else { store.delete(all).await }
         };
         if let Err(error) = deleting.await {
             tracing::warn!(%error, "cannot delete earlier objects of the metadata log yet; retrying");

@@ -6,7 +6,8 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
-use super::super::objects::LogObject;
+use super::super::log::Said;
+use super::super::objects::{ListedObject, LogObject};
 use super::task::OBJECTS_MAX;
 use super::*;
 
@@ -38,13 +39,17 @@ impl LogObjects for MemoryObjects {
         async move { Ok(self.all.lock().get(&object.name(copy)).cloned()) }.boxed()
     }
 
-    fn list(&self) -> BoxFuture<'_, Result<Vec<(LogObject, usize)>, LogError>> {
-        async move { Ok(self.all.lock().keys().filter_map(|name| LogObject::parse(name)).collect()) }.boxed()
+    fn list(&self) -> BoxFuture<'_, Result<Vec<ListedObject>, LogError>> {
+        let listed = |(name, bytes): (&String, &Bytes)| {
+            let (object, copy) = LogObject::parse(name)?;
+            Some(ListedObject { object, copy, bytes: bytes.len() as u64 })
+        };
+        async move { Ok(self.all.lock().iter().filter_map(listed).collect()) }.boxed()
     }
 
-    fn delete(&self, objects: Vec<(LogObject, usize)>) -> BoxFuture<'_, Result<(), LogError>> {
+    fn delete(&self, objects: Vec<ListedObject>) -> BoxFuture<'_, Result<(), LogError>> {
         let delete = async move {
-            for (object, copy) in objects {
+            for ListedObject { object, copy, .. } in objects {
                 self.all.lock().remove(&object.name(copy));
             }
             Ok(())
@@ -92,9 +97,9 @@ fn shuffle(number: u64) -> Incarnation {
     Incarnation { key: ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1)), number }
 }
 
-async fn records(found: &ShippedLog) -> Vec<Bytes> {
+async fn records(found: &Arc<ShippedLog>) -> Vec<Bytes> {
     let all = found.shuffles().values().map(|it| it.incarnation).collect();
-    let (mut reader, mut records) = (found.records(&all), Vec::new());
+    let (mut reader, mut records) = (Said::stored(Arc::clone(found), all), Vec::new());
     while let Some((_, record)) = reader.next().await.unwrap() {
         records.push(record);
     }

@@ -13,7 +13,7 @@ use object_store::{Error, ObjectStore as _, ObjectStoreExt as _};
 use super::condition::failed;
 use super::core::Core;
 use super::layout::{Name, log_key, log_prefix, parse_key, path_of};
-use crate::durability::{LogError, LogObject, LogObjects, OBJECT_COPIES};
+use crate::durability::{ListedObject, LogError, LogObject, LogObjects, OBJECT_COPIES};
 use crate::tiers::{StoreError, StoreErrorKind};
 
 /// Objects of the metadata log below the worker's prefix.
@@ -51,24 +51,24 @@ impl StoredLog {
         }
     }
 
-    async fn list_all(&self) -> Result<Vec<(LogObject, usize)>, StoreError> {
+    async fn list_all(&self) -> Result<Vec<ListedObject>, StoreError> {
         let (core, mut all) = (&self.0, Vec::new());
         let prefix = log_prefix(&core.settings.root);
         let mut listed = core.store.list(Some(&path_of(&prefix)));
-        while let Some(object) = core.noted(&prefix, listed.try_next().await)? {
-            match parse_key(&core.settings.root, object.location.as_ref()) {
-                Some(Name::Log(object, copy)) => all.push((object, copy)),
+        while let Some(it) = core.noted(&prefix, listed.try_next().await)? {
+            match parse_key(&core.settings.root, it.location.as_ref()) {
+                Some(Name::Log(object, copy)) => all.push(ListedObject { object, copy, bytes: it.size }),
                 Some(Name::Segment(..) | Name::Settings(_)) | None => {}
             }
         }
         Ok(all)
     }
 
-    async fn delete_all(&self, objects: Vec<(LogObject, usize)>) -> Result<(), StoreError> {
+    async fn delete_all(&self, objects: Vec<ListedObject>) -> Result<(), StoreError> {
         let core = &self.0;
         core.require_claim().await?;
         let root = core.settings.root.clone();
-        let paths = objects.into_iter().map(move |(object, copy)| Ok(path_of(&log_key(&root, object, copy))));
+        let paths = objects.into_iter().map(move |it| Ok(path_of(&log_key(&root, it.object, it.copy))));
         let mut deleted = core.store.delete_stream(stream::iter(paths).boxed());
         while let Some(answer) = deleted.next().await {
             match answer {
@@ -91,11 +91,11 @@ impl LogObjects for StoredLog {
         self.get_one(object, copy).map(|got| got.map_err(|error| to_log(&error))).boxed()
     }
 
-    fn list(&self) -> BoxFuture<'_, Result<Vec<(LogObject, usize)>, LogError>> {
+    fn list(&self) -> BoxFuture<'_, Result<Vec<ListedObject>, LogError>> {
         self.list_all().map(|listed| listed.map_err(|error| to_log(&error))).boxed()
     }
 
-    fn delete(&self, objects: Vec<(LogObject, usize)>) -> BoxFuture<'_, Result<(), LogError>> {
+    fn delete(&self, objects: Vec<ListedObject>) -> BoxFuture<'_, Result<(), LogError>> {
         self.delete_all(objects).map(|deleted| deleted.map_err(|error| to_log(&error))).boxed()
     }
 }

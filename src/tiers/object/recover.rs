@@ -11,11 +11,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
-use croaring::Treemap;
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use object_store::{ObjectMeta, ObjectStore as _};
-use tokio::sync::mpsc;
 
 use super::claim::{claim_key, earlier_layout};
 use super::core::Core;
@@ -26,19 +23,16 @@ use super::log::{StoredLog, from_log};
 use super::shuffle::Shuffle;
 use crate::budget::Charge;
 use crate::clock::sleep;
-use crate::durability::{FoundShuffle, Incarnation, LogError, LogObject, Said, ShippedLog};
+use crate::durability::{FoundShuffle, Incarnation, ListedObject, ShippedLog};
 use crate::tiers::extent::Extent;
 use crate::tiers::{RecoveredShuffle, StoreError, StoreErrorKind};
-use uniffle_wire::types::{PartitionId, ShuffleKey};
+use uniffle_wire::types::PartitionId;
 
 /// Maximum number of shuffles read concurrently.
 const AT_ONCE: usize = 64;
 
 /// Number of skipped segment numbers, because requests of the previous process may still arrive.
 const NUMBERS_LEFT_OUT: u32 = 1000;
-
-/// Maximum number of records buffered for their reader.
-const TOLD_MAX: usize = 16;
 
 /// Pauses after outdated lists of objects.
 const LIST_PAUSES: [Duration; 4] =
@@ -124,7 +118,7 @@ fn incarnation_of(name: &Registered) -> Incarnation {
     Incarnation { key: name.key.clone(), number: name.incarnation }
 }
 
-type Listed = (BTreeMap<Registered, Segments>, Vec<(LogObject, usize)>);
+type Listed = (BTreeMap<Registered, Segments>, Vec<ListedObject>);
 
 /// Lists the objects below the worker's prefix. Lists again while the list is older than the claim
 /// of this start, because such a list may lack objects of the previous process.
@@ -160,7 +154,9 @@ async fn list(core: &Core) -> Result<(Listed, Option<ObjectMeta>), StoreError> {
             Some(Name::Segment(name, number)) => {
                 segments.entry(name).or_default().insert(number, object.size);
             }
-            Some(Name::Log(object, copy)) => log.push((object, copy)),
+            Some(Name::Log(log_object, copy)) => {
+                log.push(ListedObject { object: log_object, copy, bytes: object.size });
+            }
             Some(Name::Settings(_)) => {}
             None if key == claim_key(root) => claim = Some(object),
             None if is_page(root, key) => return Err(earlier_layout(key)),
@@ -202,33 +198,4 @@ async fn read(
     }
     let (shuffle, bytes, blocks) = (Arc::new(shuffle), data.bytes, data.blocks);
     Ok(Found { shuffle, told, extents: data.moved, charge: data.charge, strays, bytes, blocks })
-}
-
-/// Returns the records of living registrations. They are read on demand, a bounded number of
-/// objects ahead.
-pub(super) fn said(core: &Core, log: Arc<ShippedLog>, living: Treemap) -> Said {
-    let (told, said) = mpsc::channel(TOLD_MAX);
-    let cancelled = core.tasks.cancelled();
-    core.tasks.spawn("recovered metadata", async move {
-        tokio::select! {
-            biased;
-            () = cancelled => {}
-            () = tell_all(&log, &living, &told) => {}
-        }
-    });
-    Said::of(said)
-}
-
-type Told = Result<Option<(ShuffleKey, Bytes)>, LogError>;
-
-async fn tell_all(log: &ShippedLog, living: &Treemap, told: &mpsc::Sender<Told>) {
-    let mut records = log.records(living);
-    loop {
-        let next = records.next().await;
-        let is_over = !matches!(next, Ok(Some(_)));
-        // The receiver may have been dropped.
-        if told.send(next).await.is_err() || is_over {
-            return;
-        }
-    }
 }

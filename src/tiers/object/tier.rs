@@ -25,7 +25,7 @@ use super::log::{StoredLog, from_log};
 use super::metrics::Metrics;
 use super::names::NAMES;
 use super::purge::Going;
-use super::recover::{said, survey};
+use super::recover::survey;
 use super::segment::{Prepared, making_bytes};
 use super::settings::ObjectSettings;
 use super::shuffle::Shuffle;
@@ -33,7 +33,7 @@ use super::workers::{self, Removed, WorkerObjects};
 use super::{purge, upload};
 use crate::budget::Budget;
 use crate::clock::{Instant, timeout_at};
-use crate::durability::{LogInStore, ShippedLog, Shipper};
+use crate::durability::{LogInStore, Said, ShippedLog, Shipper};
 use crate::runtime::Tasks;
 use crate::tiers::index_read::visit_ids;
 use crate::tiers::numbers::numbers_from;
@@ -536,7 +536,7 @@ impl Tier for ObjectTier {
         let mut recovered = std::mem::take(&mut *self.recovered.lock());
         if let Some((found, _)) = self.found.lock().take() {
             let living = self.shuffles.iter().map(|shuffle| shuffle.name.incarnation).collect();
-            recovered.said = said(&self.core, found, living);
+            recovered.said = Said::stored(found, living);
         }
         self.log.begin();
         recovered
