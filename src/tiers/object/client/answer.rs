@@ -17,7 +17,6 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::metrics::{Metrics, Reason};
 use super::pool::{Connection, Pool};
-use super::service::too_long;
 use crate::clock::{Instant, Sleep, sleep_until};
 
 /// A request in progress, from its first byte to the end of its response. It ends on drop.
@@ -44,6 +43,12 @@ pub(super) struct Bounds {
     pub(super) is_cut: bool,
     pub(super) deadline: Instant,
     pub(super) stall_timeout: Duration,
+}
+
+/// Creates the error of a response with more than `bytes_max` bytes.
+pub(super) fn too_long(bytes_max: u64) -> HttpError {
+    let text = format!("the response has more than {bytes_max} bytes");
+    HttpError::new(HttpErrorKind::Decode, std::io::Error::other(text))
 }
 
 /// A response body that is read in chunks. Closes its connection if dropped before its end.

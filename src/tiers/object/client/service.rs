@@ -25,7 +25,7 @@ use object_store::client::{
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
-use super::answer::{Answer, Bounds, Request};
+use super::answer::{Answer, Bounds, Request, too_long};
 use super::connect::{Connector, Untrusted};
 use super::metrics::{Metrics, Reason};
 use super::operation::Operation;
@@ -253,12 +253,6 @@ fn relative(mut request: HttpRequest) -> Result<HttpRequest, HttpError> {
     request.headers_mut().insert(HOST, host);
     *request.uri_mut() = path;
     Ok(request)
-}
-
-/// Creates the error of a response with more than `bytes_max` bytes.
-pub(super) fn too_long(bytes_max: u64) -> HttpError {
-    let text = format!("the response has more than {bytes_max} bytes");
-    HttpError::new(HttpErrorKind::Decode, std::io::Error::other(text))
 }
 
 fn late() -> HttpError {
