@@ -1,9 +1,10 @@
-//! Begins a generation of the metadata log: writes all living entries to new files in the best
+//! Compacts the metadata log: begins a generation with all living entries, in new files of the best
 //! directories.
 //!
-//! A generation is written under a temporary name and renamed. Once a copy has its final name,
+//! Dead entries are left out. A start and a failed copy of the log begin a generation too. Each
+//! generation is written under a temporary name and renamed. Once a copy has its final name,
 //! nothing is acknowledged in an earlier generation. The other directories learn its location from
-//! a new epoch. Dead entries are left out.
+//! a new epoch.
 
 use std::collections::BTreeSet;
 use std::io;

@@ -28,6 +28,7 @@ pub(super) const OBJECTS_MAX: usize = 1000;
 const BYTES_MAX: u64 = 64 << 20;
 /// Time for which entries without waiting callers are collected.
 const TOGETHER: Duration = Duration::from_secs(1);
+/// Backoff: pause after a failed attempt. Further failures double it, up to `PAUSE_MAX`.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(15);
 /// Pause before the next check whether an earlier generation is still being read.
@@ -145,7 +146,7 @@ impl Task {
         }
     }
 
-    /// Pauses after a failure, until a caller waits for the store.
+    /// Waits for the backoff `pause` after a failure, or until a caller waits for the store.
     async fn rest(&self, pause: Duration) {
         tokio::select! {
             () = self.waited_for() => {}

@@ -21,7 +21,8 @@ use crate::tiers::{Cause, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// Number of attempts, and the pause between them, like Java's. A file system that does not answer
-/// is tried for [`super::HdfsConfig::purge_timeout`], with growing pauses.
+/// is tried for [`super::HdfsConfig::purge_timeout`]. Its pauses then double up to `PAUSE_MAX`
+/// (backoff).
 const ATTEMPTS: u32 = 5;
 const PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);

@@ -27,7 +27,8 @@ use uniffle_wire::types::AppId;
 
 /// Bytes of one part.
 const PART_BYTES: u64 = 16 << 20;
-/// Length of a pause relative to the part before it: three quarters of the time are left to writes.
+/// Throttle: length of a pause relative to the part before it. Three quarters of the time are left
+/// to writes.
 const PAUSE_FACTOR: u32 = 3;
 /// Minimum pause: a file system discards freed blocks only after the call.
 const PAUSE_MIN: Duration = Duration::from_millis(10);

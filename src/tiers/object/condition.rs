@@ -12,7 +12,7 @@ use super::client::{Failure, Refusal, explain};
 use crate::clock::Instant;
 use crate::tiers::{StoreError, StoreErrorKind};
 
-/// Pause of writes after a failed call. Further failures double it, up to `PAUSE_MAX`.
+/// Backoff: pause of writes after a failed call. Further failures double it, up to `PAUSE_MAX`.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(15);
 
@@ -49,7 +49,8 @@ pub(super) fn again(error: &StoreError) -> StoreError {
     }
 }
 
-/// Circuit breaker. The content is `None` while the store works.
+/// Circuit breaker of the store: closed while it is `None`, open until `try_at`, then half-open.
+/// Any successful call closes it.
 #[derive(Debug, Default)]
 pub(super) struct Condition(Mutex<Option<Failing>>);
 
