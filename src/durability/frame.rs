@@ -1,7 +1,8 @@
 //! Frames, the elements of a copy of the worker's metadata log. Version 1 is FROZEN (see the golden
 //! test).
 //!
-//! A copy is a file of frames; the first is the epoch. Everything is big-endian:
+//! A copy is a file of frames; the first is the epoch. In an object store, a generation is divided
+//! into objects (`objects`). Everything is big-endian:
 //!
 //! ```text
 //! header, 40 bytes      0  magic "UWML"            4  version u16 = 1     6  kind u16

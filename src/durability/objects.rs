@@ -1,9 +1,10 @@
 //! Objects of the metadata log in an object store: their names, and the frames in them.
 //!
 //! An object has consecutive frames (`frame`) of one generation and is stored twice, under two
-//! names. Its name states which frames it has, so a list shows whether one is missing. An object is
-//! never replaced by different bytes: a repeated request writes the same bytes under the same name.
-//! Requests are made by `tiers::object`.
+//! names. Its name states which frames it has, so a list has the objects in order, and damage of
+//! one is noticed. An object is never replaced by different bytes: a repeated request writes the
+//! same bytes under the same name. The objects of a generation are read as one file
+//! (`object_file`). Requests are made by `tiers::object`.
 
 use std::fmt;
 

@@ -1,4 +1,5 @@
-//! Reads the metadata log from the data directories: lists, copies, and their frames one by one.
+//! Reads the metadata log: lists and copies in the data directories, generations in the object
+//! store (`object_file`), and their frames one by one.
 //!
 //! Unreadable data is never replaced by a default. It is reported to the rule (`proof`) as damage.
 
@@ -420,14 +421,14 @@ impl CopyReader {
     }
 }
 
-/// A copy to be read.
+/// A copy to be read, or a generation in the object store.
 #[derive(Debug, Clone)]
 pub(super) struct Part {
     /// Index of the directory, or `None` in the object store.
     pub(super) directory: Option<usize>,
     pub(super) path: PathBuf,
     pub(super) generation: u64,
-    /// Id of the epoch, or `None` if the beginning of the copy is damaged.
+    /// Id of the epoch, or `None` in the object store or if the beginning of the copy is damaged.
     pub(super) epoch: Option<u64>,
     /// Number of frames to read from the beginning, or [`u64::MAX`] for all that can be read.
     pub(super) frames: u64,
@@ -484,7 +485,7 @@ impl Source {
 }
 
 /// A generation, which counts its records from 0. A copy with a damaged beginning counts as a
-/// generation of its own.
+/// generation of its own, and so does each part in the object store.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Written {
     Known { epoch: u64, generation: u64 },
@@ -572,7 +573,7 @@ impl SourceReader<'_> {
         }
     }
 
-    /// Returns why a part that ends in the object store lacks entries.
+    /// Returns why a part in the object store lacks entries.
     ///
     /// # Errors
     /// The end of the part was not reached.

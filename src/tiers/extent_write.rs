@@ -1,4 +1,5 @@
-//! One partition's part of a batch, as the flusher hands it to a tier. Pure: no I/O.
+//! One partition's part of a batch, as the flusher hands it to a tier. Disks and objects store it
+//! as extents of at most `EXTENT_BLOCKS_MAX` blocks. Pure: no I/O.
 
 use std::collections::VecDeque;
 

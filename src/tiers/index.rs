@@ -19,7 +19,8 @@
 //! it. [`RecordCheck`](crate::tiers::records::RecordCheck) verifies that. The bases are promises to
 //! clients, so the group stores them and recovery restores them. A group may appear in two index
 //! logs, after an append with an unknown outcome. Both have the same sequence and the same bytes.
-//! The object store's `layout` has the header of a segment's index. Pure: no I/O.
+//! A damaged record costs an index log the whole group, and a segment one extent. The object
+//! store's `layout` has the header of a segment's index. Pure: no I/O.
 
 use bytes::Bytes;
 use uuid::Uuid;

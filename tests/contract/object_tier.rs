@@ -280,7 +280,7 @@ async fn faulty_starts_find_everything_or_fail() {
     process.write(AFFECTED, &written).await.unwrap();
     process.end().await;
     let mut ended = 0;
-    // Reads of the claim, of the log, of footers, tables and records.
+    // Reads of the claim, of the log, of tails and of indexes.
     let requests = [(On::List, 0), (On::Get, 0), (On::Get, 2), (On::Get, 5), (On::Get, 8), (On::Put, 0)];
     for (on, nth) in requests {
         let faults = if on == On::Get { faults_of_reads() } else { faults() };

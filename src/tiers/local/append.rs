@@ -1,5 +1,5 @@
-//! Steps of an append to the logs of a shuffle: choosing the disk, reserving a range, one write
-//! call, one sync.
+//! Steps of an append to the logs of a shuffle: trying disks until one succeeds, reserving a range,
+//! one write call, one sync.
 
 use std::io;
 use std::path::Path;

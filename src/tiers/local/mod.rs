@@ -1,9 +1,9 @@
 //! The local disks as one store of extents.
 //!
 //! A shuffle has a data log and an index log per disk, regardless of the number of partitions. A
-//! batch is written to one disk as one sequential range ([`write`](LocalStore::write)). It is
-//! visible once its index group is published. To readers a partition is one contiguous stream,
-//! independent of the disks that hold it.
+//! batch is written to one disk as one sequential range (`write`). It is visible once its index
+//! group is published. To readers a partition is one contiguous stream, independent of the disks
+//! that hold it.
 //!
 //! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index`. By default these files are
 //! not synced, and survive the process in the page cache. Metadata of shuffles is always synced

@@ -1,10 +1,10 @@
 //! Rebuilds the state of the store from the files of an earlier process, with the same bases.
 //!
 //! Extents in objects of a store above the disks take precedence. Index groups of all disks are
-//! merged. If a group or the data of an extent is missing, the stream
-//! keeps a hole of the same length, so that all other offsets remain as promised to clients. If the
-//! end of a stream may be missing (a disk is absent or does not answer, a sequence number is
-//! missing), new extents begin after a gap.
+//! merged. If a group or the data of an extent is missing, the stream keeps a hole of the same
+//! length, so that all other offsets remain as promised to clients. If the end of a stream may be
+//! missing (a disk is absent or does not answer, a sequence number is missing), new extents begin
+//! after a gap.
 //!
 //! The caller determines which blocks are missing, because it knows the reports. Recovery only
 //! writes renames into the trash, of directories of earlier incarnations.

@@ -1,8 +1,9 @@
 //! Writes a batch to one disk, as one contiguous range of one data log, and publishes it.
 //!
-//! Extents begin on block boundaries. Aligned memory is written without a copy, many partitions per
-//! call. Other memory is gathered through staging buffers. A writer that needs another staging
-//! buffer first writes the one it holds, so writers cannot starve each other.
+//! A partition with more than 4,096 blocks in the batch gets several extents. Extents begin on
+//! block boundaries. Aligned memory is written without a copy, many partitions per call. Other
+//! memory is gathered through staging buffers. A writer that needs another staging buffer first
+//! writes the one it holds, so writers cannot starve each other.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -26,7 +26,8 @@
 //!
 //! Extents in the index are sorted by partition and base, so the records of a partition are one
 //! range. `previous` is the number of the segment published before, or 0. An upload of unknown
-//! outcome is therefore in no chain once a later segment has taken its bases.
+//! outcome is therefore in no chain once a later segment has taken its bases. The header of the
+//! group has `previous` as its sequence, no disk, and the number of the segment as the data file.
 
 use std::fmt::Write as _;
 

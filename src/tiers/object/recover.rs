@@ -1,9 +1,9 @@
 //! Recovery of the store's data at a start.
 //!
-//! The metadata log has the living shuffles. Their segments form a chain, which is read from the
-//! newest to the oldest. Segments outside the chain are uploads of unknown outcome. If a segment
-//! cannot be read, its blocks and later ones of the same streams are lost. The reported reason
-//! names the object.
+//! The metadata log has the living shuffles. Their segments form a chain, which is followed from
+//! the newest to the oldest. Segments outside the chain are uploads of unknown outcome. If a
+//! segment cannot be read, its blocks and later ones of the same streams are lost. The reported
+//! reason names the object.
 //!
 //! The number of concurrent requests of each kind is bounded, and memory for responses is charged.
 
