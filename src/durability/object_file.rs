@@ -13,8 +13,9 @@ use bytes::{Bytes, BytesMut};
 use futures::future::{BoxFuture, FutureExt as _, TryFutureExt as _, ready};
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 
-use super::checkpoint::CheckpointSink;
+use super::checkpoint::{CHUNK_BYTES, CheckpointSink};
 use super::error::LogError;
+use super::frame::{HEADER_BYTES, PAYLOAD_BYTES_MAX};
 use super::objects::{ListedObject, LogObject, LogObjects, OBJECT_COPIES};
 use super::read::Part;
 use crate::budget::{Budget, Charge};
@@ -22,6 +23,9 @@ use uniffle_io::{File, ReadTarget};
 
 /// Number of objects that are requested concurrently.
 const AT_ONCE: usize = 16;
+/// Largest size of an object: a chunk is written once it is full, and may end with the longest
+/// frame.
+const OBJECT_BYTES_MAX: u64 = (CHUNK_BYTES + PAYLOAD_BYTES_MAX + HEADER_BYTES) as u64;
 
 /// Objects of a generation, in order.
 #[derive(Debug, Clone)]
@@ -83,10 +87,12 @@ impl ObjectFile {
         Ok(files)
     }
 
-    /// Adds a stored object. An empty one takes a byte, so that the damage is found.
+    /// Adds a stored object. An object of impossible size is damaged: an empty one takes a byte, so
+    /// that the damage is found, and a longer one takes the greatest size, so that its zeros are
+    /// read in bounded time.
     fn push(&mut self, object: LogObject, bytes: u64) {
         let start = self.bytes();
-        self.objects.push((object, start..start.saturating_add(bytes.max(1))));
+        self.objects.push((object, start..start.saturating_add(bytes.clamp(1, OBJECT_BYTES_MAX))));
     }
 
     pub(super) fn objects(&self) -> usize {

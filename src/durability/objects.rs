@@ -86,6 +86,9 @@ impl LogObject {
     pub(super) fn check(&self, bytes: &[u8]) -> Result<(), String> {
         let (mut frames, mut rest, mut previous) = (0, bytes, None);
         while !rest.is_empty() {
+            if frames == u64::from(self.frames) {
+                return Err(format!("it has more than {frames} records"));
+            }
             let total = frame::total_bytes(rest).map_err(|error| error.to_string())?;
             let frame = frame::decode(rest).map_err(|error| error.to_string())?;
             let follows = previous.is_none_or(|crc| crc == frame.previous);
@@ -140,6 +143,7 @@ mod tests {
         let bytes = out.freeze();
         assert_eq!(object.check(&bytes), Ok(()));
         assert!(object.check(&bytes.slice(..one)).is_err());
+        assert!(LogObject { frames: 1, ..object }.check(&bytes).is_err());
         assert!(LogObject { first: 5, ..object }.check(&bytes).is_err());
         assert!(LogObject { generation: 8, ..object }.check(&bytes).is_err());
     }
