@@ -281,16 +281,23 @@ async fn cut_index_loses_only_its_own_extents() {
     assert!(!told.lock().contains(&1));
 }
 
+/// Creates a store on two disks that cannot create the spare copy of the log, with two records of a
+/// shuffle.
+async fn two_records_without_spare() -> ([TestDisk; 2], Arc<LocalStore>) {
+    let disks = metadata::disks::<2>();
+    for disk in &disks {
+        disk.faults.add(Rule::always(Operation::CreateDir, Fault::Errno(EIO)).on(SPARE));
+    }
+    let store = store_on(&disks).await;
+    metadata::say(&store, &key("app", 1), b"first").await;
+    metadata::say(&store, &key("app", 1), b"second").await;
+    (disks, store)
+}
+
 #[tokio::test(start_paused = true)]
 async fn truncated_metadata_log_is_continued_and_reported() {
     for (keeps_some, asked) in [(false, false), (false, true), (true, false), (true, true)] {
-        let disks = metadata::disks::<2>();
-        for disk in &disks {
-            disk.faults.add(Rule::always(Operation::CreateDir, Fault::Errno(EIO)).on(SPARE));
-        }
-        let store = store_on(&disks).await;
-        metadata::say(&store, &key("app", 1), b"first").await;
-        metadata::say(&store, &key("app", 1), b"second").await;
+        let (disks, store) = two_records_without_spare().await;
         for (at, path) in log_copies(&disks) {
             let length = disks[at].memory.content(&path).unwrap().len();
             disks[at].memory.cut(&path, if keeps_some { length - 1 } else { 0 });
@@ -317,17 +324,11 @@ async fn truncated_metadata_log_is_continued_and_reported() {
     }
 }
 
-/// A generation that could not be written leaves no record of a shuffle forgotten when all copies
-/// are damaged later.
+/// A generation could not be written because no copy was readable. Damage of all copies after that
+/// still makes the shuffle incomplete.
 #[tokio::test(start_paused = true)]
 async fn failed_generation_then_damage_is_reported() {
-    let disks = metadata::disks::<2>();
-    for disk in &disks {
-        disk.faults.add(Rule::always(Operation::CreateDir, Fault::Errno(EIO)).on(SPARE));
-    }
-    let store = store_on(&disks).await;
-    metadata::say(&store, &key("app", 1), b"first").await;
-    metadata::say(&store, &key("app", 1), b"second").await;
+    let (disks, store) = two_records_without_spare().await;
     let copies = log_copies(&disks);
     disks[copies[0].0].memory.remove(&copies[0].1);
     for disk in &disks {
