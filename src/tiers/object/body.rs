@@ -12,7 +12,7 @@ use futures::stream::{BoxStream, TryStreamExt as _};
 use object_store::{GetOptions, GetRange, ObjectStore as _};
 use parking_lot::Mutex;
 
-use super::condition::{failed, wrong_answer};
+use super::circuit_breaker::{failed, wrong_answer};
 use super::core::Core;
 use super::layout::path_of;
 use crate::tiers::StoreError;

@@ -15,8 +15,8 @@ use object_store::{Error, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as
 use parking_lot::Mutex;
 use uuid::Uuid;
 
+use super::circuit_breaker::failed;
 use super::client::{Failure, Refusal};
-use super::condition::failed;
 use super::layout::path_of;
 use crate::tiers::{StoreError, StoreErrorKind};
 

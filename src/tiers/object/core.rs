@@ -7,8 +7,8 @@ use object_store::ObjectStore;
 use tokio::sync::{Semaphore, watch};
 
 use super::cache::Cache;
+use super::circuit_breaker::{CircuitBreaker, failed};
 use super::claim::Claim;
-use super::condition::{Condition, failed};
 use super::metrics::Metrics;
 use super::settings::ObjectSettings;
 use crate::budget::Budget;
@@ -27,7 +27,7 @@ pub(super) struct Core {
     pub(super) store: Arc<dyn ObjectStore>,
     pub(super) settings: ObjectSettings,
     pub(super) metrics: Metrics,
-    pub(super) condition: Condition,
+    pub(super) circuit_breaker: CircuitBreaker,
     pub(super) claim: Claim,
     pub(super) records: RecordCache,
     /// Cached chunks of segments on local disks.
@@ -69,7 +69,7 @@ impl Core {
             cache_reads: ReadShare::new(reads_bytes),
             answers_ahead: Arc::new(Semaphore::new(settings.answers_ahead)),
             making: Budget::new(settings.making_bytes),
-            condition: Condition::default(),
+            circuit_breaker: CircuitBreaker::default(),
             claim,
             deletions: watch::Sender::new(0),
             stored_bytes: AtomicU64::new(0),
@@ -87,7 +87,7 @@ impl Core {
     /// The store fails, or another process owns the prefix.
     pub(super) async fn require_claim(&self) -> Result<(), StoreError> {
         let claimed = self.claim.require(&*self.store).await;
-        self.condition.note(&claimed);
+        self.circuit_breaker.note(&claimed);
         claimed
     }
 
@@ -97,14 +97,14 @@ impl Core {
     /// See [`Claim::set_drained`].
     pub(super) async fn set_drained(&self, is_drained: bool) -> Result<(), StoreError> {
         let written = self.claim.set_drained(&*self.store, is_drained).await;
-        self.condition.note(&written);
+        self.circuit_breaker.note(&written);
         written
     }
 
     /// Records the result of a call for the object `key`, and converts its error.
     pub(super) fn noted<T>(&self, key: &str, result: object_store::Result<T>) -> Result<T, StoreError> {
         let result = result.map_err(|error| failed(key, &error));
-        self.condition.note(&result);
+        self.circuit_breaker.note(&result);
         result
     }
 

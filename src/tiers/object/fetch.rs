@@ -11,7 +11,7 @@ use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::body::{Body, Room};
-use super::condition::wrong_answer;
+use super::circuit_breaker::wrong_answer;
 use super::core::Core;
 use crate::tiers::StoreError;
 
@@ -194,7 +194,7 @@ async fn get(
         Ok(body)
     };
     let got = got.await;
-    core.condition.note(&got);
+    core.circuit_breaker.note(&got);
     let body = got?;
     Ok(place.filter(|_| body.left() > 0).map(|_place| Rest { segment, body, _place }))
 }

@@ -10,7 +10,7 @@ use futures::future::{BoxFuture, join_all};
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use object_store::{Error, ObjectStore as _, ObjectStoreExt as _};
 
-use super::condition::failed;
+use super::circuit_breaker::failed;
 use super::core::Core;
 use super::layout::{Name, log_key, log_prefix, parse_key, path_of};
 use crate::durability::{ListedObject, LogError, LogObject, LogObjects, OBJECT_COPIES};

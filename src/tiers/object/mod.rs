@@ -12,11 +12,11 @@ mod body;
 #[cfg(feature = "object")]
 mod cache;
 #[cfg(feature = "object")]
+mod circuit_breaker;
+#[cfg(feature = "object")]
 pub mod claim;
 #[cfg(feature = "object")]
 pub mod client;
-#[cfg(feature = "object")]
-mod condition;
 mod config;
 #[cfg(feature = "object")]
 mod core;

@@ -12,7 +12,7 @@ use std::time::Duration;
 use futures::stream::{StreamExt as _, TryStreamExt as _};
 use object_store::{Error, ObjectStore as _};
 
-use super::condition::failed;
+use super::circuit_breaker::failed;
 use super::core::Core;
 use super::layout::{Name, Registered, app_prefix, parse_key, path_of};
 use super::shuffle::Shuffle;

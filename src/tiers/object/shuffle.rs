@@ -85,7 +85,7 @@ impl Shuffle {
 
     /// Converts the error of a failed read for its client.
     pub(super) fn for_reader(&self, core: &Core, error: StoreError) -> StoreError {
-        let error = core.condition.for_reader(error, core.settings.expected_back);
+        let error = core.circuit_breaker.for_reader(error, core.settings.expected_back);
         self.require_present().err().unwrap_or(error)
     }
 

@@ -245,7 +245,7 @@ impl ObjectTier {
     /// Returns whether a write is worth an attempt now.
     #[must_use]
     pub fn is_worth_trying(&self) -> bool {
-        self.core.condition.is_worth_trying() && !self.core.claim.is_lost()
+        self.core.circuit_breaker.is_worth_trying() && !self.core.claim.is_lost()
     }
 
     /// Returns a complaint if another process had the prefix at the last check.
@@ -310,7 +310,7 @@ impl ObjectTier {
         let (metrics, cache) = (&self.core.metrics, self.core.cache.as_ref());
         ObjectStoreState {
             stored_bytes: self.core.stored_bytes(),
-            is_failing: self.core.condition.is_failing(),
+            is_failing: self.core.circuit_breaker.is_failing(),
             cache_used_bytes: cache.map_or(0, Cache::used_bytes),
             cache_capacity_bytes: cache.map_or(0, Cache::capacity_bytes),
             cache_hits: metrics.cache_hits.get(),
@@ -360,7 +360,7 @@ struct ShuffleMetadata {
 
 impl TierShuffle for Uploads {
     fn is_accepting(&self) -> bool {
-        self.core.condition.is_worth_trying() && !self.core.claim.is_lost()
+        self.core.circuit_breaker.is_worth_trying() && !self.core.claim.is_lost()
     }
 
     fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
@@ -423,7 +423,7 @@ impl Tier for ObjectTier {
 
     fn state(&self) -> TierState {
         TierState {
-            complaint: self.claim_complaint().or(self.core.condition.complaint()),
+            complaint: self.claim_complaint().or(self.core.circuit_breaker.complaint()),
             used_bytes: self.core.stored_bytes(),
             object_store: Some(self.object_store()),
             ..TierState::default()
@@ -547,14 +547,14 @@ impl Tier for ObjectTier {
     }
 
     fn refresh_metrics(&self) {
-        self.core.metrics.failing.set(i64::from(self.core.condition.is_failing()));
+        self.core.metrics.failing.set(i64::from(self.core.circuit_breaker.is_failing()));
     }
 
     fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
         let probe = async move {
             for n in 1_u32.. {
                 crate::clock::sleep(PROBE_INTERVAL).await;
-                if self.core.condition.is_failing() {
+                if self.core.circuit_breaker.is_failing() {
                     self.probe().await;
                 } else if n % PROBES_PER_CLAIM == 0 {
                     // A lost claim is remembered by this call.

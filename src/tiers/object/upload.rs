@@ -15,7 +15,7 @@ use futures::stream::FuturesUnordered;
 use object_store::path::Path;
 use object_store::{MultipartUpload, ObjectStoreExt as _, PutPayload, UploadPart};
 
-use super::condition::again;
+use super::circuit_breaker::again;
 use super::core::Core;
 use super::lane::{Job, Lane, Waiter};
 use super::layout::{SegmentId, path_of};

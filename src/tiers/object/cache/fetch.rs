@@ -13,7 +13,7 @@ use super::chunks::Pinned;
 use super::flight::{Landed, Landing};
 use super::slots::{CHUNK_BYTES, ChunkKey, Held};
 use crate::tiers::StoreError;
-use crate::tiers::object::condition::{again, failed, wrong_answer};
+use crate::tiers::object::circuit_breaker::{again, failed, wrong_answer};
 use crate::tiers::object::core::Core;
 use crate::tiers::object::layout::path_of;
 use crate::tiers::object::shuffle::Shuffle;
@@ -90,7 +90,7 @@ async fn fetch(
         Err(Missed::Store(error)) => Err(again(error)),
         _ => Ok(()),
     };
-    core.condition.note(&answer);
+    core.circuit_breaker.note(&answer);
     fetched
 }
 

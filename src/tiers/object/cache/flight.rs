@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
-use crate::tiers::object::condition::again;
+use crate::tiers::object::circuit_breaker::again;
 use crate::tiers::{StoreError, StoreErrorKind};
 
 /// Outcome of a fetch.

@@ -52,7 +52,7 @@ pub(super) fn again(error: &StoreError) -> StoreError {
 /// Circuit breaker of the store: closed while it is `None`, open until `try_at`, then half-open.
 /// Any successful call closes it.
 #[derive(Debug, Default)]
-pub(super) struct Condition(Mutex<Option<Failing>>);
+pub(super) struct CircuitBreaker(Mutex<Option<Failing>>);
 
 #[derive(Debug, Clone, Copy)]
 struct Failing {
@@ -61,7 +61,7 @@ struct Failing {
     pause: Duration,
 }
 
-impl Condition {
+impl CircuitBreaker {
     /// Records the result of a call.
     pub(super) fn note<T>(&self, result: &Result<T, StoreError>) {
         let mut failing = self.0.lock();
@@ -127,29 +127,29 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn failing_store_is_retried_with_growing_pauses() {
-        let condition = Condition::default();
-        condition.note(&failure(StoreErrorKind::NotFound));
-        assert!(!condition.is_failing(), "an answer is no failure");
+    async fn circuit_breaker_pauses_writes_of_failing_store() {
+        let breaker = CircuitBreaker::default();
+        breaker.note(&failure(StoreErrorKind::NotFound));
+        assert!(!breaker.is_failing(), "an answer is no failure");
         for pause in [1, 2, 4, 8, 15, 15] {
-            condition.note(&failure(StoreErrorKind::Unreachable));
-            condition.note(&failure(StoreErrorKind::Unreachable));
-            assert!(condition.is_failing() && !condition.is_worth_trying());
+            breaker.note(&failure(StoreErrorKind::Unreachable));
+            breaker.note(&failure(StoreErrorKind::Unreachable));
+            assert!(breaker.is_failing() && !breaker.is_worth_trying());
             tokio::time::advance(Duration::from_millis(pause * 1000 - 1)).await;
-            assert!(!condition.is_worth_trying(), "{pause}");
+            assert!(!breaker.is_worth_trying(), "{pause}");
             tokio::time::advance(Duration::from_millis(1)).await;
-            assert!(condition.is_worth_trying(), "{pause}");
+            assert!(breaker.is_worth_trying(), "{pause}");
         }
-        assert!(condition.complaint().is_some());
-        condition.note(&Ok(()));
-        assert!(condition.complaint().is_none() && condition.is_worth_trying());
+        assert!(breaker.complaint().is_some());
+        breaker.note(&Ok(()));
+        assert!(breaker.complaint().is_none() && breaker.is_worth_trying());
     }
 
     #[tokio::test(start_paused = true)]
     async fn readers_are_refused_only_during_transient_outages() {
-        let (condition, time) = (Condition::default(), Duration::from_secs(120));
-        let read = |kind| condition.for_reader(StoreError::new(kind, "s3"), time).kind;
-        condition.note(&failure(StoreErrorKind::Unreachable));
+        let (breaker, time) = (CircuitBreaker::default(), Duration::from_secs(120));
+        let read = |kind| breaker.for_reader(StoreError::new(kind, "s3"), time).kind;
+        breaker.note(&failure(StoreErrorKind::Unreachable));
         assert_eq!(read(StoreErrorKind::Unreachable), StoreErrorKind::Unhealthy);
         assert_eq!(read(StoreErrorKind::NotFound), StoreErrorKind::NotFound);
         tokio::time::advance(time).await;
