@@ -1,7 +1,8 @@
 //! Circuit breaker of the store: it pauses writes after failed calls, and tells whether the store
 //! is expected to recover.
 //!
-//! Only failures of the store itself count. A missing object does not.
+//! Only failures of the store itself count. A missing object does not. The result of a deletion does
+//! not either: a store may refuse deletions and accept writes, and remaining objects do no harm.
 
 use std::time::Duration;
 

@@ -72,9 +72,7 @@ impl StoredLog {
         let mut deleted = core.store.delete_stream(stream::iter(paths).boxed());
         while let Some(answer) = deleted.next().await {
             match answer {
-                Err(Error::NotFound { .. }) => {}
-                Ok(_) => {}
-                // Not noted as a failure of the store: remaining objects do no harm.
+                Ok(_) | Err(Error::NotFound { .. }) => {}
                 Err(error) => return Err(failed(&core.settings.root, &error)),
             }
         }

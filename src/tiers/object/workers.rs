@@ -9,6 +9,7 @@ use futures::stream::{StreamExt as _, TryStreamExt as _};
 use object_store::{Error, ObjectStore as _, ObjectStoreExt as _};
 use serde::Serialize;
 
+use super::circuit_breaker::failed;
 use super::claim::claim_key;
 use super::core::Core;
 use super::layout::{Name, parse_key, path_of, text_of};
@@ -105,16 +106,16 @@ pub(super) async fn remove(core: &Core, root: &str) -> Result<Removed, StoreErro
         let mut deleted = core.store.delete_stream(paths);
         while let Some(answer) = deleted.next().await {
             match answer {
-                Err(Error::NotFound { .. }) => {}
-                answer => drop(core.noted(root, answer)?),
+                Ok(_) | Err(Error::NotFound { .. }) => {}
+                Err(error) => return Err(failed(root, &error)),
             }
         }
     }
     if removed.is_gone {
         // If the worker is alive after all, it writes its claim again.
         match core.store.delete(&path_of(&claim_key(root))).await {
-            Err(Error::NotFound { .. }) => {}
-            answer => core.noted(root, answer)?,
+            Ok(()) | Err(Error::NotFound { .. }) => {}
+            Err(error) => return Err(failed(root, &error)),
         }
     }
     Ok(removed)

@@ -5,7 +5,9 @@ use std::time::Duration;
 use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
+use crate::durability::LogObject;
 use crate::tiers::StoreErrorKind;
+use crate::tiers::object::layout::log_key;
 
 #[tokio::test(start_paused = true)]
 async fn failed_upload_leaves_nothing_and_is_retried() {
@@ -107,6 +109,23 @@ async fn recovered_store_is_noticed_without_requests() {
         drop(stop);
     };
     futures::join!(maintained, watch);
+}
+
+#[tokio::test(start_paused = true)]
+async fn refused_deletions_pause_no_writes() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register(&key(1));
+    process.register(&key(2)).write(vec![extent(0, 0..4, 100)].into()).await.unwrap();
+    let log = LogObject { generation: 1, process: 1, first: 0, frames: 1 };
+    process.store.replace(&log_key("worker-2", log, 0), Bytes::new()).await;
+    process.store.set(|call, _| if call == Call::Delete { Fault::Refuse } else { Fault::None });
+    process.purge(&key(2), Purge::Shuffles).await;
+    assert_eq!(process.tier.core.metrics.deletions_failed.get(), 1);
+    process.tier.remove_worker("worker-2").await.unwrap_err();
+    process.store.remove(&log_key("worker-2", log, 0)).await;
+    // Only the claim is left.
+    process.tier.remove_worker("worker-2").await.unwrap_err();
+    assert!(shuffle.is_accepting() && process.tier.state().complaint.is_none());
 }
 
 /// Returns the metadata records that a start recovers for a single shuffle with complete data.
