@@ -116,10 +116,11 @@ impl ObjectFile {
         }
     }
 
-    /// Returns the first whole copy of an object, or `None` if there is none.
+    /// Returns the first whole copy of an object, or `None` if there is none. Requests each copy
+    /// twice, because a response may be damaged in transit.
     async fn fetch(&self, object: LogObject) -> Result<Option<(Bytes, Charge)>, LogError> {
         let mut damage = "it is missing".to_owned();
-        for copy in 0..OBJECT_COPIES {
+        for copy in (0..OBJECT_COPIES).chain(0..OBJECT_COPIES) {
             let Some(bytes) = self.store.get(object, copy).await? else { continue };
             let charge = self.memory.force_charge(bytes.len() as u64);
             match object.check(&bytes) {

@@ -7,13 +7,15 @@ use futures::future::BoxFuture;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 use super::super::log::Said;
-use super::super::objects::{ListedObject, LogObject};
+use super::super::objects::{ListedObject, LogObject, OBJECT_COPIES};
 use super::task::OBJECTS_MAX;
 use super::*;
 
-/// A store whose puts fail while `fails`, and which counts them.
+/// A store whose puts fail while `fails`, and which counts them. The first `flips` responses to gets
+/// are damaged.
 #[derive(Debug, Default)]
 struct MemoryObjects {
+    flips: Mutex<usize>,
     all: Mutex<BTreeMap<String, Bytes>>,
     fails: Mutex<Option<io::ErrorKind>>,
     puts: Mutex<usize>,
@@ -36,7 +38,14 @@ impl LogObjects for MemoryObjects {
     }
 
     fn get(&self, object: LogObject, copy: usize) -> BoxFuture<'_, Result<Option<Bytes>, LogError>> {
-        async move { Ok(self.all.lock().get(&object.name(copy)).cloned()) }.boxed()
+        let get = async move {
+            let mut flips = self.flips.lock();
+            let is_flipped = *flips > 0;
+            *flips = flips.saturating_sub(1);
+            let got = self.all.lock().get(&object.name(copy)).cloned();
+            Ok(if is_flipped { got.map(|_| Bytes::from_static(b"damaged")) } else { got })
+        };
+        get.boxed()
     }
 
     fn list(&self) -> BoxFuture<'_, Result<Vec<ListedObject>, LogError>> {
@@ -192,6 +201,23 @@ async fn process_that_lost_its_prefix_stores_nothing_more() {
     let puts = *log.objects.puts.lock();
     log.append(7, b"third").await.unwrap_err();
     assert_eq!(*log.objects.puts.lock(), puts);
+}
+
+/// Regression test: damage of both copies in transit made shuffles incomplete for good.
+#[tokio::test(start_paused = true)]
+async fn object_damaged_in_transit_is_requested_again() {
+    let log = Log::open(&Arc::default(), 1).await;
+    log.append(7, b"first").await.unwrap();
+    let objects = log.end().await;
+    *objects.flips.lock() = OBJECT_COPIES;
+    let found = Log::found(&objects).await;
+    assert_eq!((records(&found).await.len(), found.gap()), (1, None));
+    drop(found);
+    let log = Log::open(&objects, 2).await;
+    *log.objects.flips.lock() = OBJECT_COPIES;
+    log.append(7, b"second").await.unwrap();
+    let found = Log::found(&log.end().await).await;
+    assert_eq!((records(&found).await.len(), found.unknown_gap()), (2, None));
 }
 
 /// Regression test: the second checkpoint of a process had no gap.
