@@ -158,7 +158,7 @@ impl Damage {
     pub(super) async fn lose_log(&self, shuffle: &Shuffle, log: &Log) {
         self.core.files.forget(log);
         if let Some(here) = shuffle.found(&log.disk) {
-            here.occupied.take(log.bytes());
+            here.occupied.take(log.uncount());
         }
         let is_here = |it: &&Extent| it.is_on_disk() && (it.data_log == log.slot || it.index_log == log.slot);
         let (mut lost, mut looked) = (Lost::default(), 0);

@@ -71,6 +71,8 @@ pub(super) struct Log {
     pub(super) syncs: GroupCommit,
     /// True if its descriptors must not be cached. Guarded by the lock of the cache.
     pub(super) forgotten: AtomicBool,
+    /// True once its bytes were subtracted from the shuffle's.
+    is_uncounted: AtomicBool,
 }
 
 /// Stage of a log. A log only advances, except that a failed removal is repeated.
@@ -99,8 +101,8 @@ impl Log {
         disk: Arc<LocalDisk>,
         (path, number): (PathBuf, u32),
     ) -> Self {
-        let (next, uses, stage, file, syncs, forgotten) = Default::default();
-        Self { id, slot, kind, disk, path, number, next, uses, stage, file, syncs, forgotten }
+        let (next, uses, stage, file, syncs, forgotten, is_uncounted) = Default::default();
+        Self { id, slot, kind, disk, path, number, next, uses, stage, file, syncs, forgotten, is_uncounted }
     }
 
     fn is_at(&self, stage: Stage) -> bool {
@@ -162,6 +164,11 @@ impl Log {
     /// Returns the bytes that were reserved or found.
     pub(super) fn bytes(&self) -> u64 {
         self.next.load(Ordering::Relaxed)
+    }
+
+    /// Returns the bytes to subtract from the shuffle's, as its file is gone. Later calls return 0.
+    pub(super) fn uncount(&self) -> u64 {
+        if self.is_uncounted.swap(true, Ordering::Relaxed) { 0 } else { self.bytes() }
     }
 
     /// Returns whether no write to it is possible and no range of it waits to be published. This is

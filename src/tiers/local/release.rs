@@ -238,10 +238,11 @@ impl Core {
         log.release();
         let Some(removal) = log.begin_removal() else { return Ok(Removed::default()) };
         self.files.forget(log);
-        let (disk, bytes) = (&log.disk, log.bytes());
+        let disk = &log.disk;
         let trash = disk.discard(&log.path).await;
         let trash = trash.map_err(|error| self.failed(disk, log.full_path(), error))?;
         removal.done();
+        let bytes = log.uncount();
         if let Some(here) = shuffle.found(disk) {
             here.occupied.take(bytes);
         }

@@ -2,6 +2,7 @@
 
 use futures::FutureExt as _;
 
+use super::vanished::settled;
 use super::*;
 use crate::tiers::extent::{Extent, OBJECT};
 use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
@@ -47,8 +48,8 @@ async fn damaged_block_found_by_a_move_is_omitted() {
     assert!(store.data(&key, PartitionId(1), (0, 9000)).unwrap().has_hole);
 }
 
-/// Relocates all data of a shuffle to an object, as after a migration.
-async fn relocate_all(store: &LocalStore, handle: &ShuffleHandle) -> Result<u64, StoreError> {
+/// Returns the extents of a shuffle as an object has them after a migration.
+async fn copies(store: &LocalStore, handle: &ShuffleHandle) -> Vec<(PartitionId, Extent)> {
     let (mut moving, first) = first_run(store, handle).await;
     let (mut next, mut copies) = (Some(first), Vec::new());
     while let Some(run) = next {
@@ -56,7 +57,21 @@ async fn relocate_all(store: &LocalStore, handle: &ShuffleHandle) -> Result<u64,
         copies.extend(run.extents.iter().map(copy));
         next = moving.next_run().await;
     }
-    store.relocate(handle, copies).await
+    copies
+}
+
+/// Relocates all data of a shuffle to an object, as after a migration.
+async fn relocate_all(store: &LocalStore, handle: &ShuffleHandle) -> Result<u64, StoreError> {
+    store.relocate(handle, copies(store, handle).await).await
+}
+
+/// Returns the bytes of all files of shuffles.
+fn app_bytes(disks: &[TestDisk]) -> u64 {
+    let of = |disk: &TestDisk| {
+        let files = disk.app_files();
+        files.iter().map(|path| disk.memory.content(path).unwrap().len() as u64).sum::<u64>()
+    };
+    disks.iter().map(of).sum()
 }
 
 /// Returns data files and files that wait for deletion.
@@ -95,12 +110,7 @@ async fn unremoved_file_is_removed_by_maintenance() {
 
         store.maintain_once().await;
         assert_eq!(data_files(&disks), Vec::<PathBuf>::new(), "{fault:?}");
-        let mut left = 0;
-        for disk in &disks {
-            left +=
-                disk.app_files().iter().map(|path| disk.memory.content(path).unwrap().len()).sum::<usize>();
-        }
-        assert_eq!(store.used_bytes(), left as u64, "index logs stay");
+        assert_eq!(store.used_bytes(), app_bytes(&disks), "index logs stay");
         assert_eq!(read.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::NotFound);
         assert!(!read.is_suspect() && store.disks().iter().all(|disk| disk.is_healthy()));
         disks[0].faults.release().await;
@@ -108,6 +118,22 @@ async fn unremoved_file_is_removed_by_maintenance() {
         store.purge_app(&key.app).await;
         assert_nothing_left(&store, &disks).await;
     }
+}
+
+/// Regression test: the bytes of the file were subtracted twice.
+#[tokio::test(start_paused = true)]
+async fn vanished_file_without_extents_is_uncounted_once() {
+    let (disks, store, _, handle) = two_disks_with_blocks(4).await;
+    handle.shuffle.relocate(&copies(&store, &handle).await);
+    let path = disks[0].app_files().into_iter().find(|path| path.extension().is_some_and(|it| it == "data"));
+    disks[0].memory.remove(&path.unwrap());
+    store.sweep().await;
+    settled(&store).await;
+    assert_eq!(store.core.metrics.files_vanished.get(), 1);
+    assert_eq!(store.used_bytes(), app_bytes(&disks));
+    store.relocate(&handle, Vec::new()).await.unwrap();
+    assert_eq!(data_files(&disks), Vec::<PathBuf>::new());
+    assert_eq!(store.used_bytes(), app_bytes(&disks));
 }
 
 /// The log of a hole may be readable at a later start.

@@ -47,7 +47,7 @@ async fn present(store: &LocalStore, key: &ShuffleKey) -> Vec<u64> {
 }
 
 /// Waits for the background tasks.
-async fn settled(store: &LocalStore) {
+pub(super) async fn settled(store: &LocalStore) {
     while store.writer.tasks.running() > 0 {
         yield_now().await;
     }
