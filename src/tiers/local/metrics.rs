@@ -22,9 +22,9 @@ metrics::table! {
         write_data: IntCounter = "total_write_data", "Bytes written to local disks";
         write_blocks: IntCounter = "total_write_block", "Blocks written to local disks";
         writes: IntCounter = "total_write_num", "Batches written to local disks";
-        write_exceptions: IntCounter = "total_write_exception", "Failed attempts to write a batch";
+        write_exceptions: IntCounter = "total_write_exception", "Failed attempts to write a batch or an index group";
         write_local: IntCounter = "storage_total_write_local", "Batches to be written to local disks";
-        write_local_retries: IntCounter = "storage_retry_write_local", "Batches retried on another disk";
+        write_local_retries: IntCounter = "storage_retry_write_local", "Batches and index groups retried on another disk";
         write_local_failed: IntCounter = "storage_failed_write_local", "Batches that failed on all disks";
         write_local_succeeded: IntCounter = "storage_success_write_local", "Batches published";
         localfile_write_data: IntCounterVec["local_disk_path"] =
