@@ -39,6 +39,19 @@ async fn probe_leaves_no_objects() {
 }
 
 #[tokio::test]
+async fn failed_probe_leaves_no_objects() {
+    for step in [On::Get, On::List] {
+        let server = S3Server::start().await;
+        let opened = open(&server.config("x"));
+        server.faults.plan(step, 1, &Fault::Refuse(403, "AccessDenied"));
+        soon(opened.client.probe("worker-1")).await.unwrap_err();
+        assert_eq!((server.faults.asked(step), server.faults.asked(On::Delete)), (1, 1));
+        assert!(!server.files().join("x/worker-1/.probe").exists(), "{step:?}");
+        opened.end().await;
+    }
+}
+
+#[tokio::test]
 async fn failed_probe_names_step_and_remedy() {
     let server = S3Server::start().await;
     let no_retry = |config| ObjectConfig { retry_timeout: Duration::ZERO, ..config };

@@ -38,9 +38,15 @@ impl Client {
             }
         };
         store.put(&path, PutPayload::from_static(CONTENT)).await.map_err(failed("write an object"))?;
-        let got = store.get_range(&path, 0..CONTENT.len() as u64).await.map_err(failed("read it"))?;
-        let listed = store.list_with_delimiter(Some(&Path::from(name))).await.map_err(failed("list it"))?;
-        store.delete(&path).await.map_err(failed("delete it"))?;
+        let reading = async {
+            let got = store.get_range(&path, 0..CONTENT.len() as u64).await.map_err(failed("read it"))?;
+            let listed = store.list_with_delimiter(Some(&Path::from(name))).await;
+            Ok((got, listed.map_err(failed("list it"))?))
+        };
+        let read = reading.await;
+        let deleted = store.delete(&path).await.map_err(failed("delete it"));
+        let (got, listed) = read?;
+        deleted?;
         let mut upload = store.put_multipart(&path).await.map_err(failed("start an upload"))?;
         upload.abort().await.map_err(failed("abort an upload"))?;
         let is_listed = listed.objects.iter().any(|object| object.location == path);
