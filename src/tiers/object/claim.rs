@@ -18,10 +18,9 @@ use uuid::Uuid;
 use super::circuit_breaker::failed;
 use super::client::{Failure, Refusal};
 use super::layout::path_of;
+use super::location::CLAIM;
 use crate::tiers::{StoreError, StoreErrorKind};
 
-/// Key of the claim below the worker's prefix. Keys of applications have no such part.
-pub const CLAIM: &str = "!claim";
 /// First line of a claim: format and version.
 const CLAIM_HEAD: &str = "uniffle-worker object store 3";
 /// First lines of claims of earlier development builds, whose objects this program does not read.

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+/// Key of the claim below the worker's prefix. Keys of applications have no such part.
+pub const CLAIM: &str = "!claim";
 /// Length of a bucket name in S3.
 const BUCKET_CHARS: std::ops::RangeInclusive<usize> = 3..=63;
 /// Maximum length of the prefix. A key has at most 1024 bytes, and segment names need some.

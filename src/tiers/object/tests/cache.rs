@@ -13,7 +13,7 @@ use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
 use crate::tiers::object::cache::CHUNK_BYTES;
-use crate::tiers::object::claim::CLAIM;
+use crate::tiers::object::location::CLAIM;
 use crate::tiers::{Cause, StoreErrorKind};
 
 /// Starts a worker with a cache of `chunks` chunks on `disk`.

@@ -6,7 +6,7 @@ use uniffle_io::{ReadBuffer, ReadBuffers};
 use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
-use crate::tiers::object::claim::CLAIM;
+use crate::tiers::object::location::CLAIM;
 
 /// Buffers for chunks of this many bytes.
 struct Chunks(usize);
