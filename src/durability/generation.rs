@@ -180,10 +180,10 @@ impl Writer {
     }
 
     fn next_epoch(&mut self, members: Vec<Member>, places: &[usize], is_whole: bool) -> Epoch {
-        let holders = places.iter().map(|at| self.directories[*at].uuid.into_bytes()).collect();
+        let holders: Vec<_> = places.iter().map(|at| self.directories[*at].uuid.into_bytes()).collect();
         // An absent directory may know any of these epochs. They are compared when it returns.
         let remembered = if is_whole { LINEAGE_MAX } else { LINEAGE_AWAY_MAX };
-        let is_the_same = self.is_open && members == self.epoch.members;
+        let is_the_same = self.is_open && members == self.epoch.members && holders == self.epoch.holders;
         let id = if is_the_same { self.epoch.id } else { rand::rng().random_range(1..=u64::MAX) };
         let next = if is_the_same { self.epoch.clone() } else { self.epoch.next(id, remembered) };
         let blind_starts = next.blind_starts + u32::from(std::mem::take(&mut self.is_blind));

@@ -24,7 +24,7 @@ pub(super) fn found(heard: &Heard, key: &ShuffleKey) -> (Vec<Bytes>, Option<Stri
 }
 
 pub(super) fn disks<const N: usize>() -> [TestDisk; N] {
-    let names = ["/a", "/b", "/c", "/d"];
+    let names = ["/a", "/b", "/c", "/d", "/e"];
     std::array::from_fn(|at| TestDisk::new(names[at]))
 }
 
@@ -338,6 +338,27 @@ async fn two_of_three_directories_are_proof() {
     let store = store_on(&disks).await;
     let (said, incomplete) = found(&hear(&store).await, &shuffle);
     assert_eq!((said.len(), incomplete), (3, None));
+}
+
+/// Regression test: copies that moved stayed in the same epoch. A full disk kept an old copy, and
+/// it proved everything after the directories with the new ones were lost.
+#[tokio::test(start_paused = true)]
+async fn old_copy_of_a_moved_log_is_no_proof() {
+    let disks = disks::<5>();
+    let shuffle = key("app", 1);
+    let store = store_on(&disks).await;
+    say(&store, &shuffle, b"first").await;
+    disks[0].memory.set_capacity(Some(1 << 20));
+    disks[0].memory.put(Path::new("other"), Some(vec![0; 1_000_000]));
+    disks[0].faults.add(Rule::always(Operation::Remove, Fault::Errno(EIO)));
+    store.maintain_once().await;
+    let copies: Vec<usize> = log_copies(&disks).into_iter().map(|(at, _)| at).collect();
+    assert_eq!(copies, [0, 1, 2]);
+    say(&store, &shuffle, b"second").await;
+    drop(store);
+    let store = open([0, 3, 4].map(|at: usize| disks[at].disk()).into()).await.unwrap();
+    let (said, incomplete) = found(&hear(&store).await, &shuffle);
+    assert!(incomplete.is_some(), "a record is missing: {said:?}");
 }
 
 #[tokio::test(start_paused = true)]
