@@ -56,6 +56,11 @@ impl ObjectFile {
         Self { store, memory, generation, process, objects: Vec::new() }
     }
 
+    /// Returns whether another process wrote this file under the same number of a start.
+    pub(super) fn is_rival_of(&self, other: &Self) -> bool {
+        self.generation >> 32 == other.generation >> 32 && self.process != other.process
+    }
+
     /// Returns the empty file of another generation of the same process.
     pub(super) fn sibling(&self, generation: u64) -> Self {
         Self::new(&self.store, &self.memory, generation, self.process)

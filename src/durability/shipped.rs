@@ -2,7 +2,8 @@
 //!
 //! The newest generation with a whole checkpoint is used. If objects of it are missing, so are
 //! records, and it proves nothing. A generation whose checkpoint ends before its last record was
-//! interrupted and is skipped. Each generation is read like a file (`object_file`).
+//! interrupted and is skipped. If two processes wrote generations of the same start, one proves
+//! nothing about the records of the other. Each generation is read like a file (`object_file`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -75,7 +76,8 @@ impl ShippedLog {
         let files = ObjectFile::of(&store, memory, listed).await?;
         let (mut all, mut gap) = (Entries::default(), None);
         let (mut parts, mut skipped) = (Vec::new(), Vec::new());
-        for part in files.iter().rev().map(ObjectFile::part) {
+        for file in files.iter().rev() {
+            let part = file.part();
             let mut found = Entries::default();
             found.add(&part).await?;
             let damage = found.damage.take();
@@ -87,6 +89,10 @@ impl ShippedLog {
             }
             gap = gap.or(damage);
             if all.is_begun {
+                let rivals =
+                    "two processes of this worker wrote the metadata log in the object store at once";
+                let has_rival = files.iter().any(|other| other.is_rival_of(file));
+                gap = gap.or_else(|| has_rival.then(|| rivals.to_owned()));
                 break;
             }
         }

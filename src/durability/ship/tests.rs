@@ -203,6 +203,23 @@ async fn process_that_lost_its_prefix_stores_nothing_more() {
     assert_eq!(*log.objects.puts.lock(), puts);
 }
 
+/// Regression test: a checkpoint of the other process hid acknowledged records. Two starts get the
+/// same number in a store without conditions, or if a bucket rule has deleted the claim and the
+/// first process ends before its first object arrives.
+#[tokio::test(start_paused = true)]
+async fn rival_of_the_same_start_hides_no_record() {
+    // Their order in a list is random.
+    for _ in 0..16 {
+        let objects = Log::open(&Arc::default(), 1).await.end().await;
+        let (rival, log) = (Log::open(&objects, 2).await, Log::open(&objects, 2).await);
+        rival.shipper.known(0).await.unwrap();
+        log.append(7, b"record").await.unwrap();
+        rival.end().await;
+        let found = Log::found(&log.end().await).await;
+        assert!(found.gap().is_some_and(|gap| gap.contains("two processes")), "{:?}", found.gap());
+    }
+}
+
 /// Regression test: damage of both copies in transit made shuffles incomplete for good.
 #[tokio::test(start_paused = true)]
 async fn object_damaged_in_transit_is_requested_again() {
