@@ -70,6 +70,11 @@ impl State {
         self.end
     }
 
+    /// Takes the next entry, unless entries before it were dropped: the next checkpoint has them.
+    pub(super) fn pop(&mut self) -> Option<(u64, Entry)> {
+        if self.has_overflowed { None } else { self.queue.pop_front() }
+    }
+
     pub(super) fn recharge(&mut self) {
         let held = self.queue.iter().map(|(_, entry)| bytes_of(entry)).sum::<u64>();
         drop(self.charge.split_up_to(self.charge.bytes().saturating_sub(held)));

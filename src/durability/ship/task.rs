@@ -223,7 +223,7 @@ impl Task {
         let mut state = self.shared.state.lock();
         while encoder.count() - first < CHUNK_FRAMES
             && out.len() < CHUNK_BYTES
-            && let Some((at, entry)) = state.queue.pop_front()
+            && let Some((at, entry)) = state.pop()
         {
             let before = out.len();
             if encoder.encode(&entry, 0, &mut out) && is_only_holder {

@@ -143,6 +143,20 @@ async fn purge_behind_a_long_queue_drops_no_record() {
     assert_eq!((records(&found).await.len(), found.gap()), (3, None));
 }
 
+/// Regression test: an object with later entries acknowledged the dropped ones, if the queue became
+/// too long while the task was about to take them.
+#[tokio::test(start_paused = true)]
+async fn entry_after_dropped_ones_waits_for_the_checkpoint() {
+    let (objects, tasks) = (Arc::new(MemoryObjects::default()), Tasks::new());
+    let found = Log::found(&objects).await;
+    let shipper = Shipper::open(objects, &found, 1, &Budget::new(u64::MAX), &tasks);
+    let long = Bytes::from(vec![1; 5 << 20]);
+    for record in [long.clone(), long, Bytes::from_static(b"later")] {
+        shipper.add([Entry::Said(shuffle(7), record)]);
+    }
+    assert_eq!(shipper.0.state.lock().pop(), None);
+}
+
 #[tokio::test(start_paused = true)]
 async fn failed_record_is_not_acknowledged_and_later_ones_are() {
     let log = Log::open(&Arc::default(), 1).await;
