@@ -81,7 +81,8 @@ impl Writer {
         let damage = self.damage.clone();
         let next = Self { shipper, is_blind, generation, is_told: true, damage, is_begun, was_tried, ..next };
         contents.become_like(next.contents);
-        *self = Self { contents, ..next };
+        let unserved = found.shuffles.iter().map(|(key, found)| (key.clone(), found.incarnation)).collect();
+        *self = Self { contents, unserved, ..next };
         tracing::warn!(
             shuffles = found.shuffles.len(),
             "the metadata log is readable again; restart the worker to recover its shuffles"

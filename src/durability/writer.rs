@@ -18,7 +18,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::contents::Contents;
 use super::error::LogError;
-use super::frame::{Encoder, Entry, Epoch};
+use super::frame::{Encoder, Entry, Epoch, Incarnation};
 use super::hand_off::HandOff;
 use super::mark::{MARK_PAUSE, Marks};
 use super::proof::Judgement;
@@ -110,6 +110,8 @@ pub(super) struct Writer {
     pub(super) is_blind: bool,
     /// True once the recovered records were delivered. They must not change before.
     pub(super) is_told: bool,
+    /// Incarnations that were found only after the start. This process does not serve them.
+    pub(super) unserved: BTreeMap<ShuffleKey, u64>,
     pub(super) marks: Marks,
     /// Shipper to the object store, if there is one.
     pub(super) shipper: Option<Shipper>,
@@ -157,6 +159,7 @@ impl Writer {
             usable: BTreeSet::new(),
             is_blind: false,
             is_told: false,
+            unserved: BTreeMap::new(),
             marks: Marks::default(),
             shipper: None,
             shipped: None,
@@ -177,6 +180,9 @@ impl Writer {
             for request in waiting.drain(..) {
                 match request {
                     Request::Append(entry, done) => {
+                        let ended = self.replaced_by(&entry).map(Entry::Purged);
+                        answers.extend(ended.iter().map(|_| oneshot::channel().0));
+                        entries.extend(ended);
                         entries.push(entry);
                         answers.push(done);
                     }
@@ -219,6 +225,15 @@ impl Writer {
                 return;
             }
         }
+    }
+
+    /// Returns the unserved incarnation that the entry's registration replaces. Its number may be
+    /// the greater one, so it must be purged in the log.
+    fn replaced_by(&self, entry: &Entry) -> Option<Incarnation> {
+        let shuffle = entry.shuffle()?;
+        let number = *self.unserved.get(&shuffle.key)?;
+        let is_replaced = number != shuffle.number && !self.contents.is_purged(number);
+        is_replaced.then(|| Incarnation { key: shuffle.key.clone(), number })
     }
 
     /// Begins or resumes a generation for the first time. Waiting callers continue even if it

@@ -140,6 +140,16 @@ fn blocks_of_damaged_objects_are_served_or_reported_lost() {
     );
 }
 
+/// Two starts in a row could not list the log. In half of the runs the second one numbered a
+/// registration below the first one's, and the next start returned the results of the first.
+#[test]
+fn reregistration_above_an_unlisted_log_keeps_its_reports() {
+    for _ in 0..8 {
+        let ran = run_safely(8882, Storage::Disks, Mutation::None);
+        assert!(ran.is_ok(), "LIFE_SEED=8882: {ran:?}");
+    }
+}
+
 /// Seeds with which nearly every run returned the results of the first registration, which the
 /// object store still had.
 #[test]

@@ -510,6 +510,34 @@ async fn goes_on_when_it_can_be_read(fault: Rule, text: &str) {
     assert_eq!(store.metadata_gap(), None);
 }
 
+/// A process that could not list the log at its start numbers registrations from a random number,
+/// which may be below that of the earlier registration.
+#[tokio::test(start_paused = true)]
+async fn registration_replaces_the_one_found_after_the_start() {
+    let disks = disks::<1>();
+    let (again, other) = (key("app", 1), key("app", 2));
+    let store = store_on(&disks).await;
+    store.count_from(1 << 40);
+    say(&store, &again, b"old").await;
+    say(&store, &other, b"other").await;
+    drop(store);
+    disks[0].faults.add(Rule::always(Operation::Other, Fault::Errno(EIO)).on("uniffle-worker.metadata"));
+    let store = store_on(&disks).await;
+    assert!(hear(&store).await.said.is_empty());
+    let handle = store.register(&again);
+    assert!(store.append_metadata(&handle, b"too early").await.is_err());
+    disks[0].faults.clear();
+    store.maintain_once().await;
+    say(&store, &again, b"new").await;
+    say(&store, &again, b"report").await;
+    drop((handle, store));
+    let store = store_on(&disks).await;
+    let heard = hear(&store).await;
+    let new = vec![Bytes::from_static(b"new"), Bytes::from_static(b"report")];
+    assert_eq!(found(&heard, &again), (new, None));
+    assert_eq!(found(&heard, &other), (vec![Bytes::from_static(b"other")], None));
+}
+
 #[tokio::test(start_paused = true)]
 async fn data_without_a_metadata_log_is_incomplete() {
     for count in 1..=2 {

@@ -85,7 +85,6 @@ impl LocalStore {
     }
 
     /// Sets the incarnation of the next registration.
-    #[cfg(feature = "object")]
     pub(in crate::tiers) fn count_from(&self, number: u64) {
         self.next_incarnation.store(number, Ordering::Relaxed);
     }
