@@ -219,7 +219,7 @@ fn assert_loss_is_logged(worker: &Worker) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn second_stop_signal_that_loses_data_exits_with_3() {
+async fn forced_shutdown_that_loses_data_exits_with_3() {
     let (mut worker, _client, _written) = unflushable("[shutdown]\nflush_timeout_sec = \"1h\"").await;
     worker.signal(rustix::process::Signal::TERM);
     block_in_place(|| worker.wait_log("stopping signal=\"SIGTERM\""));

@@ -70,7 +70,7 @@ async fn report(fixture: &WorkerFixture, key: &ShuffleKey, task: i64, blocks: &[
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn disk_above_watermark_is_drained_under_readers() {
+async fn offload_drains_disk_above_watermark_under_reads() {
     let home = Home::new().await;
     // Below the fill level of this machine's disk.
     let marks = "offload_high_watermark = 0.000002\noffload_low_watermark = 0.000001";
@@ -94,7 +94,7 @@ async fn disk_above_watermark_is_drained_under_readers() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn drained_worker_continues_on_an_empty_machine() {
+async fn worker_resumes_on_empty_machine_after_offload() {
     let home = Home::new().await;
     let (one, other) = (key("app-1", 1), key("app-1", 2));
     let (first, second) = (blocks(0, 1, 0..60), blocks(0, 2, 0..20));

@@ -252,7 +252,7 @@ async fn worker_runs_over_an_unknown_tier() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn stop_syncs_the_tiers_after_its_last_flush() {
+async fn shutdown_syncs_tiers_after_last_flush() {
     let (tier, key) = (Arc::new(ThirdTier::default()), key("app-1", 1));
     let fixture = WorkerFixture::above(Arc::clone(&tier) as Arc<dyn Tier>).await;
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
