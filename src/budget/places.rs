@@ -37,7 +37,7 @@ struct Waiter {
 /// Permits that were taken. They are free again on drop.
 #[derive(Debug)]
 #[must_use = "dropped places are free at once"]
-pub struct Taken {
+pub struct PermitGuard {
     places: Arc<Places>,
     count: usize,
 }
@@ -60,12 +60,12 @@ impl Places {
     }
 
     /// Waits for `count` permits (or all there are) until it is the turn of `app`.
-    pub async fn take(self: &Arc<Self>, app: &AppId, count: usize) -> Taken {
+    pub async fn take(self: &Arc<Self>, app: &AppId, count: usize) -> PermitGuard {
         let count = self.counted(count);
         let mut wait = {
             let mut state = self.state.lock();
             if state.take_at_once(count) {
-                return Taken { places: Arc::clone(self), count };
+                return PermitGuard { places: Arc::clone(self), count };
             }
             let (give, given) = oneshot::channel();
             let number = state.waiting.enter(app, Waiter { count, give: Some(give) });
@@ -73,15 +73,15 @@ impl Places {
         };
         let given = (&mut wait.given).await;
         debug_assert!(given.is_ok(), "a waiter is dropped only when its wait is");
-        Taken { places: Arc::clone(self), count }
+        PermitGuard { places: Arc::clone(self), count }
     }
 
     /// Takes `count` permits (or all there are) if they are available without waiting.
     #[must_use]
-    pub fn try_take(self: &Arc<Self>, count: usize) -> Option<Taken> {
+    pub fn try_take(self: &Arc<Self>, count: usize) -> Option<PermitGuard> {
         let count = self.counted(count);
         let is_given = self.state.lock().take_at_once(count);
-        is_given.then(|| Taken { places: Arc::clone(self), count })
+        is_given.then(|| PermitGuard { places: Arc::clone(self), count })
     }
 
     /// Returns whether `count` permits (or all there are) could be taken now.
@@ -142,7 +142,7 @@ impl State {
     }
 }
 
-impl Drop for Taken {
+impl Drop for PermitGuard {
     fn drop(&mut self) {
         self.places.give_back(self.count);
     }

@@ -11,13 +11,13 @@ use uniffle_wire::types::AppId;
 #[derive(Debug)]
 pub struct Rounds<W> {
     /// Applications with at least one request, in the order of their turns.
-    apps: VecDeque<OfApp<W>>,
+    apps: VecDeque<AppQueue<W>>,
     waiting: usize,
     arrivals: u64,
 }
 
 #[derive(Debug)]
-struct OfApp<W> {
+struct AppQueue<W> {
     app: AppId,
     requests: VecDeque<(u64, W)>,
 }
@@ -56,7 +56,7 @@ impl<W> Rounds<W> {
             Some(it) => it.requests.push_back((number, request)),
             None => {
                 let requests = VecDeque::from([(number, request)]);
-                self.apps.push_back(OfApp { app: app.clone(), requests });
+                self.apps.push_back(AppQueue { app: app.clone(), requests });
             }
         }
         number

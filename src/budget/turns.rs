@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 use uniffle_io::{ReadPermit, ReadPermits};
 use uniffle_wire::types::AppId;
 
-use super::places::{Places, Taken};
+use super::places::{PermitGuard, Places};
 
 /// Number of bytes in one unit of a share.
 pub const UNIT_BYTES: usize = 4096;
@@ -48,8 +48,8 @@ impl Turns {
 
     /// Takes parts of all shares except that of `waited_for`, which is added. Returns the index of
     /// a full share as the error.
-    fn try_others(&self, waited_for: Option<(usize, Taken)>) -> Result<ReadPermit, usize> {
-        let mut taken: SmallVec<[Taken; 2]> = SmallVec::new();
+    fn try_others(&self, waited_for: Option<(usize, PermitGuard)>) -> Result<ReadPermit, usize> {
+        let mut taken: SmallVec<[PermitGuard; 2]> = SmallVec::new();
         let known = waited_for.as_ref().map(|(at, _)| *at);
         taken.extend(waited_for.map(|(_, given)| given));
         for (at, share) in self.shares.iter().enumerate().filter(|(at, _)| known != Some(*at)) {
