@@ -17,11 +17,11 @@ const UNREGISTERED_MAX: usize = 4096;
 /// Applications whose shuffles are unverified; at most as many as recovery found.
 #[derive(Debug, Default)]
 pub(super) struct Unproven {
-    apps: HashMap<AppId, Questioned>,
+    apps: HashMap<AppId, UnverifiedApp>,
 }
 
 #[derive(Debug)]
-struct Questioned {
+struct UnverifiedApp {
     reason: Arc<str>,
     /// The highest id that was found.
     highest: i32,
@@ -35,7 +35,7 @@ impl Unproven {
     /// Records a found shuffle, where `reason` may have hidden other shuffles of its application.
     pub(super) fn found(&mut self, key: &ShuffleKey, reason: &Arc<str>) {
         let id = key.shuffle.0;
-        let fresh = || Questioned {
+        let fresh = || UnverifiedApp {
             reason: Arc::clone(reason),
             highest: id,
             unregistered: HashSet::new(),
@@ -54,7 +54,7 @@ impl Unproven {
     /// Returns the shuffles passed to [`left`](Self::left) that were neither registered anew nor
     /// unregistered since.
     pub(super) fn all_left(&self) -> Vec<(ShuffleKey, Arc<str>)> {
-        let of_app = |(app, it): (&AppId, &Questioned)| {
+        let of_app = |(app, it): (&AppId, &UnverifiedApp)| {
             let key = |id: &i32| (ShuffleKey::new(app.clone(), ShuffleId(*id)), Arc::clone(&it.reason));
             it.left.iter().map(key).collect::<Vec<_>>()
         };
