@@ -17,11 +17,11 @@ use crate::tiers::INDEX_CACHE_BYTES;
 
 /// Collects problems and warnings.
 #[derive(Debug)]
-struct Found<'a> {
+struct Findings<'a> {
     reader: &'a mut Reader,
 }
 
-impl Found<'_> {
+impl Findings<'_> {
     fn refuse(&mut self, key: &str, value: impl Display, allowed: impl Into<String>) {
         self.reader.problems.push(Problem::new(key, value, allowed));
     }
@@ -33,7 +33,7 @@ impl Found<'_> {
 
 /// Adds problems and warnings about combinations of keys to `reader`.
 pub(super) fn check(config: &Config, reader: &mut Reader) {
-    let mut found = Found { reader };
+    let mut found = Findings { reader };
     check_ports(config, &mut found);
     check_admin(config, &mut found);
     check_order(config, &mut found);
@@ -52,7 +52,7 @@ pub(super) fn check(config: &Config, reader: &mut Reader) {
     }
 }
 
-fn check_ports(config: &Config, found: &mut Found) {
+fn check_ports(config: &Config, found: &mut Findings) {
     let mut taken = HashMap::new();
     let worker = &config.worker;
     let ports = [
@@ -70,7 +70,7 @@ fn check_ports(config: &Config, found: &mut Found) {
 }
 
 /// Checks that the admin port has a token unless it listens on loopback only.
-fn check_admin(config: &Config, found: &mut Found) {
+fn check_admin(config: &Config, found: &mut Findings) {
     let admin = &config.admin;
     let has_token = admin.token.is_some() || admin.token_file.is_some();
     if !admin.bind_address.is_loopback() && !has_token {
@@ -83,7 +83,7 @@ fn check_admin(config: &Config, found: &mut Found) {
 }
 
 /// Checks pairs of keys in which one bounds the other.
-fn check_order(config: &Config, found: &mut Found) {
+fn check_order(config: &Config, found: &mut Findings) {
     let (local, spill) = (&config.local, &config.flush.limits);
     let watermarks = [
         ("localfile_store.disk_low", local.low_watermark, "localfile_store.disk_high", local.high_watermark),
@@ -113,7 +113,7 @@ fn check_order(config: &Config, found: &mut Found) {
 
 /// Checks the HTTP/2 windows against each other. The default of the total depends on capacity and
 /// threads, so the problem names `worker_threads` if fewer threads would solve it.
-fn check_windows(config: &Config, found: &mut Found) {
+fn check_windows(config: &Config, found: &mut Findings) {
     let grpc = &config.grpc;
     let (stream, connection) = (grpc.stream_window_bytes.into(), grpc.connection_window_bytes.into());
     if stream > connection {
@@ -141,7 +141,7 @@ fn check_windows(config: &Config, found: &mut Found) {
     found.refuse("grpc.connection_window", size_text(connection), allowed);
 }
 
-fn check_localfile(config: &Config, found: &mut Found) {
+fn check_localfile(config: &Config, found: &mut Findings) {
     if !config.worker.store_type.has_local() {
         return;
     }
@@ -174,7 +174,7 @@ fn check_localfile(config: &Config, found: &mut Found) {
 }
 
 /// Warns if configured limits exceed the promised bound of resident memory, with figures.
-fn check_memory(config: &Config, found: &mut Found) {
+fn check_memory(config: &Config, found: &mut Findings) {
     let (bound, promised) = (config.resident_bytes_max(), promised(config.memory.capacity_bytes));
     if bound <= promised {
         return;
@@ -201,7 +201,7 @@ fn check_memory(config: &Config, found: &mut Found) {
     ));
 }
 
-fn check_partition_limits(config: &Config, found: &mut Found) {
+fn check_partition_limits(config: &Config, found: &mut Findings) {
     let partition = &config.partition;
     if partition.memory_ratio <= 0.0 {
         let key = "app_config.partition_limit_memory_backpressure_ratio";
@@ -221,7 +221,7 @@ fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }
 
-fn check_coordinators(config: &Config, found: &mut Found) {
+fn check_coordinators(config: &Config, found: &mut Findings) {
     let mut seen = HashSet::new();
     for address in &config.heartbeat.coordinators {
         if !seen.insert(address) {
@@ -271,7 +271,7 @@ fn check_coordinators(config: &Config, found: &mut Found) {
 }
 
 /// Checks that persistent memory is combined with recovery, without which its shuffles are unknown.
-fn check_backing(config: &Config, found: &mut Found) {
+fn check_backing(config: &Config, found: &mut Findings) {
     let backing = &config.memory.backing;
     if backing.is_private() {
         return;
@@ -296,7 +296,7 @@ fn allowed_without(store_type: StoreType, has_hdfs: bool) -> Option<&'static str
     lacks.then_some("must be MEMORY or MEMORY_LOCALFILE; this build has no HDFS (feature `hdfs`)")
 }
 
-fn check_hdfs(config: &Config, found: &mut Found) {
+fn check_hdfs(config: &Config, found: &mut Findings) {
     let store_type = config.worker.store_type;
     if let Some(allowed) = allowed_without(store_type, cfg!(feature = "hdfs")) {
         found.refuse("store_type", store_type.as_str(), allowed);
@@ -333,7 +333,7 @@ fn check_hdfs(config: &Config, found: &mut Found) {
     }
 }
 
-fn check_object(config: &Config, found: &mut Found) {
+fn check_object(config: &Config, found: &mut Findings) {
     let store_type = config.worker.store_type;
     if store_type.has_object() && config.object.url.is_none() {
         let allowed = format!("is required with store_type {}", store_type.as_str());
@@ -348,7 +348,7 @@ fn check_object(config: &Config, found: &mut Found) {
     config.object.warnings().into_iter().for_each(|warning| found.warn(warning));
 }
 
-fn check_tls(config: &Config, found: &mut Found) {
+fn check_tls(config: &Config, found: &mut Findings) {
     let has = |key| found.reader.given.contains(key);
     let (cert, key, client_ca) = (has("tls.cert_file"), has("tls.key_file"), has("tls.client_ca_file"));
     if !cert && (key || client_ca) {

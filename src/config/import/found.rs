@@ -27,7 +27,7 @@ pub(super) struct Other {
 
 /// All entries of the input.
 #[derive(Debug, Default)]
-pub(super) struct Found {
+pub(super) struct ImportedKeys {
     pub(super) entries: Vec<Entry>,
     /// Keys without a counterpart, and values that cannot be converted.
     pub(super) others: Vec<Other>,
@@ -35,18 +35,18 @@ pub(super) struct Found {
     pub(super) unknown: usize,
 }
 
-impl Found {
+impl ImportedKeys {
     pub(super) fn take(&mut self, path: &str, value: Value, comment: Option<String>) {
         self.entries.push(Entry { path: path.to_owned(), value, comment, refused: None });
     }
 
     /// Adds a key without a counterpart.
-    pub(super) fn leave(&mut self, was: &Was<'_>, why: impl Into<String>) {
+    pub(super) fn leave(&mut self, was: &OldEntry<'_>, why: impl Into<String>) {
         self.others.push(Other { was: was.shown(), why: why.into(), is_refused: false });
     }
 
     /// Adds a key whose counterpart does not accept the value.
-    pub(super) fn refuse(&mut self, was: &Was<'_>, why: impl Into<String>) {
+    pub(super) fn refuse(&mut self, was: &OldEntry<'_>, why: impl Into<String>) {
         self.others.push(Other { was: was.shown(), why: why.into(), is_refused: true });
     }
 
@@ -62,14 +62,14 @@ impl Found {
 
 /// A key of the input and its value.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Was<'a> {
+pub(super) struct OldEntry<'a> {
     pub(super) key: &'a str,
     /// Separator of key and value in the input's syntax.
     pub(super) between: &'a str,
     pub(super) value: &'a str,
 }
 
-impl Was<'_> {
+impl OldEntry<'_> {
     /// Returns the original text without secrets.
     pub(super) fn shown(&self) -> String {
         let Self { key, between, value } = self;

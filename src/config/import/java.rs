@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use toml::Value;
 
-use super::found::{Found, Was};
+use super::found::{ImportedKeys, OldEntry};
 
 /// Conversion of a Java value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -246,10 +246,10 @@ const OTHERS: &[(&str, &str)] = &[
 ];
 
 /// Parses `text` if it is a `server.conf`.
-pub(super) fn read(text: &str) -> Option<Found> {
+pub(super) fn read(text: &str) -> Option<ImportedKeys> {
     let mut given = properties(text);
     given.keys().find(|key| key.starts_with("rss."))?;
-    let mut found = Found::default();
+    let mut found = ImportedKeys::default();
     // Kerberos and Netty keys have no effect in Java unless these settings enable them.
     let is_true = |value: Option<&String>| value.is_some_and(|value| value.eq_ignore_ascii_case("true"));
     let has_kerberos = is_true(given.get("rss.security.hadoop.kerberos.enable"));
@@ -286,7 +286,7 @@ pub(super) fn read(text: &str) -> Option<Found> {
     Some(found)
 }
 
-fn take(found: &mut Found, (java, ours, kind): (&str, &str, As), text: &str) {
+fn take(found: &mut ImportedKeys, (java, ours, kind): (&str, &str, As), text: &str) {
     let was = was(java, text);
     match kind.read(text) {
         // Java treats -1 and the largest number as "not set".
@@ -310,8 +310,8 @@ fn with_memory(text: &str) -> Option<&'static str> {
     }
 }
 
-fn was<'a>(key: &'a str, value: &'a str) -> Was<'a> {
-    Was { key, between: " ", value }
+fn was<'a>(key: &'a str, value: &'a str) -> OldEntry<'a> {
+    OldEntry { key, between: " ", value }
 }
 
 impl As {

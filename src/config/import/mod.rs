@@ -13,7 +13,7 @@ use std::fmt::Write as _;
 
 use toml::Value;
 
-use self::found::{Entry, Found, Other};
+use self::found::{Entry, ImportedKeys, Other};
 use super::{Config, ConfigError, Machine};
 use crate::schema::names::{leaf_of, table_of};
 use crate::schema::redact;
@@ -63,13 +63,13 @@ pub fn import(name: &str, text: &str, machine: &Machine) -> Result<Imported, Str
 }
 
 /// Returns the keys whose written values contain secrets.
-fn secrets(found: &Found) -> Vec<String> {
+fn secrets(found: &ImportedKeys) -> Vec<String> {
     let written = found.entries.iter().filter(|entry| entry.refused.is_none());
     written.filter(|entry| shown(entry) != entry.value).map(|entry| entry.path.clone()).collect()
 }
 
 /// Returns one line for every value that was rejected.
-fn refusals(found: &Found) -> Vec<String> {
+fn refusals(found: &ImportedKeys) -> Vec<String> {
     let entries = found.entries.iter().filter_map(|entry| {
         let from = entry.comment.as_ref().map(|comment| format!(" (from {comment})")).unwrap_or_default();
         let allowed = entry.refused.as_ref()?;
@@ -85,7 +85,7 @@ fn shown(entry: &Entry) -> Value {
 }
 
 /// Allows all remote paths, as both other servers do, unless the input restricts them.
-fn open_remote_paths(found: &mut Found) {
+fn open_remote_paths(found: &mut ImportedKeys) {
     let has_hdfs = |entry: &Entry| entry.path == "store_type" && entry.value.to_string().contains("HDFS");
     if found.entries.iter().any(has_hdfs) && !found.has("hdfs_store.allowed_paths") {
         let comment = "as before, applications may use any remote path; better list the paths in use";
@@ -95,7 +95,7 @@ fn open_remote_paths(found: &mut Found) {
 }
 
 /// Marks rejected entries until the others are valid. Returns problems that belong to no entry.
-fn refuse(found: &mut Found, machine: &Machine) -> Vec<String> {
+fn refuse(found: &mut ImportedKeys, machine: &Machine) -> Vec<String> {
     loop {
         let mut text = String::new();
         write_entries(&mut text, &found.entries);

@@ -2,22 +2,22 @@
 
 use toml::{Table, Value};
 
-use super::found::{Found, Was};
+use super::found::{ImportedKeys, OldEntry};
 use crate::config::sections::schema;
 use crate::schema::{Reader, redact};
 
 /// Parses `text` as riffle's TOML.
-pub(super) fn read(text: &str) -> Result<Found, String> {
+pub(super) fn read(text: &str) -> Result<ImportedKeys, String> {
     let table: Table = text.parse().map_err(|error: toml::de::Error| {
         let error = redact::text(&error.to_string());
         format!("neither a server.conf (keys that begin with rss.) nor TOML: {error}")
     })?;
-    let mut found = Found::default();
+    let mut found = ImportedKeys::default();
     walk("", table, &mut found);
     Ok(found)
 }
 
-fn walk(prefix: &str, table: Table, found: &mut Found) {
+fn walk(prefix: &str, table: Table, found: &mut ImportedKeys) {
     let schema = schema();
     for (name, value) in table {
         let path = if prefix.is_empty() { name } else { format!("{prefix}.{name}") };
@@ -48,8 +48,8 @@ fn walk(prefix: &str, table: Table, found: &mut Found) {
     }
 }
 
-fn was<'a>(key: &'a str, value: &'a str) -> Was<'a> {
-    Was { key, between: " = ", value }
+fn was<'a>(key: &'a str, value: &'a str) -> OldEntry<'a> {
+    OldEntry { key, between: " = ", value }
 }
 
 fn shown(value: &Value) -> String {
