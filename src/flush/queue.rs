@@ -13,7 +13,7 @@ use crate::memory::{Buffer, SealedBatch};
 use crate::tiers::TierShuffle;
 use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
 
-use super::turns::Turns;
+use super::turns::FairQueue;
 
 /// Registrations, by tier, of the shuffle that chains were sealed from. Chains written through them
 /// cannot reach a later shuffle of the same name.
@@ -71,7 +71,7 @@ impl Batch {
 /// The batches that wait for one tier.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
-    batches: Mutex<Turns<AppId, Batch>>,
+    batches: Mutex<FairQueue<AppId, Batch>>,
     arrived: Notify,
     /// Cloned by every batch that waits or is being written.
     in_flight: Arc<()>,

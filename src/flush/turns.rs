@@ -19,7 +19,7 @@ const REMEMBERED: usize = 64;
 
 /// Waiting items, by `K`.
 #[derive(Debug)]
-pub(super) struct Turns<K, T> {
+pub(super) struct FairQueue<K, T> {
     /// Ordered by start time, then by arrival.
     waiting: BTreeMap<(u64, u64), (K, T)>,
     /// Earliest next start time of each key that has items or debts.
@@ -28,13 +28,13 @@ pub(super) struct Turns<K, T> {
     arrivals: u64,
 }
 
-impl<K, T> Default for Turns<K, T> {
+impl<K, T> Default for FairQueue<K, T> {
     fn default() -> Self {
         Self { waiting: BTreeMap::new(), paid_until: HashMap::new(), now: 0, arrivals: 0 }
     }
 }
 
-impl<K: Clone + Eq + Hash, T> Turns<K, T> {
+impl<K: Clone + Eq + Hash, T> FairQueue<K, T> {
     /// Adds an item of `key`.
     pub(super) fn push(&mut self, key: K, cost: u64, weight: u32, item: T) {
         let turn = self.paid_until.get(&key).copied().unwrap_or(0).max(self.now);
@@ -75,7 +75,7 @@ mod tests {
 
     #[test]
     fn long_queue_does_not_block_another() {
-        let mut turns = Turns::default();
+        let mut turns = FairQueue::default();
         for n in 0..100 {
             turns.push("flood", 64, 1, ("flood", n));
         }
@@ -92,7 +92,7 @@ mod tests {
         fn busy_queues_are_served_by_weight(
             weights in prop::collection::vec(1u32..5, 2..5), cost in 1u64..100,
         ) {
-            let mut turns = Turns::default();
+            let mut turns = FairQueue::default();
             for (key, weight) in weights.iter().enumerate() {
                 for _ in 0..100 {
                     turns.push(key, cost, *weight, key);
@@ -110,7 +110,7 @@ mod tests {
 
         #[test]
         fn every_item_is_returned_once(pushes in prop::collection::vec((0u8..5, 0u64..1000, 0u32..9), 0..100)) {
-            let mut turns = Turns::default();
+            let mut turns = FairQueue::default();
             for (n, (key, cost, weight)) in pushes.iter().enumerate() {
                 turns.push(*key, *cost, *weight, n);
             }

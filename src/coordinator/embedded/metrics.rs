@@ -31,7 +31,7 @@ metrics::table! {
 }
 
 metrics::table! {
-    struct OfStorage each fill {
+    struct StorageMetrics each fill {
         apps: IntGauge = "remote_storage_in_used_{host}", "Applications assigned to this remote storage";
     }
 }
@@ -53,13 +53,13 @@ impl Metrics {
         }
         let mut storage_uses = Vec::with_capacity(by_host.len());
         for (host, storages) in by_host {
-            storage_uses.push((OfStorage::new(registry, &[("{host}", &host)])?.apps, storages));
+            storage_uses.push((StorageMetrics::new(registry, &[("{host}", &host)])?.apps, storages));
         }
         Ok(Self { counts: Counts::new(registry)?, storage_uses })
     }
 
     pub(crate) fn described() -> Vec<metrics::Description> {
-        [Counts::described(), OfStorage::described(&[])].concat()
+        [Counts::described(), StorageMetrics::described(&[])].concat()
     }
 
     pub(super) fn set_nodes(&self, counts: NodeCounts) {
