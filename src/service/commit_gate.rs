@@ -18,14 +18,14 @@ pub(super) struct CommitGate {
 }
 
 /// Keeps the gate in its state for the duration of one commit.
-pub(super) type Passing<'a> = RwLockReadGuard<'a, bool>;
+pub(super) type CommitPermit<'a> = RwLockReadGuard<'a, bool>;
 
 impl CommitGate {
     /// Passes the gate for as long as the returned value lives.
     ///
     /// # Errors
     /// `Stopping` while the gate is closed. Clients wait and send again.
-    pub(super) fn pass(&self) -> Result<Passing<'_>, ServiceError> {
+    pub(super) fn pass(&self) -> Result<CommitPermit<'_>, ServiceError> {
         let passing = self.closed.read();
         if *passing { Err(ServiceError::Stopping) } else { Ok(passing) }
     }

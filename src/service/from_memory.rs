@@ -28,7 +28,7 @@ struct Job {
 }
 
 /// Receives the block ids of a shuffle, including those in memory, once its blocks are restored.
-pub(super) type Awaited = oneshot::Receiver<PresentIds>;
+pub(super) type RestoredIds = oneshot::Receiver<PresentIds>;
 
 /// Restores shuffles one after another on a thread of its own.
 pub(super) struct FromMemory {
@@ -47,7 +47,7 @@ impl FromMemory {
 
     /// Begins to restore the recovered blocks of `key` in memory. `present` holds the ids that
     /// exist elsewhere.
-    pub(super) fn begin(&mut self, key: ShuffleKey, present: PresentIds, heap: Budget) -> Awaited {
+    pub(super) fn begin(&mut self, key: ShuffleKey, present: PresentIds, heap: Budget) -> RestoredIds {
         let (done, awaited) = oneshot::channel();
         let mut job = Job { key, present, heap, done };
         if self.begun.is_none() {

@@ -33,7 +33,7 @@ use super::explain::Presence;
 use super::fairness::{FairnessConfig, Weights};
 use super::losses::Losses;
 use super::metrics::ServiceMetrics;
-use super::noted::{Noting, note_registration};
+use super::noted::{NewRegistration, note_registration};
 use super::quota::{self, QuotaConfig};
 use super::spill::Spill;
 use super::status::{WorkerState, WorkerStatus};
@@ -173,7 +173,7 @@ impl Lifecycle {
             from: request.from,
         };
         let remote = is_remote.then(|| (wanted_storage.cloned(), &*request.ranges));
-        let noted = self.tiers.metadata().map(|tier| (tier, Noting::of(&registration, remote)));
+        let noted = self.tiers.metadata().map(|tier| (tier, NewRegistration::of(&registration, remote)));
         self.apps.register(registration, || {
             self.memory.register(&key, request.distribution);
             admissions.iter().for_each(|admit| admit(&key, &request.ranges));

@@ -24,7 +24,7 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use super::ServiceError;
 use super::metrics::ServiceMetrics;
-use super::spill::Stored;
+use super::spill::StoredIds;
 use super::verify::{UnverifiedPartition, Verifier, blame};
 
 /// Properties that make Spark recompute a stage whose shuffle data cannot be fetched; the first one
@@ -227,7 +227,7 @@ impl Losses {
         filter: Option<&Treemap>,
     ) -> Result<(), ServiceError> {
         let wanted = |ids: &IdSet| {
-            let stored = Stored::of(shuffle, &[partition]);
+            let stored = StoredIds::of(shuffle, &[partition]);
             // Only reported ids can be lost, so ids on disk are not looked up.
             let reported = match stored.runs.is_empty() {
                 true => stored.sets.iter().fold(IdSet::default(), |mut all, set| {

@@ -18,7 +18,7 @@ use super::ServiceError;
 const REMOTE_RANGES_MAX: usize = 1 << 18;
 
 /// A registration to be written to the log.
-pub(super) struct Noting {
+pub(super) struct NewRegistration {
     /// The registration without ranges and remote storage.
     fields: durability::Registration,
     /// Remote storage as sent by the client, and the ranges that name directories.
@@ -28,7 +28,7 @@ pub(super) struct Noting {
 /// First and last partition of a range as sent.
 pub(super) type SentRange = (i32, i32);
 
-impl Noting {
+impl NewRegistration {
     /// Creates the record data of a registration. `remote` has the remote storage and the ranges as
     /// sent.
     pub(super) fn of(
@@ -81,7 +81,7 @@ pub(super) async fn note_registration(
     app: Option<Arc<App>>,
     key: &ShuffleKey,
     (tier, tiers): (&dyn Tier, &Tiers),
-    noting: Noting,
+    noting: NewRegistration,
 ) -> Result<(), ServiceError> {
     let state = app.as_ref().and_then(|app| app.shuffle(key.shuffle));
     // The shuffle was unregistered meanwhile, so there is nothing to make durable.

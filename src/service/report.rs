@@ -119,7 +119,12 @@ impl Ingest {
     /// Reserves the resources of a report before it is written or added; otherwise concurrent
     /// reports would each see the quotas without the others. Waits for heap, which other reports
     /// return once they are added.
-    async fn pay(&self, app: &App, shuffle: &ShuffleState, report: &Reported) -> Result<Paid, ServiceError> {
+    async fn pay(
+        &self,
+        app: &App,
+        shuffle: &ShuffleState,
+        report: &Reported,
+    ) -> Result<ReportCharge, ServiceError> {
         let Price { ids, bytes } = Price::of(&report.partitions);
         let counted = app.usage().take(Counted::ReportedIds, ids)?;
         let record_bytes = shuffle.records().lock().price_of(&report.records);
@@ -141,7 +146,7 @@ impl Ingest {
         let ids = block_ids.pay(ids, charge, counted).map_err(ReportError::from)?;
         block_ids.begin(report.bitmap_count).map_err(ReportError::from)?;
         drop(block_ids);
-        Ok(Paid { ids, records, on_disk })
+        Ok(ReportCharge { ids, records, on_disk })
     }
 
     async fn wait_for_heap(&self, app: &App, bytes: u64) -> Result<Charge, ServiceError> {
@@ -180,7 +185,7 @@ struct Reported {
 
 /// Resources reserved for a whole report. Drop returns the unused part.
 #[derive(Debug)]
-struct Paid {
+struct ReportCharge {
     ids: PaidIds,
     records: Charge,
     /// The ids, written to disk because there was no heap for them.
@@ -213,7 +218,7 @@ impl Reported {
     }
 
     /// Adds the report. Record counts are added first, so that a reader of the ids also sees them.
-    fn enter(&self, shuffle: &ShuffleState, mut paid: Paid) {
+    fn enter(&self, shuffle: &ShuffleState, mut paid: ReportCharge) {
         shuffle.records().lock().enter(&self.records, paid.records);
         if let Some((run, counted)) = paid.on_disk {
             let ids = Price::of(&self.partitions).ids;

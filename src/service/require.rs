@@ -45,7 +45,7 @@ pub struct RequireGrant {
 }
 
 /// A valid request.
-struct Asked {
+struct TicketRequest {
     app: Arc<App>,
     wanted: Wanted,
     split_partitions: Vec<i32>,
@@ -118,7 +118,7 @@ impl Ingest {
     }
 
     /// Checks everything except for free memory.
-    fn check(&self, request: &RequireRequest<'_>) -> Result<Asked, ServiceError> {
+    fn check(&self, request: &RequireRequest<'_>) -> Result<TicketRequest, ServiceError> {
         let app = self.lookup.app(request.app)?;
         if self.status.is_stopping() {
             return Err(ServiceError::Stopping);
@@ -135,11 +135,11 @@ impl Ingest {
         app.usage().check(Counted::DiskBytes, bytes)?;
         let split_partitions = self.judge_partitions(&app, request)?;
         let wanted = Wanted { bytes, partitions: request.partitions.len() };
-        Ok(Asked { app, wanted, split_partitions, has_waited: false })
+        Ok(TicketRequest { app, wanted, split_partitions, has_waited: false })
     }
 
     /// Repeats the checks whose results may have changed while a request waited.
-    fn check_again(&self, request: &RequireRequest<'_>, asked: &Asked) -> Result<(), ServiceError> {
+    fn check_again(&self, request: &RequireRequest<'_>, asked: &TicketRequest) -> Result<(), ServiceError> {
         if self.status.is_stopping() {
             return Err(ServiceError::Stopping);
         }
@@ -150,16 +150,16 @@ impl Ingest {
         check_shuffle(&app, request)
     }
 
-    fn ticket(&self, asked: &Asked) -> Result<TicketId, MemoryError> {
+    fn ticket(&self, asked: &TicketRequest) -> Result<TicketId, MemoryError> {
         self.memory.tickets().require(asked.app.id(), asked.wanted.bytes, asked.wanted.partitions)
     }
 
     fn grant(
         &self,
-        asked: Asked,
+        asked: TicketRequest,
         ticket: Result<TicketId, MemoryError>,
     ) -> Result<RequireGrant, ServiceError> {
-        let Asked { app, wanted: Wanted { bytes, .. }, split_partitions, has_waited } = asked;
+        let TicketRequest { app, wanted: Wanted { bytes, .. }, split_partitions, has_waited } = asked;
         if let Err(refused) = &ticket
             && is_waited_for(refused)
         {

@@ -18,7 +18,7 @@ use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage,
 use uniffle_wire::types::ShuffleKey;
 
 use super::ServiceError;
-use super::from_memory::{Awaited, FromMemory};
+use super::from_memory::{FromMemory, RestoredIds};
 use super::lifecycle::Lifecycle;
 use super::report_batch::{GATHERED_MAX, ReportBatch, enter_alone};
 use super::verify::UnverifiedPartition;
@@ -67,7 +67,7 @@ struct Restoring {
     batch: ReportBatch,
     /// Receives the shuffle's present ids once its blocks in memory are restored; `None` if memory
     /// does not survive a process.
-    present: Option<Awaited>,
+    present: Option<RestoredIds>,
     remote: Remote,
     /// Why the shuffle is not registered.
     failed: Option<ServiceError>,

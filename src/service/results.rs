@@ -22,7 +22,7 @@ use super::ServiceError;
 use super::app_lookup::shuffle_of;
 use super::blocking::run_blocking;
 use super::read::Reads;
-use super::spill::{Stored, refused};
+use super::spill::{StoredIds, refused};
 
 /// Number of ids above which a result is built on a blocking thread: about a millisecond if no two
 /// are adjacent. Only requested ids count, because every reducer asks, and a thread switch takes
@@ -125,7 +125,7 @@ impl Reads {
         let mut held = self.charged(answers, RUN_WINDOW_BYTES + RECORD_BYTES * numbers).await?;
         let mut sets = Vec::new();
         for some in partitions.chunks(SETS_AT_ONCE) {
-            let Stored { sets: in_memory, runs } = Stored::of(&shuffle, some);
+            let StoredIds { sets: in_memory, runs } = StoredIds::of(&shuffle, some);
             held.merge(self.charged(answers, in_memory.iter().map(answer_bytes).sum()).await?);
             sets.extend(in_memory);
             for run in runs {
@@ -234,7 +234,7 @@ struct Sets(Vec<IdSet>);
 
 impl Sets {
     fn of(shuffle: &ShuffleState, partitions: &[PartitionId]) -> Self {
-        Self(partitions.chunks(SETS_AT_ONCE).flat_map(|some| Stored::of(shuffle, some).sets).collect())
+        Self(partitions.chunks(SETS_AT_ONCE).flat_map(|some| StoredIds::of(shuffle, some).sets).collect())
     }
 
     /// Returns `left` minus the number of these ids, or `None` if there are more.

@@ -2,7 +2,7 @@
 //! shuffle first.
 //!
 //! The metadata log has every report, so a start recovers all ids and spills them again. Invariant:
-//! every acknowledged id is always in a table in memory or in a run, and [`Stored`] sees both at
+//! every acknowledged id is always in a table in memory or in a run, and [`StoredIds`] sees both at
 //! one moment.
 
 use std::cmp::Reverse;
@@ -146,13 +146,13 @@ pub(super) async fn merge_runs(scratch: &Scratch, app: &App, shuffle: &ShuffleSt
 }
 
 /// The ids of some partitions at one moment: sets in memory, and runs that may have further ids.
-pub(super) struct Stored {
+pub(super) struct StoredIds {
     /// Sets of any of the partitions.
     pub(super) sets: Vec<IdSet>,
     pub(super) runs: Vec<Arc<IdRun>>,
 }
 
-impl Stored {
+impl StoredIds {
     pub(super) fn of(shuffle: &ShuffleState, partitions: &[PartitionId]) -> Self {
         let ids = shuffle.block_ids().lock();
         let sets = partitions.iter().flat_map(|partition| ids.sets(*partition)).cloned().collect();
@@ -165,7 +165,7 @@ impl Stored {
 /// # Errors
 /// A run cannot be read.
 pub(super) async fn reported(shuffle: &ShuffleState, partition: PartitionId) -> Result<IdSet, StoreError> {
-    let Stored { sets, runs } = Stored::of(shuffle, &[partition]);
+    let StoredIds { sets, runs } = StoredIds::of(shuffle, &[partition]);
     let mut all = IdSet::default();
     sets.iter().for_each(|set| all.add_all(set));
     for run in runs {
@@ -177,7 +177,7 @@ pub(super) async fn reported(shuffle: &ShuffleState, partition: PartitionId) -> 
 /// Returns whether runs contain all ids of a report that memory lacks. Stops at the first new id.
 pub(super) async fn runs_have_rest(shuffle: &ShuffleState, partitions: &[(PartitionId, Vec<i64>)]) -> bool {
     for (partition, ids) in partitions {
-        let Stored { sets, runs } = Stored::of(shuffle, &[*partition]);
+        let StoredIds { sets, runs } = StoredIds::of(shuffle, &[*partition]);
         if runs.is_empty() {
             return false;
         }
@@ -211,7 +211,7 @@ pub(super) async fn unknown(
     let mut unknown = Vec::new();
     for (partition, ids) in partitions {
         consume_budget().await;
-        let Stored { sets, runs } = Stored::of(shuffle, &[*partition]);
+        let StoredIds { sets, runs } = StoredIds::of(shuffle, &[*partition]);
         let mut new = ids.clone();
         for set in sets {
             let mut known = set.lookup();
