@@ -44,12 +44,12 @@ impl Supply {
 }
 
 #[derive(Debug)]
-struct Placed {
+struct PlacedSegment {
     start: u64,
     segment: Segment,
 }
 
-impl Placed {
+impl PlacedSegment {
     fn end(&self) -> u64 {
         self.start + self.segment.cursor() as u64
     }
@@ -60,7 +60,7 @@ impl Placed {
 pub(super) struct Chain {
     /// Compared by a fill to find out whether its chain is still the active one.
     id: u64,
-    placed: Vec<Placed>,
+    placed: Vec<PlacedSegment>,
     used: u64,
     capacity: u64,
     aligned_end: bool,
@@ -80,7 +80,7 @@ impl Chain {
             debug_assert_eq!(segment.remaining(), 0, "it is closed");
             chain.used += bytes;
             chain.capacity += bytes;
-            chain.placed.push(Placed { start, segment });
+            chain.placed.push(PlacedSegment { start, segment });
         }
         chain
     }
@@ -135,7 +135,7 @@ impl Chain {
                 // Exact, because most of many small partitions have one segment.
                 self.placed.reserve_exact(1);
             }
-            self.placed.push(Placed { start: self.used, segment });
+            self.placed.push(PlacedSegment { start: self.used, segment });
             self.place(&mut missing, &mut parts);
         }
         Ok(BlockFill {

@@ -82,7 +82,7 @@ pub(super) struct BlockList {
     withheld: OnceLock<Box<[u32]>>,
     /// Number of segments that are paid for. The first is paid together with the list itself.
     paid_segments: usize,
-    paid: Paid,
+    paid: BlockCharges,
 }
 
 /// The rows of a list's blocks, with the charges of rows that were created later than the blocks.
@@ -95,7 +95,7 @@ struct Rows {
 /// Charges of blocks and their list. Dropped in this order: blocks and lists count no longer than
 /// their bytes are charged to the capacity.
 #[derive(Debug)]
-pub(super) struct Paid {
+pub(super) struct BlockCharges {
     /// Number of blocks, charged to the global limit.
     pub(super) permits: Charge,
     /// Bytes of the heap for lists.
@@ -104,7 +104,7 @@ pub(super) struct Paid {
     pub(super) capacity: Charge,
 }
 
-impl Paid {
+impl BlockCharges {
     fn merge(&mut self, other: Self) {
         self.permits.merge(other.permits);
         self.lists.merge(other.lists);
@@ -121,7 +121,7 @@ impl BlockList {
         budget: &Budget,
     ) -> Self {
         let (permits, lists) = (supply.blocks.nothing(), supply.lists.nothing());
-        let paid = Paid { permits, lists, capacity: budget.nothing() };
+        let paid = BlockCharges { permits, lists, capacity: budget.nothing() };
         Self {
             rows: kept
                 .map_or_else(OnceLock::new, |kept| OnceLock::from(Box::new(Rows { kept, _late: None }))),
@@ -310,7 +310,7 @@ impl BlockList {
 
     /// Adds the charges of blocks that were just pushed, and pays for `strays` of them that hold
     /// their slices.
-    pub(super) fn charge(&mut self, paid: Paid, strays: usize, lists: &MetadataReserve) {
+    pub(super) fn charge(&mut self, paid: BlockCharges, strays: usize, lists: &MetadataReserve) {
         self.paid.merge(paid);
         self.pay(strays as u64 * STRAY_BYTES, lists);
     }

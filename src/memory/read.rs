@@ -50,7 +50,7 @@ pub struct MemoryRead {
 /// Blocks found under the lock, still as slices. The conversion to `Bytes` happens after the lock
 /// is released.
 #[derive(Debug)]
-pub(super) struct Found {
+pub(super) struct BlockSlices {
     blocks: Vec<BlockMeta>,
     slices: Vec<Slice>,
     length: u64,
@@ -72,9 +72,9 @@ impl MemoryRead {
     }
 }
 
-impl From<Found> for MemoryRead {
-    fn from(found: Found) -> Self {
-        let Found { blocks, slices, length, is_end } = found;
+impl From<BlockSlices> for MemoryRead {
+    fn from(found: BlockSlices) -> Self {
+        let BlockSlices { blocks, slices, length, is_end } = found;
         Self { blocks, data: slices.into_iter().map(Slice::into_bytes).collect(), length, is_end }
     }
 }
@@ -87,7 +87,7 @@ pub(super) fn walk(
     after: Option<BlockId>,
     (limit_bytes, limit_blocks): (u64, usize),
     tasks: Option<&Treemap>,
-) -> Found {
+) -> BlockSlices {
     let limit_blocks = limit_blocks.clamp(1, READ_BLOCKS_MAX);
     // A hidden block may be present again after a resend, and readers know only the resent copy.
     let shown = |list: &BlockList, id| list.find(id).filter(|at| !list.is_withheld(*at));
@@ -114,7 +114,7 @@ pub(super) fn walk(
     }
     let full = length >= limit_bytes || blocks.len() >= limit_blocks;
     let is_end = !full || blocks.is_empty();
-    Found { blocks, slices: gather.into_slices(), length, is_end }
+    BlockSlices { blocks, slices: gather.into_slices(), length, is_end }
 }
 
 /// The filter with its last verdict. Blocks of a request are adjacent and belong to one task

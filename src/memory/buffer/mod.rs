@@ -23,7 +23,7 @@ use smallvec::SmallVec;
 
 use super::chain::{BlockFill, Chain, Supply};
 use super::error::MemoryError;
-use super::list::{BlockList, LIST_BLOCKS_MAX, LIST_BYTES, Paid};
+use super::list::{BlockCharges, BlockList, LIST_BLOCKS_MAX, LIST_BYTES};
 use super::metrics::MemoryMetrics;
 use super::persistent::layout::ROW_BYTES;
 use super::persistent::names::{Named, ShuffleName};
@@ -451,13 +451,13 @@ impl Buffer {
 
     /// Charges the cost of `blocks` blocks beside their payload. It is charged to the capacity
     /// before they count and until they no longer count, see `Supply::overdraft`.
-    fn pay(&self, (blocks, bytes): (u64, u64), funds: &mut Reservation) -> Result<Paid, MemoryError> {
+    fn pay(&self, (blocks, bytes): (u64, u64), funds: &mut Reservation) -> Result<BlockCharges, MemoryError> {
         let capacity = funds.cover_metadata(bytes);
         let supply = &self.shared.supply;
         let too_many = |_| MemoryError::TooManyBlocks { max: supply.blocks.capacity() };
         let permits = supply.blocks.try_charge(blocks).map_err(too_many)?;
         let lists = supply.lists.charge(capacity.bytes())?;
-        Ok(Paid { permits, lists, capacity })
+        Ok(BlockCharges { permits, lists, capacity })
     }
 
     /// Returns the lists of the partition, created on demand.
@@ -527,8 +527,8 @@ fn metadata_bytes(blocks: u64, rows: usize) -> u64 {
 }
 
 /// Splits off the payment for `blocks` of the blocks.
-fn split(paid: &mut Paid, (blocks, bytes): (u64, u64)) -> Paid {
-    Paid {
+fn split(paid: &mut BlockCharges, (blocks, bytes): (u64, u64)) -> BlockCharges {
+    BlockCharges {
         permits: paid.permits.split_up_to(blocks),
         lists: paid.lists.split_up_to(bytes),
         capacity: paid.capacity.split_up_to(bytes),

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::super::chain::Chain;
-use super::super::list::Paid;
+use super::super::list::BlockCharges;
 use super::super::persistent::restore::{Block, Partition, Place};
 use super::super::sealed::SealedBatch;
 use super::unverified::{DAMAGED, Unverified, say_damaged};
@@ -30,7 +30,7 @@ impl Buffer {
             }
         }
         let bytes = metadata_bytes(count, rows);
-        let paid = Paid {
+        let paid = BlockCharges {
             permits: supply.blocks.force_charge(count),
             lists: supply.lists.force(bytes),
             capacity: self.budget.force_charge(bytes),

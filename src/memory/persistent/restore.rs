@@ -400,7 +400,7 @@ impl Wanted {
 }
 
 /// Slices of a scattered block, each with its piece number.
-type Numbered = SmallVec<[(usize, Slice); 2]>;
+type NumberedSlices = SmallVec<[(usize, Slice); 2]>;
 
 /// A piece of the region, the index of its block, and the piece number within the block.
 type Piece = (Extent, usize, usize);
@@ -464,7 +464,7 @@ fn adopt(segments: &mut [Segment], wanted: &[Wanted], pieces: &[Piece]) -> Vec<O
     let starts = starts(segments);
     let mut places: Vec<Option<Place>> = Vec::new();
     places.resize_with(wanted.len(), || None);
-    let mut scattered: HashMap<usize, Option<Numbered>> = HashMap::new();
+    let mut scattered: HashMap<usize, Option<NumberedSlices>> = HashMap::new();
     let mut near = 0;
     for (extent, block, number) in pieces.iter().copied() {
         near = segment_of(segments, near, extent);
