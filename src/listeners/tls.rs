@@ -143,10 +143,10 @@ impl TlsError {
 
 /// Accepts TLS streams. Clones share the loaded files.
 #[derive(Clone)]
-pub struct TlsAcceptor(Arc<RwLock<Arc<Loaded>>>);
+pub struct TlsAcceptor(Arc<RwLock<Arc<LoadedFiles>>>);
 
 /// Content of the files.
-struct Loaded {
+struct LoadedFiles {
     config: Arc<ServerConfig>,
     /// The chain and the clients' authorities, kept to detect changes of the files.
     chain: Vec<CertificateDer<'static>>,
@@ -194,7 +194,7 @@ impl TlsAcceptor {
             TlsError::new("tls.key_file", &files.key, reason)
         })?;
         config.alpn_protocols = vec![protocol.as_bytes().to_vec()];
-        let loaded = Loaded { config: Arc::new(config), chain, authorities };
+        let loaded = LoadedFiles { config: Arc::new(config), chain, authorities };
         Ok(Self(Arc::new(RwLock::new(Arc::new(loaded)))))
     }
 

@@ -38,7 +38,7 @@ pub(super) struct Maps {
 
 /// A line of `/proc/self/maps`.
 #[derive(Debug)]
-struct Mapped {
+struct MapLine {
     range: Range<u64>,
     offset: u64,
     is_code: bool,
@@ -91,7 +91,7 @@ impl Maps {
                 _ => return None,
             };
             let is_code = map.perms.contains(MMPermissions::EXECUTE);
-            Some(Mapped { range: map.address.0..map.address.1, offset: map.offset, is_code, file })
+            Some(MapLine { range: map.address.0..map.address.1, offset: map.offset, is_code, file })
         }))
     }
 
@@ -99,10 +99,10 @@ impl Maps {
     ///
     /// A file starts at the last mapping of its first byte before the code. Earlier ones may belong
     /// to a reader that mapped the file as data.
-    fn new(mapped: impl Iterator<Item = Mapped>) -> Self {
+    fn new(mapped: impl Iterator<Item = MapLine>) -> Self {
         let mut maps = Self::default();
         let mut first_bytes: IndexMap<String, u64> = IndexMap::new();
-        for Mapped { range, offset, is_code, file } in mapped {
+        for MapLine { range, offset, is_code, file } in mapped {
             if offset == 0 {
                 first_bytes.insert(file.clone(), range.start);
             }
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     fn mapped(lines: &[(u64, u64, u64, bool, &str)]) -> Maps {
-        Maps::new(lines.iter().map(|&(start, end, offset, is_code, file)| Mapped {
+        Maps::new(lines.iter().map(|&(start, end, offset, is_code, file)| MapLine {
             range: start..end,
             offset,
             is_code,

@@ -57,23 +57,23 @@ impl Names {
     }
 
     /// Wraps `future`, which is listed under `name` from its first poll until it is dropped.
-    pub(super) fn named<F: Future>(&self, name: &'static str, future: F) -> Named<F> {
-        Named { future, name, names: self.clone(), listed: None }
+    pub(super) fn named<F: Future>(&self, name: &'static str, future: F) -> NamedFuture<F> {
+        NamedFuture { future, name, names: self.clone(), listed: None }
     }
 }
 
 pin_project! {
     /// See [`Names::named`].
-    pub(crate) struct Named<F> {
+    pub(crate) struct NamedFuture<F> {
         #[pin]
         future: F,
         name: &'static str,
         names: Names,
-        listed: Option<Listed>,
+        listed: Option<NameGuard>,
     }
 }
 
-impl<F: Future> Future for Named<F> {
+impl<F: Future> Future for NamedFuture<F> {
     type Output = F::Output;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
@@ -82,19 +82,19 @@ impl<F: Future> Future for Named<F> {
             && let Some(id) = try_id()
         {
             this.names.running.insert(id, (this.name, Instant::now()));
-            *this.listed = Some(Listed { names: this.names.clone(), id });
+            *this.listed = Some(NameGuard { names: this.names.clone(), id });
         }
         this.names.polls.timed(this.name, || this.future.poll(context))
     }
 }
 
 /// An entry of the list, removed on drop.
-struct Listed {
+struct NameGuard {
     names: Names,
     id: Id,
 }
 
-impl Drop for Listed {
+impl Drop for NameGuard {
     fn drop(&mut self) {
         self.names.running.remove(&self.id);
     }

@@ -21,7 +21,7 @@ use crate::listeners::http::{Everywhere, NotExplained};
 use crate::proto::storage_info::StorageStatus;
 use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
 
-use super::tls::Others;
+use super::tls::WorkerTrust;
 
 /// Maximum age of the rendered text.
 const AGE_MAX: Duration = Duration::from_secs(1);
@@ -42,11 +42,11 @@ pub(super) struct ClusterPage {
     latest: Mutex<Option<(Instant, Bytes)>>,
     explaining: Arc<Semaphore>,
     asking: Arc<Semaphore>,
-    others: Others,
+    others: WorkerTrust,
 }
 
 impl ClusterPage {
-    pub(super) fn new(coordinator: EmbeddedCoordinator, others: Others) -> Self {
+    pub(super) fn new(coordinator: EmbeddedCoordinator, others: WorkerTrust) -> Self {
         let [explaining, asking] = [EXPLAINING_MAX, ASKING_MAX].map(|most| Arc::new(Semaphore::new(most)));
         Self { coordinator, latest: Mutex::default(), explaining, asking, others }
     }
@@ -197,7 +197,7 @@ mod tests {
     async fn excess_explanations_are_refused() {
         let coordinator =
             EmbeddedCoordinator::new(EmbeddedConfig::default(), &Heap::new(64 << 20), &Registry::new());
-        let page = ClusterPage::new(coordinator.unwrap(), Others::default());
+        let page = ClusterPage::new(coordinator.unwrap(), WorkerTrust::default());
         let mut asking: Vec<_> = (0..ASKING_MAX).map(|_| page.explain("app")).collect();
         let refused = page.explain("app").await.unwrap_err();
         assert!(matches!(&refused, NotExplained::Unavailable(why) if why.contains("already")), "{refused:?}");

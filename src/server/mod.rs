@@ -65,7 +65,7 @@ use self::runtime_state::{RuntimeState, StateWriter};
 use self::settings::RuntimeSettings;
 use self::snapshot::ProcessGauges;
 use self::sockets::Sockets;
-use self::tiers::{Beside, Precheck};
+use self::tiers::{Precheck, TierInputs};
 use self::tls::Tls;
 use self::upgrade::{RefusedBy, UpgradeMetrics};
 
@@ -166,7 +166,7 @@ impl Worker {
         log_start(environment.build, config, &server_id);
         metrics::register_build(environment.build, &registry)?;
         let memory = memory_backing::open(config, &server_id, left_memory, &registry).await?;
-        let beside = Beside { server_id, precheck, hand_off, others: environment.tiers };
+        let beside = TierInputs { server_id, precheck, hand_off, others: environment.tiers };
         let flusher = tiers::start(config, beside, &memory, &background, &registry).await?;
         // Before the first block is acknowledged, and after this worker has claimed the
         // directories.

@@ -21,7 +21,7 @@ use crate::runtime::Tasks;
 use crate::tiers::{HdfsStore, LocalConfig, LocalStore, Tier, TierHeap, Tiers};
 
 /// Inputs of the tiers besides the configuration.
-pub(super) struct Beside {
+pub(super) struct TierInputs {
     /// The id reported to coordinators. It names remote files.
     pub(super) server_id: String,
     pub(super) precheck: Precheck,
@@ -42,7 +42,7 @@ pub(super) enum Precheck {
 /// Starts the tiers and the flusher. Returns `None` for store type MEMORY.
 pub(super) async fn start(
     config: &Config,
-    beside: Beside,
+    beside: TierInputs,
     memory: &Arc<Memory>,
     tasks: &Tasks,
     registry: &Registry,

@@ -21,15 +21,15 @@ pub(super) struct Tls {
     pub(super) grpc: Option<TlsAcceptor>,
     pub(super) http: Option<TlsAcceptor>,
     pub(super) admin: Option<TlsAcceptor>,
-    pub(super) others: Others,
+    pub(super) others: WorkerTrust,
 }
 
 /// Trust for TLS queries to other workers. Without a CA file the queries are in plaintext. Clones
 /// share it.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Others(Arc<RwLock<Option<Trust>>>);
+pub(super) struct WorkerTrust(Arc<RwLock<Option<Trust>>>);
 
-impl Others {
+impl WorkerTrust {
     fn load(config: &Config) -> anyhow::Result<Self> {
         Self::read_authorities(config)?;
         let tls = &config.tls;
@@ -71,7 +71,7 @@ impl Tls {
             grpc: of(TlsListener::Grpc, "h2")?,
             http: of(TlsListener::Http, "http/1.1")?,
             admin: of(TlsListener::Admin, "http/1.1")?,
-            others: Others::load(config)?,
+            others: WorkerTrust::load(config)?,
         })
     }
 
@@ -79,9 +79,9 @@ impl Tls {
     pub(super) fn problems(config: &Config) -> Vec<anyhow::Error> {
         let listeners = config.tls.files().map(|files| files.problems()).unwrap_or_default();
         let mut problems: Vec<_> = listeners.into_iter().map(anyhow::Error::from).collect();
-        let authorities = Others::read_authorities(config).err();
+        let authorities = WorkerTrust::read_authorities(config).err();
         // Otherwise the certificate for other workers would be reported again.
-        let others = if problems.is_empty() { Others::load(config).err() } else { authorities };
+        let others = if problems.is_empty() { WorkerTrust::load(config).err() } else { authorities };
         problems.extend(others);
         problems
     }

@@ -33,7 +33,7 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 
 use self::fields::QuotedFields;
-use self::repeats::{Limited, Repeats};
+use self::repeats::{RepeatLimiter, Repeats};
 use self::writer::LogThread;
 pub use audit::AUDIT;
 pub use log_limiter::LogLimiter;
@@ -151,12 +151,13 @@ where
     let (writer, repeats) = (thread.writer(), thread.repeats());
     let layer = tracing_subscriber::fmt::layer().with_writer(move || writer.clone()).with_ansi(colours);
     match format {
-        LogFormat::Text => {
-            layer.fmt_fields(QuotedFields).map_event_format(|format| Limited { format, repeats }).boxed()
-        }
+        LogFormat::Text => layer
+            .fmt_fields(QuotedFields)
+            .map_event_format(|format| RepeatLimiter { format, repeats })
+            .boxed(),
         LogFormat::Json => {
             let layer = layer.json().flatten_event(true);
-            layer.map_event_format(|format| Limited { format, repeats }).boxed()
+            layer.map_event_format(|format| RepeatLimiter { format, repeats }).boxed()
         }
     }
 }

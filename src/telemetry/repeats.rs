@@ -118,12 +118,12 @@ fn message_of(event: &Event<'_>) -> String {
 
 /// Formats the events that pass [`Repeats`], and skips the others.
 #[derive(Debug)]
-pub(super) struct Limited<F> {
+pub(super) struct RepeatLimiter<F> {
     pub(super) format: F,
     pub(super) repeats: Option<Arc<Repeats>>,
 }
 
-impl<S, N, F> FormatEvent<S, N> for Limited<F>
+impl<S, N, F> FormatEvent<S, N> for RepeatLimiter<F>
 where
     S: Subscriber + for<'lookup> LookupSpan<'lookup>,
     N: for<'writer> FormatFields<'writer> + 'static,
@@ -155,7 +155,7 @@ mod tests {
         let (written, repeats) = (Written::default(), Some(Arc::clone(repeats)));
         let writer = written.clone();
         let layer = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(move || writer.clone());
-        let layer = layer.map_event_format(|format| Limited { format, repeats });
+        let layer = layer.map_event_format(|format| RepeatLimiter { format, repeats });
         with_default(tracing_subscriber::registry().with(layer).with(LevelFilter::INFO), log);
         written.text().lines().map(str::to_owned).collect()
     }

@@ -413,9 +413,9 @@ mod tests {
     }
 
     #[derive(Debug, Default)]
-    struct Woken(AtomicUsize);
+    struct WakeCounter(AtomicUsize);
 
-    impl Wake for Woken {
+    impl Wake for WakeCounter {
         fn wake(self: Arc<Self>) {
             self.0.fetch_add(1, Ordering::Relaxed);
         }
@@ -514,7 +514,7 @@ mod tests {
         let buffers = Arc::new(Buffers::default());
         let socket = Socket { is_broken: true, ..Socket::taking(vec![usize::MAX]) };
         let (stream, writer) = coalescing(socket, &buffers, 1);
-        let woken = Arc::new(Woken::default());
+        let woken = Arc::new(WakeCounter::default());
         let waker = Waker::from(Arc::clone(&woken));
         let mut context = Context::from_waker(&waker);
         let frames = frames(&[10]);
@@ -566,7 +566,7 @@ mod tests {
             let buffers = Arc::new(Buffers::default());
             let (stream, writer) = coalescing(Socket::taking(takes), &buffers, 1);
             let frames = frames(&lengths);
-            let woken = Arc::new(Woken::default());
+            let woken = Arc::new(WakeCounter::default());
             let waker = Waker::from(Arc::clone(&woken));
             let mut context = Context::from_waker(&waker);
             let mut connection = std::pin::pin!(write_frames(stream, &frames));
