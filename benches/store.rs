@@ -11,8 +11,8 @@ use std::hint::black_box;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use uniffle_wire::index::{IndexRecord, rebase};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
-use uniffle_worker::tiers::index::{GroupExtent, GroupHeader, decode, encode};
-use uniffle_worker::tiers::local::placement::{Candidate, choose};
+use uniffle_worker::store::disk::directories::placement::{Candidate, choose};
+use uniffle_worker::store::index::codec::{GroupExtent, GroupHeader, decode, encode};
 use uuid::Uuid;
 
 fn blocks(count: i64) -> Vec<BlockMeta> {

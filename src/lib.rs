@@ -6,8 +6,9 @@
 //! | listeners | [`listeners`], [`coordinator`] | translate, never decide |
 //! | service | [`service`] | decides: register, write, report, read, purge |
 //! | flush | [`flush`] | moves data from memory to the tiers, at its own pace |
-//! | state | [`app`], [`memory`], [`tiers`] | siblings that do not know each other |
-//! | durability | [`durability`] | the metadata log, and whether it is complete |
+//! | remote | [`remote`] | tiers whose files clients read themselves |
+//! | state | [`app`], [`memory`], [`store`] | siblings that do not know each other |
+//! | log | [`log`] | the metadata log, and whether it is complete |
 //! | shared | [`budget`], [`clock`], [`profile`], [`runtime`], [`telemetry`] | used everywhere |
 //! | shared | [`build`], [`metrics`], [`proto`], [`schema`] | used everywhere |
 //!
@@ -32,11 +33,13 @@ pub mod service;
 
 pub mod flush;
 
+pub mod remote;
+
 pub mod app;
 pub mod memory;
-pub mod tiers;
+pub mod store;
 
-pub mod durability;
+pub mod log;
 
 pub mod profile;
 

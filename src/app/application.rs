@@ -2,7 +2,7 @@
 //!
 //! The application's part of the heap is split into one budget per kind of state, so that one
 //! application cannot use what others need. Only [`AppRegistry`](super::AppRegistry) creates an
-//! application and adds or removes its shuffles. Shuffle data is in `memory` and `tiers`.
+//! application and adds or removes its shuffles. Shuffle data is in `memory` and `store`.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -14,7 +14,7 @@ use uniffle_wire::types::PartitionId;
 use super::quota::{Quota, QuotaExceeded, Share};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge};
-use crate::durability::{IdRun, IdSet};
+use crate::log::{IdRun, IdSet};
 
 /// Heap of a partition's table entry, including the largest single growth of its list.
 const PARTITION_BYTES: u64 = 96;

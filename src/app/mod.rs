@@ -1,6 +1,6 @@
 //! Applications and shuffles: registration, reported block ids, losses, last use, and expiry.
 //!
-//! This module does not store their data (`memory`, `tiers` do). Only [`AppRegistry::register`]
+//! This module does not store their data (`memory`, `store` do). Only [`AppRegistry::register`]
 //! creates an app or a shuffle; all other calls only look them up. A late heartbeat must not bring
 //! a purged app back (docs/protocol.md §11 app-resurrection).
 

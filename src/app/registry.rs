@@ -24,7 +24,7 @@ use super::usage::{Counted, Quotas, Usage, Users};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use crate::clock::Instant;
-use crate::durability::ShuffleLedger;
+use crate::log::ShuffleLedger;
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// All applications.

@@ -2,7 +2,7 @@
 //!
 //! It holds the charges of its registrations and of its partitions and bytes on disk, which are
 //! returned when it is dropped. Once a partition is marked as huge, it stays huge. Blocks are in
-//! `memory` and `tiers`; the ledger of lost blocks is in `durability`.
+//! `memory` and `store`; the ledger of lost blocks is in `log`.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +15,7 @@ use super::noted::NotedRegistrations;
 use super::ranges::PartitionRanges;
 use super::record_counts::RecordCounts;
 use crate::budget::Charge;
-use crate::durability::ShuffleLedger;
+use crate::log::ShuffleLedger;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// A registered shuffle.

@@ -13,7 +13,7 @@ use crate::coordinator::heartbeat::CoordinatorAddress;
 use crate::listeners::http::push;
 use crate::schema::kind::size_text;
 use crate::schema::{Problem, Reader};
-use crate::tiers::INDEX_CACHE_BYTES;
+use crate::store::INDEX_CACHE_BYTES;
 
 /// Collects problems and warnings.
 #[derive(Debug)]

@@ -16,12 +16,12 @@ use crate::listeners::http::push::PushConfig;
 use crate::listeners::tcp::{TcpConfig, TcpThreads};
 use crate::listeners::tls::{TlsConfig, TlsListener};
 use crate::memory::MemoryConfig;
+use crate::remote::hdfs::{AllowList, AllowedPath, HdfsConfig, RemoteLocation};
 use crate::schema::{RemovedKey, Schema, Section as _, section};
 use crate::service::{PartitionConfig, ServiceConfig};
+use crate::store::{INDEX_CACHE_BYTES, LocalConfig, ObjectConfig};
 use crate::telemetry::TelemetryConfig;
 use crate::telemetry::traces::TracingConfig;
-use crate::tiers::hdfs::{AllowList, AllowedPath, RemoteLocation};
-use crate::tiers::{HdfsConfig, INDEX_CACHE_BYTES, LocalConfig, ObjectConfig};
 
 /// Default port of the raw TCP listener, with an embedded coordinator.
 const URPC_PORT: u16 = 21200;

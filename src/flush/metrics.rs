@@ -7,7 +7,11 @@ use prometheus::{
 };
 
 use crate::metrics::{self, BYTES_BUCKETS, Description, GaugeGuard, SECONDS_BUCKETS, clamped, exponential};
-use crate::tiers::{BUILT_IN, TierNames};
+use crate::remote::hdfs;
+use crate::store::{TierNames, disk, object};
+
+/// The names of the tiers of this crate, for the documentation.
+const BUILT_IN: [TierNames; 3] = [disk::NAMES, hdfs::NAMES, object::NAMES];
 
 /// Duration that Java calls slow (`rss.server.write.slow.threshold`).
 const SLOW: Duration = Duration::from_secs(10);

@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 
 use crate::clock::Instant;
 use crate::memory::{Buffer, SealedBatch};
-use crate::tiers::TierShuffle;
+use crate::store::TierShuffle;
 use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
 
 use super::turns::FairQueue;

@@ -20,7 +20,7 @@ use crate::app::{App, AppRegistry};
 use crate::clock::{Instant, sleep, timeout_at};
 use crate::memory::{Before, Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
-use crate::tiers::{TierRole, TierShuffle, Tiers};
+use crate::store::{TierRole, TierShuffle, Tiers};
 use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
 
 use super::FlushConfig;

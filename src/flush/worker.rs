@@ -15,7 +15,7 @@ use tokio::sync::SemaphorePermit;
 use crate::app::Stage;
 use crate::clock::Instant;
 use crate::memory::{Buffer, SealedData};
-use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind, TierBatch};
+use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind, TierBatch};
 
 use super::queue::Batch;
 use super::scheduler::Flusher;

@@ -1,7 +1,7 @@
 //! Shuffle data in memory: one bounded region, tickets that promise parts of it, and a buffer per
 //! partition.
 //!
-//! Other modules decide when to flush ([`crate::flush`]), where to ([`crate::tiers`]), and who may
+//! Other modules decide when to flush ([`crate::flush`]), where to ([`crate::store`]), and who may
 //! send ([`crate::service`]).
 //!
 //! Invariant: resident memory is at most the region, and nothing enters it without a charge. After

@@ -20,7 +20,7 @@ use super::persistent::restore::LeftShuffle;
 use super::persistent::sigbus;
 use super::{IsElsewhere, KeptMemory, Memory};
 use crate::budget::Budget;
-use crate::durability::OnDamage;
+use crate::log::OnDamage;
 
 impl Memory {
     /// Checks whether [`Memory::open`] would succeed now. Creates and touches nothing.

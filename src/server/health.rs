@@ -12,7 +12,7 @@ use futures::future::select_all;
 
 use crate::clock::sleep;
 use crate::service::{Service, WorkerState};
-use crate::tiers::{DiskCondition, DiskInfo, TierRole, Tiers};
+use crate::store::{DiskCondition, DiskInfo, TierRole, Tiers};
 
 /// Poll interval for tiers that do not notify of changes.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);

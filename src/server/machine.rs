@@ -19,8 +19,8 @@ use super::{advertised_ip, check_files, sockets};
 use crate::config::Config;
 use crate::coordinator::identity;
 use crate::memory::{Memory, Owner};
+use crate::store::disk::directories::claimable;
 use crate::telemetry;
-use crate::tiers::local::claimable;
 
 /// Returns what the worker would use on this machine, one line each. Needs tokio's timers and
 /// blocking threads, some of which may hang when it returns.

@@ -21,7 +21,7 @@ use tokio::task::spawn_blocking;
 
 use crate::clock::timeout;
 use crate::config::Config;
-use crate::durability::METADATA;
+use crate::log::METADATA;
 use crate::memory::{Backing, InMemory, LeftMemory, Memory, Owner, describe_huge_pages};
 
 /// Name of the note beside the metadata log. Names with a dot belong to the log.

@@ -11,12 +11,13 @@ use crate::listeners::{grpc, tcp};
 use crate::memory::metrics::MemoryMetrics;
 use crate::metrics::{self, Description};
 use crate::profile::allocator::AllocatorMetrics;
+use crate::remote::hdfs;
 use crate::runtime::RuntimeMetrics;
 use crate::service::metrics::ServiceMetrics;
-use crate::telemetry::TelemetryMetrics;
 #[cfg(feature = "object")]
-use crate::tiers::offload;
-use crate::tiers::{hdfs, local, object};
+use crate::store::migration;
+use crate::store::{disk, object};
+use crate::telemetry::TelemetryMetrics;
 
 use super::reload::ReloadMetrics;
 use super::upgrade::UpgradeMetrics;
@@ -41,13 +42,13 @@ pub fn metric_descriptions() -> Vec<Description> {
         ServiceMetrics::described(),
         MemoryMetrics::described(),
         FlushMetrics::described(),
-        local::metrics::Metrics::described(),
+        disk::metrics::Metrics::described(),
         hdfs::metrics::Metrics::described(),
         object::metrics::Metrics::described(),
         #[cfg(feature = "object")]
         object::client::Metrics::described(),
         #[cfg(feature = "object")]
-        offload::metrics::Metrics::described(),
+        migration::metrics::Metrics::described(),
         grpc::metrics::GrpcMetrics::described(),
         tcp::metrics::TcpMetrics::described(),
         HttpMetrics::described(),

@@ -56,8 +56,8 @@ use crate::metrics::clamped;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::{Handover, RuntimeMetrics, Tasks};
 use crate::service::{Service, SettingsStore};
+use crate::store::Tier;
 use crate::telemetry::LogFilter;
-use crate::tiers::Tier;
 
 use self::memory_backing::look_at_backing;
 use self::reload::Reloader;
@@ -432,7 +432,7 @@ pub fn check_files(config: &Config) -> Vec<String> {
     problems.extend(admin::token(config).err());
     #[cfg(feature = "object")]
     if config.object.url.is_some() {
-        let found = crate::tiers::object::client::check_files(&config.object);
+        let found = crate::store::object::client::check_files(&config.object);
         problems.extend(found.into_iter().map(anyhow::Error::from));
     }
     problems.iter().map(|problem| format!("{problem:#}")).collect()

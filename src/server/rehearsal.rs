@@ -17,7 +17,7 @@ use crate::config::Config;
 use crate::coordinator::identity;
 use crate::memory::{Memory, Owner};
 use crate::runtime::Tasks;
-use crate::tiers::local::claimable;
+use crate::store::disk::directories::claimable;
 
 use super::tiers::{Precheck, ask_object_store, start_hdfs};
 use super::upgrade::Facts;

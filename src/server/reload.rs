@@ -20,8 +20,8 @@ use tokio::time::{MissedTickBehavior, interval};
 use crate::config::{Config, Machine};
 use crate::metrics;
 use crate::service::Service;
+use crate::store::LocalStore;
 use crate::telemetry::AUDIT;
-use crate::tiers::LocalStore;
 
 use super::settings::RuntimeSettings;
 use super::tls::Tls;

@@ -10,7 +10,7 @@ use crate::metrics::clamped;
 use crate::proto::storage_info::{StorageMedia, StorageStatus};
 use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
 use crate::service::{AppStatistics, WorkerState};
-use crate::tiers::{DiskCondition, MountUsage, by_mount};
+use crate::store::{DiskCondition, MountUsage, by_mount};
 use uniffle_io::Media;
 
 use super::snapshot::{Inspector, NodeSnapshot};

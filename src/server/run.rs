@@ -22,8 +22,8 @@ use super::stop::{Ending, LeftMemory};
 use super::successor::{Rehearsed, Successor};
 use super::upgrade::{Facts, Refusal, RefusedBy, UPGRADE_FROM};
 use super::{Addresses, Environment, Worker, hung_threads, notify, reap};
-use crate::tiers::local::claimable::{DETACHED_REMEDY, HUNG_REMEDY};
-use crate::tiers::{DiskCondition, DiskInfo, LocalStore};
+use crate::store::disk::directories::claimable::{DETACHED_REMEDY, HUNG_REMEDY};
+use crate::store::{DiskCondition, DiskInfo, LocalStore};
 
 /// A command to a running worker.
 #[derive(Debug, Clone)]

@@ -27,7 +27,7 @@ use crate::clock::{Instant, timeout};
 use crate::config::Config;
 use crate::coordinator::embedded::{EmbeddedCoordinator, SavedApp, SavedNode};
 use crate::service::{Service, SettingsStore};
-use crate::tiers::{SavedSettings, Tier};
+use crate::store::{SavedSettings, Tier};
 
 use super::memory_backing::{beside_log, within};
 use super::passed;
@@ -361,7 +361,7 @@ mod tests {
 
     use super::*;
     use crate::config::Machine;
-    use crate::durability::METADATA;
+    use crate::log::METADATA;
 
     fn config(directories: &[&Path]) -> Config {
         let paths: Vec<String> = directories.iter().map(|path| path.display().to_string()).collect();

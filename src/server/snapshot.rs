@@ -26,8 +26,8 @@ use crate::listeners::http::api::model::{
 use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::RuntimeMetrics;
 use crate::service::{AppStatistics, Incompleteness, QuotaUse, Service};
+use crate::store::{DiskCondition, DiskInfo, HdfsState, ObjectStoreState};
 use crate::telemetry::panic_count;
-use crate::tiers::{DiskCondition, DiskInfo, HdfsState, ObjectStoreState};
 use uniffle_io::Media;
 
 use super::cluster::ClusterPage;

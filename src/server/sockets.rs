@@ -20,7 +20,7 @@ use listenfd::ListenFd;
 use socket2::{Domain, Socket, Type};
 
 use crate::config::Config;
-use crate::durability::HandOff;
+use crate::log::HandOff;
 use crate::memory::{Memory, take_passed};
 
 /// Maximum number of connects waiting in the backlog. The kernel has its own limit

@@ -16,7 +16,7 @@ use futures::future::join_all;
 use crate::clock::{Instant, sleep, timeout, timeout_at};
 use crate::memory::{InMemory, Memory};
 use crate::service::Stopping;
-use crate::tiers::LocalStore;
+use crate::store::LocalStore;
 
 use super::memory_backing::Outlives;
 use super::sockets::{Inherited, now_ms};

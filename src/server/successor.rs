@@ -23,7 +23,7 @@ use tokio::process::ChildStdout;
 
 use super::rehearsal::{PROGRAM, REHEARSED, TAKES_MEMORY};
 use super::sockets::{GAP_BEGAN, HAND_OFF, Inherited, PREDECESSOR};
-use crate::durability::HandOff;
+use crate::log::HandOff;
 
 /// Time limit of a rehearsal. It gives up on disks after 30 s and on remote stores after 60 s;
 /// meanwhile this worker serves.

@@ -14,11 +14,12 @@ use prometheus::Registry;
 use rustix::process::{Resource, getrlimit};
 
 use crate::config::Config;
-use crate::durability::HandOff;
 use crate::flush::Flusher;
+use crate::log::HandOff;
 use crate::memory::Memory;
+use crate::remote::hdfs::HdfsStore;
 use crate::runtime::Tasks;
-use crate::tiers::{HdfsStore, LocalConfig, LocalStore, Tier, TierHeap, Tiers};
+use crate::store::{LocalConfig, LocalStore, Tier, TierHeap, Tiers};
 
 /// Inputs of the tiers besides the configuration.
 pub(super) struct TierInputs {
@@ -106,7 +107,7 @@ pub(super) async fn start_hdfs(
     tasks: &Tasks,
     registry: &Registry,
 ) -> anyhow::Result<Arc<HdfsStore>> {
-    use crate::tiers::HdfsConfig;
+    use crate::remote::hdfs::HdfsConfig;
 
     let section = &config.hdfs;
     let connector = Arc::new(hdfs_connector(config)?);
@@ -124,10 +125,10 @@ pub(super) async fn start_hdfs(
 
 /// Reads the files of Hadoop and Kerberos. Connects to no server.
 #[cfg(feature = "hdfs")]
-pub(super) fn hdfs_connector(config: &Config) -> anyhow::Result<crate::tiers::hdfs::client::HdfsConnector> {
-    use crate::tiers::hdfs::client::HdfsConnector;
-    use crate::tiers::hdfs::hadoop::HadoopConf;
-    use crate::tiers::hdfs::kerberos::Login;
+pub(super) fn hdfs_connector(config: &Config) -> anyhow::Result<crate::remote::hdfs::client::HdfsConnector> {
+    use crate::remote::hdfs::client::HdfsConnector;
+    use crate::remote::hdfs::hadoop::HadoopConf;
+    use crate::remote::hdfs::kerberos::Login;
 
     let section = &config.hdfs;
     let conf = match &section.hadoop_conf_dir {
@@ -175,10 +176,10 @@ async fn start_object(
 ) -> anyhow::Result<Arc<dyn Tier>> {
     use std::time::SystemTime;
 
-    use crate::tiers::object::client::Client;
-    use crate::tiers::object::layout::part_of;
-    use crate::tiers::object::{ObjectSettings, ObjectTier};
-    use crate::tiers::offload::{OffloadSettings, OffloadTier, Watermarks};
+    use crate::store::migration::{OffloadSettings, OffloadTier, Watermarks};
+    use crate::store::object::client::Client;
+    use crate::store::object::layout::part_of;
+    use crate::store::object::{ObjectSettings, ObjectTier};
 
     let section = &config.object;
     let client = Client::open(section, tasks, registry).context("[object_store]")?;
@@ -225,9 +226,9 @@ async fn start_object(
 /// Checks that the store accepts a worker with this id. A start without access to the store fails.
 #[cfg(feature = "object")]
 pub(super) async fn ask_object_store(config: &Config, server_id: &str) -> anyhow::Result<()> {
-    use crate::tiers::object::ObjectTier;
-    use crate::tiers::object::client::Client;
-    use crate::tiers::object::layout::part_of;
+    use crate::store::object::ObjectTier;
+    use crate::store::object::client::Client;
+    use crate::store::object::layout::part_of;
 
     let tasks = Tasks::new();
     let client =
@@ -267,7 +268,7 @@ async fn start_object(
 #[cfg(feature = "object")]
 pub(super) fn admin_routes(tiers: &Tiers) -> Router {
     use crate::listeners::http::admin::orphans;
-    use crate::tiers::object::ObjectTier;
+    use crate::store::object::ObjectTier;
 
     tiers.find::<ObjectTier>().map_or_else(Router::new, orphans::routes)
 }

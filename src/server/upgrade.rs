@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 use crate::memory::Backing;
 use crate::metrics;
-use crate::tiers::local::claimable::HeldBy;
-use crate::tiers::{DiskCondition, DiskInfo};
+use crate::store::disk::directories::claimable::HeldBy;
+use crate::store::{DiskCondition, DiskInfo};
 
 use super::sockets::{ADMIN, Addresses};
 

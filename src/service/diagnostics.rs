@@ -13,7 +13,7 @@ use crate::clock::Instant;
 use crate::flush::Flusher;
 use crate::memory::Memory;
 use crate::runtime::Tasks;
-use crate::tiers::{DiskCondition, Tiers};
+use crate::store::{DiskCondition, Tiers};
 use uniffle_wire::types::AppId;
 
 use super::blocking::run_own_blocking;

@@ -6,8 +6,8 @@
 //! this machine's disks.
 
 use super::lifecycle::Lifecycle;
+use crate::store::Drained;
 use crate::telemetry::AUDIT;
-use crate::tiers::Drained;
 
 /// Progress of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use crate::app::{Counted, OverQuota, RangeError, RegisterError, ReportError};
 use crate::budget::heap::HeapFull;
 use crate::memory::MemoryError;
 use crate::proto::StatusCode;
-use crate::tiers::StoreError;
+use crate::store::StoreError;
 use uniffle_wire::DecodeError;
 use uniffle_wire::types::InvalidAppId;
 

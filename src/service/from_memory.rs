@@ -13,9 +13,9 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 use crate::budget::Budget;
-use crate::durability::PresentIds;
+use crate::log::PresentIds;
 use crate::memory::{IsElsewhere, Memory};
-use crate::tiers::Tiers;
+use crate::store::Tiers;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
 /// A shuffle whose blocks in memory are to be restored.

@@ -12,7 +12,7 @@ use parking_lot::RwLock;
 use crate::flush::Flusher;
 use crate::memory::Memory;
 use crate::runtime::{BlockingPool, Tasks};
-use crate::tiers::Tiers;
+use crate::store::Tiers;
 
 use super::app_lookup::AppLookup;
 use super::commit_gate::CommitGate;

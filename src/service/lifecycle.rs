@@ -20,8 +20,8 @@ use crate::clock::Instant;
 use crate::flush::Flusher;
 use crate::memory::{Evicted, Memory};
 use crate::runtime::{BlockingPool, Tasks};
+use crate::store::{Admission, Cause, Purge, RemoteStorage, Tiers};
 use crate::telemetry::AUDIT;
-use crate::tiers::{Admission, Cause, Purge, RemoteStorage, Tiers};
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
 use super::ServiceError;

@@ -11,7 +11,7 @@ use croaring::Bitmap;
 use parking_lot::Mutex;
 
 use crate::clock::sleep;
-use crate::durability::Loss;
+use crate::log::Loss;
 use crate::runtime::Tasks;
 use crate::telemetry::AUDIT;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -154,7 +154,7 @@ impl Gathered {
 
 #[cfg(test)]
 mod tests {
-    use crate::durability::IdSet;
+    use crate::log::IdSet;
     use uniffle_wire::types::{AppId, ShuffleId};
 
     use super::*;

@@ -17,7 +17,7 @@ use parking_lot::RwLock;
 use serde::Serialize;
 
 use crate::app::{App, AppRegistry, ShuffleState};
-use crate::durability::{IdSet, Ledger, LostExtent, Phase, PresentIds, SLICE_IDS, Verdict, ranges, slices};
+use crate::log::{IdSet, Ledger, LostExtent, Phase, PresentIds, SLICE_IDS, Verdict, ranges, slices};
 use crate::metrics::clamped;
 use crate::telemetry::AUDIT;
 use uniffle_wire::types::{PartitionId, ShuffleKey};

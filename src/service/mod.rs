@@ -100,8 +100,8 @@ use crate::memory::Memory;
 use crate::runtime::{BlockingPool, Tasks};
 use crate::schema::kind::{HOUR, SECOND, seconds};
 use crate::schema::section;
+use crate::store::Tiers;
 use crate::telemetry::Refusals;
-use crate::tiers::Tiers;
 
 section! {
     /// Limits of the service.

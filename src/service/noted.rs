@@ -8,8 +8,8 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use crate::app::{App, Counted, NextNote, NotedRegistrations, Registration, ShuffleState};
-use crate::durability::{self, Record};
-use crate::tiers::{MetadataLog, RemoteStorage, StoreErrorKind, Tier, Tiers};
+use crate::log::{self, Record};
+use crate::store::{MetadataLog, RemoteStorage, StoreErrorKind, Tier, Tiers};
 use uniffle_wire::types::ShuffleKey;
 
 use super::ServiceError;
@@ -20,7 +20,7 @@ const REMOTE_RANGES_MAX: usize = 1 << 18;
 /// A registration to be written to the log.
 pub(super) struct NewRegistration {
     /// The registration without ranges and remote storage.
-    fields: durability::Registration,
+    fields: log::Registration,
     /// Remote storage as sent by the client, and the ranges that name directories.
     remote: Option<(Option<RemoteStorage>, Vec<SentRange>)>,
 }
@@ -39,7 +39,7 @@ impl NewRegistration {
         let mut properties: Vec<_> = properties.map(|(key, value)| (key.clone(), value.clone())).collect();
         properties.sort();
         let timeout = registration.heartbeat_timeout;
-        let fields = durability::Registration {
+        let fields = log::Registration {
             ranges: Vec::new(),
             distribution: registration.distribution,
             user: registration.user.clone(),
@@ -67,7 +67,7 @@ impl NewRegistration {
         let remote = self.remote.as_ref().map(|(storage, _)| (storage, &next.remote_ranges));
         let remote_storage = remote.and_then(|it| serde_json::to_vec(&it).ok()).unwrap_or_default();
         let registration =
-            durability::Registration { ranges: next.ranges.to_vec(), remote_storage, ..self.fields.clone() };
+            log::Registration { ranges: next.ranges.to_vec(), remote_storage, ..self.fields.clone() };
         let record = match next.replaces {
             true => Record::encode_replacing(&registration),
             false => Record::Registration(registration).encode(),

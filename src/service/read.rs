@@ -18,7 +18,7 @@ use crate::app::{App, Counted, ShuffleState, Stage};
 use crate::budget::{Budget, Charge};
 use crate::clock::{Instant, timeout};
 use crate::memory::{Memory, MemoryRead, ReadPool};
-use crate::tiers::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Tiers};
+use crate::store::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Tiers};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit, ReadPermits};
 use uniffle_wire::bitmap;

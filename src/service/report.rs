@@ -15,9 +15,9 @@ use crate::app::{App, Counted, PaidIds, PartitionRecords, Price, ReportError, Sh
 use crate::budget::heap::HeapFull;
 use crate::budget::{Charge, HeapKind, NoCapacity};
 use crate::clock::timeout;
-use crate::durability::{IdRun, Record, Report};
+use crate::log::{IdRun, Record, Report};
 use crate::runtime::BlockingPool;
-use crate::tiers::{MetadataLog, StoreErrorKind};
+use crate::store::{MetadataLog, StoreErrorKind};
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use crate::app::{ReportError, ShuffleState};
-use crate::durability::{Record, Report, plain_ids};
+use crate::log::{Record, Report, plain_ids};
 
 /// Maximum number of waiting ids of all shuffles. With their records they take about 20 bytes each.
 pub(super) const GATHERED_MAX: usize = 1 << 18;

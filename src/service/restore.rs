@@ -13,8 +13,8 @@ use bytes::Bytes;
 use crate::app::{App, PartitionRanges, Registration, ReportError, ShuffleState};
 use crate::budget::Budget;
 use crate::clock::Instant;
-use crate::durability::{self, PresentIds, Record, Report, Said};
-use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError, TierRole};
+use crate::log::{self, PresentIds, Record, Report, Said};
+use crate::store::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError, TierRole};
 use uniffle_wire::types::ShuffleKey;
 
 use super::ServiceError;
@@ -467,7 +467,7 @@ fn warn_of_ids_on_disk(key: &ShuffleKey, partitions: usize) {
     }
 }
 
-fn registration_of(key: &ShuffleKey, note: durability::Registration) -> Result<Registration, ServiceError> {
+fn registration_of(key: &ShuffleKey, note: log::Registration) -> Result<Registration, ServiceError> {
     Ok(Registration {
         key: key.clone(),
         ranges: PartitionRanges::parse(&note.ranges)?,

@@ -14,7 +14,7 @@ use crate::app::{PartitionRecords, ShuffleState};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, HeapKind, NoCapacity};
 use crate::clock::timeout;
-use crate::durability::{IdSet, RUN_WINDOW_BYTES, union};
+use crate::log::{IdSet, RUN_WINDOW_BYTES, union};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::PartitionId;
 

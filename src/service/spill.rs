@@ -14,9 +14,9 @@ use tokio::task::coop::consume_budget;
 
 use crate::app::{App, Counted, ShuffleState};
 use crate::budget::Charge;
-use crate::durability::{IdRun, IdSet, RunWriter, Scratch, runs_to_merge};
+use crate::log::{IdRun, IdSet, RunWriter, Scratch, runs_to_merge};
+use crate::store::{StoreError, StoreErrorKind, Tiers};
 use crate::telemetry::LogLimiter;
-use crate::tiers::{StoreError, StoreErrorKind, Tiers};
 use uniffle_wire::types::PartitionId;
 
 use super::ServiceError;

@@ -10,7 +10,7 @@ use uniffle_wire::types::AppId;
 
 use crate::app::{App, Stage};
 use crate::memory::Memory;
-use crate::tiers::Tiers;
+use crate::store::Tiers;
 
 /// Statistics of one application at one moment. They are sums over counters that keep changing
 /// meanwhile.

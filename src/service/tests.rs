@@ -21,7 +21,7 @@ use crate::flush::{FlushConfig, policy};
 use crate::memory::{Buffer, MemoryConfig};
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
-use crate::tiers::{LocalConfig, LocalStore};
+use crate::store::{LocalConfig, LocalStore};
 use uniffle_io::Disk;
 use uniffle_testkit::fault::{Fault, FaultDisk, Faults, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;

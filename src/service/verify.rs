@@ -17,13 +17,13 @@ use tokio::sync::Semaphore;
 
 use crate::app::{AppRegistry, ShuffleState};
 use crate::clock::{Instant, sleep, timeout_at};
-use crate::durability::{
+use crate::log::{
     Blame, Entered, HeldIds, IdSet, Ledger, Look, Loss, LostExtent, OnDamage, SLICE_IDS, Verdict, ranges,
     slices,
 };
 use crate::memory::Memory;
 use crate::runtime::Tasks;
-use crate::tiers::{StoreError, StoreErrorKind, Tiers};
+use crate::store::{StoreError, StoreErrorKind, Tiers};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use super::loss_log::LossLog;

@@ -18,8 +18,9 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttempt
 use uniffle_worker::metrics::Description;
 use uniffle_worker::proto::ApplicationInfoRequest;
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
+use uniffle_worker::remote::hdfs::HdfsStore;
 use uniffle_worker::server::{Worker, metric_descriptions};
-use uniffle_worker::tiers::{HdfsStore, LocalStore, RemoteStorage};
+use uniffle_worker::store::{LocalStore, RemoteStorage};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -81,11 +82,11 @@ const TOPICS: &[(&str, &str)] = &[
     ("service::top_apps", "Largest applications"),
     ("memory", "Memory"),
     ("flush", "Flushing"),
-    ("tiers::local", "Local disks"),
-    ("tiers::hdfs", "HDFS"),
-    ("tiers::object", "Object store"),
-    ("tiers::object::client", "Requests to the object store"),
-    ("tiers::offload", "Moving shuffles to the object store"),
+    ("store::disk", "Local disks"),
+    ("remote::hdfs", "HDFS"),
+    ("store::object", "Object store"),
+    ("store::object::client", "Requests to the object store"),
+    ("store::migration", "Moving shuffles to the object store"),
     ("listeners::grpc", "gRPC listener"),
     ("listeners::tcp", "Raw TCP listener"),
     ("listeners::http", "HTTP listener"),
@@ -193,10 +194,10 @@ async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
 async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Registry; 2]) {
     use uniffle_testkit::memory_disk::MemoryDisk;
     use uniffle_testkit::object_fault::FaultyObjects;
-    use uniffle_worker::tiers::LocalConfig;
-    use uniffle_worker::tiers::object::client::Client;
-    use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
-    use uniffle_worker::tiers::offload::{OffloadSettings, OffloadTier, Watermarks};
+    use uniffle_worker::store::LocalConfig;
+    use uniffle_worker::store::migration::{OffloadSettings, OffloadTier, Watermarks};
+    use uniffle_worker::store::object::client::Client;
+    use uniffle_worker::store::object::{ObjectSettings, ObjectTier};
     let registries = [prometheus::Registry::new(), prometheus::Registry::new()];
     let extents = uniffle_worker::memory::Budget::new(u64::MAX);
     let tasks = uniffle_worker::runtime::Tasks::new();

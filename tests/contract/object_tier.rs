@@ -17,9 +17,9 @@ use uniffle_wire::index::records;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::memory::{Budget, ReadPool};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::tiers::object::client::Client;
-use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
-use uniffle_worker::tiers::{
+use uniffle_worker::store::object::client::Client;
+use uniffle_worker::store::object::{ObjectSettings, ObjectTier};
+use uniffle_worker::store::{
     ChunkRead, ExtentData, ExtentWrite, ObjectConfig, Recovered, ServedTier as _, StoreError, Tier as _,
 };
 

@@ -15,14 +15,14 @@ use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::third_tier::ThirdTier;
 use uniffle_wire::index::records;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
-use uniffle_worker::durability::IdSet;
+use uniffle_worker::log::IdSet;
 use uniffle_worker::memory::{Budget, ReadPool};
+use uniffle_worker::remote::hdfs::fs::RemoteFs;
+use uniffle_worker::remote::hdfs::{Connector, HdfsConfig, HdfsStore};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::tiers::hdfs::Connector;
-use uniffle_worker::tiers::hdfs::fs::RemoteFs;
-use uniffle_worker::tiers::{
-    ChunkRead, ExtentData, ExtentWrite, HdfsConfig, HdfsStore, LocalConfig, LocalStore, Purge, RemoteStorage,
-    ServedTier, StoreError, StoreErrorKind, Tier, TierShuffle,
+use uniffle_worker::store::{
+    ChunkRead, ExtentData, ExtentWrite, LocalConfig, LocalStore, Purge, RemoteStorage, ServedTier,
+    StoreError, StoreErrorKind, Tier, TierShuffle,
 };
 
 use crate::fixture::{FakeConnector, SERVER_ID, open, plain_connector};
@@ -256,10 +256,10 @@ mod objects {
     use uniffle_testkit::object_fault::FaultyObjects;
     use uniffle_testkit::s3::S3Server;
     use uniffle_testkit::s3::weed::Weed;
-    use uniffle_worker::tiers::ObjectConfig;
-    use uniffle_worker::tiers::object::claim::claim_key;
-    use uniffle_worker::tiers::object::client::Client;
-    use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
+    use uniffle_worker::store::ObjectConfig;
+    use uniffle_worker::store::object::claim::claim_key;
+    use uniffle_worker::store::object::client::Client;
+    use uniffle_worker::store::object::{ObjectSettings, ObjectTier};
 
     use super::*;
 

@@ -8,9 +8,9 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 use uniffle_testkit::fake_fs::{FakeFs, RemoteCall, RemoteFault};
 use uniffle_worker::clock::Instant;
-use uniffle_worker::tiers::hdfs::fs::RemoteFs;
-use uniffle_worker::tiers::hdfs::{Connector, RemoteLocation, RemoteTarget};
-use uniffle_worker::tiers::{HdfsConfig, RemoteStorage, StoreError, StoreErrorKind};
+use uniffle_worker::remote::hdfs::fs::RemoteFs;
+use uniffle_worker::remote::hdfs::{Connector, HdfsConfig, RemoteLocation, RemoteTarget};
+use uniffle_worker::store::{RemoteStorage, StoreError, StoreErrorKind};
 
 use crate::fixture::{HdfsFixture, SERVER_ID, Setup, open, plain_connector};
 use crate::real::real;

@@ -20,16 +20,16 @@ use uniffle_worker::app::AppConfig;
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Memory, MemoryConfig};
+use uniffle_worker::remote::hdfs::client::HdfsConnector;
+use uniffle_worker::remote::hdfs::fs::RemoteFs;
+use uniffle_worker::remote::hdfs::hadoop::HadoopConf;
+use uniffle_worker::remote::hdfs::kerberos::Login;
+use uniffle_worker::remote::hdfs::{Connector, HdfsConfig, HdfsStore, RemoteLocation, RemoteTarget};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{
     BlockHeader, MemoryReadRequest, RegisterRequest, RequireRequest, SendHeader, Service,
 };
-use uniffle_worker::tiers::hdfs::client::HdfsConnector;
-use uniffle_worker::tiers::hdfs::fs::RemoteFs;
-use uniffle_worker::tiers::hdfs::hadoop::HadoopConf;
-use uniffle_worker::tiers::hdfs::kerberos::Login;
-use uniffle_worker::tiers::hdfs::{Connector, RemoteLocation, RemoteTarget};
-use uniffle_worker::tiers::{HdfsConfig, HdfsStore, LocalStore, RemoteStorage, StoreError, Tier};
+use uniffle_worker::store::{LocalStore, RemoteStorage, StoreError, Tier};
 
 use crate::reader::read_directory;
 

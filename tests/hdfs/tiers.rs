@@ -9,9 +9,9 @@ use uniffle_testkit::fake_fs::{FakeFs, RemoteCall, RemoteFault};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_wire::types::{AppId, BlockId, BlockMeta, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::flush::policy::Limits;
-use uniffle_worker::tiers::hdfs::fs::RemoteFs as _;
-use uniffle_worker::tiers::hdfs::{AllowList, RemoteLocation};
-use uniffle_worker::tiers::{Cause, ExtentData, ExtentWrite, HdfsConfig, RemoteStorage, StoreErrorKind};
+use uniffle_worker::remote::hdfs::fs::RemoteFs as _;
+use uniffle_worker::remote::hdfs::{AllowList, HdfsConfig, RemoteLocation};
+use uniffle_worker::store::{Cause, ExtentData, ExtentWrite, RemoteStorage, StoreErrorKind};
 
 use crate::fixture::{APP, HdfsFixture, SERVER_ID, Setup};
 

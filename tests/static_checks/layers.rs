@@ -23,8 +23,9 @@ const LAYERS: &[&[&str]] = &[
     &["listeners", "coordinator"],
     &["service"],
     &["flush"],
-    &["app", "memory", "tiers"],
-    &["durability"],
+    &["remote"],
+    &["app", "memory", "store"],
+    &["log"],
     &["profile"],
     &["runtime", "telemetry"],
     &["budget", "build", "clock", "metrics", "proto", "schema"],
@@ -343,8 +344,8 @@ mod rules {
             wrong("memory::buffer", "//! Doc.\n\nuse crate::service::Service;"),
             ["memory::buffer:3 imports `service`, which is no layer below it"]
         );
-        assert_eq!(wrong("memory", "use super::{metrics::X, tiers::Y, app as z};").len(), 2);
-        assert_eq!(wrong("runtime", "fn f() -> crate::tiers::X { crate::app::y() }").len(), 2);
+        assert_eq!(wrong("memory", "use super::{metrics::X, store::Y, app as z};").len(), 2);
+        assert_eq!(wrong("runtime", "fn f() -> crate::store::X { crate::app::y() }").len(), 2);
         assert_eq!(wrong("runtime", "fn f() { info!(x = %crate::server::Y, \"crate::app\"); }").len(), 1);
         assert_eq!(
             wrong(

@@ -135,7 +135,7 @@ const DONE: &[&str] = &[
     "src/budget",
     "src/config",
     "src/coordinator",
-    "src/durability",
+    "src/log",
     "src/flush",
     "src/listeners",
     "src/memory",
@@ -146,7 +146,8 @@ const DONE: &[&str] = &[
     "src/server",
     "src/service",
     "src/telemetry",
-    "src/tiers",
+    "src/remote",
+    "src/store",
     "tests",
 ];
 /// First words of a comment that refer to something outside of it, such as the item's name.

@@ -24,7 +24,7 @@ use uniffle_worker::flush::policy::{self, Limits, Usage};
 use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Memory, MemoryConfig, MemoryError, SealedData, ShuffleBuffers};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::tiers::{LocalConfig, LocalStore, ServedTier as _};
+use uniffle_worker::store::{LocalConfig, LocalStore, ServedTier as _};
 
 use crate::options::HddArgs;
 use crate::report::{GB, HddLine, Report};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::server::{Environment, Inherited, Origin, Worker};
-use uniffle_worker::tiers::Tier;
+use uniffle_worker::store::Tier;
 
 /// Listeners that do not conflict with other processes: loopback, and ports that the system
 /// chooses.

@@ -12,8 +12,8 @@ use futures::FutureExt as _;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use uniffle_worker::tiers::hdfs::fs::{Call, RemoteEntry, RemoteFs};
-use uniffle_worker::tiers::{StoreError, StoreErrorKind};
+use uniffle_worker::remote::hdfs::fs::{Call, RemoteEntry, RemoteFs};
+use uniffle_worker::store::{StoreError, StoreErrorKind};
 
 /// Fault of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -18,7 +18,7 @@ use object_store::{
 };
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
-use uniffle_worker::tiers::object::location::CLAIM;
+use uniffle_worker::store::object::location::CLAIM;
 
 /// Calls of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

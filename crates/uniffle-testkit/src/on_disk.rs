@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
-use uniffle_worker::tiers::index;
+use uniffle_worker::store::index::codec;
 
 use crate::worker::OWN_FILES;
 
@@ -73,11 +73,11 @@ pub fn stored_blocks(directories: &[Files]) -> Vec<StoredBlock> {
 }
 
 /// Returns the whole groups of an index with their ranges.
-fn groups(content: &[u8]) -> Vec<(Range<usize>, index::IndexGroup)> {
+fn groups(content: &[u8]) -> Vec<(Range<usize>, codec::IndexGroup)> {
     let (mut all, mut at) = (Vec::new(), 0);
     while let Some(begin) = find(content, at) {
         at = begin + 1;
-        if let Ok((group, bytes)) = index::decode(&content[begin..]) {
+        if let Ok((group, bytes)) = codec::decode(&content[begin..]) {
             at = begin + bytes;
             all.push((begin..at, group));
         }
@@ -87,7 +87,7 @@ fn groups(content: &[u8]) -> Vec<(Range<usize>, index::IndexGroup)> {
 
 fn find(content: &[u8], from: usize) -> Option<usize> {
     let rest = content.get(from..)?;
-    rest.windows(index::MAGIC.len()).position(|bytes| bytes == index::MAGIC).map(|at| from + at)
+    rest.windows(codec::MAGIC.len()).position(|bytes| bytes == codec::MAGIC).map(|at| from + at)
 }
 
 /// Returns the shuffle of an index file, whose path is
@@ -103,7 +103,7 @@ fn index_of(path: &Path) -> Option<ShuffleKey> {
 fn take_group(
     directories: &[Files],
     (key, group_place): (&ShuffleKey, &FileRange),
-    group: &index::IndexGroup,
+    group: &codec::IndexGroup,
     all: &mut Vec<StoredBlock>,
 ) {
     let owner = group.header.disk.to_string();

@@ -18,8 +18,8 @@ use uniffle_worker::listeners::grpc::{GrpcConfig, GrpcServer};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{Service, ServiceConfig};
+use uniffle_worker::store::{LocalConfig, LocalStore, StoreError, Tier, Tiers};
 use uniffle_worker::telemetry::traces::Traces;
-use uniffle_worker::tiers::{LocalConfig, LocalStore, StoreError, Tier, Tiers};
 
 use crate::clients::short_backoff;
 use crate::eventually;

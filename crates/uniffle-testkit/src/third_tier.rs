@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use uniffle_io::ReadBuffers;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleKey};
-use uniffle_worker::tiers::{
+use uniffle_worker::store::{
     Admission, Capability, ChunkRead, ExtentWrite, Purge, RemoteStorage, ServedData, ServedIndex, ServedTier,
     StoreError, StoreErrorKind, Tier, TierBatch, TierNames, TierRole, TierShuffle, TierState, TierUsage,
 };

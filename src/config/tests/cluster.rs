@@ -2,7 +2,7 @@
 
 use super::{only_problem, parse, problems};
 #[cfg(feature = "hdfs")]
-use crate::tiers::hdfs::RemoteLocation;
+use crate::remote::hdfs::RemoteLocation;
 
 #[test]
 fn coordinator_without_joining_networks_is_reported() {

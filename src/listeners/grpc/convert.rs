@@ -7,7 +7,7 @@ use tonic::{Code, Status};
 use super::request_collector::is_heap_full;
 use crate::proto::{DataDistribution, ShuffleRegisterRequest, StatusCode};
 use crate::service::{self, Service, ServiceError};
-use crate::tiers::RemoteStorage;
+use crate::store::RemoteStorage;
 use uniffle_wire::types::Distribution;
 
 /// Name of the listener in the log.

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use super::super::list::BlockList;
 use super::super::sealed::SealedBatch;
-use crate::durability::Hearer;
+use crate::log::Hearer;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Maximum number of damaged blocks that the log names.

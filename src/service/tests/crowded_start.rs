@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::budget::{Budget, HeapKind};
-use crate::durability::{Record, Registration, Report};
-use crate::tiers::{ExtentData, ExtentWrite, TierHeap};
+use crate::log::{Record, Registration, Report};
+use crate::store::{ExtentData, ExtentWrite, TierHeap};
 use uniffle_wire::types::{AppId, BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const GREEDY: &str = "greedy";

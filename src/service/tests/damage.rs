@@ -7,7 +7,7 @@ use bytes::Bytes;
 
 use super::*;
 use crate::app::ShuffleState;
-use crate::tiers::{ChunkRead as _, ExtentData, ExtentWrite, TierBatch};
+use crate::store::{ChunkRead as _, ExtentData, ExtentWrite, TierBatch};
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_wire::types::{BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
 

@@ -7,8 +7,8 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::budget::Budget;
-use crate::durability::{Record, Registration, Report};
-use crate::tiers::{ExtentData, ExtentWrite};
+use crate::log::{Record, Registration, Report};
+use crate::store::{ExtentData, ExtentWrite};
 use uniffle_io::blocking::BlockingDisk;
 use uniffle_wire::types::{AppId, BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
 

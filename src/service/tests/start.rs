@@ -4,9 +4,9 @@ use std::os::fd::OwnedFd;
 
 use super::*;
 use crate::budget::{Budget, HeapKind};
-use crate::durability::{Record, Registration, Report};
+use crate::log::{Record, Registration, Report};
 use crate::memory::{Backing, Owner};
-use crate::tiers::{ExtentData, ExtentWrite, ServedTier as _};
+use crate::store::{ExtentData, ExtentWrite, ServedTier as _};
 use uniffle_wire::types::{BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const PARTITIONS: i32 = 64;

@@ -7,9 +7,9 @@ use std::path::Path;
 
 use bytes::BytesMut;
 
-use uniffle_worker::durability::METADATA;
-use uniffle_worker::durability::frame::{self, Encoder, Entry, Epoch, Frame};
-use uniffle_worker::tiers::index;
+use uniffle_worker::log::METADATA;
+use uniffle_worker::log::format::frame::{self, Encoder, Entry, Epoch, Frame};
+use uniffle_worker::store::index::codec;
 
 /// Bytes of a frame header before its checksum.
 const FRAME_CHECKED: usize = 36;
@@ -76,11 +76,11 @@ pub(crate) fn index_without_checksums(content: &mut [u8]) {
     while let Some(found) = find(content, at) {
         at = found + 1;
         let group = &mut content[found..];
-        let Some(header) = group.first_chunk::<{ index::HEADER_BYTES }>() else { return };
+        let Some(header) = group.first_chunk::<{ codec::HEADER_BYTES }>() else { return };
         let word = |at: usize| {
             u32::from_be_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]) as usize
         };
-        let head = index::HEADER_BYTES.saturating_add(word(44).saturating_mul(index::ENTRY_BYTES));
+        let head = codec::HEADER_BYTES.saturating_add(word(44).saturating_mul(codec::ENTRY_BYTES));
         // The length is the second half of the word at 8, because test groups are small.
         let total = word(12);
         if head > total || total > group.len() {
@@ -88,7 +88,7 @@ pub(crate) fn index_without_checksums(content: &mut [u8]) {
         }
         let (head, records) = group[..total].split_at_mut(head);
         let mut records = &*records;
-        for entry in head[index::HEADER_BYTES..].chunks_mut(index::ENTRY_BYTES) {
+        for entry in head[codec::HEADER_BYTES..].chunks_mut(codec::ENTRY_BYTES) {
             let blocks = u32::from_be_bytes([entry[4], entry[5], entry[6], entry[7]]) as usize;
             let Some((own, rest)) = records.split_at_checked(blocks.saturating_mul(40)) else { break };
             records = rest;
@@ -96,16 +96,16 @@ pub(crate) fn index_without_checksums(content: &mut [u8]) {
         }
         let mut hasher = crc32fast::Hasher::new();
         hasher.update(&head[..GROUP_CHECKED]);
-        hasher.update(&head[index::HEADER_BYTES..]);
+        hasher.update(&head[codec::HEADER_BYTES..]);
         let crc: u32 = hasher.finalize();
-        head[GROUP_CHECKED..index::HEADER_BYTES].copy_from_slice(&crc.to_be_bytes());
+        head[GROUP_CHECKED..codec::HEADER_BYTES].copy_from_slice(&crc.to_be_bytes());
         at = found + total;
     }
 }
 
 fn find(content: &[u8], from: usize) -> Option<usize> {
     let rest = content.get(from..)?;
-    rest.windows(index::MAGIC.len()).position(|bytes| bytes == index::MAGIC).map(|at| from + at)
+    rest.windows(codec::MAGIC.len()).position(|bytes| bytes == codec::MAGIC).map(|at| from + at)
 }
 
 /// Returns the claim with a valid checksum.

@@ -19,7 +19,7 @@ use uniffle_testkit::service::{ServiceBuilder, ServiceFixture};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::memory::MemoryConfig;
 use uniffle_worker::service::ServiceError;
-use uniffle_worker::tiers::{LocalConfig, StoreError, SyncWrites, VerifyReads};
+use uniffle_worker::store::{LocalConfig, StoreError, SyncWrites, VerifyReads};
 
 pub(crate) const LAYOUT: IdLayout = IdLayout::HISTORIC;
 const PARTITIONS: i32 = 3;

@@ -24,7 +24,7 @@ use uniffle_testkit::oracle::{Refusal, Verification, WorkerView, verify};
 use uniffle_testkit::{say, seeds};
 use uniffle_wire::types::{BlockId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::service::ServiceError;
-use uniffle_worker::tiers::{StoreError, StoreErrorKind};
+use uniffle_worker::store::{StoreError, StoreErrorKind};
 
 use self::corruption::{Damage, readable};
 use self::fixture::{Fixture, LAYOUT, Life};

@@ -13,8 +13,8 @@ use uniffle_testkit::in_process::InProcess;
 use uniffle_testkit::oracle::{Blocks, Refusal, Verification, ViolationKind, WorkerView, verify};
 use uniffle_testkit::say;
 use uniffle_wire::types::{BlockId, ShuffleKey};
-use uniffle_worker::durability::frame::{Entry, Frame};
-use uniffle_worker::tiers::VerifyReads;
+use uniffle_worker::log::format::frame::{Entry, Frame};
+use uniffle_worker::store::VerifyReads;
 
 use super::corruptor;
 use super::fixture::{Fixture, LAYOUT};

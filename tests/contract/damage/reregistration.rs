@@ -2,7 +2,7 @@
 
 use uniffle_testkit::oracle::{Refusal, WorkerView as _};
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
-use uniffle_worker::durability::METADATA;
+use uniffle_worker::log::METADATA;
 
 use super::fixture::{Fixture, Life};
 

@@ -9,7 +9,7 @@ use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::clock::Instant;
 use uniffle_worker::proto::StatusCode;
-use uniffle_worker::tiers::{LocalConfig, VerifyReads};
+use uniffle_worker::store::{LocalConfig, VerifyReads};
 
 use super::blocks::{batch, blocks, payload};
 use super::fixture::{assert_same, eventually, key};

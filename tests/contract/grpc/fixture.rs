@@ -16,7 +16,7 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TicketId};
 use uniffle_worker::memory::Memory;
 use uniffle_worker::proto::{self, StatusCode};
 use uniffle_worker::server::Worker;
-use uniffle_worker::tiers::Tier;
+use uniffle_worker::store::Tier;
 
 /// A running worker with two data directories, and a client.
 #[derive(Debug)]

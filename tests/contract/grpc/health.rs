@@ -8,7 +8,7 @@ use tokio::time::timeout;
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{self, DecommissionRequest, ServerStatus, StatusCode};
 use uniffle_worker::service::WorkerState;
-use uniffle_worker::tiers::{DiskCondition, Tier};
+use uniffle_worker::store::{DiskCondition, Tier};
 
 use super::blocks::{batch, blocks};
 use super::fixture::{Setup, WorkerFixture, eventually, key, require};

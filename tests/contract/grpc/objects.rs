@@ -15,8 +15,8 @@ use uniffle_worker::memory::Budget;
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::server::Worker;
-use uniffle_worker::tiers::object::location::CLAIM;
-use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
+use uniffle_worker::store::object::location::CLAIM;
+use uniffle_worker::store::object::{ObjectSettings, ObjectTier};
 
 use super::blocks::{batch, blocks, payload};
 use super::fixture::{Setup, WorkerFixture, eventually, key};

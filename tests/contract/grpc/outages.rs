@@ -10,7 +10,7 @@ use uniffle_testkit::fault::{EIO, EROFS, Fault, Operation, Rule};
 use uniffle_wire::types::{Distribution, PartitionId};
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::service::RegisterRequest;
-use uniffle_worker::tiers::LocalConfig;
+use uniffle_worker::store::LocalConfig;
 
 use super::blocks::{batch, block, blocks};
 use super::fixture::{assert_same, eventually, key, short_backoff};

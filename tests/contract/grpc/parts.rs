@@ -10,7 +10,7 @@ use uniffle_testkit::service::{ServiceBuilder, quiet};
 use uniffle_worker::app::AppConfig;
 use uniffle_worker::flush::FlushConfig;
 use uniffle_worker::flush::policy::Limits;
-use uniffle_worker::tiers::LocalConfig;
+use uniffle_worker::store::LocalConfig;
 
 /// Time without a heartbeat after which an application expires.
 pub(crate) const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(60);

@@ -11,7 +11,7 @@ use uniffle_client::grpc::ReadOptions;
 use uniffle_client::tcp::TcpClient;
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::StatusCode;
-use uniffle_worker::tiers::LocalStore;
+use uniffle_worker::store::LocalStore;
 
 use super::blocks::{batch, blocks};
 use super::fixture::{Setup, WorkerFixture, assert_same, eventually, key};

@@ -11,7 +11,7 @@ use uniffle_testkit::fault::{Fault, Operation, Rule};
 use uniffle_testkit::third_tier::ThirdTier;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 use uniffle_worker::proto::{DataDistribution, RemoteStorage};
-use uniffle_worker::tiers::Tier;
+use uniffle_worker::store::Tier;
 
 use super::blocks::{batch, block, blocks, payload};
 use super::fixture::{WorkerFixture, assert_same, eventually, key};

@@ -12,7 +12,7 @@ use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_testkit::in_process::InProcess;
 use uniffle_testkit::oracle::verify;
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
-use uniffle_worker::tiers::{StoreError, StoreErrorKind};
+use uniffle_worker::store::{StoreError, StoreErrorKind};
 
 use super::Mutation;
 use super::history::{History, Key, LAYOUT};

@@ -16,11 +16,11 @@ use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 use uniffle_worker::app::AppConfig;
 use uniffle_worker::clock;
-use uniffle_worker::durability::{HandOff, METADATA};
+use uniffle_worker::log::{HandOff, METADATA};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
-use uniffle_worker::tiers::offload::Watermarks;
-use uniffle_worker::tiers::{LocalConfig, StoreError, SyncWrites};
+use uniffle_worker::store::migration::Watermarks;
+use uniffle_worker::store::{LocalConfig, StoreError, SyncWrites};
 
 use super::Mutation;
 use super::clients::OpenSend;

@@ -10,9 +10,9 @@ use rand::RngExt;
 
 use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::types::{BlockId, ShuffleKey};
-use uniffle_worker::durability::HandOff;
-use uniffle_worker::tiers::object::layout::{Name, parse_key};
-use uniffle_worker::tiers::offload::Watermarks;
+use uniffle_worker::log::HandOff;
+use uniffle_worker::store::migration::Watermarks;
+use uniffle_worker::store::object::layout::{Name, parse_key};
 
 use super::Mutation;
 use super::history::{History, new_disks};

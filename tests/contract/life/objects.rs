@@ -12,9 +12,9 @@ use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 
 use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
-use uniffle_worker::durability::OBJECT_COPIES;
-use uniffle_worker::tiers::StoreError;
-use uniffle_worker::tiers::object::layout::{Name, SegmentId, TAIL_BYTES, Tail, log_key, parse_key};
+use uniffle_worker::log::OBJECT_COPIES;
+use uniffle_worker::store::StoreError;
+use uniffle_worker::store::object::layout::{Name, SegmentId, TAIL_BYTES, Tail, log_key, parse_key};
 
 use super::Mutation;
 use super::history::{APPS, History};

@@ -17,9 +17,9 @@ use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Budget, Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
-use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
-use uniffle_worker::tiers::offload::{OffloadSettings, OffloadTier, Watermarks};
-use uniffle_worker::tiers::{LocalConfig, LocalStore, StoreError, Tier};
+use uniffle_worker::store::migration::{OffloadSettings, OffloadTier, Watermarks};
+use uniffle_worker::store::object::{ObjectSettings, ObjectTier};
+use uniffle_worker::store::{LocalConfig, LocalStore, StoreError, Tier};
 
 const CAPACITY: u64 = 1 << 20;
 /// Interval of the check for expired applications.

@@ -7,7 +7,7 @@ use uniffle_testkit::in_process::InProcess;
 use uniffle_testkit::on_disk::{Files, stored_blocks};
 use uniffle_testkit::oracle::verify;
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
-use uniffle_worker::durability::METADATA;
+use uniffle_worker::log::METADATA;
 
 use super::fault_plan::hides;
 use super::history::{History, Key, LAYOUT};

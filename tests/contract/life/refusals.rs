@@ -10,7 +10,7 @@ use rand::seq::IndexedRandom;
 
 use uniffle_testkit::fault::{EFBIG, EIO, ENOSPC, Fault, Faults, Operation, Rule};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
-use uniffle_worker::tiers::{DiskCondition, DiskInfo, LocalConfig, StoreErrorKind};
+use uniffle_worker::store::{DiskCondition, DiskInfo, LocalConfig, StoreErrorKind};
 
 use super::Mutation;
 use super::history::History;

@@ -7,11 +7,11 @@ use rand::RngExt;
 
 use uniffle_testkit::fault::Faults;
 use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
-use uniffle_worker::durability::METADATA;
-use uniffle_worker::durability::frame::{self, Entry};
-use uniffle_worker::tiers::object::ObjectTier;
-use uniffle_worker::tiers::object::layout::{Name, parse_key};
-use uniffle_worker::tiers::{LocalConfig, StoreErrorKind};
+use uniffle_worker::log::METADATA;
+use uniffle_worker::log::format::frame::{self, Entry};
+use uniffle_worker::store::object::ObjectTier;
+use uniffle_worker::store::object::layout::{Name, parse_key};
+use uniffle_worker::store::{LocalConfig, StoreErrorKind};
 
 use super::Mutation;
 use super::history::{APPS, History, Key, new_disks};

@@ -15,10 +15,10 @@ use tokio_rustls::rustls::pki_types::PrivateKeyDer;
 use uniffle_testkit::s3::faults::{Fault, On};
 use uniffle_testkit::s3::{ACCESS_KEY, S3Server, SECRET_KEY};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::tiers::ObjectConfig;
-use uniffle_worker::tiers::object::client::{Client, Failure, Refusal, check_files};
-use uniffle_worker::tiers::object::location::Endpoint;
-use uniffle_worker::tiers::object::{Credentials, Secret};
+use uniffle_worker::store::ObjectConfig;
+use uniffle_worker::store::object::client::{Client, Failure, Refusal, check_files};
+use uniffle_worker::store::object::location::Endpoint;
+use uniffle_worker::store::object::{Credentials, Secret};
 
 use super::fixture::{Opened, open, soon};
 

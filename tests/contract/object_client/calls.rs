@@ -11,8 +11,8 @@ use object_store::{MultipartUpload as _, ObjectStore, ObjectStoreExt as _, PutPa
 use uniffle_testkit::s3::S3Server;
 use uniffle_testkit::s3::faults::On;
 use uniffle_testkit::s3::weed::Weed;
-use uniffle_worker::tiers::object::UploadCheck;
-use uniffle_worker::tiers::object::client::Failure;
+use uniffle_worker::store::object::UploadCheck;
+use uniffle_worker::store::object::client::Failure;
 
 use super::fixture::{content, open, part, soon};
 
@@ -131,7 +131,7 @@ async fn in_process_store_answers_every_call() {
 async fn payload_signing_follows_the_configuration() {
     let server = S3Server::start().await;
     for upload_check in [UploadCheck::Signature, UploadCheck::Off] {
-        let opened = open(&uniffle_worker::tiers::ObjectConfig { upload_check, ..server.config("") });
+        let opened = open(&uniffle_worker::store::ObjectConfig { upload_check, ..server.config("") });
         soon(objects_are_written_and_read(&opened.store)).await;
         soon(uploads_have_parts_in_parallel(&opened.store)).await;
         opened.end().await;

@@ -7,8 +7,8 @@ use object_store::path::Path;
 use object_store::{MultipartUpload as _, ObjectStore as _, ObjectStoreExt as _, PutPayload};
 use uniffle_testkit::s3::S3Server;
 use uniffle_testkit::s3::faults::{Fault, On};
-use uniffle_worker::tiers::ObjectConfig;
-use uniffle_worker::tiers::object::client::{Failure, Refusal, explain};
+use uniffle_worker::store::ObjectConfig;
+use uniffle_worker::store::object::client::{Failure, Refusal, explain};
 
 use super::fixture::{Opened, content, open, soon};
 

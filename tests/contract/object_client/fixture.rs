@@ -10,8 +10,8 @@ use object_store::ObjectStore;
 use prometheus::{Registry, TextEncoder};
 use uniffle_testkit::eventually;
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::tiers::ObjectConfig;
-use uniffle_worker::tiers::object::client::Client;
+use uniffle_worker::store::ObjectConfig;
+use uniffle_worker::store::object::client::Client;
 
 /// Limit for every wait. Anything slower hangs.
 const PATIENCE: Duration = Duration::from_secs(120);

@@ -8,9 +8,9 @@ use object_store::{MultipartUpload as _, ObjectStoreExt as _};
 use tokio::task::block_in_place;
 use uniffle_testkit::s3::S3Server;
 use uniffle_testkit::s3::weed::Weed;
-use uniffle_worker::tiers::ObjectConfig;
-use uniffle_worker::tiers::object::Secret;
-use uniffle_worker::tiers::object::client::{Failure, Refusal};
+use uniffle_worker::store::ObjectConfig;
+use uniffle_worker::store::object::Secret;
+use uniffle_worker::store::object::client::{Failure, Refusal};
 
 use super::fixture::{Opened, content, open, soon};
 

@@ -32,7 +32,7 @@ use uniffle_worker::listeners::tcp::{TcpConfig, TcpServer};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{RegisterRequest, RequireRequest, Service};
-use uniffle_worker::tiers::{ExtentData, ExtentWrite, LocalConfig, LocalStore};
+use uniffle_worker::store::{ExtentData, ExtentWrite, LocalConfig, LocalStore};
 
 const MIB: u64 = 1 << 20;
 /// Real time, longer than any timeout of the listener.

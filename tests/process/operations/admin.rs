@@ -12,7 +12,7 @@ use uniffle_worker::proto::{
     CancelDecommissionRequest, DecommissionRequest, GetShuffleServerRequest, StatusCode as Code,
 };
 use uniffle_worker::service::WorkerState;
-use uniffle_worker::tiers::LocalStore;
+use uniffle_worker::store::LocalStore;
 
 use super::api::PATIENCE;
 use super::fixture::{AdminFixture, eventually};

@@ -17,9 +17,9 @@ use s3s_fs::FileSystem;
 use tempfile::TempDir;
 use tokio::net::TcpListener;
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::tiers::ObjectConfig;
-use uniffle_worker::tiers::object::location::{BucketUrl, Endpoint};
-use uniffle_worker::tiers::object::{Credentials, Secret};
+use uniffle_worker::store::ObjectConfig;
+use uniffle_worker::store::object::location::{BucketUrl, Endpoint};
+use uniffle_worker::store::object::{Credentials, Secret};
 
 use self::faults::Faults;
 

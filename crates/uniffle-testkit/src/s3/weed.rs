@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use tempfile::TempDir;
-use uniffle_worker::tiers::ObjectConfig;
+use uniffle_worker::store::ObjectConfig;
 
 use super::{ACCESS_KEY, BUCKET, SECRET_KEY, config};
 use crate::ports::free_port;

@@ -17,8 +17,8 @@ use serde_json::json;
 
 use super::calls::{answer, arguments};
 use super::guard::refusal;
-use crate::tiers::StoreErrorKind;
-use crate::tiers::object::ObjectTier;
+use crate::store::StoreErrorKind;
+use crate::store::object::ObjectTier;
 
 /// Returns the routes, for a worker with an object store.
 pub fn routes(tier: Arc<ObjectTier>) -> Router {

@@ -1,0 +1,302 @@
+//! The worker's metadata log: records of shuffles that must survive the process, in two copies.
+//!
+//! An entry is acknowledged once it is on the device in both copies, on two directories if two are
+//! writable. This module has the handle. A single task writes (`writer`).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use bytes::Bytes;
+use croaring::Treemap;
+use futures::future::BoxFuture;
+use parking_lot::Mutex;
+use tokio::sync::{mpsc, oneshot, watch};
+
+use super::contents::LogShares;
+use super::error::LogError;
+use super::format::frame::{Entry, Gap, Incarnation};
+use super::objects::ship::{CheckpointSource, Shipper};
+use super::objects::shipped::ShippedLog;
+use super::recovery::hand_off::HandOff;
+use super::recovery::read::{Directory, Snapshot, SourceReader, Survey};
+use super::recovery::take_over::Found;
+use super::write::generation::COPIES;
+use super::write::writer::{Deadlines, Request, Told, Writer};
+use crate::runtime::Tasks;
+use uniffle_wire::types::ShuffleKey;
+
+/// Maximum number of waiting entries. Each belongs to a request, and listeners bound number and
+/// bytes of requests.
+const WAITING_MAX: usize = 4096;
+/// Maximum number of records that wait to be recovered.
+const TOLD_MAX: usize = 64;
+
+/// The part of the log in an object store below the directories.
+#[derive(Debug, Clone)]
+pub struct LogInStore {
+    /// Log of earlier processes.
+    pub found: Arc<ShippedLog>,
+    /// Log of this process.
+    pub shipper: Shipper,
+}
+
+/// Handle of the log. Clones share it, and the log ends with the last of them.
+#[derive(Debug, Clone)]
+pub struct MetadataLog {
+    requests: mpsc::Sender<Request>,
+    gap: Arc<Mutex<Option<Arc<str>>>>,
+    is_begun: Arc<AtomicBool>,
+    was_tried: watch::Receiver<bool>,
+    damage: watch::Receiver<Option<Arc<str>>>,
+    living: LogShares,
+}
+
+impl MetadataLog {
+    /// Recovers the contents of the directories by the rule (`proof`), and begins a new epoch on
+    /// them. Without recovered records it begins at once. Otherwise it begins after they were
+    /// delivered ([`MetadataLog::said`]), or before the first entry, so that recovery waits for no
+    /// device. If the log cannot be begun now, every entry tries again, and is refused until that
+    /// succeeds.
+    pub async fn open(
+        directories: Vec<Directory>,
+        survey: Survey,
+        deadlines: Deadlines,
+        store: Option<LogInStore>,
+        tasks: &Tasks,
+    ) -> (Self, Found) {
+        let (shipper, shipped) = store.map(|store| (store.shipper, store.found)).unzip();
+        let (mut writer, found) = Writer::on(directories, deadlines, &survey, shipped).await;
+        writer.shipper = shipper;
+        if found.shuffles.is_empty() {
+            writer.begin_first().await;
+        }
+        let gap = Arc::new(Mutex::new(found.gap.as_deref().map(Arc::from)));
+        let (is_begun, was_tried) = (Arc::clone(&writer.is_begun), writer.was_tried.subscribe());
+        let damage = writer.damage.subscribe();
+        let living = writer.contents.living.clone();
+        let (requests, receiver) = mpsc::channel(WAITING_MAX);
+        let cancelled = tasks.cancelled();
+        tasks.spawn("metadata log", async move {
+            tokio::select! {
+                biased;
+                () = cancelled => {}
+                () = writer.run(receiver) => {}
+            }
+        });
+        (Self { requests, gap, is_begun, was_tried, damage, living }, found)
+    }
+
+    /// Returns whether the state of an earlier process is on the device. That process may have
+    /// ended between a write and its sync, and only a new generation syncs everything.
+    #[must_use]
+    pub fn is_begun(&self) -> bool {
+        self.is_begun.load(Ordering::Acquire)
+    }
+
+    /// Waits until a new generation is begun or an attempt has failed. Called after the recovered
+    /// records were delivered.
+    pub async fn begun(&self) {
+        // The writer ends with the worker.
+        let _ = self.was_tried.clone().wait_for(|was_tried| *was_tried).await;
+    }
+
+    /// Returns the reason why unknown shuffles may exist.
+    #[must_use]
+    pub fn gap(&self) -> Option<Arc<str>> {
+        self.gap.lock().clone()
+    }
+
+    /// Ends the gap, also for later starts. To be called once no application of the time before it
+    /// is left. Incomplete shuffles stay incomplete. Returns false if a directory that may have
+    /// newer metadata is away or unreadable.
+    ///
+    /// # Errors
+    /// Too few directories can be written.
+    pub async fn end_gap(&self) -> Result<bool, LogError> {
+        let (done, answer) = oneshot::channel();
+        let ended = || LogError::told("the worker ends");
+        self.requests.send(Request::EndGap(done)).await.map_err(|_| ended())?;
+        let is_over = answer.await.map_err(|_| ended())??;
+        if is_over {
+            *self.gap.lock() = None;
+        }
+        Ok(is_over)
+    }
+
+    /// Returns why the log lacks records of living shuffles that this process has acknowledged:
+    /// another program damaged all copies. The next start refuses results of these shuffles.
+    #[must_use]
+    pub fn damage(&self) -> Option<Arc<str>> {
+        self.damage.borrow().clone()
+    }
+
+    /// Appends a record of a shuffle. After `Ok` it survives process and power. Continues if
+    /// dropped. Returns its position on the way to the object store, if there is one.
+    ///
+    /// # Errors
+    /// Too few directories can be written, or the record is too long.
+    pub async fn append(&self, shuffle: Incarnation, said: Bytes) -> Result<u64, LogError> {
+        self.ask(Entry::Said(shuffle, said)).await
+    }
+
+    /// Marks the records of a shuffle as incomplete for `reason` until it is purged, also for later
+    /// starts.
+    ///
+    /// # Errors
+    /// See [`MetadataLog::append`].
+    pub async fn mark_incomplete(&self, shuffle: Incarnation, reason: &str) -> Result<u64, LogError> {
+        let gap = Gap { reason: reason.to_owned(), until_back: Vec::new() };
+        self.ask(Entry::Incomplete(shuffle, gap)).await
+    }
+
+    /// Records the purge of a shuffle. Its files may be removed afterwards.
+    ///
+    /// # Errors
+    /// See [`MetadataLog::append`].
+    pub async fn purge(&self, shuffle: Incarnation) -> Result<u64, LogError> {
+        self.ask(Entry::Purged(shuffle)).await
+    }
+
+    /// Moves the copies to where they should be in the current state of the directories.
+    pub async fn settle(&self) {
+        let (done, settled) = oneshot::channel();
+        if self.requests.send(Request::Settle(done)).await.is_ok() {
+            // An error also means that it is done.
+            let _: Result<(), _> = settled.await;
+        }
+    }
+
+    /// Closes the log: nothing is written afterwards. Returns the hand-off record for a successor.
+    ///
+    /// # Errors
+    /// The log cannot be written now, so a successor has to begin a generation.
+    pub async fn release(&self) -> Result<HandOff, LogError> {
+        let (done, answer) = oneshot::channel();
+        let ended = || LogError::told("the worker ends");
+        self.requests.send(Request::Release(done)).await.map_err(|_| ended())?;
+        answer.await.map_err(|_| ended())?
+    }
+
+    /// Records that this start could not see everything. Its numbers must not be assigned again by
+    /// others.
+    pub async fn count_blind_start(&self) {
+        let (done, counted) = oneshot::channel();
+        if self.requests.send(Request::Blind(done)).await.is_ok() {
+            let _: Result<(), _> = counted.await;
+        }
+    }
+
+    /// Returns the bytes that a shuffle takes in all copies of the log.
+    #[must_use]
+    pub fn disk_bytes(&self, incarnation: u64) -> u64 {
+        COPIES as u64 * self.living.of(incarnation)
+    }
+
+    /// Begins to copy the log to an object store.
+    pub fn ship_by(&self, shipper: &Shipper) {
+        shipper.begin_from_disks(Arc::new(self.clone()));
+    }
+
+    /// Returns where the log can be read now, and its living shuffles.
+    ///
+    /// # Errors
+    /// The log cannot be written now.
+    async fn read_snapshot(&self) -> Result<Snapshot, LogError> {
+        let (done, answer) = oneshot::channel();
+        let ended = || LogError::told("the worker ends");
+        self.requests.send(Request::Snapshot(done)).await.map_err(|_| ended())?;
+        answer.await.map_err(|_| ended())?
+    }
+
+    /// Marks a shuffle as moved: its later records are acknowledged once the object store has them.
+    /// Returns the position of the entry.
+    ///
+    /// # Errors
+    /// See [`MetadataLog::append`].
+    pub async fn mark_moved(&self, shuffle: Incarnation) -> Result<u64, LogError> {
+        self.ask(Entry::Moved(shuffle)).await
+    }
+
+    /// Returns a reader of the records of living shuffles, which can be read once.
+    #[must_use]
+    pub fn said(&self) -> Said {
+        Said(Records::Log(self.clone()))
+    }
+
+    async fn ask(&self, entry: Entry) -> Result<u64, LogError> {
+        let (done, answer) = oneshot::channel();
+        let ended = || LogError::told("the worker ends");
+        self.requests.send(Request::Append(entry, done)).await.map_err(|_| ended())?;
+        answer.await.map_err(|_| ended())?
+    }
+}
+
+/// Reader of the records of living shuffles, in the order in which they were written. Copies with
+/// different content are read one after the other. Nothing is written meanwhile, and only a few
+/// records are held at a time.
+#[derive(Debug, Default)]
+pub struct Said(Records);
+
+/// Source of recovered records.
+#[derive(Debug, Default)]
+enum Records {
+    #[default]
+    None,
+    /// The log, until the first record is requested.
+    Log(MetadataLog),
+    /// Records that the writer of the log sends.
+    Told(mpsc::Receiver<Told>),
+    /// The log in an object store. Its objects are not deleted meanwhile.
+    Stored { reader: Box<SourceReader<'static>>, living: Treemap, _log: Arc<ShippedLog> },
+}
+
+impl Said {
+    /// Returns a reader of the records of `living` incarnations in an object store.
+    #[must_use]
+    pub fn stored(log: Arc<ShippedLog>, living: Treemap) -> Self {
+        let reader = Box::new(log.source.read_stored());
+        Self(Records::Stored { reader, living, _log: log })
+    }
+
+    /// Returns the next record, or `None` at the end.
+    ///
+    /// # Errors
+    /// The log cannot be read to its end.
+    pub async fn next(&mut self) -> Result<Option<(ShuffleKey, Bytes)>, LogError> {
+        if let Records::Log(log) = &self.0 {
+            let (to, told) = mpsc::channel(TOLD_MAX);
+            // Without a writer nothing is received, which is reported as an error.
+            let _ = log.requests.send(Request::Tell(to)).await;
+            self.0 = Records::Told(told);
+        }
+        let next = match &mut self.0 {
+            Records::None | Records::Log(_) => Ok(None),
+            Records::Told(told) => {
+                told.recv().await.unwrap_or_else(|| Err(LogError::told("the worker ends")))
+            }
+            Records::Stored { reader, living, .. } => loop {
+                match reader.next().await {
+                    Ok(Some(Entry::Said(shuffle, record))) if living.contains(shuffle.number) => {
+                        break Ok(Some((shuffle.key, record)));
+                    }
+                    Ok(Some(_)) => {}
+                    ended => break ended.map(|_| None).map_err(LogError::from),
+                }
+            },
+        };
+        if !matches!(next, Ok(Some(_))) {
+            self.0 = Records::None;
+        }
+        next
+    }
+}
+
+impl CheckpointSource for MetadataLog {
+    fn begun(&self) -> BoxFuture<'_, ()> {
+        Box::pin(self.begun())
+    }
+
+    fn snapshot(&self) -> BoxFuture<'_, Result<Snapshot, LogError>> {
+        Box::pin(self.read_snapshot())
+    }
+}

@@ -1,0 +1,47 @@
+//! Resumes the metadata log that the previous process handed off. Nothing is written again, and the
+//! first entry is appended at once.
+
+use std::collections::BTreeSet;
+
+use futures::future::join_all;
+
+use crate::log::window::within;
+use crate::log::write::generation::open_copy;
+use crate::log::write::writer::{Copy, Writer};
+
+impl Writer {
+    /// Opens the copies that the previous process handed off, to append to them. Returns false if a
+    /// generation has to begin.
+    pub(in crate::log) async fn resume(&mut self) -> bool {
+        let Some(resumable) = self.resumable.take() else { return false };
+        let directories: Vec<usize> = resumable.copies.iter().map(|(directory, _)| *directory).collect();
+        let all: BTreeSet<usize> = (0..self.directories.len()).collect();
+        // A disk that no longer accepts writes is not part of the next generation.
+        let is_the_same = self.places(&BTreeSet::new()) == directories && self.usable_now() == all;
+        if self.is_blind || !is_the_same {
+            return false;
+        }
+        let opened = resumable.copies.iter().map(|(directory, path)| {
+            let io = &*self.directories[*directory].io;
+            within(self.deadlines.name, open_copy(io, path, resumable.bytes))
+        });
+        let opened = join_all(opened.collect::<Vec<_>>()).await;
+        let mut copies = Vec::new();
+        for ((directory, path), file) in resumable.copies.iter().zip(opened) {
+            match file {
+                Ok(file) => {
+                    let (directory, path) = (*directory, path.clone());
+                    copies.push(Copy { directory, generation: self.generation, path, file });
+                }
+                Err(error) => {
+                    self.blame(*directory, path, &error);
+                    return false;
+                }
+            }
+        }
+        (self.encoder, self.end, self.spare) = (resumable.encoder, resumable.bytes, None);
+        self.opened(copies, all);
+        tracing::debug!(generation = self.generation, "metadata log resumed");
+        true
+    }
+}

@@ -1,0 +1,229 @@
+//! Deletion (docs/protocol.md §6.5). An unregistered shuffle or application is deleted with
+//! everything below it. For an expired one only our own files and then empty directories are
+//! deleted, because other servers may still serve it.
+//!
+//! Forgetting is synchronous and returns a [`Removal`]. From then on writes of the old registration
+//! end with `Purged`. Writes of a new one wait until the removal is done or dropped.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use futures::stream::{self, StreamExt as _};
+
+use super::deletion_gate::Deleting;
+use super::fs::{Call, RemoteEntry, RemoteFs};
+use super::remote::Remote;
+use super::{AppState, Core, HdfsStore, layout};
+use crate::clock::{Instant, sleep, timeout};
+use crate::store::{Cause, StoreError, StoreErrorKind};
+use uniffle_wire::types::{AppId, ShuffleKey};
+
+/// Number of attempts, and the pause between them, like Java's. A file system that does not answer
+/// is tried for [`super::HdfsConfig::purge_timeout`]. Its pauses then double up to `PAUSE_MAX`
+/// (backoff).
+const ATTEMPTS: u32 = 5;
+const PAUSE: Duration = Duration::from_secs(1);
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+/// Number of directories of an expired application that are listed concurrently.
+const WALKS: usize = 8;
+
+#[derive(Debug)]
+enum What {
+    Everything,
+    Own,
+}
+
+#[derive(Debug)]
+struct PendingDelete {
+    remote: Arc<Remote>,
+    path: String,
+    what: What,
+}
+
+/// A deletion that was ordered. [`Removal::run`] executes it.
+#[derive(Debug)]
+#[must_use = "nothing is deleted before it runs"]
+pub struct Removal {
+    store: Arc<HdfsStore>,
+    app: AppId,
+    pending: Vec<PendingDelete>,
+    deleting: Option<Deleting>,
+}
+
+impl HdfsStore {
+    /// Forgets shuffles of an application. Returns `None` if none of them is known here.
+    pub fn forget_shuffles(self: &Arc<Self>, app: &AppId, keys: &[ShuffleKey]) -> Option<Removal> {
+        let mut pending = Vec::new();
+        for key in keys {
+            if let Some((_, shuffle)) = self.shuffles.remove(key) {
+                shuffle.purged.store(true, Ordering::Release);
+                let path = layout::shuffle_directory(&shuffle.root, key);
+                pending.push(PendingDelete {
+                    remote: Arc::clone(&shuffle.remote),
+                    path,
+                    what: What::Everything,
+                });
+            }
+        }
+        let state = self.apps.get(app).filter(|_| !pending.is_empty()).map(|state| Arc::clone(&*state))?;
+        Some(self.removal(app, &state, pending))
+    }
+
+    /// Forgets an application with these shuffles.
+    pub fn forget_app(self: &Arc<Self>, app: &AppId, keys: &[ShuffleKey], cause: Cause) -> Option<Removal> {
+        for key in keys {
+            if let Some((_, shuffle)) = self.shuffles.remove(key) {
+                shuffle.purged.store(true, Ordering::Release);
+            }
+        }
+        let state = self.apps.get(app).map(|state| Arc::clone(&*state))?;
+        let roots = std::mem::take(&mut *state.roots.lock());
+        let pending = roots.into_iter().map(|(remote, root)| PendingDelete {
+            remote,
+            path: layout::app_directory(&root, app),
+            what: match cause {
+                Cause::Unregistered => What::Everything,
+                Cause::Expired => What::Own,
+            },
+        });
+        Some(self.removal(app, &state, pending.collect()))
+    }
+
+    fn removal(self: &Arc<Self>, app: &AppId, state: &AppState, pending: Vec<PendingDelete>) -> Removal {
+        let deleting = Some(state.gate.order_deletion());
+        Removal { store: Arc::clone(self), app: app.clone(), pending, deleting }
+    }
+}
+
+impl Removal {
+    /// Waits for writes in progress, then deletes. Directories that cannot be deleted in the end
+    /// are logged and left.
+    pub async fn run(self) {
+        let core = &self.store.core;
+        if let Some(deleting) = &self.deleting {
+            // A hung write ends eventually. The directories of a removed application cannot wait
+            // longer than this.
+            drop(timeout(core.config.purge_timeout, deleting.clear()).await);
+        }
+        for it in &self.pending {
+            if let Err(error) = core.remove(it).await {
+                it.remote.metrics.deletions_failed.inc();
+                tracing::error!(
+                    path = %it.path,
+                    remote = %it.remote.authority,
+                    %error,
+                    "deletion failed; the directory remains"
+                );
+            }
+        }
+    }
+}
+
+impl Drop for Removal {
+    fn drop(&mut self) {
+        self.deleting = None;
+        let is_unused =
+            |state: &Arc<AppState>| Arc::strong_count(state) == 1 && state.roots.lock().is_empty();
+        self.store.apps.remove_if(&self.app, |_, state| is_unused(state));
+    }
+}
+
+impl Core {
+    async fn remove(&self, it: &PendingDelete) -> Result<(), StoreError> {
+        let deadline = Instant::now() + self.config.purge_timeout;
+        let mut pause = PAUSE;
+        for attempt in 1.. {
+            let Err(error) = self.remove_once(it).await else { return Ok(()) };
+            let hopeless = match error.kind {
+                StoreErrorKind::Unreachable | StoreErrorKind::Unhealthy => Instant::now() + pause > deadline,
+                _ => attempt >= ATTEMPTS,
+            };
+            if hopeless || self.tasks.is_cancelled() {
+                return Err(error);
+            }
+            tracing::debug!(path = %it.path, attempt, %error, "deletion failed; retrying");
+            tokio::select! {
+                biased;
+                () = self.tasks.cancelled() => {}
+                () = sleep(pause) => {}
+            }
+            if attempt >= ATTEMPTS {
+                pause = (pause * 2).min(PAUSE_MAX);
+            }
+        }
+        Ok(())
+    }
+
+    async fn remove_once(&self, it: &PendingDelete) -> Result<(), StoreError> {
+        let fs = &*it.remote.fs;
+        match it.what {
+            What::Everything => self.timed(&it.path, fs.delete(&it.path, true)).await.map(drop),
+            What::Own => self.remove_own(fs, &it.path).await,
+        }
+    }
+
+    /// Removes our files of an application: `<app>/<shuffle>/<range>/<file>`.
+    async fn remove_own(&self, fs: &dyn RemoteFs, app: &str) -> Result<(), StoreError> {
+        for shuffle in self.directories(fs, app).await? {
+            let mut walks = Vec::new();
+            for range in self.directories(fs, &shuffle).await? {
+                walks.push(self.remove_own_files(fs, range));
+            }
+            let mut walks = stream::iter(walks).buffer_unordered(WALKS);
+            while let Some(walked) = walks.next().await {
+                walked?;
+            }
+            self.remove_if_empty(fs, &shuffle).await?;
+        }
+        self.remove_if_empty(fs, app).await
+    }
+
+    async fn remove_own_files(&self, fs: &dyn RemoteFs, range: String) -> Result<(), StoreError> {
+        let entries = self.list(fs, &range).await?;
+        for entry in
+            entries.iter().filter(|entry| !entry.is_dir && layout::is_own(&entry.name, &self.server_id))
+        {
+            let path = format!("{range}/{}", entry.name);
+            self.timed(&path, fs.delete(&path, false)).await?;
+        }
+        self.remove_if_empty(fs, &range).await
+    }
+
+    /// Lists the directory first, because the error of a NameNode for a directory that is not empty
+    /// is hard to distinguish. If a file is created in between, the directory stays: the deletion
+    /// is not recursive.
+    async fn remove_if_empty(&self, fs: &dyn RemoteFs, path: &str) -> Result<(), StoreError> {
+        if !self.list(fs, path).await?.is_empty() {
+            return Ok(());
+        }
+        match self.timed(path, fs.delete(path, false)).await {
+            Err(error) if self.list(fs, path).await?.is_empty() => Err(error),
+            Ok(_) | Err(_) => Ok(()),
+        }
+    }
+
+    async fn directories(&self, fs: &dyn RemoteFs, path: &str) -> Result<Vec<String>, StoreError> {
+        let entries = self.list(fs, path).await?;
+        Ok(entries
+            .iter()
+            .filter(|entry| entry.is_dir)
+            .map(|entry| format!("{path}/{}", entry.name))
+            .collect())
+    }
+
+    /// Lists a directory. A missing directory is empty.
+    pub(super) async fn list(&self, fs: &dyn RemoteFs, path: &str) -> Result<Vec<RemoteEntry>, StoreError> {
+        match self.timed(path, fs.list(path)).await {
+            Err(error) if error.kind == StoreErrorKind::NotFound => Ok(Vec::new()),
+            result => result,
+        }
+    }
+
+    pub(super) async fn timed<T>(&self, path: &str, call: Call<T>) -> Result<T, StoreError> {
+        match timeout(self.config.call_timeout, call).await {
+            Ok(result) => result,
+            Err(late) => Err(StoreError::io(path, late.into())),
+        }
+    }
+}

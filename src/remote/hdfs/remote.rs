@@ -1,0 +1,168 @@
+//! One remote file system as one user, with its health.
+//!
+//! Consecutive failures of the file system itself (it does not answer, its DataNodes fail) suspend
+//! it for a growing time. Batches are then written elsewhere or wait, instead of failing one by
+//! one. After a suspension one batch tries, and the others wait for its result. A quota or a
+//! permission concerns one path and suspends nothing. A failing file system that was not tried for
+//! a while is probed, so that the worker does not stay unhealthy only because nothing is sent to
+//! it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::Semaphore;
+
+use super::fs::RemoteFs;
+use super::location::RemoteLocation;
+use super::metrics::RemoteMetrics;
+use crate::clock::Instant;
+use crate::store::{StoreError, StoreErrorKind};
+
+/// Number of consecutive failures after which it is suspended.
+const FAILURES_MIN: u32 = 3;
+/// First suspension. It doubles with every further failure.
+const SUSPENSION_MIN: Duration = Duration::from_secs(1);
+/// Longest suspension.
+const SUSPENSION_MAX: Duration = Duration::from_secs(30);
+
+/// Time after a suspension in which batches may try. After that, the file system is probed.
+const PROBE_AFTER: Duration = Duration::from_secs(30);
+
+/// Key of a remote file system. Clients of one file system with different settings must not share a
+/// connection.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct RemoteTarget {
+    /// File system. The path is that of the first application that named it, and is ignored.
+    pub location: RemoteLocation,
+    /// Hadoop settings of the client, sorted.
+    pub conf: Vec<(String, String)>,
+    /// The user to impersonate, or `None` for the worker's own.
+    pub user: Option<String>,
+}
+
+/// A remote file system as one user.
+#[derive(Debug)]
+pub(super) struct Remote {
+    pub(super) authority: String,
+    /// Path of a file that never exists, used by probes.
+    pub(super) probe_path: String,
+    pub(super) fs: Arc<dyn RemoteFs>,
+    /// Permits to write to the file system, shared by all users.
+    pub(super) permits: Arc<Semaphore>,
+    pub(super) metrics: RemoteMetrics,
+    condition: Mutex<Condition>,
+}
+
+#[derive(Debug, Default)]
+struct Condition {
+    failures: u32,
+    suspended_until: Option<Instant>,
+    last_error: String,
+}
+
+impl Remote {
+    pub(super) fn new(
+        (authority, probe_path): (String, String),
+        fs: Arc<dyn RemoteFs>,
+        permits: Arc<Semaphore>,
+        metrics: RemoteMetrics,
+    ) -> Self {
+        Self { authority, probe_path, fs, permits, metrics, condition: Mutex::default() }
+    }
+
+    /// Returns whether it fails and was not tried for a while.
+    pub(super) fn is_forgotten(&self) -> bool {
+        let suspended_until = self.condition.lock().suspended_until;
+        self.is_failing() && suspended_until.is_none_or(|until| Instant::now() >= until + PROBE_AFTER)
+    }
+
+    /// Returns whether it may be tried now.
+    pub(super) fn is_available(&self) -> bool {
+        self.condition.lock().suspended_until.is_none_or(|until| Instant::now() >= until)
+    }
+
+    /// Acquires the right to try now. A failing file system allows one attempt per suspension. The
+    /// attempt suspends the others until its result is known, or for the same time again.
+    pub(super) fn try_now(&self) -> Result<(), StoreError> {
+        let mut condition = self.condition.lock();
+        let now = Instant::now();
+        if condition.suspended_until.is_some_and(|until| now < until) {
+            drop(condition);
+            return Err(self.suspended());
+        }
+        if let Some(pause) = condition.pause() {
+            condition.suspended_until = Some(now + pause);
+        }
+        Ok(())
+    }
+
+    /// Returns whether its last calls failed by its own fault.
+    pub(super) fn is_failing(&self) -> bool {
+        self.condition.lock().failures >= FAILURES_MIN
+    }
+
+    /// Returns an error for batches that may not try now.
+    pub(super) fn suspended(&self) -> StoreError {
+        let text = format!("skipped because the latest calls failed: {}", self.condition.lock().last_error);
+        StoreError::remote(StoreErrorKind::Unreachable, &self.authority, text)
+    }
+
+    /// Records the result of a call.
+    pub(super) fn note<T>(&self, result: &Result<T, StoreError>) {
+        let mut condition = self.condition.lock();
+        let Err(error) = result else {
+            if condition.failures >= FAILURES_MIN {
+                tracing::info!(remote = %self.authority, "remote store responds again");
+            }
+            *condition = Condition::default();
+            return;
+        };
+        if !is_own_fault(error.kind) {
+            return;
+        }
+        condition.failures = condition.failures.saturating_add(1);
+        condition.last_error = error.to_string();
+        let Some(pause) = condition.pause() else { return };
+        if condition.failures == FAILURES_MIN {
+            tracing::error!(
+                remote = %self.authority,
+                %error,
+                "remote store fails; checking it until it responds"
+            );
+        }
+        condition.suspended_until = Some(Instant::now() + pause);
+    }
+}
+
+impl Condition {
+    /// Returns the suspension after the last failure, or `None` after few failures.
+    fn pause(&self) -> Option<Duration> {
+        let beyond = self.failures.checked_sub(FAILURES_MIN)?;
+        Some(SUSPENSION_MIN.saturating_mul(1 << beyond.min(16)).min(SUSPENSION_MAX))
+    }
+}
+
+/// Returns whether a failure concerns the file system and not one path.
+fn is_own_fault(kind: StoreErrorKind) -> bool {
+    match kind {
+        StoreErrorKind::Unreachable
+        | StoreErrorKind::Unhealthy
+        | StoreErrorKind::Io
+        | StoreErrorKind::Corrupt => true,
+        StoreErrorKind::NoSpace
+        | StoreErrorKind::NotFound
+        | StoreErrorKind::Purged
+        | StoreErrorKind::InvalidRange
+        | StoreErrorKind::InvalidBatch
+        | StoreErrorKind::NotOurs
+        | StoreErrorKind::Unclaimed
+        | StoreErrorKind::Outdated
+        | StoreErrorKind::OtherFormat
+        | StoreErrorKind::InUse
+        | StoreErrorKind::Copied
+        | StoreErrorKind::NotMounted
+        | StoreErrorKind::Exists
+        | StoreErrorKind::Denied => false,
+    }
+}

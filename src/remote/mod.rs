@@ -1,0 +1,3 @@
+//! Tiers whose files clients read themselves.
+
+pub mod hdfs;

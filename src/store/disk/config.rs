@@ -1,0 +1,193 @@
+//! Configuration of the local tier.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::log::HandOff;
+use crate::schema::kind::{
+    DAY, GIB, MIB, SECOND, Word, count, flag, list, optional, path, ratio, seconds, size, word,
+};
+use crate::schema::{section, words};
+use uniffle_io::blocking::BlockingDisk;
+use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
+use uniffle_io::{Disk, Engine};
+
+words! {
+    /// When what is written counts as written.
+    pub enum SyncWrites {
+        /// When the operating system has it: safe from the end of the process.
+        Off = "off",
+        /// When the device has it: safe from power loss. Writers share their syncs.
+        Group = "group",
+    }
+}
+
+words! {
+    /// Which data reads are checked.
+    pub enum VerifyReads {
+        /// Every one.
+        Always = "always",
+        /// One in sixteen.
+        Sampled = "sampled",
+        /// None.
+        Off = "off",
+    }
+}
+
+/// Default size of the cache of index records. Counted as process memory without clients
+/// (`budget::allowance`).
+pub const INDEX_CACHE_BYTES: u64 = 16 * MIB;
+
+section! {
+    /// How the local store works.
+    #[table(
+        "localfile_store",
+        "Local disks.\n\
+         sync = \"off\": flushed data survives kill -9 and upgrades, but not a power loss; with \
+         \"group\" it survives both.\n\
+         require_mounted unset: an empty directory with another mount point than before is left out. \
+         A start is refused if all data directories are empty while the object store or \
+         memory_store.backing has records of earlier data, unless require_mounted is false.\n\
+         verify_reads: clients verify checksums in any case; only the worker can attribute the \
+         damage to a disk."
+    )]
+    pub struct LocalConfig |machine| {
+        /// One directory per disk, not nested. Required with a coordinator_quorum. Default:
+        /// uniffle-worker/data below $XDG_STATE_HOME, ~/.local/state or the temp directory.
+        #[key("localfile_store.data_paths", list(64, path()), Restart, example "[\"/data1/uniffle\", \"/data2/uniffle\"]")]
+        pub paths: Vec<PathBuf> = vec![machine.state_dir.join("data")],
+        /// The worker is unhealthy with fewer writable disks (not full, hung or broken); 0 = never.
+        #[key(
+            "localfile_store.healthy_check_min_disks" or "localfile_store.min_number_of_available_disks",
+            count(0..=64), AtOnce
+        )]
+        pub min_disks: usize = 0,
+        /// A disk is full above this usage and gets no new data.
+        #[key("localfile_store.disk_high_watermark", ratio(), AtOnce)]
+        pub high_watermark: f64 = 0.8,
+        /// A full disk gets new data again below this usage.
+        #[key("localfile_store.disk_low_watermark", ratio(), AtOnce)]
+        pub low_watermark: f64 = 0.7,
+        /// Concurrent reads and writes per disk, metadata excluded.
+        #[key("localfile_store.disk_max_concurrency", count(1..=1_000_000), Restart)]
+        pub max_concurrency_per_disk: usize = 2000,
+        /// Concurrent data writes per disk. Index groups have as many permits of their own,
+        /// metadata two.
+        #[key("localfile_store.write_concurrency_per_disk", count(1..=256), Restart)]
+        pub write_concurrency_per_disk: usize = 4,
+        /// Interval between two health checks of the disks.
+        #[key("localfile_store.disk_healthy_check_interval_sec", seconds(SECOND..=DAY), Restart)]
+        pub probe_interval: Duration = 60 * SECOND,
+        /// Bypass the page cache on writes if the file system supports it.
+        #[key("localfile_store.direct_io", flag(), Restart)]
+        pub direct_io: bool = true,
+        /// Recover the data in data_paths at start, or delete it (false).
+        #[key("localfile_store.recovery", flag(), Restart)]
+        pub recovery: bool = true,
+        /// Refuse to start if an empty data directory has no mount point of its own. Default: only
+        /// if its disk seems not to be mounted.
+        #[key("localfile_store.require_mounted", optional(flag()), Restart, example "true")]
+        pub require_mounted: Option<bool> = None,
+        /// Disk access: blocking = threads, io_uring = one ring per disk, or blocking if the kernel
+        /// refuses it.
+        #[key("localfile_store.io_engine", word(), Restart)]
+        pub engine: Engine = Engine::Blocking,
+        /// Disk reads that verify block checksums: always, sampled (one in 16) or off. Verifying
+        /// costs 8 % of a read's CPU time.
+        #[key("localfile_store.verify_reads", word(), Restart)]
+        pub verify_reads: VerifyReads = VerifyReads::Always,
+        /// Writes that are synced: off = registrations and reports, before they are acknowledged;
+        /// group = also data and index, before memory is released.
+        #[key("localfile_store.sync", word(), Restart)]
+        pub sync: SyncWrites = SyncWrites::Off,
+        /// Memory for cached index records, so that first index reads need no disk.
+        #[key("localfile_store.index_cache_size", size(0..=16 * GIB), Restart)]
+        pub index_cache_bytes: u64 = INDEX_CACHE_BYTES,
+        /// Read calls per disk at a time. At least 1.
+        pub read_concurrency_per_disk: usize = 16,
+        /// Memory for reads of all disks, of which each has a share.
+        pub read_memory_bytes: u64 = 64 * MIB,
+        /// Time for one write call of at most 16 MiB, queueing included.
+        pub write_timeout: Duration = 60 * SECOND,
+        /// Time for one read call of at most 2 MiB, queueing included.
+        pub read_timeout: Duration = 60 * SECOND,
+        /// Time to open, create or rename something.
+        pub name_timeout: Duration = 30 * SECOND,
+        /// Time to delete a shuffle's files.
+        pub purge_timeout: Duration = 600 * SECOND,
+        /// Between two measurements of free space.
+        pub space_interval: Duration = 10 * SECOND,
+        /// Cached descriptors. At least 1.
+        pub descriptors_max: usize = 1024,
+        /// A cached descriptor that is not used for this long is closed.
+        pub descriptor_idle_timeout: Duration = 60 * SECOND,
+        /// Time for what waits to reach the device in one copy of the metadata log.
+        pub metadata_timeout: Duration = 10 * SECOND,
+        /// Length after which the data of a shuffle on a disk goes to a new file.
+        pub data_log_bytes: u64 = u64::MAX,
+        /// Largest file that the process may write (RLIMIT_FSIZE).
+        pub file_bytes_max: u64 = u64::MAX,
+        /// How the process before left the metadata log, if this one is its successor.
+        pub hand_off: Option<HandOff> = None,
+        /// Who knows that this worker's data directories had data, if somebody does.
+        pub had_data: Option<String> = None,
+        /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64.
+        pub staging_buffers: usize = 0,
+    }
+}
+
+impl Word for Engine {
+    const ALL: &'static [Self] = &[Self::Blocking, Self::Uring];
+
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Blocking => "blocking",
+            Self::Uring => "io_uring",
+        }
+    }
+
+    fn unusable(self) -> Option<&'static str> {
+        let is_missing = self == Self::Uring && !cfg!(feature = "io-uring");
+        is_missing.then_some("this build has no io_uring (feature io-uring)")
+    }
+}
+
+/// Maximum number of staging buffers chosen by default: 64 MiB outside the memory region.
+const STAGING_BUFFERS_DEFAULT_MAX: usize = 64;
+
+impl LocalConfig {
+    /// Creates the real disks of [`LocalConfig::paths`].
+    pub fn real_disks(&self) -> Vec<Arc<dyn Disk>> {
+        let (writes, reads) = (self.write_concurrency_per_disk, self.read_concurrency_per_disk);
+        let disk = |path: &PathBuf| {
+            let disk = BlockingDisk::new(path, writes, reads);
+            self.engine.disk(disk.with_max_concurrency(self.max_concurrency_per_disk))
+        };
+        self.paths.iter().map(disk).collect()
+    }
+
+    /// Returns the number of threads of the disks in addition to the runtime: one per disk with
+    /// `io_uring`.
+    pub fn own_threads(&self) -> usize {
+        match self.engine {
+            Engine::Blocking => 0,
+            Engine::Uring => self.paths.len(),
+        }
+    }
+
+    /// Returns the memory that reads of one of `disks` disks may hold. It is at most the amount
+    /// useful to one disk. It leaves enough for the other disks if all of it is stuck.
+    pub(super) fn read_share_bytes(&self, disks: usize) -> usize {
+        let useful = self.read_concurrency_per_disk.saturating_mul(READ_CHUNK_BYTES_MAX);
+        let share = self.read_memory_bytes / (disks as u64 + 1);
+        usize::try_from(share).unwrap_or(usize::MAX).min(useful).max(READ_CHUNK_BYTES_MAX)
+    }
+
+    pub(super) fn staging_buffers_for(&self, disks: usize) -> usize {
+        if self.staging_buffers > 0 {
+            return self.staging_buffers;
+        }
+        (2 * disks * self.write_concurrency_per_disk).min(STAGING_BUFFERS_DEFAULT_MAX)
+    }
+}

@@ -1,0 +1,320 @@
+//! Health of a disk, derived from errors: full, read-only, detached, hung or broken. A pure state
+//! machine; `disk` does the I/O.
+//!
+//! A full disk is healthy: its data is served, and it takes batches again when there is space.
+//! Fullness has two watermarks. A disk that refused a write for lack of space is full until a probe
+//! can write. An unhealthy disk must pass a probe too.
+
+use std::io;
+
+use bytesize::ByteSize;
+use rustix::io::Errno;
+
+use super::placement;
+use crate::store::DiskCondition;
+use uniffle_io::{Space, Vanished};
+
+/// Meaning of an error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Not about the disk: the process lacks descriptors or memory, a name is gone, a task was
+    /// dropped, memory is missing.
+    NotTheDisk,
+    /// The file cannot be written, and a new one may work: it was removed or replaced, or is too
+    /// large.
+    TheFile,
+    /// No space (or quota) left.
+    Full,
+    /// The file system is read-only.
+    ReadOnly,
+    /// The path leads elsewhere.
+    Detached,
+    /// No answer in time.
+    Hung,
+    /// It fails, or returns wrong bytes.
+    Broken,
+}
+
+/// Classifies an error of a file operation.
+#[must_use]
+pub fn judge(error: &io::Error) -> Verdict {
+    match Vanished::of(error) {
+        Some(Vanished::File) => return Verdict::TheFile,
+        Some(Vanished::Root) => return Verdict::Detached,
+        None => {}
+    }
+    if let Some(errno) = error.raw_os_error().map(Errno::from_raw_os_error) {
+        return match errno {
+            Errno::NOSPC | Errno::DQUOT => Verdict::Full,
+            // FAULT: the memory is missing, because its file was cut short.
+            Errno::MFILE
+            | Errno::NFILE
+            | Errno::INTR
+            | Errno::NOMEM
+            | Errno::AGAIN
+            | Errno::NOENT
+            | Errno::FAULT => Verdict::NotTheDisk,
+            Errno::FBIG | Errno::STALE => Verdict::TheFile,
+            Errno::ROFS => Verdict::ReadOnly,
+            Errno::TIMEDOUT => Verdict::Hung,
+            _ => Verdict::Broken,
+        };
+    }
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Verdict::Full,
+        io::ErrorKind::FileTooLarge
+        | io::ErrorKind::StaleNetworkFileHandle
+        // The file is shorter than its written content: another program cut it.
+        | io::ErrorKind::UnexpectedEof => Verdict::TheFile,
+        io::ErrorKind::ReadOnlyFilesystem => Verdict::ReadOnly,
+        io::ErrorKind::TimedOut => Verdict::Hung,
+        io::ErrorKind::InvalidData | io::ErrorKind::WriteZero => Verdict::Broken,
+        // These are our own errors: a missing name, a wrong argument, a task that ended with the
+        // runtime.
+        _ => Verdict::NotTheDisk,
+    }
+}
+
+/// Health of one disk.
+#[derive(Debug, Default)]
+pub(in crate::store) struct Health {
+    fault: Option<Fault>,
+    above_watermark: bool,
+    refusal: Option<Refusal>,
+    failures: u64,
+    /// Number of changes from no fault to a fault.
+    faults: u64,
+}
+
+#[derive(Debug)]
+struct Fault {
+    text: String,
+    condition: DiskCondition,
+}
+
+/// Reason why a write found no space.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Refusal {
+    Space,
+    Quota,
+}
+
+impl Refusal {
+    fn of(error: &io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::QuotaExceeded => Self::Quota,
+            _ => Self::Space,
+        }
+    }
+}
+
+impl Health {
+    /// Returns the current condition.
+    pub(in crate::store) fn condition(&self) -> DiskCondition {
+        match &self.fault {
+            Some(fault) => fault.condition,
+            None if self.is_full() => DiskCondition::Full,
+            None => DiskCondition::Healthy,
+        }
+    }
+
+    /// Returns why it is read-only, detached, hung or broken.
+    pub(in crate::store::disk) fn fault(&self) -> Option<&str> {
+        self.fault.as_ref().map(|fault| fault.text.as_str())
+    }
+
+    /// Returns whether the disk is full. It may also be unhealthy.
+    pub(in crate::store::disk) fn is_full(&self) -> bool {
+        self.above_watermark || self.refusal.is_some()
+    }
+
+    /// Returns whether a write found no space and no probe has succeeded since.
+    pub(in crate::store) fn refuses(&self) -> bool {
+        self.refusal.is_some()
+    }
+
+    /// Returns why the disk is full and what to do, with the figures of `space`. Returns `None` if
+    /// it is not full.
+    pub(super) fn why_full(&self, space: &Space) -> Option<String> {
+        let Space { total_bytes, free_bytes, total_inodes, free_inodes, .. } = *space;
+        let bytes = format!("{} of {} are free", ByteSize(free_bytes), ByteSize(total_bytes));
+        let has_inodes = total_inodes > 0;
+        let text = match self.refusal {
+            Some(Refusal::Quota) => {
+                format!("the disk quota is used up, although {bytes} in the file system; raise the quota")
+            }
+            Some(Refusal::Space) if has_inodes && free_inodes == 0 => format!(
+                "no inodes are left, 0 of {total_inodes} are free, although {bytes}; remove files of other \
+                 programs there"
+            ),
+            Some(Refusal::Space) if has_inodes => format!(
+                "a write found no space, {bytes} and {free_inodes} of {total_inodes} inodes; free space \
+                 there"
+            ),
+            Some(Refusal::Space) => format!("a write found no space, {bytes}; free space there"),
+            None if self.above_watermark => {
+                format!("{bytes}, the disk is above its watermark; free space there")
+            }
+            None => return None,
+        };
+        Some(text)
+    }
+
+    /// Returns the number of errors counted against the disk.
+    pub(in crate::store::disk) fn failures(&self) -> u64 {
+        self.failures
+    }
+
+    /// Returns how many times a fault began.
+    pub(in crate::store) fn faults(&self) -> u64 {
+        self.faults
+    }
+
+    /// Applies a failed operation.
+    pub(in crate::store) fn note(&mut self, error: &io::Error) -> Verdict {
+        let verdict = judge(error);
+        let was_healthy = self.fault.is_none();
+        let fault = |condition| Some(Fault { text: error.to_string(), condition });
+        match verdict {
+            Verdict::NotTheDisk | Verdict::TheFile => return verdict,
+            Verdict::Full => self.refusal = Some(Refusal::of(error)),
+            Verdict::ReadOnly => self.fault = fault(DiskCondition::ReadOnly),
+            Verdict::Detached => self.fault = fault(DiskCondition::Detached),
+            Verdict::Hung => self.fault = fault(DiskCondition::Hung),
+            Verdict::Broken => self.fault = fault(DiskCondition::Broken),
+        }
+        self.failures = self.failures.saturating_add(1);
+        self.faults = self.faults.saturating_add(u64::from(was_healthy && self.fault.is_some()));
+        verdict
+    }
+
+    /// Notes that files were removed since it refused a write.
+    pub(in crate::store) fn made_room(&mut self) {
+        self.refusal = None;
+    }
+
+    /// Applies a successful probe. Returns the earlier fault.
+    pub(super) fn proved(&mut self) -> Option<String> {
+        let refused = self.refusal.take().map(|_| "a write found no space".to_owned());
+        self.fault.take().map(|fault| fault.text).or(refused)
+    }
+
+    /// Applies the watermarks. Returns whether the disk crossed one.
+    pub(super) fn measured(&mut self, used_ratio: f64, high: f64, low: f64) -> bool {
+        let before = self.above_watermark;
+        self.above_watermark = placement::is_full(before, used_ratio, high, low);
+        before != self.above_watermark
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn errno(errno: Errno) -> io::Error {
+        io::Error::from_raw_os_error(errno.raw_os_error())
+    }
+
+    #[test]
+    fn errors_are_classified() {
+        for own in
+            [Errno::MFILE, Errno::NFILE, Errno::INTR, Errno::NOMEM, Errno::AGAIN, Errno::NOENT, Errno::FAULT]
+        {
+            assert_eq!(judge(&errno(own)), Verdict::NotTheDisk, "{own:?}");
+        }
+        assert_eq!(judge(&io::Error::other("dropped")), Verdict::NotTheDisk);
+        assert_eq!(judge(&errno(Errno::NOSPC)), Verdict::Full);
+        assert_eq!(judge(&errno(Errno::DQUOT)), Verdict::Full);
+        assert_eq!(judge(&io::ErrorKind::TimedOut.into()), Verdict::Hung);
+        assert_eq!(judge(&errno(Errno::ROFS)), Verdict::ReadOnly);
+        assert_eq!(judge(&io::ErrorKind::ReadOnlyFilesystem.into()), Verdict::ReadOnly);
+        for broken in [Errno::IO, Errno::NXIO, Errno::NODEV] {
+            assert_eq!(judge(&errno(broken)), Verdict::Broken, "{broken:?}");
+        }
+        assert_eq!(judge(&io::ErrorKind::InvalidData.into()), Verdict::Broken);
+    }
+
+    #[test]
+    fn full_file_does_not_blame_the_disk() {
+        for error in [errno(Errno::FBIG), errno(Errno::STALE), Vanished::File.into()] {
+            let mut health = Health::default();
+            assert_eq!(health.note(&error), Verdict::TheFile, "{error}");
+            assert_eq!((health.condition(), health.failures()), (DiskCondition::Healthy, 0));
+        }
+        let mut health = Health::default();
+        health.note(&Vanished::Root.into());
+        assert_eq!(health.condition(), DiskCondition::Detached);
+    }
+
+    #[test]
+    fn failure_outweighs_fullness_until_a_probe() {
+        let mut health = Health::default();
+        assert!(health.measured(0.9, 0.8, 0.7));
+        assert_eq!(health.condition(), DiskCondition::Full);
+        health.note(&io::ErrorKind::TimedOut.into());
+        assert_eq!(health.condition(), DiskCondition::Hung);
+        health.note(&errno(Errno::IO));
+        assert_eq!(health.condition(), DiskCondition::Broken);
+        health.note(&errno(Errno::MFILE));
+        assert_eq!((health.failures(), health.proved().is_some()), (2, true));
+        assert_eq!(health.condition(), DiskCondition::Full);
+        assert!(!health.measured(0.75, 0.8, 0.7), "between the watermarks nothing changes");
+        assert!(health.measured(0.69, 0.8, 0.7));
+        assert_eq!(health.condition(), DiskCondition::Healthy);
+    }
+
+    #[test]
+    fn each_return_to_a_fault_is_counted() {
+        let mut health = Health::default();
+        health.note(&errno(Errno::NOSPC));
+        assert_eq!(health.faults(), 0, "a full disk has no fault");
+        for times in 1..=3 {
+            health.note(&errno(Errno::IO));
+            health.note(&errno(Errno::ROFS));
+            assert_eq!(health.faults(), times);
+            health.proved();
+        }
+    }
+
+    #[test]
+    fn refusal_ends_with_one_probe_however_often_it_came() {
+        let mut health = Health::default();
+        for _ in 0..8 {
+            health.note(&errno(Errno::NOSPC));
+            health.note(&errno(Errno::NOSPC));
+            assert!(health.is_full() && health.refuses());
+            assert!(health.proved().is_some());
+            assert_eq!(health.condition(), DiskCondition::Healthy);
+        }
+    }
+
+    #[test]
+    fn full_disk_says_whether_bytes_inodes_or_quota_lack() {
+        let space =
+            Space { total_bytes: 100, free_bytes: 90, total_inodes: 8, free_inodes: 0, file_system: 1 };
+        let why = |error: Option<Errno>, space: &Space| {
+            let mut health = Health::default();
+            health.measured(0.1, 0.8, 0.7);
+            if let Some(error) = error {
+                health.note(&errno(error));
+            }
+            health.why_full(space)
+        };
+        assert_eq!(why(None, &space), None);
+        let text = why(Some(Errno::NOSPC), &space).unwrap();
+        assert!(
+            text.contains("0 of 8") && text.contains("inodes") && text.contains("90 B of 100 B"),
+            "{text}"
+        );
+        let text = why(Some(Errno::DQUOT), &space).unwrap();
+        assert!(text.contains("quota") && text.contains("90 B of 100 B"), "{text}");
+        for total_inodes in [0, 8] {
+            let space = Space { free_bytes: 0, total_inodes, free_inodes: total_inodes / 2, ..space };
+            let text = why(Some(Errno::NOSPC), &space).unwrap();
+            assert!(text.contains("no space, 0 B of 100 B"), "{text}");
+        }
+        let mut health = Health::default();
+        health.measured(0.9, 0.8, 0.7);
+        assert!(health.why_full(&space).unwrap().contains("above its watermark"));
+    }
+}

@@ -1,0 +1,10 @@
+//! Data directories: their claim and content, their health, and the choice among them.
+
+pub(super) mod claim;
+pub mod claimable;
+mod content;
+pub(in crate::store) mod directory;
+pub mod health;
+pub(super) mod marker;
+pub(super) mod mounts;
+pub mod placement;

@@ -1,0 +1,82 @@
+//! Opens the store: claims the directories and takes over the data of an earlier process.
+
+use std::io;
+use std::sync::Arc;
+
+use prometheus::Registry;
+use tokio::sync::watch;
+
+use super::config::LocalConfig;
+use super::core::Core;
+use super::directories::claim;
+use super::files::Files;
+use super::metrics::Metrics;
+use super::store::LocalStore;
+use crate::log::Hearer;
+use crate::runtime::Tasks;
+use crate::store::index::record_cache::RecordCache;
+use crate::store::read_share::ReadShare;
+use crate::store::recovery::stored::Stored;
+use crate::store::recovery::take_over::Before;
+use crate::store::{StoreError, TierHeap};
+use uniffle_io::Disk;
+
+impl LocalStore {
+    /// Claims the disks and recovers the data of an earlier process
+    /// ([`LocalStore::take_recovered`]), or discards it (deleted later, by
+    /// [`LocalStore::maintain`]). A directory that does not answer is left out as long as another
+    /// one does. Lists of published extents are charged to `heap` even without room for them. Block
+    /// ids are charged only if there is room.
+    ///
+    /// # Errors
+    /// `NotOurs` or `InUse` for any directory, or any failure if no disk is left.
+    pub async fn open(
+        config: LocalConfig,
+        disks: Vec<Arc<dyn Disk>>,
+        heap: impl Into<TierHeap>,
+        registry: &Registry,
+    ) -> Result<Arc<Self>, StoreError> {
+        Self::open_beside(config, disks, Stored::default(), heap, registry).await
+    }
+
+    /// Like [`LocalStore::open`], for shuffles with data in an object store (`stored`).
+    ///
+    /// # Errors
+    /// See [`LocalStore::open`].
+    pub async fn open_beside(
+        config: LocalConfig,
+        disks: Vec<Arc<dyn Disk>>,
+        mut stored: Stored,
+        heap: impl Into<TierHeap>,
+        registry: &Registry,
+    ) -> Result<Arc<Self>, StoreError> {
+        let metrics =
+            Metrics::new(registry).map_err(|error| StoreError::io("metrics", io::Error::other(error)))?;
+        let (roots, heap) = (disks.len() as u64, heap.into());
+        let changes = Arc::new(watch::Sender::new(()));
+        let read_share_bytes = config.read_share_bytes(disks.len());
+        let mut claimed = claim::claim_all(disks, &config, &changes).await?;
+        for (index, disk) in claimed.iter_mut().enumerate() {
+            disk.index = index;
+            disk.reads = ReadShare::new(read_share_bytes);
+        }
+        let core = Core {
+            disks_refused: roots - claimed.len() as u64,
+            records: RecordCache::new(config.index_cache_bytes),
+            files: Files::new(config.descriptors_max, config.direct_io, config.name_timeout),
+            disks: claimed.into_iter().map(Arc::new).collect(),
+            changes,
+            found_ids: heap.found_ids(),
+            extents: heap.extents,
+            hearer: Hearer::default(),
+            metrics,
+            config,
+        };
+        let tasks = Tasks::new();
+        let (before, metadata) = Before::look(&core, stored.log.take(), &tasks).await;
+        let store = Self::new(core, metadata, tasks);
+        store.take_over(before, stored).await;
+        store.core.set_gauges();
+        Ok(store)
+    }
+}

@@ -1,0 +1,367 @@
+//! Reads of a range of a partition's data.
+//!
+//! A read is a plan of pieces of logs. Large pieces bypass the page cache, and are read in whole
+//! blocks and several per call. Small ones are read through it. The result of one call is verified
+//! together and returned piece by piece.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use smallvec::SmallVec;
+
+use super::damage::Damage;
+use super::verify::{SAMPLE, Verifier};
+use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Reader, Stream, piece_of};
+use crate::store::disk::config::VerifyReads;
+use crate::store::disk::files::Mode;
+use crate::store::disk::log_file::Log;
+use crate::store::disk::shuffle::Shuffle;
+use crate::store::extents::extent::{Extent, NO_LOG};
+use crate::store::index::block_checks::Check;
+use crate::store::progress::Progress;
+use crate::store::{ChunkRead, StoreError, StoreErrorKind};
+use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
+use uniffle_io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart};
+use uniffle_wire::types::PartitionId;
+
+/// A range of a partition's data.
+pub struct DataRead {
+    damage: Arc<Damage>,
+    stream: Stream,
+    progress: Progress,
+    range: Range<u64>,
+    pieces: Vec<Piece>,
+    /// Index of the next piece.
+    next: usize,
+    /// Rest of the current piece.
+    current: Option<Piece>,
+    /// Chunks that were read and verified together with the last one.
+    ready: VecDeque<Bytes>,
+    verifier: Option<Verifier>,
+}
+
+/// The whole disk blocks that contain the first bytes of a [`Piece`].
+struct Aligned {
+    /// Offset in the log.
+    start: u64,
+    /// Bytes before the first requested one.
+    skip: usize,
+    /// Requested bytes.
+    part: usize,
+    /// Bytes of all blocks. An extent fills its last block, so bytes after `part` exist.
+    blocks: usize,
+}
+
+impl Aligned {
+    /// Returns the blocks of `piece` that fit into `room` bytes, at least one.
+    fn of(piece: &Piece, room: usize) -> Self {
+        let start = piece.offset / BLOCK_ALIGN as u64 * BLOCK_ALIGN as u64;
+        let skip = usize::try_from(piece.offset - start).unwrap_or(0);
+        let left = usize::try_from(piece.length).unwrap_or(usize::MAX);
+        let part = left.min((room / BLOCK_ALIGN * BLOCK_ALIGN).saturating_sub(skip));
+        Self { start, skip, part, blocks: (skip + part).next_multiple_of(BLOCK_ALIGN) }
+    }
+}
+
+impl fmt::Debug for DataRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("DataRead").field(&self.stream.shuffle.key).field(&self.progress).finish()
+    }
+}
+
+impl Reader {
+    /// Returns whether the next data read is verified.
+    fn verifies_next(&self) -> bool {
+        match self.core.config.verify_reads {
+            VerifyReads::Always => true,
+            VerifyReads::Sampled => self.data_reads.fetch_add(1, Ordering::Relaxed).is_multiple_of(SAMPLE),
+            VerifyReads::Off => false,
+        }
+    }
+}
+
+impl DataRead {
+    /// Creates a read of a range that `extents` cover, none of them in an object.
+    pub(in crate::store) fn new<'a>(
+        reader: &Reader,
+        (shuffle, partition): (Arc<Shuffle>, PartitionId),
+        extents: impl Iterator<Item = &'a Extent> + Clone,
+        range: Range<u64>,
+    ) -> Self {
+        let mut pieces: Vec<_> =
+            extents.clone().map(|extent| piece_of(extent, range.start, range.end)).collect();
+        find_runs(&mut pieces);
+        reader.core.metrics.read_data_file.inc();
+        let verifier = reader.verifies_next().then(|| verifier_of(partition, extents, &range));
+        let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition));
+        let (damage, ready) = (Arc::clone(&reader.damage), VecDeque::new());
+        let progress = Progress::new(range.end - range.start);
+        Self { damage, stream, progress, range, pieces, next: 0, current: None, ready, verifier }
+    }
+
+    /// Converts the read to a read of a migration: always verified, and failures are not counted.
+    /// Only reads of clients trigger the search for lost blocks.
+    pub(in crate::store) fn for_moving<'a>(mut self, extents: impl Iterator<Item = &'a Extent>) -> Self {
+        self.verifier = Some(verifier_of(self.stream.partition, extents, &self.range));
+        self.stream.is_readers = false;
+        self
+    }
+
+    /// Reads and verifies the next bytes, at most `len` unless they bypass the page cache. A block
+    /// with a wrong checksum is first read again.
+    async fn fetch(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<(), StoreError> {
+        if let Some(verifier) = &mut self.verifier {
+            let Stream { core, shuffle, .. } = &self.stream;
+            if let Err((error, log)) = verifier.prepare(core, shuffle, READ_CHUNK_BYTES_MAX as u64).await {
+                shuffle.require_present()?;
+                self.stream.blame(&log);
+                return Err(error);
+            }
+        }
+        let before = (self.current, self.next, self.verifier.as_mut().map(|it| it.checks.mark()));
+        let Some(block) = self.fetch_once(len, buffers).await? else { return Ok(()) };
+        let Stream { core, shuffle, partition, .. } = &self.stream;
+        core.metrics.read_crc_mismatches.inc();
+        let is_sound = self.damage.is_sound(shuffle, *partition, &block).await;
+        shuffle.require_present()?;
+        if !is_sound? {
+            return Err(self.found_damaged(&block));
+        }
+        tracing::warn!(
+            shuffle = %shuffle.key,
+            %partition,
+            "block was read with wrong bytes; reading it again"
+        );
+        let mark;
+        (self.current, self.next, mark) = before;
+        if let (Some(verifier), Some(mark)) = (&mut self.verifier, mark) {
+            verifier.checks.rewind(mark);
+        }
+        match self.fetch_once(len, buffers).await? {
+            None => Ok(()),
+            // The client may already have the first bytes of the block.
+            Some(_) => {
+                let what = "a block was read with wrong bytes; nothing is lost";
+                Err(StoreError::io(self.stream.shuffle.key.to_string(), io::Error::other(what)))
+            }
+        }
+    }
+
+    /// Handles a block with a wrong checksum: reads it again, and marks it as damaged if it is
+    /// still wrong.
+    fn found_damaged(&mut self, block: &Check) -> StoreError {
+        let Stream { shuffle, partition, .. } = &self.stream;
+        let error = self.damage.mark_damaged(shuffle, *partition, block);
+        self.stream.is_suspect = true;
+        error
+    }
+
+    /// Reads the next bytes once. Returns the first block with a wrong checksum.
+    async fn fetch_once(
+        &mut self,
+        len: usize,
+        buffers: &dyn ReadBuffers,
+    ) -> Result<Option<Check>, StoreError> {
+        let next = self.current.take().or_else(|| self.next_piece());
+        let piece = next.expect("the length is the sum over the pieces");
+        let chunks = if self.goes_direct(&piece) {
+            self.read_aligned(piece, buffers).await?
+        } else {
+            VecDeque::from([self.gather(piece, len, buffers).await?])
+        };
+        if let Some(verifier) = &mut self.verifier
+            && let Some(block) = chunks.iter().find_map(|chunk| verifier.checks.check(chunk))
+        {
+            return Ok(Some(block));
+        }
+        self.ready = chunks;
+        Ok(None)
+    }
+
+    fn next_piece(&mut self) -> Option<Piece> {
+        let piece = self.pieces.get(self.next).copied();
+        self.next += usize::from(piece.is_some());
+        piece
+    }
+
+    /// Returns whether a piece is read around the page cache.
+    fn goes_direct(&self, piece: &Piece) -> bool {
+        let direct = |log: Arc<Log>| self.stream.core.files.is_direct(&log);
+        piece.length.max(u64::from(piece.run)) >= DIRECT_BYTES_MIN
+            && self.stream.log(*piece).is_some_and(direct)
+    }
+
+    /// Reads `piece` and following pieces that fit and are direct too, as whole blocks into one
+    /// buffer.
+    async fn read_aligned(
+        &mut self,
+        piece: Piece,
+        buffers: &dyn ReadBuffers,
+    ) -> Result<VecDeque<Bytes>, StoreError> {
+        let room = buffers.chunk_bytes();
+        let (mut parts, mut ranges) = (PartsByLog::default(), SmallVec::<[_; 8]>::new());
+        let mut filled = 0;
+        let mut next = Some(piece);
+        while let Some(piece) = next.take() {
+            let aligned = Aligned::of(&piece, room - filled);
+            ranges.push(filled + aligned.skip..filled + aligned.skip + aligned.part);
+            let range = filled..filled + aligned.blocks;
+            parts.push(piece.log, ReadPart { range, offset: aligned.start });
+            filled += aligned.blocks;
+            self.keep_rest(piece, aligned.part);
+            if self.current.is_none() {
+                next = self.next_piece();
+            }
+            // A piece that does not fit begins the next buffer.
+            let fits = |piece: &Piece| Aligned::of(piece, usize::MAX).blocks <= room - filled;
+            if next.is_some_and(|piece| !fits(&piece) || !self.goes_direct(&piece)) {
+                self.current = next.take();
+            }
+        }
+        let read = self.stream.read_all(Mode::ReadDirect, (filled, buffers), parts).await?;
+        let bytes = read.freeze(filled);
+        Ok(ranges.into_iter().map(|range| bytes.slice(range)).collect())
+    }
+
+    /// Reads at most `len` bytes from `piece` on, over several pieces. Ends before a piece that
+    /// bypasses the page cache.
+    async fn gather(
+        &mut self,
+        piece: Piece,
+        len: usize,
+        buffers: &dyn ReadBuffers,
+    ) -> Result<Bytes, StoreError> {
+        let (mut parts, mut holes) = (PartsByLog::default(), Vec::new());
+        let mut filled = 0;
+        let mut next = Some(piece);
+        while let Some(piece) = next {
+            let part = usize::try_from(piece.length).unwrap_or(usize::MAX).min(len - filled);
+            let range = filled..filled + part;
+            match piece.log {
+                NO_LOG => holes.push(range),
+                log => parts.push(log, ReadPart { range, offset: piece.offset }),
+            }
+            filled += part;
+            self.keep_rest(piece, part);
+            if filled == len {
+                break;
+            }
+            next = self.next_piece();
+            if next.is_some_and(|piece| self.goes_direct(&piece)) {
+                self.current = next.take();
+            }
+        }
+        let buffer = self.stream.read_all(Mode::Read, (filled, buffers), parts).await?;
+        let buffer = holes.into_iter().fold(buffer, zeroed);
+        Ok(buffer.freeze(filled))
+    }
+
+    fn keep_rest(&mut self, piece: Piece, read: usize) {
+        let (offset, length) = (piece.offset + read as u64, piece.length - read as u64);
+        self.current = (length > 0).then_some(Piece { offset, length, ..piece });
+    }
+}
+
+impl ChunkRead for DataRead {
+    fn next_chunk<'a>(
+        &'a mut self,
+        buffers: &'a dyn ReadBuffers,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        let read = async move {
+            let failed = || self.stream.shuffle.error(StoreErrorKind::Corrupt);
+            let len = self.progress.begin(buffers.chunk_bytes()).ok_or_else(failed)?;
+            if self.ready.is_empty() && len > 0 {
+                let fetched = self.fetch(len, buffers).await;
+                fetched.inspect_err(|error| self.stream.count_failure(error))?;
+            }
+            let Some(chunk) = self.ready.pop_front() else { return Ok(None) };
+            self.progress.end(chunk.len());
+            self.stream.core.metrics.read_data_bytes.inc_by(chunk.len() as u64);
+            Ok(Some(chunk))
+        };
+        read.boxed()
+    }
+
+    /// Returns 0 also if the disk of the next chunk has no capacity.
+    fn next_room(&self) -> usize {
+        if !self.ready.is_empty() || self.progress.left() == 0 {
+            return 0;
+        }
+        // A direct read may begin and end within a block.
+        let ends = 2 * BLOCK_ALIGN * (self.pieces.len() - self.next + 1);
+        let room = self
+            .progress
+            .next_len(usize::MAX)
+            .saturating_add(ends)
+            .next_multiple_of(BLOCK_ALIGN)
+            .min(READ_CHUNK_BYTES_MAX);
+        let next = self.current.as_ref().or_else(|| self.pieces.get(self.next));
+        if next.is_some_and(|piece| self.stream.is_free(piece.log, room)) { room } else { 0 }
+    }
+
+    fn is_suspect(&self) -> bool {
+        self.stream.is_suspect
+    }
+}
+
+fn zeroed(mut buffer: Box<dyn ReadBuffer>, range: std::ops::Range<usize>) -> Box<dyn ReadBuffer> {
+    if let Some(bytes) = (*buffer).as_mut().get_mut(range) {
+        bytes.fill(0);
+    }
+    buffer
+}
+
+/// Creates the verifier of a read of a range that `extents` cover.
+fn verifier_of<'a>(
+    partition: PartitionId,
+    extents: impl Iterator<Item = &'a Extent>,
+    range: &Range<u64>,
+) -> Verifier {
+    let known = extents.filter(|extent| !extent.is_lost());
+    Verifier::new(partition, known.copied().collect(), range.clone())
+}
+
+/// Finds pieces that are contiguous in their log. They are read as one longer piece.
+fn find_runs(pieces: &mut [Piece]) {
+    if pieces.len() < 2 {
+        return;
+    }
+    // The first pass sums each run up to the piece. The second pass spreads the total to all its
+    // pieces.
+    let mut before: SmallVec<[usize; 2]> = SmallVec::new();
+    for at in 0..pieces.len() {
+        let earlier = met(&mut before, pieces, at).map(|at| pieces[at]);
+        let run = earlier.filter(|it| pieces[at].is_behind(it)).map_or(0, |it| it.run);
+        pieces[at].run = run.saturating_add(short(pieces[at].length));
+    }
+    let mut behind: SmallVec<[usize; 2]> = SmallVec::new();
+    for at in (0..pieces.len()).rev() {
+        let later = met(&mut behind, pieces, at).map(|at| pieces[at]);
+        if let Some(later) = later.filter(|it| it.is_behind(&pieces[at])) {
+            pieces[at].run = later.run;
+        }
+    }
+    pieces.iter_mut().filter(|it| it.run == short(it.length)).for_each(|it| it.run = 0);
+}
+
+fn short(length: u64) -> u32 {
+    u32::try_from(length).unwrap_or(u32::MAX)
+}
+
+/// Returns the previous piece of the same log, and replaces it in `last` by the piece at `at`.
+fn met(last: &mut SmallVec<[usize; 2]>, pieces: &[Piece], at: usize) -> Option<usize> {
+    // Searches from the newest log on: a stream moves from log to log and leaves full ones behind.
+    let known = last.iter_mut().rev().find(|known| pieces[**known].log == pieces[at].log);
+    if known.is_none() {
+        last.push(at);
+        return None;
+    }
+    known.map(|known| std::mem::replace(known, at))
+}

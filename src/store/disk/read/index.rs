@@ -1,0 +1,81 @@
+//! Records of extents on disks, for reads of an index.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use super::view::{StreamView, ViewRun};
+use super::{PartsByLog, Reader, Stream};
+use crate::store::disk::files::Mode;
+use crate::store::extents::extent::Extent;
+use crate::store::index::index_read::{IndexRead, RecordSource, WRONG_RECORDS};
+use crate::store::{ChunkRead, StoreError, StoreErrorKind};
+use uniffle_io::{ReadBuffers, ReadPart};
+
+impl Reader {
+    /// Reads the records of a run without objects.
+    pub(in crate::store) fn index(&self, view: &StreamView, run: &ViewRun) -> Box<dyn ChunkRead> {
+        self.core.metrics.read_index_file.inc();
+        let stream = Stream::new(Arc::clone(&self.core), (Arc::clone(&view.shuffle), view.partition));
+        Box::new(IndexRead::new(stream, view.extents.clone(), run.extents.start, run.blocks))
+    }
+}
+
+impl RecordSource for Stream {
+    type Parts = PartsByLog;
+
+    fn cached(&self, extent: &Extent) -> Option<Bytes> {
+        let metrics = &self.core.metrics;
+        let cached = self.core.records.find(&self.shuffle.records_key(extent));
+        if cached.is_some() { &metrics.index_cache_hits } else { &metrics.index_cache_misses }.inc();
+        cached
+    }
+
+    fn keep(&self, extent: &Extent, records: &[u8]) {
+        if !self.core.records.takes(records.len()) {
+            return;
+        }
+        let key = self.shuffle.records_key(extent);
+        self.core.records.keep(key, Bytes::copy_from_slice(records));
+        if self.shuffle.is_purged() {
+            self.core.records.forget(std::iter::once(key));
+        }
+    }
+
+    fn add(parts: &mut PartsByLog, extent: &Extent, from: u64, range: Range<usize>) {
+        parts.push(extent.index_log, ReadPart { range, offset: extent.index_offset + from });
+    }
+
+    async fn read(
+        &self,
+        (len, buffers): (usize, &dyn ReadBuffers),
+        parts: PartsByLog,
+        mut complete: impl FnMut(&mut [u8]) -> Result<(), Extent> + Send,
+    ) -> Result<Bytes, StoreError> {
+        let mut buffer = self.read_all(Mode::Read, (len, buffers), parts).await?;
+        let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
+        complete(bytes).map_err(|extent| {
+            let log = self.shuffle.log_at(extent.index_log);
+            self.blame(&log);
+            StoreError::corrupt(log.full_path(), WRONG_RECORDS)
+        })?;
+        self.shuffle.damaged.mask(self.partition, bytes);
+        Ok(buffer.freeze(len))
+    }
+
+    fn ended(&mut self, chunk: Option<Result<Bytes, StoreError>>) -> Result<Bytes, StoreError> {
+        let chunk = chunk.ok_or_else(|| self.shuffle.error(StoreErrorKind::Corrupt))?;
+        let chunk = chunk.inspect_err(|error| self.count_failure(error))?;
+        self.core.metrics.read_index_bytes.inc_by(chunk.len() as u64);
+        Ok(chunk)
+    }
+
+    fn has_room(&self, extent: &Extent, len: usize) -> bool {
+        self.is_free(extent.index_log, len)
+    }
+
+    fn is_suspect(&self) -> bool {
+        self.is_suspect
+    }
+}

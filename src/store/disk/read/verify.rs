@@ -1,0 +1,103 @@
+//! Verifies the CRC-32 of every block that a data read covers completely, while its bytes pass.
+//!
+//! Clients verify too, but only the worker knows which disk returned wrong bytes.
+
+use std::ops::{ControlFlow, Range};
+use std::sync::Arc;
+
+use crate::store::StoreError;
+use crate::store::disk::core::Core;
+use crate::store::disk::log_file::Log;
+use crate::store::disk::shuffle::Shuffle;
+use crate::store::extents::extent::Extent;
+use crate::store::index::block_checks::{BlockChecks, Check};
+use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
+use uniffle_wire::types::PartitionId;
+
+/// Sampling verifies one read in this number.
+pub(super) const SAMPLE: u64 = 16;
+
+/// Maximum number of blocks loaded at a time. Blocks below about 32 bytes may be skipped.
+const CHECKS_MAX: usize = 1 << 16;
+
+/// Verifier of the blocks of one read, in the order of the stream.
+#[derive(Debug)]
+pub(super) struct Verifier {
+    partition: PartitionId,
+    extents: std::vec::IntoIter<Extent>,
+    /// Number of records of the first extent that are loaded.
+    known: u32,
+    range: Range<u64>,
+    /// Checks of the [prepared](Self::prepare) bytes.
+    pub(super) checks: BlockChecks,
+}
+
+impl Verifier {
+    /// Creates the verifier of a read of `range`, which `extents` cover except for holes.
+    pub(in crate::store) fn new(partition: PartitionId, extents: Vec<Extent>, range: Range<u64>) -> Self {
+        let checks = BlockChecks::new(range.start);
+        Self { partition, extents: extents.into_iter(), known: 0, range, checks }
+    }
+
+    /// Loads the checksums of the next `bytes` bytes of the range.
+    ///
+    /// # Errors
+    /// The records of an extent cannot be read. The error comes with their log.
+    pub(in crate::store::disk) async fn prepare(
+        &mut self,
+        core: &Core,
+        shuffle: &Shuffle,
+        bytes: u64,
+    ) -> Result<(), (StoreError, Arc<Log>)> {
+        let until = self.checks.at().saturating_add(bytes);
+        while let Some(extent) = self.extents.as_slice().first().filter(|extent| extent.base < until).copied()
+        {
+            self.load(core, shuffle, &extent, until).await?;
+            if self.known < extent.blocks {
+                break;
+            }
+            self.extents.next();
+            self.known = 0;
+        }
+        Ok(())
+    }
+
+    /// Loads the blocks of an extent that begin before `until`, at most [`CHECKS_MAX`].
+    async fn load(
+        &mut self,
+        core: &Core,
+        shuffle: &Shuffle,
+        extent: &Extent,
+        until: u64,
+    ) -> Result<(), (StoreError, Arc<Log>)> {
+        let from = self.known;
+        let cached = core.records.find(&shuffle.records_key(extent));
+        let mut take = |record: &IndexRecord| {
+            let start = extent.base + record.offset.unsigned_abs();
+            if start >= until || self.checks.known() >= CHECKS_MAX {
+                return ControlFlow::Break(());
+            }
+            self.known += 1;
+            let place = start..start + u64::from(record.length.unsigned_abs());
+            let first = self.range.start.max(self.checks.at());
+            let whole = place.start >= first && place.end <= self.range.end;
+            if whole && !shuffle.damaged.touches(self.partition, &place) {
+                let crc = u32::try_from(record.crc).unwrap_or(0);
+                self.checks.push(Check { place, crc, base: extent.base });
+            }
+            ControlFlow::Continue(())
+        };
+        match cached {
+            Some(cached) => {
+                let left = cached.get(from as usize * RECORD_BYTES..).unwrap_or_default();
+                // Stops when enough records are loaded.
+                let _ = records(left).try_for_each(|record| take(&record));
+                Ok(())
+            }
+            None => {
+                let visited = core.visit_records(shuffle, extent, from, take).await;
+                visited.map_err(|error| (error, shuffle.log_at(extent.index_log)))
+            }
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! The store: the known shuffles, and the components that write, read and remove them.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::ops::{ControlFlow, Range};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use dashmap::DashMap;
+use futures::future::join_all;
+use parking_lot::Mutex;
+
+use super::config::SyncWrites;
+use super::core::Core;
+use super::directories::directory::{LocalDisk, TRASH};
+use super::read::view::{StreamView, ViewRun};
+use super::read::{DataRead, Reader};
+use super::shuffle::Shuffle;
+use super::write::append::Writer;
+use super::write::batch::Published;
+use crate::clock::timeout;
+use crate::log::{MetadataLog, Scratch, within};
+use crate::runtime::Tasks;
+use crate::store::removal::deletion_queue::DeletionQueue;
+use crate::store::removal::purge_notes::PurgeNotes;
+use crate::store::{ChunkRead, DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
+use uniffle_wire::index::IndexRecord;
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+/// Handle of one incarnation of a shuffle. Batches written with it never become part of a later
+/// incarnation.
+#[derive(Clone)]
+pub struct ShuffleHandle {
+    pub(in crate::store) writer: Arc<Writer>,
+    pub(in crate::store) shuffle: Arc<Shuffle>,
+}
+
+impl fmt::Debug for ShuffleHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ShuffleHandle({}.{})", self.shuffle.key, self.shuffle.incarnation)
+    }
+}
+
+impl ShuffleHandle {
+    /// Writes a batch to one disk and publishes it. After `Ok` every block is readable. If a disk
+    /// fails, the next one is tried.
+    ///
+    /// # Errors
+    /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or
+    /// `InvalidBatch`.
+    pub async fn write(&self, extents: Vec<ExtentWrite>) -> Result<Published, StoreError> {
+        self.write_batch(extents, false).await
+    }
+
+    /// Like [`ShuffleHandle::write`]. `is_last` means that the process ends: watermarks and earlier
+    /// refusals are ignored.
+    pub(super) async fn write_batch(
+        &self,
+        extents: Vec<ExtentWrite>,
+        is_last: bool,
+    ) -> Result<Published, StoreError> {
+        self.writer.write(&self.shuffle, extents, is_last).await
+    }
+}
+
+/// The local disks as one store.
+#[derive(Debug)]
+pub struct LocalStore {
+    pub(in crate::store) core: Arc<Core>,
+    pub(in crate::store) writer: Arc<Writer>,
+    pub(in crate::store) reader: Reader,
+    pub(in crate::store) shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
+    pub(in crate::store) next_incarnation: AtomicU64,
+    pub(super) min_disks: AtomicUsize,
+    /// Deletion queue per disk.
+    pub(in crate::store) deletions: Vec<DeletionQueue>,
+    pub(in crate::store) metadata: MetadataLog,
+    pub(super) scratch: Arc<Scratch>,
+    /// Purged shuffles whose purge is not in the metadata log yet.
+    pub(in crate::store) pending_purges: PurgeNotes,
+    pub(in crate::store) recovered: Mutex<Recovered>,
+    /// Incarnations whose files stay for a later process.
+    pub(in crate::store) left: Mutex<HashSet<u64>>,
+    /// Tasks of the metadata log.
+    pub(in crate::store) tasks: Tasks,
+}
+
+impl Drop for LocalStore {
+    fn drop(&mut self) {
+        self.tasks.cancel();
+        self.reader.tasks.cancel();
+        self.writer.tasks.cancel();
+    }
+}
+
+impl LocalStore {
+    pub(in crate::store) fn new(core: Core, metadata: MetadataLog, tasks: Tasks) -> Arc<Self> {
+        let core = Arc::new(core);
+        let directories = core.disks.iter().map(LocalDisk::directory).collect();
+        let scratch = Scratch::new(directories, Path::new(TRASH), core.config.metadata_timeout);
+        Arc::new(Self {
+            scratch: Arc::new(scratch),
+            writer: Writer::new(&core),
+            reader: Reader::new(&core),
+            shuffles: DashMap::new(),
+            next_incarnation: AtomicU64::new(1),
+            min_disks: AtomicUsize::new(core.config.min_disks),
+            deletions: core.disks.iter().map(|_| DeletionQueue::default()).collect(),
+            metadata,
+            pending_purges: PurgeNotes::default(),
+            recovered: Mutex::default(),
+            left: Mutex::default(),
+            tasks,
+            core,
+        })
+    }
+
+    /// Returns the shuffles that the start recovered. Empty from the second call on. The caller
+    /// must purge those that it does not keep.
+    #[must_use]
+    pub fn take_recovered(&self) -> Recovered {
+        std::mem::take(&mut *self.recovered.lock())
+    }
+
+    /// Registers a shuffle, unless it is registered. Does not access the disks.
+    pub fn register(&self, key: &ShuffleKey) -> ShuffleHandle {
+        let create = || {
+            let incarnation = self.next_incarnation.fetch_add(1, Ordering::Relaxed);
+            Arc::new(Shuffle::new(key.clone(), incarnation, self.core.disks.len(), &self.core.extents))
+        };
+        let shuffle = Arc::clone(&*self.shuffles.entry(key.clone()).or_insert_with(create));
+        self.handle_of(shuffle)
+    }
+
+    fn handle_of(&self, shuffle: Arc<Shuffle>) -> ShuffleHandle {
+        ShuffleHandle { writer: Arc::clone(&self.writer), shuffle }
+    }
+
+    /// Returns the current incarnation of a shuffle.
+    pub fn handle(&self, key: &ShuffleKey) -> Option<ShuffleHandle> {
+        self.find(key).ok().map(|shuffle| self.handle_of(shuffle))
+    }
+
+    /// Takes a snapshot of a partition's stream.
+    ///
+    /// # Errors
+    /// `NotFound` if the shuffle is unknown.
+    pub fn view(&self, key: &ShuffleKey, partition: PartitionId) -> Result<StreamView, StoreError> {
+        let shuffle = self.find(key)?;
+        let (extents, bytes, blocks, in_objects) = shuffle.with_partition(partition, |found| {
+            found.map(|it| (it.extents.clone(), it.bytes, it.blocks, it.in_objects)).unwrap_or_default()
+        });
+        Ok(StreamView { shuffle, partition, extents, bytes, blocks, in_objects })
+    }
+
+    /// Takes a snapshot of a range of a partition's stream.
+    ///
+    /// # Errors
+    /// `NotFound` if the shuffle is unknown, `InvalidRange` if the range is empty or not
+    /// completely published.
+    pub fn view_part(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        range: &Range<u64>,
+    ) -> Result<StreamView, StoreError> {
+        StreamView::part(self.find(key)?, partition, range)
+    }
+
+    /// Reads the index of a run without objects.
+    pub fn index_of(&self, view: &StreamView, run: &ViewRun) -> Box<dyn ChunkRead> {
+        self.reader.index(view, run)
+    }
+
+    /// Reads a range of data without objects.
+    pub fn data_of(&self, view: &StreamView, range: Range<u64>) -> DataRead {
+        let extents = view.extents.touched(range.start, range.end);
+        DataRead::new(&self.reader, (Arc::clone(&view.shuffle), view.partition), extents, range)
+    }
+
+    /// Calls `visit` with the ids of the readable blocks of a partition on disks, from their index
+    /// records.
+    pub(super) async fn visit_records_of(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        visit: &mut (dyn FnMut(u64) + Send),
+    ) -> Result<(), StoreError> {
+        let shuffle = self.find(key)?;
+        for extent in shuffle.extents(partition).iter().filter(|extent| extent.is_on_disk()) {
+            let add = |record: &IndexRecord| {
+                let start = extent.base + record.offset.unsigned_abs();
+                let place = start..start + u64::from(record.length.unsigned_abs());
+                if !shuffle.damaged.touches(partition, &place) {
+                    visit(record.block_id.unsigned_abs());
+                }
+                ControlFlow::Continue(())
+            };
+            let visited = self.core.visit_records(&shuffle, extent, 0, add).await;
+            let disk = shuffle.log_at(extent.index_log).disk.index;
+            visited.inspect_err(|error| shuffle.failed_reads.suspect_index(partition, disk, error))?;
+        }
+        Ok(())
+    }
+
+    /// Returns the bytes of data and index logs.
+    pub fn used_bytes(&self) -> u64 {
+        self.disks().iter().map(|disk| disk.used_bytes).sum()
+    }
+
+    /// Returns the state of the disks.
+    pub fn disks(&self) -> Vec<DiskInfo> {
+        self.core.disks.iter().map(|disk| disk.info()).collect()
+    }
+
+    /// Replaces the watermarks of all disks.
+    pub fn set_watermarks(&self, high: f64, low: f64) {
+        self.core.disks.iter().for_each(|disk| disk.set_watermarks(high, low));
+    }
+
+    /// Returns the number of disks that take batches: neither unhealthy nor full.
+    pub fn available_disks(&self) -> usize {
+        self.core.available_disks()
+    }
+
+    /// Replaces the number of disks that must take batches for the tier to be healthy. 0 disables
+    /// the check.
+    pub fn set_min_disks(&self, disks: usize) {
+        if self.min_disks.swap(disks, Ordering::Relaxed) != disks {
+            self.core.changes.send_replace(());
+        }
+    }
+
+    /// Returns the number of known shuffles.
+    pub fn shuffle_count(&self) -> usize {
+        self.shuffles.len()
+    }
+
+    /// Syncs data and indexes of all disks, unless each write was synced. A disk that is late or
+    /// fails delays no other.
+    pub(super) async fn sync_disks(&self, time: Duration) {
+        if self.shuffles.is_empty() {
+            return;
+        }
+        // Another program may have damaged the metadata log since it was last checked. A log that
+        // cannot be settled in time is left as it is.
+        let _: Result<(), _> = timeout(time, self.log().settle()).await;
+        if self.core.config.sync == SyncWrites::Group {
+            return;
+        }
+        let syncs = self.core.disks.iter().map(async |disk| {
+            let synced = within(time, disk.io.sync_all()).await;
+            if let Err(error) = synced {
+                tracing::warn!(
+                    disk = %disk.label,
+                    %error,
+                    "sync failed; a power loss may lose the latest writes"
+                );
+            }
+        });
+        join_all(syncs).await;
+    }
+
+    pub(in crate::store) fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
+        let found = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle));
+        found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
+    }
+}

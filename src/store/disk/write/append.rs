@@ -1,0 +1,310 @@
+//! Steps of an append to the logs of a shuffle: trying disks until one succeeds, reserving a range,
+//! one write call, one sync.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::future::{join_all, select_ok};
+
+use crate::clock::{Instant, timeout};
+use crate::log::within;
+use crate::runtime::Tasks;
+use crate::store::disk::config::SyncWrites;
+use crate::store::disk::core::Core;
+use crate::store::disk::directories::directory::{APPS, LocalDisk};
+use crate::store::disk::directories::placement::{self, Candidate};
+use crate::store::disk::files::Mode;
+use crate::store::disk::log_file::{LOG_BYTES_MAX, Log, LogKind, LogUse};
+use crate::store::disk::read::damage::Damage;
+use crate::store::disk::read::failures::wants_new_file;
+use crate::store::disk::shuffle::Shuffle;
+use crate::store::{StoreError, StoreErrorKind};
+use uniffle_io::buffers::AlignedPool;
+use uniffle_io::{File, Vanished};
+
+/// Maximum time that a batch of the final flush waits for a failed disk to recover. The flush
+/// repeats the batch if none does.
+const RECOVERY_WAIT_MAX: Duration = Duration::from_secs(10);
+
+/// Shared state of writers.
+#[derive(Debug)]
+pub(in crate::store) struct Writer {
+    pub(in crate::store) core: Arc<Core>,
+    pub(in crate::store::disk) staging: Arc<AlignedPool>,
+    pub(in crate::store) damage: Arc<Damage>,
+    pub(in crate::store) tasks: Tasks,
+}
+
+/// When an error is counted against its disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Counts {
+    Now,
+    Already,
+}
+
+/// Destination of a write call.
+pub(in crate::store::disk) struct Target<'a> {
+    pub(in crate::store) log: &'a Log,
+    pub(in crate::store) file: Arc<dyn File>,
+    pub(in crate::store::disk) mode: Mode,
+}
+
+impl Writer {
+    pub(in crate::store) fn new(core: &Arc<Core>) -> Arc<Self> {
+        let staging = AlignedPool::new(core.config.staging_buffers_for(core.disks.len()));
+        let damage = Damage::new(Arc::clone(core));
+        Arc::new(Self { core: Arc::clone(core), staging, damage, tasks: Tasks::new() })
+    }
+
+    /// Chooses the disk for a batch. Measures space again before it returns `None`: some may have
+    /// been freed. The final flush also tries full disks, and failed ones that pass a probe now.
+    async fn choose(&self, bytes: u64, tried: &[usize], is_last: bool) -> Option<usize> {
+        let disks = &self.core.disks;
+        let candidates = || disks.iter().map(|disk| disk.candidate()).collect::<Vec<Candidate>>();
+        if let Some(index) = placement::choose(&candidates(), bytes, tried) {
+            return Some(index);
+        }
+        let healthy = disks.iter().filter(|disk| disk.is_healthy() && !tried.contains(&disk.index));
+        join_all(healthy.map(|disk| disk.measure()).collect::<Vec<_>>()).await;
+        let chosen = placement::choose(&candidates(), bytes, tried);
+        if chosen.is_some() || !is_last {
+            return chosen;
+        }
+        if let Some(index) = placement::choose_any(&candidates(), tried) {
+            return Some(index);
+        }
+        self.recover_any(tried).await;
+        placement::choose_any(&candidates(), tried)
+    }
+
+    /// Calls `attempt` with disks until it succeeds on one. Begins with disk `next`, if given. If a
+    /// file is at fault and not its disk, the disk is tried once more, with a new file.
+    ///
+    /// # Errors
+    /// The error of the last disk, or `Purged`.
+    pub(super) async fn on_some_disk<'a, T, F>(
+        &'a self,
+        shuffle: &Arc<Shuffle>,
+        bytes: u64,
+        is_last: bool,
+        mut next: Option<usize>,
+        attempt: impl Fn(&'a Arc<LocalDisk>) -> F,
+    ) -> Result<T, StoreError>
+    where
+        F: Future<Output = Result<T, StoreError>>,
+    {
+        let (mut tried, mut renewed) = (Vec::new(), Vec::new());
+        let mut last_error = None;
+        loop {
+            let chosen = match next.take() {
+                Some(index) => Some(index),
+                None => self.choose(bytes, &tried, is_last).await,
+            };
+            let Some(index) = chosen else { return Err(last_error.unwrap_or_else(|| self.no_disk())) };
+            if !tried.is_empty() {
+                self.core.metrics.write_local_retries.inc();
+            }
+            let error = match attempt(&self.core.disks[index]).await {
+                Ok(done) => return Ok(done),
+                Err(error) => error,
+            };
+            shuffle.require_present()?;
+            self.core.metrics.write_exceptions.inc();
+            // The log is closed now.
+            if wants_new_file(&error) && !renewed.contains(&index) {
+                self.lose_vanished(shuffle);
+                renewed.push(index);
+                next = Some(index);
+                continue;
+            }
+            tracing::warn!(shuffle = %shuffle.key, %error, "write failed; trying the next disk");
+            tried.push(index);
+            last_error = Some(error);
+        }
+    }
+
+    /// Probes the failed disks that are not in `tried`, until one recovers. Disks that hang delay
+    /// no other.
+    async fn recover_any(&self, tried: &[usize]) {
+        let failed = self.core.disks.iter().filter(|disk| !disk.is_healthy() && !tried.contains(&disk.index));
+        let direct = self.core.config.direct_io;
+        let probes: Vec<_> = failed.map(|disk| Box::pin(disk.recover(direct))).collect();
+        if !probes.is_empty()
+            && let Ok(Err(error)) = timeout(RECOVERY_WAIT_MAX, select_ok(probes)).await
+        {
+            tracing::debug!(%error, "no failed disk has recovered");
+        }
+    }
+
+    fn no_disk(&self) -> StoreError {
+        let any_healthy = self.core.disks.iter().any(|disk| disk.is_healthy());
+        let kind = if any_healthy { StoreErrorKind::NoSpace } else { StoreErrorKind::Unhealthy };
+        StoreError::new(kind, "all local disks")
+    }
+
+    /// Reserves `bytes` bytes in a shuffle's open log of a disk. Creates a log if none is open.
+    pub(in crate::store::disk) async fn reserve(
+        &self,
+        shuffle: &Shuffle,
+        disk: &Arc<LocalDisk>,
+        kind: LogKind,
+        bytes: u64,
+    ) -> Result<(LogUse, u64), StoreError> {
+        let here = shuffle.on(disk);
+        let mut current = here.current(kind).lock().await;
+        let limit = self.log_bytes(kind);
+        let open = current.as_ref().and_then(|log| Some((LogUse::of(log), log.reserve(bytes, limit)?)));
+        let (log, offset) = match open {
+            Some(reserved) => reserved,
+            None => {
+                // The disk may have failed while this waited.
+                if !disk.is_healthy() {
+                    return Err(StoreError::new(StoreErrorKind::Unhealthy, disk.io.root()));
+                }
+                let log = self.create_log(shuffle, disk, kind).await?;
+                *current = Some(Arc::clone(&log));
+                let offset = log.reserve(bytes, limit);
+                (LogUse::of(&log), offset.ok_or_else(|| shuffle.error(StoreErrorKind::InvalidBatch))?)
+            }
+        };
+        here.occupied.add(bytes);
+        Ok((log, offset))
+    }
+
+    /// Returns the length after which a log is continued in a new file.
+    fn log_bytes(&self, kind: LogKind) -> u64 {
+        let most = self.core.config.file_bytes_max.min(LOG_BYTES_MAX);
+        match kind {
+            LogKind::Data => self.core.config.data_log_bytes.min(most),
+            LogKind::Index => most,
+        }
+    }
+
+    async fn create_log(
+        &self,
+        shuffle: &Shuffle,
+        disk: &Arc<LocalDisk>,
+        kind: LogKind,
+    ) -> Result<Arc<Log>, StoreError> {
+        let _gate = shuffle.gate.read().await;
+        shuffle.require_present()?;
+        let core = &self.core;
+        let directory = disk.io.root().join(&shuffle.directory);
+        let deadline = core.config.name_timeout;
+        let mut made = within(deadline, disk.io.create_dir_all(&shuffle.directory)).await;
+        if made.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            // A purge of the application's earlier registration may just have removed its empty
+            // directory.
+            made = within(deadline, disk.io.create_dir_all(&shuffle.directory)).await;
+        }
+        if let Err(error) = made {
+            return Err(core.failed_measured(disk, &directory, error).await);
+        }
+        let number = shuffle.on(disk).next_number();
+        let log = shuffle.add_log(core.files.next_id(), disk, kind, number)?;
+        if let Err(error) = core.files.create(&log).await {
+            return Err(core.failed_measured(disk, &log.full_path(), error).await);
+        }
+        if shuffle.is_purged() {
+            // The purge may have listed the logs before this one was added.
+            core.files.forget(&log);
+        }
+        let named = self.make_names_durable(disk, &shuffle.directory).await;
+        named.map_err(|error| core.failed(disk, &directory, error))?;
+        core.metrics.files_opened.inc();
+        Ok(log)
+    }
+
+    /// Returns the log's file for writing. A failure closes the log.
+    pub(in crate::store) async fn writer(&self, log: &Log) -> Result<Arc<dyn File>, StoreError> {
+        let opened = self.core.files.writer(log).await;
+        opened.map_err(|error| self.failed_log(log, error, Counts::Now))
+    }
+
+    /// Closes a log after an error, and counts the error against the disk unless that was done
+    /// already.
+    fn failed_log(&self, log: &Log, error: io::Error, counts: Counts) -> StoreError {
+        log.close();
+        if Vanished::of(&error) == Some(Vanished::File) {
+            log.set_vanished();
+        }
+        match counts {
+            Counts::Now => self.core.failed(&log.disk, log.full_path(), error),
+            Counts::Already => StoreError::io(log.full_path(), error),
+        }
+    }
+
+    /// Marks the extents of vanished files as lost, in a task of its own.
+    pub(in crate::store) fn lose_vanished(&self, shuffle: &Arc<Shuffle>) {
+        for log in shuffle.logs().into_iter().filter(|log| log.begin_loss()) {
+            let (damage, shuffle) = (Arc::clone(&self.damage), Arc::clone(shuffle));
+            self.tasks.spawn("vanished file", async move { damage.lose_log(&shuffle, &log).await });
+        }
+    }
+
+    /// Runs one write call with its deadline. A failure closes the log.
+    pub(super) async fn write_call(
+        &self,
+        to: &Target<'_>,
+        pieces: Vec<Bytes>,
+        offset: u64,
+    ) -> Result<(), StoreError> {
+        let Target { log, file, mode } = to;
+        let bytes: usize = pieces.iter().map(Bytes::len).sum();
+        let started = Instant::now();
+        let result = log.disk.call(self.core.config.write_timeout, file.write_at(pieces, offset)).await;
+        let root = [log.disk.label.as_str()];
+        self.core.metrics.append_operations.with_label_values(&root).inc();
+        self.core.metrics.append_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
+        match result {
+            Ok(()) => {
+                if self.core.files.proves_progress(log, *mode) {
+                    log.disk.progressed();
+                }
+                self.core.metrics.append_bytes.with_label_values(&root).inc_by(bytes as u64);
+                Ok(())
+            }
+            Err(error) => Err(self.failed_log(log, error, Counts::Already)),
+        }
+    }
+
+    /// Waits until everything that the caller has written to a log is on the device, if that is
+    /// configured.
+    ///
+    /// # Errors
+    /// A sync failed or took too long: the log is closed.
+    pub(super) async fn make_durable(&self, log: &Log, file: &Arc<dyn File>) -> Result<(), StoreError> {
+        if self.core.config.sync == SyncWrites::Off {
+            return Ok(());
+        }
+        let sync = async {
+            let started = Instant::now();
+            let result = log.disk.call(self.core.config.write_timeout, file.sync()).await;
+            let seconds = started.elapsed().as_secs_f64();
+            self.core.metrics.sync_duration.with_label_values(&[log.disk.label.as_str()]).observe(seconds);
+            result.inspect(|()| log.disk.progressed())
+        };
+        log.syncs.cover(sync).await.map_err(|error| {
+            log.close();
+            StoreError::io(log.full_path(), error)
+        })
+    }
+
+    /// Waits until the names of the files in a shuffle's directory are on the device, if that is
+    /// configured.
+    async fn make_names_durable(&self, disk: &LocalDisk, directory: &Path) -> io::Result<()> {
+        if self.core.config.sync == SyncWrites::Off {
+            return Ok(());
+        }
+        let below_apps = directory.ancestors().take_while(|path| path.starts_with(APPS));
+        // Includes the root, which holds the name of `APPS`: another program may have removed it
+        // since the claim.
+        for path in below_apps.chain([Path::new("")]) {
+            within(self.core.config.name_timeout, disk.io.sync_dir(path)).await?;
+        }
+        Ok(())
+    }
+}

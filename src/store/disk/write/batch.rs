@@ -1,0 +1,259 @@
+//! Writes a batch to one disk, as one contiguous range of one data log, and publishes it.
+//!
+//! A partition with more than 4,096 blocks in the batch gets several extents. Extents begin on
+//! block boundaries. Aligned memory is written without a copy, many partitions per call. Other
+//! memory is gathered through staging buffers. A writer that needs another staging buffer first
+//! writes the one it holds, so writers cannot starve each other.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use super::append::{Target, Writer};
+use crate::clock::Instant;
+use crate::store::disk::directories::directory::{InFlight, LocalDisk};
+use crate::store::disk::files::Mode;
+use crate::store::disk::log_file::{LogKind, LogUse};
+use crate::store::disk::metrics::ALL_DISKS;
+use crate::store::disk::shuffle::Shuffle;
+use crate::store::index::codec::occupied_bytes;
+use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
+use uniffle_io::BLOCK_ALIGN;
+use uniffle_io::buffers::AlignedBuffer;
+
+/// Maximum bytes of one write call: large enough that the number of calls does not matter, small
+/// enough that a missed deadline means a hung disk and not a slow one (16 MiB in 60 s).
+const CALL_BYTES_MAX: usize = 16 << 20;
+
+/// Maximum number of pieces of one write call (one `pwritev`).
+const CALL_PIECES_MAX: usize = 1024;
+
+/// A published batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Published {
+    /// Sequence among the shuffle's batches.
+    pub sequence: u64,
+    /// Index of the disk with the data.
+    pub disk: usize,
+    /// Number of extents.
+    pub extents: usize,
+    /// Number of blocks.
+    pub blocks: usize,
+    /// Payload bytes.
+    pub bytes: u64,
+}
+
+/// Location of a written batch.
+#[derive(Debug)]
+pub(in crate::store::disk) struct WrittenBatch {
+    pub(in crate::store) log: LogUse,
+    pub(in crate::store) offset: u64,
+}
+
+/// Checks that a batch is consistent. Returns the bytes that it occupies in a data log.
+fn validate(shuffle: &Shuffle, extents: &[ExtentWrite]) -> Result<u64, StoreError> {
+    let counts_fit = !extents.is_empty() && u32::try_from(extents.len()).is_ok();
+    if !counts_fit || !extents.iter().all(ExtentWrite::is_consistent) {
+        return Err(shuffle.error(StoreErrorKind::InvalidBatch));
+    }
+    Ok(extents.iter().map(|extent| occupied_bytes(extent.length)).sum())
+}
+
+/// Returns whether every piece can be written without a copy.
+fn is_aligned(pieces: &[Bytes]) -> bool {
+    pieces.iter().all(|piece| {
+        piece.as_ptr().addr().is_multiple_of(BLOCK_ALIGN) && piece.len().is_multiple_of(BLOCK_ALIGN)
+    })
+}
+
+impl Writer {
+    /// Writes a batch to one disk and publishes it. After `Ok` every block is readable. If a disk
+    /// fails, the next one is tried.
+    ///
+    /// # Errors
+    /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or
+    /// `InvalidBatch`.
+    pub(in crate::store) async fn write(
+        self: &Arc<Self>,
+        shuffle: &Arc<Shuffle>,
+        extents: Vec<ExtentWrite>,
+        is_last: bool,
+    ) -> Result<Published, StoreError> {
+        let extents = ExtentWrite::bounded(extents);
+        let bytes = validate(shuffle, &extents)?;
+        self.core.metrics.write_local.inc();
+        let result = self.write_and_publish(shuffle, &extents, bytes, is_last).await;
+        match &result {
+            Ok(published) => self.count_published(published, bytes),
+            Err(error) if error.kind == StoreErrorKind::Purged => {}
+            Err(_) => self.core.metrics.write_local_failed.inc(),
+        }
+        result
+    }
+
+    async fn write_and_publish(
+        self: &Arc<Self>,
+        shuffle: &Arc<Shuffle>,
+        extents: &[ExtentWrite],
+        bytes: u64,
+        is_last: bool,
+    ) -> Result<Published, StoreError> {
+        shuffle.require_present()?;
+        let write = |disk| self.write_batch(shuffle, disk, extents, bytes);
+        let batch = self.on_some_disk(shuffle, bytes, is_last, None, write).await?;
+        let sequence = self.publish(shuffle, &batch, extents, is_last).await?;
+        Ok(Published {
+            sequence,
+            disk: batch.log.disk.index,
+            extents: extents.len(),
+            blocks: extents.iter().map(|extent| extent.blocks.len()).sum(),
+            bytes: extents.iter().map(|extent| extent.length).sum(),
+        })
+    }
+
+    fn count_published(&self, published: &Published, occupied_bytes: u64) {
+        let metrics = &self.core.metrics;
+        metrics.writes.inc();
+        metrics.write_local_succeeded.inc();
+        metrics.write_data.inc_by(published.bytes);
+        metrics.write_blocks.inc_by(published.blocks as u64);
+        metrics.localfile_used.inc_by(occupied_bytes);
+        let label = self.core.disks[published.disk].label.as_str();
+        metrics.localfile_write_data.with_label_values(&[label]).inc_by(published.bytes);
+        metrics.localfile_write_data.with_label_values(&[ALL_DISKS]).inc_by(published.bytes);
+    }
+
+    /// Writes a batch of `bytes` bytes to one disk. An error closes the log and counts against the
+    /// disk.
+    async fn write_batch(
+        &self,
+        shuffle: &Shuffle,
+        disk: &Arc<LocalDisk>,
+        extents: &[ExtentWrite],
+        bytes: u64,
+    ) -> Result<WrittenBatch, StoreError> {
+        let load = InFlight::begin(disk, bytes);
+        let (log, offset) = self.reserve(shuffle, disk, LogKind::Data, bytes).await?;
+        let file = self.writer(&log).await?;
+        let began = Instant::now();
+        let to = Target { log: &log, file: Arc::clone(&file), mode: Mode::Write };
+        self.write_extents(to, offset..offset + bytes, extents).await?;
+        self.make_durable(&log, &file).await?;
+        disk.wrote(load.with_others, began);
+        Ok(WrittenBatch { log, offset })
+    }
+
+    /// Fills a reserved range of a log with extents. An error closes the log.
+    async fn write_extents(
+        &self,
+        to: Target<'_>,
+        Range { start: offset, end }: Range<u64>,
+        extents: &[ExtentWrite],
+    ) -> Result<(), StoreError> {
+        let mut call = Call { writer: self, to, pieces: Vec::new(), bytes: 0, at: offset, staged: false };
+        let mut staging: Option<AlignedBuffer> = None;
+        for extent in extents {
+            let pieces = extent.data.pieces();
+            let zero_copy = matches!(extent.data, ExtentData::Aligned(_)) && is_aligned(pieces);
+            if zero_copy {
+                call.push_staging(staging.take()).await?;
+                for piece in pieces {
+                    call.push(piece.clone()).await?;
+                }
+            } else {
+                call.gather(&mut staging, pieces, extent.length).await?;
+            }
+        }
+        call.push_staging(staging.take()).await?;
+        call.send().await?;
+        assert_eq!(call.at, end, "a batch fills its reserved range");
+        Ok(())
+    }
+}
+
+/// A write call that is being assembled.
+struct Call<'a> {
+    writer: &'a Writer,
+    to: Target<'a>,
+    pieces: Vec<Bytes>,
+    bytes: usize,
+    at: u64,
+    /// True if the call holds a staging buffer.
+    staged: bool,
+}
+
+impl Call<'_> {
+    async fn push(&mut self, piece: Bytes) -> Result<(), StoreError> {
+        let too_large = self.bytes + piece.len() > CALL_BYTES_MAX && self.bytes > 0;
+        if too_large || self.pieces.len() == CALL_PIECES_MAX {
+            self.send().await?;
+        }
+        self.bytes += piece.len();
+        self.pieces.push(piece);
+        Ok(())
+    }
+
+    async fn push_staging(&mut self, staging: Option<AlignedBuffer>) -> Result<(), StoreError> {
+        if let Some(staging) = staging
+            && staging.filled() > 0
+        {
+            self.push(staging.freeze()).await?;
+            self.staged = true;
+        }
+        Ok(())
+    }
+
+    /// Copies the first `length` bytes of `pieces` through staging buffers, padded to a whole
+    /// block.
+    async fn gather(
+        &mut self,
+        staging: &mut Option<AlignedBuffer>,
+        pieces: &[Bytes],
+        length: u64,
+    ) -> Result<(), StoreError> {
+        let mut left = usize::try_from(length).unwrap_or(usize::MAX);
+        for piece in pieces {
+            let mut piece = &piece[..piece.len().min(left)];
+            left -= piece.len();
+            while !piece.is_empty() {
+                let mut buffer = self.staging_with_room(staging.take()).await?;
+                piece = &piece[buffer.put(piece)..];
+                *staging = Some(buffer);
+            }
+        }
+        if let Some(buffer) = staging {
+            buffer.pad();
+        }
+        Ok(())
+    }
+
+    /// Returns the given buffer if it has room, else a new one. Never waits for a buffer while
+    /// holding another.
+    async fn staging_with_room(
+        &mut self,
+        staging: Option<AlignedBuffer>,
+    ) -> Result<AlignedBuffer, StoreError> {
+        match staging {
+            Some(buffer) if buffer.room() > 0 => Ok(buffer),
+            full => {
+                self.push_staging(full).await?;
+                if self.staged {
+                    self.send().await?;
+                }
+                Ok(self.writer.staging.acquire().await)
+            }
+        }
+    }
+
+    async fn send(&mut self) -> Result<(), StoreError> {
+        if self.pieces.is_empty() {
+            return Ok(());
+        }
+        let pieces = std::mem::take(&mut self.pieces);
+        self.writer.write_call(&self.to, pieces, self.at).await?;
+        self.at += self.bytes as u64;
+        (self.bytes, self.staged) = (0, false);
+        Ok(())
+    }
+}

@@ -1,0 +1,141 @@
+//! Publishing: under one lock per shuffle, extents get their bases and become visible.
+//!
+//! Bases are promises to clients, so a group is appended to an index log before its extents are
+//! visible. A group whose append failed stays pending. The same bytes (same sequence and bases) are
+//! appended to another index log before any later group. This also holds if the writer was
+//! cancelled, because the outcome of its append is unknown.
+//!
+//! Blocks may therefore be published although their writer saw an error and wrote them again.
+//! Clients drop duplicates by id, and no block is missing.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use super::append::{Target, Writer};
+use super::batch::WrittenBatch;
+use super::pending::{PendingGroup, PublishState};
+use crate::log::within;
+use crate::metrics::clamped;
+use crate::store::disk::directories::directory::LocalDisk;
+use crate::store::disk::files::Mode;
+use crate::store::disk::log_file::{Log, LogKind, LogUse};
+use crate::store::disk::shuffle::Shuffle;
+use crate::store::extents::extent::Extent;
+use crate::store::{ExtentWrite, StoreError};
+use uniffle_io::Vanished;
+use uniffle_wire::index::RECORD_BYTES;
+use uniffle_wire::types::PartitionId;
+
+/// Age after which a data file is verified before its index group is published: another program may
+/// have removed it.
+const VERIFIED_AFTER: Duration = Duration::from_millis(100);
+
+impl Writer {
+    /// Makes a written batch durable and visible. Returns its sequence among the shuffle's batches.
+    pub(in crate::store::disk) async fn publish(
+        &self,
+        shuffle: &Arc<Shuffle>,
+        batch: &WrittenBatch,
+        extents: &[ExtentWrite],
+        is_last: bool,
+    ) -> Result<u64, StoreError> {
+        let mut state = shuffle.publish_lock.lock().await;
+        self.settle(shuffle, &mut state, is_last).await?;
+        if batch.log.has_vanished() {
+            return Err(StoreError::io(batch.log.full_path(), Vanished::File.into()));
+        }
+        let sequence = state.next_sequence;
+        let bases = |partition| shuffle.stream_bytes(partition);
+        let place = (&batch.log, batch.offset);
+        state.pending = Some(PendingGroup::new((shuffle.incarnation, sequence), place, extents, bases));
+        state.next_sequence += 1;
+        self.settle(shuffle, &mut state, is_last).await?;
+        Ok(sequence)
+    }
+
+    /// Appends the pending group, if there is one, and makes it visible.
+    async fn settle(
+        &self,
+        shuffle: &Arc<Shuffle>,
+        state: &mut PublishState,
+        is_last: bool,
+    ) -> Result<(), StoreError> {
+        shuffle.require_present()?;
+        let Some(pending) = &state.pending else {
+            return Ok(());
+        };
+        // On the disk of the data, if it is healthy.
+        let first = Some(pending.disk.index).filter(|_| pending.disk.is_healthy());
+        let append = |disk| self.append_to(shuffle, disk, pending);
+        let bytes = pending.group.bytes.len() as u64;
+        let (log, offset) = self.on_some_disk(shuffle, bytes, is_last, first, append).await?;
+        if pending.since.elapsed() >= VERIFIED_AFTER {
+            self.verify(pending.data()).await;
+        }
+        let extents = pending.placed(&log, offset);
+        // Cached before the extents are visible, because a purge removes the records of visible
+        // extents only.
+        self.keep_records(shuffle, pending, &extents);
+        if let Err(error) = shuffle.apply(&extents) {
+            self.core.records.forget(extents.iter().map(|(_, extent)| shuffle.records_key(extent)));
+            return Err(error);
+        }
+        for (_, extent) in &extents {
+            self.core.metrics.extent_bytes.observe(extent_bytes(extent));
+        }
+        self.core.metrics.extents.add(clamped(extents.len()));
+        // Checked once the extents are visible: if a file vanishes later, its loss covers them.
+        let vanished = [&*log, pending.data()].into_iter().find(|log| log.has_vanished());
+        let vanished = vanished.map(|log| {
+            self.damage.lose_extents(shuffle, log, &extents);
+            self.lose_vanished(shuffle);
+            StoreError::io(log.full_path(), Vanished::File.into())
+        });
+        state.pending = None;
+        vanished.map_or(Ok(()), Err)
+    }
+
+    /// Marks a log whose file has vanished. Its readers find any other damage.
+    async fn verify(&self, log: &Log) {
+        let Ok(file) = self.writer(log).await else { return };
+        let verified = within(self.core.config.name_timeout, file.verify()).await;
+        if verified.is_err_and(|error| Vanished::of(&error) == Some(Vanished::File)) {
+            log.set_vanished();
+        }
+    }
+
+    /// Caches the records of new extents: readers ask for them first.
+    fn keep_records(&self, shuffle: &Shuffle, pending: &PendingGroup, extents: &[(PartitionId, Extent)]) {
+        for ((_, extent), entry) in extents.iter().zip(&pending.group.entries) {
+            let start = usize::try_from(entry.place.offset).expect("records are inside the group");
+            let bytes = extent.blocks as usize * RECORD_BYTES;
+            if !self.core.records.takes(bytes) {
+                continue;
+            }
+            let records = Bytes::copy_from_slice(&pending.group.bytes[start..start + bytes]);
+            self.core.records.keep(shuffle.records_key(extent), records);
+        }
+    }
+
+    async fn append_to(
+        &self,
+        shuffle: &Shuffle,
+        disk: &Arc<LocalDisk>,
+        pending: &PendingGroup,
+    ) -> Result<(LogUse, u64), StoreError> {
+        let bytes = pending.group.bytes.clone();
+        let (log, offset) = self.reserve(shuffle, disk, LogKind::Index, bytes.len() as u64).await?;
+        let file = self.writer(&log).await?;
+        let to = Target { log: &log, file, mode: Mode::Write };
+        self.write_call(&to, vec![bytes], offset).await?;
+        self.make_durable(&log, &to.file).await?;
+        Ok((log, offset))
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a histogram's observation")]
+fn extent_bytes(extent: &Extent) -> f64 {
+    extent.length as f64
+}

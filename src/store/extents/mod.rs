@@ -1,0 +1,6 @@
+//! Extents: the parts of a partition's stream, in order and with their locations. Pure: no I/O.
+
+pub(super) mod extent;
+pub(super) mod extent_list;
+pub(super) mod extent_write;
+pub(super) mod streams;

@@ -1,0 +1,8 @@
+//! Indexes of published extents: the format of index groups, reads and the cache of their records,
+//! and the checks of blocks against them.
+
+pub(super) mod block_checks;
+pub mod codec;
+pub(super) mod index_read;
+pub(super) mod record_cache;
+pub(crate) mod records;

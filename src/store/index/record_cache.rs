@@ -1,0 +1,158 @@
+//! A least recently used cache of index records of published extents, bounded by bytes.
+//!
+//! An extent never changes, so nothing is invalidated. An entry is evicted for space or removed
+//! with its shuffle. Records are stored verified, with offsets relative to their extent. Writers
+//! add the records that they have just published, so indexes of a small job need no disk.
+
+use bytes::Bytes;
+use lru::LruCache;
+use parking_lot::Mutex;
+
+/// Memory of an entry besides its records: key, list links, table slot and the `Bytes` itself.
+const ENTRY_BYTES: u64 = 160;
+
+/// Maximum number of removed extents whose entries are dropped at once, because released extents
+/// are dropped on a runtime thread. No key finds the remaining entries, and they are evicted as
+/// least recently used.
+const FORGOTTEN_AT_ONCE: usize = 16 << 10;
+
+/// Key of an extent's records.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(in crate::store) struct RecordsKey {
+    pub(in crate::store) incarnation: u64,
+    /// Log or object of the shuffle.
+    pub(in crate::store) log: u32,
+    /// Offset of the records in it.
+    pub(in crate::store) offset: u64,
+}
+
+/// A least recently used cache of index records, bounded by their bytes.
+#[derive(Debug)]
+pub(in crate::store) struct RecordCache {
+    capacity_bytes: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    entries: LruCache<RecordsKey, Bytes>,
+    used_bytes: u64,
+}
+
+fn cost(records: &Bytes) -> u64 {
+    records.len() as u64 + ENTRY_BYTES
+}
+
+impl RecordCache {
+    pub(in crate::store) fn new(capacity_bytes: u64) -> Self {
+        let state = State { entries: LruCache::unbounded(), used_bytes: 0 };
+        Self { capacity_bytes, state: Mutex::new(state) }
+    }
+
+    /// Returns the records of an extent, and marks them as used.
+    pub(in crate::store) fn find(&self, key: &RecordsKey) -> Option<Bytes> {
+        self.state.lock().entries.get(key).cloned()
+    }
+
+    /// Returns whether `records_bytes` bytes of records are cached. Records larger than an eighth
+    /// of the budget are not: they would evict too many others.
+    pub(in crate::store) fn takes(&self, records_bytes: usize) -> bool {
+        records_bytes as u64 + ENTRY_BYTES <= self.capacity_bytes / 8
+    }
+
+    /// Caches records that own their memory, and evicts others if needed. A slice would keep its
+    /// whole buffer alive.
+    pub(in crate::store) fn keep(&self, key: RecordsKey, records: Bytes) {
+        let added = cost(&records);
+        if !self.takes(records.len()) {
+            return;
+        }
+        let mut left = Vec::new();
+        let mut state = self.state.lock();
+        state.used_bytes += added;
+        if let Some(before) = state.entries.put(key, records) {
+            state.used_bytes -= cost(&before);
+        }
+        while state.used_bytes > self.capacity_bytes {
+            let Some((_, records)) = state.entries.pop_lru() else { break };
+            state.used_bytes -= cost(&records);
+            left.push(records);
+        }
+        drop(state);
+        drop(left); // Freed outside the lock.
+    }
+
+    /// Drops the records of removed extents, at most [`FORGOTTEN_AT_ONCE`].
+    pub(in crate::store) fn forget(&self, keys: impl Iterator<Item = RecordsKey>) {
+        // Locks once per key: a purge of a million extents must not block all readers.
+        for key in keys.take(FORGOTTEN_AT_ONCE) {
+            let mut state = self.state.lock();
+            if let Some(records) = state.entries.pop(&key) {
+                state.used_bytes -= cost(&records);
+            }
+        }
+    }
+
+    /// Returns the memory of all entries.
+    pub(in crate::store) fn used_bytes(&self) -> u64 {
+        self.state.lock().used_bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn key(offset: u64) -> RecordsKey {
+        RecordsKey { incarnation: 1, log: 0, offset }
+    }
+
+    #[test]
+    fn least_recently_used_is_evicted() {
+        let cache = RecordCache::new(8 * (40 + ENTRY_BYTES));
+        for n in 0..8 {
+            cache.keep(key(n), Bytes::from(vec![1; 40]));
+        }
+        assert!(cache.find(&key(0)).is_some());
+        cache.keep(key(8), Bytes::from(vec![1; 40]));
+        assert!(cache.find(&key(0)).is_some() && cache.find(&key(1)).is_none());
+        cache.forget((0..9).map(key));
+        assert_eq!(cache.used_bytes(), 0);
+        cache.keep(key(1), Bytes::from(vec![1; 400]));
+        assert!(cache.find(&key(1)).is_none(), "one extent may not sweep the others out");
+    }
+
+    #[test]
+    fn eviction_batch_is_bounded() {
+        let most = FORGOTTEN_AT_ONCE as u64;
+        let cache = RecordCache::new((most + 10) * (40 + ENTRY_BYTES));
+        (0..most + 10).for_each(|n| cache.keep(key(n), Bytes::from(vec![1; 40])));
+        cache.forget((0..u64::MAX).map(key));
+        assert_eq!(cache.used_bytes(), 10 * (40 + ENTRY_BYTES));
+        (0..most + 10)
+            .for_each(|n| cache.keep(RecordsKey { incarnation: 2, ..key(n) }, Bytes::from(vec![1; 40])));
+        assert!((most..most + 10).all(|n| cache.find(&key(n)).is_none()));
+    }
+
+    proptest! {
+        #[test]
+        fn budget_holds_without_losing_bytes(
+            steps in prop::collection::vec((0u64..12, 0usize..300, any::<bool>()), 0..200),
+        ) {
+            let cache = RecordCache::new(2000);
+            for (offset, len, forget) in steps {
+                if forget {
+                    cache.forget(std::iter::once(key(offset)));
+                } else {
+                    cache.keep(key(offset), Bytes::from(vec![7; len]));
+                }
+                let state = cache.state.lock();
+                let sum: u64 = state.entries.iter().map(|(_, records)| cost(records)).sum();
+                prop_assert_eq!(sum, state.used_bytes);
+                prop_assert!(state.used_bytes <= cache.capacity_bytes);
+            }
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! Local disks above an object store. Writes go to the disks, and data moves to the store in the
+//! background.
+//!
+//! The extent map of the disks has the offset and the location of each extent. A move copies
+//! extents and then changes their location, so readers see one stream. At a start the store has
+//! precedence: its extents are not read from the disks.
+//!
+//! The metadata log of the disks is copied to the store in the background. After the first move of
+//! a shuffle, its records are in the store before they are acknowledged. A worker with the same id
+//! on an empty machine therefore detects missing blocks.
+
+#[cfg(feature = "object")]
+pub(crate) mod metrics;
+#[cfg(feature = "object")]
+mod mover;
+#[cfg(feature = "object")]
+mod open;
+#[cfg(feature = "object")]
+mod pass;
+#[cfg(feature = "object")]
+pub mod policy;
+#[cfg(feature = "object")]
+mod read;
+pub(super) mod release;
+#[cfg(feature = "object")]
+mod shuffle;
+#[cfg(feature = "object")]
+mod shuffle_log;
+#[cfg(feature = "object")]
+#[cfg(test)]
+mod tests;
+#[cfg(feature = "object")]
+mod tier;
+
+#[cfg(feature = "object")]
+pub use self::policy::Watermarks;
+pub use self::release::{Excluded, Moving, Run};
+#[cfg(feature = "object")]
+pub use self::tier::{OffloadSettings, OffloadTier};

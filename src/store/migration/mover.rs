@@ -1,0 +1,232 @@
+//! Runs moves that the policy selects, one shuffle at a time, and reports the progress of a drain.
+//!
+//! While the object store fails, nothing is moved. The disks continue to take and serve data.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::pass::Passed;
+use super::policy::{self, DiskView, ShuffleView, Wanted};
+use super::shuffle::Shuffle;
+use super::tier::OffloadTier;
+use crate::clock::sleep;
+use crate::metrics::clamped;
+use crate::store::object::Uploads;
+use crate::store::{DiskInfo, Drained, StoreError, StoreErrorKind, Tier as _, TierUsage};
+
+/// Interval of checks while there is nothing to move or the store fails.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+
+impl OffloadTier {
+    /// Moves selected data, forever.
+    pub(super) async fn keep_moving(&self) {
+        loop {
+            let has_moved = match self.next() {
+                Some((wanted, shuffle)) if self.object.is_worth_trying() => self.run(wanted, &shuffle).await,
+                _ => false,
+            };
+            self.tell_drained().await;
+            if !has_moved {
+                tokio::select! {
+                    () = sleep(LOOK_INTERVAL) => {}
+                    () = self.wanted.notified() => {}
+                }
+            }
+        }
+    }
+
+    /// Returns the data to be moved now, or `None` if there is none.
+    pub(super) fn next(&self) -> Option<(Wanted, Arc<Shuffle>)> {
+        let relieved = self.look_at_disks();
+        let shuffles: Vec<Arc<Shuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
+        let is_draining = self.is_draining.load(Ordering::Acquire);
+        if !is_draining
+            && !relieved.contains(&true)
+            && shuffles.iter().all(|it| it.cold_bytes.load(Ordering::Relaxed) == 0)
+        {
+            return None;
+        }
+        let views: Vec<ShuffleView> = shuffles.iter().map(|shuffle| self.view(shuffle)).collect();
+        let wanted = policy::next(&views, &relieved, self.object.segment_bytes(), is_draining)?;
+        let (Wanted::Oldest(at) | Wanted::Cold(at)) = wanted;
+        Some((wanted, Arc::clone(&shuffles[at])))
+    }
+
+    fn look_at_disks(&self) -> Vec<bool> {
+        let mut relieved = self.relieved.lock();
+        let disks = self.local.disks();
+        relieved.resize(disks.len(), false);
+        let views: Vec<DiskView> =
+            disks.iter().zip(&*relieved).map(|(disk, was)| view_of(disk, *was)).collect();
+        *relieved = policy::relieved(&views, self.settings.watermarks);
+        self.metrics.disks_relieved.set(clamped(relieved.iter().filter(|it| **it).count()));
+        relieved.clone()
+    }
+
+    fn view(&self, shuffle: &Shuffle) -> ShuffleView {
+        shuffle.forget_old_exclusions();
+        let bytes = shuffle.local.usage().bytes;
+        let is_stuck = shuffle.is_stuck(bytes);
+        ShuffleView {
+            age: shuffle.local.incarnation(),
+            on_disks: self.local.occupied(&shuffle.local),
+            movable_bytes: if is_stuck { 0 } else { bytes },
+            cold_bytes: shuffle.cold_bytes.load(Ordering::Relaxed),
+            is_unknown: !shuffle.is_known(),
+        }
+    }
+
+    /// Returns whether anything was moved or made known to the store.
+    async fn run(&self, wanted: Wanted, shuffle: &Arc<Shuffle>) -> bool {
+        match self.move_some(wanted, shuffle).await {
+            Ok(has_moved) => has_moved,
+            Err(error) if error.kind == StoreErrorKind::Purged => true,
+            Err(error) => {
+                self.metrics.failures.inc();
+                tracing::warn!(shuffle = %shuffle.key, %error, "cannot move data to the object store; it stays on the disks, retrying later");
+                false
+            }
+        }
+    }
+
+    /// Moves the selected data of a shuffle. Returns false if nothing can be moved.
+    ///
+    /// # Errors
+    /// An error of a disk or of the store. Data moved before the error stays moved.
+    pub(super) async fn move_some(&self, wanted: Wanted, shuffle: &Arc<Shuffle>) -> Result<bool, StoreError> {
+        let _turn = self.turn.lock().await;
+        let is_new = !shuffle.is_known();
+        let before = shuffle.local.usage().bytes;
+        let is_cold = matches!(wanted, Wanted::Cold(_));
+        let cold = is_cold.then(|| shuffle.take_cold());
+        let excluded = shuffle.excluded();
+        let moving = match &cold {
+            None => self.local.oldest(&shuffle.local, self.settings.pass_bytes, excluded).await,
+            Some(cold) => {
+                let partitions = cold.partitions.iter().copied().collect();
+                self.local.all_of(&shuffle.local, partitions, excluded).await
+            }
+        };
+        self.metrics.passes.inc();
+        let mut passed = self.pass(shuffle, moving).await?;
+        if !is_cold && passed == Passed::default() {
+            // Immovable data may be as much as a pass takes, so all data is tried once.
+            let moving = self.local.oldest(&shuffle.local, u64::MAX, shuffle.excluded()).await;
+            passed = self.pass(shuffle, moving).await?;
+        }
+        if let Some(cold) = cold {
+            cold.done();
+        }
+        if passed.bytes > 0 {
+            let (bytes, objects) = (passed.bytes, passed.objects);
+            tracing::info!(shuffle = %shuffle.key, bytes, objects, "moved from local disks to the object store");
+        } else if !passed.has_stopped && !is_cold {
+            shuffle.set_stuck(before);
+        }
+        Ok(passed.bytes > 0 || is_new)
+    }
+
+    /// Begins a drain, which moves everything. Returns its progress.
+    pub(super) fn begin_drain(&self) -> Drained {
+        self.is_draining.store(true, Ordering::Release);
+        self.wanted.notify_one();
+        self.how_far()
+    }
+
+    /// Returns the data that another machine would not find. During a drain at least one shuffle is
+    /// counted until the store has a record that it has everything.
+    pub(super) fn how_far(&self) -> Drained {
+        let mut left = self.left();
+        let is_draining = self.is_draining.load(Ordering::Acquire);
+        // The store may not know yet that a shuffle has ended.
+        let log = self.object.log();
+        let is_behind = !log.is_begun() || !log.knows(log.end_position());
+        let is_untold = left == Drained::default() && (is_behind || !self.object.is_drained());
+        left.shuffles_left += usize::from(is_draining && is_untold);
+        left
+    }
+
+    /// Records in the store whether a drain has moved all data there. Only then does a start on
+    /// empty disks succeed elsewhere.
+    pub(super) async fn tell_drained(&self) {
+        let log = self.object.log();
+        let is_draining = self.is_draining.load(Ordering::Acquire);
+        let is_drained = is_draining && self.left() == Drained::default() && log.knows(log.end_position());
+        if !self.object.is_worth_trying() {
+            return;
+        }
+        if let Err(error) = self.object.set_drained(is_drained).await {
+            tracing::warn!(%error, is_drained, "cannot record in the object store whether the local disks are drained; retrying");
+        }
+    }
+
+    fn left(&self) -> Drained {
+        let shuffles: Vec<Arc<Shuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
+        let mut drained = Drained::default();
+        for shuffle in &shuffles {
+            let TierUsage { bytes, .. } = shuffle.local.usage();
+            let is_stuck = shuffle.is_stuck(bytes);
+            let is_unknown = !shuffle.is_known();
+            // A directory that is out of reach now may have data for a later start on this machine,
+            // but not elsewhere.
+            let may_have_more = shuffle.local.is_partly_out_of_reach();
+            drained.shuffles_left += usize::from(is_unknown || may_have_more || (bytes > 0 && !is_stuck));
+            *if is_stuck { &mut drained.stuck_bytes } else { &mut drained.bytes_left } += bytes;
+        }
+        self.metrics.left_bytes.set(clamped(drained.bytes_left));
+        drained
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a ratio for watermarks")]
+fn view_of(disk: &DiskInfo, is_relieved: bool) -> DiskView {
+    let used = disk.total_bytes.saturating_sub(disk.free_bytes);
+    let used_ratio = if disk.total_bytes == 0 { 0.0 } else { used as f64 / disk.total_bytes as f64 };
+    DiskView { used_ratio, is_full: disk.is_full(), is_relieved }
+}
+
+impl OffloadTier {
+    /// Ensures that the store has all records of a shuffle, and that later ones are acknowledged
+    /// once it has them. Not for concurrent callers.
+    ///
+    /// # Errors
+    /// `Purged`. The store does not take the records, or the log cannot be written.
+    pub(super) async fn make_known(&self, shuffle: &Arc<Shuffle>) -> Result<Uploads, StoreError> {
+        if !self.is_present(shuffle) {
+            return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
+        }
+        if !shuffle.is_known() {
+            // The store may hang, so it must answer once before records wait for it.
+            self.object.known(self.object.log().add_mark()).await?;
+            self.set_moved(shuffle)?;
+            let position = self.local.mark_moved(&shuffle.local).await?;
+            self.object.known(position).await?;
+            shuffle.set_known();
+        }
+        let uploads = self.object.begin(&shuffle.key, shuffle.local.incarnation())?;
+        // `forget` and `leave` remove the shuffle here before they tell the object tier. They may
+        // have missed the registration that has just begun there.
+        if !self.is_present(shuffle) {
+            self.object.leave(&shuffle.key);
+            return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
+        }
+        Ok(uploads)
+    }
+
+    /// Makes later records of a shuffle wait for the store. Records appended earlier reach the
+    /// store no later than the next one.
+    ///
+    /// # Errors
+    /// `Purged` if the registration has ended.
+    fn set_moved(&self, shuffle: &Arc<Shuffle>) -> Result<(), StoreError> {
+        // `forget` removes the shuffle under the same lock. It therefore sees that the shuffle is
+        // moved, or this check sees that the shuffle was removed.
+        let _ends = self.ends.lock();
+        if !self.is_present(shuffle) {
+            return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
+        }
+        shuffle.set_moved();
+        Ok(())
+    }
+}

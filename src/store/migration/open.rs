@@ -1,0 +1,119 @@
+//! Recovery of the disks and the store as one tier.
+//!
+//! The metadata log of both (`log`) tells which registrations are alive, by incarnations
+//! that are never reused. The disks take over the extents in objects ([`Stored`]). Segments of
+//! ended registrations are deleted. A file on a disk is deleted because of the store only if the
+//! store has a copy of each of its extents.
+//!
+//! A start on disks that are all empty is refused if the store knows that they had data. It
+//! succeeds if the worker was drained or the configuration says that the disks are new.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dashmap::DashMap;
+use parking_lot::Mutex;
+use prometheus::Registry;
+
+use super::metrics::Metrics;
+use super::shuffle::Shuffle;
+use super::tier::{OffloadSettings, OffloadTier};
+use crate::runtime::Tasks;
+use crate::store::object::ObjectTier;
+use crate::store::recovery::numbers::numbers_from;
+use crate::store::{
+    LocalConfig, LocalStore, Purge, Recovered, StoreError, StoreErrorKind, Stored, Tier as _, TierHeap,
+};
+use uniffle_io::Disk;
+use uniffle_wire::types::ShuffleKey;
+
+/// Evidence that the disks had data, for the error of a refused start.
+const HALF_OF_IT: &str = "the object store has shuffles of this worker with data on its local disks";
+
+impl OffloadTier {
+    /// Opens the disks above an open store.
+    ///
+    /// # Errors
+    /// See [`LocalStore::open`]. `InUse` if the store already has a tier above it. The store does
+    /// not answer.
+    pub async fn open(
+        settings: OffloadSettings,
+        (mut config, disks): (LocalConfig, Vec<Arc<dyn Disk>>),
+        object: Arc<ObjectTier>,
+        (heap, tasks): (impl Into<TierHeap>, Tasks),
+        registry: &Registry,
+    ) -> Result<Arc<Self>, StoreError> {
+        let metrics = Metrics::new(registry);
+        let metrics = metrics.map_err(|error| StoreError::io("metrics", std::io::Error::other(error)))?;
+        let taken =
+            || StoreError::new(StoreErrorKind::InUse, "the object store already belongs to another tier");
+        let (shuffles, store) = object.take_found().ok_or_else(taken)?;
+        let found: HashMap<_, _> = shuffles.iter().map(|(key, it)| (key.clone(), it.incarnation)).collect();
+        if store.found.had_disks() && !found.is_empty() && !object.is_drained() {
+            config.had_data.get_or_insert_with(|| HALF_OF_IT.to_owned());
+        }
+        let incarnations_from = numbers_from(store.found.next_incarnation());
+        let stored = Stored { shuffles, incarnations_from, log: Some(store) };
+        let heap = heap.into();
+        let memory = heap.extents.clone();
+        let local = LocalStore::open_beside(config, disks, stored, heap, registry).await?;
+        local.log().ship_by(object.log());
+        let tier = Self {
+            settings,
+            metrics,
+            memory,
+            tasks,
+            shuffles: DashMap::new(),
+            ends: Arc::default(),
+            recovered: Mutex::default(),
+            is_draining: false.into(),
+            wanted: tokio::sync::Notify::new(),
+            relieved: Mutex::default(),
+            turn: tokio::sync::Mutex::default(),
+            local,
+            object,
+        };
+        let recovered = tier.take_over(found);
+        *tier.recovered.lock() = recovered;
+        // From now on the disks may have data that the store does not have.
+        tier.object.set_drained(false).await?;
+        Ok(Arc::new(tier))
+    }
+
+    /// Registers the shuffles that the disks recovered. Discards registrations in the store that
+    /// are not among them, by key and incarnation.
+    fn take_over(&self, mut found: HashMap<ShuffleKey, u64>) -> Recovered {
+        let recovered = self.local.take_recovered();
+        for it in &recovered.shuffles {
+            let key = &it.key;
+            let Some(handle) = self.local.handle(key) else { continue };
+            if found.get(key) == Some(&handle.incarnation()) {
+                found.remove(key);
+            }
+            let shuffle = Shuffle::new(key.clone(), handle, it.is_moved);
+            self.shuffles.insert(key.clone(), Arc::new(shuffle));
+        }
+        for key in found.into_keys() {
+            self.discard_found(&key);
+        }
+        recovered
+    }
+
+    /// Deletes the segments of a registration that has ended according to the metadata log. Keeps
+    /// them if records of the log are missing.
+    fn discard_found(&self, key: &ShuffleKey) {
+        if self.local.metadata_gap().is_some() {
+            tracing::warn!(shuffle = %key, "metadata is missing; keeping segments of an unknown registration");
+            return self.object.leave(key);
+        }
+        if let Some(uploads) = self.object.uploads(key) {
+            // A start on empty disks would recover this registration until the store knows of its
+            // end. The next registration of the shuffle waits for that.
+            self.ends.lock().insert(key.clone(), uploads.incarnation());
+        }
+        let deletion = Arc::clone(&self.object).forget(&key.app, std::slice::from_ref(key), Purge::Shuffles);
+        if let Some(deletion) = deletion {
+            self.tasks.spawn("object clean-up", deletion);
+        }
+    }
+}

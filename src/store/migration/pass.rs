@@ -1,0 +1,196 @@
+//! Moves chosen extents of a shuffle into objects.
+//!
+//! Extents are read from the disks partition by partition, with their checksums verified. Once an
+//! object is stored, its extents are relocated to it. The memory of a pass, one chunk and the parts
+//! of one object, is charged before it begins; records are charged as they are read.
+//!
+//! An extent that cannot be read is excluded for a while. The first chunk of a run is read before
+//! the object gets any of its extents, so most failures only skip the extent. After a later failure
+//! the object is abandoned, and the next pass continues without the extent.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+
+use super::release::{Moving, Run};
+use super::shuffle::Shuffle;
+use super::tier::OffloadTier;
+use crate::budget::Charge;
+use crate::store::disk::DataRead;
+use crate::store::extents::extent::Extent;
+use crate::store::object::{Moved, Source};
+use crate::store::{ChunkRead as _, StoreError, StoreErrorKind};
+use uniffle_io::buffers::StreamBuffers;
+use uniffle_wire::types::PartitionId;
+
+/// Result of a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Passed {
+    /// Payload bytes moved to the store.
+    pub(super) bytes: u64,
+    pub(super) objects: u64,
+    /// True if some data could not be read.
+    pub(super) has_stopped: bool,
+}
+
+impl OffloadTier {
+    /// Moves chosen extents of a shuffle to the store.
+    ///
+    /// # Errors
+    /// An error of a disk or of the store. Extents moved before the error stay moved.
+    pub(super) async fn pass(&self, shuffle: &Arc<Shuffle>, moving: Moving) -> Result<Passed, StoreError> {
+        let uploads = self.make_known(shuffle).await?;
+        let mut passed = Passed::default();
+        let mut source = Runs {
+            charge: self.memory.force_charge(uploads.memory_bytes()),
+            given_bytes: 0,
+            moving,
+            shuffle: Arc::clone(shuffle),
+            reading: None,
+            unread: None,
+            buffers: StreamBuffers::default(),
+        };
+        while let Some(copies) = uploads.take(&mut source).await? {
+            let bytes = copies.iter().map(|(_, copy)| copy.length).sum();
+            passed.bytes += bytes;
+            passed.objects += 1;
+            self.metrics.moved_bytes.inc_by(bytes);
+            source.give_records_back();
+            self.relocate(shuffle, copies).await;
+        }
+        if let Some((runs, error)) = source.unread {
+            passed.has_stopped = true;
+            tracing::warn!(shuffle = %shuffle.key, runs, %error, "unreadable data stays on the disks for now");
+        }
+        Ok(passed)
+    }
+
+    async fn relocate(&self, shuffle: &Shuffle, copies: Vec<(PartitionId, Extent)>) {
+        match self.local.relocate(&shuffle.local, copies).await {
+            Ok(bytes) => self.metrics.freed_bytes.inc_by(bytes),
+            Err(error) => {
+                tracing::warn!(shuffle = %shuffle.key, %error, "cannot delete a data file that was moved completely; retrying later");
+            }
+        }
+    }
+}
+
+/// Source of chosen extents for objects.
+struct Runs {
+    /// Memory of the current object.
+    charge: Charge,
+    /// Bytes of records in the current object, which holds them until it ends.
+    given_bytes: u64,
+    moving: Moving,
+    shuffle: Arc<Shuffle>,
+    buffers: StreamBuffers,
+    reading: Option<Reading>,
+    /// Number of runs that could not be read, and the first error.
+    unread: Option<(usize, StoreError)>,
+}
+
+/// A run that is being read.
+struct Reading {
+    run: Run,
+    /// Remaining extents, with their records.
+    left: VecDeque<(Extent, Bytes)>,
+    /// Base of the current extent.
+    base: u64,
+    /// Remaining bytes of the current extent.
+    left_bytes: u64,
+    /// Remainder of the last chunk.
+    chunk: Bytes,
+    data: DataRead,
+    /// Memory of the remaining records.
+    charge: Charge,
+}
+
+impl Runs {
+    /// Returns the memory for the records of an object that has ended.
+    fn give_records_back(&mut self) {
+        drop(self.charge.split_up_to(std::mem::take(&mut self.given_bytes)));
+    }
+
+    /// Reads the records of a run and its first chunk. Returns the run with the error if that
+    /// fails.
+    async fn open(&mut self, run: Run) -> Result<Reading, (Run, StoreError)> {
+        let charge = self.charge.budget().force_charge(run.extents.iter().map(Extent::records_bytes).sum());
+        let mut data = self.moving.data(&run);
+        let opened = async {
+            let mut left = VecDeque::with_capacity(run.extents.len());
+            for extent in &run.extents {
+                left.push_back((*extent, self.moving.records(extent).await?));
+            }
+            let chunk = data.next_chunk(&self.buffers).await?.unwrap_or_default();
+            Ok((left, chunk))
+        };
+        match opened.await {
+            Ok((left, chunk)) => Ok(Reading { run, left, base: 0, left_bytes: 0, chunk, data, charge }),
+            Err(error) => Err((run, error)),
+        }
+    }
+
+    /// Gives back an unreadable run. A run of one extent is excluded from moves; the extents of a
+    /// longer run are read one by one.
+    fn leave(&mut self, run: &Run, error: StoreError) {
+        if let Some((partition, base)) = self.moving.give_back(run) {
+            self.shuffle.exclude(partition, base);
+        }
+        self.unread.get_or_insert((0, error)).0 += 1;
+    }
+
+    /// Returns the next extent of the current run, or `None` at its end.
+    fn next_of_run(&mut self) -> Option<Moved> {
+        let reading = self.reading.as_mut()?;
+        let (extent, records) = reading.left.pop_front()?;
+        (reading.base, reading.left_bytes) = (extent.base, extent.length);
+        self.given_bytes += records.len() as u64;
+        self.charge.merge(reading.charge.split_up_to(records.len() as u64));
+        let Extent { base, length, blocks, records_crc, .. } = extent;
+        Some(Moved { partition: reading.run.partition, base, length, blocks, records, records_crc })
+    }
+}
+
+impl Source for Runs {
+    fn next_extent(&mut self) -> BoxFuture<'_, Result<Option<Moved>, StoreError>> {
+        let next = async move {
+            loop {
+                if let Some(moved) = self.next_of_run() {
+                    return Ok(Some(moved));
+                }
+                self.reading = None;
+                let Some(run) = self.moving.next_run().await else { return Ok(None) };
+                match self.open(run).await {
+                    Ok(reading) => self.reading = Some(reading),
+                    Err((_, error)) if error.kind == StoreErrorKind::Purged => return Err(error),
+                    Err((run, error)) => self.leave(&run, error),
+                }
+            }
+        };
+        next.boxed()
+    }
+
+    fn next_bytes(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
+        let next = async move {
+            let Some(reading) = &mut self.reading else { return Ok(None) };
+            if reading.chunk.is_empty() {
+                let chunk = reading.data.next_chunk(&self.buffers).await;
+                // `Moving` skips extents with damaged blocks anyway.
+                if chunk.as_ref().is_err_and(|error| error.kind != StoreErrorKind::Purged)
+                    && !self.moving.has_damage(&reading.run)
+                {
+                    self.shuffle.exclude(reading.run.partition, reading.base);
+                }
+                reading.chunk = chunk?.unwrap_or_default();
+            }
+            let left = usize::try_from(reading.left_bytes).unwrap_or(usize::MAX);
+            let bytes = reading.chunk.split_to(left.min(reading.chunk.len()));
+            reading.left_bytes -= bytes.len() as u64;
+            Ok((!bytes.is_empty()).then_some(bytes))
+        };
+        next.boxed()
+    }
+}

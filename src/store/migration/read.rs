@@ -1,0 +1,208 @@
+//! Reads of streams with extents on disks and in objects.
+//!
+//! A read proceeds by runs of extents that are all on disks or all in objects, and the tier of each
+//! run reads it. Index logs stay until a purge, so an index is read from one snapshot. A data file
+//! may be removed during a read. Its extents are in objects then, and the read continues there from
+//! a new snapshot.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+
+use super::tier::OffloadTier;
+use crate::store::disk::StreamView;
+use crate::store::index::index_read::visit_ids;
+use crate::store::object::{ObjectTier, Uploads};
+use crate::store::{ChunkRead, LocalStore, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind};
+use uniffle_io::ReadBuffers;
+use uniffle_wire::index::RECORD_BYTES;
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+impl ServedTier for OffloadTier {
+    fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
+        let view = self.local.view(key, partition)?;
+        let (length, data_length) = (view.blocks * RECORD_BYTES as u64, view.bytes);
+        Ok(ServedIndex { length, data_length, chunks: Runs::open(self, view, Left::Index(0))? })
+    }
+
+    fn data(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        (offset, length): (u64, u32),
+    ) -> Result<ServedData, StoreError> {
+        let range = offset..offset.saturating_add(u64::from(length));
+        let view = self.local.view_part(key, partition, &range)?;
+        let has_hole = view.has_hole(&range);
+        Ok(ServedData { has_hole, chunks: Runs::open(self, view, Left::Data(range))? })
+    }
+
+    /// Passes the ranges to both tiers. The disks ignore parts that are in objects.
+    fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
+        self.local.hint(key, partition, ranges);
+        for range in ranges {
+            let Ok(view) = self.local.view_part(key, partition, range) else { continue };
+            if let Ok(uploads) = uploads(&self.object, &view) {
+                uploads.hint(&view.extents, range);
+            }
+        }
+    }
+
+    fn mark_damaged_lost<'a>(
+        &'a self,
+        key: &'a ShuffleKey,
+        partition: PartitionId,
+    ) -> BoxFuture<'a, Option<StoreError>> {
+        self.local.mark_damaged_lost(key, partition)
+    }
+}
+
+impl OffloadTier {
+    /// Calls `visit` with the ids of the blocks of a partition that are in objects.
+    pub(super) async fn visit_moved(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        visit: &mut (dyn FnMut(u64) + Send),
+    ) -> Result<(), StoreError> {
+        let view = self.local.view(key, partition)?;
+        let mut next = 0;
+        while let Some(run) = view.run_at(next) {
+            next = run.extents.end;
+            if run.is_in_object {
+                let uploads = uploads(&self.object, &view)?;
+                let mut index = uploads.index(view.extents.clone(), run.extents.start, run.blocks);
+                visit_ids(&mut index, visit).await?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns the uploads of the registration that a snapshot belongs to.
+///
+/// # Errors
+/// `Purged` if the registration has ended.
+fn uploads(object: &ObjectTier, view: &StreamView) -> Result<Uploads, StoreError> {
+    let (key, incarnation) = view.registration();
+    let uploads = object.uploads(key).filter(|it| it.incarnation() == incarnation);
+    uploads.ok_or_else(|| StoreError::new(StoreErrorKind::Purged, key.to_string()))
+}
+
+/// Remainder of a read.
+#[derive(Debug)]
+enum Left {
+    /// Records of the extents from this index on.
+    Index(usize),
+    /// A range of the data.
+    Data(Range<u64>),
+}
+
+/// A read of index or data, run by run.
+#[derive(Debug)]
+struct Runs {
+    local: Arc<LocalStore>,
+    object: Arc<ObjectTier>,
+    view: StreamView,
+    left: Left,
+    /// Reader of the current run.
+    run: Option<Box<dyn ChunkRead>>,
+    has_failed: bool,
+}
+
+impl Runs {
+    fn open(tier: &OffloadTier, view: StreamView, left: Left) -> Result<Box<Self>, StoreError> {
+        let (local, object) = (Arc::clone(&tier.local), Arc::clone(&tier.object));
+        let mut runs = Self { local, object, view, left, run: None, has_failed: false };
+        runs.open_next()?;
+        Ok(Box::new(runs))
+    }
+
+    /// Opens the next run. Returns false at the end.
+    fn open_next(&mut self) -> Result<bool, StoreError> {
+        let (view, extents) = (&self.view, || self.view.extents.clone());
+        let run: Box<dyn ChunkRead> = match &mut self.left {
+            Left::Index(next) => {
+                let Some(run) = view.run_at(*next) else { return Ok(false) };
+                *next = run.extents.end;
+                match run.is_in_object {
+                    false => self.local.index_of(view, &run),
+                    true => {
+                        Box::new(uploads(&self.object, view)?.index(extents(), run.extents.start, run.blocks))
+                    }
+                }
+            }
+            Left::Data(range) if range.is_empty() => return Ok(false),
+            Left::Data(range) => match view.run_in(range) {
+                (end, false) => Box::new(self.local.data_of(view, range.start..end)),
+                (end, true) => Box::new(uploads(&self.object, view)?.data(extents(), range.start..end)),
+            },
+        };
+        self.run = Some(run);
+        Ok(true)
+    }
+
+    /// Takes a new snapshot. Returns whether the next byte of data was on a disk before and is in
+    /// an object now.
+    fn has_moved(&mut self) -> Result<bool, StoreError> {
+        let Left::Data(range) = &self.left else { return Ok(false) };
+        let was_in_object = self.view.run_in(range).1;
+        self.view = self.view.again(range)?;
+        Ok(!was_in_object && self.view.run_in(range).1)
+    }
+
+    async fn read_chunk(&mut self, buffers: &dyn ReadBuffers) -> Result<Option<Bytes>, StoreError> {
+        loop {
+            let Some(run) = &mut self.run else {
+                match self.open_next()? {
+                    true => continue,
+                    false => return Ok(None),
+                }
+            };
+            match run.next_chunk(buffers).await {
+                Ok(Some(chunk)) => {
+                    if let Left::Data(range) = &mut self.left {
+                        range.start += chunk.len() as u64;
+                    }
+                    return Ok(Some(chunk));
+                }
+                Ok(None) => self.run = None,
+                // Either the file was removed after a move, or the disk has failed.
+                Err(error) => match self.has_moved()? {
+                    true => self.run = None,
+                    false => return Err(error),
+                },
+            }
+        }
+    }
+}
+
+impl ChunkRead for Runs {
+    fn next_chunk<'a>(
+        &'a mut self,
+        buffers: &'a dyn ReadBuffers,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        let read = async move {
+            if self.has_failed {
+                let (key, _) = self.view.registration();
+                return Err(StoreError::new(StoreErrorKind::Corrupt, key.to_string()));
+            }
+            self.has_failed = true; // Until this chunk is whole: also when the caller gives up in between.
+            let chunk = self.read_chunk(buffers).await?;
+            self.has_failed = false;
+            Ok(chunk)
+        };
+        read.boxed()
+    }
+
+    fn next_room(&self) -> usize {
+        self.run.as_ref().map_or(0, |run| run.next_room())
+    }
+
+    fn is_suspect(&self) -> bool {
+        self.run.as_ref().is_some_and(|run| run.is_suspect())
+    }
+}

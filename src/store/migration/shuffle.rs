@@ -1,0 +1,168 @@
+//! A registration of a shuffle on the disks and, after its first move, in the store.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use parking_lot::Mutex;
+
+use super::release::Excluded;
+use crate::clock::Instant;
+use crate::store::{ExtentWrite, ShuffleHandle, StoreError, TierBatch, TierShuffle};
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+/// Time after which excluded extents are tried again: a read that failed may succeed later.
+pub(super) const EXCLUDED_FOR: Duration = Duration::from_secs(600);
+
+/// A registration, and the state of its migration.
+#[derive(Debug)]
+pub(super) struct Shuffle {
+    pub(super) key: ShuffleKey,
+    pub(super) local: ShuffleHandle,
+    /// True if records are acknowledged only once the store has them.
+    is_moved: AtomicBool,
+    /// True if this process has made sure that the store has all records.
+    is_known: AtomicBool,
+    /// Cold partitions that may have data on the disks.
+    cold: Mutex<HashSet<PartitionId>>,
+    pub(super) cold_bytes: AtomicU64,
+    /// Published bytes when the last check found nothing movable.
+    stuck_at: AtomicU64,
+    /// Unreadable extents, and the time of the first failure.
+    excluded: Mutex<Option<(Instant, Excluded)>>,
+}
+
+impl Shuffle {
+    /// Returns a registration. `is_moved` is true if an earlier process has moved data of it.
+    pub(super) fn new(key: ShuffleKey, local: ShuffleHandle, is_moved: bool) -> Self {
+        Self {
+            key,
+            local,
+            is_moved: AtomicBool::new(is_moved),
+            is_known: AtomicBool::new(false),
+            cold: Mutex::default(),
+            cold_bytes: AtomicU64::new(0),
+            stuck_at: AtomicU64::new(u64::MAX),
+            excluded: Mutex::default(),
+        }
+    }
+
+    /// Returns whether records are acknowledged only once the store has them.
+    pub(super) fn is_moved(&self) -> bool {
+        self.is_moved.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn set_moved(&self) {
+        self.is_moved.store(true, Ordering::SeqCst);
+    }
+
+    /// Returns whether this process has made sure that the store has all records.
+    pub(super) fn is_known(&self) -> bool {
+        self.is_known.load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_known(&self) {
+        self.is_known.store(true, Ordering::Release);
+    }
+
+    /// Excludes the extent at `base` of a partition's stream from moves, because it cannot be read.
+    pub(super) fn exclude(&self, partition: PartitionId, base: u64) {
+        let mut excluded = self.excluded.lock();
+        excluded.get_or_insert_with(|| (Instant::now(), Excluded::new())).1.insert((partition, base));
+    }
+
+    /// Returns the extents that are excluded from moves now.
+    pub(super) fn excluded(&self) -> Excluded {
+        self.excluded.lock().as_ref().map_or_else(Excluded::new, |(_, extents)| extents.clone())
+    }
+
+    /// Ends the exclusion of extents after [`EXCLUDED_FOR`].
+    pub(super) fn forget_old_exclusions(&self) {
+        let is_old = |(since, _): &mut (Instant, Excluded)| since.elapsed() >= EXCLUDED_FOR;
+        if self.excluded.lock().take_if(is_old).is_some() {
+            self.stuck_at.store(u64::MAX, Ordering::Relaxed);
+        }
+    }
+
+    /// Notes that none of `bytes` published bytes can be moved. The next check is due when this
+    /// number changes.
+    pub(super) fn set_stuck(&self, bytes: u64) {
+        self.stuck_at.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Returns whether the last check found that none of `bytes` published bytes can be moved.
+    pub(super) fn is_stuck(&self, bytes: u64) -> bool {
+        bytes == self.stuck_at.load(Ordering::Relaxed)
+    }
+
+    /// Takes the cold partitions in order to move them.
+    pub(super) fn take_cold(&self) -> Cold<'_> {
+        let mut cold = self.cold.lock();
+        let (partitions, bytes) = (std::mem::take(&mut *cold), self.cold_bytes.swap(0, Ordering::Relaxed));
+        Cold { shuffle: self, partitions, bytes }
+    }
+
+    /// Adds the partitions of a batch's extents that are longer than `cold_bytes`.
+    fn note_cold(&self, extents: &[(PartitionId, u64)], cold_bytes: u64) {
+        let cold = extents.iter().filter(|(_, length)| *length > cold_bytes);
+        for (partition, length) in cold {
+            self.add_cold([*partition], *length);
+        }
+    }
+
+    fn add_cold(&self, partitions: impl IntoIterator<Item = PartitionId>, bytes: u64) {
+        let mut cold = self.cold.lock();
+        cold.extend(partitions);
+        self.cold_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+/// Cold partitions that are being moved. If dropped before [`Cold::done`], they are cold again.
+#[derive(Debug)]
+pub(super) struct Cold<'a> {
+    shuffle: &'a Shuffle,
+    pub(super) partitions: HashSet<PartitionId>,
+    bytes: u64,
+}
+
+impl Cold<'_> {
+    /// Ends the move. The store has all movable data of the partitions.
+    pub(super) fn done(mut self) {
+        self.partitions.clear();
+        self.bytes = 0;
+    }
+}
+
+impl Drop for Cold<'_> {
+    fn drop(&mut self) {
+        self.shuffle.add_cold(self.partitions.drain(), self.bytes);
+    }
+}
+
+/// A registration to which batches are written.
+#[derive(Debug)]
+pub(super) struct Handle {
+    pub(super) shuffle: Arc<Shuffle>,
+    /// Length above which an extent makes its partition cold.
+    pub(super) cold_bytes: u64,
+}
+
+impl TierShuffle for Handle {
+    fn is_accepting(&self) -> bool {
+        TierShuffle::is_accepting(&self.shuffle.local)
+    }
+
+    fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
+        let of = |extent: &ExtentWrite| (extent.partition, extent.length);
+        let extents: Vec<_> = batch.extents.iter().map(of).collect();
+        let write = async move {
+            TierShuffle::write(&self.shuffle.local, batch).await?;
+            self.shuffle.note_cold(&extents, self.cold_bytes);
+            Ok(())
+        };
+        write.boxed()
+    }
+}

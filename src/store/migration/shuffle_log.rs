@@ -1,0 +1,80 @@
+//! Metadata records of a shuffle whose data may move to an object store.
+//!
+//! Records are appended to the log of the disks, which is copied to the store in the background.
+//! The store has all records of a shuffle before the first move. Each later record is acknowledged
+//! once the store has it.
+//!
+//! All other records are acknowledged without the store, with one exception: if an earlier
+//! registration of the shuffle has moved data, a new registration waits until the store knows that
+//! the earlier one has ended.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use parking_lot::Mutex;
+
+use super::shuffle::Shuffle;
+use crate::store::object::ObjectTier;
+use crate::store::{LocalStore, MetadataLog, StoreError};
+use uniffle_wire::types::ShuffleKey;
+
+/// Incarnations of ended registrations with moved data, while the store may not know of the end.
+pub(super) type Ends = Mutex<HashMap<ShuffleKey, u64>>;
+
+/// The metadata log for one registration.
+pub(super) struct ShuffleLog {
+    pub(super) local: Arc<LocalStore>,
+    pub(super) object: Arc<ObjectTier>,
+    pub(super) ends: Arc<Ends>,
+    pub(super) shuffle: Arc<Shuffle>,
+}
+
+impl ShuffleLog {
+    /// Waits for the store if data of the shuffle or of an earlier registration was moved. A start
+    /// on empty disks would recover the earlier registration until the store knows that it has
+    /// ended.
+    async fn acknowledged(&self, position: u64) -> Result<(), StoreError> {
+        let key = &self.shuffle.key;
+        let earlier = self.ends.lock().get(key).copied();
+        if let Some(earlier) = earlier {
+            self.object.end_known(position, key).await?;
+            forget_end(&self.ends, key, earlier);
+        }
+        if self.shuffle.is_moved() { self.object.known(position).await } else { Ok(()) }
+    }
+}
+
+/// Removes a registration from `ends`, because the store knows that it has ended.
+pub(super) fn forget_end(ends: &Ends, key: &ShuffleKey, incarnation: u64) {
+    let mut ends = ends.lock();
+    if ends.get(key) == Some(&incarnation) {
+        ends.remove(key);
+    }
+}
+
+impl MetadataLog for ShuffleLog {
+    /// Once data was moved, a record that only the disks have was never acknowledged. It counts as
+    /// durable when the store has it too.
+    fn is_recovered_durable(&self) -> bool {
+        self.local.is_log_begun() && (!self.shuffle.is_moved() || self.object.log().is_begun())
+    }
+
+    fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
+        let append = async move {
+            let position = self.local.append_record(&self.shuffle.local, record).await?;
+            self.acknowledged(position).await
+        };
+        append.boxed()
+    }
+
+    fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>> {
+        let mark = async move {
+            let position = self.local.mark_incomplete(&self.shuffle.local, reason).await?;
+            self.acknowledged(position).await
+        };
+        mark.boxed()
+    }
+}

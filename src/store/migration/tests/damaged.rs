@@ -1,0 +1,106 @@
+//! Unreadable data stays on its disk and holds up no other data.
+
+use std::path::PathBuf;
+
+use super::*;
+use crate::store::Drained;
+use crate::store::migration::shuffle::EXCLUDED_FOR;
+
+/// Returns a data file longer than `bytes`, with its disk.
+fn data_file(fixture: &Fixture, bytes: usize) -> (&MemoryDisk, PathBuf) {
+    let is_one = |disk: &MemoryDisk, path: &PathBuf| {
+        let is_data = path.starts_with("apps") && path.extension().is_some_and(|it| it == "data");
+        is_data && disk.content(path).is_some_and(|content| content.len() > bytes)
+    };
+    let find = |disk| Some((disk, MemoryDisk::files(disk).into_iter().find(|path| is_one(disk, path))?));
+    fixture.disks.iter().find_map(find).unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn unreadable_partition_blocks_no_other_and_no_drain() {
+    let process = Fixture::new().start().await;
+    let (bad, good) = (key(1), key(2));
+    process.register(&bad).await;
+    for batch in 0..12 {
+        let of = |partition: i32| extent(partition, batch * 4..(batch + 1) * 4, 1000);
+        process.write(&bad, vec![of(0), of(7), of(3)]).await;
+    }
+    // Each batch begins with partition 0.
+    let (disk, file) = data_file(&process.fixture, 0);
+    disk.corrupt(&file, 10, 1);
+    process.register(&good).await;
+    process.write(&good, vec![extent(0, 0..40, 1000)]).await;
+
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 0, "it is noticed before an object has anything of it");
+    let [stopped, others @ ..] = [0, 3, 7].map(|partition| process.moved_bytes(&bad, partition));
+    assert!(stopped == 44_000 && others == [48_000; 2], "all but one extent: {stopped} {others:?}");
+    let left = Drained { stuck_bytes: 48_000 - stopped, ..Drained::default() };
+    assert_eq!(process.tier.how_far(), left);
+    assert_eq!(process.fixture.store.open_uploads(), 0);
+    for partition in [3, 7] {
+        assert_eq!(process.read(&bad, partition).await.unwrap(), expected(0..48, 1000));
+    }
+    assert_eq!(process.read(&good, 0).await.unwrap(), expected(0..40, 1000));
+    assert!(
+        !process.read(&bad, 0).await.unwrap().contains_key(&0),
+        "it is left out, and who reads through a service is told"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn damaged_extent_within_a_run_is_skipped_and_kept() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    for ids in [0..100, 100..3100] {
+        process.write(&key, vec![extent(0, ids, 1000)]).await;
+    }
+    let (disk, file) = data_file(&process.fixture, 2_900_000);
+    disk.corrupt(&file, 2_500_000, 1);
+
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 1, "what was on its way is given up once");
+    let end = || process.moved_bytes(&key, 0);
+    assert_eq!((end(), process.fixture.store.open_uploads()), (100_000, 0));
+    assert_eq!(process.tier.how_far(), Drained { stuck_bytes: 3_000_000, ..Drained::default() });
+
+    assert!(process.tier.next().is_none(), "not before its time");
+    tokio::time::advance(EXCLUDED_FOR).await;
+    assert_eq!((process.move_what_is_wanted().await, end()), (0, 100_000));
+    assert_eq!(process.tier.how_far(), Drained { stuck_bytes: 3_000_000, ..Drained::default() });
+    let left = process.read(&key, 0).await.unwrap();
+    assert_eq!((0..3100).filter(|id| left.contains_key(id)).count(), 3099, "all but the block");
+}
+
+/// Data that was unreadable for a while is served after the next start.
+#[tokio::test(start_paused = true)]
+async fn partly_unreadable_file_stays_after_a_move() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    process.write(&key, vec![extent(0, 100..104, 1000), extent(5, 0..4, 1000)]).await;
+    let find = |disk: &MemoryDisk, path: &PathBuf| {
+        let content = disk.content(path)?;
+        let id = 103_i64.to_be_bytes();
+        content
+            .windows(id.len())
+            .position(|it| it == id)
+            .filter(|_| path.extension().is_some_and(|it| it == "index"))
+    };
+    let of = |disk: &MemoryDisk| {
+        disk.files().into_iter().find_map(|path| find(disk, &path).map(|at| (disk.clone(), path, at)))
+    };
+    let (disk, index, at) = process.fixture.disks.iter().find_map(of).unwrap();
+    disk.corrupt(&index, at, 1);
+    for _ in 0..3 {
+        process.read(&key, 0).await.unwrap_err();
+    }
+    process.tier.local.mark_damaged_lost(&key, PartitionId(0)).await.unwrap();
+    process.move_all(&key).await.unwrap();
+    assert_eq!(process.moved_bytes(&key, 5), 4000);
+
+    disk.corrupt(&index, at, 1);
+    let process = process.kill().await.start().await;
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(100..104, 1000));
+}

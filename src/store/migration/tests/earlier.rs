@@ -1,0 +1,251 @@
+//! Stored records and data of an ended registration never count as those of a later registration of
+//! the shuffle.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use uniffle_testkit::object_fault::{Call, Fault};
+
+use super::*;
+use crate::store::StoreErrorKind;
+
+impl Process {
+    /// Unregisters a shuffle without deleting its objects, as if the process ended directly
+    /// afterwards.
+    fn forget(&self, key: &ShuffleKey) {
+        drop(Arc::clone(&self.tier).forget(&key.app, std::slice::from_ref(key), Purge::Shuffles));
+    }
+
+    /// Creates a registration that the store knows, and unregisters it. Its objects stay.
+    async fn left_in_the_store(&self, key: &ShuffleKey) {
+        self.register(key).await;
+        self.write(key, vec![extent(0, 0..10, 3000)]).await;
+        self.move_all(key).await.unwrap();
+        self.say(key, b"earlier").await.unwrap();
+        self.forget(key);
+    }
+
+    async fn try_register(&self, key: &ShuffleKey) -> Result<(), StoreError> {
+        self.admit(key);
+        self.say(key, &Record::Registration(Registration::default()).encode()).await
+    }
+}
+
+/// Directory `/a` alone has the later registration, and it is missing. Directory `/b` has the
+/// earlier one, which the store knows to be complete.
+#[tokio::test(start_paused = true)]
+async fn earlier_registration_in_store_proves_nothing() {
+    let both = Fixture::new();
+    let only = |at: usize| Fixture { disks: vec![both.disks[at].clone()], ..both.clone() };
+    let process = both.start().await;
+    let key = key(1);
+    process.register(&key).await;
+    process.write(&key, vec![extent(0, 0..10, 3000)]).await;
+    process.move_all(&key).await.unwrap();
+    process.kill().await;
+
+    let process = only(0).start().await;
+    process.forget(&key);
+    process.register(&key).await;
+    process.say(&key, b"later").await.unwrap();
+    process.kill().await;
+
+    let process = only(1).start().await;
+    let (recovered, _) = heard(&process).await;
+    let incomplete = recovered.shuffles.iter().find(|it| it.key == key).unwrap().incomplete.as_ref();
+    assert!(incomplete.is_some_and(|reason| reason.contains("/a is missing")), "{incomplete:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn empty_machine_ignores_the_earlier_registration() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.left_in_the_store(&key).await;
+    process.register(&key).await;
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    let (recovered, said) = heard(&process).await;
+    assert!(recovered.shuffles.is_empty() && said.is_empty(), "{recovered:?} {said:?}");
+}
+
+/// The client receives the reason, before its own timeout.
+#[tokio::test(start_paused = true)]
+async fn moved_shuffle_is_not_registered_again_while_store_fails() {
+    for failing in [Call::Put, Call::Get] {
+        for fault in [Fault::Refuse, Fault::Hold] {
+            let process = Fixture::new().start().await;
+            let (again, other) = (key(1), key(2));
+            process.left_in_the_store(&again).await;
+            process.fixture.store.set(move |call, _| if call == failing { fault } else { Fault::None });
+            let began = Instant::now();
+            let error = process.try_register(&again).await.unwrap_err();
+            assert!(
+                began.elapsed() <= Duration::from_secs(20),
+                "{failing:?} {fault:?}: {:?}",
+                began.elapsed()
+            );
+            let text = error.to_string();
+            assert_eq!(error.kind, StoreErrorKind::Unreachable, "{text}");
+            assert!(text.contains("an earlier registration of the shuffle has not been ended"), "{text}");
+            process.say(&again, b"later").await.unwrap_err();
+            process.register(&other).await;
+
+            process.fixture.store.heal();
+            process.register(&again).await;
+            process.say(&again, b"later").await.unwrap();
+        }
+    }
+}
+
+/// A short outage of the store only delays the client.
+#[tokio::test(start_paused = true)]
+async fn reregistration_succeeds_once_the_store_is_back() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.left_in_the_store(&key).await;
+    let mut calls = 0;
+    process.fixture.store.set(move |call, _| {
+        calls += usize::from(call == Call::Put);
+        if call == Call::Put && calls < 5 { Fault::Refuse } else { Fault::None }
+    });
+    process.try_register(&key).await.unwrap();
+}
+
+/// Deleting an application also deletes earlier registrations whose objects are still stored.
+#[tokio::test(start_paused = true)]
+async fn deleted_application_leaves_no_superseded_registration() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.left_in_the_store(&key).await;
+    let why = Purge::App(crate::store::Cause::Unregistered);
+    Arc::clone(&process.tier).forget(&key.app, &[], why).unwrap().await;
+    assert_eq!(process.fixture.segments().await, 0);
+    process.register(&key).await;
+}
+
+/// The store takes the record that permits moves, but its answer is lost. The next record is not in
+/// the store, and a start that finds only the store must not take its records for complete.
+#[tokio::test(start_paused = true)]
+async fn unanswered_move_proves_no_later_records() {
+    let mut has_lost_the_last = false;
+    for at in 0..10 {
+        let process = Fixture::new().start().await;
+        let key = key(1);
+        process.register(&key).await;
+        process.write(&key, vec![extent(0, 0..10, 3000)]).await;
+        // From this write on, writes take effect but get no answer. Deletions fail.
+        let mut puts = 0;
+        process.fixture.store.set(move |call, _| match call {
+            Call::Put if puts >= at => Fault::LoseAnswer,
+            Call::Put => {
+                puts += 1;
+                Fault::None
+            }
+            Call::Delete => Fault::Refuse,
+            _ => Fault::None,
+        });
+        if process.move_all(&key).await.is_ok() {
+            break;
+        }
+        let acknowledged = process.say(&key, b"later").await.is_ok();
+        has_lost_the_last |= !acknowledged;
+        let fixture = process.kill().await;
+        fixture.store.heal();
+        let process = fixture.on_an_empty_machine().start().await;
+        let (recovered, said) = heard(&process).await;
+        let is_proven = recovered.shuffles.iter().any(|it| it.incomplete.is_none());
+        let is_known = said.get(&key).is_some_and(|said| said.contains(&Bytes::from_static(b"later")));
+        assert!(!(acknowledged && is_proven) || is_known, "write {at}: {recovered:?} {said:?}");
+        assert!(acknowledged || is_proven, "write {at}: a move that said too little holds up no report");
+    }
+    assert!(has_lost_the_last);
+}
+
+/// A start may leave stored data for a later start. A new registration of the shuffle ends that.
+#[tokio::test(start_paused = true)]
+async fn deferred_objects_do_not_join_a_later_registration() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    process.write(&key, vec![extent(0, 0..10, 3000)]).await;
+    process.move_all(&key).await.unwrap();
+    let process = process.kill().await.start().await;
+    process.tier.leave(&key);
+    process.register(&key).await;
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    assert!(heard(&process).await.0.shuffles.is_empty());
+}
+
+/// Returns a process with a shuffle to be moved. `fault` gets each call of the store, and whether
+/// the call is a write after the first `from` ones.
+async fn about_to_move(
+    key: &ShuffleKey,
+    from: usize,
+    fault: impl Fn(Call, bool) -> Fault + Send + 'static,
+) -> Process {
+    let process = Fixture::new().start().await;
+    process.register(key).await;
+    process.write(key, vec![extent(0, 0..10, 3000)]).await;
+    let mut puts = 0;
+    process.fixture.store.set(move |call, _| {
+        puts += usize::from(call == Call::Put);
+        fault(call, call == Call::Put && puts > from)
+    });
+    process
+}
+
+/// Delayed writes of log pages take effect after the pages were deleted and the shuffle was
+/// registered again. The disks are lost afterwards.
+#[tokio::test(start_paused = true)]
+async fn late_page_does_not_join_a_later_registration() {
+    let mut has_arrived = 0;
+    for (fault, from) in
+        [Fault::Late, Fault::Repeat].into_iter().flat_map(|it| (0..8).map(move |at| (it, at)))
+    {
+        let key = key(1);
+        let of = move |_, is_after| if is_after { fault } else { Fault::None };
+        let process = about_to_move(&key, from, of).await;
+        let moved = process.move_all(&key).await;
+        let said = process.say(&key, b"earlier").await;
+        assert!(fault == Fault::Late || said.is_ok(), "write {from}: {moved:?} {said:?}");
+        process.fixture.store.heal();
+        process.purge(&key).await;
+        process.register(&key).await;
+        process.say(&key, b"later").await.unwrap();
+        has_arrived += process.fixture.store.deliver().await;
+
+        let process = process.kill().await.on_an_empty_machine().start().await;
+        let (recovered, said) = heard(&process).await;
+        let is_proven = recovered.shuffles.iter().any(|it| it.incomplete.is_none());
+        assert!(!is_proven, "{fault:?} from write {from} on: {recovered:?} {said:?}");
+    }
+    assert!(has_arrived > 0);
+}
+
+/// Only shuffles with moved data wait for the store.
+#[tokio::test(start_paused = true)]
+async fn shuffles_without_moved_data_never_wait_for_the_store() {
+    let process = Fixture::new().start().await;
+    process.until_known().await;
+    process.fixture.store.set(|_, _| Fault::Hold);
+    let began = Instant::now();
+    for key in [key(1), key(2), key(1)] {
+        process.register(&key).await;
+        process.write(&key, vec![extent(0, 0..10, 3000)]).await;
+        process.say(&key, b"report").await.unwrap();
+        process.purge(&key).await;
+        process.tier.forgotten_durable(&key.app, Some(&key)).await.unwrap();
+    }
+    assert_eq!(began.elapsed(), Duration::ZERO);
+}
+
+/// The end is durable once the disks have it; the store is not required.
+#[tokio::test(start_paused = true)]
+async fn end_of_a_moved_shuffle_does_not_wait_for_the_store() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.left_in_the_store(&key).await;
+    process.fixture.store.set(|_, _| Fault::Hold);
+    let began = Instant::now();
+    process.tier.forgotten_durable(&key.app, Some(&key)).await.unwrap();
+    assert_eq!(began.elapsed(), Duration::ZERO);
+}

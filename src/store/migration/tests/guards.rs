@@ -1,0 +1,345 @@
+//! Local and stored data is deleted only with proof that it is copied or obsolete. A hung store
+//! delays only operations that need it.
+
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use uniffle_testkit::eventually;
+use uniffle_testkit::object_fault::{Call, Fault};
+
+use super::*;
+use crate::store::{Drained, StoreErrorKind};
+
+async fn fill(process: &Process, key: &ShuffleKey, ids: Range<i64>) {
+    for id in ids {
+        process.write(key, vec![extent(0, id..id + 1, 3000)]).await;
+    }
+}
+
+/// Returns the state after a killed process. The first blocks of a shuffle are in the store, and
+/// the last ones only on the disks.
+async fn divided(key: &ShuffleKey) -> Fixture {
+    let process = Fixture::new().start().await;
+    process.register(key).await;
+    fill(&process, key, 0..20).await;
+    process.move_all(key).await.unwrap();
+    process.say(key, b"report").await.unwrap();
+    fill(&process, key, 20..23).await;
+    process.kill().await
+}
+
+/// Removes both copies of a log object. The last object has the number 1.
+pub(super) async fn lose_log_object(fixture: &Fixture, from_the_end: usize) {
+    let objects = fixture.store.objects().await.into_iter().map(|(object, _)| object);
+    let log: Vec<_> = objects.filter(|object| object.contains("/!log/")).collect();
+    let end = log.len() - 2 * from_the_end;
+    for object in &log[end - 2..end] {
+        fixture.store.remove(object).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn reports_do_not_wait_for_a_hung_first_move() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..10).await;
+    process.fixture.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+    let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
+    let mut moving = JoinSet::new();
+    moving.spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
+    let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
+    eventually("the first page is on its way", held).await;
+    let began = tokio::time::Instant::now();
+    process.say(&key, b"meanwhile").await.unwrap();
+    assert_eq!(began.elapsed(), std::time::Duration::ZERO);
+    assert!(process.fixture.store.held() > 0, "it still hangs");
+
+    process.fixture.store.heal();
+    assert!(moving.join_next().await.unwrap().unwrap().unwrap());
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((said[&key].len(), &recovered.shuffles[0].incomplete), (2, &None));
+}
+
+/// The store hangs between its first answer and the record that permits moves. It may have that
+/// record, so a later one must not be acknowledged without it.
+#[tokio::test(start_paused = true)]
+async fn report_behind_a_hung_move_ends_in_time() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..10).await;
+    let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
+    let moved = Arc::clone(&shuffle);
+    process.fixture.store.set(
+        move |call, _| {
+            if call == Call::Put && moved.is_moved() { Fault::Hold } else { Fault::None }
+        },
+    );
+    let mut moving = JoinSet::new();
+    moving.spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
+    let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
+    eventually("the record of the move is on its way", held).await;
+    for _ in 0..2 {
+        let report = process.say(&key, b"report");
+        let ended = tokio::time::timeout(Duration::from_secs(125), report).await;
+        let error = ended.expect("it ends").unwrap_err();
+        assert_eq!(error.kind, StoreErrorKind::Unreachable, "{error}");
+        assert!(error.to_string().contains("has not answered"), "{error}");
+    }
+    assert!(moving.join_next().await.unwrap().unwrap().is_err(), "the next pass tries again");
+
+    process.fixture.store.heal();
+    process.say(&key, b"report").await.unwrap();
+    process.move_all(&key).await.unwrap();
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((said[&key].len(), &recovered.shuffles[0].incomplete), (2, &None));
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
+}
+
+#[tokio::test(start_paused = true)]
+async fn checkpoint_replaces_records_that_outran_the_store() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..10).await;
+    process.fixture.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+    let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
+    let mut moving = JoinSet::new();
+    moving.spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
+    let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
+    eventually("the first page is on its way", held).await;
+    for number in 0..10_u8 {
+        process.say(&key, &[number].repeat(1 << 20)).await.unwrap();
+    }
+    process.fixture.store.heal();
+    assert!(moving.join_next().await.unwrap().unwrap().unwrap());
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
+    process.move_all(&key).await.unwrap();
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    assert_eq!(heard(&process).await.1[&key].len(), 11);
+}
+
+/// The process ends at each write of the log copy, while a report is sent.
+#[tokio::test(start_paused = true)]
+async fn report_during_the_copy_keeps_disk_data() {
+    for at in 0..8 {
+        let process = Fixture::new().start().await;
+        let key = key(1);
+        process.register(&key).await;
+        fill(&process, &key, 0..10).await;
+        let mut puts = 0;
+        process.fixture.store.set(move |call, _| {
+            puts += usize::from(call == Call::Put);
+            if call == Call::Put && puts > at { Fault::Hold } else { Fault::None }
+        });
+        let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
+        let mut moving = JoinSet::new();
+        moving.spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
+        let log = process.tier.metadata_log(&key).unwrap();
+        let mut saying = JoinSet::new();
+        let report = saying.spawn(async move { log.append(Bytes::from_static(b"report")).await.is_ok() });
+        tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+        let is_acknowledged = report.is_finished() && saying.join_next().await.unwrap().unwrap();
+        moving.shutdown().await;
+        let fixture = process.kill().await;
+        fixture.store.heal();
+        let process = fixture.start().await;
+        let (recovered, said) = heard(&process).await;
+        assert!(said[&key].len() == 2 || !is_acknowledged, "write {at}");
+        assert_eq!(recovered.shuffles[0].incomplete, None, "write {at}");
+        assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000), "write {at}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn start_from_unmounted_disks_is_refused() {
+    let key = key(1);
+    let fixture = divided(&key).await;
+    let unmounted = fixture.unmounted();
+    let error = unmounted.try_start().await.map(drop).unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::NotMounted, "{error}");
+    let text = error.to_string();
+    assert!(text.contains("the object store has") && text.contains("require_mounted = false"), "{text}");
+    let left: Vec<_> = unmounted.disks.iter().flat_map(|disk| disk.files()).collect();
+    assert!(left.is_empty(), "a claim would make it look used: {left:?}");
+
+    let process = fixture.start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((said[&key].len(), present(&recovered, &key, 0).len()), (2, 23));
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
+}
+
+#[tokio::test(start_paused = true)]
+async fn returned_disks_are_served() {
+    let key = key(1);
+    let fixture = divided(&key).await;
+    let elsewhere = fixture.on_an_empty_machine();
+    let process = elsewhere.start().await;
+    process.say(&key, b"elsewhere").await.unwrap();
+    fill(&process, &key, 50..52).await;
+    process.kill().await;
+
+    let mut back = fixture;
+    for _ in 0..2 {
+        let process = back.start().await;
+        let (recovered, said) = heard(&process).await;
+        assert_eq!((recovered.shuffles.len(), said[&key].len()), (1, 3));
+        assert_eq!(recovered.shuffles[0].incomplete, None, "the store has all that was said");
+        assert_eq!(present(&recovered, &key, 0), (0..23).collect::<Vec<_>>());
+        assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
+        back = process.kill().await;
+    }
+    // By now the disks have all records.
+    let fixture = Fixture { store: FaultyObjects::default(), ..back };
+    let process = fixture.start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((said[&key].len(), &recovered.shuffles[0].incomplete), (3, &None));
+}
+
+/// Other disks gave the same stream offsets to other blocks, and moved these.
+#[tokio::test(start_paused = true)]
+async fn blocks_missing_in_the_store_keep_their_file() {
+    let key = key(1);
+    let fixture = divided(&key).await;
+    let files = fixture.data_files();
+    assert!(files > 0);
+    let process = fixture.on_an_empty_machine().start().await;
+    fill(&process, &key, 50..54).await;
+    process.move_all(&key).await.unwrap();
+    process.kill().await;
+
+    let mut back = fixture;
+    for _ in 0..2 {
+        let process = back.start().await;
+        let (recovered, _) = heard(&process).await;
+        let all: Vec<u64> = (0..20).chain(50..54).collect();
+        assert_eq!(present(&recovered, &key, 0), all);
+        back = process.kill().await;
+        assert_eq!(back.data_files(), files);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn drained_worker_starts_on_empty_disks_until_cancelled() {
+    let key = key(1);
+    let process = divided(&key).await.start().await;
+    process.tier.begin_drain();
+    assert_eq!(process.tier.how_far().shuffles_left, 1);
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    assert_eq!(process.tier.how_far(), Drained::default());
+    let drained = process.kill().await.unmounted();
+    let process = drained.start().await;
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
+    // The worker has data on disks again.
+    let fixture = process.kill().await;
+    assert_eq!(fixture.unmounted().try_start().await.map(drop).unwrap_err().kind, StoreErrorKind::NotMounted);
+
+    let process = fixture.start().await;
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    Tier::stay(&*process.tier);
+    process.tier.tell_drained().await;
+    let fixture = process.kill().await;
+    assert_eq!(fixture.unmounted().try_start().await.map(drop).unwrap_err().kind, StoreErrorKind::NotMounted);
+}
+
+/// Objects of an ended shuffle are not data of the disks, so they do not hold up a drain.
+#[tokio::test(start_paused = true)]
+async fn drain_without_shuffles_ends_once_stored() {
+    let key = key(1);
+    let process = divided(&key).await.start().await;
+    process.fixture.store.set(|call, _| if call == Call::Delete { Fault::Refuse } else { Fault::None });
+    drop(Arc::clone(&process.tier).forget(&key.app, std::slice::from_ref(&key), Purge::Shuffles));
+    process.tier.begin_drain();
+    assert_eq!(process.tier.how_far().shuffles_left, 1);
+    process.until_known().await;
+    process.tier.tell_drained().await;
+    assert_eq!(process.tier.how_far(), Drained::default());
+    let fixture = process.kill().await;
+    fixture.store.heal();
+    fixture.unmounted().start().await;
+}
+
+/// A failed start must not reset the drained state.
+#[tokio::test(start_paused = true)]
+async fn drained_state_survives_a_failed_start() {
+    let key = key(1);
+    let process = divided(&key).await.start().await;
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    let drained = process.kill().await.unmounted();
+    let nowhere = Fixture { disks: Vec::new(), ..drained.clone() };
+    nowhere.try_start().await.map(drop).unwrap_err();
+    let process = drained.start().await;
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
+}
+
+#[tokio::test(start_paused = true)]
+async fn segments_stay_when_the_log_in_the_store_is_damaged() {
+    for (is_elsewhere, lost) in [false, true].into_iter().flat_map(|it| (1..3).map(move |lost| (it, lost))) {
+        let key = key(1);
+        let mut fixture = divided(&key).await;
+        let segments = fixture.segments().await;
+        lose_log_object(&fixture, lost).await;
+        if is_elsewhere {
+            fixture = fixture.on_an_empty_machine();
+        }
+        for start in 0..3 {
+            let process = fixture.start().await;
+            let (recovered, _) = heard(&process).await;
+            assert_eq!(process.fixture.segments().await, segments, "{lost} start {start}");
+            if is_elsewhere {
+                let is_proven = recovered.shuffles.iter().any(|told| told.incomplete.is_none());
+                assert!(!is_proven, "{lost} start {start}: {recovered:?}");
+                assert!(process.tier.metadata_gap().is_some(), "{lost} start {start}");
+            } else {
+                let told = &recovered.shuffles[0];
+                assert_eq!(told.incomplete, None, "{lost} start {start}: {told:?}");
+                assert_eq!(present(&recovered, &key, 0), (0..23).collect::<Vec<_>>(), "{lost} start {start}");
+                assert!(told.lost.is_empty(), "{lost} start {start}: {told:?}");
+                assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000), "start {start}");
+            }
+            process.until_known().await;
+            fixture = process.kill().await;
+        }
+    }
+}
+
+/// The later registration has the greater incarnation. Local data of the earlier one stays while
+/// the metadata has a gap.
+#[tokio::test(start_paused = true)]
+async fn later_registration_elsewhere_is_served_without_deletion() {
+    let here = Fixture::new();
+    let process = here.start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..10).await;
+    let number = process.tier.local.handle(&key).unwrap().incarnation();
+    process.kill().await;
+    let files = here.data_files();
+
+    let process = here.on_an_empty_machine().start().await;
+    process.tier.local.count_from(number + 100);
+    process.register(&key).await;
+    fill(&process, &key, 50..60).await;
+    process.move_all(&key).await.unwrap();
+    process.kill().await;
+    let segments = here.segments().await;
+
+    let process = here.start().await;
+    let (recovered, _) = heard(&process).await;
+    assert_eq!((recovered.shuffles.len(), &recovered.shuffles[0].incomplete), (1, &None));
+    assert!(process.tier.metadata_gap().is_some(), "others went on");
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(50..60, 3000));
+    assert_eq!((here.segments().await, here.data_files()), (segments, files));
+    process.say(&key, b"more").await.unwrap();
+    process.purge(&key).await;
+    process.register(&key).await;
+    fill(&process, &key, 70..73).await;
+    let process = process.kill().await.start().await;
+    let (recovered, _) = heard(&process).await;
+    assert_eq!((present(&recovered, &key, 0), &recovered.shuffles[0].incomplete), (vec![70, 71, 72], &None));
+}

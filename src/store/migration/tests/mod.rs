@@ -1,0 +1,218 @@
+//! The tier above in-memory disks and an in-memory store with injected faults.
+
+mod damaged;
+mod earlier;
+mod guards;
+mod moves;
+mod restarts;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use prometheus::Registry;
+use uniffle_io::Disk;
+use uniffle_io::buffers::HeapBuffers;
+use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_testkit::object_fault::FaultyObjects;
+use uniffle_wire::index::FILLER_BLOCK_ID;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
+
+use super::policy::{Wanted, Watermarks};
+use super::{OffloadSettings, OffloadTier};
+use crate::budget::Budget;
+use crate::log::{Record, Registration};
+use crate::runtime::Tasks;
+use crate::store::object::{ObjectSettings, ObjectTier};
+use crate::store::test_blocks::{self, all, content, expected, extent};
+use crate::store::{ExtentWrite, LocalConfig, Purge, Recovered, ServedTier, StoreError, Tier};
+
+/// Disks, store and configuration that survive a process.
+#[derive(Clone)]
+struct Fixture {
+    disks: Vec<MemoryDisk>,
+    store: FaultyObjects,
+    /// `localfile_store.require_mounted`.
+    require_mounted: Option<bool>,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let disks = ["/a", "/b"].map(|name| MemoryDisk::new(name, None)).to_vec();
+        Self { disks, store: FaultyObjects::default(), require_mounted: None }
+    }
+
+    /// Returns the same store with new disks, which the configuration declares to be new.
+    fn on_an_empty_machine(&self) -> Self {
+        Self { store: self.store.clone(), require_mounted: Some(false), ..Self::new() }
+    }
+
+    /// Returns the same store and configuration with empty directories, as if the disks were not
+    /// mounted.
+    fn unmounted(&self) -> Self {
+        Self { disks: Self::new().disks, ..self.clone() }
+    }
+
+    async fn start(&self) -> Process {
+        self.try_start().await.unwrap()
+    }
+
+    async fn try_start(&self) -> Result<Process, StoreError> {
+        let (memory, tasks) = (Budget::new(u64::MAX), Tasks::new());
+        let objects = ObjectSettings {
+            segment_bytes: 40_000,
+            part_bytes: 8_000,
+            is_below_disks: true,
+            ..ObjectSettings::new("p/worker-1")
+        };
+        let registry = Registry::new();
+        let object =
+            ObjectTier::open(Arc::new(self.store.clone()), objects, &memory, tasks.clone(), &registry)
+                .await?;
+        let settings = OffloadSettings {
+            watermarks: Watermarks { high: 0.6, low: 0.5 },
+            cold_bytes: 30_000,
+            pass_bytes: 100_000,
+        };
+        let config = LocalConfig {
+            index_cache_bytes: 0,
+            data_log_bytes: 50_000,
+            require_mounted: self.require_mounted,
+            ..LocalConfig::default()
+        };
+        let disks = self.disks.iter().map(|disk| Arc::new(disk.clone()) as Arc<dyn Disk>).collect();
+        let memory = (&memory, tasks.clone());
+        let tier = OffloadTier::open(settings, (config, disks), object, memory, &registry).await?;
+        Ok(Process { fixture: self.clone(), tier, tasks })
+    }
+
+    /// Returns the number of data files on the disks.
+    fn data_files(&self) -> usize {
+        let files = self.disks.iter().flat_map(|disk| disk.files());
+        files
+            .filter(|path| path.starts_with("apps") && path.extension().is_some_and(|it| it == "data"))
+            .count()
+    }
+
+    async fn segments(&self) -> usize {
+        self.store.objects().await.iter().filter(|(key, _)| key.contains("/s0")).count()
+    }
+}
+
+/// A process of the worker.
+struct Process {
+    fixture: Fixture,
+    tier: Arc<OffloadTier>,
+    tasks: Tasks,
+}
+
+impl Process {
+    fn admit(&self, key: &ShuffleKey) {
+        Arc::clone(&self.tier).prepare(None).unwrap().unwrap()(key, &[]);
+    }
+
+    async fn register(&self, key: &ShuffleKey) {
+        self.admit(key);
+        let note = Record::Registration(Registration { user: "ann".to_owned(), ..Registration::default() });
+        self.say(key, &note.encode()).await.unwrap();
+    }
+
+    async fn say(&self, key: &ShuffleKey, record: &[u8]) -> Result<(), StoreError> {
+        self.tier.metadata_log(key).unwrap().append(Bytes::copy_from_slice(record)).await
+    }
+
+    async fn write(&self, key: &ShuffleKey, extents: Vec<ExtentWrite>) {
+        self.tier.shuffle(key).unwrap().write(extents.into()).await.unwrap();
+    }
+
+    /// Moves the oldest data of a shuffle until none is left.
+    async fn move_all(&self, key: &ShuffleKey) -> Result<(), StoreError> {
+        for _ in 0..1000 {
+            if !self.move_once(key).await? {
+                return Ok(());
+            }
+        }
+        panic!("there is no end of it");
+    }
+
+    /// Moves data that the policy selects, until it selects none. Returns the number of failures.
+    async fn move_what_is_wanted(&self) -> usize {
+        let mut failed = 0;
+        for _ in 0..100 {
+            let Some((wanted, shuffle)) = self.tier.next() else {
+                self.until_known().await;
+                self.tier.tell_drained().await;
+                return failed;
+            };
+            failed += usize::from(self.tier.move_some(wanted, &shuffle).await.is_err());
+        }
+        panic!("there is no end of it");
+    }
+
+    /// Waits until the store knows all records of the log.
+    async fn until_known(&self) {
+        let log = self.tier.object.log();
+        while !(log.is_begun() && log.knows(log.end_position())) {
+            self.tier.object.known(log.end_position()).await.unwrap();
+        }
+    }
+
+    async fn move_once(&self, key: &ShuffleKey) -> Result<bool, StoreError> {
+        let shuffle = self.tier.find(key).unwrap();
+        self.tier.move_some(Wanted::Oldest(0), &shuffle).await
+    }
+
+    /// Returns the blocks of a partition by id, read as a client reads them.
+    async fn read(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeMap<i64, Bytes>, StoreError> {
+        let mut blocks = test_blocks::read(&*self.tier, key, partition).await?;
+        // Its records represent gaps.
+        blocks.remove(&FILLER_BLOCK_ID);
+        Ok(blocks)
+    }
+
+    /// Returns the bytes of a partition that are in objects.
+    fn moved_bytes(&self, key: &ShuffleKey, partition: i32) -> u64 {
+        let view = self.tier.local.view(key, PartitionId(partition)).unwrap();
+        view.extents.iter().filter(|extent| extent.is_in_object()).map(|extent| extent.length).sum()
+    }
+
+    async fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<(Vec<u8>, u64), StoreError> {
+        test_blocks::index(&*self.tier, key, partition).await
+    }
+
+    async fn purge(&self, key: &ShuffleKey) {
+        let keys = std::slice::from_ref(key);
+        Arc::clone(&self.tier).forget(&key.app, keys, Purge::Shuffles).unwrap().await;
+    }
+
+    /// Ends the process as `kill -9` does.
+    async fn kill(self) -> Fixture {
+        self.tasks.cancel();
+        self.tasks.close();
+        self.tasks.drained().await;
+        self.fixture
+    }
+}
+
+/// Returns the recovered state, and the distinct records of each shuffle.
+async fn heard(process: &Process) -> (Recovered, BTreeMap<ShuffleKey, Vec<Bytes>>) {
+    let mut recovered = process.tier.take_recovered();
+    let mut said: BTreeMap<ShuffleKey, Vec<Bytes>> = BTreeMap::new();
+    while let Some((key, record)) = recovered.said.next().await.unwrap() {
+        let of_one = said.entry(key).or_default();
+        if !of_one.contains(&record) {
+            of_one.push(record);
+        }
+    }
+    (recovered, said)
+}
+
+fn present(recovered: &Recovered, key: &ShuffleKey, partition: i32) -> Vec<u64> {
+    let found = recovered.shuffles.iter().find(|it| it.key == *key).expect("it was found");
+    found.present.held(PartitionId(partition)).map_or_else(Vec::new, |ids| ids.iter().collect())
+}
+
+fn key(shuffle: i32) -> ShuffleKey {
+    ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(shuffle))
+}

@@ -1,0 +1,397 @@
+//! Recovery by a later process, on the same disks or on others.
+
+use uniffle_testkit::object_fault::{Call, Fault};
+use uniffle_wire::index::FILLER_BLOCK_ID;
+
+use super::*;
+use crate::store::Drained;
+
+async fn fill(process: &Process, key: &ShuffleKey, ids: Range<i64>) {
+    for id in ids {
+        process.write(key, vec![extent(0, id..id + 1, 3000), extent(5, id..id + 1, 700)]).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn start_merges_disks_and_store() {
+    let process = Fixture::new().start().await;
+    let (moved, other) = (key(1), key(2));
+    for key in [&moved, &other] {
+        process.register(key).await;
+        process.say(key, b"early").await.unwrap();
+        fill(&process, key, 0..40).await;
+    }
+    assert!(process.move_once(&moved).await.unwrap());
+    process.say(&moved, b"late").await.unwrap();
+    let before = process.index(&moved, PartitionId(0)).await.unwrap();
+    let (files, used) = (process.fixture.data_files(), process.tier.local.used_bytes());
+
+    let process = process.kill().await.start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((said[&moved].len(), said[&other].len()), (3, 2));
+    for key in [&moved, &other] {
+        assert_eq!(present(&recovered, key, 5), (0..40).collect::<Vec<_>>());
+        assert_eq!(process.read(key, 0).await.unwrap(), expected(0..40, 3000));
+    }
+    for told in &recovered.shuffles {
+        assert!(told.lost.is_empty() && told.reason.is_empty() && told.incomplete.is_none(), "{told:?}");
+    }
+    assert_eq!(process.index(&moved, PartitionId(0)).await.unwrap(), before);
+    assert_eq!((process.fixture.data_files(), process.tier.local.used_bytes()), (files, used));
+    fill(&process, &moved, 40..44).await;
+    process.move_all(&moved).await.unwrap();
+    let process = process.kill().await.start().await;
+    let (recovered, _) = heard(&process).await;
+    assert_eq!(present(&recovered, &moved, 0), (0..44).collect::<Vec<_>>());
+    assert_eq!(process.read(&moved, 0).await.unwrap(), expected(0..44, 3000));
+    process.purge(&moved).await;
+    process.purge(&other).await;
+    assert_eq!((process.fixture.segments().await, process.fixture.data_files()), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn empty_machine_serves_moved_data_and_reports() {
+    let process = Fixture::new().start().await;
+    let (moved, kept) = (key(1), key(2));
+    for key in [&moved, &kept] {
+        process.register(key).await;
+        process.say(key, b"early").await.unwrap();
+        fill(&process, key, 0..20).await;
+    }
+    process.move_all(&moved).await.unwrap();
+    process.say(&moved, b"late").await.unwrap();
+    fill(&process, &moved, 20..22).await;
+
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!(recovered.shuffles.len(), 1, "of what was never moved nobody knows");
+    assert!(recovered.shuffles[0].incomplete.is_none());
+    assert_eq!(said[&moved].len(), 3);
+    assert_eq!(
+        present(&recovered, &moved, 0),
+        (0..20).collect::<Vec<_>>(),
+        "two are lost, by what was reported"
+    );
+    assert_eq!(process.read(&moved, 0).await.unwrap(), expected(0..20, 3000));
+    // The shuffle continues there, and the next start finds both parts.
+    fill(&process, &moved, 30..33).await;
+    process.say(&moved, b"on the new machine").await.unwrap();
+    let process = process.kill().await.start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((said[&moved].len(), recovered.shuffles.len()), (4, 1));
+    let mut all = expected(0..20, 3000);
+    all.extend(expected(30..33, 3000));
+    assert_eq!(process.read(&moved, 0).await.unwrap(), all);
+    process.move_all(&moved).await.unwrap();
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    assert_eq!(process.read(&moved, 0).await.unwrap(), all);
+    let (_, said) = heard(&process).await;
+    assert_eq!(said[&moved].len(), 4);
+}
+
+#[tokio::test(start_paused = true)]
+async fn ended_registration_is_not_used_for_the_next() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..10).await;
+    process.move_all(&key).await.unwrap();
+    // The dropped future deletes no objects. An earlier version registered without waiting for
+    // that.
+    drop(Arc::clone(&process.tier).forget(&key.app, std::slice::from_ref(&key), Purge::Shuffles));
+    process.admit(&key);
+    let note = Record::Registration(Registration::default()).encode();
+    let local = process.tier.local.handle(&key).unwrap();
+    process.tier.local.append_metadata(&local, &note).await.unwrap();
+    drop(local);
+    fill(&process, &key, 50..53).await;
+    let process = process.kill().await.start().await;
+    let (recovered, _) = heard(&process).await;
+    assert_eq!(present(&recovered, &key, 0), [50, 51, 52]);
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(50..53, 3000));
+}
+
+/// Its incarnation would be the greatest for years.
+#[tokio::test(start_paused = true)]
+async fn machine_with_fast_clock_overrides_nothing() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.tier.local.count_from(u64::MAX / 2);
+    process.register(&key).await;
+    fill(&process, &key, 0..20).await;
+    process.move_all(&key).await.unwrap();
+    let left = process.kill().await;
+
+    let process = left.on_an_empty_machine().start().await;
+    fill(&process, &key, 30..33).await;
+    process.say(&key, b"on the new machine").await.unwrap();
+    process.move_all(&key).await.unwrap();
+    process.kill().await;
+
+    let process = left.start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((recovered.shuffles.len(), said[&key].len()), (1, 2));
+    let mut all = expected(0..20, 3000);
+    all.extend(expected(30..33, 3000));
+    assert_eq!(process.read(&key, 0).await.unwrap(), all);
+}
+
+/// The process ends at every store call of two moves, before or after the call takes effect.
+#[tokio::test(start_paused = true)]
+async fn interrupted_move_keeps_every_block_once() {
+    let (mut at, mut has_ended) = (0, false);
+    while !has_ended {
+        assert!(at < 1000, "two moves make {at} calls and more");
+        for fault in [Fault::Refuse, Fault::LoseAnswer] {
+            let process = Fixture::new().start().await;
+            let key = key(1);
+            process.register(&key).await;
+            process.say(&key, b"report").await.unwrap();
+            fill(&process, &key, 0..25).await;
+            let mut calls = 0;
+            // From this call on no call takes effect, as if the process had ended.
+            process.fixture.store.set(move |call, _| {
+                calls += usize::from(!matches!(call, Call::Get | Call::List));
+                match calls {
+                    calls if calls <= at => Fault::None,
+                    calls if calls == at + 1 => fault,
+                    _ => Fault::Refuse,
+                }
+            });
+            has_ended = process.move_all(&key).await.is_ok();
+            let fixture = process.kill().await;
+            fixture.store.heal();
+            for fixture in [fixture.clone(), fixture] {
+                let process = fixture.start().await;
+                let (recovered, said) = heard(&process).await;
+                assert_eq!(said[&key].len(), 2, "call {at}, {fault:?}");
+                let told = &recovered.shuffles[0];
+                assert!(
+                    told.lost.is_empty() && told.reason.is_empty() && told.incomplete.is_none(),
+                    "{at} {told:?}"
+                );
+                assert_eq!(present(&recovered, &key, 0), (0..25).collect::<Vec<_>>(), "call {at}, {fault:?}");
+                assert_eq!(
+                    process.read(&key, 0).await.unwrap(),
+                    expected(0..25, 3000),
+                    "call {at}, {fault:?}"
+                );
+                assert_eq!(
+                    process.read(&key, 5).await.unwrap(),
+                    expected(0..25, 700),
+                    "call {at}, {fault:?}"
+                );
+                process.move_all(&key).await.unwrap();
+                assert_eq!(process.fixture.data_files(), 0, "call {at}, {fault:?}");
+                assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..25, 3000));
+                process.kill().await;
+            }
+        }
+        at += 1;
+    }
+    assert!(at > 5, "{at} calls");
+}
+
+/// Index groups of moved data refer to files that no longer exist.
+#[tokio::test(start_paused = true)]
+async fn number_of_a_moved_file_is_not_reused() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..40).await;
+    process.move_all(&key).await.unwrap();
+    assert_eq!(process.fixture.data_files(), 0);
+
+    let process = process.kill().await.start().await;
+    fill(&process, &key, 100..140).await;
+    assert_eq!(process.read(&key, 0).await.unwrap().len(), 80);
+
+    // All moved data is gone.
+    let fixture = Fixture { store: FaultyObjects::default(), ..process.kill().await };
+    let process = fixture.start().await;
+    let (recovered, _) = heard(&process).await;
+    assert_eq!(present(&recovered, &key, 0), (100..140).collect::<Vec<_>>());
+    let lost = recovered.shuffles[0].lost.iter().filter(|it| it.partition == PartitionId(0));
+    assert_eq!(lost.map(|it| it.blocks.len()).sum::<usize>(), 40, "by name");
+}
+
+#[tokio::test(start_paused = true)]
+async fn missing_segment_is_reported_lost() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..20).await;
+    process.move_all(&key).await.unwrap();
+    fill(&process, &key, 20..22).await;
+    let fixture = process.kill().await;
+    let objects = fixture.store.objects().await;
+    let last = objects.iter().map(|(key, _)| key).rfind(|key| key.contains("/s0")).unwrap();
+    let first = objects.iter().map(|(key, _)| key).find(|key| key.contains("/s0")).unwrap();
+    assert_ne!(first, last);
+    fixture.store.remove(first).await;
+    let process = fixture.start().await;
+    let (recovered, _) = heard(&process).await;
+    let told = &recovered.shuffles[0];
+    assert!(!told.reason.is_empty() || !told.lost.is_empty(), "{told:?}");
+    let lost: usize =
+        told.lost.iter().filter(|it| it.partition == PartitionId(0)).map(|it| it.blocks.len()).sum();
+    let present = present(&recovered, &key, 0);
+    assert!(present.len() < 22 && present.contains(&21), "{present:?}");
+    assert!(lost > 0, "the disks' index knows which");
+    let read = process.read(&key, 0).await.unwrap();
+    assert_eq!(read[&21], content(21, 3000), "what is behind is served");
+}
+
+/// Otherwise results would be silently short.
+#[tokio::test(start_paused = true)]
+async fn reports_lost_from_the_store_stay_missing_on_new_disks() {
+    for (is_lost, is_elsewhere) in [(false, true), (true, true), (true, false)] {
+        let process = Fixture::new().start().await;
+        let key = key(1);
+        process.register(&key).await;
+        fill(&process, &key, 0..10).await;
+        process.move_all(&key).await.unwrap();
+        for report in [b"a", b"b", b"c"] {
+            process.say(&key, report).await.unwrap();
+        }
+        let mut fixture = process.kill().await;
+        if is_elsewhere {
+            fixture = fixture.on_an_empty_machine();
+        }
+        if is_lost {
+            super::guards::lose_log_object(&fixture, 1).await;
+        }
+        for start in 0..3 {
+            let process = fixture.start().await;
+            let (recovered, said) = heard(&process).await;
+            let (told, is_known) = (&recovered.shuffles[0], said[&key].len() == 4);
+            let is_all = !is_lost || !is_elsewhere;
+            let found = (told.incomplete.is_none(), is_known);
+            assert_eq!(found, (is_all, is_all), "{is_lost} {is_elsewhere} {start} {told:?}");
+            assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
+            process.until_known().await;
+            fixture = process.kill().await;
+        }
+    }
+}
+
+/// If it were acknowledged because the disks have it, it would be silently missing on the next
+/// machine.
+#[tokio::test(start_paused = true)]
+async fn resent_report_reaches_the_store() {
+    let process = Fixture::new().start().await;
+    let (moved, kept) = (key(1), key(2));
+    for key in [&moved, &kept] {
+        process.register(key).await;
+        fill(&process, key, 0..10).await;
+    }
+    process.move_all(&moved).await.unwrap();
+    process.fixture.store.set(|call, _| if call == Call::Put { Fault::Refuse } else { Fault::None });
+    process.say(&moved, b"report").await.unwrap_err();
+    let fixture = process.kill().await;
+    fixture.store.set(|call, path| {
+        let is_log = path.as_ref().contains("/!log/");
+        if call == Call::Put && is_log { Fault::Refuse } else { Fault::None }
+    });
+
+    let process = fixture.start().await;
+    let (_, said) = heard(&process).await;
+    assert_eq!(said[&moved].len(), 2, "the disks have it");
+    process.tier.recovered_durable().await;
+    let needs_none = |key| process.tier.metadata_log(key).unwrap().is_recovered_durable();
+    assert_eq!([&moved, &kept].map(needs_none), [false, true]);
+    process.fixture.store.heal();
+    process.say(&moved, b"report").await.unwrap();
+    assert_eq!([&moved, &kept].map(needs_none), [true, true]);
+
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    let (_, said) = heard(&process).await;
+    assert_eq!(said[&moved].len(), 2);
+}
+
+/// The store proves that all records of the shuffle are known, so its results are not refused. A
+/// block whose stream offset was reused must not count as present, or it would be lost silently.
+#[tokio::test(start_paused = true)]
+async fn block_with_a_reused_place_is_missing() {
+    let both = Fixture::new();
+    let only = |at: usize| Fixture { disks: vec![both.disks[at].clone()], ..both.clone() };
+    let process = both.start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..10).await;
+    process.move_all(&key).await.unwrap();
+    process.kill().await;
+    for (disk, first) in [(0, 20), (1, 30)] {
+        let process = only(disk).start().await;
+        fill(&process, &key, first..first + 3).await;
+        process.kill().await;
+    }
+    let process = both.start().await;
+    let (recovered, _) = heard(&process).await;
+    assert!(recovered.shuffles[0].incomplete.is_none() && !recovered.shuffles[0].reason.is_empty());
+    let gap = process.tier.metadata_gap().unwrap();
+    assert!(gap.contains("was used separately from the others"), "{gap}");
+    let read = process.read(&key, 0).await.unwrap();
+    let served: Vec<u64> =
+        read.keys().filter(|id| **id != FILLER_BLOCK_ID).map(|id| id.unsigned_abs()).collect();
+    assert_eq!(present(&recovered, &key, 0), served);
+    assert_eq!(served.len(), 13, "{served:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_waits_for_a_missing_directory() {
+    let both = Fixture::new();
+    let process = both.start().await;
+    let (key, later) = (key(1), key(2));
+    process.register(&key).await;
+    fill(&process, &key, 0..1).await;
+    process.kill().await;
+    let is_empty = |disk: &&MemoryDisk| {
+        disk.files().iter().all(|path| path.extension().is_none_or(|extension| extension != "data"))
+    };
+    let disks: Vec<_> = both.disks.iter().filter(is_empty).cloned().collect();
+    assert_eq!(disks.len(), 1, "what was written is on one of two");
+
+    let process = Fixture { disks, ..both.clone() }.start().await;
+    process.register(&later).await;
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    let left = Drained { shuffles_left: 1, ..Drained::default() };
+    assert_eq!(process.tier.how_far(), left, "of the other one everything is known");
+    process.kill().await;
+
+    let process = both.start().await;
+    heard(&process).await;
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    assert_eq!(process.tier.how_far(), Drained::default());
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..1, 3000));
+}
+
+/// The next machine of a drained worker has only the store's records, so the store must be complete
+/// too.
+#[tokio::test(start_paused = true)]
+async fn returned_disk_completes_a_moved_shuffle() {
+    let both = Fixture::new();
+    let process = both.start().await;
+    let key = key(1);
+    process.register(&key).await;
+    process.say(&key, b"report").await.unwrap();
+    process.kill().await;
+    let only = Fixture { disks: vec![both.disks[0].clone()], ..both.clone() };
+    let process = only.start().await;
+    assert!(heard(&process).await.0.shuffles[0].incomplete.is_some());
+    process.move_all(&key).await.unwrap();
+    process.kill().await;
+
+    let process = both.start().await;
+    assert_eq!(heard(&process).await.0.shuffles[0].incomplete, None);
+    process.tier.begin_drain();
+    assert_eq!(process.tier.how_far().shuffles_left, 1, "another machine would refuse its results");
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    assert_eq!(process.tier.how_far(), Drained::default());
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((&recovered.shuffles[0].incomplete, said[&key].len()), (&None, 2));
+}

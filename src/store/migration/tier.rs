@@ -1,0 +1,264 @@
+//! Local disks and an object store as one tier that is read through the worker.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use dashmap::DashMap;
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, join};
+use parking_lot::Mutex;
+use tokio::sync::{Notify, watch};
+
+use super::metrics::Metrics;
+use super::policy::Watermarks;
+use super::shuffle::{Handle, Shuffle};
+use super::shuffle_log::{Ends, ShuffleLog, forget_end};
+use crate::budget::Budget;
+use crate::log::{OnDamage, Scratch};
+use crate::runtime::Tasks;
+use crate::store::object::ObjectTier;
+use crate::store::{
+    Admission, Capability, Drained, LocalStore, MetadataLog, Purge, Recovered, RemoteStorage, ServedTier,
+    StoreError, Tier, TierShuffle, TierState, TierUsage,
+};
+use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
+
+/// Limits that determine when data is moved.
+#[derive(Debug, Clone, Copy)]
+pub struct OffloadSettings {
+    /// Fill levels that apply to each disk.
+    pub watermarks: Watermarks,
+    /// Length above which an extent makes its partition cold.
+    pub cold_bytes: u64,
+    /// Approximate number of bytes moved from one shuffle before the policy selects again.
+    pub pass_bytes: u64,
+}
+
+/// Local disks and an object store as one tier.
+#[derive(Debug)]
+pub struct OffloadTier {
+    pub(super) local: Arc<LocalStore>,
+    pub(super) object: Arc<ObjectTier>,
+    pub(super) settings: OffloadSettings,
+    pub(super) metrics: Metrics,
+    /// Budget that the memory of passes is charged to.
+    pub(super) memory: Budget,
+    pub(super) tasks: Tasks,
+    pub(super) shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
+    pub(super) ends: Arc<Ends>,
+    pub(super) recovered: Mutex<Recovered>,
+    pub(super) is_draining: AtomicBool,
+    /// Notified when a drain begins.
+    pub(super) wanted: Notify,
+    /// Disks that are being relieved.
+    pub(super) relieved: Mutex<Vec<bool>>,
+    /// Held during a move, so that there is one at a time.
+    pub(super) turn: tokio::sync::Mutex<()>,
+}
+
+impl OffloadTier {
+    /// Returns the current registration of a shuffle.
+    pub(super) fn find(&self, key: &ShuffleKey) -> Option<Arc<Shuffle>> {
+        self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle))
+    }
+
+    /// Returns whether `shuffle` is the current registration of its key.
+    pub(super) fn is_present(&self, shuffle: &Arc<Shuffle>) -> bool {
+        self.shuffles.get(&shuffle.key).is_some_and(|present| Arc::ptr_eq(&present, shuffle))
+    }
+
+    fn register(&self, key: &ShuffleKey) {
+        let local = self.local.register(key);
+        let create = || Arc::new(Shuffle::new(key.clone(), local, false));
+        self.shuffles.entry(key.clone()).or_insert_with(create);
+    }
+}
+
+impl Tier for OffloadTier {
+    fn capability(&self) -> Capability {
+        Tier::capability(&*self.local)
+    }
+
+    fn parts(&self) -> Vec<Arc<dyn Tier>> {
+        vec![Arc::clone(&self.local) as Arc<dyn Tier>, Arc::clone(&self.object) as Arc<dyn Tier>]
+    }
+
+    fn state(&self) -> TierState {
+        // A failing store does not affect the disks, but another process that claims this worker's
+        // prefix does.
+        let local = Tier::state(&*self.local);
+        let complaint = local.complaint.or(self.object.claim_complaint());
+        TierState { complaint, object_store: self.object.state().object_store, ..local }
+    }
+
+    fn state_changes(&self) -> Option<watch::Receiver<()>> {
+        self.local.state_changes()
+    }
+
+    fn prepare(self: Arc<Self>, _: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
+        Ok(Some(Box::new(move |key, _| self.register(key))))
+    }
+
+    fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>> {
+        Some(Arc::new(Handle { shuffle: self.find(key)?, cold_bytes: self.settings.cold_bytes }))
+    }
+
+    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
+        let (local, object) = (Arc::clone(&self.local), Arc::clone(&self.object));
+        let (ends, shuffle) = (Arc::clone(&self.ends), self.find(key)?);
+        Some(Arc::new(ShuffleLog { local, object, ends, shuffle }))
+    }
+
+    fn scratch(&self) -> Option<Arc<Scratch>> {
+        Tier::scratch(&*self.local)
+    }
+
+    fn successor_doubts(&self) -> Option<String> {
+        self.local.successor_doubts()
+    }
+
+    fn metadata_gap(&self) -> Option<Arc<str>> {
+        self.local.metadata_gap()
+    }
+
+    fn end_metadata_gap(&self) -> BoxFuture<'_, Result<bool, StoreError>> {
+        self.local.end_metadata_gap()
+    }
+
+    fn visit_present<'a>(
+        &'a self,
+        key: &'a ShuffleKey,
+        partition: PartitionId,
+        visit: &'a mut (dyn FnMut(u64) + Send),
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        let read = async move {
+            // The disks come first: extents that move meanwhile are visited in objects.
+            self.local.visit_present(key, partition, visit).await?;
+            self.visit_moved(key, partition, visit).await
+        };
+        read.boxed()
+    }
+
+    fn usage(&self, key: &ShuffleKey) -> TierUsage {
+        let (local, object) = (Tier::usage(&*self.local, key), self.object.usage(key));
+        TierUsage {
+            files: local.files + object.files,
+            bytes: local.bytes + object.bytes,
+            object_bytes: object.object_bytes,
+            occupied_bytes: local.occupied_bytes + object.occupied_bytes,
+        }
+    }
+
+    fn served(&self) -> Option<&dyn ServedTier> {
+        Some(self)
+    }
+
+    fn forget(
+        self: Arc<Self>,
+        app: &AppId,
+        keys: &[ShuffleKey],
+        why: Purge,
+    ) -> Option<BoxFuture<'static, ()>> {
+        let over: Vec<_> = {
+            let mut ends = self.ends.lock();
+            let removed = keys.iter().filter_map(|key| self.shuffles.remove(key));
+            let moved = removed.filter(|(_, shuffle)| shuffle.is_moved());
+            let over: Vec<_> = moved.map(|(key, shuffle)| (key, shuffle.local.incarnation())).collect();
+            ends.extend(over.iter().cloned());
+            over
+        };
+        let local = Tier::forget(Arc::clone(&self.local), app, keys, why);
+        let object = Arc::clone(&self.object).forget(app, keys, why);
+        let none = || std::future::ready(()).boxed();
+        let (local, object) = (local.unwrap_or_else(none), object.unwrap_or_else(none));
+        let forget = async move {
+            // The disks come first: segments are deleted once the store has all records that the
+            // log has by then.
+            local.await;
+            object.await;
+            // If the store does not know of an end yet, the next registration waits for that.
+            if !over.is_empty() && self.object.known(self.object.log().end_position()).await.is_ok() {
+                over.iter().for_each(|(key, incarnation)| forget_end(&self.ends, key, *incarnation));
+            }
+        };
+        Some(forget.boxed())
+    }
+
+    fn forgotten_durable<'a>(
+        &'a self,
+        app: &'a AppId,
+        key: Option<&'a ShuffleKey>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        Tier::forgotten_durable(&*self.local, app, key)
+    }
+
+    fn leave(&self, key: &ShuffleKey) {
+        {
+            // Held, so that no move marks the shuffle as moved after the check.
+            let mut ends = self.ends.lock();
+            if let Some((_, shuffle)) = self.shuffles.remove(key)
+                && shuffle.is_moved()
+            {
+                ends.insert(key.clone(), shuffle.local.incarnation());
+            }
+        }
+        Tier::leave(&*self.local, key);
+        self.object.leave(key);
+    }
+
+    fn take_recovered(&self) -> Recovered {
+        std::mem::take(&mut *self.recovered.lock())
+    }
+
+    fn recovered_durable(&self) -> BoxFuture<'_, ()> {
+        self.local.recovered_durable()
+    }
+
+    fn sync(&self, time: Duration) -> BoxFuture<'_, ()> {
+        Tier::sync(&*self.local, time)
+    }
+
+    fn end_deletions(&self, time: Duration) -> BoxFuture<'_, ()> {
+        let both = join(Tier::end_deletions(&*self.local, time), self.object.end_deletions(time));
+        both.map(|_| ()).boxed()
+    }
+
+    fn on_damage(&self, on_damage: OnDamage) {
+        Tier::on_damage(&*self.local, on_damage);
+    }
+
+    fn refresh_metrics(&self) {
+        Tier::refresh_metrics(&*self.local);
+        self.object.refresh_metrics();
+    }
+
+    fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
+        let stop = stop.shared();
+        let local = Tier::maintain(Arc::clone(&self.local), stop.clone().boxed());
+        let object = Arc::clone(&self.object).maintain(stop.clone().boxed());
+        let maintain = async move {
+            let moving = async {
+                tokio::select! {
+                    biased;
+                    () = stop => {}
+                    () = self.keep_moving() => {}
+                }
+            };
+            futures::join!(local, object, moving);
+        };
+        maintain.boxed()
+    }
+
+    fn drain(&self) -> Option<Drained> {
+        Some(self.begin_drain())
+    }
+
+    fn stay(&self) {
+        self.is_draining.store(false, Ordering::Release);
+    }
+
+    fn drained(&self) -> Option<Drained> {
+        Some(self.how_far())
+    }
+}

@@ -1,0 +1,132 @@
+//! Fetches chunks from the store into their slots.
+//!
+//! Each fetch is a task of its own, so it continues when its readers are dropped.
+
+use std::io;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::TryStreamExt as _;
+use object_store::{GetOptions, GetRange, ObjectStore as _};
+
+use super::chunks::Pinned;
+use super::flight::{Landed, Landing};
+use super::slots::{CHUNK_BYTES, ChunkKey, Held};
+use crate::store::StoreError;
+use crate::store::object::circuit_breaker::{again, failed, wrong_answer};
+use crate::store::object::core::Core;
+use crate::store::object::layout::path_of;
+use crate::store::object::shuffle::Shuffle;
+
+/// Number of bytes gathered before a write to the disk.
+const WRITE_BYTES: usize = 1 << 20;
+
+/// Reason for which a chunk is not in its slot.
+enum Missed {
+    Store(StoreError),
+    Disk(io::Error),
+}
+
+/// Finds a chunk of which a reader needs `bytes` bytes, and starts to fetch it if it is missing.
+/// Returns `None` if the chunk gets no slot.
+pub(in crate::store::object) fn begin(
+    core: &Arc<Core>,
+    shuffle: &Arc<Shuffle>,
+    key: ChunkKey,
+    bytes: u64,
+) -> Option<Pinned> {
+    let cache = core.cache.as_ref()?;
+    let (pinned, is_missing) = cache.find(&core.metrics, key, bytes)?;
+    if is_missing {
+        let fetch = run(Arc::clone(core), Arc::clone(shuffle), key, pinned.held.clone());
+        core.tasks.spawn("object cache", fetch);
+    }
+    Some(pinned)
+}
+
+/// Fetches a chunk and reports the outcome to all waiting readers.
+async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>, key: ChunkKey, held: Held) {
+    let landing = Landing::of(&held.flight, shuffle.segment_key(key.segment));
+    let fetched = tokio::select! {
+        biased;
+        () = core.tasks.cancelled() => return,
+        fetched = fetch(&core, &shuffle, landing.key(), (key, &held)) => fetched,
+    };
+    let Some(cache) = &core.cache else { return };
+    let landed = match fetched {
+        Ok(bytes) => Landed::Whole(bytes),
+        Err(missed) => {
+            // The next reader does not find the chunk and fetches it again.
+            cache.slots.lock().remove_held(&key, &held);
+            match missed {
+                Missed::Store(error) => Landed::NotGiven(error),
+                Missed::Disk(error) => {
+                    if error.kind() == io::ErrorKind::TimedOut {
+                        held.slot.abandon();
+                    }
+                    cache.fail_directory(&core.metrics, held.slot.directory, &error);
+                    Landed::NotKept
+                }
+            }
+        }
+    };
+    cache.show(&core.metrics);
+    landing.land(landed);
+}
+
+async fn fetch(
+    core: &Core,
+    shuffle: &Shuffle,
+    object: &str,
+    (key, held): (ChunkKey, &Held),
+) -> Result<u64, Missed> {
+    let Some(cache) = &core.cache else { return Ok(0) };
+    let _turn = cache.fetches.take(&shuffle.name.key.app, 1).await;
+    // Memory of the gathered pieces, and of the piece that makes them exceed `WRITE_BYTES`.
+    let _gathered = core.extents.force_charge(2 * WRITE_BYTES as u64);
+    core.metrics.ranges.inc();
+    let fetched = pour(core, object, (key, held)).await;
+    let answer = match &fetched {
+        Err(Missed::Store(error)) => Err(again(error)),
+        _ => Ok(()),
+    };
+    core.circuit_breaker.note(&answer);
+    fetched
+}
+
+async fn pour(core: &Core, object: &str, (key, held): (ChunkKey, &Held)) -> Result<u64, Missed> {
+    let Some(cache) = &core.cache else { return Ok(0) };
+    let directory = &cache.directories[held.slot.directory];
+    let wanted = key.start()..key.start() + CHUNK_BYTES;
+    let options = GetOptions { range: Some(GetRange::Bounded(wanted.clone())), ..GetOptions::default() };
+    let not_given = |error| Missed::Store(failed(object, &error));
+    let answer = core.store.get_opts(&path_of(object), options).await.map_err(not_given)?;
+    if answer.range.start != wanted.start || answer.range.end != wanted.end.min(answer.meta.size) {
+        return Err(Missed::Store(wrong_answer(object, "response has a different range than requested")));
+    }
+    let bytes = answer.range.end - answer.range.start;
+    let (mut chunks, mut done) = (answer.into_stream(), 0);
+    let (mut gathered, mut size): (Vec<Bytes>, usize) = (Vec::new(), 0);
+    loop {
+        let chunk = chunks.try_next().await.map_err(not_given)?;
+        let is_last = chunk.is_none();
+        size += chunk.as_ref().map_or(0, Bytes::len);
+        gathered.extend(chunk);
+        if done + size as u64 > bytes {
+            return Err(Missed::Store(wrong_answer(object, "response has more bytes than requested")));
+        }
+        if size >= WRITE_BYTES || (is_last && size > 0) {
+            let offset = held.slot.start() + done;
+            directory.write(std::mem::take(&mut gathered), offset).await.map_err(Missed::Disk)?;
+            core.metrics.cache_write_bytes.inc_by(size as u64);
+            (done, size) = (done + size as u64, 0);
+        }
+        if is_last {
+            break;
+        }
+    }
+    match done == bytes {
+        true => Ok(bytes),
+        false => Err(Missed::Store(wrong_answer(object, "response ended early"))),
+    }
+}

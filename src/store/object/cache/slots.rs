@@ -1,0 +1,393 @@
+//! Assigns slots to chunks. The least recently used chunk is evicted, but never one that is being
+//! read or fetched.
+//!
+//! A slot is a range of [`CHUNK_BYTES`] in the file of a directory. It is free when its last holder
+//! drops it, so a chunk that is dropped during a read does not free its slot before the read ends.
+//! Does no I/O.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use lru::LruCache;
+use parking_lot::Mutex;
+
+use super::flight::Flight;
+use crate::budget::{Budget, Charge};
+
+/// Size of a chunk. Chunks begin at multiples of it in their object.
+pub(in crate::store::object) const CHUNK_BYTES: u64 = 2 << 20;
+
+/// Heap of a cached chunk: two tree entries, the slot and the waiting readers.
+pub(super) const ENTRY_BYTES: u64 = 512;
+
+/// Number of least recently used chunks examined to find one that nobody holds.
+const LOOKED_AT: usize = 64;
+
+/// Largest number of chunks dropped under one lock, because readers wait for the lock meanwhile.
+const FORGOTTEN_AT_ONCE: usize = 128;
+
+/// Number of chunks remembered because a reader needed them and they got no slot.
+const WANTED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
+
+/// In a full cache, a chunk replaces another only if a reader needs at least this fraction of it,
+/// or if it is needed for the second time.
+const WANTED_DIVISOR: u64 = 4;
+
+/// Largest number of chunks examined under one lock to empty a directory.
+const EMPTIED_AT_ONCE: usize = 128;
+
+/// Identifies a chunk of an object. Ordered by incarnation, so that the chunks of a shuffle are a
+/// range.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(in crate::store::object) struct ChunkKey {
+    pub(in crate::store) incarnation: u64,
+    pub(in crate::store::object) segment: u32,
+    pub(in crate::store) number: u32,
+}
+
+impl ChunkKey {
+    /// The smallest key.
+    pub(super) const FIRST: Self = Self { incarnation: 0, segment: 0, number: 0 };
+
+    /// Returns the chunk's offset in its object.
+    pub(in crate::store) fn start(&self) -> u64 {
+        u64::from(self.number) * CHUNK_BYTES
+    }
+}
+
+/// Allocator of the slots of one directory.
+#[derive(Debug)]
+pub(super) struct Places {
+    state: Mutex<Free>,
+    max: u32,
+}
+
+#[derive(Debug)]
+struct Free {
+    /// Numbers of slots that were freed.
+    returned: Vec<u32>,
+    /// Lowest number that was never allocated.
+    next: u32,
+}
+
+impl Places {
+    pub(super) fn new(max: u32) -> Arc<Self> {
+        Arc::new(Self { state: Mutex::new(Free { returned: Vec::new(), next: 0 }), max })
+    }
+
+    fn free(&self) -> u32 {
+        let state = self.state.lock();
+        self.max - state.next + u32::try_from(state.returned.len()).unwrap_or(0)
+    }
+
+    fn take(self: &Arc<Self>, directory: usize) -> Option<Slot> {
+        let number = {
+            let mut state = self.state.lock();
+            let fresh = (state.next < self.max).then_some(state.next);
+            let number = state.returned.pop().or(fresh)?;
+            state.next = state.next.max(number + 1);
+            number
+        };
+        Some(Slot { directory, number, places: Arc::clone(self), is_abandoned: AtomicBool::new(false) })
+    }
+}
+
+/// An allocated slot. It is free again on drop, unless it was abandoned.
+#[derive(Debug)]
+pub(super) struct Slot {
+    pub(super) directory: usize,
+    number: u32,
+    places: Arc<Places>,
+    is_abandoned: AtomicBool,
+}
+
+impl Slot {
+    /// Returns the slot's offset in its file.
+    pub(super) fn start(&self) -> u64 {
+        u64::from(self.number) * CHUNK_BYTES
+    }
+
+    /// Excludes the slot from reuse, because a write that timed out may still reach it.
+    pub(super) fn abandon(&self) {
+        self.is_abandoned.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        if !self.is_abandoned.load(Ordering::Relaxed) {
+            self.places.state.lock().returned.push(self.number);
+        }
+    }
+}
+
+/// The slot of a chunk, and the outcome of its fetch.
+#[derive(Debug, Clone)]
+pub(super) struct Held {
+    pub(super) slot: Arc<Slot>,
+    pub(super) flight: Arc<Flight>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    held: Held,
+    used_at: u64,
+    _charge: Charge,
+}
+
+/// Result of a lookup.
+#[derive(Debug)]
+pub(super) enum Found {
+    /// The chunk is cached or being fetched.
+    Known(Held),
+    /// The chunk has got a slot, and the caller fetches it.
+    Fetch(Held),
+    /// The chunk gets no slot.
+    Not,
+}
+
+/// Table of cached chunks, by key and by last use, with the slot allocators of the directories.
+#[derive(Debug)]
+pub(super) struct Slots {
+    places: Vec<Arc<Places>>,
+    entries: BTreeMap<ChunkKey, Entry>,
+    by_use: BTreeMap<u64, ChunkKey>,
+    uses: u64,
+    wanted: LruCache<ChunkKey, ()>,
+    heap: Budget,
+}
+
+impl Slots {
+    pub(super) fn new(places: Vec<Arc<Places>>, heap: &Budget) -> Self {
+        Self {
+            places,
+            entries: BTreeMap::new(),
+            by_use: BTreeMap::new(),
+            uses: 0,
+            wanted: LruCache::new(WANTED_MAX),
+            heap: heap.clone(),
+        }
+    }
+
+    /// Finds a chunk of which a reader needs `bytes` bytes. A missing chunk gets a free slot of a
+    /// directory for which `works` returns true. If there is none, it replaces another chunk if it
+    /// is worth a slot.
+    pub(super) fn find(&mut self, key: ChunkKey, bytes: u64, works: impl Fn(usize) -> bool) -> Found {
+        self.uses += 1;
+        // The next reader retries a failed fetch.
+        if self.entries.get(&key).is_some_and(|entry| entry.held.flight.has_failed()) {
+            self.remove(&key);
+        }
+        if let Some(entry) = self.entries.get_mut(&key) {
+            self.by_use.remove(&entry.used_at);
+            entry.used_at = self.uses;
+            self.by_use.insert(self.uses, key);
+            return Found::Known(entry.held.clone());
+        }
+        let is_worth_it = bytes >= CHUNK_BYTES / WANTED_DIVISOR || self.wanted.contains(&key);
+        let slot = match self.take(&works) {
+            Some(slot) => Some(slot),
+            None if is_worth_it && self.make_room(&works) => self.take(&works),
+            None => None,
+        };
+        let Some(slot) = slot else {
+            self.wanted.put(key, ());
+            return Found::Not;
+        };
+        self.wanted.pop(&key);
+        let held = Held { slot: Arc::new(slot), flight: Arc::new(Flight::default()) };
+        let _charge = self.heap.force_charge(ENTRY_BYTES);
+        self.entries.insert(key, Entry { held: held.clone(), used_at: self.uses, _charge });
+        self.by_use.insert(self.uses, key);
+        Found::Fetch(held)
+    }
+
+    /// Allocates a slot in the enabled directory with the most free slots.
+    fn take(&self, works: &impl Fn(usize) -> bool) -> Option<Slot> {
+        let usable = self.places.iter().enumerate().filter(|(number, _)| works(*number));
+        let (number, places) = usable.max_by_key(|(_, places)| places.free())?;
+        places.take(number)
+    }
+
+    fn make_room(&mut self, works: &impl Fn(usize) -> bool) -> bool {
+        let is_idle = |key: &&ChunkKey| {
+            let held = self.entries.get(key).map(|entry| &entry.held);
+            held.is_some_and(|held| Arc::strong_count(&held.slot) == 1 && works(held.slot.directory))
+        };
+        let idle = self.by_use.values().take(LOOKED_AT).find(is_idle).copied();
+        idle.is_some_and(|key| self.remove(&key))
+    }
+
+    /// Drops a chunk. Returns whether it existed.
+    pub(super) fn remove(&mut self, key: &ChunkKey) -> bool {
+        let removed = self.entries.remove(key);
+        removed.is_some_and(|entry| self.by_use.remove(&entry.used_at).is_some())
+    }
+
+    /// Drops a chunk if it still has the slot of `held`.
+    pub(super) fn remove_held(&mut self, key: &ChunkKey, held: &Held) {
+        let entry = self.entries.get(key);
+        if entry.is_some_and(|entry| Arc::ptr_eq(&entry.held.slot, &held.slot)) {
+            self.remove(key);
+        }
+    }
+
+    /// Drops at most [`FORGOTTEN_AT_ONCE`] chunks of an incarnation. Returns whether there may be
+    /// more.
+    pub(super) fn forget(&mut self, incarnation: u64) -> bool {
+        let key = |segment, number| ChunkKey { incarnation, segment, number };
+        let all = key(0, 0)..=key(u32::MAX, u32::MAX);
+        let some = self.entries.range(all).take(FORGOTTEN_AT_ONCE);
+        let keys: Vec<_> = some.map(|(key, _)| *key).collect();
+        for key in &keys {
+            self.remove(key);
+        }
+        keys.len() == FORGOTTEN_AT_ONCE
+    }
+
+    /// Examines [`EMPTIED_AT_ONCE`] chunks from `from` on, and drops the chunks of `directory`.
+    /// Returns the chunk to continue with, if there are more.
+    pub(super) fn empty_some(&mut self, directory: usize, from: ChunkKey) -> Option<ChunkKey> {
+        let some = self.entries.range(from..).take(EMPTIED_AT_ONCE + 1);
+        let mut some: Vec<_> = some.map(|(key, entry)| (*key, entry.held.slot.directory)).collect();
+        let next = some.get(EMPTIED_AT_ONCE).map(|(key, _)| *key);
+        some.truncate(EMPTIED_AT_ONCE);
+        for (key, _) in some.iter().filter(|(_, of)| *of == directory) {
+            self.remove(key);
+        }
+        next
+    }
+
+    /// Returns the number of chunks.
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn key(number: u32) -> ChunkKey {
+        ChunkKey { incarnation: 1, segment: number / 4, number }
+    }
+
+    fn slots(budget: &Budget, max: u32) -> Slots {
+        Slots::new(vec![Places::new(max / 2), Places::new(max - max / 2)], budget)
+    }
+
+    fn fetch(slots: &mut Slots, number: u32) -> Held {
+        match slots.find(key(number), CHUNK_BYTES, |_| true) {
+            Found::Fetch(held) => held,
+            other => panic!("{number}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn least_recently_used_chunk_is_evicted_unless_read() {
+        let budget = Budget::new(u64::MAX);
+        let mut slots = slots(&budget, 4);
+        let read = fetch(&mut slots, 0);
+        (1..4).for_each(|number| drop(fetch(&mut slots, number)));
+        assert!(matches!(slots.find(key(1), 1, |_| true), Found::Known(_)));
+        drop(fetch(&mut slots, 4));
+        assert!(matches!(slots.find(key(1), 1, |_| true), Found::Known(_)), "2 has left for it");
+        assert!(matches!(slots.find(key(0), 1, |_| true), Found::Known(_)), "it is read");
+        assert_eq!(budget.used(), 4 * ENTRY_BYTES);
+        slots.forget(1);
+        assert_eq!((slots.len(), budget.used()), (0, 0));
+        let places: u32 = slots.places.iter().map(|places| places.free()).sum();
+        assert_eq!(places, 3, "one is still read");
+        drop(read);
+        let places: u32 = slots.places.iter().map(|places| places.free()).sum();
+        assert_eq!(places, 4);
+    }
+
+    #[test]
+    fn chunks_of_a_registration_are_dropped_in_batches() {
+        let mut slots = slots(&Budget::new(u64::MAX), 300);
+        (0..200).for_each(|number| drop(fetch(&mut slots, number)));
+        assert!(slots.forget(1) && slots.len() == 200 - FORGOTTEN_AT_ONCE);
+        assert!(!slots.forget(1) && slots.len() == 0);
+    }
+
+    #[test]
+    fn full_cache_admits_repeated_or_large_reads() {
+        let mut slots = slots(&Budget::new(u64::MAX), 2);
+        (0..2).for_each(|number| drop(fetch(&mut slots, number)));
+        assert!(matches!(slots.find(key(5), 1000, |_| true), Found::Not), "a bit of it, for the first time");
+        assert!(matches!(slots.find(key(5), 1000, |_| true), Found::Fetch(_)), "and for the second");
+        assert!(matches!(slots.find(key(6), CHUNK_BYTES / 4, |_| true), Found::Fetch(_)), "much of it");
+    }
+
+    #[test]
+    fn failed_cache_directory_is_emptied_and_unused() {
+        let mut slots = slots(&Budget::new(u64::MAX), 4);
+        let first = fetch(&mut slots, 0);
+        let failing = first.slot.directory;
+        assert!(slots.empty_some(failing, ChunkKey::FIRST).is_none());
+        first.slot.abandon();
+        drop(first);
+        let works = |directory| directory != failing;
+        for number in 1..6 {
+            match slots.find(key(number), CHUNK_BYTES, works) {
+                Found::Fetch(held) => assert_ne!(held.slot.directory, failing),
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!((slots.len(), slots.places[failing].free()), (2, 1), "a write may still arrive in one");
+    }
+
+    #[test]
+    fn cache_directory_is_emptied_in_batches() {
+        let mut slots = slots(&Budget::new(u64::MAX), 400);
+        (0..300).for_each(|number| drop(fetch(&mut slots, number)));
+        let of = |slots: &Slots, directory: usize| {
+            slots.entries.values().filter(|entry| entry.held.slot.directory == directory).count()
+        };
+        let others = of(&slots, 1);
+        let (mut from, mut left) = (ChunkKey::FIRST, slots.len());
+        while let Some(next) = slots.empty_some(0, from) {
+            assert!(left - slots.len() <= EMPTIED_AT_ONCE);
+            (from, left) = (next, slots.len());
+        }
+        assert_eq!((of(&slots, 0), of(&slots, 1)), (0, others));
+    }
+
+    proptest! {
+        #[test]
+        fn slots_are_unique_and_never_lost(
+            steps in prop::collection::vec((0u32..12, 0u8..5, any::<prop::sample::Index>()), 1..150),
+        ) {
+            let budget = Budget::new(u64::MAX);
+            let mut slots = slots(&budget, 5);
+            let mut held: Vec<(u32, Held)> = Vec::new();
+            for (number, what, at) in steps {
+                match what {
+                    0 if !held.is_empty() => drop(held.swap_remove(at.index(held.len()))),
+                    1 => {
+                        slots.remove(&key(number));
+                    }
+                    _ => match slots.find(key(number), CHUNK_BYTES, |_| true) {
+                        Found::Known(it) | Found::Fetch(it) => held.push((number, it)),
+                        Found::Not => {}
+                    },
+                }
+                let place = |it: &Held| (it.slot.directory, it.slot.number);
+                for (number, it) in &held {
+                    let others = held.iter().filter(|(other, that)| other != number && place(that) == place(it));
+                    prop_assert_eq!(others.count(), 0);
+                }
+                prop_assert_eq!(slots.by_use.len(), slots.len());
+                prop_assert_eq!(budget.used(), slots.len() as u64 * ENTRY_BYTES);
+            }
+            drop(held);
+            slots.forget(1);
+            prop_assert_eq!(slots.places.iter().map(|places| places.free()).sum::<u32>(), 5);
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! State shared by all parts of the tier.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use object_store::ObjectStore;
+use tokio::sync::{Semaphore, watch};
+
+use super::cache::Cache;
+use super::circuit_breaker::{CircuitBreaker, failed};
+use super::claim::Claim;
+use super::metrics::Metrics;
+use super::settings::ObjectSettings;
+use crate::budget::Budget;
+use crate::metrics::clamped;
+use crate::runtime::Tasks;
+use crate::store::StoreError;
+use crate::store::index::record_cache::RecordCache;
+use crate::store::read_share::ReadShare;
+
+/// Reads from the store get this fraction of the memory for reads, and so do reads from the cache.
+const READS_DIVISOR: u64 = 3;
+
+/// State of the tier, shared by its shuffles, reads and tasks.
+#[derive(Debug)]
+pub(in crate::store) struct Core {
+    pub(in crate::store) store: Arc<dyn ObjectStore>,
+    pub(in crate::store) settings: ObjectSettings,
+    pub(in crate::store) metrics: Metrics,
+    pub(in crate::store) circuit_breaker: CircuitBreaker,
+    pub(in crate::store) claim: Claim,
+    pub(in crate::store) records: RecordCache,
+    /// Cached chunks of segments on local disks.
+    pub(super) cache: Option<Cache>,
+    /// Share of the memory for reads of each device: the store and the read cache.
+    pub(super) store_reads: ReadShare,
+    pub(super) cache_reads: ReadShare,
+    /// Permits for responses that contain more than a reader's chunk. The reader may be slow to
+    /// take the rest.
+    pub(super) answers_ahead: Arc<Semaphore>,
+    /// Heap budget for extents, open pages, indexes and the table of the read cache.
+    pub(in crate::store) extents: Budget,
+    /// Budget for segments under construction, without their blocks.
+    pub(super) making: Budget,
+    /// Tasks that continue when their caller is dropped, such as uploads.
+    pub(in crate::store) tasks: Tasks,
+    /// Number of deletions in progress.
+    pub(in crate::store) deletions: watch::Sender<usize>,
+    stored_bytes: AtomicU64,
+}
+
+impl Core {
+    pub(super) async fn open(
+        (store, claim): (Arc<dyn ObjectStore>, Claim),
+        settings: ObjectSettings,
+        metrics: Metrics,
+        extents: Budget,
+        tasks: Tasks,
+    ) -> Self {
+        let cache = Cache::open(&settings.cache_disks, settings.cache_bytes, &extents).await;
+        if let Some(cache) = &cache {
+            metrics.cache_capacity_bytes.set(clamped(cache.capacity_bytes()));
+        }
+        let reads_bytes = usize::try_from(settings.read_memory_bytes / READS_DIVISOR).unwrap_or(usize::MAX);
+        Self {
+            records: RecordCache::new(settings.index_cache_bytes),
+            cache,
+            store_reads: ReadShare::new(reads_bytes),
+            cache_reads: ReadShare::new(reads_bytes),
+            answers_ahead: Arc::new(Semaphore::new(settings.answers_ahead)),
+            making: Budget::new(settings.making_bytes),
+            circuit_breaker: CircuitBreaker::default(),
+            claim,
+            deletions: watch::Sender::new(0),
+            stored_bytes: AtomicU64::new(0),
+            store,
+            settings,
+            metrics,
+            extents,
+            tasks,
+        }
+    }
+
+    /// Checks that this process still owns the worker's prefix ([`Claim`]).
+    ///
+    /// # Errors
+    /// The store fails, or another process owns the prefix.
+    pub(in crate::store) async fn require_claim(&self) -> Result<(), StoreError> {
+        let claimed = self.claim.require(&*self.store).await;
+        self.circuit_breaker.note(&claimed);
+        claimed
+    }
+
+    /// Writes whether the store has all data of the local disks ([`Claim::set_drained`]).
+    ///
+    /// # Errors
+    /// See [`Claim::set_drained`].
+    pub(super) async fn set_drained(&self, is_drained: bool) -> Result<(), StoreError> {
+        let written = self.claim.set_drained(&*self.store, is_drained).await;
+        self.circuit_breaker.note(&written);
+        written
+    }
+
+    /// Records the result of a call for the object `key`, and converts its error.
+    pub(in crate::store) fn noted<T>(
+        &self,
+        key: &str,
+        result: object_store::Result<T>,
+    ) -> Result<T, StoreError> {
+        let result = result.map_err(|error| failed(key, &error));
+        self.circuit_breaker.note(&result);
+        result
+    }
+
+    /// Returns the bytes of the segments of all known shuffles.
+    pub(super) fn stored_bytes(&self) -> u64 {
+        self.stored_bytes.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn add_stored(&self, bytes: u64) {
+        let before = self.stored_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.metrics.stored_bytes.set(clamped(before + bytes));
+    }
+
+    pub(super) fn take_stored(&self, bytes: u64) {
+        let before = self.stored_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        self.metrics.stored_bytes.set(clamped(before.saturating_sub(bytes)));
+    }
+}

@@ -1,0 +1,58 @@
+//! The object tier: blocks in an object store that speaks S3. Clients of type MEMORY_LOCALFILE read
+//! them through the worker like local data, without jars or credentials.
+//!
+//! Batches of a shuffle share *segments*, objects with blocks of many partitions. A shuffle has at
+//! least one segment per flush, and another for each
+//! [`segment_bytes`](settings::ObjectSettings::segment_bytes) of its data. The number of objects
+//! therefore follows the bytes, not the number of partitions. This module does not decide which
+//! data is flushed when.
+
+#[cfg(feature = "object")]
+mod cache;
+#[cfg(feature = "object")]
+pub(super) mod circuit_breaker;
+#[cfg(feature = "object")]
+pub mod claim;
+#[cfg(feature = "object")]
+pub mod client;
+mod config;
+#[cfg(feature = "object")]
+pub(super) mod core;
+#[cfg(feature = "object")]
+pub mod layout;
+pub mod location;
+#[cfg(feature = "object")]
+pub(super) mod log_objects;
+#[cfg_attr(not(feature = "object"), expect(dead_code, reason = "it is described, and nothing counts"))]
+pub(crate) mod metrics;
+mod names;
+#[cfg(feature = "object")]
+pub(super) mod read;
+#[cfg(feature = "object")]
+mod saved;
+pub mod settings;
+#[cfg(feature = "object")]
+pub(super) mod shuffle;
+#[cfg(feature = "object")]
+#[cfg(test)]
+mod tests;
+#[cfg(feature = "object")]
+mod tier;
+#[cfg(feature = "object")]
+pub(super) mod upload;
+#[cfg(feature = "object")]
+mod workers;
+
+pub use self::config::{Credentials, ObjectConfig, Secret, UploadCheck};
+pub(crate) use self::names::NAMES;
+pub use self::settings::ObjectSettings;
+#[cfg(feature = "object")]
+pub use self::tier::ObjectTier;
+#[cfg(feature = "object")]
+pub use self::upload::intake::Uploads;
+#[cfg(feature = "object")]
+pub use self::upload::segment::Moved;
+#[cfg(feature = "object")]
+pub use self::upload::uploader::Source;
+#[cfg(feature = "object")]
+pub use self::workers::{Removed, WorkerObjects};

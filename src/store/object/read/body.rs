@@ -1,0 +1,163 @@
+//! Copies the body of a response into the buffers of its reader.
+//!
+//! A body that was not read to its end stays open, so that the next chunk of a reader can continue
+//! it. A response that is shorter or longer than the requested range is an error.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::ops::Range;
+
+use bytes::{Buf as _, Bytes};
+use futures::stream::{BoxStream, TryStreamExt as _};
+use object_store::{GetOptions, GetRange, ObjectStore as _};
+use parking_lot::Mutex;
+
+use crate::store::StoreError;
+use crate::store::object::circuit_breaker::{failed, wrong_answer};
+use crate::store::object::core::Core;
+use crate::store::object::layout::path_of;
+
+/// A buffer for bytes of an object, with the offset of its first byte in the object.
+pub(in crate::store::object) type Room<'a> = (u64, &'a mut [u8]);
+
+/// The unread rest of a response that contains a range of an object.
+pub(in crate::store::object) struct Body {
+    key: String,
+    /// Unread part of the requested range.
+    range: Range<u64>,
+    /// Received bytes that no reader has asked for yet.
+    came: Bytes,
+    /// Never locked. The mutex makes the stream `Sync`, which a boxed stream is not.
+    chunks: Mutex<BoxStream<'static, object_store::Result<Bytes>>>,
+}
+
+impl fmt::Debug for Body {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Body").field(&self.key).field(&self.range).finish()
+    }
+}
+
+impl Body {
+    /// Requests a range of the object `key`.
+    ///
+    /// # Errors
+    /// The store fails, or its response has another range.
+    pub(super) async fn ask(core: &Core, key: String, range: Range<u64>) -> Result<Self, StoreError> {
+        let options = GetOptions { range: Some(GetRange::Bounded(range.clone())), ..GetOptions::default() };
+        let answer = core.store.get_opts(&path_of(&key), options).await;
+        let answer = answer.map_err(|error| failed(&key, &error))?;
+        if answer.range != range {
+            return Err(wrong_answer(&key, "response has a different range than requested"));
+        }
+        Ok(Self { key, range, came: Bytes::new(), chunks: Mutex::new(answer.into_stream()) })
+    }
+
+    pub(in crate::store) fn key(&self) -> &str {
+        &self.key
+    }
+
+    /// Returns the offset of the next byte in the object.
+    pub(in crate::store) fn at(&self) -> u64 {
+        self.range.start
+    }
+
+    /// Returns the number of unread bytes.
+    pub(in crate::store::object) fn left(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
+    /// Fills `rooms`, which are sorted by offset. Bytes between them are dropped.
+    ///
+    /// # Errors
+    /// The store fails, or the response has fewer or more bytes than requested.
+    pub(in crate::store::object) async fn fill(&mut self, rooms: Vec<Room<'_>>) -> Result<(), StoreError> {
+        let mut rooms = VecDeque::from(rooms);
+        let until = rooms.back().map_or(self.at(), |(offset, room)| offset + room.len() as u64);
+        while self.at() < until {
+            if self.came.is_empty() {
+                let came = self.next().await?;
+                self.came = came.ok_or_else(|| wrong_answer(&self.key, "response ended early"))?;
+                continue;
+            }
+            let wanted = usize::try_from(until - self.at()).unwrap_or(usize::MAX).min(self.came.len());
+            pour(&self.came[..wanted], self.at(), &mut rooms);
+            self.came.advance(wanted);
+            self.range.start += wanted as u64;
+        }
+        if self.left() == 0 && (!self.came.is_empty() || self.next().await?.is_some_and(|it| !it.is_empty()))
+        {
+            return Err(wrong_answer(&self.key, "response has more bytes than requested"));
+        }
+        Ok(())
+    }
+
+    async fn next(&mut self) -> Result<Option<Bytes>, StoreError> {
+        let next = self.chunks.get_mut().try_next().await;
+        next.map_err(|error| failed(&self.key, &error))
+    }
+}
+
+/// Copies `bytes`, which begin at offset `at`, into `rooms`. Removes rooms that are full.
+fn pour(mut bytes: &[u8], mut at: u64, rooms: &mut VecDeque<Room<'_>>) {
+    while let Some((offset, room)) = rooms.pop_front() {
+        let gap = usize::try_from(offset.saturating_sub(at)).unwrap_or(usize::MAX).min(bytes.len());
+        at += gap as u64;
+        bytes = &bytes[gap..];
+        let filled = bytes.len().min(room.len());
+        let (head, behind) = room.split_at_mut(filled);
+        head.copy_from_slice(&bytes[..filled]);
+        at += filled as u64;
+        bytes = &bytes[filled..];
+        if !behind.is_empty() {
+            rooms.push_front((offset + filled as u64, behind));
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_filled_in_any_pieces() {
+        let object: Vec<u8> = (0..30).collect();
+        for cut in 1..30 {
+            let (mut first, mut second, mut third) = ([0; 5], [0; 1], [0; 7]);
+            let mut rooms = VecDeque::from([(2, &mut first[..]), (7, &mut second[..]), (20, &mut third[..])]);
+            for (number, chunk) in object[2..27].chunks(cut).enumerate() {
+                pour(chunk, 2 + (number * cut) as u64, &mut rooms);
+            }
+            assert!(rooms.is_empty(), "{cut}");
+            assert_eq!((first, second, third), ([2, 3, 4, 5, 6], [7], [20, 21, 22, 23, 24, 25, 26]), "{cut}");
+        }
+    }
+
+    fn body(range: Range<u64>, chunks: &[&'static [u8]]) -> Body {
+        let chunks: Vec<_> = chunks.iter().map(|chunk| Ok(Bytes::from_static(chunk))).collect();
+        let chunks = Mutex::new(Box::pin(futures::stream::iter(chunks)) as BoxStream<'static, _>);
+        Body { key: "a/key".to_owned(), range, came: Bytes::new(), chunks }
+    }
+
+    #[tokio::test]
+    async fn later_bytes_are_kept() {
+        let mut body = body(10..16, &[b"abcd", b"", b"ef"]);
+        let (mut first, mut second) = ([0; 2], [0; 3]);
+        body.fill(vec![(10, &mut first)]).await.unwrap();
+        assert_eq!((body.at(), body.left()), (12, 4));
+        body.fill(vec![(13, &mut second)]).await.unwrap();
+        assert_eq!((&first, &second, body.left()), (b"ab", b"def", 0));
+    }
+
+    #[tokio::test]
+    async fn response_of_wrong_length_is_an_error() {
+        let cases: [(&[&'static [u8]], &str); 2] =
+            [(&[b"abc"], "ended early"), (&[b"abc", b"de"], "more bytes")];
+        for (chunks, what) in cases {
+            let (mut room, mut body) = ([0; 4], body(0..4, chunks));
+            let error = body.fill(vec![(0, &mut room)]);
+            let text = error.await.unwrap_err().to_string();
+            assert!(text.contains(what) && text.contains("a/key"), "{text}");
+        }
+    }
+}

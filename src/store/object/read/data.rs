@@ -1,0 +1,183 @@
+//! Reads a range of a partition's stream from objects, in chunks.
+//!
+//! The checksum of every block that lies wholly in the range is verified before the chunk with its
+//! last byte is returned. A block with wrong bytes is read again: first from the store instead of
+//! the cache, then once more from the store. A second mismatch from the store is an error.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+
+use super::fetch::{self, Ahead, Part};
+use super::ranges::{self, Asked, Located};
+use super::verify::Verifier;
+use crate::store::extents::extent::{Extent, ExtentList};
+use crate::store::extents::extent_list::InStream as _;
+use crate::store::index::block_checks::Check;
+use crate::store::object::core::Core;
+use crate::store::object::shuffle::Shuffle;
+use crate::store::progress::Progress;
+use crate::store::{ChunkRead, StoreError, StoreErrorKind};
+use uniffle_io::ReadBuffers;
+use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
+
+/// Bytes requested beyond a chunk if they follow it in the same object. Without them, each chunk
+/// would be a request of its own.
+const ANSWER_BYTES_MAX: u64 = 16 << 20;
+
+/// A read of a range. Each chunk continues where the previous one ended.
+pub(in crate::store::object) struct DataRead {
+    core: Arc<Core>,
+    shuffle: Arc<Shuffle>,
+    progress: Progress,
+    /// Extents that cover the range.
+    extents: Arc<ExtentList>,
+    /// End of the range in the stream.
+    end: u64,
+    verifier: Verifier,
+    ahead: Ahead,
+}
+
+impl fmt::Debug for DataRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("DataRead").field(&self.shuffle.name.key).field(&self.range()).finish()
+    }
+}
+
+/// Returns the parts of objects that have a range of a stream, in the order of a buffer that takes
+/// it. Extents on disks are left out.
+pub(in crate::store::object) fn plan(extents: &ExtentList, range: &Range<u64>) -> Vec<Part> {
+    let (mut parts, mut filled) = (Vec::new(), 0);
+    for extent in extents.touched(range.start, range.end).filter(|extent| extent.is_in_object()) {
+        let from = range.start.max(extent.base);
+        let bytes = usize::try_from(range.end.min(extent.end()) - from).unwrap_or(usize::MAX);
+        let place = filled..filled + bytes;
+        filled = place.end;
+        let offset = extent.object_offset() + (from - extent.base);
+        fetch::push(&mut parts, Part { segment: extent.object(), offset, range: place });
+    }
+    parts
+}
+
+/// Returns how many bytes of the stream, from `range.start` on, directly follow `last` in its
+/// object. Bytes beyond `range.end` do not count.
+fn behind(last: &Part, extents: &ExtentList, range: &Range<u64>) -> u64 {
+    let mut bytes = 0;
+    for extent in extents.touched(range.start, range.end) {
+        let from = range.start.max(extent.base);
+        let place = (extent.object(), extent.object_offset() + (from - extent.base));
+        if !extent.is_in_object() || place != (last.segment, last.end() + bytes) {
+            break;
+        }
+        bytes += range.end.min(extent.end()) - from;
+    }
+    bytes
+}
+
+impl DataRead {
+    /// Creates a read of a range that `extents` cover, all of them in objects.
+    pub(in crate::store) fn new(
+        core: &Arc<Core>,
+        shuffle: Arc<Shuffle>,
+        extents: ExtentList,
+        range: Range<u64>,
+    ) -> Self {
+        let extents = Arc::new(extents);
+        Self {
+            core: Arc::clone(core),
+            shuffle,
+            progress: Progress::new(range.end - range.start),
+            end: range.end,
+            verifier: Verifier::new(Arc::clone(&extents), range),
+            extents,
+            ahead: Ahead::default(),
+        }
+    }
+
+    /// Returns the part of the range that was not read yet.
+    fn range(&self) -> Range<u64> {
+        self.end - self.progress.left()..self.end
+    }
+
+    async fn read_chunk(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
+        let (core, shuffle) = (Arc::clone(&self.core), Arc::clone(&self.shuffle));
+        let Range { start, end } = self.range();
+        let until = start + len as u64;
+        let records = match core.cache.is_some() {
+            true => self.verifier.missing_records(&core, &shuffle, until),
+            false => Vec::new(),
+        };
+        let parts = plan(&self.extents, &(start..until));
+        let next = |bytes| until..end.min(until.saturating_add(bytes));
+        self.ahead.more = match parts.last().filter(|_| core.cache.is_none()) {
+            Some(last) => behind(last, &self.extents, &next(ANSWER_BYTES_MAX)),
+            // The cache stores whole chunks, so nothing is requested beyond a chunk.
+            None => 0,
+        };
+        let mut located = ranges::locate(&core, &shuffle, parts, &records).await?;
+        if core.cache.is_some() && until < end {
+            ranges::begin_ahead(&core, &shuffle, &plan(&self.extents, &next(ranges::AHEAD_BYTES)));
+        }
+        let asked = Asked { len, beside: Some(self.verifier.beside_bytes(until)), buffers };
+        let mut room = located.room(&core, &shuffle, &asked).await;
+        self.verifier.prepare(&core, &shuffle, until).await?;
+        loop {
+            let mark = self.verifier.mark();
+            room = located.read(&core, &shuffle, (&asked, room), &mut self.ahead).await?;
+            let Some(block) = self.verifier.check(room.bytes(len)) else { return Ok(room.freeze(len)) };
+            self.ahead.forget();
+            self.verifier.rewind(mark);
+            located = self.again(&located, &block)?;
+        }
+    }
+
+    /// Decides from where a block with wrong bytes is read again.
+    ///
+    /// # Errors
+    /// The store has returned wrong bytes for the second time.
+    fn again(&mut self, located: &Located, block: &Check) -> Result<Located, StoreError> {
+        let Self { core, shuffle, .. } = self;
+        core.metrics.crc_mismatches.inc();
+        let Range { start, end } = block.place;
+        let extent = self.extents.touched(start, end).next();
+        let key = shuffle.segment_key(extent.map_or(0, Extent::object));
+        tracing::warn!(key, start, end, "block was read with wrong bytes; reading it again");
+        if let Some(of_store) = located.of_store_instead(core) {
+            return Ok(of_store);
+        }
+        match self.verifier.count_mismatch() {
+            1 => Ok(located.of_store()),
+            _ => Err(StoreError::corrupt(key, "a block has wrong bytes, confirmed by a second read")),
+        }
+    }
+}
+
+impl ChunkRead for DataRead {
+    fn next_chunk<'a>(
+        &'a mut self,
+        buffers: &'a dyn ReadBuffers,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        let read = async move {
+            let failed = || self.shuffle.error(StoreErrorKind::Corrupt);
+            let len = self.progress.begin(buffers.chunk_bytes()).ok_or_else(failed)?;
+            if len == 0 {
+                return Ok(None);
+            }
+            let chunk = self.read_chunk(len, buffers).await;
+            let chunk = chunk.map_err(|error| self.shuffle.for_reader(&self.core, error))?;
+            self.progress.end(len);
+            self.core.metrics.read_bytes.inc_by(len as u64);
+            Ok(Some(chunk))
+        };
+        read.boxed()
+    }
+
+    fn next_room(&self) -> usize {
+        let room = self.progress.next_len(READ_CHUNK_BYTES_MAX);
+        if self.core.store_reads.has_room(room) { room } else { 0 }
+    }
+}

@@ -1,0 +1,67 @@
+//! Reads the index records of extents in objects.
+//!
+//! Records with wrong bytes in the read cache are read again from the store.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+
+use super::fetch::{self, Ahead, Part};
+use super::ranges::{self, Asked};
+use crate::store::extents::extent::Extent;
+use crate::store::index::index_read::{RecordSource, WRONG_RECORDS};
+use crate::store::object::upload::intake::Uploads;
+use crate::store::{StoreError, StoreErrorKind};
+use uniffle_io::ReadBuffers;
+
+impl RecordSource for Uploads {
+    type Parts = Vec<Part>;
+
+    fn cached(&self, extent: &Extent) -> Option<Bytes> {
+        self.core.records.find(&self.shuffle.records_key(extent))
+    }
+
+    fn keep(&self, extent: &Extent, records: &[u8]) {
+        // Readers of the data need the records next.
+        if self.core.records.takes(records.len()) {
+            self.core.records.keep(self.shuffle.records_key(extent), Bytes::copy_from_slice(records));
+        }
+    }
+
+    fn add(parts: &mut Vec<Part>, extent: &Extent, from: u64, range: Range<usize>) {
+        let offset = extent.records_range().start + from;
+        fetch::push(parts, Part { segment: extent.object(), offset, range });
+    }
+
+    async fn read(
+        &self,
+        (len, buffers): (usize, &dyn ReadBuffers),
+        parts: Vec<Part>,
+        mut complete: impl FnMut(&mut [u8]) -> Result<(), Extent> + Send,
+    ) -> Result<Bytes, StoreError> {
+        let Self { core, shuffle } = self;
+        let mut located = ranges::locate(core, shuffle, parts, &[]).await?;
+        let asked = Asked { len, beside: Some(0), buffers };
+        let mut room = located.room(core, shuffle, &asked).await;
+        loop {
+            room = located.read(core, shuffle, (&asked, room), &mut Ahead::default()).await?;
+            let Err(extent) = complete(room.bytes(len)) else { return Ok(room.freeze(len)) };
+            core.metrics.crc_mismatches.inc();
+            // Chunks of the cache that were read earlier may contain records of the extent.
+            ranges::discard(core, shuffle, extent.object(), &extent.records_range());
+            let corrupt = || StoreError::corrupt(shuffle.segment_key(extent.object()), WRONG_RECORDS);
+            located = located.of_store_instead(core).ok_or_else(corrupt)?;
+        }
+    }
+
+    fn ended(&mut self, chunk: Option<Result<Bytes, StoreError>>) -> Result<Bytes, StoreError> {
+        let chunk = chunk.ok_or_else(|| self.shuffle.error(StoreErrorKind::Corrupt))?;
+        let chunk = chunk.map_err(|error| self.shuffle.for_reader(&self.core, error))?;
+        self.core.metrics.read_index_bytes.inc_by(chunk.len() as u64);
+        Ok(chunk)
+    }
+
+    fn has_room(&self, _: &Extent, len: usize) -> bool {
+        self.core.store_reads.has_room(len)
+    }
+}

@@ -1,0 +1,250 @@
+//! Reads of object ranges, from chunks of the read cache or from the store.
+//!
+//! A read first waits for its chunks to arrive in the cache, and then for its permit together with
+//! its memory.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use super::fetch::{self, Ahead, Part};
+use crate::budget::{Budget, Charge};
+use crate::store::StoreError;
+use crate::store::object::cache::{self, CHUNK_BYTES, CachedPart, ChunkKey};
+use crate::store::object::core::Core;
+use crate::store::object::shuffle::Shuffle;
+use crate::store::read_share::ReadShare;
+use uniffle_io::buffers::HeapBuffers;
+use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit};
+
+/// Maximum distance of prefetching ahead of a reader.
+pub(in crate::store::object) const AHEAD_BYTES: u64 = 8 << 20;
+
+/// Parts of objects that are read together, with their source.
+#[derive(Debug)]
+pub(super) struct Located {
+    parts: Vec<Part>,
+    cached: Vec<CachedPart>,
+    /// Parts that are not in the cache.
+    stored: Vec<Part>,
+}
+
+/// Memory requirements of a read.
+pub(in crate::store) struct Asked<'a> {
+    pub(in crate::store) len: usize,
+    /// Memory besides the buffer, or `None` if a waiting read already holds the permit for this
+    /// one.
+    pub(super) beside: Option<usize>,
+    pub(in crate::store::object) buffers: &'a dyn ReadBuffers,
+}
+
+/// The buffer of a read, with the charge for other memory and the permit.
+pub(in crate::store) struct Room {
+    buffer: Box<dyn ReadBuffer>,
+    /// Released before the permit.
+    _beside: Charge,
+    _turn: ReadPermit,
+}
+
+impl Room {
+    /// Charges `beside` bytes to `heap`, even beyond its capacity: the permit accounts for them.
+    /// Must not run under the lock that grants permits, because the heap may return memory to the
+    /// system.
+    fn new((buffer, _turn): (Box<dyn ReadBuffer>, ReadPermit), heap: &Budget, beside: usize) -> Self {
+        Self { buffer, _beside: heap.force_charge(beside as u64), _turn }
+    }
+
+    /// Returns the first `len` bytes.
+    pub(in crate::store) fn bytes(&mut self, len: usize) -> &mut [u8] {
+        (*self.buffer).as_mut().get_mut(..len).unwrap_or_default()
+    }
+
+    /// Converts the first `len` bytes into an immutable buffer.
+    pub(in crate::store::object) fn freeze(self, len: usize) -> Bytes {
+        self.buffer.freeze(len)
+    }
+}
+
+/// A part of an object within one chunk.
+struct Piece {
+    key: ChunkKey,
+    part: Part,
+}
+
+fn pieces<'a>(shuffle: &'a Shuffle, parts: &'a [Part]) -> impl Iterator<Item = Piece> + 'a {
+    let incarnation = shuffle.name.incarnation;
+    parts.iter().flat_map(move |part| {
+        let mut part = part.clone();
+        std::iter::from_fn(move || {
+            if part.range.is_empty() {
+                return None;
+            }
+            let number = u32::try_from(part.offset / CHUNK_BYTES).unwrap_or(u32::MAX);
+            let left = usize::try_from(CHUNK_BYTES - part.offset % CHUNK_BYTES).unwrap_or(usize::MAX);
+            let head = part.split_to(left.min(part.range.len()));
+            Some(Piece { key: ChunkKey { incarnation, segment: part.segment, number }, part: head })
+        })
+    })
+}
+
+/// Locates `parts`. Also waits until their chunks, and those of `others`, which are read soon, have
+/// arrived in the cache.
+///
+/// # Errors
+/// The store fails.
+pub(super) async fn locate(
+    core: &Arc<Core>,
+    shuffle: &Arc<Shuffle>,
+    parts: Vec<Part>,
+    others: &[Part],
+) -> Result<Located, StoreError> {
+    if core.cache.is_none() {
+        return Ok(Located::stored(parts));
+    }
+    let mut wanted: BTreeMap<ChunkKey, u64> = BTreeMap::new();
+    for piece in pieces(shuffle, &parts).chain(pieces(shuffle, others)) {
+        *wanted.entry(piece.key).or_default() += piece.part.range.len() as u64;
+    }
+    // Starts all fetches before it waits for the first.
+    let begun: Vec<_> =
+        wanted.into_iter().map(|(key, bytes)| (key, cache::begin(core, shuffle, key, bytes))).collect();
+    let mut ready = BTreeMap::new();
+    for (key, pinned) in begun {
+        let Some(pinned) = pinned else { continue };
+        if let Some(bytes) = pinned.ready(&shuffle.segment_key(key.segment)).await? {
+            ready.insert(key, (Arc::new(pinned), bytes));
+        }
+    }
+    let (mut cached, mut stored) = (Vec::new(), Vec::new());
+    for Piece { key, part } in pieces(shuffle, &parts) {
+        let offset = part.offset - key.start();
+        let end = offset + part.range.len() as u64;
+        match ready.get(&key).filter(|(_, bytes)| end <= *bytes) {
+            Some((pinned, _)) => {
+                cached.push(CachedPart { pinned: Arc::clone(pinned), offset, range: part.range });
+            }
+            None => fetch::push(&mut stored, part),
+        }
+    }
+    Ok(Located { parts, cached, stored })
+}
+
+/// Starts to fetch the chunks of `parts` into the cache while it has capacity for that, up to
+/// [`AHEAD_BYTES`]. Never waits.
+pub(in crate::store::object) fn begin_ahead(core: &Arc<Core>, shuffle: &Arc<Shuffle>, parts: &[Part]) {
+    let Some(cache) = &core.cache else { return };
+    let (mut bytes, mut begun) = (0, None);
+    for piece in pieces(shuffle, parts) {
+        bytes += piece.part.range.len() as u64;
+        if bytes > AHEAD_BYTES || !cache.has_time() {
+            break;
+        }
+        if begun.replace(piece.key) != Some(piece.key) {
+            cache::begin(core, shuffle, piece.key, piece.part.range.len() as u64);
+        }
+    }
+}
+
+impl Located {
+    /// Reads all parts from the store.
+    pub(in crate::store) fn stored(parts: Vec<Part>) -> Self {
+        Self { stored: parts.clone(), cached: Vec::new(), parts }
+    }
+
+    /// Waits for a buffer together with a permit for the shuffle's application.
+    pub(in crate::store) async fn room(&self, core: &Core, shuffle: &Shuffle, asked: &Asked<'_>) -> Room {
+        let Some(beside) = asked.beside else {
+            let buffer = asked.buffers.acquire(asked.len).await;
+            return Room::new((buffer, Box::new(())), &core.extents, 0);
+        };
+        let (is_cached, app) = (self.stored.is_empty(), &shuffle.name.key.app);
+        let share = if is_cached { &core.cache_reads } else { &core.store_reads };
+        let turn = ReadShare::turns(std::iter::once(share), app, asked.len + beside);
+        let taken = asked.buffers.acquire_with(asked.len, Arc::new(turn)).await;
+        Room::new(taken, &core.extents, beside)
+    }
+
+    /// Reads the parts into a buffer.
+    ///
+    /// # Errors
+    /// The store fails. Failures of the cache are not errors: the store is read instead.
+    pub(in crate::store) async fn read(
+        &self,
+        core: &Core,
+        shuffle: &Shuffle,
+        (asked, mut room): (&Asked<'_>, Room),
+        ahead: &mut Ahead,
+    ) -> Result<Room, StoreError> {
+        let key_of = |number| shuffle.segment_key(number);
+        let mut stored = &self.stored;
+        if let Some(cache) = core.cache.as_ref().filter(|_| !self.cached.is_empty()) {
+            let Room { buffer, _beside, _turn } = room;
+            room = match cache.read(&core.metrics, buffer, &self.cached).await {
+                Ok(buffer) => Room { buffer, _beside, _turn },
+                Err(_) => {
+                    // The cache has logged the error. A hung disk may still use the buffer.
+                    stored = &self.parts;
+                    drop((_beside, _turn));
+                    self.of_store().room(core, shuffle, asked).await
+                }
+            };
+        }
+        fetch::fill(core, key_of, stored, room.bytes(asked.len), ahead).await?;
+        Ok(room)
+    }
+
+    /// Returns the same parts, all to be read from the store.
+    pub(super) fn of_store(&self) -> Self {
+        Self::stored(self.parts.clone())
+    }
+
+    /// Drops the chunks of the parts from the cache after they were read with wrong bytes. Returns
+    /// the same parts, all to be read from the store, or `None` if none came from the cache.
+    pub(super) fn of_store_instead(&self, core: &Core) -> Option<Self> {
+        let cache = core.cache.as_ref().filter(|_| !self.cached.is_empty())?;
+        cache.discard(&core.metrics, &self.cached);
+        Some(self.of_store())
+    }
+}
+
+/// Drops the chunks of a segment's range from the cache. The next reader fetches them again.
+pub(in crate::store::object) fn discard(core: &Core, shuffle: &Shuffle, segment: u32, range: &Range<u64>) {
+    let Some(cache) = &core.cache else { return };
+    let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+    let parts = [Part { segment, offset: range.start, range: 0..bytes }];
+    cache.drop_all(&core.metrics, pieces(shuffle, &parts).map(|piece| piece.key));
+}
+
+/// Reads a small range of a segment into a buffer of its own.
+///
+/// # Errors
+/// The store fails.
+pub(in crate::store) async fn read(
+    core: &Arc<Core>,
+    shuffle: &Arc<Shuffle>,
+    segment: u32,
+    range: Range<u64>,
+) -> Result<Bytes, StoreError> {
+    let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+    let part = Part { segment, offset: range.start, range: 0..len };
+    let located = locate(core, shuffle, vec![part], &[]).await?;
+    let asked = Asked { len, beside: None, buffers: &HeapBuffers };
+    let room = located.room(core, shuffle, &asked).await;
+    let room = located.read(core, shuffle, (&asked, room), &mut Ahead::default()).await?;
+    Ok(room.freeze(len))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_beside_a_buffer_is_charged_until_it_is_moved() {
+        let heap = Budget::new(1 << 10);
+        let room = Room::new((Box::new(vec![7; 100]), Box::new(())), &heap, 124 << 10);
+        assert_eq!(heap.used(), 124 << 10, "whatever is left");
+        assert_eq!((room.freeze(10), heap.used()), (Bytes::from_static(&[7; 10]), 0));
+    }
+}

@@ -1,0 +1,173 @@
+//! Failures of the store, and how the tier reacts to them.
+
+use std::time::Duration;
+
+use uniffle_testkit::object_fault::{Call, Fault};
+
+use super::*;
+use crate::log::LogObject;
+use crate::store::StoreErrorKind;
+use crate::store::object::layout::log_key;
+
+#[tokio::test(start_paused = true)]
+async fn failed_upload_leaves_nothing_and_is_retried() {
+    for failing in [Call::Put, Call::Begin, Call::Part, Call::Complete] {
+        let process = Process::start(&FaultyObjects::default()).await;
+        let shuffle = process.register(&key(1));
+        let bytes = if failing == Call::Put { 100 } else { 5000 };
+        let batch = || vec![extent(0, 0..4, bytes)].into();
+        process.store.set(move |call, _| if call == failing { Fault::Refuse } else { Fault::None });
+        let error = shuffle.write(batch()).await.unwrap_err();
+        assert_eq!(error.kind, StoreErrorKind::Unreachable, "{failing:?}: {error}");
+        assert!(!shuffle.is_accepting(), "{failing:?}");
+        assert_eq!(
+            (process.store.objects().await.len(), process.store.open_uploads()),
+            (0, 0),
+            "{failing:?}"
+        );
+        assert_eq!(process.read(&key(1), 0).await.unwrap().len(), 0, "{failing:?}");
+
+        process.store.heal();
+        tokio::time::advance(Duration::from_secs(2)).await;
+        assert!(shuffle.is_accepting(), "{failing:?}");
+        shuffle.write(batch()).await.unwrap();
+        assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..4, bytes), "{failing:?}");
+    }
+}
+
+#[tokio::test]
+async fn upload_with_lost_response_is_found() {
+    for (failing, bytes) in [(Call::Put, 100), (Call::Complete, 5000)] {
+        let process = Process::start(&FaultyObjects::default()).await;
+        let shuffle = process.register(&key(1));
+        process.store.set(move |call, _| if call == failing { Fault::LoseAnswer } else { Fault::None });
+        shuffle.write(vec![extent(0, 0..4, bytes)].into()).await.unwrap();
+        assert_eq!(segments(&process.store).await.len(), 1, "{failing:?}");
+        assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..4, bytes), "{failing:?}");
+    }
+}
+
+#[tokio::test]
+async fn transit_errors_are_reread_and_stored_ones_reported() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register(&key(1));
+    shuffle.write(vec![extent(0, 0..4, 100)].into()).await.unwrap();
+    let mut is_first = true;
+    let once = move |call: Call, _: &_| {
+        let flips = call == Call::Get && std::mem::take(&mut is_first);
+        if flips { Fault::Flip } else { Fault::None }
+    };
+    process.store.set(once);
+    let read = process.tier.data(&key(1), PartitionId(0), (0, 400)).unwrap();
+    assert_eq!(all(read.chunks).await.unwrap().len(), 400);
+
+    process.store.set(|call, _| if call == Call::Get { Fault::Flip } else { Fault::None });
+    let read = process.tier.data(&key(1), PartitionId(0), (100, 200)).unwrap();
+    let error = all(read.chunks).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::Corrupt);
+    assert!(error.to_string().contains("/s0000000001"), "{error}");
+    // Bytes at the edges of a range belong to blocks that lie only partly in it, so they are not
+    // verified.
+    let read = process.tier.data(&key(1), PartitionId(0), (1, 50)).unwrap();
+    assert_eq!(all(read.chunks).await.unwrap().len(), 50);
+}
+
+#[tokio::test(start_paused = true)]
+async fn readers_retry_a_failing_store_until_it_is_given_up() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register(&key(1));
+    shuffle.write(vec![extent(0, 0..4, 100)].into()).await.unwrap();
+    for fault in [Fault::Refuse, Fault::Cut] {
+        process.store.set(move |call, _| if call == Call::Get { fault } else { Fault::None });
+        let read =
+            || async { all(process.tier.data(&key(1), PartitionId(0), (0, 400)).unwrap().chunks).await };
+        assert_eq!(read().await.unwrap_err().kind, StoreErrorKind::Unhealthy, "{fault:?}");
+        tokio::time::advance(Duration::from_secs(121)).await;
+        assert_eq!(read().await.unwrap_err().kind, StoreErrorKind::Unreachable, "{fault:?}");
+        assert!(process.tier.state().complaint.is_some(), "{fault:?}");
+        process.store.heal();
+        assert_eq!(read().await.unwrap().len(), 400, "{fault:?}");
+        assert!(process.tier.state().complaint.is_none(), "{fault:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn recovered_store_is_noticed_without_requests() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register(&key(1));
+    process.store.set(|_, _| Fault::Refuse);
+    shuffle.write(vec![extent(0, 0..1, 10)].into()).await.unwrap_err();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let stopped = Box::pin(async move { drop(stopped.await) });
+    let maintained = Arc::clone(&process.tier).maintain(stopped);
+    let watch = async {
+        tokio::time::sleep(Duration::from_secs(11)).await;
+        assert!(process.tier.state().complaint.is_some());
+        process.store.heal();
+        tokio::time::sleep(Duration::from_secs(11)).await;
+        assert!(process.tier.state().complaint.is_none());
+        drop(stop);
+    };
+    futures::join!(maintained, watch);
+}
+
+#[tokio::test(start_paused = true)]
+async fn refused_deletions_pause_no_writes() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register(&key(1));
+    process.register(&key(2)).write(vec![extent(0, 0..4, 100)].into()).await.unwrap();
+    let log = LogObject { generation: 1, process: 1, first: 0, frames: 1 };
+    process.store.replace(&log_key("worker-2", log, 0), Bytes::new()).await;
+    process.store.set(|call, _| if call == Call::Delete { Fault::Refuse } else { Fault::None });
+    process.purge(&key(2), Purge::Shuffles).await;
+    assert_eq!(process.tier.core.metrics.deletions_failed.get(), 1);
+    process.tier.remove_worker("worker-2").await.unwrap_err();
+    process.store.remove(&log_key("worker-2", log, 0)).await;
+    // Only the claim is left.
+    process.tier.remove_worker("worker-2").await.unwrap_err();
+    assert!(shuffle.is_accepting() && process.tier.state().complaint.is_none());
+}
+
+/// Returns the metadata records that a start recovers for a single shuffle with complete data.
+async fn all_said(process: &Process) -> Vec<Bytes> {
+    let mut recovered = process.tier.take_recovered();
+    assert_eq!(recovered.shuffles[0].incomplete, None);
+    let mut said = Vec::new();
+    while let Some((_, record)) = recovered.said.next().await.unwrap() {
+        said.push(record);
+    }
+    said
+}
+
+#[tokio::test]
+async fn unwritten_record_is_not_acknowledged() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    process.register_noted(&key(1)).await;
+    for fault in [Fault::Refuse, Fault::LoseAnswer] {
+        process.store.set(move |call, _| if call == Call::Put { fault } else { Fault::None });
+        let error = process.log(&key(1)).append(Bytes::from_static(b"lost")).await.unwrap_err();
+        assert_eq!(error.kind, StoreErrorKind::Unreachable, "{fault:?}");
+    }
+    process.store.heal();
+    process.log(&key(1)).append(Bytes::from_static(b"kept")).await.unwrap();
+    let process = Process::start(&process.kill().await).await;
+    // A record that was not acknowledged may be recovered, but only once.
+    assert_eq!(all_said(&process).await, ["registration", "lost", "kept"]);
+}
+
+/// The client repeats a request without response, and the store may carry out the first attempt
+/// after all later requests.
+#[tokio::test]
+async fn late_attempt_of_a_log_object_changes_nothing() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    process.register_noted(&key(1)).await;
+    process.store.set(|call, _| if call == Call::Put { Fault::Repeat } else { Fault::None });
+    process.log(&key(1)).append(Bytes::from_static(b"first")).await.unwrap();
+    process.store.heal();
+    process.log(&key(1)).append(Bytes::from_static(b"second")).await.unwrap();
+    let before = process.store.snapshot().await;
+    assert_eq!(process.store.deliver().await, 2);
+    assert_eq!(process.store.snapshot().await, before);
+    let process = Process::start(&process.kill().await).await;
+    assert_eq!(all_said(&process).await, ["registration", "first", "second"]);
+}

@@ -1,0 +1,100 @@
+//! A coalescing queue: jobs wait while a single task runs earlier ones, and the task may take
+//! several at once.
+
+use std::collections::VecDeque;
+
+use parking_lot::Mutex;
+
+/// Waiting jobs, and a flag that a task runs. The caller that adds the first job starts the task.
+#[derive(Debug)]
+pub(in crate::store::object) struct Group<T>(Mutex<State<T>>);
+
+#[derive(Debug)]
+struct State<T> {
+    waiting: VecDeque<T>,
+    has_task: bool,
+}
+
+impl<T> Default for Group<T> {
+    fn default() -> Self {
+        Self(Mutex::new(State { waiting: VecDeque::new(), has_task: false }))
+    }
+}
+
+impl<T> Group<T> {
+    /// Adds a job. Returns true if the caller has to start the task.
+    pub(in crate::store) fn add(&self, job: T) -> bool {
+        let mut state = self.0.lock();
+        state.waiting.push_back(job);
+        !std::mem::replace(&mut state.has_task, true)
+    }
+
+    /// Removes the next job.
+    pub(in crate::store) fn take(&self) -> Option<T> {
+        self.0.lock().waiting.pop_front()
+    }
+
+    /// Returns the number of waiting jobs.
+    #[cfg(test)]
+    pub(in crate::store) fn len(&self) -> usize {
+        self.0.lock().waiting.len()
+    }
+
+    /// Creates the guard of the task.
+    pub(super) fn running(&self) -> Running<'_, T> {
+        Running { group: self, has_ended: false }
+    }
+}
+
+/// Guard held by the task. If the task panics, the guard drops all waiting jobs, and another task
+/// can be started.
+#[derive(Debug)]
+pub(super) struct Running<'a, T> {
+    group: &'a Group<T>,
+    has_ended: bool,
+}
+
+impl<T> Running<'_, T> {
+    /// Removes the next job. Returns `None` if there is none, and then the task has to end.
+    pub(super) fn take_or_end(&mut self) -> Option<T> {
+        let mut state = self.group.0.lock();
+        let next = state.waiting.pop_front();
+        if next.is_none() {
+            (state.has_task, self.has_ended) = (false, true);
+        }
+        next
+    }
+}
+
+impl<T> Drop for Running<'_, T> {
+    fn drop(&mut self) {
+        if self.has_ended {
+            return;
+        }
+        let mut state = self.group.0.lock();
+        state.has_task = false;
+        let waiting = std::mem::take(&mut state.waiting);
+        drop(state);
+        drop(waiting); // Who waits for them is told outside the lock.
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn coalescer_runs_one_task_and_loses_no_job() {
+        let group = Group::default();
+        assert!(group.add(1) && !group.add(2));
+        let mut running = group.running();
+        assert_eq!((running.take_or_end(), group.take()), (Some(1), Some(2)));
+        assert!(!group.add(3), "the task is still there");
+        assert_eq!((running.take_or_end(), running.take_or_end()), (Some(3), None));
+        assert!(group.add(4), "and then it is not");
+        drop(running);
+        assert!(!group.add(5), "an ended task says nothing of the next");
+        drop(group.running());
+        assert_eq!((group.take(), group.add(6)), (None, true));
+    }
+}

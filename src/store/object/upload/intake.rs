@@ -1,0 +1,76 @@
+//! Interface for data that is moved here from local disks.
+//!
+//! The local disks know the position of each extent in its stream, so this module publishes nothing
+//! by itself.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::uploader::{MOVED_PARTS_IN_FLIGHT, Source, one_from};
+use crate::store::extents::extent::{Extent, ExtentList};
+use crate::store::index::index_read::IndexRead;
+use crate::store::object::core::Core;
+use crate::store::object::read::data::{DataRead, plan};
+use crate::store::object::read::ranges;
+use crate::store::object::shuffle::Shuffle;
+use crate::store::{ChunkRead, StoreError};
+use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
+use uniffle_wire::types::PartitionId;
+
+/// The objects of one incarnation of a shuffle. Clones share them.
+#[derive(Debug, Clone)]
+pub struct Uploads {
+    pub(in crate::store) core: Arc<Core>,
+    pub(in crate::store) shuffle: Arc<Shuffle>,
+}
+
+impl Uploads {
+    /// Returns the number of the incarnation.
+    #[must_use]
+    pub fn incarnation(&self) -> u64 {
+        self.shuffle.name.incarnation
+    }
+
+    /// Reads the records of `blocks` blocks in extents of objects, from index `first` on.
+    pub(in crate::store) fn index(
+        &self,
+        extents: ExtentList,
+        first: usize,
+        blocks: u64,
+    ) -> impl ChunkRead + use<> {
+        IndexRead::new(self.clone(), extents, first, blocks)
+    }
+
+    /// Reads a range of a stream that is covered by extents in objects.
+    pub(in crate::store) fn data(&self, extents: ExtentList, range: Range<u64>) -> impl ChunkRead + use<> {
+        DataRead::new(&self.core, Arc::clone(&self.shuffle), extents, range)
+    }
+
+    /// Starts to bring the parts of a range that are in objects into the read cache.
+    pub(in crate::store) fn hint(&self, extents: &ExtentList, range: &Range<u64>) {
+        let some = range.start..range.end.min(range.start.saturating_add(ranges::AHEAD_BYTES));
+        ranges::begin_ahead(&self.core, &self.shuffle, &plan(extents, &some));
+    }
+
+    /// Writes blocks of `source` to one object. Returns its extents, which are readable from the
+    /// store, or `None` if `source` is empty.
+    ///
+    /// # Errors
+    /// The source or the store fails. Then nothing of the object counts.
+    pub async fn take(
+        &self,
+        source: &mut dyn Source,
+    ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
+        one_from(&self.core, &self.shuffle, source).await
+    }
+
+    /// Returns an upper bound for the memory of [`Uploads::take`] beside records: the parts in
+    /// flight, a part being filled, and a chunk being read.
+    #[must_use]
+    pub fn memory_bytes(&self) -> u64 {
+        let part = self.core.settings.part_bytes as u64;
+        let held = (MOVED_PARTS_IN_FLIGHT as u64 + 1) * part + READ_CHUNK_BYTES_MAX as u64;
+        // Unused space in buffers (`StreamBuffers`).
+        held + held / 16
+    }
+}

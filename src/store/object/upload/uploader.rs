@@ -1,0 +1,368 @@
+//! Uploads of segments: one task per shuffle while batches wait.
+//!
+//! A batch joins the open segment while that has room. Full parts are uploaded while others fill.
+//! Once all started part uploads are done, the segment ends, unless a batch waits that still fits.
+//! So a lone batch is written at once, and concurrent batches share an object. The memory of a
+//! batch is released when the store has confirmed the whole object.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::StreamExt as _;
+use futures::future::BoxFuture;
+use futures::stream::FuturesUnordered;
+use object_store::path::Path;
+use object_store::{MultipartUpload, ObjectStoreExt as _, PutPayload, UploadPart};
+
+use super::lane::{Job, Lane, Waiter};
+use super::segment::{Moved, OpenSegment, Sealed};
+use crate::clock::timeout;
+use crate::store::extents::extent::Extent;
+use crate::store::object::circuit_breaker::again;
+use crate::store::object::core::Core;
+use crate::store::object::layout::{SegmentId, path_of};
+use crate::store::object::shuffle::Shuffle;
+use crate::store::{StoreError, StoreErrorKind};
+use uniffle_wire::types::PartitionId;
+
+/// Maximum number of concurrently uploaded parts of an object with data from local disks. It is
+/// small, because such data can wait.
+pub(super) const MOVED_PARTS_IN_FLIGHT: usize = 2;
+
+/// Number of extents whose records are cached before the task yields. A segment of small blocks has
+/// tens of thousands of extents.
+const KEPT_IN_A_TURN: usize = 512;
+
+/// Maximum duration of the removal of a failed upload's remains.
+const CLEAN_UP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Source of extents to upload, one after the other.
+pub trait Source: Send {
+    /// Returns the next extent, or `None` at the end. Its base is greater than those of earlier
+    /// extents of its partition.
+    fn next_extent(&mut self) -> BoxFuture<'_, Result<Option<Moved>, StoreError>>;
+
+    /// Returns the next bytes of the extent, or `None` if there are no more.
+    fn next_bytes(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>>;
+}
+
+/// Writes the waiting batches until there are none.
+pub(in crate::store::object) async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>) {
+    let mut lane = shuffle.lane.lock().await;
+    let mut running = shuffle.queue.running();
+    while let Some(job) = running.take_or_end() {
+        one_segment(&core, &shuffle, &mut lane, job).await;
+    }
+}
+
+async fn one_segment(core: &Core, shuffle: &Shuffle, lane: &mut Lane, first: Job) {
+    let mut upload = Upload::begin(core, shuffle, lane);
+    upload.join(first);
+    let result = upload.store(lane, None).await.map(drop);
+    if let Err(error) = result.as_ref()
+        && error.kind != StoreErrorKind::Purged
+    {
+        tracing::warn!(key = upload.key, %error, "segment upload failed; its blocks stay in memory");
+    }
+    upload.answer(&result);
+}
+
+/// Stores the next segment of `source`. Returns its extents, which can be read from the store now,
+/// or `None` if the source has no more.
+///
+/// # Errors
+/// The source or the store fails. No extent of the segment is stored then.
+pub(super) async fn one_from(
+    core: &Core,
+    shuffle: &Shuffle,
+    source: &mut dyn Source,
+) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
+    let mut lane = shuffle.lane.lock().await;
+    let mut upload = Upload::begin(core, shuffle, &mut lane);
+    upload.store(&mut lane, Some(source)).await
+}
+
+/// Counts a segment, and makes its extents visible unless local disks do that. Returns them.
+async fn publish(
+    core: &Core,
+    shuffle: &Shuffle,
+    sealed: Sealed,
+) -> Result<Vec<(PartitionId, Extent)>, StoreError> {
+    let Sealed { extents, payload_bytes, bytes } = sealed;
+    // Cached before the extents are visible: a purge drops the records of visible extents only, so
+    // later additions would remain.
+    for some in extents.chunks(KEPT_IN_A_TURN) {
+        for (_, extent, records) in some {
+            core.records.keep(shuffle.records_key(extent), records.clone());
+        }
+        tokio::task::yield_now().await;
+    }
+    let visible: Vec<_> = extents.iter().map(|(partition, extent, _)| (*partition, *extent)).collect();
+    let published = match core.settings.is_below_disks {
+        true => shuffle.require_present(),
+        false => shuffle.publish(&visible),
+    };
+    if let Err(error) = published {
+        core.records.forget(visible.iter().map(|(_, extent)| shuffle.records_key(extent)));
+        return Err(error);
+    }
+    shuffle.count(core, payload_bytes, bytes);
+    core.metrics.write_bytes.inc_by(payload_bytes);
+    core.metrics.segments.inc();
+    #[expect(clippy::cast_precision_loss, reason = "a histogram's observation")]
+    core.metrics.segment_bytes.observe(bytes as f64);
+    Ok(visible)
+}
+
+/// A segment that is being uploaded.
+struct Upload<'a> {
+    core: &'a Core,
+    shuffle: &'a Shuffle,
+    number: u32,
+    key: String,
+    path: Path,
+    open: OpenSegment,
+    /// `None` while the segment may still be uploaded with a single request.
+    multipart: Option<Box<dyn MultipartUpload>>,
+    parts: FuturesUnordered<UploadPart>,
+    waiting: Vec<Waiter>,
+}
+
+impl<'a> Upload<'a> {
+    /// Begins a segment with the next number.
+    fn begin(core: &'a Core, shuffle: &'a Shuffle, lane: &mut Lane) -> Self {
+        lane.last_number += 1;
+        let number = lane.last_number;
+        let id = SegmentId { incarnation: shuffle.name.incarnation, number };
+        let open = OpenSegment::new(id, lane.published);
+        let key = shuffle.segment_key(number);
+        let (path, parts, waiting) = (path_of(&key), FuturesUnordered::new(), Vec::new());
+        Self { core, shuffle, number, key, path, open, multipart: None, parts, waiting }
+    }
+
+    /// Stores the segment with the extents of `source`, or else with the waiting batches, and
+    /// publishes it. Returns its extents, or `None` if the source has none.
+    async fn store(
+        &mut self,
+        lane: &mut Lane,
+        source: Option<&mut dyn Source>,
+    ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
+        let (core, shuffle) = (self.core, self.shuffle);
+        let filling = async {
+            let Some(source) = source else { return self.fill().await.map(Some) };
+            let sealed = self.fill_from(source).await?;
+            if sealed.is_some() {
+                // Local disks release their copies afterwards, so this prefix must still be the one
+                // that the next start reads.
+                core.require_claim().await?;
+            }
+            Ok(sealed)
+        };
+        let filled = tokio::select! {
+            biased;
+            () = core.tasks.cancelled() => Err(shuffle.error(StoreErrorKind::Unhealthy)),
+            filled = filling => filled,
+        };
+        if let Err(error) = &filled {
+            self.clean_up(error).await;
+            core.metrics.uploads_failed.inc_by(u64::from(error.kind != StoreErrorKind::Purged));
+        }
+        let Some(sealed) = filled? else { return Ok(None) };
+        let extents = publish(core, shuffle, sealed).await?;
+        lane.published = self.number;
+        Ok(Some(extents))
+    }
+
+    fn join(&mut self, job: Job) {
+        self.open.push(job.batch, |partition| self.shuffle.stream_bytes(partition));
+        self.waiting.push(job.waiter);
+    }
+
+    /// Uploads the whole segment, including all batches that arrive meanwhile and fit.
+    async fn fill(&mut self) -> Result<Sealed, StoreError> {
+        let settings = &self.core.settings;
+        loop {
+            self.shuffle.require_present()?;
+            while self.open.has_room(settings.segment_bytes)
+                && let Some(job) = self.shuffle.queue.take()
+            {
+                self.join(job);
+            }
+            while self.parts.len() < settings.parts_in_flight
+                && let Some(part) = self.open.take_part(settings.part_bytes)
+            {
+                self.send(part).await?;
+            }
+            match self.parts.next().await {
+                Some(answer) => self.core.noted(&self.key, answer)?,
+                None => break,
+            }
+        }
+        self.finish().await
+    }
+
+    /// Completes the segment and uploads the rest of it.
+    async fn finish(&mut self) -> Result<Sealed, StoreError> {
+        let sealed = self.seal().await?;
+        match self.multipart.is_some() {
+            true => self.finish_parts(sealed.bytes).await?,
+            false => {
+                let payload = payload(self.open.take(usize::MAX));
+                let put = self.core.store.put(&self.path, payload).await;
+                self.landed(put, sealed.bytes).await?;
+            }
+        }
+        Ok(sealed)
+    }
+
+    /// Uploads extents of `source` until the segment is full or the source ends, and completes the
+    /// segment. Returns `None` if the source has no extent.
+    async fn fill_from(&mut self, source: &mut dyn Source) -> Result<Option<Sealed>, StoreError> {
+        let settings = &self.core.settings;
+        let mut is_empty = true;
+        while self.open.has_room(settings.segment_bytes) {
+            self.shuffle.require_present()?;
+            let Some(extent) = self.while_sending(source.next_extent()).await? else { break };
+            let (partition, mut left) = (extent.partition, extent.length);
+            self.open.begin(extent);
+            is_empty = false;
+            while left > 0 {
+                let bytes = self.while_sending(source.next_bytes()).await?.unwrap_or_default();
+                let length = bytes.len() as u64;
+                left = left
+                    .checked_sub(length)
+                    .filter(|_| length > 0)
+                    .ok_or_else(|| StoreError::new(StoreErrorKind::InvalidBatch, partition.to_string()))?;
+                self.open.add(bytes);
+                while let Some(part) = self.open.take_part(settings.part_bytes) {
+                    self.make_room(MOVED_PARTS_IN_FLIGHT).await?;
+                    self.send(part).await?;
+                }
+            }
+        }
+        if is_empty { Ok(None) } else { self.finish().await.map(Some) }
+    }
+
+    /// Waits for `what` while the uploads of parts continue.
+    async fn while_sending<T>(
+        &mut self,
+        what: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, StoreError> {
+        let mut what = std::pin::pin!(what);
+        loop {
+            tokio::select! {
+                biased;
+                done = &mut what => return done,
+                Some(answer) = self.parts.next() => self.core.noted(&self.key, answer)?,
+            }
+        }
+    }
+
+    /// Waits until fewer than `parts` parts are being uploaded.
+    async fn make_room(&mut self, parts: usize) -> Result<(), StoreError> {
+        while self.parts.len() >= parts
+            && let Some(answer) = self.parts.next().await
+        {
+            self.core.noted(&self.key, answer)?;
+        }
+        Ok(())
+    }
+
+    /// Sorts and encodes the index on a blocking thread: many extents take milliseconds.
+    async fn seal(&mut self) -> Result<Sealed, StoreError> {
+        let empty = OpenSegment::new(SegmentId { incarnation: 0, number: 0 }, 0);
+        let mut open = std::mem::replace(&mut self.open, empty);
+        let sealed = tokio::task::spawn_blocking(move || {
+            let sealed = open.seal();
+            (open, sealed)
+        });
+        let (open, sealed) = sealed.await.map_err(|error| StoreError::io(&self.key, error.into()))?;
+        self.open = open;
+        Ok(sealed)
+    }
+
+    async fn send(&mut self, part: Vec<Bytes>) -> Result<(), StoreError> {
+        if self.multipart.is_none() {
+            let begun = self.core.store.put_multipart(&self.path).await;
+            self.multipart = Some(self.core.noted(&self.key, begun)?);
+        }
+        if let Some(multipart) = &mut self.multipart {
+            self.parts.push(multipart.put_part(payload(part)));
+        }
+        Ok(())
+    }
+
+    async fn finish_parts(&mut self, bytes: u64) -> Result<(), StoreError> {
+        let settings = &self.core.settings;
+        while self.open.pending_bytes() > 0 {
+            self.make_room(settings.parts_in_flight).await?;
+            let part = self.open.take(settings.part_bytes);
+            self.send(part).await?;
+        }
+        while let Some(answer) = self.parts.next().await {
+            self.core.noted(&self.key, answer)?;
+        }
+        let Some(multipart) = &mut self.multipart else { return Ok(()) };
+        let completed = multipart.complete().await;
+        self.landed(completed, bytes).await?;
+        self.multipart = None;
+        Ok(())
+    }
+
+    /// Handles the result of the request that creates the object. If it failed, only the response
+    /// may be lost, so this asks the store whether the object exists.
+    async fn landed<T>(&mut self, result: object_store::Result<T>, bytes: u64) -> Result<(), StoreError> {
+        let Err(error) = self.core.noted(&self.key, result) else { return Ok(()) };
+        match self.core.store.head(&self.path).await {
+            Ok(found) if found.size == bytes => {
+                tracing::info!(key = self.key, %error, "upload reported a failure, but the object exists");
+                Ok(())
+            }
+            _ => Err(error),
+        }
+    }
+
+    /// Removes the remains of a failed upload, if the store answers. Remaining objects are in no
+    /// chain of segments.
+    async fn clean_up(&mut self, error: &StoreError) {
+        self.parts.clear();
+        if error.kind == StoreErrorKind::InUse {
+            return; // The prefix is another process's.
+        }
+        let clean_up = async {
+            if let Some(multipart) = &mut self.multipart {
+                multipart.abort().await?;
+            }
+            self.core.store.delete(&self.path).await
+        };
+        match timeout(CLEAN_UP_TIMEOUT, clean_up).await {
+            Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => {}
+            left => {
+                tracing::debug!(key = self.key, ?left, %error, "cannot remove parts of a failed upload")
+            }
+        }
+    }
+
+    /// Answers the batches of this segment. After a failure of the store, also fails the batches
+    /// that wait for the next segment, because each would wait for a failure of its own.
+    fn answer(self, result: &Result<(), StoreError>) {
+        let others = match result {
+            Err(error) if error.kind != StoreErrorKind::Purged => {
+                std::iter::from_fn(|| self.shuffle.queue.take()).map(|job| job.waiter).collect()
+            }
+            _ => Vec::new(),
+        };
+        for waiter in self.waiting.into_iter().chain(others) {
+            // The flusher may no longer wait.
+            let _ = waiter.done.send(match result {
+                Ok(()) => Ok(()),
+                Err(error) => Err(again(error)),
+            });
+        }
+    }
+}
+
+fn payload(pieces: Vec<Bytes>) -> PutPayload {
+    pieces.into_iter().collect()
+}

@@ -1,0 +1,551 @@
+//! Rebuilds the state of the store from the files of an earlier process, with the same bases.
+//!
+//! Extents in objects of a store above the disks take precedence. Index groups of all disks are
+//! merged. If a group or the data of an extent is missing, the stream keeps a hole of the same
+//! length, so that all other offsets remain as promised to clients. If the end of a stream may be
+//! missing (a disk is absent or does not answer, a sequence number is missing), new extents begin
+//! after a gap.
+//!
+//! The caller determines which blocks are missing, because it knows the reports. Recovery only
+//! writes renames into the trash, of directories of earlier incarnations.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use futures::StreamExt;
+use futures::stream;
+use rand::RngExt as _;
+use uuid::Uuid;
+
+use super::scan::{DiskScan, FoundDirectory, LogReader};
+use super::stored::{Stored, StoredShuffle, overlapping};
+use crate::clock::Instant;
+use crate::log::{Found, FoundShuffle, PresentIds};
+use crate::metrics::clamped;
+use crate::store::disk::core::Core;
+use crate::store::disk::directories::directory::LocalDisk;
+use crate::store::disk::log_file::{Log, LogKind};
+use crate::store::disk::shuffle::{Restored, Shuffle};
+use crate::store::disk::store::LocalStore;
+use crate::store::extents::extent::Extent;
+use crate::store::extents::streams::{Partition, Partitions, sort_extents};
+use crate::store::index::codec::{GroupEntry, IndexGroup};
+use crate::store::{LostExtent, Recovered, RecoveredShuffle, StoreError};
+use uniffle_io::BLOCK_ALIGN;
+use uniffle_wire::index::IndexRecord;
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
+
+/// Size of the gap at the end of a stream whose end may be missing.
+const TAIL_GAP_BYTES: u64 = 256 << 20;
+/// Numbers are counted from a multiple of this. If a missing disk may have numbers in use, counting
+/// continues at the next multiple. A gap inside one such epoch therefore still means that something
+/// is missing.
+const EPOCH: u64 = 1 << 32;
+/// Number of shuffles rebuilt concurrently.
+const REBUILDS: usize = 8;
+/// Maximum number of reasons stored as text per shuffle. Blocks are always counted.
+const REASONS_MAX: usize = 64;
+
+/// State of the disks according to the metadata log.
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    /// Directories that are missing and may have files.
+    pub(super) absent: Vec<(Uuid, String)>,
+    /// Number of earlier starts that could not see everything.
+    pub(super) blind_starts: u32,
+    /// Reason why unknown shuffles may exist, if this start found it.
+    pub(in crate::store) gap: Option<String>,
+    /// True if a present directory could not be listed.
+    pub(in crate::store) has_unread: bool,
+}
+
+impl LocalStore {
+    /// Rebuilds the shuffles found on the disks or in the log.
+    pub(in crate::store) async fn recover(
+        &self,
+        scans: Vec<DiskScan>,
+        found: Found,
+        mut stored: Stored,
+    ) -> Recovered {
+        let started = Instant::now();
+        let core = &self.core;
+        let Found { shuffles, absent, gap, has_new_gap, blind_starts, next_incarnation } = found;
+        let has_unread = scans.iter().any(|scan| scan.has_unread);
+        let known = &Known { absent, blind_starts, gap: gap.filter(|_| has_new_gap), has_unread };
+        let absent = known.absent.as_slice();
+        let mut by_key: BTreeMap<ShuffleKey, (Option<FoundShuffle>, Vec<FoundDirectory>)> =
+            shuffles.into_iter().map(|(key, found)| (key, (Some(found), Vec::new()))).collect();
+        let mut highest_incarnation = next_incarnation.saturating_sub(1);
+        let mut incomplete = !absent.is_empty() || known.gap.is_some();
+        for (disk, scan) in core.disks.iter().zip(scans) {
+            incomplete |= scan.has_unread;
+            highest_incarnation = highest_incarnation.max(scan.highest_stray);
+            // While something is missing, unknown files may belong to it.
+            disk.note_unread(scan.has_unread || !absent.is_empty() || known.gap.is_some());
+            for path in scan.empty_apps {
+                // An application that returns creates its directory again.
+                let _ = disk.io.remove_dir(&path).await;
+            }
+            for directory in scan.directories {
+                highest_incarnation = highest_incarnation.max(directory.incarnation);
+                by_key.entry(directory.key.clone()).or_default().1.push(directory);
+            }
+        }
+        let first = next_number(Some(highest_incarnation), incomplete.then_some(known.blind_starts));
+        // Two starts that do not see each other count from the same number. Their shuffles must not
+        // be mistaken for each other.
+        let apart = if incomplete { rand::rng().random_range(0..EPOCH / 2) } else { 0 };
+        let next = first.saturating_add(apart).max(stored.incarnations_from);
+        self.next_incarnation.store(next, Ordering::Relaxed);
+        let rebuilds = by_key.into_iter().map(|(key, found)| {
+            let stored = stored.shuffles.remove(&key);
+            self.rebuild(key, found, known, stored)
+        });
+        let mut recovered = Recovered { said: self.metadata.said(), ..Recovered::default() };
+        let mut rebuilds = stream::iter(rebuilds).buffered(REBUILDS);
+        while let Some((shuffle, bytes, blocks)) = rebuilds.next().await {
+            recovered.bytes += bytes;
+            recovered.blocks += blocks;
+            recovered.shuffles.push(shuffle);
+        }
+        core.found_ids.end();
+        recovered.missing_disks = absent.iter().map(|(_, path)| path.clone()).collect();
+        recovered.took = started.elapsed();
+        recovered
+    }
+
+    async fn rebuild(
+        &self,
+        key: ShuffleKey,
+        (logged, directories): (Option<FoundShuffle>, Vec<FoundDirectory>),
+        known: &Known,
+        stored: Option<StoredShuffle>,
+    ) -> (RecoveredShuffle, u64, u64) {
+        let core = &self.core;
+        let incarnation = match &logged {
+            None => directories.iter().map(|found| found.incarnation).max().unwrap_or(0),
+            Some(logged) => logged.incarnation,
+        };
+        let (present, others): (Vec<_>, Vec<_>) =
+            directories.into_iter().partition(|found| found.incarnation == incarnation);
+        // A later start may need directories whose shuffle is not known to have ended.
+        let over = others.into_iter().filter(|_| known.gap.is_none() && known.absent.is_empty());
+        for found in over {
+            if let Err(error) = found.disk.discard(&found.path).await {
+                tracing::warn!(
+                    disk = %found.disk.label,
+                    shuffle = %key,
+                    %error,
+                    "cannot delete an older incarnation of the shuffle"
+                );
+            }
+        }
+        let shuffle = Arc::new(Shuffle::new(key.clone(), incarnation, core.disks.len(), &core.extents));
+        let mut rebuild = Rebuild::new(core, &shuffle, &present, known);
+        rebuild.stored = stored.filter(|stored| stored.incarnation == incarnation);
+        if logged.is_none() && rebuild.incomplete.is_none() {
+            // A shuffle that is not in the log may still have been registered.
+            rebuild.incomplete.clone_from(&known.gap);
+        }
+        for found in &present {
+            rebuild.read_indexes(found).await;
+        }
+        rebuild.note_found(&present);
+        if known.has_unread || !known.absent.is_empty() {
+            shuffle.set_out_of_reach();
+        }
+        let found = rebuild.finish(logged.unwrap_or_default()).await;
+        self.shuffles.insert(key, shuffle);
+        found
+    }
+}
+
+/// A data log that extents refer to.
+#[derive(Debug)]
+struct Source {
+    disk: Arc<LocalDisk>,
+    bytes: u64,
+    /// Set once an extent refers to it.
+    log: Option<Arc<Log>>,
+}
+
+/// A shuffle that is being rebuilt.
+struct Rebuild<'a> {
+    core: &'a Core,
+    shuffle: &'a Arc<Shuffle>,
+    known: &'a Known,
+    sources: HashMap<(Uuid, u32), Source>,
+    sequences: HashSet<u64>,
+    /// The lowest file number, by disk, above all numbers that groups refer to.
+    unnamed: HashMap<Uuid, u32>,
+    extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
+    present: PresentIds,
+    lost: Vec<LostExtent>,
+    reasons: HashMap<String, Arc<str>>,
+    /// Reason why part of the shuffle may be unknown.
+    incomplete: Option<String>,
+    /// Data of the shuffle in the object store.
+    stored: Option<StoredShuffle>,
+    /// Data logs with blocks at offsets where objects have different ones. They are not served, and
+    /// their files stay.
+    only_here: HashSet<(Uuid, u32)>,
+}
+
+impl<'a> Rebuild<'a> {
+    fn new(
+        core: &'a Core,
+        shuffle: &'a Arc<Shuffle>,
+        directories: &[FoundDirectory],
+        known: &'a Known,
+    ) -> Self {
+        let mut sources = HashMap::new();
+        let mut incomplete =
+            known.absent.first().map(|(_, path)| format!("data directory {path} is missing"));
+        for found in directories {
+            for file in found.files_of(LogKind::Data) {
+                let source = Source { disk: Arc::clone(&found.disk), bytes: file.bytes, log: None };
+                sources.insert((found.disk.uuid, file.number), source);
+            }
+        }
+        for disk in core.disks.iter().filter(|disk| disk.has_unread()) {
+            incomplete.get_or_insert_with(|| format!("cannot read all files of {}", disk.label));
+        }
+        Self {
+            core,
+            shuffle,
+            known,
+            sources,
+            sequences: HashSet::new(),
+            unnamed: HashMap::new(),
+            extents: HashMap::new(),
+            present: core.found_ids.of(&shuffle.key),
+            lost: Vec::new(),
+            reasons: HashMap::new(),
+            incomplete,
+            stored: None,
+            only_here: HashSet::new(),
+        }
+    }
+
+    /// Notes the files found on each disk. Groups may refer to files that were removed because
+    /// their content is in objects. New files do not reuse such numbers: a later start would
+    /// take their bytes for the removed ones.
+    fn note_found(&self, directories: &[FoundDirectory]) {
+        let unnamed = |disk: &LocalDisk| self.unnamed.get(&disk.uuid).copied();
+        for found in directories {
+            let next = found.next_number().max(unnamed(&found.disk).unwrap_or(0));
+            self.shuffle.found_on(&found.disk, next, found.bytes());
+        }
+        // The directory may have been removed with its last file.
+        for disk in &self.core.disks {
+            if let Some(next) = unnamed(disk) {
+                self.shuffle.found_on(disk, next, 0);
+            }
+        }
+    }
+
+    async fn read_indexes(&mut self, found: &FoundDirectory) {
+        for file in found.files_of(LogKind::Index) {
+            let path = self.shuffle.log_path(LogKind::Index, file.number);
+            if let Err(error) = self.read_index(&found.disk, &path, (file.number, file.bytes)).await {
+                self.failed(&found.disk, &path, &error);
+            }
+        }
+    }
+
+    async fn read_index(
+        &mut self,
+        disk: &Arc<LocalDisk>,
+        path: &Path,
+        (number, bytes): (u32, u64),
+    ) -> Result<(), StoreError> {
+        let failed = |error| StoreError::io(disk.io.root().join(path), error);
+        let mut reader = LogReader::open(self.core, disk, path, bytes).await.map_err(failed)?;
+        let mut log = None;
+        while let Some((offset, group)) = reader.next_group().await.map_err(failed)? {
+            let ours = group.header.incarnation == self.shuffle.incarnation;
+            if !ours || !self.sequences.insert(group.header.sequence) {
+                continue;
+            }
+            let unnamed = self.unnamed.entry(group.header.disk).or_default();
+            *unnamed = (*unnamed).max(group.header.file_number.saturating_add(1));
+            let log = match &log {
+                Some(log) => log,
+                None => {
+                    log.insert(adopt_log(self.core, self.shuffle, disk, LogKind::Index, (number, bytes))?)
+                }
+            };
+            let slot = log.slot;
+            self.take_group(&group, offset, slot)?;
+        }
+        tell_damage(disk, path, &reader);
+        Ok(())
+    }
+
+    fn take_group(&mut self, group: &IndexGroup, offset: u64, index_log: u16) -> Result<(), StoreError> {
+        let source = (group.header.disk, group.header.file_number);
+        for (entry, records) in &group.entries {
+            let stored = self.stored.as_ref().and_then(|it| it.extents.get(&entry.partition));
+            let place = entry.base..entry.base + entry.length;
+            if let Some(copy) = stored.and_then(|extents| overlapping(extents, place)) {
+                if !is_copy(copy, entry) && self.sources.contains_key(&source) {
+                    self.only_here.insert(source);
+                }
+                continue;
+            }
+            let end = entry.data_offset + entry.length;
+            let data_log = self.data_log(source, end)?;
+            let page = u32::try_from(entry.data_offset / BLOCK_ALIGN as u64).ok();
+            let extent = match data_log.zip(page) {
+                Some((data_log, data_page)) => {
+                    let ids = records.iter().map(|record| record.block_id.unsigned_abs());
+                    self.present.add(entry.partition, &ids.collect::<Vec<_>>());
+                    Extent {
+                        base: entry.base,
+                        length: entry.length,
+                        index_offset: offset + entry.place.offset,
+                        data_page,
+                        blocks: entry.blocks,
+                        records_crc: entry.place.crc,
+                        data_log,
+                        index_log,
+                    }
+                }
+                None => {
+                    let blocks =
+                        records.iter().map(|it| (BlockId(it.block_id), it.length.unsigned_abs())).collect();
+                    let reason = self.reason(source);
+                    self.lost.push(LostExtent { partition: entry.partition, blocks, reason });
+                    // The hole has no records: a reader would take it for a block that was sent
+                    // again.
+                    Extent::gap(entry.base, entry.length)
+                }
+            };
+            self.extents.entry(entry.partition).or_default().push((group.header.sequence, extent));
+        }
+        Ok(())
+    }
+
+    /// Removes data logs whose content is entirely in objects, unless missing state may refer
+    /// to them.
+    async fn remove_left_over(&self) {
+        if self.stored.is_none() || self.incomplete.is_some() {
+            return;
+        }
+        if !self.only_here.is_empty() {
+            let (shuffle, files) = (&self.shuffle.key, self.only_here.len());
+            tracing::warn!(
+                %shuffle,
+                files,
+                "files have blocks that are not in the object store; keeping them"
+            );
+        }
+        let unused = self
+            .sources
+            .iter()
+            .filter(|(name, source)| source.log.is_none() && !self.only_here.contains(name));
+        for ((_, number), source) in unused {
+            let adopted =
+                adopt_log(self.core, self.shuffle, &source.disk, LogKind::Data, (*number, source.bytes));
+            let removed = match adopted {
+                Ok(log) => self.core.remove_log(self.shuffle, &log).await,
+                Err(error) => Err(error),
+            };
+            if let Err(error) = removed {
+                tracing::warn!(shuffle = %self.shuffle.key, %error, "cannot delete an obsolete file");
+            }
+        }
+    }
+
+    /// Returns the slot of a data log with at least `end` bytes, or `None` if there is no such log.
+    fn data_log(&mut self, source: (Uuid, u32), end: u64) -> Result<Option<u16>, StoreError> {
+        let Some(found) = self.sources.get_mut(&source).filter(|found| end <= found.bytes) else {
+            return Ok(None);
+        };
+        if let Some(log) = &found.log {
+            return Ok(Some(log.slot));
+        }
+        let place = (source.1, found.bytes);
+        let log = adopt_log(self.core, self.shuffle, &found.disk, LogKind::Data, place)?;
+        Ok(Some(found.log.insert(log).slot))
+    }
+
+    /// Returns the reason why data cannot be read, as text.
+    fn reason(&mut self, (disk, number): (Uuid, u32)) -> Arc<str> {
+        let place = self.core.disks.iter().find(|it| it.uuid == disk);
+        let text = match (place, self.sources.contains_key(&(disk, number))) {
+            (None, _) => match self.known.absent.iter().find(|(uuid, _)| *uuid == disk) {
+                Some((_, path)) => format!("data directory {path} is missing"),
+                None => format!("the data directory with id {disk} is missing"),
+            },
+            (Some(place), found) => {
+                let path = place.io.root().join(self.shuffle.log_path(LogKind::Data, number));
+                let what = if found { "is truncated" } else { "is missing" };
+                format!("{} {what}", path.display())
+            }
+        };
+        if let Some(reason) = self.reasons.get(&text) {
+            return Arc::clone(reason);
+        }
+        if self.reasons.len() >= REASONS_MAX {
+            return Arc::from("data files are missing");
+        }
+        let reason: Arc<str> = Arc::from(text.as_str());
+        self.reasons.insert(text, Arc::clone(&reason));
+        reason
+    }
+
+    fn failed(&mut self, disk: &LocalDisk, path: &Path, error: &StoreError) {
+        tracing::error!(%error, "cannot read a file of the shuffle");
+        disk.note_unread(true);
+        self.shuffle.set_out_of_reach();
+        let path = disk.io.root().join(path);
+        self.incomplete.get_or_insert_with(|| format!("cannot read {}", path.display()));
+    }
+
+    /// Finishes the shuffle. Returns it with its bytes and its blocks.
+    async fn finish(mut self, logged: FoundShuffle) -> (RecoveredShuffle, u64, u64) {
+        let highest = self.sequences.iter().max().copied();
+        if has_gap(self.sequences.iter().copied()) {
+            self.incomplete.get_or_insert_with(|| "an index group is missing".to_owned());
+        }
+        let gap = self.incomplete.is_some();
+        let epoch = gap.then_some(self.known.blind_starts);
+        let next_sequence = next_number(highest, epoch);
+        // Streams without known extents may have begun in any earlier epoch.
+        let first_base = epoch.map_or(0, |epoch| (u64::from(epoch) + 1).saturating_mul(TAIL_GAP_BYTES));
+        let mut partitions = Partitions::new();
+        let mut overlapped = Vec::new();
+        let (mut bytes, mut blocks) = (0, 0);
+        let mut found = std::mem::take(&mut self.extents);
+        let in_objects = self.stored.as_mut().map(|it| std::mem::take(&mut it.extents)).unwrap_or_default();
+        for (id, extents) in in_objects {
+            // None of the others overlaps them, so their sequence does not matter.
+            found.entry(id).or_default().extend(extents.into_values().map(|extent| (0, extent)));
+        }
+        for (id, extents) in found {
+            let (mut partition, left_out) = sort_extents(extents);
+            bytes += partition.extents.iter().filter(|it| !it.is_lost()).map(|it| it.length).sum::<u64>();
+            blocks += partition.blocks;
+            if left_out {
+                overlapped.push(id);
+            }
+            if gap {
+                partition.extend_to((partition.bytes + TAIL_GAP_BYTES).max(first_base));
+            }
+            partitions.insert(id, partition);
+        }
+        for id in overlapped {
+            self.reread_present(id, &partitions[&id]).await;
+        }
+        let extents = partitions.values().flat_map(Partition::on_disks).count();
+        self.core.metrics.extents.add(clamped(extents));
+        self.shuffle.publish_lock.lock().await.resume_at(next_sequence);
+        self.shuffle.restore(Restored { partitions, first_base });
+        self.remove_left_over().await;
+        let mut reason = self.incomplete.unwrap_or_default();
+        if let Some(stored) = self.stored {
+            self.present.merge(stored.present);
+            reason = if reason.is_empty() { stored.reason } else { reason };
+        }
+        let recovered = RecoveredShuffle {
+            key: self.shuffle.key.clone(),
+            incomplete: logged.incomplete,
+            is_moved: logged.is_moved,
+            present: self.present,
+            lost: self.lost,
+            reason,
+        };
+        (recovered, bytes, blocks)
+    }
+
+    /// Determines the present blocks of a partition on disks again, after some of its extents were
+    /// left out.
+    async fn reread_present(&mut self, id: PartitionId, partition: &Partition) {
+        self.present.clear(id);
+        for extent in partition.on_disks() {
+            let mut ids = Vec::new();
+            let add = |record: &IndexRecord| {
+                ids.push(record.block_id.unsigned_abs());
+                ControlFlow::Continue(())
+            };
+            if let Err(error) = self.core.visit_records(self.shuffle, extent, 0, add).await {
+                tracing::error!(%error, "cannot read the index records of an extent");
+            }
+            self.present.add(id, &ids);
+        }
+    }
+}
+
+/// Returns whether an extent in an object has the blocks of an entry, at their place.
+fn is_copy(copy: &Extent, entry: &GroupEntry) -> bool {
+    (copy.base, copy.length, copy.records_crc) == (entry.base, entry.length, entry.place.crc)
+}
+
+/// Adds a log to a shuffle's table, for reading only.
+fn adopt_log(
+    core: &Core,
+    shuffle: &Shuffle,
+    disk: &Arc<LocalDisk>,
+    kind: LogKind,
+    (number, bytes): (u32, u64),
+) -> Result<Arc<Log>, StoreError> {
+    let log = shuffle.add_log(core.files.next_id(), disk, kind, number)?;
+    log.adopt(bytes);
+    Ok(log)
+}
+
+/// Returns the number after `highest`. If some numbers may be in use elsewhere, returns the first
+/// one of the epoch after `epoch`, which is unused.
+fn next_number(highest: Option<u64>, epoch: Option<u32>) -> u64 {
+    let next = highest.map_or(0, |highest| highest + 1);
+    epoch.map_or(next, |epoch| next.max((u64::from(epoch) + 1) * EPOCH))
+}
+
+/// Returns whether a number is missing in an epoch.
+fn has_gap(numbers: impl Iterator<Item = u64>) -> bool {
+    let mut epochs: HashMap<u64, (u64, u64)> = HashMap::new();
+    for number in numbers {
+        let (count, highest) = epochs.entry(number / EPOCH).or_default();
+        *count += 1;
+        *highest = (*highest).max(number % EPOCH);
+    }
+    epochs.values().any(|(count, highest)| *count <= *highest)
+}
+
+fn tell_damage(disk: &LocalDisk, path: &Path, reader: &LogReader<'_>) {
+    let damage = reader.damage();
+    let path = disk.io.root().join(path);
+    if damage.holes_bytes > 0 {
+        tracing::warn!(
+            path = %path.display(),
+            bytes = damage.holes_bytes,
+            "log has corrupt bytes between records"
+        );
+    }
+    if damage.tail_bytes > 0 {
+        tracing::info!(
+            path = %path.display(),
+            bytes = damage.tail_bytes,
+            "log ends with an incomplete record"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_continue_and_gaps_are_noticed() {
+        assert_eq!([next_number(None, None), next_number(Some(7), None)], [0, 8]);
+        assert_eq!([next_number(None, Some(0)), next_number(Some(7), Some(2))], [EPOCH, 3 * EPOCH]);
+        assert_eq!(next_number(Some(3 * EPOCH + 9), Some(0)), 3 * EPOCH + 10);
+        assert!(!has_gap([0, 1, 2, EPOCH, EPOCH + 1].into_iter()));
+        assert!(has_gap([0, 2].into_iter()) && has_gap([0, EPOCH + 1].into_iter()));
+        assert!(!has_gap(std::iter::empty()));
+    }
+}

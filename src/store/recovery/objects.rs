@@ -1,0 +1,201 @@
+//! Recovery of the store's data at a start.
+//!
+//! The metadata log has the living shuffles. Their segments form a chain, which is followed from
+//! the newest to the oldest. Segments outside the chain are uploads of unknown outcome. If a
+//! segment cannot be read, its blocks and later ones of the same streams are lost. The reported
+//! reason names the object.
+//!
+//! The number of concurrent requests of each kind is bounded, and memory for responses is charged.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::stream::{self, StreamExt as _, TryStreamExt as _};
+use object_store::{ObjectMeta, ObjectStore as _};
+
+use super::object_indexes::{IndexMemory, Indexes};
+use crate::budget::Charge;
+use crate::clock::sleep;
+use crate::log::{FoundShuffle, Incarnation, ListedObject, ShippedLog};
+use crate::store::extents::extent::Extent;
+use crate::store::object::claim::{claim_key, earlier_layout};
+use crate::store::object::core::Core;
+use crate::store::object::layout::{Name, Registered, is_page, parse_key, path_of, shuffle_prefix};
+use crate::store::object::log_objects::{StoredLog, from_log};
+use crate::store::object::shuffle::Shuffle;
+use crate::store::object::upload::lane::Lane;
+use crate::store::{RecoveredShuffle, StoreError, StoreErrorKind};
+use uniffle_wire::types::PartitionId;
+
+/// Maximum number of shuffles read concurrently.
+const AT_ONCE: usize = 64;
+
+/// Number of skipped segment numbers, because requests of the previous process may still arrive.
+const NUMBERS_LEFT_OUT: u32 = 1000;
+
+/// Pauses after outdated lists of objects.
+const LIST_PAUSES: [Duration; 4] =
+    [Duration::from_secs(1), Duration::from_secs(3), Duration::from_secs(10), Duration::from_secs(15)];
+
+/// Segments of a registration: size by number.
+type Segments = BTreeMap<u32, u64>;
+
+/// A recovered shuffle.
+#[derive(Debug)]
+pub(in crate::store) struct Found {
+    pub(in crate::store) shuffle: Arc<Shuffle>,
+    pub(in crate::store) told: RecoveredShuffle,
+    /// Extents in the store, in a tier below local disks.
+    pub(in crate::store) extents: HashMap<PartitionId, BTreeMap<u64, Extent>>,
+    pub(in crate::store) charge: Charge,
+    /// Keys of segments outside the chain.
+    pub(in crate::store) strays: Vec<String>,
+    pub(in crate::store) bytes: u64,
+    pub(in crate::store) blocks: u64,
+}
+
+/// Recovered state of the store.
+#[derive(Debug)]
+pub(in crate::store) struct Survey {
+    pub(in crate::store) log: Arc<ShippedLog>,
+    pub(in crate::store) found: Vec<Found>,
+    /// Removed registrations that still have segments.
+    pub(in crate::store) abandoned: Vec<Registered>,
+    pub(in crate::store) next_incarnation: u64,
+}
+
+/// Reads the state below the worker's prefix.
+///
+/// # Errors
+/// The store does not answer or refuses. Then the state is unknown, and the worker must not start.
+pub(in crate::store) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreError> {
+    let (mut segments, names) = list_current(core).await?;
+    let objects = Arc::new(StoredLog(Arc::clone(core)));
+    let log = ShippedLog::read(objects, &names, &core.extents, !segments.is_empty()).await;
+    let log = log.map_err(|error| from_log(&error, &core.settings.root))?;
+    let highest = segments.keys().map(|name| name.incarnation.saturating_add(1)).max();
+    let next_incarnation = log.next_incarnation().max(highest.unwrap_or(0));
+    let memory = IndexMemory::default();
+    // If nothing of a shuffle was moved to the store, local disks have all its data.
+    let living = log.shuffles().iter().filter(|(_, found)| found.is_moved);
+    let mut reads = Vec::new();
+    for (key, found) in living {
+        let (name, found) = (Registered { key: key.clone(), incarnation: found.incarnation }, found.clone());
+        let of_it = segments.remove(&name).unwrap_or_default();
+        reads.push(read(core, (name, of_it), found, &memory));
+    }
+    if let Some(gap) = log.gap() {
+        // Local disks may know these registrations, so their segments stay.
+        let unknown: Vec<Registered> =
+            segments.keys().filter(|name| !log.is_over(&incarnation_of(name))).cloned().collect();
+        tracing::error!(
+            reason = gap,
+            registrations = unknown.len(),
+            "the metadata log in the object store is incomplete; keeping segments of unknown registrations"
+        );
+        for name in unknown {
+            let incomplete = Some(gap.to_owned());
+            let found = FoundShuffle { incarnation: name.incarnation, incomplete, is_moved: true };
+            let of_it = segments.remove(&name).unwrap_or_default();
+            reads.push(read(core, (name, of_it), found, &memory));
+        }
+    }
+    let mut found: Vec<Found> = stream::iter(reads).buffered(AT_ONCE).try_collect().await?;
+    if let Some(gap) = log.gap() {
+        for it in &mut found {
+            it.told.incomplete = Some(gap.to_owned());
+            if !log.knows(&it.shuffle.incarnation()) && it.told.reason.is_empty() {
+                "the registration is lost".clone_into(&mut it.told.reason);
+            }
+        }
+    }
+    let abandoned = if log.may_lack_registrations() { Vec::new() } else { segments.into_keys().collect() };
+    Ok(Survey { log, found, abandoned, next_incarnation })
+}
+
+fn incarnation_of(name: &Registered) -> Incarnation {
+    Incarnation { key: name.key.clone(), number: name.incarnation }
+}
+
+type Listed = (BTreeMap<Registered, Segments>, Vec<ListedObject>);
+
+/// Lists the objects below the worker's prefix. Lists again while the list is older than the claim
+/// of this start, because such a list may lack objects of the previous process.
+///
+/// # Errors
+/// The store does not answer or refuses, or its lists stay outdated.
+async fn list_current(core: &Core) -> Result<Listed, StoreError> {
+    let root = &core.settings.root;
+    for pause in LIST_PAUSES {
+        let (listed, claim) = list(core).await?;
+        if core.claim.is_listed(&*core.store, claim.as_ref()).await? {
+            return Ok(listed);
+        }
+        tracing::warn!(prefix = root, "the object store's list of objects is old; listing again");
+        sleep(pause).await;
+    }
+    let what = format!(
+        "the list of objects lacks {}, which was written before, so the list is old and may lack data; restart when \
+         the store lists current objects",
+        claim_key(root)
+    );
+    Err(StoreError::remote(StoreErrorKind::Unreachable, root, what))
+}
+
+/// Returns the objects below the worker's prefix, and its claim as listed.
+async fn list(core: &Core) -> Result<(Listed, Option<ObjectMeta>), StoreError> {
+    let root = &core.settings.root;
+    let ((mut segments, mut log), mut claim): (Listed, _) = Default::default();
+    let mut listed = core.store.list(Some(&path_of(root)));
+    while let Some(object) = core.noted(root, listed.try_next().await)? {
+        let key = object.location.as_ref();
+        match parse_key(root, key) {
+            Some(Name::Segment(name, number)) => {
+                segments.entry(name).or_default().insert(number, object.size);
+            }
+            Some(Name::Log(log_object, copy)) => {
+                log.push(ListedObject { object: log_object, copy, bytes: object.size });
+            }
+            Some(Name::Settings(_)) => {}
+            None if key == claim_key(root) => claim = Some(object),
+            None if is_page(root, key) => return Err(earlier_layout(key)),
+            None => {
+                tracing::warn!(key, "ignoring an object of another program below this worker's prefix")
+            }
+        }
+    }
+    Ok(((segments, log), claim))
+}
+
+async fn read(
+    core: &Arc<Core>,
+    (name, segments): (Registered, Segments),
+    logged: FoundShuffle,
+    memory: &IndexMemory,
+) -> Result<Found, StoreError> {
+    let prefix = shuffle_prefix(&core.settings.root, &name);
+    let indexes = Indexes { core, prefix: &prefix, incarnation: name.incarnation, memory };
+    let (chain, data) = indexes.read(&segments).await?;
+    let last = segments.keys().next_back().copied();
+    let published = segments.keys().rev().find(|number| chain.contains_key(number));
+    let last_number = last.unwrap_or(0).saturating_add(NUMBERS_LEFT_OUT);
+    let lane = Lane { last_number, published: published.copied().unwrap_or(0) };
+    let told = RecoveredShuffle {
+        key: name.key.clone(),
+        incomplete: logged.incomplete,
+        is_moved: logged.is_moved,
+        present: data.present,
+        lost: Vec::new(),
+        reason: data.reason,
+    };
+    let shuffle = Shuffle::restored(core, name, (data.streams, lane));
+    shuffle.set_known();
+    let is_stray = |number: &&u32| !chain.contains_key(number) && told.reason.is_empty();
+    let strays = segments.keys().filter(is_stray).map(|number| shuffle.segment_key(*number)).collect();
+    for (number, tail) in &chain {
+        shuffle.count(core, tail.payload_bytes, segments.get(number).copied().unwrap_or(0));
+    }
+    let (shuffle, bytes, blocks) = (Arc::new(shuffle), data.bytes, data.blocks);
+    Ok(Found { shuffle, told, extents: data.moved, charge: data.charge, strays, bytes, blocks })
+}

@@ -1,0 +1,131 @@
+//! Deletes the objects of removed shuffles and applications, by prefix.
+//!
+//! Deletion begins once the store has the end of the shuffle in the metadata log, so that no start
+//! looks for deleted objects. If the store does not answer, the deletion is retried for a while.
+//! Remaining objects are left to a later start or to the bucket's lifecycle rule. Nothing is
+//! deleted after another process has claimed the worker's prefix.
+
+use std::future::ready;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::stream::{StreamExt as _, TryStreamExt as _};
+use object_store::{Error, ObjectStore as _};
+
+use crate::clock::sleep;
+use crate::store::object::circuit_breaker::failed;
+use crate::store::object::core::Core;
+use crate::store::object::layout::{Name, Registered, app_prefix, parse_key, path_of};
+use crate::store::object::shuffle::Shuffle;
+use crate::store::{StoreError, StoreErrorKind};
+use uniffle_wire::types::AppId;
+
+/// Maximum number of attempts. The pause between them doubles.
+const ATTEMPTS: u32 = 8;
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// Predicate that selects the registrations to delete.
+pub(in crate::store) type Filter = dyn Fn(&Registered) -> bool + Send + Sync;
+
+/// Counts a deletion in progress until it is dropped.
+pub(in crate::store) struct Counted(Arc<Core>);
+
+impl Counted {
+    pub(in crate::store) fn new(core: Arc<Core>) -> Self {
+        core.deletions.send_modify(|under_way| *under_way += 1);
+        Self(core)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.deletions.send_modify(|under_way| *under_way -= 1);
+    }
+}
+
+/// Segments that are deleted together.
+pub(in crate::store) struct Going {
+    /// Prefix of their keys.
+    pub(in crate::store) prefix: String,
+    pub(in crate::store) filter: Arc<Filter>,
+}
+
+impl Going {
+    /// Selects all segments below a prefix.
+    pub(in crate::store) fn all(prefix: String) -> Self {
+        Self { prefix, filter: Arc::new(|_| true) }
+    }
+}
+
+/// Deletes the segments of forgotten `shuffles`. With `app`, deletes instead all segments of the
+/// application with a smaller incarnation than the given one.
+pub(in crate::store) async fn purge(core: Arc<Core>, shuffles: Vec<Arc<Shuffle>>, app: Option<(AppId, u64)>) {
+    for shuffle in &shuffles {
+        // Waits for an upload in progress, so that its object exists now or never will.
+        drop(shuffle.lane.lock().await);
+    }
+    let Some((app, before)) = app else {
+        for shuffle in shuffles {
+            delete(&core, &Going::all(shuffle.prefix.clone())).await;
+        }
+        return;
+    };
+    let prefix = app_prefix(&core.settings.root, &app);
+    let filter = Arc::new(move |name: &Registered| name.incarnation < before);
+    delete(&core, &Going { prefix, filter }).await;
+}
+
+/// Deletes the segments of `going`, with retries.
+pub(in crate::store) async fn delete(core: &Core, going: &Going) {
+    let (prefix, mut pause) = (&going.prefix, PAUSE);
+    for attempt in 1..=ATTEMPTS {
+        let deleted = tokio::select! {
+            biased;
+            () = core.tasks.cancelled() => return,
+            deleted = delete_once(core, going) => deleted,
+        };
+        let Err(error) = deleted else { return };
+        if error.kind == StoreErrorKind::InUse {
+            return; // It is the other process's.
+        }
+        if attempt == ATTEMPTS {
+            core.metrics.deletions_failed.inc();
+            tracing::error!(
+                prefix,
+                %error,
+                "cannot delete objects of a removed shuffle or application; giving up"
+            );
+            return;
+        }
+        tracing::warn!(
+            prefix,
+            %error,
+            "cannot delete objects of a removed shuffle or application yet; retrying"
+        );
+        tokio::select! {
+            biased;
+            () = core.tasks.cancelled() => return,
+            () = sleep(pause) => {}
+        }
+        pause *= 2;
+    }
+}
+
+async fn delete_once(core: &Core, Going { prefix, filter }: &Going) -> Result<(), StoreError> {
+    core.require_claim().await?;
+    let (root, filter) = (core.settings.root.clone(), Arc::clone(filter));
+    let goes = move |key: &str| match parse_key(&root, key) {
+        Some(Name::Segment(name, _)) => filter(&name),
+        Some(Name::Log(..) | Name::Settings(_)) | None => false,
+    };
+    let listed = core.store.list(Some(&path_of(prefix))).map_ok(|object| object.location);
+    let going = listed.try_filter(move |location| ready(goes(location.as_ref()))).boxed();
+    let mut deleted = core.store.delete_stream(going);
+    while let Some(answer) = deleted.next().await {
+        match answer {
+            Ok(_) | Err(Error::NotFound { .. }) => {}
+            Err(error) => return Err(failed(prefix, &error)),
+        }
+    }
+    Ok(())
+}
