@@ -44,7 +44,8 @@ impl TlsOptions {
     /// the certificate and its intermediates, `key_pem` its private key.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if one of them cannot be decoded, or if the key is of another certificate.
+    /// [`Error::Invalid`] if one of them cannot be decoded, or if the key is of another
+    /// certificate.
     pub fn with_identity(self, cert_pem: impl AsRef<[u8]>, key_pem: impl AsRef<[u8]>) -> Result<Self, Error> {
         let config = self.config.identity(Identity::from_pem(cert_pem, key_pem));
         check(&config, "client certificate and key")?;

@@ -14,8 +14,8 @@ use crate::workers::Target;
 pub(crate) type Rates = Option<(f64, f64)>;
 
 /// Formats a line per worker, including those without an answer. `status` returns the state in an
-/// answer, `rates` its rates; the columns of rates are only shown by `top`. *lost* counts blocks and
-/// is always shown.
+/// answer, `rates` its rates; the columns of rates are only shown by `top`. *lost* counts blocks
+/// and is always shown.
 pub(crate) fn workers(
     answers: &[(&Target, Answer)],
     status: impl Fn(&Value) -> &Value,

@@ -140,8 +140,8 @@ pub(crate) fn word(value: &Value) -> String {
     }
 }
 
-/// Replaces the middle of `name` by an ellipsis if it has more than `longest` characters. Ids differ
-/// at their ends.
+/// Replaces the middle of `name` by an ellipsis if it has more than `longest` characters. Ids
+/// differ at their ends.
 fn shorten(name: &mut String, longest: usize) {
     let length = name.chars().count();
     if length <= longest {

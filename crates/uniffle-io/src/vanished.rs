@@ -163,7 +163,8 @@ impl Expected {
     /// Checks before a write that no other program truncated the file: writing past the end would
     /// hide it. Checks also the rest of the state of an exact file.
     pub(super) fn require_unchanged(&self, file: &File) -> io::Result<()> {
-        // Loaded first: a write that ends in between makes the file longer than this, never shorter.
+        // Loaded first: a write that ends in between makes the file longer than this, never
+        // shorter.
         let end = self.end.load(Ordering::Acquire);
         let metadata = file.metadata()?;
         let is_unchanged = match &self.modified {

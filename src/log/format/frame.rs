@@ -7,7 +7,7 @@
 //! ```text
 //! header, 40 bytes      0  magic "UWML"            4  version u16 = 1     6  kind u16
 //!                       8  generation u64         16  sequence u64 (0 is the epoch)
-//!                      24  length u32             28  frames before it that were written with it u32
+//!                      24  length u32             28  frames before it in the same write, u32
 //!                      32  crc32 of the frame before (0 before the first)
 //!                      36  crc32 of bytes 0..36 and of the payload
 //! then the payload      postcard's format; the record of a shuffle follows its name (`record`)

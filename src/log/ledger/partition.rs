@@ -10,9 +10,9 @@
 //! While a partition is *verifying*, the caller chosen by [`Ledger::question`] looks for present
 //! blocks. Blocks in question are neither served nor reported as lost. A block that is committed
 //! (again) is present from then on, regardless of the look. Ids are charged to the application.
-//! Without heap for them the ledger holds none, and the tiers are asked. [`super::shuffle::ShuffleLedger`]
-//! shares the ledgers of a shuffle. Looks and responses belong to `service`. Pure: no lock, no
-//! clock, no I/O.
+//! Without heap for them the ledger holds none, and the tiers are asked.
+//! [`super::shuffle::ShuffleLedger`] shares the ledgers of a shuffle. Looks and responses belong to
+//! `service`. Pure: no lock, no clock, no I/O.
 
 use std::sync::Arc;
 

@@ -59,7 +59,7 @@ const _: () = assert!(APP_ID_BYTES_MAX <= 8 * (NAME_WORDS - 2));
 /// | --- | --- | --- |
 /// | 0 | 512 | header: [`Header`], then the numbers of names and rows that were ever used |
 /// | 4 KiB | 32 × names | shuffles of applications: [`Name`]; may have holes |
-/// | behind | 8 × rows | one per block, one per three further pieces: [`Row`], [`Pieces`]; may have holes |
+/// | behind | 8 × rows | a [`Row`] per block, [`Pieces`] per three more pieces; may have holes |
 /// | next multiple of 2 MiB | `data_bytes` / 8 | segments |
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::memory) struct Geometry {

@@ -64,7 +64,8 @@ section! {
         pub in_flight_max: usize = 500,
         /// As told to coordinators: clients look for files that begin with it.
         pub server_id: String = String::new(),
-        /// What clients may name: `allowed_paths`, else the embedded coordinator's. Default: everything.
+        /// What clients may name: `allowed_paths`, else the embedded coordinator's. Default:
+        /// everything.
         pub allowed: AllowList = AllowList::default(),
         /// Time for one call that moves no data.
         pub call_timeout: Duration = 60 * SECOND,

@@ -132,7 +132,8 @@ section! {
         pub hand_off: Option<HandOff> = None,
         /// Who knows that this worker's data directories had data, if somebody does.
         pub had_data: Option<String> = None,
-        /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64.
+        /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at
+        /// most 64.
         pub staging_buffers: usize = 0,
     }
 }

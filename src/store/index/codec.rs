@@ -5,22 +5,23 @@
 //!
 //! ```text
 //! header, 64 bytes      0  magic "UWIG"            4  version u16 = 1     6  reserved u16 = 0
-//!                       8  total bytes u64        16  sequence u64 (per shuffle, counts published batches)
+//!                       8  total bytes u64        16  sequence u64 (batch of this shuffle)
 //!                      24  disk uuid, 16 bytes    40  data file number u32
 //!                      44  entries u32            48  incarnation u64     56  reserved u32 = 0
 //!                      60  crc32 of bytes 0..60 and of the entry table
-//! per entry, 40 bytes   0  partition i32           4  blocks u32           8  base u64 (in the partition's stream)
+//! per entry, 40 bytes   0  partition i32           4  blocks u32           8  base u64 (in stream)
 //!                      16  data offset u64 (in the data log, multiple of 4,096; or in the object)
-//!                      24  length u64             32  reserved u32 = 0    36  crc32 of the entry's records
-//! then the records      40 bytes each (docs/protocol.md §5.2), in entry order, offsets relative to the extent
+//!                      24  length u64             32  reserved u32 = 0    36  crc32 of its records
+//! then the records      40 bytes each (docs/protocol.md §5.2), in the order of the entries;
+//!                       offsets are relative to the extent
 //! ```
 //!
 //! The blocks of an extent are contiguous, so a record's offset is the sum of the lengths before
-//! it. [`RecordCheck`](crate::store::index::records::RecordCheck) verifies that. The bases are promises to
-//! clients, so the group stores them and recovery restores them. A group may appear in two index
-//! logs, after an append with an unknown outcome. Both have the same sequence and the same bytes.
-//! A damaged record costs an index log the whole group, and a segment one extent. The object
-//! store's `layout` has the header of a segment's index. Pure: no I/O.
+//! it. [`RecordCheck`](crate::store::index::records::RecordCheck) verifies that. The bases are
+//! promises to clients, so the group stores them and recovery restores them. A group may appear in
+//! two index logs, after an append with an unknown outcome. Both have the same sequence and the
+//! same bytes. A damaged record costs an index log the whole group, and a segment one extent. The
+//! object store's `layout` has the header of a segment's index. Pure: no I/O.
 
 use bytes::Bytes;
 use uuid::Uuid;

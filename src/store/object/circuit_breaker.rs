@@ -1,8 +1,9 @@
 //! Circuit breaker of the store: it pauses writes after failed calls, and tells whether the store
 //! is expected to recover.
 //!
-//! Only failures of the store itself count. A missing object does not. The result of a deletion does
-//! not either: a store may refuse deletions and accept writes, and remaining objects do no harm.
+//! Only failures of the store itself count. A missing object does not. The result of a deletion
+//! does not either: a store may refuse deletions and accept writes, and remaining objects do no
+//! harm.
 
 use std::time::Duration;
 

@@ -95,7 +95,8 @@ impl Claim {
         Ok(claim)
     }
 
-    /// Returns an error if an earlier development build has written below the prefix. Writes nothing.
+    /// Returns an error if an earlier development build has written below the prefix. Writes
+    /// nothing.
     ///
     /// # Errors
     /// `NotOurs`, or the store does not answer or refuses.
@@ -110,8 +111,8 @@ impl Claim {
         self.start
     }
 
-    /// Returns whether the store supports conditions: it refuses to create the existing claim again.
-    /// True if it does not answer.
+    /// Returns whether the store supports conditions: it refuses to create the existing claim
+    /// again. True if it does not answer.
     async fn has_conditions(&self, store: &dyn ObjectStore) -> bool {
         let bytes = self.content(self.is_drained());
         match store.put_opts(&self.path(), bytes.into(), PutMode::Create.into()).await {

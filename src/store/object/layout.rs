@@ -19,7 +19,7 @@
 //!
 //! ```text
 //! payload           extents, one after the other, each with contiguous blocks
-//! index             a group (see `store::index`) of the extents, with offsets of data in the object
+//! index             a group (see `store::index`) of the extents, with data offsets in the object
 //! tail, 16 bytes     0  bytes of the index u64      8  previous u32
 //!                   12  crc32 of incarnation u64, number u32 and bytes 0..12
 //! ```

@@ -11,8 +11,8 @@ use super::*;
 use crate::log::metadata_log::Said;
 use crate::log::objects::object::{ListedObject, LogObject, OBJECT_COPIES};
 
-/// A store whose puts fail while `fails`, and which counts them. The first `flips` responses to gets
-/// are damaged.
+/// A store whose puts fail while `fails`, and which counts them. The first `flips` responses to
+/// gets are damaged.
 #[derive(Debug, Default)]
 struct MemoryObjects {
     flips: Mutex<usize>,

@@ -1,5 +1,5 @@
-//! Choice of the disk for a batch, from a snapshot and the recent write speed of the disks. Pure: no
-//! I/O, and the clock is an argument.
+//! Choice of the disk for a batch, from a snapshot and the recent write speed of the disks. Pure:
+//! no I/O, and the clock is an argument.
 
 use std::time::Duration;
 
