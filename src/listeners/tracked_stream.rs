@@ -1,7 +1,7 @@
-//! A stream that reports progress to its connection's [`ConnectionState`], and when HTTP/2 has
-//! begun on it.
+//! A stream that reports to its connection's [`ConnectionState`] each read and write, and the
+//! beginning of HTTP/2.
 //!
-//! It does not interpret the bytes, and of HTTP/2 detects only the end of the first frame.
+//! It does not interpret the bytes, except to find the end of the first HTTP/2 frame.
 
 use std::io;
 use std::pin::Pin;
@@ -13,12 +13,12 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use super::connection_limiter::ConnectionState;
 use super::http2::FrameScanner;
 
-/// A connection with its connection_state.
+/// A stream with the state of its connection.
 #[derive(Debug)]
 pub(super) struct TrackedStream<S> {
     stream: S,
     connection_state: Arc<ConnectionState>,
-    /// Detects the end of the first frame. `None` afterwards, and if the listener reports the
+    /// Detects the end of the first frame. `None` afterwards, and for a listener that reports the
     /// beginning itself.
     beginning: Option<FrameScanner>,
 }

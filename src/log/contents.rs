@@ -1,5 +1,8 @@
-//! Bookkeeping of the metadata log's contents, for its writers and at a start: living shuffles with
-//! their bytes, marks and replaced registrations, and dead bytes. Pure: no I/O.
+//! Bookkeeping of the metadata log's contents, for its writer and at a start: which shuffles live,
+//! the bytes of their entries, and the bytes that a compaction would remove. Pure: no I/O.
+//!
+//! Besides records, the log has entries that mark a shuffle as incomplete or moved. A registration
+//! may replace earlier registrations of its shuffle, which are then dead.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -15,10 +18,11 @@ use uniffle_wire::types::ShuffleKey;
 #[derive(Debug, Clone)]
 struct Living {
     key: ShuffleKey,
+    /// Bytes of all entries, without replaced registrations.
     all: u64,
     /// Bytes of registrations, which are included in `all`.
     registrations: u64,
-    /// True if it has a record, and not only marks.
+    /// True if it has a record, and not only entries that mark it.
     has_records: bool,
 }
 
@@ -29,7 +33,8 @@ pub struct FoundShuffle {
     pub incarnation: u64,
     /// Reason why records may be missing.
     pub incomplete: Option<String>,
-    /// True if its records are acknowledged once the object store has them.
+    /// True if the shuffle was moved to the object store: its records are acknowledged once the
+    /// store has them.
     pub is_moved: bool,
 }
 
@@ -70,7 +75,7 @@ impl Contents {
         self.purged.contains(incarnation)
     }
 
-    /// Adds an entry of `bytes` bytes that is in the log. Entries may come in any order, except
+    /// Counts an entry of `bytes` bytes that is in the log. Entries may come in any order, except
     /// registrations that replace others.
     pub(super) fn took(&mut self, entry: &Entry, bytes: u64) {
         let Some(shuffle) = entry.shuffle() else { return };
@@ -118,14 +123,14 @@ impl Contents {
         self.living_bytes += bytes;
     }
 
-    /// Returns the living registrations that have records.
+    /// Returns the living incarnations that have records.
     pub(super) fn living(&self) -> Vec<Incarnation> {
         let all = self.living.0.lock();
         let known = all.iter().filter(|(_, living)| living.has_records);
         known.map(|(number, living)| Incarnation { key: living.key.clone(), number: *number }).collect()
     }
 
-    /// Returns the latest living registration of each shuffle that has records.
+    /// Returns the latest living incarnation of each shuffle that has records.
     pub(super) fn shuffles(&self) -> BTreeMap<ShuffleKey, FoundShuffle> {
         let mut shuffles: BTreeMap<ShuffleKey, FoundShuffle> = BTreeMap::new();
         for Incarnation { key, number } in self.living() {
@@ -140,7 +145,8 @@ impl Contents {
         shuffles
     }
 
-    /// Returns which entries a checkpoint of this log has. `order` is the order of the source.
+    /// Returns the filter that selects the entries of a checkpoint of this log. `order` is the
+    /// order of the source.
     pub(super) fn filter(&self, order: Order) -> CheckpointFilter {
         let incomplete = self.incomplete.values();
         let incomplete = incomplete.map(|(shuffle, gap)| Entry::Incomplete(shuffle.clone(), gap.clone()));
@@ -168,7 +174,7 @@ impl Contents {
         }
     }
 
-    /// Notes that an incarnation has ended.
+    /// Records that an incarnation has ended.
     pub(super) fn purge(&mut self, number: u64) {
         self.purged.add(number);
         self.replacements.0.remove(&number);
@@ -232,8 +238,8 @@ impl CheckpointFilter {
     }
 }
 
-/// Number of registrations of each living shuffle that replace earlier ones. It may be less than
-/// the log has: then fewer are dropped.
+/// Number of registrations of each living shuffle that replace earlier ones. If the log has more,
+/// fewer registrations are dropped than could be.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Replacements(HashMap<u64, u32>);
 

@@ -28,10 +28,10 @@ use uniffle_wire::types::ShuffleKey;
 /// Maximum number of waiting entries. Each belongs to a request, and listeners bound number and
 /// bytes of requests.
 const WAITING_MAX: usize = 4096;
-/// Maximum number of records that wait to be recovered.
+/// Maximum number of records queued for the reader during a recovery.
 const TOLD_MAX: usize = 64;
 
-/// The part of the log in an object store below the directories.
+/// The log in an object store: of earlier processes, and of this process.
 #[derive(Debug, Clone)]
 pub struct LogInStore {
     /// Log of earlier processes.
@@ -53,10 +53,10 @@ pub struct MetadataLog {
 
 impl MetadataLog {
     /// Recovers the contents of the directories by the rule (`proof`), and begins a new epoch on
-    /// them. Without recovered records it begins at once. Otherwise it begins after they were
-    /// delivered ([`MetadataLog::said`]), or before the first entry, so that recovery waits for no
-    /// device. If the log cannot be begun now, every entry tries again, and is refused until that
-    /// succeeds.
+    /// them. Without recovered records, the epoch begins at once. Otherwise it begins once the
+    /// records were delivered ([`MetadataLog::said`]), or before the first new entry, so that
+    /// recovery does not wait for a write. If the epoch cannot begin, each new entry tries again
+    /// and is refused until that succeeds.
     pub async fn open(
         directories: Vec<Directory>,
         survey: Survey,
@@ -86,8 +86,8 @@ impl MetadataLog {
         (Self { requests, gap, is_begun, was_tried, damage, living }, found)
     }
 
-    /// Returns whether the state of an earlier process is on the device. That process may have
-    /// ended between a write and its sync, and only a new generation syncs everything.
+    /// Returns whether this process has begun or resumed a generation. Only then is the recovered
+    /// state durable, since an earlier process may have ended between a write and its sync.
     #[must_use]
     pub fn is_begun(&self) -> bool {
         self.is_begun.load(Ordering::Acquire)
@@ -100,15 +100,16 @@ impl MetadataLog {
         let _ = self.was_tried.clone().wait_for(|was_tried| *was_tried).await;
     }
 
-    /// Returns the reason why unknown shuffles may exist.
+    /// Returns the reason why shuffles may exist that the log does not have. `None` without such a
+    /// gap.
     #[must_use]
     pub fn gap(&self) -> Option<Arc<str>> {
         self.gap.lock().clone()
     }
 
-    /// Ends the gap, also for later starts. To be called once no application of the time before it
-    /// is left. Incomplete shuffles stay incomplete. Returns false if a directory that may have
-    /// newer metadata is away or unreadable.
+    /// Ends the gap, also for later starts. Must be called only when all applications from before
+    /// the gap have ended. Incomplete shuffles stay incomplete. Returns false if a directory that
+    /// may have newer metadata is missing or unreadable.
     ///
     /// # Errors
     /// Too few directories can be written.
@@ -130,8 +131,9 @@ impl MetadataLog {
         self.damage.borrow().clone()
     }
 
-    /// Appends a record of a shuffle. After `Ok` it survives process and power. Continues if
-    /// dropped. Returns its position on the way to the object store, if there is one.
+    /// Appends a record of a shuffle. After `Ok` it survives the process and a power loss. The
+    /// append continues if the future is dropped. Returns the position of the record in the log
+    /// that is copied to the object store, or 0 without a store.
     ///
     /// # Errors
     /// Too few directories can be written, or the record is too long.
@@ -157,7 +159,8 @@ impl MetadataLog {
         self.ask(Entry::Purged(shuffle)).await
     }
 
-    /// Moves the copies to where they should be in the current state of the directories.
+    /// Moves the copies if other directories are better, for example after one has failed or
+    /// returned.
     pub async fn settle(&self) {
         let (done, settled) = oneshot::channel();
         if self.requests.send(Request::Settle(done)).await.is_ok() {
@@ -177,8 +180,8 @@ impl MetadataLog {
         answer.await.map_err(|_| ended())?
     }
 
-    /// Records that this start could not see everything. Its numbers must not be assigned again by
-    /// others.
+    /// Records that this start may have missed shuffles. It assigns incarnations from a range of
+    /// its own, which no later start may use.
     pub async fn count_blind_start(&self) {
         let (done, counted) = oneshot::channel();
         if self.requests.send(Request::Blind(done)).await.is_ok() {
@@ -232,8 +235,8 @@ impl MetadataLog {
 }
 
 /// Reader of the records of living shuffles, in the order in which they were written. Copies with
-/// different content are read one after the other. Nothing is written meanwhile, and only a few
-/// records are held at a time.
+/// different content are read one after the other. The log is not written meanwhile, and only a few
+/// records are in memory at a time.
 #[derive(Debug, Default)]
 pub struct Said(Records);
 
@@ -246,7 +249,7 @@ enum Records {
     Log(MetadataLog),
     /// Records that the writer of the log sends.
     Told(mpsc::Receiver<Told>),
-    /// The log in an object store. Its objects are not deleted meanwhile.
+    /// The log in an object store. `_log` keeps its objects from being deleted.
     Stored { reader: Box<SourceReader<'static>>, living: Treemap, _log: Arc<ShippedLog> },
 }
 

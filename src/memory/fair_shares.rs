@@ -1,11 +1,10 @@
-//! Applications that hold or wait for memory, and the grant of the next ticket by the rules of
-//! [`super::fair`].
+//! Grants tickets to applications that hold or wait for memory, by the rules of [`super::fair`].
 //!
-//! While nobody waits, every request that fits is granted. Shares count from the first refusal
-//! until all waiters have been served or have not asked again for [`WAIT_MAX`]. An application over
-//! its share then gets no new ticket. Freed memory is kept for applications below their share, in
-//! the order in which they began to wait. Tickets that stay unused are revoked, and sends whose
-//! bytes arrive too slowly must end ([`FairShares::must_yield`]).
+//! While nobody waits, every request that fits is granted. From the first refusal on, shares are
+//! enforced, until each waiting request was granted or not repeated for [`WAIT_MAX`]. Meanwhile an
+//! application over its share gets no new ticket. Freed memory is kept for applications below their
+//! share, in the order in which they began to wait. Tickets that stay unused are revoked, and sends
+//! whose bytes arrive too slowly must end ([`FairShares::must_yield`]).
 //!
 //! Nothing here locks or waits; the lock is in [`super::ticket`].
 
@@ -19,15 +18,16 @@ use crate::budget::{Budget, Charge};
 use crate::clock::Instant;
 use uniffle_wire::types::{AppId, TicketId};
 
-/// Refused clients ask again after 2 to 10 s (docs/protocol.md §2.4). After this time a client has
-/// given up.
+/// Time after which a refused request that was not repeated no longer waits. Clients repeat it
+/// after 2 to 10 s (docs/protocol.md §2.4).
 const WAIT_MAX: Duration = Duration::from_secs(12);
 
-/// A client sends as soon as it has its ticket. A ticket unused for this long is hoarded, or its
-/// client is in trouble. If it is revoked, the client has to repeat the send, as after an expiry.
+/// Time after which an unused ticket of an application over its share may be revoked. A client
+/// normally sends as soon as it has its ticket. After a revocation it has to repeat the send, as
+/// after an expiry.
 const IDLE_MAX: Duration = Duration::from_millis(500);
 
-/// The same limit for an application within its share.
+/// [`IDLE_MAX`] for an application within its share.
 const IDLE_MAX_WITHIN_SHARE: Duration = Duration::from_secs(5);
 
 /// A slow send of an application over its share ends once a request of another application has
@@ -36,7 +36,7 @@ pub(super) const SLOW_SEND_PATIENCE: Duration = Duration::from_millis(500);
 /// The same limit for an application within its share.
 pub(super) const SLOW_SEND_PATIENCE_WITHIN_SHARE: Duration = Duration::from_secs(5);
 
-/// Maximum age of the level while someone waits.
+/// Maximum age of the [`Level`] of fair shares while an application waits.
 const LEVEL_AGE_MAX: Duration = Duration::from_millis(10);
 /// Up to this number of applications, the level is also recomputed when one begins or stops
 /// waiting.
@@ -46,7 +46,7 @@ const CLAIMANTS_AT_ONCE: usize = 128;
 /// per executor.
 const REQUESTS_MAX: usize = 256;
 
-/// The amounts of a request. A refused client asks for exactly the same again.
+/// The amounts of a request. A refused client repeats them, so equal amounts are one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ask {
     /// Bytes to reserve.
@@ -55,7 +55,7 @@ pub(super) struct Ask {
     pub(super) partitions: usize,
 }
 
-/// Position of an application in the division of the memory.
+/// Memory of an application, compared to its fair share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Standing {
     /// Weight of the application.

@@ -1,8 +1,8 @@
 //! Recovery of memory that outlives the process, and its release to the next process.
 //!
-//! A start opens the memory, restores registered shuffles, keeps the rest for later or frees it,
-//! and finishes the recovery. An end releases the memory to the successor. The file itself is in
-//! `persistent`.
+//! A start opens the memory and restores the blocks of registered shuffles. It keeps blocks of
+//! shuffles that a later start may register, and frees all others. A stop releases the memory to
+//! the next process. `persistent` has the file and its format.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -31,8 +31,8 @@ impl Memory {
         file::check(&config.backing, owner, region_size(config))
     }
 
-    /// Checks whether [`Memory::open`] would succeed in place of a running worker's memory, once
-    /// that is empty.
+    /// Checks whether [`Memory::open`] would succeed after the running worker has flushed its own
+    /// memory and deleted the file. Creates and touches nothing.
     ///
     /// # Errors
     /// The reason why it would fail.
@@ -41,11 +41,12 @@ impl Memory {
     }
 
     /// Restores recovered blocks of a shuffle that is registered again and not written to yet.
-    /// Blocks for which `elsewhere` of their partition returns true are in a tier and are skipped.
+    /// `elsewhere` returns a predicate for each partition. Blocks for which the predicate is true
+    /// are in a tier and are skipped.
     ///
     /// Returns the result of `made` for each partition. `made` receives the ids of the restored
     /// blocks in read order. Partitions are charged to `heap` even beyond its capacity, because
-    /// their blocks were acknowledged. Blocks the caller, and uses several cores.
+    /// their blocks were acknowledged. Runs on several threads and returns when all have ended.
     pub fn restore<'a, T: Send>(
         &self,
         key: &ShuffleKey,
@@ -83,20 +84,20 @@ impl Memory {
             taken.filter_map(|(partition, _)| restore_one(*partition)).collect::<Vec<_>>()
         };
         let threads = threads_for(partitions.iter().map(|(_, rows)| rows).sum());
-        // After a panic, partitions that were restored stay visible. The start fails as it would on
-        // this thread.
+        // A panic of one of the threads is propagated, so the start fails. Partitions restored
+        // before it stay visible.
         on_threads(threads, restore_some).into_iter().flatten().collect()
     }
 
     /// Sets the listener for partitions with damaged recovered blocks. It is notified when damage
-    /// is found and before the other blocks are served. Earlier findings are reported now. Only the
-    /// first call has an effect.
+    /// is found and before the other blocks are served. Damage found earlier is reported now. Only
+    /// the first call has an effect.
     pub fn on_damage(&self, on_damage: OnDamage) {
         self.shared.verification.hearer.set(on_damage);
     }
 
-    /// Returns whether recovered blocks are unverified. Until they are verified, serving them must
-    /// not happen on a runtime's thread.
+    /// Returns whether some recovered blocks are unverified. Serving such blocks verifies them
+    /// first, which takes too long for a thread of the async runtime.
     #[must_use]
     pub fn has_unverified(&self) -> bool {
         self.shared.verification.buffers.load(Ordering::Relaxed) > 0
@@ -123,9 +124,9 @@ impl Memory {
         self.kept.as_ref().map_or(0, |kept| kept.table.found_names().len())
     }
 
-    /// Keeps recovered blocks of unregistered shuffles that a later start may know (`is_left`).
-    /// They are charged and stay in the region until their shuffle is registered or its application
-    /// ends. Returns the number of blocks.
+    /// Keeps recovered blocks of unregistered shuffles for which `is_left` is true: a later start
+    /// may register them. The blocks are charged and stay in the region until their shuffle is
+    /// registered or its application ends. Returns the number of blocks.
     pub fn keep_for_later(&self, is_left: impl Fn(&ShuffleKey) -> bool) -> usize {
         let Some(kept) = &self.kept else { return 0 };
         let Some(leftover) = kept.leftover.lock().found() else { return 0 };
@@ -136,7 +137,7 @@ impl Memory {
         blocks
     }
 
-    /// Frees the blocks kept for a later start of these shuffles.
+    /// Frees the blocks of kept shuffles for which `is_over` is true.
     pub(super) fn drop_left_for_later(&self, is_over: impl Fn(&ShuffleKey) -> bool) {
         let Some(kept) = &self.kept else { return };
         let mut for_later = kept.for_later.lock();
@@ -145,7 +146,7 @@ impl Memory {
         }
     }
 
-    /// Frees the blocks kept for a later start of an application that has ended.
+    /// Frees the kept blocks and the tickets of an application that has ended.
     pub fn forget_app(&self, app: &AppId) {
         self.tickets().forget_app(app);
         self.drop_left_for_later(|key| key.app == *app);
@@ -195,8 +196,8 @@ impl Memory {
         has_vanished
     }
 
-    /// Lets the process survive an access to memory whose file was cut short: missing pages read as
-    /// zeros. Changes the signal handler of the process.
+    /// Installs a handler of SIGBUS, with which the process survives an access to memory whose file
+    /// was cut short. Missing pages then read as zeros.
     ///
     /// # Errors
     /// If the kernel refuses the handler.
@@ -218,8 +219,8 @@ impl Memory {
         ))
     }
 
-    /// Unmaps the pages now, so that the end of this process does not have to. Blocks for a while.
-    /// Pages that are touched later are mapped again one by one.
+    /// Unmaps the pages now, so that the process exits faster later. Takes long, so it must run on
+    /// a blocking thread. Pages that are touched later are mapped again one by one.
     pub fn unlink_pages(&self) {
         if self.is_kept() {
             self.shared.supply.region.unlink_pages();
@@ -227,7 +228,7 @@ impl Memory {
     }
 
     /// Releases the memory to the next process: dropping blocks no longer removes them, and nothing
-    /// more is committed. An empty file is deleted.
+    /// more is committed. A file without blocks is deleted.
     pub fn release(&self) {
         let Some(KeptMemory { table, file, for_later, .. }) = &self.kept else { return };
         table.release();
@@ -242,7 +243,7 @@ impl Memory {
         }
     }
 
-    /// Returns a duplicate of the unnamed file for a successor.
+    /// Returns a duplicate of the unnamed file for a successor, or `None` if there is no such file.
     ///
     /// # Errors
     /// When it cannot be duplicated.

@@ -2,9 +2,9 @@
 //! (`--check` with [`UPGRADE_FROM`] in the environment).
 //!
 //! It proves that the successor can read its files, bind new ports, map its memory, claim its data
-//! directories and use remote stores. It takes nothing: sockets and mappings are closed at once,
-//! and locks of the running worker are left alone. The successor does not repeat checks of remote
-//! systems.
+//! directories and use remote stores. It keeps nothing: sockets and mappings are closed at once,
+//! and locks of the running worker are not touched. The successor does not repeat the checks of
+//! remote stores.
 //!
 //! The verdict is a line on stdout, since a process with a thread hung in the kernel cannot exit.
 //!
@@ -74,8 +74,8 @@ pub(super) fn map_memory(config: &Config) -> anyhow::Result<()> {
         .with_context(|| format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes))
 }
 
-/// Checks the memory that the successor cannot inherit. Memory of the running worker is handed
-/// over, or released by then.
+/// Checks `memory_store.backing` if the successor does not inherit the memory. The running worker
+/// will have handed over or released its own memory by then.
 async fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
     let section = &config.memory;
     if section.backing.is_private() {
@@ -92,8 +92,8 @@ async fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
     checked.with_context(|| format!("memory_store.backing = \"{}\"", section.backing))
 }
 
-/// Logs in under the identity of the running worker, whose server id distinguishes its remote
-/// files.
+/// Logs in to the remote stores with the server id of the running worker, which is part of the
+/// paths of its remote files.
 async fn log_in(config: &Config, facts: &Facts) -> anyhow::Result<()> {
     let ip = advertised_ip(config).await?;
     let (grpc, tcp) = facts.data_ports();

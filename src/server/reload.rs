@@ -1,12 +1,12 @@
 //! Reloads the configuration while the worker runs.
 //!
-//! A file is applied as a whole or not at all. All errors are logged, and the old configuration
-//! then remains. Changed keys are merged into the running configuration ([`Config::renewed`]),
-//! which must stay valid, and handed to the parts. Keys that need a restart are listed in a
-//! warning.
+//! A file is applied as a whole or not at all. If it has errors, all are logged and the old
+//! configuration remains. Changed keys are merged into the running configuration
+//! ([`Config::renewed`]), which must stay valid. The new values are handed to the listeners, the
+//! service and the tiers. Keys that need a restart are listed in a warning.
 //!
-//! Certificates are read again on each reload. A value that an operator set by a call remains until
-//! the file's own value changes.
+//! Certificates are read again on each reload. A value that an operator set through the API remains
+//! until the file's own value changes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -47,7 +47,7 @@ pub struct Reloaded {
     pub waiting: Vec<String>,
 }
 
-/// Reloads the configuration and hands changes to the parts.
+/// Reloads the configuration and applies changes to the running worker.
 #[derive(Debug)]
 pub(super) struct Reloader {
     origin: Option<Origin>,
@@ -164,7 +164,7 @@ impl Reloader {
         let config = running.renewed(new);
         let Origin { env, machine } = self.origin()?;
         if let Err(error) = Config::parse(&config.to_toml(), env, machine) {
-            return Err(format!("combined with keys that need a restart: {error}"));
+            return Err(format!("invalid with the running values of keys that need a restart: {error}"));
         }
         let tls = Tls::load(&config).map_err(|error| error.to_string())?;
         let (changed, waiting) = (different(running, &config), different(&config, new));
@@ -184,8 +184,8 @@ impl Reloader {
         })
     }
 
-    /// Hands the changes to the parts. Tags and log filter are applied only if the file's own value
-    /// changed, since an operator may have set others.
+    /// Applies the changes to the running worker. Tags and log filter are applied only if the
+    /// file's own value changed, since an operator may have set others.
     fn apply(&self, config: &Config, changed: &[String]) {
         let has_changed = |prefix: &str| changed.iter().any(|key| key.starts_with(prefix));
         if has_changed("tags") {
@@ -245,7 +245,7 @@ impl Reloader {
             let reloader = Arc::clone(&self);
             let _ = tokio::task::spawn_blocking(move || {
                 if !is_first_look || reloader.is_behind() {
-                    let _ = reloader.read_again("file"); // what is wrong has been logged
+                    let _ = reloader.read_again("file"); // errors have been logged
                 }
             })
             .await;

@@ -2,8 +2,8 @@
 //!
 //! They are inherited by systemd's convention (`LISTEN_FDS`, `LISTEN_FDNAMES`) from a socket unit,
 //! from the service manager's descriptor store after a crash, or from the worker's predecessor in
-//! this process (`successor`). Connects wait in the backlog meanwhile, and none is refused. A
-//! predecessor also leaves idle connections.
+//! this process (`successor`). New connections wait in the backlog meanwhile, and none is refused.
+//! A predecessor also leaves its idle connections.
 //!
 //! A listener is identified by its name (`grpc`, `urpc`, `http`, `admin`), otherwise by its port. A
 //! listener on a port that is not configured is closed with a warning.
@@ -67,7 +67,7 @@ pub struct Inherited {
     pub(super) gap_began_ms: Option<u64>,
     /// Version and commit of the predecessor, if another program was executed.
     pub(super) predecessor: Option<String>,
-    /// Returned to this same program, because the successor could not be executed.
+    /// True if the same program starts again, because its successor could not be executed.
     pub(super) is_returned: bool,
     /// State of the metadata log at the end of the previous process.
     pub(super) hand_off: Option<HandOff>,

@@ -1,12 +1,13 @@
 //! Graceful stop (shutdown) of a worker, with or without a successor.
 //!
 //! A stop refuses tickets, flushes memory while reads and sends with tickets continue, and closes
-//! the listeners between requests. A last flush tries every disk. Blocks that remain are logged,
-//! reported by the exit code, and found lost by the next start. Without a successor the disks are
+//! the listeners between requests. A last flush tries every disk. Blocks that remain are logged and
+//! change the exit code, and the next start reports them as lost. Without a successor the disks are
 //! synced last.
 //!
-//! With a successor, every step can be undone until no send can be acknowledged. If the successor
-//! takes over the memory contents, no call is refused: new requests wait in their sockets.
+//! With a successor, the stop can be undone until sends are no longer acknowledged. If the
+//! successor takes over the memory contents, no call is refused: new requests wait in their
+//! sockets.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +29,7 @@ const DRAIN_DEADLINE: Duration = Duration::from_secs(15);
 const CANCEL_DEADLINE: Duration = Duration::from_secs(15);
 /// Time for one step of a deletion, which takes milliseconds unless the disk hangs.
 const PART_DEADLINE: Duration = Duration::from_secs(2);
-/// Minimum time for the last flush, even if the first one used up its own.
+/// Minimum time for the last flush, even if the first flush has used all of the time.
 const LAST_FLUSH: Duration = Duration::from_secs(5);
 /// Time to wait for outstanding tickets. A client with a ticket normally sends at once.
 const TICKET_PATIENCE: Duration = Duration::from_secs(2);
@@ -36,7 +37,7 @@ const TICKET_PATIENCE: Duration = Duration::from_secs(2);
 const SYNC_DEADLINE: Duration = Duration::from_secs(10);
 /// Time for remote deletions of ended applications. The next start continues with the rest.
 const DELETION_DEADLINE: Duration = Duration::from_secs(5);
-/// Poll interval of conditions awaited here.
+/// Poll interval while waiting for tickets.
 const LOOK: Duration = Duration::from_millis(10);
 
 /// Outcome of an orderly stop.
@@ -44,18 +45,18 @@ const LOOK: Duration = Duration::from_millis(10);
 pub(super) struct Ending {
     /// Number of tasks abandoned.
     pub(super) tasks_left: usize,
-    /// Acknowledged blocks are lost with the process.
+    /// True if acknowledged blocks are lost with the process.
     pub(super) has_lost: bool,
 }
 
 /// State left by a stopped worker.
 #[derive(Debug)]
 pub struct Stopped {
-    /// Number of tasks abandoned, as for a disk call that hangs. Normally 0.
+    /// Number of tasks abandoned, for example because a disk call hangs. Normally 0.
     pub tasks_left: usize,
     /// Shuffles with unflushed blocks. Normally empty.
     pub unflushed: Vec<InMemory>,
-    /// The unflushed blocks are lost with the process.
+    /// True if the unflushed blocks are lost with the process.
     pub has_lost: bool,
     /// Bytes flushed after the listeners closed. Normally 0 with a successor, since clients wait
     /// during that flush.
@@ -114,9 +115,8 @@ impl Worker {
         if left.is_empty() { Ok(()) } else { Err(left) }
     }
 
-    /// Starts no further writes to the tiers and waits for running ones, while everything else
-    /// continues. Afterwards memory can be handed over as it is. Returns false if that takes too
-    /// long.
+    /// Pauses writes to the tiers and waits for running ones, while all other work continues.
+    /// Afterwards memory can be handed over as it is. Returns false if that takes too long.
     pub(super) async fn prepare_to_pass_on(&self) -> bool {
         let rests = match self.service.flusher() {
             Some(flusher) => flusher.pause(Instant::now() + self.flush_timeout).await,
@@ -128,7 +128,7 @@ impl Worker {
         rests
     }
 
-    /// Unlinks pages ahead of the end, which would otherwise take longer.
+    /// Unmaps pages of the memory before the stop, which is shorter then.
     async fn unlink_pages(&self) {
         let memory = Arc::clone(&self.memory);
         let _unlinked = tokio::task::spawn_blocking(move || memory.unlink_pages()).await;

@@ -1,5 +1,5 @@
 //! `sendShuffleData`: feeds HTTP/2 DATA frames through the decoder into the service's send session,
-//! in cache and without a message buffer.
+//! while they are in the processor's cache. No message is buffered as a whole.
 //!
 //! Tickets, limits and statuses belong to the session, the format to `wire::send_message`.
 //!
@@ -25,8 +25,8 @@ use crate::service::{Commit, SendSink, Service, ServiceError};
 use uniffle_wire::BlockSink;
 use uniffle_wire::send_message::{Decoder, Limits, Summary};
 
-/// Number of bytes decoded at a time. A larger frame may consist of partitions only, and this many
-/// bytes of those take some milliseconds.
+/// Number of bytes decoded before the task may yield. In the worst case they are headers of
+/// partitions without blocks, which take some milliseconds.
 const PIECE_BYTES: usize = 64 << 10;
 
 /// Receives a send's blocks and decides whether to wait for further bytes.
@@ -55,7 +55,7 @@ impl PacedSink for SendSink {
     }
 }
 
-/// Serves one call.
+/// Serves one call of `sendShuffleData`.
 pub(super) async fn send_shuffle_data<B: RequestBody>(
     service: &Arc<Service>,
     config: &GrpcConfig,

@@ -22,9 +22,10 @@ use super::progress;
 use crate::memory::SMALL_PIECE_BYTES;
 use uniffle_wire::types::BlockMeta;
 
-/// Size at which a run of small pieces is cut.
+/// Small pieces are combined up to about this size.
 const COALESCED_BYTES: usize = 64 << 10;
-/// Bytes handed to HTTP/2 at a time. Progress of a caller is visible between two such steps.
+/// Maximum number of bytes handed to HTTP/2 at a time. The caller's progress is measured between
+/// two such steps.
 const FRAME_BYTES: usize = 256 << 10;
 /// Java reads a message into one array, whose length is an `int`.
 const MESSAGE_BYTES_MAX: u64 = i32::MAX as u64;
@@ -139,7 +140,7 @@ impl Head {
         let Some(total) = u32::try_from(total).ok().filter(|total| u64::from(*total) <= MESSAGE_BYTES_MAX)
         else {
             return Err(Status::out_of_range(format!(
-                "response of {total} bytes exceeds the maximum message size"
+                "response of {total} bytes exceeds the maximum of {MESSAGE_BYTES_MAX} bytes"
             )));
         };
         self.bytes[1..PREFIX_BYTES].copy_from_slice(&total.to_be_bytes());
@@ -147,8 +148,8 @@ impl Head {
     }
 }
 
-/// An int32 field is sign-extended to 64 bits. Lengths beyond `i32::MAX` come from a client that
-/// wrote a negative one.
+/// Returns an int32 field sign-extended to 64 bits. A length beyond `i32::MAX` comes from a client
+/// that wrote a negative length.
 fn sign_extended(value: u32) -> u64 {
     i64::from(value.cast_signed()).cast_unsigned()
 }
@@ -191,8 +192,8 @@ pub(super) fn whole(message: Bytes, until_sent: impl Send + 'static) -> http::Re
     answer(stream::iter(frames))
 }
 
-/// Attaches `until_sent` to the last bytes of a response, until the socket has taken them. Called
-/// when they go to HTTP/2.
+/// Returns the last bytes of a response with `until_sent` attached, which is dropped when the
+/// socket has taken them. Must be called when they are handed to HTTP/2.
 fn last_bytes(bytes: Bytes, until_sent: impl Send + 'static) -> Bytes {
     let tail = progress::of_this_call().map(|progress| progress.tail());
     Bytes::from_owner(Last { bytes, _until_sent: (until_sent, tail) })
@@ -270,8 +271,8 @@ pub(super) fn from_chunks<C: Chunks>(
     Ok(answer(frames))
 }
 
-/// Builds a response from `frames`. hyper polls for a frame when the caller can take it, which
-/// keeps the call alive.
+/// Builds a response from `frames`. hyper polls for the next frame only when the caller can take
+/// it. Each poll therefore counts as progress of the caller.
 fn answer(frames: impl Stream<Item = Frame<Bytes>> + Send + 'static) -> http::Response<Body> {
     let progress = progress::of_this_call();
     if let Some(progress) = &progress {

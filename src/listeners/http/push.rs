@@ -1,8 +1,9 @@
 //! Pushes metrics to a Prometheus pushgateway, for workers that Prometheus cannot reach.
 //!
 //! Each push replaces the group `job="uniffle-worker"`, `instance=<server id>` and the configured
-//! labels. An unavailable gateway causes only a warning from time to time. A worker that stops
-//! deletes its group. A worker with a successor pushes once more instead.
+//! labels. If the gateway is unavailable, pushes only log a warning from time to time. A worker
+//! that stops for good deletes its group. A worker with a successor pushes once more instead, and
+//! the successor continues the group.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -212,7 +213,7 @@ impl Pusher {
 
     async fn push(&self, deadline: Duration) -> Result<(), String> {
         let (node, registry) = (Arc::clone(&self.node), self.registry.clone());
-        // On a blocking thread, because gauges are sums over all stored data.
+        // On a blocking thread, because some gauges are computed from all stored data.
         let gathered = tokio::task::spawn_blocking(move || gathered(&*node, &registry));
         let text = gathered.await.map_err(|error| error.to_string())??;
         self.exchange(Method::PUT, text, deadline).await
@@ -240,7 +241,8 @@ fn group_path(gateway: &Endpoint, labels: &BTreeMap<String, String>, instance: &
     path
 }
 
-/// Sends one request on a connection of its own, because pushes are seconds apart.
+/// Opens a connection, sends one request and closes it. Pushes are seconds apart, so the connection
+/// is not kept.
 async fn exchange(method: Method, authority: &str, path: &str, body: Vec<u8>) -> Result<(), String> {
     let stream = TcpStream::connect(authority).await.map_err(|error| format!("{authority}: {error}"))?;
     let text = |error: hyper::Error| error.to_string();

@@ -1,8 +1,9 @@
 //! Writes the replies of a connection to its socket, in the order in which they become ready.
 //!
-//! Small replies are combined in vectored writes. Response bytes stay where they are stored, and
-//! stay accounted there, until the socket has taken them. If the disk fails during a streamed
-//! response, the connection is closed: the length was announced, and padding would be read as data.
+//! Small replies are combined in vectored writes. Response bytes are not copied: they stay in their
+//! buffers, which remain charged, until the socket has taken them. If the disk fails during a
+//! streamed response, the connection is closed: the length was announced, and padding would be read
+//! as data.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -35,10 +36,10 @@ const PIECES_PER_WRITE: usize = 128;
 /// this size.
 const BATCH_BYTES: usize = 1 << 20;
 
-/// Poll interval for a peer that reads its replies too slowly.
+/// Interval at which the progress of a write is checked.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// Minimum number of bytes within [`PATIENCE`] that counts as progress.
+/// A peer that takes fewer bytes than this within [`PATIENCE`] counts as stalled.
 const PATIENCE_BYTES: usize = 64 << 10;
 
 /// Slot in which the reader leaves its half of a connection for a successor.
@@ -55,7 +56,7 @@ pub(super) enum Body {
     Stream { length: u64, chunks: ReadAhead },
 }
 
-/// Resources released once a reply is written or given up.
+/// Resources released once a reply is written or abandoned.
 #[derive(Debug)]
 pub(super) struct ReplyGuard {
     /// Permit of the connection, and its request count.
@@ -88,8 +89,8 @@ pub(super) struct Outgoing {
 pub(super) struct Outbox(mpsc::Sender<Outgoing>);
 
 impl Outbox {
-    /// Queues a reply. Every reply holds a permit of the connection, and the queue has as many
-    /// slots, so only an ended writer refuses it. Then nobody waits for the reply.
+    /// Queues a reply. The queue is never full, because it has a slot for each permit of the
+    /// connection and every reply holds one. After the writer has ended, the reply is dropped.
     pub(super) fn post(&self, reply: Outgoing) {
         if let Err(mpsc::error::TrySendError::Full(_)) = self.0.try_send(reply) {
             debug_assert!(false, "a reply without a permit");
@@ -187,8 +188,8 @@ impl Writer {
         self.socket.shutdown().await
     }
 
-    /// Adds a reply to the pending write. Returns its stream, if it has one, since no reply may
-    /// follow before that is written.
+    /// Adds a reply to the pending write. Returns its stream, if it has one. The stream must be
+    /// written before the next reply is added.
     fn collect(&mut self, reply: Outgoing, batch: &mut Vec<ReplyGuard>) -> Option<(u64, ReadAhead)> {
         let Outgoing { head, body, mut guard } = reply;
         self.pieces.push_back(head);
@@ -223,8 +224,8 @@ impl Writer {
                 return self.flush().await;
             }
             chunks.during(self.flush()).await?;
-            // The first chunk is written: from here on, memory of this response never waits for
-            // other replies.
+            // The first chunk is written, so this response no longer waits behind other replies.
+            // Its memory depends only on the peer, and the listener's permit is released.
             if let Some(guard) = guard.take() {
                 guard.local_read = None;
             }
@@ -234,7 +235,7 @@ impl Writer {
     /// Writes all collected pieces and drops each one as soon as the socket has it.
     async fn flush(&mut self) -> io::Result<()> {
         while !self.pieces.is_empty() {
-            // The time limit applies to each step: progress keeps a reply alive.
+            // The time limit applies to one step, not to the whole reply.
             let Self { socket, pieces, shared, connection_state, connection, .. } = self;
             let taken = AtomicUsize::new(0);
             let limits = StepLimits {
@@ -267,15 +268,16 @@ fn batch_has_room(pieces: &VecDeque<Bytes>) -> bool {
 /// Time limits of one write step.
 struct StepLimits<W, C> {
     time: Duration,
-    /// Returns whether others wait for memory of the replies. Then a stalled peer has only
-    /// [`PATIENCE`].
+    /// Returns whether other requests wait for memory that replies hold. A stalled peer is then
+    /// disconnected after [`PATIENCE`].
     is_waited_for: W,
-    /// Returns whether others wait for the worker's successor. Then a step has only
-    /// [`CLOSING_ANSWER`].
+    /// Returns whether the listener is closing. A step must then end within [`CLOSING_ANSWER`], so
+    /// that the worker's successor can begin.
     is_closing: C,
 }
 
-/// Runs `writing`, which adds to `taken`, within `limits`.
+/// Runs `writing`, which adds the bytes written to `taken`. Fails with `TimedOut` when one of
+/// `limits` is exceeded.
 async fn within(
     limits: StepLimits<impl Fn() -> bool, impl Fn() -> bool>,
     taken: &AtomicUsize,

@@ -14,8 +14,8 @@ use super::id_chunk::{CHUNK_IDS_MAX, IdChunk};
 /// Minimum number of ids that are compressed. Fewer stay a list.
 const LISTED_MAX: usize = 32;
 
-/// The list is merged if it exceeds this fraction of the set, within [`LISTED_MAX`] and
-/// [`LATE_MAX`].
+/// The list is merged when it has more ids than this fraction (an eighth) of the set, but at least
+/// [`LISTED_MAX`] and at most [`LATE_MAX`].
 const LATE_PART: u64 = 8;
 const LATE_MAX: usize = 2048;
 
@@ -77,7 +77,8 @@ impl Chunks {
             }
             chunk.decode(&mut known);
             merge(&known, here, &mut merged);
-            // Both halves of a chunk that is split in its middle get room.
+            // A chunk with appended ids is filled up. A chunk with ids in its middle is divided
+            // evenly, so that its parts have room for more.
             let parts = merged.len().div_ceil(CHUNK_IDS_MAX).max(1);
             let size = if appends { CHUNK_IDS_MAX } else { merged.len().div_ceil(parts) };
             list.extend(merged.chunks(size).filter_map(IdChunk::encode));
@@ -173,7 +174,7 @@ impl IdSet {
                 let part = usize::try_from(chunks.ids / LATE_PART).unwrap_or(LATE_MAX);
                 part.clamp(LISTED_MAX, LATE_MAX)
             }
-            // The list did not compress when it was half as long.
+            // The list did not compress the last time. Try again when it is twice as long.
             None => self.late.len().next_power_of_two().max(LISTED_MAX),
         }
     }

@@ -1,5 +1,5 @@
-//! Resumes the metadata log that the previous process handed off. Nothing is written again, and the
-//! first entry is appended at once.
+//! Resumes the metadata log that the previous process handed off. No new generation is written: new
+//! entries are appended to the existing copies.
 
 use std::collections::BTreeSet;
 
@@ -11,12 +11,12 @@ use crate::log::write::writer::{Copy, Writer};
 
 impl Writer {
     /// Opens the copies that the previous process handed off, to append to them. Returns false if a
-    /// generation has to begin.
+    /// new generation has to begin instead.
     pub(in crate::log) async fn resume(&mut self) -> bool {
         let Some(resumable) = self.resumable.take() else { return false };
         let directories: Vec<usize> = resumable.copies.iter().map(|(directory, _)| *directory).collect();
         let all: BTreeSet<usize> = (0..self.directories.len()).collect();
-        // A disk that no longer accepts writes is not part of the next generation.
+        // A new generation would not use a disk that no longer accepts writes.
         let is_the_same = self.places(&BTreeSet::new()) == directories && self.usable_now() == all;
         if self.is_blind || !is_the_same {
             return false;

@@ -1,8 +1,8 @@
 //! Restores recovered blocks of an earlier process into a partition.
 //!
-//! The blocks become the oldest batch and are visible at once. They are compared with their
-//! checksums before they are served, and damaged ones are hidden. Blocks are charged even beyond
-//! the capacity, because they were acknowledged.
+//! The blocks become the oldest batch of the partition and are visible at once. They are compared
+//! with their checksums before they are served, and damaged blocks are hidden. Blocks are charged
+//! even beyond the capacity, because they were acknowledged.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,8 +16,9 @@ use super::{Buffer, Committed, State, metadata_bytes};
 use uniffle_wire::types::ShuffleKey;
 
 impl Buffer {
-    /// Shows recovered blocks of the partition of `key` as the oldest batch, before anything is
-    /// written to it. Their bytes must be [verified](Buffer::verify) before they are served.
+    /// Makes the recovered blocks `left` visible as the oldest batch of the partition. Must be
+    /// called before anything is written to the partition. The bytes of the blocks must be
+    /// [verified](Buffer::verify) before they are served.
     pub(in crate::memory) fn restore(&self, key: &ShuffleKey, left: Partition) -> Committed {
         let Partition { blocks, segments, kept, rows, last_chain } = left;
         let (count, supply) = (blocks.len() as u64, &self.shared.supply);

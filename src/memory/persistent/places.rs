@@ -1,5 +1,5 @@
-//! Slot allocator of a table: tracks free places and the chunks of places that have pages. Pure: it
-//! never touches the table.
+//! Allocator of the places of a table: slots of equal size, each with a number. It tracks free
+//! places and the chunks of places that have memory pages. Pure: it never touches the table.
 //!
 //! A chunk gets pages when its first place is needed, and loses them when all its places are free
 //! again. The lowest places are taken first, so that few chunks are in use. Invariant: places are
@@ -7,16 +7,15 @@
 
 use super::super::buddy::BlockSet;
 
-/// Bytes of a table that get and lose pages together: whole pages. Smaller in tests, to have many
-/// chunks.
+/// Size of a chunk, in whole pages. Smaller in tests, to have many chunks.
 pub(super) const CHUNK_BYTES: u64 = if cfg!(test) { 4 << 10 } else { 64 << 10 };
-/// Chunks of each table that are not charged: a part of the process without clients
-/// (`budget::allowance`).
+/// Number of chunks of each table that are not charged: they are included in the allowance of a
+/// process without clients (`budget::allowance`).
 pub(super) const FREE_CHUNKS: u64 = if cfg!(test) { 1 } else { 4 };
 /// Unused chunks that keep their pages, so that pages are not allocated and freed with every flush.
 pub(super) const IDLE_CHUNKS: usize = if cfg!(test) { 0 } else { 2 };
 
-/// Free places by chunk, lowest first.
+/// Free and taken places of a table, and the state of its chunks.
 #[derive(Debug)]
 pub(super) struct Places {
     /// Free places in chunks with pages.
@@ -36,7 +35,7 @@ pub(super) struct Places {
 
 impl Places {
     /// Creates an allocator of `max` places of `place_bytes`. An earlier process used at most the
-    /// first `mark` places. All places of its chunks for which `has_pages` is true count as taken.
+    /// first `mark` places. All places of chunks for which `has_pages` is true count as taken.
     pub(super) fn new(place_bytes: u64, max: u32, mark: u32, has_pages: impl Fn(u32) -> bool) -> Self {
         let per_chunk = u32::try_from(CHUNK_BYTES / place_bytes).unwrap_or(1);
         let chunks_max = max.div_ceil(per_chunk) as usize;
@@ -80,7 +79,7 @@ impl Places {
         (place / self.per_chunk) as usize
     }
 
-    /// Returns the bound below which all places are that were ever used.
+    /// Returns a number greater than all places that were ever used.
     pub(super) fn mark(&self) -> u32 {
         let chunks = u32::try_from(self.chunks.len()).unwrap_or(u32::MAX);
         chunks.saturating_mul(self.per_chunk).min(self.max)
@@ -97,8 +96,8 @@ impl Places {
         chunks.filter(|(_, taken)| taken.is_some()).map(|(chunk, _)| chunk).collect()
     }
 
-    /// Returns the bytes of pages, with `more_chunks` further chunks, that are neither in the free
-    /// chunks nor covered by `paid_each` bytes per taken place.
+    /// Returns the bytes of pages that are not paid for, if `more_chunks` further chunks had pages.
+    /// Each taken place has paid for `paid_each` bytes, and [`FREE_CHUNKS`] cost nothing.
     pub(super) fn unpaid_bytes(&self, more_chunks: u64, paid_each: u64) -> u64 {
         let resident = (self.resident_chunks + more_chunks).saturating_sub(FREE_CHUNKS) * CHUNK_BYTES;
         resident.saturating_sub(self.taken * paid_each)
@@ -159,7 +158,8 @@ impl Places {
         self.free.insert(place as usize);
     }
 
-    /// Marks one unneeded chunk as without pages and returns it.
+    /// Marks one idle chunk as without pages and returns it. `None` if at most [`IDLE_CHUNKS`] are
+    /// idle.
     pub(super) fn close_one(&mut self) -> Option<u32> {
         self.idle_chunks.checked_sub(IDLE_CHUNKS + 1)?;
         let chunk = self.idle.last()?;

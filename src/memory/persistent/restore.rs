@@ -1,10 +1,10 @@
 //! Recovery of the blocks in a region: found once at the start, taken shuffle by shuffle, and freed
-//! if nobody takes them.
+//! if no shuffle takes them.
 //!
-//! A partition becomes one list. Its rows are sorted by their order. The pieces of the region that
-//! they point into are claimed in ascending order and form its chain. A block of one piece has an
-//! offset in that chain. A block with pieces in several segments holds its slices itself, like a
-//! stray.
+//! A block has one row in the table, and further rows if it has several pieces (`layout`). The
+//! blocks of a partition become one list, sorted by the order in their rows. The segments that they
+//! point into are claimed in ascending order and form the chain of the list. A block of one piece
+//! has an offset in that chain. A block with several pieces holds its slices itself, like a stray.
 //!
 //! Rows that contradict others are dropped. Block contents are not checked here, but before they
 //! are served (`buffer::unverified`).
@@ -29,10 +29,11 @@ use super::table::Table;
 use crate::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey};
 
-/// Row numbers of each partition, by the name number of their shuffle.
+/// Row numbers by partition, by the number of their shuffle's name.
 type Groups = hashbrown::HashMap<u32, hashbrown::HashMap<i32, Vec<u32>>>;
 
-/// Rows of a partition are far apart. This many are loaded into the processor's cache together.
+/// Number of rows that are loaded into the processor's cache together, because the rows of a
+/// partition are far apart.
 const ROWS_AT_ONCE: usize = 32;
 
 /// All blocks that an earlier process left. Shared by registrations and restores.
@@ -40,7 +41,7 @@ const ROWS_AT_ONCE: usize = 32;
 pub(in crate::memory) struct Leftover {
     table: Arc<Table>,
     names: HashMap<ShuffleKey, u32>,
-    /// Names that shuffles have again.
+    /// Names that registered shuffles use again.
     taken_names: Mutex<TakenNames>,
     found: FoundPlaces,
     /// Row numbers found by each search thread.
@@ -56,15 +57,15 @@ struct TakenNames {
     named: Vec<Arc<Named>>,
 }
 
-/// Places that the earlier process may have used. Registrations during the recovery get other
-/// places, possibly between these.
+/// Places in the tables of names and rows that the earlier process may have used. Registrations
+/// during the recovery get other places, possibly between these.
 #[derive(Debug)]
 struct FoundPlaces {
     names: Vec<Range<u32>>,
     rows: Vec<Range<u32>>,
 }
 
-/// Bitmap of the rows that restored blocks have. Shared by threads that restore partitions.
+/// Bitmap of the rows of restored blocks. Shared by the threads that restore partitions.
 #[derive(Debug)]
 struct TakenRows {
     bits: Vec<AtomicU64>,
@@ -192,7 +193,7 @@ impl LeftShuffle {
 
 impl Drop for LeftShuffle {
     fn drop(&mut self) {
-        // First: a later registration must not get its blocks.
+        // Before the rows are freed, so that a later registration cannot get these blocks.
         self.named.disown();
     }
 }
@@ -301,8 +302,8 @@ impl Leftover {
     /// Returns the block of a row, if it is complete and no other block has its rows.
     fn wanted(&self, at: u32, row: &Row) -> Option<Wanted> {
         let (first, further) = self.table.pieces(row)?;
-        // A row of another block stays with that block. Without contradictions a block gets either
-        // all its rows or none.
+        // A row that another block has taken stays with it. In a table without contradictions, a
+        // block gets all its rows or none.
         let is_its_own =
             self.taken_rows.take(at) && further.rows.iter().all(|row| self.taken_rows.take(*row));
         is_its_own.then_some(Wanted { meta: row.meta, row: at, first, further })
@@ -346,7 +347,7 @@ impl Leftover {
 /// Keeps the first of blocks with the same id. Duplicates are rare.
 fn keep_first(found: &mut Vec<(u32, Row)>) {
     let ids = found.iter().map(|(_, row)| row.meta.block_id);
-    // The common case of tasks that run one after the other.
+    // Ids ascend if tasks ran one after the other, which is common.
     if ids.clone().is_sorted_by(|one, next| one < next) {
         return;
     }

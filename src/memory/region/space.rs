@@ -1,7 +1,7 @@
 //! The space that segments are allocated from: the mapping, its free pieces, and its pages.
 //!
 //! Invariant: a piece has one owner, and returns to the free pieces only after its last handle was
-//! dropped. Who pays for a piece is decided by the caller.
+//! dropped. The caller decides which budget pays for a piece.
 
 use std::fmt;
 use std::io;
@@ -30,10 +30,10 @@ use super::pages::{Of, Pages};
 /// zeros and is only ever overwritten, so `&mut [u8]` over old content is sound. The caller must
 /// not expose old content.
 ///
-/// Only ceded memory ([`Segment::discard`]) is given back to the kernel. A region may also be in a
-/// file in memory ([`Region::shared`]), with a *front* of words before the segments. `persistent`
-/// accesses the front only as atomic words, and no segment extends into it. Pages of a file are
-/// allocated before they are touched (`pages`).
+/// Only discarded segments ([`Segment::discard`]) are given back to the kernel. A region may also
+/// be in a file in memory ([`Region::shared`]), with a *front* of words before the segments.
+/// `persistent` accesses the front only as atomic words, and no segment extends into it. Pages of a
+/// file are allocated before they are touched (`pages`).
 ///
 /// [`Segment`]: super::Segment
 /// [`Segment::slice`]: super::Segment::slice
@@ -143,7 +143,7 @@ impl Region {
         self.buddy.lock().free_bytes()
     }
 
-    /// Returns the bytes of segments that have pages. For private memory these are all.
+    /// Returns the bytes of the region that have pages, or all bytes for private memory.
     pub fn ready_bytes(&self) -> u64 {
         self.pages.as_ref().map_or_else(|| self.capacity_bytes(), Pages::ready_bytes)
     }
@@ -195,8 +195,9 @@ impl Region {
         if self.pages.is_some() { self.map.holes(range) } else { Ok(Vec::new()) }
     }
 
-    /// Allocates the pages of holes between recovered blocks after all of them were claimed. A
-    /// block that gets no pages has nothing free. Must be called before any segment is written.
+    /// Allocates missing pages between recovered blocks, after all of these were claimed. Free
+    /// memory that gets no pages now is not handed out until it has them. Must be called before any
+    /// segment is written.
     #[cfg(not(miri))]
     pub fn settle(&self) {
         self.pages.iter().for_each(|pages| pages.settle(self.of()));

@@ -1,10 +1,10 @@
 //! Claims the data directories with a marker file and a lock.
 //!
-//! The content of a directory decides ([`content`]). A directory of another program is refused, and
-//! so is one of ours without a readable claim. Directories with our marker are claimed first,
-//! because they record the mount points of the others ([`mounts`]). An empty directory is claimed
-//! unless a mount point is expected there. A directory on a read-only file system is claimed
-//! without changing it, and its data is served.
+//! The content of a directory decides whether it is claimed ([`content`]). A directory of another
+//! program is refused, and so is one of a worker without a readable marker. Directories with a
+//! marker are claimed first, because they record the mount points of the others ([`mounts`]). An
+//! empty directory is claimed unless a mount point is expected there. A directory on a read-only
+//! file system is claimed without changing it, and its data is served.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -159,7 +159,8 @@ impl Claims<'_> {
         self.take_empty(empty, &paths).await
     }
 
-    /// Claims empty directories that are where they should be, and records the mount points of all.
+    /// Claims the empty directories whose disks are mounted, and records the mount points of all
+    /// directories.
     async fn take_empty(
         &mut self,
         empty: Vec<(usize, Arc<dyn Disk>)>,
@@ -230,8 +231,8 @@ fn is_refused(error: &StoreError) -> bool {
     )
 }
 
-/// Refuses two directories with one identity: one is a copy of the other, or both are the same. The
-/// statements of one would be attributed to the other.
+/// Refuses two directories with one identity: one is a copy of the other, or both are the same.
+/// Metadata of one would be taken for that of the other.
 fn refuse_copies(identities: &[(PathBuf, Uuid)]) -> Result<(), StoreError> {
     let mut known: BTreeMap<Uuid, &Path> = BTreeMap::new();
     for (root, uuid) in identities {
@@ -246,8 +247,9 @@ fn refuse_copies(identities: &[(PathBuf, Uuid)]) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Refuses a start from empty directories only if there are records of earlier data. `disk` is the
-/// first directory. They are not claimed: a claim would make them look used at the next start.
+/// Refuses a start if all directories are empty although earlier data is known. `disk` is the first
+/// directory. The directories are not claimed, because a claim would make them look used at the
+/// next start.
 fn require_known_data(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
     let Some(who) =
         config.had_data.as_ref().filter(|_| config.recovery && config.require_mounted != Some(false))

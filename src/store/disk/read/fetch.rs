@@ -1,4 +1,5 @@
-//! Reads outside of any stream: the index records of an extent, or a range of a data log.
+//! Reads that do not follow a partition's stream: the index records of an extent, or a range of a
+//! data log.
 //!
 //! For rare paths only: nothing is cached, and the memory is not charged to the budget for reads.
 
@@ -23,8 +24,9 @@ const VISITED_BYTES: usize = (256 << 10) / RECORD_BYTES * RECORD_BYTES;
 
 impl Core {
     /// Calls `show` with the index records of an extent, from record `from` on, until it breaks.
-    /// Their offsets are relative to the extent, and they are read in small parts. If `from` is 0,
-    /// they are verified at the end: they are valid only if this returns `Ok`.
+    /// Offsets in the records are relative to the extent. Records are read in small parts. If
+    /// `from` is 0, all records are read and verified, even after a break, and the records shown
+    /// are valid only if this returns `Ok`.
     pub(in crate::store) async fn visit_records(
         &self,
         shuffle: &Shuffle,
@@ -53,8 +55,8 @@ impl Core {
         Ok(())
     }
 
-    /// Reads a range of a data log, bypassing the page cache. Reads whole disk blocks, because an
-    /// extent fills its last block.
+    /// Reads a range of a data log past the page cache, and passes it to `take` in parts. Reads
+    /// whole disk blocks, which exist because extents are padded to them.
     pub(super) async fn read_again(
         &self,
         (shuffle, log): (&Shuffle, &Log),

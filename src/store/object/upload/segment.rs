@@ -13,8 +13,8 @@ use crate::store::{ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::PartitionId;
 
-/// Maximum number of blocks before a segment takes no more batches. Their records stay in memory
-/// until the segment ends.
+/// A segment with this number of blocks takes no more batches, because the records of its blocks
+/// stay in memory until it is uploaded.
 const BLOCKS_MAX: u64 = 256 << 10;
 
 /// Index data of an extent that is appended to a segment. Its bytes follow separately.
@@ -98,6 +98,7 @@ impl Prepared {
 #[derive(Debug)]
 pub(super) struct OpenSegment {
     id: SegmentId,
+    /// Number of the segment published before, or 0.
     previous: u32,
     entries: Vec<(GroupEntry, Bytes)>,
     /// Ends of the streams of partitions in this segment.
@@ -157,7 +158,7 @@ impl OpenSegment {
         let data_offset = self.payload_bytes;
         self.payload_bytes += length;
         self.blocks += u64::from(blocks);
-        // The place is known once all extents are.
+        // `seal` sets the offset, which depends on all extents.
         let place = RecordsPlace { offset: 0, crc: records_crc };
         let entry = GroupEntry { partition, blocks, base, data_offset, length, place };
         self.entries.push((entry, records));
