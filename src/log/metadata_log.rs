@@ -115,7 +115,7 @@ impl MetadataLog {
     /// Too few directories can be written.
     pub async fn end_gap(&self) -> Result<bool, LogError> {
         let (done, answer) = oneshot::channel();
-        let ended = || LogError::told("the worker ends");
+        let ended = || LogError::told("the worker is stopping");
         self.requests.send(Request::EndGap(done)).await.map_err(|_| ended())?;
         let is_over = answer.await.map_err(|_| ended())??;
         if is_over {
@@ -175,7 +175,7 @@ impl MetadataLog {
     /// The log cannot be written now, so a successor has to begin a generation.
     pub async fn release(&self) -> Result<HandOff, LogError> {
         let (done, answer) = oneshot::channel();
-        let ended = || LogError::told("the worker ends");
+        let ended = || LogError::told("the worker is stopping");
         self.requests.send(Request::Release(done)).await.map_err(|_| ended())?;
         answer.await.map_err(|_| ended())?
     }
@@ -206,7 +206,7 @@ impl MetadataLog {
     /// The log cannot be written now.
     async fn read_snapshot(&self) -> Result<Snapshot, LogError> {
         let (done, answer) = oneshot::channel();
-        let ended = || LogError::told("the worker ends");
+        let ended = || LogError::told("the worker is stopping");
         self.requests.send(Request::Snapshot(done)).await.map_err(|_| ended())?;
         answer.await.map_err(|_| ended())?
     }
@@ -228,7 +228,7 @@ impl MetadataLog {
 
     async fn ask(&self, entry: Entry) -> Result<u64, LogError> {
         let (done, answer) = oneshot::channel();
-        let ended = || LogError::told("the worker ends");
+        let ended = || LogError::told("the worker is stopping");
         self.requests.send(Request::Append(entry, done)).await.map_err(|_| ended())?;
         answer.await.map_err(|_| ended())?
     }
@@ -275,7 +275,7 @@ impl Said {
         let next = match &mut self.0 {
             Records::None | Records::Log(_) => Ok(None),
             Records::Told(told) => {
-                told.recv().await.unwrap_or_else(|| Err(LogError::told("the worker ends")))
+                told.recv().await.unwrap_or_else(|| Err(LogError::told("the worker is stopping")))
             }
             Records::Stored { reader, living, .. } => loop {
                 match reader.next().await {

@@ -46,7 +46,7 @@ pub struct Shipper(Arc<Shared>);
 /// Waits for the store until [`WAIT_MAX`].
 async fn answer(waiting: oneshot::Receiver<Result<(), LogError>>) -> Result<(), LogError> {
     match timeout(WAIT_MAX, waiting).await {
-        Ok(answered) => answered.unwrap_or_else(|_| Err(LogError::told("the worker ends"))),
+        Ok(answered) => answered.unwrap_or_else(|_| Err(LogError::told("the worker is stopping"))),
         Err(_elapsed) => {
             let text = format!("the object store has not answered for {} s", WAIT_MAX.as_secs());
             Err(LogError::of(io::ErrorKind::TimedOut, &text))
@@ -90,7 +90,7 @@ impl Shipper {
                 () = cancelled => {}
                 () = shipping => {}
             }
-            ending.end(LogError::told("the worker ends"));
+            ending.end(LogError::told("the worker is stopping"));
         });
         Self(shared)
     }
