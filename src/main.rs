@@ -1,6 +1,6 @@
 //! Command line, allocator and runtime of the binary. Everything else is in the library.
 //!
-//! Exit codes: 0 after an orderly stop, 1 if the worker could not start or run, 2 if the command
+//! Exit codes: 0 after a graceful stop, 1 if the worker could not start or run, 2 if the command
 //! line or the configuration is wrong, and 3 if a stop lost acknowledged data. `uniffle_ctl`
 //! documents the codes of `uniffle-worker ctl`. SIGTERM and SIGINT stop the worker, SIGUSR2
 //! upgrades it in place (`server::run`), and SIGHUP reloads the configuration.
@@ -324,7 +324,7 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
                 .for_each(Export::expedite);
             drop(export);
         }
-        // After an orderly stop only hung disk calls can be left, and the process does not wait for
+        // After a graceful stop only hung disk calls can be left, and the process does not wait for
         // them.
         runtime.shutdown_background();
         let (successor, sockets) = match ended? {
@@ -340,10 +340,10 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
     }
 }
 
-/// Runs the server until it fails or a signal ends it. A second stop signal abandons the orderly
+/// Runs the server until it fails or a signal ends it. A second stop signal abandons the graceful
 /// stop.
 async fn serve(config: &Config, environment: Environment, inherited: Inherited) -> anyhow::Result<Ended> {
-    // Installed before anything is opened, so that a signal during start-up also stops in order.
+    // Installed before anything is opened, so that a signal during start-up also stops gracefully.
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     take_upgrade_signal();
     let successor = Successor::of_this_process().context("cannot determine the path of this program")?;

@@ -2,7 +2,7 @@
 
 use crate::budget::{HeapFull, NoCapacity};
 
-/// A refusal of this module.
+/// Reason why memory was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum MemoryError {
     /// Full for now; asking again later may help.

@@ -4,7 +4,7 @@
 //! They are one JSON file beside each copy of the metadata log, or an object beside the log in an
 //! object store (`MEMORY_OBJECT`), rewritten as a whole after a change. A start reads the newest
 //! readable copy. An upgrade hands everything to the successor. A kill keeps everything if there is
-//! a metadata log. An orderly stop then keeps everything but the decommissioning: the stop
+//! a metadata log. A graceful stop then keeps everything but the decommissioning: the stop
 //! completes it, and the next start accepts shuffles again.
 //!
 //! Registrations and reports are not stored here but in the metadata log.
@@ -222,7 +222,7 @@ impl StateWriter {
         }
     }
 
-    /// Writes the file for an orderly stop, which completes a decommissioning.
+    /// Writes the file for a graceful stop, which completes a decommissioning.
     pub(super) async fn save_for_stop(&self) {
         self.is_stopping.store(true, Ordering::Release);
         // An error has been logged.

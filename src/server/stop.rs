@@ -40,7 +40,7 @@ const DELETION_DEADLINE: Duration = Duration::from_secs(5);
 /// Poll interval while waiting for tickets.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// Outcome of an orderly stop.
+/// Outcome of a graceful stop.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ending {
     /// Number of tasks abandoned.
@@ -68,12 +68,12 @@ pub struct Stopped {
 }
 
 impl Worker {
-    /// Stops in order and waits for all tasks. Returns the number of tasks abandoned.
+    /// Stops gracefully and waits for all tasks. Returns the number of tasks abandoned.
     pub async fn stop(self) -> usize {
         self.stop_in_order().await.tasks_left
     }
 
-    /// Stops in order. Returns the abandoned tasks and whether blocks are lost.
+    /// Stops gracefully. Returns the abandoned tasks and whether blocks are lost.
     pub(super) async fn stop_in_order(mut self) -> Ending {
         self.service.status().stop(Stopping::ForGood);
         self.state.save_for_stop().await;

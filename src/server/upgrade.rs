@@ -152,7 +152,7 @@ impl Facts {
     }
 
     /// Returns whether registrations and reports outlive the process: in the metadata log of its
-    /// disks, or in pages of its object store.
+    /// disks or of its object store.
     pub(super) fn has_journal(&self) -> bool {
         !self.data_paths.is_empty() || self.objects.is_some()
     }

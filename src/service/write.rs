@@ -388,7 +388,12 @@ impl SendSession {
         if self.app.mark_huge() {
             self.ingest.metrics.apps_with_huge_partition_marked.inc();
         }
-        tracing::info!(shuffle = %self.shuffle.key(), %partition, received_bytes, "partition is huge");
+        tracing::info!(
+            shuffle = %self.shuffle.key(),
+            %partition,
+            received_bytes,
+            "partition is huge; its memory is limited from now on"
+        );
     }
 }
 

@@ -222,7 +222,7 @@ pub trait MetadataLog: Send + Sync {
         true
     }
 
-    /// Appends a record. After `Ok` it survives process and power.
+    /// Appends a record. After `Ok` it survives the process and a power loss.
     ///
     /// # Errors
     /// `Purged`, `InvalidBatch` if the record is too long, or an error if no disk took it.

@@ -94,7 +94,7 @@ pub(super) struct Tails {
     begun: Notify,
 }
 
-/// The end of a response, until the socket has taken it or the call is given up.
+/// The end of a response, until the socket has taken it or the call is abandoned.
 #[derive(Debug)]
 pub(super) struct Tail {
     tails: Arc<Tails>,

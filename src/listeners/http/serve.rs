@@ -39,7 +39,7 @@ const HEADERS_MAX: usize = 64;
 /// Buffer of hyper per connection: twice the head, above its minimum of 8 KiB.
 const BUFFER_BYTES_MAX: usize = 2 * HEAD_BYTES_MAX;
 
-/// Prefix of paths that need no place.
+/// Prefix of the paths of health checks, which need no permit.
 const HEALTH: &str = "/health/";
 
 /// Time to finish an answer after the tasks were cancelled.
@@ -161,7 +161,7 @@ struct Exchange {
     deadline: Deadline,
     places: Arc<Semaphore>,
     connection_state: Arc<ConnectionState>,
-    /// The place of the request, held until the connection ends.
+    /// Permit of the request, held until the connection ends.
     serving: Mutex<Option<(connection_limiter::Request, Option<OwnedSemaphorePermit>)>>,
 }
 
@@ -171,8 +171,8 @@ impl Exchange {
             tasks.cancelled().await;
             crate::clock::sleep(STOP_GRACE).await;
         };
-        // The connection is dropped when the first of these ends. Errors of a peer are only
-        // debugged.
+        // The connection is dropped when the first of these ends. Errors of a peer are
+        // logged at DEBUG.
         tokio::select! {
             biased;
             result = self.answer(stream) => if let Err(error) = result {

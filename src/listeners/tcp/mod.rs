@@ -93,7 +93,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection<TcpStream>, tasks: Ta
     let reader =
         reader::Reader::new(Arc::clone(&shared), read_half, outbox, link.clone(), half, requests_max);
     tasks.spawn_linked("tcp reader", reader.run());
-    // The writer ends last: it outlives the reader until every reply is written or given up.
+    // The writer ends last: it outlives the reader until every reply is written or abandoned.
     writer::Writer::new(shared, write_half, queue, link, kept).run().await;
     drop((place, share));
 }

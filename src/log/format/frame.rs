@@ -111,8 +111,8 @@ impl Member {
     }
 }
 
-/// The holders of the log from a certain point on. A new epoch begins at every start and every time
-/// the copies move.
+/// The data directories that hold the log, and those that may have data, until the next epoch. A
+/// new epoch begins at every start and every time the copies move.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Epoch {
     /// Random id of the epoch.
@@ -125,8 +125,8 @@ pub struct Epoch {
     pub holders: Vec<[u8; 16]>,
     /// Number greater than any assigned incarnation.
     pub next_incarnation: u64,
-    /// Number of earlier starts that could not see everything. Their numbers must not be assigned
-    /// again.
+    /// Number of earlier starts that may have missed shuffles. Each of them assigned incarnations
+    /// from a range of its own, which must not be used again.
     pub blind_starts: u32,
     /// Reason why unknown shuffles may exist.
     pub gap: Option<Gap>,

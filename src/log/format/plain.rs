@@ -1,6 +1,5 @@
-//! Reads the ids of a report without record numbers directly. A start reads several hundred
-//! thousand lists of one id, and each would be a list of its own in a
-//! [`Report`](super::record::Report).
+//! Fast path for the ids of a report without record numbers. A start may read several hundred
+//! thousand lists of one id, and each would be allocated in a [`Report`](super::record::Report).
 //!
 //! Every accepted report is also accepted by [`Record::decode`](super::record::Record::decode),
 //! with the same result. Other records, and reports with an id beyond 63 bits, are left to it.

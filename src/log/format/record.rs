@@ -63,7 +63,7 @@ pub struct Report {
     pub task_attempt: i64,
     /// Block ids per partition.
     pub partitions: Vec<(PartitionId, Vec<i64>)>,
-    /// Record numbers by task attempt, per partition.
+    /// Record numbers: how many records each task attempt wrote, per partition.
     pub records: Vec<(PartitionId, Vec<(i64, i64)>)>,
 }
 

@@ -137,9 +137,17 @@ impl ObjectFile {
                 Ok(()) => return Ok(Some((bytes, charge))),
                 Err(why) => damage = why,
             }
-            tracing::error!(object = object.name(copy), damage, "an object of the metadata log is damaged");
+            tracing::error!(
+                object = object.name(copy),
+                damage,
+                "a copy of an object of the metadata log is damaged"
+            );
         }
-        tracing::error!(object = object.name(0), damage, "no copy of an object of the metadata log is whole");
+        tracing::error!(
+            object = object.name(0),
+            damage,
+            "no copy of an object of the metadata log is whole; its records are missing"
+        );
         Ok(None)
     }
 }

@@ -32,7 +32,7 @@ pub struct Found {
     pub gap: Option<String>,
     /// True if this start found the gap.
     pub has_new_gap: bool,
-    /// Number of earlier starts that could not see everything.
+    /// Number of earlier starts that may have missed shuffles.
     pub blind_starts: u32,
     /// Number greater than any incarnation in the log.
     pub next_incarnation: u64,

@@ -107,8 +107,8 @@ impl Writer {
                         // A directory that has seen the epoch may return.
                         self.epoch.lineage.push(epoch.id);
                     }
-                    // A generation that has its name must not be followed by entries in an older
-                    // one.
+                    // Once the new generation may have its final name, nothing may be appended to
+                    // the current one.
                     self.is_open &= !may_be_known;
                 }
                 Err(Failed::Source(error)) => self.change_source(&mut damaged, error)?,

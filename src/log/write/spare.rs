@@ -2,7 +2,7 @@
 //!
 //! Other programs cannot reach it. If they damage both copies while the worker runs, the next
 //! generation is read from the spare, and no record is lost. Nothing waits for its sync, and it
-//! ends with the process: it does not count as a copy. A spare that fails is given up, and written
+//! ends with the process: it does not count as a copy. A spare that fails is abandoned, and written
 //! again when there is room.
 
 use std::io;

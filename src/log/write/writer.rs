@@ -54,11 +54,11 @@ pub struct Deadlines {
 pub(in crate::log) type Told = Result<Option<(ShuffleKey, Bytes)>, LogError>;
 
 pub(in crate::log) enum Request {
-    /// Append an entry. Answered with its position on the way to the object store.
+    /// Append an entry. Answered with its position in the log that is copied to the object store.
     Append(Entry, oneshot::Sender<Result<u64, LogError>>),
     /// Check whether the copies are where they should be.
     Settle(oneshot::Sender<()>),
-    /// Record that this start could not see everything.
+    /// Record that this start may have missed shuffles.
     Blind(oneshot::Sender<()>),
     /// End the gap, if possible.
     EndGap(oneshot::Sender<Result<bool, LogError>>),

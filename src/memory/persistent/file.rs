@@ -2,9 +2,9 @@
 //! used.
 //!
 //! A larger capacity grows the file and keeps its contents. A file that is longer than the capacity
-//! is shortened if no block is beyond it. Refused with an error that states the reason: blocks
-//! beyond the capacity, another layout version, node or boot of the machine, a file that another
-//! process holds, a file outside memory. A refused file is not touched.
+//! is shortened if no block is beyond it. A file is refused if it has blocks beyond the capacity or
+//! another layout version, is from another worker or an earlier boot of the machine, is held by
+//! another process, or is not in a tmpfs. The error states the reason, and the file is not touched.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -320,7 +320,8 @@ impl Held {
         Ok(Self::new(file, None))
     }
 
-    /// Wraps an inherited descriptor. It needs no lock: a process has it only if it was given it.
+    /// Wraps an inherited descriptor. The file needs no lock, because it has no name: only a
+    /// process that was handed a descriptor can open it.
     pub(super) fn inherited(file: OwnedFd) -> Result<Self, Refusal> {
         rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::CLOEXEC)?;
         Ok(Self::new(file, None))

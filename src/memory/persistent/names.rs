@@ -2,7 +2,7 @@
 //!
 //! A shuffle whose name could not be assigned is *unprotected*: its blocks are lost if the process
 //! is killed. Invariant: a purged shuffle's name is cleared before the shuffle can be registered
-//! again, so the next process never gives its blocks to a successor.
+//! again, so the next process never gives its blocks to a later shuffle of the same key.
 
 use std::sync::{Arc, OnceLock};
 

@@ -108,8 +108,11 @@ impl TakenRows {
 /// A search for recovered blocks on its own thread, while the start scans its disks.
 #[derive(Debug)]
 pub(in crate::memory) enum Search {
+    /// The search runs.
     Sought(JoinHandle<Leftover>),
+    /// Result of the search, until the recovery ends.
     Found(Arc<Leftover>),
+    /// The recovery has ended.
     Over,
 }
 

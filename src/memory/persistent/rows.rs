@@ -83,7 +83,8 @@ impl Table {
         self.found_rows(self.rows.to_be_read()).all(|(_, row)| self.pieces(&row).is_some())
     }
 
-    /// Loads rows into the cache. Unlike in decoding, no load waits for the previous one.
+    /// Loads rows into the processor's cache, all at once. Decoding alone would wait for one after
+    /// the other.
     pub(super) fn bring(&self, rows: &[u32]) {
         let front = self.region().front();
         let first_word = |at: &u32| front[self.rows.word_of(*at)].load(Ordering::Relaxed);

@@ -14,23 +14,23 @@ use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{Disk, Engine};
 
 words! {
-    /// When what is written counts as written.
+    /// Moment at which a write is complete.
     pub enum SyncWrites {
-        /// When the operating system has it: safe from the end of the process.
+        /// Once the operating system has the bytes: they survive the process.
         Off = "off",
-        /// When the device has it: safe from power loss. Writers share their syncs.
+        /// Once the device has the bytes: they survive a power loss. Writers share their syncs.
         Group = "group",
     }
 }
 
 words! {
-    /// Which data reads are checked.
+    /// Data reads that verify block checksums.
     pub enum VerifyReads {
-        /// Every one.
+        /// Every read.
         Always = "always",
-        /// One in sixteen.
+        /// One read in sixteen.
         Sampled = "sampled",
-        /// None.
+        /// No read.
         Off = "off",
     }
 }
@@ -40,7 +40,7 @@ words! {
 pub const INDEX_CACHE_BYTES: u64 = 16 * MIB;
 
 section! {
-    /// How the local store works.
+    /// Settings of the local tier.
     #[table(
         "localfile_store",
         "Local disks.\n\
@@ -116,21 +116,21 @@ section! {
         pub name_timeout: Duration = 30 * SECOND,
         /// Time to delete a shuffle's files.
         pub purge_timeout: Duration = 600 * SECOND,
-        /// Between two measurements of free space.
+        /// Interval between two measurements of free space.
         pub space_interval: Duration = 10 * SECOND,
         /// Cached descriptors. At least 1.
         pub descriptors_max: usize = 1024,
         /// A cached descriptor that is not used for this long is closed.
         pub descriptor_idle_timeout: Duration = 60 * SECOND,
-        /// Time for what waits to reach the device in one copy of the metadata log.
+        /// Time for one write to a copy of the metadata log, with its sync.
         pub metadata_timeout: Duration = 10 * SECOND,
         /// Length after which the data of a shuffle on a disk goes to a new file.
         pub data_log_bytes: u64 = u64::MAX,
         /// Largest file that the process may write (RLIMIT_FSIZE).
         pub file_bytes_max: u64 = u64::MAX,
-        /// How the process before left the metadata log, if this one is its successor.
+        /// Hand-off record of the metadata log, if this process is the successor of an upgrade.
         pub hand_off: Option<HandOff> = None,
-        /// Who knows that this worker's data directories had data, if somebody does.
+        /// Evidence that the data directories had data, for the error of a refused start.
         pub had_data: Option<String> = None,
         /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at
         /// most 64.

@@ -134,7 +134,7 @@ impl Files {
         }
     }
 
-    /// Returns whether a log is written, and read in large parts, around the page cache: directly
+    /// Returns whether a log is written, and read in large parts, without the page cache: directly
     /// written data is not cached, and a single read does not pay for caching it. Index groups are
     /// small and unaligned, and go through the cache.
     pub(super) fn is_direct(&self, log: &Log) -> bool {

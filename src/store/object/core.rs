@@ -38,7 +38,7 @@ pub(in crate::store) struct Core {
     /// Permits for responses that contain more than a reader's chunk. The reader may be slow to
     /// take the rest.
     pub(super) answers_ahead: Arc<Semaphore>,
-    /// Heap budget for extents, open pages, indexes and the table of the read cache.
+    /// Heap budget for extents, indexes and the table of the read cache.
     pub(in crate::store) extents: Budget,
     /// Budget for segments under construction, without their blocks.
     pub(super) making: Budget,

@@ -40,9 +40,9 @@ use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
 /// Size of the gap at the end of a stream whose end may be missing.
 const TAIL_GAP_BYTES: u64 = 256 << 20;
-/// Numbers are counted from a multiple of this. If a missing disk may have numbers in use, counting
-/// continues at the next multiple. A gap inside one such epoch therefore still means that something
-/// is missing.
+/// Size of a range of incarnations, unrelated to the epochs of the metadata log. Incarnations are
+/// assigned in order within a range. If a missing disk may have some in use, the next range begins.
+/// A gap within a range therefore means that a shuffle is missing.
 const EPOCH: u64 = 1 << 32;
 /// Number of shuffles rebuilt concurrently.
 const REBUILDS: usize = 8;
@@ -54,7 +54,7 @@ const REASONS_MAX: usize = 64;
 pub(super) struct Known {
     /// Directories that are missing and may have files.
     pub(super) absent: Vec<(Uuid, String)>,
-    /// Number of earlier starts that could not see everything.
+    /// Number of earlier starts that may have missed shuffles.
     pub(super) blind_starts: u32,
     /// Reason why unknown shuffles may exist, if this start found it.
     pub(in crate::store) gap: Option<String>,
@@ -498,14 +498,14 @@ fn adopt_log(
     Ok(log)
 }
 
-/// Returns the number after `highest`. If some numbers may be in use elsewhere, returns the first
-/// one of the epoch after `epoch`, which is unused.
+/// Returns the incarnation after `highest`. If a missing disk may have some in use, returns the
+/// first one of the range ([`EPOCH`]) after number `epoch`, which is unused.
 fn next_number(highest: Option<u64>, epoch: Option<u32>) -> u64 {
     let next = highest.map_or(0, |highest| highest + 1);
     epoch.map_or(next, |epoch| next.max((u64::from(epoch) + 1) * EPOCH))
 }
 
-/// Returns whether a number is missing in an epoch.
+/// Returns whether a number is missing in a range of incarnations.
 fn has_gap(numbers: impl Iterator<Item = u64>) -> bool {
     let mut epochs: HashMap<u64, (u64, u64)> = HashMap::new();
     for number in numbers {
@@ -523,14 +523,14 @@ fn tell_damage(disk: &LocalDisk, path: &Path, reader: &LogReader<'_>) {
         tracing::warn!(
             path = %path.display(),
             bytes = damage.holes_bytes,
-            "log has corrupt bytes between records"
+            "index log has corrupt bytes between records; ignoring them"
         );
     }
     if damage.tail_bytes > 0 {
         tracing::info!(
             path = %path.display(),
             bytes = damage.tail_bytes,
-            "log ends with an incomplete record"
+            "index log ends with an incomplete record; ignoring it"
         );
     }
 }

@@ -99,8 +99,8 @@ impl LocalStore {
         timeout(RELEASE_DEADLINE, self.metadata.release()).await.ok()?.ok()
     }
 
-    /// Writes a record of a shuffle to the metadata log. After `Ok` it survives process and power.
-    /// Returns its position on the way to the object store, if there is one.
+    /// Writes a record of a shuffle to the metadata log. After `Ok` it survives the process and a
+    /// power loss. Returns its position on the way to the object store, if there is one.
     ///
     /// # Errors
     /// `Purged`, or too few directories can be written.

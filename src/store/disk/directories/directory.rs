@@ -363,7 +363,7 @@ impl LocalDisk {
     /// Writes random bytes, reads them back and compares. Success makes the disk healthy. A failure
     /// is applied like any other, so "no space" means full, not unhealthy.
     ///
-    /// The write goes around the page cache if possible, so that the read asks the device.
+    /// The write bypasses the page cache if possible, so that the read asks the device.
     pub(in crate::store) async fn probe(&self, direct: bool) -> io::Result<()> {
         let _only = self.probing.lock().await;
         self.probe_alone(direct).await

@@ -1,5 +1,5 @@
 //! Health of a disk, derived from errors: full, read-only, detached, hung or broken. A pure state
-//! machine; `disk` does the I/O.
+//! machine; `directory` does the I/O.
 //!
 //! A full disk is healthy: its data is served, and it takes batches again when there is space.
 //! Fullness has two watermarks. A disk that refused a write for lack of space is full until a probe

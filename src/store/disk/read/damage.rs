@@ -1,6 +1,6 @@
 //! Damaged blocks and unreadable extents.
 //!
-//! A block with a wrong checksum is read again, alone and around the page cache. If it is wrong
+//! A block with a wrong checksum is read again, alone and without the page cache. If it is wrong
 //! again, the block is marked as damaged, and the rest of its extent stays. After the third [failed
 //! read](super::failures) of a partition on a disk, all its extents there are tried three times
 //! within half a second, and unreadable ones become holes. Blocks in holes can be sent again.

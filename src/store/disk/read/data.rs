@@ -137,7 +137,7 @@ impl DataRead {
         tracing::warn!(
             shuffle = %shuffle.key,
             %partition,
-            "block was read with wrong bytes; reading it again"
+            "block does not match its checksum; reading it again"
         );
         let mark;
         (self.current, self.next, mark) = before;
@@ -191,7 +191,7 @@ impl DataRead {
         piece
     }
 
-    /// Returns whether a piece is read around the page cache.
+    /// Returns whether a piece is read without the page cache.
     fn goes_direct(&self, piece: &Piece) -> bool {
         let direct = |log: Arc<Log>| self.stream.core.files.is_direct(&log);
         piece.length.max(u64::from(piece.run)) >= DIRECT_BYTES_MIN

@@ -38,7 +38,7 @@ use uniffle_wire::types::PartitionId;
 
 pub use data::DataRead;
 
-/// Minimum length of a part that is read around the page cache.
+/// Minimum length of a part that is read without the page cache.
 const DIRECT_BYTES_MIN: u64 = 64 << 10;
 
 /// Shared state of all reads.

@@ -145,7 +145,7 @@ impl DataRead {
         let Range { start, end } = block.place;
         let extent = self.extents.touched(start, end).next();
         let key = shuffle.segment_key(extent.map_or(0, Extent::object));
-        tracing::warn!(key, start, end, "block was read with wrong bytes; reading it again");
+        tracing::warn!(key, start, end, "block does not match its checksum; reading it again");
         if let Some(of_store) = located.of_store_instead(core) {
             return Ok(of_store);
         }
