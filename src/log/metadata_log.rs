@@ -159,8 +159,8 @@ impl MetadataLog {
         self.ask(Entry::Purged(shuffle)).await
     }
 
-    /// Moves the copies if other directories are better, for example after one has failed or
-    /// returned.
+    /// Checks the copies, and writes them again if files are missing or other directories are
+    /// better, for example after one has failed or returned.
     pub async fn settle(&self) {
         let (done, settled) = oneshot::channel();
         if self.requests.send(Request::Settle(done)).await.is_ok() {

@@ -74,8 +74,8 @@ pub(super) fn map_memory(config: &Config) -> anyhow::Result<()> {
         .with_context(|| format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes))
 }
 
-/// Checks `memory_store.backing` if the successor does not inherit the memory. The running worker
-/// will have handed over or released its own memory by then.
+/// Checks that the successor can open `memory_store.backing`. If the running worker has the same
+/// backing, only the room is checked, because that memory will be handed over or released first.
 async fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
     let section = &config.memory;
     if section.backing.is_private() {

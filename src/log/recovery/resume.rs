@@ -16,7 +16,7 @@ impl Writer {
         let Some(resumable) = self.resumable.take() else { return false };
         let directories: Vec<usize> = resumable.copies.iter().map(|(directory, _)| *directory).collect();
         let all: BTreeSet<usize> = (0..self.directories.len()).collect();
-        // A new generation would not use a disk that no longer accepts writes.
+        // A disk may have stopped accepting writes, and a new generation would not use it.
         let is_the_same = self.places(&BTreeSet::new()) == directories && self.usable_now() == all;
         if self.is_blind || !is_the_same {
             return false;

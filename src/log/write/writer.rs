@@ -56,7 +56,7 @@ pub(in crate::log) type Told = Result<Option<(ShuffleKey, Bytes)>, LogError>;
 pub(in crate::log) enum Request {
     /// Append an entry. Answered with its position in the log that is copied to the object store.
     Append(Entry, oneshot::Sender<Result<u64, LogError>>),
-    /// Check whether the copies are where they should be.
+    /// Check the copies, and write them again where needed.
     Settle(oneshot::Sender<()>),
     /// Record that this start may have missed shuffles.
     Blind(oneshot::Sender<()>),
@@ -460,7 +460,8 @@ impl Writer {
         }
     }
 
-    /// Improves the log after a batch: moves misplaced copies, and drops dead entries.
+    /// Improves the log after a batch: drops dead entries, and if `is_asked`, also writes missing
+    /// or misplaced copies.
     async fn tidy(&mut self, is_asked: bool) {
         if is_asked {
             self.look_again().await;
