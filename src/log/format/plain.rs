@@ -5,6 +5,7 @@
 //! with the same result. Other records, and reports with an id beyond 63 bits, are left to it.
 //! Pure.
 
+use serde::de::DeserializeOwned;
 use uniffle_wire::types::PartitionId;
 
 use super::record::{REPORT, VERSION};
@@ -14,45 +15,25 @@ use super::record::{REPORT, VERSION};
 /// undefined.
 pub fn plain_ids(record: &[u8], ids: &mut Vec<(PartitionId, i64)>) -> Option<i32> {
     ids.clear();
-    let (&[REPORT, VERSION], fields) = record.split_first_chunk::<2>()? else { return None };
-    let mut fields = Fields(fields);
-    let bitmap_count = fields.signed()?;
-    let _task_attempt = fields.unsigned()?;
-    for _ in 0..fields.unsigned()? {
-        let partition = PartitionId(fields.signed()?);
+    let (&[REPORT, VERSION], mut fields) = record.split_first_chunk::<2>()? else { return None };
+    let bitmap_count = take(&mut fields)?;
+    let _task_attempt: i64 = take(&mut fields)?;
+    for _ in 0..take::<u64>(&mut fields)? {
+        let partition = PartitionId(take(&mut fields)?);
         let mut id = 0u64;
-        for _ in 0..fields.unsigned()? {
-            id = id.checked_add(fields.unsigned()?)?;
+        for _ in 0..take::<u64>(&mut fields)? {
+            id = id.checked_add(take(&mut fields)?)?;
             ids.push((partition, i64::try_from(id).ok()?));
         }
     }
-    fields.0.is_empty().then_some(bitmap_count)
+    fields.is_empty().then_some(bitmap_count)
 }
 
-/// Reader of integers in postcard's format: seven bits per byte, the lowest first.
-struct Fields<'a>(&'a [u8]);
-
-impl Fields<'_> {
-    fn unsigned(&mut self) -> Option<u64> {
-        let mut value = 0;
-        for (at, byte) in self.0.iter().enumerate().take(10) {
-            value |= u64::from(byte & 0x7f) << (7 * at);
-            if byte & 0x80 == 0 {
-                self.0 = &self.0[at + 1..];
-                // Only one bit of the tenth byte fits.
-                return (at < 9 || *byte <= 1).then_some(value);
-            }
-        }
-        None
-    }
-
-    /// Reads a signed 32-bit integer in zigzag encoding.
-    fn signed(&mut self) -> Option<i32> {
-        let before = self.0.len();
-        let value = u32::try_from(self.unsigned()?).ok()?;
-        // A longer encoding of a small number is not a valid 32-bit integer.
-        (before - self.0.len() <= 5).then_some((value >> 1).cast_signed() ^ -(value & 1).cast_signed())
-    }
+/// Removes the first integer of a record and returns it.
+fn take<T: DeserializeOwned>(fields: &mut &[u8]) -> Option<T> {
+    let (value, rest) = postcard::take_from_bytes(fields).ok()?;
+    *fields = rest;
+    Some(value)
 }
 
 #[cfg(test)]

@@ -201,25 +201,15 @@ fn low_half(value: u128) -> u64 {
     value as u64
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "seven bits at a time")]
-fn put_varint(out: &mut Vec<u8>, mut value: u64) {
-    while value > 0x7f {
-        out.push(value as u8 | 0x80);
-        value >>= 7;
-    }
-    out.push(value as u8);
+fn put_varint(out: &mut Vec<u8>, value: u64) {
+    let mut bytes = [0; 10];
+    out.extend_from_slice(postcard::to_slice(&value, &mut bytes).expect("ten bytes hold 64 bits"));
 }
 
 fn take_varint(bytes: &mut &[u8]) -> Option<u64> {
-    let mut value = 0;
-    for (at, byte) in bytes.iter().enumerate().take(10) {
-        value |= u64::from(byte & 0x7f) << (7 * at);
-        if byte & 0x80 == 0 {
-            *bytes = &bytes[at + 1..];
-            return Some(value);
-        }
-    }
-    None
+    let (value, rest) = postcard::take_from_bytes(bytes).ok()?;
+    *bytes = rest;
+    Some(value)
 }
 
 #[cfg(test)]
