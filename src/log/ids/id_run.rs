@@ -6,6 +6,7 @@
 //! of them. The caller decides which ids leave the heap, and when.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -68,13 +69,11 @@ impl IdRun {
         let from = self.blocks.partition_point(|(first, _)| *first < partition).saturating_sub(1);
         let to = self.blocks.partition_point(|(first, _)| *first <= partition);
         let mut chunks = Vec::new();
-        let mut reader = Reader { run: self, next: from, end: to };
-        while let Some(window) = reader.window().await? {
-            for_each_entry(&window, |of, chunk| {
-                if of == partition {
-                    chunks.push(chunk);
-                }
-            })?;
+        let mut reader = Reader::new(self, from..to);
+        while let Some((of, chunk)) = reader.next().await? {
+            if of == partition {
+                chunks.push(chunk);
+            }
         }
         Ok(IdSet::from_chunks(chunks))
     }
@@ -82,10 +81,7 @@ impl IdRun {
     /// Returns a reader of all partitions in order.
     #[must_use]
     pub fn partitions(&self) -> Partitions<'_> {
-        Partitions {
-            reader: Reader { run: self, next: 0, end: self.blocks.len() },
-            read: Vec::new().into_iter(),
-        }
+        Partitions { reader: Reader::new(self, 0..self.blocks.len()), first: None }
     }
 
     /// Returns the size of the file.
@@ -220,34 +216,51 @@ impl RunWriter {
     }
 }
 
-/// Reads blocks of a run, a few at a time.
+/// Reads entries of a run in order, a few blocks at a time.
+#[derive(Debug)]
 struct Reader<'a> {
     run: &'a IdRun,
-    next: usize,
-    end: usize,
+    /// Blocks that are not read yet.
+    blocks: Range<usize>,
+    entries: std::vec::IntoIter<(PartitionId, IdChunk)>,
 }
 
-impl Reader<'_> {
-    /// Returns the next blocks, or `None` at the end.
-    async fn window(&mut self) -> io::Result<Option<Bytes>> {
+impl<'a> Reader<'a> {
+    fn new(run: &'a IdRun, blocks: Range<usize>) -> Self {
+        Self { run, blocks, entries: Vec::new().into_iter() }
+    }
+
+    /// Returns the next entry, or `None` at the end.
+    async fn next(&mut self) -> io::Result<Option<(PartitionId, IdChunk)>> {
+        loop {
+            if let Some(entry) = self.entries.next() {
+                return Ok(Some(entry));
+            }
+            if self.blocks.is_empty() {
+                return Ok(None);
+            }
+            self.entries = entries(&self.window().await?)?.into_iter();
+        }
+    }
+
+    /// Reads the next blocks, at least one.
+    async fn window(&mut self) -> io::Result<Bytes> {
         let blocks = &self.run.blocks;
         let offset_of = |block: usize| blocks.get(block).map_or(self.run.bytes, |(_, offset)| *offset);
-        if self.next >= self.end {
-            return Ok(None);
-        }
-        let start = offset_of(self.next);
+        let start = offset_of(self.blocks.start);
         let fits = |block: usize| offset_of(block) - start <= WINDOW_BYTES as u64;
-        let last = (self.next + 2..=self.end).take_while(|block| fits(*block)).last();
-        self.next = last.unwrap_or(self.next + 1);
-        let length = usize::try_from(offset_of(self.next) - start).map_err(io::Error::other)?;
+        let last = (self.blocks.start + 2..=self.blocks.end).take_while(|block| fits(*block)).last();
+        self.blocks.start = last.unwrap_or(self.blocks.start + 1);
+        let length = usize::try_from(offset_of(self.blocks.start) - start).map_err(io::Error::other)?;
         consume_budget().await;
-        self.run.file.read(length, start).await.map(Some)
+        self.run.file.read(length, start).await
     }
 }
 
-/// Calls `act` for each entry of whole blocks.
-fn for_each_entry(mut window: &[u8], mut act: impl FnMut(PartitionId, IdChunk)) -> io::Result<()> {
+/// Decodes the entries of whole blocks.
+fn entries(mut window: &[u8]) -> io::Result<Vec<(PartitionId, IdChunk)>> {
     let damaged = || io::Error::new(io::ErrorKind::InvalidData, "block ids on disk are corrupt");
+    let mut entries = Vec::new();
     while !window.is_empty() {
         let length = u32::from_be_bytes(*take(&mut window).ok_or_else(damaged)?);
         let crc = u32::from_be_bytes(*take(&mut window).ok_or_else(damaged)?);
@@ -257,17 +270,16 @@ fn for_each_entry(mut window: &[u8], mut act: impl FnMut(PartitionId, IdChunk)) 
         }
         while !content.is_empty() {
             let partition = i32::from_be_bytes(*take(&mut content).ok_or_else(damaged)?);
-            act(PartitionId(partition), IdChunk::read_from(&mut content).ok_or_else(damaged)?);
+            entries.push((PartitionId(partition), IdChunk::read_from(&mut content).ok_or_else(damaged)?));
         }
         window = rest;
     }
-    Ok(())
+    Ok(entries)
 }
 
 /// Position of a merge in a run.
 struct Cursor<'a> {
     reader: Reader<'a>,
-    entries: std::vec::IntoIter<(PartitionId, IdChunk)>,
     partition: PartitionId,
     ids: Vec<u64>,
     at: usize,
@@ -275,8 +287,8 @@ struct Cursor<'a> {
 
 impl<'a> Cursor<'a> {
     fn new(run: &'a IdRun) -> Self {
-        let reader = Reader { run, next: 0, end: run.blocks.len() };
-        Self { reader, entries: Vec::new().into_iter(), partition: PartitionId(0), ids: Vec::new(), at: 0 }
+        let reader = Reader::new(run, 0..run.blocks.len());
+        Self { reader, partition: PartitionId(0), ids: Vec::new(), at: 0 }
     }
 
     /// Returns the next id with its partition.
@@ -285,15 +297,9 @@ impl<'a> Cursor<'a> {
             if let Some(id) = self.ids.get(self.at) {
                 return Ok(Some((self.partition, *id)));
             }
-            if let Some((partition, chunk)) = self.entries.next() {
-                chunk.decode(&mut self.ids);
-                (self.partition, self.at) = (partition, 0);
-                continue;
-            }
-            let Some(window) = self.reader.window().await? else { return Ok(None) };
-            let mut entries = Vec::new();
-            for_each_entry(&window, |partition, chunk| entries.push((partition, chunk)))?;
-            self.entries = entries.into_iter();
+            let Some((partition, chunk)) = self.reader.next().await? else { return Ok(None) };
+            chunk.decode(&mut self.ids);
+            (self.partition, self.at) = (partition, 0);
         }
     }
 
@@ -306,15 +312,11 @@ impl<'a> Cursor<'a> {
 }
 
 /// Reader of the partitions of a run, see [`IdRun::partitions`].
+#[derive(Debug)]
 pub struct Partitions<'a> {
     reader: Reader<'a>,
-    read: std::vec::IntoIter<(PartitionId, IdChunk)>,
-}
-
-impl std::fmt::Debug for Partitions<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Partitions").field("next_block", &self.reader.next).finish_non_exhaustive()
-    }
+    /// First entry of the next partition.
+    first: Option<(PartitionId, IdChunk)>,
 }
 
 impl Partitions<'_> {
@@ -323,23 +325,18 @@ impl Partitions<'_> {
     /// # Errors
     /// See [`IdRun::ids`].
     pub async fn next(&mut self) -> io::Result<Option<(PartitionId, IdSet)>> {
-        let mut of = None;
+        let mut next = match self.first.take() {
+            None => self.reader.next().await?,
+            first => first,
+        };
+        let Some((partition, _)) = next else { return Ok(None) };
         let mut chunks = Vec::new();
-        loop {
-            while let Some((partition, chunk)) = self.read.as_slice().first() {
-                if *of.get_or_insert(*partition) != *partition {
-                    return Ok(of.map(|of| (of, IdSet::from_chunks(chunks))));
-                }
-                chunks.push(chunk.clone());
-                self.read.next();
-            }
-            let Some(window) = self.reader.window().await? else {
-                return Ok(of.map(|of| (of, IdSet::from_chunks(chunks))));
-            };
-            let mut entries = Vec::new();
-            for_each_entry(&window, |partition, chunk| entries.push((partition, chunk)))?;
-            self.read = entries.into_iter();
+        while let Some((_, chunk)) = next.take_if(|(of, _)| *of == partition) {
+            chunks.push(chunk);
+            next = self.reader.next().await?;
         }
+        self.first = next;
+        Ok(Some((partition, IdSet::from_chunks(chunks))))
     }
 }
 
