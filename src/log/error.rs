@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::format::frame::METADATA;
 
 /// Reason why the metadata log was not written or read.
-#[derive(Debug, Clone, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct LogError {
     /// Directory or file concerned.

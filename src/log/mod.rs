@@ -22,7 +22,7 @@ pub use self::contents::FoundShuffle;
 pub use self::error::LogError;
 pub use self::format::frame::{Epoch, Incarnation, Member};
 pub use self::format::plain::plain_ids;
-pub use self::format::record::{Record, RecordError, Registration, Report};
+pub use self::format::record::{Record, Registration, Report};
 pub use self::ids::id_run::{IdRun, RUN_WINDOW_BYTES, RunWriter, runs_to_merge};
 pub use self::ids::id_set::{IdSet, union};
 pub use self::ids::present::{HeldIds, PresentIds, SLICE_IDS, slices};

@@ -40,6 +40,9 @@ pub const LINEAGE_MAX: usize = 64;
 /// whether it was used alone.
 pub const LINEAGE_AWAY_MAX: usize = 4096;
 
+const TRUNCATED: &str = "record is truncated";
+const MALFORMED: &str = "record is malformed";
+
 const EPOCH: u16 = 0;
 const SAID: u16 = 1;
 const PURGED: u16 = 2;
@@ -176,26 +179,6 @@ pub struct Frame {
     pub entry: Entry,
 }
 
-/// Reason why bytes are not a frame.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum FrameError {
-    /// The bytes end before the frame does.
-    #[error("record is truncated")]
-    Incomplete,
-    /// The bytes do not begin with the magic.
-    #[error("not a record")]
-    Magic,
-    /// A later program version wrote the frame.
-    #[error("record has version {0}, this program supports {VERSION}")]
-    Version(u16),
-    /// The checksum does not match.
-    #[error("checksum does not match")]
-    Checksum,
-    /// The payload does not match its kind.
-    #[error("record is malformed")]
-    Malformed,
-}
-
 /// Encodes the frames of one file in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoder {
@@ -258,19 +241,19 @@ impl Encoder {
 /// Returns the size of the frame that begins `bytes`, as its unchecked header states.
 ///
 /// # Errors
-/// A [`FrameError`] if no frame begins here.
-pub fn total_bytes(bytes: &[u8]) -> Result<usize, FrameError> {
-    let header = bytes.first_chunk::<HEADER_BYTES>().ok_or(FrameError::Incomplete)?;
+/// A description if no frame begins here.
+pub fn total_bytes(bytes: &[u8]) -> Result<usize, String> {
+    let header = bytes.first_chunk::<HEADER_BYTES>().ok_or(TRUNCATED)?;
     if header[0..4] != MAGIC {
-        return Err(FrameError::Magic);
+        return Err("not a record".to_owned());
     }
     let version = u16::from_be_bytes([header[4], header[5]]);
     if version != VERSION {
-        return Err(FrameError::Version(version));
+        return Err(format!("record has version {version}, this program supports {VERSION}"));
     }
     let length = u32::from_be_bytes([header[24], header[25], header[26], header[27]]) as usize;
     if length > PAYLOAD_BYTES_MAX {
-        return Err(FrameError::Malformed);
+        return Err(MALFORMED.to_owned());
     }
     Ok(HEADER_BYTES + length)
 }
@@ -279,10 +262,10 @@ pub fn total_bytes(bytes: &[u8]) -> Result<usize, FrameError> {
 /// length of `bytes`, whatever their content.
 ///
 /// # Errors
-/// A [`FrameError`] if no valid frame begins here.
-pub fn decode(bytes: &[u8]) -> Result<Frame, FrameError> {
-    let frame = bytes.get(..total_bytes(bytes)?).ok_or(FrameError::Incomplete)?;
-    let (header, payload) = frame.split_first_chunk::<HEADER_BYTES>().ok_or(FrameError::Incomplete)?;
+/// A description if no valid frame begins here.
+pub fn decode(bytes: &[u8]) -> Result<Frame, String> {
+    let frame = bytes.get(..total_bytes(bytes)?).ok_or(TRUNCATED)?;
+    let (header, payload) = frame.split_first_chunk::<HEADER_BYTES>().ok_or(TRUNCATED)?;
     let word = |at: usize| u32::from_be_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
     let long = |at: usize| (u64::from(word(at)) << 32) | u64::from(word(at + 4));
     let mut hasher = crc32fast::Hasher::new();
@@ -290,10 +273,10 @@ pub fn decode(bytes: &[u8]) -> Result<Frame, FrameError> {
     hasher.update(payload);
     let crc = hasher.finalize();
     if crc != word(36) {
-        return Err(FrameError::Checksum);
+        return Err("checksum does not match".to_owned());
     }
     let kind = u16::from_be_bytes([header[6], header[7]]);
-    let entry = Entry::from_parts(kind, payload).ok_or(FrameError::Malformed)?;
+    let entry = Entry::from_parts(kind, payload).ok_or(MALFORMED)?;
     Ok(Frame { generation: long(8), sequence: long(16), batch: word(28), previous: word(32), crc, entry })
 }
 
@@ -346,33 +329,20 @@ impl Entry {
     }
 
     fn from_parts(kind: u16, payload: &[u8]) -> Option<Self> {
-        let whole = |rest: &[u8]| rest.is_empty().then_some(());
+        let shuffle = |payload| Incarnation::from_name(whole(payload)?);
         match kind {
-            EPOCH => {
-                let (epoch, rest) = postcard::take_from_bytes(payload).ok()?;
-                whole(rest)?;
-                Some(Self::Epoch(Box::new(epoch)))
-            }
+            EPOCH => Some(Self::Epoch(Box::new(whole(payload)?))),
             SAID => {
                 let (name, content) = postcard::take_from_bytes(payload).ok()?;
                 Some(Self::Said(Incarnation::from_name(name)?, Bytes::copy_from_slice(content)))
             }
-            PURGED => {
-                let (name, rest) = postcard::take_from_bytes(payload).ok()?;
-                whole(rest)?;
-                Some(Self::Purged(Incarnation::from_name(name)?))
-            }
+            PURGED => Some(Self::Purged(shuffle(payload)?)),
             INCOMPLETE => {
-                let ((name, gap), rest) = postcard::take_from_bytes::<(Name<'_>, Gap)>(payload).ok()?;
-                whole(rest)?;
+                let (name, gap) = whole(payload)?;
                 Some(Self::Incomplete(Incarnation::from_name(name)?, gap))
             }
-            MOVED => {
-                let (name, rest) = postcard::take_from_bytes(payload).ok()?;
-                whole(rest)?;
-                Some(Self::Moved(Incarnation::from_name(name)?))
-            }
-            BEGUN => whole(payload).map(|()| Self::Begun),
+            MOVED => Some(Self::Moved(shuffle(payload)?)),
+            BEGUN => payload.is_empty().then_some(Self::Begun),
             _ => None,
         }
     }
@@ -388,6 +358,13 @@ impl Entry {
             | Self::Moved(shuffle) => Some(shuffle),
         }
     }
+}
+
+/// Decodes fields that occupy all of `bytes`. Lists grow as they are read, so allocations are
+/// bounded by the length of `bytes`.
+pub(in crate::log) fn whole<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Option<T> {
+    let (fields, rest) = postcard::take_from_bytes(bytes).ok()?;
+    rest.is_empty().then_some(fields)
 }
 
 #[cfg(test)]

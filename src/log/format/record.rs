@@ -11,9 +11,11 @@
 //! Tiers write records to disks (`store`), and `service` applies them. Pure: no I/O.
 
 use bytes::Bytes;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use uniffle_wire::types::{Distribution, PartitionId};
+
+use super::frame::whole;
+use crate::log::error::LogError;
 
 pub(super) const VERSION: u8 = 1;
 /// Version of a report with record numbers.
@@ -67,22 +69,6 @@ pub struct Report {
     pub records: Vec<(PartitionId, Vec<(i64, i64)>)>,
 }
 
-/// Reason why bytes are not a record.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum RecordError {
-    /// A later program version wrote the record.
-    #[error("record has unknown kind {kind} and version {version}")]
-    Unknown {
-        /// First byte.
-        kind: u8,
-        /// Second byte.
-        version: u8,
-    },
-    /// The record ends too early, or a field is invalid.
-    #[error("record is malformed")]
-    Malformed,
-}
-
 impl Record {
     /// Encodes the record.
     pub fn encode(&self) -> Vec<u8> {
@@ -122,9 +108,10 @@ impl Record {
     /// Decodes a record. Allocations are bounded by the length of `bytes`, whatever their content.
     ///
     /// # Errors
-    /// A [`RecordError`] if the bytes are not a record.
-    pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
-        let (&[kind, version], fields) = bytes.split_first_chunk::<2>().ok_or(RecordError::Malformed)?;
+    /// The bytes are not a record, or a later program version wrote them.
+    pub fn decode(bytes: &[u8]) -> Result<Self, LogError> {
+        let malformed = || LogError::told("record is malformed");
+        let (&[kind, version], fields) = bytes.split_first_chunk::<2>().ok_or_else(malformed)?;
         let record = match (kind, version) {
             (REGISTRATION, VERSION | REPLACES) => whole(fields).map(Self::Registration),
             (REPORT, VERSION) => {
@@ -133,17 +120,13 @@ impl Record {
             (REPORT, WITH_RECORDS) => whole(fields)
                 .and_then(|(fields, records)| Report::from_fields(fields, records))
                 .map(Self::Report),
-            _ => return Err(RecordError::Unknown { kind, version }),
+            _ => {
+                let text = format!("record has unknown kind {kind} and version {version}");
+                return Err(LogError::told(&text));
+            }
         };
-        record.ok_or(RecordError::Malformed)
+        record.ok_or_else(malformed)
     }
-}
-
-/// Decodes fields that occupy all of `bytes`. Lists grow as they are read, so allocations are
-/// bounded by the length of `bytes`.
-fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
-    let (fields, rest) = postcard::take_from_bytes(bytes).ok()?;
-    rest.is_empty().then_some(fields)
 }
 
 fn record((kind, version): (u8, u8), fields: &impl Serialize) -> Vec<u8> {

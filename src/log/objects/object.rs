@@ -89,8 +89,8 @@ impl LogObject {
             if frames == u64::from(self.frames) {
                 return Err(format!("it has more than {frames} records"));
             }
-            let total = frame::total_bytes(rest).map_err(|error| error.to_string())?;
-            let frame = frame::decode(rest).map_err(|error| error.to_string())?;
+            let total = frame::total_bytes(rest)?;
+            let frame = frame::decode(rest)?;
             let follows = previous.is_none_or(|crc| crc == frame.previous);
             if frame.generation != self.generation || frame.sequence != self.first + frames || !follows {
                 return Err("a record belongs to another object".to_owned());

@@ -408,13 +408,12 @@ impl CopyReader {
         };
         let total = match frame::total_bytes(&header) {
             Ok(total) => total,
-            Err(error) => return Ok(Err(error.to_string())),
+            Err(why) => return Ok(Err(why)),
         };
         let Some(whole) = self.window.bytes(total as u64).await? else {
             return Ok(Err("file is truncated".to_owned()));
         };
-        let frame = frame::decode(&whole).map_err(|error| error.to_string());
-        Ok(frame.and_then(|frame| match frame.generation == self.generation {
+        Ok(frame::decode(&whole).and_then(|frame| match frame.generation == self.generation {
             true => Ok((frame, total)),
             false => Err("record belongs to another file".to_owned()),
         }))
