@@ -114,10 +114,7 @@ impl MetadataLog {
     /// # Errors
     /// Too few directories can be written.
     pub async fn end_gap(&self) -> Result<bool, LogError> {
-        let (done, answer) = oneshot::channel();
-        let ended = || LogError::told("the worker is stopping");
-        self.requests.send(Request::EndGap(done)).await.map_err(|_| ended())?;
-        let is_over = answer.await.map_err(|_| ended())??;
+        let is_over = self.ask(Request::EndGap).await?;
         if is_over {
             *self.gap.lock() = None;
         }
@@ -138,7 +135,7 @@ impl MetadataLog {
     /// # Errors
     /// Too few directories can be written, or the record is too long.
     pub async fn append(&self, shuffle: Incarnation, said: Bytes) -> Result<u64, LogError> {
-        self.ask(Entry::Said(shuffle, said)).await
+        self.add(Entry::Said(shuffle, said)).await
     }
 
     /// Marks the records of a shuffle as incomplete for `reason` until it is purged, also for later
@@ -148,7 +145,7 @@ impl MetadataLog {
     /// See [`MetadataLog::append`].
     pub async fn mark_incomplete(&self, shuffle: Incarnation, reason: &str) -> Result<u64, LogError> {
         let gap = Gap { reason: reason.to_owned(), until_back: Vec::new() };
-        self.ask(Entry::Incomplete(shuffle, gap)).await
+        self.add(Entry::Incomplete(shuffle, gap)).await
     }
 
     /// Records the purge of a shuffle. Its files may be removed afterwards.
@@ -156,7 +153,7 @@ impl MetadataLog {
     /// # Errors
     /// See [`MetadataLog::append`].
     pub async fn purge(&self, shuffle: Incarnation) -> Result<u64, LogError> {
-        self.ask(Entry::Purged(shuffle)).await
+        self.add(Entry::Purged(shuffle)).await
     }
 
     /// Checks the copies, and writes them again if files are missing or other directories are
@@ -174,10 +171,7 @@ impl MetadataLog {
     /// # Errors
     /// The log cannot be written now, so a successor has to begin a generation.
     pub async fn release(&self) -> Result<HandOff, LogError> {
-        let (done, answer) = oneshot::channel();
-        let ended = || LogError::told("the worker is stopping");
-        self.requests.send(Request::Release(done)).await.map_err(|_| ended())?;
-        answer.await.map_err(|_| ended())?
+        self.ask(Request::Release).await
     }
 
     /// Records that this start may have missed shuffles. It assigns incarnations from a range of
@@ -205,10 +199,7 @@ impl MetadataLog {
     /// # Errors
     /// The log cannot be written now.
     async fn read_snapshot(&self) -> Result<Snapshot, LogError> {
-        let (done, answer) = oneshot::channel();
-        let ended = || LogError::told("the worker is stopping");
-        self.requests.send(Request::Snapshot(done)).await.map_err(|_| ended())?;
-        answer.await.map_err(|_| ended())?
+        self.ask(Request::Snapshot).await
     }
 
     /// Marks a shuffle as moved: its later records are acknowledged once the object store has them.
@@ -217,7 +208,7 @@ impl MetadataLog {
     /// # Errors
     /// See [`MetadataLog::append`].
     pub async fn mark_moved(&self, shuffle: Incarnation) -> Result<u64, LogError> {
-        self.ask(Entry::Moved(shuffle)).await
+        self.add(Entry::Moved(shuffle)).await
     }
 
     /// Returns a reader of the records of living shuffles, which can be read once.
@@ -226,10 +217,18 @@ impl MetadataLog {
         Said(Records::Log(self.clone()))
     }
 
-    async fn ask(&self, entry: Entry) -> Result<u64, LogError> {
+    async fn add(&self, entry: Entry) -> Result<u64, LogError> {
+        self.ask(|done| Request::Append(entry, done)).await
+    }
+
+    /// Sends a request to the writer and returns its answer.
+    async fn ask<T>(
+        &self,
+        request: impl FnOnce(oneshot::Sender<Result<T, LogError>>) -> Request,
+    ) -> Result<T, LogError> {
         let (done, answer) = oneshot::channel();
         let ended = || LogError::told("the worker is stopping");
-        self.requests.send(Request::Append(entry, done)).await.map_err(|_| ended())?;
+        self.requests.send(request(done)).await.map_err(|_| ended())?;
         answer.await.map_err(|_| ended())?
     }
 }

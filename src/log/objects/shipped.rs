@@ -49,7 +49,7 @@ impl Entries {
     async fn add(&mut self, part: &Part) -> Result<(), LogError> {
         let mut reader = Source { parts: vec![part.clone()], shipped: None }.read_stored();
         while let Some(entry) = reader.next().await? {
-            self.contents.took(&entry, reader.entry_bytes());
+            self.contents.took(&entry, reader.entry_bytes);
             match entry {
                 Entry::Epoch(newest) => self.epoch = *newest,
                 Entry::Begun => self.is_begun = true,

@@ -515,17 +515,12 @@ pub(in crate::log) struct SourceReader<'a> {
     seen: HashMap<Written, Treemap>,
     shipped: Option<Treemap>,
     /// Size of the last entry.
-    entry_bytes: u64,
+    pub(in crate::log) entry_bytes: u64,
     /// Reason why entries are missing in the object store.
     pub(in crate::log) damage: Option<String>,
 }
 
 impl SourceReader<'_> {
-    /// Returns the size of the last entry.
-    pub(in crate::log) fn entry_bytes(&self) -> u64 {
-        self.entry_bytes
-    }
-
     /// Returns the next entry.
     ///
     /// # Errors

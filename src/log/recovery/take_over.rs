@@ -95,7 +95,7 @@ impl Writer {
         let mut reader = source.read(&directories, self.deadlines.name);
         let unread = loop {
             match reader.next().await {
-                Ok(Some(entry)) => self.contents.took(&entry, reader.entry_bytes()),
+                Ok(Some(entry)) => self.contents.took(&entry, reader.entry_bytes),
                 Ok(None) => break None,
                 Err(error) => {
                     tracing::error!(%error, "cannot read all records of the metadata log");
@@ -165,7 +165,7 @@ impl Writer {
         let is_whole = log.gap().is_none();
         let mut reader = log.source.read_stored();
         while let Some(entry) = reader.next().await? {
-            self.contents.took(&entry, reader.entry_bytes());
+            self.contents.took(&entry, reader.entry_bytes);
         }
         let moved = |shuffle: &Incarnation| log.contents.moved.contains_key(&shuffle.number);
         let mut all = self.contents.living();
