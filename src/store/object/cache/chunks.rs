@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use uniffle_io::{Disk, ReadBuffer, ReadPart, ReadTarget};
 
 use super::directory::Directory;
+use super::flight::Landing;
 use super::slots::{CHUNK_BYTES, ChunkKey, Found, Held, Places, Slots};
 use crate::budget::{Budget, places};
 use crate::metrics::clamped;
@@ -87,13 +88,20 @@ impl Cache {
         self.fetches.has_room(1)
     }
 
-    /// Finds a chunk of which a reader needs `bytes` bytes. Returns the chunk, and true if the
-    /// caller has to fetch it. Returns `None` if the chunk gets no slot.
-    pub(super) fn find(&self, metrics: &Metrics, key: ChunkKey, bytes: u64) -> Option<(Pinned, bool)> {
+    /// Finds a chunk of which a reader needs `bytes` bytes. Returns the chunk, and where the
+    /// outcome is reported if the caller has to fetch it. Returns `None` if it gets no slot.
+    pub(super) fn find(
+        &self,
+        metrics: &Metrics,
+        key: ChunkKey,
+        bytes: u64,
+    ) -> Option<(Pinned, Option<Landing>)> {
         let found = self.slots.lock().find(key, bytes, |directory| self.directories[directory].works());
         let (count, found) = match found {
-            Found::Known(held) => (&metrics.cache_hits, Some((Pinned { key, held }, false))),
-            Found::Fetch(held) => (&metrics.cache_misses, Some((Pinned { key, held }, true))),
+            Found::Known(held) => (&metrics.cache_hits, Some((Pinned { key, held }, None))),
+            Found::Fetch(held, landing) => {
+                (&metrics.cache_misses, Some((Pinned { key, held }, Some(landing))))
+            }
             Found::Not => (&metrics.cache_bypassed, None),
         };
         count.inc();

@@ -9,7 +9,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::clock::{Instant, timeout};
+use crate::clock::Instant;
+use crate::log::within;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::OnceCell;
@@ -62,7 +63,7 @@ impl Directory {
 
     /// Creates the file, unless it is already open.
     pub(super) async fn open(&self) -> io::Result<()> {
-        within(self.files()).await.map(|_| ())
+        within(CALL_TIMEOUT, self.files()).await.map(|_| ())
     }
 
     async fn files(&self) -> io::Result<&Files> {
@@ -71,7 +72,7 @@ impl Directory {
 
     /// Writes `pieces` one after the other, beginning at `offset` of the file.
     pub(super) async fn write(&self, pieces: Vec<Bytes>, offset: u64) -> io::Result<()> {
-        within(async { self.files().await?.write.write_at(pieces, offset).await }).await
+        within(CALL_TIMEOUT, async { self.files().await?.write.write_at(pieces, offset).await }).await
     }
 
     /// Fills the parts of `target`.
@@ -80,14 +81,7 @@ impl Directory {
             let (target, read) = self.files().await?.read.read(target).await;
             read.map(|()| target)
         };
-        within(read).await
-    }
-}
-
-async fn within<T>(call: impl Future<Output = io::Result<T>>) -> io::Result<T> {
-    match timeout(CALL_TIMEOUT, call).await {
-        Ok(result) => result,
-        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "disk timeout")),
+        within(CALL_TIMEOUT, read).await
     }
 }
 

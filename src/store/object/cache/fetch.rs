@@ -36,21 +36,21 @@ pub(in crate::store::object) fn begin(
     bytes: u64,
 ) -> Option<Pinned> {
     let cache = core.cache.as_ref()?;
-    let (pinned, is_missing) = cache.find(&core.metrics, key, bytes)?;
-    if is_missing {
-        let fetch = run(Arc::clone(core), Arc::clone(shuffle), key, pinned.held.clone());
+    let (pinned, missing) = cache.find(&core.metrics, key, bytes)?;
+    if let Some(landing) = missing {
+        let fetch = run(Arc::clone(core), Arc::clone(shuffle), (key, pinned.held.clone()), landing);
         core.tasks.spawn("object cache", fetch);
     }
     Some(pinned)
 }
 
 /// Fetches a chunk and reports the outcome to all waiting readers.
-async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>, key: ChunkKey, held: Held) {
-    let landing = Landing::of(&held.flight, shuffle.segment_key(key.segment));
+async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>, (key, held): (ChunkKey, Held), landing: Landing) {
+    let object = shuffle.segment_key(key.segment);
     let fetched = tokio::select! {
         biased;
         () = core.tasks.cancelled() => return,
-        fetched = fetch(&core, &shuffle, landing.key(), (key, &held)) => fetched,
+        fetched = fetch(&core, &shuffle, &object, (key, &held)) => fetched,
     };
     let Some(cache) = &core.cache else { return };
     let landed = match fetched {
@@ -71,7 +71,7 @@ async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>, key: ChunkKey, held: Held) 
         }
     };
     cache.show(&core.metrics);
-    landing.land(landed);
+    landing.send_replace(Some(landed));
 }
 
 async fn fetch(

@@ -1,7 +1,5 @@
 //! The outcome of a fetch: one task fetches a chunk, and all its readers wait for the same outcome.
 
-use std::sync::Arc;
-
 use tokio::sync::watch;
 
 use crate::store::object::circuit_breaker::again;
@@ -18,58 +16,26 @@ pub(super) enum Landed {
     NotKept,
 }
 
-/// Reports the outcome of a fetch. If dropped before that, as by a cancelled task, reports an
+/// Reports the outcome of a fetch. If dropped before that, as by a cancelled task, readers get an
 /// error.
-#[derive(Debug)]
-pub(super) struct Landing {
-    flight: Arc<Flight>,
-    key: String,
-    has_landed: bool,
-}
+pub(super) type Landing = watch::Sender<Option<Landed>>;
 
-impl Landing {
-    pub(super) fn of(flight: &Arc<Flight>, key: String) -> Self {
-        Self { flight: Arc::clone(flight), key, has_landed: false }
-    }
-
-    /// Returns the key of the chunk's object.
-    pub(super) fn key(&self) -> &str {
-        &self.key
-    }
-
-    /// Reports the outcome to all waiting readers.
-    pub(super) fn land(mut self, landed: Landed) {
-        self.has_landed = true;
-        self.flight.0.send_replace(Some(landed));
-    }
-}
-
-impl Drop for Landing {
-    fn drop(&mut self) {
-        if !self.has_landed {
-            let error = StoreError::new(StoreErrorKind::Unhealthy, &self.key);
-            self.flight.0.send_replace(Some(Landed::NotGiven(error)));
-        }
-    }
-}
-
-/// Outcome of a fetch, `None` until the fetch ends.
-#[derive(Debug)]
-pub(super) struct Flight(watch::Sender<Option<Landed>>);
-
-impl Default for Flight {
-    fn default() -> Self {
-        Self(watch::Sender::new(None))
-    }
-}
+/// Receives the outcome of a fetch, `None` until the fetch ends.
+#[derive(Debug, Clone)]
+pub(super) struct Flight(watch::Receiver<Option<Landed>>);
 
 impl Flight {
+    pub(super) fn new() -> (Landing, Self) {
+        let (landing, landed) = watch::channel(None);
+        (landing, Self(landed))
+    }
+
     /// Waits for the outcome. Returns the chunk's size in bytes, or `None` if its disk failed.
     ///
     /// # Errors
-    /// The store failed to return the chunk.
+    /// The store failed to return the chunk, or the fetch was cancelled.
     pub(super) async fn landed(&self, key: &str) -> Result<Option<u64>, StoreError> {
-        let mut landed = self.0.subscribe();
+        let mut landed = self.0.clone();
         let landed = landed.wait_for(Option::is_some).await;
         match landed.as_deref() {
             Ok(Some(Landed::Whole(bytes))) => Ok(Some(*bytes)),
@@ -81,6 +47,12 @@ impl Flight {
 
     /// Returns whether the fetch has ended without a chunk in the slot.
     pub(super) fn has_failed(&self) -> bool {
-        matches!(*self.0.borrow(), Some(Landed::NotGiven(_) | Landed::NotKept))
+        // Looked at first: the outcome of a fetch that has ended does not change.
+        let has_ended = self.0.has_changed().is_err();
+        match *self.0.borrow() {
+            None => has_ended,
+            Some(Landed::Whole(_)) => false,
+            Some(Landed::NotGiven(_) | Landed::NotKept) => true,
+        }
     }
 }

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use lru::LruCache;
 use parking_lot::Mutex;
 
-use super::flight::Flight;
+use super::flight::{Flight, Landing};
 use crate::budget::{Budget, Charge};
 
 /// Size of a chunk. Chunks begin at multiples of it in their object.
@@ -127,7 +127,7 @@ impl Drop for Slot {
 #[derive(Debug, Clone)]
 pub(super) struct Held {
     pub(super) slot: Arc<Slot>,
-    pub(super) flight: Arc<Flight>,
+    pub(super) flight: Flight,
 }
 
 #[derive(Debug)]
@@ -143,7 +143,7 @@ pub(super) enum Found {
     /// The chunk is cached or being fetched.
     Known(Held),
     /// The chunk has got a slot, and the caller fetches it.
-    Fetch(Held),
+    Fetch(Held, Landing),
     /// The chunk gets no slot.
     Not,
 }
@@ -197,11 +197,12 @@ impl Slots {
             return Found::Not;
         };
         self.wanted.pop(&key);
-        let held = Held { slot: Arc::new(slot), flight: Arc::new(Flight::default()) };
+        let (landing, flight) = Flight::new();
+        let held = Held { slot: Arc::new(slot), flight };
         let _charge = self.heap.force_charge(ENTRY_BYTES);
         self.entries.insert(key, Entry { held: held.clone(), used_at: self.uses, _charge });
         self.by_use.insert(self.uses, key);
-        Found::Fetch(held)
+        Found::Fetch(held, landing)
     }
 
     /// Allocates a slot in the enabled directory with the most free slots.
@@ -270,7 +271,13 @@ impl Slots {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::flight::Landed;
     use super::*;
+
+    fn landed(held: Held, landing: &Landing) -> Held {
+        landing.send_replace(Some(Landed::Whole(CHUNK_BYTES)));
+        held
+    }
 
     fn key(number: u32) -> ChunkKey {
         ChunkKey { incarnation: 1, segment: number / 4, number }
@@ -282,7 +289,7 @@ mod tests {
 
     fn fetch(slots: &mut Slots, number: u32) -> Held {
         match slots.find(key(number), CHUNK_BYTES, |_| true) {
-            Found::Fetch(held) => held,
+            Found::Fetch(held, landing) => landed(held, &landing),
             other => panic!("{number}: {other:?}"),
         }
     }
@@ -308,6 +315,15 @@ mod tests {
     }
 
     #[test]
+    fn chunk_of_a_cancelled_fetch_is_fetched_again() {
+        let mut slots = slots(&Budget::new(u64::MAX), 4);
+        let Found::Fetch(_, landing) = slots.find(key(0), 1, |_| true) else { panic!("it is new") };
+        assert!(matches!(slots.find(key(0), 1, |_| true), Found::Known(_)), "it is being fetched");
+        drop(landing);
+        assert!(matches!(slots.find(key(0), 1, |_| true), Found::Fetch(..)));
+    }
+
+    #[test]
     fn chunks_of_a_registration_are_dropped_in_batches() {
         let mut slots = slots(&Budget::new(u64::MAX), 300);
         (0..200).for_each(|number| drop(fetch(&mut slots, number)));
@@ -320,8 +336,8 @@ mod tests {
         let mut slots = slots(&Budget::new(u64::MAX), 2);
         (0..2).for_each(|number| drop(fetch(&mut slots, number)));
         assert!(matches!(slots.find(key(5), 1000, |_| true), Found::Not), "a bit of it, for the first time");
-        assert!(matches!(slots.find(key(5), 1000, |_| true), Found::Fetch(_)), "and for the second");
-        assert!(matches!(slots.find(key(6), CHUNK_BYTES / 4, |_| true), Found::Fetch(_)), "much of it");
+        assert!(matches!(slots.find(key(5), 1000, |_| true), Found::Fetch(..)), "and for the second");
+        assert!(matches!(slots.find(key(6), CHUNK_BYTES / 4, |_| true), Found::Fetch(..)), "much of it");
     }
 
     #[test]
@@ -335,7 +351,7 @@ mod tests {
         let works = |directory| directory != failing;
         for number in 1..6 {
             match slots.find(key(number), CHUNK_BYTES, works) {
-                Found::Fetch(held) => assert_ne!(held.slot.directory, failing),
+                Found::Fetch(held, _) => assert_ne!(held.slot.directory, failing),
                 other => panic!("{other:?}"),
             }
         }
@@ -373,7 +389,8 @@ mod tests {
                         slots.remove(&key(number));
                     }
                     _ => match slots.find(key(number), CHUNK_BYTES, |_| true) {
-                        Found::Known(it) | Found::Fetch(it) => held.push((number, it)),
+                        Found::Known(it) => held.push((number, it)),
+                        Found::Fetch(it, landing) => held.push((number, landed(it, &landing))),
                         Found::Not => {}
                     },
                 }
