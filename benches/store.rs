@@ -11,6 +11,7 @@ use std::hint::black_box;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use uniffle_wire::index::{IndexRecord, rebase};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
+use uniffle_worker::store::DiskCondition;
 use uniffle_worker::store::disk::directories::placement::{Candidate, choose};
 use uniffle_worker::store::index::codec::{GroupExtent, GroupHeader, decode, encode};
 use uuid::Uuid;
@@ -65,8 +66,11 @@ fn groups(c: &mut Criterion) {
 
 fn placement(c: &mut Criterion) {
     let disk = |n: u64| Candidate {
-        healthy: n != 3,
-        full: n == 5,
+        condition: match n {
+            3 => DiskCondition::Broken,
+            5 => DiskCondition::Full,
+            _ => DiskCondition::Healthy,
+        },
         free_bytes: 1u64 << (30 + n % 4),
         in_flight_bytes: n << 20,
         pace: None,

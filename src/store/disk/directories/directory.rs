@@ -418,8 +418,7 @@ impl LocalDisk {
     pub(in crate::store::disk) fn candidate(&self) -> Candidate {
         let state = self.state.lock();
         Candidate {
-            healthy: state.health.fault().is_none(),
-            full: state.health.is_full(),
+            condition: state.health.condition(),
             free_bytes: state.space.free_bytes,
             in_flight_bytes: self.in_flight_bytes.load(Ordering::Relaxed),
             pace: state.paces.at(Instant::now()),

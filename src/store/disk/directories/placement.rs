@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use crate::clock::Instant;
+use crate::store::DiskCondition;
 
 /// Weight of the fastest disk. Slower disks have more.
 const WEIGHT: f64 = 16.0;
@@ -17,11 +18,8 @@ const SECONDS_PER_MIB_MIN: f64 = 0.001;
 /// State of a disk that placement uses.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Candidate {
-    /// True if the disk answers and stores data.
-    pub healthy: bool,
-    /// True if the disk is above its high watermark and not yet below the low one, or refused a
-    /// write.
-    pub full: bool,
+    /// Whether the disk takes batches.
+    pub condition: DiskCondition,
     /// Free space in bytes.
     pub free_bytes: u64,
     /// Bytes being written now.
@@ -32,7 +30,7 @@ pub struct Candidate {
 
 impl Candidate {
     fn fits(&self, bytes: u64) -> bool {
-        self.healthy && !self.full && self.free_bytes >= bytes.max(1)
+        self.condition == DiskCondition::Healthy && self.free_bytes >= bytes.max(1)
     }
 
     /// Returns the weight of the disk's load: [`WEIGHT`] times its slowness relative to `fastest`.
@@ -83,7 +81,8 @@ pub fn choose(candidates: &[Candidate], bytes: u64, excluded: &[usize]) -> Optio
 /// Returns any healthy disk, the one with the most free bytes first. It may be full: the write
 /// shows that.
 pub fn choose_any(candidates: &[Candidate], excluded: &[usize]) -> Option<usize> {
-    let able = candidates.iter().enumerate().filter(|(index, it)| it.healthy && !excluded.contains(index));
+    let works = |it: &Candidate| it.condition <= DiskCondition::Full;
+    let able = candidates.iter().enumerate().filter(|(index, it)| works(it) && !excluded.contains(index));
     able.max_by_key(|(_, it)| it.free_bytes).map(|(index, _)| index)
 }
 
@@ -146,7 +145,7 @@ mod tests {
     use super::*;
 
     const IDLE: Candidate =
-        Candidate { healthy: true, full: false, free_bytes: 1000, in_flight_bytes: 0, pace: None };
+        Candidate { condition: DiskCondition::Healthy, free_bytes: 1000, in_flight_bytes: 0, pace: None };
 
     fn paced(seconds_per_mib: f64, belief: f64) -> Candidate {
         Candidate { pace: Some(Pace { seconds_per_mib, belief }), ..IDLE }
@@ -176,8 +175,8 @@ mod tests {
 
     #[test]
     fn failed_full_and_small_disks_are_excluded() {
-        let sick = Candidate { healthy: false, ..IDLE };
-        let full = Candidate { full: true, ..IDLE };
+        let sick = Candidate { condition: DiskCondition::Broken, ..IDLE };
+        let full = Candidate { condition: DiskCondition::Full, ..IDLE };
         assert_eq!(choose(&[sick, full], 10, &[]), None);
         assert_eq!(choose(&[IDLE], 1001, &[]), None);
         assert_eq!(choose(&[], 1, &[]), None);
@@ -185,8 +184,8 @@ mod tests {
 
     #[test]
     fn last_batch_is_tried_on_every_disk_that_works() {
-        let full = |free_bytes| Candidate { full: true, free_bytes, ..IDLE };
-        let disks = [full(1), full(5), Candidate { healthy: false, ..IDLE }];
+        let full = |free_bytes| Candidate { condition: DiskCondition::Full, free_bytes, ..IDLE };
+        let disks = [full(1), full(5), Candidate { condition: DiskCondition::Broken, ..IDLE }];
         assert_eq!(choose_any(&disks, &[]), Some(1));
         assert_eq!(choose_any(&disks, &[1]), Some(0));
         assert_eq!(choose_any(&disks, &[0, 1]), None);
@@ -273,15 +272,16 @@ mod tests {
         #[test]
         fn disk_is_chosen_exactly_if_one_is_usable(
             disks in prop::collection::vec(
-                (any::<bool>(), any::<bool>(), any::<u64>(), any::<u64>(), any::<Option<f64>>(), 0f64..=1.0), 0..6),
+                (0..3usize, any::<u64>(), any::<u64>(), any::<Option<f64>>(), 0f64..=1.0), 0..6),
             bytes: u64, excluded in prop::collection::vec(0usize..6, 0..3),
         ) {
-            let candidates: Vec<_> = disks.into_iter().map(|(healthy, full, free_bytes, in_flight_bytes, pace, belief)| {
+            let candidates: Vec<_> = disks.into_iter().map(|(condition, free_bytes, in_flight_bytes, pace, belief)| {
+                let condition = [DiskCondition::Healthy, DiskCondition::Full, DiskCondition::Broken][condition];
                 let pace = pace.map(|seconds_per_mib| Pace { seconds_per_mib, belief });
-                Candidate { healthy, full, free_bytes, in_flight_bytes, pace }
+                Candidate { condition, free_bytes, in_flight_bytes, pace }
             }).collect();
             let able = |(index, it): (usize, &Candidate)| {
-                it.healthy && !it.full && it.free_bytes >= bytes.max(1) && !excluded.contains(&index)
+                it.condition == DiskCondition::Healthy && it.free_bytes >= bytes.max(1) && !excluded.contains(&index)
             };
             match choose(&candidates, bytes, &excluded) {
                 Some(index) => prop_assert!(able((index, &candidates[index]))),
