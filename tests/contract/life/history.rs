@@ -16,7 +16,7 @@ use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 use uniffle_worker::app::AppConfig;
 use uniffle_worker::clock;
-use uniffle_worker::log::{HandOff, METADATA};
+use uniffle_worker::log::HandOff;
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
 use uniffle_worker::store::migration::Watermarks;
@@ -74,8 +74,6 @@ pub(crate) struct History {
     pub(super) missing: Option<usize>,
     /// Disks without which a process has run.
     pub(super) ran_without: BTreeSet<usize>,
-    /// Disks whose metadata could not be listed since all directories were last readable.
-    pub(super) behind: BTreeSet<usize>,
     /// Hand-off of the previous process, and the disk that it released.
     hand_off: Option<HandOff>,
     /// Disks are unhealthy when the current process starts.
@@ -146,7 +144,6 @@ impl History {
             faults: Vec::new(),
             missing: None,
             ran_without: BTreeSet::new(),
-            behind: BTreeSet::new(),
             hand_off: None,
             is_faulty: false,
             unlisted: None,
@@ -260,19 +257,10 @@ impl History {
         self.tally.lives += 1;
         self.tally.missing_disks += u64::from(self.missing.is_some());
         self.ran_without.extend(self.missing);
-        self.note_behind();
         self.tally.lost_blocks += self.process().counter("total_lost_blocks");
         self.unregister_unknown();
         self.heartbeat();
         self.check_recovered(&stored).await;
-    }
-
-    fn note_behind(&mut self) {
-        match &self.unlisted {
-            Some((disk, path)) if path.ends_with(METADATA) => _ = self.behind.insert(*disk),
-            None if self.missing.is_none() => self.behind.clear(),
-            _ => {}
-        }
     }
 
     async fn start_on_disks(&mut self, hand_off: Option<HandOff>) -> BTreeSet<(ShuffleKey, i32, BlockId)> {

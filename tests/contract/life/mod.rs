@@ -168,6 +168,16 @@ fn gap_of_moved_shuffle_outlives_returned_directories() {
     assert!(ran.is_ok(), "DAMAGED_LIFE_SEED=631: {ran:?}");
 }
 
+/// A disk was missing while the other took a second registration and its blocks. Then the disk was
+/// back, and in half of the runs the metadata of the other could not be listed.
+#[test]
+fn registration_in_hidden_metadata_is_refused() {
+    for _ in 0..8 {
+        let ran = run_safely(5887, Storage::Disks, Mutation::None);
+        assert!(ran.is_ok(), "LIFE_SEED=5887: {ran:?}");
+    }
+}
+
 fn run_seeds((variable, count): (&str, u64), storage: Storage, elsewhere: &[&[&str]]) {
     let (seeds, alone) = seeds::from_env(variable, count);
     if alone {

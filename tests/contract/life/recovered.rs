@@ -1,6 +1,7 @@
 //! Compares a started worker block by block with the responses to its clients and with the disks.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use uniffle_testkit::claims::CLAIM;
 use uniffle_testkit::in_process::InProcess;
@@ -11,6 +12,7 @@ use uniffle_worker::log::METADATA;
 
 use super::fault_plan::hides;
 use super::history::{History, Key, LAYOUT};
+use super::unmounted::entries_in;
 
 impl History {
     /// Checks that acknowledged reports are known or results are refused with the name of the
@@ -28,7 +30,7 @@ impl History {
             let refusal = findings.results_refused.as_ref();
             assert!(self.excused || refusal.is_none(), "results of {key} are refused: {refusal:?}");
             let is_known = self.knows(&key);
-            let is_predecessor = !findings.withheld.is_empty() && self.may_know_predecessor(name);
+            let is_predecessor = !findings.withheld.is_empty() && self.may_know_predecessor(&key);
             let is_forgotten = !is_known || self.forgotten.contains(&name) || is_predecessor;
             if findings.results_refused.is_some() && is_forgotten {
                 // The job fails. The worker may know an earlier registration, or both.
@@ -88,16 +90,25 @@ impl History {
         unlisted.is_some_and(|(disk, path)| self.ran_without.contains(disk) && path.ends_with(METADATA))
     }
 
-    /// Returns whether the worker may know only an earlier registration of the shuffle. A directory
-    /// whose metadata could not be listed took blocks of the last one, but not its registration,
-    /// and the directory that has it is missing now.
+    /// Returns whether the worker may know only an earlier registration of the shuffle: the last one
+    /// is in metadata that this process cannot read, and not in the metadata that it can read. Its
+    /// blocks may be on any directory.
     ///
-    /// This hides no loss: results are refused, with the missing directory in the text. The files
-    /// of the unknown registration stay, and its blocks are served once the directory is back
-    /// (`registration_unknown_to_the_present_disk_keeps_its_blocks`).
-    fn may_know_predecessor(&self, name: Key) -> bool {
-        let is_behind = self.behind.iter().any(|disk| self.missing.is_some_and(|missing| missing != *disk));
-        is_behind && self.expected[&name].is_again
+    /// This hides no loss: results are refused, with the directory in the text. The files of the
+    /// unknown registration stay, and its blocks are served once the metadata can be read
+    /// (`registration_unknown_to_the_present_disk_keeps_its_blocks`,
+    /// `registration_in_hidden_metadata_keeps_its_blocks`).
+    fn may_know_predecessor(&self, key: &ShuffleKey) -> bool {
+        let newest = |is_hidden: bool| {
+            let all = self.disks.iter().enumerate();
+            let all = all.flat_map(|(disk, it)| it.snapshot().into_iter().map(move |file| (disk, file)));
+            let logs = all.filter(|(disk, (path, _))| {
+                path.starts_with(METADATA) && self.is_hidden(*disk, path) == is_hidden
+            });
+            let entries = logs.flat_map(|(_, (_, bytes))| entries_in(&bytes));
+            entries.filter_map(|entry| entry.shuffle().filter(|it| it.key == *key).map(|it| it.number)).max()
+        };
+        newest(true) > newest(false)
     }
 
     fn knows(&self, key: &ShuffleKey) -> bool {
@@ -127,8 +138,12 @@ impl History {
             files[*disk].insert(CLAIM.into(), intact.clone());
         }
         for (disk, files) in files.iter_mut().enumerate() {
-            files.retain(|path, _| self.missing != Some(disk) && !hides(self.unlisted.as_ref(), disk, path));
+            files.retain(|path, _| !self.is_hidden(disk, path));
         }
         files
+    }
+
+    fn is_hidden(&self, disk: usize, path: &Path) -> bool {
+        self.missing == Some(disk) || hides(self.unlisted.as_ref(), disk, path)
     }
 }

@@ -156,13 +156,19 @@ impl History {
 
 /// Returns the shuffles that frames of a log mark as moved.
 fn moved_in(log: &[u8]) -> Vec<(String, i32)> {
-    let (mut rest, mut moved) = (log, Vec::new());
+    let entries = entries_in(log).into_iter();
+    let moved =
+        entries.filter_map(|entry| if let Entry::Moved(shuffle) = entry { Some(shuffle) } else { None });
+    moved.map(|shuffle| (shuffle.key.app.as_str().to_owned(), shuffle.key.shuffle.0)).collect()
+}
+
+/// Returns the entries of a log up to the first damaged frame.
+pub(super) fn entries_in(log: &[u8]) -> Vec<Entry> {
+    let (mut rest, mut entries) = (log, Vec::new());
     while let Ok(bytes) = frame::total_bytes(rest) {
         let Ok(read) = frame::decode(rest) else { break };
-        if let Entry::Moved(shuffle) = read.entry {
-            moved.push((shuffle.key.app.as_str().to_owned(), shuffle.key.shuffle.0));
-        }
+        entries.push(read.entry);
         rest = &rest[bytes..];
     }
-    moved
+    entries
 }

@@ -141,6 +141,45 @@ async fn registration_unknown_to_the_present_disk_keeps_its_blocks() {
     }
 }
 
+/// A shuffle is registered again while the first disk is missing. Then both are back, and the
+/// metadata of the second disk, with the last registration, cannot be listed.
+#[tokio::test(start_paused = true)]
+async fn registration_in_hidden_metadata_keeps_its_blocks() {
+    let disks = disks::<2>();
+    let shuffle = key("app", 1);
+    let store = store_on(&disks).await;
+    say(&store, &shuffle, b"first").await;
+    write(&store, &shuffle, 1..5).await;
+    drop(store);
+    let store = store_on(&disks[1..]).await;
+    hear(&store).await;
+    store.purge(&shuffle).await;
+    say(&store, &shuffle, b"second").await;
+    write(&store, &shuffle, 11..20).await;
+    drop(store);
+    let before = disks[1].app_files();
+
+    disks[1].faults.add(unlistable());
+    let store = store_on(&disks).await;
+    let heard = hear(&store).await;
+    let (said, incomplete) = found(&heard, &shuffle);
+    assert_eq!(said, [&b"first"[..]]);
+    assert!(incomplete.expect("results are refused").contains("cannot list"));
+    maintain(&store).await;
+    drop((heard, store));
+    let after = disks[1].app_files();
+    assert!(before.iter().all(|path| after.contains(path)), "{before:?} {after:?}");
+    disks[1].faults.clear();
+
+    let store = store_on(&disks).await;
+    let heard = hear(&store).await;
+    let (said, incomplete) = found(&heard, &shuffle);
+    assert_eq!(said.last().unwrap(), &b"second"[..]);
+    assert!(incomplete.expect("the disks were used separately").contains("was used separately"));
+    maintain(&store).await;
+    assert_eq!(read_around_gaps(&store, &shuffle).await, (11..20).collect::<Vec<_>>());
+}
+
 /// Each of two disks took a block at the same place without the other. Then both are back, and the
 /// metadata of one cannot be listed.
 #[tokio::test(start_paused = true)]
