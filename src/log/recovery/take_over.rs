@@ -75,14 +75,18 @@ impl Writer {
         }
         let (next, found) =
             Self::on(self.directories.clone(), self.deadlines, &survey, self.shipped.clone()).await;
+        let served = self.contents.living().into_iter().map(|shuffle| shuffle.number);
         let (is_blind, generation) = (self.is_blind, next.generation.max(self.generation));
         let (is_begun, was_tried) = (Arc::clone(&self.is_begun), self.was_tried.clone());
         let (mut contents, shipper) = (std::mem::take(&mut self.contents), self.shipper.clone());
         let damage = self.damage.clone();
+        let latest: Treemap = found.shuffles.values().map(|found| found.incarnation).collect();
+        let mut outdated = std::mem::take(&mut self.outdated);
+        outdated.extend(served.filter(|number| !latest.contains(*number)));
         let next = Self { shipper, is_blind, generation, is_told: true, damage, is_begun, was_tried, ..next };
         contents.become_like(next.contents);
         let unserved = found.shuffles.iter().map(|(key, found)| (key.clone(), found.incarnation)).collect();
-        *self = Self { contents, unserved, ..next };
+        *self = Self { contents, unserved, outdated, ..next };
         tracing::warn!(
             shuffles = found.shuffles.len(),
             "the metadata log is readable again; restart the worker to recover its shuffles"

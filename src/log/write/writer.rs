@@ -41,6 +41,15 @@ fn wants_new_file(error: &io::Error) -> bool {
     Vanished::of(error) == Some(Vanished::File) || error.kind() == io::ErrorKind::FileTooLarge
 }
 
+/// Returns the error of an entry whose incarnation is outdated.
+fn outdated(entry: &Entry) -> LogError {
+    let shuffle = entry.shuffle().map(|it| it.key.to_string()).unwrap_or_default();
+    LogError::told(&format!(
+        "{shuffle} was registered again or unregistered in metadata that could not be read at the start; restart \
+         the worker, or unregister the shuffle"
+    ))
+}
+
 /// Deadlines of disk operations.
 #[derive(Debug, Clone, Copy)]
 pub struct Deadlines {
@@ -112,6 +121,9 @@ pub(in crate::log) struct Writer {
     pub(in crate::log) is_told: bool,
     /// Incarnations that were found only after the start. This process does not serve them.
     pub(in crate::log) unserved: BTreeMap<ShuffleKey, u64>,
+    /// Incarnations that this process serves although the log that was found after the start has
+    /// later ones, or their end.
+    pub(in crate::log) outdated: Treemap,
     pub(in crate::log) marks: Marks,
     /// Shipper to the object store, if there is one.
     pub(in crate::log) shipper: Option<Shipper>,
@@ -160,6 +172,7 @@ impl Writer {
             is_blind: false,
             is_told: false,
             unserved: BTreeMap::new(),
+            outdated: Treemap::new(),
             marks: Marks::default(),
             shipper: None,
             shipped: None,
@@ -179,6 +192,10 @@ impl Writer {
             let (mut looking, mut ending) = (Vec::new(), Vec::new());
             for request in waiting.drain(..) {
                 match request {
+                    Request::Append(entry, done) if self.is_outdated(&entry) => {
+                        // The caller may have been dropped.
+                        let _ = done.send(Err(outdated(&entry)));
+                    }
                     Request::Append(entry, done) => {
                         let ended = self.replaced_by(&entry).map(Entry::Purged);
                         answers.extend(ended.iter().map(|_| oneshot::channel().0));
@@ -234,6 +251,14 @@ impl Writer {
         let number = *self.unserved.get(&shuffle.key)?;
         let is_replaced = number != shuffle.number && !self.contents.is_purged(number);
         is_replaced.then(|| Incarnation { key: shuffle.key.clone(), number })
+    }
+
+    /// Returns whether an entry must not be acknowledged because its incarnation is outdated: a
+    /// start would not find it, or find it without the records of the later incarnation. The end of
+    /// the incarnation is written.
+    fn is_outdated(&self, entry: &Entry) -> bool {
+        let is_end = matches!(entry, Entry::Purged(_));
+        !is_end && entry.shuffle().is_some_and(|it| self.outdated.contains(it.number))
     }
 
     /// Begins or resumes a generation for the first time. Waiting callers continue even if it

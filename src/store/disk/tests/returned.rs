@@ -180,6 +180,51 @@ async fn registration_in_hidden_metadata_keeps_its_blocks() {
     assert_eq!(read_around_gaps(&store, &shuffle).await, (11..20).collect::<Vec<_>>());
 }
 
+/// A shuffle is registered again while the first disk is missing. The next start reads only the log
+/// of the first disk, which is read-only, and serves the first registration. Then it finds the last
+/// one in the log of the second disk.
+#[tokio::test(start_paused = true)]
+async fn records_of_a_registration_found_replaced_are_refused() {
+    for is_rewritten in [false, true] {
+        let disks = disks::<2>();
+        let shuffle = key("app", 1);
+        let store = store_on(&disks).await;
+        say(&store, &shuffle, b"first").await;
+        drop(store);
+        let store = store_on(&disks[1..]).await;
+        hear(&store).await;
+        store.purge(&shuffle).await;
+        say(&store, &shuffle, b"second").await;
+        drop(store);
+        if is_rewritten {
+            // The log has no entry of the first registration any more.
+            hear(&*store_on(&disks[1..]).await).await;
+        }
+
+        disks[0].faults.set_read_only(true);
+        disks[1].faults.add(unlistable());
+        let store = store_on(&disks).await;
+        let heard = hear(&store).await;
+        let (said, incomplete) = found(&heard, &shuffle);
+        assert_eq!(said, [&b"first"[..]]);
+        assert!(incomplete.expect("results are refused").contains("cannot list"));
+        let handle = store.handle(&shuffle).unwrap();
+        store.append_metadata(&handle, b"report").await.unwrap_err();
+        disks[1].faults.clear();
+        store.maintain_once().await;
+        say(&store, &key("app", 2), b"other").await;
+        let error = store.append_metadata(&handle, b"report").await.unwrap_err().to_string();
+        assert!(error.contains("app/1 was registered again"), "{error}");
+        drop((heard, handle, store));
+        disks[0].faults.set_read_only(false);
+
+        let store = store_on(&disks).await;
+        let heard = hear(&store).await;
+        assert_eq!(found(&heard, &shuffle), (vec![Bytes::from_static(b"second")], None));
+        assert_eq!(found(&heard, &key("app", 2)), (vec![Bytes::from_static(b"other")], None));
+    }
+}
+
 /// Each of two disks took a block at the same place without the other. Then both are back, and the
 /// metadata of one cannot be listed.
 #[tokio::test(start_paused = true)]
