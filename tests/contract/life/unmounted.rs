@@ -104,6 +104,11 @@ impl History {
     pub(super) async fn hang_the_store(&mut self) {
         let Some(store) = self.store().filter(|_| self.has_disks()) else { return };
         self.heal_the_disks().await;
+        if self.process().counter("offload_failures") > 0 {
+            // The store has answered a move, but the log on the disks may not have taken its mark
+            // yet. The reports wait already.
+            self.await_recovery().await;
+        }
         store.set(|call, _| if call == Call::Get { Fault::None } else { Fault::Hold });
         // A move whose first request was answered writes its mark, which the store may have.
         tokio::time::sleep(ANSWERED_MAX).await;
