@@ -75,6 +75,11 @@ impl Contents {
         self.purged.contains(incarnation)
     }
 
+    /// Returns whether a living shuffle has no mark yet that the object store has its records.
+    pub(super) fn wants_mark(&self, shuffle: &Incarnation) -> bool {
+        !self.moved.contains_key(&shuffle.number) && !self.is_purged(shuffle.number)
+    }
+
     /// Counts an entry of `bytes` bytes that is in the log. Entries may come in any order, except
     /// registrations that replace others.
     pub(super) fn took(&mut self, entry: &Entry, bytes: u64) {

@@ -49,6 +49,8 @@ pub struct MetadataLog {
     was_tried: watch::Receiver<bool>,
     damage: watch::Receiver<Option<Arc<str>>>,
     living: LogShares,
+    /// The object store, if it is the only holder of the log.
+    store: Option<Shipper>,
 }
 
 impl MetadataLog {
@@ -56,14 +58,20 @@ impl MetadataLog {
     /// them. Without recovered records, the epoch begins at once. Otherwise it begins once the
     /// records were delivered ([`MetadataLog::said`]), or before the first new entry, so that
     /// recovery does not wait for a write. If the epoch cannot begin, each new entry tries again
-    /// and is refused until that succeeds.
+    /// and is refused until that succeeds. Without directories, `store` is the only holder of the
+    /// log.
     pub async fn open(
         directories: Vec<Directory>,
         survey: Survey,
         deadlines: Deadlines,
         store: Option<LogInStore>,
         tasks: &Tasks,
-    ) -> (Self, Found) {
+    ) -> (Self, Found, Said) {
+        if directories.is_empty()
+            && let Some(store) = store
+        {
+            return Self::in_store(store);
+        }
         let (shipper, shipped) = store.map(|store| (store.shipper, store.found)).unzip();
         let (mut writer, found) = Writer::on(directories, deadlines, &survey, shipped).await;
         writer.shipper = shipper;
@@ -83,7 +91,34 @@ impl MetadataLog {
                 () = writer.run(receiver) => {}
             }
         });
-        (Self { requests, gap, is_begun, was_tried, damage, living }, found)
+        let log = Self { requests, gap, is_begun, was_tried, damage, living, store: None };
+        let said = log.said();
+        (log, found, said)
+    }
+
+    /// Opens the log of a worker without directories. No task writes it except the shipper.
+    fn in_store(LogInStore { found: log, shipper }: LogInStore) -> (Self, Found, Said) {
+        let mut shuffles = log.shuffles().clone();
+        // The disks of an earlier process had the data of a shuffle that was not moved.
+        shuffles.retain(|_, found| found.is_moved);
+        for found in shuffles.values_mut() {
+            found.incomplete = log.gap().map(str::to_owned).or(found.incomplete.take());
+        }
+        let living = shuffles.values().map(|found| found.incarnation).collect();
+        let gap = log.unknown_gap().map(str::to_owned);
+        let opened = Self {
+            requests: mpsc::channel(1).0,
+            gap: Arc::new(Mutex::new(gap.as_deref().map(Arc::from))),
+            is_begun: Arc::new(true.into()),
+            was_tried: watch::channel(true).1,
+            damage: watch::channel(None).1,
+            living: LogShares::default(),
+            store: Some(shipper),
+        };
+        let (has_new_gap, next_incarnation) = (log.gap().is_some(), log.next_incarnation());
+        let said = Said::stored(log, living);
+        let found = Found { shuffles, gap, has_new_gap, next_incarnation, ..Found::default() };
+        (opened, found, said)
     }
 
     /// Returns whether this process has begun or resumed a generation. Only then is the recovered
@@ -114,6 +149,9 @@ impl MetadataLog {
     /// # Errors
     /// Too few directories can be written.
     pub async fn end_gap(&self) -> Result<bool, LogError> {
+        if self.store.is_some() {
+            return Ok(false);
+        }
         let is_over = self.ask(Request::EndGap).await?;
         if is_over {
             *self.gap.lock() = None;
@@ -148,11 +186,16 @@ impl MetadataLog {
         self.add(Entry::Incomplete(shuffle, gap)).await
     }
 
-    /// Records the purge of a shuffle. Its files may be removed afterwards.
+    /// Records the purge of a shuffle. Its files may be removed afterwards, but its objects only
+    /// once the object store knows the returned position.
     ///
     /// # Errors
     /// See [`MetadataLog::append`].
     pub async fn purge(&self, shuffle: Incarnation) -> Result<u64, LogError> {
+        if let Some(store) = &self.store {
+            store.begin();
+            return Ok(store.purge(shuffle));
+        }
         self.add(Entry::Purged(shuffle)).await
     }
 
@@ -189,9 +232,12 @@ impl MetadataLog {
         COPIES as u64 * self.living.of(incarnation)
     }
 
-    /// Begins to copy the log to an object store.
+    /// Begins to write the log to an object store.
     pub fn ship_by(&self, shipper: &Shipper) {
-        shipper.begin_from_disks(Arc::new(self.clone()));
+        match &self.store {
+            Some(store) => store.begin(),
+            None => shipper.begin_from_disks(Arc::new(self.clone())),
+        }
     }
 
     /// Returns where the log can be read now, and its living shuffles.
@@ -211,13 +257,17 @@ impl MetadataLog {
         self.add(Entry::Moved(shuffle)).await
     }
 
-    /// Returns a reader of the records of living shuffles, which can be read once.
+    /// Returns a reader of the records of living shuffles on the disks, which can be read once.
     #[must_use]
     pub fn said(&self) -> Said {
         Said(Records::Log(self.clone()))
     }
 
     async fn add(&self, entry: Entry) -> Result<u64, LogError> {
+        if let Some(store) = &self.store {
+            store.begin();
+            return store.append(entry).await;
+        }
         self.ask(|done| Request::Append(entry, done)).await
     }
 
@@ -254,8 +304,7 @@ enum Records {
 
 impl Said {
     /// Returns a reader of the records of `living` incarnations in an object store.
-    #[must_use]
-    pub fn stored(log: Arc<ShippedLog>, living: Treemap) -> Self {
+    pub(super) fn stored(log: Arc<ShippedLog>, living: Treemap) -> Self {
         let reader = Box::new(log.source.read_stored());
         Self(Records::Stored { reader, living, _log: log })
     }

@@ -195,7 +195,6 @@ async fn start_object(
         answers_ahead: section.max_concurrency / 2,
         cache_disks: section.cache_disks(),
         cache_bytes: section.cache_bytes,
-        is_below_disks: config.worker.store_type.has_local(),
         ..ObjectSettings::new(root)
     };
     let (store, extents) = (client.store(), memory.extents());
@@ -207,8 +206,10 @@ async fn start_object(
         Ok(uploads) => tracing::info!(uploads, "aborted unfinished uploads of an earlier process"),
         Err(error) => tracing::warn!(%error, "cannot abort unfinished uploads of an earlier process"),
     }
+    let heap = (heap_of(memory), tasks.clone());
     if !config.worker.store_type.has_local() {
-        return Ok(object);
+        let opened = OffloadTier::without_disks(object, heap, registry).await;
+        return Ok(opened.context("object_store.url")?);
     }
     let pass_bytes = PASS_OBJECTS * section.segment_bytes;
     let settings = OffloadSettings {
@@ -218,8 +219,7 @@ async fn start_object(
     };
     let local = LocalConfig { data_log_bytes: pass_bytes, ..local_config(config, hand_off, memory) };
     let disks = local.real_disks();
-    let opened =
-        OffloadTier::open(settings, (local, disks), object, (heap_of(memory), tasks.clone()), registry).await;
+    let opened = OffloadTier::open(settings, (local, disks), object, heap, registry).await;
     Ok(opened.context("localfile_store.data_paths, object_store.url")?)
 }
 
@@ -268,9 +268,10 @@ async fn start_object(
 #[cfg(feature = "object")]
 pub(super) fn admin_routes(tiers: &Tiers) -> Router {
     use crate::listeners::http::admin::orphans;
-    use crate::store::object::ObjectTier;
+    use crate::store::migration::OffloadTier;
 
-    tiers.find::<ObjectTier>().map_or_else(Router::new, orphans::routes)
+    let objects = tiers.find::<OffloadTier>().map(|tier| Arc::clone(tier.objects()));
+    objects.map_or_else(Router::new, orphans::routes)
 }
 
 #[cfg(not(feature = "object"))]

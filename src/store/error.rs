@@ -4,6 +4,8 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::log::LogError;
+
 /// Kind of a failed store operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum StoreErrorKind {
@@ -56,6 +58,15 @@ pub struct StoreError {
     pub source: Option<io::Error>,
 }
 
+/// Kinds of errors of the object store, and of the metadata log in it.
+pub(super) const LOG_KINDS: [(StoreErrorKind, io::ErrorKind); 5] = [
+    (StoreErrorKind::Unreachable, io::ErrorKind::TimedOut),
+    (StoreErrorKind::InUse, io::ErrorKind::ResourceBusy),
+    (StoreErrorKind::Denied, io::ErrorKind::PermissionDenied),
+    (StoreErrorKind::NoSpace, io::ErrorKind::StorageFull),
+    (StoreErrorKind::InvalidBatch, io::ErrorKind::InvalidInput),
+];
+
 impl StoreError {
     /// Creates an error without a source.
     pub fn new(kind: StoreErrorKind, path: impl AsRef<Path>) -> Self {
@@ -78,6 +89,13 @@ impl StoreError {
     pub fn remote(kind: StoreErrorKind, path: impl AsRef<Path>, text: impl Into<String>) -> Self {
         let source = Some(io::Error::other(text.into()));
         Self { kind, path: path.as_ref().to_path_buf(), source }
+    }
+
+    /// Creates the error of the metadata log in an object store, about `of`.
+    pub fn of_log(error: &LogError, of: impl AsRef<Path>) -> Self {
+        let kind = LOG_KINDS.iter().find(|(_, kind)| *kind == error.kind);
+        let kind = kind.map_or(StoreErrorKind::Unhealthy, |(kind, _)| *kind);
+        Self::remote(kind, of, error.to_string())
     }
 
     /// Creates the error for stored bytes that differ from the written ones.

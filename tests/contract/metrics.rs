@@ -203,12 +203,14 @@ async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Reg
     let tasks = uniffle_worker::runtime::Tasks::new();
     let config = uniffle_testkit::s3::config("http://127.0.0.1:1", "x");
     Client::open(&config, &tasks, &registries[0]).expect("a client, which has asked nothing yet");
-    let open = async |registry, is_below_disks| {
-        let settings = ObjectSettings { is_below_disks, ..ObjectSettings::new("worker") };
+    let open = async |registry| {
+        let settings = ObjectSettings::new("worker");
         let store = Arc::new(FaultyObjects::default());
         ObjectTier::open(store, settings, &extents, tasks.clone(), registry).await.expect("a tier")
     };
-    let (tier, below) = (open(&registries[0], false).await, open(&registries[1], true).await);
+    let (alone, below) = (open(&registries[0]).await, open(&registries[1]).await);
+    let tier = OffloadTier::without_disks(alone, (&extents, tasks.clone()), &registries[0]).await;
+    let tier = tier.expect("a tier");
     let watermarks = Watermarks { high: 0.6, low: 0.5 };
     let settings = OffloadSettings { watermarks, cold_bytes: u64::MAX, pass_bytes: 1 << 20 };
     let disk: Arc<dyn uniffle_io::Disk> = Arc::new(MemoryDisk::new("/disk", None));

@@ -17,6 +17,7 @@ use uniffle_wire::index::records;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::memory::{Budget, ReadPool};
 use uniffle_worker::runtime::Tasks;
+use uniffle_worker::store::migration::OffloadTier;
 use uniffle_worker::store::object::client::Client;
 use uniffle_worker::store::object::{ObjectSettings, ObjectTier};
 use uniffle_worker::store::{
@@ -60,7 +61,7 @@ fn faults_of_reads() -> Vec<Fault> {
 
 /// A worker process.
 struct Process {
-    tier: Arc<ObjectTier>,
+    tier: Arc<OffloadTier>,
     tasks: Tasks,
 }
 
@@ -78,7 +79,8 @@ impl Process {
         let client = Client::open(&config, &tasks, &registry).unwrap();
         let settings = ObjectSettings { part_bytes: 5 << 20, ..ObjectSettings::new("worker-1") };
         let budget = Budget::new(u64::MAX);
-        let tier = ObjectTier::open(client.store(), settings, &budget, tasks.clone(), &registry).await?;
+        let objects = ObjectTier::open(client.store(), settings, &budget, tasks.clone(), &registry).await?;
+        let tier = OffloadTier::without_disks(objects, (&budget, tasks.clone()), &registry).await?;
         Ok(Self { tier, tasks })
     }
 

@@ -257,18 +257,31 @@ mod objects {
     use uniffle_testkit::s3::S3Server;
     use uniffle_testkit::s3::weed::Weed;
     use uniffle_worker::store::ObjectConfig;
+    use uniffle_worker::store::migration::OffloadTier;
     use uniffle_worker::store::object::claim::claim_key;
     use uniffle_worker::store::object::client::Client;
     use uniffle_worker::store::object::{ObjectSettings, ObjectTier};
 
     use super::*;
 
+    async fn open(
+        store: &Arc<dyn ObjectStore>,
+        settings: ObjectSettings,
+        extents: &Budget,
+        registry: &Registry,
+    ) -> Arc<OffloadTier> {
+        let tasks = Tasks::new();
+        let opened = ObjectTier::open(Arc::clone(store), settings, extents, tasks.clone(), registry);
+        let objects = opened.await.unwrap();
+        OffloadTier::without_disks(objects, (extents, tasks), registry).await.unwrap()
+    }
+
     async fn suite_over(store: &Arc<dyn ObjectStore>, parts_bytes: &[usize]) {
         for &part_bytes in parts_bytes {
             let settings = ObjectSettings { part_bytes, ..ObjectSettings::new("shuffle/worker") };
             let (extents, registry) = (Budget::new(u64::MAX), Registry::new());
-            let opened = ObjectTier::open(Arc::clone(store), settings, &extents, Tasks::new(), &registry);
-            suite(&Subject::served(opened.await.unwrap())).await;
+            let opened = open(store, settings, &extents, &registry).await;
+            suite(&Subject::served(opened)).await;
             let mut left: Vec<_> =
                 store.list(None).map_ok(|object| object.location).try_collect().await.unwrap();
             left.retain(|path| !path.as_ref().contains("/!log/"));
@@ -288,7 +301,7 @@ mod objects {
         let open = async || {
             let (extents, registry) = (Budget::new(u64::MAX), Registry::new());
             let settings = ObjectSettings::new("shuffle/claimed");
-            ObjectTier::open(Arc::clone(store), settings, &extents, Tasks::new(), &registry).await.unwrap()
+            open(store, settings, &extents, &registry).await
         };
         let (older, key) = (open().await, key("app-1", 1));
         Arc::clone(&older).prepare(None).unwrap().unwrap()(&key, &[]);

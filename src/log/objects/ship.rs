@@ -17,7 +17,6 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 
@@ -30,7 +29,7 @@ use super::shipped::ShippedLog;
 use crate::budget::Budget;
 use crate::clock::timeout;
 use crate::log::error::LogError;
-use crate::log::format::frame::{Entry, Gap, Incarnation, PAYLOAD_BYTES_MAX};
+use crate::log::format::frame::{Entry, Incarnation, PAYLOAD_BYTES_MAX};
 use crate::runtime::Tasks;
 
 /// Maximum size of waiting entries. Beyond it, a checkpoint replaces them.
@@ -101,7 +100,7 @@ impl Shipper {
     }
 
     /// Begins to store entries of a worker without disks. Repeated calls change nothing.
-    pub fn begin(&self) {
+    pub(in crate::log) fn begin(&self) {
         self.begin_from(Origin::Store);
     }
 
@@ -131,46 +130,29 @@ impl Shipper {
         end
     }
 
-    /// Adds a record of a shuffle of a worker without disks, and waits until the store has it.
-    /// `is_first` marks the first record of the shuffle.
+    /// Adds an entry of a worker without disks, and waits until the store has it. Returns its
+    /// position.
     ///
     /// # Errors
-    /// The store does not take the record or does not answer, or the record is too long.
-    pub async fn append(&self, shuffle: Incarnation, record: Bytes, is_first: bool) -> Result<(), LogError> {
-        if record.len() > PAYLOAD_BYTES_MAX / 2 {
+    /// The store does not take the entry or does not answer, or the entry is too long.
+    pub(in crate::log) async fn append(&self, entry: Entry) -> Result<u64, LogError> {
+        if let Entry::Said(_, record) = &entry
+            && record.len() > PAYLOAD_BYTES_MAX / 2
+        {
             return Err(LogError::of(io::ErrorKind::InvalidInput, "the metadata record is too long"));
         }
-        let moved = is_first.then(|| Entry::Moved(shuffle.clone()));
-        self.store(moved.into_iter().chain([Entry::Said(shuffle, record)])).await
-    }
-
-    /// Marks a shuffle of a worker without disks as incomplete for `reason`, and waits until the
-    /// store has the mark.
-    ///
-    /// # Errors
-    /// The store does not take it.
-    pub async fn mark_incomplete(&self, shuffle: Incarnation, reason: &str) -> Result<(), LogError> {
-        let gap = Gap { reason: reason.to_owned(), until_back: Vec::new() };
-        self.store([Entry::Incomplete(shuffle, gap)]).await
-    }
-
-    async fn store(&self, entries: impl IntoIterator<Item = Entry>) -> Result<(), LogError> {
-        let waiting = {
+        let (position, waiting) = {
+            // In one step, so that a failure in between drops no entry without telling its caller.
             let mut state = self.0.state.lock();
-            if state.ended.is_none() {
-                for entry in entries {
-                    state.push(entry);
-                }
-            }
-            let end = state.end;
-            state.wait(end)
+            let position = if state.ended.is_none() { state.push(entry) } else { state.end };
+            (position, state.wait(position))
         };
         self.0.wake.notify_one();
-        answer(waiting).await
+        answer(waiting).await.map(|()| position)
     }
 
     /// Adds the end of a shuffle of a worker without disks. Returns its position.
-    pub fn purge(&self, shuffle: Incarnation) -> u64 {
+    pub(in crate::log) fn purge(&self, shuffle: Incarnation) -> u64 {
         let mut state = self.0.state.lock();
         if state.ended.is_some() {
             return state.end;

@@ -18,7 +18,7 @@ use crate::store::index::record_cache::RecordCache;
 use crate::store::read_share::ReadShare;
 use crate::store::recovery::stored::Stored;
 use crate::store::recovery::take_over::Before;
-use crate::store::{StoreError, TierHeap};
+use crate::store::{StoreError, StoreErrorKind, TierHeap};
 use uniffle_io::Disk;
 
 impl LocalStore {
@@ -39,10 +39,11 @@ impl LocalStore {
         Self::open_beside(config, disks, Stored::default(), heap, registry).await
     }
 
-    /// Like [`LocalStore::open`], for shuffles with data in an object store (`stored`).
+    /// Like [`LocalStore::open`], for shuffles with data in an object store (`stored`). Without
+    /// disks, all data and the metadata log are in the object store.
     ///
     /// # Errors
-    /// See [`LocalStore::open`].
+    /// See [`LocalStore::open`]. There are neither disks nor an object store.
     pub async fn open_beside(
         config: LocalConfig,
         disks: Vec<Arc<dyn Disk>>,
@@ -52,6 +53,9 @@ impl LocalStore {
     ) -> Result<Arc<Self>, StoreError> {
         let metrics =
             Metrics::new(registry).map_err(|error| StoreError::io("metrics", io::Error::other(error)))?;
+        if disks.is_empty() && stored.log.is_none() {
+            return Err(StoreError::new(StoreErrorKind::Unhealthy, "no data directory"));
+        }
         let (roots, heap) = (disks.len() as u64, heap.into());
         let changes = Arc::new(watch::Sender::new(()));
         let read_share_bytes = config.read_share_bytes(disks.len());

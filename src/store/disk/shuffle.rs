@@ -197,12 +197,13 @@ impl Shuffle {
     }
 
     /// Makes extents visible atomically.
-    pub(super) fn apply(&self, extents: &[(PartitionId, Extent)]) -> Result<(), StoreError> {
+    pub(in crate::store) fn apply(&self, extents: &[(PartitionId, Extent)]) -> Result<(), StoreError> {
         let mut streams = self.streams.write();
         self.require_present()?;
         for (id, extent) in extents {
             streams.push(*id, *extent, self.first_base());
-            self.published_bytes.fetch_add(extent.length, Ordering::Relaxed);
+            let on_disks = if extent.is_on_disk() { extent.length } else { 0 };
+            self.published_bytes.fetch_add(on_disks, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -268,7 +269,7 @@ impl Shuffle {
     }
 
     /// Returns the length of a partition's stream.
-    pub(super) fn stream_bytes(&self, partition: PartitionId) -> u64 {
+    pub(in crate::store) fn stream_bytes(&self, partition: PartitionId) -> u64 {
         self.with_partition(partition, |found| found.map_or(self.first_base(), |partition| partition.bytes))
     }
 

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use super::config::SyncWrites;
 use super::core::Core;
 use super::directories::directory::{LocalDisk, TRASH};
-use super::read::view::{StreamView, ViewRun};
+use super::read::view::{InObjects, StreamView, ViewRun};
 use super::read::{DataRead, Reader};
 use super::shuffle::Shuffle;
 use super::write::append::Writer;
@@ -23,6 +23,7 @@ use super::write::batch::Published;
 use crate::clock::timeout;
 use crate::log::{MetadataLog, Scratch, within};
 use crate::runtime::Tasks;
+use crate::store::extents::streams::Partition;
 use crate::store::removal::deletion_queue::DeletionQueue;
 use crate::store::removal::purge_notes::PurgeNotes;
 use crate::store::{ChunkRead, DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
@@ -65,7 +66,7 @@ impl ShuffleHandle {
     }
 }
 
-/// The local disks as one store.
+/// The local disks as one store. Without disks, only the extents of objects and the metadata log.
 #[derive(Debug)]
 pub struct LocalStore {
     pub(in crate::store) core: Arc<Core>,
@@ -117,6 +118,12 @@ impl LocalStore {
         })
     }
 
+    /// Returns whether there are disks. Without them all data is in objects.
+    #[must_use]
+    pub fn has_disks(&self) -> bool {
+        !self.core.disks.is_empty()
+    }
+
     /// Returns the shuffles that the start recovered. Empty from the second call on. The caller
     /// must purge those that it does not keep.
     #[must_use]
@@ -149,9 +156,9 @@ impl LocalStore {
     /// `NotFound` if the shuffle is unknown.
     pub fn view(&self, key: &ShuffleKey, partition: PartitionId) -> Result<StreamView, StoreError> {
         let shuffle = self.find(key)?;
-        let (extents, bytes, blocks, in_objects) = shuffle.with_partition(partition, |found| {
-            found.map(|it| (it.extents.clone(), it.bytes, it.blocks, it.in_objects)).unwrap_or_default()
-        });
+        let found = shuffle.with_partition(partition, |found| found.cloned()).unwrap_or_default();
+        let in_objects = InObjects::of(&found);
+        let Partition { extents, bytes, blocks, .. } = found;
         Ok(StreamView { shuffle, partition, extents, bytes, blocks, in_objects })
     }
 

@@ -140,7 +140,7 @@ impl Tier for LocalStore {
     }
 
     fn leave(&self, key: &ShuffleKey) {
-        LocalStore::leave(self, key);
+        drop(LocalStore::leave(self, key));
     }
 
     fn take_recovered(&self) -> Recovered {

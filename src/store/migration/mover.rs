@@ -13,7 +13,7 @@ use super::tier::OffloadTier;
 use crate::clock::sleep;
 use crate::metrics::clamped;
 use crate::store::object::Uploads;
-use crate::store::{DiskInfo, Drained, StoreError, StoreErrorKind, Tier as _, TierUsage};
+use crate::store::{DiskInfo, Drained, StoreError, StoreErrorKind, TierUsage};
 
 /// Interval of checks while there is nothing to move or the store fails.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -137,6 +137,9 @@ impl OffloadTier {
     /// Returns the data that another machine would not find. During a drain at least one shuffle is
     /// counted until the store has a record that it has everything.
     pub(super) fn how_far(&self) -> Drained {
+        if !self.local.has_disks() {
+            return Drained::default();
+        }
         let mut left = self.left();
         let is_draining = self.is_draining.load(Ordering::Acquire);
         // The store may not know yet that a shuffle has ended.

@@ -16,13 +16,12 @@ use parking_lot::Mutex;
 use prometheus::Registry;
 
 use super::metrics::Metrics;
-use super::shuffle::Shuffle;
+use super::policy::Watermarks;
 use super::tier::{OffloadSettings, OffloadTier};
 use crate::runtime::Tasks;
 use crate::store::object::ObjectTier;
-use crate::store::recovery::numbers::numbers_from;
 use crate::store::{
-    LocalConfig, LocalStore, Purge, Recovered, StoreError, StoreErrorKind, Stored, Tier as _, TierHeap,
+    LocalConfig, LocalStore, Purge, Recovered, StoreError, StoreErrorKind, Tier as _, TierHeap,
 };
 use uniffle_io::Disk;
 use uniffle_wire::types::ShuffleKey;
@@ -31,12 +30,39 @@ use uniffle_wire::types::ShuffleKey;
 const HALF_OF_IT: &str = "the object store has shuffles of this worker with data on its local disks";
 
 impl OffloadTier {
+    /// Opens a worker without disks on an open store.
+    ///
+    /// # Errors
+    /// `InUse` if the store already has a tier above it.
+    pub async fn without_disks(
+        object: Arc<ObjectTier>,
+        memory: (impl Into<TierHeap>, Tasks),
+        registry: &Registry,
+    ) -> Result<Arc<Self>, StoreError> {
+        let watermarks = Watermarks { high: 1.0, low: 1.0 };
+        let settings = OffloadSettings { watermarks, cold_bytes: u64::MAX, pass_bytes: u64::MAX };
+        Self::open_with(settings, (LocalConfig::default(), Vec::new()), object, memory, registry).await
+    }
+
     /// Opens the disks above an open store.
     ///
     /// # Errors
     /// See [`LocalStore::open`]. `InUse` if the store already has a tier above it. The store does
     /// not answer.
     pub async fn open(
+        settings: OffloadSettings,
+        (config, disks): (LocalConfig, Vec<Arc<dyn Disk>>),
+        object: Arc<ObjectTier>,
+        memory: (impl Into<TierHeap>, Tasks),
+        registry: &Registry,
+    ) -> Result<Arc<Self>, StoreError> {
+        if disks.is_empty() {
+            return Err(StoreError::new(StoreErrorKind::Unhealthy, "no data directory"));
+        }
+        Self::open_with(settings, (config, disks), object, memory, registry).await
+    }
+
+    async fn open_with(
         settings: OffloadSettings,
         (mut config, disks): (LocalConfig, Vec<Arc<dyn Disk>>),
         object: Arc<ObjectTier>,
@@ -47,17 +73,19 @@ impl OffloadTier {
         let metrics = metrics.map_err(|error| StoreError::io("metrics", std::io::Error::other(error)))?;
         let taken =
             || StoreError::new(StoreErrorKind::InUse, "the object store already belongs to another tier");
-        let (shuffles, store) = object.take_found().ok_or_else(taken)?;
-        let found: HashMap<_, _> = shuffles.iter().map(|(key, it)| (key.clone(), it.incarnation)).collect();
-        if store.found.had_disks() && !found.is_empty() && !object.is_drained() {
+        let stored = object.take_found().ok_or_else(taken)?;
+        let shuffles = stored.shuffles.iter();
+        let found: HashMap<_, _> = shuffles.map(|(key, it)| (key.clone(), it.incarnation)).collect();
+        let had_disks = stored.log.as_ref().is_some_and(|log| log.found.had_disks());
+        if had_disks && !found.is_empty() && !object.is_drained() {
             config.had_data.get_or_insert_with(|| HALF_OF_IT.to_owned());
         }
-        let incarnations_from = numbers_from(store.found.next_incarnation());
-        let stored = Stored { shuffles, incarnations_from, log: Some(store) };
         let heap = heap.into();
         let memory = heap.extents.clone();
         let local = LocalStore::open_beside(config, disks, stored, heap, registry).await?;
-        local.log().ship_by(object.log());
+        if local.has_disks() {
+            local.log().ship_by(object.log());
+        }
         let tier = Self {
             settings,
             metrics,
@@ -75,8 +103,10 @@ impl OffloadTier {
         };
         let recovered = tier.take_over(found);
         *tier.recovered.lock() = recovered;
-        // From now on the disks may have data that the store does not have.
-        tier.object.set_drained(false).await?;
+        if tier.local.has_disks() {
+            // From now on the disks may have data that the store does not have.
+            tier.object.set_drained(false).await?;
+        }
         Ok(Arc::new(tier))
     }
 
@@ -90,8 +120,7 @@ impl OffloadTier {
             if found.get(key) == Some(&handle.incarnation()) {
                 found.remove(key);
             }
-            let shuffle = Shuffle::new(key.clone(), handle, it.is_moved);
-            self.shuffles.insert(key.clone(), Arc::new(shuffle));
+            self.shuffles.insert(key.clone(), Arc::new(self.shuffle_of(key, handle, it.is_moved)));
         }
         for key in found.into_keys() {
             self.discard_found(&key);

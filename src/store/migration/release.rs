@@ -82,6 +82,25 @@ impl ShuffleHandle {
         self.shuffle.is_partly_out_of_reach()
     }
 
+    /// Returns the length of a partition's stream.
+    #[cfg(feature = "object")]
+    pub(in crate::store) fn stream_bytes(&self, partition: PartitionId) -> u64 {
+        self.shuffle.stream_bytes(partition)
+    }
+
+    /// Appends extents in objects to their streams and makes them visible atomically. Only for a
+    /// store without disks, and not for concurrent callers.
+    ///
+    /// # Errors
+    /// `Purged`.
+    #[cfg(feature = "object")]
+    pub(in crate::store) fn publish_stored(
+        &self,
+        extents: &[(PartitionId, Extent)],
+    ) -> Result<(), StoreError> {
+        self.shuffle.apply(extents)
+    }
+
     /// Returns the incarnation, which distinguishes registrations of a shuffle.
     #[must_use]
     pub fn incarnation(&self) -> u64 {

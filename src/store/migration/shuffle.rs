@@ -1,4 +1,5 @@
-//! A registration of a shuffle on the disks and, after its first move, in the store.
+//! A registration of a shuffle on the disks and, after its first move, in the store. Without disks,
+//! it is in the store from the beginning.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use parking_lot::Mutex;
 
 use super::release::Excluded;
 use crate::clock::Instant;
+use crate::store::object::Uploads;
 use crate::store::{ExtentWrite, ShuffleHandle, StoreError, TierBatch, TierShuffle};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -22,6 +24,8 @@ pub(super) const EXCLUDED_FOR: Duration = Duration::from_secs(600);
 pub(super) struct Shuffle {
     pub(super) key: ShuffleKey,
     pub(super) local: ShuffleHandle,
+    /// Objects that batches are written to, in a worker without disks.
+    direct: Option<Uploads>,
     /// True if records are acknowledged only once the store has them.
     is_moved: AtomicBool,
     /// True if this process has made sure that the store has all records.
@@ -37,12 +41,19 @@ pub(super) struct Shuffle {
 
 impl Shuffle {
     /// Returns a registration. `is_moved` is true if an earlier process has moved data of it.
-    pub(super) fn new(key: ShuffleKey, local: ShuffleHandle, is_moved: bool) -> Self {
+    /// `direct` has its objects if there are no disks.
+    pub(super) fn new(
+        key: ShuffleKey,
+        local: ShuffleHandle,
+        is_moved: bool,
+        direct: Option<Uploads>,
+    ) -> Self {
         Self {
             key,
             local,
-            is_moved: AtomicBool::new(is_moved),
-            is_known: AtomicBool::new(false),
+            is_moved: AtomicBool::new(is_moved || direct.is_some()),
+            is_known: AtomicBool::new(direct.is_some()),
+            direct,
             cold: Mutex::default(),
             cold_bytes: AtomicU64::new(0),
             stuck_at: AtomicU64::new(u64::MAX),
@@ -152,13 +163,19 @@ pub(super) struct Handle {
 
 impl TierShuffle for Handle {
     fn is_accepting(&self) -> bool {
-        TierShuffle::is_accepting(&self.shuffle.local)
+        match &self.shuffle.direct {
+            Some(objects) => objects.is_accepting(),
+            None => TierShuffle::is_accepting(&self.shuffle.local),
+        }
     }
 
     fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
         let of = |extent: &ExtentWrite| (extent.partition, extent.length);
         let extents: Vec<_> = batch.extents.iter().map(of).collect();
         let write = async move {
+            if let Some(objects) = &self.shuffle.direct {
+                return objects.write(&self.shuffle.local, batch.extents).await;
+            }
             TierShuffle::write(&self.shuffle.local, batch).await?;
             self.shuffle.note_cold(&extents, self.cold_bytes);
             Ok(())

@@ -57,9 +57,10 @@ pub(super) fn forget_end(ends: &Ends, key: &ShuffleKey, incarnation: u64) {
 
 impl MetadataLog for ShuffleLog {
     /// Once data was moved, a record that only the disks have was never acknowledged. It counts as
-    /// durable when the store has it too.
+    /// durable when the store has it too. Without disks, the store has everything.
     fn is_recovered_durable(&self) -> bool {
-        self.local.is_log_begun() && (!self.shuffle.is_moved() || self.object.log().is_begun())
+        !self.local.has_disks()
+            || self.local.is_log_begun() && (!self.shuffle.is_moved() || self.object.log().is_begun())
     }
 
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {

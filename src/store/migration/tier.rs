@@ -1,4 +1,5 @@
-//! Local disks and an object store as one tier that is read through the worker.
+//! Local disks, if there are any, and an object store as one tier that is read through the worker.
+//! Without disks, batches are written to objects.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,7 +7,7 @@ use std::time::Duration;
 
 use dashmap::DashMap;
 use futures::FutureExt as _;
-use futures::future::{BoxFuture, join};
+use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 
@@ -17,10 +18,11 @@ use super::shuffle_log::{Ends, ShuffleLog, forget_end};
 use crate::budget::Budget;
 use crate::log::{OnDamage, Scratch};
 use crate::runtime::Tasks;
-use crate::store::object::ObjectTier;
+use crate::store::object::{NAMES, ObjectTier};
+use crate::store::removal::deletion_queue::DetachedShuffle;
 use crate::store::{
-    Admission, Capability, Drained, LocalStore, MetadataLog, Purge, Recovered, RemoteStorage, ServedTier,
-    StoreError, Tier, TierShuffle, TierState, TierUsage,
+    Admission, Capability, Drained, LocalStore, MetadataLog, Purge, Recovered, RemoteStorage, SavedSettings,
+    ServedTier, ShuffleHandle, StoreError, Tier, TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
@@ -35,7 +37,7 @@ pub struct OffloadSettings {
     pub pass_bytes: u64,
 }
 
-/// Local disks and an object store as one tier.
+/// Local disks and an object store as one tier, or an object store alone.
 #[derive(Debug)]
 pub struct OffloadTier {
     pub(super) local: Arc<LocalStore>,
@@ -68,32 +70,68 @@ impl OffloadTier {
         self.shuffles.get(&shuffle.key).is_some_and(|present| Arc::ptr_eq(&present, shuffle))
     }
 
+    /// Drops detached shuffles and their entries in the caches on a blocking thread. Completes even
+    /// if the caller is dropped.
+    async fn leave_caches(&self, detached: Vec<DetachedShuffle>) {
+        let object = Arc::clone(&self.object);
+        let leave = move || detached.into_iter().for_each(|it| object.leave_caches(&it));
+        // A panic was reported already, and the caller cannot do more about it.
+        let _left = tokio::task::spawn_blocking(leave).await;
+    }
+
     fn register(&self, key: &ShuffleKey) {
         let local = self.local.register(key);
-        let create = || Arc::new(Shuffle::new(key.clone(), local, false));
+        let create = || Arc::new(self.shuffle_of(key, local, false));
         self.shuffles.entry(key.clone()).or_insert_with(create);
+    }
+
+    pub(super) fn shuffle_of(&self, key: &ShuffleKey, local: ShuffleHandle, is_moved: bool) -> Shuffle {
+        let begin = || self.object.begin(key, local.incarnation());
+        // An earlier registration has been forgotten here and there, so this one begins.
+        let direct = if self.local.has_disks() { None } else { begin().ok() };
+        Shuffle::new(key.clone(), local, is_moved, direct)
+    }
+
+    /// Returns the objects of the worker.
+    #[must_use]
+    pub fn objects(&self) -> &Arc<ObjectTier> {
+        &self.object
     }
 }
 
 impl Tier for OffloadTier {
     fn capability(&self) -> Capability {
-        Tier::capability(&*self.local)
+        match self.local.has_disks() {
+            true => Tier::capability(&*self.local),
+            false => Capability {
+                names: NAMES,
+                writers: self.object.writers(),
+                in_flight_max: usize::MAX,
+                role: TierRole::Primary,
+            },
+        }
     }
 
     fn parts(&self) -> Vec<Arc<dyn Tier>> {
-        vec![Arc::clone(&self.local) as Arc<dyn Tier>, Arc::clone(&self.object) as Arc<dyn Tier>]
+        let local = self.local.has_disks().then(|| Arc::clone(&self.local) as Arc<dyn Tier>);
+        local.into_iter().collect()
     }
 
     fn state(&self) -> TierState {
+        let object_store = Some(self.object.state());
+        if !self.local.has_disks() {
+            let (complaint, used_bytes) = (self.object.complaint(), self.object.stored_bytes());
+            return TierState { complaint, used_bytes, object_store, ..TierState::default() };
+        }
         // A failing store does not affect the disks, but another process that claims this worker's
         // prefix does.
         let local = Tier::state(&*self.local);
         let complaint = local.complaint.or(self.object.claim_complaint());
-        TierState { complaint, object_store: self.object.state().object_store, ..local }
+        TierState { complaint, object_store, ..local }
     }
 
     fn state_changes(&self) -> Option<watch::Receiver<()>> {
-        self.local.state_changes()
+        self.local.state_changes().filter(|_| self.local.has_disks())
     }
 
     fn prepare(self: Arc<Self>, _: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
@@ -111,7 +149,11 @@ impl Tier for OffloadTier {
     }
 
     fn scratch(&self) -> Option<Arc<Scratch>> {
-        Tier::scratch(&*self.local)
+        Tier::scratch(&*self.local).filter(|_| self.local.has_disks())
+    }
+
+    fn saved_settings(&self) -> Option<&dyn SavedSettings> {
+        (!self.local.has_disks()).then(|| self.object.saved_settings())
     }
 
     fn successor_doubts(&self) -> Option<String> {
@@ -168,15 +210,20 @@ impl Tier for OffloadTier {
             ends.extend(over.iter().cloned());
             over
         };
-        let local = Tier::forget(Arc::clone(&self.local), app, keys, why);
-        let object = Arc::clone(&self.object).forget(app, keys, why);
-        let none = || std::future::ready(()).boxed();
-        let (local, object) = (local.unwrap_or_else(none), object.unwrap_or_else(none));
+        let detached: Vec<_> = keys.iter().filter_map(|key| self.local.forget_shuffle(key)).collect();
+        let deletion = Arc::clone(&self.object).forget(app, keys, why);
+        let app = app.clone();
         let forget = async move {
+            self.leave_caches(detached).await;
+            if !self.local.has_disks() {
+                self.local.log().ship_by(self.object.log());
+            }
             // The disks come first: segments are deleted once the store has all records that the
             // log has by then.
-            local.await;
-            object.await;
+            self.local.remove_files(&app).await;
+            if let Some(deletion) = deletion {
+                deletion.await;
+            }
             // If the store does not know of an end yet, the next registration waits for that.
             if !over.is_empty() && self.object.known(self.object.log().end_position()).await.is_ok() {
                 over.iter().for_each(|(key, incarnation)| forget_end(&self.ends, key, *incarnation));
@@ -190,7 +237,24 @@ impl Tier for OffloadTier {
         app: &'a AppId,
         key: Option<&'a ShuffleKey>,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        Tier::forgotten_durable(&*self.local, app, key)
+        let durable = async move {
+            Tier::forgotten_durable(&*self.local, app, key).await?;
+            if self.local.has_disks() {
+                return Ok(());
+            }
+            // Only the store can know of an end.
+            let is_of = |it: &ShuffleKey| it.app == *app && key.is_none_or(|key| it == key);
+            let ended: Vec<_> = {
+                let ends = self.ends.lock();
+                let of_it = ends.iter().filter(|(it, _)| is_of(it));
+                of_it.map(|(key, incarnation)| (key.clone(), *incarnation)).collect()
+            };
+            let Some((last, _)) = ended.last() else { return Ok(()) };
+            self.object.end_known(self.object.log().end_position(), last).await?;
+            ended.iter().for_each(|(key, incarnation)| forget_end(&self.ends, key, *incarnation));
+            Ok(())
+        };
+        durable.boxed()
     }
 
     fn leave(&self, key: &ShuffleKey) {
@@ -203,11 +267,17 @@ impl Tier for OffloadTier {
                 ends.insert(key.clone(), shuffle.local.incarnation());
             }
         }
-        Tier::leave(&*self.local, key);
         self.object.leave(key);
+        if let Some(left) = self.local.leave(key) {
+            self.object.leave_caches(&left);
+        }
     }
 
     fn take_recovered(&self) -> Recovered {
+        if !self.local.has_disks() {
+            // Nothing is stored before the start succeeds.
+            self.local.log().ship_by(self.object.log());
+        }
         std::mem::take(&mut *self.recovered.lock())
     }
 
@@ -220,8 +290,7 @@ impl Tier for OffloadTier {
     }
 
     fn end_deletions(&self, time: Duration) -> BoxFuture<'_, ()> {
-        let both = join(Tier::end_deletions(&*self.local, time), self.object.end_deletions(time));
-        both.map(|_| ()).boxed()
+        self.object.end_deletions(time).boxed()
     }
 
     fn on_damage(&self, on_damage: OnDamage) {
@@ -236,16 +305,16 @@ impl Tier for OffloadTier {
     fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
         let stop = stop.shared();
         let local = Tier::maintain(Arc::clone(&self.local), stop.clone().boxed());
-        let object = Arc::clone(&self.object).maintain(stop.clone().boxed());
         let maintain = async move {
-            let moving = async {
+            let others = async {
                 tokio::select! {
                     biased;
                     () = stop => {}
-                    () = self.keep_moving() => {}
+                    () = self.object.maintain() => {}
+                    () = self.keep_moving(), if self.local.has_disks() => {}
                 }
             };
-            futures::join!(local, object, moving);
+            futures::join!(local, others);
         };
         maintain.boxed()
     }

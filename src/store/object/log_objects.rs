@@ -14,6 +14,7 @@ use super::circuit_breaker::failed;
 use super::core::Core;
 use super::layout::{Name, log_key, log_prefix, parse_key, path_of};
 use crate::log::{ListedObject, LogError, LogObject, LogObjects, OBJECT_COPIES};
+use crate::store::error::LOG_KINDS;
 use crate::store::{StoreError, StoreErrorKind};
 
 /// Objects of the metadata log below the worker's prefix.
@@ -98,23 +99,7 @@ impl LogObjects for StoredLog {
     }
 }
 
-/// Error kinds that are mapped between the tier and the log.
-const KINDS: [(StoreErrorKind, io::ErrorKind); 5] = [
-    (StoreErrorKind::Unreachable, io::ErrorKind::TimedOut),
-    (StoreErrorKind::InUse, io::ErrorKind::ResourceBusy),
-    (StoreErrorKind::Denied, io::ErrorKind::PermissionDenied),
-    (StoreErrorKind::NoSpace, io::ErrorKind::StorageFull),
-    (StoreErrorKind::InvalidBatch, io::ErrorKind::InvalidInput),
-];
-
 fn to_log(error: &StoreError) -> LogError {
-    let kind = KINDS.iter().find(|(kind, _)| *kind == error.kind);
+    let kind = LOG_KINDS.iter().find(|(kind, _)| *kind == error.kind);
     LogError::of(kind.map_or(io::ErrorKind::Other, |(_, kind)| *kind), &error.to_string())
-}
-
-/// Converts an error of the log into an error of the tier, about `of`.
-pub(in crate::store) fn from_log(error: &LogError, of: impl AsRef<std::path::Path>) -> StoreError {
-    let kind = KINDS.iter().find(|(_, kind)| *kind == error.kind);
-    let kind = kind.map_or(StoreErrorKind::Unhealthy, |(kind, _)| *kind);
-    StoreError::remote(kind, of, error.to_string())
 }

@@ -34,8 +34,6 @@ pub struct ObjectSettings {
     pub cache_disks: Vec<Arc<dyn Disk>>,
     /// Capacity of the read cache on all its disks.
     pub cache_bytes: u64,
-    /// True if data comes from local disks. These know its extents and write the metadata log.
-    pub is_below_disks: bool,
     /// Duration of an outage during which readers are told to retry. Afterwards they get an error.
     pub expected_back: Duration,
 }
@@ -56,7 +54,6 @@ impl ObjectSettings {
             index_cache_bytes: 16 << 20,
             cache_disks: Vec::new(),
             cache_bytes: 0,
-            is_below_disks: false,
             expected_back: Duration::from_secs(120),
         }
     }

@@ -1,31 +1,22 @@
-//! A registration of a shuffle in the tier.
+//! The objects of one registration of a shuffle.
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-
-use parking_lot::RwLock;
 
 use super::core::Core;
 use super::layout::{Registered, segment_key, shuffle_prefix};
 use super::upload::group::Group;
 use super::upload::lane::{Job, Lane};
-use crate::log::Incarnation;
-use crate::store::extents::extent::{Extent, ExtentList};
-use crate::store::extents::streams::{Partition, Streams};
+use crate::store::extents::extent::Extent;
 use crate::store::index::record_cache::RecordsKey;
 use crate::store::{StoreError, StoreErrorKind, TierUsage};
-use uniffle_wire::types::PartitionId;
 
-/// State of the registration: published extents, statistics, and waiting batches.
+/// State of the registration: statistics, and waiting batches. The local store has its extents.
 #[derive(Debug)]
 pub(in crate::store) struct Shuffle {
     pub(in crate::store) name: Registered,
     /// Prefix of the keys of its objects.
     pub(in crate::store) prefix: String,
     purged: AtomicBool,
-    /// True once the store has a record of the registration.
-    is_known: AtomicBool,
-    streams: RwLock<Streams>,
     segments: AtomicU64,
     payload_bytes: AtomicU64,
     stored_bytes: AtomicU64,
@@ -35,44 +26,29 @@ pub(in crate::store) struct Shuffle {
     pub(in crate::store) lane: tokio::sync::Mutex<Lane>,
 }
 
+/// Returns the key of an extent's records in the cache.
+pub(super) fn records_key(incarnation: u64, extent: &Extent) -> RecordsKey {
+    RecordsKey { incarnation, log: extent.object(), offset: extent.records_range().start }
+}
+
 impl Shuffle {
     pub(in crate::store) fn new(core: &Core, name: Registered) -> Self {
-        Self::restored(core, name, (Streams::new(&core.extents), Lane::default()))
+        Self::restored(core, name, Lane::default())
     }
 
     /// Creates the state of a recovered registration.
-    pub(in crate::store) fn restored(
-        core: &Core,
-        name: Registered,
-        (streams, lane): (Streams, Lane),
-    ) -> Self {
+    pub(in crate::store) fn restored(core: &Core, name: Registered, lane: Lane) -> Self {
         let prefix = shuffle_prefix(&core.settings.root, &name);
         Self {
             prefix,
             name,
             purged: AtomicBool::new(false),
-            is_known: AtomicBool::new(false),
-            streams: RwLock::new(streams),
             segments: AtomicU64::new(0),
             payload_bytes: AtomicU64::new(0),
             stored_bytes: AtomicU64::new(0),
             queue: Group::default(),
             lane: tokio::sync::Mutex::new(lane),
         }
-    }
-
-    /// Returns whether the store has a record of the registration.
-    pub(super) fn is_known(&self) -> bool {
-        self.is_known.load(Ordering::Acquire)
-    }
-
-    pub(in crate::store) fn set_known(&self) {
-        self.is_known.store(true, Ordering::Release);
-    }
-
-    /// Returns the id of the registration in the metadata log.
-    pub(in crate::store) fn incarnation(&self) -> Incarnation {
-        Incarnation { key: self.name.key.clone(), number: self.name.incarnation }
     }
 
     pub(in crate::store) fn error(&self, kind: StoreErrorKind) -> StoreError {
@@ -98,38 +74,7 @@ impl Shuffle {
     }
 
     pub(super) fn records_key(&self, extent: &Extent) -> RecordsKey {
-        let (log, offset) = (extent.object(), extent.records_range().start);
-        RecordsKey { incarnation: self.name.incarnation, log, offset }
-    }
-
-    /// Returns the published state of a partition.
-    pub(in crate::store) fn stream(&self, partition: PartitionId) -> Partition {
-        self.streams.read().get(partition).cloned().unwrap_or_default()
-    }
-
-    /// Returns the extents that cover a `range` of a partition's stream (see [`ExtentList::part`]),
-    /// or `None` if the range is not completely published.
-    pub(super) fn part(&self, partition: PartitionId, range: &Range<u64>) -> Option<ExtentList> {
-        let streams = self.streams.read();
-        let stream = streams.get(partition).filter(|stream| range.end <= stream.bytes)?;
-        Some(stream.extents.part(range.start, range.end))
-    }
-
-    pub(super) fn stream_bytes(&self, partition: PartitionId) -> u64 {
-        self.streams.read().get(partition).map_or(0, |stream| stream.bytes)
-    }
-
-    /// Makes all extents of a segment visible at once.
-    ///
-    /// # Errors
-    /// `Purged`: no extent is visible.
-    pub(super) fn publish(&self, extents: &[(PartitionId, Extent)]) -> Result<(), StoreError> {
-        let mut streams = self.streams.write();
-        self.require_present()?;
-        for (partition, extent) in extents {
-            streams.push(*partition, *extent, 0);
-        }
-        Ok(())
+        records_key(self.name.incarnation, extent)
     }
 
     /// Counts a stored segment.
@@ -147,22 +92,9 @@ impl Shuffle {
         TierUsage { files, bytes, object_bytes: bytes, occupied_bytes }
     }
 
-    /// Marks the registration as purged: later writes fail with `Purged`, and reads find no data.
-    /// Returns its extents for [`Shuffle::leave_caches`].
-    pub(super) fn forget(&self, core: &Core) -> Streams {
+    /// Marks the registration as purged: later writes fail with `Purged`.
+    pub(super) fn forget(&self, core: &Core) {
         core.take_stored(self.stored_bytes.swap(0, Ordering::Relaxed));
-        let mut streams = self.streams.write();
         self.purged.store(true, Ordering::Release);
-        streams.take()
-    }
-
-    /// Drops extents returned by [`Shuffle::forget`], and their entries in the caches. Walks over
-    /// all extents and chunks, so it must not run on a runtime thread or under a lock. Without this
-    /// call the entries are unreachable and are evicted as least recently used.
-    pub(super) fn leave_caches(&self, core: &Core, had: Streams) {
-        core.records.forget(had.extents().map(|extent| self.records_key(extent)));
-        if let Some(cache) = &core.cache {
-            cache.forget(&core.metrics, self.name.incarnation);
-        }
     }
 }

@@ -1,50 +1,38 @@
-//! The object store as a [`Tier`] that is read through the worker.
+//! The objects of the worker: what a start finds, the registrations with objects, and the metadata
+//! log in the store. The tier on it is `offload`, with or without local disks.
 
-use std::collections::{BTreeMap, HashMap};
-use std::ops::Range;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use bytes::Bytes;
 use dashmap::DashMap;
 use futures::future::BoxFuture;
 use futures::{FutureExt as _, StreamExt as _};
 use object_store::ObjectStore;
 use parking_lot::Mutex;
 use prometheus::Registry;
-use tokio::sync::oneshot;
 
 use super::cache::Cache;
 use super::claim::Claim;
 use super::core::Core;
 use super::layout::{Registered, part_of, path_of, shuffle_prefix};
-use super::log_objects::{StoredLog, from_log};
+use super::log_objects::StoredLog;
 use super::metrics::Metrics;
-use super::names::NAMES;
 use super::settings::ObjectSettings;
-use super::shuffle::Shuffle;
+use super::shuffle::{Shuffle, records_key};
 use super::upload::intake::Uploads;
-use super::upload::lane::{Job, Making, Waiter};
-use super::upload::segment::{Prepared, making_bytes};
-use super::upload::uploader;
 use super::workers::{self, Removed, WorkerObjects};
 use crate::budget::Budget;
 use crate::clock::{Instant, timeout_at};
-use crate::log::{LogInStore, Said, ShippedLog, Shipper};
+use crate::log::{LogInStore, Shipper};
 use crate::runtime::Tasks;
-use crate::store::extents::streams::{Partition, Streams};
-use crate::store::index::index_read::visit_ids;
 use crate::store::recovery::numbers::numbers_from;
 use crate::store::recovery::objects::survey;
+use crate::store::removal::deletion_queue::DetachedShuffle;
 use crate::store::removal::object_purge::{self, Going};
-use crate::store::{
-    Admission, Capability, Drained, ExtentWrite, MetadataLog, ObjectStoreState, Purge, Recovered,
-    RecoveredShuffle, RemoteStorage, SavedSettings, ServedData, ServedIndex, ServedTier, StoreError,
-    StoreErrorKind, StoredShuffle, Tier, TierBatch, TierRole, TierShuffle, TierState, TierUsage,
-};
-use uniffle_wire::index::RECORD_BYTES;
-use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
+use crate::store::{ObjectStoreState, Purge, SavedSettings, StoreError, StoreErrorKind, Stored, TierUsage};
+use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// Interval of probes of a failing store.
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
@@ -57,23 +45,15 @@ const PROBES_PER_CLAIM: u32 = 6;
 const ENDS_WAIT: Duration = Duration::from_secs(20);
 const ENDS_PAUSE: Duration = Duration::from_secs(1);
 
-/// Recovered metadata log, and recovered shuffles of a tier below local disks.
-type FoundAtStart = (Arc<ShippedLog>, HashMap<ShuffleKey, StoredShuffle>);
-
-/// An object store as a tier of this worker.
+/// The objects of this worker in an object store.
 #[derive(Debug)]
 pub struct ObjectTier {
     pub(in crate::store) core: Arc<Core>,
     shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
     log: Shipper,
-    /// Log positions after the ends of registrations that the store may not have yet.
-    ends: Mutex<BTreeMap<ShuffleKey, u64>>,
     next_incarnation: AtomicU64,
-    /// Reason why unknown shuffles may exist, or `None`.
-    gap: Option<Arc<str>>,
-    recovered: Mutex<Recovered>,
     /// Recovered state, until it is taken.
-    found: Mutex<Option<FoundAtStart>>,
+    found: Mutex<Option<Stored>>,
 }
 
 impl ObjectTier {
@@ -90,7 +70,6 @@ impl ObjectTier {
         tasks: Tasks,
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
-        let began = Instant::now();
         let metrics = Metrics::new(registry);
         let metrics = metrics.map_err(|error| StoreError::io("metrics", std::io::Error::other(error)))?;
         let claim = Claim::take(&*store, &settings.root).await?;
@@ -99,34 +78,18 @@ impl ObjectTier {
         let start = core.claim.start().max(survey.log.last_start().saturating_add(1));
         let objects = Arc::new(StoredLog(Arc::clone(&core)));
         let log = Shipper::open(objects, &survey.log, start, &core.extents, &core.tasks);
-        let mut recovered = Recovered::default();
-        let (shuffles, mut strays, mut stored) = (DashMap::new(), Vec::new(), HashMap::new());
+        let (objects, mut strays, mut shuffles) = (DashMap::new(), Vec::new(), HashMap::new());
         for found in survey.found {
-            recovered.bytes += found.bytes;
-            recovered.blocks += found.blocks;
-            let incarnation = found.shuffle.name.incarnation;
-            if core.settings.is_below_disks {
-                let RecoveredShuffle { key, present, reason, .. } = found.told;
-                let (extents, _charge) = (found.extents, found.charge);
-                stored.insert(key, StoredShuffle { incarnation, extents, present, reason, _charge });
-            } else {
-                recovered.shuffles.push(found.told);
-            }
             strays.extend(found.strays);
-            shuffles.insert(found.shuffle.name.key.clone(), found.shuffle);
+            shuffles.insert(found.shuffle.name.key.clone(), found.stored);
+            objects.insert(found.shuffle.name.key.clone(), found.shuffle);
         }
-        recovered.took = began.elapsed();
         clean_up(&core, survey.abandoned, strays);
-        Ok(Arc::new(Self {
-            core,
-            shuffles,
-            log,
-            ends: Mutex::default(),
-            next_incarnation: AtomicU64::new(numbers_from(survey.next_incarnation)),
-            gap: survey.log.unknown_gap().map(Arc::from),
-            recovered: Mutex::new(recovered),
-            found: Mutex::new(Some((survey.log, stored))),
-        }))
+        let incarnations_from = numbers_from(survey.next_incarnation);
+        let in_store = LogInStore { found: survey.log, shipper: log.clone() };
+        let stored = Stored { shuffles, incarnations_from, log: Some(in_store) };
+        let (next_incarnation, found) = (AtomicU64::new(incarnations_from), Mutex::new(Some(stored)));
+        Ok(Arc::new(Self { core, shuffles: objects, log, next_incarnation, found }))
     }
 
     /// Checks that no earlier development build has written below the prefix `root`. Writes
@@ -138,11 +101,10 @@ impl ObjectTier {
         Claim::require_layout(store, root).await
     }
 
-    /// Takes the state found at start for the local disks above the store, which own the log from
-    /// now on. Returns `None` without such disks, and from the second call on.
-    pub fn take_found(&self) -> Option<(HashMap<ShuffleKey, StoredShuffle>, LogInStore)> {
-        let (found, stored) = self.found.lock().take_if(|_| self.core.settings.is_below_disks)?;
-        Some((stored, LogInStore { found, shipper: self.log.clone() }))
+    /// Takes the state found at start for the local store, which owns the log from now on. Returns
+    /// `None` from the second call on.
+    pub fn take_found(&self) -> Option<Stored> {
+        self.found.lock().take()
     }
 
     /// Returns the handle of the metadata log in the store.
@@ -156,7 +118,7 @@ impl ObjectTier {
     /// # Errors
     /// The store does not accept them now.
     pub async fn known(&self, position: u64) -> Result<(), StoreError> {
-        self.log.known(position).await.map_err(|error| from_log(&error, &self.core.settings.root))
+        self.log.known(position).await.map_err(|error| StoreError::of_log(&error, &self.core.settings.root))
     }
 
     /// Returns whether the store had all data of the local disks of the previous process.
@@ -174,8 +136,7 @@ impl ObjectTier {
         self.core.set_drained(is_drained).await
     }
 
-    /// Registers a shuffle whose data is moved here, with its incarnation on the disks. May be
-    /// repeated.
+    /// Registers a shuffle with data here, with its incarnation in the local store. May be repeated.
     ///
     /// # Errors
     /// `Purged` if another registration of the shuffle is here.
@@ -186,21 +147,6 @@ impl ObjectTier {
         self.shuffles.entry(key.clone()).or_insert_with(create);
         let uploads = self.uploads(key).filter(|uploads| uploads.incarnation() == incarnation);
         uploads.ok_or_else(|| StoreError::new(StoreErrorKind::Purged, key.to_string()))
-    }
-
-    /// Waits until the store has the ends of all registrations of shuffle `key`, or of all of `app`
-    /// without a key, that were forgotten before the call. Usually it has them already.
-    ///
-    /// # Errors
-    /// The store does not accept them in time, or another process has the prefix.
-    async fn ends_known(&self, app: &AppId, key: Option<&ShuffleKey>) -> Result<(), StoreError> {
-        let is_of = |it: &ShuffleKey| it.app == *app && key.is_none_or(|key| it == key);
-        let last =
-            self.ends.lock().iter().filter(|(it, _)| is_of(it)).map(|(it, at)| (*at, it.clone())).max();
-        let Some((position, last)) = last else { return Ok(()) };
-        self.end_known(position, &last).await?;
-        self.ends.lock().retain(|it, at| *at > position || !is_of(it));
-        Ok(())
     }
 
     /// Waits until the store has the end of a registration of `key`, which the log has before
@@ -223,17 +169,10 @@ impl ObjectTier {
         }
     }
 
-    /// Notes the log position of the end of a registration. Drops positions that the store has.
-    fn note_end(&self, key: ShuffleKey, position: u64) {
-        let mut ends = self.ends.lock();
-        ends.retain(|_, at| !self.log.knows(*at));
-        ends.insert(key, position);
-    }
-
     /// Returns the current registration of a shuffle, if there is one.
     #[must_use]
     pub fn uploads(&self, key: &ShuffleKey) -> Option<Uploads> {
-        self.registered(key).ok()
+        Some(Uploads { core: Arc::clone(&self.core), shuffle: self.find(key)? })
     }
 
     /// Returns the payload size at which an object takes no more data.
@@ -273,29 +212,13 @@ impl ObjectTier {
         workers::remove(&self.core, &part_of(worker)).await
     }
 
-    fn registered(&self, key: &ShuffleKey) -> Result<Uploads, StoreError> {
-        Ok(Uploads { core: Arc::clone(&self.core), shuffle: self.find(key)? })
-    }
-
-    pub(in crate::store) fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
-        let found = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle));
-        found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
-    }
-
-    fn register(&self, key: &ShuffleKey) {
-        let create = || {
-            let incarnation = self.next_incarnation.fetch_add(1, Ordering::Relaxed);
-            Arc::new(Shuffle::new(&self.core, Registered { key: key.clone(), incarnation }))
-        };
-        self.shuffles.entry(key.clone()).or_insert_with(create);
+    pub(in crate::store) fn find(&self, key: &ShuffleKey) -> Option<Arc<Shuffle>> {
+        self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle))
     }
 
     /// Waits, without a time limit, until the store has the log up to its present end. Returns
     /// false if nothing may be deleted any more, because the worker stops or has lost its prefix.
     async fn end_is_known(&self) -> bool {
-        if !self.core.settings.is_below_disks {
-            self.log.begin();
-        }
         let position = self.log.end_position();
         loop {
             match self.known(position).await {
@@ -306,7 +229,33 @@ impl ObjectTier {
         }
     }
 
-    fn object_store(&self) -> ObjectStoreState {
+    /// Returns the number of batches that may be written concurrently.
+    #[must_use]
+    pub fn writers(&self) -> usize {
+        self.core.settings.writers
+    }
+
+    /// Returns why a worker without disks should get no new shuffles, or `None`.
+    #[must_use]
+    pub fn complaint(&self) -> Option<&'static str> {
+        self.claim_complaint().or(self.core.circuit_breaker.complaint())
+    }
+
+    /// Returns the storage of settings made at run time.
+    #[must_use]
+    pub fn saved_settings(&self) -> &dyn SavedSettings {
+        &*self.core
+    }
+
+    /// Returns the bytes of the segments of all known shuffles.
+    #[must_use]
+    pub fn stored_bytes(&self) -> u64 {
+        self.core.stored_bytes()
+    }
+
+    /// Returns the state of the store.
+    #[must_use]
+    pub fn state(&self) -> ObjectStoreState {
         let (metrics, cache) = (&self.core.metrics, self.core.cache.as_ref());
         ObjectStoreState {
             stored_bytes: self.core.stored_bytes(),
@@ -327,6 +276,95 @@ impl ObjectTier {
             tracing::info!("object store responds again");
         }
     }
+
+    /// Returns the usage of a shuffle.
+    #[must_use]
+    pub fn usage(&self, key: &ShuffleKey) -> TierUsage {
+        self.find(key).map_or_else(TierUsage::default, |shuffle| shuffle.usage())
+    }
+
+    /// Forgets shuffles of an application at once. The returned future, if there is one, deletes
+    /// their objects once the store has the log up to the end that it has when the future is first
+    /// polled.
+    pub fn forget(
+        self: Arc<Self>,
+        app: &AppId,
+        keys: &[ShuffleKey],
+        why: Purge,
+    ) -> Option<BoxFuture<'static, ()>> {
+        let before = self.next_incarnation.load(Ordering::Relaxed);
+        let forgotten: Vec<_> = keys.iter().filter_map(|key| self.remove(key)).collect();
+        let app = match why {
+            Purge::App(_) => Some((app.clone(), before)),
+            Purge::Shuffles if forgotten.is_empty() => return None,
+            Purge::Shuffles => None,
+        };
+        // Counted before the future is polled: a stop may wait for deletions right after this call.
+        let counted = object_purge::Counted::new(Arc::clone(&self.core));
+        let purge = async move {
+            if self.end_is_known().await {
+                object_purge::purge(Arc::clone(&self.core), forgotten, app).await;
+            }
+            drop(counted);
+        };
+        Some(purge.boxed())
+    }
+
+    fn remove(&self, key: &ShuffleKey) -> Option<Arc<Shuffle>> {
+        let (_, shuffle) = self.shuffles.remove(key)?;
+        shuffle.forget(&self.core);
+        Some(shuffle)
+    }
+
+    /// Forgets a shuffle whose objects stay for a later process.
+    pub fn leave(&self, key: &ShuffleKey) {
+        self.remove(key);
+    }
+
+    /// Drops the cached records and chunks of a forgotten shuffle. Visits all its extents and the
+    /// whole cache, so it must not run on a runtime thread or under a lock.
+    pub(in crate::store) fn leave_caches(&self, forgotten: &DetachedShuffle) {
+        let (incarnation, extents) = forgotten.in_objects();
+        let mut extents = extents.peekable();
+        if extents.peek().is_none() {
+            return;
+        }
+        self.core.records.forget(extents.map(|extent| records_key(incarnation, extent)));
+        if let Some(cache) = &self.core.cache {
+            cache.forget(&self.core.metrics, incarnation);
+        }
+    }
+
+    /// Waits for deletions in progress, for `time` at most.
+    pub async fn end_deletions(&self, time: Duration) {
+        let mut deletions = self.core.deletions.subscribe();
+        if crate::clock::timeout(time, deletions.wait_for(|under_way| *under_way == 0)).await.is_err() {
+            let left = *deletions.borrow();
+            tracing::warn!(
+                left,
+                "objects of removed shuffles or applications are not deleted yet; the next start \
+                 continues"
+            );
+        }
+    }
+
+    /// Updates gauges of live values.
+    pub fn refresh_metrics(&self) {
+        self.core.metrics.failing.set(i64::from(self.core.circuit_breaker.is_failing()));
+    }
+
+    /// Probes a failing store and checks the claim, forever.
+    pub async fn maintain(&self) {
+        for n in 1_u32.. {
+            crate::clock::sleep(PROBE_INTERVAL).await;
+            if self.core.circuit_breaker.is_failing() {
+                self.probe().await;
+            } else if n % PROBES_PER_CLAIM == 0 {
+                // A lost claim is remembered by this call.
+                drop(self.core.require_claim().await);
+            }
+        }
+    }
 }
 
 /// Deletes abandoned registrations and stray objects that a start has found.
@@ -340,267 +378,4 @@ fn clean_up(core: &Arc<Core>, abandoned: Vec<Registered>, strays: Vec<String>) {
             object_purge::delete(&core, &going).await;
         }
     });
-}
-
-/// Calls [`Shuffle::leave_caches`] for several shuffles on a blocking thread. Completes even if the
-/// caller is dropped.
-async fn leave_caches(core: &Arc<Core>, had: Vec<(Arc<Shuffle>, Streams)>) {
-    let core = Arc::clone(core);
-    let leave = move || had.into_iter().for_each(|(shuffle, had)| shuffle.leave_caches(&core, had));
-    // A panic was reported already, and the caller cannot do more about it.
-    let _left = tokio::task::spawn_blocking(leave).await;
-}
-
-/// The metadata log of one registration, in a worker without disks.
-#[derive(Debug)]
-struct ShuffleMetadata {
-    log: Shipper,
-    shuffle: Arc<Shuffle>,
-}
-
-impl TierShuffle for Uploads {
-    fn is_accepting(&self) -> bool {
-        self.core.circuit_breaker.is_worth_trying() && !self.core.claim.is_lost()
-    }
-
-    fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
-        let write = async move {
-            self.shuffle.require_present()?;
-            if self.core.claim.is_lost() {
-                self.core.require_claim().await?;
-            }
-            let key = || self.shuffle.name.key.to_string();
-            let extents = ExtentWrite::bounded(batch.extents);
-            let bytes = making_bytes(&extents);
-            let _making = Making::begin(&self.core.making, &self.core.extents, bytes).await;
-            let prepared = tokio::task::spawn_blocking(move || Prepared::of(extents)).await;
-            let batch = prepared.map_err(|error| StoreError::io(key(), error.into()))??;
-            let (done, written) = oneshot::channel();
-            if self.shuffle.queue.add(Job { batch, waiter: Waiter { done, _making } }) {
-                let upload = uploader::run(Arc::clone(&self.core), Arc::clone(&self.shuffle));
-                self.core.tasks.spawn("segment upload", upload);
-            }
-            written.await.unwrap_or_else(|_| Err(self.shuffle.error(StoreErrorKind::Unhealthy)))
-        };
-        write.boxed()
-    }
-}
-
-impl MetadataLog for ShuffleMetadata {
-    fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
-        let append = async move {
-            self.shuffle.require_present()?;
-            let is_first = !self.shuffle.is_known();
-            let appended = self.log.append(self.shuffle.incarnation(), record, is_first).await;
-            // If the shuffle was purged meanwhile, its end may precede this record in the log.
-            self.shuffle.require_present()?;
-            appended.map_err(|error| from_log(&error, self.shuffle.name.key.to_string()))?;
-            self.shuffle.set_known();
-            Ok(())
-        };
-        append.boxed()
-    }
-
-    fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>> {
-        let mark = async move {
-            self.shuffle.require_present()?;
-            let marked = self.log.mark_incomplete(self.shuffle.incarnation(), reason).await;
-            marked.map_err(|error| from_log(&error, self.shuffle.name.key.to_string()))
-        };
-        mark.boxed()
-    }
-}
-
-impl Tier for ObjectTier {
-    fn capability(&self) -> Capability {
-        Capability {
-            names: NAMES,
-            writers: self.core.settings.writers,
-            in_flight_max: usize::MAX,
-            role: TierRole::Primary,
-        }
-    }
-
-    fn state(&self) -> TierState {
-        TierState {
-            complaint: self.claim_complaint().or(self.core.circuit_breaker.complaint()),
-            used_bytes: self.core.stored_bytes(),
-            object_store: Some(self.object_store()),
-            ..TierState::default()
-        }
-    }
-
-    fn prepare(self: Arc<Self>, _: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
-        Ok(Some(Box::new(move |key, _| self.register(key))))
-    }
-
-    fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>> {
-        Some(Arc::new(self.uploads(key)?))
-    }
-
-    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
-        self.log.begin();
-        Some(Arc::new(ShuffleMetadata { log: self.log.clone(), shuffle: self.find(key).ok()? }))
-    }
-
-    fn metadata_gap(&self) -> Option<Arc<str>> {
-        self.gap.clone()
-    }
-
-    fn saved_settings(&self) -> Option<&dyn SavedSettings> {
-        (!self.core.settings.is_below_disks).then_some(&*self.core)
-    }
-
-    fn visit_present<'a>(
-        &'a self,
-        key: &'a ShuffleKey,
-        partition: PartitionId,
-        visit: &'a mut (dyn FnMut(u64) + Send),
-    ) -> BoxFuture<'a, Result<(), StoreError>> {
-        async move { visit_ids(&mut *self.index(key, partition)?.chunks, visit).await }.boxed()
-    }
-
-    fn usage(&self, key: &ShuffleKey) -> TierUsage {
-        self.find(key).map_or_else(|_| TierUsage::default(), |shuffle| shuffle.usage())
-    }
-
-    fn served(&self) -> Option<&dyn ServedTier> {
-        Some(self)
-    }
-
-    fn forget(
-        self: Arc<Self>,
-        app: &AppId,
-        keys: &[ShuffleKey],
-        why: Purge,
-    ) -> Option<BoxFuture<'static, ()>> {
-        let before = self.next_incarnation.load(Ordering::Relaxed);
-        let removed = keys.iter().filter_map(|key| self.shuffles.remove(key));
-        let forgotten: Vec<_> = removed.map(|(_, shuffle)| shuffle).collect();
-        let had: Vec<_> =
-            forgotten.iter().map(|shuffle| (Arc::clone(shuffle), shuffle.forget(&self.core))).collect();
-        if !self.core.settings.is_below_disks {
-            for shuffle in &forgotten {
-                let position = self.log.purge(shuffle.incarnation());
-                self.note_end(shuffle.name.key.clone(), position);
-            }
-        }
-        let app = match why {
-            Purge::App(_) => Some((app.clone(), before)),
-            Purge::Shuffles if forgotten.is_empty() => return None,
-            Purge::Shuffles => None,
-        };
-        // Counted before the future is polled: a stop may wait for deletions right after this call.
-        let counted = object_purge::Counted::new(Arc::clone(&self.core));
-        let purge = async move {
-            let core = Arc::clone(&self.core);
-            leave_caches(&core, had).await;
-            if self.end_is_known().await {
-                object_purge::purge(core, forgotten, app).await;
-            }
-            drop(counted);
-        };
-        Some(purge.boxed())
-    }
-
-    fn forgotten_durable<'a>(
-        &'a self,
-        app: &'a AppId,
-        key: Option<&'a ShuffleKey>,
-    ) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.ends_known(app, key).boxed()
-    }
-
-    fn leave(&self, key: &ShuffleKey) {
-        if let Some((_, shuffle)) = self.shuffles.remove(key) {
-            shuffle.leave_caches(&self.core, shuffle.forget(&self.core));
-        }
-    }
-
-    fn end_deletions(&self, time: Duration) -> BoxFuture<'_, ()> {
-        let ended = async move {
-            let mut deletions = self.core.deletions.subscribe();
-            if crate::clock::timeout(time, deletions.wait_for(|under_way| *under_way == 0)).await.is_err() {
-                let left = *deletions.borrow();
-                tracing::warn!(
-                    left,
-                    "objects of removed shuffles or applications are not deleted yet; the next start \
-                     continues"
-                );
-            }
-        };
-        ended.boxed()
-    }
-
-    fn take_recovered(&self) -> Recovered {
-        let mut recovered = std::mem::take(&mut *self.recovered.lock());
-        if let Some((found, _)) = self.found.lock().take() {
-            let living = self.shuffles.iter().map(|shuffle| shuffle.name.incarnation).collect();
-            recovered.said = Said::stored(found, living);
-        }
-        self.log.begin();
-        recovered
-    }
-
-    fn drained(&self) -> Option<Drained> {
-        Some(Drained::default())
-    }
-
-    fn refresh_metrics(&self) {
-        self.core.metrics.failing.set(i64::from(self.core.circuit_breaker.is_failing()));
-    }
-
-    fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
-        let probe = async move {
-            for n in 1_u32.. {
-                crate::clock::sleep(PROBE_INTERVAL).await;
-                if self.core.circuit_breaker.is_failing() {
-                    self.probe().await;
-                } else if n % PROBES_PER_CLAIM == 0 {
-                    // A lost claim is remembered by this call.
-                    drop(self.core.require_claim().await);
-                }
-            }
-        };
-        let maintain = async move {
-            tokio::select! {
-                biased;
-                () = stop => {}
-                () = probe => {}
-            }
-        };
-        maintain.boxed()
-    }
-}
-
-impl ServedTier for ObjectTier {
-    fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
-        let uploads = self.registered(key)?;
-        let Partition { extents, blocks, bytes: data_length, .. } = uploads.shuffle.stream(partition);
-        let length = blocks * RECORD_BYTES as u64;
-        Ok(ServedIndex { length, data_length, chunks: Box::new(uploads.index(extents, 0, blocks)) })
-    }
-
-    fn data(
-        &self,
-        key: &ShuffleKey,
-        partition: PartitionId,
-        (offset, length): (u64, u32),
-    ) -> Result<ServedData, StoreError> {
-        let (uploads, range) = (self.registered(key)?, offset..offset.saturating_add(u64::from(length)));
-        let Some(extents) = uploads.shuffle.part(partition, &range).filter(|_| length > 0) else {
-            uploads.shuffle.require_present()?;
-            return Err(uploads.shuffle.error(StoreErrorKind::InvalidRange));
-        };
-        Ok(ServedData { has_hole: false, chunks: Box::new(uploads.data(extents, range)) })
-    }
-
-    fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
-        let Some(uploads) = self.uploads(key) else { return };
-        for range in ranges {
-            if let Some(extents) = uploads.shuffle.part(partition, range) {
-                uploads.hint(&extents, range);
-            }
-        }
-    }
 }

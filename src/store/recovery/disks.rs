@@ -23,7 +23,7 @@ use uuid::Uuid;
 use super::scan::{DiskScan, FoundDirectory, LogReader};
 use super::stored::{Stored, StoredShuffle, overlapping};
 use crate::clock::Instant;
-use crate::log::{Found, FoundShuffle, PresentIds};
+use crate::log::{Found, FoundShuffle, PresentIds, Said};
 use crate::metrics::clamped;
 use crate::store::disk::core::Core;
 use crate::store::disk::directories::directory::LocalDisk;
@@ -67,12 +67,20 @@ impl LocalStore {
     pub(in crate::store) async fn recover(
         &self,
         scans: Vec<DiskScan>,
-        found: Found,
+        (found, said): (Found, Said),
         mut stored: Stored,
     ) -> Recovered {
         let started = Instant::now();
         let core = &self.core;
-        let Found { shuffles, absent, gap, has_new_gap, blind_starts, next_incarnation } = found;
+        let Found { mut shuffles, absent, gap, has_new_gap, blind_starts, next_incarnation } = found;
+        if !self.has_disks() {
+            // Nothing else tells of a registration that is not in the log.
+            for (key, stored) in &stored.shuffles {
+                let incarnation = stored.incarnation;
+                let lost = || FoundShuffle { incarnation, incomplete: gap.clone(), is_moved: true };
+                shuffles.entry(key.clone()).or_insert_with(lost);
+            }
+        }
         let has_unread = scans.iter().any(|scan| scan.has_unread);
         let known = &Known { absent, blind_starts, gap: gap.filter(|_| has_new_gap), has_unread };
         let absent = known.absent.as_slice();
@@ -104,7 +112,7 @@ impl LocalStore {
             let stored = stored.shuffles.remove(&key);
             self.rebuild(key, found, known, stored)
         });
-        let mut recovered = Recovered { said: self.metadata.said(), ..Recovered::default() };
+        let mut recovered = Recovered { said, ..Recovered::default() };
         let mut rebuilds = stream::iter(rebuilds).buffered(REBUILDS);
         while let Some((shuffle, bytes, blocks)) = rebuilds.next().await {
             recovered.bytes += bytes;

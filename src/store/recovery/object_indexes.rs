@@ -16,7 +16,6 @@ use crate::log::PresentIds;
 use crate::store::StoreError;
 use crate::store::extents::extent::Extent;
 use crate::store::extents::extent_list::InStream as _;
-use crate::store::extents::streams::Streams;
 use crate::store::index::codec::decode_head;
 use crate::store::object::core::Core;
 use crate::store::object::layout::{SegmentId, TAIL_BYTES, Tail, segment_key};
@@ -30,8 +29,8 @@ const TAILS_AT_ONCE: usize = 64;
 const INDEXES_AT_ONCE: usize = 64;
 /// Limit for the indexes of all shuffles in memory.
 const INDEX_BYTES: u32 = 64 << 20;
-/// Heap of a recovered extent that was moved from local disks, with its tree entry.
-const MOVED_EXTENT_BYTES: u64 = 3 * size_of::<Extent>() as u64;
+/// Heap of a recovered extent, with its tree entry.
+const EXTENT_BYTES: u64 = 3 * size_of::<Extent>() as u64;
 
 /// Permits for bytes of indexes in memory.
 #[derive(Debug)]
@@ -67,17 +66,13 @@ type Chain = BTreeMap<u32, Tail>;
 /// Recovered data of a shuffle.
 pub(in crate::store) struct Data {
     prefix: String,
-    pub(in crate::store) streams: Streams,
-    /// Extents moved from local disks, by base. There may be holes between them.
-    pub(super) moved: HashMap<PartitionId, BTreeMap<u64, Extent>>,
-    /// Charge of the moved extents.
+    /// Extents by base. There may be holes between them.
+    pub(in crate::store) extents: HashMap<PartitionId, BTreeMap<u64, Extent>>,
+    /// Charge of the extents.
     pub(in crate::store) charge: Charge,
-    is_below_disks: bool,
     pub(in crate::store) present: PresentIds,
     /// Reason for missing data. Empty if no data is missing.
     pub(in crate::store) reason: String,
-    pub(in crate::store) bytes: u64,
-    pub(in crate::store) blocks: u64,
 }
 
 /// Index of one segment.
@@ -191,18 +186,8 @@ impl<'a> Indexes<'a> {
 impl Data {
     fn new(core: &Core, prefix: &str) -> Self {
         let (present, reason) = (PresentIds::default(), String::new());
-        let (streams, charge) = (Streams::new(&core.extents), core.extents.nothing());
-        Self {
-            prefix: prefix.to_owned(),
-            streams,
-            moved: HashMap::new(),
-            charge,
-            is_below_disks: core.settings.is_below_disks,
-            present,
-            reason,
-            bytes: 0,
-            blocks: 0,
-        }
+        let (prefix, extents, charge) = (prefix.to_owned(), HashMap::new(), core.extents.nothing());
+        Self { prefix, extents, charge, present, reason }
     }
 
     /// Returns the published segments. Each tail names the segment published before it, so the
@@ -235,23 +220,15 @@ impl Data {
         }
     }
 
-    /// Adds an extent. Without local disks, returns false if it does not continue the stream. With
-    /// local disks, returns false if it overlaps an extent that is not its copy.
+    /// Adds an extent. Returns false if it overlaps an extent that is not its copy.
     fn push(&mut self, partition: PartitionId, extent: Extent) -> bool {
-        if !self.is_below_disks {
-            let is_next = self.streams.get(partition).map_or(0, |it| it.bytes) == extent.base;
-            if is_next {
-                self.streams.push(partition, extent, 0);
-            }
-            return is_next;
-        }
-        let extents = self.moved.entry(partition).or_default();
+        let extents = self.extents.entry(partition).or_default();
         if let Some(other) = overlapping(extents, extent.base..extent.end()) {
             // A process that ended before it recorded an upload has repeated the upload.
             return other.is_copy_of(&extent);
         }
         extents.insert(extent.base, extent);
-        self.charge.merge(self.charge.budget().force_charge(MOVED_EXTENT_BYTES));
+        self.charge.merge(self.charge.budget().force_charge(EXTENT_BYTES));
         true
     }
 
@@ -265,8 +242,6 @@ impl Data {
             match ids {
                 Some(ids) if self.push(partition, extent) => {
                     self.present.add(partition, &ids);
-                    self.bytes += extent.length;
-                    self.blocks += u64::from(extent.blocks);
                 }
                 _ if self.reason.is_empty() => {
                     let key = segment_key(&self.prefix, number);

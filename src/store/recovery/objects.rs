@@ -7,26 +7,23 @@
 //!
 //! The number of concurrent requests of each kind is bounded, and memory for responses is charged.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use object_store::{ObjectMeta, ObjectStore as _};
 
-use super::object_indexes::{IndexMemory, Indexes};
-use crate::budget::Charge;
+use super::object_indexes::{Data, IndexMemory, Indexes};
 use crate::clock::sleep;
-use crate::log::{FoundShuffle, Incarnation, ListedObject, ShippedLog};
-use crate::store::extents::extent::Extent;
+use crate::log::{Incarnation, ListedObject, ShippedLog};
 use crate::store::object::claim::{claim_key, earlier_layout};
 use crate::store::object::core::Core;
 use crate::store::object::layout::{Name, Registered, is_page, parse_key, path_of, shuffle_prefix};
-use crate::store::object::log_objects::{StoredLog, from_log};
+use crate::store::object::log_objects::StoredLog;
 use crate::store::object::shuffle::Shuffle;
 use crate::store::object::upload::lane::Lane;
-use crate::store::{RecoveredShuffle, StoreError, StoreErrorKind};
-use uniffle_wire::types::PartitionId;
+use crate::store::{StoreError, StoreErrorKind, StoredShuffle};
 
 /// Maximum number of shuffles read concurrently.
 const AT_ONCE: usize = 64;
@@ -45,14 +42,9 @@ type Segments = BTreeMap<u32, u64>;
 #[derive(Debug)]
 pub(in crate::store) struct Found {
     pub(in crate::store) shuffle: Arc<Shuffle>,
-    pub(in crate::store) told: RecoveredShuffle,
-    /// Extents in the store, in a tier below local disks.
-    pub(in crate::store) extents: HashMap<PartitionId, BTreeMap<u64, Extent>>,
-    pub(in crate::store) charge: Charge,
+    pub(in crate::store) stored: StoredShuffle,
     /// Keys of segments outside the chain.
     pub(in crate::store) strays: Vec<String>,
-    pub(in crate::store) bytes: u64,
-    pub(in crate::store) blocks: u64,
 }
 
 /// Recovered state of the store.
@@ -73,7 +65,7 @@ pub(in crate::store) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreEr
     let (mut segments, names) = list_current(core).await?;
     let objects = Arc::new(StoredLog(Arc::clone(core)));
     let log = ShippedLog::read(objects, &names, &core.extents, !segments.is_empty()).await;
-    let log = log.map_err(|error| from_log(&error, &core.settings.root))?;
+    let log = log.map_err(|error| StoreError::of_log(&error, &core.settings.root))?;
     let highest = segments.keys().map(|name| name.incarnation.saturating_add(1)).max();
     let next_incarnation = log.next_incarnation().max(highest.unwrap_or(0));
     let memory = IndexMemory::default();
@@ -81,9 +73,9 @@ pub(in crate::store) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreEr
     let living = log.shuffles().iter().filter(|(_, found)| found.is_moved);
     let mut reads = Vec::new();
     for (key, found) in living {
-        let (name, found) = (Registered { key: key.clone(), incarnation: found.incarnation }, found.clone());
+        let name = Registered { key: key.clone(), incarnation: found.incarnation };
         let of_it = segments.remove(&name).unwrap_or_default();
-        reads.push(read(core, (name, of_it), found, &memory));
+        reads.push(read(core, name, of_it, &memory));
     }
     if let Some(gap) = log.gap() {
         // Local disks may know these registrations, so their segments stay.
@@ -95,19 +87,14 @@ pub(in crate::store) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreEr
             "the metadata log in the object store is incomplete; keeping segments of unknown registrations"
         );
         for name in unknown {
-            let incomplete = Some(gap.to_owned());
-            let found = FoundShuffle { incarnation: name.incarnation, incomplete, is_moved: true };
             let of_it = segments.remove(&name).unwrap_or_default();
-            reads.push(read(core, (name, of_it), found, &memory));
+            reads.push(read(core, name, of_it, &memory));
         }
     }
     let mut found: Vec<Found> = stream::iter(reads).buffered(AT_ONCE).try_collect().await?;
-    if let Some(gap) = log.gap() {
-        for it in &mut found {
-            it.told.incomplete = Some(gap.to_owned());
-            if !log.knows(&it.shuffle.incarnation()) && it.told.reason.is_empty() {
-                "the registration is lost".clone_into(&mut it.told.reason);
-            }
+    for it in &mut found {
+        if !log.knows(&incarnation_of(&it.shuffle.name)) && it.stored.reason.is_empty() {
+            "the registration is lost".clone_into(&mut it.stored.reason);
         }
     }
     let abandoned = if log.may_lack_registrations() { Vec::new() } else { segments.into_keys().collect() };
@@ -170,8 +157,8 @@ async fn list(core: &Core) -> Result<(Listed, Option<ObjectMeta>), StoreError> {
 
 async fn read(
     core: &Arc<Core>,
-    (name, segments): (Registered, Segments),
-    logged: FoundShuffle,
+    name: Registered,
+    segments: Segments,
     memory: &IndexMemory,
 ) -> Result<Found, StoreError> {
     let prefix = shuffle_prefix(&core.settings.root, &name);
@@ -181,21 +168,14 @@ async fn read(
     let published = segments.keys().rev().find(|number| chain.contains_key(number));
     let last_number = last.unwrap_or(0).saturating_add(NUMBERS_LEFT_OUT);
     let lane = Lane { last_number, published: published.copied().unwrap_or(0) };
-    let told = RecoveredShuffle {
-        key: name.key.clone(),
-        incomplete: logged.incomplete,
-        is_moved: logged.is_moved,
-        present: data.present,
-        lost: Vec::new(),
-        reason: data.reason,
-    };
-    let shuffle = Shuffle::restored(core, name, (data.streams, lane));
-    shuffle.set_known();
-    let is_stray = |number: &&u32| !chain.contains_key(number) && told.reason.is_empty();
+    let is_stray = |number: &&u32| !chain.contains_key(number) && data.reason.is_empty();
+    let shuffle = Shuffle::restored(core, name, lane);
     let strays = segments.keys().filter(is_stray).map(|number| shuffle.segment_key(*number)).collect();
     for (number, tail) in &chain {
         shuffle.count(core, tail.payload_bytes, segments.get(number).copied().unwrap_or(0));
     }
-    let (shuffle, bytes, blocks) = (Arc::new(shuffle), data.bytes, data.blocks);
-    Ok(Found { shuffle, told, extents: data.moved, charge: data.charge, strays, bytes, blocks })
+    let Data { extents, charge, present, reason, .. } = data;
+    let incarnation = shuffle.name.incarnation;
+    let stored = StoredShuffle { incarnation, extents, present, reason, _charge: charge };
+    Ok(Found { shuffle: Arc::new(shuffle), stored, strays })
 }

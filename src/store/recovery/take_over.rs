@@ -11,7 +11,9 @@ use futures::future::join_all;
 use super::scan::{DiskScan, scan_disk};
 use super::stored::Stored;
 use crate::clock::timeout;
-use crate::log::{Deadlines, Directory, Found, HandOff, Health, LogError, LogInStore, MetadataLog, Survey};
+use crate::log::{
+    Deadlines, Directory, Found, HandOff, Health, LogError, LogInStore, MetadataLog, Said, Survey,
+};
 use crate::runtime::Tasks;
 use crate::store::disk::core::Core;
 use crate::store::disk::directories::directory::LocalDisk;
@@ -47,6 +49,7 @@ impl Health for LocalDisk {
 pub(in crate::store) struct Before {
     scans: Vec<DiskScan>,
     found: Found,
+    said: Said,
 }
 
 impl Before {
@@ -73,20 +76,20 @@ impl Before {
             }
         }
         let deadlines = Deadlines { write, name };
-        let (log, found) = MetadataLog::open(directories, survey, deadlines, store, tasks).await;
+        let (log, found, said) = MetadataLog::open(directories, survey, deadlines, store, tasks).await;
         for (uuid, path) in &found.absent {
             tracing::error!(path, id = %uuid, "a data directory of earlier starts is missing; if its disk is not mounted, mount it and restart");
         }
-        (Self { scans, found }, log)
+        (Self { scans, found, said }, log)
     }
 }
 
 impl LocalStore {
     /// Recovers the state of an earlier process.
     pub(in crate::store) async fn take_over(&self, before: Before, stored: Stored) {
-        let Before { scans, found } = before;
+        let Before { scans, found, said } = before;
         let is_blind = found.has_new_gap;
-        let recovered = self.recover(scans, found, stored).await;
+        let recovered = self.recover(scans, (found, said), stored).await;
         if is_blind || recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()) {
             self.metadata.count_blind_start().await;
         }
@@ -219,6 +222,7 @@ pub(in crate::store) async fn mark_incomplete(
 
 pub(in crate::store) fn failed_log(error: &LogError) -> StoreError {
     match error.kind {
+        _ if error.is_remote => StoreError::of_log(error, &error.path),
         io::ErrorKind::Other => StoreError::remote(StoreErrorKind::Unhealthy, &error.path, error.to_string()),
         kind => StoreError::io(&error.path, io::Error::new(kind, error.to_string())),
     }

@@ -23,6 +23,8 @@ use crate::metrics::clamped;
 use crate::store::disk::core::Core;
 use crate::store::disk::directories::directory::{LocalDisk, TRASH};
 use crate::store::disk::shuffle::Shuffle;
+#[cfg(feature = "object")]
+use crate::store::extents::extent::Extent;
 use crate::store::extents::streams::Streams;
 use uniffle_wire::types::AppId;
 
@@ -59,6 +61,13 @@ impl DetachedShuffle {
     pub(in crate::store) fn new(core: &Arc<Core>, shuffle: Arc<Shuffle>) -> Self {
         let streams = shuffle.mark_purged();
         Self { core: Arc::clone(core), shuffle, streams }
+    }
+
+    /// Returns its extents in objects, with its incarnation.
+    #[cfg(feature = "object")]
+    pub(in crate::store) fn in_objects(&self) -> (u64, impl Iterator<Item = &Extent>) {
+        let extents = self.streams.extents().filter(|extent| extent.is_in_object());
+        (self.shuffle.incarnation, extents)
     }
 }
 

@@ -126,12 +126,12 @@ impl LocalStore {
     }
 
     /// Drops a shuffle from memory. Its files remain for a later process.
-    pub fn leave(&self, key: &ShuffleKey) {
-        let Some(shuffle) = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle)) else { return };
+    pub fn leave(&self, key: &ShuffleKey) -> Option<DetachedShuffle> {
+        let shuffle = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle))?;
         // Inserted while the shuffle is still known, because a sweep lists known shuffles first.
         self.left.lock().insert(shuffle.incarnation);
         self.shuffles.remove(key);
-        drop(DetachedShuffle::new(&self.core, shuffle));
+        Some(DetachedShuffle::new(&self.core, shuffle))
     }
 
     /// Removes the files of all purged shuffles, and the directory of `app` if it is empty.

@@ -15,6 +15,7 @@ use uniffle_worker::memory::Budget;
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::server::Worker;
+use uniffle_worker::store::migration::OffloadTier;
 use uniffle_worker::store::object::location::CLAIM;
 use uniffle_worker::store::object::{ObjectSettings, ObjectTier};
 
@@ -28,7 +29,9 @@ const P: PartitionId = PartitionId(0);
 async fn above(store: &FaultyObjects) -> WorkerFixture {
     let (budget, objects) = (Budget::new(u64::MAX), Arc::new(store.clone()));
     let settings = ObjectSettings { part_bytes: 64 << 10, ..ObjectSettings::new("shuffle/worker-1") };
-    let tier = ObjectTier::open(objects, settings, &budget, Tasks::new(), &Registry::new()).await.unwrap();
+    let (tasks, registry) = (Tasks::new(), Registry::new());
+    let objects = ObjectTier::open(objects, settings, &budget, tasks.clone(), &registry).await.unwrap();
+    let tier = OffloadTier::without_disks(objects, (&budget, tasks), &registry).await.unwrap();
     WorkerFixture::above(tier).await
 }
 

@@ -47,7 +47,8 @@ impl Process {
     /// Starts on an object store. Its faults apply from the first request.
     pub(crate) async fn above(store: &FaultyObjects) -> Result<Self, StoreError> {
         let (extents, registry, tasks) = (Budget::new(u64::MAX), Registry::new(), Tasks::new());
-        let tier = objects(store, false, (&extents, &tasks), &registry).await?;
+        let object = objects(store, (&extents, &tasks), &registry).await?;
+        let tier = OffloadTier::without_disks(object, (&extents, tasks.clone()), &registry).await?;
         Self::over(tier, tasks, registry).await
     }
 
@@ -59,7 +60,7 @@ impl Process {
     ) -> Result<Self, StoreError> {
         let (extents, registry, tasks) = (Budget::new(u64::MAX), Registry::new(), Tasks::new());
         let opened = async {
-            let object = objects(store, true, (&extents, &tasks), &registry).await?;
+            let object = objects(store, (&extents, &tasks), &registry).await?;
             let settings = OffloadSettings { watermarks, cold_bytes: 30_000, pass_bytes: 60_000 };
             let local = LocalConfig { data_log_bytes: 50_000, ..local };
             let faulty = |(disk, faults): &(Arc<MemoryDisk>, Faults)| {
@@ -153,16 +154,10 @@ impl Process {
 
 async fn objects(
     store: &FaultyObjects,
-    is_below_disks: bool,
     (extents, tasks): (&Budget, &Tasks),
     registry: &Registry,
 ) -> Result<Arc<ObjectTier>, StoreError> {
-    let settings = ObjectSettings {
-        segment_bytes: 100_000,
-        part_bytes: 16_000,
-        is_below_disks,
-        ..ObjectSettings::new(ROOT)
-    };
+    let settings = ObjectSettings { segment_bytes: 100_000, part_bytes: 16_000, ..ObjectSettings::new(ROOT) };
     ObjectTier::open(Arc::new(store.clone()), settings, extents, tasks.clone(), registry).await
 }
 

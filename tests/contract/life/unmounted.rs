@@ -9,7 +9,7 @@ use uniffle_testkit::fault::Faults;
 use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
 use uniffle_worker::log::METADATA;
 use uniffle_worker::log::format::frame::{self, Entry};
-use uniffle_worker::store::object::ObjectTier;
+use uniffle_worker::store::migration::OffloadTier;
 use uniffle_worker::store::object::layout::{Name, parse_key};
 use uniffle_worker::store::{LocalConfig, StoreErrorKind};
 
@@ -142,10 +142,11 @@ impl History {
             }
         };
         let is_mutated = self.mutation == Mutation::ReportsWait;
-        let object = self.process().flusher.tiers().find::<ObjectTier>().expect("there is a store");
+        let tier = self.process().flusher.tiers().find::<OffloadTier>().expect("there is a store");
         let reporting = async {
             self.report_of(key, true).await;
             if is_mutated {
+                let object = tier.objects();
                 let _ = object.known(object.log().end_position() + 1).await;
             }
         };

@@ -215,7 +215,8 @@ impl Task {
         }
     }
 
-    /// Creates an object from waiting entries.
+    /// Creates an object from waiting entries. Without disks, a shuffle's first record is followed
+    /// by the mark that all later ones are acknowledged by the store.
     fn take(&mut self) {
         let is_only_holder = self.is_only_holder();
         let Checkpoint { encoder, contents, .. } = &mut self.current;
@@ -225,9 +226,17 @@ impl Task {
             && out.len() < CHUNK_BYTES
             && let Some((at, entry)) = state.pop()
         {
-            let before = out.len();
-            if encoder.encode(&entry, 0, &mut out) && is_only_holder {
-                contents.took(&entry, (out.len() - before) as u64);
+            let mark = match &entry {
+                Entry::Said(shuffle, _) if is_only_holder && contents.wants_mark(shuffle) => {
+                    Some(Entry::Moved(shuffle.clone()))
+                }
+                _ => None,
+            };
+            for entry in std::iter::once(entry).chain(mark) {
+                let before = out.len();
+                if encoder.encode(&entry, 0, &mut out) && is_only_holder {
+                    contents.took(&entry, (out.len() - before) as u64);
+                }
             }
             position = at;
         }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
@@ -91,7 +92,7 @@ impl Log {
     }
 
     async fn append(&self, number: u64, record: &'static [u8]) -> Result<(), LogError> {
-        self.shipper.append(shuffle(number), Bytes::from_static(record), true).await
+        self.shipper.append(Entry::Said(shuffle(number), Bytes::from_static(record))).await.map(drop)
     }
 
     async fn end(self) -> Arc<MemoryObjects> {
@@ -133,7 +134,7 @@ async fn purge_behind_a_long_queue_drops_no_record() {
     let log = Log::open(&Arc::default(), 1).await;
     log.append(7, b"first").await.unwrap();
     let long = Bytes::from(vec![1; 5 << 20]);
-    let append = || log.shipper.append(shuffle(7), long.clone(), false);
+    let append = || log.shipper.append(Entry::Said(shuffle(7), long.clone()));
     // All three are in the queue before the task takes any.
     let appended = async { futures::join!(append(), append(), async { log.shipper.purge(shuffle(6)) }) };
     let (one, other, _) = tokio::time::timeout(Duration::from_secs(60), appended).await.unwrap();

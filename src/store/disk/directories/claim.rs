@@ -185,7 +185,7 @@ impl Claims<'_> {
         self.take(mounted).await?;
         known.update(paths, self.claimed.values());
         known.remember(self.claimed.values(), deadline).await;
-        if self.claimed.is_empty() {
+        if self.claimed.is_empty() && !paths.is_empty() {
             let none = || StoreError::new(StoreErrorKind::Unhealthy, "no data directory");
             return Err(self.last_error.take().unwrap_or_else(none));
         }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crate::store::disk::shuffle::Shuffle;
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::extents::extent_list::InStream as _;
+use crate::store::extents::streams::Partition;
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -22,8 +23,26 @@ pub struct StreamView {
     pub bytes: u64,
     /// Number of blocks of the whole stream.
     pub blocks: u64,
-    /// Number of extents of the whole stream that are in objects.
-    pub(in crate::store) in_objects: usize,
+    /// Which extents of the whole stream are in objects.
+    pub(in crate::store) in_objects: InObjects,
+}
+
+/// Which extents of a stream are in objects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::store) enum InObjects {
+    None,
+    Some,
+    All,
+}
+
+impl InObjects {
+    pub(in crate::store) fn of(partition: &Partition) -> Self {
+        match partition.in_objects {
+            0 => Self::None,
+            all if all == partition.extents.len() => Self::All,
+            _ => Self::Some,
+        }
+    }
 }
 
 /// Consecutive extents, either all in objects or none.
@@ -50,7 +69,7 @@ impl StreamView {
         // A range may have hundreds of thousands of extents: they are visited without the lock.
         let found = shuffle.with_partition(partition, |found| {
             let it = found.filter(|it| !range.is_empty() && range.end <= it.bytes)?;
-            Some((it.extents.part(range.start, range.end), it.bytes, it.blocks, it.in_objects))
+            Some((it.extents.part(range.start, range.end), it.bytes, it.blocks, InObjects::of(it)))
         });
         let Some((extents, bytes, blocks, in_objects)) = found else {
             shuffle.require_present()?;
@@ -62,8 +81,8 @@ impl StreamView {
     /// Returns an error if an extent of the stream is in an object.
     pub(in crate::store::disk) fn require_on_disks(&self) -> Result<(), StoreError> {
         match self.in_objects {
-            0 => Ok(()),
-            _ => Err(self.shuffle.error(StoreErrorKind::InvalidRange)),
+            InObjects::None => Ok(()),
+            InObjects::Some | InObjects::All => Err(self.shuffle.error(StoreErrorKind::InvalidRange)),
         }
     }
 
@@ -71,7 +90,7 @@ impl StreamView {
     pub fn run_at(&self, first: usize) -> Option<ViewRun> {
         let is_in_object = self.extents.get(first)?.is_in_object();
         let all = self.extents.len();
-        if first == 0 && (self.in_objects == 0 || self.in_objects == all) {
+        if first == 0 && self.in_objects != InObjects::Some {
             return Some(ViewRun { extents: 0..all, blocks: self.blocks, is_in_object });
         }
         let run = self.extents.iter_from(first).take_while(|it| it.is_in_object() == is_in_object);
@@ -106,8 +125,8 @@ impl StreamView {
     /// Returns the end of the run of extents that begins at `range.start`, up to the end of the
     /// range, and whether it is in objects.
     pub fn run_in(&self, range: &Range<u64>) -> (u64, bool) {
-        if self.in_objects == 0 {
-            return (range.end, false);
+        if self.in_objects != InObjects::Some {
+            return (range.end, self.in_objects == InObjects::All);
         }
         let mut extents = self.extents.touched(range.start, range.end).peekable();
         let is_in_object = extents.peek().is_some_and(|it| it.is_in_object());

@@ -60,12 +60,8 @@ impl Fixture {
 
     async fn try_start(&self) -> Result<Process, StoreError> {
         let (memory, tasks) = (Budget::new(u64::MAX), Tasks::new());
-        let objects = ObjectSettings {
-            segment_bytes: 40_000,
-            part_bytes: 8_000,
-            is_below_disks: true,
-            ..ObjectSettings::new("p/worker-1")
-        };
+        let objects =
+            ObjectSettings { segment_bytes: 40_000, part_bytes: 8_000, ..ObjectSettings::new("p/worker-1") };
         let registry = Registry::new();
         let object =
             ObjectTier::open(Arc::new(self.store.clone()), objects, &memory, tasks.clone(), &registry)

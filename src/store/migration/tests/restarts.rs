@@ -4,7 +4,7 @@ use uniffle_testkit::object_fault::{Call, Fault};
 use uniffle_wire::index::FILLER_BLOCK_ID;
 
 use super::*;
-use crate::store::Drained;
+use crate::store::{Drained, LocalStore, StoreErrorKind};
 
 async fn fill(process: &Process, key: &ShuffleKey, ids: Range<i64>) {
     for id in ids {
@@ -394,4 +394,35 @@ async fn returned_disk_completes_a_moved_shuffle() {
     let process = process.kill().await.on_an_empty_machine().start().await;
     let (recovered, said) = heard(&process).await;
     assert_eq!((&recovered.shuffles[0].incomplete, said[&key].len()), (&None, 2));
+}
+
+#[tokio::test(start_paused = true)]
+async fn store_without_disks_opens_and_registers() {
+    let (store, key) = (FaultyObjects::default(), key(1));
+    for life in 0..2 {
+        let (memory, tasks, registry) = (Budget::new(u64::MAX), Tasks::new(), Registry::new());
+        let (objects, settings) = (Arc::new(store.clone()), ObjectSettings::new("p/worker-1"));
+        let opened = ObjectTier::open(objects, settings, &memory, tasks.clone(), &registry).await;
+        let beside = (&memory, tasks.clone());
+        let tier = OffloadTier::without_disks(opened.unwrap(), beside, &registry).await.unwrap();
+        let mut recovered = tier.take_recovered();
+        let keys: Vec<_> = recovered.shuffles.iter().map(|it| it.key.clone()).collect();
+        if life == 0 {
+            assert!(keys.is_empty() && recovered.said.next().await.unwrap().is_none());
+            Arc::clone(&tier).prepare(None).unwrap().unwrap()(&key, &[]);
+            let log = tier.metadata_log(&key).unwrap();
+            log.append(Bytes::from_static(b"registration")).await.unwrap();
+            assert!(tier.shuffle(&key).unwrap().is_accepting());
+        } else {
+            assert_eq!(keys, std::slice::from_ref(&key));
+            let said = recovered.said.next().await.unwrap();
+            assert_eq!(said, Some((key.clone(), Bytes::from_static(b"registration"))));
+        }
+        tasks.cancel();
+        tasks.close();
+        tasks.drained().await;
+    }
+    let opened =
+        LocalStore::open(LocalConfig::default(), Vec::new(), &Budget::new(1), &Registry::new()).await;
+    assert_eq!(opened.unwrap_err().kind, StoreErrorKind::Unhealthy, "no store has the log");
 }

@@ -88,7 +88,7 @@ impl Verifier {
     }
 
     /// Saves the current position.
-    pub(in crate::store::object) fn mark(&mut self) -> Mark {
+    pub(super) fn mark(&mut self) -> Mark {
         self.checks.mark()
     }
 

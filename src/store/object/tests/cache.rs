@@ -247,7 +247,7 @@ async fn index_records_are_suspected_before_blocks() {
                 async || process.data(0, (586_000, 2000)).await.unwrap() == bytes_of(58_600..58_800, 10);
             assert!(read().await);
             assert!(faults.injected() > 0);
-            let chunks = process.tier.cached_bytes() / CHUNK_BYTES;
+            let chunks = process.tier.objects().cached_bytes() / CHUNK_BYTES;
             assert_eq!(chunks, chunks_left, "what may be damaged is dropped");
             faults.clear();
             assert!(read().await && read().await);
@@ -283,7 +283,7 @@ async fn partly_returned_records_are_fetched_again() {
     let half = SmallBuffers(2049 * 40);
     assert_eq!(index.next_chunk(&half).await.unwrap().unwrap().len(), 2049 * 40);
     assert!(index.next_chunk(&half).await.is_err_and(|error| error.kind == StoreErrorKind::Corrupt));
-    assert_eq!(process.tier.cached_bytes(), 0, "also those that were right");
+    assert_eq!(process.tier.objects().cached_bytes(), 0, "also those that were right");
     let index = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
     assert_eq!(index.len(), 40 * usize::try_from(MANY).unwrap());
 }
@@ -295,10 +295,10 @@ async fn cache_does_not_survive_shuffles_or_process() {
     let process = cached(&store, Arc::new(disk.clone()), 8).await;
     process.filled(2).await;
     process.data(0, (0, 2000)).await.unwrap();
-    assert_eq!(process.tier.cached_bytes(), 2 * CHUNK_BYTES);
+    assert_eq!(process.tier.objects().cached_bytes(), 2 * CHUNK_BYTES);
     assert_eq!(disk.files(), Vec::<PathBuf>::new(), "its file has no name");
     process.purge(&key(1), Purge::App(Cause::Unregistered)).await;
-    assert_eq!((process.tier.cached_bytes(), process.extents.used()), (0, 0));
+    assert_eq!((process.tier.objects().cached_bytes(), process.extents.used()), (0, 0));
 
     process.filled(2).await;
     let left = Path::new("uniffle-worker.cache.left");
@@ -306,7 +306,7 @@ async fn cache_does_not_survive_shuffles_or_process() {
     disk.put(&left.join("slots"), Some(vec![1]));
     process.kill().await;
     let process = cached(&store, Arc::new(disk.clone()), 8).await;
-    assert_eq!((disk.files(), process.tier.cached_bytes()), (Vec::new(), 0));
+    assert_eq!((disk.files(), process.tier.objects().cached_bytes()), (Vec::new(), 0));
     assert_eq!(process.data(0, (0, 2000)).await.unwrap(), bytes_of(0..2, 1000));
 }
 

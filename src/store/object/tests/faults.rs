@@ -120,11 +120,11 @@ async fn refused_deletions_pause_no_writes() {
     process.store.replace(&log_key("worker-2", log, 0), Bytes::new()).await;
     process.store.set(|call, _| if call == Call::Delete { Fault::Refuse } else { Fault::None });
     process.purge(&key(2), Purge::Shuffles).await;
-    assert_eq!(process.tier.core.metrics.deletions_failed.get(), 1);
-    process.tier.remove_worker("worker-2").await.unwrap_err();
+    assert_eq!(process.tier.objects().core.metrics.deletions_failed.get(), 1);
+    process.tier.objects().remove_worker("worker-2").await.unwrap_err();
     process.store.remove(&log_key("worker-2", log, 0)).await;
     // Only the claim is left.
-    process.tier.remove_worker("worker-2").await.unwrap_err();
+    process.tier.objects().remove_worker("worker-2").await.unwrap_err();
     assert!(shuffle.is_accepting() && process.tier.state().complaint.is_none());
 }
 

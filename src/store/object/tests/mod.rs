@@ -19,6 +19,7 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 use super::{ObjectSettings, ObjectTier};
 use crate::budget::Budget;
 use crate::runtime::Tasks;
+use crate::store::migration::OffloadTier;
 use crate::store::test_blocks::{self, all, content, expected, extent};
 use crate::store::{ChunkRead, MetadataLog, Purge, ServedTier, StoreError, Tier, TierShuffle};
 
@@ -37,7 +38,7 @@ impl ObjectTier {
 /// A process of the worker.
 struct Process {
     store: FaultyObjects,
-    tier: Arc<ObjectTier>,
+    tier: Arc<OffloadTier>,
     extents: Budget,
     tasks: Tasks,
 }
@@ -63,7 +64,9 @@ impl Process {
     async fn with(store: &FaultyObjects, settings: ObjectSettings) -> Result<Self, StoreError> {
         let (extents, tasks) = (Budget::new(u64::MAX), Tasks::new());
         let objects = Arc::new(store.clone());
-        let tier = ObjectTier::open(objects, settings, &extents, tasks.clone(), &Registry::new()).await?;
+        let registry = Registry::new();
+        let object = ObjectTier::open(objects, settings, &extents, tasks.clone(), &registry).await?;
+        let tier = OffloadTier::without_disks(object, (&extents, tasks.clone()), &registry).await?;
         Ok(Self { store: store.clone(), tier, extents, tasks })
     }
 

@@ -33,7 +33,7 @@ async fn waiting_batches_share_segments() {
         let began = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
         eventually("one goes up", began).await;
         let queued = async {
-            eventually("the others wait", || match process.tier.waiting(&key(1)) {
+            eventually("the others wait", || match process.tier.objects().waiting(&key(1)) {
                 8 => Ok(()),
                 waiting => Err(format!("{waiting} wait")),
             })

@@ -1,19 +1,22 @@
-//! Interface for data that is moved here from local disks.
+//! The objects of a registration: writes of batches, moves from local disks, and reads.
 //!
-//! The local disks know the position of each extent in its stream, so this module publishes nothing
-//! by itself.
+//! The local store has the extents and streams of all data, also without disks.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::uploader::{MOVED_PARTS_IN_FLIGHT, Source, one_from};
+use tokio::sync::oneshot;
+
+use super::lane::{Job, Making, Waiter};
+use super::segment::{Prepared, making_bytes};
+use super::uploader::{self, MOVED_PARTS_IN_FLIGHT, Source, one_from};
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::index::index_read::IndexRead;
 use crate::store::object::core::Core;
 use crate::store::object::read::data::{DataRead, plan};
 use crate::store::object::read::ranges;
 use crate::store::object::shuffle::Shuffle;
-use crate::store::{ChunkRead, StoreError};
+use crate::store::{ChunkRead, ExtentWrite, ShuffleHandle, StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_wire::types::PartitionId;
 
@@ -50,6 +53,39 @@ impl Uploads {
     pub(in crate::store) fn hint(&self, extents: &ExtentList, range: &Range<u64>) {
         let some = range.start..range.end.min(range.start.saturating_add(ranges::AHEAD_BYTES));
         ranges::begin_ahead(&self.core, &self.shuffle, &plan(extents, &some));
+    }
+
+    /// Returns whether a write is worth an attempt now.
+    pub(in crate::store) fn is_accepting(&self) -> bool {
+        self.core.circuit_breaker.is_worth_trying() && !self.core.claim.is_lost()
+    }
+
+    /// Writes a batch of a worker without disks, and appends it to `streams`. After `Ok` readers
+    /// find every block.
+    ///
+    /// # Errors
+    /// `Purged`, `InvalidBatch`. The store fails.
+    pub(in crate::store) async fn write(
+        &self,
+        streams: &ShuffleHandle,
+        extents: Vec<ExtentWrite>,
+    ) -> Result<(), StoreError> {
+        self.shuffle.require_present()?;
+        if self.core.claim.is_lost() {
+            self.core.require_claim().await?;
+        }
+        let key = || self.shuffle.name.key.to_string();
+        let extents = ExtentWrite::bounded(extents);
+        let bytes = making_bytes(&extents);
+        let _making = Making::begin(&self.core.making, &self.core.extents, bytes).await;
+        let prepared = tokio::task::spawn_blocking(move || Prepared::of(extents)).await;
+        let batch = prepared.map_err(|error| StoreError::io(key(), error.into()))??;
+        let (done, written) = oneshot::channel();
+        if self.shuffle.queue.add(Job { batch, streams: streams.clone(), waiter: Waiter { done, _making } }) {
+            let upload = uploader::run(Arc::clone(&self.core), Arc::clone(&self.shuffle));
+            self.core.tasks.spawn("segment upload", upload);
+        }
+        written.await.unwrap_or_else(|_| Err(self.shuffle.error(StoreErrorKind::Unhealthy)))
     }
 
     /// Writes blocks of `source` to one object. Returns its extents, which are readable from the

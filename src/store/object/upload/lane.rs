@@ -4,27 +4,29 @@ use tokio::sync::oneshot;
 
 use super::segment::Prepared;
 use crate::budget::{Budget, Charge};
-use crate::store::StoreError;
+use crate::store::{ShuffleHandle, StoreError};
 
 /// A batch to be written.
 #[derive(Debug)]
 pub(in crate::store::object) struct Job {
     pub(in crate::store::object) batch: Prepared,
-    pub(in crate::store::object) waiter: Waiter,
+    /// Streams to which its extents are appended.
+    pub(super) streams: ShuffleHandle,
+    pub(super) waiter: Waiter,
 }
 
 /// Response channel of a batch, with the memory charged until the response.
 #[derive(Debug)]
-pub(in crate::store::object) struct Waiter {
+pub(super) struct Waiter {
     pub(in crate::store::object) done: oneshot::Sender<Result<(), StoreError>>,
-    pub(in crate::store::object) _making: Making,
+    pub(super) _making: Making,
 }
 
 /// Heap for the records and extents of a batch while its segment is made, out of a bounded budget
 /// for all batches. A batch takes its share once, before it is prepared, so batches cannot
 /// deadlock.
 #[derive(Debug)]
-pub(in crate::store::object) struct Making {
+pub(super) struct Making {
     _part: Charge,
     _held: Charge,
 }

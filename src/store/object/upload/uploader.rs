@@ -23,7 +23,7 @@ use crate::store::object::circuit_breaker::again;
 use crate::store::object::core::Core;
 use crate::store::object::layout::{SegmentId, path_of};
 use crate::store::object::shuffle::Shuffle;
-use crate::store::{StoreError, StoreErrorKind};
+use crate::store::{ShuffleHandle, StoreError, StoreErrorKind};
 use uniffle_wire::types::PartitionId;
 
 /// Maximum number of concurrently uploaded parts of an object with data from local disks. It is
@@ -58,8 +58,9 @@ pub(in crate::store::object) async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>
 
 async fn one_segment(core: &Core, shuffle: &Shuffle, lane: &mut Lane, first: Job) {
     let mut upload = Upload::begin(core, shuffle, lane);
+    let streams = first.streams.clone();
     upload.join(first);
-    let result = upload.store(lane, None).await.map(drop);
+    let result = upload.store(lane, Origin::Batches(&streams)).await.map(drop);
     if let Err(error) = result.as_ref()
         && error.kind != StoreErrorKind::Purged
     {
@@ -80,14 +81,23 @@ pub(super) async fn one_from(
 ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
     let mut lane = shuffle.lane.lock().await;
     let mut upload = Upload::begin(core, shuffle, &mut lane);
-    upload.store(&mut lane, Some(source)).await
+    upload.store(&mut lane, Origin::Disks(source)).await
 }
 
-/// Counts a segment, and makes its extents visible unless local disks do that. Returns them.
+/// Origin of a segment's extents.
+enum Origin<'a> {
+    /// Waiting batches of a worker without disks. They are appended to these streams.
+    Batches(&'a ShuffleHandle),
+    /// Extents on disks, which are relocated by the caller.
+    Disks(&'a mut dyn Source),
+}
+
+/// Counts a segment, and makes its extents visible in `streams`. Returns them.
 async fn publish(
     core: &Core,
     shuffle: &Shuffle,
     sealed: Sealed,
+    streams: Option<&ShuffleHandle>,
 ) -> Result<Vec<(PartitionId, Extent)>, StoreError> {
     let Sealed { extents, payload_bytes, bytes } = sealed;
     // Cached before the extents are visible: a purge drops the records of visible extents only, so
@@ -99,11 +109,8 @@ async fn publish(
         tokio::task::yield_now().await;
     }
     let visible: Vec<_> = extents.iter().map(|(partition, extent, _)| (*partition, *extent)).collect();
-    let published = match core.settings.is_below_disks {
-        true => shuffle.require_present(),
-        false => shuffle.publish(&visible),
-    };
-    if let Err(error) = published {
+    let published = streams.map_or(Ok(()), |streams| streams.publish_stored(&visible));
+    if let Err(error) = published.and_then(|()| shuffle.require_present()) {
         core.records.forget(visible.iter().map(|(_, extent)| shuffle.records_key(extent)));
         return Err(error);
     }
@@ -141,16 +148,23 @@ impl<'a> Upload<'a> {
         Self { core, shuffle, number, key, path, open, multipart: None, parts, waiting }
     }
 
-    /// Stores the segment with the extents of `source`, or else with the waiting batches, and
-    /// publishes it. Returns its extents, or `None` if the source has none.
+    /// Stores the segment with extents of `origin`. Returns its extents, or `None` if there are
+    /// none.
     async fn store(
         &mut self,
         lane: &mut Lane,
-        source: Option<&mut dyn Source>,
+        origin: Origin<'_>,
     ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
         let (core, shuffle) = (self.core, self.shuffle);
+        let streams = match &origin {
+            Origin::Batches(streams) => Some(*streams),
+            Origin::Disks(_) => None,
+        };
         let filling = async {
-            let Some(source) = source else { return self.fill().await.map(Some) };
+            let source = match origin {
+                Origin::Batches(_) => return self.fill().await.map(Some),
+                Origin::Disks(source) => source,
+            };
             let sealed = self.fill_from(source).await?;
             if sealed.is_some() {
                 // Local disks release their copies afterwards, so this prefix must still be the one
@@ -169,13 +183,13 @@ impl<'a> Upload<'a> {
             core.metrics.uploads_failed.inc_by(u64::from(error.kind != StoreErrorKind::Purged));
         }
         let Some(sealed) = filled? else { return Ok(None) };
-        let extents = publish(core, shuffle, sealed).await?;
+        let extents = publish(core, shuffle, sealed, streams).await?;
         lane.published = self.number;
         Ok(Some(extents))
     }
 
     fn join(&mut self, job: Job) {
-        self.open.push(job.batch, |partition| self.shuffle.stream_bytes(partition));
+        self.open.push(job.batch, |partition| job.streams.stream_bytes(partition));
         self.waiting.push(job.waiter);
     }
 
