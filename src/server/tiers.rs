@@ -179,7 +179,7 @@ async fn start_object(
     use crate::store::migration::{OffloadSettings, OffloadTier, Watermarks};
     use crate::store::object::client::Client;
     use crate::store::object::layout::part_of;
-    use crate::store::object::{ObjectSettings, ObjectTier};
+    use crate::store::object::{Bucket, ObjectSettings};
 
     let section = &config.object;
     let client = Client::open(section, tasks, registry).context("[object_store]")?;
@@ -198,7 +198,7 @@ async fn start_object(
         ..ObjectSettings::new(root)
     };
     let (store, extents) = (client.store(), memory.extents());
-    let opened = ObjectTier::open(store, settings, extents, tasks.clone(), registry).await;
+    let opened = Bucket::open(store, settings, extents, tasks.clone(), registry).await;
     let object = opened.with_context(|| client.url().to_string())?;
     // After the claim: before it, the uploads may belong to a process that still runs.
     match client.abort_uploads(&prefix, began).await {
@@ -226,7 +226,7 @@ async fn start_object(
 /// Checks that the store accepts a worker with this id. A start without access to the store fails.
 #[cfg(feature = "object")]
 pub(super) async fn ask_object_store(config: &Config, server_id: &str) -> anyhow::Result<()> {
-    use crate::store::object::ObjectTier;
+    use crate::store::object::Bucket;
     use crate::store::object::client::Client;
     use crate::store::object::layout::part_of;
 
@@ -237,7 +237,7 @@ pub(super) async fn ask_object_store(config: &Config, server_id: &str) -> anyhow
     let asked = async {
         client.probe(&root).await?;
         // Refuses an upgrade from a program with another layout before it begins.
-        anyhow::Ok(ObjectTier::require_layout(&*client.store(), &root).await?)
+        anyhow::Ok(Bucket::require_layout(&*client.store(), &root).await?)
     };
     let answer = asked.await;
     tasks.cancel();

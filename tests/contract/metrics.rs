@@ -197,7 +197,7 @@ async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Reg
     use uniffle_worker::store::LocalConfig;
     use uniffle_worker::store::migration::{OffloadSettings, OffloadTier, Watermarks};
     use uniffle_worker::store::object::client::Client;
-    use uniffle_worker::store::object::{ObjectSettings, ObjectTier};
+    use uniffle_worker::store::object::{Bucket, ObjectSettings};
     let registries = [prometheus::Registry::new(), prometheus::Registry::new()];
     let extents = uniffle_worker::memory::Budget::new(u64::MAX);
     let tasks = uniffle_worker::runtime::Tasks::new();
@@ -206,7 +206,7 @@ async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Reg
     let open = async |registry| {
         let settings = ObjectSettings::new("worker");
         let store = Arc::new(FaultyObjects::default());
-        ObjectTier::open(store, settings, &extents, tasks.clone(), registry).await.expect("a tier")
+        Bucket::open(store, settings, &extents, tasks.clone(), registry).await.expect("a tier")
     };
     let (alone, below) = (open(&registries[0]).await, open(&registries[1]).await);
     let tier = OffloadTier::without_disks(alone, (&extents, tasks.clone()), &registries[0]).await;

@@ -19,7 +19,7 @@ use uniffle_worker::memory::{Budget, ReadPool};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::store::migration::OffloadTier;
 use uniffle_worker::store::object::client::Client;
-use uniffle_worker::store::object::{ObjectSettings, ObjectTier};
+use uniffle_worker::store::object::{Bucket, ObjectSettings};
 use uniffle_worker::store::{
     ChunkRead, ExtentData, ExtentWrite, ObjectConfig, Recovered, ServedTier as _, StoreError, Tier as _,
 };
@@ -79,7 +79,7 @@ impl Process {
         let client = Client::open(&config, &tasks, &registry).unwrap();
         let settings = ObjectSettings { part_bytes: 5 << 20, ..ObjectSettings::new("worker-1") };
         let budget = Budget::new(u64::MAX);
-        let objects = ObjectTier::open(client.store(), settings, &budget, tasks.clone(), &registry).await?;
+        let objects = Bucket::open(client.store(), settings, &budget, tasks.clone(), &registry).await?;
         let tier = OffloadTier::without_disks(objects, (&budget, tasks.clone()), &registry).await?;
         Ok(Self { tier, tasks })
     }

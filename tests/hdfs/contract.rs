@@ -260,7 +260,7 @@ mod objects {
     use uniffle_worker::store::migration::OffloadTier;
     use uniffle_worker::store::object::claim::claim_key;
     use uniffle_worker::store::object::client::Client;
-    use uniffle_worker::store::object::{ObjectSettings, ObjectTier};
+    use uniffle_worker::store::object::{Bucket, ObjectSettings};
 
     use super::*;
 
@@ -271,7 +271,7 @@ mod objects {
         registry: &Registry,
     ) -> Arc<OffloadTier> {
         let tasks = Tasks::new();
-        let opened = ObjectTier::open(Arc::clone(store), settings, extents, tasks.clone(), registry);
+        let opened = Bucket::open(Arc::clone(store), settings, extents, tasks.clone(), registry);
         let objects = opened.await.unwrap();
         OffloadTier::without_disks(objects, (extents, tasks), registry).await.unwrap()
     }

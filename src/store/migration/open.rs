@@ -19,7 +19,7 @@ use super::metrics::Metrics;
 use super::policy::Watermarks;
 use super::tier::{OffloadSettings, OffloadTier};
 use crate::runtime::Tasks;
-use crate::store::object::ObjectTier;
+use crate::store::object::Bucket;
 use crate::store::{
     LocalConfig, LocalStore, Purge, Recovered, StoreError, StoreErrorKind, Tier as _, TierHeap,
 };
@@ -35,7 +35,7 @@ impl OffloadTier {
     /// # Errors
     /// `InUse` if the store already has a tier above it.
     pub async fn without_disks(
-        object: Arc<ObjectTier>,
+        object: Arc<Bucket>,
         memory: (impl Into<TierHeap>, Tasks),
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
@@ -52,7 +52,7 @@ impl OffloadTier {
     pub async fn open(
         settings: OffloadSettings,
         (config, disks): (LocalConfig, Vec<Arc<dyn Disk>>),
-        object: Arc<ObjectTier>,
+        object: Arc<Bucket>,
         memory: (impl Into<TierHeap>, Tasks),
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
@@ -65,7 +65,7 @@ impl OffloadTier {
     async fn open_with(
         settings: OffloadSettings,
         (mut config, disks): (LocalConfig, Vec<Arc<dyn Disk>>),
-        object: Arc<ObjectTier>,
+        object: Arc<Bucket>,
         (heap, tasks): (impl Into<TierHeap>, Tasks),
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {

@@ -15,7 +15,7 @@ use futures::future::BoxFuture;
 use super::tier::OffloadTier;
 use crate::store::disk::StreamView;
 use crate::store::index::index_read::visit_ids;
-use crate::store::object::{ObjectTier, Uploads};
+use crate::store::object::{Bucket, Uploads};
 use crate::store::{ChunkRead, LocalStore, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
 use uniffle_wire::index::RECORD_BYTES;
@@ -86,7 +86,7 @@ impl OffloadTier {
 ///
 /// # Errors
 /// `Purged` if the registration has ended.
-fn uploads(object: &ObjectTier, view: &StreamView) -> Result<Uploads, StoreError> {
+fn uploads(object: &Bucket, view: &StreamView) -> Result<Uploads, StoreError> {
     let (key, incarnation) = view.registration();
     let uploads = object.uploads(key).filter(|it| it.incarnation() == incarnation);
     uploads.ok_or_else(|| StoreError::new(StoreErrorKind::Purged, key.to_string()))
@@ -105,7 +105,7 @@ enum Left {
 #[derive(Debug)]
 struct Runs {
     local: Arc<LocalStore>,
-    object: Arc<ObjectTier>,
+    object: Arc<Bucket>,
     view: StreamView,
     left: Left,
     /// Reader of the current run.

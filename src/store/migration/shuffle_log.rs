@@ -17,7 +17,7 @@ use futures::future::BoxFuture;
 use parking_lot::Mutex;
 
 use super::shuffle::Shuffle;
-use crate::store::object::ObjectTier;
+use crate::store::object::Bucket;
 use crate::store::{LocalStore, MetadataLog, StoreError};
 use uniffle_wire::types::ShuffleKey;
 
@@ -27,7 +27,7 @@ pub(super) type Ends = Mutex<HashMap<ShuffleKey, u64>>;
 /// The metadata log for one registration.
 pub(super) struct ShuffleLog {
     pub(super) local: Arc<LocalStore>,
-    pub(super) object: Arc<ObjectTier>,
+    pub(super) object: Arc<Bucket>,
     pub(super) ends: Arc<Ends>,
     pub(super) shuffle: Arc<Shuffle>,
 }

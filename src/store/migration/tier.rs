@@ -18,7 +18,7 @@ use super::shuffle_log::{Ends, ShuffleLog, forget_end};
 use crate::budget::Budget;
 use crate::log::{OnDamage, Scratch};
 use crate::runtime::Tasks;
-use crate::store::object::{NAMES, ObjectTier};
+use crate::store::object::{Bucket, NAMES};
 use crate::store::removal::deletion_queue::DetachedShuffle;
 use crate::store::{
     Admission, Capability, Drained, LocalStore, MetadataLog, Purge, Recovered, RemoteStorage, SavedSettings,
@@ -41,7 +41,7 @@ pub struct OffloadSettings {
 #[derive(Debug)]
 pub struct OffloadTier {
     pub(super) local: Arc<LocalStore>,
-    pub(super) object: Arc<ObjectTier>,
+    pub(super) object: Arc<Bucket>,
     pub(super) settings: OffloadSettings,
     pub(super) metrics: Metrics,
     /// Budget that the memory of passes is charged to.
@@ -94,7 +94,7 @@ impl OffloadTier {
 
     /// Returns the objects of the worker.
     #[must_use]
-    pub fn objects(&self) -> &Arc<ObjectTier> {
+    pub fn objects(&self) -> &Arc<Bucket> {
         &self.object
     }
 }

@@ -1,5 +1,5 @@
-//! The object tier: blocks in an object store that speaks S3. Clients of type MEMORY_LOCALFILE read
-//! them through the worker like local data, without jars or credentials.
+//! Extents in an object store that speaks S3. Clients of type MEMORY_LOCALFILE read them through the
+//! worker like local data, without jars or credentials.
 //!
 //! Batches of a shuffle share *segments*, objects with blocks of many partitions. A shuffle has at
 //! least one segment per flush, and another for each
@@ -7,6 +7,8 @@
 //! therefore follows the bytes, not the number of partitions. This module does not decide which
 //! data is flushed when.
 
+#[cfg(feature = "object")]
+mod bucket;
 #[cfg(feature = "object")]
 mod cache;
 #[cfg(feature = "object")]
@@ -37,17 +39,15 @@ pub(super) mod shuffle;
 #[cfg(test)]
 mod tests;
 #[cfg(feature = "object")]
-mod tier;
-#[cfg(feature = "object")]
 pub(super) mod upload;
 #[cfg(feature = "object")]
 mod workers;
 
+#[cfg(feature = "object")]
+pub use self::bucket::Bucket;
 pub use self::config::{Credentials, ObjectConfig, Secret, UploadCheck};
 pub(crate) use self::names::NAMES;
 pub use self::settings::ObjectSettings;
-#[cfg(feature = "object")]
-pub use self::tier::ObjectTier;
 #[cfg(feature = "object")]
 pub use self::upload::intake::Uploads;
 #[cfg(feature = "object")]

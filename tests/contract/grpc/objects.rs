@@ -17,7 +17,7 @@ use uniffle_worker::runtime::Tasks;
 use uniffle_worker::server::Worker;
 use uniffle_worker::store::migration::OffloadTier;
 use uniffle_worker::store::object::location::CLAIM;
-use uniffle_worker::store::object::{ObjectSettings, ObjectTier};
+use uniffle_worker::store::object::{Bucket, ObjectSettings};
 
 use super::blocks::{batch, blocks, payload};
 use super::fixture::{Setup, WorkerFixture, eventually, key};
@@ -30,7 +30,7 @@ async fn above(store: &FaultyObjects) -> WorkerFixture {
     let (budget, objects) = (Budget::new(u64::MAX), Arc::new(store.clone()));
     let settings = ObjectSettings { part_bytes: 64 << 10, ..ObjectSettings::new("shuffle/worker-1") };
     let (tasks, registry) = (Tasks::new(), Registry::new());
-    let objects = ObjectTier::open(objects, settings, &budget, tasks.clone(), &registry).await.unwrap();
+    let objects = Bucket::open(objects, settings, &budget, tasks.clone(), &registry).await.unwrap();
     let tier = OffloadTier::without_disks(objects, (&budget, tasks), &registry).await.unwrap();
     WorkerFixture::above(tier).await
 }

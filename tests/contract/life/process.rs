@@ -18,7 +18,7 @@ use uniffle_worker::memory::{Budget, Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
 use uniffle_worker::store::migration::{OffloadSettings, OffloadTier, Watermarks};
-use uniffle_worker::store::object::{ObjectSettings, ObjectTier};
+use uniffle_worker::store::object::{Bucket, ObjectSettings};
 use uniffle_worker::store::{LocalConfig, LocalStore, StoreError, Tier};
 
 const CAPACITY: u64 = 1 << 20;
@@ -156,9 +156,9 @@ async fn objects(
     store: &FaultyObjects,
     (extents, tasks): (&Budget, &Tasks),
     registry: &Registry,
-) -> Result<Arc<ObjectTier>, StoreError> {
+) -> Result<Arc<Bucket>, StoreError> {
     let settings = ObjectSettings { segment_bytes: 100_000, part_bytes: 16_000, ..ObjectSettings::new(ROOT) };
-    ObjectTier::open(Arc::new(store.clone()), settings, extents, tasks.clone(), registry).await
+    Bucket::open(Arc::new(store.clone()), settings, extents, tasks.clone(), registry).await
 }
 
 fn limits() -> Limits {

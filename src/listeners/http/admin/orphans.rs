@@ -18,17 +18,17 @@ use serde_json::json;
 use super::calls::{answer, arguments};
 use super::guard::refusal;
 use crate::store::StoreErrorKind;
-use crate::store::object::ObjectTier;
+use crate::store::object::Bucket;
 
 /// Returns the routes, for a worker with an object store.
-pub fn routes(tier: Arc<ObjectTier>) -> Router {
+pub fn routes(tier: Arc<Bucket>) -> Router {
     Router::new()
         .route("/admin/orphans", post(list))
         .route("/admin/orphans/remove", post(remove))
         .with_state(tier)
 }
 
-async fn list(State(tier): State<Arc<ObjectTier>>) -> Response {
+async fn list(State(tier): State<Arc<Bucket>>) -> Response {
     match tier.workers().await {
         Ok(workers) => answer(&json!({ "workers": workers })),
         Err(error) => refusal(StatusCode::BAD_GATEWAY, &error.to_string()),
@@ -41,7 +41,7 @@ struct Wanted {
     worker: String,
 }
 
-async fn remove(State(tier): State<Arc<ObjectTier>>, body: Bytes) -> Response {
+async fn remove(State(tier): State<Arc<Bucket>>, body: Bytes) -> Response {
     let wanted = match arguments::<Wanted>(&body, r#"{"worker": "10.1.2.3-19999-21200"}"#) {
         Ok(wanted) => wanted.worker,
         Err(response) => return response,

@@ -20,7 +20,7 @@ use crate::store::disk::log_file::Log;
 use crate::store::disk::shuffle::Shuffle;
 use crate::store::disk::walk::{partitions_of, turn};
 use crate::store::extents::extent::Extent;
-use crate::store::index::block_checks::Check;
+use crate::store::index::block_verifier::Check;
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_io::Vanished;
 use uniffle_wire::index::IndexRecord;

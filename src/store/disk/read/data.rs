@@ -16,15 +16,15 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use smallvec::SmallVec;
 
+use super::checksums::{DiskChecksums, SAMPLE};
 use super::damage::Damage;
-use super::verify::{SAMPLE, Verifier};
 use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Reader, Stream, piece_of};
 use crate::store::disk::config::VerifyReads;
 use crate::store::disk::files::Mode;
 use crate::store::disk::log_file::Log;
 use crate::store::disk::shuffle::Shuffle;
 use crate::store::extents::extent::{Extent, NO_LOG};
-use crate::store::index::block_checks::Check;
+use crate::store::index::block_verifier::Check;
 use crate::store::progress::Progress;
 use crate::store::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
@@ -44,7 +44,7 @@ pub struct DataRead {
     current: Option<Piece>,
     /// Chunks that were read and verified together with the last one.
     ready: VecDeque<Bytes>,
-    verifier: Option<Verifier>,
+    checksums: Option<DiskChecksums>,
 }
 
 /// The whole disk blocks that contain the first bytes of a [`Piece`].
@@ -99,17 +99,17 @@ impl DataRead {
             extents.clone().map(|extent| piece_of(extent, range.start, range.end)).collect();
         find_runs(&mut pieces);
         reader.core.metrics.read_data_file.inc();
-        let verifier = reader.verifies_next().then(|| verifier_of(partition, extents, &range));
+        let checksums = reader.verifies_next().then(|| checksums_of(partition, extents, &range));
         let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition));
         let (damage, ready) = (Arc::clone(&reader.damage), VecDeque::new());
         let progress = Progress::new(range.end - range.start);
-        Self { damage, stream, progress, range, pieces, next: 0, current: None, ready, verifier }
+        Self { damage, stream, progress, range, pieces, next: 0, current: None, ready, checksums }
     }
 
     /// Converts the read to a read of a migration: always verified, and failures are not counted.
     /// Only reads of clients trigger the search for lost blocks.
     pub(in crate::store) fn for_moving<'a>(mut self, extents: impl Iterator<Item = &'a Extent>) -> Self {
-        self.verifier = Some(verifier_of(self.stream.partition, extents, &self.range));
+        self.checksums = Some(checksums_of(self.stream.partition, extents, &self.range));
         self.stream.is_readers = false;
         self
     }
@@ -117,15 +117,15 @@ impl DataRead {
     /// Reads and verifies the next bytes, at most `len` unless they bypass the page cache. A block
     /// with a wrong checksum is first read again.
     async fn fetch(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<(), StoreError> {
-        if let Some(verifier) = &mut self.verifier {
+        if let Some(checksums) = &mut self.checksums {
             let Stream { core, shuffle, .. } = &self.stream;
-            if let Err((error, log)) = verifier.prepare(core, shuffle, READ_CHUNK_BYTES_MAX as u64).await {
+            if let Err((error, log)) = checksums.prepare(core, shuffle, READ_CHUNK_BYTES_MAX as u64).await {
                 shuffle.require_present()?;
                 self.stream.blame(&log);
                 return Err(error);
             }
         }
-        let before = (self.current, self.next, self.verifier.as_mut().map(|it| it.checks.mark()));
+        let before = (self.current, self.next, self.checksums.as_mut().map(|it| it.verifier.mark()));
         let Some(block) = self.fetch_once(len, buffers).await? else { return Ok(()) };
         let Stream { core, shuffle, partition, .. } = &self.stream;
         core.metrics.read_crc_mismatches.inc();
@@ -141,8 +141,8 @@ impl DataRead {
         );
         let mark;
         (self.current, self.next, mark) = before;
-        if let (Some(verifier), Some(mark)) = (&mut self.verifier, mark) {
-            verifier.checks.rewind(mark);
+        if let (Some(checksums), Some(mark)) = (&mut self.checksums, mark) {
+            checksums.verifier.rewind(mark);
         }
         match self.fetch_once(len, buffers).await? {
             None => Ok(()),
@@ -176,8 +176,8 @@ impl DataRead {
         } else {
             VecDeque::from([self.gather(piece, len, buffers).await?])
         };
-        if let Some(verifier) = &mut self.verifier
-            && let Some(block) = chunks.iter().find_map(|chunk| verifier.checks.check(chunk))
+        if let Some(checksums) = &mut self.checksums
+            && let Some(block) = chunks.iter().find_map(|chunk| checksums.verifier.check(chunk))
         {
             return Ok(Some(block));
         }
@@ -318,14 +318,14 @@ fn zeroed(mut buffer: Box<dyn ReadBuffer>, range: std::ops::Range<usize>) -> Box
     buffer
 }
 
-/// Creates the verifier of a read of a range that `extents` cover.
-fn verifier_of<'a>(
+/// Returns the checksums of a read of a range that `extents` cover.
+fn checksums_of<'a>(
     partition: PartitionId,
     extents: impl Iterator<Item = &'a Extent>,
     range: &Range<u64>,
-) -> Verifier {
+) -> DiskChecksums {
     let known = extents.filter(|extent| !extent.is_lost());
-    Verifier::new(partition, known.copied().collect(), range.clone())
+    DiskChecksums::new(partition, known.copied().collect(), range.clone())
 }
 
 /// Finds pieces that are contiguous in their log. They are read as one longer piece.

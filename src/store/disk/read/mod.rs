@@ -5,6 +5,7 @@
 //! records are first verified (order, sums, CRC). Large parts of data logs bypass the page cache,
 //! which costs less CPU time than reading through it.
 
+mod checksums;
 pub(super) mod damage;
 pub(super) mod damaged;
 mod data;
@@ -12,7 +13,6 @@ pub(super) mod failures;
 mod fetch;
 pub(super) mod hints;
 mod index;
-mod verify;
 pub(super) mod view;
 
 use std::fmt;

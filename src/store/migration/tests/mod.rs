@@ -24,7 +24,7 @@ use super::{OffloadSettings, OffloadTier};
 use crate::budget::Budget;
 use crate::log::{Record, Registration};
 use crate::runtime::Tasks;
-use crate::store::object::{ObjectSettings, ObjectTier};
+use crate::store::object::{Bucket, ObjectSettings};
 use crate::store::test_blocks::{self, all, content, expected, extent};
 use crate::store::{ExtentWrite, LocalConfig, Purge, Recovered, ServedTier, StoreError, Tier};
 
@@ -64,8 +64,7 @@ impl Fixture {
             ObjectSettings { segment_bytes: 40_000, part_bytes: 8_000, ..ObjectSettings::new("p/worker-1") };
         let registry = Registry::new();
         let object =
-            ObjectTier::open(Arc::new(self.store.clone()), objects, &memory, tasks.clone(), &registry)
-                .await?;
+            Bucket::open(Arc::new(self.store.clone()), objects, &memory, tasks.clone(), &registry).await?;
         let settings = OffloadSettings {
             watermarks: Watermarks { high: 0.6, low: 0.5 },
             cold_bytes: 30_000,

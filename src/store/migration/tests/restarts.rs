@@ -402,7 +402,7 @@ async fn store_without_disks_opens_and_registers() {
     for life in 0..2 {
         let (memory, tasks, registry) = (Budget::new(u64::MAX), Tasks::new(), Registry::new());
         let (objects, settings) = (Arc::new(store.clone()), ObjectSettings::new("p/worker-1"));
-        let opened = ObjectTier::open(objects, settings, &memory, tasks.clone(), &registry).await;
+        let opened = Bucket::open(objects, settings, &memory, tasks.clone(), &registry).await;
         let beside = (&memory, tasks.clone());
         let tier = OffloadTier::without_disks(opened.unwrap(), beside, &registry).await.unwrap();
         let mut recovered = tier.take_recovered();

@@ -12,12 +12,12 @@ use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
+use super::checksums::ObjectChecksums;
 use super::fetch::{self, Ahead, Part};
 use super::ranges::{self, Asked, Located};
-use super::verify::Verifier;
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::extents::extent_list::InStream as _;
-use crate::store::index::block_checks::Check;
+use crate::store::index::block_verifier::Check;
 use crate::store::object::core::Core;
 use crate::store::object::shuffle::Shuffle;
 use crate::store::progress::Progress;
@@ -38,7 +38,7 @@ pub(in crate::store::object) struct DataRead {
     extents: Arc<ExtentList>,
     /// End of the range in the stream.
     end: u64,
-    verifier: Verifier,
+    checksums: ObjectChecksums,
     ahead: Ahead,
 }
 
@@ -92,7 +92,7 @@ impl DataRead {
             shuffle,
             progress: Progress::new(range.end - range.start),
             end: range.end,
-            verifier: Verifier::new(Arc::clone(&extents), range),
+            checksums: ObjectChecksums::new(Arc::clone(&extents), range),
             extents,
             ahead: Ahead::default(),
         }
@@ -108,7 +108,7 @@ impl DataRead {
         let Range { start, end } = self.range();
         let until = start + len as u64;
         let records = match core.cache.is_some() {
-            true => self.verifier.missing_records(&core, &shuffle, until),
+            true => self.checksums.missing_records(&core, &shuffle, until),
             false => Vec::new(),
         };
         let parts = plan(&self.extents, &(start..until));
@@ -122,15 +122,15 @@ impl DataRead {
         if core.cache.is_some() && until < end {
             ranges::begin_ahead(&core, &shuffle, &plan(&self.extents, &next(ranges::AHEAD_BYTES)));
         }
-        let asked = Asked { len, beside: Some(self.verifier.beside_bytes(until)), buffers };
+        let asked = Asked { len, beside: Some(self.checksums.beside_bytes(until)), buffers };
         let mut room = located.room(&core, &shuffle, &asked).await;
-        self.verifier.prepare(&core, &shuffle, until).await?;
+        self.checksums.prepare(&core, &shuffle, until).await?;
         loop {
-            let mark = self.verifier.mark();
+            let mark = self.checksums.mark();
             room = located.read(&core, &shuffle, (&asked, room), &mut self.ahead).await?;
-            let Some(block) = self.verifier.check(room.bytes(len)) else { return Ok(room.freeze(len)) };
+            let Some(block) = self.checksums.check(room.bytes(len)) else { return Ok(room.freeze(len)) };
             self.ahead.forget();
-            self.verifier.rewind(mark);
+            self.checksums.rewind(mark);
             located = self.again(&located, &block)?;
         }
     }
@@ -149,7 +149,7 @@ impl DataRead {
         if let Some(of_store) = located.of_store_instead(core) {
             return Ok(of_store);
         }
-        match self.verifier.count_mismatch() {
+        match self.checksums.count_mismatch() {
             1 => Ok(located.of_store()),
             _ => Err(StoreError::corrupt(key, "a block has wrong bytes, confirmed by a second read")),
         }

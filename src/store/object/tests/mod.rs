@@ -16,14 +16,14 @@ use uniffle_io::buffers::HeapBuffers;
 use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 
-use super::{ObjectSettings, ObjectTier};
+use super::{Bucket, ObjectSettings};
 use crate::budget::Budget;
 use crate::runtime::Tasks;
 use crate::store::migration::OffloadTier;
 use crate::store::test_blocks::{self, all, content, expected, extent};
 use crate::store::{ChunkRead, MetadataLog, Purge, ServedTier, StoreError, Tier, TierShuffle};
 
-impl ObjectTier {
+impl Bucket {
     /// Returns the number of batches waiting for a segment.
     fn waiting(&self, key: &ShuffleKey) -> usize {
         self.find(key).map_or(0, |shuffle| shuffle.queue.len())
@@ -65,7 +65,7 @@ impl Process {
         let (extents, tasks) = (Budget::new(u64::MAX), Tasks::new());
         let objects = Arc::new(store.clone());
         let registry = Registry::new();
-        let object = ObjectTier::open(objects, settings, &extents, tasks.clone(), &registry).await?;
+        let object = Bucket::open(objects, settings, &extents, tasks.clone(), &registry).await?;
         let tier = OffloadTier::without_disks(object, (&extents, tasks.clone()), &registry).await?;
         Ok(Self { store: store.clone(), tier, extents, tasks })
     }

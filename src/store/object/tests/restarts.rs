@@ -291,7 +291,7 @@ async fn log_object_damaged_in_one_copy_costs_nothing() {
             // Alone it begins no new generation of the log.
             let (objects, extents, tasks) = (Arc::new(store.clone()), Budget::new(u64::MAX), Tasks::new());
             let registry = Registry::new();
-            let opened = ObjectTier::open(objects, settings(), &extents, tasks.clone(), &registry);
+            let opened = Bucket::open(objects, settings(), &extents, tasks.clone(), &registry);
             let stored = opened.await.unwrap().take_found().unwrap();
             let gap = stored.log.as_ref().and_then(|log| log.found.gap());
             assert_eq!((stored.shuffles.len(), gap), (1, None), "{object} {damage}");

@@ -1,6 +1,6 @@
-//! Verifies the CRC-32 of each block that is completely in the range of a data read, while its
-//! bytes are read. Finds damage by the store, the network, the cache's disk, and systems between
-//! them.
+//! Loads the CRC-32 of each block that is completely in the range of a data read, and passes it to
+//! the [`BlockVerifier`]. That finds damage by the store, the network, the cache's disk, and systems
+//! between them.
 //!
 //! Only blocks of the current chunk are known at a time. Their records are read by whole extents,
 //! because only those have a checksum, and stay in the record cache for the next chunk.
@@ -17,7 +17,7 @@ use super::ranges;
 use crate::store::StoreError;
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::extents::extent_write::EXTENT_BLOCKS_MAX;
-use crate::store::index::block_checks::{BlockChecks, Check, Mark};
+use crate::store::index::block_verifier::{BlockVerifier, Check, Mark};
 use crate::store::index::index_read::WRONG_RECORDS;
 use crate::store::index::records::are_sound;
 use crate::store::object::core::Core;
@@ -35,9 +35,9 @@ const LOADS_AT_ONCE: usize = 8;
 /// Then not all of them are verified.
 const CHECKS_MAX: usize = 1 << 16;
 
-/// Verifier of the blocks of one read, in the order of the stream.
+/// ObjectChecksums of the blocks of one read, in the order of the stream.
 #[derive(Debug)]
-pub(super) struct Verifier {
+pub(super) struct ObjectChecksums {
     /// Extents that cover the range, shared with the read.
     extents: Arc<ExtentList>,
     /// Index of the first extent whose records are not all known.
@@ -45,7 +45,7 @@ pub(super) struct Verifier {
     /// Number of its known records, and of the bytes of their blocks.
     known: (u32, u64),
     range: Range<u64>,
-    checks: BlockChecks,
+    verifier: BlockVerifier,
     mismatches: u32,
 }
 
@@ -80,21 +80,21 @@ impl Group {
     }
 }
 
-impl Verifier {
-    /// Creates the verifier of a read of `range`, which `extents` cover.
+impl ObjectChecksums {
+    /// Returns the checksums of a read of `range`, which `extents` cover.
     pub(in crate::store) fn new(extents: Arc<ExtentList>, range: Range<u64>) -> Self {
-        let (at, checks) = (extents.after(range.start), BlockChecks::new(range.start));
-        Self { extents, at, known: (0, 0), range, checks, mismatches: 0 }
+        let (at, verifier) = (extents.after(range.start), BlockVerifier::new(range.start));
+        Self { extents, at, known: (0, 0), range, verifier, mismatches: 0 }
     }
 
     /// Saves the current position.
     pub(super) fn mark(&mut self) -> Mark {
-        self.checks.mark()
+        self.verifier.mark()
     }
 
     /// Returns to the last saved position.
     pub(super) fn rewind(&mut self, mark: Mark) {
-        self.checks.rewind(mark);
+        self.verifier.rewind(mark);
     }
 
     /// Counts a read from the store with wrong bytes. Returns the number of such reads since the
@@ -107,7 +107,7 @@ impl Verifier {
     /// Returns the first block that ends in the next bytes of the range and has a wrong checksum.
     /// Requires that the blocks are [prepared](Self::prepare).
     pub(in crate::store::object) fn check(&mut self, bytes: &[u8]) -> Option<Check> {
-        let block = self.checks.check(bytes);
+        let block = self.verifier.check(bytes);
         self.mismatches *= u32::from(block.is_some());
         block
     }
@@ -134,7 +134,7 @@ impl Verifier {
         blocks.min(CHECKS_MAX) * size_of::<Check>() + blocks.min(most) * RECORD_BYTES
     }
 
-    /// Returns the places of the records that [`Verifier::prepare`] will read because they are not
+    /// Returns the places of the records that [`ObjectChecksums::prepare`] will read because they are not
     /// in memory.
     pub(super) fn missing_records(&self, core: &Core, shuffle: &Shuffle, until: u64) -> Vec<Part> {
         let missing = self.unknown(until).filter_map(|(_, extent)| {
@@ -162,7 +162,7 @@ impl Verifier {
         let mut loaded = VecDeque::new();
         while let Some(extent) = self.extents.get(self.at).copied()
             && extent.base + self.known.1 < until
-            && self.checks.known() < CHECKS_MAX
+            && self.verifier.known() < CHECKS_MAX
         {
             if loaded.is_empty() {
                 loaded = self.load_some(core, shuffle, until).await?;
@@ -205,15 +205,15 @@ impl Verifier {
     fn take(&mut self, extent: &Extent, record: &IndexRecord, until: u64) -> ControlFlow<()> {
         let (blocks, before) = self.known;
         let start = extent.base + before;
-        if start >= until || self.checks.known() >= CHECKS_MAX {
+        if start >= until || self.verifier.known() >= CHECKS_MAX {
             return ControlFlow::Break(());
         }
         let bytes = u64::from(record.length.unsigned_abs());
         self.known = (blocks + 1, before + bytes);
         let place = start..start + bytes;
-        if place.start >= self.range.start.max(self.checks.at()) && place.end <= self.range.end {
+        if place.start >= self.range.start.max(self.verifier.at()) && place.end <= self.range.end {
             let crc = u32::try_from(record.crc).unwrap_or(0);
-            self.checks.push(Check { place, crc, base: extent.base });
+            self.verifier.push(Check { place, crc, base: extent.base });
         }
         ControlFlow::Continue(())
     }
@@ -261,10 +261,10 @@ mod tests {
         let mut list = ExtentList::default();
         (0..100_000).for_each(|at| list.push(extent(at)));
         let before = allocatedp::read().unwrap().get();
-        let verifier = Verifier::new(Arc::new(list.part(25, 5000)), 25..5000);
+        let checksums = ObjectChecksums::new(Arc::new(list.part(25, 5000)), 25..5000);
         let allocated = allocatedp::read().unwrap().get() - before;
         assert!(allocated < 1024, "{allocated} bytes");
-        let bases = verifier.unknown(45).map(|(_, extent)| extent.base);
+        let bases = checksums.unknown(45).map(|(_, extent)| extent.base);
         assert_eq!(bases.collect::<Vec<_>>(), [20, 30, 40]);
     }
 }

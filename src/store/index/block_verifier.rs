@@ -1,7 +1,7 @@
 //! Compares the CRC-32 of blocks with the recorded ones, while their bytes pass in the order of a
 //! stream.
 //!
-//! Pure: the verifier of a tier supplies the blocks.
+//! Pure: the checksums are loaded by the reader of the disk or the bucket.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -17,9 +17,10 @@ pub(in crate::store) struct Check {
     pub(in crate::store) base: u64,
 }
 
-/// The blocks that have not passed yet, and the running checksum of the current one.
+/// Verifies blocks: the expected checksums of the next ones, and the running checksum of the current
+/// one.
 #[derive(Debug)]
-pub(in crate::store) struct BlockChecks {
+pub(in crate::store) struct BlockVerifier {
     /// Blocks, ordered by their ranges.
     checks: VecDeque<Check>,
     /// Number of blocks that have passed since the last mark.
@@ -29,15 +30,15 @@ pub(in crate::store) struct BlockChecks {
     at: u64,
 }
 
-/// A saved position of [`BlockChecks`].
+/// A saved position of [`BlockVerifier`].
 #[derive(Debug)]
 pub(in crate::store) struct Mark {
     hasher: crc32fast::Hasher,
     at: u64,
 }
 
-impl BlockChecks {
-    /// Creates the checks of bytes from offset `at` on.
+impl BlockVerifier {
+    /// Creates the verifier of bytes from offset `at` on.
     pub(in crate::store) fn new(at: u64) -> Self {
         Self { checks: VecDeque::new(), passed: 0, hasher: crc32fast::Hasher::new(), at }
     }
@@ -100,8 +101,8 @@ impl BlockChecks {
 mod tests {
     use super::*;
 
-    fn checks(blocks: &[(u64, &[u8])]) -> BlockChecks {
-        let mut checks = BlockChecks::new(0);
+    fn checks(blocks: &[(u64, &[u8])]) -> BlockVerifier {
+        let mut checks = BlockVerifier::new(0);
         for (start, bytes) in blocks {
             let place = *start..*start + bytes.len() as u64;
             checks.push(Check { place, crc: crc32fast::hash(bytes), base: 0 });

@@ -1,4 +1,5 @@
-//! Verifies the CRC-32 of every block that a data read covers completely, while its bytes pass.
+//! Loads the CRC-32 of every block that a data read covers completely, and passes it to the
+//! [`BlockVerifier`].
 //!
 //! Clients verify too, but only the worker knows which disk returned wrong bytes.
 
@@ -10,7 +11,7 @@ use crate::store::disk::core::Core;
 use crate::store::disk::log_file::Log;
 use crate::store::disk::shuffle::Shuffle;
 use crate::store::extents::extent::Extent;
-use crate::store::index::block_checks::{BlockChecks, Check};
+use crate::store::index::block_verifier::{BlockVerifier, Check};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 use uniffle_wire::types::PartitionId;
 
@@ -20,23 +21,23 @@ pub(super) const SAMPLE: u64 = 16;
 /// Maximum number of blocks loaded at a time. Blocks below about 32 bytes may be skipped.
 const CHECKS_MAX: usize = 1 << 16;
 
-/// Verifier of the blocks of one read, in the order of the stream.
+/// DiskChecksums of the blocks of one read, in the order of the stream.
 #[derive(Debug)]
-pub(super) struct Verifier {
+pub(super) struct DiskChecksums {
     partition: PartitionId,
     extents: std::vec::IntoIter<Extent>,
     /// Number of records of the first extent that are loaded.
     known: u32,
     range: Range<u64>,
-    /// Checks of the [prepared](Self::prepare) bytes.
-    pub(super) checks: BlockChecks,
+    /// Verifier of the [prepared](Self::prepare) bytes.
+    pub(super) verifier: BlockVerifier,
 }
 
-impl Verifier {
-    /// Creates the verifier of a read of `range`, which `extents` cover except for holes.
+impl DiskChecksums {
+    /// Returns the checksums of a read of `range`, which `extents` cover except for holes.
     pub(in crate::store) fn new(partition: PartitionId, extents: Vec<Extent>, range: Range<u64>) -> Self {
-        let checks = BlockChecks::new(range.start);
-        Self { partition, extents: extents.into_iter(), known: 0, range, checks }
+        let verifier = BlockVerifier::new(range.start);
+        Self { partition, extents: extents.into_iter(), known: 0, range, verifier }
     }
 
     /// Loads the checksums of the next `bytes` bytes of the range.
@@ -49,7 +50,7 @@ impl Verifier {
         shuffle: &Shuffle,
         bytes: u64,
     ) -> Result<(), (StoreError, Arc<Log>)> {
-        let until = self.checks.at().saturating_add(bytes);
+        let until = self.verifier.at().saturating_add(bytes);
         while let Some(extent) = self.extents.as_slice().first().filter(|extent| extent.base < until).copied()
         {
             self.load(core, shuffle, &extent, until).await?;
@@ -74,16 +75,16 @@ impl Verifier {
         let cached = core.records.find(&shuffle.records_key(extent));
         let mut take = |record: &IndexRecord| {
             let start = extent.base + record.offset.unsigned_abs();
-            if start >= until || self.checks.known() >= CHECKS_MAX {
+            if start >= until || self.verifier.known() >= CHECKS_MAX {
                 return ControlFlow::Break(());
             }
             self.known += 1;
             let place = start..start + u64::from(record.length.unsigned_abs());
-            let first = self.range.start.max(self.checks.at());
+            let first = self.range.start.max(self.verifier.at());
             let whole = place.start >= first && place.end <= self.range.end;
             if whole && !shuffle.damaged.touches(self.partition, &place) {
                 let crc = u32::try_from(record.crc).unwrap_or(0);
-                self.checks.push(Check { place, crc, base: extent.base });
+                self.verifier.push(Check { place, crc, base: extent.base });
             }
             ControlFlow::Continue(())
         };

@@ -47,7 +47,7 @@ const ENDS_PAUSE: Duration = Duration::from_secs(1);
 
 /// The objects of this worker in an object store.
 #[derive(Debug)]
-pub struct ObjectTier {
+pub struct Bucket {
     pub(in crate::store) core: Arc<Core>,
     shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
     log: Shipper,
@@ -56,7 +56,7 @@ pub struct ObjectTier {
     found: Mutex<Option<Stored>>,
 }
 
-impl ObjectTier {
+impl Bucket {
     /// Claims the worker's prefix and recovers the state of the previous process. Extents are
     /// charged to `extents`, even beyond its capacity. Uploads run as tasks of `tasks`.
     ///
