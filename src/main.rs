@@ -329,8 +329,8 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
         runtime.shutdown_background();
         let (successor, sockets) = match ended? {
             Ended::Upgrade { successor, sockets } => (successor, sockets),
-            Ended::Stopped { has_lost: true } => return Ok(ExitCode::from(LOST)),
-            Ended::Stopped { has_lost: false } => return Ok(ExitCode::SUCCESS),
+            Ended::StopReport { has_lost: true } => return Ok(ExitCode::from(LOST)),
+            Ended::StopReport { has_lost: false } => return Ok(ExitCode::SUCCESS),
         };
         telemetry.flush();
         hold_upgrade_signal();
@@ -355,7 +355,7 @@ async fn serve(config: &Config, environment: Environment, inherited: Inherited) 
         let signal = tokio::select! {
             ended = &mut server => return match ended {
                 // Memory intended for the successor may be lost with the process.
-                Ok(Ended::Upgrade { .. }) if is_stopping => Ok(Ended::Stopped { has_lost: forced_stop.end() }),
+                Ok(Ended::Upgrade { .. }) if is_stopping => Ok(Ended::StopReport { has_lost: forced_stop.end() }),
                 ended => ended,
             },
             signal = signals.next() => signal,
@@ -367,7 +367,7 @@ async fn serve(config: &Config, environment: Environment, inherited: Inherited) 
             "SIGHUP" => commands.try_send(Command::Reload),
             "SIGUSR2" => commands.try_send(Command::Upgrade(successor.clone())),
             name if is_stopping => match forced_stop.end() {
-                true => return Ok(Ended::Stopped { has_lost: true }),
+                true => return Ok(Ended::StopReport { has_lost: true }),
                 false => anyhow::bail!("{name} during shutdown; exiting without waiting any longer"),
             },
             name => {

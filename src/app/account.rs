@@ -54,14 +54,14 @@ pub struct Account {
     opened: Instant,
     stages: [Entry; STAGES.len()],
     waiting: [Waiting; 2],
-    pub tickets_granted: Tally,
+    pub tickets_granted: ByteCounter,
     /// Sends that were refused or failed.
-    pub sends_failed: Tally,
+    pub sends_failed: ByteCounter,
     /// Resent blocks and their payload bytes.
-    pub duplicates: Tally,
+    pub duplicates: ByteCounter,
     /// Batches that had to be retried.
-    pub flush_retries: Tally,
-    pub memory_reads: Tally,
+    pub flush_retries: ByteCounter,
+    pub memory_reads: ByteCounter,
     /// Bytes in memory times microseconds, summed over the samples.
     memory_byte_us: AtomicU64,
     memory_peak_bytes: AtomicU64,
@@ -69,12 +69,12 @@ pub struct Account {
 
 /// A count and a sum of bytes.
 #[derive(Debug, Default)]
-pub struct Tally {
+pub struct ByteCounter {
     count: AtomicU64,
     bytes: AtomicU64,
 }
 
-impl Tally {
+impl ByteCounter {
     /// Adds `count` events with `bytes` bytes in total.
     pub fn add(&self, count: u64, bytes: u64) {
         self.count.fetch_add(count, Ordering::Relaxed);
@@ -92,7 +92,7 @@ impl Tally {
 
 #[derive(Debug)]
 struct Entry {
-    tally: Tally,
+    tally: ByteCounter,
     total_us: AtomicU64,
     longest_us: AtomicU64,
     buckets: [AtomicU32; BUCKETS],
@@ -140,7 +140,7 @@ pub struct StageSum {
 impl Default for Account {
     fn default() -> Self {
         let entry = |_| Entry {
-            tally: Tally::default(),
+            tally: ByteCounter::default(),
             total_us: AtomicU64::new(0),
             longest_us: AtomicU64::new(0),
             buckets: array::from_fn(|_| AtomicU32::new(0)),
@@ -149,11 +149,11 @@ impl Default for Account {
             opened: Instant::now(),
             stages: array::from_fn(entry),
             waiting: array::from_fn(|_| Waiting::default()),
-            tickets_granted: Tally::default(),
-            sends_failed: Tally::default(),
-            duplicates: Tally::default(),
-            flush_retries: Tally::default(),
-            memory_reads: Tally::default(),
+            tickets_granted: ByteCounter::default(),
+            sends_failed: ByteCounter::default(),
+            duplicates: ByteCounter::default(),
+            flush_retries: ByteCounter::default(),
+            memory_reads: ByteCounter::default(),
             memory_byte_us: AtomicU64::new(0),
             memory_peak_bytes: AtomicU64::new(0),
         }

@@ -24,7 +24,7 @@ use std::time::Duration;
 use crate::schema::kind::{DAY, SECOND, count, minutes};
 use crate::schema::section;
 
-pub use account::{Account, STAGES, Stage, StageSum, Tally};
+pub use account::{Account, ByteCounter, STAGES, Stage, StageSum};
 pub use application::App;
 pub use block_ids::{BitmapCountChanged, BlockIds, IdTable, PaidIds, Price, ReportError};
 pub use commits::Commits;
@@ -35,7 +35,7 @@ pub use record_counts::{PartitionRecords, RecordCounts};
 pub use registration::{RegisterError, Registration};
 pub use registry::AppRegistry;
 pub use shuffle::ShuffleState;
-pub use usage::{Counted, Kind, OverQuota, Quotas, Usage, Whose, quota_key};
+pub use usage::{Counted, Kind, OverQuota, QuotaSubject, Quotas, Usage, quota_key};
 
 section! {
     /// Limits of the registry.

@@ -26,7 +26,7 @@ pub enum Counted {
 
 /// Subject of a quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Whose {
+pub enum QuotaSubject {
     /// An application.
     App,
     /// A user: all applications that first registered with this name.
@@ -34,14 +34,14 @@ pub enum Whose {
 }
 
 /// Identifies one quota.
-pub type Kind = (Whose, Counted);
+pub type Kind = (QuotaSubject, Counted);
 
 impl Counted {
     /// All resources.
     pub const ALL: [Self; 4] = [Self::DiskBytes, Self::ReportedIds, Self::Partitions, Self::OpenReads];
 }
 
-impl Whose {
+impl QuotaSubject {
     /// Both subjects.
     pub const ALL: [Self; 2] = [Self::App, Self::User];
 }
@@ -50,14 +50,14 @@ impl Whose {
 #[must_use]
 pub fn quota_key((whose, counted): Kind) -> &'static str {
     match (whose, counted) {
-        (Whose::App, Counted::DiskBytes) => "quota.app_disk",
-        (Whose::App, Counted::ReportedIds) => "quota.app_reported_ids",
-        (Whose::App, Counted::Partitions) => "quota.app_partitions",
-        (Whose::App, Counted::OpenReads) => "quota.app_open_reads",
-        (Whose::User, Counted::DiskBytes) => "quota.user_disk",
-        (Whose::User, Counted::ReportedIds) => "quota.user_reported_ids",
-        (Whose::User, Counted::Partitions) => "quota.user_partitions",
-        (Whose::User, Counted::OpenReads) => "quota.user_open_reads",
+        (QuotaSubject::App, Counted::DiskBytes) => "quota.app_disk",
+        (QuotaSubject::App, Counted::ReportedIds) => "quota.app_reported_ids",
+        (QuotaSubject::App, Counted::Partitions) => "quota.app_partitions",
+        (QuotaSubject::App, Counted::OpenReads) => "quota.app_open_reads",
+        (QuotaSubject::User, Counted::DiskBytes) => "quota.user_disk",
+        (QuotaSubject::User, Counted::ReportedIds) => "quota.user_reported_ids",
+        (QuotaSubject::User, Counted::Partitions) => "quota.user_partitions",
+        (QuotaSubject::User, Counted::OpenReads) => "quota.user_open_reads",
     }
 }
 
@@ -77,7 +77,7 @@ pub struct OverQuota {
 
 /// A number for each quota.
 #[derive(Debug, Default)]
-struct EachQuota([[AtomicU64; Counted::ALL.len()]; Whose::ALL.len()]);
+struct EachQuota([[AtomicU64; Counted::ALL.len()]; QuotaSubject::ALL.len()]);
 
 impl EachQuota {
     fn of(&self, (whose, counted): Kind) -> &AtomicU64 {
@@ -132,8 +132,8 @@ impl Usage {
     #[must_use]
     pub fn used(&self, (whose, counted): Kind) -> u64 {
         let counts = match whose {
-            Whose::App => &self.of_app,
-            Whose::User => &*self.of_user,
+            QuotaSubject::App => &self.of_app,
+            QuotaSubject::User => &*self.of_user,
         };
         counts[counted as usize].used()
     }
@@ -169,7 +169,7 @@ impl Usage {
 
     /// Checks the quotas for `asked`, of which `counted_already` is included in the counts.
     fn judge(&self, counted: Counted, asked: u64, counted_already: u64) -> Result<(), OverQuota> {
-        for whose in Whose::ALL {
+        for whose in QuotaSubject::ALL {
             let kind = (whose, counted);
             let Some(max) = self.quotas.max(kind) else { continue };
             let used = self.used(kind).saturating_sub(counted_already);
@@ -216,8 +216,8 @@ impl Users {
 mod tests {
     use super::*;
 
-    const APP: Kind = (Whose::App, Counted::Partitions);
-    const USER: Kind = (Whose::User, Counted::Partitions);
+    const APP: Kind = (QuotaSubject::App, Counted::Partitions);
+    const USER: Kind = (QuotaSubject::User, Counted::Partitions);
 
     #[test]
     fn application_and_user_quotas_are_independent() {
@@ -258,7 +258,7 @@ mod tests {
         assert!(users.known.len() <= 16, "{}", users.known.len());
         let kept = users.usage("etl");
         let held = kept.count(Counted::OpenReads, 1);
-        assert_eq!(users.usage("etl").used((Whose::User, Counted::OpenReads)), 1);
+        assert_eq!(users.usage("etl").used((QuotaSubject::User, Counted::OpenReads)), 1);
         drop(held);
     }
 }

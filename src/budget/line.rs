@@ -17,7 +17,7 @@ use uniffle_io::{ReadPermit, ReadPermits};
 
 use uniffle_wire::types::AppId;
 
-/// A waiter is dropped only together with its `Place`.
+/// A waiter is dropped only together with its `QueueEntry`.
 const PLACED: &str = "its place is held";
 
 /// Attempts to serve the next waiter before leaving it to the next release.
@@ -98,7 +98,7 @@ struct Next {
 }
 
 /// A place in the queue. Dropping it leaves the queue.
-struct Place {
+struct QueueEntry {
     line: Arc<Line>,
     receiver: oneshot::Receiver<Given>,
 }
@@ -144,7 +144,7 @@ impl Line {
         }
         let (give, receiver) = oneshot::channel();
         self.0.lock().enter(reader, Waiter { bytes, arrival: 0, turn: turn.clone(), give });
-        let mut place = Place { line: Arc::clone(self), receiver };
+        let mut place = QueueEntry { line: Arc::clone(self), receiver };
         self.serve();
         let Some(turn) = turn else { return (&mut place.receiver).await.expect(PLACED) };
         loop {
@@ -357,7 +357,7 @@ impl Drop for Permit {
     }
 }
 
-impl Drop for Place {
+impl Drop for QueueEntry {
     fn drop(&mut self) {
         self.receiver.close();
         drop(self.receiver.try_recv());

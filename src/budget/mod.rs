@@ -9,7 +9,7 @@ pub mod heap;
 pub mod ledger;
 pub mod left;
 pub(crate) mod line;
-pub mod places;
+pub mod permit_pool;
 pub mod rounds;
 pub mod turns;
 

@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 use uniffle_io::{ReadPermit, ReadPermits};
 use uniffle_wire::types::AppId;
 
-use super::places::{PermitGuard, Places};
+use super::permit_pool::{PermitGuard, PermitPool};
 
 /// Number of bytes in one unit of a share.
 pub const UNIT_BYTES: usize = 4096;
@@ -22,14 +22,14 @@ pub const UNIT_BYTES: usize = 4096;
 #[derive(Debug)]
 pub struct Turns {
     app: AppId,
-    shares: SmallVec<[Arc<Places>; 2]>,
+    shares: SmallVec<[Arc<PermitPool>; 2]>,
     numbers: SmallVec<[usize; 2]>,
     count: usize,
 }
 
 impl Turns {
     /// Creates permits of `bytes` bytes of each share. A repeated share counts once.
-    pub fn new<'a>(app: &AppId, shares: impl IntoIterator<Item = &'a Arc<Places>>, bytes: usize) -> Self {
+    pub fn new<'a>(app: &AppId, shares: impl IntoIterator<Item = &'a Arc<PermitPool>>, bytes: usize) -> Self {
         let mut turns = Self {
             app: app.clone(),
             shares: SmallVec::new(),

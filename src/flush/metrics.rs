@@ -55,7 +55,7 @@ metrics::table! {
 }
 
 metrics::table! {
-    struct OfTier each fill {
+    struct TierCounters each fill {
         written: IntCounter = "{events}_event_flush_num", "Batches written to {title}";
         written_bytes: IntCounter =
             "total_memory_spill_to_{spill}", "Payload bytes flushed to {title}";
@@ -96,14 +96,14 @@ pub(crate) struct FlushMetrics {
 
 #[derive(Debug)]
 struct TierMetrics {
-    named: OfTier,
+    named: TierCounters,
     writes: IntGauge,
     bytes: IntGauge,
     started: IntCounter,
     sizes: Histogram,
 }
 
-/// Returns the values for the placeholders in the names and texts of [`OfTier`].
+/// Returns the values for the placeholders in the names and texts of [`TierCounters`].
 fn fill(names: &TierNames) -> [(&'static str, &'static str); 4] {
     let TierNames { title, spill, events, queue, .. } = *names;
     [("{title}", title), ("{spill}", spill), ("{events}", events), ("{queue}", queue)]
@@ -115,7 +115,7 @@ impl FlushMetrics {
         let of = |names: &TierNames| -> prometheus::Result<TierMetrics> {
             let label = [names.label];
             Ok(TierMetrics {
-                named: OfTier::new(registry, &fill(names))?,
+                named: TierCounters::new(registry, &fill(names))?,
                 writes: all.writes.with_label_values(&label),
                 bytes: all.bytes.with_label_values(&label),
                 started: all.started.with_label_values(&label),
@@ -127,7 +127,7 @@ impl FlushMetrics {
 
     /// Returns descriptions of all metrics, for the documentation.
     pub(crate) fn described() -> Vec<Description> {
-        let of_tier = |names: &TierNames| OfTier::described(&fill(names));
+        let of_tier = |names: &TierNames| TierCounters::described(&fill(names));
         [All::described(), BUILT_IN.iter().flat_map(of_tier).collect()].concat()
     }
 

@@ -18,7 +18,7 @@ use tokio::time::{Duration, MissedTickBehavior, interval};
 
 use crate::app::{App, AppRegistry};
 use crate::clock::{Instant, sleep, timeout_at};
-use crate::memory::{Before, Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
+use crate::memory::{Buffer, Candidate, EarlierBlocks, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
 use crate::store::{TierRole, TierShuffle, Tiers};
 use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
@@ -183,8 +183,8 @@ impl Flusher {
             let mut waiting = Vec::new();
             left.retain(|(mark, buffer)| {
                 let before = buffer.before(*mark);
-                waiting.extend((before == Before::Waiting).then(|| Arc::clone(buffer)));
-                before != Before::Nothing
+                waiting.extend((before == EarlierBlocks::Waiting).then(|| Arc::clone(buffer)));
+                before != EarlierBlocks::Nothing
             });
             if left.is_empty() {
                 return true;

@@ -79,9 +79,9 @@ pub(super) struct Names {
 
 /// Detection of the moment when a connection has begun its protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Begins {
+pub(super) enum ProtocolStart {
     /// The listener reports it ([`ConnectionState::opened`]).
-    Said,
+    ByListener,
     /// By the preface and the first frame of HTTP/2.
     Http2,
 }
@@ -98,7 +98,7 @@ pub(super) struct Acceptor {
     pub(super) open: Vec<IntGauge>,
     /// Time for a new connection to begin: first byte, TLS, and the start of the protocol.
     pub(super) opening_deadline: Duration,
-    pub(super) begins: Begins,
+    pub(super) begins: ProtocolStart,
     /// Threads that connections are bound to. If `None`, they run on the runtime that starts the
     /// acceptor.
     pub(super) cores: Option<Cores>,
@@ -139,7 +139,7 @@ impl Acceptor {
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let opening = Arc::new(Opening {
+        let opening = Arc::new(ConnectionSetup {
             tls: self.binding.tls.take(),
             begins: self.begins,
             handover: self.binding.handover.clone(),
@@ -175,8 +175,8 @@ impl Acceptor {
     {
         let listener = self.names.listener;
         let leaving_max = match self.begins {
-            Begins::Http2 => (self.connections_max / LEAVING_PART).clamp(1, LEAVING_MAX),
-            Begins::Said => 0,
+            ProtocolStart::Http2 => (self.connections_max / LEAVING_PART).clamp(1, LEAVING_MAX),
+            ProtocolStart::ByListener => 0,
         };
         let limiter = ConnectionLimiter::new(self.connections_max).with_leaving(leaving_max);
         let (closings, failures) = (LogLimiter::new(1, LOG_INTERVAL), LogLimiter::new(1, LOG_INTERVAL));
@@ -185,7 +185,7 @@ impl Acceptor {
         loop {
             let kept = kept.next();
             // An inherited HTTP/2 connection has sent nothing. One of another protocol had begun.
-            let has_begun = kept.is_some() && self.begins == Begins::Said;
+            let has_begun = kept.is_some() && self.begins == ProtocolStart::ByListener;
             let next = async {
                 match kept {
                     Some(stream) => inherit(stream),
@@ -312,14 +312,14 @@ fn set_up(stream: &TcpStream) -> io::Result<()> {
 
 /// Steps of a connection before the listener sees it.
 #[derive(Debug)]
-struct Opening {
+struct ConnectionSetup {
     tls: Option<TlsAcceptor>,
-    begins: Begins,
+    begins: ProtocolStart,
     handover: Handover,
     tasks: Tasks,
 }
 
-impl Opening {
+impl ConnectionSetup {
     /// Opens a connection. Returns `None` if the peer disconnected without a byte, or the
     /// connection is left to a successor.
     async fn open(
@@ -346,7 +346,7 @@ impl Opening {
                 encrypted = tls.accept(socket) => Either::Right(encrypted?),
             },
         };
-        let beginning = (self.begins == Begins::Http2).then(FrameScanner::default);
+        let beginning = (self.begins == ProtocolStart::Http2).then(FrameScanner::default);
         Ok(Some(TrackedStream::new(stream, Arc::clone(connection_state), beginning)))
     }
 

@@ -86,7 +86,9 @@ impl Contents {
         let Some(shuffle) = entry.shuffle() else { return };
         self.next_incarnation = self.next_incarnation.max(shuffle.number.saturating_add(1));
         match entry {
-            Entry::Said(..) | Entry::Incomplete(..) | Entry::Moved(_) if !self.is_purged(shuffle.number) => {
+            Entry::Record(..) | Entry::Incomplete(..) | Entry::Moved(_)
+                if !self.is_purged(shuffle.number) =>
+            {
                 if let Entry::Moved(_) = entry {
                     self.moved.insert(shuffle.number, shuffle.clone());
                 }
@@ -100,7 +102,7 @@ impl Contents {
                 self.purge(shuffle.number);
                 self.dead_bytes += bytes;
             }
-            Entry::Epoch(_) | Entry::Begun | Entry::Said(..) | Entry::Incomplete(..) | Entry::Moved(_) => {
+            Entry::Epoch(_) | Entry::Begun | Entry::Record(..) | Entry::Incomplete(..) | Entry::Moved(_) => {
                 self.dead_bytes += bytes;
             }
         }
@@ -111,7 +113,7 @@ impl Contents {
         let mut all = self.living.0.lock();
         let new = || Living { key: shuffle.key.clone(), all: 0, registrations: 0, has_records: false };
         let living = all.entry(shuffle.number).or_insert_with(new);
-        if let Entry::Said(_, record) = entry
+        if let Entry::Record(_, record) = entry
             && Record::is_registration(record)
         {
             let replaced = match Record::replaces_registrations(record) {
@@ -123,7 +125,7 @@ impl Contents {
             self.living_bytes -= replaced;
             self.dead_bytes += replaced;
         }
-        living.has_records |= matches!(entry, Entry::Said(..));
+        living.has_records |= matches!(entry, Entry::Record(..));
         living.all += bytes;
         self.living_bytes += bytes;
     }
@@ -229,14 +231,14 @@ impl CheckpointFilter {
     /// Returns the entry as the checkpoint has it, or `None` if it is left out. Called for each
     /// entry in order.
     pub(super) fn keep(&mut self, entry: Entry) -> Option<Entry> {
-        if !matches!(entry, Entry::Said(..)) || is_over(&self.purged, &entry) {
+        if !matches!(entry, Entry::Record(..)) || is_over(&self.purged, &entry) {
             return None;
         }
         match (self.order, entry) {
             (Order::Complete, entry) => (!self.replacements.replace(&entry)).then_some(entry),
             // Without a common order, it is unknown which registrations it replaced.
-            (Order::None, Entry::Said(shuffle, record)) => {
-                Some(Entry::Said(shuffle, Record::without_replacing(&record)))
+            (Order::None, Entry::Record(shuffle, record)) => {
+                Some(Entry::Record(shuffle, Record::without_replacing(&record)))
             }
             (Order::Partial | Order::None, entry) => Some(entry),
         }
@@ -250,7 +252,7 @@ pub(super) struct Replacements(HashMap<u64, u32>);
 
 impl Replacements {
     fn count(&mut self, entry: &Entry) {
-        if let Entry::Said(shuffle, record) = entry
+        if let Entry::Record(shuffle, record) = entry
             && Record::replaces_registrations(record)
         {
             *self.0.entry(shuffle.number).or_default() += 1;
@@ -259,7 +261,7 @@ impl Replacements {
 
     /// Returns whether a later registration replaces this entry. Called for each entry in order.
     fn replace(&mut self, entry: &Entry) -> bool {
-        let Entry::Said(shuffle, record) = entry else { return false };
+        let Entry::Record(shuffle, record) = entry else { return false };
         let Some(left) = self.0.get_mut(&shuffle.number).filter(|_| Record::is_registration(record)) else {
             return false;
         };
@@ -282,7 +284,7 @@ mod tests {
 
     fn said(number: u64, record: Vec<u8>) -> Entry {
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
-        Entry::Said(Incarnation { key, number }, Bytes::from(record))
+        Entry::Record(Incarnation { key, number }, Bytes::from(record))
     }
 
     #[test]

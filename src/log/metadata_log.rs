@@ -21,7 +21,7 @@ use super::recovery::hand_off::HandOff;
 use super::recovery::read::{Directory, Snapshot, SourceReader, Survey};
 use super::recovery::take_over::Found;
 use super::write::generation::COPIES;
-use super::write::writer::{Deadlines, Request, Told, Writer};
+use super::write::writer::{Deadlines, RecoveredRecord, Request, Writer};
 use crate::runtime::Tasks;
 use uniffle_wire::types::ShuffleKey;
 
@@ -66,7 +66,7 @@ impl MetadataLog {
         deadlines: Deadlines,
         store: Option<LogInStore>,
         tasks: &Tasks,
-    ) -> (Self, Found, Said) {
+    ) -> (Self, Found, RecordReader) {
         if directories.is_empty()
             && let Some(store) = store
         {
@@ -97,7 +97,7 @@ impl MetadataLog {
     }
 
     /// Opens the log of a worker without directories. No task writes it except the shipper.
-    fn in_store(LogInStore { found: log, shipper }: LogInStore) -> (Self, Found, Said) {
+    fn in_store(LogInStore { found: log, shipper }: LogInStore) -> (Self, Found, RecordReader) {
         let mut shuffles = log.shuffles().clone();
         // The disks of an earlier process had the data of a shuffle that was not moved.
         shuffles.retain(|_, found| found.is_moved);
@@ -116,7 +116,7 @@ impl MetadataLog {
             store: Some(shipper),
         };
         let (has_new_gap, next_incarnation) = (log.gap().is_some(), log.next_incarnation());
-        let said = Said::stored(log, living);
+        let said = RecordReader::stored(log, living);
         let found = Found { shuffles, gap, has_new_gap, next_incarnation, ..Found::default() };
         (opened, found, said)
     }
@@ -173,7 +173,7 @@ impl MetadataLog {
     /// # Errors
     /// Too few directories can be written, or the record is too long.
     pub async fn append(&self, shuffle: Incarnation, said: Bytes) -> Result<u64, LogError> {
-        self.add(Entry::Said(shuffle, said)).await
+        self.add(Entry::Record(shuffle, said)).await
     }
 
     /// Marks the records of a shuffle as incomplete for `reason` until it is purged, also for later
@@ -259,8 +259,8 @@ impl MetadataLog {
 
     /// Returns a reader of the records of living shuffles on the disks, which can be read once.
     #[must_use]
-    pub fn said(&self) -> Said {
-        Said(Records::Log(self.clone()))
+    pub fn said(&self) -> RecordReader {
+        RecordReader(Records::Log(self.clone()))
     }
 
     async fn add(&self, entry: Entry) -> Result<u64, LogError> {
@@ -287,7 +287,7 @@ impl MetadataLog {
 /// different content are read one after the other. The log is not written meanwhile, and only a few
 /// records are in memory at a time.
 #[derive(Debug, Default)]
-pub struct Said(Records);
+pub struct RecordReader(Records);
 
 /// Source of recovered records.
 #[derive(Debug, Default)]
@@ -297,12 +297,12 @@ enum Records {
     /// The log, until the first record is requested.
     Log(MetadataLog),
     /// Records that the writer of the log sends.
-    Told(mpsc::Receiver<Told>),
+    RecoveredRecord(mpsc::Receiver<RecoveredRecord>),
     /// The log in an object store. `_log` keeps its objects from being deleted.
     Stored { reader: Box<SourceReader<'static>>, living: Treemap, _log: Arc<ShippedLog> },
 }
 
-impl Said {
+impl RecordReader {
     /// Returns a reader of the records of `living` incarnations in an object store.
     pub(super) fn stored(log: Arc<ShippedLog>, living: Treemap) -> Self {
         let reader = Box::new(log.source.read_stored());
@@ -318,16 +318,16 @@ impl Said {
             let (to, told) = mpsc::channel(TOLD_MAX);
             // Without a writer nothing is received, which is reported as an error.
             let _ = log.requests.send(Request::Tell(to)).await;
-            self.0 = Records::Told(told);
+            self.0 = Records::RecoveredRecord(told);
         }
         let next = match &mut self.0 {
             Records::None | Records::Log(_) => Ok(None),
-            Records::Told(told) => {
+            Records::RecoveredRecord(told) => {
                 told.recv().await.unwrap_or_else(|| Err(LogError::told("the worker is stopping")))
             }
             Records::Stored { reader, living, .. } => loop {
                 match reader.next().await {
-                    Ok(Some(Entry::Said(shuffle, record))) if living.contains(shuffle.number) => {
+                    Ok(Some(Entry::Record(shuffle, record))) if living.contains(shuffle.number) => {
                         break Ok(Some((shuffle.key, record)));
                     }
                     Ok(Some(_)) => {}

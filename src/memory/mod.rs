@@ -25,11 +25,11 @@ mod config;
 mod list;
 mod metadata_reserve;
 pub(crate) mod metrics;
-mod outlives;
 mod parts;
 mod persistent;
 mod prefaulter;
 mod protection;
+mod recovery;
 mod shuffle;
 
 use std::collections::HashMap;
@@ -44,7 +44,7 @@ use prometheus::Registry;
 use tokio::sync::Notify;
 
 pub use crate::budget::{Budget, Charge, NoCapacity};
-pub use buffer::{Before, Buffer, Committed};
+pub use buffer::{Buffer, Committed, EarlierBlocks};
 pub use chain::BlockFill;
 pub use config::{HugePages, MemoryConfig, Prefault};
 pub use error::MemoryError;
@@ -52,7 +52,7 @@ pub use fair::Claimant;
 pub use fair_shares::Standing;
 pub use persistent::file::{Backing, Owner, Refusal};
 pub use persistent::huge::describe as describe_huge_pages;
-pub use persistent::left::LeftMemory;
+pub use persistent::orphaned::OrphanedMemory;
 pub use persistent::passed::take as take_passed;
 pub use pool::{ReadBuf, ReadPool};
 pub use read::{MemoryRead, READ_BLOCKS_MAX, SMALL_PIECE_BYTES, answer_heap_bytes};
@@ -71,7 +71,7 @@ use metadata_reserve::{MetadataReserve, SPARE_BYTES};
 use metrics::MemoryMetrics;
 use persistent::file::{self, Held};
 use persistent::names::ShuffleName;
-use persistent::restore::{LeftShuffle, Search};
+use persistent::restore::{RetainedShuffle, Search};
 use persistent::table::Table;
 use prefaulter::Prefaulter;
 use region::Region;
@@ -94,7 +94,7 @@ pub struct Memory {
     tickets: Tickets,
     read_pool: ReadPool,
     shuffles: DashMap<ShuffleKey, Arc<ShuffleBuffers>>,
-    kept: Option<KeptMemory>,
+    kept: Option<PersistentMemory>,
     /// Allocates pages ahead of promises. Only for memory in a file.
     prefaulter: Option<Arc<Prefaulter>>,
 }
@@ -102,15 +102,15 @@ pub struct Memory {
 /// Tells whether a tier has a block of a partition ([`Memory::restore`]).
 pub type IsElsewhere<'a> = Box<dyn Fn(BlockId) -> bool + 'a>;
 
-/// Memory that outlives the process.
+/// Memory that recovery the process.
 #[derive(Debug)]
-struct KeptMemory {
+struct PersistentMemory {
     table: Arc<Table>,
     /// Recovered blocks until the start is complete.
     leftover: Mutex<Search>,
     /// Recovered blocks of shuffles that only a later start may know. They are kept until the
     /// shuffles are registered or end.
-    for_later: Mutex<HashMap<ShuffleKey, LeftShuffle>>,
+    for_later: Mutex<HashMap<ShuffleKey, RetainedShuffle>>,
     file: Arc<Held>,
     /// The path no longer leads to the file.
     has_vanished: AtomicBool,
@@ -156,7 +156,7 @@ impl Memory {
         // A region that has grown keeps its previous block table.
         let rows_max = opened.as_ref().map_or(u64::MAX, |(table, _)| table.rows_max());
         let blocks = Budget::new(blocks_max(config).min(rows_max));
-        let kept = opened.map(|(table, file)| KeptMemory {
+        let kept = opened.map(|(table, file)| PersistentMemory {
             leftover: Mutex::new(Search::begin(&table)),
             for_later: Mutex::default(),
             table,
@@ -271,13 +271,13 @@ impl Memory {
     /// Returns the shuffle's name for the next process. Reuses the name that an earlier process
     /// gave it.
     fn name_of(&self, key: &ShuffleKey) -> Option<Arc<ShuffleName>> {
-        let KeptMemory { table, leftover, .. } = self.kept.as_ref()?;
+        let PersistentMemory { table, leftover, .. } = self.kept.as_ref()?;
         let left = leftover.lock().found().and_then(|left| left.name(key));
         Some(ShuffleName::new(table, key, left.or_else(|| table.name(key))))
     }
 
     /// Returns the number of shuffles whose blocks in memory are lost if the process is killed,
-    /// although the memory outlives it. The file had no place for these shuffles when they were
+    /// although the memory recovery it. The file had no place for these shuffles when they were
     /// registered.
     #[must_use]
     pub fn unprotected_shuffles(&self) -> u64 {
@@ -311,7 +311,7 @@ impl Memory {
     pub fn forget(&self, key: &ShuffleKey) -> Option<Evicted> {
         self.drop_left_for_later(|left| left == key);
         let (_, buffers) = self.shuffles.remove(key)?;
-        // Before the shuffle can be registered again: its blocks must not be recovered as those of
+        // EarlierBlocks the shuffle can be registered again: its blocks must not be recovered as those of
         // its successor.
         buffers.name.iter().for_each(|name| name.disown());
         Some(Evicted(buffers))
@@ -478,7 +478,7 @@ impl Memory {
 
 impl Drop for Memory {
     /// Releases the table, so that dropping the blocks does not remove them from a region that
-    /// outlives the process.
+    /// recovery the process.
     fn drop(&mut self) {
         if let Some(kept) = &self.kept {
             kept.table.release();

@@ -180,7 +180,7 @@ fn timely(error: io::Error) -> io::Error {
 mod tests {
     use super::super::Format;
     use super::super::job::tests::named;
-    use super::super::job::{Kind, Samples, Stack, What};
+    use super::super::job::{Kind, ProfileJob, Samples, Stack};
     use super::*;
 
     fn shell(script: &str, deadline: Duration) -> Helper {
@@ -192,7 +192,7 @@ mod tests {
         let stack = |_| Stack { thread: Some("uniffle".to_owned()), frames: vec![0, 1], found: 3 };
         let stacks = (0..stacks).map(stack).collect();
         let samples = Samples { kind: Kind::Heap, began_nanos: 0, duration_nanos: 0, stacks };
-        Job { places, what: What::Profile(samples, Format::Svg) }
+        Job { places, what: ProfileJob::Profile(samples, Format::Svg) }
     }
 
     /// Returns why the child failed, after checking that the result has addresses instead of names.

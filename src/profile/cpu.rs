@@ -9,7 +9,7 @@ use std::time::SystemTime;
 use tokio::time::Duration;
 use uniffle_sampler::{Error, Sampling, UnresolvedReport};
 
-use super::job::{Job, Kind, Samples, Stack, What};
+use super::job::{Job, Kind, ProfileJob, Samples, Stack};
 use super::maps::{Addresses, Maps};
 use super::{ExclusivePermit, Format, ProfileError, child, in_background};
 use crate::clock::sleep;
@@ -82,7 +82,7 @@ fn job(report: UnresolvedReport, format: Format) -> Job {
             .map(|((thread, frames), found)| Stack { thread: Some(thread), frames, found })
             .collect(),
     };
-    Job { places: addresses.places(&Maps::of_this_process()), what: What::Profile(samples, format) }
+    Job { places: addresses.places(&Maps::of_this_process()), what: ProfileJob::Profile(samples, format) }
 }
 
 /// Lowers the frequency so that a process that is busy on all processors stays within

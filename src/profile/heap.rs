@@ -34,7 +34,7 @@ mod jemalloc {
     use jemalloc_pprof::{JemallocProfCtl, PROF_CTL, StackProfile};
     use tokio::sync::{Mutex, OwnedMutexGuard};
 
-    use super::super::job::{Job, Kind, Samples, Stack, What};
+    use super::super::job::{Job, Kind, ProfileJob, Samples, Stack};
     use super::super::maps::{Addresses, Maps};
     use super::super::{ExclusivePermit, child, in_background};
     use super::{Format, ProfileError, State};
@@ -112,7 +112,7 @@ mod jemalloc {
         let began = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let began_nanos = i64::try_from(began.as_nanos()).unwrap_or(i64::MAX);
         let samples = Samples { kind: Kind::Heap, began_nanos, duration_nanos: 0, stacks };
-        Job { places: addresses.places(&Maps::of_this_process()), what: What::Profile(samples, format) }
+        Job { places: addresses.places(&Maps::of_this_process()), what: ProfileJob::Profile(samples, format) }
     }
 }
 

@@ -5,17 +5,17 @@
 use serde::{Deserialize, Serialize};
 
 use super::Format;
-use super::maps::{Places, Position};
+use super::maps::{AddressTable, Position};
 
 /// A rendering task and the places it refers to.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Job {
-    pub(super) places: Places,
-    pub(super) what: What,
+    pub(super) places: AddressTable,
+    pub(super) what: ProfileJob,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum What {
+pub(super) enum ProfileJob {
     Profile(Samples, Format),
     Waits(Waits),
 }
@@ -48,7 +48,7 @@ pub(super) struct Stack {
     pub(super) found: i64,
 }
 
-/// Places where tasks wait.
+/// AddressTable where tasks wait.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Waits {
     /// Text at the beginning of the output.
@@ -85,7 +85,7 @@ pub(super) struct Names(Vec<Vec<Symbol>>);
 
 impl Names {
     /// Resolves all places. Where `resolve` finds nothing, the name is the address and the file.
-    pub(super) fn new(places: &Places, mut resolve: impl FnMut(Position) -> Vec<Symbol>) -> Self {
+    pub(super) fn new(places: &AddressTable, mut resolve: impl FnMut(Position) -> Vec<Symbol>) -> Self {
         let mut in_order: Vec<(usize, Position)> = places.positions.iter().copied().enumerate().collect();
         // File by file, so that debug information of few files is loaded at a time.
         in_order.sort_unstable_by_key(|(_, position)| *position);
@@ -98,7 +98,7 @@ impl Names {
     }
 
     /// Uses address and file as names for all places.
-    pub(super) fn none(places: &Places) -> Self {
+    pub(super) fn none(places: &AddressTable) -> Self {
         Self::new(places, |_| Vec::new())
     }
 
@@ -109,7 +109,7 @@ impl Names {
 }
 
 impl Symbol {
-    fn nameless(places: &Places, position: Position) -> Self {
+    fn nameless(places: &AddressTable, position: Position) -> Self {
         let name = match position.file_name(places) {
             Some(file) => format!("{:#x} {file}", position.offset),
             None => format!("{:#x}", position.offset),
@@ -124,10 +124,10 @@ pub(super) mod tests {
     use super::*;
 
     /// Returns places with one name each. A place with an empty name is unknown.
-    pub(in super::super) fn named(names: &[&str]) -> (Places, Names) {
+    pub(in super::super) fn named(names: &[&str]) -> (AddressTable, Names) {
         let positions =
             (0x1000..).take(names.len()).map(|offset| Position { file: Some(0), offset }).collect();
-        let places = Places { files: vec!["/bin/worker".to_owned()], positions };
+        let places = AddressTable { files: vec!["/bin/worker".to_owned()], positions };
         let found = Names::new(&places, |position| {
             let name = names[usize::try_from(position.offset - 0x1000).unwrap()];
             let symbol = Symbol {
@@ -160,7 +160,7 @@ pub(super) mod tests {
     fn names_are_looked_up_by_file_and_returned_in_order() {
         let position = |file, offset| Position { file: Some(file), offset };
         let positions = vec![position(1, 5), position(0, 9), position(1, 1)];
-        let places = Places { files: vec!["/a".to_owned(), "/b".to_owned()], positions };
+        let places = AddressTable { files: vec!["/a".to_owned(), "/b".to_owned()], positions };
         let mut asked = Vec::new();
         let names = Names::new(&places, |position| {
             asked.push((position.file.unwrap(), position.offset));

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 /// Position of an instruction, independent of the load address of its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(super) struct Position {
-    /// Index into [`Places::files`]. `None` for code outside files, whose `offset` is the address.
+    /// Index into [`AddressTable::files`]. `None` for code outside files, whose `offset` is the address.
     pub(super) file: Option<u32>,
     /// Distance in bytes from the start of the file in memory.
     pub(super) offset: u64,
@@ -18,7 +18,7 @@ pub(super) struct Position {
 
 /// Positions that stacks refer to by number.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Places {
+pub(super) struct AddressTable {
     pub(super) files: Vec<String>,
     pub(super) positions: Vec<Position>,
 }
@@ -47,13 +47,13 @@ struct MapLine {
 
 impl Position {
     /// Returns the file's name without directories.
-    pub(super) fn file_name(self, places: &Places) -> Option<&str> {
+    pub(super) fn file_name(self, places: &AddressTable) -> Option<&str> {
         let path = self.path(places)?;
         Some(path.rsplit_once('/').map_or(path, |(_, name)| name))
     }
 
     /// Returns the path of the file.
-    pub(super) fn path(self, places: &Places) -> Option<&str> {
+    pub(super) fn path(self, places: &AddressTable) -> Option<&str> {
         places.files.get(usize::try_from(self.file?).ok()?).map(String::as_str)
     }
 }
@@ -72,8 +72,8 @@ impl Addresses {
     }
 
     /// Converts the addresses to positions.
-    pub(super) fn places(self, maps: &Maps) -> Places {
-        Places {
+    pub(super) fn places(self, maps: &Maps) -> AddressTable {
+        AddressTable {
             files: maps.files.keys().cloned().collect(),
             positions: self.0.into_iter().map(|address| maps.position(address)).collect(),
         }
@@ -128,7 +128,7 @@ impl Maps {
 
     /// Returns the address of a position from another process, or `None` if this process does not
     /// have the code.
-    pub(super) fn address(&self, places: &Places, position: Position) -> Option<u64> {
+    pub(super) fn address(&self, places: &AddressTable, position: Position) -> Option<u64> {
         let address = match position.path(places) {
             Some(path) => self.files.get(path)?.checked_add(position.offset)?,
             None => return None,
@@ -166,7 +166,7 @@ mod tests {
         ])
     }
 
-    fn places(maps: &Maps, addresses: &[u64]) -> Places {
+    fn places(maps: &Maps, addresses: &[u64]) -> AddressTable {
         let mut numbered = Addresses::default();
         for address in addresses {
             numbered.number(*address);

@@ -11,8 +11,8 @@ use inferno::flamegraph;
 use prost::Message;
 
 use super::Format;
-use super::job::{Job, Kind, Names, Samples, Stack, Symbol, What};
-use super::maps::Places;
+use super::job::{Job, Kind, Names, ProfileJob, Samples, Stack, Symbol};
+use super::maps::AddressTable;
 use super::tree;
 
 /// Picture for an empty profile. inferno fails without samples.
@@ -27,9 +27,9 @@ const EMPTY_SVG: &str = concat!(
 /// If the flamegraph or the compression fails.
 pub(super) fn made(job: &Job, names: &Names) -> anyhow::Result<Vec<u8>> {
     match &job.what {
-        What::Profile(samples, Format::Protobuf) => Ok(packed(&protobuf(samples, &job.places, names))?),
-        What::Profile(samples, Format::Svg) => svg(samples, names),
-        What::Waits(waits) => Ok(tree::text(waits, names).into_bytes()),
+        ProfileJob::Profile(samples, Format::Protobuf) => Ok(packed(&protobuf(samples, &job.places, names))?),
+        ProfileJob::Profile(samples, Format::Svg) => svg(samples, names),
+        ProfileJob::Waits(waits) => Ok(tree::text(waits, names).into_bytes()),
     }
 }
 
@@ -63,7 +63,7 @@ fn folded(stack: &Stack, names: &Names) -> String {
     format!("{line} {}", stack.found)
 }
 
-fn protobuf(samples: &Samples, places: &Places, names: &Names) -> Profile {
+fn protobuf(samples: &Samples, places: &AddressTable, names: &Names) -> Profile {
     let mut tables = Tables { strings: IndexSet::from([String::new()]), ..Tables::default() };
     let (sample_type, period_type, period) = match samples.kind {
         Kind::Cpu { period_nanos } => {
@@ -336,7 +336,7 @@ mod tests {
         let (places, names) = named(&["read"]);
         let stacks = samples(CPU, &[(Some("a"), &[0], 3)]);
         let profile = protobuf(&stacks, &places, &names);
-        let job = Job { places, what: What::Profile(stacks, Format::Protobuf) };
+        let job = Job { places, what: ProfileJob::Profile(stacks, Format::Protobuf) };
         let mut plain = Vec::new();
         let made = made(&job, &names).unwrap();
         flate2::read::GzDecoder::new(made.as_slice()).read_to_end(&mut plain).unwrap();

@@ -9,7 +9,7 @@ use rustix::process::{Signal, set_parent_process_death_signal, setpriority_proce
 
 use super::child::PROGRAM;
 use super::job::{Job, Names, Symbol};
-use super::maps::{Maps, Places, Position};
+use super::maps::{AddressTable, Maps, Position};
 use super::{render, wire};
 
 /// Size limit of a job: the maximum number of stacks with the maximum depth, a few bytes per frame.
@@ -51,7 +51,7 @@ fn answer(question: &mut impl Read, answer: &mut impl Write) -> anyhow::Result<(
 pub fn name_addresses(addresses: &str) -> Result<String, String> {
     let program = std::fs::read_link(PROGRAM).map_err(|error| format!("{PROGRAM}: {error}"))?;
     let (maps, program) = (Maps::of_this_process(), program.to_string_lossy().into_owned());
-    let places = Places { files: vec![program], positions: Vec::new() };
+    let places = AddressTable { files: vec![program], positions: Vec::new() };
     let mut lines = Vec::new();
     for text in addresses.split_whitespace() {
         let digits = text.strip_prefix("0x").unwrap_or(text);
@@ -88,7 +88,7 @@ fn symbols(address: u64) -> Vec<Symbol> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::job::{Waiting, Waits, What};
+    use super::super::job::{ProfileJob, Waiting, Waits};
     use super::super::maps::Addresses;
     use super::*;
 
@@ -112,7 +112,7 @@ mod tests {
         let stacks = vec![vec![addresses.number(here)], vec![addresses.number(16)]];
         let groups = vec![Waiting { name: "test".to_owned(), tasks: 1, stacks }];
         let waits = Waits { summary: String::new(), groups, left_out: 0 };
-        Job { places: addresses.places(&Maps::of_this_process()), what: What::Waits(waits) }
+        Job { places: addresses.places(&Maps::of_this_process()), what: ProfileJob::Waits(waits) }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use tokio::task::Id;
 use tokio::time::Duration;
 
 use self::stacks::Stacks;
-use super::job::{Job, Waiting, Waits, What};
+use super::job::{Job, ProfileJob, Waiting, Waits};
 use super::maps::{Addresses, Maps};
 use super::{ExclusivePermit, ProfileError, child, in_background};
 use crate::clock::Instant;
@@ -25,7 +25,7 @@ const PLACES_MAX: usize = 500;
 
 /// Key of tasks that wait at the same addresses: their name, and a stack for each await. `tree`
 /// later combines places with the same source lines.
-type Place = (&'static str, Vec<Vec<u32>>);
+type WaitSite = (&'static str, Vec<Vec<u32>>);
 
 /// Returns names and stacks of all tasks of the current runtime as text, or only names if the
 /// runtime cannot dump.
@@ -164,7 +164,7 @@ fn names(running: &[RunningTask], text: &mut String) {
 fn job(summary: String, running: &[RunningTask], stacks: Stacks) -> Job {
     let names: HashMap<_, _> = running.iter().map(|task| (task.id, task.name)).collect();
     let mut addresses = Addresses::default();
-    let mut places: HashMap<Place, u64> = HashMap::new();
+    let mut places: HashMap<WaitSite, u64> = HashMap::new();
     for (id, stacks) in stacks.each() {
         let name = names.get(&id).copied().unwrap_or("(unnamed task)");
         let mut stacks: Vec<Vec<u32>> = stacks
@@ -177,9 +177,9 @@ fn job(summary: String, running: &[RunningTask], stacks: Stacks) -> Job {
     let mut places: Vec<_> = places.into_iter().collect();
     places.sort_unstable_by(|(a, x), (b, y)| y.cmp(x).then_with(|| a.cmp(b)));
     let left_out = places.iter().skip(PLACES_MAX).map(|(_, tasks)| tasks).sum();
-    let group = |((name, stacks), tasks): (Place, u64)| Waiting { name: name.to_owned(), tasks, stacks };
+    let group = |((name, stacks), tasks): (WaitSite, u64)| Waiting { name: name.to_owned(), tasks, stacks };
     let groups = places.into_iter().take(PLACES_MAX).map(group).collect();
-    let what = What::Waits(Waits { summary, groups, left_out });
+    let what = ProfileJob::Waits(Waits { summary, groups, left_out });
     Job { places: addresses.places(&Maps::of_this_process()), what }
 }
 

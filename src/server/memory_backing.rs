@@ -22,7 +22,7 @@ use tokio::task::spawn_blocking;
 use crate::clock::timeout;
 use crate::config::Config;
 use crate::log::METADATA;
-use crate::memory::{Backing, InMemory, LeftMemory, Memory, Owner, describe_huge_pages};
+use crate::memory::{Backing, InMemory, Memory, OrphanedMemory, Owner, describe_huge_pages};
 
 /// Name of the note beside the metadata log. Names with a dot belong to the log.
 const NOTE: &str = "memory";
@@ -214,8 +214,8 @@ pub(super) async fn refuse_left(
     if let Some(file) = passed {
         let place = "a memfd in the service manager's descriptor store (memory_store.backing = \"memfd\")";
         let given_up = "`systemctl stop` gives up its blocks";
-        match LeftMemory::passed(file, &owner) {
-            Ok(Some(LeftMemory { blocks: blocks @ 1.., .. })) => bail!(
+        match OrphanedMemory::passed(file, &owner) {
+            Ok(Some(OrphanedMemory { blocks: blocks @ 1.., .. })) => bail!(
                 "memory_store.backing = \"{backing}\": an earlier process left {blocks} blocks in {place}; \
                  {remedy}; {given_up}"
             ),
@@ -227,7 +227,7 @@ pub(super) async fn refuse_left(
         }
     }
     for directory in noted {
-        let left = match LeftMemory::in_directory(&directory, &owner) {
+        let left = match OrphanedMemory::in_directory(&directory, &owner) {
             Ok(Some(left)) => left,
             Ok(None) => continue,
             Err(error) => bail!(

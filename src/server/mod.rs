@@ -77,7 +77,7 @@ pub use self::reload::{Origin, Reloaded};
 pub use self::run::{Command, Ended, run};
 pub use self::signals::{Signals, hold_upgrade_signal, take_upgrade_signal};
 pub use self::sockets::{Addresses, Inherited};
-pub use self::stop::Stopped;
+pub use self::stop::StopReport;
 pub use self::successor::Successor;
 pub use self::upgrade::UPGRADE_FROM;
 

@@ -18,7 +18,7 @@ use crate::metrics::clamped;
 use crate::runtime::Tasks;
 
 use super::sockets::{Inherited, now_ms};
-use super::stop::{Ending, LeftMemory};
+use super::stop::{Ending, MemoryTreatment};
 use super::successor::{Rehearsed, Successor};
 use super::upgrade::{Facts, Refusal, RefusedBy, UPGRADE_FROM};
 use super::{Addresses, Environment, Worker, hung_threads, notify, reap};
@@ -40,7 +40,7 @@ pub enum Command {
 #[derive(Debug)]
 pub enum Ended {
     /// It was stopped, or was decommissioned.
-    Stopped {
+    StopReport {
         /// Acknowledged blocks are lost, since no tier took them in time.
         has_lost: bool,
     },
@@ -127,10 +127,10 @@ async fn run_worker(
     notify::stopping(config.worker.flush_timeout + Duration::from_secs(65));
     let Ending { tasks_left, has_lost } = worker.stop_in_order().await;
     tracing::info!(tasks_left, has_lost, "stopped");
-    Ok(Ended::Stopped { has_lost })
+    Ok(Ended::StopReport { has_lost })
 }
 
-async fn hand_over(worker: Worker, successor: Successor, memory: LeftMemory) -> Ended {
+async fn hand_over(worker: Worker, successor: Successor, memory: MemoryTreatment) -> Ended {
     let (build, store) = (worker.build, worker.service().tiers().find::<LocalStore>());
     let stopped = worker.hand_over(memory).await;
     let (tasks_left, unflushed) = (stopped.tasks_left, stopped.unflushed.len());
@@ -143,7 +143,7 @@ async fn hand_over(worker: Worker, successor: Successor, memory: LeftMemory) -> 
     }
     let predecessor = Some(build.to_string());
     let mut sockets = Inherited { until_exec: Some(stopped.memory), predecessor, ..stopped.sockets };
-    if memory == LeftMemory::Empty {
+    if memory == MemoryTreatment::Empty {
         // The successor creates a new region, with another lifetime and its configured size.
         sockets.memory = None;
     }
@@ -167,7 +167,7 @@ async fn told_or_retired(worker: &Worker, commands: &mut mpsc::Receiver<Command>
 
 /// Outcome of an upgrade request.
 enum Prepared {
-    HandOver(LeftMemory),
+    HandOver(MemoryTreatment),
     Resume,
     Stop,
 }
@@ -209,7 +209,11 @@ async fn prepare(
 /// Has the successor prove that it can take over, while this worker serves as before. Then empties
 /// memory, or prepares to hand it over. Nothing waits for a disk that hangs: it refuses the
 /// upgrade.
-async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> Result<LeftMemory, Refusal> {
+async fn get_ready(
+    worker: &Worker,
+    successor: &Successor,
+    config: &Config,
+) -> Result<MemoryTreatment, Refusal> {
     let facts = Facts::of(config, (worker.addresses(), &worker.server_id()), &disks_of(worker));
     if !facts.has_journal() {
         let why = format!(
@@ -250,9 +254,9 @@ async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> R
     require_attached(worker).await?;
     if is_passed_on {
         tracing::info!(%from, to, "upgrade: rehearsal succeeded; handing over memory");
-        return Ok(LeftMemory::PassedOn);
+        return Ok(MemoryTreatment::PassedOn);
     }
-    Ok(LeftMemory::Empty)
+    Ok(MemoryTreatment::Empty)
 }
 
 fn disks_of(worker: &Worker) -> Vec<DiskInfo> {

@@ -197,7 +197,7 @@ impl Sockets {
         let mut open = |(name, address): (&str, SocketAddr)| {
             inherited.take(name, address.port()).map_or_else(|| bind(name, address), Ok)
         };
-        let Wanted { grpc, http, tcp, admin } = Wanted::by(config);
+        let ListenerAddresses { grpc, http, tcp, admin } = ListenerAddresses::by(config);
         let (grpc, http) = (open(grpc)?, open(http)?);
         let tcp = tcp.map(&mut open).transpose()?;
         let admin = admin.map(&mut open).transpose()?;
@@ -239,14 +239,14 @@ impl Sockets {
 }
 
 /// Names and addresses of the listeners in a configuration.
-struct Wanted {
+struct ListenerAddresses {
     grpc: (&'static str, SocketAddr),
     http: (&'static str, SocketAddr),
     tcp: Option<(&'static str, SocketAddr)>,
     admin: Option<(&'static str, SocketAddr)>,
 }
 
-impl Wanted {
+impl ListenerAddresses {
     fn by(config: &Config) -> Self {
         let (worker, admin) = (&config.worker, &config.admin);
         let at = |name, port| (name, SocketAddr::new(worker.bind_address, port));
@@ -262,7 +262,7 @@ impl Wanted {
 /// Binds new listeners of `config` for a moment. Skips those for which `is_open` returns true.
 /// Returns the errors.
 pub(super) fn unavailable(config: &Config, is_open: impl Fn(&str, u16) -> bool) -> Vec<anyhow::Error> {
-    let Wanted { grpc, http, tcp, admin } = Wanted::by(config);
+    let ListenerAddresses { grpc, http, tcp, admin } = ListenerAddresses::by(config);
     let wanted = [Some(grpc), Some(http), tcp, admin].into_iter().flatten();
     let new = wanted.filter(|(name, address)| !is_open(name, address.port()));
     new.filter_map(|(name, address)| bind(name, address).err()).collect()

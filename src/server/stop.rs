@@ -51,7 +51,7 @@ pub(super) struct Ending {
 
 /// State left by a stopped worker.
 #[derive(Debug)]
-pub struct Stopped {
+pub struct StopReport {
     /// Number of tasks abandoned, for example because a disk call hangs. Normally 0.
     pub tasks_left: usize,
     /// Shuffles with unflushed blocks. Normally empty.
@@ -87,7 +87,7 @@ impl Worker {
         self.held = Inherited::default();
         let service = Arc::clone(&self.service);
         self.end_deletions().await;
-        let stopped = self.end(deadline, LeftMemory::Empty).await;
+        let stopped = self.end(deadline, MemoryTreatment::Empty).await;
         join_all(service.tiers().iter().map(|tier| tier.sync(SYNC_DEADLINE))).await;
         Ending { tasks_left: stopped.tasks_left, has_lost: stopped.has_lost }
     }
@@ -144,10 +144,10 @@ impl Worker {
 
     /// Stops and leaves the sockets to a successor. Must follow [`Worker::prepare_to_hand_over`],
     /// or [`Worker::prepare_to_pass_on`] if the successor takes over `memory`.
-    pub(super) async fn hand_over(self, memory: LeftMemory) -> Stopped {
+    pub(super) async fn hand_over(self, memory: MemoryTreatment) -> StopReport {
         // An error to save has been logged, and the successor gets the settings anyway.
         let ((), (), _saved) = tokio::join!(self.end_http(), self.cease_removals(), self.state.save());
-        if memory == LeftMemory::PassedOn {
+        if memory == MemoryTreatment::PassedOn {
             // Requests served since the first call have touched pages again.
             self.unlink_pages().await;
         }
@@ -199,7 +199,7 @@ impl Worker {
         }
     }
 
-    async fn end(mut self, deadline: Instant, memory: LeftMemory) -> Stopped {
+    async fn end(mut self, deadline: Instant, memory: MemoryTreatment) -> StopReport {
         let flushed_before = self.flushed_bytes();
         self.listeners.close();
         if timeout(DRAIN_DEADLINE, self.listeners.drained()).await.is_err() {
@@ -210,9 +210,9 @@ impl Worker {
             tracing::warn!(tasks = self.listeners.running(), "closed connections did not end in time");
         }
         match memory {
-            LeftMemory::Empty => self.drain_memory(deadline.max(Instant::now() + LAST_FLUSH)).await,
+            MemoryTreatment::Empty => self.drain_memory(deadline.max(Instant::now() + LAST_FLUSH)).await,
             // Sends that had begun are answered by now. A late one is never acknowledged.
-            LeftMemory::PassedOn => self.service.ingest.refuse_sends(),
+            MemoryTreatment::PassedOn => self.service.ingest.refuse_sends(),
         }
         self.background.cancel();
         self.http.cancel();
@@ -222,8 +222,8 @@ impl Worker {
             tracing::warn!(tasks, "background tasks did not end in time");
         }
         let unflushed = match memory {
-            LeftMemory::Empty => self.memory.contents(),
-            LeftMemory::PassedOn => Vec::new(),
+            MemoryTreatment::Empty => self.memory.contents(),
+            MemoryTreatment::PassedOn => Vec::new(),
         };
         let has_lost = Outlives::of(&self.memory).name_losses(&unflushed);
         self.memory.release();
@@ -232,7 +232,14 @@ impl Worker {
         sockets.grpc_connections.extend(self.grpc_handover.take());
         sockets.tcp_connections.extend(self.tcp_handover.take());
         let tasks_left = self.listeners.running() + self.background.running() + self.http.running();
-        Stopped { tasks_left, unflushed, has_lost, flushed_bytes, sockets, memory: Arc::clone(&self.memory) }
+        StopReport {
+            tasks_left,
+            unflushed,
+            has_lost,
+            flushed_bytes,
+            sockets,
+            memory: Arc::clone(&self.memory),
+        }
     }
 
     fn flushed_bytes(&self) -> u64 {
@@ -242,7 +249,7 @@ impl Worker {
 
 /// Treatment of the memory contents at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum LeftMemory {
+pub(super) enum MemoryTreatment {
     /// Flush them.
     Empty,
     /// Leave them to a successor.
@@ -290,7 +297,7 @@ mod tests {
             tasks.closing().await;
             speaking(&tasks)
         };
-        let (stopped, left) = tokio::join!(worker.hand_over(LeftMemory::PassedOn), closing);
+        let (stopped, left) = tokio::join!(worker.hand_over(MemoryTreatment::PassedOn), closing);
         assert_eq!(left, BTreeSet::new());
         assert_eq!(stopped.tasks_left, 0);
         assert!(stopped.sockets.gap_began_ms.is_some());

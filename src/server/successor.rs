@@ -87,8 +87,8 @@ impl Successor {
             };
             tokio::select! {
                 biased;
-                rehearsed = verdict => Ok(Verdict::Rehearsed(rehearsed)),
-                status = ended => status.map(Verdict::Ended),
+                rehearsed = verdict => Ok(RehearsalOutcome::Rehearsed(rehearsed)),
+                status = ended => status.map(RehearsalOutcome::Ended),
             }
         })
         .await;
@@ -97,9 +97,11 @@ impl Successor {
             bail!("{program} --check took longer than {REHEARSAL_DEADLINE:?}: {}", said());
         };
         match status? {
-            Verdict::Ended(status) if !status.success() => bail!("{program} --check: {status}: {}", said()),
-            Verdict::Ended(_) => Ok(Rehearsed::default()),
-            Verdict::Rehearsed(rehearsed) => Ok(rehearsed),
+            RehearsalOutcome::Ended(status) if !status.success() => {
+                bail!("{program} --check: {status}: {}", said())
+            }
+            RehearsalOutcome::Ended(_) => Ok(Rehearsed::default()),
+            RehearsalOutcome::Rehearsed(rehearsed) => Ok(rehearsed),
         }
     }
 
@@ -161,7 +163,7 @@ pub(super) struct Rehearsed {
 }
 
 /// Outcome of a rehearsal.
-enum Verdict {
+enum RehearsalOutcome {
     /// Nothing prevents the upgrade.
     Rehearsed(Rehearsed),
     /// The child ended without printing a verdict.

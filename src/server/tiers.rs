@@ -59,7 +59,8 @@ pub(super) async fn start(
         tiers.push(start_hdfs(config, server_id.clone(), beside.precheck, tasks, registry).await?);
     }
     if store_type.has_object() {
-        let place = Place { server_id: &server_id, precheck: beside.precheck, hand_off: beside.hand_off };
+        let place =
+            StoreIdentity { server_id: &server_id, precheck: beside.precheck, hand_off: beside.hand_off };
         tiers.push(start_object(config, place, memory, (tasks, registry)).await?);
     }
     tiers.extend(beside.others);
@@ -159,7 +160,7 @@ pub(super) async fn start_hdfs(
 
 /// Identity and recovery state of the worker in an object store.
 #[cfg_attr(not(feature = "object"), expect(dead_code, reason = "refused before they are looked at"))]
-struct Place<'a> {
+struct StoreIdentity<'a> {
     server_id: &'a str,
     precheck: Precheck,
     hand_off: Option<HandOff>,
@@ -170,7 +171,7 @@ struct Place<'a> {
 #[cfg(feature = "object")]
 async fn start_object(
     config: &Config,
-    Place { server_id, precheck, hand_off }: Place<'_>,
+    StoreIdentity { server_id, precheck, hand_off }: StoreIdentity<'_>,
     memory: &Memory,
     (tasks, registry): (&Tasks, &Registry),
 ) -> anyhow::Result<Arc<dyn Tier>> {
@@ -257,7 +258,7 @@ const PASS_OBJECTS: u64 = 4;
 #[cfg(not(feature = "object"))]
 async fn start_object(
     _: &Config,
-    _: Place<'_>,
+    _: StoreIdentity<'_>,
     _: &Memory,
     _: (&Tasks, &Registry),
 ) -> anyhow::Result<Arc<dyn Tier>> {

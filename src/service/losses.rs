@@ -17,7 +17,7 @@ use parking_lot::RwLock;
 use serde::Serialize;
 
 use crate::app::{App, AppRegistry, ShuffleState};
-use crate::log::{IdSet, Ledger, LostExtent, Phase, PresentIds, SLICE_IDS, Verdict, ranges, slices};
+use crate::log::{Availability, IdSet, Ledger, LostExtent, Phase, PresentIds, SLICE_IDS, ranges, slices};
 use crate::metrics::clamped;
 use crate::telemetry::AUDIT;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -435,19 +435,19 @@ pub(super) fn refuse_unknown(shuffle: &ShuffleState, partition: PartitionId) -> 
     answer(shuffle, partition, shuffle.ledger().verdict(partition, |_| IdSet::default()))
 }
 
-fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Verdict) -> Result<(), ServiceError> {
+fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Availability) -> Result<(), ServiceError> {
     let key = shuffle.key();
     match verdict {
-        Verdict::Serve => Ok(()),
-        Verdict::LostUnlisted(count, reason) => Err(ServiceError::Lost(format!(
+        Availability::Serve => Ok(()),
+        Availability::LostUnlisted(count, reason) => Err(ServiceError::Lost(format!(
             "{count} blocks of shuffle {key} partition {partition} are lost, not listed because the heap is \
              full (see memory_store.heap_capacity): {reason}"
         ))),
-        Verdict::Lost(ids, reason) => Err(ServiceError::Lost(describe(key, partition, &ids, &reason))),
-        Verdict::Wait(None) => Err(ServiceError::Unverified(format!(
+        Availability::Lost(ids, reason) => Err(ServiceError::Lost(describe(key, partition, &ids, &reason))),
+        Availability::Wait(None) => Err(ServiceError::Unverified(format!(
             "a disk has failed; lost blocks of shuffle {key} partition {partition} are being determined"
         ))),
-        Verdict::Wait(Some(blocks)) => Err(ServiceError::Unverified(format!(
+        Availability::Wait(Some(blocks)) => Err(ServiceError::Unverified(format!(
             "{blocks} blocks of shuffle {key} partition {partition} are being searched in the remote store, \
              where an earlier process may have stored them"
         ))),

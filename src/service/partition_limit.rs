@@ -85,7 +85,7 @@ pub struct PartitionSizes {
 
 /// Decision on a request for room in a partition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum LimitDecision {
     /// Accept the request.
     Fits,
     /// Accept the request, but the client must write elsewhere next time.
@@ -97,7 +97,7 @@ pub enum Verdict {
 }
 
 impl PartitionLimits {
-    /// Returns whether any request can get a decision other than [`Verdict::Fits`].
+    /// Returns whether any request can get a decision other than [`LimitDecision::Fits`].
     pub fn decide_anything(&self) -> bool {
         let waits = self.huge_bytes.is_some() && self.huge_in_memory_bytes_max.is_some();
         waits || self.split_bytes.is_some() || self.bytes_max.is_some()
@@ -115,16 +115,16 @@ impl PartitionLimits {
 
     /// Decides on a request, with the checks in the Java server's order (docs/protocol.md §2.4,
     /// step 4).
-    pub fn judge(&self, sizes: PartitionSizes) -> Verdict {
+    pub fn judge(&self, sizes: PartitionSizes) -> LimitDecision {
         let coming = sizes.received.saturating_add(sizes.asked);
         let share_is_full = over(sizes.in_memory, self.huge_in_memory_bytes_max);
         if self.is_huge(coming) && share_is_full {
-            return Verdict::Wait;
+            return LimitDecision::Wait;
         }
         if self.is_too_large(coming) {
-            return Verdict::TooLarge;
+            return LimitDecision::TooLarge;
         }
-        if over(coming, self.split_bytes) { Verdict::Split } else { Verdict::Fits }
+        if over(coming, self.split_bytes) { LimitDecision::Split } else { LimitDecision::Fits }
     }
 }
 
@@ -150,23 +150,23 @@ mod tests {
 
     #[test]
     fn limits_are_passed_not_reached() {
-        assert_eq!(LIMITS.judge(sizes(900, 900, 100)), Verdict::Fits, "not huge yet");
-        assert_eq!(LIMITS.judge(sizes(900, 101, 101)), Verdict::Wait, "would become huge");
-        assert_eq!(LIMITS.judge(sizes(1_001, 100, 0)), Verdict::Fits, "its share is not passed");
-        assert_eq!(LIMITS.judge(sizes(1_001, 101, 0)), Verdict::Wait);
-        assert_eq!(LIMITS.judge(sizes(1_999, 0, 1)), Verdict::Fits);
-        assert_eq!(LIMITS.judge(sizes(1_999, 0, 2)), Verdict::Split);
-        assert_eq!(LIMITS.judge(sizes(2_999, 0, 1)), Verdict::Split);
-        assert_eq!(LIMITS.judge(sizes(2_999, 0, 2)), Verdict::TooLarge);
-        assert_eq!(LIMITS.judge(sizes(2_999, 101, 2)), Verdict::Wait, "the first check decides");
-        assert_eq!(LIMITS.judge(sizes(u64::MAX, 0, u64::MAX)), Verdict::TooLarge);
+        assert_eq!(LIMITS.judge(sizes(900, 900, 100)), LimitDecision::Fits, "not huge yet");
+        assert_eq!(LIMITS.judge(sizes(900, 101, 101)), LimitDecision::Wait, "would become huge");
+        assert_eq!(LIMITS.judge(sizes(1_001, 100, 0)), LimitDecision::Fits, "its share is not passed");
+        assert_eq!(LIMITS.judge(sizes(1_001, 101, 0)), LimitDecision::Wait);
+        assert_eq!(LIMITS.judge(sizes(1_999, 0, 1)), LimitDecision::Fits);
+        assert_eq!(LIMITS.judge(sizes(1_999, 0, 2)), LimitDecision::Split);
+        assert_eq!(LIMITS.judge(sizes(2_999, 0, 1)), LimitDecision::Split);
+        assert_eq!(LIMITS.judge(sizes(2_999, 0, 2)), LimitDecision::TooLarge);
+        assert_eq!(LIMITS.judge(sizes(2_999, 101, 2)), LimitDecision::Wait, "the first check decides");
+        assert_eq!(LIMITS.judge(sizes(u64::MAX, 0, u64::MAX)), LimitDecision::TooLarge);
     }
 
     #[test]
     fn without_limits_everything_fits() {
         let none = PartitionLimits::default();
         assert!(!none.decide_anything());
-        assert_eq!(none.judge(sizes(u64::MAX, u64::MAX, u64::MAX)), Verdict::Fits);
+        assert_eq!(none.judge(sizes(u64::MAX, u64::MAX, u64::MAX)), LimitDecision::Fits);
         // A threshold alone only marks partitions.
         assert!(!PartitionLimits { huge_bytes: Some(1), ..none }.decide_anything());
         assert!(LIMITS.decide_anything());
@@ -185,19 +185,19 @@ mod tests {
         ) {
             let limits = PartitionLimits { huge_bytes, huge_in_memory_bytes_max, split_bytes, bytes_max };
             let rank = |verdict| match verdict {
-                Verdict::Fits => 0,
-                Verdict::Split => 1,
-                Verdict::TooLarge => 2,
-                Verdict::Wait => 3,
+                LimitDecision::Fits => 0,
+                LimitDecision::Split => 1,
+                LimitDecision::TooLarge => 2,
+                LimitDecision::Wait => 3,
             };
             let (less, greater) = (
                 limits.judge(sizes(received, in_memory, asked)),
                 limits.judge(sizes(received, in_memory, asked + more)),
             );
             prop_assert!(rank(less) <= rank(greater), "{less:?} then {greater:?}");
-            prop_assert!(limits.decide_anything() || less == Verdict::Fits);
+            prop_assert!(limits.decide_anything() || less == LimitDecision::Fits);
             // Flushing ends a wait.
-            prop_assert_ne!(limits.judge(sizes(received, 0, asked)), Verdict::Wait);
+            prop_assert_ne!(limits.judge(sizes(received, 0, asked)), LimitDecision::Wait);
         }
     }
 }

@@ -10,7 +10,7 @@
 use prometheus::{IntCounterVec, IntGaugeVec};
 use serde::Serialize;
 
-use crate::app::{App, AppRegistry, Counted, Kind, Quotas, Whose, quota_key};
+use crate::app::{App, AppRegistry, Counted, Kind, QuotaSubject, Quotas, quota_key};
 use crate::metrics::{self, clamped};
 use crate::schema::kind::{TIB, count, size};
 use crate::schema::section;
@@ -60,14 +60,14 @@ section! {
 impl QuotaConfig {
     fn of(&self, (whose, counted): Kind) -> u64 {
         match (whose, counted) {
-            (Whose::App, Counted::DiskBytes) => self.app_disk,
-            (Whose::App, Counted::ReportedIds) => self.app_reported_ids,
-            (Whose::App, Counted::Partitions) => self.app_partitions,
-            (Whose::App, Counted::OpenReads) => self.app_open_reads,
-            (Whose::User, Counted::DiskBytes) => self.user_disk,
-            (Whose::User, Counted::ReportedIds) => self.user_reported_ids,
-            (Whose::User, Counted::Partitions) => self.user_partitions,
-            (Whose::User, Counted::OpenReads) => self.user_open_reads,
+            (QuotaSubject::App, Counted::DiskBytes) => self.app_disk,
+            (QuotaSubject::App, Counted::ReportedIds) => self.app_reported_ids,
+            (QuotaSubject::App, Counted::Partitions) => self.app_partitions,
+            (QuotaSubject::App, Counted::OpenReads) => self.app_open_reads,
+            (QuotaSubject::User, Counted::DiskBytes) => self.user_disk,
+            (QuotaSubject::User, Counted::ReportedIds) => self.user_reported_ids,
+            (QuotaSubject::User, Counted::Partitions) => self.user_partitions,
+            (QuotaSubject::User, Counted::OpenReads) => self.user_open_reads,
         }
     }
 }
@@ -88,7 +88,7 @@ pub struct QuotaUse {
 }
 
 fn kinds() -> impl Iterator<Item = Kind> {
-    Whose::ALL.into_iter().flat_map(|whose| Counted::ALL.map(|counted| (whose, counted)))
+    QuotaSubject::ALL.into_iter().flat_map(|whose| Counted::ALL.map(|counted| (whose, counted)))
 }
 
 /// Replaces the quotas with immediate effect. Must not be called before recovered state is
@@ -109,8 +109,8 @@ pub(super) fn in_force(registry: &AppRegistry) -> Vec<QuotaUse> {
             max,
             used: most.map_or(0, |app| app.usage().used(kind)),
             by: most.map(|app| match kind.0 {
-                Whose::App => app.id().to_string(),
-                Whose::User => app.user(),
+                QuotaSubject::App => app.id().to_string(),
+                QuotaSubject::User => app.user(),
             }),
             refused: quotas.refused(kind),
         }

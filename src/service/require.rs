@@ -17,8 +17,8 @@ use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
 
 use super::ServiceError;
 use super::ingest::Ingest;
-use super::partition_limit::{PartitionSizes, Verdict};
-use super::ticket_line::{Wanted, is_waited_for};
+use super::partition_limit::{LimitDecision, PartitionSizes};
+use super::ticket_line::{QueuedRequest, is_waited_for};
 
 /// A `requireBuffer` request.
 #[derive(Debug, Clone, Copy)]
@@ -47,7 +47,7 @@ pub struct RequireGrant {
 /// A valid request.
 struct TicketRequest {
     app: Arc<App>,
-    wanted: Wanted,
+    wanted: QueuedRequest,
     split_partitions: Vec<i32>,
     /// True if the request has waited in the queue, or tried to.
     has_waited: bool,
@@ -134,7 +134,7 @@ impl Ingest {
         check_shuffle(&app, request)?;
         app.usage().check(Counted::DiskBytes, bytes)?;
         let split_partitions = self.judge_partitions(&app, request)?;
-        let wanted = Wanted { bytes, partitions: request.partitions.len() };
+        let wanted = QueuedRequest { bytes, partitions: request.partitions.len() };
         Ok(TicketRequest { app, wanted, split_partitions, has_waited: false })
     }
 
@@ -159,7 +159,7 @@ impl Ingest {
         asked: TicketRequest,
         ticket: Result<TicketId, MemoryError>,
     ) -> Result<RequireGrant, ServiceError> {
-        let TicketRequest { app, wanted: Wanted { bytes, .. }, split_partitions, has_waited } = asked;
+        let TicketRequest { app, wanted: QueuedRequest { bytes, .. }, split_partitions, has_waited } = asked;
         if let Err(refused) = &ticket
             && is_waited_for(refused)
         {
@@ -211,16 +211,16 @@ impl Ingest {
             };
             let sizes = partition_sizes(buffers.as_deref(), *partition, asked);
             match limits.judge(sizes) {
-                Verdict::Fits if !disks_are_short => {}
-                Verdict::Fits | Verdict::Split => {
+                LimitDecision::Fits if !disks_are_short => {}
+                LimitDecision::Fits | LimitDecision::Split => {
                     self.metrics.splits_asked.inc();
                     split.push(*partition);
                 }
-                Verdict::Wait => {
+                LimitDecision::Wait => {
                     app.account().refused(Stage::PartitionWait, sizes.asked);
                     return Err(self.huge_partition_waits(buffers.as_deref(), *partition, sizes));
                 }
-                Verdict::TooLarge => return Err(self.partition_too_large(app, &key, *partition, sizes)),
+                LimitDecision::TooLarge => return Err(self.partition_too_large(app, &key, *partition, sizes)),
             }
         }
         Ok(split)

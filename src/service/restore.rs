@@ -13,7 +13,7 @@ use bytes::Bytes;
 use crate::app::{App, PartitionRanges, Registration, ReportError, ShuffleState};
 use crate::budget::Budget;
 use crate::clock::Instant;
-use crate::log::{self, PresentIds, Record, Report, Said};
+use crate::log::{self, PresentIds, Record, RecordReader, Report};
 use crate::store::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError, TierRole};
 use uniffle_wire::types::ShuffleKey;
 
@@ -241,7 +241,7 @@ impl Lifecycle {
     /// records.
     async fn read_log(
         &self,
-        said: &mut Said,
+        said: &mut RecordReader,
         unrestored: &mut Unrestored,
     ) -> (HashMap<ShuffleKey, Restoring>, Option<String>) {
         let mut known: HashMap<ShuffleKey, Restoring> = HashMap::new();

@@ -36,7 +36,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Resources that a request waits for.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Wanted {
+pub(super) struct QueuedRequest {
     pub(super) bytes: u64,
     /// Number of partitions named.
     pub(super) partitions: usize,
@@ -44,7 +44,7 @@ pub(super) struct Wanted {
 
 #[derive(Debug)]
 struct Request {
-    wanted: Wanted,
+    wanted: QueuedRequest,
     /// `None` once it was answered.
     give: Option<oneshot::Sender<Result<TicketId, MemoryError>>>,
 }
@@ -65,7 +65,7 @@ impl Default for TicketLine {
 }
 
 /// A position in the queue. Drop leaves the queue and returns an unused ticket.
-struct Place<'a> {
+struct QueuePosition<'a> {
     line: &'a TicketLine,
     tickets: &'a Tickets,
     app: &'a AppId,
@@ -73,7 +73,7 @@ struct Place<'a> {
     given: oneshot::Receiver<Result<TicketId, MemoryError>>,
 }
 
-impl Drop for Place<'_> {
+impl Drop for QueuePosition<'_> {
     fn drop(&mut self) {
         let mut places = self.line.places.lock();
         places.leave(self.app, self.number);
@@ -103,7 +103,7 @@ impl TicketLine {
         &self,
         tickets: &Tickets,
         memory: &Budget,
-        (app, wanted): (&AppId, Wanted),
+        (app, wanted): (&AppId, QueuedRequest),
         patience: Duration,
     ) -> Option<Result<TicketId, MemoryError>> {
         let (give, given) = oneshot::channel();
@@ -114,7 +114,7 @@ impl TicketLine {
             }
             let number = places.enter(app, Request { wanted, give: Some(give) });
             self.waiting.store(places.len(), Ordering::Relaxed);
-            Place { line: self, tickets, app, number, given }
+            QueuePosition { line: self, tickets, app, number, given }
         };
         tokio::select! {
             biased;
@@ -201,7 +201,7 @@ mod tests {
         (budget, tickets, held)
     }
 
-    const WANTED: Wanted = Wanted { bytes: 26 << 10, partitions: 1 };
+    const WANTED: QueuedRequest = QueuedRequest { bytes: 26 << 10, partitions: 1 };
 
     #[tokio::test(start_paused = true)]
     async fn waiting_ticket_is_granted_when_memory_is_freed() {

@@ -18,8 +18,8 @@ use tokio::sync::Semaphore;
 use crate::app::{AppRegistry, ShuffleState};
 use crate::clock::{Instant, sleep, timeout_at};
 use crate::log::{
-    Blame, Entered, HeldIds, IdSet, Ledger, Look, Loss, LostExtent, OnDamage, SLICE_IDS, Verdict, ranges,
-    slices,
+    Availability, HeldIds, IdSet, Ledger, Look, Loss, LossReasons, LostExtent, NewLosses, OnDamage,
+    SLICE_IDS, ranges, slices,
 };
 use crate::memory::Memory;
 use crate::runtime::Tasks;
@@ -51,7 +51,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 pub(super) struct UnverifiedPartition {
     pub(super) shuffle: Arc<ShuffleState>,
     pub(super) partition: PartitionId,
-    pub(super) blame: Blame,
+    pub(super) blame: LossReasons,
 }
 
 /// Scans memory and all tiers. Each scan covers one partition, and a partition has one scan at a
@@ -157,7 +157,13 @@ impl Verifier {
     }
 
     /// Records blocks as lost, and reports the loss.
-    pub(super) fn enter(&self, shuffle: &ShuffleState, partition: PartitionId, ids: &[u64], blame: &Blame) {
+    pub(super) fn enter(
+        &self,
+        shuffle: &ShuffleState,
+        partition: PartitionId,
+        ids: &[u64],
+        blame: &LossReasons,
+    ) {
         let entered = shuffle.ledger().with(partition, |it| it.enter(ids, blame));
         self.tell(shuffle, partition, entered, &blame.reason);
     }
@@ -166,7 +172,7 @@ impl Verifier {
         &self,
         shuffle: &ShuffleState,
         partition: PartitionId,
-        Entered { losses, unlisted }: Entered,
+        NewLosses { losses, unlisted }: NewLosses,
         unlisted_reason: &Arc<str>,
     ) {
         if unlisted > 0 {
@@ -219,7 +225,7 @@ impl Verifier {
         let (ledger, key, partition) = (shuffle.ledger(), shuffle.key(), *partition);
         loop {
             // Reads are refused before the hole is created, or they would take its zeros for data.
-            let is_damaged = ledger.verdict(partition, |_| IdSet::default()) == Verdict::Wait(None);
+            let is_damaged = ledger.verdict(partition, |_| IdSet::default()) == Availability::Wait(None);
             if let Some(tier) = self.tiers.served().filter(|_| is_damaged)
                 && let Some(error) = tier.mark_damaged_lost(key, partition).await
             {
@@ -357,8 +363,8 @@ impl Verifier {
 }
 
 /// Returns the reason for blocks that are found lost now.
-pub(super) fn blame(extents: Vec<LostExtent>, reason: &str) -> Blame {
+pub(super) fn blame(extents: Vec<LostExtent>, reason: &str) -> LossReasons {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let at_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
-    Blame { extents, reason: Arc::from(reason), at_ms }
+    LossReasons { extents, reason: Arc::from(reason), at_ms }
 }

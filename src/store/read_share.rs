@@ -6,17 +6,17 @@
 
 use std::sync::Arc;
 
-use crate::budget::places::Places;
+use crate::budget::permit_pool::PermitPool;
 use crate::budget::turns::{Turns, UNIT_BYTES};
 use uniffle_wire::types::AppId;
 
 /// The share of one device.
 #[derive(Debug)]
-pub(super) struct ReadShare(Arc<Places>);
+pub(super) struct ReadShare(Arc<PermitPool>);
 
 impl ReadShare {
     pub(super) fn new(bytes: usize) -> Self {
-        Self(Places::new((bytes / UNIT_BYTES).max(1)))
+        Self(PermitPool::new((bytes / UNIT_BYTES).max(1)))
     }
 
     /// Returns the permits that a read of `bytes` bytes of `app` needs from the shares of its

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use parking_lot::Mutex;
 
 use crate::budget::{Budget, Heap, HeapKind};
-use crate::log::{PresentIds, Said};
+use crate::log::{PresentIds, RecordReader};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 pub use crate::log::LostExtent;
@@ -33,7 +33,7 @@ pub struct Recovered {
     /// Shuffles, ordered by their keys.
     pub shuffles: Vec<RecoveredShuffle>,
     /// Registrations and reports of all shuffles.
-    pub said: Said,
+    pub said: RecordReader,
     /// Data directories that were in use before and are missing now.
     pub missing_disks: Vec<String>,
     /// Number of readable published bytes.

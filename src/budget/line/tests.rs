@@ -3,7 +3,7 @@ use futures::future::BoxFuture;
 use proptest::prelude::*;
 
 use super::*;
-use crate::budget::places::Places;
+use crate::budget::permit_pool::PermitPool;
 use crate::budget::turns::{Turns, UNIT_BYTES};
 
 fn reader(name: &str, weight: u32) -> Reader {
@@ -157,7 +157,7 @@ fn cancelled_waiter_blocks_nobody() {
     assert_eq!((state.free, state.waiting), (100, 0));
 }
 
-fn turn_at(shares: &[&Arc<Places>], units: usize) -> Arc<dyn ReadPermits> {
+fn turn_at(shares: &[&Arc<PermitPool>], units: usize) -> Arc<dyn ReadPermits> {
     Arc::new(Turns::new(&AppId::parse("any").unwrap(), shares.iter().copied(), units * UNIT_BYTES))
 }
 
@@ -170,7 +170,7 @@ fn with_turn(line: &Arc<Line>, reader: &Reader, bytes: u64, turn: Arc<dyn ReadPe
 
 #[test]
 fn waiter_for_bytes_holds_no_permit_and_vice_versa() {
-    let (line, disk) = (Line::new(80), Places::new(4));
+    let (line, disk) = (Line::new(80), PermitPool::new(4));
     let (hog, honest) = (reader("hog", 1), reader("honest", 1));
     let held: Vec<_> = std::iter::from_fn(|| line.try_take(&hog, 10)).collect();
     assert_eq!(held.len(), 7);
@@ -185,7 +185,7 @@ fn waiter_for_bytes_holds_no_permit_and_vice_versa() {
     let mut stuck: Vec<_> = (0..9).map(|_| with_turn(&line, &hog, 10, turn_at(&[&disk], 1))).collect();
     assert!(stuck.iter_mut().all(|it| it.now_or_never().is_none()));
     assert!(!line.is_waited_for() && line.0.lock().free == 80, "they wait for a disk");
-    let other = Places::new(4);
+    let other = PermitPool::new(4);
     assert!(line.has_waiting(), "so nobody reads ahead of them");
     assert!(line.try_take(&hog, 10).is_some());
     assert!(with_turn(&line, &hog, 10, turn_at(&[&other], 1)).now_or_never().is_some());
@@ -201,7 +201,7 @@ fn waiter_for_bytes_holds_no_permit_and_vice_versa() {
 
 #[test]
 fn large_read_is_not_starved_by_small_ones() {
-    let (line, disk) = (Line::new(1000), Places::new(4));
+    let (line, disk) = (Line::new(1000), PermitPool::new(4));
     let (one, other) = (reader("one", 1), reader("other", 1));
     let mut small = with_turn(&line, &one, 10, turn_at(&[&disk], 2)).now_or_never().unwrap();
     let mut large = with_turn(&line, &other, 10, turn_at(&[&disk], 4));
@@ -228,13 +228,13 @@ proptest! {
     #[test]
     fn free_capacity_is_granted_at_once(steps in proptest::collection::vec((0..8u8, 0..3usize, 1..40u64, 1..5usize, 0..4usize), 1..120)) {
         let line = Line::new(80);
-        let disks = [Places::new(4), Places::new(4)];
+        let disks = [PermitPool::new(4), PermitPool::new(4)];
         let apps = ["a", "b", "c"].map(|name| reader(name, 1));
         let (mut waiting, mut given) = (Vec::<Waiting>::new(), Vec::<Given>::new());
         for (step, app, bytes, units, which) in steps {
             match step {
                 0..=3 => {
-                    let of: &[&Arc<Places>] = match which {
+                    let of: &[&Arc<PermitPool>] = match which {
                         0 => &[&disks[0]],
                         1 => &[&disks[1]],
                         2 => &[&disks[0], &disks[1]],

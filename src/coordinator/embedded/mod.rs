@@ -33,7 +33,7 @@ use self::assign::{Candidate, NodeOrder, PartitionSelection};
 use self::joining::Joining;
 use self::metrics::Metrics;
 use self::nodes::{Joins, NodeTable, TAGS_MAX};
-use self::plan::{Bounds, Plan, Wanted};
+use self::plan::{AssignmentRequest, Bounds, Plan};
 use super::{NodeReport, ReportSource};
 use crate::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
 use crate::clock::{Instant, sleep_until, timeout};
@@ -493,7 +493,7 @@ impl EmbeddedCoordinator {
             servers: config.shuffle_nodes_max.max(1),
             order: config.node_order,
         };
-        let wanted = Wanted::check(request, bounds)?;
+        let wanted = AssignmentRequest::check(request, bounds)?;
         let (servers, candidates) = self.choose_servers(request, &wanted)?;
         Plan::new(config.partition_selection, wanted, servers, candidates)
     }
@@ -502,7 +502,7 @@ impl EmbeddedCoordinator {
     fn choose_servers(
         &self,
         request: &proto::GetShuffleServerRequest,
-        wanted: &Wanted,
+        wanted: &AssignmentRequest,
     ) -> Result<(Vec<proto::ShuffleServerId>, Vec<Candidate>), AssignmentError> {
         let faulty: HashSet<&str> = request.faulty_server_ids.iter().map(String::as_str).collect();
         let mut nodes = self.0.nodes.lock();

@@ -77,7 +77,7 @@ pub(super) struct Bounds {
 
 /// A validated request for an assignment.
 #[derive(Debug)]
-pub(super) struct Wanted {
+pub(super) struct AssignmentRequest {
     pub(super) partitions: u64,
     per_range: u64,
     pub(super) ranges: u64,
@@ -89,7 +89,7 @@ pub(super) struct Wanted {
 /// A validated assignment with its servers.
 #[derive(Debug)]
 pub(super) struct Plan {
-    pub(super) wanted: Wanted,
+    pub(super) wanted: AssignmentRequest,
     servers: Vec<proto::ShuffleServerId>,
     pub(super) candidates: Vec<Candidate>,
     placement: Placement,
@@ -98,7 +98,7 @@ pub(super) struct Plan {
 impl Plan {
     pub(super) fn new(
         selection: PartitionSelection,
-        wanted: Wanted,
+        wanted: AssignmentRequest,
         servers: Vec<proto::ShuffleServerId>,
         candidates: Vec<Candidate>,
     ) -> Result<Self, AssignmentError> {
@@ -147,7 +147,7 @@ impl Plan {
     }
 }
 
-impl Wanted {
+impl AssignmentRequest {
     pub(super) fn check(
         request: &proto::GetShuffleServerRequest,
         bounds: Bounds,

@@ -14,15 +14,15 @@ use uniffle_wire::types::Distribution;
 pub(super) const LISTENER: &str = "grpc";
 
 /// Status and text of a response, as in the protocol.
-pub(super) type Verdict = (i32, String);
+pub(super) type StatusText = (i32, String);
 
 /// Returns SUCCESS with the text that Java sends for this call (`OK` or nothing).
-pub(super) fn success(text: &str) -> Verdict {
+pub(super) fn success(text: &str) -> StatusText {
     (StatusCode::Success.into(), text.to_owned())
 }
 
 /// Logs a refusal of the service and converts it.
-pub(super) fn refusal(service: &Service, error: &ServiceError) -> Verdict {
+pub(super) fn refusal(service: &Service, error: &ServiceError) -> StatusText {
     service.note_refusal(LISTENER, error);
     (error.status().into(), error.to_string())
 }
@@ -42,7 +42,7 @@ pub(super) fn note_broken_call(service: &Service, status: &Status) {
 }
 
 /// Converts a result without a value.
-pub(super) fn verdict(service: &Service, result: Result<(), ServiceError>, text: &str) -> Verdict {
+pub(super) fn verdict(service: &Service, result: Result<(), ServiceError>, text: &str) -> StatusText {
     match result {
         Ok(()) => success(text),
         Err(error) => refusal(service, &error),
@@ -50,7 +50,7 @@ pub(super) fn verdict(service: &Service, result: Result<(), ServiceError>, text:
 }
 
 /// Returns the status of a call that this worker does not offer.
-pub(super) fn not_offered(text: &str) -> Verdict {
+pub(super) fn not_offered(text: &str) -> StatusText {
     (StatusCode::InternalError.into(), text.to_owned())
 }
 

@@ -36,7 +36,7 @@ use super::timer::ConnectionTimer;
 use crate::budget::allowance::{STREAMS_MIN, WINDOW_BYTES_MIN};
 use crate::clock::timeout;
 use crate::listeners::CLOSING_REST;
-use crate::listeners::acceptor::{Acceptor, Begins, Binding, Connection, Names, Stream};
+use crate::listeners::acceptor::{Acceptor, Binding, Connection, Names, ProtocolStart, Stream};
 use crate::listeners::connection_limiter::{ConnectionState, LEAVING_DEADLINE};
 use crate::listeners::shares::{Share, ShareBudget, ShareLimits};
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternalServer;
@@ -103,7 +103,7 @@ impl GrpcServer {
             closed: metrics.refused_connections().clone(),
             open: vec![metrics.connections().clone()],
             opening_deadline: config.opening_deadline,
-            begins: Begins::Http2,
+            begins: ProtocolStart::Http2,
             cores: None,
             tasks: tasks.clone(),
         };

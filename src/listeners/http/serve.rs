@@ -24,7 +24,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tower::ServiceExt as _;
 
 use crate::clock::{Instant, sleep_until};
-use crate::listeners::acceptor::{Acceptor, Begins, Binding, Connection, Names, Stream};
+use crate::listeners::acceptor::{Acceptor, Binding, Connection, Names, ProtocolStart, Stream};
 use crate::listeners::connection_limiter::{self, ConnectionState};
 use crate::runtime::Tasks;
 use crate::schema::kind::{SECOND, count, flag, seconds};
@@ -108,7 +108,7 @@ pub(super) fn start(
         closed,
         open: vec![open],
         opening_deadline: config.opening_timeout,
-        begins: Begins::Said,
+        begins: ProtocolStart::ByListener,
         cores: None,
         tasks: tasks.clone(),
     };

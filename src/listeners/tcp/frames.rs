@@ -43,7 +43,7 @@ const REQUEST_ID_BYTES: usize = 8;
 
 /// Condition for walking further.
 #[derive(Debug)]
-pub(super) enum Wanted {
+pub(super) enum Requirement {
     /// More bytes.
     Bytes,
     /// A permit for a request of the connection.
@@ -242,21 +242,21 @@ impl Frames {
     }
 
     /// Returns the condition for [`Frames::walk`] to continue.
-    pub(super) fn wanted(&mut self) -> Wanted {
+    pub(super) fn wanted(&mut self) -> Requirement {
         if self.memory_read.is_some() {
-            return Wanted::MemoryRead;
+            return Requirement::MemoryRead;
         }
         if self.committing.is_some() {
-            return Wanted::Commit;
+            return Requirement::Commit;
         }
         let between = matches!(self.phase, Phase::Header { have: 0, .. });
         if between && self.place.is_none() {
             self.place = Arc::clone(&self.requests).try_acquire_owned().ok();
             if self.place.is_none() {
-                return Wanted::Request;
+                return Requirement::Request;
             }
         }
-        Wanted::Bytes
+        Requirement::Bytes
     }
 
     /// Returns the semaphore of request permits.
@@ -283,7 +283,7 @@ impl Frames {
     /// If the stream cannot be parsed any further.
     pub(super) fn walk(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
         let mut rest = chunk;
-        while !rest.is_empty() && matches!(self.wanted(), Wanted::Bytes) {
+        while !rest.is_empty() && matches!(self.wanted(), Requirement::Bytes) {
             let taken = match &mut self.phase {
                 Phase::Header { .. } => self.walk_header(rest)?,
                 Phase::Send { .. } => self.walk_send(rest)?,

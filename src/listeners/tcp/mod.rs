@@ -27,7 +27,7 @@ use metrics::TcpMetrics;
 use crate::runtime::{Cores, Tasks};
 use crate::service::Service;
 
-use super::acceptor::{Acceptor, Begins, Binding, Connection, Names};
+use super::acceptor::{Acceptor, Binding, Connection, Names, ProtocolStart};
 use shared::{LISTENER, Shared};
 
 const NAMES: Names = Names {
@@ -69,7 +69,7 @@ impl TcpServer {
             closed: metrics.all.refused.clone(),
             open: vec![open.clone()],
             opening_deadline: config.opening_timeout,
-            begins: Begins::Said,
+            begins: ProtocolStart::ByListener,
             cores,
             tasks: tasks.clone(),
         };

@@ -23,7 +23,7 @@ use crate::listeners::{CLOSING_PAUSE, CLOSING_REQUEST};
 use crate::runtime::{PollBudget, Tasks};
 use uniffle_wire::DecodeError;
 
-use super::frames::{Frames, Wanted};
+use super::frames::{Frames, Requirement};
 use super::shared::{LISTENER, Shared};
 use super::writer::{KeptHalf, Outbox};
 
@@ -163,27 +163,27 @@ impl Reader {
                 return End::ListenerCloses;
             }
             let step = match self.frames.wanted() {
-                Wanted::Request => {
+                Requirement::Request => {
                     if let Ok(place) = self.frames.request_places().acquire_owned().await {
                         self.frames.give_place(place);
                     }
                     self.last_read = Instant::now();
                     self.walk_left_over()
                 }
-                Wanted::MemoryRead => {
+                Requirement::MemoryRead => {
                     if let Ok(permit) = Arc::clone(&self.shared.memory_reads).acquire_owned().await {
                         self.frames.give_memory_read(permit);
                     }
                     self.last_read = Instant::now();
                     self.walk_left_over()
                 }
-                Wanted::Commit => {
+                Requirement::Commit => {
                     self.frames.end_commit().await;
                     self.last_read = Instant::now();
                     self.walk_left_over()
                 }
-                Wanted::Bytes if !self.left_over.is_empty() => self.walk_left_over(),
-                Wanted::Bytes => poll_fn(|context| self.poll_socket(context)).await,
+                Requirement::Bytes if !self.left_over.is_empty() => self.walk_left_over(),
+                Requirement::Bytes => poll_fn(|context| self.poll_socket(context)).await,
             };
             if let Err(end) = step {
                 return end;

@@ -65,7 +65,7 @@ pub enum Entry {
     /// The first frame, which lists the holders of copies from here on.
     Epoch(Box<Epoch>),
     /// A registration or a report (see `record`).
-    Said(Incarnation, Bytes),
+    Record(Incarnation, Bytes),
     /// The shuffle was purged. Its files are removed after this is written.
     Purged(Incarnation),
     /// Records of the shuffle may be missing.
@@ -317,7 +317,7 @@ impl Entry {
     fn parts(&self) -> (u16, Vec<u8>, Bytes) {
         let (kind, fields, content) = match self {
             Self::Epoch(epoch) => (EPOCH, postcard::to_allocvec(epoch), Bytes::new()),
-            Self::Said(shuffle, content) => (SAID, postcard::to_allocvec(&shuffle.name()), content.clone()),
+            Self::Record(shuffle, content) => (SAID, postcard::to_allocvec(&shuffle.name()), content.clone()),
             Self::Purged(shuffle) => (PURGED, postcard::to_allocvec(&shuffle.name()), Bytes::new()),
             Self::Incomplete(shuffle, gap) => {
                 (INCOMPLETE, postcard::to_allocvec(&(shuffle.name(), gap)), Bytes::new())
@@ -334,7 +334,7 @@ impl Entry {
             EPOCH => Some(Self::Epoch(Box::new(whole(payload)?))),
             SAID => {
                 let (name, content) = postcard::take_from_bytes(payload).ok()?;
-                Some(Self::Said(Incarnation::from_name(name)?, Bytes::copy_from_slice(content)))
+                Some(Self::Record(Incarnation::from_name(name)?, Bytes::copy_from_slice(content)))
             }
             PURGED => Some(Self::Purged(shuffle(payload)?)),
             INCOMPLETE => {
@@ -352,7 +352,7 @@ impl Entry {
     pub fn shuffle(&self) -> Option<&Incarnation> {
         match self {
             Self::Epoch(_) | Self::Begun => None,
-            Self::Said(shuffle, _)
+            Self::Record(shuffle, _)
             | Self::Purged(shuffle)
             | Self::Incomplete(shuffle, _)
             | Self::Moved(shuffle) => Some(shuffle),
@@ -393,7 +393,7 @@ mod tests {
         };
         let entries = [
             Entry::Epoch(Box::new(epoch)),
-            Entry::Said(shuffle(3), Bytes::from_static(b"hello")),
+            Entry::Record(shuffle(3), Bytes::from_static(b"hello")),
             Entry::Purged(shuffle(3)),
             Entry::Incomplete(shuffle(4), gap),
             Entry::Moved(shuffle(3)),
@@ -430,7 +430,7 @@ mod tests {
             .prop_map(|(reason, until_back)| Gap { reason, until_back });
         prop_oneof![
             (name.clone(), prop::collection::vec(any::<u8>(), 0..200))
-                .prop_map(|(shuffle, content)| Entry::Said(shuffle, content.into())),
+                .prop_map(|(shuffle, content)| Entry::Record(shuffle, content.into())),
             name.clone().prop_map(Entry::Purged),
             (name, gap).prop_map(|(shuffle, gap)| Entry::Incomplete(shuffle, gap)),
         ]

@@ -35,7 +35,7 @@ pub struct LostExtent {
 
 /// Reason why missing blocks are lost.
 #[derive(Debug, Clone)]
-pub struct Blame {
+pub struct LossReasons {
     /// Extents whose reason is known.
     pub extents: Vec<LostExtent>,
     /// Reason of all other blocks.
@@ -46,7 +46,7 @@ pub struct Blame {
 
 /// Newly lost blocks.
 #[derive(Debug, Default, PartialEq)]
-pub struct Entered {
+pub struct NewLosses {
     /// Losses by reason.
     pub losses: Vec<Loss>,
     /// Number of further blocks, for which there is no heap.

@@ -16,7 +16,7 @@ pub type OnDamage = Arc<dyn Fn(&ShuffleKey, PartitionId, &str) + Send + Sync>;
 /// Notifier of lost blocks. Losses found before a listener is registered are kept for it, because
 /// memory and tiers may work before the service has recovered.
 #[derive(Default)]
-pub struct Hearer(Mutex<State>);
+pub struct DamageNotifier(Mutex<State>);
 
 enum State {
     /// No listener yet. Keeps one reason per partition.
@@ -30,13 +30,13 @@ impl Default for State {
     }
 }
 
-impl fmt::Debug for Hearer {
+impl fmt::Debug for DamageNotifier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Hearer")
+        f.write_str("DamageNotifier")
     }
 }
 
-impl Hearer {
+impl DamageNotifier {
     /// Registers the listener, and notifies it of all kept losses. Only the first listener is used.
     pub fn set(&self, on_damage: OnDamage) {
         let before = {
@@ -86,7 +86,7 @@ mod tests {
     #[test]
     fn early_findings_are_delivered_to_the_first_listener() {
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
-        let (hearer, heard) = (Hearer::default(), Arc::new(Mutex::new(Vec::new())));
+        let (hearer, heard) = (DamageNotifier::default(), Arc::new(Mutex::new(Vec::new())));
         hearer.tell(&key, PartitionId(1), "early");
         hearer.tell_around((&key, PartitionId(1)), "early", || {});
         let hears = Arc::clone(&heard);

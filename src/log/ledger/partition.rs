@@ -16,7 +16,7 @@
 
 use std::sync::Arc;
 
-use super::loss::{Blame, Entered, Loss, LostExtent};
+use super::loss::{Loss, LossReasons, LostExtent, NewLosses};
 use crate::budget::{Budget, Charge};
 use crate::log::ids::id_set::IdSet;
 use crate::log::ids::present::HeldIds;
@@ -86,7 +86,7 @@ struct Verifying {
 
 /// Decision about a read of a partition.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Verdict {
+pub enum Availability {
     /// All requested blocks are present.
     Serve,
     /// The presence of this number of blocks is not known yet. `None` means any of them.
@@ -185,7 +185,7 @@ impl Ledger {
 
     /// Ends a look that searched all reported blocks and those in question. Blocks that were not
     /// found are lost. Returns the newly lost ones, or `None` if the look must be repeated.
-    pub fn settle(&mut self, look: Look, blame: &Blame) -> Option<Entered> {
+    pub fn settle(&mut self, look: Look, blame: &LossReasons) -> Option<NewLosses> {
         let Verifying { is_all, asked, meanwhile, .. } = {
             // A look without all present ids only searches blocks that were in question before it
             // began.
@@ -256,14 +256,14 @@ impl Ledger {
     }
 
     /// Enters blocks as lost. Returns the newly lost ones.
-    pub fn enter(&mut self, ids: &[u64], blame: &Blame) -> Entered {
+    pub fn enter(&mut self, ids: &[u64], blame: &LossReasons) -> NewLosses {
         // One lookup per set decodes each of its chunks once for ascending ids.
         let mut known: Vec<_> = self.losses.iter().map(|loss| loss.ids.lookup()).collect();
         let mut is_new = |id: &u64| !known.iter_mut().any(|known| known.contains(*id));
         let new: Vec<u64> = ids.iter().copied().filter(&mut is_new).collect();
         if self.charge.try_grow(LOST_ID_BYTES * new.len() as u64).is_err() {
             self.add_unlisted(new.len() as u64, &blame.reason);
-            return Entered { losses: Vec::new(), unlisted: new.len() as u64 };
+            return NewLosses { losses: Vec::new(), unlisted: new.len() as u64 };
         }
         let mut left = IdSet::from_unsorted(new);
         if let There::AtLeast(there) | There::Exactly(there) = &mut self.there {
@@ -282,7 +282,7 @@ impl Ledger {
         new.push(Loss { ids: left, bytes: None, reason: Arc::clone(&blame.reason), at_ms });
         new.retain(|loss| !loss.ids.is_empty());
         new.iter().for_each(|loss| self.add(loss));
-        Entered { losses: new, unlisted: 0 }
+        NewLosses { losses: new, unlisted: 0 }
     }
 
     fn add_unlisted(&mut self, count: u64, reason: &Arc<str>) {
@@ -323,9 +323,9 @@ impl Ledger {
     }
 
     /// Returns the decision about a read of the blocks chosen by `wanted`.
-    pub fn verdict(&self, wanted: impl Fn(&IdSet) -> IdSet) -> Verdict {
+    pub fn verdict(&self, wanted: impl Fn(&IdSet) -> IdSet) -> Availability {
         if self.verifying.as_ref().is_some_and(|verifying| verifying.is_all) {
-            return Verdict::Wait(None);
+            return Availability::Wait(None);
         }
         let mut lost = IdSet::default();
         let mut reason = None;
@@ -337,15 +337,15 @@ impl Ledger {
             }
         }
         if let Some(reason) = reason {
-            return Verdict::Lost(lost, Arc::clone(reason));
+            return Availability::Lost(lost, Arc::clone(reason));
         }
         if let Some((reason, count)) = &self.unlisted {
-            return Verdict::LostUnlisted(*count, Arc::clone(reason));
+            return Availability::LostUnlisted(*count, Arc::clone(reason));
         }
         let asked = self.verifying.as_ref().map_or(&[][..], |verifying| &verifying.asked);
         match wanted(&IdSet::from_ascending(asked.iter().copied())).len() {
-            0 => Verdict::Serve,
-            unknown => Verdict::Wait(Some(unknown)),
+            0 => Availability::Serve,
+            unknown => Availability::Wait(Some(unknown)),
         }
     }
 

@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 use uniffle_wire::types::PartitionId;
 
 use super::loss::Loss;
-use super::partition::{Ledger, Phase, Verdict};
+use super::partition::{Availability, Ledger, Phase};
 use crate::budget::Budget;
 use crate::log::ids::id_set::IdSet;
 use crate::log::ids::present::{HeldIds, PresentIds};
@@ -136,12 +136,12 @@ impl ShuffleLedger {
     }
 
     /// Returns the decision about a read, see [`Ledger::verdict`]. `wanted` runs under the lock.
-    pub fn verdict(&self, partition: PartitionId, wanted: impl Fn(&IdSet) -> IdSet) -> Verdict {
+    pub fn verdict(&self, partition: PartitionId, wanted: impl Fn(&IdSet) -> IdSet) -> Availability {
         if self.lost_blocks() == 0 && self.verifying() == 0 {
-            return Verdict::Serve;
+            return Availability::Serve;
         }
         let state = self.state.lock();
-        state.partitions.get(&partition).map_or(Verdict::Serve, |ledger| ledger.verdict(wanted))
+        state.partitions.get(&partition).map_or(Availability::Serve, |ledger| ledger.verdict(wanted))
     }
 
     /// Returns all losses.
@@ -171,7 +171,7 @@ impl ShuffleLedger {
 mod tests {
     use std::sync::Arc;
 
-    use super::super::loss::Blame;
+    use super::super::loss::LossReasons;
     use super::*;
     use crate::log::ledger::partition::Look;
 
@@ -184,8 +184,8 @@ mod tests {
         Look { found: Some(held), missing: missing.to_vec(), more_missing: 0 }
     }
 
-    fn blame() -> Blame {
-        Blame { extents: Vec::new(), reason: Arc::from("disk /a is missing"), at_ms: 7 }
+    fn blame() -> LossReasons {
+        LossReasons { extents: Vec::new(), reason: Arc::from("disk /a is missing"), at_ms: 7 }
     }
 
     #[test]
@@ -198,7 +198,7 @@ mod tests {
         assert_eq!(shuffle.with(P, |it| it.enter(&[1, 2, 9], &blame())).losses.len(), 1);
         assert!(shuffle.with(OTHER, |it| it.question(None) && !it.question(None)));
         assert_eq!((shuffle.lost_blocks(), shuffle.verifying(), shuffle.losses().len()), (3, 1, 1));
-        assert_eq!(shuffle.verdict(OTHER, IdSet::clone), Verdict::Wait(None));
+        assert_eq!(shuffle.verdict(OTHER, IdSet::clone), Availability::Wait(None));
         let new = shuffle.with(OTHER, |it| {
             it.begin_look();
             it.settle(look(&heap, &[], &[7]), &blame())
@@ -218,7 +218,7 @@ mod tests {
         let ids = [1, 3, 4];
         let question = |id, ids: &[u64]| shuffle.with(id, |it| it.question_unknown(ids));
         assert!(!question(P, &[1]) && question(P, &ids));
-        assert_eq!(shuffle.verdict(P, IdSet::clone), Verdict::Serve, "the report may still be refused");
+        assert_eq!(shuffle.verdict(P, IdSet::clone), Availability::Serve, "the report may still be refused");
         drop(shuffle.with(P, Ledger::begin_look));
         let mut waiting = std::pin::pin!(shuffle.looked(P));
         assert!(futures::poll!(&mut waiting).is_pending());
@@ -226,7 +226,7 @@ mod tests {
         shuffle.with(P, Ledger::fail_look);
         waiting.await;
         assert_eq!(shuffle.with(P, |it| it.acknowledge(&ids)), Ok(false));
-        assert_eq!(shuffle.verdict(P, IdSet::clone), Verdict::Wait(Some(2)));
+        assert_eq!(shuffle.verdict(P, IdSet::clone), Availability::Wait(Some(2)));
         let new = shuffle.with(P, |it| {
             it.begin_look();
             it.settle(look(&heap, &[3], &[]), &blame())

@@ -136,7 +136,7 @@ impl Shipper {
     /// # Errors
     /// The store does not take the entry or does not answer, or the entry is too long.
     pub(in crate::log) async fn append(&self, entry: Entry) -> Result<u64, LogError> {
-        if let Entry::Said(_, record) = &entry
+        if let Entry::Record(_, record) = &entry
             && record.len() > PAYLOAD_BYTES_MAX / 2
         {
             return Err(LogError::of(io::ErrorKind::InvalidInput, "the metadata record is too long"));

@@ -53,7 +53,7 @@ impl Entries {
             match entry {
                 Entry::Epoch(newest) => self.epoch = *newest,
                 Entry::Begun => self.is_begun = true,
-                Entry::Said(..) | Entry::Purged(_) | Entry::Incomplete(..) | Entry::Moved(_) => {}
+                Entry::Record(..) | Entry::Purged(_) | Entry::Incomplete(..) | Entry::Moved(_) => {}
             }
         }
         self.damage = self.damage.take().or(reader.damage);

@@ -43,7 +43,7 @@ pub struct Present {
 impl Present {
     /// Returns whether its metadata is lost permanently. It is then written anew, as if it had been
     /// empty.
-    fn is_spoilt(&self) -> bool {
+    fn is_unreadable(&self) -> bool {
         self.epochs.is_empty() && !self.is_unread && !(self.damaged.is_empty() && self.copies.is_empty())
     }
 }
@@ -84,7 +84,7 @@ pub struct Torn {
 
 /// Recovery decision derived from the directories.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Judgement {
+pub struct RecoveryDecision {
     /// The newest readable epoch, or the default if there is none.
     pub epoch: Epoch,
     /// The highest generation seen.
@@ -99,7 +99,7 @@ pub struct Judgement {
     back: Vec<[u8; 16]>,
 }
 
-impl Judgement {
+impl RecoveryDecision {
     /// Returns whether the directories that an earlier start missed have returned.
     #[must_use]
     pub fn is_over(&self, gap: &Gap) -> bool {
@@ -136,7 +136,7 @@ pub struct StoreSeen<'a> {
     pub gap: Option<&'a str>,
 }
 
-impl Judgement {
+impl RecoveryDecision {
     /// Returns whether the log in the store is needed in addition to these directories. It is if
     /// they prove nothing alone, or if other directories continued with the store.
     #[must_use]
@@ -171,7 +171,7 @@ impl Judgement {
 /// Returns the recovery decision for the present directories and the hand-off record, by the rule
 /// above.
 #[must_use]
-pub fn judge(present: &[Present], hand_off: Option<&HandOff>) -> Judgement {
+pub fn judge(present: &[Present], hand_off: Option<&HandOff>) -> RecoveryDecision {
     let epochs = || present.iter().flat_map(|it| &it.epochs);
     let copies = || present.iter().flat_map(|it| &it.copies);
     let generation = epochs().map(|(generation, _)| *generation);
@@ -181,7 +181,8 @@ pub fn judge(present: &[Present], hand_off: Option<&HandOff>) -> Judgement {
     let newest = epochs().max_by_key(|(generation, _)| *generation);
     let epoch = newest.map(|(_, epoch)| epoch.clone()).unwrap_or_else(Epoch::default);
     let back = present.iter().filter(|it| !it.epochs.is_empty()).map(|it| it.uuid.into_bytes()).collect();
-    let mut judgement = Judgement { epoch, generation, sources: Vec::new(), gap: None, is_fresh, back };
+    let mut judgement =
+        RecoveryDecision { epoch, generation, sources: Vec::new(), gap: None, is_fresh, back };
     if is_fresh {
         return judgement;
     }
@@ -313,7 +314,7 @@ fn missing(present: &[Present], epoch: &Epoch) -> Option<Gap> {
         ),
     };
     let silent: Vec<Uuid> = absent.iter().map(|it| it.uuid()).chain(alone.map(Member::uuid)).collect();
-    let is_for_good = present.iter().any(|it| it.is_spoilt() && silent.contains(&it.uuid));
+    let is_for_good = present.iter().any(|it| it.is_unreadable() && silent.contains(&it.uuid));
     let until_back = if is_for_good { Vec::new() } else { silent.iter().map(|it| it.into_bytes()).collect() };
     Some(Gap { reason, until_back })
 }

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use uuid::Uuid;
 
 use super::hand_off::HandOff;
-use super::proof::{CopySeen, Judgement, Present, Torn, judge};
+use super::proof::{CopySeen, Present, RecoveryDecision, Torn, judge};
 use super::resumable::{Resumable, resumable_copies};
 use crate::log::contents::{CheckpointFilter, Order};
 pub use crate::log::format::frame::METADATA;
@@ -26,7 +26,7 @@ use uniffle_io::{Disk, File};
 
 /// Sources from which the log can be read at a moment. A later generation removes them.
 #[derive(Debug)]
-pub(in crate::log) struct Places {
+pub(in crate::log) struct LogSources {
     pub(in crate::log) sources: Vec<Source>,
     pub(in crate::log) directories: Vec<Directory>,
     pub(in crate::log) deadline: Duration,
@@ -130,7 +130,7 @@ impl Survey {
     }
 
     /// Returns the recovery decision.
-    pub(in crate::log) fn judged(&self) -> Judgement {
+    pub(in crate::log) fn judged(&self) -> RecoveryDecision {
         let mut judged = judge(&self.present, self.hand_off.as_ref());
         if judged.is_fresh && self.has_data {
             let reason =
@@ -154,7 +154,7 @@ impl Survey {
     }
 
     /// Returns the copies to which a start may append.
-    pub(in crate::log) fn resumable(&self, judged: &Judgement) -> Option<Resumable> {
+    pub(in crate::log) fn resumable(&self, judged: &RecoveryDecision) -> Option<Resumable> {
         let places = resumable_copies(&self.present, judged, self.hand_off.as_ref())?;
         let (directory, copy) = *places.first()?;
         let file = |(directory, copy): &(usize, usize)| (*directory, self.files[*directory][*copy].clone());
@@ -439,7 +439,7 @@ pub(in crate::log) struct Part {
 /// The log at a moment: where it can be read, and which of its shuffles are living.
 #[derive(Debug)]
 pub(in crate::log) struct Snapshot {
-    pub(in crate::log) places: Places,
+    pub(in crate::log) places: LogSources,
     pub(in crate::log) epoch: Epoch,
     pub(in crate::log) filter: CheckpointFilter,
 }
@@ -552,7 +552,7 @@ impl SourceReader<'_> {
                 shipped.is_some_and(|is_shipped| is_shipped != part.directory.is_none())
             };
             let is_new = self.seen.entry(Written::of(part)).or_default().add_checked(sequence);
-            if is_new && !matches!(&entry, Entry::Said(shuffle, _) if is_elsewhere(shuffle)) {
+            if is_new && !matches!(&entry, Entry::Record(shuffle, _) if is_elsewhere(shuffle)) {
                 return Ok(Some(entry));
             }
         }

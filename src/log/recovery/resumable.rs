@@ -9,7 +9,7 @@
 use std::path::PathBuf;
 
 use super::hand_off::HandOff;
-use super::proof::{CopySeen, Judgement, Present};
+use super::proof::{CopySeen, Present, RecoveryDecision};
 use crate::log::format::frame::{Encoder, Member};
 
 /// Copies to which a successor may append.
@@ -34,7 +34,7 @@ impl Resumable {
 /// generation has to begin.
 pub(super) fn resumable_copies(
     present: &[Present],
-    judged: &Judgement,
+    judged: &RecoveryDecision,
     hand_off: Option<&HandOff>,
 ) -> Option<Vec<(usize, usize)>> {
     let epoch = &judged.epoch;

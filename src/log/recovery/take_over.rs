@@ -12,13 +12,13 @@ use croaring::Treemap;
 use tokio::sync::mpsc;
 use uuid::Uuid;
 
-use super::proof::Judgement;
+use super::proof::RecoveryDecision;
 use super::read::{Directory, METADATA, Source, Survey};
 use crate::log::contents::FoundShuffle;
 use crate::log::error::LogError;
 use crate::log::format::frame::{Entry, Gap, Incarnation, Member};
 use crate::log::objects::shipped::ShippedLog;
-use crate::log::write::writer::{Deadlines, Told, Writer};
+use crate::log::write::writer::{Deadlines, RecoveredRecord, Writer};
 use uniffle_wire::types::ShuffleKey;
 
 /// Recovered state of an earlier process.
@@ -94,7 +94,7 @@ impl Writer {
     }
 
     /// Reads the whole log.
-    async fn take_over(&mut self, judged: &Judgement) -> Found {
+    async fn take_over(&mut self, judged: &RecoveryDecision) -> Found {
         let (source, directories) = (self.source.clone(), self.directories.clone());
         let mut reader = source.read(&directories, self.deadlines.name);
         let unread = loop {
@@ -163,7 +163,7 @@ impl Writer {
     }
 
     /// Adds the entries of the object store to those of the directories, if they are needed.
-    async fn take_over_shipped(&mut self, judged: &Judgement) -> Result<(), LogError> {
+    async fn take_over_shipped(&mut self, judged: &RecoveryDecision) -> Result<(), LogError> {
         let Some(log) = self.shipped.clone() else { return Ok(()) };
         let here: HashSet<u64> = self.contents.living().iter().map(|shuffle| shuffle.number).collect();
         let is_whole = log.gap().is_none();
@@ -204,7 +204,7 @@ impl Writer {
 
     /// Sends the records of living shuffles, in the order in which they were written. If a copy
     /// cannot be read to its end, the other one is used from there.
-    pub(in crate::log) async fn tell(&self, to: &mpsc::Sender<Told>) {
+    pub(in crate::log) async fn tell(&self, to: &mpsc::Sender<RecoveredRecord>) {
         let (mut told, mut failed) = (0, None);
         for source in std::iter::once(&self.source).chain(&self.others) {
             let (now, result) = self.tell_from(source, told, to).await;
@@ -220,7 +220,12 @@ impl Writer {
 
     /// Sends the entries of a source after its first `told` ones. Returns the number of entries
     /// sent so far.
-    async fn tell_from(&self, source: &Source, told: u64, to: &mpsc::Sender<Told>) -> (u64, io::Result<()>) {
+    async fn tell_from(
+        &self,
+        source: &Source,
+        told: u64,
+        to: &mpsc::Sender<RecoveredRecord>,
+    ) -> (u64, io::Result<()>) {
         let mut reader = source.read(&self.directories, self.deadlines.name);
         let mut at = 0;
         loop {
@@ -240,12 +245,12 @@ impl Writer {
     }
 
     /// Sends one entry. Returns false if the receiver was dropped.
-    async fn tell_one(&self, entry: Entry, to: &mpsc::Sender<Told>) -> bool {
+    async fn tell_one(&self, entry: Entry, to: &mpsc::Sender<RecoveredRecord>) -> bool {
         match entry {
-            Entry::Said(shuffle, content) if !self.contents.is_purged(shuffle.number) => {
+            Entry::Record(shuffle, content) if !self.contents.is_purged(shuffle.number) => {
                 to.send(Ok(Some((shuffle.key, content)))).await.is_ok()
             }
-            Entry::Said(..)
+            Entry::Record(..)
             | Entry::Purged(_)
             | Entry::Incomplete(..)
             | Entry::Moved(_)

@@ -24,8 +24,8 @@ use crate::log::format::frame::{Encoder, Entry, Epoch, Incarnation};
 use crate::log::objects::ship::Shipper;
 use crate::log::objects::shipped::ShippedLog;
 use crate::log::recovery::hand_off::HandOff;
-use crate::log::recovery::proof::Judgement;
-use crate::log::recovery::read::{Directory, MEMBERS, METADATA, Part, Places, Snapshot, Source};
+use crate::log::recovery::proof::RecoveryDecision;
+use crate::log::recovery::read::{Directory, LogSources, MEMBERS, METADATA, Part, Snapshot, Source};
 use crate::log::recovery::resumable::Resumable;
 use crate::log::window::within;
 use uniffle_io::{File, Vanished};
@@ -60,7 +60,7 @@ pub struct Deadlines {
 }
 
 /// A recovered record of a shuffle, or `None` at the end.
-pub(in crate::log) type Told = Result<Option<(ShuffleKey, Bytes)>, LogError>;
+pub(in crate::log) type RecoveredRecord = Result<Option<(ShuffleKey, Bytes)>, LogError>;
 
 pub(in crate::log) enum Request {
     /// Append an entry. Answered with its position in the log that is copied to the object store.
@@ -76,7 +76,7 @@ pub(in crate::log) enum Request {
     /// Return where the log can be read now, and its living shuffles.
     Snapshot(oneshot::Sender<Result<Snapshot, LogError>>),
     /// Send the records of living shuffles.
-    Tell(mpsc::Sender<Told>),
+    Tell(mpsc::Sender<RecoveredRecord>),
 }
 
 /// A copy that is being written.
@@ -144,7 +144,7 @@ impl Writer {
     pub(in crate::log) fn new(
         directories: Vec<Directory>,
         deadlines: Deadlines,
-        judged: Judgement,
+        judged: RecoveryDecision,
         source: Source,
     ) -> Self {
         let gap = judged.carried(judged.epoch.gap.as_ref());
@@ -288,7 +288,7 @@ impl Writer {
         let sources = std::iter::once(&self.source).chain(&self.others).cloned().collect();
         let (directories, deadline) = (self.directories.clone(), self.deadlines.name);
         Ok(Snapshot {
-            places: Places { sources, directories, deadline },
+            places: LogSources { sources, directories, deadline },
             epoch: Epoch { next_incarnation: self.contents.next_incarnation, ..self.epoch.clone() },
             filter: self.contents.filter(self.source.order()),
         })

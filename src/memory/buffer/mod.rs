@@ -34,7 +34,7 @@ use super::region::Segment;
 use super::reservation::{METADATA_BYTES, Reservation};
 use super::sealed::SealedBatch;
 use crate::budget::{Budget, Charge};
-pub use sealing::{Before, Mark};
+pub use sealing::{EarlierBlocks, Mark};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 use unverified::Unverified;
 pub(super) use unverified::Verification;

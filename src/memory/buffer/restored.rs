@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 
 use super::super::chain::Chain;
 use super::super::list::BlockCharges;
-use super::super::persistent::restore::{Block, Partition, Place};
+use super::super::persistent::restore::{Block, BlockPosition, Partition};
 use super::super::sealed::SealedBatch;
 use super::unverified::{DAMAGED, Unverified, say_damaged};
 use super::{Buffer, Committed, State, metadata_bytes};
@@ -26,8 +26,8 @@ impl Buffer {
         list.reserve(blocks.len());
         for Block { meta, place } in blocks {
             match place {
-                Place::Chain(at) => list.restore(meta, at),
-                Place::Slices(slices) => list.restore_stray(meta, *slices),
+                BlockPosition::Chain(at) => list.restore(meta, at),
+                BlockPosition::Slices(slices) => list.restore_stray(meta, *slices),
             }
         }
         let bytes = metadata_bytes(count, rows);

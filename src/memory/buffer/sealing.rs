@@ -18,7 +18,7 @@ pub struct Mark(u64);
 
 /// State of the blocks that were committed before a [`Mark`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Before {
+pub enum EarlierBlocks {
     /// No such block is in memory: all were flushed, or the shuffle is gone.
     Nothing,
     /// Some are in memory, and all of them are being flushed.
@@ -82,16 +82,16 @@ impl Buffer {
     /// Returns the state of the blocks from before `mark`. Blocks that came soon after it may count
     /// as before.
     #[must_use]
-    pub fn before(&self, mark: Mark) -> Before {
+    pub fn before(&self, mark: Mark) -> EarlierBlocks {
         let state = self.state.lock();
-        let Some(lists) = &state.lists else { return Before::Nothing };
+        let Some(lists) = &state.lists else { return EarlierBlocks::Nothing };
         let is_before = |list: &BlockList| list.chain.id() < mark.0 && !list.is_empty();
         let mut batches = lists.batches.iter().filter(|batch| is_before(batch.list())).peekable();
         let nothing_flies = batches.peek().is_none();
         if is_before(&lists.active) || batches.any(|batch| !batch.is_claimed()) {
-            return Before::Waiting;
+            return EarlierBlocks::Waiting;
         }
-        if nothing_flies { Before::Nothing } else { Before::InFlight }
+        if nothing_flies { EarlierBlocks::Nothing } else { EarlierBlocks::InFlight }
     }
 
     /// Hides `batch`, which is now readable in the next tier, from readers. Its memory is freed as

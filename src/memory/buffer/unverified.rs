@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use super::super::list::BlockList;
 use super::super::sealed::SealedBatch;
-use crate::log::Hearer;
+use crate::log::DamageNotifier;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Maximum number of damaged blocks that the log names.
@@ -30,7 +30,7 @@ pub(in crate::memory) struct Verification {
     /// Number of buffers with unverified blocks.
     pub(in crate::memory) buffers: AtomicUsize,
     /// Notified of a partition with damaged blocks before its other blocks are served.
-    pub(in crate::memory) hearer: Hearer,
+    pub(in crate::memory) hearer: DamageNotifier,
 }
 
 /// Unverified blocks of one buffer.

@@ -10,13 +10,13 @@
 pub(super) mod file;
 pub(super) mod huge;
 pub(super) mod layout;
-pub(super) mod left;
 pub(super) mod names;
+pub(super) mod orphaned;
 pub(super) mod passed;
-mod places;
 pub(super) mod restore;
 pub(super) mod rows;
 pub(super) mod sigbus;
+mod slots;
 pub(super) mod table;
 
 #[cfg(test)]

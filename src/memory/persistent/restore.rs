@@ -38,7 +38,7 @@ const ROWS_AT_ONCE: usize = 32;
 
 /// All blocks that an earlier process left. Shared by registrations and restores.
 #[derive(Debug)]
-pub(in crate::memory) struct Leftover {
+pub(in crate::memory) struct RecoveredBlocks {
     table: Arc<Table>,
     names: HashMap<ShuffleKey, u32>,
     /// Names that registered shuffles use again.
@@ -57,7 +57,7 @@ struct TakenNames {
     named: Vec<Arc<Named>>,
 }
 
-/// Places in the tables of names and rows that the earlier process may have used. Registrations
+/// TableSlots in the tables of names and rows that the earlier process may have used. Registrations
 /// during the recovery get other places, possibly between these.
 #[derive(Debug)]
 struct FoundPlaces {
@@ -109,9 +109,9 @@ impl TakenRows {
 #[derive(Debug)]
 pub(in crate::memory) enum Search {
     /// The search runs.
-    Sought(JoinHandle<Leftover>),
+    Sought(JoinHandle<RecoveredBlocks>),
     /// Result of the search, until the recovery ends.
-    Found(Arc<Leftover>),
+    Found(Arc<RecoveredBlocks>),
     /// The recovery has ended.
     Over,
 }
@@ -120,22 +120,23 @@ impl Search {
     /// Begins the search. Until it ends, no name and no row of `table` may be taken.
     pub(in crate::memory) fn begin(table: &Arc<Table>) -> Self {
         if !table.was_used() {
-            return Self::Found(Arc::new(Leftover::of(Arc::clone(table))));
+            return Self::Found(Arc::new(RecoveredBlocks::of(Arc::clone(table))));
         }
         let its = Arc::clone(table);
-        let begun = std::thread::Builder::new().name("memory search".to_owned()).spawn(|| Leftover::of(its));
-        begun.map_or_else(|_| Self::Found(Arc::new(Leftover::of(Arc::clone(table)))), Self::Sought)
+        let begun =
+            std::thread::Builder::new().name("memory search".to_owned()).spawn(|| RecoveredBlocks::of(its));
+        begun.map_or_else(|_| Self::Found(Arc::new(RecoveredBlocks::of(Arc::clone(table)))), Self::Sought)
     }
 
     /// Waits for the search and returns its result. `None` when the start is complete.
-    pub(in crate::memory) fn found(&mut self) -> Option<Arc<Leftover>> {
+    pub(in crate::memory) fn found(&mut self) -> Option<Arc<RecoveredBlocks>> {
         let found = self.end()?;
         *self = Self::Found(Arc::clone(&found));
         Some(found)
     }
 
     /// Ends the recovery and returns the result of the search once.
-    pub(in crate::memory) fn end(&mut self) -> Option<Arc<Leftover>> {
+    pub(in crate::memory) fn end(&mut self) -> Option<Arc<RecoveredBlocks>> {
         match std::mem::replace(self, Self::Over) {
             Self::Sought(looking) => Some(Arc::new(joined(looking))),
             Self::Found(found) => Some(found),
@@ -153,12 +154,12 @@ pub(in crate::memory) fn joined<T>(thread: JoinHandle<T>) -> T {
 #[derive(Debug)]
 pub(in crate::memory) struct Block {
     pub(in crate::memory) meta: BlockMeta,
-    pub(in crate::memory) place: Place,
+    pub(in crate::memory) place: BlockPosition,
 }
 
 /// Position of a restored block's bytes.
 #[derive(Debug)]
-pub(in crate::memory) enum Place {
+pub(in crate::memory) enum BlockPosition {
     /// An offset in the chain.
     Chain(u32),
     /// Slices that the block holds itself.
@@ -182,26 +183,26 @@ pub(in crate::memory) struct Partition {
 
 /// A shuffle that is kept for a later start: its rows and the segments that they point into.
 #[derive(Debug)]
-pub(in crate::memory) struct LeftShuffle {
+pub(in crate::memory) struct RetainedShuffle {
     named: Arc<Named>,
     partitions: Vec<Partition>,
     _blocks: Charge,
 }
 
-impl LeftShuffle {
+impl RetainedShuffle {
     pub(in crate::memory) fn blocks(&self) -> usize {
         self.partitions.iter().map(|partition| partition.blocks.len()).sum()
     }
 }
 
-impl Drop for LeftShuffle {
+impl Drop for RetainedShuffle {
     fn drop(&mut self) {
-        // Before the rows are freed, so that a later registration cannot get these blocks.
+        // EarlierBlocks the rows are freed, so that a later registration cannot get these blocks.
         self.named.disown();
     }
 }
 
-impl Leftover {
+impl RecoveredBlocks {
     /// Finds the blocks in the region.
     pub(in crate::memory) fn of(table: Arc<Table>) -> Self {
         let found =
@@ -280,7 +281,7 @@ impl Leftover {
     ) -> Option<Partition> {
         let found = self.rows(key, partition, is_elsewhere);
         let last_chain = found.last()?.1.order >> 32;
-        let mut wanted: Vec<Wanted> = Vec::with_capacity(found.len());
+        let mut wanted: Vec<BlockToRestore> = Vec::with_capacity(found.len());
         found.iter().for_each(|(at, row)| wanted.extend(self.wanted(*at, row)));
         drop(found);
         let pieces = pieces(&wanted);
@@ -303,13 +304,13 @@ impl Leftover {
     }
 
     /// Returns the block of a row, if it is complete and no other block has its rows.
-    fn wanted(&self, at: u32, row: &Row) -> Option<Wanted> {
+    fn wanted(&self, at: u32, row: &Row) -> Option<BlockToRestore> {
         let (first, further) = self.table.pieces(row)?;
         // A row that another block has taken stays with it. In a table without contradictions, a
         // block gets all its rows or none.
         let is_its_own =
             self.taken_rows.take(at) && further.rows.iter().all(|row| self.taken_rows.take(*row));
-        is_its_own.then_some(Wanted { meta: row.meta, row: at, first, further })
+        is_its_own.then_some(BlockToRestore { meta: row.meta, row: at, first, further })
     }
 
     /// Takes all unregistered shuffles that `is_left` accepts. Segments are charged to `budget` and
@@ -319,7 +320,7 @@ impl Leftover {
         is_left: impl Fn(&ShuffleKey) -> bool,
         budget: &Budget,
         rows: &Budget,
-    ) -> HashMap<ShuffleKey, LeftShuffle> {
+    ) -> HashMap<ShuffleKey, RetainedShuffle> {
         let mut all = HashMap::new();
         for key in self.names.keys().filter(|key| is_left(key)) {
             let Some(named) = self.name(key) else { continue };
@@ -328,7 +329,7 @@ impl Leftover {
             let partitions: Vec<_> = taken.collect();
             let count: usize = partitions.iter().map(|partition| partition.rows).sum();
             let _blocks = rows.force_charge(count as u64);
-            all.insert(key.clone(), LeftShuffle { named, partitions, _blocks });
+            all.insert(key.clone(), RetainedShuffle { named, partitions, _blocks });
         }
         all
     }
@@ -381,14 +382,14 @@ fn grouped(table: &Table, chunks: &[Range<u32>], known: &hashbrown::HashSet<u32>
 }
 
 /// A block to restore. Most have one piece.
-struct Wanted {
+struct BlockToRestore {
     meta: BlockMeta,
     row: u32,
     first: Extent,
     further: Further,
 }
 
-impl Wanted {
+impl BlockToRestore {
     fn extents(&self) -> impl Iterator<Item = Extent> {
         iter::once(self.first).chain(self.further.extents.iter().copied())
     }
@@ -410,7 +411,7 @@ type NumberedSlices = SmallVec<[(usize, Slice); 2]>;
 type Piece = (Extent, usize, usize);
 
 /// Returns the pieces of `wanted` in ascending order.
-fn pieces(wanted: &[Wanted]) -> Vec<Piece> {
+fn pieces(wanted: &[BlockToRestore]) -> Vec<Piece> {
     let mut pieces = Vec::with_capacity(wanted.len());
     for (block, it) in wanted.iter().enumerate() {
         pieces.extend(it.extents().enumerate().map(|(number, extent)| (extent, block, number)));
@@ -464,9 +465,13 @@ fn piece_at(from: usize, end: usize) -> usize {
 
 /// Takes the bytes of each block out of `segments`. Returns their positions, with `None` for a
 /// block that shares bytes with another.
-fn adopt(segments: &mut [Segment], wanted: &[Wanted], pieces: &[Piece]) -> Vec<Option<Place>> {
+fn adopt(
+    segments: &mut [Segment],
+    wanted: &[BlockToRestore],
+    pieces: &[Piece],
+) -> Vec<Option<BlockPosition>> {
     let starts = starts(segments);
-    let mut places: Vec<Option<Place>> = Vec::new();
+    let mut places: Vec<Option<BlockPosition>> = Vec::new();
     places.resize_with(wanted.len(), || None);
     let mut scattered: HashMap<usize, Option<NumberedSlices>> = HashMap::new();
     let mut near = 0;
@@ -475,7 +480,7 @@ fn adopt(segments: &mut [Segment], wanted: &[Wanted], pieces: &[Piece]) -> Vec<O
         if wanted[block].has_one_piece()
             && let Some(at) = place_in_chain(&starts, segments, (near, extent))
         {
-            places[block] = absorbed(segments, near, extent).then_some(Place::Chain(at));
+            places[block] = absorbed(segments, near, extent).then_some(BlockPosition::Chain(at));
             continue;
         }
         let all = scattered.entry(block).or_insert_with(|| Some(SmallVec::new()));
@@ -487,7 +492,7 @@ fn adopt(segments: &mut [Segment], wanted: &[Wanted], pieces: &[Piece]) -> Vec<O
     for (block, slices) in scattered {
         places[block] = slices.map(|mut slices| {
             slices.sort_by_key(|(number, _)| *number);
-            Place::Slices(Box::new(slices.into_iter().map(|(_, slice)| slice).collect()))
+            BlockPosition::Slices(Box::new(slices.into_iter().map(|(_, slice)| slice).collect()))
         });
     }
     places

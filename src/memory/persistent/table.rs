@@ -24,7 +24,7 @@ use super::super::region::Region;
 use super::layout::{
     FRESH_NAMES_AT, FRESH_ROWS_AT, Geometry, HEADER_WORDS, Header, NAME_WORDS, ROW_BYTES, ROW_WORDS,
 };
-use super::places::Places;
+use super::slots::TableSlots;
 use crate::budget::{Budget, Charge};
 
 /// Reasons for the lack of places.
@@ -45,7 +45,7 @@ pub(in crate::memory) enum NoPlaces {
 /// 1. *The bytes of a committed row are final.* The order is bytes, words of the row, commit word.
 /// 2. *Bytes have no other user while a row points to them.* A list clears its rows before it frees
 ///    its segments.
-/// 3. *Places have no other user while they are committed.* They are cleared, then freed. A name is
+/// 3. *TableSlots have no other user while they are committed.* They are cleared, then freed. A name is
 ///    freed with its last row.
 /// 4. *A purged shuffle is gone at once.* Its name is cleared before the shuffle can be registered
 ///    again.
@@ -92,7 +92,7 @@ pub(super) struct Part {
 /// Free places and the charges of their pages.
 #[derive(Debug)]
 pub(super) struct State {
-    pub(super) places: Places,
+    pub(super) places: TableSlots,
     /// Charges of the pages. `None` until the capacity is known.
     charged: Option<Charged>,
 }
@@ -148,14 +148,14 @@ impl Part {
         let bytes_of = |places: Range<u32>| {
             8 * (first + places.start as usize * words)..8 * (first + places.end as usize * words)
         };
-        let empty = Places::new(8 * words as u64, max, 0, |_| false);
+        let empty = TableSlots::new(8 * words as u64, max, 0, |_| false);
         let holes = region.front_holes(bytes_of(0..mark))?;
         let is_hole = |chunk: u32| {
             let of = bytes_of(empty.of_chunk(chunk));
             let before = holes.partition_point(|hole| hole.start <= of.start);
             before.checked_sub(1).is_some_and(|at| holes[at].end >= of.end.min(bytes_of(0..mark).end))
         };
-        let places = Places::new(8 * words as u64, max, mark, |chunk| !is_hole(chunk));
+        let places = TableSlots::new(8 * words as u64, max, mark, |chunk| !is_hole(chunk));
         // Pages are filled first: a read of a hole would allocate pages too, and end the process if
         // there are none.
         let fill = |some: &[u32]| {

@@ -43,12 +43,12 @@ pub(super) struct Pages {
 
 /// The region for which pages are allocated.
 #[derive(Clone, Copy)]
-pub(super) struct Of<'a> {
+pub(super) struct RegionRef<'a> {
     pub(super) map: &'a Mapping,
     pub(super) buddy: &'a Mutex<Buddy>,
 }
 
-impl Of<'_> {
+impl RegionRef<'_> {
     fn ready_blocks(self) -> usize {
         self.buddy.lock().ready()
     }
@@ -108,7 +108,7 @@ impl Pages {
 
     /// Allocates pages until `bytes` bytes are ready, or all. After a refusal it makes at least one
     /// attempt.
-    pub(super) fn take_until(&self, of: Of<'_>, bytes: u64) -> io::Result<()> {
+    pub(super) fn take_until(&self, of: RegionRef<'_>, bytes: u64) -> io::Result<()> {
         self.fill_holes(of)?;
         while self.is_refused() || self.ready_bytes() < bytes {
             if !self.make_ready(of, of.ready_blocks())? {
@@ -144,12 +144,12 @@ impl Pages {
 
     /// Makes one more block or hole usable after an allocation failed with `seen` ready blocks.
     /// Returns false if there is none.
-    pub(super) fn grow(&self, of: Of<'_>, seen: usize) -> bool {
+    pub(super) fn grow(&self, of: RegionRef<'_>, seen: usize) -> bool {
         !self.is_refused()
             && (self.make_ready(of, seen).unwrap_or(false) || self.fill_hole(of).unwrap_or(false))
     }
 
-    fn make_ready(&self, of: Of<'_>, seen: usize) -> io::Result<bool> {
+    fn make_ready(&self, of: RegionRef<'_>, seen: usize) -> io::Result<bool> {
         let holes = self.holes.lock();
         let block = of.ready_blocks();
         if block > seen {
@@ -165,13 +165,13 @@ impl Pages {
     }
 
     /// One piece at a time, so that nobody waits for all of them.
-    fn fill_holes(&self, of: Of<'_>) -> io::Result<()> {
+    fn fill_holes(&self, of: RegionRef<'_>) -> io::Result<()> {
         while self.fill_hole(of)? {}
         Ok(())
     }
 
     /// Allocates the pages of one hole. Returns false if there is none.
-    fn fill_hole(&self, of: Of<'_>) -> io::Result<bool> {
+    fn fill_hole(&self, of: RegionRef<'_>) -> io::Result<bool> {
         let mut holes = self.holes.lock();
         let Some(&(offset, bytes)) = holes.last() else { return Ok(false) };
         self.take_segments(of.map, offset..offset + bytes)?;
@@ -182,7 +182,7 @@ impl Pages {
     }
 
     /// Frees a piece whose pages were discarded. It becomes a hole if it gets no pages.
-    pub(super) fn give_back(&self, of: Of<'_>, offset: usize, bytes: usize) {
+    pub(super) fn give_back(&self, of: RegionRef<'_>, offset: usize, bytes: usize) {
         let mut holes = self.holes.lock();
         if self.take_segments(of.map, offset..offset + bytes).is_ok() {
             of.buddy.lock().free(offset, bytes);
@@ -199,7 +199,7 @@ impl Pages {
     /// It does not ask the file for holes: the kernel finds the next hole by visiting all pages
     /// before it, also of other ranges.
     #[cfg(not(miri))]
-    pub(super) fn settle(&self, of: Of<'_>) {
+    pub(super) fn settle(&self, of: RegionRef<'_>) {
         let mut left_out = self.holes.lock();
         let free = of.buddy.lock().free_ranges();
         let mut at_once = SETTLED_BYTES;
@@ -221,7 +221,7 @@ impl Pages {
         self.publish(of, &left_out);
     }
 
-    fn publish(&self, of: Of<'_>, holes: &[(usize, usize)]) {
+    fn publish(&self, of: RegionRef<'_>, holes: &[(usize, usize)]) {
         let without: usize = holes.iter().map(|(_, bytes)| bytes).sum();
         let ready = of.ready_blocks() * BLOCK_BYTES - without;
         self.ready_bytes.store(ready as u64, Ordering::Relaxed);

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 
 use super::super::buddy::{BLOCK_BYTES, Buddy};
 use super::mapping::{Mapping, too_large};
-use super::pages::{Of, Pages};
+use super::pages::{Pages, RegionRef};
 
 /// Memory of a fixed size that is handed out in [`Segment`]s.
 ///
@@ -209,8 +209,8 @@ impl Region {
         self.pages.iter().for_each(|pages| pages.limit(bytes));
     }
 
-    pub(super) fn of(&self) -> Of<'_> {
-        Of { map: &self.map, buddy: &self.buddy }
+    pub(super) fn of(&self) -> RegionRef<'_> {
+        RegionRef { map: &self.map, buddy: &self.buddy }
     }
 
     /// Returns the bytes, in whole blocks, that were ever in a segment or got their pages ahead.

@@ -29,7 +29,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(30);
 const WALKS: usize = 8;
 
 #[derive(Debug)]
-enum What {
+enum PurgeScope {
     Everything,
     Own,
 }
@@ -38,7 +38,7 @@ enum What {
 struct PendingDelete {
     remote: Arc<Remote>,
     path: String,
-    what: What,
+    what: PurgeScope,
 }
 
 /// A deletion that was ordered. [`Removal::run`] executes it.
@@ -62,7 +62,7 @@ impl HdfsStore {
                 pending.push(PendingDelete {
                     remote: Arc::clone(&shuffle.remote),
                     path,
-                    what: What::Everything,
+                    what: PurgeScope::Everything,
                 });
             }
         }
@@ -83,8 +83,8 @@ impl HdfsStore {
             remote,
             path: layout::app_directory(&root, app),
             what: match cause {
-                Cause::Unregistered => What::Everything,
-                Cause::Expired => What::Own,
+                Cause::Unregistered => PurgeScope::Everything,
+                Cause::Expired => PurgeScope::Own,
             },
         });
         Some(self.removal(app, &state, pending.collect()))
@@ -158,8 +158,8 @@ impl Core {
     async fn remove_once(&self, it: &PendingDelete) -> Result<(), StoreError> {
         let fs = &*it.remote.fs;
         match it.what {
-            What::Everything => self.timed(&it.path, fs.delete(&it.path, true)).await.map(drop),
-            What::Own => self.remove_own(fs, &it.path).await,
+            PurgeScope::Everything => self.timed(&it.path, fs.delete(&it.path, true)).await.map(drop),
+            PurgeScope::Own => self.remove_own(fs, &it.path).await,
         }
     }
 

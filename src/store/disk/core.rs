@@ -12,7 +12,7 @@ use super::directories::directory::LocalDisk;
 use super::files::Files;
 use super::metrics::Metrics;
 use crate::budget::Budget;
-use crate::log::Hearer;
+use crate::log::DamageNotifier;
 use crate::store::index::record_cache::RecordCache;
 use crate::store::recovered::FoundIds;
 use crate::store::{DiskCondition, StoreError};
@@ -33,7 +33,7 @@ pub(in crate::store) struct Core {
     /// Budget of block ids that a start finds.
     pub(in crate::store) found_ids: FoundIds,
     /// Listener for lost blocks.
-    pub(super) hearer: Hearer,
+    pub(super) hearer: DamageNotifier,
     pub(in crate::store) metrics: Metrics,
 }
 

@@ -12,12 +12,12 @@ use super::directories::claim;
 use super::files::Files;
 use super::metrics::Metrics;
 use super::store::LocalStore;
-use crate::log::Hearer;
+use crate::log::DamageNotifier;
 use crate::runtime::Tasks;
 use crate::store::index::record_cache::RecordCache;
 use crate::store::read_share::ReadShare;
 use crate::store::recovery::stored::Stored;
-use crate::store::recovery::take_over::Before;
+use crate::store::recovery::take_over::PreviousState;
 use crate::store::{StoreError, StoreErrorKind, TierHeap};
 use uniffle_io::Disk;
 
@@ -72,12 +72,12 @@ impl LocalStore {
             changes,
             found_ids: heap.found_ids(),
             extents: heap.extents,
-            hearer: Hearer::default(),
+            hearer: DamageNotifier::default(),
             metrics,
             config,
         };
         let tasks = Tasks::new();
-        let (before, metadata) = Before::look(&core, stored.log.take(), &tasks).await;
+        let (before, metadata) = PreviousState::look(&core, stored.log.take(), &tasks).await;
         let store = Self::new(core, metadata, tasks);
         store.take_over(before, stored).await;
         store.core.set_gauges();

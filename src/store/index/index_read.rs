@@ -71,13 +71,13 @@ pub(in crate::store) const WRONG_RECORDS: &str = "index records are corrupt";
 pub(in crate::store) struct IndexRead<S> {
     source: S,
     extents: ExtentList,
-    place: Place,
+    place: Cursor,
     progress: Progress,
 }
 
 /// Position of a read, with the verifier of the current extent.
 #[derive(Debug, Clone, Default)]
-struct Place {
+struct Cursor {
     /// Index of the current extent.
     at: usize,
     /// Bytes of the extent's records that were returned.
@@ -109,7 +109,7 @@ const fn whole_records(bytes: usize) -> usize {
 impl<S: RecordSource> IndexRead<S> {
     /// Creates a read of the records of `blocks` blocks in `extents`, from index `first` on.
     pub(in crate::store) fn new(source: S, extents: ExtentList, first: usize, blocks: u64) -> Self {
-        let place = Place { at: first, ..Place::default() };
+        let place = Cursor { at: first, ..Cursor::default() };
         Self { source, extents, place, progress: Progress::new(blocks * RECORD_BYTES as u64) }
     }
 
@@ -151,7 +151,7 @@ impl<S: RecordSource> IndexRead<S> {
     }
 }
 
-impl Place {
+impl Cursor {
     /// Verifies and completes the records of a chunk, and advances. Returns the extent whose
     /// records are wrong.
     fn complete(

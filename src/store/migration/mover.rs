@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::pass::Passed;
-use super::policy::{self, DiskView, ShuffleView, Wanted};
+use super::policy::{self, Candidate, DiskView, ShuffleView};
 use super::shuffle::Shuffle;
 use super::tier::OffloadTier;
 use crate::clock::sleep;
@@ -37,7 +37,7 @@ impl OffloadTier {
     }
 
     /// Returns the data to be moved now, or `None` if there is none.
-    pub(super) fn next(&self) -> Option<(Wanted, Arc<Shuffle>)> {
+    pub(super) fn next(&self) -> Option<(Candidate, Arc<Shuffle>)> {
         let relieved = self.look_at_disks();
         let shuffles: Vec<Arc<Shuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
         let is_draining = self.is_draining.load(Ordering::Acquire);
@@ -49,7 +49,7 @@ impl OffloadTier {
         }
         let views: Vec<ShuffleView> = shuffles.iter().map(|shuffle| self.view(shuffle)).collect();
         let wanted = policy::next(&views, &relieved, self.object.segment_bytes(), is_draining)?;
-        let (Wanted::Oldest(at) | Wanted::Cold(at)) = wanted;
+        let (Candidate::Oldest(at) | Candidate::Cold(at)) = wanted;
         Some((wanted, Arc::clone(&shuffles[at])))
     }
 
@@ -78,7 +78,7 @@ impl OffloadTier {
     }
 
     /// Returns whether anything was moved or made known to the store.
-    async fn run(&self, wanted: Wanted, shuffle: &Arc<Shuffle>) -> bool {
+    async fn run(&self, wanted: Candidate, shuffle: &Arc<Shuffle>) -> bool {
         match self.move_some(wanted, shuffle).await {
             Ok(has_moved) => has_moved,
             Err(error) if error.kind == StoreErrorKind::Purged => true,
@@ -94,11 +94,15 @@ impl OffloadTier {
     ///
     /// # Errors
     /// An error of a disk or of the store. Data moved before the error stays moved.
-    pub(super) async fn move_some(&self, wanted: Wanted, shuffle: &Arc<Shuffle>) -> Result<bool, StoreError> {
+    pub(super) async fn move_some(
+        &self,
+        wanted: Candidate,
+        shuffle: &Arc<Shuffle>,
+    ) -> Result<bool, StoreError> {
         let _turn = self.turn.lock().await;
         let is_new = !shuffle.is_known();
         let before = shuffle.local.usage().bytes;
-        let is_cold = matches!(wanted, Wanted::Cold(_));
+        let is_cold = matches!(wanted, Candidate::Cold(_));
         let cold = is_cold.then(|| shuffle.take_cold());
         let excluded = shuffle.excluded();
         let moving = match &cold {

@@ -23,7 +23,7 @@ use uuid::Uuid;
 use super::scan::{DiskScan, FoundDirectory, LogReader};
 use super::stored::{Stored, StoredShuffle, overlapping};
 use crate::clock::Instant;
-use crate::log::{Found, FoundShuffle, PresentIds, Said};
+use crate::log::{Found, FoundShuffle, PresentIds, RecordReader};
 use crate::metrics::clamped;
 use crate::store::disk::core::Core;
 use crate::store::disk::directories::directory::LocalDisk;
@@ -43,7 +43,7 @@ const TAIL_GAP_BYTES: u64 = 256 << 20;
 /// Size of a range of incarnations, unrelated to the epochs of the metadata log. Incarnations are
 /// assigned in order within a range. If a missing disk may have some in use, the next range begins.
 /// A gap within a range therefore means that a shuffle is missing.
-const EPOCH: u64 = 1 << 32;
+const INCARNATIONS_PER_EPOCH: u64 = 1 << 32;
 /// Number of shuffles rebuilt concurrently.
 const REBUILDS: usize = 8;
 /// Maximum number of reasons stored as text per shuffle. Blocks are always counted.
@@ -67,7 +67,7 @@ impl LocalStore {
     pub(in crate::store) async fn recover(
         &self,
         scans: Vec<DiskScan>,
-        (found, said): (Found, Said),
+        (found, said): (Found, RecordReader),
         mut stored: Stored,
     ) -> Recovered {
         let started = Instant::now();
@@ -105,7 +105,7 @@ impl LocalStore {
         let first = next_number(Some(highest_incarnation), incomplete.then_some(known.blind_starts));
         // Two starts that do not see each other count from the same number. Their shuffles must not
         // be mistaken for each other.
-        let apart = if incomplete { rand::rng().random_range(0..EPOCH / 2) } else { 0 };
+        let apart = if incomplete { rand::rng().random_range(0..INCARNATIONS_PER_EPOCH / 2) } else { 0 };
         let next = first.saturating_add(apart).max(stored.incarnations_from);
         self.next_incarnation.store(next, Ordering::Relaxed);
         let rebuilds = by_key.into_iter().map(|(key, found)| {
@@ -507,19 +507,19 @@ fn adopt_log(
 }
 
 /// Returns the incarnation after `highest`. If a missing disk may have some in use, returns the
-/// first one of the range ([`EPOCH`]) after number `epoch`, which is unused.
+/// first one of the range ([`INCARNATIONS_PER_EPOCH`]) after number `epoch`, which is unused.
 fn next_number(highest: Option<u64>, epoch: Option<u32>) -> u64 {
     let next = highest.map_or(0, |highest| highest + 1);
-    epoch.map_or(next, |epoch| next.max((u64::from(epoch) + 1) * EPOCH))
+    epoch.map_or(next, |epoch| next.max((u64::from(epoch) + 1) * INCARNATIONS_PER_EPOCH))
 }
 
 /// Returns whether a number is missing in a range of incarnations.
 fn has_gap(numbers: impl Iterator<Item = u64>) -> bool {
     let mut epochs: HashMap<u64, (u64, u64)> = HashMap::new();
     for number in numbers {
-        let (count, highest) = epochs.entry(number / EPOCH).or_default();
+        let (count, highest) = epochs.entry(number / INCARNATIONS_PER_EPOCH).or_default();
         *count += 1;
-        *highest = (*highest).max(number % EPOCH);
+        *highest = (*highest).max(number % INCARNATIONS_PER_EPOCH);
     }
     epochs.values().any(|(count, highest)| *count <= *highest)
 }
@@ -550,10 +550,16 @@ mod tests {
     #[test]
     fn numbers_continue_and_gaps_are_noticed() {
         assert_eq!([next_number(None, None), next_number(Some(7), None)], [0, 8]);
-        assert_eq!([next_number(None, Some(0)), next_number(Some(7), Some(2))], [EPOCH, 3 * EPOCH]);
-        assert_eq!(next_number(Some(3 * EPOCH + 9), Some(0)), 3 * EPOCH + 10);
-        assert!(!has_gap([0, 1, 2, EPOCH, EPOCH + 1].into_iter()));
-        assert!(has_gap([0, 2].into_iter()) && has_gap([0, EPOCH + 1].into_iter()));
+        assert_eq!(
+            [next_number(None, Some(0)), next_number(Some(7), Some(2))],
+            [INCARNATIONS_PER_EPOCH, 3 * INCARNATIONS_PER_EPOCH]
+        );
+        assert_eq!(
+            next_number(Some(3 * INCARNATIONS_PER_EPOCH + 9), Some(0)),
+            3 * INCARNATIONS_PER_EPOCH + 10
+        );
+        assert!(!has_gap([0, 1, 2, INCARNATIONS_PER_EPOCH, INCARNATIONS_PER_EPOCH + 1].into_iter()));
+        assert!(has_gap([0, 2].into_iter()) && has_gap([0, INCARNATIONS_PER_EPOCH + 1].into_iter()));
         assert!(!has_gap(std::iter::empty()));
     }
 }

@@ -12,7 +12,7 @@ use super::scan::{DiskScan, scan_disk};
 use super::stored::Stored;
 use crate::clock::timeout;
 use crate::log::{
-    Deadlines, Directory, Found, HandOff, Health, LogError, LogInStore, MetadataLog, Said, Survey,
+    Deadlines, Directory, Found, HandOff, Health, LogError, LogInStore, MetadataLog, RecordReader, Survey,
 };
 use crate::runtime::Tasks;
 use crate::store::disk::core::Core;
@@ -46,13 +46,13 @@ impl Health for LocalDisk {
 }
 
 /// State left by an earlier process.
-pub(in crate::store) struct Before {
+pub(in crate::store) struct PreviousState {
     scans: Vec<DiskScan>,
     found: Found,
-    said: Said,
+    said: RecordReader,
 }
 
-impl Before {
+impl PreviousState {
     /// Scans the disks, and begins the metadata log.
     pub(in crate::store) async fn look(
         core: &Core,
@@ -86,8 +86,8 @@ impl Before {
 
 impl LocalStore {
     /// Recovers the state of an earlier process.
-    pub(in crate::store) async fn take_over(&self, before: Before, stored: Stored) {
-        let Before { scans, found, said } = before;
+    pub(in crate::store) async fn take_over(&self, before: PreviousState, stored: Stored) {
+        let PreviousState { scans, found, said } = before;
         let is_blind = found.has_new_gap;
         let recovered = self.recover(scans, (found, said), stored).await;
         if is_blind || recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()) {

@@ -175,7 +175,7 @@ fn lose_a_frame(fixture: &mut Fixture, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
     let Some(longest) = frames.max_by_key(Vec::len) else { return };
     let said: Vec<u64> = longest[..longest.len().saturating_sub(1)]
         .iter()
-        .filter(|frame| matches!(frame.entry, Entry::Said(..)))
+        .filter(|frame| matches!(frame.entry, Entry::Record(..)))
         .map(|frame| frame.sequence)
         .collect();
     let Some(lost) = said.choose(&mut fixture.rng).copied() else { return };

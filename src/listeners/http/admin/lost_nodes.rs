@@ -13,7 +13,7 @@ use super::guard::refusal;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Wanted {
+struct ForgetRequest {
     id: String,
 }
 
@@ -27,7 +27,7 @@ where
 }
 
 fn removed(body: &[u8], forget: impl Fn(&str) -> Result<(), String>) -> Response {
-    let id = match arguments::<Wanted>(body, r#"{"id": "10.1.2.3-19999-21200"}"#) {
+    let id = match arguments::<ForgetRequest>(body, r#"{"id": "10.1.2.3-19999-21200"}"#) {
         Ok(wanted) => wanted.id,
         Err(response) => return response,
     };

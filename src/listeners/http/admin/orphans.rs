@@ -37,12 +37,12 @@ async fn list(State(tier): State<Arc<Bucket>>) -> Response {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Wanted {
+struct RemoveRequest {
     worker: String,
 }
 
 async fn remove(State(tier): State<Arc<Bucket>>, body: Bytes) -> Response {
-    let wanted = match arguments::<Wanted>(&body, r#"{"worker": "10.1.2.3-19999-21200"}"#) {
+    let wanted = match arguments::<RemoveRequest>(&body, r#"{"worker": "10.1.2.3-19999-21200"}"#) {
         Ok(wanted) => wanted.worker,
         Err(response) => return response,
     };

@@ -37,8 +37,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 0..30)
 }
 
-fn blame(reason: &str) -> Blame {
-    Blame { extents: Vec::new(), reason: Arc::from(reason), at_ms: 7 }
+fn blame(reason: &str) -> LossReasons {
+    LossReasons { extents: Vec::new(), reason: Arc::from(reason), at_ms: 7 }
 }
 
 fn list(ids: &Ids) -> Vec<u64> {
@@ -144,10 +144,10 @@ impl Model {
         for id in &self.acknowledged {
             let verdict = self.ledger.verdict(|ids| ids.and(&IdSet::from([*id])));
             match (self.there.contains(id), self.has_looker, &verdict) {
-                (false, _, Verdict::Serve) => panic!("{id} is not there, and no read hears of it"),
-                (false, false, Verdict::Wait(_)) => panic!("no one looks for {id}"),
-                (true, _, Verdict::Lost(..)) => panic!("{id} is there and called lost"),
-                (true, false, Verdict::Wait(_)) => panic!("{id} is waited for forever"),
+                (false, _, Availability::Serve) => panic!("{id} is not there, and no read hears of it"),
+                (false, false, Availability::Wait(_)) => panic!("no one looks for {id}"),
+                (true, _, Availability::Lost(..)) => panic!("{id} is there and called lost"),
+                (true, false, Availability::Wait(_)) => panic!("{id} is waited for forever"),
                 _ => {}
             }
         }
@@ -187,7 +187,8 @@ fn losses_are_listed_by_extent_and_merged_by_reason() {
     };
     let heap = Budget::new(u64::MAX);
     let mut ledger = Ledger::left(&heap, Some(HeldIds::new(&heap)), true);
-    let why = Blame { extents: vec![extent(1, "/a"), extent(5, "/b"), extent(3, "/a")], ..blame("killed") };
+    let why =
+        LossReasons { extents: vec![extent(1, "/a"), extent(5, "/b"), extent(3, "/a")], ..blame("killed") };
     let new = ledger.enter(&[1, 2, 3, 9], &why);
     let told: Vec<_> = new.losses.iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
     assert_eq!(
@@ -198,7 +199,7 @@ fn losses_are_listed_by_extent_and_merged_by_reason() {
     assert_eq!(listed, [(vec![(1, 3)], Some(40), "/a"), (vec![(9, 9)], None, "killed")]);
     assert!(ledger.enter(&[1, 9], &why).losses.is_empty(), "known already");
     let wants_9 = ledger.verdict(|ids| ids.and(&IdSet::from([9, 10])));
-    assert_eq!(wants_9, Verdict::Lost(IdSet::from([9]), Arc::from("killed")));
-    assert_eq!(ledger.verdict(|ids| ids.and(&IdSet::from([4]))), Verdict::Serve);
+    assert_eq!(wants_9, Availability::Lost(IdSet::from([9]), Arc::from("killed")));
+    assert_eq!(ledger.verdict(|ids| ids.and(&IdSet::from([4]))), Availability::Serve);
     assert_eq!((ledger.commit(&[3, 4, 9]), ledger.losses().len(), ledger.lost_blocks()), (2, 1, 2));
 }

@@ -115,7 +115,7 @@ impl State {
 
 fn bytes_of(entry: &Entry) -> u64 {
     let content = match entry {
-        Entry::Said(_, record) => record.len() as u64,
+        Entry::Record(_, record) => record.len() as u64,
         Entry::Purged(_) | Entry::Incomplete(..) | Entry::Moved(_) | Entry::Epoch(_) | Entry::Begun => 0,
     };
     ENTRY_BYTES + content

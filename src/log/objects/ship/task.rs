@@ -227,7 +227,7 @@ impl Task {
             && let Some((at, entry)) = state.pop()
         {
             let mark = match &entry {
-                Entry::Said(shuffle, _) if is_only_holder && contents.wants_mark(shuffle) => {
+                Entry::Record(shuffle, _) if is_only_holder && contents.wants_mark(shuffle) => {
                     Some(Entry::Moved(shuffle.clone()))
                 }
                 _ => None,

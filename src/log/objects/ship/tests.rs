@@ -9,7 +9,7 @@ use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 use super::task::OBJECTS_MAX;
 use super::*;
-use crate::log::metadata_log::Said;
+use crate::log::metadata_log::RecordReader;
 use crate::log::objects::object::{ListedObject, LogObject, OBJECT_COPIES};
 
 /// A store whose puts fail while `fails`, and which counts them. The first `flips` responses to
@@ -92,7 +92,7 @@ impl Log {
     }
 
     async fn append(&self, number: u64, record: &'static [u8]) -> Result<(), LogError> {
-        self.shipper.append(Entry::Said(shuffle(number), Bytes::from_static(record))).await.map(drop)
+        self.shipper.append(Entry::Record(shuffle(number), Bytes::from_static(record))).await.map(drop)
     }
 
     async fn end(self) -> Arc<MemoryObjects> {
@@ -109,7 +109,7 @@ fn shuffle(number: u64) -> Incarnation {
 
 async fn records(found: &Arc<ShippedLog>) -> Vec<Bytes> {
     let all = found.shuffles().values().map(|it| it.incarnation).collect();
-    let (mut reader, mut records) = (Said::stored(Arc::clone(found), all), Vec::new());
+    let (mut reader, mut records) = (RecordReader::stored(Arc::clone(found), all), Vec::new());
     while let Some((_, record)) = reader.next().await.unwrap() {
         records.push(record);
     }
@@ -134,7 +134,7 @@ async fn purge_behind_a_long_queue_drops_no_record() {
     let log = Log::open(&Arc::default(), 1).await;
     log.append(7, b"first").await.unwrap();
     let long = Bytes::from(vec![1; 5 << 20]);
-    let append = || log.shipper.append(Entry::Said(shuffle(7), long.clone()));
+    let append = || log.shipper.append(Entry::Record(shuffle(7), long.clone()));
     // All three are in the queue before the task takes any.
     let appended = async { futures::join!(append(), append(), async { log.shipper.purge(shuffle(6)) }) };
     let (one, other, _) = tokio::time::timeout(Duration::from_secs(60), appended).await.unwrap();
@@ -153,7 +153,7 @@ async fn entry_after_dropped_ones_waits_for_the_checkpoint() {
     let shipper = Shipper::open(objects, &found, 1, &Budget::new(u64::MAX), &tasks);
     let long = Bytes::from(vec![1; 5 << 20]);
     for record in [long.clone(), long, Bytes::from_static(b"later")] {
-        shipper.add([Entry::Said(shuffle(7), record)]);
+        shipper.add([Entry::Record(shuffle(7), record)]);
     }
     assert_eq!(shipper.0.state.lock().pop(), None);
 }

@@ -25,7 +25,7 @@ async fn records_of_both_generations_are_read() {
     let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
     let said = |content: &str| {
         let shuffle = Incarnation { key: key.clone(), number: 7 };
-        Entry::Said(shuffle, Bytes::copy_from_slice(content.as_bytes()))
+        Entry::Record(shuffle, Bytes::copy_from_slice(content.as_bytes()))
     };
     let part = |generation: u64, epoch: Option<u64>, entries: &[Entry]| {
         let (mut bytes, mut encoder) = (BytesMut::new(), frame::Encoder::new(generation));

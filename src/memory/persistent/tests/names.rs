@@ -1,7 +1,7 @@
 //! Names of shuffles that register during the recovery.
 
 use super::super::layout::NAME_WORDS;
-use super::super::places::CHUNK_BYTES;
+use super::super::slots::CHUNK_BYTES;
 use super::*;
 
 pub(super) fn send_one(memory: &Memory, shuffle: i32, id: i64) {

@@ -2,7 +2,7 @@
 //! charged.
 
 use super::super::layout::ROW_BYTES;
-use super::super::places::{CHUNK_BYTES, FREE_CHUNKS};
+use super::super::slots::{CHUNK_BYTES, FREE_CHUNKS};
 use super::*;
 
 /// Rows per chunk.

@@ -15,7 +15,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::health::{Health, Verdict, judge};
+use super::health::{ErrorClass, Health, judge};
 use super::marker::{MARKER, marker_of, uuid_of};
 use super::placement::{Candidate, Paces};
 use crate::clock::Instant;
@@ -223,8 +223,8 @@ impl LocalDisk {
             (before, verdict, state.health.why_full(&state.space))
         });
         match verdict {
-            Verdict::NotTheDisk | Verdict::TheFile => {}
-            Verdict::Full if before == DiskCondition::Healthy => {
+            ErrorClass::NotTheDisk | ErrorClass::TheFile => {}
+            ErrorClass::Full if before == DiskCondition::Healthy => {
                 let reason = why_full.unwrap_or_default();
                 tracing::warn!(
                     disk = %self.label,
@@ -233,7 +233,7 @@ impl LocalDisk {
                     "disk is full; avoiding it until a check can write"
                 );
             }
-            Verdict::Detached if before != DiskCondition::Detached => {
+            ErrorClass::Detached if before != DiskCondition::Detached => {
                 tracing::error!(
                     disk = %self.label,
                     %error,
@@ -241,27 +241,31 @@ impl LocalDisk {
                      it"
                 );
             }
-            Verdict::ReadOnly if before <= DiskCondition::Full => {
+            ErrorClass::ReadOnly if before <= DiskCondition::Full => {
                 tracing::error!(
                     disk = %self.label,
                     "file system is read-only; the disk serves reads and accepts no data"
                 );
             }
-            Verdict::Hung | Verdict::Broken if before <= DiskCondition::ReadOnly => {
+            ErrorClass::Hung | ErrorClass::Broken if before <= DiskCondition::ReadOnly => {
                 tracing::error!(
                     disk = %self.label,
                     error = %error,
                     "disk failed; avoiding it until a check succeeds"
                 );
             }
-            Verdict::Full | Verdict::ReadOnly | Verdict::Detached | Verdict::Hung | Verdict::Broken => {}
+            ErrorClass::Full
+            | ErrorClass::ReadOnly
+            | ErrorClass::Detached
+            | ErrorClass::Hung
+            | ErrorClass::Broken => {}
         }
     }
 
     /// Like [`LocalDisk::note`], after a measurement of the space, so that the message about a full
     /// disk is accurate.
     pub(in crate::store::disk) async fn note_measured(&self, error: &io::Error) {
-        if judge(error) == Verdict::Full {
+        if judge(error) == ErrorClass::Full {
             // If the measurement fails, the message has the earlier figures.
             let _ = self.measure().await;
         }
@@ -302,7 +306,7 @@ impl LocalDisk {
     /// Applies a failed call that began after `completed_before` successful ones.
     async fn note_call(&self, error: &io::Error, completed_before: u64) {
         let is_busy = self.completed_calls.load(Ordering::Relaxed) != completed_before;
-        if judge(error) != Verdict::Hung || !is_busy {
+        if judge(error) != ErrorClass::Hung || !is_busy {
             self.note_measured(error).await;
         }
     }

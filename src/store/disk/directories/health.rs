@@ -16,7 +16,7 @@ use uniffle_io::{Space, Vanished};
 
 /// Meaning of an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum ErrorClass {
     /// Not about the disk: the process lacks descriptors or memory, a name is gone, a task was
     /// dropped, memory is missing.
     NotTheDisk,
@@ -37,15 +37,15 @@ pub enum Verdict {
 
 /// Classifies an error of a file operation.
 #[must_use]
-pub fn judge(error: &io::Error) -> Verdict {
+pub fn judge(error: &io::Error) -> ErrorClass {
     match Vanished::of(error) {
-        Some(Vanished::File) => return Verdict::TheFile,
-        Some(Vanished::Root) => return Verdict::Detached,
+        Some(Vanished::File) => return ErrorClass::TheFile,
+        Some(Vanished::Root) => return ErrorClass::Detached,
         None => {}
     }
     if let Some(errno) = error.raw_os_error().map(Errno::from_raw_os_error) {
         return match errno {
-            Errno::NOSPC | Errno::DQUOT => Verdict::Full,
+            Errno::NOSPC | Errno::DQUOT => ErrorClass::Full,
             // FAULT: the memory is missing, because its file was cut short.
             Errno::MFILE
             | Errno::NFILE
@@ -53,25 +53,25 @@ pub fn judge(error: &io::Error) -> Verdict {
             | Errno::NOMEM
             | Errno::AGAIN
             | Errno::NOENT
-            | Errno::FAULT => Verdict::NotTheDisk,
-            Errno::FBIG | Errno::STALE => Verdict::TheFile,
-            Errno::ROFS => Verdict::ReadOnly,
-            Errno::TIMEDOUT => Verdict::Hung,
-            _ => Verdict::Broken,
+            | Errno::FAULT => ErrorClass::NotTheDisk,
+            Errno::FBIG | Errno::STALE => ErrorClass::TheFile,
+            Errno::ROFS => ErrorClass::ReadOnly,
+            Errno::TIMEDOUT => ErrorClass::Hung,
+            _ => ErrorClass::Broken,
         };
     }
     match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Verdict::Full,
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorClass::Full,
         io::ErrorKind::FileTooLarge
         | io::ErrorKind::StaleNetworkFileHandle
         // The file is shorter than its written content: another program cut it.
-        | io::ErrorKind::UnexpectedEof => Verdict::TheFile,
-        io::ErrorKind::ReadOnlyFilesystem => Verdict::ReadOnly,
-        io::ErrorKind::TimedOut => Verdict::Hung,
-        io::ErrorKind::InvalidData | io::ErrorKind::WriteZero => Verdict::Broken,
+        | io::ErrorKind::UnexpectedEof => ErrorClass::TheFile,
+        io::ErrorKind::ReadOnlyFilesystem => ErrorClass::ReadOnly,
+        io::ErrorKind::TimedOut => ErrorClass::Hung,
+        io::ErrorKind::InvalidData | io::ErrorKind::WriteZero => ErrorClass::Broken,
         // These are our own errors: a missing name, a wrong argument, a task that ended with the
         // runtime.
-        _ => Verdict::NotTheDisk,
+        _ => ErrorClass::NotTheDisk,
     }
 }
 
@@ -171,17 +171,17 @@ impl Health {
     }
 
     /// Applies a failed operation.
-    pub(in crate::store) fn note(&mut self, error: &io::Error) -> Verdict {
+    pub(in crate::store) fn note(&mut self, error: &io::Error) -> ErrorClass {
         let verdict = judge(error);
         let was_healthy = self.fault.is_none();
         let fault = |condition| Some(Fault { text: error.to_string(), condition });
         match verdict {
-            Verdict::NotTheDisk | Verdict::TheFile => return verdict,
-            Verdict::Full => self.refusal = Some(Refusal::of(error)),
-            Verdict::ReadOnly => self.fault = fault(DiskCondition::ReadOnly),
-            Verdict::Detached => self.fault = fault(DiskCondition::Detached),
-            Verdict::Hung => self.fault = fault(DiskCondition::Hung),
-            Verdict::Broken => self.fault = fault(DiskCondition::Broken),
+            ErrorClass::NotTheDisk | ErrorClass::TheFile => return verdict,
+            ErrorClass::Full => self.refusal = Some(Refusal::of(error)),
+            ErrorClass::ReadOnly => self.fault = fault(DiskCondition::ReadOnly),
+            ErrorClass::Detached => self.fault = fault(DiskCondition::Detached),
+            ErrorClass::Hung => self.fault = fault(DiskCondition::Hung),
+            ErrorClass::Broken => self.fault = fault(DiskCondition::Broken),
         }
         self.failures = self.failures.saturating_add(1);
         self.faults = self.faults.saturating_add(u64::from(was_healthy && self.fault.is_some()));
@@ -220,25 +220,25 @@ mod tests {
         for own in
             [Errno::MFILE, Errno::NFILE, Errno::INTR, Errno::NOMEM, Errno::AGAIN, Errno::NOENT, Errno::FAULT]
         {
-            assert_eq!(judge(&errno(own)), Verdict::NotTheDisk, "{own:?}");
+            assert_eq!(judge(&errno(own)), ErrorClass::NotTheDisk, "{own:?}");
         }
-        assert_eq!(judge(&io::Error::other("dropped")), Verdict::NotTheDisk);
-        assert_eq!(judge(&errno(Errno::NOSPC)), Verdict::Full);
-        assert_eq!(judge(&errno(Errno::DQUOT)), Verdict::Full);
-        assert_eq!(judge(&io::ErrorKind::TimedOut.into()), Verdict::Hung);
-        assert_eq!(judge(&errno(Errno::ROFS)), Verdict::ReadOnly);
-        assert_eq!(judge(&io::ErrorKind::ReadOnlyFilesystem.into()), Verdict::ReadOnly);
+        assert_eq!(judge(&io::Error::other("dropped")), ErrorClass::NotTheDisk);
+        assert_eq!(judge(&errno(Errno::NOSPC)), ErrorClass::Full);
+        assert_eq!(judge(&errno(Errno::DQUOT)), ErrorClass::Full);
+        assert_eq!(judge(&io::ErrorKind::TimedOut.into()), ErrorClass::Hung);
+        assert_eq!(judge(&errno(Errno::ROFS)), ErrorClass::ReadOnly);
+        assert_eq!(judge(&io::ErrorKind::ReadOnlyFilesystem.into()), ErrorClass::ReadOnly);
         for broken in [Errno::IO, Errno::NXIO, Errno::NODEV] {
-            assert_eq!(judge(&errno(broken)), Verdict::Broken, "{broken:?}");
+            assert_eq!(judge(&errno(broken)), ErrorClass::Broken, "{broken:?}");
         }
-        assert_eq!(judge(&io::ErrorKind::InvalidData.into()), Verdict::Broken);
+        assert_eq!(judge(&io::ErrorKind::InvalidData.into()), ErrorClass::Broken);
     }
 
     #[test]
     fn full_file_does_not_blame_the_disk() {
         for error in [errno(Errno::FBIG), errno(Errno::STALE), Vanished::File.into()] {
             let mut health = Health::default();
-            assert_eq!(health.note(&error), Verdict::TheFile, "{error}");
+            assert_eq!(health.note(&error), ErrorClass::TheFile, "{error}");
             assert_eq!((health.condition(), health.failures()), (DiskCondition::Healthy, 0));
         }
         let mut health = Health::default();

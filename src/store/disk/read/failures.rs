@@ -12,7 +12,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::clock::Instant;
-use crate::store::disk::directories::health::{Verdict, judge};
+use crate::store::disk::directories::health::{ErrorClass, judge};
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_wire::types::PartitionId;
 
@@ -86,14 +86,14 @@ impl FailedReads {
 pub(super) fn is_damage(error: &StoreError) -> bool {
     match (error.kind, &error.source) {
         (StoreErrorKind::Corrupt | StoreErrorKind::NotFound, _) => true,
-        (_, Some(source)) => judge(source) == Verdict::Broken,
+        (_, Some(source)) => judge(source) == ErrorClass::Broken,
         _ => false,
     }
 }
 
 /// Returns whether an error concerns a written file and not its disk: a new file may work.
 pub(in crate::store::disk) fn wants_new_file(error: &StoreError) -> bool {
-    error.source.as_ref().is_some_and(|source| judge(source) == Verdict::TheFile)
+    error.source.as_ref().is_some_and(|source| judge(source) == ErrorClass::TheFile)
 }
 
 #[cfg(test)]

@@ -12,8 +12,8 @@ use uniffle_io::{Disk, ReadBuffer, ReadPart, ReadTarget};
 
 use super::directory::Directory;
 use super::flight::Landing;
-use super::slots::{CHUNK_BYTES, ChunkKey, Found, Held, Places, Slots};
-use crate::budget::{Budget, places};
+use super::slots::{CHUNK_BYTES, ChunkKey, Found, Held, SlotAllocator, Slots};
+use crate::budget::{Budget, permit_pool};
 use crate::metrics::clamped;
 use crate::store::StoreError;
 use crate::store::object::metrics::Metrics;
@@ -27,7 +27,7 @@ pub(in crate::store::object) struct Cache {
     pub(super) directories: Vec<Directory>,
     pub(super) slots: Mutex<Slots>,
     /// Permits for fetches. Waiting applications alternate.
-    pub(super) fetches: Arc<places::Places>,
+    pub(super) fetches: Arc<permit_pool::PermitPool>,
     capacity_bytes: u64,
 }
 
@@ -56,9 +56,9 @@ impl Cache {
         capacity_bytes: u64,
         heap: &Budget,
     ) -> Option<Self> {
-        let places = capacity_bytes / CHUNK_BYTES / (disks.len() as u64).max(1);
-        let places = u32::try_from(places).unwrap_or(u32::MAX);
-        if disks.is_empty() || places == 0 {
+        let slots_each = capacity_bytes / CHUNK_BYTES / (disks.len() as u64).max(1);
+        let slots_each = u32::try_from(slots_each).unwrap_or(u32::MAX);
+        if disks.is_empty() || slots_each == 0 {
             return None;
         }
         let directories: Vec<_> = disks.iter().map(|disk| Directory::new(Arc::clone(disk))).collect();
@@ -67,9 +67,9 @@ impl Cache {
                 directory.fail(&error);
             }
         }
-        let slots = Slots::new(disks.iter().map(|_| Places::new(places)).collect(), heap);
-        let capacity_bytes = u64::from(places) * CHUNK_BYTES * disks.len() as u64;
-        let fetches = places::Places::new(FETCHES);
+        let slots = Slots::new(disks.iter().map(|_| SlotAllocator::new(slots_each)).collect(), heap);
+        let capacity_bytes = u64::from(slots_each) * CHUNK_BYTES * disks.len() as u64;
+        let fetches = permit_pool::PermitPool::new(FETCHES);
         Some(Self { directories, slots: Mutex::new(slots), fetches, capacity_bytes })
     }
 

@@ -59,7 +59,7 @@ impl ChunkKey {
 
 /// Allocator of the slots of one directory.
 #[derive(Debug)]
-pub(super) struct Places {
+pub(super) struct SlotAllocator {
     state: Mutex<Free>,
     max: u32,
 }
@@ -72,7 +72,7 @@ struct Free {
     next: u32,
 }
 
-impl Places {
+impl SlotAllocator {
     pub(super) fn new(max: u32) -> Arc<Self> {
         Arc::new(Self { state: Mutex::new(Free { returned: Vec::new(), next: 0 }), max })
     }
@@ -99,7 +99,7 @@ impl Places {
 pub(super) struct Slot {
     pub(super) directory: usize,
     number: u32,
-    places: Arc<Places>,
+    places: Arc<SlotAllocator>,
     is_abandoned: AtomicBool,
 }
 
@@ -151,7 +151,7 @@ pub(super) enum Found {
 /// Table of cached chunks, by key and by last use, with the slot allocators of the directories.
 #[derive(Debug)]
 pub(super) struct Slots {
-    places: Vec<Arc<Places>>,
+    places: Vec<Arc<SlotAllocator>>,
     entries: BTreeMap<ChunkKey, Entry>,
     by_use: BTreeMap<u64, ChunkKey>,
     uses: u64,
@@ -160,7 +160,7 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    pub(super) fn new(places: Vec<Arc<Places>>, heap: &Budget) -> Self {
+    pub(super) fn new(places: Vec<Arc<SlotAllocator>>, heap: &Budget) -> Self {
         Self {
             places,
             entries: BTreeMap::new(),
@@ -284,7 +284,7 @@ mod tests {
     }
 
     fn slots(budget: &Budget, max: u32) -> Slots {
-        Slots::new(vec![Places::new(max / 2), Places::new(max - max / 2)], budget)
+        Slots::new(vec![SlotAllocator::new(max / 2), SlotAllocator::new(max - max / 2)], budget)
     }
 
     fn fetch(slots: &mut Slots, number: u32) -> Held {

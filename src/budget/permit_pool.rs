@@ -14,7 +14,7 @@ use uniffle_wire::types::AppId;
 
 /// Free permits and their wait queue.
 #[derive(Debug)]
-pub struct Places {
+pub struct PermitPool {
     state: Mutex<State>,
     all: usize,
     /// Notifies waiters that need more than permits of this queue.
@@ -38,20 +38,20 @@ struct Waiter {
 #[derive(Debug)]
 #[must_use = "dropped places are free at once"]
 pub struct PermitGuard {
-    places: Arc<Places>,
+    places: Arc<PermitPool>,
     count: usize,
 }
 
 /// A waiting request. On drop, a grant that was not received becomes free again.
 struct Wait<'a> {
-    places: &'a Places,
+    places: &'a PermitPool,
     app: &'a AppId,
     number: u64,
     count: usize,
     given: oneshot::Receiver<()>,
 }
 
-impl Places {
+impl PermitPool {
     /// Creates `all` permits, all of them free.
     #[must_use]
     pub fn new(all: usize) -> Arc<Self> {
@@ -90,7 +90,7 @@ impl Places {
         self.state.lock().has_room(self.counted(count))
     }
 
-    /// Waits until permits are free that no waiter in [`Places::take`] needs. One of several
+    /// Waits until permits are free that no waiter in [`PermitPool::take`] needs. One of several
     /// callers is woken.
     pub(super) async fn freed(&self) {
         self.freed.notified().await;
@@ -172,7 +172,7 @@ mod tests {
 
     #[tokio::test]
     async fn permits_are_exhausted_and_returned() {
-        let places = Places::new(3);
+        let places = PermitPool::new(3);
         let a = app("a");
         let first = places.take(&a, 2).await;
         assert!(places.has_room(1) && !places.has_room(2));
@@ -185,13 +185,13 @@ mod tests {
 
     #[test]
     fn requests_wait_without_permits() {
-        let places = Places::new(0);
+        let places = PermitPool::new(0);
         assert!(places.take(&app("a"), 1).now_or_never().is_none() && places.try_take(0).is_none());
     }
 
     #[test]
     fn read_of_another_application_is_granted_next() {
-        let places = Places::new(2);
+        let places = PermitPool::new(2);
         let (hog, honest) = (app("hog"), app("honest"));
         let open = places.take(&hog, usize::MAX).now_or_never().unwrap();
         let mut hogs: Vec<_> = (0..128).map(|_| places.take(&hog, 1).boxed()).collect();

@@ -16,9 +16,9 @@ use super::buffer::Buffer;
 use super::config::{MemoryConfig, region_size};
 use super::parts::{on_threads, threads_for};
 use super::persistent::file::{self, Owner, Refusal};
-use super::persistent::restore::LeftShuffle;
+use super::persistent::restore::RetainedShuffle;
 use super::persistent::sigbus;
-use super::{IsElsewhere, KeptMemory, Memory};
+use super::{IsElsewhere, Memory, PersistentMemory};
 use crate::budget::Budget;
 use crate::log::OnDamage;
 
@@ -132,7 +132,7 @@ impl Memory {
         let Some(leftover) = kept.leftover.lock().found() else { return 0 };
         let is_left = |key: &ShuffleKey| self.shuffle(key).is_none() && is_left(key);
         let left = leftover.take_left(is_left, &self.shared.budget, &self.shared.supply.blocks);
-        let blocks = left.values().map(LeftShuffle::blocks).sum();
+        let blocks = left.values().map(RetainedShuffle::blocks).sum();
         kept.for_later.lock().extend(left);
         blocks
     }
@@ -230,7 +230,7 @@ impl Memory {
     /// Releases the memory to the next process: dropping blocks no longer removes them, and nothing
     /// more is committed. A file without blocks is deleted.
     pub fn release(&self) {
-        let Some(KeptMemory { table, file, for_later, .. }) = &self.kept else { return };
+        let Some(PersistentMemory { table, file, for_later, .. }) = &self.kept else { return };
         table.release();
         self.shared.supply.region.release();
         let mut left = Ok(());

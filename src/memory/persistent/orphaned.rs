@@ -10,13 +10,13 @@ use super::table::Table;
 
 /// The contents of a memory file of `owner`, held by this process while this value exists.
 #[derive(Debug)]
-pub struct LeftMemory {
+pub struct OrphanedMemory {
     file: Held,
     /// Number of committed blocks of its shuffles.
     pub blocks: u64,
 }
 
-impl LeftMemory {
+impl OrphanedMemory {
     /// Opens the file in `directory`. Returns `None` if there is none of `owner`.
     ///
     /// # Errors

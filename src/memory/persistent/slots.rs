@@ -17,7 +17,7 @@ pub(super) const IDLE_CHUNKS: usize = if cfg!(test) { 0 } else { 2 };
 
 /// Free and taken places of a table, and the state of its chunks.
 #[derive(Debug)]
-pub(super) struct Places {
+pub(super) struct TableSlots {
     /// Free places in chunks with pages.
     free: BlockSet,
     /// Number of taken places in each chunk that was ever used. `None` for a chunk without pages.
@@ -33,7 +33,7 @@ pub(super) struct Places {
     max: u32,
 }
 
-impl Places {
+impl TableSlots {
     /// Creates an allocator of `max` places of `place_bytes`. An earlier process used at most the
     /// first `mark` places. All places of chunks for which `has_pages` is true count as taken.
     pub(super) fn new(place_bytes: u64, max: u32, mark: u32, has_pages: impl Fn(u32) -> bool) -> Self {
@@ -125,7 +125,7 @@ impl Places {
         u32::try_from(next).ok().filter(|chunk| chunk * self.per_chunk < self.max)
     }
 
-    /// Records that `chunk`, returned by [`Places::next_chunk`], now has zeroed pages.
+    /// Records that `chunk`, returned by [`TableSlots::next_chunk`], now has zeroed pages.
     pub(super) fn open(&mut self, chunk: u32) {
         let at = chunk as usize;
         match self.chunks.get_mut(at) {
@@ -184,8 +184,8 @@ mod tests {
 
     const PER_CHUNK: u32 = 64;
 
-    fn places(max: u32, mark: u32) -> Places {
-        Places::new(CHUNK_BYTES / u64::from(PER_CHUNK), max, mark, |chunk| chunk % 2 == 0)
+    fn places(max: u32, mark: u32) -> TableSlots {
+        TableSlots::new(CHUNK_BYTES / u64::from(PER_CHUNK), max, mark, |chunk| chunk % 2 == 0)
     }
 
     #[test]
