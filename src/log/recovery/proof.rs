@@ -147,12 +147,14 @@ impl RecoveryDecision {
     /// Returns the decision with the state of the store added. Empty directories take over what the
     /// store proves. Directories that do not know the store's newest epoch were left behind by
     /// others. Those others may have newer metadata if they have registered shuffles
-    /// (`has_strangers`).
+    /// (`has_strangers`), or if records of them are missing in the store.
     #[must_use]
     pub fn beside(mut self, store: StoreSeen<'_>, has_strangers: bool) -> Self {
+        // A store that has lost its epoch does not tell whether there were others.
+        let may_lack_records = store.gap.is_some() && store.epoch.id != 0;
         let gap = if self.is_fresh {
             store.gap.map(str::to_owned)
-        } else if self.epoch.follows(store.epoch) || !has_strangers {
+        } else if self.epoch.follows(store.epoch) || !(has_strangers || may_lack_records) {
             None
         } else {
             Some(

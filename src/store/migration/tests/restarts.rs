@@ -275,6 +275,30 @@ async fn reports_lost_from_the_store_stay_missing_on_new_disks() {
     }
 }
 
+/// The disks of the first process do not know the reports of the second one.
+#[tokio::test(start_paused = true)]
+async fn reports_elsewhere_in_a_lost_log_object_are_noticed() {
+    let here = Fixture::new();
+    let process = here.start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..10).await;
+    process.move_all(&key).await.unwrap();
+    process.kill().await;
+    let process = here.on_an_empty_machine().start().await;
+    heard(&process).await;
+    for report in [b"a", b"b", b"c"] {
+        process.say(&key, report).await.unwrap();
+    }
+    process.kill().await;
+    super::guards::lose_log_object(&here, 2).await;
+    let process = here.start().await;
+    let (recovered, said) = heard(&process).await;
+    assert!(said[&key].len() < 4, "{said:?}");
+    let reason = recovered.shuffles[0].incomplete.as_deref().unwrap_or_default();
+    assert!(reason.contains("continued the log in the object store"), "{reason}");
+}
+
 /// If it were acknowledged because the disks have it, it would be silently missing on the next
 /// machine.
 #[tokio::test(start_paused = true)]
