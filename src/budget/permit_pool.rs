@@ -36,7 +36,7 @@ struct Waiter {
 
 /// Permits that were taken. They are free again on drop.
 #[derive(Debug)]
-#[must_use = "dropped places are free at once"]
+#[must_use = "dropped permits are free at once"]
 pub struct PermitGuard {
     places: Arc<PermitPool>,
     count: usize,

@@ -297,7 +297,7 @@ enum Records {
     /// The log, until the first record is requested.
     Log(MetadataLog),
     /// Records that the writer of the log sends.
-    RecoveredRecord(mpsc::Receiver<RecoveredRecord>),
+    FromWriter(mpsc::Receiver<RecoveredRecord>),
     /// The log in an object store. `_log` keeps its objects from being deleted.
     Stored { reader: Box<SourceReader<'static>>, living: Treemap, _log: Arc<ShippedLog> },
 }
@@ -318,11 +318,11 @@ impl RecordReader {
             let (to, told) = mpsc::channel(TOLD_MAX);
             // Without a writer nothing is received, which is reported as an error.
             let _ = log.requests.send(Request::Tell(to)).await;
-            self.0 = Records::RecoveredRecord(told);
+            self.0 = Records::FromWriter(told);
         }
         let next = match &mut self.0 {
             Records::None | Records::Log(_) => Ok(None),
-            Records::RecoveredRecord(told) => {
+            Records::FromWriter(told) => {
                 told.recv().await.unwrap_or_else(|| Err(LogError::told("the worker is stopping")))
             }
             Records::Stored { reader, living, .. } => loop {

@@ -311,7 +311,7 @@ impl Memory {
     pub fn forget(&self, key: &ShuffleKey) -> Option<Evicted> {
         self.drop_left_for_later(|left| left == key);
         let (_, buffers) = self.shuffles.remove(key)?;
-        // EarlierBlocks the shuffle can be registered again: its blocks must not be recovered as those of
+        // Before the shuffle can be registered again: its blocks must not be recovered as those of
         // its successor.
         buffers.name.iter().for_each(|name| name.disown());
         Some(Evicted(buffers))

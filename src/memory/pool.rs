@@ -74,7 +74,7 @@ impl ReadPool {
             self.waits.fetch_add(1, Ordering::Relaxed);
         }
         loop {
-            // EarlierBlocks the attempt, so that a buffer freed in between is not missed.
+            // Before the attempt, so that a buffer freed in between is not missed.
             let freed = self.freed.notified();
             let (permit, held) = match given.take() {
                 Some(given) => given,

@@ -48,7 +48,7 @@ pub(super) struct Stack {
     pub(super) found: i64,
 }
 
-/// AddressTable where tasks wait.
+/// Addresses where tasks wait.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Waits {
     /// Text at the beginning of the output.

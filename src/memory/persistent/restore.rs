@@ -57,7 +57,7 @@ struct TakenNames {
     named: Vec<Arc<Named>>,
 }
 
-/// TableSlots in the tables of names and rows that the earlier process may have used. Registrations
+/// Slots in the tables of names and rows that the earlier process may have used. Registrations
 /// during the recovery get other places, possibly between these.
 #[derive(Debug)]
 struct FoundPlaces {
@@ -197,7 +197,7 @@ impl RetainedShuffle {
 
 impl Drop for RetainedShuffle {
     fn drop(&mut self) {
-        // EarlierBlocks the rows are freed, so that a later registration cannot get these blocks.
+        // Before the rows are freed, so that a later registration cannot get these blocks.
         self.named.disown();
     }
 }

@@ -45,7 +45,7 @@ pub(in crate::memory) enum NoPlaces {
 /// 1. *The bytes of a committed row are final.* The order is bytes, words of the row, commit word.
 /// 2. *Bytes have no other user while a row points to them.* A list clears its rows before it frees
 ///    its segments.
-/// 3. *TableSlots have no other user while they are committed.* They are cleared, then freed. A name is
+/// 3. *Slots have no other user while they are committed.* They are cleared, then freed. A name is
 ///    freed with its last row.
 /// 4. *A purged shuffle is gone at once.* Its name is cleared before the shuffle can be registered
 ///    again.

@@ -222,7 +222,7 @@ mod backend {
     }
 
     /// Touches each page; the kernel reports a page for which a plain access would have ended the
-    /// process. Unlike `fallocate` it gives huge pages where they are advised. EarlierBlocks Linux 5.14
+    /// process. Unlike `fallocate` it gives huge pages where they are advised. Before Linux 5.14
     /// only `fallocate` exists.
     pub(super) fn populate(backing: &Backing, start: *mut u8, range: Range<usize>) -> io::Result<()> {
         touch(backing, (start, Advice::LinuxPopulateWrite), range)

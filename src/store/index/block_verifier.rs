@@ -17,8 +17,8 @@ pub(in crate::store) struct Check {
     pub(in crate::store) base: u64,
 }
 
-/// Verifies blocks: the expected checksums of the next ones, and the running checksum of the current
-/// one.
+/// Verifies blocks. Has the expected checksums of the next blocks, and the running checksum of the
+/// current one.
 #[derive(Debug)]
 pub(in crate::store) struct BlockVerifier {
     /// Blocks, ordered by their ranges.
