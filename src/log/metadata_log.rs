@@ -3,8 +3,10 @@
 //! An entry is acknowledged once it is on the device in both copies, on two directories if two are
 //! writable. This module has the handle. A single task writes (`writer`).
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use croaring::Treemap;
@@ -22,12 +24,15 @@ use super::recovery::read::{Directory, Snapshot, SourceReader, Survey};
 use super::recovery::take_over::Found;
 use super::write::generation::COPIES;
 use super::write::writer::{Deadlines, RecoveredRecord, Request, Writer};
+use crate::clock::timeout;
 use crate::runtime::Tasks;
 use uniffle_wire::types::ShuffleKey;
 
 /// Maximum number of waiting entries. Each belongs to a request, and listeners bound number and
 /// bytes of requests.
 const WAITING_MAX: usize = 4096;
+/// Longest wait until the object store has the end of a gap. The caller has other regular work.
+const GAP_WAIT: Duration = Duration::from_secs(10);
 /// Maximum number of records queued for the reader during a recovery.
 const TOLD_MAX: usize = 64;
 
@@ -144,15 +149,21 @@ impl MetadataLog {
 
     /// Ends the gap, also for later starts. Must be called only when all applications from before
     /// the gap have ended. Incomplete shuffles stay incomplete. Returns false if a directory that
-    /// may have newer metadata is missing or unreadable.
+    /// may have newer metadata is missing or unreadable. Directories of a time before a worker
+    /// without disks do not count: they have their own record of the gap.
     ///
     /// # Errors
-    /// Too few directories can be written.
+    /// Too few directories can be written, or the store does not take the end of the gap in time.
     pub async fn end_gap(&self) -> Result<bool, LogError> {
-        if self.store.is_some() {
-            return Ok(false);
-        }
-        let is_over = self.ask(Request::EndGap).await?;
+        let is_over = match &self.store {
+            None => self.ask(Request::EndGap).await?,
+            Some(_) => {
+                let ended = timeout(GAP_WAIT, self.add(Entry::Epoch(Box::default()))).await;
+                let silent = |_| LogError::of(io::ErrorKind::TimedOut, "the object store does not answer");
+                ended.map_err(silent)??;
+                true
+            }
+        };
         if is_over {
             *self.gap.lock() = None;
         }

@@ -63,8 +63,9 @@ pub(super) struct Task {
     found: Option<Arc<ShippedLog>>,
     /// The same log, while it is being read.
     read: Weak<ShippedLog>,
-    /// Reason why unknown shuffles may exist. Each checkpoint of a log without disks repeats it.
-    unknown_gap: Option<String>,
+    /// Epoch of a log without disks, which each checkpoint repeats. Its members are the directories
+    /// of earlier processes. Its id is 0: no directory knows the records that follow.
+    epoch: Epoch,
     /// The last generation that was attempted.
     generation: u64,
     /// The current generation. Its contents are maintained if the store is the only holder.
@@ -85,11 +86,19 @@ impl Task {
     ) -> Self {
         let generation = u64::from(start) << 32;
         let file = ObjectFile::new(&objects, &memory, generation, rand::rng().random());
+        // Directories have no data of shuffles that have ended.
+        let members = found.epoch.members.iter().filter(|_| found.says_anything()).cloned().collect();
+        let epoch = Epoch {
+            members,
+            next_incarnation: found.next_incarnation(),
+            gap: found.unknown_gap().map(for_good),
+            ..Epoch::default()
+        };
         Self {
             shared,
             origin,
             read: Arc::downgrade(&found),
-            unknown_gap: found.unknown_gap().map(str::to_owned),
+            epoch,
             found: Some(found),
             generation,
             current: Checkpoint::new(generation, Contents::default(), file),
@@ -216,7 +225,7 @@ impl Task {
     }
 
     /// Creates an object from waiting entries. Without disks, a shuffle's first record is followed
-    /// by the mark that all later ones are acknowledged by the store.
+    /// by the mark that all later ones are acknowledged by the store, and an epoch ends the gap.
     fn take(&mut self) {
         let is_only_holder = self.is_only_holder();
         let Checkpoint { encoder, contents, .. } = &mut self.current;
@@ -224,8 +233,14 @@ impl Task {
         let mut state = self.shared.state.lock();
         while encoder.count() - first < CHUNK_FRAMES
             && out.len() < CHUNK_BYTES
-            && let Some((at, entry)) = state.pop()
+            && let Some((at, mut entry)) = state.pop()
         {
+            if let Entry::Epoch(epoch) = &mut entry
+                && is_only_holder
+            {
+                self.epoch.gap = None;
+                **epoch = epoch_of(&mut self.epoch, contents);
+            }
             let mark = match &entry {
                 Entry::Record(shuffle, _) if is_only_holder && contents.wants_mark(shuffle) => {
                     Some(Entry::Moved(shuffle.clone()))
@@ -319,21 +334,15 @@ impl Task {
                 (&self.current.contents, None, Source { parts, shipped: None })
             }
         };
-        let next_incarnation = contents.next_incarnation;
-        let epoch = |reason: Option<&str>| {
-            let gap = reason.map(|reason| Gap { reason: reason.to_owned(), until_back: Vec::new() });
-            Entry::Epoch(Box::new(Epoch { next_incarnation, gap, ..Epoch::default() }))
-        };
-        next.put(&epoch(self.unknown_gap.as_deref())).await?;
+        next.put(&Entry::Epoch(Box::new(epoch_of(&mut self.epoch, contents)))).await?;
         let mut reader = source.read_stored();
         next.copy(contents.filter(Order::Complete), &mut reader).await?;
         if let Some(reason) = gap.map(str::to_owned).or(reader.damage) {
-            let unknown = self.unknown_gap.get_or_insert_with(|| reason.clone());
-            let epoch = epoch(Some(unknown));
-            next.put(&epoch).await?;
+            self.epoch.gap.get_or_insert_with(|| for_good(&reason));
+            next.put(&Entry::Epoch(Box::new(self.epoch.clone()))).await?;
             for (key, found) in next.contents.shuffles() {
-                let gap = Gap { reason: reason.clone(), until_back: Vec::new() };
-                next.put(&Entry::Incomplete(Incarnation { key, number: found.incarnation }, gap)).await?;
+                let shuffle = Incarnation { key, number: found.incarnation };
+                next.put(&Entry::Incomplete(shuffle, for_good(&reason))).await?;
             }
         }
         next.put(&Entry::Begun).await?;
@@ -353,4 +362,15 @@ impl Task {
         }
         self.has_garbage = false;
     }
+}
+
+/// Returns a gap that the return of directories does not end.
+fn for_good(reason: &str) -> Gap {
+    Gap { reason: reason.to_owned(), until_back: Vec::new() }
+}
+
+/// Returns the epoch of a log without disks, after the incarnations in `contents`.
+fn epoch_of(epoch: &mut Epoch, contents: &Contents) -> Epoch {
+    epoch.next_incarnation = epoch.next_incarnation.max(contents.next_incarnation);
+    epoch.clone()
 }

@@ -263,7 +263,20 @@ async fn each_checkpoint_of_a_process_repeats_the_gap() {
     log.append(7, b"second").await.unwrap();
     tokio::time::sleep(REFRESH + Duration::from_secs(60)).await;
     log.append(7, b"third").await.unwrap();
-    let found = Log::found(&log.end().await).await;
+    let objects = log.end().await;
+    let found = Log::found(&objects).await;
     assert_eq!(found.gap(), None);
     assert!(found.unknown_gap().is_some());
+    let next = found.next_incarnation();
+
+    // Its end is repeated too.
+    let log = Log::open(&objects, 3).await;
+    log.shipper.purge(shuffle(7));
+    log.shipper.append(Entry::Epoch(Box::default())).await.unwrap();
+    let refreshes = [Duration::ZERO, REFRESH * 2];
+    for refresh in refreshes {
+        tokio::time::sleep(refresh + Duration::from_secs(60)).await;
+        let found = Log::found(&objects).await;
+        assert_eq!((found.may_lack_registrations(), found.next_incarnation()), (false, next), "{refresh:?}");
+    }
 }

@@ -172,6 +172,29 @@ async fn start_from_unmounted_disks_is_refused() {
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
 }
 
+/// Regression test: a start without disks dropped the directories from the log in the store.
+#[tokio::test(start_paused = true)]
+async fn unmounted_disks_are_refused_after_a_start_without_disks() {
+    let key = key(1);
+    let fixture = divided(&key).await;
+    for _ in 0..2 {
+        let (memory, tasks, registry) = (Budget::new(u64::MAX), Tasks::new(), Registry::new());
+        let (objects, settings) = (Arc::new(fixture.store.clone()), ObjectSettings::new("p/worker-1"));
+        let opened = Bucket::open(objects, settings, &memory, tasks.clone(), &registry).await;
+        let beside = (&memory, tasks.clone());
+        let tier = OffloadTier::without_disks(opened.unwrap(), beside, &registry).await.unwrap();
+        assert_eq!(tier.take_recovered().shuffles.len(), 1);
+        tier.object.known(0).await.unwrap();
+        tasks.cancel();
+        tasks.close();
+        tasks.drained().await;
+        let error = fixture.unmounted().try_start().await.map(drop).unwrap_err();
+        assert_eq!(error.kind, StoreErrorKind::NotMounted, "{error}");
+    }
+    let process = fixture.start().await;
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
+}
+
 #[tokio::test(start_paused = true)]
 async fn returned_disks_are_served() {
     let key = key(1);

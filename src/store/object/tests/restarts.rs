@@ -243,6 +243,40 @@ async fn lost_log_object_makes_every_shuffle_incomplete() {
     assert_eq!(segments(&store).await.len(), 1, "segments of a shuffle that is not known stay");
 }
 
+/// Regression test: the gap never ended, so segments of unknown registrations stayed for ever.
+#[tokio::test(start_paused = true)]
+async fn gap_ends_once_the_store_knows_it() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    for n in 1..4 {
+        process.register_noted(&key(n)).await.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
+    }
+    let store = process.kill().await;
+    let objects = log_objects(&store).await;
+    assert_eq!(objects.len(), 8, "a checkpoint and three registrations: {objects:?}");
+    for object in &objects[4..6] {
+        store.remove(object).await;
+    }
+    let process = Process::start(&store).await;
+    process.tier.take_recovered();
+    for n in [1, 3] {
+        process.purge(&key(n), Purge::Shuffles).await;
+    }
+    for fault in [Fault::Refuse, Fault::Hold] {
+        store.set(move |call, _| if call == Call::Put { fault } else { Fault::None });
+        let ended = tokio::time::timeout(Duration::from_secs(11), process.tier.end_metadata_gap());
+        ended.await.expect("the caller has other work").unwrap_err();
+        assert!(process.tier.metadata_gap().is_some(), "{fault:?}");
+    }
+    store.heal();
+    assert!(process.tier.end_metadata_gap().await.unwrap());
+    assert_eq!(process.tier.metadata_gap(), None);
+    assert_eq!(segments(&process.kill().await).await.len(), 1);
+
+    let process = Process::start(&store).await;
+    assert_eq!((process.tier.take_recovered().shuffles.len(), process.tier.metadata_gap()), (0, None));
+    until_segments(&store, 0).await;
+}
+
 #[tokio::test]
 async fn unregistered_and_replaced_objects_are_deleted() {
     let process = Process::start(&FaultyObjects::default()).await;
