@@ -157,14 +157,16 @@ impl OffloadTier {
     /// Records in the store whether a drain has moved all data there. Only then does a start on
     /// empty disks succeed elsewhere.
     pub(super) async fn tell_drained(&self) {
-        let log = self.object.log();
-        let is_draining = self.is_draining.load(Ordering::Acquire);
-        let is_drained = is_draining && self.left() == Drained::default() && log.knows(log.end_position());
         if !self.object.is_worth_trying() {
             return;
         }
+        let log = self.object.log();
+        let is_drained = || {
+            let is_draining = self.is_draining.load(Ordering::Acquire);
+            is_draining && self.left() == Drained::default() && log.knows(log.end_position())
+        };
         if let Err(error) = self.object.set_drained(is_drained).await {
-            tracing::warn!(%error, is_drained, "cannot record in the object store whether the local disks are drained; retrying");
+            tracing::warn!(%error, "cannot record in the object store whether the local disks are drained; retrying");
         }
     }
 

@@ -105,7 +105,7 @@ impl OffloadTier {
         *tier.recovered.lock() = recovered;
         if tier.local.has_disks() {
             // From now on the disks may have data that the store does not have.
-            tier.object.set_drained(false).await?;
+            drop(tier.object.require_disks().await?);
         }
         Ok(Arc::new(tier))
     }

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 
 use super::release::Excluded;
 use crate::clock::Instant;
-use crate::store::object::Uploads;
+use crate::store::object::{Bucket, Uploads};
 use crate::store::{ExtentWrite, ShuffleHandle, StoreError, TierBatch, TierShuffle};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -157,6 +157,7 @@ impl Drop for Cold<'_> {
 #[derive(Debug)]
 pub(super) struct Handle {
     pub(super) shuffle: Arc<Shuffle>,
+    pub(super) object: Arc<Bucket>,
     /// Length above which an extent makes its partition cold.
     pub(super) cold_bytes: u64,
 }
@@ -176,6 +177,7 @@ impl TierShuffle for Handle {
             if let Some(objects) = &self.shuffle.direct {
                 return objects.write(&self.shuffle.local, batch.extents).await;
             }
+            let _writing = self.object.require_disks().await?;
             TierShuffle::write(&self.shuffle.local, batch).await?;
             self.shuffle.note_cold(&extents, self.cold_bytes);
             Ok(())

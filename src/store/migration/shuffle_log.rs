@@ -65,6 +65,11 @@ impl MetadataLog for ShuffleLog {
 
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
         let append = async move {
+            // The store has all records of a moved shuffle.
+            let _writing = match self.shuffle.is_moved() {
+                true => None,
+                false => Some(self.object.require_disks().await?),
+            };
             let position = self.local.append_record(&self.shuffle.local, record).await?;
             self.acknowledged(position).await
         };

@@ -51,7 +51,7 @@ pub struct OffloadTier {
     pub(super) ends: Arc<Ends>,
     pub(super) recovered: Mutex<Recovered>,
     pub(super) is_draining: AtomicBool,
-    /// Notified when a drain begins.
+    /// Notified when a drain begins or is cancelled.
     pub(super) wanted: Notify,
     /// Disks that are being relieved.
     pub(super) relieved: Mutex<Vec<bool>>,
@@ -139,7 +139,8 @@ impl Tier for OffloadTier {
     }
 
     fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>> {
-        Some(Arc::new(Handle { shuffle: self.find(key)?, cold_bytes: self.settings.cold_bytes }))
+        let (shuffle, object) = (self.find(key)?, Arc::clone(&self.object));
+        Some(Arc::new(Handle { shuffle, object, cold_bytes: self.settings.cold_bytes }))
     }
 
     fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
@@ -325,6 +326,7 @@ impl Tier for OffloadTier {
 
     fn stay(&self) {
         self.is_draining.store(false, Ordering::Release);
+        self.wanted.notify_one();
     }
 
     fn drained(&self) -> Option<Drained> {

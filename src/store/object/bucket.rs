@@ -12,6 +12,7 @@ use futures::{FutureExt as _, StreamExt as _};
 use object_store::ObjectStore;
 use parking_lot::Mutex;
 use prometheus::Registry;
+use tokio::sync::{RwLock, RwLockReadGuard};
 
 use super::cache::Cache;
 use super::claim::Claim;
@@ -52,6 +53,9 @@ pub struct Bucket {
     shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
     log: Shipper,
     next_incarnation: AtomicU64,
+    /// Held for reading while data or records come to the local disks, and for writing while the
+    /// claim changes.
+    disk_writes: RwLock<()>,
     /// Recovered state, until it is taken.
     found: Mutex<Option<Stored>>,
 }
@@ -89,7 +93,8 @@ impl Bucket {
         let in_store = LogInStore { found: survey.log, shipper: log.clone() };
         let stored = Stored { shuffles, incarnations_from, log: Some(in_store) };
         let (next_incarnation, found) = (AtomicU64::new(incarnations_from), Mutex::new(Some(stored)));
-        Ok(Arc::new(Self { core, shuffles: objects, log, next_incarnation, found }))
+        let disk_writes = RwLock::default();
+        Ok(Arc::new(Self { core, shuffles: objects, log, next_incarnation, disk_writes, found }))
     }
 
     /// Checks that no earlier development build has written below the prefix `root`. Writes
@@ -127,13 +132,32 @@ impl Bucket {
         self.core.claim.is_drained()
     }
 
-    /// Records whether the store has all data of the local disks, for a start with empty disks.
-    /// Sends no request if this is already recorded.
+    /// Records whether the store has all data of the local disks (`is_drained`), for a start with
+    /// empty disks. Does nothing while data comes to the disks: the store has no such record then.
+    /// Sends no request if the state is already recorded.
     ///
     /// # Errors
     /// The store does not answer or refuses, or another process has the prefix.
-    pub async fn set_drained(&self, is_drained: bool) -> Result<(), StoreError> {
-        self.core.set_drained(is_drained).await
+    pub async fn set_drained(&self, is_drained: impl FnOnce() -> bool + Send) -> Result<(), StoreError> {
+        let Ok(_alone) = self.disk_writes.try_write() else { return Ok(()) };
+        self.core.set_drained(is_drained()).await
+    }
+
+    /// Ensures that the store does not accept a start with empty disks, as long as the returned
+    /// guard lives. Required before data or records of which the store has no copy come to the disks.
+    ///
+    /// # Errors
+    /// See [`Bucket::set_drained`].
+    pub async fn require_disks(&self) -> Result<RwLockReadGuard<'_, ()>, StoreError> {
+        loop {
+            let writing = self.disk_writes.read().await;
+            if !self.core.claim.may_be_drained() {
+                return Ok(writing);
+            }
+            drop(writing);
+            let _alone = self.disk_writes.write().await;
+            self.core.set_drained(false).await?;
+        }
     }
 
     /// Registers a shuffle with data here, with its incarnation in the local store. May be repeated.

@@ -269,6 +269,68 @@ async fn drained_worker_starts_on_empty_disks_until_cancelled() {
     assert_eq!(fixture.unmounted().try_start().await.map(drop).unwrap_err().kind, StoreErrorKind::NotMounted);
 }
 
+/// Regression test: after a cancelled drain, empty disks were accepted until the store was told at
+/// the next look.
+#[tokio::test(start_paused = true)]
+async fn data_after_a_cancelled_drain_needs_the_disks() {
+    for is_registered in [false, true] {
+        let key = key(1);
+        let process = divided(&key).await.start().await;
+        process.tier.begin_drain();
+        assert_eq!(process.move_what_is_wanted().await, 0);
+        Tier::stay(&*process.tier);
+        let (store, later) = (process.fixture.store.clone(), super::key(2));
+        store.set(|call, _| if call == Call::Put { Fault::Refuse } else { Fault::None });
+        if is_registered {
+            process.admit(&later);
+            process.say(&later, b"registration").await.unwrap_err();
+        } else {
+            let shuffle = process.tier.shuffle(&key).unwrap();
+            shuffle.write(vec![extent(0, 23..24, 3000)].into()).await.unwrap_err();
+        }
+        assert_eq!(process.fixture.data_files(), 0, "the store still accepts empty disks");
+        store.heal();
+        match is_registered {
+            true => process.say(&later, b"registration").await.unwrap(),
+            false => fill(&process, &key, 23..24).await,
+        }
+        let fixture = process.kill().await;
+        let error = fixture.unmounted().try_start().await.map(drop).unwrap_err();
+        assert_eq!(error.kind, StoreErrorKind::NotMounted, "{error}");
+        let process = fixture.start().await;
+        let ids = if is_registered { 0..23 } else { 0..24 };
+        assert_eq!(process.read(&key, 0).await.unwrap(), expected(ids, 3000));
+    }
+}
+
+/// A write that is in progress when a drain ends.
+#[tokio::test(start_paused = true)]
+async fn write_waits_for_the_record_of_a_drain() {
+    let key = key(1);
+    let process = divided(&key).await.start().await;
+    process.tier.begin_drain();
+    while let Some((wanted, shuffle)) = process.tier.next() {
+        process.tier.move_some(wanted, &shuffle).await.unwrap();
+    }
+    process.until_known().await;
+    let store = process.fixture.store.clone();
+    store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+    let held = || if store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
+    let write = async {
+        eventually("the record is on its way", held).await;
+        fill(&process, &key, 23..24).await;
+    };
+    let heal = async {
+        eventually("the record is on its way", held).await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        store.heal();
+    };
+    futures::join!(process.tier.tell_drained(), write, heal);
+    let fixture = process.kill().await;
+    let error = fixture.unmounted().try_start().await.map(drop).unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::NotMounted, "{error}");
+}
+
 /// Objects of an ended shuffle are not data of the disks, so they do not hold up a drain.
 #[tokio::test(start_paused = true)]
 async fn drain_without_shuffles_ends_once_stored() {
