@@ -159,13 +159,17 @@ impl Streams {
     /// Marks an extent as lost. Returns it, or `None` if another extent or a hole has its place
     /// now.
     pub(in crate::store) fn lose(&mut self, id: PartitionId, lost: &Extent) -> Option<Extent> {
-        let (partition, at) = self.find(id, lost)?;
-        let extent = partition.extents.get_mut(at)?;
+        let partition = self.by_partition.get_mut(&id)?;
+        let at = partition.extents.beginning_at(lost.base)?;
+        let extent = partition.extents.get_mut(at).filter(|it| !it.is_lost() && it.is_at(lost))?;
         let lost = std::mem::replace(extent, Extent::gap(extent.base, extent.length));
         partition.blocks += u64::from(extent.blocks);
         partition.blocks -= u64::from(lost.blocks);
+        partition.in_objects -= usize::from(lost.is_in_object());
         self.by_log.take(&lost);
-        self.lost.0.insert(lost.data_log);
+        if lost.is_on_disk() {
+            self.lost.0.insert(lost.data_log);
+        }
         Some(lost)
     }
 
@@ -173,14 +177,6 @@ impl Streams {
     /// a later start.
     pub(in crate::store) fn is_left(&self, slot: u16) -> bool {
         self.in_log(slot).extents == 0 && !self.lost.0.contains(&slot)
-    }
-
-    /// Returns the index of an extent in its partition, unless it is lost or has moved.
-    fn find(&mut self, id: PartitionId, extent: &Extent) -> Option<(&mut Partition, usize)> {
-        let partition = self.by_partition.get_mut(&id)?;
-        let at = partition.extents.beginning_at(extent.base)?;
-        let is_there = partition.extents.get(at).is_some_and(|it| it.is_on_disk() && it.is_at(extent));
-        is_there.then_some((partition, at))
     }
 
     /// Appends an extent to a partition. The stream of a new partition begins at `first_base`.
@@ -310,13 +306,16 @@ mod tests {
                     Happens::Lose(at) => {
                         let extents = streams.get(id).map(|it| it.extents.clone()).unwrap_or_default();
                         if let Some(extent) = extents.get(extents.after(place(at))) {
-                            prop_assert_eq!(streams.lose(id, extent).is_some(), extent.is_on_disk());
+                            prop_assert_eq!(streams.lose(id, extent).is_some(), !extent.is_lost());
                             prop_assert!(streams.lose(id, extent).is_none(), "a hole stands there");
                         }
                     }
                 }
                 prop_assert_eq!(streams.logs().collect::<Vec<_>>(), counted(&streams));
                 prop_assert_eq!(streams.in_log(9), InLog::default());
+                let in_objects = |it: &Partition| it.extents.iter().filter(|it| it.is_in_object()).count();
+                let is_counted = |it: &Partition| it.in_objects == in_objects(it);
+                prop_assert!(streams.by_partition.values().all(is_counted));
             }
             let partitions = std::mem::take(&mut streams.by_partition);
             let found = streams.found(partitions);

@@ -5,6 +5,7 @@
 //! may be removed during a read. Its extents are in objects then, and the read continues there from
 //! a new snapshot.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -14,6 +15,10 @@ use futures::future::BoxFuture;
 
 use super::tier::OffloadTier;
 use crate::store::disk::StreamView;
+use crate::store::disk::read::damage::Lost;
+use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::walk::{partitions_of, turn};
+use crate::store::extents::extent::Extent;
 use crate::store::index::index_read::visit_ids;
 use crate::store::object::{Bucket, Uploads};
 use crate::store::{ChunkRead, LocalStore, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind};
@@ -56,7 +61,11 @@ impl ServedTier for OffloadTier {
         key: &'a ShuffleKey,
         partition: PartitionId,
     ) -> BoxFuture<'a, Option<StoreError>> {
-        self.local.mark_damaged_lost(key, partition)
+        let marked = async move {
+            let on_disks = self.local.mark_damaged_lost(key, partition).await;
+            self.lose_deleted(key).await.or(on_disks)
+        };
+        marked.boxed()
     }
 }
 
@@ -80,6 +89,51 @@ impl OffloadTier {
         }
         Ok(())
     }
+}
+
+impl OffloadTier {
+    /// Marks the extents of a shuffle as lost whose segments were deleted by another program, if a
+    /// read has missed one. Returns the error of a segment.
+    async fn lose_deleted(&self, key: &ShuffleKey) -> Option<StoreError> {
+        let (shuffle, uploads) = (self.local.find(key).ok()?, self.object.uploads(key)?);
+        if shuffle.incarnation != uploads.incarnation() {
+            return None;
+        }
+        let deleted = match uploads.deleted(segments_of(&shuffle)).await {
+            Ok(deleted) => deleted,
+            Err(error) => {
+                tracing::warn!(shuffle = %key, %error, "cannot check whether segments of a shuffle are missing");
+                return None;
+            }
+        };
+        let mut last_error = None;
+        for number in deleted {
+            let segment = uploads.segment_key(number);
+            let error = StoreError::remote(StoreErrorKind::NotFound, &segment, "deleted by another program");
+            let is_there = |it: &Extent| it.is_in_object() && it.object() == number;
+            let Lost { extents, blocks, bytes } =
+                self.local.reader.damage.lose_all(&shuffle, &error, is_there).await;
+            if !shuffle.is_purged() {
+                tracing::error!(
+                    shuffle = %key, segment, extents, blocks, bytes,
+                    "a segment was deleted by another program; its blocks are lost"
+                );
+            }
+            last_error = Some(error);
+        }
+        last_error
+    }
+}
+
+/// Returns the numbers of the segments with extents of a shuffle.
+async fn segments_of(shuffle: &Shuffle) -> BTreeSet<u32> {
+    let (mut segments, mut looked) = (BTreeSet::new(), 0);
+    for partition in partitions_of(shuffle).await {
+        let extents = shuffle.extents(partition);
+        segments.extend(extents.iter().filter(|it| it.is_in_object()).map(Extent::object));
+        turn(&mut looked, 1 + extents.len()).await;
+    }
+    segments
 }
 
 /// Returns the uploads of the registration that a snapshot belongs to.

@@ -17,6 +17,8 @@ pub(in crate::store) struct Shuffle {
     /// Prefix of the keys of its objects.
     pub(in crate::store) prefix: String,
     purged: AtomicBool,
+    /// True if a read did not find a segment.
+    has_missed: AtomicBool,
     segments: AtomicU64,
     payload_bytes: AtomicU64,
     stored_bytes: AtomicU64,
@@ -43,6 +45,7 @@ impl Shuffle {
             prefix,
             name,
             purged: AtomicBool::new(false),
+            has_missed: AtomicBool::new(false),
             segments: AtomicU64::new(0),
             payload_bytes: AtomicU64::new(0),
             stored_bytes: AtomicU64::new(0),
@@ -65,8 +68,27 @@ impl Shuffle {
 
     /// Converts the error of a failed read for its client.
     pub(super) fn for_reader(&self, core: &Core, error: StoreError) -> StoreError {
+        // Another process deletes the segments of shuffles that end there.
+        if error.kind == StoreErrorKind::NotFound && !core.claim.is_lost() {
+            self.set_missed();
+        }
         let error = core.circuit_breaker.for_reader(error, core.settings.expected_back);
         self.require_present().err().unwrap_or(error)
+    }
+
+    /// Returns whether a read did not find a segment, and the segments were not checked since.
+    pub(super) fn has_missed(&self) -> bool {
+        self.has_missed.load(Ordering::Acquire)
+    }
+
+    /// Notes that a read did not find a segment.
+    pub(super) fn set_missed(&self) {
+        self.has_missed.store(true, Ordering::Release);
+    }
+
+    /// Notes that the segments are being checked. Returns [`has_missed`](Self::has_missed) before.
+    pub(super) fn take_missed(&self) -> bool {
+        self.has_missed.swap(false, Ordering::AcqRel)
     }
 
     pub(in crate::store) fn segment_key(&self, number: u32) -> String {

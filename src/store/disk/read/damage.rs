@@ -33,12 +33,17 @@ const PAUSE: Duration = Duration::from_millis(250);
 /// Number of partitions that are tried at a time, each with one chunk of memory.
 const PROBED_AT_ONCE: usize = 2;
 
-/// Extents of a vanished file.
+/// Extents of a vanished file or object.
 #[derive(Debug, Default)]
-struct Lost {
-    extents: u64,
-    blocks: u64,
-    bytes: u64,
+pub(in crate::store) struct Lost {
+    pub(in crate::store) extents: u64,
+    pub(in crate::store) blocks: u64,
+    pub(in crate::store) bytes: u64,
+}
+
+/// Returns the error of reads of a vanished file.
+fn vanished(log: &Log) -> StoreError {
+    StoreError::io(log.full_path(), Vanished::File.into())
 }
 
 /// Verifies stored data and marks damage.
@@ -110,8 +115,10 @@ impl Damage {
 
     fn mark_lost(&self, shuffle: &Shuffle, partition: PartitionId, extent: &Extent) -> Option<Extent> {
         let extent = shuffle.mark_lost(partition, extent)?;
-        self.core.metrics.extents.dec();
-        self.core.records.forget(std::iter::once(shuffle.records_key(&extent)));
+        if extent.is_on_disk() {
+            self.core.metrics.extents.dec();
+            self.core.records.forget(std::iter::once(shuffle.records_key(&extent)));
+        }
         Some(extent)
     }
 
@@ -160,14 +167,26 @@ impl Damage {
         if let Some(here) = shuffle.found(&log.disk) {
             here.occupied.take(log.uncount());
         }
-        let is_here = |it: &&Extent| it.is_on_disk() && (it.data_log == log.slot || it.index_log == log.slot);
+        let is_here = |it: &Extent| it.is_on_disk() && (it.data_log == log.slot || it.index_log == log.slot);
+        let lost = self.lose_all(shuffle, &vanished(log), is_here).await;
+        self.tell_vanished(shuffle, log, lost);
+    }
+
+    /// Marks all extents of a shuffle as lost for which `is_gone` is true.
+    pub(in crate::store) async fn lose_all(
+        &self,
+        shuffle: &Shuffle,
+        error: &StoreError,
+        is_gone: impl Fn(&Extent) -> bool,
+    ) -> Lost {
         let (mut lost, mut looked) = (Lost::default(), 0);
         for partition in partitions_of(shuffle).await {
-            let here: Vec<_> = shuffle.extents(partition).iter().filter(is_here).copied().collect();
-            turn(&mut looked, 1 + here.len()).await;
-            self.lose_some(shuffle, log, (partition, &here), &mut lost);
+            let extents = shuffle.extents(partition);
+            let gone: Vec<_> = extents.iter().filter(|it| is_gone(it)).copied().collect();
+            turn(&mut looked, 1 + gone.len()).await;
+            self.lose_some(shuffle, error, (partition, &gone), &mut lost);
         }
-        self.tell_vanished(shuffle, log, lost);
+        lost
     }
 
     /// Like [`Damage::lose_log`], for extents that have just become visible.
@@ -179,7 +198,7 @@ impl Damage {
     ) {
         let mut lost = Lost::default();
         for (partition, extent) in extents {
-            self.lose_some(shuffle, log, (*partition, std::slice::from_ref(extent)), &mut lost);
+            self.lose_some(shuffle, &vanished(log), (*partition, std::slice::from_ref(extent)), &mut lost);
         }
         self.tell_vanished(shuffle, log, lost);
     }
@@ -187,14 +206,13 @@ impl Damage {
     fn lose_some(
         &self,
         shuffle: &Shuffle,
-        log: &Log,
+        error: &StoreError,
         (partition, extents): (PartitionId, &[Extent]),
         lost: &mut Lost,
     ) {
         if extents.is_empty() {
             return;
         }
-        let error = StoreError::io(log.full_path(), Vanished::File.into());
         let mark = || {
             for extent in extents.iter().filter_map(|extent| self.mark_lost(shuffle, partition, extent)) {
                 lost.extents += 1;

@@ -6,7 +6,7 @@
 //! which costs less CPU time than reading through it.
 
 mod checksums;
-pub(super) mod damage;
+pub(in crate::store) mod damage;
 pub(super) mod damaged;
 mod data;
 pub(super) mod failures;

@@ -180,4 +180,8 @@ impl ChunkRead for DataRead {
         let room = self.progress.next_len(READ_CHUNK_BYTES_MAX);
         if self.core.store_reads.has_room(room) { room } else { 0 }
     }
+
+    fn is_suspect(&self) -> bool {
+        self.shuffle.has_missed()
+    }
 }

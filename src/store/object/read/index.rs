@@ -64,4 +64,8 @@ impl RecordSource for Uploads {
     fn has_room(&self, _: &Extent, len: usize) -> bool {
         self.core.store_reads.has_room(len)
     }
+
+    fn is_suspect(&self) -> bool {
+        self.shuffle.has_missed()
+    }
 }

@@ -1,7 +1,9 @@
 //! Failures of the store, and how the tier reacts to them.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
@@ -70,6 +72,57 @@ async fn transit_errors_are_reread_and_stored_ones_reported() {
     // verified.
     let read = process.tier.data(&key(1), PartitionId(0), (1, 50)).unwrap();
     assert_eq!(all(read.chunks).await.unwrap().len(), 50);
+}
+
+/// Regression test: reads of a segment that was deleted at run time failed for ever, and its blocks
+/// were never listed as lost.
+#[tokio::test(start_paused = true)]
+async fn blocks_of_a_deleted_segment_are_lost_once_confirmed() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register_noted(&key(1)).await;
+    for n in 0..2 {
+        shuffle.write(vec![extent(0, n * 2..n * 2 + 2, 50), extent(7, n..n + 1, 9)].into()).await.unwrap();
+    }
+    let told = Arc::new(Mutex::new(BTreeSet::new()));
+    let heard = Arc::clone(&told);
+    process.tier.on_damage(Arc::new(move |_: &ShuffleKey, partition: PartitionId, reason: &str| {
+        heard.lock().insert((partition.0, reason.to_owned()));
+    }));
+    let gone = segments(&process.store).await.remove(0).0;
+    let content = process.store.snapshot().await[&gone].clone();
+    let fails = async || {
+        let mut read = process.tier.data(&key(1), PartitionId(0), (0, 200)).unwrap().chunks;
+        let error = read.next_chunk(&HeapBuffers).await.unwrap_err();
+        error.kind == StoreErrorKind::NotFound && read.is_suspect()
+    };
+    let mark = async || process.tier.mark_damaged_lost(&key(1), PartitionId(0)).await;
+    process.store.remove(&gone).await;
+    assert!(mark().await.is_none(), "no read has missed it");
+    for failing in [Call::List, Call::Head, Call::Get] {
+        assert!(fails().await, "{failing:?}");
+        process.store.set(move |call, _| if call == failing { Fault::Refuse } else { Fault::None });
+        assert!(mark().await.is_none(), "{failing:?}");
+        process.store.heal();
+    }
+    process.store.replace(&gone, content).await;
+    assert!(mark().await.is_none() && told.lock().is_empty(), "it is there");
+    assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..4, 50));
+
+    process.store.remove(&gone).await;
+    assert!(fails().await);
+    let reason = mark().await.expect("it is gone").to_string();
+    assert!(reason.contains(&gone) && reason.contains("deleted by another program"), "{reason}");
+    assert_eq!(*told.lock(), BTreeSet::from([(0, reason.clone()), (7, reason)]));
+    assert!(process.tier.data(&key(1), PartitionId(0), (0, 200)).unwrap().has_hole);
+    let mut read = process.read(&key(1), 0).await.unwrap();
+    assert!(read.remove(&uniffle_wire::index::FILLER_BLOCK_ID).is_some(), "a record of the hole");
+    assert_eq!(read, expected(2..4, 50));
+    assert!(mark().await.is_none(), "all is known");
+    // A block may be sent again.
+    shuffle.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
+    let mut ids = BTreeSet::new();
+    process.tier.visit_present(&key(1), PartitionId(0), &mut |id| _ = ids.insert(id)).await.unwrap();
+    assert_eq!(ids, (0..4).collect());
 }
 
 #[tokio::test(start_paused = true)]

@@ -2,9 +2,13 @@
 //!
 //! The local store has the extents and streams of all data, also without disks.
 
+use std::collections::BTreeSet;
+use std::future::ready;
 use std::ops::Range;
 use std::sync::Arc;
 
+use futures::stream::{self, StreamExt as _, TryStreamExt as _};
+use object_store::{ObjectStore as _, ObjectStoreExt as _};
 use tokio::sync::oneshot;
 
 use super::lane::{Job, Making, Waiter};
@@ -13,12 +17,16 @@ use super::uploader::{self, MOVED_PARTS_IN_FLIGHT, Source, one_from};
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::index::index_read::IndexRead;
 use crate::store::object::core::Core;
+use crate::store::object::layout::{Name, parse_key, path_of};
 use crate::store::object::read::data::{DataRead, plan};
 use crate::store::object::read::ranges;
 use crate::store::object::shuffle::Shuffle;
 use crate::store::{ChunkRead, ExtentWrite, ShuffleHandle, StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_wire::types::PartitionId;
+
+/// Number of missing segments that are asked for concurrently.
+const ASKED_AT_ONCE: usize = 16;
 
 /// The objects of one incarnation of a shuffle. Clones share them.
 #[derive(Debug, Clone)]
@@ -32,6 +40,11 @@ impl Uploads {
     #[must_use]
     pub fn incarnation(&self) -> u64 {
         self.shuffle.name.incarnation
+    }
+
+    /// Returns the key of segment `number`.
+    pub(in crate::store) fn segment_key(&self, number: u32) -> String {
+        self.shuffle.segment_key(number)
     }
 
     /// Reads the records of `blocks` blocks in extents of objects, from index `first` on.
@@ -98,6 +111,44 @@ impl Uploads {
         source: &mut dyn Source,
     ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
         one_from(&self.core, &self.shuffle, source).await
+    }
+
+    /// Returns those of `numbers` that are no segments any more, none if no read has missed one.
+    /// A store that does not have this process's claim proves nothing, and a list may be old.
+    ///
+    /// # Errors
+    /// The store does not answer or refuses, or another process has the prefix.
+    pub(in crate::store) async fn deleted(
+        &self,
+        numbers: impl Future<Output = BTreeSet<u32>>,
+    ) -> Result<Vec<u32>, StoreError> {
+        let Self { core, shuffle } = self;
+        if !shuffle.take_missed() {
+            return Ok(Vec::new());
+        }
+        let deleted = async {
+            let mut missing = numbers.await;
+            core.require_claim().await?;
+            let mut listed = core.store.list(Some(&path_of(&shuffle.prefix)));
+            while let Some(object) = core.noted(&shuffle.prefix, listed.try_next().await)? {
+                if let Some(Name::Segment(_, number)) =
+                    parse_key(&core.settings.root, object.location.as_ref())
+                {
+                    missing.remove(&number);
+                }
+            }
+            let is_deleted = |number: u32| async move {
+                let key = shuffle.segment_key(number);
+                match core.noted(&key, core.store.head(&path_of(&key)).await) {
+                    Ok(_) => Ok(None),
+                    Err(error) if error.kind == StoreErrorKind::NotFound => Ok(Some(number)),
+                    Err(error) => Err(error),
+                }
+            };
+            let asked = stream::iter(missing).map(is_deleted).buffered(ASKED_AT_ONCE);
+            asked.try_filter_map(|it| ready(Ok(it))).try_collect().await
+        };
+        deleted.await.inspect_err(|_| shuffle.set_missed())
     }
 
     /// Returns an upper bound for the memory of [`Uploads::take`] beside records: the parts in
