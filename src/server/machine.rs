@@ -64,15 +64,18 @@ pub async fn examine_machine(config: &Config) -> Result<String, Vec<String>> {
 }
 
 fn findings(config: &Config, address: IpAddr) -> String {
-    let directories = if config.worker.store_type.has_local() { config.local.paths.len() } else { 0 };
-    let usable = if directories == 1 { "directory is" } else { "directories are" };
+    let directories = match config.local.paths.len() {
+        _ if !config.worker.store_type.has_local() => String::new(),
+        1 => "1 data directory is usable, ".to_owned(),
+        many => format!("{many} data directories are usable, "),
+    };
     let note = match getuid().is_root() {
         true => "note: checked as root; a service with another user may lack permissions\n",
         false => "",
     };
     format!(
-        "{note}this machine: ports are free, {directories} data {usable} usable, {} of memory can be mapped, the \
-         advertised address is {address}\n",
+        "{note}this machine: ports are free, {directories}{} of memory can be mapped, the advertised address is \
+         {address}\n",
         ByteSize(config.memory.capacity_bytes)
     )
 }
@@ -109,4 +112,24 @@ fn check_backing(config: &Config, ip: Option<IpAddr>) -> anyhow::Result<()> {
         None => Memory::check_room(section),
     };
     checked.with_context(|| format!("memory_store.backing = \"{}\"", section.backing))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Machine;
+
+    /// Regression test: "0 data directories are usable".
+    #[test]
+    fn findings_name_directories_only_where_there_are_some() {
+        let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: "/nonexistent".into() };
+        let of = |text: &str| {
+            let config = Config::parse(text, &std::collections::HashMap::new(), &machine).unwrap();
+            findings(&config, IpAddr::from([127, 0, 0, 1]))
+        };
+        let one = of("[localfile_store]\ndata_paths = [\"/d\"]\n");
+        assert!(one.contains("ports are free, 1 data directory is usable, "), "{one}");
+        let none = of("store_type = \"MEMORY\"\n");
+        assert!(!none.contains("director") && none.contains("of memory can be mapped"), "{none}");
+    }
 }

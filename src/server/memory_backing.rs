@@ -114,8 +114,7 @@ impl Outlives {
                     bytes,
                     largest,
                     "blocks not flushed and lost at shutdown; the next start lists those that were reported; \
-                     free space in the data directories, repair the remote store, or raise \
-                     shutdown.flush_timeout_sec"
+                     free space in the storage below memory, repair it, or raise shutdown.flush_timeout_sec"
                 );
                 return true;
             }
@@ -276,11 +275,7 @@ pub(super) async fn open(
     let section = &config.memory;
     let huge_pages = describe_huge_pages(section);
     if section.backing.is_private() {
-        tracing::info!(
-            backing = %section.backing, huge_pages,
-            "an upgrade flushes memory first, and a kill loses blocks in memory; to preserve them, use a \
-             service manager that stores descriptors, or a tmpfs directory as memory_store.backing"
-        );
+        tracing::info!(backing = %section.backing, huge_pages, "{}", describe_private(config));
         return Memory::new(section, registry).with_context(|| unmappable(config));
     }
     let owner = Owner::now(server_id).context("memory_store.backing")?;
@@ -289,6 +284,18 @@ pub(super) async fn open(
     memory.survive_truncation().context("cannot install the handler of SIGBUS")?;
     tracing::info!(backing = %section.backing, huge_pages, "{}", Outlives::of(&memory).describe());
     Ok(memory)
+}
+
+/// Returns the description of private memory for the log of a start, with advice if the worker has a
+/// metadata log on disks, without which blocks cannot be preserved.
+fn describe_private(config: &Config) -> &'static str {
+    match config.worker.store_type.has_local() && config.local.recovery {
+        true => {
+            "an upgrade flushes memory first, and a kill loses blocks in memory; to preserve them, use a \
+             service manager that stores descriptors, or a tmpfs directory as memory_store.backing"
+        }
+        false => "an upgrade flushes memory first, and a kill loses blocks in memory",
+    }
 }
 
 /// Polls at the disks' probe interval whether the memory file still exists under its name. Returns
@@ -316,13 +323,43 @@ mod tests {
 
     use super::*;
     use crate::config::Machine;
+    use crate::telemetry::captured::CapturedLog;
+    use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+
+    fn config(text: &str) -> Config {
+        let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: "/nonexistent".into() };
+        Config::parse(text, &std::collections::HashMap::new(), &machine).unwrap()
+    }
+
+    /// Regression test: store types without disks refuse the advised value.
+    #[test]
+    fn backing_is_advised_only_where_it_is_accepted() {
+        let advises = |text: &str| describe_private(&config(text)).contains("memory_store.backing");
+        assert!(advises("[localfile_store]\ndata_paths = [\"/d\"]\n"));
+        assert!(!advises("[localfile_store]\ndata_paths = [\"/d\"]\nrecovery = false\n"));
+        assert!(!advises("store_type = \"MEMORY\"\n"));
+    }
+
+    /// Regression test: the advice named data directories where there are none.
+    #[test]
+    fn advice_after_a_loss_holds_for_every_store_type() {
+        let log = CapturedLog::of_this_thread();
+        let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
+        assert!(Outlives::Nothing.name_losses(&[InMemory {
+            shuffle: key,
+            partitions: 1,
+            blocks: 1,
+            bytes: 10
+        }]));
+        let text = log.text();
+        assert!(text.contains("storage below memory") && !text.contains("data directories"), "{text}");
+    }
 
     #[tokio::test]
     async fn uninspectable_memfd_is_reported() {
-        let text =
-            "[memory_store]\nbacking = \"private\"\n[localfile_store]\ndata_paths = [\"/nonexistent\"]\n";
-        let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: "/nonexistent".into() };
-        let config = Config::parse(text, &std::collections::HashMap::new(), &machine).unwrap();
+        let config = config(
+            "[memory_store]\nbacking = \"private\"\n[localfile_store]\ndata_paths = [\"/nonexistent\"]\n",
+        );
         let refused = async |bytes: &[u8]| {
             let mut file = File::from(memfd_create("left", MemfdFlags::CLOEXEC).unwrap());
             file.write_all(bytes).unwrap();

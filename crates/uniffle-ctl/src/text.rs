@@ -123,10 +123,10 @@ fn status(status: &Value, width: Width) -> String {
         ),
         (
             "disks",
-            if out.is_empty() {
-                format!("{disks}, all healthy")
-            } else {
-                format!("{disks}, {}", out.join(", "))
+            match (disks, out.is_empty()) {
+                (0, _) => "none".to_owned(),
+                (_, true) => format!("{disks}, all healthy"),
+                (_, false) => format!("{disks}, {}", out.join(", ")),
             },
         ),
         (
@@ -381,6 +381,13 @@ mod tests {
             explanation(&json!({ "presence": "known", "workers": [worker("known"), worker("expired")] }));
         let line = |name: &str| several.lines().find(|line| line.starts_with(name)).unwrap_or_default();
         assert!(line("known").contains("3.0 MiB") && line("expired").contains("gone"), "{several}");
+    }
+
+    /// Regression test: no disks were "all healthy".
+    #[test]
+    fn worker_without_disks_is_shown_without() {
+        let text = status(&json!({ "disks": [] }), Width { columns: 80, is_strict: false });
+        assert!(text.lines().any(|line| line.split_whitespace().eq(["disks", "none"])), "{text}");
     }
 
     #[test]

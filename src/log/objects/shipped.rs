@@ -17,6 +17,7 @@ use crate::log::format::frame::{Entry, Epoch, Incarnation};
 use crate::log::recovery::proof::StoreSeen;
 use crate::log::recovery::read::{Part, Source};
 use uniffle_wire::types::ShuffleKey;
+use uuid::Uuid;
 
 /// The log in the store when this process starts.
 #[derive(Debug)]
@@ -166,10 +167,9 @@ impl ShippedLog {
         self.contents.next_incarnation.max(self.epoch.next_incarnation)
     }
 
-    /// Returns whether local disks have had records of the log.
-    #[must_use]
-    pub fn had_disks(&self) -> bool {
-        !self.epoch.members.is_empty()
+    /// Returns the data directories that may have data of the log's shuffles.
+    pub fn directories(&self) -> impl Iterator<Item = (Uuid, &str)> {
+        self.epoch.members.iter().map(|member| (member.uuid(), member.path.as_str()))
     }
 
     /// Returns the number of the start that wrote the newest object.

@@ -76,8 +76,10 @@ impl OffloadTier {
         let stored = object.take_found().ok_or_else(taken)?;
         let shuffles = stored.shuffles.iter();
         let found: HashMap<_, _> = shuffles.map(|(key, it)| (key.clone(), it.incarnation)).collect();
-        let had_disks = stored.log.as_ref().is_some_and(|log| log.found.had_disks());
-        if had_disks && !found.is_empty() && !object.is_drained() {
+        let log = stored.log.as_ref().filter(|_| !object.is_drained());
+        let directories = log.iter().flat_map(|log| log.found.directories());
+        let directories: Vec<_> = directories.map(|(uuid, path)| (uuid, path.to_owned())).collect();
+        if !directories.is_empty() && !found.is_empty() {
             config.had_data.get_or_insert_with(|| HALF_OF_IT.to_owned());
         }
         let heap = heap.into();
@@ -101,7 +103,9 @@ impl OffloadTier {
             local,
             object,
         };
-        let recovered = tier.take_over(found);
+        let is_here = |uuid| tier.local.core.disks.iter().any(|disk| disk.uuid == uuid);
+        let missing = directories.iter().find(|(uuid, _)| !is_here(*uuid));
+        let recovered = tier.take_over(found, missing.map(|(_, path)| path));
         *tier.recovered.lock() = recovered;
         if tier.local.has_disks() {
             // From now on the disks may have data that the store does not have.
@@ -111,11 +115,15 @@ impl OffloadTier {
     }
 
     /// Registers the shuffles that the disks recovered. Discards registrations in the store that
-    /// are not among them, by key and incarnation.
-    fn take_over(&self, mut found: HashMap<ShuffleKey, u64>) -> Recovered {
-        let recovered = self.local.take_recovered();
-        for it in &recovered.shuffles {
+    /// are not among them, by key and incarnation. `missing` is a data directory that may have more
+    /// of their blocks.
+    fn take_over(&self, mut found: HashMap<ShuffleKey, u64>, missing: Option<&String>) -> Recovered {
+        let mut recovered = self.local.take_recovered();
+        for it in &mut recovered.shuffles {
             let key = &it.key;
+            if let Some(path) = missing.filter(|_| it.reason.is_empty()) {
+                it.reason = format!("data directory {path} is missing, or the blocks were in memory");
+            }
             let Some(handle) = self.local.handle(key) else { continue };
             if found.get(key) == Some(&handle.incarnation()) {
                 found.remove(key);

@@ -185,6 +185,10 @@ impl Bucket {
             let silent =
                 || StoreError::remote(StoreErrorKind::Unreachable, &self.core.settings.root, "no answer");
             let Err(error) = known.unwrap_or_else(|_| Err(silent())) else { return Ok(()) };
+            if error.kind == StoreErrorKind::InUse {
+                // A repeated call fails too.
+                return Err(error);
+            }
             if error.kind != StoreErrorKind::Unreachable || Instant::now() + ENDS_PAUSE >= deadline {
                 let what = "an earlier registration of the shuffle has not been ended in the object store yet; retry";
                 return Err(StoreError::remote(error.kind, key.to_string(), format!("{what}: {error}")));

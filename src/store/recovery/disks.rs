@@ -58,8 +58,8 @@ pub(super) struct Known {
     pub(super) blind_starts: u32,
     /// Reason why unknown shuffles may exist, if this start found it.
     pub(in crate::store) gap: Option<String>,
-    /// True if a present directory could not be listed.
-    pub(in crate::store) has_unread: bool,
+    /// Present directories of which a part could not be read.
+    pub(in crate::store) unread: Vec<String>,
 }
 
 impl LocalStore {
@@ -81,8 +81,10 @@ impl LocalStore {
                 shuffles.entry(key.clone()).or_insert_with(lost);
             }
         }
-        let has_unread = scans.iter().any(|scan| scan.has_unread);
-        let known = &Known { absent, blind_starts, gap: gap.filter(|_| has_new_gap), has_unread };
+        let scanned = core.disks.iter().zip(&scans);
+        let unread =
+            scanned.filter(|(_, scan)| scan.has_unread).map(|(disk, _)| disk.label.clone()).collect();
+        let known = &Known { absent, blind_starts, gap: gap.filter(|_| has_new_gap), unread };
         let absent = known.absent.as_slice();
         let mut by_key: BTreeMap<ShuffleKey, (Option<FoundShuffle>, Vec<FoundDirectory>)> =
             shuffles.into_iter().map(|(key, found)| (key, (Some(found), Vec::new()))).collect();
@@ -162,7 +164,7 @@ impl LocalStore {
             rebuild.read_indexes(found).await;
         }
         rebuild.note_found(&present);
-        if known.has_unread || !known.absent.is_empty() {
+        if !known.unread.is_empty() || !known.absent.is_empty() {
             shuffle.set_out_of_reach();
         }
         let found = rebuild.finish(logged.unwrap_or_default()).await;
@@ -218,9 +220,9 @@ impl<'a> Rebuild<'a> {
                 sources.insert((found.disk.uuid, file.number), source);
             }
         }
-        for disk in core.disks.iter().filter(|disk| disk.has_unread()) {
-            incomplete.get_or_insert_with(|| format!("cannot read all files of {}", disk.label));
-        }
+        let unread = || known.unread.first().map(|path| format!("cannot read all files of {path}"));
+        let gap = || known.gap.clone().filter(|_| !core.disks.is_empty());
+        incomplete = incomplete.or_else(unread).or_else(gap);
         Self {
             core,
             shuffle,

@@ -213,6 +213,8 @@ async fn flipped_byte_is_repaired_unless_in_both_copies() {
                     reason.contains("/log is corrupt at record") && reason.contains("unregister"),
                     "{reason}"
                 );
+                // Regression test: the reason for missing blocks was that readable files are not.
+                assert_eq!(recovered.shuffles[0].reason, reason);
                 // The shuffle stays incomplete in all later starts. A new registration is not
                 // affected.
                 let fresh = key("app", 3);

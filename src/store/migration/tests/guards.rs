@@ -172,6 +172,24 @@ async fn start_from_unmounted_disks_is_refused() {
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
 }
 
+/// Regression test: such blocks were "in memory when the worker ended".
+#[tokio::test(start_paused = true)]
+async fn blocks_of_disks_that_are_gone_are_lost_with_them() {
+    let key = key(1);
+    let fixture = divided(&key).await;
+    let process = fixture.start().await;
+    assert_eq!(heard(&process).await.0.shuffles[0].reason, "", "nothing is missing");
+    let elsewhere = process.kill().await.on_an_empty_machine();
+    let reason = heard(&elsewhere.start().await).await.0.shuffles[0].reason.clone();
+    assert!(reason.contains("data directory /a is missing"), "{reason}");
+
+    let process = divided(&key).await.start().await;
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    let process = process.kill().await.unmounted().start().await;
+    assert_eq!(heard(&process).await.0.shuffles[0].reason, "", "the store has all data of the disks");
+}
+
 /// Regression test: a start without disks dropped the directories from the log in the store.
 #[tokio::test(start_paused = true)]
 async fn unmounted_disks_are_refused_after_a_start_without_disks() {

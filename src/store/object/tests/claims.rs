@@ -37,6 +37,18 @@ async fn process_without_the_claim_destroys_nothing() {
     assert!(newer.tier.state().complaint.is_none());
 }
 
+/// Regression test: the error advised a retry, which cannot succeed.
+#[tokio::test(start_paused = true)]
+async fn registration_after_a_lost_claim_advises_no_retry() {
+    let older = Process::start(&FaultyObjects::default()).await;
+    older.register_noted(&key(1)).await;
+    let _newer = Process::start(&older.store).await;
+    drop(Arc::clone(&older.tier).forget(&key(1).app, &[key(1)], Purge::Shuffles));
+    let error = older.tier.forgotten_durable(&key(1).app, Some(&key(1))).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::InUse);
+    assert!(!error.to_string().contains("retry"), "{error}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn lost_claim_is_noticed_by_purge_and_when_idle() {
     let older = Process::start(&FaultyObjects::default()).await;
