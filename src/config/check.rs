@@ -13,7 +13,7 @@ use crate::coordinator::heartbeat::CoordinatorAddress;
 use crate::listeners::http::push;
 use crate::schema::kind::size_text;
 use crate::schema::{Problem, Reader};
-use crate::store::INDEX_CACHE_BYTES;
+use crate::store::{INDEX_CACHE_BYTES, SyncWrites};
 
 /// Collects problems and warnings.
 #[derive(Debug)]
@@ -341,6 +341,20 @@ fn check_object(config: &Config, found: &mut Findings) {
     }
     if !store_type.has_object() && config.object.url.is_some() {
         found.warn(format!("[object_store] has no effect with store_type {}", store_type.as_str()));
+    }
+    if store_type.has_object() && !store_type.has_local() {
+        let local = &config.local;
+        let keys = [
+            ("localfile_store.data_paths", true),
+            ("localfile_store.recovery", !local.recovery),
+            ("localfile_store.require_mounted", local.require_mounted.is_some()),
+            ("localfile_store.sync", local.sync != SyncWrites::Off),
+        ];
+        let asks = |(key, asks): &(&str, bool)| *asks && found.reader.given.contains(key);
+        let ignored: Vec<&str> = keys.iter().filter(|it| asks(it)).map(|(key, _)| *key).collect();
+        for key in ignored {
+            found.warn(format!("{key} has no effect with store_type {}", store_type.as_str()));
+        }
     }
     for (key, value, allowed) in config.object.problems() {
         found.refuse(key, value, allowed);

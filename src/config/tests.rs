@@ -365,6 +365,19 @@ fn ineffective_keys_are_warnings() {
     assert_eq!(parse(text).unwrap().warnings.len(), 2);
 }
 
+/// Regression test: a worker without disks ignored these keys silently.
+#[test]
+fn keys_of_disks_are_warnings_without_disks() {
+    let text = "store_type = \"MEMORY_OBJECT\"\n[object_store]\nurl = \"s3://shuffle/x\"\nendpoint = \"http://store:1\"\n\
+                credentials = \"none\"\n[localfile_store]\n\
+                data_paths = [\"/d\"]\nrecovery = false\nsync = \"group\"\nrequire_mounted = true";
+    let warnings = parse(text).unwrap().warnings;
+    for key in ["data_paths", "recovery", "sync", "require_mounted"] {
+        let warning = format!("localfile_store.{key} has no effect with store_type MEMORY_OBJECT");
+        assert!(warnings.contains(&warning), "{warnings:?}");
+    }
+}
+
 #[test]
 fn removed_key_is_refused_with_release_and_reason() {
     for removed in schema().removed {

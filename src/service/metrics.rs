@@ -41,10 +41,6 @@ metrics::table! {
         read_bytes: IntCounter = "total_read_data", "Payload bytes read from all tiers";
         read_memory_bytes: IntCounter =
             "total_read_memory_data", "Payload bytes read from memory", also "total_read_data_from_memory";
-        read_local_data_bytes: IntCounter =
-            "total_read_local_data_file", "Payload bytes read from local disks";
-        read_local_index_bytes: IntCounter =
-            "total_read_local_index_file", "Index bytes read from local disks";
         require_buffer_refused: IntCounter =
             "total_require_buffer_failed", "Tickets refused for lack of memory";
         require_buffer_refused_regular: IntCounter =

@@ -415,7 +415,6 @@ impl Reads {
         let reporter =
             shuffle.map(|shuffle| ErrorReporter { verifier: Arc::clone(&self.verifier), shuffle, partition });
         let chunks = self.start(self.stream(Some(chunks), (length, reads), (app, open), reporter)).await?;
-        self.metrics.read_local_index_bytes.inc_by(length);
         Ok(IndexAnswer { length, data_length, chunks })
     }
 
@@ -455,7 +454,6 @@ impl Reads {
             .start(self.stream(Some(chunks), (length, &self.metrics.reads.local_data), (app, open), reporter))
             .await?;
         self.metrics.read_bytes.inc_by(length);
-        self.metrics.read_local_data_bytes.inc_by(length);
         Ok(DataAnswer { length, chunks })
     }
 

@@ -33,8 +33,10 @@ metrics::table! {
              alignment included";
         read_data_file: IntCounter = "localfile_disk_data_reads", "Reads of data ranges";
         read_index_file: IntCounter = "localfile_disk_index_reads", "Reads of partition indexes";
-        read_data_bytes: IntCounter = "total_read_data_from_localfile", "Data bytes read";
-        read_index_bytes: IntCounter = "total_read_index_from_localfile", "Index bytes read";
+        read_data_bytes: IntCounter = "total_read_data_from_localfile", "Data bytes read from local disks",
+            also "total_read_local_data_file";
+        read_index_bytes: IntCounter = "total_read_index_from_localfile", "Index bytes read from local disks",
+            also "total_read_local_index_file";
         hints: IntCounter = "read_hint_operations",
             "Read-ahead hints passed to the page cache of a disk";
         hinted_bytes: IntCounter =
