@@ -11,6 +11,7 @@
 //! | log | [`log`] | the metadata log, and whether it is complete |
 //! | shared | [`budget`], [`clock`], [`profile`], [`runtime`], [`telemetry`] | used everywhere |
 //! | shared | [`build`], [`metrics`], [`proto`], [`schema`] | used everywhere |
+//! | order | [`sched`] | which application is next, and how much one may hold |
 //!
 //! Imports point only down this table; `tests/static_checks/layers.rs` enforces that. Formats
 //! (`uniffle-wire`) and disks (`uniffle-io`) are crates below all layers.
@@ -52,3 +53,5 @@ pub mod clock;
 pub mod metrics;
 pub mod proto;
 pub mod schema;
+
+pub mod sched;

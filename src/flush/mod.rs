@@ -12,7 +12,6 @@ pub mod placement;
 pub mod policy;
 mod queue;
 mod scheduler;
-mod turns;
 mod worker;
 
 use std::time::Duration;

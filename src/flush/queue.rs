@@ -10,10 +10,9 @@ use tokio::sync::Notify;
 
 use crate::clock::Instant;
 use crate::memory::{Buffer, SealedBatch};
+use crate::sched::FairQueue;
 use crate::store::TierShuffle;
 use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
-
-use super::turns::FairQueue;
 
 /// Registrations, by tier, of the shuffle that chains were sealed from. Chains written through them
 /// cannot reach a later shuffle of the same name.
@@ -81,7 +80,8 @@ impl Queue {
     /// Adds a batch. `weight` is the weight of its application.
     pub(super) fn push(&self, mut batch: Batch, weight: u32) {
         batch.in_flight = Some(Arc::clone(&self.in_flight));
-        self.batches.lock().push(batch.key.app.clone(), batch.bytes(), weight, batch);
+        let (app, bytes) = (batch.key.app.clone(), batch.bytes());
+        self.batches.lock().push(&app, bytes, weight, batch);
         self.arrived.notify_one();
     }
 

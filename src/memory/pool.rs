@@ -1,7 +1,7 @@
 //! Buffers for reads from disk, in a separate small region, so that readers are bounded too.
 //!
 //! A buffer is exclusive until it is frozen. Its memory is freed when its last `Bytes` is dropped.
-//! Waiting applications are served fairly (`budget::line`). The caller limits the time of the wait.
+//! Waiting applications are served fairly (`sched::FairSemaphore`). The caller limits the time of the wait.
 
 use std::fmt;
 use std::io;
@@ -11,11 +11,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytes::Bytes;
 use tokio::sync::Notify;
 use uniffle_io::buffers::{READ_CHUNK_BYTES_MAX, READ_CHUNK_BYTES_SHORT, ReadBuffer, ReadBuffers};
-use uniffle_io::{BoxFuture, ReadPermit, ReadPermits};
+use uniffle_io::{BoxFuture, ReadPermit, ShareParts};
 
 use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Slice};
 use crate::budget::Budget;
-use crate::budget::line::{Line, Permit, Reader};
+use crate::sched::{DevicePermit, FairSemaphore, Holder, Permit, Reserve};
 use uniffle_wire::types::AppId;
 
 /// Read buffers of a bounded total, for one application or for the worker itself.
@@ -25,8 +25,8 @@ pub struct ReadPool {
     budget: Budget,
     /// Permits for bytes. With a permit the allocation succeeds unless the free memory is
     /// fragmented.
-    line: Arc<Line>,
-    reader: Reader,
+    permits: Arc<FairSemaphore>,
+    holder: Holder,
     freed: Arc<Notify>,
     waits: Arc<AtomicU64>,
 }
@@ -39,9 +39,9 @@ impl ReadPool {
     pub fn new(capacity_bytes: u64) -> io::Result<Self> {
         let region = Region::new(capacity_bytes)?;
         let budget = Budget::new(region.capacity_bytes());
-        let line = Line::new(region.capacity_bytes());
-        let reader = Reader { app: None, weight: 1 };
-        Ok(Self { region, budget, line, reader, freed: Arc::new(Notify::new()), waits: Arc::default() })
+        let permits = FairSemaphore::new(region.capacity_bytes(), Reserve::Eighth);
+        let holder = Holder { app: None, weight: 1 };
+        Ok(Self { region, budget, permits, holder, freed: Arc::new(Notify::new()), waits: Arc::default() })
     }
 
     /// Advises the kernel to use huge pages for the buffers, or not to.
@@ -53,37 +53,33 @@ impl ReadPool {
 
     /// Returns a handle to the same buffers for `app`, which has `weight` in fair sharing.
     pub fn of(&self, app: &AppId, weight: u32) -> Self {
-        Self { reader: Reader { app: Some(app.clone()), weight }, ..self.clone() }
+        Self { holder: Holder { app: Some(app.clone()), weight }, ..self.clone() }
     }
 
     /// Waits for a buffer of `len` bytes. Panics if `len` exceeds [`READ_CHUNK_BYTES_MAX`], which
     /// would be a bug.
     pub async fn acquire(&self, len: usize) -> ReadBuf {
-        self.acquire_both(len, None).await.0
+        self.acquire_both(len, &ShareParts::default()).await.0
     }
 
-    /// Waits for a buffer and a permit of `turn`. Neither is held while the other is awaited.
-    async fn acquire_both(
-        &self,
-        len: usize,
-        turn: Option<&Arc<dyn ReadPermits>>,
-    ) -> (ReadBuf, Option<ReadPermit>) {
+    /// Waits for a buffer and `parts`. Neither is held while the other is awaited.
+    async fn acquire_both(&self, len: usize, parts: &ShareParts) -> (ReadBuf, DevicePermit) {
         let bytes = segment_bytes(len);
-        let mut given = self.line.try_take_with(&self.reader, bytes as u64, turn.map(|turn| &**turn));
-        if given.is_none() && turn.is_none_or(|turn| turn.full_share().is_none()) {
+        let mut granted = self.permits.try_acquire_with(&self.holder, bytes as u64, parts);
+        if granted.is_none() && parts.full().is_none() {
             self.waits.fetch_add(1, Ordering::Relaxed);
         }
         loop {
             // Before the attempt, so that a buffer freed in between is not missed.
             let freed = self.freed.notified();
-            let (permit, held) = match given.take() {
-                Some(given) => given,
-                None => self.line.take_with(&self.reader, bytes as u64, turn.cloned()).await,
+            let (permit, device) = match granted.take() {
+                Some(granted) => granted,
+                None => self.permits.acquire_with(&self.holder, bytes as u64, parts.clone()).await,
             };
             if let Some(buffer) = self.allocate(len, bytes, permit) {
-                return (buffer, held);
+                return (buffer, device);
             }
-            drop(held);
+            drop(device);
             // Enough memory is free but fragmented. It merges as buffers are freed, and buffers are
             // short-lived.
             freed.await;
@@ -94,7 +90,7 @@ impl ReadPool {
     #[must_use]
     pub fn try_acquire(&self, len: usize) -> Option<ReadBuf> {
         let bytes = segment_bytes(len);
-        let permit = self.line.try_take(&self.reader, bytes as u64)?;
+        let permit = self.permits.try_acquire(&self.holder, bytes as u64)?;
         self.allocate(len, bytes, permit)
     }
 
@@ -102,7 +98,7 @@ impl ReadPool {
     /// the pool stays free.
     #[must_use]
     pub fn try_acquire_spare(&self, len: usize) -> Option<ReadBuf> {
-        if self.line.has_waiting() {
+        if self.permits.has_waiters() {
             return None;
         }
         let used = self.used_bytes() + segment_bytes(len) as u64;
@@ -116,16 +112,17 @@ impl ReadPool {
         if is_spare { READ_CHUNK_BYTES_MAX } else { READ_CHUNK_BYTES_SHORT }
     }
 
-    /// Takes a permit of `turn` if it is available now and nobody waits in the line.
+    /// Takes `parts` for a buffer that is held already, if they are available now and nobody waits.
     #[must_use]
-    pub fn try_turn(&self, turn: &dyn ReadPermits) -> Option<ReadPermit> {
-        if self.line.has_waiting() { None } else { turn.try_take() }
+    pub fn try_acquire_parts(&self, parts: &ShareParts) -> Option<ReadPermit> {
+        let (_, device) = self.permits.try_acquire_with(&self.holder, 0, parts)?;
+        Some(Box::new(device))
     }
 
     /// Returns whether a read waits for a buffer.
     #[must_use]
     pub fn is_waited_for(&self) -> bool {
-        self.line.is_waited_for()
+        self.permits.is_short()
     }
 
     /// Returns how often a buffer had to wait for free bytes.
@@ -230,11 +227,11 @@ impl ReadBuffers for ReadPool {
     fn acquire_with(
         &self,
         len: usize,
-        turn: Arc<dyn ReadPermits>,
+        parts: ShareParts,
     ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, ReadPermit)> {
         Box::pin(async move {
-            let (buffer, held) = self.acquire_both(len, Some(&turn)).await;
-            (Box::new(buffer) as Box<dyn ReadBuffer>, held.unwrap_or_else(|| Box::new(())))
+            let (buffer, device) = self.acquire_both(len, &parts).await;
+            (Box::new(buffer) as Box<dyn ReadBuffer>, Box::new(device) as ReadPermit)
         })
     }
 

@@ -1,8 +1,8 @@
 //! Fairness between applications: their weights, as the configuration sets them.
 //!
-//! This module divides nothing. By these weights, `memory::fair` divides the memory, `flush::turns`
-//! the flush workers, and `budget::line` the memory of reads. A reload changes the weights of
-//! running applications.
+//! This module divides nothing. By these weights, `memory::fair` divides the memory,
+//! `sched::FairQueue` the flush workers, and `sched::FairSemaphore` the memory of reads. A reload
+//! changes the weights of running applications.
 
 use std::sync::Arc;
 

@@ -21,7 +21,7 @@ use super::metrics::ServiceMetrics;
 use super::partition_limit::PartitionLimits;
 use super::spill::Spill;
 use super::status::WorkerStatus;
-use super::ticket_line::TicketLine;
+use super::ticket_queue::TicketQueue;
 
 /// The writing half of the service. It refuses cheaply first, and reserves memory before it accepts
 /// bytes.
@@ -36,7 +36,7 @@ pub struct Ingest {
     pub(super) metrics: Arc<ServiceMetrics>,
     pub(super) limits: RwLock<PartitionLimits>,
     pub(super) commits: CommitGate,
-    pub(super) line: TicketLine,
+    pub(super) ticket_queue: TicketQueue,
     pub(super) ticket_wait: Duration,
     pub(super) heap_wait: Duration,
     pub(super) spill: Arc<Spill>,

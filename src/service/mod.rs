@@ -44,7 +44,7 @@ mod send_sink;
 mod spill;
 pub mod statistics;
 mod status;
-mod ticket_line;
+mod ticket_queue;
 mod top_apps;
 mod verify;
 mod write;
@@ -91,7 +91,7 @@ use history::History;
 use loss_log::LossLog;
 use losses::Losses;
 use metrics::ServiceMetrics;
-use ticket_line::TicketLine;
+use ticket_queue::TicketQueue;
 use verify::Verifier;
 
 use crate::app::AppRegistry;
@@ -199,7 +199,7 @@ impl Service {
             metrics: metrics.clone(),
             limits: RwLock::new(config.partition_limits),
             commits: CommitGate::default(),
-            line: TicketLine::default(),
+            ticket_queue: TicketQueue::default(),
             ticket_wait: config.ticket_wait,
             heap_wait: config.heap_wait,
             spill: spill.clone(),

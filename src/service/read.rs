@@ -20,7 +20,7 @@ use crate::clock::{Instant, timeout};
 use crate::memory::{Memory, MemoryRead, ReadPool};
 use crate::store::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Tiers};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
-use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit, ReadPermits};
+use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit, ShareParts};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey};
 
@@ -248,19 +248,19 @@ impl ReadBuffers for HeldBuffer {
         }
     }
 
-    /// If the permit is not free, the buffer is not kept while waiting for it. The future yields
-    /// once before it enters the queue: a future polled only once would swallow a wake-up.
+    /// If the parts are not free, the buffer is not kept while waiting for them. The future yields
+    /// once before it enters the queue: a future polled only once would keep a grant to itself.
     fn acquire_with(
         &self,
         len: usize,
-        turn: Arc<dyn ReadPermits>,
+        parts: ShareParts,
     ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, ReadPermit)> {
         let held = self.held.lock().take();
-        match held.and_then(|buffer| Some((buffer, self.pool.try_turn(&*turn)?))) {
+        match held.and_then(|buffer| Some((buffer, self.pool.try_acquire_parts(&parts)?))) {
             Some(both) => std::future::ready(both).boxed(),
             None => async move {
                 tokio::task::yield_now().await;
-                self.pool.acquire_with(len, turn).await
+                self.pool.acquire_with(len, parts).await
             }
             .boxed(),
         }

@@ -4,7 +4,7 @@
 //! grow decides for the whole request, and nothing is reserved. Then a ticket is requested, which
 //! an application over its share of the memory does not get while others wait
 //! ([`crate::memory::fair_shares`]). A request that cannot be granted now waits in a queue for a
-//! limited time ([`super::ticket_line`]), if the caller asks for that.
+//! limited time ([`super::ticket_queue`]), if the caller asks for that.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
 use super::ServiceError;
 use super::ingest::Ingest;
 use super::partition_limit::{LimitDecision, PartitionSizes};
-use super::ticket_line::{QueuedRequest, is_waited_for};
+use super::ticket_queue::{QueuedRequest, is_waited_for};
 
 /// A `requireBuffer` request.
 #[derive(Debug, Clone, Copy)]
@@ -66,7 +66,7 @@ impl Ingest {
         of_connection: &Semaphore,
     ) -> Result<RequireGrant, ServiceError> {
         let mut asked = self.check(&request)?;
-        let waits_behind = !self.ticket_wait.is_zero() && self.line.has(asked.app.id());
+        let waits_behind = !self.ticket_wait.is_zero() && self.ticket_queue.has(asked.app.id());
         let refused = match waits_behind {
             true => None,
             false => match self.ticket(&asked) {
@@ -84,7 +84,8 @@ impl Ingest {
         asked.has_waited = true;
         self.begin_wait(&asked.app, asked.wanted.bytes);
         let (tickets, memory) = (self.memory.tickets(), self.memory.budget());
-        let waiting = self.line.wait(tickets, memory, (asked.app.id(), asked.wanted), self.ticket_wait);
+        let waiting =
+            self.ticket_queue.wait(tickets, memory, (asked.app.id(), asked.wanted), self.ticket_wait);
         let waited = waiting.await;
         let is_in_line = matches!(waited, Some(Ok(_)));
         let ticket = waited.unwrap_or_else(|| self.ticket(&asked));
@@ -99,7 +100,7 @@ impl Ingest {
 
     /// Returns the number of requests in the queue.
     pub fn tickets_in_line(&self) -> usize {
-        self.line.len()
+        self.ticket_queue.len()
     }
 
     /// Reserves memory for a send.

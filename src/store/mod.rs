@@ -11,7 +11,6 @@ pub mod index;
 pub mod migration;
 pub mod object;
 mod progress;
-mod read_share;
 mod recovered;
 mod recovery;
 mod removal;

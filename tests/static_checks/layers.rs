@@ -29,6 +29,7 @@ const LAYERS: &[&[&str]] = &[
     &["profile"],
     &["runtime", "telemetry"],
     &["budget", "build", "clock", "metrics", "proto", "schema"],
+    &["sched"],
 ];
 
 type Names = Vec<String>;

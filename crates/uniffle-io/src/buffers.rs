@@ -7,6 +7,7 @@
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -26,28 +27,88 @@ pub const READ_CHUNK_BYTES_SHORT: usize = 1 << 20;
 /// Size of one staging buffer, which holds the data of one gathered write call.
 pub const STAGING_BYTES: usize = 1 << 20;
 
-/// Permit that a read acquires together with its buffer, so that it holds neither while it waits
-/// for the other. Each disk has a share of the read memory. The permit takes a part of the share of
-/// each disk that the read uses.
-pub trait ReadPermits: Send + Sync {
-    /// Returns the permit if all of it is free and nobody waits in [`ReadPermits::take`].
-    fn try_take(&self) -> Option<ReadPermit>;
-
-    /// Returns the number of a share that is currently exhausted, if there is one.
-    fn full_share(&self) -> Option<usize>;
-
-    /// Waits for the permit, fairly among all waiters.
-    fn take(&self) -> BoxFuture<'_, ReadPermit>;
-
-    /// Resolves when a part of the permit has been released since the last notification. Only one
-    /// of several waiters is notified.
-    fn freed(&self) -> BoxFuture<'_, ()>;
-
-    /// Returns the numbers of the shares. Two permits compete if they have a number in common.
-    fn shares(&self) -> &[usize];
+/// The part of the read memory that reads of one device may hold. Reads that are stuck on one
+/// device leave memory for reads of others.
+#[derive(Debug)]
+pub struct DeviceShare {
+    bytes: u64,
+    used: AtomicU64,
 }
 
-/// An acquired permit, which is released on drop.
+impl DeviceShare {
+    /// Creates a share of `bytes` bytes.
+    #[must_use]
+    pub fn new(bytes: u64) -> Arc<Self> {
+        Arc::new(Self { bytes: bytes.max(1), used: AtomicU64::new(0) })
+    }
+
+    /// Returns whether a read of `bytes` bytes could get its part now.
+    #[must_use]
+    pub fn has_room(&self, bytes: usize) -> bool {
+        self.is_free(self.part_for(bytes))
+    }
+
+    fn is_free(&self, part: u64) -> bool {
+        part <= self.bytes.saturating_sub(self.used.load(Ordering::Relaxed))
+    }
+
+    /// Returns the part for a read of `bytes` bytes, at most all of the share.
+    fn part_for(&self, bytes: usize) -> u64 {
+        (bytes.next_multiple_of(BLOCK_ALIGN) as u64).min(self.bytes)
+    }
+}
+
+/// The parts that a read needs of the shares of its devices.
+#[derive(Debug, Clone, Default)]
+pub struct ShareParts(Vec<(Arc<DeviceShare>, u64)>);
+
+impl ShareParts {
+    /// Returns the parts for a read of `bytes` bytes. A repeated share counts once.
+    pub fn of<'a>(shares: impl IntoIterator<Item = &'a Arc<DeviceShare>>, bytes: usize) -> Self {
+        let mut parts = Self::default();
+        for share in shares {
+            if !parts.contains(share) {
+                parts.0.push((Arc::clone(share), share.part_for(bytes)));
+            }
+        }
+        parts
+    }
+
+    /// Returns whether the read needs no share.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Returns whether the read needs a part of `share`.
+    #[must_use]
+    pub fn contains(&self, share: &Arc<DeviceShare>) -> bool {
+        self.0.iter().any(|(it, _)| Arc::ptr_eq(it, share))
+    }
+
+    /// Returns a share that has too little left, if there is one.
+    #[must_use]
+    pub fn full(&self) -> Option<&Arc<DeviceShare>> {
+        self.0.iter().find(|(share, part)| !share.is_free(*part)).map(|(share, _)| share)
+    }
+
+    /// Takes the parts. The owner of the read memory calls this under its lock, if no share is
+    /// full.
+    pub fn take(&self) {
+        for (share, part) in &self.0 {
+            share.used.fetch_add(*part, Ordering::Relaxed);
+        }
+    }
+
+    /// Releases the parts. The owner of the read memory calls this under its lock.
+    pub fn release(&self) {
+        for (share, part) in &self.0 {
+            share.used.fetch_sub(*part, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Parts that a read has got, which are released on drop.
 pub type ReadPermit = Box<dyn Send>;
 
 /// A source of read buffers.
@@ -55,17 +116,14 @@ pub trait ReadBuffers: Send + Sync {
     /// Waits for a buffer of at least `len` bytes (`len` ≤ [`READ_CHUNK_BYTES_MAX`]).
     fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>>;
 
-    /// Waits for a buffer of at least `len` bytes and a permit. A pool that can run short acquires
-    /// both together. The default is for sources that always have a buffer.
+    /// Waits for a buffer of at least `len` bytes and `parts`, both together. The default is for
+    /// sources outside the read memory, of which devices have no shares.
     fn acquire_with(
         &self,
         len: usize,
-        permits: Arc<dyn ReadPermits>,
+        _parts: ShareParts,
     ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, ReadPermit)> {
-        Box::pin(async move {
-            let held = permits.take().await;
-            (self.acquire(len).await, held)
-        })
+        Box::pin(async move { (self.acquire(len).await, Box::new(()) as ReadPermit) })
     }
 
     /// Returns the size of the largest chunk to request at present, in whole disk blocks.
@@ -372,6 +430,21 @@ mod tests {
             assert_eq!(buffers.0.lock().len(), recycled, "{len}");
             assert_eq!((*acquire(len)).as_mut().len(), len);
         }
+    }
+
+    #[test]
+    fn parts_of_shares_are_whole_blocks_or_all() {
+        let (large, small) = (DeviceShare::new(10 * BLOCK_ALIGN as u64), DeviceShare::new(100));
+        let parts = ShareParts::of([&large, &small, &large], 5000);
+        assert!(parts.full().is_none());
+        parts.take();
+        assert!(
+            large.has_room(8 * BLOCK_ALIGN) && !large.has_room(8 * BLOCK_ALIGN + 1),
+            "two blocks are used"
+        );
+        assert!(parts.full().is_some_and(|share| Arc::ptr_eq(share, &small)) && !small.has_room(1));
+        parts.release();
+        assert!(large.has_room(10 * BLOCK_ALIGN) && small.has_room(usize::MAX / 2));
     }
 
     #[test]

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 pub use futures::future::BoxFuture;
 
-pub use self::buffers::{ReadBuffer, ReadBuffers, ReadPart, ReadPermit, ReadPermits, ReadTarget};
+pub use self::buffers::{DeviceShare, ReadBuffer, ReadBuffers, ReadPart, ReadPermit, ReadTarget, ShareParts};
 pub use self::mount::{Media, Mount};
 pub use self::progress::too_short;
 pub use self::vanished::{FileId, Location, Vanished};

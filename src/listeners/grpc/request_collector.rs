@@ -23,10 +23,10 @@ use super::heap_estimate::{EstimateHeap, nested};
 use super::message::{PREFIX_BYTES, RequestBody, next_data, read_prefix};
 use super::request_queues::RequestQueues;
 use crate::budget::heap::HeapFull;
-use crate::budget::line::Permit;
 use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use crate::clock::{Instant, timeout};
 use crate::runtime::BlockingPool;
+use crate::sched::Permit;
 
 /// First allocation for a message that arrives in pieces. It grows with the bytes that arrive.
 const COLLECT_BYTES: usize = 64 << 10;
@@ -98,7 +98,7 @@ impl RequestCollector {
         M: Message + Default + 'static,
     {
         let (length, first) = read_prefix(body, length_max).await?;
-        let _turn = self.turn(length, &first).await?;
+        let _permit = self.admit(length, &first).await?;
         let (bytes, charge) = self.collect(body, length as usize, first, 0).await?;
         let decode = |bytes| {
             M::decode(bytes).map_err(|error| Status::internal(format!("cannot decode the request: {error}")))
@@ -123,7 +123,7 @@ impl RequestCollector {
     ) -> Result<(Request<Full<Bytes>>, Charge), Status> {
         let (head, mut body) = request.into_parts();
         let (length, first) = read_prefix(&mut body, length_max).await?;
-        let _turn = self.turn(length, &first).await?;
+        let _permit = self.admit(length, &first).await?;
         let (bytes, mut charge) = self.collect(&mut body, length as usize, first, PREFIX_BYTES).await?;
         // tonic copies the bytes and then builds the message.
         let weight = bytes.len() as u64 + nested(&bytes[PREFIX_BYTES..]);
@@ -135,13 +135,13 @@ impl RequestCollector {
 
     /// Waits for the permit of a request of `length` bytes, of which `first` have arrived. A small
     /// request needs none.
-    async fn turn(&self, length: u32, first: &[u8]) -> Result<Option<Permit>, Status> {
+    async fn admit(&self, length: u32, first: &[u8]) -> Result<Option<Permit>, Status> {
         if length as usize <= INLINE_BYTES_MAX {
             return Ok(None);
         }
-        let turn = self.queues.turn(length, first, self.wait).await;
+        let permit = self.queues.arrive(length, first, self.wait).await;
         let refused = || full(NoCapacity { asked: length.into(), free: self.budget.free() });
-        turn.map(Some).ok_or_else(refused)
+        permit.map(Some).ok_or_else(refused)
     }
 
     /// Collects the message of `length` bytes that begins with `first`. If `prefix_bytes` is not 0,

@@ -11,8 +11,8 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::Duration;
 
 use super::heap_estimate::varint;
-use crate::budget::line::{Line, Permit, Reader};
 use crate::clock::timeout;
+use crate::sched::{FairSemaphore, Holder, Permit, Reserve};
 use uniffle_wire::types::AppId;
 
 /// Permits for large requests that wait for heap, and as many for requests that wait to arrive.
@@ -37,8 +37,8 @@ pub(super) struct RequestQueues {
     small_waiting: Semaphore,
     /// Permits to wait for admission.
     in_line: Semaphore,
-    arriving: Arc<Line>,
-    turn_bytes_max: u64,
+    arriving: Arc<FairSemaphore>,
+    arriving_bytes_max: u64,
 }
 
 impl RequestQueues {
@@ -49,23 +49,23 @@ impl RequestQueues {
             waiting: Semaphore::new(WAITING_MAX),
             small_waiting: Semaphore::new(SMALL_WAITING_MAX),
             in_line: Semaphore::new(WAITING_MAX),
-            arriving: Line::new(arriving_bytes),
+            arriving: FairSemaphore::new(arriving_bytes, Reserve::Eighth),
             // A larger request is refused when it exceeds the budget of its connection.
-            turn_bytes_max: arriving_bytes / 2,
+            arriving_bytes_max: arriving_bytes / 2,
         }
     }
 
     /// Waits until a request of `length` bytes may arrive, of which the bytes `first` have been
     /// read. Returns at once while there is room for the whole request. Returns `None` if too many
     /// wait, or after `wait`.
-    pub(super) async fn turn(&self, length: u32, first: &[u8], wait: Duration) -> Option<Permit> {
-        let bytes = u64::from(length).min(self.turn_bytes_max);
-        let reader = Reader { app: app_of(first), weight: 1 };
-        if let Some(turn) = self.arriving.try_take(&reader, bytes) {
-            return Some(turn);
+    pub(super) async fn arrive(&self, length: u32, first: &[u8], wait: Duration) -> Option<Permit> {
+        let bytes = u64::from(length).min(self.arriving_bytes_max);
+        let holder = Holder { app: app_of(first), weight: 1 };
+        if let Some(permit) = self.arriving.try_acquire(&holder, bytes) {
+            return Some(permit);
         }
         let _place = self.in_line.try_acquire_many(places_for(first.len())).ok()?;
-        timeout(wait, self.arriving.take(&reader, bytes)).await.ok()
+        timeout(wait, self.arriving.acquire(&holder, bytes)).await.ok()
     }
 
     /// Returns a permit to wait for heap while holding `uncharged` bytes, or `None` if too many
@@ -120,37 +120,38 @@ mod tests {
         let queues = RequestQueues::new(8 << 20);
         let (flood, honest) = (first_of("flood"), first_of("honest"));
         let mut held = Vec::new();
-        while let Some(turn) = queues.turn(LENGTH, &flood, WAIT).now_or_never() {
-            held.push(turn.unwrap());
+        while let Some(permit) = queues.arrive(LENGTH, &flood, WAIT).now_or_never() {
+            held.push(permit.unwrap());
         }
         assert_eq!(held.len(), 17, "seven eighths of 2 MiB");
-        let mut waiting: Vec<_> = (0..50).map(|_| Box::pin(queues.turn(LENGTH, &flood, WAIT))).collect();
+        let mut waiting: Vec<_> = (0..50).map(|_| Box::pin(queues.arrive(LENGTH, &flood, WAIT))).collect();
         for waiting in &mut waiting {
             assert!(poll!(waiting).is_pending());
         }
         assert!(
-            queues.turn(LENGTH, &honest, WAIT).now_or_never().is_some(),
+            queues.arrive(LENGTH, &honest, WAIT).now_or_never().is_some(),
             "the last eighth is for newcomers"
         );
         drop(waiting);
         assert!(!queues.are_waited_in());
         held.pop();
-        assert!(queues.turn(LENGTH, &flood, WAIT).now_or_never().is_some());
+        assert!(queues.arrive(LENGTH, &flood, WAIT).now_or_never().is_some());
     }
 
     #[tokio::test(start_paused = true)]
     async fn queue_is_bounded_by_held_bytes_and_timeout() {
         let queues = RequestQueues::new(8 << 20);
         let mut first = first_of("app-1");
-        let held: Vec<_> = std::iter::from_fn(|| queues.turn(LENGTH, &first, WAIT).now_or_never()).collect();
+        let held: Vec<_> =
+            std::iter::from_fn(|| queues.arrive(LENGTH, &first, WAIT).now_or_never()).collect();
         first.resize(1 << 20, 0);
-        let mut waiting: Vec<_> = (0..9).map(|_| Box::pin(queues.turn(LENGTH, &first, WAIT))).collect();
+        let mut waiting: Vec<_> = (0..9).map(|_| Box::pin(queues.arrive(LENGTH, &first, WAIT))).collect();
         let last = waiting.last_mut().unwrap().now_or_never();
         assert!(last.is_none(), "the first to ask has a place");
         for waiting in &mut waiting[..7] {
             assert!(poll!(waiting).is_pending());
         }
-        assert!(waiting[7].as_mut().now_or_never().is_some_and(|turn| turn.is_none()), "8 MiB are held");
+        assert!(waiting[7].as_mut().now_or_never().is_some_and(|permit| permit.is_none()), "8 MiB are held");
         assert!(waiting[0].as_mut().await.is_none(), "after a while");
         drop((waiting, held));
         assert!(!queues.are_waited_in());

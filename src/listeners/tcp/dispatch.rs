@@ -9,10 +9,10 @@ use bytes::{Bytes, BytesMut};
 use tokio::sync::Semaphore;
 
 use crate::budget::Charge;
-use crate::budget::line::Reader;
 use crate::clock::timeout;
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
+use crate::sched::Holder;
 use crate::service::{MemoryAnswer, MemoryReadRequest, ReadAhead, ResponseWindow, ServiceError};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::FrameType;
@@ -192,8 +192,8 @@ impl LocalRead {
         let target = request.target();
         // The service refuses an invalid id.
         if let Ok(app) = AppId::parse(target.app) {
-            let reader = Reader { app: Some(app), weight: 1 };
-            let place = timeout(wait, self.shared.local_reads.take(&reader, 1)).await;
+            let holder = Holder { app: Some(app), weight: 1 };
+            let place = timeout(wait, self.shared.local_reads.acquire(&holder, 1)).await;
             let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
             self.guard.local_read =
                 Some(place.map_err(|_| ServiceError::NoReadMemory { asked: 0, waited_ms })?);

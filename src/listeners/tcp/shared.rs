@@ -9,9 +9,9 @@ use std::sync::Arc;
 use tokio::sync::Semaphore;
 
 use crate::budget::allowance::TCP_REQUESTS_MIN;
-use crate::budget::line::Line;
 use crate::listeners::shares::{ShareBudget, ShareLimits};
 use crate::runtime::{BlockingPool, Handover};
+use crate::sched::{FairSemaphore, Reserve};
 use crate::service::Service;
 
 use super::config::TcpConfig;
@@ -30,7 +30,7 @@ pub(super) struct Shared {
     /// Pool for memory reads that may take long.
     pub(super) pool: BlockingPool,
     /// Permits for local reads. An eighth is reserved for applications that hold none.
-    pub(super) local_reads: Arc<Line>,
+    pub(super) local_reads: Arc<FairSemaphore>,
     /// Budget of requests in progress over all connections.
     pub(super) requests: ShareBudget,
     pub(super) handover: Handover,
@@ -49,7 +49,7 @@ impl Shared {
             requests: ShareBudget::new(config.requests_total, config.connections_max, limits),
             memory_reads: Arc::new(Semaphore::new(config.memory_reads_in_flight_max)),
             pool: BlockingPool::of_cores(),
-            local_reads: Line::new(config.local_reads_in_flight_max as u64),
+            local_reads: FairSemaphore::new(config.local_reads_in_flight_max as u64, Reserve::Eighth),
             config,
             service,
             metrics,

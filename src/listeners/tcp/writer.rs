@@ -19,11 +19,11 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
-use crate::budget::line::Permit;
 use crate::clock::{Instant, sleep, timeout, timeout_at};
 use crate::listeners::connection_limiter::{ConnectionState, Request};
 use crate::listeners::{CLOSING_ANSWER, PATIENCE};
 use crate::runtime::Tasks;
+use crate::sched::Permit;
 use crate::service::{ReadAhead, ResponseGuard};
 
 use super::metrics::InProgress;

@@ -179,10 +179,10 @@ impl LocalConfig {
 
     /// Returns the memory that reads of one of `disks` disks may hold. It is at most the amount
     /// useful to one disk. It leaves enough for the other disks if all of it is stuck.
-    pub(super) fn read_share_bytes(&self, disks: usize) -> usize {
-        let useful = self.read_concurrency_per_disk.saturating_mul(READ_CHUNK_BYTES_MAX);
+    pub(super) fn read_share_bytes(&self, disks: usize) -> u64 {
+        let useful = self.read_concurrency_per_disk.saturating_mul(READ_CHUNK_BYTES_MAX) as u64;
         let share = self.read_memory_bytes / (disks as u64 + 1);
-        usize::try_from(share).unwrap_or(usize::MAX).min(useful).max(READ_CHUNK_BYTES_MAX)
+        share.min(useful).max(READ_CHUNK_BYTES_MAX as u64)
     }
 
     pub(super) fn staging_buffers_for(&self, disks: usize) -> usize {

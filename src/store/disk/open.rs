@@ -15,11 +15,10 @@ use super::store::LocalStore;
 use crate::log::DamageNotifier;
 use crate::runtime::Tasks;
 use crate::store::index::record_cache::RecordCache;
-use crate::store::read_share::ReadShare;
 use crate::store::recovery::stored::Stored;
 use crate::store::recovery::take_over::PreviousState;
 use crate::store::{StoreError, StoreErrorKind, TierHeap};
-use uniffle_io::Disk;
+use uniffle_io::{DeviceShare, Disk};
 
 impl LocalStore {
     /// Claims the disks and recovers the data of an earlier process
@@ -62,7 +61,7 @@ impl LocalStore {
         let mut claimed = claim::claim_all(disks, &config, &changes).await?;
         for (index, disk) in claimed.iter_mut().enumerate() {
             disk.index = index;
-            disk.reads = ReadShare::new(read_share_bytes);
+            disk.reads = DeviceShare::new(read_share_bytes);
         }
         let core = Core {
             disks_refused: roots - claimed.len() as u64,

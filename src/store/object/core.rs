@@ -16,7 +16,7 @@ use crate::metrics::clamped;
 use crate::runtime::Tasks;
 use crate::store::StoreError;
 use crate::store::index::record_cache::RecordCache;
-use crate::store::read_share::ReadShare;
+use uniffle_io::DeviceShare;
 
 /// Reads from the store get this fraction of the memory for reads, and so do reads from the cache.
 const READS_DIVISOR: u64 = 3;
@@ -33,8 +33,8 @@ pub(in crate::store) struct Core {
     /// Cached chunks of segments on local disks.
     pub(super) cache: Option<Cache>,
     /// Share of the memory for reads of each device: the store and the read cache.
-    pub(super) store_reads: ReadShare,
-    pub(super) cache_reads: ReadShare,
+    pub(super) store_reads: Arc<DeviceShare>,
+    pub(super) cache_reads: Arc<DeviceShare>,
     /// Permits for responses that contain more than a reader's chunk. The reader may be slow to
     /// take the rest.
     pub(super) answers_ahead: Arc<Semaphore>,
@@ -61,12 +61,12 @@ impl Core {
         if let Some(cache) = &cache {
             metrics.cache_capacity_bytes.set(clamped(cache.capacity_bytes()));
         }
-        let reads_bytes = usize::try_from(settings.read_memory_bytes / READS_DIVISOR).unwrap_or(usize::MAX);
+        let reads_bytes = settings.read_memory_bytes / READS_DIVISOR;
         Self {
             records: RecordCache::new(settings.index_cache_bytes),
             cache,
-            store_reads: ReadShare::new(reads_bytes),
-            cache_reads: ReadShare::new(reads_bytes),
+            store_reads: DeviceShare::new(reads_bytes),
+            cache_reads: DeviceShare::new(reads_bytes),
             answers_ahead: Arc::new(Semaphore::new(settings.answers_ahead)),
             making: Budget::new(settings.making_bytes),
             circuit_breaker: CircuitBreaker::default(),

@@ -22,10 +22,9 @@ use crate::clock::Instant;
 use crate::log::within;
 use crate::log::{self, Directory, METADATA};
 use crate::store::disk::config::LocalConfig;
-use crate::store::read_share::ReadShare;
 use crate::store::{DiskCondition, DiskInfo, StoreError};
 use uniffle_io::buffers::AlignedBuffer;
-use uniffle_io::{BLOCK_ALIGN, Disk, DiskLock, Mount, Space, Vanished, WriteOpen};
+use uniffle_io::{BLOCK_ALIGN, DeviceShare, Disk, DiskLock, Mount, Space, Vanished, WriteOpen};
 
 /// Directory of application data.
 pub(in crate::store) const APPS: &str = "apps";
@@ -43,7 +42,7 @@ pub(in crate::store) struct LocalDisk {
     pub(in crate::store) index: usize,
     pub(in crate::store) io: Arc<dyn Disk>,
     /// Memory that its reads may hold, set by the store.
-    pub(in crate::store::disk) reads: ReadShare,
+    pub(in crate::store::disk) reads: Arc<DeviceShare>,
     /// Permits of read hints: one request at a time.
     pub(in crate::store::disk) hints: Arc<Semaphore>,
     /// Persistent identity, written into index groups.
@@ -92,7 +91,7 @@ impl LocalDisk {
     ) -> Self {
         Self {
             index: 0,
-            reads: ReadShare::new(0),
+            reads: DeviceShare::new(0),
             hints: Arc::new(Semaphore::new(1)),
             removals: Semaphore::new(1),
             removals_cease: CancellationToken::new(),

@@ -31,9 +31,8 @@ use crate::clock::Instant;
 use crate::runtime::Tasks;
 use crate::store::extents::extent::{Extent, NO_LOG};
 use crate::store::index::codec::occupied_bytes;
-use crate::store::read_share::ReadShare;
 use crate::store::{StoreError, StoreErrorKind};
-use uniffle_io::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
+use uniffle_io::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget, ShareParts};
 use uniffle_wire::types::PartitionId;
 
 pub use data::DataRead;
@@ -194,8 +193,8 @@ impl Stream {
         let logs: SmallVec<[_; 2]> = parts.0.iter().map(|(slot, _)| self.shuffle.log_at(*slot)).collect();
         let require_answering = || logs.iter().try_for_each(|log| log.disk.require_answering());
         require_answering()?;
-        let turns = ReadShare::turns(logs.iter().map(|log| &log.disk.reads), &self.shuffle.key.app, len);
-        let (mut buffer, _turns) = buffers.acquire_with(len, Arc::new(turns)).await;
+        let shares = ShareParts::of(logs.iter().map(|log| &log.disk.reads), len);
+        let (mut buffer, _permit) = buffers.acquire_with(len, shares).await;
         require_answering()?;
         for (log, (_, parts)) in logs.iter().zip(parts.0) {
             buffer = self.read((log, mode), buffer, parts).await?;

@@ -4,12 +4,12 @@
 use std::time::Duration;
 
 use futures::{FutureExt, StreamExt, stream};
-use tokio::sync::OwnedSemaphorePermit;
 
 use super::*;
+use crate::sched::{FairSemaphore, Holder, Permit, Reserve};
 use crate::store::{Cause, Purge};
-use uniffle_io::BoxFuture;
 use uniffle_io::buffers::{ReadBuffer, ReadBuffers};
+use uniffle_io::{BoxFuture, ReadPermit, ShareParts};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
 async fn two_disks() -> ([TestDisk; 2], Arc<LocalStore>, ShuffleKey) {
@@ -84,24 +84,35 @@ async fn device_with_long_queue_is_busy_and_not_hung() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [2, 3]);
 }
 
-/// Bounded read memory. Further requests wait.
+/// Bounded read memory of one application. Further requests wait.
 struct BoundedBuffers {
-    free: Arc<Semaphore>,
+    permits: Arc<FairSemaphore>,
     asked: AtomicUsize,
 }
 
 struct BoundedBuffer {
     memory: Vec<u8>,
-    _taken: OwnedSemaphorePermit,
+    _permit: Permit,
 }
 
 impl ReadBuffers for BoundedBuffers {
     fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>> {
+        async move { self.acquire_with(len, ShareParts::default()).await.0 }.boxed()
+    }
+
+    fn acquire_with(
+        &self,
+        len: usize,
+        parts: ShareParts,
+    ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, ReadPermit)> {
         self.asked.fetch_add(1, Ordering::Relaxed);
-        let taking = Arc::clone(&self.free).acquire_many_owned(u32::try_from(len).unwrap());
-        let memory = vec![0; len];
-        async move { Box::new(BoundedBuffer { memory, _taken: taking.await.unwrap() }) as Box<dyn ReadBuffer> }
-            .boxed()
+        async move {
+            let holder = Holder { app: AppId::parse("app").ok(), weight: 1 };
+            let (_permit, device) = self.permits.acquire_with(&holder, len as u64, parts).await;
+            let buffer: Box<dyn ReadBuffer> = Box::new(BoundedBuffer { memory: vec![0; len], _permit });
+            (buffer, Box::new(device) as ReadPermit)
+        }
+        .boxed()
     }
 
     fn chunk_bytes(&self) -> usize {
@@ -133,7 +144,10 @@ async fn hung_reads_leave_memory_for_other_disks() {
         let batch = vec![extent(partition, &[(1, 1_000_000)], false)];
         assert_eq!(store.write(&key, batch).await.unwrap().disk, partition as usize);
     }
-    let buffers = BoundedBuffers { free: Arc::new(Semaphore::new(READ_MEMORY)), asked: AtomicUsize::new(0) };
+    let buffers = BoundedBuffers {
+        permits: FairSemaphore::new(READ_MEMORY as u64, Reserve::Eighth),
+        asked: AtomicUsize::new(0),
+    };
     let first_chunk = async |partition| {
         let mut read = store.data(&key, PartitionId(partition), (0, 1_000_000))?.chunks;
         read.next_chunk(&buffers).await.map(|chunk| chunk.map(|bytes| bytes.len()))

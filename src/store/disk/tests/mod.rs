@@ -27,7 +27,6 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use prometheus::Registry;
-use tokio::sync::Semaphore;
 
 use super::directories::mounts::MOUNTS;
 use super::*;

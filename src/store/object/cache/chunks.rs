@@ -13,13 +13,14 @@ use uniffle_io::{Disk, ReadBuffer, ReadPart, ReadTarget};
 use super::directory::Directory;
 use super::flight::Landing;
 use super::slots::{CHUNK_BYTES, ChunkKey, Found, Held, SlotAllocator, Slots};
-use crate::budget::{Budget, permit_pool};
+use crate::budget::Budget;
 use crate::metrics::clamped;
+use crate::sched::{FairSemaphore, Reserve};
 use crate::store::StoreError;
 use crate::store::object::metrics::Metrics;
 
 /// Maximum number of concurrent fetches.
-const FETCHES: usize = 16;
+const FETCHES: u64 = 16;
 
 /// Directories of the cache, a table of the chunks in their slots, and permits for fetches.
 #[derive(Debug)]
@@ -27,7 +28,7 @@ pub(in crate::store::object) struct Cache {
     pub(super) directories: Vec<Directory>,
     pub(super) slots: Mutex<Slots>,
     /// Permits for fetches. Waiting applications alternate.
-    pub(super) fetches: Arc<permit_pool::PermitPool>,
+    pub(super) fetches: Arc<FairSemaphore>,
     capacity_bytes: u64,
 }
 
@@ -69,7 +70,7 @@ impl Cache {
         }
         let slots = Slots::new(disks.iter().map(|_| SlotAllocator::new(slots_each)).collect(), heap);
         let capacity_bytes = u64::from(slots_each) * CHUNK_BYTES * disks.len() as u64;
-        let fetches = permit_pool::PermitPool::new(FETCHES);
+        let fetches = FairSemaphore::new(FETCHES, Reserve::Nothing);
         Some(Self { directories, slots: Mutex::new(slots), fetches, capacity_bytes })
     }
 

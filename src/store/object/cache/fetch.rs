@@ -12,6 +12,7 @@ use object_store::{GetOptions, GetRange, ObjectStore as _};
 use super::chunks::Pinned;
 use super::flight::{Landed, Landing};
 use super::slots::{CHUNK_BYTES, ChunkKey, Held};
+use crate::sched::Holder;
 use crate::store::StoreError;
 use crate::store::object::circuit_breaker::{again, failed, wrong_answer};
 use crate::store::object::core::Core;
@@ -81,7 +82,8 @@ async fn fetch(
     (key, held): (ChunkKey, &Held),
 ) -> Result<u64, Missed> {
     let Some(cache) = &core.cache else { return Ok(0) };
-    let _turn = cache.fetches.take(&shuffle.name.key.app, 1).await;
+    let holder = Holder { app: Some(shuffle.name.key.app.clone()), weight: 1 };
+    let _permit = cache.fetches.acquire(&holder, 1).await;
     // Memory of the gathered pieces, and of the piece that makes them exceed `WRITE_BYTES`.
     let _gathered = core.extents.force_charge(2 * WRITE_BYTES as u64);
     core.metrics.ranges.inc();

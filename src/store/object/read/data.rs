@@ -123,7 +123,7 @@ impl DataRead {
             ranges::begin_ahead(&core, &shuffle, &plan(&self.extents, &next(ranges::AHEAD_BYTES)));
         }
         let asked = Asked { len, beside: Some(self.checksums.beside_bytes(until)), buffers };
-        let mut room = located.room(&core, &shuffle, &asked).await;
+        let mut room = located.room(&core, &asked).await;
         self.checksums.prepare(&core, &shuffle, until).await?;
         loop {
             let mark = self.checksums.mark();

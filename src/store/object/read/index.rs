@@ -42,7 +42,7 @@ impl RecordSource for Uploads {
         let Self { core, shuffle } = self;
         let mut located = ranges::locate(core, shuffle, parts, &[]).await?;
         let asked = Asked { len, beside: Some(0), buffers };
-        let mut room = located.room(core, shuffle, &asked).await;
+        let mut room = located.room(core, &asked).await;
         loop {
             room = located.read(core, shuffle, (&asked, room), &mut Ahead::default()).await?;
             let Err(extent) = complete(room.bytes(len)) else { return Ok(room.freeze(len)) };

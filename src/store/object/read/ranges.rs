@@ -15,9 +15,8 @@ use crate::store::StoreError;
 use crate::store::object::cache::{self, CHUNK_BYTES, CachedPart, ChunkKey};
 use crate::store::object::core::Core;
 use crate::store::object::shuffle::Shuffle;
-use crate::store::read_share::ReadShare;
 use uniffle_io::buffers::HeapBuffers;
-use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit};
+use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit, ShareParts};
 
 /// Maximum distance of prefetching ahead of a reader.
 pub(in crate::store::object) const AHEAD_BYTES: u64 = 8 << 20;
@@ -45,15 +44,15 @@ pub(in crate::store) struct Room {
     buffer: Box<dyn ReadBuffer>,
     /// Released before the permit.
     _beside: Charge,
-    _turn: ReadPermit,
+    _permit: ReadPermit,
 }
 
 impl Room {
     /// Charges `beside` bytes to `heap`, even beyond its capacity: the permit accounts for them.
     /// Must not run under the lock that grants permits, because the heap may return memory to the
     /// system.
-    fn new((buffer, _turn): (Box<dyn ReadBuffer>, ReadPermit), heap: &Budget, beside: usize) -> Self {
-        Self { buffer, _beside: heap.force_charge(beside as u64), _turn }
+    fn new((buffer, _permit): (Box<dyn ReadBuffer>, ReadPermit), heap: &Budget, beside: usize) -> Self {
+        Self { buffer, _beside: heap.force_charge(beside as u64), _permit }
     }
 
     /// Returns the first `len` bytes.
@@ -153,16 +152,15 @@ impl Located {
         Self { stored: parts.clone(), cached: Vec::new(), parts }
     }
 
-    /// Waits for a buffer together with a permit for the shuffle's application.
-    pub(in crate::store) async fn room(&self, core: &Core, shuffle: &Shuffle, asked: &Asked<'_>) -> Room {
+    /// Waits for a buffer together with a part of the source's share.
+    pub(in crate::store) async fn room(&self, core: &Core, asked: &Asked<'_>) -> Room {
         let Some(beside) = asked.beside else {
             let buffer = asked.buffers.acquire(asked.len).await;
             return Room::new((buffer, Box::new(())), &core.extents, 0);
         };
-        let (is_cached, app) = (self.stored.is_empty(), &shuffle.name.key.app);
-        let share = if is_cached { &core.cache_reads } else { &core.store_reads };
-        let turn = ReadShare::turns(std::iter::once(share), app, asked.len + beside);
-        let taken = asked.buffers.acquire_with(asked.len, Arc::new(turn)).await;
+        let share = if self.stored.is_empty() { &core.cache_reads } else { &core.store_reads };
+        let parts = ShareParts::of([share], asked.len + beside);
+        let taken = asked.buffers.acquire_with(asked.len, parts).await;
         Room::new(taken, &core.extents, beside)
     }
 
@@ -180,14 +178,14 @@ impl Located {
         let key_of = |number| shuffle.segment_key(number);
         let mut stored = &self.stored;
         if let Some(cache) = core.cache.as_ref().filter(|_| !self.cached.is_empty()) {
-            let Room { buffer, _beside, _turn } = room;
+            let Room { buffer, _beside, _permit } = room;
             room = match cache.read(&core.metrics, buffer, &self.cached).await {
-                Ok(buffer) => Room { buffer, _beside, _turn },
+                Ok(buffer) => Room { buffer, _beside, _permit },
                 Err(_) => {
                     // The cache has logged the error. A hung disk may still use the buffer.
                     stored = &self.parts;
-                    drop((_beside, _turn));
-                    self.of_store().room(core, shuffle, asked).await
+                    drop((_beside, _permit));
+                    self.of_store().room(core, asked).await
                 }
             };
         }
@@ -231,7 +229,7 @@ pub(in crate::store) async fn read(
     let part = Part { segment, offset: range.start, range: 0..len };
     let located = locate(core, shuffle, vec![part], &[]).await?;
     let asked = Asked { len, beside: None, buffers: &HeapBuffers };
-    let room = located.room(core, shuffle, &asked).await;
+    let room = located.room(core, &asked).await;
     let room = located.read(core, shuffle, (&asked, room), &mut Ahead::default()).await?;
     Ok(room.freeze(len))
 }

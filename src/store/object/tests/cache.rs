@@ -12,6 +12,7 @@ use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
+use crate::sched::{FairSemaphore, Holder, Reserve};
 use crate::store::object::cache::CHUNK_BYTES;
 use crate::store::object::location::CLAIM;
 use crate::store::{Cause, StoreErrorKind};
@@ -103,7 +104,10 @@ async fn failed_chunk_is_requested_again_by_the_next_reader() {
 async fn silent_store_delays_only_its_own_readers() {
     for cache_bytes in [0, 2 * CHUNK_BYTES] {
         let (memory, used) = (12 << 20, Arc::new(AtomicU64::new(0)));
-        let pool = CountedBuffers(Arc::clone(&used));
+        let pool = CountedBuffers {
+            used: Arc::clone(&used),
+            permits: FairSemaphore::new(u64::MAX, Reserve::Nothing),
+        };
         let settings = ObjectSettings {
             segment_bytes: 1 << 20,
             part_bytes: 2 << 20,
@@ -336,8 +340,11 @@ async fn hint_prefetches_exactly_its_range() {
     assert_eq!(process.gets(), 1);
 }
 
-/// Buffers whose bytes are counted until they are frozen.
-struct CountedBuffers(Arc<AtomicU64>);
+/// Buffers whose bytes are counted until they are frozen. Only shares of devices limit them.
+struct CountedBuffers {
+    used: Arc<AtomicU64>,
+    permits: Arc<FairSemaphore>,
+}
 
 struct CountedBuffer {
     bytes: Vec<u8>,
@@ -346,9 +353,21 @@ struct CountedBuffer {
 
 impl uniffle_io::ReadBuffers for CountedBuffers {
     fn acquire(&self, len: usize) -> uniffle_io::BoxFuture<'_, Box<dyn uniffle_io::ReadBuffer>> {
-        self.0.fetch_add(len as u64, Ordering::Relaxed);
-        let buffer = CountedBuffer { bytes: vec![0; len], used: Arc::clone(&self.0) };
+        self.used.fetch_add(len as u64, Ordering::Relaxed);
+        let buffer = CountedBuffer { bytes: vec![0; len], used: Arc::clone(&self.used) };
         Box::pin(std::future::ready(Box::new(buffer) as Box<dyn uniffle_io::ReadBuffer>))
+    }
+
+    fn acquire_with(
+        &self,
+        len: usize,
+        parts: uniffle_io::ShareParts,
+    ) -> uniffle_io::BoxFuture<'_, (Box<dyn uniffle_io::ReadBuffer>, uniffle_io::ReadPermit)> {
+        Box::pin(async move {
+            let holder = Holder { app: AppId::parse("app").ok(), weight: 1 };
+            let (_, device) = self.permits.acquire_with(&holder, 1, parts).await;
+            (self.acquire(len).await, Box::new(device) as uniffle_io::ReadPermit)
+        })
     }
 }
 

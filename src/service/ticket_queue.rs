@@ -1,9 +1,9 @@
 //! Queue of ticket requests that wait for memory. Refused clients come back after seconds, but
 //! memory is released after milliseconds.
 //!
-//! Applications are served in turn, the requests of one application in their order. Shares are not
-//! decided here: the next application's request goes to [`crate::memory::Tickets`]; if it is
-//! refused, the following application is tried. Nothing is checked while no request waits.
+//! Applications alternate ([`FairQueue`]). Shares are not decided here: the next application's
+//! request goes to [`crate::memory::Tickets`]; if it is refused, the following application is
+//! tried. Nothing is checked while no request waits.
 //!
 //! The queue is bounded by [`WAITING_MAX`] and [`OF_APP_MAX`]; further requests are refused without
 //! a wait. One of the waiting requests at a time drives the queue; when it leaves, another takes
@@ -16,9 +16,10 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::budget::{Budget, Rounds};
+use crate::budget::Budget;
 use crate::clock::{sleep, timeout};
 use crate::memory::{MemoryError, Tickets};
+use crate::sched::FairQueue;
 use uniffle_wire::types::{AppId, TicketId};
 
 /// Maximum number of waiting requests of all applications.
@@ -51,22 +52,22 @@ struct Request {
 
 /// Waiting requests, by application, in fair order.
 #[derive(Debug)]
-pub(super) struct TicketLine {
-    places: Mutex<Rounds<Request>>,
+pub(super) struct TicketQueue {
+    requests: Mutex<FairQueue<AppId, Request>>,
     waiting: AtomicUsize,
     /// Permit of the request that drives the queue.
     driver: Semaphore,
 }
 
-impl Default for TicketLine {
+impl Default for TicketQueue {
     fn default() -> Self {
-        Self { places: Mutex::default(), waiting: AtomicUsize::new(0), driver: Semaphore::new(1) }
+        Self { requests: Mutex::default(), waiting: AtomicUsize::new(0), driver: Semaphore::new(1) }
     }
 }
 
 /// A position in the queue. Drop leaves the queue and returns an unused ticket.
 struct QueuePosition<'a> {
-    line: &'a TicketLine,
+    queue: &'a TicketQueue,
     tickets: &'a Tickets,
     app: &'a AppId,
     number: u64,
@@ -75,10 +76,10 @@ struct QueuePosition<'a> {
 
 impl Drop for QueuePosition<'_> {
     fn drop(&mut self) {
-        let mut places = self.line.places.lock();
-        places.leave(self.app, self.number);
-        self.line.waiting.store(places.len(), Ordering::Relaxed);
-        drop(places);
+        let mut requests = self.queue.requests.lock();
+        requests.remove(self.app, self.number);
+        self.queue.waiting.store(requests.len(), Ordering::Relaxed);
+        drop(requests);
         self.given.close();
         if let Ok(Ok(ticket)) = self.given.try_recv() {
             drop(self.tickets.redeem(self.app, ticket));
@@ -86,10 +87,10 @@ impl Drop for QueuePosition<'_> {
     }
 }
 
-impl TicketLine {
+impl TicketQueue {
     /// Returns whether a request of `app` waits, so that further ones must queue behind it.
     pub(super) fn has(&self, app: &AppId) -> bool {
-        self.waiting.load(Ordering::Relaxed) > 0 && self.places.lock().of_app(app) > 0
+        self.waiting.load(Ordering::Relaxed) > 0 && self.requests.lock().count(app) > 0
     }
 
     /// Returns the number of waiting requests.
@@ -107,18 +108,18 @@ impl TicketLine {
         patience: Duration,
     ) -> Option<Result<TicketId, MemoryError>> {
         let (give, given) = oneshot::channel();
-        let mut place = {
-            let mut places = self.places.lock();
-            if places.len() >= WAITING_MAX || places.of_app(app) >= OF_APP_MAX {
+        let mut position = {
+            let mut requests = self.requests.lock();
+            if requests.len() >= WAITING_MAX || requests.count(app) >= OF_APP_MAX {
                 return None;
             }
-            let number = places.enter(app, Request { wanted, give: Some(give) });
-            self.waiting.store(places.len(), Ordering::Relaxed);
-            QueuePosition { line: self, tickets, app, number, given }
+            let number = requests.push(app, 1, 1, Request { wanted, give: Some(give) });
+            self.waiting.store(requests.len(), Ordering::Relaxed);
+            QueuePosition { queue: self, tickets, app, number, given }
         };
         tokio::select! {
             biased;
-            given = &mut place.given => given.ok(),
+            given = &mut position.given => given.ok(),
             never = self.drive(tickets, memory) => match never {},
             () = sleep(patience) => None,
         }
@@ -134,8 +135,8 @@ impl TicketLine {
     }
 
     fn serve(&self, tickets: &Tickets) {
-        let mut places = self.places.lock();
-        places.serve(REFUSED_AT_ONCE, |app, Request { wanted, give }| {
+        let mut requests = self.requests.lock();
+        requests.serve(REFUSED_AT_ONCE, |app, Request { wanted, give }| {
             let granted = match tickets.require(app, wanted.bytes, wanted.partitions) {
                 Err(refused) if is_waited_for(&refused) => return false,
                 answer => answer,
@@ -145,7 +146,7 @@ impl TicketLine {
             }
             true
         });
-        self.waiting.store(places.len(), Ordering::Relaxed);
+        self.waiting.store(requests.len(), Ordering::Relaxed);
     }
 }
 
@@ -167,23 +168,23 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn ticket_queue_is_bounded_per_application() {
         let (budget, tickets, held) = full();
-        let line = TicketLine::default();
+        let queue = TicketQueue::default();
         let apps = ["a", "b", "c", "d", "e"].map(app);
         let mut waiting = Vec::new();
         for app in &apps[..4] {
             for _ in 0..OF_APP_MAX {
-                let mut it = line.wait(&tickets, &budget, (app, WANTED), PATIENCE).boxed();
+                let mut it = queue.wait(&tickets, &budget, (app, WANTED), PATIENCE).boxed();
                 assert!(futures::poll!(&mut it).is_pending());
                 waiting.push(it);
             }
-            let beyond = line.wait(&tickets, &budget, (app, WANTED), PATIENCE).now_or_never();
+            let beyond = queue.wait(&tickets, &budget, (app, WANTED), PATIENCE).now_or_never();
             assert!(matches!(beyond, Some(None)));
         }
-        assert_eq!(line.len(), WAITING_MAX);
-        let beyond = line.wait(&tickets, &budget, (&apps[4], WANTED), PATIENCE).now_or_never();
-        assert!(matches!(beyond, Some(None)), "the line is full");
+        assert_eq!(queue.len(), WAITING_MAX);
+        let beyond = queue.wait(&tickets, &budget, (&apps[4], WANTED), PATIENCE).now_or_never();
+        assert!(matches!(beyond, Some(None)), "the queue is full");
         drop(waiting);
-        assert_eq!(line.len(), 0);
+        assert_eq!(queue.len(), 0);
         drop(held);
     }
 
@@ -206,15 +207,15 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn waiting_ticket_is_granted_when_memory_is_freed() {
         let (budget, tickets, mut held) = full();
-        let line = TicketLine::default();
+        let queue = TicketQueue::default();
         let (a, b) = (app("a"), app("b"));
-        let mut first = line.wait(&tickets, &budget, (&a, WANTED), PATIENCE).boxed();
-        let mut second = line.wait(&tickets, &budget, (&a, WANTED), PATIENCE).boxed();
-        let mut other = line.wait(&tickets, &budget, (&b, WANTED), PATIENCE).boxed();
+        let mut first = queue.wait(&tickets, &budget, (&a, WANTED), PATIENCE).boxed();
+        let mut second = queue.wait(&tickets, &budget, (&a, WANTED), PATIENCE).boxed();
+        let mut other = queue.wait(&tickets, &budget, (&b, WANTED), PATIENCE).boxed();
         for waiting in [&mut first, &mut second, &mut other] {
             assert!(futures::poll!(waiting).is_pending());
         }
-        assert_eq!((line.len(), line.has(&a), line.has(&app("c"))), (3, true, false));
+        assert_eq!((queue.len(), queue.has(&a), queue.has(&app("c"))), (3, true, false));
         drop(held.pop());
         assert!(first.await.unwrap().is_ok());
         drop(held.pop());
@@ -222,7 +223,7 @@ mod tests {
         assert!(futures::poll!(&mut second).is_pending(), "it is the other application's turn");
         assert!(other.await.unwrap().is_ok());
         assert!(second.await.is_none(), "nothing came free for it in time");
-        assert_eq!((line.len(), tickets.count()), (0, 2));
+        assert_eq!((queue.len(), tickets.count()), (0, 2));
         drop((tickets, held));
         assert_eq!(budget.used(), 0);
     }
@@ -230,17 +231,17 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn cancelled_call_leaves_the_queue_and_its_ticket() {
         let (budget, tickets, mut held) = full();
-        let line = TicketLine::default();
+        let queue = TicketQueue::default();
         let (a, b) = (app("a"), app("b"));
-        let mut driver = line.wait(&tickets, &budget, (&a, WANTED), PATIENCE).boxed();
-        let mut unseen = line.wait(&tickets, &budget, (&b, WANTED), PATIENCE).boxed();
+        let mut driver = queue.wait(&tickets, &budget, (&a, WANTED), PATIENCE).boxed();
+        let mut unseen = queue.wait(&tickets, &budget, (&b, WANTED), PATIENCE).boxed();
         assert!(futures::poll!(&mut driver).is_pending() && futures::poll!(&mut unseen).is_pending());
         held.truncate(1);
         // Serves both; the second is granted a ticket that it never looks at.
         assert!(driver.await.unwrap().is_ok());
         assert_eq!(tickets.count(), 2);
         drop(unseen);
-        assert_eq!((tickets.count(), line.len()), (1, 0));
+        assert_eq!((tickets.count(), queue.len()), (1, 0));
         drop((tickets, held));
         assert_eq!(budget.used(), 0);
     }
