@@ -9,9 +9,9 @@
 //! | remote | [`remote`] | tiers whose files clients read themselves |
 //! | state | [`app`], [`memory`], [`store`] | siblings that do not know each other |
 //! | log | [`log`] | the metadata log, and whether it is complete |
-//! | shared | [`budget`], [`clock`], [`profile`], [`runtime`], [`telemetry`] | used everywhere |
-//! | shared | [`build`], [`metrics`], [`proto`], [`schema`] | used everywhere |
+//! | shared | [`budget`], [`build`], [`profile`], [`proto`], [`telemetry`] | used everywhere |
 //! | order | [`sched`] | which application is next, and how much one may hold |
+//! | `uniffle-base` | [`clock`], [`metrics`], [`runtime`], [`schema`] | the same for every crate |
 //!
 //! Imports point only down this table; `tests/static_checks/layers.rs` enforces that. Formats
 //! (`uniffle-wire`) and disks (`uniffle-io`) are crates below all layers.
@@ -44,14 +44,12 @@ pub mod log;
 
 pub mod profile;
 
-pub mod runtime;
 pub mod telemetry;
 
 pub mod budget;
 pub mod build;
-pub mod clock;
-pub mod metrics;
 pub mod proto;
-pub mod schema;
 
 pub mod sched;
+
+pub use uniffle_base::{clock, metrics, runtime, schema};

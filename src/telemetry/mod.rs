@@ -9,7 +9,6 @@ mod audit;
 pub(crate) mod captured;
 mod fields;
 mod files;
-mod log_limiter;
 mod metrics;
 #[cfg(feature = "otlp")]
 pub mod otlp;
@@ -36,11 +35,11 @@ use self::fields::QuotedFields;
 use self::repeats::{RepeatLimiter, Repeats};
 use self::writer::LogThread;
 pub use audit::AUDIT;
-pub use log_limiter::LogLimiter;
 pub(crate) use metrics::TelemetryMetrics;
 pub use panics::panic_count;
 pub use refusals::Refusals;
 pub use settings::{LogFormat, Rotation, TelemetryConfig, parse_filter};
+pub use uniffle_base::LogLimiter;
 pub use writer::print;
 
 /// Deadline for writing queued lines before a successor takes over, as calls wait meanwhile.

@@ -21,8 +21,8 @@ use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
+use uniffle_base::LogLimiter;
 
-use super::LogLimiter;
 use super::spans::{SPANS, Spans};
 use crate::schema::redact;
 

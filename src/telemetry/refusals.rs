@@ -7,8 +7,7 @@ use std::fmt::Display;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-
-use super::LogLimiter;
+use uniffle_base::LogLimiter;
 
 /// Target of these lines, which have a limit of their own.
 pub(super) const TARGET: &str = module_path!();

@@ -21,8 +21,9 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
+use uniffle_base::LogLimiter;
 
-use super::{AUDIT, LogLimiter, refusals};
+use super::{AUDIT, refusals};
 
 /// Lines of one kind that pass per [`INTERVAL`].
 const LINES_MAX: u32 = 5;

@@ -97,7 +97,7 @@ const TOPICS: &[(&str, &str)] = &[
     ("server::reload", "Reload"),
     ("server::upgrade", "Upgrade"),
     ("server", "Build"),
-    ("runtime", "Runtime"),
+    ("uniffle_base::runtime", "Runtime"),
     ("profile::allocator::jemalloc", "Allocator"),
     ("telemetry", "Logs and traces"),
     ("prometheus", "Process"),

@@ -1,6 +1,6 @@
-//! Direction of imports inside `src/`: top-level modules import only lower ones of the table in
-//! `src/lib.rs`, and the files of a module form no cycle. Nor do the files of the crates in
-//! `crates/`.
+//! Direction of imports inside `src/` and `uniffle-base`: top-level modules import only lower ones
+//! of the table in `src/lib.rs`, and the files of a module form no cycle. Nor do the files of the
+//! crates in `crates/`.
 //!
 //! A file imports another if a path in its code, `use` or macro arguments names an item of the
 //! other. A re-exported name (`pub use` of a submodule) counts as an import of its original file.
@@ -27,9 +27,12 @@ const LAYERS: &[&[&str]] = &[
     &["app", "memory", "store"],
     &["log"],
     &["profile"],
-    &["runtime", "telemetry"],
-    &["budget", "build", "clock", "metrics", "proto", "schema"],
+    &["telemetry"],
+    &["budget", "build", "proto"],
     &["sched"],
+    // `uniffle-base`.
+    &["log_limiter", "runtime"],
+    &["clock", "metrics", "schema"],
 ];
 
 type Names = Vec<String>;
@@ -165,6 +168,11 @@ impl Tree {
         tree
     }
 
+    /// Reads all modules of a crate in `crates/`.
+    fn of_member(name: &str) -> Self {
+        Self::of_crate(&Path::new(env!("CARGO_MANIFEST_DIR")).join("crates").join(name))
+    }
+
     /// Reads all modules below `src/` of the crate in `dir`.
     fn of_crate(dir: &Path) -> Self {
         let mut tree = Self(BTreeMap::new());
@@ -262,11 +270,13 @@ fn cycles(imports: &BTreeSet<(String, String)>) -> BTreeSet<String> {
 
 #[test]
 fn modules_import_downwards() {
-    let tree = Tree::read();
+    let trees = [Tree::read(), Tree::of_member("uniffle-base")];
     let known: BTreeSet<&str> = LAYERS.concat().into_iter().collect();
-    let modules = tree.0.keys().filter_map(|file| file.first()).map(String::as_str).collect();
-    assert_eq!(known, modules, "LAYERS and the modules of src/lib.rs");
-    let wrong: Vec<String> = tree.0.values().flat_map(against_the_layers).collect();
+    let files = trees.iter().flat_map(|tree| tree.0.keys());
+    let modules = files.filter_map(|file| file.first()).map(String::as_str).collect();
+    assert_eq!(known, modules, "LAYERS and the modules of src/lib.rs and uniffle-base");
+    let sources = trees.iter().flat_map(|tree| tree.0.values());
+    let wrong: Vec<String> = sources.flat_map(against_the_layers).collect();
     assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
 }
 
@@ -299,7 +309,9 @@ const MAY_COUNT_PAUSES: &[&str] = &["clock", "telemetry"];
 
 #[test]
 fn deadlines_are_measured_by_the_clock_module() {
-    let wrong: Vec<String> = Tree::read().0.values().flat_map(counting_pauses).collect();
+    let trees = [Tree::read(), Tree::of_member("uniffle-base")];
+    let wrong: Vec<String> =
+        trees.iter().flat_map(|tree| tree.0.values()).flat_map(counting_pauses).collect();
     assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
 }
 

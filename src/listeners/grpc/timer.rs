@@ -4,9 +4,11 @@
 #![expect(clippy::disallowed_types, reason = "hyper's interface names the standard library's type")]
 
 use std::pin::Pin;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use hyper::rt::{Sleep, Timer};
+use pin_project_lite::pin_project;
 
 use crate::clock;
 
@@ -14,15 +16,31 @@ use crate::clock;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ConnectionTimer;
 
-impl Sleep for clock::Sleep {}
+pin_project! {
+    /// A sleep of [`clock`] as hyper's type.
+    struct ProcessSleep {
+        #[pin]
+        sleep: clock::Sleep,
+    }
+}
+
+impl Future for ProcessSleep {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        self.project().sleep.poll(context)
+    }
+}
+
+impl Sleep for ProcessSleep {}
 
 impl Timer for ConnectionTimer {
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Sleep>> {
-        Box::pin(clock::sleep(duration))
+        Box::pin(ProcessSleep { sleep: clock::sleep(duration) })
     }
 
     fn sleep_until(&self, deadline: Instant) -> Pin<Box<dyn Sleep>> {
-        Box::pin(clock::sleep_until(deadline.into()))
+        Box::pin(ProcessSleep { sleep: clock::sleep_until(deadline.into()) })
     }
 
     fn now(&self) -> Instant {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::log::HandOff;
 use crate::schema::kind::{
-    DAY, GIB, MIB, SECOND, Word, count, flag, list, optional, path, ratio, seconds, size, word,
+    DAY, GIB, Kind, MIB, SECOND, count, flag, list, optional, path, ratio, seconds, size, text, word,
 };
 use crate::schema::{section, words};
 use uniffle_io::blocking::BlockingDisk;
@@ -91,7 +91,7 @@ section! {
         pub require_mounted: Option<bool> = None,
         /// Disk access: blocking = threads, io_uring = one ring per disk, or blocking if the kernel
         /// refuses it.
-        #[key("localfile_store.io_engine", word(), Restart)]
+        #[key("localfile_store.io_engine", engine(), Restart)]
         pub engine: Engine = Engine::Blocking,
         /// Disk reads that verify block checksums: always, sampled (one in 16) or off. Verifying
         /// costs 8 % of a read's CPU time.
@@ -138,20 +138,19 @@ section! {
     }
 }
 
-impl Word for Engine {
-    const ALL: &'static [Self] = &[Self::Blocking, Self::Uring];
-
-    fn as_str(self) -> &'static str {
-        match self {
-            Self::Blocking => "blocking",
-            Self::Uring => "io_uring",
-        }
-    }
-
-    fn unusable(self) -> Option<&'static str> {
-        let is_missing = self == Self::Uring && !cfg!(feature = "io-uring");
-        is_missing.then_some("this build has no io_uring (feature io-uring)")
-    }
+fn engine() -> Kind<Engine> {
+    const WORDS: &str = "blocking or io_uring";
+    let convert = |text: &str| match text.to_ascii_lowercase().as_str() {
+        "blocking" => Ok(Engine::Blocking),
+        "io_uring" if cfg!(feature = "io-uring") => Ok(Engine::Uring),
+        "io_uring" => Err(format!("{WORDS}; this build has no io_uring (feature io-uring)")),
+        _ => Err(WORDS.to_owned()),
+    };
+    let print = |engine: &Engine| match engine {
+        Engine::Blocking => "blocking".to_owned(),
+        Engine::Uring => "io_uring".to_owned(),
+    };
+    text(WORDS, convert, print)
 }
 
 /// Maximum number of staging buffers chosen by default: 64 MiB outside the memory region.

@@ -189,11 +189,6 @@ pub trait Word: Copy + 'static {
 
     /// Returns the word of this variant.
     fn as_str(self) -> &'static str;
-
-    /// Returns the reason if this build does not support the variant.
-    fn unusable(self) -> Option<&'static str> {
-        None
-    }
 }
 
 /// A word of `T`, in upper or lower case.
@@ -206,8 +201,7 @@ pub fn word<T: Word>() -> Kind<T> {
     let allowed = bounds.clone();
     let convert = move |text: &str| {
         let found = T::ALL.iter().copied().find(|word| word.as_str().eq_ignore_ascii_case(text));
-        let word = found.ok_or_else(|| allowed.clone())?;
-        word.unusable().map_or(Ok(word), |why| Err(format!("{allowed}; {why}")))
+        found.ok_or_else(|| allowed.clone())
     };
     text(&bounds, convert, |word| word.as_str().to_owned())
 }

@@ -12,8 +12,7 @@ use prometheus::{IntGauge, Registry, Result};
 
 pub use fill::{Description, Fill};
 pub use renamed::{IN_MS, IN_SECONDS, View};
-pub(crate) use table::table;
-pub use table::{Family, Metric, Row};
+pub use table::{Family, Metric, Row, table};
 pub use transit::{TRANSIT_MS_BUCKETS, TransitTimes};
 
 /// An amount added to a gauge, which is subtracted again when this is dropped.

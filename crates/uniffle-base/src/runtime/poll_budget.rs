@@ -11,16 +11,16 @@ const LIMIT: Duration = Duration::from_millis(1);
 
 /// Work of one connection since its task last yielded.
 #[derive(Debug, Default)]
-pub(crate) struct PollBudget(Duration);
+pub struct PollBudget(Duration);
 
 impl PollBudget {
     /// Adds `work` to the budget used.
-    pub(crate) fn count(&mut self, work: Duration) {
+    pub fn count(&mut self, work: Duration) {
         self.0 += work;
     }
 
     /// Returns whether the task must yield now. If so, a new budget begins.
-    pub(crate) fn is_over(&mut self) -> bool {
+    pub fn is_over(&mut self) -> bool {
         let is_over = self.0 >= LIMIT;
         if is_over {
             self.0 = Duration::ZERO;

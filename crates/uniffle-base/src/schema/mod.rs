@@ -21,7 +21,8 @@ pub use kind::{Kind, Word};
 pub use machine::Machine;
 pub use reader::Reader;
 
-use toml::{Table, Value};
+use toml::Table;
+pub use toml::Value;
 
 /// A part of the configuration; implemented by [`section!`].
 pub trait Section: Sized {
@@ -64,6 +65,7 @@ fn insert(table: &mut Table, tables: &str, leaf: &str, value: Value) {
 /// - `#[section(TYPE)]` nests a section.
 ///
 /// A default may use the machine, under the name in the header, and the fields above.
+#[macro_export]
 macro_rules! section {
     ($(#[$($attribute:tt)*])* pub struct $name:ident { $($fields:tt)* }) => {
         $crate::schema::section! { $(#[$($attribute)*])* pub struct $name |machine| { $($fields)* } }
@@ -140,7 +142,7 @@ macro_rules! section {
                 Self { $($field),* }
             }
 
-            fn print(&self, printed: &mut Vec<(&'static str, toml::Value)>) {
+            fn print(&self, printed: &mut Vec<(&'static str, $crate::schema::Value)>) {
                 $(
                     $(
                         let kind: $crate::schema::Kind<$ty> = $kind;
@@ -172,9 +174,10 @@ macro_rules! section {
         }
     };
 }
-pub(crate) use section;
+pub use section;
 
 /// Declares an enum whose variants are configuration words.
+#[macro_export]
 macro_rules! words {
     (
         $(#[doc = $text:expr])*
@@ -206,7 +209,7 @@ macro_rules! words {
         }
     };
 }
-pub(crate) use words;
+pub use words;
 
 #[cfg(test)]
 mod tests {

@@ -46,7 +46,7 @@ impl LogLimiter {
 
     /// Returns the number of suppressed events if the interval is over or if this is the `end` of
     /// the log, otherwise 0. Resets the count, so that no later line includes these events.
-    pub(super) fn settle(&self, end: bool) -> u64 {
+    pub fn settle(&self, end: bool) -> u64 {
         let mut window = self.window.lock();
         let is_over = window.began.is_some_and(|began| began.elapsed() >= self.interval);
         if is_over || end { std::mem::take(&mut window.held_back) } else { 0 }

@@ -59,7 +59,8 @@ impl RuntimeMetrics {
         })
     }
 
-    pub(crate) fn described() -> Vec<metrics::Description> {
+    /// Returns the documentation of the metrics.
+    pub fn described() -> Vec<metrics::Description> {
         [
             Gauges::described(),
             #[cfg(tokio_unstable)]

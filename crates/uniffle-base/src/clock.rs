@@ -354,13 +354,13 @@ fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-#[cfg(test)]
-pub(crate) mod testing {
+#[doc(hidden)]
+pub mod testing {
     use super::{of_this_thread, run};
 
     /// Runs `test` with a ticked clock of its own. In it, `tokio::time::advance` pauses the
     /// process.
-    pub(crate) async fn ticked<T>(test: impl Future<Output = T>) -> T {
+    pub async fn ticked<T>(test: impl Future<Output = T>) -> T {
         let _own = of_this_thread();
         let ticks = run();
         tokio::select! {

@@ -8,7 +8,7 @@
 //! use [`Tasks::spawn_again`].
 
 mod blocking_pool;
-pub(crate) mod metrics;
+mod metrics;
 mod names;
 mod poll_budget;
 mod polls;
@@ -33,7 +33,7 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 pub use self::metrics::RuntimeMetrics;
 use self::names::Names;
 pub use self::names::RunningTask;
-pub(crate) use self::poll_budget::PollBudget;
+pub use self::poll_budget::PollBudget;
 pub use self::probe::{TooFewThreads, probe_threads};
 pub use blocking_pool::BlockingPool;
 

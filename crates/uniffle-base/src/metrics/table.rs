@@ -130,6 +130,7 @@ families! {
 ///
 /// `with` includes other tables. `struct Name each fill { … }` is built several times with
 /// different names; see [`Fill`].
+#[macro_export]
 macro_rules! table {
     (
         $(#[$meta:meta])*
@@ -184,7 +185,7 @@ macro_rules! table {
         }
     };
 }
-pub(crate) use table;
+pub use table;
 
 #[cfg(test)]
 mod tests {

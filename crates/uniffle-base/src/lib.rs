@@ -1,0 +1,13 @@
+//! Modules that all parts of the worker use: clock, tasks, metrics and configuration keys.
+//!
+//! [`runtime`] owns tasks and threads. [`clock`] excludes pauses of the process from deadlines.
+//! [`metrics::table!`] declares metrics, and [`schema::section!`] the keys of a module. Nothing
+//! here depends on shuffles, blocks or protocols.
+
+pub mod clock;
+mod log_limiter;
+pub mod metrics;
+pub mod runtime;
+pub mod schema;
+
+pub use log_limiter::LogLimiter;
