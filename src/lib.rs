@@ -9,7 +9,7 @@
 //! | remote | [`remote`] | tiers whose files clients read themselves |
 //! | state | [`app`], [`memory`], [`store`] | siblings that do not know each other |
 //! | log | [`log`] | the metadata log, and whether it is complete |
-//! | shared | [`budget`], [`build`], [`profile`], [`proto`], [`telemetry`] | used everywhere |
+//! | shared | [`budget`], [`build`], [`proto`], [`telemetry`] | used everywhere |
 //! | order | [`sched`] | which application is next, and how much one may hold |
 //! | `uniffle-base` | [`clock`], [`metrics`], [`runtime`], [`schema`] | the same for every crate |
 //!
@@ -41,8 +41,6 @@ pub mod memory;
 pub mod store;
 
 pub mod log;
-
-pub mod profile;
 
 pub mod telemetry;
 

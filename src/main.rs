@@ -19,9 +19,9 @@ use std::sync::LazyLock;
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser, Subcommand};
 use tokio::sync::mpsc;
+use uniffle_profile::heap;
 use uniffle_worker::build::{Build, last_commit};
 use uniffle_worker::config::{self, Config, LimitsTooLow, Machine, SystemLimits};
-use uniffle_worker::profile::{self, heap};
 use uniffle_worker::runtime::probe_threads;
 use uniffle_worker::server::{
     Command, Ended, Environment, Inherited, Origin, Signals, Successor, hold_upgrade_signal,
@@ -98,7 +98,7 @@ static VERSION: LazyLock<String> = LazyLock::new(|| BUILD.to_string());
 
 fn main() -> ExitCode {
     // Not a clap subcommand, which completions would show: only a worker starts it.
-    if std::env::args_os().nth(1).is_some_and(|first| first == profile::SUBCOMMAND) {
+    if std::env::args_os().nth(1).is_some_and(|first| first == uniffle_profile::SUBCOMMAND) {
         return name_functions();
     }
     hold_upgrade_signal();
@@ -138,12 +138,12 @@ fn main() -> ExitCode {
 fn name_functions() -> ExitCode {
     let addresses: Vec<OsString> = std::env::args_os().skip(2).collect();
     if !addresses.is_empty() {
-        return match profile::name_addresses(&addresses.join(OsStr::new(" ")).to_string_lossy()) {
+        return match uniffle_profile::name_addresses(&addresses.join(OsStr::new(" ")).to_string_lossy()) {
             Ok(lines) => print(lines.as_bytes()),
             Err(error) => fail(2, &error),
         };
     }
-    match profile::answer_on_stdin() {
+    match uniffle_profile::answer_on_stdin() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => fail(2, &format!("{error:#}")),
     }

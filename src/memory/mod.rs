@@ -79,7 +79,7 @@ use region::Region;
 use uniffle_wire::types::{AppId, BlockId, Distribution, ShuffleKey};
 
 use crate::metrics::clamped;
-use crate::profile::allocator::return_freed;
+use uniffle_profile::allocator::return_freed;
 
 /// Freed heap bytes that the allocator may keep, and the step of charges after which they are
 /// returned. Both are in the base of `budget::allowance`.

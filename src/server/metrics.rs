@@ -10,7 +10,6 @@ use crate::listeners::http::{HttpMetrics, push};
 use crate::listeners::{grpc, tcp};
 use crate::memory::metrics::MemoryMetrics;
 use crate::metrics::{self, Description};
-use crate::profile::allocator::AllocatorMetrics;
 use crate::remote::hdfs;
 use crate::runtime::RuntimeMetrics;
 use crate::service::metrics::ServiceMetrics;
@@ -18,6 +17,7 @@ use crate::service::metrics::ServiceMetrics;
 use crate::store::migration;
 use crate::store::{disk, object};
 use crate::telemetry::TelemetryMetrics;
+use uniffle_profile::allocator::AllocatorMetrics;
 
 use super::reload::ReloadMetrics;
 use super::upgrade::UpgradeMetrics;

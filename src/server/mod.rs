@@ -53,11 +53,11 @@ use crate::coordinator::identity;
 use crate::flush::Flusher;
 use crate::memory::{Memory, Prefault};
 use crate::metrics::clamped;
-use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::{Handover, RuntimeMetrics, Tasks};
 use crate::service::{Service, SettingsStore};
 use crate::store::Tier;
 use crate::telemetry::LogFilter;
+use uniffle_profile::allocator::AllocatorMetrics;
 
 use self::memory_backing::look_at_backing;
 use self::reload::Reloader;

@@ -23,12 +23,12 @@ use crate::listeners::http::api::model::{
     AppTotals, Connections, Coordinator, Disk, Flush, Hdfs, HeapUse, Memory, Node, ObjectStore, Process,
     Status, Tickets, Tier, Totals,
 };
-use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::RuntimeMetrics;
 use crate::service::{AppStatistics, Incompleteness, QuotaUse, Service};
 use crate::store::{DiskCondition, DiskInfo, HdfsState, ObjectStoreState};
 use crate::telemetry::panic_count;
 use uniffle_io::Media;
+use uniffle_profile::allocator::AllocatorMetrics;
 
 use super::cluster::ClusterPage;
 use super::health;

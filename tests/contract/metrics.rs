@@ -98,7 +98,7 @@ const TOPICS: &[(&str, &str)] = &[
     ("server::upgrade", "Upgrade"),
     ("server", "Build"),
     ("uniffle_base::runtime", "Runtime"),
-    ("profile::allocator::jemalloc", "Allocator"),
+    ("uniffle_profile::allocator::jemalloc", "Allocator"),
     ("telemetry", "Logs and traces"),
     ("prometheus", "Process"),
 ];

@@ -26,7 +26,6 @@ const LAYERS: &[&[&str]] = &[
     &["remote"],
     &["app", "memory", "store"],
     &["log"],
-    &["profile"],
     &["telemetry"],
     &["budget", "build", "proto"],
     &["sched"],
@@ -309,7 +308,7 @@ const MAY_COUNT_PAUSES: &[&str] = &["clock", "telemetry"];
 
 #[test]
 fn deadlines_are_measured_by_the_clock_module() {
-    let trees = [Tree::read(), Tree::of_member("uniffle-base")];
+    let trees = [Tree::read(), Tree::of_member("uniffle-base"), Tree::of_member("uniffle-profile")];
     let wrong: Vec<String> =
         trees.iter().flat_map(|tree| tree.0.values()).flat_map(counting_pauses).collect();
     assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));

@@ -13,8 +13,8 @@ use axum::routing::{get, post};
 use tokio::time::Duration;
 
 use super::serve::Deadline;
-use crate::profile::{Format, PermitSource, ProfileError, cpu, heap, tasks};
 use crate::runtime::Tasks;
+use uniffle_profile::{Format, PermitSource, ProfileError, cpu, heap, tasks};
 
 /// Default duration of a CPU profile, as in `go tool pprof`.
 const SECONDS_DEFAULT: u64 = 30;

@@ -145,7 +145,7 @@ fn heap_profiles_start_with_documented_variable() {
 
 /// Symbols are resolved in a child process, because parsing a release build's debug information
 /// takes about 180 MiB. The first CPU profile creates unwind tables. Without Landlock in the kernel
-/// each profile takes more (`uniffle_sampler`).
+/// each profile takes more (`uniffle_profile`).
 #[test]
 fn profiles_and_dumps_take_little_worker_memory() {
     const CPU: &str = "/debug/pprof/profile?seconds=1&frequency=500";

@@ -11,11 +11,11 @@ mod jemalloc {
     use prometheus::IntGauge;
     use tikv_jemalloc_ctl::{Access as _, AsName as _, Result, arenas, epoch, stats};
 
-    use crate::metrics;
+    use uniffle_base::metrics;
 
     metrics::table! {
         /// Gauges of the process's allocator.
-        pub(crate) struct AllocatorMetrics {
+        pub struct AllocatorMetrics {
             allocated: IntGauge = "allocator_allocated_bytes",
                 "Bytes allocated by the program", also "allocator_allocated_size";
             active: IntGauge = "allocator_active_bytes", "Bytes of pages that contain allocations";
@@ -27,7 +27,7 @@ mod jemalloc {
     }
 
     /// Returns freed memory to the system if more than `most_bytes` are kept. Errors are ignored.
-    pub(crate) fn return_freed(most_bytes: u64) {
+    pub fn return_freed(most_bytes: u64) {
         if kept_bytes().is_ok_and(|kept| kept > most_bytes) {
             let _ = return_all();
         }
@@ -58,7 +58,7 @@ mod jemalloc {
 
     impl AllocatorMetrics {
         /// Updates the gauges.
-        pub(crate) fn refresh(&self) {
+        pub fn refresh(&self) {
             // Statistics are snapshots of the last epoch. With statistics enabled no call fails.
             let _ = epoch::advance();
             let set = |gauge: &IntGauge, bytes: Result<usize>| {
@@ -74,26 +74,32 @@ mod jemalloc {
 }
 
 #[cfg(feature = "jemalloc")]
-pub(crate) use jemalloc::{AllocatorMetrics, return_freed};
+pub use jemalloc::{AllocatorMetrics, return_freed};
 
 /// Does nothing: the system's allocator does not report freed memory.
 #[cfg(not(feature = "jemalloc"))]
-pub(crate) fn return_freed(_: u64) {}
+pub fn return_freed(_: u64) {}
 
 /// No metrics: the system's allocator has no statistics.
 #[cfg(not(feature = "jemalloc"))]
 #[derive(Debug)]
-pub(crate) struct AllocatorMetrics;
+pub struct AllocatorMetrics;
 
 #[cfg(not(feature = "jemalloc"))]
 impl AllocatorMetrics {
-    pub(crate) fn new(_: &prometheus::Registry) -> prometheus::Result<Self> {
+    /// Registers nothing.
+    ///
+    /// # Errors
+    /// Never.
+    pub fn new(_: &prometheus::Registry) -> prometheus::Result<Self> {
         Ok(Self)
     }
 
-    pub(crate) fn described() -> Vec<crate::metrics::Description> {
+    /// Returns no documentation.
+    pub fn described() -> Vec<uniffle_base::metrics::Description> {
         Vec::new()
     }
 
-    pub(crate) fn refresh(&self) {}
+    /// Does nothing.
+    pub fn refresh(&self) {}
 }

@@ -13,6 +13,7 @@ pub mod heap;
 mod job;
 mod maps;
 mod render;
+mod sampler;
 mod symbols;
 pub mod tasks;
 mod tree;

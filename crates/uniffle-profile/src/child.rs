@@ -18,7 +18,7 @@ use anyhow::Context as _;
 
 use super::job::{Job, Names};
 use super::{ProfileError, render, wire};
-use crate::clock::Instant;
+use uniffle_base::clock::Instant;
 
 /// First argument that makes this program run as the child (`symbols::answer_on_stdin`).
 pub const SUBCOMMAND: &str = "__symbols";

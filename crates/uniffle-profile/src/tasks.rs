@@ -14,8 +14,8 @@ use self::stacks::Stacks;
 use super::job::{Job, ProfileJob, Waiting, Waits};
 use super::maps::{Addresses, Maps};
 use super::{ExclusivePermit, ProfileError, child, in_background};
-use crate::clock::Instant;
-use crate::runtime::{RunningTask, Tasks};
+use uniffle_base::clock::Instant;
+use uniffle_base::runtime::{RunningTask, Tasks};
 
 /// Time limit of a dump. It is exceeded if a thread of the runtime is busy or blocked.
 const DEADLINE: Duration = Duration::from_secs(2);
@@ -64,9 +64,9 @@ type Stack = (Id, Vec<Vec<u64>>);
 
 #[cfg(all(tokio_unstable, target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod stacks {
-    use crate::clock::timeout;
     use tokio::runtime::{Handle, dump::Dump};
     use tokio::sync::oneshot;
+    use uniffle_base::clock::timeout;
 
     use super::{DEADLINE, ExclusivePermit, Stack, Tasks, addresses};
 

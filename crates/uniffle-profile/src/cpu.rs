@@ -1,4 +1,4 @@
-//! CPU profiles. `uniffle_sampler` takes samples, and `child` renders them.
+//! CPU profiles. `sampler` takes samples, and `child` renders them.
 
 use std::collections::HashMap;
 use std::num::NonZero;
@@ -7,13 +7,13 @@ use std::thread::available_parallelism;
 use std::time::SystemTime;
 
 use tokio::time::Duration;
-use uniffle_sampler::{Error, Sampling, UnresolvedReport};
 
 use super::job::{Job, Kind, ProfileJob, Samples, Stack};
 use super::maps::{Addresses, Maps};
+use super::sampler::{Error, Sampling, UnresolvedReport};
 use super::{ExclusivePermit, Format, ProfileError, child, in_background};
-use crate::clock::sleep;
-use crate::runtime::Tasks;
+use uniffle_base::clock::sleep;
+use uniffle_base::runtime::Tasks;
 
 /// Allowed duration of a profile.
 pub const SECONDS: RangeInclusive<u64> = 1..=300;
@@ -105,6 +105,7 @@ mod tests {
     use super::super::PermitSource;
     use super::*;
 
+    /// The only test that samples, because the process has one sampler.
     #[tokio::test]
     async fn abandoned_profile_counts_until_sampling_ends() {
         let (tasks, permit) = (Tasks::new(), PermitSource::new().try_take().unwrap());
@@ -114,6 +115,10 @@ mod tests {
         assert_eq!(tasks.running(), 1, "it begins");
         drop(asked);
         tasks.drained().await;
+        let sampling = Sampling::start(99).unwrap();
+        assert!(matches!(Sampling::start(99), Err(Error::Busy)));
+        sampling.report().unwrap();
+        drop(sampling);
         drop(Sampling::start(1).unwrap());
     }
 
