@@ -1,8 +1,7 @@
 //! Reads and checks the configuration: a TOML file and environment variables.
 //!
 //! Modules declare their own keys ([`crate::schema`]). This module combines the sections, checks
-//! them against each other and generates their documentation; `import` converts configurations of
-//! other servers. All problems are reported at once, each with key, value and allowed values.
+//! them against each other and generates their documentation. All problems are reported at once, each with key, value and allowed values.
 //! Nothing here starts, opens or binds anything. Environment and [`Machine`] are parameters, so
 //! that tests share no state.
 //! Invariant: the result of [`Config::load`] and [`Config::parse`] needs no further checks.
@@ -10,7 +9,6 @@
 mod banner;
 mod check;
 mod document;
-mod import;
 mod limits;
 mod sections;
 mod worker;
@@ -19,12 +17,12 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 use toml::Table;
+use uniffle_ctl::{Imported, Refusal};
 
 pub use crate::schema::limits::{SystemLimits, raise_soft_limits};
 pub use crate::schema::{Machine, Problem};
 pub use banner::{SparkOptions, startup_banner};
 pub use document::{example, reference};
-pub use import::{Imported, import};
 pub use limits::{Finding, LimitsTooLow};
 pub use sections::Config;
 pub use worker::{StoreType, WorkerConfig, check_tags};
@@ -74,6 +72,20 @@ fn counted(count: usize) -> String {
 /// Remedy for a configuration of another server.
 const IMPORT: &str =
     "convert a configuration of the Java server or of riffle with `uniffle-worker import FILE`";
+
+/// Converts `text`, a configuration of another server, to one for `machine`. `name` identifies the
+/// input in a comment.
+///
+/// # Errors
+/// If the input has neither format, or no known key of either server.
+pub fn import(name: &str, text: &str, machine: &Machine) -> Result<Imported, String> {
+    let check = |text: &str| match Config::parse(text, &HashMap::new(), machine) {
+        Ok(_) => Ok(()),
+        Err(ConfigError::Invalid { problems, .. }) => Err(Refusal::Values(problems)),
+        Err(other) => Err(Refusal::Text(other.to_string())),
+    };
+    uniffle_ctl::import(name, text, &sections::schema(), check)
+}
 
 /// Returns a line that points to `import` if a key is unlike any key of this worker.
 fn pointer(problems: &[Problem]) -> String {

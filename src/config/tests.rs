@@ -4,9 +4,10 @@ use super::sections::schema;
 use super::*;
 
 mod cluster;
+mod import;
 mod names;
 
-pub(super) use names::RIFFLE;
+use names::RIFFLE;
 
 const EXAMPLE: &str = include_str!("../../config.toml.example");
 

@@ -1,9 +1,11 @@
 //! `uniffle-worker ctl`: shows the state of a worker, or of every worker of a coordinator, and
 //! administers it.
 //!
-//! It is only a client of the worker's HTTP listeners and shares no code with the server, so it
-//! works with other versions. The server uses [`explain`] to ask the other workers of its cluster.
-//! The worker decides whether a request is allowed.
+//! It is only a client of the worker's HTTP listeners and knows nothing of the server, so it works
+//! with other versions. The server uses [`explain`] to ask the other workers of its cluster. The
+//! worker decides whether a request is allowed.
+//!
+//! [`import`] converts the configurations of other servers.
 //!
 //! Exit codes: 0 success; 1 a worker refuses, or does not know the requested item; 2 wrong command
 //! line; 3 a worker is lost or unreachable, or all coordinators are; 4 a state was not reached in
@@ -15,6 +17,7 @@ mod commands;
 mod everywhere;
 mod failure;
 mod http;
+mod import;
 mod lists;
 mod local_process;
 mod lost;
@@ -36,6 +39,7 @@ use std::process::ExitCode;
 pub use self::arguments::Arguments;
 pub use self::everywhere::{Worker, explain};
 pub use self::http::Trust;
+pub use self::import::{Imported, Refusal, import};
 pub use self::manual::{Shell, complete, manual};
 pub use self::merged::Unknown;
 

@@ -49,7 +49,7 @@ fn key_and_alias_together_are_refused() {
 
 /// One value for each key in riffle's examples and its `config.rs`. `allowed_paths` is ours:
 /// without it no worker of a cluster writes to HDFS.
-pub(in super::super) const RIFFLE: &str = r#"
+pub(super) const RIFFLE: &str = r#"
         store_type = "MEMORY_LOCALFILE_HDFS"
         coordinator_quorum = ["c:1"]
         tags = ["riffle"]

@@ -1,9 +1,9 @@
 //! Conversion of typical configurations of the Java server and of riffle.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use super::*;
-use crate::config::tests::RIFFLE;
+use super::RIFFLE;
+use crate::config::*;
 
 fn machine() -> Machine {
     Machine { memory_bytes: 10 << 30, cores: 4, state_dir: PathBuf::from("/state") }
@@ -254,22 +254,4 @@ fn riffle_configuration_with_every_option_is_imported() {
         }
         assert_eq!(imported.text.contains("# urpc.portt = 1: unknown"), text.len() > RIFFLE.len());
     }
-}
-
-#[test]
-fn configuration_page_lists_the_java_keys() {
-    const BEGIN: &str = "<!-- generated: UPDATE_DOCS=1 cargo test --lib config -->\n";
-    const END: &str = "<!-- end -->";
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/migration.md");
-    let page = std::fs::read_to_string(&path).unwrap();
-    let (before, rest) = page.split_once(BEGIN).expect("the mark of the table");
-    let (_, after) = rest.split_once(END).expect("its end");
-    let current = format!("{before}{BEGIN}\n{}\n{END}{after}", java::reference());
-    if std::env::var_os("UPDATE_DOCS").is_some() {
-        std::fs::write(&path, &current).unwrap();
-    }
-    assert!(
-        page == current || std::env::var_os("UPDATE_DOCS").is_some(),
-        "run UPDATE_DOCS=1 cargo test --lib config"
-    );
 }

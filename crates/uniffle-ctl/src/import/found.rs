@@ -1,8 +1,7 @@
 //! Entries found in the configuration of another server, in the order of the input.
 
 use toml::Value;
-
-use crate::schema::redact;
+use uniffle_base::schema::redact;
 
 /// A key of this worker with its origin.
 #[derive(Debug, Clone)]

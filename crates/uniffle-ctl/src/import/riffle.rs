@@ -1,24 +1,22 @@
 //! Converts riffle's configuration. Its keys are also ours, or are accepted without effect.
 
 use toml::{Table, Value};
+use uniffle_base::schema::{Reader, Schema, redact};
 
 use super::found::{ImportedKeys, OldEntry};
-use crate::config::sections::schema;
-use crate::schema::{Reader, redact};
 
 /// Parses `text` as riffle's TOML.
-pub(super) fn read(text: &str) -> Result<ImportedKeys, String> {
+pub(super) fn read(text: &str, schema: &Schema) -> Result<ImportedKeys, String> {
     let table: Table = text.parse().map_err(|error: toml::de::Error| {
         let error = redact::text(&error.to_string());
         format!("neither a server.conf (keys that begin with rss.) nor TOML: {error}")
     })?;
     let mut found = ImportedKeys::default();
-    walk("", table, &mut found);
+    walk("", table, schema, &mut found);
     Ok(found)
 }
 
-fn walk(prefix: &str, table: Table, found: &mut ImportedKeys) {
-    let schema = schema();
+fn walk(prefix: &str, table: Table, schema: &Schema, found: &mut ImportedKeys) {
     for (name, value) in table {
         let path = if prefix.is_empty() { name } else { format!("{prefix}.{name}") };
         let known = schema
@@ -35,11 +33,10 @@ fn walk(prefix: &str, table: Table, found: &mut ImportedKeys) {
                 found.take(key.path, value, comment);
             }
             (None, Some((_, why)), value) => found.leave(&was(&path, &shown(&value)), *why),
-            (None, None, Value::Table(inner)) => walk(&path, inner, found),
+            (None, None, Value::Table(inner)) => walk(&path, inner, schema, found),
             (None, None, value) => {
                 // The reader's text for an unknown key suggests the most similar key.
-                let problems =
-                    Reader::new(&schema, nested(&path, value.clone()), Default::default()).problems;
+                let problems = Reader::new(schema, nested(&path, value.clone()), Default::default()).problems;
                 let why = problems.first().map_or("unknown key", |problem| problem.allowed.as_str());
                 found.leave(&was(&path, &shown(&value)), why);
                 found.unknown += 1;

@@ -1,22 +1,21 @@
 //! Converts `server.conf` of the Java server and `riffle.toml` of riffle to our configuration.
 //!
-//! The result is checked like any configuration. Rejected values and keys without a counterpart
-//! stay in the text as comments with the reason.
+//! The caller checks the result like any configuration. Rejected values and keys without a
+//! counterpart stay in the text as comments with the reason.
 //! Invariant: no key of the input is dropped silently.
 
 mod found;
 mod java;
 mod riffle;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use toml::Value;
+use uniffle_base::schema::names::{leaf_of, table_of};
+use uniffle_base::schema::{Problem, Schema, redact};
 
 use self::found::{Entry, ImportedKeys, Other};
-use super::{Config, ConfigError, Machine};
-use crate::schema::names::{leaf_of, table_of};
-use crate::schema::redact;
 
 /// A converted configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,14 +30,29 @@ pub struct Imported {
     pub secrets: Vec<String>,
 }
 
-/// Converts `text` to a configuration for `machine`. `name` identifies the input in a comment.
+/// Result of a check that refuses a configuration.
+#[derive(Debug)]
+pub enum Refusal {
+    /// Problems with values.
+    Values(Vec<Problem>),
+    /// The configuration cannot be read at all, with the reason.
+    Text(String),
+}
+
+/// Converts `text` to a configuration with the keys of `schema`. `name` identifies the input in a
+/// comment. `check` checks a configuration like the start of a worker.
 ///
 /// # Errors
 /// If the input has neither format, or no known key of either server.
-pub fn import(name: &str, text: &str, machine: &Machine) -> Result<Imported, String> {
+pub fn import(
+    name: &str,
+    text: &str,
+    schema: &Schema,
+    check: impl Fn(&str) -> Result<(), Refusal>,
+) -> Result<Imported, String> {
     let (kind, mut found) = match java::read(text) {
         Some(found) => ("the Java server's", found),
-        None => ("riffle's", riffle::read(text)?),
+        None => ("riffle's", riffle::read(text, schema)?),
     };
     if found.is_empty() {
         return Err(
@@ -47,7 +61,7 @@ pub fn import(name: &str, text: &str, machine: &Machine) -> Result<Imported, Str
         );
     }
     open_remote_paths(&mut found);
-    let missing = refuse(&mut found, machine);
+    let missing = refuse(&mut found, check);
     let mut written = format!("# From {}, {kind} configuration.\n", name.replace(char::is_control, " "));
     for problem in &missing {
         let _ = writeln!(written, "# MISSING: {}", one_line(problem));
@@ -95,14 +109,14 @@ fn open_remote_paths(found: &mut ImportedKeys) {
 }
 
 /// Marks rejected entries until the others are valid. Returns problems that belong to no entry.
-fn refuse(found: &mut ImportedKeys, machine: &Machine) -> Vec<String> {
+fn refuse(found: &mut ImportedKeys, check: impl Fn(&str) -> Result<(), Refusal>) -> Vec<String> {
     loop {
         let mut text = String::new();
         write_entries(&mut text, &found.entries);
-        let problems = match Config::parse(&text, &HashMap::new(), machine) {
-            Ok(_) => return Vec::new(),
-            Err(ConfigError::Invalid { problems, .. }) => problems,
-            Err(other) => return vec![other.to_string()],
+        let problems = match check(&text) {
+            Ok(()) => return Vec::new(),
+            Err(Refusal::Values(problems)) => problems,
+            Err(Refusal::Text(why)) => return vec![why],
         };
         let mut missing = Vec::new();
         let mut is_changed = false;
@@ -155,4 +169,26 @@ fn one_line(text: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use std::path::Path;
+
+    use super::java;
+
+    #[test]
+    fn configuration_page_lists_the_java_keys() {
+        const BEGIN: &str = "<!-- generated: UPDATE_DOCS=1 cargo test --lib config -->\n";
+        const END: &str = "<!-- end -->";
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/migration.md");
+        let page = std::fs::read_to_string(&path).unwrap();
+        let (before, rest) = page.split_once(BEGIN).expect("the mark of the table");
+        let (_, after) = rest.split_once(END).expect("its end");
+        let current = format!("{before}{BEGIN}\n{}\n{END}{after}", java::reference());
+        if std::env::var_os("UPDATE_DOCS").is_some() {
+            std::fs::write(&path, &current).unwrap();
+        }
+        assert!(
+            page == current || std::env::var_os("UPDATE_DOCS").is_some(),
+            "run UPDATE_DOCS=1 cargo test --lib config"
+        );
+    }
+}
