@@ -9,7 +9,7 @@
 //! | remote | [`remote`] | tiers whose files clients read themselves |
 //! | state | [`app`], [`memory`], [`store`] | siblings that do not know each other |
 //! | log | [`log`] | the metadata log, and whether it is complete |
-//! | shared | [`budget`], [`build`], [`proto`], [`telemetry`] | used everywhere |
+//! | shared | [`budget`], [`build`], [`compat`], [`proto`], [`telemetry`] | used everywhere |
 //! | order | [`sched`] | which application is next, and how much one may hold |
 //! | `uniffle-base` | [`clock`], [`metrics`], [`runtime`], [`schema`] | the same for every crate |
 //!
@@ -46,8 +46,8 @@ pub mod telemetry;
 
 pub mod budget;
 pub mod build;
+pub mod compat;
 pub mod proto;
-
 pub mod sched;
 
 pub use uniffle_base::{clock, metrics, runtime, schema};

@@ -12,10 +12,10 @@ use std::time::Duration;
 use nix::ifaddrs::{InterfaceAddress, getifaddrs};
 use nix::net::if_::InterfaceFlags;
 
+use crate::compat::ADDRESS_VARIABLE;
+
 /// Environment variable with the announced address.
 const WORKER_VARIABLE: &str = "WORKER_IP";
-/// The Java server's environment variable with the announced address.
-const JAVA_VARIABLE: &str = "RSS_IP";
 /// Time limit for resolving a name.
 const RESOLVED_WITHIN: Duration = Duration::from_secs(20);
 /// Limits of RFC 1123.
@@ -26,7 +26,7 @@ const LABEL_CHARS_MAX: usize = 63;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
     /// The Java server's variable is not an IP address.
-    #[error("{JAVA_VARIABLE} must be an IP address, not {0:?}")]
+    #[error("{ADDRESS_VARIABLE} must be an IP address, not {0:?}")]
     NotAnIp(String),
     /// The name is unknown, or the resolver did not answer.
     #[error("WORKER_IP: the name {name} was not resolved: {reason}")]
@@ -110,7 +110,7 @@ fn is_reachable(ip: &IpAddr) -> bool {
 }
 
 /// Returns the address that this worker announces: the configured one, else the one in
-/// [`RSS_IP`](JAVA_VARIABLE), else one on which listeners at `bind_address` accept connections.
+/// [`RSS_IP`](ADDRESS_VARIABLE), else one on which listeners at `bind_address` accept connections.
 ///
 /// # Errors
 /// See [`AddressError`].
@@ -139,7 +139,7 @@ fn configured_ip(advertised: Option<&Advertised>) -> Result<Option<(&'static str
     match advertised {
         Some(Advertised::Ip(ip)) => Ok(Some((WORKER_VARIABLE, *ip))),
         Some(Advertised::Name(_)) => Ok(None),
-        None => Ok(ip_for_java(std::env::var(JAVA_VARIABLE).ok())?.map(|ip| (JAVA_VARIABLE, ip))),
+        None => Ok(ip_for_java(std::env::var(ADDRESS_VARIABLE).ok())?.map(|ip| (ADDRESS_VARIABLE, ip))),
     }
 }
 

@@ -19,13 +19,13 @@ use super::snapshot::{Inspector, OpenConnections, ProcessGauges};
 use super::sockets::{Sockets, accepting};
 use super::tls::Tls;
 use super::{Worker, admin, report, tiers};
+use crate::compat::http::JavaHooks;
 use crate::config::{Config, SparkOptions};
 use crate::coordinator::{NodeReport, ReportSource, heartbeat};
 use crate::listeners::Binding;
 use crate::listeners::grpc::GrpcServer;
 use crate::listeners::http::admin::{AdminHooks, AdminServer, Control};
 use crate::listeners::http::api::{self, ApiHooks};
-use crate::listeners::http::java::{self, JavaHooks};
 use crate::listeners::http::push::Pusher;
 use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages, gathering_pool};
 use crate::listeners::tcp::TcpServer;
@@ -103,9 +103,9 @@ impl Worker {
             node: Arc::clone(&node),
             pool: pool.clone(),
         });
-        let java = java::router(JavaHooks {
+        let java = crate::compat::http::router(JavaHooks {
             registry: self.registry.clone(),
-            node: Arc::clone(&node),
+            node: node.clone(),
             pool: pool.clone(),
         });
         let mounted = api.merge(java).merge(open_profiles);

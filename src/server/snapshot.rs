@@ -16,6 +16,7 @@ use prometheus::IntGauge;
 use crate::budget::{Budget, HeapKind};
 use crate::build::Build;
 use crate::clock::Instant;
+use crate::compat::http::Shown;
 use crate::coordinator::NodeReport;
 use crate::coordinator::heartbeat::{CoordinatorAddress, Link};
 use crate::listeners::http;
@@ -91,7 +92,7 @@ pub(super) struct OpenConnections {
     pub(super) http: IntGauge,
 }
 
-impl http::Node for Inspector {
+impl Shown for Inspector {
     fn refresh_metrics(&self) {
         self.gauges.runtime.refresh();
         self.gauges.allocator.refresh();
@@ -103,6 +104,12 @@ impl http::Node for Inspector {
         self.service.tiers().iter().for_each(|tier| tier.refresh_metrics());
     }
 
+    fn configuration(&self) -> BTreeMap<&'static str, String> {
+        self.reloader.entries()
+    }
+}
+
+impl http::Node for Inspector {
     fn not_ready(&self) -> Option<String> {
         health::not_ready(&self.service)
     }
@@ -125,10 +132,6 @@ impl http::Node for Inspector {
 
     fn apps(&self) -> Vec<AppStatistics> {
         self.snapshot(AGE_MAX).apps.clone()
-    }
-
-    fn configuration(&self) -> BTreeMap<&'static str, String> {
-        self.reloader.entries()
     }
 
     fn cluster(&self) -> Option<Bytes> {

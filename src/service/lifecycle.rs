@@ -17,6 +17,7 @@ use prometheus::HistogramTimer;
 
 use crate::app::{AppRegistry, PartitionRanges, Registration};
 use crate::clock::Instant;
+use crate::compat::HEARTBEAT_TIMEOUT_PROPERTY;
 use crate::flush::Flusher;
 use crate::memory::{Evicted, Memory};
 use crate::runtime::{BlockingPool, Tasks};
@@ -38,10 +39,6 @@ use super::quota::{self, QuotaConfig};
 use super::spill::Spill;
 use super::status::{WorkerState, WorkerStatus};
 use super::verify::Verifier;
-
-/// Property of riffle with which an app chooses its heartbeat timeout in minutes (docs/protocol.md
-/// §8.4).
-const HEARTBEAT_TIMEOUT_PROPERTY: &str = "spark.rss.riffle.appHeartbeatTimeoutMinutes";
 
 /// Limit of a week, so that the data of a departed app does not stay on disks forever.
 const HEARTBEAT_TIMEOUT_MINUTES_MAX: u64 = 7 * 24 * 60;

@@ -27,7 +27,7 @@ const LAYERS: &[&[&str]] = &[
     &["app", "memory", "store"],
     &["log"],
     &["telemetry"],
-    &["budget", "build", "proto"],
+    &["budget", "build", "compat", "proto"],
     &["sched"],
     // `uniffle-base`.
     &["log_limiter", "runtime"],

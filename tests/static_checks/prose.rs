@@ -134,6 +134,7 @@ const DONE: &[&str] = &[
     "crates/uniffle-wire",
     "src/app",
     "src/budget",
+    "src/compat",
     "src/config",
     "src/coordinator",
     "src/log",

@@ -243,7 +243,7 @@ fn riffle_configuration_with_every_option_is_imported() {
             "{:?}",
             config.warnings
         );
-        for (key, why) in crate::config::sections::NO_EFFECT {
+        for (key, why) in crate::compat::NO_EFFECT {
             let told = |line: &str| line.starts_with(&format!("# {key} = ")) && line.ends_with(why);
             assert_eq!(
                 imported.text.lines().filter(|line| told(line)).count(),

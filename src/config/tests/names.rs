@@ -1,7 +1,7 @@
 //! Keys that are misspelt, belong to older servers, or are in the wrong table.
 
-use super::super::sections::NO_EFFECT;
 use super::{ConfigError, only_problem, parse};
+use crate::compat::NO_EFFECT;
 
 #[test]
 fn aliases_of_older_servers_are_read() {

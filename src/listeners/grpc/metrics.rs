@@ -11,9 +11,8 @@ use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, R
 
 use super::methods;
 use crate::clock::Instant;
-use crate::metrics::{
-    self, Description, GaugeGuard, IN_MS, IN_SECONDS, TRANSIT_MS_BUCKETS, TransitTimes, View, exponential,
-};
+use crate::compat::grpc::{IN_PROCESS, RIFFLE_DURATIONS, RIFFLE_TRANSIT, TIMED};
+use crate::metrics::{self, Description, GaugeGuard, TRANSIT_MS_BUCKETS, TransitTimes, exponential};
 
 /// Path label of everything that is not in [`METHODS`].
 const OTHER: &str = "other";
@@ -45,48 +44,6 @@ const METHODS: [(&str, &str); 18] = [
     ("/rss.common.ShuffleServerInternal/decommission", "decommission"),
     ("/rss.common.ShuffleServerInternal/cancelDecommission", "cancel_decommission"),
 ];
-
-/// Java's names for call durations, for the methods that Java times.
-const IN_PROCESS: View = View::new(
-    "grpc_{method}_process_latency",
-    "Milliseconds from the header of a {method} call to the header of its response",
-    IN_MS,
-);
-
-/// Stems of the methods that Java times.
-const TIMED: [&str; 6] = [
-    "send_shuffle_data",
-    "get_local_shuffle_data",
-    "get_memory_shuffle_data",
-    "get_sorted_shuffle_data",
-    "get_shuffle_result_for_multi_part",
-    "report_shuffle_result",
-];
-
-/// riffle's names for call durations, by path.
-const RIFFLE_DURATIONS: [(&str, View); 6] = [
-    (methods::SEND_SHUFFLE_DATA, duration_view("grpc_send_data_process_time")),
-    (methods::REQUIRE_BUFFER, duration_view("grpc_buffer_require_process_time")),
-    (methods::GET_MEMORY_SHUFFLE_DATA, duration_view("grpc_get_memory_data_process_time")),
-    (methods::GET_LOCAL_SHUFFLE_DATA, duration_view("grpc_get_localfile_data_process_time")),
-    (methods::GET_LOCAL_SHUFFLE_DATA, duration_view("grpc_get_localfile_data_latency")),
-    (methods::GET_LOCAL_SHUFFLE_INDEX, duration_view("grpc_get_localfile_index_latency")),
-];
-
-const fn duration_view(name: &'static str) -> View {
-    View::new(name, "Seconds from the header of a call to the header of its response", 1.0)
-}
-
-/// riffle's names for transit times, in the order of [`TransitMetrics`].
-const RIFFLE_TRANSIT: [View; 3] = [
-    transit_view("grpc_send_data_transport_time"),
-    transit_view("grpc_get_localfile_data_transport_time"),
-    transit_view("grpc_get_memory_data_transport_time"),
-];
-
-const fn transit_view(name: &'static str) -> View {
-    View::new(name, "Seconds from a call's timestamp to its arrival", IN_SECONDS)
-}
 
 /// 0.5 ms to 75 s.
 const DURATION_BUCKETS: &[f64] = &exponential::<14>(0.0005, 2.5);
@@ -160,10 +117,10 @@ impl GrpcMetrics {
             if TIMED.contains(&stem) {
                 IN_PROCESS.register(registry, &method.duration, &fill)?;
             }
+            for (_, view) in RIFFLE_DURATIONS.iter().filter(|(of, _)| *of == stem) {
+                view.register(registry, &method.duration, &[])?;
+            }
             methods.insert(path, method);
-        }
-        for (path, view) in RIFFLE_DURATIONS {
-            view.register(registry, &calls.durations.with_label_values(&[path]), &[])?;
         }
         let TransitMetrics { send, local_data, memory, .. } = &calls.transit;
         for (view, times) in RIFFLE_TRANSIT.iter().zip([send, local_data, memory]) {

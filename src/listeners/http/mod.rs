@@ -9,12 +9,10 @@ pub mod admin;
 pub mod api;
 mod blocking;
 pub mod debug;
-pub mod java;
 mod page;
 pub mod push;
 mod serve;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use axum::body::Bytes;
@@ -26,6 +24,7 @@ use axum::{Json, Router};
 use futures::future::BoxFuture;
 use prometheus::{Encoder as _, IntCounter, IntGauge, Registry, TEXT_FORMAT, TextEncoder};
 
+use crate::compat::http::Shown;
 use crate::listeners::acceptor::{Binding, Names};
 use crate::runtime::{BlockingPool, Tasks};
 use crate::service::{AppStatistics, Incompleteness};
@@ -43,10 +42,7 @@ const NAMES: Names = Names {
 };
 
 /// Source of the worker's state for the listener.
-pub trait Node: std::fmt::Debug + Send + Sync {
-    /// Updates gauges. Called before metrics are gathered.
-    fn refresh_metrics(&self);
-
+pub trait Node: Shown {
     /// Returns why clients should not use this worker, or `None` if it is ready.
     fn not_ready(&self) -> Option<String>;
 
@@ -67,9 +63,6 @@ pub trait Node: std::fmt::Debug + Send + Sync {
 
     /// Returns the worker's applications. The figures are at most a second old.
     fn apps(&self) -> Vec<AppStatistics>;
-
-    /// Returns the effective configuration by key, without secrets.
-    fn configuration(&self) -> BTreeMap<&'static str, String>;
 
     /// Returns its coordinator's view of the cluster ([`api::cluster::Cluster`]) as JSON text, or
     /// `None` without a coordinator. Text can be shared between callers, as it may be long.

@@ -1,5 +1,6 @@
 //! Tests of the HTTP listener over real sockets on port 0.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, ThreadId};
@@ -12,6 +13,8 @@ use uniffle_testkit::eventually_in_no_time;
 
 use super::push::{Endpoint, PushConfig, Pusher};
 use super::*;
+use crate::compat;
+use crate::compat::http::{JavaHooks, Shown};
 use crate::runtime::Tasks;
 
 const CONFIG: HttpConfig = HttpConfig {
@@ -43,12 +46,18 @@ impl TestNode {
     }
 }
 
-impl Node for TestNode {
+impl Shown for TestNode {
     fn refresh_metrics(&self) {
         self.require_blocking_thread();
         self.gauge.inc();
     }
 
+    fn configuration(&self) -> BTreeMap<&'static str, String> {
+        BTreeMap::from([("grpc_port", "19999".to_owned())])
+    }
+}
+
+impl Node for TestNode {
     fn is_stopping_for_good(&self) -> bool {
         false
     }
@@ -78,10 +87,6 @@ impl Node for TestNode {
         Vec::new()
     }
 
-    fn configuration(&self) -> BTreeMap<&'static str, String> {
-        BTreeMap::from([("grpc_port", "19999".to_owned())])
-    }
-
     fn cluster(&self) -> Option<axum::body::Bytes> {
         None
     }
@@ -106,8 +111,8 @@ async fn listener() -> TestServer {
     let address = listener.local_addr().unwrap();
     let tasks = Tasks::new();
     let metrics = HttpMetrics::new(&registry).unwrap();
-    let hooks = java::JavaHooks { registry: registry.clone(), node: node.clone(), pool: gathering_pool() };
-    let mounted = java::router(hooks).route("/never", get(std::future::pending::<()>));
+    let hooks = JavaHooks { registry: registry.clone(), node: node.clone(), pool: gathering_pool() };
+    let mounted = compat::http::router(hooks).route("/never", get(std::future::pending::<()>));
     let pages = Pages {
         registry: registry.clone(),
         metrics,

@@ -5,9 +5,8 @@ use std::sync::Arc;
 
 use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, Registry};
 
-use crate::metrics::{
-    self, Description, GaugeGuard, IN_MS, IN_SECONDS, TRANSIT_MS_BUCKETS, TransitTimes, View,
-};
+use crate::compat::tcp::{PROCESS_LATENCY, PROCESS_TIMES, TRANSPORT_TIMES};
+use crate::metrics::{self, Description, GaugeGuard, TRANSIT_MS_BUCKETS, TransitTimes};
 use uniffle_wire::frame::FrameType;
 
 /// In seconds, from a memory read of one block to a request that a client has given up on.
@@ -40,13 +39,6 @@ metrics::table! {
     }
 }
 
-/// Java's name for request durations.
-const PROCESS_LATENCY: View = View::new(
-    "netty_{kind}_request_process_latency",
-    "Milliseconds from the last byte of a request to the last byte of its reply",
-    IN_MS,
-);
-
 /// Java's metric stem and riffle's label of each kind of request, in the order of [`TcpMetrics`].
 const KINDS: [(&str, &str); 5] = [
     ("send_shuffle_data", "sendShuffleData"),
@@ -54,27 +46,6 @@ const KINDS: [(&str, &str); 5] = [
     ("get_local_shuffle_data", "getLocalShuffleData"),
     ("get_memory_shuffle_data", "getMemoryShuffleData"),
     ("get_sorted_shuffle_data", "getSortedShuffleData"),
-];
-
-const fn transport_time(name: &'static str) -> View {
-    View::new(name, "Seconds from a request's timestamp to its last byte", IN_SECONDS)
-}
-
-const fn process_time(name: &'static str) -> View {
-    View::new(name, "Seconds from the last byte of a request to the last byte of its reply", 1.0)
-}
-
-/// riffle's names for sends and local data.
-const TRANSPORT_TIMES: [View; 2] = [
-    transport_time("urpc_send_data_transport_time"),
-    transport_time("urpc_get_localfile_data_transport_time"),
-];
-
-/// riffle's names for sends, memory and local data.
-const PROCESS_TIMES: [View; 3] = [
-    process_time("urpc_send_data_process_time"),
-    process_time("urpc_get_memory_data_process_time"),
-    process_time("urpc_get_localfile_data_process_time"),
 ];
 
 /// Metrics of the listener.

@@ -25,7 +25,6 @@ pub mod layout;
 pub mod location;
 #[cfg(feature = "object")]
 pub(super) mod log_objects;
-#[cfg_attr(not(feature = "object"), expect(dead_code, reason = "it is described, and nothing counts"))]
 pub(crate) mod metrics;
 mod names;
 #[cfg(feature = "object")]

@@ -3,7 +3,8 @@
 /// Values of the placeholders `{…}` in names and help texts.
 pub type Fill<'a> = &'a [(&'a str, &'a str)];
 
-pub(super) fn filled(text: &str, fill: Fill<'_>) -> String {
+/// Returns `text` with the placeholders replaced.
+pub fn filled(text: &str, fill: Fill<'_>) -> String {
     fill.iter().fold(text.to_owned(), |text, (placeholder, value)| text.replace(placeholder, value))
 }
 

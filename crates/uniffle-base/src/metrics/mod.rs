@@ -10,8 +10,7 @@ mod transit;
 use prometheus::process_collector::ProcessCollector;
 use prometheus::{IntGauge, Registry, Result};
 
-pub use fill::{Description, Fill};
-pub use renamed::{IN_MS, IN_SECONDS, View};
+pub use fill::{Description, Fill, filled};
 pub use table::{Family, Metric, Row, table};
 pub use transit::{TRANSIT_MS_BUCKETS, TransitTimes};
 

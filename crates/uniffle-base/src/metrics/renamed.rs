@@ -5,10 +5,8 @@
 use std::collections::HashMap;
 
 use prometheus::core::{Collector, Desc};
-use prometheus::proto::{Bucket, Metric, MetricFamily, MetricType};
-use prometheus::{Histogram, Registry, Result};
-
-use super::fill::{Description, Fill, filled};
+use prometheus::proto::MetricFamily;
+use prometheus::{Registry, Result};
 
 /// Exports the values of `metric` also as `name`.
 ///
@@ -25,45 +23,6 @@ pub(super) fn also<M: Collector + Clone + 'static>(
         .map_or((String::new(), Vec::new()), |desc| (desc.help.clone(), desc.variable_labels.clone()));
     let desc = Desc::new(name.to_owned(), desc.0, desc.1, HashMap::new())?;
     registry.register(Box::new(Renamed { metric: metric.clone(), desc }))
-}
-
-/// Factor of a [`View`] that converts seconds to milliseconds.
-pub const IN_MS: f64 = 1e3;
-
-/// Factor of a [`View`] that converts milliseconds to seconds.
-pub const IN_SECONDS: f64 = 1e-3;
-
-/// A histogram under another name and in another unit. The source may be one series of a labelled
-/// histogram, which is exported without its label.
-#[derive(Debug, Clone, Copy)]
-pub struct View {
-    name: &'static str,
-    help: &'static str,
-    factor: f64,
-}
-
-impl View {
-    /// Creates a view. `name` and `help` may contain placeholders. Values are multiplied by
-    /// `factor`.
-    pub const fn new(name: &'static str, help: &'static str, factor: f64) -> Self {
-        Self { name, help, factor }
-    }
-
-    /// Exports `histogram` under this name.
-    ///
-    /// # Errors
-    /// If the name is malformed or taken.
-    pub fn register(&self, registry: &Registry, histogram: &Histogram, fill: Fill<'_>) -> Result<()> {
-        let (name, help) = (filled(self.name, fill), filled(self.help, fill));
-        let desc = Desc::new(name, help, Vec::new(), HashMap::new())?;
-        registry.register(Box::new(Scaled { histogram: histogram.clone(), factor: self.factor, desc }))
-    }
-
-    /// Returns the documentation of the view.
-    pub fn describe(&self, module: &'static str, fill: Fill<'_>) -> Description {
-        let (name, help) = (filled(self.name, fill), filled(self.help, fill));
-        Description { name, kind: "histogram", labels: &[], help, module }
-    }
 }
 
 /// A metric exported under another name.
@@ -86,53 +45,9 @@ impl<M: Collector> Collector for Renamed<M> {
     }
 }
 
-/// A histogram exported in another unit.
-struct Scaled {
-    histogram: Histogram,
-    factor: f64,
-    desc: Desc,
-}
-
-impl Collector for Scaled {
-    fn desc(&self) -> Vec<&Desc> {
-        vec![&self.desc]
-    }
-
-    fn collect(&self) -> Vec<MetricFamily> {
-        let collected = self.histogram.collect();
-        let metrics = collected.iter().flat_map(MetricFamily::get_metric).map(|metric| {
-            let from = metric.get_histogram();
-            let buckets = from.get_bucket().iter().map(|bucket| {
-                let mut scaled = Bucket::default();
-                scaled.set_cumulative_count(bucket.cumulative_count());
-                scaled.set_upper_bound(rounded(bucket.upper_bound() * self.factor));
-                scaled
-            });
-            let mut histogram = prometheus::proto::Histogram::default();
-            histogram.set_sample_count(from.get_sample_count());
-            histogram.set_sample_sum(from.get_sample_sum() * self.factor);
-            histogram.set_bucket(buckets.collect());
-            let mut metric = Metric::default();
-            metric.set_histogram(histogram);
-            metric
-        });
-        let mut family = MetricFamily::default();
-        family.set_name(self.desc.fq_name.clone());
-        family.set_help(self.desc.help.clone());
-        family.set_field_type(MetricType::HISTOGRAM);
-        family.set_metric(metrics.collect());
-        vec![family]
-    }
-}
-
-/// Rounds a bucket bound, which becomes a label: 300 instead of 299.99999999999994.
-fn rounded(bound: f64) -> f64 {
-    (bound * 1e9).round() / 1e9
-}
-
 #[cfg(test)]
 mod tests {
-    use prometheus::{HistogramOpts, HistogramVec, IntCounterVec, Opts};
+    use prometheus::{IntCounterVec, Opts};
 
     use super::*;
 
@@ -150,28 +65,5 @@ mod tests {
             .map(|family| (family.name(), family.get_metric()[0].get_counter().get_value()))
             .collect();
         assert_eq!(told, [("ours", 1.0), ("theirs", 1.0)]);
-    }
-
-    #[test]
-    fn histogram_may_be_exported_in_another_unit() {
-        let registry = Registry::new();
-        let options = HistogramOpts::new("ours_seconds", "help").buckets(vec![0.001, 0.3]);
-        let all = HistogramVec::new(options, &["path"]).unwrap();
-        registry.register(Box::new(all.clone())).unwrap();
-        let of_a = all.with_label_values(&["/a"]);
-        View::new("{whose}_ms", "help", IN_MS).register(&registry, &of_a, &[("{whose}", "theirs")]).unwrap();
-        assert!(View::new("ours_seconds", "help", 1.0).register(&registry, &of_a, &[]).is_err());
-        of_a.observe(0.25);
-        all.with_label_values(&["/b"]).observe(5.0);
-        let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
-        let theirs: Vec<_> = text.lines().filter(|line| line.starts_with("theirs")).collect();
-        let expected = [
-            "theirs_ms_bucket{le=\"1\"} 0",
-            "theirs_ms_bucket{le=\"300\"} 1",
-            "theirs_ms_bucket{le=\"+Inf\"} 1",
-            "theirs_ms_sum 250",
-            "theirs_ms_count 1",
-        ];
-        assert_eq!(theirs, expected);
     }
 }

@@ -6,6 +6,8 @@
 //! one, and derives the type from the name ([`Kind::of`]). docs/protocol.md §10.1 describes the
 //! formats.
 
+use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -19,13 +21,20 @@ use prometheus::proto::{Metric, MetricFamily, MetricType};
 use serde::{Serialize, Serializer};
 use serde_json::json;
 
-use super::Node;
-use super::blocking::run_blocking;
 use crate::metrics::clamped;
 use crate::runtime::BlockingPool;
 
 /// Query parameter with the name of a metric. It may be repeated.
 const NAME: &str = "name[]";
+
+/// Source of what these paths show.
+pub trait Shown: fmt::Debug + Send + Sync {
+    /// Updates gauges. Called before metrics are gathered.
+    fn refresh_metrics(&self);
+
+    /// Returns the effective configuration by key, without secrets.
+    fn configuration(&self) -> BTreeMap<&'static str, String>;
+}
 
 /// Sources of these paths.
 #[derive(Debug, Clone)]
@@ -33,13 +42,13 @@ pub struct JavaHooks {
     /// Metrics.
     pub registry: Registry,
     /// Source of the configuration, and of updates before gathering.
-    pub node: Arc<dyn Node>,
+    pub node: Arc<dyn Shown>,
     /// Threads for collecting answers.
     pub pool: BlockingPool,
 }
 
 /// Returns the routes, without Prometheus text and `/api/shuffleServer/stacks` (a dump, see
-/// `debug`).
+/// `listeners::http`).
 pub fn router(hooks: JavaHooks) -> Router {
     Router::new()
         .route("/metrics/{kind}", get(metrics_json))
@@ -103,7 +112,8 @@ async fn metrics_json(
     };
     let names: Vec<String> = query.into_iter().filter(|(key, _)| key == NAME).map(|(_, name)| name).collect();
     let pool = hooks.pool.clone();
-    run_blocking(&pool, move || gathered(&hooks, kind, &names)).await
+    let failed = |error| (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response();
+    pool.run(move || gathered(&hooks, kind, &names)).await.unwrap_or_else(failed)
 }
 
 fn gathered(hooks: &JavaHooks, kind: Option<Kind>, names: &[String]) -> Response {
