@@ -46,14 +46,22 @@ pub struct App {
     usage: Usage,
 }
 
+/// First heartbeat of an application, in milliseconds.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Heartbeat {
+    pub(super) at_ms: u64,
+    pub(super) timeout_ms: u64,
+}
+
 impl App {
     /// Creates an application that was last used at `now_ms`. It gets its part of `heap` and of
     /// `answers`, and `registrations` as its registration budget.
     pub(super) fn new(
         id: &AppId,
-        (heap, registrations): (&Heap, Budget),
+        heap: &Heap,
+        registrations: Budget,
         answers: &Budget,
-        (now_ms, timeout_ms): (u64, u64),
+        heartbeat: Heartbeat,
         usage: Usage,
     ) -> Arc<Self> {
         Arc::new(Self {
@@ -63,8 +71,8 @@ impl App {
             sends_properties: AtomicBool::new(false),
             has_huge_partition: AtomicBool::new(false),
             task_bits: AtomicU32::new(0),
-            heartbeat_timeout_ms: AtomicU64::new(timeout_ms),
-            last_use_ms: AtomicU64::new(now_ms),
+            heartbeat_timeout_ms: AtomicU64::new(heartbeat.timeout_ms),
+            last_use_ms: AtomicU64::new(heartbeat.at_ms),
             shuffles: RwLock::default(),
             account: Account::default(),
             since: Instant::now(),

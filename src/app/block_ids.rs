@@ -188,12 +188,12 @@ impl BlockIds {
             set.add_sorted(&ids);
             after = (after.0 + set.heap_bytes(), after.1 + set.len());
         }
-        settle(&mut self.charge, (before.0, after.0), &mut paid.charge);
-        self.settle_count((before.1, after.1), paid);
+        settle(&mut self.charge, before.0, after.0, &mut paid.charge);
+        self.settle_count(before.1, after.1, paid);
     }
 
-    fn settle_count(&mut self, (before, after): (u64, u64), paid: &mut PaidIds) {
-        settle(&mut self.counted, (before, after), &mut paid.counted);
+    fn settle_count(&mut self, before: u64, after: u64, paid: &mut PaidIds) {
+        settle(&mut self.counted, before, after, &mut paid.counted);
         self.share.move_from(&mut paid.share, after.saturating_sub(before));
         self.share.shrink_to(self.share.held() - before.saturating_sub(after));
     }
@@ -281,7 +281,7 @@ impl BlockIds {
     /// Adds a report that was written as a run of its own, settled from `paid`.
     pub fn enter_run(&mut self, run: IdRun, on_disk: Charge, ids: u64, paid: &mut PaidIds) {
         self.add_run(run, on_disk);
-        self.settle_count((0, ids), paid);
+        self.settle_count(0, ids, paid);
     }
 
     /// Replaces the `old` runs by `run`, which contains their ids.
@@ -306,7 +306,7 @@ fn heap_bytes(table: &IdTable) -> u64 {
 
 /// Moves the difference between two amounts to or from `held`. Growth is taken from `paid`; the
 /// missing part is charged beyond the capacity.
-fn settle(held: &mut Charge, (before, after): (u64, u64), paid: &mut Charge) {
+fn settle(held: &mut Charge, before: u64, after: u64, paid: &mut Charge) {
     let grown = after.saturating_sub(before);
     let part = paid.split_up_to(grown);
     let beyond = held.budget().force_charge(grown - part.bytes());

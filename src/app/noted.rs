@@ -41,7 +41,8 @@ impl NotedRegistrations {
         &self,
         ranges: &PartitionRanges,
         remote_ranges: &[(i32, i32)],
-        (digest, bytes): (u64, u64),
+        digest: u64,
+        bytes: u64,
     ) -> Option<NextNote> {
         let new = ranges.minus(&self.ranges);
         let is_new = |range: &&(i32, i32)| self.remote_ranges.binary_search(range).is_err();
@@ -97,7 +98,7 @@ mod tests {
     }
 
     fn note(noted: &mut NotedRegistrations, all: &PartitionRanges, digest: u64) -> Option<(u64, bool)> {
-        let next = noted.next(all, &[], (digest, 100))?;
+        let next = noted.next(all, &[], digest, 100)?;
         let (written, replaces) = (next.ranges.count(), next.replaces);
         noted.written(next, digest, 100);
         Some((written, replaces))
@@ -123,7 +124,7 @@ mod tests {
     fn remote_ranges_are_stored_as_sent() {
         let (mut noted, all) = (NotedRegistrations::default(), ranges(&[(0, 9)]));
         let mut sent = |range| {
-            let next = noted.next(&all, &[range], (7, 5))?;
+            let next = noted.next(&all, &[range], 7, 5)?;
             let remote = (next.remote_ranges.clone(), next.replaces);
             noted.written(next, 7, 30);
             Some(remote)

@@ -11,7 +11,7 @@ use dashmap::DashMap;
 use parking_lot::Mutex;
 
 use super::AppConfig;
-use super::application::App;
+use super::application::{App, Heartbeat};
 use super::block_ids::BlockIds;
 use super::quota::{Quota, QuotaExceeded};
 use super::ranges::PartitionRanges;
@@ -266,7 +266,8 @@ impl AppRegistry {
     /// not look expired in between.
     fn fresh(&self, id: &AppId, registrations: Budget, usage: Usage) -> Arc<App> {
         let timeout_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);
-        App::new(id, (&self.heap, registrations), &self.answers, (self.now_ms(), timeout_ms), usage)
+        let heartbeat = Heartbeat { at_ms: self.now_ms(), timeout_ms };
+        App::new(id, &self.heap, registrations, &self.answers, heartbeat, usage)
     }
 
     /// Returns the app without refreshing it.

@@ -121,7 +121,7 @@ pub async fn resolve(advertised: Option<&Advertised>, bind_address: IpAddr) -> R
     };
     let local = local_addresses();
     let Some((variable, ip)) = configured else { return Ok(own_address(bind_address, &local, route_source)) };
-    check_bound((variable, ip), bind_address, &local)?;
+    check_bound(variable, ip, bind_address, &local)?;
     Ok(ip)
 }
 
@@ -131,7 +131,7 @@ pub async fn resolve(advertised: Option<&Advertised>, bind_address: IpAddr) -> R
 /// See [`AddressError`].
 pub fn check(advertised: Option<&Advertised>, bind_address: IpAddr) -> Result<(), AddressError> {
     let configured = configured_ip(advertised)?;
-    configured.map_or(Ok(()), |configured| check_bound(configured, bind_address, &local_addresses()))
+    configured.map_or(Ok(()), |(variable, ip)| check_bound(variable, ip, bind_address, &local_addresses()))
 }
 
 /// Returns the configured address, unless that is a host name, and the variable that names it.
@@ -146,7 +146,8 @@ fn configured_ip(advertised: Option<&Advertised>) -> Result<Option<(&'static str
 /// Refuses an address of this machine on which nothing listens. An address of another machine may
 /// be translated to this one, as for a Kubernetes Service.
 fn check_bound(
-    (variable, ip): (&'static str, IpAddr),
+    variable: &'static str,
+    ip: IpAddr,
     bind_address: IpAddr,
     local: &[LocalAddress],
 ) -> Result<(), AddressError> {

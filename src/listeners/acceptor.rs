@@ -209,8 +209,8 @@ impl Acceptor {
             };
             let (close, registration) = closing();
             let (held, closed) = limiter.take(peer.ip(), close);
-            if let Some(closed) = closed {
-                self.note_closed(closed, &closings);
+            if let Some((stage, idle)) = closed {
+                self.note_closed(stage, idle, &closings);
             }
             if has_begun {
                 held.state().opened();
@@ -219,7 +219,7 @@ impl Acceptor {
             }
             let connection_state = Arc::clone(held.state());
             let life = Life { connection_state, registration, deadline: self.opening_deadline };
-            self.open((stream, peer), held, life, &serve);
+            self.open(stream, peer, held, life, &serve);
             // The connection's task runs before the next accept. A storm of connects must not evict
             // a connection whose request has arrived.
             yield_now().await;
@@ -227,7 +227,7 @@ impl Acceptor {
     }
 
     /// Records that a connection was evicted in `stage`, after `idle` without progress.
-    fn note_closed(&self, (stage, idle): (Stage, Duration), closings: &LogLimiter) {
+    fn note_closed(&self, stage: Stage, idle: Duration, closings: &LogLimiter) {
         self.closed.inc();
         if let Some(times) = closings.pass() {
             let (Names { listener, limit, .. }, most) = (self.names, self.connections_max);
@@ -239,7 +239,8 @@ impl Acceptor {
     /// Starts the connection's task, on the least loaded core if there are cores.
     fn open<F, S>(
         &self,
-        (stream, peer): (TcpStream, SocketAddr),
+        stream: TcpStream,
+        peer: SocketAddr,
         held: ConnectionGuard,
         life: Life,
         serve: &Arc<S>,

@@ -279,7 +279,7 @@ fn allocate(
         while bytes >= smallest {
             let covered = needed.min(bytes);
             let overdraft = supply.overdraft(funds.budget());
-            if let Some(charge) = funds.cover_segment((covered, bytes - covered), overdraft) {
+            if let Some(charge) = funds.cover_segment(covered, bytes - covered, overdraft) {
                 let size = usize::try_from(bytes).expect("at most SEGMENT_BYTES_MAX");
                 match supply.region.allocate(size, charge) {
                     Ok(segment) => return Ok(segment),

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::persistent;
-use super::persistent::file::Backing;
+use super::persistent::file::{Backing, RegionSize};
 use crate::budget::allowance::{divide, slack};
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, parsed, seconds, size, word};
 use crate::schema::{section, words};
@@ -125,7 +125,7 @@ impl MemoryConfig {
     /// over. `None` for private memory.
     #[must_use]
     pub fn kept_as(&self) -> Option<String> {
-        let (bytes, blocks) = region_size(self);
+        let RegionSize { bytes, blocks } = region_size(self);
         let version = persistent::layout::VERSION;
         (!self.backing.is_private()).then(|| format!("{version} {} {bytes} {blocks}", self.backing))
     }
@@ -145,10 +145,10 @@ impl MemoryConfig {
     }
 }
 
-/// Returns the bytes of segments and the number of blocks.
-pub(super) fn region_size(config: &MemoryConfig) -> (u64, u64) {
+/// Returns the size of the region that a configuration needs.
+pub(super) fn region_size(config: &MemoryConfig) -> RegionSize {
     let capacity = config.capacity_bytes;
-    (capacity.saturating_add(slack(capacity)), blocks_max(config))
+    RegionSize { bytes: capacity.saturating_add(slack(capacity)), blocks: blocks_max(config) }
 }
 
 pub(super) fn blocks_max(config: &MemoryConfig) -> u64 {

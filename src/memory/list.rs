@@ -228,7 +228,7 @@ impl BlockList {
         let slices = fill.freeze();
         let order = self.order(at);
         if let (Some(Rows { kept, .. }), Some(free)) = (self.rows.get_mut().map(|rows| &mut **rows), rows) {
-            kept.push((&meta, order), &slices, free);
+            kept.push(&meta, order, &slices, free);
         }
         if in_chain {
             self.chain.absorb(offset, slices);
@@ -269,7 +269,7 @@ impl BlockList {
         let of_capacity = self.paid.capacity.budget().force_charge(bytes);
         let mut kept = Kept::new(Arc::clone(named), partition);
         for at in 0..self.next_record() {
-            kept.push((&self.meta(at as usize), self.order(at)), &slices(at), &mut free);
+            kept.push(&self.meta(at as usize), self.order(at), &slices(at), &mut free);
         }
         self.rows.set(Box::new(Rows { kept, _late: Some((of_lists, of_capacity)) })).is_ok()
     }

@@ -55,7 +55,7 @@ pub use persistent::huge::describe as describe_huge_pages;
 pub use persistent::orphaned::OrphanedMemory;
 pub use persistent::passed::take as take_passed;
 pub use pool::{ReadBuf, ReadPool};
-pub use read::{MemoryRead, READ_BLOCKS_MAX, SMALL_PIECE_BYTES, answer_heap_bytes};
+pub use read::{MemoryRead, READ_BLOCKS_MAX, ReadLimit, SMALL_PIECE_BYTES, answer_heap_bytes};
 pub use reservation::Reservation;
 pub use sealed::{SealedBatch, SealedData, SealedExtent};
 pub use shuffle::{Candidate, Evicted, InMemory, ShuffleBuffers};
@@ -150,7 +150,7 @@ impl Memory {
         let budget = Budget::new(capacity);
         let region = match &opened {
             Some((table, _)) => Arc::clone(table.region()),
-            None => Region::new(region_size(config).0)?,
+            None => Region::new(region_size(config).bytes)?,
         };
         region.advise_huge_pages(config.has_huge_block_pages());
         // A region that has grown keeps its previous block table.

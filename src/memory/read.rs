@@ -79,16 +79,24 @@ impl From<BlockSlices> for MemoryRead {
     }
 }
 
-/// Walks `lists` from behind `after` (or from the head, if that is gone) until `limit_bytes` or
-/// `limit_blocks` are reached. Returns at least one block if any qualifies. The last block may
-/// exceed `limit_bytes`.
+/// Size at which a read from memory ends.
+#[derive(Debug, Clone, Copy)]
+pub struct ReadLimit {
+    /// Number of bytes. The last block may exceed it.
+    pub bytes: u64,
+    /// Number of blocks, at most [`READ_BLOCKS_MAX`].
+    pub blocks: usize,
+}
+
+/// Walks `lists` from behind `after` (or from the head, if that is gone) until `limit` is reached.
+/// Returns at least one block if any qualifies.
 pub(super) fn walk(
     lists: &SmallVec<[&BlockList; 8]>,
     after: Option<BlockId>,
-    (limit_bytes, limit_blocks): (u64, usize),
+    limit: ReadLimit,
     tasks: Option<&Treemap>,
 ) -> BlockSlices {
-    let limit_blocks = limit_blocks.clamp(1, READ_BLOCKS_MAX);
+    let (limit_bytes, limit_blocks) = (limit.bytes, limit.blocks.clamp(1, READ_BLOCKS_MAX));
     // A hidden block may be present again after a resend, and readers know only the resent copy.
     let shown = |list: &BlockList, id| list.find(id).filter(|at| !list.is_withheld(*at));
     let place = |id| lists.iter().enumerate().find_map(|(n, list)| Some((n, shown(list, id)? + 1)));

@@ -107,7 +107,7 @@ impl Reservation {
     /// have filled room that this one paid for; they then hold too much until they end. Or a seal
     /// cut off the tail of a segment. In these cases the budget may be overdrawn by up to
     /// `overdraft`, for which there is unpromised memory.
-    pub(super) fn cover_segment(&mut self, (needed, extra): (u64, u64), overdraft: u64) -> Option<Charge> {
+    pub(super) fn cover_segment(&mut self, needed: u64, extra: u64, overdraft: u64) -> Option<Charge> {
         let extra = self.budget.try_charge(extra).ok()?;
         let missing = needed.saturating_sub(self.held_bytes());
         let rest = self.budget.try_charge_beyond(missing, overdraft).ok()?;

@@ -385,13 +385,13 @@ mod tests {
         assert_eq!(funds.held_bytes(), 104_096);
         funds.spend(200_000).unwrap();
         assert_eq!(funds.spend(1).unwrap_err(), MemoryError::TicketOverspent { asked: 1, left: 0 });
-        let more = funds.cover_segment((108_000, 2000), 0).unwrap();
+        let more = funds.cover_segment(108_000, 2000, 0).unwrap();
         assert_eq!((more.bytes(), funds.held_bytes(), tickets.pre_allocated_bytes()), (110_000, 0, 0));
-        assert!(funds.cover_segment((1 << 20, 0), 0).is_none());
-        let forced = funds.cover_segment((1 << 20, 0), 110_000).unwrap();
+        assert!(funds.cover_segment(1 << 20, 0, 0).is_none());
+        let forced = funds.cover_segment(1 << 20, 0, 110_000).unwrap();
         assert_eq!(budget.used(), 110_000 + (1 << 20));
-        assert!(funds.cover_segment((1, 0), 110_000).is_none(), "it is as much overdrawn as it may be");
-        assert!(funds.cover_segment((0, 1), 110_001).is_none(), "room for later only within the capacity");
+        assert!(funds.cover_segment(1, 0, 110_000).is_none(), "it is as much overdrawn as it may be");
+        assert!(funds.cover_segment(0, 1, 110_001).is_none(), "room for later only within the capacity");
         funds.put_back(forced, 5000);
         assert_eq!((funds.held_bytes(), tickets.pre_allocated_bytes(), budget.used()), (5000, 5000, 115_000));
         assert_eq!(funds.cover_metadata(6400).bytes(), 6400);

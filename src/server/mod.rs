@@ -186,8 +186,7 @@ impl Worker {
         service.lifecycle.set_quotas(&config.service.quota);
         let live = Arc::new(RuntimeSettings::new(config, environment.log));
         let embedded = embedded_coordinator(config, memory.heap(), &registry)?;
-        let parts = (Arc::clone(&service), Arc::clone(&live), embedded.clone());
-        let state = resume(config, state, parts);
+        let state = resume(config, state, Arc::clone(&service), Arc::clone(&live), embedded.clone());
         let (origin, tls_files) = (environment.origin, tls.clone());
         let reloader =
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;
@@ -369,7 +368,9 @@ fn embedded_coordinator(
 fn resume(
     config: &Config,
     state: RuntimeState,
-    (service, live, embedded): (Arc<Service>, Arc<RuntimeSettings>, Option<EmbeddedCoordinator>),
+    service: Arc<Service>,
+    live: Arc<RuntimeSettings>,
+    embedded: Option<EmbeddedCoordinator>,
 ) -> Arc<StateWriter> {
     if state.decommission {
         tracing::info!(
@@ -386,7 +387,7 @@ fn resume(
         embedded.restore_nodes(&state.nodes);
     }
     let lifecycle = Arc::clone(&service.lifecycle);
-    let writer = Arc::new(StateWriter::new(config, state, (service, live, embedded)));
+    let writer = Arc::new(StateWriter::new(config, state, service, live, embedded));
     let store: Weak<dyn SettingsStore> = Arc::<StateWriter>::downgrade(&writer);
     lifecycle.set_settings_store(store);
     writer

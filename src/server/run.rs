@@ -214,7 +214,7 @@ async fn get_ready(
     successor: &Successor,
     config: &Config,
 ) -> Result<MemoryTreatment, Refusal> {
-    let facts = Facts::of(config, (worker.addresses(), &worker.server_id()), &disks_of(worker));
+    let facts = Facts::of(config, worker.addresses(), &worker.server_id(), &disks_of(worker));
     if !facts.has_journal() {
         let why = format!(
             "store_type {} has neither local disks nor an object store to preserve registrations and \

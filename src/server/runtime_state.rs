@@ -186,7 +186,9 @@ impl StateWriter {
     pub(super) fn new(
         config: &Config,
         state: RuntimeState,
-        (service, live, embedded): (Arc<Service>, Arc<RuntimeSettings>, Option<EmbeddedCoordinator>),
+        service: Arc<Service>,
+        live: Arc<RuntimeSettings>,
+        embedded: Option<EmbeddedCoordinator>,
     ) -> Self {
         // Written again at the start, also to directories that were added.
         let is_saved = state == RuntimeState::default();

@@ -118,7 +118,7 @@ fn objects(config: &Config, server_id: &str) -> Option<String> {
 
 impl Facts {
     /// Returns the facts of a worker with `config`, `addresses`, `server_id` and `disks`.
-    pub(super) fn of(config: &Config, (addresses, server_id): (Addresses, &str), disks: &[DiskInfo]) -> Self {
+    pub(super) fn of(config: &Config, addresses: Addresses, server_id: &str, disks: &[DiskInfo]) -> Self {
         let ports = [Some(addresses.grpc), Some(addresses.http), addresses.tcp, addresses.admin];
         let data_paths = match config.worker.store_type.has_local() {
             true => config.local.paths.clone(),

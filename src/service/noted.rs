@@ -63,7 +63,7 @@ impl NewRegistration {
         let digest = digest(&fields, &storage);
         let remote_ranges = self.remote.as_ref().map_or(&[][..], |(_, ranges)| ranges);
         let bytes = (fields.len() + storage.len()) as u64;
-        let next = noted.next(&shuffle.ranges(), remote_ranges, (digest, bytes))?;
+        let next = noted.next(&shuffle.ranges(), remote_ranges, digest, bytes)?;
         let remote = self.remote.as_ref().map(|(storage, _)| (storage, &next.remote_ranges));
         let remote_storage = remote.and_then(|it| serde_json::to_vec(&it).ok()).unwrap_or_default();
         let registration =

@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 use crate::app::{App, Counted, ShuffleState, Stage};
 use crate::budget::{Budget, Charge};
 use crate::clock::{Instant, timeout};
-use crate::memory::{Memory, MemoryRead, ReadPool};
+use crate::memory::{Memory, MemoryRead, ReadLimit, ReadPool};
 use crate::store::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Tiers};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit, ShareParts};
@@ -340,7 +340,7 @@ impl Reads {
             limit = limit.min(answers.limit(request.read_buffer_size)?);
         }
         let (blocks_max, mut lists) = answer_lists(app.answer_lists(), buffer.block_count())?;
-        let read = buffer.read_some(after, (limit, blocks_max), filter.as_ref());
+        let read = buffer.read_some(after, ReadLimit { bytes: limit, blocks: blocks_max }, filter.as_ref());
         drop(lists.split_up_to(lists.bytes().saturating_sub(read.heap_bytes())));
         let may_copy = lists.try_grow(read.small_bytes()).is_ok();
         self.metrics.read_bytes.inc_by(read.length);

@@ -39,7 +39,7 @@ pub struct Restored {
 }
 
 impl Restored {
-    fn tell(&self, (bytes, blocks): (u64, u64), took: Duration) {
+    fn tell(&self, bytes: u64, blocks: u64, took: Duration) {
         let Self { apps, shuffles, unregistered, reported_blocks } = *self;
         if shuffles + unregistered > 0 {
             tracing::info!(
@@ -152,7 +152,7 @@ impl Lifecycle {
         self.verifier.listen_for_damage(&self.apps);
         restored.apps = self.apps.app_count();
         restored.reported_blocks = self.apps.block_id_count();
-        restored.tell((bytes, blocks), took);
+        restored.tell(bytes, blocks, took);
         restored
     }
 

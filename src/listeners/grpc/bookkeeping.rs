@@ -10,10 +10,9 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::{layout, refusal, register_request, verdict};
-use super::heap_estimate::{nested, numbers};
-use super::message::{RequestBody, respond_message};
-use super::replies::{Head, from_memory};
-use super::request_collector::{RequestCollector, run_blocking};
+use super::message::respond_message;
+use super::replies::{Head, Payload, from_memory};
+use super::request_collector::run_blocking;
 use crate::app::PartitionRecords;
 use crate::budget::Charge;
 use crate::proto::{
@@ -34,27 +33,18 @@ const BITMAP: u32 = 3;
 type Answer = Result<http::Response<Body>, Status>;
 
 /// `registerShuffle`
-pub(super) async fn register<B: RequestBody>(
+pub(super) async fn register(
     service: &Arc<Service>,
-    (collector, request_bytes_max): (&RequestCollector, u32),
     from: IpAddr,
-    mut body: B,
+    mut request: ShuffleRegisterRequest,
 ) -> Answer {
-    let (mut request, _charge): (ShuffleRegisterRequest, _) =
-        collector.message(&mut body, request_bytes_max, nested).await?;
     let registered = service.lifecycle.register(register_request(&mut request, from)).await;
     let (status, ret_msg) = verdict(service, registered, "");
     Ok(respond_message(&ShuffleRegisterResponse { status, ret_msg }))
 }
 
 /// `reportShuffleResult`
-pub(super) async fn report<B: RequestBody>(
-    service: &Arc<Service>,
-    (collector, request_bytes_max): (&RequestCollector, u32),
-    mut body: B,
-) -> Answer {
-    let (request, _charge): (ReportShuffleResultRequest, _) =
-        collector.message(&mut body, request_bytes_max, nested).await?;
+pub(super) async fn report(service: &Arc<Service>, request: ReportShuffleResultRequest) -> Answer {
     let partitions = request.partition_to_block_ids.into_iter();
     let records = request.partition_stats.into_iter().map(records_of).collect();
     let report = service.ingest.report(ReportRequest {
@@ -72,13 +62,7 @@ pub(super) async fn report<B: RequestBody>(
 }
 
 /// `getShuffleResult`
-pub(super) async fn result<B: RequestBody>(
-    service: &Arc<Service>,
-    (collector, request_bytes_max): (&RequestCollector, u32),
-    mut body: B,
-) -> Answer {
-    let (request, _charge): (GetShuffleResultRequest, _) =
-        collector.message(&mut body, request_bytes_max, numbers).await?;
+pub(super) async fn result(service: &Arc<Service>, request: GetShuffleResultRequest) -> Answer {
     let partitions = [request.partition_id];
     let layout = layout(request.block_id_layout);
     let results = service.reads.results(&request.app_id, request.shuffle_id, &partitions, layout).await;
@@ -86,19 +70,17 @@ pub(super) async fn result<B: RequestBody>(
 }
 
 /// `getShuffleResultForMultiPart`
-pub(super) async fn result_of_many<B: RequestBody>(
+pub(super) async fn result_of_many(
     service: &Arc<Service>,
-    (collector, request_bytes_max): (&RequestCollector, u32),
-    mut body: B,
+    pool: &BlockingPool,
+    request: GetShuffleResultForMultiPartRequest,
 ) -> Answer {
-    let (request, _charge): (GetShuffleResultForMultiPartRequest, _) =
-        collector.message(&mut body, request_bytes_max, numbers).await?;
     let layout = layout(request.block_id_layout);
     let results =
         service.reads.results(&request.app_id, request.shuffle_id, &request.partitions, layout).await;
     let (head, results) = match results {
         Ok(Results { bitmap, records, held }) => {
-            let (head, held) = head_with(&collector.pool, records, held).await?;
+            let (head, held) = head_with(pool, records, held).await?;
             (head, Ok(Results { bitmap, records: Vec::new(), held }))
         }
         refused => (Head::result("OK"), refused),
@@ -141,7 +123,8 @@ fn answer(service: &Service, head: Head, results: Result<Results, ServiceError>)
     match results {
         Ok(Results { bitmap, held, .. }) => {
             let length = bitmap.len() as u64;
-            from_memory(head, BITMAP, (length, vec![bitmap]), true, held)
+            let payload = Payload { bytes: length, pieces: vec![bitmap] };
+            from_memory(head, BITMAP, payload, true, held)
         }
         Err(error) => {
             let (status, ret_msg) = refusal(service, &error);

@@ -94,7 +94,7 @@ async fn receive<B: RequestBody>(
 ) -> Result<Result<(), ServiceError>, Status> {
     let (message_bytes, first) = read_prefix(body, config.max_message_bytes).await?;
     let mut sink = SendSink::new(Arc::clone(&service.ingest), message_bytes);
-    let filled = fill(body, (message_bytes, first), config.send_limits, &mut sink).await?;
+    let filled = fill(body, message_bytes, first, config.send_limits, &mut sink).await?;
     let summary = match filled {
         Ok(summary) => summary,
         Err(error) => return Ok(Err(error)),
@@ -109,7 +109,8 @@ async fn receive<B: RequestBody>(
 /// Feeds the message of `message_bytes` bytes to `sink`, up to the client's half-close.
 async fn fill<B, S>(
     body: &mut B,
-    (message_bytes, first): (u32, Bytes),
+    message_bytes: u32,
+    first: Bytes,
     limits: Limits,
     sink: &mut S,
 ) -> Result<Result<Summary, S::Error>, Status>
@@ -256,7 +257,7 @@ mod tests {
     async fn receive_into(sink: &mut Counter, pieces: Vec<Bytes>) -> Result<Summary, Refused> {
         let mut body = body_of(pieces);
         let (length, first) = read_prefix(&mut body, 1 << 20).await.unwrap();
-        fill(&mut body, (length, first), Limits::default(), sink).await.unwrap()
+        fill(&mut body, length, first, Limits::default(), sink).await.unwrap()
     }
 
     #[tokio::test]
@@ -298,7 +299,7 @@ mod tests {
             let mut body = http_body_util::StreamBody::new(frames);
             let (length, first) = read_prefix(&mut body, 1 << 20).await.unwrap();
             let mut sink = Counter { allowed: 2, bytes: 0, needed };
-            let filled = fill(&mut body, (length, first), Limits::default(), &mut sink);
+            let filled = fill(&mut body, length, first, Limits::default(), &mut sink);
             let filled = futures::FutureExt::now_or_never(filled);
             assert_eq!(filled.map(Result::unwrap), (!waits).then_some(Err(Refused::Sink)));
         }

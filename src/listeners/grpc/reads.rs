@@ -9,15 +9,15 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::refusal;
-use super::heap_estimate::{flat, nested};
-use super::message::{RequestBody, respond_message};
-use super::replies::{Chunks, Head, from_chunks, from_memory};
-use super::request_collector::{INLINE_BYTES_MAX, RequestCollector, run_blocking};
+use super::message::respond_message;
+use super::replies::{Chunks, Head, Payload, from_chunks, from_memory};
+use super::request_collector::{INLINE_BYTES_MAX, run_blocking};
 use crate::metrics::TransitTimes;
 use crate::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,
     GetLocalShuffleIndexResponse, GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse,
 };
+use crate::runtime::BlockingPool;
 use crate::service::{
     MemoryAnswer, MemoryReadRequest, ReadAhead, ReadLimits, ResponseWindow, Service, ServiceError,
 };
@@ -34,25 +34,25 @@ impl Chunks for ReadAhead {
 }
 
 /// `getMemoryShuffleData`
-pub(super) async fn memory<B: RequestBody>(
+pub(super) async fn memory(
     service: &Arc<Service>,
     transit: &TransitTimes,
-    (collector, reading, request_bytes_max): (&RequestCollector, &ReadLimits, u32),
-    mut body: B,
+    pool: &BlockingPool,
+    reading: &ReadLimits,
+    request: GetMemoryShuffleDataRequest,
 ) -> Result<http::Response<Body>, Status> {
-    let (request, _charge): (GetMemoryShuffleDataRequest, _) =
-        collector.message(&mut body, request_bytes_max, flat).await?;
     transit.arrived(request.timestamp);
     let filter_bytes = request.serialized_expected_task_ids_bitmap.as_ref().map_or(0, |filter| filter.len());
     let is_quick = filter_bytes <= INLINE_BYTES_MAX
         && !service.reads.may_take_long(&memory_request(&request, reading.answers()));
     let (asked, answers) = (Arc::clone(service), reading.answers().clone());
     let read = move || asked.reads.read_memory(memory_request(&request, &answers));
-    let read = run_blocking(&collector.pool, is_quick, read).await?;
+    let read = run_blocking(pool, is_quick, read).await?;
     match read {
         Ok(MemoryAnswer { read, may_copy, response_guard }) => {
             let head = Head::memory(&read.blocks, "OK", read.is_end);
-            from_memory(head, MEMORY_DATA, (read.length, read.data), may_copy, response_guard)
+            let payload = Payload { bytes: read.length, pieces: read.data };
+            from_memory(head, MEMORY_DATA, payload, may_copy, response_guard)
         }
         Err(error) => {
             let (status, ret_msg) = refusal(service, &error);
@@ -81,13 +81,11 @@ fn memory_request<'a>(
 }
 
 /// `getLocalShuffleIndex`
-pub(super) async fn local_index<B: RequestBody>(
+pub(super) async fn local_index(
     service: &Arc<Service>,
-    (collector, reading, request_bytes_max): (&RequestCollector, &ReadLimits, u32),
-    mut body: B,
+    reading: &ReadLimits,
+    request: GetLocalShuffleIndexRequest,
 ) -> Result<http::Response<Body>, Status> {
-    let (request, _charge): (GetLocalShuffleIndexRequest, _) =
-        collector.message(&mut body, request_bytes_max, flat).await?;
     let read = async {
         let turn = reading.turn().await?;
         Ok((service.reads.read_index(&request.app_id, request.shuffle_id, request.partition_id).await?, turn))
@@ -109,14 +107,12 @@ pub(super) async fn local_index<B: RequestBody>(
 }
 
 /// `getLocalShuffleData`
-pub(super) async fn local_data<B: RequestBody>(
+pub(super) async fn local_data(
     service: &Arc<Service>,
     transit: &TransitTimes,
-    (collector, reading, request_bytes_max): (&RequestCollector, &ReadLimits, u32),
-    mut body: B,
+    reading: &ReadLimits,
+    request: GetLocalShuffleDataRequest,
 ) -> Result<http::Response<Body>, Status> {
-    let (request, _charge): (GetLocalShuffleDataRequest, _) =
-        collector.message(&mut body, request_bytes_max, nested).await?;
     transit.arrived(request.timestamp);
     let (offset, length) = (request.offset, request.length);
     let (app, shuffle, partition) = (&request.app_id, request.shuffle_id, request.partition_id);

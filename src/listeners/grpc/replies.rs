@@ -158,16 +158,25 @@ fn varint_field_len(tag: u32, value: u64) -> usize {
     if value == 0 { 0 } else { key_len(tag) + encoded_len_varint(value) }
 }
 
-/// Builds a response from a payload in memory. `payload_bytes` is the sum of `pieces`. If
-/// `may_copy`, small pieces are combined. `until_sent` is dropped when the socket has taken the
-/// last piece: until then the transport may hold all of them.
+/// A payload in memory.
+#[derive(Debug)]
+pub(super) struct Payload {
+    /// Sum of the lengths of `pieces`.
+    pub(super) bytes: u64,
+    pub(super) pieces: Vec<Bytes>,
+}
+
+/// Builds a response from a payload in memory. If `may_copy`, small pieces are combined.
+/// `until_sent` is dropped when the socket has taken the last piece: until then the transport may
+/// hold all of them.
 pub(super) fn from_memory(
     head: Head,
     payload_tag: u32,
-    (payload_bytes, pieces): (u64, Vec<Bytes>),
+    payload: Payload,
     may_copy: bool,
     until_sent: impl Send + 'static,
 ) -> Result<http::Response<Body>, Status> {
+    let Payload { bytes: payload_bytes, pieces } = payload;
     let present: u64 = pieces.iter().map(|piece| piece.len() as u64).sum();
     if present != payload_bytes {
         return Err(Status::internal(format!("only {present} of {payload_bytes} bytes are present")));
@@ -394,7 +403,8 @@ mod tests {
 
         let uncopied = coalesce(Bytes::from_static(b"head"), pieces.clone(), 0);
         assert_eq!(uncopied.len(), 5, "nothing is copied that is not paid for");
-        let (bytes, status, frames) = read(from_memory(head, 2, (14013, pieces), true, ()).unwrap()).await;
+        let (bytes, status, frames) =
+            read(from_memory(head, 2, Payload { bytes: 14013, pieces }, true, ()).unwrap()).await;
         assert_eq!((status.as_str(), frames), ("0", 4));
         let answer = proto::GetMemoryShuffleDataResponse::decode(message(&bytes)).unwrap();
         assert_eq!(answer.data.len(), 14013);
@@ -415,7 +425,9 @@ mod tests {
     async fn empty_memory_response_marks_the_end() {
         for is_end in [false, true] {
             let head = Head::memory(&[], "", is_end);
-            let (bytes, status, _) = read(from_memory(head, 2, (0, Vec::new()), false, ()).unwrap()).await;
+            let (bytes, status, _) =
+                read(from_memory(head, 2, Payload { bytes: 0, pieces: Vec::new() }, false, ()).unwrap())
+                    .await;
             let answer = proto::GetMemoryShuffleDataResponse::decode(message(&bytes)).unwrap();
             assert_eq!(
                 answer,
@@ -427,9 +439,8 @@ mod tests {
 
     #[tokio::test]
     async fn pieces_of_wrong_length_are_refused() {
-        assert!(
-            from_memory(Head::local_data("OK"), 1, (4, vec![Bytes::from_static(b"abc")]), true, ()).is_err()
-        );
+        let short = Payload { bytes: 4, pieces: vec![Bytes::from_static(b"abc")] };
+        assert!(from_memory(Head::local_data("OK"), 1, short, true, ()).is_err());
         assert!(Head::local_data("OK").announce(1, u64::from(u32::MAX)).is_err());
         assert!(Head::local_data("OK").announce(1, u64::MAX).is_err());
     }

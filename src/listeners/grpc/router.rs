@@ -22,6 +22,7 @@ use tower::ServiceExt;
 
 use super::config::GrpcConfig;
 use super::convert::note_broken_call;
+use super::heap_estimate::{flat, nested, numbers};
 use super::methods::{
     GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GET_SHUFFLE_RESULT,
     GET_SHUFFLE_RESULT_FOR_MULTI_PART, REGISTER_SHUFFLE, REPORT_SHUFFLE_RESULT, REQUIRE_BUFFER,
@@ -139,26 +140,43 @@ impl Router {
         request: Request<Incoming>,
         caller: &Caller,
     ) -> Result<Response<Body>, Status> {
-        let collector = &caller.collector;
-        let max = (collector, self.config.read_request_bytes_max);
-        let read = (collector, &caller.reading, self.config.read_request_bytes_max);
-        let large = (collector, u32::try_from(self.config.small_message_bytes_max).unwrap_or(u32::MAX));
+        let Caller { collector, reading, .. } = caller;
+        let small = self.config.read_request_bytes_max;
+        let large = u32::try_from(self.config.small_message_bytes_max).unwrap_or(u32::MAX);
         let TransitMetrics { memory, local_data, .. } = self.metrics.transit();
         let service = &self.service;
         match request.uri().path() {
             REQUIRE_BUFFER => {
-                tickets::require_buffer(service, max, &caller.tickets, request.into_body()).await
+                let (request, _charge) = collector.message(&mut request.into_body(), small, numbers).await?;
+                tickets::require_buffer(service, &caller.tickets, request).await
             }
-            GET_MEMORY_SHUFFLE_DATA => reads::memory(service, memory, read, request.into_body()).await,
-            GET_LOCAL_SHUFFLE_INDEX => reads::local_index(service, read, request.into_body()).await,
-            GET_LOCAL_SHUFFLE_DATA => reads::local_data(service, local_data, read, request.into_body()).await,
+            GET_MEMORY_SHUFFLE_DATA => {
+                let (request, _charge) = collector.message(&mut request.into_body(), small, flat).await?;
+                reads::memory(service, memory, &collector.pool, reading, request).await
+            }
+            GET_LOCAL_SHUFFLE_INDEX => {
+                let (request, _charge) = collector.message(&mut request.into_body(), small, flat).await?;
+                reads::local_index(service, reading, request).await
+            }
+            GET_LOCAL_SHUFFLE_DATA => {
+                let (request, _charge) = collector.message(&mut request.into_body(), small, nested).await?;
+                reads::local_data(service, local_data, reading, request).await
+            }
             REGISTER_SHUFFLE => {
-                bookkeeping::register(service, large, caller.peer.ip(), request.into_body()).await
+                let (request, _charge) = collector.message(&mut request.into_body(), large, nested).await?;
+                bookkeeping::register(service, caller.peer.ip(), request).await
             }
-            REPORT_SHUFFLE_RESULT => bookkeeping::report(service, large, request.into_body()).await,
-            GET_SHUFFLE_RESULT => bookkeeping::result(service, max, request.into_body()).await,
+            REPORT_SHUFFLE_RESULT => {
+                let (request, _charge) = collector.message(&mut request.into_body(), large, nested).await?;
+                bookkeeping::report(service, request).await
+            }
+            GET_SHUFFLE_RESULT => {
+                let (request, _charge) = collector.message(&mut request.into_body(), small, numbers).await?;
+                bookkeeping::result(service, request).await
+            }
             GET_SHUFFLE_RESULT_FOR_MULTI_PART => {
-                bookkeeping::result_of_many(service, large, request.into_body()).await
+                let (request, _charge) = collector.message(&mut request.into_body(), large, numbers).await?;
+                bookkeeping::result_of_many(service, &collector.pool, request).await
             }
             _ => {
                 let (request, _charge) = collector.whole(request, OTHER_BYTES_MAX).await?;

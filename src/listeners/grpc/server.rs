@@ -124,8 +124,8 @@ impl GrpcServer {
         let shares = Shares { window: self.windows.take(), streams: self.streams.take() };
         let metrics = &self.router.metrics;
         metrics.set_window_bytes(self.windows.given());
-        let halves = coalescing(stream, &self.buffers, shares.cancelled_max());
-        if let Err(error) = drive(&self.router, halves, peer, &shares, place.state()).await {
+        let (stream, writer) = coalescing(stream, &self.buffers, shares.cancelled_max());
+        if let Err(error) = drive(&self.router, stream, writer, peer, &shares, place.state()).await {
             debug!(%error, "grpc connection ended");
         }
         drop(shares);
@@ -152,7 +152,8 @@ impl Shares {
 /// the connection evicted.
 async fn drive(
     router: &Arc<Router>,
-    (stream, writer): (CoalescingStream<Stream>, CoalescingWriter<Stream>),
+    stream: CoalescingStream<Stream>,
+    writer: CoalescingWriter<Stream>,
     peer: SocketAddr,
     shares: &Shares,
     connection_state: &Arc<ConnectionState>,

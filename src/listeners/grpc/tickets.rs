@@ -10,9 +10,7 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::{refusal, success};
-use super::heap_estimate::numbers;
-use super::message::{RequestBody, respond_message};
-use super::request_collector::RequestCollector;
+use super::message::respond_message;
 use crate::proto::{RequireBufferRequest, RequireBufferResponse};
 use crate::service::{RequireRequest, Service};
 
@@ -20,14 +18,11 @@ use crate::service::{RequireRequest, Service};
 const NO_TICKET: i64 = -1;
 
 /// `requireBuffer`
-pub(super) async fn require_buffer<B: RequestBody>(
+pub(super) async fn require_buffer(
     service: &Arc<Service>,
-    (collector, request_bytes_max): (&RequestCollector, u32),
     waiting: &Semaphore,
-    mut body: B,
+    request: RequireBufferRequest,
 ) -> Result<http::Response<Body>, Status> {
-    let (request, _charge): (RequireBufferRequest, _) =
-        collector.message(&mut body, request_bytes_max, numbers).await?;
     let asked = RequireRequest {
         app: &request.app_id,
         shuffle: request.shuffle_id,

@@ -32,6 +32,7 @@ use crate::{metrics, telemetry};
 
 use self::blocking::run_blocking;
 
+use serve::ConnectionCounts;
 pub use serve::HttpConfig;
 
 const NAMES: Names = Names {
@@ -135,7 +136,8 @@ impl HttpServer {
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
         telemetry::TelemetryMetrics::new(&pages.registry)?;
-        let counts = (pages.metrics.connections.clone(), pages.metrics.closed.clone());
+        let HttpMetrics { connections, closed, .. } = &pages.metrics;
+        let counts = ConnectionCounts { open: connections.clone(), closed: closed.clone() };
         let mounted = pages.mounted.clone();
         let router = router(pages).merge(mounted);
         serve::start(NAMES, config, binding.into(), router, counts, tasks);

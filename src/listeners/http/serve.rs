@@ -91,13 +91,20 @@ impl HttpConfig {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Peer(pub(super) SocketAddr);
 
+/// Metrics of a listener's connections.
+#[derive(Debug)]
+pub(super) struct ConnectionCounts {
+    pub(super) open: IntGauge,
+    pub(super) closed: IntCounter,
+}
+
 /// Serves `router` on `binding` until the tasks are cancelled. Returns at once.
 pub(super) fn start(
     names: Names,
     config: HttpConfig,
     binding: Binding,
     router: Router,
-    (open, closed): (IntGauge, IntCounter),
+    counts: ConnectionCounts,
     tasks: &Tasks,
 ) {
     let (connections_max, requests_max) = config.places();
@@ -105,8 +112,8 @@ pub(super) fn start(
         names,
         binding,
         connections_max,
-        closed,
-        open: vec![open],
+        closed: counts.closed,
+        open: vec![counts.open],
         opening_deadline: config.opening_timeout,
         begins: ProtocolStart::ByListener,
         cores: None,

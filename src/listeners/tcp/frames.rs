@@ -24,7 +24,7 @@ use uniffle_wire::send_frame::SendWalker;
 
 use super::dispatch::{self, LOCAL_TURNS, LocalRead, ReadMessage, Reply};
 use super::metrics::InProgress;
-use super::shared::Shared;
+use super::shared::{ConnectionContext, Shared};
 use super::writer::{Outbox, Outgoing, ReplyGuard};
 
 /// Number of bytes read between frames. Small, so that little is left over if a request must wait.
@@ -145,12 +145,8 @@ pub(super) struct Frames {
 
 impl Frames {
     /// Creates the parser of a connection with at most `requests_max` requests in progress.
-    pub(super) fn new(
-        shared: Arc<Shared>,
-        outbox: Outbox,
-        (connection, connection_state): (Tasks, Arc<ConnectionState>),
-        requests_max: usize,
-    ) -> Self {
+    pub(super) fn new(context: ConnectionContext, outbox: Outbox, requests_max: usize) -> Self {
+        let ConnectionContext { shared, tasks: connection, state: connection_state } = context;
         let requests = Arc::new(Semaphore::new(requests_max));
         let answers = shared.service.reads.read_limits().answers().clone();
         // Half of the budget, so that one connection cannot use it up.

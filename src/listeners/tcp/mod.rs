@@ -28,7 +28,7 @@ use crate::runtime::{Cores, Tasks};
 use crate::service::Service;
 
 use super::acceptor::{Acceptor, Binding, Connection, Names, ProtocolStart};
-use shared::{LISTENER, Shared};
+use shared::{ConnectionContext, LISTENER, Shared};
 
 const NAMES: Names = Names {
     listener: LISTENER,
@@ -89,12 +89,11 @@ async fn serve(shared: Arc<Shared>, connection: Connection<TcpStream>, tasks: Ta
     let requests_max = share.amount() as usize;
     let (outbox, queue) = writer::queue(requests_max);
     let kept = writer::KeptHalf::default();
-    let (link, half) = ((tasks.clone(), Arc::clone(place.state())), kept.clone());
-    let reader =
-        reader::Reader::new(Arc::clone(&shared), read_half, outbox, link.clone(), half, requests_max);
+    let context = ConnectionContext { shared, tasks: tasks.clone(), state: Arc::clone(place.state()) };
+    let reader = reader::Reader::new(context.clone(), read_half, outbox, kept.clone(), requests_max);
     tasks.spawn_linked("tcp reader", reader.run());
     // The writer ends last: it outlives the reader until every reply is written or abandoned.
-    writer::Writer::new(shared, write_half, queue, link, kept).run().await;
+    writer::Writer::new(context, write_half, queue, kept).run().await;
     drop((place, share));
 }
 

@@ -24,7 +24,7 @@ use crate::runtime::{PollBudget, Tasks};
 use uniffle_wire::DecodeError;
 
 use super::frames::{Frames, Requirement};
-use super::shared::{LISTENER, Shared};
+use super::shared::{ConnectionContext, LISTENER, Shared};
 use super::writer::{KeptHalf, Outbox};
 
 thread_local! {
@@ -76,15 +76,14 @@ pub(super) struct Reader {
 
 impl Reader {
     pub(super) fn new(
-        shared: Arc<Shared>,
+        context: ConnectionContext,
         socket: OwnedReadHalf,
         outbox: Outbox,
-        (connection, connection_state): (Tasks, Arc<ConnectionState>),
         kept: KeptHalf,
         requests_max: usize,
     ) -> Self {
-        let link = (connection.clone(), Arc::clone(&connection_state));
-        let frames = Frames::new(Arc::clone(&shared), outbox, link, requests_max);
+        let frames = Frames::new(context.clone(), outbox, requests_max);
+        let ConnectionContext { shared, tasks: connection, state: connection_state } = context;
         let now = Instant::now();
         let alarm = Box::pin(sleep_until(now + shared.config.idle_timeout));
         let (left_over, left_over_charge) = (Vec::new(), None);

@@ -9,8 +9,9 @@ use std::sync::Arc;
 use tokio::sync::Semaphore;
 
 use crate::budget::allowance::TCP_REQUESTS_MIN;
+use crate::listeners::connection_limiter::ConnectionState;
 use crate::listeners::shares::{ShareBudget, ShareLimits};
-use crate::runtime::{BlockingPool, Handover};
+use crate::runtime::{BlockingPool, Handover, Tasks};
 use crate::sched::{FairSemaphore, Reserve};
 use crate::service::Service;
 
@@ -34,6 +35,14 @@ pub(super) struct Shared {
     /// Budget of requests in progress over all connections.
     pub(super) requests: ShareBudget,
     pub(super) handover: Handover,
+}
+
+/// The parts of a connection that its reader, its parser and its writer use.
+#[derive(Debug, Clone)]
+pub(super) struct ConnectionContext {
+    pub(super) shared: Arc<Shared>,
+    pub(super) tasks: Tasks,
+    pub(super) state: Arc<ConnectionState>,
 }
 
 impl Shared {

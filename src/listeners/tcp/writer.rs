@@ -27,7 +27,7 @@ use crate::sched::Permit;
 use crate::service::{ReadAhead, ResponseGuard};
 
 use super::metrics::InProgress;
-use super::shared::Shared;
+use super::shared::{ConnectionContext, Shared};
 
 /// Maximum number of pieces in one vectored write. The kernel accepts 1,024, and 128 of 14 KiB
 /// already exceed a socket buffer.
@@ -118,12 +118,12 @@ pub(super) struct Writer {
 
 impl Writer {
     pub(super) fn new(
-        shared: Arc<Shared>,
+        context: ConnectionContext,
         socket: OwnedWriteHalf,
         queue: mpsc::Receiver<Outgoing>,
-        (connection, connection_state): (Tasks, Arc<ConnectionState>),
         kept: KeptHalf,
     ) -> Self {
+        let ConnectionContext { shared, tasks: connection, state: connection_state } = context;
         Self { shared, socket, queue, connection, connection_state, pieces: VecDeque::new(), kept }
     }
 
@@ -243,7 +243,7 @@ impl Writer {
                 is_waited_for: || shared.service.reads.are_waited_for(),
                 is_closing: || connection.is_closing(),
             };
-            within(limits, &taken, write_step(socket, pieces, (&**connection_state, &taken))).await?;
+            within(limits, &taken, write_step(socket, pieces, connection_state, &taken)).await?;
         }
         Ok(())
     }
@@ -307,7 +307,8 @@ async fn within(
 async fn write_step(
     socket: &mut OwnedWriteHalf,
     pieces: &mut VecDeque<Bytes>,
-    (connection_state, taken): (&ConnectionState, &AtomicUsize),
+    connection_state: &ConnectionState,
+    taken: &AtomicUsize,
 ) -> io::Result<()> {
     let mut left = BATCH_BYTES;
     while left > 0 && !pieces.is_empty() {

@@ -73,7 +73,7 @@ impl Record {
     /// Encodes the record.
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            Self::Registration(registration) => record((REGISTRATION, VERSION), registration),
+            Self::Registration(registration) => record(REGISTRATION, VERSION, registration),
             Self::Report(report) => report.encode(),
         }
     }
@@ -81,7 +81,7 @@ impl Record {
     /// Encodes a registration that includes the content of all earlier ones of its shuffle.
     #[must_use]
     pub fn encode_replacing(registration: &Registration) -> Vec<u8> {
-        record((REGISTRATION, REPLACES), registration)
+        record(REGISTRATION, REPLACES, registration)
     }
 
     /// Returns whether an encoded record is a registration that replaces earlier ones.
@@ -129,7 +129,7 @@ impl Record {
     }
 }
 
-fn record((kind, version): (u8, u8), fields: &impl Serialize) -> Vec<u8> {
+fn record(kind: u8, version: u8, fields: &impl Serialize) -> Vec<u8> {
     postcard::to_extend(fields, vec![kind, version])
         .expect("tuples and lists of known length always have a form")
 }
@@ -170,10 +170,10 @@ impl Report {
             self.partitions.iter().map(|(partition, ids)| (partition.0, differences(ids))).collect();
         let fields: ReportFields = (self.bitmap_count, self.task_attempt, partitions);
         if self.records.is_empty() {
-            return record((REPORT, VERSION), &fields);
+            return record(REPORT, VERSION, &fields);
         }
         let records: Vec<_> = self.records.iter().map(|(partition, tasks)| (partition.0, tasks)).collect();
-        record((REPORT, WITH_RECORDS), &(fields, records))
+        record(REPORT, WITH_RECORDS, &(fields, records))
     }
 
     /// Converts decoded fields. Returns `None` for ids beyond 64 bits.

@@ -29,7 +29,7 @@ use super::persistent::layout::ROW_BYTES;
 use super::persistent::names::{Named, ShuffleName};
 use super::persistent::rows::{FreeRows, Kept, rows_of};
 use super::persistent::table::NoPlaces;
-use super::read::{self, MemoryRead};
+use super::read::{self, MemoryRead, ReadLimit};
 use super::region::Segment;
 use super::reservation::{METADATA_BYTES, Reservation};
 use super::sealed::SealedBatch;
@@ -244,7 +244,7 @@ impl Buffer {
         let asked_rows = if named.is_some() { count_rows(&blocks) } else { 0 };
         // Charged before the blocks count and until they no longer count, see `Supply::overdraft`.
         let bytes = metadata_bytes(asked, asked_rows);
-        let mut paid = self.pay((asked, bytes), funds).inspect_err(|_| self.shared.budget.wake())?;
+        let mut paid = self.pay(asked, bytes, funds).inspect_err(|_| self.shared.budget.wake())?;
         // Rows are paid for before they are taken and until they are freed.
         let rows = named.map(|named| self.rows_of(named, asked_rows)).transpose();
         let mut rows = rows.inspect_err(|_| self.shared.budget.wake())?;
@@ -283,7 +283,7 @@ impl Buffer {
         let kept_bytes = metadata_bytes(kept, kept_rows);
         let (of_kept, unkept) = match kept == asked {
             true => (paid, None),
-            false => (split(&mut paid, (kept, kept_bytes)), Some(paid)),
+            false => (split(&mut paid, kept, kept_bytes), Some(paid)),
         };
         lists.active.charge(of_kept, strays, &self.shared.supply.lists);
         if lists.active.len() >= LIST_BLOCKS_MAX {
@@ -303,24 +303,19 @@ impl Buffer {
     /// See docs/protocol.md §3.4.
     #[must_use]
     pub fn read(&self, after: Option<BlockId>, limit_bytes: u64, tasks: Option<&Treemap>) -> MemoryRead {
-        self.read_some(after, (limit_bytes, usize::MAX), tasks)
+        self.read_some(after, ReadLimit { bytes: limit_bytes, blocks: usize::MAX }, tasks)
     }
 
     /// Reads like [`Buffer::read`], with limits on the bytes and on the number of blocks.
     #[must_use]
-    pub fn read_some(
-        &self,
-        after: Option<BlockId>,
-        limits: (u64, usize),
-        tasks: Option<&Treemap>,
-    ) -> MemoryRead {
+    pub fn read_some(&self, after: Option<BlockId>, limit: ReadLimit, tasks: Option<&Treemap>) -> MemoryRead {
         let state = self.state.lock();
         let mut lists: SmallVec<[&BlockList; 8]> = SmallVec::new();
         if let Some(held) = &state.lists {
             lists.extend(held.batches.iter().map(|batch| batch.list()));
             lists.push(&held.active);
         }
-        let found = read::walk(&lists, after, limits, tasks);
+        let found = read::walk(&lists, after, limit, tasks);
         drop(lists);
         drop(state);
         found.into()
@@ -451,7 +446,7 @@ impl Buffer {
 
     /// Charges the cost of `blocks` blocks beside their payload. It is charged to the capacity
     /// before they count and until they no longer count, see `Supply::overdraft`.
-    fn pay(&self, (blocks, bytes): (u64, u64), funds: &mut Reservation) -> Result<BlockCharges, MemoryError> {
+    fn pay(&self, blocks: u64, bytes: u64, funds: &mut Reservation) -> Result<BlockCharges, MemoryError> {
         let capacity = funds.cover_metadata(bytes);
         let supply = &self.shared.supply;
         let too_many = |_| MemoryError::TooManyBlocks { max: supply.blocks.capacity() };
@@ -527,7 +522,7 @@ fn metadata_bytes(blocks: u64, rows: usize) -> u64 {
 }
 
 /// Splits off the payment for `blocks` of the blocks.
-fn split(paid: &mut BlockCharges, (blocks, bytes): (u64, u64)) -> BlockCharges {
+fn split(paid: &mut BlockCharges, blocks: u64, bytes: u64) -> BlockCharges {
     BlockCharges {
         permits: paid.permits.split_up_to(blocks),
         lists: paid.lists.split_up_to(bytes),

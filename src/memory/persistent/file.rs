@@ -432,12 +432,20 @@ impl AsFd for Held {
 /// A region in a file, which is locked while both exist.
 pub(in crate::memory) type Opened = (Arc<Table>, Held);
 
+/// Size of a region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::memory) struct RegionSize {
+    pub(in crate::memory) bytes: u64,
+    /// Number of blocks that the region may have.
+    pub(in crate::memory) blocks: u64,
+}
+
 /// Opens the region of `backing`, existing or new. Returns `None` for private memory.
 pub(in crate::memory) fn open(
     backing: &Backing,
     inherited: Option<OwnedFd>,
     owner: &Owner,
-    (capacity_bytes, blocks): (u64, u64),
+    size: RegionSize,
 ) -> Result<Option<Opened>, Refusal> {
     let mut held = match (backing, inherited) {
         (Backing::Auto | Backing::Private, _) => return Ok(None),
@@ -445,7 +453,7 @@ pub(in crate::memory) fn open(
         (Backing::Memfd, None) => Held::without_name()?,
         (Backing::Directory(path), _) => Held::in_directory(path)?,
     };
-    let geometry = Geometry::of(Region::bytes_of(capacity_bytes)?, blocks);
+    let geometry = Geometry::of(Region::bytes_of(size.bytes)?, size.blocks);
     let wanted = Header { geometry, boot: owner.boot, node: owner.node.clone() };
     let found = held.header()?;
     let geometry = match &found {
@@ -465,13 +473,9 @@ pub(in crate::memory) fn open(
 }
 
 /// Checks whether a worker could start with `backing` and take over an existing file.
-pub(in crate::memory) fn check(
-    backing: &Backing,
-    owner: &Owner,
-    (capacity_bytes, blocks): (u64, u64),
-) -> Result<(), Refusal> {
+pub(in crate::memory) fn check(backing: &Backing, owner: &Owner, size: RegionSize) -> Result<(), Refusal> {
     let Backing::Directory(directory) = backing else { return Ok(()) };
-    let geometry = Geometry::of(Region::bytes_of(capacity_bytes)?, blocks);
+    let geometry = Geometry::of(Region::bytes_of(size.bytes)?, size.blocks);
     if let Some(tmpfs) = tmpfs_without(directory) {
         rustix::fs::access(tmpfs, Access::WRITE_OK | Access::EXEC_OK)?;
         return room(&rustix::fs::statvfs(tmpfs)?, geometry.resident_bytes());
@@ -521,14 +525,11 @@ fn tmpfs_without(directory: &Path) -> Option<&Path> {
 }
 
 /// Checks whether a region of another size fits after a running worker deleted its own.
-pub(in crate::memory) fn check_room(
-    backing: &Backing,
-    (capacity_bytes, blocks): (u64, u64),
-) -> Result<(), Refusal> {
+pub(in crate::memory) fn check_room(backing: &Backing, size: RegionSize) -> Result<(), Refusal> {
     let Backing::Directory(directory) = backing else { return Ok(()) };
     let there = rustix::fs::stat(check_directory(directory)?);
     let freed = there.map_or(0, |file| u64::try_from(file.st_blocks).unwrap_or(0) * STAT_BLOCK_BYTES);
-    let geometry = Geometry::of(Region::bytes_of(capacity_bytes)?, blocks);
+    let geometry = Geometry::of(Region::bytes_of(size.bytes)?, size.blocks);
     room(&rustix::fs::statvfs(directory)?, geometry.resident_bytes().saturating_sub(freed))
 }
 

@@ -162,7 +162,8 @@ impl Kept {
     /// Commits a block whose bytes are frozen in `slices`.
     pub(in crate::memory) fn push(
         &mut self,
-        (meta, order): (&BlockMeta, u64),
+        meta: &BlockMeta,
+        order: u64,
         slices: &[Slice],
         free: &mut FreeRows,
     ) {

@@ -202,7 +202,7 @@ fn copy(file: &OwnedFd) -> OwnedFd {
 
 fn table_geometry() -> Geometry {
     let size = super::super::region_size(&config(Backing::Memfd));
-    Geometry::of(super::super::Region::bytes_of(size.0).unwrap(), size.1)
+    Geometry::of(super::super::Region::bytes_of(size.bytes).unwrap(), size.blocks)
 }
 
 /// Checks that the next process finds the expected blocks, and holds nothing after a purge.

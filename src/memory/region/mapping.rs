@@ -225,16 +225,16 @@ mod backend {
     /// process. Unlike `fallocate` it gives huge pages where they are advised. Before Linux 5.14
     /// only `fallocate` exists.
     pub(super) fn populate(backing: &Backing, start: *mut u8, range: Range<usize>) -> io::Result<()> {
-        touch(backing, (start, Advice::LinuxPopulateWrite), range)
+        touch(backing, start, Advice::LinuxPopulateWrite, range)
     }
 
     /// Touches each page like a reader. The kernel processes existing pages in batches, and a hole
     /// gets a page as with a write.
     pub(super) fn fill(backing: &Backing, start: *mut u8, range: Range<usize>) -> io::Result<()> {
-        touch(backing, (start, Advice::LinuxPopulateRead), range)
+        touch(backing, start, Advice::LinuxPopulateRead, range)
     }
 
-    fn touch(backing: &Backing, (start, how): (*mut u8, Advice), range: Range<usize>) -> io::Result<()> {
+    fn touch(backing: &Backing, start: *mut u8, how: Advice, range: Range<usize>) -> io::Result<()> {
         // SAFETY: the range is in the mapping. The contents of its pages stay.
         let populated = unsafe { madvise(start.cast(), range.len(), how) };
         match (populated, &backing.file) {

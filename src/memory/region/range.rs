@@ -29,7 +29,7 @@ pub(super) struct Piece {
 
 impl Piece {
     /// Creates a piece of `bytes` at `offset`, which must have no other owner.
-    pub(super) fn new(region: Arc<Region>, (offset, bytes): (usize, usize), charge: Charge) -> Self {
+    pub(super) fn new(region: Arc<Region>, offset: usize, bytes: usize, charge: Charge) -> Self {
         Self { region, offset, bytes, is_discarded: AtomicBool::new(false), _charge: charge }
     }
 

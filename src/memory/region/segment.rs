@@ -29,7 +29,7 @@ impl Region {
     }
 
     fn segment(self: &Arc<Self>, offset: usize, bytes: usize, charge: Charge) -> Segment {
-        let piece = Piece::new(Arc::clone(self), (offset, bytes), charge);
+        let piece = Piece::new(Arc::clone(self), offset, bytes, charge);
         Segment { piece: Arc::new(piece), cursor: 0, frozen: SmallVec::new() }
     }
 

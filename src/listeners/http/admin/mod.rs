@@ -24,7 +24,7 @@ pub use calls::{AdminHooks, Control};
 pub use config::AdminConfig;
 pub use token::{InvalidToken, Token};
 
-use super::serve::{self, HttpConfig};
+use super::serve::{self, ConnectionCounts, HttpConfig};
 use crate::listeners::acceptor::{Binding, Names};
 use crate::runtime::Tasks;
 
@@ -74,7 +74,7 @@ impl AdminServer {
             metrics.calls.with_label_values(&[result]); // exported from the start, so that rate() sees the first
         }
         let router = calls::router(hooks).merge(mounted);
-        let counts = (metrics.connections.clone(), metrics.closed.clone());
+        let counts = ConnectionCounts { open: metrics.connections.clone(), closed: metrics.closed.clone() };
         let router = guard::protect(router, token, metrics);
         serve::start(NAMES, CONFIG, binding.into(), router, counts, tasks);
         Ok(())
