@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn filters_are_levels_or_targets_with_levels() {
-        for good in ["info", "uniffle_worker=debug,h2=warn", "off"] {
+        for good in ["info", "uniffle=debug,h2=warn", "off"] {
             assert!(parse_filter(good).is_ok(), "{good}");
         }
         for bad in ["a=b=c=notalevel", "x=loud"] {

@@ -34,7 +34,7 @@ section! {
     /// Settings of the log.
     #[table("log", "Logs.")]
     pub struct TelemetryConfig {
-        /// Level, or levels by target such as "info,uniffle_worker=debug". RUST_LOG and LOG take
+        /// Level, or levels by target such as "info,uniffle=debug". RUST_LOG and LOG take
         /// precedence.
         #[key("log.filter" or "log.log_level", filter(), AtOnce, env "RUST_LOG" "LOG")]
         pub filter: String = "info".to_owned(),
@@ -57,12 +57,12 @@ section! {
 fn filter() -> Kind<String> {
     let check = |text: &str| match parse_filter(text) {
         Ok(_) => Ok(text.to_owned()),
-        Err(error) => Err(format!("a filter such as \"info\" or \"uniffle_worker=debug\" ({error})")),
+        Err(error) => Err(format!("a filter such as \"info\" or \"uniffle=debug\" ({error})")),
     };
-    parsed("a filter such as info or uniffle_worker=debug", check)
+    parsed("a filter such as info or uniffle=debug", check)
 }
 
-/// Parses a filter such as `info` or `uniffle_worker=debug,h2=warn`.
+/// Parses a filter such as `info` or `uniffle=debug,h2=warn`.
 ///
 /// # Errors
 /// If a directive is neither `target=level` nor a level.

@@ -151,7 +151,7 @@ struct LogLevel {
 }
 
 async fn log_level(State(hooks): State<AdminHooks>, body: Bytes) -> Response {
-    let filter = match arguments::<LogLevel>(&body, r#"{"filter": "info,uniffle_worker=debug"}"#) {
+    let filter = match arguments::<LogLevel>(&body, r#"{"filter": "info,uniffle=debug"}"#) {
         Ok(wanted) => wanted.filter,
         Err(response) => return response,
     };
