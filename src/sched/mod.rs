@@ -1,9 +1,9 @@
-//! Order and limits of applications that want the same resource: who is next, and how much one may
-//! hold.
+//! Fair order and limits between applications that want the same resource.
 //!
-//! Who is next is decided by [`FairQueue`] alone, also in the bounded amounts with wait queues
-//! ([`FairSemaphore`]). How much one application may hold of state that cannot be taken back is
-//! decided by [`app_limit`]. This module holds no memory, and does not know what is requested.
+//! [`FairQueue`] orders requests by virtual time. [`FairSemaphore`] is a bounded amount with such a
+//! queue: it serves the application that holds least by its weight, and breaks ties by virtual
+//! time. [`app_limit`] computes how much one application may hold of a resource that cannot be
+//! taken back from it. This module allocates no buffers and does not know what is requested.
 
 pub mod app_limit;
 mod fair_queue;

@@ -327,7 +327,7 @@ proptest! {
         prop_assert!(disks.iter().all(|disk| disk.has_room(4 * UNIT)));
     }
 
-    /// The model knows only who holds and who waits for how much.
+    /// Compares the semaphore with a model of the granted and the requested amounts.
     #[test]
     fn waiter_that_holds_least_is_next(
         steps in proptest::collection::vec((0..5u8, 0..3usize, 1..40u64, any::<prop::sample::Index>()), 1..150),
@@ -356,7 +356,7 @@ proptest! {
             let held = |app: usize| granted.iter().filter(|it| it.0 == app).map(|it| it.1.amount).sum::<u64>();
             let free = 80 - (0..3).map(held).sum::<u64>();
             prop_assert_eq!(semaphore.0.lock().free, free);
-            // Of those that hold least by weight, at least one lacks capacity.
+            // Of the waiting applications, one that holds least by its weight lacks capacity.
             let firsts: Vec<_> = (0..3).filter_map(|app| waiting.iter().find(|it| it.0 == app)).collect();
             let rank = |app: usize| held(app) / u64::from(apps[app].weight);
             let least = firsts.iter().map(|it| rank(it.0)).min();

@@ -89,9 +89,7 @@ impl OffloadTier {
         }
         Ok(())
     }
-}
 
-impl OffloadTier {
     /// Marks the extents of a shuffle as lost whose segments were deleted by another program, if a
     /// read has missed one. Returns the error of a segment.
     async fn lose_deleted(&self, key: &ShuffleKey) -> Option<StoreError> {

@@ -188,7 +188,7 @@ impl Tasks {
 /// no partly read request and no pending response. Clones share the list.
 #[derive(Debug, Clone, Default)]
 pub struct Handover {
-    /// `None` without a successor.
+    /// `None` if there is no successor.
     kept: Arc<Mutex<Option<Vec<TcpStream>>>>,
 }
 
