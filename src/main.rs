@@ -24,7 +24,7 @@ use uniffle_worker::build::{Build, last_commit};
 use uniffle_worker::config::{self, Config, LimitsTooLow, Machine, SystemLimits};
 use uniffle_worker::runtime::probe_threads;
 use uniffle_worker::server::{
-    Command, Ended, Environment, Inherited, Origin, Signals, Successor, hold_upgrade_signal,
+    Command, Environment, Inherited, Origin, RunOutcome, Signals, Successor, hold_upgrade_signal,
     take_upgrade_signal,
 };
 #[cfg(feature = "otlp")]
@@ -320,7 +320,7 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
         {
             export
                 .iter_mut()
-                .filter(|_| matches!(ended, Ok(Ended::Upgrade { .. })))
+                .filter(|_| matches!(ended, Ok(RunOutcome::Upgrade { .. })))
                 .for_each(Export::expedite);
             drop(export);
         }
@@ -328,9 +328,9 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
         // them.
         runtime.shutdown_background();
         let (successor, sockets) = match ended? {
-            Ended::Upgrade { successor, sockets } => (successor, sockets),
-            Ended::StopReport { has_lost: true } => return Ok(ExitCode::from(LOST)),
-            Ended::StopReport { has_lost: false } => return Ok(ExitCode::SUCCESS),
+            RunOutcome::Upgrade { successor, sockets } => (successor, sockets),
+            RunOutcome::Stop { has_lost: true } => return Ok(ExitCode::from(LOST)),
+            RunOutcome::Stop { has_lost: false } => return Ok(ExitCode::SUCCESS),
         };
         telemetry.flush();
         hold_upgrade_signal();
@@ -342,7 +342,11 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
 
 /// Runs the server until it fails or a signal ends it. A second stop signal abandons the graceful
 /// stop.
-async fn serve(config: &Config, environment: Environment, inherited: Inherited) -> anyhow::Result<Ended> {
+async fn serve(
+    config: &Config,
+    environment: Environment,
+    inherited: Inherited,
+) -> anyhow::Result<RunOutcome> {
     // Installed before anything is opened, so that a signal during start-up also stops gracefully.
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     take_upgrade_signal();
@@ -355,7 +359,7 @@ async fn serve(config: &Config, environment: Environment, inherited: Inherited) 
         let signal = tokio::select! {
             ended = &mut server => return match ended {
                 // Memory intended for the successor may be lost with the process.
-                Ok(Ended::Upgrade { .. }) if is_stopping => Ok(Ended::StopReport { has_lost: forced_stop.end() }),
+                Ok(RunOutcome::Upgrade { .. }) if is_stopping => Ok(RunOutcome::Stop { has_lost: forced_stop.end() }),
                 ended => ended,
             },
             signal = signals.next() => signal,
@@ -367,7 +371,7 @@ async fn serve(config: &Config, environment: Environment, inherited: Inherited) 
             "SIGHUP" => commands.try_send(Command::Reload),
             "SIGUSR2" => commands.try_send(Command::Upgrade(successor.clone())),
             name if is_stopping => match forced_stop.end() {
-                true => return Ok(Ended::StopReport { has_lost: true }),
+                true => return Ok(RunOutcome::Stop { has_lost: true }),
                 false => anyhow::bail!("{name} during shutdown; exiting without waiting any longer"),
             },
             name => {

@@ -19,8 +19,8 @@ use crate::store::{disk, object};
 use crate::telemetry::TelemetryMetrics;
 use uniffle_profile::allocator::AllocatorMetrics;
 
-use super::reload::ReloadMetrics;
-use super::upgrade::UpgradeMetrics;
+use crate::server::settings::reload::ReloadMetrics;
+use crate::server::upgrade::UpgradeMetrics;
 
 metrics::table! {
     struct BuildMetrics {

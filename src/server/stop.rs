@@ -9,19 +9,21 @@
 //! successor takes over the memory contents, no call is refused: new requests wait in their
 //! sockets.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use futures::future::join_all;
+use parking_lot::Mutex;
 
 use crate::clock::{Instant, sleep, timeout, timeout_at};
 use crate::memory::{InMemory, Memory};
-use crate::service::Stopping;
+use crate::service::{Service, Stopping};
 use crate::store::LocalStore;
 
-use super::memory_backing::Outlives;
+use super::Worker;
 use super::sockets::{Inherited, now_ms};
-use super::{Worker, tickets};
+use super::start::memory_backing::Outlives;
+use super::upgrade::transfer;
 
 /// Time for running requests to end after the listeners were closed.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(15);
@@ -42,7 +44,7 @@ const LOOK: Duration = Duration::from_millis(10);
 
 /// Outcome of a graceful stop.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Ending {
+pub(super) struct StopOutcome {
     /// Number of tasks abandoned.
     pub(super) tasks_left: usize,
     /// True if acknowledged blocks are lost with the process.
@@ -74,7 +76,7 @@ impl Worker {
     }
 
     /// Stops gracefully. Returns the abandoned tasks and whether blocks are lost.
-    pub(super) async fn stop_in_order(mut self) -> Ending {
+    pub(super) async fn stop_in_order(mut self) -> StopOutcome {
         self.service.status().stop(Stopping::ForGood);
         self.state.save_for_stop().await;
         // An upgrade may have paused the flusher.
@@ -84,12 +86,12 @@ impl Worker {
         let deadline = Instant::now() + self.flush_timeout;
         self.flush_until(deadline).await;
         // Connects are refused from here on, since none would be accepted.
-        self.held = Inherited::default();
+        self.handover.held = Inherited::default();
         let service = Arc::clone(&self.service);
         self.end_deletions().await;
-        let stopped = self.end(deadline, MemoryTreatment::Empty).await;
+        let stopped = self.end(deadline, MemoryTreatment::Flush).await;
         join_all(service.tiers().iter().map(|tier| tier.sync(SYNC_DEADLINE))).await;
-        Ending { tasks_left: stopped.tasks_left, has_lost: stopped.has_lost }
+        StopOutcome { tasks_left: stopped.tasks_left, has_lost: stopped.has_lost }
     }
 
     /// Waits for deletions in remote stores.
@@ -102,7 +104,7 @@ impl Worker {
     ///
     /// # Errors
     /// The shuffles still in memory.
-    pub(super) async fn prepare_to_hand_over(&self) -> Result<(), Vec<InMemory>> {
+    pub(super) async fn flush_for_successor(&self) -> Result<(), Vec<InMemory>> {
         self.service.status().stop(Stopping::ForSuccessor);
         let deadline = Instant::now() + self.flush_timeout;
         let left = self.flush_until(deadline).await;
@@ -117,15 +119,15 @@ impl Worker {
 
     /// Pauses writes to the tiers and waits for running ones, while all other work continues.
     /// Afterwards memory can be handed over as it is. Returns false if that takes too long.
-    pub(super) async fn prepare_to_pass_on(&self) -> bool {
-        let rests = match self.service.flusher() {
+    pub(super) async fn pause_for_successor(&self) -> bool {
+        let is_paused = match self.service.flusher() {
             Some(flusher) => flusher.pause(Instant::now() + self.flush_timeout).await,
             None => true,
         };
-        if rests {
+        if is_paused {
             self.unlink_pages().await;
         }
-        rests
+        is_paused
     }
 
     /// Unmaps pages of the memory before the stop, which is shorter then.
@@ -142,22 +144,23 @@ impl Worker {
         }
     }
 
-    /// Stops and leaves the sockets to a successor. Must follow [`Worker::prepare_to_hand_over`],
-    /// or [`Worker::prepare_to_pass_on`] if the successor takes over `memory`.
+    /// Stops and leaves the sockets to a successor. Must follow [`Worker::flush_for_successor`],
+    /// or [`Worker::pause_for_successor`] if the successor takes over `memory`.
     pub(super) async fn hand_over(self, memory: MemoryTreatment) -> StopReport {
         // An error to save has been logged, and the successor gets the settings anyway.
         let ((), (), _saved) = tokio::join!(self.end_http(), self.cease_removals(), self.state.save());
-        if memory == MemoryTreatment::PassedOn {
+        if memory == MemoryTreatment::HandOver {
             // Requests served since the first call have touched pages again.
             self.unlink_pages().await;
         }
         let gap_began_ms = Some(now_ms());
-        self.grpc_handover.begin();
-        self.tcp_handover.begin();
+        self.handover.grpc.begin();
+        self.handover.tcp.begin();
         let deadline = Instant::now() + self.flush_timeout;
-        let (promised, state) = (Arc::clone(&self.memory), Arc::clone(&self.state));
+        let (memory_with_tickets, state) = (Arc::clone(&self.memory), Arc::clone(&self.state));
         let mut stopped = self.end(deadline, memory).await;
-        let (tickets, state) = (tickets::passed_on(&promised), state.passed_on().await);
+        let (tickets, state) =
+            (transfer::write_tickets(&memory_with_tickets), state.write_for_successor().await);
         stopped.sockets = Inherited { gap_began_ms, tickets, state, ..stopped.sockets };
         stopped
     }
@@ -173,9 +176,9 @@ impl Worker {
     /// Ends the HTTP tasks. Requests that have begun, even partly received ones, get time to
     /// finish. New ones wait for the successor.
     async fn end_http(&self) {
-        self.http.cancel();
-        if timeout(CANCEL_DEADLINE, self.http.drained()).await.is_err() {
-            tracing::warn!(tasks = self.http.running(), "http requests did not end in time");
+        self.tasks.http.cancel();
+        if timeout(CANCEL_DEADLINE, self.tasks.http.drained()).await.is_err() {
+            tracing::warn!(tasks = self.tasks.http.running(), "http requests did not end in time");
         }
     }
 
@@ -201,37 +204,41 @@ impl Worker {
 
     async fn end(mut self, deadline: Instant, memory: MemoryTreatment) -> StopReport {
         let flushed_before = self.flushed_bytes();
-        self.listeners.close();
-        if timeout(DRAIN_DEADLINE, self.listeners.drained()).await.is_err() {
-            tracing::warn!(tasks = self.listeners.running(), "connections did not end in time; closing them");
+        self.tasks.listeners.close();
+        if timeout(DRAIN_DEADLINE, self.tasks.listeners.drained()).await.is_err() {
+            tracing::warn!(
+                tasks = self.tasks.listeners.running(),
+                "connections did not end in time; closing them"
+            );
         }
-        self.listeners.cancel();
-        if timeout(CANCEL_DEADLINE, self.listeners.drained()).await.is_err() {
-            tracing::warn!(tasks = self.listeners.running(), "closed connections did not end in time");
+        self.tasks.listeners.cancel();
+        if timeout(CANCEL_DEADLINE, self.tasks.listeners.drained()).await.is_err() {
+            tracing::warn!(tasks = self.tasks.listeners.running(), "closed connections did not end in time");
         }
         match memory {
-            MemoryTreatment::Empty => self.drain_memory(deadline.max(Instant::now() + LAST_FLUSH)).await,
+            MemoryTreatment::Flush => self.drain_memory(deadline.max(Instant::now() + LAST_FLUSH)).await,
             // Sends that had begun are answered by now. A late one is never acknowledged.
-            MemoryTreatment::PassedOn => self.service.ingest.refuse_sends(),
+            MemoryTreatment::HandOver => self.service.ingest.refuse_sends(),
         }
-        self.background.cancel();
-        self.http.cancel();
-        let ended = async { tokio::join!(self.background.drained(), self.http.drained()) };
+        self.tasks.background.cancel();
+        self.tasks.http.cancel();
+        let ended = async { tokio::join!(self.tasks.background.drained(), self.tasks.http.drained()) };
         if timeout(CANCEL_DEADLINE, ended).await.is_err() {
-            let tasks = self.background.running() + self.http.running();
+            let tasks = self.tasks.background.running() + self.tasks.http.running();
             tracing::warn!(tasks, "background tasks did not end in time");
         }
         let unflushed = match memory {
-            MemoryTreatment::Empty => self.memory.contents(),
-            MemoryTreatment::PassedOn => Vec::new(),
+            MemoryTreatment::Flush => self.memory.contents(),
+            MemoryTreatment::HandOver => Vec::new(),
         };
         let has_lost = Outlives::of(&self.memory).name_losses(&unflushed);
         self.memory.release();
         let flushed_bytes = self.flushed_bytes() - flushed_before;
-        let mut sockets = std::mem::take(&mut self.held);
-        sockets.grpc_connections.extend(self.grpc_handover.take());
-        sockets.tcp_connections.extend(self.tcp_handover.take());
-        let tasks_left = self.listeners.running() + self.background.running() + self.http.running();
+        let mut sockets = std::mem::take(&mut self.handover.held);
+        sockets.grpc_connections.extend(self.handover.grpc.take());
+        sockets.tcp_connections.extend(self.handover.tcp.take());
+        let tasks_left =
+            self.tasks.listeners.running() + self.tasks.background.running() + self.tasks.http.running();
         StopReport {
             tasks_left,
             unflushed,
@@ -251,9 +258,45 @@ impl Worker {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MemoryTreatment {
     /// Flush them.
-    Empty,
+    Flush,
     /// Leave them to a successor.
-    PassedOn,
+    HandOver,
+}
+
+/// Handle for a second signal to stop, which ends the process without waiting for the graceful
+/// stop. Clones share it.
+///
+/// Sends are refused first, so that nothing is acknowledged any more. Then the unflushed blocks are
+/// logged.
+#[derive(Debug, Clone, Default)]
+pub struct ForcedStop(Arc<Mutex<RunningWorker>>);
+
+/// The worker running in the process. The handle does not keep it alive.
+#[derive(Debug, Default)]
+struct RunningWorker {
+    service: Weak<Service>,
+    memory: Weak<Memory>,
+}
+
+impl ForcedStop {
+    /// Attaches the handle to the worker with `service` and `memory`.
+    pub(super) fn watch(&self, service: &Arc<Service>, memory: &Arc<Memory>) {
+        *self.0.lock() = RunningWorker { service: Arc::downgrade(service), memory: Arc::downgrade(memory) };
+    }
+
+    /// Refuses all further sends and logs unflushed blocks. Returns whether acknowledged blocks are
+    /// lost with the process.
+    #[must_use]
+    pub fn end(&self) -> bool {
+        let (service, memory) = {
+            let running = self.0.lock();
+            (running.service.upgrade(), running.memory.upgrade())
+        };
+        if let Some(service) = service {
+            service.ingest.refuse_sends();
+        }
+        memory.is_some_and(|memory| Outlives::of(&memory).name_losses(&memory.contents()))
+    }
 }
 
 #[cfg(test)]
@@ -286,7 +329,7 @@ mod tests {
         let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: "/nonexistent".into() };
         let environment = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
         let worker = Worker::start(&Config::parse(CONFIG, &environment, &machine).unwrap()).await.unwrap();
-        let tasks = worker.listeners.clone();
+        let tasks = worker.tasks.listeners.clone();
         let mut asking = TcpStream::connect(worker.addresses().http).await.unwrap();
         asking.write_all(b"GET / HTT").await.unwrap();
         let all = BTreeSet::from(["admin accept", "http accept", "http connection", "metrics push"]);
@@ -297,7 +340,7 @@ mod tests {
             tasks.closing().await;
             speaking(&tasks)
         };
-        let (stopped, left) = tokio::join!(worker.hand_over(MemoryTreatment::PassedOn), closing);
+        let (stopped, left) = tokio::join!(worker.hand_over(MemoryTreatment::HandOver), closing);
         assert_eq!(left, BTreeSet::new());
         assert_eq!(stopped.tasks_left, 0);
         assert!(stopped.sockets.gap_began_ms.is_some());

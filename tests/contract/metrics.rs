@@ -94,7 +94,7 @@ const TOPICS: &[(&str, &str)] = &[
     ("listeners::http::admin", "Administration listener"),
     ("coordinator::embedded", "Embedded coordinator"),
     ("coordinator::heartbeat", "Heartbeats"),
-    ("server::reload", "Reload"),
+    ("server::settings::reload", "Reload"),
     ("server::upgrade", "Upgrade"),
     ("server", "Build"),
     ("uniffle_base::runtime", "Runtime"),

@@ -1,6 +1,6 @@
 //! State of the coordinator that outlives its process: applications and nodes.
 //!
-//! `server::runtime_state` stores it. Times are stored as dates, because clock readings mean
+//! `server::settings` stores it. Times are stored as dates, because clock readings mean
 //! nothing to another process.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

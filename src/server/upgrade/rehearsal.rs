@@ -8,7 +8,7 @@
 //!
 //! The verdict is a line on stdout, since a process with a thread hung in the kernel cannot exit.
 //!
-//! [`UPGRADE_FROM`]: super::UPGRADE_FROM
+//! [`UPGRADE_FROM`]: crate::server::UPGRADE_FROM
 
 use anyhow::Context as _;
 
@@ -19,9 +19,10 @@ use crate::memory::{Memory, Owner};
 use crate::runtime::Tasks;
 use crate::store::disk::directories::claimable;
 
-use super::tiers::{Precheck, ask_object_store, start_hdfs};
-use super::upgrade::Facts;
-use super::{advertised_ip, check_files, sockets};
+use super::Facts;
+use crate::server::start::machine::{check_files, map_memory};
+use crate::server::start::tiers::{Precheck, ask_object_store, start_hdfs};
+use crate::server::{advertised_ip, sockets};
 
 /// Output line that says that nothing prevents the upgrade.
 pub const REHEARSED: &str = "rehearsed: the running worker may let go";
@@ -64,14 +65,6 @@ pub async fn rehearse(build: Build, config: &Config, facts: &str) -> Result<Stri
     }
     let memory = if facts.leaves_memory_to(config) { format!("{TAKES_MEMORY}\n") } else { String::new() };
     Ok(format!("{PROGRAM}{build}\n{memory}{REHEARSED}\n"))
-}
-
-pub(super) fn map_memory(config: &Config) -> anyhow::Result<()> {
-    let registry = crate::metrics::registry()?;
-    let mapped = Memory::new(&config.memory, &registry);
-    mapped
-        .map(drop)
-        .with_context(|| format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes))
 }
 
 /// Checks that the successor can open `memory_store.backing`. If the running worker has the same

@@ -21,7 +21,7 @@ use crate::listeners::http::{Everywhere, NotExplained};
 use crate::proto::storage_info::StorageStatus;
 use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
 
-use super::tls::WorkerTrust;
+use crate::server::tls::WorkerTrust;
 
 /// Maximum age of the rendered text.
 const AGE_MAX: Duration = Duration::from_secs(1);
@@ -37,7 +37,7 @@ const ASKING_MAX: usize = 6;
 
 /// The latest rendered page, and limits of explanations.
 #[derive(Debug)]
-pub(super) struct ClusterPage {
+pub(in crate::server) struct ClusterPage {
     coordinator: EmbeddedCoordinator,
     latest: Mutex<Option<(Instant, Bytes)>>,
     explaining: Arc<Semaphore>,
@@ -46,7 +46,7 @@ pub(super) struct ClusterPage {
 }
 
 impl ClusterPage {
-    pub(super) fn new(coordinator: EmbeddedCoordinator, others: WorkerTrust) -> Self {
+    pub(in crate::server) fn new(coordinator: EmbeddedCoordinator, others: WorkerTrust) -> Self {
         let [explaining, asking] = [EXPLAINING_MAX, ASKING_MAX].map(|most| Arc::new(Semaphore::new(most)));
         Self { coordinator, latest: Mutex::default(), explaining, asking, others }
     }
@@ -76,7 +76,7 @@ impl ClusterPage {
     }
 
     /// Returns the cluster as JSON, at most one second old.
-    pub(super) fn text(&self) -> Bytes {
+    pub(in crate::server) fn text(&self) -> Bytes {
         // Locked during the rendering, so that concurrent callers render once.
         let mut latest = self.latest.lock();
         if let Some((_, text)) = latest.as_ref().filter(|(made, _)| made.elapsed() < AGE_MAX) {
@@ -91,7 +91,7 @@ impl ClusterPage {
 }
 
 /// Returns the administration routes of the embedded coordinator.
-pub(super) fn admin_routes(coordinator: Option<EmbeddedCoordinator>) -> Router {
+pub(in crate::server) fn admin_routes(coordinator: Option<EmbeddedCoordinator>) -> Router {
     lost_nodes::routes(move |id| match &coordinator {
         None => Err("this worker has no coordinator (embedded_coordinator.enable)".to_owned()),
         Some(coordinator) if coordinator.forget_lost(id) => Ok(()),

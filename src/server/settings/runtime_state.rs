@@ -29,9 +29,9 @@ use crate::coordinator::embedded::{EmbeddedCoordinator, SavedApp, SavedNode};
 use crate::service::{Service, SettingsStore};
 use crate::store::{SavedSettings, Tier};
 
-use super::memory_backing::{beside_log, within};
-use super::passed;
-use super::settings::{RuntimeSettings, Tags};
+use super::{RuntimeSettings, Tags};
+use crate::server::start::memory_backing::{beside_log, within};
+use crate::server::upgrade::transfer;
 
 /// Name of the file beside the metadata log.
 const FILE: &str = "state";
@@ -47,18 +47,18 @@ const STORE_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Content of the file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct RuntimeState {
+pub(in crate::server) struct RuntimeState {
     /// Increases with each file written. The file with the greatest number is the newest.
     sequence: u64,
     /// Decommissioning was requested.
-    pub(super) decommission: bool,
+    pub(in crate::server) decommission: bool,
     /// Tags set by a call, together with the configured tags at that time.
     tags: Option<SavedTags>,
     /// Applications of the embedded coordinator.
-    pub(super) apps: Vec<SavedApp>,
+    pub(in crate::server) apps: Vec<SavedApp>,
     /// Nodes of the embedded coordinator. Earlier versions do not save them.
     #[serde(default)]
-    pub(super) nodes: Vec<SavedNode>,
+    pub(in crate::server) nodes: Vec<SavedNode>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,17 +68,21 @@ struct SavedTags {
 }
 
 impl RuntimeState {
-    /// Returns the settings `passed` by the predecessor of an upgrade, otherwise the saved ones.
-    pub(super) async fn recover(config: &Config, service: &Service, passed: Option<OwnedFd>) -> Self {
+    /// Returns the settings `inherited` from the predecessor of an upgrade, otherwise the saved ones.
+    pub(in crate::server) async fn recover(
+        config: &Config,
+        service: &Service,
+        inherited: Option<OwnedFd>,
+    ) -> Self {
         let tier = metadata_tier(service);
         let stored = tier.as_ref().and_then(|tier| tier.saved_settings());
-        Self::read(config, stored, passed).await
+        Self::read(config, stored, inherited).await
     }
 
-    /// Returns the settings `passed` by the predecessor of an upgrade, otherwise those of the
+    /// Returns the settings `inherited` from the predecessor of an upgrade, otherwise those of the
     /// newest file, or of the object store.
-    async fn read(config: &Config, stored: Option<&dyn SavedSettings>, passed: Option<OwnedFd>) -> Self {
-        match passed.map(passed::read) {
+    async fn read(config: &Config, stored: Option<&dyn SavedSettings>, inherited: Option<OwnedFd>) -> Self {
+        match inherited.map(transfer::read) {
             Some(Ok(state)) => return state,
             Some(Err(error)) => {
                 tracing::warn!(%error, "cannot read the settings made at run time of the previous process");
@@ -110,7 +114,7 @@ impl RuntimeState {
     }
 
     /// Returns the tags set by a call, or `None` if the configured tags have changed since.
-    pub(super) fn tags(&self, configured: &[String]) -> Option<Vec<String>> {
+    pub(in crate::server) fn tags(&self, configured: &[String]) -> Option<Vec<String>> {
         let saved = self.tags.as_ref()?;
         (saved.configured == configured).then(|| saved.current.clone())
     }
@@ -152,7 +156,7 @@ fn write(path: &Path, text: &[u8]) -> io::Result<()> {
 
 /// Saves the settings to the file after changes.
 #[derive(Debug)]
-pub(super) struct StateWriter {
+pub(in crate::server) struct StateWriter {
     service: Arc<Service>,
     live: Arc<RuntimeSettings>,
     embedded: Option<EmbeddedCoordinator>,
@@ -183,7 +187,7 @@ struct Latest {
 
 impl StateWriter {
     /// Creates a writer that continues from `state`, which was read at the start.
-    pub(super) fn new(
+    pub(in crate::server) fn new(
         config: &Config,
         state: RuntimeState,
         service: Arc<Service>,
@@ -206,12 +210,12 @@ impl StateWriter {
     }
 
     /// Requests a write of the file, because the state or the tags have changed.
-    pub(super) fn notify(&self) {
+    pub(in crate::server) fn notify(&self) {
         self.changed.notify_one();
     }
 
     /// Writes the file after each change, until dropped.
-    pub(super) async fn run(self: Arc<Self>) {
+    pub(in crate::server) async fn run(self: Arc<Self>) {
         let mut ticks = tokio::time::interval(SAVE_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -225,7 +229,7 @@ impl StateWriter {
     }
 
     /// Writes the file for a graceful stop, which completes a decommissioning.
-    pub(super) async fn save_for_stop(&self) {
+    pub(in crate::server) async fn save_for_stop(&self) {
         self.is_stopping.store(true, Ordering::Release);
         // An error has been logged.
         let _ = self.save().await;
@@ -235,7 +239,7 @@ impl StateWriter {
     ///
     /// # Errors
     /// The path and error of each copy, if none was written. The first such error is logged.
-    pub(super) async fn save(&self) -> Result<(), String> {
+    pub(in crate::server) async fn save(&self) -> Result<(), String> {
         let mut latest = self.latest.lock().await;
         self.update(&mut latest);
         let tier = metadata_tier(&self.service);
@@ -266,13 +270,13 @@ impl StateWriter {
 
     /// Returns a file with the latest state for a successor. Returns `None` if nothing was ever
     /// set.
-    pub(super) async fn passed_on(&self) -> Option<OwnedFd> {
+    pub(in crate::server) async fn write_for_successor(&self) -> Option<OwnedFd> {
         let mut latest = self.latest.lock().await;
         self.update(&mut latest);
         if latest.state == RuntimeState::default() {
             return None;
         }
-        let written = passed::write("uniffle-worker-state", &latest.state);
+        let written = transfer::write("uniffle-worker-state", &latest.state);
         written.inspect_err(|error| tracing::warn!(%error, "cannot hand over settings made at run time")).ok()
     }
 
@@ -373,15 +377,15 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn passed_state_is_preferred_to_files() {
+    async fn inherited_state_is_preferred_to_files() {
         let directory = tempfile::tempdir().unwrap();
         let config = config(&[directory.path()]);
         let file = RuntimeState { sequence: 9, ..RuntimeState::default() };
         put(directory.path(), &serde_json::to_vec(&file).unwrap());
         let state = RuntimeState { sequence: 3, decommission: true, ..RuntimeState::default() };
-        let passed = passed::write("state", &state).unwrap();
-        assert_eq!(RuntimeState::read(&config, None, Some(passed)).await, state);
-        let unreadable = passed::write("state", &"").unwrap();
+        let inherited = transfer::write("state", &state).unwrap();
+        assert_eq!(RuntimeState::read(&config, None, Some(inherited)).await, state);
+        let unreadable = transfer::write("state", &"").unwrap();
         assert_eq!(RuntimeState::read(&config, None, Some(unreadable)).await, file);
     }
 

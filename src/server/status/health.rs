@@ -17,19 +17,19 @@ use crate::store::{DiskCondition, DiskInfo, TierRole, Tiers};
 /// Poll interval for tiers that do not notify of changes.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-use super::settings::RuntimeSettings;
+use crate::server::settings::RuntimeSettings;
 
 /// The sources of state changes.
 #[derive(Debug)]
-pub(super) struct Watch {
-    pub(super) service: Arc<Service>,
-    pub(super) live: Arc<RuntimeSettings>,
+pub(in crate::server) struct Watch {
+    pub(in crate::server) service: Arc<Service>,
+    pub(in crate::server) live: Arc<RuntimeSettings>,
 }
 
 impl Watch {
     /// Runs until `stop`. Calls `announce` after each change of the state, and when the last
     /// application has ended.
-    pub(super) async fn run(self, announce: impl Fn(), stop: impl Future<Output = ()>) {
+    pub(in crate::server) async fn run(self, announce: impl Fn(), stop: impl Future<Output = ()>) {
         let tiers = self.service.tiers().clone();
         let mut changes: Vec<_> = tiers.iter().filter_map(|tier| tier.state_changes()).collect();
         let some_are_silent = changes.len() < tiers.len();

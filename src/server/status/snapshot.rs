@@ -33,20 +33,20 @@ use uniffle_profile::allocator::AllocatorMetrics;
 
 use super::cluster::ClusterPage;
 use super::health;
-use super::reload::Reloader;
-use super::settings::RuntimeSettings;
+use crate::server::settings::RuntimeSettings;
+use crate::server::settings::reload::Reloader;
 
 /// Maximum age of the figures on the status page and in the API.
 const AGE_MAX: Duration = Duration::from_secs(1);
 
 /// The worker's figures at one moment.
 #[derive(Debug)]
-pub(super) struct NodeSnapshot {
+pub(in crate::server) struct NodeSnapshot {
     taken: Instant,
-    pub(super) memory: Memory,
-    pub(super) flush: Flush,
-    pub(super) disks: Vec<DiskInfo>,
-    pub(super) apps: Vec<AppStatistics>,
+    pub(in crate::server) memory: Memory,
+    pub(in crate::server) flush: Flush,
+    pub(in crate::server) disks: Vec<DiskInfo>,
+    pub(in crate::server) apps: Vec<AppStatistics>,
     quotas: Vec<QuotaUse>,
     lost_blocks: u64,
     incomplete: Incompleteness,
@@ -61,35 +61,35 @@ pub(super) struct NodeSnapshot {
 
 /// The sources of the figures, and the latest snapshot.
 #[derive(Debug)]
-pub(super) struct Inspector {
-    pub(super) build: Build,
-    pub(super) fixed: NodeReport,
-    pub(super) store_type: &'static str,
+pub(in crate::server) struct Inspector {
+    pub(in crate::server) build: Build,
+    pub(in crate::server) fixed: NodeReport,
+    pub(in crate::server) store_type: &'static str,
     /// Lines of `spark-defaults.conf` for clients.
-    pub(super) spark_options: String,
-    pub(super) service: Arc<Service>,
-    pub(super) live: Arc<RuntimeSettings>,
-    pub(super) reloader: Arc<Reloader>,
-    pub(super) gauges: ProcessGauges,
-    pub(super) connections: OpenConnections,
-    pub(super) latest: Mutex<Option<Arc<NodeSnapshot>>>,
+    pub(in crate::server) spark_options: String,
+    pub(in crate::server) service: Arc<Service>,
+    pub(in crate::server) live: Arc<RuntimeSettings>,
+    pub(in crate::server) reloader: Arc<Reloader>,
+    pub(in crate::server) gauges: ProcessGauges,
+    pub(in crate::server) connections: OpenConnections,
+    pub(in crate::server) latest: Mutex<Option<Arc<NodeSnapshot>>>,
     /// Page of the embedded coordinator, if there is one.
-    pub(super) cluster: Option<ClusterPage>,
+    pub(in crate::server) cluster: Option<ClusterPage>,
 }
 
 /// Process metrics that are sampled when scraped.
 #[derive(Debug)]
-pub(super) struct ProcessGauges {
-    pub(super) runtime: RuntimeMetrics,
-    pub(super) allocator: AllocatorMetrics,
+pub(in crate::server) struct ProcessGauges {
+    pub(in crate::server) runtime: RuntimeMetrics,
+    pub(in crate::server) allocator: AllocatorMetrics,
 }
 
 /// Open connections, by listener.
 #[derive(Debug)]
-pub(super) struct OpenConnections {
-    pub(super) grpc: IntGauge,
-    pub(super) tcp: Option<IntGauge>,
-    pub(super) http: IntGauge,
+pub(in crate::server) struct OpenConnections {
+    pub(in crate::server) grpc: IntGauge,
+    pub(in crate::server) tcp: Option<IntGauge>,
+    pub(in crate::server) http: IntGauge,
 }
 
 impl Shown for Inspector {

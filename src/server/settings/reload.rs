@@ -17,14 +17,15 @@ use parking_lot::Mutex;
 use prometheus::{IntCounterVec, Registry};
 use tokio::time::{MissedTickBehavior, interval};
 
-use crate::config::{Config, Machine};
+use crate::config::{self, Config, Machine};
+use crate::listeners::http::admin::Control;
 use crate::metrics;
 use crate::service::Service;
 use crate::store::LocalStore;
 use crate::telemetry::AUDIT;
 
-use super::settings::RuntimeSettings;
-use super::tls::Tls;
+use super::RuntimeSettings;
+use crate::server::tls::Tls;
 
 /// Interval at which the file is polled.
 const WATCH_INTERVAL: Duration = Duration::from_secs(2);
@@ -49,17 +50,17 @@ pub struct Reloaded {
 
 /// Reloads the configuration and applies changes to the running worker.
 #[derive(Debug)]
-pub(super) struct Reloader {
+pub(in crate::server) struct Reloader {
     origin: Option<Origin>,
     running: Mutex<Config>,
     service: Arc<Service>,
-    pub(super) live: Arc<RuntimeSettings>,
+    live: Arc<RuntimeSettings>,
     tls: Tls,
     reloads: IntCounterVec,
 }
 
 metrics::table! {
-    pub(super) struct ReloadMetrics {
+    pub(in crate::server) struct ReloadMetrics {
         reloads: IntCounterVec["result"] =
             "config_reloads_total", "Reloads of the configuration, by result";
     }
@@ -75,7 +76,7 @@ struct Next {
 }
 
 impl Reloader {
-    pub(super) fn new(
+    pub(in crate::server) fn new(
         config: &Config,
         origin: Option<Origin>,
         service: Arc<Service>,
@@ -91,7 +92,7 @@ impl Reloader {
     }
 
     /// Returns the configuration in effect by key, without secrets.
-    pub(super) fn entries(&self) -> BTreeMap<&'static str, String> {
+    pub(in crate::server) fn entries(&self) -> BTreeMap<&'static str, String> {
         self.running.lock().shown_entries()
     }
 
@@ -140,7 +141,7 @@ impl Reloader {
     }
 
     /// Calls [`Reloader::read_again`] on a blocking thread.
-    pub(super) async fn reload_on_thread(
+    pub(in crate::server) async fn reload_on_thread(
         self: &Arc<Self>,
         trigger: &'static str,
     ) -> Result<Reloaded, String> {
@@ -215,7 +216,7 @@ impl Reloader {
     }
 
     /// Reloads whenever the configuration or a file of `[tls]` has changed, until `stop`.
-    pub(super) async fn watch(self: Arc<Self>, stop: impl Future<Output = ()>) {
+    pub(in crate::server) async fn watch(self: Arc<Self>, stop: impl Future<Output = ()>) {
         if self.watched().is_empty() || self.origin.is_none() {
             return;
         }
@@ -283,6 +284,23 @@ fn different(left: &Config, right: &Config) -> Vec<String> {
     let (left, right) = (left.entries(), right.entries());
     let keys: BTreeSet<&str> = left.keys().chain(right.keys()).copied().collect();
     keys.into_iter().filter(|key| left.get(key) != right.get(key)).map(str::to_owned).collect()
+}
+
+impl Control for Reloader {
+    fn set_tags(&self, tags: Vec<String>) -> Result<(), String> {
+        config::check_tags(&tags)?;
+        self.live.set_tags(tags);
+        Ok(())
+    }
+
+    fn set_log_filter(&self, filter: &str) -> Result<(), String> {
+        self.live.set_log_filter(filter)
+    }
+
+    fn reload(&self) -> Result<(Vec<String>, Vec<String>), String> {
+        let Reloaded { changed, waiting } = self.read_again("call")?;
+        Ok((changed, waiting))
+    }
 }
 
 #[cfg(test)]

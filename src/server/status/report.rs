@@ -16,7 +16,7 @@ use uniffle_io::Media;
 use super::snapshot::{Inspector, NodeSnapshot};
 
 /// Returns a source of reports. Each report has the current figures.
-pub(super) fn source(node: Arc<Inspector>) -> ReportSource {
+pub(in crate::server) fn source(node: Arc<Inspector>) -> ReportSource {
     ReportSource::new(move || {
         let mut report = node.fixed.clone();
         report.tags = identity::tags(report.netty_port.is_some(), &node.live.tags());

@@ -5,6 +5,11 @@
 //! upgrade in place cannot change the ports, which clients use and the server id contains. Nor can
 //! it move data of running jobs: directories, and the location in an object store.
 
+pub(super) mod preparation;
+pub(super) mod rehearsal;
+pub(super) mod successor;
+pub(super) mod transfer;
+
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -18,7 +23,7 @@ use crate::metrics;
 use crate::store::disk::directories::claimable::HeldBy;
 use crate::store::{DiskCondition, DiskInfo};
 
-use super::sockets::{ADMIN, Addresses};
+use crate::server::sockets::{ADMIN, Addresses};
 
 /// The variable that carries [`Facts`].
 pub const UPGRADE_FROM: &str = "WORKER_UPGRADE_FROM";

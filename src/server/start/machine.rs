@@ -12,13 +12,14 @@ use anyhow::Context as _;
 use bytesize::ByteSize;
 use rustix::process::getuid;
 
-use super::rehearsal::map_memory;
+use super::listeners::admin_token;
 #[cfg(feature = "hdfs")]
 use super::tiers::hdfs_connector;
-use super::{advertised_ip, check_files, sockets};
 use crate::config::Config;
 use crate::coordinator::identity;
 use crate::memory::{Memory, Owner};
+use crate::server::tls::Tls;
+use crate::server::{advertised_ip, sockets};
 use crate::store::disk::directories::claimable;
 use crate::telemetry;
 
@@ -61,6 +62,32 @@ pub async fn examine_machine(config: &Config) -> Result<String, Vec<String>> {
         Some(address) if problems.is_empty() => Ok(findings(config, address)),
         _ => Err(problems),
     }
+}
+
+/// Reads the files that `config` names and checks the advertised address, as a start does.
+///
+/// Returns the problems, each with its configuration key or variable.
+#[must_use]
+pub fn check_files(config: &Config) -> Vec<String> {
+    let address = identity::check(config.worker.advertised.as_ref(), config.worker.bind_address);
+    let mut problems: Vec<anyhow::Error> = address.err().into_iter().map(Into::into).collect();
+    problems.extend(Tls::problems(config));
+    problems.extend(admin_token(config).err());
+    #[cfg(feature = "object")]
+    if config.object.url.is_some() {
+        let found = crate::store::object::client::check_files(&config.object);
+        problems.extend(found.into_iter().map(anyhow::Error::from));
+    }
+    problems.iter().map(|problem| format!("{problem:#}")).collect()
+}
+
+/// Maps the configured capacity for a moment.
+pub(in crate::server) fn map_memory(config: &Config) -> anyhow::Result<()> {
+    let registry = crate::metrics::registry()?;
+    let mapped = Memory::new(&config.memory, &registry);
+    mapped
+        .map(drop)
+        .with_context(|| format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes))
 }
 
 fn findings(config: &Config, address: IpAddr) -> String {

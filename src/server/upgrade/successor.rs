@@ -22,8 +22,8 @@ use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::process::ChildStdout;
 
 use super::rehearsal::{PROGRAM, REHEARSED, TAKES_MEMORY};
-use super::sockets::{GAP_BEGAN, HAND_OFF, Inherited, PREDECESSOR};
 use crate::log::HandOff;
+use crate::server::sockets::{GAP_BEGAN, HAND_OFF, Inherited, PREDECESSOR};
 
 /// Time limit of a rehearsal. It gives up on disks after 30 s and on remote stores after 60 s;
 /// meanwhile this worker serves.
@@ -59,17 +59,17 @@ impl Successor {
 
     /// Runs the new binary with `--check` in a child process, to prove that it can take over.
     ///
-    /// The environment variable `facts` describes this process to it. For a binary that only knows
+    /// The environment variable `variable` with `facts` describes this process to it. For a binary that only knows
     /// `--check` the exit code decides.
     ///
     /// # Errors
     /// The error output of the new binary.
-    pub(super) async fn rehearse(&self, facts: (&str, String)) -> anyhow::Result<Rehearsed> {
+    pub(super) async fn rehearse(&self, variable: &str, facts: String) -> anyhow::Result<RehearsalReport> {
         let program = self.program.display();
         let mut child = tokio::process::Command::new(&self.program)
             .args(&self.arguments)
             .arg("--check")
-            .env(facts.0, facts.1)
+            .env(variable, facts)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -87,8 +87,8 @@ impl Successor {
             };
             tokio::select! {
                 biased;
-                rehearsed = verdict => Ok(RehearsalOutcome::Rehearsed(rehearsed)),
-                status = ended => status.map(RehearsalOutcome::Ended),
+                rehearsed = verdict => Ok(RehearsalOutcome::Succeeded(rehearsed)),
+                status = ended => status.map(RehearsalOutcome::Exit),
             }
         })
         .await;
@@ -97,11 +97,11 @@ impl Successor {
             bail!("{program} --check took longer than {REHEARSAL_DEADLINE:?}: {}", said());
         };
         match status? {
-            RehearsalOutcome::Ended(status) if !status.success() => {
+            RehearsalOutcome::Exit(status) if !status.success() => {
                 bail!("{program} --check: {status}: {}", said())
             }
-            RehearsalOutcome::Ended(_) => Ok(Rehearsed::default()),
-            RehearsalOutcome::Rehearsed(rehearsed) => Ok(rehearsed),
+            RehearsalOutcome::Exit(_) => Ok(RehearsalReport::default()),
+            RehearsalOutcome::Succeeded(rehearsed) => Ok(rehearsed),
         }
     }
 
@@ -155,25 +155,25 @@ impl Successor {
 
 /// A successor that can take over.
 #[derive(Debug, Default)]
-pub(super) struct Rehearsed {
+pub(super) struct RehearsalReport {
     /// True if it takes over the memory contents without a flush.
     pub(super) takes_memory: bool,
     /// Version and commit, if the successor reports them.
-    pub(super) program: Option<String>,
+    pub(in crate::server) program: Option<String>,
 }
 
 /// Outcome of a rehearsal.
 enum RehearsalOutcome {
     /// Nothing prevents the upgrade.
-    Rehearsed(Rehearsed),
+    Succeeded(RehearsalReport),
     /// The child ended without printing a verdict.
-    Ended(ExitStatus),
+    Exit(ExitStatus),
 }
 
 /// Resolves when the rehearsal prints that nothing prevents the upgrade, otherwise never.
-async fn verdict(stdout: ChildStdout) -> Rehearsed {
+async fn verdict(stdout: ChildStdout) -> RehearsalReport {
     let mut lines = BufReader::new(stdout.take(COMPLAINTS_BYTES_MAX)).lines();
-    let mut rehearsed = Rehearsed::default();
+    let mut rehearsed = RehearsalReport::default();
     while let Ok(Some(line)) = lines.next_line().await {
         if line == REHEARSED {
             return rehearsed;

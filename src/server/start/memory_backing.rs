@@ -34,7 +34,7 @@ const NAMED_MAX: usize = 10;
 
 /// Location of the memory contents after a process that ended without a flush.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Outlives {
+pub(in crate::server) enum Outlives {
     /// In a named file, which the next process finds.
     Named,
     /// In the descriptor store of the service manager, which announced that it has one (systemd,
@@ -48,7 +48,7 @@ pub(super) enum Outlives {
 
 impl Outlives {
     /// Determines the location for `memory` from the environment of this process.
-    pub(super) fn of(memory: &Memory) -> Self {
+    pub(in crate::server) fn of(memory: &Memory) -> Self {
         let store = std::env::var("FDSTORE").ok().and_then(|kept| kept.parse::<u64>().ok());
         let has_manager = std::env::var_os("NOTIFY_SOCKET").is_some();
         if memory.backing_vanished() {
@@ -82,7 +82,7 @@ impl Outlives {
     }
 
     /// Logs what happens to unflushed blocks. Returns whether they are lost.
-    pub(super) fn name_losses(self, unflushed: &[InMemory]) -> bool {
+    pub(in crate::server) fn name_losses(self, unflushed: &[InMemory]) -> bool {
         if unflushed.is_empty() {
             return false;
         }
@@ -164,7 +164,10 @@ fn read_note(path: &Path) -> io::Result<Option<PathBuf>> {
 }
 
 /// Returns the path of the file `name` beside each copy of the metadata log.
-pub(super) fn beside_log<'a>(config: &'a Config, name: &'a str) -> impl Iterator<Item = PathBuf> + 'a {
+pub(in crate::server) fn beside_log<'a>(
+    config: &'a Config,
+    name: &'a str,
+) -> impl Iterator<Item = PathBuf> + 'a {
     let has_log = config.worker.store_type.has_local() && config.local.recovery;
     let paths = config.local.paths.iter().filter(move |_| has_log);
     paths.map(move |path| path.join(METADATA).join(name))
@@ -172,7 +175,7 @@ pub(super) fn beside_log<'a>(config: &'a Config, name: &'a str) -> impl Iterator
 
 /// Runs `operation` on a blocking thread. A disk that does not answer within two seconds is an
 /// error.
-pub(super) async fn within<T: Send + 'static>(
+pub(in crate::server) async fn within<T: Send + 'static>(
     operation: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
     match timeout(NOTE_DEADLINE, spawn_blocking(operation)).await {
@@ -261,7 +264,7 @@ pub(super) async fn refuse_left(
 
 /// Maps the memory. Recovers the contents that an earlier process left there, from `left` if a
 /// memfd was inherited.
-pub(super) async fn open(
+pub(in crate::server) async fn open(
     config: &Config,
     server_id: &str,
     left: Option<OwnedFd>,
@@ -300,7 +303,7 @@ fn describe_private(config: &Config) -> &'static str {
 
 /// Polls at the disks' probe interval whether the memory file still exists under its name. Returns
 /// once it has vanished.
-pub(super) async fn look_at_backing(memory: Arc<Memory>, interval: Duration) {
+pub(in crate::server) async fn watch(memory: Arc<Memory>, interval: Duration) {
     loop {
         crate::clock::sleep(interval).await;
         let looked_at = Arc::clone(&memory);

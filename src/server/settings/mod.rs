@@ -3,6 +3,9 @@
 //! A change is in effect at once, and coordinators are notified of new tags. `runtime_state` saves
 //! the tags that a call has set, and `reload` applies those of the configuration file.
 
+pub(super) mod reload;
+pub(super) mod runtime_state;
+
 use std::sync::OnceLock;
 use std::time::Duration;
 

@@ -1,16 +1,18 @@
-//! Reaps children without a waiter: orphans, where the worker is process 1 of a container or a
-//! subreaper, and children of the program before an upgrade.
+//! Signals handled by a worker process, and the children that end in it.
 //!
-//! The code that starts a child awaits it as soon as it ends. A zombie older than [`PATIENCE`]
-//! therefore has no waiter. Without this module it would remain for the worker's lifetime.
+//! Children without a waiter are reaped: orphans, where the worker is process 1 of a container or a
+//! subreaper, and children of the program before an upgrade. The code that starts a child awaits it
+//! as soon as it ends, so a zombie older than [`PATIENCE`] has no waiter. Without [`reap_children`]
+//! it would remain for the worker's lifetime.
 
 use std::collections::HashSet;
 
+use nix::sys::signal::SigSet;
 use procfs::process::{Process, all_processes};
 use procfs::{ProcError, ProcResult};
 use rustix::io::retry_on_intr;
 use rustix::process::{Pid, WaitOptions, waitpid};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::Duration;
 
 use crate::clock::{sleep, timeout};
@@ -24,8 +26,63 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(60);
 /// An ended child, identified by process id and start time since ids are reused.
 type Zombie = (i32, u64);
 
-/// Reaps while polled. Scans when a child ends.
-pub(super) async fn run() {
+/// Blocks SIGUSR2, whose default action would end a process without a handler. The mask and a
+/// pending signal survive `exec`, so a signal sent between two programs of an upgrade is not lost.
+pub fn hold_upgrade_signal() {
+    // Fails only for an invalid set.
+    let _ = upgrade_signal().thread_block();
+}
+
+/// Unblocks SIGUSR2 on this thread alone. The runtime's threads have inherited the mask, so this
+/// thread receives the signal.
+pub fn take_upgrade_signal() {
+    let _ = upgrade_signal().thread_unblock();
+}
+
+fn upgrade_signal() -> SigSet {
+    SigSet::from_iter([nix::sys::signal::Signal::SIGUSR2])
+}
+
+/// Signals that stop or upgrade the worker, or reload its configuration.
+#[derive(Debug)]
+pub struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    upgrade: Signal,
+    reload: Signal,
+    /// Never awaited. With a handler installed, a write beyond RLIMIT_FSIZE fails instead of ending
+    /// the process.
+    _file_size: Signal,
+}
+
+impl Signals {
+    /// Installs the handlers. Needs a runtime.
+    ///
+    /// # Errors
+    /// If the kernel refuses a handler.
+    pub fn listen() -> std::io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            upgrade: signal(SignalKind::user_defined2())?,
+            reload: signal(SignalKind::hangup())?,
+            _file_size: signal(SignalKind::from_raw(nix::sys::signal::Signal::SIGXFSZ as i32))?,
+        })
+    }
+
+    /// Waits for the next signal and returns its name.
+    pub async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+            _ = self.upgrade.recv() => "SIGUSR2",
+            _ = self.reload.recv() => "SIGHUP",
+        }
+    }
+}
+
+/// Reaps children without a waiter while polled. Scans when a child ends.
+pub(super) async fn reap_children() {
     let mut ended = match signal(SignalKind::child()) {
         Ok(ended) => ended,
         Err(error) => return tracing::warn!(%error, "cannot reap orphaned child processes"),

@@ -7,30 +7,38 @@
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 
+use anyhow::Context as _;
 use axum::Router;
 use parking_lot::Mutex;
 use prometheus::IntGauge;
 use tonic::service::RoutesBuilder;
 
-use super::cluster::{self, ClusterPage};
-use super::health::Watch;
-use super::settings::Pace;
-use super::snapshot::{Inspector, OpenConnections, ProcessGauges};
-use super::sockets::{Sockets, accepting};
-use super::tls::Tls;
-use super::{Worker, admin, report, tiers};
 use crate::compat::http::JavaHooks;
 use crate::config::{Config, SparkOptions};
 use crate::coordinator::{NodeReport, ReportSource, heartbeat};
 use crate::listeners::Binding;
 use crate::listeners::grpc::GrpcServer;
-use crate::listeners::http::admin::{AdminHooks, AdminServer, Control};
+use crate::listeners::http::admin::{AdminHooks, AdminServer, Control, Token};
 use crate::listeners::http::api::{self, ApiHooks};
 use crate::listeners::http::push::Pusher;
 use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages, gathering_pool};
 use crate::listeners::tcp::TcpServer;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::BlockingPool;
+use crate::schema::files;
+use crate::server::Worker;
+use crate::server::settings::Pace;
+use crate::server::sockets::{Sockets, accepting};
+use crate::server::status::cluster::{self, ClusterPage};
+use crate::server::status::health::Watch;
+use crate::server::status::report;
+use crate::server::status::snapshot::{Inspector, OpenConnections, ProcessGauges};
+use crate::server::tls::Tls;
+
+use super::tiers;
+
+/// Largest token file read.
+const TOKEN_FILE_BYTES_MAX: u64 = 4 << 10;
 
 impl Worker {
     /// Opens all listeners, then announces the worker to coordinators.
@@ -49,17 +57,17 @@ impl Worker {
         let binding = Binding {
             listener: accepting(sockets.grpc)?,
             tls: tls.grpc,
-            handover: self.grpc_handover.clone(),
+            handover: self.handover.grpc.clone(),
             kept: sockets.grpc_connections,
         };
-        let tasks = self.listeners.clone();
+        let tasks = self.tasks.listeners.clone();
         let grpc = GrpcServer::start(config.grpc.clone(), binding, routes, service, tasks, &self.registry)?;
         let kept = sockets.tcp_connections;
         let tcp = sockets.tcp.map(|listener| self.open_tcp(config, listener, kept)).transpose()?;
         let metrics = HttpMetrics::new(&self.registry)?;
         let connections = OpenConnections { grpc, tcp, http: metrics.connections.clone() };
         let inspector = Arc::new(Inspector {
-            build: self.build,
+            build: self.identity.build,
             fixed: self.report(),
             store_type: config.worker.store_type.as_str(),
             spark_options: self.spark_options(config).to_defaults(),
@@ -74,13 +82,13 @@ impl Worker {
         let source = report::source(Arc::clone(&inspector));
         let node: Arc<dyn Node> = inspector;
         if let Some(gateway) = &config.push.endpoint {
-            let instance = self.server_id();
+            let instance = self.identity.server_id();
             let (registry, node) = (self.registry.clone(), Arc::clone(&node));
-            Pusher::start(&config.push, gateway, &instance, registry, node, &self.http)?;
+            Pusher::start(&config.push, gateway, &instance, registry, node, &self.tasks.http)?;
         }
-        let profiles = http::debug::routes(self.http.clone());
+        let profiles = http::debug::routes(self.tasks.http.clone());
         let binding = Binding { tls: tls.http, ..Binding::from(accepting(sockets.http)?) };
-        self.open_http(config, binding, (metrics, node, &profiles))?;
+        self.open_http(config, binding, metrics, node, &profiles)?;
         if let Some(listener) = sockets.admin {
             let binding = Binding { tls: tls.admin, ..Binding::from(accepting(listener)?) };
             self.open_admin(config, binding, profiles)?;
@@ -94,7 +102,9 @@ impl Worker {
         &self,
         config: &Config,
         binding: Binding,
-        (metrics, node, profiles): (HttpMetrics, Arc<dyn Node>, &Router),
+        metrics: HttpMetrics,
+        node: Arc<dyn Node>,
+        profiles: &Router,
     ) -> anyhow::Result<()> {
         let open_profiles = if config.http.profiles { profiles.clone() } else { Router::new() };
         let pool = gathering_pool();
@@ -117,7 +127,7 @@ impl Worker {
             pool,
             ready: BlockingPool::new(1),
         };
-        HttpServer::start(config.http, binding, pages, &self.http)?;
+        HttpServer::start(config.http, binding, pages, &self.tasks.http)?;
         Ok(())
     }
 
@@ -127,8 +137,8 @@ impl Worker {
         let of_parts =
             tiers::admin_routes(self.service.tiers()).merge(cluster::admin_routes(self.embedded.clone()));
         let mounted = http::debug::admin_routes(profiles).merge(of_parts);
-        let token = admin::token(config)?;
-        AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.http)?;
+        let token = admin_token(config)?;
+        AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.tasks.http)?;
         Ok(())
     }
 
@@ -139,31 +149,31 @@ impl Worker {
         listener: TcpListener,
         kept: Vec<TcpStream>,
     ) -> anyhow::Result<IntGauge> {
-        let handover = self.tcp_handover.clone();
+        let handover = self.handover.tcp.clone();
         let binding = Binding { handover, kept, ..Binding::from(accepting(listener)?) };
         let service = Arc::clone(&self.service);
-        TcpServer::start(config.tcp.clone(), binding, service, &self.listeners, &self.registry)
+        TcpServer::start(config.tcp.clone(), binding, service, &self.tasks.listeners, &self.registry)
     }
 
     /// Returns the options for clients of the configured coordinators, or of the embedded one.
-    pub(super) fn spark_options(&self, config: &Config) -> SparkOptions {
+    pub(in crate::server) fn spark_options(&self, config: &Config) -> SparkOptions {
         let quorum: Vec<_> = config.heartbeat.coordinators.iter().map(ToString::to_string).collect();
         let quorum = match quorum.is_empty() {
-            true => SocketAddr::new(self.ip, self.addresses.grpc.port()).to_string(),
+            true => SocketAddr::new(self.identity.ip, self.identity.addresses.grpc.port()).to_string(),
             false => quorum.join(","),
         };
-        SparkOptions::new(&quorum, config.worker.store_type, self.addresses.tcp.is_some())
+        SparkOptions::new(&quorum, config.worker.store_type, self.identity.addresses.tcp.is_some())
     }
 
     /// Returns the part of a heartbeat report that never changes.
     fn report(&self) -> NodeReport {
-        let netty_port = self.addresses.tcp.map(|address| address.port());
-        let grpc_port = self.addresses.grpc.port();
-        let mut fixed = NodeReport::new(self.server_id(), self.ip, grpc_port);
+        let netty_port = self.identity.addresses.tcp.map(|address| address.port());
+        let grpc_port = self.identity.addresses.grpc.port();
+        let mut fixed = NodeReport::new(self.identity.server_id(), self.identity.ip, grpc_port);
         fixed.netty_port = netty_port;
-        fixed.http_port = Some(self.addresses.http.port());
-        fixed.version = self.build.version.to_owned();
-        fixed.git_commit = self.build.commit.to_owned();
+        fixed.http_port = Some(self.identity.addresses.http.port());
+        fixed.version = self.identity.build.version.to_owned();
+        fixed.git_commit = self.identity.build.commit.to_owned();
         fixed.start_time_ms = self.started_ms;
         fixed
     }
@@ -173,15 +183,18 @@ impl Worker {
     fn announce(&self, config: &Config, source: ReportSource) -> anyhow::Result<()> {
         let (embedded, state) = (self.embedded.clone(), Arc::clone(&self.state));
         let watch = Watch { service: Arc::clone(&self.service), live: Arc::clone(&self.live) };
-        let stop = self.background.cancelled();
+        let stop = self.tasks.background.cancelled();
         let interval = config.heartbeat.interval;
         let pace = embedded
             .as_ref()
-            .map(|embedded| embedded.keep_reporting(source.clone(), interval, &self.background));
+            .map(|embedded| embedded.keep_reporting(source.clone(), interval, &self.tasks.background));
         let quorum = match config.has_quorum() {
-            true => {
-                Some(heartbeat::start(config.heartbeat.clone(), &source, &self.background, &self.registry)?)
-            }
+            true => Some(heartbeat::start(
+                config.heartbeat.clone(),
+                &source,
+                &self.tasks.background,
+                &self.registry,
+            )?),
             false => None,
         };
         if let Some(embedded) = embedded.as_ref().filter(|_| config.expects_workers()) {
@@ -197,7 +210,15 @@ impl Worker {
                 heartbeats.beat_now();
             }
         };
-        self.background.spawn("state watch", watch.run(tell, stop));
+        self.tasks.background.spawn("state watch", watch.run(tell, stop));
         Ok(())
     }
+}
+
+/// Returns the token required from callers, if one is configured.
+pub(super) fn admin_token(config: &Config) -> anyhow::Result<Option<Token>> {
+    let Some(path) = &config.admin.token_file else { return Ok(config.admin.token.clone()) };
+    let read =
+        || -> anyhow::Result<Token> { Ok(Token::parse(&files::read_text(path, TOKEN_FILE_BYTES_MAX)?)?) };
+    read().map(Some).with_context(|| format!("admin.token_file = {}", path.display()))
 }

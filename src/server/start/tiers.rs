@@ -24,17 +24,17 @@ use crate::store::{LocalConfig, LocalStore, Tier, TierHeap, Tiers};
 /// Inputs of the tiers besides the configuration.
 pub(super) struct TierInputs {
     /// The id reported to coordinators. It names remote files.
-    pub(super) server_id: String,
+    pub(in crate::server) server_id: String,
     pub(super) precheck: Precheck,
     /// State of the metadata log at the end of the previous process.
-    pub(super) hand_off: Option<HandOff>,
+    pub(in crate::server) hand_off: Option<HandOff>,
     /// Further tiers, placed after the configured ones.
-    pub(super) others: Vec<Arc<dyn Tier>>,
+    pub(in crate::server) others: Vec<Arc<dyn Tier>>,
 }
 
 /// Check of remote paths, if the configuration asks for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Precheck {
+pub(in crate::server) enum Precheck {
     Asked,
     /// The rehearsal of this start has just checked them, and the predecessor has already ended.
     Done,
@@ -43,27 +43,27 @@ pub(super) enum Precheck {
 /// Starts the tiers and the flusher. Returns `None` for store type MEMORY.
 pub(super) async fn start(
     config: &Config,
-    beside: TierInputs,
+    inputs: TierInputs,
     memory: &Arc<Memory>,
     tasks: &Tasks,
     registry: &Registry,
 ) -> anyhow::Result<Option<Arc<Flusher>>> {
     let mut tiers: Vec<Arc<dyn Tier>> = Vec::new();
-    let server_id = beside.server_id;
+    let server_id = inputs.server_id;
     let store_type = config.worker.store_type;
     if store_type.has_local() && !store_type.has_object() {
-        let settings = local_config(config, beside.hand_off.clone(), memory);
+        let settings = local_config(config, inputs.hand_off.clone(), memory);
         tiers.push(start_local(settings, memory, registry).await?);
     }
     if store_type.has_hdfs() {
-        tiers.push(start_hdfs(config, server_id.clone(), beside.precheck, tasks, registry).await?);
+        tiers.push(start_hdfs(config, server_id.clone(), inputs.precheck, tasks, registry).await?);
     }
     if store_type.has_object() {
-        let place =
-            StoreIdentity { server_id: &server_id, precheck: beside.precheck, hand_off: beside.hand_off };
-        tiers.push(start_object(config, place, memory, (tasks, registry)).await?);
+        let identity =
+            StoreIdentity { server_id: &server_id, precheck: inputs.precheck, hand_off: inputs.hand_off };
+        tiers.push(start_object(config, identity, memory, tasks, registry).await?);
     }
-    tiers.extend(beside.others);
+    tiers.extend(inputs.others);
     if tiers.is_empty() {
         return Ok(None);
     }
@@ -101,7 +101,7 @@ async fn start_local(
 }
 
 #[cfg(feature = "hdfs")]
-pub(super) async fn start_hdfs(
+pub(in crate::server) async fn start_hdfs(
     config: &Config,
     server_id: String,
     precheck: Precheck,
@@ -148,7 +148,7 @@ pub(super) fn hdfs_connector(config: &Config) -> anyhow::Result<crate::remote::h
 }
 
 #[cfg(not(feature = "hdfs"))]
-pub(super) async fn start_hdfs(
+pub(in crate::server) async fn start_hdfs(
     _: &Config,
     _: String,
     _: Precheck,
@@ -173,7 +173,8 @@ async fn start_object(
     config: &Config,
     StoreIdentity { server_id, precheck, hand_off }: StoreIdentity<'_>,
     memory: &Memory,
-    (tasks, registry): (&Tasks, &Registry),
+    tasks: &Tasks,
+    registry: &Registry,
 ) -> anyhow::Result<Arc<dyn Tier>> {
     use std::time::SystemTime;
 
@@ -226,7 +227,7 @@ async fn start_object(
 
 /// Checks that the store accepts a worker with this id. A start without access to the store fails.
 #[cfg(feature = "object")]
-pub(super) async fn ask_object_store(config: &Config, server_id: &str) -> anyhow::Result<()> {
+pub(in crate::server) async fn ask_object_store(config: &Config, server_id: &str) -> anyhow::Result<()> {
     use crate::store::object::Bucket;
     use crate::store::object::client::Client;
     use crate::store::object::layout::part_of;
@@ -246,7 +247,7 @@ pub(super) async fn ask_object_store(config: &Config, server_id: &str) -> anyhow
 }
 
 #[cfg(not(feature = "object"))]
-pub(super) async fn ask_object_store(_: &Config, _: &str) -> anyhow::Result<()> {
+pub(in crate::server) async fn ask_object_store(_: &Config, _: &str) -> anyhow::Result<()> {
     anyhow::bail!("store_type: this build has no object storage (feature `object`)")
 }
 
@@ -260,14 +261,15 @@ async fn start_object(
     _: &Config,
     _: StoreIdentity<'_>,
     _: &Memory,
-    _: (&Tasks, &Registry),
+    _: &Tasks,
+    _: &Registry,
 ) -> anyhow::Result<Arc<dyn Tier>> {
     anyhow::bail!("store_type: this build has no object storage (feature `object`)")
 }
 
 /// Returns the administration routes of single tiers.
 #[cfg(feature = "object")]
-pub(super) fn admin_routes(tiers: &Tiers) -> Router {
+pub(in crate::server) fn admin_routes(tiers: &Tiers) -> Router {
     use crate::listeners::http::admin::orphans;
     use crate::store::migration::OffloadTier;
 
@@ -276,6 +278,6 @@ pub(super) fn admin_routes(tiers: &Tiers) -> Router {
 }
 
 #[cfg(not(feature = "object"))]
-pub(super) fn admin_routes(_: &Tiers) -> Router {
+pub(in crate::server) fn admin_routes(_: &Tiers) -> Router {
     Router::new()
 }
