@@ -32,12 +32,13 @@ mod pace;
 pub mod partition_limit;
 mod quota;
 mod read;
+mod read_admission;
 mod read_ahead;
-mod read_limits;
 mod read_metrics;
 mod report;
 mod report_batch;
 mod require;
+mod response_window;
 mod restore;
 mod results;
 mod send_sink;
@@ -69,11 +70,15 @@ pub use lifecycle::{Lifecycle, RegisterRequest, SettingsStore};
 pub use losses::{IncompleteShuffle, Incompleteness, LossReport, ShuffleLoss};
 pub use partition_limit::{PartitionConfig, PartitionLimits};
 pub use quota::{QuotaConfig, QuotaUse};
-pub use read::{ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, Reads, ResponseGuard};
+pub use read::{
+    ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, ReadRange, ReadTarget, Reads,
+    ResponseGuard,
+};
+pub use read_admission::{ReadAdmission, ReadLimits};
 pub use read_ahead::ReadAhead;
-pub use read_limits::{ReadLimits, ResponseWindow};
 pub use report::ReportRequest;
 pub use require::{RequireGrant, RequireRequest};
+pub use response_window::ResponseWindow;
 pub use restore::Restored;
 pub use results::Results;
 pub use send_sink::{Commit, Committing, SendSink};

@@ -29,8 +29,9 @@ use super::answer_limits::{LastRefusal, OF_APP, answer_limit, answer_lists};
 use super::app_lookup::AppLookup;
 use super::losses::{Losses, refuse_unknown};
 use super::metrics::ServiceMetrics;
-use super::read_limits::{ReadLimits, ResponseWindow, UnreadResponse, no_read_memory};
-use super::read_metrics::{Reading, TierReads};
+use super::read_admission::{ReadAdmission, ReadLimits, no_read_memory};
+use super::read_metrics::Reading;
+use super::response_window::{ResponseWindow, UnreadResponse};
 use super::verify::Verifier;
 
 /// Divisor of the limit on all unconsumed responses: one connection may hold that fraction.
@@ -38,9 +39,9 @@ const CONNECTION_DIVISOR: u64 = 8;
 
 /// Divisor of the read memory: the first chunks of one connection's local responses may hold that
 /// fraction.
-const TURNS_DIVISOR: u64 = 4;
-const TURNS_MIN: u64 = 2;
-const TURNS_MAX: u64 = 64;
+const PERMITS_DIVISOR: u64 = 4;
+const PERMITS_MIN: u64 = 2;
+const PERMITS_MAX: u64 = 64;
 
 /// Number of blocks of a partition that a filter may examine on a runtime thread, which takes half
 /// a millisecond.
@@ -84,6 +85,34 @@ pub struct MemoryReadRequest<'a> {
     pub window: Option<&'a ResponseWindow>,
 }
 
+/// A partition to read, as sent.
+#[derive(Debug, Clone, Copy)]
+pub struct ReadTarget<'a> {
+    /// Application id.
+    pub app: &'a str,
+    /// Shuffle id.
+    pub shuffle: i32,
+    /// Partition id.
+    pub partition: i32,
+}
+
+/// A range of a partition's data stream, as sent.
+#[derive(Debug, Clone, Copy)]
+pub struct ReadRange {
+    /// Offset of the first byte.
+    pub offset: i64,
+    /// Number of bytes.
+    pub length: i32,
+}
+
+/// The application that reads a shuffle.
+struct Caller {
+    key: ShuffleKey,
+    app: Arc<App>,
+    /// Counts the read as open.
+    open: Charge,
+}
+
 /// Blocks of a partition that are in memory.
 #[derive(Debug)]
 pub struct MemoryAnswer {
@@ -100,8 +129,7 @@ pub struct MemoryAnswer {
 pub struct ResponseGuard {
     app: Arc<App>,
     began: Instant,
-    bytes: u64,
-    _reading: Reading,
+    reading: Reading,
     _pinned: Charge,
     _unread: Option<UnreadResponse>,
     _lists: Charge,
@@ -110,8 +138,9 @@ pub struct ResponseGuard {
 
 impl Drop for ResponseGuard {
     fn drop(&mut self) {
-        if self.bytes > 0 {
-            self.app.account().enter(Stage::Answer, self.bytes, self.began.elapsed());
+        let bytes = self.reading.bytes;
+        if bytes > 0 {
+            self.app.account().enter(Stage::Answer, bytes, self.began.elapsed());
         }
     }
 }
@@ -125,6 +154,8 @@ pub struct IndexAnswer {
     pub data_length: u64,
     /// The bytes.
     pub chunks: ChunkStream,
+    /// To be held until the reader has the bytes.
+    pub admission: ReadAdmission,
 }
 
 /// A range of a partition's data stream.
@@ -134,6 +165,8 @@ pub struct DataAnswer {
     pub length: u64,
     /// The bytes.
     pub chunks: ChunkStream,
+    /// To be held until the reader has the bytes.
+    pub admission: ReadAdmission,
 }
 
 /// Bytes that are read from disk while they are sent. The first chunk has already been read.
@@ -144,7 +177,6 @@ pub struct ChunkStream {
     source: Option<Box<dyn ChunkRead>>,
     pool: ReadPool,
     app: Arc<App>,
-    length: u64,
     began: Instant,
     /// Time spent waiting for the disk; the rest of the response time is the reader's.
     on_disk: Duration,
@@ -223,13 +255,14 @@ impl ChunkStream {
 
 impl Drop for ChunkStream {
     fn drop(&mut self) {
-        if self.length == 0 {
+        let length = self.reading.bytes;
+        if length == 0 {
             return;
         }
         self.reading.waited_for_disk(self.on_disk);
         let account = self.app.account();
-        account.enter(Stage::DiskRead, self.length, self.on_disk);
-        account.enter(Stage::Answer, self.length, self.began.elapsed().saturating_sub(self.on_disk));
+        account.enter(Stage::DiskRead, length, self.on_disk);
+        account.enter(Stage::Answer, length, self.began.elapsed().saturating_sub(self.on_disk));
     }
 }
 
@@ -314,7 +347,8 @@ impl Reads {
     }
 
     fn answer_from_memory(&self, request: MemoryReadRequest<'_>) -> Result<MemoryAnswer, ServiceError> {
-        let (key, app, open) = self.read_key(request.app, request.shuffle)?;
+        let caller = self.caller(request.app, request.shuffle)?;
+        let (key, app) = (&caller.key, &caller.app);
         let filter = match request.task_filter {
             None | Some([]) => None,
             Some(bytes) => Some(bitmap::decode(bytes).ok_or_else(|| {
@@ -322,16 +356,16 @@ impl Reads {
             })?),
         };
         let partition = PartitionId(request.partition);
-        let buffer = self.memory.shuffle(&key).and_then(|shuffle| shuffle.existing(partition));
+        let buffer = self.memory.shuffle(key).and_then(|shuffle| shuffle.existing(partition));
         // Verified before the check for losses, because damaged blocks found here are lost.
         buffer.iter().for_each(|buffer| buffer.verify());
         if let Some(shuffle) = app.shuffle(key.shuffle) {
-            self.losses.refuse(&app, &shuffle, partition, filter.as_ref())?;
+            self.losses.refuse(app, &shuffle, partition, filter.as_ref())?;
         }
         let Some(buffer) = buffer else {
             let read = MemoryRead { is_end: false, ..MemoryRead::default() };
             let lists = app.answer_lists().nothing();
-            let response_guard = self.response_guard((app, open), None, (0, lists));
+            let response_guard = self.response_guard(caller, None, 0, lists);
             return Ok(MemoryAnswer { read, may_copy: false, response_guard });
         };
         let after = Some(BlockId(request.last_block_id)).filter(|id| id.0 != -1);
@@ -347,7 +381,7 @@ impl Reads {
         self.metrics.read_memory_bytes.inc_by(read.length);
         app.account().memory_reads.add(1, read.length);
         let unread = request.window.map(|answers| answers.take(read.length, limit));
-        let response_guard = self.response_guard((app, open), unread, (read.length, lists));
+        let response_guard = self.response_guard(caller, unread, read.length, lists);
         Ok(MemoryAnswer { read, may_copy, response_guard })
     }
 
@@ -355,16 +389,18 @@ impl Reads {
     #[must_use]
     pub fn read_limits(&self) -> ReadLimits {
         let read_memory = self.memory.read_pool().capacity_bytes();
-        let turns = (read_memory / TURNS_DIVISOR / READ_CHUNK_BYTES_MAX as u64).clamp(TURNS_MIN, TURNS_MAX);
-        let answers = Budget::new(self.memory.answered().capacity() / CONNECTION_DIVISOR);
-        ReadLimits::new(answers, usize::try_from(turns).unwrap_or(1), self.read_memory_wait)
+        let chunks = read_memory / PERMITS_DIVISOR / READ_CHUNK_BYTES_MAX as u64;
+        let permits = usize::try_from(chunks.clamp(PERMITS_MIN, PERMITS_MAX)).unwrap_or(1);
+        let room = Budget::new(self.memory.answered().capacity() / CONNECTION_DIVISOR);
+        ReadLimits::new(ResponseWindow::new(room), permits, self.read_memory_wait)
     }
 
     fn response_guard(
         &self,
-        (app, _open): (Arc<App>, Charge),
+        Caller { app, open: _open, .. }: Caller,
         _unread: Option<UnreadResponse>,
-        (bytes, _lists): (u64, Charge),
+        bytes: u64,
+        _lists: Charge,
     ) -> ResponseGuard {
         // The limit was checked earlier: exceeding it by one response is cheaper than building the
         // response twice.
@@ -376,62 +412,60 @@ impl Reads {
             _lists,
             _open,
             began: Instant::now(),
-            bytes,
-            _reading: self.metrics.reads.memory.begin(bytes),
+            reading: self.metrics.reads.memory.begin(bytes),
         }
     }
 
     /// Returns all index records of a partition on local disks.
     ///
     /// # Errors
-    /// Unknown app, a failing disk, or no read memory in time.
+    /// Unknown app, a failing disk, or no admission or read memory in time.
     pub async fn read_index(
         &self,
-        app: &str,
-        shuffle: i32,
-        partition: i32,
+        limits: &ReadLimits,
+        target: ReadTarget<'_>,
     ) -> Result<IndexAnswer, ServiceError> {
-        let (key, app, open) = self.read_key(app, shuffle)?;
-        let partition = PartitionId(partition);
+        let admission = limits.admit(target.app).await?;
+        let caller = self.caller(target.app, target.shuffle)?;
+        let (key, partition) = (&caller.key, PartitionId(target.partition));
         let reads = &self.metrics.reads.local_index;
         let read = match self.tiers.served() {
-            Some(tier) => tier.index(&key, partition),
+            Some(tier) => tier.index(key, partition),
             None => Err(StoreError::new(StoreErrorKind::NotFound, "no tier with data that workers serve")),
         };
         let read = match read {
             // A missing shuffle has no flushed data: the response is empty, not an error
             // (docs/protocol.md §2.11).
             Err(error) if error.kind == StoreErrorKind::NotFound => {
-                let chunks = self.stream(None, (0, reads), (app, open), None);
-                return Ok(IndexAnswer { length: 0, data_length: 0, chunks });
+                let chunks = self.stream(caller, reads.begin(0), None, None);
+                return Ok(IndexAnswer { length: 0, data_length: 0, chunks, admission });
             }
             read => read?,
         };
         let ServedIndex { length, data_length, chunks } = read;
-        let shuffle = app.shuffle(key.shuffle);
+        let shuffle = caller.app.shuffle(key.shuffle);
         if let Some(shuffle) = &shuffle {
             refuse_unknown(shuffle, partition)?;
         }
         let reporter =
             shuffle.map(|shuffle| ErrorReporter { verifier: Arc::clone(&self.verifier), shuffle, partition });
-        let chunks = self.start(self.stream(Some(chunks), (length, reads), (app, open), reporter)).await?;
-        Ok(IndexAnswer { length, data_length, chunks })
+        let chunks = self.start(self.stream(caller, reads.begin(length), Some(chunks), reporter)).await?;
+        Ok(IndexAnswer { length, data_length, chunks, admission })
     }
 
     /// Returns exactly `length` bytes of a partition's data stream, starting at `offset`.
     ///
     /// # Errors
     /// Unknown app, a range beyond the published data or with a hole in which blocks are lost, a
-    /// failing disk, or no read memory in time.
+    /// failing disk, or no admission or read memory in time.
     pub async fn read_data(
         &self,
-        app: &str,
-        shuffle: i32,
-        partition: i32,
-        offset: i64,
-        length: i32,
+        limits: &ReadLimits,
+        target: ReadTarget<'_>,
+        ReadRange { offset, length }: ReadRange,
     ) -> Result<DataAnswer, ServiceError> {
-        let (key, app, open) = self.read_key(app, shuffle)?;
+        let admission = limits.admit(target.app).await?;
+        let caller = self.caller(target.app, target.shuffle)?;
         let invalid =
             |field, value| ServiceError::InvalidField { field, value, allowed: "must be 0 or more" };
         let offset = u64::try_from(offset).map_err(|_| invalid("offset", offset))?;
@@ -439,71 +473,62 @@ impl Reads {
         let Some(tier) = self.tiers.served() else {
             return Err(ServiceError::Unsupported("this worker has no local disks"));
         };
-        let partition = PartitionId(partition);
-        let ServedData { has_hole, chunks } = tier.data(&key, partition, (offset, length))?;
+        let partition = PartitionId(target.partition);
+        let ServedData { has_hole, chunks } = tier.data(&caller.key, partition, (offset, length))?;
         // Bytes that were never reported are not lost: they read as zeros, so that segments around
         // them can be read.
-        let shuffle = app.shuffle(key.shuffle);
+        let shuffle = caller.app.shuffle(caller.key.shuffle);
         if let Some(shuffle) = shuffle.as_ref().filter(|_| has_hole) {
-            self.losses.refuse(&app, shuffle, partition, None)?;
+            self.losses.refuse(&caller.app, shuffle, partition, None)?;
         }
         let reporter =
             shuffle.map(|shuffle| ErrorReporter { verifier: Arc::clone(&self.verifier), shuffle, partition });
         let length = u64::from(length);
-        let chunks = self
-            .start(self.stream(Some(chunks), (length, &self.metrics.reads.local_data), (app, open), reporter))
-            .await?;
+        let reading = self.metrics.reads.local_data.begin(length);
+        let chunks = self.start(self.stream(caller, reading, Some(chunks), reporter)).await?;
         self.metrics.read_bytes.inc_by(length);
-        Ok(DataAnswer { length, chunks })
+        Ok(DataAnswer { length, chunks, admission })
     }
 
     /// Passes on a client's hints about its next reads, as pairs of offset and length. Hints are
     /// never refused: those after the first [`HINTS_MAX`] and invalid ranges are ignored.
-    pub fn hint(
-        &self,
-        app: &str,
-        shuffle: i32,
-        partition: i32,
-        hints: impl ExactSizeIterator<Item = (i64, i64)>,
-    ) {
+    pub fn hint(&self, target: ReadTarget<'_>, hints: impl ExactSizeIterator<Item = (i64, i64)>) {
         if hints.len() == 0 {
             return;
         }
-        let (Some(tier), Ok(app)) = (self.tiers.served(), AppId::parse(app)) else { return };
+        let (Some(tier), Ok(app)) = (self.tiers.served(), AppId::parse(target.app)) else { return };
         let range = |(offset, length): (i64, i64)| {
             let start = u64::try_from(offset).ok()?;
             let length = u64::try_from(length).ok().filter(|length| *length > 0)?;
             Some(start..start.checked_add(length)?)
         };
         let ranges: SmallVec<[_; 4]> = hints.take(HINTS_MAX).filter_map(range).collect();
-        tier.hint(&ShuffleKey::new(app, ShuffleId(shuffle)), PartitionId(partition), &ranges);
+        tier.hint(&ShuffleKey::new(app, ShuffleId(target.shuffle)), PartitionId(target.partition), &ranges);
     }
 
-    /// Returns the shuffle's key, the app, and a charge that counts the read as open.
-    fn read_key(&self, app: &str, shuffle: i32) -> Result<(ShuffleKey, Arc<App>, Charge), ServiceError> {
+    fn caller(&self, app: &str, shuffle: i32) -> Result<Caller, ServiceError> {
         let app = self.lookup.touched_app(app)?;
         let open = app.usage().take(Counted::OpenReads, 1)?;
-        Ok((ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app, open))
+        Ok(Caller { key: ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app, open })
     }
 
     fn stream(
         &self,
+        Caller { app, open: _open, .. }: Caller,
+        reading: Reading,
         source: Option<Box<dyn ChunkRead>>,
-        (length, reads): (u64, &TierReads),
-        (app, _open): (Arc<App>, Charge),
         reporter: Option<ErrorReporter>,
     ) -> ChunkStream {
         let pool = self.memory.read_pool_of(app.id());
         let (began, on_disk) = (Instant::now(), Duration::ZERO);
-        let reading = reads.begin(length);
-        ChunkStream { first: None, source, pool, app, length, began, on_disk, reading, _open, reporter }
+        ChunkStream { first: None, source, pool, app, began, on_disk, reading, _open, reporter }
     }
 
     /// Reads the first chunk while an error can still be returned as a status.
     async fn start(&self, mut stream: ChunkStream) -> Result<ChunkStream, ServiceError> {
         self.metrics.read_memory_asked.inc();
         let wait = self.read_memory_wait;
-        let asked = stream.length;
+        let asked = stream.reading.bytes;
         stream.first = timeout(wait, stream.next()).await.map_err(|_| {
             self.metrics.read_memory_refused.inc();
             no_read_memory(asked, wait)

@@ -68,6 +68,7 @@ impl TierReads {
         Reading {
             disk_ms: self.disk_ms.clone(),
             ahead: self.ahead.clone(),
+            bytes,
             _gauges: [GaugeGuard::one(&self.under_way), GaugeGuard::of(&self.bytes, bytes)],
         }
     }
@@ -78,6 +79,8 @@ impl TierReads {
 pub(super) struct Reading {
     disk_ms: Counter,
     pub(super) ahead: IntCounter,
+    /// Length of the response.
+    pub(super) bytes: u64,
     _gauges: [GaugeGuard; 2],
 }
 

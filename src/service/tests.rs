@@ -35,6 +35,10 @@ const HUGE: u64 = 100_000;
 const HUGE_SHARE: u64 = 50_000;
 const BATCHES_MAX: usize = 2;
 
+fn target(app: &str, partition: i32) -> ReadTarget<'_> {
+    ReadTarget { app, shuffle: 0, partition }
+}
+
 struct Fixture {
     service: Arc<Service>,
     memory: Arc<Memory>,
@@ -450,9 +454,12 @@ async fn next_chunk_is_read_ahead_with_spare_memory() {
     fixture.fill(3, 3_000_000);
     fixture.flusher.flush_all();
     fixture.settle().await;
-    let pool = fixture.memory.read_pool().clone();
+    let (pool, reads) = (fixture.memory.read_pool().clone(), Arc::clone(&fixture.service.reads));
 
-    let answer = fixture.service.reads.read_data(APP, 0, 3, 0, BYTES).await.unwrap();
+    let answer = reads
+        .read_data(&reads.read_limits(), target(APP, 3), ReadRange { offset: 0, length: BYTES })
+        .await
+        .unwrap();
     fixture.faults.add(Rule::always(Operation::Read, Fault::Hang));
     let mut ahead = ReadAhead::of(answer.chunks);
     let first = ahead.next().await.unwrap().unwrap();
@@ -462,7 +469,10 @@ async fn next_chunk_is_read_ahead_with_spare_memory() {
     fixture.faults.release().await;
     within_time("an answer that is not wanted holds nothing", || pool.used_bytes() == 0).await;
 
-    let answer = fixture.service.reads.read_data(APP, 0, 3, 0, BYTES).await.unwrap();
+    let answer = reads
+        .read_data(&reads.read_limits(), target(APP, 3), ReadRange { offset: 0, length: BYTES })
+        .await
+        .unwrap();
     let others = pool.try_acquire(1 << 20).unwrap();
     fixture.faults.add(Rule::always(Operation::Read, Fault::Hang));
     let mut ahead = ReadAhead::of(answer.chunks);

@@ -27,7 +27,8 @@ use uniffle_worker::remote::hdfs::kerberos::Login;
 use uniffle_worker::remote::hdfs::{Connector, HdfsConfig, HdfsStore, RemoteLocation, RemoteTarget};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{
-    BlockHeader, MemoryReadRequest, RegisterRequest, RequireRequest, SendHeader, Service,
+    BlockHeader, MemoryReadRequest, ReadRange, ReadTarget, RegisterRequest, RequireRequest, SendHeader,
+    Service,
 };
 use uniffle_worker::store::{LocalStore, RemoteStorage, StoreError, Tier};
 
@@ -270,14 +271,16 @@ impl HdfsFixture {
         if self.local.is_none() {
             return found;
         }
-        let mut answer = self.service.reads.read_index(APP, shuffle, partition).await.unwrap();
+        let reads = &self.service.reads;
+        let (limits, target) = (reads.read_limits(), ReadTarget { app: APP, shuffle, partition });
+        let mut answer = reads.read_index(&limits, target).await.unwrap();
         let mut index = Vec::new();
         while let Some(chunk) = answer.chunks.next().await.unwrap() {
             index.extend_from_slice(&chunk);
         }
         for record in records(&index) {
-            let read = self.service.reads.read_data(APP, shuffle, partition, record.offset, record.length);
-            let mut answer = read.await.unwrap();
+            let range = ReadRange { offset: record.offset, length: record.length };
+            let mut answer = reads.read_data(&limits, target, range).await.unwrap();
             let mut data = Vec::new();
             while let Some(chunk) = answer.chunks.next().await.unwrap() {
                 data.extend_from_slice(&chunk);

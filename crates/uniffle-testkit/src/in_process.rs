@@ -14,8 +14,8 @@ use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_wire::types::{BlockId, Distribution, PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::service::{
-    BlockHeader, ChunkStream, MemoryReadRequest, RegisterRequest, ReportRequest, RequireRequest, SendHeader,
-    SendSession, Service, ServiceError,
+    BlockHeader, ChunkStream, MemoryReadRequest, ReadRange, ReadTarget, RegisterRequest, ReportRequest,
+    RequireRequest, SendHeader, SendSession, Service, ServiceError,
 };
 
 use crate::oracle::{Blocks, Refusal, WorkerView};
@@ -124,8 +124,9 @@ impl InProcess {
     ) -> Result<Blocks, ServiceError> {
         let mut found = Blocks::new();
         self.read_memory(key, partition, tasks, &mut found)?;
-        let (app, shuffle) = (key.app.as_str(), key.shuffle.0);
-        let index = self.service.reads.read_index(app, shuffle, partition).await?;
+        let target = ReadTarget { app: key.app.as_str(), shuffle: key.shuffle.0, partition };
+        let (reads, limits) = (&self.service.reads, self.service.reads.read_limits());
+        let index = reads.read_index(&limits, target).await?;
         let (length, data_length) = (index.length, index.data_length);
         let records = read::decode_index(&collect(index.chunks, length).await?).map_err(malformed)?;
         let wanted = |record: &read::IndexRecord| {
@@ -137,7 +138,7 @@ impl InProcess {
         for segment in read::segments(&records, Some(data_length), limit, wanted).map_err(malformed)? {
             let offset = i64::try_from(segment.offset).expect("a test's partition is small");
             let length = i32::try_from(segment.length).expect("a segment is small");
-            let answer = self.service.reads.read_data(app, shuffle, partition, offset, length).await?;
+            let answer = reads.read_data(&limits, target, ReadRange { offset, length }).await?;
             let data = collect(answer.chunks, answer.length).await?;
             for block in read::segment_blocks(&segment, &Bytes::from(data)).map_err(malformed)? {
                 found.insert(block.meta.block_id, block.data);

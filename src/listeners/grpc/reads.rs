@@ -19,7 +19,7 @@ use crate::proto::{
 };
 use crate::runtime::BlockingPool;
 use crate::service::{
-    MemoryAnswer, MemoryReadRequest, ReadAhead, ReadLimits, ResponseWindow, Service, ServiceError,
+    MemoryAnswer, MemoryReadRequest, ReadAhead, ReadLimits, ReadRange, ReadTarget, ResponseWindow, Service,
 };
 
 /// Payload fields of the three responses.
@@ -44,8 +44,8 @@ pub(super) async fn memory(
     transit.arrived(request.timestamp);
     let filter_bytes = request.serialized_expected_task_ids_bitmap.as_ref().map_or(0, |filter| filter.len());
     let is_quick = filter_bytes <= INLINE_BYTES_MAX
-        && !service.reads.may_take_long(&memory_request(&request, reading.answers()));
-    let (asked, answers) = (Arc::clone(service), reading.answers().clone());
+        && !service.reads.may_take_long(&memory_request(&request, reading.window()));
+    let (asked, answers) = (Arc::clone(service), reading.window().clone());
     let read = move || asked.reads.read_memory(memory_request(&request, &answers));
     let read = run_blocking(pool, is_quick, read).await?;
     match read {
@@ -80,26 +80,26 @@ fn memory_request<'a>(
     }
 }
 
+fn target(app: &str, shuffle: i32, partition: i32) -> ReadTarget<'_> {
+    ReadTarget { app, shuffle, partition }
+}
+
 /// `getLocalShuffleIndex`
 pub(super) async fn local_index(
     service: &Arc<Service>,
     reading: &ReadLimits,
     request: GetLocalShuffleIndexRequest,
 ) -> Result<http::Response<Body>, Status> {
-    let read = async {
-        let turn = reading.turn().await?;
-        Ok((service.reads.read_index(&request.app_id, request.shuffle_id, request.partition_id).await?, turn))
-    };
-    match read.await {
-        Ok((index, turn)) => from_chunks(
+    let target = target(&request.app_id, request.shuffle_id, request.partition_id);
+    match service.reads.read_index(reading, target).await {
+        Ok(index) => from_chunks(
             Head::local_index("OK", index.data_length),
             INDEX_DATA,
             index.length,
             ReadAhead::of(index.chunks),
-            turn,
+            index.admission,
         ),
         Err(error) => {
-            let error: ServiceError = error;
             let (status, ret_msg) = refusal(service, &error);
             Ok(respond_message(&GetLocalShuffleIndexResponse { status, ret_msg, ..Default::default() }))
         }
@@ -114,22 +114,16 @@ pub(super) async fn local_data(
     request: GetLocalShuffleDataRequest,
 ) -> Result<http::Response<Body>, Status> {
     transit.arrived(request.timestamp);
-    let (offset, length) = (request.offset, request.length);
-    let (app, shuffle, partition) = (&request.app_id, request.shuffle_id, request.partition_id);
-    let read = async {
-        let turn = reading.turn().await?;
-        let data = service.reads.read_data(app, shuffle, partition, offset, length).await?;
-        let hints = request.next_read_segments.iter().map(|segment| (segment.offset, segment.length));
-        service.reads.hint(app, shuffle, partition, hints);
-        Ok((data, turn))
-    };
-    match read.await {
-        Ok((data, turn)) => {
+    let target = target(&request.app_id, request.shuffle_id, request.partition_id);
+    let range = ReadRange { offset: request.offset, length: request.length };
+    match service.reads.read_data(reading, target, range).await {
+        Ok(data) => {
+            let hints = request.next_read_segments.iter().map(|segment| (segment.offset, segment.length));
+            service.reads.hint(target, hints);
             let chunks = ReadAhead::of(data.chunks);
-            from_chunks(Head::local_data("OK"), LOCAL_DATA, data.length, chunks, turn)
+            from_chunks(Head::local_data("OK"), LOCAL_DATA, data.length, chunks, data.admission)
         }
         Err(error) => {
-            let error: ServiceError = error;
             let (status, ret_msg) = refusal(service, &error);
             Ok(respond_message(&GetLocalShuffleDataResponse { status, ret_msg, ..Default::default() }))
         }

@@ -6,19 +6,18 @@
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
-use tokio::sync::Semaphore;
 
 use crate::budget::Charge;
-use crate::clock::timeout;
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
-use crate::sched::Holder;
-use crate::service::{MemoryAnswer, MemoryReadRequest, ReadAhead, ResponseWindow, ServiceError};
+use crate::service::{
+    MemoryAnswer, MemoryReadRequest, ReadAhead, ReadLimits, ReadRange, ReadTarget, ResponseWindow,
+    ServiceError,
+};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
 use uniffle_wire::request::{MemoryRequest, ReadRequest};
-use uniffle_wire::types::AppId;
 
 use super::shared::{LISTENER, Shared};
 use super::writer::{Body, Outbox, Outgoing, ReplyGuard};
@@ -32,7 +31,7 @@ const MERGE_STATE_ERROR: i32 = 3;
 
 /// Maximum number of local responses in progress per connection: one on the socket and one ready. A
 /// slow peer thus holds one of `TcpConfig::local_reads_in_flight_max`, whatever it requests.
-pub(super) const LOCAL_TURNS: usize = 2;
+pub(super) const LOCAL_READS_MAX: usize = 2;
 
 /// Head and body of a reply.
 pub(super) type Reply = (Bytes, Body);
@@ -151,7 +150,7 @@ pub(super) struct LocalRead {
     pub(super) shared: Arc<Shared>,
     pub(super) outbox: Outbox,
     pub(super) connection: Tasks,
-    pub(super) turns: Arc<Semaphore>,
+    pub(super) limits: Arc<ReadLimits>,
     pub(super) kind: FrameType,
     pub(super) request_id: i64,
     pub(super) message: ReadMessage,
@@ -186,37 +185,25 @@ impl LocalRead {
         if let ReadRequest::LocalData(request) = &request {
             self.guard.counted.metrics().transit().arrived(request.timestamp_ms);
         }
-        self.guard.turn = Arc::clone(&self.turns).acquire_owned().await.ok();
-        let wait = self.shared.config.local_read_wait;
-        let service = &self.shared.service;
-        let target = request.target();
-        // The service refuses an invalid id.
-        if let Ok(app) = AppId::parse(target.app) {
-            let holder = Holder { app: Some(app), weight: 1 };
-            let place = timeout(wait, self.shared.local_reads.acquire(&holder, 1)).await;
-            let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
-            self.guard.local_read =
-                Some(place.map_err(|_| ServiceError::NoReadMemory { asked: 0, waited_ms })?);
-        }
-        let (fields, length, chunks) = match &request {
+        let (reads, target) = (&self.shared.service.reads, request.target());
+        let target = ReadTarget { app: target.app, shuffle: target.shuffle, partition: target.partition };
+        let (fields, length, chunks, admission) = match &request {
             ReadRequest::LocalIndex(_) => {
-                let answer = service.reads.read_index(target.app, target.shuffle, target.partition).await?;
+                let answer = reads.read_index(&self.limits, target).await?;
                 let data_length = i64::try_from(answer.data_length).unwrap_or(i64::MAX);
-                (ReplyFields::LocalIndex { data_length }, answer.length, answer.chunks)
+                (ReplyFields::LocalIndex { data_length }, answer.length, answer.chunks, answer.admission)
             }
             ReadRequest::LocalData(range) => {
-                let (offset, length) = (range.offset, range.length);
-                let answer = service
-                    .reads
-                    .read_data(target.app, target.shuffle, target.partition, offset, length)
-                    .await?;
-                service.reads.hint(target.app, target.shuffle, target.partition, range.hints());
-                (ReplyFields::LocalData, answer.length, answer.chunks)
+                let bytes = ReadRange { offset: range.offset, length: range.length };
+                let answer = reads.read_data(&self.limits, target, bytes).await?;
+                reads.hint(target, range.hints());
+                (ReplyFields::LocalData, answer.length, answer.chunks, answer.admission)
             }
             ReadRequest::Memory(_) | ReadRequest::Sorted(_) => {
                 return Err(DecodeError::UnknownType(self.kind.id()).into());
             }
         };
+        self.guard.admission = Some(admission);
         let body =
             if length == 0 { Body::Empty } else { Body::Stream { length, chunks: ReadAhead::of(chunks) } };
         success(self.request_id, fields, body, length)

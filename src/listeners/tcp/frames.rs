@@ -16,13 +16,13 @@ use crate::budget::{Budget, Charge, HeapKind};
 use crate::clock::Instant;
 use crate::listeners::connection_limiter::{ConnectionState, Request};
 use crate::runtime::Tasks;
-use crate::service::{Commit, Committing, ResponseWindow, SendSink, ServiceError};
+use crate::service::{Commit, Committing, ReadLimits, SendSink, ServiceError};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::request::request_id;
 use uniffle_wire::send_frame::SendWalker;
 
-use super::dispatch::{self, LOCAL_TURNS, LocalRead, ReadMessage, Reply};
+use super::dispatch::{self, LOCAL_READS_MAX, LocalRead, ReadMessage, Reply};
 use super::metrics::InProgress;
 use super::shared::{ConnectionContext, Shared};
 use super::writer::{Outbox, Outgoing, ReplyGuard};
@@ -120,15 +120,14 @@ pub(super) struct Frames {
     connection: Tasks,
     connection_state: Arc<ConnectionState>,
     requests: Arc<Semaphore>,
-    turns: Arc<Semaphore>,
     phase: Phase,
     walker: SendWalker,
     /// Permit of the current or next request.
     place: Option<OwnedSemaphorePermit>,
     /// Heap budget of its requests.
     heap: Budget,
-    /// Response window for memory reads.
-    answers: ResponseWindow,
+    /// Limits on its reads.
+    limits: Arc<ReadLimits>,
     requests_max: usize,
     /// A memory read that waits for its permit.
     memory_read: Option<(i64, ReadMessage)>,
@@ -148,7 +147,8 @@ impl Frames {
     pub(super) fn new(context: ConnectionContext, outbox: Outbox, requests_max: usize) -> Self {
         let ConnectionContext { shared, tasks: connection, state: connection_state } = context;
         let requests = Arc::new(Semaphore::new(requests_max));
-        let answers = shared.service.reads.read_limits().answers().clone();
+        let (limits, wait) = (shared.service.reads.read_limits(), shared.config.local_read_wait);
+        let limits = limits.in_order(LOCAL_READS_MAX, &shared.local_reads, wait);
         // Half of the budget, so that one connection cannot use it up.
         let heap = shared.service.memory().heap().of(HeapKind::Requests);
         let heap = heap.child(heap.capacity() / 2);
@@ -158,12 +158,11 @@ impl Frames {
             connection,
             connection_state,
             requests,
-            turns: Arc::new(Semaphore::new(LOCAL_TURNS)),
             phase: Phase::START,
             walker: SendWalker::new(0),
             place: None,
             heap,
-            answers,
+            limits: Arc::new(limits),
             requests_max,
             memory_read: None,
             committing: None,
@@ -420,7 +419,7 @@ impl Frames {
 
     /// Answers a memory read at once: it is small and usually nothing blocks it.
     fn complete_memory(&mut self, message: &[u8]) -> Result<(), DecodeError> {
-        if dispatch::may_take_long(&self.shared, &self.answers, message) {
+        if dispatch::may_take_long(&self.shared, self.limits.window(), message) {
             let message = ReadMessage { bytes: message.to_vec(), charge: self.heap.nothing() };
             return self.complete(FrameType::Memory, message);
         }
@@ -455,13 +454,14 @@ impl Frames {
 
     fn read_memory(&mut self, id: i64, message: ReadMessage, permit: OwnedSemaphorePermit) {
         let is_quick = message.bytes.len() <= INLINE_REQUEST_BYTES_MAX
-            && !dispatch::may_take_long(&self.shared, &self.answers, &message.bytes);
+            && !dispatch::may_take_long(&self.shared, self.limits.window(), &message.bytes);
         if is_quick {
             return self.answer_memory(id, &message.bytes, permit);
         }
         let Some(mut guard) = self.finish() else { return };
         guard.memory_read = Some(permit);
-        let (shared, outbox, answers) = (Arc::clone(&self.shared), self.outbox.clone(), self.answers.clone());
+        let (shared, outbox, answers) =
+            (Arc::clone(&self.shared), self.outbox.clone(), self.limits.window().clone());
         self.connection.spawn_linked("tcp memory read", async move {
             let pool = shared.pool.clone();
             // The work owns the guard and the charge, because it continues even if the connection
@@ -475,7 +475,7 @@ impl Frames {
     }
 
     fn answer_memory(&mut self, id: i64, message: &[u8], permit: OwnedSemaphorePermit) {
-        let (head, body) = dispatch::memory(&self.shared, &self.answers, id, message);
+        let (head, body) = dispatch::memory(&self.shared, self.limits.window(), id, message);
         if let Some(mut guard) = self.finish() {
             guard.memory_read = Some(permit);
             self.outbox.post(Outgoing { head, body, guard });
@@ -492,7 +492,7 @@ impl Frames {
             shared: Arc::clone(&self.shared),
             outbox: self.outbox.clone(),
             connection: self.connection.clone(),
-            turns: Arc::clone(&self.turns),
+            limits: Arc::clone(&self.limits),
             kind,
             request_id,
             message,
@@ -522,8 +522,7 @@ impl Frames {
         Some(ReplyGuard {
             request,
             memory_read: None,
-            local_read: None,
-            turn: None,
+            admission: None,
             response_guard: None,
             received,
             counted,

@@ -23,8 +23,7 @@ use crate::clock::{Instant, sleep, timeout, timeout_at};
 use crate::listeners::connection_limiter::{ConnectionState, Request};
 use crate::listeners::{CLOSING_ANSWER, PATIENCE};
 use crate::runtime::Tasks;
-use crate::sched::Permit;
-use crate::service::{ReadAhead, ResponseGuard};
+use crate::service::{ReadAdmission, ReadAhead, ResponseGuard};
 
 use super::metrics::InProgress;
 use super::shared::{ConnectionContext, Shared};
@@ -64,10 +63,8 @@ pub(super) struct ReplyGuard {
     pub(super) request: (OwnedSemaphorePermit, Request),
     /// Permit of the listener for a memory read.
     pub(super) memory_read: Option<OwnedSemaphorePermit>,
-    /// Permit of the listener for a local read.
-    pub(super) local_read: Option<Permit>,
-    /// Permit of the connection for a local read.
-    pub(super) turn: Option<OwnedSemaphorePermit>,
+    /// Admission of a local read.
+    pub(super) admission: Option<ReadAdmission>,
     /// Response window of the application for a memory read.
     pub(super) response_guard: Option<ResponseGuard>,
     /// When the request was complete.
@@ -225,9 +222,8 @@ impl Writer {
             }
             chunks.during(self.flush()).await?;
             // The first chunk is written, so this response no longer waits behind other replies.
-            // Its memory depends only on the peer, and the listener's permit is released.
-            if let Some(guard) = guard.take() {
-                guard.local_read = None;
+            if let Some(admission) = guard.take().and_then(|guard| guard.admission.as_mut()) {
+                admission.first_chunk_is_sent();
             }
         }
     }

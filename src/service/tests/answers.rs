@@ -20,14 +20,14 @@ async fn read(fixture: &Fixture, connection: &ReadLimits, took: Duration) -> Vec
             last_block_id,
             read_buffer_size: 14 << 20,
             task_filter: None,
-            window: Some(connection.answers()),
+            window: Some(connection.window()),
         };
         let answer = fixture.service.reads.read_memory(request).unwrap();
         let Some(last) = answer.read.blocks.last() else { break };
         seen += answer.read.blocks.len() as u64;
         last_block_id = last.block_id.0;
         lengths.push(answer.read.length);
-        assert_eq!(connection.answers().pinned_bytes(), answer.read.length);
+        assert_eq!(connection.window().pinned_bytes(), answer.read.length);
         tokio::time::advance(took).await;
         let is_end = answer.read.is_end;
         drop(answer);
@@ -36,7 +36,7 @@ async fn read(fixture: &Fixture, connection: &ReadLimits, took: Duration) -> Vec
         }
     }
     assert_eq!(seen, BLOCKS, "a reader gets everything, in however many steps");
-    assert_eq!(connection.answers().pinned_bytes(), 0);
+    assert_eq!(connection.window().pinned_bytes(), 0);
     lengths
 }
 
@@ -46,7 +46,7 @@ async fn slow_reader_pins_less_memory_than_a_fast_one() {
     fixture.fill(3, BLOCK * BLOCKS);
     let (slow, fast) = (fixture.service.reads.read_limits(), fixture.service.reads.read_limits());
     // Limit of one response from the connection's share, regardless of its pace.
-    let most = slow.answers().limit(i32::MAX).unwrap();
+    let most = slow.window().limit(i32::MAX).unwrap();
     let one_more = |limit: u64| limit.div_ceil(BLOCK) * BLOCK;
 
     let at_first = read(&fixture, &fast, Duration::ZERO).await;

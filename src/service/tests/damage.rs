@@ -76,7 +76,11 @@ impl Fixture {
     async fn read_blocks(&self, first: u32, count: u32) -> Result<Vec<u8>, ServiceError> {
         let length = i32::try_from(count * BLOCK).unwrap();
         let offset = i64::from(first * BLOCK);
-        let mut chunks = self.service.reads.read_data(APP, 0, PARTITION, offset, length).await?.chunks;
+        let reads = &self.service.reads;
+        let answer = reads
+            .read_data(&reads.read_limits(), target(APP, PARTITION), ReadRange { offset, length })
+            .await?;
+        let mut chunks = answer.chunks;
         let mut bytes = Vec::new();
         while let Some(chunk) = chunks.next().await? {
             bytes.extend_from_slice(&chunk);

@@ -197,7 +197,9 @@ async fn ticket_does_not_wait_while_all_tiers_fail() {
 
 /// Reads the first `bytes` bytes of a file of `app`.
 async fn read_of(fixture: &Fixture, app: &str, bytes: u64) -> Result<DataAnswer, ServiceError> {
-    fixture.service.reads.read_data(app, 0, 3, 0, i32::try_from(bytes).unwrap()).await
+    let reads = &fixture.service.reads;
+    let range = ReadRange { offset: 0, length: i32::try_from(bytes).unwrap() };
+    reads.read_data(&reads.read_limits(), target(app, 3), range).await
 }
 
 #[tokio::test(start_paused = true)]

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use uniffle_wire::index::FILLER_BLOCK_ID;
-use uniffle_worker::service::{ChunkStream, MemoryReadRequest, ServiceError};
+use uniffle_worker::service::{ChunkStream, MemoryReadRequest, ReadRange, ReadTarget, ServiceError};
 
 use super::history::{History, Key};
 use super::invariants::{Invariants, Now};
@@ -166,8 +166,14 @@ impl Reader {
         Ok(())
     }
 
+    fn target(&self) -> ReadTarget<'static> {
+        ReadTarget { app: self.key.0, shuffle: self.key.1, partition: self.partition }
+    }
+
     async fn read_index(&mut self, history: &mut History) -> Result<(), ServiceError> {
-        let answer = history.service().reads.read_index(self.key.0, self.key.1, self.partition).await?;
+        let reads = &history.service().reads;
+        let limits = reads.read_limits();
+        let answer = reads.read_index(&limits, self.target()).await?;
         let records = collect(answer.chunks, answer.length).await?;
         assert_eq!(records.len() % RECORD, 0);
         check_gapless(&records, answer.data_length);
@@ -207,9 +213,13 @@ impl Reader {
             return Ok(());
         }
         let offset = u64_at(&records, first * RECORD);
-        let (from, bytes) = (i64::try_from(offset).expect("small"), i32::try_from(length).expect("small"));
-        let service = history.service();
-        let answer = service.reads.read_data(self.key.0, self.key.1, self.partition, from, bytes).await?;
+        let range = ReadRange {
+            offset: i64::try_from(offset).expect("small"),
+            length: i32::try_from(length).expect("small"),
+        };
+        let reads = &history.service().reads;
+        let limits = reads.read_limits();
+        let answer = reads.read_data(&limits, self.target(), range).await?;
         let data = collect(answer.chunks, length).await?;
         let older = self.began.life != history.life();
         for record in first..end {

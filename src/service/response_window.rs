@@ -1,5 +1,5 @@
-//! Limits on the reads of one connection, so that a connection that does not consume its responses
-//! leaves room for others.
+//! Limits on the memory responses of one connection, so that a connection that does not consume
+//! them leaves room for others.
 //!
 //! A response from memory pins its blocks until the socket has accepted them. The size limit of
 //! responses therefore follows the connection's pace. It starts at the requested size, and prompt
@@ -13,12 +13,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::ServiceError;
 use super::answer_limits::{OF_CONNECTION, answer_limit};
 use crate::budget::{Budget, Charge};
-use crate::clock::{Instant, timeout};
+use crate::clock::Instant;
 
 /// Duration above which a response makes the next ones smaller. A reader on a link of 10 MB/s takes
 /// the usual 14 MiB in less.
@@ -29,43 +28,6 @@ const PROMPT: Duration = Duration::from_millis(500);
 /// Minimum size limit of a response, however slow the connection is. Smaller responses cost more
 /// than they free.
 const LIMIT_MIN: u64 = 256 << 10;
-
-/// Limits on the reads of one connection.
-#[derive(Debug)]
-pub struct ReadLimits {
-    answers: ResponseWindow,
-    turns: Arc<Semaphore>,
-    wait: Duration,
-}
-
-impl ReadLimits {
-    /// Creates the limits: memory responses may pin `answers` bytes in total. At most `turns` local
-    /// responses run at a time; further ones wait up to `wait`.
-    pub(super) fn new(answers: Budget, turns: usize, wait: Duration) -> Self {
-        let answers = ResponseWindow { room: answers, pace: Arc::default() };
-        Self { answers, turns: Arc::new(Semaphore::new(turns)), wait }
-    }
-
-    /// Returns the limits on responses from memory.
-    #[must_use]
-    pub fn answers(&self) -> &ResponseWindow {
-        &self.answers
-    }
-
-    /// Returns a permit for one local response, valid until it is dropped.
-    ///
-    /// # Errors
-    /// No permit was released in time.
-    pub async fn turn(&self) -> Result<OwnedSemaphorePermit, ServiceError> {
-        let turn = timeout(self.wait, Arc::clone(&self.turns).acquire_owned()).await;
-        turn.ok().and_then(Result::ok).ok_or_else(|| no_read_memory(0, self.wait))
-    }
-}
-
-/// Returns the refusal of a read that did not get `asked` bytes of read memory in time.
-pub(super) fn no_read_memory(asked: u64, wait: Duration) -> ServiceError {
-    ServiceError::NoReadMemory { asked, waited_ms: u64::try_from(wait.as_millis()).unwrap_or(u64::MAX) }
-}
 
 /// Limits on the memory responses of one connection. Clones share it.
 #[derive(Debug, Clone)]
@@ -85,6 +47,11 @@ pub(super) struct UnreadResponse {
 }
 
 impl ResponseWindow {
+    /// Creates a window of responses that may pin `room` in total.
+    pub(super) fn new(room: Budget) -> Self {
+        Self { room, pace: Arc::default() }
+    }
+
     /// Returns the number of bytes after which the next response ends, if `wanted` were requested.
     pub(super) fn limit(&self, wanted: i32) -> Result<u64, ServiceError> {
         let limit = answer_limit(&self.room, OF_CONNECTION, wanted)?;
@@ -186,7 +153,7 @@ mod tests {
     const ASKED: i32 = 14 << 20;
 
     fn connection() -> ResponseWindow {
-        ReadLimits::new(Budget::new(256 * MIB), 1, Duration::ZERO).answers().clone()
+        ResponseWindow::new(Budget::new(256 * MIB))
     }
 
     /// Runs a full response that takes `took`. Returns its limit.
