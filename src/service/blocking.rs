@@ -14,10 +14,32 @@ pub(super) async fn run_blocking<T: Send + 'static>(
     is_small: bool,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ServiceError> {
-    if is_small {
-        return Ok(work());
+    StepRunner::new(pool, is_small).run(work).await
+}
+
+/// Where the steps of one request run, decided once from the request's size.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct StepRunner<'a> {
+    /// `None` runs the steps inline.
+    pool: Option<&'a BlockingPool>,
+}
+
+impl<'a> StepRunner<'a> {
+    /// Creates a runner that uses blocking threads of `pool` unless the request is small.
+    pub(super) fn new(pool: &'a BlockingPool, is_small: bool) -> Self {
+        Self { pool: Some(pool).filter(|_| !is_small) }
     }
-    pool.run(work).await.map_err(failed)
+
+    /// Runs one step and returns its result.
+    pub(super) async fn run<T: Send + 'static>(
+        self,
+        step: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, ServiceError> {
+        match self.pool {
+            None => Ok(step()),
+            Some(pool) => pool.run(step).await.map_err(failed),
+        }
+    }
 }
 
 /// Runs the worker's own `work` on a blocking thread. Clients must not be able to trigger it.

@@ -16,13 +16,12 @@ use crate::budget::heap::HeapFull;
 use crate::budget::{Charge, HeapKind, NoCapacity};
 use crate::clock::timeout;
 use crate::log::{IdRun, Record, Report};
-use crate::runtime::BlockingPool;
 use crate::store::{MetadataLog, StoreErrorKind};
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
 use super::app_lookup::shuffle_of;
-use super::blocking::run_blocking;
+use super::blocking::StepRunner;
 use super::ingest::Ingest;
 use super::spill::{self, Room};
 
@@ -70,6 +69,7 @@ impl Ingest {
         let (key, shuffle) =
             shuffle_of(&app, request.shuffle).ok_or_else(|| unknown_shuffle(request.shuffle))?;
         let is_small = numbers_in(&request.partitions, &request.records) <= INLINE_IDS_MAX;
+        let runner = StepRunner::new(&self.lookup.pool, is_small);
         let (partitions, records) =
             (std::mem::take(&mut request.partitions), std::mem::take(&mut request.records));
         let mut reported = Reported { bitmap_count: request.bitmap_count, partitions, records };
@@ -79,7 +79,7 @@ impl Ingest {
             name_once(&mut reported.partitions);
             (reported.changes(&asked), reported)
         };
-        let (changes, reported) = run_blocking(&self.lookup.pool, is_small, look).await?;
+        let (changes, reported) = runner.run(look).await?;
         let changes = match changes? {
             Changes::Nothing => false,
             Changes::Ids if shuffle.block_ids().lock().has_runs() => {
@@ -97,12 +97,10 @@ impl Ingest {
         let reported = match log {
             Some(log) if shuffle.repeats_reports() || !reported.records.is_empty() => {
                 let unknown = reported.unknown(&shuffle).await;
-                note_report(&self.lookup.pool, &*log, key.shuffle, request.task_attempt, unknown).await?;
+                note_report(runner, &*log, key.shuffle, request.task_attempt, unknown).await?;
                 reported
             }
-            Some(log) => {
-                note_report(&self.lookup.pool, &*log, key.shuffle, request.task_attempt, reported).await?
-            }
+            Some(log) => note_report(runner, &*log, key.shuffle, request.task_attempt, reported).await?,
             None => reported,
         };
         shuffle.count_on_disk(|| self.tiers.occupied_bytes(&key));
@@ -111,7 +109,7 @@ impl Ingest {
             reported.enter(&state, paid);
             reported
         };
-        let reported = run_blocking(&self.lookup.pool, is_small, enter).await?;
+        let reported = runner.run(enter).await?;
         self.losses.note_reported(&shuffle, &reported.partitions, alarms);
         Ok(())
     }
@@ -295,19 +293,18 @@ fn pieces(partitions: &[(PartitionId, Vec<i64>)]) -> Vec<Vec<(PartitionId, &[i64
 
 /// Writes a report durably and returns it.
 async fn note_report(
-    pool: &BlockingPool,
+    runner: StepRunner<'_>,
     log: &dyn MetadataLog,
     shuffle: ShuffleId,
     task_attempt: i64,
     reported: Reported,
 ) -> Result<Reported, ServiceError> {
     let Reported { bitmap_count, partitions, records } = reported;
-    let is_small = numbers_in(&partitions, &records) <= INLINE_IDS_MAX;
     let encode = move || {
         let note = Record::Report(Report { bitmap_count, task_attempt, partitions, records });
         (note.encode(), note)
     };
-    let (bytes, note) = run_blocking(pool, is_small, encode).await?;
+    let (bytes, note) = runner.run(encode).await?;
     match log.append(bytes.into()).await {
         Err(error) if error.kind == StoreErrorKind::Purged => Err(unknown_shuffle(shuffle.0)),
         Err(error) => Err(error.into()),
