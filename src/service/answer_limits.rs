@@ -16,8 +16,16 @@ use super::ServiceError;
 /// Divisor of the free response budget of an application or a connection: one memory response takes
 /// at most that fraction. A single larger block is still sent whole. With many concurrent readers
 /// responses become smaller, and slow readers never take the whole budget.
-pub(super) const OF_APP: (&str, u64) = ("application", 4);
-pub(super) const OF_CONNECTION: (&str, u64) = ("connection", 2);
+pub(super) const OF_APP: Holder = Holder { name: "application", divisor: 4 };
+pub(super) const OF_CONNECTION: Holder = Holder { name: "connection", divisor: 2 };
+
+/// Holder of unconsumed responses.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Holder {
+    name: &'static str,
+    /// One response takes at most this fraction of the free bytes.
+    divisor: u64,
+}
 
 /// Free bytes below which readers wait, because other readers of the application do not consume
 /// their responses.
@@ -65,7 +73,7 @@ impl LastRefusal {
 /// Returns the number of bytes after which a response from memory ends.
 pub(super) fn answer_limit(
     answers: &Budget,
-    (whose, divisor): (&'static str, u64),
+    Holder { name: whose, divisor }: Holder,
     wanted: i32,
 ) -> Result<u64, ServiceError> {
     let free = answers.free();

@@ -83,7 +83,7 @@ impl Diagnostics {
                 .any(|it| it.is_failing),
             all_disks_full: disks.peek().is_some() && disks.all(|disk| disk.condition == DiskCondition::Full),
         };
-        explanation(app, presence, (&statistics, quotas), &self.memory, storage)
+        explanation(app, presence, &statistics, quotas, &self.memory, storage)
     }
 
     /// Returns the configured quotas, each with its largest user.

@@ -180,7 +180,8 @@ pub(super) struct StorageCondition {
 pub(super) fn explanation(
     app: &App,
     presence: Presence,
-    (statistics, quotas): (&AppStatistics, Vec<QuotaUse>),
+    statistics: &AppStatistics,
+    quotas: Vec<QuotaUse>,
     memory: &Memory,
     storage: StorageCondition,
 ) -> Explanation {

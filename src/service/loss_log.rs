@@ -81,18 +81,19 @@ impl LossLog {
     }
 
     fn gather(self: &Arc<Self>, key: &ShuffleKey, event: Event, add: impl FnOnce(&mut Gathered)) {
-        let key = (key.clone(), event);
+        let of = (key.clone(), event);
         let mut gathered = self.gathered.lock();
-        let is_first = !gathered.contains_key(&key);
-        add(gathered.entry(key.clone()).or_default());
+        let is_first = !gathered.contains_key(&of);
+        add(gathered.entry(of).or_default());
         drop(gathered);
         if is_first {
-            self.tasks.spawn("log losses", Arc::clone(self).log(key));
+            self.tasks.spawn("log losses", Arc::clone(self).log(key.clone(), event));
         }
     }
 
     /// Logs the events of a shuffle until there are no more, or the worker stops.
-    async fn log(self: Arc<Self>, key: (ShuffleKey, Event)) {
+    async fn log(self: Arc<Self>, key: ShuffleKey, event: Event) {
+        let of = (key.clone(), event);
         let mut pause = GATHER;
         loop {
             let is_stopped = tokio::select! {
@@ -102,17 +103,16 @@ impl LossLog {
             };
             {
                 let mut gathered = self.gathered.lock();
-                let events = gathered.get_mut(&key).map(std::mem::take).unwrap_or_default();
+                let events = gathered.get_mut(&of).map(std::mem::take).unwrap_or_default();
                 if events.partitions.is_empty() || is_stopped {
-                    gathered.remove(&key);
+                    gathered.remove(&of);
                 }
                 if events.partitions.is_empty() {
                     return;
                 }
-                let (key, event) = &key;
                 match event {
-                    Event::Lost => events.log_losses(key),
-                    Event::Unverified => events.log_unverified(key),
+                    Event::Lost => events.log_losses(&key),
+                    Event::Unverified => events.log_unverified(&key),
                 }
             }
             if is_stopped {

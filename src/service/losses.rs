@@ -346,7 +346,8 @@ impl Losses {
         &self,
         shuffle: &Arc<ShuffleState>,
         present: PresentIds,
-        (lost, reason): (Vec<LostExtent>, &str),
+        lost: Vec<LostExtent>,
+        reason: &str,
         has_remote: bool,
     ) -> Vec<UnverifiedPartition> {
         let ledger = shuffle.ledger();

@@ -80,7 +80,7 @@ pub use report::ReportRequest;
 pub use require::{RequireGrant, RequireRequest};
 pub use response_window::ResponseWindow;
 pub use restore::Restored;
-pub use results::Results;
+pub use results::{IdWidths, Results};
 pub use send_sink::{Commit, Committing, SendSink};
 pub use statistics::AppStatistics;
 pub use status::{Stopping, WorkerState, WorkerStatus};
@@ -323,9 +323,9 @@ fn verification(
     tiers: &Tiers,
     tasks: &Tasks,
 ) -> (Arc<Verifier>, Arc<Losses>) {
-    let (memory, metrics, loss_log) = (memory.clone(), metrics.clone(), LossLog::new(tasks));
-    let places = (memory, tiers.clone());
-    let verifier = Arc::new(Verifier::new(places, tasks.clone(), metrics.clone(), loss_log));
-    let losses = Losses::new(apps.clone(), verifier.clone(), metrics);
+    let loss_log = LossLog::new(tasks);
+    let verifier = Verifier::new(memory.clone(), tiers.clone(), tasks.clone(), metrics.clone(), loss_log);
+    let verifier = Arc::new(verifier);
+    let losses = Losses::new(apps.clone(), verifier.clone(), metrics.clone());
     (verifier, Arc::new(losses))
 }

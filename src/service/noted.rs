@@ -80,7 +80,8 @@ impl NewRegistration {
 pub(super) async fn note_registration(
     app: Option<Arc<App>>,
     key: &ShuffleKey,
-    (tier, tiers): (&dyn Tier, &Tiers),
+    tier: &dyn Tier,
+    tiers: &Tiers,
     noting: NewRegistration,
 ) -> Result<(), ServiceError> {
     let state = app.as_ref().and_then(|app| app.shuffle(key.shuffle));

@@ -84,8 +84,7 @@ impl Ingest {
         asked.has_waited = true;
         self.begin_wait(&asked.app, asked.wanted.bytes);
         let (tickets, memory) = (self.memory.tickets(), self.memory.budget());
-        let waiting =
-            self.ticket_queue.wait(tickets, memory, (asked.app.id(), asked.wanted), self.ticket_wait);
+        let waiting = self.ticket_queue.wait(tickets, memory, asked.app.id(), asked.wanted, self.ticket_wait);
         let waited = waiting.await;
         let is_in_line = matches!(waited, Some(Ok(_)));
         let ticket = waited.unwrap_or_else(|| self.ticket(&asked));

@@ -338,9 +338,9 @@ impl Lifecycle {
         if restoring.remote == Remote::Unusable {
             return Ok(Some(Vec::new()));
         }
-        let lost = (shuffle.lost, shuffle.reason.as_str());
+        let RecoveredShuffle { present, lost, reason, .. } = shuffle;
         let has_remote = restoring.remote == Remote::Known;
-        Ok(Some(self.losses.take_over(&state, shuffle.present, lost, has_remote).await))
+        Ok(Some(self.losses.take_over(&state, present, lost, &reason, has_remote).await))
     }
 
     /// Begins to restore a registered shuffle's blocks in memory, if memory survived the earlier

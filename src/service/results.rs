@@ -58,6 +58,17 @@ pub struct Results {
     pub held: Charge,
 }
 
+/// Widths in bits of a block id's fields, as sent.
+#[derive(Debug, Clone, Copy)]
+pub struct IdWidths {
+    /// Sequence number.
+    pub sequence: i32,
+    /// Partition id.
+    pub partition: i32,
+    /// Task attempt id.
+    pub task: i32,
+}
+
 impl Reads {
     /// Returns the reported ids of `partitions` as Java's bitmap. A partition without reports has
     /// none.
@@ -73,13 +84,13 @@ impl Reads {
         app: &str,
         shuffle: i32,
         partitions: &[i32],
-        layout: Option<(i32, i32, i32)>,
+        layout: Option<IdWidths>,
     ) -> Result<Results, ServiceError> {
         let app = self.lookup.touched_app(app)?;
         if let Some(layout) = layout {
             check_layout(layout)?;
         }
-        let task_bits = layout.map_or(TASK_BITS_DEFAULT, |(_, _, task)| task);
+        let task_bits = layout.map_or(TASK_BITS_DEFAULT, |widths| widths.task);
         app.learn_task_bits(task_bits.unsigned_abs());
         let (size, max) = (partitions.len(), self.partitions_max);
         if size > max {
@@ -253,7 +264,7 @@ fn answer_bytes(set: &IdSet) -> u64 {
     COPY_BYTES + set.clone_bytes() + bitmap::encoded_bytes(set.iter())
 }
 
-fn check_layout((sequence, partition, task): (i32, i32, i32)) -> Result<(), ServiceError> {
+fn check_layout(IdWidths { sequence, partition, task }: IdWidths) -> Result<(), ServiceError> {
     let widths = [sequence, partition, task];
     let legal =
         widths.iter().all(|bits| (1..=31).contains(bits)) && widths.iter().sum::<i32>() == BLOCK_ID_BITS;
@@ -273,11 +284,12 @@ mod tests {
 
     #[test]
     fn layouts_are_validated() {
+        let check = |(sequence, partition, task)| check_layout(IdWidths { sequence, partition, task });
         for legal in [(18, 24, 21), (21, 20, 22), (31, 1, 31)] {
-            assert!(check_layout(legal).is_ok());
+            assert!(check(legal).is_ok());
         }
         for illegal in [(0, 32, 31), (32, 10, 21), (-1, 32, 32), (18, 24, 20), (i32::MAX, i32::MAX, 65)] {
-            assert!(check_layout(illegal).is_err());
+            assert!(check(illegal).is_err());
         }
     }
 

@@ -104,7 +104,8 @@ impl TicketQueue {
         &self,
         tickets: &Tickets,
         memory: &Budget,
-        (app, wanted): (&AppId, QueuedRequest),
+        app: &AppId,
+        wanted: QueuedRequest,
         patience: Duration,
     ) -> Option<Result<TicketId, MemoryError>> {
         let (give, given) = oneshot::channel();
@@ -173,15 +174,15 @@ mod tests {
         let mut waiting = Vec::new();
         for app in &apps[..4] {
             for _ in 0..OF_APP_MAX {
-                let mut it = queue.wait(&tickets, &budget, (app, WANTED), PATIENCE).boxed();
+                let mut it = queue.wait(&tickets, &budget, app, WANTED, PATIENCE).boxed();
                 assert!(futures::poll!(&mut it).is_pending());
                 waiting.push(it);
             }
-            let beyond = queue.wait(&tickets, &budget, (app, WANTED), PATIENCE).now_or_never();
+            let beyond = queue.wait(&tickets, &budget, app, WANTED, PATIENCE).now_or_never();
             assert!(matches!(beyond, Some(None)));
         }
         assert_eq!(queue.len(), WAITING_MAX);
-        let beyond = queue.wait(&tickets, &budget, (&apps[4], WANTED), PATIENCE).now_or_never();
+        let beyond = queue.wait(&tickets, &budget, &apps[4], WANTED, PATIENCE).now_or_never();
         assert!(matches!(beyond, Some(None)), "the queue is full");
         drop(waiting);
         assert_eq!(queue.len(), 0);
@@ -209,9 +210,9 @@ mod tests {
         let (budget, tickets, mut held) = full();
         let queue = TicketQueue::default();
         let (a, b) = (app("a"), app("b"));
-        let mut first = queue.wait(&tickets, &budget, (&a, WANTED), PATIENCE).boxed();
-        let mut second = queue.wait(&tickets, &budget, (&a, WANTED), PATIENCE).boxed();
-        let mut other = queue.wait(&tickets, &budget, (&b, WANTED), PATIENCE).boxed();
+        let mut first = queue.wait(&tickets, &budget, &a, WANTED, PATIENCE).boxed();
+        let mut second = queue.wait(&tickets, &budget, &a, WANTED, PATIENCE).boxed();
+        let mut other = queue.wait(&tickets, &budget, &b, WANTED, PATIENCE).boxed();
         for waiting in [&mut first, &mut second, &mut other] {
             assert!(futures::poll!(waiting).is_pending());
         }
@@ -233,8 +234,8 @@ mod tests {
         let (budget, tickets, mut held) = full();
         let queue = TicketQueue::default();
         let (a, b) = (app("a"), app("b"));
-        let mut driver = queue.wait(&tickets, &budget, (&a, WANTED), PATIENCE).boxed();
-        let mut unseen = queue.wait(&tickets, &budget, (&b, WANTED), PATIENCE).boxed();
+        let mut driver = queue.wait(&tickets, &budget, &a, WANTED, PATIENCE).boxed();
+        let mut unseen = queue.wait(&tickets, &budget, &b, WANTED, PATIENCE).boxed();
         assert!(futures::poll!(&mut driver).is_pending() && futures::poll!(&mut unseen).is_pending());
         held.truncate(1);
         // Serves both; the second is granted a ticket that it never looks at.

@@ -71,7 +71,8 @@ type TierError = (StoreError, bool);
 
 impl Verifier {
     pub(super) fn new(
-        (memory, tiers): (Arc<Memory>, Tiers),
+        memory: Arc<Memory>,
+        tiers: Tiers,
         tasks: Tasks,
         metrics: Arc<ServiceMetrics>,
         loss_log: Arc<LossLog>,

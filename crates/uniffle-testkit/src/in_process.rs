@@ -14,8 +14,8 @@ use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_wire::types::{BlockId, Distribution, PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::service::{
-    BlockHeader, ChunkStream, MemoryReadRequest, ReadRange, ReadTarget, RegisterRequest, ReportRequest,
-    RequireRequest, SendHeader, SendSession, Service, ServiceError,
+    BlockHeader, ChunkStream, IdWidths, MemoryReadRequest, ReadRange, ReadTarget, RegisterRequest,
+    ReportRequest, RequireRequest, SendHeader, SendSession, Service, ServiceError,
 };
 
 use crate::oracle::{Blocks, Refusal, WorkerView};
@@ -109,9 +109,13 @@ impl InProcess {
     async fn try_results(&self, key: &ShuffleKey, partition: i32) -> Result<Bytes, ServiceError> {
         let IdLayout { sequence_bits, partition_bits, task_bits } = self.layout;
         let bits = |bits: u32| i32::try_from(bits).expect("at most 63");
-        let layout = Some((bits(sequence_bits), bits(partition_bits), bits(task_bits)));
-        let results =
-            self.service.reads.results(key.app.as_str(), key.shuffle.0, &[partition], layout).await?;
+        let layout = IdWidths {
+            sequence: bits(sequence_bits),
+            partition: bits(partition_bits),
+            task: bits(task_bits),
+        };
+        let (reads, app) = (&self.service.reads, key.app.as_str());
+        let results = reads.results(app, key.shuffle.0, &[partition], Some(layout)).await?;
         Ok(results.bitmap)
     }
 

@@ -6,7 +6,7 @@ use tonic::{Code, Status};
 
 use super::request_collector::is_heap_full;
 use crate::proto::{DataDistribution, ShuffleRegisterRequest, StatusCode};
-use crate::service::{self, Service, ServiceError};
+use crate::service::{self, IdWidths, Service, ServiceError};
 use crate::store::RemoteStorage;
 use uniffle_wire::types::Distribution;
 
@@ -92,8 +92,12 @@ fn remote_storage(request: &mut ShuffleRegisterRequest) -> Option<RemoteStorage>
 
 /// Returns the widths of sequence number, partition id and task attempt id. The service knows the
 /// default.
-pub(super) fn layout(layout: Option<crate::proto::BlockIdLayout>) -> Option<(i32, i32, i32)> {
-    layout.map(|layout| (layout.sequence_no_bits, layout.partition_id_bits, layout.task_attempt_id_bits))
+pub(super) fn layout(layout: Option<crate::proto::BlockIdLayout>) -> Option<IdWidths> {
+    layout.map(|layout| IdWidths {
+        sequence: layout.sequence_no_bits,
+        partition: layout.partition_id_bits,
+        task: layout.task_attempt_id_bits,
+    })
 }
 
 #[cfg(test)]
