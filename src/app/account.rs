@@ -7,7 +7,7 @@
 //! exceed the wall-clock time, because several tasks can be in that stage at the same time.
 
 use std::array;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::clock::Instant;
@@ -52,6 +52,7 @@ const BUCKETS: usize = 27;
 #[derive(Debug)]
 pub struct Account {
     opened: Instant,
+    has_huge_partition: AtomicBool,
     stages: [Entry; STAGES.len()],
     waiting: [Waiting; 2],
     pub tickets_granted: ByteCounter,
@@ -147,6 +148,7 @@ impl Default for Account {
         };
         Self {
             opened: Instant::now(),
+            has_huge_partition: AtomicBool::new(false),
             stages: array::from_fn(entry),
             waiting: array::from_fn(|_| Waiting::default()),
             tickets_granted: ByteCounter::default(),
@@ -161,6 +163,12 @@ impl Default for Account {
 }
 
 impl Account {
+    /// Records that one of the application's partitions is huge. Returns true the first time.
+    #[must_use]
+    pub fn mark_huge(&self) -> bool {
+        !self.has_huge_partition.swap(true, Ordering::Relaxed)
+    }
+
     /// Records that `bytes` bytes passed `stage` in the time `took`.
     pub fn enter(&self, stage: Stage, bytes: u64, took: Duration) {
         let us = micros(took);

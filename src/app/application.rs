@@ -1,4 +1,4 @@
-//! One application: its registration data, its shuffles, and its budgets.
+//! One application: what its client registered, its last use, its shuffles, and its budgets.
 //!
 //! The application's part of the heap is split into one budget per kind of state, so that one
 //! application cannot use what others need. Only [`AppRegistry`](super::AppRegistry) creates an
@@ -12,6 +12,7 @@ use std::time::Duration;
 use parking_lot::{Mutex, RwLock};
 
 use super::account::Account;
+use super::registration::Registration;
 use super::shuffle::ShuffleState;
 use super::usage::Usage;
 use crate::budget::{Budget, Charge, Heap, HeapKind};
@@ -22,99 +23,76 @@ use uniffle_wire::types::{AppId, ShuffleId};
 #[derive(Debug)]
 pub struct App {
     id: AppId,
-    pub(super) user: RwLock<String>,
-    pub(super) properties: RwLock<HashMap<String, String>>,
-    /// True once a registration has carried properties, as those of clients since 0.10 do.
-    pub(super) sends_properties: AtomicBool,
-    has_huge_partition: AtomicBool,
-    /// Number of lowest bits of its block ids that hold the task attempt; 0 if not yet known.
-    task_bits: AtomicU32,
-    pub(super) heartbeat_timeout_ms: AtomicU64,
-    /// Milliseconds since the registry was created.
-    pub(super) last_use_ms: AtomicU64,
+    /// Data of the registrations.
+    pub client: Client,
+    /// Age, last use and timeout.
+    pub activity: Activity,
+    /// Its parts of the common budgets.
+    pub budgets: AppBudgets,
+    /// Usage, as quotas count it.
+    pub usage: Usage,
+    /// Statistics.
+    pub account: Account,
     pub(super) shuffles: RwLock<HashMap<ShuffleId, Arc<ShuffleState>>>,
-    account: Account,
-    since: Instant,
-    /// Heap budget for registrations. `charge` is the share of the latest registration.
-    pub(super) registrations: Budget,
-    pub(super) reported_ids: Budget,
-    partitions: Budget,
-    unfinished_blocks: Budget,
-    pub(super) charge: Mutex<Charge>,
-    answers: Budget,
-    answer_lists: Budget,
-    usage: Usage,
 }
 
-/// First heartbeat of an application, in milliseconds.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Heartbeat {
-    pub(super) at_ms: u64,
-    pub(super) timeout_ms: u64,
+/// Data of an application's registrations.
+#[derive(Debug)]
+pub struct Client {
+    user: RwLock<String>,
+    properties: RwLock<HashMap<String, String>>,
+    /// True once a registration has carried properties, as those of clients since 0.10 do.
+    sends_properties: AtomicBool,
+    /// Number of lowest bits of its block ids that hold the task attempt; 0 if not yet known.
+    task_bits: AtomicU32,
+    /// Heap charge of the latest registration.
+    charge: Mutex<Charge>,
+}
+
+/// Age, last use and timeout of an application. Times are milliseconds since the registry was
+/// created.
+#[derive(Debug)]
+pub struct Activity {
+    since: Instant,
+    last_use_ms: AtomicU64,
+    timeout_ms: AtomicU64,
+}
+
+/// Budgets of one application, so that it cannot use what others need.
+#[derive(Debug)]
+pub struct AppBudgets {
+    /// Heap for registrations.
+    pub registrations: Budget,
+    /// Heap for reported block ids and record counts.
+    pub reported_ids: Budget,
+    /// Heap for the partitions that were ever written to.
+    pub partitions: Budget,
+    /// Heap for the blocks of uncommitted sends.
+    pub unfinished_blocks: Budget,
+    /// Block bytes in responses that the client has not yet consumed.
+    pub answers: Budget,
+    /// Heap for the lists of those responses and for copies of small blocks.
+    pub answer_lists: Budget,
 }
 
 impl App {
-    /// Creates an application that was last used at `now_ms`. It gets its part of `heap` and of
-    /// `answers`, and `registrations` as its registration budget.
-    pub(super) fn new(
-        id: &AppId,
-        heap: &Heap,
-        registrations: Budget,
-        answers: &Budget,
-        heartbeat: Heartbeat,
-        usage: Usage,
-    ) -> Arc<Self> {
+    /// Creates an application without shuffles.
+    pub(super) fn new(id: &AppId, activity: Activity, budgets: AppBudgets, usage: Usage) -> Arc<Self> {
         Arc::new(Self {
             id: id.clone(),
-            user: RwLock::default(),
-            properties: RwLock::default(),
-            sends_properties: AtomicBool::new(false),
-            has_huge_partition: AtomicBool::new(false),
-            task_bits: AtomicU32::new(0),
-            heartbeat_timeout_ms: AtomicU64::new(heartbeat.timeout_ms),
-            last_use_ms: AtomicU64::new(heartbeat.at_ms),
-            shuffles: RwLock::default(),
-            account: Account::default(),
-            since: Instant::now(),
-            charge: Mutex::new(registrations.nothing()),
-            registrations,
-            reported_ids: heap.of_one_app(HeapKind::ReportedIds),
-            partitions: heap.of_one_app(HeapKind::Partitions),
-            unfinished_blocks: heap.of_one_app(HeapKind::Blocks),
-            answers: answers.child(answers.capacity() / 2),
-            answer_lists: heap.of_one_app(HeapKind::Answers),
+            client: Client {
+                user: RwLock::default(),
+                properties: RwLock::default(),
+                sends_properties: AtomicBool::new(false),
+                task_bits: AtomicU32::new(0),
+                charge: Mutex::new(budgets.registrations.nothing()),
+            },
+            activity,
+            budgets,
             usage,
+            account: Account::default(),
+            shuffles: RwLock::default(),
         })
-    }
-
-    /// Returns the budget for block bytes in responses that the client has not yet consumed.
-    pub fn answers(&self) -> &Budget {
-        &self.answers
-    }
-
-    /// Returns the heap budget for the lists of those responses and for copies of small blocks.
-    pub fn answer_lists(&self) -> &Budget {
-        &self.answer_lists
-    }
-
-    /// Returns the application's usage, as quotas count it.
-    pub fn usage(&self) -> &Usage {
-        &self.usage
-    }
-
-    /// Returns the heap budget of the partitions that were ever written to.
-    pub fn partitions(&self) -> &Budget {
-        &self.partitions
-    }
-
-    /// Returns the heap budget for the blocks of uncommitted sends.
-    pub fn unfinished_blocks(&self) -> &Budget {
-        &self.unfinished_blocks
-    }
-
-    /// Returns the heap budget of the reported block ids.
-    pub fn reported_ids(&self) -> &Budget {
-        &self.reported_ids
     }
 
     /// Returns the application's id.
@@ -122,14 +100,42 @@ impl App {
         &self.id
     }
 
-    /// Returns the application's statistics.
-    pub fn account(&self) -> &Account {
-        &self.account
+    /// Returns the shuffle with this id.
+    pub fn shuffle(&self, id: ShuffleId) -> Option<Arc<ShuffleState>> {
+        self.shuffles.read().get(&id).cloned()
     }
 
-    /// Returns the time since the first registration.
-    pub fn age(&self) -> Duration {
-        self.since.elapsed()
+    /// Returns whether any shuffle is registered.
+    pub fn has_shuffles(&self) -> bool {
+        !self.shuffles.read().is_empty()
+    }
+
+    /// Returns all shuffles of the application.
+    pub fn shuffles(&self) -> Vec<Arc<ShuffleState>> {
+        self.shuffles.read().values().cloned().collect()
+    }
+}
+
+impl Client {
+    /// Returns the charged bytes of the latest registration.
+    pub(super) fn charged_bytes(&self) -> u64 {
+        self.charge.lock().bytes()
+    }
+
+    /// Replaces the data of the latest registration, which takes `bytes` bytes. `more` is the part
+    /// of them that was not charged yet.
+    pub(super) fn replace(&self, registration: Registration, bytes: u64, more: Charge) {
+        let Registration { user, properties, sent_properties, .. } = registration;
+        *self.user.write() = user;
+        *self.properties.write() = properties;
+        let less = {
+            let mut charge = self.charge.lock();
+            charge.merge(more);
+            let surplus = charge.bytes() - bytes;
+            charge.split_up_to(surplus)
+        };
+        drop(less);
+        self.sends_properties.fetch_or(sent_properties, Ordering::Relaxed);
     }
 
     /// Returns the user of the latest registration.
@@ -148,12 +154,6 @@ impl App {
         self.sends_properties.load(Ordering::Relaxed)
     }
 
-    /// Records that one of the application's partitions is huge. Returns true the first time.
-    #[must_use]
-    pub fn mark_huge(&self) -> bool {
-        !self.has_huge_partition.swap(true, Ordering::Relaxed)
-    }
-
     /// Stores the application's block-id layout (docs/protocol.md §3.1): the `bits` lowest bits are
     /// the task attempt.
     pub fn learn_task_bits(&self, bits: u32) {
@@ -167,24 +167,51 @@ impl App {
             bits => Some(block_id & (u64::MAX >> (u64::BITS - bits.min(u64::BITS)))),
         }
     }
+}
+
+impl Activity {
+    /// Creates the activity of an application that was last used at `now_ms`.
+    pub(super) fn new(now_ms: u64, timeout_ms: u64) -> Self {
+        let (last_use_ms, timeout_ms) = (AtomicU64::new(now_ms), AtomicU64::new(timeout_ms));
+        Self { since: Instant::now(), last_use_ms, timeout_ms }
+    }
+
+    /// Returns the time since the first registration.
+    pub fn age(&self) -> Duration {
+        self.since.elapsed()
+    }
 
     /// Returns the time without use after which the application is purged.
-    pub fn heartbeat_timeout(&self) -> Duration {
-        Duration::from_millis(self.heartbeat_timeout_ms.load(Ordering::Relaxed))
+    pub fn timeout(&self) -> Duration {
+        Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed))
     }
 
-    /// Returns the shuffle with this id.
-    pub fn shuffle(&self, id: ShuffleId) -> Option<Arc<ShuffleState>> {
-        self.shuffles.read().get(&id).cloned()
+    pub(super) fn set_timeout(&self, timeout_ms: u64) {
+        self.timeout_ms.store(timeout_ms, Ordering::Relaxed);
     }
 
-    /// Returns whether any shuffle is registered.
-    pub fn has_shuffles(&self) -> bool {
-        !self.shuffles.read().is_empty()
+    /// Marks the application as used at `now_ms`.
+    pub(super) fn touch(&self, now_ms: u64) {
+        self.last_use_ms.fetch_max(now_ms, Ordering::Relaxed);
     }
 
-    /// Returns all shuffles of the application.
-    pub fn shuffles(&self) -> Vec<Arc<ShuffleState>> {
-        self.shuffles.read().values().cloned().collect()
+    /// Returns the time without use at `now_ms`.
+    pub(super) fn idle(&self, now_ms: u64) -> Duration {
+        Duration::from_millis(now_ms.saturating_sub(self.last_use_ms.load(Ordering::Relaxed)))
+    }
+}
+
+impl AppBudgets {
+    /// Creates an application's parts of `heap` and of `answers`, with `registrations` as the part
+    /// for registrations.
+    pub(super) fn new(heap: &Heap, registrations: Budget, answers: &Budget) -> Self {
+        Self {
+            registrations,
+            reported_ids: heap.of_one_app(HeapKind::ReportedIds),
+            partitions: heap.of_one_app(HeapKind::Partitions),
+            unfinished_blocks: heap.of_one_app(HeapKind::Blocks),
+            answers: answers.child(answers.capacity() / 2),
+            answer_lists: heap.of_one_app(HeapKind::Answers),
+        }
     }
 }

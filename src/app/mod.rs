@@ -25,7 +25,7 @@ use crate::schema::kind::{DAY, SECOND, count, minutes};
 use crate::schema::section;
 
 pub use account::{Account, ByteCounter, STAGES, Stage, StageSum};
-pub use application::App;
+pub use application::{Activity, App, AppBudgets, Client};
 pub use block_ids::{BitmapCountChanged, BlockIds, IdTable, PaidIds, Price, ReportError};
 pub use commits::Commits;
 pub use noted::{NextNote, NotedRegistrations};
@@ -34,7 +34,7 @@ pub use ranges::{PartitionRanges, RangeError};
 pub use record_counts::{PartitionRecords, RecordCounts};
 pub use registration::{RegisterError, Registration};
 pub use registry::AppRegistry;
-pub use shuffle::ShuffleState;
+pub use shuffle::{DiskUsage, RegisteredPartitions, Reports, ShuffleState};
 pub use usage::{Counted, Kind, OverQuota, QuotaSubject, Quotas, Usage, quota_key};
 
 section! {

@@ -17,8 +17,8 @@ pub struct NotedRegistrations {
     digest: u64,
     /// Bytes of the records since the last complete one.
     bytes: u64,
-    /// True if the log records why results are refused, so that later starts know the reason.
-    is_marked: bool,
+    /// True if results are refused and the log does not record yet why, for later starts.
+    needs_mark: bool,
 }
 
 /// Contents of the next record.
@@ -74,15 +74,20 @@ impl NotedRegistrations {
         self.digest == 0
     }
 
-    /// Returns whether later starts know why results are refused.
+    /// Returns whether the log must record why results are refused.
     #[must_use]
-    pub fn is_marked(&self) -> bool {
-        self.is_marked
+    pub fn needs_mark(&self) -> bool {
+        self.needs_mark
     }
 
-    /// Records that later starts know why results are refused.
+    /// Requires the log to record why results are refused.
+    pub(super) fn require_mark(&mut self) {
+        self.needs_mark = true;
+    }
+
+    /// Records that the log has the reason.
     pub fn mark(&mut self) {
-        self.is_marked = true;
+        self.needs_mark = false;
     }
 }
 

@@ -11,14 +11,14 @@ use dashmap::DashMap;
 use parking_lot::Mutex;
 
 use super::AppConfig;
-use super::application::{App, Heartbeat};
+use super::application::{Activity, App, AppBudgets};
 use super::block_ids::BlockIds;
 use super::quota::{Quota, QuotaExceeded};
 use super::ranges::PartitionRanges;
 use super::record_counts::RecordCounts;
 use super::registration::{RANGE_BYTES, RANGES_MAX, RegisterError, Registration, SHUFFLE_BYTES};
 use super::registration_limiter::{RegistrationLimiter, Room};
-use super::shuffle::ShuffleState;
+use super::shuffle::{DiskUsage, RegisteredPartitions, Reports, ShuffleState};
 use super::unproven::Unproven;
 use super::usage::{Counted, Quotas, Usage, Users};
 use crate::budget::heap::HeapFull;
@@ -131,14 +131,14 @@ impl AppRegistry {
             self.fresh(&registration.key.app, part, users.usage(&registration.user))
         };
         let app = known.clone().unwrap_or_else(fresh);
-        let room = alone.limiter.room(known.as_ref().map(|app| app.age()));
+        let room = alone.limiter.room(known.as_ref().map(|app| app.activity.age()));
         let charged = |bytes| {
-            let charge = charged(&room, &app.registrations, bytes);
+            let charge = charged(&room, &app.budgets.registrations, bytes);
             charge.map_err(|refusal| HeapFull::of(HeapKind::Registrations, refusal))
         };
         // Only the increase is charged, so an app that fills its part can still repeat its
         // registration.
-        let (bytes, before) = (registration.app_bytes(), app.charge.lock().bytes());
+        let (bytes, before) = (registration.app_bytes(), app.client.charged_bytes());
         let more = charged(bytes.saturating_sub(before))?;
         self.add_shuffle(&app, &registration, &alone.unproven, charged)?;
         alone.unproven.registered(&registration.key);
@@ -146,20 +146,10 @@ impl AppRegistry {
             self.apps.insert(app.id().clone(), Arc::clone(&app));
         }
         self.touch(&app);
-        let Registration { user, properties, sent_properties, heartbeat_timeout, .. } = registration;
-        *app.user.write() = user;
-        *app.properties.write() = properties;
-        let less = {
-            let mut charge = app.charge.lock();
-            charge.merge(more);
-            let surplus = charge.bytes() - bytes;
-            charge.split_up_to(surplus)
-        };
-        drop(less);
-        app.sends_properties.fetch_or(sent_properties, Ordering::Relaxed);
         let usual_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);
-        let timeout_ms = heartbeat_timeout.map_or(usual_ms, millis);
-        app.heartbeat_timeout_ms.store(timeout_ms, Ordering::Relaxed);
+        let timeout_ms = registration.heartbeat_timeout.map_or(usual_ms, millis);
+        app.client.replace(registration, bytes, more);
+        app.activity.set_timeout(timeout_ms);
         self.longest_timeout_ms.fetch_max(timeout_ms, Ordering::Relaxed);
         Ok(with())
     }
@@ -179,7 +169,7 @@ impl AppRegistry {
             return Err(RegisterError::Shuffles(QuotaExceeded { max: max as u64 }));
         }
         let (mut all, fixed) = match &known {
-            Some(shuffle) => (shuffle.ranges.read().clone(), 0),
+            Some(shuffle) => (shuffle.partitions.ranges(), 0),
             None => (PartitionRanges::default(), SHUFFLE_BYTES),
         };
         let (before, partitions) = (all.ranges(), all.count());
@@ -190,23 +180,23 @@ impl AppRegistry {
         // When ranges merge, their charge stays with the shuffle.
         let bytes = fixed + RANGE_BYTES * all.ranges().saturating_sub(before) as u64;
         let charge = charged(bytes)?;
-        let partitions = app.usage().take(Counted::Partitions, all.count().saturating_sub(partitions))?;
+        let partitions = app.usage.take(Counted::Partitions, all.count().saturating_sub(partitions))?;
         let Some(shuffle) = known else {
-            let counted = app.usage().count(Counted::ReportedIds, 0);
-            let block_ids = BlockIds::new(&self.block_ids, &app.reported_ids, counted);
-            let on_disk = app.usage().count(Counted::DiskBytes, 0);
-            let records = RecordCounts::new(&app.reported_ids);
-            let reported = (block_ids, records, ShuffleLedger::new(&app.reported_ids));
-            let mut fresh = ShuffleState::new(key.clone(), (all, charge), reported, (partitions, on_disk));
+            let heap = &app.budgets.reported_ids;
+            let counted = app.usage.count(Counted::ReportedIds, 0);
+            let reports =
+                Reports::new(BlockIds::new(&self.block_ids, heap, counted), RecordCounts::new(heap));
+            let on_disk = DiskUsage::new(app.usage.count(Counted::DiskBytes, 0));
+            let partitions = RegisteredPartitions::new(all, charge, partitions);
+            let mut fresh =
+                ShuffleState::new(key.clone(), partitions, reports, on_disk, ShuffleLedger::new(heap));
             if let Some(reason) = unproven.reason(key) {
                 fresh.mark_unproven(reason);
             }
             app.shuffles.write().insert(key.shuffle, Arc::new(fresh));
             return Ok(());
         };
-        shuffle.charge.lock().merge(charge);
-        shuffle.partitions.lock().merge(partitions);
-        *shuffle.ranges.write() = all;
+        shuffle.partitions.replace(all, charge, partitions);
         Ok(())
     }
 
@@ -266,8 +256,8 @@ impl AppRegistry {
     /// not look expired in between.
     fn fresh(&self, id: &AppId, registrations: Budget, usage: Usage) -> Arc<App> {
         let timeout_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);
-        let heartbeat = Heartbeat { at_ms: self.now_ms(), timeout_ms };
-        App::new(id, &self.heap, registrations, &self.answers, heartbeat, usage)
+        let budgets = AppBudgets::new(&self.heap, registrations, &self.answers);
+        App::new(id, Activity::new(self.now_ms(), timeout_ms), budgets, usage)
     }
 
     /// Returns the app without refreshing it.
@@ -278,7 +268,7 @@ impl AppRegistry {
 
     /// Marks the app as used now.
     pub fn touch(&self, app: &App) {
-        app.last_use_ms.fetch_max(self.now_ms(), Ordering::Relaxed);
+        app.activity.touch(self.now_ms());
     }
 
     /// Marks all apps as used now, including unknown ones: after a restart every app gets its full
@@ -340,12 +330,11 @@ impl AppRegistry {
     /// Returns the time since the app was last used.
     #[must_use]
     pub fn idle(&self, app: &App) -> Duration {
-        Duration::from_millis(self.now_ms().saturating_sub(app.last_use_ms.load(Ordering::Relaxed)))
+        app.activity.idle(self.now_ms())
     }
 
     fn is_expired(&self, app: &App) -> bool {
-        let idle_ms = self.now_ms().saturating_sub(app.last_use_ms.load(Ordering::Relaxed));
-        idle_ms > app.heartbeat_timeout_ms.load(Ordering::Relaxed)
+        self.idle(app) > app.activity.timeout()
     }
 
     fn now_ms(&self) -> u64 {

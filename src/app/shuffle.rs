@@ -1,8 +1,7 @@
 //! One shuffle: its partitions, reported blocks, and losses.
 //!
-//! It holds the charges of its registrations and of its partitions and bytes on disk, which are
-//! returned when it is dropped. Once a partition is marked as huge, it stays huge. Blocks are in
-//! `memory` and `store`; the ledger of lost blocks is in `log`.
+//! Each component holds the charges of its data, which are returned on drop. Blocks are in `memory`
+//! and `store`; the type of the ledger of lost blocks is in `log`.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,45 +21,56 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 #[derive(Debug)]
 pub struct ShuffleState {
     key: ShuffleKey,
-    pub(super) ranges: RwLock<PartitionRanges>,
-    /// Heap charge of the registrations.
-    pub(super) charge: Mutex<Charge>,
-    /// Partitions and bytes on local disks, as quotas count them.
-    pub(super) partitions: Mutex<Charge>,
-    on_disk: Mutex<Charge>,
-    block_ids: Mutex<BlockIds>,
-    records: Mutex<RecordCounts>,
-    commits: Commits,
-    ledger: ShuffleLedger,
-    is_unproven: bool,
-    repeats_reports: AtomicBool,
-    noted: tokio::sync::Mutex<NotedRegistrations>,
-    /// Touched only by sends to partitions beyond the threshold.
-    huge_partitions: Mutex<HashSet<PartitionId>>,
+    /// Registered partitions.
+    pub partitions: RegisteredPartitions,
+    /// Reports of finished task attempts.
+    pub reports: Reports,
+    /// Committed tasks.
+    pub commits: Commits,
+    /// Ledger of lost data.
+    pub ledger: ShuffleLedger,
+    /// Bytes on local disks.
+    pub on_disk: DiskUsage,
+    /// Registrations that the metadata log has. The lock is held while more are written.
+    pub noted: tokio::sync::Mutex<NotedRegistrations>,
 }
+
+/// Registered partitions of a shuffle, and which of them are huge.
+#[derive(Debug)]
+pub struct RegisteredPartitions {
+    ranges: RwLock<PartitionRanges>,
+    /// Heap charge of the registrations.
+    charge: Mutex<Charge>,
+    /// Number of partitions, as quotas count it.
+    counted: Mutex<Charge>,
+    /// Touched only by sends to partitions beyond the threshold.
+    huge: Mutex<HashSet<PartitionId>>,
+}
+
+/// Reported block ids and record counts of a shuffle.
+#[derive(Debug)]
+pub struct Reports {
+    /// Reported block ids.
+    pub block_ids: Mutex<BlockIds>,
+    /// Reported record counts.
+    pub records: Mutex<RecordCounts>,
+    are_repeated: AtomicBool,
+}
+
+/// Bytes of a shuffle on local disks, as quotas count them.
+#[derive(Debug)]
+pub struct DiskUsage(Mutex<Charge>);
 
 impl ShuffleState {
     pub(super) fn new(
         key: ShuffleKey,
-        (ranges, charge): (PartitionRanges, Charge),
-        (block_ids, records, ledger): (BlockIds, RecordCounts, ShuffleLedger),
-        (partitions, on_disk): (Charge, Charge),
+        partitions: RegisteredPartitions,
+        reports: Reports,
+        on_disk: DiskUsage,
+        ledger: ShuffleLedger,
     ) -> Self {
-        Self {
-            key,
-            ranges: RwLock::new(ranges),
-            charge: Mutex::new(charge),
-            partitions: Mutex::new(partitions),
-            on_disk: Mutex::new(on_disk),
-            block_ids: Mutex::new(block_ids),
-            records: Mutex::new(records),
-            commits: Commits::default(),
-            ledger,
-            is_unproven: false,
-            repeats_reports: AtomicBool::new(false),
-            noted: tokio::sync::Mutex::default(),
-            huge_partitions: Mutex::default(),
-        }
+        let (commits, noted) = (Commits::default(), tokio::sync::Mutex::default());
+        Self { key, partitions, reports, commits, ledger, on_disk, noted }
     }
 
     /// Returns the shuffle's key.
@@ -68,65 +78,43 @@ impl ShuffleState {
         &self.key
     }
 
-    /// Returns whether the partition was registered.
-    pub fn has_partition(&self, partition: PartitionId) -> bool {
-        self.ranges.read().contains(partition.0)
-    }
-
-    /// Returns the number of registered partitions.
-    pub fn partition_count(&self) -> u64 {
-        self.ranges.read().count()
-    }
-
-    /// Sets the shuffle's counted bytes on local disks to the result of `occupied`. The closure
-    /// runs under a lock, so that the latest value wins.
-    pub fn count_on_disk(&self, occupied: impl FnOnce() -> u64) {
-        let mut counted = self.on_disk.lock();
-        let bytes = occupied();
-        let more = counted.budget().force_charge(bytes.saturating_sub(counted.bytes()));
-        counted.merge(more);
-        let surplus = counted.bytes() - bytes;
-        drop(counted.split_up_to(surplus));
-    }
-
-    /// Returns the reported block ids.
-    pub fn block_ids(&self) -> &Mutex<BlockIds> {
-        &self.block_ids
-    }
-
-    /// Returns the reported record counts.
-    pub fn records(&self) -> &Mutex<RecordCounts> {
-        &self.records
-    }
-
-    /// Returns the committed tasks.
-    pub fn commits(&self) -> &Commits {
-        &self.commits
-    }
-
-    /// Returns the ledger of lost data.
-    pub fn ledger(&self) -> &ShuffleLedger {
-        &self.ledger
-    }
-
-    /// Marks the shuffle's results as refused for `reason`: it may have been registered before the
-    /// start (`unproven`).
+    /// Marks the shuffle's results as refused for `reason`, which the metadata log must record too:
+    /// the shuffle may have been registered before the start (`unproven`).
     pub(super) fn mark_unproven(&mut self, reason: &str) {
-        self.is_unproven = true;
+        self.noted.get_mut().require_mark();
         let text =
             format!("the shuffle may have been registered before the last start, with reports: {reason}");
         self.ledger.mark_incomplete(text);
     }
+}
 
-    /// Returns whether the metadata log must record why the results are refused.
-    pub fn is_unproven(&self) -> bool {
-        self.is_unproven
+impl RegisteredPartitions {
+    /// Creates the partitions `ranges` with their heap charge and their count.
+    pub(super) fn new(ranges: PartitionRanges, charge: Charge, counted: Charge) -> Self {
+        Self {
+            ranges: RwLock::new(ranges),
+            charge: Mutex::new(charge),
+            counted: Mutex::new(counted),
+            huge: Mutex::default(),
+        }
     }
 
-    /// Returns the registrations that the metadata log has. The lock is held while more are
-    /// written.
-    pub fn noted(&self) -> &tokio::sync::Mutex<NotedRegistrations> {
-        &self.noted
+    /// Replaces the partitions by `ranges`, which contain them. `more` and `counted` cover the
+    /// added ones.
+    pub(super) fn replace(&self, ranges: PartitionRanges, more: Charge, counted: Charge) {
+        self.charge.lock().merge(more);
+        self.counted.lock().merge(counted);
+        *self.ranges.write() = ranges;
+    }
+
+    /// Returns whether the partition was registered.
+    pub fn contains(&self, partition: PartitionId) -> bool {
+        self.ranges.read().contains(partition.0)
+    }
+
+    /// Returns the number of registered partitions.
+    pub fn count(&self) -> u64 {
+        self.ranges.read().count()
     }
 
     /// Returns all registered ranges.
@@ -134,26 +122,50 @@ impl ShuffleState {
         self.ranges.read().clone()
     }
 
+    /// Marks a partition as huge permanently. Returns true the first time.
+    #[must_use]
+    pub fn mark_huge(&self, partition: PartitionId) -> bool {
+        self.huge.lock().insert(partition)
+    }
+
+    /// Returns the number of partitions marked huge.
+    pub fn huge_count(&self) -> usize {
+        self.huge.lock().len()
+    }
+}
+
+impl Reports {
+    pub(super) fn new(block_ids: BlockIds, records: RecordCounts) -> Self {
+        let (block_ids, records) = (Mutex::new(block_ids), Mutex::new(records));
+        Self { block_ids, records, are_repeated: AtomicBool::new(false) }
+    }
+
     /// Returns whether reports are to be written without the ids that they repeat.
-    pub fn repeats_reports(&self) -> bool {
-        self.repeats_reports.load(Ordering::Relaxed)
+    pub fn are_repeated(&self) -> bool {
+        self.are_repeated.load(Ordering::Relaxed)
     }
 
     /// Records that a report of `all` ids had `new` new ones.
     pub fn note_repetition(&self, new: u64, all: u64) {
         if new < all / 2 {
-            self.repeats_reports.store(true, Ordering::Relaxed);
+            self.are_repeated.store(true, Ordering::Relaxed);
         }
     }
+}
 
-    /// Marks a partition as huge permanently. Returns true the first time.
-    #[must_use]
-    pub fn mark_huge(&self, partition: PartitionId) -> bool {
-        self.huge_partitions.lock().insert(partition)
+impl DiskUsage {
+    pub(super) fn new(counted: Charge) -> Self {
+        Self(Mutex::new(counted))
     }
 
-    /// Returns the number of partitions marked huge.
-    pub fn huge_partition_count(&self) -> usize {
-        self.huge_partitions.lock().len()
+    /// Sets the bytes to the result of `occupied`. The closure runs under a lock, so that the latest
+    /// value wins.
+    pub fn set(&self, occupied: impl FnOnce() -> u64) {
+        let mut counted = self.0.lock();
+        let bytes = occupied();
+        let more = counted.budget().force_charge(bytes.saturating_sub(counted.bytes()));
+        counted.merge(more);
+        let surplus = counted.bytes() - bytes;
+        drop(counted.split_up_to(surplus));
     }
 }

@@ -49,7 +49,7 @@ impl Flusher {
         let began = Instant::now();
         let app = self.app_of(&batch.key);
         if let Some(app) = &app {
-            app.account().enter(Stage::FlushQueue, bytes, began.duration_since(batch.queued));
+            app.account.enter(Stage::FlushQueue, bytes, began.duration_since(batch.queued));
         }
         let batch = Arc::new(batch);
         let writing = self.metrics.writing(tier, bytes);
@@ -62,10 +62,10 @@ impl Flusher {
             Ok(()) => {
                 self.metrics.count_time(began.elapsed());
                 if let Some(app) = app {
-                    app.account().enter(Stage::FlushWrite, bytes, began.elapsed());
+                    app.account.enter(Stage::FlushWrite, bytes, began.elapsed());
                     let is_local = self.tiers.at(tier).served().is_some();
                     if let Some(shuffle) = app.shuffle(batch.key.shuffle).filter(|_| is_local) {
-                        shuffle.count_on_disk(|| self.tiers.occupied_bytes(&batch.key));
+                        shuffle.on_disk.set(|| self.tiers.occupied_bytes(&batch.key));
                     }
                 }
                 self.publish(&batch, bytes, tier);
@@ -77,7 +77,7 @@ impl Flusher {
             Err(error) => {
                 self.try_elsewhere(batch, bytes, tier, &error);
                 if let Some(app) = app {
-                    app.account().flush_retries.add(1, bytes);
+                    app.account.flush_retries.add(1, bytes);
                 }
             }
         }

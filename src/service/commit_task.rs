@@ -27,7 +27,7 @@ impl Ingest {
     /// The app or shuffle is unknown or was removed meanwhile, there is no tier below memory, or
     /// the disks take too long.
     pub async fn commit_task(&self, app: &str, shuffle: i32) -> Result<i32, ServiceError> {
-        Ok(self.flushed(app, shuffle).await?.commits().count_one())
+        Ok(self.flushed(app, shuffle).await?.commits.count_one())
     }
 
     /// Flushes a shuffle's blocks from memory after its last task has committed.
@@ -53,7 +53,7 @@ impl Ingest {
             let is_done = flusher.flush_shuffle(&buffers, Instant::now() + TIMEOUT).await;
             is_done.then_some(()).ok_or(ServiceError::NotFlushed { seconds: TIMEOUT.as_secs() })
         };
-        state.commits().flushed(flush).await?;
+        state.commits.flushed(flush).await?;
         // A shuffle that was unregistered meanwhile was not flushed.
         let (_, now) = find()?;
         if Arc::ptr_eq(&now, &state) { Ok(state) } else { Err(unknown()) }

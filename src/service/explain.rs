@@ -185,15 +185,15 @@ pub(super) fn explanation(
     memory: &Memory,
     storage: StorageCondition,
 ) -> Explanation {
-    let account = app.account();
+    let account = &app.account;
     let sum = |stage| account.sum(stage);
     let disk_read = sum(Stage::DiskRead);
     let received = statistics.received_bytes;
     let mut explanation = Explanation {
         app: app.id().to_string(),
-        user: app.user(),
+        user: app.client.user(),
         presence,
-        age_seconds: app.age().as_secs_f64(),
+        age_seconds: app.activity.age().as_secs_f64(),
         findings: Vec::new(),
         stages: STAGES.iter().map(|stage| view(*stage, sum(*stage))).collect(),
         bytes: Bytes {

@@ -119,7 +119,7 @@ pub(super) struct Weights {
 impl Weights {
     /// Updates the weight of an application.
     pub(super) fn weigh(&self, app: &App) {
-        let weight = self.config.read().weight_of(&app.user(), app.id().as_str());
+        let weight = self.config.read().weight_of(&app.client.user(), app.id().as_str());
         self.memory.tickets().set_weight(app.id(), weight);
     }
 }

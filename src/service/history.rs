@@ -72,7 +72,7 @@ pub(super) fn sample_apps(apps: &AppRegistry, memory: &Memory, over: Duration) -
             partitions += buffers.len();
             bytes += buffers.iter().map(|buffer| buffer.in_memory_bytes()).sum::<u64>();
         }
-        app.account().sample_memory(bytes, over);
+        app.account.sample_memory(bytes, over);
     }
     partitions
 }

@@ -102,7 +102,7 @@ pub struct Incompleteness {
 /// Returns the shuffles of an app whose results are refused.
 pub(super) fn incomplete_of(app: &App) -> Vec<IncompleteShuffle> {
     let told = |shuffle: &Arc<ShuffleState>| {
-        let (key, reason) = (shuffle.key(), shuffle.ledger().incomplete()?.to_owned());
+        let (key, reason) = (shuffle.key(), shuffle.ledger.incomplete()?.to_owned());
         Some(IncompleteShuffle { app: key.app.to_string(), shuffle: key.shuffle.0, reason })
     };
     app.shuffles().iter().filter_map(told).collect()
@@ -113,17 +113,15 @@ pub(super) fn losses_of(app: &App, max: usize) -> Vec<ShuffleLoss> {
     let mut losses = Vec::new();
     for shuffle in app.shuffles() {
         let (key, room) = (shuffle.key(), max - losses.len());
-        losses.extend(shuffle.ledger().losses().into_iter().take(room).map(|(partition, loss)| {
-            ShuffleLoss {
-                app: key.app.to_string(),
-                shuffle: key.shuffle.0,
-                partition: partition.0,
-                blocks: loss.ids.len(),
-                ranges: ranges(&loss.ids),
-                bytes: loss.bytes,
-                reason: loss.reason.to_string(),
-                at_ms: loss.at_ms,
-            }
+        losses.extend(shuffle.ledger.losses().into_iter().take(room).map(|(partition, loss)| ShuffleLoss {
+            app: key.app.to_string(),
+            shuffle: key.shuffle.0,
+            partition: partition.0,
+            blocks: loss.ids.len(),
+            ranges: ranges(&loss.ids),
+            bytes: loss.bytes,
+            reason: loss.reason.to_string(),
+            at_ms: loss.at_ms,
         }));
     }
     losses
@@ -131,7 +129,7 @@ pub(super) fn losses_of(app: &App, max: usize) -> Vec<ShuffleLoss> {
 
 /// Returns the number of lost blocks of one app.
 pub(super) fn lost_blocks_of(app: &App) -> u64 {
-    app.shuffles().iter().map(|shuffle| shuffle.ledger().lost_blocks()).sum()
+    app.shuffles().iter().map(|shuffle| shuffle.ledger.lost_blocks()).sum()
 }
 
 /// Records losses in the ledgers, and refuses the affected reads and reports.
@@ -208,8 +206,8 @@ impl Losses {
             blocks += lost;
             apps += u64::from(lost > 0);
             for shuffle in app.shuffles() {
-                unverified += shuffle.ledger().verifying();
-                incomplete += u64::from(shuffle.ledger().incomplete().is_some());
+                unverified += shuffle.ledger.verifying();
+                incomplete += u64::from(shuffle.ledger.incomplete().is_some());
             }
         }
         self.metrics.lost_blocks_now.set(clamped(blocks));
@@ -227,7 +225,7 @@ impl Losses {
         filter: Option<&Treemap>,
     ) -> Result<(), ServiceError> {
         let wanted = |ids: &IdSet| {
-            let stored = StoredIds::of(shuffle, &[partition]);
+            let stored = StoredIds::of(&shuffle.reports, &[partition]);
             // Only reported ids can be lost, so ids on disk are not looked up.
             let reported = match stored.runs.is_empty() {
                 true => stored.sets.iter().fold(IdSet::default(), |mut all, set| {
@@ -237,10 +235,10 @@ impl Losses {
                 false => ids.clone(),
             };
             let Some(filter) = filter else { return reported };
-            let passes = |id: &u64| app.task_of(*id).is_none_or(|task| filter.contains(task));
+            let passes = |id: &u64| app.client.task_of(*id).is_none_or(|task| filter.contains(task));
             IdSet::from_ascending(reported.iter().filter(passes))
         };
-        let refused = answer(shuffle, partition, shuffle.ledger().verdict(partition, wanted));
+        let refused = answer(shuffle, partition, shuffle.ledger.verdict(partition, wanted));
         if let Err(ServiceError::Lost(_)) = &refused {
             self.metrics.reads_refused_for_loss.inc();
         }
@@ -256,12 +254,12 @@ impl Losses {
         shuffle: &Arc<ShuffleState>,
         partitions: &[(PartitionId, Vec<i64>)],
     ) -> Result<u64, ServiceError> {
-        let ledger = shuffle.ledger();
+        let ledger = &shuffle.ledger;
         let alarms = ledger.alarms();
         if !ledger.is_watched() {
             return Ok(alarms);
         }
-        let resubmits = RESUBMIT_PROPERTIES.iter().find_map(|name| app.property(name));
+        let resubmits = RESUBMIT_PROPERTIES.iter().find_map(|name| app.client.property(name));
         let resubmits = resubmits.is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
         let (gone, deadline) = (self.gone(), Verifier::patience());
         let blame = blame(Vec::new(), &gone);
@@ -300,7 +298,7 @@ impl Losses {
         ids: &[i64],
     ) -> Option<Vec<u64>> {
         let is_in_tiers = |it: &mut Ledger| it.is_in_tiers() && it.phase() != Phase::Verifying;
-        if !shuffle.ledger().with(partition, is_in_tiers) {
+        if !shuffle.ledger.with(partition, is_in_tiers) {
             return None;
         }
         let missing = self.verifier.missing(shuffle.key(), partition, &ids_of(ids)).await;
@@ -317,7 +315,7 @@ impl Losses {
         partitions: &[(PartitionId, Vec<i64>)],
         alarms: u64,
     ) {
-        let ledger = shuffle.ledger();
+        let ledger = &shuffle.ledger;
         if !ledger.is_watched() {
             return;
         }
@@ -350,7 +348,7 @@ impl Losses {
         reason: &str,
         has_remote: bool,
     ) -> Vec<UnverifiedPartition> {
-        let ledger = shuffle.ledger();
+        let ledger = &shuffle.ledger;
         ledger.take_over(present, !has_remote);
         let mut extents: HashMap<PartitionId, Vec<LostExtent>> = HashMap::new();
         for extent in lost {
@@ -378,8 +376,13 @@ impl Losses {
                 }
             }
         };
-        shuffle.block_ids().lock().by_partition().for_each(|(partition, ids)| acknowledge(partition, ids));
-        let runs = shuffle.block_ids().lock().runs();
+        shuffle
+            .reports
+            .block_ids
+            .lock()
+            .by_partition()
+            .for_each(|(partition, ids)| acknowledge(partition, ids));
+        let runs = shuffle.reports.block_ids.lock().runs();
         for run in runs {
             let mut partitions = run.partitions();
             loop {
@@ -400,7 +403,7 @@ impl Losses {
     /// they may not have been counted.
     pub(super) fn count_again(&self, shuffle: &Arc<ShuffleState>, partition: PartitionId) {
         let has_begun = |it: &mut Ledger| it.phase() != Phase::Known && it.question(None);
-        if shuffle.ledger().with(partition, has_begun) {
+        if shuffle.ledger.with(partition, has_begun) {
             let blame = blame(Vec::new(), &self.gone());
             self.verifier.verify(vec![UnverifiedPartition {
                 shuffle: Arc::clone(shuffle),
@@ -412,7 +415,7 @@ impl Losses {
 
     /// Records in the ledger that blocks have become visible.
     pub(super) fn note_committed(&self, shuffle: &ShuffleState, partition: PartitionId, ids: &[u64]) {
-        let healed = shuffle.ledger().with(partition, |it| it.commit(ids));
+        let healed = shuffle.ledger.with(partition, |it| it.commit(ids));
         if healed > 0 {
             self.metrics.healed_blocks.inc_by(healed);
             tracing::info!(
@@ -433,7 +436,7 @@ fn ids_of(ids: &[i64]) -> Vec<u64> {
 
 /// Refuses a read of a partition whose losses on a disk are not yet determined.
 pub(super) fn refuse_unknown(shuffle: &ShuffleState, partition: PartitionId) -> Result<(), ServiceError> {
-    answer(shuffle, partition, shuffle.ledger().verdict(partition, |_| IdSet::default()))
+    answer(shuffle, partition, shuffle.ledger.verdict(partition, |_| IdSet::default()))
 }
 
 fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Availability) -> Result<(), ServiceError> {

@@ -63,7 +63,7 @@ impl NewRegistration {
         let digest = digest(&fields, &storage);
         let remote_ranges = self.remote.as_ref().map_or(&[][..], |(_, ranges)| ranges);
         let bytes = (fields.len() + storage.len()) as u64;
-        let next = noted.next(&shuffle.ranges(), remote_ranges, digest, bytes)?;
+        let next = noted.next(&shuffle.partitions.ranges(), remote_ranges, digest, bytes)?;
         let remote = self.remote.as_ref().map(|(storage, _)| (storage, &next.remote_ranges));
         let remote_storage = remote.and_then(|it| serde_json::to_vec(&it).ok()).unwrap_or_default();
         let registration =
@@ -87,7 +87,7 @@ pub(super) async fn note_registration(
     let state = app.as_ref().and_then(|app| app.shuffle(key.shuffle));
     // The shuffle was unregistered meanwhile, so there is nothing to make durable.
     let (Some(log), Some(app), Some(state)) = (tier.metadata_log(key), app, state) else { return Ok(()) };
-    let mut noted = state.noted().lock().await;
+    let mut noted = state.noted.lock().await;
     let Some((next, record, digest)) = noting.next(&state, &noted) else { return Ok(()) };
     check(&app, &noted, &next, record.len())?;
     let bytes = record.len() as u64;
@@ -97,7 +97,7 @@ pub(super) async fn note_registration(
     }
     noted.written(next, digest, bytes);
     drop(noted);
-    state.count_on_disk(|| tiers.occupied_bytes(key));
+    state.on_disk.set(|| tiers.occupied_bytes(key));
     Ok(())
 }
 
@@ -112,7 +112,7 @@ fn check(app: &App, noted: &NotedRegistrations, next: &NextNote, bytes: usize) -
         });
     }
     if !noted.is_empty() {
-        app.usage().check(Counted::DiskBytes, bytes as u64)?;
+        app.usage.check(Counted::DiskBytes, bytes as u64)?;
     }
     Ok(())
 }
@@ -125,9 +125,8 @@ async fn write(
 ) -> Result<(), ServiceError> {
     // The mark is written first: a start that finds the registration then also finds why its
     // results are refused.
-    if let Some(reason) = state.ledger().incomplete()
-        && state.is_unproven()
-        && !noted.is_marked()
+    if let Some(reason) = state.ledger.incomplete()
+        && noted.needs_mark()
     {
         log.mark_incomplete(reason).await?;
         noted.mark();

@@ -103,14 +103,14 @@ pub(super) fn in_force(registry: &AppRegistry) -> Vec<QuotaUse> {
     let set: Vec<(Kind, u64)> = kinds().filter_map(|kind| Some((kind, quotas.max(kind)?))).collect();
     let apps = if set.is_empty() { Vec::new() } else { registry.apps() };
     let fullest = |(kind, max): (Kind, u64)| {
-        let most = apps.iter().max_by_key(|app| app.usage().used(kind));
+        let most = apps.iter().max_by_key(|app| app.usage.used(kind));
         QuotaUse {
             quota: quota_key(kind),
             max,
-            used: most.map_or(0, |app| app.usage().used(kind)),
+            used: most.map_or(0, |app| app.usage.used(kind)),
             by: most.map(|app| match kind.0 {
                 QuotaSubject::App => app.id().to_string(),
-                QuotaSubject::User => app.user(),
+                QuotaSubject::User => app.client.user(),
             }),
             refused: quotas.refused(kind),
         }
@@ -120,7 +120,7 @@ pub(super) fn in_force(registry: &AppRegistry) -> Vec<QuotaUse> {
 
 /// Returns the configured quotas with the usage of `app` and its user.
 pub(super) fn of_app(quotas: &Quotas, app: &App) -> Vec<QuotaUse> {
-    let usage = app.usage();
+    let usage = &app.usage;
     let of_app = |kind: Kind| {
         let (used, refused) = (usage.used(kind), usage.refused(kind));
         Some(QuotaUse { quota: quota_key(kind), max: quotas.max(kind)?, used, by: None, refused })
@@ -146,7 +146,7 @@ impl QuotaMetrics {
             let label = [quota_key(kind)];
             let refused = self.refused.with_label_values(&label);
             refused.inc_by(quotas.refused(kind).saturating_sub(refused.get()));
-            let used = apps.iter().map(|app| app.usage().used(kind)).max();
+            let used = apps.iter().map(|app| app.usage.used(kind)).max();
             self.used.with_label_values(&label).set(clamped(used.unwrap_or(0)));
             self.max.with_label_values(&label).set(clamped(quotas.max(kind).unwrap_or(0)));
         }

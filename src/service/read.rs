@@ -140,7 +140,7 @@ impl Drop for ResponseGuard {
     fn drop(&mut self) {
         let bytes = self.reading.bytes;
         if bytes > 0 {
-            self.app.account().enter(Stage::Answer, bytes, self.began.elapsed());
+            self.app.account.enter(Stage::Answer, bytes, self.began.elapsed());
         }
     }
 }
@@ -260,7 +260,7 @@ impl Drop for ChunkStream {
             return;
         }
         self.reading.waited_for_disk(self.on_disk);
-        let account = self.app.account();
+        let account = &self.app.account;
         account.enter(Stage::DiskRead, length, self.on_disk);
         account.enter(Stage::Answer, length, self.began.elapsed().saturating_sub(self.on_disk));
     }
@@ -364,22 +364,22 @@ impl Reads {
         }
         let Some(buffer) = buffer else {
             let read = MemoryRead { is_end: false, ..MemoryRead::default() };
-            let lists = app.answer_lists().nothing();
+            let lists = app.budgets.answer_lists.nothing();
             let response_guard = self.response_guard(caller, None, 0, lists);
             return Ok(MemoryAnswer { read, may_copy: false, response_guard });
         };
         let after = Some(BlockId(request.last_block_id)).filter(|id| id.0 != -1);
-        let mut limit = answer_limit(app.answers(), OF_APP, request.read_buffer_size)?;
+        let mut limit = answer_limit(&app.budgets.answers, OF_APP, request.read_buffer_size)?;
         if let Some(answers) = request.window {
             limit = limit.min(answers.limit(request.read_buffer_size)?);
         }
-        let (blocks_max, mut lists) = answer_lists(app.answer_lists(), buffer.block_count())?;
+        let (blocks_max, mut lists) = answer_lists(&app.budgets.answer_lists, buffer.block_count())?;
         let read = buffer.read_some(after, ReadLimit { bytes: limit, blocks: blocks_max }, filter.as_ref());
         drop(lists.split_up_to(lists.bytes().saturating_sub(read.heap_bytes())));
         let may_copy = lists.try_grow(read.small_bytes()).is_ok();
         self.metrics.read_bytes.inc_by(read.length);
         self.metrics.read_memory_bytes.inc_by(read.length);
-        app.account().memory_reads.add(1, read.length);
+        app.account.memory_reads.add(1, read.length);
         let unread = request.window.map(|answers| answers.take(read.length, limit));
         let response_guard = self.response_guard(caller, unread, read.length, lists);
         Ok(MemoryAnswer { read, may_copy, response_guard })
@@ -404,7 +404,7 @@ impl Reads {
     ) -> ResponseGuard {
         // The limit was checked earlier: exceeding it by one response is cheaper than building the
         // response twice.
-        let _pinned = app.answers().force_charge(bytes);
+        let _pinned = app.budgets.answers.force_charge(bytes);
         ResponseGuard {
             app,
             _pinned,
@@ -508,7 +508,7 @@ impl Reads {
 
     fn caller(&self, app: &str, shuffle: i32) -> Result<Caller, ServiceError> {
         let app = self.lookup.touched_app(app)?;
-        let open = app.usage().take(Counted::OpenReads, 1)?;
+        let open = app.usage.take(Counted::OpenReads, 1)?;
         Ok(Caller { key: ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app, open })
     }
 

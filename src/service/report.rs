@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use crate::app::{App, Counted, PaidIds, PartitionRecords, Price, ReportError, ShuffleState};
+use crate::app::{App, Counted, PaidIds, PartitionRecords, Price, ReportError, Reports, ShuffleState};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Charge, HeapKind, NoCapacity};
 use crate::clock::timeout;
@@ -77,13 +77,13 @@ impl Ingest {
         let asked = Arc::clone(&shuffle);
         let look = move || {
             name_once(&mut reported.partitions);
-            (reported.changes(&asked), reported)
+            (reported.changes(&asked.reports), reported)
         };
         let (changes, reported) = runner.run(look).await?;
         let changes = match changes? {
             Changes::Nothing => false,
-            Changes::Ids if shuffle.block_ids().lock().has_runs() => {
-                !spill::runs_have_rest(&shuffle, &reported.partitions).await
+            Changes::Ids if shuffle.reports.block_ids.lock().has_runs() => {
+                !spill::runs_have_rest(&shuffle.reports, &reported.partitions).await
             }
             Changes::Ids | Changes::Records => true,
         };
@@ -92,21 +92,21 @@ impl Ingest {
         if !changes && log.as_ref().is_none_or(|log| log.is_recovered_durable()) {
             return Ok(());
         }
-        let paid = self.pay(&app, &shuffle, &reported).await?;
+        let paid = self.pay(&app, &shuffle.reports, &reported).await?;
         let alarms = self.losses.judge_report(&app, &shuffle, &reported.partitions).await?;
         let reported = match log {
-            Some(log) if shuffle.repeats_reports() || !reported.records.is_empty() => {
-                let unknown = reported.unknown(&shuffle).await;
+            Some(log) if shuffle.reports.are_repeated() || !reported.records.is_empty() => {
+                let unknown = reported.unknown(&shuffle.reports).await;
                 note_report(runner, &*log, key.shuffle, request.task_attempt, unknown).await?;
                 reported
             }
             Some(log) => note_report(runner, &*log, key.shuffle, request.task_attempt, reported).await?,
             None => reported,
         };
-        shuffle.count_on_disk(|| self.tiers.occupied_bytes(&key));
+        shuffle.on_disk.set(|| self.tiers.occupied_bytes(&key));
         let state = Arc::clone(&shuffle);
         let enter = move || {
-            reported.enter(&state, paid);
+            reported.enter(&state.reports, paid);
             reported
         };
         let reported = runner.run(enter).await?;
@@ -120,12 +120,12 @@ impl Ingest {
     async fn pay(
         &self,
         app: &App,
-        shuffle: &ShuffleState,
+        reports: &Reports,
         report: &Reported,
     ) -> Result<ReportCharge, ServiceError> {
         let Price { ids, bytes } = Price::of(&report.partitions);
-        let counted = app.usage().take(Counted::ReportedIds, ids)?;
-        let record_bytes = shuffle.records().lock().price_of(&report.records);
+        let counted = app.usage.take(Counted::ReportedIds, ids)?;
+        let record_bytes = reports.records.lock().price_of(&report.records);
         let mut on_disk = None;
         let mut charge = match self.spill.charge(app, bytes + record_bytes).await {
             Room::Charged(charge) => charge,
@@ -140,7 +140,7 @@ impl Ingest {
             Room::None => self.wait_for_heap(app, bytes + record_bytes).await?,
         };
         let records = charge.split_up_to(record_bytes);
-        let mut block_ids = shuffle.block_ids().lock();
+        let mut block_ids = reports.block_ids.lock();
         let ids = block_ids.pay(ids, charge, counted).map_err(ReportError::from)?;
         block_ids.begin(report.bitmap_count).map_err(ReportError::from)?;
         drop(block_ids);
@@ -148,7 +148,7 @@ impl Ingest {
     }
 
     async fn wait_for_heap(&self, app: &App, bytes: u64) -> Result<Charge, ServiceError> {
-        let heap = app.reported_ids();
+        let heap = &app.budgets.reported_ids;
         let charge = match timeout(self.heap_wait, heap.charge(bytes)).await {
             Ok(charge) => charge,
             Err(_elapsed) => heap.try_charge(bytes),
@@ -200,15 +200,14 @@ enum Changes {
 }
 
 impl Reported {
-    /// Returns the changes that the report would make to `shuffle`.
+    /// Returns the changes that the report would make to `reports`.
     ///
     /// # Errors
     /// Returns the reason to refuse the report.
-    fn changes(&self, shuffle: &ShuffleState) -> Result<Changes, ReportError> {
-        shuffle.block_ids().lock().check(self.bitmap_count, &self.partitions)?;
-        let are_known =
-            pieces(&self.partitions).iter().all(|piece| shuffle.block_ids().lock().has_all(piece));
-        Ok(match shuffle.records().lock().would_change(&self.records) {
+    fn changes(&self, reports: &Reports) -> Result<Changes, ReportError> {
+        reports.block_ids.lock().check(self.bitmap_count, &self.partitions)?;
+        let are_known = pieces(&self.partitions).iter().all(|piece| reports.block_ids.lock().has_all(piece));
+        Ok(match reports.records.lock().would_change(&self.records) {
             true => Changes::Records,
             false if are_known => Changes::Nothing,
             false => Changes::Ids,
@@ -216,30 +215,30 @@ impl Reported {
     }
 
     /// Adds the report. Record counts are added first, so that a reader of the ids also sees them.
-    fn enter(&self, shuffle: &ShuffleState, mut paid: ReportCharge) {
-        shuffle.records().lock().enter(&self.records, paid.records);
+    fn enter(&self, reports: &Reports, mut paid: ReportCharge) {
+        reports.records.lock().enter(&self.records, paid.records);
         if let Some((run, counted)) = paid.on_disk {
             let ids = Price::of(&self.partitions).ids;
-            shuffle.block_ids().lock().enter_run(run, counted, ids, &mut paid.ids);
+            reports.block_ids.lock().enter_run(run, counted, ids, &mut paid.ids);
             return;
         }
-        let before = shuffle.block_ids().lock().count();
+        let before = reports.block_ids.lock().count();
         for piece in pieces(&self.partitions) {
-            shuffle.block_ids().lock().enter(&piece, &mut paid.ids);
+            reports.block_ids.lock().enter(&piece, &mut paid.ids);
         }
-        let new = shuffle.block_ids().lock().count().saturating_sub(before);
-        shuffle.note_repetition(new, self.partitions.iter().map(|(_, ids)| ids.len() as u64).sum());
+        let new = reports.block_ids.lock().count().saturating_sub(before);
+        reports.note_repetition(new, self.partitions.iter().map(|(_, ids)| ids.len() as u64).sum());
     }
 
-    /// Returns the part of the report that `shuffle` does not know; the rest was written before.
+    /// Returns the part of the report that `reports` lack; the rest was written before.
     /// Normally all ids of a task are new, so they are looked up only if the shuffle repeats
     /// reports.
-    async fn unknown(&self, shuffle: &ShuffleState) -> Self {
-        let partitions = match shuffle.repeats_reports() {
-            true => spill::unknown(shuffle, &self.partitions).await,
+    async fn unknown(&self, reports: &Reports) -> Self {
+        let partitions = match reports.are_repeated() {
+            true => spill::unknown(reports, &self.partitions).await,
             false => self.partitions.clone(),
         };
-        let records = shuffle.records().lock().unknown(&self.records);
+        let records = reports.records.lock().unknown(&self.records);
         Self { bitmap_count: self.bitmap_count, partitions, records }
     }
 }

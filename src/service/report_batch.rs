@@ -74,7 +74,7 @@ impl ReportBatch {
             (partition, ids)
         };
         let together: Vec<(PartitionId, Vec<i64>)> = ids.into_iter().map(sorted).collect();
-        if state.block_ids().lock().take_over(bitmap_count, &together).is_ok() {
+        if state.reports.block_ids.lock().take_over(bitmap_count, &together).is_ok() {
             return None;
         }
         drop(together);
@@ -94,7 +94,7 @@ pub(super) fn enter_alone(
     state: &ShuffleState,
     report: &Report,
 ) -> Result<(), ReportError> {
-    let taken = state.block_ids().lock().take_over(report.bitmap_count, &report.partitions);
+    let taken = state.reports.block_ids.lock().take_over(report.bitmap_count, &report.partitions);
     taken.inspect_err(|error| {
         tracing::error!(
             shuffle = %key,

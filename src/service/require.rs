@@ -132,7 +132,7 @@ impl Ingest {
             });
         }
         check_shuffle(&app, request)?;
-        app.usage().check(Counted::DiskBytes, bytes)?;
+        app.usage.check(Counted::DiskBytes, bytes)?;
         let split_partitions = self.judge_partitions(&app, request)?;
         let wanted = QueuedRequest { bytes, partitions: request.partitions.len() };
         Ok(TicketRequest { app, wanted, split_partitions, has_waited: false })
@@ -169,7 +169,7 @@ impl Ingest {
             }
         }
         let TicketId(ticket) = ticket?;
-        if let Some(waited) = app.account().granted(bytes) {
+        if let Some(waited) = app.account.granted(bytes) {
             self.metrics.ticket_wait.observe(waited.as_secs_f64());
         }
         self.metrics.ticket_bytes.observe(as_observed(bytes));
@@ -178,7 +178,7 @@ impl Ingest {
 
     /// Begins a wait for memory, and makes the flusher free that memory even below the watermarks.
     fn begin_wait(&self, app: &App, bytes: u64) {
-        app.account().refused(Stage::TicketWait, bytes);
+        app.account.refused(Stage::TicketWait, bytes);
         if let Some(flusher) = &self.flusher {
             flusher.refused(bytes);
         }
@@ -217,7 +217,7 @@ impl Ingest {
                     split.push(*partition);
                 }
                 LimitDecision::Wait => {
-                    app.account().refused(Stage::PartitionWait, sizes.asked);
+                    app.account.refused(Stage::PartitionWait, sizes.asked);
                     return Err(self.huge_partition_waits(buffers.as_deref(), *partition, sizes));
                 }
                 LimitDecision::TooLarge => return Err(self.partition_too_large(app, &key, *partition, sizes)),
@@ -262,7 +262,7 @@ impl Ingest {
             partition,
             coming: sizes.received.saturating_add(sizes.asked),
             max: self.partition_limits().bytes_max.unwrap_or(u64::MAX),
-            client_knows_code: app.is_since_0_10(),
+            client_knows_code: app.client.is_since_0_10(),
         }
     }
 }

@@ -215,7 +215,7 @@ impl Lifecycle {
     /// Counts an application's recovered data on disk towards its quotas.
     fn count_on_disk(&self, app: &App) {
         for shuffle in app.shuffles() {
-            shuffle.count_on_disk(|| self.tiers.occupied_bytes(shuffle.key()));
+            shuffle.on_disk.set(|| self.tiers.occupied_bytes(shuffle.key()));
         }
     }
 
@@ -332,9 +332,9 @@ impl Lifecycle {
                 reason,
                 "reports may be missing; results of the shuffle are refused"
             );
-            state.ledger().mark_incomplete(reason);
+            state.ledger.mark_incomplete(reason);
         }
-        state.block_ids().lock().hold(shuffle.present.len() as u64 * FOUND_PARTITION_BYTES);
+        state.reports.block_ids.lock().hold(shuffle.present.len() as u64 * FOUND_PARTITION_BYTES);
         if restoring.remote == Remote::Unusable {
             return Ok(Some(Vec::new()));
         }
@@ -352,7 +352,7 @@ impl Lifecycle {
         let (Some(app), Some(present)) = (self.apps.find(&key.app), unrestored.present.remove(key)) else {
             return;
         };
-        let heap = app.partitions().clone();
+        let heap = app.budgets.partitions.clone();
         restoring.present = Some(unrestored.from_memory.begin(key.clone(), present, heap));
     }
 }
@@ -376,7 +376,7 @@ impl Restoring {
     /// were gathered.
     fn enter(&mut self, key: &ShuffleKey, report: &Report, record: &Bytes) -> usize {
         let Some(state) = &self.state else { return 0 };
-        state.records().lock().take_over(&report.records);
+        state.reports.records.lock().take_over(&report.records);
         if let Some(gathered) = self.batch.take(report, record) {
             return gathered;
         }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use crate::app::{PartitionRecords, ShuffleState};
+use crate::app::{PartitionRecords, Reports, ShuffleState};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, HeapKind, NoCapacity};
 use crate::clock::timeout;
@@ -91,7 +91,7 @@ impl Reads {
             check_layout(layout)?;
         }
         let task_bits = layout.map_or(TASK_BITS_DEFAULT, |widths| widths.task);
-        app.learn_task_bits(task_bits.unsigned_abs());
+        app.client.learn_task_bits(task_bits.unsigned_abs());
         let (size, max) = (partitions.len(), self.partitions_max);
         if size > max {
             return Err(ServiceError::FieldTooLarge { field: "partitions", size, unit: "entries", max });
@@ -103,21 +103,22 @@ impl Reads {
                 Some(reason) => Err(self.refuse_unknown(app.id().as_str(), shuffle, &reason)),
             };
         };
-        if let Some(reason) = shuffle.ledger().incomplete() {
+        if let Some(reason) = shuffle.ledger.incomplete() {
             let key = shuffle.key();
             let text =
                 format!("results of shuffle {key} are refused because reports may be missing: {reason}");
             return Err(ServiceError::Lost(text));
         }
-        if !shuffle.block_ids().lock().has_runs() {
+        if !shuffle.reports.block_ids.lock().has_runs() {
             let weight = self.weigh(&shuffle, partitions).await?;
             let held = self.charged(answers, weight.bytes).await?;
             // The closure owns the charge: if the caller is dropped, work that has begun still
             // finishes.
             let (is_small, of) = (weight.is_small, Arc::clone(&shuffle));
-            let answer = run_blocking(&self.lookup.pool, is_small, move || weight.answer(&of, held)).await?;
+            let answer =
+                run_blocking(&self.lookup.pool, is_small, move || weight.answer(&of.reports, held)).await?;
             // The response may lack ids that were moved to disk meanwhile.
-            if !shuffle.block_ids().lock().has_runs() {
+            if !shuffle.reports.block_ids.lock().has_runs() {
                 return answer;
             }
         }
@@ -132,11 +133,11 @@ impl Reads {
         partitions: Vec<PartitionId>,
         answers: &Budget,
     ) -> Result<Results, ServiceError> {
-        let numbers = shuffle.records().lock().count(&partitions) as u64;
+        let numbers = shuffle.reports.records.lock().count(&partitions) as u64;
         let mut held = self.charged(answers, RUN_WINDOW_BYTES + RECORD_BYTES * numbers).await?;
         let mut sets = Vec::new();
         for some in partitions.chunks(SETS_AT_ONCE) {
-            let StoredIds { sets: in_memory, runs } = StoredIds::of(&shuffle, some);
+            let StoredIds { sets: in_memory, runs } = StoredIds::of(&shuffle.reports, some);
             held.merge(self.charged(answers, in_memory.iter().map(answer_bytes).sum()).await?);
             sets.extend(in_memory);
             for run in runs {
@@ -148,7 +149,8 @@ impl Reads {
             }
         }
         let weight = Weight { partitions, numbers, bytes: held.bytes(), is_small: false };
-        run_blocking(&self.lookup.pool, false, move || weight.encoded(&shuffle, &Sets(sets), held)).await
+        run_blocking(&self.lookup.pool, false, move || weight.encoded(&shuffle.reports, &Sets(sets), held))
+            .await
     }
 
     /// Waits for the heap of a response, at most as long as a request may wait.
@@ -163,11 +165,13 @@ impl Reads {
     async fn weigh(&self, shuffle: &Arc<ShuffleState>, partitions: &[i32]) -> Result<Weight, ServiceError> {
         let are_few = partitions.len() <= INLINE_PARTITIONS_MAX;
         let partitions = partitions.to_vec();
-        if are_few && let Some(weight) = Weight::of(shuffle, distinct(partitions.clone()), INLINE_IDS_MAX) {
+        if are_few
+            && let Some(weight) = Weight::of(&shuffle.reports, distinct(partitions.clone()), INLINE_IDS_MAX)
+        {
             return Ok(weight);
         }
         let shuffle = Arc::clone(shuffle);
-        let weight = move || Weight::of(&shuffle, distinct(partitions), u64::MAX);
+        let weight = move || Weight::of(&shuffle.reports, distinct(partitions), u64::MAX);
         let weight = run_blocking(&self.lookup.pool, false, weight).await?;
         // Without a limit on ids the weight is always returned.
         weight.map(|weight| Weight { is_small: false, ..weight }).ok_or(ServiceError::Stopping)
@@ -204,32 +208,32 @@ struct Weight {
 impl Weight {
     /// Returns the weight, or `None` if there are more than `ids_max` ids or record counts. Stops
     /// at the first excess.
-    fn of(shuffle: &ShuffleState, partitions: Vec<PartitionId>, ids_max: u64) -> Option<Self> {
+    fn of(reports: &Reports, partitions: Vec<PartitionId>, ids_max: u64) -> Option<Self> {
         let (mut bytes, mut left) = (0, ids_max);
         for some in partitions.chunks(SETS_AT_ONCE) {
-            let sets = Sets::of(shuffle, some);
+            let sets = Sets::of(reports, some);
             left = sets.leave_of(left)?;
             bytes += sets.bytes();
         }
-        let numbers = shuffle.records().lock().count(&partitions) as u64;
+        let numbers = reports.records.lock().count(&partitions) as u64;
         let is_small = numbers <= ids_max;
         is_small.then(|| Self { partitions, numbers, bytes: bytes + RECORD_BYTES * numbers, is_small })
     }
 
     /// Builds the response from the current ids, for which `held` is charged. Charges more for ids
     /// reported meanwhile.
-    fn answer(self, shuffle: &ShuffleState, mut held: Charge) -> Result<Results, ServiceError> {
-        let sets = Sets::of(shuffle, &self.partitions);
+    fn answer(self, reports: &Reports, mut held: Charge) -> Result<Results, ServiceError> {
+        let sets = Sets::of(reports, &self.partitions);
         let more = (sets.bytes() + RECORD_BYTES * self.numbers).saturating_sub(held.bytes());
         held.try_grow(more).map_err(full)?;
-        Ok(self.encoded(shuffle, &sets, held))
+        Ok(self.encoded(reports, &sets, held))
     }
 
     /// Builds the response from `sets`, for which `held` is charged.
-    fn encoded(self, shuffle: &ShuffleState, sets: &Sets, mut held: Charge) -> Results {
+    fn encoded(self, reports: &Reports, sets: &Sets, mut held: Charge) -> Results {
         let bytes = bitmap::encoded_bytes(union(&sets.0));
         let bitmap = bitmap::encode_ascending(union(&sets.0), usize::try_from(bytes).unwrap_or(usize::MAX));
-        let records = shuffle.records().lock().of(&self.partitions);
+        let records = reports.records.lock().of(&self.partitions);
         let unused = held.bytes().saturating_sub(bitmap.len() as u64 + RECORD_BYTES * self.numbers);
         drop(held.split_up_to(unused));
         Results { bitmap, records, held }
@@ -244,8 +248,8 @@ fn full(refusal: NoCapacity) -> ServiceError {
 struct Sets(Vec<IdSet>);
 
 impl Sets {
-    fn of(shuffle: &ShuffleState, partitions: &[PartitionId]) -> Self {
-        Self(partitions.chunks(SETS_AT_ONCE).flat_map(|some| StoredIds::of(shuffle, some).sets).collect())
+    fn of(reports: &Reports, partitions: &[PartitionId]) -> Self {
+        Self(partitions.chunks(SETS_AT_ONCE).flat_map(|some| StoredIds::of(reports, some).sets).collect())
     }
 
     /// Returns `left` minus the number of these ids, or `None` if there are more.

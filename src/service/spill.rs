@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use tokio::task::coop::consume_budget;
 
-use crate::app::{App, Counted, ShuffleState};
+use crate::app::{App, Counted, Reports, ShuffleState};
 use crate::budget::Charge;
 use crate::log::{IdRun, IdSet, RunWriter, Scratch, runs_to_merge};
 use crate::store::{StoreError, StoreErrorKind, Tiers};
@@ -46,15 +46,15 @@ impl Spill {
 
     /// Charges `bytes` to the ids of an application, and moves ids to disk until there is room.
     pub(super) async fn charge(&self, app: &App, bytes: u64) -> Room {
-        if let Ok(charge) = app.reported_ids().try_charge(bytes) {
+        if let Ok(charge) = app.budgets.reported_ids.try_charge(bytes) {
             return Room::Charged(charge);
         }
         let Some(scratch) = &self.scratch else { return Room::None };
         let _turn = scratch.turn().await;
         let mut shuffles = app.shuffles();
-        shuffles.sort_by_cached_key(|shuffle| Reverse(shuffle.block_ids().lock().table_bytes()));
+        shuffles.sort_by_cached_key(|shuffle| Reverse(shuffle.reports.block_ids.lock().table_bytes()));
         for shuffle in shuffles {
-            if let Ok(charge) = app.reported_ids().try_charge(bytes) {
+            if let Ok(charge) = app.budgets.reported_ids.try_charge(bytes) {
                 return Room::Charged(charge);
             }
             if let Err(error) = move_table(scratch, app, &shuffle).await {
@@ -64,7 +64,7 @@ impl Spill {
             // Without a merge, reads take longer but stay correct.
             merge_runs(scratch, app, &shuffle).await.unwrap_or_else(|error| self.tell(app, &error));
         }
-        app.reported_ids().try_charge(bytes).map_or(Room::OnlyOnDisk, Room::Charged)
+        app.budgets.reported_ids.try_charge(bytes).map_or(Room::OnlyOnDisk, Room::Charged)
     }
 
     /// Writes the ids of a report as a run of its own, because the report exceeds the application's
@@ -78,7 +78,7 @@ impl Spill {
         let _turn = scratch.turn().await;
         match written(scratch, partitions).await {
             Ok(run) => {
-                let counted = app.usage().count(Counted::DiskBytes, run.bytes());
+                let counted = app.usage.count(Counted::DiskBytes, run.bytes());
                 Some((run, counted))
             }
             Err(error) => {
@@ -100,7 +100,7 @@ impl Spill {
 }
 
 pub(super) async fn move_table(scratch: &Scratch, app: &App, shuffle: &ShuffleState) -> io::Result<()> {
-    let Some(table) = shuffle.block_ids().lock().begin_spill() else { return Ok(()) };
+    let Some(table) = shuffle.reports.block_ids.lock().begin_spill() else { return Ok(()) };
     let mut partitions: Vec<PartitionId> = table.keys().copied().collect();
     partitions.sort_unstable();
     let mut writer = RunWriter::new(scratch).await?;
@@ -110,8 +110,8 @@ pub(super) async fn move_table(scratch: &Scratch, app: &App, shuffle: &ShuffleSt
         writer.push_set(partition, set).await?;
     }
     let run = writer.finish().await?;
-    let (bytes, counted) = (run.bytes(), app.usage().count(Counted::DiskBytes, run.bytes()));
-    let is_first = shuffle.block_ids().lock().end_spill(run, counted);
+    let (bytes, counted) = (run.bytes(), app.usage.count(Counted::DiskBytes, run.bytes()));
+    let is_first = shuffle.reports.block_ids.lock().end_spill(run, counted);
     if is_first {
         tracing::info!(
             shuffle = %shuffle.key(),
@@ -133,15 +133,15 @@ async fn written(scratch: &Scratch, report: &[(PartitionId, Vec<i64>)]) -> io::R
 
 pub(super) async fn merge_runs(scratch: &Scratch, app: &App, shuffle: &ShuffleState) -> io::Result<()> {
     loop {
-        let runs = shuffle.block_ids().lock().runs();
+        let runs = shuffle.reports.block_ids.lock().runs();
         let sizes: Vec<u64> = runs.iter().map(|run| run.bytes()).collect();
         let newest = &runs[runs.len() - runs_to_merge(&sizes)..];
         if newest.is_empty() {
             return Ok(());
         }
         let run = IdRun::merged(scratch, newest).await?;
-        let counted = app.usage().count(Counted::DiskBytes, run.bytes());
-        shuffle.block_ids().lock().replace_runs(newest, run, counted);
+        let counted = app.usage.count(Counted::DiskBytes, run.bytes());
+        shuffle.reports.block_ids.lock().replace_runs(newest, run, counted);
     }
 }
 
@@ -153,8 +153,8 @@ pub(super) struct StoredIds {
 }
 
 impl StoredIds {
-    pub(super) fn of(shuffle: &ShuffleState, partitions: &[PartitionId]) -> Self {
-        let ids = shuffle.block_ids().lock();
+    pub(super) fn of(reports: &Reports, partitions: &[PartitionId]) -> Self {
+        let ids = reports.block_ids.lock();
         let sets = partitions.iter().flat_map(|partition| ids.sets(*partition)).cloned().collect();
         Self { sets, runs: ids.runs() }
     }
@@ -164,8 +164,8 @@ impl StoredIds {
 ///
 /// # Errors
 /// A run cannot be read.
-pub(super) async fn reported(shuffle: &ShuffleState, partition: PartitionId) -> Result<IdSet, StoreError> {
-    let StoredIds { sets, runs } = StoredIds::of(shuffle, &[partition]);
+pub(super) async fn reported(reports: &Reports, partition: PartitionId) -> Result<IdSet, StoreError> {
+    let StoredIds { sets, runs } = StoredIds::of(reports, &[partition]);
     let mut all = IdSet::default();
     sets.iter().for_each(|set| all.add_all(set));
     for run in runs {
@@ -175,9 +175,9 @@ pub(super) async fn reported(shuffle: &ShuffleState, partition: PartitionId) -> 
 }
 
 /// Returns whether runs contain all ids of a report that memory lacks. Stops at the first new id.
-pub(super) async fn runs_have_rest(shuffle: &ShuffleState, partitions: &[(PartitionId, Vec<i64>)]) -> bool {
+pub(super) async fn runs_have_rest(reports: &Reports, partitions: &[(PartitionId, Vec<i64>)]) -> bool {
     for (partition, ids) in partitions {
-        let StoredIds { sets, runs } = StoredIds::of(shuffle, &[*partition]);
+        let StoredIds { sets, runs } = StoredIds::of(reports, &[*partition]);
         if runs.is_empty() {
             return false;
         }
@@ -205,13 +205,13 @@ pub(super) async fn runs_have_rest(shuffle: &ShuffleState, partitions: &[(Partit
 /// Returns the ids of a report that are neither in memory nor in a run. Ids that cannot be read
 /// count as new.
 pub(super) async fn unknown(
-    shuffle: &ShuffleState,
+    reports: &Reports,
     partitions: &[(PartitionId, Vec<i64>)],
 ) -> Vec<(PartitionId, Vec<i64>)> {
     let mut unknown = Vec::new();
     for (partition, ids) in partitions {
         consume_budget().await;
-        let StoredIds { sets, runs } = StoredIds::of(shuffle, &[*partition]);
+        let StoredIds { sets, runs } = StoredIds::of(reports, &[*partition]);
         let mut new = ids.clone();
         for set in sets {
             let mut known = set.lookup();

@@ -84,8 +84,8 @@ pub(super) fn statistics_of(app: &App, memory: &Memory, tiers: &Tiers) -> AppSta
         remote_bytes: 0,
     };
     for shuffle in app.shuffles() {
-        sum.partitions += shuffle.partition_count();
-        sum.huge_partitions += shuffle.huge_partition_count() as u64;
+        sum.partitions += shuffle.partitions.count();
+        sum.huge_partitions += shuffle.partitions.huge_count() as u64;
         for tier in tiers.iter() {
             let usage = tier.usage(shuffle.key());
             let (files, bytes) = match tier.served() {
@@ -107,7 +107,7 @@ pub(super) fn statistics_of(app: &App, memory: &Memory, tiers: &Tiers) -> AppSta
         }
     }
     // After a restart the account starts at 0.
-    sum.received_bytes = app.account().sum(Stage::Receive).bytes.max(sum.registered_bytes);
+    sum.received_bytes = app.account.sum(Stage::Receive).bytes.max(sum.registered_bytes);
     sum
 }
 

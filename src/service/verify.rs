@@ -100,7 +100,7 @@ impl Verifier {
         partition: PartitionId,
         reason: &str,
     ) {
-        if shuffle.ledger().question_all(partition) {
+        if shuffle.ledger.question_all(partition) {
             let blame = blame(Vec::new(), reason);
             self.verify(vec![UnverifiedPartition { shuffle: Arc::clone(shuffle), partition, blame }]);
         }
@@ -154,7 +154,7 @@ impl Verifier {
         partition: PartitionId,
         deadline: Instant,
     ) {
-        let _: Result<(), _> = timeout_at(deadline, shuffle.ledger().looked(partition)).await;
+        let _: Result<(), _> = timeout_at(deadline, shuffle.ledger.looked(partition)).await;
     }
 
     /// Records blocks as lost, and reports the loss.
@@ -165,7 +165,7 @@ impl Verifier {
         ids: &[u64],
         blame: &LossReasons,
     ) {
-        let entered = shuffle.ledger().with(partition, |it| it.enter(ids, blame));
+        let entered = shuffle.ledger.with(partition, |it| it.enter(ids, blame));
         self.tell(shuffle, partition, entered, &blame.reason);
     }
 
@@ -223,7 +223,7 @@ impl Verifier {
 
     async fn settle(&self, item: &mut UnverifiedPartition) -> Result<(), StoreError> {
         let UnverifiedPartition { shuffle, partition, blame } = item;
-        let (ledger, key, partition) = (shuffle.ledger(), shuffle.key(), *partition);
+        let (ledger, key, partition) = (&shuffle.ledger, shuffle.key(), *partition);
         loop {
             // Reads are refused before the hole is created, or they would take its zeros for data.
             let is_damaged = ledger.verdict(partition, |_| IdSet::default()) == Availability::Wait(None);
@@ -266,8 +266,8 @@ impl Verifier {
     ) -> Result<Look, TierError> {
         // The semaphore is never closed.
         let _scanning = self.scans.acquire().await;
-        let (key, ledger) = (shuffle.key(), shuffle.ledger());
-        let reported = spill::reported(shuffle, partition).await.map_err(|error| (error, false))?;
+        let (key, ledger) = (shuffle.key(), &shuffle.ledger);
+        let reported = spill::reported(&shuffle.reports, partition).await.map_err(|error| (error, false))?;
         let found = match ledger.with(partition, |it| it.is_in_tiers()) {
             true => None,
             false => self.find_all(key, partition, HeldIds::new(ledger.heap())).await?,

@@ -62,7 +62,7 @@ impl Ingest {
         if opened.is_err() {
             self.metrics.rejected_sends.inc();
             if let Ok(app) = self.lookup.app(header.app) {
-                app.account().sends_failed.add(1, header.message_bytes);
+                app.account.sends_failed.add(1, header.message_bytes);
             }
         }
         opened
@@ -74,14 +74,14 @@ impl Ingest {
         let mut funds = self.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
         self.metrics.ticket_lifetime.observe(funds.age().as_secs_f64());
         self.commits.check()?; // rather now than after all of its bytes
-        app.usage().check(Counted::DiskBytes, header.message_bytes)?;
+        app.usage.check(Counted::DiskBytes, header.message_bytes)?;
         let missing = || ServiceError::NotRegisteredPart(format!("shuffle {}", header.shuffle));
         let (key, shuffle) = shuffle_of(&app, header.shuffle).ok_or_else(missing)?;
         let buffers = self.memory.shuffle(&key).ok_or_else(missing)?;
         funds.truncate_to(header.message_bytes);
         Ok(SendSession {
             payload_bytes_max: funds.requested_bytes(),
-            bookkeeping: Bookkeeping::new(app.unfinished_blocks()),
+            bookkeeping: Bookkeeping::new(&app.budgets.unfinished_blocks),
             ingest: Arc::clone(self),
             app,
             shuffle,
@@ -186,7 +186,7 @@ pub struct SendSession {
 impl SendSession {
     /// Returns the application's heap budget for uncommitted blocks.
     pub(super) fn unfinished_blocks(&self) -> &Budget {
-        self.app.unfinished_blocks()
+        &self.app.budgets.unfinished_blocks
     }
 
     /// Returns the sending application.
@@ -201,13 +201,14 @@ impl SendSession {
     pub fn partition(&mut self, partition: i32) -> Result<(), ServiceError> {
         let id = PartitionId(partition);
         let missing = || ServiceError::NotRegisteredPart(format!("partition {partition}"));
-        if !self.shuffle.has_partition(id) {
+        if !self.shuffle.partitions.contains(id) {
             return Err(missing());
         }
-        let buffer = self.buffers.buffer(id, self.app.partitions()).map_err(|refusal| match refusal {
-            MemoryError::Evicted => missing(),
-            refusal => refusal.into(),
-        })?;
+        let buffer =
+            self.buffers.buffer(id, &self.app.budgets.partitions).map_err(|refusal| match refusal {
+                MemoryError::Evicted => missing(),
+                refusal => refusal.into(),
+            })?;
         self.runs.push(Run { buffer, blocks: Vec::new() });
         Ok(())
     }
@@ -305,7 +306,7 @@ impl SendSession {
         ingest.metrics.received_blocks.inc_by(self.stored_blocks);
         stored?;
         self.committed = true;
-        self.app.account().enter(Stage::Receive, self.stored_bytes, self.began.elapsed());
+        self.app.account.enter(Stage::Receive, self.stored_bytes, self.began.elapsed());
         self.ingest.lookup.apps.touch(&self.app);
         if let Some(flusher) = &self.ingest.flusher {
             flusher.check_pressure();
@@ -339,7 +340,7 @@ impl SendSession {
         if run.blocks.is_empty() {
             return Ok(());
         }
-        let cares = self.shuffle.ledger().is_watched();
+        let cares = self.shuffle.ledger.is_watched();
         let ids: Vec<u64> = match cares {
             true => run.blocks.iter().map(|(meta, _)| meta.block_id.0.unsigned_abs()).collect(),
             false => Vec::new(),
@@ -347,13 +348,13 @@ impl SendSession {
         let stored = self.commit_to(&run.buffer, std::mem::take(&mut run.blocks))?;
         if cares {
             self.ingest.losses.note_committed(&self.shuffle, run.buffer.partition(), &ids);
-        } else if self.shuffle.ledger().is_watched() {
+        } else if self.shuffle.ledger.is_watched() {
             self.ingest.losses.count_again(&self.shuffle, run.buffer.partition());
         }
         self.stored_bytes += stored.bytes;
         self.stored_blocks += stored.blocks as u64;
         if stored.duplicate_blocks > 0 {
-            self.app.account().duplicates.add(stored.duplicate_blocks as u64, stored.duplicate_bytes);
+            self.app.account.duplicates.add(stored.duplicate_blocks as u64, stored.duplicate_bytes);
         }
         let received_bytes = run.buffer.received_bytes();
         if self.limits.is_huge(received_bytes) {
@@ -381,11 +382,11 @@ impl SendSession {
     }
 
     fn mark_huge(&self, partition: PartitionId, received_bytes: u64) {
-        if !self.shuffle.mark_huge(partition) {
+        if !self.shuffle.partitions.mark_huge(partition) {
             return;
         }
         self.ingest.metrics.huge_partitions_marked.inc();
-        if self.app.mark_huge() {
+        if self.app.account.mark_huge() {
             self.ingest.metrics.apps_with_huge_partition_marked.inc();
         }
         tracing::info!(
@@ -401,7 +402,7 @@ impl Drop for SendSession {
     fn drop(&mut self) {
         if !self.committed {
             self.ingest.metrics.rejected_sends.inc();
-            self.app.account().sends_failed.add(1, self.payload_bytes);
+            self.app.account.sends_failed.add(1, self.payload_bytes);
         }
     }
 }

@@ -88,10 +88,10 @@ async fn reregistration_adds_ranges_and_keeps_reports() {
     let registry = registry();
     registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
     let shuffle = registry.find(&AppId::parse("a").unwrap()).unwrap().shuffle(ShuffleId(1)).unwrap();
-    shuffle.block_ids().lock().take_over(1, &[(PartitionId(0), vec![1])]).unwrap();
+    shuffle.reports.block_ids.lock().take_over(1, &[(PartitionId(0), vec![1])]).unwrap();
     registry.register(registration("a", 1, &[(4, 4)]), || ()).unwrap();
-    assert_eq!(shuffle.partition_count(), 3);
-    assert!(shuffle.has_partition(PartitionId(4)) && !shuffle.has_partition(PartitionId(2)));
+    assert_eq!(shuffle.partitions.count(), 3);
+    assert!(shuffle.partitions.contains(PartitionId(4)) && !shuffle.partitions.contains(PartitionId(2)));
     assert_eq!(registry.block_id_count(), 1);
 }
 
@@ -148,12 +148,12 @@ async fn marks_persist_and_are_reported_once() {
     registry.register(newer, || ()).unwrap();
     registry.register(registration("a", 2, &[(0, 1)]), || ()).unwrap();
     let app = registry.find(&AppId::parse("a").unwrap()).unwrap();
-    assert!(app.is_since_0_10());
-    assert!(app.mark_huge() && !app.mark_huge());
+    assert!(app.client.is_since_0_10());
+    assert!(app.account.mark_huge() && !app.account.mark_huge());
     let shuffle = app.shuffle(ShuffleId(1)).unwrap();
-    assert!(shuffle.mark_huge(PartitionId(0)) && !shuffle.mark_huge(PartitionId(0)));
-    assert!(shuffle.mark_huge(PartitionId(1)));
-    assert_eq!(shuffle.huge_partition_count(), 2);
+    assert!(shuffle.partitions.mark_huge(PartitionId(0)) && !shuffle.partitions.mark_huge(PartitionId(0)));
+    assert!(shuffle.partitions.mark_huge(PartitionId(1)));
+    assert_eq!(shuffle.partitions.huge_count(), 2);
 }
 
 #[tokio::test]
@@ -276,9 +276,9 @@ async fn ranges_of_one_shuffle_are_bounded_and_merged() {
     assert_eq!(refused, RegisterError::Ranges { ranges: 300_000 });
     assert!(refused.to_string().starts_with("partitionRanges has 300000 disjoint ranges"), "{refused}");
     let shuffle = registry.apps()[0].shuffle(ShuffleId(1)).unwrap();
-    assert_eq!((shuffle.partition_count(), heap.whole().used()), (200_000, used), "nothing of it was taken");
+    assert_eq!((shuffle.partitions.count(), heap.whole().used()), (200_000, used), "nothing of it was taken");
     registry.register(registration("a", 1, &[(0, 399_999)]), || ()).unwrap();
-    assert_eq!(shuffle.partition_count(), 400_000);
+    assert_eq!(shuffle.partitions.count(), 400_000);
     registry.register(registration("a", 1, &scattered(200_000)), || ()).unwrap();
 }
 

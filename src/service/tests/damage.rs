@@ -127,12 +127,8 @@ async fn damage_found_during_a_report_is_recorded() {
         fixture.faults.clear();
         tokio::time::sleep(second / 4).await;
         let state = fixture.shuffle();
-        assert_eq!(
-            (state.ledger().verifying(), state.ledger().losses()),
-            (0, Vec::new()),
-            "nothing is reported"
-        );
-        assert!(state.ledger().is_watched() && state.block_ids().lock().count() == 0);
+        assert_eq!((state.ledger.verifying(), state.ledger.losses()), (0, Vec::new()), "nothing is reported");
+        assert!(state.ledger.is_watched() && state.reports.block_ids.lock().count() == 0);
     };
     let (reported, ()) = tokio::join!(fixture.report_blocks(), damage);
     reported.unwrap();
@@ -147,7 +143,7 @@ async fn block_committed_during_a_count_is_recounted() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let (shuffle, lifecycle) = (fixture.shuffle(), &fixture.service.lifecycle);
     lifecycle.verifier.mark_unverified(&shuffle, PartitionId(PARTITION), "a disk has failed");
-    within_time("nothing is found", || shuffle.ledger().verifying() == 0).await;
+    within_time("nothing is found", || shuffle.ledger.verifying() == 0).await;
     // The sender of these batches checked before the count whether the ledger is watched.
     let tier = fixture.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
     tier.write(batch(0)).await.unwrap();

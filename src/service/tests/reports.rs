@@ -12,7 +12,7 @@ async fn report_is_not_logged_for_a_later_incarnation() {
     let app = fixture.service.lifecycle.lookup.app(APP).unwrap();
     let before = app.shuffle(ShuffleId(0)).unwrap();
     // The report waits for a verification that nobody runs.
-    before.ledger().with(PartitionId(3), |it| it.question(None));
+    before.ledger.with(PartitionId(3), |it| it.question(None));
     let report = ReportRequest {
         app: APP,
         shuffle: 0,
@@ -64,27 +64,27 @@ async fn spilled_ids_are_returned_with_those_in_memory() {
     let app = fixture.service.lifecycle.lookup.app(APP).unwrap();
     let shuffle = app.shuffle(ShuffleId(0)).unwrap();
     let scratch = fixture.service.tiers().metadata().unwrap().scratch().unwrap();
-    let on_disk = || app.usage().used((QuotaSubject::App, Counted::DiskBytes));
+    let on_disk = || app.usage.used((QuotaSubject::App, Counted::DiskBytes));
     for round in 1..10 {
         // In each round some ids are known, in memory and on disk, and some partitions are new.
         report_far(&fixture, 0..20 * round, 40 * i64::from(round)).await;
         assert_told(&fixture, 0..20 * round, 40 * i64::from(round)).await;
         move_table(&scratch, &app, &shuffle).await.unwrap();
-        assert_eq!(shuffle.block_ids().lock().table_bytes(), 0);
+        assert_eq!(shuffle.reports.block_ids.lock().table_bytes(), 0);
         assert_told(&fixture, 0..20 * round, 40 * i64::from(round)).await;
         merge_runs(&scratch, &app, &shuffle).await.unwrap();
-        assert!(shuffle.block_ids().lock().runs().len() < 4, "in round {round}");
+        assert!(shuffle.reports.block_ids.lock().runs().len() < 4, "in round {round}");
         assert_told(&fixture, 0..20 * round, 40 * i64::from(round)).await;
     }
-    assert!(app.reported_ids().used() < 4000, "{} bytes of heap", app.reported_ids().used());
+    assert!(app.budgets.reported_ids.used() < 4000, "{} bytes of heap", app.budgets.reported_ids.used());
     assert!(on_disk() > 0);
     // A known report changes nothing, wherever its ids are.
     report_far(&fixture, 0..180, 360).await;
-    assert_eq!(shuffle.block_ids().lock().table_bytes(), 0);
+    assert_eq!(shuffle.reports.block_ids.lock().table_bytes(), 0);
     assert_told(&fixture, 170..180, 360).await;
     fixture.service.lifecycle.unregister_shuffle(APP, 0).unwrap();
     drop(shuffle);
-    assert_eq!((app.reported_ids().used(), on_disk()), (0, 0));
+    assert_eq!((app.budgets.reported_ids.used(), on_disk()), (0, 0));
     drop(app);
     fixture.stop().await;
 }

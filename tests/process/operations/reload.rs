@@ -38,7 +38,7 @@ async fn reload_applies_keys_and_reports_restart_keys() {
     assert_eq!(service.ingest.partition_limits().huge_bytes, Some(2 << 20));
     let key = ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-    assert_eq!(service.apps().find(&key.app).unwrap().heartbeat_timeout(), Duration::from_secs(77));
+    assert_eq!(service.apps().find(&key.app).unwrap().activity.timeout(), Duration::from_secs(77));
 
     // Keys that need a restart are reported again. An operator's setting persists until the file's
     // value changes.

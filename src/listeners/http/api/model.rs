@@ -307,8 +307,8 @@ impl App {
     pub fn new(app: &crate::app::App, statistics: AppStatistics, idle: Duration, lost_blocks: u64) -> Self {
         Self {
             app: app.id().to_string(),
-            user: app.user(),
-            age_seconds: app.age().as_secs_f64(),
+            user: app.client.user(),
+            age_seconds: app.activity.age().as_secs_f64(),
             idle_seconds: idle.as_secs_f64(),
             shuffles: app.shuffles().len(),
             skew: statistics.skew(),
