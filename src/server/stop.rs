@@ -90,13 +90,14 @@ impl Worker {
         let service = Arc::clone(&self.service);
         self.end_deletions().await;
         let stopped = self.end(deadline, MemoryTreatment::Flush).await;
-        join_all(service.tiers().iter().map(|tier| tier.sync(SYNC_DEADLINE))).await;
+        join_all(service.tiers().maintained().map(async |tier| tier.sync(SYNC_DEADLINE).await)).await;
         StopOutcome { tasks_left: stopped.tasks_left, has_lost: stopped.has_lost }
     }
 
     /// Waits for deletions in remote stores.
     pub(super) async fn end_deletions(&self) {
-        join_all(self.service.tiers().iter().map(|tier| tier.end_deletions(DELETION_DEADLINE))).await;
+        let tiers = self.service.tiers().maintained();
+        join_all(tiers.map(async |tier| tier.end_deletions(DELETION_DEADLINE).await)).await;
     }
 
     /// Refuses tickets and flushes, then refuses sends and flushes the rest. Afterwards memory is

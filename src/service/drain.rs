@@ -34,17 +34,19 @@ impl Lifecycle {
     /// move their data. Data that no tier accepts stays readable in memory.
     pub fn drain(&self) -> Draining {
         self.decommission();
-        let has_place = self.tiers.iter().any(|tier| tier.drained().is_some());
+        let has_place = self.tiers.iter().any(|tier| tier.drain().is_some());
         if has_place && self.status.drain() {
             tracing::info!(target: AUDIT, "draining: new shuffles and data are refused");
         }
         // Without a tier below memory there is nothing to flush to.
         let batches = self.flush_all().unwrap_or(0);
-        let tiers = self.tiers.iter().filter_map(|tier| tier.drain()).reduce(|one, other| Drained {
-            shuffles_left: one.shuffles_left + other.shuffles_left,
-            bytes_left: one.bytes_left + other.bytes_left,
-            stuck_bytes: one.stuck_bytes + other.stuck_bytes,
-        });
+        let tiers = self.tiers.iter().filter_map(|tier| tier.drain()).map(|tier| tier.begin()).reduce(
+            |one, other| Drained {
+                shuffles_left: one.shuffles_left + other.shuffles_left,
+                bytes_left: one.bytes_left + other.bytes_left,
+                stuck_bytes: one.stuck_bytes + other.stuck_bytes,
+            },
+        );
         Draining {
             in_memory_bytes: self.memory.used_bytes().saturating_sub(self.memory.extents().used()),
             batches,

@@ -44,7 +44,7 @@ impl Lifecycle {
     }
 
     async fn ended_durably(&self, app: &AppId, key: Option<&ShuffleKey>) -> Result<(), ServiceError> {
-        for tier in self.tiers.iter() {
+        if let Some(tier) = self.tiers.metadata() {
             tier.forgotten_durable(app, key).await?;
         }
         Ok(())

@@ -180,7 +180,7 @@ impl Lifecycle {
         }
         if let Some((tier, noting)) = noted {
             let app = self.apps.find(&key.app);
-            note_registration(app, &key, &**tier, &self.tiers, noting).await?;
+            note_registration(app, &key, tier, &self.tiers, noting).await?;
         }
         self.metrics.apps_registered.inc_by(u64::from(new_app));
         self.metrics.partitions_registered.inc_by(partitions);

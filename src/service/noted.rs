@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::app::{App, Counted, NextNote, NotedRegistrations, Registration, ShuffleState};
 use crate::log::{self, Record};
-use crate::store::{MetadataLog, RemoteStorage, StoreErrorKind, Tier, Tiers};
+use crate::store::{MetadataLog, MetadataTier, RemoteStorage, StoreErrorKind, Tiers};
 use uniffle_wire::types::ShuffleKey;
 
 use super::ServiceError;
@@ -80,7 +80,7 @@ impl NewRegistration {
 pub(super) async fn note_registration(
     app: Option<Arc<App>>,
     key: &ShuffleKey,
-    tier: &dyn Tier,
+    tier: &dyn MetadataTier,
     tiers: &Tiers,
     noting: NewRegistration,
 ) -> Result<(), ServiceError> {

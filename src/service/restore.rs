@@ -220,7 +220,9 @@ impl Lifecycle {
     }
 
     fn leave(&self, key: &ShuffleKey) {
-        self.tiers.iter().for_each(|tier| tier.leave(key));
+        if let Some(tier) = self.tiers.metadata() {
+            tier.leave(key);
+        }
     }
 
     fn discard(&self, key: &ShuffleKey) {

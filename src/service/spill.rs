@@ -40,7 +40,7 @@ pub(super) enum Room {
 
 impl Spill {
     pub(super) fn new(tiers: &Tiers) -> Self {
-        let scratch = tiers.iter().find_map(|tier| tier.scratch());
+        let scratch = tiers.metadata().and_then(|tier| tier.scratch());
         Self { scratch, failures: LogLimiter::new(1, Duration::from_secs(60)) }
     }
 

@@ -112,7 +112,9 @@ impl Verifier {
     pub(super) fn listen_for_damage(self: &Arc<Self>, apps: &Arc<AppRegistry>) {
         let on_damage = self.on_damage(apps);
         self.memory.on_damage(Arc::clone(&on_damage));
-        self.tiers.iter().for_each(|tier| tier.on_damage(Arc::clone(&on_damage)));
+        if let Some(tier) = self.tiers.served() {
+            tier.on_damage(on_damage);
+        }
     }
 
     fn on_damage(self: &Arc<Self>, apps: &Arc<AppRegistry>) -> OnDamage {

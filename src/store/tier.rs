@@ -55,12 +55,6 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     /// Returns the current state.
     fn state(&self) -> TierState;
 
-    /// Returns a receiver that is notified when the state changes. A tier without it is polled
-    /// every second.
-    fn state_changes(&self) -> Option<watch::Receiver<()>> {
-        None
-    }
-
     /// Validates a registration before anything is registered. Returns `None` if this tier does not
     /// take the shuffle.
     ///
@@ -70,42 +64,6 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
 
     /// Returns the current registration of a shuffle, or `None` if it has none here.
     fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>>;
-
-    /// Returns the metadata log of a shuffle, in a [primary](TierRole::Primary) tier.
-    fn metadata_log(&self, _: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
-        None
-    }
-
-    /// Returns the factory of unnamed files, in a tier with local disks.
-    fn scratch(&self) -> Option<Arc<Scratch>> {
-        None
-    }
-
-    /// Returns the reason why an earlier process may have known shuffles that are unknown now.
-    fn metadata_gap(&self) -> Option<Arc<str>> {
-        None
-    }
-
-    /// Ends the metadata gap, also for later starts. To be called once no application from before
-    /// the gap is left. Returns false if this cannot be proven here.
-    ///
-    /// # Errors
-    /// The end of the gap cannot be recorded now.
-    fn end_metadata_gap(&self) -> BoxFuture<'_, Result<bool, StoreError>> {
-        ready(Ok(false)).boxed()
-    }
-
-    /// Returns the reason why the next process would refuse results that this process serves, or
-    /// `None`.
-    fn successor_doubts(&self) -> Option<String> {
-        None
-    }
-
-    /// Returns the storage of settings made at run time, in a tier whose metadata log is not in
-    /// data directories.
-    fn saved_settings(&self) -> Option<&dyn SavedSettings> {
-        None
-    }
 
     /// Calls `visit` with the id of each readable block of a partition, in any order. For rare
     /// paths only, because it may read all index records.
@@ -119,10 +77,6 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     /// Returns the usage of a shuffle, which is empty if it is unknown.
     fn usage(&self, key: &ShuffleKey) -> TierUsage;
 
-    /// Returns the reads that this worker serves from the tier, or `None` if clients open its files
-    /// themselves.
-    fn served(&self) -> Option<&dyn ServedTier>;
-
     /// Forgets shuffles of an application at once. Later writes of them end with `Purged`, and
     /// nothing of them is found. Called under a lock that registrations wait for. Slow work and
     /// deletions are left to the returned future, if there are any.
@@ -133,31 +87,96 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
         purge: Purge,
     ) -> Option<BoxFuture<'static, ()>>;
 
+    /// Returns the reads that this worker serves from the tier, or `None` if clients open its files
+    /// themselves.
+    fn served(&self) -> Option<&dyn ServedTier>;
+
+    /// Returns the metadata that survives the process, in a [primary](TierRole::Primary) tier.
+    fn metadata(&self) -> Option<&dyn MetadataTier> {
+        None
+    }
+
+    /// Returns the drain, in a tier above a store where a worker of the same name finds the data on
+    /// another machine.
+    fn drain(&self) -> Option<&dyn DrainableTier> {
+        None
+    }
+
+    /// Returns the background work of the tier and its end.
+    fn maintenance(self: Arc<Self>) -> Option<Arc<dyn MaintainedTier>> {
+        None
+    }
+}
+
+/// Metadata and recovered state of a tier whose data outlives the process.
+pub trait MetadataTier: Send + Sync {
+    /// Returns the metadata log of a registered shuffle.
+    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>>;
+
+    /// Returns the factory of unnamed files, if there are local disks.
+    fn scratch(&self) -> Option<Arc<Scratch>>;
+
+    /// Returns the storage of settings made at run time, if the metadata log is not in data
+    /// directories.
+    fn saved_settings(&self) -> Option<&dyn SavedSettings>;
+
+    /// Returns the state recovered at start. It is empty from the second call on.
+    fn take_recovered(&self) -> Recovered;
+
+    /// Waits until the state recovered at start is on the device, or cannot be. Called after the
+    /// recovery was applied.
+    fn recovered_durable(&self) -> BoxFuture<'_, ()>;
+
+    /// Returns the reason why an earlier process may have known shuffles that are unknown now.
+    fn metadata_gap(&self) -> Option<Arc<str>>;
+
+    /// Ends the metadata gap, also for later starts. To be called once no application from before
+    /// the gap is left. Returns false if this cannot be proven here.
+    ///
+    /// # Errors
+    /// The end of the gap cannot be recorded now.
+    fn end_metadata_gap(&self) -> BoxFuture<'_, Result<bool, StoreError>>;
+
+    /// Returns the reason why the next process would refuse results that this process serves, or
+    /// `None`.
+    fn successor_doubts(&self) -> Option<String>;
+
     /// Waits until no later start can find the shuffles that were forgotten before the call:
-    /// shuffle `_key` of `_app`, or all of `_app` without a key.
+    /// shuffle `key` of `app`, or all of `app` without a key.
     ///
     /// # Errors
     /// This could not be recorded, and a later start may find the shuffle again.
     fn forgotten_durable<'a>(
         &'a self,
-        _app: &'a AppId,
-        _key: Option<&'a ShuffleKey>,
-    ) -> BoxFuture<'a, Result<(), StoreError>> {
-        ready(Ok(())).boxed()
-    }
+        app: &'a AppId,
+        key: Option<&'a ShuffleKey>,
+    ) -> BoxFuture<'a, Result<(), StoreError>>;
 
     /// Forgets a shuffle whose data stays for a later process.
-    fn leave(&self, _: &ShuffleKey) {}
+    fn leave(&self, key: &ShuffleKey);
+}
 
-    /// Returns the state recovered at start. It is empty from the second call on.
-    fn take_recovered(&self) -> Recovered {
-        Recovered::default()
-    }
+/// Moves all data to a store where a worker of the same name finds it on another machine.
+pub trait DrainableTier: Send + Sync {
+    /// Begins or continues the drain. Returns the remaining work.
+    fn begin(&self) -> Drained;
 
-    /// Waits until the state recovered at start is on the device, or cannot be. Called after the
-    /// recovery was applied.
-    fn recovered_durable(&self) -> BoxFuture<'_, ()> {
-        ready(()).boxed()
+    /// Cancels the drain. Data that was moved stays moved.
+    fn cancel(&self);
+}
+
+/// Background work of a tier, and its end.
+pub trait MaintainedTier: Send + Sync {
+    /// Runs the background work until `stop`.
+    fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()>;
+
+    /// Updates gauges of live values.
+    fn refresh_metrics(&self);
+
+    /// Returns a receiver that is notified when the state changes. A tier without it is polled
+    /// every second.
+    fn state_changes(&self) -> Option<watch::Receiver<()>> {
+        None
     }
 
     /// Syncs written data to the device, as far as possible within `_time`. Nothing is written
@@ -170,33 +189,6 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     /// tasks have ended.
     fn end_deletions(&self, _time: Duration) -> BoxFuture<'_, ()> {
         ready(()).boxed()
-    }
-
-    /// Begins to move all data to a store where a worker of the same name finds it on another
-    /// machine. Returns the progress, or `None` if there is no such store.
-    fn drain(&self) -> Option<Drained> {
-        self.drained()
-    }
-
-    /// Cancels the drain. Data that was moved stays moved.
-    fn stay(&self) {}
-
-    /// Returns the progress of a drain, whether it has begun or not.
-    fn drained(&self) -> Option<Drained> {
-        None
-    }
-
-    /// Registers the listener for partitions with lost blocks. Each loss is reported twice: before
-    /// a reader can mistake missing data for data, and afterwards. Losses found so far are reported
-    /// at once. Only the first listener is used.
-    fn on_damage(&self, _: OnDamage) {}
-
-    /// Updates gauges of live values.
-    fn refresh_metrics(&self) {}
-
-    /// Runs the background work of the tier until `stop`.
-    fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
-        stop
     }
 }
 
@@ -259,6 +251,11 @@ pub trait ServedTier: Send + Sync {
     /// Notes non-empty ranges of a partition's data stream that a reader will read next. Changes no
     /// response, never waits, and may be ignored.
     fn hint(&self, _: &ShuffleKey, _: PartitionId, _: &[Range<u64>]) {}
+
+    /// Registers the listener for partitions with lost blocks. Each loss is reported twice: before
+    /// a reader can mistake missing data for data, and afterwards. Losses found so far are reported
+    /// at once. Only the first listener is used.
+    fn on_damage(&self, _: OnDamage) {}
 
     /// Reads all data of a partition on devices with failed reads. Turns unreadable parts into
     /// holes, so that their blocks can be sent again and found. Returns an error of a device, or
@@ -498,10 +495,15 @@ impl Tiers {
         self.iter().filter(|tier| tier.served().is_some()).map(|tier| tier.usage(key).occupied_bytes).sum()
     }
 
-    /// Returns the tier that stores registrations and reports.
+    /// Returns the metadata of the tier that stores registrations and reports.
     #[must_use]
-    pub fn metadata(&self) -> Option<&Arc<dyn Tier>> {
-        self.iter().find(|tier| tier.capability().role == TierRole::Primary)
+    pub fn metadata(&self) -> Option<&dyn MetadataTier> {
+        self.iter().find_map(|tier| tier.metadata())
+    }
+
+    /// Returns the tiers with background work.
+    pub fn maintained(&self) -> impl Iterator<Item = Arc<dyn MaintainedTier>> {
+        self.iter().filter_map(|tier| Arc::clone(tier).maintenance())
     }
 
     /// Returns the tier of type `T`, for its specific operations.

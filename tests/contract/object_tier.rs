@@ -21,7 +21,8 @@ use uniffle_worker::store::migration::OffloadTier;
 use uniffle_worker::store::object::client::Client;
 use uniffle_worker::store::object::{Bucket, ObjectSettings};
 use uniffle_worker::store::{
-    ChunkRead, ExtentData, ExtentWrite, ObjectConfig, Recovered, ServedTier as _, StoreError, Tier as _,
+    ChunkRead, ExtentData, ExtentWrite, MetadataTier as _, ObjectConfig, Recovered, ServedTier as _,
+    StoreError, Tier as _,
 };
 
 /// The shuffle whose requests have faults, or the first of several, and an unaffected one.

@@ -142,7 +142,10 @@ impl ServiceBuilder {
         }
         let local = store.clone().map(|store| store as Arc<dyn Tier>);
         let tiers: Vec<_> = local.into_iter().chain(self.more_tiers).collect();
-        let recovered: Vec<_> = tiers.iter().map(|tier| tier.take_recovered()).collect();
+        let recovered: Vec<_> = tiers
+            .iter()
+            .map(|tier| tier.metadata().map(|it| it.take_recovered()).unwrap_or_default())
+            .collect();
         let tiers = Tiers::new(tiers).expect("at most one tier is read through the worker");
         let flusher = Flusher::start(self.flush, Arc::clone(&memory), tiers, tasks.clone(), &registry)
             .expect("metrics of its own");
@@ -153,7 +156,7 @@ impl ServiceBuilder {
         for recovered in recovered {
             service.lifecycle.restore(recovered).await;
         }
-        for tier in service.tiers().iter() {
+        if let Some(tier) = service.tiers().metadata() {
             tier.recovered_durable().await;
         }
         if let Some((interval, pause)) = self.expiry {

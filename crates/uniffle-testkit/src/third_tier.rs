@@ -16,8 +16,9 @@ use uniffle_io::ReadBuffers;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleKey};
 use uniffle_worker::store::{
-    Admission, Capability, ChunkRead, ExtentWrite, Purge, RemoteStorage, ServedData, ServedIndex, ServedTier,
-    StoreError, StoreErrorKind, Tier, TierBatch, TierNames, TierRole, TierShuffle, TierState, TierUsage,
+    Admission, Capability, ChunkRead, ExtentWrite, MaintainedTier, Purge, RemoteStorage, ServedData,
+    ServedIndex, ServedTier, StoreError, StoreErrorKind, Tier, TierBatch, TierNames, TierRole, TierShuffle,
+    TierState, TierUsage,
 };
 
 /// An in-memory tier.
@@ -163,11 +164,6 @@ impl Tier for ThirdTier {
         ready(self.look(key, partition, visited)).boxed()
     }
 
-    fn sync(&self, _: Duration) -> BoxFuture<'_, ()> {
-        self.synced_bytes.store(self.state().used_bytes, Ordering::Release);
-        ready(()).boxed()
-    }
-
     fn usage(&self, key: &ShuffleKey) -> TierUsage {
         let Ok(shuffle) = self.find(key) else { return TierUsage::default() };
         let partitions = shuffle.partitions.lock();
@@ -194,6 +190,23 @@ impl Tier for ThirdTier {
             }
         }
         None
+    }
+
+    fn maintenance(self: Arc<Self>) -> Option<Arc<dyn MaintainedTier>> {
+        Some(self)
+    }
+}
+
+impl MaintainedTier for ThirdTier {
+    fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
+        stop
+    }
+
+    fn refresh_metrics(&self) {}
+
+    fn sync(&self, _: Duration) -> BoxFuture<'_, ()> {
+        self.synced_bytes.store(self.state().used_bytes, Ordering::Release);
+        ready(()).boxed()
     }
 }
 

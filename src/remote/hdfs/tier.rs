@@ -7,8 +7,8 @@ use futures::future::BoxFuture;
 
 use super::{Core, HdfsStore, RemoteHandle};
 use crate::store::{
-    Admission, Capability, Purge, RemoteStorage, ServedTier, StoreError, Tier, TierBatch, TierNames,
-    TierRole, TierShuffle, TierState, TierUsage,
+    Admission, Capability, MaintainedTier, Purge, RemoteStorage, ServedTier, StoreError, Tier, TierBatch,
+    TierNames, TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
@@ -104,6 +104,12 @@ impl Tier for HdfsStore {
         removal.map(|removal| removal.run().boxed())
     }
 
+    fn maintenance(self: Arc<Self>) -> Option<Arc<dyn MaintainedTier>> {
+        Some(self)
+    }
+}
+
+impl MaintainedTier for HdfsStore {
     fn refresh_metrics(&self) {
         HdfsStore::refresh_metrics(self);
     }

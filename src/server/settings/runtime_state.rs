@@ -27,7 +27,7 @@ use crate::clock::{Instant, timeout};
 use crate::config::Config;
 use crate::coordinator::embedded::{EmbeddedCoordinator, SavedApp, SavedNode};
 use crate::service::{Service, SettingsStore};
-use crate::store::{SavedSettings, Tier};
+use crate::store::SavedSettings;
 
 use super::{RuntimeSettings, Tags};
 use crate::server::start::memory_backing::{beside_log, within};
@@ -74,8 +74,7 @@ impl RuntimeState {
         service: &Service,
         inherited: Option<OwnedFd>,
     ) -> Self {
-        let tier = metadata_tier(service);
-        let stored = tier.as_ref().and_then(|tier| tier.saved_settings());
+        let stored = settings_in_store(service);
         Self::read(config, stored, inherited).await
     }
 
@@ -127,8 +126,8 @@ async fn read_stored(stored: &dyn SavedSettings) -> Result<Option<RuntimeState>,
 }
 
 /// Returns where a worker without data directories saves its settings.
-fn metadata_tier(service: &Service) -> Option<Arc<dyn Tier>> {
-    service.flusher()?.tiers().metadata().cloned()
+fn settings_in_store(service: &Service) -> Option<&dyn SavedSettings> {
+    service.flusher()?.tiers().metadata()?.saved_settings()
 }
 
 fn read(path: &Path) -> io::Result<Option<RuntimeState>> {
@@ -242,8 +241,7 @@ impl StateWriter {
     pub(in crate::server) async fn save(&self) -> Result<(), String> {
         let mut latest = self.latest.lock().await;
         self.update(&mut latest);
-        let tier = metadata_tier(&self.service);
-        let stored = tier.as_ref().and_then(|tier| tier.saved_settings());
+        let stored = settings_in_store(&self.service);
         let is_old = stored.is_some() && latest.saved_at.is_some_and(|at| at.elapsed() >= REFRESH);
         if latest.is_saved && !is_old {
             return Ok(());

@@ -374,10 +374,11 @@ fn for_a_successor(sockets: &Sockets, memory: &OpenMemory) -> anyhow::Result<Inh
 /// Recovers the state of an earlier process. When this returns, the recovered state is durable.
 async fn restore(service: &Service, memory: &Memory) {
     for tier in service.tiers().iter() {
-        service.lifecycle.restore(tier.take_recovered()).await;
+        let recovered = tier.metadata().map(|tier| tier.take_recovered()).unwrap_or_default();
+        service.lifecycle.restore(recovered).await;
     }
     finish_restore(memory);
-    for tier in service.tiers().iter() {
+    if let Some(tier) = service.tiers().metadata() {
         tier.recovered_durable().await;
     }
     service.lifecycle.verify_memory();

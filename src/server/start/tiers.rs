@@ -67,10 +67,10 @@ pub(super) async fn start(
     if tiers.is_empty() {
         return Ok(None);
     }
-    for tier in &tiers {
-        tasks.spawn("tier maintenance", Arc::clone(tier).maintain(tasks.cancelled().boxed()));
-    }
     let tiers = Tiers::new(tiers).context("only one tier may be read through the worker")?;
+    for tier in tiers.maintained() {
+        tasks.spawn("tier maintenance", tier.maintain(tasks.cancelled().boxed()));
+    }
     let flusher = Flusher::start(config.flush.clone(), Arc::clone(memory), tiers, tasks.clone(), registry)?;
     Ok(Some(flusher))
 }

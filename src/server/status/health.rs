@@ -31,7 +31,7 @@ impl Watch {
     /// application has ended.
     pub(in crate::server) async fn run(self, announce: impl Fn(), stop: impl Future<Output = ()>) {
         let tiers = self.service.tiers().clone();
-        let mut changes: Vec<_> = tiers.iter().filter_map(|tier| tier.state_changes()).collect();
+        let mut changes: Vec<_> = tiers.maintained().filter_map(|tier| tier.state_changes()).collect();
         let some_are_silent = changes.len() < tiers.len();
         let mut complaint = None;
         let mut announced = self.service.status().state();
@@ -114,7 +114,7 @@ pub(super) fn risks(service: &Service) -> Vec<String> {
         )
     });
     let doubt = |doubt| format!("a start or upgrade would refuse results that are served now: {doubt}");
-    let doubts = service.tiers().iter().filter_map(|tier| tier.successor_doubts()).map(doubt);
+    let doubts = service.tiers().metadata().and_then(|tier| tier.successor_doubts()).map(doubt);
     unprotected.into_iter().chain(service.memory().backing_fault()).chain(doubts).collect()
 }
 

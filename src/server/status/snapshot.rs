@@ -101,7 +101,7 @@ impl Shown for Inspector {
         if let Some(flusher) = self.service.flusher() {
             flusher.refresh_metrics();
         }
-        self.service.tiers().iter().for_each(|tier| tier.refresh_metrics());
+        self.service.tiers().maintained().for_each(|tier| tier.refresh_metrics());
     }
 
     fn configuration(&self) -> BTreeMap<&'static str, String> {

@@ -108,7 +108,7 @@ async fn get_ready(
     };
     let ((), RehearsalReport { takes_memory, program }) =
         tokio::try_join!(require_no_hung_thread(worker), rehearsed)?;
-    if let Some(doubt) = worker.service().tiers().iter().find_map(|tier| tier.successor_doubts()) {
+    if let Some(doubt) = worker.service().tiers().metadata().and_then(|tier| tier.successor_doubts()) {
         let why = format!("the successor would refuse results that this worker serves: {doubt}");
         return Err(Refusal { by: RefusedBy::Tiers, why });
     }

@@ -17,8 +17,9 @@ use crate::log::{self, OnDamage, Scratch};
 use crate::store::recovery::take_over;
 use crate::store::removal::deletion_queue::drop_blocking;
 use crate::store::{
-    Admission, Capability, MetadataLog, Purge, Recovered, RemoteStorage, ServedData, ServedIndex, ServedTier,
-    StoreError, Tier, TierBatch, TierNames, TierRole, TierShuffle, TierState, TierUsage,
+    Admission, Capability, MaintainedTier, MetadataLog, MetadataTier, Purge, Recovered, RemoteStorage,
+    SavedSettings, ServedData, ServedIndex, ServedTier, StoreError, Tier, TierBatch, TierNames, TierRole,
+    TierShuffle, TierState, TierUsage,
 };
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
@@ -85,20 +86,12 @@ impl Tier for LocalStore {
         }
     }
 
-    fn state_changes(&self) -> Option<watch::Receiver<()>> {
-        Some(self.core.changes.subscribe())
-    }
-
     fn prepare(self: Arc<Self>, _: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
         Ok(Some(Box::new(move |key, _| drop(self.register(key)))))
     }
 
     fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>> {
         Some(Arc::new(self.handle(key)?))
-    }
-
-    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
-        Some(Arc::new(ShuffleMetadata { log: self.metadata.clone(), shuffle: self.find(key).ok()? }))
     }
 
     fn visit_present<'a>(
@@ -117,10 +110,6 @@ impl Tier for LocalStore {
         usage
     }
 
-    fn served(&self) -> Option<&dyn ServedTier> {
-        Some(self)
-    }
-
     fn forget(self: Arc<Self>, app: &AppId, keys: &[ShuffleKey], _: Purge) -> Option<BoxFuture<'static, ()>> {
         let detached = keys.iter().filter_map(|key| self.forget_shuffle(key)).collect();
         let app = app.clone();
@@ -131,16 +120,30 @@ impl Tier for LocalStore {
         Some(remove.boxed())
     }
 
-    fn forgotten_durable<'a>(
-        &'a self,
-        app: &'a AppId,
-        key: Option<&'a ShuffleKey>,
-    ) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.purges_noted(app, key).boxed()
+    fn served(&self) -> Option<&dyn ServedTier> {
+        Some(self)
     }
 
-    fn leave(&self, key: &ShuffleKey) {
-        drop(LocalStore::leave(self, key));
+    fn metadata(&self) -> Option<&dyn MetadataTier> {
+        Some(self)
+    }
+
+    fn maintenance(self: Arc<Self>) -> Option<Arc<dyn MaintainedTier>> {
+        Some(self)
+    }
+}
+
+impl MetadataTier for LocalStore {
+    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
+        Some(Arc::new(ShuffleMetadata { log: self.metadata.clone(), shuffle: self.find(key).ok()? }))
+    }
+
+    fn scratch(&self) -> Option<Arc<Scratch>> {
+        Some(Arc::clone(&self.scratch))
+    }
+
+    fn saved_settings(&self) -> Option<&dyn SavedSettings> {
+        None
     }
 
     fn take_recovered(&self) -> Recovered {
@@ -149,26 +152,6 @@ impl Tier for LocalStore {
 
     fn recovered_durable(&self) -> BoxFuture<'_, ()> {
         self.metadata.begun().boxed()
-    }
-
-    fn sync(&self, time: Duration) -> BoxFuture<'_, ()> {
-        self.sync_disks(time).boxed()
-    }
-
-    fn on_damage(&self, on_damage: OnDamage) {
-        self.core.hearer.set(on_damage);
-    }
-
-    fn refresh_metrics(&self) {
-        LocalStore::refresh_metrics(self);
-    }
-
-    fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
-        LocalStore::maintain(self, stop).boxed()
-    }
-
-    fn scratch(&self) -> Option<Arc<Scratch>> {
-        Some(Arc::clone(&self.scratch))
     }
 
     fn metadata_gap(&self) -> Option<Arc<str>> {
@@ -184,10 +167,44 @@ impl Tier for LocalStore {
         let damage = self.metadata.damage()?;
         Some(format!("{damage}; wait until the applications of that time have ended"))
     }
+
+    fn forgotten_durable<'a>(
+        &'a self,
+        app: &'a AppId,
+        key: Option<&'a ShuffleKey>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.purges_noted(app, key).boxed()
+    }
+
+    fn leave(&self, key: &ShuffleKey) {
+        drop(LocalStore::leave(self, key));
+    }
+}
+
+impl MaintainedTier for LocalStore {
+    fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
+        LocalStore::maintain(self, stop).boxed()
+    }
+
+    fn refresh_metrics(&self) {
+        LocalStore::refresh_metrics(self);
+    }
+
+    fn state_changes(&self) -> Option<watch::Receiver<()>> {
+        Some(self.core.changes.subscribe())
+    }
+
+    fn sync(&self, time: Duration) -> BoxFuture<'_, ()> {
+        self.sync_disks(time).boxed()
+    }
 }
 
 /// Reads of shuffles without extents in objects.
 impl ServedTier for LocalStore {
+    fn on_damage(&self, on_damage: OnDamage) {
+        self.core.hearer.set(on_damage);
+    }
+
     fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
         let view = self.view(key, partition)?;
         view.require_on_disks()?;

@@ -21,7 +21,7 @@ use super::tier::{OffloadSettings, OffloadTier};
 use crate::runtime::Tasks;
 use crate::store::object::Bucket;
 use crate::store::{
-    LocalConfig, LocalStore, Purge, Recovered, StoreError, StoreErrorKind, Tier as _, TierHeap,
+    LocalConfig, LocalStore, MetadataTier as _, Purge, Recovered, StoreError, StoreErrorKind, TierHeap,
 };
 use uniffle_io::Disk;
 use uniffle_wire::types::ShuffleKey;

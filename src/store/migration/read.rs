@@ -14,6 +14,7 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
 use super::tier::OffloadTier;
+use crate::log::OnDamage;
 use crate::store::disk::StreamView;
 use crate::store::disk::read::damage::Lost;
 use crate::store::disk::shuffle::Shuffle;
@@ -27,6 +28,10 @@ use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 impl ServedTier for OffloadTier {
+    fn on_damage(&self, on_damage: OnDamage) {
+        self.local.on_damage(on_damage);
+    }
+
     fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
         let view = self.local.view(key, partition)?;
         let (length, data_length) = (view.blocks * RECORD_BYTES as u64, view.bytes);

@@ -16,13 +16,14 @@ use super::policy::Watermarks;
 use super::shuffle::{Handle, Shuffle};
 use super::shuffle_log::{Ends, ShuffleLog, forget_end};
 use crate::budget::Budget;
-use crate::log::{OnDamage, Scratch};
+use crate::log::Scratch;
 use crate::runtime::Tasks;
 use crate::store::object::{Bucket, NAMES};
 use crate::store::removal::deletion_queue::DetachedShuffle;
 use crate::store::{
-    Admission, Capability, Drained, LocalStore, MetadataLog, Purge, Recovered, RemoteStorage, SavedSettings,
-    ServedTier, ShuffleHandle, StoreError, Tier, TierRole, TierShuffle, TierState, TierUsage,
+    Admission, Capability, DrainableTier, Drained, LocalStore, MaintainedTier, MetadataLog, MetadataTier,
+    Purge, Recovered, RemoteStorage, SavedSettings, ServedTier, ShuffleHandle, StoreError, Tier, TierRole,
+    TierShuffle, TierState, TierUsage,
 };
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
@@ -130,10 +131,6 @@ impl Tier for OffloadTier {
         TierState { complaint, object_store, ..local }
     }
 
-    fn state_changes(&self) -> Option<watch::Receiver<()>> {
-        self.local.state_changes().filter(|_| self.local.has_disks())
-    }
-
     fn prepare(self: Arc<Self>, _: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
         Ok(Some(Box::new(move |key, _| self.register(key))))
     }
@@ -141,32 +138,6 @@ impl Tier for OffloadTier {
     fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>> {
         let (shuffle, object) = (self.find(key)?, Arc::clone(&self.object));
         Some(Arc::new(Handle { shuffle, object, cold_bytes: self.settings.cold_bytes }))
-    }
-
-    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
-        let (local, object) = (Arc::clone(&self.local), Arc::clone(&self.object));
-        let (ends, shuffle) = (Arc::clone(&self.ends), self.find(key)?);
-        Some(Arc::new(ShuffleLog { local, object, ends, shuffle }))
-    }
-
-    fn scratch(&self) -> Option<Arc<Scratch>> {
-        Tier::scratch(&*self.local).filter(|_| self.local.has_disks())
-    }
-
-    fn saved_settings(&self) -> Option<&dyn SavedSettings> {
-        (!self.local.has_disks()).then(|| self.object.saved_settings())
-    }
-
-    fn successor_doubts(&self) -> Option<String> {
-        self.local.successor_doubts()
-    }
-
-    fn metadata_gap(&self) -> Option<Arc<str>> {
-        self.local.metadata_gap()
-    }
-
-    fn end_metadata_gap(&self) -> BoxFuture<'_, Result<bool, StoreError>> {
-        self.local.end_metadata_gap()
     }
 
     fn visit_present<'a>(
@@ -191,10 +162,6 @@ impl Tier for OffloadTier {
             object_bytes: object.object_bytes,
             occupied_bytes: local.occupied_bytes + object.occupied_bytes,
         }
-    }
-
-    fn served(&self) -> Option<&dyn ServedTier> {
-        Some(self)
     }
 
     fn forget(
@@ -233,13 +200,69 @@ impl Tier for OffloadTier {
         Some(forget.boxed())
     }
 
+    fn served(&self) -> Option<&dyn ServedTier> {
+        Some(self)
+    }
+
+    fn metadata(&self) -> Option<&dyn MetadataTier> {
+        Some(self)
+    }
+
+    fn drain(&self) -> Option<&dyn DrainableTier> {
+        Some(self)
+    }
+
+    fn maintenance(self: Arc<Self>) -> Option<Arc<dyn MaintainedTier>> {
+        Some(self)
+    }
+}
+
+impl MetadataTier for OffloadTier {
+    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
+        let (local, object) = (Arc::clone(&self.local), Arc::clone(&self.object));
+        let (ends, shuffle) = (Arc::clone(&self.ends), self.find(key)?);
+        Some(Arc::new(ShuffleLog { local, object, ends, shuffle }))
+    }
+
+    fn scratch(&self) -> Option<Arc<Scratch>> {
+        self.local.scratch().filter(|_| self.local.has_disks())
+    }
+
+    fn saved_settings(&self) -> Option<&dyn SavedSettings> {
+        (!self.local.has_disks()).then(|| self.object.saved_settings())
+    }
+
+    fn take_recovered(&self) -> Recovered {
+        if !self.local.has_disks() {
+            // Nothing is stored before the start succeeds.
+            self.local.log().ship_by(self.object.log());
+        }
+        std::mem::take(&mut *self.recovered.lock())
+    }
+
+    fn recovered_durable(&self) -> BoxFuture<'_, ()> {
+        self.local.recovered_durable()
+    }
+
+    fn metadata_gap(&self) -> Option<Arc<str>> {
+        self.local.metadata_gap()
+    }
+
+    fn end_metadata_gap(&self) -> BoxFuture<'_, Result<bool, StoreError>> {
+        self.local.end_metadata_gap()
+    }
+
+    fn successor_doubts(&self) -> Option<String> {
+        self.local.successor_doubts()
+    }
+
     fn forgotten_durable<'a>(
         &'a self,
         app: &'a AppId,
         key: Option<&'a ShuffleKey>,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
         let durable = async move {
-            Tier::forgotten_durable(&*self.local, app, key).await?;
+            MetadataTier::forgotten_durable(&*self.local, app, key).await?;
             if self.local.has_disks() {
                 return Ok(());
             }
@@ -273,39 +296,23 @@ impl Tier for OffloadTier {
             self.object.leave_caches(&left);
         }
     }
+}
 
-    fn take_recovered(&self) -> Recovered {
-        if !self.local.has_disks() {
-            // Nothing is stored before the start succeeds.
-            self.local.log().ship_by(self.object.log());
-        }
-        std::mem::take(&mut *self.recovered.lock())
+impl DrainableTier for OffloadTier {
+    fn begin(&self) -> Drained {
+        self.begin_drain()
     }
 
-    fn recovered_durable(&self) -> BoxFuture<'_, ()> {
-        self.local.recovered_durable()
+    fn cancel(&self) {
+        self.is_draining.store(false, Ordering::Release);
+        self.wanted.notify_one();
     }
+}
 
-    fn sync(&self, time: Duration) -> BoxFuture<'_, ()> {
-        Tier::sync(&*self.local, time)
-    }
-
-    fn end_deletions(&self, time: Duration) -> BoxFuture<'_, ()> {
-        self.object.end_deletions(time).boxed()
-    }
-
-    fn on_damage(&self, on_damage: OnDamage) {
-        Tier::on_damage(&*self.local, on_damage);
-    }
-
-    fn refresh_metrics(&self) {
-        Tier::refresh_metrics(&*self.local);
-        self.object.refresh_metrics();
-    }
-
+impl MaintainedTier for OffloadTier {
     fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
         let stop = stop.shared();
-        let local = Tier::maintain(Arc::clone(&self.local), stop.clone().boxed());
+        let local = LocalStore::maintain(Arc::clone(&self.local), stop.clone().boxed());
         let maintain = async move {
             let others = async {
                 tokio::select! {
@@ -320,16 +327,20 @@ impl Tier for OffloadTier {
         maintain.boxed()
     }
 
-    fn drain(&self) -> Option<Drained> {
-        Some(self.begin_drain())
+    fn refresh_metrics(&self) {
+        LocalStore::refresh_metrics(&*self.local);
+        self.object.refresh_metrics();
     }
 
-    fn stay(&self) {
-        self.is_draining.store(false, Ordering::Release);
-        self.wanted.notify_one();
+    fn state_changes(&self) -> Option<watch::Receiver<()>> {
+        self.local.state_changes().filter(|_| self.local.has_disks())
     }
 
-    fn drained(&self) -> Option<Drained> {
-        Some(self.how_far())
+    fn sync(&self, time: Duration) -> BoxFuture<'_, ()> {
+        self.local.sync(time)
+    }
+
+    fn end_deletions(&self, time: Duration) -> BoxFuture<'_, ()> {
+        self.object.end_deletions(time).boxed()
     }
 }

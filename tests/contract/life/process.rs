@@ -80,7 +80,9 @@ impl Process {
     }
 
     async fn over(tier: Arc<dyn Tier>, tasks: Tasks, registry: Registry) -> Result<Self, StoreError> {
-        tasks.spawn("tier maintenance", Arc::clone(&tier).maintain(tasks.cancelled().boxed()));
+        if let Some(tier) = Arc::clone(&tier).maintenance() {
+            tasks.spawn("tier maintenance", tier.maintain(tasks.cancelled().boxed()));
+        }
         let (disks, more_tiers) = (Vec::new(), vec![tier]);
         Self::of(ServiceBuilder { disks, more_tiers, registry, tasks, ..ServiceBuilder::default() }).await
     }
@@ -130,8 +132,9 @@ impl Process {
 
     /// Syncs as the last step of an orderly stop.
     pub(crate) async fn sync(&self) {
-        let tiers = self.flusher.tiers();
-        futures::future::join_all(tiers.iter().map(|tier| tier.sync(Duration::from_secs(10)))).await;
+        let syncs =
+            self.flusher.tiers().maintained().map(async |tier| tier.sync(Duration::from_secs(10)).await);
+        futures::future::join_all(syncs).await;
     }
 
     pub(crate) fn counter(&self, name: &str) -> u64 {

@@ -35,8 +35,8 @@ use crate::log::METADATA;
 use crate::store::index::codec;
 use crate::store::removal::deletion_queue::drop_blocking;
 use crate::store::{
-    ChunkRead as _, DiskCondition, ExtentData, ExtentWrite, Recovered, ServedTier as _, StoreError,
-    StoreErrorKind, Tier, TierUsage, by_mount,
+    ChunkRead as _, DiskCondition, ExtentData, ExtentWrite, MaintainedTier as _, MetadataTier as _,
+    Recovered, ServedTier as _, StoreError, StoreErrorKind, Tier, TierUsage, by_mount,
 };
 use uniffle_io::Disk;
 use uniffle_io::buffers::{AlignedBuffer, HeapBuffers, READ_CHUNK_BYTES_MAX};

@@ -7,7 +7,6 @@ use futures::FutureExt;
 use tokio::time::Instant;
 
 use super::*;
-use crate::store::Tier;
 use crate::store::disk::directories::directory::InFlight;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
@@ -173,7 +172,7 @@ async fn durable_purge_is_not_undone() {
     drop(store.forget_shuffle(&key));
     let other = ShuffleKey::new(key.app.clone(), ShuffleId(2));
     for of in [Some(&other), Some(&key), None] {
-        Tier::forgotten_durable(&*store, &key.app, of).await.unwrap();
+        store.forgotten_durable(&key.app, of).await.unwrap();
     }
     drop(store);
     let store = open(vec![disk.disk()]).await.unwrap();
@@ -187,9 +186,9 @@ async fn unloggable_end_is_refused_until_logged() {
     let (store, key) = registered(&disk).await;
     disk.faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)));
     drop(store.forget_shuffle(&key));
-    let error = Tier::forgotten_durable(&*store, &key.app, Some(&key)).await.unwrap_err();
+    let error = store.forgotten_durable(&key.app, Some(&key)).await.unwrap_err();
     assert!(error.to_string().contains("cannot record the deletion in the metadata log"), "{error}");
     disk.faults.clear();
     store.probe().await;
-    Tier::forgotten_durable(&*store, &key.app, Some(&key)).await.unwrap();
+    store.forgotten_durable(&key.app, Some(&key)).await.unwrap();
 }

@@ -281,7 +281,7 @@ async fn drained_worker_starts_on_empty_disks_until_cancelled() {
     let process = fixture.start().await;
     process.tier.begin_drain();
     assert_eq!(process.move_what_is_wanted().await, 0);
-    Tier::stay(&*process.tier);
+    process.tier.cancel();
     process.tier.tell_drained().await;
     let fixture = process.kill().await;
     assert_eq!(fixture.unmounted().try_start().await.map(drop).unwrap_err().kind, StoreErrorKind::NotMounted);
@@ -296,7 +296,7 @@ async fn data_after_a_cancelled_drain_needs_the_disks() {
         let process = divided(&key).await.start().await;
         process.tier.begin_drain();
         assert_eq!(process.move_what_is_wanted().await, 0);
-        Tier::stay(&*process.tier);
+        process.tier.cancel();
         let (store, later) = (process.fixture.store.clone(), super::key(2));
         store.set(|call, _| if call == Call::Put { Fault::Refuse } else { Fault::None });
         if is_registered {

@@ -26,7 +26,10 @@ use crate::log::{Record, Registration};
 use crate::runtime::Tasks;
 use crate::store::object::{Bucket, ObjectSettings};
 use crate::store::test_blocks::{self, all, content, expected, extent};
-use crate::store::{ExtentWrite, LocalConfig, Purge, Recovered, ServedTier, StoreError, Tier};
+use crate::store::{
+    DrainableTier as _, ExtentWrite, LocalConfig, MetadataTier as _, Purge, Recovered, ServedTier,
+    StoreError, Tier,
+};
 
 /// Disks, store and configuration that survive a process.
 #[derive(Clone)]

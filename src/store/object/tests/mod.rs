@@ -21,7 +21,10 @@ use crate::budget::Budget;
 use crate::runtime::Tasks;
 use crate::store::migration::OffloadTier;
 use crate::store::test_blocks::{self, all, content, expected, extent};
-use crate::store::{ChunkRead, MetadataLog, Purge, ServedTier, StoreError, Tier, TierShuffle};
+use crate::store::{
+    ChunkRead, MaintainedTier as _, MetadataLog, MetadataTier as _, Purge, ServedTier, StoreError, Tier,
+    TierShuffle,
+};
 
 impl Bucket {
     /// Returns the number of batches waiting for a segment.
