@@ -54,9 +54,9 @@ def write(name, title, width, height, parts):
 def recovery():
     """Three questions in a row; the first "no" leads to the store, or to incomplete shuffles."""
     questions = [
-        ["1. Is the newest epoch here?", "all of one or two directories,", "or a majority of three or more"],
-        ["2. Was every directory used", "only together with the others?"],
-        ["3. Is one copy of the newest", "log whole, up to its mark?"],
+        ["1. Enough directories present?", "all of one or two,", "a majority of three or more"],
+        ["2. None of them used", "without the others?"],
+        ["3. One log copy with", "every acknowledged record?"],
     ]
     parts = []
     for number, lines in enumerate(questions):
@@ -65,12 +65,12 @@ def recovery():
         parts += arrow(f"M{x + 204} 47 h30", "yes", (x + 206, 41))
         parts += arrow(f"M{x + 102} 80 V140", "no", (x + 108, 100))
     parts += box(722, 14, 192, 66, "good", ["proven: shuffles, reports", "and results are served"], 600)
-    parts += box(14, 142, 684, 34, "question", ["Does an object store have the whole log, and has data of the shuffle been moved there?"])
+    parts += box(14, 142, 684, 34, "question", ["Does an object store have the whole log, and has data of the shuffle been offloaded to it?"])
     parts += arrow("M698 159 H834 V82", "yes, for this shuffle", (704, 153))
     parts += arrow("M356 176 V208", "no", (362, 196))
-    parts += box(14, 210, 684, 50, "bad", ["incomplete: data is served, results are refused with the missing directory or damaged file,",
-                                           "until it returns or all applications of that time have ended"], 600)
-    parts += text(14, 284, "A process that was handed the newest epoch by its predecessor (upgrade) knows the answer to 1.")
+    parts += box(14, 210, 684, 50, "bad", ["incomplete: data is served; results are refused with an error that names directory or file,",
+                                           "until the directory returns or the applications have ended"], 600)
+    parts += text(14, 284, "After an upgrade in place, the hand-off record of the predecessor answers question 1.")
     write("recovery.svg", "The recovery decision", 928, 296, parts)
 
 
@@ -94,7 +94,7 @@ def extents():
     parts += arrow("M492 84 V148")
     parts += arrow("M653 84 L700 148")
     parts += arrow("M424 170 H318", "migration", (340, 164))
-    parts += text(14, 216, "Migration copies the extents of the oldest data logs into an object, then changes their location. Base, length and records stay.")
+    parts += text(14, 216, "Offload (migration) copies the extents of the oldest data logs into an object, then changes their location. Base, length and records stay.")
     parts += text(14, 234, "A read resolves each extent: from the disk, as a range of the object, or as an error that names the lost blocks.")
     write("extents.svg", "The extent map", 928, 246, parts)
 
