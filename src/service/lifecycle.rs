@@ -324,7 +324,7 @@ impl Lifecycle {
     /// Puts the node back into service for an operator.
     pub fn cancel_decommission(&self) {
         self.status.cancel_decommission();
-        self.tiers.iter().for_each(|tier| tier.stay());
+        self.tiers.iter().filter_map(|tier| tier.drain()).for_each(|tier| tier.cancel());
         tracing::info!(target: AUDIT, "decommissioning cancelled");
     }
 
