@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use prometheus::Registry;
+use uniffle_base::budget::HeapKind;
 use uniffle_wire::types::{
     AppId, BlockId, BlockMeta, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId,
 };
-use uniffle_worker::budget::HeapKind;
 use uniffle_worker::memory::region::Region;
 use uniffle_worker::memory::{Budget, Buffer, Memory, MemoryConfig};
 

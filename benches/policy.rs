@@ -10,9 +10,9 @@
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use uniffle_base::budget::Budget;
 use uniffle_wire::types::PartitionId;
 use uniffle_worker::app::{BlockIds, Price, Quota};
-use uniffle_worker::budget::Budget;
 use uniffle_worker::flush::policy::{Candidate, Goal, Limits, Usage, flush_goal, victims};
 use uniffle_worker::memory::Claimant;
 

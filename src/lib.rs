@@ -9,9 +9,8 @@
 //! | remote | [`remote`] | tiers whose files clients read themselves |
 //! | state | [`app`], [`memory`], [`store`] | siblings that do not know each other |
 //! | log | [`log`] | the metadata log, and whether it is complete |
-//! | shared | [`budget`], [`build`], [`compat`], [`proto`], [`telemetry`] | used everywhere |
-//! | order | [`sched`] | which application is next, and how much one may hold |
-//! | `uniffle-base` | [`clock`], [`metrics`], [`runtime`], [`schema`] | the same for every crate |
+//! | shared | [`build`], [`compat`], [`proto`], [`telemetry`] | used everywhere |
+//! | `uniffle-base` | `budget`, `sched`, [`clock`], [`metrics`], [`runtime`], [`schema`] | the same for every crate |
 //!
 //! Imports point only down this table; `tests/static_checks/layers.rs` enforces that. Formats
 //! (`uniffle-wire`) and disks (`uniffle-io`) are crates below all layers.
@@ -44,10 +43,8 @@ pub mod log;
 
 pub mod telemetry;
 
-pub mod budget;
 pub mod build;
 pub mod compat;
 pub mod proto;
-pub mod sched;
 
 pub use uniffle_base::{clock, metrics, runtime, schema};

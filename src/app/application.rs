@@ -15,8 +15,8 @@ use super::account::Account;
 use super::registration::Registration;
 use super::shuffle::ShuffleState;
 use super::usage::Usage;
-use crate::budget::{Budget, Charge, Heap, HeapKind};
 use crate::clock::Instant;
+use uniffle_base::budget::{Budget, Charge, Heap, HeapKind};
 use uniffle_wire::types::{AppId, ShuffleId};
 
 /// A registered application.

@@ -12,9 +12,9 @@ use std::sync::Arc;
 use uniffle_wire::types::PartitionId;
 
 use super::quota::{Quota, QuotaExceeded, Share};
-use crate::budget::heap::HeapFull;
-use crate::budget::{Budget, Charge};
 use crate::log::{IdRun, IdSet};
+use uniffle_base::budget::heap::HeapFull;
+use uniffle_base::budget::{Budget, Charge};
 
 /// Heap of a partition's table entry, including the largest single growth of its list.
 const PARTITION_BYTES: u64 = 96;
@@ -318,7 +318,7 @@ fn settle(held: &mut Charge, before: u64, after: u64, paid: &mut Charge) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::budget::HeapKind;
+    use uniffle_base::budget::HeapKind;
 
     const P0: PartitionId = PartitionId(0);
     const P1: PartitionId = PartitionId(1);

@@ -11,7 +11,7 @@ use std::collections::hash_map::Entry;
 
 use uniffle_wire::types::PartitionId;
 
-use crate::budget::{Budget, Charge};
+use uniffle_base::budget::{Budget, Charge};
 
 /// Heap of a partition's table entry.
 const PARTITION_BYTES: u64 = 96;
@@ -116,7 +116,7 @@ impl RecordCounts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::budget::NoCapacity;
+    use uniffle_base::budget::NoCapacity;
 
     const P0: PartitionId = PartitionId(0);
     const P1: PartitionId = PartitionId(1);

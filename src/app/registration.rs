@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::quota::QuotaExceeded;
 use super::ranges::PartitionRanges;
 use super::usage::OverQuota;
-use crate::budget::heap::HeapFull;
+use uniffle_base::budget::heap::HeapFull;
 use uniffle_wire::types::{Distribution, ShuffleKey};
 
 /// Maximum number of ranges of one shuffle that cannot be merged. A coordinator creates them by

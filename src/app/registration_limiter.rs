@@ -13,8 +13,8 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use crate::clock::Instant;
+use uniffle_base::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 
 /// Number of parts of the heap. One address leaves two parts to others; newcomers leave one to
 /// established applications.

@@ -21,10 +21,10 @@ use super::registration_limiter::{RegistrationLimiter, Room};
 use super::shuffle::{DiskUsage, RegisteredPartitions, Reports, ShuffleState};
 use super::unproven::Unproven;
 use super::usage::{Counted, Quotas, Usage, Users};
-use crate::budget::heap::HeapFull;
-use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use crate::clock::Instant;
 use crate::log::ShuffleLedger;
+use uniffle_base::budget::heap::HeapFull;
+use uniffle_base::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// All applications.

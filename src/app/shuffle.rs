@@ -13,8 +13,8 @@ use super::commits::Commits;
 use super::noted::NotedRegistrations;
 use super::ranges::PartitionRanges;
 use super::record_counts::RecordCounts;
-use crate::budget::Charge;
 use crate::log::ShuffleLedger;
+use uniffle_base::budget::Charge;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// A registered shuffle.

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use crate::budget::{Budget, Charge};
+use uniffle_base::budget::{Budget, Charge};
 
 /// Resource limited by quotas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 
 use super::worker::WorkerConfig;
 use crate::app::AppConfig;
-use crate::budget::allowance::{Limits, Parts, divide};
 use crate::compat::NO_EFFECT;
 use crate::coordinator::embedded::EmbeddedConfig;
 use crate::coordinator::heartbeat::HeartbeatConfig;
@@ -23,6 +22,7 @@ use crate::service::{PartitionConfig, ServiceConfig};
 use crate::store::{INDEX_CACHE_BYTES, LocalConfig, ObjectConfig};
 use crate::telemetry::TelemetryConfig;
 use crate::telemetry::traces::TracingConfig;
+use uniffle_base::budget::memory_plan::{Limits, Parts, divide};
 
 /// Default port of the raw TCP listener, with an embedded coordinator.
 const URPC_PORT: u16 = 21200;

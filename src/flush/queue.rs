@@ -10,8 +10,8 @@ use tokio::sync::Notify;
 
 use crate::clock::Instant;
 use crate::memory::{Buffer, SealedBatch};
-use crate::sched::FairQueue;
 use crate::store::TierShuffle;
+use uniffle_base::sched::FairQueue;
 use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
 
 /// Registrations, by tier, of the shuffle that chains were sealed from. Chains written through them

@@ -523,8 +523,8 @@ fn cut_batches(parts: Parts, (bytes_max, blocks_max, parts_max): (u64, usize, us
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::budget::HeapKind;
     use crate::memory::MemoryConfig;
+    use uniffle_base::budget::HeapKind;
     use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleId, TaskAttemptId};
 
     /// Returns a sealed partition with `blocks` blocks of one byte.

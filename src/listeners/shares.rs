@@ -95,7 +95,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::budget::allowance::{STREAMS_MIN, WINDOW_BYTES_MIN};
+    use uniffle_base::budget::memory_plan::{STREAMS_MIN, WINDOW_BYTES_MIN};
 
     const WINDOWS: ShareLimits = ShareLimits { least: WINDOW_BYTES_MIN, most: 4 << 20 };
 

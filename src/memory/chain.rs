@@ -13,7 +13,7 @@ use super::error::MemoryError;
 use super::metadata_reserve::MetadataReserve;
 use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment, Slice};
 use super::reservation::Reservation;
-use crate::budget::Budget;
+use uniffle_base::budget::Budget;
 
 /// Growth by doubling ends here. Segments are larger only when a block needs them.
 const SEGMENT_BYTES_GROWN: u64 = 1 << 20;

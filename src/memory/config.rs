@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use super::persistent;
 use super::persistent::file::{Backing, RegionSize};
-use crate::budget::allowance::{divide, slack};
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, parsed, seconds, size, word};
 use crate::schema::{section, words};
+use uniffle_base::budget::memory_plan::{divide, slack};
 
 /// Minimum capacity: room for a handful of the largest segments.
 const CAPACITY_BYTES_MIN: u64 = 16 << 20;

@@ -1,6 +1,6 @@
 //! Errors of this module. Each variant exists because `service` answers it differently.
 
-use crate::budget::{HeapFull, NoCapacity};
+use uniffle_base::budget::{HeapFull, NoCapacity};
 
 /// Reason why memory was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -14,8 +14,8 @@ use std::time::Duration;
 use super::error::MemoryError;
 use super::fair::{self, Claimant, Level, Request};
 use super::reservation::Reservation;
-use crate::budget::{Budget, Charge};
 use crate::clock::Instant;
+use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::types::{AppId, TicketId};
 
 /// Time after which a refused request that was not repeated no longer waits. Clients repeat it

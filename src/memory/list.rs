@@ -18,7 +18,7 @@ use super::persistent::layout::ROW_BYTES;
 use super::persistent::names::Named;
 use super::persistent::rows::{FreeRows, Kept, rows_of};
 use super::region::{Segment, Slice};
-use crate::budget::{Budget, Charge};
+use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
 
 /// Heap of a list with blocks, also as a batch, of its partition's part that exists only with

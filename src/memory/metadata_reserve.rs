@@ -12,9 +12,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::Mutex;
 
 use super::region::{Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment};
-use crate::budget::{Budget, Charge, NoCapacity};
+use uniffle_base::budget::{Budget, Charge, NoCapacity};
 
-/// List bytes that need no ceded memory: part of the process without clients (`budget::allowance`).
+/// List bytes that need no ceded memory: part of the process without clients (`budget::memory_plan`).
 /// At least one piece, so that ceded bytes never exceed the charge of the lists.
 pub(super) const FREE_BYTES: u64 = 2 << 20;
 

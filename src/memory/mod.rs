@@ -43,7 +43,6 @@ use parking_lot::Mutex;
 use prometheus::Registry;
 use tokio::sync::Notify;
 
-pub use crate::budget::{Budget, Charge, NoCapacity};
 pub use buffer::{Buffer, Committed, EarlierBlocks};
 pub use chain::BlockFill;
 pub use config::{HugePages, MemoryConfig, Prefault};
@@ -60,9 +59,10 @@ pub use reservation::Reservation;
 pub use sealed::{SealedBatch, SealedData, SealedExtent};
 pub use shuffle::{Candidate, Evicted, InMemory, ShuffleBuffers};
 pub use ticket::{Outstanding, Tickets};
+pub use uniffle_base::budget::{Budget, Charge, NoCapacity};
 
-use crate::budget::{Heap, HeapKind};
 use crate::clock::Instant;
+use uniffle_base::budget::{Heap, HeapKind};
 
 use buffer::{PARTITION_BYTES, Shared, Verification};
 use chain::Supply;
@@ -82,7 +82,7 @@ use crate::metrics::clamped;
 use uniffle_profile::allocator::return_freed;
 
 /// Freed heap bytes that the allocator may keep, and the step of charges after which they are
-/// returned. Both are in the base of `budget::allowance`.
+/// returned. Both are in the base of `budget::memory_plan`.
 const FREED_BYTES_MAX: u64 = 8 << 20;
 
 /// All shuffle data in memory.

@@ -14,8 +14,8 @@ use uniffle_io::buffers::{READ_CHUNK_BYTES_MAX, READ_CHUNK_BYTES_SHORT, ReadBuff
 use uniffle_io::{BoxFuture, ReadPermit, ShareParts};
 
 use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Slice};
-use crate::budget::Budget;
-use crate::sched::{DevicePermit, FairSemaphore, Holder, Permit, Reserve};
+use uniffle_base::budget::Budget;
+use uniffle_base::sched::{DevicePermit, FairSemaphore, Holder, Permit, Reserve};
 use uniffle_wire::types::AppId;
 
 /// Read buffers of a bounded total, for one application or for the worker itself.

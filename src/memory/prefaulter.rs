@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::region::Region;
-use crate::budget::{Budget, Charge};
+use uniffle_base::budget::{Budget, Charge};
 
 /// Pages are allocated this far ahead of promises.
 const AHEAD_BYTES: u64 = 64 << 20;
@@ -120,7 +120,7 @@ mod tests {
 
     use super::super::{Backing, BlockFill, Buffer, Memory, MemoryConfig, MemoryError, Owner};
     use super::*;
-    use crate::budget::HeapKind;
+    use uniffle_base::budget::HeapKind;
     use uniffle_wire::types::{
         AppId, BlockId, BlockMeta, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId,
     };

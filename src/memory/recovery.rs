@@ -19,8 +19,8 @@ use super::persistent::file::{self, Owner, Refusal};
 use super::persistent::restore::RetainedShuffle;
 use super::persistent::sigbus;
 use super::{IsElsewhere, Memory, PersistentMemory};
-use crate::budget::Budget;
 use crate::log::OnDamage;
+use uniffle_base::budget::Budget;
 
 impl Memory {
     /// Checks whether [`Memory::open`] would succeed now. Creates and touches nothing.

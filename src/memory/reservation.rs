@@ -7,8 +7,8 @@
 use std::time::Duration;
 
 use super::error::MemoryError;
-use crate::budget::{Budget, Charge};
 use crate::clock::Instant;
+use uniffle_base::budget::{Budget, Charge};
 
 /// Bytes charged per block beside its payload.
 pub(super) const METADATA_BYTES: u64 = 64;

@@ -10,7 +10,7 @@ use bytes::Bytes;
 
 use super::list::{BlockList, Gather};
 use super::region::Slice;
-use crate::budget::Charge;
+use uniffle_base::budget::Charge;
 use uniffle_wire::types::{BlockMeta, Distribution, PartitionId};
 
 /// Blocks of one partition on their way to the next tier.

@@ -14,7 +14,7 @@ use super::buffer::{Buffer, PARTITION_BYTES, Shared};
 use super::error::MemoryError;
 use super::metadata_reserve::SPARE_BYTES;
 use super::persistent::names::ShuffleName;
-use crate::budget::{Budget, Charge, HeapFull, HeapKind, NoCapacity};
+use uniffle_base::budget::{Budget, Charge, HeapFull, HeapKind, NoCapacity};
 use uniffle_wire::types::{Distribution, PartitionId, ShuffleKey};
 
 /// A buffer that a flush could take from.

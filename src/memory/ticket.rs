@@ -21,8 +21,8 @@ use super::fair_shares::{Ask, FairShares, Standing, Ticket};
 use super::prefaulter::Prefaulter;
 use super::region::SEGMENT_BYTES_MIN;
 use super::reservation::Reservation;
-use crate::budget::Budget;
 use crate::clock::Instant;
+use uniffle_base::budget::Budget;
 use uniffle_wire::types::{AppId, TicketId};
 
 /// Rounding allowance of a request that names no partition, which clients before 0.9 may send:

@@ -7,9 +7,9 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::budget::{Budget, Charge, HeapFull, HeapKind};
 use crate::clock::Instant;
 use crate::memory::{READ_BLOCKS_MAX, answer_heap_bytes};
+use uniffle_base::budget::{Budget, Charge, HeapFull, HeapKind};
 
 use super::ServiceError;
 

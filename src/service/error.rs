@@ -5,10 +5,10 @@
 //! version understands.
 
 use crate::app::{Counted, OverQuota, RangeError, RegisterError, ReportError};
-use crate::budget::heap::HeapFull;
 use crate::memory::MemoryError;
 use crate::proto::StatusCode;
 use crate::store::StoreError;
+use uniffle_base::budget::heap::HeapFull;
 use uniffle_wire::DecodeError;
 use uniffle_wire::types::InvalidAppId;
 

@@ -12,10 +12,10 @@ use std::thread::JoinHandle;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use crate::budget::Budget;
 use crate::log::PresentIds;
 use crate::memory::{IsElsewhere, Memory};
 use crate::store::Tiers;
+use uniffle_base::budget::Budget;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
 /// A shuffle whose blocks in memory are to be restored.

@@ -15,10 +15,10 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use crate::app::{App, Counted, ShuffleState, Stage};
-use crate::budget::{Budget, Charge};
 use crate::clock::{Instant, timeout};
 use crate::memory::{Memory, MemoryRead, ReadLimit, ReadPool};
 use crate::store::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Tiers};
+use uniffle_base::budget::{Budget, Charge};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit, ShareParts};
 use uniffle_wire::bitmap;

@@ -13,7 +13,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::ServiceError;
 use super::response_window::ResponseWindow;
 use crate::clock::timeout;
-use crate::sched::{FairSemaphore, Holder, Permit};
+use uniffle_base::sched::{FairSemaphore, Holder, Permit};
 use uniffle_wire::types::AppId;
 
 /// Limits on the reads of one connection.

@@ -12,11 +12,11 @@
 use std::sync::Arc;
 
 use crate::app::{App, Counted, PaidIds, PartitionRecords, Price, ReportError, Reports, ShuffleState};
-use crate::budget::heap::HeapFull;
-use crate::budget::{Charge, HeapKind, NoCapacity};
 use crate::clock::timeout;
 use crate::log::{IdRun, Record, Report};
 use crate::store::{MetadataLog, StoreErrorKind};
+use uniffle_base::budget::heap::HeapFull;
+use uniffle_base::budget::{Charge, HeapKind, NoCapacity};
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;

@@ -16,8 +16,8 @@ use parking_lot::Mutex;
 
 use super::ServiceError;
 use super::answer_limits::{OF_CONNECTION, answer_limit};
-use crate::budget::{Budget, Charge};
 use crate::clock::Instant;
+use uniffle_base::budget::{Budget, Charge};
 
 /// Duration above which a response makes the next ones smaller. A reader on a link of 10 MB/s takes
 /// the usual 14 MiB in less.

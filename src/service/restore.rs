@@ -11,10 +11,10 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use crate::app::{App, PartitionRanges, Registration, ReportError, ShuffleState};
-use crate::budget::Budget;
 use crate::clock::Instant;
 use crate::log::{self, PresentIds, Record, RecordReader, Report};
 use crate::store::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError, TierRole};
+use uniffle_base::budget::Budget;
 use uniffle_wire::types::ShuffleKey;
 
 use super::ServiceError;

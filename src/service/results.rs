@@ -11,10 +11,10 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::app::{PartitionRecords, Reports, ShuffleState};
-use crate::budget::heap::HeapFull;
-use crate::budget::{Budget, Charge, HeapKind, NoCapacity};
 use crate::clock::timeout;
 use crate::log::{IdSet, RUN_WINDOW_BYTES, union};
+use uniffle_base::budget::heap::HeapFull;
+use uniffle_base::budget::{Budget, Charge, HeapKind, NoCapacity};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::PartitionId;
 

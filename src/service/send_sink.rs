@@ -20,10 +20,10 @@ use super::blocking;
 use super::ingest::Ingest;
 use super::pace::Pace;
 use super::write::{SendHeader, SendSession};
-use crate::budget::heap::HeapFull;
-use crate::budget::{Charge, HeapKind};
 use crate::clock::Instant;
 use crate::memory::MemoryError;
+use uniffle_base::budget::heap::HeapFull;
+use uniffle_base::budget::{Charge, HeapKind};
 
 /// Result of [`SendSink::commit`]. For its errors see [`SendSession::commit`].
 #[derive(Debug)]

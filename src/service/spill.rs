@@ -13,10 +13,10 @@ use std::time::Duration;
 use tokio::task::coop::consume_budget;
 
 use crate::app::{App, Counted, Reports, ShuffleState};
-use crate::budget::Charge;
 use crate::log::{IdRun, IdSet, RunWriter, Scratch, runs_to_merge};
 use crate::store::{StoreError, StoreErrorKind, Tiers};
 use crate::telemetry::LogLimiter;
+use uniffle_base::budget::Charge;
 use uniffle_wire::types::PartitionId;
 
 use super::ServiceError;

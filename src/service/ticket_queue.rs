@@ -16,10 +16,10 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::budget::Budget;
 use crate::clock::{sleep, timeout};
 use crate::memory::{MemoryError, Tickets};
-use crate::sched::FairQueue;
+use uniffle_base::budget::Budget;
+use uniffle_base::sched::FairQueue;
 use uniffle_wire::types::{AppId, TicketId};
 
 /// Maximum number of waiting requests of all applications.

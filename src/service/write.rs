@@ -8,10 +8,10 @@
 use std::sync::Arc;
 
 use crate::app::{App, Counted, ShuffleState, Stage};
-use crate::budget::heap::HeapFull;
-use crate::budget::{Budget, Charge, HeapKind};
 use crate::clock::Instant;
 use crate::memory::{BlockFill, Buffer, Committed, MemoryError, Reservation, ShuffleBuffers};
+use uniffle_base::budget::heap::HeapFull;
+use uniffle_base::budget::{Budget, Charge, HeapKind};
 use uniffle_wire::BlockHeader;
 use uniffle_wire::types::{AppId, BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
 

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use parking_lot::Mutex;
 
-use crate::budget::{Budget, Heap, HeapKind};
 use crate::log::{PresentIds, RecordReader};
+use uniffle_base::budget::{Budget, Heap, HeapKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 pub use crate::log::LostExtent;

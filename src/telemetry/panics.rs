@@ -1,7 +1,7 @@
 //! Counts and logs panics.
 //!
 //! Invariant: nothing here reads debug information. That takes more than 100 MiB, which is not part
-//! of the memory bound (`budget::allowance`) and is not returned. A stack is therefore logged as
+//! of the memory bound (`budget::memory_plan`) and is not returned. A stack is therefore logged as
 //! addresses in the program's file; another process resolves them (`uniffle_profile::name_addresses`).
 
 use std::ops::Range;

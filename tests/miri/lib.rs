@@ -1,8 +1,16 @@
-//! The memory region and its dependencies for Miri; `memory/` links to the worker's own files.
+//! The memory region and its dependencies for Miri. All other files are links to those of the
+//! worker and of `uniffle-base`.
 
 #![allow(dead_code, missing_docs, reason = "only the region's tests are of interest")]
 
+// The worker's files name the crate of the budgets.
+extern crate self as uniffle_base;
+
 pub mod budget;
+
+pub mod sched {
+    pub mod app_limit;
+}
 
 pub mod memory {
     mod buddy;

@@ -27,9 +27,10 @@ const LAYERS: &[&[&str]] = &[
     &["app", "memory", "store"],
     &["log"],
     &["telemetry"],
-    &["budget", "build", "compat", "proto"],
-    &["sched"],
+    &["build", "compat", "proto"],
     // `uniffle-base`.
+    &["budget"],
+    &["sched"],
     &["log_limiter", "runtime"],
     &["clock", "metrics", "schema"],
 ];

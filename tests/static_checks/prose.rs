@@ -133,7 +133,6 @@ const DONE: &[&str] = &[
     "crates/uniffle-testkit",
     "crates/uniffle-wire",
     "src/app",
-    "src/budget",
     "src/compat",
     "src/config",
     "src/coordinator",

@@ -1,13 +1,17 @@
-//! Modules that all parts of the worker use: clock, tasks, metrics and configuration keys.
+//! Modules that all parts of the worker use: budgets, wait queues, clock, tasks, metrics and
+//! configuration keys.
 //!
-//! [`runtime`] owns tasks and threads. [`clock`] excludes pauses of the process from deadlines.
-//! [`metrics::table!`] declares metrics, and [`schema::section!`] the keys of a module. Nothing
-//! here depends on shuffles, blocks or protocols.
+//! [`budget`] bounds memory, and [`sched`] decides which application is next. [`runtime`] owns tasks
+//! and threads. [`clock`] excludes pauses of the process from deadlines. [`metrics::table!`]
+//! declares metrics, and [`schema::section!`] the keys of a module. Nothing here depends on
+//! shuffles, blocks or protocols.
 
+pub mod budget;
 pub mod clock;
 mod log_limiter;
 pub mod metrics;
 pub mod runtime;
+pub mod sched;
 pub mod schema;
 
 pub use log_limiter::LogLimiter;

@@ -14,12 +14,12 @@ use anyhow::{Context as _, ensure};
 use bytes::Bytes;
 use prometheus::Registry;
 use tokio::time::sleep;
+use uniffle_base::budget::HeapKind;
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_io::{BLOCK_ALIGN, Disk, ReadTarget, WriteOpen};
 use uniffle_wire::types::{
     AppId, BlockId, BlockMeta, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId,
 };
-use uniffle_worker::budget::HeapKind;
 use uniffle_worker::flush::policy::{self, Limits, Usage};
 use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Memory, MemoryConfig, MemoryError, SealedData, ShuffleBuffers};

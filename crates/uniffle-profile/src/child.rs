@@ -1,7 +1,7 @@
 //! Runs jobs in a child process, which is this program started again (`symbols` is its code).
 //!
 //! Resolving names reads debug information, which takes about 200 MiB. That would break the memory
-//! bound of this process (`budget::allowance`).
+//! bound of this process (`budget::memory_plan`).
 //! Invariant: if the child fails in any way, the profile has addresses instead of names. The child
 //! has ended when the job is done.
 

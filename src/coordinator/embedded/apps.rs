@@ -2,7 +2,7 @@
 //!
 //! Pure state; the clock is a parameter.
 //! Invariants: at most [`APPS_MAX`] applications in at most [`TABLE_BYTES_MAX`] of heap, which are
-//! part of the memory that the process needs without clients (`budget::allowance`). An application
+//! part of the memory that the process needs without clients (`budget::memory_plan`). An application
 //! keeps its remote storage until it expires, because its clients must agree on the path.
 
 use std::collections::{BTreeMap, HashMap};

@@ -35,7 +35,6 @@ use self::metrics::Metrics;
 use self::nodes::{Joins, NodeTable, TAGS_MAX};
 use self::plan::{AssignmentRequest, Bounds, Plan};
 use super::{NodeReport, ReportSource};
-use crate::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
 use crate::clock::{Instant, sleep_until, timeout};
 use crate::proto;
 use crate::runtime::{BlockingPool, Tasks};
@@ -44,6 +43,7 @@ use crate::schema::kind::{
 };
 use crate::schema::network::{Network, network};
 use crate::schema::section;
+use uniffle_base::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
 use uniffle_wire::types::AppId;
 
 pub use self::access::{AccessDenied, AccessRules};

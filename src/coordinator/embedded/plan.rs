@@ -4,8 +4,8 @@
 
 use super::assign::{Candidate, NodeOrder, PartitionSelection, Placement, Shape};
 use super::nodes::{NODES_MAX, TAGS_MAX};
-use crate::budget::HeapFull;
 use crate::proto::{self, StatusCode};
+use uniffle_base::budget::HeapFull;
 
 /// Reason why there is no assignment. The text is sent to the client.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

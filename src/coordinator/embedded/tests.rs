@@ -9,10 +9,10 @@ use tonic::transport::server::TcpConnectInfo;
 use tonic::{Code, Request};
 
 use super::*;
-use crate::budget::allowance::divide;
 use crate::coordinator::identity;
 use crate::proto::coordinator_server_server::CoordinatorServer;
 use crate::proto::{GetShuffleServerRequest, ServerStatus, StatusCode};
+use uniffle_base::budget::memory_plan::divide;
 
 fn coordinator(config: EmbeddedConfig) -> EmbeddedCoordinator {
     EmbeddedCoordinator::new(config, &Heap::new(128 << 20), &Registry::new()).unwrap()

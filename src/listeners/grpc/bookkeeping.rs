@@ -14,7 +14,6 @@ use super::message::respond_message;
 use super::replies::{Head, Payload, from_memory};
 use super::request_collector::run_blocking;
 use crate::app::PartitionRecords;
-use crate::budget::Charge;
 use crate::proto::{
     GetShuffleResultForMultiPartRequest, GetShuffleResultForMultiPartResponse, GetShuffleResultRequest,
     GetShuffleResultResponse, PartitionStats, ReportShuffleResultRequest, ReportShuffleResultResponse,
@@ -22,6 +21,7 @@ use crate::proto::{
 };
 use crate::runtime::BlockingPool;
 use crate::service::{ReportRequest, Results, Service, ServiceError};
+use uniffle_base::budget::Charge;
 use uniffle_wire::types::PartitionId;
 
 /// Above this count, encoding record numbers takes longer than a switch to another thread.

@@ -22,11 +22,11 @@ use tonic::Status;
 use super::heap_estimate::{EstimateHeap, nested};
 use super::message::{PREFIX_BYTES, RequestBody, next_data, read_prefix};
 use super::request_queues::RequestQueues;
-use crate::budget::heap::HeapFull;
-use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use crate::clock::{Instant, timeout};
 use crate::runtime::BlockingPool;
-use crate::sched::Permit;
+use uniffle_base::budget::heap::HeapFull;
+use uniffle_base::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
+use uniffle_base::sched::Permit;
 
 /// First allocation for a message that arrives in pieces. It grows with the bytes that arrive.
 const COLLECT_BYTES: usize = 64 << 10;

@@ -12,7 +12,7 @@ use tokio::time::Duration;
 
 use super::heap_estimate::varint;
 use crate::clock::timeout;
-use crate::sched::{FairSemaphore, Holder, Permit, Reserve};
+use uniffle_base::sched::{FairSemaphore, Holder, Permit, Reserve};
 use uniffle_wire::types::AppId;
 
 /// Permits for large requests that wait for heap, and as many for requests that wait to arrive.

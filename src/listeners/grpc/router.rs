@@ -31,10 +31,10 @@ use super::methods::{
 use super::metrics::{GrpcMetrics, TransitMetrics, label};
 use super::request_collector::{INLINE_BYTES_MAX, RequestCollector, RequestHeap, run_blocking};
 use super::{bookkeeping, ingest, reads, replies, tickets};
-use crate::budget::Charge;
 use crate::clock::timeout;
 use crate::runtime::{BlockingPool, Tasks};
 use crate::service::{ReadLimits, Service};
+use uniffle_base::budget::Charge;
 
 /// Path prefixes of calls that need the caller's address.
 const WHO_ASKS: [&str; 2] = ["/rss.common.ShuffleServerInternal/", "/rss.common.CoordinatorServer/heartbeat"];

@@ -33,7 +33,6 @@ use super::router::{Caller, Router};
 use super::shuffle::ShuffleCalls;
 use super::timer::ConnectionTimer;
 
-use crate::budget::allowance::{STREAMS_MIN, WINDOW_BYTES_MIN};
 use crate::clock::timeout;
 use crate::listeners::CLOSING_REST;
 use crate::listeners::acceptor::{Acceptor, Binding, Connection, Names, ProtocolStart, Stream};
@@ -43,6 +42,7 @@ use crate::proto::shuffle_server_internal_server::ShuffleServerInternalServer;
 use crate::proto::shuffle_server_server::ShuffleServerServer;
 use crate::runtime::Tasks;
 use crate::service::{Reads, Service};
+use uniffle_base::budget::memory_plan::{STREAMS_MIN, WINDOW_BYTES_MIN};
 
 const NAMES: Names = Names {
     listener: LISTENER,

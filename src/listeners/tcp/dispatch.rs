@@ -7,13 +7,13 @@ use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 
-use crate::budget::Charge;
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
 use crate::service::{
     MemoryAnswer, MemoryReadRequest, ReadAhead, ReadLimits, ReadRange, ReadTarget, ResponseWindow,
     ServiceError,
 };
+use uniffle_base::budget::Charge;
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};

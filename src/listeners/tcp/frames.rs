@@ -11,12 +11,12 @@ use bytes::BufMut;
 use fastrace::Span;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::budget::heap::HeapFull;
-use crate::budget::{Budget, Charge, HeapKind};
 use crate::clock::Instant;
 use crate::listeners::connection_limiter::{ConnectionState, Request};
 use crate::runtime::Tasks;
 use crate::service::{Commit, Committing, ReadLimits, SendSink, ServiceError};
+use uniffle_base::budget::heap::HeapFull;
+use uniffle_base::budget::{Budget, Charge, HeapKind};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::request::request_id;

@@ -16,11 +16,11 @@ use tokio::io::{AsyncRead, ReadBuf};
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::time::Duration;
 
-use crate::budget::Charge;
 use crate::clock::{Instant, Sleep, sleep_until};
 use crate::listeners::connection_limiter::ConnectionState;
 use crate::listeners::{CLOSING_PAUSE, CLOSING_REQUEST};
 use crate::runtime::{PollBudget, Tasks};
+use uniffle_base::budget::Charge;
 use uniffle_wire::DecodeError;
 
 use super::frames::{Frames, Requirement};

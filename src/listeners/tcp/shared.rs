@@ -8,12 +8,12 @@ use std::sync::Arc;
 
 use tokio::sync::Semaphore;
 
-use crate::budget::allowance::TCP_REQUESTS_MIN;
 use crate::listeners::connection_limiter::ConnectionState;
 use crate::listeners::shares::{ShareBudget, ShareLimits};
 use crate::runtime::{BlockingPool, Handover, Tasks};
-use crate::sched::{FairSemaphore, Reserve};
 use crate::service::Service;
+use uniffle_base::budget::memory_plan::TCP_REQUESTS_MIN;
+use uniffle_base::sched::{FairSemaphore, Reserve};
 
 use super::config::TcpConfig;
 use super::metrics::TcpMetrics;

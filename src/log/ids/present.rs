@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use super::id_set::IdSet;
-use crate::budget::{Budget, Charge};
+use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::types::PartitionId;
 
 /// Maximum heap of an id in a set.

@@ -17,9 +17,9 @@
 use std::sync::Arc;
 
 use super::loss::{Loss, LossReasons, LostExtent, NewLosses};
-use crate::budget::{Budget, Charge};
 use crate::log::ids::id_set::IdSet;
 use crate::log::ids::present::HeldIds;
+use uniffle_base::budget::{Budget, Charge};
 
 /// Maximum heap of a lost id, including a copy that is made while a read is refused.
 const LOST_ID_BYTES: u64 = 16;

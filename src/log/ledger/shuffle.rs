@@ -11,9 +11,9 @@ use uniffle_wire::types::PartitionId;
 
 use super::loss::Loss;
 use super::partition::{Availability, Ledger, Phase};
-use crate::budget::Budget;
 use crate::log::ids::id_set::IdSet;
 use crate::log::ids::present::{HeldIds, PresentIds};
+use uniffle_base::budget::Budget;
 
 /// A ledger for each partition with blocks that were ever in question, under one lock.
 #[derive(Debug)]

@@ -14,11 +14,11 @@ use futures::future::{BoxFuture, FutureExt as _, TryFutureExt as _, ready};
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 
 use super::object::{ListedObject, LogObject, LogObjects, OBJECT_COPIES};
-use crate::budget::{Budget, Charge};
 use crate::log::error::LogError;
 use crate::log::format::frame::{HEADER_BYTES, PAYLOAD_BYTES_MAX};
 use crate::log::recovery::read::Part;
 use crate::log::write::checkpoint::{CHUNK_BYTES, CheckpointSink};
+use uniffle_base::budget::{Budget, Charge};
 use uniffle_io::{File, ReadTarget};
 
 /// Number of objects that are requested concurrently.

@@ -26,11 +26,11 @@ use self::queue::{Origin, Shared, State};
 use self::task::Task;
 use super::object::LogObjects;
 use super::shipped::ShippedLog;
-use crate::budget::Budget;
 use crate::clock::timeout;
 use crate::log::error::LogError;
 use crate::log::format::frame::{Entry, Incarnation, PAYLOAD_BYTES_MAX};
 use crate::runtime::Tasks;
+use uniffle_base::budget::Budget;
 
 /// Maximum size of waiting entries. Beyond it, a checkpoint replaces them.
 const QUEUE_BYTES_MAX: u64 = 8 << 20;

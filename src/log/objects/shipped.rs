@@ -10,12 +10,12 @@ use std::sync::Arc;
 
 use super::object::{ListedObject, LogObjects};
 use super::object_file::ObjectFile;
-use crate::budget::Budget;
 use crate::log::contents::{Contents, FoundShuffle};
 use crate::log::error::LogError;
 use crate::log::format::frame::{Entry, Epoch, Incarnation};
 use crate::log::recovery::proof::StoreSeen;
 use crate::log::recovery::read::{Part, Source};
+use uniffle_base::budget::Budget;
 use uniffle_wire::types::ShuffleKey;
 use uuid::Uuid;
 

@@ -26,7 +26,7 @@ use super::layout::{Extent, Row};
 use super::names::Named;
 use super::rows::{Further, Kept};
 use super::table::Table;
-use crate::budget::{Budget, Charge};
+use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey};
 
 /// Row numbers by partition, by the number of their shuffle's name.

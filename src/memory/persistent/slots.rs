@@ -10,7 +10,7 @@ use super::super::buddy::BlockSet;
 /// Size of a chunk, in whole pages. Smaller in tests, to have many chunks.
 pub(super) const CHUNK_BYTES: u64 = if cfg!(test) { 4 << 10 } else { 64 << 10 };
 /// Number of chunks of each table that are not charged: they are included in the allowance of a
-/// process without clients (`budget::allowance`).
+/// process without clients (`budget::memory_plan`).
 pub(super) const FREE_CHUNKS: u64 = if cfg!(test) { 1 } else { 4 };
 /// Unused chunks that keep their pages, so that pages are not allocated and freed with every flush.
 pub(super) const IDLE_CHUNKS: usize = if cfg!(test) { 0 } else { 2 };

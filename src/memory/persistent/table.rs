@@ -25,7 +25,7 @@ use super::layout::{
     FRESH_NAMES_AT, FRESH_ROWS_AT, Geometry, HEADER_WORDS, Header, NAME_WORDS, ROW_BYTES, ROW_WORDS,
 };
 use super::slots::TableSlots;
-use crate::budget::{Budget, Charge};
+use uniffle_base::budget::{Budget, Charge};
 
 /// Reasons for the lack of places.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -20,7 +20,7 @@ use super::super::{
 use super::layout::{Geometry, HEADER_WORDS, NAME_WORDS, ROW_WORDS};
 use super::rows::FreeRows;
 use super::table::Table;
-use crate::budget::HeapKind;
+use uniffle_base::budget::HeapKind;
 use uniffle_wire::types::{
     AppId, BlockId, BlockMeta, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId,
 };

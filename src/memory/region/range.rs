@@ -13,7 +13,7 @@ use bytes::Bytes;
 
 use super::copy;
 use super::space::Region;
-use crate::budget::Charge;
+use uniffle_base::budget::Charge;
 
 /// An allocated piece of a region, alive while any handle exists.
 pub(super) struct Piece {

@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 
 use super::range::{Fill, Piece, Slice};
 use super::space::Region;
-use crate::budget::Charge;
+use uniffle_base::budget::Charge;
 
 impl Region {
     /// Takes the segment of `bytes` at `offset`, which contains recovered data, paid for by

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::budget::Budget;
+use uniffle_base::budget::Budget;
 
 fn region() -> (Arc<Region>, Budget) {
     let region = Region::new(1).unwrap();

@@ -19,7 +19,6 @@ use bytesize::ByteSize;
 use prometheus::Registry;
 
 use crate::app::AppRegistry;
-use crate::budget::Heap;
 use crate::build::Build;
 use crate::config::Config;
 use crate::coordinator::embedded::EmbeddedCoordinator;
@@ -30,6 +29,7 @@ use crate::runtime::{Handover, RuntimeMetrics, Tasks};
 use crate::service::{Service, SettingsStore};
 use crate::store::Tier;
 use crate::telemetry::LogFilter;
+use uniffle_base::budget::Heap;
 use uniffle_profile::allocator::AllocatorMetrics;
 
 use self::tiers::{Precheck, TierInputs};

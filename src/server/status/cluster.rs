@@ -186,8 +186,8 @@ fn unsigned(number: i64) -> u64 {
 mod tests {
     use prometheus::Registry;
 
-    use crate::budget::Heap;
     use crate::coordinator::embedded::EmbeddedConfig;
+    use uniffle_base::budget::Heap;
 
     use super::*;
 

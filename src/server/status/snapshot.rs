@@ -13,7 +13,6 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use prometheus::IntGauge;
 
-use crate::budget::{Budget, HeapKind};
 use crate::build::Build;
 use crate::clock::Instant;
 use crate::compat::http::Shown;
@@ -28,6 +27,7 @@ use crate::runtime::RuntimeMetrics;
 use crate::service::{AppStatistics, Incompleteness, QuotaUse, Service};
 use crate::store::{DiskCondition, DiskInfo, HdfsState, ObjectStoreState};
 use crate::telemetry::panic_count;
+use uniffle_base::budget::{Budget, HeapKind};
 use uniffle_io::Media;
 use uniffle_profile::allocator::AllocatorMetrics;
 

@@ -1,9 +1,9 @@
 //! A start that recovers more block ids of one application than fit into its share of the heap.
 
 use super::*;
-use crate::budget::{Budget, HeapKind};
 use crate::log::{Record, Registration, Report};
 use crate::store::{ExtentData, ExtentWrite, TierHeap};
+use uniffle_base::budget::{Budget, HeapKind};
 use uniffle_wire::types::{AppId, BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const GREEDY: &str = "greedy";

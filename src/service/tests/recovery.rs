@@ -6,9 +6,9 @@ use futures::future::join_all;
 use tokio::time::Instant;
 
 use super::*;
-use crate::budget::Budget;
 use crate::log::{Record, Registration, Report};
 use crate::store::{ExtentData, ExtentWrite};
+use uniffle_base::budget::Budget;
 use uniffle_io::blocking::BlockingDisk;
 use uniffle_wire::types::{AppId, BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
 

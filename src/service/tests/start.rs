@@ -3,10 +3,10 @@
 use std::os::fd::OwnedFd;
 
 use super::*;
-use crate::budget::{Budget, HeapKind};
 use crate::log::{Record, Registration, Report};
 use crate::memory::{Backing, Owner};
 use crate::store::{ExtentData, ExtentWrite, ServedTier as _};
+use uniffle_base::budget::{Budget, HeapKind};
 use uniffle_wire::types::{BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const PARTITIONS: i32 = 64;

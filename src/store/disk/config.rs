@@ -36,7 +36,7 @@ words! {
 }
 
 /// Default size of the cache of index records. Counted as process memory without clients
-/// (`budget::allowance`).
+/// (`budget::memory_plan`).
 pub const INDEX_CACHE_BYTES: u64 = 16 * MIB;
 
 section! {

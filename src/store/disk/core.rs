@@ -11,11 +11,11 @@ use super::config::LocalConfig;
 use super::directories::directory::LocalDisk;
 use super::files::Files;
 use super::metrics::Metrics;
-use crate::budget::Budget;
 use crate::log::DamageNotifier;
 use crate::store::index::record_cache::RecordCache;
 use crate::store::recovered::FoundIds;
 use crate::store::{DiskCondition, StoreError};
+use uniffle_base::budget::Budget;
 
 /// State shared by writes, reads and maintenance.
 #[derive(Debug)]

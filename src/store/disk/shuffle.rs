@@ -15,12 +15,12 @@ use super::log_file::{Log, LogKind};
 use super::read::damaged::DamagedBlocks;
 use super::read::failures::FailedReads;
 use super::write::pending::PublishState;
-use crate::budget::Budget;
 use crate::log::Incarnation;
 use crate::store::extents::extent::{Extent, ExtentList, OBJECT};
 use crate::store::extents::streams::{Partition, Partitions, Streams};
 use crate::store::index::record_cache::RecordsKey;
 use crate::store::{StoreError, StoreErrorKind, TierUsage};
+use uniffle_base::budget::Budget;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// State recovered from an earlier process.

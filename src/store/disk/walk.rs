@@ -34,8 +34,8 @@ mod tests {
     use std::pin::pin;
 
     use super::*;
-    use crate::budget::Budget;
     use crate::store::extents::extent::Extent;
+    use uniffle_base::budget::Budget;
     use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
     #[tokio::test]

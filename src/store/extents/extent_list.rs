@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use crate::budget::Charge;
+use uniffle_base::budget::Charge;
 
 /// A piece of a partition's stream.
 pub(in crate::store) trait InStream: Copy {

@@ -11,7 +11,7 @@ use uniffle_wire::types::PartitionId;
 
 use super::extent::{Extent, ExtentList};
 use super::extent_list::recharge;
-use crate::budget::{Budget, Charge};
+use uniffle_base::budget::{Budget, Charge};
 
 /// Partitions in the order of their first extent, so that a walk over them also finds partitions
 /// that are added meanwhile.

@@ -18,11 +18,11 @@ use futures::future::BoxFuture;
 use super::release::{Moving, Run};
 use super::shuffle::Shuffle;
 use super::tier::OffloadTier;
-use crate::budget::Charge;
 use crate::store::disk::DataRead;
 use crate::store::extents::extent::Extent;
 use crate::store::object::{Moved, Source};
 use crate::store::{ChunkRead as _, StoreError, StoreErrorKind};
+use uniffle_base::budget::Charge;
 use uniffle_io::buffers::StreamBuffers;
 use uniffle_wire::types::PartitionId;
 

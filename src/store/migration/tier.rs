@@ -15,7 +15,6 @@ use super::metrics::Metrics;
 use super::policy::Watermarks;
 use super::shuffle::{Handle, Shuffle};
 use super::shuffle_log::{Ends, ShuffleLog, forget_end};
-use crate::budget::Budget;
 use crate::log::Scratch;
 use crate::runtime::Tasks;
 use crate::store::object::{Bucket, NAMES};
@@ -25,6 +24,7 @@ use crate::store::{
     Purge, Recovered, RemoteStorage, SavedSettings, ServedTier, ShuffleHandle, StoreError, Tier, TierRole,
     TierShuffle, TierState, TierUsage,
 };
+use uniffle_base::budget::Budget;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
 /// Limits that determine when data is moved.

@@ -24,7 +24,6 @@ use super::settings::ObjectSettings;
 use super::shuffle::{Shuffle, records_key};
 use super::upload::intake::Uploads;
 use super::workers::{self, Removed, WorkerObjects};
-use crate::budget::Budget;
 use crate::clock::{Instant, timeout_at};
 use crate::log::{LogInStore, Shipper};
 use crate::runtime::Tasks;
@@ -33,6 +32,7 @@ use crate::store::recovery::objects::survey;
 use crate::store::removal::deletion_queue::DetachedShuffle;
 use crate::store::removal::object_purge::{self, Going};
 use crate::store::{ObjectStoreState, Purge, SavedSettings, StoreError, StoreErrorKind, Stored, TierUsage};
+use uniffle_base::budget::Budget;
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// Interval of probes of a failing store.

@@ -11,11 +11,11 @@ use super::circuit_breaker::{CircuitBreaker, failed};
 use super::claim::Claim;
 use super::metrics::Metrics;
 use super::settings::ObjectSettings;
-use crate::budget::Budget;
 use crate::metrics::clamped;
 use crate::runtime::Tasks;
 use crate::store::StoreError;
 use crate::store::index::record_cache::RecordCache;
+use uniffle_base::budget::Budget;
 use uniffle_io::DeviceShare;
 
 /// Reads from the store get this fraction of the memory for reads, and so do reads from the cache.

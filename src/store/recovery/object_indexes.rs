@@ -11,7 +11,6 @@ use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::stored::overlapping;
-use crate::budget::Charge;
 use crate::log::PresentIds;
 use crate::store::StoreError;
 use crate::store::extents::extent::Extent;
@@ -20,6 +19,7 @@ use crate::store::index::codec::decode_head;
 use crate::store::object::core::Core;
 use crate::store::object::layout::{SegmentId, TAIL_BYTES, Tail, segment_key};
 use crate::store::object::read::fetch;
+use uniffle_base::budget::Charge;
 use uniffle_wire::index::{RECORD_BYTES, records};
 use uniffle_wire::types::PartitionId;
 

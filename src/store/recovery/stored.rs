@@ -6,9 +6,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
-use crate::budget::Charge;
 use crate::log::{LogInStore, PresentIds};
 use crate::store::extents::extent::Extent;
+use uniffle_base::budget::Charge;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Data of a registration in the object store.

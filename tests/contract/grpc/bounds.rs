@@ -12,11 +12,11 @@ use tokio::runtime::{HistogramConfiguration, Runtime};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tonic::transport::Endpoint;
+use uniffle_base::budget::HeapKind;
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::send::{self, SendForm};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::ShuffleKey;
-use uniffle_worker::budget::HeapKind;
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::{
     GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse, GetShuffleResultForMultiPartRequest,

@@ -2,10 +2,10 @@
 //! applications, and refused requests store nothing.
 
 use futures::stream::{FuturesUnordered, StreamExt};
+use uniffle_base::budget::HeapKind;
 use uniffle_client::block::IdLayout;
 use uniffle_client::send::{self, SendForm};
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
-use uniffle_worker::budget::HeapKind;
 use uniffle_worker::proto::{
     PartitionToBlockIds, ReportShuffleResultRequest, ShufflePartitionRange, ShuffleRegisterRequest,
     StatusCode,

@@ -6,6 +6,7 @@ use std::time::Duration;
 use bytes::BytesMut;
 use futures::future::join_all;
 use tokio::io::AsyncWriteExt as _;
+use uniffle_base::budget::HeapKind;
 use uniffle_wire::reply::Answer;
 use uniffle_wire::request::{
     LocalDataRequest, LocalDataVersion, MemoryRequest, Placement, ReadRequest, SendRequest, SortedRequest,
@@ -13,7 +14,6 @@ use uniffle_wire::request::{
 };
 use uniffle_wire::types::PartitionId;
 use uniffle_wire::{BlockHeader, BlockSink as _, SendHeader};
-use uniffle_worker::budget::HeapKind;
 use uniffle_worker::proto::StatusCode;
 
 use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, block_of, frame, key};

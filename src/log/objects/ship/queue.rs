@@ -9,10 +9,10 @@ use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 
-use crate::budget::Charge;
 use crate::log::error::LogError;
 use crate::log::format::frame::Entry;
 use crate::log::recovery::read::Snapshot;
+use uniffle_base::budget::Charge;
 
 /// Maximum age of a generation, so that a bucket rule that deletes objects by age does not delete
 /// the log.

@@ -12,7 +12,6 @@ use rand::RngExt as _;
 use super::super::object_file::ObjectFile;
 use super::super::shipped::ShippedLog;
 use super::queue::{CheckpointSource, Origin, REFRESH, Shared};
-use crate::budget::Budget;
 use crate::clock::{Instant, sleep};
 use crate::log::contents::{Contents, Order};
 use crate::log::error::LogError;
@@ -20,6 +19,7 @@ use crate::log::format::frame::{Entry, Epoch, Gap, Incarnation};
 use crate::log::objects::object::LogObjects;
 use crate::log::recovery::read::{Snapshot, Source};
 use crate::log::write::checkpoint::{CHUNK_BYTES, CHUNK_FRAMES, Checkpoint, CheckpointSink as _};
+use uniffle_base::budget::Budget;
 
 /// Number of objects after a checkpoint that begins the next one. A start reads objects with
 /// bounded concurrency.

@@ -6,8 +6,8 @@ use std::time::Duration;
 use futures::{FutureExt, StreamExt, stream};
 
 use super::*;
-use crate::sched::{FairSemaphore, Holder, Permit, Reserve};
 use crate::store::{Cause, Purge};
+use uniffle_base::sched::{FairSemaphore, Holder, Permit, Reserve};
 use uniffle_io::buffers::{ReadBuffer, ReadBuffers};
 use uniffle_io::{BoxFuture, ReadPermit, ShareParts};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};

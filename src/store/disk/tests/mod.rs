@@ -30,7 +30,6 @@ use prometheus::Registry;
 
 use super::directories::mounts::MOUNTS;
 use super::*;
-use crate::budget::Budget;
 use crate::log::METADATA;
 use crate::store::index::codec;
 use crate::store::removal::deletion_queue::drop_blocking;
@@ -38,6 +37,7 @@ use crate::store::{
     ChunkRead as _, DiskCondition, ExtentData, ExtentWrite, MaintainedTier as _, MetadataTier as _,
     Recovered, ServedTier as _, StoreError, StoreErrorKind, Tier, TierUsage, by_mount,
 };
+use uniffle_base::budget::Budget;
 use uniffle_io::Disk;
 use uniffle_io::buffers::{AlignedBuffer, HeapBuffers, READ_CHUNK_BYTES_MAX};
 use uniffle_testkit::fault::{FaultDisk, Faults};

@@ -21,7 +21,6 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 
 use super::policy::{Candidate, Watermarks};
 use super::{OffloadSettings, OffloadTier};
-use crate::budget::Budget;
 use crate::log::{Record, Registration};
 use crate::runtime::Tasks;
 use crate::store::object::{Bucket, ObjectSettings};
@@ -30,6 +29,7 @@ use crate::store::{
     DrainableTier as _, ExtentWrite, LocalConfig, MetadataTier as _, Purge, Recovered, ServedTier,
     StoreError, Tier,
 };
+use uniffle_base::budget::Budget;
 
 /// Disks, store and configuration that survive a process.
 #[derive(Clone)]

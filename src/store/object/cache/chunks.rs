@@ -13,11 +13,11 @@ use uniffle_io::{Disk, ReadBuffer, ReadPart, ReadTarget};
 use super::directory::Directory;
 use super::flight::Landing;
 use super::slots::{CHUNK_BYTES, ChunkKey, Found, Held, SlotAllocator, Slots};
-use crate::budget::Budget;
 use crate::metrics::clamped;
-use crate::sched::{FairSemaphore, Reserve};
 use crate::store::StoreError;
 use crate::store::object::metrics::Metrics;
+use uniffle_base::budget::Budget;
+use uniffle_base::sched::{FairSemaphore, Reserve};
 
 /// Maximum number of concurrent fetches.
 const FETCHES: u64 = 16;

@@ -12,12 +12,12 @@ use object_store::{GetOptions, GetRange, ObjectStore as _};
 use super::chunks::Pinned;
 use super::flight::{Landed, Landing};
 use super::slots::{CHUNK_BYTES, ChunkKey, Held};
-use crate::sched::Holder;
 use crate::store::StoreError;
 use crate::store::object::circuit_breaker::{again, failed, wrong_answer};
 use crate::store::object::core::Core;
 use crate::store::object::layout::path_of;
 use crate::store::object::shuffle::Shuffle;
+use uniffle_base::sched::Holder;
 
 /// Number of bytes gathered before a write to the disk.
 const WRITE_BYTES: usize = 1 << 20;

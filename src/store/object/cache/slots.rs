@@ -14,7 +14,7 @@ use lru::LruCache;
 use parking_lot::Mutex;
 
 use super::flight::{Flight, Landing};
-use crate::budget::{Budget, Charge};
+use uniffle_base::budget::{Budget, Charge};
 
 /// Size of a chunk. Chunks begin at multiples of it in their object.
 pub(in crate::store::object) const CHUNK_BYTES: u64 = 2 << 20;

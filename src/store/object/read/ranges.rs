@@ -10,11 +10,11 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::fetch::{self, Ahead, Part};
-use crate::budget::{Budget, Charge};
 use crate::store::StoreError;
 use crate::store::object::cache::{self, CHUNK_BYTES, CachedPart, ChunkKey};
 use crate::store::object::core::Core;
 use crate::store::object::shuffle::Shuffle;
+use uniffle_base::budget::{Budget, Charge};
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit, ShareParts};
 

@@ -12,10 +12,10 @@ use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
-use crate::sched::{FairSemaphore, Holder, Reserve};
 use crate::store::object::cache::CHUNK_BYTES;
 use crate::store::object::location::CLAIM;
 use crate::store::{Cause, StoreErrorKind};
+use uniffle_base::sched::{FairSemaphore, Holder, Reserve};
 
 /// Starts a worker with a cache of `chunks` chunks on `disk`.
 async fn cached(store: &FaultyObjects, disk: Arc<dyn Disk>, chunks: u64) -> Process {

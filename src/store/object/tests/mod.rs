@@ -17,7 +17,6 @@ use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 
 use super::{Bucket, ObjectSettings};
-use crate::budget::Budget;
 use crate::runtime::Tasks;
 use crate::store::migration::OffloadTier;
 use crate::store::test_blocks::{self, all, content, expected, extent};
@@ -25,6 +24,7 @@ use crate::store::{
     ChunkRead, MaintainedTier as _, MetadataLog, MetadataTier as _, Purge, ServedTier, StoreError, Tier,
     TierShuffle,
 };
+use uniffle_base::budget::Budget;
 
 impl Bucket {
     /// Returns the number of batches waiting for a segment.

@@ -3,8 +3,8 @@
 use tokio::sync::oneshot;
 
 use super::segment::Prepared;
-use crate::budget::{Budget, Charge};
 use crate::store::{ShuffleHandle, StoreError};
+use uniffle_base::budget::{Budget, Charge};
 
 /// A batch to be written.
 #[derive(Debug)]

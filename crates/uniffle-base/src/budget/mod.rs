@@ -4,9 +4,9 @@
 //! This module holds no memory and decides nothing about its use. Every layer uses it, so it knows
 //! none of them.
 
-pub mod allowance;
 pub mod heap;
 pub mod ledger;
+pub mod memory_plan;
 
 pub use heap::{Heap, HeapFull, HeapKind};
 pub use ledger::{Budget, Charge, NoCapacity};

@@ -1,1 +1,0 @@
-../../src/budget/ledger.rs
