@@ -1,4 +1,5 @@
-//! Compiles the services of `uniffle.proto`; their messages are those of `uniffle-wire`.
+//! Compiles the services of a shuffle server in `uniffle.proto`. Their messages come from
+//! `uniffle-wire`, and the service of coordinators from `uniffle-coordinator`.
 
 mod commit;
 
@@ -6,7 +7,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=proto/uniffle.proto");
     commit::record()?;
 
-    let descriptors = protox::compile(["proto/uniffle.proto"], ["proto"])?;
+    let mut descriptors = protox::compile(["proto/uniffle.proto"], ["proto"])?;
+    for file in &mut descriptors.file {
+        file.service.retain(|service| service.name() != "CoordinatorServer");
+    }
     tonic_prost_build::configure()
         .extern_path(".rss.common", "::uniffle_wire::proto")
         .compile_fds(descriptors)?;

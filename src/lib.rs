@@ -3,7 +3,7 @@
 //! | layer | modules | does |
 //! | --- | --- | --- |
 //! | composition | [`server`], [`config`] | builds and stops all parts in order |
-//! | listeners | [`listeners`], [`coordinator`] | translate, never decide |
+//! | listeners | [`listeners`] | translate, never decide |
 //! | service | [`service`] | decides: register, write, report, read, purge |
 //! | flush | [`flush`] | moves data from memory to the tiers, at its own pace |
 //! | remote | [`remote`] | tiers whose files clients read themselves |
@@ -13,7 +13,8 @@
 //! | `uniffle-base` | `budget`, `sched`, [`clock`], [`metrics`], [`runtime`], [`schema`] | the same for every crate |
 //!
 //! Imports point only down this table; `tests/static_checks/layers.rs` enforces that. Formats
-//! (`uniffle-wire`) and disks (`uniffle-io`) are crates below all layers.
+//! (`uniffle-wire`), disks (`uniffle-io`) and the coordinator protocol (`uniffle-coordinator`) are
+//! crates below all layers.
 //!
 //! *A send*: the listener reads the header. [`service`] refuses cheaply (state, app, ticket). For
 //! each block the listener reserves room in the partition's chain and copies the bytes there. The
@@ -26,7 +27,6 @@ pub mod server;
 
 pub mod config;
 
-pub mod coordinator;
 pub mod listeners;
 
 pub mod service;

@@ -14,9 +14,6 @@ pub(crate) mod view;
 
 pub(crate) use keys::NO_EFFECT;
 
-/// The Java server's environment variable with the announced address.
-pub(crate) const ADDRESS_VARIABLE: &str = "RSS_IP";
-
 /// Property of riffle with which an app chooses its heartbeat timeout in minutes (docs/protocol.md
 /// §8.4).
 pub(crate) const HEARTBEAT_TIMEOUT_PROPERTY: &str = "spark.rss.riffle.appHeartbeatTimeoutMinutes";

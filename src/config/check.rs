@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 
 use super::sections::Config;
 use super::worker::StoreType;
-use crate::coordinator::embedded::{EmbeddedConfig, RemoteStorage};
-use crate::coordinator::heartbeat::CoordinatorAddress;
 use crate::listeners::http::push;
 use crate::schema::kind::size_text;
 use crate::schema::{Problem, Reader};
 use crate::store::{INDEX_CACHE_BYTES, SyncWrites};
 use uniffle_base::budget::memory_plan::{divide, promised};
+use uniffle_coordinator::embedded::{EmbeddedConfig, RemoteStorage};
+use uniffle_coordinator::heartbeat::CoordinatorAddress;
 
 /// Collects problems and warnings.
 #[derive(Debug)]

@@ -6,8 +6,6 @@ use std::path::PathBuf;
 use super::worker::WorkerConfig;
 use crate::app::AppConfig;
 use crate::compat::NO_EFFECT;
-use crate::coordinator::embedded::EmbeddedConfig;
-use crate::coordinator::heartbeat::HeartbeatConfig;
 use crate::flush::FlushConfig;
 use crate::listeners::grpc::GrpcConfig;
 use crate::listeners::http::HttpConfig;
@@ -23,6 +21,8 @@ use crate::store::{INDEX_CACHE_BYTES, LocalConfig, ObjectConfig};
 use crate::telemetry::TelemetryConfig;
 use crate::telemetry::traces::TracingConfig;
 use uniffle_base::budget::memory_plan::{Limits, Parts, divide};
+use uniffle_coordinator::embedded::EmbeddedConfig;
+use uniffle_coordinator::heartbeat::HeartbeatConfig;
 
 /// Default port of the raw TCP listener, with an embedded coordinator.
 const URPC_PORT: u16 = 21200;

@@ -3,11 +3,11 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
-use crate::coordinator::identity::Advertised;
 use crate::schema::kind::{
     HOUR, Kind, SECOND, count, flag, ip_address, list, optional, parsed, port, seconds, word,
 };
 use crate::schema::{section, words};
+use uniffle_coordinator::identity::Advertised;
 
 words! {
     /// The tiers a worker stores blocks in.

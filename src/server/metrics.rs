@@ -3,7 +3,6 @@
 use prometheus::{IntGaugeVec, Registry};
 
 use crate::build::Build;
-use crate::coordinator::{embedded, heartbeat};
 use crate::flush::metrics::FlushMetrics;
 use crate::listeners::http::admin::metrics::AdminMetrics;
 use crate::listeners::http::{HttpMetrics, push};
@@ -54,8 +53,7 @@ pub fn metric_descriptions() -> Vec<Description> {
         HttpMetrics::described(),
         push::PushMetrics::described(),
         AdminMetrics::described(),
-        embedded::metrics::Metrics::described(),
-        heartbeat::Metrics::described(),
+        uniffle_coordinator::metric_descriptions(),
         ReloadMetrics::described(),
         UpgradeMetrics::described(),
         BuildMetrics::described(),

@@ -24,12 +24,12 @@ use prometheus::Registry;
 use crate::app::AppRegistry;
 use crate::build::Build;
 use crate::config::Config;
-use crate::coordinator::embedded::EmbeddedCoordinator;
-use crate::coordinator::identity;
 use crate::flush::Flusher;
 use crate::memory::Memory;
 use crate::runtime::{Handover, Tasks};
 use crate::service::Service;
+use uniffle_coordinator::embedded::EmbeddedCoordinator;
+use uniffle_coordinator::identity;
 
 use self::settings::RuntimeSettings;
 use self::settings::reload::Reloader;

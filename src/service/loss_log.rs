@@ -158,7 +158,7 @@ mod tests {
     use uniffle_wire::types::{AppId, ShuffleId};
 
     use super::*;
-    use crate::telemetry::captured::CapturedLog;
+    use uniffle_testkit::captured_log::CapturedLog;
 
     fn key(shuffle: i32) -> ShuffleKey {
         ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(shuffle))

@@ -5,8 +5,6 @@
 //! also written to a separate file. Metrics are elsewhere, except those that belong to the process.
 
 mod audit;
-#[cfg(test)]
-pub(crate) mod captured;
 mod fields;
 mod files;
 mod metrics;

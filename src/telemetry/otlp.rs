@@ -231,7 +231,7 @@ mod tests {
 
     use super::super::spans::tests::{leaked, record};
     use super::*;
-    use crate::telemetry::captured::CapturedLog;
+    use uniffle_testkit::captured_log::CapturedLog;
 
     const NOBODY: &str = "http://user:hush@127.0.0.1:1";
 

@@ -92,7 +92,7 @@ mod tests {
 
     use super::*;
     use crate::telemetry::TelemetryMetrics;
-    use crate::telemetry::captured::CapturedLog;
+    use uniffle_testkit::captured_log::CapturedLog;
 
     #[test]
     fn panics_are_counted_and_logged_by_addresses() {

@@ -45,7 +45,7 @@ impl Refusals {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telemetry::captured::CapturedLog;
+    use uniffle_testkit::captured_log::CapturedLog;
 
     #[test]
     fn kinds_are_limited_independently() {

@@ -12,12 +12,12 @@ use tokio::time::{Instant, sleep};
 use uniffle_client::block::IdLayout;
 use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
+use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::config::Lines;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::metrics::Description;
 use uniffle_worker::proto::ApplicationInfoRequest;
-use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::remote::hdfs::HdfsStore;
 use uniffle_worker::server::{Worker, metric_descriptions};
 use uniffle_worker::store::{LocalStore, RemoteStorage};
@@ -92,8 +92,8 @@ const TOPICS: &[(&str, &str)] = &[
     ("listeners::http", "HTTP listener"),
     ("listeners::http::push", "Pushgateway"),
     ("listeners::http::admin", "Administration listener"),
-    ("coordinator::embedded", "Embedded coordinator"),
-    ("coordinator::heartbeat", "Heartbeats"),
+    ("uniffle_coordinator::embedded", "Embedded coordinator"),
+    ("uniffle_coordinator::heartbeat", "Heartbeats"),
     ("server::settings::reload", "Reload"),
     ("server::upgrade", "Upgrade"),
     ("server", "Build"),

@@ -10,12 +10,12 @@ use tokio::time::Instant;
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{Backoff, ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
+use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_testkit::{say, wait_until};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto;
-use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 
 const CAPACITY_BYTES: u64 = 200_000_000;
 const BLOCK_BYTES: u32 = 1024;

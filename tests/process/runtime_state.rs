@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::task::block_in_place;
+use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_testkit::eventually;
 use uniffle_testkit::s3::S3Server;
 use uniffle_testkit::worker::{Setup, Worker};
-use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{
     AccessClusterRequest, ApplicationInfoRequest, DecommissionRequest, ShuffleServerHeartBeatRequest,

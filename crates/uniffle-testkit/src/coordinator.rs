@@ -13,7 +13,7 @@ use tokio::time::{sleep, timeout};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
-use uniffle_worker::proto::coordinator_server_server::{CoordinatorServer, CoordinatorServerServer};
+use uniffle_coordinator::proto::coordinator_server_server::{CoordinatorServer, CoordinatorServerServer};
 use uniffle_worker::proto::{self, ShuffleServerHeartBeatRequest, StatusCode};
 use uniffle_worker::runtime::Tasks;
 

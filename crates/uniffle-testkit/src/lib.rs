@@ -18,6 +18,7 @@
 )]
 
 pub mod block_generator;
+pub mod captured_log;
 pub mod checker;
 pub mod claims;
 pub mod clients;

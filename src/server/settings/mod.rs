@@ -13,8 +13,8 @@ use parking_lot::RwLock;
 use tokio::sync::{Notify, watch};
 
 use crate::config::Config;
-use crate::coordinator::heartbeat::Heartbeats;
 use crate::telemetry::LogFilter;
+use uniffle_coordinator::heartbeat::Heartbeats;
 
 /// Settings that can change while the worker runs, shared by their writers and readers.
 #[derive(Debug)]

@@ -25,9 +25,9 @@ use tokio::time::MissedTickBehavior;
 
 use crate::clock::{Instant, timeout};
 use crate::config::Config;
-use crate::coordinator::embedded::{EmbeddedCoordinator, SavedApp, SavedNode};
 use crate::service::{Service, SettingsStore};
 use crate::store::SavedSettings;
+use uniffle_coordinator::embedded::{EmbeddedCoordinator, SavedApp, SavedNode};
 
 use super::{RuntimeSettings, Tags};
 use crate::server::start::memory_backing::{beside_log, within};

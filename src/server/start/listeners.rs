@@ -15,7 +15,6 @@ use tonic::service::RoutesBuilder;
 
 use crate::compat::http::JavaHooks;
 use crate::config::{Config, SparkOptions};
-use crate::coordinator::{NodeReport, ReportSource, heartbeat};
 use crate::listeners::Binding;
 use crate::listeners::grpc::GrpcServer;
 use crate::listeners::http::admin::{AdminHooks, AdminServer, Control, Token};
@@ -23,7 +22,6 @@ use crate::listeners::http::api::{self, ApiHooks};
 use crate::listeners::http::push::Pusher;
 use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages, gathering_pool};
 use crate::listeners::tcp::TcpServer;
-use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::BlockingPool;
 use crate::schema::files;
 use crate::server::Worker;
@@ -34,6 +32,8 @@ use crate::server::status::health::Watch;
 use crate::server::status::report;
 use crate::server::status::snapshot::{Inspector, OpenConnections, ProcessGauges};
 use crate::server::tls::Tls;
+use uniffle_coordinator::proto::coordinator_server_server::CoordinatorServerServer;
+use uniffle_coordinator::{NodeReport, ReportSource, heartbeat};
 
 use super::tiers;
 

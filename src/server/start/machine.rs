@@ -16,12 +16,12 @@ use super::listeners::admin_token;
 #[cfg(feature = "hdfs")]
 use super::tiers::hdfs_connector;
 use crate::config::Config;
-use crate::coordinator::identity;
 use crate::memory::{Memory, Owner};
 use crate::server::tls::Tls;
 use crate::server::{advertised_ip, sockets};
 use crate::store::disk::directories::claimable;
 use crate::telemetry;
+use uniffle_coordinator::identity;
 
 /// Returns what the worker would use on this machine, one line each. Needs tokio's timers and
 /// blocking threads, some of which may hang when it returns.

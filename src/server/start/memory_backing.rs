@@ -326,7 +326,7 @@ mod tests {
 
     use super::*;
     use crate::config::Machine;
-    use crate::telemetry::captured::CapturedLog;
+    use uniffle_testkit::captured_log::CapturedLog;
     use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
     fn config(text: &str) -> Config {

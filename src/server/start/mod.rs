@@ -21,7 +21,6 @@ use prometheus::Registry;
 use crate::app::AppRegistry;
 use crate::build::Build;
 use crate::config::Config;
-use crate::coordinator::embedded::EmbeddedCoordinator;
 use crate::flush::Flusher;
 use crate::memory::{Memory, Prefault};
 use crate::metrics::clamped;
@@ -30,6 +29,7 @@ use crate::service::{Service, SettingsStore};
 use crate::store::Tier;
 use crate::telemetry::LogFilter;
 use uniffle_base::budget::Heap;
+use uniffle_coordinator::embedded::EmbeddedCoordinator;
 use uniffle_profile::allocator::AllocatorMetrics;
 
 use self::tiers::{Precheck, TierInputs};

@@ -14,12 +14,12 @@ use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
 use crate::clock::Instant;
-use crate::coordinator::embedded::{ClusterView, EmbeddedCoordinator, KnownNode};
 use crate::listeners::http::admin::lost_nodes;
 use crate::listeners::http::api::cluster::{Cluster, ClusterApp, ClusterDisk, ClusterNode};
 use crate::listeners::http::{Everywhere, NotExplained};
 use crate::proto::storage_info::StorageStatus;
 use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
+use uniffle_coordinator::embedded::{ClusterView, EmbeddedCoordinator, KnownNode};
 
 use crate::server::tls::WorkerTrust;
 
@@ -186,8 +186,8 @@ fn unsigned(number: i64) -> u64 {
 mod tests {
     use prometheus::Registry;
 
-    use crate::coordinator::embedded::EmbeddedConfig;
     use uniffle_base::budget::Heap;
+    use uniffle_coordinator::embedded::EmbeddedConfig;
 
     use super::*;
 

@@ -4,13 +4,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::coordinator::embedded::DISKS_USED;
-use crate::coordinator::{ReportSource, identity};
 use crate::metrics::clamped;
 use crate::proto::storage_info::{StorageMedia, StorageStatus};
 use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
 use crate::service::{AppStatistics, WorkerState};
 use crate::store::{DiskCondition, MountUsage, by_mount};
+use uniffle_coordinator::embedded::DISKS_USED;
+use uniffle_coordinator::{ReportSource, identity};
 use uniffle_io::Media;
 
 use super::snapshot::{Inspector, NodeSnapshot};

@@ -16,8 +16,6 @@ use prometheus::IntGauge;
 use crate::build::Build;
 use crate::clock::Instant;
 use crate::compat::http::Shown;
-use crate::coordinator::NodeReport;
-use crate::coordinator::heartbeat::{CoordinatorAddress, Link};
 use crate::listeners::http;
 use crate::listeners::http::api::model::{
     AppTotals, Connections, Coordinator, Disk, Flush, Hdfs, HeapUse, Memory, Node, ObjectStore, Process,
@@ -28,6 +26,8 @@ use crate::service::{AppStatistics, Incompleteness, QuotaUse, Service};
 use crate::store::{DiskCondition, DiskInfo, HdfsState, ObjectStoreState};
 use crate::telemetry::panic_count;
 use uniffle_base::budget::{Budget, HeapKind};
+use uniffle_coordinator::NodeReport;
+use uniffle_coordinator::heartbeat::{CoordinatorAddress, Link};
 use uniffle_io::Media;
 use uniffle_profile::allocator::AllocatorMetrics;
 

@@ -14,10 +14,10 @@ use anyhow::Context as _;
 
 use crate::build::Build;
 use crate::config::Config;
-use crate::coordinator::identity;
 use crate::memory::{Memory, Owner};
 use crate::runtime::Tasks;
 use crate::store::disk::directories::claimable;
+use uniffle_coordinator::identity;
 
 use super::Facts;
 use crate::server::start::machine::{check_files, map_memory};

@@ -15,9 +15,9 @@ use tonic::transport::Endpoint;
 use uniffle_base::budget::HeapKind;
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::send::{self, SendForm};
+use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_wire::bitmap;
 use uniffle_wire::types::ShuffleKey;
-use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::{
     GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse, GetShuffleResultForMultiPartRequest,
     GetShuffleServerRequest, PartitionToBlockIds, RemoteStorage, ReportShuffleResultRequest,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 use tonic::transport::Channel;
-use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
+use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{
     CancelDecommissionRequest, DecommissionRequest, GetShuffleServerRequest, StatusCode,

@@ -14,12 +14,12 @@ use tokio::time::{sleep, timeout};
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{Backoff, ShuffleClient};
 use uniffle_client::send::SendForm;
+use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::clients::{key, local};
 use uniffle_wire::request::{MemoryRequest, ReadRequest, SendBlock, SendRequest};
 use uniffle_wire::types::{PartitionId, TaskAttemptId, TicketId};
 use uniffle_worker::proto;
-use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 
 use super::h2::Connection;
 

@@ -23,10 +23,10 @@ use tokio::task::{JoinSet, block_in_place};
 use tokio::time::Instant;
 use uniffle_base::budget::memory_plan::promised;
 use uniffle_client::grpc::ShuffleClient;
+use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_testkit::say;
 use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_worker::proto::ShuffleServerId;
-use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 
 use self::attacks::{APP, Attack, Target};
 use self::cgroup::Group;

@@ -5,8 +5,8 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
+use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_wire::types::PartitionId;
-use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{
     CancelDecommissionRequest, DecommissionRequest, GetShuffleServerRequest, StatusCode as Code,

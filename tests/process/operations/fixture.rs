@@ -6,12 +6,12 @@ use tempfile::TempDir;
 use uniffle_client::block::IdLayout;
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::send::SendForm;
+use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::config::Lines;
 pub(crate) use uniffle_testkit::config::{parse, start_from};
 pub(crate) use uniffle_testkit::eventually;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
-use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::{ShuffleServerHeartBeatRequest, ShuffleServerId, StatusCode as Code};
 use uniffle_worker::server::Worker;
 

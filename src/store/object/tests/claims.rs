@@ -5,7 +5,7 @@ use uniffle_testkit::object_fault::{Call, Fault};
 use super::*;
 use crate::store::object::claim::claim_key;
 use crate::store::{Cause, StoreErrorKind};
-use crate::telemetry::captured::CapturedLog;
+use uniffle_testkit::captured_log::CapturedLog;
 
 #[tokio::test(start_paused = true)]
 async fn process_without_the_claim_destroys_nothing() {

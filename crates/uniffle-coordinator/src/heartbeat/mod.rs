@@ -17,13 +17,13 @@ use tokio::time::{MissedTickBehavior, interval};
 use tonic::transport::{Channel, Endpoint};
 
 use super::ReportSource;
-use crate::clock::timeout;
-use crate::metrics;
 use crate::proto::StatusCode;
 use crate::proto::coordinator_server_client::CoordinatorServerClient;
-use crate::runtime::Tasks;
-use crate::schema::kind::{HOUR, Kind, SECOND, list, parsed, seconds};
-use crate::schema::section;
+use uniffle_base::clock::timeout;
+use uniffle_base::metrics;
+use uniffle_base::runtime::Tasks;
+use uniffle_base::schema::kind::{HOUR, Kind, SECOND, list, parsed, seconds};
+use uniffle_base::schema::section;
 
 /// Address of a coordinator: `host:port`, `1.2.3.4:port` or `[v6]:port`. The name is resolved at
 /// each connect.

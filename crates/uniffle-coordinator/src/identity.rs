@@ -12,8 +12,8 @@ use std::time::Duration;
 use nix::ifaddrs::{InterfaceAddress, getifaddrs};
 use nix::net::if_::InterfaceFlags;
 
-use crate::compat::ADDRESS_VARIABLE;
-
+/// The Java server's environment variable with the announced address.
+const ADDRESS_VARIABLE: &str = "RSS_IP";
 /// Environment variable with the announced address.
 const WORKER_VARIABLE: &str = "WORKER_IP";
 /// Time limit for resolving a name.
@@ -170,7 +170,7 @@ fn accepts(bind_address: IpAddr, ip: IpAddr) -> bool {
 async fn look_up(name: &str) -> Result<IpAddr, AddressError> {
     let unresolved = |reason: String| AddressError::Unresolved { name: name.to_owned(), reason };
     let lookup = tokio::net::lookup_host((name, 0));
-    let found = crate::clock::timeout(RESOLVED_WITHIN, lookup).await;
+    let found = uniffle_base::clock::timeout(RESOLVED_WITHIN, lookup).await;
     let found = found.map_err(|_| unresolved(format!("no answer within {} s", RESOLVED_WITHIN.as_secs())))?;
     let found = found.map_err(|error| unresolved(error.to_string()))?;
     one_of(name, found.map(|address| address.ip()).collect())

@@ -35,15 +35,15 @@ use self::metrics::Metrics;
 use self::nodes::{Joins, NodeTable, TAGS_MAX};
 use self::plan::{AssignmentRequest, Bounds, Plan};
 use super::{NodeReport, ReportSource};
-use crate::clock::{Instant, sleep_until, timeout};
 use crate::proto;
-use crate::runtime::{BlockingPool, Tasks};
-use crate::schema::kind::{
+use uniffle_base::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
+use uniffle_base::clock::{Instant, sleep_until, timeout};
+use uniffle_base::runtime::{BlockingPool, Tasks};
+use uniffle_base::schema::kind::{
     DAY, HOUR, Kind, SECOND, count, flag, list, optional, parsed, seconds, table, word,
 };
-use crate::schema::network::{Network, network};
-use crate::schema::section;
-use uniffle_base::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
+use uniffle_base::schema::network::{Network, network};
+use uniffle_base::schema::section;
 use uniffle_wire::types::AppId;
 
 pub use self::access::{AccessDenied, AccessRules};

@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use crate::clock::Instant;
+use uniffle_base::clock::Instant;
 
 /// Maximum size of all ids. 10,000 typical ones take 1.1 MB.
 pub(super) const BYTES_MAX: usize = 3 << 19;

@@ -1,4 +1,4 @@
-//! Captures the log lines of a unit test's own thread.
+//! Captures the log lines of a test's own thread.
 //!
 //! Invariant: a line is captured even if another thread reaches the log statement first. tracing
 //! caches for each statement whether a subscriber is interested. While the process has one
@@ -14,7 +14,7 @@ use tracing::subscriber::{DefaultGuard, NoSubscriber};
 
 /// Log lines of this thread while this exists.
 #[derive(Debug)]
-pub(crate) struct CapturedLog {
+pub struct CapturedLog {
     lines: Lines,
     _second: Dispatch,
     _guard: DefaultGuard,
@@ -25,7 +25,7 @@ struct Lines(Arc<Mutex<Vec<u8>>>);
 
 impl CapturedLog {
     /// Starts capturing. Tasks of a current-thread runtime run on its thread and are included.
-    pub(crate) fn of_this_thread() -> Self {
+    pub fn of_this_thread() -> Self {
         let lines = Lines::default();
         let writer = lines.clone();
         let subscriber =
@@ -35,7 +35,8 @@ impl CapturedLog {
     }
 
     /// Returns the lines captured so far.
-    pub(crate) fn text(&self) -> String {
+    #[must_use]
+    pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.lines.0.lock()).into_owned()
     }
 }

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use crate::clock::Instant;
+use uniffle_base::clock::Instant;
 use uniffle_wire::types::AppId;
 
 /// Maximum number of listed applications. Further ones are served, but not listed.

@@ -7,8 +7,8 @@ use std::collections::HashMap;
 
 use super::assign::Candidate;
 use super::nodes::NODES_MAX;
-use crate::schema::kind::{count, ratio};
-use crate::schema::section;
+use uniffle_base::schema::kind::{count, ratio};
+use uniffle_base::schema::section;
 
 /// Property with the number of nodes that a client needs (`AccessClusterLoadChecker`).
 const REQUIRED_NODES_PROPERTY: &str = "access_info_required_shuffle_nodes_num";

@@ -6,7 +6,7 @@
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
 
-use crate::schema::words;
+use uniffle_base::schema::words;
 
 words! {
     /// Order in which nodes are preferred.

@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use super::assign::Candidate;
 use super::details::{self, Details};
-use crate::clock::Instant;
 use crate::proto::{ServerStatus, ShuffleServerHeartBeatRequest, ShuffleServerId};
+use uniffle_base::clock::Instant;
 
 use self::lost::LostNodes;
 pub use self::lost::SavedNode;

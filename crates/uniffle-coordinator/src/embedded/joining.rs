@@ -11,8 +11,8 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use super::nodes::{InvalidHeartbeat, Joins};
-use crate::schema::network::Network;
-use crate::telemetry::LogLimiter;
+use uniffle_base::LogLimiter;
+use uniffle_base::schema::network::Network;
 
 /// Minimum time between two log lines about refused workers. Others are counted.
 const REFUSED_LOG_INTERVAL: Duration = Duration::from_secs(60);

@@ -9,7 +9,7 @@ use tonic::transport::server::TcpConnectInfo;
 use tonic::{Code, Request};
 
 use super::*;
-use crate::coordinator::identity;
+use crate::identity;
 use crate::proto::coordinator_server_server::CoordinatorServer;
 use crate::proto::{GetShuffleServerRequest, ServerStatus, StatusCode};
 use uniffle_base::budget::memory_plan::divide;
@@ -283,7 +283,7 @@ async fn silent_node_is_not_assigned_after_thirty_seconds() {
 
 #[tokio::test(start_paused = true)]
 async fn node_expiry_does_not_count_pauses() {
-    crate::clock::testing::ticked(async {
+    uniffle_base::clock::testing::ticked(async {
         let coordinator = with_nodes(1..3);
         for _ in 0..3 {
             advance(Duration::from_secs(3600)).await;

@@ -10,13 +10,13 @@ use tokio_stream::wrappers::TcpListenerStream;
 use tonic::transport::Server;
 
 use super::*;
-use crate::coordinator::NodeReport;
-use crate::coordinator::embedded::{EmbeddedConfig, EmbeddedCoordinator};
+use crate::NodeReport;
+use crate::embedded::{EmbeddedConfig, EmbeddedCoordinator};
 use crate::proto::ServerStatus;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
-use crate::schema::network::Network;
-use crate::telemetry::captured::CapturedLog;
 use uniffle_base::budget::Heap;
+use uniffle_base::schema::network::Network;
+use uniffle_testkit::captured_log::CapturedLog;
 
 /// Time limit of a test, which is not reached unless the test fails.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use prometheus::{IntCounter, IntGauge, IntGaugeVec, Registry};
 
 use super::nodes::NodeCounts;
-use crate::metrics::{self, clamped};
+use uniffle_base::metrics::{self, clamped};
 
 metrics::table! {
     #[derive(Clone)]

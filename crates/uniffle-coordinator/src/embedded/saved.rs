@@ -6,7 +6,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::{EmbeddedCoordinator, SavedApp, SavedNode};
-use crate::clock::Instant;
+use uniffle_base::clock::Instant;
 
 impl EmbeddedCoordinator {
     /// Adds the applications that an earlier process saved. This preserves the number of

@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use tokio::task::JoinError;
 
-use crate::metrics::clamped;
 use crate::proto;
+use uniffle_base::metrics::clamped;
 
 /// State of a worker at a point in time. Numbers beyond `i64` are saturated in the message.
 #[derive(Debug, Clone, PartialEq)]
