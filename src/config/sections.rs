@@ -20,7 +20,7 @@ use crate::service::{PartitionConfig, ServiceConfig};
 use crate::store::{INDEX_CACHE_BYTES, LocalConfig, ObjectConfig};
 use crate::telemetry::TelemetryConfig;
 use crate::telemetry::traces::TracingConfig;
-use uniffle_base::budget::memory_plan::{Limits, Parts, divide};
+use uniffle_base::budget::memory_plan::{ConfiguredConnections, Limits, Parts, divide};
 use uniffle_coordinator::embedded::EmbeddedConfig;
 use uniffle_coordinator::heartbeat::HeartbeatConfig;
 
@@ -133,8 +133,9 @@ impl Config {
         limits.blocks_low = self.memory.blocks_max / 10 * 2;
         self.flush.traces = traces;
 
-        let given = (self.grpc.connections_wanted, self.tcp.connections_wanted);
-        let limits = self.parts().limits(self.encrypts_grpc(), given);
+        let configured =
+            ConfiguredConnections { grpc: self.grpc.connections_wanted, tcp: self.tcp.connections_wanted };
+        let limits = self.parts().limits(self.encrypts_grpc(), configured);
         self.grpc.connections_max = limits.grpc_connections;
         self.grpc.stream_budget = self.grpc.streams_wanted.unwrap_or(limits.grpc_requests);
         self.grpc.window_budget_bytes = self.grpc.windows_wanted.unwrap_or(self.parts().windows);

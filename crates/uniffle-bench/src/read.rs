@@ -109,7 +109,7 @@ async fn read_partition(phase: &ReadPhase, session: &Session, partition: Partiti
             add(&stats.blocks_repeated, segment.records.len() as u64);
             continue;
         }
-        let data = session.data(stats, key, partition, (segment.offset, segment.length)).await?;
+        let data = session.data(stats, key, partition, segment.offset, segment.length).await?;
         let new = check.take(&read::segment_blocks(&segment, &data)?)?;
         add(&stats.blocks_from_disk, new);
     }

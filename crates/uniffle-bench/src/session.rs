@@ -326,7 +326,8 @@ impl Session {
         stats: &Stats,
         key: &ShuffleKey,
         partition: PartitionId,
-        (offset, length): (u64, u64),
+        offset: u64,
+        length: u64,
     ) -> anyhow::Result<Bytes> {
         const RPC: &str = "getLocalShuffleData";
         let (offset, length) = (i64::try_from(offset)?, i32::try_from(length)?);

@@ -182,8 +182,8 @@ impl ShuffleReader {
                     self.stage = self.remote_stage();
                     return Ok(());
                 };
-                let range = (segment.offset, segment.length);
-                let data = server.read_data(key, partition, *storage, range).await?;
+                let (offset, length) = (segment.offset, segment.length);
+                let data = server.read_data(key, partition, *storage, offset, length).await?;
                 if let Some(DiskSegment { segment, .. }) = segments.pop_front() {
                     self.take_segment(server.id(), &segment, &data);
                 }

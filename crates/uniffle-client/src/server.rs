@@ -225,16 +225,16 @@ impl Server {
         key: &ShuffleKey,
         partition: PartitionId,
         storage: i32,
-        (offset, length): (u64, u64),
+        offset: u64,
+        length: u64,
     ) -> Result<Bytes, Error> {
         const RPC: &str = "getLocalShuffleData";
         self.with_retries(RPC, self.options.read_failures(), || async {
             match self.options.transport {
-                Transport::Grpc => self.grpc.read_data_of(key, partition, storage, (offset, length)).await,
+                Transport::Grpc => self.grpc.read_data_of(key, partition, storage, offset, length).await,
                 Transport::Tcp => {
                     let connection = self.tcp().await?;
-                    let data =
-                        connection.client.read_data_of(key, partition, storage, (offset, length)).await;
+                    let data = connection.client.read_data_of(key, partition, storage, offset, length).await;
                     data.map_err(|error| error.in_call(RPC))
                 }
             }

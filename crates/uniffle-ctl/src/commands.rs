@@ -38,22 +38,22 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
     match &arguments.call {
         Call::Top { interval, once } => {
             let pace = (!*once && output == Output::Text).then_some(*interval);
-            return top::run(&client, (arguments, targets), pace).await;
+            return top::run(&client, arguments, targets, pace).await;
         }
         Call::Profile { kind, seconds, flamegraph, file } => {
             targets.retain(|target| !target.is_lost);
-            return profile(&client, &targets, (*kind, *seconds, *flamegraph), file).await;
+            return profile(&client, &targets, *kind, *seconds, *flamegraph, file).await;
         }
         Call::Upgrade { command, within, dry_run, wait: _ } => {
             let options = upgrade::Options { command: command.as_deref(), within: *within };
             // Lost workers are last: the others are upgraded before the command stops at them.
-            return upgrade::run(&client, (arguments, &targets), &options, *dry_run).await;
+            return upgrade::run(&client, arguments, &targets, &options, *dry_run).await;
         }
         Call::Orphans { live, remove, older_than } => {
             let wanted = orphans::OrphanOptions { live, remove: remove.as_deref(), older_than: *older_than };
             // An awaited worker may be alive, and owns its objects.
             targets.retain(|target| !target.is_lost || awaited.contains(&target.name));
-            let answer = orphans::run(&client, (arguments, &targets), &wanted, &progress).await?;
+            let answer = orphans::run(&client, arguments, &targets, &wanted, &progress).await?;
             say(&match output {
                 Output::Json => pretty(&answer),
                 Output::Csv => rows::csv_of(&arguments.call, &answer),
@@ -168,7 +168,9 @@ fn merged(app: &str, answers: &[(&Target, Answer)]) -> Option<Value> {
 async fn profile(
     client: &Client,
     targets: &[Target],
-    (kind, seconds, flamegraph): (ProfileKind, u64, bool),
+    kind: ProfileKind,
+    seconds: u64,
+    flamegraph: bool,
     file: &Path,
 ) -> Result<u8, Failure> {
     let [target] = targets else {

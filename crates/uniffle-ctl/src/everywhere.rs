@@ -54,8 +54,7 @@ pub async fn explain(app: &str, mut workers: Vec<Worker>, trust: Option<&Trust>)
     for worker in workers.split_off(ASKED_MAX.min(workers.len())) {
         merged.unanswered(&worker.id, "not asked: the limit is 1,000 workers");
     }
-    let asked: Vec<_> =
-        workers.into_iter().map(|worker| ask((&client, is_tls), worker, &path, end)).collect();
+    let asked: Vec<_> = workers.into_iter().map(|worker| ask(&client, is_tls, worker, &path, end)).collect();
     let mut answers = stream::iter(asked).buffer_unordered(AT_ONCE);
     while let Some((id, answer)) = answers.next().await {
         enter(&mut merged, &id, &answer);
@@ -64,7 +63,8 @@ pub async fn explain(app: &str, mut workers: Vec<Worker>, trust: Option<&Trust>)
 }
 
 async fn ask(
-    (client, is_tls): (&Client, bool),
+    client: &Client,
+    is_tls: bool,
     worker: Worker,
     path: &str,
     end: Instant,

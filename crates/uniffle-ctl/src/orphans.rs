@@ -29,7 +29,8 @@ pub(crate) struct OrphanOptions<'a> {
 /// Returns the list of workers, or the removed ones.
 pub(crate) async fn run(
     client: &Client,
-    (arguments, targets): (&Arguments, &[Target]),
+    arguments: &Arguments,
+    targets: &[Target],
     wanted: &OrphanOptions<'_>,
     progress: &Progress,
 ) -> Result<Value, Failure> {

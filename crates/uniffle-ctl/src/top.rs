@@ -32,7 +32,8 @@ const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
 /// one. Returns the exit code of the last view.
 pub(crate) async fn run(
     client: &Client,
-    (arguments, targets): (&Arguments, Vec<Target>),
+    arguments: &Arguments,
+    targets: Vec<Target>,
     pace: Option<Duration>,
 ) -> Result<u8, Failure> {
     let pace = pace.filter(|_| std::io::stdout().is_terminal());

@@ -67,7 +67,8 @@ fn compare(name: &str, before: &Program, after: &Program) -> Result<(), Failure>
 /// Upgrades `targets` in their order, or lists them with their programs. Returns the exit code.
 pub(crate) async fn run(
     client: &Client,
-    (arguments, targets): (&Arguments, &[Target]),
+    arguments: &Arguments,
+    targets: &[Target],
     options: &Options<'_>,
     is_dry: bool,
 ) -> Result<u8, Failure> {
@@ -76,7 +77,7 @@ pub(crate) async fn run(
     }
     let (rows, failure) = match is_dry {
         true => plan(client, targets).await,
-        false => upgrade_all(client, (arguments, targets), options).await,
+        false => upgrade_all(client, arguments, targets, options).await,
     };
     say(&match arguments.output {
         Output::Json => pretty(&Value::Array(rows)),
@@ -136,7 +137,8 @@ async fn plan(client: &Client, targets: &[Target]) -> (Vec<Value>, Option<Failur
 /// Upgrades `targets` in their order. Returns a row per worker, and the failure that ended it.
 async fn upgrade_all(
     client: &Client,
-    (arguments, targets): (&Arguments, &[Target]),
+    arguments: &Arguments,
+    targets: &[Target],
     options: &Options<'_>,
 ) -> (Vec<Value>, Option<Failure>) {
     let mut rows: Vec<Value> = targets
@@ -151,7 +153,7 @@ async fn upgrade_all(
         let text = format!("{} of {}: {}", at + 1, targets.len(), target.name);
         bar.show(u64::try_from(left).unwrap_or(u64::MAX), text);
         let start = Instant::now();
-        match upgrade(client, (arguments, target), options, first.as_deref()).await {
+        match upgrade(client, arguments, target, options, first.as_deref()).await {
             Ok((before, after)) => {
                 *row = json!({
                     "worker": target.name, "state": "upgraded", "from": before, "to": after,
@@ -189,7 +191,8 @@ fn describe(row: &Value) -> String {
 /// that were upgraded before.
 async fn upgrade(
     client: &Client,
-    (arguments, target): (&Arguments, &Target),
+    arguments: &Arguments,
+    target: &Target,
     options: &Options<'_>,
     expected: Option<&str>,
 ) -> Result<(String, String), Failure> {
@@ -200,7 +203,7 @@ async fn upgrade(
     let refused = refusals(client, target).await?;
     signal(target, options).await?;
     loop {
-        let problem = match settled(client, (arguments, target), &before).await {
+        let problem = match settled(client, arguments, target, &before).await {
             Ok(after) if expected.is_some_and(|expected| *expected != after) => {
                 let text = format!("{}: runs {after}, unlike the workers before it", target.name);
                 return Err(Failure::Refused { status: 409, text });
@@ -228,7 +231,8 @@ async fn upgrade(
 /// workers are registered. An embedded coordinator learns of the others by their next heartbeats.
 async fn settled(
     client: &Client,
-    (arguments, target): (&Arguments, &Target),
+    arguments: &Arguments,
+    target: &Target,
     before: &Before,
 ) -> Result<String, Failure> {
     let after = ready_program(client, target).await?;

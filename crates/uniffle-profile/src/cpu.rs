@@ -38,7 +38,8 @@ const SAMPLES_MAX: u64 = 16_384;
 pub async fn profile(
     permit: &ExclusivePermit,
     duration: Duration,
-    (frequency, format): (u32, Format),
+    frequency: u32,
+    format: Format,
     tasks: &Tasks,
 ) -> Result<Vec<u8>, ProfileError> {
     let processors = available_parallelism().map_or(1, NonZero::get);
@@ -109,8 +110,8 @@ mod tests {
     #[tokio::test]
     async fn abandoned_profile_counts_until_sampling_ends() {
         let (tasks, permit) = (Tasks::new(), PermitSource::new().try_take().unwrap());
-        let how = (1, Format::Protobuf);
-        let mut asked = Box::pin(profile(&permit, Duration::from_secs(300), how, &tasks));
+        let duration = Duration::from_secs(300);
+        let mut asked = Box::pin(profile(&permit, duration, 1, Format::Protobuf, &tasks));
         assert!(futures::poll!(&mut asked).is_pending());
         assert_eq!(tasks.running(), 1, "it begins");
         drop(asked);

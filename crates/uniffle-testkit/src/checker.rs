@@ -28,7 +28,7 @@ use uniffle_client::send::SendForm;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 use uniffle_worker::proto::StatusCode;
 
-use self::clients::{Clients, LAYOUT, PARTITIONS, read_patiently, shuffle};
+use self::clients::{Clients, LAYOUT, PARTITIONS, WantedBlocks, read_patiently, shuffle};
 pub use self::clients::{Remote, RemoteRead};
 use self::history::{Blocks, History};
 use crate::block_generator::BlockGenerator;
@@ -143,8 +143,9 @@ impl WorkerView for CheckedWorker<'_> {
         let wanted = |id: &BlockId| tasks.contains(LAYOUT.task_of(*id).0.cast_unsigned());
         let mut expected = self.expected.get(&partition).cloned().unwrap_or_default();
         expected.retain(|id, _| wanted(id));
-        let (nothing, wanted) = (AtomicBool::new(false), (partition, &expected));
-        let read = read_patiently(self.client, self.remote, key, (wanted, Some(tasks)), &nothing).await;
+        let nothing = AtomicBool::new(false);
+        let wanted = WantedBlocks { partition, expected: &expected, tasks: Some(tasks) };
+        let read = read_patiently(self.client, self.remote, key, wanted, &nothing).await;
         read.map_err(|error| refusal(&error))
     }
 }
@@ -244,7 +245,7 @@ impl Checker {
         tally.longest = tally.longest.max(took);
         tally.rounds += 1;
         for id in self.kept.clone() {
-            let lost = self.verify(&client, id, (end, left.as_ref()), &mut tally).await;
+            let lost = self.verify(&client, id, end, left.as_ref(), &mut tally).await;
             if lost > 0 {
                 self.heal(&client, id, random).await;
             }
@@ -263,7 +264,8 @@ impl Checker {
         &self,
         client: &ShuffleClient,
         id: i32,
-        (end, left): (End, Option<&DiskBlocks>),
+        end: End,
+        left: Option<&DiskBlocks>,
         tally: &mut Tally,
     ) -> u64 {
         let key = shuffle(id);
@@ -322,7 +324,7 @@ impl Checker {
             }
         }
         let mut nothing = Tally::default();
-        let lost = self.verify(client, id, (End::Stop, None), &mut nothing).await;
+        let lost = self.verify(client, id, End::Stop, None, &mut nothing).await;
         assert_eq!(lost, 0);
     }
 }

@@ -267,7 +267,8 @@ impl Faults {
         &self,
         operation: Operation,
         path: &Path,
-        (there, work): (BoxFuture<'static, io::Result<S>>, BoxFuture<'static, io::Result<T>>),
+        there: BoxFuture<'static, io::Result<S>>,
+        work: BoxFuture<'static, io::Result<T>>,
     ) -> BoxFuture<'static, io::Result<T>> {
         if !self.inner.lock().read_only {
             return self.apply(operation, path, work);

@@ -65,7 +65,7 @@ pub fn stored_blocks(directories: &[Files]) -> Vec<StoredBlock> {
             let Some(key) = index_of(path) else { continue };
             for (range, group) in groups(content) {
                 let place = FileRange { directory, path: path.clone(), range };
-                take_group(directories, (&key, &place), &group, &mut all);
+                take_group(directories, &key, &place, &group, &mut all);
             }
         }
     }
@@ -102,7 +102,8 @@ fn index_of(path: &Path) -> Option<ShuffleKey> {
 
 fn take_group(
     directories: &[Files],
-    (key, group_place): (&ShuffleKey, &FileRange),
+    key: &ShuffleKey,
+    group_place: &FileRange,
     group: &codec::IndexGroup,
     all: &mut Vec<StoredBlock>,
 ) {

@@ -164,7 +164,7 @@ pub async fn verify(
 ) -> Verification {
     let mut findings = Verification::default();
     for (partition, told) in &told.partitions {
-        let known = check_results(worker, key, (*partition, told), &mut findings).await;
+        let known = check_results(worker, key, *partition, told, &mut findings).await;
         let wanted = told.sent.keys().chain(known.iter().flatten());
         let tasks: Treemap = wanted.map(|id| layout.task_of(*id).0.cast_unsigned()).collect();
         let read = read_around(worker, key, *partition, tasks).await;
@@ -202,7 +202,8 @@ pub async fn verify(
 async fn check_results(
     worker: &impl WorkerView,
     key: &ShuffleKey,
-    (partition, told): (i32, &PartitionHistory),
+    partition: i32,
+    told: &PartitionHistory,
     findings: &mut Verification,
 ) -> Option<BTreeSet<BlockId>> {
     match worker.results(key, partition).await {

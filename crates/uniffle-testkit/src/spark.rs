@@ -77,12 +77,12 @@ pub struct Jvm {
 impl Jvm {
     /// Builds the application if needed, and starts it.
     pub fn start(kind: Kind) -> Self {
-        Self::start_as(kind, kind.name(), (&[], &[]))
+        Self::start_as(kind, kind.name(), &[], &[])
     }
 
     /// Starts a JVM with its own name, so that several of a kind can run concurrently. `wrapper` is
     /// a command that executes the JVM, `flags` are additional flags.
-    pub fn start_as(kind: Kind, name: &str, (wrapper, flags): (&[&str], &[&str])) -> Self {
+    pub fn start_as(kind: Kind, name: &str, wrapper: &[&str], flags: &[&str]) -> Self {
         build(kind);
         let home = kind.home();
         let log = home.join(format!("{name}.log"));

@@ -71,8 +71,9 @@ async fn cpu_profile(
         Err(error) => return refused(&error),
     };
     deadline.extend(request.duration);
-    let how = (request.frequency, request.format);
-    answer("cpu", request.format, cpu::profile(&permit, request.duration, how, &profiles.running).await)
+    let (frequency, format) = (request.frequency, request.format);
+    let profile = cpu::profile(&permit, request.duration, frequency, format, &profiles.running).await;
+    answer("cpu", format, profile)
 }
 
 async fn heap_profile(State(profiles): State<Profiles>, RawQuery(query): RawQuery) -> Response {

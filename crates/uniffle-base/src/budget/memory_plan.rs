@@ -95,6 +95,15 @@ pub struct Limits {
     pub tcp_requests: u64,
 }
 
+/// Configured numbers of connections.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ConfiguredConnections {
+    /// `grpc.max_connections`
+    pub grpc: Option<usize>,
+    /// `tcp.max_connections`
+    pub tcp: Option<usize>,
+}
+
 /// Returns the bytes that the process may hold with `capacity` bytes of blocks.
 #[must_use]
 pub fn promised(capacity: u64) -> u64 {
@@ -142,10 +151,10 @@ impl Parts {
         [base, slack, heap, reads, windows, grpc, tcp].iter().fold(0, |sum, part| sum.saturating_add(*part))
     }
 
-    /// Returns the numbers of connections and requests that fit into these parts. `given` may set
-    /// the number of gRPC and of TCP connections.
+    /// Returns the numbers of connections and requests that fit into these parts. Configured
+    /// numbers of connections replace the computed ones.
     #[must_use]
-    pub fn limits(&self, is_tls: bool, given: (Option<usize>, Option<usize>)) -> Limits {
+    pub fn limits(&self, is_tls: bool, configured: ConfiguredConnections) -> Limits {
         let least = |part: u64| part / LEAST_PART.1 * LEAST_PART.0;
         let grpc =
             Peers { connection: of_grpc_connection(is_tls), request: GRPC_REQUEST, least: STREAMS_MIN };
@@ -153,9 +162,9 @@ impl Parts {
         let connections = (least(self.windows) / u64::from(WINDOW_BYTES_MIN))
             .min(least(self.grpc) / grpc.least_bytes())
             .clamp(1, GRPC_CONNECTIONS_MOST);
-        let grpc_connections = given.0.map_or(connections, |given| given as u64);
+        let grpc_connections = configured.grpc.map_or(connections, |count| count as u64);
         let connections = (least(self.tcp) / tcp.least_bytes()).clamp(1, TCP_CONNECTIONS_MOST);
-        let tcp_connections = given.1.map_or(connections, |given| given as u64);
+        let tcp_connections = configured.tcp.map_or(connections, |count| count as u64);
         Limits {
             grpc_connections: usize::try_from(grpc_connections).unwrap_or(usize::MAX),
             grpc_requests: grpc.requests(self.grpc, grpc_connections),
@@ -240,7 +249,7 @@ mod tests {
         ) {
             let parts = divide(capacity, cores);
             prop_assert!(parts.sum() <= promised(capacity) - capacity, "{parts:?}");
-            let limits = parts.limits(is_tls, (None, None));
+            let limits = parts.limits(is_tls, ConfiguredConnections::default());
             let real = parts.with(parts.heap, parts.reads, parts.windows, limits, is_tls);
             prop_assert!(real.sum() <= parts.sum(), "{limits:?}: {real:?} of {parts:?}");
             prop_assert!(limits.grpc_connections >= 64 && limits.tcp_connections >= 256, "{limits:?}");

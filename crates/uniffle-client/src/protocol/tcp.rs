@@ -250,7 +250,7 @@ impl TcpClient {
         offset: i64,
         length: i32,
     ) -> Result<Reply, TcpClientError> {
-        self.read_range(key, partition, LocalDataVersion::V1, (offset, length)).await
+        self.read_range(key, partition, LocalDataVersion::V1, offset, length).await
     }
 
     /// Reads exactly `length` bytes of a partition's data on the disk with number `storage`, or −1
@@ -263,18 +263,17 @@ impl TcpClient {
         key: &ShuffleKey,
         partition: PartitionId,
         storage: i32,
-        (offset, length): (u64, u64),
+        offset: u64,
+        length: u64,
     ) -> Result<Bytes, TcpClientError> {
         let number = |what, value: u64| Malformed::Number { what, value: value.cast_signed() };
-        let range = (
-            i64::try_from(offset).map_err(|_| number("offset", offset))?,
-            i32::try_from(length).map_err(|_| number("length", length))?,
-        );
+        let from = i64::try_from(offset).map_err(|_| number("offset", offset))?;
+        let bytes = i32::try_from(length).map_err(|_| number("length", length))?;
         let version = match storage {
             ..0 => LocalDataVersion::V1,
             storage_id => LocalDataVersion::V2 { storage_id },
         };
-        let reply = self.read_range(key, partition, version, range).await?;
+        let reply = self.read_range(key, partition, version, from, bytes).await?;
         if reply.body.len() as u64 != length {
             return Err(Malformed::DataLength { expected: length, got: reply.body.len() }.into());
         }
@@ -286,7 +285,8 @@ impl TcpClient {
         key: &ShuffleKey,
         partition: PartitionId,
         version: LocalDataVersion<'_>,
-        (offset, length): (i64, i32),
+        offset: i64,
+        length: i32,
     ) -> Result<Reply, TcpClientError> {
         let (target, placement) = (self.target(key, partition), placement(partition));
         let request = LocalDataRequest { target, placement, offset, length, timestamp_ms: 0, version };

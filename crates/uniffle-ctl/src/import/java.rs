@@ -264,7 +264,7 @@ pub(super) fn read(text: &str) -> Option<ImportedKeys> {
         };
         match (&value, default) {
             (Some(value), _) if !why.is_empty() => found.leave(&was(java, value), why),
-            (Some(value), _) => take(&mut found, (java, ours, kind), value),
+            (Some(value), _) => take(&mut found, java, ours, kind, value),
             (None, Some(default)) if why.is_empty() => {
                 if let Some(value) = kind.read(default) {
                     found.take(ours, value, Some(format!("{java} is not set; its default is {default}")));
@@ -286,7 +286,7 @@ pub(super) fn read(text: &str) -> Option<ImportedKeys> {
     Some(found)
 }
 
-fn take(found: &mut ImportedKeys, (java, ours, kind): (&str, &str, As), text: &str) {
+fn take(found: &mut ImportedKeys, java: &str, ours: &str, kind: As, text: &str) {
     let was = was(java, text);
     match kind.read(text) {
         // Java treats -1 and the largest number as "not set".

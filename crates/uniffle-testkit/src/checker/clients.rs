@@ -112,9 +112,9 @@ impl Clients {
         let ids: Vec<(PartitionId, Vec<BlockId>)> =
             batch.iter().map(|(at, blocks)| (*at, ids(blocks))).collect();
         let report: Vec<_> = ids.iter().map(|(at, ids)| (at.0, ids.clone())).collect();
-        self.history.lock().tried(id, (&batch, &report));
+        self.history.lock().tried(id, &batch, &report);
         client.report(&key, task, &ids).await.map_err(said)?;
-        self.history.lock().reported(id, (&batch, &report));
+        self.history.lock().reported(id, &batch, &report);
         Ok(())
     }
 
@@ -127,7 +127,8 @@ impl Clients {
                 let expected =
                     self.history.lock().reported.get(&id).and_then(|all| all.get(&partition)).cloned();
                 let expected = expected.unwrap_or_default();
-                let (key, wanted) = (shuffle(id), ((partition, &expected), None));
+                let key = shuffle(id);
+                let wanted = WantedBlocks { partition, expected: &expected, tasks: None };
                 match read_patiently(&client, self.remote.as_deref(), &key, wanted, &self.disturbed).await {
                     Ok(_) if self.disturbed.load(Ordering::SeqCst) => {}
                     Ok(read) => assert_all(&read, &expected, &format!("{id}/{partition} while written")),
@@ -141,12 +142,21 @@ impl Clients {
     }
 }
 
+/// Blocks of a partition to read.
+pub(super) struct WantedBlocks<'a> {
+    pub(super) partition: i32,
+    pub(super) expected: &'a BTreeMap<BlockId, Block>,
+    /// `None` for all tasks.
+    pub(super) tasks: Option<&'a Treemap>,
+}
+
 /// Reads like a client: memory, then the worker's disks, then remote files.
 async fn read_all(
     client: &ShuffleClient,
     remote: Option<&dyn Remote>,
     key: &ShuffleKey,
-    (partition, tasks): (i32, Option<&Treemap>),
+    partition: i32,
+    tasks: Option<&Treemap>,
 ) -> Result<BTreeMap<BlockId, Bytes>, ClientError> {
     let options = ReadOptions { tasks: tasks.cloned(), ..ReadOptions::default() };
     let read = client.read_partition(key, PartitionId(partition), &options).await?;
@@ -169,14 +179,14 @@ pub(super) async fn read_patiently(
     client: &ShuffleClient,
     remote: Option<&dyn Remote>,
     key: &ShuffleKey,
-    ((partition, expected), tasks): ((i32, &BTreeMap<BlockId, Block>), Option<&Treemap>),
+    wanted: WantedBlocks<'_>,
     disturbed: &AtomicBool,
 ) -> Result<BTreeMap<BlockId, Bytes>, ClientError> {
     let deadline = Instant::now() + REMOTE_PATIENCE;
     loop {
-        let read = read_all(client, remote, key, (partition, tasks)).await?;
+        let read = read_all(client, remote, key, wanted.partition, wanted.tasks).await?;
         let may_come = remote.is_some() && !disturbed.load(Ordering::SeqCst) && Instant::now() < deadline;
-        if is_complete(&read, expected) || !may_come {
+        if is_complete(&read, wanted.expected) || !may_come {
             return Ok(read);
         }
         sleep(Duration::from_millis(50)).await;

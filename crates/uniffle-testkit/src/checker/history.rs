@@ -43,20 +43,12 @@ impl History {
         }
     }
 
-    pub(super) fn tried(
-        &mut self,
-        id: i32,
-        (batch, report): (&[(PartitionId, Vec<Block>)], &oracle::Report),
-    ) {
+    pub(super) fn tried(&mut self, id: i32, batch: &[(PartitionId, Vec<Block>)], report: &oracle::Report) {
         remember(&mut self.in_reports, id, batch);
         self.told.entry(id).or_default().tried(report);
     }
 
-    pub(super) fn reported(
-        &mut self,
-        id: i32,
-        (batch, report): (&[(PartitionId, Vec<Block>)], &oracle::Report),
-    ) {
+    pub(super) fn reported(&mut self, id: i32, batch: &[(PartitionId, Vec<Block>)], report: &oracle::Report) {
         remember(&mut self.reported, id, batch);
         self.told.entry(id).or_default().reported(report);
     }

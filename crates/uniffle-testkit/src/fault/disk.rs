@@ -54,8 +54,8 @@ impl Disk for FaultDisk {
     }
 
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        let ways = (self.disk.list(path), self.disk.create_dir_all(path));
-        self.faults.create(Operation::CreateDir, path, ways)
+        let (list, create) = (self.disk.list(path), self.disk.create_dir_all(path));
+        self.faults.create(Operation::CreateDir, path, list, create)
     }
 
     fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {

@@ -148,7 +148,7 @@ impl ShuffleClient {
         offset: u64,
         length: u64,
     ) -> Result<Bytes, ClientError> {
-        self.read_data_of(key, partition, -1, (offset, length)).await
+        self.read_data_of(key, partition, -1, offset, length).await
     }
 
     /// Reads like [`ShuffleClient::read_data`] from the disk with number `storage`, for a server
@@ -161,7 +161,8 @@ impl ShuffleClient {
         key: &ShuffleKey,
         partition: PartitionId,
         storage: i32,
-        (offset, length): (u64, u64),
+        offset: u64,
+        length: u64,
     ) -> Result<Bytes, ClientError> {
         const RPC: &str = "getLocalShuffleData";
         let number = |what, value: u64| Malformed::Number { what, value: value.cast_signed() };
