@@ -16,7 +16,7 @@ use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{ClientError, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
-use uniffle_testkit::claims::CLAIM;
+use uniffle_testkit::on_disk::CLAIM;
 use uniffle_testkit::tools::{available, find, may_mount, weaker};
 use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_testkit::{eventually, say, wait_until};

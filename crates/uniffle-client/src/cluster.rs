@@ -10,9 +10,8 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
 
 use crate::assignment::{Assignment, ServerAddress};
-use crate::calls::first_error;
 use crate::coordinators::Coordinators;
-use crate::error::Error;
+use crate::error::{Error, first_error};
 use crate::grpc::register_request;
 use crate::handle::ShuffleHandle;
 use crate::options::ClientOptions;

@@ -11,8 +11,7 @@ use tokio::time::sleep;
 use tonic::transport::Channel;
 
 use crate::assignment::{Assignment, ServerAddress};
-use crate::calls::within;
-use crate::error::Error;
+use crate::error::{Error, within};
 use crate::grpc::{ClientError, check, failed};
 use crate::options::ClientOptions;
 use crate::proto;

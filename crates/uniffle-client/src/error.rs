@@ -2,13 +2,17 @@
 //!
 //! An operation consists of calls to one or more peers. Its error names the peer or partition and
 //! carries the last [`ClientError`] of a single call as its source. Retries have been used up when
-//! an operation fails.
+//! an operation fails. Every call has a deadline ([`within`]).
 
 use std::fmt;
+use std::time::Duration;
 
+use tokio::task::JoinSet;
+use tokio::time::timeout;
 use uniffle_wire::types::{BlockId, PartitionId};
 
 use crate::grpc::ClientError;
+use crate::proto::StatusCode;
 
 /// Largest number of missing blocks that an error lists.
 const MISSING_NAMED: usize = 16;
@@ -110,6 +114,38 @@ impl fmt::Display for MissingBlocks {
         }
         f.write_str(if self.count > self.first.len() as u64 { ", …)" } else { ")" })
     }
+}
+
+/// Runs `call` with a deadline.
+pub(crate) async fn within<T>(
+    rpc: &'static str,
+    deadline: Duration,
+    call: impl Future<Output = Result<T, ClientError>>,
+) -> Result<T, ClientError> {
+    timeout(deadline, call).await.unwrap_or(Err(ClientError::Timeout { rpc, after: deadline }))
+}
+
+/// Returns true for statuses that mean "do not retry" in every version of the protocol.
+pub(crate) fn is_final(status: StatusCode) -> bool {
+    matches!(
+        status,
+        StatusCode::NoRegister
+            | StatusCode::AppNotFound
+            | StatusCode::InternalNotRetryError
+            | StatusCode::ExceedHugePartitionHardLimit
+            | StatusCode::HardSplitFromServer
+            | StatusCode::AccessDenied
+    )
+}
+
+/// Waits for all calls. Returns the first error.
+pub(crate) async fn first_error(mut calls: JoinSet<Result<(), Error>>) -> Result<(), Error> {
+    let mut result = Ok(());
+    while let Some(ended) = calls.join_next().await {
+        // A call is only cancelled when its runtime shuts down.
+        result = result.and(ended.unwrap_or(Ok(())));
+    }
+    result
 }
 
 #[cfg(test)]

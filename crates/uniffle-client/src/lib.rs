@@ -15,7 +15,6 @@
 //! - [`Error`], [`ClientError`]: errors of operations, and of the single calls below them
 
 mod assignment;
-mod calls;
 mod cluster;
 mod context;
 mod coordinators;

@@ -18,8 +18,7 @@ use tokio::time::sleep;
 
 use crate::assignment::ServerAddress;
 use crate::block::IdLayout;
-use crate::calls::{is_final, within};
-use crate::error::Error;
+use crate::error::{Error, is_final, within};
 use crate::grpc::{self, Backoff, ClientError, IndexAnswer, MemoryAnswer, ShuffleClient};
 use crate::options::{ClientOptions, Transport};
 use crate::proto::{ShuffleRegisterRequest, StatusCode};

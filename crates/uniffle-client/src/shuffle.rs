@@ -5,9 +5,8 @@ use std::sync::Arc;
 use croaring::Treemap;
 use tokio::task::JoinSet;
 
-use crate::calls::first_error;
 use crate::context::ShuffleContext;
-use crate::error::Error;
+use crate::error::{Error, first_error};
 use crate::handle::ShuffleHandle;
 use crate::options::ClientOptions;
 use crate::reader::ShuffleReader;

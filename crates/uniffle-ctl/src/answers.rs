@@ -3,7 +3,7 @@
 use futures::stream::{self, StreamExt as _};
 use serde_json::{Value, json};
 
-use crate::failure::Failure;
+use crate::http::Failure;
 use crate::workers::Target;
 
 /// Largest number of workers asked at once.

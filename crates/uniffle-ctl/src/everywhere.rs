@@ -7,8 +7,7 @@ use futures::stream::{self, StreamExt as _};
 use serde_json::Value;
 use tokio::time::{Instant, timeout_at};
 
-use crate::failure::Failure;
-use crate::http::{Base, Client, Trust, segment};
+use crate::http::{Base, Client, Failure, Trust, segment};
 use crate::merged::{Merged, Unknown};
 
 /// Largest number of workers asked at once.

@@ -15,7 +15,6 @@ mod answers;
 mod arguments;
 mod commands;
 mod everywhere;
-mod failure;
 mod http;
 mod import;
 mod lists;
@@ -43,7 +42,7 @@ pub use self::import::{Imported, Refusal, import};
 pub use self::manual::{Shell, complete, manual};
 pub use self::merged::Unknown;
 
-use self::failure::Failure;
+use self::http::Failure;
 
 /// Runs the command. Prints answers to stdout and failures to stderr.
 #[must_use]

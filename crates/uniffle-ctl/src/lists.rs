@@ -135,8 +135,7 @@ fn per_second(bytes: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::failure::Failure;
-    use crate::http::Base;
+    use crate::http::{Base, Failure};
     use serde_json::json;
 
     const WIDE: Width = Width { columns: 200, is_strict: true };

@@ -10,8 +10,7 @@ use tokio::time::{Instant, sleep};
 use crate::answers::{Answer, ask_all};
 use crate::arguments::Arguments;
 use crate::complain;
-use crate::failure::Failure;
-use crate::http::{Base, Client};
+use crate::http::{Base, Client, Failure};
 use crate::workers::{Target, selected, targets};
 
 /// Reason why a lost worker is not called.

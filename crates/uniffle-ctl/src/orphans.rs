@@ -10,8 +10,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde_json::{Value, json};
 
 use crate::arguments::Arguments;
-use crate::failure::Failure;
-use crate::http::Client;
+use crate::http::{Client, Failure};
 use crate::progress::Progress;
 use crate::workers::Target;
 

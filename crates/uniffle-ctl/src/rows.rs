@@ -259,8 +259,7 @@ fn write(columns: &[Column], rows: &[Vec<String>]) -> String {
 mod tests {
     use super::*;
     use crate::arguments::Arguments;
-    use crate::failure::Failure;
-    use crate::http::Base;
+    use crate::http::{Base, Failure};
 
     const DOCUMENT: &str = include_str!("../../../docs/ctl.md");
 

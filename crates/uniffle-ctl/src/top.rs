@@ -13,8 +13,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::answers::{Answer, all_of, ask_all, failures, pretty, worst};
 use crate::arguments::{Arguments, Output};
-use crate::failure::Failure;
-use crate::http::Client;
+use crate::http::{Client, Failure};
 use crate::table::Width;
 use crate::workers::{Target, selected};
 use crate::{lists, lost, rows, say};

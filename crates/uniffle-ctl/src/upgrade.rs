@@ -15,8 +15,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::answers::{ask_all, pretty};
 use crate::arguments::{Arguments, Output};
-use crate::failure::Failure;
-use crate::http::Client;
+use crate::http::{Client, Failure};
 use crate::progress::Progress;
 use crate::workers::{Target, known};
 use crate::{complain, local_process, lost, rows, say};

@@ -10,8 +10,7 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use crate::answers::Answer;
-use crate::failure::Failure;
-use crate::http::Client;
+use crate::http::{Client, Failure};
 use crate::progress::Bar;
 use crate::workers::Target;
 

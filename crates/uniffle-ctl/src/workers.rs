@@ -7,8 +7,7 @@ use futures::future::join_all;
 use uniffle_client::{ClientOptions, Coordinators, TlsOptions};
 
 use crate::arguments::{Arguments, Call};
-use crate::failure::Failure;
-use crate::http::Base;
+use crate::http::{Base, Failure};
 
 /// Default HTTP listener of a worker.
 const WORKER_DEFAULT: &str = "http://127.0.0.1:19998";

@@ -20,7 +20,6 @@
 pub mod block_generator;
 pub mod captured_log;
 pub mod checker;
-pub mod claims;
 pub mod clients;
 pub mod config;
 pub mod coordinator;

@@ -7,10 +7,9 @@ use std::sync::Arc;
 use rand::RngExt;
 use rand::seq::{IndexedRandom, IteratorRandom};
 
-use uniffle_testkit::claims::CLAIM;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
-use uniffle_testkit::on_disk::Files;
+use uniffle_testkit::on_disk::{CLAIM, Files};
 
 use super::corruptor;
 use super::fixture::Fixture;

@@ -18,8 +18,7 @@ use std::time::Duration;
 
 use rand::RngExt;
 
-use uniffle_testkit::claims::{self, CLAIM};
-use uniffle_testkit::on_disk::{Files, stored_blocks};
+use uniffle_testkit::on_disk::{self, CLAIM, Files, stored_blocks};
 use uniffle_testkit::oracle::{Refusal, Verification, WorkerView, verify};
 use uniffle_testkit::{say, seeds};
 use uniffle_wire::types::{BlockId, ShuffleKey, TaskAttemptId};
@@ -191,7 +190,7 @@ fn live_and_check(
             return Err(error);
         };
         if error.kind == StoreErrorKind::Unclaimed
-            && let Some((_, claim)) = claims::suggested_claim(&text)
+            && let Some((_, claim)) = on_disk::suggested_claim(&text)
         {
             if before[named].get(Path::new(CLAIM)) != Some(&claim) {
                 report.fail(format!("WrongClaim: it was not that of /disk{named}: {text}"));

@@ -7,9 +7,9 @@ use std::path::Path;
 use croaring::Treemap;
 use rand::RngExt;
 use rand::seq::IndexedRandom;
-use uniffle_testkit::claims::{self, CLAIM, is_claim};
 use uniffle_testkit::fault::Faults;
 use uniffle_testkit::in_process::InProcess;
+use uniffle_testkit::on_disk::{self, CLAIM, is_claim};
 use uniffle_testkit::oracle::{Blocks, Refusal, Verification, ViolationKind, WorkerView, verify};
 use uniffle_testkit::say;
 use uniffle_wire::types::{BlockId, ShuffleKey};
@@ -124,7 +124,7 @@ impl Mutation {
                     let claim =
                         disk.content(Path::new(CLAIM)).filter(|claim| corruptor::is_sound_claim(claim));
                     if claim.is_none() {
-                        disk.put(Path::new(CLAIM), Some(claims::new_claim()));
+                        disk.put(Path::new(CLAIM), Some(on_disk::new_claim()));
                     }
                 }
             }

@@ -7,9 +7,9 @@ use std::time::Duration;
 use rand::RngExt;
 use rand::seq::IndexedRandom;
 
-use uniffle_testkit::claims::{self, CLAIM, is_claim};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_testkit::in_process::InProcess;
+use uniffle_testkit::on_disk::{self, CLAIM, is_claim};
 use uniffle_testkit::oracle::verify;
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 use uniffle_worker::store::{StoreError, StoreErrorKind};
@@ -76,7 +76,7 @@ impl History {
         self.claim = Some((disk, intact));
         self.tally.damaged_claims += 1;
         if self.mutation == Mutation::NoUnclaimed {
-            self.disks[disk].put(Path::new(CLAIM), Some(claims::new_claim()));
+            self.disks[disk].put(Path::new(CLAIM), Some(on_disk::new_claim()));
         }
     }
 
@@ -182,7 +182,7 @@ impl History {
     fn write_claim(&mut self, refusal: &str) {
         let (disk, intact) =
             self.claim.take().expect("a directory with an intact claim is not refused for it");
-        if let Some((path, told)) = claims::suggested_claim(refusal) {
+        if let Some((path, told)) = on_disk::suggested_claim(refusal) {
             assert_eq!(path, PathBuf::from(format!("/disk{disk}/{CLAIM}")), "{refusal}");
             // A claim cut before its checksum is a complete one of earlier versions.
             assert!(told.starts_with(&intact), "{refusal}");

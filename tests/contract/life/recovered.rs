@@ -3,9 +3,8 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use uniffle_testkit::claims::CLAIM;
 use uniffle_testkit::in_process::InProcess;
-use uniffle_testkit::on_disk::{Files, stored_blocks};
+use uniffle_testkit::on_disk::{CLAIM, Files, stored_blocks};
 use uniffle_testkit::oracle::verify;
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 use uniffle_worker::log::METADATA;

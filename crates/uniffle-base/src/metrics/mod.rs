@@ -2,7 +2,6 @@
 //!
 //! Names follow the Java server and riffle where a counterpart exists. `docs/metrics.md` lists all.
 
-mod fill;
 mod renamed;
 mod table;
 mod transit;
@@ -10,8 +9,7 @@ mod transit;
 use prometheus::process_collector::ProcessCollector;
 use prometheus::{IntGauge, Registry, Result};
 
-pub use fill::{Description, Fill, filled};
-pub use table::{Family, Metric, Row, table};
+pub use table::{Description, Family, Fill, Metric, Row, filled, table};
 pub use transit::{TRANSIT_MS_BUCKETS, TransitTimes};
 
 /// An amount added to a gauge, which is subtracted again when this is dropped.

@@ -11,8 +11,30 @@ use prometheus::{
     IntGaugeVec, Registry, Result,
 };
 
-use super::fill::{Description, Fill, filled};
 use super::renamed::also;
+
+/// Values of the placeholders `{…}` in names and help texts.
+pub type Fill<'a> = &'a [(&'a str, &'a str)];
+
+/// Returns `text` with the placeholders replaced.
+pub fn filled(text: &str, fill: Fill<'_>) -> String {
+    fill.iter().fold(text.to_owned(), |text, (placeholder, value)| text.replace(placeholder, value))
+}
+
+/// Documentation of a metric.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Description {
+    /// The exported name.
+    pub name: String,
+    /// `counter`, `gauge` or `histogram`.
+    pub kind: &'static str,
+    /// Names of the labels.
+    pub labels: &'static [&'static str],
+    /// The exported help text.
+    pub help: String,
+    /// Path of the module that declares it.
+    pub module: &'static str,
+}
 
 /// A row of a table.
 #[derive(Debug)]
@@ -191,7 +213,7 @@ pub use table;
 mod tests {
     use prometheus::{Histogram, IntCounter, IntGaugeVec, Registry, TextEncoder};
 
-    use super::super::fill::Description;
+    use super::Description;
 
     table! {
         struct Table {

@@ -10,7 +10,6 @@
 mod blocking_pool;
 mod metrics;
 mod names;
-mod poll_budget;
 mod polls;
 mod probe;
 
@@ -33,7 +32,7 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 pub use self::metrics::RuntimeMetrics;
 use self::names::Names;
 pub use self::names::RunningTask;
-pub use self::poll_budget::PollBudget;
+pub use self::polls::PollBudget;
 pub use self::probe::{TooFewThreads, probe_threads};
 pub use blocking_pool::BlockingPool;
 

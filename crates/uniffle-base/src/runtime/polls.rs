@@ -71,6 +71,32 @@ fn now(clock: ClockId) -> Duration {
     Duration::try_from(clock_gettime(clock)).unwrap_or_default()
 }
 
+/// Work time of one poll. Work that starts before the limit runs to its end.
+const BUDGET: Duration = Duration::from_millis(1);
+
+/// Work of one connection since its task last yielded.
+///
+/// The budget is time and not bytes, because the cost of a message depends on its content: one with
+/// thousands of small partitions takes longer than one with large blocks. Waits do not count.
+#[derive(Debug, Default)]
+pub struct PollBudget(Duration);
+
+impl PollBudget {
+    /// Adds `work` to the budget used.
+    pub fn count(&mut self, work: Duration) {
+        self.0 += work;
+    }
+
+    /// Returns whether the task must yield now. If so, a new budget begins.
+    pub fn is_over(&mut self) -> bool {
+        let is_over = self.0 >= BUDGET;
+        if is_over {
+            self.0 = Duration::ZERO;
+        }
+        is_over
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::Tasks;
@@ -111,5 +137,15 @@ mod tests {
         });
         let longest = polls.longest();
         assert!(longest[0].1 < Duration::from_millis(100), "{longest:?}");
+    }
+
+    #[test]
+    fn poll_budget_ends_after_a_millisecond() {
+        let mut budget = PollBudget::default();
+        budget.count(Duration::from_micros(999));
+        assert!(!budget.is_over());
+        budget.count(Duration::from_micros(1));
+        assert!(budget.is_over());
+        assert!(!budget.is_over());
     }
 }

@@ -10,18 +10,18 @@ pub mod assign;
 
 mod access;
 mod apps;
+mod config;
 mod details;
 mod joining;
 pub(crate) mod metrics;
 mod nodes;
 mod plan;
 mod rpc;
-mod saved;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::net::IpAddr;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 use prometheus::Registry;
@@ -29,7 +29,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::MissedTickBehavior;
 
 use self::apps::AppTable;
-use self::assign::{Candidate, NodeOrder, PartitionSelection};
+use self::assign::Candidate;
 use self::joining::Joining;
 use self::metrics::Metrics;
 use self::nodes::{Joins, NodeTable, TAGS_MAX};
@@ -39,184 +39,20 @@ use crate::proto;
 use uniffle_base::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
 use uniffle_base::clock::{Instant, sleep_until, timeout};
 use uniffle_base::runtime::{BlockingPool, Tasks};
-use uniffle_base::schema::kind::{
-    DAY, HOUR, Kind, SECOND, count, flag, list, optional, parsed, seconds, table, word,
-};
-use uniffle_base::schema::network::{Network, network};
-use uniffle_base::schema::section;
 use uniffle_wire::types::AppId;
 
 pub use self::access::{AccessDenied, AccessRules};
 pub use self::apps::{APPS_MAX, SavedApp};
+pub use self::config::{EmbeddedConfig, RemoteStorage};
 pub use self::details::{DISKS_USED, Details};
 pub use self::nodes::{ClusterView, InvalidHeartbeat, KnownNode, NODES_MAX, Node, SavedNode};
 pub use self::plan::AssignmentError;
-
-/// Upper limit of the key for ranges per assignment, counted per replica: Spark 0.9+ allows 2^20
-/// partitions (`rss.blockId.maxPartitions`). Such an answer takes about 300 MB of heap.
-pub const RANGES_MAX: u64 = 1 << 20;
 
 /// Assignments with more ranges are made on a blocking thread.
 const INLINE_RANGES_MAX: u64 = 1000;
 
 /// Time that an assignment waits for heap, which earlier answers release when they are sent.
 const HEAP_WAIT: Duration = Duration::from_secs(10);
-
-/// A remote storage for applications.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RemoteStorage {
-    /// URL, such as `hdfs://nameservice/uniffle`.
-    pub path: String,
-    /// Hadoop settings that clients add for it.
-    pub conf: Vec<(String, String)>,
-}
-
-impl RemoteStorage {
-    /// Returns the host of the URL, without port.
-    #[must_use]
-    pub fn host(&self) -> &str {
-        let rest = self.path.split_once("://").map_or(self.path.as_str(), |(_, rest)| rest);
-        let authority = rest.split('/').next().unwrap_or_default();
-        authority.split(':').next().unwrap_or_default()
-    }
-
-    /// Parses settings in Java's form, `k=v,k=v`. A part without `=` continues the value before it,
-    /// because values may contain commas.
-    #[must_use]
-    pub fn parse_conf(text: &str) -> Vec<(String, String)> {
-        let mut conf: Vec<(String, String)> = Vec::new();
-        for part in text.split(',') {
-            match (part.split_once('='), conf.last_mut()) {
-                (Some((key, value)), _) => conf.push((key.trim().to_owned(), value.trim().to_owned())),
-                (None, Some((_, value))) => {
-                    value.push(',');
-                    value.push_str(part.trim());
-                }
-                (None, None) => {}
-            }
-        }
-        conf
-    }
-
-    fn to_message(&self) -> proto::RemoteStorage {
-        let item = |(key, value): &(String, String)| proto::RemoteStorageConfItem {
-            key: key.clone(),
-            value: value.clone(),
-        };
-        proto::RemoteStorage {
-            path: self.path.clone(),
-            remote_storage_conf: self.conf.iter().map(item).collect(),
-        }
-    }
-}
-
-section! {
-    /// Settings of the embedded coordinator.
-    #[table(
-        "embedded_coordinator",
-        "The coordinator inside the worker.\n\
-         With enable = true and a coordinator_quorum that lists all workers with a coordinator, \
-         every worker reports to all of them. Clients fail over, without a separate coordinator \
-         process.\n\
-         Heartbeats are not authenticated, and a worker that joins receives data of applications: \
-         list the workers' networks in worker_networks and no others. At most 16 workers of this \
-         machine join from outside these networks.\n\
-         A refused worker gets an error with this key, which is also logged.\n\
-         An assignment is also refused if its response would exceed half of \
-         memory_store.heap_capacity, at about 300 bytes per range: 115,000 ranges with a capacity \
-         of 256 MB (71 MiB of heap). Until then it waits up to 10 s for other responses."
-    )]
-    pub struct EmbeddedConfig {
-        /// Run the embedded coordinator. Default: true without a coordinator_quorum.
-        #[key("embedded_coordinator.enable", optional(flag()), Restart, example "true")]
-        pub enable: Option<bool> = None,
-        /// Networks whose workers may join, besides this machine's. A heartbeat's source and its
-        /// announced address must both match.
-        #[key("embedded_coordinator.worker_networks", list(64, network()), Restart)]
-        pub worker_networks: Vec<Network> = Vec::new(),
-        /// A worker without a heartbeat for this long is lost; must exceed
-        /// heartbeat_interval_seconds.
-        #[key("embedded_coordinator.node_timeout_sec", seconds(SECOND / 10..=HOUR), Restart)]
-        pub node_timeout: Duration = 30 * SECOND,
-        /// An application without a heartbeat for this long expires.
-        #[key("embedded_coordinator.app_timeout_sec", seconds(SECOND..=DAY), Restart)]
-        pub app_timeout: Duration = 60 * SECOND,
-        /// Maximum number of workers assigned to one shuffle.
-        #[key("embedded_coordinator.shuffle_nodes_max", count(1..=NODES_MAX), Restart)]
-        pub shuffle_nodes_max: usize = 9,
-        /// Preferred workers: PARTITION_BALANCE = most free memory per assigned partition, BASIC =
-        /// most free memory.
-        #[key("embedded_coordinator.assignment_strategy", word(), Restart)]
-        pub node_order: NodeOrder = NodeOrder::PartitionBalance,
-        /// Distribution of partitions: CONTINUOUS = neighbours on one worker, ROUND = round robin.
-        #[key("embedded_coordinator.select_partition_strategy", word(), Restart)]
-        pub partition_selection: PartitionSelection = PartitionSelection::Continuous,
-        /// Maximum partition ranges of an assignment, times replicas. Larger assignments are
-        /// refused.
-        #[key("embedded_coordinator.assignment_ranges_max", count(1..=RANGES_MAX), Restart)]
-        pub ranges_max: u64 = 1 << 17,
-        /// Ids of workers that get no new shuffles, such as "10.0.0.1-21100".
-        #[key("embedded_coordinator.exclude_nodes", list(NODES_MAX, node_id()), Restart)]
-        pub excluded_nodes: Vec<String> = Vec::new(),
-        /// Access rules.
-        #[section(AccessRules)]
-        pub access: AccessRules,
-        /// Remote storages for clients; the one with the fewest applications is assigned. Default:
-        /// none.
-        #[key(
-            "embedded_coordinator.remote_storage_path", list(64, remote_path()), Restart,
-            example "[\"hdfs://namenode:8020/uniffle\"]"
-        )]
-        pub remote_storage_paths: Vec<String> = Vec::new(),
-        /// Hadoop settings of a remote storage, by the host of its path, as "key=value,key=value".
-        #[key(
-            "embedded_coordinator.remote_storage_conf", table(64), Restart,
-            example "{ namenode = \"dfs.client.use.datanode.hostname=true\" }"
-        )]
-        pub remote_storage_conf: BTreeMap<String, String> = BTreeMap::new(),
-        /// Settings sent to every client; keys with dots need quotes.
-        #[key(
-            "embedded_coordinator.client_conf", table(256), Restart,
-            example "{ \"rss.client.read.buffer.size\" = \"14m\" }"
-        )]
-        pub client_conf: BTreeMap<String, String> = BTreeMap::new(),
-        /// Storage type sent to clients unless `client_conf` contains one.
-        pub storage_type: String = "MEMORY_LOCALFILE".to_owned(),
-    }
-}
-
-impl EmbeddedConfig {
-    /// Returns the configured remote storages with their settings.
-    #[must_use]
-    pub fn remote_storages(&self) -> Vec<RemoteStorage> {
-        let storage = |path: &String| {
-            let mut storage = RemoteStorage { path: path.clone(), conf: Vec::new() };
-            let conf = self.remote_storage_conf.get(storage.host());
-            storage.conf = conf.map(|text| RemoteStorage::parse_conf(text)).unwrap_or_default();
-            storage
-        };
-        self.remote_storage_paths.iter().map(storage).collect()
-    }
-}
-
-fn node_id() -> Kind<String> {
-    const BYTES_MAX: usize = 255;
-    let is_plain = |c: char| !c.is_control() && !c.is_whitespace();
-    let convert = move |text: &str| match (1..=BYTES_MAX).contains(&text.len()) && text.chars().all(is_plain)
-    {
-        true => Ok(text.to_owned()),
-        false => Err("server ids such as \"10.0.0.1-21100\"".to_owned()),
-    };
-    parsed("server ids", convert)
-}
-
-fn remote_path() -> Kind<String> {
-    let convert = |text: &str| match text.split_once("://") {
-        Some((scheme, rest)) if !scheme.is_empty() && !rest.is_empty() => Ok(text.to_owned()),
-        _ => Err("URIs such as \"hdfs://namenode:8020/uniffle\"".to_owned()),
-    };
-    parsed("URIs", convert)
-}
 
 /// The embedded coordinator, which implements tonic's `CoordinatorServer`. Clones share it.
 #[derive(Debug, Clone)]
@@ -527,6 +363,47 @@ impl EmbeddedCoordinator {
         let servers = chosen.iter().filter_map(|candidate| nodes.server(&candidate.id).cloned()).collect();
         Ok((servers, chosen))
     }
+
+    /// Adds the applications that an earlier process saved, with times as dates, because clock
+    /// readings mean nothing to another process. This preserves the number of applications per user
+    /// and their remote storages.
+    pub fn restore_apps(&self, saved: &[SavedApp]) {
+        self.0.apps.lock().restore(saved, &self.storage_paths(), Instant::now());
+    }
+
+    /// Returns the applications to be saved for the next process and their version, or `None` if
+    /// they have not changed since `version`.
+    #[must_use]
+    pub fn saved_apps(&self, version: Option<u64>) -> Option<(u64, Vec<SavedApp>)> {
+        let apps = self.0.apps.lock();
+        let now = apps.version();
+        (version != Some(now)).then(|| (now, apps.saved(&self.storage_paths())))
+    }
+
+    /// Adds the nodes that an earlier process saved. Lost ones stay lost until they report. Live
+    /// ones become lost unless they report within the node timeout.
+    pub fn restore_nodes(&self, saved: &[SavedNode]) {
+        self.0.nodes.lock().restore(saved, Instant::now(), unix_now());
+        self.sweep();
+    }
+
+    /// Returns the nodes to be saved for the next process and their version, or `None` if they have
+    /// not changed since `version`.
+    #[must_use]
+    pub fn saved_nodes(&self, version: Option<u64>) -> Option<(u64, Vec<SavedNode>)> {
+        let nodes = self.0.nodes.lock();
+        let now = nodes.version();
+        (version != Some(now)).then(|| (now, nodes.saved(Instant::now(), unix_now())))
+    }
+
+    fn storage_paths(&self) -> Vec<&str> {
+        self.0.storages.iter().map(|storage| storage.path.as_str()).collect()
+    }
+}
+
+/// Returns the time since the Unix epoch.
+fn unix_now() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 #[cfg(test)]

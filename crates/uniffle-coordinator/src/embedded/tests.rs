@@ -8,11 +8,13 @@ use tokio::time::advance;
 use tonic::transport::server::TcpConnectInfo;
 use tonic::{Code, Request};
 
+use super::assign::{NodeOrder, PartitionSelection};
 use super::*;
 use crate::identity;
 use crate::proto::coordinator_server_server::CoordinatorServer;
 use crate::proto::{GetShuffleServerRequest, ServerStatus, StatusCode};
 use uniffle_base::budget::memory_plan::divide;
+use uniffle_base::schema::network::Network;
 
 fn coordinator(config: EmbeddedConfig) -> EmbeddedCoordinator {
     EmbeddedCoordinator::new(config, &Heap::new(128 << 20), &Registry::new()).unwrap()

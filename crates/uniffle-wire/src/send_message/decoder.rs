@@ -5,8 +5,7 @@
 //! message.
 
 use super::collected::{CollectedBlocks, Refusal};
-use super::grammar::{BYTES, FIXED32, FIXED64, Level, Step, VARINT, block_length, block_too_large};
-use super::varint::Varint;
+use super::grammar::{BYTES, FIXED32, FIXED64, Level, Step, VARINT, Varint, block_length, block_too_large};
 use super::{Limits, Summary};
 use crate::types::BLOCK_BYTES_MAX;
 use crate::{BlockHeader, BlockSink, DecodeError, SendHeader};

@@ -21,7 +21,6 @@ mod decoder;
 mod grammar;
 #[cfg(test)]
 mod tests;
-mod varint;
 
 pub use decoder::Decoder;
 
