@@ -10,7 +10,7 @@ use crate::runtime::BlockingPool;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
-use super::metrics::ServiceMetrics;
+use crate::service::metrics::ServiceMetrics;
 
 /// Lookup of applications; cheap to clone.
 #[derive(Debug, Clone)]

@@ -2,12 +2,12 @@
 
 use prometheus::{Histogram, IntCounter, IntGauge};
 
-use super::quota::QuotaMetrics;
-use super::read_metrics::ReadMetrics;
-use super::statistics::AppStatistics;
-use super::status::WorkerState;
-use super::top_apps::TopApps;
 use crate::metrics::{self, clamped};
+use crate::service::diagnostics::statistics::AppStatistics;
+use crate::service::diagnostics::top_apps::TopApps;
+use crate::service::quota::QuotaMetrics;
+use crate::service::reads::metrics::ReadMetrics;
+use crate::service::status::WorkerState;
 
 metrics::table! {
     /// Metrics of the service.

@@ -8,47 +8,17 @@
 //! only where its result must be durable or is read from one. The parts share their dependencies
 //! and do not know [`Service`], which connects them.
 
-mod answer_limits;
 mod app_lookup;
 mod blocking;
-mod commit_gate;
-mod commit_task;
-mod deletions;
 mod diagnostics;
-mod drain;
-mod end;
 mod error;
-mod explain;
-mod fairness;
-mod from_memory;
-mod history;
 mod ingest;
 mod lifecycle;
-mod loss_log;
 mod losses;
 pub(crate) mod metrics;
-mod noted;
-mod pace;
-pub mod partition_limit;
 mod quota;
-mod read;
-mod read_admission;
-mod read_ahead;
-mod read_metrics;
-mod report;
-mod report_batch;
-mod require;
-mod response_window;
-mod restore;
-mod results;
-mod send_sink;
-mod spill;
-pub mod statistics;
+mod reads;
 mod status;
-mod ticket_queue;
-mod top_apps;
-mod verify;
-mod write;
 
 #[cfg(test)]
 mod tests;
@@ -60,44 +30,44 @@ use parking_lot::RwLock;
 use prometheus::Registry;
 
 pub use diagnostics::Diagnostics;
-pub use drain::Draining;
+pub use diagnostics::explain::{Explanation, Presence, StageView, TopPartition};
+pub use diagnostics::history::{SAMPLE_INTERVAL, Sample};
+pub use diagnostics::statistics::AppStatistics;
 pub use error::ServiceError;
-pub use explain::{Explanation, Presence, StageView, TopPartition};
-pub use fairness::{FairnessConfig, WeightRule};
-pub use history::{SAMPLE_INTERVAL, Sample};
 pub use ingest::Ingest;
+pub use ingest::partition_limit::{PartitionConfig, PartitionLimits};
+pub use ingest::report::ReportRequest;
+pub use ingest::require::{RequireGrant, RequireRequest};
+pub use ingest::send_sink::{Commit, Committing, SendSink};
+pub use ingest::write::{SendHeader, SendSession};
+pub use lifecycle::drain::Draining;
+pub use lifecycle::fairness::{FairnessConfig, WeightRule};
+pub use lifecycle::restore::Restored;
 pub use lifecycle::{Lifecycle, RegisterRequest, SettingsStore};
 pub use losses::{IncompleteShuffle, Incompleteness, LossReport, ShuffleLoss};
-pub use partition_limit::{PartitionConfig, PartitionLimits};
 pub use quota::{QuotaConfig, QuotaUse};
-pub use read::{
+pub use reads::admission::{ReadAdmission, ReadLimits};
+pub use reads::read_ahead::ReadAhead;
+pub use reads::response_window::ResponseWindow;
+pub use reads::results::{IdWidths, Results};
+pub use reads::{
     ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, ReadRange, ReadTarget, Reads,
     ResponseGuard,
 };
-pub use read_admission::{ReadAdmission, ReadLimits};
-pub use read_ahead::ReadAhead;
-pub use report::ReportRequest;
-pub use require::{RequireGrant, RequireRequest};
-pub use response_window::ResponseWindow;
-pub use restore::Restored;
-pub use results::{IdWidths, Results};
-pub use send_sink::{Commit, Committing, SendSink};
-pub use statistics::AppStatistics;
 pub use status::{Stopping, WorkerState, WorkerStatus};
 pub use uniffle_wire::BlockHeader;
-pub use write::{SendHeader, SendSession};
 
 use app_lookup::AppLookup;
-use commit_gate::CommitGate;
-use deletions::Deletions;
-use explain::FinishedApps;
-use fairness::Weights;
-use history::History;
-use loss_log::LossLog;
+use diagnostics::explain::FinishedApps;
+use diagnostics::history::History;
+use ingest::commit_gate::CommitGate;
+use ingest::ticket_queue::TicketQueue;
+use lifecycle::deletions::Deletions;
+use lifecycle::fairness::Weights;
 use losses::Losses;
+use losses::log::LossLog;
+use losses::verify::Verifier;
 use metrics::ServiceMetrics;
-use ticket_queue::TicketQueue;
-use verify::Verifier;
 
 use crate::app::AppRegistry;
 use crate::flush::Flusher;
@@ -193,7 +163,7 @@ impl Service {
             history: History::default(),
             finished: FinishedApps::default(),
         });
-        let spill = Arc::new(spill::Spill::new(&tiers));
+        let spill = Arc::new(ingest::spill::Spill::new(&tiers));
         let ingest = Arc::new(Ingest {
             lookup: lookup.clone(),
             memory: memory.clone(),
@@ -224,7 +194,7 @@ impl Service {
             partitions_max: config.partitions_per_request_max,
             read_memory_wait: config.read_memory_wait,
             heap_wait: config.heap_wait,
-            last_refusal: answer_limits::LastRefusal::none(),
+            last_refusal: reads::answer_limits::LastRefusal::none(),
         });
         let lifecycle = Arc::new(Lifecycle {
             lookup,

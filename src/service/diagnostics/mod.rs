@@ -1,0 +1,179 @@
+//! Diagnostics of the worker: applications, recent samples, losses, gauges.
+//!
+//! It reads the other parts of the service and changes none of them. Figures are computed on
+//! request, some of them by a walk over all partitions.
+
+pub(super) mod explain;
+pub(super) mod history;
+pub(super) mod statistics;
+pub(super) mod top_apps;
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use tokio::time::{MissedTickBehavior, interval};
+
+use crate::app::{App, AppRegistry};
+use crate::clock::Instant;
+use crate::flush::Flusher;
+use crate::memory::Memory;
+use crate::runtime::Tasks;
+use crate::store::{DiskCondition, Tiers};
+use uniffle_wire::types::AppId;
+
+use crate::service::blocking::run_own_blocking;
+use crate::service::losses::{Incompleteness, LossReport, Losses, lost_blocks_of};
+use crate::service::metrics::ServiceMetrics;
+use crate::service::quota::{self, QuotaUse};
+use crate::service::status::WorkerStatus;
+use explain::{Explanation, FinishedApps, Presence, StorageCondition, explanation};
+use history::{History, PARTITIONS_PER_SAMPLE, SAMPLE_INTERVAL, Sample, sample_apps};
+use statistics::{AppStatistics, statistics_of};
+
+/// Diagnostics over the parts of the service. It changes none of them.
+#[derive(Debug)]
+pub struct Diagnostics {
+    pub(super) apps: Arc<AppRegistry>,
+    pub(super) memory: Arc<Memory>,
+    pub(super) tiers: Tiers,
+    pub(super) flusher: Option<Arc<Flusher>>,
+    pub(super) status: Arc<WorkerStatus>,
+    pub(super) losses: Arc<Losses>,
+    pub(super) tasks: Tasks,
+    pub(super) metrics: Arc<ServiceMetrics>,
+    pub(super) history: History,
+    pub(super) finished: FinishedApps,
+}
+
+impl Diagnostics {
+    /// Returns the statistics of all applications.
+    pub fn app_statistics(&self) -> Vec<AppStatistics> {
+        self.apps.apps().iter().map(|app| statistics_of(app, &self.memory, &self.tiers)).collect()
+    }
+
+    /// Returns the explanation of `app`. A removed application is found while it is among the
+    /// latest.
+    pub fn explain(&self, app: &str) -> Option<Arc<Explanation>> {
+        let known = AppId::parse(app).ok().and_then(|id| self.apps.find(&id));
+        match known {
+            Some(app) => Some(Arc::new(self.explanation(&app, Presence::Known))),
+            None => self.finished.find(app),
+        }
+    }
+
+    /// Returns the explanations of removed applications, the latest first.
+    pub fn gone_apps(&self) -> Vec<Arc<Explanation>> {
+        self.finished.all()
+    }
+
+    /// Calls `remove` and keeps an explanation of the application if it was removed.
+    pub(super) fn remove_explained(&self, id: &AppId, why: Presence, remove: impl FnOnce() -> bool) -> bool {
+        let explanation = self.apps.find(id).map(|app| self.explanation(&app, why));
+        let removed = remove();
+        if let Some(explanation) = explanation.filter(|_| removed) {
+            self.finished.push(explanation);
+        }
+        removed
+    }
+
+    fn explanation(&self, app: &App, presence: Presence) -> Explanation {
+        let (statistics, quotas) =
+            (statistics_of(app, &self.memory, &self.tiers), quota::of_app(self.apps.quotas(), app));
+        let states: Vec<_> = self.tiers.iter().map(|tier| tier.state()).collect();
+        let mut disks = states.iter().flat_map(|state| &state.disks).peekable();
+        let storage = StorageCondition {
+            object_store_is_failing: states
+                .iter()
+                .filter_map(|state| state.object_store)
+                .any(|it| it.is_failing),
+            all_disks_full: disks.peek().is_some() && disks.all(|disk| disk.condition == DiskCondition::Full),
+        };
+        explanation(app, presence, &statistics, quotas, &self.memory, storage)
+    }
+
+    /// Returns the configured quotas, each with its largest user.
+    #[must_use]
+    pub fn quotas(&self) -> Vec<QuotaUse> {
+        quota::in_force(&self.apps)
+    }
+
+    /// Returns all current losses.
+    pub fn losses(&self) -> LossReport {
+        self.losses.report()
+    }
+
+    /// Returns the extent of unproven completeness.
+    pub fn incompleteness(&self) -> Incompleteness {
+        let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
+        self.losses.incompleteness(gap.map(|reason| reason.to_string()))
+    }
+
+    /// Returns the number of lost blocks of one application.
+    pub fn lost_blocks(&self, app: &App) -> u64 {
+        lost_blocks_of(app)
+    }
+
+    /// Returns the tickets refused since the start: for lack of memory, and because a huge
+    /// partition fills its share.
+    pub fn refused_tickets(&self) -> (u64, u64) {
+        let metrics = &self.metrics;
+        (metrics.require_buffer_refused_regular.get(), metrics.require_buffer_refused_huge.get())
+    }
+
+    /// Updates the gauges of live values; called before metrics are gathered.
+    pub fn refresh_metrics(&self, apps: &[AppStatistics]) {
+        self.metrics.set_inventory(apps, self.apps.block_id_count());
+        self.metrics.set_state(self.status.state());
+        self.losses.set_gauges();
+        self.metrics.quotas.set(&self.apps);
+    }
+
+    /// Returns the samples later than `after_ms`, oldest first.
+    pub fn history(&self, after_ms: u64) -> Vec<Sample> {
+        self.history.after(after_ms)
+    }
+
+    /// Returns a sample of the worker.
+    pub fn sample(&self) -> Sample {
+        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Sample {
+            at_ms: u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX),
+            received_bytes: self.metrics.received_bytes.get(),
+            read_bytes: self.metrics.read_bytes.get(),
+            flushed_bytes: self.flusher.as_ref().map_or(0, |flusher| flusher.flushed_bytes()),
+            memory_used_bytes: self.memory.used_bytes(),
+            memory_reserved_bytes: self.memory.pre_allocated_bytes(),
+            memory_in_flight_bytes: self.memory.in_flight_bytes(),
+        }
+    }
+
+    /// Takes samples until the worker stops.
+    pub async fn run_sampling(self: Arc<Self>) {
+        let stopped = self.tasks.cancelled();
+        tokio::pin!(stopped);
+        let mut ticks = interval(SAMPLE_INTERVAL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (mut walked, mut pause) = (Instant::now(), 0);
+        loop {
+            tokio::select! {
+                biased;
+                () = &mut stopped => return,
+                _ = ticks.tick() => self.history.push(self.sample()),
+            }
+            if pause > 0 {
+                pause -= 1;
+                continue;
+            }
+            let (diagnostics, over) = (Arc::clone(&self), walked.elapsed());
+            let is_quick = self.memory.partitions() < PARTITIONS_PER_SAMPLE as u64;
+            let sampled = match is_quick {
+                true => Ok(sample_apps(&diagnostics.apps, &diagnostics.memory, over)),
+                false => {
+                    run_own_blocking(move || sample_apps(&diagnostics.apps, &diagnostics.memory, over)).await
+                }
+            };
+            pause = sampled.unwrap_or_default() / PARTITIONS_PER_SAMPLE;
+            walked = Instant::now();
+        }
+    }
+}

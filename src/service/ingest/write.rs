@@ -1,0 +1,449 @@
+//! Sends.
+//!
+//! Both listeners fill a [`SendSession`] through [`crate::service::SendSink`] while a request arrives. It
+//! holds the request's resources: the reservation of its ticket and the memory of its blocks.
+//! Nothing is visible until [`SendSession::commit`]; a session dropped before returns everything.
+//! Nothing on this path waits, allocates per block beyond vector growth, or formats a string.
+
+use std::sync::Arc;
+
+use crate::app::{App, Counted, ShuffleState, Stage};
+use crate::clock::Instant;
+use crate::memory::{BlockFill, Buffer, Committed, MemoryError, Reservation, ShuffleBuffers};
+use uniffle_base::budget::heap::HeapFull;
+use uniffle_base::budget::{Budget, Charge, HeapKind};
+use uniffle_wire::BlockHeader;
+use uniffle_wire::types::{AppId, BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
+
+use super::partition_limit::{PartitionLimits, PartitionSizes};
+use crate::service::Ingest;
+use crate::service::ServiceError;
+use crate::service::app_lookup::shuffle_of;
+
+/// Number of blocks of a send that are tracked without a charge; a small send has no more.
+const BLOCKS_FREE: usize = 16;
+
+/// Number of blocks charged at once, which keeps heap accesses rare.
+const BLOCKS_AT_ONCE: usize = 256;
+
+/// Number of blocks stored under one acquisition of a partition's lock. Its readers wait a few
+/// hundred microseconds for that.
+const BLOCKS_STORED_AT_ONCE: usize = 4096;
+
+/// Numbers of partitions and blocks up to which a send is committed or aborted inline. A partition
+/// takes microseconds and a block hundreds of nanoseconds; a send may have hundreds of thousands.
+const SMALL: (usize, usize) = (256, 8192);
+
+/// Heap of an uncommitted block, including spare capacity of the lists.
+const BLOCK_BYTES: u64 =
+    (size_of::<(BlockMeta, BlockFill)>() + size_of::<(BlockMeta, BlockFill)>() / 2) as u64;
+
+/// Header of a send.
+#[derive(Debug, Clone, Copy)]
+pub struct SendHeader<'a> {
+    /// Application id as sent.
+    pub app: &'a str,
+    /// Shuffle id.
+    pub shuffle: i32,
+    /// The ticket.
+    pub ticket: i64,
+    /// Bytes of the whole message; an upper bound of its payload.
+    pub message_bytes: u64,
+}
+
+impl Ingest {
+    /// Opens a send and redeems its ticket.
+    ///
+    /// # Errors
+    /// Unknown app or shuffle; a ticket that is missing, expired, used, or another app's; an
+    /// exhausted quota.
+    pub fn begin_send(self: &Arc<Self>, header: SendHeader<'_>) -> Result<SendSession, ServiceError> {
+        let opened = self.open_send(header);
+        if opened.is_err() {
+            self.metrics.rejected_sends.inc();
+            if let Ok(app) = self.lookup.app(header.app) {
+                app.account.sends_failed.add(1, header.message_bytes);
+            }
+        }
+        opened
+    }
+
+    fn open_send(self: &Arc<Self>, header: SendHeader<'_>) -> Result<SendSession, ServiceError> {
+        let app = self.lookup.touched_app(header.app)?;
+        // The ticket is redeemed first: if anything else is wrong, its memory must be released now.
+        let mut funds = self.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
+        self.metrics.ticket_lifetime.observe(funds.age().as_secs_f64());
+        self.commits.check()?; // rather now than after all of its bytes
+        app.usage.check(Counted::DiskBytes, header.message_bytes)?;
+        let missing = || ServiceError::NotRegisteredPart(format!("shuffle {}", header.shuffle));
+        let (key, shuffle) = shuffle_of(&app, header.shuffle).ok_or_else(missing)?;
+        let buffers = self.memory.shuffle(&key).ok_or_else(missing)?;
+        funds.truncate_to(header.message_bytes);
+        Ok(SendSession {
+            payload_bytes_max: funds.requested_bytes(),
+            bookkeeping: Bookkeeping::new(&app.budgets.unfinished_blocks),
+            ingest: Arc::clone(self),
+            app,
+            shuffle,
+            buffers,
+            funds,
+            limits: self.partition_limits(),
+            runs: Vec::new(),
+            open: None,
+            payload_bytes: 0,
+            stored_bytes: 0,
+            stored_blocks: 0,
+            began: Instant::now(),
+            committed: false,
+        })
+    }
+}
+
+/// Consecutive blocks of one partition.
+#[derive(Debug)]
+struct Run {
+    buffer: Arc<Buffer>,
+    blocks: Vec<(BlockMeta, BlockFill)>,
+}
+
+impl Run {
+    /// Appends a block. The list grows by halves, because long lists must not take twice the memory
+    /// of their contents.
+    fn push(&mut self, meta: BlockMeta, fill: BlockFill) {
+        if self.blocks.len() == self.blocks.capacity() {
+            self.blocks.reserve_exact((self.blocks.len() / 2).max(4));
+        }
+        self.blocks.push((meta, fill));
+    }
+}
+
+/// Bookkeeping of the uncommitted blocks of a send, charged in advance.
+#[derive(Debug)]
+struct Bookkeeping {
+    blocks: usize,
+    paid: usize,
+    charge: Charge,
+}
+
+impl Bookkeeping {
+    fn new(budget: &Budget) -> Self {
+        Self { blocks: 0, paid: BLOCKS_FREE, charge: budget.nothing() }
+    }
+
+    #[inline]
+    fn add(&mut self) -> Result<(), HeapFull> {
+        self.blocks += 1;
+        if self.blocks > self.paid {
+            let charged = self.charge.try_grow(BLOCKS_AT_ONCE as u64 * BLOCK_BYTES);
+            charged.map_err(|refusal| HeapFull::of(HeapKind::Blocks, refusal))?;
+            self.paid += BLOCKS_AT_ONCE;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Run {
+    /// Releases the memory of aborted blocks now instead of at the flusher's next sweep, or clients
+    /// that fail repeatedly would keep it.
+    fn drop(&mut self) {
+        self.blocks.clear();
+        self.buffer.drop_dead();
+    }
+}
+
+/// A block whose bytes are arriving.
+#[derive(Debug)]
+struct OpenBlock {
+    fill: BlockFill,
+    length: u32,
+    crc: crc32fast::Hasher,
+}
+
+/// A send that is arriving. Its blocks become readable at the commit; dropping it releases
+/// everything.
+#[derive(Debug)]
+pub struct SendSession {
+    ingest: Arc<Ingest>,
+    app: Arc<App>,
+    shuffle: Arc<ShuffleState>,
+    buffers: Arc<ShuffleBuffers>,
+    /// Limits at the beginning of the send.
+    limits: PartitionLimits,
+    // Fills are dropped before the reservation, so that aborted memory is released before the
+    // reservation returns.
+    open: Option<OpenBlock>,
+    runs: Vec<Run>,
+    funds: Reservation,
+    bookkeeping: Bookkeeping,
+    payload_bytes_max: u64,
+    payload_bytes: u64,
+    stored_bytes: u64,
+    stored_blocks: u64,
+    began: Instant,
+    committed: bool,
+}
+
+impl SendSession {
+    /// Returns the application's heap budget for uncommitted blocks.
+    pub(super) fn unfinished_blocks(&self) -> &Budget {
+        &self.app.budgets.unfinished_blocks
+    }
+
+    /// Returns the sending application.
+    pub(in crate::service) fn app(&self) -> &AppId {
+        self.app.id()
+    }
+
+    /// Begins `partition`, to which the following blocks belong.
+    ///
+    /// # Errors
+    /// `NO_REGISTER` if it was not registered or is being purged; no heap for a new partition.
+    pub fn partition(&mut self, partition: i32) -> Result<(), ServiceError> {
+        let id = PartitionId(partition);
+        let missing = || ServiceError::NotRegisteredPart(format!("partition {partition}"));
+        if !self.shuffle.partitions.contains(id) {
+            return Err(missing());
+        }
+        let buffer =
+            self.buffers.buffer(id, &self.app.budgets.partitions).map_err(|refusal| match refusal {
+                MemoryError::Evicted => missing(),
+                refusal => refusal.into(),
+            })?;
+        self.runs.push(Run { buffer, blocks: Vec::new() });
+        Ok(())
+    }
+
+    /// Begins a block of `length` bytes and reserves its position in the partition's chain.
+    ///
+    /// # Errors
+    /// A length of 0 or above the limit, more payload than the ticket covers, or more blocks than
+    /// the heap has room for.
+    pub fn begin_block(&mut self, length: u32) -> Result<(), ServiceError> {
+        if length == 0 || length > BLOCK_BYTES_MAX {
+            return Err(ServiceError::InvalidField {
+                field: "block length",
+                value: i64::from(length),
+                allowed: "must be 1 to 536870912",
+            });
+        }
+        self.payload_bytes += u64::from(length);
+        if self.payload_bytes > self.payload_bytes_max {
+            let (asked, left) = (self.payload_bytes, self.payload_bytes_max);
+            return Err(MemoryError::TicketOverspent { asked, left }.into());
+        }
+        self.bookkeeping.add()?;
+        let Some(run) = self.runs.last_mut() else {
+            return Err(ServiceError::Malformed("a block precedes the first partition".to_owned()));
+        };
+        let fill = run.buffer.reserve(length, &mut self.funds)?;
+        self.open = Some(OpenBlock { fill, length, crc: crc32fast::Hasher::new() });
+        Ok(())
+    }
+
+    /// Appends bytes to the open block.
+    ///
+    /// # Errors
+    /// More bytes than the block's announced length.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), ServiceError> {
+        let Some(open) = self.open.as_mut().filter(|open| bytes.len() <= open.fill.remaining()) else {
+            return Err(ServiceError::Malformed("more bytes than the block's length".to_owned()));
+        };
+        open.fill.write(bytes);
+        if self.ingest.verify_crc {
+            // Checksummed while in cache (docs/design/data-path.md §2).
+            open.crc.update(bytes);
+        }
+        Ok(())
+    }
+
+    /// Ends the open block.
+    ///
+    /// # Errors
+    /// Bytes are missing, or the header contradicts them or itself.
+    pub fn end_block(&mut self, header: BlockHeader) -> Result<(), ServiceError> {
+        let Some(open) = self.open.take().filter(|open| open.fill.remaining() == 0) else {
+            return Err(ServiceError::Malformed("a block ends before its bytes".to_owned()));
+        };
+        let meta = block_meta(header, open.length)?;
+        if self.ingest.verify_crc && meta.crc != 0 {
+            let actual = open.crc.finalize();
+            if actual != meta.crc {
+                self.ingest.metrics.crc_mismatches.inc();
+                return Err(ServiceError::BlockCrc { block: header.block_id, announced: meta.crc, actual });
+            }
+        }
+        if let Some(run) = self.runs.last_mut() {
+            run.push(meta, open.fill);
+        }
+        Ok(())
+    }
+
+    /// Returns whether the send is small enough to commit or abort inline.
+    pub(in crate::service) fn is_small(&self) -> bool {
+        let (partitions, blocks) = SMALL;
+        self.runs.len() <= partitions && self.bookkeeping.blocks <= blocks
+    }
+
+    /// Makes the blocks visible. Hard limits are checked before any block is stored. Partitions are
+    /// committed one after another: if one was purged meanwhile, those before it stay stored
+    /// (docs/protocol.md §2.5). Clients treat that as a failed send and repeat it.
+    ///
+    /// # Errors
+    /// The request carried no block, a partition would be too large, its shuffle was purged, or a
+    /// successor is about to take over.
+    pub fn commit(mut self) -> Result<(), ServiceError> {
+        if self.open.is_some() || self.runs.iter().all(|run| run.blocks.is_empty()) {
+            return Err(ServiceError::Malformed("No data in request".to_owned()));
+        }
+        self.check_hard_limit()?;
+        let ingest = Arc::clone(&self.ingest);
+        let _passing = ingest.commits.pass()?;
+        let runs = std::mem::take(&mut self.runs);
+        let stored = runs.into_iter().try_for_each(|run| self.store(run));
+        // Added once for all partitions, because every send of the process updates these two
+        // counters.
+        ingest.metrics.received_bytes.inc_by(self.stored_bytes);
+        ingest.metrics.received_blocks.inc_by(self.stored_blocks);
+        stored?;
+        self.committed = true;
+        self.app.account.enter(Stage::Receive, self.stored_bytes, self.began.elapsed());
+        self.ingest.lookup.apps.touch(&self.app);
+        if let Some(flusher) = &self.ingest.flusher {
+            flusher.check_pressure();
+        }
+        Ok(())
+    }
+}
+
+impl SendSession {
+    /// Checks the hard limit of each run. Runs are checked separately, because a client sends one
+    /// per partition.
+    fn check_hard_limit(&self) -> Result<(), ServiceError> {
+        if self.limits.bytes_max.is_none() {
+            return Ok(());
+        }
+        for run in &self.runs {
+            let sizes = PartitionSizes {
+                received: run.buffer.received_bytes(),
+                in_memory: run.buffer.in_memory_bytes(),
+                asked: run.blocks.iter().map(|(meta, _)| u64::from(meta.length)).sum(),
+            };
+            if self.limits.is_too_large(sizes.received + sizes.asked) {
+                let partition = run.buffer.partition().0;
+                return Err(self.ingest.partition_too_large(&self.app, self.shuffle.key(), partition, sizes));
+            }
+        }
+        Ok(())
+    }
+
+    fn store(&mut self, mut run: Run) -> Result<(), ServiceError> {
+        if run.blocks.is_empty() {
+            return Ok(());
+        }
+        let cares = self.shuffle.ledger.is_watched();
+        let ids: Vec<u64> = match cares {
+            true => run.blocks.iter().map(|(meta, _)| meta.block_id.0.unsigned_abs()).collect(),
+            false => Vec::new(),
+        };
+        let stored = self.commit_to(&run.buffer, std::mem::take(&mut run.blocks))?;
+        if cares {
+            self.ingest.losses.note_committed(&self.shuffle, run.buffer.partition(), &ids);
+        } else if self.shuffle.ledger.is_watched() {
+            self.ingest.losses.count_again(&self.shuffle, run.buffer.partition());
+        }
+        self.stored_bytes += stored.bytes;
+        self.stored_blocks += stored.blocks as u64;
+        if stored.duplicate_blocks > 0 {
+            self.app.account.duplicates.add(stored.duplicate_blocks as u64, stored.duplicate_bytes);
+        }
+        let received_bytes = run.buffer.received_bytes();
+        if self.limits.is_huge(received_bytes) {
+            self.mark_huge(run.buffer.partition(), received_bytes);
+        }
+        if let Some(flusher) = &self.ingest.flusher {
+            flusher.flush_if_oversized(&self.buffers, &run.buffer);
+        }
+        Ok(())
+    }
+
+    fn commit_to(
+        &mut self,
+        buffer: &Buffer,
+        blocks: Vec<(BlockMeta, BlockFill)>,
+    ) -> Result<Committed, MemoryError> {
+        if blocks.len() <= BLOCKS_STORED_AT_ONCE {
+            return buffer.commit(blocks, &mut self.funds);
+        }
+        let (mut blocks, mut all) = (blocks.into_iter(), Committed::default());
+        while blocks.len() > 0 {
+            all += buffer.commit(blocks.by_ref().take(BLOCKS_STORED_AT_ONCE).collect(), &mut self.funds)?;
+        }
+        Ok(all)
+    }
+
+    fn mark_huge(&self, partition: PartitionId, received_bytes: u64) {
+        if !self.shuffle.partitions.mark_huge(partition) {
+            return;
+        }
+        self.ingest.metrics.huge_partitions_marked.inc();
+        if self.app.account.mark_huge() {
+            self.ingest.metrics.apps_with_huge_partition_marked.inc();
+        }
+        tracing::info!(
+            shuffle = %self.shuffle.key(),
+            %partition,
+            received_bytes,
+            "partition is huge; its memory is limited from now on"
+        );
+    }
+}
+
+impl Drop for SendSession {
+    fn drop(&mut self) {
+        if !self.committed {
+            self.ingest.metrics.rejected_sends.inc();
+            self.app.account.sends_failed.add(1, self.payload_bytes);
+        }
+    }
+}
+
+fn block_meta(header: BlockHeader, length: u32) -> Result<BlockMeta, ServiceError> {
+    if i64::from(header.length) != i64::from(length) {
+        let text = format!("block {} announces {} bytes and has {length}", header.block_id, header.length);
+        return Err(ServiceError::Malformed(text));
+    }
+    let invalid = |field, value, allowed| ServiceError::InvalidField { field, value, allowed };
+    if header.block_id < 0 {
+        return Err(invalid("blockId", header.block_id, "must be 0 or more"));
+    }
+    let crc = u32::try_from(header.crc)
+        .map_err(|_| invalid("crc", header.crc, "must be a CRC-32 of 0 to 2^32-1"))?;
+    let uncompressed_length = u32::try_from(header.uncompressed_length).map_err(|_| {
+        invalid("uncompressLength", i64::from(header.uncompressed_length), "must be 0 or more")
+    })?;
+    Ok(BlockMeta {
+        block_id: BlockId(header.block_id),
+        task_attempt_id: TaskAttemptId(header.task_attempt_id),
+        length,
+        uncompressed_length,
+        crc,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn block_whose_length_differs_from_its_bytes_is_refused() {
+        let header =
+            BlockHeader { block_id: 1, length: 3, uncompressed_length: 9, crc: 7, task_attempt_id: 5 };
+        assert!(block_meta(header, 3).is_ok());
+        assert!(block_meta(header, 4).is_err());
+        assert!(block_meta(BlockHeader { length: -1, ..header }, 4).is_err());
+        assert!(block_meta(BlockHeader { block_id: -1, ..header }, 3).is_err());
+        assert!(block_meta(BlockHeader { crc: 1 << 32, ..header }, 3).is_err());
+        assert!(block_meta(BlockHeader { crc: -1, ..header }, 3).is_err());
+        assert!(block_meta(BlockHeader { uncompressed_length: -1, ..header }, 3).is_err());
+    }
+}

@@ -1,0 +1,515 @@
+//! Registration, heartbeats, unregistration, and expiry.
+//!
+//! A registration is acknowledged once it is on the device, so that it survives a crash and a power
+//! loss. An app or shuffle is removed from the registry, memory, and store together, under the
+//! registry's lock. A registration that follows at once therefore finds no old state. Files are
+//! deleted afterwards, in tasks (`deletions`).
+
+pub(super) mod deletions;
+pub(super) mod drain;
+pub(super) mod end;
+pub(super) mod fairness;
+pub(super) mod from_memory;
+pub(super) mod noted;
+pub(super) mod report_batch;
+pub(super) mod restore;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::net::IpAddr;
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use prometheus::HistogramTimer;
+
+use crate::app::{AppRegistry, PartitionRanges, Registration};
+use crate::clock::Instant;
+use crate::compat::HEARTBEAT_TIMEOUT_PROPERTY;
+use crate::flush::Flusher;
+use crate::memory::{Evicted, Memory};
+use crate::runtime::{BlockingPool, Tasks};
+use crate::store::{Admission, Cause, Purge, RemoteStorage, Tiers};
+use crate::telemetry::AUDIT;
+use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
+
+use crate::service::ServiceError;
+use crate::service::app_lookup::AppLookup;
+use crate::service::blocking::run_blocking;
+use crate::service::diagnostics::Diagnostics;
+use crate::service::diagnostics::explain::Presence;
+use crate::service::ingest::spill::Spill;
+use crate::service::losses::Losses;
+use crate::service::losses::verify::Verifier;
+use crate::service::metrics::ServiceMetrics;
+use crate::service::quota::{self, QuotaConfig};
+use crate::service::status::{WorkerState, WorkerStatus};
+use deletions::Deletions;
+use fairness::{FairnessConfig, Weights};
+use noted::{NewRegistration, note_registration};
+
+/// Limit of a week, so that the data of a departed app does not stay on disks forever.
+const HEARTBEAT_TIMEOUT_MINUTES_MAX: u64 = 7 * 24 * 60;
+
+/// Maximum bytes of keys and values kept of one registration. Spark's `.rss.` settings have a few
+/// KiB.
+const PROPERTIES_BYTES_MAX: usize = 64 << 10;
+
+/// Number of characters of a user's name that are logged; clients may send any text.
+const USER_CHARS_LOGGED: usize = 100;
+
+/// Maximum length of a user's name. Kerberos principals have about 50 characters.
+const USER_BYTES_MAX: usize = 1024;
+
+/// Maximum length of a remote storage path, as in HDFS.
+const REMOTE_PATH_BYTES_MAX: usize = 8000;
+
+/// Maximum number of remote storage settings, and of their bytes. Coordinators send those of a name
+/// service, a few KiB.
+const REMOTE_SETTINGS_MAX: usize = 1000;
+const REMOTE_SETTINGS_BYTES_MAX: usize = 64 << 10;
+
+/// Maximum number of ranges of one registration. The registry bounds their union with earlier ones.
+const RANGES_SENT_MAX: usize = 1 << 18;
+
+/// Number of ranges above which a registration is sorted and encoded on a blocking thread.
+const INLINE_RANGES_MAX: usize = 4096;
+
+/// Storage for decommissioning and tags, which outlives the process.
+pub trait SettingsStore: fmt::Debug + Send + Sync {
+    /// Saves the current settings.
+    ///
+    /// # Errors
+    /// The path and the error of each file, if none was written.
+    fn save(&self) -> BoxFuture<'_, Result<(), String>>;
+}
+
+/// Applications and shuffles from registration to removal, and the node's decommissioning.
+#[derive(Debug)]
+pub struct Lifecycle {
+    pub(super) lookup: AppLookup,
+    pub(super) apps: Arc<AppRegistry>,
+    pub(super) memory: Arc<Memory>,
+    pub(super) tiers: Tiers,
+    pub(super) flusher: Option<Arc<Flusher>>,
+    pub(super) status: Arc<WorkerStatus>,
+    /// Pool for ends requested by clients. Ends of large applications take long, so reports and
+    /// results use another pool.
+    pub(super) ends: BlockingPool,
+    pub(super) deletions: Deletions,
+    pub(super) weights: Weights,
+    pub(super) losses: Arc<Losses>,
+    pub(super) verifier: Arc<Verifier>,
+    pub(super) spill: Arc<Spill>,
+    pub(super) diagnostics: Arc<Diagnostics>,
+    pub(super) tasks: Tasks,
+    pub(super) metrics: Arc<ServiceMetrics>,
+    pub(super) decommission_check_interval: Duration,
+    pub(super) settings_store: OnceLock<Weak<dyn SettingsStore>>,
+}
+
+/// A `registerShuffle` request.
+#[derive(Debug, Clone)]
+pub struct RegisterRequest<'a> {
+    /// Application id as sent.
+    pub app: &'a str,
+    /// Shuffle id. Those of Tez overflow into negative values.
+    pub shuffle: i32,
+    /// Closed ranges of partitions.
+    pub ranges: Vec<(i32, i32)>,
+    /// Spark user.
+    pub user: String,
+    /// Requested block order inside extents.
+    pub distribution: Distribution,
+    /// Client configuration.
+    pub properties: HashMap<String, String>,
+    /// Storage from which the client reads cold data, or `None` if it sent no remote path.
+    pub remote_storage: Option<RemoteStorage>,
+    /// Client address, if known.
+    pub from: Option<IpAddr>,
+}
+
+impl Lifecycle {
+    /// Sets the storage used by [`Lifecycle::save_settings`]. Only the first call counts.
+    pub fn set_settings_store(&self, store: Weak<dyn SettingsStore>) {
+        let _ = self.settings_store.set(store);
+    }
+
+    /// Saves decommissioning and tags, if a storage is set.
+    ///
+    /// # Errors
+    /// [`ServiceError::NotSaved`]. The settings are in effect nevertheless.
+    pub async fn save_settings(&self) -> Result<(), ServiceError> {
+        match self.settings_store.get().and_then(Weak::upgrade) {
+            Some(store) => store.save().await.map_err(ServiceError::NotSaved),
+            None => Ok(()),
+        }
+    }
+
+    /// Registers a shuffle and its partitions. Repeating it is harmless; further ranges are added.
+    ///
+    /// # Errors
+    /// An id or range is invalid, or there are too many; nothing was registered then. Or no disk
+    /// can record the registration.
+    pub async fn register(&self, request: RegisterRequest<'_>) -> Result<(), ServiceError> {
+        let key = ShuffleKey::new(AppId::parse(request.app)?, ShuffleId(request.shuffle));
+        check_sizes(&request)?;
+        if self.status.is_draining() {
+            return Err(ServiceError::Stopping);
+        }
+        let is_small = request.ranges.len() <= INLINE_RANGES_MAX;
+        let sent = request.ranges.clone();
+        let ranges =
+            run_blocking(&self.lookup.pool, is_small, move || PartitionRanges::parse(&sent)).await??;
+        let wanted_storage = request.remote_storage.as_ref();
+        let (admissions, is_remote) = self.admissions(wanted_storage)?;
+        let partitions = ranges.count();
+        let new_app = self.apps.find(&key.app).is_none();
+        let user: String = request.user.chars().take(USER_CHARS_LOGGED).collect();
+        let registration = Registration {
+            key: key.clone(),
+            ranges,
+            distribution: request.distribution,
+            user: request.user,
+            sent_properties: !request.properties.is_empty(),
+            heartbeat_timeout: wanted_timeout(&request.properties),
+            properties: kept_properties(request.properties),
+            kept_elsewhere_bytes: wanted_storage.map_or(0, |storage| 2 * remote_bytes(storage) as u64),
+            from: request.from,
+        };
+        let remote = is_remote.then(|| (wanted_storage.cloned(), &*request.ranges));
+        let noted = self.tiers.metadata().map(|tier| (tier, NewRegistration::of(&registration, remote)));
+        self.apps.register(registration, || {
+            self.memory.register(&key, request.distribution);
+            admissions.iter().for_each(|admit| admit(&key, &request.ranges));
+        })?;
+        if let Some(app) = self.apps.find(&key.app) {
+            self.weights.weigh(&app);
+        }
+        if let Some((tier, noting)) = noted {
+            let app = self.apps.find(&key.app);
+            note_registration(app, &key, tier, &self.tiers, noting).await?;
+        }
+        self.metrics.apps_registered.inc_by(u64::from(new_app));
+        self.metrics.partitions_registered.inc_by(partitions);
+        if new_app {
+            tracing::info!(target: AUDIT, app = %key.app, user, "registered");
+        }
+        tracing::debug!(shuffle = %key, partitions, "registered");
+        Ok(())
+    }
+
+    /// Records that the app is alive.
+    ///
+    /// # Errors
+    /// [`ServiceError::NotRegistered`].
+    pub fn heartbeat(&self, app: &str) -> Result<(), ServiceError> {
+        self.lookup.touched_app(app).map(drop)
+    }
+
+    /// Removes a shuffle. Its memory is free on return, and its files are deleted soon after.
+    ///
+    /// # Errors
+    /// [`ServiceError::NotRegistered`] if the app is unknown; an unknown shuffle is no error.
+    pub fn unregister_shuffle(&self, app: &str, shuffle: i32) -> Result<(), ServiceError> {
+        let app = self.lookup.app(app)?;
+        let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
+        let keys = std::slice::from_ref(&key);
+        let remove = || self.purge_state(&key.app, keys, Purge::Shuffles);
+        let (removed, _evicted) = self.apps.remove_shuffle(&key, remove);
+        self.metrics.unregisters.inc_by(u64::from(removed));
+        tracing::info!(target: AUDIT, shuffle = %key, "unregistered");
+        Ok(())
+    }
+
+    /// Removes an app with all its shuffles.
+    ///
+    /// # Errors
+    /// [`ServiceError::NotRegistered`].
+    pub fn unregister_app(&self, app: &str) -> Result<(), ServiceError> {
+        let id = AppId::parse(app).map_err(|_| ServiceError::NotRegistered)?;
+        let remove = || {
+            self.apps
+                .remove_app(&id, |keys| self.purge_state(&id, &keys, Purge::App(Cause::Unregistered)))
+                .is_some()
+        };
+        if !self.diagnostics.remove_explained(&id, Presence::Unregistered, remove) {
+            return Err(ServiceError::NotRegistered);
+        }
+        self.metrics.unregisters.inc();
+        tracing::info!(target: AUDIT, app = %id, "unregistered");
+        self.note_if_empty();
+        Ok(())
+    }
+
+    /// Notifies at once those waiting for an idle worker: the coordinators, and through them an
+    /// operator.
+    fn note_if_empty(&self) {
+        if self.apps.app_count() == 0 {
+            self.status.note_emptied();
+        }
+    }
+
+    /// Purges apps that were not used for their timeout. Returns how many.
+    pub fn expire_apps(&self) -> usize {
+        let mut purged = 0;
+        for id in self.apps.expired() {
+            let purge = |keys: Vec<ShuffleKey>| self.purge_state(&id, &keys, Purge::App(Cause::Expired));
+            let remove = || self.apps.remove_app_if_expired(&id, purge).is_some();
+            if self.diagnostics.remove_explained(&id, Presence::Expired, remove) {
+                purged += 1;
+                tracing::info!(target: AUDIT, app = %id, "application expired without a heartbeat; purged");
+            }
+        }
+        if purged > 0 {
+            self.note_if_empty();
+        }
+        self.metrics.apps_expired.inc_by(purged);
+        usize::try_from(purged).unwrap_or(usize::MAX)
+    }
+
+    /// Checks whether a decommissioning is complete: no app is left.
+    pub fn check_decommission(&self) {
+        let apps = self.apps.app_count();
+        if self.status.observe_apps(apps) {
+            tracing::info!(target: AUDIT, "decommissioned; no applications are left");
+        } else if self.status.state() == WorkerState::Decommissioning {
+            tracing::info!(apps, "decommissioning; waiting for applications to end");
+        }
+    }
+
+    /// Expires tickets and apps and checks a decommissioning at their intervals, until the worker
+    /// stops.
+    pub async fn run_expiry(self: Arc<Self>, tickets_every: Duration, apps_every: Duration) {
+        let stopped = self.tasks.cancelled();
+        tokio::pin!(stopped);
+        let mut tickets = tokio::time::interval(tickets_every);
+        let mut apps = tokio::time::interval(apps_every);
+        let mut decommission = tokio::time::interval(self.decommission_check_interval);
+        loop {
+            tokio::select! {
+                biased;
+                () = &mut stopped => return,
+                _ = tickets.tick() => {
+                    let expired = self.memory.expire_tickets(Instant::now());
+                    if expired > 0 {
+                        tracing::debug!(expired, "tickets expired");
+                    }
+                }
+                _ = apps.tick() => {
+                    self.end_expired_apps().await;
+                    self.end_metadata_gap().await;
+                }
+                _ = decommission.tick() => self.check_decommission(),
+                // The first check runs at once, as in Java, so that an operator with an idle worker
+                // need not wait for an interval.
+                () = self.status.decommission_began() => decommission.reset_immediately(),
+            }
+        }
+    }
+
+    /// Takes the node out of service for an operator, in any state.
+    pub fn decommission(&self) {
+        self.status.decommission();
+        tracing::info!(target: AUDIT, apps = self.apps.app_count(), "decommissioning");
+    }
+
+    /// Takes the node out of service for a coordinator, as [`Lifecycle::decommission`] does.
+    ///
+    /// # Errors
+    /// [`ServiceError::WrongState`] if the node is unhealthy, as the Java server answers.
+    pub fn decommission_healthy(&self) -> Result<(), ServiceError> {
+        if self.status.state() == WorkerState::Unhealthy {
+            return Err(ServiceError::WrongState(
+                "an unhealthy worker cannot be decommissioned by a coordinator; use POST \
+                 /admin/decommission",
+            ));
+        }
+        self.decommission();
+        Ok(())
+    }
+
+    /// Puts the node back into service for an operator.
+    pub fn cancel_decommission(&self) {
+        self.status.cancel_decommission();
+        self.tiers.iter().filter_map(|tier| tier.drain()).for_each(|tier| tier.cancel());
+        tracing::info!(target: AUDIT, "decommissioning cancelled");
+    }
+
+    /// Flushes everything in memory to the tiers below for an operator. Returns how many batches
+    /// are in flight.
+    ///
+    /// # Errors
+    /// [`ServiceError::Unsupported`] without a tier below memory.
+    pub fn flush_all(&self) -> Result<usize, ServiceError> {
+        let Some(flusher) = &self.flusher else {
+            return Err(ServiceError::Unsupported("this worker has no tier below memory"));
+        };
+        flusher.flush_all();
+        Ok(flusher.unfinished())
+    }
+
+    /// Replaces the weights with immediate effect.
+    pub fn set_fairness(&self, fairness: &FairnessConfig) {
+        self.weights.config.write().clone_from(fairness);
+        self.apps.apps().iter().filter(|app| app.has_shuffles()).for_each(|app| self.weights.weigh(app));
+    }
+
+    /// Replaces the quotas with immediate effect.
+    pub fn set_quotas(&self, quotas: &QuotaConfig) {
+        quota::set(&self.apps, quotas);
+    }
+
+    /// Removes the state from memory and every tier, and leaves slow deletions to tasks. Runs under
+    /// the registry's lock. The removal time is measured until the data that this worker serves is
+    /// gone. The memory is freed when the returned values are dropped, which must happen after the
+    /// lock is released.
+    pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey], purge: Purge) -> Vec<Evicted> {
+        let removal = match purge {
+            Purge::Shuffles => &self.metrics.shuffle_removal,
+            Purge::App(_) => {
+                self.memory.forget_app(app);
+                &self.metrics.app_removal
+            }
+        };
+        let timer = Arc::new(removal.start_timer());
+        let evicted = keys.iter().filter_map(|key| self.memory.forget(key)).collect();
+        for (at, tier) in self.tiers.iter().enumerate() {
+            let timer: Option<Arc<HistogramTimer>> = tier.served().map(|_| Arc::clone(&timer));
+            if let Some(deletion) = Arc::clone(tier).forget(app, keys, purge) {
+                let timed = deletion.map(|()| drop(timer));
+                self.deletions.add(at, timed.boxed());
+            }
+        }
+        evicted
+    }
+
+    /// Returns closures that register a shuffle in the tiers that accept it, and whether clients
+    /// read one of these tiers directly.
+    fn admissions(&self, wanted: Option<&RemoteStorage>) -> Result<(Vec<Admission>, bool), ServiceError> {
+        let (mut admissions, mut is_remote) = (Vec::new(), false);
+        for tier in self.tiers.iter() {
+            let admission = Arc::clone(tier).prepare(wanted).map_err(ServiceError::RemoteStorage)?;
+            is_remote |= admission.is_some() && tier.served().is_none();
+            admissions.extend(admission);
+        }
+        if admissions.is_empty() && !self.tiers.is_empty() {
+            return Err(ServiceError::NoRemoteStorage);
+        }
+        Ok((admissions, is_remote))
+    }
+}
+
+/// Checks the size of each stored field; every legitimate registration is small.
+fn check_sizes(request: &RegisterRequest<'_>) -> Result<(), ServiceError> {
+    let (path, settings, bytes) = match &request.remote_storage {
+        Some(storage) => (storage.path.len(), storage.conf.len(), remote_bytes(storage)),
+        None => (0, 0, 0),
+    };
+    let bounds = [
+        ("user", request.user.len(), "bytes", USER_BYTES_MAX),
+        ("partitionRanges", request.ranges.len(), "ranges", RANGES_SENT_MAX),
+        ("remoteStorage.path", path, "bytes", REMOTE_PATH_BYTES_MAX),
+        ("remoteStorage.remoteStorageConf", settings, "settings", REMOTE_SETTINGS_MAX),
+        ("remoteStorage.remoteStorageConf", bytes, "bytes", REMOTE_SETTINGS_BYTES_MAX),
+    ];
+    match bounds.into_iter().find(|(_, size, _, max)| size > max) {
+        Some((field, size, unit, max)) => Err(ServiceError::FieldTooLarge { field, size, unit, max }),
+        None => Ok(()),
+    }
+}
+
+fn remote_bytes(storage: &RemoteStorage) -> usize {
+    storage.conf.iter().map(|(key, value)| key.len() + value.len()).sum()
+}
+
+/// Returns the timeout that an app requests instead of `app_heartbeat_timeout_min`. Text that is
+/// not a number of minutes is ignored.
+fn wanted_timeout(properties: &HashMap<String, String>) -> Option<Duration> {
+    let minutes: u64 = properties.get(HEARTBEAT_TIMEOUT_PROPERTY)?.trim().parse().ok()?;
+    Some(Duration::from_secs(60 * minutes.clamp(1, HEARTBEAT_TIMEOUT_MINUTES_MAX)))
+}
+
+/// Returns the properties to keep, within bounds. Java keeps properties with the same names.
+fn kept_properties(mut properties: HashMap<String, String>) -> HashMap<String, String> {
+    let mut bytes = 0;
+    properties.retain(|key, value| {
+        let is_ours = key.contains(".rss.");
+        let size = key.len() + value.len();
+        let fits = bytes + size <= PROPERTIES_BYTES_MAX;
+        if is_ours && fits {
+            bytes += size;
+        }
+        is_ours && fits
+    });
+    properties.shrink_to_fit();
+    properties
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn timeout_of(text: &str) -> Option<u64> {
+        let properties = [(HEARTBEAT_TIMEOUT_PROPERTY.to_owned(), text.to_owned())].into();
+        wanted_timeout(&properties).map(|timeout| timeout.as_secs())
+    }
+
+    #[test]
+    fn heartbeat_timeout_is_bounded() {
+        assert_eq!(timeout_of("30"), Some(1800));
+        assert_eq!(timeout_of("0"), Some(60));
+        assert_eq!(timeout_of("18446744073709551615"), Some(7 * 86_400));
+        for nonsense in ["", "-1", "soon", "1.5", "18446744073709551616", "\0"] {
+            assert_eq!(timeout_of(nonsense), None, "{nonsense:?}");
+        }
+        assert_eq!(wanted_timeout(&HashMap::new()), None);
+    }
+
+    fn request(
+        user: usize,
+        ranges: usize,
+        path: usize,
+        settings: (usize, usize),
+    ) -> RegisterRequest<'static> {
+        let setting = |n: usize| (n.to_string(), "v".repeat(settings.1));
+        RegisterRequest {
+            app: "app-1",
+            shuffle: 1,
+            ranges: vec![(0, 0); ranges],
+            user: "u".repeat(user),
+            distribution: Distribution::Normal,
+            properties: HashMap::new(),
+            remote_storage: Some(RemoteStorage {
+                path: "p".repeat(path),
+                conf: (0..settings.0).map(setting).collect(),
+                user: String::new(),
+                writers: None,
+            }),
+            from: None,
+        }
+    }
+
+    #[test]
+    fn oversized_registration_field_is_named() {
+        assert!(check_sizes(&request(1024, 1 << 18, 8000, (1000, 50))).is_ok());
+        let refusal = |request| check_sizes(&request).unwrap_err().to_string();
+        let said = "user has 62914560 bytes, the limit is 1024";
+        assert_eq!(refusal(request(60 << 20, 1, 1, (0, 0))), said);
+        let said = "partitionRanges has 262145 ranges, the limit is 262144";
+        assert_eq!(refusal(request(1, (1 << 18) + 1, 1, (0, 0))), said);
+        assert!(refusal(request(1, 1, 8001, (0, 0))).starts_with("remoteStorage.path has 8001 bytes"));
+        assert!(refusal(request(1, 1, 1, (1001, 0))).contains("remoteStorageConf has 1001 settings"));
+        assert!(refusal(request(1, 1, 1, (2, 40_000))).contains("remoteStorageConf has 80002 bytes"));
+    }
+
+    #[test]
+    fn properties_are_bounded_and_selected_by_name() {
+        let huge = "x".repeat(PROPERTIES_BYTES_MAX);
+        let sent = [("spark.rss.a", "1"), ("spark.other", "2"), ("b.rss.huge", huge.as_str())];
+        let sent = sent.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let kept = kept_properties(sent.into());
+        assert_eq!(kept, HashMap::from([("spark.rss.a".to_owned(), "1".to_owned())]));
+    }
+}

@@ -1,0 +1,147 @@
+//! Writes registrations to the metadata log before they are acknowledged, each once.
+//!
+//! Registrations of one shuffle are written one after another, because a record that replaces
+//! others must contain their data. A repeated registration is not written again, whichever client
+//! repeats it.
+
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
+use crate::app::{App, Counted, NextNote, NotedRegistrations, Registration, ShuffleState};
+use crate::log::{self, Record};
+use crate::store::{MetadataLog, MetadataTier, RemoteStorage, StoreErrorKind, Tiers};
+use uniffle_wire::types::ShuffleKey;
+
+use crate::service::ServiceError;
+
+/// Maximum number of remembered ranges of remote directories of one shuffle.
+const REMOTE_RANGES_MAX: usize = 1 << 18;
+
+/// A registration to be written to the log.
+pub(super) struct NewRegistration {
+    /// The registration without ranges and remote storage.
+    fields: log::Registration,
+    /// Remote storage as sent by the client, and the ranges that name directories.
+    remote: Option<(Option<RemoteStorage>, Vec<SentRange>)>,
+}
+
+/// First and last partition of a range as sent.
+pub(super) type SentRange = (i32, i32);
+
+impl NewRegistration {
+    /// Creates the record data of a registration. `remote` has the remote storage and the ranges as
+    /// sent.
+    pub(super) fn of(
+        registration: &Registration,
+        remote: Option<(Option<RemoteStorage>, &[SentRange])>,
+    ) -> Self {
+        let properties = registration.properties.iter();
+        let mut properties: Vec<_> = properties.map(|(key, value)| (key.clone(), value.clone())).collect();
+        properties.sort();
+        let timeout = registration.heartbeat_timeout;
+        let fields = log::Registration {
+            ranges: Vec::new(),
+            distribution: registration.distribution,
+            user: registration.user.clone(),
+            properties,
+            sent_properties: registration.sent_properties,
+            heartbeat_timeout_ms: timeout.map(|it| u64::try_from(it.as_millis()).unwrap_or(u64::MAX)),
+            stage_attempt: 0,
+            remote_storage: Vec::new(),
+        };
+        let wide =
+            |ranges: &[(i32, i32)]| ranges.iter().filter(|(start, end)| start < end).copied().collect();
+        Self { fields, remote: remote.map(|(storage, ranges)| (storage, wide(ranges))) }
+    }
+
+    /// Returns the next record with its encoding and the digest of its data besides ranges, or
+    /// `None` if there is nothing to write.
+    fn next(&self, shuffle: &ShuffleState, noted: &NotedRegistrations) -> Option<(NextNote, Vec<u8>, u64)> {
+        let storage = self.remote.as_ref().map(|(storage, _)| storage);
+        let storage = storage.and_then(|it| serde_json::to_vec(it).ok()).unwrap_or_default();
+        let fields = Record::Registration(self.fields.clone()).encode();
+        let digest = digest(&fields, &storage);
+        let remote_ranges = self.remote.as_ref().map_or(&[][..], |(_, ranges)| ranges);
+        let bytes = (fields.len() + storage.len()) as u64;
+        let next = noted.next(&shuffle.partitions.ranges(), remote_ranges, digest, bytes)?;
+        let remote = self.remote.as_ref().map(|(storage, _)| (storage, &next.remote_ranges));
+        let remote_storage = remote.and_then(|it| serde_json::to_vec(&it).ok()).unwrap_or_default();
+        let registration =
+            log::Registration { ranges: next.ranges.to_vec(), remote_storage, ..self.fields.clone() };
+        let record = match next.replaces {
+            true => Record::encode_replacing(&registration),
+            false => Record::Registration(registration).encode(),
+        };
+        Some((next, record, digest))
+    }
+}
+
+/// Writes the registration of a shuffle of `app` to the metadata log of `tier`.
+pub(super) async fn note_registration(
+    app: Option<Arc<App>>,
+    key: &ShuffleKey,
+    tier: &dyn MetadataTier,
+    tiers: &Tiers,
+    noting: NewRegistration,
+) -> Result<(), ServiceError> {
+    let state = app.as_ref().and_then(|app| app.shuffle(key.shuffle));
+    // The shuffle was unregistered meanwhile, so there is nothing to make durable.
+    let (Some(log), Some(app), Some(state)) = (tier.metadata_log(key), app, state) else { return Ok(()) };
+    let mut noted = state.noted.lock().await;
+    let Some((next, record, digest)) = noting.next(&state, &noted) else { return Ok(()) };
+    check(&app, &noted, &next, record.len())?;
+    let bytes = record.len() as u64;
+    match write(&*log, &state, &mut noted, record).await {
+        Err(error) if is_gone(&error) => return Ok(()),
+        written => written?,
+    }
+    noted.written(next, digest, bytes);
+    drop(noted);
+    state.on_disk.set(|| tiers.occupied_bytes(key));
+    Ok(())
+}
+
+/// Refuses a changed registration that makes the log grow beyond its application's limits.
+fn check(app: &App, noted: &NotedRegistrations, next: &NextNote, bytes: usize) -> Result<(), ServiceError> {
+    if next.remote_ranges.len() > REMOTE_RANGES_MAX {
+        return Err(ServiceError::FieldTooLarge {
+            field: "partitionRanges",
+            size: next.remote_ranges.len(),
+            unit: "ranges, earlier registrations included",
+            max: REMOTE_RANGES_MAX,
+        });
+    }
+    if !noted.is_empty() {
+        app.usage.check(Counted::DiskBytes, bytes as u64)?;
+    }
+    Ok(())
+}
+
+async fn write(
+    log: &dyn MetadataLog,
+    state: &ShuffleState,
+    noted: &mut NotedRegistrations,
+    record: Vec<u8>,
+) -> Result<(), ServiceError> {
+    // The mark is written first: a start that finds the registration then also finds why its
+    // results are refused.
+    if let Some(reason) = state.ledger.incomplete()
+        && noted.needs_mark()
+    {
+        log.mark_incomplete(reason).await?;
+        noted.mark();
+    }
+    Ok(log.append(record.into()).await?)
+}
+
+fn is_gone(error: &ServiceError) -> bool {
+    matches!(error, ServiceError::Store(error) if error.kind == StoreErrorKind::Purged)
+}
+
+/// Returns a digest of a registration without its ranges. It is never 0, which means no
+/// registration.
+fn digest(fields: &[u8], storage: &[u8]) -> u64 {
+    let mut hasher = std::hash::DefaultHasher::new();
+    (fields, storage).hash(&mut hasher);
+    hasher.finish().max(1)
+}

@@ -1,0 +1,122 @@
+//! Metrics of reads in progress and their costs, with the names of the Java server.
+
+use std::time::Duration;
+
+use prometheus::{Counter, IntCounter, IntGauge, Registry};
+
+use crate::metrics::{self, GaugeGuard};
+
+metrics::table! {
+    struct All {
+        disk_ms: Counter = "total_read_time", "Milliseconds that reads waited for local disks, summed";
+        ahead: IntCounter =
+            "read_ahead_operations",
+            "Chunks read ahead from local disks while the previous chunk was being sent";
+    }
+}
+
+metrics::table! {
+    struct Kind each fill {
+        under_way: IntGauge = "read_{kind}_thread_num", "In-progress {what}";
+        bytes: IntGauge = "read_{kind}_buffer_size", "Response bytes of in-progress {what}";
+    }
+}
+
+const MEMORY: metrics::Fill<'_> = &[("{kind}", "memory_data"), ("{what}", "reads from memory")];
+const LOCAL_DATA: metrics::Fill<'_> = &[("{kind}", "local_data_file"), ("{what}", "reads of local data")];
+const LOCAL_INDEX: metrics::Fill<'_> =
+    &[("{kind}", "local_index_file"), ("{what}", "reads of local indexes")];
+
+/// Read metrics of all tiers.
+#[derive(Debug)]
+pub(crate) struct ReadMetrics {
+    pub(super) memory: TierReads,
+    pub(super) local_data: TierReads,
+    pub(super) local_index: TierReads,
+}
+
+/// Metrics of one kind of read.
+#[derive(Debug)]
+pub(super) struct TierReads {
+    under_way: IntGauge,
+    bytes: IntGauge,
+    /// Shared by the kinds.
+    disk_ms: Counter,
+    /// Shared by the kinds.
+    ahead: IntCounter,
+}
+
+impl ReadMetrics {
+    pub(in crate::service) fn new(registry: &Registry) -> prometheus::Result<Self> {
+        let All { disk_ms, ahead } = All::new(registry)?;
+        let reads = |fill| -> prometheus::Result<TierReads> {
+            let Kind { under_way, bytes } = Kind::new(registry, fill)?;
+            Ok(TierReads { under_way, bytes, disk_ms: disk_ms.clone(), ahead: ahead.clone() })
+        };
+        Ok(Self { memory: reads(MEMORY)?, local_data: reads(LOCAL_DATA)?, local_index: reads(LOCAL_INDEX)? })
+    }
+
+    pub(in crate::service) fn described() -> Vec<metrics::Description> {
+        let kinds = [MEMORY, LOCAL_DATA, LOCAL_INDEX];
+        [All::described(), kinds.into_iter().flat_map(Kind::described).collect()].concat()
+    }
+}
+
+impl TierReads {
+    /// Counts a read of `bytes` until the returned value is dropped.
+    pub(in crate::service) fn begin(&self, bytes: u64) -> Reading {
+        Reading {
+            disk_ms: self.disk_ms.clone(),
+            ahead: self.ahead.clone(),
+            bytes,
+            _gauges: [GaugeGuard::one(&self.under_way), GaugeGuard::of(&self.bytes, bytes)],
+        }
+    }
+}
+
+/// A read in progress.
+#[derive(Debug)]
+pub(super) struct Reading {
+    disk_ms: Counter,
+    pub(in crate::service) ahead: IntCounter,
+    /// Length of the response.
+    pub(in crate::service) bytes: u64,
+    _gauges: [GaugeGuard; 2],
+}
+
+impl Reading {
+    /// Adds `time` spent waiting for the disk, summed over all chunks.
+    pub(super) fn waited_for_disk(&self, time: Duration) {
+        self.disk_ms.inc_by(time.as_secs_f64() * 1e3);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_are_counted_in_gauge_and_total() {
+        let registry = Registry::new();
+        let metrics = ReadMetrics::new(&registry).unwrap();
+        let value = |name: &str| {
+            let families = registry.gather();
+            let metric = &families.iter().find(|it| it.name() == name).unwrap().get_metric()[0];
+            metric.get_counter().get_value() + metric.get_gauge().get_value()
+        };
+        let reading = metrics.local_data.begin(70);
+        reading.waited_for_disk(Duration::from_millis(3));
+        let _other = metrics.memory.begin(u64::MAX);
+        assert_eq!(
+            (value("read_local_data_file_thread_num"), value("read_local_data_file_buffer_size")),
+            (1.0, 70.0)
+        );
+        drop(reading);
+        assert_eq!(
+            (value("read_local_data_file_thread_num"), value("read_local_data_file_buffer_size")),
+            (0.0, 0.0)
+        );
+        assert_eq!(value("read_memory_data_thread_num"), 1.0);
+        assert_eq!(value("total_read_time"), 3.0);
+    }
+}
