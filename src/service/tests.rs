@@ -182,7 +182,7 @@ impl Fixture {
     }
 
     fn buffer_of(&self, app: &str, partition: i32) -> Arc<Buffer> {
-        let shuffle = self.service.lifecycle.lookup.app(app).unwrap().shuffles()[0].key().clone();
+        let shuffle = self.service.parts.app(app).unwrap().shuffles()[0].key().clone();
         self.memory.shuffle(&shuffle).unwrap().existing(PartitionId(partition)).unwrap()
     }
 

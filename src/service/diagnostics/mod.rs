@@ -13,19 +13,15 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use tokio::time::{MissedTickBehavior, interval};
 
-use crate::app::{App, AppRegistry};
+use crate::app::App;
 use crate::clock::Instant;
-use crate::flush::Flusher;
-use crate::memory::Memory;
-use crate::runtime::Tasks;
-use crate::store::{DiskCondition, Tiers};
+use crate::service::blocking::run_own_blocking;
+use crate::service::losses::{Incompleteness, LossReport, lost_blocks_of};
+use crate::service::parts::Parts;
+use crate::service::quota::{self, QuotaUse};
+use crate::store::DiskCondition;
 use uniffle_wire::types::AppId;
 
-use crate::service::blocking::run_own_blocking;
-use crate::service::losses::{Incompleteness, LossReport, Losses, lost_blocks_of};
-use crate::service::metrics::ServiceMetrics;
-use crate::service::quota::{self, QuotaUse};
-use crate::service::status::WorkerStatus;
 use explain::{Explanation, FinishedApps, Presence, StorageCondition, explanation};
 use history::{History, PARTITIONS_PER_SAMPLE, SAMPLE_INTERVAL, Sample, sample_apps};
 use statistics::{AppStatistics, statistics_of};
@@ -33,28 +29,31 @@ use statistics::{AppStatistics, statistics_of};
 /// Diagnostics over the parts of the service. It changes none of them.
 #[derive(Debug)]
 pub struct Diagnostics {
-    pub(super) apps: Arc<AppRegistry>,
-    pub(super) memory: Arc<Memory>,
-    pub(super) tiers: Tiers,
-    pub(super) flusher: Option<Arc<Flusher>>,
-    pub(super) status: Arc<WorkerStatus>,
-    pub(super) losses: Arc<Losses>,
-    pub(super) tasks: Tasks,
-    pub(super) metrics: Arc<ServiceMetrics>,
-    pub(super) history: History,
-    pub(super) finished: FinishedApps,
+    parts: Arc<Parts>,
+    history: History,
+    finished: FinishedApps,
 }
 
 impl Diagnostics {
+    pub(super) fn new(parts: &Arc<Parts>) -> Self {
+        let parts = Arc::clone(parts);
+        Self { parts, history: History::default(), finished: FinishedApps::default() }
+    }
+
     /// Returns the statistics of all applications.
     pub fn app_statistics(&self) -> Vec<AppStatistics> {
-        self.apps.apps().iter().map(|app| statistics_of(app, &self.memory, &self.tiers)).collect()
+        self.parts
+            .apps
+            .apps()
+            .iter()
+            .map(|app| statistics_of(app, &self.parts.memory, &self.parts.tiers))
+            .collect()
     }
 
     /// Returns the explanation of `app`. A removed application is found while it is among the
     /// latest.
     pub fn explain(&self, app: &str) -> Option<Arc<Explanation>> {
-        let known = AppId::parse(app).ok().and_then(|id| self.apps.find(&id));
+        let known = AppId::parse(app).ok().and_then(|id| self.parts.apps.find(&id));
         match known {
             Some(app) => Some(Arc::new(self.explanation(&app, Presence::Known))),
             None => self.finished.find(app),
@@ -68,7 +67,7 @@ impl Diagnostics {
 
     /// Calls `remove` and keeps an explanation of the application if it was removed.
     pub(super) fn remove_explained(&self, id: &AppId, why: Presence, remove: impl FnOnce() -> bool) -> bool {
-        let explanation = self.apps.find(id).map(|app| self.explanation(&app, why));
+        let explanation = self.parts.apps.find(id).map(|app| self.explanation(&app, why));
         let removed = remove();
         if let Some(explanation) = explanation.filter(|_| removed) {
             self.finished.push(explanation);
@@ -77,9 +76,11 @@ impl Diagnostics {
     }
 
     fn explanation(&self, app: &App, presence: Presence) -> Explanation {
-        let (statistics, quotas) =
-            (statistics_of(app, &self.memory, &self.tiers), quota::of_app(self.apps.quotas(), app));
-        let states: Vec<_> = self.tiers.iter().map(|tier| tier.state()).collect();
+        let (statistics, quotas) = (
+            statistics_of(app, &self.parts.memory, &self.parts.tiers),
+            quota::of_app(self.parts.apps.quotas(), app),
+        );
+        let states: Vec<_> = self.parts.tiers.iter().map(|tier| tier.state()).collect();
         let mut disks = states.iter().flat_map(|state| &state.disks).peekable();
         let storage = StorageCondition {
             object_store_is_failing: states
@@ -88,24 +89,24 @@ impl Diagnostics {
                 .any(|it| it.is_failing),
             all_disks_full: disks.peek().is_some() && disks.all(|disk| disk.condition == DiskCondition::Full),
         };
-        explanation(app, presence, &statistics, quotas, &self.memory, storage)
+        explanation(app, presence, &statistics, quotas, &self.parts.memory, storage)
     }
 
     /// Returns the configured quotas, each with its largest user.
     #[must_use]
     pub fn quotas(&self) -> Vec<QuotaUse> {
-        quota::in_force(&self.apps)
+        quota::in_force(&self.parts.apps)
     }
 
     /// Returns all current losses.
     pub fn losses(&self) -> LossReport {
-        self.losses.report()
+        self.parts.losses.report()
     }
 
     /// Returns the extent of unproven completeness.
     pub fn incompleteness(&self) -> Incompleteness {
-        let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
-        self.losses.incompleteness(gap.map(|reason| reason.to_string()))
+        let gap = self.parts.tiers.metadata().and_then(|tier| tier.metadata_gap());
+        self.parts.losses.incompleteness(gap.map(|reason| reason.to_string()))
     }
 
     /// Returns the number of lost blocks of one application.
@@ -116,16 +117,16 @@ impl Diagnostics {
     /// Returns the tickets refused since the start: for lack of memory, and because a huge
     /// partition fills its share.
     pub fn refused_tickets(&self) -> (u64, u64) {
-        let metrics = &self.metrics;
+        let metrics = &self.parts.metrics;
         (metrics.require_buffer_refused_regular.get(), metrics.require_buffer_refused_huge.get())
     }
 
     /// Updates the gauges of live values; called before metrics are gathered.
     pub fn refresh_metrics(&self, apps: &[AppStatistics]) {
-        self.metrics.set_inventory(apps, self.apps.block_id_count());
-        self.metrics.set_state(self.status.state());
-        self.losses.set_gauges();
-        self.metrics.quotas.set(&self.apps);
+        self.parts.metrics.set_inventory(apps, self.parts.apps.block_id_count());
+        self.parts.metrics.set_state(self.parts.status.state());
+        self.parts.losses.set_gauges();
+        self.parts.metrics.quotas.set(&self.parts.apps);
     }
 
     /// Returns the samples later than `after_ms`, oldest first.
@@ -138,18 +139,18 @@ impl Diagnostics {
         let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Sample {
             at_ms: u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX),
-            received_bytes: self.metrics.received_bytes.get(),
-            read_bytes: self.metrics.read_bytes.get(),
-            flushed_bytes: self.flusher.as_ref().map_or(0, |flusher| flusher.flushed_bytes()),
-            memory_used_bytes: self.memory.used_bytes(),
-            memory_reserved_bytes: self.memory.pre_allocated_bytes(),
-            memory_in_flight_bytes: self.memory.in_flight_bytes(),
+            received_bytes: self.parts.metrics.received_bytes.get(),
+            read_bytes: self.parts.metrics.read_bytes.get(),
+            flushed_bytes: self.parts.flusher.as_ref().map_or(0, |flusher| flusher.flushed_bytes()),
+            memory_used_bytes: self.parts.memory.used_bytes(),
+            memory_reserved_bytes: self.parts.memory.pre_allocated_bytes(),
+            memory_in_flight_bytes: self.parts.memory.in_flight_bytes(),
         }
     }
 
     /// Takes samples until the worker stops.
     pub async fn run_sampling(self: Arc<Self>) {
-        let stopped = self.tasks.cancelled();
+        let stopped = self.parts.tasks.cancelled();
         tokio::pin!(stopped);
         let mut ticks = interval(SAMPLE_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -165,11 +166,14 @@ impl Diagnostics {
                 continue;
             }
             let (diagnostics, over) = (Arc::clone(&self), walked.elapsed());
-            let is_quick = self.memory.partitions() < PARTITIONS_PER_SAMPLE as u64;
+            let is_quick = self.parts.memory.partitions() < PARTITIONS_PER_SAMPLE as u64;
             let sampled = match is_quick {
-                true => Ok(sample_apps(&diagnostics.apps, &diagnostics.memory, over)),
+                true => Ok(sample_apps(&diagnostics.parts.apps, &diagnostics.parts.memory, over)),
                 false => {
-                    run_own_blocking(move || sample_apps(&diagnostics.apps, &diagnostics.memory, over)).await
+                    run_own_blocking(move || {
+                        sample_apps(&diagnostics.parts.apps, &diagnostics.parts.memory, over)
+                    })
+                    .await
                 }
             };
             pause = sampled.unwrap_or_default() / PARTITIONS_PER_SAMPLE;

@@ -11,9 +11,9 @@ use std::time::Duration;
 use crate::app::ShuffleState;
 use crate::clock::Instant;
 
-use crate::service::Ingest;
+use super::Ingest;
 use crate::service::ServiceError;
-use crate::service::app_lookup::shuffle_of;
+use crate::service::parts::shuffle_of;
 
 /// Same value as Java's `rss.server.commit.timeout`. A client that gives up sooner asks again and
 /// finds less left to flush.
@@ -41,14 +41,14 @@ impl Ingest {
     async fn flushed(&self, app_id: &str, shuffle: i32) -> Result<Arc<ShuffleState>, ServiceError> {
         let unknown = || ServiceError::NotRegisteredPart(format!("shuffle {shuffle}"));
         let find = || {
-            let app = self.lookup.touched_app(app_id)?;
+            let app = self.parts.touched_app(app_id)?;
             shuffle_of(&app, shuffle).ok_or_else(unknown)
         };
         let (key, state) = find()?;
-        let flusher = self.flusher.as_ref();
+        let flusher = self.parts.flusher.as_ref();
         let flusher =
             flusher.ok_or(ServiceError::Unsupported("this worker has no tier below memory to commit to"))?;
-        let buffers = self.memory.shuffle(&key).ok_or_else(unknown)?;
+        let buffers = self.parts.memory.shuffle(&key).ok_or_else(unknown)?;
         let flush = async {
             let is_done = flusher.flush_shuffle(&buffers, Instant::now() + TIMEOUT).await;
             is_done.then_some(()).ok_or(ServiceError::NotFlushed { seconds: TIMEOUT.as_secs() })

@@ -1,66 +1,62 @@
 //! Calls for writers: tickets, sends and reports.
 //!
-//! [`Ingest`] holds the dependencies that these calls share. The calls are in `require`, `write`,
-//! `report` and `commit_task`. Invariant: after [`Ingest::refuse_sends`] returns, no send is
-//! acknowledged until [`Ingest::take_sends`].
+//! Invariant: after [`Ingest::refuse_sends`] returns, no send is acknowledged until
+//! [`Ingest::take_sends`]: the commit gate is closed while a worker prepares to hand over to a
+//! successor.
 
-pub(super) mod commit_gate;
-pub(super) mod commit_task;
-pub(super) mod pace;
+mod commit_task;
+mod pace;
 pub(super) mod partition_limit;
 pub(super) mod report;
 pub(super) mod require;
 pub(super) mod send_sink;
 pub(super) mod spill;
-pub(super) mod ticket_queue;
+mod ticket_queue;
 pub(super) mod write;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use parking_lot::RwLock;
+use parking_lot::{RwLock, RwLockReadGuard};
 
-use crate::flush::Flusher;
-use crate::memory::Memory;
-use crate::runtime::{BlockingPool, Tasks};
-use crate::store::Tiers;
+use crate::runtime::BlockingPool;
+use crate::service::ServiceError;
+use crate::service::parts::{Parts, ServiceConfig};
 
-use crate::service::app_lookup::AppLookup;
-use crate::service::losses::Losses;
-use crate::service::metrics::ServiceMetrics;
-use crate::service::status::WorkerStatus;
-use commit_gate::CommitGate;
 use partition_limit::PartitionLimits;
-use spill::Spill;
 use ticket_queue::TicketQueue;
 
 /// The writing half of the service. It refuses cheaply first, and reserves memory before it accepts
 /// bytes.
 #[derive(Debug)]
 pub struct Ingest {
-    pub(super) lookup: AppLookup,
-    pub(super) memory: Arc<Memory>,
-    pub(super) tiers: Tiers,
-    pub(super) flusher: Option<Arc<Flusher>>,
-    pub(super) status: Arc<WorkerStatus>,
-    pub(super) losses: Arc<Losses>,
-    pub(super) metrics: Arc<ServiceMetrics>,
-    pub(super) limits: RwLock<PartitionLimits>,
-    pub(super) commits: CommitGate,
-    pub(super) ticket_queue: TicketQueue,
-    pub(super) ticket_wait: Duration,
-    pub(super) heap_wait: Duration,
-    pub(super) spill: Arc<Spill>,
-    pub(super) partitions_max: usize,
-    pub(super) verify_crc: bool,
+    parts: Arc<Parts>,
+    limits: RwLock<PartitionLimits>,
+    commits: CommitGate,
+    ticket_queue: TicketQueue,
+    ticket_wait: Duration,
+    verify_crc: bool,
     /// Pool for commits of large sends.
     pub(super) committing: BlockingPool,
     /// Pool for large sends that are aborted. It is separate so that aborts do not delay commits.
     pub(super) aborting: BlockingPool,
-    pub(super) tasks: Tasks,
 }
 
 impl Ingest {
+    pub(super) fn new(parts: &Arc<Parts>, config: &ServiceConfig) -> Self {
+        Self {
+            parts: Arc::clone(parts),
+            limits: RwLock::new(config.partition_limits),
+            commits: CommitGate::default(),
+            ticket_queue: TicketQueue::default(),
+            ticket_wait: config.ticket_wait,
+            verify_crc: config.verify_crc,
+            committing: BlockingPool::of_cores(),
+            aborting: BlockingPool::of_cores(),
+        }
+    }
+
     /// Returns the current limits of one partition.
     pub fn partition_limits(&self) -> PartitionLimits {
         *self.limits.read()
@@ -80,5 +76,79 @@ impl Ingest {
     /// Undoes [`Ingest::refuse_sends`].
     pub fn take_sends(&self) {
         self.commits.open();
+    }
+}
+
+/// A gate that is open, or closed temporarily or permanently.
+#[derive(Debug, Default)]
+struct CommitGate {
+    closed: RwLock<bool>,
+    /// Copy of `closed` for early checks that do not write to a cache line shared by all sends.
+    seems_closed: AtomicBool,
+}
+
+/// Keeps the gate in its state for the duration of one commit.
+type CommitPermit<'a> = RwLockReadGuard<'a, bool>;
+
+impl CommitGate {
+    /// Passes the gate for as long as the returned value lives.
+    ///
+    /// # Errors
+    /// `Stopping` while the gate is closed. Clients wait and send again.
+    fn pass(&self) -> Result<CommitPermit<'_>, ServiceError> {
+        let passing = self.closed.read();
+        if *passing { Err(ServiceError::Stopping) } else { Ok(passing) }
+    }
+
+    /// Refuses a send early that [`CommitGate::pass`] would refuse after all of its bytes.
+    ///
+    /// # Errors
+    /// The errors of [`CommitGate::pass`].
+    fn check(&self) -> Result<(), ServiceError> {
+        if self.seems_closed.load(Ordering::Relaxed) { Err(ServiceError::Stopping) } else { Ok(()) }
+    }
+
+    /// Closes the gate and waits for running commits, which only touch memory.
+    fn close(&self) {
+        self.set(true);
+    }
+
+    fn open(&self) {
+        self.set(false);
+    }
+
+    fn set(&self, closed: bool) {
+        let mut guarded = self.closed.write();
+        *guarded = closed;
+        self.seems_closed.store(closed, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use uniffle_testkit::wait_until;
+
+    use super::*;
+
+    #[test]
+    fn gate_closes_after_the_last_commit() {
+        let gate = CommitGate::default();
+        std::thread::scope(|scope| {
+            // Runs inside the scope, so that the closing thread ends even if this assertion fails.
+            let passing = gate.pass().unwrap();
+            let closing = scope.spawn(|| gate.close());
+            wait_until("it waits for running commits", Duration::from_secs(20), || {
+                gate.closed.try_read().map_or(Ok(()), |_| Err("others may pass".to_owned()))
+            });
+            assert!(!closing.is_finished(), "one is still passing");
+            drop(passing);
+            closing.join().unwrap();
+        });
+        assert!(matches!(gate.pass(), Err(ServiceError::Stopping)) && gate.check().is_err());
+        gate.open();
+        assert!(gate.check().is_ok());
+        drop(gate.pass().unwrap());
     }
 }

@@ -19,11 +19,11 @@ use uniffle_base::budget::heap::HeapFull;
 use uniffle_base::budget::{Charge, HeapKind, NoCapacity};
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
 
+use super::Ingest;
 use super::spill::{self, Room};
-use crate::service::Ingest;
 use crate::service::ServiceError;
-use crate::service::app_lookup::shuffle_of;
 use crate::service::blocking::StepRunner;
+use crate::service::parts::shuffle_of;
 
 /// Number of ids above which a report is compared, encoded and added on blocking threads
 /// (docs/protocol.md §11 bitmap-on-runtime).
@@ -57,7 +57,7 @@ impl Ingest {
     /// Unknown app or shuffle, another `bitmapNum` than before, negative ids, exceeded heap or
     /// quota, or no disk that can record the report. Nothing was accepted then.
     pub async fn report(&self, mut request: ReportRequest<'_>) -> Result<(), ServiceError> {
-        let app = self.lookup.touched_app(request.app)?;
+        let app = self.parts.touched_app(request.app)?;
         if request.bitmap_count <= 0 {
             let value = i64::from(request.bitmap_count);
             return Err(ServiceError::InvalidField {
@@ -69,7 +69,7 @@ impl Ingest {
         let (key, shuffle) =
             shuffle_of(&app, request.shuffle).ok_or_else(|| unknown_shuffle(request.shuffle))?;
         let is_small = numbers_in(&request.partitions, &request.records) <= INLINE_IDS_MAX;
-        let runner = StepRunner::new(&self.lookup.pool, is_small);
+        let runner = StepRunner::new(&self.parts.pool, is_small);
         let (partitions, records) =
             (std::mem::take(&mut request.partitions), std::mem::take(&mut request.records));
         let mut reported = Reported { bitmap_count: request.bitmap_count, partitions, records };
@@ -93,7 +93,7 @@ impl Ingest {
             return Ok(());
         }
         let paid = self.pay(&app, &shuffle.reports, &reported).await?;
-        let alarms = self.losses.judge_report(&app, &shuffle, &reported.partitions).await?;
+        let alarms = self.parts.losses.judge_report(&app, &shuffle, &reported.partitions).await?;
         let reported = match log {
             Some(log) if shuffle.reports.are_repeated() || !reported.records.is_empty() => {
                 let unknown = reported.unknown(&shuffle.reports).await;
@@ -103,14 +103,14 @@ impl Ingest {
             Some(log) => note_report(runner, &*log, key.shuffle, request.task_attempt, reported).await?,
             None => reported,
         };
-        shuffle.on_disk.set(|| self.tiers.occupied_bytes(&key));
+        shuffle.on_disk.set(|| self.parts.tiers.occupied_bytes(&key));
         let state = Arc::clone(&shuffle);
         let enter = move || {
             reported.enter(&state.reports, paid);
             reported
         };
         let reported = runner.run(enter).await?;
-        self.losses.note_reported(&shuffle, &reported.partitions, alarms);
+        self.parts.losses.note_reported(&shuffle, &reported.partitions, alarms);
         Ok(())
     }
 
@@ -127,11 +127,11 @@ impl Ingest {
         let counted = app.usage.take(Counted::ReportedIds, ids)?;
         let record_bytes = reports.records.lock().price_of(&report.records);
         let mut on_disk = None;
-        let mut charge = match self.spill.charge(app, bytes + record_bytes).await {
+        let mut charge = match self.parts.spill.charge(app, bytes + record_bytes).await {
             Room::Charged(charge) => charge,
             Room::OnlyOnDisk => {
                 let records = self.wait_for_heap(app, record_bytes).await?;
-                on_disk = self.spill.write(app, &report.partitions).await;
+                on_disk = self.parts.spill.write(app, &report.partitions).await;
                 match &on_disk {
                     Some(_) => records,
                     None => self.wait_for_heap(app, bytes + record_bytes).await?,
@@ -149,7 +149,7 @@ impl Ingest {
 
     async fn wait_for_heap(&self, app: &App, bytes: u64) -> Result<Charge, ServiceError> {
         let heap = &app.budgets.reported_ids;
-        let charge = match timeout(self.heap_wait, heap.charge(bytes)).await {
+        let charge = match timeout(self.parts.heap_wait, heap.charge(bytes)).await {
             Ok(charge) => charge,
             Err(_elapsed) => heap.try_charge(bytes),
         };
@@ -164,7 +164,7 @@ impl Ingest {
         key: &ShuffleKey,
         shuffle: &Arc<ShuffleState>,
     ) -> Result<Option<Arc<dyn MetadataLog>>, ServiceError> {
-        let Some(tier) = self.tiers.metadata() else { return Ok(None) };
+        let Some(tier) = self.parts.tiers.metadata() else { return Ok(None) };
         let log = tier.metadata_log(key);
         // A tier removes a shuffle after the app does, and knows a new one before.
         let is_registered = app.shuffle(key.shuffle).is_some_and(|known| Arc::ptr_eq(&known, shuffle));

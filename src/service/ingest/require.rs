@@ -15,9 +15,9 @@ use crate::memory::{MemoryError, ShuffleBuffers};
 use crate::metrics::clamped;
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
 
+use super::Ingest;
 use super::partition_limit::{LimitDecision, PartitionSizes};
 use super::ticket_queue::{QueuedRequest, is_waited_for};
-use crate::service::Ingest;
 use crate::service::ServiceError;
 
 /// A `requireBuffer` request.
@@ -75,7 +75,7 @@ impl Ingest {
             },
         };
         // If the tiers accept nothing, waiting frees nothing: another worker is the better choice.
-        let may_wait = !self.ticket_wait.is_zero() && !self.status.is_without_room();
+        let may_wait = !self.ticket_wait.is_zero() && !self.parts.status.is_without_room();
         let place = of_connection.try_acquire().ok().filter(|_| may_wait);
         if place.is_none() {
             let ticket = refused.map_or_else(|| self.ticket(&asked), Err);
@@ -83,7 +83,7 @@ impl Ingest {
         }
         asked.has_waited = true;
         self.begin_wait(&asked.app, asked.wanted.bytes);
-        let (tickets, memory) = (self.memory.tickets(), self.memory.budget());
+        let (tickets, memory) = (self.parts.memory.tickets(), self.parts.memory.budget());
         let waiting = self.ticket_queue.wait(tickets, memory, asked.app.id(), asked.wanted, self.ticket_wait);
         let waited = waiting.await;
         let is_in_line = matches!(waited, Some(Ok(_)));
@@ -93,7 +93,7 @@ impl Ingest {
             drop(tickets.redeem(asked.app.id(), *ticket));
         }
         is_there?;
-        self.metrics.require_buffer_waited.inc_by(u64::from(is_in_line));
+        self.parts.metrics.require_buffer_waited.inc_by(u64::from(is_in_line));
         self.grant(asked, ticket)
     }
 
@@ -119,12 +119,12 @@ impl Ingest {
 
     /// Checks everything except for free memory.
     fn check(&self, request: &RequireRequest<'_>) -> Result<TicketRequest, ServiceError> {
-        let app = self.lookup.app(request.app)?;
-        if self.status.is_stopping() {
+        let app = self.parts.app(request.app)?;
+        if self.parts.status.is_stopping() {
             return Err(ServiceError::Stopping);
         }
         let bytes = size(request.bytes, "requireSize")?;
-        if request.partitions.len() > self.partitions_max {
+        if request.partitions.len() > self.parts.partitions_max {
             return Err(ServiceError::InvalidField {
                 field: "partitionIds",
                 value: clamped(request.partitions.len()),
@@ -140,10 +140,10 @@ impl Ingest {
 
     /// Repeats the checks whose results may have changed while a request waited.
     fn check_again(&self, request: &RequireRequest<'_>, asked: &TicketRequest) -> Result<(), ServiceError> {
-        if self.status.is_stopping() {
+        if self.parts.status.is_stopping() {
             return Err(ServiceError::Stopping);
         }
-        let app = self.lookup.app(request.app)?;
+        let app = self.parts.app(request.app)?;
         if !Arc::ptr_eq(&app, &asked.app) {
             return Err(ServiceError::NotRegistered);
         }
@@ -151,7 +151,7 @@ impl Ingest {
     }
 
     fn ticket(&self, asked: &TicketRequest) -> Result<TicketId, MemoryError> {
-        self.memory.tickets().require(asked.app.id(), asked.wanted.bytes, asked.wanted.partitions)
+        self.parts.memory.tickets().require(asked.app.id(), asked.wanted.bytes, asked.wanted.partitions)
     }
 
     fn grant(
@@ -170,24 +170,24 @@ impl Ingest {
         }
         let TicketId(ticket) = ticket?;
         if let Some(waited) = app.account.granted(bytes) {
-            self.metrics.ticket_wait.observe(waited.as_secs_f64());
+            self.parts.metrics.ticket_wait.observe(waited.as_secs_f64());
         }
-        self.metrics.ticket_bytes.observe(as_observed(bytes));
+        self.parts.metrics.ticket_bytes.observe(as_observed(bytes));
         Ok(RequireGrant { ticket, split_partitions })
     }
 
     /// Begins a wait for memory, and makes the flusher free that memory even below the watermarks.
     fn begin_wait(&self, app: &App, bytes: u64) {
         app.account.refused(Stage::TicketWait, bytes);
-        if let Some(flusher) = &self.flusher {
+        if let Some(flusher) = &self.parts.flusher {
             flusher.refused(bytes);
         }
     }
 
     fn count_refused_ticket(&self, refused: &MemoryError) {
         let is_over_share = matches!(refused, MemoryError::OverShare { .. });
-        self.metrics.count_regular_refusal();
-        self.metrics.require_buffer_refused_over_share.inc_by(u64::from(is_over_share));
+        self.parts.metrics.count_regular_refusal();
+        self.parts.metrics.require_buffer_refused_over_share.inc_by(u64::from(is_over_share));
     }
 
     /// Returns the partitions to be split, if all partitions may take the requested bytes.
@@ -199,10 +199,10 @@ impl Ingest {
         }
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(request.shuffle));
         // `None` before the shuffle's first block.
-        let buffers = self.memory.shuffle(&key);
+        let buffers = self.parts.memory.shuffle(&key);
         // Data in memory must be flushed to a disk. If disks are short, other workers are the
         // better choice.
-        let disks_are_short = limits.split_bytes.is_some() && self.status.is_without_room();
+        let disks_are_short = limits.split_bytes.is_some() && self.parts.status.is_without_room();
         let sizes_are_told = request.partition_sizes.len() == request.partitions.len();
         for (at, partition) in request.partitions.iter().enumerate() {
             let asked = match sizes_are_told {
@@ -213,7 +213,7 @@ impl Ingest {
             match limits.judge(sizes) {
                 LimitDecision::Fits if !disks_are_short => {}
                 LimitDecision::Fits | LimitDecision::Split => {
-                    self.metrics.splits_asked.inc();
+                    self.parts.metrics.splits_asked.inc();
                     split.push(*partition);
                 }
                 LimitDecision::Wait => {
@@ -234,8 +234,8 @@ impl Ingest {
         partition: i32,
         sizes: PartitionSizes,
     ) -> ServiceError {
-        self.metrics.count_huge_refusal();
-        if let (Some(flusher), Some(buffers)) = (&self.flusher, buffers)
+        self.parts.metrics.count_huge_refusal();
+        if let (Some(flusher), Some(buffers)) = (&self.parts.flusher, buffers)
             && let Some(buffer) = buffers.existing(PartitionId(partition))
         {
             flusher.flush_if_stuck(buffers, &buffer);
@@ -256,7 +256,7 @@ impl Ingest {
         partition: i32,
         sizes: PartitionSizes,
     ) -> ServiceError {
-        self.metrics.hard_limit_exceeded.inc();
+        self.parts.metrics.hard_limit_exceeded.inc();
         tracing::debug!(shuffle = %key, partition, ?sizes, "partition exceeds the hard limit");
         ServiceError::PartitionTooLarge {
             partition,

@@ -15,11 +15,11 @@ use tokio::sync::oneshot;
 use tokio::task::JoinError;
 use uniffle_wire::{self as wire, BlockHeader, BlockSink, DecodeError};
 
+use super::Ingest;
 use super::pace::Pace;
 use super::write::{SendHeader, SendSession};
 use crate::clock::Instant;
 use crate::memory::MemoryError;
-use crate::service::Ingest;
 use crate::service::ServiceError;
 use crate::service::blocking;
 use uniffle_base::budget::heap::HeapFull;
@@ -96,10 +96,10 @@ impl SendSink {
         let is_slow = self.pace.is_slow(arrived, Instant::now());
         // Before the header the send holds no memory.
         let Some(session) = self.session.as_ref().filter(|_| is_slow) else { return Ok(()) };
-        if !self.ingest.memory.tickets().must_yield(session.app()) {
+        if !self.ingest.parts.memory.tickets().must_yield(session.app()) {
             return Ok(());
         }
-        self.ingest.metrics.slow_sends_ended.inc();
+        self.ingest.parts.metrics.slow_sends_ended.inc();
         Err(MemoryError::TooSlow { bytes_per_sec: self.pace.bytes_per_sec() }.into())
     }
 
@@ -110,7 +110,7 @@ impl SendSink {
     pub fn keep(&mut self, bytes: u64) -> Result<(), ServiceError> {
         let budget = match &self.session {
             Some(session) => session.unfinished_blocks(),
-            None => self.ingest.memory.heap().of(HeapKind::Blocks),
+            None => self.ingest.parts.memory.heap().of(HeapKind::Blocks),
         };
         let kept = self.kept.get_or_insert_with(|| budget.nothing());
         let more = bytes.saturating_sub(kept.bytes());
@@ -129,7 +129,7 @@ impl SendSink {
         let kept = self.kept.take();
         let (told, committing) = oneshot::channel();
         let pool = self.ingest.committing.clone();
-        self.ingest.tasks.spawn("commit of a large send", async move {
+        self.ingest.parts.tasks.spawn("commit of a large send", async move {
             let commit = move || {
                 let stored = session.commit();
                 drop(kept);
@@ -156,7 +156,7 @@ impl Drop for SendSink {
         let many = self.session.take_if(|session| !session.is_small());
         if let (Some(session), Ok(_runtime)) = (many, Handle::try_current()) {
             let pool = self.ingest.aborting.clone();
-            self.ingest.tasks.spawn("large send given up", async move {
+            self.ingest.parts.tasks.spawn("large send given up", async move {
                 // The panic hook reports a panic; nothing else can be done here.
                 let _aborted = pool.run(move || drop(session)).await;
             });

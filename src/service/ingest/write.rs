@@ -15,10 +15,10 @@ use uniffle_base::budget::{Budget, Charge, HeapKind};
 use uniffle_wire::BlockHeader;
 use uniffle_wire::types::{AppId, BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
 
+use super::Ingest;
 use super::partition_limit::{PartitionLimits, PartitionSizes};
-use crate::service::Ingest;
 use crate::service::ServiceError;
-use crate::service::app_lookup::shuffle_of;
+use crate::service::parts::shuffle_of;
 
 /// Number of blocks of a send that are tracked without a charge; a small send has no more.
 const BLOCKS_FREE: usize = 16;
@@ -60,8 +60,8 @@ impl Ingest {
     pub fn begin_send(self: &Arc<Self>, header: SendHeader<'_>) -> Result<SendSession, ServiceError> {
         let opened = self.open_send(header);
         if opened.is_err() {
-            self.metrics.rejected_sends.inc();
-            if let Ok(app) = self.lookup.app(header.app) {
+            self.parts.metrics.rejected_sends.inc();
+            if let Ok(app) = self.parts.app(header.app) {
                 app.account.sends_failed.add(1, header.message_bytes);
             }
         }
@@ -69,15 +69,15 @@ impl Ingest {
     }
 
     fn open_send(self: &Arc<Self>, header: SendHeader<'_>) -> Result<SendSession, ServiceError> {
-        let app = self.lookup.touched_app(header.app)?;
+        let app = self.parts.touched_app(header.app)?;
         // The ticket is redeemed first: if anything else is wrong, its memory must be released now.
-        let mut funds = self.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
-        self.metrics.ticket_lifetime.observe(funds.age().as_secs_f64());
+        let mut funds = self.parts.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
+        self.parts.metrics.ticket_lifetime.observe(funds.age().as_secs_f64());
         self.commits.check()?; // rather now than after all of its bytes
         app.usage.check(Counted::DiskBytes, header.message_bytes)?;
         let missing = || ServiceError::NotRegisteredPart(format!("shuffle {}", header.shuffle));
         let (key, shuffle) = shuffle_of(&app, header.shuffle).ok_or_else(missing)?;
-        let buffers = self.memory.shuffle(&key).ok_or_else(missing)?;
+        let buffers = self.parts.memory.shuffle(&key).ok_or_else(missing)?;
         funds.truncate_to(header.message_bytes);
         Ok(SendSession {
             payload_bytes_max: funds.requested_bytes(),
@@ -268,7 +268,7 @@ impl SendSession {
         if self.ingest.verify_crc && meta.crc != 0 {
             let actual = open.crc.finalize();
             if actual != meta.crc {
-                self.ingest.metrics.crc_mismatches.inc();
+                self.ingest.parts.metrics.crc_mismatches.inc();
                 return Err(ServiceError::BlockCrc { block: header.block_id, announced: meta.crc, actual });
             }
         }
@@ -302,13 +302,13 @@ impl SendSession {
         let stored = runs.into_iter().try_for_each(|run| self.store(run));
         // Added once for all partitions, because every send of the process updates these two
         // counters.
-        ingest.metrics.received_bytes.inc_by(self.stored_bytes);
-        ingest.metrics.received_blocks.inc_by(self.stored_blocks);
+        ingest.parts.metrics.received_bytes.inc_by(self.stored_bytes);
+        ingest.parts.metrics.received_blocks.inc_by(self.stored_blocks);
         stored?;
         self.committed = true;
         self.app.account.enter(Stage::Receive, self.stored_bytes, self.began.elapsed());
-        self.ingest.lookup.apps.touch(&self.app);
-        if let Some(flusher) = &self.ingest.flusher {
+        self.ingest.parts.apps.touch(&self.app);
+        if let Some(flusher) = &self.ingest.parts.flusher {
             flusher.check_pressure();
         }
         Ok(())
@@ -347,9 +347,9 @@ impl SendSession {
         };
         let stored = self.commit_to(&run.buffer, std::mem::take(&mut run.blocks))?;
         if cares {
-            self.ingest.losses.note_committed(&self.shuffle, run.buffer.partition(), &ids);
+            self.ingest.parts.losses.note_committed(&self.shuffle, run.buffer.partition(), &ids);
         } else if self.shuffle.ledger.is_watched() {
-            self.ingest.losses.count_again(&self.shuffle, run.buffer.partition());
+            self.ingest.parts.losses.count_again(&self.shuffle, run.buffer.partition());
         }
         self.stored_bytes += stored.bytes;
         self.stored_blocks += stored.blocks as u64;
@@ -360,7 +360,7 @@ impl SendSession {
         if self.limits.is_huge(received_bytes) {
             self.mark_huge(run.buffer.partition(), received_bytes);
         }
-        if let Some(flusher) = &self.ingest.flusher {
+        if let Some(flusher) = &self.ingest.parts.flusher {
             flusher.flush_if_oversized(&self.buffers, &run.buffer);
         }
         Ok(())
@@ -385,9 +385,9 @@ impl SendSession {
         if !self.shuffle.partitions.mark_huge(partition) {
             return;
         }
-        self.ingest.metrics.huge_partitions_marked.inc();
+        self.ingest.parts.metrics.huge_partitions_marked.inc();
         if self.app.account.mark_huge() {
-            self.ingest.metrics.apps_with_huge_partition_marked.inc();
+            self.ingest.parts.metrics.apps_with_huge_partition_marked.inc();
         }
         tracing::info!(
             shuffle = %self.shuffle.key(),
@@ -401,7 +401,7 @@ impl SendSession {
 impl Drop for SendSession {
     fn drop(&mut self) {
         if !self.committed {
-            self.ingest.metrics.rejected_sends.inc();
+            self.ingest.parts.metrics.rejected_sends.inc();
             self.app.account.sends_failed.add(1, self.payload_bytes);
         }
     }

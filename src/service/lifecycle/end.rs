@@ -8,21 +8,68 @@
 
 use std::sync::Arc;
 
-use super::drain::Draining;
-use crate::service::Lifecycle;
+use super::Lifecycle;
 use crate::service::ServiceError;
 use crate::service::blocking::{run_blocking, run_own_blocking};
+use crate::store::Drained;
 use crate::telemetry::AUDIT;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
+/// Progress of a drain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Draining {
+    /// Bytes in memory.
+    pub in_memory_bytes: u64,
+    /// Batches on their way to a tier.
+    pub batches: usize,
+    /// Data in the tiers that other machines cannot read yet; `None` if no tier has storage for it.
+    pub tiers: Option<Drained>,
+}
+
+impl Draining {
+    /// Returns whether other machines can read everything.
+    #[must_use]
+    pub fn may_go(&self) -> bool {
+        let is_elsewhere = |it: &Drained| it.shuffles_left == 0 && it.stuck_bytes == 0;
+        self.in_memory_bytes == 0 && self.batches == 0 && self.tiers.as_ref().is_some_and(is_elsewhere)
+    }
+}
+
 impl Lifecycle {
+    /// Begins or continues a drain, in any state of the worker: flushes memory, and makes the tiers
+    /// move their data. Data that no tier accepts stays readable in memory.
+    pub fn drain(&self) -> Draining {
+        self.decommission();
+        let has_place = self.parts.tiers.iter().any(|tier| tier.drain().is_some());
+        if has_place && self.parts.status.drain() {
+            tracing::info!(target: AUDIT, "draining: new shuffles and data are refused");
+        }
+        // Without a tier below memory there is nothing to flush to.
+        let batches = self.flush_all().unwrap_or(0);
+        let begun = self.parts.tiers.iter().filter_map(|tier| tier.drain()).map(|tier| tier.begin());
+        let tiers = begun.reduce(|one, other| Drained {
+            shuffles_left: one.shuffles_left + other.shuffles_left,
+            bytes_left: one.bytes_left + other.bytes_left,
+            stuck_bytes: one.stuck_bytes + other.stuck_bytes,
+        });
+        Draining {
+            in_memory_bytes: self
+                .parts
+                .memory
+                .used_bytes()
+                .saturating_sub(self.parts.memory.extents().used()),
+            batches,
+            tiers,
+        }
+    }
+
     /// Runs [`Lifecycle::unregister_app`] on a blocking thread and waits until it is durable.
     ///
     /// # Errors
     /// The errors of that function, or a tier cannot write the end durably now.
     pub async fn end_app(self: &Arc<Self>, app: &str) -> Result<(), ServiceError> {
         let id = AppId::parse(app).map_err(|_| ServiceError::NotRegistered)?;
-        if self.apps.find(&id).is_none() {
+        if self.parts.apps.find(&id).is_none() {
             return Err(ServiceError::NotRegistered);
         }
         let (lifecycle, app) = (Arc::clone(self), id.clone());
@@ -35,7 +82,7 @@ impl Lifecycle {
     /// # Errors
     /// The errors of that function, or a tier cannot write the end durably now.
     pub async fn end_shuffle(self: &Arc<Self>, app: &str, shuffle: i32) -> Result<(), ServiceError> {
-        let app = self.lookup.app(app)?;
+        let app = self.parts.app(app)?;
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
         let lifecycle = Arc::clone(self);
         let end = move || lifecycle.unregister_shuffle(app.id().as_str(), shuffle);
@@ -44,7 +91,7 @@ impl Lifecycle {
     }
 
     async fn ended_durably(&self, app: &AppId, key: Option<&ShuffleKey>) -> Result<(), ServiceError> {
-        if let Some(tier) = self.tiers.metadata() {
+        if let Some(tier) = self.parts.tiers.metadata() {
             tier.forgotten_durable(app, key).await?;
         }
         Ok(())
@@ -52,7 +99,7 @@ impl Lifecycle {
 
     /// Runs [`Lifecycle::expire_apps`] on a blocking thread.
     pub async fn end_expired_apps(self: &Arc<Self>) {
-        if self.apps.expired().is_empty() {
+        if self.parts.apps.expired().is_empty() {
             return;
         }
         let lifecycle = Arc::clone(self);
@@ -65,11 +112,11 @@ impl Lifecycle {
     /// Records in the metadata log that its gap is over, once no app from before the gap is left.
     /// An app that calls later is treated as expired. A failure is retried at the next check.
     pub async fn end_metadata_gap(&self) {
-        let Some(tier) = self.tiers.metadata() else { return };
-        let Some(reason) = tier.metadata_gap().filter(|_| self.apps.is_abandoned()) else { return };
+        let Some(tier) = self.parts.tiers.metadata() else { return };
+        let Some(reason) = tier.metadata_gap().filter(|_| self.parts.apps.is_abandoned()) else { return };
         match tier.end_metadata_gap().await {
             Ok(true) => {
-                self.apps.forget_unproven();
+                self.parts.apps.forget_unproven();
                 tracing::info!(
                     target: AUDIT,
                     %reason,

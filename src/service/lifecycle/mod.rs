@@ -5,13 +5,12 @@
 //! registry's lock. A registration that follows at once therefore finds no old state. Files are
 //! deleted afterwards, in tasks (`deletions`).
 
-pub(super) mod deletions;
-pub(super) mod drain;
+mod deletions;
 pub(super) mod end;
 pub(super) mod fairness;
-pub(super) mod from_memory;
-pub(super) mod noted;
-pub(super) mod report_batch;
+mod from_memory;
+mod noted;
+mod report_batch;
 pub(super) mod restore;
 
 use std::collections::HashMap;
@@ -22,29 +21,25 @@ use std::time::Duration;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use parking_lot::RwLock;
 use prometheus::HistogramTimer;
 
-use crate::app::{AppRegistry, PartitionRanges, Registration};
+use crate::app::{PartitionRanges, Registration};
 use crate::clock::Instant;
 use crate::compat::HEARTBEAT_TIMEOUT_PROPERTY;
-use crate::flush::Flusher;
-use crate::memory::{Evicted, Memory};
-use crate::runtime::{BlockingPool, Tasks};
-use crate::store::{Admission, Cause, Purge, RemoteStorage, Tiers};
-use crate::telemetry::AUDIT;
-use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
-
+use crate::memory::Evicted;
+use crate::runtime::BlockingPool;
 use crate::service::ServiceError;
-use crate::service::app_lookup::AppLookup;
 use crate::service::blocking::run_blocking;
 use crate::service::diagnostics::Diagnostics;
 use crate::service::diagnostics::explain::Presence;
-use crate::service::ingest::spill::Spill;
-use crate::service::losses::Losses;
-use crate::service::losses::verify::Verifier;
-use crate::service::metrics::ServiceMetrics;
+use crate::service::parts::{Parts, ServiceConfig};
 use crate::service::quota::{self, QuotaConfig};
-use crate::service::status::{WorkerState, WorkerStatus};
+use crate::service::status::WorkerState;
+use crate::store::{Admission, Cause, Purge, RemoteStorage};
+use crate::telemetry::AUDIT;
+use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
+
 use deletions::Deletions;
 use fairness::{FairnessConfig, Weights};
 use noted::{NewRegistration, note_registration};
@@ -88,25 +83,15 @@ pub trait SettingsStore: fmt::Debug + Send + Sync {
 /// Applications and shuffles from registration to removal, and the node's decommissioning.
 #[derive(Debug)]
 pub struct Lifecycle {
-    pub(super) lookup: AppLookup,
-    pub(super) apps: Arc<AppRegistry>,
-    pub(super) memory: Arc<Memory>,
-    pub(super) tiers: Tiers,
-    pub(super) flusher: Option<Arc<Flusher>>,
-    pub(super) status: Arc<WorkerStatus>,
+    parts: Arc<Parts>,
     /// Pool for ends requested by clients. Ends of large applications take long, so reports and
     /// results use another pool.
     pub(super) ends: BlockingPool,
-    pub(super) deletions: Deletions,
-    pub(super) weights: Weights,
-    pub(super) losses: Arc<Losses>,
-    pub(super) verifier: Arc<Verifier>,
-    pub(super) spill: Arc<Spill>,
-    pub(super) diagnostics: Arc<Diagnostics>,
-    pub(super) tasks: Tasks,
-    pub(super) metrics: Arc<ServiceMetrics>,
-    pub(super) decommission_check_interval: Duration,
-    pub(super) settings_store: OnceLock<Weak<dyn SettingsStore>>,
+    deletions: Deletions,
+    weights: Weights,
+    diagnostics: Arc<Diagnostics>,
+    decommission_check_interval: Duration,
+    settings_store: OnceLock<Weak<dyn SettingsStore>>,
 }
 
 /// A `registerShuffle` request.
@@ -131,6 +116,18 @@ pub struct RegisterRequest<'a> {
 }
 
 impl Lifecycle {
+    pub(super) fn new(parts: &Arc<Parts>, diagnostics: &Arc<Diagnostics>, config: ServiceConfig) -> Self {
+        Self {
+            ends: BlockingPool::of_cores(),
+            deletions: Deletions::new(parts.tiers.len(), parts.tasks.clone()),
+            weights: Weights { config: RwLock::new(config.fairness), memory: parts.memory.clone() },
+            diagnostics: Arc::clone(diagnostics),
+            decommission_check_interval: config.decommission_check_interval,
+            settings_store: OnceLock::new(),
+            parts: Arc::clone(parts),
+        }
+    }
+
     /// Sets the storage used by [`Lifecycle::save_settings`]. Only the first call counts.
     pub fn set_settings_store(&self, store: Weak<dyn SettingsStore>) {
         let _ = self.settings_store.set(store);
@@ -155,17 +152,17 @@ impl Lifecycle {
     pub async fn register(&self, request: RegisterRequest<'_>) -> Result<(), ServiceError> {
         let key = ShuffleKey::new(AppId::parse(request.app)?, ShuffleId(request.shuffle));
         check_sizes(&request)?;
-        if self.status.is_draining() {
+        if self.parts.status.is_draining() {
             return Err(ServiceError::Stopping);
         }
         let is_small = request.ranges.len() <= INLINE_RANGES_MAX;
         let sent = request.ranges.clone();
         let ranges =
-            run_blocking(&self.lookup.pool, is_small, move || PartitionRanges::parse(&sent)).await??;
+            run_blocking(&self.parts.pool, is_small, move || PartitionRanges::parse(&sent)).await??;
         let wanted_storage = request.remote_storage.as_ref();
         let (admissions, is_remote) = self.admissions(wanted_storage)?;
         let partitions = ranges.count();
-        let new_app = self.apps.find(&key.app).is_none();
+        let new_app = self.parts.apps.find(&key.app).is_none();
         let user: String = request.user.chars().take(USER_CHARS_LOGGED).collect();
         let registration = Registration {
             key: key.clone(),
@@ -179,20 +176,21 @@ impl Lifecycle {
             from: request.from,
         };
         let remote = is_remote.then(|| (wanted_storage.cloned(), &*request.ranges));
-        let noted = self.tiers.metadata().map(|tier| (tier, NewRegistration::of(&registration, remote)));
-        self.apps.register(registration, || {
-            self.memory.register(&key, request.distribution);
+        let noted =
+            self.parts.tiers.metadata().map(|tier| (tier, NewRegistration::of(&registration, remote)));
+        self.parts.apps.register(registration, || {
+            self.parts.memory.register(&key, request.distribution);
             admissions.iter().for_each(|admit| admit(&key, &request.ranges));
         })?;
-        if let Some(app) = self.apps.find(&key.app) {
+        if let Some(app) = self.parts.apps.find(&key.app) {
             self.weights.weigh(&app);
         }
         if let Some((tier, noting)) = noted {
-            let app = self.apps.find(&key.app);
-            note_registration(app, &key, tier, &self.tiers, noting).await?;
+            let app = self.parts.apps.find(&key.app);
+            note_registration(app, &key, tier, &self.parts.tiers, noting).await?;
         }
-        self.metrics.apps_registered.inc_by(u64::from(new_app));
-        self.metrics.partitions_registered.inc_by(partitions);
+        self.parts.metrics.apps_registered.inc_by(u64::from(new_app));
+        self.parts.metrics.partitions_registered.inc_by(partitions);
         if new_app {
             tracing::info!(target: AUDIT, app = %key.app, user, "registered");
         }
@@ -205,7 +203,7 @@ impl Lifecycle {
     /// # Errors
     /// [`ServiceError::NotRegistered`].
     pub fn heartbeat(&self, app: &str) -> Result<(), ServiceError> {
-        self.lookup.touched_app(app).map(drop)
+        self.parts.touched_app(app).map(drop)
     }
 
     /// Removes a shuffle. Its memory is free on return, and its files are deleted soon after.
@@ -213,12 +211,12 @@ impl Lifecycle {
     /// # Errors
     /// [`ServiceError::NotRegistered`] if the app is unknown; an unknown shuffle is no error.
     pub fn unregister_shuffle(&self, app: &str, shuffle: i32) -> Result<(), ServiceError> {
-        let app = self.lookup.app(app)?;
+        let app = self.parts.app(app)?;
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
         let keys = std::slice::from_ref(&key);
         let remove = || self.purge_state(&key.app, keys, Purge::Shuffles);
-        let (removed, _evicted) = self.apps.remove_shuffle(&key, remove);
-        self.metrics.unregisters.inc_by(u64::from(removed));
+        let (removed, _evicted) = self.parts.apps.remove_shuffle(&key, remove);
+        self.parts.metrics.unregisters.inc_by(u64::from(removed));
         tracing::info!(target: AUDIT, shuffle = %key, "unregistered");
         Ok(())
     }
@@ -230,14 +228,15 @@ impl Lifecycle {
     pub fn unregister_app(&self, app: &str) -> Result<(), ServiceError> {
         let id = AppId::parse(app).map_err(|_| ServiceError::NotRegistered)?;
         let remove = || {
-            self.apps
+            self.parts
+                .apps
                 .remove_app(&id, |keys| self.purge_state(&id, &keys, Purge::App(Cause::Unregistered)))
                 .is_some()
         };
         if !self.diagnostics.remove_explained(&id, Presence::Unregistered, remove) {
             return Err(ServiceError::NotRegistered);
         }
-        self.metrics.unregisters.inc();
+        self.parts.metrics.unregisters.inc();
         tracing::info!(target: AUDIT, app = %id, "unregistered");
         self.note_if_empty();
         Ok(())
@@ -246,17 +245,17 @@ impl Lifecycle {
     /// Notifies at once those waiting for an idle worker: the coordinators, and through them an
     /// operator.
     fn note_if_empty(&self) {
-        if self.apps.app_count() == 0 {
-            self.status.note_emptied();
+        if self.parts.apps.app_count() == 0 {
+            self.parts.status.note_emptied();
         }
     }
 
     /// Purges apps that were not used for their timeout. Returns how many.
     pub fn expire_apps(&self) -> usize {
         let mut purged = 0;
-        for id in self.apps.expired() {
+        for id in self.parts.apps.expired() {
             let purge = |keys: Vec<ShuffleKey>| self.purge_state(&id, &keys, Purge::App(Cause::Expired));
-            let remove = || self.apps.remove_app_if_expired(&id, purge).is_some();
+            let remove = || self.parts.apps.remove_app_if_expired(&id, purge).is_some();
             if self.diagnostics.remove_explained(&id, Presence::Expired, remove) {
                 purged += 1;
                 tracing::info!(target: AUDIT, app = %id, "application expired without a heartbeat; purged");
@@ -265,16 +264,16 @@ impl Lifecycle {
         if purged > 0 {
             self.note_if_empty();
         }
-        self.metrics.apps_expired.inc_by(purged);
+        self.parts.metrics.apps_expired.inc_by(purged);
         usize::try_from(purged).unwrap_or(usize::MAX)
     }
 
     /// Checks whether a decommissioning is complete: no app is left.
     pub fn check_decommission(&self) {
-        let apps = self.apps.app_count();
-        if self.status.observe_apps(apps) {
+        let apps = self.parts.apps.app_count();
+        if self.parts.status.observe_apps(apps) {
             tracing::info!(target: AUDIT, "decommissioned; no applications are left");
-        } else if self.status.state() == WorkerState::Decommissioning {
+        } else if self.parts.status.state() == WorkerState::Decommissioning {
             tracing::info!(apps, "decommissioning; waiting for applications to end");
         }
     }
@@ -282,7 +281,7 @@ impl Lifecycle {
     /// Expires tickets and apps and checks a decommissioning at their intervals, until the worker
     /// stops.
     pub async fn run_expiry(self: Arc<Self>, tickets_every: Duration, apps_every: Duration) {
-        let stopped = self.tasks.cancelled();
+        let stopped = self.parts.tasks.cancelled();
         tokio::pin!(stopped);
         let mut tickets = tokio::time::interval(tickets_every);
         let mut apps = tokio::time::interval(apps_every);
@@ -292,7 +291,7 @@ impl Lifecycle {
                 biased;
                 () = &mut stopped => return,
                 _ = tickets.tick() => {
-                    let expired = self.memory.expire_tickets(Instant::now());
+                    let expired = self.parts.memory.expire_tickets(Instant::now());
                     if expired > 0 {
                         tracing::debug!(expired, "tickets expired");
                     }
@@ -304,15 +303,15 @@ impl Lifecycle {
                 _ = decommission.tick() => self.check_decommission(),
                 // The first check runs at once, as in Java, so that an operator with an idle worker
                 // need not wait for an interval.
-                () = self.status.decommission_began() => decommission.reset_immediately(),
+                () = self.parts.status.decommission_began() => decommission.reset_immediately(),
             }
         }
     }
 
     /// Takes the node out of service for an operator, in any state.
     pub fn decommission(&self) {
-        self.status.decommission();
-        tracing::info!(target: AUDIT, apps = self.apps.app_count(), "decommissioning");
+        self.parts.status.decommission();
+        tracing::info!(target: AUDIT, apps = self.parts.apps.app_count(), "decommissioning");
     }
 
     /// Takes the node out of service for a coordinator, as [`Lifecycle::decommission`] does.
@@ -320,7 +319,7 @@ impl Lifecycle {
     /// # Errors
     /// [`ServiceError::WrongState`] if the node is unhealthy, as the Java server answers.
     pub fn decommission_healthy(&self) -> Result<(), ServiceError> {
-        if self.status.state() == WorkerState::Unhealthy {
+        if self.parts.status.state() == WorkerState::Unhealthy {
             return Err(ServiceError::WrongState(
                 "an unhealthy worker cannot be decommissioned by a coordinator; use POST \
                  /admin/decommission",
@@ -332,8 +331,8 @@ impl Lifecycle {
 
     /// Puts the node back into service for an operator.
     pub fn cancel_decommission(&self) {
-        self.status.cancel_decommission();
-        self.tiers.iter().filter_map(|tier| tier.drain()).for_each(|tier| tier.cancel());
+        self.parts.status.cancel_decommission();
+        self.parts.tiers.iter().filter_map(|tier| tier.drain()).for_each(|tier| tier.cancel());
         tracing::info!(target: AUDIT, "decommissioning cancelled");
     }
 
@@ -343,7 +342,7 @@ impl Lifecycle {
     /// # Errors
     /// [`ServiceError::Unsupported`] without a tier below memory.
     pub fn flush_all(&self) -> Result<usize, ServiceError> {
-        let Some(flusher) = &self.flusher else {
+        let Some(flusher) = &self.parts.flusher else {
             return Err(ServiceError::Unsupported("this worker has no tier below memory"));
         };
         flusher.flush_all();
@@ -353,12 +352,17 @@ impl Lifecycle {
     /// Replaces the weights with immediate effect.
     pub fn set_fairness(&self, fairness: &FairnessConfig) {
         self.weights.config.write().clone_from(fairness);
-        self.apps.apps().iter().filter(|app| app.has_shuffles()).for_each(|app| self.weights.weigh(app));
+        self.parts
+            .apps
+            .apps()
+            .iter()
+            .filter(|app| app.has_shuffles())
+            .for_each(|app| self.weights.weigh(app));
     }
 
     /// Replaces the quotas with immediate effect.
     pub fn set_quotas(&self, quotas: &QuotaConfig) {
-        quota::set(&self.apps, quotas);
+        quota::set(&self.parts.apps, quotas);
     }
 
     /// Removes the state from memory and every tier, and leaves slow deletions to tasks. Runs under
@@ -367,15 +371,15 @@ impl Lifecycle {
     /// lock is released.
     pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey], purge: Purge) -> Vec<Evicted> {
         let removal = match purge {
-            Purge::Shuffles => &self.metrics.shuffle_removal,
+            Purge::Shuffles => &self.parts.metrics.shuffle_removal,
             Purge::App(_) => {
-                self.memory.forget_app(app);
-                &self.metrics.app_removal
+                self.parts.memory.forget_app(app);
+                &self.parts.metrics.app_removal
             }
         };
         let timer = Arc::new(removal.start_timer());
-        let evicted = keys.iter().filter_map(|key| self.memory.forget(key)).collect();
-        for (at, tier) in self.tiers.iter().enumerate() {
+        let evicted = keys.iter().filter_map(|key| self.parts.memory.forget(key)).collect();
+        for (at, tier) in self.parts.tiers.iter().enumerate() {
             let timer: Option<Arc<HistogramTimer>> = tier.served().map(|_| Arc::clone(&timer));
             if let Some(deletion) = Arc::clone(tier).forget(app, keys, purge) {
                 let timed = deletion.map(|()| drop(timer));
@@ -389,12 +393,12 @@ impl Lifecycle {
     /// read one of these tiers directly.
     fn admissions(&self, wanted: Option<&RemoteStorage>) -> Result<(Vec<Admission>, bool), ServiceError> {
         let (mut admissions, mut is_remote) = (Vec::new(), false);
-        for tier in self.tiers.iter() {
+        for tier in self.parts.tiers.iter() {
             let admission = Arc::clone(tier).prepare(wanted).map_err(ServiceError::RemoteStorage)?;
             is_remote |= admission.is_some() && tier.served().is_none();
             admissions.extend(admission);
         }
-        if admissions.is_empty() && !self.tiers.is_empty() {
+        if admissions.is_empty() && !self.parts.tiers.is_empty() {
             return Err(ServiceError::NoRemoteStorage);
         }
         Ok((admissions, is_remote))

@@ -17,10 +17,10 @@ use crate::store::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage,
 use uniffle_base::budget::Budget;
 use uniffle_wire::types::ShuffleKey;
 
+use super::Lifecycle;
 use super::from_memory::{FromMemory, RestoredIds};
 use super::report_batch::{GATHERED_MAX, ReportBatch, enter_alone};
 use crate::metrics::clamped;
-use crate::service::Lifecycle;
 use crate::service::ServiceError;
 use crate::service::losses::verify::UnverifiedPartition;
 use crate::telemetry::AUDIT;
@@ -87,12 +87,12 @@ impl Lifecycle {
         let mut restored = Restored::default();
         let (bytes, blocks, took) = (recovered.bytes, recovered.blocks, recovered.took);
         self.set_recovery_metrics(&recovered);
-        self.losses.blame_missing_directories(&recovered.missing_disks);
+        self.parts.losses.blame_missing_directories(&recovered.missing_disks);
         let mut unrestored = self.take_unrestored(&mut recovered.shuffles);
         let (mut known, unread) = self.read_log(&mut recovered.said, &mut unrestored).await;
         unrestored.from_memory.end();
         let (mut unverified, mut left, mut failed) = (Vec::new(), Vec::new(), HashSet::new());
-        let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
+        let gap = self.parts.tiers.metadata().and_then(|tier| tier.metadata_gap());
         let is_uncertain = unread.is_some() || gap.is_some() || !recovered.missing_disks.is_empty();
         for mut shuffle in recovered.shuffles {
             let (key, reason) = (shuffle.key.clone(), shuffle.reason.clone());
@@ -134,7 +134,8 @@ impl Lifecycle {
                         "cannot recover the shuffle; its files are left for a later start"
                     );
                     restored.unregistered += 1;
-                    self.apps
+                    self.parts
+                        .apps
                         .left_unproven(&key, &Arc::from(format!("shuffle cannot be recovered: {error}")));
                     self.leave(&key);
                     failed.insert(key);
@@ -143,34 +144,34 @@ impl Lifecycle {
         }
         self.keep_memory(is_uncertain, left.iter().chain(&failed).collect());
         self.mark_unproven_apps(&left, unread);
-        self.apps.touch_all();
-        for app in self.apps.apps() {
+        self.parts.apps.touch_all();
+        for app in self.parts.apps.apps() {
             self.weights.weigh(&app);
             self.count_on_disk(&app);
         }
-        self.verifier.verify(unverified);
-        self.verifier.listen_for_damage(&self.apps);
-        restored.apps = self.apps.app_count();
-        restored.reported_blocks = self.apps.block_id_count();
+        self.parts.verifier.verify(unverified);
+        self.parts.verifier.listen_for_damage(&self.parts.apps);
+        restored.apps = self.parts.apps.app_count();
+        restored.reported_blocks = self.parts.apps.block_id_count();
         restored.tell(bytes, blocks, took);
         restored
     }
 
     fn set_recovery_metrics(&self, recovered: &Recovered) {
-        self.metrics.recovered_bytes.set(clamped(recovered.bytes));
-        self.metrics.recovered_blocks.set(clamped(recovered.blocks));
-        self.metrics.recovery_ms.set(clamped(recovered.took.as_millis()));
+        self.parts.metrics.recovered_bytes.set(clamped(recovered.bytes));
+        self.parts.metrics.recovered_blocks.set(clamped(recovered.blocks));
+        self.parts.metrics.recovery_ms.set(clamped(recovered.took.as_millis()));
     }
 
     /// Verifies recovered blocks in memory that no reader has requested yet, one partition after
     /// another. They are served as soon as the start is over; requested partitions are verified
     /// first.
     pub fn verify_memory(&self) {
-        if !self.memory.has_unverified() {
+        if !self.parts.memory.has_unverified() {
             return;
         }
-        let (buffers, stopped) = (self.memory.buffers(), self.tasks.cancelled());
-        self.tasks.spawn("verify memory", async move {
+        let (buffers, stopped) = (self.parts.memory.buffers(), self.parts.tasks.cancelled());
+        self.parts.tasks.spawn("verify memory", async move {
             let (began, partitions) = (Instant::now(), buffers.len());
             let verification = async {
                 for buffer in buffers {
@@ -193,17 +194,17 @@ impl Lifecycle {
     /// Marks the applications whose registrations may be missing because recovery has a gap. These
     /// are all applications found, including those with only files and no registration (`left`).
     fn mark_unproven_apps(&self, left: &[ShuffleKey], unread: Option<String>) {
-        let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
+        let gap = self.parts.tiers.metadata().and_then(|tier| tier.metadata_gap());
         let Some(reason) = gap.or_else(|| unread.map(Arc::from)) else { return };
-        let known = self.apps.apps().into_iter().flat_map(|app| app.shuffles());
-        known.for_each(|shuffle| self.apps.found_unproven(shuffle.key(), &reason));
-        left.iter().for_each(|key| self.apps.left_unproven(key, &reason));
+        let known = self.parts.apps.apps().into_iter().flat_map(|app| app.shuffles());
+        known.for_each(|shuffle| self.parts.apps.found_unproven(shuffle.key(), &reason));
+        left.iter().for_each(|key| self.parts.apps.left_unproven(key, &reason));
     }
 
     /// Keeps the blocks in memory of shuffles that a later start may know. If records may be
     /// missing, these are all unknown shuffles, as for their files.
     fn keep_memory(&self, is_uncertain: bool, left: HashSet<&ShuffleKey>) {
-        let blocks = self.memory.keep_for_later(|key| is_uncertain || left.contains(key));
+        let blocks = self.parts.memory.keep_for_later(|key| is_uncertain || left.contains(key));
         if blocks > 0 {
             tracing::error!(
                 blocks,
@@ -215,12 +216,12 @@ impl Lifecycle {
     /// Counts an application's recovered data on disk towards its quotas.
     fn count_on_disk(&self, app: &App) {
         for shuffle in app.shuffles() {
-            shuffle.on_disk.set(|| self.tiers.occupied_bytes(shuffle.key()));
+            shuffle.on_disk.set(|| self.parts.tiers.occupied_bytes(shuffle.key()));
         }
     }
 
     fn leave(&self, key: &ShuffleKey) {
-        if let Some(tier) = self.tiers.metadata() {
+        if let Some(tier) = self.parts.tiers.metadata() {
             tier.leave(key);
         }
     }
@@ -231,11 +232,11 @@ impl Lifecycle {
 
     /// Takes the present ids out of `shuffles` whose blocks in memory are to be restored.
     fn take_unrestored(&self, shuffles: &mut [RecoveredShuffle]) -> Unrestored {
-        let shuffles = shuffles.iter_mut().filter(|_| self.memory.has_leftover());
+        let shuffles = shuffles.iter_mut().filter(|_| self.parts.memory.has_leftover());
         let empty = Budget::new(0);
         let taken = |it: &mut RecoveredShuffle| std::mem::replace(&mut it.present, PresentIds::new(&empty));
         let present = shuffles.map(|it| (it.key.clone(), taken(it))).collect();
-        Unrestored { present, from_memory: FromMemory::new(&self.memory, &self.tiers) }
+        Unrestored { present, from_memory: FromMemory::new(&self.parts.memory, &self.parts.tiers) }
     }
 
     /// Registers shuffles from the log, begins to restore their blocks in memory, and adds reports.
@@ -280,10 +281,10 @@ impl Lifecycle {
     /// Moves ids to disk for applications that exceed their part of the heap, so that a start can
     /// hold as many ids as the previous run.
     async fn settle_ids(&self) {
-        for app in self.apps.apps() {
+        for app in self.parts.apps.apps() {
             // Without a disk for the ids they stay in memory beyond the heap limit, because they
             // are acknowledged.
-            let _room = self.spill.charge(&app, 1).await;
+            let _room = self.parts.spill.charge(&app, 1).await;
         }
     }
 
@@ -302,9 +303,9 @@ impl Lifecycle {
                 let distribution = registration.distribution;
                 let remote_note = registration.remote_storage.clone();
                 let registration = registration_of(key, registration)?;
-                self.apps.take_over(registration, || self.memory.register(key, distribution))?;
+                self.parts.apps.take_over(registration, || self.parts.memory.register(key, distribution))?;
                 restoring.remote = restoring.remote.max(self.restore_tiers(key, &remote_note));
-                restoring.state = self.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
+                restoring.state = self.parts.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
                 let early = std::mem::take(&mut restoring.early);
                 Ok(early.into_iter().map(|(report, record)| restoring.enter(key, &report, &record)).sum())
             }
@@ -342,7 +343,7 @@ impl Lifecycle {
         }
         let RecoveredShuffle { present, lost, reason, .. } = shuffle;
         let has_remote = restoring.remote == Remote::Known;
-        Ok(Some(self.losses.take_over(&state, present, lost, &reason, has_remote).await))
+        Ok(Some(self.parts.losses.take_over(&state, present, lost, &reason, has_remote).await))
     }
 
     /// Begins to restore a registered shuffle's blocks in memory, if memory survived the earlier
@@ -351,7 +352,8 @@ impl Lifecycle {
         if restoring.state.is_none() || restoring.present.is_some() || unrestored.present.is_empty() {
             return;
         }
-        let (Some(app), Some(present)) = (self.apps.find(&key.app), unrestored.present.remove(key)) else {
+        let (Some(app), Some(present)) = (self.parts.apps.find(&key.app), unrestored.present.remove(key))
+        else {
             return;
         };
         let heap = app.budgets.partitions.clone();
@@ -452,7 +454,7 @@ impl Lifecycle {
         storage: Option<&RemoteStorage>,
     ) -> Result<Vec<(Admission, bool)>, StoreError> {
         let mut admissions = Vec::new();
-        for tier in self.tiers.iter().filter(|tier| tier.capability().role != TierRole::Primary) {
+        for tier in self.parts.tiers.iter().filter(|tier| tier.capability().role != TierRole::Primary) {
             let admission = Arc::clone(tier).prepare(storage)?;
             admissions.extend(admission.map(|admit| (admit, tier.served().is_none())));
         }

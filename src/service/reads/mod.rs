@@ -6,7 +6,7 @@
 //! here.
 
 pub(super) mod admission;
-pub(super) mod answer_limits;
+mod answer_limits;
 pub(super) mod metrics;
 pub(super) mod read_ahead;
 pub(super) mod response_window;
@@ -23,19 +23,18 @@ use smallvec::SmallVec;
 
 use crate::app::{App, Counted, ShuffleState, Stage};
 use crate::clock::{Instant, timeout};
-use crate::memory::{Memory, MemoryRead, ReadLimit, ReadPool};
-use crate::store::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Tiers};
+use crate::memory::{MemoryRead, ReadLimit, ReadPool};
+use crate::service::ServiceError;
+use crate::service::losses::refuse_unknown;
+use crate::service::losses::verify::Verifier;
+use crate::service::parts::Parts;
+use crate::store::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind};
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit, ShareParts};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey};
 
-use crate::service::ServiceError;
-use crate::service::app_lookup::AppLookup;
-use crate::service::losses::verify::Verifier;
-use crate::service::losses::{Losses, refuse_unknown};
-use crate::service::metrics::ServiceMetrics;
 use admission::{ReadAdmission, ReadLimits, no_read_memory};
 use answer_limits::{LastRefusal, OF_APP, answer_limit, answer_lists};
 use metrics::Reading;
@@ -61,16 +60,9 @@ const HINTS_MAX: usize = 16;
 /// ([`Reads::results`]).
 #[derive(Debug)]
 pub struct Reads {
-    pub(super) lookup: AppLookup,
-    pub(super) memory: Arc<Memory>,
-    pub(super) tiers: Tiers,
-    pub(super) losses: Arc<Losses>,
-    pub(super) verifier: Arc<Verifier>,
-    pub(super) metrics: Arc<ServiceMetrics>,
-    pub(super) partitions_max: usize,
-    pub(super) read_memory_wait: Duration,
-    pub(super) heap_wait: Duration,
-    pub(super) last_refusal: LastRefusal,
+    parts: Arc<Parts>,
+    read_memory_wait: Duration,
+    last_refusal: LastRefusal,
 }
 
 /// A `getMemoryShuffleData` request.
@@ -313,11 +305,15 @@ impl ReadBuffers for HeldBuffer {
 }
 
 impl Reads {
+    pub(super) fn new(parts: &Arc<Parts>, read_memory_wait: Duration) -> Self {
+        Self { parts: Arc::clone(parts), read_memory_wait, last_refusal: LastRefusal::none() }
+    }
+
     /// Returns whether a memory read may be too long for a runtime thread. Recovered blocks are
     /// verified first, and a filter that admits few blocks is applied to all blocks of a partition.
     #[must_use]
     pub fn may_take_long(&self, request: &MemoryReadRequest<'_>) -> bool {
-        self.memory.has_unverified() || self.filters_more_than(QUICK_BLOCKS_MAX, request)
+        self.parts.memory.has_unverified() || self.filters_more_than(QUICK_BLOCKS_MAX, request)
     }
 
     /// Returns whether a filter may be applied to more than `blocks` blocks.
@@ -330,7 +326,7 @@ impl Reads {
     fn blocks_in_memory(&self, request: &MemoryReadRequest<'_>) -> usize {
         // An invalid id is refused later, which takes no time.
         let Ok(app) = AppId::parse(request.app) else { return 0 };
-        let shuffle = self.memory.shuffle(&ShuffleKey::new(app, ShuffleId(request.shuffle)));
+        let shuffle = self.parts.memory.shuffle(&ShuffleKey::new(app, ShuffleId(request.shuffle)));
         let buffer = shuffle.and_then(|shuffle| shuffle.existing(PartitionId(request.partition)));
         buffer.map_or(0, |buffer| buffer.block_count())
     }
@@ -348,8 +344,8 @@ impl Reads {
     /// budget. Unconsumed responses must then release them soon.
     #[must_use]
     pub fn are_waited_for(&self) -> bool {
-        self.memory.read_pool().is_waited_for()
-            || self.memory.heap().whole().is_waited_for()
+        self.parts.memory.read_pool().is_waited_for()
+            || self.parts.memory.heap().whole().is_waited_for()
             || self.last_refusal.is_recent()
     }
 
@@ -363,11 +359,11 @@ impl Reads {
             })?),
         };
         let partition = PartitionId(request.partition);
-        let buffer = self.memory.shuffle(key).and_then(|shuffle| shuffle.existing(partition));
+        let buffer = self.parts.memory.shuffle(key).and_then(|shuffle| shuffle.existing(partition));
         // Verified before the check for losses, because damaged blocks found here are lost.
         buffer.iter().for_each(|buffer| buffer.verify());
         if let Some(shuffle) = app.shuffle(key.shuffle) {
-            self.losses.refuse(app, &shuffle, partition, filter.as_ref())?;
+            self.parts.losses.refuse(app, &shuffle, partition, filter.as_ref())?;
         }
         let Some(buffer) = buffer else {
             let read = MemoryRead { is_end: false, ..MemoryRead::default() };
@@ -384,8 +380,8 @@ impl Reads {
         let read = buffer.read_some(after, ReadLimit { bytes: limit, blocks: blocks_max }, filter.as_ref());
         drop(lists.split_up_to(lists.bytes().saturating_sub(read.heap_bytes())));
         let may_copy = lists.try_grow(read.small_bytes()).is_ok();
-        self.metrics.read_bytes.inc_by(read.length);
-        self.metrics.read_memory_bytes.inc_by(read.length);
+        self.parts.metrics.read_bytes.inc_by(read.length);
+        self.parts.metrics.read_memory_bytes.inc_by(read.length);
         app.account.memory_reads.add(1, read.length);
         let unread = request.window.map(|answers| answers.take(read.length, limit));
         let response_guard = self.response_guard(caller, unread, read.length, lists);
@@ -395,10 +391,10 @@ impl Reads {
     /// Creates the limits on the reads of a new connection.
     #[must_use]
     pub fn read_limits(&self) -> ReadLimits {
-        let read_memory = self.memory.read_pool().capacity_bytes();
+        let read_memory = self.parts.memory.read_pool().capacity_bytes();
         let chunks = read_memory / PERMITS_DIVISOR / READ_CHUNK_BYTES_MAX as u64;
         let permits = usize::try_from(chunks.clamp(PERMITS_MIN, PERMITS_MAX)).unwrap_or(1);
-        let room = Budget::new(self.memory.answered().capacity() / CONNECTION_DIVISOR);
+        let room = Budget::new(self.parts.memory.answered().capacity() / CONNECTION_DIVISOR);
         ReadLimits::new(ResponseWindow::new(room), permits, self.read_memory_wait)
     }
 
@@ -419,7 +415,7 @@ impl Reads {
             _lists,
             _open,
             began: Instant::now(),
-            reading: self.metrics.reads.memory.begin(bytes),
+            reading: self.parts.metrics.reads.memory.begin(bytes),
         }
     }
 
@@ -435,8 +431,8 @@ impl Reads {
         let admission = limits.admit(target.app).await?;
         let caller = self.caller(target.app, target.shuffle)?;
         let (key, partition) = (&caller.key, PartitionId(target.partition));
-        let reads = &self.metrics.reads.local_index;
-        let read = match self.tiers.served() {
+        let reads = &self.parts.metrics.reads.local_index;
+        let read = match self.parts.tiers.served() {
             Some(tier) => tier.index(key, partition),
             None => Err(StoreError::new(StoreErrorKind::NotFound, "no tier with data that workers serve")),
         };
@@ -454,8 +450,11 @@ impl Reads {
         if let Some(shuffle) = &shuffle {
             refuse_unknown(shuffle, partition)?;
         }
-        let reporter =
-            shuffle.map(|shuffle| ErrorReporter { verifier: Arc::clone(&self.verifier), shuffle, partition });
+        let reporter = shuffle.map(|shuffle| ErrorReporter {
+            verifier: Arc::clone(&self.parts.verifier),
+            shuffle,
+            partition,
+        });
         let chunks = self.start(self.stream(caller, reads.begin(length), Some(chunks), reporter)).await?;
         Ok(IndexAnswer { length, data_length, chunks, admission })
     }
@@ -477,7 +476,7 @@ impl Reads {
             |field, value| ServiceError::InvalidField { field, value, allowed: "must be 0 or more" };
         let offset = u64::try_from(offset).map_err(|_| invalid("offset", offset))?;
         let length = u32::try_from(length).map_err(|_| invalid("length", i64::from(length)))?;
-        let Some(tier) = self.tiers.served() else {
+        let Some(tier) = self.parts.tiers.served() else {
             return Err(ServiceError::Unsupported("this worker has no local disks"));
         };
         let partition = PartitionId(target.partition);
@@ -486,14 +485,17 @@ impl Reads {
         // them can be read.
         let shuffle = caller.app.shuffle(caller.key.shuffle);
         if let Some(shuffle) = shuffle.as_ref().filter(|_| has_hole) {
-            self.losses.refuse(&caller.app, shuffle, partition, None)?;
+            self.parts.losses.refuse(&caller.app, shuffle, partition, None)?;
         }
-        let reporter =
-            shuffle.map(|shuffle| ErrorReporter { verifier: Arc::clone(&self.verifier), shuffle, partition });
+        let reporter = shuffle.map(|shuffle| ErrorReporter {
+            verifier: Arc::clone(&self.parts.verifier),
+            shuffle,
+            partition,
+        });
         let length = u64::from(length);
-        let reading = self.metrics.reads.local_data.begin(length);
+        let reading = self.parts.metrics.reads.local_data.begin(length);
         let chunks = self.start(self.stream(caller, reading, Some(chunks), reporter)).await?;
-        self.metrics.read_bytes.inc_by(length);
+        self.parts.metrics.read_bytes.inc_by(length);
         Ok(DataAnswer { length, chunks, admission })
     }
 
@@ -503,7 +505,7 @@ impl Reads {
         if hints.len() == 0 {
             return;
         }
-        let (Some(tier), Ok(app)) = (self.tiers.served(), AppId::parse(target.app)) else { return };
+        let (Some(tier), Ok(app)) = (self.parts.tiers.served(), AppId::parse(target.app)) else { return };
         let range = |(offset, length): (i64, i64)| {
             let start = u64::try_from(offset).ok()?;
             let length = u64::try_from(length).ok().filter(|length| *length > 0)?;
@@ -514,7 +516,7 @@ impl Reads {
     }
 
     fn caller(&self, app: &str, shuffle: i32) -> Result<Caller, ServiceError> {
-        let app = self.lookup.touched_app(app)?;
+        let app = self.parts.touched_app(app)?;
         let open = app.usage.take(Counted::OpenReads, 1)?;
         Ok(Caller { key: ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app, open })
     }
@@ -526,18 +528,18 @@ impl Reads {
         source: Option<Box<dyn ChunkRead>>,
         reporter: Option<ErrorReporter>,
     ) -> ChunkStream {
-        let pool = self.memory.read_pool_of(app.id());
+        let pool = self.parts.memory.read_pool_of(app.id());
         let (began, on_disk) = (Instant::now(), Duration::ZERO);
         ChunkStream { first: None, source, pool, app, began, on_disk, reading, _open, reporter }
     }
 
     /// Reads the first chunk while an error can still be returned as a status.
     async fn start(&self, mut stream: ChunkStream) -> Result<ChunkStream, ServiceError> {
-        self.metrics.read_memory_asked.inc();
+        self.parts.metrics.read_memory_asked.inc();
         let wait = self.read_memory_wait;
         let asked = stream.reading.bytes;
         stream.first = timeout(wait, stream.next()).await.map_err(|_| {
-            self.metrics.read_memory_refused.inc();
+            self.parts.metrics.read_memory_refused.inc();
             no_read_memory(asked, wait)
         })??;
         Ok(stream)

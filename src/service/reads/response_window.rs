@@ -53,14 +53,14 @@ impl ResponseWindow {
     }
 
     /// Returns the number of bytes after which the next response ends, if `wanted` were requested.
-    pub(super) fn limit(&self, wanted: i32) -> Result<u64, ServiceError> {
+    pub(in crate::service) fn limit(&self, wanted: i32) -> Result<u64, ServiceError> {
         let limit = answer_limit(&self.room, OF_CONNECTION, wanted)?;
         Ok(limit.min(self.pace.lock().limit()))
     }
 
     /// Returns the bytes of responses that the connection has not consumed.
     #[cfg(test)]
-    pub(super) fn pinned_bytes(&self) -> u64 {
+    pub(in crate::service) fn pinned_bytes(&self) -> u64 {
         self.room.used()
     }
 

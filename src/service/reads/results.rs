@@ -18,11 +18,11 @@ use uniffle_base::budget::{Budget, Charge, HeapKind, NoCapacity};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::PartitionId;
 
-use crate::service::Reads;
+use super::Reads;
 use crate::service::ServiceError;
-use crate::service::app_lookup::shuffle_of;
 use crate::service::blocking::run_blocking;
 use crate::service::ingest::spill::{StoredIds, refused};
+use crate::service::parts::shuffle_of;
 
 /// Number of ids above which a result is built on a blocking thread: about a millisecond if no two
 /// are adjacent. Only requested ids count, because every reducer asks, and a thread switch takes
@@ -86,19 +86,19 @@ impl Reads {
         partitions: &[i32],
         layout: Option<IdWidths>,
     ) -> Result<Results, ServiceError> {
-        let app = self.lookup.touched_app(app)?;
+        let app = self.parts.touched_app(app)?;
         if let Some(layout) = layout {
             check_layout(layout)?;
         }
         let task_bits = layout.map_or(TASK_BITS_DEFAULT, |widths| widths.task);
         app.client.learn_task_bits(task_bits.unsigned_abs());
-        let (size, max) = (partitions.len(), self.partitions_max);
+        let (size, max) = (partitions.len(), self.parts.partitions_max);
         if size > max {
             return Err(ServiceError::FieldTooLarge { field: "partitions", size, unit: "entries", max });
         }
-        let answers = self.memory.heap().of(HeapKind::Answers);
+        let answers = self.parts.memory.heap().of(HeapKind::Answers);
         let Some((_, shuffle)) = shuffle_of(&app, shuffle) else {
-            return match self.tiers.metadata().and_then(|tier| tier.metadata_gap()) {
+            return match self.parts.tiers.metadata().and_then(|tier| tier.metadata_gap()) {
                 None => Err(ServiceError::NotRegisteredPart(format!("shuffle {}/{shuffle}", app.id()))),
                 Some(reason) => Err(self.refuse_unknown(app.id().as_str(), shuffle, &reason)),
             };
@@ -116,7 +116,7 @@ impl Reads {
             // finishes.
             let (is_small, of) = (weight.is_small, Arc::clone(&shuffle));
             let answer =
-                run_blocking(&self.lookup.pool, is_small, move || weight.answer(&of.reports, held)).await?;
+                run_blocking(&self.parts.pool, is_small, move || weight.answer(&of.reports, held)).await?;
             // The response may lack ids that were moved to disk meanwhile.
             if !shuffle.reports.block_ids.lock().has_runs() {
                 return answer;
@@ -149,13 +149,13 @@ impl Reads {
             }
         }
         let weight = Weight { partitions, numbers, bytes: held.bytes(), is_small: false };
-        run_blocking(&self.lookup.pool, false, move || weight.encoded(&shuffle.reports, &Sets(sets), held))
+        run_blocking(&self.parts.pool, false, move || weight.encoded(&shuffle.reports, &Sets(sets), held))
             .await
     }
 
     /// Waits for the heap of a response, at most as long as a request may wait.
     async fn charged(&self, answers: &Budget, bytes: u64) -> Result<Charge, ServiceError> {
-        match timeout(self.heap_wait, answers.charge(bytes)).await {
+        match timeout(self.parts.heap_wait, answers.charge(bytes)).await {
             Ok(charged) => charged.map_err(full),
             Err(_elapsed) => answers.try_charge(bytes).map_err(full),
         }
@@ -172,13 +172,13 @@ impl Reads {
         }
         let shuffle = Arc::clone(shuffle);
         let weight = move || Weight::of(&shuffle.reports, distinct(partitions), u64::MAX);
-        let weight = run_blocking(&self.lookup.pool, false, weight).await?;
+        let weight = run_blocking(&self.parts.pool, false, weight).await?;
         // Without a limit on ids the weight is always returned.
         weight.map(|weight| Weight { is_small: false, ..weight }).ok_or(ServiceError::Stopping)
     }
 
     fn refuse_unknown(&self, app: &str, shuffle: i32, reason: &str) -> ServiceError {
-        self.lookup.metrics.unknown_shuffles_refused.inc();
+        self.parts.metrics.unknown_shuffles_refused.inc();
         ServiceError::Lost(format!(
             "cannot determine whether shuffle {app}/{shuffle} was registered: {reason}"
         ))

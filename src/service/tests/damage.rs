@@ -59,7 +59,7 @@ impl Fixture {
     }
 
     fn shuffle(&self) -> Arc<ShuffleState> {
-        self.service.lifecycle.lookup.app(APP).unwrap().shuffles().remove(0)
+        self.service.parts.app(APP).unwrap().shuffles().remove(0)
     }
 
     /// Makes a move find that the second block is unreadable. The blocks are adjacent and read as
@@ -141,8 +141,8 @@ async fn damage_found_during_a_report_is_recorded() {
 #[tokio::test(start_paused = true)]
 async fn block_committed_during_a_count_is_recounted() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
-    let (shuffle, lifecycle) = (fixture.shuffle(), &fixture.service.lifecycle);
-    lifecycle.verifier.mark_unverified(&shuffle, PartitionId(PARTITION), "a disk has failed");
+    let (shuffle, parts) = (fixture.shuffle(), &fixture.service.parts);
+    parts.verifier.mark_unverified(&shuffle, PartitionId(PARTITION), "a disk has failed");
     within_time("nothing is found", || shuffle.ledger.verifying() == 0).await;
     // The sender of these batches checked before the count whether the ledger is watched.
     let tier = fixture.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
@@ -150,7 +150,7 @@ async fn block_committed_during_a_count_is_recounted() {
     tier.write(batch(1)).await.unwrap();
     let refused = fixture.report_blocks().await.unwrap_err();
     assert!(matches!(refused, ServiceError::Lost(_)), "{refused}");
-    lifecycle.losses.count_again(&shuffle, PartitionId(PARTITION));
+    parts.losses.count_again(&shuffle, PartitionId(PARTITION));
     fixture.report_blocks().await.unwrap();
     assert_eq!(fixture.read_blocks(0, 2).await.unwrap().len(), 2 * BLOCK as usize);
     drop((tier, shuffle));

@@ -5,7 +5,7 @@ use futures::future::BoxFuture;
 use tokio::time::Instant;
 
 use super::*;
-use crate::service::read::DataAnswer;
+use crate::service::reads::DataAnswer;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;

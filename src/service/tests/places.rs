@@ -89,12 +89,12 @@ async fn aborted_large_sends_do_not_delay_commits() {
     drop(large_send(&mut fixture));
     yield_now().await;
     wait();
-    assert_eq!(fixture.service.lifecycle.metrics.rejected_sends.get(), 0, "it is not over yet");
+    assert_eq!(fixture.service.parts.metrics.rejected_sends.get(), 0, "it is not over yet");
     let mut next = committing(large_send(&mut fixture));
     timeout(Duration::from_secs(20), next.outcome()).await.expect("a place").unwrap();
     drop(busy);
     pause();
-    within_time("it is given up", || fixture.service.lifecycle.metrics.rejected_sends.get() == 1).await;
+    within_time("it is given up", || fixture.service.parts.metrics.rejected_sends.get() == 1).await;
     fixture.stop().await;
 }
 
@@ -103,7 +103,7 @@ async fn purges_and_reports_do_not_wait_for_each_other() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let patience = Duration::from_secs(20);
     fixture.register("app-2", &[]).await;
-    let reports = occupy(&fixture, &fixture.service.lifecycle.lookup.pool).await;
+    let reports = occupy(&fixture, &fixture.service.parts.pool).await;
     let ended = timeout(patience, fixture.service.lifecycle.end_app("app-2")).await;
     ended.expect("a place for ends").unwrap();
     drop(reports);

@@ -1,6 +1,6 @@
 //! Reports for shuffles that change meanwhile, or whose ids are on disk.
 
-use super::super::spill::{merge_runs, move_table};
+use super::super::ingest::spill::{merge_runs, move_table};
 use super::*;
 use crate::app::{Counted, QuotaSubject};
 use uniffle_testkit::fault::ENOSPC;
@@ -9,7 +9,7 @@ use uniffle_wire::types::ShuffleId;
 #[tokio::test(start_paused = true)]
 async fn report_is_not_logged_for_a_later_incarnation() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
-    let app = fixture.service.lifecycle.lookup.app(APP).unwrap();
+    let app = fixture.service.parts.app(APP).unwrap();
     let before = app.shuffle(ShuffleId(0)).unwrap();
     // The report waits for a verification that nobody runs.
     before.ledger.with(PartitionId(3), |it| it.question(None));
@@ -61,7 +61,7 @@ async fn assert_told(fixture: &Fixture, partitions: std::ops::Range<i32>, count:
 #[tokio::test(start_paused = true)]
 async fn spilled_ids_are_returned_with_those_in_memory() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
-    let app = fixture.service.lifecycle.lookup.app(APP).unwrap();
+    let app = fixture.service.parts.app(APP).unwrap();
     let shuffle = app.shuffle(ShuffleId(0)).unwrap();
     let scratch = fixture.service.tiers().metadata().unwrap().scratch().unwrap();
     let on_disk = || app.usage.used((QuotaSubject::App, Counted::DiskBytes));
@@ -92,7 +92,7 @@ async fn spilled_ids_are_returned_with_those_in_memory() {
 #[tokio::test(start_paused = true)]
 async fn ids_stay_readable_when_the_disk_refuses_them() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
-    let app = fixture.service.lifecycle.lookup.app(APP).unwrap();
+    let app = fixture.service.parts.app(APP).unwrap();
     let shuffle = app.shuffle(ShuffleId(0)).unwrap();
     let scratch = fixture.service.tiers().metadata().unwrap().scratch().unwrap();
     report_far(&fixture, 0..9, 300).await;

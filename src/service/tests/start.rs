@@ -102,7 +102,7 @@ impl Next {
         Self { store, service, tasks }
     }
 
-    async fn restore(&self) -> restore::Restored {
+    async fn restore(&self) -> Restored {
         self.service.lifecycle.restore(self.store.take_recovered()).await
     }
 

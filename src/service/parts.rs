@@ -1,0 +1,146 @@
+//! Configuration and dependencies that the views of the service share, and the lookup of
+//! applications named in requests.
+//!
+//! An unknown application is refused. If an earlier process may have known it, the error states why
+//! its registration is missing. A lookup never creates an application.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use prometheus::Registry;
+
+use crate::app::{App, AppRegistry, ShuffleState};
+use crate::flush::Flusher;
+use crate::memory::Memory;
+use crate::runtime::{BlockingPool, Tasks};
+use crate::schema::kind::{HOUR, SECOND, seconds};
+use crate::schema::section;
+use crate::store::Tiers;
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+
+use super::ServiceError;
+use super::ingest::partition_limit::PartitionLimits;
+use super::ingest::spill::Spill;
+use super::lifecycle::fairness::FairnessConfig;
+use super::losses::Losses;
+use super::losses::log::LossLog;
+use super::losses::verify::Verifier;
+use super::metrics::ServiceMetrics;
+use super::quota::QuotaConfig;
+use super::status::WorkerStatus;
+
+section! {
+    /// Limits of the service.
+    pub struct ServiceConfig {
+        /// Interval at which a decommissioned worker checks whether any application is left.
+        #[key("decommission_check_interval_sec", seconds(SECOND..=HOUR), Restart)]
+        pub decommission_check_interval: Duration = 60 * SECOND,
+        /// Interval at which expired tickets are released; at most the ticket timeout.
+        #[key("memory_store.buffer_ticket_check_interval_sec", seconds(SECOND / 10..=HOUR), Restart)]
+        pub ticket_check_interval: Duration = 10 * SECOND,
+        /// Time that a ticket request waits for memory. After it, clients get NO_BUFFER and sleep
+        /// for seconds. 0 = no waiting.
+        #[key("memory_store.buffer_ticket_wait_sec", seconds(Duration::ZERO..=30 * SECOND), Restart)]
+        pub ticket_wait: Duration = SECOND,
+        /// Partitions one `requireBuffer` may name.
+        pub partitions_per_request_max: usize = 1_000_000,
+        /// Time that a local read waits for read memory before NO_BUFFER.
+        pub read_memory_wait: Duration = 10 * SECOND,
+        /// Time that a request waits for heap before NO_BUFFER.
+        pub heap_wait: Duration = 10 * SECOND,
+        /// Whether a block's CRC-32 is checked as it arrives.
+        pub verify_crc: bool = true,
+        /// Bounds of one partition.
+        pub partition_limits: PartitionLimits = PartitionLimits::default(),
+        /// Who counts how much.
+        #[section(FairnessConfig)]
+        pub fairness: FairnessConfig,
+        /// How much one application and one user may have.
+        #[section(QuotaConfig)]
+        pub quota: QuotaConfig,
+    }
+}
+
+/// Dependencies of all views.
+#[derive(Debug)]
+pub(super) struct Parts {
+    pub(super) apps: Arc<AppRegistry>,
+    pub(super) memory: Arc<Memory>,
+    pub(super) tiers: Tiers,
+    pub(super) flusher: Option<Arc<Flusher>>,
+    pub(super) status: WorkerStatus,
+    pub(super) losses: Losses,
+    pub(super) verifier: Arc<Verifier>,
+    pub(super) spill: Spill,
+    pub(super) metrics: Arc<ServiceMetrics>,
+    pub(super) tasks: Tasks,
+    /// Pool for requested work that may be too long for a runtime thread.
+    pub(super) pool: BlockingPool,
+    /// Partitions that one request may name.
+    pub(super) partitions_max: usize,
+    pub(super) heap_wait: Duration,
+}
+
+impl Parts {
+    /// Creates the parts of a worker.
+    ///
+    /// # Errors
+    /// A metric name is already registered in `registry`.
+    pub(super) fn new(
+        config: &ServiceConfig,
+        apps: Arc<AppRegistry>,
+        memory: Arc<Memory>,
+        flusher: Option<Arc<Flusher>>,
+        tasks: Tasks,
+        registry: &Registry,
+    ) -> prometheus::Result<Self> {
+        let metrics = Arc::new(ServiceMetrics::new(registry)?);
+        let tiers = flusher.as_ref().map(|flusher| flusher.tiers().clone()).unwrap_or_default();
+        let log = LossLog::new(&tasks);
+        let verifier = Verifier::new(memory.clone(), tiers.clone(), tasks.clone(), metrics.clone(), log);
+        let verifier = Arc::new(verifier);
+        Ok(Self {
+            losses: Losses::new(apps.clone(), verifier.clone(), metrics.clone()),
+            spill: Spill::new(&tiers),
+            status: WorkerStatus::default(),
+            pool: BlockingPool::of_cores(),
+            apps,
+            memory,
+            tiers,
+            flusher,
+            verifier,
+            metrics,
+            tasks,
+            partitions_max: config.partitions_per_request_max,
+            heap_wait: config.heap_wait,
+        })
+    }
+
+    /// Returns the app of a request. An invalid id is treated as unknown.
+    pub(super) fn app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
+        let id = AppId::parse(app).ok();
+        id.as_ref().and_then(|id| self.apps.find(id)).ok_or_else(|| {
+            self.metrics.apps_not_found.inc();
+            self.apps.note_unknown_call();
+            match id.and_then(|id| self.apps.unproven_reason(&id)) {
+                Some(reason) => {
+                    ServiceError::Forgotten(format!("application {app} is no longer registered: {reason}"))
+                }
+                None => ServiceError::NotRegistered,
+            }
+        })
+    }
+
+    /// Returns the app as [`Parts::app`] does, and marks it as used now.
+    pub(super) fn touched_app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
+        let app = self.app(app)?;
+        self.apps.touch(&app);
+        Ok(app)
+    }
+}
+
+/// Returns key and state of a shuffle of `app`, or `None` if it is not registered.
+pub(super) fn shuffle_of(app: &App, shuffle: i32) -> Option<(ShuffleKey, Arc<ShuffleState>)> {
+    let state = app.shuffle(ShuffleId(shuffle))?;
+    Some((state.key().clone(), state))
+}
