@@ -328,7 +328,7 @@ impl MaintainedTier for OffloadTier {
     }
 
     fn refresh_metrics(&self) {
-        LocalStore::refresh_metrics(&*self.local);
+        LocalStore::refresh_metrics(&self.local);
         self.object.refresh_metrics();
     }
 
