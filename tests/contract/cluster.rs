@@ -222,9 +222,9 @@ async fn cluster_continues_after_a_coordinator_dies() {
         assert!(start.elapsed() < PATIENCE, "{view}");
         sleep(Duration::from_millis(100)).await;
     };
-    let told: HashSet<String> =
+    let reported: HashSet<String> =
         view["nodes"].as_array().expect("nodes").iter().map(|node| text(&node["id"])).collect();
-    assert_eq!((told, text(&view["apps"][0]["app"])), (ids, "app-1".to_owned()));
+    assert_eq!((reported, text(&view["apps"][0]["app"])), (ids, "app-1".to_owned()));
     for node in view["nodes"].as_array().expect("nodes") {
         assert_eq!(
             (text(&node["state"]), node["disks"].as_array().map(Vec::len)),
@@ -281,8 +281,8 @@ async fn assert_explained(with: &Worker, without: &Worker, view: &Value) {
     );
     let names = |list: &Value| list.as_array().expect("a list").iter().map(text).collect::<HashSet<_>>();
     let workers = it["workers"].as_array().expect("workers").iter().map(|worker| worker["worker"].clone());
-    let (told, known) = (names(&workers.collect()), names(&view["apps"][0]["nodes"]));
-    assert!(told.is_superset(&known) && !known.is_empty(), "{told:?}, {known:?}");
+    let (reported, known) = (names(&workers.collect()), names(&view["apps"][0]["nodes"]));
+    assert!(reported.is_superset(&known) && !known.is_empty(), "{reported:?}, {known:?}");
     let unknown = api(with, "cluster/apps/..%2Fx/explain").await;
     assert_eq!(unknown["error"], "no worker knows this application (any more)");
     let alone = api(without, "cluster/apps/app-1/explain").await;
@@ -392,8 +392,8 @@ async fn end_of_last_app_triggers_heartbeat() {
         .await
         .expect("it");
     internal.decommission(proto::DecommissionRequest::default()).await.expect("an answer");
-    let told = coordinator.heartbeat(|it| it.status() == proto::ServerStatus::Decommissioning).await;
-    let shown = |name: &str| told.display_metrics[name].as_str();
+    let reported = coordinator.heartbeat(|it| it.status() == proto::ServerStatus::Decommissioning).await;
+    let shown = |name: &str| reported.display_metrics[name].as_str();
     assert_eq!((shown("app_num_with_node"), shown("partition_num_with_node")), ("2", "20"));
     assert_eq!((shown("event_queue_size"), shown("in_flush_buffer_size")), ("0", "0"));
     assert_eq!(shown("storage_used_bytes"), "0");

@@ -160,12 +160,12 @@ fn expected(blocks: &[Block]) -> BTreeMap<i64, Bytes> {
     blocks.iter().map(|block| (block.meta.block_id.0, block.data.clone())).collect()
 }
 
-async fn told(recovered: &mut Recovered, shuffle: i32) -> Vec<Bytes> {
-    let mut told = Vec::new();
+async fn records_of(recovered: &mut Recovered, shuffle: i32) -> Vec<Bytes> {
+    let mut stored = Vec::new();
     while let Some((of, record)) = recovered.said.next().await.unwrap() {
-        told.extend((of == key(shuffle)).then_some(record));
+        stored.extend((of == key(shuffle)).then_some(record));
     }
-    told
+    stored
 }
 
 /// Asserts that the affected shuffle has the blocks `written` and [`BESIDE`] is unchanged.
@@ -240,9 +240,9 @@ async fn acknowledged_records_survive_any_fault_of_a_log_write() {
         let mut recovered = process.tier.take_recovered();
         assert!(recovered.shuffles.iter().all(|it| it.incomplete.is_none()), "{recovered:?}");
         // Unacknowledged batches may be known, too.
-        let told = told(&mut recovered, AFFECTED).await;
-        let mut left = told.iter();
-        assert!(acknowledged.iter().all(|one| left.any(|it| it == one)), "{on:?} {times}: {told:?}");
+        let stored = records_of(&mut recovered, AFFECTED).await;
+        let mut left = stored.iter();
+        assert!(acknowledged.iter().all(|one| left.any(|it| it == one)), "{on:?} {times}: {stored:?}");
         assert_reads(&process, AFFECTED, &[], "the next process").await;
         process.end().await;
     }

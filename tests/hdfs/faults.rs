@@ -150,6 +150,7 @@ async fn last_flush_tries_a_suspended_remote() {
     fixture.finish().await;
 }
 
+/// A suspended remote is an open circuit breaker: probes close it, also without batches.
 #[tokio::test(start_paused = true)]
 async fn suspended_remote_is_probed_without_batches() {
     let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;

@@ -65,8 +65,8 @@ fn hdfs_without_feature_is_refused_with_reason() {
         let output = worker(&["--check"], &format!("store_type = \"{store_type}\"\n"));
         let stderr = text(&output.stderr);
         assert_eq!(output.status.success(), cfg!(feature = "hdfs"), "{stderr}");
-        let told = stderr.contains("store_type") && stderr.contains("this build has no HDFS");
-        assert_eq!(told, cfg!(not(feature = "hdfs")), "{stderr}");
+        let is_explained = stderr.contains("store_type") && stderr.contains("this build has no HDFS");
+        assert_eq!(is_explained, cfg!(not(feature = "hdfs")), "{stderr}");
     }
 }
 
@@ -114,9 +114,9 @@ fn check_here_leaves_the_machine_unchanged() {
     let (empty, missing) = (dir.path().join("empty"), dir.path().join("a/b/missing"));
     std::fs::create_dir(&empty).expect("a directory");
     let config = with_paths("grpc_port = 0\nhttp_port = 0\nurpc_port = 0", &[&empty, &missing]);
-    let told = examined(&config).expect("it could start");
+    let listing = examined(&config).expect("it could start");
     for part in ["ports are free", "2 data directories are usable", "advertised address is 127.0.0.1"] {
-        assert!(told.contains(part), "{part} in {told}");
+        assert!(listing.contains(part), "{part} in {listing}");
     }
     assert_eq!(std::fs::read_dir(&empty).expect("a directory").count(), 0);
     assert_eq!(std::fs::read_dir(dir.path()).expect("a directory").count(), 1);
@@ -134,14 +134,14 @@ fn check_here_refuses_ports_with_their_remedy() {
         ("urpc_port", "grpc_port = 0\nhttp_port = 0"),
     ] {
         let config = with_paths(&format!("{key} = {port}\n{others}"), &[&dir.path().join("d")]);
-        let told = examined(&config).expect_err("the port is taken");
+        let listing = examined(&config).expect_err("the port is taken");
         for part in [&format!("{key} = 127.0.0.1:{port}"), "must be a free port", "ss -ltnp"] {
-            assert!(told.contains(part), "{part} in {told}");
+            assert!(listing.contains(part), "{part} in {listing}");
         }
     }
     let config = with_paths("grpc_port = 0\nhttp_port = 0", &[&dir.path().join("d")]);
-    let told = examined(&config.replace("127.0.0.1", "192.0.2.1")).expect_err("a foreign address");
-    assert!(told.contains("bind_address must be an address of this machine"), "{told}");
+    let listing = examined(&config.replace("127.0.0.1", "192.0.2.1")).expect_err("a foreign address");
+    assert!(listing.contains("bind_address must be an address of this machine"), "{listing}");
 }
 
 #[test]
@@ -158,20 +158,20 @@ fn check_here_refuses_unusable_directories() {
         (path("file/below"), "must be a directory"),
         ("/proc/uniffle".into(), "must be a directory"),
     ] {
-        let told = examined(&with_paths(ports, &[&path("good"), &unusable])).expect_err("unusable");
+        let listing = examined(&with_paths(ports, &[&path("good"), &unusable])).expect_err("unusable");
         let named = format!("localfile_store.data_paths: {}", unusable.display());
-        assert!(told.contains(&named) && told.contains(why), "{told}");
-        assert!(!told.contains("/good"), "{told}");
+        assert!(listing.contains(&named) && listing.contains(why), "{listing}");
+        assert!(!listing.contains("/good"), "{listing}");
     }
     assert!(!path("good").exists());
 
     // A directory that a running worker has claimed, and the same one afterwards.
     let running = Worker::start(&Setup { name: "check-here", capacity: "64M", ..Setup::default() });
     let used = running.data_paths()[0].clone();
-    let told = examined(&with_paths(ports, &[&used])).expect_err("in use");
+    let listing = examined(&with_paths(ports, &[&used])).expect_err("in use");
     assert!(
-        told.contains("in use by another process") && told.contains(&used.display().to_string()),
-        "{told}"
+        listing.contains("in use by another process") && listing.contains(&used.display().to_string()),
+        "{listing}"
     );
     running.assert_no_error_logged();
 }
@@ -191,7 +191,7 @@ fn check_here_lists_the_problems_of_all_kinds() {
         + &format!("[tls]\ncert_file = {0:?}\nkey_file = {0:?}\nca_file = {0:?}\n", path("missing.pem"))
         + &format!("listeners = [\"http\"]\n[admin]\nport = 0\ntoken_file = {:?}\n", path("token"))
         + &format!("[log]\npath = {:?}\n[memory_store]\ncapacity = \"15TiB\"\n", path("file/logs"));
-    let told = examined(&config).expect_err("it cannot start");
+    let listing = examined(&config).expect_err("it cannot start");
     for part in [
         "memory_store.capacity: blocks may use 15.0 TiB",
         &format!("http_port = 127.0.0.1:{port}"),
@@ -203,11 +203,11 @@ fn check_here_lists_the_problems_of_all_kinds() {
         "admin.token_file = ",
         "log.path = ",
     ] {
-        assert_eq!(told.matches(part).count(), 1, "{part} in {told}");
+        assert_eq!(listing.matches(part).count(), 1, "{part} in {listing}");
     }
-    let told = text(&worker(&["--check"], &config).stderr);
+    let listing = text(&worker(&["--check"], &config).stderr);
     for (part, count) in [("15.0 TiB", 1), ("tls.ca_file", 1), ("admin.token_file", 1), ("http_port", 0)] {
-        assert_eq!(told.matches(part).count(), count, "{part} in {told}");
+        assert_eq!(listing.matches(part).count(), count, "{part} in {listing}");
     }
 }
 
@@ -241,8 +241,8 @@ fn outdated_directory_is_refused_unchanged() {
     let output = worker(&[], &config);
     let stderr = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{stderr}");
-    let told = format!("{}: directory was written by version 0.1.0", old.path().display());
-    assert!(stderr.contains(&told) && stderr.contains("start with an empty directory"), "{stderr}");
+    let refusal = format!("{}: directory was written by version 0.1.0", old.path().display());
+    assert!(stderr.contains(&refusal) && stderr.contains("start with an empty directory"), "{stderr}");
     assert_eq!(std::fs::read_dir(old.path()).expect("a directory").count(), files.len());
     for (name, content) in files {
         assert_eq!(std::fs::read_to_string(old.path().join(name)).expect("a file"), content);
@@ -277,8 +277,8 @@ fn start_logs_program_and_configuration_in_one_line() {
         assert!(lines[0].contains(part), "{part} in {}", lines[0]);
     }
     assert!(!log.contains("Some(") && !log.contains("None"), "{log}");
-    let told = worker.metrics().total_of("uniffle_worker_build_info", "commit=\"");
-    assert_eq!(told, Some(1.0));
+    let builds = worker.metrics().total_of("uniffle_worker_build_info", "commit=\"");
+    assert_eq!(builds, Some(1.0));
     worker.stop();
 }
 
@@ -347,9 +347,12 @@ fn imported_configuration_is_valid() {
         "store_type = \"MEMORY\"\n[embedded_coordinator]\nclient_conf = { \"my.password\" = \"hush\" }\n";
     let secret = import(&write("riffle.toml", secret));
     assert!(secret.status.success() && text_of(&secret).contains("hush"), "{}", text_of(&secret));
-    let told = text(&secret.stderr);
-    assert!(told.contains("secrets are in the output, under embedded_coordinator.client_conf"), "{told}");
-    assert!(!told.contains("hush"), "{told}");
+    let warning = text(&secret.stderr);
+    assert!(
+        warning.contains("secrets are in the output, under embedded_coordinator.client_conf"),
+        "{warning}"
+    );
+    assert!(!warning.contains("hush"), "{warning}");
     let incomplete = import(&write("server.conf", "rss.coordinator.quorum c:1"));
     assert_eq!(incomplete.status.code(), Some(2));
     assert!(text(&incomplete.stderr).contains("localfile_store.data_paths"), "{}", text(&incomplete.stderr));

@@ -492,10 +492,10 @@ async fn empty_directories_are_refused_while_memory_has_blocks() {
     worker.launch_again_with(&config);
     assert_eq!(block_in_place(|| worker.wait_end()).code(), Some(1), "{}", worker.log());
     let log = worker.log();
-    for told in
+    for expected in
         ["memory_store.backing has 1 shuffles of this worker", "localfile_store.require_mounted = false"]
     {
-        assert!(log.contains(told), "{told} is not in {log}");
+        assert!(log.contains(expected), "{expected} is not in {log}");
     }
     for path in &disks {
         assert_eq!(

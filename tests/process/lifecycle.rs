@@ -213,9 +213,9 @@ async fn unflushable(tables: &'static str) -> (Worker, ShuffleClient, Written) {
 /// Asserts that one log line names the lost blocks.
 fn assert_loss_is_logged(worker: &Worker) {
     let log = worker.log();
-    let told: Vec<_> = log.lines().filter(|line| line.contains("lost at shutdown")).collect();
-    assert_eq!(told.len(), 1, "{log}");
-    assert!(told[0].contains("ERROR") && told[0].contains("app/3"), "{log}");
+    let lines: Vec<_> = log.lines().filter(|line| line.contains("lost at shutdown")).collect();
+    assert_eq!(lines.len(), 1, "{log}");
+    assert!(lines[0].contains("ERROR") && lines[0].contains("app/3"), "{log}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -275,10 +275,10 @@ async fn upgrade_without_metadata_log_is_refused() {
             ..Setup::default()
         });
         worker.begin_upgrade();
-        let told = format!(
+        let refusal = format!(
             "upgrade refused; continuing as before: store_type {store_type} has neither local disks nor an object store"
         );
-        block_in_place(|| worker.wait_log(&told));
+        block_in_place(|| worker.wait_log(&refusal));
         client_of(&worker).await;
         block_in_place(|| worker.stop());
     }
@@ -392,7 +392,7 @@ async fn service_manager_passes_sockets_and_is_notified() {
     });
     assert_eq!(worker.ready().grpc_port, kept.port());
     drop(kept);
-    let told = |until: &str| {
+    let notified = |until: &str| {
         let mut all = String::new();
         while !all.contains(until) {
             let mut message = [0; 1000];
@@ -401,14 +401,14 @@ async fn service_manager_passes_sockets_and_is_notified() {
         }
         all
     };
-    let all = block_in_place(|| told("READY=1"));
+    let all = block_in_place(|| notified("READY=1"));
     assert!(all.contains("FDSTORE=1\nFDNAME=grpc") && all.contains("FDNAME=http"), "{all}");
     client_of(&worker).await;
     block_in_place(|| {
         worker.begin_upgrade();
         worker.finish_upgrade();
-        assert!(told("READY=1").contains("RELOADING=1\nMONOTONIC_USEC="));
+        assert!(notified("READY=1").contains("RELOADING=1\nMONOTONIC_USEC="));
         worker.terminate();
-        assert!(told("STOPPING=1").contains("STOPPING=1"));
+        assert!(notified("STOPPING=1").contains("STOPPING=1"));
     });
 }

@@ -1,5 +1,5 @@
 //! Settings changed by calls at run time, and which of them survive an upgrade, a kill and an
-//! orderly stop.
+//! graceful stop.
 
 use std::path::PathBuf;
 
@@ -120,7 +120,7 @@ async fn settings_survive_upgrade_and_kill() {
         assert!(worker.wait_end().success());
         worker.start_again();
     });
-    assert!(!is_decommissioned(&worker), "an orderly stop completes it");
+    assert!(!is_decommissioned(&worker), "a graceful stop completes it");
     assert_eq!(node(&worker)["tags"], json!(["night"]));
     block_in_place(|| worker.stop());
 }

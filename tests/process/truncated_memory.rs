@@ -1,4 +1,4 @@
-//! Access to memory whose file in `memory_store.backing` was cut short (SIGBUS).
+//! Access to memory whose file in `memory_store.backing` was truncated (SIGBUS).
 
 use std::os::unix::process::ExitStatusExt as _;
 

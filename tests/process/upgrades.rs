@@ -110,8 +110,8 @@ async fn upgrade_with_damaged_claim_file_is_refused() {
     let config = refusing.config.clone();
     for (damaged, flaw) in [(&b""[..], "empty"), (&intact[..50], "damaged")] {
         std::fs::write(&claim, damaged).expect("a file");
-        let told = format!("{} is {flaw}; its identity is ", claim.display());
-        refusing.refuses(&config, &told).await;
+        let reason = format!("{} is {flaw}; its identity is ", claim.display());
+        refusing.refuses(&config, &reason).await;
     }
     std::fs::write(&claim, &intact).expect("a file");
     refusing.finish_with_an_upgrade().await;
@@ -125,18 +125,18 @@ async fn upgrade_is_refused_while_a_directory_is_detached() {
     let path = refusing.worker.data_paths()[1].clone();
     let away = refusing.worker.dir().join("away");
     let config = refusing.config.clone();
-    let told = format!("{}: not the directory of the running worker", path.display());
+    let reason = format!("{}: not the directory of the running worker", path.display());
     // Refused before and after the worker has noticed it.
     std::fs::rename(&path, &away).expect("moved");
-    refusing.refuses(&config, &told).await;
+    refusing.refuses(&config, &reason).await;
     block_in_place(|| refusing.worker.wait_log("data directory was unmounted, moved or replaced"));
-    refusing.refuses(&config, &told).await;
+    refusing.refuses(&config, &reason).await;
     std::fs::create_dir(&path).expect("an empty directory");
-    refusing.refuses(&config, &told).await;
+    refusing.refuses(&config, &reason).await;
     assert_eq!(std::fs::read_dir(&path).expect("a directory").count(), 0, "nothing is written there");
     std::fs::remove_dir(&path).expect("removed");
     std::fs::write(&path, "a file").expect("a file");
-    refusing.refuses(&config, &told).await;
+    refusing.refuses(&config, &reason).await;
     std::fs::remove_file(&path).expect("removed");
     std::fs::rename(&away, &path).expect("moved back");
     block_in_place(|| refusing.worker.wait_log("disk responds again"));

@@ -109,11 +109,11 @@ fn cluster_with_dedicated_coordinator() -> Vec<Worker> {
     let ready = workers[0].ready();
     let [http, admin] = [Some(ready.http_port), ready.admin_port]
         .map(|port| format!("127.0.0.1:{}", port.expect("its administration is open")));
-    let told = Command::new(binary("uniffle-worker"))
+    let answered = Command::new(binary("uniffle-worker"))
         .args(["ctl", "decommission", "--worker", &http, "--admin", &admin])
         .output()
         .expect("the binary was built with this test");
-    assert!(told.status.success(), "{told:?}");
+    assert!(answered.status.success(), "{answered:?}");
     until_active(&workers, 2.0);
     workers
 }

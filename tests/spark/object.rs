@@ -1,4 +1,4 @@
-//! Jobs over a worker above SeaweedFS, without disks and with disks whose data is migrated to it.
+//! Jobs over a worker above SeaweedFS, without disks and with offload from disks to it.
 //!
 //! The data exceeds the memory or the disk several times, and the worker or the store is killed and
 //! restarted in either stage. The result must be correct, or the loss reported; after a kill of the
@@ -35,10 +35,10 @@ fn above(weed: &Weed, name: &'static str, capacity: &'static str) -> Setup {
     }
 }
 
-/// Watermarks that migrate everything at once, whatever else is on the machine's disk.
+/// Watermarks that offload everything at once, whatever else is on the machine's disk.
 const AT_ONCE: &str = "offload_high_watermark = 0.000002\noffload_low_watermark = 0.000001\n";
 
-/// Like [`above`], with a disk that migrates data beyond `watermarks`.
+/// Like [`above`], with a disk that offloads data beyond `watermarks`.
 fn with_a_disk(weed: &Weed, name: &'static str, capacity: &'static str, watermarks: &str) -> Setup {
     let above = above(weed, name, capacity);
     let made_tables = above.made_tables.clone() + watermarks;
@@ -217,14 +217,14 @@ fn worker_with_disk_killed_in_reduce_stage_reports_losses() {
     kill_in_stage(|weed| with_a_disk(weed, "offload-reduce-killed", "32M", AT_ONCE), IN_THE_REDUCE_STAGE);
 }
 
-/// Measures the extra time for the map stage of a 1.1 GB sort while all of it is migrated to the
+/// Measures the extra time for the map stage of a 1.1 GB sort while all of it is offloaded to the
 /// store.
 ///
 /// Run: `SPEED_WORKER=target/release/uniffle-worker cargo test --test spark -- --ignored
-/// --nocapture map_stage_with_migration`
+/// --nocapture map_stage_with_offload`
 #[test]
 #[ignore = "a measurement, on an idle machine"]
-fn map_stage_with_migration_compared_with_disks() {
+fn map_stage_with_offload_compared_with_disks() {
     const TURNS: usize = 5;
     let Some(weed) = Weed::start("Spark above disks and SeaweedFS") else { return };
     let Some(mut spark) = spark() else { return };

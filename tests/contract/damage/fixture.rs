@@ -35,7 +35,7 @@ pub(crate) struct Fixture {
     pub(crate) faults: Vec<Faults>,
     /// True for each disk that the next process finds.
     pub(crate) present: Vec<bool>,
-    pub(crate) told: BTreeMap<ShuffleKey, ShuffleHistory>,
+    pub(crate) histories: BTreeMap<ShuffleKey, ShuffleHistory>,
     /// Earlier versions of the files.
     pub(crate) versions: Vec<Vec<Files>>,
     pub(crate) sync: SyncWrites,
@@ -63,7 +63,7 @@ impl Fixture {
             disks: (0..disks).map(disk).collect(),
             faults: std::iter::repeat_with(Faults::default).take(disks).collect(),
             present: vec![true; disks],
-            told: BTreeMap::new(),
+            histories: BTreeMap::new(),
             versions: Vec::new(),
             sync,
             verify_reads: VerifyReads::Always,
@@ -133,20 +133,20 @@ impl Fixture {
             assert!(self.is_damaged && matches!(error, ServiceError::Store(_)), "{key}: {error}");
             return;
         }
-        let told = self.told.entry(key).or_default();
-        (0..PARTITIONS).for_each(|partition| _ = told.partition(partition));
+        let history = self.histories.entry(key).or_default();
+        (0..PARTITIONS).for_each(|partition| _ = history.partition(partition));
     }
 
     /// A task of a known shuffle sends a block to some partitions and reports them.
     pub(crate) async fn run_task(&mut self, life: &Life) {
-        let Some(key) = self.told.keys().choose(&mut self.rng).cloned() else { return };
+        let Some(key) = self.histories.keys().choose(&mut self.rng).cloned() else { return };
         self.run_task_of(life, &key).await;
     }
 
     pub(crate) async fn run_task_of(&mut self, life: &Life, key: &ShuffleKey) {
         self.next_task += 1;
         let task = TaskAttemptId(self.next_task);
-        let told = self.told.entry(key.clone()).or_default();
+        let history = self.histories.entry(key.clone()).or_default();
         let (mut batch, mut report) = (Vec::new(), Vec::new());
         for partition in 0..PARTITIONS {
             if partition > 0 && self.rng.random_bool(0.4) {
@@ -154,7 +154,7 @@ impl Fixture {
             }
             let length = if self.rng.random_bool(0.1) { 60_000 } else { 3_000 };
             let block = block(partition, task, self.rng.random_range(1..length));
-            told.partition(partition).sent.insert(block.meta.block_id, block.data.clone());
+            history.partition(partition).sent.insert(block.meta.block_id, block.data.clone());
             report.push((partition, vec![block.meta.block_id]));
             batch.push((partition, vec![block]));
         }
@@ -166,9 +166,9 @@ impl Fixture {
         if self.rng.random_bool(0.1) {
             return; // It dies before it reports.
         }
-        told.tried(&report);
+        history.tried(&report);
         if life.client.report(key, task, &report).await.is_ok() {
-            told.reported(&report);
+            history.reported(&report);
         }
     }
 
@@ -183,19 +183,19 @@ impl Fixture {
     }
 
     async fn unregister_some(&mut self, life: &Life) {
-        let Some(key) = self.told.keys().choose(&mut self.rng).cloned() else { return };
+        let Some(key) = self.histories.keys().choose(&mut self.rng).cloned() else { return };
         if self.rng.random_bool(0.7) {
             self.unregister(life, &key);
         } else {
             _ = life.client.service.lifecycle.unregister_app(key.app.as_str());
-            self.told.retain(|other, _| other.app != key.app);
+            self.histories.retain(|other, _| other.app != key.app);
         }
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 
     pub(crate) fn unregister(&mut self, life: &Life, key: &ShuffleKey) {
         _ = life.client.service.lifecycle.unregister_shuffle(key.app.as_str(), key.shuffle.0);
-        self.told.remove(key);
+        self.histories.remove(key);
     }
 
     /// Ends the worker after a flush or at any point, but a moment after its last acknowledgement.

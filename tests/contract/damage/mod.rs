@@ -90,9 +90,11 @@ fn known_report_is_refused_while_log_is_unwritable() {
         key
     });
     let key = lived.expect("a healthy disk");
-    let told = &fixture.told[&key].partitions;
-    let report: Vec<(i32, Vec<BlockId>)> =
-        told.iter().map(|(partition, told)| (*partition, told.reported.iter().copied().collect())).collect();
+    let history = &fixture.histories[&key].partitions;
+    let report: Vec<(i32, Vec<BlockId>)> = history
+        .iter()
+        .map(|(partition, history)| (*partition, history.reported.iter().copied().collect()))
+        .collect();
     fixture.faults[0].set_read_only(true);
     let lived = fixture.live(async |fixture, life| {
         let again = life.client.report(&key, TaskAttemptId(1), &report).await;
@@ -221,21 +223,21 @@ async fn check(
         .map(|block| (&block.key, block.partition, block.id))
         .collect();
     let mut unknown = Vec::new();
-    for (key, told) in &fixture.told {
+    for (key, history) in &fixture.histories {
         let there = |partition, id| untouched.contains(&(key, partition, id));
-        let findings = verify(&life.client, key, told, LAYOUT, there).await;
+        let findings = verify(&life.client, key, history, LAYOUT, there).await;
         if matches!(findings.results_refused, Some(Refusal::Unknown(_))) {
             unknown.push(key.clone());
         }
         report.take(key, findings);
     }
     // The jobs of these shuffles fail. A new registration begins from scratch.
-    unknown.iter().for_each(|key| _ = fixture.told.remove(key));
+    unknown.iter().for_each(|key| _ = fixture.histories.remove(key));
 }
 
 /// Checks that everything can be unregistered, and that a new registration is complete.
 async fn finish(fixture: &mut Fixture, life: &Life, report: &mut Report) {
-    let keys: Vec<ShuffleKey> = fixture.told.keys().cloned().collect();
+    let keys: Vec<ShuffleKey> = fixture.histories.keys().cloned().collect();
     let service = &life.client.service;
     for key in &keys {
         fixture.unregister(life, key);
@@ -261,8 +263,8 @@ async fn finish(fixture: &mut Fixture, life: &Life, report: &mut Report) {
     for _ in 0..3 {
         fixture.run_task_of(life, &key).await;
     }
-    let told = &fixture.told[&key];
-    let findings = verify(&life.client, &key, told, LAYOUT, |_, _| true).await;
+    let history = &fixture.histories[&key];
+    let findings = verify(&life.client, &key, history, LAYOUT, |_, _| true).await;
     report.expect_whole(&key, "registered again", findings);
 }
 

@@ -382,7 +382,7 @@ fn findings_for(lie: Lie) -> Verification {
         fixture.flush(life).await;
         fixture.run_task_of(life, &key).await;
         let liar = Liar { client: &life.client, lie };
-        verify(&liar, &key, &fixture.told[&key], LAYOUT, |_, _| true).await
+        verify(&liar, &key, &fixture.histories[&key], LAYOUT, |_, _| true).await
     });
     lived.expect("healthy disks")
 }

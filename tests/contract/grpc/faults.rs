@@ -47,6 +47,7 @@ async fn disk_full_during_append_does_not_mix_blocks() {
     fixture.finish().await;
 }
 
+/// A batch that no disk can write is retried with a backoff.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unwritable_batch_stays_readable_and_is_retried() {
     let (fixture, key) = (parts().start().await, key("app-1", 1));
@@ -130,7 +131,7 @@ async fn flushed_and_reported() -> (ServiceFixture, ShuffleClient, ShuffleKey, V
 }
 
 /// Returns the response to Spark's fourth attempt of a task, after three failed ones.
-async fn the_fourth_attempt_is_told_of_the_loss(operation: Operation, suffix: &'static str) {
+async fn fourth_attempt_gets_the_loss(operation: Operation, suffix: &'static str) {
     let (fixture, client, key, all) = flushed_and_reported().await;
     for faults in &fixture.faults {
         faults.add(Rule::always(operation, Fault::Errno(EIO)).on(suffix));
@@ -156,9 +157,9 @@ async fn the_fourth_attempt_is_told_of_the_loss(operation: Operation, suffix: &'
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unreadable_blocks_are_reported_lost_without_restart() {
-    the_fourth_attempt_is_told_of_the_loss(Operation::Read, ".data").await;
-    the_fourth_attempt_is_told_of_the_loss(Operation::Read, ".index").await;
-    the_fourth_attempt_is_told_of_the_loss(Operation::OpenRead, ".data").await;
+    fourth_attempt_gets_the_loss(Operation::Read, ".data").await;
+    fourth_attempt_gets_the_loss(Operation::Read, ".index").await;
+    fourth_attempt_gets_the_loss(Operation::OpenRead, ".data").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -192,8 +192,8 @@ async fn malformed_sends_store_nothing_and_leak_nothing() {
         corrupt(&mut request);
         let answer = fixture.client.raw().send_shuffle_data(request).await.unwrap().into_inner();
         let status = answer.status();
-        let told = matches!(status, StatusCode::InternalError | StatusCode::InvalidRequest);
-        assert!(told && !answer.ret_msg.is_empty(), "{name}: {status:?} {}", answer.ret_msg);
+        let is_refused = matches!(status, StatusCode::InternalError | StatusCode::InvalidRequest);
+        assert!(is_refused && !answer.ret_msg.is_empty(), "{name}: {status:?} {}", answer.ret_msg);
         fixture.assert_memory_is_free().await;
         let again = fixture.client.send(&key, ticket, *form, &parts(1)).await.unwrap_err();
         assert_eq!(again.status(), Some(StatusCode::InternalError), "{name}: the ticket is spent");

@@ -36,9 +36,9 @@ async fn worker_is_unhealthy_while_too_few_disks_are_healthy() {
     // privileges.
     let in_the_way = fixture.disks[0].join("probe");
     std::fs::write(&in_the_way, "").unwrap();
-    let told = coordinator.heartbeat(|beat| beat.status() == ServerStatus::Unhealthy).await;
-    assert!(told.available_memory > 0 && told.tags.contains(&"ss_v5".to_owned()), "{told:?}");
-    assert_eq!(told.server_id, first.server_id, "the same node");
+    let unhealthy = coordinator.heartbeat(|beat| beat.status() == ServerStatus::Unhealthy).await;
+    assert!(unhealthy.available_memory > 0 && unhealthy.tags.contains(&"ss_v5".to_owned()), "{unhealthy:?}");
+    assert_eq!(unhealthy.server_id, first.server_id, "the same node");
     let service = fixture.worker.service();
     service.diagnostics.refresh_metrics(&service.diagnostics.app_statistics());
     assert_eq!(fixture.metric("service_is_healthy") + fixture.metric("is_healthy"), 2.0);
@@ -126,7 +126,7 @@ async fn heartbeat_reports_memory_disks_and_applications() {
 }
 
 /// Time for several probes of the disks on a busy machine.
-const TOLD_WITHIN: Duration = Duration::from_secs(30);
+const NOTICE_MAX: Duration = Duration::from_secs(30);
 
 /// `healthy_check_min_disks` is 0, so coordinators see a healthy worker. Running applications
 /// should write elsewhere.
@@ -161,13 +161,13 @@ async fn partitions_move_away_while_no_disk_is_writable() {
     eventually("no disk takes data", || if takes_data() { Err(format!("{:?}", state())) } else { Ok(()) })
         .await;
     // The health checker is notified.
-    let told = async |is_told| while to_move().await.is_empty() == is_told {};
-    timeout(TOLD_WITHIN, told(true)).await.expect("the health checker looks every second");
+    let moving = async |is_moving| while to_move().await.is_empty() == is_moving {};
+    timeout(NOTICE_MAX, moving(true)).await.expect("the health checker looks every second");
     assert_eq!(to_move().await, [2, 0], "also before the first block");
     assert_eq!(state(), WorkerState::Active, "as far as coordinators are concerned");
 
     in_the_way.iter().for_each(|path| std::fs::remove_file(path).unwrap());
     eventually("a disk takes data", || if takes_data() { Ok(()) } else { Err(String::new()) }).await;
-    timeout(TOLD_WITHIN, told(false)).await.expect("the health checker looks every second");
+    timeout(NOTICE_MAX, moving(false)).await.expect("the health checker looks every second");
     fixture.finish().await;
 }

@@ -1,5 +1,5 @@
-//! Fair shares of the heap budget among applications and reports. Full shares do not affect other
-//! applications, and refused requests store nothing.
+//! Fairness: shares of the heap budget among applications and reports. Full shares do not affect
+//! other applications, and refused requests store nothing.
 
 use futures::stream::{FuturesUnordered, StreamExt};
 use uniffle_base::budget::HeapKind;
@@ -106,8 +106,8 @@ async fn full_heap_shares_do_not_block_other_applications() {
             fixture.push(&key, &batch(0, &written)).await;
             let ids = written.iter().map(|block| block.meta.block_id).collect();
             fixture.client.report(&key, TaskAttemptId(1), &[(P, ids)]).await.unwrap();
-            let told = fixture.client.results(&key, &[P], Some(IdLayout::SPARK)).await.unwrap();
-            assert_eq!(told.cardinality(), 100);
+            let result = fixture.client.results(&key, &[P], Some(IdLayout::SPARK)).await.unwrap();
+            assert_eq!(result.cardinality(), 100);
             fixture.assert_reads(&key, 0, &written).await;
         }
         fixture.client.unregister_app(app).await.unwrap();
@@ -138,7 +138,7 @@ async fn concurrent_reports_wait_for_overcharged_heap() {
     for (status, text) in futures::future::join_all(reports).await {
         assert_eq!(status, StatusCode::Success, "{text}");
     }
-    assert_eq!(told(&fixture, &key, 0).await.len(), 96_000);
+    assert_eq!(reported_ids(&fixture, &key, 0).await.len(), 96_000);
     fixture.finish().await;
 }
 
@@ -181,7 +181,7 @@ async fn unfinished_sends_leave_heap_for_other_applications() {
     fixture.finish().await;
 }
 
-async fn told(fixture: &WorkerFixture, key: &ShuffleKey, partition: i32) -> Vec<u64> {
+async fn reported_ids(fixture: &WorkerFixture, key: &ShuffleKey, partition: i32) -> Vec<u64> {
     fixture.client.results(key, &[PartitionId(partition)], None).await.unwrap().to_vec()
 }
 
@@ -190,13 +190,13 @@ fn report_beyond_heap_is_refused_before_and_after_restart() {
     use super::restarts::{crashed, process};
     let (large, small) = (key("app-1", 1), key("app-1", 2));
     let ids = |partition: i32| far(i64::from(partition) * 3_500..(i64::from(partition) + 1) * 3_500);
-    let assert_told = async |fixture: &WorkerFixture| {
+    let assert_reported = async |fixture: &WorkerFixture| {
         for partition in 0..40 {
             let mut expected: Vec<u64> = ids(partition).into_iter().map(i64::unsigned_abs).collect();
             expected.sort_unstable();
-            assert!(told(fixture, &large, partition).await == expected, "partition {partition}");
+            assert!(reported_ids(fixture, &large, partition).await == expected, "partition {partition}");
         }
-        assert_eq!(told(fixture, &small, 0).await, [7]);
+        assert_eq!(reported_ids(fixture, &small, 0).await, [7]);
     };
     let home = process(async {
         let fixture = small_heap().await;
@@ -214,14 +214,14 @@ fn report_beyond_heap_is_refused_before_and_after_restart() {
         assert_eq!(report(&fixture, &small, vec![(0, vec![7])]).await.0, StatusCode::Success);
         assert!(reported.used() - others.bytes() < 64 << 10, "it is on disk");
         assert_eq!(fixture.worker.apps().block_id_count(), 140_001, "a retry adds nothing");
-        assert_told(&fixture).await;
+        assert_reported(&fixture).await;
         drop(others);
         crashed(fixture)
     });
     process(async {
         let setup = Setup { memory: "heap_capacity = \"32MiB\"", ..Setup::default() };
         let fixture = WorkerFixture::on(setup, home.0, home.1).await;
-        assert_told(&fixture).await;
+        assert_reported(&fixture).await;
         fixture.finish().await;
     });
 }

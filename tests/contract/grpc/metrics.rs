@@ -215,12 +215,12 @@ async fn assert_tiers(fixture: WorkerFixture) {
     assert_eq!(fixture.metric("total_delete_data"), 0.0);
     fixture.client.unregister(&key(APP, 1)).await.unwrap();
     eventually("the files are deleted", || {
-        let told = (
+        let seen = (
             fixture.metric("total_delete_data"),
             histogram(&fixture, "total_remove_resource_by_shuffle_ids_time").0,
             histogram(&fixture, "total_remove_resource_time").0,
         );
-        if told == (sent, 1, 0) { Ok(()) } else { Err(format!("{told:?}")) }
+        if seen == (sent, 1, 0) { Ok(()) } else { Err(format!("{seen:?}")) }
     })
     .await;
     fixture.client.unregister_app(APP).await.unwrap();

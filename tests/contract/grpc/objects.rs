@@ -123,6 +123,7 @@ fn killed_worker_loses_only_blocks_that_were_not_uploaded() {
     process(async { assert_eq!(segments(&store).await, []) });
 }
 
+/// A failing store opens the circuit breaker. Blocks stay in memory, and readers are refused.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn failing_store_keeps_blocks_in_memory_and_refuses_readers() {
     let store = FaultyObjects::default();

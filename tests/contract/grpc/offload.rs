@@ -1,4 +1,4 @@
-//! A worker with disks and an object store: background moves and a drain.
+//! Offload from disks to an object store: in the background above a watermark, and by a drain.
 
 use std::path::PathBuf;
 

@@ -52,8 +52,8 @@ async fn reduce(fixture: &WorkerFixture, key: &ShuffleKey, partition: i32) {
     let answer = fixture.client.raw().get_shuffle_result(request).await.unwrap().into_inner();
     assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
     let expected: Vec<Block> = (0..MAPS).flat_map(|task| blocks_of(partition, task)).collect();
-    let told = uniffle_wire::bitmap::decode(&answer.serialized_bitmap).unwrap();
-    assert_eq!(told.cardinality(), expected.len() as u64);
+    let result = uniffle_wire::bitmap::decode(&answer.serialized_bitmap).unwrap();
+    assert_eq!(result.cardinality(), expected.len() as u64);
     fixture.assert_reads(key, partition, &expected).await;
 }
 

@@ -113,7 +113,7 @@ fn all_shuffle_ids_are_accepted_and_recovered() {
 
 #[test]
 fn record_numbers_are_recovered() {
-    use super::results::{report_stats, stats, stats_told};
+    use super::results::{report_stats, reported_stats, stats};
     let key = key("app-1", 1);
     let home = process(async {
         let fixture = WorkerFixture::start().await;
@@ -125,8 +125,8 @@ fn record_numbers_are_recovered() {
     });
     process(async {
         let fixture = WorkerFixture::on(Setup::default(), home.0, home.1).await;
-        let told = stats_told(&fixture, &key, &[0, 1, 2, 3]).await;
-        assert_eq!(told, [stats(0, &[(2, 40), (3, 1)]), stats(3, &[(2, 2)])]);
+        let recovered_stats = reported_stats(&fixture, &key, &[0, 1, 2, 3]).await;
+        assert_eq!(recovered_stats, [stats(0, &[(2, 40), (3, 1)]), stats(3, &[(2, 2)])]);
         fixture.finish().await;
     });
 }
@@ -209,8 +209,11 @@ fn unproven_results_are_refused_until_the_app_ends() {
         let refused = refusal(&unknown).await;
         assert!(refused.contains("cannot determine whether shuffle app-1/7 was registered"), "{refused}");
         assert!((fixture.metric("unknown_shuffles_refused") - 1.0).abs() < f64::EPSILON);
-        let told = fixture.worker.service().diagnostics.incompleteness();
-        assert!(told.unknown_shuffles.is_some() && told.shuffles == 1 && told.reasons.len() == 1, "{told:?}");
+        let diagnosis = fixture.worker.service().diagnostics.incompleteness();
+        assert!(
+            diagnosis.unknown_shuffles.is_some() && diagnosis.shuffles == 1 && diagnosis.reasons.len() == 1,
+            "{diagnosis:?}"
+        );
         let explained = fixture.worker.service().diagnostics.explain("app-1").unwrap();
         assert!(
             explained.findings[0].starts_with("results of shuffle 1 are refused"),
@@ -226,8 +229,8 @@ fn unproven_results_are_refused_until_the_app_ends() {
             .diagnostics
             .refresh_metrics(&fixture.worker.service().diagnostics.app_statistics());
         assert!((fixture.metric("incomplete_shuffles") - 1.0).abs() < f64::EPSILON);
-        let told = fixture.worker.service().diagnostics.losses().incomplete;
-        assert_eq!((told.len(), told[0].app.as_str(), told[0].shuffle), (1, "app-1", 1));
+        let incomplete = fixture.worker.service().diagnostics.losses().incomplete;
+        assert_eq!((incomplete.len(), incomplete[0].app.as_str(), incomplete[0].shuffle), (1, "app-1", 1));
         fixture.client.unregister_app("app-1").await.unwrap();
         fixture.client.register(&damaged, &[(0, 3)]).await.unwrap();
         fixture.push(&damaged, &batch(0, &all)).await;
@@ -238,7 +241,7 @@ fn unproven_results_are_refused_until_the_app_ends() {
 }
 
 #[test]
-fn orderly_stop_keeps_blocks_but_no_unregistered_app() {
+fn graceful_stop_keeps_blocks_but_no_unregistered_app() {
     let (kept, gone) = (key("app-1", 1), key("app-1", 2));
     let all = blocks(0, 1, 0..20);
     let (dir, disks) = process(async {
@@ -338,9 +341,12 @@ fn blocks_lost_from_memory_are_reported_lost_until_resent() {
         let wanted = Treemap::of(&[1]);
         let answer = fixture.client.read_memory(&key, P, None, 1 << 20, Some(&wanted)).await.unwrap();
         assert!(answer.blocks.is_empty());
-        let told = fixture.worker.service().diagnostics.losses();
-        assert_eq!((told.losses.len(), told.losses[0].blocks, told.unlisted_blocks), (1, 5, 0));
-        assert_eq!((told.losses[0].app.as_str(), told.losses[0].partition), ("app-1", 0));
+        let diagnosis = fixture.worker.service().diagnostics.losses();
+        assert_eq!(
+            (diagnosis.losses.len(), diagnosis.losses[0].blocks, diagnosis.unlisted_blocks),
+            (1, 5, 0)
+        );
+        assert_eq!((diagnosis.losses[0].app.as_str(), diagnosis.losses[0].partition), ("app-1", 0));
         // Spark repeats the task whose unreported blocks were lost with the worker.
         let late = unreported.iter().map(|block| block.meta.block_id).collect();
         let late = fixture.client.report(&key, TaskAttemptId(3), &[(P, late)]).await.unwrap_err();
@@ -419,13 +425,13 @@ async fn corrupt_reads_blame_the_disk_and_report_the_loss() {
     assert!(error.contains(&file.display().to_string()), "{error}");
     assert_eq!(fixture.metric("total_read_crc_mismatch"), 1.0);
     assert_eq!(fixture.metric("lost_blocks"), 0.0, "gauges are set when they are asked for");
-    let told = fixture.worker.service().diagnostics.losses();
+    let diagnosis = fixture.worker.service().diagnostics.losses();
     assert_eq!(
-        (told.losses.len(), told.losses[0].blocks),
+        (diagnosis.losses.len(), diagnosis.losses[0].blocks),
         (1, 1),
-        "other blocks of its extent are intact: {told:?}"
+        "other blocks of its extent are intact: {diagnosis:?}"
     );
-    assert!(told.losses[0].reason.contains("block is corrupt"), "{told:?}");
+    assert!(diagnosis.losses[0].reason.contains("block is corrupt"), "{diagnosis:?}");
     let refused = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();
     assert!(refused.contains("1 block of shuffle app-1/1 partition 0 are lost"), "{refused}");
     // Resent blocks are found, and the damaged copy does not interfere.

@@ -62,7 +62,7 @@ pub(crate) fn stats(partition_id: i32, tasks: &[(i64, i64)]) -> PartitionStats {
 }
 
 /// Returns the record numbers in the result of `partitions`.
-pub(crate) async fn stats_told(
+pub(crate) async fn reported_stats(
     fixture: &WorkerFixture,
     key: &ShuffleKey,
     partitions: &[i32],
@@ -97,7 +97,7 @@ pub(crate) async fn report_stats(
 async fn multi_partition_result_contains_record_numbers() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 9)]).await.unwrap();
-    assert_eq!(stats_told(&fixture, &key, &[0, 1]).await, []);
+    assert_eq!(reported_stats(&fixture, &key, &[0, 1]).await, []);
     // The second report is a retry. The third has new numbers for known blocks.
     for _ in 0..2 {
         report_stats(&fixture, &key, 7, vec![stats(0, &[(7, 100)]), stats(1, &[(7, 0)])]).await;
@@ -105,9 +105,9 @@ async fn multi_partition_result_contains_record_numbers() {
     report_stats(&fixture, &key, 3, vec![stats(0, &[(3, i64::MAX)])]).await;
     report_stats(&fixture, &key, 3, vec![stats(2, &[(3, 5)])]).await;
     let of_0 = stats(0, &[(3, i64::MAX), (7, 100)]);
-    assert_eq!(stats_told(&fixture, &key, &[0]).await, std::slice::from_ref(&of_0));
+    assert_eq!(reported_stats(&fixture, &key, &[0]).await, std::slice::from_ref(&of_0));
     assert_eq!(
-        stats_told(&fixture, &key, &[2, 0, 1, 0, 5]).await,
+        reported_stats(&fixture, &key, &[2, 0, 1, 0, 5]).await,
         [of_0, stats(1, &[(7, 0)]), stats(2, &[(3, 5)])]
     );
     fixture.finish().await;

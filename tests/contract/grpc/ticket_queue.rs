@@ -1,5 +1,5 @@
-//! Ticket requests that cannot be granted yet wait for memory, fairly and with a bound, and block
-//! nothing else.
+//! Backpressure: ticket requests wait for memory, with fairness and a timeout, and block nothing
+//! else.
 
 use std::time::Duration;
 

@@ -107,7 +107,7 @@ async fn resent_blocks_are_deduplicated() {
 
 /// Full memory exerts backpressure on writers through refused tickets.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn full_memory_returns_no_buffer_until_freed() {
+async fn backpressure_refuses_tickets_until_memory_is_freed() {
     let setup = Setup { capacity: "16MiB", memory: "buffer_ticket_wait_sec = 0", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 7)]).await.unwrap();

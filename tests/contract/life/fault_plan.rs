@@ -139,9 +139,9 @@ impl History {
         let sent = self.send_and_flush(name).await;
         let client = InProcess { service: self.service(), layout: LAYOUT };
         let key = ShuffleKey::new(AppId::parse(name.0).expect("an id"), ShuffleId(name.1));
-        let told = self.expected[&name].told();
+        let responses = self.expected[&name].responses();
         let is_there = |partition, id: BlockId| sent.contains(&(partition, id.0));
-        let findings = verify(&client, &key, &told, LAYOUT, is_there).await;
+        let findings = verify(&client, &key, &responses, LAYOUT, is_there).await;
         assert!(findings.violations.is_empty(), "{:?}", findings.violations);
         let withheld = findings.withheld.first();
         assert!(withheld.is_none(), "{key}: {withheld:?} was sent after files were removed");
@@ -182,10 +182,10 @@ impl History {
     fn write_claim(&mut self, refusal: &str) {
         let (disk, intact) =
             self.claim.take().expect("a directory with an intact claim is not refused for it");
-        if let Some((path, told)) = on_disk::suggested_claim(refusal) {
+        if let Some((path, suggested)) = on_disk::suggested_claim(refusal) {
             assert_eq!(path, PathBuf::from(format!("/disk{disk}/{CLAIM}")), "{refusal}");
             // A claim cut before its checksum is a complete one of earlier versions.
-            assert!(told.starts_with(&intact), "{refusal}");
+            assert!(suggested.starts_with(&intact), "{refusal}");
             self.tally.claims_written += 1;
         }
         self.disks[disk].put(Path::new(CLAIM), Some(intact));

@@ -53,7 +53,7 @@ enum End {
     Hung,
     /// Hands over to a successor at once, with the state of the metadata log.
     Upgrade,
-    /// Moves all data to the object store. The next process starts on empty disks.
+    /// Offloads all data to the object store. The next process starts on empty disks.
     Elsewhere,
 }
 
@@ -65,7 +65,7 @@ pub(crate) struct History {
     pub(super) disks: Vec<Arc<MemoryDisk>>,
     /// Object store that replaces the disks or receives data from them.
     pub(super) objects: Option<Objects>,
-    /// Fill levels of the disks at which data is moved to the object store.
+    /// Fill levels of the disks at which offload to the object store begins and ends.
     pub(super) watermarks: Watermarks,
     pub(super) mutation: Mutation,
     /// Injected faults of the current process, by disk.
@@ -189,9 +189,9 @@ impl History {
     }
 
     /// Returns whether the worker reports the block as lost.
-    pub(crate) fn is_told_lost(&self, key: Key, partition: i32, id: i64) -> bool {
-        let told = self.service().diagnostics.losses().losses;
-        let mut here = told
+    pub(crate) fn is_reported_lost(&self, key: Key, partition: i32, id: i64) -> bool {
+        let losses = self.service().diagnostics.losses().losses;
+        let mut here = losses
             .iter()
             .filter(|loss| (loss.app.as_str(), loss.shuffle) == key && loss.partition == partition);
         here.any(|loss| loss.ranges.iter().any(|(first, last)| (*first..=*last).contains(&id)))
@@ -283,7 +283,7 @@ impl History {
         self.objects.as_ref().map(|objects| objects.store.clone())
     }
 
-    /// Returns the blocks that were seen in an index or flushed by an orderly stop, and are
+    /// Returns the blocks that were seen in an index or flushed by a graceful stop, and are
     /// undamaged.
     pub(super) fn durable_blocks(&self) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
         let mut all = BTreeSet::new();
@@ -422,7 +422,7 @@ impl History {
         }
         self.unsynced.retain(|disk| !here.contains(disk));
         if self.process().is_flushed() {
-            self.tally.orderly_stops += 1;
+            self.tally.graceful_stops += 1;
             self.expected.values_mut().for_each(|expected| expected.settle(self.life));
         }
     }

@@ -29,7 +29,7 @@ pub(crate) struct Block {
 /// - Acknowledged reports are known, and no others. Where metadata was damaged or missing, or power
 ///   was lost with unsynced data, results are refused, but never incomplete.
 /// - Unacknowledged blocks are invisible, except those of a send that failed after some partitions.
-/// - A power loss does not affect data that an orderly stop has flushed.
+/// - A power loss does not affect data that a graceful stop has flushed.
 /// - A shuffle whose end was acknowledged is not recovered.
 /// - Empty directories are refused while the object store has part of the data on the disks. Where
 ///   they are accepted, they lose nothing.
@@ -46,7 +46,7 @@ pub(crate) struct Invariants {
     pub(crate) reported: HashMap<i32, BTreeSet<i64>>,
     /// Ids in all reports, by partition. A failed report may have been written.
     pub(crate) tried: HashMap<i32, BTreeSet<i64>>,
-    /// Blocks that were in an index or on disk at an orderly stop. Only a damaged disk can lose
+    /// Blocks that were in an index or on disk at a graceful stop. Only a damaged disk can lose
     /// them.
     pub(crate) durable: HashMap<i32, BTreeSet<i64>>,
     /// The longest index that was read, by partition.
@@ -65,21 +65,21 @@ pub(crate) struct Invariants {
 
 impl Invariants {
     /// Returns the responses in the form of the oracle.
-    pub(crate) fn told(&self) -> ShuffleHistory {
-        let mut told = ShuffleHistory::default();
-        (0..PARTITIONS).for_each(|partition| _ = told.partition(partition));
+    pub(crate) fn responses(&self) -> ShuffleHistory {
+        let mut responses = ShuffleHistory::default();
+        (0..PARTITIONS).for_each(|partition| _ = responses.partition(partition));
         for (partition, blocks) in &self.sent {
             let blocks = blocks.iter().map(|(id, data)| (BlockId(*id), data.clone()));
-            told.partition(*partition).sent = blocks.collect();
+            responses.partition(*partition).sent = blocks.collect();
         }
         let ids = |ids: &BTreeSet<i64>| ids.iter().copied().map(BlockId).collect();
         for (partition, tried) in &self.tried {
-            told.partition(*partition).tried = ids(tried);
+            responses.partition(*partition).tried = ids(tried);
         }
         for (partition, reported) in &self.reported {
-            told.partition(*partition).reported = ids(reported);
+            responses.partition(*partition).reported = ids(reported);
         }
-        told
+        responses
     }
 
     /// Any file may be missing: acknowledged blocks may be lost, but not silently.
@@ -114,7 +114,7 @@ impl Invariants {
         fresh || (!now.disk_is_missing && contains(&self.durable, partition, id))
     }
 
-    /// Returns the blocks that a new reader must find, unless it is told of a loss.
+    /// Returns the blocks that a new reader must find, unless their loss is reported to it.
     pub(crate) fn required(&self, partition: i32, now: Now) -> BTreeMap<i64, Vec<u8>> {
         let blocks = self.acknowledged.get(&partition).into_iter().flatten();
         let wanted = blocks.filter(|(id, _)| {

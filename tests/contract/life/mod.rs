@@ -29,9 +29,9 @@ use self::tally::{
 const SEEDS_DEFAULT: u64 = 2_000;
 /// Seeds on an object store alone.
 const OBJECT_SEEDS_DEFAULT: u64 = 300;
-/// Seeds on disks with moves to an object store.
+/// Seeds on disks with offload to an object store.
 const MOVED_SEEDS_DEFAULT: u64 = 600;
-/// Seeds on disks with moves to a store whose objects are damaged.
+/// Seeds on disks with offload to a store whose objects are damaged.
 const DAMAGED_SEEDS_DEFAULT: u64 = 300;
 
 /// Storage of the simulated worker.
@@ -39,7 +39,7 @@ const DAMAGED_SEEDS_DEFAULT: u64 = 300;
 enum Storage {
     Disks,
     Objects,
-    /// Disks, from which data is moved to an object store.
+    /// Disks, with offload to an object store.
     Both,
     /// Like `Both`, with damaged objects and log objects that are written late.
     BothDamaged,
@@ -153,7 +153,7 @@ fn reregistration_above_an_unlisted_log_keeps_its_reports() {
 /// Seeds with which nearly every run returned the results of the first registration, which the
 /// object store still had.
 #[test]
-fn reregistered_shuffle_hides_moved_results_of_predecessor() {
+fn reregistered_shuffle_hides_offloaded_results() {
     for seed in [5011, 7300] {
         let ran = run_safely(seed, Storage::Both, Mutation::None);
         assert!(ran.is_ok(), "MOVED_LIFE_SEED={seed}: {ran:?}");
@@ -163,7 +163,7 @@ fn reregistered_shuffle_hides_moved_results_of_predecessor() {
 /// Directories that ran apart made the shuffle incomplete before it was moved. Once both were back
 /// the next start took it for complete.
 #[test]
-fn gap_of_moved_shuffle_outlives_returned_directories() {
+fn gap_of_offloaded_shuffle_outlives_returned_directories() {
     let ran = run_safely(631, Storage::BothDamaged, Mutation::None);
     assert!(ran.is_ok(), "DAMAGED_LIFE_SEED=631: {ran:?}");
 }
@@ -279,7 +279,7 @@ fn reports_that_wait_for_a_hanging_store_fail_the_model() {
 }
 
 #[test]
-fn deletion_of_moved_data_for_a_damaged_log_fails_the_model() {
+fn deletion_of_offloaded_data_for_damaged_log_fails_the_model() {
     must_be_noticed(Storage::BothDamaged, Mutation::DamagedLogDropsData);
 }
 
@@ -301,6 +301,6 @@ fn lost_segments_fail_the_model() {
 }
 
 #[test]
-fn lost_moved_segments_fail_the_model() {
+fn lost_offloaded_segments_fail_the_model() {
     must_be_noticed(Storage::Both, Mutation::NoIndexes);
 }

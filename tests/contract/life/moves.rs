@@ -1,7 +1,7 @@
-//! Simulated runs on disks from which data moves to an object store.
+//! Simulated runs on disks with offload to an object store.
 //!
-//! Data moves at once or above a watermark. Disks and store fail and recover independently, also
-//! while a stream is divided between them.
+//! Data is offloaded at once or above a watermark. Disks and store fail and recover independently,
+//! also while a stream is divided between them.
 
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -52,7 +52,7 @@ impl Process {
         Self::over(tier, tasks, registry).await
     }
 
-    /// Starts on `disks`. Data above `watermarks` moves to an object store.
+    /// Starts on `disks`. Data above `watermarks` is offloaded to an object store.
     pub(crate) async fn moving(
         disks: &[(Arc<MemoryDisk>, Faults)],
         local: LocalConfig,
@@ -130,7 +130,7 @@ impl Process {
         self.flusher.tiers().find().expect("the worker has disks")
     }
 
-    /// Syncs as the last step of an orderly stop.
+    /// Syncs as the last step of a graceful stop.
     pub(crate) async fn sync(&self) {
         let syncs =
             self.flusher.tiers().maintained().map(async |tier| tier.sync(Duration::from_secs(10)).await);

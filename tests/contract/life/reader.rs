@@ -27,7 +27,7 @@ pub(crate) struct Reader {
     epoch: u64,
     began: Now,
     read_buffer_size: i32,
-    /// Blocks that it must find, unless it is told of a loss.
+    /// Blocks that it must find, unless their loss is reported to it.
     required: BTreeMap<i64, Vec<u8>>,
     found: BTreeMap<i64, Vec<u8>>,
     phase: Phase,
@@ -90,7 +90,7 @@ impl Reader {
             let found = self.found.get(id);
             // Data abandoned after the read of memory is reported to the next reader.
             let may_be_given_up = self.began.reads_fail || self.began.files_removed;
-            if found.is_none() && may_be_given_up && history.is_told_lost(self.key, self.partition, *id) {
+            if found.is_none() && may_be_given_up && history.is_reported_lost(self.key, self.partition, *id) {
                 continue;
             }
             assert!(found.is_some(), "block {id} of {:?}/{} is missing", self.key, self.partition);
@@ -119,7 +119,7 @@ impl Reader {
     /// Checks bytes with a wrong checksum. A hole is read as zeros, so that clients can fetch the
     /// bytes between two blocks at once. Only a reader with an older index takes a hole for a
     /// block. The checksum tells its client, which reads again: then it finds a copy of a reported
-    /// block, or is told that it is lost.
+    /// block, or gets the error that it is lost.
     async fn check_hole(&self, history: &mut History, id: i64, bytes: &[u8]) {
         // Two starts that miss different disks may give one offset to different blocks. A start on
         // all disks then serves one of them, and a start without its disk serves the other.

@@ -22,9 +22,9 @@ impl History {
         keys.sort_unstable();
         for name in keys {
             let key = ShuffleKey::new(AppId::parse(name.0).expect("an id"), ShuffleId(name.1));
-            let told = self.expected[&name].told();
+            let responses = self.expected[&name].responses();
             let is_there = |partition, id| stored.contains(&(key.clone(), partition, id));
-            let findings = verify(&client, &key, &told, LAYOUT, is_there).await;
+            let findings = verify(&client, &key, &responses, LAYOUT, is_there).await;
             assert!(findings.violations.is_empty(), "{:?}", findings.violations);
             let refusal = findings.results_refused.as_ref();
             assert!(self.excused || refusal.is_none(), "results of {key} are refused: {refusal:?}");
@@ -42,7 +42,7 @@ impl History {
                 continue;
             }
             // Directories that ran separately may have given one position to different blocks. The
-            // job is told to run again, or the reported blocks are listed as lost.
+            // job gets an error and runs again, or the reported blocks are listed as lost.
             let runs_again = self.diverged()
                 || refusal.is_some_and(|refusal| {
                     self.divergence_is_hidden() || refusal.text().contains("run its application")

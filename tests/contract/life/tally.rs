@@ -25,7 +25,7 @@ macro_rules! tally {
 
 tally!(
     lives,
-    orderly_stops,
+    graceful_stops,
     hung_disks,
     upgrades,
     power_losses,
@@ -82,7 +82,7 @@ tally!(
 pub(crate) const OBJECT_EVENTS: &[&str] =
     &["refused_starts", "missing_objects", "damaged_objects", "earlier_objects"];
 
-/// Events that need moves from disks to an object store.
+/// Events that need offload from disks to an object store.
 pub(crate) const MOVE_EVENTS: &[&str] = &[
     "moved_bytes",
     "failed_moves",

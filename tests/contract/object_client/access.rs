@@ -55,13 +55,13 @@ async fn failed_probe_leaves_no_objects() {
 async fn failed_probe_names_step_and_remedy() {
     let server = S3Server::start().await;
     let no_retry = |config| ObjectConfig { retry_timeout: Duration::ZERO, ..config };
-    let told = |config: ObjectConfig| async move {
+    let error_of = |config: ObjectConfig| async move {
         let opened = open(&config);
         let error = soon(opened.client.probe("worker-1")).await.unwrap_err();
         opened.end().await;
-        let told = error.to_string();
-        assert!(!told.contains(SECRET_KEY) && !format!("{error:?}").contains("wrong-secret"), "{told}");
-        told
+        let text = error.to_string();
+        assert!(!text.contains(SECRET_KEY) && !format!("{error:?}").contains("wrong-secret"), "{text}");
+        text
     };
     let wrong_secret = ObjectConfig { secret_key: Some(Secret::new("wrong-secret")), ..server.config("x") };
     let wrong_key = ObjectConfig { access_key: Some(Secret::new("nobody")), ..server.config("x") };
@@ -71,8 +71,8 @@ async fn failed_probe_names_step_and_remedy() {
         (wrong_key, Refusal::UnknownKey),
         (unsigned, Refusal::AccessDenied),
     ] {
-        let told = told(no_retry(config)).await;
-        assert!(told.contains("to write an object") && told.contains(refusal.remedy()), "{told}");
+        let text = error_of(no_retry(config)).await;
+        assert!(text.contains("to write an object") && text.contains(refusal.remedy()), "{text}");
     }
     for (on, step) in [
         (On::Get, "read it"),
@@ -82,13 +82,13 @@ async fn failed_probe_names_step_and_remedy() {
         (On::Abort, "abort an upload"),
     ] {
         server.faults.plan(on, 1, &Fault::Refuse(403, "AccessDenied"));
-        let told = told(no_retry(server.config("x"))).await;
-        assert!(told.contains(step) && told.contains(Refusal::AccessDenied.remedy()), "{told}");
+        let text = error_of(no_retry(server.config("x"))).await;
+        assert!(text.contains(step) && text.contains(Refusal::AccessDenied.remedy()), "{text}");
     }
     server.faults.plan(On::Put, 1, &Fault::Refuse(404, "NoSuchBucket"));
-    assert!(told(no_retry(server.config("x"))).await.contains(Refusal::BucketMissing.remedy()));
+    assert!(error_of(no_retry(server.config("x"))).await.contains(Refusal::BucketMissing.remedy()));
     server.faults.plan(On::Get, 1, &Fault::WrongByte);
-    assert!(told(server.config("x")).await.contains("wrong bytes"));
+    assert!(error_of(server.config("x")).await.contains("wrong bytes"));
 }
 
 fn keys(file: &File, secret: &str, more: &str) {
@@ -136,8 +136,8 @@ async fn missing_credentials_are_named_before_any_request() {
     let no_key = ObjectConfig { access_key: None, ..server.config("x") };
     assert!(refused(no_key).contains("AWS_ACCESS_KEY_ID"));
     let broken = ObjectConfig { secret_key: Some(Secret::new("hush hush")), ..server.config("x") };
-    let told = refused(broken);
-    assert!(told.contains("AWS_SECRET_ACCESS_KEY") && !told.contains("hush"), "{told}");
+    let text = refused(broken);
+    assert!(text.contains("AWS_SECRET_ACCESS_KEY") && !text.contains("hush"), "{text}");
     let web = ObjectConfig { credentials: Credentials::WebIdentity, ..server.config("x") };
     assert!(refused(web.clone()).contains("AWS_ROLE_ARN"));
     let web = ObjectConfig { role_arn: Some("arn:aws:iam::1:role/x".to_owned()), ..web };
@@ -147,8 +147,8 @@ async fn missing_credentials_are_named_before_any_request() {
         ca_file: Some("/nowhere/ca.pem".into()),
         ..server.config("x")
     };
-    let told = refused(ca.clone());
-    assert!(told.contains("object_store.ca_file") && told.contains("/nowhere/ca.pem"), "{told}");
+    let text = refused(ca.clone());
+    assert!(text.contains("object_store.ca_file") && text.contains("/nowhere/ca.pem"), "{text}");
     let none = ObjectConfig { access_key: None, secret_key: None, ..ca };
     let all = check_files(&none).iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
     for part in ["object_store.ca_file", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"] {

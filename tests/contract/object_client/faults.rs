@@ -71,8 +71,8 @@ async fn read_faults_map_to_errors() {
         let error = soon(read(&opened)).await.unwrap_err();
         assert_eq!(Failure::of(&error), failure, "{fault:?}: {error}");
         if let Failure::Refused(refusal) = failure {
-            let told = explain(&error);
-            assert!(told.contains(refusal.remedy()), "{told}");
+            let text = explain(&error);
+            assert!(text.contains(refusal.remedy()), "{text}");
         }
         // The next read is not affected.
         assert!(soon(read(&opened)).await.unwrap() == content(BYTES)[10..], "after {fault:?}");

@@ -1,4 +1,4 @@
-//! Alerts about remote stores: object store, moves from disks to it, and HDFS.
+//! Alerts about remote stores: object store, offload to it, and HDFS.
 
 use std::path::Path;
 use std::time::Duration;

@@ -21,7 +21,7 @@ impl AdminFixture {
         (status, serde_json::from_str(&answer.text().await.unwrap()).unwrap_or_default())
     }
 
-    async fn told(&self, path: &str) -> Value {
+    async fn fetch(&self, path: &str) -> Value {
         let (status, answer) = self.api(path).await;
         assert_eq!(status, StatusCode::OK, "{path}: {answer}");
         answer
@@ -31,7 +31,7 @@ impl AdminFixture {
     async fn eventually(&self, path: &str, should: impl Fn(&Value) -> bool) -> Value {
         let start = Instant::now();
         loop {
-            let answer = self.told(path).await;
+            let answer = self.fetch(path).await;
             if should(&answer) {
                 return answer;
             }
@@ -71,12 +71,12 @@ async fn status_covers_every_component() {
     assert_eq!(status["totals"]["received_bytes"], json!(360_000));
     assert!(status["process"]["resident_bytes"].as_u64().unwrap() > 0);
 
-    let index = fixture.told("").await;
+    let index = fixture.fetch("").await;
     for path in index["paths"].as_array().unwrap() {
         let path = path.as_str().unwrap().trim_start_matches("/api/v1").replace("{id}", "app-1");
-        fixture.told(&path).await;
+        fixture.fetch(&path).await;
     }
-    assert_eq!(fixture.told("/memory").await["capacity_bytes"], json!(32 << 20));
+    assert_eq!(fixture.fetch("/memory").await["capacity_bytes"], json!(32 << 20));
     for (path, expected) in [
         ("/nonsense", StatusCode::NOT_FOUND),
         ("/apps/unknown/explain", StatusCode::NOT_FOUND),
@@ -102,7 +102,7 @@ async fn removed_data_counts_as_received_but_not_as_stored() {
     fixture.client.unregister_app("app-1").await.unwrap();
     let ended = |answer: &Value| answer["gone"][0]["received_bytes"] == json!(200_000);
     fixture.eventually("/apps", ended).await;
-    let explanation = fixture.told("/apps/app-1/explain").await;
+    let explanation = fixture.fetch("/apps/app-1/explain").await;
     assert_eq!(explanation["bytes"]["in_memory"], json!(0), "{explanation}");
     assert_eq!(explanation["top_partitions"][0]["in_memory_bytes"], json!(0), "{explanation}");
     fixture.finish().await;
@@ -128,7 +128,7 @@ async fn applications_are_listed_by_size_up_to_limit() {
     assert_eq!(large["largest_partition_bytes"], json!(80_000));
     assert!((large["skew"].as_f64().unwrap() - 80_000.0 / (680_000.0 / 12.0)).abs() < 1e-9, "{large}");
     assert_eq!(large["lost_blocks"], json!(0));
-    let answer = fixture.told("/apps?limit=1").await;
+    let answer = fixture.fetch("/apps?limit=1").await;
     assert_eq!((answer["apps"].as_array().unwrap().len(), &answer["count"]), (1, &json!(3)));
     fixture.finish().await;
 }
@@ -162,38 +162,41 @@ async fn app_is_explained_while_running_and_afterwards() {
     // A response is counted after its last byte, which the client does not wait for.
     let answers = async {
         loop {
-            let told = fixture.told("/apps/app-1/explain").await;
-            if stage(&told, "answer")["count"].as_u64().unwrap() >= 3 {
-                return told;
+            let explained = fixture.fetch("/apps/app-1/explain").await;
+            if stage(&explained, "answer")["count"].as_u64().unwrap() >= 3 {
+                return explained;
             }
             tokio::time::sleep(std::time::Duration::from_millis(10)).await;
         }
     };
-    let told = tokio::time::timeout(ANSWERS_DEADLINE, answers).await.expect("three answers are entered");
-    assert_eq!((&told["presence"], &told["partitions"]), (&json!("known"), &json!(3)));
-    let bytes = &told["bytes"];
+    let explained = tokio::time::timeout(ANSWERS_DEADLINE, answers).await.expect("three answers are entered");
+    assert_eq!((&explained["presence"], &explained["partitions"]), (&json!("known"), &json!(3)));
+    let bytes = &explained["bytes"];
     assert_eq!((&bytes["received"], &bytes["on_local_disks"]), (&json!(60_000), &json!(60_000)));
     assert_eq!(bytes["read_from_memory"], json!(30_000));
     assert!(bytes["read_from_disks"].as_u64().unwrap() >= 30_000, "{bytes}");
     for (name, count, bytes) in
         [("receive", 1, 60_000), ("flush_write", 1, 60_000), ("ticket_wait", 1, 24 << 20)]
     {
-        let stage = stage(&told, name);
-        assert_eq!((&stage["count"], &stage["bytes"]), (&json!(count), &json!(bytes)), "{name}: {told}");
+        let stage = stage(&explained, name);
+        assert_eq!((&stage["count"], &stage["bytes"]), (&json!(count), &json!(bytes)), "{name}: {explained}");
     }
     for name in ["flush_queue", "disk_read", "answer"] {
-        assert!(stage(&told, name)["count"].as_u64().unwrap() >= 1, "{name}: {told}");
+        assert!(stage(&explained, name)["count"].as_u64().unwrap() >= 1, "{name}: {explained}");
     }
-    assert_eq!(told["retries"]["tickets_refused_memory"], json!(1));
-    let top = &told["top_partitions"][0];
+    assert_eq!(explained["retries"]["tickets_refused_memory"], json!(1));
+    let top = &explained["top_partitions"][0];
     assert_eq!((&top["partition"], &top["received_bytes"]), (&json!(2), &json!(30_000)));
-    assert_eq!(told["losses"], json!([]));
-    assert!(!told["findings"].as_array().unwrap().is_empty());
+    assert_eq!(explained["losses"], json!([]));
+    assert!(!explained["findings"].as_array().unwrap().is_empty());
 
     fixture.client.unregister_app("app-1").await.unwrap();
-    let told = fixture.told("/apps/app-1/explain").await;
-    assert_eq!((&told["presence"], &told["bytes"]["received"]), (&json!("unregistered"), &json!(60_000)));
-    let gone = &fixture.told("/apps").await["gone"][0];
+    let explained = fixture.fetch("/apps/app-1/explain").await;
+    assert_eq!(
+        (&explained["presence"], &explained["bytes"]["received"]),
+        (&json!("unregistered"), &json!(60_000))
+    );
+    let gone = &fixture.fetch("/apps").await["gone"][0];
     assert_eq!((&gone["app"], &gone["received_bytes"]), (&json!("app-1"), &json!(60_000)));
     fixture.finish().await;
 }
@@ -208,7 +211,7 @@ async fn history_is_served_from_the_start() {
     };
     let history = fixture.eventually("/history", |history| received(history) == 60_000).await;
     let last = history["samples"].as_array().unwrap().last().unwrap()["at_ms"].as_u64().unwrap();
-    let later = fixture.told(&format!("/history?after_ms={last}")).await;
+    let later = fixture.fetch(&format!("/history?after_ms={last}")).await;
     assert!(later["samples"].as_array().unwrap().len() <= 1, "{later}");
     fixture.finish().await;
 }

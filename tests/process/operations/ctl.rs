@@ -111,8 +111,8 @@ async fn tags_reload_and_purge_change_the_worker() {
     assert_eq!(ctl(&fixture, &["tags", "--none"]).await.succeeded(), "\n");
     fixture.rewrite("tags = [\"new\"]", "");
     assert!(ctl(&fixture, &["reload"]).await.succeeded().contains("waiting_for_restart:"));
-    let told = json(&fixture, &["reload"]).await;
-    assert!(told["changed"].is_array() && told["waiting_for_restart"].is_array(), "{told}");
+    let response = json(&fixture, &["reload"]).await;
+    assert!(response["changed"].is_array() && response["waiting_for_restart"].is_array(), "{response}");
     fixture.write("gprc_port = 1");
     assert!(ctl(&fixture, &["reload"]).await.failed(1).contains("did you mean grpc_port?"));
     ctl(&fixture, &["purge", "app"]).await.failed(1);
@@ -179,8 +179,8 @@ async fn exit_code_identifies_the_failure() {
         &["ctl", "status", "--coordinator", &nobody],
         &["ctl", "decommission", "--wait", "--worker", &nobody, "--admin", &nobody],
     ] {
-        let told = run(arguments).await.failed(3);
-        assert!(told.contains(&nobody), "{told}");
+        let response = run(arguments).await.failed(3);
+        assert!(response.contains(&nobody), "{response}");
     }
     for arguments in [
         &["ctl"][..],
@@ -227,8 +227,8 @@ async fn token_is_read_from_file_or_environment() {
     tags(Some(RIGHT), None).await.succeeded();
     tags(Some("correct-horse-battery-staple\n"), None).await.succeeded();
     for refused in [Some(WRONG), Some(""), None] {
-        let told = tags(refused, None).await.failed(1);
-        assert!(told.contains("bearer token required"), "{refused:?}: {told}");
+        let response = tags(refused, None).await.failed(1);
+        assert!(response.contains("bearer token required"), "{refused:?}: {response}");
     }
     // The file takes precedence.
     tags(Some(WRONG), Some(right)).await.succeeded();
@@ -265,22 +265,22 @@ async fn lost_lists_blocks_in_memory_of_killed_worker() {
         worker.start_again();
     });
     let start = tokio::time::Instant::now();
-    let told: Value = loop {
-        let told = printed(ctl_of(&worker, &["losses", "--output", "json"]).await);
-        let told: Value = serde_json::from_str(&told).unwrap();
-        if told["losses"][1].is_object() {
-            break told;
+    let response: Value = loop {
+        let response = printed(ctl_of(&worker, &["losses", "--output", "json"]).await);
+        let response: Value = serde_json::from_str(&response).unwrap();
+        if response["losses"][1].is_object() {
+            break response;
         }
-        assert!(start.elapsed() < super::api::PATIENCE, "{told}");
+        assert!(start.elapsed() < super::api::PATIENCE, "{response}");
     };
-    let losses = told["losses"].as_array().unwrap();
-    assert_eq!(losses.len(), 2, "one of each partition: {told}");
+    let losses = response["losses"].as_array().unwrap();
+    assert_eq!(losses.len(), 2, "one of each partition: {response}");
     for (partition, loss) in losses.iter().enumerate() {
         assert_eq!(
             (&loss["app"], &loss["shuffle"], &loss["blocks"]),
             (&"app-1".into(), &3.into(), &3.into())
         );
-        assert_eq!(loss["partition"], partition, "{told}");
+        assert_eq!(loss["partition"], partition, "{response}");
     }
     let shown = printed(ctl_of(&worker, &["losses"]).await);
     let lines: Vec<_> = shown.lines().collect();
@@ -306,9 +306,9 @@ async fn profile_is_written_to_file_or_stdout() {
     for kind in ["cpu", "heap"] {
         let file = directory.path().join(kind);
         let arguments = ["profile", kind, "--seconds", "1", "--file"];
-        let told = printed(ctl_of(&worker, &[&arguments[..], &[file.to_str().unwrap()]].concat()).await);
+        let response = printed(ctl_of(&worker, &[&arguments[..], &[file.to_str().unwrap()]].concat()).await);
         let profile = std::fs::read(&file).unwrap();
-        assert_eq!(told, format!("wrote {} bytes to {}\n", profile.len(), file.display()));
+        assert_eq!(response, format!("wrote {} bytes to {}\n", profile.len(), file.display()));
         assert!(is_profile(&profile), "{kind}: {}", String::from_utf8_lossy(&profile));
         let streamed = ctl_of(&worker, &["profile", kind, "--seconds", "1", "-f", "-"]).await;
         let failure = String::from_utf8_lossy(&streamed.stderr);
@@ -368,17 +368,20 @@ async fn all_queries_every_worker_of_the_coordinator() {
     let shown = all(&["app", "app-1"]).await.succeeded();
     assert!(ids.iter().all(|id| shown.contains(id)) && shown.contains("receive"), "{shown}");
     // The worker whose coordinator knows both gives the same answer.
-    let told = json(&fixture, &["app", "app-1", "--cluster"]).await;
-    assert_eq!((&told["worker_count"], &told["bytes"]["received"]), (&2.into(), &both["bytes"]["received"]));
+    let response = json(&fixture, &["app", "app-1", "--cluster"]).await;
+    assert_eq!(
+        (&response["worker_count"], &response["bytes"]["received"]),
+        (&2.into(), &both["bytes"]["received"])
+    );
     assert!(ctl(&fixture, &["app", "nobody", "--cluster"]).await.failed(1).contains("no worker knows"));
     assert!(ctl(&second, &["app", "app-1", "--cluster"]).await.failed(1).contains("has no coordinator"));
     assert!(all(&["top"]).await.succeeded().starts_with("2 workers, 2 answering;"));
 
     // One of the two is a coordinator.
-    let told = parsed(all(&["cluster", "--output", "json"]).await);
-    let nodes = told[0]["answer"]["nodes"].as_array().unwrap();
-    assert!(told.as_array().unwrap().len() == 1 && nodes.len() == 2, "{told}");
-    assert!(nodes.iter().zip(&ids).all(|(node, id)| node["id"] == **id), "{told}");
+    let response = parsed(all(&["cluster", "--output", "json"]).await);
+    let nodes = response[0]["answer"]["nodes"].as_array().unwrap();
+    assert!(response.as_array().unwrap().len() == 1 && nodes.len() == 2, "{response}");
+    assert!(nodes.iter().zip(&ids).all(|(node, id)| node["id"] == **id), "{response}");
     assert!(all(&["cluster"]).await.succeeded().contains("active"));
 
     // Commands that end a worker's service are refused for all workers.
@@ -397,11 +400,18 @@ async fn all_queries_every_worker_of_the_coordinator() {
     let answers: Value = serde_json::from_str(&left.stdout).unwrap();
     let codes: Vec<_> = answers.as_array().unwrap().iter().map(|it| it["code"].as_u64()).collect();
     assert_eq!((left.code, codes.contains(&Some(3)), codes.contains(&None)), (3, true, true), "{answers}");
-    let told = json(&fixture, &["app", "app-1", "--cluster"]).await;
-    let silent = ids.iter().find(|id| told["unanswered"][0]["worker"] == **id).expect("it is named");
-    assert_eq!((&told["worker_count"], &told["unanswered_count"]), (&1.into(), &1.into()), "{told}");
-    assert_ne!(Some(silent), first, "{told}");
-    assert!(told["findings"][0].as_str().unwrap().starts_with("1 of 2 workers did not answer"), "{told}");
+    let response = json(&fixture, &["app", "app-1", "--cluster"]).await;
+    let silent = ids.iter().find(|id| response["unanswered"][0]["worker"] == **id).expect("it is named");
+    assert_eq!(
+        (&response["worker_count"], &response["unanswered_count"]),
+        (&1.into(), &1.into()),
+        "{response}"
+    );
+    assert_ne!(Some(silent), first, "{response}");
+    assert!(
+        response["findings"][0].as_str().unwrap().starts_with("1 of 2 workers did not answer"),
+        "{response}"
+    );
     let shown = all(&["app", "app-1"]).await;
     assert!(shown.code == 3 && shown.stdout.contains(&format!("no answer: {silent}: ")), "{}", shown.stdout);
     fixture.finish().await;
@@ -505,10 +515,10 @@ async fn bash_completes_commands_and_arguments() {
                       printf '%s\\n' \"${COMPREPLY[@]}\"";
         let mut bash = Command::new("bash");
         bash.args(["--norc", "-c", script, "bash"]).arg(&file).args(words).kill_on_drop(true);
-        let told = printed(bash.output().await.unwrap());
-        let (mut told, mut expected) = (told.lines().collect::<Vec<_>>(), expected.to_vec());
-        told.sort_unstable();
+        let response = printed(bash.output().await.unwrap());
+        let (mut response, mut expected) = (response.lines().collect::<Vec<_>>(), expected.to_vec());
+        response.sort_unstable();
         expected.sort_unstable();
-        assert_eq!(told, expected, "{words:?}");
+        assert_eq!(response, expected, "{words:?}");
     }
 }

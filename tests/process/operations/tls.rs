@@ -298,15 +298,15 @@ async fn app_is_explained_across_workers_with_https() {
     }
     let connector = certificates.connector(Some("client"), "http/1.1");
     let port = fixture.worker.addresses().http.port();
-    let told = || async {
+    let explain_app = || async {
         let request = "GET /api/v1/cluster/apps/app-1/explain";
         let answer = whole_answer(&connector, port, request).await.unwrap();
         answer.split_once("\r\n\r\n").unwrap().1.to_owned()
     };
-    let until_told = async |part: &str| {
+    let until_answer = async |part: &str| {
         let began = tokio::time::Instant::now();
         loop {
-            let answer = told().await;
+            let answer = explain_app().await;
             if answer.contains(part) {
                 return answer;
             }
@@ -314,10 +314,10 @@ async fn app_is_explained_across_workers_with_https() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
-    until_told("2 did not answer").await;
+    until_answer("2 did not answer").await;
     std::fs::copy(certificates.path("ca.pem"), &trusted).unwrap();
     fixture.worker.reload("test").await.unwrap();
-    let both = until_told("\"worker_count\":2").await;
+    let both = until_answer("\"worker_count\":2").await;
     assert!(both.contains("\"unanswered_count\":0"), "{both}");
     let same = fixture.worker.reload("test").await.unwrap();
     assert_eq!((same.changed.len(), same.waiting.len()), (0, 0), "{same:?}");

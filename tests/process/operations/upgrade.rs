@@ -78,8 +78,8 @@ async fn fleet_upgrade_replaces_every_worker_in_order() {
     let rows: Value =
         serde_json::from_str(&fleet.upgrade(&["--output", "json"]).await.succeeded()).expect("JSON");
     let state = |row: &Value| (row["worker"].as_str().map(str::to_owned), row["state"].clone());
-    let told: Vec<_> = rows.as_array().expect("rows").iter().map(state).collect();
-    assert_eq!(told, ids.iter().map(|id| (Some(id.clone()), "upgraded".into())).collect::<Vec<_>>());
+    let states: Vec<_> = rows.as_array().expect("rows").iter().map(state).collect();
+    assert_eq!(states, ids.iter().map(|id| (Some(id.clone()), "upgraded".into())).collect::<Vec<_>>());
     let after = fleet.starts();
     assert!(after.windows(2).all(|pair| pair[0] < pair[1]), "one after the other: {after:?}");
     assert!(before.iter().all(|start| *start < after[0]), "{before:?} {after:?}");

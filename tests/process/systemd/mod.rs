@@ -68,7 +68,7 @@ async fn systemd_replaces_memory_of_other_size() {
     let mut second = Written::register(&manager.client().await, key("app", 1), 50).await;
     survives_kill(&manager, &mut second, 0).await;
     first.assert_readable(&manager.client().await).await;
-    // An orderly restart flushes, so any capacity is allowed.
+    // A graceful restart flushes, so any capacity is allowed.
     block_in_place(|| {
         manager.configure("64M", "memfd", &["data"]);
         manager.systemctl(&["restart"]);
