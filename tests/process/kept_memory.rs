@@ -226,7 +226,7 @@ async fn successor_keeps_memfd_in_service_manager() {
         worker.write_config(&config.replace(MEMFD, backing));
         worker.begin_upgrade();
         worker.finish_upgrade();
-        let (memory, said) = said_until_ready(&manager);
+        let (memory, said) = messages_until_ready(&manager);
         let is_removed = said.iter().any(|text| text.contains("FDSTOREREMOVE=1\nFDNAME=memory"));
         assert_eq!(is_removed, !is_same, "{said:?}");
         assert_eq!(memory.as_ref().map(inode), is_same.then_some(first));
@@ -237,11 +237,11 @@ async fn successor_keeps_memfd_in_service_manager() {
 /// Waits until a worker is ready. Returns the last descriptor it stored as `memory`, and its other
 /// notifications.
 fn stored_until_ready(manager: &UnixDatagram) -> (OwnedFd, Vec<String>) {
-    let (memory, said) = said_until_ready(manager);
+    let (memory, said) = messages_until_ready(manager);
     (memory.expect("stored before the worker is ready"), said)
 }
 
-fn said_until_ready(manager: &UnixDatagram) -> (Option<OwnedFd>, Vec<String>) {
+fn messages_until_ready(manager: &UnixDatagram) -> (Option<OwnedFd>, Vec<String>) {
     let (mut memory, mut said) = (None, Vec::new());
     loop {
         let mut message = [0; 1000];

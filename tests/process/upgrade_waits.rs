@@ -26,7 +26,7 @@ use uniffle_worker::proto::StatusCode;
 use uniffle_worker::runtime::Tasks;
 
 use crate::kept_memory::{MEMFD, NEVER_FLUSHED, directory};
-use crate::upgrades::was_not_begun;
+use crate::upgrades::is_unprocessed;
 use crate::writes::{Written, client_of, key, local, long_backoff};
 
 const BLOCK_BYTES: u32 = 14 << 10;
@@ -60,7 +60,7 @@ impl From<ClientError> for Retry {
     fn from(error: ClientError) -> Self {
         match (&error, error.status()) {
             (_, Some(status)) => Self::Refused(status),
-            (ClientError::Rpc { status, .. }, _) if was_not_begun(status) => Self::Connection(String::new()),
+            (ClientError::Rpc { status, .. }, _) if is_unprocessed(status) => Self::Connection(String::new()),
             _ => Self::Connection(format!("{error:?}")),
         }
     }

@@ -347,7 +347,7 @@ impl Calls {
                 Err(error) if error.status() == Some(StatusCode::NoBuffer) => {
                     self.no_buffer.fetch_add(1, Ordering::Relaxed);
                 }
-                Err(ClientError::Rpc { status, .. }) if was_not_begun(&status) => {
+                Err(ClientError::Rpc { status, .. }) if is_unprocessed(&status) => {
                     self.repeated.fetch_add(1, Ordering::Relaxed);
                 }
                 Err(error) => return self.fail(&error),
@@ -427,7 +427,7 @@ impl Calls {
 /// HTTP/2 reports streams that a closing server has not processed (RFC 9113, 6.8). A call that was
 /// not sent before its connection closed was not processed either. gRPC clients retry both
 /// transparently.
-pub(crate) fn was_not_begun(status: &tonic::Status) -> bool {
+pub(crate) fn is_unprocessed(status: &tonic::Status) -> bool {
     let text = format!("{status:?}");
     let signs = [
         "REFUSED_STREAM",

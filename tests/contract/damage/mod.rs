@@ -206,7 +206,7 @@ fn live_and_check(
             return Err(error);
         }
         after[named].clear();
-        report.left_out();
+        report.skipped();
     }
 }
 

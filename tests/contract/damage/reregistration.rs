@@ -7,7 +7,7 @@ use uniffle_worker::log::METADATA;
 use super::fixture::{Fixture, Life};
 
 /// Unregisters and registers a shuffle, and runs a task of it.
-async fn begin_anew(fixture: &mut Fixture, life: &Life, key: &ShuffleKey) {
+async fn register_again(fixture: &mut Fixture, life: &Life, key: &ShuffleKey) {
     fixture.unregister(life, key);
     life.client.register(key, 3).await.expect("healthy disks");
     fixture.run_task_of(life, key).await;
@@ -48,7 +48,7 @@ fn reregistration_after_lost_registration_is_refused() {
         }
         // An id above all recovered ones is new.
         let new = ShuffleKey::new(keys[0].app.clone(), ShuffleId(11));
-        begin_anew(fixture, life, &new).await;
+        register_again(fixture, life, &new).await;
         assert!(!life.client.results(&new, 0).await.expect("it is new").is_empty());
         life.client.results(&keys[1], 0).await
     });
@@ -58,7 +58,7 @@ fn reregistration_after_lost_registration_is_refused() {
         let text = results_of(&mut fixture, key).expect_err("the next start knows that, too");
         assert!(text.contains("may have been registered before"), "{key}: {text}");
     }
-    let lived = fixture.live(async |fixture, life| begin_anew(fixture, life, &keys[1]).await);
+    let lived = fixture.live(async |fixture, life| register_again(fixture, life, &keys[1]).await);
     lived.expect("healthy disks");
     assert_eq!(results_of(&mut fixture, &keys[1]).map(|ids| ids.len()), Ok(1));
 }

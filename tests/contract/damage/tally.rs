@@ -20,7 +20,7 @@ struct Counts {
     refused_results: u64,
     unknown: u64,
     /// Directories that were omitted after a refused start.
-    left_out: u64,
+    skipped: u64,
     refused_starts: u64,
     /// Claims that were restored from the error of a refused start.
     claims: u64,
@@ -36,7 +36,7 @@ impl Counts {
         self.shuffles += other.shuffles;
         self.refused_results += other.refused_results;
         self.unknown += other.unknown;
-        self.left_out += other.left_out;
+        self.skipped += other.skipped;
         self.refused_starts += other.refused_starts;
         self.claims += other.claims;
         self.intact += other.intact;
@@ -116,8 +116,8 @@ impl Report {
         self.counts.claims += 1;
     }
 
-    pub(crate) fn left_out(&mut self) {
-        self.counts.left_out += 1;
+    pub(crate) fn skipped(&mut self) {
+        self.counts.skipped += 1;
     }
 
     /// Adds the findings for a shuffle after a start.
@@ -133,7 +133,7 @@ impl Report {
             None => {}
         }
         if let Some(refusal) =
-            findings.results_refused.filter(|_| self.spares_metadata && self.counts.left_out == 0)
+            findings.results_refused.filter(|_| self.spares_metadata && self.counts.skipped == 0)
         {
             self.fail(format!("NeedlessRefusal of {key}: {}", refusal.text()));
         }
@@ -222,7 +222,7 @@ impl fmt::Display for Total {
                 shuffles,
                 refused_results,
                 unknown,
-                left_out,
+                skipped,
                 refused_starts,
                 claims,
                 intact,
@@ -231,7 +231,7 @@ impl fmt::Display for Total {
             } = row;
             writeln!(
                 f,
-                "{name:<42} {seeds:>6} {failed:>6} {shuffles:>8} {refused_results:>7} {unknown:>7} {left_out:>8} \
+                "{name:<42} {seeds:>6} {failed:>6} {shuffles:>8} {refused_results:>7} {unknown:>7} {skipped:>8} \
                  {refused_starts:>8} {claims:>6} {intact:>9} {withheld:>8} {lost:>7}"
             )
         };

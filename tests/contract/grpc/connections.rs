@@ -20,7 +20,7 @@ const PING: &[u8] = b"\0\0\x08\x06\0\0\0\0\0ping-pin";
 /// Delay that a busy machine may add to a deadline.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-async fn said(address: SocketAddr, bytes: &[u8]) -> TcpStream {
+async fn connect_and_send(address: SocketAddr, bytes: &[u8]) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(bytes).await.unwrap();
     stream
@@ -62,7 +62,7 @@ async fn burst_of_cancelled_calls_does_not_end_the_connection() {
     let call = |stream: u32| [frame(1, 4, stream, &head), frame(3, 0, stream, &8u32.to_be_bytes())].concat();
     let mut burst = BEGINNING.to_vec();
     burst.extend((0..CALLS).flat_map(|number| call(2 * number + 1)));
-    let mut stream = said(fixture.worker.addresses().grpc, &burst).await;
+    let mut stream = connect_and_send(fixture.worker.addresses().grpc, &burst).await;
     expect_pong(&mut stream).await;
     fixture.finish().await;
 }
@@ -72,7 +72,7 @@ async fn connection_without_preface_is_closed_and_others_may_idle() {
     let setup = Setup { tables: "[grpc]\nopening_timeout_sec = 1", ..Setup::default() };
     let fixture = WorkerFixture::with(setup).await;
     let address = fixture.worker.addresses().grpc;
-    let mut idle = said(address, BEGINNING).await;
+    let mut idle = connect_and_send(address, BEGINNING).await;
     expect_pong(&mut idle).await;
     let half = BEGINNING.len() - 4;
     for (what, opening) in [
@@ -81,7 +81,7 @@ async fn connection_without_preface_is_closed_and_others_may_idle() {
         ("the preface alone", &BEGINNING[..24]),
         ("half of SETTINGS", &BEGINNING[..half]),
     ] {
-        expect_close(said(address, opening).await, what).await;
+        expect_close(connect_and_send(address, opening).await, what).await;
     }
     // The oldest of all connections.
     expect_pong(&mut idle).await;
@@ -95,11 +95,11 @@ async fn incomplete_prefaces_do_not_block_new_connections() {
         Setup { tables: "[grpc]\nmax_connections = 4\nopening_timeout_sec = 3600", ..Setup::default() };
     let fixture = WorkerFixture::with(setup).await;
     let address = fixture.worker.addresses().grpc;
-    let mut idle = said(address, BEGINNING).await;
+    let mut idle = connect_and_send(address, BEGINNING).await;
     expect_pong(&mut idle).await;
     let mut halves = Vec::new();
     for _ in 0..20 {
-        halves.push(said(address, b"P").await);
+        halves.push(connect_and_send(address, b"P").await);
     }
     let path = "/rss.common.ShuffleServer/appHeartbeat";
     let newcomer = raw::connect(address).await;
@@ -120,13 +120,14 @@ async fn longest_idle_connection_is_evicted() {
     let setup = Setup { tables: "[grpc]\nmax_connections = 3", ..Setup::default() };
     let fixture = WorkerFixture::with(setup).await;
     let address = fixture.worker.addresses().grpc;
-    let (mut first, mut second) = (said(address, BEGINNING).await, said(address, BEGINNING).await);
+    let (mut first, mut second) =
+        (connect_and_send(address, BEGINNING).await, connect_and_send(address, BEGINNING).await);
     expect_pong(&mut first).await;
     expect_pong(&mut second).await;
     // Both the fixture's client and the first connection were active after it.
     fixture.client.register(&key("app-1", 1), &[(0, 0)]).await.unwrap();
     expect_pong(&mut first).await;
-    let mut third = said(address, BEGINNING).await;
+    let mut third = connect_and_send(address, BEGINNING).await;
     expect_pong(&mut third).await;
     expect_close(second, "the idlest").await;
     expect_pong(&mut first).await;

@@ -21,7 +21,7 @@ async fn small_heap() -> WorkerFixture {
     WorkerFixture::with(Setup { memory: "heap_capacity = \"32MiB\"", ..Setup::default() }).await
 }
 
-fn held(fixture: &WorkerFixture, kind: HeapKind) -> u64 {
+fn charged_bytes(fixture: &WorkerFixture, kind: HeapKind) -> u64 {
     fixture.memory().heap().of(kind).used()
 }
 
@@ -113,9 +113,9 @@ async fn full_heap_shares_do_not_block_other_applications() {
         fixture.client.unregister_app(app).await.unwrap();
     }
     // Nothing was revoked from the applications that fill the heap.
-    let before = held(&fixture, HeapKind::Registrations);
+    let before = charged_bytes(&fixture, HeapKind::Registrations);
     assert_eq!(register(&fixture, &key("hog-2", 1), 1).await.0, StatusCode::Success, "known");
-    assert_eq!(held(&fixture, HeapKind::Registrations), before);
+    assert_eq!(charged_bytes(&fixture, HeapKind::Registrations), before);
     // The first exceeds its share while there is a second application, and not after that ends.
     fixture.client.unregister(&key("hog-1", 1)).await.unwrap();
     assert_ne!(register(&fixture, &key("hog-1", 1), 5_000).await.0, StatusCode::Success);

@@ -21,14 +21,14 @@ struct MetricItem {
     value: f32,
 }
 
-async fn asked(fixture: &WorkerFixture, path: &'static str) -> Result<String, String> {
+async fn fetch(fixture: &WorkerFixture, path: &'static str) -> Result<String, String> {
     let port = fixture.worker.addresses().http.port();
     tokio::task::spawn_blocking(move || get(port, path)).await.unwrap()
 }
 
 /// Returns the check of the webhook before it allows the deletion of a pod.
 async fn has_zero_apps(fixture: &WorkerFixture) -> bool {
-    let body = asked(fixture, "/metrics/server").await.unwrap();
+    let body = fetch(fixture, "/metrics/server").await.unwrap();
     let list: MetricList = serde_json::from_str(&body).unwrap();
     for item in &list.metrics {
         assert_eq!(item.label_names.len(), item.label_values.len(), "{item:?}");
@@ -53,19 +53,19 @@ async fn operator_webhook_sees_when_a_pod_may_be_deleted() {
 async fn dashboard_links_are_served() {
     let fixture = WorkerFixture::start().await;
     for path in ["grpc", "netty", "jvm", "all"].map(|kind| format!("/api/shuffleServer/metrics/{kind}")) {
-        let body = asked(&fixture, path.leak()).await.unwrap();
+        let body = fetch(&fixture, path.leak()).await.unwrap();
         assert!(!serde_json::from_str::<MetricList>(&body).unwrap().metrics.is_empty());
     }
-    let text = asked(&fixture, "/api/shuffleServer/prometheus/metrics/all").await.unwrap();
+    let text = fetch(&fixture, "/api/shuffleServer/prometheus/metrics/all").await.unwrap();
     assert!(text.contains("\napp_num_with_node 0\n"), "{text}");
-    let conf = asked(&fixture, "/api/shuffleServer/conf").await.unwrap();
+    let conf = fetch(&fixture, "/api/shuffleServer/conf").await.unwrap();
     assert!(conf.contains(r#"{"argumentKey":"memory_store.capacity","argumentValue":"#), "{conf}");
-    let refused = asked(&fixture, "/api/shuffleServer/stacks").await.unwrap_err();
+    let refused = fetch(&fixture, "/api/shuffleServer/stacks").await.unwrap_err();
     assert!(refused.contains("404"), "{refused}");
     fixture.finish().await;
 
     let fixture = WorkerFixture::with(Setup { tables: "[http]\nprofiles = true", ..Setup::default() }).await;
-    let stacks = asked(&fixture, "/api/shuffleServer/stacks").await.unwrap();
+    let stacks = fetch(&fixture, "/api/shuffleServer/stacks").await.unwrap();
     assert!(stacks.contains("expiry"), "no task's name in {stacks}");
     fixture.finish().await;
 }

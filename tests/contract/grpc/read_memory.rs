@@ -91,16 +91,16 @@ async fn reads_beyond_pinned_read_memory_get_no_buffer() {
 }
 
 /// Returns the payload of a response from memory that is read at once.
-async fn taken(channel: &Channel, request: &GetMemoryShuffleDataRequest) -> usize {
+async fn payload_size(channel: &Channel, request: &GetMemoryShuffleDataRequest) -> usize {
     let whole = raw::open(channel, GET_MEMORY_DATA, raw::framed(request)).await.collect().await.unwrap();
     let answer = GetMemoryShuffleDataResponse::decode(whole.to_bytes().slice(5..)).unwrap();
     assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
     answer.data.len()
 }
 
-async fn until_taken(channel: &Channel, request: &GetMemoryShuffleDataRequest, expected: usize) {
+async fn until_payload_size(channel: &Channel, request: &GetMemoryShuffleDataRequest, expected: usize) {
     let began = Instant::now();
-    while taken(channel, request).await != expected {
+    while payload_size(channel, request).await != expected {
         assert!(began.elapsed() < PATIENCE, "an answer never has {expected} bytes");
         sleep(Duration::from_millis(20)).await;
     }
@@ -128,12 +128,12 @@ async fn slow_connection_gets_smaller_responses() {
     let slow = endpoint.connect().await.unwrap();
     let fast = raw::connect(fixture.worker.addresses().grpc).await;
     let unread = raw::open(&slow, GET_MEMORY_DATA, raw::framed(&request)).await;
-    until_taken(&slow, &request, asked / 2).await;
-    until_taken(&fast, &request, asked).await;
+    until_payload_size(&slow, &request, asked / 2).await;
+    until_payload_size(&fast, &request, asked).await;
     let whole = unread.collect().await.unwrap().to_bytes();
     let answer = GetMemoryShuffleDataResponse::decode(whole.slice(5..)).unwrap();
     assert_eq!(answer.data.len(), asked, "the prompt connection gets its requested size");
-    until_taken(&slow, &request, asked).await;
+    until_payload_size(&slow, &request, asked).await;
     fixture.assert_reads(&key, 0, &blocks).await;
     drop((slow, fast));
     fixture.finish().await;

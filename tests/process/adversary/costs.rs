@@ -203,7 +203,7 @@ impl Siege {
         });
         self.client = client_of(&self.worker).await;
         match end {
-            End::Kill => self.honest.begin_again(&self.client).await,
+            End::Kill => self.honest.start_new_shuffle(&self.client).await,
             End::Upgrade => self.honest.assert_readable(&self.client).await,
         }
         let figures = self.honest.work(&self.client, Instant::now() + AFTERWARDS).await;

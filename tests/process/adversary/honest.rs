@@ -83,7 +83,7 @@ impl Honest {
     }
 
     /// Starts a new shuffle; the in-memory blocks of the old one were lost.
-    pub(super) async fn begin_again(&mut self, client: &ShuffleClient) {
+    pub(super) async fn start_new_shuffle(&mut self, client: &ShuffleClient) {
         self.sends = (self.sends / SENDS_PER_SHUFFLE + 1) * SENDS_PER_SHUFFLE;
         let shuffle = i32::try_from(self.sends / SENDS_PER_SHUFFLE).expect("not so many");
         self.written = Written::register(client, key(APP, shuffle), 1).await;

@@ -100,7 +100,7 @@ fn resize(end: &OwnedFd, (columns, rows): (u16, u16)) {
 }
 
 /// Asserts one switch to the alternate screen, and a switch back at the end.
-fn assert_left(shown: &str) {
+fn assert_screen_restored(shown: &str) {
     assert!(shown.starts_with(ENTER) && shown.ends_with(LEAVE), "{shown:?}");
     assert_eq!((shown.matches(ENTER).count(), shown.matches(LEAVE).count()), (1, 1), "{shown:?}");
 }
@@ -136,7 +136,7 @@ async fn top_redraws_workers_and_truncates_to_window_width() {
 
     let (status, shown) = terminal.end_by(Signal::INT).await;
     assert_eq!(status.code(), Some(0), "{shown:?}");
-    assert_left(&shown);
+    assert_screen_restored(&shown);
     for fixture in others {
         fixture.finish().await;
     }
@@ -196,7 +196,7 @@ async fn top_restores_terminal_on_any_signal() {
         terminal.until("a frame", |drawn| !drawn.is_empty()).await;
         let (status, shown) = terminal.end_by(signal).await;
         assert_eq!(status.code(), Some(0), "{signal:?}: {status}: {shown:?}");
-        assert_left(&shown);
+        assert_screen_restored(&shown);
     }
     fixture.finish().await;
 }
