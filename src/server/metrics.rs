@@ -4,7 +4,7 @@ use prometheus::{IntGaugeVec, Registry};
 
 use crate::build::Build;
 use crate::flush::metrics::FlushMetrics;
-use crate::listeners::http::admin::metrics::AdminMetrics;
+use crate::listeners::http::admin::AdminMetrics;
 use crate::listeners::http::{HttpMetrics, push};
 use crate::listeners::{grpc, tcp};
 use crate::memory::metrics::MemoryMetrics;

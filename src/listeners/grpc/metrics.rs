@@ -9,10 +9,29 @@ use std::collections::HashMap;
 
 use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, Registry};
 
-use super::methods;
 use crate::clock::Instant;
 use crate::compat::grpc::{IN_PROCESS, RIFFLE_DURATIONS, RIFFLE_TRANSIT, TIMED};
 use crate::metrics::{self, Description, GaugeGuard, TRANSIT_MS_BUCKETS, TransitTimes, exponential};
+
+/// Paths of the methods that are served ahead of tonic's router.
+pub(super) mod methods {
+    pub(in crate::listeners::grpc) const REQUIRE_BUFFER: &str = "/rss.common.ShuffleServer/requireBuffer";
+    pub(in crate::listeners::grpc) const SEND_SHUFFLE_DATA: &str =
+        "/rss.common.ShuffleServer/sendShuffleData";
+    pub(in crate::listeners::grpc) const GET_MEMORY_SHUFFLE_DATA: &str =
+        "/rss.common.ShuffleServer/getMemoryShuffleData";
+    pub(in crate::listeners::grpc) const GET_LOCAL_SHUFFLE_INDEX: &str =
+        "/rss.common.ShuffleServer/getLocalShuffleIndex";
+    pub(in crate::listeners::grpc) const GET_LOCAL_SHUFFLE_DATA: &str =
+        "/rss.common.ShuffleServer/getLocalShuffleData";
+    pub(in crate::listeners::grpc) const REGISTER_SHUFFLE: &str = "/rss.common.ShuffleServer/registerShuffle";
+    pub(in crate::listeners::grpc) const REPORT_SHUFFLE_RESULT: &str =
+        "/rss.common.ShuffleServer/reportShuffleResult";
+    pub(in crate::listeners::grpc) const GET_SHUFFLE_RESULT: &str =
+        "/rss.common.ShuffleServer/getShuffleResult";
+    pub(in crate::listeners::grpc) const GET_SHUFFLE_RESULT_FOR_MULTI_PART: &str =
+        "/rss.common.ShuffleServer/getShuffleResultForMultiPart";
+}
 
 /// Path label of everything that is not in [`METHODS`].
 const OTHER: &str = "other";
@@ -206,7 +225,7 @@ mod tests {
     async fn calls_are_counted_in_gauge_and_total() {
         let registry = Registry::new();
         let metrics = GrpcMetrics::new(&registry).unwrap();
-        let call = metrics.begin(super::super::methods::SEND_SHUFFLE_DATA);
+        let call = metrics.begin(methods::SEND_SHUFFLE_DATA);
         drop(metrics.begin("/somebody/else"));
         assert_eq!(value(&registry, "grpc_send_shuffle_data"), 1.0);
         assert_eq!(value(&registry, "grpc_open"), 1.0);

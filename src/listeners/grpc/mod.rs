@@ -8,26 +8,12 @@
 //!
 //! docs/design/data-path.md §3 explains the sizes of windows and frames.
 
-mod bookkeeping;
-mod coalescing;
+mod calls;
 mod config;
-mod convert;
-mod heap_estimate;
-mod ingest;
-mod internal;
-mod message;
-mod methods;
 pub(crate) mod metrics;
-mod progress;
-mod reads;
-mod replies;
-mod request_collector;
-mod request_queues;
 mod router;
 mod server;
-mod shuffle;
-mod tickets;
-mod timer;
+mod transport;
 
 pub use config::{DecommissionBy, GrpcConfig};
 pub use server::GrpcServer;

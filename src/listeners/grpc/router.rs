@@ -20,17 +20,18 @@ use tonic::service::Routes;
 use tonic::transport::server::TcpConnectInfo;
 use tower::ServiceExt;
 
+use super::calls::convert::note_broken_call;
+use super::calls::{bookkeeping, ingest, reads};
 use super::config::GrpcConfig;
-use super::convert::note_broken_call;
-use super::heap_estimate::{flat, nested, numbers};
-use super::methods::{
+use super::metrics::methods::{
     GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GET_SHUFFLE_RESULT,
     GET_SHUFFLE_RESULT_FOR_MULTI_PART, REGISTER_SHUFFLE, REPORT_SHUFFLE_RESULT, REQUIRE_BUFFER,
     SEND_SHUFFLE_DATA,
 };
 use super::metrics::{GrpcMetrics, TransitMetrics, label};
-use super::request_collector::{INLINE_BYTES_MAX, RequestCollector, RequestHeap, run_blocking};
-use super::{bookkeeping, ingest, reads, replies, tickets};
+use super::transport::heap_estimate::{flat, nested, numbers};
+use super::transport::replies;
+use super::transport::request_collector::{INLINE_BYTES_MAX, RequestCollector, RequestHeap, run_blocking};
 use crate::clock::timeout;
 use crate::runtime::{BlockingPool, Tasks};
 use crate::service::{ReadLimits, Service};
@@ -148,7 +149,7 @@ impl Router {
         match request.uri().path() {
             REQUIRE_BUFFER => {
                 let (request, _charge) = collector.message(&mut request.into_body(), small, numbers).await?;
-                tickets::require_buffer(service, &caller.tickets, request).await
+                ingest::require_buffer(service, &caller.tickets, request).await
             }
             GET_MEMORY_SHUFFLE_DATA => {
                 let (request, _charge) = collector.message(&mut request.into_body(), small, flat).await?;

@@ -7,7 +7,6 @@
 
 pub mod admin;
 pub mod api;
-mod blocking;
 pub mod debug;
 mod page;
 pub mod push;
@@ -30,10 +29,8 @@ use crate::runtime::{BlockingPool, Tasks};
 use crate::service::{AppStatistics, Incompleteness};
 use crate::{metrics, telemetry};
 
-use self::blocking::run_blocking;
-
-use serve::ConnectionCounts;
 pub use serve::HttpConfig;
+use serve::{ConnectionCounts, run_blocking};
 
 const NAMES: Names = Names {
     listener: "http",

@@ -12,8 +12,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::http::Request;
-use axum::response::Response;
+use axum::http::{Request, StatusCode};
+use axum::response::{IntoResponse as _, Response};
 use axum::{Extension, Router};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
@@ -26,7 +26,7 @@ use tower::ServiceExt as _;
 use crate::clock::{Instant, sleep_until};
 use crate::listeners::acceptor::{Acceptor, Binding, Connection, Names, ProtocolStart, Stream};
 use crate::listeners::connection_limiter::{self, ConnectionState};
-use crate::runtime::Tasks;
+use crate::runtime::{BlockingPool, Tasks};
 use crate::schema::kind::{SECOND, count, flag, seconds};
 use crate::schema::section;
 
@@ -212,4 +212,13 @@ impl Exchange {
         request.extensions_mut().insert(self.deadline.clone());
         self.router.clone().oneshot(request).await
     }
+}
+
+/// Runs `collect` on a blocking thread, after waiting for a free one of `pool`.
+pub(super) async fn run_blocking(
+    pool: &BlockingPool,
+    collect: impl FnOnce() -> Response + Send + 'static,
+) -> Response {
+    let failed = |error| (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response();
+    pool.run(collect).await.unwrap_or_else(failed)
 }

@@ -4,6 +4,7 @@
 //! caller learns nothing about the routes. Any web page can make a local browser send a POST to a
 //! loopback port. Browsers then send `Origin`, and without a token such a call is refused.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,10 +14,11 @@ use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
+use prometheus::{IntCounter, IntCounterVec, IntGauge};
+use subtle::ConstantTimeEq as _;
 
-use super::metrics::AdminMetrics;
-use super::token::Token;
 use crate::listeners::http::serve::Peer;
+use crate::metrics;
 use crate::telemetry::{AUDIT, LogLimiter};
 
 /// Size limit of a request body: ten times the size of 64 tags of 100 characters.
@@ -147,6 +149,62 @@ pub(super) fn refusal(status: StatusCode, reason: &str) -> Response {
     response
 }
 
+metrics::table! {
+    #[derive(Clone)]
+    pub(crate) struct AdminMetrics {
+        connections: IntGauge = "admin_connection_number", "Open connections of the administration listener";
+        closed: IntCounter = "admin_connection_refused_total",
+            "Connections of the administration listener closed at the limit to accept new ones";
+        calls: IntCounterVec["result"] = "admin_calls_total", "Calls of the administration listener, by result";
+    }
+}
+
+/// Minimum length of a token. 16 characters of base64 have 96 bits.
+const TOKEN_CHARS_MIN: usize = 16;
+/// Maximum length of a token, which fits into a header line.
+const TOKEN_CHARS_MAX: usize = 1024;
+
+/// The secret of administration callers. It is never shown, and the time of a comparison does not
+/// depend on its text.
+#[derive(Clone)]
+pub struct Token(String);
+
+/// The error for a text that is not a valid token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a token of {TOKEN_CHARS_MIN} to {TOKEN_CHARS_MAX} printable ASCII characters without blanks")]
+pub struct InvalidToken;
+
+impl Token {
+    /// Parses a token. Surrounding white space is removed, such as the newline at the end of a
+    /// file.
+    ///
+    /// # Errors
+    /// [`InvalidToken`], which does not contain the text.
+    pub fn parse(text: &str) -> Result<Self, InvalidToken> {
+        let text = text.trim();
+        let is_sound = (TOKEN_CHARS_MIN..=TOKEN_CHARS_MAX).contains(&text.len())
+            && text.bytes().all(|b| b.is_ascii_graphic());
+        if is_sound { Ok(Self(text.to_owned())) } else { Err(InvalidToken) }
+    }
+
+    /// Returns whether `offered` is the token. The time depends on the lengths only.
+    pub fn is(&self, offered: &[u8]) -> bool {
+        self.0.as_bytes().ct_eq(offered).into()
+    }
+}
+
+impl PartialEq for Token {
+    fn eq(&self, other: &Self) -> bool {
+        self.is(other.0.as_bytes())
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(hidden)")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -192,5 +250,18 @@ mod tests {
             assert_eq!(offer(wrong), Some(Denial::Token), "{wrong}");
         }
         assert_eq!(status(&gate, None, "127.0.0.1:9"), Some(Denial::Token));
+    }
+
+    #[test]
+    fn tokens_are_long_printable_and_hidden() {
+        let token = Token::parse(" 0123456789abcdef\n").unwrap();
+        assert!(token.is(b"0123456789abcdef"));
+        for wrong in ["0123456789abcdeg", "0123456789abcde", "0123456789abcdef0", ""] {
+            assert!(!token.is(wrong.as_bytes()), "{wrong}");
+        }
+        assert!(!format!("{token:?}").contains("0123"));
+        for bad in ["", "short", "0123456789 abcdef", "0123456789abcde\u{e9}", &"x".repeat(1025)] {
+            assert_eq!(Token::parse(bad), Err(InvalidToken), "{bad}");
+        }
     }
 }

@@ -7,26 +7,55 @@
 //! emits one event with the tracing target `audit` per call.
 
 mod calls;
-mod config;
 mod guard;
 pub mod lost_nodes;
-pub(crate) mod metrics;
 #[cfg(feature = "object")]
 pub mod orphans;
-mod token;
 
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use axum::Router;
 use prometheus::Registry;
 
 pub use calls::{AdminHooks, Control};
-pub use config::AdminConfig;
-pub use token::{InvalidToken, Token};
+pub(crate) use guard::AdminMetrics;
+pub use guard::{InvalidToken, Token};
 
 use super::serve::{self, ConnectionCounts, HttpConfig};
 use crate::listeners::acceptor::{Binding, Names};
 use crate::runtime::Tasks;
+use crate::schema::kind::{ip_address, optional, path, port, secret};
+use crate::schema::section;
+
+section! {
+    /// Settings of the administration listener.
+    #[table(
+        "admin",
+        "Administration: all HTTP calls that change the worker's state. Disabled without a port; \
+         grpc_decommission applies in any case."
+    )]
+    pub struct AdminConfig {
+        /// Port; 0 = any free one. Default: none, administration is disabled.
+        #[key("admin.port", optional(port()), Restart, example "19997")]
+        pub port: Option<u16> = None,
+        /// Listening address; any address except a loopback one requires a token.
+        #[key("admin.bind_address", ip_address(), Restart)]
+        pub bind_address: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST),
+        /// File with the bearer token of callers, at least 16 characters; or set
+        /// WORKER_ADMIN_TOKEN. Default: none; local callers need no token.
+        #[key("admin.token_file", optional(path()), Restart, example "\"/etc/uniffle-worker/admin.token\"")]
+        pub token_file: Option<PathBuf> = None,
+        /// The bearer token itself.
+        #[env("WORKER_ADMIN_TOKEN", optional(secret("16 to 1024 printable characters", parse_token)))]
+        pub token: Option<Token> = None,
+    }
+}
+
+fn parse_token(text: &str) -> Result<Token, String> {
+    Token::parse(text).map_err(|error| error.to_string())
+}
 
 const NAMES: Names = Names {
     listener: "admin",
@@ -69,7 +98,7 @@ impl AdminServer {
         registry: &Registry,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
-        let metrics = metrics::AdminMetrics::new(registry)?;
+        let metrics = AdminMetrics::new(registry)?;
         for result in guard::RESULTS {
             metrics.calls.with_label_values(&[result]); // exported from the start, so that rate() sees the first
         }

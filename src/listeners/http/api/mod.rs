@@ -17,7 +17,7 @@ use axum::{Json, Router};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::blocking::run_blocking;
+use super::serve::run_blocking;
 use super::{Node, NotExplained};
 use crate::runtime::BlockingPool;
 use crate::service::{SAMPLE_INTERVAL, Service};

@@ -32,7 +32,7 @@ const BYTES_PER_POLL: usize = 4 << 20;
 
 /// Write buffers of all connections of a listener.
 #[derive(Debug, Default)]
-pub(super) struct Buffers {
+pub(in crate::listeners::grpc) struct Buffers {
     state: Mutex<State>,
 }
 
@@ -229,14 +229,14 @@ impl<S: AsyncWrite + Unpin> Shared<S> {
 /// The half that HTTP/2 reads from and writes to. Its flush does nothing, since
 /// [`CoalescingWriter::poll`] flushes.
 #[derive(Debug)]
-pub(super) struct CoalescingStream<S>(Arc<Mutex<Shared<S>>>);
+pub(in crate::listeners::grpc) struct CoalescingStream<S>(Arc<Mutex<Shared<S>>>);
 
 /// The half that writes collected bytes to the socket.
 #[derive(Debug)]
-pub(super) struct CoalescingWriter<S>(Arc<Mutex<Shared<S>>>);
+pub(in crate::listeners::grpc) struct CoalescingWriter<S>(Arc<Mutex<Shared<S>>>);
 
 /// Splits `stream` into both halves. A poll reads at most `cancellations_per_poll` cancellations.
-pub(super) fn coalescing<S>(
+pub(in crate::listeners::grpc) fn coalescing<S>(
     stream: S,
     buffers: &Arc<Buffers>,
     cancellations_per_poll: usize,
@@ -263,14 +263,14 @@ pub(super) fn coalescing<S>(
 
 impl<S> CoalescingWriter<S> {
     /// Returns whether the socket took everything that was written until the last poll.
-    pub(super) fn is_written(&self) -> bool {
+    pub(in crate::listeners::grpc) fn is_written(&self) -> bool {
         !self.0.lock().is_blocked
     }
 }
 
 impl<S: AsyncWrite + Unpin> CoalescingWriter<S> {
     /// Polls `connection`, which writes to the other half, then flushes its writes to the socket.
-    pub(super) fn poll<F: Future>(
+    pub(in crate::listeners::grpc) fn poll<F: Future>(
         &self,
         context: &mut Context<'_>,
         connection: Pin<&mut F>,

@@ -32,7 +32,7 @@ const MESSAGE_BYTES_MAX: u64 = i32::MAX as u64;
 
 /// Fields of a message before its payload, preceded by space for the gRPC prefix.
 #[derive(Debug)]
-pub(super) struct Head {
+pub(in crate::listeners::grpc) struct Head {
     bytes: BytesMut,
 }
 
@@ -44,7 +44,7 @@ impl Head {
     }
 
     /// Head of a `GetMemoryShuffleDataResponse` with status SUCCESS: fields 1 (segments), 4 and 5.
-    pub(super) fn memory(blocks: &[BlockMeta], message: &str, is_end: bool) -> Self {
+    pub(in crate::listeners::grpc) fn memory(blocks: &[BlockMeta], message: &str, is_end: bool) -> Self {
         // A segment of stock clients takes 30 to 45 bytes.
         let mut head = Self::with_capacity(blocks.len() * 48 + message.len());
         let mut offset = 0_u64;
@@ -64,7 +64,7 @@ impl Head {
     }
 
     /// Head of a `GetLocalShuffleIndexResponse` with status SUCCESS: fields 3 and 4.
-    pub(super) fn local_index(message: &str, data_file_bytes: u64) -> Self {
+    pub(in crate::listeners::grpc) fn local_index(message: &str, data_file_bytes: u64) -> Self {
         let mut head = Self::with_capacity(message.len());
         head.string(3, message);
         head.varint(4, data_file_bytes);
@@ -72,7 +72,7 @@ impl Head {
     }
 
     /// Head of a `GetLocalShuffleDataResponse` with status SUCCESS: field 3.
-    pub(super) fn local_data(message: &str) -> Self {
+    pub(in crate::listeners::grpc) fn local_data(message: &str) -> Self {
         let mut head = Self::with_capacity(message.len());
         head.string(3, message);
         head
@@ -80,14 +80,14 @@ impl Head {
 
     /// Head of a `GetShuffleResultResponse` or one for many partitions, with status SUCCESS: field
     /// 2.
-    pub(super) fn result(message: &str) -> Self {
+    pub(in crate::listeners::grpc) fn result(message: &str) -> Self {
         let mut head = Self::with_capacity(message.len());
         head.string(2, message);
         head
     }
 
     /// Appends the fields of `message` that are not written by hand.
-    pub(super) fn fields(&mut self, message: &impl prost::Message) {
+    pub(in crate::listeners::grpc) fn fields(&mut self, message: &impl prost::Message) {
         // Cannot fail: the buffer grows.
         let _ = message.encode(&mut self.bytes);
     }
@@ -160,16 +160,16 @@ fn varint_field_len(tag: u32, value: u64) -> usize {
 
 /// A payload in memory.
 #[derive(Debug)]
-pub(super) struct Payload {
+pub(in crate::listeners::grpc) struct Payload {
     /// Sum of the lengths of `pieces`.
-    pub(super) bytes: u64,
-    pub(super) pieces: Vec<Bytes>,
+    pub(in crate::listeners::grpc) bytes: u64,
+    pub(in crate::listeners::grpc) pieces: Vec<Bytes>,
 }
 
 /// Builds a response from a payload in memory. If `may_copy`, small pieces are combined.
 /// `until_sent` is dropped when the socket has taken the last piece: until then the transport may
 /// hold all of them.
-pub(super) fn from_memory(
+pub(in crate::listeners::grpc) fn from_memory(
     head: Head,
     payload_tag: u32,
     payload: Payload,
@@ -195,7 +195,10 @@ pub(super) fn from_memory(
 
 /// Builds a response from a message with its prefix. `until_sent` is dropped when the socket has
 /// taken it.
-pub(super) fn whole(message: Bytes, until_sent: impl Send + 'static) -> http::Response<Body> {
+pub(in crate::listeners::grpc) fn whole(
+    message: Bytes,
+    until_sent: impl Send + 'static,
+) -> http::Response<Body> {
     let frames = std::iter::once_with(|| Frame::data(last_bytes(message, until_sent)));
     let frames = frames.chain(std::iter::once_with(|| Frame::trailers(ok_trailers())));
     answer(stream::iter(frames))
@@ -244,7 +247,7 @@ fn coalesce(head: Bytes, pieces: Vec<Bytes>, small: usize) -> Vec<Bytes> {
 }
 
 /// Source of a streamed payload.
-pub(super) trait Chunks: Send + 'static {
+pub(in crate::listeners::grpc) trait Chunks: Send + 'static {
     /// Returns the next chunk, or `None` at the end. The text of an error reaches the client.
     fn next(&mut self) -> impl Future<Output = Option<Result<Bytes, String>>> + Send;
 }
@@ -259,7 +262,7 @@ enum Streaming<C, T> {
 /// Builds a response whose payload of `payload_bytes` bytes is still being read. An error, or
 /// another number of bytes than announced, ends the call with `INTERNAL` in the trailers.
 /// `until_sent` is dropped when the socket has taken the last chunk.
-pub(super) fn from_chunks<C: Chunks>(
+pub(in crate::listeners::grpc) fn from_chunks<C: Chunks>(
     head: Head,
     payload_tag: u32,
     payload_bytes: u64,

@@ -16,13 +16,13 @@ type Answer<T> = Result<Response<T>, Status>;
 
 /// Serves the small calls.
 #[derive(Debug)]
-pub(super) struct ShuffleCalls {
+pub(in crate::listeners::grpc) struct ShuffleCalls {
     service: Arc<Service>,
     sorted_transit: TransitTimes,
 }
 
 impl ShuffleCalls {
-    pub(super) fn new(service: Arc<Service>, sorted_transit: TransitTimes) -> Self {
+    pub(in crate::listeners::grpc) fn new(service: Arc<Service>, sorted_transit: TransitTimes) -> Self {
         Self { service, sorted_transit }
     }
 }

@@ -22,7 +22,7 @@ use crate::clock::Instant;
 pub(super) const PREFIX_BYTES: usize = 5;
 
 /// Bounds of a request body: `Incoming` in the server, a scripted body in tests.
-pub(super) trait RequestBody:
+pub(in crate::listeners::grpc) trait RequestBody:
     http_body::Body<Data = Bytes, Error: std::fmt::Display> + Send + Unpin + 'static
 {
 }
@@ -30,7 +30,9 @@ impl<B: http_body::Body<Data = Bytes, Error: std::fmt::Display> + Send + Unpin +
 
 /// Returns the next data of `body`, never empty, or `None` at its end. Taking data releases flow
 /// control. The caller has `grpc.frame_timeout_sec` for each frame.
-pub(super) async fn next_data<B: RequestBody>(body: &mut B) -> Result<Option<Bytes>, Status> {
+pub(in crate::listeners::grpc) async fn next_data<B: RequestBody>(
+    body: &mut B,
+) -> Result<Option<Bytes>, Status> {
     next_data_paced(body, |_| Ok(None))
         .await
         .map(|data| data.unwrap_or_else(|never: Infallible| match never {}))
@@ -38,7 +40,7 @@ pub(super) async fn next_data<B: RequestBody>(body: &mut B) -> Result<Option<Byt
 
 /// Returns the next data like [`next_data`]. While none has arrived, `check` decides whether to
 /// wait further and returns when to check again. Its error ends the wait.
-pub(super) async fn next_data_paced<B: RequestBody, E>(
+pub(in crate::listeners::grpc) async fn next_data_paced<B: RequestBody, E>(
     body: &mut B,
     mut check: impl FnMut(Instant) -> Result<Option<Instant>, E>,
 ) -> Result<Result<Option<Bytes>, E>, Status> {
@@ -71,7 +73,7 @@ pub(super) async fn next_data_paced<B: RequestBody, E>(
 }
 
 /// Reads the prefix. Returns the message's length, and the bytes received with the prefix.
-pub(super) async fn read_prefix<B: RequestBody>(
+pub(in crate::listeners::grpc) async fn read_prefix<B: RequestBody>(
     body: &mut B,
     length_max: u32,
 ) -> Result<(u32, Bytes), Status> {
@@ -114,7 +116,7 @@ pub(super) fn respond(body: Body) -> http::Response<Body> {
 }
 
 /// Builds the response to a call from a small `message`.
-pub(super) fn respond_message(message: &impl Message) -> http::Response<Body> {
+pub(in crate::listeners::grpc) fn respond_message(message: &impl Message) -> http::Response<Body> {
     let length = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(PREFIX_BYTES + length);
     bytes.extend_from_slice(&[0]);
@@ -141,7 +143,7 @@ pub(super) fn status_trailers(status: &Status) -> HeaderMap {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(in crate::listeners::grpc) mod tests {
     use futures::stream;
     use http_body::Frame;
     use http_body_util::StreamBody;

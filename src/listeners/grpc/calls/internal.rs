@@ -11,9 +11,9 @@ use tokio::net::lookup_host;
 use tokio::time::Duration;
 use tonic::{Request, Response, Status};
 
-use super::config::{DecommissionBy, GrpcConfig};
 use super::convert::verdict;
 use crate::clock::Instant;
+use crate::listeners::grpc::config::{DecommissionBy, GrpcConfig};
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternal;
 use crate::proto::{
     CancelDecommissionRequest, CancelDecommissionResponse, DecommissionRequest, DecommissionResponse,
@@ -32,7 +32,7 @@ const DENIED_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Serves coordinators that may decommission this worker, and refuses other callers.
 #[derive(Debug)]
-pub(super) struct InternalCalls {
+pub(in crate::listeners::grpc) struct InternalCalls {
     service: Arc<Service>,
     by: DecommissionBy,
     networks: Vec<Network>,
@@ -44,7 +44,7 @@ pub(super) struct InternalCalls {
 }
 
 impl InternalCalls {
-    pub(super) fn new(service: Arc<Service>, config: &GrpcConfig) -> Self {
+    pub(in crate::listeners::grpc) fn new(service: Arc<Service>, config: &GrpcConfig) -> Self {
         Self {
             service,
             by: config.decommission_by,

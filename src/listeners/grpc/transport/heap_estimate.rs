@@ -10,17 +10,17 @@ pub(super) type EstimateHeap = fn(&[u8]) -> u64;
 const DEPTH_MAX: u32 = 3;
 
 /// Estimates a request with a few fields, one of which may be a bitmap to decode.
-pub(super) fn flat(bytes: &[u8]) -> u64 {
+pub(in crate::listeners::grpc) fn flat(bytes: &[u8]) -> u64 {
     4 * bytes.len() as u64
 }
 
 /// Estimates a request that has only lists of numbers.
-pub(super) fn numbers(bytes: &[u8]) -> u64 {
+pub(in crate::listeners::grpc) fn numbers(bytes: &[u8]) -> u64 {
     2 * size_of::<i64>() as u64 * values_in(bytes)
 }
 
 /// Estimates any request: lists of messages with nested lists, each of which grows by doubling.
-pub(super) fn nested(bytes: &[u8]) -> u64 {
+pub(in crate::listeners::grpc) fn nested(bytes: &[u8]) -> u64 {
     estimate(bytes, 1).unwrap_or(48 * bytes.len() as u64)
 }
 

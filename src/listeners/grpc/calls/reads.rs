@@ -9,9 +9,9 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::refusal;
-use super::message::respond_message;
-use super::replies::{Chunks, Head, Payload, from_chunks, from_memory};
-use super::request_collector::{INLINE_BYTES_MAX, run_blocking};
+use crate::listeners::grpc::transport::message::respond_message;
+use crate::listeners::grpc::transport::replies::{Chunks, Head, Payload, from_chunks, from_memory};
+use crate::listeners::grpc::transport::request_collector::{INLINE_BYTES_MAX, run_blocking};
 use crate::metrics::TransitTimes;
 use crate::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,
@@ -34,7 +34,7 @@ impl Chunks for ReadAhead {
 }
 
 /// `getMemoryShuffleData`
-pub(super) async fn memory(
+pub(in crate::listeners::grpc) async fn memory(
     service: &Arc<Service>,
     transit: &TransitTimes,
     pool: &BlockingPool,
@@ -85,7 +85,7 @@ fn target(app: &str, shuffle: i32, partition: i32) -> ReadTarget<'_> {
 }
 
 /// `getLocalShuffleIndex`
-pub(super) async fn local_index(
+pub(in crate::listeners::grpc) async fn local_index(
     service: &Arc<Service>,
     reading: &ReadLimits,
     request: GetLocalShuffleIndexRequest,
@@ -107,7 +107,7 @@ pub(super) async fn local_index(
 }
 
 /// `getLocalShuffleData`
-pub(super) async fn local_data(
+pub(in crate::listeners::grpc) async fn local_data(
     service: &Arc<Service>,
     transit: &TransitTimes,
     reading: &ReadLimits,

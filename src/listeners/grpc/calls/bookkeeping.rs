@@ -10,10 +10,10 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::{layout, refusal, register_request, verdict};
-use super::message::respond_message;
-use super::replies::{Head, Payload, from_memory};
-use super::request_collector::run_blocking;
 use crate::app::PartitionRecords;
+use crate::listeners::grpc::transport::message::respond_message;
+use crate::listeners::grpc::transport::replies::{Head, Payload, from_memory};
+use crate::listeners::grpc::transport::request_collector::run_blocking;
 use crate::proto::{
     GetShuffleResultForMultiPartRequest, GetShuffleResultForMultiPartResponse, GetShuffleResultRequest,
     GetShuffleResultResponse, PartitionStats, ReportShuffleResultRequest, ReportShuffleResultResponse,
@@ -33,7 +33,7 @@ const BITMAP: u32 = 3;
 type Answer = Result<http::Response<Body>, Status>;
 
 /// `registerShuffle`
-pub(super) async fn register(
+pub(in crate::listeners::grpc) async fn register(
     service: &Arc<Service>,
     from: IpAddr,
     mut request: ShuffleRegisterRequest,
@@ -44,7 +44,10 @@ pub(super) async fn register(
 }
 
 /// `reportShuffleResult`
-pub(super) async fn report(service: &Arc<Service>, request: ReportShuffleResultRequest) -> Answer {
+pub(in crate::listeners::grpc) async fn report(
+    service: &Arc<Service>,
+    request: ReportShuffleResultRequest,
+) -> Answer {
     let partitions = request.partition_to_block_ids.into_iter();
     let records = request.partition_stats.into_iter().map(records_of).collect();
     let report = service.ingest.report(ReportRequest {
@@ -62,7 +65,10 @@ pub(super) async fn report(service: &Arc<Service>, request: ReportShuffleResultR
 }
 
 /// `getShuffleResult`
-pub(super) async fn result(service: &Arc<Service>, request: GetShuffleResultRequest) -> Answer {
+pub(in crate::listeners::grpc) async fn result(
+    service: &Arc<Service>,
+    request: GetShuffleResultRequest,
+) -> Answer {
     let partitions = [request.partition_id];
     let layout = layout(request.block_id_layout);
     let results = service.reads.results(&request.app_id, request.shuffle_id, &partitions, layout).await;
@@ -70,7 +76,7 @@ pub(super) async fn result(service: &Arc<Service>, request: GetShuffleResultRequ
 }
 
 /// `getShuffleResultForMultiPart`
-pub(super) async fn result_of_many(
+pub(in crate::listeners::grpc) async fn result_of_many(
     service: &Arc<Service>,
     pool: &BlockingPool,
     request: GetShuffleResultForMultiPartRequest,

@@ -11,23 +11,29 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use tokio::sync::Semaphore;
 use tonic::Status;
 use tonic::body::Body;
 
-use super::config::GrpcConfig;
-use super::convert::{note_broken_call, verdict};
-use super::message::{RequestBody, next_data, next_data_paced, read_prefix, respond_message};
+use super::convert::{note_broken_call, refusal, success, verdict};
 use crate::clock::{Instant, timeout_at};
+use crate::listeners::grpc::config::GrpcConfig;
+use crate::listeners::grpc::transport::message::{
+    RequestBody, next_data, next_data_paced, read_prefix, respond_message,
+};
 use crate::metrics::TransitTimes;
-use crate::proto::SendShuffleDataResponse;
+use crate::proto::{RequireBufferRequest, RequireBufferResponse, SendShuffleDataResponse};
 use crate::runtime::{PollBudget, Tasks};
-use crate::service::{Commit, SendSink, Service, ServiceError};
+use crate::service::{Commit, RequireRequest, SendSink, Service, ServiceError};
 use uniffle_wire::BlockSink;
 use uniffle_wire::send_message::{Decoder, Limits, Summary};
 
 /// Number of bytes decoded before the task may yield. In the worst case they are headers of
 /// partitions without blocks, which take some milliseconds.
 const PIECE_BYTES: usize = 64 << 10;
+
+/// Ticket id of a refusal.
+const NO_TICKET: i64 = -1;
 
 /// Receives a send's blocks and decides whether to wait for further bytes.
 trait PacedSink: BlockSink {
@@ -56,7 +62,7 @@ impl PacedSink for SendSink {
 }
 
 /// Serves one call of `sendShuffleData`.
-pub(super) async fn send_shuffle_data<B: RequestBody>(
+pub(in crate::listeners::grpc) async fn send_shuffle_data<B: RequestBody>(
     service: &Arc<Service>,
     config: &GrpcConfig,
     tasks: &Tasks,
@@ -172,10 +178,37 @@ fn discard_rest<B: RequestBody>(mut body: B, bytes_max: u64, deadline: Instant, 
     });
 }
 
+/// `requireBuffer`, served without tonic: every send needs one, more when memory is short, and tonic's
+/// codec allocates 16 KiB for each call.
+pub(in crate::listeners::grpc) async fn require_buffer(
+    service: &Arc<Service>,
+    waiting: &Semaphore,
+    request: RequireBufferRequest,
+) -> Result<http::Response<Body>, Status> {
+    let asked = RequireRequest {
+        app: &request.app_id,
+        shuffle: request.shuffle_id,
+        bytes: request.require_size,
+        partitions: &request.partition_ids,
+        partition_sizes: &request.partition_require_sizes,
+    };
+    let grant = service.ingest.require_buffer_in_line(asked, waiting).await;
+    let (require_buffer_id, (status, ret_msg), need_split_partition_ids) = match grant {
+        Ok(grant) => (grant.ticket, success(""), grant.split_partitions),
+        Err(error) => (NO_TICKET, refusal(service, &error), Vec::new()),
+    };
+    Ok(respond_message(&RequireBufferResponse {
+        require_buffer_id,
+        status,
+        ret_msg,
+        need_split_partition_ids,
+    }))
+}
+
 #[cfg(test)]
 mod tests {
-    use super::super::message::tests::{body_of, framed};
     use super::*;
+    use crate::listeners::grpc::transport::message::tests::{body_of, framed};
     use crate::proto;
     use uniffle_wire::{BlockHeader, DecodeError, SendHeader};
 

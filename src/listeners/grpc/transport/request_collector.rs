@@ -36,7 +36,7 @@ const COLLECT_BYTES: usize = 64 << 10;
 const FREE_BYTES: usize = 256;
 
 /// Larger messages are decoded on a blocking thread: that many bytes take half a millisecond.
-pub(super) const INLINE_BYTES_MAX: usize = 64 << 10;
+pub(in crate::listeners::grpc) const INLINE_BYTES_MAX: usize = 64 << 10;
 
 /// A charged request whose peer pauses for this time yields to others that wait for heap. Garbage
 /// collection of a JVM does not pause that long.
@@ -47,16 +47,16 @@ const SLOWEST_BYTES: u64 = 256 << 10;
 
 /// The heap budget for requests of all connections.
 #[derive(Debug)]
-pub(super) struct RequestHeap {
+pub(in crate::listeners::grpc) struct RequestHeap {
     budget: Budget,
     queues: Arc<RequestQueues>,
     wait: Duration,
     /// Pool for decoding large messages and encoding large responses.
-    pub(super) pool: BlockingPool,
+    pub(in crate::listeners::grpc) pool: BlockingPool,
 }
 
 impl RequestHeap {
-    pub(super) fn new(heap: &Heap, wait: Duration) -> Self {
+    pub(in crate::listeners::grpc) fn new(heap: &Heap, wait: Duration) -> Self {
         let budget = heap.of(HeapKind::Requests).clone();
         let queues = Arc::new(RequestQueues::new(budget.capacity()));
         Self { budget, queues, wait, pool: BlockingPool::of_cores() }
@@ -64,7 +64,7 @@ impl RequestHeap {
 
     /// Returns the collector of a connection. Its limit is half of the budget, so that one
     /// connection cannot use it up.
-    pub(super) fn collector(&self) -> RequestCollector {
+    pub(in crate::listeners::grpc) fn collector(&self) -> RequestCollector {
         let budget = self.budget.child(self.budget.capacity() / 2);
         RequestCollector {
             budget,
@@ -77,17 +77,17 @@ impl RequestHeap {
 
 /// Collects the requests of one connection.
 #[derive(Debug)]
-pub(super) struct RequestCollector {
+pub(in crate::listeners::grpc) struct RequestCollector {
     budget: Budget,
     queues: Arc<RequestQueues>,
     wait: Duration,
     /// Pool for decoding large messages and encoding large responses.
-    pub(super) pool: BlockingPool,
+    pub(in crate::listeners::grpc) pool: BlockingPool,
 }
 
 impl RequestCollector {
     /// Reads one whole message. Returns it with its charge.
-    pub(super) async fn message<B, M>(
+    pub(in crate::listeners::grpc) async fn message<B, M>(
         &self,
         body: &mut B,
         length_max: u32,
@@ -116,7 +116,7 @@ impl RequestCollector {
     }
 
     /// Returns `request` with its whole body collected, and the charge.
-    pub(super) async fn whole<B: RequestBody>(
+    pub(in crate::listeners::grpc) async fn whole<B: RequestBody>(
         &self,
         request: Request<B>,
         length_max: u32,
@@ -273,7 +273,7 @@ fn slow() -> Status {
 }
 
 /// Returns whether a call ended because the heap was full.
-pub(super) fn is_heap_full(status: &Status) -> bool {
+pub(in crate::listeners::grpc) fn is_heap_full(status: &Status) -> bool {
     std::error::Error::source(status).is_some_and(|source| source.is::<HeapFull>())
 }
 
@@ -282,7 +282,7 @@ fn more_than_one() -> Status {
 }
 
 /// Runs `work` here if it is small, otherwise in the pool `pool`.
-pub(super) async fn run_blocking<T: Send + 'static>(
+pub(in crate::listeners::grpc) async fn run_blocking<T: Send + 'static>(
     pool: &BlockingPool,
     is_small: bool,
     work: impl FnOnce() -> T + Send + 'static,
@@ -302,8 +302,8 @@ mod tests {
     use tokio::sync::mpsc;
     use tonic::Code;
 
-    use super::super::message::tests::{body_of, framed};
     use super::*;
+    use crate::listeners::grpc::transport::message::tests::{body_of, framed};
     use crate::proto;
 
     const WAIT: Duration = Duration::from_secs(10);

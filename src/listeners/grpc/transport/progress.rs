@@ -35,13 +35,13 @@ const LOOK_PAUSE_MIN: Duration = Duration::from_millis(5);
 
 /// Deadlines of one call.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct CallDeadlines {
+pub(in crate::listeners::grpc) struct CallDeadlines {
     /// From its header until there is a response.
-    pub(super) call: Duration,
+    pub(in crate::listeners::grpc) call: Duration,
     /// Between two frames of its request.
-    pub(super) frame: Duration,
+    pub(in crate::listeners::grpc) frame: Duration,
     /// For each [`STEP_BYTES`] of the response.
-    pub(super) answer: Duration,
+    pub(in crate::listeners::grpc) answer: Duration,
 }
 
 /// Progress of the call that runs in this task.
@@ -82,7 +82,7 @@ pub(super) struct OwnTime(Arc<Progress>);
 
 /// Responses whose last bytes HTTP/2 still holds, counted by the period in which it got them.
 #[derive(Debug)]
-pub(super) struct Tails {
+pub(in crate::listeners::grpc) struct Tails {
     began: Instant,
     period: Duration,
     /// Counts by period number modulo three: the current one, the previous one, and the one that
@@ -112,7 +112,7 @@ pub(super) fn of_this_call() -> Option<Arc<Progress>> {
 
 impl FrameWait {
     /// Starts waiting within the current call. Outside of calls the wait has no deadline.
-    pub(super) fn begin() -> Self {
+    pub(in crate::listeners::grpc) fn begin() -> Self {
         Self { progress: of_this_call(), began: Instant::now() }
     }
 
@@ -150,7 +150,7 @@ impl Drop for FrameWait {
 
 /// Runs `call`. Returns true if it completed, and false if it made too little progress.
 /// `is_waited_for` returns whether others wait for memory of its response.
-pub(super) async fn bounded(
+pub(in crate::listeners::grpc) async fn bounded(
     deadlines: CallDeadlines,
     tails: Arc<Tails>,
     is_waited_for: impl Fn() -> bool,
@@ -242,7 +242,7 @@ impl Progress {
     }
 
     /// Starts the caller's time: the response is ready.
-    pub(super) fn answers(&self) {
+    pub(in crate::listeners::grpc) fn answers(&self) {
         let now = self.began.elapsed();
         self.due_ms.store(ms(now + self.deadlines.answer), Ordering::Relaxed);
         self.taking_ms.store(ms(now), Ordering::Relaxed);
@@ -255,7 +255,7 @@ impl Progress {
     }
 
     /// Records that the caller reads `bytes` more of the response.
-    pub(super) fn takes(&self, bytes: usize) {
+    pub(in crate::listeners::grpc) fn takes(&self, bytes: usize) {
         let bytes = bytes as u64;
         let before = self.taken.fetch_add(bytes, Ordering::Relaxed);
         if before / STEP_BYTES != (before + bytes) / STEP_BYTES {
@@ -281,7 +281,7 @@ impl Drop for OwnTime {
 impl Tails {
     /// Creates the counters. A peer that does not take the end of a response within `period` loses
     /// the connection, after twice that time at the latest.
-    pub(super) fn new(period: Duration) -> Arc<Self> {
+    pub(in crate::listeners::grpc) fn new(period: Duration) -> Arc<Self> {
         Arc::new(Self {
             began: Instant::now(),
             period,
@@ -292,7 +292,7 @@ impl Tails {
     }
 
     /// Ends calls whose callers pause, since others wait for the worker's successor.
-    pub(super) fn close(&self) {
+    pub(in crate::listeners::grpc) fn close(&self) {
         let _earlier = self.closed.set(Instant::now());
     }
 
@@ -308,12 +308,12 @@ impl Tails {
     }
 
     /// Returns whether HTTP/2 holds the end of no response.
-    pub(super) fn are_taken(&self) -> bool {
+    pub(in crate::listeners::grpc) fn are_taken(&self) -> bool {
         self.waiting.iter().all(|waiting| waiting.load(Ordering::Relaxed) == 0)
     }
 
     /// Resolves when the end of a response was not taken in time.
-    pub(super) async fn stuck(&self) {
+    pub(in crate::listeners::grpc) async fn stuck(&self) {
         for period in self.now() + 1.. {
             sleep_until(self.began + self.period.saturating_mul(period)).await;
             // Tails from two periods back have had at least one whole period.
@@ -324,7 +324,7 @@ impl Tails {
     }
 
     /// Resolves when a tail exists, the socket has taken nothing for [`PATIENCE`], and others wait.
-    pub(super) async fn keep_others_waiting(
+    pub(in crate::listeners::grpc) async fn keep_others_waiting(
         &self,
         connection_state: &ConnectionState,
         is_waited_for: impl Fn() -> bool,
@@ -446,7 +446,7 @@ mod tests {
         let mut outcome = Ok(0);
         let call = async {
             while let Ok(count) = outcome {
-                match crate::listeners::grpc::message::next_data(&mut body).await {
+                match crate::listeners::grpc::transport::message::next_data(&mut body).await {
                     Ok(Some(_)) => outcome = Ok(count + 1),
                     Ok(None) => break,
                     Err(status) => outcome = Err(status.code()),

@@ -43,7 +43,7 @@ pub(super) struct RequestQueues {
 
 impl RequestQueues {
     /// Creates the queues for a budget of `budget_bytes` bytes.
-    pub(super) fn new(budget_bytes: u64) -> Self {
+    pub(in crate::listeners::grpc) fn new(budget_bytes: u64) -> Self {
         let arriving_bytes = budget_bytes / ARRIVING_PART;
         Self {
             waiting: Semaphore::new(WAITING_MAX),
@@ -58,7 +58,12 @@ impl RequestQueues {
     /// Waits until a request of `length` bytes may arrive, of which the bytes `first` have been
     /// read. Returns at once while there is room for the whole request. Returns `None` if too many
     /// wait, or after `wait`.
-    pub(super) async fn arrive(&self, length: u32, first: &[u8], wait: Duration) -> Option<Permit> {
+    pub(in crate::listeners::grpc) async fn arrive(
+        &self,
+        length: u32,
+        first: &[u8],
+        wait: Duration,
+    ) -> Option<Permit> {
         let bytes = u64::from(length).min(self.arriving_bytes_max);
         let holder = Holder { app: app_of(first), weight: 1 };
         if let Some(permit) = self.arriving.try_acquire(&holder, bytes) {

@@ -4,14 +4,14 @@ use std::net::IpAddr;
 
 use tonic::{Code, Status};
 
-use super::request_collector::is_heap_full;
+use crate::listeners::grpc::transport::request_collector::is_heap_full;
 use crate::proto::{DataDistribution, ShuffleRegisterRequest, StatusCode};
 use crate::service::{self, IdWidths, Service, ServiceError};
 use crate::store::RemoteStorage;
 use uniffle_wire::types::Distribution;
 
 /// Name of the listener in the log.
-pub(super) const LISTENER: &str = "grpc";
+pub(in crate::listeners::grpc) const LISTENER: &str = "grpc";
 
 /// Status and text of a response, as in the protocol.
 pub(super) type StatusText = (i32, String);
@@ -22,14 +22,14 @@ pub(super) fn success(text: &str) -> StatusText {
 }
 
 /// Logs a refusal of the service and converts it.
-pub(super) fn refusal(service: &Service, error: &ServiceError) -> StatusText {
+pub(in crate::listeners::grpc) fn refusal(service: &Service, error: &ServiceError) -> StatusText {
     service.note_refusal(LISTENER, error);
     (error.status().into(), error.to_string())
 }
 
 /// Logs a call that ends with a gRPC error, unless the client left or was slow, or the heap is
 /// full.
-pub(super) fn note_broken_call(service: &Service, status: &Status) {
+pub(in crate::listeners::grpc) fn note_broken_call(service: &Service, status: &Status) {
     if is_heap_full(status) {
         return;
     }
