@@ -53,8 +53,8 @@ const BUCKETS: usize = 27;
 pub struct Account {
     opened: Instant,
     has_huge_partition: AtomicBool,
-    stages: [Entry; STAGES.len()],
-    waiting: [Waiting; 2],
+    stages: [StageEntry; STAGES.len()],
+    waiting: [WaitInterval; 2],
     pub tickets_granted: ByteCounter,
     /// Sends that were refused or failed.
     pub sends_failed: ByteCounter,
@@ -92,7 +92,7 @@ impl ByteCounter {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct StageEntry {
     tally: ByteCounter,
     total_us: AtomicU64,
     longest_us: AtomicU64,
@@ -103,7 +103,7 @@ struct Entry {
 /// first grant count, so the duration is the time in which the application as a whole was held up.
 /// A wait without a grant (the task gave up) ends with its latest refusal.
 #[derive(Debug, Default)]
-struct Waiting {
+struct WaitInterval {
     /// Time of the first refusal; 0 if there is no wait.
     since_us: AtomicU64,
     latest_us: AtomicU64,
@@ -112,7 +112,7 @@ struct Waiting {
 /// Waiting clients ask again within seconds, so a wait is over after this time without a refusal.
 const PATIENCE_US: u64 = 60_000_000;
 
-impl Waiting {
+impl WaitInterval {
     /// Returns the duration of the wait at `now_us`, or 0 if there is no wait.
     fn lasted(&self, now_us: u64) -> u64 {
         let since = self.since_us.load(Ordering::Relaxed);
@@ -140,7 +140,7 @@ pub struct StageSum {
 
 impl Default for Account {
     fn default() -> Self {
-        let entry = |_| Entry {
+        let entry = |_| StageEntry {
             tally: ByteCounter::default(),
             total_us: AtomicU64::new(0),
             longest_us: AtomicU64::new(0),
@@ -150,7 +150,7 @@ impl Default for Account {
             opened: Instant::now(),
             has_huge_partition: AtomicBool::new(false),
             stages: array::from_fn(entry),
-            waiting: array::from_fn(|_| Waiting::default()),
+            waiting: array::from_fn(|_| WaitInterval::default()),
             tickets_granted: ByteCounter::default(),
             sends_failed: ByteCounter::default(),
             duplicates: ByteCounter::default(),

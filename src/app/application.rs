@@ -24,7 +24,7 @@ use uniffle_wire::types::{AppId, ShuffleId};
 pub struct App {
     id: AppId,
     /// Data of the registrations.
-    pub client: Client,
+    pub client: AppClient,
     /// Age, last use and timeout.
     pub activity: Activity,
     /// Its parts of the common budgets.
@@ -38,7 +38,7 @@ pub struct App {
 
 /// Data of an application's registrations.
 #[derive(Debug)]
-pub struct Client {
+pub struct AppClient {
     user: RwLock<String>,
     properties: RwLock<HashMap<String, String>>,
     /// True once a registration has carried properties, as those of clients since 0.10 do.
@@ -80,7 +80,7 @@ impl App {
     pub(super) fn new(id: &AppId, activity: Activity, budgets: AppBudgets, usage: Usage) -> Arc<Self> {
         Arc::new(Self {
             id: id.clone(),
-            client: Client {
+            client: AppClient {
                 user: RwLock::default(),
                 properties: RwLock::default(),
                 sends_properties: AtomicBool::new(false),
@@ -116,7 +116,7 @@ impl App {
     }
 }
 
-impl Client {
+impl AppClient {
     /// Returns the charged bytes of the latest registration.
     pub(super) fn charged_bytes(&self) -> u64 {
         self.charge.lock().bytes()

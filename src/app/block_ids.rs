@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use uniffle_wire::types::PartitionId;
 
-use super::quota::{Quota, QuotaExceeded, Share};
+use super::quota::{Quota, QuotaExceeded, QuotaShare};
 use crate::log::{IdRun, IdSet};
 use uniffle_base::budget::heap::HeapFull;
 use uniffle_base::budget::{Budget, Charge};
@@ -70,7 +70,7 @@ impl Price {
 /// Resources reserved for a report. Drop returns the unused part.
 #[derive(Debug)]
 pub struct PaidIds {
-    share: Share,
+    share: QuotaShare,
     charge: Charge,
     counted: Charge,
 }
@@ -87,7 +87,7 @@ pub struct BlockIds {
     leaving: Option<Arc<IdTable>>,
     /// Ids on disk, oldest run first, each with its charge to the disk quotas.
     runs: Vec<(Arc<IdRun>, Charge)>,
-    share: Share,
+    share: QuotaShare,
     charge: Charge,
     /// Charge to the quotas of reported ids.
     counted: Charge,

@@ -25,17 +25,17 @@ use crate::schema::kind::{DAY, SECOND, count, minutes};
 use crate::schema::section;
 
 pub use account::{Account, ByteCounter, STAGES, Stage, StageSum};
-pub use application::{Activity, App, AppBudgets, Client};
+pub use application::{Activity, App, AppBudgets, AppClient};
 pub use block_ids::{BitmapCountChanged, BlockIds, IdTable, PaidIds, Price, ReportError};
 pub use commits::Commits;
 pub use noted::{NextNote, NotedRegistrations};
-pub use quota::{Quota, QuotaExceeded, Share};
+pub use quota::{Quota, QuotaExceeded, QuotaShare};
 pub use ranges::{PartitionRanges, RangeError};
 pub use record_counts::{PartitionRecords, RecordCounts};
 pub use registration::{RegisterError, Registration};
 pub use registry::AppRegistry;
 pub use shuffle::{DiskUsage, RegisteredPartitions, Reports, ShuffleState};
-pub use usage::{Counted, Kind, OverQuota, QuotaSubject, Quotas, Usage, quota_key};
+pub use usage::{Counted, OverQuota, QuotaKind, QuotaSubject, Quotas, Usage, quota_key};
 
 section! {
     /// Limits of the registry.

@@ -1,7 +1,7 @@
 //! A bounded counter whose shares are returned by `Drop`. It limits the number of stored block ids.
 //!
 //! Invariant: the counter is the sum of all shares. It exceeds the bound only for ids that are
-//! acknowledged already ([`Share::move_from`]). Configurable quotas are in `usage`.
+//! acknowledged already ([`QuotaShare::move_from`]). Configurable quotas are in `usage`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,18 +16,18 @@ pub struct QuotaExceeded {
 
 /// A bounded counter; clones share it.
 #[derive(Debug, Clone)]
-pub struct Quota(Arc<Counter>);
+pub struct Quota(Arc<BoundedCounter>);
 
 #[derive(Debug)]
-struct Counter {
+struct BoundedCounter {
     used: AtomicU64,
     max: u64,
 }
 
 impl Quota {
-    /// Creates a counter that never exceeds `max`, except through [`Share::move_from`].
+    /// Creates a counter that never exceeds `max`, except through [`QuotaShare::move_from`].
     pub fn new(max: u64) -> Self {
-        Self(Arc::new(Counter { used: AtomicU64::new(0), max }))
+        Self(Arc::new(BoundedCounter { used: AtomicU64::new(0), max }))
     }
 
     /// Returns the sum of all shares.
@@ -36,19 +36,19 @@ impl Quota {
     }
 
     /// Returns an empty share.
-    pub fn share(&self) -> Share {
-        Share { quota: self.clone(), held: 0 }
+    pub fn share(&self) -> QuotaShare {
+        QuotaShare { quota: self.clone(), held: 0 }
     }
 }
 
 /// One holder's part of the count, returned on drop.
 #[derive(Debug)]
-pub struct Share {
+pub struct QuotaShare {
     quota: Quota,
     held: u64,
 }
 
-impl Share {
+impl QuotaShare {
     /// Takes `count` more.
     ///
     /// # Errors
@@ -93,7 +93,7 @@ impl Share {
     }
 }
 
-impl Drop for Share {
+impl Drop for QuotaShare {
     fn drop(&mut self) {
         self.shrink_to(0);
     }

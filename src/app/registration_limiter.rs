@@ -35,7 +35,7 @@ pub(super) struct RegistrationLimiter {
 
 /// The part of the heap that an application may be charged to.
 #[derive(Debug)]
-pub(super) struct Room<'a> {
+pub(super) struct RegistrationRoom<'a> {
     limiter: &'a RegistrationLimiter,
     /// Bytes reserved for other applications.
     left_bytes: u64,
@@ -61,18 +61,18 @@ impl RegistrationLimiter {
 
     /// Returns the room for an application that has been known for `known_for`; `None` is a
     /// newcomer.
-    pub(super) fn room(&self, known_for: Option<Duration>) -> Room<'_> {
+    pub(super) fn room(&self, known_for: Option<Duration>) -> RegistrationRoom<'_> {
         let part = self.whole.capacity() / PARTS;
         if self.whole.free() >= 2 * part {
             self.tight_since.set(None);
         }
         let tight_for = self.tight_since.get().map_or(Duration::ZERO, |since| since.elapsed());
         let was_there = known_for.is_some_and(|known_for| known_for >= tight_for + KNOWN_FOR);
-        Room { limiter: self, left_bytes: if was_there { 0 } else { part } }
+        RegistrationRoom { limiter: self, left_bytes: if was_there { 0 } else { part } }
     }
 }
 
-impl Room<'_> {
+impl RegistrationRoom<'_> {
     /// Charges an application's budget, or changes nothing.
     pub(super) fn try_charge(&self, budget: &Budget, bytes: u64) -> Result<Charge, NoCapacity> {
         let free = self.limiter.whole.free().saturating_sub(self.left_bytes);

@@ -17,7 +17,7 @@ use super::quota::{Quota, QuotaExceeded};
 use super::ranges::PartitionRanges;
 use super::record_counts::RecordCounts;
 use super::registration::{RANGE_BYTES, RANGES_MAX, RegisterError, Registration, SHUFFLE_BYTES};
-use super::registration_limiter::{RegistrationLimiter, Room};
+use super::registration_limiter::{RegistrationLimiter, RegistrationRoom};
 use super::shuffle::{DiskUsage, RegisteredPartitions, Reports, ShuffleState};
 use super::unproven::Unproven;
 use super::usage::{Counted, Quotas, Usage, Users};
@@ -118,7 +118,7 @@ impl AppRegistry {
         &self,
         registration: Registration,
         with: impl FnOnce() -> T,
-        charged: impl Fn(&Room<'_>, &Budget, u64) -> Result<Charge, NoCapacity>,
+        charged: impl Fn(&RegistrationRoom<'_>, &Budget, u64) -> Result<Charge, NoCapacity>,
     ) -> Result<T, RegisterError> {
         let mut alone = self.lifecycle.lock();
         let known = self.find(&registration.key.app);

@@ -34,7 +34,7 @@ pub enum QuotaSubject {
 }
 
 /// Identifies one quota.
-pub type Kind = (QuotaSubject, Counted);
+pub type QuotaKind = (QuotaSubject, Counted);
 
 impl Counted {
     /// All resources.
@@ -48,7 +48,7 @@ impl QuotaSubject {
 
 /// Returns the quota's configuration key.
 #[must_use]
-pub fn quota_key((whose, counted): Kind) -> &'static str {
+pub fn quota_key((whose, counted): QuotaKind) -> &'static str {
     match (whose, counted) {
         (QuotaSubject::App, Counted::DiskBytes) => "quota.app_disk",
         (QuotaSubject::App, Counted::ReportedIds) => "quota.app_reported_ids",
@@ -66,7 +66,7 @@ pub fn quota_key((whose, counted): Kind) -> &'static str {
 #[error("{} is {max}: {used} in use, {asked} more requested", quota_key(*.kind))]
 pub struct OverQuota {
     /// The exceeded quota.
-    pub kind: Kind,
+    pub kind: QuotaKind,
     /// Limit of the quota.
     pub max: u64,
     /// Usage at the time of the request.
@@ -80,7 +80,7 @@ pub struct OverQuota {
 struct EachQuota([[AtomicU64; Counted::ALL.len()]; QuotaSubject::ALL.len()]);
 
 impl EachQuota {
-    fn of(&self, (whose, counted): Kind) -> &AtomicU64 {
+    fn of(&self, (whose, counted): QuotaKind) -> &AtomicU64 {
         &self.0[whose as usize][counted as usize]
     }
 }
@@ -94,43 +94,43 @@ pub struct Quotas {
 
 impl Quotas {
     /// Replaces a quota; 0 removes it.
-    pub fn set(&self, kind: Kind, max: u64) {
+    pub fn set(&self, kind: QuotaKind, max: u64) {
         self.max.of(kind).store(max, Ordering::Relaxed);
     }
 
     /// Returns a quota, if it is set.
     #[must_use]
-    pub fn max(&self, kind: Kind) -> Option<u64> {
+    pub fn max(&self, kind: QuotaKind) -> Option<u64> {
         Some(self.max.of(kind).load(Ordering::Relaxed)).filter(|max| *max > 0)
     }
 
     /// Returns how often the quota has refused a request since the start.
     #[must_use]
-    pub fn refused(&self, kind: Kind) -> u64 {
+    pub fn refused(&self, kind: QuotaKind) -> u64 {
         self.refused.of(kind).load(Ordering::Relaxed)
     }
 }
 
-type Counts = [Budget; Counted::ALL.len()];
+type UsageCounts = [Budget; Counted::ALL.len()];
 
 /// Usage of one application.
 #[derive(Debug)]
 pub struct Usage {
     quotas: Arc<Quotas>,
-    of_app: Counts,
-    of_user: Arc<Counts>,
+    of_app: UsageCounts,
+    of_user: Arc<UsageCounts>,
     refused: EachQuota,
 }
 
 impl Usage {
-    fn new(quotas: Arc<Quotas>, of_user: Arc<Counts>) -> Self {
+    fn new(quotas: Arc<Quotas>, of_user: Arc<UsageCounts>) -> Self {
         let of_app = of_user.each_ref().map(|user| user.child(u64::MAX));
         Self { quotas, of_app, of_user, refused: EachQuota::default() }
     }
 
     /// Returns the usage of the application or its user.
     #[must_use]
-    pub fn used(&self, (whose, counted): Kind) -> u64 {
+    pub fn used(&self, (whose, counted): QuotaKind) -> u64 {
         let counts = match whose {
             QuotaSubject::App => &self.of_app,
             QuotaSubject::User => &*self.of_user,
@@ -140,7 +140,7 @@ impl Usage {
 
     /// Returns how often a quota has refused a request of this application.
     #[must_use]
-    pub fn refused(&self, kind: Kind) -> u64 {
+    pub fn refused(&self, kind: QuotaKind) -> u64 {
         self.refused.of(kind).load(Ordering::Relaxed)
     }
 
@@ -187,7 +187,7 @@ impl Usage {
 #[derive(Debug, Default)]
 pub(super) struct Users {
     quotas: Arc<Quotas>,
-    known: HashMap<String, Weak<Counts>>,
+    known: HashMap<String, Weak<UsageCounts>>,
     /// Number of entries at which those without an application are removed.
     sweep_at: usize,
 }
@@ -216,8 +216,8 @@ impl Users {
 mod tests {
     use super::*;
 
-    const APP: Kind = (QuotaSubject::App, Counted::Partitions);
-    const USER: Kind = (QuotaSubject::User, Counted::Partitions);
+    const APP: QuotaKind = (QuotaSubject::App, Counted::Partitions);
+    const USER: QuotaKind = (QuotaSubject::User, Counted::Partitions);
 
     #[test]
     fn application_and_user_quotas_are_independent() {

@@ -70,7 +70,7 @@ impl From<TcpListener> for Binding {
 
 /// Names of a listener in the log, of its tasks, and of the key that limits its connections.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Names {
+pub(super) struct ListenerNames {
     pub(super) listener: &'static str,
     pub(super) accepting: &'static str,
     pub(super) connection: &'static str,
@@ -89,7 +89,7 @@ pub(super) enum ProtocolStart {
 /// Accepts the connections of one listener.
 #[derive(Debug)]
 pub(super) struct Acceptor {
-    pub(super) names: Names,
+    pub(super) names: ListenerNames,
     pub(super) binding: Binding,
     pub(super) connections_max: usize,
     /// Counts connections evicted for others.
@@ -230,7 +230,7 @@ impl Acceptor {
     fn note_closed(&self, stage: Stage, idle: Duration, closings: &LogLimiter) {
         self.closed.inc();
         if let Some(times) = closings.pass() {
-            let (Names { listener, limit, .. }, most) = (self.names, self.connections_max);
+            let (ListenerNames { listener, limit, .. }, most) = (self.names, self.connections_max);
             let text = "connection limit reached; closed the connection that was idle longest";
             tracing::warn!(listener, limit, most, ?stage, ?idle, times, "{text}");
         }

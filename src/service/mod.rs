@@ -6,7 +6,7 @@
 //!
 //! Every call refuses first and cheaply (state, app, ticket), then works. A call waits for a disk
 //! only where its result must be durable or is read from one. The views share their dependencies
-//! (`Parts`) and do not know [`Service`], which creates them.
+//! (`ServiceParts`) and do not know [`Service`], which creates them.
 
 mod blocking;
 mod diagnostics;
@@ -57,7 +57,7 @@ pub use reads::{
 pub use status::{Stopping, WorkerState, WorkerStatus};
 pub use uniffle_wire::BlockHeader;
 
-use parts::Parts;
+use parts::ServiceParts;
 
 use crate::app::AppRegistry;
 use crate::flush::Flusher;
@@ -77,7 +77,7 @@ pub struct Service {
     pub lifecycle: Arc<Lifecycle>,
     /// Diagnostics.
     pub diagnostics: Arc<Diagnostics>,
-    parts: Arc<Parts>,
+    parts: Arc<ServiceParts>,
     refusals: Refusals,
 }
 
@@ -95,7 +95,7 @@ impl Service {
         registry: &Registry,
     ) -> prometheus::Result<Arc<Self>> {
         flusher.iter().for_each(|flusher| flusher.charge_to(Arc::clone(&apps)));
-        let parts = Arc::new(Parts::new(&config, apps, memory, flusher, tasks, registry)?);
+        let parts = Arc::new(ServiceParts::new(&config, apps, memory, flusher, tasks, registry)?);
         let diagnostics = Arc::new(Diagnostics::new(&parts));
         Ok(Arc::new(Self {
             ingest: Arc::new(Ingest::new(&parts, &config)),

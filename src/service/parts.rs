@@ -63,7 +63,7 @@ section! {
 
 /// Dependencies of all views.
 #[derive(Debug)]
-pub(super) struct Parts {
+pub(super) struct ServiceParts {
     pub(super) apps: Arc<AppRegistry>,
     pub(super) memory: Arc<Memory>,
     pub(super) tiers: Tiers,
@@ -81,7 +81,7 @@ pub(super) struct Parts {
     pub(super) heap_wait: Duration,
 }
 
-impl Parts {
+impl ServiceParts {
     /// Creates the parts of a worker.
     ///
     /// # Errors
@@ -131,7 +131,7 @@ impl Parts {
         })
     }
 
-    /// Returns the app as [`Parts::app`] does, and marks it as used now.
+    /// Returns the app as [`ServiceParts::app`] does, and marks it as used now.
     pub(super) fn touched_app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
         let app = self.app(app)?;
         self.apps.touch(&app);

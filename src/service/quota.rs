@@ -10,7 +10,7 @@
 use prometheus::{IntCounterVec, IntGaugeVec};
 use serde::Serialize;
 
-use crate::app::{App, AppRegistry, Counted, Kind, QuotaSubject, Quotas, quota_key};
+use crate::app::{App, AppRegistry, Counted, QuotaKind, QuotaSubject, Quotas, quota_key};
 use crate::metrics::{self, clamped};
 use crate::schema::kind::{TIB, count, size};
 use crate::schema::section;
@@ -58,7 +58,7 @@ section! {
 }
 
 impl QuotaConfig {
-    fn of(&self, (whose, counted): Kind) -> u64 {
+    fn of(&self, (whose, counted): QuotaKind) -> u64 {
         match (whose, counted) {
             (QuotaSubject::App, Counted::DiskBytes) => self.app_disk,
             (QuotaSubject::App, Counted::ReportedIds) => self.app_reported_ids,
@@ -87,7 +87,7 @@ pub struct QuotaUse {
     pub refused: u64,
 }
 
-fn kinds() -> impl Iterator<Item = Kind> {
+fn kinds() -> impl Iterator<Item = QuotaKind> {
     QuotaSubject::ALL.into_iter().flat_map(|whose| Counted::ALL.map(|counted| (whose, counted)))
 }
 
@@ -100,9 +100,9 @@ pub(super) fn set(apps: &AppRegistry, config: &QuotaConfig) {
 /// Returns the configured quotas, each with its largest user.
 pub(super) fn in_force(registry: &AppRegistry) -> Vec<QuotaUse> {
     let quotas = registry.quotas();
-    let set: Vec<(Kind, u64)> = kinds().filter_map(|kind| Some((kind, quotas.max(kind)?))).collect();
+    let set: Vec<(QuotaKind, u64)> = kinds().filter_map(|kind| Some((kind, quotas.max(kind)?))).collect();
     let apps = if set.is_empty() { Vec::new() } else { registry.apps() };
-    let fullest = |(kind, max): (Kind, u64)| {
+    let fullest = |(kind, max): (QuotaKind, u64)| {
         let most = apps.iter().max_by_key(|app| app.usage.used(kind));
         QuotaUse {
             quota: quota_key(kind),
@@ -121,7 +121,7 @@ pub(super) fn in_force(registry: &AppRegistry) -> Vec<QuotaUse> {
 /// Returns the configured quotas with the usage of `app` and its user.
 pub(super) fn of_app(quotas: &Quotas, app: &App) -> Vec<QuotaUse> {
     let usage = &app.usage;
-    let of_app = |kind: Kind| {
+    let of_app = |kind: QuotaKind| {
         let (used, refused) = (usage.used(kind), usage.refused(kind));
         Some(QuotaUse { quota: quota_key(kind), max: quotas.max(kind)?, used, by: None, refused })
     };

@@ -36,7 +36,7 @@ use timer::ConnectionTimer;
 
 use crate::clock::timeout;
 use crate::listeners::CLOSING_REST;
-use crate::listeners::acceptor::{Acceptor, Binding, Connection, Names, ProtocolStart, Stream};
+use crate::listeners::acceptor::{Acceptor, Binding, Connection, ListenerNames, ProtocolStart, Stream};
 use crate::listeners::connection_limiter::{ConnectionState, LEAVING_DEADLINE};
 use crate::listeners::shares::{Share, ShareBudget, ShareLimits};
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternalServer;
@@ -45,7 +45,7 @@ use crate::runtime::Tasks;
 use crate::service::{Reads, Service};
 use uniffle_base::budget::memory_plan::{STREAMS_MIN, WINDOW_BYTES_MIN};
 
-const NAMES: Names = Names {
+const NAMES: ListenerNames = ListenerNames {
     listener: LISTENER,
     accepting: "grpc accept",
     connection: "grpc connection",

@@ -24,7 +24,7 @@ use futures::future::BoxFuture;
 use prometheus::{Encoder as _, IntCounter, IntGauge, Registry, TEXT_FORMAT, TextEncoder};
 
 use crate::compat::http::Shown;
-use crate::listeners::acceptor::{Binding, Names};
+use crate::listeners::acceptor::{Binding, ListenerNames};
 use crate::runtime::{BlockingPool, Tasks};
 use crate::service::{AppStatistics, Incompleteness};
 use crate::{metrics, telemetry};
@@ -32,7 +32,7 @@ use crate::{metrics, telemetry};
 pub use serve::HttpConfig;
 use serve::{ConnectionCounts, run_blocking};
 
-const NAMES: Names = Names {
+const NAMES: ListenerNames = ListenerNames {
     listener: "http",
     accepting: "http accept",
     connection: "http connection",

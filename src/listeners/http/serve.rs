@@ -24,7 +24,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tower::ServiceExt as _;
 
 use crate::clock::{Instant, sleep_until};
-use crate::listeners::acceptor::{Acceptor, Binding, Connection, Names, ProtocolStart, Stream};
+use crate::listeners::acceptor::{Acceptor, Binding, Connection, ListenerNames, ProtocolStart, Stream};
 use crate::listeners::connection_limiter::{self, ConnectionState};
 use crate::runtime::{BlockingPool, Tasks};
 use crate::schema::kind::{SECOND, count, flag, seconds};
@@ -100,7 +100,7 @@ pub(super) struct ConnectionCounts {
 
 /// Serves `router` on `binding` until the tasks are cancelled. Returns at once.
 pub(super) fn start(
-    names: Names,
+    names: ListenerNames,
     config: HttpConfig,
     binding: Binding,
     router: Router,

@@ -20,7 +20,7 @@ use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
 use uniffle_wire::request::{MemoryRequest, ReadRequest};
 
 use super::shared::{LISTENER, Shared};
-use super::writer::{Body, Outbox, Outgoing, ReplyGuard};
+use super::writer::{Outbox, Outgoing, ReplyBody, ReplyGuard};
 
 /// Java's text of success, in every reply.
 const OK: &str = "OK";
@@ -34,11 +34,11 @@ const MERGE_STATE_ERROR: i32 = 3;
 pub(super) const LOCAL_READS_MAX: usize = 2;
 
 /// Head and body of a reply.
-pub(super) type Reply = (Bytes, Body);
+pub(super) type Reply = (Bytes, ReplyBody);
 
 /// Returns the reply to a committed send.
 pub(super) fn sent(shared: &Shared, request_id: i64) -> Reply {
-    success(request_id, ReplyFields::Rpc, Body::Empty, 0)
+    success(request_id, ReplyFields::Rpc, ReplyBody::Empty, 0)
         .unwrap_or_else(|error| refused(shared, FrameType::Send, request_id, &error))
 }
 
@@ -63,13 +63,13 @@ pub(super) fn refused(shared: &Shared, kind: FrameType, request_id: i64, error: 
     let mut head = BytesMut::new();
     let encoded = encode_head(prefix, fields, 0, &mut head);
     debug_assert!(encoded.is_ok(), "a refusal fits a frame");
-    (head.freeze(), Body::Empty)
+    (head.freeze(), ReplyBody::Empty)
 }
 
 fn success(
     request_id: i64,
     fields: ReplyFields<'_>,
-    body: Body,
+    body: ReplyBody,
     body_bytes: u64,
 ) -> Result<Reply, ServiceError> {
     let prefix = ReplyPrefix { request_id, status: StatusCode::Success.into(), message: OK };
@@ -108,7 +108,7 @@ fn read_memory(
     success(
         request_id,
         ReplyFields::Memory(&read.blocks),
-        Body::Pieces(read.data, response_guard),
+        ReplyBody::Pieces(read.data, response_guard),
         read.length,
     )
 }
@@ -204,8 +204,11 @@ impl LocalRead {
             }
         };
         self.guard.admission = Some(admission);
-        let body =
-            if length == 0 { Body::Empty } else { Body::Stream { length, chunks: ReadAhead::of(chunks) } };
+        let body = if length == 0 {
+            ReplyBody::Empty
+        } else {
+            ReplyBody::Stream { length, chunks: ReadAhead::of(chunks) }
+        };
         success(self.request_id, fields, body, length)
     }
 }

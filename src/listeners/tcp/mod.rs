@@ -27,10 +27,10 @@ use metrics::TcpMetrics;
 use crate::runtime::{Cores, Tasks};
 use crate::service::Service;
 
-use super::acceptor::{Acceptor, Binding, Connection, Names, ProtocolStart};
+use super::acceptor::{Acceptor, Binding, Connection, ListenerNames, ProtocolStart};
 use shared::{ConnectionContext, LISTENER, Shared};
 
-const NAMES: Names = Names {
+const NAMES: ListenerNames = ListenerNames {
     listener: LISTENER,
     accepting: "tcp accept",
     connection: "tcp writer",
@@ -90,10 +90,11 @@ async fn serve(shared: Arc<Shared>, connection: Connection<TcpStream>, tasks: Ta
     let (outbox, queue) = writer::queue(requests_max);
     let kept = writer::KeptHalf::default();
     let context = ConnectionContext { shared, tasks: tasks.clone(), state: Arc::clone(place.state()) };
-    let reader = reader::Reader::new(context.clone(), read_half, outbox, kept.clone(), requests_max);
+    let reader =
+        reader::ConnectionReader::new(context.clone(), read_half, outbox, kept.clone(), requests_max);
     tasks.spawn_linked("tcp reader", reader.run());
     // The writer ends last: it outlives the reader until every reply is written or abandoned.
-    writer::Writer::new(context, write_half, queue, kept).run().await;
+    writer::ConnectionWriter::new(context, write_half, queue, kept).run().await;
     drop((place, share));
 }
 

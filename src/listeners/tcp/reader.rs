@@ -53,7 +53,7 @@ enum End {
 
 /// Reads frames of a connection into the thread's chunk, and keeps none of it.
 #[derive(Debug)]
-pub(super) struct Reader {
+pub(super) struct ConnectionReader {
     shared: Arc<Shared>,
     socket: OwnedReadHalf,
     frames: Frames,
@@ -74,7 +74,7 @@ pub(super) struct Reader {
     kept: KeptHalf,
 }
 
-impl Reader {
+impl ConnectionReader {
     pub(super) fn new(
         context: ConnectionContext,
         socket: OwnedReadHalf,

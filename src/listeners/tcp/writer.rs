@@ -46,7 +46,7 @@ pub(super) type KeptHalf = Arc<Mutex<Option<OwnedReadHalf>>>;
 
 /// Part of a reply after its head.
 #[derive(Debug)]
-pub(super) enum Body {
+pub(super) enum ReplyBody {
     /// No body.
     Empty,
     /// Bytes in memory. Dropping the guard marks them as taken by the client.
@@ -77,7 +77,7 @@ pub(super) struct ReplyGuard {
 #[derive(Debug)]
 pub(super) struct Outgoing {
     pub(super) head: Bytes,
-    pub(super) body: Body,
+    pub(super) body: ReplyBody,
     pub(super) guard: ReplyGuard,
 }
 
@@ -103,7 +103,7 @@ pub(super) fn queue(requests_max: usize) -> (Outbox, mpsc::Receiver<Outgoing>) {
 
 /// Sending half of a connection, with the replies that wait for it.
 #[derive(Debug)]
-pub(super) struct Writer {
+pub(super) struct ConnectionWriter {
     shared: Arc<Shared>,
     socket: OwnedWriteHalf,
     queue: mpsc::Receiver<Outgoing>,
@@ -113,7 +113,7 @@ pub(super) struct Writer {
     kept: KeptHalf,
 }
 
-impl Writer {
+impl ConnectionWriter {
     pub(super) fn new(
         context: ConnectionContext,
         socket: OwnedWriteHalf,
@@ -191,13 +191,13 @@ impl Writer {
         let Outgoing { head, body, mut guard } = reply;
         self.pieces.push_back(head);
         let stream = match body {
-            Body::Empty => None,
-            Body::Pieces(pieces, response_guard) => {
+            ReplyBody::Empty => None,
+            ReplyBody::Pieces(pieces, response_guard) => {
                 self.pieces.extend(pieces.into_iter().filter(|piece| !piece.is_empty()));
                 guard.response_guard = Some(response_guard);
                 None
             }
-            Body::Stream { length, chunks } => Some((length, chunks)),
+            ReplyBody::Stream { length, chunks } => Some((length, chunks)),
         };
         batch.push(guard);
         stream

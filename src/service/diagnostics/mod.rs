@@ -17,7 +17,7 @@ use crate::app::App;
 use crate::clock::Instant;
 use crate::service::blocking::run_own_blocking;
 use crate::service::losses::{Incompleteness, LossReport, lost_blocks_of};
-use crate::service::parts::Parts;
+use crate::service::parts::ServiceParts;
 use crate::service::quota::{self, QuotaUse};
 use crate::store::DiskCondition;
 use uniffle_wire::types::AppId;
@@ -29,13 +29,13 @@ use statistics::{AppStatistics, statistics_of};
 /// Diagnostics over the parts of the service. It changes none of them.
 #[derive(Debug)]
 pub struct Diagnostics {
-    parts: Arc<Parts>,
+    parts: Arc<ServiceParts>,
     history: History,
     finished: FinishedApps,
 }
 
 impl Diagnostics {
-    pub(super) fn new(parts: &Arc<Parts>) -> Self {
+    pub(super) fn new(parts: &Arc<ServiceParts>) -> Self {
         let parts = Arc::clone(parts);
         Self { parts, history: History::default(), finished: FinishedApps::default() }
     }

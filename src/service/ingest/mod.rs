@@ -22,7 +22,7 @@ use parking_lot::{RwLock, RwLockReadGuard};
 
 use crate::runtime::BlockingPool;
 use crate::service::ServiceError;
-use crate::service::parts::{Parts, ServiceConfig};
+use crate::service::parts::{ServiceConfig, ServiceParts};
 
 use partition_limit::PartitionLimits;
 use ticket_queue::TicketQueue;
@@ -31,7 +31,7 @@ use ticket_queue::TicketQueue;
 /// bytes.
 #[derive(Debug)]
 pub struct Ingest {
-    parts: Arc<Parts>,
+    parts: Arc<ServiceParts>,
     limits: RwLock<PartitionLimits>,
     commits: CommitGate,
     ticket_queue: TicketQueue,
@@ -44,7 +44,7 @@ pub struct Ingest {
 }
 
 impl Ingest {
-    pub(super) fn new(parts: &Arc<Parts>, config: &ServiceConfig) -> Self {
+    pub(super) fn new(parts: &Arc<ServiceParts>, config: &ServiceConfig) -> Self {
         Self {
             parts: Arc::clone(parts),
             limits: RwLock::new(config.partition_limits),

@@ -21,7 +21,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// The pace of one send.
 #[derive(Debug)]
-pub(super) struct Pace {
+pub(super) struct SendPace {
     bytes_per_sec: u64,
     /// Bytes that had arrived at the last check.
     arrived: u64,
@@ -31,7 +31,7 @@ pub(super) struct Pace {
     next_look: Instant,
 }
 
-impl Pace {
+impl SendPace {
     /// Creates the pace of a send of `message_bytes` bytes that begins at `now`.
     pub(super) fn new(message_bytes: u64, now: Instant) -> Self {
         let bytes_per_sec = (message_bytes / WHOLE_SEND.as_secs()).max(BYTES_PER_SEC_MIN);
@@ -43,7 +43,7 @@ impl Pace {
         self.bytes_per_sec
     }
 
-    /// Returns when to call [`Pace::is_slow`] next if no byte arrives until then.
+    /// Returns when to call [`SendPace::is_slow`] next if no byte arrives until then.
     pub(super) fn next_look(&self) -> Instant {
         self.next_look
     }
@@ -74,7 +74,7 @@ mod tests {
     /// within a minute.
     fn slow_after(message_bytes: u64, bytes: u64, every: Duration) -> Option<Duration> {
         let began = Instant::now();
-        let mut pace = Pace::new(message_bytes, began);
+        let mut pace = SendPace::new(message_bytes, began);
         while pace.next_look() < began + ms(60_000) {
             let now = pace.next_look();
             let came = now.duration_since(began).as_millis() / every.as_millis().max(1);
@@ -102,13 +102,13 @@ mod tests {
     fn send_at_the_slowest_rate_is_not_slow_and_ends_in_time() {
         assert_eq!(slow_after(4 * MIB, 4 * MIB / 5 / 100 + 1, ms(10)), None);
         assert_eq!(slow_after(64 << 10, BYTES_PER_SEC_MIN / 100, ms(10)), None);
-        assert_eq!(Pace::new(100 * MIB, Instant::now()).bytes_per_sec(), 20 * MIB);
+        assert_eq!(SendPace::new(100 * MIB, Instant::now()).bytes_per_sec(), 20 * MIB);
     }
 
     #[test]
     fn burst_buys_no_pause() {
         let began = Instant::now();
-        let mut pace = Pace::new(4 * MIB, began);
+        let mut pace = SendPace::new(4 * MIB, began);
         assert!(!pace.is_slow(4 * MIB - 1, began + ms(1000)));
         assert!(!pace.is_slow(4 * MIB - 1, began + ms(1900)));
         assert!(pace.is_slow(4 * MIB - 1, began + ms(2000)));

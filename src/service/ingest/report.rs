@@ -20,7 +20,7 @@ use uniffle_base::budget::{Charge, HeapKind, NoCapacity};
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
 
 use super::Ingest;
-use super::spill::{self, Room};
+use super::spill::{self, SpillRoom};
 use crate::service::ServiceError;
 use crate::service::blocking::StepRunner;
 use crate::service::parts::shuffle_of;
@@ -128,8 +128,8 @@ impl Ingest {
         let record_bytes = reports.records.lock().price_of(&report.records);
         let mut on_disk = None;
         let mut charge = match self.parts.spill.charge(app, bytes + record_bytes).await {
-            Room::Charged(charge) => charge,
-            Room::OnlyOnDisk => {
+            SpillRoom::Charged(charge) => charge,
+            SpillRoom::OnlyOnDisk => {
                 let records = self.wait_for_heap(app, record_bytes).await?;
                 on_disk = self.parts.spill.write(app, &report.partitions).await;
                 match &on_disk {
@@ -137,7 +137,7 @@ impl Ingest {
                     None => self.wait_for_heap(app, bytes + record_bytes).await?,
                 }
             }
-            Room::None => self.wait_for_heap(app, bytes + record_bytes).await?,
+            SpillRoom::None => self.wait_for_heap(app, bytes + record_bytes).await?,
         };
         let records = charge.split_up_to(record_bytes);
         let mut block_ids = reports.block_ids.lock();

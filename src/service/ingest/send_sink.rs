@@ -16,7 +16,7 @@ use tokio::task::JoinError;
 use uniffle_wire::{self as wire, BlockHeader, BlockSink, DecodeError};
 
 use super::Ingest;
-use super::pace::Pace;
+use super::pace::SendPace;
 use super::write::{SendHeader, SendSession};
 use crate::clock::Instant;
 use crate::memory::MemoryError;
@@ -62,7 +62,7 @@ pub struct SendSink {
     next_partition: Option<i32>,
     /// Heap of the data that the decoder keeps.
     kept: Option<Charge>,
-    pace: Pace,
+    pace: SendPace,
 }
 
 impl SendSink {
@@ -74,7 +74,7 @@ impl SendSink {
             session: None,
             next_partition: None,
             kept: None,
-            pace: Pace::new(u64::from(message_bytes), Instant::now()),
+            pace: SendPace::new(u64::from(message_bytes), Instant::now()),
         }
     }
 

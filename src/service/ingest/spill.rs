@@ -29,7 +29,7 @@ pub(in crate::service) struct Spill {
 }
 
 /// Result of a request for heap.
-pub(in crate::service) enum Room {
+pub(in crate::service) enum SpillRoom {
     /// The heap is charged.
     Charged(Charge),
     /// All movable ids are on disk, and there is still no room.
@@ -45,26 +45,26 @@ impl Spill {
     }
 
     /// Charges `bytes` to the ids of an application, and moves ids to disk until there is room.
-    pub(in crate::service) async fn charge(&self, app: &App, bytes: u64) -> Room {
+    pub(in crate::service) async fn charge(&self, app: &App, bytes: u64) -> SpillRoom {
         if let Ok(charge) = app.budgets.reported_ids.try_charge(bytes) {
-            return Room::Charged(charge);
+            return SpillRoom::Charged(charge);
         }
-        let Some(scratch) = &self.scratch else { return Room::None };
+        let Some(scratch) = &self.scratch else { return SpillRoom::None };
         let _turn = scratch.turn().await;
         let mut shuffles = app.shuffles();
         shuffles.sort_by_cached_key(|shuffle| Reverse(shuffle.reports.block_ids.lock().table_bytes()));
         for shuffle in shuffles {
             if let Ok(charge) = app.budgets.reported_ids.try_charge(bytes) {
-                return Room::Charged(charge);
+                return SpillRoom::Charged(charge);
             }
             if let Err(error) = move_table(scratch, app, &shuffle).await {
                 self.tell(app, &error);
-                return Room::None;
+                return SpillRoom::None;
             }
             // Without a merge, reads take longer but stay correct.
             merge_runs(scratch, app, &shuffle).await.unwrap_or_else(|error| self.tell(app, &error));
         }
-        app.budgets.reported_ids.try_charge(bytes).map_or(Room::OnlyOnDisk, Room::Charged)
+        app.budgets.reported_ids.try_charge(bytes).map_or(SpillRoom::OnlyOnDisk, SpillRoom::Charged)
     }
 
     /// Writes the ids of a report as a run of its own, because the report exceeds the application's

@@ -44,7 +44,7 @@ pub(super) struct QueuedRequest {
 }
 
 #[derive(Debug)]
-struct Request {
+struct WaitingRequest {
     wanted: QueuedRequest,
     /// `None` once it was answered.
     give: Option<oneshot::Sender<Result<TicketId, MemoryError>>>,
@@ -53,7 +53,7 @@ struct Request {
 /// Waiting requests, by application, in fair order.
 #[derive(Debug)]
 pub(super) struct TicketQueue {
-    requests: Mutex<FairQueue<AppId, Request>>,
+    requests: Mutex<FairQueue<AppId, WaitingRequest>>,
     waiting: AtomicUsize,
     /// Permit of the request that drives the queue.
     driver: Semaphore,
@@ -114,7 +114,7 @@ impl TicketQueue {
             if requests.len() >= WAITING_MAX || requests.count(app) >= OF_APP_MAX {
                 return None;
             }
-            let number = requests.push(app, 1, 1, Request { wanted, give: Some(give) });
+            let number = requests.push(app, 1, 1, WaitingRequest { wanted, give: Some(give) });
             self.waiting.store(requests.len(), Ordering::Relaxed);
             QueuePosition { queue: self, tickets, app, number, given }
         };
@@ -137,7 +137,7 @@ impl TicketQueue {
 
     fn serve(&self, tickets: &Tickets) {
         let mut requests = self.requests.lock();
-        requests.serve(REFUSED_AT_ONCE, |app, Request { wanted, give }| {
+        requests.serve(REFUSED_AT_ONCE, |app, WaitingRequest { wanted, give }| {
             let granted = match tickets.require(app, wanted.bytes, wanted.partitions) {
                 Err(refused) if is_waited_for(&refused) => return false,
                 answer => answer,

@@ -101,12 +101,12 @@ impl Ingest {
 
 /// Consecutive blocks of one partition.
 #[derive(Debug)]
-struct Run {
+struct BlockRun {
     buffer: Arc<Buffer>,
     blocks: Vec<(BlockMeta, BlockFill)>,
 }
 
-impl Run {
+impl BlockRun {
     /// Appends a block. The list grows by halves, because long lists must not take twice the memory
     /// of their contents.
     fn push(&mut self, meta: BlockMeta, fill: BlockFill) {
@@ -142,7 +142,7 @@ impl Bookkeeping {
     }
 }
 
-impl Drop for Run {
+impl Drop for BlockRun {
     /// Releases the memory of aborted blocks now instead of at the flusher's next sweep, or clients
     /// that fail repeatedly would keep it.
     fn drop(&mut self) {
@@ -172,7 +172,7 @@ pub struct SendSession {
     // Fills are dropped before the reservation, so that aborted memory is released before the
     // reservation returns.
     open: Option<OpenBlock>,
-    runs: Vec<Run>,
+    runs: Vec<BlockRun>,
     funds: Reservation,
     bookkeeping: Bookkeeping,
     payload_bytes_max: u64,
@@ -209,7 +209,7 @@ impl SendSession {
                 MemoryError::Evicted => missing(),
                 refusal => refusal.into(),
             })?;
-        self.runs.push(Run { buffer, blocks: Vec::new() });
+        self.runs.push(BlockRun { buffer, blocks: Vec::new() });
         Ok(())
     }
 
@@ -336,7 +336,7 @@ impl SendSession {
         Ok(())
     }
 
-    fn store(&mut self, mut run: Run) -> Result<(), ServiceError> {
+    fn store(&mut self, mut run: BlockRun) -> Result<(), ServiceError> {
         if run.blocks.is_empty() {
             return Ok(());
         }

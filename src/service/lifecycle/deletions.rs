@@ -24,12 +24,12 @@ type Deletion = BoxFuture<'static, ()>;
 /// Deletion queues of all tiers.
 #[derive(Debug)]
 pub(super) struct Deletions {
-    lanes: Vec<Arc<Lane>>,
+    lanes: Vec<Arc<DeletionLane>>,
     tasks: Tasks,
 }
 
 #[derive(Default)]
-struct Lane(Mutex<State>);
+struct DeletionLane(Mutex<State>);
 
 #[derive(Default)]
 struct State {
@@ -38,7 +38,7 @@ struct State {
     tasks: usize,
 }
 
-impl std::fmt::Debug for Lane {
+impl std::fmt::Debug for DeletionLane {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Lane").finish_non_exhaustive()
     }
@@ -66,7 +66,7 @@ impl Deletions {
     }
 }
 
-impl Lane {
+impl DeletionLane {
     /// Queues a deletion. Returns whether another task is needed.
     fn add(&self, deletion: Deletion) -> bool {
         let mut state = self.0.lock();

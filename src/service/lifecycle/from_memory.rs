@@ -19,7 +19,7 @@ use uniffle_base::budget::Budget;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
 /// A shuffle whose blocks in memory are to be restored.
-struct Job {
+struct RestoreJob {
     key: ShuffleKey,
     present: PresentIds,
     /// Budget that its partitions are charged to.
@@ -35,7 +35,7 @@ pub(super) struct FromMemory {
     memory: Arc<Memory>,
     tiers: TierIds,
     /// The thread and its queue, created for the first shuffle.
-    begun: Option<(mpsc::Sender<Job>, JoinHandle<()>)>,
+    begun: Option<(mpsc::Sender<RestoreJob>, JoinHandle<()>)>,
 }
 
 impl FromMemory {
@@ -49,9 +49,9 @@ impl FromMemory {
     /// exist elsewhere.
     pub(super) fn begin(&mut self, key: ShuffleKey, present: PresentIds, heap: Budget) -> RestoredIds {
         let (done, awaited) = oneshot::channel();
-        let mut job = Job { key, present, heap, done };
+        let mut job = RestoreJob { key, present, heap, done };
         if self.begun.is_none() {
-            let (jobs, begun) = mpsc::channel::<Job>();
+            let (jobs, begun) = mpsc::channel::<RestoreJob>();
             let (memory, tiers) = (Arc::clone(&self.memory), self.tiers.clone());
             let work = move || begun.iter().for_each(|job| job.run(&memory, &tiers));
             let thread = std::thread::Builder::new().name("memory restore".to_owned()).spawn(work);
@@ -77,7 +77,7 @@ impl FromMemory {
     }
 }
 
-impl Job {
+impl RestoreJob {
     fn run(self, memory: &Memory, tiers: &TierIds) {
         let Self { key, mut present, heap, done } = self;
         let in_tier: HashSet<PartitionId> = present.in_tier().collect();

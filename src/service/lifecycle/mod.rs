@@ -33,7 +33,7 @@ use crate::service::ServiceError;
 use crate::service::blocking::run_blocking;
 use crate::service::diagnostics::Diagnostics;
 use crate::service::diagnostics::explain::Presence;
-use crate::service::parts::{Parts, ServiceConfig};
+use crate::service::parts::{ServiceConfig, ServiceParts};
 use crate::service::quota::{self, QuotaConfig};
 use crate::service::status::WorkerState;
 use crate::store::{Admission, Cause, Purge, RemoteStorage};
@@ -83,7 +83,7 @@ pub trait SettingsStore: fmt::Debug + Send + Sync {
 /// Applications and shuffles from registration to removal, and the node's decommissioning.
 #[derive(Debug)]
 pub struct Lifecycle {
-    parts: Arc<Parts>,
+    parts: Arc<ServiceParts>,
     /// Pool for ends requested by clients. Ends of large applications take long, so reports and
     /// results use another pool.
     pub(super) ends: BlockingPool,
@@ -116,7 +116,11 @@ pub struct RegisterRequest<'a> {
 }
 
 impl Lifecycle {
-    pub(super) fn new(parts: &Arc<Parts>, diagnostics: &Arc<Diagnostics>, config: ServiceConfig) -> Self {
+    pub(super) fn new(
+        parts: &Arc<ServiceParts>,
+        diagnostics: &Arc<Diagnostics>,
+        config: ServiceConfig,
+    ) -> Self {
         Self {
             ends: BlockingPool::of_cores(),
             deletions: Deletions::new(parts.tiers.len(), parts.tasks.clone()),

@@ -68,7 +68,7 @@ struct Restoring {
     /// Receives the shuffle's present ids once its blocks in memory are restored; `None` if memory
     /// does not survive a process.
     present: Option<RestoredIds>,
-    remote: Remote,
+    remote: RemoteState,
     /// Why the shuffle is not registered.
     failed: Option<ServiceError>,
     /// Why its reports are not completely known.
@@ -338,11 +338,11 @@ impl Lifecycle {
             state.ledger.mark_incomplete(reason);
         }
         state.reports.block_ids.lock().hold(shuffle.present.len() as u64 * FOUND_PARTITION_BYTES);
-        if restoring.remote == Remote::Unusable {
+        if restoring.remote == RemoteState::Unusable {
             return Ok(Some(Vec::new()));
         }
         let RecoveredShuffle { present, lost, reason, .. } = shuffle;
-        let has_remote = restoring.remote == Remote::Known;
+        let has_remote = restoring.remote == RemoteState::Known;
         Ok(Some(self.parts.losses.take_over(&state, present, lost, &reason, has_remote).await))
     }
 
@@ -407,7 +407,7 @@ impl Restoring {
 
 /// Remote store of a shuffle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
-enum Remote {
+enum RemoteState {
     /// The shuffle has no remote path.
     #[default]
     None,
@@ -421,7 +421,7 @@ enum Remote {
 impl Lifecycle {
     /// Registers a shuffle again in the tiers that do not keep registrations. Without a remote
     /// storage its cold data goes to local disks.
-    fn restore_tiers(&self, key: &ShuffleKey, note: &[u8]) -> Remote {
+    fn restore_tiers(&self, key: &ShuffleKey, note: &[u8]) -> RemoteState {
         let noted = match note {
             [] => Ok((None, Vec::new())),
             note => serde_json::from_slice::<(Option<RemoteStorage>, Vec<(i32, i32)>)>(note),
@@ -433,8 +433,8 @@ impl Lifecycle {
             Ok(admissions.iter().any(|(_, is_remote)| *is_remote))
         });
         match admitted {
-            Ok(true) => Remote::Known,
-            Ok(false) if note.is_empty() => Remote::None,
+            Ok(true) => RemoteState::Known,
+            Ok(false) if note.is_empty() => RemoteState::None,
             admitted => {
                 let error =
                     admitted.err().unwrap_or_else(|| "this worker has no HDFS tier any more".to_owned());
@@ -442,7 +442,7 @@ impl Lifecycle {
                     shuffle = %key, error,
                     "cannot recover the shuffle's remote storage; none of its blocks are reported lost"
                 );
-                Remote::Unusable
+                RemoteState::Unusable
             }
         }
     }

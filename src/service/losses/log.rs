@@ -24,7 +24,7 @@ const GATHER_AGAIN: Duration = Duration::from_secs(60);
 /// Events that are not logged yet, by shuffle.
 #[derive(Debug)]
 pub(in crate::service) struct LossLog {
-    gathered: Mutex<HashMap<(ShuffleKey, Event), Gathered>>,
+    gathered: Mutex<HashMap<(ShuffleKey, Event), GatheredLosses>>,
     tasks: Tasks,
 }
 
@@ -38,7 +38,7 @@ enum Event {
 }
 
 #[derive(Debug, Default)]
-struct Gathered {
+struct GatheredLosses {
     partitions: Bitmap,
     blocks: u64,
     /// Bytes of the blocks with known sizes.
@@ -80,7 +80,7 @@ impl LossLog {
         self.gather(key, Event::Unverified, |of_shuffle| of_shuffle.add(partition, &Arc::from(reason)));
     }
 
-    fn gather(self: &Arc<Self>, key: &ShuffleKey, event: Event, add: impl FnOnce(&mut Gathered)) {
+    fn gather(self: &Arc<Self>, key: &ShuffleKey, event: Event, add: impl FnOnce(&mut GatheredLosses)) {
         let of = (key.clone(), event);
         let mut gathered = self.gathered.lock();
         let is_first = !gathered.contains_key(&of);
@@ -123,7 +123,7 @@ impl LossLog {
     }
 }
 
-impl Gathered {
+impl GatheredLosses {
     fn add(&mut self, partition: PartitionId, reason: &Arc<str>) {
         self.partitions.add(partition.0.unsigned_abs());
         let first = self.reason.get_or_insert_with(|| Arc::clone(reason));

@@ -16,12 +16,12 @@ use crate::service::ServiceError;
 /// Divisor of the free response budget of an application or a connection: one memory response takes
 /// at most that fraction. A single larger block is still sent whole. With many concurrent readers
 /// responses become smaller, and slow readers never take the whole budget.
-pub(super) const OF_APP: Holder = Holder { name: "application", divisor: 4 };
-pub(super) const OF_CONNECTION: Holder = Holder { name: "connection", divisor: 2 };
+pub(super) const OF_APP: ResponseHolder = ResponseHolder { name: "application", divisor: 4 };
+pub(super) const OF_CONNECTION: ResponseHolder = ResponseHolder { name: "connection", divisor: 2 };
 
 /// Holder of unconsumed responses.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Holder {
+pub(super) struct ResponseHolder {
     name: &'static str,
     /// One response takes at most this fraction of the free bytes.
     divisor: u64,
@@ -73,7 +73,7 @@ impl LastRefusal {
 /// Returns the number of bytes after which a response from memory ends.
 pub(super) fn answer_limit(
     answers: &Budget,
-    Holder { name: whose, divisor }: Holder,
+    ResponseHolder { name: whose, divisor }: ResponseHolder,
     wanted: i32,
 ) -> Result<u64, ServiceError> {
     let free = answers.free();

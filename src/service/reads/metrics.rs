@@ -7,7 +7,7 @@ use prometheus::{Counter, IntCounter, IntGauge, Registry};
 use crate::metrics::{self, GaugeGuard};
 
 metrics::table! {
-    struct All {
+    struct AllReads {
         disk_ms: Counter = "total_read_time", "Milliseconds that reads waited for local disks, summed";
         ahead: IntCounter =
             "read_ahead_operations",
@@ -16,7 +16,7 @@ metrics::table! {
 }
 
 metrics::table! {
-    struct Kind each fill {
+    struct ReadKind each fill {
         under_way: IntGauge = "read_{kind}_thread_num", "In-progress {what}";
         bytes: IntGauge = "read_{kind}_buffer_size", "Response bytes of in-progress {what}";
     }
@@ -48,9 +48,9 @@ pub(super) struct TierReads {
 
 impl ReadMetrics {
     pub(in crate::service) fn new(registry: &Registry) -> prometheus::Result<Self> {
-        let All { disk_ms, ahead } = All::new(registry)?;
+        let AllReads { disk_ms, ahead } = AllReads::new(registry)?;
         let reads = |fill| -> prometheus::Result<TierReads> {
-            let Kind { under_way, bytes } = Kind::new(registry, fill)?;
+            let ReadKind { under_way, bytes } = ReadKind::new(registry, fill)?;
             Ok(TierReads { under_way, bytes, disk_ms: disk_ms.clone(), ahead: ahead.clone() })
         };
         Ok(Self { memory: reads(MEMORY)?, local_data: reads(LOCAL_DATA)?, local_index: reads(LOCAL_INDEX)? })
@@ -58,14 +58,14 @@ impl ReadMetrics {
 
     pub(in crate::service) fn described() -> Vec<metrics::Description> {
         let kinds = [MEMORY, LOCAL_DATA, LOCAL_INDEX];
-        [All::described(), kinds.into_iter().flat_map(Kind::described).collect()].concat()
+        [AllReads::described(), kinds.into_iter().flat_map(ReadKind::described).collect()].concat()
     }
 }
 
 impl TierReads {
     /// Counts a read of `bytes` until the returned value is dropped.
-    pub(in crate::service) fn begin(&self, bytes: u64) -> Reading {
-        Reading {
+    pub(in crate::service) fn begin(&self, bytes: u64) -> ReadInProgress {
+        ReadInProgress {
             disk_ms: self.disk_ms.clone(),
             ahead: self.ahead.clone(),
             bytes,
@@ -76,7 +76,7 @@ impl TierReads {
 
 /// A read in progress.
 #[derive(Debug)]
-pub(super) struct Reading {
+pub(super) struct ReadInProgress {
     disk_ms: Counter,
     pub(in crate::service) ahead: IntCounter,
     /// Length of the response.
@@ -84,7 +84,7 @@ pub(super) struct Reading {
     _gauges: [GaugeGuard; 2],
 }
 
-impl Reading {
+impl ReadInProgress {
     /// Adds `time` spent waiting for the disk, summed over all chunks.
     pub(super) fn waited_for_disk(&self, time: Duration) {
         self.disk_ms.inc_by(time.as_secs_f64() * 1e3);

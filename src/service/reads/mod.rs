@@ -27,7 +27,7 @@ use crate::memory::{MemoryRead, ReadLimit, ReadPool};
 use crate::service::ServiceError;
 use crate::service::losses::refuse_unknown;
 use crate::service::losses::verify::Verifier;
-use crate::service::parts::Parts;
+use crate::service::parts::ServiceParts;
 use crate::store::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind};
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
@@ -37,7 +37,7 @@ use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey};
 
 use admission::{ReadAdmission, ReadLimits, no_read_memory};
 use answer_limits::{LastRefusal, OF_APP, answer_limit, answer_lists};
-use metrics::Reading;
+use metrics::ReadInProgress;
 use response_window::{ResponseWindow, UnreadResponse};
 
 /// Divisor of the limit on all unconsumed responses: one connection may hold that fraction.
@@ -60,7 +60,7 @@ const HINTS_MAX: usize = 16;
 /// ([`Reads::results`]).
 #[derive(Debug)]
 pub struct Reads {
-    parts: Arc<Parts>,
+    parts: Arc<ServiceParts>,
     read_memory_wait: Duration,
     last_refusal: LastRefusal,
 }
@@ -105,7 +105,7 @@ pub struct ReadRange {
 }
 
 /// The application that reads a shuffle.
-struct Caller {
+struct ReadCaller {
     key: ShuffleKey,
     app: Arc<App>,
     /// Counts the read as open.
@@ -128,7 +128,7 @@ pub struct MemoryAnswer {
 pub struct ResponseGuard {
     app: Arc<App>,
     began: Instant,
-    reading: Reading,
+    reading: ReadInProgress,
     _pinned: Charge,
     _unread: Option<UnreadResponse>,
     _lists: Charge,
@@ -179,7 +179,7 @@ pub struct ChunkStream {
     began: Instant,
     /// Time spent waiting for the disk; the rest of the response time is the reader's.
     on_disk: Duration,
-    reading: Reading,
+    reading: ReadInProgress,
     _open: Charge,
     /// Receives errors of a disk that returned altered bytes or fails repeatedly.
     reporter: Option<ErrorReporter>,
@@ -305,7 +305,7 @@ impl ReadBuffers for HeldBuffer {
 }
 
 impl Reads {
-    pub(super) fn new(parts: &Arc<Parts>, read_memory_wait: Duration) -> Self {
+    pub(super) fn new(parts: &Arc<ServiceParts>, read_memory_wait: Duration) -> Self {
         Self { parts: Arc::clone(parts), read_memory_wait, last_refusal: LastRefusal::none() }
     }
 
@@ -400,7 +400,7 @@ impl Reads {
 
     fn response_guard(
         &self,
-        Caller { app, open: _open, .. }: Caller,
+        ReadCaller { app, open: _open, .. }: ReadCaller,
         _unread: Option<UnreadResponse>,
         bytes: u64,
         _lists: Charge,
@@ -515,16 +515,16 @@ impl Reads {
         tier.hint(&ShuffleKey::new(app, ShuffleId(target.shuffle)), PartitionId(target.partition), &ranges);
     }
 
-    fn caller(&self, app: &str, shuffle: i32) -> Result<Caller, ServiceError> {
+    fn caller(&self, app: &str, shuffle: i32) -> Result<ReadCaller, ServiceError> {
         let app = self.parts.touched_app(app)?;
         let open = app.usage.take(Counted::OpenReads, 1)?;
-        Ok(Caller { key: ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app, open })
+        Ok(ReadCaller { key: ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app, open })
     }
 
     fn stream(
         &self,
-        Caller { app, open: _open, .. }: Caller,
-        reading: Reading,
+        ReadCaller { app, open: _open, .. }: ReadCaller,
+        reading: ReadInProgress,
         source: Option<Box<dyn ChunkRead>>,
         reporter: Option<ErrorReporter>,
     ) -> ChunkStream {

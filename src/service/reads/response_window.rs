@@ -33,14 +33,14 @@ const LIMIT_MIN: u64 = 256 << 10;
 #[derive(Debug, Clone)]
 pub struct ResponseWindow {
     room: Budget,
-    pace: Arc<Mutex<Pace>>,
+    pace: Arc<Mutex<ResponsePace>>,
 }
 
 /// A response that the connection is consuming, until it is dropped. An aborted response counts as
 /// consumed: it pins nothing.
 #[derive(Debug)]
 pub(super) struct UnreadResponse {
-    pace: Arc<Mutex<Pace>>,
+    pace: Arc<Mutex<ResponsePace>>,
     number: u64,
     bytes: u64,
     _pinned: Charge,
@@ -81,7 +81,7 @@ impl Drop for UnreadResponse {
 
 /// Pace at which a connection consumes its memory responses.
 #[derive(Debug)]
-struct Pace {
+struct ResponsePace {
     /// Size limit of responses in bytes.
     limit: u64,
     next: u64,
@@ -96,13 +96,13 @@ struct Open {
     limit: u64,
 }
 
-impl Default for Pace {
+impl Default for ResponsePace {
     fn default() -> Self {
         Self { limit: u64::MAX, next: 0, open: BTreeMap::new() }
     }
 }
 
-impl Pace {
+impl ResponsePace {
     fn limit(&mut self) -> u64 {
         if let Some((_, oldest)) = self.open.first_key_value() {
             // An open response may still finish promptly or slowly, so it never raises the limit.

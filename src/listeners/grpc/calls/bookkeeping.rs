@@ -30,14 +30,14 @@ const INLINE_NUMBERS_MAX: usize = 10_000;
 /// Tag of the bitmap field, in the responses to both queries.
 const BITMAP: u32 = 3;
 
-type Answer = Result<http::Response<Body>, Status>;
+type HttpAnswer = Result<http::Response<Body>, Status>;
 
 /// `registerShuffle`
 pub(in crate::listeners::grpc) async fn register(
     service: &Arc<Service>,
     from: IpAddr,
     mut request: ShuffleRegisterRequest,
-) -> Answer {
+) -> HttpAnswer {
     let registered = service.lifecycle.register(register_request(&mut request, from)).await;
     let (status, ret_msg) = verdict(service, registered, "");
     Ok(respond_message(&ShuffleRegisterResponse { status, ret_msg }))
@@ -47,7 +47,7 @@ pub(in crate::listeners::grpc) async fn register(
 pub(in crate::listeners::grpc) async fn report(
     service: &Arc<Service>,
     request: ReportShuffleResultRequest,
-) -> Answer {
+) -> HttpAnswer {
     let partitions = request.partition_to_block_ids.into_iter();
     let records = request.partition_stats.into_iter().map(records_of).collect();
     let report = service.ingest.report(ReportRequest {
@@ -68,7 +68,7 @@ pub(in crate::listeners::grpc) async fn report(
 pub(in crate::listeners::grpc) async fn result(
     service: &Arc<Service>,
     request: GetShuffleResultRequest,
-) -> Answer {
+) -> HttpAnswer {
     let partitions = [request.partition_id];
     let layout = layout(request.block_id_layout);
     let results = service.reads.results(&request.app_id, request.shuffle_id, &partitions, layout).await;
@@ -80,7 +80,7 @@ pub(in crate::listeners::grpc) async fn result_of_many(
     service: &Arc<Service>,
     pool: &BlockingPool,
     request: GetShuffleResultForMultiPartRequest,
-) -> Answer {
+) -> HttpAnswer {
     let layout = layout(request.block_id_layout);
     let results =
         service.reads.results(&request.app_id, request.shuffle_id, &request.partitions, layout).await;
@@ -125,7 +125,7 @@ fn stats_of((partition, tasks): PartitionRecords) -> PartitionStats {
 }
 
 /// Builds the response of both queries, which differ only in the fields of the head.
-fn answer(service: &Service, head: Head, results: Result<Results, ServiceError>) -> Answer {
+fn answer(service: &Service, head: Head, results: Result<Results, ServiceError>) -> HttpAnswer {
     match results {
         Ok(Results { bitmap, held, .. }) => {
             let length = bitmap.len() as u64;

@@ -12,7 +12,7 @@ use crate::metrics::TransitTimes;
 use crate::proto::{self, shuffle_server_server::ShuffleServer};
 use crate::service::Service;
 
-type Answer<T> = Result<Response<T>, Status>;
+type CallAnswer<T> = Result<Response<T>, Status>;
 
 /// Serves the small calls.
 #[derive(Debug)]
@@ -27,11 +27,11 @@ impl ShuffleCalls {
     }
 }
 
-fn answer<T>(message: T) -> Answer<T> {
+fn answer<T>(message: T) -> CallAnswer<T> {
     Ok(Response::new(message))
 }
 
-fn taken_by_path<T>() -> Answer<T> {
+fn taken_by_path<T>() -> CallAnswer<T> {
     Err(Status::internal("this method is served ahead of the router"))
 }
 
@@ -40,14 +40,14 @@ impl ShuffleServer for ShuffleCalls {
     async fn register_shuffle(
         &self,
         _: Request<proto::ShuffleRegisterRequest>,
-    ) -> Answer<proto::ShuffleRegisterResponse> {
+    ) -> CallAnswer<proto::ShuffleRegisterResponse> {
         taken_by_path()
     }
 
     async fn unregister_shuffle(
         &self,
         request: Request<proto::ShuffleUnregisterRequest>,
-    ) -> Answer<proto::ShuffleUnregisterResponse> {
+    ) -> CallAnswer<proto::ShuffleUnregisterResponse> {
         let request = request.into_inner();
         let ended = self.service.lifecycle.end_shuffle(&request.app_id, request.shuffle_id).await;
         let (status, ret_msg) = verdict(&self.service, ended, "OK");
@@ -57,7 +57,7 @@ impl ShuffleServer for ShuffleCalls {
     async fn unregister_shuffle_by_app_id(
         &self,
         request: Request<proto::ShuffleUnregisterByAppIdRequest>,
-    ) -> Answer<proto::ShuffleUnregisterByAppIdResponse> {
+    ) -> CallAnswer<proto::ShuffleUnregisterByAppIdResponse> {
         let ended = self.service.lifecycle.end_app(&request.into_inner().app_id).await;
         let (status, ret_msg) = verdict(&self.service, ended, "OK");
         answer(proto::ShuffleUnregisterByAppIdResponse { status, ret_msg })
@@ -66,7 +66,7 @@ impl ShuffleServer for ShuffleCalls {
     async fn app_heartbeat(
         &self,
         request: Request<proto::AppHeartBeatRequest>,
-    ) -> Answer<proto::AppHeartBeatResponse> {
+    ) -> CallAnswer<proto::AppHeartBeatResponse> {
         let (status, ret_msg) =
             verdict(&self.service, self.service.lifecycle.heartbeat(&request.into_inner().app_id), "");
         answer(proto::AppHeartBeatResponse { status, ret_msg })
@@ -75,21 +75,21 @@ impl ShuffleServer for ShuffleCalls {
     async fn report_shuffle_result(
         &self,
         _: Request<proto::ReportShuffleResultRequest>,
-    ) -> Answer<proto::ReportShuffleResultResponse> {
+    ) -> CallAnswer<proto::ReportShuffleResultResponse> {
         taken_by_path()
     }
 
     async fn get_shuffle_result(
         &self,
         _: Request<proto::GetShuffleResultRequest>,
-    ) -> Answer<proto::GetShuffleResultResponse> {
+    ) -> CallAnswer<proto::GetShuffleResultResponse> {
         taken_by_path()
     }
 
     async fn get_shuffle_result_for_multi_part(
         &self,
         _: Request<proto::GetShuffleResultForMultiPartRequest>,
-    ) -> Answer<proto::GetShuffleResultForMultiPartResponse> {
+    ) -> CallAnswer<proto::GetShuffleResultForMultiPartResponse> {
         taken_by_path()
     }
 
@@ -98,7 +98,7 @@ impl ShuffleServer for ShuffleCalls {
     async fn commit_shuffle_task(
         &self,
         request: Request<proto::ShuffleCommitRequest>,
-    ) -> Answer<proto::ShuffleCommitResponse> {
+    ) -> CallAnswer<proto::ShuffleCommitResponse> {
         let request = request.into_inner();
         let committed = self.service.ingest.commit_task(&request.app_id, request.shuffle_id).await;
         let commit_count = *committed.as_ref().unwrap_or(&0);
@@ -109,7 +109,7 @@ impl ShuffleServer for ShuffleCalls {
     async fn finish_shuffle(
         &self,
         request: Request<proto::FinishShuffleRequest>,
-    ) -> Answer<proto::FinishShuffleResponse> {
+    ) -> CallAnswer<proto::FinishShuffleResponse> {
         let request = request.into_inner();
         let finished = self.service.ingest.finish_shuffle(&request.app_id, request.shuffle_id).await;
         let (status, ret_msg) = verdict(&self.service, finished, "");
@@ -119,7 +119,7 @@ impl ShuffleServer for ShuffleCalls {
     async fn start_sort_merge(
         &self,
         _: Request<proto::StartSortMergeRequest>,
-    ) -> Answer<proto::StartSortMergeResponse> {
+    ) -> CallAnswer<proto::StartSortMergeResponse> {
         let (status, ret_msg) = not_offered("Remote merge is disabled, can not report StartSortMerge!");
         answer(proto::StartSortMergeResponse { status, ret_msg })
     }
@@ -127,7 +127,7 @@ impl ShuffleServer for ShuffleCalls {
     async fn get_sorted_shuffle_data(
         &self,
         request: Request<proto::GetSortedShuffleDataRequest>,
-    ) -> Answer<proto::GetSortedShuffleDataResponse> {
+    ) -> CallAnswer<proto::GetSortedShuffleDataResponse> {
         self.sorted_transit.arrived(request.get_ref().timestamp);
         let (status, ret_msg) = not_offered("Remote merge is disabled");
         answer(proto::GetSortedShuffleDataResponse { status, ret_msg, ..Default::default() })
@@ -136,35 +136,35 @@ impl ShuffleServer for ShuffleCalls {
     async fn require_buffer(
         &self,
         _: Request<proto::RequireBufferRequest>,
-    ) -> Answer<proto::RequireBufferResponse> {
+    ) -> CallAnswer<proto::RequireBufferResponse> {
         taken_by_path()
     }
 
     async fn send_shuffle_data(
         &self,
         _: Request<proto::SendShuffleDataRequest>,
-    ) -> Answer<proto::SendShuffleDataResponse> {
+    ) -> CallAnswer<proto::SendShuffleDataResponse> {
         taken_by_path()
     }
 
     async fn get_local_shuffle_index(
         &self,
         _: Request<proto::GetLocalShuffleIndexRequest>,
-    ) -> Answer<proto::GetLocalShuffleIndexResponse> {
+    ) -> CallAnswer<proto::GetLocalShuffleIndexResponse> {
         taken_by_path()
     }
 
     async fn get_local_shuffle_data(
         &self,
         _: Request<proto::GetLocalShuffleDataRequest>,
-    ) -> Answer<proto::GetLocalShuffleDataResponse> {
+    ) -> CallAnswer<proto::GetLocalShuffleDataResponse> {
         taken_by_path()
     }
 
     async fn get_memory_shuffle_data(
         &self,
         _: Request<proto::GetMemoryShuffleDataRequest>,
-    ) -> Answer<proto::GetMemoryShuffleDataResponse> {
+    ) -> CallAnswer<proto::GetMemoryShuffleDataResponse> {
         taken_by_path()
     }
 }

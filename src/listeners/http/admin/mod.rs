@@ -24,7 +24,7 @@ pub(crate) use guard::AdminMetrics;
 pub use guard::{InvalidToken, Token};
 
 use super::serve::{self, ConnectionCounts, HttpConfig};
-use crate::listeners::acceptor::{Binding, Names};
+use crate::listeners::acceptor::{Binding, ListenerNames};
 use crate::runtime::Tasks;
 use crate::schema::kind::{ip_address, optional, path, port, secret};
 use crate::schema::section;
@@ -57,7 +57,7 @@ fn parse_token(text: &str) -> Result<Token, String> {
     Token::parse(text).map_err(|error| error.to_string())
 }
 
-const NAMES: Names = Names {
+const NAMES: ListenerNames = ListenerNames {
     listener: "admin",
     accepting: "admin accept",
     connection: "http connection",
