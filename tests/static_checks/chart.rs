@@ -1,4 +1,5 @@
-//! The Helm chart: helm and Kubernetes' schemas accept it, and its defaults render the plain manifests.
+//! The Helm chart: helm and Kubernetes' schemas accept it, and its defaults render the plain
+//! manifests.
 
 use std::collections::BTreeMap;
 use std::process::{Command, Output};

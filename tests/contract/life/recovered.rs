@@ -89,9 +89,9 @@ impl History {
         unlisted.is_some_and(|(disk, path)| self.ran_without.contains(disk) && path.ends_with(METADATA))
     }
 
-    /// Returns whether the worker may know only an earlier registration of the shuffle: the last one
-    /// is in metadata that this process cannot read, and not in the metadata that it can read. Its
-    /// blocks may be on any directory.
+    /// Returns whether the worker may know only an earlier registration of the shuffle: the last
+    /// one is in metadata that this process cannot read, and not in the metadata that it can read.
+    /// Its blocks may be on any directory.
     ///
     /// This hides no loss: results are refused, with the directory in the text. The files of the
     /// unknown registration stay, and its blocks are served once the metadata can be read

@@ -141,8 +141,8 @@ fn repeated_reports(target: Target, cost: Arc<AtomicU64>) -> BoxFuture<'static, 
     .boxed()
 }
 
-/// Sends one-byte blocks to one partition each; their index takes far more on disk. Counts sends that
-/// the quota refuses.
+/// Sends one-byte blocks to one partition each; their index takes far more on disk. Counts sends
+/// that the quota refuses.
 fn blocks_that_fill_pages(target: Target, cost: Arc<AtomicU64>) -> BoxFuture<'static, io::Error> {
     async move {
         let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);
@@ -253,8 +253,8 @@ impl Siege {
     }
 }
 
-/// The smallest heap. The ids of [`SCATTERED_BLOCKS`] blocks take 3 bytes each, more than the part of
-/// it that one application gets for ids.
+/// The smallest heap. The ids of [`SCATTERED_BLOCKS`] blocks take 3 bytes each, more than the part
+/// of it that one application gets for ids.
 const SMALL_HEAP: &str =
     "heap_capacity = \"32MiB\"\nbuffer_ticket_timeout_sec = 10\nbuffer_ticket_check_interval_sec = 1";
 const IDS_BYTES_MAX: f64 = 8.0 * 1024.0 * 1024.0;

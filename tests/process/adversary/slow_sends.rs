@@ -238,7 +238,8 @@ fn unused_tickets_of_many_apps(target: Target) -> BoxFuture<'static, io::Error> 
     .boxed()
 }
 
-/// Waits for the first ticket of an application that comes while the attack holds the memory. Returns when it was granted.
+/// Waits for the first ticket of an application that comes while the attack holds the memory.
+/// Returns when it was granted.
 async fn first_ticket(target: Target) -> io::Result<Instant> {
     sleep(LATE).await;
     let client = client(target).await?;

@@ -160,8 +160,8 @@ fn start_on_hdfs() -> Worker {
     })
 }
 
-/// Denies the deletion of an application's directory. Then stops the NameNode while blocks of another
-/// application are in memory.
+/// Denies the deletion of an application's directory. Then stops the NameNode while blocks of
+/// another application are in memory.
 async fn fail_hdfs(hdfs: &MiniHdfs, worker: &Worker) {
     block_in_place(|| {
         hdfs.run("mkdirs /apps");

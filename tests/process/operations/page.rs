@@ -139,7 +139,8 @@ async fn open_cluster_explanation(browser: &Browser) {
     }
 }
 
-/// Returns the address of a server that forwards everything below `/w1` to `origin`, as a reverse proxy does.
+/// Returns the address of a server that forwards everything below `/w1` to `origin`, as a reverse
+/// proxy does.
 async fn proxied(origin: String, tasks: &mut JoinSet<()>) -> String {
     let forward = move |request: axum::extract::Request| {
         let url = format!("{origin}{}", request.uri());
