@@ -427,7 +427,12 @@ impl Flusher {
         let (cold, rest): (Parts, Parts) = parts.into_iter().partition(is_cold);
         for (parts, is_cold) in [(cold, true), (rest, false)] {
             let parts_max = if self.goes_by_partition(&handles, is_cold) { 1 } else { BATCH_PARTS_MAX };
-            for parts in cut_batches(parts, (self.config.batch_bytes_max, BATCH_BLOCKS_MAX, parts_max)) {
+            let limits = BatchLimits {
+                bytes: self.config.batch_bytes_max,
+                blocks: BATCH_BLOCKS_MAX,
+                parts: parts_max,
+            };
+            for parts in cut_batches(parts, limits) {
                 self.enqueue(batch(parts, is_cold));
             }
         }
@@ -496,16 +501,27 @@ fn policy_candidate(app: usize, buffer: &Buffer) -> policy::Candidate {
     }
 }
 
-/// Cuts `parts` into batches of about `bytes_max` payload bytes and `blocks_max` blocks, with at
-/// most `parts_max` partitions each.
-fn cut_batches(parts: Parts, (bytes_max, blocks_max, parts_max): (u64, usize, usize)) -> Vec<Parts> {
+/// Sizes at which a batch is closed.
+#[derive(Clone, Copy)]
+struct BatchLimits {
+    /// Approximate maximum of payload bytes.
+    bytes: u64,
+    /// Approximate maximum of blocks.
+    blocks: usize,
+    /// Maximum of partitions.
+    parts: usize,
+}
+
+/// Cuts `parts` into batches.
+fn cut_batches(parts: Parts, limits: BatchLimits) -> Vec<Parts> {
     let mut batches = Vec::new();
     let mut open = Vec::new();
     let (mut open_bytes, mut open_blocks) = (0, 0);
     for part in parts {
         let (bytes, blocks) = (part.1.bytes(), part.1.blocks());
-        let is_full =
-            open_bytes + bytes > bytes_max || open_blocks + blocks > blocks_max || open.len() >= parts_max;
+        let is_full = open_bytes + bytes > limits.bytes
+            || open_blocks + blocks > limits.blocks
+            || open.len() >= limits.parts;
         if is_full && !open.is_empty() {
             batches.push(std::mem::take(&mut open));
             (open_bytes, open_blocks) = (0, 0);
@@ -560,6 +576,6 @@ pub(super) mod tests {
             let sizes = batches.iter().map(|parts| parts.iter().map(|(_, it)| it.blocks()).collect());
             sizes.collect::<Vec<Vec<_>>>()
         };
-        assert_eq!(cut((1000, 60, 4096)), [vec![10, 20, 30], vec![40]]);
+        assert_eq!(cut(BatchLimits { bytes: 1000, blocks: 60, parts: 4096 }), [vec![10, 20, 30], vec![40]]);
     }
 }

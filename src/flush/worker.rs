@@ -12,7 +12,7 @@ use fastrace::Span;
 use futures::FutureExt as _;
 use tokio::sync::SemaphorePermit;
 
-use crate::app::Stage;
+use crate::app::{App, Stage};
 use crate::clock::Instant;
 use crate::memory::{Buffer, SealedData};
 use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind, TierBatch};
@@ -35,34 +35,43 @@ impl Flusher {
                 () = &mut stopped => return,
                 next = next => next,
             };
-            self.flush(batch, tier).await;
+            let (began, bytes) = (Instant::now(), batch.bytes());
+            self.metrics.all.wait.observe(batch.sealed_at.elapsed().as_secs_f64());
+            let span = self.config.traces.begin("flush", None);
+            let span =
+                span.with_properties(|| [("shuffle", batch.key.to_string()), ("bytes", bytes.to_string())]);
+            let app = self.app_of(&batch.key);
+            if let Some(app) = &app {
+                app.account.enter(Stage::FlushQueue, bytes, began.duration_since(batch.queued));
+            }
+            let batch = Arc::new(batch);
+            let writing = self.metrics.writing(tier, bytes);
+            // A panic must not lose the batch: its blocks would stay in memory forever.
+            let written = AssertUnwindSafe(self.write(&batch, tier, &span)).catch_unwind().await;
+            let written = written.unwrap_or_else(|_| Err(failed(&batch, "the write panicked")));
+            drop(writing);
+            if let Some(batch) = Arc::into_inner(batch) {
+                self.finish(batch, app, tier, began.elapsed(), written);
+            }
         }
     }
 
-    /// Writes one batch. Memory is released only after the store has published it.
-    async fn flush(self: &Arc<Self>, batch: Batch, tier: usize) {
+    /// Handles the result of a write that took `took`. Memory is released only if the tier has
+    /// published the batch.
+    fn finish(
+        self: &Arc<Self>,
+        batch: Batch,
+        app: Option<Arc<App>>,
+        tier: usize,
+        took: Duration,
+        written: Result<(), StoreError>,
+    ) {
         let bytes = batch.bytes();
-        self.metrics.all.wait.observe(batch.sealed_at.elapsed().as_secs_f64());
-        let span = self.config.traces.begin("flush", None);
-        let span =
-            span.with_properties(|| [("shuffle", batch.key.to_string()), ("bytes", bytes.to_string())]);
-        let began = Instant::now();
-        let app = self.app_of(&batch.key);
-        if let Some(app) = &app {
-            app.account.enter(Stage::FlushQueue, bytes, began.duration_since(batch.queued));
-        }
-        let batch = Arc::new(batch);
-        let writing = self.metrics.writing(tier, bytes);
-        // A panic must not lose the batch: its blocks would stay in memory forever.
-        let written = AssertUnwindSafe(self.write(&batch, tier, &span)).catch_unwind().await;
-        let written = written.unwrap_or_else(|_| Err(failed(&batch, "the write panicked")));
-        drop(writing);
-        let Some(batch) = Arc::into_inner(batch) else { return };
         match written {
             Ok(()) => {
-                self.metrics.count_time(began.elapsed());
+                self.metrics.count_time(took);
                 if let Some(app) = app {
-                    app.account.enter(Stage::FlushWrite, bytes, began.elapsed());
+                    app.account.enter(Stage::FlushWrite, bytes, took);
                     let is_local = self.tiers.at(tier).served().is_some();
                     if let Some(shuffle) = app.shuffle(batch.key.shuffle).filter(|_| is_local) {
                         shuffle.on_disk.set(|| self.tiers.occupied_bytes(&batch.key));
@@ -93,6 +102,7 @@ impl Flusher {
         permits.acquire_many(blocks).await.ok()
     }
 
+    /// Writes a batch to a tier.
     async fn write(&self, batch: &Arc<Batch>, tier: usize, span: &Span) -> Result<(), StoreError> {
         let _room = self.room_for(batch).await;
         let extents = {
@@ -107,10 +117,6 @@ impl Flusher {
             return Ok(());
         }
         let _part = Span::enter_with_parent("write and publish", span);
-        self.store(batch, tier, extents).await
-    }
-
-    async fn store(&self, batch: &Batch, tier: usize, extents: Vec<ExtentWrite>) -> Result<(), StoreError> {
         let Some(shuffle) = &batch.handles[tier] else {
             return Err(failed(batch, "the shuffle has no storage in this tier"));
         };

@@ -74,12 +74,11 @@ pub(super) async fn read(
     if data_length == 0 {
         return Ok(found);
     }
-    let whole = (0, u32::try_from(data_length).unwrap());
-    let whole = all(tier.data(key, partition, whole)?.chunks).await?;
+    let whole = all(tier.data(key, partition, 0, u32::try_from(data_length).unwrap())?.chunks).await?;
     assert_eq!(whole.len() as u64, data_length, "never short");
     for record in records(&index) {
-        let range = (record.offset.cast_unsigned(), record.length.cast_unsigned());
-        let data = all(tier.data(key, partition, range)?.chunks).await?;
+        let (offset, length) = (record.offset.cast_unsigned(), record.length.cast_unsigned());
+        let data = all(tier.data(key, partition, offset, length)?.chunks).await?;
         let at = usize::try_from(record.offset).unwrap();
         assert_eq!(whole[at..at + data.len()], data);
         found.insert(record.block_id, data.into());

@@ -236,7 +236,7 @@ pub trait ServedTier: Send + Sync {
     /// `NotFound` if the shuffle is unknown.
     fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError>;
 
-    /// Returns a range of a partition's data stream.
+    /// Returns `length` bytes of a partition's data stream from `offset` on.
     ///
     /// # Errors
     /// `NotFound` if the shuffle is unknown. `InvalidRange` if the range is empty or not completely
@@ -245,7 +245,8 @@ pub trait ServedTier: Send + Sync {
         &self,
         key: &ShuffleKey,
         partition: PartitionId,
-        range: (u64, u32),
+        offset: u64,
+        length: u32,
     ) -> Result<ServedData, StoreError>;
 
     /// Notes non-empty ranges of a partition's data stream that a reader will read next. Changes no

@@ -195,7 +195,7 @@ async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Reg
     use uniffle_testkit::memory_disk::MemoryDisk;
     use uniffle_testkit::object_fault::FaultyObjects;
     use uniffle_worker::store::LocalConfig;
-    use uniffle_worker::store::migration::{OffloadSettings, OffloadTier, Watermarks};
+    use uniffle_worker::store::migration::{LocalDisks, OffloadSettings, OffloadTier, Watermarks};
     use uniffle_worker::store::object::client::Client;
     use uniffle_worker::store::object::{Bucket, ObjectSettings};
     let registries = [prometheus::Registry::new(), prometheus::Registry::new()];
@@ -209,13 +209,13 @@ async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Reg
         Bucket::open(store, settings, &extents, tasks.clone(), registry).await.expect("a tier")
     };
     let (alone, below) = (open(&registries[0]).await, open(&registries[1]).await);
-    let tier = OffloadTier::without_disks(alone, (&extents, tasks.clone()), &registries[0]).await;
+    let tier = OffloadTier::without_disks(alone, &extents, tasks.clone(), &registries[0]).await;
     let tier = tier.expect("a tier");
     let watermarks = Watermarks { high: 0.6, low: 0.5 };
     let settings = OffloadSettings { watermarks, cold_bytes: u64::MAX, pass_bytes: 1 << 20 };
     let disk: Arc<dyn uniffle_io::Disk> = Arc::new(MemoryDisk::new("/disk", None));
-    let local = (LocalConfig::default(), vec![disk]);
-    let above = OffloadTier::open(settings, local, below, (&extents, tasks.clone()), &registries[1]).await;
+    let local = LocalDisks { config: LocalConfig::default(), disks: vec![disk] };
+    let above = OffloadTier::open(settings, local, below, &extents, tasks.clone(), &registries[1]).await;
     drop(above.expect("a tier"));
     let lines = Lines { store_type: "MEMORY", ..Lines::default() };
     let worker = lines.start_above(vec![tier], &[directory.join("unused")]).await;

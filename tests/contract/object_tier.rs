@@ -81,7 +81,7 @@ impl Process {
         let settings = ObjectSettings { part_bytes: 5 << 20, ..ObjectSettings::new("worker-1") };
         let budget = Budget::new(u64::MAX);
         let objects = Bucket::open(client.store(), settings, &budget, tasks.clone(), &registry).await?;
-        let tier = OffloadTier::without_disks(objects, (&budget, tasks.clone()), &registry).await?;
+        let tier = OffloadTier::without_disks(objects, &budget, tasks.clone(), &registry).await?;
         Ok(Self { tier, tasks })
     }
 
@@ -121,7 +121,7 @@ impl Process {
         let index = all(index.chunks).await?;
         let data = match data_length {
             0 => Bytes::new(),
-            length => all(self.tier.data(&key(shuffle), P, (0, length))?.chunks).await?.into(),
+            length => all(self.tier.data(&key(shuffle), P, 0, length)?.chunks).await?.into(),
         };
         let place = |offset: i64, length: i32| {
             let at = usize::try_from(offset).unwrap();

@@ -123,12 +123,12 @@ async fn read_served(
     for record in records(&index) {
         assert_eq!(record.offset, next, "blocks must lie side by side");
         next += i64::from(record.length);
-        let range = (record.offset.cast_unsigned(), record.length.cast_unsigned());
-        let data = read_all(tier.data(key, partition, range).unwrap().chunks).await;
+        let (offset, length) = (record.offset.cast_unsigned(), record.length.cast_unsigned());
+        let data = read_all(tier.data(key, partition, offset, length).unwrap().chunks).await;
         found.insert(record.block_id, data.into());
     }
     assert_eq!(next.cast_unsigned(), data_length);
-    let beyond = tier.data(key, partition, (data_length, 1)).unwrap_err();
+    let beyond = tier.data(key, partition, data_length, 1).unwrap_err();
     assert_eq!(beyond.kind, StoreErrorKind::InvalidRange);
     found
 }
@@ -273,7 +273,7 @@ mod objects {
         let tasks = Tasks::new();
         let opened = Bucket::open(Arc::clone(store), settings, extents, tasks.clone(), registry);
         let objects = opened.await.unwrap();
-        OffloadTier::without_disks(objects, (extents, tasks), registry).await.unwrap()
+        OffloadTier::without_disks(objects, extents, tasks, registry).await.unwrap()
     }
 
     async fn suite_over(store: &Arc<dyn ObjectStore>, parts_bytes: &[usize]) {

@@ -312,7 +312,7 @@ impl Bench {
             return Ok(0);
         }
         let length = u32::try_from(index.data_length).context("a partition has more than 4 GiB")?;
-        let mut data = self.store.data(&self.key, partition, (0, length))?.chunks;
+        let mut data = self.store.data(&self.key, partition, 0, length)?.chunks;
         let mut bytes = 0;
         while let Some(chunk) = data.next_chunk(&HeapBuffers).await? {
             bytes += chunk.len() as u64;

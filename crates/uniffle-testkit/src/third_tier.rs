@@ -226,7 +226,8 @@ impl ServedTier for ThirdTier {
         &self,
         key: &ShuffleKey,
         partition: PartitionId,
-        (offset, length): (u64, u32),
+        offset: u64,
+        length: u32,
     ) -> Result<ServedData, StoreError> {
         let invalid = || StoreError::new(StoreErrorKind::InvalidRange, key.to_string());
         let start = usize::try_from(offset).map_err(|_| invalid())?;

@@ -56,8 +56,8 @@ impl IdRun {
                 next = next.into_iter().chain(first).min();
             }
             let Some(next) = next else { return writer.finish().await };
-            cursors.iter_mut().for_each(|cursor| cursor.pass(next));
-            writer.push(next).await?;
+            cursors.iter_mut().for_each(|cursor| cursor.pass(next.0, next.1));
+            writer.push(next.0, next.1).await?;
         }
     }
 
@@ -153,7 +153,7 @@ impl RunWriter {
         Ok(())
     }
 
-    async fn push(&mut self, (partition, id): (PartitionId, u64)) -> io::Result<()> {
+    async fn push(&mut self, partition: PartitionId, id: u64) -> io::Result<()> {
         if partition != self.partition || self.ids.len() == CHUNK_IDS_MAX {
             self.push_ids().await?;
             self.partition = partition;
@@ -303,8 +303,8 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Advances past the next id if it equals the argument.
-    fn pass(&mut self, (partition, id): (PartitionId, u64)) {
+    /// Advances past the next id if it is `id` of `partition`.
+    fn pass(&mut self, partition: PartitionId, id: u64) {
         if self.partition == partition && self.ids.get(self.at) == Some(&id) {
             self.at += 1;
         }

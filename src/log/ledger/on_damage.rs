@@ -66,12 +66,7 @@ impl DamageNotifier {
     /// Removes blocks from readers (`mark`), and reports the loss before and after. The first
     /// report prevents reads of missing blocks. The second one covers callers that looked for
     /// present blocks in between.
-    pub fn tell_around(
-        &self,
-        (key, partition): (&ShuffleKey, PartitionId),
-        reason: &str,
-        mark: impl FnOnce(),
-    ) {
+    pub fn tell_around(&self, key: &ShuffleKey, partition: PartitionId, reason: &str, mark: impl FnOnce()) {
         self.tell(key, partition, reason);
         mark();
         self.tell(key, partition, reason);
@@ -88,14 +83,14 @@ mod tests {
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
         let (hearer, heard) = (DamageNotifier::default(), Arc::new(Mutex::new(Vec::new())));
         hearer.tell(&key, PartitionId(1), "early");
-        hearer.tell_around((&key, PartitionId(1)), "early", || {});
+        hearer.tell_around(&key, PartitionId(1), "early", || {});
         let hears = Arc::clone(&heard);
         hearer.set(Arc::new(move |_: &ShuffleKey, partition: PartitionId, reason: &str| {
             hears.lock().push((partition.0, reason.to_owned()));
         }));
         hearer.set(Arc::new(|_: &ShuffleKey, _: PartitionId, _: &str| unreachable!("it is the second one")));
         let marked = Arc::clone(&heard);
-        hearer.tell_around((&key, PartitionId(2)), "late", || marked.lock().push((0, "gone".to_owned())));
+        hearer.tell_around(&key, PartitionId(2), "late", || marked.lock().push((0, "gone".to_owned())));
         let told: Vec<_> = heard.lock().iter().map(|(at, why)| format!("{at} {why}")).collect();
         assert_eq!(told, ["1 early", "2 late", "0 gone", "2 late"]);
     }

@@ -82,7 +82,7 @@ impl Shipper {
         tasks.spawn("object metadata", async move {
             let shipping = async {
                 let Ok(origin) = begun.await else { return };
-                Task::new(task_shared, (objects, memory), (origin, found), start).run().await;
+                Task::new(task_shared, &objects, &memory, origin, found, start).run().await;
             };
             tokio::select! {
                 biased;

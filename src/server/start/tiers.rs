@@ -178,7 +178,7 @@ async fn start_object(
 ) -> anyhow::Result<Arc<dyn Tier>> {
     use std::time::SystemTime;
 
-    use crate::store::migration::{OffloadSettings, OffloadTier, Watermarks};
+    use crate::store::migration::{LocalDisks, OffloadSettings, OffloadTier, Watermarks};
     use crate::store::object::client::Client;
     use crate::store::object::layout::part_of;
     use crate::store::object::{Bucket, ObjectSettings};
@@ -208,9 +208,9 @@ async fn start_object(
         Ok(uploads) => tracing::info!(uploads, "aborted unfinished uploads of an earlier process"),
         Err(error) => tracing::warn!(%error, "cannot abort unfinished uploads of an earlier process"),
     }
-    let heap = (heap_of(memory), tasks.clone());
+    let (heap, tasks) = (heap_of(memory), tasks.clone());
     if !config.worker.store_type.has_local() {
-        let opened = OffloadTier::without_disks(object, heap, registry).await;
+        let opened = OffloadTier::without_disks(object, heap, tasks, registry).await;
         return Ok(opened.context("object_store.url")?);
     }
     let pass_bytes = PASS_OBJECTS * section.segment_bytes;
@@ -219,9 +219,9 @@ async fn start_object(
         cold_bytes: config.flush.cold_bytes,
         pass_bytes,
     };
-    let local = LocalConfig { data_log_bytes: pass_bytes, ..local_config(config, hand_off, memory) };
-    let disks = local.real_disks();
-    let opened = OffloadTier::open(settings, (local, disks), object, heap, registry).await;
+    let config = LocalConfig { data_log_bytes: pass_bytes, ..local_config(config, hand_off, memory) };
+    let local = LocalDisks { disks: config.real_disks(), config };
+    let opened = OffloadTier::open(settings, local, object, heap, tasks, registry).await;
     Ok(opened.context("localfile_store.data_paths, object_store.url")?)
 }
 

@@ -480,7 +480,7 @@ impl Reads {
             return Err(ServiceError::Unsupported("this worker has no local disks"));
         };
         let partition = PartitionId(target.partition);
-        let ServedData { has_hole, chunks } = tier.data(&caller.key, partition, (offset, length))?;
+        let ServedData { has_hole, chunks } = tier.data(&caller.key, partition, offset, length)?;
         // Bytes that were never reported are not lost: they read as zeros, so that segments around
         // them can be read.
         let shuffle = caller.app.shuffle(caller.key.shuffle);

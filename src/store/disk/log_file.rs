@@ -47,6 +47,13 @@ impl LogKind {
     }
 }
 
+/// A reserved range of a log.
+#[derive(Debug)]
+pub(in crate::store) struct Reserved {
+    pub(in crate::store) log: LogUse,
+    pub(in crate::store) offset: u64,
+}
+
 /// One file of a shuffle.
 #[derive(Debug)]
 pub(in crate::store) struct Log {
@@ -99,7 +106,8 @@ impl Log {
         slot: u16,
         kind: LogKind,
         disk: Arc<LocalDisk>,
-        (path, number): (PathBuf, u32),
+        path: PathBuf,
+        number: u32,
     ) -> Self {
         let (next, uses, stage, file, syncs, forgotten, is_uncounted) = Default::default();
         Self { id, slot, kind, disk, path, number, next, uses, stage, file, syncs, forgotten, is_uncounted }

@@ -301,8 +301,8 @@ impl Shuffle {
         number: u32,
     ) -> Result<Arc<Log>, StoreError> {
         let mut logs = self.logs.write();
-        let place = (self.log_path(kind, number), number);
-        let log = Arc::new(Log::new(id, self.slot(&logs)?, kind, Arc::clone(disk), place));
+        let (slot, path) = (self.slot(&logs)?, self.log_path(kind, number));
+        let log = Arc::new(Log::new(id, slot, kind, Arc::clone(disk), path, number));
         logs.push(Arc::clone(&log));
         Ok(log)
     }

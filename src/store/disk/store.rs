@@ -52,17 +52,7 @@ impl ShuffleHandle {
     /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or
     /// `InvalidBatch`.
     pub async fn write(&self, extents: Vec<ExtentWrite>) -> Result<Published, StoreError> {
-        self.write_batch(extents, false).await
-    }
-
-    /// Like [`ShuffleHandle::write`]. `is_last` means that the process ends: watermarks and earlier
-    /// refusals are ignored.
-    pub(super) async fn write_batch(
-        &self,
-        extents: Vec<ExtentWrite>,
-        is_last: bool,
-    ) -> Result<Published, StoreError> {
-        self.writer.write(&self.shuffle, extents, is_last).await
+        self.writer.write(&self.shuffle, extents, false).await
     }
 }
 
@@ -184,7 +174,7 @@ impl LocalStore {
     /// Reads a range of data without objects.
     pub fn data_of(&self, view: &StreamView, range: Range<u64>) -> DataRead {
         let extents = view.extents.touched(range.start, range.end);
-        DataRead::new(&self.reader, (Arc::clone(&view.shuffle), view.partition), extents, range)
+        DataRead::new(&self.reader, Arc::clone(&view.shuffle), view.partition, extents, range)
     }
 
     /// Calls `visit` with the ids of the readable blocks of a partition on disks, from their index

@@ -39,7 +39,7 @@ impl TierShuffle for ShuffleHandle {
     }
 
     fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
-        async move { self.write_batch(batch.extents, batch.is_last).await.map(drop) }.boxed()
+        self.writer.write(&self.shuffle, batch.extents, batch.is_last).map_ok(drop).boxed()
     }
 }
 
@@ -217,7 +217,8 @@ impl ServedTier for LocalStore {
         &self,
         key: &ShuffleKey,
         partition: PartitionId,
-        (offset, length): (u64, u32),
+        offset: u64,
+        length: u32,
     ) -> Result<ServedData, StoreError> {
         let range = offset..offset.saturating_add(u64::from(length));
         let view = self.view_part(key, partition, &range)?;

@@ -42,7 +42,8 @@ pub(in crate::store) trait RecordSource: fmt::Debug + Send + Sync {
     /// The records cannot be read, or are corrupt.
     fn read(
         &self,
-        room: (usize, &dyn ReadBuffers),
+        len: usize,
+        buffers: &dyn ReadBuffers,
         parts: Self::Parts,
         complete: impl FnMut(&mut [u8]) -> Result<(), Extent> + Send,
     ) -> impl Future<Output = Result<Bytes, StoreError>> + Send;
@@ -147,7 +148,7 @@ impl<S: RecordSource> IndexRead<S> {
     async fn read_chunk(&mut self, max: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
         let (steps, parts, len) = self.plan(max);
         let (source, place) = (&self.source, &mut self.place);
-        source.read((len, buffers), parts, |bytes| place.complete(&steps, bytes, source)).await
+        source.read(len, buffers, parts, |bytes| place.complete(&steps, bytes, source)).await
     }
 }
 

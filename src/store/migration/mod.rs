@@ -36,4 +36,4 @@ mod tier;
 pub use self::policy::Watermarks;
 pub use self::release::{Excluded, Moving, Run};
 #[cfg(feature = "object")]
-pub use self::tier::{OffloadSettings, OffloadTier};
+pub use self::tier::{LocalDisks, OffloadSettings, OffloadTier};

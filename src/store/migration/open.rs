@@ -17,13 +17,12 @@ use prometheus::Registry;
 
 use super::metrics::Metrics;
 use super::policy::Watermarks;
-use super::tier::{OffloadSettings, OffloadTier};
+use super::tier::{LocalDisks, OffloadSettings, OffloadTier};
 use crate::runtime::Tasks;
 use crate::store::object::Bucket;
 use crate::store::{
     LocalConfig, LocalStore, MetadataTier as _, Purge, Recovered, StoreError, StoreErrorKind, TierHeap,
 };
-use uniffle_io::Disk;
 use uniffle_wire::types::ShuffleKey;
 
 /// Evidence that the disks had data, for the error of a refused start.
@@ -36,12 +35,14 @@ impl OffloadTier {
     /// `InUse` if the store already has a tier above it.
     pub async fn without_disks(
         object: Arc<Bucket>,
-        memory: (impl Into<TierHeap>, Tasks),
+        heap: impl Into<TierHeap>,
+        tasks: Tasks,
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
         let watermarks = Watermarks { high: 1.0, low: 1.0 };
         let settings = OffloadSettings { watermarks, cold_bytes: u64::MAX, pass_bytes: u64::MAX };
-        Self::open_with(settings, (LocalConfig::default(), Vec::new()), object, memory, registry).await
+        let none = LocalDisks { config: LocalConfig::default(), disks: Vec::new() };
+        Self::open_with(settings, none, object, heap, tasks, registry).await
     }
 
     /// Opens the disks above an open store.
@@ -51,24 +52,27 @@ impl OffloadTier {
     /// not answer.
     pub async fn open(
         settings: OffloadSettings,
-        (config, disks): (LocalConfig, Vec<Arc<dyn Disk>>),
+        local: LocalDisks,
         object: Arc<Bucket>,
-        memory: (impl Into<TierHeap>, Tasks),
+        heap: impl Into<TierHeap>,
+        tasks: Tasks,
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
-        if disks.is_empty() {
+        if local.disks.is_empty() {
             return Err(StoreError::new(StoreErrorKind::Unhealthy, "no data directory"));
         }
-        Self::open_with(settings, (config, disks), object, memory, registry).await
+        Self::open_with(settings, local, object, heap, tasks, registry).await
     }
 
     async fn open_with(
         settings: OffloadSettings,
-        (mut config, disks): (LocalConfig, Vec<Arc<dyn Disk>>),
+        local: LocalDisks,
         object: Arc<Bucket>,
-        (heap, tasks): (impl Into<TierHeap>, Tasks),
+        heap: impl Into<TierHeap>,
+        tasks: Tasks,
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
+        let LocalDisks { mut config, disks } = local;
         let metrics = Metrics::new(registry);
         let metrics = metrics.map_err(|error| StoreError::io("metrics", std::io::Error::other(error)))?;
         let taken =

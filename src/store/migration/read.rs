@@ -42,7 +42,8 @@ impl ServedTier for OffloadTier {
         &self,
         key: &ShuffleKey,
         partition: PartitionId,
-        (offset, length): (u64, u32),
+        offset: u64,
+        length: u32,
     ) -> Result<ServedData, StoreError> {
         let range = offset..offset.saturating_add(u64::from(length));
         let view = self.local.view_part(key, partition, &range)?;

@@ -379,8 +379,7 @@ impl Moving {
     /// counted as failed reads.
     #[must_use]
     pub fn data(&self, run: &Run) -> DataRead {
-        let stream = (Arc::clone(&self.shuffle), run.partition);
-        let extents = run.extents.iter();
-        DataRead::new(&self.reader, stream, extents.clone(), run.range()).for_moving(extents)
+        let (shuffle, extents) = (Arc::clone(&self.shuffle), run.extents.iter());
+        DataRead::new(&self.reader, shuffle, run.partition, extents.clone(), run.range()).for_moving(extents)
     }
 }

@@ -178,7 +178,8 @@ impl TierShuffle for Handle {
                 return objects.write(&self.shuffle.local, batch.extents).await;
             }
             let _writing = self.object.require_disks().await?;
-            TierShuffle::write(&self.shuffle.local, batch).await?;
+            let ShuffleHandle { writer, shuffle } = &self.shuffle.local;
+            writer.write(shuffle, batch.extents, batch.is_last).await?;
             self.shuffle.note_cold(&extents, self.cold_bytes);
             Ok(())
         };

@@ -20,11 +20,12 @@ use crate::runtime::Tasks;
 use crate::store::object::{Bucket, NAMES};
 use crate::store::removal::deletion_queue::DetachedShuffle;
 use crate::store::{
-    Admission, Capability, DrainableTier, Drained, LocalStore, MaintainedTier, MetadataLog, MetadataTier,
-    Purge, Recovered, RemoteStorage, SavedSettings, ServedTier, ShuffleHandle, StoreError, Tier, TierRole,
-    TierShuffle, TierState, TierUsage,
+    Admission, Capability, DrainableTier, Drained, LocalConfig, LocalStore, MaintainedTier, MetadataLog,
+    MetadataTier, Purge, Recovered, RemoteStorage, SavedSettings, ServedTier, ShuffleHandle, StoreError,
+    Tier, TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_base::budget::Budget;
+use uniffle_io::Disk;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
 /// Limits that determine when data is moved.
@@ -36,6 +37,15 @@ pub struct OffloadSettings {
     pub cold_bytes: u64,
     /// Approximate number of bytes moved from one shuffle before the policy selects again.
     pub pass_bytes: u64,
+}
+
+/// Data directories to open, with their settings.
+#[derive(Debug)]
+pub struct LocalDisks {
+    /// Settings of the disks.
+    pub config: LocalConfig,
+    /// Data directories.
+    pub disks: Vec<Arc<dyn Disk>>,
 }
 
 /// Local disks and an object store as one tier, or an object store alone.

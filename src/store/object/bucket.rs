@@ -77,7 +77,7 @@ impl Bucket {
         let metrics = Metrics::new(registry);
         let metrics = metrics.map_err(|error| StoreError::io("metrics", std::io::Error::other(error)))?;
         let claim = Claim::take(&*store, &settings.root).await?;
-        let core = Arc::new(Core::open((store, claim), settings, metrics, extents.clone(), tasks).await);
+        let core = Arc::new(Core::open(store, claim, settings, metrics, extents.clone(), tasks).await);
         let survey = survey(&core).await?;
         let start = core.claim.start().max(survey.log.last_start().saturating_add(1));
         let objects = Arc::new(StoredLog(Arc::clone(&core)));

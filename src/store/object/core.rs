@@ -51,7 +51,8 @@ pub(in crate::store) struct Core {
 
 impl Core {
     pub(super) async fn open(
-        (store, claim): (Arc<dyn ObjectStore>, Claim),
+        store: Arc<dyn ObjectStore>,
+        claim: Claim,
         settings: ObjectSettings,
         metrics: Metrics,
         extents: Budget,

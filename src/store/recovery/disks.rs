@@ -20,7 +20,7 @@ use futures::stream;
 use rand::RngExt as _;
 use uuid::Uuid;
 
-use super::scan::{DiskScan, FoundDirectory, LogReader};
+use super::scan::{DiskScan, FoundDirectory, FoundFile, LogReader};
 use super::stored::{Stored, StoredShuffle, overlapping};
 use crate::clock::Instant;
 use crate::log::{Found, FoundShuffle, PresentIds, RecordReader};
@@ -67,7 +67,8 @@ impl LocalStore {
     pub(in crate::store) async fn recover(
         &self,
         scans: Vec<DiskScan>,
-        (found, said): (Found, RecordReader),
+        found: Found,
+        said: RecordReader,
         mut stored: Stored,
     ) -> Recovered {
         let started = Instant::now();
@@ -86,8 +87,10 @@ impl LocalStore {
             scanned.filter(|(_, scan)| scan.has_unread).map(|(disk, _)| disk.label.clone()).collect();
         let known = &Known { absent, blind_starts, gap: gap.filter(|_| has_new_gap), unread };
         let absent = known.absent.as_slice();
-        let mut by_key: BTreeMap<ShuffleKey, (Option<FoundShuffle>, Vec<FoundDirectory>)> =
-            shuffles.into_iter().map(|(key, found)| (key, (Some(found), Vec::new()))).collect();
+        let mut by_key: BTreeMap<ShuffleKey, FoundState> = BTreeMap::new();
+        for (key, logged) in shuffles {
+            by_key.entry(key).or_default().logged = Some(logged);
+        }
         let mut highest_incarnation = next_incarnation.saturating_sub(1);
         let mut incomplete = !absent.is_empty() || known.gap.is_some();
         for (disk, scan) in core.disks.iter().zip(scans) {
@@ -101,7 +104,7 @@ impl LocalStore {
             }
             for directory in scan.directories {
                 highest_incarnation = highest_incarnation.max(directory.incarnation);
-                by_key.entry(directory.key.clone()).or_default().1.push(directory);
+                by_key.entry(directory.key.clone()).or_default().directories.push(directory);
             }
         }
         let first = next_number(Some(highest_incarnation), incomplete.then_some(known.blind_starts));
@@ -111,8 +114,8 @@ impl LocalStore {
         let next = first.saturating_add(apart).max(stored.incarnations_from);
         self.next_incarnation.store(next, Ordering::Relaxed);
         let rebuilds = by_key.into_iter().map(|(key, found)| {
-            let stored = stored.shuffles.remove(&key);
-            self.rebuild(key, found, known, stored)
+            let found = FoundState { stored: stored.shuffles.remove(&key), ..found };
+            self.rebuild(key, found, known)
         });
         let mut recovered = Recovered { said, ..Recovered::default() };
         let mut rebuilds = stream::iter(rebuilds).buffered(REBUILDS);
@@ -130,11 +133,10 @@ impl LocalStore {
     async fn rebuild(
         &self,
         key: ShuffleKey,
-        (logged, directories): (Option<FoundShuffle>, Vec<FoundDirectory>),
+        found: FoundState,
         known: &Known,
-        stored: Option<StoredShuffle>,
     ) -> (RecoveredShuffle, u64, u64) {
-        let core = &self.core;
+        let (core, FoundState { logged, directories, stored }) = (&self.core, found);
         let incarnation = match &logged {
             None => directories.iter().map(|found| found.incarnation).max().unwrap_or(0),
             Some(logged) => logged.incarnation,
@@ -173,11 +175,26 @@ impl LocalStore {
     }
 }
 
+/// State of a shuffle in the metadata log, on the disks and in the object store.
+#[derive(Debug, Default)]
+struct FoundState {
+    logged: Option<FoundShuffle>,
+    directories: Vec<FoundDirectory>,
+    stored: Option<StoredShuffle>,
+}
+
+/// Name of a data log, as index groups refer to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct DataLogName {
+    disk: Uuid,
+    number: u32,
+}
+
 /// A data log that extents refer to.
 #[derive(Debug)]
 struct Source {
     disk: Arc<LocalDisk>,
-    bytes: u64,
+    file: FoundFile,
     /// Set once an extent refers to it.
     log: Option<Arc<Log>>,
 }
@@ -187,7 +204,7 @@ struct Rebuild<'a> {
     core: &'a Core,
     shuffle: &'a Arc<Shuffle>,
     known: &'a Known,
-    sources: HashMap<(Uuid, u32), Source>,
+    sources: HashMap<DataLogName, Source>,
     sequences: HashSet<u64>,
     /// The lowest file number, by disk, above all numbers that groups refer to.
     unnamed: HashMap<Uuid, u32>,
@@ -201,7 +218,7 @@ struct Rebuild<'a> {
     stored: Option<StoredShuffle>,
     /// Data logs with blocks at offsets where objects have different ones. They are not served, and
     /// their files stay.
-    only_here: HashSet<(Uuid, u32)>,
+    only_here: HashSet<DataLogName>,
 }
 
 impl<'a> Rebuild<'a> {
@@ -216,8 +233,8 @@ impl<'a> Rebuild<'a> {
             known.absent.first().map(|(_, path)| format!("data directory {path} is missing"));
         for found in directories {
             for file in found.files_of(LogKind::Data) {
-                let source = Source { disk: Arc::clone(&found.disk), bytes: file.bytes, log: None };
-                sources.insert((found.disk.uuid, file.number), source);
+                let name = DataLogName { disk: found.disk.uuid, number: file.number };
+                sources.insert(name, Source { disk: Arc::clone(&found.disk), file: *file, log: None });
             }
         }
         let unread = || known.unread.first().map(|path| format!("cannot read all files of {path}"));
@@ -260,7 +277,7 @@ impl<'a> Rebuild<'a> {
     async fn read_indexes(&mut self, found: &FoundDirectory) {
         for file in found.files_of(LogKind::Index) {
             let path = self.shuffle.log_path(LogKind::Index, file.number);
-            if let Err(error) = self.read_index(&found.disk, &path, (file.number, file.bytes)).await {
+            if let Err(error) = self.read_index(&found.disk, &path, file).await {
                 self.failed(&found.disk, &path, &error);
             }
         }
@@ -270,10 +287,10 @@ impl<'a> Rebuild<'a> {
         &mut self,
         disk: &Arc<LocalDisk>,
         path: &Path,
-        (number, bytes): (u32, u64),
+        file: &FoundFile,
     ) -> Result<(), StoreError> {
         let failed = |error| StoreError::io(disk.io.root().join(path), error);
-        let mut reader = LogReader::open(self.core, disk, path, bytes).await.map_err(failed)?;
+        let mut reader = LogReader::open(self.core, disk, path, file.bytes).await.map_err(failed)?;
         let mut log = None;
         while let Some((offset, group)) = reader.next_group().await.map_err(failed)? {
             let ours = group.header.incarnation == self.shuffle.incarnation;
@@ -284,9 +301,7 @@ impl<'a> Rebuild<'a> {
             *unnamed = (*unnamed).max(group.header.file_number.saturating_add(1));
             let log = match &log {
                 Some(log) => log,
-                None => {
-                    log.insert(adopt_log(self.core, self.shuffle, disk, LogKind::Index, (number, bytes))?)
-                }
+                None => log.insert(adopt_log(self.core, self.shuffle, disk, LogKind::Index, file)?),
             };
             let slot = log.slot;
             self.take_group(&group, offset, slot)?;
@@ -296,7 +311,7 @@ impl<'a> Rebuild<'a> {
     }
 
     fn take_group(&mut self, group: &IndexGroup, offset: u64, index_log: u16) -> Result<(), StoreError> {
-        let source = (group.header.disk, group.header.file_number);
+        let source = DataLogName { disk: group.header.disk, number: group.header.file_number };
         for (entry, records) in &group.entries {
             let stored = self.stored.as_ref().and_then(|it| it.extents.get(&entry.partition));
             let place = entry.base..entry.base + entry.length;
@@ -357,9 +372,8 @@ impl<'a> Rebuild<'a> {
             .sources
             .iter()
             .filter(|(name, source)| source.log.is_none() && !self.only_here.contains(name));
-        for ((_, number), source) in unused {
-            let adopted =
-                adopt_log(self.core, self.shuffle, &source.disk, LogKind::Data, (*number, source.bytes));
+        for (_, source) in unused {
+            let adopted = adopt_log(self.core, self.shuffle, &source.disk, LogKind::Data, &source.file);
             let removed = match adopted {
                 Ok(log) => self.core.remove_log(self.shuffle, &log).await,
                 Err(error) => Err(error),
@@ -371,22 +385,22 @@ impl<'a> Rebuild<'a> {
     }
 
     /// Returns the slot of a data log with at least `end` bytes, or `None` if there is no such log.
-    fn data_log(&mut self, source: (Uuid, u32), end: u64) -> Result<Option<u16>, StoreError> {
-        let Some(found) = self.sources.get_mut(&source).filter(|found| end <= found.bytes) else {
+    fn data_log(&mut self, name: DataLogName, end: u64) -> Result<Option<u16>, StoreError> {
+        let Some(found) = self.sources.get_mut(&name).filter(|found| end <= found.file.bytes) else {
             return Ok(None);
         };
         if let Some(log) = &found.log {
             return Ok(Some(log.slot));
         }
-        let place = (source.1, found.bytes);
-        let log = adopt_log(self.core, self.shuffle, &found.disk, LogKind::Data, place)?;
+        let log = adopt_log(self.core, self.shuffle, &found.disk, LogKind::Data, &found.file)?;
         Ok(Some(found.log.insert(log).slot))
     }
 
     /// Returns the reason why data cannot be read, as text.
-    fn reason(&mut self, (disk, number): (Uuid, u32)) -> Arc<str> {
+    fn reason(&mut self, name: DataLogName) -> Arc<str> {
+        let DataLogName { disk, number } = name;
         let place = self.core.disks.iter().find(|it| it.uuid == disk);
-        let text = match (place, self.sources.contains_key(&(disk, number))) {
+        let text = match (place, self.sources.contains_key(&name)) {
             (None, _) => match self.known.absent.iter().find(|(uuid, _)| *uuid == disk) {
                 Some((_, path)) => format!("data directory {path} is missing"),
                 None => format!("the data directory with id {disk} is missing"),
@@ -501,10 +515,10 @@ fn adopt_log(
     shuffle: &Shuffle,
     disk: &Arc<LocalDisk>,
     kind: LogKind,
-    (number, bytes): (u32, u64),
+    file: &FoundFile,
 ) -> Result<Arc<Log>, StoreError> {
-    let log = shuffle.add_log(core.files.next_id(), disk, kind, number)?;
-    log.adopt(bytes);
+    let log = shuffle.add_log(core.files.next_id(), disk, kind, file.number)?;
+    log.adopt(file.bytes);
     Ok(log)
 }
 

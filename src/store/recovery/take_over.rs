@@ -89,7 +89,7 @@ impl LocalStore {
     pub(in crate::store) async fn take_over(&self, before: PreviousState, stored: Stored) {
         let PreviousState { scans, found, said } = before;
         let is_blind = found.has_new_gap;
-        let recovered = self.recover(scans, (found, said), stored).await;
+        let recovered = self.recover(scans, found, said, stored).await;
         if is_blind || recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()) {
             self.metadata.count_blind_start().await;
         }

@@ -31,7 +31,7 @@ async fn above(store: &FaultyObjects) -> WorkerFixture {
     let settings = ObjectSettings { part_bytes: 64 << 10, ..ObjectSettings::new("shuffle/worker-1") };
     let (tasks, registry) = (Tasks::new(), Registry::new());
     let objects = Bucket::open(objects, settings, &budget, tasks.clone(), &registry).await.unwrap();
-    let tier = OffloadTier::without_disks(objects, (&budget, tasks), &registry).await.unwrap();
+    let tier = OffloadTier::without_disks(objects, &budget, tasks, &registry).await.unwrap();
     WorkerFixture::above(tier).await
 }
 

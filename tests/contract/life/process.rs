@@ -17,7 +17,7 @@ use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Budget, Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
-use uniffle_worker::store::migration::{OffloadSettings, OffloadTier, Watermarks};
+use uniffle_worker::store::migration::{LocalDisks, OffloadSettings, OffloadTier, Watermarks};
 use uniffle_worker::store::object::{Bucket, ObjectSettings};
 use uniffle_worker::store::{LocalConfig, LocalStore, StoreError, Tier};
 
@@ -48,7 +48,7 @@ impl Process {
     pub(crate) async fn above(store: &FaultyObjects) -> Result<Self, StoreError> {
         let (extents, registry, tasks) = (Budget::new(u64::MAX), Registry::new(), Tasks::new());
         let object = objects(store, (&extents, &tasks), &registry).await?;
-        let tier = OffloadTier::without_disks(object, (&extents, tasks.clone()), &registry).await?;
+        let tier = OffloadTier::without_disks(object, &extents, tasks.clone(), &registry).await?;
         Self::over(tier, tasks, registry).await
     }
 
@@ -67,8 +67,8 @@ impl Process {
                 Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as Arc<dyn Disk>
             };
             let disks = disks.iter().map(faulty).collect();
-            let memory = (&extents, tasks.clone());
-            OffloadTier::open(settings, (local, disks), object, memory, &registry).await
+            let local = LocalDisks { config: local, disks };
+            OffloadTier::open(settings, local, object, &extents, tasks.clone(), &registry).await
         };
         match opened.await {
             Ok(tier) => Self::over(tier, tasks, registry).await,

@@ -80,12 +80,14 @@ pub(super) struct Task {
 impl Task {
     pub(super) fn new(
         shared: Arc<Shared>,
-        (objects, memory): (Arc<dyn LogObjects>, Budget),
-        (origin, found): (Origin, Arc<ShippedLog>),
+        objects: &Arc<dyn LogObjects>,
+        memory: &Budget,
+        origin: Origin,
+        found: Arc<ShippedLog>,
         start: u32,
     ) -> Self {
         let generation = u64::from(start) << 32;
-        let file = ObjectFile::new(&objects, &memory, generation, rand::rng().random());
+        let file = ObjectFile::new(objects, memory, generation, rand::rng().random());
         // Directories have no data of shuffles that have ended.
         let members = found.epoch.members.iter().filter(|_| found.says_anything()).cloned().collect();
         let epoch = Epoch {

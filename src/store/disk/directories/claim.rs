@@ -79,7 +79,7 @@ pub(super) async fn examine(
     for (disk, content) in disks.iter().zip(&contents) {
         let Ok(content) = content else { continue };
         let known = in_use.get(disk.root()).map(|uuid| Uuid::from_bytes(*uuid));
-        refusals.extend(refusal(&**disk, *content, (&others, known), deadline).await);
+        refusals.extend(refusal(&**disk, *content, &others, known, deadline).await);
     }
     refusals.extend(same.and(refuse_copies(&identities)).err());
     Examination { contents, refusals }
@@ -91,7 +91,8 @@ pub(super) async fn examine(
 async fn refusal(
     io: &dyn Disk,
     content: Content,
-    (others, in_use): (&[Uuid], Option<Uuid>),
+    others: &[Uuid],
+    in_use: Option<Uuid>,
     deadline: Duration,
 ) -> Option<StoreError> {
     let kind = match content {
@@ -321,7 +322,7 @@ async fn claim(
     within(deadline, io.anchor()).await.map_err(failed)?;
     let unknown = || Mount { point: root.clone(), media: Media::Unknown };
     let mount = within(deadline, io.mount()).await.unwrap_or_else(|_| unknown());
-    let disk = LocalDisk::new((io, uuid, lock), mount, config, changes);
+    let disk = LocalDisk::new(io, uuid, lock, mount, config, changes);
     match read_only {
         Some(error) => disk.note(&error),
         None => disk.make_directories().await.map_err(failed)?,
@@ -342,7 +343,7 @@ async fn claim(
 async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid, StoreError> {
     let failed = |error| StoreError::io(root, error);
     let content = look(io, deadline).await?;
-    if let Some(refused) = refusal(io, content, (&[], None), deadline).await {
+    if let Some(refused) = refusal(io, content, &[], None, deadline).await {
         return Err(refused);
     }
     if let Some(uuid) = content.identity() {

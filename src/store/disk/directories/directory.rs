@@ -84,7 +84,9 @@ struct State {
 impl LocalDisk {
     /// Creates a disk from a directory with its identity and lock.
     pub(in crate::store) fn new(
-        (io, uuid, lock): (Arc<dyn Disk>, Uuid, Box<dyn DiskLock>),
+        io: Arc<dyn Disk>,
+        uuid: Uuid,
+        lock: Box<dyn DiskLock>,
         mount: Mount,
         config: &LocalConfig,
         changes: Arc<watch::Sender<()>>,

@@ -71,7 +71,7 @@ impl Damage {
         let mut hasher = crc32fast::Hasher::new();
         let offset = extent.data_offset() + (block.place.start - extent.base);
         let length = block.place.end - block.place.start;
-        self.core.read_again((shuffle, &log), offset..offset + length, |bytes| hasher.update(bytes)).await?;
+        self.core.read_again(shuffle, &log, offset..offset + length, |bytes| hasher.update(bytes)).await?;
         let crc = hasher.finalize();
         Ok(crc == block.crc || self.recorded_crc(shuffle, &extent, block).await == Some(crc))
     }
@@ -106,7 +106,7 @@ impl Damage {
         let (path, bytes) = (log.full_path(), block.place.end - block.place.start);
         let error = StoreError::corrupt(&path, what);
         let mark = || shuffle.damaged.add(partition, &block.place);
-        self.core.hearer.tell_around((&shuffle.key, partition), &error.to_string(), mark);
+        self.core.hearer.tell_around(&shuffle.key, partition, &error.to_string(), mark);
         self.core.metrics.blocks_damaged.inc();
         log.disk.note(&io::Error::new(io::ErrorKind::InvalidData, what));
         tracing::error!(shuffle = %shuffle.key, %partition, path = %path.display(), bytes, "{what}");
@@ -158,7 +158,7 @@ impl Damage {
             return;
         }
         let mark = || extents.iter().for_each(|extent| self.make_hole(shuffle, partition, extent));
-        self.core.hearer.tell_around((&shuffle.key, partition), &error.to_string(), mark);
+        self.core.hearer.tell_around(&shuffle.key, partition, &error.to_string(), mark);
     }
 
     /// Marks all extents as lost whose data or records were in a vanished file.
@@ -184,7 +184,7 @@ impl Damage {
             let extents = shuffle.extents(partition);
             let gone: Vec<_> = extents.iter().filter(|it| is_gone(it)).copied().collect();
             turn(&mut looked, 1 + gone.len()).await;
-            self.lose_some(shuffle, error, (partition, &gone), &mut lost);
+            self.lose_some(shuffle, error, partition, &gone, &mut lost);
         }
         lost
     }
@@ -198,7 +198,7 @@ impl Damage {
     ) {
         let mut lost = Lost::default();
         for (partition, extent) in extents {
-            self.lose_some(shuffle, &vanished(log), (*partition, std::slice::from_ref(extent)), &mut lost);
+            self.lose_some(shuffle, &vanished(log), *partition, std::slice::from_ref(extent), &mut lost);
         }
         self.tell_vanished(shuffle, log, lost);
     }
@@ -207,7 +207,8 @@ impl Damage {
         &self,
         shuffle: &Shuffle,
         error: &StoreError,
-        (partition, extents): (PartitionId, &[Extent]),
+        partition: PartitionId,
+        extents: &[Extent],
         lost: &mut Lost,
     ) {
         if extents.is_empty() {
@@ -220,7 +221,7 @@ impl Damage {
                 lost.bytes += extent.length;
             }
         };
-        self.core.hearer.tell_around((&shuffle.key, partition), &error.to_string(), mark);
+        self.core.hearer.tell_around(&shuffle.key, partition, &error.to_string(), mark);
     }
 
     fn tell_vanished(&self, shuffle: &Shuffle, log: &Log, lost: Lost) {
@@ -276,6 +277,6 @@ impl Damage {
             return Ok(());
         }
         let (log, start) = (shuffle.log_at(extent.data_log), extent.data_offset());
-        self.core.read_again((shuffle, &log), start..start + extent.length, |_| ()).await
+        self.core.read_again(shuffle, &log, start..start + extent.length, |_| ()).await
     }
 }

@@ -91,7 +91,8 @@ impl DataRead {
     /// Creates a read of a range that `extents` cover, none of them in an object.
     pub(in crate::store) fn new<'a>(
         reader: &Reader,
-        (shuffle, partition): (Arc<Shuffle>, PartitionId),
+        shuffle: Arc<Shuffle>,
+        partition: PartitionId,
         extents: impl Iterator<Item = &'a Extent> + Clone,
         range: Range<u64>,
     ) -> Self {
@@ -100,7 +101,7 @@ impl DataRead {
         find_runs(&mut pieces);
         reader.core.metrics.read_data_file.inc();
         let checksums = reader.verifies_next().then(|| checksums_of(partition, extents, &range));
-        let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition));
+        let stream = Stream::new(Arc::clone(&reader.core), shuffle, partition);
         let (damage, ready) = (Arc::clone(&reader.damage), VecDeque::new());
         let progress = Progress::new(range.end - range.start);
         Self { damage, stream, progress, range, pieces, next: 0, current: None, ready, checksums }
@@ -225,7 +226,7 @@ impl DataRead {
                 self.current = next.take();
             }
         }
-        let read = self.stream.read_all(Mode::ReadDirect, (filled, buffers), parts).await?;
+        let read = self.stream.read_all(Mode::ReadDirect, filled, buffers, parts).await?;
         let bytes = read.freeze(filled);
         Ok(ranges.into_iter().map(|range| bytes.slice(range)).collect())
     }
@@ -258,7 +259,7 @@ impl DataRead {
                 self.current = next.take();
             }
         }
-        let buffer = self.stream.read_all(Mode::Read, (filled, buffers), parts).await?;
+        let buffer = self.stream.read_all(Mode::Read, filled, buffers, parts).await?;
         let buffer = holes.into_iter().fold(buffer, zeroed);
         Ok(buffer.freeze(filled))
     }

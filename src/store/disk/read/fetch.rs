@@ -59,7 +59,8 @@ impl Core {
     /// whole disk blocks, which exist because extents are padded to them.
     pub(super) async fn read_again(
         &self,
-        (shuffle, log): (&Shuffle, &Log),
+        shuffle: &Shuffle,
+        log: &Log,
         range: Range<u64>,
         mut take: impl FnMut(&[u8]),
     ) -> Result<(), StoreError> {

@@ -17,7 +17,7 @@ impl Reader {
     /// Reads the records of a run without objects.
     pub(in crate::store) fn index(&self, view: &StreamView, run: &ViewRun) -> Box<dyn ChunkRead> {
         self.core.metrics.read_index_file.inc();
-        let stream = Stream::new(Arc::clone(&self.core), (Arc::clone(&view.shuffle), view.partition));
+        let stream = Stream::new(Arc::clone(&self.core), Arc::clone(&view.shuffle), view.partition);
         Box::new(IndexRead::new(stream, view.extents.clone(), run.extents.start, run.blocks))
     }
 }
@@ -49,11 +49,12 @@ impl RecordSource for Stream {
 
     async fn read(
         &self,
-        (len, buffers): (usize, &dyn ReadBuffers),
+        len: usize,
+        buffers: &dyn ReadBuffers,
         parts: PartsByLog,
         mut complete: impl FnMut(&mut [u8]) -> Result<(), Extent> + Send,
     ) -> Result<Bytes, StoreError> {
-        let mut buffer = self.read_all(Mode::Read, (len, buffers), parts).await?;
+        let mut buffer = self.read_all(Mode::Read, len, buffers, parts).await?;
         let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
         complete(bytes).map_err(|extent| {
             let log = self.shuffle.log_at(extent.index_log);

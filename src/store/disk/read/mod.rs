@@ -107,7 +107,7 @@ impl fmt::Debug for Stream {
 }
 
 impl Stream {
-    fn new(core: Arc<Core>, (shuffle, partition): (Arc<Shuffle>, PartitionId)) -> Self {
+    fn new(core: Arc<Core>, shuffle: Arc<Shuffle>, partition: PartitionId) -> Self {
         Self { core, shuffle, partition, culprit: OnceLock::new(), is_suspect: false, is_readers: true }
     }
 
@@ -138,13 +138,14 @@ impl Stream {
     /// Fills parts of the buffer from a log, in one call.
     async fn read(
         &self,
-        (log, mode): (&Log, Mode),
+        log: &Log,
+        mode: Mode,
         buffer: Box<dyn ReadBuffer>,
         parts: Vec<ReadPart>,
     ) -> Result<Box<dyn ReadBuffer>, StoreError> {
         let bytes: usize = parts.iter().map(|part| part.range.len()).sum();
         let started = Instant::now();
-        let result = self.read_file((log, mode), ReadTarget { buffer, parts }).await;
+        let result = self.read_file(log, mode, ReadTarget { buffer, parts }).await;
         let metrics = &self.core.metrics;
         let root = [log.disk.label.as_str()];
         metrics.read_operations.with_label_values(&root).inc();
@@ -168,7 +169,7 @@ impl Stream {
         }
     }
 
-    async fn read_file(&self, (log, mode): (&Log, Mode), target: ReadTarget) -> io::Result<ReadTarget> {
+    async fn read_file(&self, log: &Log, mode: Mode, target: ReadTarget) -> io::Result<ReadTarget> {
         let opened = self.core.files.open_read(log, mode).await;
         let reading = opened.inspect_err(|error| log.disk.note(error))?.read(target);
         let call = log.disk.call(self.core.config.read_timeout, async {
@@ -187,7 +188,8 @@ impl Stream {
     async fn read_all(
         &self,
         mode: Mode,
-        (len, buffers): (usize, &dyn ReadBuffers),
+        len: usize,
+        buffers: &dyn ReadBuffers,
         parts: PartsByLog,
     ) -> Result<Box<dyn ReadBuffer>, StoreError> {
         let logs: SmallVec<[_; 2]> = parts.0.iter().map(|(slot, _)| self.shuffle.log_at(*slot)).collect();
@@ -197,7 +199,7 @@ impl Stream {
         let (mut buffer, _permit) = buffers.acquire_with(len, shares).await;
         require_answering()?;
         for (log, (_, parts)) in logs.iter().zip(parts.0) {
-            buffer = self.read((log, mode), buffer, parts).await?;
+            buffer = self.read(log, mode, buffer, parts).await?;
         }
         Ok(buffer)
     }

@@ -67,8 +67,10 @@ async fn last_batches_are_written_to_a_recovered_disk() {
     disks[1].faults.add(Rule::always(Operation::Write, Fault::Hang));
     store.write(&key, batch(1)).await.unwrap_err();
     let handle = store.handle(&key).unwrap();
-    let (first, second) =
-        tokio::join!(handle.write_batch(batch(1), true), handle.write_batch(batch(2), true));
+    let (first, second) = tokio::join!(
+        handle.writer.write(&handle.shuffle, batch(1), true),
+        handle.writer.write(&handle.shuffle, batch(2), true)
+    );
     assert_eq!((first.unwrap().disk, second.unwrap().disk), (0, 0));
     assert!(store.disks()[0].is_healthy() && !store.disks()[1].is_healthy());
     disks[1].faults.release().await;
@@ -166,7 +168,7 @@ async fn read_errors_never_become_short_responses() {
         for disk in &disks {
             disk.faults.add(Rule::always(operation, Fault::Errno(EIO)));
         }
-        let mut read = store.data(&key, PartitionId(1), (10, 9000)).unwrap().chunks;
+        let mut read = store.data(&key, PartitionId(1), 10, 9000).unwrap().chunks;
         assert_eq!(read.next_chunk(&HeapBuffers).await.map(drop).unwrap_err().kind, kind);
         assert!(read.next_chunk(&HeapBuffers).await.is_err(), "after an error there is no regular end");
         let mut index = store.index(&key, PartitionId(1)).unwrap().chunks;
@@ -219,7 +221,7 @@ async fn damaged_block_does_not_affect_others() {
         let path = disks[0].app_files().into_iter().find(|path| path.ends_with("0.data")).unwrap();
         disks[0].memory.corrupt(&path, size + 10, 1);
         let all = (0, 3 * size as u32);
-        assert!(!store.data(&key, p, all).unwrap().has_hole);
+        assert!(!store.data(&key, p, all.0, all.1).unwrap().has_hole);
         assert_eq!(range_of(&store, &key, 1, all).await.unwrap_err().kind, StoreErrorKind::Corrupt);
         assert_eq!(mismatches(&store), [1, 1]);
         assert_eq!(store.disks()[0].condition, DiskCondition::Broken);
@@ -234,11 +236,11 @@ async fn damaged_block_does_not_affect_others() {
         for (id, n) in [(1, 0), (3, 2)] {
             let place = (n * size as u64, size as u32);
             assert_eq!(range_of(&store, &key, 1, place).await.unwrap(), payload(id, size));
-            assert!(!store.data(&key, p, place).unwrap().has_hole);
+            assert!(!store.data(&key, p, place.0, place.1).unwrap().has_hole);
         }
         // A client with an older index learns of the hole, and the service learns of the possible
         // loss.
-        assert!(store.data(&key, p, (size as u64 - 1, 2)).unwrap().has_hole);
+        assert!(store.data(&key, p, size as u64 - 1, 2).unwrap().has_hole);
         store.write(&key, vec![extent(1, &[(2, size)], false)]).await.unwrap();
         assert_eq!(present(&store, &key, p).await, [1, 2, 3]);
         range_of(&store, &key, 1, (0, 4 * size as u32)).await.unwrap();

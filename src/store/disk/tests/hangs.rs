@@ -149,7 +149,7 @@ async fn hung_reads_leave_memory_for_other_disks() {
         asked: AtomicUsize::new(0),
     };
     let first_chunk = async |partition| {
-        let mut read = store.data(&key, PartitionId(partition), (0, 1_000_000))?.chunks;
+        let mut read = store.data(&key, PartitionId(partition), 0, 1_000_000)?.chunks;
         read.next_chunk(&buffers).await.map(|chunk| chunk.map(|bytes| bytes.len()))
     };
     disks[0].faults.add(Rule::always(Operation::Read, Fault::Hang).on(".data"));

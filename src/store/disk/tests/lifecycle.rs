@@ -53,7 +53,7 @@ async fn open_read_of_a_purged_shuffle_ends_with_an_error() {
     let key = key("app", 1);
     store.register(&key);
     store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
-    let mut read = store.data(&key, PartitionId(1), (0, 100)).unwrap().chunks;
+    let mut read = store.data(&key, PartitionId(1), 0, 100).unwrap().chunks;
     let mut index = store.index(&key, PartitionId(1)).unwrap().chunks;
     store.purge(&key).await;
     assert_eq!(read.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::Purged);

@@ -250,7 +250,7 @@ pub(super) async fn range_of(
     partition: i32,
     range: (u64, u32),
 ) -> Result<Vec<u8>, StoreError> {
-    let mut read = store.data(key, PartitionId(partition), range)?.chunks;
+    let mut read = store.data(key, PartitionId(partition), range.0, range.1)?.chunks;
     let mut bytes = Vec::new();
     while let Some(chunk) = read.next_chunk(&HeapBuffers).await? {
         assert!(!chunk.is_empty() && chunk.len() <= READ_CHUNK_BYTES_MAX);

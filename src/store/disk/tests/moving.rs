@@ -27,7 +27,7 @@ async fn failed_reads_of_moves_mark_nothing_suspect() {
     }
     let mut told = Vec::new();
     for _ in 0..4 {
-        let mut read = store.data(&key, PartitionId(1), (0, 9000)).unwrap().chunks;
+        let mut read = store.data(&key, PartitionId(1), 0, 9000).unwrap().chunks;
         read.next_chunk(&HeapBuffers).await.unwrap_err();
         told.push(read.is_suspect());
     }
@@ -46,7 +46,7 @@ async fn damaged_block_found_by_a_move_is_omitted() {
     let mut read = moving.data(&run);
     assert_eq!(read.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::Corrupt);
     assert_eq!(store.core.metrics.blocks_damaged.get(), 1);
-    assert!(store.data(&key, PartitionId(1), (0, 9000)).unwrap().has_hole);
+    assert!(store.data(&key, PartitionId(1), 0, 9000).unwrap().has_hole);
 }
 
 /// Returns the extents of a shuffle as an object has them after a migration.
@@ -98,7 +98,7 @@ async fn disk_without_room_for_a_directory_is_drained() {
 async fn unremoved_file_is_removed_by_maintenance() {
     for fault in [Fault::Errno(ENOSPC), Fault::Hang] {
         let (disks, store, key, handle) = two_disks_with_blocks(4).await;
-        let mut read = store.data(&key, PartitionId(1), (0, 9000)).unwrap().chunks;
+        let mut read = store.data(&key, PartitionId(1), 0, 9000).unwrap().chunks;
         disks[0].faults.add(Rule::once(Operation::Rename, fault).on(".data"));
         match fault {
             // The call is dropped before the disk has answered.

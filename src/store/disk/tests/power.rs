@@ -246,7 +246,7 @@ fn unsynced_data_is_lost_and_never_wrong() {
                 let place = (record.offset as u64, record.length as u32);
                 // The block was already found damaged. It is a hole since then, and reads of it are
                 // refused or marked.
-                if store.data(&key, PartitionId(1), place).is_ok_and(|read| read.has_hole) {
+                if store.data(&key, PartitionId(1), place.0, place.1).is_ok_and(|read| read.has_hole) {
                     damaged.set(damaged.get() + 1);
                     continue;
                 }

@@ -160,7 +160,7 @@ async fn several_large_extents_are_read_in_one_call() {
     {
         let before = calls();
         let length = whole.len();
-        let mut read = store.data(&key, PartitionId(1), (0, length as u32)).unwrap().chunks;
+        let mut read = store.data(&key, PartitionId(1), 0, length as u32).unwrap().chunks;
         let mut bytes = Vec::new();
         while let Some(chunk) = read.next_chunk(&SmallBuffers(buffer_bytes)).await.unwrap() {
             bytes.extend_from_slice(&chunk);
@@ -168,8 +168,8 @@ async fn several_large_extents_are_read_in_one_call() {
         assert!(bytes == whole, "buffers of {buffer_bytes}");
         assert_eq!(calls() - before, expected, "buffers of {buffer_bytes}");
         for (from, to) in [(1, length - 1), (99_999, 100_001), (4097, 480_000), (170_000, length)] {
-            let range = (from as u64, (to - from) as u32);
-            let mut read = store.data(&key, PartitionId(1), range).unwrap().chunks;
+            let (offset, length) = (from as u64, (to - from) as u32);
+            let mut read = store.data(&key, PartitionId(1), offset, length).unwrap().chunks;
             let mut at = from;
             while let Some(chunk) = read.next_chunk(&SmallBuffers(buffer_bytes)).await.unwrap() {
                 assert!(

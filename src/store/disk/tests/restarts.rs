@@ -162,7 +162,7 @@ async fn missing_disk_leaves_holes_and_keeps_offsets() {
         assert_eq!(record.offset, end, "the stream has no gap that readers could stumble over");
         end += i64::from(record.length);
     }
-    let hole = store.data(&key, P1, (0, before.0.len() as u32)).unwrap();
+    let hole = store.data(&key, P1, 0, before.0.len() as u32).unwrap();
     assert!(hole.has_hole);
     drop((hole, store));
 

@@ -38,10 +38,10 @@ async fn suite(disks: Vec<Arc<dyn Disk>>, direct_io: bool) {
     for (offset, len) in
         [(length, 1), (0, length as u32 + 1), (u64::MAX, 1), (u64::MAX - 1, u32::MAX), (0, 0)]
     {
-        let error = store.data(&key, PartitionId(5), (offset, len)).unwrap_err();
+        let error = store.data(&key, PartitionId(5), offset, len).unwrap_err();
         assert_eq!(error.kind, StoreErrorKind::InvalidRange, "{offset} {len}");
     }
-    assert_eq!(store.data(&key, PartitionId(99), (0, 1)).unwrap_err().kind, StoreErrorKind::InvalidRange);
+    assert_eq!(store.data(&key, PartitionId(99), 0, 1).unwrap_err().kind, StoreErrorKind::InvalidRange);
 
     store.purge(&key).await;
     assert_eq!(store.index(&key, PartitionId(5)).unwrap_err().kind, StoreErrorKind::NotFound);

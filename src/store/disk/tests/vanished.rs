@@ -407,7 +407,7 @@ async fn last_flush_tries_every_disk_until_enospc() {
     store.core.disks[1].measure().await.unwrap();
     let batch = |id| vec![extent(1, &[(id, 300_000)], true)];
     assert_eq!(handle.write(batch(0)).await.unwrap_err().kind, StoreErrorKind::NoSpace);
-    let write = async |id| handle.write_batch(batch(id), true).await;
+    let write = async |id| handle.writer.write(&handle.shuffle, batch(id), true).await;
     let mut taken = Vec::new();
     for id in 0..6 {
         taken.push(write(id).await.unwrap().disk);

@@ -1,12 +1,11 @@
 //! Steps of an append to the logs of a shuffle: trying disks until one succeeds, reserving a range,
-//! one write call, one sync.
+//! and one sync.
 
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use futures::future::{join_all, select_ok};
 
 use crate::clock::{Instant, timeout};
@@ -16,8 +15,7 @@ use crate::store::disk::config::SyncWrites;
 use crate::store::disk::core::Core;
 use crate::store::disk::directories::directory::{APPS, LocalDisk};
 use crate::store::disk::directories::placement::{self, Candidate};
-use crate::store::disk::files::Mode;
-use crate::store::disk::log_file::{LOG_BYTES_MAX, Log, LogKind, LogUse};
+use crate::store::disk::log_file::{LOG_BYTES_MAX, Log, LogKind, LogUse, Reserved};
 use crate::store::disk::read::damage::Damage;
 use crate::store::disk::read::failures::wants_new_file;
 use crate::store::disk::shuffle::Shuffle;
@@ -40,16 +38,73 @@ pub(in crate::store) struct Writer {
 
 /// When an error is counted against its disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Counts {
+pub(super) enum Counts {
     Now,
     Already,
 }
 
-/// Destination of a write call.
-pub(in crate::store::disk) struct Target<'a> {
-    pub(in crate::store) log: &'a Log,
-    pub(in crate::store) file: Arc<dyn File>,
-    pub(in crate::store::disk) mode: Mode,
+/// Search for a disk that takes an append. If a file is at fault and not its disk, the disk is tried
+/// once more, with a new file.
+pub(super) struct DiskSearch<'a> {
+    writer: &'a Writer,
+    shuffle: &'a Arc<Shuffle>,
+    bytes: u64,
+    is_last: bool,
+    /// Index of the disk to try next, or `None` to choose one.
+    next: Option<usize>,
+    tried: Vec<usize>,
+    renewed: Vec<usize>,
+    last_error: Option<StoreError>,
+}
+
+impl<'a> DiskSearch<'a> {
+    /// Begins a search for an append of `bytes` bytes.
+    pub(super) fn new(writer: &'a Writer, shuffle: &'a Arc<Shuffle>, bytes: u64, is_last: bool) -> Self {
+        let (tried, renewed) = (Vec::new(), Vec::new());
+        Self { writer, shuffle, bytes, is_last, next: None, tried, renewed, last_error: None }
+    }
+
+    /// Begins with disk `first`, if given.
+    pub(super) fn starting_at(self, first: Option<usize>) -> Self {
+        Self { next: first, ..self }
+    }
+
+    /// Returns the next disk to try.
+    ///
+    /// # Errors
+    /// The error of the last disk, after all failed.
+    pub(super) async fn next_disk(&mut self) -> Result<&'a Arc<LocalDisk>, StoreError> {
+        let chosen = match self.next.take() {
+            Some(index) => Some(index),
+            None => self.writer.choose(self.bytes, &self.tried, self.is_last).await,
+        };
+        let Some(index) = chosen else {
+            return Err(self.last_error.take().unwrap_or_else(|| self.writer.no_disk()));
+        };
+        if !self.tried.is_empty() {
+            self.writer.core.metrics.write_local_retries.inc();
+        }
+        Ok(&self.writer.core.disks[index])
+    }
+
+    /// Notes that the append failed on a disk. Its log is closed.
+    ///
+    /// # Errors
+    /// `Purged`.
+    pub(super) fn failed(&mut self, disk: usize, error: StoreError) -> Result<(), StoreError> {
+        self.shuffle.require_present()?;
+        self.writer.core.metrics.write_exceptions.inc();
+        if wants_new_file(&error) && !self.renewed.contains(&disk) {
+            self.writer.lose_vanished(self.shuffle);
+            self.renewed.push(disk);
+            self.next = Some(disk);
+            return Ok(());
+        }
+        tracing::warn!(shuffle = %self.shuffle.key, %error, "write failed; trying the next disk");
+        self.tried.push(disk);
+        self.last_error = Some(error);
+        Ok(())
+    }
 }
 
 impl Writer {
@@ -80,52 +135,6 @@ impl Writer {
         placement::choose_any(&candidates(), tried)
     }
 
-    /// Calls `attempt` with disks until it succeeds on one. Begins with disk `next`, if given. If a
-    /// file is at fault and not its disk, the disk is tried once more, with a new file.
-    ///
-    /// # Errors
-    /// The error of the last disk, or `Purged`.
-    pub(super) async fn on_some_disk<'a, T, F>(
-        &'a self,
-        shuffle: &Arc<Shuffle>,
-        bytes: u64,
-        is_last: bool,
-        mut next: Option<usize>,
-        attempt: impl Fn(&'a Arc<LocalDisk>) -> F,
-    ) -> Result<T, StoreError>
-    where
-        F: Future<Output = Result<T, StoreError>>,
-    {
-        let (mut tried, mut renewed) = (Vec::new(), Vec::new());
-        let mut last_error = None;
-        loop {
-            let chosen = match next.take() {
-                Some(index) => Some(index),
-                None => self.choose(bytes, &tried, is_last).await,
-            };
-            let Some(index) = chosen else { return Err(last_error.unwrap_or_else(|| self.no_disk())) };
-            if !tried.is_empty() {
-                self.core.metrics.write_local_retries.inc();
-            }
-            let error = match attempt(&self.core.disks[index]).await {
-                Ok(done) => return Ok(done),
-                Err(error) => error,
-            };
-            shuffle.require_present()?;
-            self.core.metrics.write_exceptions.inc();
-            // The log is closed now.
-            if wants_new_file(&error) && !renewed.contains(&index) {
-                self.lose_vanished(shuffle);
-                renewed.push(index);
-                next = Some(index);
-                continue;
-            }
-            tracing::warn!(shuffle = %shuffle.key, %error, "write failed; trying the next disk");
-            tried.push(index);
-            last_error = Some(error);
-        }
-    }
-
     /// Probes the failed disks that are not in `tried`, until one recovers. Disks that hang delay
     /// no other.
     async fn recover_any(&self, tried: &[usize]) {
@@ -152,7 +161,7 @@ impl Writer {
         disk: &Arc<LocalDisk>,
         kind: LogKind,
         bytes: u64,
-    ) -> Result<(LogUse, u64), StoreError> {
+    ) -> Result<Reserved, StoreError> {
         let here = shuffle.on(disk);
         let mut current = here.current(kind).lock().await;
         let limit = self.log_bytes(kind);
@@ -171,7 +180,7 @@ impl Writer {
             }
         };
         here.occupied.add(bytes);
-        Ok((log, offset))
+        Ok(Reserved { log, offset })
     }
 
     /// Returns the length after which a log is continued in a new file.
@@ -226,7 +235,7 @@ impl Writer {
 
     /// Closes a log after an error, and counts the error against the disk unless that was done
     /// already.
-    fn failed_log(&self, log: &Log, error: io::Error, counts: Counts) -> StoreError {
+    pub(super) fn failed_log(&self, log: &Log, error: io::Error, counts: Counts) -> StoreError {
         log.close();
         if Vanished::of(&error) == Some(Vanished::File) {
             log.set_vanished();
@@ -242,32 +251,6 @@ impl Writer {
         for log in shuffle.logs().into_iter().filter(|log| log.begin_loss()) {
             let (damage, shuffle) = (Arc::clone(&self.damage), Arc::clone(shuffle));
             self.tasks.spawn("vanished file", async move { damage.lose_log(&shuffle, &log).await });
-        }
-    }
-
-    /// Runs one write call with its deadline. A failure closes the log.
-    pub(super) async fn write_call(
-        &self,
-        to: &Target<'_>,
-        pieces: Vec<Bytes>,
-        offset: u64,
-    ) -> Result<(), StoreError> {
-        let Target { log, file, mode } = to;
-        let bytes: usize = pieces.iter().map(Bytes::len).sum();
-        let started = Instant::now();
-        let result = log.disk.call(self.core.config.write_timeout, file.write_at(pieces, offset)).await;
-        let root = [log.disk.label.as_str()];
-        self.core.metrics.append_operations.with_label_values(&root).inc();
-        self.core.metrics.append_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
-        match result {
-            Ok(()) => {
-                if self.core.files.proves_progress(log, *mode) {
-                    log.disk.progressed();
-                }
-                self.core.metrics.append_bytes.with_label_values(&root).inc_by(bytes as u64);
-                Ok(())
-            }
-            Err(error) => Err(self.failed_log(log, error, Counts::Already)),
         }
     }
 

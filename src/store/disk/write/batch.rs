@@ -5,22 +5,21 @@
 //! memory is gathered through staging buffers. A writer that needs another staging buffer first
 //! writes the one it holds, so writers cannot starve each other.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::append::{Target, Writer};
+use super::append::{Counts, DiskSearch, Writer};
 use crate::clock::Instant;
 use crate::store::disk::directories::directory::{InFlight, LocalDisk};
 use crate::store::disk::files::Mode;
-use crate::store::disk::log_file::{LogKind, LogUse};
+use crate::store::disk::log_file::{Log, LogKind, Reserved};
 use crate::store::disk::metrics::ALL_DISKS;
 use crate::store::disk::shuffle::Shuffle;
 use crate::store::index::codec::occupied_bytes;
 use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
-use uniffle_io::BLOCK_ALIGN;
 use uniffle_io::buffers::AlignedBuffer;
+use uniffle_io::{BLOCK_ALIGN, File};
 
 /// Maximum bytes of one write call: large enough that the number of calls does not matter, small
 /// enough that a missed deadline means a hung disk and not a slow one (16 MiB in 60 s).
@@ -42,13 +41,6 @@ pub struct Published {
     pub blocks: usize,
     /// Payload bytes.
     pub bytes: u64,
-}
-
-/// Location of a written batch.
-#[derive(Debug)]
-pub(in crate::store::disk) struct WrittenBatch {
-    pub(in crate::store) log: LogUse,
-    pub(in crate::store) offset: u64,
 }
 
 /// Checks that a batch is consistent. Returns the bytes that it occupies in a data log.
@@ -75,7 +67,7 @@ impl Writer {
     /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or
     /// `InvalidBatch`.
     pub(in crate::store) async fn write(
-        self: &Arc<Self>,
+        &self,
         shuffle: &Arc<Shuffle>,
         extents: Vec<ExtentWrite>,
         is_last: bool,
@@ -83,33 +75,32 @@ impl Writer {
         let extents = ExtentWrite::bounded(extents);
         let bytes = validate(shuffle, &extents)?;
         self.core.metrics.write_local.inc();
-        let result = self.write_and_publish(shuffle, &extents, bytes, is_last).await;
+        let written = async {
+            shuffle.require_present()?;
+            let mut search = DiskSearch::new(self, shuffle, bytes, is_last);
+            let data = loop {
+                let disk = search.next_disk().await?;
+                match self.write_to(disk, shuffle, &extents, bytes).await {
+                    Ok(data) => break data,
+                    Err(error) => search.failed(disk.index, error)?,
+                }
+            };
+            let sequence = self.publish(shuffle, &data, &extents, is_last).await?;
+            Ok(Published {
+                sequence,
+                disk: data.log.disk.index,
+                extents: extents.len(),
+                blocks: extents.iter().map(|extent| extent.blocks.len()).sum(),
+                bytes: extents.iter().map(|extent| extent.length).sum(),
+            })
+        };
+        let result: Result<Published, StoreError> = written.await;
         match &result {
             Ok(published) => self.count_published(published, bytes),
             Err(error) if error.kind == StoreErrorKind::Purged => {}
             Err(_) => self.core.metrics.write_local_failed.inc(),
         }
         result
-    }
-
-    async fn write_and_publish(
-        self: &Arc<Self>,
-        shuffle: &Arc<Shuffle>,
-        extents: &[ExtentWrite],
-        bytes: u64,
-        is_last: bool,
-    ) -> Result<Published, StoreError> {
-        shuffle.require_present()?;
-        let write = |disk| self.write_batch(shuffle, disk, extents, bytes);
-        let batch = self.on_some_disk(shuffle, bytes, is_last, None, write).await?;
-        let sequence = self.publish(shuffle, &batch, extents, is_last).await?;
-        Ok(Published {
-            sequence,
-            disk: batch.log.disk.index,
-            extents: extents.len(),
-            blocks: extents.iter().map(|extent| extent.blocks.len()).sum(),
-            bytes: extents.iter().map(|extent| extent.length).sum(),
-        })
     }
 
     fn count_published(&self, published: &Published, occupied_bytes: u64) {
@@ -126,56 +117,48 @@ impl Writer {
 
     /// Writes a batch of `bytes` bytes to one disk. An error closes the log and counts against the
     /// disk.
-    async fn write_batch(
+    async fn write_to(
         &self,
-        shuffle: &Shuffle,
         disk: &Arc<LocalDisk>,
+        shuffle: &Shuffle,
         extents: &[ExtentWrite],
         bytes: u64,
-    ) -> Result<WrittenBatch, StoreError> {
+    ) -> Result<Reserved, StoreError> {
         let load = InFlight::begin(disk, bytes);
-        let (log, offset) = self.reserve(shuffle, disk, LogKind::Data, bytes).await?;
-        let file = self.writer(&log).await?;
+        let data = self.reserve(shuffle, disk, LogKind::Data, bytes).await?;
+        let file = self.writer(&data.log).await?;
         let began = Instant::now();
-        let to = Target { log: &log, file: Arc::clone(&file), mode: Mode::Write };
-        self.write_extents(to, offset..offset + bytes, extents).await?;
-        self.make_durable(&log, &file).await?;
-        disk.wrote(load.with_others, began);
-        Ok(WrittenBatch { log, offset })
-    }
-
-    /// Fills a reserved range of a log with extents. An error closes the log.
-    async fn write_extents(
-        &self,
-        to: Target<'_>,
-        Range { start: offset, end }: Range<u64>,
-        extents: &[ExtentWrite],
-    ) -> Result<(), StoreError> {
-        let mut call = Call { writer: self, to, pieces: Vec::new(), bytes: 0, at: offset, staged: false };
+        let mut call = Call::new(self, &data, &file);
         let mut staging: Option<AlignedBuffer> = None;
         for extent in extents {
             let pieces = extent.data.pieces();
             let zero_copy = matches!(extent.data, ExtentData::Aligned(_)) && is_aligned(pieces);
-            if zero_copy {
-                call.push_staging(staging.take()).await?;
-                for piece in pieces {
-                    call.push(piece.clone()).await?;
-                }
-            } else {
+            if !zero_copy {
                 call.gather(&mut staging, pieces, extent.length).await?;
+                continue;
+            }
+            call.push_staging(staging.take()).await?;
+            for piece in pieces {
+                if call.is_full(piece.len()) {
+                    call.send().await?;
+                }
+                call.push(piece.clone());
             }
         }
         call.push_staging(staging.take()).await?;
         call.send().await?;
-        assert_eq!(call.at, end, "a batch fills its reserved range");
-        Ok(())
+        assert_eq!(call.at, data.offset + bytes, "a batch fills its reserved range");
+        self.make_durable(&data.log, &file).await?;
+        disk.wrote(load.with_others, began);
+        Ok(data)
     }
 }
 
-/// A write call that is being assembled.
-struct Call<'a> {
+/// A write call to a log that is being assembled.
+pub(super) struct Call<'a> {
     writer: &'a Writer,
-    to: Target<'a>,
+    log: &'a Log,
+    file: &'a Arc<dyn File>,
     pieces: Vec<Bytes>,
     bytes: usize,
     at: u64,
@@ -183,22 +166,32 @@ struct Call<'a> {
     staged: bool,
 }
 
-impl Call<'_> {
-    async fn push(&mut self, piece: Bytes) -> Result<(), StoreError> {
-        let too_large = self.bytes + piece.len() > CALL_BYTES_MAX && self.bytes > 0;
-        if too_large || self.pieces.len() == CALL_PIECES_MAX {
-            self.send().await?;
-        }
+impl<'a> Call<'a> {
+    /// Begins to write at the start of a reserved range.
+    pub(super) fn new(writer: &'a Writer, to: &'a Reserved, file: &'a Arc<dyn File>) -> Self {
+        Self { writer, log: &to.log, file, pieces: Vec::new(), bytes: 0, at: to.offset, staged: false }
+    }
+
+    /// Returns whether a piece of `bytes` bytes belongs to the next call.
+    fn is_full(&self, bytes: usize) -> bool {
+        let too_large = self.bytes + bytes > CALL_BYTES_MAX && self.bytes > 0;
+        too_large || self.pieces.len() == CALL_PIECES_MAX
+    }
+
+    pub(super) fn push(&mut self, piece: Bytes) {
         self.bytes += piece.len();
         self.pieces.push(piece);
-        Ok(())
     }
 
     async fn push_staging(&mut self, staging: Option<AlignedBuffer>) -> Result<(), StoreError> {
         if let Some(staging) = staging
             && staging.filled() > 0
         {
-            self.push(staging.freeze()).await?;
+            let piece = staging.freeze();
+            if self.is_full(piece.len()) {
+                self.send().await?;
+            }
+            self.push(piece);
             self.staged = true;
         }
         Ok(())
@@ -246,12 +239,23 @@ impl Call<'_> {
         }
     }
 
-    async fn send(&mut self) -> Result<(), StoreError> {
+    /// Writes the pieces within the deadline of a write. A failure closes the log.
+    pub(super) async fn send(&mut self) -> Result<(), StoreError> {
         if self.pieces.is_empty() {
             return Ok(());
         }
-        let pieces = std::mem::take(&mut self.pieces);
-        self.writer.write_call(&self.to, pieces, self.at).await?;
+        let (log, core) = (self.log, &self.writer.core);
+        let started = Instant::now();
+        let writing = self.file.write_at(std::mem::take(&mut self.pieces), self.at);
+        let result = log.disk.call(core.config.write_timeout, writing).await;
+        let root = [log.disk.label.as_str()];
+        core.metrics.append_operations.with_label_values(&root).inc();
+        core.metrics.append_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
+        result.map_err(|error| self.writer.failed_log(log, error, Counts::Already))?;
+        if core.files.proves_progress(log, Mode::Write) {
+            log.disk.progressed();
+        }
+        core.metrics.append_bytes.with_label_values(&root).inc_by(self.bytes as u64);
         self.at += self.bytes as u64;
         (self.bytes, self.staged) = (0, false);
         Ok(())

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::clock::Instant;
 use crate::store::ExtentWrite;
 use crate::store::disk::directories::directory::LocalDisk;
-use crate::store::disk::log_file::{Log, LogUse};
+use crate::store::disk::log_file::{Log, LogUse, Reserved};
 use crate::store::extents::extent::Extent;
 use crate::store::index::codec::{EncodedGroup, GroupExtent, GroupHeader, encode, occupied_bytes};
 use uniffle_io::BLOCK_ALIGN;
@@ -45,14 +45,17 @@ impl PublishState {
 }
 
 impl PendingGroup {
-    /// Creates the group of `writes`, whose data is at `offset` of `data`. Streams continue at
-    /// `stream_bytes`.
+    /// Creates group `sequence` of an incarnation, of `writes` whose data is at `data`. Streams
+    /// continue at `stream_bytes`.
     pub(in crate::store) fn new(
-        (incarnation, sequence): (u64, u64),
-        (data, mut offset): (&LogUse, u64),
+        incarnation: u64,
+        sequence: u64,
+        data: &Reserved,
         writes: &[ExtentWrite],
         stream_bytes: impl Fn(PartitionId) -> u64,
     ) -> Self {
+        let Reserved { log: data, offset } = data;
+        let mut offset = *offset;
         let mut bases: HashMap<PartitionId, u64> = HashMap::new();
         let mut placed = Vec::with_capacity(writes.len());
         let mut extents = Vec::with_capacity(writes.len());

@@ -13,14 +13,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::append::{Target, Writer};
-use super::batch::WrittenBatch;
+use super::append::{DiskSearch, Writer};
+use super::batch::Call;
 use super::pending::{PendingGroup, PublishState};
 use crate::log::within;
 use crate::metrics::clamped;
 use crate::store::disk::directories::directory::LocalDisk;
-use crate::store::disk::files::Mode;
-use crate::store::disk::log_file::{Log, LogKind, LogUse};
+use crate::store::disk::log_file::{Log, LogKind, Reserved};
 use crate::store::disk::shuffle::Shuffle;
 use crate::store::extents::extent::Extent;
 use crate::store::{ExtentWrite, StoreError};
@@ -37,19 +36,18 @@ impl Writer {
     pub(in crate::store::disk) async fn publish(
         &self,
         shuffle: &Arc<Shuffle>,
-        batch: &WrittenBatch,
+        data: &Reserved,
         extents: &[ExtentWrite],
         is_last: bool,
     ) -> Result<u64, StoreError> {
         let mut state = shuffle.publish_lock.lock().await;
         self.settle(shuffle, &mut state, is_last).await?;
-        if batch.log.has_vanished() {
-            return Err(StoreError::io(batch.log.full_path(), Vanished::File.into()));
+        if data.log.has_vanished() {
+            return Err(StoreError::io(data.log.full_path(), Vanished::File.into()));
         }
         let sequence = state.next_sequence;
         let bases = |partition| shuffle.stream_bytes(partition);
-        let place = (&batch.log, batch.offset);
-        state.pending = Some(PendingGroup::new((shuffle.incarnation, sequence), place, extents, bases));
+        state.pending = Some(PendingGroup::new(shuffle.incarnation, sequence, data, extents, bases));
         state.next_sequence += 1;
         self.settle(shuffle, &mut state, is_last).await?;
         Ok(sequence)
@@ -68,9 +66,15 @@ impl Writer {
         };
         // On the disk of the data, if it is healthy.
         let first = Some(pending.disk.index).filter(|_| pending.disk.is_healthy());
-        let append = |disk| self.append_to(shuffle, disk, pending);
         let bytes = pending.group.bytes.len() as u64;
-        let (log, offset) = self.on_some_disk(shuffle, bytes, is_last, first, append).await?;
+        let mut search = DiskSearch::new(self, shuffle, bytes, is_last).starting_at(first);
+        let Reserved { log, offset } = loop {
+            let disk = search.next_disk().await?;
+            match self.append_to(shuffle, disk, pending).await {
+                Ok(appended) => break appended,
+                Err(error) => search.failed(disk.index, error)?,
+            }
+        };
         if pending.since.elapsed() >= VERIFIED_AFTER {
             self.verify(pending.data()).await;
         }
@@ -124,14 +128,15 @@ impl Writer {
         shuffle: &Shuffle,
         disk: &Arc<LocalDisk>,
         pending: &PendingGroup,
-    ) -> Result<(LogUse, u64), StoreError> {
+    ) -> Result<Reserved, StoreError> {
         let bytes = pending.group.bytes.clone();
-        let (log, offset) = self.reserve(shuffle, disk, LogKind::Index, bytes.len() as u64).await?;
-        let file = self.writer(&log).await?;
-        let to = Target { log: &log, file, mode: Mode::Write };
-        self.write_call(&to, vec![bytes], offset).await?;
-        self.make_durable(&log, &to.file).await?;
-        Ok((log, offset))
+        let place = self.reserve(shuffle, disk, LogKind::Index, bytes.len() as u64).await?;
+        let file = self.writer(&place.log).await?;
+        let mut call = Call::new(self, &place, &file);
+        call.push(bytes);
+        call.send().await?;
+        self.make_durable(&place.log, &file).await?;
+        Ok(place)
     }
 }
 

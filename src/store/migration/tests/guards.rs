@@ -199,8 +199,8 @@ async fn unmounted_disks_are_refused_after_a_start_without_disks() {
         let (memory, tasks, registry) = (Budget::new(u64::MAX), Tasks::new(), Registry::new());
         let (objects, settings) = (Arc::new(fixture.store.clone()), ObjectSettings::new("p/worker-1"));
         let opened = Bucket::open(objects, settings, &memory, tasks.clone(), &registry).await;
-        let beside = (&memory, tasks.clone());
-        let tier = OffloadTier::without_disks(opened.unwrap(), beside, &registry).await.unwrap();
+        let opened = OffloadTier::without_disks(opened.unwrap(), &memory, tasks.clone(), &registry);
+        let tier = opened.await.unwrap();
         assert_eq!(tier.take_recovered().shuffles.len(), 1);
         tier.object.known(0).await.unwrap();
         tasks.cancel();

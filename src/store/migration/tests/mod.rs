@@ -20,7 +20,7 @@ use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 
 use super::policy::{Candidate, Watermarks};
-use super::{OffloadSettings, OffloadTier};
+use super::{LocalDisks, OffloadSettings, OffloadTier};
 use crate::log::{Record, Registration};
 use crate::runtime::Tasks;
 use crate::store::object::{Bucket, ObjectSettings};
@@ -80,8 +80,8 @@ impl Fixture {
             ..LocalConfig::default()
         };
         let disks = self.disks.iter().map(|disk| Arc::new(disk.clone()) as Arc<dyn Disk>).collect();
-        let memory = (&memory, tasks.clone());
-        let tier = OffloadTier::open(settings, (config, disks), object, memory, &registry).await?;
+        let local = LocalDisks { config, disks };
+        let tier = OffloadTier::open(settings, local, object, &memory, tasks.clone(), &registry).await?;
         Ok(Process { fixture: self.clone(), tier, tasks })
     }
 

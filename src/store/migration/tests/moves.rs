@@ -32,11 +32,11 @@ async fn streams_are_equal_across_the_move_boundary() {
         assert_eq!(process.read(&key, partition).await.unwrap(), expected(0..48, 1000));
     }
     let over = (border - 500, 1000);
-    let read = all(process.tier.data(&key, PartitionId(7), over).unwrap().chunks).await.unwrap();
-    let whole = all(process.tier.data(&key, PartitionId(7), (0, 48_000)).unwrap().chunks).await.unwrap();
+    let read = all(process.tier.data(&key, PartitionId(7), over.0, over.1).unwrap().chunks).await.unwrap();
+    let whole = all(process.tier.data(&key, PartitionId(7), 0, 48_000).unwrap().chunks).await.unwrap();
     let at = usize::try_from(over.0).unwrap();
     assert_eq!(read, whole[at..at + 1000]);
-    let beyond = process.tier.data(&key, PartitionId(7), (47_999, 2)).unwrap_err();
+    let beyond = process.tier.data(&key, PartitionId(7), 47_999, 2).unwrap_err();
     assert_eq!(beyond.kind, crate::store::StoreErrorKind::InvalidRange);
 
     fill(&process, &key, 12..13, 4).await;
@@ -91,7 +91,7 @@ async fn moved_partition_is_read_with_few_requests() {
     assert!(objects.len() <= process.fixture.segments().await && objects.len() < 12, "{objects:?}");
     let gets = || process.fixture.store.calls().iter().filter(|(call, _)| *call == Call::Get).count();
     let start = gets();
-    all(process.tier.data(&key, PartitionId(7), (0, 96_000)).unwrap().chunks).await.unwrap();
+    all(process.tier.data(&key, PartitionId(7), 0, 96_000).unwrap().chunks).await.unwrap();
     assert!(gets() - start <= 2 * objects.len(), "{} requests for {objects:?}", gets() - start);
     let start = gets();
     process.index(&key, PartitionId(7)).await.unwrap();
@@ -106,7 +106,7 @@ async fn reader_continues_in_the_store_after_a_move() {
     for id in 0..6 {
         process.write(&key, vec![extent(0, id..id + 1, 9000)]).await;
     }
-    let mut read = process.tier.data(&key, PartitionId(0), (0, 54_000)).unwrap().chunks;
+    let mut read = process.tier.data(&key, PartitionId(0), 0, 54_000).unwrap().chunks;
     process.move_all(&key).await.unwrap();
     assert_eq!(process.fixture.data_files(), 0);
     let mut bytes = Vec::new();

@@ -427,8 +427,8 @@ async fn store_without_disks_opens_and_registers() {
         let (memory, tasks, registry) = (Budget::new(u64::MAX), Tasks::new(), Registry::new());
         let (objects, settings) = (Arc::new(store.clone()), ObjectSettings::new("p/worker-1"));
         let opened = Bucket::open(objects, settings, &memory, tasks.clone(), &registry).await;
-        let beside = (&memory, tasks.clone());
-        let tier = OffloadTier::without_disks(opened.unwrap(), beside, &registry).await.unwrap();
+        let opened = OffloadTier::without_disks(opened.unwrap(), &memory, tasks.clone(), &registry);
+        let tier = opened.await.unwrap();
         let mut recovered = tier.take_recovered();
         let keys: Vec<_> = recovered.shuffles.iter().map(|it| it.key.clone()).collect();
         if life == 0 {

@@ -39,19 +39,19 @@ pub(in crate::store::object) fn begin(
     let cache = core.cache.as_ref()?;
     let (pinned, missing) = cache.find(&core.metrics, key, bytes)?;
     if let Some(landing) = missing {
-        let fetch = run(Arc::clone(core), Arc::clone(shuffle), (key, pinned.held.clone()), landing);
+        let fetch = run(Arc::clone(core), Arc::clone(shuffle), key, pinned.held.clone(), landing);
         core.tasks.spawn("object cache", fetch);
     }
     Some(pinned)
 }
 
 /// Fetches a chunk and reports the outcome to all waiting readers.
-async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>, (key, held): (ChunkKey, Held), landing: Landing) {
+async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>, key: ChunkKey, held: Held, landing: Landing) {
     let object = shuffle.segment_key(key.segment);
     let fetched = tokio::select! {
         biased;
         () = core.tasks.cancelled() => return,
-        fetched = fetch(&core, &shuffle, &object, (key, &held)) => fetched,
+        fetched = fetch(&core, &shuffle, &object, key, &held) => fetched,
     };
     let Some(cache) = &core.cache else { return };
     let landed = match fetched {
@@ -79,7 +79,8 @@ async fn fetch(
     core: &Core,
     shuffle: &Shuffle,
     object: &str,
-    (key, held): (ChunkKey, &Held),
+    key: ChunkKey,
+    held: &Held,
 ) -> Result<u64, Missed> {
     let Some(cache) = &core.cache else { return Ok(0) };
     let holder = Holder { app: Some(shuffle.name.key.app.clone()), weight: 1 };
@@ -87,7 +88,7 @@ async fn fetch(
     // Memory of the gathered pieces, and of the piece that makes them exceed `WRITE_BYTES`.
     let _gathered = core.extents.force_charge(2 * WRITE_BYTES as u64);
     core.metrics.ranges.inc();
-    let fetched = pour(core, object, (key, held)).await;
+    let fetched = pour(core, object, key, held).await;
     let answer = match &fetched {
         Err(Missed::Store(error)) => Err(again(error)),
         _ => Ok(()),
@@ -96,7 +97,7 @@ async fn fetch(
     fetched
 }
 
-async fn pour(core: &Core, object: &str, (key, held): (ChunkKey, &Held)) -> Result<u64, Missed> {
+async fn pour(core: &Core, object: &str, key: ChunkKey, held: &Held) -> Result<u64, Missed> {
     let Some(cache) = &core.cache else { return Ok(0) };
     let directory = &cache.directories[held.slot.directory];
     let wanted = key.start()..key.start() + CHUNK_BYTES;

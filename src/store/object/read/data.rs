@@ -127,7 +127,7 @@ impl DataRead {
         self.checksums.prepare(&core, &shuffle, until).await?;
         loop {
             let mark = self.checksums.mark();
-            room = located.read(&core, &shuffle, (&asked, room), &mut self.ahead).await?;
+            room = located.read(&core, &shuffle, &asked, room, &mut self.ahead).await?;
             let Some(block) = self.checksums.check(room.bytes(len)) else { return Ok(room.freeze(len)) };
             self.ahead.forget();
             self.checksums.rewind(mark);

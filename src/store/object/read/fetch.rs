@@ -146,7 +146,7 @@ pub(in crate::store::object) async fn fill(
         let (those, others) = left.split_at(together(left));
         let rooms = those.iter().map(|part| (part.offset, unfilled.take(&part.range))).collect();
         let more = if others.is_empty() { ahead.more } else { 0 };
-        gets.push(get(core, (first.segment, key_of(first.segment)), rooms, more));
+        gets.push(get(core, first.segment, key_of(first.segment), rooms, more));
         left = others;
     }
     let gets = stream::iter(gets).buffer_unordered(RANGES_AT_ONCE).try_collect::<Vec<_>>();
@@ -170,7 +170,7 @@ async fn go_on(core: &Core, mut rest: Rest, (offset, room): Room<'_>) -> Result<
             tracing::debug!(%error, "requesting the rest of a response again");
             let (segment, key) = (rest.segment, rest.body.key().to_owned());
             drop(rest);
-            get(core, (segment, key), vec![(offset, room)], 0).await
+            get(core, segment, key, vec![(offset, room)], 0).await
         }
     }
 }
@@ -179,7 +179,8 @@ async fn go_on(core: &Core, mut rest: Rest, (offset, room): Room<'_>) -> Result<
 /// bytes if there is a permit for a response that continues.
 async fn get(
     core: &Core,
-    (segment, key): (u32, String),
+    segment: u32,
+    key: String,
     rooms: Vec<Room<'_>>,
     more: u64,
 ) -> Result<Option<Rest>, StoreError> {
@@ -204,7 +205,7 @@ pub(in crate::store) async fn read(core: &Core, key: &str, range: Range<u64>) ->
     let too_long = || wrong_answer(key, "a range that does not fit into memory");
     let length = usize::try_from(range.end.saturating_sub(range.start)).map_err(|_| too_long())?;
     let mut bytes = vec![0; length];
-    get(core, (0, key.to_owned()), vec![(range.start, &mut bytes)], 0).await?;
+    get(core, 0, key.to_owned(), vec![(range.start, &mut bytes)], 0).await?;
     Ok(bytes.into())
 }
 

@@ -35,7 +35,8 @@ impl RecordSource for Uploads {
 
     async fn read(
         &self,
-        (len, buffers): (usize, &dyn ReadBuffers),
+        len: usize,
+        buffers: &dyn ReadBuffers,
         parts: Vec<Part>,
         mut complete: impl FnMut(&mut [u8]) -> Result<(), Extent> + Send,
     ) -> Result<Bytes, StoreError> {
@@ -44,7 +45,7 @@ impl RecordSource for Uploads {
         let asked = Asked { len, beside: Some(0), buffers };
         let mut room = located.room(core, &asked).await;
         loop {
-            room = located.read(core, shuffle, (&asked, room), &mut Ahead::default()).await?;
+            room = located.read(core, shuffle, &asked, room, &mut Ahead::default()).await?;
             let Err(extent) = complete(room.bytes(len)) else { return Ok(room.freeze(len)) };
             core.metrics.crc_mismatches.inc();
             // Chunks of the cache that were read earlier may contain records of the extent.

@@ -51,7 +51,7 @@ impl Room {
     /// Charges `beside` bytes to `heap`, even beyond its capacity: the permit accounts for them.
     /// Must not run under the lock that grants permits, because the heap may return memory to the
     /// system.
-    fn new((buffer, _permit): (Box<dyn ReadBuffer>, ReadPermit), heap: &Budget, beside: usize) -> Self {
+    fn new(buffer: Box<dyn ReadBuffer>, _permit: ReadPermit, heap: &Budget, beside: usize) -> Self {
         Self { buffer, _beside: heap.force_charge(beside as u64), _permit }
     }
 
@@ -156,12 +156,12 @@ impl Located {
     pub(in crate::store) async fn room(&self, core: &Core, asked: &Asked<'_>) -> Room {
         let Some(beside) = asked.beside else {
             let buffer = asked.buffers.acquire(asked.len).await;
-            return Room::new((buffer, Box::new(())), &core.extents, 0);
+            return Room::new(buffer, Box::new(()), &core.extents, 0);
         };
         let share = if self.stored.is_empty() { &core.cache_reads } else { &core.store_reads };
         let parts = ShareParts::of([share], asked.len + beside);
-        let taken = asked.buffers.acquire_with(asked.len, parts).await;
-        Room::new(taken, &core.extents, beside)
+        let (buffer, permit) = asked.buffers.acquire_with(asked.len, parts).await;
+        Room::new(buffer, permit, &core.extents, beside)
     }
 
     /// Reads the parts into a buffer.
@@ -172,7 +172,8 @@ impl Located {
         &self,
         core: &Core,
         shuffle: &Shuffle,
-        (asked, mut room): (&Asked<'_>, Room),
+        asked: &Asked<'_>,
+        mut room: Room,
         ahead: &mut Ahead,
     ) -> Result<Room, StoreError> {
         let key_of = |number| shuffle.segment_key(number);
@@ -230,7 +231,7 @@ pub(in crate::store) async fn read(
     let located = locate(core, shuffle, vec![part], &[]).await?;
     let asked = Asked { len, beside: None, buffers: &HeapBuffers };
     let room = located.room(core, &asked).await;
-    let room = located.read(core, shuffle, (&asked, room), &mut Ahead::default()).await?;
+    let room = located.read(core, shuffle, &asked, room, &mut Ahead::default()).await?;
     Ok(room.freeze(len))
 }
 
@@ -241,7 +242,7 @@ mod tests {
     #[test]
     fn memory_beside_a_buffer_is_charged_until_it_is_moved() {
         let heap = Budget::new(1 << 10);
-        let room = Room::new((Box::new(vec![7; 100]), Box::new(())), &heap, 124 << 10);
+        let room = Room::new(Box::new(vec![7; 100]), Box::new(()), &heap, 124 << 10);
         assert_eq!(heap.used(), 124 << 10, "whatever is left");
         assert_eq!((room.freeze(10), heap.used()), (Bytes::from_static(&[7; 10]), 0));
     }

@@ -38,8 +38,8 @@ impl Process {
         self.store.calls().iter().filter(is_counted).count()
     }
 
-    async fn data(&self, partition: i32, range: (u64, u32)) -> Result<Vec<u8>, StoreError> {
-        all(self.tier.data(&key(1), PartitionId(partition), range)?.chunks).await
+    async fn data(&self, partition: i32, offset: u64, length: u32) -> Result<Vec<u8>, StoreError> {
+        all(self.tier.data(&key(1), PartitionId(partition), offset, length)?.chunks).await
     }
 
     /// Writes `segments` segments. Each has a block of 1000 bytes of partition 0 and one of
@@ -62,11 +62,11 @@ fn bytes_of(ids: std::ops::Range<i64>, length: u32) -> Vec<u8> {
 async fn cached_chunk_is_read_without_a_request() {
     let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
     process.filled(3).await;
-    assert_eq!(process.data(0, (0, 3000)).await.unwrap(), bytes_of(0..3, 1000));
+    assert_eq!(process.data(0, 0, 3000).await.unwrap(), bytes_of(0..3, 1000));
     assert_eq!(process.gets(), 3, "one for each segment");
     for partition in [0, 1] {
         assert_eq!(process.read(&key(1), partition).await.unwrap(), expected(0..3, 1000));
-        assert_eq!(process.data(partition, (500, 2000)).await.unwrap(), bytes_of(0..3, 1000)[500..2500]);
+        assert_eq!(process.data(partition, 500, 2000).await.unwrap(), bytes_of(0..3, 1000)[500..2500]);
     }
     assert_eq!(process.gets(), 3, "another partition is in the same chunks");
 }
@@ -76,7 +76,7 @@ async fn concurrent_readers_of_a_chunk_share_a_request() {
     let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
     process.filled(1).await;
     process.store.set(|call, _| if call == Call::Get { Fault::Hold } else { Fault::None });
-    let reads = join_all((0..10).map(|n| process.data(n % 2, (0, 1000))));
+    let reads = join_all((0..10).map(|n| process.data(n % 2, 0, 1000)));
     let others = async {
         let is_held = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
         eventually("one asks", is_held).await;
@@ -93,11 +93,11 @@ async fn failed_chunk_is_requested_again_by_the_next_reader() {
     process.filled(1).await;
     for fault in [Fault::Refuse, Fault::Cut] {
         process.store.set(move |call, _| if call == Call::Get { fault } else { Fault::None });
-        let error = process.data(0, (0, 1000)).await.unwrap_err();
+        let error = process.data(0, 0, 1000).await.unwrap_err();
         assert_eq!(error.kind, StoreErrorKind::Unhealthy, "{fault:?}: it is expected back");
     }
     process.store.heal();
-    assert_eq!(process.data(0, (0, 1000)).await.unwrap(), bytes_of(0..1, 1000));
+    assert_eq!(process.data(0, 0, 1000).await.unwrap(), bytes_of(0..1, 1000));
 }
 
 #[tokio::test]
@@ -121,10 +121,10 @@ async fn silent_store_delays_only_its_own_readers() {
         for partition in [0, 1] {
             shuffle.write(vec![extent(partition, 0..1, 1 << 20)].into()).await.unwrap();
         }
-        process.data(0, (0, 1 << 20)).await.unwrap();
+        process.data(0, 0, 1 << 20).await.unwrap();
         process.store.set(|call, _| if call == Call::Get { Fault::Hold } else { Fault::None });
         let read = |partition| {
-            let mut read = process.tier.data(&key(1), PartitionId(partition), (0, 1 << 20)).unwrap().chunks;
+            let mut read = process.tier.data(&key(1), PartitionId(partition), 0, 1 << 20).unwrap().chunks;
             let pool = &pool;
             async move { read.next_chunk(pool).await.unwrap().unwrap().len() }
         };
@@ -156,15 +156,15 @@ async fn failed_cache_disk_costs_a_request_but_no_reader() {
             let process = cached(&FaultyObjects::default(), disk, 8).await;
             process.filled(2).await;
             faults.add(Rule::once(operation, fault));
-            let read = process.data(0, (0, 2000)).await;
+            let read = process.data(0, 0, 2000).await;
             assert_eq!(read.unwrap(), bytes_of(0..2, 1000), "{operation:?} {fault:?}");
             let before = process.gets();
-            process.data(0, (0, 1000)).await.unwrap();
+            process.data(0, 0, 1000).await.unwrap();
             assert_eq!(process.gets(), before + 1, "{operation:?} {fault:?}: it is left alone");
             faults.release().await;
             tokio::time::advance(Duration::from_secs(61)).await;
             for _ in 0..2 {
-                assert_eq!(process.data(0, (0, 2000)).await.unwrap(), bytes_of(0..2, 1000));
+                assert_eq!(process.data(0, 0, 2000).await.unwrap(), bytes_of(0..2, 1000));
             }
             assert_eq!(process.gets(), before + 3, "{operation:?} {fault:?}: and then it is not");
         }
@@ -185,12 +185,12 @@ async fn corrupt_cached_chunk_is_reread_from_the_store() {
     let (disk, faults) = faulty_disk();
     let process = cached(&FaultyObjects::default(), disk, 8).await;
     process.filled(1).await;
-    process.data(0, (0, 1000)).await.unwrap();
+    process.data(0, 0, 1000).await.unwrap();
     faults.add(Rule::once(Operation::Read, fault::Fault::Flip));
-    assert_eq!(process.data(0, (0, 1000)).await.unwrap(), bytes_of(0..1, 1000));
+    assert_eq!(process.data(0, 0, 1000).await.unwrap(), bytes_of(0..1, 1000));
     assert_eq!(process.gets(), 2, "instead of the cache");
-    process.data(0, (0, 1000)).await.unwrap();
-    process.data(0, (0, 1000)).await.unwrap();
+    process.data(0, 0, 1000).await.unwrap();
+    process.data(0, 0, 1000).await.unwrap();
     assert_eq!(process.gets(), 3, "it was brought anew");
 }
 
@@ -216,7 +216,7 @@ async fn corrupt_cached_index_is_reread_from_the_store() {
         faults_now.add(Rule::once(Operation::Read, fault::Fault::Flip));
         let index = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
         assert_eq!(index, before);
-        assert_eq!(process.data(1, (0, 2000)).await.unwrap(), bytes_of(0..2, 1000));
+        assert_eq!(process.data(1, 0, 2000).await.unwrap(), bytes_of(0..2, 1000));
     }
 }
 
@@ -247,8 +247,7 @@ async fn index_records_are_suspected_before_blocks() {
         for index_cache_bytes in [0, 16 << 20] {
             let (process, faults) = of_many_blocks(index_cache_bytes).await;
             faults.add(rule.clone());
-            let read =
-                async || process.data(0, (586_000, 2000)).await.unwrap() == bytes_of(58_600..58_800, 10);
+            let read = async || process.data(0, 586_000, 2000).await.unwrap() == bytes_of(58_600..58_800, 10);
             assert!(read().await);
             assert!(faults.injected() > 0);
             let chunks = process.tier.objects().cached_bytes() / CHUNK_BYTES;
@@ -298,7 +297,7 @@ async fn cache_does_not_survive_shuffles_or_process() {
     let disk = MemoryDisk::new("/cache", None);
     let process = cached(&store, Arc::new(disk.clone()), 8).await;
     process.filled(2).await;
-    process.data(0, (0, 2000)).await.unwrap();
+    process.data(0, 0, 2000).await.unwrap();
     assert_eq!(process.tier.objects().cached_bytes(), 2 * CHUNK_BYTES);
     assert_eq!(disk.files(), Vec::<PathBuf>::new(), "its file has no name");
     process.purge(&key(1), Purge::App(Cause::Unregistered)).await;
@@ -311,7 +310,7 @@ async fn cache_does_not_survive_shuffles_or_process() {
     process.kill().await;
     let process = cached(&store, Arc::new(disk.clone()), 8).await;
     assert_eq!((disk.files(), process.tier.objects().cached_bytes()), (Vec::new(), 0));
-    assert_eq!(process.data(0, (0, 2000)).await.unwrap(), bytes_of(0..2, 1000));
+    assert_eq!(process.data(0, 0, 2000).await.unwrap(), bytes_of(0..2, 1000));
 }
 
 #[tokio::test]
@@ -319,7 +318,7 @@ async fn following_chunk_is_prefetched() {
     let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
     process.filled(5).await;
     let before = process.gets();
-    let mut read = process.tier.data(&key(1), PartitionId(0), (0, 5000)).unwrap().chunks;
+    let mut read = process.tier.data(&key(1), PartitionId(0), 0, 5000).unwrap().chunks;
     let small = SmallBuffers(1000);
     assert_eq!(read.next_chunk(&small).await.unwrap().unwrap().len(), 1000);
     let brought = || match process.gets() - before {
@@ -336,7 +335,7 @@ async fn hint_prefetches_exactly_its_range() {
     process.tier.hint(&key(1), PartitionId(0), &[1000..2000, 90_000..100_000]);
     let brought = || if process.gets() == 1 { Ok(()) } else { Err(String::new()) };
     eventually("it is brought", brought).await;
-    assert_eq!(process.data(0, (1000, 1000)).await.unwrap(), bytes_of(1..2, 1000));
+    assert_eq!(process.data(0, 1000, 1000).await.unwrap(), bytes_of(1..2, 1000));
     assert_eq!(process.gets(), 1);
 }
 
@@ -414,7 +413,7 @@ async fn close_extents_are_one_request_without_cache() {
     let found = segments(&process.store).await.len();
     assert!(found <= 3, "{found}");
     let before = process.gets();
-    assert_eq!(process.data(0, (0, 600)).await.unwrap().len(), 600);
+    assert_eq!(process.data(0, 0, 600).await.unwrap().len(), 600);
     let gets = process.gets() - before;
     assert!((1..=found).contains(&gets), "{gets} requests for {found} segments, however many extents");
 }

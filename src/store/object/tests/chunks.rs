@@ -35,7 +35,7 @@ async fn with_a_run(answers_ahead: usize) -> Process {
 
 impl Process {
     fn begin(&self, (offset, length): (u64, u32)) -> Box<dyn ChunkRead> {
-        self.tier.data(&key(1), PartitionId(0), (offset, length)).unwrap().chunks
+        self.tier.data(&key(1), PartitionId(0), offset, length).unwrap().chunks
     }
 
     fn asked(&self) -> usize {

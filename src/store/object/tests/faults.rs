@@ -60,17 +60,17 @@ async fn transit_errors_are_reread_and_stored_ones_reported() {
         if flips { Fault::Flip } else { Fault::None }
     };
     process.store.set(once);
-    let read = process.tier.data(&key(1), PartitionId(0), (0, 400)).unwrap();
+    let read = process.tier.data(&key(1), PartitionId(0), 0, 400).unwrap();
     assert_eq!(all(read.chunks).await.unwrap().len(), 400);
 
     process.store.set(|call, _| if call == Call::Get { Fault::Flip } else { Fault::None });
-    let read = process.tier.data(&key(1), PartitionId(0), (100, 200)).unwrap();
+    let read = process.tier.data(&key(1), PartitionId(0), 100, 200).unwrap();
     let error = all(read.chunks).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Corrupt);
     assert!(error.to_string().contains("/s0000000001"), "{error}");
     // Bytes at the edges of a range belong to blocks that lie only partly in it, so they are not
     // verified.
-    let read = process.tier.data(&key(1), PartitionId(0), (1, 50)).unwrap();
+    let read = process.tier.data(&key(1), PartitionId(0), 1, 50).unwrap();
     assert_eq!(all(read.chunks).await.unwrap().len(), 50);
 }
 
@@ -91,7 +91,7 @@ async fn blocks_of_a_deleted_segment_are_lost_once_confirmed() {
     let gone = segments(&process.store).await.remove(0).0;
     let content = process.store.snapshot().await[&gone].clone();
     let fails = async || {
-        let mut read = process.tier.data(&key(1), PartitionId(0), (0, 200)).unwrap().chunks;
+        let mut read = process.tier.data(&key(1), PartitionId(0), 0, 200).unwrap().chunks;
         let error = read.next_chunk(&HeapBuffers).await.unwrap_err();
         error.kind == StoreErrorKind::NotFound && read.is_suspect()
     };
@@ -113,7 +113,7 @@ async fn blocks_of_a_deleted_segment_are_lost_once_confirmed() {
     let reason = mark().await.expect("it is gone").to_string();
     assert!(reason.contains(&gone) && reason.contains("deleted by another program"), "{reason}");
     assert_eq!(*told.lock(), BTreeSet::from([(0, reason.clone()), (7, reason)]));
-    assert!(process.tier.data(&key(1), PartitionId(0), (0, 200)).unwrap().has_hole);
+    assert!(process.tier.data(&key(1), PartitionId(0), 0, 200).unwrap().has_hole);
     let mut read = process.read(&key(1), 0).await.unwrap();
     assert!(read.remove(&uniffle_wire::index::FILLER_BLOCK_ID).is_some(), "a record of the hole");
     assert_eq!(read, expected(2..4, 50));
@@ -132,8 +132,7 @@ async fn readers_retry_a_failing_store_until_it_is_given_up() {
     shuffle.write(vec![extent(0, 0..4, 100)].into()).await.unwrap();
     for fault in [Fault::Refuse, Fault::Cut] {
         process.store.set(move |call, _| if call == Call::Get { fault } else { Fault::None });
-        let read =
-            || async { all(process.tier.data(&key(1), PartitionId(0), (0, 400)).unwrap().chunks).await };
+        let read = || async { all(process.tier.data(&key(1), PartitionId(0), 0, 400).unwrap().chunks).await };
         assert_eq!(read().await.unwrap_err().kind, StoreErrorKind::Unhealthy, "{fault:?}");
         tokio::time::advance(Duration::from_secs(121)).await;
         assert_eq!(read().await.unwrap_err().kind, StoreErrorKind::Unreachable, "{fault:?}");

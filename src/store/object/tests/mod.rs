@@ -69,7 +69,7 @@ impl Process {
         let objects = Arc::new(store.clone());
         let registry = Registry::new();
         let object = Bucket::open(objects, settings, &extents, tasks.clone(), &registry).await?;
-        let tier = OffloadTier::without_disks(object, (&extents, tasks.clone()), &registry).await?;
+        let tier = OffloadTier::without_disks(object, &extents, tasks.clone(), &registry).await?;
         Ok(Self { store: store.clone(), tier, extents, tasks })
     }
 
