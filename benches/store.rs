@@ -12,7 +12,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use uniffle_wire::index::{IndexRecord, rebase};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
 use uniffle_worker::store::DiskCondition;
-use uniffle_worker::store::disk::directories::placement::{Candidate, choose};
+use uniffle_worker::store::disk::directories::placement::{DiskCandidate, choose};
 use uniffle_worker::store::index::codec::{GroupExtent, GroupHeader, decode, encode};
 use uuid::Uuid;
 
@@ -65,7 +65,7 @@ fn groups(c: &mut Criterion) {
 }
 
 fn placement(c: &mut Criterion) {
-    let disk = |n: u64| Candidate {
+    let disk = |n: u64| DiskCandidate {
         condition: match n {
             3 => DiskCondition::Broken,
             5 => DiskCondition::Full,

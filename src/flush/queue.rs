@@ -20,7 +20,7 @@ pub(super) type Handles = Arc<[Option<Arc<dyn TierShuffle>>]>;
 
 /// Sealed chains of one shuffle that are written together.
 #[derive(Debug)]
-pub(super) struct Batch {
+pub(super) struct FlushBatch {
     pub(super) key: ShuffleKey,
     pub(super) handles: Handles,
     pub(super) is_cold: bool,
@@ -40,7 +40,7 @@ pub(super) struct Batch {
     pub(super) _token: Arc<()>,
 }
 
-impl Batch {
+impl FlushBatch {
     /// Returns the payload bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.parts.iter().map(|(_, sealed)| sealed.bytes()).sum()
@@ -69,16 +69,16 @@ impl Batch {
 
 /// The batches that wait for one tier.
 #[derive(Debug, Default)]
-pub(super) struct Queue {
-    batches: Mutex<FairQueue<AppId, Batch>>,
+pub(super) struct FlushQueue {
+    batches: Mutex<FairQueue<AppId, FlushBatch>>,
     arrived: Notify,
     /// Cloned by every batch that waits or is being written.
     in_flight: Arc<()>,
 }
 
-impl Queue {
+impl FlushQueue {
     /// Adds a batch. `weight` is the weight of its application.
-    pub(super) fn push(&self, mut batch: Batch, weight: u32) {
+    pub(super) fn push(&self, mut batch: FlushBatch, weight: u32) {
         batch.in_flight = Some(Arc::clone(&self.in_flight));
         let (app, bytes) = (batch.key.app.clone(), batch.bytes());
         self.batches.lock().push(&app, bytes, weight, batch);
@@ -86,7 +86,7 @@ impl Queue {
     }
 
     /// Returns the next batch in fair order. Waits until there is one.
-    pub(super) async fn pop(&self) -> Batch {
+    pub(super) async fn pop(&self) -> FlushBatch {
         loop {
             let arrived = self.arrived.notified();
             if let Some(batch) = self.batches.lock().pop() {

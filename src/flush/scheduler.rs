@@ -27,7 +27,7 @@ use super::FlushConfig;
 use super::metrics::FlushMetrics;
 use super::placement::{self, Readiness, TierView};
 use super::policy::{self, Goal, Usage};
-use super::queue::{Batch, Handles, Queue};
+use super::queue::{FlushBatch, FlushQueue, Handles};
 
 /// Maximum number of partitions in a batch. It bounds the index group and the time for which
 /// publishing holds the shuffle's publish lock.
@@ -60,7 +60,7 @@ pub struct Flusher {
     pub(super) memory: Arc<Memory>,
     pub(super) tiers: Tiers,
     /// A queue per tier.
-    pub(super) queues: Vec<Queue>,
+    pub(super) queues: Vec<FlushQueue>,
     pub(super) tasks: Tasks,
     pub(super) metrics: FlushMetrics,
     /// A permit for each block being written, and the total number of permits.
@@ -102,7 +102,7 @@ impl Flusher {
             limits: RwLock::new(config.limits),
             config,
             memory,
-            queues: tiers.iter().map(|_| Queue::default()).collect(),
+            queues: tiers.iter().map(|_| FlushQueue::default()).collect(),
             tiers,
             tasks: tasks.clone(),
             blocks: (Semaphore::new(blocks as usize), blocks),
@@ -170,7 +170,10 @@ impl Flusher {
             return;
         }
         parts.sort_unstable_by_key(|(_, sealed)| sealed.partition());
-        self.enqueue_group(shuffle.key(), Group { handles, distribution: shuffle.distribution(), parts });
+        self.enqueue_group(
+            shuffle.key(),
+            VictimGroup { handles, distribution: shuffle.distribution(), parts },
+        );
     }
 
     /// Flushes a shuffle's data that is in memory now, regardless of the watermarks. Returns true
@@ -200,7 +203,7 @@ impl Flusher {
     /// Flushes the buffers of an ended batch that had too many batches in flight before. The
     /// batch's handles are valid for them: a buffer that can still be sealed belongs to the same
     /// incarnation of its shuffle.
-    pub(super) fn flush_overdue(&self, batch: &Batch) {
+    pub(super) fn flush_overdue(&self, batch: &FlushBatch) {
         let mut parts = Vec::new();
         for (buffer, _) in batch.parts.iter().filter(|(buffer, _)| buffer.is_overdue()) {
             let sealed = buffer.seal_within(self.limits().in_flight_batches_max);
@@ -208,7 +211,7 @@ impl Flusher {
         }
         if !parts.is_empty() {
             let (handles, distribution) = (Arc::clone(&batch.handles), batch.distribution);
-            self.enqueue_group(&batch.key, Group { handles, distribution, parts });
+            self.enqueue_group(&batch.key, VictimGroup { handles, distribution, parts });
         }
     }
 
@@ -245,7 +248,7 @@ impl Flusher {
 
     /// Returns the number of batches that wait for a worker.
     pub fn queued(&self) -> usize {
-        self.queues.iter().map(Queue::len).sum()
+        self.queues.iter().map(FlushQueue::len).sum()
     }
 
     /// Returns the total payload bytes written to the store.
@@ -313,7 +316,7 @@ impl Flusher {
             tokio::select! {
                 biased;
                 () = &mut stopped => {
-                    self.queues.iter().for_each(Queue::clear);
+                    self.queues.iter().for_each(FlushQueue::clear);
                     return;
                 }
                 () = self.wake.notified() => {}
@@ -384,11 +387,14 @@ impl Flusher {
 
     fn flush_these<'a>(&self, victims: impl Iterator<Item = &'a Candidate>) {
         let in_flight_max = self.limits().in_flight_batches_max;
-        let mut groups: HashMap<ShuffleKey, Group> = HashMap::new();
+        let mut groups: HashMap<ShuffleKey, VictimGroup> = HashMap::new();
         for Candidate { key, distribution, buffer, .. } in victims {
             if !groups.contains_key(key) {
                 let Some(handles) = self.handles(key) else { continue };
-                groups.insert(key.clone(), Group { handles, distribution: *distribution, parts: Vec::new() });
+                groups.insert(
+                    key.clone(),
+                    VictimGroup { handles, distribution: *distribution, parts: Vec::new() },
+                );
             }
             if let (Some(group), Some(sealed)) = (groups.get_mut(key), buffer.seal_within(in_flight_max)) {
                 group.parts.push((Arc::clone(buffer), sealed));
@@ -404,9 +410,9 @@ impl Flusher {
 
     /// Cuts a group into batches. Each partition is a batch of its own for a tier with one file per
     /// partition.
-    fn enqueue_group(&self, key: &ShuffleKey, group: Group) {
-        let Group { handles, distribution, parts } = group;
-        let batch = |parts: Parts, is_cold: bool| Batch {
+    fn enqueue_group(&self, key: &ShuffleKey, group: VictimGroup) {
+        let VictimGroup { handles, distribution, parts } = group;
+        let batch = |parts: Parts, is_cold: bool| FlushBatch {
             key: key.clone(),
             handles: Arc::clone(&handles),
             is_cold,
@@ -446,7 +452,7 @@ impl Flusher {
     }
 
     /// Queues a batch for the selected tier.
-    pub(super) fn enqueue(&self, batch: Batch) {
+    pub(super) fn enqueue(&self, batch: FlushBatch) {
         // In the last flush every tier is tried, even if it was not accepting before.
         let is_last = *self.draining.borrow();
         let takes = |index: usize, shuffle: &dyn TierShuffle| {
@@ -484,7 +490,7 @@ type Parts = Vec<(Arc<Buffer>, Arc<SealedBatch>)>;
 /// Victims of one shuffle. The stores' handles are taken *before* the seal. A buffer that can still
 /// be sealed was not purged, so the handles belong to its own incarnation and not to a later
 /// shuffle with the same key.
-struct Group {
+struct VictimGroup {
     handles: Handles,
     distribution: Distribution,
     parts: Parts,

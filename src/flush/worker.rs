@@ -17,7 +17,7 @@ use crate::clock::Instant;
 use crate::memory::{Buffer, SealedData};
 use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind, TierBatch};
 
-use super::queue::Batch;
+use super::queue::FlushBatch;
 use super::scheduler::Flusher;
 
 impl Flusher {
@@ -60,7 +60,7 @@ impl Flusher {
     /// published the batch.
     fn finish(
         self: &Arc<Self>,
-        batch: Batch,
+        batch: FlushBatch,
         app: Option<Arc<App>>,
         tier: usize,
         took: Duration,
@@ -95,7 +95,7 @@ impl Flusher {
     /// Waits for permits to write the blocks of `batch`. The number of permits bounds the temporary
     /// memory of the sort and the index-group records. That memory is not charged to the heap,
     /// because it would be taken from requests whose flush frees more.
-    async fn room_for(&self, batch: &Batch) -> Option<SemaphorePermit<'_>> {
+    async fn room_for(&self, batch: &FlushBatch) -> Option<SemaphorePermit<'_>> {
         let (permits, most) = &self.blocks;
         let blocks = u32::try_from(batch.blocks()).unwrap_or(*most).min(*most);
         // The semaphore is never closed.
@@ -103,7 +103,7 @@ impl Flusher {
     }
 
     /// Writes a batch to a tier.
-    async fn write(&self, batch: &Arc<Batch>, tier: usize, span: &Span) -> Result<(), StoreError> {
+    async fn write(&self, batch: &Arc<FlushBatch>, tier: usize, span: &Span) -> Result<(), StoreError> {
         let _room = self.room_for(batch).await;
         let extents = {
             // Sorting and cutting a large chain takes milliseconds, so it runs on a blocking
@@ -127,7 +127,7 @@ impl Flusher {
         shuffle.write(TierBatch { extents, is_retry, huge_bytes, is_last }).await
     }
 
-    fn publish(&self, batch: &Batch, bytes: u64, tier: usize) {
+    fn publish(&self, batch: &FlushBatch, bytes: u64, tier: usize) {
         for (buffer, sealed) in &batch.parts {
             #[expect(clippy::cast_precision_loss, reason = "a histogram bucket")]
             self.metrics.all.extent_bytes.observe(sealed.bytes() as f64);
@@ -147,7 +147,7 @@ impl Flusher {
 
     /// Queues a batch that a tier failed to write for the next tier at once. After all tiers have
     /// failed, it waits for a new attempt.
-    fn try_elsewhere(self: &Arc<Self>, mut batch: Batch, bytes: u64, tier: usize, error: &StoreError) {
+    fn try_elsewhere(self: &Arc<Self>, mut batch: FlushBatch, bytes: u64, tier: usize, error: &StoreError) {
         self.metrics.count_failure(tier);
         let pause = backoff(batch.failures, self.config.retry_pause_min, self.config.retry_pause_max);
         let tiers = batch.handles.iter().flatten().count();
@@ -172,7 +172,7 @@ impl Flusher {
     }
 
     /// Queues a batch again after a pause.
-    fn retry(self: &Arc<Self>, batch: Batch, pause: Duration) {
+    fn retry(self: &Arc<Self>, batch: FlushBatch, pause: Duration) {
         let flusher = Arc::clone(self);
         let mut draining = self.draining.subscribe();
         self.tasks.spawn("flush retry", async move {
@@ -193,7 +193,7 @@ impl Flusher {
     }
 }
 
-fn failed(batch: &Batch, why: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> StoreError {
+fn failed(batch: &FlushBatch, why: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> StoreError {
     StoreError::io(batch.key.to_string(), std::io::Error::other(why))
 }
 
@@ -204,7 +204,7 @@ fn backoff(failures: u32, min: Duration, max: Duration) -> Duration {
 
 /// Returns the extents to write. Recovered blocks are verified first, and invalid ones are left
 /// out.
-fn extents_of(batch: &Batch) -> Vec<ExtentWrite> {
+fn extents_of(batch: &FlushBatch) -> Vec<ExtentWrite> {
     batch.parts.iter().for_each(|(buffer, _)| buffer.verify());
     batch
         .parts

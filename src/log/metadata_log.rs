@@ -19,11 +19,11 @@ use super::error::LogError;
 use super::format::frame::{Entry, Gap, Incarnation};
 use super::objects::ship::{CheckpointSource, Shipper};
 use super::objects::shipped::ShippedLog;
-use super::recovery::hand_off::HandOff;
+use super::recovery::proof::HandOff;
 use super::recovery::read::{Directory, Snapshot, SourceReader, Survey};
 use super::recovery::take_over::Found;
 use super::write::generation::COPIES;
-use super::write::writer::{Deadlines, RecoveredRecord, Request, Writer};
+use super::write::writer::{Deadlines, LogRequest, MetadataWriter, RecoveredRecord};
 use crate::clock::timeout;
 use crate::runtime::Tasks;
 use uniffle_wire::types::ShuffleKey;
@@ -48,7 +48,7 @@ pub struct LogInStore {
 /// Handle of the log. Clones share it, and the log ends with the last of them.
 #[derive(Debug, Clone)]
 pub struct MetadataLog {
-    requests: mpsc::Sender<Request>,
+    requests: mpsc::Sender<LogRequest>,
     gap: Arc<Mutex<Option<Arc<str>>>>,
     is_begun: Arc<AtomicBool>,
     was_tried: watch::Receiver<bool>,
@@ -78,7 +78,7 @@ impl MetadataLog {
             return Self::in_store(store);
         }
         let (shipper, shipped) = store.map(|store| (store.shipper, store.found)).unzip();
-        let (mut writer, found) = Writer::on(directories, deadlines, &survey, shipped).await;
+        let (mut writer, found) = MetadataWriter::on(directories, deadlines, &survey, shipped).await;
         writer.shipper = shipper;
         if found.shuffles.is_empty() {
             writer.begin_first().await;
@@ -156,7 +156,7 @@ impl MetadataLog {
     /// Too few directories can be written, or the store does not take the end of the gap in time.
     pub async fn end_gap(&self) -> Result<bool, LogError> {
         let is_over = match &self.store {
-            None => self.ask(Request::EndGap).await?,
+            None => self.ask(LogRequest::EndGap).await?,
             Some(_) => {
                 let ended = timeout(GAP_WAIT, self.add(Entry::Epoch(Box::default()))).await;
                 let silent = |_| LogError::of(io::ErrorKind::TimedOut, "the object store does not answer");
@@ -214,7 +214,7 @@ impl MetadataLog {
     /// better, for example after one has failed or returned.
     pub async fn settle(&self) {
         let (done, settled) = oneshot::channel();
-        if self.requests.send(Request::Settle(done)).await.is_ok() {
+        if self.requests.send(LogRequest::Settle(done)).await.is_ok() {
             // An error also means that it is done.
             let _: Result<(), _> = settled.await;
         }
@@ -225,14 +225,14 @@ impl MetadataLog {
     /// # Errors
     /// The log cannot be written now, so a successor has to begin a generation.
     pub async fn release(&self) -> Result<HandOff, LogError> {
-        self.ask(Request::Release).await
+        self.ask(LogRequest::Release).await
     }
 
     /// Records that this start may have missed shuffles. It assigns incarnations from a range of
     /// its own, which no later start may use.
     pub async fn count_blind_start(&self) {
         let (done, counted) = oneshot::channel();
-        if self.requests.send(Request::Blind(done)).await.is_ok() {
+        if self.requests.send(LogRequest::Blind(done)).await.is_ok() {
             let _: Result<(), _> = counted.await;
         }
     }
@@ -256,7 +256,7 @@ impl MetadataLog {
     /// # Errors
     /// The log cannot be written now.
     async fn read_snapshot(&self) -> Result<Snapshot, LogError> {
-        self.ask(Request::Snapshot).await
+        self.ask(LogRequest::Snapshot).await
     }
 
     /// Marks a shuffle as moved: its later records are acknowledged once the object store has them.
@@ -279,13 +279,13 @@ impl MetadataLog {
             store.begin();
             return store.append(entry).await;
         }
-        self.ask(|done| Request::Append(entry, done)).await
+        self.ask(|done| LogRequest::Append(entry, done)).await
     }
 
     /// Sends a request to the writer and returns its answer.
     async fn ask<T>(
         &self,
-        request: impl FnOnce(oneshot::Sender<Result<T, LogError>>) -> Request,
+        request: impl FnOnce(oneshot::Sender<Result<T, LogError>>) -> LogRequest,
     ) -> Result<T, LogError> {
         let (done, answer) = oneshot::channel();
         let ended = || LogError::told("the worker is stopping");
@@ -328,7 +328,7 @@ impl RecordReader {
         if let Records::Log(log) = &self.0 {
             let (to, told) = mpsc::channel(TOLD_MAX);
             // Without a writer nothing is received, which is reported as an error.
-            let _ = log.requests.send(Request::Tell(to)).await;
+            let _ = log.requests.send(LogRequest::Tell(to)).await;
             self.0 = Records::FromWriter(told);
         }
         let next = match &mut self.0 {

@@ -35,7 +35,7 @@ pub use self::metadata_log::{LogInStore, MetadataLog, RecordReader};
 pub use self::objects::object::{ListedObject, LogObject, LogObjects, OBJECT_COPIES};
 pub use self::objects::ship::{REFRESH, Shipper};
 pub use self::objects::shipped::ShippedLog;
-pub use self::recovery::hand_off::HandOff;
+pub use self::recovery::proof::HandOff;
 pub use self::recovery::read::{Directory, Health, METADATA, Survey, newest_epoch};
 pub use self::recovery::take_over::Found;
 pub use self::window::{FileWindow, within};

@@ -25,8 +25,7 @@ pub use self::disk::{
 pub use self::error::{StoreError, StoreErrorKind};
 pub use self::extents::extent_write::{ExtentData, ExtentWrite};
 pub use self::object::ObjectConfig;
-pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle, TierHeap};
-pub use self::recovery::stored::{Stored, StoredShuffle};
+pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle, Stored, StoredShuffle, TierHeap};
 pub use self::state::{
     DiskCondition, DiskInfo, HdfsState, MountUsage, ObjectStoreState, TierState, by_mount,
 };

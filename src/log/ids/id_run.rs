@@ -48,7 +48,7 @@ impl IdRun {
     /// A run cannot be read, or no data directory takes the new one.
     pub async fn merged(scratch: &Scratch, runs: &[Arc<Self>]) -> io::Result<Self> {
         let mut writer = RunWriter::new(scratch).await?;
-        let mut cursors: Vec<_> = runs.iter().map(|run| Cursor::new(run)).collect();
+        let mut cursors: Vec<_> = runs.iter().map(|run| RunCursor::new(run)).collect();
         loop {
             let mut next = None::<(PartitionId, u64)>;
             for cursor in &mut cursors {
@@ -69,7 +69,7 @@ impl IdRun {
         let from = self.blocks.partition_point(|(first, _)| *first < partition).saturating_sub(1);
         let to = self.blocks.partition_point(|(first, _)| *first <= partition);
         let mut chunks = Vec::new();
-        let mut reader = Reader::new(self, from..to);
+        let mut reader = RunReader::new(self, from..to);
         while let Some((of, chunk)) = reader.next().await? {
             if of == partition {
                 chunks.push(chunk);
@@ -80,8 +80,8 @@ impl IdRun {
 
     /// Returns a reader of all partitions in order.
     #[must_use]
-    pub fn partitions(&self) -> Partitions<'_> {
-        Partitions { reader: Reader::new(self, 0..self.blocks.len()), first: None }
+    pub fn partitions(&self) -> RunPartitions<'_> {
+        RunPartitions { reader: RunReader::new(self, 0..self.blocks.len()), first: None }
     }
 
     /// Returns the size of the file.
@@ -218,14 +218,14 @@ impl RunWriter {
 
 /// Reads entries of a run in order, a few blocks at a time.
 #[derive(Debug)]
-struct Reader<'a> {
+struct RunReader<'a> {
     run: &'a IdRun,
     /// Blocks that are not read yet.
     blocks: Range<usize>,
     entries: std::vec::IntoIter<(PartitionId, IdChunk)>,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> RunReader<'a> {
     fn new(run: &'a IdRun, blocks: Range<usize>) -> Self {
         Self { run, blocks, entries: Vec::new().into_iter() }
     }
@@ -278,16 +278,16 @@ fn entries(mut window: &[u8]) -> io::Result<Vec<(PartitionId, IdChunk)>> {
 }
 
 /// Position of a merge in a run.
-struct Cursor<'a> {
-    reader: Reader<'a>,
+struct RunCursor<'a> {
+    reader: RunReader<'a>,
     partition: PartitionId,
     ids: Vec<u64>,
     at: usize,
 }
 
-impl<'a> Cursor<'a> {
+impl<'a> RunCursor<'a> {
     fn new(run: &'a IdRun) -> Self {
-        let reader = Reader::new(run, 0..run.blocks.len());
+        let reader = RunReader::new(run, 0..run.blocks.len());
         Self { reader, partition: PartitionId(0), ids: Vec::new(), at: 0 }
     }
 
@@ -313,13 +313,13 @@ impl<'a> Cursor<'a> {
 
 /// Reader of the partitions of a run, see [`IdRun::partitions`].
 #[derive(Debug)]
-pub struct Partitions<'a> {
-    reader: Reader<'a>,
+pub struct RunPartitions<'a> {
+    reader: RunReader<'a>,
     /// First entry of the next partition.
     first: Option<(PartitionId, IdChunk)>,
 }
 
-impl Partitions<'_> {
+impl RunPartitions<'_> {
     /// Returns the next partition with its ids.
     ///
     /// # Errors

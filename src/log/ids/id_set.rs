@@ -30,18 +30,18 @@ const ID_BYTES: u64 = size_of::<u64>() as u64;
 pub struct IdSet {
     /// Late arrivals in ascending order.
     late: Vec<u64>,
-    chunks: Option<Box<Chunks>>,
+    chunks: Option<Box<IdChunks>>,
 }
 
 /// Chunks in the order of their ids. Their ranges do not overlap, and none is empty.
 #[derive(Debug, Clone, Default)]
-struct Chunks {
+struct IdChunks {
     list: Vec<IdChunk>,
     ids: u64,
     payload_bytes: u64,
 }
 
-impl Chunks {
+impl IdChunks {
     fn of(list: Vec<IdChunk>) -> Self {
         let ids = list.iter().map(IdChunk::count).sum();
         let payload_bytes = list.iter().map(IdChunk::heap_bytes).sum();
@@ -106,7 +106,7 @@ impl IdSet {
         }
         list.extend(IdChunk::encode(&part));
         list.shrink_to_fit();
-        Self { late: Vec::new(), chunks: Some(Box::new(Chunks::of(list))) }
+        Self { late: Vec::new(), chunks: Some(Box::new(IdChunks::of(list))) }
     }
 
     /// Creates a set of ids in any order.
@@ -118,7 +118,7 @@ impl IdSet {
 
     /// Creates a set of chunks whose ids ascend.
     pub(super) fn from_chunks(list: Vec<IdChunk>) -> Self {
-        let chunks = (!list.is_empty()).then(|| Box::new(Chunks::of(list)));
+        let chunks = (!list.is_empty()).then(|| Box::new(IdChunks::of(list)));
         Self { late: Vec::new(), chunks }
     }
 
@@ -163,7 +163,7 @@ impl IdSet {
     /// Returns the heap size that a clone allocates.
     #[must_use]
     pub fn clone_bytes(&self) -> u64 {
-        let chunks = |chunks: &Chunks| size_of::<Chunks>() + chunks.list.len() * size_of::<IdChunk>();
+        let chunks = |chunks: &IdChunks| size_of::<IdChunks>() + chunks.list.len() * size_of::<IdChunk>();
         ID_BYTES * self.late.len() as u64 + self.chunks.as_ref().map_or(0, |it| chunks(it) as u64)
     }
 
@@ -212,7 +212,7 @@ impl IdSet {
         match &mut self.chunks {
             Some(chunks) => chunks.insert(&ids),
             None => {
-                let chunks = || Chunks::of(ids.chunks(CHUNK_IDS_MAX).filter_map(IdChunk::encode).collect());
+                let chunks = || IdChunks::of(ids.chunks(CHUNK_IDS_MAX).filter_map(IdChunk::encode).collect());
                 let chunks = (ids.len() > LISTED_MAX).then(chunks);
                 match chunks.filter(|it| it.heap_bytes() < ID_BYTES * ids.len() as u64) {
                     Some(mut chunks) => {
@@ -263,7 +263,7 @@ impl IdSet {
                 list.extend(IdChunk::encode(&left));
             }
             list.shrink_to_fit();
-            **chunks = Chunks::of(list);
+            **chunks = IdChunks::of(list);
         }
         self.chunks.take_if(|chunks| chunks.list.is_empty());
         before - self.len()

@@ -38,12 +38,12 @@ pub(super) struct ObjectFile {
 }
 
 /// Bytes with the memory that they take.
-struct Charged {
+struct ChargedBytes {
     bytes: BytesMut,
     _charge: Charge,
 }
 
-impl AsRef<[u8]> for Charged {
+impl AsRef<[u8]> for ChargedBytes {
     fn as_ref(&self) -> &[u8] {
         &self.bytes
     }
@@ -189,7 +189,7 @@ impl File for ObjectFile {
                     None => bytes.resize(bytes.len() + part.len(), 0),
                 }
             }
-            Ok(Bytes::from_owner(Charged { bytes, _charge }))
+            Ok(Bytes::from_owner(ChargedBytes { bytes, _charge }))
         };
         reading.boxed()
     }

@@ -22,7 +22,7 @@ use tokio::sync::{Notify, oneshot};
 
 pub(in crate::log) use self::queue::CheckpointSource;
 pub use self::queue::REFRESH;
-use self::queue::{Origin, Shared, State};
+use self::queue::{LogOrigin, ShipperState, State};
 use self::task::Task;
 use super::object::LogObjects;
 use super::shipped::ShippedLog;
@@ -40,7 +40,7 @@ const WAIT_MAX: Duration = Duration::from_secs(120);
 
 /// Handle of the log in the store. Clones share it.
 #[derive(Debug, Clone)]
-pub struct Shipper(Arc<Shared>);
+pub struct Shipper(Arc<ShipperState>);
 
 /// Waits for the store until [`WAIT_MAX`].
 async fn answer(waiting: oneshot::Receiver<Result<(), LogError>>) -> Result<(), LogError> {
@@ -76,7 +76,7 @@ impl Shipper {
             ended: None,
             begin: Some(begin),
         };
-        let shared = Arc::new(Shared { state: Mutex::new(state), wake: Notify::new() });
+        let shared = Arc::new(ShipperState { state: Mutex::new(state), wake: Notify::new() });
         let (task_shared, memory, found) = (Arc::clone(&shared), memory.clone(), Arc::clone(found));
         let (ending, cancelled) = (Self(Arc::clone(&shared)), tasks.cancelled());
         tasks.spawn("object metadata", async move {
@@ -96,15 +96,15 @@ impl Shipper {
 
     /// Begins to store the contents of the disks' log.
     pub(in crate::log) fn begin_from_disks(&self, log: Arc<dyn CheckpointSource>) {
-        self.begin_from(Origin::Disks(log));
+        self.begin_from(LogOrigin::Disks(log));
     }
 
     /// Begins to store entries of a worker without disks. Repeated calls change nothing.
     pub(in crate::log) fn begin(&self) {
-        self.begin_from(Origin::Store);
+        self.begin_from(LogOrigin::Store);
     }
 
-    fn begin_from(&self, origin: Origin) {
+    fn begin_from(&self, origin: LogOrigin) {
         if let Some(begin) = self.0.state.lock().begin.take() {
             // The task may have ended.
             let _ = begin.send(origin);

@@ -1,9 +1,7 @@
 //! A start's work on the metadata log: reading its copies, deciding whether they prove that no
 //! acknowledged record is missing, and continuing the log.
 
-pub(super) mod hand_off;
 pub mod proof;
 pub(super) mod read;
 pub(super) mod resumable;
-mod resume;
 pub(super) mod take_over;

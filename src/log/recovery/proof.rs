@@ -18,10 +18,22 @@
 
 use std::cmp::Reverse;
 
+use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use super::hand_off::HandOff;
 use crate::log::format::frame::{Epoch, Gap, Member};
+
+/// Hand-off record of the outgoing process: the log is closed and its `frames` records are durable
+/// in every copy. Successors of other versions read it, so fields are only added, with a default.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct HandOff {
+    /// Id of the newest epoch.
+    pub(in crate::log) epoch: u64,
+    /// Number of acknowledged frames in the epoch.
+    pub(in crate::log) frames: u64,
+    /// Generation of the files with these frames.
+    pub(in crate::log) generation: u64,
+}
 
 /// Metadata read from a present directory.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

@@ -15,7 +15,7 @@ use futures::future::join_all;
 use rustix::io::Errno;
 use uuid::Uuid;
 
-use super::hand_off::HandOff;
+use super::proof::HandOff;
 use super::proof::{CopySeen, Present, RecoveryDecision, Torn, judge};
 use super::resumable::{Resumable, resumable_copies};
 use crate::log::contents::{CheckpointFilter, Order};

@@ -8,8 +8,7 @@
 
 use std::path::PathBuf;
 
-use super::hand_off::HandOff;
-use super::proof::{CopySeen, Present, RecoveryDecision};
+use super::proof::{CopySeen, HandOff, Present, RecoveryDecision};
 use crate::log::format::frame::{Encoder, Member};
 
 /// Copies to which a successor may append.

@@ -18,7 +18,7 @@ use crate::log::contents::FoundShuffle;
 use crate::log::error::LogError;
 use crate::log::format::frame::{Entry, Gap, Incarnation, Member};
 use crate::log::objects::shipped::ShippedLog;
-use crate::log::write::writer::{Deadlines, RecoveredRecord, Writer};
+use crate::log::write::writer::{Deadlines, MetadataWriter, RecoveredRecord};
 use uniffle_wire::types::ShuffleKey;
 
 /// Recovered state of an earlier process.
@@ -38,7 +38,7 @@ pub struct Found {
     pub next_incarnation: u64,
 }
 
-impl Writer {
+impl MetadataWriter {
     /// Creates a writer that continues with the result of a survey, by the rule (`proof`). Also
     /// returns the recovered state.
     pub(in crate::log) async fn on(

@@ -20,7 +20,7 @@ use rand::RngExt as _;
 use uuid::Uuid;
 
 use super::checkpoint::{Checkpoint, CheckpointSink};
-use super::writer::{Copy, Writer};
+use super::writer::{Copy, MetadataWriter};
 use crate::log::error::LogError;
 use crate::log::format::frame::{Encoder, Entry, Epoch, Gap, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
 use crate::log::recovery::proof::members_after;
@@ -36,7 +36,42 @@ const AVOIDED_FOR: Duration = Duration::from_secs(60);
 /// Remaining ones are harmless.
 const REMOVAL_WAIT: Duration = Duration::from_secs(1);
 
-impl Writer {
+impl MetadataWriter {
+    /// Opens the copies that the previous process handed off, to append to them. Returns false if a
+    /// new generation has to begin instead.
+    pub(in crate::log) async fn resume(&mut self) -> bool {
+        let Some(resumable) = self.resumable.take() else { return false };
+        let directories: Vec<usize> = resumable.copies.iter().map(|(directory, _)| *directory).collect();
+        let all: BTreeSet<usize> = (0..self.directories.len()).collect();
+        // A disk may have stopped accepting writes, and a new generation would not use it.
+        let is_the_same = self.places(&BTreeSet::new()) == directories && self.usable_now() == all;
+        if self.is_blind || !is_the_same {
+            return false;
+        }
+        let opened = resumable.copies.iter().map(|(directory, path)| {
+            let io = &*self.directories[*directory].io;
+            within(self.deadlines.name, open_copy(io, path, resumable.bytes))
+        });
+        let opened = join_all(opened.collect::<Vec<_>>()).await;
+        let mut copies = Vec::new();
+        for ((directory, path), file) in resumable.copies.iter().zip(opened) {
+            match file {
+                Ok(file) => {
+                    let (directory, path) = (*directory, path.clone());
+                    copies.push(Copy { directory, generation: self.generation, path, file });
+                }
+                Err(error) => {
+                    self.blame(*directory, path, &error);
+                    return false;
+                }
+            }
+        }
+        (self.encoder, self.end, self.spare) = (resumable.encoder, resumable.bytes, None);
+        self.opened(copies, all);
+        tracing::debug!(generation = self.generation, "metadata log resumed");
+        true
+    }
+
     pub(super) fn has_changed(&self) -> bool {
         self.usable_now() != self.usable
     }
@@ -354,7 +389,7 @@ pub(in crate::log) async fn open_copy(io: &dyn Disk, path: &Path, bytes: u64) ->
 
 /// The copies of a generation on the disks, which are written together.
 struct CopySink<'a> {
-    writer: &'a mut Writer,
+    writer: &'a mut MetadataWriter,
     copies: &'a [Copy],
     /// The unnamed copy, until a write to it fails.
     spare: Option<Copy>,
@@ -377,7 +412,7 @@ impl CheckpointSink for CopySink<'_> {
         }
         self.end += chunk.len() as u64;
         if let Some(spare) = self.spare.take() {
-            self.spare = Writer::append_to_spare(spare, chunk, end, deadline).await;
+            self.spare = MetadataWriter::append_to_spare(spare, chunk, end, deadline).await;
         }
         Ok(())
     }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::generation::{COPIES, unfinished};
-use super::writer::{Copy, Writer};
+use super::writer::{Copy, MetadataWriter};
 use crate::log::recovery::read::{copy_directory, copy_file};
 use crate::log::window::within;
 use uniffle_io::{Lane, WriteOpen};
@@ -25,7 +25,7 @@ const ROOM_BYTES: u64 = 64 << 20;
 /// Number of bytes copied at a time.
 const CHUNK_BYTES: u64 = 1 << 20;
 
-impl Writer {
+impl MetadataWriter {
     /// Creates an empty spare in a directory that has room for `bytes` bytes. Returns `None` if
     /// that fails.
     pub(super) async fn create_spare(&self, directory: usize, bytes: u64) -> Option<Copy> {

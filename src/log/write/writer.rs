@@ -23,8 +23,7 @@ use crate::log::error::LogError;
 use crate::log::format::frame::{Encoder, Entry, Epoch, Incarnation};
 use crate::log::objects::ship::Shipper;
 use crate::log::objects::shipped::ShippedLog;
-use crate::log::recovery::hand_off::HandOff;
-use crate::log::recovery::proof::RecoveryDecision;
+use crate::log::recovery::proof::{HandOff, RecoveryDecision};
 use crate::log::recovery::read::{Directory, LogSources, MEMBERS, METADATA, Part, Snapshot, Source};
 use crate::log::recovery::resumable::Resumable;
 use crate::log::window::within;
@@ -62,7 +61,7 @@ pub struct Deadlines {
 /// A recovered record of a shuffle, or `None` at the end.
 pub(in crate::log) type RecoveredRecord = Result<Option<(ShuffleKey, Bytes)>, LogError>;
 
-pub(in crate::log) enum Request {
+pub(in crate::log) enum LogRequest {
     /// Append an entry. Answered with its position in the log that is copied to the object store.
     Append(Entry, oneshot::Sender<Result<u64, LogError>>),
     /// Check the copies, and write them again where needed.
@@ -89,7 +88,7 @@ pub(in crate::log) struct Copy {
 }
 
 /// Writer of the log.
-pub(in crate::log) struct Writer {
+pub(in crate::log) struct MetadataWriter {
     pub(in crate::log) directories: Vec<Directory>,
     pub(in crate::log) deadlines: Deadlines,
     pub(in crate::log) epoch: Epoch,
@@ -140,7 +139,7 @@ pub(in crate::log) struct Writer {
     pub(in crate::log) was_tried: watch::Sender<bool>,
 }
 
-impl Writer {
+impl MetadataWriter {
     pub(in crate::log) fn new(
         directories: Vec<Directory>,
         deadlines: Deadlines,
@@ -184,7 +183,7 @@ impl Writer {
         }
     }
 
-    pub(in crate::log) async fn run(mut self, mut requests: mpsc::Receiver<Request>) {
+    pub(in crate::log) async fn run(mut self, mut requests: mpsc::Receiver<LogRequest>) {
         let mut waiting = Vec::new();
         while self.wait_for(&mut requests, &mut waiting).await > 0 {
             let (mut entries, mut answers) = (Vec::new(), Vec::new());
@@ -192,23 +191,23 @@ impl Writer {
             let (mut looking, mut ending) = (Vec::new(), Vec::new());
             for request in waiting.drain(..) {
                 match request {
-                    Request::Append(entry, done) if self.is_outdated(&entry) => {
+                    LogRequest::Append(entry, done) if self.is_outdated(&entry) => {
                         // The caller may have been dropped.
                         let _ = done.send(Err(outdated(&entry)));
                     }
-                    Request::Append(entry, done) => {
+                    LogRequest::Append(entry, done) => {
                         let ended = self.replaced_by(&entry).map(Entry::Purged);
                         answers.extend(ended.iter().map(|_| oneshot::channel().0));
                         entries.extend(ended);
                         entries.push(entry);
                         answers.push(done);
                     }
-                    Request::Settle(done) => settled.push(done),
-                    Request::Tell(to) => listening.push(to),
-                    Request::Snapshot(done) => looking.push(done),
-                    Request::EndGap(done) => ending.push(done),
-                    Request::Release(done) => releasing = Some(done),
-                    Request::Blind(done) => {
+                    LogRequest::Settle(done) => settled.push(done),
+                    LogRequest::Tell(to) => listening.push(to),
+                    LogRequest::Snapshot(done) => looking.push(done),
+                    LogRequest::EndGap(done) => ending.push(done),
+                    LogRequest::Release(done) => releasing = Some(done),
+                    LogRequest::Blind(done) => {
                         self.is_blind = true;
                         settled.push(done);
                     }
@@ -275,7 +274,7 @@ impl Writer {
         self.was_tried.send_replace(true);
     }
 
-    /// Resumes the generation of the previous process, or begins one like [`Writer::begin`].
+    /// Resumes the generation of the previous process, or begins one like [`MetadataWriter::begin`].
     async fn open(&mut self, excluded: &mut BTreeSet<usize>) -> Result<(), LogError> {
         if self.resume().await { Ok(()) } else { self.begin(excluded).await }
     }
@@ -306,8 +305,8 @@ impl Writer {
     /// Waits for requests. Writes the mark of acknowledged frames meanwhile.
     async fn wait_for(
         &mut self,
-        requests: &mut mpsc::Receiver<Request>,
-        waiting: &mut Vec<Request>,
+        requests: &mut mpsc::Receiver<LogRequest>,
+        waiting: &mut Vec<LogRequest>,
     ) -> usize {
         if self.is_open && self.marks.are_behind(self.generation, self.encoder.count()) {
             let soon = crate::clock::timeout(MARK_PAUSE, requests.recv_many(waiting, BATCH_MAX)).await;

@@ -9,7 +9,7 @@ use tokio::sync::watch;
 
 use super::config::LocalConfig;
 use super::directories::directory::LocalDisk;
-use super::files::Files;
+use super::files::FileCache;
 use super::metrics::Metrics;
 use crate::log::DamageNotifier;
 use crate::store::index::record_cache::RecordCache;
@@ -19,14 +19,14 @@ use uniffle_base::budget::Budget;
 
 /// State shared by writes, reads and maintenance.
 #[derive(Debug)]
-pub(in crate::store) struct Core {
+pub(in crate::store) struct DiskCore {
     pub(in crate::store) config: LocalConfig,
     pub(in crate::store) disks: Vec<Arc<LocalDisk>>,
     /// Notified when the condition of a disk changes.
     pub(super) changes: Arc<watch::Sender<()>>,
     /// Configured directories that could not be claimed.
     pub(in crate::store) disks_refused: u64,
-    pub(in crate::store) files: Files,
+    pub(in crate::store) files: FileCache,
     pub(in crate::store) records: RecordCache,
     /// Budget of the lists of extents of all shuffles.
     pub(in crate::store) extents: Budget,
@@ -37,7 +37,7 @@ pub(in crate::store) struct Core {
     pub(in crate::store) metrics: Metrics,
 }
 
-impl Core {
+impl DiskCore {
     pub(super) fn available_disks(&self) -> usize {
         self.disks.iter().filter(|disk| disk.condition() == DiskCondition::Healthy).count()
     }
@@ -53,7 +53,7 @@ impl Core {
         StoreError::io(path, error)
     }
 
-    /// Like [`Core::failed`], for an operation that needs space.
+    /// Like [`DiskCore::failed`], for an operation that needs space.
     pub(super) async fn failed_measured(
         &self,
         disk: &LocalDisk,

@@ -35,14 +35,14 @@ struct OpenFile {
 
 /// Open files by log and mode.
 #[derive(Debug)]
-pub(in crate::store) struct Files {
+pub(in crate::store) struct FileCache {
     open: Mutex<LruCache<(u64, Mode), OpenFile>>,
     next_id: AtomicU64,
     direct: bool,
     deadline: Duration,
 }
 
-impl Files {
+impl FileCache {
     pub(in crate::store) fn new(max: usize, direct: bool, deadline: Duration) -> Self {
         let max = NonZeroUsize::new(max).unwrap_or(NonZeroUsize::MIN);
         Self { open: Mutex::new(LruCache::new(max)), next_id: AtomicU64::new(0), direct, deadline }

@@ -7,15 +7,15 @@ use prometheus::Registry;
 use tokio::sync::watch;
 
 use super::config::LocalConfig;
-use super::core::Core;
+use super::core::DiskCore;
 use super::directories::claim;
-use super::files::Files;
+use super::files::FileCache;
 use super::metrics::Metrics;
 use super::store::LocalStore;
 use crate::log::DamageNotifier;
 use crate::runtime::Tasks;
 use crate::store::index::record_cache::RecordCache;
-use crate::store::recovery::stored::Stored;
+use crate::store::recovered::Stored;
 use crate::store::recovery::take_over::PreviousState;
 use crate::store::{StoreError, StoreErrorKind, TierHeap};
 use uniffle_io::{DeviceShare, Disk};
@@ -63,10 +63,10 @@ impl LocalStore {
             disk.index = index;
             disk.reads = DeviceShare::new(read_share_bytes);
         }
-        let core = Core {
+        let core = DiskCore {
             disks_refused: roots - claimed.len() as u64,
             records: RecordCache::new(config.index_cache_bytes),
-            files: Files::new(config.descriptors_max, config.direct_io, config.name_timeout),
+            files: FileCache::new(config.descriptors_max, config.direct_io, config.name_timeout),
             disks: claimed.into_iter().map(Arc::new).collect(),
             changes,
             found_ids: heap.found_ids(),

@@ -25,14 +25,14 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// State recovered from an earlier process.
 #[derive(Debug)]
-pub(in crate::store) struct Restored {
+pub(in crate::store) struct RestoredStreams {
     pub(in crate::store) partitions: Partitions,
     pub(in crate::store) first_base: u64,
 }
 
 /// A registered shuffle.
 #[derive(Debug)]
-pub(in crate::store) struct Shuffle {
+pub(in crate::store) struct DiskShuffle {
     pub(in crate::store) key: ShuffleKey,
     pub(in crate::store) incarnation: u64,
     /// Directory on every disk, relative to the root.
@@ -46,11 +46,11 @@ pub(in crate::store) struct Shuffle {
     published_bytes: AtomicU64,
     /// True if the purge is in the metadata log.
     purge_is_noted: AtomicBool,
-    /// See [`Shuffle::set_forgotten`].
+    /// See [`DiskShuffle::set_forgotten`].
     forgotten_bytes: OnceLock<Vec<u64>>,
     pub(super) failed_reads: FailedReads,
     pub(in crate::store) damaged: DamagedBlocks,
-    /// See [`Shuffle::set_out_of_reach`].
+    /// See [`DiskShuffle::set_out_of_reach`].
     is_partly_out_of_reach: AtomicBool,
     /// Beginning of the streams of new partitions: after data that may have been published and is
     /// unknown now.
@@ -91,7 +91,7 @@ impl ShuffleDisk {
     }
 }
 
-impl Shuffle {
+impl DiskShuffle {
     /// Creates a shuffle. Its lists of extents are charged to `extents`.
     pub(in crate::store) fn new(key: ShuffleKey, incarnation: u64, disks: usize, extents: &Budget) -> Self {
         let name = format!("{}.{incarnation}", key.shuffle);
@@ -125,13 +125,13 @@ impl Shuffle {
         Incarnation { key: self.key.clone(), number: self.incarnation }
     }
 
-    /// See [`Shuffle::set_purge_noted`].
+    /// See [`DiskShuffle::set_purge_noted`].
     pub(in crate::store) fn purge_is_noted(&self) -> bool {
         self.purge_is_noted.load(Ordering::Acquire)
     }
 
     /// Marks the purge as logged. Its files may be removed once its extents are
-    /// [dropped](Shuffle::set_forgotten) too.
+    /// [dropped](DiskShuffle::set_forgotten) too.
     pub(in crate::store) fn set_purge_noted(&self) {
         self.purge_is_noted.store(true, Ordering::Release);
     }
@@ -208,7 +208,7 @@ impl Shuffle {
         Ok(())
     }
 
-    /// See [`Shuffle::set_out_of_reach`].
+    /// See [`DiskShuffle::set_out_of_reach`].
     pub(in crate::store) fn is_partly_out_of_reach(&self) -> bool {
         self.is_partly_out_of_reach.load(Ordering::Relaxed)
     }
@@ -308,7 +308,7 @@ impl Shuffle {
     }
 
     /// Restores the published state of an earlier process.
-    pub(in crate::store) fn restore(&self, restored: Restored) {
+    pub(in crate::store) fn restore(&self, restored: RestoredStreams) {
         let on_disks = restored.partitions.values().flat_map(Partition::on_disks);
         let bytes = on_disks.map(|extent| extent.length).sum();
         self.published_bytes.store(bytes, Ordering::Relaxed);

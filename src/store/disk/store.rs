@@ -13,12 +13,12 @@ use futures::future::join_all;
 use parking_lot::Mutex;
 
 use super::config::SyncWrites;
-use super::core::Core;
+use super::core::DiskCore;
 use super::directories::directory::{LocalDisk, TRASH};
 use super::read::view::{InObjects, StreamView, ViewRun};
-use super::read::{DataRead, Reader};
-use super::shuffle::Shuffle;
-use super::write::append::Writer;
+use super::read::{DataRead, DiskReader};
+use super::shuffle::DiskShuffle;
+use super::write::append::DiskWriter;
 use super::write::batch::Published;
 use crate::clock::timeout;
 use crate::log::{MetadataLog, Scratch, within};
@@ -34,8 +34,8 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 /// incarnation.
 #[derive(Clone)]
 pub struct ShuffleHandle {
-    pub(in crate::store) writer: Arc<Writer>,
-    pub(in crate::store) shuffle: Arc<Shuffle>,
+    pub(in crate::store) writer: Arc<DiskWriter>,
+    pub(in crate::store) shuffle: Arc<DiskShuffle>,
 }
 
 impl fmt::Debug for ShuffleHandle {
@@ -59,10 +59,10 @@ impl ShuffleHandle {
 /// The local disks as one store. Without disks, only the extents of objects and the metadata log.
 #[derive(Debug)]
 pub struct LocalStore {
-    pub(in crate::store) core: Arc<Core>,
-    pub(in crate::store) writer: Arc<Writer>,
-    pub(in crate::store) reader: Reader,
-    pub(in crate::store) shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
+    pub(in crate::store) core: Arc<DiskCore>,
+    pub(in crate::store) writer: Arc<DiskWriter>,
+    pub(in crate::store) reader: DiskReader,
+    pub(in crate::store) shuffles: DashMap<ShuffleKey, Arc<DiskShuffle>>,
     pub(in crate::store) next_incarnation: AtomicU64,
     pub(super) min_disks: AtomicUsize,
     /// Deletion queue per disk.
@@ -87,14 +87,14 @@ impl Drop for LocalStore {
 }
 
 impl LocalStore {
-    pub(in crate::store) fn new(core: Core, metadata: MetadataLog, tasks: Tasks) -> Arc<Self> {
+    pub(in crate::store) fn new(core: DiskCore, metadata: MetadataLog, tasks: Tasks) -> Arc<Self> {
         let core = Arc::new(core);
         let directories = core.disks.iter().map(LocalDisk::directory).collect();
         let scratch = Scratch::new(directories, Path::new(TRASH), core.config.metadata_timeout);
         Arc::new(Self {
             scratch: Arc::new(scratch),
-            writer: Writer::new(&core),
-            reader: Reader::new(&core),
+            writer: DiskWriter::new(&core),
+            reader: DiskReader::new(&core),
             shuffles: DashMap::new(),
             next_incarnation: AtomicU64::new(1),
             min_disks: AtomicUsize::new(core.config.min_disks),
@@ -125,13 +125,13 @@ impl LocalStore {
     pub fn register(&self, key: &ShuffleKey) -> ShuffleHandle {
         let create = || {
             let incarnation = self.next_incarnation.fetch_add(1, Ordering::Relaxed);
-            Arc::new(Shuffle::new(key.clone(), incarnation, self.core.disks.len(), &self.core.extents))
+            Arc::new(DiskShuffle::new(key.clone(), incarnation, self.core.disks.len(), &self.core.extents))
         };
         let shuffle = Arc::clone(&*self.shuffles.entry(key.clone()).or_insert_with(create));
         self.handle_of(shuffle)
     }
 
-    fn handle_of(&self, shuffle: Arc<Shuffle>) -> ShuffleHandle {
+    fn handle_of(&self, shuffle: Arc<DiskShuffle>) -> ShuffleHandle {
         ShuffleHandle { writer: Arc::clone(&self.writer), shuffle }
     }
 
@@ -260,7 +260,7 @@ impl LocalStore {
         join_all(syncs).await;
     }
 
-    pub(in crate::store) fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
+    pub(in crate::store) fn find(&self, key: &ShuffleKey) -> Result<Arc<DiskShuffle>, StoreError> {
         let found = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle));
         found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
     }

@@ -11,7 +11,7 @@ use futures::{FutureExt as _, TryFutureExt as _};
 use tokio::sync::watch;
 
 use super::read::view::ViewRun;
-use super::shuffle::Shuffle;
+use super::shuffle::DiskShuffle;
 use super::store::{LocalStore, ShuffleHandle};
 use crate::log::{self, OnDamage, Scratch};
 use crate::store::recovery::take_over;
@@ -46,7 +46,7 @@ impl TierShuffle for ShuffleHandle {
 /// The metadata log, for one incarnation of a shuffle.
 struct ShuffleMetadata {
     log: log::MetadataLog,
-    shuffle: Arc<Shuffle>,
+    shuffle: Arc<DiskShuffle>,
 }
 
 impl MetadataLog for ShuffleMetadata {

@@ -1,7 +1,7 @@
 //! Visits the partitions and extents of a shuffle in batches. A shuffle may have millions, and
 //! writers and readers must not wait.
 
-use super::shuffle::Shuffle;
+use super::shuffle::DiskShuffle;
 use uniffle_wire::types::PartitionId;
 
 /// Number of extents per batch.
@@ -17,7 +17,7 @@ pub(in crate::store) async fn turn(looked: &mut usize, more: usize) {
 }
 
 /// Returns all partitions of a shuffle. The lock is held for one batch at a time.
-pub(in crate::store) async fn partitions_of(shuffle: &Shuffle) -> Vec<PartitionId> {
+pub(in crate::store) async fn partitions_of(shuffle: &DiskShuffle) -> Vec<PartitionId> {
     let (mut all, mut looked) = (Vec::new(), 0);
     loop {
         let some = shuffle.with_streams(|streams| streams.partitions_from(all.len(), TOGETHER_MAX));
@@ -41,7 +41,7 @@ mod tests {
     #[tokio::test]
     async fn partitions_are_listed_in_batches_with_new_ones() {
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
-        let shuffle = Shuffle::new(key, 1, 0, &Budget::new(u64::MAX));
+        let shuffle = DiskShuffle::new(key, 1, 0, &Budget::new(u64::MAX));
         let mut next = 0;
         let mut publish = |count: usize| {
             let some: Vec<_> =

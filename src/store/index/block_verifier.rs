@@ -8,7 +8,7 @@ use std::ops::Range;
 
 /// A block to verify.
 #[derive(Debug, Clone)]
-pub(in crate::store) struct Check {
+pub(in crate::store) struct BlockCheck {
     /// Range of the block in the stream.
     pub(in crate::store) place: Range<u64>,
     /// Recorded checksum, or 0 if none was computed.
@@ -22,7 +22,7 @@ pub(in crate::store) struct Check {
 #[derive(Debug)]
 pub(in crate::store) struct BlockVerifier {
     /// Blocks, ordered by their ranges.
-    checks: VecDeque<Check>,
+    checks: VecDeque<BlockCheck>,
     /// Number of blocks that have passed since the last mark.
     passed: usize,
     hasher: crc32fast::Hasher,
@@ -32,7 +32,7 @@ pub(in crate::store) struct BlockVerifier {
 
 /// A saved position of [`BlockVerifier`].
 #[derive(Debug)]
-pub(in crate::store) struct Mark {
+pub(in crate::store) struct VerifierMark {
     hasher: crc32fast::Hasher,
     at: u64,
 }
@@ -54,25 +54,25 @@ impl BlockVerifier {
     }
 
     /// Adds a block that begins at or after the end of the last one.
-    pub(in crate::store) fn push(&mut self, check: Check) {
+    pub(in crate::store) fn push(&mut self, check: BlockCheck) {
         self.checks.push_back(check);
     }
 
     /// Saves the current position.
-    pub(in crate::store) fn mark(&mut self) -> Mark {
+    pub(in crate::store) fn mark(&mut self) -> VerifierMark {
         self.checks.drain(..self.passed);
         self.passed = 0;
-        Mark { hasher: self.hasher.clone(), at: self.at }
+        VerifierMark { hasher: self.hasher.clone(), at: self.at }
     }
 
     /// Returns to the last mark.
-    pub(in crate::store) fn rewind(&mut self, mark: Mark) {
+    pub(in crate::store) fn rewind(&mut self, mark: VerifierMark) {
         self.passed = 0;
         (self.hasher, self.at) = (mark.hasher, mark.at);
     }
 
     /// Returns the first block that ends in the next bytes and has a wrong checksum.
-    pub(in crate::store) fn check(&mut self, mut bytes: &[u8]) -> Option<Check> {
+    pub(in crate::store) fn check(&mut self, mut bytes: &[u8]) -> Option<BlockCheck> {
         while !bytes.is_empty()
             && let Some(check) = self.checks.get(self.passed)
         {
@@ -105,7 +105,7 @@ mod tests {
         let mut checks = BlockVerifier::new(0);
         for (start, bytes) in blocks {
             let place = *start..*start + bytes.len() as u64;
-            checks.push(Check { place, crc: crc32fast::hash(bytes), base: 0 });
+            checks.push(BlockCheck { place, crc: crc32fast::hash(bytes), base: 0 });
         }
         checks
     }

@@ -72,13 +72,13 @@ pub(in crate::store) const WRONG_RECORDS: &str = "index records are corrupt";
 pub(in crate::store) struct IndexRead<S> {
     source: S,
     extents: ExtentList,
-    place: Cursor,
+    place: RecordsCursor,
     progress: Progress,
 }
 
 /// Position of a read, with the verifier of the current extent.
 #[derive(Debug, Clone, Default)]
-struct Cursor {
+struct RecordsCursor {
     /// Index of the current extent.
     at: usize,
     /// Bytes of the extent's records that were returned.
@@ -87,20 +87,20 @@ struct Cursor {
 }
 
 /// Origin of the records of a step.
-enum Origin {
+enum RecordsOrigin {
     Cache(Bytes),
     Filler,
     Parts,
 }
 
 /// Records of one extent in a chunk.
-struct Step {
+struct RecordsStep {
     extent: Extent,
     /// Range in the chunk.
     range: Range<usize>,
     /// Offset in the records of the extent.
     from: u64,
-    origin: Origin,
+    origin: RecordsOrigin,
 }
 
 const fn whole_records(bytes: usize) -> usize {
@@ -110,36 +110,36 @@ const fn whole_records(bytes: usize) -> usize {
 impl<S: RecordSource> IndexRead<S> {
     /// Creates a read of the records of `blocks` blocks in `extents`, from index `first` on.
     pub(in crate::store) fn new(source: S, extents: ExtentList, first: usize, blocks: u64) -> Self {
-        let place = Cursor { at: first, ..Cursor::default() };
+        let place = RecordsCursor { at: first, ..RecordsCursor::default() };
         Self { source, extents, place, progress: Progress::new(blocks * RECORD_BYTES as u64) }
     }
 
     /// Returns the steps of the next chunk, at most `max` bytes, and its length. Allocates no
     /// buffer: the devices are asked first.
-    fn plan(&self, max: usize) -> (Vec<Step>, S::Parts, usize) {
+    fn plan(&self, max: usize) -> (Vec<RecordsStep>, S::Parts, usize) {
         let (mut steps, mut parts, mut len, mut from) = (Vec::new(), S::Parts::default(), 0, self.place.done);
         for extent in self.extents.iter_from(self.place.at) {
             if len == max {
                 break;
             }
             let origin = match extent.is_lost() {
-                true => Origin::Filler,
-                false if from > 0 => Origin::Parts,
-                false => self.source.cached(extent).map_or(Origin::Parts, Origin::Cache),
+                true => RecordsOrigin::Filler,
+                false if from > 0 => RecordsOrigin::Parts,
+                false => self.source.cached(extent).map_or(RecordsOrigin::Parts, RecordsOrigin::Cache),
             };
             let origin = match origin {
                 // The next chunk has room for all these records.
-                Origin::Cache(all) if len > 0 && len + all.len() > max && all.len() <= max => break,
-                Origin::Cache(all) if len + all.len() > max => Origin::Parts,
+                RecordsOrigin::Cache(all) if len > 0 && len + all.len() > max && all.len() <= max => break,
+                RecordsOrigin::Cache(all) if len + all.len() > max => RecordsOrigin::Parts,
                 origin => origin,
             };
             let rest = usize::try_from(extent.records_bytes() - from).unwrap_or(usize::MAX);
             let range = len..len + rest.min(max - len);
-            if matches!(origin, Origin::Parts) {
+            if matches!(origin, RecordsOrigin::Parts) {
                 S::add(&mut parts, extent, from, range.clone());
             }
             len = range.end;
-            steps.push(Step { extent: *extent, range, from, origin });
+            steps.push(RecordsStep { extent: *extent, range, from, origin });
             from = 0;
         }
         (steps, parts, len)
@@ -152,24 +152,24 @@ impl<S: RecordSource> IndexRead<S> {
     }
 }
 
-impl Cursor {
+impl RecordsCursor {
     /// Verifies and completes the records of a chunk, and advances. Returns the extent whose
     /// records are wrong.
     fn complete(
         &mut self,
-        steps: &[Step],
+        steps: &[RecordsStep],
         bytes: &mut [u8],
         source: &impl RecordSource,
     ) -> Result<(), Extent> {
         let mut place = self.clone();
-        for Step { extent, range, from, origin } in steps {
+        for RecordsStep { extent, range, from, origin } in steps {
             let bytes = bytes.get_mut(range.clone()).unwrap_or_default();
             place.done = from + bytes.len() as u64;
             let is_end = place.done >= extent.records_bytes();
             match origin {
-                Origin::Cache(records) => bytes.copy_from_slice(records),
-                Origin::Filler => fill(bytes, extent, *from),
-                Origin::Parts => {
+                RecordsOrigin::Cache(records) => bytes.copy_from_slice(records),
+                RecordsOrigin::Filler => fill(bytes, extent, *from),
+                RecordsOrigin::Parts => {
                     let mut is_sound = place.check.accept(bytes);
                     if is_end {
                         let check = std::mem::take(&mut place.check);

@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::pass::Passed;
-use super::policy::{self, Candidate, DiskView, ShuffleView};
-use super::shuffle::Shuffle;
+use super::policy::{self, DiskView, MoveCandidate, ShuffleView};
+use super::shuffle::TieredShuffle;
 use super::tier::OffloadTier;
 use crate::clock::sleep;
 use crate::metrics::clamped;
@@ -37,9 +37,9 @@ impl OffloadTier {
     }
 
     /// Returns the data to be moved now, or `None` if there is none.
-    pub(super) fn next(&self) -> Option<(Candidate, Arc<Shuffle>)> {
+    pub(super) fn next(&self) -> Option<(MoveCandidate, Arc<TieredShuffle>)> {
         let relieved = self.look_at_disks();
-        let shuffles: Vec<Arc<Shuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
+        let shuffles: Vec<Arc<TieredShuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
         let is_draining = self.is_draining.load(Ordering::Acquire);
         if !is_draining
             && !relieved.contains(&true)
@@ -49,7 +49,7 @@ impl OffloadTier {
         }
         let views: Vec<ShuffleView> = shuffles.iter().map(|shuffle| self.view(shuffle)).collect();
         let wanted = policy::next(&views, &relieved, self.object.segment_bytes(), is_draining)?;
-        let (Candidate::Oldest(at) | Candidate::Cold(at)) = wanted;
+        let (MoveCandidate::Oldest(at) | MoveCandidate::Cold(at)) = wanted;
         Some((wanted, Arc::clone(&shuffles[at])))
     }
 
@@ -64,7 +64,7 @@ impl OffloadTier {
         relieved.clone()
     }
 
-    fn view(&self, shuffle: &Shuffle) -> ShuffleView {
+    fn view(&self, shuffle: &TieredShuffle) -> ShuffleView {
         shuffle.forget_old_exclusions();
         let bytes = shuffle.local.usage().bytes;
         let is_stuck = shuffle.is_stuck(bytes);
@@ -78,7 +78,7 @@ impl OffloadTier {
     }
 
     /// Returns whether anything was moved or made known to the store.
-    async fn run(&self, wanted: Candidate, shuffle: &Arc<Shuffle>) -> bool {
+    async fn run(&self, wanted: MoveCandidate, shuffle: &Arc<TieredShuffle>) -> bool {
         match self.move_some(wanted, shuffle).await {
             Ok(has_moved) => has_moved,
             Err(error) if error.kind == StoreErrorKind::Purged => true,
@@ -96,13 +96,13 @@ impl OffloadTier {
     /// An error of a disk or of the store. Data moved before the error stays moved.
     pub(super) async fn move_some(
         &self,
-        wanted: Candidate,
-        shuffle: &Arc<Shuffle>,
+        wanted: MoveCandidate,
+        shuffle: &Arc<TieredShuffle>,
     ) -> Result<bool, StoreError> {
         let _turn = self.turn.lock().await;
         let is_new = !shuffle.is_known();
         let before = shuffle.local.usage().bytes;
-        let is_cold = matches!(wanted, Candidate::Cold(_));
+        let is_cold = matches!(wanted, MoveCandidate::Cold(_));
         let cold = is_cold.then(|| shuffle.take_cold());
         let excluded = shuffle.excluded();
         let moving = match &cold {
@@ -171,7 +171,7 @@ impl OffloadTier {
     }
 
     fn left(&self) -> Drained {
-        let shuffles: Vec<Arc<Shuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
+        let shuffles: Vec<Arc<TieredShuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
         let mut drained = Drained::default();
         for shuffle in &shuffles {
             let TierUsage { bytes, .. } = shuffle.local.usage();
@@ -201,7 +201,7 @@ impl OffloadTier {
     ///
     /// # Errors
     /// `Purged`. The store does not take the records, or the log cannot be written.
-    pub(super) async fn make_known(&self, shuffle: &Arc<Shuffle>) -> Result<Uploads, StoreError> {
+    pub(super) async fn make_known(&self, shuffle: &Arc<TieredShuffle>) -> Result<Uploads, StoreError> {
         if !self.is_present(shuffle) {
             return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
         }
@@ -228,7 +228,7 @@ impl OffloadTier {
     ///
     /// # Errors
     /// `Purged` if the registration has ended.
-    fn set_moved(&self, shuffle: &Arc<Shuffle>) -> Result<(), StoreError> {
+    fn set_moved(&self, shuffle: &Arc<TieredShuffle>) -> Result<(), StoreError> {
         // `forget` removes the shuffle under the same lock. It therefore sees that the shuffle is
         // moved, or this check sees that the shuffle was removed.
         let _ends = self.ends.lock();

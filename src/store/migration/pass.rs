@@ -16,7 +16,7 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
 use super::release::{Moving, Run};
-use super::shuffle::Shuffle;
+use super::shuffle::TieredShuffle;
 use super::tier::OffloadTier;
 use crate::store::disk::DataRead;
 use crate::store::extents::extent::Extent;
@@ -41,7 +41,11 @@ impl OffloadTier {
     ///
     /// # Errors
     /// An error of a disk or of the store. Extents moved before the error stay moved.
-    pub(super) async fn pass(&self, shuffle: &Arc<Shuffle>, moving: Moving) -> Result<Passed, StoreError> {
+    pub(super) async fn pass(
+        &self,
+        shuffle: &Arc<TieredShuffle>,
+        moving: Moving,
+    ) -> Result<Passed, StoreError> {
         let uploads = self.make_known(shuffle).await?;
         let mut passed = Passed::default();
         let mut source = Runs {
@@ -68,7 +72,7 @@ impl OffloadTier {
         Ok(passed)
     }
 
-    async fn relocate(&self, shuffle: &Shuffle, copies: Vec<(PartitionId, Extent)>) {
+    async fn relocate(&self, shuffle: &TieredShuffle, copies: Vec<(PartitionId, Extent)>) {
         match self.local.relocate(&shuffle.local, copies).await {
             Ok(bytes) => self.metrics.freed_bytes.inc_by(bytes),
             Err(error) => {
@@ -85,15 +89,15 @@ struct Runs {
     /// Bytes of records in the current object, which holds them until it ends.
     given_bytes: u64,
     moving: Moving,
-    shuffle: Arc<Shuffle>,
+    shuffle: Arc<TieredShuffle>,
     buffers: StreamBuffers,
-    reading: Option<Reading>,
+    reading: Option<PassRead>,
     /// Number of runs that could not be read, and the first error.
     unread: Option<(usize, StoreError)>,
 }
 
 /// A run that is being read.
-struct Reading {
+struct PassRead {
     run: Run,
     /// Remaining extents, with their records.
     left: VecDeque<(Extent, Bytes)>,
@@ -116,7 +120,7 @@ impl Runs {
 
     /// Reads the records of a run and its first chunk. Returns the run with the error if that
     /// fails.
-    async fn open(&mut self, run: Run) -> Result<Reading, (Run, StoreError)> {
+    async fn open(&mut self, run: Run) -> Result<PassRead, (Run, StoreError)> {
         let charge = self.charge.budget().force_charge(run.extents.iter().map(Extent::records_bytes).sum());
         let mut data = self.moving.data(&run);
         let opened = async {
@@ -128,7 +132,7 @@ impl Runs {
             Ok((left, chunk))
         };
         match opened.await {
-            Ok((left, chunk)) => Ok(Reading { run, left, base: 0, left_bytes: 0, chunk, data, charge }),
+            Ok((left, chunk)) => Ok(PassRead { run, left, base: 0, left_bytes: 0, chunk, data, charge }),
             Err(error) => Err((run, error)),
         }
     }

@@ -41,7 +41,7 @@ pub struct ShuffleView {
 
 /// Data of one shuffle to be moved, with the index of the shuffle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Candidate {
+pub enum MoveCandidate {
     /// The oldest data of the shuffle.
     Oldest(usize),
     /// All data of its cold partitions.
@@ -65,11 +65,11 @@ pub fn next(
     relieved: &[bool],
     object_bytes: u64,
     is_draining: bool,
-) -> Option<Candidate> {
+) -> Option<MoveCandidate> {
     let all = || shuffles.iter().enumerate();
     if is_draining {
         let left = all().filter(|(_, it)| it.is_unknown || it.movable_bytes > 0);
-        return left.min_by_key(|(_, it)| it.age).map(|(at, _)| Candidate::Oldest(at));
+        return left.min_by_key(|(_, it)| it.age).map(|(at, _)| MoveCandidate::Oldest(at));
     }
     let in_the_way = |it: &ShuffleView| -> u64 {
         let here = it.on_disks.iter().zip(relieved).filter(|(_, is_relieved)| **is_relieved);
@@ -81,8 +81,8 @@ pub fn next(
         let cold = all().filter(|(_, it)| it.movable_bytes > 0 && it.cold_bytes >= object_bytes);
         cold.max_by_key(|(_, it)| it.cold_bytes)
     };
-    let largest = largest.map(|(at, _)| Candidate::Oldest(at));
-    largest.or_else(|| coldest().map(|(at, _)| Candidate::Cold(at)))
+    let largest = largest.map(|(at, _)| MoveCandidate::Oldest(at));
+    largest.or_else(|| coldest().map(|(at, _)| MoveCandidate::Cold(at)))
 }
 
 #[cfg(test)]
@@ -116,8 +116,8 @@ mod tests {
         let shuffles =
             [shuffle(3, &[900, 0]), shuffle(1, &[600, 5000]), shuffle(2, &[520, 0]), shuffle(0, &[0, 9])];
         let next = |relieved: &[bool]| next(&shuffles, relieved, 100, false);
-        assert_eq!(next(&[true, false]), Some(Candidate::Oldest(1)), "512 to 1023 are about one size");
-        assert_eq!(next(&[false, true]), Some(Candidate::Oldest(1)));
+        assert_eq!(next(&[true, false]), Some(MoveCandidate::Oldest(1)), "512 to 1023 are about one size");
+        assert_eq!(next(&[false, true]), Some(MoveCandidate::Oldest(1)));
         assert_eq!(next(&[false, false]), None);
         let immovable = ShuffleView { movable_bytes: 0, ..shuffle(0, &[100]) };
         assert_eq!(super::next(&[immovable], &[true], 100, false), None);
@@ -127,14 +127,18 @@ mod tests {
     fn cold_partitions_move_by_object_and_a_drain_moves_all() {
         let cold = |cold_bytes| ShuffleView { cold_bytes, ..shuffle(5, &[400]) };
         assert_eq!(next(&[cold(99)], &[false], 100, false), None);
-        assert_eq!(next(&[cold(99), cold(100)], &[false], 100, false), Some(Candidate::Cold(1)));
+        assert_eq!(next(&[cold(99), cold(100)], &[false], 100, false), Some(MoveCandidate::Cold(1)));
         let unknown = ShuffleView { is_unknown: true, ..shuffle(6, &[0]) };
         assert_eq!(
             next(&[unknown.clone(), cold(0)], &[false], 100, true),
-            Some(Candidate::Oldest(1)),
+            Some(MoveCandidate::Oldest(1)),
             "the oldest"
         );
-        assert_eq!(next(&[unknown], &[false], 100, true), Some(Candidate::Oldest(0)), "what it said, too");
+        assert_eq!(
+            next(&[unknown], &[false], 100, true),
+            Some(MoveCandidate::Oldest(0)),
+            "what it said, too"
+        );
         assert_eq!(next(&[shuffle(1, &[0])], &[false], 100, true), None);
     }
 }

@@ -16,8 +16,8 @@ use futures::future::BoxFuture;
 use super::tier::OffloadTier;
 use crate::log::OnDamage;
 use crate::store::disk::StreamView;
-use crate::store::disk::read::damage::Lost;
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::read::damage::LostTotals;
+use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::disk::walk::{partitions_of, turn};
 use crate::store::extents::extent::Extent;
 use crate::store::index::index_read::visit_ids;
@@ -35,7 +35,7 @@ impl ServedTier for OffloadTier {
     fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
         let view = self.local.view(key, partition)?;
         let (length, data_length) = (view.blocks * RECORD_BYTES as u64, view.bytes);
-        Ok(ServedIndex { length, data_length, chunks: Runs::open(self, view, Left::Index(0))? })
+        Ok(ServedIndex { length, data_length, chunks: StreamRuns::open(self, view, Left::Index(0))? })
     }
 
     fn data(
@@ -48,7 +48,7 @@ impl ServedTier for OffloadTier {
         let range = offset..offset.saturating_add(u64::from(length));
         let view = self.local.view_part(key, partition, &range)?;
         let has_hole = view.has_hole(&range);
-        Ok(ServedData { has_hole, chunks: Runs::open(self, view, Left::Data(range))? })
+        Ok(ServedData { has_hole, chunks: StreamRuns::open(self, view, Left::Data(range))? })
     }
 
     /// Passes the ranges to both tiers. The disks ignore parts that are in objects.
@@ -115,7 +115,7 @@ impl OffloadTier {
             let segment = uploads.segment_key(number);
             let error = StoreError::remote(StoreErrorKind::NotFound, &segment, "deleted by another program");
             let is_there = |it: &Extent| it.is_in_object() && it.object() == number;
-            let Lost { extents, blocks, bytes } =
+            let LostTotals { extents, blocks, bytes } =
                 self.local.reader.damage.lose_all(&shuffle, &error, is_there).await;
             if !shuffle.is_purged() {
                 tracing::error!(
@@ -130,7 +130,7 @@ impl OffloadTier {
 }
 
 /// Returns the numbers of the segments with extents of a shuffle.
-async fn segments_of(shuffle: &Shuffle) -> BTreeSet<u32> {
+async fn segments_of(shuffle: &DiskShuffle) -> BTreeSet<u32> {
     let (mut segments, mut looked) = (BTreeSet::new(), 0);
     for partition in partitions_of(shuffle).await {
         let extents = shuffle.extents(partition);
@@ -161,7 +161,7 @@ enum Left {
 
 /// A read of index or data, run by run.
 #[derive(Debug)]
-struct Runs {
+struct StreamRuns {
     local: Arc<LocalStore>,
     object: Arc<Bucket>,
     view: StreamView,
@@ -171,7 +171,7 @@ struct Runs {
     has_failed: bool,
 }
 
-impl Runs {
+impl StreamRuns {
     fn open(tier: &OffloadTier, view: StreamView, left: Left) -> Result<Box<Self>, StoreError> {
         let (local, object) = (Arc::clone(&tier.local), Arc::clone(&tier.object));
         let mut runs = Self { local, object, view, left, run: None, has_failed: false };
@@ -238,7 +238,7 @@ impl Runs {
     }
 }
 
-impl ChunkRead for Runs {
+impl ChunkRead for StreamRuns {
     fn next_chunk<'a>(
         &'a mut self,
         buffers: &'a dyn ReadBuffers,

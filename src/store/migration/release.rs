@@ -15,11 +15,11 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::metrics::clamped;
-use crate::store::disk::core::Core;
+use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::LocalDisk;
 use crate::store::disk::log_file::{Log, LogKind};
-use crate::store::disk::read::{DataRead, Reader};
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::read::{DataRead, DiskReader};
+use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::disk::store::{LocalStore, ShuffleHandle};
 use crate::store::disk::walk::{TOGETHER_MAX, partitions_of, turn};
 use crate::store::extents::extent::{Extent, ExtentList};
@@ -45,9 +45,9 @@ pub type Excluded = HashSet<(PartitionId, u64)>;
 /// Chosen extents of one registration, in the order of partitions and streams.
 #[derive(Debug)]
 pub struct Moving {
-    core: Arc<Core>,
-    reader: Reader,
-    shuffle: Arc<Shuffle>,
+    core: Arc<DiskCore>,
+    reader: DiskReader,
+    shuffle: Arc<DiskShuffle>,
     /// Chosen data logs, or `None` for all.
     logs: Option<HashSet<u16>>,
     partitions: VecDeque<PartitionId>,
@@ -148,7 +148,7 @@ impl LocalStore {
     ) -> Moving {
         partitions.sort_unstable();
         let (core, shuffle) = (Arc::clone(&self.core), Arc::clone(&handle.shuffle));
-        let (reader, partitions) = (Reader::new(&core), partitions.into());
+        let (reader, partitions) = (DiskReader::new(&core), partitions.into());
         Moving { core, reader, shuffle, logs, partitions, current: None, excluded, looked: 0 }
     }
 
@@ -160,7 +160,7 @@ impl LocalStore {
     }
 
     /// Closes the current data logs that match, so that later batches go to new files.
-    pub(super) async fn end_logs(&self, shuffle: &Shuffle, is_one: impl Fn(&Log) -> bool + Send) {
+    pub(super) async fn end_logs(&self, shuffle: &DiskShuffle, is_one: impl Fn(&Log) -> bool + Send) {
         for disk in &self.core.disks {
             let Some(here) = shuffle.found(disk) else { continue };
             let mut current = here.current(LogKind::Data).lock().await;
@@ -192,7 +192,7 @@ impl LocalStore {
         self.remove_empty_logs(shuffle).await
     }
 
-    async fn remove_empty_logs(&self, shuffle: &Shuffle) -> Result<u64, StoreError> {
+    async fn remove_empty_logs(&self, shuffle: &DiskShuffle) -> Result<u64, StoreError> {
         // Checked in this order: all extents of a settled log are visible.
         let settled: Vec<_> = shuffle.logs().into_iter().filter(|log| is_removable(log)).collect();
         // A log with a hole may be readable at a later start, so it stays.
@@ -216,7 +216,7 @@ impl LocalStore {
         failed.map_or(Ok(()), Err)
     }
 
-    async fn remove_logs(&self, shuffle: &Shuffle, logs: Vec<Arc<Log>>) -> Result<u64, StoreError> {
+    async fn remove_logs(&self, shuffle: &DiskShuffle, logs: Vec<Arc<Log>>) -> Result<u64, StoreError> {
         let (mut bytes, mut trashed, mut failed) = (0, Vec::new(), None);
         for log in logs {
             match self.core.remove_log(shuffle, &log).await {
@@ -250,12 +250,12 @@ fn is_removable(log: &Log) -> bool {
     log.kind == LogKind::Data && log.is_settled() && !log.is_removed()
 }
 
-impl Core {
+impl DiskCore {
     /// Moves the file of a data log without extents directly into the trash. A disk that is short
     /// of space may have no room for another directory.
     pub(in crate::store) async fn remove_log(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         log: &Log,
     ) -> Result<Removed, StoreError> {
         log.release();

@@ -21,7 +21,7 @@ pub(super) const EXCLUDED_FOR: Duration = Duration::from_secs(600);
 
 /// A registration, and the state of its migration.
 #[derive(Debug)]
-pub(super) struct Shuffle {
+pub(super) struct TieredShuffle {
     pub(super) key: ShuffleKey,
     pub(super) local: ShuffleHandle,
     /// Objects that batches are written to, in a worker without disks.
@@ -39,7 +39,7 @@ pub(super) struct Shuffle {
     excluded: Mutex<Option<(Instant, Excluded)>>,
 }
 
-impl Shuffle {
+impl TieredShuffle {
     /// Returns a registration. `is_moved` is true if an earlier process has moved data of it.
     /// `direct` has its objects if there are no disks.
     pub(super) fn new(
@@ -134,7 +134,7 @@ impl Shuffle {
 /// Cold partitions that are being moved. If dropped before [`Cold::done`], they are cold again.
 #[derive(Debug)]
 pub(super) struct Cold<'a> {
-    shuffle: &'a Shuffle,
+    shuffle: &'a TieredShuffle,
     pub(super) partitions: HashSet<PartitionId>,
     bytes: u64,
 }
@@ -156,7 +156,7 @@ impl Drop for Cold<'_> {
 /// A registration to which batches are written.
 #[derive(Debug)]
 pub(super) struct Handle {
-    pub(super) shuffle: Arc<Shuffle>,
+    pub(super) shuffle: Arc<TieredShuffle>,
     pub(super) object: Arc<Bucket>,
     /// Length above which an extent makes its partition cold.
     pub(super) cold_bytes: u64,

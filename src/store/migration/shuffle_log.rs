@@ -16,7 +16,7 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 
-use super::shuffle::Shuffle;
+use super::shuffle::TieredShuffle;
 use crate::store::object::Bucket;
 use crate::store::{LocalStore, MetadataLog, StoreError};
 use uniffle_wire::types::ShuffleKey;
@@ -29,7 +29,7 @@ pub(super) struct ShuffleLog {
     pub(super) local: Arc<LocalStore>,
     pub(super) object: Arc<Bucket>,
     pub(super) ends: Arc<Ends>,
-    pub(super) shuffle: Arc<Shuffle>,
+    pub(super) shuffle: Arc<TieredShuffle>,
 }
 
 impl ShuffleLog {

@@ -13,7 +13,7 @@ use tokio::sync::{Notify, watch};
 
 use super::metrics::Metrics;
 use super::policy::Watermarks;
-use super::shuffle::{Handle, Shuffle};
+use super::shuffle::{Handle, TieredShuffle};
 use super::shuffle_log::{Ends, ShuffleLog, forget_end};
 use crate::log::Scratch;
 use crate::runtime::Tasks;
@@ -58,7 +58,7 @@ pub struct OffloadTier {
     /// Budget that the memory of passes is charged to.
     pub(super) memory: Budget,
     pub(super) tasks: Tasks,
-    pub(super) shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
+    pub(super) shuffles: DashMap<ShuffleKey, Arc<TieredShuffle>>,
     pub(super) ends: Arc<Ends>,
     pub(super) recovered: Mutex<Recovered>,
     pub(super) is_draining: AtomicBool,
@@ -72,12 +72,12 @@ pub struct OffloadTier {
 
 impl OffloadTier {
     /// Returns the current registration of a shuffle.
-    pub(super) fn find(&self, key: &ShuffleKey) -> Option<Arc<Shuffle>> {
+    pub(super) fn find(&self, key: &ShuffleKey) -> Option<Arc<TieredShuffle>> {
         self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle))
     }
 
     /// Returns whether `shuffle` is the current registration of its key.
-    pub(super) fn is_present(&self, shuffle: &Arc<Shuffle>) -> bool {
+    pub(super) fn is_present(&self, shuffle: &Arc<TieredShuffle>) -> bool {
         self.shuffles.get(&shuffle.key).is_some_and(|present| Arc::ptr_eq(&present, shuffle))
     }
 
@@ -96,11 +96,11 @@ impl OffloadTier {
         self.shuffles.entry(key.clone()).or_insert_with(create);
     }
 
-    pub(super) fn shuffle_of(&self, key: &ShuffleKey, local: ShuffleHandle, is_moved: bool) -> Shuffle {
+    pub(super) fn shuffle_of(&self, key: &ShuffleKey, local: ShuffleHandle, is_moved: bool) -> TieredShuffle {
         let begin = || self.object.begin(key, local.incarnation());
         // An earlier registration has been forgotten here and there, so this one begins.
         let direct = if self.local.has_disks() { None } else { begin().ok() };
-        Shuffle::new(key.clone(), local, is_moved, direct)
+        TieredShuffle::new(key.clone(), local, is_moved, direct)
     }
 
     /// Returns the objects of the worker.

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dashmap::DashMap;
 use futures::future::BoxFuture;
@@ -16,18 +16,17 @@ use tokio::sync::{RwLock, RwLockReadGuard};
 
 use super::cache::Cache;
 use super::claim::Claim;
-use super::core::Core;
+use super::core::ObjectCore;
 use super::layout::{Registered, part_of, path_of, shuffle_prefix};
 use super::log_objects::StoredLog;
 use super::metrics::Metrics;
 use super::settings::ObjectSettings;
-use super::shuffle::{Shuffle, records_key};
+use super::shuffle::{ObjectShuffle, records_key};
 use super::upload::intake::Uploads;
 use super::workers::{self, Removed, WorkerObjects};
 use crate::clock::{Instant, timeout_at};
 use crate::log::{LogInStore, Shipper};
 use crate::runtime::Tasks;
-use crate::store::recovery::numbers::numbers_from;
 use crate::store::recovery::objects::survey;
 use crate::store::removal::deletion_queue::DetachedShuffle;
 use crate::store::removal::object_purge::{self, Going};
@@ -49,8 +48,8 @@ const ENDS_PAUSE: Duration = Duration::from_secs(1);
 /// The objects of this worker in an object store.
 #[derive(Debug)]
 pub struct Bucket {
-    pub(in crate::store) core: Arc<Core>,
-    shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
+    pub(in crate::store) core: Arc<ObjectCore>,
+    shuffles: DashMap<ShuffleKey, Arc<ObjectShuffle>>,
     log: Shipper,
     next_incarnation: AtomicU64,
     /// Held for reading while data or records come to the local disks, and for writing while the
@@ -77,7 +76,7 @@ impl Bucket {
         let metrics = Metrics::new(registry);
         let metrics = metrics.map_err(|error| StoreError::io("metrics", std::io::Error::other(error)))?;
         let claim = Claim::take(&*store, &settings.root).await?;
-        let core = Arc::new(Core::open(store, claim, settings, metrics, extents.clone(), tasks).await);
+        let core = Arc::new(ObjectCore::open(store, claim, settings, metrics, extents.clone(), tasks).await);
         let survey = survey(&core).await?;
         let start = core.claim.start().max(survey.log.last_start().saturating_add(1));
         let objects = Arc::new(StoredLog(Arc::clone(&core)));
@@ -167,7 +166,7 @@ impl Bucket {
     pub fn begin(&self, key: &ShuffleKey, incarnation: u64) -> Result<Uploads, StoreError> {
         let name = Registered { key: key.clone(), incarnation };
         self.next_incarnation.fetch_max(incarnation.saturating_add(1), Ordering::Relaxed);
-        let create = || Arc::new(Shuffle::new(&self.core, name));
+        let create = || Arc::new(ObjectShuffle::new(&self.core, name));
         self.shuffles.entry(key.clone()).or_insert_with(create);
         let uploads = self.uploads(key).filter(|uploads| uploads.incarnation() == incarnation);
         uploads.ok_or_else(|| StoreError::new(StoreErrorKind::Purged, key.to_string()))
@@ -240,7 +239,7 @@ impl Bucket {
         workers::remove(&self.core, &part_of(worker)).await
     }
 
-    pub(in crate::store) fn find(&self, key: &ShuffleKey) -> Option<Arc<Shuffle>> {
+    pub(in crate::store) fn find(&self, key: &ShuffleKey) -> Option<Arc<ObjectShuffle>> {
         self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle))
     }
 
@@ -328,7 +327,7 @@ impl Bucket {
             Purge::Shuffles => None,
         };
         // Counted before the future is polled: a stop may wait for deletions right after this call.
-        let counted = object_purge::Counted::new(Arc::clone(&self.core));
+        let counted = object_purge::CountedDeletion::new(Arc::clone(&self.core));
         let purge = async move {
             if self.end_is_known().await {
                 object_purge::purge(Arc::clone(&self.core), forgotten, app).await;
@@ -338,7 +337,7 @@ impl Bucket {
         Some(purge.boxed())
     }
 
-    fn remove(&self, key: &ShuffleKey) -> Option<Arc<Shuffle>> {
+    fn remove(&self, key: &ShuffleKey) -> Option<Arc<ObjectShuffle>> {
         let (_, shuffle) = self.shuffles.remove(key)?;
         shuffle.forget(&self.core);
         Some(shuffle)
@@ -395,8 +394,15 @@ impl Bucket {
     }
 }
 
+/// Returns the larger of `least` and the clock. `least` exceeds all known numbers. Removed
+/// registrations have left no number, but the clock exceeds theirs.
+fn numbers_from(least: u64) -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX).max(least)
+}
+
 /// Deletes abandoned registrations and stray objects that a start has found.
-fn clean_up(core: &Arc<Core>, abandoned: Vec<Registered>, strays: Vec<String>) {
+fn clean_up(core: &Arc<ObjectCore>, abandoned: Vec<Registered>, strays: Vec<String>) {
     let root = &core.settings.root;
     let prefixes = abandoned.iter().map(|name| shuffle_prefix(root, name)).chain(strays);
     let going: Vec<Going> = prefixes.map(Going::all).collect();

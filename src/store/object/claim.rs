@@ -53,7 +53,7 @@ pub(in crate::store) struct Claim {
 }
 
 /// Result of a read of the claim.
-enum Found {
+enum FoundClaim {
     Nothing,
     Ours { version: UpdateVersion, is_drained: bool },
     Another(Other),
@@ -76,12 +76,12 @@ impl Claim {
         let (text, is_drained) = (text(), Mutex::new(Some(false)));
         let mut claim = Self { key: claim_key(root), start: 1, text, is_drained, lost: OnceLock::new() };
         let mode = match claim.find(store).await? {
-            Found::Another(other) => {
+            FoundClaim::Another(other) => {
                 claim.start = other.start.saturating_add(1);
                 *claim.is_drained.lock() = Some(other.is_drained);
                 update(other.version)
             }
-            Found::Nothing | Found::Ours { .. } => PutMode::Create,
+            FoundClaim::Nothing | FoundClaim::Ours { .. } => PutMode::Create,
         };
         claim.text = format!("{}{START}{}\n", claim.text, claim.start);
         claim.put(store, mode, claim.is_drained()).await?;
@@ -145,7 +145,7 @@ impl Claim {
             return Ok(());
         }
         self.require(store).await?;
-        let Found::Ours { version, .. } = self.find(store).await? else {
+        let FoundClaim::Ours { version, .. } = self.find(store).await? else {
             return Err(StoreError::new(StoreErrorKind::InUse, &self.key));
         };
         *self.is_drained.lock() = None;
@@ -188,10 +188,10 @@ impl Claim {
             return Err(self.in_use(holder));
         }
         match self.find(store).await? {
-            Found::Ours { .. } => Ok(()),
+            FoundClaim::Ours { .. } => Ok(()),
             // A lifecycle rule of the bucket may have deleted the claim.
-            Found::Nothing => self.put(store, PutMode::Create, self.is_drained()).await,
-            Found::Another(Other { holder, .. }) => {
+            FoundClaim::Nothing => self.put(store, PutMode::Create, self.is_drained()).await,
+            FoundClaim::Another(Other { holder, .. }) => {
                 let error = self.in_use(&holder);
                 if self.lost.set(holder).is_ok() {
                     tracing::error!(
@@ -222,7 +222,7 @@ impl Claim {
         path_of(&self.key)
     }
 
-    async fn find(&self, store: &dyn ObjectStore) -> Result<Found, StoreError> {
+    async fn find(&self, store: &dyn ObjectStore) -> Result<FoundClaim, StoreError> {
         let got = async {
             let answer = store.get_opts(&self.path(), GetOptions::default()).await?;
             let version =
@@ -237,14 +237,14 @@ impl Claim {
                 let text = bytes.strip_suffix(DRAINED.as_bytes());
                 let (text, is_drained) = (text.unwrap_or(&bytes), text.is_some());
                 match text == self.text.as_bytes() {
-                    true => Ok(Found::Ours { version, is_drained }),
+                    true => Ok(FoundClaim::Ours { version, is_drained }),
                     false => {
                         let (holder, start) = (holder_of(&bytes), start_of(&bytes));
-                        Ok(Found::Another(Other { holder, start, version, is_drained }))
+                        Ok(FoundClaim::Another(Other { holder, start, version, is_drained }))
                     }
                 }
             }
-            Err(Error::NotFound { .. }) => Ok(Found::Nothing),
+            Err(Error::NotFound { .. }) => Ok(FoundClaim::Nothing),
             Err(error) => Err(failed(&self.key, &error)),
         }
     }
@@ -261,9 +261,11 @@ impl Claim {
         }
         // The response to a successful attempt may have been lost.
         match self.find(store).await? {
-            Found::Ours { is_drained: written, .. } if written == is_drained => Ok(()),
-            Found::Another(other) if is_condition(&error) => Err(self.in_use(&other.holder)),
-            Found::Another(_) | Found::Ours { .. } | Found::Nothing => Err(failed(&self.key, &error)),
+            FoundClaim::Ours { is_drained: written, .. } if written == is_drained => Ok(()),
+            FoundClaim::Another(other) if is_condition(&error) => Err(self.in_use(&other.holder)),
+            FoundClaim::Another(_) | FoundClaim::Ours { .. } | FoundClaim::Nothing => {
+                Err(failed(&self.key, &error))
+            }
         }
     }
 }

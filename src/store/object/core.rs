@@ -3,18 +3,23 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use object_store::ObjectStore;
+use bytes::Bytes;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use futures::stream::TryStreamExt as _;
+use object_store::{ObjectStore, ObjectStoreExt as _};
 use tokio::sync::{Semaphore, watch};
 
 use super::cache::Cache;
 use super::circuit_breaker::{CircuitBreaker, failed};
 use super::claim::Claim;
+use super::layout::{Name, parse_key, path_of, settings_key, settings_prefix};
 use super::metrics::Metrics;
 use super::settings::ObjectSettings;
 use crate::metrics::clamped;
 use crate::runtime::Tasks;
-use crate::store::StoreError;
 use crate::store::index::record_cache::RecordCache;
+use crate::store::{SavedSettings, StoreError};
 use uniffle_base::budget::Budget;
 use uniffle_io::DeviceShare;
 
@@ -23,7 +28,7 @@ const READS_DIVISOR: u64 = 3;
 
 /// State of the tier, shared by its shuffles, reads and tasks.
 #[derive(Debug)]
-pub(in crate::store) struct Core {
+pub(in crate::store) struct ObjectCore {
     pub(in crate::store) store: Arc<dyn ObjectStore>,
     pub(in crate::store) settings: ObjectSettings,
     pub(in crate::store) metrics: Metrics,
@@ -49,7 +54,7 @@ pub(in crate::store) struct Core {
     stored_bytes: AtomicU64,
 }
 
-impl Core {
+impl ObjectCore {
     pub(super) async fn open(
         store: Arc<dyn ObjectStore>,
         claim: Claim,
@@ -126,5 +131,44 @@ impl Core {
     pub(super) fn take_stored(&self, bytes: u64) {
         let before = self.stored_bytes.fetch_sub(bytes, Ordering::Relaxed);
         self.metrics.stored_bytes.set(clamped(before.saturating_sub(bytes)));
+    }
+}
+
+/// Settings made at run time. Each process writes an object of its own, whose key has the number of
+/// its start. So a late request of an earlier process replaces nothing. A start reads the object
+/// with the greatest number and deletes the others.
+impl SavedSettings for ObjectCore {
+    fn read(&self) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
+        let read = async {
+            let (root, mut starts) = (&self.settings.root, Vec::new());
+            let prefix = settings_prefix(root);
+            let mut listed = self.store.list(Some(&path_of(&prefix)));
+            while let Some(object) = self.noted(&prefix, listed.try_next().await)? {
+                if let Some(Name::Settings(start)) = parse_key(root, object.location.as_ref()) {
+                    starts.push(start);
+                }
+            }
+            starts.sort_unstable();
+            let Some(latest) = starts.pop() else { return Ok(None) };
+            let key = settings_key(root, latest);
+            let answer = async { self.store.get(&path_of(&key)).await?.bytes().await };
+            let text = self.noted(&key, answer.await)?;
+            for start in starts {
+                // The next start deletes the rest.
+                let _: Result<(), _> = self.store.delete(&path_of(&settings_key(root, start))).await;
+            }
+            Ok(Some(text))
+        };
+        read.boxed()
+    }
+
+    fn save(&self, text: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
+        let save = async move {
+            self.require_claim().await?;
+            let key = settings_key(&self.settings.root, self.claim.start());
+            let put = self.store.put(&path_of(&key), text.into()).await;
+            self.noted(&key, put).map(drop)
+        };
+        save.boxed()
     }
 }

@@ -11,7 +11,7 @@ use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use object_store::{Error, ObjectStore as _, ObjectStoreExt as _};
 
 use super::circuit_breaker::failed;
-use super::core::Core;
+use super::core::ObjectCore;
 use super::layout::{Name, log_key, log_prefix, parse_key, path_of};
 use crate::log::{ListedObject, LogError, LogObject, LogObjects, OBJECT_COPIES};
 use crate::store::error::LOG_KINDS;
@@ -19,7 +19,7 @@ use crate::store::{StoreError, StoreErrorKind};
 
 /// Objects of the metadata log below the worker's prefix.
 #[derive(Debug)]
-pub(in crate::store) struct StoredLog(pub(in crate::store) Arc<Core>);
+pub(in crate::store) struct StoredLog(pub(in crate::store) Arc<ObjectCore>);
 
 impl StoredLog {
     async fn put_one(&self, object: LogObject, copy: usize, bytes: Bytes) -> Result<(), StoreError> {

@@ -1,8 +1,19 @@
-//! Metrics of the tier. The client counts its requests itself.
+//! Names and metrics of the tier. The client counts its requests itself.
 
 use prometheus::{Histogram, IntCounter, IntGauge};
 
 use crate::metrics;
+use crate::store::TierNames;
+
+/// Names of the tier in metrics, logs and the API.
+pub(crate) const NAMES: TierNames = TierNames {
+    name: "object",
+    title: "the object store",
+    label: "OBJECT",
+    spill: "object",
+    events: "object",
+    queue: "object",
+};
 
 /// Buckets of segment sizes: 64 KiB to 1 GiB.
 const SEGMENT_BUCKETS: &[f64] = &metrics::exponential::<8>(65_536.0, 4.0);

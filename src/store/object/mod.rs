@@ -26,11 +26,8 @@ pub mod location;
 #[cfg(feature = "object")]
 pub(super) mod log_objects;
 pub(crate) mod metrics;
-mod names;
 #[cfg(feature = "object")]
 pub(super) mod read;
-#[cfg(feature = "object")]
-mod saved;
 pub mod settings;
 #[cfg(feature = "object")]
 pub(super) mod shuffle;
@@ -45,7 +42,7 @@ mod workers;
 #[cfg(feature = "object")]
 pub use self::bucket::Bucket;
 pub use self::config::{Credentials, ObjectConfig, Secret, UploadCheck};
-pub(crate) use self::names::NAMES;
+pub(crate) use self::metrics::NAMES;
 pub use self::settings::ObjectSettings;
 #[cfg(feature = "object")]
 pub use self::upload::intake::Uploads;

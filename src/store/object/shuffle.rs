@@ -2,17 +2,17 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use super::core::Core;
+use super::core::ObjectCore;
 use super::layout::{Registered, segment_key, shuffle_prefix};
-use super::upload::group::Group;
-use super::upload::lane::{Job, Lane};
+use super::upload::group::UploadQueue;
+use super::upload::segment::{SegmentNumbers, UploadJob};
 use crate::store::extents::extent::Extent;
 use crate::store::index::record_cache::RecordsKey;
 use crate::store::{StoreError, StoreErrorKind, TierUsage};
 
 /// State of the registration: statistics, and waiting batches. The local store has its extents.
 #[derive(Debug)]
-pub(in crate::store) struct Shuffle {
+pub(in crate::store) struct ObjectShuffle {
     pub(in crate::store) name: Registered,
     /// Prefix of the keys of its objects.
     pub(in crate::store) prefix: String,
@@ -23,9 +23,9 @@ pub(in crate::store) struct Shuffle {
     payload_bytes: AtomicU64,
     stored_bytes: AtomicU64,
     /// Batches waiting for a segment.
-    pub(super) queue: Group<Job>,
+    pub(super) queue: UploadQueue<UploadJob>,
     /// Held while a segment is made, because its bases follow those of the previous segment.
-    pub(in crate::store) lane: tokio::sync::Mutex<Lane>,
+    pub(in crate::store) lane: tokio::sync::Mutex<SegmentNumbers>,
 }
 
 /// Returns the key of an extent's records in the cache.
@@ -33,13 +33,13 @@ pub(super) fn records_key(incarnation: u64, extent: &Extent) -> RecordsKey {
     RecordsKey { incarnation, log: extent.object(), offset: extent.records_range().start }
 }
 
-impl Shuffle {
-    pub(in crate::store) fn new(core: &Core, name: Registered) -> Self {
-        Self::restored(core, name, Lane::default())
+impl ObjectShuffle {
+    pub(in crate::store) fn new(core: &ObjectCore, name: Registered) -> Self {
+        Self::restored(core, name, SegmentNumbers::default())
     }
 
     /// Creates the state of a recovered registration.
-    pub(in crate::store) fn restored(core: &Core, name: Registered, lane: Lane) -> Self {
+    pub(in crate::store) fn restored(core: &ObjectCore, name: Registered, lane: SegmentNumbers) -> Self {
         let prefix = shuffle_prefix(&core.settings.root, &name);
         Self {
             prefix,
@@ -49,7 +49,7 @@ impl Shuffle {
             segments: AtomicU64::new(0),
             payload_bytes: AtomicU64::new(0),
             stored_bytes: AtomicU64::new(0),
-            queue: Group::default(),
+            queue: UploadQueue::default(),
             lane: tokio::sync::Mutex::new(lane),
         }
     }
@@ -67,7 +67,7 @@ impl Shuffle {
     }
 
     /// Converts the error of a failed read for its client.
-    pub(super) fn for_reader(&self, core: &Core, error: StoreError) -> StoreError {
+    pub(super) fn for_reader(&self, core: &ObjectCore, error: StoreError) -> StoreError {
         // Another process deletes the segments of shuffles that end there.
         if error.kind == StoreErrorKind::NotFound && !core.claim.is_lost() {
             self.set_missed();
@@ -100,7 +100,7 @@ impl Shuffle {
     }
 
     /// Counts a stored segment.
-    pub(in crate::store) fn count(&self, core: &Core, payload_bytes: u64, bytes: u64) {
+    pub(in crate::store) fn count(&self, core: &ObjectCore, payload_bytes: u64, bytes: u64) {
         self.segments.fetch_add(1, Ordering::Relaxed);
         self.payload_bytes.fetch_add(payload_bytes, Ordering::Relaxed);
         self.stored_bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -115,7 +115,7 @@ impl Shuffle {
     }
 
     /// Marks the registration as purged: later writes fail with `Purged`.
-    pub(super) fn forget(&self, core: &Core) {
+    pub(super) fn forget(&self, core: &ObjectCore) {
         core.take_stored(self.stored_bytes.swap(0, Ordering::Relaxed));
         self.purged.store(true, Ordering::Release);
     }

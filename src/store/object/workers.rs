@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::circuit_breaker::failed;
 use super::claim::claim_key;
-use super::core::Core;
+use super::core::ObjectCore;
 use super::layout::{Name, parse_key, path_of, text_of};
 use crate::store::{StoreError, StoreErrorKind};
 
@@ -47,7 +47,7 @@ pub struct Removed {
 }
 
 /// Returns the workers that have objects.
-pub(in crate::store) async fn list(core: &Core) -> Result<Vec<WorkerObjects>, StoreError> {
+pub(in crate::store) async fn list(core: &ObjectCore) -> Result<Vec<WorkerObjects>, StoreError> {
     let top = core.noted("", core.store.list_with_delimiter(None).await)?;
     let mut workers = Vec::new();
     for prefix in top.common_prefixes {
@@ -81,7 +81,7 @@ pub(in crate::store) async fn list(core: &Core) -> Result<Vec<WorkerObjects>, St
 ///
 /// # Errors
 /// `InUse` if `root` is this worker's prefix. The store does not answer or refuses.
-pub(in crate::store) async fn remove(core: &Core, root: &str) -> Result<Removed, StoreError> {
+pub(in crate::store) async fn remove(core: &ObjectCore, root: &str) -> Result<Removed, StoreError> {
     if root == core.settings.root {
         return Err(StoreError::new(StoreErrorKind::InUse, root));
     }

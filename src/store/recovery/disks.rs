@@ -21,18 +21,18 @@ use rand::RngExt as _;
 use uuid::Uuid;
 
 use super::scan::{DiskScan, FoundDirectory, FoundFile, LogReader};
-use super::stored::{Stored, StoredShuffle, overlapping};
 use crate::clock::Instant;
 use crate::log::{Found, FoundShuffle, PresentIds, RecordReader};
 use crate::metrics::clamped;
-use crate::store::disk::core::Core;
+use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::LocalDisk;
 use crate::store::disk::log_file::{Log, LogKind};
-use crate::store::disk::shuffle::{Restored, Shuffle};
+use crate::store::disk::shuffle::{DiskShuffle, RestoredStreams};
 use crate::store::disk::store::LocalStore;
 use crate::store::extents::extent::Extent;
 use crate::store::extents::streams::{Partition, Partitions, sort_extents};
 use crate::store::index::codec::{GroupEntry, IndexGroup};
+use crate::store::recovered::{Stored, StoredShuffle, overlapping};
 use crate::store::{LostExtent, Recovered, RecoveredShuffle, StoreError};
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::index::IndexRecord;
@@ -155,7 +155,7 @@ impl LocalStore {
                 );
             }
         }
-        let shuffle = Arc::new(Shuffle::new(key.clone(), incarnation, core.disks.len(), &core.extents));
+        let shuffle = Arc::new(DiskShuffle::new(key.clone(), incarnation, core.disks.len(), &core.extents));
         let mut rebuild = Rebuild::new(core, &shuffle, &present, known);
         rebuild.stored = stored.filter(|stored| stored.incarnation == incarnation);
         if logged.is_none() && rebuild.incomplete.is_none() {
@@ -201,8 +201,8 @@ struct Source {
 
 /// A shuffle that is being rebuilt.
 struct Rebuild<'a> {
-    core: &'a Core,
-    shuffle: &'a Arc<Shuffle>,
+    core: &'a DiskCore,
+    shuffle: &'a Arc<DiskShuffle>,
     known: &'a Known,
     sources: HashMap<DataLogName, Source>,
     sequences: HashSet<u64>,
@@ -223,8 +223,8 @@ struct Rebuild<'a> {
 
 impl<'a> Rebuild<'a> {
     fn new(
-        core: &'a Core,
-        shuffle: &'a Arc<Shuffle>,
+        core: &'a DiskCore,
+        shuffle: &'a Arc<DiskShuffle>,
         directories: &[FoundDirectory],
         known: &'a Known,
     ) -> Self {
@@ -468,7 +468,7 @@ impl<'a> Rebuild<'a> {
         let extents = partitions.values().flat_map(Partition::on_disks).count();
         self.core.metrics.extents.add(clamped(extents));
         self.shuffle.publish_lock.lock().await.resume_at(next_sequence);
-        self.shuffle.restore(Restored { partitions, first_base });
+        self.shuffle.restore(RestoredStreams { partitions, first_base });
         self.remove_left_over().await;
         let mut reason = self.incomplete.unwrap_or_default();
         if let Some(stored) = self.stored {
@@ -511,8 +511,8 @@ fn is_copy(copy: &Extent, entry: &GroupEntry) -> bool {
 
 /// Adds a log to a shuffle's table, for reading only.
 fn adopt_log(
-    core: &Core,
-    shuffle: &Shuffle,
+    core: &DiskCore,
+    shuffle: &DiskShuffle,
     disk: &Arc<LocalDisk>,
     kind: LogKind,
     file: &FoundFile,

@@ -2,11 +2,8 @@
 
 mod disks;
 #[cfg(feature = "object")]
-pub(super) mod numbers;
-#[cfg(feature = "object")]
 mod object_indexes;
 #[cfg(feature = "object")]
 pub(super) mod objects;
 mod scan;
-pub(super) mod stored;
 pub(super) mod take_over;

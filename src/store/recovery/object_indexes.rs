@@ -10,15 +10,15 @@ use std::collections::{BTreeMap, HashMap};
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-use super::stored::overlapping;
 use crate::log::PresentIds;
 use crate::store::StoreError;
 use crate::store::extents::extent::Extent;
 use crate::store::extents::extent_list::InStream as _;
 use crate::store::index::codec::decode_head;
-use crate::store::object::core::Core;
+use crate::store::object::core::ObjectCore;
 use crate::store::object::layout::{SegmentId, TAIL_BYTES, Tail, segment_key};
 use crate::store::object::read::fetch;
+use crate::store::recovered::overlapping;
 use uniffle_base::budget::Charge;
 use uniffle_wire::index::{RECORD_BYTES, records};
 use uniffle_wire::types::PartitionId;
@@ -53,7 +53,7 @@ impl IndexMemory {
 /// Reader of the segments of one incarnation.
 #[derive(Clone, Copy)]
 pub(super) struct Indexes<'a> {
-    pub(in crate::store) core: &'a Core,
+    pub(in crate::store) core: &'a ObjectCore,
     /// Prefix of the keys of its objects.
     pub(in crate::store) prefix: &'a str,
     pub(in crate::store) incarnation: u64,
@@ -184,7 +184,7 @@ impl<'a> Indexes<'a> {
 }
 
 impl Data {
-    fn new(core: &Core, prefix: &str) -> Self {
+    fn new(core: &ObjectCore, prefix: &str) -> Self {
         let (present, reason) = (PresentIds::default(), String::new());
         let (prefix, extents, charge) = (prefix.to_owned(), HashMap::new(), core.extents.nothing());
         Self { prefix, extents, charge, present, reason }

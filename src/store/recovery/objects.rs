@@ -18,11 +18,11 @@ use super::object_indexes::{Data, IndexMemory, Indexes};
 use crate::clock::sleep;
 use crate::log::{Incarnation, ListedObject, ShippedLog};
 use crate::store::object::claim::{claim_key, earlier_layout};
-use crate::store::object::core::Core;
+use crate::store::object::core::ObjectCore;
 use crate::store::object::layout::{Name, Registered, is_page, parse_key, path_of, shuffle_prefix};
 use crate::store::object::log_objects::StoredLog;
-use crate::store::object::shuffle::Shuffle;
-use crate::store::object::upload::lane::Lane;
+use crate::store::object::shuffle::ObjectShuffle;
+use crate::store::object::upload::segment::SegmentNumbers;
 use crate::store::{StoreError, StoreErrorKind, StoredShuffle};
 
 /// Maximum number of shuffles read concurrently.
@@ -40,8 +40,8 @@ type Segments = BTreeMap<u32, u64>;
 
 /// A recovered shuffle.
 #[derive(Debug)]
-pub(in crate::store) struct Found {
-    pub(in crate::store) shuffle: Arc<Shuffle>,
+pub(in crate::store) struct FoundRegistration {
+    pub(in crate::store) shuffle: Arc<ObjectShuffle>,
     pub(in crate::store) stored: StoredShuffle,
     /// Keys of segments outside the chain.
     pub(in crate::store) strays: Vec<String>,
@@ -49,9 +49,9 @@ pub(in crate::store) struct Found {
 
 /// Recovered state of the store.
 #[derive(Debug)]
-pub(in crate::store) struct Survey {
+pub(in crate::store) struct BucketSurvey {
     pub(in crate::store) log: Arc<ShippedLog>,
-    pub(in crate::store) found: Vec<Found>,
+    pub(in crate::store) found: Vec<FoundRegistration>,
     /// Removed registrations that still have segments.
     pub(in crate::store) abandoned: Vec<Registered>,
     pub(in crate::store) next_incarnation: u64,
@@ -61,7 +61,7 @@ pub(in crate::store) struct Survey {
 ///
 /// # Errors
 /// The store does not answer or refuses. Then the state is unknown, and the worker must not start.
-pub(in crate::store) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreError> {
+pub(in crate::store) async fn survey(core: &Arc<ObjectCore>) -> Result<BucketSurvey, StoreError> {
     let (mut segments, names) = list_current(core).await?;
     let objects = Arc::new(StoredLog(Arc::clone(core)));
     let log = ShippedLog::read(objects, &names, &core.extents, !segments.is_empty()).await;
@@ -91,14 +91,14 @@ pub(in crate::store) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreEr
             reads.push(read(core, name, of_it, &memory));
         }
     }
-    let mut found: Vec<Found> = stream::iter(reads).buffered(AT_ONCE).try_collect().await?;
+    let mut found: Vec<FoundRegistration> = stream::iter(reads).buffered(AT_ONCE).try_collect().await?;
     for it in &mut found {
         if !log.knows(&incarnation_of(&it.shuffle.name)) && it.stored.reason.is_empty() {
             "the registration is lost".clone_into(&mut it.stored.reason);
         }
     }
     let abandoned = if log.may_lack_registrations() { Vec::new() } else { segments.into_keys().collect() };
-    Ok(Survey { log, found, abandoned, next_incarnation })
+    Ok(BucketSurvey { log, found, abandoned, next_incarnation })
 }
 
 fn incarnation_of(name: &Registered) -> Incarnation {
@@ -112,7 +112,7 @@ type Listed = (BTreeMap<Registered, Segments>, Vec<ListedObject>);
 ///
 /// # Errors
 /// The store does not answer or refuses, or its lists stay outdated.
-async fn list_current(core: &Core) -> Result<Listed, StoreError> {
+async fn list_current(core: &ObjectCore) -> Result<Listed, StoreError> {
     let root = &core.settings.root;
     for pause in LIST_PAUSES {
         let (listed, claim) = list(core).await?;
@@ -131,7 +131,7 @@ async fn list_current(core: &Core) -> Result<Listed, StoreError> {
 }
 
 /// Returns the objects below the worker's prefix, and its claim as listed.
-async fn list(core: &Core) -> Result<(Listed, Option<ObjectMeta>), StoreError> {
+async fn list(core: &ObjectCore) -> Result<(Listed, Option<ObjectMeta>), StoreError> {
     let root = &core.settings.root;
     let ((mut segments, mut log), mut claim): (Listed, _) = Default::default();
     let mut listed = core.store.list(Some(&path_of(root)));
@@ -156,20 +156,20 @@ async fn list(core: &Core) -> Result<(Listed, Option<ObjectMeta>), StoreError> {
 }
 
 async fn read(
-    core: &Arc<Core>,
+    core: &Arc<ObjectCore>,
     name: Registered,
     segments: Segments,
     memory: &IndexMemory,
-) -> Result<Found, StoreError> {
+) -> Result<FoundRegistration, StoreError> {
     let prefix = shuffle_prefix(&core.settings.root, &name);
     let indexes = Indexes { core, prefix: &prefix, incarnation: name.incarnation, memory };
     let (chain, data) = indexes.read(&segments).await?;
     let last = segments.keys().next_back().copied();
     let published = segments.keys().rev().find(|number| chain.contains_key(number));
     let last_number = last.unwrap_or(0).saturating_add(NUMBERS_LEFT_OUT);
-    let lane = Lane { last_number, published: published.copied().unwrap_or(0) };
+    let lane = SegmentNumbers { last_number, published: published.copied().unwrap_or(0) };
     let is_stray = |number: &&u32| !chain.contains_key(number) && data.reason.is_empty();
-    let shuffle = Shuffle::restored(core, name, lane);
+    let shuffle = ObjectShuffle::restored(core, name, lane);
     let strays = segments.keys().filter(is_stray).map(|number| shuffle.segment_key(*number)).collect();
     for (number, tail) in &chain {
         shuffle.count(core, tail.payload_bytes, segments.get(number).copied().unwrap_or(0));
@@ -177,5 +177,5 @@ async fn read(
     let Data { extents, charge, present, reason, .. } = data;
     let incarnation = shuffle.name.incarnation;
     let stored = StoredShuffle { incarnation, extents, present, reason, _charge: charge };
-    Ok(Found { shuffle: Arc::new(shuffle), stored, strays })
+    Ok(FoundRegistration { shuffle: Arc::new(shuffle), stored, strays })
 }

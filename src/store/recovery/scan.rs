@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::log::{FileWindow, within};
 use crate::store::DiskCondition;
 use crate::store::disk::config::SyncWrites;
-use crate::store::disk::core::Core;
+use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::{APPS, LocalDisk};
 use crate::store::disk::log_file::LogKind;
 use crate::store::index::codec::{self, IndexGroup};
@@ -139,7 +139,7 @@ fn tell(disk: &LocalDisk, path: &Path, error: &io::Error) {
 }
 
 /// Lists the content of a disk. Unreadable entries are logged and left out.
-pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
+pub(super) async fn scan_disk(core: &DiskCore, disk: &Arc<LocalDisk>) -> DiskScan {
     let deadline = core.config.name_timeout;
     let mut scan = DiskScan::default();
     let apps = match ask(disk, deadline, disk.io.list(Path::new(APPS))).await {
@@ -177,7 +177,7 @@ pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
 
 /// Reads a shuffle's directory. Returns `None` if the entry is not a directory.
 async fn scan_directory(
-    core: &Core,
+    core: &DiskCore,
     disk: &Arc<LocalDisk>,
     path: PathBuf,
     key: ShuffleKey,
@@ -211,7 +211,7 @@ async fn scan_directory(
 
 /// Bytes of a log that belong to no whole record.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(in crate::store) struct Damage {
+pub(in crate::store) struct IndexLogDamage {
     /// Number of bytes that belong to no record and are followed by records.
     pub(super) holes_bytes: u64,
     /// Number of bytes at the end that belong to no record.
@@ -223,12 +223,12 @@ pub(super) struct LogReader<'a> {
     disk: &'a LocalDisk,
     /// At the offset at which the next record is searched.
     window: FileWindow,
-    damage: Damage,
+    damage: IndexLogDamage,
 }
 
 impl<'a> LogReader<'a> {
     pub(in crate::store) async fn open(
-        core: &Core,
+        core: &DiskCore,
         disk: &'a LocalDisk,
         path: &Path,
         size: u64,
@@ -241,11 +241,11 @@ impl<'a> LogReader<'a> {
         };
         let file = ask(disk, core.config.name_timeout, opening).await?;
         let window = FileWindow::new(file, size, WINDOW_BYTES, core.config.read_timeout);
-        Ok(Self { disk, window, damage: Damage::default() })
+        Ok(Self { disk, window, damage: IndexLogDamage::default() })
     }
 
     /// Returns the skipped bytes. Complete after the last record.
-    pub(in crate::store) fn damage(&self) -> Damage {
+    pub(in crate::store) fn damage(&self) -> IndexLogDamage {
         self.damage
     }
 

@@ -9,16 +9,16 @@ use bytes::Bytes;
 use futures::future::join_all;
 
 use super::scan::{DiskScan, scan_disk};
-use super::stored::Stored;
 use crate::clock::timeout;
 use crate::log::{
     Deadlines, Directory, Found, HandOff, Health, LogError, LogInStore, MetadataLog, RecordReader, Survey,
 };
 use crate::runtime::Tasks;
-use crate::store::disk::core::Core;
+use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::LocalDisk;
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::disk::store::{LocalStore, ShuffleHandle};
+use crate::store::recovered::Stored;
 use crate::store::{DiskCondition, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
@@ -55,7 +55,7 @@ pub(in crate::store) struct PreviousState {
 impl PreviousState {
     /// Scans the disks, and begins the metadata log.
     pub(in crate::store) async fn look(
-        core: &Core,
+        core: &DiskCore,
         store: Option<LogInStore>,
         tasks: &Tasks,
     ) -> (Self, MetadataLog) {
@@ -172,13 +172,13 @@ impl LocalStore {
     }
 
     /// Logs purges. After a cancelled round the next one logs some purges again, which is harmless.
-    async fn note_round(&self, purged: Vec<Arc<Shuffle>>) {
+    async fn note_round(&self, purged: Vec<Arc<DiskShuffle>>) {
         for some in purged.chunks(NOTES_AT_ONCE) {
             join_all(some.iter().map(|shuffle| self.note_purge(shuffle)).collect::<Vec<_>>()).await;
         }
     }
 
-    async fn note_purge(&self, shuffle: &Shuffle) {
+    async fn note_purge(&self, shuffle: &DiskShuffle) {
         match self.metadata.purge(shuffle.incarnation()).await {
             Ok(_) => shuffle.set_purge_noted(),
             Err(error) => {
@@ -200,7 +200,7 @@ impl LocalStore {
 /// Like [`LocalStore::append_record`].
 pub(in crate::store) async fn append(
     log: &MetadataLog,
-    shuffle: &Shuffle,
+    shuffle: &DiskShuffle,
     content: Bytes,
 ) -> Result<u64, StoreError> {
     shuffle.require_present()?;
@@ -212,7 +212,7 @@ pub(in crate::store) async fn append(
 /// Marks a shuffle incomplete in the log.
 pub(in crate::store) async fn mark_incomplete(
     log: &MetadataLog,
-    shuffle: &Shuffle,
+    shuffle: &DiskShuffle,
     reason: &str,
 ) -> Result<u64, StoreError> {
     shuffle.require_present()?;

@@ -20,9 +20,9 @@ use parking_lot::Mutex;
 use crate::clock::{Instant, sleep};
 use crate::log::within;
 use crate::metrics::clamped;
-use crate::store::disk::core::Core;
+use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::{LocalDisk, TRASH};
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::shuffle::DiskShuffle;
 #[cfg(feature = "object")]
 use crate::store::extents::extent::Extent;
 use crate::store::extents::streams::Streams;
@@ -51,14 +51,14 @@ const WORKERS_MAX: usize = 2;
 #[derive(Debug)]
 #[must_use = "dropped under a lock it delays registrations"]
 pub struct DetachedShuffle {
-    core: Arc<Core>,
-    shuffle: Arc<Shuffle>,
+    core: Arc<DiskCore>,
+    shuffle: Arc<DiskShuffle>,
     streams: Streams,
 }
 
 impl DetachedShuffle {
     /// Marks `shuffle` as purged, and takes its extents.
-    pub(in crate::store) fn new(core: &Arc<Core>, shuffle: Arc<Shuffle>) -> Self {
+    pub(in crate::store) fn new(core: &Arc<DiskCore>, shuffle: Arc<DiskShuffle>) -> Self {
         let streams = shuffle.mark_purged();
         Self { core: Arc::clone(core), shuffle, streams }
     }
@@ -104,14 +104,14 @@ pub(in crate::store) struct DeletionQueue(Mutex<Queued>);
 #[derive(Debug, Default)]
 struct Queued {
     /// Shuffles whose directories are to be deleted.
-    shuffles: VecDeque<Arc<Shuffle>>,
+    shuffles: VecDeque<Arc<DiskShuffle>>,
     /// Applications whose directories are to be deleted if empty.
     apps: HashSet<AppId>,
     workers: usize,
 }
 
 impl DeletionQueue {
-    pub(in crate::store) fn add(&self, shuffle: Arc<Shuffle>) {
+    pub(in crate::store) fn add(&self, shuffle: Arc<DiskShuffle>) {
         self.0.lock().shuffles.push_back(shuffle);
     }
 
@@ -134,16 +134,19 @@ impl DeletionQueue {
 #[derive(Debug)]
 pub(in crate::store) struct DeletionWorker<'a> {
     queue: &'a DeletionQueue,
-    left: VecDeque<Arc<Shuffle>>,
+    left: VecDeque<Arc<DiskShuffle>>,
     /// Shuffles that this worker does not retry.
-    failed: VecDeque<Arc<Shuffle>>,
+    failed: VecDeque<Arc<DiskShuffle>>,
     is_counted: bool,
 }
 
 impl DeletionWorker<'_> {
     /// Takes all queued shuffles that are ready, for [`DeletionWorker::next`]. Returns the queued
     /// applications, or `None` if there is nothing left to do and the worker has ended.
-    pub(in crate::store) fn take(&mut self, is_ready: impl Fn(&Shuffle) -> bool) -> Option<HashSet<AppId>> {
+    pub(in crate::store) fn take(
+        &mut self,
+        is_ready: impl Fn(&DiskShuffle) -> bool,
+    ) -> Option<HashSet<AppId>> {
         let mut queued = self.queue.0.lock();
         queued.shuffles.retain(|shuffle| {
             let takes = is_ready(shuffle);
@@ -162,7 +165,7 @@ impl DeletionWorker<'_> {
     }
 
     /// Returns the next shuffle.
-    pub(in crate::store) fn next(&self) -> Option<Arc<Shuffle>> {
+    pub(in crate::store) fn next(&self) -> Option<Arc<DiskShuffle>> {
         self.left.front().map(Arc::clone)
     }
 

@@ -14,9 +14,9 @@ use object_store::{Error, ObjectStore as _};
 
 use crate::clock::sleep;
 use crate::store::object::circuit_breaker::failed;
-use crate::store::object::core::Core;
+use crate::store::object::core::ObjectCore;
 use crate::store::object::layout::{Name, Registered, app_prefix, parse_key, path_of};
-use crate::store::object::shuffle::Shuffle;
+use crate::store::object::shuffle::ObjectShuffle;
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_wire::types::AppId;
 
@@ -28,16 +28,16 @@ const PAUSE: Duration = Duration::from_secs(1);
 pub(in crate::store) type Filter = dyn Fn(&Registered) -> bool + Send + Sync;
 
 /// Counts a deletion in progress until it is dropped.
-pub(in crate::store) struct Counted(Arc<Core>);
+pub(in crate::store) struct CountedDeletion(Arc<ObjectCore>);
 
-impl Counted {
-    pub(in crate::store) fn new(core: Arc<Core>) -> Self {
+impl CountedDeletion {
+    pub(in crate::store) fn new(core: Arc<ObjectCore>) -> Self {
         core.deletions.send_modify(|under_way| *under_way += 1);
         Self(core)
     }
 }
 
-impl Drop for Counted {
+impl Drop for CountedDeletion {
     fn drop(&mut self) {
         self.0.deletions.send_modify(|under_way| *under_way -= 1);
     }
@@ -59,7 +59,11 @@ impl Going {
 
 /// Deletes the segments of forgotten `shuffles`. With `app`, deletes instead all segments of the
 /// application with a smaller incarnation than the given one.
-pub(in crate::store) async fn purge(core: Arc<Core>, shuffles: Vec<Arc<Shuffle>>, app: Option<(AppId, u64)>) {
+pub(in crate::store) async fn purge(
+    core: Arc<ObjectCore>,
+    shuffles: Vec<Arc<ObjectShuffle>>,
+    app: Option<(AppId, u64)>,
+) {
     for shuffle in &shuffles {
         // Waits for an upload in progress, so that its object exists now or never will.
         drop(shuffle.lane.lock().await);
@@ -76,7 +80,7 @@ pub(in crate::store) async fn purge(core: Arc<Core>, shuffles: Vec<Arc<Shuffle>>
 }
 
 /// Deletes the segments of `going`, with retries.
-pub(in crate::store) async fn delete(core: &Core, going: &Going) {
+pub(in crate::store) async fn delete(core: &ObjectCore, going: &Going) {
     let (prefix, mut pause) = (&going.prefix, PAUSE);
     for attempt in 1..=ATTEMPTS {
         let deleted = tokio::select! {
@@ -111,7 +115,7 @@ pub(in crate::store) async fn delete(core: &Core, going: &Going) {
     }
 }
 
-async fn delete_once(core: &Core, Going { prefix, filter }: &Going) -> Result<(), StoreError> {
+async fn delete_once(core: &ObjectCore, Going { prefix, filter }: &Going) -> Result<(), StoreError> {
     core.require_claim().await?;
     let (root, filter) = (core.settings.root.clone(), Arc::clone(filter));
     let goes = move |key: &str| match parse_key(&root, key) {

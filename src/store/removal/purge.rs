@@ -17,10 +17,10 @@ use prometheus::IntGaugeVec;
 use super::deletion_queue::DetachedShuffle;
 use crate::clock::{Instant, sleep};
 use crate::log::within;
-use crate::store::disk::core::Core;
+use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::{APPS, LocalDisk, used_ratio};
 use crate::store::disk::log_file::Log;
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::disk::store::LocalStore;
 use crate::store::{DiskCondition, DiskInfo};
 use uniffle_io::Space;
@@ -40,7 +40,7 @@ impl LocalStore {
     async fn run_deletes(&self, disk: &LocalDisk, app: Option<&AppId>) {
         // A purge that is not ready yet processes the queue itself later.
         let is_ready =
-            |shuffle: &Shuffle| shuffle.forgotten_bytes(disk).is_some() && shuffle.purge_is_noted();
+            |shuffle: &DiskShuffle| shuffle.forgotten_bytes(disk).is_some() && shuffle.purge_is_noted();
         let Some(mut work) = self.deletions[disk.index].begin(app) else { return };
         while let Some(mut emptied) = work.take(is_ready) {
             while let Some(shuffle) = work.next() {
@@ -62,7 +62,7 @@ impl LocalStore {
         }
     }
 
-    async fn try_remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> bool {
+    async fn try_remove(&self, shuffle: &DiskShuffle, disk: &LocalDisk) -> bool {
         let result = self.remove(shuffle, disk).await;
         if let Err(error) = &result
             && !disk.removals_cease.is_cancelled()
@@ -79,7 +79,7 @@ impl LocalStore {
         result.is_ok()
     }
 
-    async fn remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> io::Result<()> {
+    async fn remove(&self, shuffle: &DiskShuffle, disk: &LocalDisk) -> io::Result<()> {
         let started = Instant::now();
         // Waits for files that are being created. Each step has a deadline, and no further step
         // begins. Removals on other disks do not wait for this one.
@@ -113,7 +113,7 @@ impl LocalStore {
     pub fn forget_shuffle(&self, key: &ShuffleKey) -> Option<DetachedShuffle> {
         // Added while the shuffle is still known. A sweep lists known shuffles first, and must find
         // it in one of the two.
-        let pending = |_: &ShuffleKey, shuffle: &Arc<Shuffle>| {
+        let pending = |_: &ShuffleKey, shuffle: &Arc<DiskShuffle>| {
             self.pending_purges.add(Arc::clone(shuffle));
             true
         };
@@ -366,7 +366,7 @@ impl LocalStore {
     }
 }
 
-impl Core {
+impl DiskCore {
     #[expect(clippy::cast_precision_loss, reason = "a ratio for a gauge")]
     pub(in crate::store) fn set_gauges(&self) {
         let (mut total, mut free, mut service, mut sick) = (0u64, 0u64, 0u64, 0);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::shuffle::DiskShuffle;
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// Purges of a store that are not logged yet.
@@ -21,7 +21,7 @@ pub(in crate::store) struct PurgeNotes {
 
 #[derive(Debug, Default)]
 struct PendingPurges {
-    shuffles: Vec<Arc<Shuffle>>,
+    shuffles: Vec<Arc<DiskShuffle>>,
     /// Number of rounds that have begun, including cancelled ones.
     begun: u64,
 }
@@ -34,7 +34,7 @@ impl PendingPurges {
 
 impl PurgeNotes {
     /// Adds a purged shuffle.
-    pub(in crate::store) fn add(&self, shuffle: Arc<Shuffle>) {
+    pub(in crate::store) fn add(&self, shuffle: Arc<DiskShuffle>) {
         self.pending.lock().shuffles.push(shuffle);
     }
 
@@ -46,7 +46,7 @@ impl PurgeNotes {
 
     /// Returns whether a purge of `app`, or of `key` if given, is not logged.
     pub(in crate::store) fn has(&self, app: &AppId, key: Option<&ShuffleKey>) -> bool {
-        let is_of = |it: &Arc<Shuffle>| it.key.app == *app && key.is_none_or(|key| it.key == *key);
+        let is_of = |it: &Arc<DiskShuffle>| it.key.app == *app && key.is_none_or(|key| it.key == *key);
         self.pending.lock().shuffles.iter().any(|it| is_of(it) && !it.purge_is_noted())
     }
 
@@ -58,7 +58,7 @@ impl PurgeNotes {
     /// Waits for a round that covers all purges pending now. Runs it with `note`, unless another
     /// caller's round covers them. `note` marks the shuffles whose purge it logged. The others stay
     /// for the next round.
-    pub(in crate::store) async fn cover<F>(&self, note: impl FnOnce(Vec<Arc<Shuffle>>) -> F)
+    pub(in crate::store) async fn cover<F>(&self, note: impl FnOnce(Vec<Arc<DiskShuffle>>) -> F)
     where
         F: Future<Output = ()>,
     {
@@ -76,7 +76,7 @@ impl PurgeNotes {
 
     /// Returns the number of a new round and its shuffles. They stay on the list until the round
     /// has ended, because it may be cancelled.
-    fn begin(&self) -> (u64, Vec<Arc<Shuffle>>) {
+    fn begin(&self) -> (u64, Vec<Arc<DiskShuffle>>) {
         let mut pending = self.pending.lock();
         // Removes purges that a cancelled round has logged.
         pending.forget_noted();

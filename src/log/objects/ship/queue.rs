@@ -31,13 +31,13 @@ pub(in crate::log) trait CheckpointSource: fmt::Debug + Send + Sync {
 
 /// Source of a checkpoint.
 #[derive(Debug)]
-pub(super) enum Origin {
+pub(super) enum LogOrigin {
     Disks(Arc<dyn CheckpointSource>),
     Store,
 }
 
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct ShipperState {
     pub(super) state: Mutex<State>,
     /// Notified when the task has work.
     pub(super) wake: Notify,
@@ -57,7 +57,7 @@ pub(super) struct State {
     pub(super) is_begun: bool,
     /// Error after which nothing is stored.
     pub(super) ended: Option<LogError>,
-    pub(super) begin: Option<oneshot::Sender<Origin>>,
+    pub(super) begin: Option<oneshot::Sender<LogOrigin>>,
 }
 
 impl State {

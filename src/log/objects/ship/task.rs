@@ -11,7 +11,7 @@ use rand::RngExt as _;
 
 use super::super::object_file::ObjectFile;
 use super::super::shipped::ShippedLog;
-use super::queue::{CheckpointSource, Origin, REFRESH, Shared};
+use super::queue::{CheckpointSource, LogOrigin, REFRESH, ShipperState};
 use crate::clock::{Instant, sleep};
 use crate::log::contents::{Contents, Order};
 use crate::log::error::LogError;
@@ -57,8 +57,8 @@ impl Size {
 }
 
 pub(super) struct Task {
-    shared: Arc<Shared>,
-    origin: Origin,
+    shared: Arc<ShipperState>,
+    origin: LogOrigin,
     /// The log of earlier processes, until the first generation has begun.
     found: Option<Arc<ShippedLog>>,
     /// The same log, while it is being read.
@@ -79,10 +79,10 @@ pub(super) struct Task {
 
 impl Task {
     pub(super) fn new(
-        shared: Arc<Shared>,
+        shared: Arc<ShipperState>,
         objects: &Arc<dyn LogObjects>,
         memory: &Budget,
-        origin: Origin,
+        origin: LogOrigin,
         found: Arc<ShippedLog>,
         start: u32,
     ) -> Self {
@@ -112,7 +112,7 @@ impl Task {
     }
 
     pub(super) async fn run(mut self) {
-        if let Origin::Disks(log) = &self.origin {
+        if let LogOrigin::Disks(log) = &self.origin {
             // A start does not wait for this.
             tokio::select! {
                 () = log.begun() => {}
@@ -137,7 +137,7 @@ impl Task {
     }
 
     fn is_only_holder(&self) -> bool {
-        matches!(self.origin, Origin::Store)
+        matches!(self.origin, LogOrigin::Store)
     }
 
     fn fail(&self, error: LogError, is_over: bool) {
@@ -291,7 +291,7 @@ impl Task {
 
     /// Writes a checkpoint. Returns the position that it covers.
     async fn fill(&mut self, next: &mut Checkpoint<ObjectFile>) -> Result<u64, LogError> {
-        let Origin::Disks(log) = &self.origin else {
+        let LogOrigin::Disks(log) = &self.origin else {
             let known = self.shared.state.lock().known;
             self.copy_store(next).await?;
             return Ok(known);

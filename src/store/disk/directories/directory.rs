@@ -17,7 +17,7 @@ use uuid::Uuid;
 
 use super::health::{ErrorClass, Health, judge};
 use super::marker::{MARKER, marker_of, uuid_of};
-use super::placement::{Candidate, Paces};
+use super::placement::{DiskCandidate, Paces};
 use crate::clock::Instant;
 use crate::log::within;
 use crate::log::{self, Directory, METADATA};
@@ -420,9 +420,9 @@ impl LocalDisk {
     }
 
     /// Returns the state for placement.
-    pub(in crate::store::disk) fn candidate(&self) -> Candidate {
+    pub(in crate::store::disk) fn candidate(&self) -> DiskCandidate {
         let state = self.state.lock();
-        Candidate {
+        DiskCandidate {
             condition: state.health.condition(),
             free_bytes: state.space.free_bytes,
             in_flight_bytes: self.in_flight_bytes.load(Ordering::Relaxed),
@@ -539,21 +539,21 @@ impl Drop for Occupied {
 
 /// Bytes that are being written to a disk, for placement. Subtracted when dropped.
 #[derive(Debug)]
-pub(in crate::store::disk) struct InFlight {
+pub(in crate::store::disk) struct InFlightWrite {
     disk: Arc<LocalDisk>,
     bytes: u64,
     /// Bytes in flight at the beginning, including these.
     pub(in crate::store::disk) with_others: u64,
 }
 
-impl InFlight {
+impl InFlightWrite {
     pub(in crate::store) fn begin(disk: &Arc<LocalDisk>, bytes: u64) -> Self {
         let others = disk.in_flight_bytes.fetch_add(bytes, Ordering::Relaxed);
         Self { disk: Arc::clone(disk), bytes, with_others: others.saturating_add(bytes) }
     }
 }
 
-impl Drop for InFlight {
+impl Drop for InFlightWrite {
     fn drop(&mut self) {
         self.disk.in_flight_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
     }

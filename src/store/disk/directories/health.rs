@@ -78,7 +78,7 @@ pub fn judge(error: &io::Error) -> ErrorClass {
 /// Health of one disk.
 #[derive(Debug, Default)]
 pub(in crate::store) struct Health {
-    fault: Option<Fault>,
+    fault: Option<DiskFault>,
     above_watermark: bool,
     refusal: Option<Refusal>,
     failures: u64,
@@ -87,7 +87,7 @@ pub(in crate::store) struct Health {
 }
 
 #[derive(Debug)]
-struct Fault {
+struct DiskFault {
     text: String,
     condition: DiskCondition,
 }
@@ -174,7 +174,7 @@ impl Health {
     pub(in crate::store) fn note(&mut self, error: &io::Error) -> ErrorClass {
         let verdict = judge(error);
         let was_healthy = self.fault.is_none();
-        let fault = |condition| Some(Fault { text: error.to_string(), condition });
+        let fault = |condition| Some(DiskFault { text: error.to_string(), condition });
         match verdict {
             ErrorClass::NotTheDisk | ErrorClass::TheFile => return verdict,
             ErrorClass::Full => self.refusal = Some(Refusal::of(error)),

@@ -17,7 +17,7 @@ const SECONDS_PER_MIB_MIN: f64 = 0.001;
 
 /// State of a disk that placement uses.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Candidate {
+pub struct DiskCandidate {
     /// Whether the disk takes batches.
     pub condition: DiskCondition,
     /// Free space in bytes.
@@ -25,10 +25,10 @@ pub struct Candidate {
     /// Bytes being written now.
     pub in_flight_bytes: u64,
     /// Recent write speed, if known.
-    pub pace: Option<Pace>,
+    pub pace: Option<WritePace>,
 }
 
-impl Candidate {
+impl DiskCandidate {
     fn fits(&self, bytes: u64) -> bool {
         self.condition == DiskCondition::Healthy && self.free_bytes >= bytes.max(1)
     }
@@ -57,15 +57,15 @@ impl Candidate {
 /// can sustain. It is divided by free space, so that unequal disks fill at the same time. The batch
 /// itself counts as load, so an idle disk is chosen at once. A measurement loses weight with time,
 /// so a slow disk is tried again.
-pub fn choose(candidates: &[Candidate], bytes: u64, excluded: &[usize]) -> Option<usize> {
-    let able: Vec<(usize, &Candidate)> = candidates
+pub fn choose(candidates: &[DiskCandidate], bytes: u64, excluded: &[usize]) -> Option<usize> {
+    let able: Vec<(usize, &DiskCandidate)> = candidates
         .iter()
         .enumerate()
         .filter(|(index, it)| it.fits(bytes) && !excluded.contains(index))
         .collect();
     let paces = able.iter().filter_map(|(_, it)| it.pace).map(|pace| pace.seconds_per_mib);
     let fastest = paces.fold(f64::INFINITY, f64::min).max(SECONDS_PER_MIB_MIN);
-    let load = |it: &Candidate| {
+    let load = |it: &DiskCandidate| {
         let bytes = u128::from(it.in_flight_bytes.saturating_add(bytes.max(1)));
         bytes.saturating_mul(it.weight(fastest))
     };
@@ -80,8 +80,8 @@ pub fn choose(candidates: &[Candidate], bytes: u64, excluded: &[usize]) -> Optio
 
 /// Returns any healthy disk, the one with the most free bytes first. It may be full: the write
 /// shows that.
-pub fn choose_any(candidates: &[Candidate], excluded: &[usize]) -> Option<usize> {
-    let works = |it: &Candidate| it.condition <= DiskCondition::Full;
+pub fn choose_any(candidates: &[DiskCandidate], excluded: &[usize]) -> Option<usize> {
+    let works = |it: &DiskCandidate| it.condition <= DiskCondition::Full;
     let able = candidates.iter().enumerate().filter(|(index, it)| works(it) && !excluded.contains(index));
     able.max_by_key(|(_, it)| it.free_bytes).map(|(index, _)| index)
 }
@@ -100,7 +100,7 @@ const HALF_LIFE: Duration = Duration::from_secs(10);
 
 /// Average seconds per MiB, and the remaining weight of that average.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Pace {
+pub struct WritePace {
     /// Average seconds per MiB.
     pub seconds_per_mib: f64,
     /// Remaining weight: 1 just after a measurement, and half of that after [`HALF_LIFE`].
@@ -131,10 +131,10 @@ impl Paces {
     }
 
     /// Returns the average at `now`, or `None` before the first batch.
-    pub(in crate::store) fn at(&self, now: Instant) -> Option<Pace> {
+    pub(in crate::store) fn at(&self, now: Instant) -> Option<WritePace> {
         let (seconds_per_mib, measured) = self.latest?;
         let half_lives = now.duration_since(measured).as_secs_f64() / HALF_LIFE.as_secs_f64();
-        Some(Pace { seconds_per_mib, belief: 0.5f64.powf(half_lives) })
+        Some(WritePace { seconds_per_mib, belief: 0.5f64.powf(half_lives) })
     }
 }
 
@@ -144,18 +144,18 @@ mod tests {
 
     use super::*;
 
-    const IDLE: Candidate =
-        Candidate { condition: DiskCondition::Healthy, free_bytes: 1000, in_flight_bytes: 0, pace: None };
+    const IDLE: DiskCandidate =
+        DiskCandidate { condition: DiskCondition::Healthy, free_bytes: 1000, in_flight_bytes: 0, pace: None };
 
-    fn paced(seconds_per_mib: f64, belief: f64) -> Candidate {
-        Candidate { pace: Some(Pace { seconds_per_mib, belief }), ..IDLE }
+    fn paced(seconds_per_mib: f64, belief: f64) -> DiskCandidate {
+        DiskCandidate { pace: Some(WritePace { seconds_per_mib, belief }), ..IDLE }
     }
 
     #[test]
     fn emptier_and_the_idler_disk_wins() {
-        let small = Candidate { free_bytes: 900, ..IDLE };
+        let small = DiskCandidate { free_bytes: 900, ..IDLE };
         assert_eq!(choose(&[small, IDLE], 10, &[]), Some(1));
-        let busy = Candidate { in_flight_bytes: 100, ..IDLE };
+        let busy = DiskCandidate { in_flight_bytes: 100, ..IDLE };
         assert_eq!(choose(&[small, busy], 10, &[]), Some(0));
         assert_eq!(choose(&[small, busy], 10, &[0]), Some(1));
     }
@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn slow_disk_waits_until_the_fast_one_is_as_busy() {
         let (slow, fast) = (paced(0.1, 1.0), paced(0.01, 1.0));
-        let busy = |bytes| Candidate { in_flight_bytes: bytes, ..fast };
+        let busy = |bytes| DiskCandidate { in_flight_bytes: bytes, ..fast };
         assert_eq!(choose(&[slow, fast], 10, &[]), Some(1));
         assert_eq!(choose(&[slow, busy(80)], 10, &[]), Some(1));
         assert_eq!(choose(&[slow, busy(100)], 10, &[]), Some(0));
@@ -175,8 +175,8 @@ mod tests {
 
     #[test]
     fn failed_full_and_small_disks_are_excluded() {
-        let sick = Candidate { condition: DiskCondition::Broken, ..IDLE };
-        let full = Candidate { condition: DiskCondition::Full, ..IDLE };
+        let sick = DiskCandidate { condition: DiskCondition::Broken, ..IDLE };
+        let full = DiskCandidate { condition: DiskCondition::Full, ..IDLE };
         assert_eq!(choose(&[sick, full], 10, &[]), None);
         assert_eq!(choose(&[IDLE], 1001, &[]), None);
         assert_eq!(choose(&[], 1, &[]), None);
@@ -184,8 +184,8 @@ mod tests {
 
     #[test]
     fn last_batch_is_tried_on_every_disk_that_works() {
-        let full = |free_bytes| Candidate { condition: DiskCondition::Full, free_bytes, ..IDLE };
-        let disks = [full(1), full(5), Candidate { condition: DiskCondition::Broken, ..IDLE }];
+        let full = |free_bytes| DiskCandidate { condition: DiskCondition::Full, free_bytes, ..IDLE };
+        let disks = [full(1), full(5), DiskCandidate { condition: DiskCondition::Broken, ..IDLE }];
         assert_eq!(choose_any(&disks, &[]), Some(1));
         assert_eq!(choose_any(&disks, &[1]), Some(0));
         assert_eq!(choose_any(&disks, &[0, 1]), None);
@@ -224,7 +224,7 @@ mod tests {
                 disk.queue.retain(|(end, _)| *end > now);
                 let in_flight_bytes = disk.queue.iter().map(|(_, bytes)| bytes).sum();
                 let pace = disk.paces.at(now);
-                candidates.push(Candidate { free_bytes: 1 << 40, in_flight_bytes, pace, ..IDLE });
+                candidates.push(DiskCandidate { free_bytes: 1 << 40, in_flight_bytes, pace, ..IDLE });
             }
             let chosen = choose(&candidates, batch, &[]).unwrap();
             let disk = &mut disks[chosen];
@@ -277,10 +277,10 @@ mod tests {
         ) {
             let candidates: Vec<_> = disks.into_iter().map(|(condition, free_bytes, in_flight_bytes, pace, belief)| {
                 let condition = [DiskCondition::Healthy, DiskCondition::Full, DiskCondition::Broken][condition];
-                let pace = pace.map(|seconds_per_mib| Pace { seconds_per_mib, belief });
-                Candidate { condition, free_bytes, in_flight_bytes, pace }
+                let pace = pace.map(|seconds_per_mib| WritePace { seconds_per_mib, belief });
+                DiskCandidate { condition, free_bytes, in_flight_bytes, pace }
             }).collect();
-            let able = |(index, it): (usize, &Candidate)| {
+            let able = |(index, it): (usize, &DiskCandidate)| {
                 it.condition == DiskCondition::Healthy && it.free_bytes >= bytes.max(1) && !excluded.contains(&index)
             };
             match choose(&candidates, bytes, &excluded) {
@@ -296,7 +296,7 @@ mod tests {
         let mut now = Instant::now();
         assert_eq!(paces.at(now), None);
         paces.record(15 << 20, Duration::from_millis(160), now);
-        assert_eq!(paces.at(now), Some(Pace { seconds_per_mib: 0.01, belief: 1.0 }));
+        assert_eq!(paces.at(now), Some(WritePace { seconds_per_mib: 0.01, belief: 1.0 }));
         paces.record(15 << 20, Duration::from_millis(1600), now);
         let slower = paces.at(now).unwrap().seconds_per_mib;
         assert!((0.0324..0.0326).contains(&slower), "{slower}");

@@ -7,11 +7,11 @@ use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 
 use crate::store::StoreError;
-use crate::store::disk::core::Core;
+use crate::store::disk::core::DiskCore;
 use crate::store::disk::log_file::Log;
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::extents::extent::Extent;
-use crate::store::index::block_verifier::{BlockVerifier, Check};
+use crate::store::index::block_verifier::{BlockCheck, BlockVerifier};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 use uniffle_wire::types::PartitionId;
 
@@ -46,8 +46,8 @@ impl DiskChecksums {
     /// The records of an extent cannot be read. The error comes with their log.
     pub(in crate::store::disk) async fn prepare(
         &mut self,
-        core: &Core,
-        shuffle: &Shuffle,
+        core: &DiskCore,
+        shuffle: &DiskShuffle,
         bytes: u64,
     ) -> Result<(), (StoreError, Arc<Log>)> {
         let until = self.verifier.at().saturating_add(bytes);
@@ -66,8 +66,8 @@ impl DiskChecksums {
     /// Loads the blocks of an extent that begin before `until`, at most [`CHECKS_MAX`].
     async fn load(
         &mut self,
-        core: &Core,
-        shuffle: &Shuffle,
+        core: &DiskCore,
+        shuffle: &DiskShuffle,
         extent: &Extent,
         until: u64,
     ) -> Result<(), (StoreError, Arc<Log>)> {
@@ -84,7 +84,7 @@ impl DiskChecksums {
             let whole = place.start >= first && place.end <= self.range.end;
             if whole && !shuffle.damaged.touches(self.partition, &place) {
                 let crc = u32::try_from(record.crc).unwrap_or(0);
-                self.verifier.push(Check { place, crc, base: extent.base });
+                self.verifier.push(BlockCheck { place, crc, base: extent.base });
             }
             ControlFlow::Continue(())
         };

@@ -15,12 +15,12 @@ use tokio::sync::Semaphore;
 
 use super::failures::is_damage;
 use crate::clock::sleep;
-use crate::store::disk::core::Core;
+use crate::store::disk::core::DiskCore;
 use crate::store::disk::log_file::Log;
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::disk::walk::{partitions_of, turn};
 use crate::store::extents::extent::Extent;
-use crate::store::index::block_verifier::Check;
+use crate::store::index::block_verifier::BlockCheck;
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_io::Vanished;
 use uniffle_wire::index::IndexRecord;
@@ -35,7 +35,7 @@ const PROBED_AT_ONCE: usize = 2;
 
 /// Extents of a vanished file or object.
 #[derive(Debug, Default)]
-pub(in crate::store) struct Lost {
+pub(in crate::store) struct LostTotals {
     pub(in crate::store) extents: u64,
     pub(in crate::store) blocks: u64,
     pub(in crate::store) bytes: u64,
@@ -48,22 +48,22 @@ fn vanished(log: &Log) -> StoreError {
 
 /// Verifies stored data and marks damage.
 #[derive(Debug)]
-pub(in crate::store) struct Damage {
-    core: Arc<Core>,
+pub(in crate::store) struct DamageMarker {
+    core: Arc<DiskCore>,
     turns: Semaphore,
 }
 
-impl Damage {
-    pub(in crate::store) fn new(core: Arc<Core>) -> Arc<Self> {
+impl DamageMarker {
+    pub(in crate::store) fn new(core: Arc<DiskCore>) -> Arc<Self> {
         Arc::new(Self { core, turns: Semaphore::new(PROBED_AT_ONCE) })
     }
 
     /// Returns whether a block with a wrong checksum is correct when read again from the device.
     pub(in crate::store::disk) async fn is_sound(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         partition: PartitionId,
-        block: &Check,
+        block: &BlockCheck,
     ) -> Result<bool, StoreError> {
         let Ok(_turn) = self.turns.acquire().await else { return Ok(false) };
         let Some(extent) = shuffle.extent_at(partition, block.base) else { return Ok(false) };
@@ -78,7 +78,7 @@ impl Damage {
 
     /// Returns the checksum of a block from its index record on disk, or `None` if it cannot be
     /// read.
-    async fn recorded_crc(&self, shuffle: &Shuffle, extent: &Extent, block: &Check) -> Option<u32> {
+    async fn recorded_crc(&self, shuffle: &DiskShuffle, extent: &Extent, block: &BlockCheck) -> Option<u32> {
         let mut crc = None;
         let find = |record: &IndexRecord| {
             if extent.base + record.offset.unsigned_abs() == block.place.start {
@@ -94,9 +94,9 @@ impl Damage {
     /// its disk.
     pub(super) fn mark_damaged(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         partition: PartitionId,
-        block: &Check,
+        block: &BlockCheck,
     ) -> StoreError {
         let Some(extent) = shuffle.extent_at(partition, block.base) else {
             return shuffle.error(StoreErrorKind::Corrupt);
@@ -113,7 +113,7 @@ impl Damage {
         error
     }
 
-    fn mark_lost(&self, shuffle: &Shuffle, partition: PartitionId, extent: &Extent) -> Option<Extent> {
+    fn mark_lost(&self, shuffle: &DiskShuffle, partition: PartitionId, extent: &Extent) -> Option<Extent> {
         let extent = shuffle.mark_lost(partition, extent)?;
         if extent.is_on_disk() {
             self.core.metrics.extents.dec();
@@ -126,7 +126,7 @@ impl Damage {
     /// one.
     pub(in crate::store::disk) async fn probe_extents(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         partition: PartitionId,
         disk: usize,
     ) -> Option<(Vec<Extent>, StoreError)> {
@@ -149,7 +149,7 @@ impl Damage {
     /// Marks unreadable extents as lost.
     pub(in crate::store::disk) fn mark_all_lost(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         partition: PartitionId,
         extents: &[Extent],
         error: &StoreError,
@@ -162,7 +162,7 @@ impl Damage {
     }
 
     /// Marks all extents as lost whose data or records were in a vanished file.
-    pub(in crate::store::disk) async fn lose_log(&self, shuffle: &Shuffle, log: &Log) {
+    pub(in crate::store::disk) async fn lose_log(&self, shuffle: &DiskShuffle, log: &Log) {
         self.core.files.forget(log);
         if let Some(here) = shuffle.found(&log.disk) {
             here.occupied.take(log.uncount());
@@ -175,11 +175,11 @@ impl Damage {
     /// Marks all extents of a shuffle as lost for which `is_gone` is true.
     pub(in crate::store) async fn lose_all(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         error: &StoreError,
         is_gone: impl Fn(&Extent) -> bool,
-    ) -> Lost {
-        let (mut lost, mut looked) = (Lost::default(), 0);
+    ) -> LostTotals {
+        let (mut lost, mut looked) = (LostTotals::default(), 0);
         for partition in partitions_of(shuffle).await {
             let extents = shuffle.extents(partition);
             let gone: Vec<_> = extents.iter().filter(|it| is_gone(it)).copied().collect();
@@ -189,14 +189,14 @@ impl Damage {
         lost
     }
 
-    /// Like [`Damage::lose_log`], for extents that have just become visible.
+    /// Like [`DamageMarker::lose_log`], for extents that have just become visible.
     pub(in crate::store::disk) fn lose_extents(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         log: &Log,
         extents: &[(PartitionId, Extent)],
     ) {
-        let mut lost = Lost::default();
+        let mut lost = LostTotals::default();
         for (partition, extent) in extents {
             self.lose_some(shuffle, &vanished(log), *partition, std::slice::from_ref(extent), &mut lost);
         }
@@ -205,11 +205,11 @@ impl Damage {
 
     fn lose_some(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         error: &StoreError,
         partition: PartitionId,
         extents: &[Extent],
-        lost: &mut Lost,
+        lost: &mut LostTotals,
     ) {
         if extents.is_empty() {
             return;
@@ -224,11 +224,11 @@ impl Damage {
         self.core.hearer.tell_around(&shuffle.key, partition, &error.to_string(), mark);
     }
 
-    fn tell_vanished(&self, shuffle: &Shuffle, log: &Log, lost: Lost) {
+    fn tell_vanished(&self, shuffle: &DiskShuffle, log: &Log, lost: LostTotals) {
         if shuffle.is_purged() {
             return;
         }
-        let Lost { extents, blocks, bytes } = lost;
+        let LostTotals { extents, blocks, bytes } = lost;
         self.core.metrics.files_vanished.inc();
         self.core.metrics.extents_lost.inc_by(extents);
         tracing::error!(
@@ -238,7 +238,7 @@ impl Damage {
         );
     }
 
-    fn make_hole(&self, shuffle: &Shuffle, partition: PartitionId, extent: &Extent) {
+    fn make_hole(&self, shuffle: &DiskShuffle, partition: PartitionId, extent: &Extent) {
         if self.mark_lost(shuffle, partition, extent).is_some() {
             self.core.metrics.extents_lost.inc();
             let (bytes, blocks) = (extent.length, extent.blocks);
@@ -250,7 +250,7 @@ impl Damage {
     /// Returns the unreadable ones of `extents`, and the error of the last.
     async fn still_damaged(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         extents: Vec<Extent>,
         disk: usize,
     ) -> (Vec<Extent>, Option<StoreError>) {
@@ -268,7 +268,12 @@ impl Damage {
     }
 
     /// Reads the parts of an extent that are on a disk.
-    async fn probe_extent(&self, shuffle: &Shuffle, extent: &Extent, disk: usize) -> Result<(), StoreError> {
+    async fn probe_extent(
+        &self,
+        shuffle: &DiskShuffle,
+        extent: &Extent,
+        disk: usize,
+    ) -> Result<(), StoreError> {
         let here = |slot: u16| shuffle.log_at(slot).disk.index == disk;
         if here(extent.index_log) {
             self.core.visit_records(shuffle, extent, 0, |_| ControlFlow::Continue(())).await?;

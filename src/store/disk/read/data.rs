@@ -17,14 +17,14 @@ use futures::future::BoxFuture;
 use smallvec::SmallVec;
 
 use super::checksums::{DiskChecksums, SAMPLE};
-use super::damage::Damage;
-use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Reader, Stream, piece_of};
+use super::damage::DamageMarker;
+use super::{DIRECT_BYTES_MIN, DiskReader, LogPiece, PartsByLog, StreamRead, piece_of};
 use crate::store::disk::config::VerifyReads;
 use crate::store::disk::files::Mode;
 use crate::store::disk::log_file::Log;
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::extents::extent::{Extent, NO_LOG};
-use crate::store::index::block_verifier::Check;
+use crate::store::index::block_verifier::BlockCheck;
 use crate::store::progress::Progress;
 use crate::store::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
@@ -33,21 +33,21 @@ use uniffle_wire::types::PartitionId;
 
 /// A range of a partition's data.
 pub struct DataRead {
-    damage: Arc<Damage>,
-    stream: Stream,
+    damage: Arc<DamageMarker>,
+    stream: StreamRead,
     progress: Progress,
     range: Range<u64>,
-    pieces: Vec<Piece>,
+    pieces: Vec<LogPiece>,
     /// Index of the next piece.
     next: usize,
     /// Rest of the current piece.
-    current: Option<Piece>,
+    current: Option<LogPiece>,
     /// Chunks that were read and verified together with the last one.
     ready: VecDeque<Bytes>,
     checksums: Option<DiskChecksums>,
 }
 
-/// The whole disk blocks that contain the first bytes of a [`Piece`].
+/// The whole disk blocks that contain the first bytes of a [`LogPiece`].
 struct Aligned {
     /// Offset in the log.
     start: u64,
@@ -61,7 +61,7 @@ struct Aligned {
 
 impl Aligned {
     /// Returns the blocks of `piece` that fit into `room` bytes, at least one.
-    fn of(piece: &Piece, room: usize) -> Self {
+    fn of(piece: &LogPiece, room: usize) -> Self {
         let start = piece.offset / BLOCK_ALIGN as u64 * BLOCK_ALIGN as u64;
         let skip = usize::try_from(piece.offset - start).unwrap_or(0);
         let left = usize::try_from(piece.length).unwrap_or(usize::MAX);
@@ -76,7 +76,7 @@ impl fmt::Debug for DataRead {
     }
 }
 
-impl Reader {
+impl DiskReader {
     /// Returns whether the next data read is verified.
     fn verifies_next(&self) -> bool {
         match self.core.config.verify_reads {
@@ -90,8 +90,8 @@ impl Reader {
 impl DataRead {
     /// Creates a read of a range that `extents` cover, none of them in an object.
     pub(in crate::store) fn new<'a>(
-        reader: &Reader,
-        shuffle: Arc<Shuffle>,
+        reader: &DiskReader,
+        shuffle: Arc<DiskShuffle>,
         partition: PartitionId,
         extents: impl Iterator<Item = &'a Extent> + Clone,
         range: Range<u64>,
@@ -101,7 +101,7 @@ impl DataRead {
         find_runs(&mut pieces);
         reader.core.metrics.read_data_file.inc();
         let checksums = reader.verifies_next().then(|| checksums_of(partition, extents, &range));
-        let stream = Stream::new(Arc::clone(&reader.core), shuffle, partition);
+        let stream = StreamRead::new(Arc::clone(&reader.core), shuffle, partition);
         let (damage, ready) = (Arc::clone(&reader.damage), VecDeque::new());
         let progress = Progress::new(range.end - range.start);
         Self { damage, stream, progress, range, pieces, next: 0, current: None, ready, checksums }
@@ -119,7 +119,7 @@ impl DataRead {
     /// with a wrong checksum is first read again.
     async fn fetch(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<(), StoreError> {
         if let Some(checksums) = &mut self.checksums {
-            let Stream { core, shuffle, .. } = &self.stream;
+            let StreamRead { core, shuffle, .. } = &self.stream;
             if let Err((error, log)) = checksums.prepare(core, shuffle, READ_CHUNK_BYTES_MAX as u64).await {
                 shuffle.require_present()?;
                 self.stream.blame(&log);
@@ -128,7 +128,7 @@ impl DataRead {
         }
         let before = (self.current, self.next, self.checksums.as_mut().map(|it| it.verifier.mark()));
         let Some(block) = self.fetch_once(len, buffers).await? else { return Ok(()) };
-        let Stream { core, shuffle, partition, .. } = &self.stream;
+        let StreamRead { core, shuffle, partition, .. } = &self.stream;
         core.metrics.read_crc_mismatches.inc();
         let is_sound = self.damage.is_sound(shuffle, *partition, &block).await;
         shuffle.require_present()?;
@@ -157,8 +157,8 @@ impl DataRead {
 
     /// Handles a block with a wrong checksum: reads it again, and marks it as damaged if it is
     /// still wrong.
-    fn found_damaged(&mut self, block: &Check) -> StoreError {
-        let Stream { shuffle, partition, .. } = &self.stream;
+    fn found_damaged(&mut self, block: &BlockCheck) -> StoreError {
+        let StreamRead { shuffle, partition, .. } = &self.stream;
         let error = self.damage.mark_damaged(shuffle, *partition, block);
         self.stream.is_suspect = true;
         error
@@ -169,7 +169,7 @@ impl DataRead {
         &mut self,
         len: usize,
         buffers: &dyn ReadBuffers,
-    ) -> Result<Option<Check>, StoreError> {
+    ) -> Result<Option<BlockCheck>, StoreError> {
         let next = self.current.take().or_else(|| self.next_piece());
         let piece = next.expect("the length is the sum over the pieces");
         let chunks = if self.goes_direct(&piece) {
@@ -186,14 +186,14 @@ impl DataRead {
         Ok(None)
     }
 
-    fn next_piece(&mut self) -> Option<Piece> {
+    fn next_piece(&mut self) -> Option<LogPiece> {
         let piece = self.pieces.get(self.next).copied();
         self.next += usize::from(piece.is_some());
         piece
     }
 
     /// Returns whether a piece is read without the page cache.
-    fn goes_direct(&self, piece: &Piece) -> bool {
+    fn goes_direct(&self, piece: &LogPiece) -> bool {
         let direct = |log: Arc<Log>| self.stream.core.files.is_direct(&log);
         piece.length.max(u64::from(piece.run)) >= DIRECT_BYTES_MIN
             && self.stream.log(*piece).is_some_and(direct)
@@ -203,7 +203,7 @@ impl DataRead {
     /// buffer.
     async fn read_aligned(
         &mut self,
-        piece: Piece,
+        piece: LogPiece,
         buffers: &dyn ReadBuffers,
     ) -> Result<VecDeque<Bytes>, StoreError> {
         let room = buffers.chunk_bytes();
@@ -221,7 +221,7 @@ impl DataRead {
                 next = self.next_piece();
             }
             // A piece that does not fit begins the next buffer.
-            let fits = |piece: &Piece| Aligned::of(piece, usize::MAX).blocks <= room - filled;
+            let fits = |piece: &LogPiece| Aligned::of(piece, usize::MAX).blocks <= room - filled;
             if next.is_some_and(|piece| !fits(&piece) || !self.goes_direct(&piece)) {
                 self.current = next.take();
             }
@@ -235,7 +235,7 @@ impl DataRead {
     /// bypasses the page cache.
     async fn gather(
         &mut self,
-        piece: Piece,
+        piece: LogPiece,
         len: usize,
         buffers: &dyn ReadBuffers,
     ) -> Result<Bytes, StoreError> {
@@ -264,9 +264,9 @@ impl DataRead {
         Ok(buffer.freeze(filled))
     }
 
-    fn keep_rest(&mut self, piece: Piece, read: usize) {
+    fn keep_rest(&mut self, piece: LogPiece, read: usize) {
         let (offset, length) = (piece.offset + read as u64, piece.length - read as u64);
-        self.current = (length > 0).then_some(Piece { offset, length, ..piece });
+        self.current = (length > 0).then_some(LogPiece { offset, length, ..piece });
     }
 }
 
@@ -330,7 +330,7 @@ fn checksums_of<'a>(
 }
 
 /// Finds pieces that are contiguous in their log. They are read as one longer piece.
-fn find_runs(pieces: &mut [Piece]) {
+fn find_runs(pieces: &mut [LogPiece]) {
     if pieces.len() < 2 {
         return;
     }
@@ -357,7 +357,7 @@ fn short(length: u64) -> u32 {
 }
 
 /// Returns the previous piece of the same log, and replaces it in `last` by the piece at `at`.
-fn met(last: &mut SmallVec<[usize; 2]>, pieces: &[Piece], at: usize) -> Option<usize> {
+fn met(last: &mut SmallVec<[usize; 2]>, pieces: &[LogPiece], at: usize) -> Option<usize> {
     // Searches from the newest log on: a stream moves from log to log and leaves full ones behind.
     let known = last.iter_mut().rev().find(|known| pieces[**known].log == pieces[at].log);
     if known.is_none() {

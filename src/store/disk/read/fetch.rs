@@ -8,10 +8,10 @@ use std::ops::{ControlFlow, Range};
 
 use crate::log::within;
 use crate::store::StoreError;
-use crate::store::disk::core::Core;
+use crate::store::disk::core::DiskCore;
 use crate::store::disk::files::Mode;
 use crate::store::disk::log_file::Log;
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::extents::extent::Extent;
 use crate::store::index::index_read::WRONG_RECORDS;
 use crate::store::index::records::RecordCheck;
@@ -22,14 +22,14 @@ use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 /// Bytes of whole records that are read at a time.
 const VISITED_BYTES: usize = (256 << 10) / RECORD_BYTES * RECORD_BYTES;
 
-impl Core {
+impl DiskCore {
     /// Calls `show` with the index records of an extent, from record `from` on, until it breaks.
     /// Offsets in the records are relative to the extent. Records are read in small parts. If
     /// `from` is 0, all records are read and verified, even after a break, and the records shown
     /// are valid only if this returns `Ok`.
     pub(in crate::store) async fn visit_records(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         extent: &Extent,
         from: u32,
         mut show: impl FnMut(&IndexRecord) -> ControlFlow<()>,
@@ -59,7 +59,7 @@ impl Core {
     /// whole disk blocks, which exist because extents are padded to them.
     pub(super) async fn read_again(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         log: &Log,
         range: Range<u64>,
         mut take: impl FnMut(&[u8]),
@@ -83,7 +83,7 @@ impl Core {
 
     /// Returns the error of a failed read. It counts against the disk unless the file is being
     /// removed.
-    fn read_failed(&self, shuffle: &Shuffle, log: &Log, error: io::Error) -> StoreError {
+    fn read_failed(&self, shuffle: &DiskShuffle, log: &Log, error: io::Error) -> StoreError {
         match shuffle.is_purged() || log.is_released() {
             true => StoreError::io(log.full_path(), error),
             false => self.failed(&log.disk, log.full_path(), error),

@@ -13,11 +13,11 @@ use std::sync::Arc;
 
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::{DIRECT_BYTES_MIN, Piece, Reader, piece_of};
+use super::{DIRECT_BYTES_MIN, DiskReader, LogPiece, piece_of};
 use crate::log::within;
-use crate::store::disk::core::Core;
+use crate::store::disk::core::DiskCore;
 use crate::store::disk::log_file::Log;
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::extents::extent::ExtentList;
 use uniffle_wire::types::PartitionId;
 
@@ -34,11 +34,11 @@ struct Hinted {
     _place: OwnedSemaphorePermit,
 }
 
-impl Reader {
+impl DiskReader {
     /// Applies hints. Ranges that are not completely published or exceed the bounds are ignored.
     pub(in crate::store::disk) fn hint(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         partition: PartitionId,
         ranges: &[Range<u64>],
     ) {
@@ -61,10 +61,10 @@ impl Reader {
     }
 
     /// Returns the pieces that are read through the page cache, on disks with capacity.
-    fn by_log(&self, shuffle: &Shuffle, pieces: Vec<Piece>) -> Vec<Hinted> {
+    fn by_log(&self, shuffle: &DiskShuffle, pieces: Vec<LogPiece>) -> Vec<Hinted> {
         let mut all: Vec<Hinted> = Vec::new();
         let mut left = HINTED_BYTES_MAX;
-        for Piece { log, offset, length, .. } in pieces {
+        for LogPiece { log, offset, length, .. } in pieces {
             let log = shuffle.log_at(log);
             if length >= DIRECT_BYTES_MIN && self.core.files.is_direct(&log) {
                 continue;
@@ -86,7 +86,7 @@ impl Reader {
 }
 
 /// Returns the pieces on disks in `ranges`.
-fn pieces<'a>(extents: &ExtentList, ranges: impl Iterator<Item = &'a Range<u64>>) -> Vec<Piece> {
+fn pieces<'a>(extents: &ExtentList, ranges: impl Iterator<Item = &'a Range<u64>>) -> Vec<LogPiece> {
     let all = ranges.flat_map(|Range { start, end }| {
         extents.touched(*start, *end).map(|extent| (extent, piece_of(extent, *start, *end)))
     });
@@ -94,7 +94,7 @@ fn pieces<'a>(extents: &ExtentList, ranges: impl Iterator<Item = &'a Range<u64>>
     on_disks.map(|(_, piece)| piece).collect()
 }
 
-async fn advise(core: &Core, hinted: Hinted) {
+async fn advise(core: &DiskCore, hinted: Hinted) {
     let bytes = hinted.parts.iter().map(|part| part.end - part.start).sum();
     let advised = within(core.config.read_timeout, async {
         core.files.reader(&hinted.log).await?.advise(hinted.parts).await

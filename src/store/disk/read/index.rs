@@ -6,23 +6,23 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::view::{StreamView, ViewRun};
-use super::{PartsByLog, Reader, Stream};
+use super::{DiskReader, PartsByLog, StreamRead};
 use crate::store::disk::files::Mode;
 use crate::store::extents::extent::Extent;
 use crate::store::index::index_read::{IndexRead, RecordSource, WRONG_RECORDS};
 use crate::store::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::{ReadBuffers, ReadPart};
 
-impl Reader {
+impl DiskReader {
     /// Reads the records of a run without objects.
     pub(in crate::store) fn index(&self, view: &StreamView, run: &ViewRun) -> Box<dyn ChunkRead> {
         self.core.metrics.read_index_file.inc();
-        let stream = Stream::new(Arc::clone(&self.core), Arc::clone(&view.shuffle), view.partition);
+        let stream = StreamRead::new(Arc::clone(&self.core), Arc::clone(&view.shuffle), view.partition);
         Box::new(IndexRead::new(stream, view.extents.clone(), run.extents.start, run.blocks))
     }
 }
 
-impl RecordSource for Stream {
+impl RecordSource for StreamRead {
     type Parts = PartsByLog;
 
     fn cached(&self, extent: &Extent) -> Option<Bytes> {

@@ -22,11 +22,11 @@ use std::sync::{Arc, OnceLock};
 
 use smallvec::SmallVec;
 
-use super::core::Core;
+use super::core::DiskCore;
 use super::files::Mode;
 use super::log_file::Log;
-use super::read::damage::Damage;
-use super::shuffle::Shuffle;
+use super::read::damage::DamageMarker;
+use super::shuffle::DiskShuffle;
 use crate::clock::Instant;
 use crate::runtime::Tasks;
 use crate::store::extents::extent::{Extent, NO_LOG};
@@ -42,25 +42,25 @@ const DIRECT_BYTES_MIN: u64 = 64 << 10;
 
 /// Shared state of all reads.
 #[derive(Debug)]
-pub(in crate::store) struct Reader {
-    pub(in crate::store) core: Arc<Core>,
-    pub(in crate::store) damage: Arc<Damage>,
+pub(in crate::store) struct DiskReader {
+    pub(in crate::store) core: Arc<DiskCore>,
+    pub(in crate::store) damage: Arc<DamageMarker>,
     /// Number of data reads, for sampling.
     data_reads: AtomicU64,
     /// Tasks of hints.
     pub(in crate::store) tasks: Tasks,
 }
 
-impl Reader {
-    pub(in crate::store) fn new(core: &Arc<Core>) -> Self {
-        let damage = Damage::new(Arc::clone(core));
+impl DiskReader {
+    pub(in crate::store) fn new(core: &Arc<DiskCore>) -> Self {
+        let damage = DamageMarker::new(Arc::clone(core));
         Self { core: Arc::clone(core), damage, data_reads: AtomicU64::new(0), tasks: Tasks::new() }
     }
 }
 
 /// A part of a data log.
 #[derive(Debug, Clone, Copy)]
-struct Piece {
+struct LogPiece {
     log: u16,
     offset: u64,
     length: u64,
@@ -70,9 +70,9 @@ struct Piece {
 }
 
 /// A read has one piece for each extent of its range before anything is charged for it.
-const _: () = assert!(size_of::<Piece>() == 24, "the run takes no room of its own");
+const _: () = assert!(size_of::<LogPiece>() == 24, "the run takes no room of its own");
 
-impl Piece {
+impl LogPiece {
     /// Returns whether it begins at the end of the extent of `before` in their log.
     fn is_behind(&self, before: &Self) -> bool {
         let end = occupied_bytes(before.offset + before.length);
@@ -81,16 +81,16 @@ impl Piece {
 }
 
 /// Returns the part of `extent` in `offset..end`, which it overlaps.
-fn piece_of(extent: &Extent, offset: u64, end: u64) -> Piece {
+fn piece_of(extent: &Extent, offset: u64, end: u64) -> LogPiece {
     let from = offset.max(extent.base) - extent.base;
     let to = end.min(extent.base + extent.length) - extent.base;
-    Piece { log: extent.data_log, offset: extent.data_offset() + from, length: to - from, run: 0 }
+    LogPiece { log: extent.data_log, offset: extent.data_offset() + from, length: to - from, run: 0 }
 }
 
 /// State of index and data reads.
-struct Stream {
-    core: Arc<Core>,
-    shuffle: Arc<Shuffle>,
+struct StreamRead {
+    core: Arc<DiskCore>,
+    shuffle: Arc<DiskShuffle>,
     partition: PartitionId,
     /// Index of the disk that failed or returned wrong bytes.
     culprit: OnceLock<usize>,
@@ -100,14 +100,14 @@ struct Stream {
     is_readers: bool,
 }
 
-impl fmt::Debug for Stream {
+impl fmt::Debug for StreamRead {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Stream").field(&self.shuffle.key).finish()
     }
 }
 
-impl Stream {
-    fn new(core: Arc<Core>, shuffle: Arc<Shuffle>, partition: PartitionId) -> Self {
+impl StreamRead {
+    fn new(core: Arc<DiskCore>, shuffle: Arc<DiskShuffle>, partition: PartitionId) -> Self {
         Self { core, shuffle, partition, culprit: OnceLock::new(), is_suspect: false, is_readers: true }
     }
 
@@ -131,7 +131,7 @@ impl Stream {
     }
 
     /// Returns the log of a piece, or `None` for a hole.
-    fn log(&self, piece: Piece) -> Option<Arc<Log>> {
+    fn log(&self, piece: LogPiece) -> Option<Arc<Log>> {
         (piece.log != NO_LOG).then(|| self.shuffle.log_at(piece.log))
     }
 

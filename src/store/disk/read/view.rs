@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::extents::extent_list::InStream as _;
 use crate::store::extents::streams::Partition;
@@ -16,7 +16,7 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 /// A snapshot of a partition's stream, or of a part of it.
 #[derive(Debug, Clone)]
 pub struct StreamView {
-    pub(in crate::store) shuffle: Arc<Shuffle>,
+    pub(in crate::store) shuffle: Arc<DiskShuffle>,
     pub(in crate::store) partition: PartitionId,
     pub(in crate::store) extents: ExtentList,
     /// Length of the whole stream.
@@ -62,7 +62,7 @@ impl StreamView {
     /// # Errors
     /// `InvalidRange` if the range is empty or not completely published, `Purged`.
     pub(in crate::store::disk) fn part(
-        shuffle: Arc<Shuffle>,
+        shuffle: Arc<DiskShuffle>,
         partition: PartitionId,
         range: &Range<u64>,
     ) -> Result<Self, StoreError> {

@@ -7,7 +7,7 @@ use futures::FutureExt;
 use tokio::time::Instant;
 
 use super::*;
-use crate::store::disk::directories::directory::InFlight;
+use crate::store::disk::directories::directory::InFlightWrite;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
 const MIB: usize = 1 << 20;
@@ -46,7 +46,7 @@ async fn until_it_pauses(disk: &TestDisk, mut purge: impl Future<Output = ()> + 
 #[tokio::test(start_paused = true)]
 async fn busy_disk_deletes_a_log_in_parts_with_pauses() {
     let (disk, store, key) = large_log().await;
-    let writing = InFlight::begin(&store.core.disks[0], 1);
+    let writing = InFlightWrite::begin(&store.core.disks[0], 1);
     let mut purge = Box::pin(store.purge(&key));
     let began = Instant::now();
     let mut lengths = Vec::new();
@@ -67,7 +67,7 @@ async fn busy_disk_deletes_a_log_in_parts_with_pauses() {
 async fn idle_or_full_disk_deletes_without_pauses() {
     for is_idle in [true, false] {
         let (disk, store, key) = large_log().await;
-        let writing = InFlight::begin(&store.core.disks[0], if is_idle { 0 } else { 1 });
+        let writing = InFlightWrite::begin(&store.core.disks[0], if is_idle { 0 } else { 1 });
         if !is_idle {
             // The fill level is between the watermarks.
             disk.memory.set_capacity(Some(64 * MIB as u64));
@@ -85,7 +85,7 @@ async fn idle_or_full_disk_deletes_without_pauses() {
 #[tokio::test(start_paused = true)]
 async fn purge_dropped_between_parts_is_finished_later() {
     let (disk, store, key) = large_log().await;
-    let writing = InFlight::begin(&store.core.disks[0], 1);
+    let writing = InFlightWrite::begin(&store.core.disks[0], 1);
     let mut purge = Box::pin(store.purge(&key));
     until_it_pauses(&disk, &mut purge).await;
     drop((purge, writing));
@@ -123,7 +123,7 @@ async fn read_overtaken_by_a_purge_does_not_blame_the_disk() {
 #[tokio::test(start_paused = true)]
 async fn successor_finishes_a_removal() {
     let (disk, store, key) = large_log().await;
-    let writing = InFlight::begin(&store.core.disks[0], 1);
+    let writing = InFlightWrite::begin(&store.core.disks[0], 1);
     let mut purge = Box::pin(store.purge(&key));
     until_it_pauses(&disk, &mut purge).await;
     let began = Instant::now();

@@ -12,13 +12,13 @@ use crate::clock::{Instant, timeout};
 use crate::log::within;
 use crate::runtime::Tasks;
 use crate::store::disk::config::SyncWrites;
-use crate::store::disk::core::Core;
+use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::{APPS, LocalDisk};
-use crate::store::disk::directories::placement::{self, Candidate};
+use crate::store::disk::directories::placement::{self, DiskCandidate};
 use crate::store::disk::log_file::{LOG_BYTES_MAX, Log, LogKind, LogUse, Reserved};
-use crate::store::disk::read::damage::Damage;
+use crate::store::disk::read::damage::DamageMarker;
 use crate::store::disk::read::failures::wants_new_file;
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::AlignedPool;
 use uniffle_io::{File, Vanished};
@@ -29,16 +29,16 @@ const RECOVERY_WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// Shared state of writers.
 #[derive(Debug)]
-pub(in crate::store) struct Writer {
-    pub(in crate::store) core: Arc<Core>,
+pub(in crate::store) struct DiskWriter {
+    pub(in crate::store) core: Arc<DiskCore>,
     pub(in crate::store::disk) staging: Arc<AlignedPool>,
-    pub(in crate::store) damage: Arc<Damage>,
+    pub(in crate::store) damage: Arc<DamageMarker>,
     pub(in crate::store) tasks: Tasks,
 }
 
 /// When an error is counted against its disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Counts {
+pub(super) enum ErrorCount {
     Now,
     Already,
 }
@@ -46,8 +46,8 @@ pub(super) enum Counts {
 /// Search for a disk that takes an append. If a file is at fault and not its disk, the disk is tried
 /// once more, with a new file.
 pub(super) struct DiskSearch<'a> {
-    writer: &'a Writer,
-    shuffle: &'a Arc<Shuffle>,
+    writer: &'a DiskWriter,
+    shuffle: &'a Arc<DiskShuffle>,
     bytes: u64,
     is_last: bool,
     /// Index of the disk to try next, or `None` to choose one.
@@ -59,7 +59,12 @@ pub(super) struct DiskSearch<'a> {
 
 impl<'a> DiskSearch<'a> {
     /// Begins a search for an append of `bytes` bytes.
-    pub(super) fn new(writer: &'a Writer, shuffle: &'a Arc<Shuffle>, bytes: u64, is_last: bool) -> Self {
+    pub(super) fn new(
+        writer: &'a DiskWriter,
+        shuffle: &'a Arc<DiskShuffle>,
+        bytes: u64,
+        is_last: bool,
+    ) -> Self {
         let (tried, renewed) = (Vec::new(), Vec::new());
         Self { writer, shuffle, bytes, is_last, next: None, tried, renewed, last_error: None }
     }
@@ -107,10 +112,10 @@ impl<'a> DiskSearch<'a> {
     }
 }
 
-impl Writer {
-    pub(in crate::store) fn new(core: &Arc<Core>) -> Arc<Self> {
+impl DiskWriter {
+    pub(in crate::store) fn new(core: &Arc<DiskCore>) -> Arc<Self> {
         let staging = AlignedPool::new(core.config.staging_buffers_for(core.disks.len()));
-        let damage = Damage::new(Arc::clone(core));
+        let damage = DamageMarker::new(Arc::clone(core));
         Arc::new(Self { core: Arc::clone(core), staging, damage, tasks: Tasks::new() })
     }
 
@@ -118,7 +123,7 @@ impl Writer {
     /// been freed. The final flush also tries full disks, and failed ones that pass a probe now.
     async fn choose(&self, bytes: u64, tried: &[usize], is_last: bool) -> Option<usize> {
         let disks = &self.core.disks;
-        let candidates = || disks.iter().map(|disk| disk.candidate()).collect::<Vec<Candidate>>();
+        let candidates = || disks.iter().map(|disk| disk.candidate()).collect::<Vec<DiskCandidate>>();
         if let Some(index) = placement::choose(&candidates(), bytes, tried) {
             return Some(index);
         }
@@ -157,7 +162,7 @@ impl Writer {
     /// Reserves `bytes` bytes in a shuffle's open log of a disk. Creates a log if none is open.
     pub(in crate::store::disk) async fn reserve(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         disk: &Arc<LocalDisk>,
         kind: LogKind,
         bytes: u64,
@@ -194,7 +199,7 @@ impl Writer {
 
     async fn create_log(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         disk: &Arc<LocalDisk>,
         kind: LogKind,
     ) -> Result<Arc<Log>, StoreError> {
@@ -230,24 +235,24 @@ impl Writer {
     /// Returns the log's file for writing. A failure closes the log.
     pub(in crate::store) async fn writer(&self, log: &Log) -> Result<Arc<dyn File>, StoreError> {
         let opened = self.core.files.writer(log).await;
-        opened.map_err(|error| self.failed_log(log, error, Counts::Now))
+        opened.map_err(|error| self.failed_log(log, error, ErrorCount::Now))
     }
 
     /// Closes a log after an error, and counts the error against the disk unless that was done
     /// already.
-    pub(super) fn failed_log(&self, log: &Log, error: io::Error, counts: Counts) -> StoreError {
+    pub(super) fn failed_log(&self, log: &Log, error: io::Error, counts: ErrorCount) -> StoreError {
         log.close();
         if Vanished::of(&error) == Some(Vanished::File) {
             log.set_vanished();
         }
         match counts {
-            Counts::Now => self.core.failed(&log.disk, log.full_path(), error),
-            Counts::Already => StoreError::io(log.full_path(), error),
+            ErrorCount::Now => self.core.failed(&log.disk, log.full_path(), error),
+            ErrorCount::Already => StoreError::io(log.full_path(), error),
         }
     }
 
     /// Marks the extents of vanished files as lost, in a task of its own.
-    pub(in crate::store) fn lose_vanished(&self, shuffle: &Arc<Shuffle>) {
+    pub(in crate::store) fn lose_vanished(&self, shuffle: &Arc<DiskShuffle>) {
         for log in shuffle.logs().into_iter().filter(|log| log.begin_loss()) {
             let (damage, shuffle) = (Arc::clone(&self.damage), Arc::clone(shuffle));
             self.tasks.spawn("vanished file", async move { damage.lose_log(&shuffle, &log).await });

@@ -9,13 +9,13 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::append::{Counts, DiskSearch, Writer};
+use super::append::{DiskSearch, DiskWriter, ErrorCount};
 use crate::clock::Instant;
-use crate::store::disk::directories::directory::{InFlight, LocalDisk};
+use crate::store::disk::directories::directory::{InFlightWrite, LocalDisk};
 use crate::store::disk::files::Mode;
 use crate::store::disk::log_file::{Log, LogKind, Reserved};
 use crate::store::disk::metrics::ALL_DISKS;
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::index::codec::occupied_bytes;
 use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_io::buffers::AlignedBuffer;
@@ -44,7 +44,7 @@ pub struct Published {
 }
 
 /// Checks that a batch is consistent. Returns the bytes that it occupies in a data log.
-fn validate(shuffle: &Shuffle, extents: &[ExtentWrite]) -> Result<u64, StoreError> {
+fn validate(shuffle: &DiskShuffle, extents: &[ExtentWrite]) -> Result<u64, StoreError> {
     let counts_fit = !extents.is_empty() && u32::try_from(extents.len()).is_ok();
     if !counts_fit || !extents.iter().all(ExtentWrite::is_consistent) {
         return Err(shuffle.error(StoreErrorKind::InvalidBatch));
@@ -59,7 +59,7 @@ fn is_aligned(pieces: &[Bytes]) -> bool {
     })
 }
 
-impl Writer {
+impl DiskWriter {
     /// Writes a batch to one disk and publishes it. After `Ok` every block is readable. If a disk
     /// fails, the next one is tried.
     ///
@@ -68,7 +68,7 @@ impl Writer {
     /// `InvalidBatch`.
     pub(in crate::store) async fn write(
         &self,
-        shuffle: &Arc<Shuffle>,
+        shuffle: &Arc<DiskShuffle>,
         extents: Vec<ExtentWrite>,
         is_last: bool,
     ) -> Result<Published, StoreError> {
@@ -120,15 +120,15 @@ impl Writer {
     async fn write_to(
         &self,
         disk: &Arc<LocalDisk>,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         extents: &[ExtentWrite],
         bytes: u64,
     ) -> Result<Reserved, StoreError> {
-        let load = InFlight::begin(disk, bytes);
+        let load = InFlightWrite::begin(disk, bytes);
         let data = self.reserve(shuffle, disk, LogKind::Data, bytes).await?;
         let file = self.writer(&data.log).await?;
         let began = Instant::now();
-        let mut call = Call::new(self, &data, &file);
+        let mut call = WriteCall::new(self, &data, &file);
         let mut staging: Option<AlignedBuffer> = None;
         for extent in extents {
             let pieces = extent.data.pieces();
@@ -155,8 +155,8 @@ impl Writer {
 }
 
 /// A write call to a log that is being assembled.
-pub(super) struct Call<'a> {
-    writer: &'a Writer,
+pub(super) struct WriteCall<'a> {
+    writer: &'a DiskWriter,
     log: &'a Log,
     file: &'a Arc<dyn File>,
     pieces: Vec<Bytes>,
@@ -166,9 +166,9 @@ pub(super) struct Call<'a> {
     staged: bool,
 }
 
-impl<'a> Call<'a> {
+impl<'a> WriteCall<'a> {
     /// Begins to write at the start of a reserved range.
-    pub(super) fn new(writer: &'a Writer, to: &'a Reserved, file: &'a Arc<dyn File>) -> Self {
+    pub(super) fn new(writer: &'a DiskWriter, to: &'a Reserved, file: &'a Arc<dyn File>) -> Self {
         Self { writer, log: &to.log, file, pieces: Vec::new(), bytes: 0, at: to.offset, staged: false }
     }
 
@@ -251,7 +251,7 @@ impl<'a> Call<'a> {
         let root = [log.disk.label.as_str()];
         core.metrics.append_operations.with_label_values(&root).inc();
         core.metrics.append_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
-        result.map_err(|error| self.writer.failed_log(log, error, Counts::Already))?;
+        result.map_err(|error| self.writer.failed_log(log, error, ErrorCount::Already))?;
         if core.files.proves_progress(log, Mode::Write) {
             log.disk.progressed();
         }

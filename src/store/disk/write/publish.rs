@@ -13,14 +13,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::append::{DiskSearch, Writer};
-use super::batch::Call;
+use super::append::{DiskSearch, DiskWriter};
+use super::batch::WriteCall;
 use super::pending::{PendingGroup, PublishState};
 use crate::log::within;
 use crate::metrics::clamped;
 use crate::store::disk::directories::directory::LocalDisk;
 use crate::store::disk::log_file::{Log, LogKind, Reserved};
-use crate::store::disk::shuffle::Shuffle;
+use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::extents::extent::Extent;
 use crate::store::{ExtentWrite, StoreError};
 use uniffle_io::Vanished;
@@ -31,11 +31,11 @@ use uniffle_wire::types::PartitionId;
 /// have removed it.
 const VERIFIED_AFTER: Duration = Duration::from_millis(100);
 
-impl Writer {
+impl DiskWriter {
     /// Makes a written batch durable and visible. Returns its sequence among the shuffle's batches.
     pub(in crate::store::disk) async fn publish(
         &self,
-        shuffle: &Arc<Shuffle>,
+        shuffle: &Arc<DiskShuffle>,
         data: &Reserved,
         extents: &[ExtentWrite],
         is_last: bool,
@@ -56,7 +56,7 @@ impl Writer {
     /// Appends the pending group, if there is one, and makes it visible.
     async fn settle(
         &self,
-        shuffle: &Arc<Shuffle>,
+        shuffle: &Arc<DiskShuffle>,
         state: &mut PublishState,
         is_last: bool,
     ) -> Result<(), StoreError> {
@@ -111,7 +111,7 @@ impl Writer {
     }
 
     /// Caches the records of new extents: readers ask for them first.
-    fn keep_records(&self, shuffle: &Shuffle, pending: &PendingGroup, extents: &[(PartitionId, Extent)]) {
+    fn keep_records(&self, shuffle: &DiskShuffle, pending: &PendingGroup, extents: &[(PartitionId, Extent)]) {
         for ((_, extent), entry) in extents.iter().zip(&pending.group.entries) {
             let start = usize::try_from(entry.place.offset).expect("records are inside the group");
             let bytes = extent.blocks as usize * RECORD_BYTES;
@@ -125,14 +125,14 @@ impl Writer {
 
     async fn append_to(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &DiskShuffle,
         disk: &Arc<LocalDisk>,
         pending: &PendingGroup,
     ) -> Result<Reserved, StoreError> {
         let bytes = pending.group.bytes.clone();
         let place = self.reserve(shuffle, disk, LogKind::Index, bytes.len() as u64).await?;
         let file = self.writer(&place.log).await?;
-        let mut call = Call::new(self, &place, &file);
+        let mut call = WriteCall::new(self, &place, &file);
         call.push(bytes);
         call.send().await?;
         self.make_durable(&place.log, &file).await?;

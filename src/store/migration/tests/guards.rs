@@ -47,7 +47,7 @@ async fn reports_do_not_wait_for_a_hung_first_move() {
     process.fixture.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
     let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
     let mut moving = JoinSet::new();
-    moving.spawn(async move { tier.move_some(Candidate::Oldest(0), &shuffle).await });
+    moving.spawn(async move { tier.move_some(MoveCandidate::Oldest(0), &shuffle).await });
     let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
     eventually("the first page is on its way", held).await;
     let began = tokio::time::Instant::now();
@@ -78,7 +78,7 @@ async fn report_behind_a_hung_move_ends_in_time() {
         },
     );
     let mut moving = JoinSet::new();
-    moving.spawn(async move { tier.move_some(Candidate::Oldest(0), &shuffle).await });
+    moving.spawn(async move { tier.move_some(MoveCandidate::Oldest(0), &shuffle).await });
     let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
     eventually("the record of the move is on its way", held).await;
     for _ in 0..2 {
@@ -108,7 +108,7 @@ async fn checkpoint_replaces_records_that_outran_the_store() {
     process.fixture.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
     let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
     let mut moving = JoinSet::new();
-    moving.spawn(async move { tier.move_some(Candidate::Oldest(0), &shuffle).await });
+    moving.spawn(async move { tier.move_some(MoveCandidate::Oldest(0), &shuffle).await });
     let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
     eventually("the first page is on its way", held).await;
     for number in 0..10_u8 {
@@ -137,7 +137,7 @@ async fn report_during_the_copy_keeps_disk_data() {
         });
         let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
         let mut moving = JoinSet::new();
-        moving.spawn(async move { tier.move_some(Candidate::Oldest(0), &shuffle).await });
+        moving.spawn(async move { tier.move_some(MoveCandidate::Oldest(0), &shuffle).await });
         let log = process.tier.metadata_log(&key).unwrap();
         let mut saying = JoinSet::new();
         let report = saying.spawn(async move { log.append(Bytes::from_static(b"report")).await.is_ok() });

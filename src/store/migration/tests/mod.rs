@@ -19,7 +19,7 @@ use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 
-use super::policy::{Candidate, Watermarks};
+use super::policy::{MoveCandidate, Watermarks};
 use super::{LocalDisks, OffloadSettings, OffloadTier};
 use crate::log::{Record, Registration};
 use crate::runtime::Tasks;
@@ -158,7 +158,7 @@ impl Process {
 
     async fn move_once(&self, key: &ShuffleKey) -> Result<bool, StoreError> {
         let shuffle = self.tier.find(key).unwrap();
-        self.tier.move_some(Candidate::Oldest(0), &shuffle).await
+        self.tier.move_some(MoveCandidate::Oldest(0), &shuffle).await
     }
 
     /// Returns the blocks of a partition by id, read as a client reads them.

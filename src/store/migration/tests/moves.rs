@@ -233,7 +233,7 @@ async fn shuffle_purged_before_its_move_is_not_moved() {
     let before = process.tier.find(&key).unwrap();
     process.purge(&key).await;
     process.register(&key).await;
-    let error = process.tier.move_some(Candidate::Oldest(0), &before).await.unwrap_err();
+    let error = process.tier.move_some(MoveCandidate::Oldest(0), &before).await.unwrap_err();
     assert_eq!(error.kind, crate::store::StoreErrorKind::Purged);
     assert!(process.fixture.segments().await == 0 && process.tier.object.uploads(&key).is_none());
 
@@ -278,7 +278,7 @@ async fn only_cold_partitions_move() {
     process.register(&key).await;
     process.write(&key, vec![extent(0, 0..4, 500), extent(1, 0..50, 1000), extent(2, 0..1, 9)]).await;
     let (wanted, shuffle) = process.tier.next().expect("50,000 bytes are more than an object");
-    assert_eq!(wanted, Candidate::Cold(0));
+    assert_eq!(wanted, MoveCandidate::Cold(0));
     process.fixture.store.set(|call, _| if call == Call::Complete { Fault::Refuse } else { Fault::None });
     process.tier.move_some(wanted, &shuffle).await.unwrap_err();
     process.fixture.store.heal();
@@ -302,7 +302,7 @@ async fn missing_cold_partitions_do_not_end_a_drain() {
     process.move_all(&key).await.unwrap();
     process.write(&key, vec![extent(0, 0..4, 500)]).await;
     let (wanted, shuffle) = process.tier.next().unwrap();
-    assert_eq!(wanted, Candidate::Cold(0));
+    assert_eq!(wanted, MoveCandidate::Cold(0));
     assert!(!process.tier.move_some(wanted, &shuffle).await.unwrap());
     assert_eq!(process.tier.how_far().stuck_bytes, 0);
     process.tier.begin_drain();

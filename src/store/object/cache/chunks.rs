@@ -10,9 +10,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use uniffle_io::{Disk, ReadBuffer, ReadPart, ReadTarget};
 
-use super::directory::Directory;
-use super::flight::Landing;
-use super::slots::{CHUNK_BYTES, ChunkKey, Found, Held, SlotAllocator, Slots};
+use super::directory::CacheDirectory;
+use super::slots::{CHUNK_BYTES, ChunkKey, Found, HeldChunk, Landing, SlotAllocator, Slots};
 use crate::metrics::clamped;
 use crate::store::StoreError;
 use crate::store::object::metrics::Metrics;
@@ -25,7 +24,7 @@ const FETCHES: u64 = 16;
 /// Directories of the cache, a table of the chunks in their slots, and permits for fetches.
 #[derive(Debug)]
 pub(in crate::store::object) struct Cache {
-    pub(super) directories: Vec<Directory>,
+    pub(super) directories: Vec<CacheDirectory>,
     pub(super) slots: Mutex<Slots>,
     /// Permits for fetches. Waiting applications alternate.
     pub(super) fetches: Arc<FairSemaphore>,
@@ -36,7 +35,7 @@ pub(in crate::store::object) struct Cache {
 #[derive(Debug)]
 pub(in crate::store::object) struct Pinned {
     key: ChunkKey,
-    pub(super) held: Held,
+    pub(super) held: HeldChunk,
 }
 
 /// A part of a read buffer that is filled from a cached chunk.
@@ -62,7 +61,7 @@ impl Cache {
         if disks.is_empty() || slots_each == 0 {
             return None;
         }
-        let directories: Vec<_> = disks.iter().map(|disk| Directory::new(Arc::clone(disk))).collect();
+        let directories: Vec<_> = disks.iter().map(|disk| CacheDirectory::new(Arc::clone(disk))).collect();
         for directory in &directories {
             if let Err(error) = directory.open().await {
                 directory.fail(&error);

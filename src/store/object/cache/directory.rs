@@ -27,20 +27,20 @@ const PAUSE: Duration = Duration::from_secs(60);
 const PREFIX: &str = "uniffle-worker.cache.";
 
 #[derive(Debug)]
-struct Files {
+struct CacheFiles {
     write: Arc<dyn File>,
     read: Arc<dyn File>,
 }
 
 /// A directory whose file of slots is created on first use.
 #[derive(Debug)]
-pub(super) struct Directory {
+pub(super) struct CacheDirectory {
     disk: Arc<dyn Disk>,
-    files: OnceCell<Files>,
+    files: OnceCell<CacheFiles>,
     failing_until: Mutex<Option<Instant>>,
 }
 
-impl Directory {
+impl CacheDirectory {
     pub(super) fn new(disk: Arc<dyn Disk>) -> Self {
         Self { disk, files: OnceCell::new(), failing_until: Mutex::new(None) }
     }
@@ -66,7 +66,7 @@ impl Directory {
         within(CALL_TIMEOUT, self.files()).await.map(|_| ())
     }
 
-    async fn files(&self) -> io::Result<&Files> {
+    async fn files(&self) -> io::Result<&CacheFiles> {
         self.files.get_or_try_init(|| async { open(&*self.disk).await }).await
     }
 
@@ -86,7 +86,7 @@ impl Directory {
 }
 
 /// Creates the file, opens it and unlinks it. Removes subdirectories that a crashed process left.
-async fn open(disk: &dyn Disk) -> io::Result<Files> {
+async fn open(disk: &dyn Disk) -> io::Result<CacheFiles> {
     let here = Path::new("");
     disk.create_dir_all(here).await?;
     for name in disk.list(here).await?.iter().filter(|name| name.starts_with(PREFIX)) {
@@ -99,5 +99,5 @@ async fn open(disk: &dyn Disk) -> io::Result<Files> {
     let write = disk.open_write(&slots, WriteOpen { create: true, ..WriteOpen::default() }).await?;
     let read = disk.open_read(&slots).await?;
     disk.remove_dir_all(directory).await?;
-    Ok(Files { write, read })
+    Ok(CacheFiles { write, read })
 }

@@ -10,13 +10,12 @@ use futures::TryStreamExt as _;
 use object_store::{GetOptions, GetRange, ObjectStore as _};
 
 use super::chunks::Pinned;
-use super::flight::{Landed, Landing};
-use super::slots::{CHUNK_BYTES, ChunkKey, Held};
+use super::slots::{CHUNK_BYTES, ChunkKey, HeldChunk, Landed, Landing};
 use crate::store::StoreError;
 use crate::store::object::circuit_breaker::{again, failed, wrong_answer};
-use crate::store::object::core::Core;
+use crate::store::object::core::ObjectCore;
 use crate::store::object::layout::path_of;
-use crate::store::object::shuffle::Shuffle;
+use crate::store::object::shuffle::ObjectShuffle;
 use uniffle_base::sched::Holder;
 
 /// Number of bytes gathered before a write to the disk.
@@ -31,8 +30,8 @@ enum Missed {
 /// Finds a chunk of which a reader needs `bytes` bytes, and starts to fetch it if it is missing.
 /// Returns `None` if the chunk gets no slot.
 pub(in crate::store::object) fn begin(
-    core: &Arc<Core>,
-    shuffle: &Arc<Shuffle>,
+    core: &Arc<ObjectCore>,
+    shuffle: &Arc<ObjectShuffle>,
     key: ChunkKey,
     bytes: u64,
 ) -> Option<Pinned> {
@@ -46,7 +45,13 @@ pub(in crate::store::object) fn begin(
 }
 
 /// Fetches a chunk and reports the outcome to all waiting readers.
-async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>, key: ChunkKey, held: Held, landing: Landing) {
+async fn run(
+    core: Arc<ObjectCore>,
+    shuffle: Arc<ObjectShuffle>,
+    key: ChunkKey,
+    held: HeldChunk,
+    landing: Landing,
+) {
     let object = shuffle.segment_key(key.segment);
     let fetched = tokio::select! {
         biased;
@@ -76,11 +81,11 @@ async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>, key: ChunkKey, held: Held, 
 }
 
 async fn fetch(
-    core: &Core,
-    shuffle: &Shuffle,
+    core: &ObjectCore,
+    shuffle: &ObjectShuffle,
     object: &str,
     key: ChunkKey,
-    held: &Held,
+    held: &HeldChunk,
 ) -> Result<u64, Missed> {
     let Some(cache) = &core.cache else { return Ok(0) };
     let holder = Holder { app: Some(shuffle.name.key.app.clone()), weight: 1 };
@@ -97,7 +102,7 @@ async fn fetch(
     fetched
 }
 
-async fn pour(core: &Core, object: &str, key: ChunkKey, held: &Held) -> Result<u64, Missed> {
+async fn pour(core: &ObjectCore, object: &str, key: ChunkKey, held: &HeldChunk) -> Result<u64, Missed> {
     let Some(cache) = &core.cache else { return Ok(0) };
     let directory = &cache.directories[held.slot.directory];
     let wanted = key.start()..key.start() + CHUNK_BYTES;

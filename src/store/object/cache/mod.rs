@@ -10,7 +10,6 @@
 mod chunks;
 mod directory;
 mod fetch;
-mod flight;
 mod slots;
 
 pub(super) use self::chunks::{Cache, CachedPart};

@@ -3,7 +3,7 @@
 //!
 //! A slot is a range of [`CHUNK_BYTES`] in the file of a directory. It is free when its last holder
 //! drops it, so a chunk that is dropped during a read does not free its slot before the read ends.
-//! Does no I/O.
+//! One task fetches a chunk, and all its readers wait for the same outcome. Does no I/O.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -12,8 +12,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use lru::LruCache;
 use parking_lot::Mutex;
+use tokio::sync::watch;
 
-use super::flight::{Flight, Landing};
+use crate::store::object::circuit_breaker::again;
+use crate::store::{StoreError, StoreErrorKind};
 use uniffle_base::budget::{Budget, Charge};
 
 /// Size of a chunk. Chunks begin at multiples of it in their object.
@@ -82,7 +84,7 @@ impl SlotAllocator {
         self.max - state.next + u32::try_from(state.returned.len()).unwrap_or(0)
     }
 
-    fn take(self: &Arc<Self>, directory: usize) -> Option<Slot> {
+    fn take(self: &Arc<Self>, directory: usize) -> Option<CacheSlot> {
         let number = {
             let mut state = self.state.lock();
             let fresh = (state.next < self.max).then_some(state.next);
@@ -90,20 +92,20 @@ impl SlotAllocator {
             state.next = state.next.max(number + 1);
             number
         };
-        Some(Slot { directory, number, places: Arc::clone(self), is_abandoned: AtomicBool::new(false) })
+        Some(CacheSlot { directory, number, places: Arc::clone(self), is_abandoned: AtomicBool::new(false) })
     }
 }
 
 /// An allocated slot. It is free again on drop, unless it was abandoned.
 #[derive(Debug)]
-pub(super) struct Slot {
+pub(super) struct CacheSlot {
     pub(super) directory: usize,
     number: u32,
     places: Arc<SlotAllocator>,
     is_abandoned: AtomicBool,
 }
 
-impl Slot {
+impl CacheSlot {
     /// Returns the slot's offset in its file.
     pub(super) fn start(&self) -> u64 {
         u64::from(self.number) * CHUNK_BYTES
@@ -115,7 +117,7 @@ impl Slot {
     }
 }
 
-impl Drop for Slot {
+impl Drop for CacheSlot {
     fn drop(&mut self) {
         if !self.is_abandoned.load(Ordering::Relaxed) {
             self.places.state.lock().returned.push(self.number);
@@ -125,14 +127,14 @@ impl Drop for Slot {
 
 /// The slot of a chunk, and the outcome of its fetch.
 #[derive(Debug, Clone)]
-pub(super) struct Held {
-    pub(super) slot: Arc<Slot>,
+pub(super) struct HeldChunk {
+    pub(super) slot: Arc<CacheSlot>,
     pub(super) flight: Flight,
 }
 
 #[derive(Debug)]
 struct Entry {
-    held: Held,
+    held: HeldChunk,
     used_at: u64,
     _charge: Charge,
 }
@@ -141,9 +143,9 @@ struct Entry {
 #[derive(Debug)]
 pub(super) enum Found {
     /// The chunk is cached or being fetched.
-    Known(Held),
+    Known(HeldChunk),
     /// The chunk has got a slot, and the caller fetches it.
-    Fetch(Held, Landing),
+    Fetch(HeldChunk, Landing),
     /// The chunk gets no slot.
     Not,
 }
@@ -198,7 +200,7 @@ impl Slots {
         };
         self.wanted.pop(&key);
         let (landing, flight) = Flight::new();
-        let held = Held { slot: Arc::new(slot), flight };
+        let held = HeldChunk { slot: Arc::new(slot), flight };
         let _charge = self.heap.force_charge(ENTRY_BYTES);
         self.entries.insert(key, Entry { held: held.clone(), used_at: self.uses, _charge });
         self.by_use.insert(self.uses, key);
@@ -206,7 +208,7 @@ impl Slots {
     }
 
     /// Allocates a slot in the enabled directory with the most free slots.
-    fn take(&self, works: &impl Fn(usize) -> bool) -> Option<Slot> {
+    fn take(&self, works: &impl Fn(usize) -> bool) -> Option<CacheSlot> {
         let usable = self.places.iter().enumerate().filter(|(number, _)| works(*number));
         let (number, places) = usable.max_by_key(|(_, places)| places.free())?;
         places.take(number)
@@ -228,7 +230,7 @@ impl Slots {
     }
 
     /// Drops a chunk if it still has the slot of `held`.
-    pub(super) fn remove_held(&mut self, key: &ChunkKey, held: &Held) {
+    pub(super) fn remove_held(&mut self, key: &ChunkKey, held: &HeldChunk) {
         let entry = self.entries.get(key);
         if entry.is_some_and(|entry| Arc::ptr_eq(&entry.held.slot, &held.slot)) {
             self.remove(key);
@@ -267,14 +269,65 @@ impl Slots {
     }
 }
 
+/// Outcome of a fetch.
+#[derive(Debug)]
+pub(super) enum Landed {
+    /// The slot has the whole chunk, of this many bytes.
+    Whole(u64),
+    /// The store failed to return the chunk.
+    NotGiven(StoreError),
+    /// The disk failed to store the chunk.
+    NotKept,
+}
+
+/// Reports the outcome of a fetch. If dropped before that, as by a cancelled task, readers get an
+/// error.
+pub(super) type Landing = watch::Sender<Option<Landed>>;
+
+/// Receives the outcome of a fetch, `None` until the fetch ends.
+#[derive(Debug, Clone)]
+pub(super) struct Flight(watch::Receiver<Option<Landed>>);
+
+impl Flight {
+    pub(super) fn new() -> (Landing, Self) {
+        let (landing, landed) = watch::channel(None);
+        (landing, Self(landed))
+    }
+
+    /// Waits for the outcome. Returns the chunk's size in bytes, or `None` if its disk failed.
+    ///
+    /// # Errors
+    /// The store failed to return the chunk, or the fetch was cancelled.
+    pub(super) async fn landed(&self, key: &str) -> Result<Option<u64>, StoreError> {
+        let mut landed = self.0.clone();
+        let landed = landed.wait_for(Option::is_some).await;
+        match landed.as_deref() {
+            Ok(Some(Landed::Whole(bytes))) => Ok(Some(*bytes)),
+            Ok(Some(Landed::NotKept)) => Ok(None),
+            Ok(Some(Landed::NotGiven(error))) => Err(again(error)),
+            Ok(None) | Err(_) => Err(StoreError::new(StoreErrorKind::Unhealthy, key)),
+        }
+    }
+
+    /// Returns whether the fetch has ended without a chunk in the slot.
+    pub(super) fn has_failed(&self) -> bool {
+        // Looked at first: the outcome of a fetch that has ended does not change.
+        let has_ended = self.0.has_changed().is_err();
+        match *self.0.borrow() {
+            None => has_ended,
+            Some(Landed::Whole(_)) => false,
+            Some(Landed::NotGiven(_) | Landed::NotKept) => true,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::flight::Landed;
     use super::*;
 
-    fn landed(held: Held, landing: &Landing) -> Held {
+    fn landed(held: HeldChunk, landing: &Landing) -> HeldChunk {
         landing.send_replace(Some(Landed::Whole(CHUNK_BYTES)));
         held
     }
@@ -287,7 +340,7 @@ mod tests {
         Slots::new(vec![SlotAllocator::new(max / 2), SlotAllocator::new(max - max / 2)], budget)
     }
 
-    fn fetch(slots: &mut Slots, number: u32) -> Held {
+    fn fetch(slots: &mut Slots, number: u32) -> HeldChunk {
         match slots.find(key(number), CHUNK_BYTES, |_| true) {
             Found::Fetch(held, landing) => landed(held, &landing),
             other => panic!("{number}: {other:?}"),
@@ -381,7 +434,7 @@ mod tests {
         ) {
             let budget = Budget::new(u64::MAX);
             let mut slots = slots(&budget, 5);
-            let mut held: Vec<(u32, Held)> = Vec::new();
+            let mut held: Vec<(u32, HeldChunk)> = Vec::new();
             for (number, what, at) in steps {
                 match what {
                     0 if !held.is_empty() => drop(held.swap_remove(at.index(held.len()))),
@@ -394,7 +447,7 @@ mod tests {
                         Found::Not => {}
                     },
                 }
-                let place = |it: &Held| (it.slot.directory, it.slot.number);
+                let place = |it: &HeldChunk| (it.slot.directory, it.slot.number);
                 for (number, it) in &held {
                     let others = held.iter().filter(|(other, that)| other != number && place(that) == place(it));
                     prop_assert_eq!(others.count(), 0);

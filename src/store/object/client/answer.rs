@@ -16,18 +16,18 @@ use object_store::client::{HttpError, HttpErrorKind};
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::metrics::{Metrics, Reason};
-use super::pool::{Connection, Pool};
+use super::pool::{ConnectionPool, StoreConnection};
 use crate::clock::{Instant, Sleep, sleep_until};
 
 /// A request in progress, from its first byte to the end of its response. It ends on drop.
-pub(super) struct Request {
+pub(super) struct StoreRequest {
     pub(super) metrics: Arc<Metrics>,
     pub(super) label: &'static str,
     pub(super) begun: Instant,
     pub(super) _permit: OwnedSemaphorePermit,
 }
 
-impl Drop for Request {
+impl Drop for StoreRequest {
     fn drop(&mut self) {
         self.metrics.in_flight.dec();
         let seconds = self.metrics.seconds.with_label_values(&[self.label]);
@@ -36,7 +36,7 @@ impl Drop for Request {
 }
 
 /// Limits of a response.
-pub(super) struct Bounds {
+pub(super) struct AnswerBounds {
     /// Largest size of the body.
     pub(super) bytes_max: u64,
     /// Truncates a body that exceeds `bytes_max`, instead of failing. Used for error texts.
@@ -52,25 +52,25 @@ pub(super) fn too_long(bytes_max: u64) -> HttpError {
 }
 
 /// A response body that is read in chunks. Closes its connection if dropped before its end.
-pub(super) struct Answer {
+pub(super) struct StoreAnswer {
     body: Incoming,
-    bounds: Bounds,
+    bounds: AnswerBounds,
     received: u64,
     is_over: bool,
     /// Fires at the deadline, or when no byte has arrived for `stall_timeout`.
     alarm: Pin<Box<Sleep>>,
-    connection: Option<Connection>,
-    pool: Arc<Pool>,
-    request: Option<Request>,
+    connection: Option<StoreConnection>,
+    pool: Arc<ConnectionPool>,
+    request: Option<StoreRequest>,
 }
 
-impl Answer {
+impl StoreAnswer {
     pub(super) fn new(
         body: Incoming,
-        bounds: Bounds,
-        connection: Connection,
-        pool: Arc<Pool>,
-        request: Request,
+        bounds: AnswerBounds,
+        connection: StoreConnection,
+        pool: Arc<ConnectionPool>,
+        request: StoreRequest,
     ) -> Self {
         let alarm = Box::pin(sleep_until(bounds.deadline.min(Instant::now() + bounds.stall_timeout)));
         let (connection, request) = (Some(connection), Some(request));
@@ -123,7 +123,7 @@ impl Answer {
     }
 }
 
-impl Body for Answer {
+impl Body for StoreAnswer {
     type Data = Bytes;
     type Error = HttpError;
 

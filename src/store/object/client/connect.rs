@@ -17,7 +17,7 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use tokio_rustls::rustls::{self, ClientConfig};
 use tower::ServiceExt as _;
 
-use super::pool::{Alive, Connection, Origin};
+use super::pool::{Alive, ServerOrigin, StoreConnection};
 use crate::runtime::Tasks;
 
 /// Idle time before the first TCP probe, which detects a vanished peer.
@@ -38,7 +38,7 @@ pub(super) struct Untrusted {
 impl Untrusted {
     /// Returns the reason if a connection to `origin` failed because the server was not
     /// authenticated.
-    pub(super) fn of(origin: &Origin, error: &io::Error) -> Option<Self> {
+    pub(super) fn of(origin: &ServerOrigin, error: &io::Error) -> Option<Self> {
         let reason = match error.get_ref()?.downcast_ref::<rustls::Error>()? {
             certificate @ rustls::Error::InvalidCertificate(_) => certificate.to_string(),
             rustls::Error::InvalidMessage(_) => "server does not speak TLS".to_owned(),
@@ -77,12 +77,12 @@ impl Connector {
     }
 
     /// Opens a connection to `origin`.
-    pub(super) async fn connect(&self, origin: &Origin) -> io::Result<Connection> {
+    pub(super) async fn connect(&self, origin: &ServerOrigin) -> io::Result<StoreConnection> {
         let opened = crate::clock::timeout(self.timeout, self.open(origin)).await;
         opened.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "connect timeout")))
     }
 
-    async fn open(&self, origin: &Origin) -> io::Result<Connection> {
+    async fn open(&self, origin: &ServerOrigin) -> io::Result<StoreConnection> {
         let address = format!("http://{}:{}", origin.host, origin.port);
         let address: Uri = address.parse().map_err(io::Error::other)?;
         let stream = self.tcp.clone().oneshot(address).await;
@@ -101,7 +101,7 @@ impl Connector {
         self.greet(origin, stream).await
     }
 
-    async fn greet<S>(&self, origin: &Origin, stream: S) -> io::Result<Connection>
+    async fn greet<S>(&self, origin: &ServerOrigin, stream: S) -> io::Result<StoreConnection>
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
@@ -116,12 +116,12 @@ impl Connector {
             tokio::select! {
                 biased;
                 () = cancelled => {}
-                // The `Connection` was dropped.
+                // The `StoreConnection` was dropped.
                 _ = ended => {}
                 // The server closed the connection. A pending request gets the error.
                 _ = connection => {}
             }
         });
-        Ok(Connection { sender, origin: origin.clone(), _alive: alive })
+        Ok(StoreConnection { sender, origin: origin.clone(), _alive: alive })
     }
 }

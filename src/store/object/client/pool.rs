@@ -17,13 +17,13 @@ const IDLE_MAX: Duration = Duration::from_secs(20);
 
 /// Scheme, host and port of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Origin {
+pub(super) struct ServerOrigin {
     pub(super) is_encrypted: bool,
     pub(super) host: String,
     pub(super) port: u16,
 }
 
-impl Origin {
+impl ServerOrigin {
     /// Returns the origin of an absolute address.
     pub(super) fn of(uri: &http::Uri) -> Option<Self> {
         let is_encrypted = uri.scheme_str() == Some("https");
@@ -33,9 +33,9 @@ impl Origin {
 }
 
 /// An open connection. Its task ends on drop.
-pub(super) struct Connection {
+pub(super) struct StoreConnection {
     pub(super) sender: SendRequest<HttpRequestBody>,
-    pub(super) origin: Origin,
+    pub(super) origin: ServerOrigin,
     /// Ends the task of the connection on drop.
     pub(super) _alive: Alive,
 }
@@ -53,25 +53,25 @@ impl Drop for Alive {
 }
 
 /// Idle connections. The most recently used connection is the last.
-pub(super) struct Pool {
-    idle: Mutex<Vec<(Connection, Instant)>>,
+pub(super) struct ConnectionPool {
+    idle: Mutex<Vec<(StoreConnection, Instant)>>,
     max: usize,
 }
 
-impl std::fmt::Debug for Pool {
+impl std::fmt::Debug for ConnectionPool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Pool").field("idle", &self.idle.lock().len()).finish_non_exhaustive()
     }
 }
 
-impl Pool {
+impl ConnectionPool {
     /// Creates a pool of at most `max` connections.
     pub(super) fn new(max: usize) -> Self {
         Self { idle: Mutex::new(Vec::new()), max }
     }
 
     /// Returns the most recently used connection to `origin`.
-    pub(super) fn take(&self, origin: &Origin) -> Option<Connection> {
+    pub(super) fn take(&self, origin: &ServerOrigin) -> Option<StoreConnection> {
         let mut idle = self.idle.lock();
         idle.retain(|(connection, since)| !connection.sender.is_closed() && since.elapsed() < IDLE_MAX);
         let at = idle.iter().rposition(|(connection, _)| connection.origin == *origin)?;
@@ -79,7 +79,7 @@ impl Pool {
     }
 
     /// Adds `connection`. If the pool is full, closes the connection that was idle longest.
-    pub(super) fn put(&self, connection: Connection) {
+    pub(super) fn put(&self, connection: StoreConnection) {
         if connection.sender.is_closed() {
             return;
         }

@@ -25,11 +25,11 @@ use object_store::client::{
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
-use super::answer::{Answer, Bounds, Request, too_long};
+use super::answer::{AnswerBounds, StoreAnswer, StoreRequest, too_long};
 use super::connect::{Connector, Untrusted};
 use super::metrics::{Metrics, Reason};
 use super::operation::Operation;
-use super::pool::{Connection, Origin, Pool};
+use super::pool::{ConnectionPool, ServerOrigin, StoreConnection};
 use crate::clock::{Instant, timeout_at};
 
 /// Limit for the text of an error. Real texts have a few hundred bytes.
@@ -53,11 +53,11 @@ pub(super) struct Patience {
 
 /// HTTP transport of `object_store`. Clones share all state.
 #[derive(Clone)]
-pub(super) struct Service(Arc<Shared>);
+pub(super) struct Service(Arc<ServiceState>);
 
-struct Shared {
+struct ServiceState {
     connector: Connector,
-    pool: Arc<Pool>,
+    pool: Arc<ConnectionPool>,
     uploads: Arc<Semaphore>,
     others: Arc<Semaphore>,
     patience: Patience,
@@ -98,9 +98,9 @@ impl Service {
         patience: Patience,
         metrics: Arc<Metrics>,
     ) -> Self {
-        Self(Arc::new(Shared {
+        Self(Arc::new(ServiceState {
             connector,
-            pool: Arc::new(Pool::new(2 * max_concurrency)),
+            pool: Arc::new(ConnectionPool::new(2 * max_concurrency)),
             uploads: Arc::new(Semaphore::new(max_concurrency)),
             others: Arc::new(Semaphore::new(max_concurrency)),
             patience,
@@ -118,7 +118,7 @@ struct Asked {
     fingerprint: u64,
 }
 
-impl Shared {
+impl ServiceState {
     async fn attempt(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let operation = Operation::of(request.method(), request.uri());
         let permits = if operation.is_upload() { &self.uploads } else { &self.others };
@@ -134,7 +134,7 @@ impl Shared {
         }
         self.metrics.sent_bytes.inc_by(body_bytes);
         self.metrics.in_flight.inc();
-        let under_way = Request { metrics: Arc::clone(&self.metrics), label, begun, _permit: permit };
+        let under_way = StoreRequest { metrics: Arc::clone(&self.metrics), label, begun, _permit: permit };
 
         let deadline = begun + self.patience.request + moving(body_bytes);
         let has_range = request.headers().contains_key(RANGE);
@@ -154,8 +154,9 @@ impl Shared {
     async fn exchange(
         &self,
         request: HttpRequest,
-    ) -> Result<(http::Response<Incoming>, Connection), (Reason, HttpError)> {
-        let origin = Origin::of(request.uri()).ok_or_else(|| (Reason::Refused, wrong("URL has no host")))?;
+    ) -> Result<(http::Response<Incoming>, StoreConnection), (Reason, HttpError)> {
+        let origin =
+            ServerOrigin::of(request.uri()).ok_or_else(|| (Reason::Refused, wrong("URL has no host")))?;
         let mut request = relative(request).map_err(|error| (Reason::Refused, error))?;
         while let Some(mut connection) = self.pool.take(&origin) {
             if connection.sender.ready().await.is_err() {
@@ -188,8 +189,8 @@ impl Shared {
         &self,
         asked: &Asked,
         answer: http::Response<Incoming>,
-        connection: Connection,
-        under_way: Request,
+        connection: StoreConnection,
+        under_way: StoreRequest,
     ) -> Result<HttpResponse, HttpError> {
         let (head, body) = answer.into_parts();
         if let Some(reason) = Reason::of(head.status) {
@@ -210,8 +211,8 @@ impl Shared {
             return Err(too_long(bytes_max));
         }
         let deadline = asked.deadline + moving(declared_bytes.min(bytes_max));
-        let bounds = Bounds { bytes_max, is_cut, deadline, stall_timeout: self.patience.stall };
-        let body = Answer::new(body, bounds, connection, Arc::clone(&self.pool), under_way);
+        let bounds = AnswerBounds { bytes_max, is_cut, deadline, stall_timeout: self.patience.stall };
+        let body = StoreAnswer::new(body, bounds, connection, Arc::clone(&self.pool), under_way);
         Ok(HttpResponse::from_parts(head, HttpResponseBody::new(body)))
     }
 

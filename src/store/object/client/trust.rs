@@ -9,7 +9,6 @@ use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
-use super::open_error::OpenError;
 use crate::schema::files;
 
 /// Bundles of authorities in Debian, Fedora, SUSE and Alpine.
@@ -20,6 +19,20 @@ const BUNDLES: [&str; 4] = [
     "/etc/ssl/cert.pem",
 ];
 const KEY: &str = "object_store.ca_file";
+
+/// Reason for which no client was created, with the key of the configuration.
+#[derive(Debug, thiserror::Error)]
+#[error("{key}: {reason}")]
+pub struct OpenError {
+    key: &'static str,
+    reason: String,
+}
+
+impl OpenError {
+    pub(super) fn new(key: &'static str, reason: impl Into<String>) -> Self {
+        Self { key, reason: reason.into() }
+    }
+}
 
 /// Creates the TLS configuration. Blocks on files.
 pub(super) fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, OpenError> {

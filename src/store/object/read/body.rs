@@ -14,14 +14,14 @@ use parking_lot::Mutex;
 
 use crate::store::StoreError;
 use crate::store::object::circuit_breaker::{failed, wrong_answer};
-use crate::store::object::core::Core;
+use crate::store::object::core::ObjectCore;
 use crate::store::object::layout::path_of;
 
 /// A buffer for bytes of an object, with the offset of its first byte in the object.
 pub(in crate::store::object) type Room<'a> = (u64, &'a mut [u8]);
 
 /// The unread rest of a response that contains a range of an object.
-pub(in crate::store::object) struct Body {
+pub(in crate::store::object) struct RangeBody {
     key: String,
     /// Unread part of the requested range.
     range: Range<u64>,
@@ -31,18 +31,18 @@ pub(in crate::store::object) struct Body {
     chunks: Mutex<BoxStream<'static, object_store::Result<Bytes>>>,
 }
 
-impl fmt::Debug for Body {
+impl fmt::Debug for RangeBody {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Body").field(&self.key).field(&self.range).finish()
     }
 }
 
-impl Body {
+impl RangeBody {
     /// Requests a range of the object `key`.
     ///
     /// # Errors
     /// The store fails, or its response has another range.
-    pub(super) async fn ask(core: &Core, key: String, range: Range<u64>) -> Result<Self, StoreError> {
+    pub(super) async fn ask(core: &ObjectCore, key: String, range: Range<u64>) -> Result<Self, StoreError> {
         let options = GetOptions { range: Some(GetRange::Bounded(range.clone())), ..GetOptions::default() };
         let answer = core.store.get_opts(&path_of(&key), options).await;
         let answer = answer.map_err(|error| failed(&key, &error))?;
@@ -133,10 +133,10 @@ mod tests {
         }
     }
 
-    fn body(range: Range<u64>, chunks: &[&'static [u8]]) -> Body {
+    fn body(range: Range<u64>, chunks: &[&'static [u8]]) -> RangeBody {
         let chunks: Vec<_> = chunks.iter().map(|chunk| Ok(Bytes::from_static(chunk))).collect();
         let chunks = Mutex::new(Box::pin(futures::stream::iter(chunks)) as BoxStream<'static, _>);
-        Body { key: "a/key".to_owned(), range, came: Bytes::new(), chunks }
+        RangeBody { key: "a/key".to_owned(), range, came: Bytes::new(), chunks }
     }
 
     #[tokio::test]

@@ -17,11 +17,11 @@ use super::ranges;
 use crate::store::StoreError;
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::extents::extent_write::EXTENT_BLOCKS_MAX;
-use crate::store::index::block_verifier::{BlockVerifier, Check, Mark};
+use crate::store::index::block_verifier::{BlockCheck, BlockVerifier, VerifierMark};
 use crate::store::index::index_read::WRONG_RECORDS;
 use crate::store::index::records::are_sound;
-use crate::store::object::core::Core;
-use crate::store::object::shuffle::Shuffle;
+use crate::store::object::core::ObjectCore;
+use crate::store::object::shuffle::ObjectShuffle;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 
 /// Maximum size of records that are read with one request, unless an extent of an earlier version
@@ -50,7 +50,7 @@ pub(super) struct ObjectChecksums {
 }
 
 /// Adjacent extents whose records are adjacent in one object. One request reads them.
-struct Group {
+struct RecordsGroup {
     extents: Vec<Extent>,
     /// Range of their records in the object.
     range: Range<u64>,
@@ -58,7 +58,7 @@ struct Group {
     found: Option<Bytes>,
 }
 
-impl Group {
+impl RecordsGroup {
     /// Returns whether the records of `extent` can join.
     fn takes(&self, extent: &Extent) -> bool {
         let range = extent.records_range();
@@ -88,12 +88,12 @@ impl ObjectChecksums {
     }
 
     /// Saves the current position.
-    pub(super) fn mark(&mut self) -> Mark {
+    pub(super) fn mark(&mut self) -> VerifierMark {
         self.verifier.mark()
     }
 
     /// Returns to the last saved position.
-    pub(super) fn rewind(&mut self, mark: Mark) {
+    pub(super) fn rewind(&mut self, mark: VerifierMark) {
         self.verifier.rewind(mark);
     }
 
@@ -106,7 +106,7 @@ impl ObjectChecksums {
 
     /// Returns the first block that ends in the next bytes of the range and has a wrong checksum.
     /// Requires that the blocks are [prepared](Self::prepare).
-    pub(in crate::store::object) fn check(&mut self, bytes: &[u8]) -> Option<Check> {
+    pub(in crate::store::object) fn check(&mut self, bytes: &[u8]) -> Option<BlockCheck> {
         let block = self.verifier.check(bytes);
         self.mismatches *= u32::from(block.is_some());
         block
@@ -131,12 +131,17 @@ impl ObjectChecksums {
             blocks += extent.blocks as usize;
             most = most.max(extent.blocks as usize);
         }
-        blocks.min(CHECKS_MAX) * size_of::<Check>() + blocks.min(most) * RECORD_BYTES
+        blocks.min(CHECKS_MAX) * size_of::<BlockCheck>() + blocks.min(most) * RECORD_BYTES
     }
 
     /// Returns the places of the records that [`ObjectChecksums::prepare`] will read because they are not
     /// in memory.
-    pub(super) fn missing_records(&self, core: &Core, shuffle: &Shuffle, until: u64) -> Vec<Part> {
+    pub(super) fn missing_records(
+        &self,
+        core: &ObjectCore,
+        shuffle: &ObjectShuffle,
+        until: u64,
+    ) -> Vec<Part> {
         let missing = self.unknown(until).filter_map(|(_, extent)| {
             if core.records.find(&shuffle.records_key(extent)).is_some() {
                 return None;
@@ -154,8 +159,8 @@ impl ObjectChecksums {
     /// The records of an extent cannot be read.
     pub(in crate::store::object) async fn prepare(
         &mut self,
-        core: &Arc<Core>,
-        shuffle: &Arc<Shuffle>,
+        core: &Arc<ObjectCore>,
+        shuffle: &Arc<ObjectShuffle>,
         until: u64,
     ) -> Result<(), StoreError> {
         let until = until.min(self.range.end);
@@ -183,18 +188,20 @@ impl ObjectChecksums {
     /// adjacent. Returns them in order.
     async fn load_some(
         &self,
-        core: &Arc<Core>,
-        shuffle: &Arc<Shuffle>,
+        core: &Arc<ObjectCore>,
+        shuffle: &Arc<ObjectShuffle>,
         until: u64,
     ) -> Result<VecDeque<Bytes>, StoreError> {
-        let mut groups: Vec<Group> = Vec::with_capacity(LOADS_AT_ONCE);
+        let mut groups: Vec<RecordsGroup> = Vec::with_capacity(LOADS_AT_ONCE);
         for (_, extent) in self.unknown(self.range.end) {
             let is_last = extent.base >= until || groups.len() == LOADS_AT_ONCE;
             let found = core.records.find(&shuffle.records_key(extent));
             match groups.last_mut().filter(|last| found.is_none() && last.takes(extent)) {
                 Some(last) => last.add(*extent),
                 None if is_last => break,
-                None => groups.push(Group { extents: vec![*extent], range: extent.records_range(), found }),
+                None => {
+                    groups.push(RecordsGroup { extents: vec![*extent], range: extent.records_range(), found })
+                }
             }
         }
         let loads = groups.into_iter().map(|group| load(core, shuffle, group));
@@ -213,14 +220,18 @@ impl ObjectChecksums {
         let place = start..start + bytes;
         if place.start >= self.range.start.max(self.verifier.at()) && place.end <= self.range.end {
             let crc = u32::try_from(record.crc).unwrap_or(0);
-            self.verifier.push(Check { place, crc, base: extent.base });
+            self.verifier.push(BlockCheck { place, crc, base: extent.base });
         }
         ControlFlow::Continue(())
     }
 }
 
 /// Returns the records of a group's extents, from memory or from the store.
-async fn load(core: &Arc<Core>, shuffle: &Arc<Shuffle>, mut group: Group) -> Result<Vec<Bytes>, StoreError> {
+async fn load(
+    core: &Arc<ObjectCore>,
+    shuffle: &Arc<ObjectShuffle>,
+    mut group: RecordsGroup,
+) -> Result<Vec<Bytes>, StoreError> {
     if let Some(found) = group.found.take() {
         return Ok(vec![found]);
     }

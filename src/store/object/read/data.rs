@@ -14,12 +14,12 @@ use futures::future::BoxFuture;
 
 use super::checksums::ObjectChecksums;
 use super::fetch::{self, Ahead, Part};
-use super::ranges::{self, Asked, Located};
+use super::ranges::{self, BufferRequest, Located};
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::extents::extent_list::InStream as _;
-use crate::store::index::block_verifier::Check;
-use crate::store::object::core::Core;
-use crate::store::object::shuffle::Shuffle;
+use crate::store::index::block_verifier::BlockCheck;
+use crate::store::object::core::ObjectCore;
+use crate::store::object::shuffle::ObjectShuffle;
 use crate::store::progress::Progress;
 use crate::store::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
@@ -30,9 +30,9 @@ use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 const ANSWER_BYTES_MAX: u64 = 16 << 20;
 
 /// A read of a range. Each chunk continues where the previous one ended.
-pub(in crate::store::object) struct DataRead {
-    core: Arc<Core>,
-    shuffle: Arc<Shuffle>,
+pub(in crate::store::object) struct ObjectDataRead {
+    core: Arc<ObjectCore>,
+    shuffle: Arc<ObjectShuffle>,
     progress: Progress,
     /// Extents that cover the range.
     extents: Arc<ExtentList>,
@@ -42,7 +42,7 @@ pub(in crate::store::object) struct DataRead {
     ahead: Ahead,
 }
 
-impl fmt::Debug for DataRead {
+impl fmt::Debug for ObjectDataRead {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("DataRead").field(&self.shuffle.name.key).field(&self.range()).finish()
     }
@@ -78,11 +78,11 @@ fn behind(last: &Part, extents: &ExtentList, range: &Range<u64>) -> u64 {
     bytes
 }
 
-impl DataRead {
+impl ObjectDataRead {
     /// Creates a read of a range that `extents` cover, all of them in objects.
     pub(in crate::store) fn new(
-        core: &Arc<Core>,
-        shuffle: Arc<Shuffle>,
+        core: &Arc<ObjectCore>,
+        shuffle: Arc<ObjectShuffle>,
         extents: ExtentList,
         range: Range<u64>,
     ) -> Self {
@@ -122,7 +122,7 @@ impl DataRead {
         if core.cache.is_some() && until < end {
             ranges::begin_ahead(&core, &shuffle, &plan(&self.extents, &next(ranges::AHEAD_BYTES)));
         }
-        let asked = Asked { len, beside: Some(self.checksums.beside_bytes(until)), buffers };
+        let asked = BufferRequest { len, beside: Some(self.checksums.beside_bytes(until)), buffers };
         let mut room = located.room(&core, &asked).await;
         self.checksums.prepare(&core, &shuffle, until).await?;
         loop {
@@ -139,7 +139,7 @@ impl DataRead {
     ///
     /// # Errors
     /// The store has returned wrong bytes for the second time.
-    fn again(&mut self, located: &Located, block: &Check) -> Result<Located, StoreError> {
+    fn again(&mut self, located: &Located, block: &BlockCheck) -> Result<Located, StoreError> {
         let Self { core, shuffle, .. } = self;
         core.metrics.crc_mismatches.inc();
         let Range { start, end } = block.place;
@@ -156,7 +156,7 @@ impl DataRead {
     }
 }
 
-impl ChunkRead for DataRead {
+impl ChunkRead for ObjectDataRead {
     fn next_chunk<'a>(
         &'a mut self,
         buffers: &'a dyn ReadBuffers,

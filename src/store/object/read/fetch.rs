@@ -10,10 +10,10 @@ use bytes::Bytes;
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::body::{Body, Room};
+use super::body::{RangeBody, Room};
 use crate::store::StoreError;
 use crate::store::object::circuit_breaker::wrong_answer;
-use crate::store::object::core::Core;
+use crate::store::object::core::ObjectCore;
 
 /// Maximum number of concurrent requests of one reader.
 const RANGES_AT_ONCE: usize = 8;
@@ -92,11 +92,11 @@ impl Ahead {
 }
 
 /// A response that continues with the next chunk. It occupies a connection, so the number of such
-/// responses is [limited](Core::answers_ahead).
+/// responses is [limited](ObjectCore::answers_ahead).
 #[derive(Debug)]
 struct Rest {
     segment: u32,
-    body: Body,
+    body: RangeBody,
     _place: OwnedSemaphorePermit,
 }
 
@@ -127,7 +127,7 @@ impl<'a> Unfilled<'a> {
 /// # Errors
 /// The store fails, or a response has another length than requested.
 pub(in crate::store::object) async fn fill(
-    core: &Core,
+    core: &ObjectCore,
     key_of: impl Fn(u32) -> String,
     parts: &[Part],
     buffer: &mut [u8],
@@ -163,7 +163,11 @@ pub(in crate::store::object) async fn fill(
 }
 
 /// Continues to read a response. If it fails, requests the range again.
-async fn go_on(core: &Core, mut rest: Rest, (offset, room): Room<'_>) -> Result<Option<Rest>, StoreError> {
+async fn go_on(
+    core: &ObjectCore,
+    mut rest: Rest,
+    (offset, room): Room<'_>,
+) -> Result<Option<Rest>, StoreError> {
     match rest.body.fill(vec![(offset, &mut *room)]).await {
         Ok(()) => Ok((rest.body.left() > 0).then_some(rest)),
         Err(error) => {
@@ -178,7 +182,7 @@ async fn go_on(core: &Core, mut rest: Rest, (offset, room): Room<'_>) -> Result<
 /// Fills `rooms`, which are sorted by offset, with one request. The request includes `more` further
 /// bytes if there is a permit for a response that continues.
 async fn get(
-    core: &Core,
+    core: &ObjectCore,
     segment: u32,
     key: String,
     rooms: Vec<Room<'_>>,
@@ -190,7 +194,7 @@ async fn get(
     let place = if more > 0 { Arc::clone(&core.answers_ahead).try_acquire_owned().ok() } else { None };
     let end = if place.is_some() { end + more } else { end };
     let got = async {
-        let mut body = Body::ask(core, key, start..end).await?;
+        let mut body = RangeBody::ask(core, key, start..end).await?;
         body.fill(rooms).await?;
         Ok(body)
     };
@@ -201,7 +205,11 @@ async fn get(
 }
 
 /// Reads a small range into a buffer of its own.
-pub(in crate::store) async fn read(core: &Core, key: &str, range: Range<u64>) -> Result<Bytes, StoreError> {
+pub(in crate::store) async fn read(
+    core: &ObjectCore,
+    key: &str,
+    range: Range<u64>,
+) -> Result<Bytes, StoreError> {
     let too_long = || wrong_answer(key, "a range that does not fit into memory");
     let length = usize::try_from(range.end.saturating_sub(range.start)).map_err(|_| too_long())?;
     let mut bytes = vec![0; length];

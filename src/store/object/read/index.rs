@@ -7,7 +7,7 @@ use std::ops::Range;
 use bytes::Bytes;
 
 use super::fetch::{self, Ahead, Part};
-use super::ranges::{self, Asked};
+use super::ranges::{self, BufferRequest};
 use crate::store::extents::extent::Extent;
 use crate::store::index::index_read::{RecordSource, WRONG_RECORDS};
 use crate::store::object::upload::intake::Uploads;
@@ -42,7 +42,7 @@ impl RecordSource for Uploads {
     ) -> Result<Bytes, StoreError> {
         let Self { core, shuffle } = self;
         let mut located = ranges::locate(core, shuffle, parts, &[]).await?;
-        let asked = Asked { len, beside: Some(0), buffers };
+        let asked = BufferRequest { len, beside: Some(0), buffers };
         let mut room = located.room(core, &asked).await;
         loop {
             room = located.read(core, shuffle, &asked, room, &mut Ahead::default()).await?;

@@ -12,8 +12,8 @@ use bytes::Bytes;
 use super::fetch::{self, Ahead, Part};
 use crate::store::StoreError;
 use crate::store::object::cache::{self, CHUNK_BYTES, CachedPart, ChunkKey};
-use crate::store::object::core::Core;
-use crate::store::object::shuffle::Shuffle;
+use crate::store::object::core::ObjectCore;
+use crate::store::object::shuffle::ObjectShuffle;
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit, ShareParts};
@@ -31,7 +31,7 @@ pub(super) struct Located {
 }
 
 /// Memory requirements of a read.
-pub(in crate::store) struct Asked<'a> {
+pub(in crate::store) struct BufferRequest<'a> {
     pub(in crate::store) len: usize,
     /// Memory besides the buffer, or `None` if a waiting read already holds the permit for this
     /// one.
@@ -40,14 +40,14 @@ pub(in crate::store) struct Asked<'a> {
 }
 
 /// The buffer of a read, with the charge for other memory and the permit.
-pub(in crate::store) struct Room {
+pub(in crate::store) struct ReadRoom {
     buffer: Box<dyn ReadBuffer>,
     /// Released before the permit.
     _beside: Charge,
     _permit: ReadPermit,
 }
 
-impl Room {
+impl ReadRoom {
     /// Charges `beside` bytes to `heap`, even beyond its capacity: the permit accounts for them.
     /// Must not run under the lock that grants permits, because the heap may return memory to the
     /// system.
@@ -67,12 +67,12 @@ impl Room {
 }
 
 /// A part of an object within one chunk.
-struct Piece {
+struct ChunkPiece {
     key: ChunkKey,
     part: Part,
 }
 
-fn pieces<'a>(shuffle: &'a Shuffle, parts: &'a [Part]) -> impl Iterator<Item = Piece> + 'a {
+fn pieces<'a>(shuffle: &'a ObjectShuffle, parts: &'a [Part]) -> impl Iterator<Item = ChunkPiece> + 'a {
     let incarnation = shuffle.name.incarnation;
     parts.iter().flat_map(move |part| {
         let mut part = part.clone();
@@ -83,7 +83,7 @@ fn pieces<'a>(shuffle: &'a Shuffle, parts: &'a [Part]) -> impl Iterator<Item = P
             let number = u32::try_from(part.offset / CHUNK_BYTES).unwrap_or(u32::MAX);
             let left = usize::try_from(CHUNK_BYTES - part.offset % CHUNK_BYTES).unwrap_or(usize::MAX);
             let head = part.split_to(left.min(part.range.len()));
-            Some(Piece { key: ChunkKey { incarnation, segment: part.segment, number }, part: head })
+            Some(ChunkPiece { key: ChunkKey { incarnation, segment: part.segment, number }, part: head })
         })
     })
 }
@@ -94,8 +94,8 @@ fn pieces<'a>(shuffle: &'a Shuffle, parts: &'a [Part]) -> impl Iterator<Item = P
 /// # Errors
 /// The store fails.
 pub(super) async fn locate(
-    core: &Arc<Core>,
-    shuffle: &Arc<Shuffle>,
+    core: &Arc<ObjectCore>,
+    shuffle: &Arc<ObjectShuffle>,
     parts: Vec<Part>,
     others: &[Part],
 ) -> Result<Located, StoreError> {
@@ -117,7 +117,7 @@ pub(super) async fn locate(
         }
     }
     let (mut cached, mut stored) = (Vec::new(), Vec::new());
-    for Piece { key, part } in pieces(shuffle, &parts) {
+    for ChunkPiece { key, part } in pieces(shuffle, &parts) {
         let offset = part.offset - key.start();
         let end = offset + part.range.len() as u64;
         match ready.get(&key).filter(|(_, bytes)| end <= *bytes) {
@@ -132,7 +132,11 @@ pub(super) async fn locate(
 
 /// Starts to fetch the chunks of `parts` into the cache while it has capacity for that, up to
 /// [`AHEAD_BYTES`]. Never waits.
-pub(in crate::store::object) fn begin_ahead(core: &Arc<Core>, shuffle: &Arc<Shuffle>, parts: &[Part]) {
+pub(in crate::store::object) fn begin_ahead(
+    core: &Arc<ObjectCore>,
+    shuffle: &Arc<ObjectShuffle>,
+    parts: &[Part],
+) {
     let Some(cache) = &core.cache else { return };
     let (mut bytes, mut begun) = (0, None);
     for piece in pieces(shuffle, parts) {
@@ -153,15 +157,15 @@ impl Located {
     }
 
     /// Waits for a buffer together with a part of the source's share.
-    pub(in crate::store) async fn room(&self, core: &Core, asked: &Asked<'_>) -> Room {
+    pub(in crate::store) async fn room(&self, core: &ObjectCore, asked: &BufferRequest<'_>) -> ReadRoom {
         let Some(beside) = asked.beside else {
             let buffer = asked.buffers.acquire(asked.len).await;
-            return Room::new(buffer, Box::new(()), &core.extents, 0);
+            return ReadRoom::new(buffer, Box::new(()), &core.extents, 0);
         };
         let share = if self.stored.is_empty() { &core.cache_reads } else { &core.store_reads };
         let parts = ShareParts::of([share], asked.len + beside);
         let (buffer, permit) = asked.buffers.acquire_with(asked.len, parts).await;
-        Room::new(buffer, permit, &core.extents, beside)
+        ReadRoom::new(buffer, permit, &core.extents, beside)
     }
 
     /// Reads the parts into a buffer.
@@ -170,18 +174,18 @@ impl Located {
     /// The store fails. Failures of the cache are not errors: the store is read instead.
     pub(in crate::store) async fn read(
         &self,
-        core: &Core,
-        shuffle: &Shuffle,
-        asked: &Asked<'_>,
-        mut room: Room,
+        core: &ObjectCore,
+        shuffle: &ObjectShuffle,
+        asked: &BufferRequest<'_>,
+        mut room: ReadRoom,
         ahead: &mut Ahead,
-    ) -> Result<Room, StoreError> {
+    ) -> Result<ReadRoom, StoreError> {
         let key_of = |number| shuffle.segment_key(number);
         let mut stored = &self.stored;
         if let Some(cache) = core.cache.as_ref().filter(|_| !self.cached.is_empty()) {
-            let Room { buffer, _beside, _permit } = room;
+            let ReadRoom { buffer, _beside, _permit } = room;
             room = match cache.read(&core.metrics, buffer, &self.cached).await {
-                Ok(buffer) => Room { buffer, _beside, _permit },
+                Ok(buffer) => ReadRoom { buffer, _beside, _permit },
                 Err(_) => {
                     // The cache has logged the error. A hung disk may still use the buffer.
                     stored = &self.parts;
@@ -201,7 +205,7 @@ impl Located {
 
     /// Drops the chunks of the parts from the cache after they were read with wrong bytes. Returns
     /// the same parts, all to be read from the store, or `None` if none came from the cache.
-    pub(super) fn of_store_instead(&self, core: &Core) -> Option<Self> {
+    pub(super) fn of_store_instead(&self, core: &ObjectCore) -> Option<Self> {
         let cache = core.cache.as_ref().filter(|_| !self.cached.is_empty())?;
         cache.discard(&core.metrics, &self.cached);
         Some(self.of_store())
@@ -209,7 +213,12 @@ impl Located {
 }
 
 /// Drops the chunks of a segment's range from the cache. The next reader fetches them again.
-pub(in crate::store::object) fn discard(core: &Core, shuffle: &Shuffle, segment: u32, range: &Range<u64>) {
+pub(in crate::store::object) fn discard(
+    core: &ObjectCore,
+    shuffle: &ObjectShuffle,
+    segment: u32,
+    range: &Range<u64>,
+) {
     let Some(cache) = &core.cache else { return };
     let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     let parts = [Part { segment, offset: range.start, range: 0..bytes }];
@@ -221,15 +230,15 @@ pub(in crate::store::object) fn discard(core: &Core, shuffle: &Shuffle, segment:
 /// # Errors
 /// The store fails.
 pub(in crate::store) async fn read(
-    core: &Arc<Core>,
-    shuffle: &Arc<Shuffle>,
+    core: &Arc<ObjectCore>,
+    shuffle: &Arc<ObjectShuffle>,
     segment: u32,
     range: Range<u64>,
 ) -> Result<Bytes, StoreError> {
     let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     let part = Part { segment, offset: range.start, range: 0..len };
     let located = locate(core, shuffle, vec![part], &[]).await?;
-    let asked = Asked { len, beside: None, buffers: &HeapBuffers };
+    let asked = BufferRequest { len, beside: None, buffers: &HeapBuffers };
     let room = located.room(core, &asked).await;
     let room = located.read(core, shuffle, &asked, room, &mut Ahead::default()).await?;
     Ok(room.freeze(len))
@@ -242,7 +251,7 @@ mod tests {
     #[test]
     fn memory_beside_a_buffer_is_charged_until_it_is_moved() {
         let heap = Budget::new(1 << 10);
-        let room = Room::new(Box::new(vec![7; 100]), Box::new(()), &heap, 124 << 10);
+        let room = ReadRoom::new(Box::new(vec![7; 100]), Box::new(()), &heap, 124 << 10);
         assert_eq!(heap.used(), 124 << 10, "whatever is left");
         assert_eq!((room.freeze(10), heap.used()), (Bytes::from_static(&[7; 10]), 0));
     }

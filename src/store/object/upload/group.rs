@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 /// Waiting jobs, and a flag that a task runs. The caller that adds the first job starts the task.
 #[derive(Debug)]
-pub(in crate::store::object) struct Group<T>(Mutex<State<T>>);
+pub(in crate::store::object) struct UploadQueue<T>(Mutex<State<T>>);
 
 #[derive(Debug)]
 struct State<T> {
@@ -15,13 +15,13 @@ struct State<T> {
     has_task: bool,
 }
 
-impl<T> Default for Group<T> {
+impl<T> Default for UploadQueue<T> {
     fn default() -> Self {
         Self(Mutex::new(State { waiting: VecDeque::new(), has_task: false }))
     }
 }
 
-impl<T> Group<T> {
+impl<T> UploadQueue<T> {
     /// Adds a job. Returns true if the caller has to start the task.
     pub(in crate::store) fn add(&self, job: T) -> bool {
         let mut state = self.0.lock();
@@ -50,7 +50,7 @@ impl<T> Group<T> {
 /// can be started.
 #[derive(Debug)]
 pub(super) struct Running<'a, T> {
-    group: &'a Group<T>,
+    group: &'a UploadQueue<T>,
     has_ended: bool,
 }
 
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn coalescer_runs_one_task_and_loses_no_job() {
-        let group = Group::default();
+        let group = UploadQueue::default();
         assert!(group.add(1) && !group.add(2));
         let mut running = group.running();
         assert_eq!((running.take_or_end(), group.take()), (Some(1), Some(2)));

@@ -11,16 +11,15 @@ use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use object_store::{ObjectStore as _, ObjectStoreExt as _};
 use tokio::sync::oneshot;
 
-use super::lane::{Job, Making, Waiter};
-use super::segment::{Prepared, making_bytes};
+use super::segment::{Making, Prepared, UploadJob, UploadWaiter, making_bytes};
 use super::uploader::{self, MOVED_PARTS_IN_FLIGHT, Source, one_from};
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::index::index_read::IndexRead;
-use crate::store::object::core::Core;
+use crate::store::object::core::ObjectCore;
 use crate::store::object::layout::{Name, parse_key, path_of};
-use crate::store::object::read::data::{DataRead, plan};
+use crate::store::object::read::data::{ObjectDataRead, plan};
 use crate::store::object::read::ranges;
-use crate::store::object::shuffle::Shuffle;
+use crate::store::object::shuffle::ObjectShuffle;
 use crate::store::{ChunkRead, ExtentWrite, ShuffleHandle, StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_wire::types::PartitionId;
@@ -31,8 +30,8 @@ const ASKED_AT_ONCE: usize = 16;
 /// The objects of one incarnation of a shuffle. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Uploads {
-    pub(in crate::store) core: Arc<Core>,
-    pub(in crate::store) shuffle: Arc<Shuffle>,
+    pub(in crate::store) core: Arc<ObjectCore>,
+    pub(in crate::store) shuffle: Arc<ObjectShuffle>,
 }
 
 impl Uploads {
@@ -59,7 +58,7 @@ impl Uploads {
 
     /// Reads a range of a stream that is covered by extents in objects.
     pub(in crate::store) fn data(&self, extents: ExtentList, range: Range<u64>) -> impl ChunkRead + use<> {
-        DataRead::new(&self.core, Arc::clone(&self.shuffle), extents, range)
+        ObjectDataRead::new(&self.core, Arc::clone(&self.shuffle), extents, range)
     }
 
     /// Starts to bring the parts of a range that are in objects into the read cache.
@@ -94,7 +93,11 @@ impl Uploads {
         let prepared = tokio::task::spawn_blocking(move || Prepared::of(extents)).await;
         let batch = prepared.map_err(|error| StoreError::io(key(), error.into()))??;
         let (done, written) = oneshot::channel();
-        if self.shuffle.queue.add(Job { batch, streams: streams.clone(), waiter: Waiter { done, _making } }) {
+        if self.shuffle.queue.add(UploadJob {
+            batch,
+            streams: streams.clone(),
+            waiter: UploadWaiter { done, _making },
+        }) {
             let upload = uploader::run(Arc::clone(&self.core), Arc::clone(&self.shuffle));
             self.core.tasks.spawn("segment upload", upload);
         }

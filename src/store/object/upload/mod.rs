@@ -2,6 +2,5 @@
 
 pub(super) mod group;
 pub(super) mod intake;
-pub(in crate::store) mod lane;
-pub(super) mod segment;
+pub(in crate::store) mod segment;
 pub(super) mod uploader;

@@ -3,13 +3,15 @@
 use std::collections::{HashMap, VecDeque};
 
 use bytes::Bytes;
+use tokio::sync::oneshot;
 
 use crate::store::extents::extent::Extent;
 use crate::store::extents::extent_write::take_front;
 use crate::store::index::codec::{ENTRY_BYTES, GroupEntry, HEADER_BYTES, RecordsPlace, encode_head};
 use crate::store::index::records::encode_blocks;
 use crate::store::object::layout::{SegmentId, TAIL_BYTES, Tail};
-use crate::store::{ExtentWrite, StoreError, StoreErrorKind};
+use crate::store::{ExtentWrite, ShuffleHandle, StoreError, StoreErrorKind};
+use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::PartitionId;
 
@@ -210,6 +212,50 @@ impl OpenSegment {
         pieces.for_each(|piece| self.add(piece));
         Sealed { extents, payload_bytes, bytes: payload_bytes + index_bytes + TAIL_BYTES as u64 }
     }
+}
+
+/// A batch to be written.
+#[derive(Debug)]
+pub(in crate::store::object) struct UploadJob {
+    pub(in crate::store::object) batch: Prepared,
+    /// Streams to which its extents are appended.
+    pub(super) streams: ShuffleHandle,
+    pub(super) waiter: UploadWaiter,
+}
+
+/// Response channel of a batch, with the memory charged until the response.
+#[derive(Debug)]
+pub(super) struct UploadWaiter {
+    pub(in crate::store::object) done: oneshot::Sender<Result<(), StoreError>>,
+    pub(super) _making: Making,
+}
+
+/// Heap for the records and extents of a batch while its segment is made, out of a bounded budget
+/// for all batches. A batch takes its share once, before it is prepared, so batches cannot
+/// deadlock.
+#[derive(Debug)]
+pub(super) struct Making {
+    _part: Charge,
+    _held: Charge,
+}
+
+impl Making {
+    /// Waits for a share of `all`. Also charges `held`, even beyond its capacity.
+    pub(in crate::store::object) async fn begin(all: &Budget, held: &Budget, bytes: u64) -> Self {
+        // A batch larger than the capacity takes all of it.
+        let part = all.charge(bytes.min(all.capacity())).await;
+        let _part = part.unwrap_or_else(|_| all.force_charge(bytes));
+        Self { _part, _held: held.force_charge(bytes) }
+    }
+}
+
+/// Numbers of a shuffle's segments.
+#[derive(Debug, Default)]
+pub(in crate::store) struct SegmentNumbers {
+    /// Largest number in use, also by failed uploads.
+    pub(in crate::store) last_number: u32,
+    /// Number of the segment published last, or 0.
+    pub(in crate::store) published: u32,
 }
 
 #[cfg(test)]

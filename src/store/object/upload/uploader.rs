@@ -15,14 +15,13 @@ use futures::stream::FuturesUnordered;
 use object_store::path::Path;
 use object_store::{MultipartUpload, ObjectStoreExt as _, PutPayload, UploadPart};
 
-use super::lane::{Job, Lane, Waiter};
-use super::segment::{Moved, OpenSegment, Sealed};
+use super::segment::{Moved, OpenSegment, Sealed, SegmentNumbers, UploadJob, UploadWaiter};
 use crate::clock::timeout;
 use crate::store::extents::extent::Extent;
 use crate::store::object::circuit_breaker::again;
-use crate::store::object::core::Core;
+use crate::store::object::core::ObjectCore;
 use crate::store::object::layout::{SegmentId, path_of};
-use crate::store::object::shuffle::Shuffle;
+use crate::store::object::shuffle::ObjectShuffle;
 use crate::store::{ShuffleHandle, StoreError, StoreErrorKind};
 use uniffle_wire::types::PartitionId;
 
@@ -48,7 +47,7 @@ pub trait Source: Send {
 }
 
 /// Writes the waiting batches until there are none.
-pub(in crate::store::object) async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>) {
+pub(in crate::store::object) async fn run(core: Arc<ObjectCore>, shuffle: Arc<ObjectShuffle>) {
     let mut lane = shuffle.lane.lock().await;
     let mut running = shuffle.queue.running();
     while let Some(job) = running.take_or_end() {
@@ -56,11 +55,16 @@ pub(in crate::store::object) async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>
     }
 }
 
-async fn one_segment(core: &Core, shuffle: &Shuffle, lane: &mut Lane, first: Job) {
+async fn one_segment(
+    core: &ObjectCore,
+    shuffle: &ObjectShuffle,
+    lane: &mut SegmentNumbers,
+    first: UploadJob,
+) {
     let mut upload = Upload::begin(core, shuffle, lane);
     let streams = first.streams.clone();
     upload.join(first);
-    let result = upload.store(lane, Origin::Batches(&streams)).await.map(drop);
+    let result = upload.store(lane, UploadOrigin::Batches(&streams)).await.map(drop);
     if let Err(error) = result.as_ref()
         && error.kind != StoreErrorKind::Purged
     {
@@ -75,17 +79,17 @@ async fn one_segment(core: &Core, shuffle: &Shuffle, lane: &mut Lane, first: Job
 /// # Errors
 /// The source or the store fails. No extent of the segment is stored then.
 pub(super) async fn one_from(
-    core: &Core,
-    shuffle: &Shuffle,
+    core: &ObjectCore,
+    shuffle: &ObjectShuffle,
     source: &mut dyn Source,
 ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
     let mut lane = shuffle.lane.lock().await;
     let mut upload = Upload::begin(core, shuffle, &mut lane);
-    upload.store(&mut lane, Origin::Disks(source)).await
+    upload.store(&mut lane, UploadOrigin::Disks(source)).await
 }
 
 /// Origin of a segment's extents.
-enum Origin<'a> {
+enum UploadOrigin<'a> {
     /// Waiting batches of a worker without disks. They are appended to these streams.
     Batches(&'a ShuffleHandle),
     /// Extents on disks, which are relocated by the caller.
@@ -94,8 +98,8 @@ enum Origin<'a> {
 
 /// Counts a segment, and makes its extents visible in `streams`. Returns them.
 async fn publish(
-    core: &Core,
-    shuffle: &Shuffle,
+    core: &ObjectCore,
+    shuffle: &ObjectShuffle,
     sealed: Sealed,
     streams: Option<&ShuffleHandle>,
 ) -> Result<Vec<(PartitionId, Extent)>, StoreError> {
@@ -124,8 +128,8 @@ async fn publish(
 
 /// A segment that is being uploaded.
 struct Upload<'a> {
-    core: &'a Core,
-    shuffle: &'a Shuffle,
+    core: &'a ObjectCore,
+    shuffle: &'a ObjectShuffle,
     number: u32,
     key: String,
     path: Path,
@@ -133,12 +137,12 @@ struct Upload<'a> {
     /// `None` while the segment may still be uploaded with a single request.
     multipart: Option<Box<dyn MultipartUpload>>,
     parts: FuturesUnordered<UploadPart>,
-    waiting: Vec<Waiter>,
+    waiting: Vec<UploadWaiter>,
 }
 
 impl<'a> Upload<'a> {
     /// Begins a segment with the next number.
-    fn begin(core: &'a Core, shuffle: &'a Shuffle, lane: &mut Lane) -> Self {
+    fn begin(core: &'a ObjectCore, shuffle: &'a ObjectShuffle, lane: &mut SegmentNumbers) -> Self {
         lane.last_number += 1;
         let number = lane.last_number;
         let id = SegmentId { incarnation: shuffle.name.incarnation, number };
@@ -152,18 +156,18 @@ impl<'a> Upload<'a> {
     /// none.
     async fn store(
         &mut self,
-        lane: &mut Lane,
-        origin: Origin<'_>,
+        lane: &mut SegmentNumbers,
+        origin: UploadOrigin<'_>,
     ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
         let (core, shuffle) = (self.core, self.shuffle);
         let streams = match &origin {
-            Origin::Batches(streams) => Some(*streams),
-            Origin::Disks(_) => None,
+            UploadOrigin::Batches(streams) => Some(*streams),
+            UploadOrigin::Disks(_) => None,
         };
         let filling = async {
             let source = match origin {
-                Origin::Batches(_) => return self.fill().await.map(Some),
-                Origin::Disks(source) => source,
+                UploadOrigin::Batches(_) => return self.fill().await.map(Some),
+                UploadOrigin::Disks(source) => source,
             };
             let sealed = self.fill_from(source).await?;
             if sealed.is_some() {
@@ -188,7 +192,7 @@ impl<'a> Upload<'a> {
         Ok(Some(extents))
     }
 
-    fn join(&mut self, job: Job) {
+    fn join(&mut self, job: UploadJob) {
         self.open.push(job.batch, |partition| job.streams.stream_bytes(partition));
         self.waiting.push(job.waiter);
     }
