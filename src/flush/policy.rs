@@ -7,7 +7,7 @@
 
 use std::collections::{BinaryHeap, HashSet};
 
-use crate::memory::fair::{self, Claimant};
+use crate::memory::admission::fair::{self, Claimant};
 use crate::schema::kind::{MIB, TIB, ratio, size};
 use crate::schema::section;
 

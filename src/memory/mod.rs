@@ -8,29 +8,15 @@
 //! all shuffles are purged and all readers are gone, every counter is zero and the region is whole
 //! again.
 
-pub mod buffer;
-pub mod chain;
-pub mod error;
-pub mod fair;
-pub mod fair_shares;
-pub mod pool;
-pub mod read;
+pub mod admission;
 pub mod region;
-pub mod reservation;
-pub mod sealed;
-pub mod ticket;
 
-mod buddy;
+mod buffer;
 mod config;
-mod list;
-mod metadata_reserve;
+mod error;
 pub(crate) mod metrics;
 mod parts;
 mod persistent;
-mod prefaulter;
-mod protection;
-mod recovery;
-mod shuffle;
 
 use std::collections::HashMap;
 use std::io;
@@ -43,37 +29,37 @@ use parking_lot::Mutex;
 use prometheus::Registry;
 use tokio::sync::Notify;
 
+pub use admission::fair::Claimant;
+pub use admission::fair_shares::Standing;
+pub use admission::read_pool::{ReadBuf, ReadPool};
+pub use admission::reservation::Reservation;
+pub use admission::ticket::{Outstanding, Tickets};
+pub use buffer::chain::BlockFill;
+pub use buffer::read::{MemoryRead, READ_BLOCKS_MAX, ReadLimit, SMALL_PIECE_BYTES, answer_heap_bytes};
+pub use buffer::sealed::{SealedBatch, SealedData, SealedExtent};
+pub use buffer::shuffle::{Candidate, Evicted, InMemory, ShuffleBuffers};
 pub use buffer::{Buffer, Committed, EarlierBlocks};
-pub use chain::BlockFill;
 pub use config::{HugePages, MemoryConfig, Prefault};
 pub use error::MemoryError;
-pub use fair::Claimant;
-pub use fair_shares::Standing;
+pub use persistent::file::take_inherited;
 pub use persistent::file::{Backing, Owner, Refusal};
 pub use persistent::huge::describe as describe_huge_pages;
 pub use persistent::orphaned::OrphanedMemory;
-pub use persistent::passed::take as take_passed;
-pub use pool::{ReadBuf, ReadPool};
-pub use read::{MemoryRead, READ_BLOCKS_MAX, ReadLimit, SMALL_PIECE_BYTES, answer_heap_bytes};
-pub use reservation::Reservation;
-pub use sealed::{SealedBatch, SealedData, SealedExtent};
-pub use shuffle::{Candidate, Evicted, InMemory, ShuffleBuffers};
-pub use ticket::{Outstanding, Tickets};
 pub use uniffle_base::budget::{Budget, Charge, NoCapacity};
 
 use crate::clock::Instant;
 use uniffle_base::budget::{Heap, HeapKind};
 
+use admission::metadata_reserve::{MetadataReserve, SPARE_BYTES};
+use admission::prefaulter::Prefaulter;
+use buffer::chain::Supply;
 use buffer::{PARTITION_BYTES, Shared, Verification};
-use chain::Supply;
 use config::{blocks_max, region_size};
-use metadata_reserve::{MetadataReserve, SPARE_BYTES};
 use metrics::MemoryMetrics;
 use persistent::file::{self, Held};
 use persistent::names::ShuffleName;
 use persistent::restore::{RetainedShuffle, Search};
 use persistent::table::Table;
-use prefaulter::Prefaulter;
 use region::Region;
 
 use uniffle_wire::types::{AppId, BlockId, Distribution, ShuffleKey};
@@ -102,7 +88,7 @@ pub struct Memory {
 /// Tells whether a tier has a block of a partition ([`Memory::restore`]).
 pub type IsElsewhere<'a> = Box<dyn Fn(BlockId) -> bool + 'a>;
 
-/// Memory that recovery the process.
+/// Memory that outlives the process.
 #[derive(Debug)]
 struct PersistentMemory {
     table: Arc<Table>,
@@ -276,24 +262,6 @@ impl Memory {
         Some(ShuffleName::new(table, key, left.or_else(|| table.name(key))))
     }
 
-    /// Returns the number of shuffles whose blocks in memory are lost if the process is killed,
-    /// although the memory recovery it. The file had no place for these shuffles when they were
-    /// registered.
-    #[must_use]
-    pub fn unprotected_shuffles(&self) -> u64 {
-        self.kept.as_ref().map_or(0, |kept| kept.table.unprotected())
-    }
-
-    /// Tries again to find places for unprotected shuffles. May take milliseconds per shuffle: not
-    /// for a runtime's thread.
-    pub fn protect_shuffles(&self) {
-        let lack =
-            |shuffle: &Arc<ShuffleBuffers>| shuffle.name.as_ref().is_some_and(|name| name.is_partial());
-        let lacking: Vec<_> =
-            self.shuffles.iter().filter(|shuffle| lack(shuffle)).map(|it| Arc::clone(&it)).collect();
-        lacking.iter().for_each(|shuffle| shuffle.protect());
-    }
-
     /// Returns the number of partitions of known shuffles that were ever written to.
     #[must_use]
     pub fn partitions(&self) -> u64 {
@@ -315,23 +283,6 @@ impl Memory {
         // its successor.
         buffers.name.iter().for_each(|name| name.disown());
         Some(Evicted(buffers))
-    }
-
-    /// Allocates pages ahead of promises, and places for unprotected shuffles, until the memory is
-    /// dropped. Returns at once for private memory.
-    pub async fn run_ahead(self: Arc<Self>) {
-        let (prefaulter, memory) = (self.prefaulter.clone(), Arc::downgrade(&self));
-        drop(self);
-        if let Some(prefaulter) = prefaulter {
-            let protected = memory.clone();
-            let unprotected = move || Some(memory.upgrade()?.unprotected_shuffles());
-            let protect = move || {
-                let memory = protected.upgrade()?;
-                memory.protect_shuffles();
-                Some(memory.unprotected_shuffles())
-            };
-            tokio::join!(prefaulter.run(), protection::run(unprotected, protect));
-        }
     }
 
     /// Starts a thread of the lowest priority that allocates the pages of unused block memory. It
@@ -478,7 +429,7 @@ impl Memory {
 
 impl Drop for Memory {
     /// Releases the table, so that dropping the blocks does not remove them from a region that
-    /// recovery the process.
+    /// outlives the process.
     fn drop(&mut self) {
         if let Some(kept) = &self.kept {
             kept.table.release();

@@ -21,7 +21,7 @@ use socket2::{Domain, Socket, Type};
 
 use crate::config::Config;
 use crate::log::HandOff;
-use crate::memory::{Memory, take_passed};
+use crate::memory::{Memory, take_inherited};
 
 /// Maximum number of connects waiting in the backlog. The kernel has its own limit
 /// (`net.core.somaxconn`, 4096).
@@ -101,16 +101,16 @@ impl Inherited {
     pub fn from_env(env: &HashMap<String, String>) -> Self {
         let names: Vec<&str> =
             env.get("LISTEN_FDNAMES").map(|names| names.split(':').collect()).unwrap_or_default();
-        let mut passed = ListenFd::from_env();
+        let mut received = ListenFd::from_env();
         // Without a listener to take over, the variable comes from an earlier start.
         let gap_began_ms = env.get(GAP_BEGAN).and_then(|text| text.parse().ok());
-        let gap_began_ms = gap_began_ms.filter(|began| *began > 0 && passed.len() > 0);
+        let gap_began_ms = gap_began_ms.filter(|began| *began > 0 && received.len() > 0);
         let hand_off = env.get(HAND_OFF).filter(|_| gap_began_ms.is_some());
         let hand_off = hand_off.and_then(|text| serde_json::from_str(text).ok());
         let predecessor =
             gap_began_ms.map(|_| env.get(PREDECESSOR).cloned().unwrap_or_else(|| "unknown".to_owned()));
         let mut inherited = Self { gap_began_ms, hand_off, predecessor, ..Self::default() };
-        for index in 0..passed.len() {
+        for index in 0..received.len() {
             // A descriptor that is not a TCP socket is not ours to close.
             let name = names.get(index).copied().unwrap_or_default();
             let file = match name {
@@ -120,10 +120,10 @@ impl Inherited {
                 _ => None,
             };
             if let Some(file) = file {
-                *file = take_passed(&mut passed, index);
+                *file = take_inherited(&mut received, index);
                 continue;
             }
-            let Ok(Some(socket)) = passed.take_tcp_listener(index) else { continue };
+            let Ok(Some(socket)) = received.take_tcp_listener(index) else { continue };
             inherited.put(name, socket);
         }
         inherited

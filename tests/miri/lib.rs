@@ -13,6 +13,5 @@ pub mod sched {
 }
 
 pub mod memory {
-    mod buddy;
     pub mod region;
 }

@@ -7,8 +7,13 @@
 //! active list, each in commit order. No id occurs twice, because a commit deduplicates resent
 //! blocks. The lock covers bookkeeping only: payload is copied, zeroed and freed outside.
 
+pub(super) mod chain;
+pub(super) mod list;
+pub(super) mod read;
 mod restored;
+pub(super) mod sealed;
 mod sealing;
+pub(super) mod shuffle;
 mod unverified;
 
 use std::collections::VecDeque;
@@ -21,19 +26,20 @@ use hashbrown::DefaultHashBuilder;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use super::chain::{BlockFill, Chain, Supply};
+use self::chain::{BlockFill, Chain, Supply};
+use self::list::{BlockCharges, BlockList, LIST_BLOCKS_MAX, LIST_BYTES};
+use self::read::{MemoryRead, ReadLimit};
+use self::sealed::SealedBatch;
 use super::error::MemoryError;
-use super::list::{BlockCharges, BlockList, LIST_BLOCKS_MAX, LIST_BYTES};
 use super::metrics::MemoryMetrics;
 use super::persistent::layout::ROW_BYTES;
 use super::persistent::names::{Named, ShuffleName};
 use super::persistent::rows::{FreeRows, Kept, rows_of};
 use super::persistent::table::NoPlaces;
-use super::read::{self, MemoryRead, ReadLimit};
 use super::region::Segment;
-use super::reservation::{METADATA_BYTES, Reservation};
-use super::sealed::SealedBatch;
+use crate::memory::admission::reservation::{METADATA_BYTES, Reservation};
 pub use sealing::{EarlierBlocks, Mark};
+use uniffle_base::budget::{Budget, Charge};
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 use unverified::Unverified;
@@ -421,7 +427,7 @@ impl Buffer {
 
     /// Creates rows for blocks that were committed before the shuffle had a name. Returns whether
     /// all have rows.
-    pub(in crate::memory) fn protect(&self) -> bool {
+    pub(super) fn protect(&self) -> bool {
         let Some(named) = self.named() else { return false };
         let mut abandoned = None;
         let mut state = self.state.lock();

@@ -7,12 +7,12 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::super::chain::Chain;
-use super::super::list::BlockCharges;
-use super::super::persistent::restore::{Block, BlockPosition, Partition};
-use super::super::sealed::SealedBatch;
+use super::chain::Chain;
+use super::list::BlockCharges;
+use super::sealed::SealedBatch;
 use super::unverified::{DAMAGED, Unverified, say_damaged};
 use super::{Buffer, Committed, State, metadata_bytes};
+use crate::memory::persistent::restore::{Block, BlockPosition, Partition};
 use uniffle_wire::types::ShuffleKey;
 
 impl Buffer {

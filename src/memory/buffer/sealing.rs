@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use parking_lot::MutexGuard;
 
-use super::super::list::BlockList;
-use super::super::sealed::{InFlight, SealedBatch};
+use super::list::BlockList;
+use super::sealed::{InFlight, SealedBatch};
 use super::{Buffer, State};
 
 /// A point in time of a buffer: blocks committed before it are in chains with lower numbers.

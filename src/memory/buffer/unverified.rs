@@ -2,7 +2,7 @@
 //!
 //! Stores of a process that dies are complete, but others can write to a file in memory, and memory
 //! has faults. A block that does not match its sender's checksum is hidden, and a listener is
-//! notified ([`super::super::Memory::on_damage`]). Blocks without a checksum (0) are accepted.
+//! notified ([`crate::memory::Memory::on_damage`]). Blocks without a checksum (0) are accepted.
 //! Blocks that this process received were checked on arrival.
 //!
 //! Checksums take CPU time, so this must not run on a runtime's thread. Readers, the flusher and a
@@ -13,8 +13,8 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use super::super::list::BlockList;
-use super::super::sealed::SealedBatch;
+use super::list::BlockList;
+use super::sealed::SealedBatch;
 use crate::log::DamageNotifier;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 

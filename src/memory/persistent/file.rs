@@ -9,17 +9,18 @@
 use std::ffi::OsStr;
 use std::fmt;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use listenfd::ListenFd;
 use rustix::fs::{Access, FlockOperation, MemfdFlags, Mode, OFlags, StatVfs};
 use rustix::io::Errno;
 
-use super::super::region::Region;
 use super::layout::{Damage, Geometry, HEADER_WORDS, Header, NODE_BYTES_MAX};
 use super::table::Table;
+use crate::memory::region::Region;
 
 /// Name of the file in the directory of `memory_store.backing`.
 const FILE: &str = "uniffle-worker.memory";
@@ -225,7 +226,7 @@ impl Held {
 
     /// Returns whether the file was ever truncated, and restores a changed length. A longer file
     /// would be shortened by the next process.
-    pub(in crate::memory) fn was_cut(&self) -> bool {
+    pub(super) fn was_cut(&self) -> bool {
         if let Err(error) = self.restore_length() {
             tracing::error!(%error, "the length of the file of memory_store.backing was changed and cannot be restored; if it is shorter, an access to a missing page ends the process");
         }
@@ -234,7 +235,7 @@ impl Held {
 
     /// Restores a changed length. Returns whether the file was shorter. Its missing pages then read
     /// as zeros. Async-signal-safe.
-    pub(in crate::memory) fn restore_length(&self) -> io::Result<bool> {
+    pub(super) fn restore_length(&self) -> io::Result<bool> {
         let bytes = u64::try_from(rustix::fs::fstat(&self.file)?.st_size).unwrap_or_default();
         if bytes == self.bytes {
             return Ok(false);
@@ -246,12 +247,12 @@ impl Held {
     }
 
     /// Returns whether the file has a path.
-    pub(in crate::memory) fn has_path(&self) -> bool {
+    pub(super) fn has_path(&self) -> bool {
         self.path.is_some()
     }
 
     /// Unlocks the file for another process, although it is still mapped here.
-    pub(in crate::memory) fn unlock(&self) -> io::Result<()> {
+    pub(super) fn unlock(&self) -> io::Result<()> {
         match self.path {
             Some(_) => Ok(rustix::fs::flock(&self.file, FlockOperation::NonBlockingUnlock)?),
             None => Ok(()),
@@ -525,7 +526,7 @@ fn tmpfs_without(directory: &Path) -> Option<&Path> {
 }
 
 /// Checks whether a region of another size fits after a running worker deleted its own.
-pub(in crate::memory) fn check_room(backing: &Backing, size: RegionSize) -> Result<(), Refusal> {
+pub(super) fn check_room(backing: &Backing, size: RegionSize) -> Result<(), Refusal> {
     let Backing::Directory(directory) = backing else { return Ok(()) };
     let there = rustix::fs::stat(check_directory(directory)?);
     let freed = there.map_or(0, |file| u64::try_from(file.st_blocks).unwrap_or(0) * STAT_BLOCK_BYTES);
@@ -537,4 +538,12 @@ pub(in crate::memory) fn check_room(backing: &Backing, size: RegionSize) -> Resu
 fn room(of: &StatVfs, needs: u64) -> Result<(), Refusal> {
     let has = of.f_bavail.saturating_mul(of.f_frsize);
     if of.f_blocks > 0 && has < needs { Err(Refusal::NoRoom { needs, has }) } else { Ok(()) }
+}
+
+/// Takes ownership of the descriptor at `index` of `inherited`, whatever it is. Works once.
+pub fn take_inherited(inherited: &mut ListenFd, index: usize) -> Option<OwnedFd> {
+    let descriptor = inherited.take_raw_fd(index).ok().flatten()?;
+    // SAFETY: the parent process opened it for this process (`LISTEN_FDS`), and `ListenFd` gives
+    // each descriptor away once.
+    Some(unsafe { OwnedFd::from_raw_fd(descriptor) })
 }

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use super::super::config::MemoryConfig;
 use super::file::Backing;
+use crate::memory::config::MemoryConfig;
 
 const SHMEM: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 const PRIVATE: &str = "/sys/kernel/mm/transparent_hugepage/enabled";

@@ -62,7 +62,7 @@ const _: () = assert!(APP_ID_BYTES_MAX <= 8 * (NAME_WORDS - 2));
 /// | behind | 8 × rows | a [`Row`] per block, [`Pieces`] per three more pieces; may have holes |
 /// | next multiple of 2 MiB | `data_bytes` / 8 | segments |
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::memory) struct Geometry {
+pub(super) struct Geometry {
     /// Bytes of segments, in whole blocks.
     pub(super) data_bytes: u64,
     pub(super) names: u32,
@@ -253,7 +253,7 @@ impl Row {
 
 /// A contiguous part of a block, as an offset in the segments and a length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(in crate::memory) struct Extent {
+pub(super) struct Extent {
     pub(in crate::memory) offset: u64,
     pub(in crate::memory) len: u32,
 }

@@ -12,7 +12,7 @@ pub(super) mod huge;
 pub(super) mod layout;
 pub(super) mod names;
 pub(super) mod orphaned;
-pub(super) mod passed;
+pub(super) mod recovery;
 pub(super) mod restore;
 pub(super) mod rows;
 pub(super) mod sigbus;

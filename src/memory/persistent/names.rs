@@ -120,7 +120,7 @@ impl Table {
     }
 
     /// Returns the shuffles of an earlier process with the numbers of their names.
-    pub(in crate::memory) fn found_names(&self) -> Vec<(u32, ShuffleKey)> {
+    pub(super) fn found_names(&self) -> Vec<(u32, ShuffleKey)> {
         let name = |at| Name::decode(&self.words::<NAME_WORDS>(self.names.word_of(at)), at);
         let places = self.names.to_be_read();
         places.filter_map(|at| Some((at, name(at)?.0))).collect()

@@ -4,9 +4,9 @@
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use super::super::region::Region;
 use super::file::{Held, Owner, Refusal};
 use super::table::Table;
+use crate::memory::region::Region;
 
 /// The contents of a memory file of `owner`, held by this process while this value exists.
 #[derive(Debug)]

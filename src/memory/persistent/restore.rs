@@ -19,13 +19,13 @@ use std::thread::JoinHandle;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use super::super::buddy::{BLOCK_BYTES, UNIT_BYTES};
-use super::super::parts::{on_threads, threads_for};
-use super::super::region::{Region, Segment, Slice};
 use super::layout::{Extent, Row};
 use super::names::Named;
 use super::rows::{Further, Kept};
 use super::table::Table;
+use crate::memory::parts::{on_threads, threads_for};
+use crate::memory::region::buddy::{BLOCK_BYTES, UNIT_BYTES};
+use crate::memory::region::{Region, Segment, Slice};
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey};
 
@@ -315,7 +315,7 @@ impl RecoveredBlocks {
 
     /// Takes all unregistered shuffles that `is_left` accepts. Segments are charged to `budget` and
     /// rows to `rows`.
-    pub(in crate::memory) fn take_left(
+    pub(super) fn take_left(
         &self,
         is_left: impl Fn(&ShuffleKey) -> bool,
         budget: &Budget,

@@ -10,10 +10,10 @@ use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 
-use super::super::region::Slice;
 use super::layout::{Extent, NO_ROW, PIECES_PER_ROW, Pieces, ROW_WORDS, Row};
 use super::names::Named;
 use super::table::{NoPlaces, Table};
+use crate::memory::region::Slice;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 
 /// Pieces of a block after its first, and the rows they need beside the block's own. Most blocks

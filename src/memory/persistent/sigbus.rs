@@ -39,7 +39,7 @@ struct Guarded {
 ///
 /// # Errors
 /// If the kernel refuses the handler.
-pub(in crate::memory) fn guard(file: Weak<Held>, shown: &str) -> io::Result<()> {
+pub(super) fn guard(file: Weak<Held>, shown: &str) -> io::Result<()> {
     let line = format!(
         "uniffle-worker: ended by SIGBUS: a page of {shown} (memory_store.backing) cannot be accessed; the file was \
          cut short and cannot be extended, its tmpfs is full, or a memory module failed; free space in the \

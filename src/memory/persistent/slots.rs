@@ -5,7 +5,7 @@
 //! again. The lowest places are taken first, so that few chunks are in use. Invariant: places are
 //! taken or free only in chunks with pages. At most [`IDLE_CHUNKS`] unused chunks keep their pages.
 
-use super::super::buddy::BlockSet;
+use crate::memory::region::buddy::BlockSet;
 
 /// Size of a chunk, in whole pages. Smaller in tests, to have many chunks.
 pub(super) const CHUNK_BYTES: u64 = if cfg!(test) { 4 << 10 } else { 64 << 10 };

@@ -18,13 +18,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::super::metadata_reserve::MetadataReserve;
-use super::super::parts::{in_parts, threads_for};
-use super::super::region::Region;
 use super::layout::{
     FRESH_NAMES_AT, FRESH_ROWS_AT, Geometry, HEADER_WORDS, Header, NAME_WORDS, ROW_BYTES, ROW_WORDS,
 };
 use super::slots::TableSlots;
+use crate::memory::admission::metadata_reserve::MetadataReserve;
+use crate::memory::parts::{in_parts, threads_for};
+use crate::memory::region::Region;
 use uniffle_base::budget::{Budget, Charge};
 
 /// Reasons for the lack of places.

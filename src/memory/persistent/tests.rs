@@ -14,12 +14,12 @@ use parking_lot::Mutex;
 use prometheus::Registry;
 use proptest::prelude::*;
 
-use super::super::{
-    Backing, BlockFill, Buffer, IsElsewhere, Memory, MemoryConfig, Owner, Refusal, Reservation,
-};
 use super::layout::{Geometry, HEADER_WORDS, NAME_WORDS, ROW_WORDS};
 use super::rows::FreeRows;
 use super::table::Table;
+use crate::memory::{
+    Backing, BlockFill, Buffer, IsElsewhere, Memory, MemoryConfig, Owner, Refusal, Reservation,
+};
 use uniffle_base::budget::HeapKind;
 use uniffle_wire::types::{
     AppId, BlockId, BlockMeta, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId,
@@ -201,8 +201,8 @@ fn copy(file: &OwnedFd) -> OwnedFd {
 }
 
 fn table_geometry() -> Geometry {
-    let size = super::super::region_size(&config(Backing::Memfd));
-    Geometry::of(super::super::Region::bytes_of(size.bytes).unwrap(), size.blocks)
+    let size = crate::memory::region_size(&config(Backing::Memfd));
+    Geometry::of(crate::memory::Region::bytes_of(size.bytes).unwrap(), size.blocks)
 }
 
 /// Checks that the next process finds the expected blocks, and holds nothing after a purge.

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
-use super::super::buddy::BLOCK_BYTES;
+use super::buddy::BLOCK_BYTES;
 
 pub(super) fn too_large() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space")

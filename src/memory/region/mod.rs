@@ -1,11 +1,12 @@
 //! One mapping of memory, handed out in segments. Most `unsafe` of the crate is in its `copy`,
 //! `mapping` and `range`; [`Region`] explains why it is safe.
 //!
-//! Other modules define who pays ([`super::budget`]), which pieces are free ([`super::buddy`]), and
+//! Other modules define who pays ([`super::budget`]), which pieces are free ([`buddy`]), and
 //! the meaning of the bytes. Freed memory stays resident and is reused first, so resident memory
 //! never exceeds the region. Miri checks the module on a plain allocation instead of the mapping:
 //! `cargo +nightly miri test --manifest-path tests/miri/Cargo.toml`.
 
+pub(super) mod buddy;
 mod copy;
 mod mapping;
 mod pages;
@@ -13,7 +14,7 @@ mod range;
 mod segment;
 mod space;
 
-use super::buddy::{BLOCK_BYTES, UNIT_BYTES};
+use buddy::{BLOCK_BYTES, UNIT_BYTES};
 pub use range::{Fill, Slice};
 pub use segment::Segment;
 pub use space::Region;

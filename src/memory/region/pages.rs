@@ -14,13 +14,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use super::super::buddy::{BLOCK_BYTES, Buddy};
 #[cfg(not(miri))]
-use super::super::{
-    buddy::UNIT_BYTES,
-    parts::{in_parts, threads_for},
-};
+use super::buddy::UNIT_BYTES;
+use super::buddy::{BLOCK_BYTES, Buddy};
 use super::mapping::Mapping;
+#[cfg(not(miri))]
+use crate::memory::parts::{in_parts, threads_for};
 
 /// Free bytes between recovered blocks that a start makes ready.
 #[cfg(not(miri))]

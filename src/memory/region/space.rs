@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use super::super::buddy::{BLOCK_BYTES, Buddy};
+use super::buddy::{BLOCK_BYTES, Buddy};
 use super::mapping::{Mapping, too_large};
 use super::pages::{Pages, RegionRef};
 

@@ -3,7 +3,7 @@
 //! The partitions are checked first ([`super::partition_limit`]): the first partition that may not
 //! grow decides for the whole request, and nothing is reserved. Then a ticket is requested, which
 //! an application over its share of the memory does not get while others wait
-//! ([`crate::memory::fair_shares`]). A request that cannot be granted now waits in a queue for a
+//! ([`crate::memory::admission`]). A request that cannot be granted now waits in a queue for a
 //! limited time ([`super::ticket_queue`]), if the caller asks for that.
 
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! Fairness between applications: their weights, as the configuration sets them.
 //!
-//! This module divides nothing. By these weights, `memory::fair` divides the memory,
+//! This module divides nothing. By these weights, `memory::admission::fair` divides the memory,
 //! `sched::FairQueue` the flush workers, and `sched::FairSemaphore` the memory of reads. A reload
 //! changes the weights of running applications.
 

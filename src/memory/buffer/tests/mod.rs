@@ -3,9 +3,9 @@
 use bytes::Bytes;
 use prometheus::Registry;
 
-use super::super::list::SEGMENT_HEAP_BYTES;
-use super::super::{HeapKind, Memory, MemoryConfig, SealedData, SealedExtent};
 use super::*;
+use crate::memory::buffer::list::SEGMENT_HEAP_BYTES;
+use crate::memory::{HeapKind, Memory, MemoryConfig, SealedData, SealedExtent};
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey, TaskAttemptId};
 
 mod heap;

@@ -68,7 +68,7 @@ fn app_named(name: &str) -> AppId {
     AppId::parse(name).unwrap()
 }
 
-fn shuffle_of(memory: &Memory, app: &str) -> Arc<super::super::super::ShuffleBuffers> {
+fn shuffle_of(memory: &Memory, app: &str) -> Arc<crate::memory::ShuffleBuffers> {
     memory.register(&ShuffleKey::new(app_named(app), ShuffleId(0)), Distribution::Normal)
 }
 
@@ -202,7 +202,7 @@ fn metadata_beyond_capacity_does_not_reduce_a_ticket() {
 /// The lists of a ticket's partitions are not reserved by the ticket.
 #[test]
 fn new_partition_lists_stay_bounded_under_full_tickets() {
-    use crate::memory::metadata_reserve::FREE_BYTES;
+    use crate::memory::admission::metadata_reserve::FREE_BYTES;
     let (capacity_bytes, heap_bytes) = (64 * MIB, 16 * MIB);
     let config = MemoryConfig { capacity_bytes, heap_bytes, ..MemoryConfig::default() };
     let memory = Memory::new(&config, &Registry::new()).unwrap();

@@ -12,7 +12,7 @@ fn tiny(
     memory: &Memory,
     partition: i32,
     ids: std::ops::Range<i64>,
-) -> Result<(), super::super::super::MemoryError> {
+) -> Result<(), crate::memory::MemoryError> {
     let app = AppId::parse("app").unwrap();
     let ticket = memory.tickets().require(&app, 256 << 10, 1)?;
     let mut funds = memory.tickets().redeem(&app, ticket)?;
@@ -115,12 +115,12 @@ fn rows_without_room_for_pages_are_refused() {
         }
         let front = table(&memory).rows.lock().places.with_pages().len() as u64 * CHUNK_BYTES;
         let records = memory.block_count() * 64;
-        let paid = super::super::super::metadata_reserve::FREE_BYTES + lists.ceded_bytes();
+        let paid = crate::memory::admission::metadata_reserve::FREE_BYTES + lists.ceded_bytes();
         let paid = paid + memory.heap().of(HeapKind::Blocks).used() + FREE_CHUNKS * CHUNK_BYTES;
         assert!(front + records <= paid, "{front} and {records} of {paid} after {sent} sends");
         assert!(sent < 150, "it is never refused");
     };
-    assert!(matches!(refused, super::super::super::MemoryError::NoCapacity { .. }), "{refused:?}");
+    assert!(matches!(refused, crate::memory::MemoryError::NoCapacity { .. }), "{refused:?}");
     drop((all, memory.forget(&key(0))));
     assert_eq!(memory.used_bytes(), 0);
 }

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use bytes::Bytes;
 
 use super::list::{BlockList, Gather};
-use super::region::Slice;
+use crate::memory::region::Slice;
 use uniffle_base::budget::Charge;
 use uniffle_wire::types::{BlockMeta, Distribution, PartitionId};
 
@@ -26,7 +26,7 @@ pub struct SealedBatch {
 #[derive(Debug)]
 pub(super) struct InFlight {
     pub(super) _charged: Charge,
-    pub(super) _blocks: Charge,
+    pub(in crate::memory) _blocks: Charge,
 }
 
 /// A batch as one extent.

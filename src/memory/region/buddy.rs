@@ -12,9 +12,9 @@
 use std::ops::Range;
 
 /// The smallest piece.
-pub(super) const UNIT_BYTES: usize = 4 << 10;
+pub(in crate::memory) const UNIT_BYTES: usize = 4 << 10;
 /// The largest piece and the growth unit of the region: one huge page.
-pub(super) const BLOCK_BYTES: usize = 2 << 20;
+pub(in crate::memory) const BLOCK_BYTES: usize = 2 << 20;
 
 const ORDER_MAX: usize = 9;
 const ORDERS: usize = ORDER_MAX + 1;
@@ -35,7 +35,7 @@ pub(super) struct Buddy {
 
 impl Buddy {
     /// Creates bookkeeping for `blocks` free blocks that were never used.
-    pub(super) fn new(blocks: usize) -> Self {
+    pub(in crate::memory) fn new(blocks: usize) -> Self {
         Self {
             // Zeroed by the kernel, so that the table of a large region is not resident until it is
             // needed.
@@ -53,17 +53,17 @@ impl Buddy {
         Self { ready: 0, ..Self::new(blocks) }
     }
 
-    pub(super) fn free_bytes(&self) -> u64 {
+    pub(in crate::memory) fn free_bytes(&self) -> u64 {
         self.free_bytes
     }
 
     /// Returns the bytes of all blocks that were ever used. They may be resident.
-    pub(super) fn touched_bytes(&self) -> u64 {
+    pub(in crate::memory) fn touched_bytes(&self) -> u64 {
         (self.fresh * BLOCK_BYTES) as u64
     }
 
     /// Returns the number of usable blocks. They have the lowest numbers.
-    pub(super) fn ready(&self) -> usize {
+    pub(in crate::memory) fn ready(&self) -> usize {
         self.ready
     }
 
@@ -122,7 +122,7 @@ impl Buddy {
     }
 
     /// Returns the size of the largest piece that [`Buddy::allocate`] would grant now.
-    pub(super) fn largest_free(&self) -> usize {
+    pub(in crate::memory) fn largest_free(&self) -> usize {
         if self.fresh < self.ready {
             return BLOCK_BYTES;
         }
@@ -132,7 +132,7 @@ impl Buddy {
 
     /// Takes a piece of `bytes`, a power of two from 4 KiB to 2 MiB. Its offset is a multiple of
     /// its size.
-    pub(super) fn allocate(&mut self, bytes: usize) -> Option<usize> {
+    pub(in crate::memory) fn allocate(&mut self, bytes: usize) -> Option<usize> {
         let order = order_of(bytes);
         let found = (order..ORDERS).find_map(|larger| Some((self.having[larger].first()?, larger)));
         let (block, from) = match found {
@@ -152,7 +152,7 @@ impl Buddy {
 
     /// Takes the piece of `bytes` at `offset` and opens the blocks before it, ready or not. Returns
     /// false and changes nothing if no such piece can start there or part of it is in use.
-    pub(super) fn take(&mut self, offset: usize, bytes: usize) -> bool {
+    pub(in crate::memory) fn take(&mut self, offset: usize, bytes: usize) -> bool {
         let is_size = bytes.is_power_of_two() && (UNIT_BYTES..=BLOCK_BYTES).contains(&bytes);
         let block = offset / BLOCK_BYTES;
         if !is_size || !offset.is_multiple_of(bytes) || block >= self.blocks.len() {
@@ -174,7 +174,7 @@ impl Buddy {
     }
 
     /// Frees a piece that [`Buddy::allocate`] returned for the same `bytes`.
-    pub(super) fn free(&mut self, offset: usize, bytes: usize) {
+    pub(in crate::memory) fn free(&mut self, offset: usize, bytes: usize) {
         let mut order = order_of(bytes);
         let block = offset / BLOCK_BYTES;
         let mut node = (1 << (ORDER_MAX - order)) + offset % BLOCK_BYTES / bytes;
@@ -246,12 +246,12 @@ fn order_of(bytes: usize) -> usize {
 /// A set of block numbers with a fast minimum: a bitmap, a bitmap of its non-zero words, and so on
 /// up to one word.
 #[derive(Debug)]
-pub(super) struct BlockSet {
+pub(in crate::memory) struct BlockSet {
     levels: Vec<Vec<u64>>,
 }
 
 impl BlockSet {
-    pub(super) fn new(blocks: usize) -> Self {
+    pub(in crate::memory) fn new(blocks: usize) -> Self {
         let mut levels = Vec::new();
         let mut bits = blocks.max(1);
         loop {
@@ -264,7 +264,7 @@ impl BlockSet {
         }
     }
 
-    pub(super) fn insert(&mut self, mut at: usize) {
+    pub(in crate::memory) fn insert(&mut self, mut at: usize) {
         for level in &mut self.levels {
             let was = level[at / 64];
             level[at / 64] |= 1 << (at % 64);
@@ -275,7 +275,7 @@ impl BlockSet {
         }
     }
 
-    pub(super) fn remove(&mut self, mut at: usize) {
+    pub(in crate::memory) fn remove(&mut self, mut at: usize) {
         for level in &mut self.levels {
             level[at / 64] &= !(1 << (at % 64));
             if level[at / 64] != 0 {
@@ -285,7 +285,7 @@ impl BlockSet {
         }
     }
 
-    pub(super) fn first(&self) -> Option<usize> {
+    pub(in crate::memory) fn first(&self) -> Option<usize> {
         let mut at = 0;
         for level in self.levels.iter().rev() {
             let word = level[at];
@@ -297,7 +297,7 @@ impl BlockSet {
         Some(at)
     }
 
-    pub(super) fn last(&self) -> Option<usize> {
+    pub(in crate::memory) fn last(&self) -> Option<usize> {
         let mut at = 0;
         for level in self.levels.iter().rev() {
             let word = level[at];

@@ -13,7 +13,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use super::region::Region;
+use crate::memory::region::Region;
 use uniffle_base::budget::{Budget, Charge};
 
 /// Pages are allocated this far ahead of promises.
@@ -23,7 +23,7 @@ const EVERY: Duration = Duration::from_secs(1);
 
 /// Allocates pages for the next promises and charges withheld capacity to the budget.
 #[derive(Debug)]
-pub(super) struct Prefaulter {
+pub(in crate::memory) struct Prefaulter {
     region: Arc<Region>,
     budget: Budget,
     /// Capacity that cannot be promised because it has no pages. Locked while pages are allocated.
@@ -34,7 +34,7 @@ pub(super) struct Prefaulter {
 }
 
 impl Prefaulter {
-    pub(super) fn new(region: Arc<Region>, budget: Budget) -> Arc<Self> {
+    pub(in crate::memory) fn new(region: Arc<Region>, budget: Budget) -> Arc<Self> {
         let withheld = Mutex::new(budget.nothing());
         Arc::new(Self { region, budget, withheld, withheld_bytes: AtomicU64::new(0), wanted: Notify::new() })
     }
@@ -56,13 +56,13 @@ impl Prefaulter {
     }
 
     /// Returns the bytes of the capacity that cannot be used.
-    pub(super) fn withheld_bytes(&self) -> u64 {
+    pub(in crate::memory) fn withheld_bytes(&self) -> u64 {
         self.withheld_bytes.load(Ordering::Relaxed)
     }
 
     /// Allocates the wanted pages and updates the withheld capacity. Takes milliseconds per 2 MiB:
     /// not for a runtime's thread.
-    pub(super) fn take(&self) {
+    pub(in crate::memory) fn take(&self) {
         let mut withheld = self.withheld.lock();
         let before = withheld.bytes();
         let error = self.region.take_pages(self.wanted_bytes(AHEAD_BYTES)).err();
@@ -92,7 +92,7 @@ impl Prefaulter {
 
 impl Prefaulter {
     /// Allocates pages ahead of promises until it is dropped.
-    pub(super) async fn run(self: Arc<Self>) {
+    pub(in crate::memory) async fn run(self: Arc<Self>) {
         let mut every = tokio::time::interval(EVERY);
         loop {
             tokio::select! {
@@ -118,8 +118,8 @@ mod tests {
 
     use prometheus::Registry;
 
-    use super::super::{Backing, BlockFill, Buffer, Memory, MemoryConfig, MemoryError, Owner};
     use super::*;
+    use crate::memory::{Backing, BlockFill, Buffer, Memory, MemoryConfig, MemoryError, Owner};
     use uniffle_base::budget::HeapKind;
     use uniffle_wire::types::{
         AppId, BlockId, BlockMeta, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId,

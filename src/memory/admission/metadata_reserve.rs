@@ -11,15 +11,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
-use super::region::{Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment};
+use crate::memory::region::{Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment};
 use uniffle_base::budget::{Budget, Charge, NoCapacity};
 
 /// List bytes that need no ceded memory: part of the process without clients (`budget::memory_plan`).
 /// At least one piece, so that ceded bytes never exceed the charge of the lists.
-pub(super) const FREE_BYTES: u64 = 2 << 20;
+pub(in crate::memory) const FREE_BYTES: u64 = 2 << 20;
 
 /// Surplus that stays ceded, so that a piece is not moved back and forth with every flush.
-pub(super) const SPARE_BYTES: u64 = FREE_BYTES;
+pub(in crate::memory) const SPARE_BYTES: u64 = FREE_BYTES;
 
 /// Step in which the heap budget is borrowed.
 const BORROWED_AT_ONCE: u64 = 64 << 10;
@@ -29,15 +29,15 @@ const _: () = assert!(FREE_BYTES >= SEGMENT_BYTES_MAX as u64);
 /// The charges of lists and the memory ceded for them.
 ///
 /// Lists of extents, which tiers keep for blocks that left memory, count here too
-/// ([`super::Memory::extents`]). They cannot be refused, because the blocks are on disk already.
+/// ([`crate::memory::Memory::extents`]). They cannot be refused, because the blocks are on disk already.
 /// The total charge does not grow by them: for each extent a batch frees its list
-/// ([`super::list::LIST_BYTES`]), its records and at least a page of segments.
+/// ([`crate::memory::buffer::list::LIST_BYTES`]), its records and at least a page of segments.
 ///
 /// Invariant: lists are charged at most [`FREE_BYTES`] plus the ceded and the borrowed bytes.
 /// Single lists and segments may exceed this until the next checked request pays for them. The
 /// resident region and the lists together thus stay within the region, [`FREE_BYTES`] and the heap.
 #[derive(Debug)]
-pub(super) struct MetadataReserve {
+pub(in crate::memory) struct MetadataReserve {
     region: Arc<Region>,
     /// The capacity, to which blocks, tickets and lists are charged.
     budget: Budget,
@@ -60,7 +60,7 @@ struct Held {
 }
 
 impl MetadataReserve {
-    pub(super) fn new(region: Arc<Region>, budget: Budget, heap: &Budget) -> Self {
+    pub(in crate::memory) fn new(region: Arc<Region>, budget: Budget, heap: &Budget) -> Self {
         let total = || Budget::new(u64::MAX);
         let (extents, borrowed) = (budget.child(u64::MAX), heap.child(u64::MAX));
         let held = Mutex::new(Held { pieces: Vec::new(), borrowed: borrowed.nothing() });
@@ -70,52 +70,52 @@ impl MetadataReserve {
 
     /// Stops covering lists. Free space in the region may hold recovered blocks that are not
     /// claimed yet, and a ceded piece loses its pages.
-    pub(super) fn pause(&self) {
+    pub(in crate::memory) fn pause(&self) {
         self.is_paused.store(true, Ordering::Relaxed);
     }
 
     /// Resumes covering lists after all recovered blocks are claimed, and covers earlier charges as
     /// far as there is room.
-    pub(super) fn resume(&self) {
+    pub(in crate::memory) fn resume(&self) {
         self.is_paused.store(false, Ordering::Relaxed);
         // The next checked list pays for the part without room.
         let _ = self.cover(0);
     }
 
     /// Returns the budget of lists of extents.
-    pub(super) fn extents(&self) -> &Budget {
+    pub(in crate::memory) fn extents(&self) -> &Budget {
         &self.extents
     }
 
     /// Returns the charge of all lists, of blocks and of extents.
-    pub(super) fn charged_bytes(&self) -> u64 {
+    pub(in crate::memory) fn charged_bytes(&self) -> u64 {
         self.charged.used() + self.extents.used()
     }
 
     /// Returns the bytes that the region has ceded.
-    pub(super) fn ceded_bytes(&self) -> u64 {
+    pub(in crate::memory) fn ceded_bytes(&self) -> u64 {
         self.ceded.used()
     }
 
     /// Returns an empty charge to merge others into.
-    pub(super) fn nothing(&self) -> Charge {
+    pub(in crate::memory) fn nothing(&self) -> Charge {
         self.charged.nothing()
     }
 
     /// Charges `bytes` regardless of room. They must be charged to the capacity already.
-    pub(super) fn force(&self, bytes: u64) -> Charge {
+    pub(in crate::memory) fn force(&self, bytes: u64) -> Charge {
         self.charged.force_charge(bytes)
     }
 
     /// Charges `bytes` if there is room for them. They must be charged to the capacity already.
-    pub(super) fn charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
+    pub(in crate::memory) fn charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
         let charge = self.force(bytes);
         self.cover(0)?;
         Ok(charge)
     }
 
     /// Makes room for all charges and for `more` bytes.
-    pub(super) fn cover(&self, more: u64) -> Result<(), NoCapacity> {
+    pub(in crate::memory) fn cover(&self, more: u64) -> Result<(), NoCapacity> {
         if self.is_paused.load(Ordering::Relaxed) || self.lacking(more) == 0 {
             return Ok(());
         }
@@ -178,7 +178,7 @@ impl MetadataReserve {
 
     /// Gives ceded pieces beyond the need and `spare` bytes back to the region. Returns whether
     /// there were any.
-    pub(super) fn give_back(&self, spare: u64) -> bool {
+    pub(in crate::memory) fn give_back(&self, spare: u64) -> bool {
         if self.paid_bytes() == FREE_BYTES {
             return false;
         }

@@ -6,12 +6,12 @@
 
 use std::time::Duration;
 
-use super::error::MemoryError;
 use crate::clock::Instant;
+use crate::memory::error::MemoryError;
 use uniffle_base::budget::{Budget, Charge};
 
 /// Bytes charged per block beside its payload.
-pub(super) const METADATA_BYTES: u64 = 64;
+pub(in crate::memory) const METADATA_BYTES: u64 = 64;
 
 /// A charge and its mirror in the pre-allocated total, always of the same size.
 #[derive(Debug)]
@@ -41,14 +41,14 @@ pub struct Reservation {
 impl Reservation {
     /// Holds `charge` for `requested` bytes of payload since `granted`. `mirror` counts the held
     /// bytes.
-    pub(super) fn new(requested: u64, charge: Charge, mirror: &Budget, granted: Instant) -> Self {
+    pub(in crate::memory) fn new(requested: u64, charge: Charge, mirror: &Budget, granted: Instant) -> Self {
         let budget = charge.budget().clone();
         let held = Held { mirror: mirror.force_charge(charge.bytes()), charge };
         Self { requested, spent: 0, granted, budget, held }
     }
 
     /// Returns the time of the grant.
-    pub(super) fn granted(&self) -> Instant {
+    pub(in crate::memory) fn granted(&self) -> Instant {
         self.granted
     }
 
@@ -80,7 +80,7 @@ impl Reservation {
     }
 
     /// Counts `bytes` of payload against the ticket.
-    pub(super) fn spend(&mut self, bytes: u64) -> Result<(), MemoryError> {
+    pub(in crate::memory) fn spend(&mut self, bytes: u64) -> Result<(), MemoryError> {
         let left = self.left_bytes();
         if bytes > left {
             return Err(MemoryError::TicketOverspent { asked: bytes, left });
@@ -91,7 +91,7 @@ impl Reservation {
 
     /// Returns a charge for `bytes` of block metadata. It cannot be refused, because the number of
     /// blocks is limited.
-    pub(super) fn cover_metadata(&mut self, bytes: u64) -> Charge {
+    pub(in crate::memory) fn cover_metadata(&mut self, bytes: u64) -> Charge {
         let mut charge = self.held.take_up_to(bytes);
         let missing = bytes - charge.bytes();
         if missing > 0 {
@@ -107,7 +107,12 @@ impl Reservation {
     /// have filled room that this one paid for; they then hold too much until they end. Or a seal
     /// cut off the tail of a segment. In these cases the budget may be overdrawn by up to
     /// `overdraft`, for which there is unpromised memory.
-    pub(super) fn cover_segment(&mut self, needed: u64, extra: u64, overdraft: u64) -> Option<Charge> {
+    pub(in crate::memory) fn cover_segment(
+        &mut self,
+        needed: u64,
+        extra: u64,
+        overdraft: u64,
+    ) -> Option<Charge> {
         let extra = self.budget.try_charge(extra).ok()?;
         let missing = needed.saturating_sub(self.held_bytes());
         let rest = self.budget.try_charge_beyond(missing, overdraft).ok()?;
@@ -118,7 +123,7 @@ impl Reservation {
     }
 
     /// Takes back a charge of [`Reservation::cover_segment`] for which no memory was found.
-    pub(super) fn put_back(&mut self, mut charge: Charge, needed: u64) {
+    pub(in crate::memory) fn put_back(&mut self, mut charge: Charge, needed: u64) {
         let back = charge.split_up_to(needed);
         let Held { charge: held, mirror } = &mut self.held;
         held.merge(back);
@@ -126,7 +131,7 @@ impl Reservation {
         mirror.merge(mirror.budget().force_charge(lacking));
     }
 
-    pub(super) fn budget(&self) -> &Budget {
+    pub(in crate::memory) fn budget(&self) -> &Budget {
         &self.budget
     }
 }

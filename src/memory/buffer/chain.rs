@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use smallvec::SmallVec;
 
-use super::error::MemoryError;
-use super::metadata_reserve::MetadataReserve;
-use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment, Slice};
-use super::reservation::Reservation;
+use crate::memory::admission::metadata_reserve::MetadataReserve;
+use crate::memory::admission::reservation::Reservation;
+use crate::memory::error::MemoryError;
+use crate::memory::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment, Slice};
 use uniffle_base::budget::Budget;
 
 /// Growth by doubling ends here. Segments are larger only when a block needs them.
@@ -25,12 +25,12 @@ pub(super) const CHAIN_BYTES_MAX: u64 = u32::MAX as u64 - 1;
 ///
 /// Invariant: the free bytes of the region cover the bytes that tickets and their sends still hold.
 #[derive(Debug)]
-pub(super) struct Supply {
-    pub(super) region: Arc<Region>,
+pub(in crate::memory) struct Supply {
+    pub(in crate::memory) region: Arc<Region>,
     /// Blocks in memory: a budget of blocks rather than bytes.
-    pub(super) blocks: Budget,
+    pub(in crate::memory) blocks: Budget,
     /// Charges of block lists and the memory ceded for them.
-    pub(super) lists: Arc<MetadataReserve>,
+    pub(in crate::memory) lists: Arc<MetadataReserve>,
 }
 
 impl Supply {
@@ -57,7 +57,7 @@ impl PlacedSegment {
 
 /// Segments that are filled one after the other.
 #[derive(Debug)]
-pub(super) struct Chain {
+pub(in crate::memory) struct Chain {
     /// Compared by a fill to find out whether its chain is still the active one.
     id: u64,
     placed: Vec<PlacedSegment>,
@@ -67,13 +67,13 @@ pub(super) struct Chain {
 }
 
 impl Chain {
-    pub(super) fn new(id: u64) -> Self {
+    pub(in crate::memory) fn new(id: u64) -> Self {
         Self { id, placed: Vec::new(), used: 0, capacity: 0, aligned_end: false }
     }
 
     /// Creates a chain of segments that an earlier process filled, in this order. It has no room
     /// for more.
-    pub(super) fn restored(id: u64, segments: Vec<Segment>) -> Self {
+    pub(in crate::memory) fn restored(id: u64, segments: Vec<Segment>) -> Self {
         let mut chain = Self::new(id);
         for segment in segments {
             let (start, bytes) = (chain.used, segment.capacity() as u64);
@@ -85,22 +85,22 @@ impl Chain {
         chain
     }
 
-    pub(super) fn id(&self) -> u64 {
+    pub(in crate::memory) fn id(&self) -> u64 {
         self.id
     }
 
     /// Returns the number of segments.
-    pub(super) fn segments(&self) -> usize {
+    pub(in crate::memory) fn segments(&self) -> usize {
         self.placed.len()
     }
 
     /// Returns the bytes handed out, including dead ones.
-    pub(super) fn used(&self) -> u64 {
+    pub(in crate::memory) fn used(&self) -> u64 {
         self.used
     }
 
     /// Returns the bytes of all segments, which are charged for the chain.
-    pub(super) fn capacity(&self) -> u64 {
+    pub(in crate::memory) fn capacity(&self) -> u64 {
         self.capacity
     }
 
@@ -110,7 +110,7 @@ impl Chain {
 
     /// Reserves room for one block at the end. All segments are allocated before any room is taken,
     /// so that a refusal leaves no dead range.
-    pub(super) fn reserve(
+    pub(in crate::memory) fn reserve(
         &mut self,
         len: u32,
         supply: &Supply,
@@ -183,7 +183,7 @@ impl Chain {
     }
 
     /// Marks a block's bytes as frozen, so that they can be read.
-    pub(super) fn absorb(&mut self, offset: u32, slices: impl IntoIterator<Item = Slice>) {
+    pub(in crate::memory) fn absorb(&mut self, offset: u32, slices: impl IntoIterator<Item = Slice>) {
         let at = self.position(u64::from(offset));
         for (placed, slice) in self.placed[at..].iter_mut().zip(slices) {
             placed.segment.absorb(slice);
@@ -191,7 +191,7 @@ impl Chain {
     }
 
     /// Passes the pieces of a committed block to `show` as (segment number, start, end).
-    pub(super) fn pieces(&self, offset: u32, len: u32, mut show: impl FnMut(usize, usize, usize)) {
+    pub(in crate::memory) fn pieces(&self, offset: u32, len: u32, mut show: impl FnMut(usize, usize, usize)) {
         let mut at = self.position(u64::from(offset));
         let mut from = u64::from(offset);
         let end = from + u64::from(len);
@@ -207,7 +207,7 @@ impl Chain {
     }
 
     /// Returns a committed range of one segment.
-    pub(super) fn slice(&self, segment: usize, start: usize, end: usize) -> Slice {
+    pub(in crate::memory) fn slice(&self, segment: usize, start: usize, end: usize) -> Slice {
         self.placed[segment].segment.slice(start..end).expect("only ranges of committed blocks are read")
     }
 
@@ -221,7 +221,7 @@ impl Chain {
     }
 
     /// Returns all segments up to their cursors, if every byte is frozen.
-    pub(super) fn whole(&self) -> Option<Vec<Slice>> {
+    pub(in crate::memory) fn whole(&self) -> Option<Vec<Slice>> {
         self.placed.iter().map(|placed| placed.segment.readable()).collect()
     }
 
@@ -338,21 +338,21 @@ impl BlockFill {
         taken
     }
 
-    pub(super) fn chain(&self) -> u64 {
+    pub(in crate::memory) fn chain(&self) -> u64 {
         self.chain
     }
 
     /// Returns the number of segments that hold parts of the block.
-    pub(super) fn pieces(&self) -> usize {
+    pub(in crate::memory) fn pieces(&self) -> usize {
         self.parts.len()
     }
 
-    pub(super) fn offset(&self) -> u32 {
+    pub(in crate::memory) fn offset(&self) -> u32 {
         self.offset
     }
 
     /// Freezes the block and returns its bytes.
-    pub(super) fn freeze(mut self) -> SmallVec<[Slice; 2]> {
+    pub(in crate::memory) fn freeze(mut self) -> SmallVec<[Slice; 2]> {
         self.settled = true;
         std::mem::take(&mut self.parts).into_iter().map(Fill::freeze).collect()
     }

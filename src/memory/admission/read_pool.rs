@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 use uniffle_io::buffers::{READ_CHUNK_BYTES_MAX, READ_CHUNK_BYTES_SHORT, ReadBuffer, ReadBuffers};
 use uniffle_io::{BoxFuture, ReadPermit, ShareParts};
 
-use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Slice};
+use crate::memory::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Slice};
 use uniffle_base::budget::Budget;
 use uniffle_base::sched::{DevicePermit, FairSemaphore, Holder, Permit, Reserve};
 use uniffle_wire::types::AppId;

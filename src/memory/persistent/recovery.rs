@@ -2,25 +2,35 @@
 //!
 //! A start opens the memory and restores the blocks of registered shuffles. It keeps blocks of
 //! shuffles that a later start may register, and frees all others. A stop releases the memory to
-//! the next process. `persistent` has the file and its format.
+//! the next process. While the file has no place for a registered shuffle, its blocks in memory are
+//! lost if the process is killed; [`Memory::run_ahead`] tries again to find places.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
+use tokio::time::interval;
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleKey};
 
-use super::buffer::Buffer;
-use super::config::{MemoryConfig, region_size};
-use super::parts::{on_threads, threads_for};
-use super::persistent::file::{self, Owner, Refusal};
-use super::persistent::restore::RetainedShuffle;
-use super::persistent::sigbus;
-use super::{IsElsewhere, Memory, PersistentMemory};
+use super::file::{self, Owner, Refusal};
+use super::restore::RetainedShuffle;
+use super::sigbus;
 use crate::log::OnDamage;
+use crate::memory::buffer::Buffer;
+use crate::memory::buffer::shuffle::ShuffleBuffers;
+use crate::memory::config::{MemoryConfig, region_size};
+use crate::memory::parts::{on_threads, threads_for};
+use crate::memory::{IsElsewhere, Memory, PersistentMemory};
+use crate::telemetry::LogLimiter;
 use uniffle_base::budget::Budget;
+
+/// Interval between attempts to find places for unprotected shuffles.
+const PROTECT_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval between log lines about shuffles without a place.
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 impl Memory {
     /// Checks whether [`Memory::open`] would succeed now. Creates and touches nothing.
@@ -138,7 +148,7 @@ impl Memory {
     }
 
     /// Frees the blocks of kept shuffles for which `is_over` is true.
-    pub(super) fn drop_left_for_later(&self, is_over: impl Fn(&ShuffleKey) -> bool) {
+    pub(in crate::memory) fn drop_left_for_later(&self, is_over: impl Fn(&ShuffleKey) -> bool) {
         let Some(kept) = &self.kept else { return };
         let mut for_later = kept.for_later.lock();
         if !for_later.is_empty() {
@@ -249,5 +259,66 @@ impl Memory {
     /// When it cannot be duplicated.
     pub fn duplicate_for_successor(&self) -> io::Result<Option<OwnedFd>> {
         self.kept.as_ref().map_or(Ok(None), |kept| kept.file.duplicate())
+    }
+
+    /// Returns the number of shuffles whose blocks in memory are lost if the process is killed,
+    /// although the memory outlives it. The file had no place for these shuffles when they were
+    /// registered.
+    #[must_use]
+    pub fn unprotected_shuffles(&self) -> u64 {
+        self.kept.as_ref().map_or(0, |kept| kept.table.unprotected())
+    }
+
+    /// Tries again to find places for unprotected shuffles. May take milliseconds per shuffle: not
+    /// for a runtime's thread.
+    pub fn protect_shuffles(&self) {
+        let lack =
+            |shuffle: &Arc<ShuffleBuffers>| shuffle.name.as_ref().is_some_and(|name| name.is_partial());
+        let lacking: Vec<_> =
+            self.shuffles.iter().filter(|shuffle| lack(shuffle)).map(|it| Arc::clone(&it)).collect();
+        lacking.iter().for_each(|shuffle| shuffle.protect());
+    }
+
+    /// Allocates pages ahead of promises, and places for unprotected shuffles, until the memory is
+    /// dropped. Returns at once for private memory.
+    pub async fn run_ahead(self: Arc<Self>) {
+        let (prefaulter, memory) = (self.prefaulter.clone(), Arc::downgrade(&self));
+        drop(self);
+        if let Some(prefaulter) = prefaulter {
+            let protected = memory.clone();
+            let unprotected = move || Some(memory.upgrade()?.unprotected_shuffles());
+            let protect = move || {
+                let memory = protected.upgrade()?;
+                memory.protect_shuffles();
+                Some(memory.unprotected_shuffles())
+            };
+            tokio::join!(prefaulter.run(), protect_each_second(unprotected, protect));
+        }
+    }
+}
+
+/// Tries once a second until it is dropped. `unprotected` returns the number of shuffles without a
+/// place, and `protect` the number left after an attempt. `None` from either ends the loop.
+async fn protect_each_second(
+    unprotected: impl Fn() -> Option<u64>,
+    protect: impl Fn() -> Option<u64> + Clone + Send + 'static,
+) {
+    let (mut ticks, limiter) = (interval(PROTECT_INTERVAL), LogLimiter::new(1, LOG_INTERVAL));
+    let mut is_logged = false;
+    loop {
+        ticks.tick().await;
+        let Some(waiting) = unprotected() else { return };
+        if waiting > 0 {
+            let protecting = tokio::task::spawn_blocking(protect.clone());
+            let Ok(Some(shuffles @ 1..)) = protecting.await else { continue };
+            if limiter.pass().is_some() {
+                let text = "memory_store.backing is full; a kill would lose blocks in memory of some \
+                     shuffles; free space there";
+                tracing::warn!(shuffles, "{text}");
+                is_logged = true;
+            }
+        } else if std::mem::take(&mut is_logged) {
+            tracing::info!("memory_store.backing has space for all shuffles again");
+        }
     }
 }

@@ -15,13 +15,13 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
-use super::error::MemoryError;
 use super::fair::Claimant;
 use super::fair_shares::{Ask, FairShares, Standing, Ticket};
 use super::prefaulter::Prefaulter;
-use super::region::SEGMENT_BYTES_MIN;
 use super::reservation::Reservation;
 use crate::clock::Instant;
+use crate::memory::error::MemoryError;
+use crate::memory::region::SEGMENT_BYTES_MIN;
 use uniffle_base::budget::Budget;
 use uniffle_wire::types::{AppId, TicketId};
 
@@ -31,7 +31,7 @@ const ALLOWANCE_UNNAMED_BYTES: u64 = 64 << 10;
 
 /// All tickets that were granted and are neither redeemed nor expired.
 ///
-/// A ticket does not reserve memory for lists ([`super::list::LIST_BYTES`] per partition without
+/// A ticket does not reserve memory for lists ([`crate::memory::buffer::list::LIST_BYTES`] per partition without
 /// blocks in memory, 64 bytes per block). The number of blocks is unknown, and most sends are to
 /// partitions that have a list. The process stays bounded, because a list is created only when the
 /// region has ceded or the heap has lent its size ([`super::metadata_reserve`]).
@@ -92,7 +92,7 @@ impl Tickets {
     }
 
     /// Notifies `prefaulter` of every grant.
-    pub(super) fn take_pages_by(&mut self, prefaulter: Arc<Prefaulter>) {
+    pub(in crate::memory) fn take_pages_by(&mut self, prefaulter: Arc<Prefaulter>) {
         self.prefaulter = Some(prefaulter);
     }
 

@@ -9,7 +9,7 @@ use croaring::Treemap;
 use smallvec::SmallVec;
 
 use super::list::{BlockList, Gather};
-use super::region::Slice;
+use crate::memory::region::Slice;
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
 /// Maximum number of blocks in one response, which limits the time under the buffer's lock. Clients

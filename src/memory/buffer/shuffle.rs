@@ -10,10 +10,10 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 
-use super::buffer::{Buffer, PARTITION_BYTES, Shared};
-use super::error::MemoryError;
-use super::metadata_reserve::SPARE_BYTES;
-use super::persistent::names::ShuffleName;
+use crate::memory::admission::metadata_reserve::SPARE_BYTES;
+use crate::memory::buffer::{Buffer, PARTITION_BYTES, Shared};
+use crate::memory::error::MemoryError;
+use crate::memory::persistent::names::ShuffleName;
 use uniffle_base::budget::{Budget, Charge, HeapFull, HeapKind, NoCapacity};
 use uniffle_wire::types::{Distribution, PartitionId, ShuffleKey};
 
@@ -38,7 +38,7 @@ pub struct Candidate {
 /// gigabytes, so it must not be dropped under a lock.
 #[derive(Debug)]
 #[must_use = "dropped under a lock it keeps others waiting"]
-pub struct Evicted(pub(super) Arc<ShuffleBuffers>);
+pub struct Evicted(pub(in crate::memory) Arc<ShuffleBuffers>);
 
 impl Drop for Evicted {
     fn drop(&mut self) {
@@ -67,16 +67,16 @@ pub struct ShuffleBuffers {
     distribution: Distribution,
     shared: Arc<Shared>,
     /// Name for the next process, if the memory outlives this one.
-    pub(super) name: Option<Arc<ShuffleName>>,
+    pub(in crate::memory) name: Option<Arc<ShuffleName>>,
     /// Budget of the application.
-    pub(super) budget: Budget,
+    pub(in crate::memory) budget: Budget,
     /// Buffers by partition. `None` after a purge, so that a concurrent send cannot create a buffer
     /// again.
     buffers: RwLock<Option<HashMap<PartitionId, Arc<Buffer>>>>,
 }
 
 impl ShuffleBuffers {
-    pub(super) fn new(
+    pub(in crate::memory) fn new(
         key: ShuffleKey,
         distribution: Distribution,
         shared: Arc<Shared>,
@@ -86,7 +86,7 @@ impl ShuffleBuffers {
         Self { key, distribution, shared, name, budget, buffers: RwLock::new(Some(HashMap::new())) }
     }
 
-    pub(super) fn contents(&self) -> Option<InMemory> {
+    pub(in crate::memory) fn contents(&self) -> Option<InMemory> {
         let mut total = InMemory { shuffle: self.key.clone(), partitions: 0, blocks: 0, bytes: 0 };
         for buffer in self.all() {
             let blocks = buffer.block_count() as u64;
@@ -118,7 +118,7 @@ impl ShuffleBuffers {
         self.buffer_of(partition, |bytes| heap.try_charge(bytes))
     }
 
-    pub(super) fn buffer_of(
+    pub(in crate::memory) fn buffer_of(
         &self,
         partition: PartitionId,
         charge: impl FnOnce(u64) -> Result<Charge, NoCapacity>,
@@ -153,7 +153,7 @@ impl ShuffleBuffers {
 
     /// Takes a name for the shuffle and creates rows for all its blocks, if they are missing and
     /// there is room now.
-    pub(super) fn protect(&self) {
+    pub(in crate::memory) fn protect(&self) {
         let Some(name) = self.name.as_ref().filter(|name| name.is_partial() && name.take()) else { return };
         // Buffers created from here on have rows from the beginning.
         if self.all().iter().all(|buffer| buffer.protect()) {
@@ -161,7 +161,7 @@ impl ShuffleBuffers {
         }
     }
 
-    pub(super) fn candidates(&self) -> Vec<Candidate> {
+    pub(in crate::memory) fn candidates(&self) -> Vec<Candidate> {
         let buffers = self.buffers.read();
         let mut found = Vec::new();
         for buffer in buffers.iter().flat_map(HashMap::values) {

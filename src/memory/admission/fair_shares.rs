@@ -11,10 +11,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use super::error::MemoryError;
 use super::fair::{self, Claimant, Level, Request};
 use super::reservation::Reservation;
 use crate::clock::Instant;
+use crate::memory::error::MemoryError;
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::types::{AppId, TicketId};
 
@@ -50,9 +50,9 @@ const REQUESTS_MAX: usize = 256;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ask {
     /// Bytes to reserve.
-    pub(super) bytes: u64,
+    pub(in crate::memory) bytes: u64,
     /// Number of partitions named.
-    pub(super) partitions: usize,
+    pub(in crate::memory) partitions: usize,
 }
 
 /// Memory of an application, compared to its fair share.
@@ -92,16 +92,16 @@ pub(super) struct FairShares {
 /// holds its memory.
 #[derive(Debug)]
 pub(super) struct Holder {
-    pub(super) budget: Budget,
+    pub(in crate::memory) budget: Budget,
     pub(super) weight: u32,
     /// Tickets by id. Ids grow, so the first is the oldest.
-    pub(super) tickets: BTreeMap<TicketId, Ticket>,
+    pub(in crate::memory) tickets: BTreeMap<TicketId, Ticket>,
 }
 
 /// A granted ticket that is neither redeemed nor expired.
 #[derive(Debug)]
-pub(super) struct Ticket {
-    pub(super) reservation: Reservation,
+pub(in crate::memory) struct Ticket {
+    pub(in crate::memory) reservation: Reservation,
     /// Charge of one ticket against the limit on tickets.
     pub(super) _count: Charge,
 }
@@ -150,7 +150,7 @@ impl Waiting {
 }
 
 impl FairShares {
-    pub(super) fn new(root: Budget, extents: Budget) -> Self {
+    pub(in crate::memory) fn new(root: Budget, extents: Budget) -> Self {
         let (holders, waiting) = (HashMap::new(), HashMap::new());
         let (level, leveled) = (Level::ENOUGH, Instant::now());
         let (claimed, owed) = (0, [None, None]);
@@ -163,11 +163,11 @@ impl FairShares {
         self.holders.entry(app.clone()).or_insert_with(fresh)
     }
 
-    pub(super) fn holders(&self) -> impl Iterator<Item = (&AppId, &Holder)> {
+    pub(in crate::memory) fn holders(&self) -> impl Iterator<Item = (&AppId, &Holder)> {
         self.holders.iter()
     }
 
-    pub(super) fn find(&mut self, app: &AppId) -> Option<&mut Holder> {
+    pub(in crate::memory) fn find(&mut self, app: &AppId) -> Option<&mut Holder> {
         self.holders.get_mut(app)
     }
 
@@ -180,7 +180,12 @@ impl FairShares {
     /// # Errors
     /// `NoCapacity`, or `OverShare` for an application that must wait until others have their
     /// shares.
-    pub(super) fn charge(&mut self, app: &AppId, ask: Ask, now: Instant) -> Result<Charge, MemoryError> {
+    pub(in crate::memory) fn charge(
+        &mut self,
+        app: &AppId,
+        ask: Ask,
+        now: Instant,
+    ) -> Result<Charge, MemoryError> {
         let budget = self.holder(app).budget.clone();
         if self.waiting.is_empty()
             && let Ok(charge) = budget.try_charge(ask.bytes)
@@ -218,13 +223,13 @@ impl FairShares {
         taken
     }
 
-    pub(super) fn revoked(&self) -> u64 {
+    pub(in crate::memory) fn revoked(&self) -> u64 {
         self.revoked
     }
 
     /// Removes the waiting requests and the tickets of `app`. Returns the tickets.
     #[must_use = "tickets are dropped outside of the lock"]
-    pub(super) fn forget(&mut self, app: &AppId) -> BTreeMap<TicketId, Ticket> {
+    pub(in crate::memory) fn forget(&mut self, app: &AppId) -> BTreeMap<TicketId, Ticket> {
         self.is_stale |= self.waiting.remove(app).is_some();
         self.find(app).map(|holder| std::mem::take(&mut holder.tickets)).unwrap_or_default()
     }
@@ -232,7 +237,7 @@ impl FairShares {
     /// Removes and returns tickets granted up to `granted_before`, and forgets applications that
     /// hold nothing and do not wait.
     #[must_use = "tickets are dropped outside of the lock"]
-    pub(super) fn expire(&mut self, granted_before: Instant) -> Vec<Ticket> {
+    pub(in crate::memory) fn expire(&mut self, granted_before: Instant) -> Vec<Ticket> {
         let mut expired = Vec::new();
         for holder in self.holders.values_mut() {
             while let Some(oldest) = holder.tickets.first_entry()

@@ -13,17 +13,17 @@ use hashbrown::{DefaultHashBuilder, HashTable};
 use smallvec::SmallVec;
 
 use super::chain::{BlockFill, Chain, Supply};
-use super::metadata_reserve::MetadataReserve;
-use super::persistent::layout::ROW_BYTES;
-use super::persistent::names::Named;
-use super::persistent::rows::{FreeRows, Kept, rows_of};
-use super::region::{Segment, Slice};
+use crate::memory::admission::metadata_reserve::MetadataReserve;
+use crate::memory::persistent::layout::ROW_BYTES;
+use crate::memory::persistent::names::Named;
+use crate::memory::persistent::rows::{FreeRows, Kept, rows_of};
+use crate::memory::region::{Segment, Slice};
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
 
 /// Heap of a list with blocks, also as a batch, of its partition's part that exists only with
 /// lists, and of one segment. `buffer/tests/heap.rs` checks it.
-pub(super) const LIST_BYTES: u64 = 896;
+pub(in crate::memory) const LIST_BYTES: u64 = 896;
 /// Heap of a further segment, including spare room of growing vectors.
 pub(super) const SEGMENT_HEAP_BYTES: u64 = 192;
 /// Heap of a stray beside its record, including spare room.
@@ -73,7 +73,7 @@ pub(super) struct BlockList {
     records: Vec<Record>,
     ids: HashTable<u32>,
     hasher: DefaultHashBuilder,
-    pub(super) chain: Chain,
+    pub(in crate::memory) chain: Chain,
     /// Blocks committed after their chain was sealed, by ascending record. They hold their slices
     /// themselves.
     strays: Vec<(u32, SmallVec<[Slice; 2]>)>,
@@ -97,11 +97,11 @@ struct Rows {
 #[derive(Debug)]
 pub(super) struct BlockCharges {
     /// Number of blocks, charged to the global limit.
-    pub(super) permits: Charge,
+    pub(in crate::memory) permits: Charge,
     /// Bytes of the heap for lists.
-    pub(super) lists: Charge,
+    pub(in crate::memory) lists: Charge,
     /// The same bytes in the application's capacity.
-    pub(super) capacity: Charge,
+    pub(in crate::memory) capacity: Charge,
 }
 
 impl BlockCharges {
@@ -113,7 +113,7 @@ impl BlockCharges {
 }
 
 impl BlockList {
-    pub(super) fn new(
+    pub(in crate::memory) fn new(
         chain: Chain,
         kept: Option<Kept>,
         hasher: DefaultHashBuilder,
@@ -137,35 +137,35 @@ impl BlockList {
         }
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(in crate::memory) fn len(&self) -> usize {
         self.records.len()
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    pub(in crate::memory) fn is_empty(&self) -> bool {
         self.records.is_empty()
     }
 
     /// Returns the payload bytes of all blocks.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(in crate::memory) fn bytes(&self) -> u64 {
         self.bytes
     }
 
     /// Returns the charge that dropping the list frees. Strays are excluded, because their segments
     /// may be shared.
-    pub(super) fn charged_bytes(&self) -> u64 {
+    pub(in crate::memory) fn charged_bytes(&self) -> u64 {
         self.chain.capacity() + self.paid.capacity.bytes()
     }
 
-    pub(super) fn meta(&self, at: usize) -> BlockMeta {
+    pub(in crate::memory) fn meta(&self, at: usize) -> BlockMeta {
         self.records[at].meta()
     }
 
-    pub(super) fn task(&self, at: usize) -> TaskAttemptId {
+    pub(in crate::memory) fn task(&self, at: usize) -> TaskAttemptId {
         self.records[at].task_attempt_id
     }
 
     /// Returns the record number of a block.
-    pub(super) fn find(&self, id: BlockId) -> Option<usize> {
+    pub(in crate::memory) fn find(&self, id: BlockId) -> Option<usize> {
         let same = |at: &u32| self.records[*at as usize].block_id == id;
         self.ids.find(self.hasher.hash_one(id), same).map(|at| *at as usize)
     }
@@ -176,7 +176,7 @@ impl BlockList {
     }
 
     /// Returns the record numbers of blocks that do not match their senders' checksums.
-    pub(super) fn damaged(&self) -> Vec<u32> {
+    pub(in crate::memory) fn damaged(&self) -> Vec<u32> {
         let is_damaged = |at: &u32| {
             let mut gather = Gather::default();
             self.gather(*at as usize, &mut gather);
@@ -189,7 +189,7 @@ impl BlockList {
     }
 
     /// Hides these blocks from readers and from the next process. Called at most once.
-    pub(super) fn withhold(&self, numbers: Vec<u32>) {
+    pub(in crate::memory) fn withhold(&self, numbers: Vec<u32>) {
         let ids = numbers.iter().map(|at| self.records[*at as usize].block_id).collect();
         self.rows.get().iter().for_each(|rows| rows.kept.withhold(&ids));
         let is_first = self.withheld.set(numbers.into()).is_ok();
@@ -209,7 +209,7 @@ impl BlockList {
     }
 
     /// Returns the number of visible blocks.
-    pub(super) fn shown(&self) -> usize {
+    pub(in crate::memory) fn shown(&self) -> usize {
         self.records.len() - self.withheld.get().map_or(0, |numbers| numbers.len())
     }
 
@@ -221,7 +221,7 @@ impl BlockList {
 
     /// Appends a block that is not in the list yet and whose fill is fully written. With `rows` the
     /// next process can recover it.
-    pub(super) fn push(&mut self, meta: BlockMeta, fill: BlockFill, rows: Option<&mut FreeRows>) {
+    pub(in crate::memory) fn push(&mut self, meta: BlockMeta, fill: BlockFill, rows: Option<&mut FreeRows>) {
         let at = self.next_record();
         let in_chain = fill.chain() == self.chain.id();
         let offset = if in_chain { fill.offset() } else { STRAY };
@@ -275,14 +275,14 @@ impl BlockList {
     }
 
     /// Reserves room for `blocks` further blocks.
-    pub(super) fn reserve(&mut self, blocks: usize) {
+    pub(in crate::memory) fn reserve(&mut self, blocks: usize) {
         self.records.reserve_exact(blocks);
         let Self { ids, records, hasher, .. } = self;
         ids.reserve(blocks, |at| hasher.hash_one(records[*at as usize].block_id));
     }
 
     /// Appends a recovered block whose row is in `kept` and whose bytes are in the chain.
-    pub(super) fn restore(&mut self, meta: BlockMeta, offset: u32) {
+    pub(in crate::memory) fn restore(&mut self, meta: BlockMeta, offset: u32) {
         self.enter(meta, offset);
     }
 
@@ -310,7 +310,7 @@ impl BlockList {
 
     /// Adds the charges of blocks that were just pushed, and pays for `strays` of them that hold
     /// their slices.
-    pub(super) fn charge(&mut self, paid: BlockCharges, strays: usize, lists: &MetadataReserve) {
+    pub(in crate::memory) fn charge(&mut self, paid: BlockCharges, strays: usize, lists: &MetadataReserve) {
         self.paid.merge(paid);
         self.pay(strays as u64 * STRAY_BYTES, lists);
     }

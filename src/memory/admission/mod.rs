@@ -1,0 +1,14 @@
+//! Who may use how much memory, and when: tickets, fair shares and buffers for reads from disk.
+//!
+//! [`ticket`] promises memory to senders by the rules of [`fair`], and [`reservation`] is the promise
+//! while a send spends it. [`prefaulter`] allocates pages before they are promised, and
+//! [`metadata_reserve`] leaves a part of the region unused for block lists. Nothing here stores
+//! blocks.
+
+pub mod fair;
+pub(super) mod fair_shares;
+pub(super) mod metadata_reserve;
+pub(super) mod prefaulter;
+pub(super) mod read_pool;
+pub(super) mod reservation;
+pub(super) mod ticket;

@@ -1,1 +1,0 @@
-../../../src/memory/buddy.rs
