@@ -24,7 +24,7 @@ use uniffle_worker::build::{Build, last_commit};
 use uniffle_worker::config::{self, Config, LimitsTooLow, Machine, SystemLimits};
 use uniffle_worker::runtime::probe_threads;
 use uniffle_worker::server::{
-    Command, Environment, Inherited, Origin, RunOutcome, Signals, Successor, hold_upgrade_signal,
+    Command, ConfigOrigin, Environment, Inherited, RunOutcome, Signals, Successor, hold_upgrade_signal,
     take_upgrade_signal,
 };
 #[cfg(feature = "otlp")]
@@ -59,13 +59,13 @@ struct CommandLine {
     print_config: bool,
 
     #[command(subcommand)]
-    other: Option<Other>,
+    other: Option<OtherCommand>,
 }
 
 /// Subcommands besides running a worker.
 #[derive(Debug, Subcommand)]
 #[command(disable_help_subcommand = true)]
-enum Other {
+enum OtherCommand {
     /// Query and administer a worker, or all workers of a cluster
     Ctl(Box<uniffle_ctl::Arguments>),
     /// Convert the configuration of a Java server (server.conf) or of riffle (TOML)
@@ -127,7 +127,7 @@ fn main() -> ExitCode {
     }
     // Called while this is the only thread, since it removes environment variables.
     let inherited = Inherited::from_env(&env);
-    match run(&config, Origin { env, machine }, inherited) {
+    match run(&config, ConfigOrigin { env, machine }, inherited) {
         Ok(code) => code,
         Err(error) => fail(1, &format!("{error:#}")),
     }
@@ -149,15 +149,17 @@ fn name_functions() -> ExitCode {
     }
 }
 
-fn run_other(other: &Other) -> ExitCode {
+fn run_other(other: &OtherCommand) -> ExitCode {
     match other {
-        Other::Ctl(arguments) => uniffle_ctl::run(arguments),
-        Other::Import { file } => import(file),
-        Other::Completions { shell } => print(&uniffle_ctl::complete(CommandLine::command(), *shell)),
-        Other::Man { directory } => match uniffle_ctl::manual(CommandLine::command(), directory.as_deref()) {
-            Ok(text) => print(&text),
-            Err(error) => fail(2, &format!("--directory: {error}")),
-        },
+        OtherCommand::Ctl(arguments) => uniffle_ctl::run(arguments),
+        OtherCommand::Import { file } => import(file),
+        OtherCommand::Completions { shell } => print(&uniffle_ctl::complete(CommandLine::command(), *shell)),
+        OtherCommand::Man { directory } => {
+            match uniffle_ctl::manual(CommandLine::command(), directory.as_deref()) {
+                Ok(text) => print(&text),
+                Err(error) => fail(2, &format!("--directory: {error}")),
+            }
+        }
     }
 }
 
@@ -177,12 +179,12 @@ fn import(file: &Path) -> ExitCode {
                 ("rejected, written as comments", &imported.refused),
                 ("missing, to be added by hand", &imported.missing),
             ];
-            let told = parts.iter().filter(|(_, problems)| !problems.is_empty());
-            let told: Vec<_> =
-                told.map(|(what, problems)| format!("{what}:\n  {}", problems.join("\n  "))).collect();
-            match told.is_empty() {
+            let sections = parts.iter().filter(|(_, problems)| !problems.is_empty());
+            let sections: Vec<_> =
+                sections.map(|(what, problems)| format!("{what}:\n  {}", problems.join("\n  "))).collect();
+            match sections.is_empty() {
                 true => ExitCode::SUCCESS,
-                false => fail(2, &format!("{name}: {}", told.join("\n"))),
+                false => fail(2, &format!("{name}: {}", sections.join("\n"))),
             }
         }
         Err(error) => fail(2, &format!("{name}: {error}")),
@@ -292,7 +294,7 @@ fn block_on<T>(check: impl Future<Output = T>) -> Result<T, String> {
 
 /// Runs the worker, and after an upgrade the next one. The next one is another program in this
 /// process or, if that cannot be executed, a new worker of this program.
-fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Result<ExitCode> {
+fn run(config: &Config, origin: ConfigOrigin, mut inherited: Inherited) -> anyhow::Result<ExitCode> {
     let telemetry = telemetry::init(&config.log)?;
     if heap::asked_for(&std::env::var("MALLOC_CONF").unwrap_or_default()) {
         heap::activate().context("cannot activate the heap profile of MALLOC_CONF")?;

@@ -18,7 +18,7 @@ use tokio::time::{Duration, MissedTickBehavior, interval};
 
 use crate::app::{App, AppRegistry};
 use crate::clock::{Instant, sleep, timeout_at};
-use crate::memory::{Buffer, Candidate, EarlierBlocks, Memory, SealedBatch, ShuffleBuffers};
+use crate::memory::{Buffer, EarlierBlocks, FlushableBuffer, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
 use crate::store::{TierRole, TierShuffle, Tiers};
 use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
@@ -378,17 +378,18 @@ impl Flusher {
         let holders = self.memory.tickets().holders();
         let places: HashMap<&AppId, usize> = holders.keys().zip(0..).collect();
         let apps: Vec<_> = holders.values().copied().collect();
-        let place = |candidate: &Candidate| places.get(&candidate.key.app).copied().unwrap_or(usize::MAX);
+        let place =
+            |candidate: &FlushableBuffer| places.get(&candidate.key.app).copied().unwrap_or(usize::MAX);
         let sizes: Vec<policy::Candidate> =
             candidates.iter().map(|it| policy_candidate(place(it), &it.buffer)).collect();
         let victims = policy::victims(&sizes, &apps, goal, &self.limits());
         self.flush_these(victims.into_iter().map(|index| &candidates[index]));
     }
 
-    fn flush_these<'a>(&self, victims: impl Iterator<Item = &'a Candidate>) {
+    fn flush_these<'a>(&self, victims: impl Iterator<Item = &'a FlushableBuffer>) {
         let in_flight_max = self.limits().in_flight_batches_max;
         let mut groups: HashMap<ShuffleKey, VictimGroup> = HashMap::new();
-        for Candidate { key, distribution, buffer, .. } in victims {
+        for FlushableBuffer { key, distribution, buffer, .. } in victims {
             if !groups.contains_key(key) {
                 let Some(handles) = self.handles(key) else { continue };
                 groups.insert(

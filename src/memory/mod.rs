@@ -37,12 +37,12 @@ pub use admission::ticket::{Outstanding, Tickets};
 pub use buffer::chain::BlockFill;
 pub use buffer::read::{MemoryRead, READ_BLOCKS_MAX, ReadLimit, SMALL_PIECE_BYTES, answer_heap_bytes};
 pub use buffer::sealed::{SealedBatch, SealedData, SealedExtent};
-pub use buffer::shuffle::{Candidate, Evicted, InMemory, ShuffleBuffers};
-pub use buffer::{Buffer, Committed, EarlierBlocks};
+pub use buffer::shuffle::{EvictedBuffers, FlushableBuffer, InMemory, ShuffleBuffers};
+pub use buffer::{Buffer, CommitOutcome, EarlierBlocks};
 pub use config::{HugePages, MemoryConfig, Prefault};
 pub use error::MemoryError;
 pub use persistent::file::take_inherited;
-pub use persistent::file::{Backing, Owner, Refusal};
+pub use persistent::file::{Backing, MemoryFileError, Owner};
 pub use persistent::huge::describe as describe_huge_pages;
 pub use persistent::orphaned::OrphanedMemory;
 pub use uniffle_base::budget::{Budget, Charge, NoCapacity};
@@ -53,13 +53,13 @@ use uniffle_base::budget::{Heap, HeapKind};
 use admission::metadata_reserve::{MetadataReserve, SPARE_BYTES};
 use admission::prefaulter::Prefaulter;
 use buffer::chain::Supply;
-use buffer::{PARTITION_BYTES, Shared, Verification};
+use buffer::{BufferContext, PARTITION_BYTES, Verification};
 use config::{blocks_max, region_size};
 use metrics::MemoryMetrics;
-use persistent::file::{self, Held};
+use persistent::file::{self, MemoryFile};
 use persistent::names::ShuffleName;
 use persistent::restore::{RetainedShuffle, Search};
-use persistent::table::Table;
+use persistent::table::BlockTable;
 use region::Region;
 
 use uniffle_wire::types::{AppId, BlockId, Distribution, ShuffleKey};
@@ -74,7 +74,7 @@ const FREED_BYTES_MAX: u64 = 8 << 20;
 /// All shuffle data in memory.
 #[derive(Debug)]
 pub struct Memory {
-    shared: Arc<Shared>,
+    shared: Arc<BufferContext>,
     heap: Heap,
     answered: Budget,
     tickets: Tickets,
@@ -91,13 +91,13 @@ pub type IsElsewhere<'a> = Box<dyn Fn(BlockId) -> bool + 'a>;
 /// Memory that outlives the process.
 #[derive(Debug)]
 struct PersistentMemory {
-    table: Arc<Table>,
+    table: Arc<BlockTable>,
     /// Recovered blocks until the start is complete.
-    leftover: Mutex<Search>,
+    recovered: Mutex<Search>,
     /// Recovered blocks of shuffles that only a later start may know. They are kept until the
     /// shuffles are registered or end.
-    for_later: Mutex<HashMap<ShuffleKey, RetainedShuffle>>,
-    file: Arc<Held>,
+    retained: Mutex<HashMap<ShuffleKey, RetainedShuffle>>,
+    file: Arc<MemoryFile>,
     /// The path no longer leads to the file.
     has_vanished: AtomicBool,
 }
@@ -122,7 +122,7 @@ impl Memory {
         owner: &Owner,
         inherited: Option<OwnedFd>,
         registry: &Registry,
-    ) -> Result<Arc<Self>, Refusal> {
+    ) -> Result<Arc<Self>, MemoryFileError> {
         let opened = file::open(&config.backing, inherited, owner, region_size(config))?;
         Ok(Self::in_region(config, opened, registry)?)
     }
@@ -143,8 +143,8 @@ impl Memory {
         let rows_max = opened.as_ref().map_or(u64::MAX, |(table, _)| table.rows_max());
         let blocks = Budget::new(blocks_max(config).min(rows_max));
         let kept = opened.map(|(table, file)| PersistentMemory {
-            leftover: Mutex::new(Search::begin(&table)),
-            for_later: Mutex::default(),
+            recovered: Mutex::new(Search::begin(&table)),
+            retained: Mutex::default(),
             table,
             file: Arc::new(file),
             has_vanished: AtomicBool::new(false),
@@ -164,7 +164,7 @@ impl Memory {
         if let Some(prefaulter) = &prefaulter {
             tickets.take_pages_by(Arc::clone(prefaulter));
         }
-        let shared = Shared {
+        let shared = BufferContext {
             supply: Supply { lists, region, blocks },
             budget,
             in_flight: Budget::new(u64::MAX),
@@ -247,7 +247,7 @@ impl Memory {
     pub fn register(&self, key: &ShuffleKey, distribution: Distribution) -> Arc<ShuffleBuffers> {
         let budget = self.tickets.budget_of(&key.app);
         let fresh = || {
-            self.drop_left_for_later(|left| left == key);
+            self.drop_retained(|left| left == key);
             let (name, shared) = (self.name_of(key), Arc::clone(&self.shared));
             Arc::new(ShuffleBuffers::new(key.clone(), distribution, shared, name, budget))
         };
@@ -257,8 +257,8 @@ impl Memory {
     /// Returns the shuffle's name for the next process. Reuses the name that an earlier process
     /// gave it.
     fn name_of(&self, key: &ShuffleKey) -> Option<Arc<ShuffleName>> {
-        let PersistentMemory { table, leftover, .. } = self.kept.as_ref()?;
-        let left = leftover.lock().found().and_then(|left| left.name(key));
+        let PersistentMemory { table, recovered, .. } = self.kept.as_ref()?;
+        let left = recovered.lock().found().and_then(|left| left.name(key));
         Some(ShuffleName::new(table, key, left.or_else(|| table.name(key))))
     }
 
@@ -276,13 +276,13 @@ impl Memory {
 
     /// Forgets a shuffle at once. Its buffers are evicted when the returned value is dropped; sends
     /// in progress then fail with `Evicted`.
-    pub fn forget(&self, key: &ShuffleKey) -> Option<Evicted> {
-        self.drop_left_for_later(|left| left == key);
+    pub fn forget(&self, key: &ShuffleKey) -> Option<EvictedBuffers> {
+        self.drop_retained(|left| left == key);
         let (_, buffers) = self.shuffles.remove(key)?;
         // Before the shuffle can be registered again: its blocks must not be recovered as those of
         // its successor.
         buffers.name.iter().for_each(|name| name.disown());
-        Some(Evicted(buffers))
+        Some(EvictedBuffers(buffers))
     }
 
     /// Starts a thread of the lowest priority that allocates the pages of unused block memory. It
@@ -324,7 +324,7 @@ impl Memory {
     /// Returns all buffers with something to flush. Also frees dead segments of the others, and
     /// ceded memory of dropped lists.
     #[must_use]
-    pub fn candidates(&self) -> Vec<Candidate> {
+    pub fn candidates(&self) -> Vec<FlushableBuffer> {
         self.cover_extents();
         self.shared.supply.lists.give_back(SPARE_BYTES);
         // Two steps, so that no lock of the map is held while buffers are queried.

@@ -39,7 +39,7 @@ use self::upgrade::{RefusedBy, UpgradeMetrics};
 pub use self::metrics::metric_descriptions;
 pub use self::process::signals::{Signals, hold_upgrade_signal, take_upgrade_signal};
 pub use self::process::{RunOutcome, run};
-pub use self::settings::reload::{Origin, Reloaded};
+pub use self::settings::reload::{ConfigOrigin, ReloadOutcome};
 pub use self::sockets::{Addresses, Inherited};
 pub use self::start::Environment;
 pub use self::start::machine::{check_files, examine_machine};
@@ -52,7 +52,7 @@ pub use self::upgrade::successor::Successor;
 /// A running worker.
 #[derive(Debug)]
 pub struct Worker {
-    identity: Identity,
+    identity: WorkerIdentity,
     apps: Arc<AppRegistry>,
     memory: Arc<Memory>,
     service: Arc<Service>,
@@ -71,14 +71,14 @@ pub struct Worker {
 
 /// The program, and the addresses by which others know the worker.
 #[derive(Debug, Clone)]
-struct Identity {
+struct WorkerIdentity {
     build: Build,
     /// The advertised address.
     ip: IpAddr,
     addresses: Addresses,
 }
 
-impl Identity {
+impl WorkerIdentity {
     /// Returns the id by which coordinators and clients know the worker. It prefixes the worker's
     /// remote files.
     fn server_id(&self) -> String {
@@ -111,7 +111,7 @@ impl Worker {
     ///
     /// # Errors
     /// Every problem of the configuration.
-    pub async fn reload(&self, trigger: &'static str) -> Result<Reloaded, String> {
+    pub async fn reload(&self, trigger: &'static str) -> Result<ReloadOutcome, String> {
         self.reloader.reload_on_thread(trigger).await
     }
 

@@ -22,7 +22,7 @@ use crate::store::LocalStore;
 
 use super::Worker;
 use super::sockets::{Inherited, now_ms};
-use super::start::memory_backing::Outlives;
+use super::start::memory_backing::MemoryRetention;
 use super::upgrade::transfer;
 
 /// Time for running requests to end after the listeners were closed.
@@ -232,7 +232,7 @@ impl Worker {
             MemoryTreatment::Flush => self.memory.contents(),
             MemoryTreatment::HandOver => Vec::new(),
         };
-        let has_lost = Outlives::of(&self.memory).name_losses(&unflushed);
+        let has_lost = MemoryRetention::of(&self.memory).name_losses(&unflushed);
         self.memory.release();
         let flushed_bytes = self.flushed_bytes() - flushed_before;
         let mut sockets = std::mem::take(&mut self.handover.held);
@@ -296,7 +296,7 @@ impl ForcedStop {
         if let Some(service) = service {
             service.ingest.refuse_sends();
         }
-        memory.is_some_and(|memory| Outlives::of(&memory).name_losses(&memory.contents()))
+        memory.is_some_and(|memory| MemoryRetention::of(&memory).name_losses(&memory.contents()))
     }
 }
 

@@ -44,12 +44,12 @@ mod tests {
     use tracing::subscriber::with_default;
     use tracing_subscriber::layer::SubscriberExt as _;
 
-    use super::super::writer::tests::Written;
+    use super::super::writer::tests::CapturedText;
     use super::*;
 
     #[test]
     fn values_of_several_words_are_quoted() {
-        let written = Written::default();
+        let written = CapturedText::default();
         let writer = written.clone();
         let layer = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(move || writer.clone());
         with_default(tracing_subscriber::registry().with(layer.fmt_fields(QuotedFields)), || {

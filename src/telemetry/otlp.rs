@@ -51,7 +51,7 @@ const WARN_INTERVAL: Duration = Duration::from_secs(600);
 #[derive(Debug)]
 #[must_use = "spans that wait are sent when this is dropped"]
 pub struct Export {
-    queue: Queue,
+    queue: SpanQueue,
     sender: Option<JoinHandle<()>>,
     /// Deadline for queued spans when this is dropped.
     last_deadline: Duration,
@@ -64,7 +64,7 @@ pub struct Export {
 /// If the endpoint is not a URL, or no thread can be started.
 pub fn export(endpoint: &str, runtime: &Handle) -> anyhow::Result<Export> {
     let collector = Collector::at(endpoint, runtime, &SPANS)?;
-    let (queue, sender) = Queue::before(collector, &SPANS)?;
+    let (queue, sender) = SpanQueue::before(collector, &SPANS)?;
     fastrace::set_reporter(queue.clone(), Config::default().report_interval(COLLECT_INTERVAL));
     SPANS.set_exported(true);
     Ok(Export { queue, sender: Some(sender), last_deadline: LAST_EXPORT_DEADLINE })
@@ -98,12 +98,12 @@ impl Drop for Export {
 
 /// Queue of finished spans. Spans are lost while it is full or closed.
 #[derive(Debug, Clone)]
-struct Queue {
+struct SpanQueue {
     spans: &'static Spans,
     waiting: Arc<Mutex<Option<mpsc::Sender<SpanRecord>>>>,
 }
 
-impl Queue {
+impl SpanQueue {
     /// Returns a queue and the thread that sends its spans to `collector` until the queue is
     /// closed.
     fn before(collector: Collector, spans: &'static Spans) -> anyhow::Result<(Self, JoinHandle<()>)> {
@@ -128,7 +128,7 @@ impl Queue {
     }
 }
 
-impl Reporter for Queue {
+impl Reporter for SpanQueue {
     fn report(&mut self, records: Vec<SpanRecord>) {
         self.spans.release(&records);
         let waiting = self.waiting.lock();
@@ -247,7 +247,7 @@ mod tests {
     async fn waiting_spans_are_sent_at_the_end() {
         let ((receiver, port), spans) = (Receiver::start().await, leaked());
         let (mut queue, sender) =
-            Queue::before(collector(&format!("http://127.0.0.1:{port}"), spans), spans).unwrap();
+            SpanQueue::before(collector(&format!("http://127.0.0.1:{port}"), spans), spans).unwrap();
         queue.report(records(2 * BATCH_SPANS_MAX + 1));
         queue.close();
         block_in_place(|| sender.join()).unwrap();
@@ -281,7 +281,7 @@ mod tests {
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn unsent_spans_are_counted_as_lost() {
         let spans = leaked();
-        let (mut queue, sender) = Queue::before(collector(NOBODY, spans), spans).unwrap();
+        let (mut queue, sender) = SpanQueue::before(collector(NOBODY, spans), spans).unwrap();
         queue.report(records(3));
         queue.close();
         block_in_place(|| sender.join()).unwrap();
@@ -294,7 +294,7 @@ mod tests {
         let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let spans = leaked();
         let endpoint = format!("http://{}", silent.local_addr().unwrap());
-        let (mut queue, sender) = Queue::before(collector(&endpoint, spans), spans).unwrap();
+        let (mut queue, sender) = SpanQueue::before(collector(&endpoint, spans), spans).unwrap();
         let reported = 2 * (WAITING_SPANS_MAX + BATCH_SPANS_MAX);
         block_in_place(|| queue.report(records(reported)));
         let waiting = (WAITING_SPANS_MAX + BATCH_SPANS_MAX) as u64;

@@ -42,11 +42,11 @@ const KINDS_MAX: usize = 1000;
 #[derive(Debug, Default)]
 pub(super) struct Repeats {
     are_details_wanted: AtomicBool,
-    kinds: Mutex<HashMap<(Identifier, String), Kind>>,
+    kinds: Mutex<HashMap<(Identifier, String), RepeatedMessage>>,
 }
 
 #[derive(Debug)]
-struct Kind {
+struct RepeatedMessage {
     limiter: LogLimiter,
     /// Lines suppressed in earlier minutes and not reported yet.
     untold: u64,
@@ -75,7 +75,7 @@ impl Repeats {
         if kinds.len() >= KINDS_MAX && !kinds.contains_key(&key) {
             key.1 = "(many messages)".to_owned();
         }
-        let new = || Kind { limiter: LogLimiter::new(LINES_MAX, INTERVAL), untold: 0 };
+        let new = || RepeatedMessage { limiter: LogLimiter::new(LINES_MAX, INTERVAL), untold: 0 };
         let kind = kinds.entry(key).or_insert_with(new);
         let events = kind.limiter.pass();
         kind.untold += events.map_or(0, |events| events - 1);
@@ -85,7 +85,7 @@ impl Repeats {
     /// Logs the number of suppressed lines of each kind whose minute is over. At the `end` of the
     /// log, includes the current minute.
     pub(super) fn log_held_back(&self, end: bool) {
-        let take = |(key, kind): (&(Identifier, String), &mut Kind)| {
+        let take = |(key, kind): (&(Identifier, String), &mut RepeatedMessage)| {
             let lines = std::mem::take(&mut kind.untold) + kind.limiter.settle(end);
             (lines > 0).then(|| (lines, key.1.clone()))
         };
@@ -148,12 +148,12 @@ mod tests {
     use tracing::subscriber::with_default;
     use tracing_subscriber::layer::SubscriberExt as _;
 
-    use super::super::writer::tests::Written;
+    use super::super::writer::tests::CapturedText;
     use super::*;
 
     /// Runs `log` with a limited log at INFO. Returns the lines.
     fn logged(repeats: &Arc<Repeats>, log: impl FnOnce()) -> Vec<String> {
-        let (written, repeats) = (Written::default(), Some(Arc::clone(repeats)));
+        let (written, repeats) = (CapturedText::default(), Some(Arc::clone(repeats)));
         let writer = written.clone();
         let layer = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(move || writer.clone());
         let layer = layer.map_event_format(|format| RepeatLimiter { format, repeats });

@@ -47,11 +47,11 @@ pub(super) fn dropped_lines() -> u64 {
 
 /// Queues lines, one per call of `write_all`. Never fails and never waits for the writer.
 #[derive(Debug, Clone)]
-pub(super) struct LogWriter(Arc<Shared>);
+pub(super) struct LogWriter(Arc<WriterState>);
 
 #[derive(Debug, Default)]
-struct Shared {
-    queue: Mutex<Queue>,
+struct WriterState {
+    queue: Mutex<LineQueue>,
     /// Signalled when there are lines or the queue is closed.
     filled: Condvar,
     /// Signalled when the thread has written all lines that it took.
@@ -59,7 +59,7 @@ struct Shared {
 }
 
 #[derive(Debug, Default)]
-struct Queue {
+struct LineQueue {
     lines: Vec<u8>,
     /// Start of the current write, if the thread is writing.
     writing_since: Option<Instant>,
@@ -89,7 +89,7 @@ impl Write for LogWriter {
 /// The writing thread. Dropping this writes queued lines, within a deadline.
 #[derive(Debug)]
 pub(super) struct LogThread {
-    shared: Arc<Shared>,
+    shared: Arc<WriterState>,
     repeats: Option<Arc<Repeats>>,
 }
 
@@ -146,7 +146,7 @@ impl Drop for LogThread {
 }
 
 /// Writes lines until the queue is closed and empty.
-fn run(shared: &Shared, mut sink: Box<dyn Write + Send>, repeats: Option<&Repeats>) {
+fn run(shared: &WriterState, mut sink: Box<dyn Write + Send>, repeats: Option<&Repeats>) {
     let (mut lines, mut notice) = (Vec::new(), Notice::default());
     while shared.take(&mut lines, &mut notice) {
         let written = catch_unwind(AssertUnwindSafe(|| write(&mut sink, &lines)));
@@ -166,7 +166,7 @@ fn run(shared: &Shared, mut sink: Box<dyn Write + Send>, repeats: Option<&Repeat
     }
 }
 
-impl Shared {
+impl WriterState {
     /// Takes all queued lines. Waits for a limited time if there are none. Returns false once the
     /// queue is closed and empty.
     fn take(&self, lines: &mut Vec<u8>, notice: &mut Notice) -> bool {
@@ -273,15 +273,15 @@ pub(super) mod tests {
 
     /// Written text.
     #[derive(Debug, Clone, Default)]
-    pub(in crate::telemetry) struct Written(Arc<Mutex<Vec<u8>>>);
+    pub(in crate::telemetry) struct CapturedText(Arc<Mutex<Vec<u8>>>);
 
-    impl Written {
+    impl CapturedText {
         pub(in crate::telemetry) fn text(&self) -> String {
             String::from_utf8(self.0.lock().clone()).unwrap()
         }
     }
 
-    impl Write for Written {
+    impl Write for CapturedText {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             self.0.lock().extend_from_slice(bytes);
             Ok(bytes.len())
@@ -297,7 +297,7 @@ pub(super) mod tests {
     #[derive(Debug)]
     struct Sink {
         permits: mpsc::Receiver<io::Result<()>>,
-        written: Written,
+        written: CapturedText,
     }
 
     impl Write for Sink {
@@ -311,8 +311,8 @@ pub(super) mod tests {
         }
     }
 
-    fn started() -> (LogThread, mpsc::Sender<io::Result<()>>, Written) {
-        let ((permit, permits), written) = (mpsc::channel(), Written::default());
+    fn started() -> (LogThread, mpsc::Sender<io::Result<()>>, CapturedText) {
+        let ((permit, permits), written) = (mpsc::channel(), CapturedText::default());
         let sink = Sink { permits, written: written.clone() };
         (LogThread::start(Box::new(sink), None).unwrap(), permit, written)
     }

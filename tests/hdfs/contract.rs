@@ -18,7 +18,7 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttempt
 use uniffle_worker::log::IdSet;
 use uniffle_worker::memory::{Budget, ReadPool};
 use uniffle_worker::remote::hdfs::fs::RemoteFs;
-use uniffle_worker::remote::hdfs::{Connector, HdfsConfig, HdfsStore};
+use uniffle_worker::remote::hdfs::{HdfsConfig, HdfsStore, RemoteConnector};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::store::{
     ChunkRead, ExtentData, ExtentWrite, LocalConfig, LocalStore, Purge, RemoteStorage, ServedTier,
@@ -48,7 +48,7 @@ impl Subject {
         Self::served(LocalStore::open(config, disks, &extents, &registry).await.unwrap())
     }
 
-    fn hdfs(connector: Arc<dyn Connector>, fs: Arc<dyn RemoteFs>, path: &str, root: &str) -> Self {
+    fn hdfs(connector: Arc<dyn RemoteConnector>, fs: Arc<dyn RemoteFs>, path: &str, root: &str) -> Self {
         let config = HdfsConfig {
             server_id: SERVER_ID.to_owned(),
             partition_write_max_concurrency: 3,

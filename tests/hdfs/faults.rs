@@ -9,7 +9,7 @@ use tokio::time::sleep;
 use uniffle_testkit::fake_fs::{FakeFs, RemoteCall, RemoteFault};
 use uniffle_worker::clock::Instant;
 use uniffle_worker::remote::hdfs::fs::RemoteFs;
-use uniffle_worker::remote::hdfs::{Connector, HdfsConfig, RemoteLocation, RemoteTarget};
+use uniffle_worker::remote::hdfs::{HdfsConfig, RemoteConnector, RemoteLocation, RemoteTarget};
 use uniffle_worker::store::{RemoteStorage, StoreError, StoreErrorKind};
 
 use crate::fixture::{HdfsFixture, SERVER_ID, Setup, open, plain_connector};
@@ -360,9 +360,9 @@ fn each_of_the_shuffle(hdfs: &MiniHdfs, commands: &[&str]) {
 
 /// Connects as another user; HDFS without security accepts any name.
 #[derive(Debug)]
-struct AsUser(Arc<dyn Connector>, &'static str);
+struct AsUser(Arc<dyn RemoteConnector>, &'static str);
 
-impl Connector for AsUser {
+impl RemoteConnector for AsUser {
     fn target(&self, storage: &RemoteStorage, location: RemoteLocation) -> Result<RemoteTarget, StoreError> {
         let target = self.0.target(storage, location)?;
         Ok(RemoteTarget { user: Some(self.1.to_owned()), ..target })

@@ -24,7 +24,7 @@ use uniffle_worker::remote::hdfs::client::HdfsConnector;
 use uniffle_worker::remote::hdfs::fs::RemoteFs;
 use uniffle_worker::remote::hdfs::hadoop::HadoopConf;
 use uniffle_worker::remote::hdfs::kerberos::Login;
-use uniffle_worker::remote::hdfs::{Connector, HdfsConfig, HdfsStore, RemoteLocation, RemoteTarget};
+use uniffle_worker::remote::hdfs::{HdfsConfig, HdfsStore, RemoteConnector, RemoteLocation, RemoteTarget};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{
     BlockHeader, MemoryReadRequest, ReadRange, ReadTarget, RegisterRequest, RequireRequest, SendHeader,
@@ -44,7 +44,7 @@ const SETTLE_DEADLINE: Duration = Duration::from_secs(600);
 #[derive(Debug)]
 pub(crate) struct FakeConnector(pub(crate) FakeFs);
 
-impl Connector for FakeConnector {
+impl RemoteConnector for FakeConnector {
     fn target(&self, storage: &RemoteStorage, location: RemoteLocation) -> Result<RemoteTarget, StoreError> {
         Ok(RemoteTarget { location, conf: storage.conf.clone(), user: None })
     }
@@ -55,12 +55,12 @@ impl Connector for FakeConnector {
 }
 
 /// Returns a connector without settings and login, like a worker without `HADOOP_CONF_DIR`.
-pub(crate) fn plain_connector() -> Arc<dyn Connector> {
+pub(crate) fn plain_connector() -> Arc<dyn RemoteConnector> {
     Arc::new(HdfsConnector { conf: HadoopConf::default(), login: Login::default() })
 }
 
 /// Opens the file system of a path for the assertions of a test.
-pub(crate) fn open(connector: &dyn Connector, path: &str) -> Arc<dyn RemoteFs> {
+pub(crate) fn open(connector: &dyn RemoteConnector, path: &str) -> Arc<dyn RemoteFs> {
     let location = RemoteLocation::parse(path).unwrap();
     connector.connect(&RemoteTarget { location, conf: Vec::new(), user: None }).unwrap()
 }
@@ -116,7 +116,7 @@ impl HdfsFixture {
 
     pub(crate) async fn start(
         setup: Setup,
-        connector: Arc<dyn Connector>,
+        connector: Arc<dyn RemoteConnector>,
         fs: Arc<dyn RemoteFs>,
         path: &str,
     ) -> Self {

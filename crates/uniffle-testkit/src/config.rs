@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use uniffle_worker::config::{Config, Machine};
-use uniffle_worker::server::{Environment, Inherited, Origin, Worker};
+use uniffle_worker::server::{ConfigOrigin, Environment, Inherited, Worker};
 use uniffle_worker::store::Tier;
 
 /// Listeners that do not conflict with other processes: loopback, and ports that the system
@@ -76,7 +76,7 @@ impl Lines<'_> {
 
 /// Starts a worker in this process that re-reads `file` on a reload.
 pub async fn start_from(file: &Path) -> Worker {
-    let origin = Origin { env: env(), machine: machine() };
+    let origin = ConfigOrigin { env: env(), machine: machine() };
     let config = Config::load(Some(file), &origin.env, &origin.machine).expect("a good configuration");
     let environment = Environment { origin: Some(origin), ..Environment::default() };
     Worker::start_in(environment, Inherited::default(), &config).await.expect("the worker starts")

@@ -12,7 +12,7 @@ use futures::FutureExt as _;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use uniffle_worker::remote::hdfs::fs::{Call, RemoteEntry, RemoteFs};
+use uniffle_worker::remote::hdfs::fs::{FsFuture, RemoteEntry, RemoteFs};
 use uniffle_worker::store::{StoreError, StoreErrorKind};
 
 /// Fault of a call.
@@ -130,7 +130,7 @@ impl FakeFs {
         call: RemoteCall,
         path: &str,
         work: impl FnOnce(&mut State, &str) -> Result<T, StoreError> + Send + 'static,
-    ) -> Call<T> {
+    ) -> FsFuture<T> {
         let (fake, path) = (self.clone(), path.to_owned());
         async move {
             let failed = |kind| StoreError::remote(kind, &path, "a fault on purpose");
@@ -215,11 +215,11 @@ impl State {
 }
 
 impl RemoteFs for FakeFs {
-    fn make_dirs(&self, path: &str) -> Call<()> {
+    fn make_dirs(&self, path: &str) -> FsFuture<()> {
         self.call(RemoteCall::MakeDirs, path, State::make_dirs)
     }
 
-    fn create(&self, path: &str, data: Vec<Bytes>) -> Call<()> {
+    fn create(&self, path: &str, data: Vec<Bytes>) -> FsFuture<()> {
         let torn = self.torn(RemoteCall::Create, path);
         self.call(RemoteCall::Create, path, move |state, path| {
             if state.nodes.contains_key(path) {
@@ -233,12 +233,12 @@ impl RemoteFs for FakeFs {
         })
     }
 
-    fn append(&self, path: &str, data: Vec<Bytes>) -> Call<()> {
+    fn append(&self, path: &str, data: Vec<Bytes>) -> FsFuture<()> {
         let torn = self.torn(RemoteCall::Append, path);
         self.call(RemoteCall::Append, path, move |state, path| state.write(path, &data, torn))
     }
 
-    fn recover(&self, path: &str) -> Call<bool> {
+    fn recover(&self, path: &str) -> FsFuture<bool> {
         self.call(RemoteCall::Recover, path, |state, path| match state.nodes.get_mut(path) {
             Some(Node::File { open, .. }) => {
                 *open = false;
@@ -248,7 +248,7 @@ impl RemoteFs for FakeFs {
         })
     }
 
-    fn list(&self, path: &str) -> Call<Vec<RemoteEntry>> {
+    fn list(&self, path: &str) -> FsFuture<Vec<RemoteEntry>> {
         self.call(RemoteCall::List, path, |state, path| {
             if !state.nodes.contains_key(path) {
                 return Err(StoreError::new(StoreErrorKind::NotFound, path));
@@ -266,7 +266,7 @@ impl RemoteFs for FakeFs {
         })
     }
 
-    fn delete(&self, path: &str, recursive: bool) -> Call<bool> {
+    fn delete(&self, path: &str, recursive: bool) -> FsFuture<bool> {
         self.call(RemoteCall::Delete, path, move |state, path| {
             let prefix = format!("{path}/");
             if !recursive && state.nodes.keys().any(|known| known.starts_with(&prefix)) {
@@ -277,7 +277,7 @@ impl RemoteFs for FakeFs {
         })
     }
 
-    fn read(&self, path: &str) -> Call<Bytes> {
+    fn read(&self, path: &str) -> FsFuture<Bytes> {
         self.call(RemoteCall::Read, path, |state, path| match state.nodes.get(path) {
             Some(Node::File { bytes, .. }) => Ok(Bytes::from(bytes.clone())),
             Some(Node::Directory) | None => Err(StoreError::new(StoreErrorKind::NotFound, path)),
@@ -285,7 +285,7 @@ impl RemoteFs for FakeFs {
     }
 
     /// Reads nothing from a file that was not closed, like HDFS with an incomplete last block.
-    fn read_range(&self, path: &str, offset: u64, length: usize) -> Call<Bytes> {
+    fn read_range(&self, path: &str, offset: u64, length: usize) -> FsFuture<Bytes> {
         self.call(RemoteCall::Read, path, move |state, path| match state.nodes.get(path) {
             Some(Node::File { open: true, .. }) => Ok(Bytes::new()),
             Some(Node::File { bytes, open: false }) => {

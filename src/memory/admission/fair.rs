@@ -62,7 +62,7 @@ fn by_demand_per_weight(a: &Claimant, b: &Claimant) -> Ordering {
 
 /// A request at one moment, while others wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Request {
+pub struct CompetingRequest {
     /// Requested bytes.
     pub asked: u64,
     /// Bytes that its application holds.
@@ -73,7 +73,7 @@ pub struct Request {
     pub ahead: u64,
 }
 
-impl Request {
+impl CompetingRequest {
     /// Returns how many bytes must be free to grant the request, or `None` for an application that
     /// has its share.
     ///
@@ -128,13 +128,13 @@ mod tests {
 
     #[test]
     fn request_beyond_its_share_needs_unclaimed_memory() {
-        let request = Request { asked: 10, held: 20, share: 30, ahead: 100 };
+        let request = CompetingRequest { asked: 10, held: 20, share: 30, ahead: 100 };
         assert_eq!(request.room_needed(), Some(10));
-        let beyond = Request { asked: 11, ..request };
+        let beyond = CompetingRequest { asked: 11, ..request };
         assert_eq!(beyond.room_needed(), Some(111));
-        assert_eq!(Request { held: 30, ..beyond }.room_needed(), None, "it has its share");
+        assert_eq!(CompetingRequest { held: 30, ..beyond }.room_needed(), None, "it has its share");
         assert_eq!(
-            Request { held: 0, share: 0, ..beyond }.room_needed(),
+            CompetingRequest { held: 0, share: 0, ..beyond }.room_needed(),
             Some(111),
             "one that holds nothing"
         );
@@ -193,7 +193,7 @@ mod tests {
         fn longest_waiter_needs_only_its_request(
             held in 0u64..100, asked in 1u64..100, share in 0u64..100,
         ) {
-            let needed = Request { asked, held, share, ahead: 0 }.room_needed();
+            let needed = CompetingRequest { asked, held, share, ahead: 0 }.room_needed();
             prop_assert_eq!(needed, is_below_share(held, share).then_some(asked));
         }
     }

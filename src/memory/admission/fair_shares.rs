@@ -11,7 +11,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use super::fair::{self, Claimant, Level, Request};
+use super::fair::{self, Claimant, CompetingRequest, Level};
 use super::reservation::Reservation;
 use crate::clock::Instant;
 use crate::memory::error::MemoryError;
@@ -48,7 +48,7 @@ const REQUESTS_MAX: usize = 256;
 
 /// The amounts of a request. A refused client repeats them, so equal amounts are one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Ask {
+pub(super) struct RequestSize {
     /// Bytes to reserve.
     pub(in crate::memory) bytes: u64,
     /// Number of partitions named.
@@ -74,8 +74,8 @@ pub(super) struct FairShares {
     root: Budget,
     /// Share of the budget excluded from fair sharing (lists of extents).
     extents: Budget,
-    holders: HashMap<AppId, Holder>,
-    waiting: HashMap<AppId, Waiting>,
+    holders: HashMap<AppId, AppTickets>,
+    waiting: HashMap<AppId, RefusedRequests>,
     level: Level,
     leveled: Instant,
     is_stale: bool,
@@ -91,7 +91,7 @@ pub(super) struct FairShares {
 /// application thus has one budget at a time, even if it unregisters and returns while a reader
 /// holds its memory.
 #[derive(Debug)]
-pub(super) struct Holder {
+pub(super) struct AppTickets {
     pub(in crate::memory) budget: Budget,
     pub(super) weight: u32,
     /// Tickets by id. Ids grow, so the first is the oldest.
@@ -106,7 +106,7 @@ pub(in crate::memory) struct Ticket {
     pub(super) _count: Charge,
 }
 
-impl Holder {
+impl AppTickets {
     fn has_idle_ticket(&self, now: Instant, idle_max: Duration) -> bool {
         let oldest = self.tickets.first_key_value();
         oldest.is_some_and(|(_, ticket)| now.duration_since(ticket.reservation.granted()) >= idle_max)
@@ -126,16 +126,16 @@ impl Holder {
 
 /// Refused requests of one application, the oldest first.
 #[derive(Debug, Default)]
-struct Waiting(Vec<Waiter>);
+struct RefusedRequests(Vec<RefusedRequest>);
 
 #[derive(Debug)]
-struct Waiter {
-    ask: Ask,
+struct RefusedRequest {
+    ask: RequestSize,
     since: Instant,
     seen: Instant,
 }
 
-impl Waiting {
+impl RefusedRequests {
     fn bytes(&self) -> u64 {
         self.0.iter().fold(0, |sum, waiter| sum.saturating_add(waiter.ask.bytes))
     }
@@ -157,17 +157,18 @@ impl FairShares {
         Self { root, extents, holders, waiting, level, leveled, is_stale: false, claimed, owed, revoked: 0 }
     }
 
-    pub(super) fn holder(&mut self, app: &AppId) -> &mut Holder {
+    pub(super) fn holder(&mut self, app: &AppId) -> &mut AppTickets {
         let root = &self.root;
-        let fresh = || Holder { budget: root.child(root.capacity()), weight: 1, tickets: BTreeMap::new() };
+        let fresh =
+            || AppTickets { budget: root.child(root.capacity()), weight: 1, tickets: BTreeMap::new() };
         self.holders.entry(app.clone()).or_insert_with(fresh)
     }
 
-    pub(in crate::memory) fn holders(&self) -> impl Iterator<Item = (&AppId, &Holder)> {
+    pub(in crate::memory) fn holders(&self) -> impl Iterator<Item = (&AppId, &AppTickets)> {
         self.holders.iter()
     }
 
-    pub(in crate::memory) fn find(&mut self, app: &AppId) -> Option<&mut Holder> {
+    pub(in crate::memory) fn find(&mut self, app: &AppId) -> Option<&mut AppTickets> {
         self.holders.get_mut(app)
     }
 
@@ -183,7 +184,7 @@ impl FairShares {
     pub(in crate::memory) fn charge(
         &mut self,
         app: &AppId,
-        ask: Ask,
+        ask: RequestSize,
         now: Instant,
     ) -> Result<Charge, MemoryError> {
         let budget = self.holder(app).budget.clone();
@@ -200,7 +201,7 @@ impl FairShares {
             self.revoke(app, needed, now);
         }
         let free = self.root.free();
-        let Request { asked, held, share, .. } = request;
+        let CompetingRequest { asked, held, share, .. } = request;
         match needed {
             None if asked <= free => return Err(MemoryError::OverShare { asked, held, share }),
             Some(needed) if needed <= free => {}
@@ -282,7 +283,7 @@ impl FairShares {
     pub(super) fn standing(&mut self, app: &AppId, now: Instant) -> Standing {
         self.update_level(now);
         let (held, weight) = self.holding(app);
-        let waited = self.waiting.get(app).map_or(0, Waiting::bytes);
+        let waited = self.waiting.get(app).map_or(0, RefusedRequests::bytes);
         let share = (self.level != Level::ENOUGH).then(|| self.level.share(weight));
         Standing { weight, held, waited, share }
     }
@@ -291,18 +292,18 @@ impl FairShares {
         self.holders.get(app).map_or((0, 1), |holder| (holder.budget.used(), holder.weight))
     }
 
-    fn claim_of(&self, app: &AppId, waiting: &Waiting) -> u64 {
+    fn claim_of(&self, app: &AppId, waiting: &RefusedRequests) -> u64 {
         let (held, weight) = self.holding(app);
         waiting.claim(held, self.level.share(weight))
     }
 
-    fn request(&self, app: &AppId, ask: Ask) -> Request {
+    fn request(&self, app: &AppId, ask: RequestSize) -> CompetingRequest {
         let (held, weight) = self.holding(app);
-        let since = self.waiting.get(app).and_then(Waiting::since);
-        let is_ahead = |waiting: &Waiting| waiting.since() < since;
+        let since = self.waiting.get(app).and_then(RefusedRequests::since);
+        let is_ahead = |waiting: &RefusedRequests| waiting.since() < since;
         let others = self.waiting.iter().filter(|(other, waiting)| *other != app && is_ahead(waiting));
         let ahead = others.map(|(other, waiting)| self.claim_of(other, waiting));
-        Request {
+        CompetingRequest {
             asked: ask.bytes,
             held,
             share: self.level.share(weight),
@@ -310,21 +311,23 @@ impl FairShares {
         }
     }
 
-    fn wait(&mut self, app: &AppId, ask: Ask, now: Instant) {
+    fn wait(&mut self, app: &AppId, ask: RequestSize, now: Instant) {
         if !self.waiting.contains_key(app) {
-            self.waiting.insert(app.clone(), Waiting::default());
+            self.waiting.insert(app.clone(), RefusedRequests::default());
             self.is_stale = true;
         }
-        let Some(Waiting(waiters)) = self.waiting.get_mut(app) else { return };
+        let Some(RefusedRequests(waiters)) = self.waiting.get_mut(app) else { return };
         match waiters.iter().position(|waiter| waiter.ask == ask) {
             Some(at) => waiters[at].seen = now,
-            None if waiters.len() < REQUESTS_MAX => waiters.push(Waiter { ask, since: now, seen: now }),
+            None if waiters.len() < REQUESTS_MAX => {
+                waiters.push(RefusedRequest { ask, since: now, seen: now })
+            }
             None => {}
         }
     }
 
-    fn satisfied(&mut self, app: &AppId, ask: Ask) {
-        let Some(Waiting(waiters)) = self.waiting.get_mut(app) else { return };
+    fn satisfied(&mut self, app: &AppId, ask: RequestSize) {
+        let Some(RefusedRequests(waiters)) = self.waiting.get_mut(app) else { return };
         waiters.retain(|waiter| waiter.ask != ask);
         if waiters.is_empty() {
             self.waiting.remove(app);
@@ -339,7 +342,7 @@ impl FairShares {
         if !(is_due || self.is_stale && is_cheap) {
             return;
         }
-        self.waiting.retain(|_, Waiting(waiters)| {
+        self.waiting.retain(|_, RefusedRequests(waiters)| {
             waiters.retain(|waiter| now.duration_since(waiter.seen) < WAIT_MAX);
             !waiters.is_empty()
         });
@@ -349,8 +352,8 @@ impl FairShares {
             self.level = Level::ENOUGH;
             return;
         }
-        let claimant = |(app, holder): (&AppId, &Holder)| {
-            let waited = self.waiting.get(app).map_or(0, Waiting::bytes);
+        let claimant = |(app, holder): (&AppId, &AppTickets)| {
+            let waited = self.waiting.get(app).map_or(0, RefusedRequests::bytes);
             Claimant { weight: holder.weight, demand: holder.budget.used().saturating_add(waited) }
         };
         let claimants: Vec<_> = self.holders.iter().map(claimant).filter(|it| it.demand > 0).collect();

@@ -50,11 +50,11 @@ pub(in crate::memory) struct MetadataReserve {
     borrowed: Budget,
     /// Set while the region must not cede anything ([`MetadataReserve::pause`]).
     is_paused: AtomicBool,
-    held: Mutex<Held>,
+    held: Mutex<CededMemory>,
 }
 
 #[derive(Debug)]
-struct Held {
+struct CededMemory {
     pieces: Vec<Segment>,
     borrowed: Charge,
 }
@@ -63,7 +63,7 @@ impl MetadataReserve {
     pub(in crate::memory) fn new(region: Arc<Region>, budget: Budget, heap: &Budget) -> Self {
         let total = || Budget::new(u64::MAX);
         let (extents, borrowed) = (budget.child(u64::MAX), heap.child(u64::MAX));
-        let held = Mutex::new(Held { pieces: Vec::new(), borrowed: borrowed.nothing() });
+        let held = Mutex::new(CededMemory { pieces: Vec::new(), borrowed: borrowed.nothing() });
         let is_paused = AtomicBool::new(false);
         Self { region, budget, extents, charged: total(), ceded: total(), borrowed, is_paused, held }
     }
@@ -166,7 +166,7 @@ impl MetadataReserve {
     }
 
     /// Replaces borrowed heap by pieces of the region as far as it has room.
-    fn repay(&self, held: &mut Held) {
+    fn repay(&self, held: &mut CededMemory) {
         while held.borrowed.bytes() >= SEGMENT_BYTES_MIN as u64 {
             let at_most = usize::try_from(held.borrowed.bytes()).unwrap_or(usize::MAX).min(SEGMENT_BYTES_MAX);
             let Some(mut piece) = self.piece(1 << at_most.ilog2()) else { return };

@@ -1,7 +1,8 @@
 //! Buffers for reads from disk, in a separate small region, so that readers are bounded too.
 //!
 //! A buffer is exclusive until it is frozen. Its memory is freed when its last `Bytes` is dropped.
-//! Waiting applications are served fairly (`sched::FairSemaphore`). The caller limits the time of the wait.
+//! Waiting applications are served fairly (`sched::FairSemaphore`). The caller limits the time of
+//! the wait.
 
 use std::fmt;
 use std::io;

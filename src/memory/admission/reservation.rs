@@ -15,12 +15,12 @@ pub(in crate::memory) const METADATA_BYTES: u64 = 64;
 
 /// A charge and its mirror in the pre-allocated total, always of the same size.
 #[derive(Debug)]
-struct Held {
+struct MirroredCharge {
     charge: Charge,
     mirror: Charge,
 }
 
-impl Held {
+impl MirroredCharge {
     fn take_up_to(&mut self, bytes: u64) -> Charge {
         let charge = self.charge.split_up_to(bytes);
         drop(self.mirror.split_up_to(charge.bytes()));
@@ -35,7 +35,7 @@ pub struct Reservation {
     spent: u64,
     granted: Instant,
     budget: Budget,
-    held: Held,
+    held: MirroredCharge,
 }
 
 impl Reservation {
@@ -43,7 +43,7 @@ impl Reservation {
     /// bytes.
     pub(in crate::memory) fn new(requested: u64, charge: Charge, mirror: &Budget, granted: Instant) -> Self {
         let budget = charge.budget().clone();
-        let held = Held { mirror: mirror.force_charge(charge.bytes()), charge };
+        let held = MirroredCharge { mirror: mirror.force_charge(charge.bytes()), charge };
         Self { requested, spent: 0, granted, budget, held }
     }
 
@@ -125,7 +125,7 @@ impl Reservation {
     /// Takes back a charge of [`Reservation::cover_segment`] for which no memory was found.
     pub(in crate::memory) fn put_back(&mut self, mut charge: Charge, needed: u64) {
         let back = charge.split_up_to(needed);
-        let Held { charge: held, mirror } = &mut self.held;
+        let MirroredCharge { charge: held, mirror } = &mut self.held;
         held.merge(back);
         let lacking = held.bytes() - mirror.bytes();
         mirror.merge(mirror.budget().force_charge(lacking));

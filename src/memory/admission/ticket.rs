@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::fair::Claimant;
-use super::fair_shares::{Ask, FairShares, Standing, Ticket};
+use super::fair_shares::{FairShares, RequestSize, Standing, Ticket};
 use super::prefaulter::Prefaulter;
 use super::reservation::Reservation;
 use crate::clock::Instant;
@@ -111,7 +111,7 @@ impl Tickets {
         if bytes > max {
             return Err(MemoryError::TooLarge { asked: bytes, max });
         }
-        let ask = Ask { bytes: bytes + allowance, partitions };
+        let ask = RequestSize { bytes: bytes + allowance, partitions };
         let now = Instant::now();
         let mut state = self.state.lock();
         if self.count() >= self.tickets_max.load(Ordering::Relaxed) && !state.shares.revoke_one(app, now) {
@@ -155,14 +155,14 @@ impl Tickets {
     /// Returns all outstanding tickets for the next process.
     pub fn outstanding(&self) -> Vec<Outstanding> {
         let state = self.state.lock();
-        let told = |app: &AppId, id: &TicketId, ticket: &Ticket| Outstanding {
+        let describe = |app: &AppId, id: &TicketId, ticket: &Ticket| Outstanding {
             app: app.as_str().to_owned(),
             id: id.0,
             requested: ticket.reservation.requested_bytes(),
             held: ticket.reservation.held_bytes(),
         };
         let of_all = state.shares.holders();
-        of_all.flat_map(|(app, of)| of.tickets.iter().map(move |(id, it)| told(app, id, it))).collect()
+        of_all.flat_map(|(app, of)| of.tickets.iter().map(move |(id, it)| describe(app, id, it))).collect()
     }
 
     /// Grants tickets of the previous process again with the same ids, as far as there is room.
@@ -306,12 +306,12 @@ mod tests {
         let (_, before) = tickets(1 << 20);
         let first = before.require(&app("a"), 100_000, 1).unwrap();
         let second = before.require(&app("b"), 200_000, 1).unwrap();
-        let told = serde_json::to_string(&before.outstanding()).unwrap();
-        let told: Vec<Outstanding> = serde_json::from_str(&told).unwrap();
-        assert_eq!(told.len(), 2);
+        let inherited = serde_json::to_string(&before.outstanding()).unwrap();
+        let inherited: Vec<Outstanding> = serde_json::from_str(&inherited).unwrap();
+        assert_eq!(inherited.len(), 2);
 
         let (budget, after) = tickets(1 << 20);
-        assert_eq!(after.grant_again(&told), 2);
+        assert_eq!(after.grant_again(&inherited), 2);
         assert_eq!(after.pre_allocated_bytes(), before.pre_allocated_bytes());
         assert_eq!(after.redeem(&app("a"), second).unwrap_err(), MemoryError::UnknownTicket);
         assert_eq!(after.redeem(&app("a"), first).unwrap().left_bytes(), 100_000);
@@ -319,7 +319,7 @@ mod tests {
         assert_eq!((budget.used(), after.count()), (0, 0));
 
         let (budget, small) = tickets(256 << 10);
-        assert_eq!(small.grant_again(&told), 1, "one of them fits");
+        assert_eq!(small.grant_again(&inherited), 1, "one of them fits");
         assert_eq!(budget.used(), small.pre_allocated_bytes());
     }
 

@@ -15,8 +15,8 @@ use smallvec::SmallVec;
 use super::chain::{BlockFill, Chain, Supply};
 use crate::memory::admission::metadata_reserve::MetadataReserve;
 use crate::memory::persistent::layout::ROW_BYTES;
-use crate::memory::persistent::names::Named;
-use crate::memory::persistent::rows::{FreeRows, Kept, rows_of};
+use crate::memory::persistent::names::NameSlot;
+use crate::memory::persistent::rows::{CommittedRows, FreeRows, rows_of};
 use crate::memory::region::{Segment, Slice};
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
@@ -39,7 +39,7 @@ const STRAY: u32 = u32::MAX;
 
 /// [`BlockMeta`] and an offset, flat, so that the offset fits into the padding.
 #[derive(Debug, Clone, Copy)]
-struct Record {
+struct BlockRecord {
     block_id: BlockId,
     task_attempt_id: TaskAttemptId,
     length: u32,
@@ -48,7 +48,7 @@ struct Record {
     offset: u32,
 }
 
-impl Record {
+impl BlockRecord {
     fn new(meta: &BlockMeta, offset: u32) -> Self {
         let BlockMeta { block_id, task_attempt_id, length, uncompressed_length, crc } = *meta;
         Self { block_id, task_attempt_id, length, uncompressed_length, crc, offset }
@@ -61,7 +61,7 @@ impl Record {
 }
 
 // The charge of 64 bytes per block relies on it.
-const _: () = assert!(size_of::<Record>() <= 32);
+const _: () = assert!(size_of::<BlockRecord>() <= 32);
 
 /// Blocks and the positions of their bytes.
 #[derive(Debug)]
@@ -70,7 +70,7 @@ pub(super) struct BlockList {
     /// first field, because it must be dropped first: rows go before the segments that they point
     /// into.
     rows: OnceLock<Box<Rows>>,
-    records: Vec<Record>,
+    records: Vec<BlockRecord>,
     ids: HashTable<u32>,
     hasher: DefaultHashBuilder,
     pub(in crate::memory) chain: Chain,
@@ -88,7 +88,7 @@ pub(super) struct BlockList {
 /// The rows of a list's blocks, with the charges of rows that were created later than the blocks.
 #[derive(Debug)]
 struct Rows {
-    kept: Kept,
+    kept: CommittedRows,
     _late: Option<(Charge, Charge)>,
 }
 
@@ -115,7 +115,7 @@ impl BlockCharges {
 impl BlockList {
     pub(in crate::memory) fn new(
         chain: Chain,
-        kept: Option<Kept>,
+        kept: Option<CommittedRows>,
         hasher: DefaultHashBuilder,
         supply: &Supply,
         budget: &Budget,
@@ -253,7 +253,7 @@ impl BlockList {
     /// for them.
     pub(super) fn make_rows(
         &self,
-        named: &Arc<Named>,
+        named: &Arc<NameSlot>,
         partition: PartitionId,
         lists: &MetadataReserve,
     ) -> bool {
@@ -267,7 +267,7 @@ impl BlockList {
         let Ok(mut free) = named.rows(count) else { return false };
         let Ok(of_lists) = lists.charge(bytes) else { return false };
         let of_capacity = self.paid.capacity.budget().force_charge(bytes);
-        let mut kept = Kept::new(Arc::clone(named), partition);
+        let mut kept = CommittedRows::new(Arc::clone(named), partition);
         for at in 0..self.next_record() {
             kept.push(&self.meta(at as usize), self.order(at), &slices(at), &mut free);
         }
@@ -301,7 +301,7 @@ impl BlockList {
         if self.records.len() == self.records.capacity() {
             self.records.reserve_exact((self.records.len() / 4).max(4));
         }
-        self.records.push(Record::new(&meta, offset));
+        self.records.push(BlockRecord::new(&meta, offset));
         self.bytes += u64::from(meta.length);
         let Self { ids, records, hasher, .. } = self;
         let hash_of = |at: &u32| hasher.hash_one(records[*at as usize].block_id);
@@ -368,7 +368,7 @@ impl BlockList {
         let mut records = self.records.clone();
         // Nearly sorted: runs of one request are in commit order. Stable, for blocks of no bytes.
         records.sort_by_key(|record| record.offset);
-        records.iter().map(Record::meta).collect()
+        records.iter().map(BlockRecord::meta).collect()
     }
 
     /// Appends the bytes of block `at` to `out`.

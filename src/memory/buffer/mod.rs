@@ -33,13 +33,12 @@ use self::sealed::SealedBatch;
 use super::error::MemoryError;
 use super::metrics::MemoryMetrics;
 use super::persistent::layout::ROW_BYTES;
-use super::persistent::names::{Named, ShuffleName};
-use super::persistent::rows::{FreeRows, Kept, rows_of};
+use super::persistent::names::{NameSlot, ShuffleName};
+use super::persistent::rows::{CommittedRows, FreeRows, rows_of};
 use super::persistent::table::NoPlaces;
 use super::region::Segment;
 use crate::memory::admission::reservation::{METADATA_BYTES, Reservation};
-pub use sealing::{EarlierBlocks, Mark};
-use uniffle_base::budget::{Budget, Charge};
+pub use sealing::EarlierBlocks;
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 use unverified::Unverified;
@@ -52,7 +51,7 @@ pub(super) const PARTITION_BYTES: u64 = 256;
 
 /// State shared by all buffers of one memory.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct BufferContext {
     pub(super) supply: Supply,
     pub(super) budget: Budget,
     /// Total of the charged bytes of batches that are being flushed.
@@ -67,7 +66,7 @@ pub(super) struct Shared {
 
 /// The result of a commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Committed {
+pub struct CommitOutcome {
     /// Blocks that became visible.
     pub blocks: usize,
     /// Payload bytes of these blocks.
@@ -78,7 +77,7 @@ pub struct Committed {
     pub duplicate_bytes: u64,
 }
 
-impl AddAssign for Committed {
+impl AddAssign for CommitOutcome {
     fn add_assign(&mut self, more: Self) {
         self.blocks += more.blocks;
         self.bytes += more.bytes;
@@ -95,7 +94,7 @@ impl AddAssign for Committed {
 #[derive(Debug)]
 pub struct Buffer {
     partition: PartitionId,
-    shared: Arc<Shared>,
+    shared: Arc<BufferContext>,
     /// Name of the shuffle for the next process. `None` in private memory.
     name: Option<Arc<ShuffleName>>,
     /// Budget of the application.
@@ -157,7 +156,7 @@ impl Lists {
 impl Buffer {
     pub(super) fn new(
         partition: PartitionId,
-        shared: Arc<Shared>,
+        shared: Arc<BufferContext>,
         name: Option<Arc<ShuffleName>>,
         budget: Budget,
         charge: Charge,
@@ -236,7 +235,7 @@ impl Buffer {
         &self,
         blocks: Vec<(BlockMeta, BlockFill)>,
         funds: &mut Reservation,
-    ) -> Result<Committed, MemoryError> {
+    ) -> Result<CommitOutcome, MemoryError> {
         for (meta, fill) in &blocks {
             // Cannot come from input: the service compared the lengths. Continuing would show bytes
             // of other blocks.
@@ -254,7 +253,7 @@ impl Buffer {
         // Rows are paid for before they are taken and until they are freed.
         let rows = named.map(|named| self.rows_of(named, asked_rows)).transpose();
         let mut rows = rows.inspect_err(|_| self.shared.budget.wake())?;
-        let mut done = Committed::default();
+        let mut done = CommitOutcome::default();
         let mut duplicates: SmallVec<[BlockFill; 8]> = SmallVec::new();
         let mut state = self.state.lock();
         if state.evicted {
@@ -413,12 +412,12 @@ impl Buffer {
 
     /// Returns the shuffle's name for the next process. `None` in private memory, or while the file
     /// has no place for it.
-    fn named(&self) -> Option<&Arc<Named>> {
+    fn named(&self) -> Option<&Arc<NameSlot>> {
         self.name.as_ref()?.get()
     }
 
     /// Takes `count` free rows.
-    fn rows_of(&self, named: &Named, count: usize) -> Result<FreeRows, MemoryError> {
+    fn rows_of(&self, named: &NameSlot, count: usize) -> Result<FreeRows, MemoryError> {
         named.rows(count).map_err(|no_places| match no_places {
             NoPlaces::TooMany => MemoryError::TooManyBlocks { max: self.shared.supply.blocks.capacity() },
             NoPlaces::NoPages => MemoryError::NoCapacity { asked: count as u64 * ROW_BYTES, free: 0 },
@@ -472,11 +471,11 @@ impl Buffer {
     fn next_list(&self, next_chain: &mut u64) -> BlockList {
         let chain = Chain::new(*next_chain);
         *next_chain += 1;
-        let kept = self.named().map(|named| Kept::new(Arc::clone(named), self.partition));
+        let kept = self.named().map(|named| CommittedRows::new(Arc::clone(named), self.partition));
         self.list(chain, kept)
     }
 
-    fn list(&self, chain: Chain, kept: Option<Kept>) -> BlockList {
+    fn list(&self, chain: Chain, kept: Option<CommittedRows>) -> BlockList {
         BlockList::new(chain, kept, self.shared.hasher.clone(), &self.shared.supply, &self.budget)
     }
 

@@ -11,20 +11,20 @@ use super::chain::Chain;
 use super::list::BlockCharges;
 use super::sealed::SealedBatch;
 use super::unverified::{DAMAGED, Unverified, say_damaged};
-use super::{Buffer, Committed, State, metadata_bytes};
-use crate::memory::persistent::restore::{Block, BlockPosition, Partition};
+use super::{Buffer, CommitOutcome, State, metadata_bytes};
+use crate::memory::persistent::restore::{BlockPosition, RestoredBlock, RestoredPartition};
 use uniffle_wire::types::ShuffleKey;
 
 impl Buffer {
     /// Makes the recovered blocks `left` visible as the oldest batch of the partition. Must be
     /// called before anything is written to the partition. The bytes of the blocks must be
     /// [verified](Buffer::verify) before they are served.
-    pub(in crate::memory) fn restore(&self, key: &ShuffleKey, left: Partition) -> Committed {
-        let Partition { blocks, segments, kept, rows, last_chain } = left;
+    pub(in crate::memory) fn restore(&self, key: &ShuffleKey, left: RestoredPartition) -> CommitOutcome {
+        let RestoredPartition { blocks, segments, kept, rows, last_chain } = left;
         let (count, supply) = (blocks.len() as u64, &self.shared.supply);
         let mut list = self.list(Chain::restored(last_chain, segments), Some(kept));
         list.reserve(blocks.len());
-        for Block { meta, place } in blocks {
+        for RestoredBlock { meta, place } in blocks {
             match place {
                 BlockPosition::Chain(at) => list.restore(meta, at),
                 BlockPosition::Slices(slices) => list.restore_stray(meta, *slices),
@@ -39,7 +39,7 @@ impl Buffer {
         list.pay_for_segments(&supply.lists);
         let strays = list.strays();
         list.charge(paid, strays, &supply.lists);
-        let restored = Committed { blocks: list.len(), bytes: list.bytes(), ..Committed::default() };
+        let restored = CommitOutcome { blocks: list.len(), bytes: list.bytes(), ..CommitOutcome::default() };
         let mut state = self.state.lock();
         let State { lists, next_chain, unverified, .. } = &mut *state;
         *next_chain = last_chain + 1;
@@ -78,6 +78,6 @@ impl Buffer {
         self.publish_counters(&state);
         drop(state);
         drop((emptied, nothing_left));
-        self.shared.verification.hearer.tell(key, self.partition, DAMAGED);
+        self.shared.verification.listener.tell(key, self.partition, DAMAGED);
     }
 }

@@ -19,12 +19,12 @@ pub struct SealedBatch {
     partition: PartitionId,
     list: BlockList,
     /// Bytes and blocks of the batch in the in-flight totals, set when the flusher takes the batch.
-    in_flight: OnceLock<InFlight>,
+    in_flight: OnceLock<InFlightCharges>,
 }
 
 /// A batch's share of the in-flight totals.
 #[derive(Debug)]
-pub(super) struct InFlight {
+pub(super) struct InFlightCharges {
     pub(super) _charged: Charge,
     pub(in crate::memory) _blocks: Charge,
 }
@@ -57,7 +57,7 @@ impl SealedBatch {
     }
 
     /// Counts the batch as in flight. Returns false if it was already.
-    pub(super) fn claim(&self, in_flight: InFlight) -> bool {
+    pub(super) fn claim(&self, in_flight: InFlightCharges) -> bool {
         self.in_flight.set(in_flight).is_ok()
     }
 

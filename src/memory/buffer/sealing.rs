@@ -9,14 +9,14 @@ use std::sync::Arc;
 use parking_lot::MutexGuard;
 
 use super::list::BlockList;
-use super::sealed::{InFlight, SealedBatch};
+use super::sealed::{InFlightCharges, SealedBatch};
 use super::{Buffer, State};
 
 /// A point in time of a buffer: blocks committed before it are in chains with lower numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Mark(u64);
+pub struct CommitMark(u64);
 
-/// State of the blocks that were committed before a [`Mark`].
+/// State of the blocks that were committed before a [`CommitMark`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EarlierBlocks {
     /// No such block is in memory: all were flushed, or the shuffle is gone.
@@ -44,7 +44,7 @@ impl Buffer {
             None if lists.active.is_empty() => return None,
             None => self.rotate(lists, next_chain),
         };
-        let claimed = batch.claim(InFlight {
+        let claimed = batch.claim(InFlightCharges {
             _charged: self.shared.in_flight.force_charge(batch.charged_bytes()),
             _blocks: self.shared.in_flight_blocks.force_charge(batch.blocks() as u64),
         });
@@ -75,14 +75,14 @@ impl Buffer {
 
     /// Returns a mark of this moment.
     #[must_use]
-    pub fn mark(&self) -> Mark {
-        Mark(self.state.lock().next_chain)
+    pub fn mark(&self) -> CommitMark {
+        CommitMark(self.state.lock().next_chain)
     }
 
     /// Returns the state of the blocks from before `mark`. Blocks that came soon after it may count
     /// as before.
     #[must_use]
-    pub fn before(&self, mark: Mark) -> EarlierBlocks {
+    pub fn before(&self, mark: CommitMark) -> EarlierBlocks {
         let state = self.state.lock();
         let Some(lists) = &state.lists else { return EarlierBlocks::Nothing };
         let is_before = |list: &BlockList| list.chain.id() < mark.0 && !list.is_empty();

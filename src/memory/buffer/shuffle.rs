@@ -11,7 +11,7 @@ use std::sync::Arc;
 use parking_lot::RwLock;
 
 use crate::memory::admission::metadata_reserve::SPARE_BYTES;
-use crate::memory::buffer::{Buffer, PARTITION_BYTES, Shared};
+use crate::memory::buffer::{Buffer, BufferContext, PARTITION_BYTES};
 use crate::memory::error::MemoryError;
 use crate::memory::persistent::names::ShuffleName;
 use uniffle_base::budget::{Budget, Charge, HeapFull, HeapKind, NoCapacity};
@@ -19,7 +19,7 @@ use uniffle_wire::types::{Distribution, PartitionId, ShuffleKey};
 
 /// A buffer that a flush could take from.
 #[derive(Debug, Clone)]
-pub struct Candidate {
+pub struct FlushableBuffer {
     /// The shuffle.
     pub key: ShuffleKey,
     /// Order of the shuffle's extents.
@@ -38,9 +38,9 @@ pub struct Candidate {
 /// gigabytes, so it must not be dropped under a lock.
 #[derive(Debug)]
 #[must_use = "dropped under a lock it keeps others waiting"]
-pub struct Evicted(pub(in crate::memory) Arc<ShuffleBuffers>);
+pub struct EvictedBuffers(pub(in crate::memory) Arc<ShuffleBuffers>);
 
-impl Drop for Evicted {
+impl Drop for EvictedBuffers {
     fn drop(&mut self) {
         self.0.purge();
         self.0.shared.supply.lists.give_back(SPARE_BYTES);
@@ -65,7 +65,7 @@ pub struct InMemory {
 pub struct ShuffleBuffers {
     key: ShuffleKey,
     distribution: Distribution,
-    shared: Arc<Shared>,
+    shared: Arc<BufferContext>,
     /// Name for the next process, if the memory outlives this one.
     pub(in crate::memory) name: Option<Arc<ShuffleName>>,
     /// Budget of the application.
@@ -79,7 +79,7 @@ impl ShuffleBuffers {
     pub(in crate::memory) fn new(
         key: ShuffleKey,
         distribution: Distribution,
-        shared: Arc<Shared>,
+        shared: Arc<BufferContext>,
         name: Option<Arc<ShuffleName>>,
         budget: Budget,
     ) -> Self {
@@ -161,7 +161,7 @@ impl ShuffleBuffers {
         }
     }
 
-    pub(in crate::memory) fn candidates(&self) -> Vec<Candidate> {
+    pub(in crate::memory) fn candidates(&self) -> Vec<FlushableBuffer> {
         let buffers = self.buffers.read();
         let mut found = Vec::new();
         for buffer in buffers.iter().flat_map(HashMap::values) {
@@ -171,7 +171,7 @@ impl ShuffleBuffers {
             if active_blocks > 0 {
                 let in_flight_batches = buffer.in_flight_batches();
                 let (key, distribution) = (self.key.clone(), self.distribution);
-                found.push(Candidate {
+                found.push(FlushableBuffer {
                     key,
                     distribution,
                     buffer: Arc::clone(buffer),

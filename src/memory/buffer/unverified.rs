@@ -30,7 +30,7 @@ pub(in crate::memory) struct Verification {
     /// Number of buffers with unverified blocks.
     pub(in crate::memory) buffers: AtomicUsize,
     /// Notified of a partition with damaged blocks before its other blocks are served.
-    pub(in crate::memory) hearer: DamageNotifier,
+    pub(in crate::memory) listener: DamageNotifier,
 }
 
 /// Unverified blocks of one buffer.

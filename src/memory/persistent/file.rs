@@ -18,8 +18,8 @@ use listenfd::ListenFd;
 use rustix::fs::{Access, FlockOperation, MemfdFlags, Mode, OFlags, StatVfs};
 use rustix::io::Errno;
 
-use super::layout::{Damage, Geometry, HEADER_WORDS, Header, NODE_BYTES_MAX};
-use super::table::Table;
+use super::layout::{Geometry, HEADER_WORDS, Header, HeaderDamage, NODE_BYTES_MAX};
+use super::table::BlockTable;
 use crate::memory::region::Region;
 
 /// Name of the file in the directory of `memory_store.backing`.
@@ -119,7 +119,7 @@ impl Owner {
 
 /// Reasons for refusing a region.
 #[derive(Debug, thiserror::Error)]
-pub enum Refusal {
+pub enum MemoryFileError {
     /// The file would not be in memory and be slow.
     #[error("not on a tmpfs; memory would be written to a disk")]
     NoTmpfs,
@@ -139,7 +139,7 @@ pub enum Refusal {
     NoPages(#[source] io::Error),
     /// The header is not of this version.
     #[error("{0}; {REMEDY}")]
-    Damaged(Damage),
+    Damaged(HeaderDamage),
     /// There are blocks beyond the configured capacity.
     #[error(
         "memory file has room for {found} bytes, and not all of its blocks are in the first {wanted} of \
@@ -177,22 +177,22 @@ pub enum Refusal {
 
 const REMEDY: &str = "delete it to give up its blocks";
 
-impl From<Errno> for Refusal {
+impl From<Errno> for MemoryFileError {
     fn from(error: Errno) -> Self {
         Self::Io(error.into())
     }
 }
 
 /// Converts damage for the public error.
-impl From<Damage> for Refusal {
-    fn from(damage: Damage) -> Self {
+impl From<HeaderDamage> for MemoryFileError {
+    fn from(damage: HeaderDamage) -> Self {
         Self::Damaged(damage)
     }
 }
 
 /// A file that belongs to this process while this value exists.
 #[derive(Debug)]
-pub(in crate::memory) struct Held {
+pub(in crate::memory) struct MemoryFile {
     file: OwnedFd,
     path: Option<PathBuf>,
     /// Length that the mapping needs. 0 before there is a mapping.
@@ -201,7 +201,7 @@ pub(in crate::memory) struct Held {
     is_cut: AtomicBool,
 }
 
-impl Held {
+impl MemoryFile {
     fn new(file: OwnedFd, path: Option<PathBuf>) -> Self {
         Self { file, path, bytes: 0, is_cut: AtomicBool::new(false) }
     }
@@ -264,7 +264,7 @@ impl Held {
         self.path.is_none().then(|| self.file.try_clone()).transpose()
     }
 
-    fn in_directory(directory: &Path) -> Result<Self, Refusal> {
+    fn in_directory(directory: &Path) -> Result<Self, MemoryFileError> {
         if let Some(tmpfs) = tmpfs_without(directory) {
             match rustix::fs::mkdir(directory, Mode::RWXU) {
                 Ok(()) => {
@@ -290,15 +290,15 @@ impl Held {
                 return Ok(Self::new(file, Some(path)));
             }
         }
-        Err(Refusal::InUse)
+        Err(MemoryFileError::InUse)
     }
 
     /// Opens and locks the file in `directory`, if there is one.
-    pub(super) fn existing(directory: &Path) -> Result<Option<Self>, Refusal> {
+    pub(super) fn existing(directory: &Path) -> Result<Option<Self>, MemoryFileError> {
         let path = match check_directory(directory) {
-            Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(MemoryFileError::Io(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             // No worker could have its memory there.
-            Err(Refusal::NoTmpfs) => return Ok(None),
+            Err(MemoryFileError::NoTmpfs) => return Ok(None),
             checked => checked?,
         };
         match rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty()) {
@@ -316,19 +316,19 @@ impl Held {
         self.path.as_deref()
     }
 
-    fn without_name() -> Result<Self, Refusal> {
+    fn without_name() -> Result<Self, MemoryFileError> {
         let file = rustix::fs::memfd_create("uniffle-worker-memory", MemfdFlags::CLOEXEC)?;
         Ok(Self::new(file, None))
     }
 
     /// Wraps an inherited descriptor. The file needs no lock, because it has no name: only a
     /// process that was handed a descriptor can open it.
-    pub(super) fn inherited(file: OwnedFd) -> Result<Self, Refusal> {
+    pub(super) fn inherited(file: OwnedFd) -> Result<Self, MemoryFileError> {
         rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::CLOEXEC)?;
         Ok(Self::new(file, None))
     }
 
-    pub(super) fn header(&self) -> Result<Option<Header>, Refusal> {
+    pub(super) fn header(&self) -> Result<Option<Header>, MemoryFileError> {
         let mut bytes = [0; 8 * HEADER_WORDS];
         let mut read = 0;
         loop {
@@ -344,17 +344,17 @@ impl Held {
         Ok(Header::decode(&words)?)
     }
 
-    pub(super) fn bytes(&self) -> Result<u64, Refusal> {
+    pub(super) fn bytes(&self) -> Result<u64, MemoryFileError> {
         Ok(u64::try_from(rustix::fs::fstat(&self.file)?.st_size).unwrap_or_default())
     }
 
-    fn resident_bytes(&self) -> Result<u64, Refusal> {
+    fn resident_bytes(&self) -> Result<u64, MemoryFileError> {
         let blocks = u64::try_from(rustix::fs::fstat(&self.file)?.st_blocks).unwrap_or_default();
         Ok(blocks * STAT_BLOCK_BYTES)
     }
 
     /// Extends the file to the length of a region of `geometry`. Allocates no page.
-    fn grow(&mut self, geometry: Geometry) -> Result<(), Refusal> {
+    fn grow(&mut self, geometry: Geometry) -> Result<(), MemoryFileError> {
         let (needs, has) = (geometry.bytes(), self.bytes()?);
         if needs > has {
             if self.path.is_some() {
@@ -368,7 +368,7 @@ impl Held {
     }
 
     /// Removes the part of the file that is beyond the region.
-    fn shorten(&self) -> Result<(), Refusal> {
+    fn shorten(&self) -> Result<(), MemoryFileError> {
         let has = self.bytes()?;
         if has > self.bytes {
             let (bytes, capacity_end) = (has, self.bytes);
@@ -384,9 +384,9 @@ impl Held {
     }
 }
 
-fn lock(file: &OwnedFd) -> Result<(), Refusal> {
+fn lock(file: &OwnedFd) -> Result<(), MemoryFileError> {
     match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
-        Err(Errno::WOULDBLOCK) => Err(Refusal::InUse),
+        Err(Errno::WOULDBLOCK) => Err(MemoryFileError::InUse),
         locked => Ok(locked?),
     }
 }
@@ -396,42 +396,42 @@ fn lock(file: &OwnedFd) -> Result<(), Refusal> {
 ///
 /// The header states only the initial size. The region grows with its file, so that no store
 /// changes the header.
-fn judge(found: &Header, wanted: &Header, file_bytes: u64) -> Result<Geometry, Refusal> {
+fn judge(found: &Header, wanted: &Header, file_bytes: u64) -> Result<Geometry, MemoryFileError> {
     if found.boot != wanted.boot {
-        return Err(Refusal::Boot);
+        return Err(MemoryFileError::Boot);
     }
     if found.node != wanted.node {
-        return Err(Refusal::Node { found: found.node.clone(), wanted: wanted.node.clone() });
+        return Err(MemoryFileError::Node { found: found.node.clone(), wanted: wanted.node.clone() });
     }
     let (has, wants) = (found.geometry, wanted.geometry.data_bytes);
     if file_bytes < has.bytes() {
-        return Err(Refusal::Short { has: file_bytes, needs: has.bytes() });
+        return Err(MemoryFileError::Short { has: file_bytes, needs: has.bytes() });
     }
     Ok(Geometry { data_bytes: wants, ..has })
 }
 
 /// Maps the region of `geometry`. Fails if an existing file has blocks beyond it.
-fn map(held: &Held, geometry: Geometry) -> Result<Arc<Table>, Refusal> {
+fn map(held: &MemoryFile, geometry: Geometry) -> Result<Arc<BlockTable>, MemoryFileError> {
     let front = usize::try_from(geometry.front_bytes()).map_err(io::Error::other)?;
     let region = Region::shared(&held.file, front, geometry.data_bytes)?;
-    let table = Table::new(region, geometry).map_err(Refusal::NoPages)?;
+    let table = BlockTable::new(region, geometry).map_err(MemoryFileError::NoPages)?;
     let file_bytes = held.bytes()?;
     if file_bytes > geometry.bytes() && !table.has_all_blocks() {
         table.release();
         let found = file_bytes - geometry.front_bytes();
-        return Err(Refusal::Size { found, wanted: geometry.data_bytes });
+        return Err(MemoryFileError::Size { found, wanted: geometry.data_bytes });
     }
     Ok(table)
 }
 
-impl AsFd for Held {
+impl AsFd for MemoryFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
 }
 
 /// A region in a file, which is locked while both exist.
-pub(in crate::memory) type Opened = (Arc<Table>, Held);
+pub(in crate::memory) type Opened = (Arc<BlockTable>, MemoryFile);
 
 /// Size of a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -447,12 +447,12 @@ pub(in crate::memory) fn open(
     inherited: Option<OwnedFd>,
     owner: &Owner,
     size: RegionSize,
-) -> Result<Option<Opened>, Refusal> {
+) -> Result<Option<Opened>, MemoryFileError> {
     let mut held = match (backing, inherited) {
         (Backing::Auto | Backing::Private, _) => return Ok(None),
-        (Backing::Memfd, Some(file)) => Held::inherited(file)?,
-        (Backing::Memfd, None) => Held::without_name()?,
-        (Backing::Directory(path), _) => Held::in_directory(path)?,
+        (Backing::Memfd, Some(file)) => MemoryFile::inherited(file)?,
+        (Backing::Memfd, None) => MemoryFile::without_name()?,
+        (Backing::Directory(path), _) => MemoryFile::in_directory(path)?,
     };
     let geometry = Geometry::of(Region::bytes_of(size.bytes)?, size.blocks);
     let wanted = Header { geometry, boot: owner.boot, node: owner.node.clone() };
@@ -474,7 +474,11 @@ pub(in crate::memory) fn open(
 }
 
 /// Checks whether a worker could start with `backing` and take over an existing file.
-pub(in crate::memory) fn check(backing: &Backing, owner: &Owner, size: RegionSize) -> Result<(), Refusal> {
+pub(in crate::memory) fn check(
+    backing: &Backing,
+    owner: &Owner,
+    size: RegionSize,
+) -> Result<(), MemoryFileError> {
     let Backing::Directory(directory) = backing else { return Ok(()) };
     let geometry = Geometry::of(Region::bytes_of(size.bytes)?, size.blocks);
     if let Some(tmpfs) = tmpfs_without(directory) {
@@ -484,7 +488,7 @@ pub(in crate::memory) fn check(backing: &Backing, owner: &Owner, size: RegionSiz
     let path = check_directory(directory)?;
     let file = match rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())
     {
-        Ok(file) => Held::new(file, None),
+        Ok(file) => MemoryFile::new(file, None),
         Err(Errno::NOENT) => {
             rustix::fs::access(directory, Access::WRITE_OK | Access::EXEC_OK)?;
             let of = rustix::fs::statvfs(directory)?;
@@ -506,8 +510,8 @@ pub(in crate::memory) fn check(backing: &Backing, owner: &Owner, size: RegionSiz
 }
 
 /// Returns the path of the file in `directory`, which must be in a tmpfs.
-fn check_directory(directory: &Path) -> Result<PathBuf, Refusal> {
-    if is_of_tmpfs(directory)? { Ok(directory.join(OsStr::new(FILE))) } else { Err(Refusal::NoTmpfs) }
+fn check_directory(directory: &Path) -> Result<PathBuf, MemoryFileError> {
+    if is_of_tmpfs(directory)? { Ok(directory.join(OsStr::new(FILE))) } else { Err(MemoryFileError::NoTmpfs) }
 }
 
 fn is_of_tmpfs(directory: &Path) -> Result<bool, Errno> {
@@ -526,7 +530,7 @@ fn tmpfs_without(directory: &Path) -> Option<&Path> {
 }
 
 /// Checks whether a region of another size fits after a running worker deleted its own.
-pub(super) fn check_room(backing: &Backing, size: RegionSize) -> Result<(), Refusal> {
+pub(super) fn check_room(backing: &Backing, size: RegionSize) -> Result<(), MemoryFileError> {
     let Backing::Directory(directory) = backing else { return Ok(()) };
     let there = rustix::fs::stat(check_directory(directory)?);
     let freed = there.map_or(0, |file| u64::try_from(file.st_blocks).unwrap_or(0) * STAT_BLOCK_BYTES);
@@ -535,9 +539,9 @@ pub(super) fn check_room(backing: &Backing, size: RegionSize) -> Result<(), Refu
 }
 
 /// Checks whether a file of `needs` bytes fits. A tmpfs without a limit reports 0 blocks in total.
-fn room(of: &StatVfs, needs: u64) -> Result<(), Refusal> {
+fn room(of: &StatVfs, needs: u64) -> Result<(), MemoryFileError> {
     let has = of.f_bavail.saturating_mul(of.f_frsize);
-    if of.f_blocks > 0 && has < needs { Err(Refusal::NoRoom { needs, has }) } else { Ok(()) }
+    if of.f_blocks > 0 && has < needs { Err(MemoryFileError::NoRoom { needs, has }) } else { Ok(()) }
 }
 
 /// Takes ownership of the descriptor at `index` of `inherited`, whatever it is. Works once.

@@ -58,7 +58,7 @@ const _: () = assert!(APP_ID_BYTES_MAX <= 8 * (NAME_WORDS - 2));
 /// | at | words | content |
 /// | --- | --- | --- |
 /// | 0 | 512 | header: [`Header`], then the numbers of names and rows that were ever used |
-/// | 4 KiB | 32 × names | shuffles of applications: [`Name`]; may have holes |
+/// | 4 KiB | 32 × names | shuffles of applications: [`NameRecord`]; may have holes |
 /// | behind | 8 × rows | a [`Row`] per block, [`Pieces`] per three more pieces; may have holes |
 /// | next multiple of 2 MiB | `data_bytes` / 8 | segments |
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,7 +115,7 @@ pub(super) struct Header {
 
 /// Reasons why a header is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Damage {
+pub enum HeaderDamage {
     /// Not written by this program.
     Foreign,
     /// Written by another version.
@@ -140,16 +140,16 @@ impl Header {
     }
 
     /// Decodes a header. Returns `None` for a region whose creation was not completed.
-    pub(super) fn decode(words: &[u64]) -> Result<Option<Self>, Damage> {
+    pub(super) fn decode(words: &[u64]) -> Result<Option<Self>, HeaderDamage> {
         let Some((head, rest)) = words.split_at_checked(CHECKED_WORDS) else { return Ok(None) };
         match (head[0], head[1]) {
             (0, _) => return Ok(None),
             (MAGIC, VERSION) => {}
-            (MAGIC, version) => return Err(Damage::Version(version)),
-            _ => return Err(Damage::Foreign),
+            (MAGIC, version) => return Err(HeaderDamage::Version(version)),
+            _ => return Err(HeaderDamage::Foreign),
         }
         if rest.first() != Some(&u64::from(checksum(head, 0))) {
-            return Err(Damage::Checksum);
+            return Err(HeaderDamage::Checksum);
         }
         let decoded = || {
             let [names, rows] = [head[3], head[4]].map(|count| u32::try_from(count).ok());
@@ -158,17 +158,17 @@ impl Header {
             let node = text_of(&head[NODE_AT..], usize::try_from(head[7]).ok()?)?;
             Some(Self { geometry, boot, node })
         };
-        decoded().map(Some).ok_or(Damage::Checksum)
+        decoded().map(Some).ok_or(HeaderDamage::Checksum)
     }
 }
 
 /// A shuffle that rows belong to.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Name(pub(super) ShuffleKey);
+pub(super) struct NameRecord(pub(super) ShuffleKey);
 
 const NAME_TAG: u32 = 0x4e41_4d45;
 
-impl Name {
+impl NameRecord {
     /// Encodes the name as number `at`, the commit first.
     pub(super) fn encode(&self, at: u32) -> [u64; NAME_WORDS] {
         let app = self.0.app.as_str();
@@ -253,7 +253,7 @@ impl Row {
 
 /// A contiguous part of a block, as an offset in the segments and a length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Extent {
+pub(super) struct RegionRange {
     pub(in crate::memory) offset: u64,
     pub(in crate::memory) len: u32,
 }
@@ -262,7 +262,7 @@ pub(super) struct Extent {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Pieces {
     /// The pieces. Unused ones have no bytes.
-    pub(super) pieces: [Extent; PIECES_PER_ROW],
+    pub(super) pieces: [RegionRange; PIECES_PER_ROW],
     /// Number of the next row with pieces, or [`NO_ROW`].
     pub(super) next: u32,
 }
@@ -285,9 +285,9 @@ impl Pieces {
     /// Decodes the pieces with number `at`.
     pub(super) fn decode(words: &[u64; ROW_WORDS], at: u32) -> Option<Self> {
         let rest = committed(PIECES_TAG, words, at)?;
-        let mut pieces = [Extent { offset: 0, len: 0 }; PIECES_PER_ROW];
+        let mut pieces = [RegionRange { offset: 0, len: 0 }; PIECES_PER_ROW];
         for (piece, place) in pieces.iter_mut().zip(rest[1..].as_chunks::<2>().0) {
-            *piece = Extent { offset: place[0], len: u32::try_from(place[1]).ok()? };
+            *piece = RegionRange { offset: place[0], len: u32::try_from(place[1]).ok()? };
         }
         Some(Self { pieces, next: u32::try_from(rest[0]).ok()? })
     }
@@ -345,7 +345,7 @@ fn text_of(words: &[u64], len: usize) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-impl fmt::Display for Damage {
+impl fmt::Display for HeaderDamage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Foreign => f.write_str("not a memory file of a worker"),
@@ -378,9 +378,9 @@ mod tests {
             damaged[bit / 64] ^= 1 << (bit % 64);
             let said = Header::decode(&damaged);
             let expected = match bit / 64 {
-                0 => Damage::Foreign,
-                1 => Damage::Version(damaged[1]),
-                _ => Damage::Checksum,
+                0 => HeaderDamage::Foreign,
+                1 => HeaderDamage::Version(damaged[1]),
+                _ => HeaderDamage::Checksum,
             };
             assert_eq!(said, Err(expected), "bit {bit}");
         }
@@ -432,7 +432,7 @@ mod tests {
             let mut words = words;
             let rest = words[1..].to_vec();
             words[0] = commit_word([NAME_TAG, ROW_TAG, PIECES_TAG][tag], &rest, 7);
-            let _ = Name::decode(&words, 7);
+            let _ = NameRecord::decode(&words, 7);
             let mut row = [0; ROW_WORDS];
             row.copy_from_slice(&words[..ROW_WORDS]);
             row[0] = commit_word([NAME_TAG, ROW_TAG, PIECES_TAG][tag], &rest[..ROW_WORDS - 1], 7);
@@ -444,11 +444,12 @@ mod tests {
     #[test]
     fn names_and_segments_round_trip() {
         let key = ShuffleKey::new(AppId::parse(&"a".repeat(APP_ID_BYTES_MAX)).unwrap(), ShuffleId(-3));
-        let name = Name(key);
-        assert_eq!(Name::decode(&name.encode(9), 9), Some(name.clone()));
-        assert_eq!(Name::decode(&name.encode(9), 8), None);
-        let piece = |offset| Extent { offset, len: 4096 };
-        let pieces = Pieces { pieces: [piece(1), piece(1 << 40), Extent { offset: 0, len: 0 }], next: 12 };
+        let name = NameRecord(key);
+        assert_eq!(NameRecord::decode(&name.encode(9), 9), Some(name.clone()));
+        assert_eq!(NameRecord::decode(&name.encode(9), 8), None);
+        let piece = |offset| RegionRange { offset, len: 4096 };
+        let pieces =
+            Pieces { pieces: [piece(1), piece(1 << 40), RegionRange { offset: 0, len: 0 }], next: 12 };
         assert_eq!(Pieces::decode(&pieces.encode(3), 3), Some(pieces));
     }
 }

@@ -8,14 +8,14 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
-use super::layout::{NAME_WORDS, Name};
-use super::table::Table;
+use super::layout::{NAME_WORDS, NameRecord};
+use super::table::BlockTable;
 use uniffle_wire::types::ShuffleKey;
 
 /// A shuffle's place among the names, to which its rows refer. It is freed with the last of them.
 #[derive(Debug)]
-pub(in crate::memory) struct Named {
-    pub(super) table: Arc<Table>,
+pub(in crate::memory) struct NameSlot {
+    pub(super) table: Arc<BlockTable>,
     pub(super) at: u32,
 }
 
@@ -23,9 +23,9 @@ pub(in crate::memory) struct Named {
 /// many names or no pages for more.
 #[derive(Debug)]
 pub(in crate::memory) struct ShuffleName {
-    table: Arc<Table>,
+    table: Arc<BlockTable>,
     key: ShuffleKey,
-    named: OnceLock<Arc<Named>>,
+    named: OnceLock<Arc<NameSlot>>,
     state: Mutex<Protection>,
 }
 
@@ -42,9 +42,9 @@ enum Protection {
 impl ShuffleName {
     /// Creates the access of shuffle `key`. `named` is its name, if there was a place for one.
     pub(in crate::memory) fn new(
-        table: &Arc<Table>,
+        table: &Arc<BlockTable>,
         key: &ShuffleKey,
-        named: Option<Arc<Named>>,
+        named: Option<Arc<NameSlot>>,
     ) -> Arc<Self> {
         let state = if named.is_some() { Protection::Whole } else { Protection::Partial };
         table.count_unprotected(0, u64::from(named.is_none()));
@@ -58,7 +58,7 @@ impl ShuffleName {
     }
 
     /// Returns the name, if the shuffle has one.
-    pub(in crate::memory) fn get(&self) -> Option<&Arc<Named>> {
+    pub(in crate::memory) fn get(&self) -> Option<&Arc<NameSlot>> {
         self.named.get()
     }
 
@@ -105,29 +105,29 @@ impl Drop for ShuffleName {
     }
 }
 
-impl Table {
+impl BlockTable {
     /// Takes a name for `key`. Returns `None` while there are too many.
-    pub(in crate::memory) fn name(self: &Arc<Self>, key: &ShuffleKey) -> Option<Arc<Named>> {
+    pub(in crate::memory) fn name(self: &Arc<Self>, key: &ShuffleKey) -> Option<Arc<NameSlot>> {
         let at = self.take(&self.names, &mut self.names.lock()).ok()?;
-        let named = Arc::new(Named { table: Arc::clone(self), at });
-        self.commit(self.names.word_of(at), &Name(key.clone()).encode(at));
+        let named = Arc::new(NameSlot { table: Arc::clone(self), at });
+        self.commit(self.names.word_of(at), &NameRecord(key.clone()).encode(at));
         Some(named)
     }
 
     /// Returns the existing name with number `at` of an earlier process.
-    pub(super) fn named(self: &Arc<Self>, at: u32) -> Arc<Named> {
-        Arc::new(Named { table: Arc::clone(self), at })
+    pub(super) fn named(self: &Arc<Self>, at: u32) -> Arc<NameSlot> {
+        Arc::new(NameSlot { table: Arc::clone(self), at })
     }
 
     /// Returns the shuffles of an earlier process with the numbers of their names.
     pub(super) fn found_names(&self) -> Vec<(u32, ShuffleKey)> {
-        let name = |at| Name::decode(&self.words::<NAME_WORDS>(self.names.word_of(at)), at);
+        let name = |at| NameRecord::decode(&self.words::<NAME_WORDS>(self.names.word_of(at)), at);
         let places = self.names.to_be_read();
         places.filter_map(|at| Some((at, name(at)?.0))).collect()
     }
 }
 
-impl Named {
+impl NameSlot {
     /// Clears the name of a purged shuffle. Its rows are then invalid, even if this process dies.
     pub(in crate::memory) fn disown(&self) {
         if !self.table.is_released() {
@@ -136,7 +136,7 @@ impl Named {
     }
 }
 
-impl Drop for Named {
+impl Drop for NameSlot {
     fn drop(&mut self) {
         if !self.table.is_released() {
             self.disown();

@@ -4,14 +4,14 @@
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use super::file::{Held, Owner, Refusal};
-use super::table::Table;
+use super::file::{MemoryFile, MemoryFileError, Owner};
+use super::table::BlockTable;
 use crate::memory::region::Region;
 
 /// The contents of a memory file of `owner`, held by this process while this value exists.
 #[derive(Debug)]
 pub struct OrphanedMemory {
-    file: Held,
+    file: MemoryFile,
     /// Number of committed blocks of its shuffles.
     pub blocks: u64,
 }
@@ -21,29 +21,29 @@ impl OrphanedMemory {
     ///
     /// # Errors
     /// Another process holds it, or it cannot be read.
-    pub fn in_directory(directory: &Path, owner: &Owner) -> Result<Option<Self>, Refusal> {
-        Held::existing(directory)?.map_or(Ok(None), |file| Self::of(file, owner))
+    pub fn in_directory(directory: &Path, owner: &Owner) -> Result<Option<Self>, MemoryFileError> {
+        MemoryFile::existing(directory)?.map_or(Ok(None), |file| Self::of(file, owner))
     }
 
     /// Opens an unnamed file that was handed over.
     ///
     /// # Errors
     /// Another process holds it, or it cannot be read.
-    pub fn passed(file: OwnedFd, owner: &Owner) -> Result<Option<Self>, Refusal> {
-        Self::of(Held::inherited(file)?, owner)
+    pub fn passed(file: OwnedFd, owner: &Owner) -> Result<Option<Self>, MemoryFileError> {
+        Self::of(MemoryFile::inherited(file)?, owner)
     }
 
-    fn of(file: Held, owner: &Owner) -> Result<Option<Self>, Refusal> {
+    fn of(file: MemoryFile, owner: &Owner) -> Result<Option<Self>, MemoryFileError> {
         let found = file.header()?.filter(|found| found.boot == owner.boot && found.node == owner.node);
         let Some(found) = found else { return Ok(None) };
         let bytes = file.bytes()?;
         if bytes < found.geometry.bytes() {
-            return Err(Refusal::Short { has: bytes, needs: found.geometry.bytes() });
+            return Err(MemoryFileError::Short { has: bytes, needs: found.geometry.bytes() });
         }
         let front = found.geometry.front_bytes();
         let region =
             Region::shared(&file, usize::try_from(front).map_err(std::io::Error::other)?, bytes - front)?;
-        let table = Table::new(region, found.geometry).map_err(Refusal::NoPages)?;
+        let table = BlockTable::new(region, found.geometry).map_err(MemoryFileError::NoPages)?;
         let names: hashbrown::HashSet<u32> = table.found_names().into_iter().map(|(at, _)| at).collect();
         let rows = table.found_rows(table.rows.to_be_read());
         let blocks = rows.filter(|(_, row)| names.contains(&row.name)).count() as u64;

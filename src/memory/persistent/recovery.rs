@@ -15,7 +15,7 @@ use std::time::Duration;
 use tokio::time::interval;
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleKey};
 
-use super::file::{self, Owner, Refusal};
+use super::file::{self, MemoryFileError, Owner};
 use super::restore::RetainedShuffle;
 use super::sigbus;
 use crate::log::OnDamage;
@@ -37,7 +37,7 @@ impl Memory {
     ///
     /// # Errors
     /// The reason why it would fail.
-    pub fn check(config: &MemoryConfig, owner: &Owner) -> Result<(), Refusal> {
+    pub fn check(config: &MemoryConfig, owner: &Owner) -> Result<(), MemoryFileError> {
         file::check(&config.backing, owner, region_size(config))
     }
 
@@ -46,7 +46,7 @@ impl Memory {
     ///
     /// # Errors
     /// The reason why it would fail.
-    pub fn check_room(config: &MemoryConfig) -> Result<(), Refusal> {
+    pub fn check_room(config: &MemoryConfig) -> Result<(), MemoryFileError> {
         file::check_room(&config.backing, region_size(config))
     }
 
@@ -65,12 +65,12 @@ impl Memory {
         made: impl Fn(PartitionId, Vec<BlockId>) -> T + Sync,
     ) -> Vec<(PartitionId, T)> {
         let (Some(kept), Some(buffers)) = (&self.kept, self.shuffle(key)) else { return Vec::new() };
-        let found = kept.leftover.lock().found();
-        let named = buffers.name.as_ref().and_then(|name| name.get());
-        let (Some(leftover), Some(named)) = (&found, named) else { return Vec::new() };
-        let (partitions, next) = (leftover.partitions(key), AtomicUsize::new(0));
+        let found = kept.recovered.lock().found();
+        let name = buffers.name.as_ref().and_then(|name| name.get());
+        let (Some(recovered), Some(name)) = (&found, name) else { return Vec::new() };
+        let (partitions, next) = (recovered.partitions(key), AtomicUsize::new(0));
         let restore_one = |partition: PartitionId| {
-            let left = leftover.take(key, (partition, named), elsewhere(partition), &buffers.budget)?;
+            let left = recovered.take(key, partition, name, elsewhere(partition), &buffers.budget)?;
             match buffers.buffer_of(partition, |bytes| Ok(heap.force_charge(bytes))) {
                 Ok(_) if left.blocks.is_empty() => None,
                 Ok(buffer) => {
@@ -103,7 +103,7 @@ impl Memory {
     /// is found and before the other blocks are served. Damage found earlier is reported now. Only
     /// the first call has an effect.
     pub fn on_damage(&self, on_damage: OnDamage) {
-        self.shared.verification.hearer.set(on_damage);
+        self.shared.verification.listener.set(on_damage);
     }
 
     /// Returns whether some recovered blocks are unverified. Serving such blocks verifies them
@@ -130,7 +130,7 @@ impl Memory {
     /// Returns the number of shuffles that an earlier process left. Must be called before any
     /// shuffle is registered.
     #[must_use]
-    pub fn left_shuffles(&self) -> usize {
+    pub fn recoverable_shuffles(&self) -> usize {
         self.kept.as_ref().map_or(0, |kept| kept.table.found_names().len())
     }
 
@@ -139,34 +139,34 @@ impl Memory {
     /// registered or its application ends. Returns the number of blocks.
     pub fn keep_for_later(&self, is_left: impl Fn(&ShuffleKey) -> bool) -> usize {
         let Some(kept) = &self.kept else { return 0 };
-        let Some(leftover) = kept.leftover.lock().found() else { return 0 };
+        let Some(recovered) = kept.recovered.lock().found() else { return 0 };
         let is_left = |key: &ShuffleKey| self.shuffle(key).is_none() && is_left(key);
-        let left = leftover.take_left(is_left, &self.shared.budget, &self.shared.supply.blocks);
+        let left = recovered.take_left(is_left, &self.shared.budget, &self.shared.supply.blocks);
         let blocks = left.values().map(RetainedShuffle::blocks).sum();
-        kept.for_later.lock().extend(left);
+        kept.retained.lock().extend(left);
         blocks
     }
 
     /// Frees the blocks of kept shuffles for which `is_over` is true.
-    pub(in crate::memory) fn drop_left_for_later(&self, is_over: impl Fn(&ShuffleKey) -> bool) {
+    pub(in crate::memory) fn drop_retained(&self, is_over: impl Fn(&ShuffleKey) -> bool) {
         let Some(kept) = &self.kept else { return };
-        let mut for_later = kept.for_later.lock();
-        if !for_later.is_empty() {
-            for_later.retain(|key, _| !is_over(key));
+        let mut retained = kept.retained.lock();
+        if !retained.is_empty() {
+            retained.retain(|key, _| !is_over(key));
         }
     }
 
     /// Frees the kept blocks and the tickets of an application that has ended.
     pub fn forget_app(&self, app: &AppId) {
         self.tickets().forget_app(app);
-        self.drop_left_for_later(|key| key.app == *app);
+        self.drop_retained(|key| key.app == *app);
     }
 
     /// Ends the recovery and frees blocks that were neither restored nor
     /// [kept](Memory::keep_for_later). Returns the number of blocks that an earlier process left
     /// and the number restored.
     pub fn finish_restore(&self) -> (u64, u64) {
-        let left = self.kept.as_ref().and_then(|kept| kept.leftover.lock().end());
+        let left = self.kept.as_ref().and_then(|kept| kept.recovered.lock().end());
         let Some(left) = left else { return (0, 0) };
         let found = left.blocks() as u64;
         left.finish();
@@ -240,11 +240,11 @@ impl Memory {
     /// Releases the memory to the next process: dropping blocks no longer removes them, and nothing
     /// more is committed. A file without blocks is deleted.
     pub fn release(&self) {
-        let Some(PersistentMemory { table, file, for_later, .. }) = &self.kept else { return };
+        let Some(PersistentMemory { table, file, retained, .. }) = &self.kept else { return };
         table.release();
         self.shared.supply.region.release();
         let mut left = Ok(());
-        if self.block_count() == 0 && for_later.lock().is_empty() {
+        if self.block_count() == 0 && retained.lock().is_empty() {
             table.end();
             left = file.remove();
         }

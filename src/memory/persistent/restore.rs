@@ -19,10 +19,10 @@ use std::thread::JoinHandle;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use super::layout::{Extent, Row};
-use super::names::Named;
-use super::rows::{Further, Kept};
-use super::table::Table;
+use super::layout::{RegionRange, Row};
+use super::names::NameSlot;
+use super::rows::{CommittedRows, FurtherPieces};
+use super::table::BlockTable;
 use crate::memory::parts::{on_threads, threads_for};
 use crate::memory::region::buddy::{BLOCK_BYTES, UNIT_BYTES};
 use crate::memory::region::{Region, Segment, Slice};
@@ -39,7 +39,7 @@ const ROWS_AT_ONCE: usize = 32;
 /// All blocks that an earlier process left. Shared by registrations and restores.
 #[derive(Debug)]
 pub(in crate::memory) struct RecoveredBlocks {
-    table: Arc<Table>,
+    table: Arc<BlockTable>,
     names: HashMap<ShuffleKey, u32>,
     /// Names that registered shuffles use again.
     taken_names: Mutex<TakenNames>,
@@ -54,7 +54,7 @@ pub(in crate::memory) struct RecoveredBlocks {
 struct TakenNames {
     numbers: HashSet<u32>,
     /// Names kept until no row of the earlier process points to them.
-    named: Vec<Arc<Named>>,
+    named: Vec<Arc<NameSlot>>,
 }
 
 /// Slots in the tables of names and rows that the earlier process may have used. Registrations
@@ -118,7 +118,7 @@ pub(in crate::memory) enum Search {
 
 impl Search {
     /// Begins the search. Until it ends, no name and no row of `table` may be taken.
-    pub(in crate::memory) fn begin(table: &Arc<Table>) -> Self {
+    pub(in crate::memory) fn begin(table: &Arc<BlockTable>) -> Self {
         if !table.was_used() {
             return Self::Found(Arc::new(RecoveredBlocks::of(Arc::clone(table))));
         }
@@ -152,7 +152,7 @@ pub(in crate::memory) fn joined<T>(thread: JoinHandle<T>) -> T {
 
 /// A restored block and the position of its bytes.
 #[derive(Debug)]
-pub(in crate::memory) struct Block {
+pub(in crate::memory) struct RestoredBlock {
     pub(in crate::memory) meta: BlockMeta,
     pub(in crate::memory) place: BlockPosition,
 }
@@ -168,13 +168,13 @@ pub(in crate::memory) enum BlockPosition {
 
 /// A restored partition.
 #[derive(Debug)]
-pub(in crate::memory) struct Partition {
+pub(in crate::memory) struct RestoredPartition {
     /// Blocks in read order.
-    pub(in crate::memory) blocks: Vec<Block>,
+    pub(in crate::memory) blocks: Vec<RestoredBlock>,
     /// Segments of the chain in ascending order. The chain has no room for more.
     pub(in crate::memory) segments: Vec<Segment>,
     /// Rows of the blocks.
-    pub(in crate::memory) kept: Kept,
+    pub(in crate::memory) kept: CommittedRows,
     /// Number of rows.
     pub(in crate::memory) rows: usize,
     /// Number of the last chain of the partition.
@@ -184,8 +184,8 @@ pub(in crate::memory) struct Partition {
 /// A shuffle that is kept for a later start: its rows and the segments that they point into.
 #[derive(Debug)]
 pub(in crate::memory) struct RetainedShuffle {
-    named: Arc<Named>,
-    partitions: Vec<Partition>,
+    named: Arc<NameSlot>,
+    partitions: Vec<RestoredPartition>,
     _blocks: Charge,
 }
 
@@ -204,7 +204,7 @@ impl Drop for RetainedShuffle {
 
 impl RecoveredBlocks {
     /// Finds the blocks in the region.
-    pub(in crate::memory) fn of(table: Arc<Table>) -> Self {
+    pub(in crate::memory) fn of(table: Arc<BlockTable>) -> Self {
         let found =
             FoundPlaces { names: table.names.chunks_to_be_read(), rows: table.rows.chunks_to_be_read() };
         let names: HashMap<_, _> = table.found_names().into_iter().map(|(at, key)| (key, at)).collect();
@@ -222,7 +222,7 @@ impl RecoveredBlocks {
     }
 
     /// Takes the name that the earlier process gave a shuffle. Works once per name.
-    pub(in crate::memory) fn name(&self, key: &ShuffleKey) -> Option<Arc<Named>> {
+    pub(in crate::memory) fn name(&self, key: &ShuffleKey) -> Option<Arc<NameSlot>> {
         let at = *self.names.get(key)?;
         let mut taken = self.taken_names.lock();
         if !taken.numbers.insert(at) {
@@ -275,10 +275,11 @@ impl RecoveredBlocks {
     pub(in crate::memory) fn take(
         &self,
         key: &ShuffleKey,
-        (partition, named): (PartitionId, &Arc<Named>),
+        partition: PartitionId,
+        name: &Arc<NameSlot>,
         is_elsewhere: impl Fn(BlockId) -> bool,
         budget: &Budget,
-    ) -> Option<Partition> {
+    ) -> Option<RestoredPartition> {
         let found = self.rows(key, partition, is_elsewhere);
         let last_chain = found.last()?.1.order >> 32;
         let mut wanted: Vec<BlockToRestore> = Vec::with_capacity(found.len());
@@ -288,7 +289,7 @@ impl RecoveredBlocks {
         let mut segments = claim(self.table.region(), &pieces, budget);
         let places = adopt(&mut segments, &wanted, &pieces);
         segments.iter_mut().for_each(Segment::close);
-        let mut kept = Kept::new(Arc::clone(named), partition);
+        let mut kept = CommittedRows::new(Arc::clone(name), partition);
         let (mut blocks, mut rows) = (Vec::with_capacity(wanted.len()), 0);
         kept.reserve(wanted.iter().map(|block| 1 + block.further.rows.len()).sum());
         for (wanted, place) in wanted.iter().zip(places) {
@@ -298,9 +299,9 @@ impl RecoveredBlocks {
             };
             rows += 1 + wanted.further.rows.len();
             wanted.rows().for_each(|row| kept.adopt(row));
-            blocks.push(Block { meta: wanted.meta, place });
+            blocks.push(RestoredBlock { meta: wanted.meta, place });
         }
-        Some(Partition { blocks, segments, kept, rows, last_chain })
+        Some(RestoredPartition { blocks, segments, kept, rows, last_chain })
     }
 
     /// Returns the block of a row, if it is complete and no other block has its rows.
@@ -325,7 +326,7 @@ impl RecoveredBlocks {
         for key in self.names.keys().filter(|key| is_left(key)) {
             let Some(named) = self.name(key) else { continue };
             let ids = self.partitions(key).into_iter();
-            let taken = ids.filter_map(|(id, _)| self.take(key, (id, &named), |_| false, budget));
+            let taken = ids.filter_map(|(id, _)| self.take(key, id, &named, |_| false, budget));
             let partitions: Vec<_> = taken.collect();
             let count: usize = partitions.iter().map(|partition| partition.rows).sum();
             let _blocks = rows.force_charge(count as u64);
@@ -366,7 +367,7 @@ fn keep_first(found: &mut Vec<(u32, Row)>) {
 
 /// Groups the rows of named shuffles by partition. Each thread takes one chunk after the other and
 /// returns its own groups.
-fn grouped(table: &Table, chunks: &[Range<u32>], known: &hashbrown::HashSet<u32>) -> Vec<Groups> {
+fn grouped(table: &BlockTable, chunks: &[Range<u32>], known: &hashbrown::HashSet<u32>) -> Vec<Groups> {
     let (rows, next) = (chunks.iter().map(|chunk| chunk.len()).sum(), AtomicUsize::new(0));
     on_threads(threads_for(rows), || {
         let mut groups = Groups::new();
@@ -385,12 +386,12 @@ fn grouped(table: &Table, chunks: &[Range<u32>], known: &hashbrown::HashSet<u32>
 struct BlockToRestore {
     meta: BlockMeta,
     row: u32,
-    first: Extent,
-    further: Further,
+    first: RegionRange,
+    further: FurtherPieces,
 }
 
 impl BlockToRestore {
-    fn extents(&self) -> impl Iterator<Item = Extent> {
+    fn extents(&self) -> impl Iterator<Item = RegionRange> {
         iter::once(self.first).chain(self.further.extents.iter().copied())
     }
 
@@ -408,10 +409,10 @@ impl BlockToRestore {
 type NumberedSlices = SmallVec<[(usize, Slice); 2]>;
 
 /// A piece of the region, the index of its block, and the piece number within the block.
-type Piece = (Extent, usize, usize);
+type BlockPiece = (RegionRange, usize, usize);
 
 /// Returns the pieces of `wanted` in ascending order.
-fn pieces(wanted: &[BlockToRestore]) -> Vec<Piece> {
+fn pieces(wanted: &[BlockToRestore]) -> Vec<BlockPiece> {
     let mut pieces = Vec::with_capacity(wanted.len());
     for (block, it) in wanted.iter().enumerate() {
         pieces.extend(it.extents().enumerate().map(|(number, extent)| (extent, block, number)));
@@ -422,7 +423,7 @@ fn pieces(wanted: &[BlockToRestore]) -> Vec<Piece> {
 
 /// Claims the segments that `pieces` are in, in the same order. Parts of other partitions are
 /// skipped.
-fn claim(region: &Arc<Region>, pieces: &[Piece], budget: &Budget) -> Vec<Segment> {
+fn claim(region: &Arc<Region>, pieces: &[BlockPiece], budget: &Budget) -> Vec<Segment> {
     let mut segments = Vec::new();
     let mut from = 0;
     for run in merged(pieces.iter().map(|(extent, ..)| units_of(extent))) {
@@ -438,7 +439,7 @@ fn claim(region: &Arc<Region>, pieces: &[Piece], budget: &Budget) -> Vec<Segment
 }
 
 /// Returns the byte range of all units that `extent` touches.
-fn units_of(extent: &Extent) -> Range<usize> {
+fn units_of(extent: &RegionRange) -> Range<usize> {
     let start = usize::try_from(extent.offset).unwrap_or(usize::MAX) / UNIT_BYTES * UNIT_BYTES;
     let end = usize::try_from(extent.offset + u64::from(extent.len)).unwrap_or(usize::MAX);
     start..end.next_multiple_of(UNIT_BYTES)
@@ -468,7 +469,7 @@ fn piece_at(from: usize, end: usize) -> usize {
 fn adopt(
     segments: &mut [Segment],
     wanted: &[BlockToRestore],
-    pieces: &[Piece],
+    pieces: &[BlockPiece],
 ) -> Vec<Option<BlockPosition>> {
     let starts = starts(segments);
     let mut places: Vec<Option<BlockPosition>> = Vec::new();
@@ -478,7 +479,7 @@ fn adopt(
     for (extent, block, number) in pieces.iter().copied() {
         near = segment_of(segments, near, extent);
         if wanted[block].has_one_piece()
-            && let Some(at) = place_in_chain(&starts, segments, (near, extent))
+            && let Some(at) = place_in_chain(&starts, segments, near, extent)
         {
             places[block] = absorbed(segments, near, extent).then_some(BlockPosition::Chain(at));
             continue;
@@ -499,7 +500,7 @@ fn adopt(
 }
 
 /// Returns the last segment that begins at `extent` or before, searching from `near`.
-fn segment_of(segments: &[Segment], near: usize, extent: Extent) -> usize {
+fn segment_of(segments: &[Segment], near: usize, extent: RegionRange) -> usize {
     let begins_before = |segment: &Segment| segment.offset() as u64 <= extent.offset;
     let further = segments.get(near + 1..).unwrap_or_default();
     near + further.iter().take_while(|segment| begins_before(segment)).count()
@@ -507,21 +508,21 @@ fn segment_of(segments: &[Segment], near: usize, extent: Extent) -> usize {
 
 /// Returns the chain offset of an extent that begins in segment `at`. `None` beyond the offsets
 /// that a chain can express.
-fn place_in_chain(starts: &[u64], segments: &[Segment], (at, extent): (usize, Extent)) -> Option<u32> {
+fn place_in_chain(starts: &[u64], segments: &[Segment], at: usize, extent: RegionRange) -> Option<u32> {
     let within = extent.offset.checked_sub(segments.get(at)?.offset() as u64)?;
     let end = u32::try_from(starts[at] + within + u64::from(extent.len)).ok()?;
     Some(end - extent.len)
 }
 
 /// Segment numbers, each with a range in the segment.
-type Parts = SmallVec<[(usize, Range<usize>); 2]>;
+type SegmentRanges = SmallVec<[(usize, Range<usize>); 2]>;
 
 /// Splits an extent that begins in segment `at` into parts. Returns `None` if the segments are not
 /// adjacent.
-fn parts(segments: &[Segment], at: usize, extent: Extent) -> Option<Parts> {
+fn parts(segments: &[Segment], at: usize, extent: RegionRange) -> Option<SegmentRanges> {
     let mut from = usize::try_from(extent.offset).ok()?;
     let end = from.checked_add(extent.len as usize)?;
-    let (mut parts, mut number) = (Parts::new(), at);
+    let (mut parts, mut number) = (SegmentRanges::new(), at);
     while from < end {
         let segment = segments.get(number)?;
         let start = from.checked_sub(segment.offset())?;
@@ -537,7 +538,7 @@ fn parts(segments: &[Segment], at: usize, extent: Extent) -> Option<Parts> {
 }
 
 /// Makes an extent readable as a part of the chain. Returns false if part of it is in use.
-fn absorbed(segments: &mut [Segment], at: usize, extent: Extent) -> bool {
+fn absorbed(segments: &mut [Segment], at: usize, extent: RegionRange) -> bool {
     if let Some(segment) = segments.get_mut(at)
         && let Some(range) = within(segment, extent)
     {
@@ -549,13 +550,13 @@ fn absorbed(segments: &mut [Segment], at: usize, extent: Extent) -> bool {
 
 /// Returns the range of an extent in a segment that contains all of it. Most extents are in one
 /// segment.
-fn within(segment: &Segment, extent: Extent) -> Option<Range<usize>> {
+fn within(segment: &Segment, extent: RegionRange) -> Option<Range<usize>> {
     let start = usize::try_from(extent.offset).ok()?.checked_sub(segment.offset())?;
     let end = start.checked_add(extent.len as usize)?;
     (extent.len > 0 && end <= segment.capacity()).then_some(start..end)
 }
 
-fn adopt_one(segments: &mut [Segment], at: usize, extent: Extent) -> Option<SmallVec<[Slice; 2]>> {
+fn adopt_one(segments: &mut [Segment], at: usize, extent: RegionRange) -> Option<SmallVec<[Slice; 2]>> {
     let parts = parts(segments, at, extent)?;
     parts.into_iter().map(|(number, range)| segments[number].adopt(range)).collect()
 }

@@ -10,28 +10,28 @@ use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 
-use super::layout::{Extent, NO_ROW, PIECES_PER_ROW, Pieces, ROW_WORDS, Row};
-use super::names::Named;
-use super::table::{NoPlaces, Table};
+use super::layout::{NO_ROW, PIECES_PER_ROW, Pieces, ROW_WORDS, RegionRange, Row};
+use super::names::NameSlot;
+use super::table::{BlockTable, NoPlaces};
 use crate::memory::region::Slice;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 
 /// Pieces of a block after its first, and the rows they need beside the block's own. Most blocks
 /// have none.
 #[derive(Debug, Default)]
-pub(super) struct Further {
-    pub(super) extents: Vec<Extent>,
+pub(super) struct FurtherPieces {
+    pub(super) extents: Vec<RegionRange>,
     pub(super) rows: Vec<u32>,
 }
 
 /// Taken places for rows that were not written. They are freed on drop.
 #[derive(Debug)]
 pub(in crate::memory) struct FreeRows {
-    table: Arc<Table>,
+    table: Arc<BlockTable>,
     rows: Vec<u32>,
 }
 
-impl Named {
+impl NameSlot {
     /// Takes places for `count` rows of the shuffle.
     ///
     /// # Errors
@@ -51,11 +51,11 @@ impl Named {
     }
 }
 
-impl Table {
+impl BlockTable {
     /// Returns the committed rows of an earlier process at places with pages
-    /// ([`Part::chunks_to_be_read`]).
+    /// ([`TablePart::chunks_to_be_read`]).
     ///
-    /// [`Part::chunks_to_be_read`]: super::table::Part::chunks_to_be_read
+    /// [`TablePart::chunks_to_be_read`]: super::table::Part::chunks_to_be_read
     pub(super) fn found_rows(
         &self,
         places: impl IntoIterator<Item = u32>,
@@ -64,7 +64,7 @@ impl Table {
     }
 
     /// Returns the name number and the partition of a possible row at a place with pages. Only
-    /// [`Table::row`] checks whether it is committed.
+    /// [`BlockTable::row`] checks whether it is committed.
     #[inline]
     pub(super) fn owner(&self, at: u32) -> Option<(u32, i32)> {
         let row = self.region().front().get(self.rows.word_of(at)..)?.first_chunk::<ROW_WORDS>()?;
@@ -97,9 +97,9 @@ impl Table {
     }
 
     /// Returns the pieces of a block. `None` if they do not add up to the block.
-    pub(super) fn pieces(&self, row: &Row) -> Option<(Extent, Further)> {
-        let mut first = Extent { offset: row.offset, len: row.meta.length };
-        let mut all = Further::default();
+    pub(super) fn pieces(&self, row: &Row) -> Option<(RegionRange, FurtherPieces)> {
+        let mut first = RegionRange { offset: row.offset, len: row.meta.length };
+        let mut all = FurtherPieces::default();
         let (mut next, mut further) = (row.next, 0u64);
         while next != NO_ROW {
             let Pieces { pieces, next: behind } = Pieces::decode(&self.row_words(next)?, next)?;
@@ -117,7 +117,7 @@ impl Table {
         }
         first.len = row.meta.length.checked_sub(u32::try_from(further).ok()?)?;
         let data_bytes = self.region().capacity_bytes();
-        let is_inside = |it: &Extent| {
+        let is_inside = |it: &RegionRange| {
             it.offset.checked_add(it.len.into()).is_some_and(|end| end <= data_bytes) && it.len > 0
         };
         (is_inside(&first) && all.extents.iter().all(is_inside)).then_some((first, all))
@@ -147,15 +147,15 @@ pub(in crate::memory) fn rows_of(pieces: usize) -> usize {
 /// Committed rows of one list of blocks. Dropping it clears them, which must happen before the
 /// segments that they point into are freed.
 #[derive(Debug)]
-pub(in crate::memory) struct Kept {
-    named: Arc<Named>,
+pub(in crate::memory) struct CommittedRows {
+    named: Arc<NameSlot>,
     partition: PartitionId,
     rows: Vec<u32>,
 }
 
-impl Kept {
+impl CommittedRows {
     /// Creates an empty set of rows of `partition`.
-    pub(in crate::memory) fn new(named: Arc<Named>, partition: PartitionId) -> Self {
+    pub(in crate::memory) fn new(named: Arc<NameSlot>, partition: PartitionId) -> Self {
         Self { named, partition, rows: Vec::new() }
     }
 
@@ -167,12 +167,12 @@ impl Kept {
         slices: &[Slice],
         free: &mut FreeRows,
     ) {
-        let extent = |slice: &Slice| Extent {
+        let extent = |slice: &Slice| RegionRange {
             offset: slice.place() as u64,
             len: u32::try_from(slice.len()).expect("a segment has at most 2 MiB"),
         };
         let extents = slices.iter().filter(|slice| !slice.is_empty()).map(extent);
-        let extents: SmallVec<[Extent; 4]> = extents.collect();
+        let extents: SmallVec<[RegionRange; 4]> = extents.collect();
         // A block of no bytes has no piece and is not recovered.
         let first = extents.first().map_or(0, |extent| extent.offset);
         let further = extents.get(1..).unwrap_or_default();
@@ -184,7 +184,7 @@ impl Kept {
         }
         for some in further.rchunks(PIECES_PER_ROW) {
             let at = take();
-            let mut pieces = [Extent { offset: 0, len: 0 }; PIECES_PER_ROW];
+            let mut pieces = [RegionRange { offset: 0, len: 0 }; PIECES_PER_ROW];
             pieces[..some.len()].copy_from_slice(some);
             table.commit(table.rows.word_of(at), &Pieces { pieces, next }.encode(at));
             self.rows.push(at);
@@ -208,7 +208,7 @@ impl Kept {
     }
 }
 
-impl Kept {
+impl CommittedRows {
     /// Hides the blocks with these ids from the next process.
     pub(in crate::memory) fn withhold(&self, ids: &HashSet<BlockId>) {
         let table = &self.named.table;
@@ -219,7 +219,7 @@ impl Kept {
     }
 }
 
-impl Drop for Kept {
+impl Drop for CommittedRows {
     fn drop(&mut self) {
         let table = &self.named.table;
         if table.is_released() {

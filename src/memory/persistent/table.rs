@@ -58,11 +58,11 @@ pub(in crate::memory) enum NoPlaces {
 /// A commit writes one cache line beside the payload and takes one lock per run of places. Rows are
 /// charged like lists, so the region cedes the same amount. The unused rest of a chunk of places is
 /// charged too.
-pub(in crate::memory) struct Table {
+pub(in crate::memory) struct BlockTable {
     region: Arc<Region>,
     pub(super) geometry: Geometry,
-    pub(super) names: Part,
-    pub(super) rows: Part,
+    pub(super) names: TablePart,
+    pub(super) rows: TablePart,
     /// Set when the table is released to the next process; nothing is cleared any longer. Set while
     /// both parts are locked.
     released: AtomicBool,
@@ -78,7 +78,7 @@ pub(super) type Hook = Box<dyn FnMut(&Region) + Send>;
 
 /// The names or the rows of a table.
 #[derive(Debug)]
-pub(super) struct Part {
+pub(super) struct TablePart {
     /// Word of the first place, and words per place.
     first: usize,
     words: usize,
@@ -89,18 +89,30 @@ pub(super) struct Part {
     state: Mutex<State>,
 }
 
+/// Position of a part in the region.
+struct PartLayout {
+    /// Word of the first place.
+    first: usize,
+    /// Words per place.
+    words: usize,
+    /// Number of places.
+    max: u32,
+    /// Word of the header with the number of places ever used.
+    mark_at: usize,
+}
+
 /// Free places and the charges of their pages.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) places: TableSlots,
     /// Charges of the pages. `None` until the capacity is known.
-    charged: Option<Charged>,
+    charged: Option<PageCharges>,
 }
 
 /// Charges of equal size for pages of the table: to the capacity, and to the memory that the region
 /// cedes.
 #[derive(Debug)]
-struct Charged {
+struct PageCharges {
     capacity: Charge,
     ceded: Charge,
     lists: Arc<MetadataReserve>,
@@ -110,7 +122,7 @@ impl State {
     /// Charges the growth by one further chunk.
     fn grow(&mut self, paid_each: u64) -> Result<(), NoPlaces> {
         let wanted = self.places.unpaid_bytes(1, paid_each);
-        let Some(Charged { capacity, ceded, lists }) = &mut self.charged else { return Ok(()) };
+        let Some(PageCharges { capacity, ceded, lists }) = &mut self.charged else { return Ok(()) };
         let lacking = wanted.saturating_sub(capacity.bytes());
         if lacking > 0 {
             let paid = capacity.budget().force_charge(lacking);
@@ -124,7 +136,7 @@ impl State {
     /// owner until now.
     fn settle(&mut self, paid_each: u64) {
         let wanted = self.places.unpaid_bytes(0, paid_each);
-        let Some(Charged { capacity, ceded, lists }) = &mut self.charged else { return };
+        let Some(PageCharges { capacity, ceded, lists }) = &mut self.charged else { return };
         let has = capacity.bytes();
         if wanted > has {
             capacity.merge(capacity.budget().force_charge(wanted - has));
@@ -135,12 +147,11 @@ impl State {
     }
 }
 
-impl Part {
-    /// Creates a part of `max` places of `words` words, beginning at word `first`.
+impl TablePart {
+    /// Opens the part. The owner of a place pays `paid_each` bytes for it.
     fn new(
         region: &Region,
-        (first, words, max): (usize, usize, u32),
-        mark_at: usize,
+        PartLayout { first, words, max, mark_at }: PartLayout,
         paid_each: u64,
     ) -> io::Result<Self> {
         let mark = region.front().get(mark_at).map_or(0, |word| word.load(Ordering::Relaxed));
@@ -203,7 +214,7 @@ impl Part {
     }
 }
 
-impl Table {
+impl BlockTable {
     /// Opens the tables in the front of `region`, which has `geometry`. Used places are not free
     /// before the recovery has searched them.
     ///
@@ -211,11 +222,21 @@ impl Table {
     /// When the file gets no pages for used places.
     pub(super) fn new(region: Arc<Region>, geometry: Geometry) -> io::Result<Arc<Self>> {
         region.take_front_pages(0..8 * HEADER_WORDS)?;
-        let names = (geometry.name_at(0), NAME_WORDS, geometry.names);
-        let rows = (geometry.row_at(0), ROW_WORDS, geometry.rows);
+        let names = PartLayout {
+            first: geometry.name_at(0),
+            words: NAME_WORDS,
+            max: geometry.names,
+            mark_at: FRESH_NAMES_AT,
+        };
+        let rows = PartLayout {
+            first: geometry.row_at(0),
+            words: ROW_WORDS,
+            max: geometry.rows,
+            mark_at: FRESH_ROWS_AT,
+        };
         Ok(Arc::new(Self {
-            names: Part::new(&region, names, FRESH_NAMES_AT, 0)?,
-            rows: Part::new(&region, rows, FRESH_ROWS_AT, ROW_BYTES)?,
+            names: TablePart::new(&region, names, 0)?,
+            rows: TablePart::new(&region, rows, ROW_BYTES)?,
             geometry,
             region,
             released: AtomicBool::new(false),
@@ -230,7 +251,7 @@ impl Table {
         for part in [&self.names, &self.rows] {
             let mut state = part.lock();
             let (capacity, ceded) = (capacity.nothing(), lists.force(0));
-            state.charged = Some(Charged { capacity, ceded, lists: Arc::clone(lists) });
+            state.charged = Some(PageCharges { capacity, ceded, lists: Arc::clone(lists) });
             state.settle(part.paid_each);
         }
     }
@@ -288,9 +309,9 @@ impl Table {
     }
 }
 
-impl Table {
+impl BlockTable {
     /// Takes a free place of `part`, in a chunk with pages.
-    pub(super) fn take(&self, part: &Part, state: &mut State) -> Result<u32, NoPlaces> {
+    pub(super) fn take(&self, part: &TablePart, state: &mut State) -> Result<u32, NoPlaces> {
         loop {
             if self.is_released() {
                 return Err(NoPlaces::TooMany);
@@ -307,7 +328,7 @@ impl Table {
         }
     }
 
-    fn open(&self, part: &Part, state: &mut State, chunk: u32) -> Result<(), NoPlaces> {
+    fn open(&self, part: &TablePart, state: &mut State, chunk: u32) -> Result<(), NoPlaces> {
         let range = part.bytes_of(state.places.of_chunk(chunk));
         state.grow(part.paid_each)?;
         self.region.take_front_pages(range).map_err(|_| NoPlaces::NoPages)?;
@@ -322,14 +343,14 @@ impl Table {
     }
 
     /// Frees places whose commit words are clear.
-    pub(super) fn put(&self, part: &Part, places: impl IntoIterator<Item = u32>) {
+    pub(super) fn put(&self, part: &TablePart, places: impl IntoIterator<Item = u32>) {
         let mut state = part.lock();
         places.into_iter().for_each(|place| state.places.put(place));
         self.close_idle(part, &mut state);
     }
 
     /// Frees unneeded pages and adjusts the charges.
-    pub(super) fn close_idle(&self, part: &Part, state: &mut State) {
+    pub(super) fn close_idle(&self, part: &TablePart, state: &mut State) {
         while !self.is_released()
             && let Some(chunk) = state.places.close_one()
         {
@@ -341,7 +362,7 @@ impl Table {
 
     /// Frees `places` that an earlier process used and nobody has taken. They were not free before,
     /// so nobody got them meanwhile.
-    pub(super) fn open_found(&self, part: &Part, places: &[u32]) {
+    pub(super) fn open_found(&self, part: &TablePart, places: &[u32]) {
         for place in places {
             let word = part.word_of(*place);
             if self.region.front()[word].load(Ordering::Relaxed) != 0 {
@@ -385,7 +406,7 @@ impl Table {
     }
 }
 
-impl fmt::Debug for Table {
+impl fmt::Debug for BlockTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Table").field("geometry", &self.geometry).finish_non_exhaustive()
     }

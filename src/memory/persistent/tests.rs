@@ -16,9 +16,9 @@ use proptest::prelude::*;
 
 use super::layout::{Geometry, HEADER_WORDS, NAME_WORDS, ROW_WORDS};
 use super::rows::FreeRows;
-use super::table::Table;
+use super::table::BlockTable;
 use crate::memory::{
-    Backing, BlockFill, Buffer, IsElsewhere, Memory, MemoryConfig, Owner, Refusal, Reservation,
+    Backing, BlockFill, Buffer, IsElsewhere, Memory, MemoryConfig, MemoryFileError, Owner, Reservation,
 };
 use uniffle_base::budget::HeapKind;
 use uniffle_wire::types::{
@@ -54,7 +54,7 @@ fn key(shuffle: i32) -> ShuffleKey {
     ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(shuffle))
 }
 
-fn table(memory: &Memory) -> &Arc<Table> {
+fn table(memory: &Memory) -> &Arc<BlockTable> {
     &memory.kept.as_ref().unwrap().table
 }
 
@@ -218,7 +218,7 @@ fn look(file: &OwnedFd, model: &Model) {
     }
     assert_eq!((memory.used_bytes(), memory.block_count()), (0, 0));
     assert_eq!(rows_left(&memory) + table(&memory).found_names().len(), 0);
-    let Table { names, rows, .. } = &**table(&memory);
+    let BlockTable { names, rows, .. } = &**table(&memory);
     assert!(names.lock().places.with_pages().is_empty() && rows.lock().places.with_pages().is_empty());
 }
 
@@ -241,7 +241,7 @@ enum Step {
     /// Another process takes over. A tier has the oldest blocks.
     Restart(usize),
     /// A restart after which the newest block of each partition is damaged and detected.
-    Damage,
+    HeaderDamage,
     /// A restart after which the log does not know the last shuffle.
     Unknown,
 }
@@ -259,7 +259,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => place().prop_map(|(s, p)| Step::Seal(s, p)),
         1 => (0..SHUFFLES).prop_map(Step::Purge),
         1 => (0usize..3).prop_map(Step::Restart),
-        1 => prop_oneof![Just(Step::Damage), Just(Step::Unknown)],
+        1 => prop_oneof![Just(Step::HeaderDamage), Just(Step::Unknown)],
     ];
     prop::collection::vec(step, 1..15)
 }
@@ -460,7 +460,7 @@ impl Fixture {
             Step::Seal(s, p) => drop(buffer(&self.memory, s, p).seal()),
             Step::Purge(shuffle) => self.purge(shuffle),
             Step::Restart(elsewhere) => self.restart(elsewhere, SHUFFLES),
-            Step::Damage => {
+            Step::HeaderDamage => {
                 self.damage();
                 self.restart(0, SHUFFLES);
             }

@@ -17,7 +17,7 @@ pub(super) struct Mapping {
     base: NonNull<u8>,
     pub(super) bytes: usize,
     front_bytes: usize,
-    backing: backend::Backing,
+    backing: backend::MappingSource,
 }
 
 // SAFETY: the mapping is plain memory that belongs to no thread. The handles above decide who may
@@ -145,14 +145,14 @@ mod backend {
     use super::{BLOCK_BYTES, too_large};
 
     /// Arguments of `munmap`: one block more than is used, for the alignment.
-    pub(super) struct Backing {
+    pub(super) struct MappingSource {
         start: *mut c_void,
         bytes: usize,
         /// The mapped file, unless the memory is private.
         file: Option<OwnedFd>,
     }
 
-    pub(super) fn map(bytes: usize) -> io::Result<(NonNull<u8>, Backing)> {
+    pub(super) fn map(bytes: usize) -> io::Result<(NonNull<u8>, MappingSource)> {
         let with_slack = bytes.checked_add(BLOCK_BYTES).ok_or_else(too_large)?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -161,17 +161,17 @@ mod backend {
         let start = unsafe { mmap_anonymous(null_mut(), with_slack, access, flags) }?;
         let aligned = start.wrapping_byte_add(start.addr().next_multiple_of(BLOCK_BYTES) - start.addr());
         let base = NonNull::new(aligned.cast()).ok_or_else(|| io::Error::other("mapping at address 0"))?;
-        Ok((base, Backing { start, bytes: with_slack, file: None }))
+        Ok((base, MappingSource { start, bytes: with_slack, file: None }))
     }
 
     /// Maps the first `bytes` of `file`, like [`map`].
-    pub(super) fn map_shared(file: impl AsFd, bytes: usize) -> io::Result<(NonNull<u8>, Backing)> {
+    pub(super) fn map_shared(file: impl AsFd, bytes: usize) -> io::Result<(NonNull<u8>, MappingSource)> {
         let with_slack = bytes.checked_add(BLOCK_BYTES).ok_or_else(too_large)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: as in `map`; it reserves addresses only, which nobody can access.
         let start = unsafe { mmap_anonymous(null_mut(), with_slack, ProtFlags::empty(), flags) }?;
         let descriptor = Some(file.as_fd().try_clone_to_owned()?);
-        let backing = Backing { start, bytes: with_slack, file: descriptor };
+        let backing = MappingSource { start, bytes: with_slack, file: descriptor };
         let aligned = start.wrapping_byte_add(start.addr().next_multiple_of(BLOCK_BYTES) - start.addr());
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: replaces a part of the mapping just made, which nobody knows yet. Another process
@@ -194,7 +194,7 @@ mod backend {
     }
 
     /// Removes the pages of `range` from the file.
-    pub(super) fn punch(backing: &Backing, range: Range<usize>) {
+    pub(super) fn punch(backing: &MappingSource, range: Range<usize>) {
         let Some(file) = &backing.file else { return };
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let punched = fallocate(file, flags, range.start as u64, range.len() as u64);
@@ -202,7 +202,7 @@ mod backend {
     }
 
     /// Drops the pages of a piece of the mapping of which no range was handed out.
-    pub(super) fn discard(backing: &Backing, start: *mut u8, bytes: usize) {
+    pub(super) fn discard(backing: &MappingSource, start: *mut u8, bytes: usize) {
         // Pages of a file stay unless they are removed from it.
         let advice = if backing.file.is_some() { Advice::LinuxRemove } else { Advice::LinuxDontNeed };
         // SAFETY: the piece is in the mapping, and no `Fill` or `Slice` of it exists or can be
@@ -212,7 +212,7 @@ mod backend {
         debug_assert!(discarded.is_ok(), "advice on a mapping of our own");
     }
 
-    pub(super) fn unlink(backing: &Backing, start: *mut u8, bytes: usize) {
+    pub(super) fn unlink(backing: &MappingSource, start: *mut u8, bytes: usize) {
         if backing.file.is_some() {
             // SAFETY: the range is in the mapping, which is shared: stored data belongs to the file
             // and stays, also for threads that read or write it meanwhile.
@@ -224,17 +224,17 @@ mod backend {
     /// Touches each page; the kernel reports a page for which a plain access would have ended the
     /// process. Unlike `fallocate` it gives huge pages where they are advised. Before Linux 5.14
     /// only `fallocate` exists.
-    pub(super) fn populate(backing: &Backing, start: *mut u8, range: Range<usize>) -> io::Result<()> {
+    pub(super) fn populate(backing: &MappingSource, start: *mut u8, range: Range<usize>) -> io::Result<()> {
         touch(backing, start, Advice::LinuxPopulateWrite, range)
     }
 
     /// Touches each page like a reader. The kernel processes existing pages in batches, and a hole
     /// gets a page as with a write.
-    pub(super) fn fill(backing: &Backing, start: *mut u8, range: Range<usize>) -> io::Result<()> {
+    pub(super) fn fill(backing: &MappingSource, start: *mut u8, range: Range<usize>) -> io::Result<()> {
         touch(backing, start, Advice::LinuxPopulateRead, range)
     }
 
-    fn touch(backing: &Backing, start: *mut u8, how: Advice, range: Range<usize>) -> io::Result<()> {
+    fn touch(backing: &MappingSource, start: *mut u8, how: Advice, range: Range<usize>) -> io::Result<()> {
         // SAFETY: the range is in the mapping. The contents of its pages stay.
         let populated = unsafe { madvise(start.cast(), range.len(), how) };
         match (populated, &backing.file) {
@@ -246,7 +246,7 @@ mod backend {
         }
     }
 
-    pub(super) fn holes(backing: &Backing, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
+    pub(super) fn holes(backing: &MappingSource, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
         let Some(file) = &backing.file else { return Ok(Vec::new()) };
         let offset = |found: u64| usize::try_from(found).unwrap_or(range.end).min(range.end);
         let (mut holes, mut at) = (Vec::new(), range.start);
@@ -266,7 +266,7 @@ mod backend {
         Ok(holes)
     }
 
-    pub(super) fn unmap(backing: &Backing) {
+    pub(super) fn unmap(backing: &MappingSource) {
         // SAFETY: exactly the range that `map` mapped, once: the owner is being dropped, and every
         // handle held that owner.
         let unmapped = unsafe { munmap(backing.start, backing.bytes) };
@@ -283,20 +283,20 @@ mod backend {
 
     use super::BLOCK_BYTES;
 
-    pub(super) struct Backing {
+    pub(super) struct MappingSource {
         start: NonNull<u8>,
         layout: Layout,
     }
 
-    pub(super) fn map(bytes: usize) -> io::Result<(NonNull<u8>, Backing)> {
+    pub(super) fn map(bytes: usize) -> io::Result<(NonNull<u8>, MappingSource)> {
         let layout = Layout::from_size_align(bytes, BLOCK_BYTES).map_err(io::Error::other)?;
         // SAFETY: a region has at least one block, so the layout is not empty.
         let start = unsafe { alloc_zeroed(layout) };
         let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok((start, Backing { start, layout }))
+        Ok((start, MappingSource { start, layout }))
     }
 
-    pub(super) fn discard(_: &Backing, start: *mut u8, bytes: usize) {
+    pub(super) fn discard(_: &MappingSource, start: *mut u8, bytes: usize) {
         // SAFETY: as in `discard` of the mapped backend: the piece is in the allocation and has no
         // other handle.
         unsafe { start.write_bytes(0, bytes) };
@@ -304,13 +304,13 @@ mod backend {
 
     pub(super) fn advise_huge_pages(_: *mut u8, _: usize, _: bool) {}
 
-    pub(super) fn populate(_: &Backing, _: *mut u8, _: Range<usize>) -> io::Result<()> {
+    pub(super) fn populate(_: &MappingSource, _: *mut u8, _: Range<usize>) -> io::Result<()> {
         Ok(())
     }
 
-    pub(super) fn unlink(_: &Backing, _: *mut u8, _: usize) {}
+    pub(super) fn unlink(_: &MappingSource, _: *mut u8, _: usize) {}
 
-    pub(super) fn unmap(backing: &Backing) {
+    pub(super) fn unmap(backing: &MappingSource) {
         // SAFETY: allocated by `map` with this layout and freed once: the owner is being dropped.
         unsafe { dealloc(backing.start.as_ptr(), backing.layout) };
     }

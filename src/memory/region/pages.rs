@@ -27,7 +27,7 @@ const SETTLED_BYTES: usize = if cfg!(test) { 2 * BLOCK_BYTES } else { 64 << 20 }
 
 /// Ready memory and holes.
 #[derive(Debug, Default)]
-pub(super) struct Pages {
+pub(super) struct PageStates {
     /// Copy of the number of segment bytes with pages, readable without the lock.
     ready_bytes: AtomicU64,
     /// Set after a failed attempt. The next attempt is made by the periodic upkeep.
@@ -53,7 +53,7 @@ impl RegionRef<'_> {
     }
 }
 
-impl Pages {
+impl PageStates {
     /// Allocates the pages of `range`, which counts from the start of the mapping.
     fn take(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
         #[cfg(test)]
@@ -68,7 +68,7 @@ impl Pages {
         taken
     }
 
-    /// Allocates pages like [`Pages::take`], at little cost where most pages exist.
+    /// Allocates pages like [`PageStates::take`], at little cost where most pages exist.
     #[cfg(not(miri))]
     fn fill(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
         #[cfg(test)]
@@ -94,7 +94,7 @@ impl Pages {
     }
 }
 
-impl Pages {
+impl PageStates {
     /// Returns the bytes of segments that have pages.
     pub(super) fn ready_bytes(&self) -> u64 {
         self.ready_bytes.load(Ordering::Relaxed)

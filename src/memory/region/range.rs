@@ -16,18 +16,18 @@ use super::space::Region;
 use uniffle_base::budget::Charge;
 
 /// An allocated piece of a region, alive while any handle exists.
-pub(super) struct Piece {
+pub(super) struct RegionPiece {
     pub(super) region: Arc<Region>,
     pub(super) offset: usize,
     pub(super) bytes: usize,
     /// True if the pages must be allocated again before reuse.
     pub(super) is_discarded: AtomicBool,
-    /// Released by the field's drop, which runs after [`Piece::drop`]: memory first, then the
+    /// Released by the field's drop, which runs after [`RegionPiece::drop`]: memory first, then the
     /// charge. In the other order, a new charge could be granted for which there is no memory yet.
     _charge: Charge,
 }
 
-impl Piece {
+impl RegionPiece {
     /// Creates a piece of `bytes` at `offset`, which must have no other owner.
     pub(super) fn new(region: Arc<Region>, offset: usize, bytes: usize, charge: Charge) -> Self {
         Self { region, offset, bytes, is_discarded: AtomicBool::new(false), _charge: charge }
@@ -40,7 +40,7 @@ impl Piece {
     }
 }
 
-impl Drop for Piece {
+impl Drop for RegionPiece {
     fn drop(&mut self) {
         if self.region.is_released() {
             return;
@@ -60,7 +60,7 @@ impl Drop for Piece {
 /// memset of 512 MiB.
 pub struct Fill {
     /// Empty only after freezing, which tells `drop` that nothing must be zeroed.
-    piece: Option<Arc<Piece>>,
+    piece: Option<Arc<RegionPiece>>,
     start: usize,
     len: usize,
     written: usize,
@@ -70,7 +70,7 @@ pub struct Fill {
 
 impl Fill {
     /// Creates a fill of a range that was handed out just now, and only once.
-    pub(super) fn of(piece: Arc<Piece>, start: usize, len: usize) -> Self {
+    pub(super) fn of(piece: Arc<RegionPiece>, start: usize, len: usize) -> Self {
         Self { piece: Some(piece), start, len, written: 0, dirty: 0 }
     }
 
@@ -155,18 +155,18 @@ impl fmt::Debug for Fill {
 /// A frozen range. Keeps its segment's memory and charge until it is dropped.
 #[derive(Clone)]
 pub struct Slice {
-    piece: Arc<Piece>,
+    piece: Arc<RegionPiece>,
     start: usize,
     len: usize,
 }
 
 impl Slice {
     /// Creates a slice of a range that was frozen completely.
-    pub(super) fn of(piece: Arc<Piece>, range: Range<usize>) -> Self {
+    pub(super) fn of(piece: Arc<RegionPiece>, range: Range<usize>) -> Self {
         Self { piece, start: range.start, len: range.len() }
     }
 
-    pub(super) fn is_of(&self, piece: &Arc<Piece>) -> bool {
+    pub(super) fn is_of(&self, piece: &Arc<RegionPiece>) -> bool {
         Arc::ptr_eq(&self.piece, piece)
     }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 
-use super::range::{Fill, Piece, Slice};
+use super::range::{Fill, RegionPiece, Slice};
 use super::space::Region;
 use uniffle_base::budget::Charge;
 
@@ -29,7 +29,7 @@ impl Region {
     }
 
     fn segment(self: &Arc<Self>, offset: usize, bytes: usize, charge: Charge) -> Segment {
-        let piece = Piece::new(Arc::clone(self), offset, bytes, charge);
+        let piece = RegionPiece::new(Arc::clone(self), offset, bytes, charge);
         Segment { piece: Arc::new(piece), cursor: 0, frozen: SmallVec::new() }
     }
 
@@ -58,7 +58,7 @@ impl Region {
 /// The owner of one piece of a [`Region`]. Hands out ranges to fill, in order, and reads frozen
 /// ranges.
 pub struct Segment {
-    piece: Arc<Piece>,
+    piece: Arc<RegionPiece>,
     cursor: usize,
     /// Frozen ranges, ascending and never adjacent. It is a single range when nothing was aborted
     /// and nothing is late.

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 
 use super::buddy::{BLOCK_BYTES, Buddy};
 use super::mapping::{Mapping, too_large};
-use super::pages::{Pages, RegionRef};
+use super::pages::{PageStates, RegionRef};
 
 /// Memory of a fixed size that is handed out in [`Segment`]s.
 ///
@@ -43,7 +43,7 @@ pub struct Region {
     pub(super) map: Mapping,
     pub(super) buddy: Mutex<Buddy>,
     /// Page state. Only for a region in a file.
-    pub(super) pages: Option<Pages>,
+    pub(super) pages: Option<PageStates>,
     /// Set when the region is released to another process; nothing is freed any longer.
     released: AtomicBool,
 }
@@ -83,7 +83,12 @@ impl Region {
         let blocks = blocks_of(capacity_bytes)?;
         let map = Mapping::shared(file, front_bytes, blocks)?;
         let buddy = Mutex::new(Buddy::unready(blocks));
-        Ok(Arc::new(Self { map, buddy, pages: Some(Pages::default()), released: AtomicBool::new(false) }))
+        Ok(Arc::new(Self {
+            map,
+            buddy,
+            pages: Some(PageStates::default()),
+            released: AtomicBool::new(false),
+        }))
     }
 
     /// Returns the words before the segments. Empty for private memory.
@@ -145,12 +150,12 @@ impl Region {
 
     /// Returns the bytes of the region that have pages, or all bytes for private memory.
     pub fn ready_bytes(&self) -> u64 {
-        self.pages.as_ref().map_or_else(|| self.capacity_bytes(), Pages::ready_bytes)
+        self.pages.as_ref().map_or_else(|| self.capacity_bytes(), PageStates::ready_bytes)
     }
 
     /// Returns whether the last allocation of pages was refused.
     pub fn is_refused_pages(&self) -> bool {
-        self.pages.as_ref().is_some_and(Pages::is_refused)
+        self.pages.as_ref().is_some_and(PageStates::is_refused)
     }
 
     /// Allocates pages until `bytes` bytes are ready, or all. After a refusal it makes at least one

@@ -1,7 +1,7 @@
 //! Implements the eight calls on a real HDFS with `hdfs-native`, without a JVM and libhdfs.
 //!
 //! Creating a client may call GSSAPI and resolvers, which block. It is therefore created at the
-//! first call, on a blocking thread. Like the Java server, a [`Connector`] overlays the worker's
+//! first call, on a blocking thread. Like the Java server, a [`RemoteConnector`] overlays the worker's
 //! own Hadoop settings with those of the client.
 
 use std::collections::HashMap;
@@ -13,11 +13,11 @@ use hdfs_native::file::FileWriter;
 use hdfs_native::{Client, ClientBuilder, HdfsError, WriteOptions};
 use tokio::sync::OnceCell;
 
-use super::fs::{Call, RemoteEntry, RemoteFs};
+use super::fs::{FsFuture, RemoteEntry, RemoteFs};
 use super::hadoop::{self, HadoopConf};
 use super::kerberos::Login;
 use super::location::NAMENODE_PORT;
-use super::{Connector, RemoteLocation, RemoteStorage, RemoteTarget};
+use super::{RemoteConnector, RemoteLocation, RemoteStorage, RemoteTarget};
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_io::BoxFuture;
 
@@ -48,7 +48,7 @@ impl HdfsConnector {
     }
 }
 
-impl Connector for HdfsConnector {
+impl RemoteConnector for HdfsConnector {
     fn target(&self, storage: &RemoteStorage, location: RemoteLocation) -> Result<RemoteTarget, StoreError> {
         let conf = hadoop::relevant(&storage.conf)
             .map_err(|why| StoreError::remote(StoreErrorKind::Denied, &storage.path, why))?;
@@ -66,7 +66,7 @@ impl Connector for HdfsConnector {
         let secure = conf.is_secure();
         let url = url_of(&target.location, &conf);
         let login = secure.then(|| self.login.clone());
-        Ok(Arc::new(HdfsFs(Arc::new(Connection {
+        Ok(Arc::new(HdfsFs(Arc::new(HdfsConnection {
             url,
             conf: conf.into_map(),
             login,
@@ -88,7 +88,7 @@ fn url_of(location: &RemoteLocation, conf: &HadoopConf) -> String {
 }
 
 #[derive(Debug)]
-struct Connection {
+struct HdfsConnection {
     url: String,
     conf: HashMap<String, String>,
     login: Option<Login>,
@@ -96,7 +96,7 @@ struct Connection {
     client: OnceCell<Client>,
 }
 
-impl Connection {
+impl HdfsConnection {
     async fn client(&self) -> Result<&Client, StoreError> {
         let make = || async {
             let mut builder = ClientBuilder::new().with_url(&self.url).with_config(self.conf.clone());
@@ -116,7 +116,7 @@ impl Connection {
 
 /// View of a file system as one user. All of its paths share a connection.
 #[derive(Debug)]
-struct HdfsFs(Arc<Connection>);
+struct HdfsFs(Arc<HdfsConnection>);
 
 /// Runs `$body` with the client and the path, and converts its error.
 macro_rules! call {
@@ -132,11 +132,11 @@ macro_rules! call {
 }
 
 impl RemoteFs for HdfsFs {
-    fn make_dirs(&self, path: &str) -> Call<()> {
+    fn make_dirs(&self, path: &str) -> FsFuture<()> {
         call!(self, path, |client| client.mkdirs(&path, DIRECTORY_MODE, true).await)
     }
 
-    fn create(&self, path: &str, data: Vec<Bytes>) -> Call<()> {
+    fn create(&self, path: &str, data: Vec<Bytes>) -> FsFuture<()> {
         call!(self, path, |client| {
             let writer = client.create(&path, WriteOptions::default()).await?;
             let written = write_and_close(writer, data).await;
@@ -149,15 +149,15 @@ impl RemoteFs for HdfsFs {
         })
     }
 
-    fn append(&self, path: &str, data: Vec<Bytes>) -> Call<()> {
+    fn append(&self, path: &str, data: Vec<Bytes>) -> FsFuture<()> {
         call!(self, path, |client| write_and_close(client.append(&path).await?, data).await)
     }
 
-    fn recover(&self, path: &str) -> Call<bool> {
+    fn recover(&self, path: &str) -> FsFuture<bool> {
         call!(self, path, |client| client.recover_lease(&path).await)
     }
 
-    fn list(&self, path: &str) -> Call<Vec<RemoteEntry>> {
+    fn list(&self, path: &str) -> FsFuture<Vec<RemoteEntry>> {
         call!(self, path, |client| {
             let entries = client.list_status(&path, false).await?.into_iter().map(|status| RemoteEntry {
                 name: status.path.rsplit('/').next().unwrap_or_default().to_owned(),
@@ -168,18 +168,18 @@ impl RemoteFs for HdfsFs {
         })
     }
 
-    fn delete(&self, path: &str, recursive: bool) -> Call<bool> {
+    fn delete(&self, path: &str, recursive: bool) -> FsFuture<bool> {
         call!(self, path, |client| client.delete(&path, recursive).await)
     }
 
-    fn read(&self, path: &str) -> Call<Bytes> {
+    fn read(&self, path: &str) -> FsFuture<Bytes> {
         call!(self, path, |client| {
             let reader = client.read(&path).await?;
             reader.read_range(0, reader.file_length()).await
         })
     }
 
-    fn read_range(&self, path: &str, offset: u64, length: usize) -> Call<Bytes> {
+    fn read_range(&self, path: &str, offset: u64, length: usize) -> FsFuture<Bytes> {
         call!(self, path, |client| {
             let reader = client.read(&path).await?;
             // The reader panics beyond the end.

@@ -12,7 +12,7 @@ use crate::store::StoreError;
 use uniffle_io::BoxFuture;
 
 /// A call in progress.
-pub type Call<T> = BoxFuture<'static, Result<T, StoreError>>;
+pub type FsFuture<T> = BoxFuture<'static, Result<T, StoreError>>;
 
 /// An entry of a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,24 +28,24 @@ pub struct RemoteEntry {
 /// A remote file system.
 pub trait RemoteFs: fmt::Debug + Send + Sync {
     /// Creates a directory with its parents, unless it exists.
-    fn make_dirs(&self, path: &str) -> Call<()>;
+    fn make_dirs(&self, path: &str) -> FsFuture<()>;
     /// Creates a file with the content `data`, and its directories. Readers see the complete file
     /// when this returns. Fails with `Exists` if the file exists. After any other error a part of
     /// the file may exist.
-    fn create(&self, path: &str, data: Vec<Bytes>) -> Call<()>;
+    fn create(&self, path: &str, data: Vec<Bytes>) -> FsFuture<()>;
     /// Appends `data` to a closed file. All of it is readable when this returns. After an error a
     /// part may have been appended.
-    fn append(&self, path: &str, data: Vec<Bytes>) -> Call<()>;
+    fn append(&self, path: &str, data: Vec<Bytes>) -> FsFuture<()>;
     /// Closes a file after a failed append, so that its earlier content is readable again. Returns
     /// false while this is in progress, and is to be called again.
-    fn recover(&self, path: &str) -> Call<bool>;
+    fn recover(&self, path: &str) -> FsFuture<bool>;
     /// Lists a directory. Fails with `NotFound` if it does not exist.
-    fn list(&self, path: &str) -> Call<Vec<RemoteEntry>>;
+    fn list(&self, path: &str) -> FsFuture<Vec<RemoteEntry>>;
     /// Removes a file or a directory. Without `recursive` the directory must be empty. Returns
     /// false if nothing existed.
-    fn delete(&self, path: &str, recursive: bool) -> Call<bool>;
+    fn delete(&self, path: &str, recursive: bool) -> FsFuture<bool>;
     /// Reads a whole file.
-    fn read(&self, path: &str) -> Call<Bytes>;
+    fn read(&self, path: &str) -> FsFuture<Bytes>;
     /// Reads up to `length` bytes of a file from `offset` on. Returns fewer at the end of the file.
-    fn read_range(&self, path: &str, offset: u64, length: usize) -> Call<Bytes>;
+    fn read_range(&self, path: &str, offset: u64, length: usize) -> FsFuture<Bytes>;
 }

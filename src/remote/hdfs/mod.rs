@@ -38,7 +38,7 @@ use tokio::sync::Semaphore;
 
 pub use self::config::HdfsConfig;
 pub use self::location::{AllowList, AllowedPath, RemoteLocation};
-pub use self::purge::Removal;
+pub use self::purge::HdfsRemoval;
 pub use self::remote::RemoteTarget;
 pub(crate) use self::tier::NAMES;
 
@@ -46,7 +46,7 @@ use self::deletion_gate::DeletionGate;
 use self::fs::RemoteFs;
 use self::layout::WideRanges;
 use self::metrics::Metrics;
-use self::remote::Remote;
+use self::remote::RemoteClient;
 use self::writer::Writers;
 use crate::clock::sleep;
 use crate::metrics::clamped;
@@ -61,7 +61,7 @@ const REMOTES_MAX: usize = 1024;
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Creates clients of file systems.
-pub trait Connector: fmt::Debug + Send + Sync {
+pub trait RemoteConnector: fmt::Debug + Send + Sync {
     /// Returns the relevant part of a client's request: settings, and the user to impersonate,
     /// unless it is the worker's own.
     ///
@@ -79,7 +79,7 @@ pub trait Connector: fmt::Debug + Send + Sync {
 /// A validated remote storage, ready for registration.
 #[derive(Debug, Clone)]
 pub struct PreparedStorage {
-    remote: Arc<Remote>,
+    remote: Arc<RemoteClient>,
     root: Arc<str>,
     writers: usize,
 }
@@ -87,7 +87,7 @@ pub struct PreparedStorage {
 /// Handle of one registration of a shuffle.
 #[derive(Clone)]
 pub struct RemoteHandle {
-    shuffle: Arc<Shuffle>,
+    shuffle: Arc<HdfsShuffle>,
 }
 
 impl fmt::Debug for RemoteHandle {
@@ -104,9 +104,9 @@ impl RemoteHandle {
 }
 
 #[derive(Debug)]
-struct Shuffle {
+struct HdfsShuffle {
     key: ShuffleKey,
-    remote: Arc<Remote>,
+    remote: Arc<RemoteClient>,
     root: Arc<str>,
     writers_max: usize,
     purged: AtomicBool,
@@ -116,7 +116,7 @@ struct Shuffle {
     writers: Mutex<HashMap<(i32, i32), Arc<Writers>>>,
 }
 
-impl Shuffle {
+impl HdfsShuffle {
     fn require_present(&self) -> Result<(), StoreError> {
         match self.purged.load(Ordering::Acquire) {
             true => Err(StoreError::new(StoreErrorKind::Purged, self.key.to_string())),
@@ -130,17 +130,17 @@ impl Shuffle {
 struct AppState {
     gate: Arc<DeletionGate>,
     /// Possible parents of its directories.
-    roots: Mutex<Vec<(Arc<Remote>, Arc<str>)>>,
+    roots: Mutex<Vec<(Arc<RemoteClient>, Arc<str>)>>,
 }
 
 #[derive(Debug)]
-struct Core {
+struct HdfsCore {
     config: HdfsConfig,
     server_id: Arc<str>,
-    connector: Arc<dyn Connector>,
+    connector: Arc<dyn RemoteConnector>,
     metrics: Metrics,
     tasks: Tasks,
-    remotes: Mutex<HashMap<RemoteTarget, Weak<Remote>>>,
+    remotes: Mutex<HashMap<RemoteTarget, Weak<RemoteClient>>>,
     /// Permits to write, by authority.
     permits: Mutex<HashMap<String, Arc<Semaphore>>>,
 }
@@ -148,8 +148,8 @@ struct Core {
 /// The HDFS tier.
 #[derive(Debug)]
 pub struct HdfsStore {
-    core: Arc<Core>,
-    shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
+    core: Arc<HdfsCore>,
+    shuffles: DashMap<ShuffleKey, Arc<HdfsShuffle>>,
     apps: DashMap<AppId, Arc<AppState>>,
 }
 
@@ -160,11 +160,11 @@ impl HdfsStore {
     /// A metric name that is already used in `registry`.
     pub fn new(
         config: HdfsConfig,
-        connector: Arc<dyn Connector>,
+        connector: Arc<dyn RemoteConnector>,
         tasks: Tasks,
         registry: &Registry,
     ) -> prometheus::Result<Arc<Self>> {
-        let core = Core {
+        let core = HdfsCore {
             server_id: config.server_id.as_str().into(),
             metrics: Metrics::new(registry)?,
             config,
@@ -204,13 +204,13 @@ impl HdfsStore {
         let app = Arc::clone(&*self.apps.entry(key.app.clone()).or_default());
         let create = || {
             let mut roots = app.roots.lock();
-            let known = |(remote, root): &(Arc<Remote>, Arc<str>)| {
+            let known = |(remote, root): &(Arc<RemoteClient>, Arc<str>)| {
                 Arc::ptr_eq(remote, &storage.remote) && *root == storage.root
             };
             if !roots.iter().any(known) {
                 roots.push((Arc::clone(&storage.remote), Arc::clone(&storage.root)));
             }
-            Arc::new(Shuffle {
+            Arc::new(HdfsShuffle {
                 key: key.clone(),
                 remote: Arc::clone(&storage.remote),
                 root: Arc::clone(&storage.root),
@@ -263,7 +263,7 @@ impl HdfsStore {
     /// Returns the stores in use and the payload written to them.
     pub fn state(&self) -> HdfsState {
         let remotes = self.core.remotes();
-        let written = |shuffle: &Arc<Shuffle>| shuffle.written_bytes.load(Ordering::Relaxed);
+        let written = |shuffle: &Arc<HdfsShuffle>| shuffle.written_bytes.load(Ordering::Relaxed);
         HdfsState {
             stores: remotes.len(),
             failing: remotes.iter().filter(|remote| remote.is_failing()).count(),
@@ -302,13 +302,13 @@ impl HdfsStore {
     }
 }
 
-impl Core {
-    fn remotes(&self) -> Vec<Arc<Remote>> {
+impl HdfsCore {
+    fn remotes(&self) -> Vec<Arc<RemoteClient>> {
         self.remotes.lock().values().filter_map(Weak::upgrade).collect()
     }
 
     /// Returns the client of a target, which is shared by equal targets.
-    fn remote(&self, target: RemoteTarget) -> Result<Arc<Remote>, StoreError> {
+    fn remote(&self, target: RemoteTarget) -> Result<Arc<RemoteClient>, StoreError> {
         let mut remotes = self.remotes.lock();
         if let Some(remote) = remotes.get(&target).and_then(Weak::upgrade) {
             return Ok(remote);
@@ -326,7 +326,7 @@ impl Core {
         let metrics = self.metrics.of(&authority);
         let root = target.location.path().trim_end_matches('/');
         let probe_path = format!("{root}/.probe-{}", self.server_id);
-        let remote = Arc::new(Remote::new((authority, probe_path), fs, permits, metrics));
+        let remote = Arc::new(RemoteClient::new(authority, probe_path, fs, permits, metrics));
         remotes.insert(target, Arc::downgrade(&remote));
         Ok(remote)
     }

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use super::fs::{RemoteEntry, RemoteFs};
 use super::writer::Writers;
-use super::{Core, HdfsStore, Shuffle, layout};
+use super::{HdfsCore, HdfsShuffle, HdfsStore, layout};
 use crate::clock::{Instant, sleep, timeout};
 use crate::log::IdSet;
 use crate::store::{StoreError, StoreErrorKind};
@@ -55,8 +55,12 @@ impl HdfsStore {
     }
 }
 
-impl Core {
-    async fn find_blocks(&self, shuffle: &Arc<Shuffle>, writers: &Arc<Writers>) -> Result<IdSet, StoreError> {
+impl HdfsCore {
+    async fn find_blocks(
+        &self,
+        shuffle: &Arc<HdfsShuffle>,
+        writers: &Arc<Writers>,
+    ) -> Result<IdSet, StoreError> {
         let (fs, directory) = (&*shuffle.remote.fs, writers.directory());
         let mut present = IdSet::default();
         let unused = {
@@ -65,7 +69,7 @@ impl Core {
             let listing = Listing::new(self.list(fs, directory).await?, &self.server_id);
             let (in_use, unused) = listing.indexes().partition::<Vec<_>, _>(|name| held.uses(name));
             for name in in_use {
-                self.add_blocks(fs, (directory, &listing, name), &mut present).await?;
+                self.add_blocks(fs, directory, &listing, name, &mut present).await?;
             }
             unused.into_iter().map(str::to_owned).collect::<Vec<_>>()
         };
@@ -79,7 +83,7 @@ impl Core {
         }
         let listing = Listing::new(self.list(fs, directory).await?, &self.server_id);
         for name in &unused {
-            self.add_blocks(fs, (directory, &listing, name), &mut present).await?;
+            self.add_blocks(fs, directory, &listing, name, &mut present).await?;
         }
         Ok(present)
     }
@@ -107,7 +111,9 @@ impl Core {
     async fn add_blocks(
         &self,
         fs: &dyn RemoteFs,
-        (directory, listing, name): (&str, &Listing, &str),
+        directory: &str,
+        listing: &Listing,
+        name: &str,
         present: &mut IdSet,
     ) -> Result<(), StoreError> {
         let path = format!("{directory}/{name}");

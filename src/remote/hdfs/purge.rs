@@ -2,7 +2,7 @@
 //! everything below it. For an expired one only our own files and then empty directories are
 //! deleted, because other servers may still serve it.
 //!
-//! Forgetting is synchronous and returns a [`Removal`]. From then on writes of the old registration
+//! Forgetting is synchronous and returns a [`HdfsRemoval`]. From then on writes of the old registration
 //! end with `Purged`. Writes of a new one wait until the removal is done or dropped.
 
 use std::sync::Arc;
@@ -12,9 +12,9 @@ use std::time::Duration;
 use futures::stream::{self, StreamExt as _};
 
 use super::deletion_gate::Deleting;
-use super::fs::{Call, RemoteEntry, RemoteFs};
-use super::remote::Remote;
-use super::{AppState, Core, HdfsStore, layout};
+use super::fs::{FsFuture, RemoteEntry, RemoteFs};
+use super::remote::RemoteClient;
+use super::{AppState, HdfsCore, HdfsStore, layout};
 use crate::clock::{Instant, sleep, timeout};
 use crate::store::{Cause, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
@@ -36,15 +36,15 @@ enum PurgeScope {
 
 #[derive(Debug)]
 struct PendingDelete {
-    remote: Arc<Remote>,
+    remote: Arc<RemoteClient>,
     path: String,
     what: PurgeScope,
 }
 
-/// A deletion that was ordered. [`Removal::run`] executes it.
+/// A deletion that was ordered. [`HdfsRemoval::run`] executes it.
 #[derive(Debug)]
 #[must_use = "nothing is deleted before it runs"]
-pub struct Removal {
+pub struct HdfsRemoval {
     store: Arc<HdfsStore>,
     app: AppId,
     pending: Vec<PendingDelete>,
@@ -53,7 +53,7 @@ pub struct Removal {
 
 impl HdfsStore {
     /// Forgets shuffles of an application. Returns `None` if none of them is known here.
-    pub fn forget_shuffles(self: &Arc<Self>, app: &AppId, keys: &[ShuffleKey]) -> Option<Removal> {
+    pub fn forget_shuffles(self: &Arc<Self>, app: &AppId, keys: &[ShuffleKey]) -> Option<HdfsRemoval> {
         let mut pending = Vec::new();
         for key in keys {
             if let Some((_, shuffle)) = self.shuffles.remove(key) {
@@ -71,7 +71,12 @@ impl HdfsStore {
     }
 
     /// Forgets an application with these shuffles.
-    pub fn forget_app(self: &Arc<Self>, app: &AppId, keys: &[ShuffleKey], cause: Cause) -> Option<Removal> {
+    pub fn forget_app(
+        self: &Arc<Self>,
+        app: &AppId,
+        keys: &[ShuffleKey],
+        cause: Cause,
+    ) -> Option<HdfsRemoval> {
         for key in keys {
             if let Some((_, shuffle)) = self.shuffles.remove(key) {
                 shuffle.purged.store(true, Ordering::Release);
@@ -90,13 +95,13 @@ impl HdfsStore {
         Some(self.removal(app, &state, pending.collect()))
     }
 
-    fn removal(self: &Arc<Self>, app: &AppId, state: &AppState, pending: Vec<PendingDelete>) -> Removal {
+    fn removal(self: &Arc<Self>, app: &AppId, state: &AppState, pending: Vec<PendingDelete>) -> HdfsRemoval {
         let deleting = Some(state.gate.order_deletion());
-        Removal { store: Arc::clone(self), app: app.clone(), pending, deleting }
+        HdfsRemoval { store: Arc::clone(self), app: app.clone(), pending, deleting }
     }
 }
 
-impl Removal {
+impl HdfsRemoval {
     /// Waits for writes in progress, then deletes. Directories that cannot be deleted in the end
     /// are logged and left.
     pub async fn run(self) {
@@ -120,7 +125,7 @@ impl Removal {
     }
 }
 
-impl Drop for Removal {
+impl Drop for HdfsRemoval {
     fn drop(&mut self) {
         self.deleting = None;
         let is_unused =
@@ -129,7 +134,7 @@ impl Drop for Removal {
     }
 }
 
-impl Core {
+impl HdfsCore {
     async fn remove(&self, it: &PendingDelete) -> Result<(), StoreError> {
         let deadline = Instant::now() + self.config.purge_timeout;
         let mut pause = PAUSE;
@@ -220,7 +225,7 @@ impl Core {
         }
     }
 
-    pub(super) async fn timed<T>(&self, path: &str, call: Call<T>) -> Result<T, StoreError> {
+    pub(super) async fn timed<T>(&self, path: &str, call: FsFuture<T>) -> Result<T, StoreError> {
         match timeout(self.config.call_timeout, call).await {
             Ok(result) => result,
             Err(late) => Err(StoreError::io(path, late.into())),

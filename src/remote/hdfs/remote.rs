@@ -43,7 +43,7 @@ pub struct RemoteTarget {
 
 /// A remote file system as one user.
 #[derive(Debug)]
-pub(super) struct Remote {
+pub(super) struct RemoteClient {
     pub(super) authority: String,
     /// Path of a file that never exists, used by probes.
     pub(super) probe_path: String,
@@ -61,9 +61,10 @@ struct Condition {
     last_error: String,
 }
 
-impl Remote {
+impl RemoteClient {
     pub(super) fn new(
-        (authority, probe_path): (String, String),
+        authority: String,
+        probe_path: String,
         fs: Arc<dyn RemoteFs>,
         permits: Arc<Semaphore>,
         metrics: RemoteMetrics,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
-use super::{Core, HdfsStore, RemoteHandle};
+use super::{HdfsCore, HdfsStore, RemoteHandle};
 use crate::store::{
     Admission, Capability, MaintainedTier, Purge, RemoteStorage, ServedTier, StoreError, Tier, TierBatch,
     TierNames, TierRole, TierShuffle, TierState, TierUsage,
@@ -23,7 +23,7 @@ pub(crate) const NAMES: TierNames = TierNames {
 
 #[derive(Debug)]
 struct RemoteShuffle {
-    core: Arc<Core>,
+    core: Arc<HdfsCore>,
     handle: RemoteHandle,
 }
 

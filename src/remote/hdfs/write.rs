@@ -11,9 +11,9 @@ use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::deletion_gate::Writing;
-use super::remote::Remote;
-use super::writer::{Writer, Writers};
-use super::{Core, Shuffle, layout};
+use super::remote::RemoteClient;
+use super::writer::{HdfsWriter, Writers};
+use super::{HdfsCore, HdfsShuffle, layout};
 use crate::clock::{Instant, sleep, timeout};
 use crate::runtime::Tasks;
 use crate::store::{ExtentWrite, StoreError, StoreErrorKind};
@@ -28,12 +28,12 @@ const RECOVERY_PAUSE: Duration = Duration::from_millis(500);
 const RECOVERY_PAUSE_MAX: Duration = Duration::from_secs(15);
 const RECOVERY_DEADLINE: Duration = Duration::from_secs(3600);
 
-impl Core {
+impl HdfsCore {
     /// Writes one partition's blocks, and counts the result. `is_last` means that the process ends:
     /// a suspended file system is tried too.
     pub(super) async fn write_extent(
         &self,
-        shuffle: &Arc<Shuffle>,
+        shuffle: &Arc<HdfsShuffle>,
         extent: ExtentWrite,
         is_last: bool,
     ) -> Result<(), StoreError> {
@@ -59,26 +59,26 @@ impl Core {
     /// waits for its own deletion or writer must not block other applications.
     async fn write(
         &self,
-        shuffle: &Arc<Shuffle>,
+        shuffle: &Arc<HdfsShuffle>,
         extent: ExtentWrite,
         is_last: bool,
     ) -> Result<(), StoreError> {
-        let turn = timeout(self.config.write_timeout, self.turn(shuffle, extent.partition)).await;
-        let mut turn = turn.map_err(|late| StoreError::io(&shuffle.remote.authority, late.into()))??;
+        let lease = timeout(self.config.write_timeout, self.lease(shuffle, extent.partition)).await;
+        let mut lease = lease.map_err(|late| StoreError::io(&shuffle.remote.authority, late.into()))??;
         let place = place(&shuffle.remote, is_last).await?;
         let bytes = extent.length;
-        let (told, result) = oneshot::channel();
+        let (sender, result) = oneshot::channel();
         let (owned, tasks) = (Arc::clone(shuffle), self.tasks.clone());
         self.tasks.spawn("remote write", async move {
-            let job = write_batch(&owned, &mut turn, &extent, &tasks);
+            let job = write_batch(&owned, &mut lease, &extent, &tasks);
             let result = tokio::select! {
                 biased;
                 () = tasks.cancelled() => Err(StoreError::new(StoreErrorKind::Unhealthy, owned.key.to_string())),
                 result = job => result,
             };
             owned.remote.note(&result);
-            drop((extent, turn, place));
-            drop(told.send(result));
+            drop((extent, lease, place));
+            drop(sender.send(result));
         });
         let deadline = self.config.write_timeout + Duration::from_secs(bytes >> 20);
         match timeout(deadline, result).await {
@@ -97,14 +97,14 @@ impl Core {
     }
 
     /// Waits until the application may write and a writer of the partition's directory is free.
-    async fn turn(&self, shuffle: &Shuffle, partition: PartitionId) -> Result<Turn, StoreError> {
+    async fn lease(&self, shuffle: &HdfsShuffle, partition: PartitionId) -> Result<WriterLease, StoreError> {
         let writing = shuffle.gate.write().await;
         shuffle.require_present()?;
         let writer = self.writers(shuffle, partition).take().await;
-        Ok(Turn { writer, _writing: writing })
+        Ok(WriterLease { writer, _writing: writing })
     }
 
-    pub(super) fn writers(&self, shuffle: &Shuffle, partition: PartitionId) -> Arc<Writers> {
+    pub(super) fn writers(&self, shuffle: &HdfsShuffle, partition: PartitionId) -> Arc<Writers> {
         let (start, end) = shuffle.ranges.read().of(partition);
         let mut writers = shuffle.writers.lock();
         let create = || {
@@ -120,7 +120,7 @@ impl Core {
 }
 
 /// Acquires a permit to write. Unless `is_last`, fails if the file system is suspended meanwhile.
-async fn place(remote: &Remote, is_last: bool) -> Result<OwnedSemaphorePermit, StoreError> {
+async fn place(remote: &RemoteClient, is_last: bool) -> Result<OwnedSemaphorePermit, StoreError> {
     loop {
         if !is_last && !remote.is_available() {
             return Err(remote.suspended());
@@ -135,23 +135,23 @@ async fn place(remote: &Remote, is_last: bool) -> Result<OwnedSemaphorePermit, S
     }
 }
 
-/// A write that may begin once it has a permit. Its writer is returned before its application's
-/// gate opens.
+/// A writer on loan to one write, which may begin once it has a permit. The writer is returned
+/// before the gate of its application opens.
 #[derive(Debug)]
-struct Turn {
-    writer: Writer,
+struct WriterLease {
+    writer: HdfsWriter,
     _writing: Writing,
 }
 
 async fn write_batch(
-    shuffle: &Arc<Shuffle>,
-    turn: &mut Turn,
+    shuffle: &Arc<HdfsShuffle>,
+    lease: &mut WriterLease,
     extent: &ExtentWrite,
     tasks: &Tasks,
 ) -> Result<(), StoreError> {
     shuffle.require_present()?;
-    let result = turn.writer.write(&*shuffle.remote.fs, &extent.blocks, extent.payload()).await;
-    for path in turn.writer.take_torn() {
+    let result = lease.writer.write(&*shuffle.remote.fs, &extent.blocks, extent.payload()).await;
+    for path in lease.writer.take_torn() {
         tasks.spawn("file recovery", recover(Arc::clone(shuffle), path, tasks.clone()));
     }
     result
@@ -159,7 +159,7 @@ async fn write_batch(
 
 /// Makes a file with published blocks readable again after a failed append. Until it is closed, its
 /// last block may be unreadable, and the NameNode closes it only after an hour.
-async fn recover(shuffle: Arc<Shuffle>, path: String, tasks: Tasks) {
+async fn recover(shuffle: Arc<HdfsShuffle>, path: String, tasks: Tasks) {
     let mut pause = RECOVERY_PAUSE;
     let deadline = Instant::now() + RECOVERY_DEADLINE;
     while shuffle.require_present().is_ok() && Instant::now() < deadline {

@@ -34,13 +34,13 @@ pub(super) struct Writers {
     directory: String,
     server_id: Arc<str>,
     max: usize,
-    slots: Mutex<Vec<Slot>>,
+    slots: Mutex<Vec<WriterSlot>>,
     free: Arc<Semaphore>,
     files: AtomicU64,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Slot {
+struct WriterSlot {
     busy: bool,
     failures: u32,
     /// Length of its data file, or `None` before the first batch and after a failure.
@@ -57,28 +57,35 @@ impl Writers {
 
     /// Waits for a free writer and acquires it. Prefers the lowest number, so that few files are
     /// created.
-    pub(super) async fn take(self: &Arc<Self>) -> Writer {
+    pub(super) async fn take(self: &Arc<Self>) -> HdfsWriter {
         let permit = Arc::clone(&self.free).acquire_owned().await.ok();
         let mut slots = self.slots.lock();
         let free = slots.iter().position(|slot| !slot.busy);
         let index = free.unwrap_or_else(|| {
-            slots.push(Slot::default());
+            slots.push(WriterSlot::default());
             slots.len() - 1
         });
         slots[index].busy = true;
-        let Slot { failures, data_bytes, .. } = slots[index];
+        let WriterSlot { failures, data_bytes, .. } = slots[index];
         drop(slots);
-        Writer { writers: Arc::clone(self), index, failures, data_bytes, torn: Vec::new(), _permit: permit }
+        HdfsWriter {
+            writers: Arc::clone(self),
+            index,
+            failures,
+            data_bytes,
+            torn: Vec::new(),
+            _permit: permit,
+        }
     }
 
     /// Waits for the active writers, and blocks new ones.
-    pub(super) async fn hold(&self) -> Held {
+    pub(super) async fn hold(&self) -> PausedWriters {
         let all = u32::try_from(self.max).unwrap_or(u32::MAX);
         let permits = Arc::clone(&self.free).acquire_many_owned(all).await.ok();
         let slots = self.slots.lock();
         let pairs = slots.iter().enumerate().filter(|(_, slot)| slot.data_bytes.is_some());
         let in_use = pairs.map(|(index, slot)| self.name(index).files(slot.failures).1).collect();
-        Held { in_use, _permits: permits }
+        PausedWriters { in_use, _permits: permits }
     }
 
     /// Returns the number of files created so far.
@@ -97,13 +104,13 @@ impl Writers {
 
 /// Guard that blocks the writers of the directory. None is active while it exists.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct PausedWriters {
     /// Index files that writers will append to. All of them are closed now.
     in_use: HashSet<String>,
     _permits: Option<OwnedSemaphorePermit>,
 }
 
-impl Held {
+impl PausedWriters {
     /// Returns whether a writer continues this index file. All other files of ours are abandoned.
     pub(super) fn uses(&self, index_name: &str) -> bool {
         self.in_use.contains(index_name)
@@ -112,7 +119,7 @@ impl Held {
 
 /// A writer in use by one batch.
 #[derive(Debug)]
-pub(super) struct Writer {
+pub(super) struct HdfsWriter {
     writers: Arc<Writers>,
     index: usize,
     failures: u32,
@@ -122,14 +129,14 @@ pub(super) struct Writer {
     _permit: Option<OwnedSemaphorePermit>,
 }
 
-impl Drop for Writer {
+impl Drop for HdfsWriter {
     fn drop(&mut self) {
-        let slot = Slot { busy: false, failures: self.failures, data_bytes: self.data_bytes };
+        let slot = WriterSlot { busy: false, failures: self.failures, data_bytes: self.data_bytes };
         self.writers.slots.lock()[self.index] = slot;
     }
 }
 
-impl Writer {
+impl HdfsWriter {
     /// Appends blocks whose bytes are `data`. After `Ok` a reader that lists the directory finds
     /// them. If the write fails or is dropped, the pair of files is abandoned.
     pub(super) async fn write(

@@ -19,16 +19,16 @@ use uniffle_coordinator::heartbeat::Heartbeats;
 /// Settings that can change while the worker runs, shared by their writers and readers.
 #[derive(Debug)]
 pub(super) struct RuntimeSettings {
-    tags: RwLock<Tags>,
+    tags: RwLock<WorkerTags>,
     /// Wakes the watch that sends a heartbeat after a change.
     changed: Notify,
     log: Option<LogFilter>,
-    pace: OnceLock<Pace>,
+    pace: OnceLock<HeartbeatSenders>,
 }
 
 /// The worker's own tags, beside those of its listeners.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Tags {
+pub(super) struct WorkerTags {
     /// Tags in effect.
     pub(super) current: Vec<String>,
     /// Tags of the configuration file. They differ from `current` after a call has replaced those.
@@ -37,7 +37,7 @@ pub(super) struct Tags {
 
 /// The senders of heartbeats. At least one is set.
 #[derive(Debug)]
-pub(super) struct Pace {
+pub(super) struct HeartbeatSenders {
     /// To the own coordinator.
     pub(super) embedded: Option<watch::Sender<Duration>>,
     pub(super) quorum: Option<Heartbeats>,
@@ -46,7 +46,7 @@ pub(super) struct Pace {
 impl RuntimeSettings {
     pub(super) fn new(config: &Config, log: Option<LogFilter>) -> Self {
         Self {
-            tags: RwLock::new(Tags {
+            tags: RwLock::new(WorkerTags {
                 current: config.worker.tags.clone(),
                 configured: config.worker.tags.clone(),
             }),
@@ -57,7 +57,7 @@ impl RuntimeSettings {
     }
 
     /// Registers the started heartbeats. Called once.
-    pub(super) fn beating(&self, pace: Pace) {
+    pub(super) fn beating(&self, pace: HeartbeatSenders) {
         let _ = self.pace.set(pace); // the first ones stay
     }
 
@@ -68,7 +68,7 @@ impl RuntimeSettings {
 
     /// Sets the interval of all heartbeats.
     pub(super) fn set_heartbeat_interval(&self, interval: Duration) {
-        let Some(Pace { embedded, quorum }) = self.pace.get() else { return };
+        let Some(HeartbeatSenders { embedded, quorum }) = self.pace.get() else { return };
         if let Some(pace) = embedded {
             pace.send_replace(interval);
         }
@@ -83,7 +83,7 @@ impl RuntimeSettings {
     }
 
     /// Returns the tags in effect and those of the configuration file.
-    pub(super) fn tags_and_configured(&self) -> Tags {
+    pub(super) fn tags_and_configured(&self) -> WorkerTags {
         self.tags.read().clone()
     }
 
@@ -95,7 +95,7 @@ impl RuntimeSettings {
 
     /// Puts the new tags of the configuration file into effect and notifies the coordinators.
     pub(super) fn reload_tags(&self, tags: Vec<String>) {
-        *self.tags.write() = Tags { current: tags.clone(), configured: tags };
+        *self.tags.write() = WorkerTags { current: tags.clone(), configured: tags };
         self.changed.notify_one();
     }
 

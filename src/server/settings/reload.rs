@@ -32,7 +32,7 @@ const WATCH_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Inputs of a configuration besides its file.
 #[derive(Debug, Clone)]
-pub struct Origin {
+pub struct ConfigOrigin {
     /// Environment of the process.
     pub env: HashMap<String, String>,
     /// Detected properties of the machine.
@@ -41,7 +41,7 @@ pub struct Origin {
 
 /// Keys that a reload found changed.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Reloaded {
+pub struct ReloadOutcome {
     /// Keys in effect now.
     pub changed: Vec<String>,
     /// Keys in effect after the next start.
@@ -51,7 +51,7 @@ pub struct Reloaded {
 /// Reloads the configuration and applies changes to the running worker.
 #[derive(Debug)]
 pub(in crate::server) struct Reloader {
-    origin: Option<Origin>,
+    origin: Option<ConfigOrigin>,
     running: Mutex<Config>,
     service: Arc<Service>,
     live: Arc<RuntimeSettings>,
@@ -78,7 +78,7 @@ struct Next {
 impl Reloader {
     pub(in crate::server) fn new(
         config: &Config,
-        origin: Option<Origin>,
+        origin: Option<ConfigOrigin>,
         service: Arc<Service>,
         live: Arc<RuntimeSettings>,
         tls: Tls,
@@ -100,7 +100,7 @@ impl Reloader {
     ///
     /// # Errors
     /// Every error of the file, or that there is no file. Nothing has changed then.
-    pub(super) fn read_again(&self, trigger: &str) -> Result<Reloaded, String> {
+    pub(super) fn read_again(&self, trigger: &str) -> Result<ReloadOutcome, String> {
         let mut running = self.running.lock();
         let outcome = self.read(running.source.as_deref()).and_then(|new| self.prepare(&running, &new));
         let outcome = outcome.map(|next| {
@@ -114,11 +114,11 @@ impl Reloader {
             changed.dedup();
             self.tls.renew(&tls);
             *running = config;
-            Reloaded { changed, waiting }
+            ReloadOutcome { changed, waiting }
         });
         drop(running);
         match &outcome {
-            Ok(Reloaded { changed, waiting }) => {
+            Ok(ReloadOutcome { changed, waiting }) => {
                 self.reloads.with_label_values(&["ok"]).inc();
                 tracing::info!(target: AUDIT, action = "reload", trigger, result = "ok", ?changed);
                 if !waiting.is_empty() {
@@ -144,26 +144,26 @@ impl Reloader {
     pub(in crate::server) async fn reload_on_thread(
         self: &Arc<Self>,
         trigger: &'static str,
-    ) -> Result<Reloaded, String> {
+    ) -> Result<ReloadOutcome, String> {
         let reloader = Arc::clone(self);
         let outcome = tokio::task::spawn_blocking(move || reloader.read_again(trigger)).await;
         outcome.unwrap_or_else(|error| Err(error.to_string()))
     }
 
-    fn origin(&self) -> Result<&Origin, String> {
+    fn origin(&self) -> Result<&ConfigOrigin, String> {
         self.origin.as_ref().ok_or_else(|| "this worker has no configuration to reload".to_owned())
     }
 
     fn read(&self, path: Option<&Path>) -> Result<Config, String> {
         let path = path.ok_or("the worker was started without a configuration file")?;
-        let Origin { env, machine } = self.origin()?;
+        let ConfigOrigin { env, machine } = self.origin()?;
         Config::load(Some(path), env, machine).map_err(|error| error.to_string())
     }
 
     /// Performs all steps that can fail.
     fn prepare(&self, running: &Config, new: &Config) -> Result<Next, String> {
         let config = running.renewed(new);
-        let Origin { env, machine } = self.origin()?;
+        let ConfigOrigin { env, machine } = self.origin()?;
         if let Err(error) = Config::parse(&config.to_toml(), env, machine) {
             return Err(format!("invalid with the running values of keys that need a restart: {error}"));
         }
@@ -233,7 +233,7 @@ impl Reloader {
             }
             let mut now = Vec::new();
             for path in self.watched() {
-                now.push(Mark::of(&path).await);
+                now.push(FileStamp::of(&path).await);
             }
             // A file is read once it has been unchanged for one poll interval. A file missing for a
             // moment, as with some editors, is no change.
@@ -265,13 +265,13 @@ impl Reloader {
 
 /// Fingerprint that detects changes of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Mark {
+struct FileStamp {
     modified: Option<SystemTime>,
     bytes: u64,
     inode: u64,
 }
 
-impl Mark {
+impl FileStamp {
     async fn of(path: &Path) -> Option<Self> {
         use std::os::unix::fs::MetadataExt as _;
         let metadata = tokio::fs::metadata(path).await.ok()?;
@@ -298,7 +298,7 @@ impl Control for Reloader {
     }
 
     fn reload(&self) -> Result<(Vec<String>, Vec<String>), String> {
-        let Reloaded { changed, waiting } = self.read_again("call")?;
+        let ReloadOutcome { changed, waiting } = self.read_again("call")?;
         Ok((changed, waiting))
     }
 }

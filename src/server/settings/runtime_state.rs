@@ -29,7 +29,7 @@ use crate::service::{Service, SettingsStore};
 use crate::store::SavedSettings;
 use uniffle_coordinator::embedded::{EmbeddedCoordinator, SavedApp, SavedNode};
 
-use super::{RuntimeSettings, Tags};
+use super::{RuntimeSettings, WorkerTags};
 use crate::server::start::memory_backing::{beside_log, within};
 use crate::server::upgrade::transfer;
 
@@ -283,7 +283,7 @@ impl StateWriter {
         let mut state = latest.state.clone();
         let is_stopping = self.is_stopping.load(Ordering::Acquire);
         state.decommission = self.service.status().is_decommission_wanted() && !is_stopping;
-        let Tags { current, configured } = self.live.tags_and_configured();
+        let WorkerTags { current, configured } = self.live.tags_and_configured();
         state.tags = (current != configured).then_some(SavedTags { current, configured });
         let embedded = self.embedded.as_ref();
         let apps = embedded.and_then(|embedded| embedded.saved_apps(latest.apps_version));

@@ -25,7 +25,7 @@ use crate::listeners::tcp::TcpServer;
 use crate::runtime::BlockingPool;
 use crate::schema::files;
 use crate::server::Worker;
-use crate::server::settings::Pace;
+use crate::server::settings::HeartbeatSenders;
 use crate::server::sockets::{Sockets, accepting};
 use crate::server::status::cluster::{self, ClusterPage};
 use crate::server::status::health::Watch;
@@ -200,7 +200,7 @@ impl Worker {
         if let Some(embedded) = embedded.as_ref().filter(|_| config.expects_workers()) {
             embedded.wait_for_workers(interval);
         }
-        self.live.beating(Pace { embedded: pace, quorum: quorum.clone() });
+        self.live.beating(HeartbeatSenders { embedded: pace, quorum: quorum.clone() });
         let tell = move || {
             state.notify();
             if let Some(embedded) = &embedded {

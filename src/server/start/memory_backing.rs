@@ -34,7 +34,7 @@ const NAMED_MAX: usize = 10;
 
 /// Location of the memory contents after a process that ended without a flush.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::server) enum Outlives {
+pub(in crate::server) enum MemoryRetention {
     /// In a named file, which the next process finds.
     Named,
     /// In the descriptor store of the service manager, which announced that it has one (systemd,
@@ -46,7 +46,7 @@ pub(in crate::server) enum Outlives {
     Nothing,
 }
 
-impl Outlives {
+impl MemoryRetention {
     /// Determines the location for `memory` from the environment of this process.
     pub(in crate::server) fn of(memory: &Memory) -> Self {
         let store = std::env::var("FDSTORE").ok().and_then(|kept| kept.parse::<u64>().ok());
@@ -285,7 +285,7 @@ pub(in crate::server) async fn open(
     let memory = Memory::open(section, &owner, left, registry)
         .with_context(|| format!("memory_store.backing = \"{}\"", section.backing))?;
     memory.survive_truncation().context("cannot install the handler of SIGBUS")?;
-    tracing::info!(backing = %section.backing, huge_pages, "{}", Outlives::of(&memory).describe());
+    tracing::info!(backing = %section.backing, huge_pages, "{}", MemoryRetention::of(&memory).describe());
     Ok(memory)
 }
 
@@ -348,7 +348,7 @@ mod tests {
     fn advice_after_a_loss_holds_for_every_store_type() {
         let log = CapturedLog::of_this_thread();
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
-        assert!(Outlives::Nothing.name_losses(&[InMemory {
+        assert!(MemoryRetention::Nothing.name_losses(&[InMemory {
             shuffle: key,
             partitions: 1,
             blocks: 1,

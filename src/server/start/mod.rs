@@ -35,14 +35,14 @@ use uniffle_profile::allocator::AllocatorMetrics;
 use self::tiers::{Precheck, TierInputs};
 use super::process::notify;
 use super::settings::RuntimeSettings;
-use super::settings::reload::{Origin, Reloader};
+use super::settings::reload::{ConfigOrigin, Reloader};
 use super::settings::runtime_state::{RuntimeState, StateWriter};
 use super::sockets::{Inherited, Sockets};
 use super::status::snapshot::ProcessGauges;
 use super::stop::ForcedStop;
 use super::tls::Tls;
 use super::upgrade::{UpgradeMetrics, transfer};
-use super::{Identity, SocketHandover, Worker, WorkerTasks, advertised_ip, metrics, until};
+use super::{SocketHandover, Worker, WorkerIdentity, WorkerTasks, advertised_ip, metrics, until};
 
 /// The parts of the surrounding process that a worker uses. The default suits one worker among
 /// several in a process.
@@ -53,7 +53,7 @@ pub struct Environment {
     /// The log filter, if this worker may change it.
     pub log: Option<LogFilter>,
     /// The origin of the configuration, if it can be reloaded.
-    pub origin: Option<Origin>,
+    pub origin: Option<ConfigOrigin>,
     /// Handle for a stop that does not wait.
     pub forced_stop: ForcedStop,
     /// Further tiers, placed after the configured ones.
@@ -87,11 +87,11 @@ impl Worker {
 }
 
 /// The parts that every phase of a start uses.
-struct Base<'a> {
+struct StartContext<'a> {
     config: &'a Config,
-    identity: Identity,
+    identity: WorkerIdentity,
     log: Option<LogFilter>,
-    origin: Option<Origin>,
+    origin: Option<ConfigOrigin>,
     gauges: ProcessGauges,
     tasks: WorkerTasks,
     registry: Registry,
@@ -110,7 +110,7 @@ struct AfterBind<'a> {
     memory_file: Option<OwnedFd>,
     tiers: TierInputs,
     transferred: TransferredState,
-    base: Base<'a>,
+    base: StartContext<'a>,
 }
 
 impl<'a> AfterBind<'a> {
@@ -128,7 +128,7 @@ impl<'a> AfterBind<'a> {
             TransferredState { tickets: inherited.tickets.take(), settings: inherited.state.take() };
         let sockets = Sockets::open(config, inherited)?;
         let addresses = sockets.addresses()?;
-        let identity = Identity { build, ip: advertised_ip(config).await?, addresses };
+        let identity = WorkerIdentity { build, ip: advertised_ip(config).await?, addresses };
         let registry = crate::metrics::registry()?;
         let listeners = Tasks::new();
         let gauges = ProcessGauges {
@@ -140,7 +140,7 @@ impl<'a> AfterBind<'a> {
         log_start(build, config, &server_id);
         metrics::register_build(build, &registry)?;
         let tiers = TierInputs { server_id, precheck, hand_off, others: tiers };
-        let base = Base { config, identity, log, origin, gauges, tasks, registry, sockets, tls };
+        let base = StartContext { config, identity, log, origin, gauges, tasks, registry, sockets, tls };
         Ok(Self { memory_file, tiers, transferred, base })
     }
 
@@ -166,7 +166,7 @@ struct AfterMemory<'a> {
     tiers: TierInputs,
     transferred: TransferredState,
     memory: OpenMemory,
-    base: Base<'a>,
+    base: StartContext<'a>,
 }
 
 impl<'a> AfterMemory<'a> {
@@ -187,7 +187,7 @@ struct AfterStore<'a> {
     flusher: Option<Arc<Flusher>>,
     transferred: TransferredState,
     memory: OpenMemory,
-    base: Base<'a>,
+    base: StartContext<'a>,
 }
 
 impl<'a> AfterStore<'a> {
@@ -223,14 +223,14 @@ struct AfterRecovery<'a> {
     service: Arc<Service>,
     apps: Arc<AppRegistry>,
     memory: OpenMemory,
-    base: Base<'a>,
+    base: StartContext<'a>,
 }
 
 impl AfterRecovery<'_> {
     /// Opens the listeners and announces the worker.
     fn serve(self) -> anyhow::Result<Worker> {
         let Self { state, embedded, live, service, apps, memory, base } = self;
-        let Base { config, identity, origin, gauges, tasks, registry, sockets, tls, .. } = base;
+        let StartContext { config, identity, origin, gauges, tasks, registry, sockets, tls, .. } = base;
         let reloader =
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls.clone(), &registry)?;
         let held = for_a_successor(&sockets, &memory)?;

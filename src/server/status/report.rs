@@ -123,14 +123,14 @@ mod tests {
             failures: 3,
             condition,
         };
-        let told = storage(&[
+        let info = storage(&[
             mount("/a", Media::Hdd, DiskCondition::Healthy),
             mount("/b", Media::Ssd, DiskCondition::Full),
             mount("/c", Media::Unknown, DiskCondition::Hung),
         ]);
-        assert_eq!(told["/a"].storage_media(), StorageMedia::Hdd);
-        assert_eq!((told["/a"].capacity, told["/a"].num_of_writing_failures), (i64::MAX, 3));
-        assert_eq!(told["/b"].status(), StorageStatus::Overused);
-        assert_eq!((told["/c"].status(), told["/c"].used_bytes), (StorageStatus::Unhealthy, 5));
+        assert_eq!(info["/a"].storage_media(), StorageMedia::Hdd);
+        assert_eq!((info["/a"].capacity, info["/a"].num_of_writing_failures), (i64::MAX, 3));
+        assert_eq!(info["/b"].status(), StorageStatus::Overused);
+        assert_eq!((info["/c"].status(), info["/c"].used_bytes), (StorageStatus::Unhealthy, 5));
     }
 }

@@ -292,13 +292,13 @@ impl Inspector {
     }
 
     fn coordinators(&self) -> Vec<Coordinator> {
-        let told = |link: Link| match link {
+        let describe = |link: Link| match link {
             Link::Untried => ("untried", None),
             Link::Up { .. } => ("up", None),
             Link::Down { reason } => ("down", Some(reason)),
         };
         let coordinator = |(address, link): (&CoordinatorAddress, Link)| {
-            let (link, reason) = told(link);
+            let (link, reason) = describe(link);
             Coordinator { address: address.to_string(), link, reason }
         };
         let quorum =

@@ -50,7 +50,7 @@ impl UpgradeMetrics {
 
 /// Reason for refusing an upgrade. The running worker continues, and nothing is lost.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Refusal {
+pub(super) struct UpgradeRefusal {
     /// Value of the metric's label.
     pub(super) by: RefusedBy,
     /// Text for the log.
@@ -294,9 +294,9 @@ mod tests {
         assert!(facts.has_journal());
         let leaves = |url, id: &str| facts.leaves_objects_to(&config(&text("MEMORY_OBJECT", url)), id);
         assert_eq!(leaves("x", "10.0.0.1-1"), Ok(()));
-        let told = "objects would be at s3://shuffle/y, as 10.0.0.1-1, \
+        let refusal = "objects would be at s3://shuffle/y, as 10.0.0.1-1, \
                     those of the running worker are at s3://shuffle/x, as 10.0.0.1-1";
-        assert_eq!(leaves("y", "10.0.0.1-1"), Err(told.to_owned()));
+        assert_eq!(leaves("y", "10.0.0.1-1"), Err(refusal.to_owned()));
         assert!(leaves("x", "10.0.0.2-1").is_err());
         let said = |store_type| facts.problems(&config(&text(store_type, "x"))).join("\n");
         assert_eq!(said("MEMORY_OBJECT"), "");

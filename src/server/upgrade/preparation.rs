@@ -23,7 +23,7 @@ use crate::store::disk::directories::claimable::{DETACHED_REMEDY, HUNG_REMEDY};
 use crate::store::{DiskCondition, DiskInfo, LocalStore};
 
 use super::successor::{RehearsalReport, Successor};
-use super::{Facts, Refusal, RefusedBy, UPGRADE_FROM};
+use super::{Facts, RefusedBy, UPGRADE_FROM, UpgradeRefusal};
 
 /// A call of this duration is considered hung. Slow disks answer within seconds.
 const HANGS_AFTER: Duration = Duration::from_secs(10);
@@ -60,7 +60,7 @@ pub(in crate::server) async fn prepare(
         notify::reloading();
         match get_ready(worker, successor, config).await {
             Ok(memory) => Preparation::HandOver(memory),
-            Err(Refusal { by, why }) => {
+            Err(UpgradeRefusal { by, why }) => {
                 worker.note_refused_upgrade(by);
                 tracing::error!(by = by.as_str(), "upgrade refused; continuing as before: {why}");
                 Preparation::Resume
@@ -90,7 +90,7 @@ async fn get_ready(
     worker: &Worker,
     successor: &Successor,
     config: &Config,
-) -> Result<MemoryTreatment, Refusal> {
+) -> Result<MemoryTreatment, UpgradeRefusal> {
     let facts = Facts::of(config, worker.addresses(), &worker.identity.server_id(), &disks_of(worker));
     if !facts.has_journal() {
         let why = format!(
@@ -99,18 +99,18 @@ async fn get_ready(
              it",
             config.worker.store_type.as_str()
         );
-        return Err(Refusal { by: RefusedBy::Tiers, why });
+        return Err(UpgradeRefusal { by: RefusedBy::Tiers, why });
     }
     tracing::info!("upgrade: rehearsal of the successor started");
     let rehearsed = async {
         let rehearsed = successor.rehearse(UPGRADE_FROM, facts.to_text()).await;
-        rehearsed.map_err(|error| Refusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })
+        rehearsed.map_err(|error| UpgradeRefusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })
     };
     let ((), RehearsalReport { takes_memory, program }) =
         tokio::try_join!(require_no_hung_thread(worker), rehearsed)?;
     if let Some(doubt) = worker.service().tiers().metadata().and_then(|tier| tier.successor_doubts()) {
         let why = format!("the successor would refuse results that this worker serves: {doubt}");
-        return Err(Refusal { by: RefusedBy::Tiers, why });
+        return Err(UpgradeRefusal { by: RefusedBy::Tiers, why });
     }
     let (from, to) = (worker.identity.build, program.unwrap_or_else(|| "unknown".to_owned()));
     // Memory whose file the successor would not find is flushed.
@@ -118,13 +118,13 @@ async fn get_ready(
     if hands_memory_over {
         if !worker.pause_for_successor().await {
             let why = "writes in progress did not finish in time".to_owned();
-            return Err(Refusal { by: RefusedBy::Flush, why });
+            return Err(UpgradeRefusal { by: RefusedBy::Flush, why });
         }
     } else {
         tracing::info!(%from, to, "upgrade: rehearsal succeeded; flushing");
         // Unfinished deletions are left to the successor.
         let (emptied, ()) = tokio::join!(worker.flush_for_successor(), worker.end_deletions());
-        emptied.map_err(|left| Refusal { by: RefusedBy::Flush, why: left_in_memory(&left) })?;
+        emptied.map_err(|left| UpgradeRefusal { by: RefusedBy::Flush, why: left_in_memory(&left) })?;
     }
     // A disk may have started to hang, or may have been unmounted, in the meantime.
     require_no_hung_thread(worker).await?;
@@ -142,14 +142,14 @@ fn disks_of(worker: &Worker) -> Vec<DiskInfo> {
 
 /// Refuses an upgrade while a thread hangs in the kernel: `exec` would wait for it, and the worker
 /// would not serve meanwhile.
-async fn require_no_hung_thread(worker: &Worker) -> Result<(), Refusal> {
-    let refused = |threads| Refusal { by: RefusedBy::Hang, why: hung(threads, &disks_of(worker)) };
+async fn require_no_hung_thread(worker: &Worker) -> Result<(), UpgradeRefusal> {
+    let refused = |threads| UpgradeRefusal { by: RefusedBy::Hang, why: hung(threads, &disks_of(worker)) };
     threads_respond().await.map_err(refused)
 }
 
 /// Refuses an upgrade while a path leads to another directory than the one in use: the successor
 /// would start without its metadata.
-async fn require_attached(worker: &Worker) -> Result<(), Refusal> {
+async fn require_attached(worker: &Worker) -> Result<(), UpgradeRefusal> {
     let Some(store) = worker.service().tiers().find::<LocalStore>() else { return Ok(()) };
     let detached = store.detached().await;
     if detached.is_empty() {
@@ -159,7 +159,7 @@ async fn require_attached(worker: &Worker) -> Result<(), Refusal> {
         "localfile_store.data_paths: {}: not the directory of the running worker; {DETACHED_REMEDY}",
         detached.join(", ")
     );
-    Err(Refusal { by: RefusedBy::Rehearsal, why })
+    Err(UpgradeRefusal { by: RefusedBy::Rehearsal, why })
 }
 
 /// Describes the hang and its remedy.

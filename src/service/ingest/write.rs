@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::app::{App, Counted, ShuffleState, Stage};
 use crate::clock::Instant;
-use crate::memory::{BlockFill, Buffer, Committed, MemoryError, Reservation, ShuffleBuffers};
+use crate::memory::{BlockFill, Buffer, CommitOutcome, MemoryError, Reservation, ShuffleBuffers};
 use uniffle_base::budget::heap::HeapFull;
 use uniffle_base::budget::{Budget, Charge, HeapKind};
 use uniffle_wire::BlockHeader;
@@ -370,11 +370,11 @@ impl SendSession {
         &mut self,
         buffer: &Buffer,
         blocks: Vec<(BlockMeta, BlockFill)>,
-    ) -> Result<Committed, MemoryError> {
+    ) -> Result<CommitOutcome, MemoryError> {
         if blocks.len() <= BLOCKS_STORED_AT_ONCE {
             return buffer.commit(blocks, &mut self.funds);
         }
-        let (mut blocks, mut all) = (blocks.into_iter(), Committed::default());
+        let (mut blocks, mut all) = (blocks.into_iter(), CommitOutcome::default());
         while blocks.len() > 0 {
             all += buffer.commit(blocks.by_ref().take(BLOCKS_STORED_AT_ONCE).collect(), &mut self.funds)?;
         }

@@ -27,7 +27,7 @@ use prometheus::HistogramTimer;
 use crate::app::{PartitionRanges, Registration};
 use crate::clock::Instant;
 use crate::compat::HEARTBEAT_TIMEOUT_PROPERTY;
-use crate::memory::Evicted;
+use crate::memory::EvictedBuffers;
 use crate::runtime::BlockingPool;
 use crate::service::ServiceError;
 use crate::service::blocking::run_blocking;
@@ -373,7 +373,7 @@ impl Lifecycle {
     /// the registry's lock. The removal time is measured until the data that this worker serves is
     /// gone. The memory is freed when the returned values are dropped, which must happen after the
     /// lock is released.
-    pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey], purge: Purge) -> Vec<Evicted> {
+    pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey], purge: Purge) -> Vec<EvictedBuffers> {
         let removal = match purge {
             Purge::Shuffles => &self.parts.metrics.shuffle_removal,
             Purge::App(_) => {

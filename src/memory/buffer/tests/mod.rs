@@ -78,7 +78,7 @@ fn fill(buffer: &Buffer, id: i64, task: i64, len: usize, funds: &mut Reservation
     (meta, fill)
 }
 
-fn put(memory: &Memory, buffer: &Buffer, id: i64, task: i64, len: usize) -> Committed {
+fn put(memory: &Memory, buffer: &Buffer, id: i64, task: i64, len: usize) -> CommitOutcome {
     let mut funds = funds(memory, len as u64);
     let block = fill(buffer, id, task, len, &mut funds);
     buffer.commit(vec![block], &mut funds).unwrap()

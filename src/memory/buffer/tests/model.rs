@@ -137,7 +137,7 @@ impl Run {
         for _ in 0..count.min(self.pending.len()) {
             blocks.push(self.pending.swap_remove(first.index(self.pending.len())));
         }
-        let mut expected = Committed::default();
+        let mut expected = CommitOutcome::default();
         for (meta, _) in &blocks {
             if self.model.sequence().any(|block| block.block_id == meta.block_id) {
                 expected.duplicate_blocks += 1;

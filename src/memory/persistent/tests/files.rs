@@ -9,7 +9,7 @@ fn shm() -> tempfile::TempDir {
 fn in_directory(
     path: &std::path::Path,
     change: impl FnOnce(&mut MemoryConfig, &mut Owner),
-) -> Result<Arc<Memory>, Refusal> {
+) -> Result<Arc<Memory>, MemoryFileError> {
     let (mut config, mut owner) = (config(Backing::Directory(path.to_owned())), owner());
     change(&mut config, &mut owner);
     Memory::open(&config, &owner, None, &Registry::new())
@@ -39,7 +39,7 @@ fn directory_has_one_worker_and_keeps_its_memory() {
     let directory = shm();
     left(directory.path());
     let again = in_directory(directory.path(), |_, _| {}).unwrap();
-    assert!(matches!(in_directory(directory.path(), |_, _| {}), Err(Refusal::InUse)));
+    assert!(matches!(in_directory(directory.path(), |_, _| {}), Err(MemoryFileError::InUse)));
     assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
     assert_eq!(read(&again), Found::from([((0, 0), vec![1])]));
     drop(again.forget(&key(0)));
@@ -58,7 +58,7 @@ fn foreign_files_are_refused_and_not_changed() {
     assert!(said(|_, owner| owner.node = "other".to_owned()).contains("belongs to worker 10.0.0.1-19999"));
     assert!(said(|_, owner| owner.boot = 8).contains("last boot of the machine"));
     let nowhere = in_directory(std::path::Path::new("/proc"), |_, _| {});
-    assert!(matches!(nowhere, Err(Refusal::NoTmpfs)));
+    assert!(matches!(nowhere, Err(MemoryFileError::NoTmpfs)));
     let file = directory.path().join("uniffle-worker.memory");
     let whole = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
     let bytes = whole.metadata().unwrap().len();
@@ -144,7 +144,7 @@ fn region_grows_with_its_content_and_shrinks_without_blocks() {
     again.release();
     drop((buffer, again));
     let refused = in_directory(directory.path(), |_, _| {}).unwrap_err();
-    assert!(matches!(refused, Refusal::Size { .. }), "{refused}");
+    assert!(matches!(refused, MemoryFileError::Size { .. }), "{refused}");
     assert!(refused.to_string().contains("memory_store.capacity"), "{refused}");
     assert_eq!(bytes(), grown_bytes, "it is not changed");
     let check = |change: fn(&mut MemoryConfig)| {
@@ -152,7 +152,7 @@ fn region_grows_with_its_content_and_shrinks_without_blocks() {
         change(&mut config);
         Memory::check(&config, &owner())
     };
-    assert!(matches!(check(|_| {}), Err(Refusal::Size { .. })));
+    assert!(matches!(check(|_| {}), Err(MemoryFileError::Size { .. })));
     assert!(check(|config| config.capacity_bytes = 8 * MIB).is_ok());
     assert!(check(|config| config.capacity_bytes = 16 * MIB).is_ok());
 }
@@ -211,8 +211,8 @@ fn found_damaged(is_flushed: bool) {
     left(directory.path());
     damage(directory.path());
     let again = in_directory(directory.path(), |_, _| {}).unwrap();
-    let told = Arc::new(Mutex::new(Vec::new()));
-    let heard = Arc::clone(&told);
+    let notified = Arc::new(Mutex::new(Vec::new()));
+    let heard = Arc::clone(&notified);
     again.on_damage(Arc::new(move |key: &ShuffleKey, partition: PartitionId, _: &str| {
         heard.lock().push((key.clone(), partition));
     }));
@@ -222,7 +222,7 @@ fn found_damaged(is_flushed: bool) {
     let sealed = is_flushed.then(|| buffer.seal().unwrap());
     buffer.verify();
     buffer.verify();
-    assert_eq!(*told.lock(), [(key(0), PartitionId(0))], "once");
+    assert_eq!(*notified.lock(), [(key(0), PartitionId(0))], "once");
     assert_eq!((read(&again), again.has_unverified(), buffer.block_count()), (Found::new(), false, 0));
     assert_eq!(rows_left(&again), 0, "nor is it found again");
     assert_eq!(again.block_count(), u64::from(is_flushed), "there is nothing to flush");
