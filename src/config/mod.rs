@@ -1,9 +1,9 @@
 //! Reads and checks the configuration: a TOML file and environment variables.
 //!
 //! Modules declare their own keys ([`crate::schema`]). This module combines the sections, checks
-//! them against each other and generates their documentation. All problems are reported at once, each with key, value and allowed values.
-//! Nothing here starts, opens or binds anything. Environment and [`Machine`] are parameters, so
-//! that tests share no state.
+//! them against each other and generates their documentation. All problems are reported at once,
+//! each with key, value and allowed values. Nothing here starts, opens or binds anything.
+//!
 //! Invariant: the result of [`Config::load`] and [`Config::parse`] needs no further checks.
 
 mod banner;

@@ -80,7 +80,7 @@ pub struct Memory {
     tickets: Tickets,
     read_pool: ReadPool,
     shuffles: DashMap<ShuffleKey, Arc<ShuffleBuffers>>,
-    kept: Option<PersistentMemory>,
+    persistent: Option<PersistentMemory>,
     /// Allocates pages ahead of promises. Only for memory in a file.
     prefaulter: Option<Arc<Prefaulter>>,
 }
@@ -142,7 +142,7 @@ impl Memory {
         // A region that has grown keeps its previous block table.
         let rows_max = opened.as_ref().map_or(u64::MAX, |(table, _)| table.rows_max());
         let blocks = Budget::new(blocks_max(config).min(rows_max));
-        let kept = opened.map(|(table, file)| PersistentMemory {
+        let persistent = opened.map(|(table, file)| PersistentMemory {
             recovered: Mutex::new(Search::begin(&table)),
             retained: Mutex::default(),
             table,
@@ -152,14 +152,14 @@ impl Memory {
         let heap = Heap::returning(config.heap_bytes, FREED_BYTES_MAX, || return_freed(FREED_BYTES_MAX));
         let lists =
             Arc::new(MetadataReserve::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks)));
-        if let Some(kept) = &kept {
-            if kept.table.was_used() {
+        if let Some(PersistentMemory { table, .. }) = &persistent {
+            if table.was_used() {
                 lists.pause();
             }
-            kept.table.charge_to(&budget, &lists);
+            table.charge_to(&budget, &lists);
         }
         let extents = lists.extents().clone();
-        let prefaulter = kept.is_some().then(|| Prefaulter::new(Arc::clone(&region), budget.clone()));
+        let prefaulter = persistent.is_some().then(|| Prefaulter::new(Arc::clone(&region), budget.clone()));
         let mut tickets = Tickets::new(budget.clone(), extents, config.ticket_timeout, config.tickets_max);
         if let Some(prefaulter) = &prefaulter {
             tickets.take_pages_by(Arc::clone(prefaulter));
@@ -181,7 +181,7 @@ impl Memory {
             read_pool: ReadPool::new(config.read_capacity_bytes)?
                 .with_huge_pages(config.has_huge_read_pages()),
             shuffles: DashMap::new(),
-            kept,
+            persistent,
             prefaulter,
         }))
     }
@@ -257,7 +257,7 @@ impl Memory {
     /// Returns the shuffle's name for the next process. Reuses the name that an earlier process
     /// gave it.
     fn name_of(&self, key: &ShuffleKey) -> Option<Arc<ShuffleName>> {
-        let PersistentMemory { table, recovered, .. } = self.kept.as_ref()?;
+        let PersistentMemory { table, recovered, .. } = self.persistent.as_ref()?;
         let left = recovered.lock().found().and_then(|left| left.name(key));
         Some(ShuffleName::new(table, key, left.or_else(|| table.name(key))))
     }
@@ -431,8 +431,8 @@ impl Drop for Memory {
     /// Releases the table, so that dropping the blocks does not remove them from a region that
     /// outlives the process.
     fn drop(&mut self) {
-        if let Some(kept) = &self.kept {
-            kept.table.release();
+        if let Some(persistent) = &self.persistent {
+            persistent.table.release();
         }
     }
 }

@@ -4,39 +4,40 @@
 //! Events that operators look up later have the target [`AUDIT`]. If logs go to files, they are
 //! also written to a separate file. Metrics are elsewhere, except those that belong to the process.
 
-mod audit;
-mod fields;
 mod files;
 mod metrics;
 #[cfg(feature = "otlp")]
 pub mod otlp;
 mod panics;
-mod refusals;
 mod repeats;
 mod settings;
 mod spans;
 pub mod traces;
 mod writer;
 
+use std::fmt;
 use std::io::IsTerminal as _;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
 use tracing::Subscriber;
+use tracing::field::{Field, Visit};
+use tracing_subscriber::field::{RecordFields, VisitOutput as _};
+use tracing_subscriber::fmt::FormatFields;
+use tracing_subscriber::fmt::format::{DefaultVisitor, Writer};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 
-use self::fields::QuotedFields;
 use self::repeats::{RepeatLimiter, Repeats};
+use self::settings::audit_filter;
 use self::writer::LogThread;
-pub use audit::AUDIT;
 pub(crate) use metrics::TelemetryMetrics;
 pub use panics::panic_count;
-pub use refusals::Refusals;
-pub use settings::{LogFormat, Rotation, TelemetryConfig, parse_filter};
+pub use repeats::Refusals;
+pub use settings::{AUDIT, LogFormat, Rotation, TelemetryConfig, parse_filter};
 pub use uniffle_base::LogLimiter;
 pub use writer::print;
 
@@ -115,7 +116,7 @@ fn subscriber(
             let audit = Box::new(files::open(config, directory, "uniffle-audit")?);
             let audit = LogThread::start(audit, None)?;
             layers.push(lines(config.format, &main, false).with_filter(filter).boxed());
-            layers.push(lines(config.format, &audit, false).with_filter(audit::only()).boxed());
+            layers.push(lines(config.format, &audit, false).with_filter(audit_filter()).boxed());
             threads.extend([main, audit]);
         }
     }
@@ -167,10 +168,45 @@ fn console() -> Box<dyn Layer<Registry> + Send + Sync> {
     console_subscriber::ConsoleLayer::builder().server_addr(address).with_default_env().spawn().boxed()
 }
 
+/// Formats fields of text lines, `name=value`, so that each value ends at an unquoted space. Without it, only texts are quoted,
+/// and errors and durations are not.
+#[derive(Debug)]
+struct QuotedFields;
+
+impl<'writer> FormatFields<'writer> for QuotedFields {
+    fn format_fields<R: RecordFields>(&self, writer: Writer<'writer>, fields: R) -> fmt::Result {
+        let mut visitor = QuotedVisitor(DefaultVisitor::new(writer, true));
+        fields.record(&mut visitor);
+        visitor.0.finish()
+    }
+}
+
+struct QuotedVisitor<'writer>(DefaultVisitor<'writer>);
+
+impl Visit for QuotedVisitor<'_> {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.0.record_str(field, value);
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        if field.name() == "message" {
+            return self.0.record_debug(field, value);
+        }
+        let text = format!("{value:?}");
+        match text.is_empty() || text.contains(|c: char| c.is_whitespace() || c.is_control()) {
+            true => self.0.record_str(field, &text),
+            false => self.0.record_debug(field, &format_args!("{text}")),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::{Path, PathBuf};
 
+    use tracing::subscriber::with_default;
+
+    use super::writer::tests::CapturedText;
     use super::*;
 
     #[test]
@@ -262,5 +298,20 @@ mod tests {
         std::fs::write(&path, "").unwrap();
         let error = files::open(&config(None, LogFormat::Text), &path.join("logs"), "x").unwrap_err();
         assert!(format!("{error:#}").contains("file/logs"), "{error:#}");
+    }
+
+    #[test]
+    fn values_of_several_words_are_quoted() {
+        let written = CapturedText::default();
+        let writer = written.clone();
+        let layer = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(move || writer.clone());
+        with_default(tracing_subscriber::registry().with(layer.fmt_fields(QuotedFields)), || {
+            let error = std::io::Error::other("disk \"a\" is\nfull");
+            let (text, none) = ("two words", "");
+            tracing::warn!(%error, path = %"/data1", empty = %none, text, blocks = 3, paths = ?["/a"], "flush failed");
+        });
+        let line = written.text();
+        let fields = r#"flush failed error="disk \"a\" is\nfull" path=/data1 empty="" text="two words" blocks=3 paths=["/a"]"#;
+        assert!(line.trim_end().ends_with(fields), "{line}");
     }
 }

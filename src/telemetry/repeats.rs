@@ -6,8 +6,8 @@
 //! `object_store` logs every retry at INFO, with the pause in its message. These lines are limited
 //! together.
 
-use std::collections::HashMap;
-use std::fmt;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::{self, Display};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -23,7 +23,7 @@ use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 use uniffle_base::LogLimiter;
 
-use super::{AUDIT, refusals};
+use super::settings::AUDIT;
 
 /// Lines of one kind that pass per [`INTERVAL`].
 const LINES_MAX: u32 = 5;
@@ -37,6 +37,11 @@ const MESSAGE_BYTES_MAX: usize = 200;
 
 /// Maximum number of kinds. Further messages share one kind per log statement.
 const KINDS_MAX: usize = 1000;
+
+/// Lines per kind and interval.
+const REFUSALS_MAX: u32 = 3;
+/// Maximum length of an error text, which may contain data of the client.
+const TEXT_CHARS_MAX: usize = 300;
 
 /// Limits the lines of each kind: one message of one log statement.
 #[derive(Debug, Default)]
@@ -61,7 +66,7 @@ impl Repeats {
 
     fn lets_pass(&self, event: &Event<'_>) -> bool {
         let metadata = event.metadata();
-        let is_exempt = [AUDIT, refusals::TARGET, module_path!()].contains(&metadata.target());
+        let is_exempt = [AUDIT, module_path!()].contains(&metadata.target());
         let is_chatty = *metadata.level() == Level::INFO && metadata.target().starts_with(CHATTY_LIBRARY);
         if *metadata.level() > Level::WARN && !is_chatty
             || is_exempt
@@ -117,6 +122,31 @@ fn message_of(event: &Event<'_>) -> String {
     message.0
 }
 
+/// Logs requests refused for an error of the client, with a limit per kind of error. A suppressed
+/// line is not formatted.
+#[derive(Debug, Default)]
+pub struct Refusals {
+    kinds: Mutex<BTreeMap<&'static str, LogLimiter>>,
+}
+
+impl Refusals {
+    /// Logs the refusal of a request on `listener` due to an error of this `kind`.
+    pub fn note(&self, listener: &'static str, kind: &'static str, error: &dyn Display) {
+        if let Some(held_back) = self.due(kind) {
+            let error: String =
+                error.to_string().chars().take(TEXT_CHARS_MAX).flat_map(char::escape_debug).collect();
+            tracing::warn!(listener, kind, %error, held_back, "request refused");
+        }
+    }
+
+    /// Returns the number of lines suppressed since the last one, or `None` to suppress this one.
+    fn due(&self, kind: &'static str) -> Option<u64> {
+        let mut kinds = self.kinds.lock();
+        let limiter = kinds.entry(kind).or_insert_with(|| LogLimiter::new(REFUSALS_MAX, INTERVAL));
+        limiter.pass().map(|events| events - 1)
+    }
+}
+
 /// Formats the events that pass [`Repeats`], and skips the others.
 #[derive(Debug)]
 pub(super) struct RepeatLimiter<F> {
@@ -150,6 +180,7 @@ mod tests {
 
     use super::super::writer::tests::CapturedText;
     use super::*;
+    use uniffle_testkit::captured_log::CapturedLog;
 
     /// Runs `log` with a limited log at INFO. Returns the lines.
     fn logged(repeats: &Arc<Repeats>, log: impl FnOnce()) -> Vec<String> {
@@ -224,5 +255,27 @@ mod tests {
         });
         assert_eq!(lines.len(), LINES_MAX as usize + 1, "{lines:?}");
         assert!(lines[5].contains("lines=2"), "{lines:?}");
+    }
+
+    #[test]
+    fn kinds_are_limited_independently() {
+        let refusals = Refusals::default();
+        for _ in 0..REFUSALS_MAX {
+            assert_eq!(refusals.due("a"), Some(0));
+        }
+        assert_eq!((refusals.due("a"), refusals.due("b")), (None, Some(0)));
+    }
+
+    #[test]
+    fn refusal_stays_on_one_line() {
+        let text = format!("bad\nWARN everything burns {}", "x".repeat(10_000));
+        let log = CapturedLog::of_this_thread();
+        Refusals::default().note("grpc", "a", &text);
+        let lines = log.text();
+        assert_eq!(lines.lines().count(), 1, "{lines}");
+        assert!(
+            lines.contains("WARN") && lines.contains("listener=\"grpc\"") && lines.len() < 600,
+            "{lines}"
+        );
     }
 }

@@ -2,11 +2,16 @@
 
 use std::path::PathBuf;
 
+use tracing::level_filters::LevelFilter;
 use tracing_subscriber::EnvFilter;
-use tracing_subscriber::filter::ParseError;
+use tracing_subscriber::filter::{ParseError, Targets};
 
 use crate::schema::kind::{Kind, count, optional, parsed, path, word};
 use crate::schema::{section, words};
+
+/// Target of audit events: registrations, removals, operator actions and losses. They are INFO or
+/// above, and name the application, shuffle or setting.
+pub const AUDIT: &str = "audit";
 
 words! {
     /// Interval of log file rotation.
@@ -68,4 +73,9 @@ fn filter() -> Kind<String> {
 /// If a directive is neither `target=level` nor a level.
 pub fn parse_filter(text: &str) -> Result<EnvFilter, ParseError> {
     EnvFilter::builder().parse(text)
+}
+
+/// Returns a filter that passes audit events, independent of the filter of the main log.
+pub(super) fn audit_filter() -> Targets {
+    Targets::new().with_target(AUDIT, LevelFilter::INFO)
 }

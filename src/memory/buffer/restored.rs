@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use super::chain::Chain;
 use super::list::BlockCharges;
 use super::sealed::SealedBatch;
-use super::unverified::{DAMAGED, Unverified, say_damaged};
+use super::unverified::{DAMAGED, Unverified, log_damaged};
 use super::{Buffer, CommitOutcome, State, metadata_bytes};
 use crate::memory::persistent::restore::{BlockPosition, RestoredBlock, RestoredPartition};
 use uniffle_wire::types::ShuffleKey;
@@ -65,7 +65,7 @@ impl Buffer {
         if damaged.is_empty() {
             return;
         }
-        say_damaged(key, self.partition, batch.list(), &damaged);
+        log_damaged(key, self.partition, batch.list(), &damaged);
         let mut state = self.state.lock();
         batch.list().withhold(damaged);
         // A batch without visible blocks has nothing to flush.

@@ -70,7 +70,7 @@ impl Unverified {
 }
 
 /// Logs the damaged blocks of `list`.
-pub(super) fn say_damaged(key: &ShuffleKey, partition: PartitionId, list: &BlockList, damaged: &[u32]) {
+pub(super) fn log_damaged(key: &ShuffleKey, partition: PartitionId, list: &BlockList, damaged: &[u32]) {
     let named = damaged.iter().take(NAMED_MAX);
     let first: Vec<i64> = named.map(|at| list.meta(*at as usize).block_id.0).collect();
     tracing::error!(

@@ -64,7 +64,7 @@ impl Memory {
         heap: &Budget,
         made: impl Fn(PartitionId, Vec<BlockId>) -> T + Sync,
     ) -> Vec<(PartitionId, T)> {
-        let (Some(kept), Some(buffers)) = (&self.kept, self.shuffle(key)) else { return Vec::new() };
+        let (Some(kept), Some(buffers)) = (&self.persistent, self.shuffle(key)) else { return Vec::new() };
         let found = kept.recovered.lock().found();
         let name = buffers.name.as_ref().and_then(|name| name.get());
         let (Some(recovered), Some(name)) = (&found, name) else { return Vec::new() };
@@ -124,21 +124,21 @@ impl Memory {
     /// Returns whether an earlier process may have left blocks to recover.
     #[must_use]
     pub fn has_leftover(&self) -> bool {
-        self.kept.as_ref().is_some_and(|kept| kept.table.was_used())
+        self.persistent.as_ref().is_some_and(|kept| kept.table.was_used())
     }
 
     /// Returns the number of shuffles that an earlier process left. Must be called before any
     /// shuffle is registered.
     #[must_use]
     pub fn recoverable_shuffles(&self) -> usize {
-        self.kept.as_ref().map_or(0, |kept| kept.table.found_names().len())
+        self.persistent.as_ref().map_or(0, |kept| kept.table.found_names().len())
     }
 
     /// Keeps recovered blocks of unregistered shuffles for which `is_left` is true: a later start
     /// may register them. The blocks are charged and stay in the region until their shuffle is
     /// registered or its application ends. Returns the number of blocks.
     pub fn keep_for_later(&self, is_left: impl Fn(&ShuffleKey) -> bool) -> usize {
-        let Some(kept) = &self.kept else { return 0 };
+        let Some(kept) = &self.persistent else { return 0 };
         let Some(recovered) = kept.recovered.lock().found() else { return 0 };
         let is_left = |key: &ShuffleKey| self.shuffle(key).is_none() && is_left(key);
         let left = recovered.take_left(is_left, &self.shared.budget, &self.shared.supply.blocks);
@@ -149,7 +149,7 @@ impl Memory {
 
     /// Frees the blocks of kept shuffles for which `is_over` is true.
     pub(in crate::memory) fn drop_retained(&self, is_over: impl Fn(&ShuffleKey) -> bool) {
-        let Some(kept) = &self.kept else { return };
+        let Some(kept) = &self.persistent else { return };
         let mut retained = kept.retained.lock();
         if !retained.is_empty() {
             retained.retain(|key, _| !is_over(key));
@@ -166,7 +166,7 @@ impl Memory {
     /// [kept](Memory::keep_for_later). Returns the number of blocks that an earlier process left
     /// and the number restored.
     pub fn finish_restore(&self) -> (u64, u64) {
-        let left = self.kept.as_ref().and_then(|kept| kept.recovered.lock().end());
+        let left = self.persistent.as_ref().and_then(|kept| kept.recovered.lock().end());
         let Some(left) = left else { return (0, 0) };
         let found = left.blocks() as u64;
         left.finish();
@@ -177,20 +177,20 @@ impl Memory {
 
     /// Returns whether a successor can take over the memory.
     #[must_use]
-    pub fn is_kept(&self) -> bool {
-        self.kept.is_some()
+    pub fn is_transferable(&self) -> bool {
+        self.persistent.is_some()
     }
 
     /// Returns whether the next process finds the memory by its path.
     #[must_use]
     pub fn outlives_process(&self) -> bool {
-        self.kept.as_ref().is_some_and(|kept| kept.file.has_path()) && !self.backing_vanished()
+        self.persistent.as_ref().is_some_and(|kept| kept.file.has_path()) && !self.backing_vanished()
     }
 
     /// Returns whether the file of the memory was removed, replaced or truncated, for example by
     /// programs that clean up after a logout. Logs it once, and the result stays true.
     pub fn backing_vanished(&self) -> bool {
-        let Some(kept) = &self.kept else { return false };
+        let Some(kept) = &self.persistent else { return false };
         if kept.has_vanished.load(Ordering::Relaxed) {
             return true;
         }
@@ -212,7 +212,7 @@ impl Memory {
     /// # Errors
     /// If the kernel refuses the handler.
     pub fn survive_truncation(&self) -> io::Result<()> {
-        let Some(kept) = &self.kept else { return Ok(()) };
+        let Some(kept) = &self.persistent else { return Ok(()) };
         let shown = kept.file.path().map_or("a memfd".to_owned(), |path| path.display().to_string());
         sigbus::guard(Arc::downgrade(&kept.file), &shown)
     }
@@ -221,7 +221,7 @@ impl Memory {
     /// noticed.
     #[must_use]
     pub fn backing_fault(&self) -> Option<String> {
-        let kept = self.kept.as_ref().filter(|kept| kept.has_vanished.load(Ordering::Relaxed))?;
+        let kept = self.persistent.as_ref().filter(|kept| kept.has_vanished.load(Ordering::Relaxed))?;
         let path = kept.file.path()?.display();
         Some(format!(
             "a kill would lose blocks in memory: {path} (memory_store.backing) was removed, replaced or cut \
@@ -232,7 +232,7 @@ impl Memory {
     /// Unmaps the pages now, so that the process exits faster later. Takes long, so it must run on
     /// a blocking thread. Pages that are touched later are mapped again one by one.
     pub fn unlink_pages(&self) {
-        if self.is_kept() {
+        if self.is_transferable() {
             self.shared.supply.region.unlink_pages();
         }
     }
@@ -240,7 +240,7 @@ impl Memory {
     /// Releases the memory to the next process: dropping blocks no longer removes them, and nothing
     /// more is committed. A file without blocks is deleted.
     pub fn release(&self) {
-        let Some(PersistentMemory { table, file, retained, .. }) = &self.kept else { return };
+        let Some(PersistentMemory { table, file, retained, .. }) = &self.persistent else { return };
         table.release();
         self.shared.supply.region.release();
         let mut left = Ok(());
@@ -258,7 +258,7 @@ impl Memory {
     /// # Errors
     /// When it cannot be duplicated.
     pub fn duplicate_for_successor(&self) -> io::Result<Option<OwnedFd>> {
-        self.kept.as_ref().map_or(Ok(None), |kept| kept.file.duplicate())
+        self.persistent.as_ref().map_or(Ok(None), |kept| kept.file.duplicate())
     }
 
     /// Returns the number of shuffles whose blocks in memory are lost if the process is killed,
@@ -266,7 +266,7 @@ impl Memory {
     /// registered.
     #[must_use]
     pub fn unprotected_shuffles(&self) -> u64 {
-        self.kept.as_ref().map_or(0, |kept| kept.table.unprotected())
+        self.persistent.as_ref().map_or(0, |kept| kept.table.unprotected())
     }
 
     /// Tries again to find places for unprotected shuffles. May take milliseconds per shuffle: not

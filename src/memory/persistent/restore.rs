@@ -109,11 +109,11 @@ impl TakenRows {
 #[derive(Debug)]
 pub(in crate::memory) enum Search {
     /// The search runs.
-    Sought(JoinHandle<RecoveredBlocks>),
+    Running(JoinHandle<RecoveredBlocks>),
     /// Result of the search, until the recovery ends.
     Found(Arc<RecoveredBlocks>),
     /// The recovery has ended.
-    Over,
+    Ended,
 }
 
 impl Search {
@@ -125,7 +125,7 @@ impl Search {
         let its = Arc::clone(table);
         let begun =
             std::thread::Builder::new().name("memory search".to_owned()).spawn(|| RecoveredBlocks::of(its));
-        begun.map_or_else(|_| Self::Found(Arc::new(RecoveredBlocks::of(Arc::clone(table)))), Self::Sought)
+        begun.map_or_else(|_| Self::Found(Arc::new(RecoveredBlocks::of(Arc::clone(table)))), Self::Running)
     }
 
     /// Waits for the search and returns its result. `None` when the start is complete.
@@ -137,10 +137,10 @@ impl Search {
 
     /// Ends the recovery and returns the result of the search once.
     pub(in crate::memory) fn end(&mut self) -> Option<Arc<RecoveredBlocks>> {
-        match std::mem::replace(self, Self::Over) {
-            Self::Sought(looking) => Some(Arc::new(joined(looking))),
+        match std::mem::replace(self, Self::Ended) {
+            Self::Running(looking) => Some(Arc::new(joined(looking))),
             Self::Found(found) => Some(found),
-            Self::Over => None,
+            Self::Ended => None,
         }
     }
 }

@@ -55,7 +55,7 @@ fn key(shuffle: i32) -> ShuffleKey {
 }
 
 fn table(memory: &Memory) -> &Arc<BlockTable> {
-    &memory.kept.as_ref().unwrap().table
+    &memory.persistent.as_ref().unwrap().table
 }
 
 /// Returns the number of committed rows.

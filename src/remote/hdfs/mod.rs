@@ -17,7 +17,6 @@ pub mod kerberos;
 pub mod layout;
 pub mod location;
 pub(crate) mod metrics;
-mod precheck;
 mod present;
 mod purge;
 mod remote;

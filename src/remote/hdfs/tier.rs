@@ -1,14 +1,15 @@
-//! HDFS as a [`Tier`] whose files clients read themselves.
+//! HDFS as a [`Tier`] whose files clients read themselves, and its check at start.
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
-use super::{HdfsCore, HdfsStore, RemoteHandle};
+use super::{HdfsCore, HdfsStore, RemoteHandle, RemoteLocation};
 use crate::store::{
-    Admission, Capability, MaintainedTier, Purge, RemoteStorage, ServedTier, StoreError, Tier, TierBatch,
-    TierNames, TierRole, TierShuffle, TierState, TierUsage,
+    Admission, Capability, MaintainedTier, Purge, RemoteStorage, ServedTier, StoreError, StoreErrorKind,
+    Tier, TierBatch, TierNames, TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
@@ -20,6 +21,9 @@ pub(crate) const NAMES: TierNames = TierNames {
     events: "hadoop",
     queue: "hadoop",
 };
+
+/// Content of the file that a check at start writes. Every server uses its own file name.
+const PRECHECK_CONTENT: &[u8] = b"uniffle-worker was here; this file can be deleted";
 
 #[derive(Debug)]
 struct RemoteShuffle {
@@ -116,5 +120,33 @@ impl MaintainedTier for HdfsStore {
 
     fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
         self.keep_probing(stop).boxed()
+    }
+}
+
+impl HdfsStore {
+    /// Checks a remote directory at start: creates it, and writes, reads and deletes a file in it,
+    /// like a batch.
+    ///
+    /// # Errors
+    /// The operation that fails, with the path.
+    pub async fn precheck(&self, location: &RemoteLocation) -> Result<(), StoreError> {
+        let storage = RemoteStorage { path: location.to_string(), ..RemoteStorage::default() };
+        let prepared = self.prepare(&storage)?;
+        let (core, fs) = (&self.core, &*prepared.remote.fs);
+        let root = &*prepared.root;
+        let file = format!("{}/.precheck-{}", root.trim_end_matches('/'), core.server_id);
+        core.timed(root, fs.make_dirs(root)).await?;
+        // Removes the file of a worker that ended during its check.
+        core.timed(&file, fs.delete(&file, false)).await?;
+        let half = PRECHECK_CONTENT.len() / 2;
+        core.timed(&file, fs.create(&file, vec![Bytes::from_static(&PRECHECK_CONTENT[..half])])).await?;
+        core.timed(&file, fs.append(&file, vec![Bytes::from_static(&PRECHECK_CONTENT[half..])])).await?;
+        let read = core.timed(&file, fs.read(&file)).await?;
+        if read != PRECHECK_CONTENT {
+            return Err(StoreError::new(StoreErrorKind::Corrupt, &file));
+        }
+        core.timed(&file, fs.delete(&file, false)).await?;
+        tracing::info!(path = %location, "checked the remote path");
+        Ok(())
     }
 }

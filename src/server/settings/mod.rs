@@ -23,7 +23,7 @@ pub(super) struct RuntimeSettings {
     /// Wakes the watch that sends a heartbeat after a change.
     changed: Notify,
     log: Option<LogFilter>,
-    pace: OnceLock<HeartbeatSenders>,
+    senders: OnceLock<HeartbeatSenders>,
 }
 
 /// The worker's own tags, beside those of its listeners.
@@ -52,25 +52,25 @@ impl RuntimeSettings {
             }),
             changed: Notify::new(),
             log,
-            pace: OnceLock::new(),
+            senders: OnceLock::new(),
         }
     }
 
     /// Registers the started heartbeats. Called once.
-    pub(super) fn beating(&self, pace: HeartbeatSenders) {
-        let _ = self.pace.set(pace); // the first ones stay
+    pub(super) fn set_heartbeat_senders(&self, senders: HeartbeatSenders) {
+        let _ = self.senders.set(senders); // the first ones stay
     }
 
     /// Returns the heartbeats to a quorum, if there is one.
     pub(super) fn heartbeats(&self) -> Option<&Heartbeats> {
-        self.pace.get()?.quorum.as_ref()
+        self.senders.get()?.quorum.as_ref()
     }
 
     /// Sets the interval of all heartbeats.
     pub(super) fn set_heartbeat_interval(&self, interval: Duration) {
-        let Some(HeartbeatSenders { embedded, quorum }) = self.pace.get() else { return };
-        if let Some(pace) = embedded {
-            pace.send_replace(interval);
+        let Some(HeartbeatSenders { embedded, quorum }) = self.senders.get() else { return };
+        if let Some(embedded) = embedded {
+            embedded.send_replace(interval);
         }
         if let Some(heartbeats) = quorum {
             heartbeats.set_interval(interval);

@@ -200,7 +200,7 @@ impl Worker {
         if let Some(embedded) = embedded.as_ref().filter(|_| config.expects_workers()) {
             embedded.wait_for_workers(interval);
         }
-        self.live.beating(HeartbeatSenders { embedded: pace, quorum: quorum.clone() });
+        self.live.set_heartbeat_senders(HeartbeatSenders { embedded: pace, quorum: quorum.clone() });
         let tell = move || {
             state.notify();
             if let Some(embedded) = &embedded {

@@ -54,7 +54,7 @@ impl MemoryRetention {
         if memory.backing_vanished() {
             return Self::Nothing;
         }
-        match (memory.is_kept(), memory.outlives_process(), store) {
+        match (memory.is_transferable(), memory.outlives_process(), store) {
             (_, true, _) => Self::Named,
             (true, false, Some(1..)) => Self::Stored,
             (true, false, None) if has_manager => Self::PerhapsStored,

@@ -266,7 +266,7 @@ impl Worker {
         if config.memory.prefault == Prefault::Idle {
             self.memory.prefault();
         }
-        if self.memory.is_kept() {
+        if self.memory.is_transferable() {
             let memory = Arc::clone(&self.memory);
             self.spawn_until_stop("memory pages", move || {
                 let memory = Arc::clone(&memory);

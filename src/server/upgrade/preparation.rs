@@ -114,7 +114,8 @@ async fn get_ready(
     }
     let (from, to) = (worker.identity.build, program.unwrap_or_else(|| "unknown".to_owned()));
     // Memory whose file the successor would not find is flushed.
-    let hands_memory_over = takes_memory && worker.memory().is_kept() && !worker.memory().backing_vanished();
+    let hands_memory_over =
+        takes_memory && worker.memory().is_transferable() && !worker.memory().backing_vanished();
     if hands_memory_over {
         if !worker.pause_for_successor().await {
             let why = "writes in progress did not finish in time".to_owned();
