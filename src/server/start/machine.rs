@@ -50,7 +50,11 @@ pub async fn examine_machine(config: &Config) -> Result<String, Vec<String>> {
             "{error:#}; memory_store.capacity must be at most the memory that this machine can map"
         ));
     }
-    problems.extend(check_backing(config, address).err().map(|error| {
+    // A port chosen by the system is unknown, and with it the id.
+    let has_id = worker.grpc_port != 0 && worker.urpc_port != Some(0);
+    let server_id = |ip| identity::server_id(ip, worker.grpc_port, worker.urpc_port);
+    let server_id = address.filter(|_| has_id).map(server_id);
+    problems.extend(check_backing(config, server_id).err().map(|error| {
         format!("{error:#}; must be a tmpfs directory of this worker with room for the capacity, or private")
     }));
     #[cfg(feature = "hdfs")]
@@ -123,19 +127,15 @@ fn describe_port(error: &anyhow::Error) -> String {
     format!("{error:#}; {remedy}")
 }
 
-/// Checks the file of persistent memory. Without an address, or with a port chosen by the system,
-/// the worker's id and thus the owner of the file is unknown, so only the room is checked.
-fn check_backing(config: &Config, ip: Option<IpAddr>) -> anyhow::Result<()> {
-    let (section, worker) = (&config.memory, &config.worker);
+/// Checks the file of persistent memory of worker `server_id`. Without an id, the owner of the file
+/// is unknown, so only the room is checked.
+pub(in crate::server) fn check_backing(config: &Config, server_id: Option<String>) -> anyhow::Result<()> {
+    let section = &config.memory;
     if section.backing.is_private() {
         return Ok(());
     }
-    let has_id = worker.grpc_port != 0 && worker.urpc_port != Some(0);
-    let checked = match ip.filter(|_| has_id) {
-        Some(ip) => {
-            let owner = Owner::now(identity::server_id(ip, worker.grpc_port, worker.urpc_port))?;
-            Memory::check(section, &owner)
-        }
+    let checked = match server_id {
+        Some(server_id) => Memory::check(section, &Owner::now(server_id)?),
         None => Memory::check_room(section),
     };
     checked.with_context(|| format!("memory_store.backing = \"{}\"", section.backing))

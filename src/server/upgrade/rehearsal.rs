@@ -10,17 +10,14 @@
 //!
 //! [`UPGRADE_FROM`]: crate::server::UPGRADE_FROM
 
-use anyhow::Context as _;
-
 use crate::build::Build;
 use crate::config::Config;
-use crate::memory::{Memory, Owner};
 use crate::runtime::Tasks;
 use crate::store::disk::directories::claimable;
 use uniffle_coordinator::identity;
 
 use super::Facts;
-use crate::server::start::machine::{check_files, map_memory};
+use crate::server::start::machine::{check_backing, check_files, map_memory};
 use crate::server::start::tiers::{Precheck, ask_object_store, start_hdfs};
 use crate::server::{advertised_ip, sockets};
 
@@ -70,19 +67,17 @@ pub async fn rehearse(build: Build, config: &Config, facts: &str) -> Result<Stri
 /// Checks that the successor can open `memory_store.backing`. If the running worker has the same
 /// backing, only the room is checked, because that memory will be handed over or released first.
 async fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
-    let section = &config.memory;
-    if section.backing.is_private() {
+    if config.memory.backing.is_private() {
         return Ok(());
     }
-    let (grpc, tcp) = facts.data_ports();
-    let checked = match facts.has_memory_at(&section.backing) {
-        true => Memory::check_room(section),
+    let server_id = match facts.has_memory_at(&config.memory.backing) {
+        true => None,
         false => {
-            let owner = Owner::now(identity::server_id(advertised_ip(config).await?, grpc, tcp))?;
-            Memory::check(section, &owner)
+            let (grpc, tcp) = facts.data_ports();
+            Some(identity::server_id(advertised_ip(config).await?, grpc, tcp))
         }
     };
-    checked.with_context(|| format!("memory_store.backing = \"{}\"", section.backing))
+    check_backing(config, server_id)
 }
 
 /// Logs in to the remote stores with the server id of the running worker, which is part of the
