@@ -88,9 +88,7 @@ impl Prefaulter {
             _ => {}
         }
     }
-}
 
-impl Prefaulter {
     /// Allocates pages ahead of promises until it is dropped.
     pub(in crate::memory) async fn run(self: Arc<Self>) {
         let mut every = tokio::time::interval(EVERY);

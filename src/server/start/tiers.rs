@@ -49,19 +49,16 @@ pub(super) async fn start(
     registry: &Registry,
 ) -> anyhow::Result<Option<Arc<Flusher>>> {
     let mut tiers: Vec<Arc<dyn Tier>> = Vec::new();
-    let server_id = inputs.server_id;
     let store_type = config.worker.store_type;
     if store_type.has_local() && !store_type.has_object() {
         let settings = local_config(config, inputs.hand_off.clone(), memory);
         tiers.push(start_local(settings, memory, registry).await?);
     }
     if store_type.has_hdfs() {
-        tiers.push(start_hdfs(config, server_id.clone(), inputs.precheck, tasks, registry).await?);
+        tiers.push(start_hdfs(config, inputs.server_id.clone(), inputs.precheck, tasks, registry).await?);
     }
     if store_type.has_object() {
-        let identity =
-            StoreIdentity { server_id: &server_id, precheck: inputs.precheck, hand_off: inputs.hand_off };
-        tiers.push(start_object(config, identity, memory, tasks, registry).await?);
+        tiers.push(start_object(config, &inputs, memory, tasks, registry).await?);
     }
     tiers.extend(inputs.others);
     if tiers.is_empty() {
@@ -158,20 +155,12 @@ pub(in crate::server) async fn start_hdfs(
     anyhow::bail!("store_type: this build has no HDFS (feature `hdfs`)")
 }
 
-/// Identity and recovery state of the worker in an object store.
-#[cfg_attr(not(feature = "object"), expect(dead_code, reason = "refused before they are looked at"))]
-struct StoreIdentity<'a> {
-    server_id: &'a str,
-    precheck: Precheck,
-    hand_off: Option<HandOff>,
-}
-
 /// Starts the object tier. A worker with the id of an ended one continues with its objects, on any
 /// machine.
 #[cfg(feature = "object")]
 async fn start_object(
     config: &Config,
-    StoreIdentity { server_id, precheck, hand_off }: StoreIdentity<'_>,
+    TierInputs { server_id, precheck, hand_off, .. }: &TierInputs,
     memory: &Memory,
     tasks: &Tasks,
     registry: &Registry,
@@ -186,7 +175,7 @@ async fn start_object(
     let section = &config.object;
     let client = Client::open(section, tasks, registry).context("[object_store]")?;
     let root = part_of(server_id);
-    if section.precheck && precheck == Precheck::Asked {
+    if section.precheck && *precheck == Precheck::Asked {
         client.probe(&root).await.context("object_store.precheck_enable")?;
     }
     let (prefix, began) = (object_store::path::Path::from(root.as_str()), SystemTime::now());
@@ -219,7 +208,7 @@ async fn start_object(
         cold_bytes: config.flush.cold_bytes,
         pass_bytes,
     };
-    let config = LocalConfig { data_log_bytes: pass_bytes, ..local_config(config, hand_off, memory) };
+    let config = LocalConfig { data_log_bytes: pass_bytes, ..local_config(config, hand_off.clone(), memory) };
     let local = LocalDisks { disks: config.real_disks(), config };
     let opened = OffloadTier::open(settings, local, object, heap, tasks, registry).await;
     Ok(opened.context("localfile_store.data_paths, object_store.url")?)
@@ -259,7 +248,7 @@ const PASS_OBJECTS: u64 = 4;
 #[cfg(not(feature = "object"))]
 async fn start_object(
     _: &Config,
-    _: StoreIdentity<'_>,
+    _: &TierInputs,
     _: &Memory,
     _: &Tasks,
     _: &Registry,
