@@ -14,8 +14,9 @@ use parking_lot::Mutex;
 use crate::memory::region::{Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment};
 use uniffle_base::budget::{Budget, Charge, NoCapacity};
 
-/// List bytes that need no ceded memory: part of the process without clients (`budget::memory_plan`).
-/// At least one piece, so that ceded bytes never exceed the charge of the lists.
+/// List bytes that need no ceded memory: part of the process without clients
+/// (`budget::memory_plan`). At least one piece, so that ceded bytes never exceed the charge of the
+/// lists.
 pub(in crate::memory) const FREE_BYTES: u64 = 2 << 20;
 
 /// Surplus that stays ceded, so that a piece is not moved back and forth with every flush.
@@ -29,9 +30,9 @@ const _: () = assert!(FREE_BYTES >= SEGMENT_BYTES_MAX as u64);
 /// The charges of lists and the memory ceded for them.
 ///
 /// Lists of extents, which tiers keep for blocks that left memory, count here too
-/// ([`crate::memory::Memory::extents`]). They cannot be refused, because the blocks are on disk already.
-/// The total charge does not grow by them: for each extent a batch frees its list
-/// ([`crate::memory::buffer::list::LIST_BYTES`]), its records and at least a page of segments.
+/// ([`crate::memory::Memory::extents`]). They cannot be refused, because the blocks are on disk
+/// already. The total charge does not grow by them: for each extent a batch frees its list
+/// (`buffer::list::LIST_BYTES`), its records and at least a page of segments.
 ///
 /// Invariant: lists are charged at most [`FREE_BYTES`] plus the ceded and the borrowed bytes.
 /// Single lists and segments may exceed this until the next checked request pays for them. The

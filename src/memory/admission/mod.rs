@@ -1,7 +1,7 @@
-//! Who may use how much memory, and when: tickets, fair shares and buffers for reads from disk.
+//! Decides who may use how much memory, and when: tickets, fair shares and buffers for reads.
 //!
-//! [`ticket`] promises memory to senders by the rules of [`fair`], and [`reservation`] is the promise
-//! while a send spends it. [`prefaulter`] allocates pages before they are promised, and
+//! [`ticket`] promises memory to senders by the rules of [`fair`], and [`reservation`] is the
+//! promise while a send spends it. [`prefaulter`] allocates pages before they are promised, and
 //! [`metadata_reserve`] leaves a part of the region unused for block lists. Nothing here stores
 //! blocks.
 

@@ -31,7 +31,7 @@ const ALLOWANCE_UNNAMED_BYTES: u64 = 64 << 10;
 
 /// All tickets that were granted and are neither redeemed nor expired.
 ///
-/// A ticket does not reserve memory for lists ([`crate::memory::buffer::list::LIST_BYTES`] per partition without
+/// A ticket does not reserve memory for lists (`buffer::list::LIST_BYTES` per partition without
 /// blocks in memory, 64 bytes per block). The number of blocks is unknown, and most sends are to
 /// partitions that have a list. The process stays bounded, because a list is created only when the
 /// region has ceded or the heap has lent its size ([`super::metadata_reserve`]).

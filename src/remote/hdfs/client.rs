@@ -1,8 +1,8 @@
 //! Implements the eight calls on a real HDFS with `hdfs-native`, without a JVM and libhdfs.
 //!
 //! Creating a client may call GSSAPI and resolvers, which block. It is therefore created at the
-//! first call, on a blocking thread. Like the Java server, a [`RemoteConnector`] overlays the worker's
-//! own Hadoop settings with those of the client.
+//! first call, on a blocking thread. Like the Java server, a [`RemoteConnector`] overlays the
+//! worker's own Hadoop settings with those of the client.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -2,8 +2,8 @@
 //! everything below it. For an expired one only our own files and then empty directories are
 //! deleted, because other servers may still serve it.
 //!
-//! Forgetting is synchronous and returns a [`HdfsRemoval`]. From then on writes of the old registration
-//! end with `Purged`. Writes of a new one wait until the removal is done or dropped.
+//! Forgetting is synchronous and returns a [`HdfsRemoval`]. From then on writes of the old
+//! registration end with `Purged`. Writes of a new one wait until the removal is done or dropped.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

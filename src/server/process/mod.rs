@@ -1,7 +1,7 @@
 //! Runs a worker as a process: start, commands, stop and upgrade.
 //!
-//! `upgrade::preparation` makes sure that a successor can take over before anything is given up, and
-//! `upgrade::successor` executes it. `stop` ends the worker.
+//! `upgrade::preparation` makes sure that a successor can take over before anything is given up,
+//! and `upgrade::successor` executes it. `stop` ends the worker.
 
 pub(super) mod notify;
 pub(super) mod signals;

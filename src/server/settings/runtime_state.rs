@@ -68,7 +68,8 @@ struct SavedTags {
 }
 
 impl RuntimeState {
-    /// Returns the settings `inherited` from the predecessor of an upgrade, otherwise the saved ones.
+    /// Returns the settings `inherited` from the predecessor of an upgrade, otherwise the saved
+    /// ones.
     pub(in crate::server) async fn recover(
         config: &Config,
         service: &Service,

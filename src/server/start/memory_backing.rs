@@ -289,8 +289,8 @@ pub(in crate::server) async fn open(
     Ok(memory)
 }
 
-/// Returns the description of private memory for the log of a start, with advice if the worker has a
-/// metadata log on disks, without which blocks cannot be preserved.
+/// Returns the description of private memory for the log of a start, with advice if the worker has
+/// a metadata log on disks, without which blocks cannot be preserved.
 fn describe_private(config: &Config) -> &'static str {
     match config.worker.store_type.has_local() && config.local.recovery {
         true => {
