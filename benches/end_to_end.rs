@@ -18,7 +18,7 @@ use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{Backoff, ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
-use uniffle_testkit::config::Lines;
+use uniffle_testkit::config::ConfigLines;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::server::Worker;
 
@@ -37,8 +37,9 @@ impl Bench {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
         let dir = tempfile::tempdir().unwrap();
         let (worker, client) = runtime.block_on(async {
-            let worker =
-                Lines { capacity: "512MiB", ..Lines::default() }.start(&[dir.path().join("disk")]).await;
+            let worker = ConfigLines { capacity: "512MiB", ..ConfigLines::default() }
+                .start(&[dir.path().join("disk")])
+                .await;
             let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap();
             (worker, client)
         });

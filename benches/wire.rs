@@ -13,7 +13,7 @@ use std::hint::black_box;
 use bytes::Bytes;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use prost::Message;
-use uniffle_wire::send_message::{Decoder, Limits};
+use uniffle_wire::send_message::{Decoder, MessageLimits};
 use uniffle_wire::{BlockHeader, BlockSink, DecodeError, SendHeader};
 use uniffle_worker::proto::{CombinedShuffleData, SendShuffleDataRequest, ShuffleBlock, ShuffleData};
 
@@ -59,7 +59,7 @@ impl BlockSink for Sum {
 
 fn decode(message: &[u8]) -> Sum {
     let mut sink = Sum::default();
-    let mut decoder = Decoder::new(message.len() as u64, Limits::default());
+    let mut decoder = Decoder::new(message.len() as u64, MessageLimits::default());
     for piece in message.chunks(PIECE_BYTES) {
         decoder.feed(piece, &mut sink).expect("a whole message");
     }

@@ -3,8 +3,8 @@
 //!
 //! Uniffle's Kubernetes operator reads `app_num_with_node` of `/metrics/server` before it deletes a
 //! pod. `/metrics` itself is Prometheus text here. Java has a registry per type. This worker has
-//! one, and derives the type from the name ([`Kind::of`]). docs/protocol.md §10.1 describes the
-//! formats.
+//! one, and derives the type from the name ([`RegistryKind::of`]). docs/protocol.md §10.1 describes
+//! the formats.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -60,14 +60,14 @@ pub fn router(hooks: JavaHooks) -> Router {
 
 /// Types of Java's registries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum RegistryKind {
     Server,
     Grpc,
     Netty,
     Jvm,
 }
 
-impl Kind {
+impl RegistryKind {
     fn named(name: &str) -> Option<Self> {
         match name {
             "server" => Some(Self::Server),
@@ -90,9 +90,9 @@ impl Kind {
     }
 }
 
-type Names = Query<Vec<(String, String)>>;
+type NameQuery = Query<Vec<(String, String)>>;
 
-async fn all_metrics_json(state: State<JavaHooks>, names: Names) -> Response {
+async fn all_metrics_json(state: State<JavaHooks>, names: NameQuery) -> Response {
     metrics_json(state, Path("all".to_owned()), names).await
 }
 
@@ -100,9 +100,9 @@ async fn all_metrics_json(state: State<JavaHooks>, names: Names) -> Response {
 async fn metrics_json(
     State(hooks): State<JavaHooks>,
     Path(kind): Path<String>,
-    Query(query): Names,
+    Query(query): NameQuery,
 ) -> Response {
-    let kind = match (kind.as_str(), Kind::named(&kind)) {
+    let kind = match (kind.as_str(), RegistryKind::named(&kind)) {
         ("all", _) => None,
         (_, Some(kind)) => Some(kind),
         (_, None) => {
@@ -116,12 +116,12 @@ async fn metrics_json(
     pool.run(move || gathered(&hooks, kind, &names)).await.unwrap_or_else(failed)
 }
 
-fn gathered(hooks: &JavaHooks, kind: Option<Kind>, names: &[String]) -> Response {
+fn gathered(hooks: &JavaHooks, kind: Option<RegistryKind>, names: &[String]) -> Response {
     hooks.node.refresh_metrics();
     let mut families = hooks.registry.gather();
-    families.retain(|family| kind.is_none_or(|kind| kind == Kind::of(family.name())));
+    families.retain(|family| kind.is_none_or(|kind| kind == RegistryKind::of(family.name())));
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    Json(Gathered::new(&families, names, clamped(now.as_millis()))).into_response()
+    Json(JavaFamilies::new(&families, names, clamped(now.as_millis()))).into_response()
 }
 
 /// Returns the effective configuration without secrets, under this worker's keys.
@@ -139,15 +139,15 @@ async fn configuration(State(hooks): State<JavaHooks>) -> Response {
 
 /// Java's format of metrics.
 #[derive(Debug, Serialize)]
-struct Gathered<'f> {
-    metrics: Vec<Sample<'f>>,
+struct JavaFamilies<'f> {
+    metrics: Vec<JavaSample<'f>>,
     #[serde(rename = "timeStamp")]
     time_ms: i64,
 }
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Sample<'f> {
+struct JavaSample<'f> {
     name: String,
     label_names: Vec<&'f str>,
     label_values: Vec<String>,
@@ -171,7 +171,7 @@ impl Serialize for Number {
     }
 }
 
-impl<'f> Gathered<'f> {
+impl<'f> JavaFamilies<'f> {
     /// Returns the samples of `families`, filtered by `names` if there are any.
     fn new(families: &'f [MetricFamily], names: &[String], time_ms: i64) -> Self {
         let mut metrics = Vec::new();
@@ -187,7 +187,7 @@ impl<'f> Gathered<'f> {
     }
 }
 
-fn add_samples<'f>(family: &'f MetricFamily, metric: &'f Metric, samples: &mut Vec<Sample<'f>>) {
+fn add_samples<'f>(family: &'f MetricFamily, metric: &'f Metric, samples: &mut Vec<JavaSample<'f>>) {
     let mut add = |suffix: &str, bound: Option<f64>, value: f64| {
         let labels = metric.get_label().iter();
         let (mut label_names, mut label_values): (Vec<_>, Vec<_>) =
@@ -197,7 +197,7 @@ fn add_samples<'f>(family: &'f MetricFamily, metric: &'f Metric, samples: &mut V
             label_values.push(if bound.is_finite() { bound.to_string() } else { "+Inf".to_owned() });
         }
         let name = format!("{}{suffix}", family.name());
-        samples.push(Sample { name, label_names, label_values, value: Number(value), timestamp_ms: () });
+        samples.push(JavaSample { name, label_names, label_values, value: Number(value), timestamp_ms: () });
     };
     match family.get_field_type() {
         MetricType::COUNTER => add("", None, metric.get_counter().get_value()),
@@ -238,7 +238,7 @@ mod tests {
         registry.register(Box::new(wait)).unwrap();
         registry.register(Box::new(ratio)).unwrap();
         let families = registry.gather();
-        let told = serde_json::to_value(Gathered::new(&families, &[], 1_712_575_271_639)).unwrap();
+        let told = serde_json::to_value(JavaFamilies::new(&families, &[], 1_712_575_271_639)).unwrap();
         let sample = |name: &str, names: &[&str], values: &[&str], value: Value| json!({ "name": name, "labelNames": names, "labelValues": values, "value": value, "timestampMs": null });
         let expected = json!({
             "metrics": [
@@ -253,16 +253,16 @@ mod tests {
             "timeStamp": 1_712_575_271_639_i64,
         });
         assert_eq!(told, expected);
-        let some = Gathered::new(&families, &["used".to_owned(), "wait_sum".to_owned()], 0);
+        let some = JavaFamilies::new(&families, &["used".to_owned(), "wait_sum".to_owned()], 0);
         assert_eq!(some.metrics.len(), 2);
     }
 
     #[test]
     fn metric_name_determines_the_type() {
-        assert_eq!(Kind::of("grpc_open"), Kind::Grpc);
-        assert_eq!(Kind::of("netty_active_connection"), Kind::Netty);
-        assert_eq!(Kind::of("urpc_connection_number"), Kind::Netty);
-        assert_eq!(Kind::of("process_open_fds"), Kind::Jvm);
-        assert_eq!(Kind::of("app_num_with_node"), Kind::Server);
+        assert_eq!(RegistryKind::of("grpc_open"), RegistryKind::Grpc);
+        assert_eq!(RegistryKind::of("netty_active_connection"), RegistryKind::Netty);
+        assert_eq!(RegistryKind::of("urpc_connection_number"), RegistryKind::Netty);
+        assert_eq!(RegistryKind::of("process_open_fds"), RegistryKind::Jvm);
+        assert_eq!(RegistryKind::of("app_num_with_node"), RegistryKind::Server);
     }
 }

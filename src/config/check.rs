@@ -9,16 +9,16 @@ use super::sections::Config;
 use super::worker::StoreType;
 use crate::listeners::http::push;
 use crate::schema::kind::size_text;
-use crate::schema::{Problem, Reader};
+use crate::schema::{Problem, ValueReader};
 use crate::store::{INDEX_CACHE_BYTES, SyncWrites};
 use uniffle_base::budget::memory_plan::{divide, promised};
-use uniffle_coordinator::embedded::{EmbeddedConfig, RemoteStorage};
+use uniffle_coordinator::embedded::{AppStorage, EmbeddedConfig};
 use uniffle_coordinator::heartbeat::CoordinatorAddress;
 
 /// Collects problems and warnings.
 #[derive(Debug)]
 struct Findings<'a> {
-    reader: &'a mut Reader,
+    reader: &'a mut ValueReader,
 }
 
 impl Findings<'_> {
@@ -32,7 +32,7 @@ impl Findings<'_> {
 }
 
 /// Adds problems and warnings about combinations of keys to `reader`.
-pub(super) fn check(config: &Config, reader: &mut Reader) {
+pub(super) fn check(config: &Config, reader: &mut ValueReader) {
     let mut found = Findings { reader };
     check_ports(config, &mut found);
     check_admin(config, &mut found);
@@ -264,7 +264,7 @@ fn check_coordinators(config: &Config, found: &mut Findings) {
         if !storages.iter().any(|storage| storage.host() == host) {
             found.refuse(key, host, "must be hosts of embedded_coordinator.remote_storage_path");
         }
-        if RemoteStorage::parse_conf(conf).is_empty() {
+        if AppStorage::parse_conf(conf).is_empty() {
             found.refuse(key, conf, "must be settings of the form \"key=value,key=value\"");
         }
     }

@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 use toml::Table;
-use uniffle_ctl::{Imported, Refusal};
+use uniffle_ctl::{ImportRefusal, Imported};
 
 pub use crate::schema::limits::{SystemLimits, raise_soft_limits};
 pub use crate::schema::{Machine, Problem};
@@ -27,7 +27,7 @@ pub use limits::{Finding, LimitsTooLow};
 pub use sections::Config;
 pub use worker::{StoreType, WorkerConfig, check_tags};
 
-use crate::schema::{Reader, Section as _, files, names, nested, redact};
+use crate::schema::{Section as _, ValueReader, files, names, nested, redact};
 
 /// Size limit of a configuration file. Real ones have a few KiB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -81,8 +81,8 @@ const IMPORT: &str =
 pub fn import(name: &str, text: &str, machine: &Machine) -> Result<Imported, String> {
     let check = |text: &str| match Config::parse(text, &HashMap::new(), machine) {
         Ok(_) => Ok(()),
-        Err(ConfigError::Invalid { problems, .. }) => Err(Refusal::Values(problems)),
-        Err(other) => Err(Refusal::Text(other.to_string())),
+        Err(ConfigError::Invalid { problems, .. }) => Err(ImportRefusal::Values(problems)),
+        Err(other) => Err(ImportRefusal::Text(other.to_string())),
     };
     uniffle_ctl::import(name, text, &sections::schema(), check)
 }
@@ -137,7 +137,7 @@ impl Config {
                 false => redact::text(&error.to_string()),
             },
         })?;
-        let mut reader = Reader::new(&sections::schema(), table, env.clone());
+        let mut reader = ValueReader::new(&sections::schema(), table, env.clone());
         let mut config = Self::read(&mut reader, machine);
         config.follow();
         config.settle_backing(env);

@@ -20,7 +20,7 @@ use crate::service::{PartitionConfig, ServiceConfig};
 use crate::store::{INDEX_CACHE_BYTES, LocalConfig, ObjectConfig};
 use crate::telemetry::TelemetryConfig;
 use crate::telemetry::traces::TracingConfig;
-use uniffle_base::budget::memory_plan::{ConfiguredConnections, Limits, Parts, divide};
+use uniffle_base::budget::memory_plan::{ConfiguredConnections, ConnectionLimits, MemoryParts, divide};
 use uniffle_coordinator::embedded::EmbeddedConfig;
 use uniffle_coordinator::heartbeat::HeartbeatConfig;
 
@@ -156,14 +156,14 @@ impl Config {
     }
 
     /// Returns the default limits per kind of memory besides the capacity.
-    pub(super) fn parts(&self) -> Parts {
+    pub(super) fn parts(&self) -> MemoryParts {
         divide(self.memory.capacity_bytes, self.worker.threads)
     }
 
     /// Returns the configured limits per kind of memory besides the capacity.
-    pub(super) fn real_parts(&self) -> Parts {
+    pub(super) fn real_parts(&self) -> MemoryParts {
         let (memory, grpc) = (&self.memory, &self.grpc);
-        let limits = Limits {
+        let limits = ConnectionLimits {
             grpc_connections: grpc.connections_max,
             grpc_requests: grpc.stream_budget,
             tcp_connections: if self.worker.urpc_port.is_some() { self.tcp.connections_max } else { 0 },
@@ -174,7 +174,7 @@ impl Config {
         let parts = self.parts().with(heap, reads, windows, limits, self.encrypts_grpc());
         // The base already includes an index cache of the default size.
         let more_cache = self.local.index_cache_bytes.saturating_sub(INDEX_CACHE_BYTES);
-        Parts { base: parts.base.saturating_add(more_cache), ..parts }
+        MemoryParts { base: parts.base.saturating_add(more_cache), ..parts }
     }
 
     /// Returns the upper bound of the resident memory of the process.

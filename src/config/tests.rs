@@ -94,7 +94,7 @@ fn generated_files_are_current() {
 fn example_names_every_key_and_only_valid_values() {
     let text = example_with_everything();
     let schema = schema();
-    let reader = Reader::new(&schema, text.parse().unwrap(), HashMap::new());
+    let reader = ValueReader::new(&schema, text.parse().unwrap(), HashMap::new());
     assert!(reader.problems.is_empty(), "{:?}", reader.problems);
     for key in schema.keys.iter().filter(|key| !key.path.is_empty()) {
         let is_absent = key.path == "tracing.otlp_endpoint" && !cfg!(feature = "otlp");

@@ -2,7 +2,8 @@
 //!
 //! Invariant: nothing here reads debug information. That takes more than 100 MiB, which is not part
 //! of the memory bound (`budget::memory_plan`) and is not returned. A stack is therefore logged as
-//! addresses in the program's file; another process resolves them (`uniffle_profile::name_addresses`).
+//! addresses in the program's file; another process resolves them
+//! (`uniffle_profile::name_addresses`).
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};

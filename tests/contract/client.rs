@@ -31,7 +31,7 @@ use uniffle_client::{
     RemoteStorage, Replicas, Shuffle, ShuffleHandle, StorageType, TaskFilter, Transport,
 };
 use uniffle_testkit::block_generator::BlockGenerator;
-use uniffle_testkit::config::Lines;
+use uniffle_testkit::config::ConfigLines;
 use uniffle_wire::index::IndexRecord;
 use uniffle_worker::server::Worker;
 
@@ -48,7 +48,7 @@ impl Node {
         let dir = tempfile::Builder::new().prefix("uniffle-client-").tempdir().unwrap();
         let top = format!("urpc_port = 0\nheartbeat_interval_seconds = \"100ms\"\n{top}");
         let local = "healthy_check_min_disks = 1";
-        let lines = Lines { capacity, top: &top, local, tables, ..Lines::default() };
+        let lines = ConfigLines { capacity, top: &top, local, tables, ..ConfigLines::default() };
         Self { worker: lines.start(&[dir.path().join("data")]).await, _dir: dir }
     }
 

@@ -16,7 +16,7 @@ use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::types::{PartitionId, TaskAttemptId};
 use uniffle_client::{Application, ClientOptions, Cluster, TaskFilter};
 use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
-use uniffle_testkit::config::Lines;
+use uniffle_testkit::config::ConfigLines;
 use uniffle_testkit::coordinator::{CoordinatorDouble, HeartbeatReply};
 use uniffle_testkit::ports::free_port;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
@@ -33,7 +33,7 @@ const OFTEN: &str = "heartbeat_interval_seconds = \"100ms\"";
 async fn worker(directory: &Path, top: &str, tables: &str) -> Worker {
     let top = format!("{OFTEN}\n{top}");
     let local = "healthy_check_min_disks = 1";
-    Lines { top: &top, local, tables, ..Lines::default() }.start(&[directory.join("data")]).await
+    ConfigLines { top: &top, local, tables, ..ConfigLines::default() }.start(&[directory.join("data")]).await
 }
 
 type Coordinator = CoordinatorServerClient<tonic::transport::Channel>;
@@ -142,7 +142,7 @@ async fn assignments_wait_for_other_workers() {
     let tables = "[embedded_coordinator]\nnode_timeout_sec = 600\nworker_networks = [\"127.0.0.0/8\"]\n";
     // Workers have an interval of the heartbeats to join, here longer than the test.
     let top = "heartbeat_interval_seconds = 300";
-    let a = Lines { top, local: "healthy_check_min_disks = 1", tables, ..Lines::default() };
+    let a = ConfigLines { top, local: "healthy_check_min_disks = 1", tables, ..ConfigLines::default() };
     let a = a.start(&[dir_a.path().join("data")]).await;
     let (mut coordinator, mut asking) = (coordinator_of(&a).await, coordinator_of(&a).await);
     let quorum = format!("coordinator_quorum = [\"{}\"]", a.addresses().grpc);
@@ -325,9 +325,13 @@ async fn failing_coordinators_do_not_delay_the_worker() {
     let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", b.addresses().grpc))
         .expect("an address");
     channel.connect().await.expect("the listener is open");
-    let a = Lines { store_type: "MEMORY", top: &format!("grpc_port = {}", late.port()), ..Lines::default() }
-        .start(&[dir_a.path().join("data")])
-        .await;
+    let a = ConfigLines {
+        store_type: "MEMORY",
+        top: &format!("grpc_port = {}", late.port()),
+        ..ConfigLines::default()
+    }
+    .start(&[dir_a.path().join("data")])
+    .await;
     let mut coordinator = coordinator_of(&a).await;
     until_nodes(&mut coordinator, 2).await;
     drop(coordinator);
@@ -379,7 +383,7 @@ async fn end_of_last_app_triggers_heartbeat() {
         format!("coordinator_quorum = [\"{}\"]\nheartbeat_interval_seconds = 3600", coordinator.address);
     let data = [directory.path().join("data")];
     let local = "healthy_check_min_disks = 1";
-    let worker = Lines { top: &top, local, ..Lines::default() }.start(&data).await;
+    let worker = ConfigLines { top: &top, local, ..ConfigLines::default() }.start(&data).await;
     let first = coordinator.heartbeat(|_| true).await;
     assert_eq!(first.server_id.as_ref().expect("an id").netty_port, netty_port(&worker));
     assert_eq!(first.display_metrics["app_num_with_node"], "0");

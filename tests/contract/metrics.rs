@@ -14,7 +14,7 @@ use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_testkit::block_generator::BlockGenerator;
-use uniffle_testkit::config::Lines;
+use uniffle_testkit::config::ConfigLines;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::metrics::Description;
 use uniffle_worker::proto::ApplicationInfoRequest;
@@ -157,7 +157,8 @@ async fn scrape(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
 async fn worker(directory: &std::path::Path, store_type: &str, top: &str) -> Worker {
     let top = format!("heartbeat_interval_seconds = \"100ms\"\n{top}");
     let tables = "[metrics]\npush_gateway_endpoint = \"http://127.0.0.1:1\"\n[admin]\nport = 0";
-    let lines = Lines { store_type, top: &top, local: "sync = \"group\"", tables, ..Lines::default() };
+    let lines =
+        ConfigLines { store_type, top: &top, local: "sync = \"group\"", tables, ..ConfigLines::default() };
     lines.start(&[directory.join("data")]).await
 }
 
@@ -217,7 +218,7 @@ async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Reg
     let local = LocalDisks { config: LocalConfig::default(), disks: vec![disk] };
     let above = OffloadTier::open(settings, local, below, &extents, tasks.clone(), &registries[1]).await;
     drop(above.expect("a tier"));
-    let lines = Lines { store_type: "MEMORY", ..Lines::default() };
+    let lines = ConfigLines { store_type: "MEMORY", ..ConfigLines::default() };
     let worker = lines.start_above(vec![tier], &[directory.join("unused")]).await;
     (worker, registries)
 }

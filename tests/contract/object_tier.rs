@@ -12,7 +12,7 @@ use prometheus::Registry;
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::s3::S3Server;
-use uniffle_testkit::s3::faults::{Fault, On};
+use uniffle_testkit::s3::faults::{On, ResponseFault};
 use uniffle_wire::index::records;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::memory::{Budget, ReadPool};
@@ -34,28 +34,28 @@ const LARGE: u32 = 3 << 20;
 const SMALL: u32 = 300;
 
 /// Returns faults of any request, by the store or a gateway.
-fn faults() -> Vec<Fault> {
+fn faults() -> Vec<ResponseFault> {
     vec![
-        Fault::Refuse(500, "InternalError"),
-        Fault::Refuse(503, "SlowDown"),
-        Fault::Refuse(403, "ExpiredToken"),
-        Fault::Refuse(403, "RequestTimeTooSkewed"),
-        Fault::Slow(Duration::from_millis(50)),
-        Fault::Close,
-        Fault::LoseAnswer,
-        Fault::Hang,
+        ResponseFault::Refuse(500, "InternalError"),
+        ResponseFault::Refuse(503, "SlowDown"),
+        ResponseFault::Refuse(403, "ExpiredToken"),
+        ResponseFault::Refuse(403, "RequestTimeTooSkewed"),
+        ResponseFault::Slow(Duration::from_millis(50)),
+        ResponseFault::Close,
+        ResponseFault::LoseAnswer,
+        ResponseFault::Hang,
     ]
 }
 
 /// Returns faults of responses with content, including those of any request.
-fn faults_of_reads() -> Vec<Fault> {
+fn faults_of_reads() -> Vec<ResponseFault> {
     let more = [
-        Fault::Cut(100),
-        Fault::Stall(100),
-        Fault::Shorter,
-        Fault::OtherRange,
-        Fault::WrongByte,
-        Fault::Unranged,
+        ResponseFault::Cut(100),
+        ResponseFault::Stall(100),
+        ResponseFault::Shorter,
+        ResponseFault::OtherRange,
+        ResponseFault::WrongByte,
+        ResponseFault::Unranged,
     ];
     faults().into_iter().chain(more).collect()
 }
@@ -191,7 +191,7 @@ async fn acknowledged_uploads_survive_any_fault() {
             server.faults.plan(on, 1, &fault);
             if let Err(error) = process.write(shuffle, &batch).await {
                 assert_named(&error, &what);
-                assert!(!matches!(fault, Fault::Slow(_)), "{what}: {error}");
+                assert!(!matches!(fault, ResponseFault::Slow(_)), "{what}: {error}");
                 server.faults.clear();
                 assert_reads(&process, shuffle, &[], &what).await;
                 process.write(shuffle, &batch).await.unwrap();
@@ -226,7 +226,7 @@ async fn acknowledged_records_survive_any_fault_of_a_log_write() {
                 Ok(()) => acknowledged.push(Bytes::from_static(b"report")),
                 Err(error) => {
                     assert_named(&error, &what);
-                    assert!(!matches!(fault, Fault::Slow(_)), "{what}: {error}");
+                    assert!(!matches!(fault, ResponseFault::Slow(_)), "{what}: {error}");
                     tried += 1;
                 }
             }
@@ -265,7 +265,7 @@ async fn faulty_reads_return_right_bytes_or_name_the_object() {
                 Ok(read) => assert!(read == expected(&written), "{what}"),
                 Err(error) => {
                     assert_named(&error, &what);
-                    assert!(!matches!(fault, Fault::Slow(_)), "{what}: {error}");
+                    assert!(!matches!(fault, ResponseFault::Slow(_)), "{what}: {error}");
                 }
             }
             server.faults.clear();
@@ -289,7 +289,7 @@ async fn faulty_starts_find_everything_or_fail() {
         let faults = if on == On::Get { faults_of_reads() } else { faults() };
         for fault in faults {
             let what = format!("{fault:?} on {on:?} {nth}");
-            server.faults.plan(on, nth, &Fault::None);
+            server.faults.plan(on, nth, &ResponseFault::None);
             server.faults.plan(on, 1, &fault);
             let started = Process::start(&server).await;
             server.faults.clear();

@@ -18,7 +18,7 @@ use uniffle_worker::remote::hdfs::fs::RemoteFs;
 use crate::fixture::{open, plain_connector};
 use crate::reader::try_read_directory;
 use crate::real::real;
-use uniffle_testkit::checker::{Checker, End, Remote, RemoteRead, run_of};
+use uniffle_testkit::checker::{Checker, RemoteRead, RemoteReads, RoundEnd, run_of};
 use uniffle_testkit::clients::client_of;
 use uniffle_testkit::hdfs::MiniHdfs;
 use uniffle_testkit::worker::{Setup, Worker};
@@ -26,16 +26,16 @@ use uniffle_testkit::worker::{Setup, Worker};
 const ROUNDS: u64 = PLAN.len() as u64;
 
 /// Every fault with each end of the process, in random order.
-const PLAN: [(Fault, End); 9] = [
-    (Fault::DataNode, End::Kill),
-    (Fault::DataNode, End::Nothing),
-    (Fault::NameNode, End::Kill),
-    (Fault::NameNode, End::Nothing),
-    (Fault::SafeMode, End::Kill),
-    (Fault::SafeMode, End::Nothing),
-    (Fault::None, End::Kill),
-    (Fault::None, End::Stop),
-    (Fault::None, End::Upgrade),
+const PLAN: [(Fault, RoundEnd); 9] = [
+    (Fault::DataNode, RoundEnd::Kill),
+    (Fault::DataNode, RoundEnd::Nothing),
+    (Fault::NameNode, RoundEnd::Kill),
+    (Fault::NameNode, RoundEnd::Nothing),
+    (Fault::SafeMode, RoundEnd::Kill),
+    (Fault::SafeMode, RoundEnd::Nothing),
+    (Fault::None, RoundEnd::Kill),
+    (Fault::None, RoundEnd::Stop),
+    (Fault::None, RoundEnd::Upgrade),
 ];
 
 /// Fault of HDFS in a round.
@@ -60,7 +60,7 @@ impl Hdfs {
     }
 }
 
-impl Remote for Hdfs {
+impl RemoteReads for Hdfs {
     fn storage(&self) -> RemoteStorage {
         RemoteStorage { path: self.servers.url("/checker"), ..RemoteStorage::default() }
     }
@@ -113,7 +113,7 @@ async fn reported_blocks_are_readable_or_listed_as_lost() {
         ..Setup::default()
     };
     let mut worker = block_in_place(|| Worker::start(&setup));
-    let mut checker = Checker::with_remote(Arc::clone(&hdfs) as Arc<dyn Remote>);
+    let mut checker = Checker::with_remote(Arc::clone(&hdfs) as Arc<dyn RemoteReads>);
     let mut plan = PLAN.to_vec();
     for round in 0..rounds {
         let place = usize::try_from(round).unwrap() % plan.len();

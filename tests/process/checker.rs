@@ -4,7 +4,7 @@
 use rand::RngExt as _;
 use tokio::task::block_in_place;
 
-use uniffle_testkit::checker::{Checker, End, run_of};
+use uniffle_testkit::checker::{Checker, RoundEnd, run_of};
 use uniffle_testkit::clients::client_of;
 use uniffle_testkit::worker::{Setup, Worker};
 
@@ -17,7 +17,7 @@ async fn reported_blocks_are_readable_or_listed_as_lost() {
     let mut worker = block_in_place(|| Worker::start(&setup));
     let mut checker = Checker::default();
     for round in 0..rounds {
-        let end = [End::Kill, End::Stop, End::Upgrade][random.random_range(0..3)];
+        let end = [RoundEnd::Kill, RoundEnd::Stop, RoundEnd::Upgrade][random.random_range(0..3)];
         checker.round(i32::try_from(round).expect("small"), end, &mut worker, &mut random).await;
     }
     let client = client_of(&worker).await;

@@ -17,7 +17,7 @@ use uniffle_client::block::IdLayout;
 use uniffle_client::grpc::ReadOptions;
 use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
-use uniffle_testkit::checker::{Checker, End, run_of};
+use uniffle_testkit::checker::{Checker, RoundEnd, run_of};
 use uniffle_testkit::clients::client_of;
 use uniffle_testkit::say;
 use uniffle_testkit::tools::{available, find, may_mount, weaker};
@@ -50,7 +50,8 @@ async fn acknowledged_blocks_are_readable_after_kill() {
     let mut worker = block_in_place(|| Worker::start(&setup));
     let mut checker = Checker::with_persistent_memory();
     for round in 0..rounds {
-        let end = [End::Kill, End::Kill, End::Kill, End::Stop, End::Upgrade][random.random_range(0..5)];
+        let end = [RoundEnd::Kill, RoundEnd::Kill, RoundEnd::Kill, RoundEnd::Stop, RoundEnd::Upgrade]
+            [random.random_range(0..5)];
         checker.round(i32::try_from(round).expect("small"), end, &mut worker, &mut random).await;
     }
     let client = client_of(&worker).await;

@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::restarts::{JOB, REPLICAS, assert_running, wait_total};
 use crate::{Application, spark};
 use uniffle_testkit::ports::free_port;
-use uniffle_testkit::spark::Kind;
+use uniffle_testkit::spark::JvmKind;
 use uniffle_testkit::tools::binary;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
@@ -33,7 +33,7 @@ fn concurrent_apps_with_equal_shuffle_ids_are_isolated() {
     let worker = Worker::start(&Setup { name: "two-apps", capacity: "64M", ..Setup::default() });
     let scenarios = "query_aqe_on,skew_join_aqe";
     let apps =
-        [Application { jvm: Kind::NoUnsafe, ..Application::of(scenarios) }, Application::of(scenarios)];
+        [Application { jvm: JvmKind::NoUnsafe, ..Application::of(scenarios) }, Application::of(scenarios)];
     spark.run_all_at_once(&[&worker], &apps);
     let spilled = worker.metrics().expect("memory_spill_total_bytes");
     assert!(spilled > 0.0, "nothing was spilled");

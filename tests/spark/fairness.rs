@@ -6,7 +6,7 @@
 
 use serde_json::Value;
 use uniffle_testkit::say;
-use uniffle_testkit::spark::{Jvm, Kind};
+use uniffle_testkit::spark::{Jvm, JvmKind};
 use uniffle_testkit::worker::{Setup, Worker};
 
 use crate::spark;
@@ -32,9 +32,9 @@ struct Jvms {
 
 impl Jvms {
     fn start() -> Self {
-        let start = |at| Jvm::start_as(Kind::NoUnsafe, &format!("small-{at}"), &[], &["-Xmx1g"]);
+        let start = |at| Jvm::start_as(JvmKind::NoUnsafe, &format!("small-{at}"), &[], &["-Xmx1g"]);
         let mut small: Vec<_> = (0..SMALL).map(start).collect();
-        let mut flood = Jvm::start_as(Kind::NoUnsafe, "flood", NICE, &[]);
+        let mut flood = Jvm::start_as(JvmKind::NoUnsafe, "flood", NICE, &[]);
         // Each runs once with its own rows, as the reference for later results.
         for jvm in &mut small {
             begin(jvm, "vanilla", SMALL_WORDS);

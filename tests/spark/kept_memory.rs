@@ -4,7 +4,7 @@
 use crate::clusters::embedded_cluster;
 use crate::restarts::{JOB, assert_running, wait_total};
 use crate::{Application, spark};
-use uniffle_testkit::spark::Kind;
+use uniffle_testkit::spark::JvmKind;
 use uniffle_testkit::worker::Worker;
 
 /// Returns a temporary tmpfs directory and the lines of `[memory_store]` that name it.
@@ -26,7 +26,7 @@ fn kill_and_restart(worker: &mut Worker, other: &Worker, counter: &str, after: f
 }
 
 /// Client and Spark as published. Tasks may be retried, stages may not.
-fn survives_kill_of_any_worker(jvm: Kind, words: &str) {
+fn survives_kill_of_any_worker(jvm: JvmKind, words: &str) {
     let Some(mut spark) = spark() else { return };
     let [first, second, third] = [tmpfs(), tmpfs(), tmpfs()];
     let memory = [first.1, second.1, third.1];
@@ -48,10 +48,10 @@ fn survives_kill_of_any_worker(jvm: Kind, words: &str) {
 
 #[test]
 fn killed_workers_lose_nothing_with_persistent_memory() {
-    survives_kill_of_any_worker(Kind::Main, "");
+    survives_kill_of_any_worker(JvmKind::Main, "");
 }
 
 #[test]
 fn killed_workers_lose_nothing_over_tcp() {
-    survives_kill_of_any_worker(Kind::NoUnsafe, "spark.rss.client.type=GRPC_NETTY");
+    survives_kill_of_any_worker(JvmKind::NoUnsafe, "spark.rss.client.type=GRPC_NETTY");
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::{Application, Spark, spark};
-use uniffle_testkit::spark::Kind;
+use uniffle_testkit::spark::JvmKind;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
@@ -55,7 +55,7 @@ fn assert_names_the_loss(answers: &[Value]) {
     }
 }
 
-fn fails_with_reason(jvm: Kind, words: &str, name: &'static str) {
+fn fails_with_reason(jvm: JvmKind, words: &str, name: &'static str) {
     let Some(mut spark) = spark() else { return };
     let application = Application { jvm, scenarios: "paused", words };
     let (worker, answers) = kill_between_stages(&mut spark, application, name);
@@ -67,17 +67,17 @@ fn fails_with_reason(jvm: Kind, words: &str, name: &'static str) {
 
 #[test]
 fn lost_blocks_fail_the_job_with_a_reason() {
-    fails_with_reason(Kind::Main, "", "failed-grpc");
+    fails_with_reason(JvmKind::Main, "", "failed-grpc");
 }
 
 #[test]
 fn lost_blocks_fail_the_job_over_tcp() {
-    fails_with_reason(Kind::NoUnsafe, "spark.rss.client.type=GRPC_NETTY", "failed-tcp");
+    fails_with_reason(JvmKind::NoUnsafe, "spark.rss.client.type=GRPC_NETTY", "failed-tcp");
 }
 
 #[test]
 fn lost_blocks_fail_the_job_if_map_outputs_stay_registered() {
-    fails_with_reason(Kind::Main, "spark.rss.resubmit.stage=true", "not-dropped");
+    fails_with_reason(JvmKind::Main, "spark.rss.resubmit.stage=true", "not-dropped");
 }
 
 #[test]
@@ -86,8 +86,8 @@ fn lost_blocks_of_barrier_stage_are_recomputed() {
     let scenario = "paused_barrier";
     let application = Application { words: "spark.rss.resubmit.stage=true", ..Application::of(scenario) };
     let (worker, answers) = kill_between_stages(&mut spark, application, "computed-again");
-    let vanilla = spark.vanilla_of(Kind::Main, scenario);
-    assert_eq!(answers[0]["ok"], true, "{answers:?}\n{}", spark.log_tail(Kind::Main));
+    let vanilla = spark.vanilla_of(JvmKind::Main, scenario);
+    assert_eq!(answers[0]["ok"], true, "{answers:?}\n{}", spark.log_tail(JvmKind::Main));
     assert_eq!(answers[0]["digest"], vanilla["digest"], "{answers:?}");
     assert!(worker.metrics().expect("total_healed_blocks") > 0.0, "nothing was sent again");
     worker.assert_clean();

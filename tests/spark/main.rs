@@ -31,7 +31,7 @@ use std::sync::LazyLock;
 
 use parking_lot::{Mutex, MutexGuard};
 use serde_json::Value;
-use uniffle_testkit::spark::{Jvm, Kind};
+use uniffle_testkit::spark::{Jvm, JvmKind};
 use uniffle_testkit::worker::Worker;
 
 /// State shared by all tests. The lock serializes jobs: two cores are not enough for two.
@@ -40,7 +40,7 @@ static SPARK: LazyLock<Mutex<Spark>> = LazyLock::new(Mutex::default);
 /// JVMs, started on first use, and the results of vanilla Spark.
 #[derive(Debug, Default)]
 struct Spark {
-    jvms: HashMap<Kind, Jvm>,
+    jvms: HashMap<JvmKind, Jvm>,
     /// Results by Spark version and scenario.
     vanilla: HashMap<(&'static str, String), Value>,
 }
@@ -48,7 +48,7 @@ struct Spark {
 /// An application to run.
 #[derive(Debug, Clone, Copy)]
 struct Application<'a> {
-    jvm: Kind,
+    jvm: JvmKind,
     /// Comma-separated scenarios.
     scenarios: &'a str,
     /// Further words of the command, separated by spaces.
@@ -57,7 +57,7 @@ struct Application<'a> {
 
 impl<'a> Application<'a> {
     fn of(scenarios: &'a str) -> Self {
-        Self { jvm: Kind::Main, scenarios, words: "" }
+        Self { jvm: JvmKind::Main, scenarios, words: "" }
     }
 }
 
@@ -155,18 +155,18 @@ impl Spark {
         (workers, answers)
     }
 
-    fn vanilla_of(&self, jvm: Kind, scenario: &str) -> Value {
+    fn vanilla_of(&self, jvm: JvmKind, scenario: &str) -> Value {
         self.vanilla[&(jvm.spark_version(), scenario.to_owned())].clone()
     }
 
-    fn log_tail(&self, jvm: Kind) -> String {
+    fn log_tail(&self, jvm: JvmKind) -> String {
         self.jvms.get(&jvm).map(Jvm::log_tail).unwrap_or_default()
     }
 
     /// Computes missing results with vanilla Spark.
     fn run_vanilla(&mut self, application: &Application<'_>) {
         // JVM flags do not affect results.
-        let jvm = if application.jvm == Kind::NoUnsafe { Kind::Main } else { application.jvm };
+        let jvm = if application.jvm == JvmKind::NoUnsafe { JvmKind::Main } else { application.jvm };
         let version = jvm.spark_version();
         let unknown: Vec<_> = application
             .scenarios
@@ -184,12 +184,12 @@ impl Spark {
         }
     }
 
-    fn jvm(&mut self, kind: Kind) -> &mut Jvm {
+    fn jvm(&mut self, kind: JvmKind) -> &mut Jvm {
         self.jvms.entry(kind).or_insert_with(|| Jvm::start(kind))
     }
 
     /// The first application of a new JVM takes ten seconds longer.
-    fn warm_up(&mut self, kind: Kind) {
+    fn warm_up(&mut self, kind: JvmKind) {
         if !self.jvms.contains_key(&kind) {
             let (jvm, scenarios, words) = (kind, "recorded_pairs", "");
             self.begin(jvm, "vanilla", &format!("scenarios={scenarios}"));
@@ -197,7 +197,7 @@ impl Spark {
         }
     }
 
-    fn begin(&mut self, kind: Kind, mode: &str, words: &str) {
+    fn begin(&mut self, kind: JvmKind, mode: &str, words: &str) {
         if let Err(lost) = self.jvm(kind).begin(mode, words) {
             self.jvms.remove(&kind);
             panic!("{lost}")
@@ -205,7 +205,7 @@ impl Spark {
     }
 
     /// Waits for a started application. Returns its output.
-    fn answers(&mut self, kind: Kind) -> Vec<Value> {
+    fn answers(&mut self, kind: JvmKind) -> Vec<Value> {
         let jvm = self.jvms.get_mut(&kind).expect("it was begun");
         match jvm.finish() {
             Ok(answers) => answers,
@@ -245,8 +245,8 @@ fn interval(answers: &[Value]) -> (u64, u64) {
 #[test]
 fn applications_build() {
     if spark().is_some() {
-        uniffle_testkit::spark::build(Kind::Main);
-        uniffle_testkit::spark::build(Kind::Spark33);
+        uniffle_testkit::spark::build(JvmKind::Main);
+        uniffle_testkit::spark::build(JvmKind::Spark33);
         uniffle_testkit::hdfs::build();
     }
 }

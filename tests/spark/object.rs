@@ -117,8 +117,13 @@ fn run_disturbed(
 }
 
 fn assert_right(spark: &Spark, answers: &[Value]) {
-    let vanilla = spark.vanilla_of(uniffle_testkit::spark::Kind::Main, JOB);
-    assert_eq!(answers[0]["ok"], true, "{answers:?}\n{}", spark.log_tail(uniffle_testkit::spark::Kind::Main));
+    let vanilla = spark.vanilla_of(uniffle_testkit::spark::JvmKind::Main, JOB);
+    assert_eq!(
+        answers[0]["ok"],
+        true,
+        "{answers:?}\n{}",
+        spark.log_tail(uniffle_testkit::spark::JvmKind::Main)
+    );
     assert_eq!(answers[0]["digest"], vanilla["digest"], "{answers:?}");
 }
 

@@ -2,7 +2,7 @@
 
 use crate::share::say_share;
 use crate::{Application, spark};
-use uniffle_testkit::spark::Kind;
+use uniffle_testkit::spark::JvmKind;
 use uniffle_testkit::worker::{Setup, Worker};
 
 #[test]
@@ -92,10 +92,10 @@ fn spark_3_3_matches_vanilla_spark_3_3() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "spark33", capacity: "300M", ..Setup::default() });
     let scenarios = "sort_small,cogroup,skew_join_aqe";
-    let answers = spark.run(&[&worker], Application { jvm: Kind::Spark33, ..Application::of(scenarios) });
+    let answers = spark.run(&[&worker], Application { jvm: JvmKind::Spark33, ..Application::of(scenarios) });
     assert!(answers.iter().all(|answer| answer["spark"] == "3.3.4"), "another Spark: {answers:?}");
     // No other test needs this JVM.
-    spark.jvms.remove(&Kind::Spark33);
+    spark.jvms.remove(&JvmKind::Spark33);
     worker.assert_no_error_logged();
     worker.stop();
 }

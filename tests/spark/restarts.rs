@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::{Application, spark};
 use uniffle_testkit::metrics::Metrics;
-use uniffle_testkit::spark::Kind;
+use uniffle_testkit::spark::JvmKind;
 use uniffle_testkit::tools::{binary, may_mount, weaker};
 use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_testkit::{say, wait_until};
@@ -75,7 +75,7 @@ fn upgrade(worker: &mut Worker, installed: &Installed) {
 }
 
 /// Upgrades in both stages of a job.
-fn upgrade_in_both_stages(name: &'static str, jvm: Kind, words: &str) {
+fn upgrade_in_both_stages(name: &'static str, jvm: JvmKind, words: &str) {
     let Some(mut spark) = spark() else { return };
     let installed = Installed::by_variable();
     let setup = Setup { name, capacity: "300M", disks: 2, binary: installed.path(), ..Setup::default() };
@@ -98,26 +98,30 @@ fn upgrade_in_both_stages(name: &'static str, jvm: Kind, words: &str) {
 
 #[test]
 fn upgrades_fail_no_task_of_a_cluster() {
-    upgrade_in_both_stages("cluster-grpc", Kind::Main, "master=local-cluster[2,1,1024]");
+    upgrade_in_both_stages("cluster-grpc", JvmKind::Main, "master=local-cluster[2,1,1024]");
 }
 
 #[test]
 fn upgrades_fail_no_task_of_a_cluster_over_tcp() {
     upgrade_in_both_stages(
         "cluster-tcp",
-        Kind::NoUnsafe,
+        JvmKind::NoUnsafe,
         "master=local-cluster[2,1,1024] spark.rss.client.type=GRPC_NETTY",
     );
 }
 
 #[test]
 fn upgrades_fail_no_task_of_a_local_master() {
-    upgrade_in_both_stages("local-grpc", Kind::Main, "master=local[2,4]");
+    upgrade_in_both_stages("local-grpc", JvmKind::Main, "master=local[2,4]");
 }
 
 #[test]
 fn upgrades_fail_no_task_of_a_local_master_over_tcp() {
-    upgrade_in_both_stages("local-tcp", Kind::NoUnsafe, "master=local[2,4] spark.rss.client.type=GRPC_NETTY");
+    upgrade_in_both_stages(
+        "local-tcp",
+        JvmKind::NoUnsafe,
+        "master=local[2,4] spark.rss.client.type=GRPC_NETTY",
+    );
 }
 
 /// Set by users who want to run the tests without mounts.

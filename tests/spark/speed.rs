@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 use uniffle_testkit::say;
-use uniffle_testkit::spark::Kind;
+use uniffle_testkit::spark::JvmKind;
 use uniffle_testkit::worker::{Setup, Worker};
 
 use crate::{Application, Spark, spark};
@@ -42,7 +42,7 @@ fn jobs_in_turns_with_vanilla_spark() {
 
 fn run(spark: &mut Spark, worker: &Worker, scenario: &str, client: Option<&str>) -> Value {
     // The same JVM for all variants, with the flags that TCP needs.
-    let jvm = Kind::NoUnsafe;
+    let jvm = JvmKind::NoUnsafe;
     let words = client.map(|client| format!("{} spark.rss.client.type={client}", worker.printed_settings()));
     let mode = if client.is_some() { "printed" } else { "vanilla" };
     spark.begin(jvm, mode, &format!("scenarios={scenario} {}", words.unwrap_or_default()));

@@ -3,11 +3,11 @@
 use crate::share::say_share;
 use crate::{Application, spark};
 use uniffle_testkit::metrics::Metrics;
-use uniffle_testkit::spark::Kind;
+use uniffle_testkit::spark::JvmKind;
 use uniffle_testkit::worker::{Setup, Worker};
 
 const TCP: Application<'_> =
-    Application { jvm: Kind::NoUnsafe, scenarios: "", words: "spark.rss.client.type=GRPC_NETTY" };
+    Application { jvm: JvmKind::NoUnsafe, scenarios: "", words: "spark.rss.client.type=GRPC_NETTY" };
 
 /// Returns the request counts of one RPC on both listeners.
 fn requests(metrics: &Metrics, rpc: &str) -> (f64, f64) {

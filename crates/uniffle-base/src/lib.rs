@@ -1,8 +1,8 @@
 //! Modules that all parts of the worker use: budgets, wait queues, clock, tasks, metrics and
 //! configuration keys.
 //!
-//! [`budget`] bounds memory, and [`sched`] decides which application is next. [`runtime`] owns tasks
-//! and threads. [`clock`] excludes pauses of the process from deadlines. [`metrics::table!`]
+//! [`budget`] bounds memory, and [`sched`] decides which application is next. [`runtime`] owns
+//! tasks and threads. [`clock`] excludes pauses of the process from deadlines. [`metrics::table!`]
 //! declares metrics, and [`schema::section!`] the keys of a module. Nothing here depends on
 //! shuffles, blocks or protocols.
 

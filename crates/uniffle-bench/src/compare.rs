@@ -5,18 +5,18 @@
 //! each time.
 
 use crate::floor;
-use crate::options::{CompareArgs, FloorArgs, RunArgs, Work};
-use crate::report::{Comparison, FloorLine, PhaseReport, Report, RunReport, median};
+use crate::options::{CompareArgs, ComparedWork, FloorArgs, RunArgs};
+use crate::report::{BenchReport, Comparison, FloorLine, PhaseReport, RunReport, median};
 use crate::run;
 
 /// Bytes of each floor measurement within a turn.
 const FLOOR_BYTES: u64 = 1_000_000_000;
 
 /// Runs all turns.
-pub(crate) async fn turns(args: &CompareArgs) -> anyhow::Result<Report> {
+pub(crate) async fn turns(args: &CompareArgs) -> anyhow::Result<BenchReport> {
     anyhow::ensure!((1..=1_000).contains(&args.turns), "--turns must be 1 to 1000");
     let (a, b) = args.sides()?;
-    let mut report = Report::default();
+    let mut report = BenchReport::default();
     let mut floors: Vec<Vec<FloorLine>> = Vec::new();
     let (mut of_a, mut of_b) = (Vec::new(), Vec::new());
     for turn in 0..args.turns {
@@ -40,11 +40,11 @@ pub(crate) async fn turns(args: &CompareArgs) -> anyhow::Result<Report> {
     Ok(report)
 }
 
-async fn work(work: Work, name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
+async fn work(work: ComparedWork, name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
     match work {
-        Work::Write => run::write_only(name, args).await,
-        Work::Read => run::write_and_read(name, args).await,
-        Work::Mixed => run::mixed(name, args).await,
+        ComparedWork::Write => run::write_only(name, args).await,
+        ComparedWork::Read => run::write_and_read(name, args).await,
+        ComparedWork::Mixed => run::mixed(name, args).await,
     }
 }
 

@@ -3,8 +3,8 @@
 //!
 //! All blocks are slices of one pool of random bytes, so creating a block copies nothing and
 //! checking it is a comparison. The checksum of each (place, length) is computed once. Invariant:
-//! [`Pool::describe`] is a pure function of (seed, size distribution, id). Two blocks of equal
-//! length have the same bytes with a probability of 1/32,768, so a server that systematically
+//! [`ContentPool::describe`] is a pure function of (seed, size distribution, id). Two blocks of
+//! equal length have the same bytes with a probability of 1/32,768, so a server that systematically
 //! confuses blocks is detected.
 
 use std::fmt;
@@ -87,9 +87,9 @@ impl FromStr for Sizes {
 
 /// SplitMix64's step and finalizer. Gives the same sequence on every machine.
 #[derive(Debug, Clone)]
-pub(crate) struct Random(u64);
+pub(crate) struct SplitMix(u64);
 
-impl Random {
+impl SplitMix {
     pub(crate) fn new(seed: u64) -> Self {
         Self(seed)
     }
@@ -127,7 +127,7 @@ pub(crate) struct BlockDescription {
 }
 
 /// The content of all blocks of a run.
-pub(crate) struct Pool {
+pub(crate) struct ContentPool {
     seed: u64,
     sizes: Sizes,
     bytes: Bytes,
@@ -135,13 +135,13 @@ pub(crate) struct Pool {
     crcs: Vec<AtomicU64>,
 }
 
-impl Pool {
+impl ContentPool {
     /// Creates the random bytes of the pool.
     pub(crate) fn new(seed: u64, sizes: Sizes) -> Self {
         let longest = usize::try_from(sizes.longest()).expect("a u32 is an index");
         let total = (PLACES * STRIDE_BYTES + longest).next_multiple_of(8);
         let mut bytes = BytesMut::with_capacity(total);
-        let mut random = Random::new(seed);
+        let mut random = SplitMix::new(seed);
         while bytes.len() < total {
             bytes.extend_from_slice(&random.next().to_le_bytes());
         }
@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn blocks_follow_from_seed_and_id() {
-        let pool = |seed| Pool::new(seed, "tiny".parse().unwrap());
+        let pool = |seed| ContentPool::new(seed, "tiny".parse().unwrap());
         let (a, b, other) = (pool(1), pool(1), pool(2));
         let mut differ = 0;
         for id in 0..100 {
@@ -230,7 +230,7 @@ mod tests {
 
     #[test]
     fn block_lengths_are_equally_likely() {
-        let pool = Pool::new(3, "tiny".parse().unwrap());
+        let pool = ContentPool::new(3, "tiny".parse().unwrap());
         let mut counts = std::collections::BTreeMap::new();
         for id in 0..6_000 {
             *counts.entry(pool.describe(id).length).or_insert(0_u32) += 1;
@@ -241,7 +241,7 @@ mod tests {
 
     #[test]
     fn random_numbers_stay_below_their_bound() {
-        let mut random = Random::new(9);
+        let mut random = SplitMix::new(9);
         assert!((0..1_000).all(|_| random.below(7) < 7));
         assert!((0..1_000).all(|_| (0.0..1.0).contains(&random.unit())));
     }

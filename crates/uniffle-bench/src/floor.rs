@@ -205,9 +205,9 @@ fn line(name: &str, bytes: usize, begin: Instant, server_cpu: f64, client_cpu: f
 }
 
 /// A temporary file, which is removed on drop.
-struct Scratch(PathBuf);
+struct TempFile(PathBuf);
 
-impl Scratch {
+impl TempFile {
     fn new(dir: &Path, number: usize) -> Self {
         Self(dir.join(format!(".uniffle-bench-{}-{number}", std::process::id())))
     }
@@ -223,14 +223,14 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
+impl Drop for TempFile {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.0);
     }
 }
 
 fn sendfile(bytes: usize, connections: usize, dir: &Path) -> anyhow::Result<FloorLine> {
-    let scratch = Scratch::new(dir, 0);
+    let scratch = TempFile::new(dir, 0);
     let mut file = scratch.open(0).with_context(|| format!("cannot write in {}", dir.display()))?;
     let chunk = warm(CHUNK_BYTES);
     for _ in 0..FILE_BYTES / CHUNK_BYTES {
@@ -268,7 +268,7 @@ fn direct(
 ) -> anyhow::Result<Option<FloorLine>> {
     let flags = i32::try_from(rustix::fs::OFlags::DIRECT.bits())?;
     let share = (bytes / threads / CHUNK_BYTES).max(1) * CHUNK_BYTES;
-    let files: Vec<Scratch> = (0..threads).map(|number| Scratch::new(dir, number)).collect();
+    let files: Vec<TempFile> = (0..threads).map(|number| TempFile::new(dir, number)).collect();
     if files[0].open(flags).is_err() {
         return Ok(None);
     }
@@ -279,7 +279,7 @@ fn direct(
     }
     let begin = Instant::now();
     let cpu = scope(|scope| {
-        let start = |file: &'_ Scratch| -> anyhow::Result<_> {
+        let start = |file: &'_ TempFile| -> anyhow::Result<_> {
             let file = file.open(flags)?;
             Ok(spawn(scope, move || transfer(&file, share, direction)))
         };

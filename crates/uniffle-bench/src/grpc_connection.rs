@@ -20,7 +20,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use crate::message::Pieces;
+use crate::message::MessagePieces;
 
 /// Size of one write of grpc-java's Netty: the high watermark of 64 KiB plus the byte that exceeds
 /// it.
@@ -68,14 +68,14 @@ impl Buf for Chunk {
 
 /// A request body that is sent in chunks of at most [`FRAME_BYTES_MAX`] bytes.
 #[derive(Debug)]
-pub(crate) struct Request {
+pub(crate) struct ChunkedBody {
     pieces: VecDeque<Bytes>,
     remaining: usize,
 }
 
-impl Request {
+impl ChunkedBody {
     /// Creates the body of `message`, preceded by gRPC's five-byte prefix.
-    fn new(message: Pieces) -> anyhow::Result<Self> {
+    fn new(message: MessagePieces) -> anyhow::Result<Self> {
         let mut head = BytesMut::with_capacity(5);
         head.put_u8(0);
         head.put_u32(u32::try_from(message.length).context("the message does not fit gRPC")?);
@@ -102,7 +102,7 @@ impl Request {
     }
 }
 
-impl Body for Request {
+impl Body for ChunkedBody {
     type Data = Chunk;
     type Error = std::convert::Infallible;
 
@@ -129,7 +129,7 @@ impl Body for Request {
 /// A connection. Clones share it.
 #[derive(Debug, Clone)]
 pub(crate) struct GrpcConnection {
-    sender: SendRequest<Request>,
+    sender: SendRequest<ChunkedBody>,
     address: SocketAddr,
     rpc_timeout: Duration,
 }
@@ -159,7 +159,7 @@ impl GrpcConnection {
     pub(crate) async fn call<A: prost::Message + Default>(
         &self,
         path: &'static str,
-        message: Pieces,
+        message: MessagePieces,
     ) -> anyhow::Result<A> {
         let answer = timeout(self.rpc_timeout, self.exchange(path, message)).await;
         let answer = answer.map_err(|_| {
@@ -175,16 +175,16 @@ impl GrpcConnection {
         request: &R,
     ) -> anyhow::Result<A> {
         let bytes = Bytes::from(request.encode_to_vec());
-        let pieces = Pieces { length: bytes.len(), pieces: vec![bytes] };
+        let pieces = MessagePieces { length: bytes.len(), pieces: vec![bytes] };
         self.call(path, pieces).await
     }
 
-    async fn exchange(&self, path: &'static str, message: Pieces) -> anyhow::Result<Bytes> {
+    async fn exchange(&self, path: &'static str, message: MessagePieces) -> anyhow::Result<Bytes> {
         let request = hyper::Request::post(format!("http://{}{path}", self.address))
             .header("content-type", "application/grpc")
             .header("te", "trailers")
             .header("user-agent", "uniffle-bench")
-            .body(Request::new(message)?)?;
+            .body(ChunkedBody::new(message)?)?;
         let mut sender = self.sender.clone();
         let lost = || format!("{} closed the connection or does not speak gRPC on this port", self.address);
         sender.ready().await.with_context(lost)?;
@@ -254,8 +254,8 @@ mod tests {
     #[test]
     fn request_chunks_match_grpc_java() {
         let pieces: Vec<Bytes> = (0..20_u8).map(|n| vec![n; 14_336].into()).collect();
-        let message = Pieces { length: 20 * 14_336, pieces: pieces.clone() };
-        let mut request = Request::new(message).unwrap();
+        let message = MessagePieces { length: 20 * 14_336, pieces: pieces.clone() };
+        let mut request = ChunkedBody::new(message).unwrap();
         let (mut all, mut lengths) = (Vec::new(), Vec::new());
         while request.remaining > 0 {
             let mut chunk = request.chunk();

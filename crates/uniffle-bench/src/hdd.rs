@@ -27,7 +27,7 @@ use uniffle_worker::runtime::Tasks;
 use uniffle_worker::store::{LocalConfig, LocalStore, ServedTier as _};
 
 use crate::options::HddArgs;
-use crate::report::{GB, HddLine, Report};
+use crate::report::{BenchReport, GB, HddLine};
 use crate::seek_disk::SeekDisk;
 
 const BLOCK_BYTES: u32 = 14 << 10;
@@ -41,10 +41,10 @@ const INDEX_RECORD_BYTES: usize = 40;
 const READ_BYTES: u64 = 1 << 20;
 
 /// Measures all layouts with each number of partitions.
-pub(crate) async fn run(args: &HddArgs) -> anyhow::Result<Report> {
+pub(crate) async fn run(args: &HddArgs) -> anyhow::Result<BenchReport> {
     let bytes = args.bytes.as_u64();
     ensure!((1 << 20..=16 << 30).contains(&bytes), "--bytes must be 1 MiB to 16 GiB");
-    let mut report = Report::default();
+    let mut report = BenchReport::default();
     for &partitions in &args.partitions {
         ensure!((1..=1_000_000).contains(&partitions), "--partitions must be 1 to 1000000");
         for layout in [Layout::Logs, Layout::FilePerPartition] {

@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-use crate::plot::{Bar, Line, bars, escape, lines};
-use crate::report::{PhaseReport, Report, RunReport, Sample};
+use crate::plot::{ChartBar, PlotLine, bars, escape, lines};
+use crate::report::{BenchReport, PhaseReport, PhaseSample, RunReport};
 use crate::stats::Latency;
 
 const STYLE: &str = "\
@@ -22,7 +22,7 @@ th,td{padding:.2rem .8rem;text-align:right;border-bottom:1px solid #e3e8ee}th:fi
 svg text{fill:#a9b4c0}.grid{stroke:#2b343e}th,td,h2{border-color:#2b343e}}";
 
 /// Returns the page.
-pub(crate) fn page(report: &Report) -> String {
+pub(crate) fn page(report: &BenchReport) -> String {
     let mut body = String::new();
     comparison(&mut body, report);
     for run in &report.runs {
@@ -39,7 +39,7 @@ pub(crate) fn page(report: &Report) -> String {
     )
 }
 
-fn comparison(body: &mut String, report: &Report) {
+fn comparison(body: &mut String, report: &BenchReport) {
     if report.comparison.is_empty() {
         return;
     }
@@ -65,7 +65,7 @@ fn comparison(body: &mut String, report: &Report) {
     table(body, &head, rows);
     *body += "<div class=\"plots\">";
     for line in &report.comparison {
-        let bar = |label: &str, value, series| Bar { label: label.to_owned(), value, series };
+        let bar = |label: &str, value, series| ChartBar { label: label.to_owned(), value, series };
         *body += &bars(&line.what, &[bar("A", line.a, 0), bar("B", line.b, 1)]);
     }
     *body += "</div>";
@@ -88,10 +88,10 @@ fn of_run(body: &mut String, run: &RunReport) {
     table(body, &head, run.phases.iter().map(phase_row));
     *body += "<div class=\"plots\">";
     *body += &lines("Throughput", "seconds", "GB/s", &throughput(&run.samples));
-    let memory = |s: &Sample| (s.seconds, s.server_rss_bytes as f64 / f64::from(1 << 20));
+    let memory = |s: &PhaseSample| (s.seconds, s.server_rss_bytes as f64 / f64::from(1 << 20));
     if run.samples.iter().any(|sample| sample.server_rss_bytes > 0) {
         let points = run.samples.iter().map(memory).collect();
-        *body += &lines("Server memory", "seconds", "MiB", &[Line { name: "RSS".into(), points }]);
+        *body += &lines("Server memory", "seconds", "MiB", &[PlotLine { name: "RSS".into(), points }]);
     }
     for phase in &run.phases {
         *body += &latency_plot(phase);
@@ -133,17 +133,17 @@ fn latency_row(latency: &Latency) -> Vec<String> {
 }
 
 /// Returns the rates between consecutive samples. Counters restart with each phase.
-fn throughput(samples: &[Sample]) -> Vec<Line> {
-    let rate = |of: fn(&Sample) -> u64| {
+fn throughput(samples: &[PhaseSample]) -> Vec<PlotLine> {
+    let rate = |of: fn(&PhaseSample) -> u64| {
         let pairs = samples.iter().zip(samples.iter().skip(1));
-        let point = |(before, after): (&Sample, &Sample)| {
+        let point = |(before, after): (&PhaseSample, &PhaseSample)| {
             let seconds = after.seconds - before.seconds;
             let bytes = of(after).checked_sub(of(before)).unwrap_or(of(after)) as f64;
             (seconds > 0.01).then(|| (after.seconds, bytes / crate::report::GB / seconds))
         };
         pairs.filter_map(point).collect::<Vec<_>>()
     };
-    let line = |name: &str, points: Vec<(f64, f64)>| Line { name: name.to_owned(), points };
+    let line = |name: &str, points: Vec<(f64, f64)>| PlotLine { name: name.to_owned(), points };
     vec![line("written", rate(|s| s.written_bytes)), line("read", rate(|s| s.read_bytes))]
 }
 
@@ -151,14 +151,15 @@ fn throughput(samples: &[Sample]) -> Vec<Line> {
 fn latency_plot(phase: &PhaseReport) -> String {
     let curve = |latency: &Latency| {
         let nines = |&(quantile, ms): &(f64, f64)| (-(1.0 - quantile).max(1e-5).log10(), ms);
-        Line { name: format!("{:?}", latency.rpc), points: latency.curve.iter().map(nines).collect() }
+        PlotLine { name: format!("{:?}", latency.rpc), points: latency.curve.iter().map(nines).collect() }
     };
-    let curves: Vec<Line> = phase.latencies.iter().filter(|latency| latency.count > 1).map(curve).collect();
+    let curves: Vec<PlotLine> =
+        phase.latencies.iter().filter(|latency| latency.count > 1).map(curve).collect();
     let title = format!("Latency of {}", phase.name);
     lines(&title, "nines of calls (1 = p90, 2 = p99, 3 = p99.9)", "ms", &curves)
 }
 
-fn floor(body: &mut String, report: &Report) {
+fn floor(body: &mut String, report: &BenchReport) {
     if report.floor.is_empty() {
         return;
     }
@@ -174,7 +175,7 @@ fn floor(body: &mut String, report: &Report) {
         ]
     });
     table(body, &head, rows);
-    let bar = |line: &crate::report::FloorLine| Bar {
+    let bar = |line: &crate::report::FloorLine| ChartBar {
         label: line.name.clone(),
         value: line.server_cpu_per_gb,
         series: 0,
@@ -182,7 +183,7 @@ fn floor(body: &mut String, report: &Report) {
     *body += &bars("Server CPU-s/GB", &report.floor.iter().map(bar).collect::<Vec<_>>());
 }
 
-fn hdd(body: &mut String, report: &Report) {
+fn hdd(body: &mut String, report: &BenchReport) {
     if report.hdd.is_empty() {
         return;
     }
@@ -200,7 +201,7 @@ fn hdd(body: &mut String, report: &Report) {
     });
     table(body, &head, rows);
     let label = |line: &crate::report::HddLine| format!("{}, {} partitions", line.layout, line.partitions);
-    let bar = |line: &crate::report::HddLine| Bar {
+    let bar = |line: &crate::report::HddLine| ChartBar {
         label: label(line),
         value: line.write_seconds_per_gb + line.read_seconds_per_gb,
         series: usize::from(!line.layout.starts_with("extent")),
@@ -245,12 +246,13 @@ mod tests {
 
     #[test]
     fn empty_report_renders_a_page() {
-        assert!(page(&Report::default()).ends_with("</html>\n"));
+        assert!(page(&BenchReport::default()).ends_with("</html>\n"));
     }
 
     #[test]
     fn rates_survive_counter_resets() {
-        let sample = |seconds, written_bytes| Sample { seconds, written_bytes, ..Sample::default() };
+        let sample =
+            |seconds, written_bytes| PhaseSample { seconds, written_bytes, ..PhaseSample::default() };
         let lines = throughput(&[sample(0.0, 0), sample(1.0, 2_000_000_000), sample(2.0, 1_000_000_000)]);
         assert_eq!(lines[0].points, [(1.0, 2.0), (2.0, 1.0)]);
     }

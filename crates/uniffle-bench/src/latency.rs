@@ -8,7 +8,7 @@ use bytesize::ByteSize;
 
 use crate::options::{LoadArgs, RunArgs};
 use crate::report::RunReport;
-use crate::run::{self, Cluster};
+use crate::run::{self, ClientGroup};
 
 /// Names of the loads and their shares of the maximum.
 const SHARES: [(&str, f64); 2] = [("half", 0.5), ("nine tenths", 0.9)];
@@ -39,7 +39,7 @@ fn part(most: u64, share: f64) -> ByteSize {
 }
 
 /// Writes and reads one shuffle. Returns the bytes per second of both.
-async fn round(cluster: &mut Cluster, number: u32, load: &str) -> anyhow::Result<(u64, u64)> {
+async fn round(cluster: &mut ClientGroup, number: u32, load: &str) -> anyhow::Result<(u64, u64)> {
     let shuffle = cluster.shuffle(number).await?;
     cluster.write(&format!("write, {load}"), &shuffle).await?;
     let written = cluster.last_bytes_per_second();

@@ -35,14 +35,14 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 
-use crate::options::{Action, Command, CommandLine, ReportArgs};
-use crate::report::{Report, RunReport};
+use crate::options::{Action, BenchArguments, BenchCommand, ReportArgs};
+use crate::report::{BenchReport, RunReport};
 
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
-    match execute(CommandLine::parse().action) {
+    match execute(BenchArguments::parse().action) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // The text is one line, whatever the error contains.
@@ -56,16 +56,16 @@ fn main() -> ExitCode {
 fn execute(action: Action) -> anyhow::Result<()> {
     let text = match action {
         Action::Run(command) => return run(command),
-        Action::Completions { shell } => uniffle_ctl::complete(CommandLine::command(), shell),
+        Action::Completions { shell } => uniffle_ctl::complete(BenchArguments::command(), shell),
         Action::Man { directory } => {
-            uniffle_ctl::manual(CommandLine::command(), directory.as_deref()).context("--directory")?
+            uniffle_ctl::manual(BenchArguments::command(), directory.as_deref()).context("--directory")?
         }
     };
     report::print(&text);
     Ok(())
 }
 
-fn run(command: Command) -> anyhow::Result<()> {
+fn run(command: BenchCommand) -> anyhow::Result<()> {
     let (files, threads) = files_and_threads(&command);
     for path in files.json.iter().chain(&files.html) {
         options::writable(path)?;
@@ -88,31 +88,36 @@ fn run(command: Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn files_and_threads(command: &Command) -> (ReportArgs, Option<usize>) {
+fn files_and_threads(command: &BenchCommand) -> (ReportArgs, Option<usize>) {
     let of_run = |args: &options::RunArgs| (args.report.clone(), args.load.threads);
     match command {
-        Command::Write(args) | Command::Read(args) | Command::Mixed(args) | Command::Latency(args) => {
-            of_run(args)
+        BenchCommand::Write(args)
+        | BenchCommand::Read(args)
+        | BenchCommand::Mixed(args)
+        | BenchCommand::Latency(args) => of_run(args),
+        BenchCommand::Compare(args) => of_run(&args.run),
+        BenchCommand::Scale(args) | BenchCommand::Terasort(args) | BenchCommand::TpcdsStress(args) => {
+            of_run(&args.run)
         }
-        Command::Compare(args) => of_run(&args.run),
-        Command::Scale(args) | Command::Terasort(args) | Command::TpcdsStress(args) => of_run(&args.run),
-        Command::Floor(args) => (args.report.clone(), None),
-        Command::Hdd(args) => (args.report.clone(), None),
+        BenchCommand::Floor(args) => (args.report.clone(), None),
+        BenchCommand::Hdd(args) => (args.report.clone(), None),
     }
 }
 
-async fn measure(command: Command) -> anyhow::Result<Report> {
-    let one = |run: RunReport| Report { runs: vec![run], ..Report::default() };
+async fn measure(command: BenchCommand) -> anyhow::Result<BenchReport> {
+    let one = |run: RunReport| BenchReport { runs: vec![run], ..BenchReport::default() };
     match command {
-        Command::Write(args) => Ok(one(run::write_only("write", &args).await?)),
-        Command::Read(args) => Ok(one(run::write_and_read("read", &args).await?)),
-        Command::Mixed(args) => Ok(one(run::mixed("mixed", &args).await?)),
-        Command::Latency(args) => Ok(one(latency::by_load(&args).await?)),
-        Command::Floor(args) => Ok(Report { floor: floor::measure(&args)?, ..Report::default() }),
-        Command::Compare(args) => compare::turns(&args).await,
-        Command::Scale(args) => presets::scale(args).await,
-        Command::Terasort(args) => presets::terasort(args).await,
-        Command::TpcdsStress(args) => presets::tpcds_stress(args).await,
-        Command::Hdd(args) => hdd::run(&args).await,
+        BenchCommand::Write(args) => Ok(one(run::write_only("write", &args).await?)),
+        BenchCommand::Read(args) => Ok(one(run::write_and_read("read", &args).await?)),
+        BenchCommand::Mixed(args) => Ok(one(run::mixed("mixed", &args).await?)),
+        BenchCommand::Latency(args) => Ok(one(latency::by_load(&args).await?)),
+        BenchCommand::Floor(args) => {
+            Ok(BenchReport { floor: floor::measure(&args)?, ..BenchReport::default() })
+        }
+        BenchCommand::Compare(args) => compare::turns(&args).await,
+        BenchCommand::Scale(args) => presets::scale(args).await,
+        BenchCommand::Terasort(args) => presets::terasort(args).await,
+        BenchCommand::TpcdsStress(args) => presets::tpcds_stress(args).await,
+        BenchCommand::Hdd(args) => hdd::run(&args).await,
     }
 }

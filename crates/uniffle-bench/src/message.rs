@@ -2,27 +2,28 @@
 //! the pool.
 //!
 //! Encoded by hand, because prost would copy every byte. The tests decode with prost and compare
-//! with the library's encoder. Invariant: [`Pieces::length`] is the sum of the pieces' lengths.
+//! with the library's encoder. Invariant: [`MessagePieces::length`] is the sum of the pieces'
+//! lengths.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use uniffle_client::send::BLOCK_OVERHEAD_BYTES;
 use uniffle_wire::types::{ShuffleKey, TicketId};
 
-use crate::content::Pool;
-use crate::plan::{Message, PlannedBlock};
+use crate::content::ContentPool;
+use crate::plan::{PlannedBlock, PlannedMessage};
 
 /// Blocks up to this length are copied, because a separate piece costs more.
 const COPY_BYTES_MAX: u32 = 1 << 10;
 
 /// An encoded message in pieces.
 #[derive(Debug, Default)]
-pub(crate) struct Pieces {
+pub(crate) struct MessagePieces {
     pub(crate) pieces: Vec<Bytes>,
     pub(crate) length: usize,
 }
 
 /// Computes `requireSize` like the gRPC client, in total and per partition.
-pub(crate) fn require_sizes(message: &Message) -> (i32, Vec<i32>) {
+pub(crate) fn require_sizes(message: &PlannedMessage) -> (i32, Vec<i32>) {
     let size = |planned: &PlannedBlock| u64::from(planned.block.length) + BLOCK_OVERHEAD_BYTES;
     let wire = |bytes: u64| i32::try_from(bytes).unwrap_or(i32::MAX);
     let sizes: Vec<u64> = message.partitions.iter().map(|(_, p)| p.iter().map(size).sum()).collect();
@@ -30,15 +31,15 @@ pub(crate) fn require_sizes(message: &Message) -> (i32, Vec<i32>) {
 }
 
 /// Collects headers in an arena and records the positions of the blocks between them.
-struct Writer<'a> {
-    pool: &'a Pool,
+struct MessageWriter<'a> {
+    pool: &'a ContentPool,
     arena: BytesMut,
     /// Arena position and the block that follows it.
     cuts: Vec<(usize, Bytes)>,
 }
 
-impl<'a> Writer<'a> {
-    fn new(pool: &'a Pool, message: &Message) -> Self {
+impl<'a> MessageWriter<'a> {
+    fn new(pool: &'a ContentPool, message: &PlannedMessage) -> Self {
         let copied = if pool.sizes().mean() <= u64::from(COPY_BYTES_MAX) { message.payload_bytes } else { 0 };
         let copied = usize::try_from(copied).expect("a message fits memory");
         let arena =
@@ -64,9 +65,9 @@ impl<'a> Writer<'a> {
         put_varint(&mut self.arena, length as u64);
     }
 
-    fn finish(self) -> Pieces {
+    fn finish(self) -> MessagePieces {
         let arena = self.arena.freeze();
-        let mut pieces = Pieces { pieces: Vec::with_capacity(2 * self.cuts.len() + 1), length: 0 };
+        let mut pieces = MessagePieces { pieces: Vec::with_capacity(2 * self.cuts.len() + 1), length: 0 };
         let mut begins = 0;
         for (at, data) in self.cuts {
             pieces.push(arena.slice(begins..at));
@@ -78,7 +79,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-impl Pieces {
+impl MessagePieces {
     fn push(&mut self, piece: Bytes) {
         if !piece.is_empty() {
             self.length += piece.len();
@@ -88,17 +89,33 @@ impl Pieces {
 }
 
 /// Encodes the classic form: payload inside each block, as in every stock gRPC client.
-pub(crate) fn classic(pool: &Pool, key: &ShuffleKey, ticket: TicketId, message: &Message) -> Pieces {
+pub(crate) fn classic(
+    pool: &ContentPool,
+    key: &ShuffleKey,
+    ticket: TicketId,
+    message: &PlannedMessage,
+) -> MessagePieces {
     grpc(pool, key, ticket, message, true)
 }
 
 /// Encodes the contiguous form: lengths in field 4, all payload in field 7.
-pub(crate) fn contiguous(pool: &Pool, key: &ShuffleKey, ticket: TicketId, message: &Message) -> Pieces {
+pub(crate) fn contiguous(
+    pool: &ContentPool,
+    key: &ShuffleKey,
+    ticket: TicketId,
+    message: &PlannedMessage,
+) -> MessagePieces {
     grpc(pool, key, ticket, message, false)
 }
 
-fn grpc(pool: &Pool, key: &ShuffleKey, ticket: TicketId, message: &Message, inline: bool) -> Pieces {
-    let mut writer = Writer::new(pool, message);
+fn grpc(
+    pool: &ContentPool,
+    key: &ShuffleKey,
+    ticket: TicketId,
+    message: &PlannedMessage,
+    inline: bool,
+) -> MessagePieces {
+    let mut writer = MessageWriter::new(pool, message);
     writer.length_field(1, key.app.as_str().len());
     writer.arena.put_slice(key.app.as_str().as_bytes());
     writer.varint_field(2, wide(key.shuffle.0));
@@ -135,7 +152,7 @@ fn grpc(pool: &Pool, key: &ShuffleKey, ticket: TicketId, message: &Message, inli
     writer.finish()
 }
 
-fn block_length(pool: &Pool, planned: &PlannedBlock, task: u64, inline: bool) -> usize {
+fn block_length(pool: &ContentPool, planned: &PlannedBlock, task: u64, inline: bool) -> usize {
     let length = u64::from(planned.block.length);
     let numbers = [planned.id.cast_unsigned(), length, length, u64::from(pool.crc(planned.block)), task];
     let heads: usize = numbers.iter().map(|&number| 1 + varint_length(number)).sum();
@@ -164,13 +181,13 @@ fn put_varint(out: &mut BytesMut, mut value: u64) {
 /// Encodes a whole Netty frame of type 3 (docs/protocol.md §7.4). Each block lists its servers, as
 /// in Java.
 pub(crate) fn netty(
-    pool: &Pool,
+    pool: &ContentPool,
     key: &ShuffleKey,
     ticket: TicketId,
     request_id: i64,
-    message: &Message,
-) -> Pieces {
-    let mut writer = Writer::new(pool, message);
+    message: &PlannedMessage,
+) -> MessagePieces {
+    let mut writer = MessageWriter::new(pool, message);
     let app = key.app.as_str().as_bytes();
     writer.arena.put_i32(length_i32(netty_length(key, message)));
     writer.arena.put_u8(3);
@@ -208,7 +225,7 @@ pub(crate) fn netty(
 const SERVERS: &[u8] = b"\0\0\0\x01\0\0\0\x1410.0.0.1-19999-17000\0\0\0\x0810.0.0.1\0\0\x4e\x1f\0\0\x42\x68";
 
 /// Returns the length of the message part of [`netty`].
-pub(crate) fn netty_length(key: &ShuffleKey, message: &Message) -> usize {
+pub(crate) fn netty_length(key: &ShuffleKey, message: &PlannedMessage) -> usize {
     let heads = 8 + 4 + key.app.as_str().len() + 4 + 8 + 4 + 8;
     let blocks = message.blocks * (40 + SERVERS.len() + 12);
     let payload = usize::try_from(message.payload_bytes).expect("a message fits memory");
@@ -230,25 +247,26 @@ mod tests {
 
     use super::*;
     use crate::content::Sizes;
-    use crate::plan::Plan;
+    use crate::plan::WorkPlan;
 
     fn key() -> ShuffleKey {
         ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1))
     }
 
-    fn sample(sizes: &str) -> (Arc<Pool>, Message) {
-        let pool = Arc::new(Pool::new(1, sizes.parse::<Sizes>().unwrap()));
-        let message = Plan::new(pool.clone(), 1, 50, 0.0).with_messages(200_000, 5).task(3).message(u64::MAX);
+    fn sample(sizes: &str) -> (Arc<ContentPool>, PlannedMessage) {
+        let pool = Arc::new(ContentPool::new(1, sizes.parse::<Sizes>().unwrap()));
+        let message =
+            WorkPlan::new(pool.clone(), 1, 50, 0.0).with_messages(200_000, 5).task(3).message(u64::MAX);
         (pool, message)
     }
 
-    fn joined(pieces: &Pieces) -> Vec<u8> {
+    fn joined(pieces: &MessagePieces) -> Vec<u8> {
         let all: Vec<u8> = pieces.pieces.iter().flatten().copied().collect();
         assert_eq!(all.len(), pieces.length);
         all
     }
 
-    fn as_library_blocks(pool: &Pool, message: &Message) -> Vec<(PartitionId, Vec<Block>)> {
+    fn as_library_blocks(pool: &ContentPool, message: &PlannedMessage) -> Vec<(PartitionId, Vec<Block>)> {
         let block = |p: &PlannedBlock| Block::new(BlockId(p.id), message.task, pool.bytes(p.block));
         message.partitions.iter().map(|(id, p)| (*id, p.iter().map(block).collect())).collect()
     }

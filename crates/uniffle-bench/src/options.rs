@@ -13,7 +13,7 @@ use uniffle_worker::build::{Build, last_commit};
 
 use crate::content::Sizes;
 use crate::plan::PARTITIONS_MAX;
-use crate::session::{Backoff, Target, Transport};
+use crate::session::{DataTransport, RetryPauses, ServerTarget};
 
 /// Most writers: each is one task of the runtime.
 const WRITERS_MAX: u32 = 100_000;
@@ -29,7 +29,7 @@ static VERSION: LazyLock<String> = LazyLock::new(|| BUILD.to_string());
 /// correct.
 #[derive(Debug, Parser)]
 #[command(name = "uniffle-bench", version = VERSION.as_str())]
-pub(crate) struct CommandLine {
+pub(crate) struct BenchArguments {
     #[command(subcommand)]
     pub(crate) action: Action,
 }
@@ -39,7 +39,7 @@ pub(crate) struct CommandLine {
 #[expect(clippy::large_enum_variant, reason = "there is one, parsed at the start")]
 pub(crate) enum Action {
     #[command(flatten)]
-    Run(Command),
+    Run(BenchCommand),
     /// Print completions for a shell
     Completions {
         /// Name of the shell
@@ -54,7 +54,7 @@ pub(crate) enum Action {
 }
 
 #[derive(Debug, Subcommand)]
-pub(crate) enum Command {
+pub(crate) enum BenchCommand {
     /// Register, write, report, unregister
     Write(RunArgs),
     /// Like write, then read everything back and compare it before it is unregistered
@@ -100,13 +100,13 @@ pub(crate) struct ServerArgs {
     #[arg(long, value_name = "COMMAND")]
     pub(crate) server_cmd: Option<String>,
     /// Transport of block data
-    #[arg(long, value_enum, default_value_t = Transport::Grpc)]
-    pub(crate) transport: Transport,
+    #[arg(long, value_enum, default_value_t = DataTransport::Grpc)]
+    pub(crate) transport: DataTransport,
 }
 
 impl ServerArgs {
-    pub(crate) fn target(&self, load: &LoadArgs) -> Target {
-        Target {
+    pub(crate) fn target(&self, load: &LoadArgs) -> ServerTarget {
+        ServerTarget {
             grpc: SocketAddr::new(self.address, self.port),
             tcp: self.tcp_port.map(|port| SocketAddr::new(self.address, port)),
             transport: self.transport,
@@ -118,7 +118,7 @@ impl ServerArgs {
 
 /// Tier that blocks must come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Tier {
+pub(crate) enum ReadTier {
     /// Any tier.
     Any,
     /// All from memory.
@@ -181,8 +181,8 @@ pub(crate) struct LoadArgs {
     #[arg(long)]
     pub(crate) read_rate: Option<ByteSize>,
     /// Fail unless blocks come from this tier
-    #[arg(long, value_enum, default_value_t = Tier::Any)]
-    pub(crate) tier: Tier,
+    #[arg(long, value_enum, default_value_t = ReadTier::Any)]
+    pub(crate) tier: ReadTier,
     /// Number of times that each partition is read
     #[arg(long, default_value_t = 1.0)]
     pub(crate) reads: f64,
@@ -236,8 +236,8 @@ pub(crate) struct LoadArgs {
 }
 
 impl LoadArgs {
-    pub(crate) fn backoff(&self) -> Backoff {
-        Backoff { first: self.backoff, longest: self.backoff_max, attempts: self.backoff_attempts }
+    pub(crate) fn backoff(&self) -> RetryPauses {
+        RetryPauses { first: self.backoff, longest: self.backoff_max, attempts: self.backoff_attempts }
     }
 
     pub(crate) fn readers(&self) -> u32 {
@@ -249,7 +249,7 @@ impl LoadArgs {
     }
 
     /// Rejects invalid settings before anything is started.
-    pub(crate) fn check(&self, transport: Transport) -> anyhow::Result<()> {
+    pub(crate) fn check(&self, transport: DataTransport) -> anyhow::Result<()> {
         let between = |name: &str, value: u32, max: u32| {
             ensure!((1..=max).contains(&value), "--{name} is {value}, must be 1 to {max}");
             Ok(())
@@ -269,7 +269,7 @@ impl LoadArgs {
         ensure!((1..=1 << 30).contains(&message), "--message-size must be 1 B to 1 GiB");
         let read_buffer = self.read_buffer.as_u64();
         ensure!((1..=1 << 30).contains(&read_buffer), "--read-buffer must be 1 B to 1 GiB");
-        let connections = u64::from(self.connections) * if transport == Transport::Tcp { 2 } else { 1 };
+        let connections = u64::from(self.connections) * if transport == DataTransport::Tcp { 2 } else { 1 };
         enough_descriptors(connections + 64)?;
         enough_memory(self)
     }
@@ -349,7 +349,7 @@ impl FloorArgs {
 
 /// Work that `compare` measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Work {
+pub(crate) enum ComparedWork {
     Write,
     Read,
     Mixed,
@@ -371,7 +371,7 @@ pub(crate) struct CompareArgs {
     pub(crate) b_tcp_port: Option<u16>,
     /// Transport of B; default: that of A
     #[arg(long, value_enum)]
-    pub(crate) b_transport: Option<Transport>,
+    pub(crate) b_transport: Option<DataTransport>,
     /// Use the bare machine instead of a server as B
     #[arg(long)]
     pub(crate) floor: bool,
@@ -382,8 +382,8 @@ pub(crate) struct CompareArgs {
     #[arg(long, default_value_t = 3)]
     pub(crate) turns: u32,
     /// Work to measure
-    #[arg(long, value_enum, default_value_t = Work::Read)]
-    pub(crate) work: Work,
+    #[arg(long, value_enum, default_value_t = ComparedWork::Read)]
+    pub(crate) work: ComparedWork,
     #[command(flatten)]
     pub(crate) run: RunArgs,
 }
@@ -452,20 +452,20 @@ mod tests {
 
     fn load(text: &[&str]) -> LoadArgs {
         let line = ["uniffle-bench", "write"].iter().chain(text);
-        match CommandLine::try_parse_from(line).unwrap().action {
-            Action::Run(Command::Write(args)) => args.load,
+        match BenchArguments::try_parse_from(line).unwrap().action {
+            Action::Run(BenchCommand::Write(args)) => args.load,
             other => panic!("{other:?}"),
         }
     }
 
     #[test]
     fn command_line_definition_is_valid() {
-        CommandLine::command().debug_assert();
+        BenchArguments::command().debug_assert();
     }
 
     #[test]
     fn invalid_scales_are_refused() {
-        load(&[]).check(Transport::Grpc).unwrap();
+        load(&[]).check(DataTransport::Grpc).unwrap();
         let wrong: [(&[&str], &str); 6] = [
             (&["--writers", "0"], "--writers"),
             (&["--partitions", "2000000"], "--partitions"),
@@ -475,7 +475,7 @@ mod tests {
             (&["--bytes", "100PB", "--blocks", "tiny"], "memory"),
         ];
         for (text, expected) in wrong {
-            let error = load(text).check(Transport::Tcp).unwrap_err().to_string();
+            let error = load(text).check(DataTransport::Tcp).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
     }
@@ -484,8 +484,8 @@ mod tests {
     fn compare_refuses_a_server_against_itself() {
         let parse = |text: &[&str]| {
             let line = ["uniffle-bench", "compare"].iter().chain(text);
-            match CommandLine::try_parse_from(line).unwrap().action {
-                Action::Run(Command::Compare(args)) => args.sides(),
+            match BenchArguments::try_parse_from(line).unwrap().action {
+                Action::Run(BenchCommand::Compare(args)) => args.sides(),
                 other => panic!("{other:?}"),
             }
         };

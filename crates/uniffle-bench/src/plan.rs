@@ -9,7 +9,7 @@ use std::sync::Arc;
 use uniffle_client::block::IdLayout;
 use uniffle_wire::types::{PartitionId, TaskAttemptId};
 
-use crate::content::{BlockDescription, Pool, Random};
+use crate::content::{BlockDescription, ContentPool, SplitMix};
 
 /// Layout of all block ids.
 pub(crate) const LAYOUT: IdLayout = IdLayout::SPARK;
@@ -25,7 +25,7 @@ pub(crate) struct PlannedBlock {
 
 /// Content of one `sendShuffleData`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Message {
+pub(crate) struct PlannedMessage {
     pub(crate) task: TaskAttemptId,
     pub(crate) partitions: Vec<(PartitionId, Vec<PlannedBlock>)>,
     pub(crate) payload_bytes: u64,
@@ -42,8 +42,8 @@ pub(crate) struct MessageShape {
 
 /// The shape of the work.
 #[derive(Clone)]
-pub(crate) struct Plan {
-    pub(crate) pool: Arc<Pool>,
+pub(crate) struct WorkPlan {
+    pub(crate) pool: Arc<ContentPool>,
     pub(crate) seed: u64,
     pub(crate) partitions: u32,
     /// Shapes, one of which is chosen for each message.
@@ -52,9 +52,9 @@ pub(crate) struct Plan {
     skew: Arc<[f64]>,
 }
 
-impl Plan {
+impl WorkPlan {
     /// Creates a plan in which partition n has the weight 1/(n+1)^`skew` (0 = equal weights).
-    pub(crate) fn new(pool: Arc<Pool>, seed: u64, partitions: u32, skew: f64) -> Self {
+    pub(crate) fn new(pool: Arc<ContentPool>, seed: u64, partitions: u32, skew: f64) -> Self {
         let skewed = if skew > 0.0 { partitions } else { 0 };
         let skew = sums((0..skewed).map(|n| (f64::from(n) + 1.0).powf(-skew)));
         let message = MessageShape { bytes: 14 << 20, partitions: partitions.min(8) };
@@ -83,7 +83,7 @@ impl Plan {
 
     /// Returns the endless sequence of messages of `task`.
     pub(crate) fn task(&self, task: u32) -> TaskPlan {
-        let mut random = Random::new(self.seed ^ (u64::from(task) << 32 | 0x5eed));
+        let mut random = SplitMix::new(self.seed ^ (u64::from(task) << 32 | 0x5eed));
         let first = u32::try_from(random.below(u64::from(self.partitions))).expect("less than a u32");
         let id = TaskAttemptId(i64::from(task));
         TaskPlan { plan: self.clone(), task: id, random, next: first, sequences: HashMap::new() }
@@ -102,9 +102,9 @@ fn sums(weights: impl Iterator<Item = f64>) -> Arc<[f64]> {
 
 /// Position of one task in the plan.
 pub(crate) struct TaskPlan {
-    plan: Plan,
+    plan: WorkPlan,
     task: TaskAttemptId,
-    random: Random,
+    random: SplitMix,
     next: u32,
     sequences: HashMap<u32, u32>,
 }
@@ -112,7 +112,7 @@ pub(crate) struct TaskPlan {
 impl TaskPlan {
     /// Returns the next message. It has about `limit_bytes` bytes at most: it ends with the block
     /// that reaches the limit.
-    pub(crate) fn message(&mut self, limit_bytes: u64) -> Message {
+    pub(crate) fn message(&mut self, limit_bytes: u64) -> PlannedMessage {
         let shape = self.shape();
         let wanted = shape.bytes.min(limit_bytes);
         let mut targets: Vec<u32> = (0..shape.partitions).map(|_| self.partition()).collect();
@@ -133,7 +133,7 @@ impl TaskPlan {
             }
         }
         partitions.retain(|(_, planned)| !planned.is_empty());
-        Message { task: self.task, partitions, payload_bytes, blocks }
+        PlannedMessage { task: self.task, partitions, payload_bytes, blocks }
     }
 
     fn shape(&mut self) -> MessageShape {
@@ -170,9 +170,9 @@ impl TaskPlan {
 mod tests {
     use super::*;
 
-    fn plan(partitions: u32, skew: f64) -> Plan {
-        let pool = Arc::new(Pool::new(5, "tiny".parse().unwrap()));
-        Plan::new(pool, 5, partitions, skew).with_messages(10_000, 4)
+    fn plan(partitions: u32, skew: f64) -> WorkPlan {
+        let pool = Arc::new(ContentPool::new(5, "tiny".parse().unwrap()));
+        WorkPlan::new(pool, 5, partitions, skew).with_messages(10_000, 4)
     }
 
     #[test]

@@ -21,14 +21,14 @@ const TICKS: u32 = 4;
 
 /// One line of a plot.
 #[derive(Debug)]
-pub(crate) struct Line {
+pub(crate) struct PlotLine {
     pub(crate) name: String,
     pub(crate) points: Vec<(f64, f64)>,
 }
 
 /// One bar of a chart.
 #[derive(Debug)]
-pub(crate) struct Bar {
+pub(crate) struct ChartBar {
     pub(crate) label: String,
     pub(crate) value: f64,
     /// Index of the page's colour.
@@ -41,7 +41,7 @@ pub(crate) fn escape(text: &str) -> String {
 }
 
 /// Plots `lines` over axes that begin at 0. Returns an empty text without points.
-pub(crate) fn lines(title: &str, x_unit: &str, y_unit: &str, lines: &[Line]) -> String {
+pub(crate) fn lines(title: &str, x_unit: &str, y_unit: &str, lines: &[PlotLine]) -> String {
     let points =
         || lines.iter().flat_map(|line| &line.points).filter(|(x, y)| x.is_finite() && y.is_finite());
     if points().next().is_none() {
@@ -90,7 +90,7 @@ pub(crate) fn lines(title: &str, x_unit: &str, y_unit: &str, lines: &[Line]) -> 
 }
 
 /// Draws horizontal bars with their values. Returns an empty text without bars.
-pub(crate) fn bars(title: &str, bars: &[Bar]) -> String {
+pub(crate) fn bars(title: &str, bars: &[ChartBar]) -> String {
     if bars.is_empty() {
         return String::new();
     }
@@ -148,8 +148,10 @@ mod tests {
 
     #[test]
     fn line_plot_stays_inside_its_frame() {
-        let line =
-            Line { name: "a<b".into(), points: vec![(0.0, 0.0), (1.0, 7.0), (2.0, f64::NAN), (3.0, 3.0)] };
+        let line = PlotLine {
+            name: "a<b".into(),
+            points: vec![(0.0, 0.0), (1.0, 7.0), (2.0, f64::NAN), (3.0, 3.0)],
+        };
         let svg = lines("t", "s", "GB/s", &[line]);
         assert!(svg.contains("a&lt;b") && !svg.contains("NaN") && svg.ends_with("</svg></figure>"));
         let points = svg.split("points=\"").nth(1).unwrap().split('"').next().unwrap();
@@ -164,7 +166,7 @@ mod tests {
 
     #[test]
     fn bar_length_is_proportional_to_value() {
-        let bar = |value| Bar { label: String::new(), value, series: 0 };
+        let bar = |value| ChartBar { label: String::new(), value, series: 0 };
         let svg = bars("t", &[bar(2.0), bar(1.0), bar(f64::INFINITY)]);
         let widths: Vec<f64> = svg
             .split("width=\"")

@@ -5,7 +5,7 @@ use bytesize::ByteSize;
 
 use crate::content::Sizes;
 use crate::options::{LoadArgs, PresetArgs};
-use crate::report::Report;
+use crate::report::BenchReport;
 use crate::run;
 
 /// Connections that 11,200 tasks share: as many as 56 executors with two each open.
@@ -28,7 +28,7 @@ fn check(args: &PresetArgs) -> anyhow::Result<f64> {
 
 /// Runs 11,200 writers at full speed, then in an open loop at half that rate. Latencies of the
 /// paced phase count from the due time of a message.
-pub(crate) async fn scale(mut args: PresetArgs) -> anyhow::Result<Report> {
+pub(crate) async fn scale(mut args: PresetArgs) -> anyhow::Result<BenchReport> {
     let size = check(&args)?;
     args.run.load = LoadArgs {
         writers: scaled(11_200, size),
@@ -55,12 +55,12 @@ pub(crate) async fn scale(mut args: PresetArgs) -> anyhow::Result<Report> {
         cluster.read("read", &paced).await?;
         cluster.unregister(&paced).await
     });
-    Ok(Report { runs: vec![report.await?], ..Report::default() })
+    Ok(BenchReport { runs: vec![report.await?], ..BenchReport::default() })
 }
 
 /// Writes everything, then reads everything: with a server whose memory is small, and with one that
 /// holds all data.
-pub(crate) async fn terasort(mut args: PresetArgs) -> anyhow::Result<Report> {
+pub(crate) async fn terasort(mut args: PresetArgs) -> anyhow::Result<BenchReport> {
     let size = check(&args)?;
     args.run.load = LoadArgs {
         partitions: scaled(1_000, size.sqrt()),
@@ -68,7 +68,7 @@ pub(crate) async fn terasort(mut args: PresetArgs) -> anyhow::Result<Report> {
         bytes: scaled_bytes(ByteSize::gb(8), size),
         ..args.run.load
     };
-    let mut report = Report::default();
+    let mut report = BenchReport::default();
     report.runs.push(run::write_and_read("small memory", &args.run).await?);
     if let Some(command) = args.large_cmd {
         args.run.server.server_cmd = Some(command);
@@ -79,7 +79,7 @@ pub(crate) async fn terasort(mut args: PresetArgs) -> anyhow::Result<Report> {
 }
 
 /// Writes 20,000 partitions with 32 MiB sends, and reads 1.7 times as much at the same time.
-pub(crate) async fn tpcds_stress(mut args: PresetArgs) -> anyhow::Result<Report> {
+pub(crate) async fn tpcds_stress(mut args: PresetArgs) -> anyhow::Result<BenchReport> {
     let size = check(&args)?;
     args.run.load = LoadArgs {
         partitions: scaled(20_000, size),
@@ -90,7 +90,7 @@ pub(crate) async fn tpcds_stress(mut args: PresetArgs) -> anyhow::Result<Report>
         reads: 1.7,
         ..args.run.load
     };
-    Ok(Report { runs: vec![run::mixed("tpcds-stress", &args.run).await?], ..Report::default() })
+    Ok(BenchReport { runs: vec![run::mixed("tpcds-stress", &args.run).await?], ..BenchReport::default() })
 }
 
 #[cfg(test)]

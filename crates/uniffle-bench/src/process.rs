@@ -21,7 +21,7 @@ const METRICS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Resources that a process has used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-pub(crate) struct Usage {
+pub(crate) struct ProcessUsage {
     pub(crate) cpu_seconds: f64,
     pub(crate) rss_bytes: u64,
     pub(crate) peak_rss_bytes: u64,
@@ -50,7 +50,7 @@ impl Probe {
         }
     }
 
-    pub(crate) fn usage(self) -> Option<Usage> {
+    pub(crate) fn usage(self) -> Option<ProcessUsage> {
         match self {
             Self::Pid(pid) => from_proc(pid),
             Self::Http(address) => parse_metrics(&scrape(address).ok()?),
@@ -73,21 +73,21 @@ fn seconds(time: rustix::time::Timespec) -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-fn from_proc(pid: u32) -> Option<Usage> {
+fn from_proc(pid: u32) -> Option<ProcessUsage> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     parse_proc(&stat, &status, rustix::param::clock_ticks_per_second() as f64)
 }
 
 /// Parses `proc_pid_stat(5)`: the first field after the command in parentheses is field 3.
-fn parse_proc(stat: &str, status: &str, ticks_per_second: f64) -> Option<Usage> {
+fn parse_proc(stat: &str, status: &str, ticks_per_second: f64) -> Option<ProcessUsage> {
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
     let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
     let kib = |name: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(name))?;
         Some(line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()? * 1024)
     };
-    Some(Usage {
+    Some(ProcessUsage {
         cpu_seconds: (field(14)? + field(15)?) as f64 / ticks_per_second,
         rss_bytes: kib("VmRSS:")?,
         peak_rss_bytes: kib("VmHWM:")?,
@@ -107,14 +107,14 @@ fn scrape(address: SocketAddr) -> std::io::Result<String> {
 }
 
 /// Parses the `process_*` metrics that every Prometheus client library exports.
-fn parse_metrics(text: &str) -> Option<Usage> {
+fn parse_metrics(text: &str) -> Option<ProcessUsage> {
     let value = |name: &str| {
         let lines = text.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
         lines.filter_map(|value| value.trim().parse::<f64>().ok()).next()
     };
     let whole = |name: &str| value(name).map(|value| format!("{value:.0}").parse().unwrap_or(0));
     let rss_bytes = whole("process_resident_memory_bytes")?;
-    Some(Usage {
+    Some(ProcessUsage {
         cpu_seconds: value("process_cpu_seconds_total")?,
         rss_bytes,
         peak_rss_bytes: rss_bytes,
@@ -149,13 +149,14 @@ fn listening_inode(table: &str, port: u16) -> Option<u64> {
     })
 }
 
-/// A server that this process started. It is killed on drop, unless [`Server::stop`] has ended it.
+/// A server that this process started. It is killed on drop, unless [`ServerProcess::stop`] has
+/// ended it.
 #[derive(Debug)]
-pub(crate) struct Server {
+pub(crate) struct ServerProcess {
     child: Child,
 }
 
-impl Server {
+impl ServerProcess {
     /// Starts `command` (a shell line, run with `exec`), and waits until `address` accepts
     /// connections.
     pub(crate) async fn start(command: &str, address: SocketAddr) -> anyhow::Result<Self> {
@@ -199,7 +200,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for ServerProcess {
     fn drop(&mut self) {
         if matches!(self.child.try_wait(), Ok(None)) {
             let _ = self.child.kill();
@@ -216,7 +217,7 @@ mod tests {
     fn proc_stat_is_parsed_with_unusual_command_names() {
         let stat = "42 (a) b) S 1 42 42 0 -1 4194304 111 0 7 0 250 50 0 0 20 0 13 0 100 1000000 300 18446744073709551615";
         let status = "Name:\ta\nVmHWM:\t  2048 kB\nVmRSS:\t    1024 kB\n";
-        let expected = Usage {
+        let expected = ProcessUsage {
             cpu_seconds: 3.0,
             rss_bytes: 1 << 20,
             peak_rss_bytes: 2 << 20,

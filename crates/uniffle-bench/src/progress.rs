@@ -14,7 +14,7 @@ use tokio::time::Instant;
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Progress of one phase.
-pub(crate) struct Progress {
+pub(crate) struct PhaseProgress {
     name: String,
     bar: Option<ProgressBar>,
     begin: Instant,
@@ -22,7 +22,7 @@ pub(crate) struct Progress {
     expected: u64,
 }
 
-impl Progress {
+impl PhaseProgress {
     pub(crate) fn start(name: &str, expected: u64) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let style = "{prefix} {bar:16} {bytes}/{total_bytes} {bytes_per_sec} eta {eta}";

@@ -16,10 +16,10 @@ use uniffle_client::block::Block;
 use uniffle_client::read;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-use crate::content::Pool;
-use crate::session::Session;
+use crate::content::ContentPool;
+use crate::session::ClientSession;
 use crate::stats::{Rpc, Stats, add};
-use crate::write::Ledger;
+use crate::write::ExpectedIds;
 
 /// Number of consecutive memory responses without a new block after which the server counts as
 /// looping.
@@ -36,11 +36,11 @@ pub(crate) struct ReadPhase {
     pub(crate) unchecked: bool,
     /// Time at which an early end is requested.
     pub(crate) until: Option<Instant>,
-    pub(crate) pool: Arc<Pool>,
+    pub(crate) pool: Arc<ContentPool>,
     pub(crate) key: ShuffleKey,
-    pub(crate) sessions: Vec<Arc<Session>>,
+    pub(crate) sessions: Vec<Arc<ClientSession>>,
     pub(crate) stats: Arc<Stats>,
-    pub(crate) ledger: Arc<Ledger>,
+    pub(crate) ledger: Arc<ExpectedIds>,
     pub(crate) next: AtomicU64,
     /// Total payload bytes per second, and payload bytes per read.
     pub(crate) pace: Option<(f64, f64)>,
@@ -83,9 +83,13 @@ async fn pace(phase: &ReadPhase, number: u64) -> Instant {
     due
 }
 
-async fn read_partition(phase: &ReadPhase, session: &Session, partition: PartitionId) -> anyhow::Result<()> {
+async fn read_partition(
+    phase: &ReadPhase,
+    session: &ClientSession,
+    partition: PartitionId,
+) -> anyhow::Result<()> {
     let (stats, key) = (&phase.stats, &phase.key);
-    let mut check = Check::new(&phase.pool, stats, phase.ledger.sorted(partition));
+    let mut check = PartitionCheck::new(&phase.pool, stats, phase.ledger.sorted(partition));
     check.unchecked = phase.unchecked;
     let reported = session.results(stats, key, partition).await?;
     check.compare_ids(reported.iter())?;
@@ -117,8 +121,8 @@ async fn read_partition(phase: &ReadPhase, session: &Session, partition: Partiti
 }
 
 /// Expected blocks of one partition, and the blocks seen so far.
-struct Check<'a> {
-    pool: &'a Pool,
+struct PartitionCheck<'a> {
+    pool: &'a ContentPool,
     stats: &'a Stats,
     expected: Vec<i64>,
     seen: Vec<bool>,
@@ -127,9 +131,9 @@ struct Check<'a> {
     unchecked: bool,
 }
 
-impl<'a> Check<'a> {
+impl<'a> PartitionCheck<'a> {
     /// Creates a check for the ascending ids `expected`.
-    fn new(pool: &'a Pool, stats: &'a Stats, expected: Vec<i64>) -> Self {
+    fn new(pool: &'a ContentPool, stats: &'a Stats, expected: Vec<i64>) -> Self {
         let missing = expected.len();
         Self { pool, stats, seen: vec![false; missing], expected, missing, unchecked: false }
     }
@@ -201,21 +205,22 @@ mod tests {
     use uniffle_wire::types::BlockId;
 
     use super::*;
-    use crate::plan::Plan;
+    use crate::plan::WorkPlan;
 
-    fn written() -> (Arc<Pool>, Vec<Block>) {
-        let pool = Arc::new(Pool::new(1, "tiny".parse().unwrap()));
-        let message = Plan::new(pool.clone(), 1, 1, 0.0).with_messages(5_000, 1).task(0).message(u64::MAX);
+    fn written() -> (Arc<ContentPool>, Vec<Block>) {
+        let pool = Arc::new(ContentPool::new(1, "tiny".parse().unwrap()));
+        let message =
+            WorkPlan::new(pool.clone(), 1, 1, 0.0).with_messages(5_000, 1).task(0).message(u64::MAX);
         let planned = &message.partitions[0].1;
         let blocks =
             planned.iter().map(|p| Block::new(BlockId(p.id), message.task, pool.bytes(p.block))).collect();
         (pool, blocks)
     }
 
-    fn check<'a>(pool: &'a Pool, stats: &'a Stats, blocks: &[Block]) -> Check<'a> {
+    fn check<'a>(pool: &'a ContentPool, stats: &'a Stats, blocks: &[Block]) -> PartitionCheck<'a> {
         let mut ids: Vec<i64> = blocks.iter().map(|block| block.meta.block_id.0).collect();
         ids.sort_unstable();
-        Check::new(pool, stats, ids)
+        PartitionCheck::new(pool, stats, ids)
     }
 
     #[test]

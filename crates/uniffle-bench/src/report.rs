@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use bytesize::ByteSize;
 use serde::Serialize;
 
-use crate::process::Usage;
+use crate::process::ProcessUsage;
 use crate::stats::Latency;
 
 /// 10^9 bytes, as in all figures.
@@ -15,7 +15,7 @@ pub(crate) const GB: f64 = 1e9;
 
 /// All results of one command.
 #[derive(Debug, Clone, Default, Serialize)]
-pub(crate) struct Report {
+pub(crate) struct BenchReport {
     /// The command line.
     pub(crate) command: String,
     /// Runs in chronological order.
@@ -30,7 +30,7 @@ pub(crate) struct Report {
 pub(crate) struct RunReport {
     pub(crate) name: String,
     pub(crate) phases: Vec<PhaseReport>,
-    pub(crate) samples: Vec<Sample>,
+    pub(crate) samples: Vec<PhaseSample>,
 }
 
 /// One phase of a run.
@@ -102,7 +102,7 @@ pub(crate) struct ServerUse {
 }
 
 impl ServerUse {
-    pub(crate) fn between(before: &Usage, after: &Usage) -> Self {
+    pub(crate) fn between(before: &ProcessUsage, after: &ProcessUsage) -> Self {
         Self {
             cpu_seconds: after.cpu_seconds - before.cpu_seconds,
             peak_rss_bytes: after.peak_rss_bytes,
@@ -116,7 +116,7 @@ impl ServerUse {
 
 /// A sample of a running phase.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
-pub(crate) struct Sample {
+pub(crate) struct PhaseSample {
     pub(crate) seconds: f64,
     pub(crate) written_bytes: u64,
     pub(crate) read_bytes: u64,
@@ -155,7 +155,7 @@ pub(crate) struct HddLine {
     pub(crate) files: u64,
 }
 
-impl Report {
+impl BenchReport {
     /// Formats the report as text.
     pub(crate) fn text(&self) -> String {
         let mut text = String::new();
@@ -290,7 +290,7 @@ pub(crate) mod tests {
     use crate::stats::{Rpc, Stats};
 
     /// A report with something in every part.
-    pub(crate) fn sample_report() -> Report {
+    pub(crate) fn sample_report() -> BenchReport {
         let stats = Stats::default();
         stats.record(Rpc::SendShuffleData, std::time::Duration::from_millis(12));
         stats.record(Rpc::SendShuffleData, std::time::Duration::from_millis(14));
@@ -307,13 +307,13 @@ pub(crate) mod tests {
             latencies: stats.latencies(),
             ..PhaseReport::default()
         };
-        let sample = |n: u32| Sample {
+        let sample = |n: u32| PhaseSample {
             seconds: f64::from(n),
             written_bytes: u64::from(n) * 1_000_000,
             read_bytes: 0,
             server_rss_bytes: 1 << 20,
         };
-        Report {
+        BenchReport {
             command: "uniffle-bench write --blocks <tiny>".into(),
             runs: vec![RunReport {
                 name: "A".into(),

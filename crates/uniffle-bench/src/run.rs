@@ -15,17 +15,17 @@ use tokio::time::{Instant, interval, sleep, timeout};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 use crate::calls::SystemCalls;
-use crate::content::Pool;
-use crate::options::{LoadArgs, RunArgs, Tier};
-use crate::plan::Plan;
-use crate::process::{Probe, Server, Usage, own_cpu_seconds};
-use crate::progress::Progress;
+use crate::content::ContentPool;
+use crate::options::{LoadArgs, ReadTier, RunArgs};
+use crate::plan::WorkPlan;
+use crate::process::{Probe, ProcessUsage, ServerProcess, own_cpu_seconds};
+use crate::progress::PhaseProgress;
 use crate::read::{self, ReadPhase};
-use crate::report::{GB, PhaseReport, RunReport, Sample, ServerUse};
-use crate::session::Session;
-use crate::shape::Shape;
+use crate::report::{GB, PhaseReport, PhaseSample, RunReport, ServerUse};
+use crate::session::ClientSession;
+use crate::shape::SessionShape;
 use crate::stats::{Stats, add, get};
-use crate::write::{self, Ledger, WriteOptions, WritePhase};
+use crate::write::{self, ExpectedIds, WriteOptions, WritePhase};
 
 /// Interval between two samples.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(250);
@@ -37,43 +37,43 @@ const QUIET_SHARE: f64 = 0.05;
 const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A connected cluster of clients.
-pub(crate) struct Cluster {
+pub(crate) struct ClientGroup {
     load: LoadArgs,
-    plan: Plan,
+    plan: WorkPlan,
     app: AppId,
-    sessions: Vec<Arc<Session>>,
+    sessions: Vec<Arc<ClientSession>>,
     probe: Probe,
     begin: Instant,
     report: RunReport,
     /// Tasks that read from TCP connections.
     _tasks: JoinSet<()>,
-    server: Option<Server>,
+    server: Option<ServerProcess>,
 }
 
-impl Cluster {
+impl ClientGroup {
     /// Starts the server if requested, and connects.
     async fn connect(name: &str, args: &RunArgs) -> anyhow::Result<Self> {
         let mut load = args.load.clone();
-        let shape = load.shape.as_deref().map(Shape::load).transpose()?;
+        let shape = load.shape.as_deref().map(SessionShape::load).transpose()?;
         if let Some(shape) = &shape {
             shape.put_into(&mut load);
         }
         load.check(args.server.transport)?;
         let target = args.server.target(&load);
         let server = match &args.server.server_cmd {
-            Some(command) => Some(Server::start(command, target.grpc).await?),
+            Some(command) => Some(ServerProcess::start(command, target.grpc).await?),
             None => None,
         };
-        let pid = server.as_ref().map(Server::pid).or(args.server.pid);
+        let pid = server.as_ref().map(ServerProcess::pid).or(args.server.pid);
         let http = args.server.http_port.map(|port| SocketAddr::new(args.server.address, port));
         let probe = Probe::find(pid, args.server.port, http);
-        let pool = Arc::new(Pool::new(load.seed, load.blocks.clone()));
+        let pool = Arc::new(ContentPool::new(load.seed, load.blocks.clone()));
         let mut tasks = JoinSet::new();
         let mut sessions = Vec::new();
         for _ in 0..load.connections {
-            sessions.push(Arc::new(Session::connect(target, pool.clone(), &mut tasks).await?));
+            sessions.push(Arc::new(ClientSession::connect(target, pool.clone(), &mut tasks).await?));
         }
-        let plan = Plan::new(pool, load.seed, load.partitions, load.skew);
+        let plan = WorkPlan::new(pool, load.seed, load.partitions, load.skew);
         let plan = match &shape {
             Some(shape) => plan.with_shapes(&shape.messages).with_weights(&shape.partition_bytes),
             None => plan.with_messages(load.message_size.as_u64(), load.message_partitions),
@@ -96,14 +96,14 @@ impl Cluster {
     }
 
     /// Registers a shuffle and creates its ledger.
-    pub(crate) async fn shuffle(&self, number: u32) -> anyhow::Result<Shuffle> {
+    pub(crate) async fn shuffle(&self, number: u32) -> anyhow::Result<BenchShuffle> {
         let key = ShuffleKey::new(self.app.clone(), ShuffleId(i32::try_from(number)?));
         let stats = Stats::default();
         self.sessions[0].register(&stats, &key, self.load.partitions, self.load.local_order).await?;
-        Ok(Shuffle { key, ledger: Arc::new(Ledger::new(self.load.partitions)) })
+        Ok(BenchShuffle { key, ledger: Arc::new(ExpectedIds::new(self.load.partitions)) })
     }
 
-    pub(crate) async fn unregister(&self, shuffle: &Shuffle) -> anyhow::Result<()> {
+    pub(crate) async fn unregister(&self, shuffle: &BenchShuffle) -> anyhow::Result<()> {
         if self.load.keep {
             return Ok(());
         }
@@ -121,7 +121,7 @@ impl Cluster {
         self.load.duration.map(|duration| Instant::now() + duration)
     }
 
-    fn writers(&self, shuffle: &Shuffle, stats: &Arc<Stats>) -> Arc<WritePhase> {
+    fn writers(&self, shuffle: &BenchShuffle, stats: &Arc<Stats>) -> Arc<WritePhase> {
         let options = WriteOptions {
             writers: self.load.writers,
             tasks: self.load.tasks(),
@@ -143,7 +143,7 @@ impl Cluster {
         })
     }
 
-    fn readers(&self, shuffle: &Shuffle, stats: &Arc<Stats>) -> anyhow::Result<Arc<ReadPhase>> {
+    fn readers(&self, shuffle: &BenchShuffle, stats: &Arc<Stats>) -> anyhow::Result<Arc<ReadPhase>> {
         let reads = f64::from(self.load.partitions) * self.load.reads;
         Ok(Arc::new(ReadPhase {
             readers: self.load.readers(),
@@ -164,7 +164,7 @@ impl Cluster {
     }
 
     /// Writes a whole shuffle.
-    pub(crate) async fn write(&mut self, name: &str, shuffle: &Shuffle) -> anyhow::Result<()> {
+    pub(crate) async fn write(&mut self, name: &str, shuffle: &BenchShuffle) -> anyhow::Result<()> {
         let stats = Arc::new(Stats::default());
         let phase = self.writers(shuffle, &stats);
         let expected = self.load.bytes.as_u64() * u64::from(self.load.replicas);
@@ -189,7 +189,7 @@ impl Cluster {
     }
 
     /// Reads a shuffle and compares every byte.
-    pub(crate) async fn read(&mut self, name: &str, shuffle: &Shuffle) -> anyhow::Result<()> {
+    pub(crate) async fn read(&mut self, name: &str, shuffle: &BenchShuffle) -> anyhow::Result<()> {
         let stats = Arc::new(Stats::default());
         let phase = self.readers(shuffle, &stats)?;
         let expected = self.read_bytes_expected();
@@ -198,7 +198,12 @@ impl Cluster {
     }
 
     /// Writes one shuffle while another is read.
-    pub(crate) async fn both(&mut self, name: &str, write: &Shuffle, read: &Shuffle) -> anyhow::Result<()> {
+    pub(crate) async fn both(
+        &mut self,
+        name: &str,
+        write: &BenchShuffle,
+        read: &BenchShuffle,
+    ) -> anyhow::Result<()> {
         let stats = Arc::new(Stats::default());
         let (writers, readers) = (self.writers(write, &stats), self.readers(read, &stats)?);
         let expected = self.load.bytes.as_u64() + self.read_bytes_expected();
@@ -221,9 +226,9 @@ impl Cluster {
     fn check_tier(&self, stats: &Stats) -> anyhow::Result<()> {
         let (memory, disk) = (get(&stats.blocks_from_memory), get(&stats.blocks_from_disk));
         match self.load.tier {
-            Tier::Any => {}
-            Tier::Memory => ensure!(disk == 0, "{disk} of {} blocks came from disk", memory + disk),
-            Tier::Disk => ensure!(disk > memory, "{memory} of {} blocks came from memory", memory + disk),
+            ReadTier::Any => {}
+            ReadTier::Memory => ensure!(disk == 0, "{disk} of {} blocks came from disk", memory + disk),
+            ReadTier::Disk => ensure!(disk > memory, "{memory} of {} blocks came from memory", memory + disk),
         }
         Ok(())
     }
@@ -242,7 +247,7 @@ impl Cluster {
         };
         let run = &self.report.name;
         let label = if run == name { name.to_owned() } else { format!("{run} {name}") };
-        let progress = Progress::start(&label, expected_bytes);
+        let progress = PhaseProgress::start(&label, expected_bytes);
         let before = self.probe.usage();
         let client_before = own_cpu_seconds();
         let begin = Instant::now();
@@ -281,7 +286,7 @@ impl Cluster {
     }
 
     fn sample(&mut self, stats: &Stats) {
-        let sample = Sample {
+        let sample = PhaseSample {
             seconds: self.begin.elapsed().as_secs_f64(),
             written_bytes: get(&stats.written_bytes),
             read_bytes: get(&stats.read_bytes),
@@ -291,7 +296,7 @@ impl Cluster {
     }
 
     /// Returns the server's usage once it is idle, or after the time limit.
-    pub(crate) async fn quiet_usage(&self) -> Option<Usage> {
+    pub(crate) async fn quiet_usage(&self) -> Option<ProcessUsage> {
         let deadline = Instant::now() + self.load.settle;
         let mut last = self.probe.usage()?;
         if self.load.settle.is_zero() {
@@ -322,9 +327,9 @@ impl Cluster {
 }
 
 /// A registered shuffle and the blocks that it must return.
-pub(crate) struct Shuffle {
+pub(crate) struct BenchShuffle {
     key: ShuffleKey,
-    ledger: Arc<Ledger>,
+    ledger: Arc<ExpectedIds>,
 }
 
 fn figures(name: &str, stats: &Stats, took: Duration) -> PhaseReport {
@@ -353,9 +358,9 @@ fn figures(name: &str, stats: &Stats, took: Duration) -> PhaseReport {
 pub(crate) async fn with_cluster(
     name: &str,
     args: &RunArgs,
-    work: impl AsyncFnOnce(&mut Cluster) -> anyhow::Result<()>,
+    work: impl AsyncFnOnce(&mut ClientGroup) -> anyhow::Result<()>,
 ) -> anyhow::Result<RunReport> {
-    let mut cluster = Cluster::connect(name, args).await?;
+    let mut cluster = ClientGroup::connect(name, args).await?;
     let result = work(&mut cluster).await;
     let report = cluster.finish().await;
     result.map(|()| report)

@@ -23,7 +23,7 @@ const BYTES_PER_SECOND: f64 = 150e6;
 
 /// Accumulated work of the head.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Work {
+pub(crate) struct HeadWork {
     pub(crate) seconds: f64,
     pub(crate) seeks: u64,
     pub(crate) files: u64,
@@ -31,7 +31,7 @@ pub(crate) struct Work {
 
 #[derive(Debug, Default)]
 struct Platter {
-    work: Work,
+    work: HeadWork,
     /// Position of the next write.
     end: u64,
     /// End of the last access.
@@ -98,10 +98,10 @@ impl SeekDisk {
     }
 
     /// Returns the work since the last call. The number of files is the total.
-    pub(crate) fn take_work(&self) -> Work {
+    pub(crate) fn take_work(&self) -> HeadWork {
         let mut platter = self.platter.lock();
         let work = platter.work;
-        platter.work = Work { files: work.files, ..Work::default() };
+        platter.work = HeadWork { files: work.files, ..HeadWork::default() };
         work
     }
 
@@ -174,7 +174,7 @@ mod tests {
             platter.write(a, 1_000 + n * 100, 100);
         }
         assert_eq!(platter.work.seeks, 21);
-        platter.work = Work::default();
+        platter.work = HeadWork::default();
         platter.read(a, 0, 1_000);
         assert_eq!(platter.work.seeks, 1, "written in one go");
         platter.read(a, 1_000, 1_000);

@@ -13,16 +13,16 @@ use croaring::Treemap;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use uniffle_client::block::Block;
-use uniffle_client::read::{self, IndexRecord};
+use uniffle_client::read::{self, RecordPosition};
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId, TicketId};
 use uniffle_worker::proto::{self, StatusCode};
 
-use crate::content::Pool;
+use crate::content::ContentPool;
 use crate::grpc_connection::GrpcConnection;
-use crate::message::{self, Pieces};
-use crate::plan::{LAYOUT, Message};
+use crate::message::{self, MessagePieces};
+use crate::plan::{LAYOUT, PlannedMessage};
 use crate::stats::{Rpc, Stats, add};
-use crate::tcp_connection::{Answer, TcpConnection};
+use crate::tcp_connection::{RawConnection, TcpResponse};
 
 /// Attempts to send one message, each with a new ticket (`rss.client.rpc.maxAttempts`).
 const SEND_ATTEMPTS: u32 = 3;
@@ -30,7 +30,7 @@ const SEND_ATTEMPTS: u32 = 3;
 /// Transport of block data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Transport {
+pub(crate) enum DataTransport {
     /// gRPC with the bytes inside each block, as stock clients send it.
     Grpc,
     /// Raw TCP ("GRPC_NETTY") for data, gRPC for the rest.
@@ -41,14 +41,14 @@ pub(crate) enum Transport {
 
 /// Pauses after NO_BUFFER: `first` · 2^n plus a random part of `first`, at most `longest`.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Backoff {
+pub(crate) struct RetryPauses {
     pub(crate) first: Duration,
     pub(crate) longest: Duration,
     /// Number of refusals after which the run ends.
     pub(crate) attempts: u32,
 }
 
-impl Backoff {
+impl RetryPauses {
     fn pause(&self, refusals: u32) -> Duration {
         let doubled = self.first.saturating_mul(1 << refusals.min(16));
         (doubled + self.first.mul_f64(rand::random::<f64>())).min(self.longest)
@@ -57,21 +57,21 @@ impl Backoff {
 
 /// Address of the server, and how to call it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Target {
+pub(crate) struct ServerTarget {
     pub(crate) grpc: SocketAddr,
     pub(crate) tcp: Option<SocketAddr>,
-    pub(crate) transport: Transport,
+    pub(crate) transport: DataTransport,
     /// Deadline of each call and of each connection attempt.
     pub(crate) rpc_timeout: Duration,
-    pub(crate) backoff: Backoff,
+    pub(crate) backoff: RetryPauses,
 }
 
 /// One client connection.
-pub(crate) struct Session {
+pub(crate) struct ClientSession {
     grpc: GrpcConnection,
-    tcp: Option<TcpConnection>,
-    target: Target,
-    pool: Arc<Pool>,
+    tcp: Option<RawConnection>,
+    target: ServerTarget,
+    pool: Arc<ContentPool>,
 }
 
 /// Result of a call by its status.
@@ -81,19 +81,19 @@ enum Verdict {
     Failed(StatusCode),
 }
 
-impl Session {
+impl ClientSession {
     pub(crate) async fn connect(
-        target: Target,
-        pool: Arc<Pool>,
+        target: ServerTarget,
+        pool: Arc<ContentPool>,
         tasks: &mut JoinSet<()>,
     ) -> anyhow::Result<Self> {
         let grpc = GrpcConnection::connect(target.grpc, target.rpc_timeout).await?;
         let tcp = match (target.transport, target.tcp) {
-            (Transport::Tcp, Some(address)) => {
-                Some(TcpConnection::connect(address, target.rpc_timeout, tasks).await?)
+            (DataTransport::Tcp, Some(address)) => {
+                Some(RawConnection::connect(address, target.rpc_timeout, tasks).await?)
             }
-            (Transport::Tcp, None) => bail!("--transport tcp needs --tcp-port"),
-            (Transport::Grpc | Transport::Contiguous, _) => None,
+            (DataTransport::Tcp, None) => bail!("--transport tcp needs --tcp-port"),
+            (DataTransport::Grpc | DataTransport::Contiguous, _) => None,
         };
         Ok(Self { grpc, tcp, target, pool })
     }
@@ -126,7 +126,7 @@ impl Session {
         &self,
         stats: &Stats,
         key: &ShuffleKey,
-        message: &Message,
+        message: &PlannedMessage,
         due: Instant,
     ) -> anyhow::Result<()> {
         for attempt in 1.. {
@@ -151,7 +151,12 @@ impl Session {
         Ok(())
     }
 
-    async fn require(&self, stats: &Stats, key: &ShuffleKey, message: &Message) -> anyhow::Result<TicketId> {
+    async fn require(
+        &self,
+        stats: &Stats,
+        key: &ShuffleKey,
+        message: &PlannedMessage,
+    ) -> anyhow::Result<TicketId> {
         let (mut require_size, partition_require_sizes) = message::require_sizes(message);
         if self.tcp.is_some() {
             let frame = i32::try_from(message::netty_length(key, message)).unwrap_or(i32::MAX);
@@ -178,7 +183,7 @@ impl Session {
         &self,
         key: &ShuffleKey,
         ticket: TicketId,
-        message: &Message,
+        message: &PlannedMessage,
     ) -> anyhow::Result<(i32, String)> {
         if let Some(tcp) = &self.tcp {
             let id = tcp.next_id();
@@ -186,8 +191,8 @@ impl Session {
             return prefix("sendShuffleData", &mut answer, &[0]);
         }
         let encode = match self.target.transport {
-            Transport::Contiguous => message::contiguous,
-            Transport::Grpc | Transport::Tcp => message::classic,
+            DataTransport::Contiguous => message::contiguous,
+            DataTransport::Grpc | DataTransport::Tcp => message::classic,
         };
         let pieces = encode(&self.pool, key, ticket, message);
         let call = self.grpc.call("/rss.common.ShuffleServer/sendShuffleData", pieces);
@@ -285,7 +290,7 @@ impl Session {
         stats: &Stats,
         key: &ShuffleKey,
         partition: PartitionId,
-    ) -> anyhow::Result<(Vec<IndexRecord>, Option<u64>)> {
+    ) -> anyhow::Result<(Vec<RecordPosition>, Option<u64>)> {
         const RPC: &str = "getLocalShuffleIndex";
         self.patiently(stats, || async {
             let begin = Instant::now();
@@ -444,7 +449,7 @@ fn granted<T>(
 }
 
 /// Reads status and text of a response, which must be one of `kinds`.
-fn prefix(rpc: &str, answer: &mut Answer, kinds: &[u8]) -> anyhow::Result<(i32, String)> {
+fn prefix(rpc: &str, answer: &mut TcpResponse, kinds: &[u8]) -> anyhow::Result<(i32, String)> {
     ensure!(kinds.contains(&answer.kind), "{rpc}: unexpected response type {}", answer.kind);
     let status = answer.message.try_get_i32().context("status")?;
     let length = usize::try_from(answer.message.try_get_i32().context("retMsg")?).unwrap_or(0);
@@ -455,12 +460,12 @@ fn prefix(rpc: &str, answer: &mut Answer, kinds: &[u8]) -> anyhow::Result<(i32, 
 
 /// Sends a read request of type `kind`. `rest` writes its own fields after the common ones.
 async fn request_over_tcp(
-    tcp: &TcpConnection,
+    tcp: &RawConnection,
     kind: u8,
     key: &ShuffleKey,
     partition: PartitionId,
     rest: impl FnOnce(&mut BytesMut),
-) -> anyhow::Result<Answer> {
+) -> anyhow::Result<TcpResponse> {
     let id = tcp.next_id();
     let mut frame = BytesMut::with_capacity(128);
     frame.put_i32(0);
@@ -479,11 +484,11 @@ async fn request_over_tcp(
     rest(&mut frame);
     let length = i32::try_from(frame.len() - 9)?;
     frame[..4].copy_from_slice(&length.to_be_bytes());
-    tcp.call(id, Pieces { length: frame.len(), pieces: vec![frame.freeze()] }).await
+    tcp.call(id, MessagePieces { length: frame.len(), pieces: vec![frame.freeze()] }).await
 }
 
 async fn memory_over_tcp(
-    tcp: &TcpConnection,
+    tcp: &RawConnection,
     key: &ShuffleKey,
     partition: PartitionId,
     last_block_id: i64,

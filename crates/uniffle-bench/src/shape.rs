@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, ensure};
 use bytesize::ByteSize;
-use uniffle_testkit::recording::{Exchange, Session};
+use uniffle_testkit::recording::{RecordedExchange, RecordedSession};
 
 use crate::content::Sizes;
 use crate::options::LoadArgs;
@@ -17,7 +17,7 @@ const QUANTILES: usize = 32;
 
 /// Shape of a session.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Shape {
+pub(crate) struct SessionShape {
     pub(crate) blocks: Sizes,
     /// Every send of the session.
     pub(crate) messages: Vec<MessageShape>,
@@ -31,12 +31,12 @@ pub(crate) struct Shape {
     pub(crate) tasks: u32,
 }
 
-impl Shape {
+impl SessionShape {
     /// Loads the shape of a recording.
     pub(crate) fn load(path: &Path) -> anyhow::Result<Self> {
         let told = || format!("--shape {}", path.display());
         let file = std::fs::read(path).with_context(told)?;
-        let session = Session::decode(file).map_err(anyhow::Error::msg).with_context(told)?;
+        let session = RecordedSession::decode(file).map_err(anyhow::Error::msg).with_context(told)?;
         Self::of(&session).with_context(told)
     }
 
@@ -50,7 +50,7 @@ impl Shape {
         load.tasks = Some(self.tasks.saturating_mul(load.executors).max(load.writers));
     }
 
-    fn of(session: &Session) -> anyhow::Result<Self> {
+    fn of(session: &RecordedSession) -> anyhow::Result<Self> {
         let (mut lengths, mut messages, mut spans) = (Vec::new(), Vec::new(), Vec::new());
         let mut partition_bytes: BTreeMap<u32, u64> = BTreeMap::new();
         let (mut connections, mut tasks) = (HashSet::new(), HashSet::new());
@@ -94,9 +94,9 @@ fn quantiles(mut lengths: Vec<u32>) -> Vec<u32> {
 }
 
 /// Returns the largest number of concurrent exchanges.
-fn at_once(spans: &[&Exchange]) -> u32 {
+fn at_once(spans: &[&RecordedExchange]) -> u32 {
     let overlaps =
-        |span: &Exchange, at: u64| span.began_us <= at && at < span.ended_us.max(span.began_us + 1);
+        |span: &RecordedExchange, at: u64| span.began_us <= at && at < span.ended_us.max(span.began_us + 1);
     let others = |at: u64| spans.iter().filter(|span| overlaps(span, at)).count();
     let most = spans.iter().map(|span| others(span.began_us)).max().unwrap_or(1);
     u32::try_from(most).unwrap_or(u32::MAX).max(1)
@@ -112,8 +112,9 @@ mod tests {
 
     #[test]
     fn grpc_and_tcp_recordings_have_equal_shapes() {
-        let of =
-            |plane| Shape::load(&recording(&format!("spark-3.5.6-client-0.9.2-{plane}-memory.rec"))).unwrap();
+        let of = |plane| {
+            SessionShape::load(&recording(&format!("spark-3.5.6-client-0.9.2-{plane}-memory.rec"))).unwrap()
+        };
         let (grpc, tcp) = (of("grpc"), of("tcp"));
         assert_eq!(grpc.blocks, tcp.blocks);
         assert_eq!((grpc.tasks, grpc.messages.len()), (tcp.tasks, tcp.messages.len()));
@@ -134,7 +135,7 @@ mod tests {
 
     #[test]
     fn concurrent_calls_are_counted() {
-        let exchange = |began_us, ended_us| Exchange {
+        let exchange = |began_us, ended_us| RecordedExchange {
             began_us,
             ended_us,
             connection: 0,

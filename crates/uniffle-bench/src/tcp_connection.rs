@@ -20,7 +20,7 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
-use crate::message::Pieces;
+use crate::message::MessagePieces;
 
 /// Largest accepted response.
 const FRAME_BYTES_MAX: usize = 1 << 30;
@@ -29,7 +29,7 @@ const PIECES_MAX: usize = 256;
 
 /// A response.
 #[derive(Debug)]
-pub(crate) struct Answer {
+pub(crate) struct TcpResponse {
     pub(crate) kind: u8,
     /// Message after the request id.
     pub(crate) message: Bytes,
@@ -37,26 +37,26 @@ pub(crate) struct Answer {
 }
 
 /// Pending calls by request id. `None` once the connection is broken.
-type Waiting = Arc<Mutex<Option<HashMap<i64, oneshot::Sender<Answer>>>>>;
+type PendingCalls = Arc<Mutex<Option<HashMap<i64, oneshot::Sender<TcpResponse>>>>>;
 
 /// A connection.
 #[derive(Debug)]
-pub(crate) struct TcpConnection {
+pub(crate) struct RawConnection {
     writer: tokio::sync::Mutex<OwnedWriteHalf>,
-    waiting: Waiting,
+    waiting: PendingCalls,
     next: AtomicI64,
     reader: AbortHandle,
     address: SocketAddr,
     rpc_timeout: Duration,
 }
 
-impl Drop for TcpConnection {
+impl Drop for RawConnection {
     fn drop(&mut self) {
         self.reader.abort();
     }
 }
 
-impl TcpConnection {
+impl RawConnection {
     pub(crate) async fn connect(
         address: SocketAddr,
         rpc_timeout: Duration,
@@ -68,7 +68,7 @@ impl TcpConnection {
             .with_context(|| format!("connect to {address}"))?;
         stream.set_nodelay(true)?;
         let (read, write) = stream.into_split();
-        let waiting: Waiting = Arc::new(Mutex::new(Some(HashMap::new())));
+        let waiting: PendingCalls = Arc::new(Mutex::new(Some(HashMap::new())));
         let answers = waiting.clone();
         let reader = tasks.spawn(async move {
             // Dropping the senders notifies waiting callers of a broken connection.
@@ -84,7 +84,7 @@ impl TcpConnection {
     }
 
     /// Sends a whole frame that carries `id`, and waits for its response.
-    pub(crate) async fn call(&self, id: i64, frame: Pieces) -> anyhow::Result<Answer> {
+    pub(crate) async fn call(&self, id: i64, frame: MessagePieces) -> anyhow::Result<TcpResponse> {
         let lost = || anyhow!("{} closed the connection or does not speak this protocol", self.address);
         let (sender, answer) = oneshot::channel();
         self.waiting.lock().as_mut().ok_or_else(lost)?.insert(id, sender);
@@ -97,7 +97,7 @@ impl TcpConnection {
             .map_err(|_| anyhow!("{}: no answer within {:?}", self.address, self.rpc_timeout))?
     }
 
-    async fn write(&self, frame: Pieces) -> std::io::Result<()> {
+    async fn write(&self, frame: MessagePieces) -> std::io::Result<()> {
         let mut writer = self.writer.lock().await;
         let mut slices: Vec<IoSlice<'_>> = frame.pieces.iter().map(|piece| IoSlice::new(piece)).collect();
         let mut left = slices.as_mut_slice();
@@ -113,7 +113,7 @@ impl TcpConnection {
     }
 }
 
-async fn receive(mut stream: OwnedReadHalf, waiting: &Waiting) -> anyhow::Result<()> {
+async fn receive(mut stream: OwnedReadHalf, waiting: &PendingCalls) -> anyhow::Result<()> {
     loop {
         let mut head = [0; 9];
         stream.read_exact(&mut head).await?;
@@ -131,7 +131,7 @@ async fn receive(mut stream: OwnedReadHalf, waiting: &Waiting) -> anyhow::Result
         let receiver = waiting.lock().as_mut().and_then(|waiting| waiting.remove(&id));
         if let Some(receiver) = receiver {
             // The caller may have timed out.
-            let _ = receiver.send(Answer { kind, message, body: frame.freeze() });
+            let _ = receiver.send(TcpResponse { kind, message, body: frame.freeze() });
         }
     }
 }

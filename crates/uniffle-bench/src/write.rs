@@ -14,17 +14,17 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-use crate::plan::{Message, Plan};
-use crate::session::Session;
+use crate::plan::{PlannedMessage, WorkPlan};
+use crate::session::ClientSession;
 use crate::stats::Stats;
 
 /// The ids that a shuffle must return, by partition.
 #[derive(Debug)]
-pub(crate) struct Ledger {
+pub(crate) struct ExpectedIds {
     partitions: Vec<Mutex<Vec<i64>>>,
 }
 
-impl Ledger {
+impl ExpectedIds {
     pub(crate) fn new(partitions: u32) -> Self {
         Self { partitions: (0..partitions).map(|_| Mutex::default()).collect() }
     }
@@ -65,11 +65,11 @@ pub(crate) struct WriteOptions {
 /// State that all writers of a phase share.
 pub(crate) struct WritePhase {
     pub(crate) options: WriteOptions,
-    pub(crate) plan: Plan,
+    pub(crate) plan: WorkPlan,
     pub(crate) key: ShuffleKey,
-    pub(crate) sessions: Vec<Arc<Session>>,
+    pub(crate) sessions: Vec<Arc<ClientSession>>,
     pub(crate) stats: Arc<Stats>,
-    pub(crate) ledger: Arc<Ledger>,
+    pub(crate) ledger: Arc<ExpectedIds>,
     pub(crate) next_task: AtomicU32,
     /// Bytes scheduled by the pace so far.
     pub(crate) paced_bytes: AtomicU64,
@@ -103,7 +103,7 @@ fn over(phase: &WritePhase) -> bool {
     phase.options.until.is_some_and(|until| Instant::now() >= until)
 }
 
-async fn run_task(phase: &WritePhase, session: &Session, task: u32) -> anyhow::Result<()> {
+async fn run_task(phase: &WritePhase, session: &ClientSession, task: u32) -> anyhow::Result<()> {
     let mut plan = phase.plan.task(task);
     let mut left = share(phase.options.total_bytes, phase.options.tasks, task);
     let mut blocks: BTreeMap<PartitionId, Vec<i64>> = BTreeMap::new();
@@ -132,7 +132,7 @@ fn share(total: u64, tasks: u32, task: u32) -> u64 {
 }
 
 /// Waits for the due time of `message`, and returns it.
-async fn pace(phase: &WritePhase, message: &Message) -> Instant {
+async fn pace(phase: &WritePhase, message: &PlannedMessage) -> Instant {
     let Some(rate) = phase.options.rate else { return Instant::now() };
     let before = phase.paced_bytes.fetch_add(message.payload_bytes, Ordering::Relaxed);
     let due = phase.begin + Duration::from_secs_f64(before as f64 / rate);
@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn ledger_sorts_ids_of_all_tasks() {
-        let ledger = Ledger::new(2);
+        let ledger = ExpectedIds::new(2);
         ledger.add(&BTreeMap::from([(PartitionId(1), vec![5, 3])]));
         ledger.add(&BTreeMap::from([(PartitionId(1), vec![4])]));
         assert_eq!(ledger.sorted(PartitionId(1)), [3, 4, 5]);

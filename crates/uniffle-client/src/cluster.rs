@@ -23,11 +23,11 @@ use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 /// Entry point of the client. Clones share connections.
 #[derive(Debug, Clone)]
 pub struct Cluster {
-    inner: Arc<Inner>,
+    inner: Arc<ClusterInner>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct ClusterInner {
     coordinators: Coordinators,
     options: Arc<ClientOptions>,
     /// Connections by address. A client talks to the few servers that its shuffles were assigned
@@ -47,7 +47,7 @@ impl Cluster {
         options: ClientOptions,
     ) -> Result<Self, Error> {
         let coordinators = Coordinators::new(addresses, options.clone())?;
-        let inner = Inner { coordinators, options: Arc::new(options), servers: Mutex::default() };
+        let inner = ClusterInner { coordinators, options: Arc::new(options), servers: Mutex::default() };
         Ok(Self { inner: Arc::new(inner) })
     }
 

@@ -26,7 +26,7 @@ const ANSWER_BYTES_MAX: usize = 512 << 20;
 type Stub = CoordinatorServerClient<Channel>;
 
 #[derive(Debug, Clone)]
-struct Member {
+struct QuorumMember {
     address: String,
     stub: Stub,
 }
@@ -34,7 +34,7 @@ struct Member {
 /// The quorum. Connects lazily, and reconnects after a connection breaks.
 #[derive(Debug)]
 pub struct Coordinators {
-    members: Vec<Member>,
+    members: Vec<QuorumMember>,
     /// Index of the member that answered last.
     preferred: AtomicUsize,
     options: ClientOptions,
@@ -52,7 +52,7 @@ impl Coordinators {
         options: ClientOptions,
     ) -> Result<Self, Error> {
         options.validate()?;
-        let members = addresses.into_iter().map(|address| Member::new(address.as_ref(), &options));
+        let members = addresses.into_iter().map(|address| QuorumMember::new(address.as_ref(), &options));
         let members = members.collect::<Result<Vec<_>, _>>()?;
         if members.is_empty() {
             return Err(Error::Invalid("no coordinator is given".to_owned()));
@@ -265,7 +265,7 @@ impl Coordinators {
     }
 }
 
-impl Member {
+impl QuorumMember {
     fn new(address: &str, options: &ClientOptions) -> Result<Self, Error> {
         let invalid = |error| Error::Invalid(format!("coordinator {address:?}: {error}"));
         let endpoint = tls::endpoint(address, options.tls.as_ref()).map_err(invalid)?;

@@ -17,8 +17,8 @@ use tokio::time::timeout;
 use crate::block::Block;
 use crate::context::ShuffleContext;
 use crate::error::{Error, MissingBlocks};
-use crate::grpc::{BARREN_ANSWERS_MAX, ClientError, IndexAnswer, MemoryAnswer};
-use crate::read::{self, IndexRecord, Malformed, Segment};
+use crate::grpc::{BARREN_ANSWERS_MAX, ClientError, IndexResponse, MemoryResponse};
+use crate::read::{self, DataSegment, Malformed, RecordPosition};
 use crate::remote::{self, FilePair, RemoteFile, RemoteFiles, RemoteStorage};
 use crate::results::TaskFilter;
 use crate::server::Server;
@@ -26,7 +26,7 @@ use uniffle_wire::types::{BlockId, PartitionId};
 
 /// Next part of the current replica to read.
 #[derive(Debug)]
-enum Stage {
+enum ReadStage {
     /// Memory, after the last received block.
     Memory {
         after: Option<BlockId>,
@@ -37,7 +37,7 @@ enum Stage {
     Disk(VecDeque<DiskSegment>),
     RemoteDirectory,
     /// Remaining files, and the open file with its remaining segments.
-    RemoteFiles(VecDeque<String>, Option<OpenFile>),
+    RemoteFiles(VecDeque<String>, Option<OpenRemoteFile>),
     /// This replica is done; the next one follows.
     End,
 }
@@ -45,14 +45,14 @@ enum Stage {
 #[derive(Debug)]
 struct DiskSegment {
     storage: i32,
-    segment: Segment,
+    segment: DataSegment,
 }
 
 #[derive(Debug)]
-struct OpenFile {
+struct OpenRemoteFile {
     stem: String,
     data: Arc<dyn RemoteFile>,
-    segments: VecDeque<Segment>,
+    segments: VecDeque<DataSegment>,
 }
 
 /// Reads one partition block by block, in no particular order.
@@ -68,7 +68,7 @@ pub struct ShuffleReader {
     ready: VecDeque<Block>,
     /// Replicas to read. The first is being read.
     replicas: VecDeque<usize>,
-    stage: Stage,
+    stage: ReadStage,
     failure: Option<Error>,
 }
 
@@ -89,7 +89,7 @@ impl ShuffleReader {
             missing: expected,
             ready: VecDeque::new(),
             replicas,
-            stage: Stage::Memory { after: None, barren: 0 },
+            stage: ReadStage::Memory { after: None, barren: 0 },
             failure: None,
         }
     }
@@ -166,18 +166,18 @@ impl ShuffleReader {
     async fn step(&mut self, server: &Server) -> Result<(), Error> {
         let (key, partition) = (self.shuffle.key(), self.partition);
         match &mut self.stage {
-            Stage::Memory { after, barren } => {
+            ReadStage::Memory { after, barren } => {
                 let (after, barren) = (*after, *barren);
                 let answer = server.read_memory(key, partition, after, self.tasks.as_ref()).await?;
                 self.take_memory(server, answer, barren)
             }
-            Stage::Index => {
+            ReadStage::Index => {
                 let index = server.read_index(key, partition).await?;
                 let segments = self.disk_segments(server, &index)?;
-                self.stage = Stage::Disk(segments);
+                self.stage = ReadStage::Disk(segments);
                 Ok(())
             }
-            Stage::Disk(segments) => {
+            ReadStage::Disk(segments) => {
                 let Some(DiskSegment { storage, segment }) = segments.front() else {
                     self.stage = self.remote_stage();
                     return Ok(());
@@ -189,17 +189,17 @@ impl ShuffleReader {
                 }
                 Ok(())
             }
-            Stage::RemoteDirectory => self.list_remote(server).await,
-            Stage::RemoteFiles(..) => self.read_remote().await,
-            Stage::End => {
+            ReadStage::RemoteDirectory => self.list_remote(server).await,
+            ReadStage::RemoteFiles(..) => self.read_remote().await,
+            ReadStage::End => {
                 self.replicas.pop_front();
-                self.stage = Stage::Memory { after: None, barren: 0 };
+                self.stage = ReadStage::Memory { after: None, barren: 0 };
                 Ok(())
             }
         }
     }
 
-    fn take_memory(&mut self, server: &Server, answer: MemoryAnswer, barren: u32) -> Result<(), Error> {
+    fn take_memory(&mut self, server: &Server, answer: MemoryResponse, barren: u32) -> Result<(), Error> {
         let last = answer.blocks.last().map(|block| block.meta.block_id);
         let found = self.take(server.id(), answer.blocks);
         let barren = if found { 0 } else { barren + 1 };
@@ -208,8 +208,8 @@ impl ShuffleReader {
         }
         let has_more = last.is_some() && answer.is_end != Some(true);
         self.stage = match has_more {
-            true => Stage::Memory { after: last, barren },
-            false if self.shuffle.options().storage.has_localfile() => Stage::Index,
+            true => ReadStage::Memory { after: last, barren },
+            false if self.shuffle.options().storage.has_localfile() => ReadStage::Index,
             false => self.remote_stage(),
         };
         Ok(())
@@ -236,14 +236,14 @@ impl ShuffleReader {
         found
     }
 
-    fn take_segment(&mut self, peer: &str, segment: &Segment, data: &Bytes) {
+    fn take_segment(&mut self, peer: &str, segment: &DataSegment, data: &Bytes) {
         match read::segment_blocks(segment, data) {
             Ok(blocks) => drop(self.take(peer, blocks)),
             Err(source) => self.failure = Some(Error::call(peer)(malformed(source))),
         }
     }
 
-    fn disk_segments(&self, server: &Server, index: &IndexAnswer) -> Result<VecDeque<DiskSegment>, Error> {
+    fn disk_segments(&self, server: &Server, index: &IndexResponse) -> Result<VecDeque<DiskSegment>, Error> {
         let mut all = VecDeque::new();
         for run in read::runs(&index.records, index.data_length, &index.storage_ids) {
             let segments = self.segments(run.records).map_err(malformed).map_err(Error::call(server.id()))?;
@@ -253,14 +253,15 @@ impl ShuffleReader {
     }
 
     /// Returns the reads that a run of records needs: those that contain a missing block.
-    fn segments(&self, records: &[IndexRecord]) -> Result<Vec<Segment>, Malformed> {
-        let wanted = |record: &IndexRecord| {
+    fn segments(&self, records: &[RecordPosition]) -> Result<Vec<DataSegment>, Malformed> {
+        let wanted = |record: &RecordPosition| {
             let task = record.meta.task_attempt_id.0.cast_unsigned();
             self.tasks.as_ref().is_none_or(|tasks| tasks.contains(task))
         };
         let limit = u64::from(self.shuffle.options().read_buffer_bytes);
         let mut segments = read::segments(records, None, limit, wanted)?;
-        let is_missing = |record: &IndexRecord| self.missing.contains(record.meta.block_id.0.cast_unsigned());
+        let is_missing =
+            |record: &RecordPosition| self.missing.contains(record.meta.block_id.0.cast_unsigned());
         segments.retain(|segment| segment.length > 0 && segment.records.iter().any(is_missing));
         Ok(segments)
     }
@@ -270,37 +271,37 @@ impl ShuffleReader {
         files.zip(self.shuffle.handle().remote_storage.clone())
     }
 
-    fn remote_stage(&self) -> Stage {
+    fn remote_stage(&self) -> ReadStage {
         let has_remote = self.shuffle.options().storage.has_hdfs() && self.remote().is_some();
-        if has_remote { Stage::RemoteDirectory } else { Stage::End }
+        if has_remote { ReadStage::RemoteDirectory } else { ReadStage::End }
     }
 
     /// Returns the stage after a failure. After a failed call to a server its remote files are
     /// read, because it may have written some. After a failed remote file the next one is read.
-    fn after_failure(&mut self) -> Stage {
+    fn after_failure(&mut self) -> ReadStage {
         match &mut self.stage {
-            Stage::Memory { .. } | Stage::Index | Stage::Disk(_) => self.remote_stage(),
-            Stage::RemoteFiles(stems, _) => Stage::RemoteFiles(std::mem::take(stems), None),
-            Stage::RemoteDirectory | Stage::End => Stage::End,
+            ReadStage::Memory { .. } | ReadStage::Index | ReadStage::Disk(_) => self.remote_stage(),
+            ReadStage::RemoteFiles(stems, _) => ReadStage::RemoteFiles(std::mem::take(stems), None),
+            ReadStage::RemoteDirectory | ReadStage::End => ReadStage::End,
         }
     }
 
     async fn list_remote(&mut self, server: &Server) -> Result<(), Error> {
         let Some((files, storage)) = self.remote() else {
-            self.stage = Stage::End;
+            self.stage = ReadStage::End;
             return Ok(());
         };
         let directory = remote::directory(&storage, self.shuffle.key(), self.partition);
         let names = self.remote_call(&directory, files.list(&storage, &directory)).await?;
         let stems = remote::files_of(server.id(), &names);
         let stems = stems.into_iter().map(|stem| format!("{directory}/{stem}"));
-        self.stage = Stage::RemoteFiles(stems.collect(), None);
+        self.stage = ReadStage::RemoteFiles(stems.collect(), None);
         Ok(())
     }
 
     async fn read_remote(&mut self) -> Result<(), Error> {
-        let Stage::RemoteFiles(stems, open) = &self.stage else { return Ok(()) };
-        let Some(OpenFile { stem, data, segments }) = open else {
+        let ReadStage::RemoteFiles(stems, open) = &self.stage else { return Ok(()) };
+        let Some(OpenRemoteFile { stem, data, segments }) = open else {
             return self.open_remote(stems.front().cloned()).await;
         };
         let Some(segment) = segments.front() else {
@@ -311,7 +312,7 @@ impl ShuffleReader {
         let length = usize::try_from(segment.length).unwrap_or(usize::MAX);
         let bytes = self.remote_call(&stem, data.read(segment.offset, length)).await?;
         self.take_segment(&stem, &segment, &bytes);
-        if let Stage::RemoteFiles(_, Some(open)) = &mut self.stage {
+        if let ReadStage::RemoteFiles(_, Some(open)) = &mut self.stage {
             open.segments.pop_front();
         }
         Ok(())
@@ -321,11 +322,11 @@ impl ShuffleReader {
     /// tried only once.
     async fn open_remote(&mut self, stem: Option<String>) -> Result<(), Error> {
         let (Some(stem), Some((files, storage))) = (stem, self.remote()) else {
-            self.stage = Stage::End;
+            self.stage = ReadStage::End;
             return Ok(());
         };
         let opened = self.remote_call(&stem, FilePair::open(files.as_ref(), &storage, &stem)).await;
-        if let Stage::RemoteFiles(stems, _) = &mut self.stage {
+        if let ReadStage::RemoteFiles(stems, _) = &mut self.stage {
             stems.pop_front();
         }
         let FilePair { data, records } = opened?;
@@ -333,12 +334,12 @@ impl ShuffleReader {
         for run in read::runs(&records, Some(data.length()), &[]) {
             segments.extend(self.segments(run.records).map_err(malformed).map_err(Error::call(&stem))?);
         }
-        self.set_open(Some(OpenFile { stem, data, segments }));
+        self.set_open(Some(OpenRemoteFile { stem, data, segments }));
         Ok(())
     }
 
-    fn set_open(&mut self, file: Option<OpenFile>) {
-        if let Stage::RemoteFiles(_, open) = &mut self.stage {
+    fn set_open(&mut self, file: Option<OpenRemoteFile>) {
+        if let ReadStage::RemoteFiles(_, open) = &mut self.stage {
             *open = file;
         }
     }

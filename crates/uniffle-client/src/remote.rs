@@ -11,7 +11,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::proto;
-use crate::read::{self, IndexRecord};
+use crate::read::{self, RecordPosition};
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -94,7 +94,7 @@ pub(crate) fn files_of(id: &str, names: &[String]) -> Vec<String> {
 #[derive(Debug)]
 pub(crate) struct FilePair {
     pub(crate) data: Arc<dyn RemoteFile>,
-    pub(crate) records: Vec<IndexRecord>,
+    pub(crate) records: Vec<RecordPosition>,
 }
 
 impl FilePair {

@@ -19,7 +19,7 @@ use tokio::time::sleep;
 use crate::assignment::ServerAddress;
 use crate::block::IdLayout;
 use crate::error::{Error, is_final, within};
-use crate::grpc::{self, Backoff, ClientError, IndexAnswer, MemoryAnswer, ShuffleClient};
+use crate::grpc::{self, Backoff, ClientError, IndexResponse, MemoryResponse, ShuffleClient};
 use crate::options::{ClientOptions, Transport};
 use crate::proto::{ShuffleRegisterRequest, StatusCode};
 use crate::read;
@@ -36,19 +36,19 @@ const ONCE: Backoff =
 pub(crate) struct Server {
     address: ServerAddress,
     grpc: ShuffleClient,
-    tcp: Mutex<Option<Arc<TcpConnection>>>,
+    tcp: Mutex<Option<Arc<OpenConnection>>>,
     /// Set after a failed call. Other replicas are preferred then.
     suspect: AtomicBool,
     options: Arc<ClientOptions>,
 }
 
 #[derive(Debug)]
-struct TcpConnection {
+struct OpenConnection {
     client: TcpClient,
     driver: JoinSet<()>,
 }
 
-impl TcpConnection {
+impl OpenConnection {
     fn is_open(&self) -> bool {
         !self.client.is_closed() && !self.driver.is_empty()
     }
@@ -179,7 +179,7 @@ impl Server {
         partition: PartitionId,
         after: Option<BlockId>,
         tasks: Option<&Treemap>,
-    ) -> Result<MemoryAnswer, Error> {
+    ) -> Result<MemoryResponse, Error> {
         const RPC: &str = "getMemoryShuffleData";
         let bytes = self.options.read_buffer_bytes;
         let filter = tasks.map(read::encode_bitmap);
@@ -203,7 +203,7 @@ impl Server {
         &self,
         key: &ShuffleKey,
         partition: PartitionId,
-    ) -> Result<IndexAnswer, Error> {
+    ) -> Result<IndexResponse, Error> {
         const RPC: &str = "getLocalShuffleIndex";
         self.with_retries(RPC, self.options.read_failures(), || async {
             match self.options.transport {
@@ -242,7 +242,7 @@ impl Server {
     }
 
     /// Returns the TCP connection. Connects if none is open.
-    async fn tcp(&self) -> Result<Arc<TcpConnection>, ClientError> {
+    async fn tcp(&self) -> Result<Arc<OpenConnection>, ClientError> {
         if let Some(open) = self.tcp.lock().as_ref().filter(|connection| connection.is_open()) {
             return Ok(Arc::clone(open));
         }
@@ -255,7 +255,7 @@ impl Server {
         let (client, drive) = within("connect", self.options.connect_timeout, connect).await?;
         let mut driver = JoinSet::new();
         driver.spawn(drive);
-        let connection = Arc::new(TcpConnection { client, driver });
+        let connection = Arc::new(OpenConnection { client, driver });
         // Two callers may connect concurrently. Each uses its own connection; the later one is kept
         // for other calls.
         *self.tcp.lock() = Some(Arc::clone(&connection));

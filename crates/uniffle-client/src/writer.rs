@@ -16,7 +16,7 @@ use crate::error::Error;
 use uniffle_wire::types::{BLOCK_BYTES_MAX, BlockId, PartitionId, TaskAttemptId};
 
 /// Blocks of one partition in one batch.
-type Part = (PartitionId, Vec<Block>);
+type PartitionBlocks = (PartitionId, Vec<Block>);
 
 /// Writes the output of one task attempt.
 #[derive(Debug)]
@@ -152,7 +152,7 @@ impl ShuffleWriter {
         while self.sends.len() >= self.shuffle.options().sends_in_flight {
             self.join_send().await?;
         }
-        let batch: Vec<Part> = std::mem::take(&mut self.pending).into_iter().collect();
+        let batch: Vec<PartitionBlocks> = std::mem::take(&mut self.pending).into_iter().collect();
         self.pending_bytes = 0;
         self.sends.spawn(deliver(Arc::clone(&self.shuffle), batch));
         Ok(())
@@ -169,7 +169,7 @@ impl ShuffleWriter {
 
 /// Delivery state of a partition's blocks or of their report.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Progress {
+struct DeliveryProgress {
     /// Servers to try, in order.
     replicas: Vec<usize>,
     /// Number of servers that were tried.
@@ -177,7 +177,7 @@ struct Progress {
     acknowledged: usize,
 }
 
-impl Progress {
+impl DeliveryProgress {
     fn new(replicas: Vec<usize>) -> Self {
         Self { replicas, tried: 0, acknowledged: 0 }
     }
@@ -186,7 +186,7 @@ impl Progress {
 /// Selects the next servers to try: as many untried replicas of each partition as it still needs.
 /// Returns the numbers of the partitions by server. The result is empty if every partition has
 /// enough replicas or none left to try.
-fn next_round(progress: &mut [Progress], needed: usize) -> BTreeMap<usize, Vec<usize>> {
+fn next_round(progress: &mut [DeliveryProgress], needed: usize) -> BTreeMap<usize, Vec<usize>> {
     let mut round: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for (number, partition) in progress.iter_mut().enumerate() {
         let missing = needed.saturating_sub(partition.acknowledged);
@@ -203,9 +203,9 @@ fn next_round(progress: &mut [Progress], needed: usize) -> BTreeMap<usize, Vec<u
 
 /// Sends a batch to `replicas.write` servers of each partition. Replaces failed servers with other
 /// replicas.
-async fn deliver(shuffle: Arc<ShuffleContext>, batch: Vec<Part>) -> Result<(), Error> {
+async fn deliver(shuffle: Arc<ShuffleContext>, batch: Vec<PartitionBlocks>) -> Result<(), Error> {
     let needed = shuffle.options().replicas.write;
-    let replicas = batch.iter().map(|(partition, _)| shuffle.replicas(*partition).map(Progress::new));
+    let replicas = batch.iter().map(|(partition, _)| shuffle.replicas(*partition).map(DeliveryProgress::new));
     let mut progress = replicas.collect::<Result<Vec<_>, _>>()?;
     let mut failure = None;
     loop {
@@ -215,7 +215,7 @@ async fn deliver(shuffle: Arc<ShuffleContext>, batch: Vec<Part>) -> Result<(), E
         }
         let mut sends = JoinSet::new();
         for (server, numbers) in round {
-            let part: Vec<Part> = numbers.iter().map(|&number| batch[number].clone()).collect();
+            let part: Vec<PartitionBlocks> = numbers.iter().map(|&number| batch[number].clone()).collect();
             let (server, key) = (Arc::clone(shuffle.server(server)), shuffle.key().clone());
             sends.spawn(async move { (server.push(&key, &part).await, numbers) });
         }
@@ -234,7 +234,7 @@ async fn report(
 ) -> Result<(), Error> {
     let needed = shuffle.options().replicas.write;
     let partitions: Vec<PartitionId> = written.keys().copied().collect();
-    let replicas = partitions.iter().map(|partition| shuffle.replicas(*partition).map(Progress::new));
+    let replicas = partitions.iter().map(|partition| shuffle.replicas(*partition).map(DeliveryProgress::new));
     let mut progress = replicas.collect::<Result<Vec<_>, _>>()?;
     let mut reports = JoinSet::new();
     for (server, numbers) in next_round(&mut progress, usize::MAX) {
@@ -250,7 +250,7 @@ async fn report(
 /// Waits for calls and counts the acknowledgements of their partitions. Returns the last failure.
 async fn count(
     mut calls: JoinSet<(Result<(), Error>, Vec<usize>)>,
-    progress: &mut [Progress],
+    progress: &mut [DeliveryProgress],
 ) -> Option<Error> {
     let mut failure = None;
     while let Some(ended) = calls.join_next().await {
@@ -267,7 +267,7 @@ async fn count(
 }
 
 fn check_quorum(
-    progress: &[Progress],
+    progress: &[DeliveryProgress],
     partitions: &[PartitionId],
     needed: usize,
     failure: Option<Error>,
@@ -290,8 +290,9 @@ mod tests {
 
     #[test]
     fn replicas_are_tried_until_enough_acknowledged() {
-        let mut progress = [Progress::new(vec![4, 5, 6]), Progress::new(vec![5, 6, 4])];
-        let round = |progress: &mut [Progress]| next_round(progress, 2).into_iter().collect::<Vec<_>>();
+        let mut progress = [DeliveryProgress::new(vec![4, 5, 6]), DeliveryProgress::new(vec![5, 6, 4])];
+        let round =
+            |progress: &mut [DeliveryProgress]| next_round(progress, 2).into_iter().collect::<Vec<_>>();
         assert_eq!(round(&mut progress), [(4, vec![0]), (5, vec![0, 1]), (6, vec![1])]);
         // Server 5 failed: each partition needs one more.
         progress.iter_mut().for_each(|partition| partition.acknowledged = 1);

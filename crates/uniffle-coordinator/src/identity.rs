@@ -199,12 +199,13 @@ fn one_of(name: &str, mut found: Vec<IpAddr>) -> Result<IpAddr, AddressError> {
 fn own_address(
     bind_address: IpAddr,
     local: &[LocalAddress],
-    route_source: impl Fn(Family) -> Option<IpAddr>,
+    route_source: impl Fn(AddressFamily) -> Option<IpAddr>,
 ) -> IpAddr {
     if !bind_address.is_unspecified() {
         return bind_address;
     }
-    let families: &[Family] = if bind_address.is_ipv4() { &[Family::V4] } else { &[Family::V4, Family::V6] };
+    let families: &[AddressFamily] =
+        if bind_address.is_ipv4() { &[AddressFamily::V4] } else { &[AddressFamily::V4, AddressFamily::V6] };
     let found = families.iter().find_map(|family| {
         let candidates: Vec<IpAddr> =
             local.iter().filter(|it| it.is_candidate && family.has(it.ip)).map(|it| it.ip).collect();
@@ -228,12 +229,12 @@ fn own_address(
 
 /// Address family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Family {
+enum AddressFamily {
     V4,
     V6,
 }
 
-impl Family {
+impl AddressFamily {
     fn has(self, ip: IpAddr) -> bool {
         (self == Self::V4) == ip.is_ipv4()
     }
@@ -294,10 +295,12 @@ fn is_usable(ip: &IpAddr) -> bool {
 
 /// Returns the source address of the default route. Connecting a UDP socket sends nothing. The
 /// destinations are in the documentation ranges (RFC 5737, RFC 3849), which no host uses.
-fn route_source(family: Family) -> Option<IpAddr> {
+fn route_source(family: AddressFamily) -> Option<IpAddr> {
     let (any, destination): (IpAddr, IpAddr) = match family {
-        Family::V4 => (Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::new(192, 0, 2, 1).into()),
-        Family::V6 => (Ipv6Addr::UNSPECIFIED.into(), Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into()),
+        AddressFamily::V4 => (Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::new(192, 0, 2, 1).into()),
+        AddressFamily::V6 => {
+            (Ipv6Addr::UNSPECIFIED.into(), Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into())
+        }
     };
     let socket = UdpSocket::bind((any, 0)).ok()?;
     socket.connect((destination, 9)).ok()?;
@@ -462,7 +465,7 @@ mod tests {
             let parse = |text: &&str| -> IpAddr { text.parse().unwrap() };
             let local = |ip: IpAddr| LocalAddress { ip, is_candidate: is_usable(&ip) };
             let local: Vec<LocalAddress> = addresses.iter().map(parse).map(local).collect();
-            let route = |family: Family| routes.iter().map(parse).find(|ip| family.has(*ip));
+            let route = |family: AddressFamily| routes.iter().map(parse).find(|ip| family.has(*ip));
             let found = own_address(parse(&bind_address), &local, route);
             assert_eq!(found, parse(&announced), "{addresses:?} at {bind_address}");
         }

@@ -3,20 +3,20 @@
 use futures::stream::{self, StreamExt as _};
 use serde_json::{Value, json};
 
-use crate::http::Failure;
-use crate::workers::Target;
+use crate::http::CommandFailure;
+use crate::workers::WorkerTarget;
 
 /// Largest number of workers asked at once.
 const AT_ONCE: usize = 32;
 
 /// A worker's answer, or the reason for its absence.
-pub(crate) type Answer = Result<Value, Failure>;
+pub(crate) type WorkerAnswer = Result<Value, CommandFailure>;
 
 /// Calls `ask` for all workers. Returns the results in their order.
 pub(crate) async fn ask_all<'t, F, T>(
-    targets: &'t [Target],
-    ask: impl Fn(&'t Target) -> F,
-) -> Vec<(&'t Target, T)>
+    targets: &'t [WorkerTarget],
+    ask: impl Fn(&'t WorkerTarget) -> F,
+) -> Vec<(&'t WorkerTarget, T)>
 where
     F: Future<Output = T>,
 {
@@ -30,29 +30,29 @@ where
 
 /// Returns the workers without an answer, and the reasons.
 pub(crate) fn failures<'a>(
-    answers: &'a [(&Target, Answer)],
-) -> impl Iterator<Item = (&'a Target, &'a Failure)> {
+    answers: &'a [(&WorkerTarget, WorkerAnswer)],
+) -> impl Iterator<Item = (&'a WorkerTarget, &'a CommandFailure)> {
     answers.iter().filter_map(|(target, answer)| Some((*target, answer.as_ref().err()?)))
 }
 
 /// Returns the state to show for a worker without an answer.
-pub(crate) fn state(target: &Target, failure: &Failure) -> &'static str {
+pub(crate) fn state(target: &WorkerTarget, failure: &CommandFailure) -> &'static str {
     match failure {
         _ if target.is_lost => "lost",
-        Failure::NotReached(_) => "not ready",
-        Failure::Refused { .. } => "refuses",
-        Failure::Unreachable(_) | Failure::Usage(_) => "no answer",
+        CommandFailure::NotReached(_) => "not ready",
+        CommandFailure::Refused { .. } => "refuses",
+        CommandFailure::Unreachable(_) | CommandFailure::Usage(_) => "no answer",
     }
 }
 
 /// Returns the exit code of several answers: the highest.
-pub(crate) fn worst(answers: &[(&Target, Answer)]) -> u8 {
+pub(crate) fn worst(answers: &[(&WorkerTarget, WorkerAnswer)]) -> u8 {
     failures(answers).map(|(_, failure)| failure.code()).max().unwrap_or(0)
 }
 
 /// Combines several answers into one array. The URL of a lost worker is unknown.
-pub(crate) fn all_of(answers: &[(&Target, Answer)]) -> Value {
-    let one = |(target, answer): &(&Target, Answer)| {
+pub(crate) fn all_of(answers: &[(&WorkerTarget, WorkerAnswer)]) -> Value {
+    let one = |(target, answer): &(&WorkerTarget, WorkerAnswer)| {
         let mut row = match answer {
             Ok(answer) => json!({ "worker": target.name, "answer": answer }),
             Err(failure) => {

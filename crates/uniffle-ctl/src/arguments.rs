@@ -63,7 +63,7 @@ pub struct Arguments {
     pub(crate) output: Output,
 
     #[command(subcommand)]
-    pub(crate) call: Call,
+    pub(crate) call: CtlCommand,
 }
 
 /// Output format.
@@ -79,7 +79,7 @@ pub(crate) enum Output {
 
 /// Command.
 #[derive(Debug, Subcommand)]
-pub(crate) enum Call {
+pub(crate) enum CtlCommand {
     /// Show state, memory, disks and work in progress
     Status {
         /// Exit with 4 unless the worker accepts shuffle data
@@ -216,7 +216,7 @@ pub(crate) enum ProfileKind {
     Tasks,
 }
 
-impl Call {
+impl CtlCommand {
     /// Returns true if the command needs `--all` or `--only` with a coordinator.
     pub(crate) fn is_drastic(&self) -> bool {
         match self {

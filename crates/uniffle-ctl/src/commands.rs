@@ -5,50 +5,50 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::answers::{Answer, all_of, ask_all, failures, pretty, worst};
-use crate::arguments::{Arguments, Call, Output, ProfileKind};
+use crate::answers::{WorkerAnswer, all_of, ask_all, failures, pretty, worst};
+use crate::arguments::{Arguments, CtlCommand, Output, ProfileKind};
 use crate::everywhere;
-use crate::http::{Client, Failure, TlsFiles, segment};
+use crate::http::{CommandFailure, HttpClient, TlsPaths, segment};
 use crate::lost::Fleet;
 use crate::merged::Merged;
-use crate::progress::Progress;
-use crate::workers::{Target, token};
+use crate::progress::CommandProgress;
+use crate::workers::{WorkerTarget, token};
 use crate::{complain, lost, orphans, rows, say, text, top, upgrade, wait};
 
 /// Time that a busy worker may need to produce a profile, in addition to the sampling.
 const PROFILE_SLACK: Duration = Duration::from_secs(30);
 
 /// Runs the command. Returns the exit code.
-pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
+pub(crate) async fn run(arguments: &Arguments) -> Result<u8, CommandFailure> {
     let token = token(arguments.token_file.as_deref())?;
-    let files = TlsFiles {
+    let files = TlsPaths {
         ca: arguments.ca_file.as_deref(),
         cert: arguments.cert_file.as_deref(),
         key: arguments.key_file.as_deref(),
     };
-    let client = Client::new(&files, token, arguments.timeout)?;
+    let client = HttpClient::new(&files, token, arguments.timeout)?;
     if arguments.output == Output::Csv && !rows::is_list(&arguments.call) {
         let text = "--output csv is for commands that print a list; use --output json";
-        return Err(Failure::Usage(text.to_owned()));
+        return Err(CommandFailure::Usage(text.to_owned()));
     }
     let Fleet { mut targets, awaited, .. } = lost::fleet(&client, arguments).await?;
     let output = arguments.output;
-    let progress = Progress::new();
+    let progress = CommandProgress::new();
     match &arguments.call {
-        Call::Top { interval, once } => {
+        CtlCommand::Top { interval, once } => {
             let pace = (!*once && output == Output::Text).then_some(*interval);
             return top::run(&client, arguments, targets, pace).await;
         }
-        Call::Profile { kind, seconds, flamegraph, file } => {
+        CtlCommand::Profile { kind, seconds, flamegraph, file } => {
             targets.retain(|target| !target.is_lost);
             return profile(&client, &targets, *kind, *seconds, *flamegraph, file).await;
         }
-        Call::Upgrade { command, within, dry_run, wait: _ } => {
+        CtlCommand::Upgrade { command, within, dry_run, wait: _ } => {
             let options = upgrade::Options { command: command.as_deref(), within: *within };
             // Lost workers are last: the others are upgraded before the command stops at them.
             return upgrade::run(&client, arguments, &targets, &options, *dry_run).await;
         }
-        Call::Orphans { live, remove, older_than } => {
+        CtlCommand::Orphans { live, remove, older_than } => {
             let wanted = orphans::OrphanOptions { live, remove: remove.as_deref(), older_than: *older_than };
             // An awaited worker may be alive, and owns its objects.
             targets.retain(|target| !target.is_lost || awaited.contains(&target.name));
@@ -61,7 +61,7 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
             return Ok(0);
         }
         // It concerns coordinators, and names a lost worker.
-        Call::Forget { .. } => targets.retain(|target| !target.is_lost),
+        CtlCommand::Forget { .. } => targets.retain(|target| !target.is_lost),
         _ => {}
     }
     let mut answers = ask_all(&targets, |target| ask(&client, target, &arguments.call, &progress)).await;
@@ -71,7 +71,10 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
 }
 
 /// Prints the answers. Returns the exit code.
-fn print(arguments: &Arguments, mut answers: Vec<(&Target, Answer)>) -> Result<u8, Failure> {
+fn print(
+    arguments: &Arguments,
+    mut answers: Vec<(&WorkerTarget, WorkerAnswer)>,
+) -> Result<u8, CommandFailure> {
     let call = &arguments.call;
     let is_single = arguments.coordinator.is_empty();
     if is_single && let Some((_, Err(failure))) = answers.pop_if(|(_, answer)| answer.is_err()) {
@@ -79,7 +82,7 @@ fn print(arguments: &Arguments, mut answers: Vec<(&Target, Answer)>) -> Result<u
     }
     let code = worst(&answers);
     let explanation = match call {
-        Call::App { id, .. } if !is_single => merged(id, &answers),
+        CtlCommand::App { id, .. } if !is_single => merged(id, &answers),
         _ => None,
     };
     let one = match &answers[..] {
@@ -104,59 +107,73 @@ fn print(arguments: &Arguments, mut answers: Vec<(&Target, Answer)>) -> Result<u
     Ok(code)
 }
 
-async fn ask(client: &Client, target: &Target, call: &Call, progress: &Progress) -> Answer {
+async fn ask(
+    client: &HttpClient,
+    target: &WorkerTarget,
+    call: &CtlCommand,
+    progress: &CommandProgress,
+) -> WorkerAnswer {
     lost::require_known(target)?;
     let get = |path: String| async move { client.get(&target.http, &path).await };
     let post = |path: String, body: Option<Value>| async move {
         client.post(&target.admin, &path, body.as_ref()).await
     };
     match call {
-        Call::Status { ready } => {
+        CtlCommand::Status { ready } => {
             let status = get("/api/v1/status".to_owned()).await?;
             match status["node"]["not_ready"].as_str() {
-                Some(why) if *ready => Err(Failure::NotReached(format!("not ready: {why}"))),
+                Some(why) if *ready => Err(CommandFailure::NotReached(format!("not ready: {why}"))),
                 _ => Ok(status),
             }
         }
-        Call::Apps { limit } => get(format!("/api/v1/apps?limit={limit}")).await,
-        Call::App { id, cluster: false } => get(everywhere::path(id)).await,
-        Call::App { id, .. } => get(format!("/api/v1/cluster/apps/{}/explain", segment(id))).await,
-        Call::Disks => get("/api/v1/disks".to_owned()).await,
-        Call::Losses => get("/losses".to_owned()).await,
-        Call::Cluster => get("/api/v1/cluster".to_owned()).await,
-        Call::Decommission { cancel: true, .. } => post("/admin/cancel-decommission".to_owned(), None).await,
-        Call::Decommission { wait: false, .. } => post("/admin/decommission".to_owned(), None).await,
-        Call::Decommission { within, .. } => {
+        CtlCommand::Apps { limit } => get(format!("/api/v1/apps?limit={limit}")).await,
+        CtlCommand::App { id, cluster: false } => get(everywhere::path(id)).await,
+        CtlCommand::App { id, .. } => get(format!("/api/v1/cluster/apps/{}/explain", segment(id))).await,
+        CtlCommand::Disks => get("/api/v1/disks".to_owned()).await,
+        CtlCommand::Losses => get("/losses".to_owned()).await,
+        CtlCommand::Cluster => get("/api/v1/cluster".to_owned()).await,
+        CtlCommand::Decommission { cancel: true, .. } => {
+            post("/admin/cancel-decommission".to_owned(), None).await
+        }
+        CtlCommand::Decommission { wait: false, .. } => post("/admin/decommission".to_owned(), None).await,
+        CtlCommand::Decommission { within, .. } => {
             wait::decommission(client, target, *within, &progress.bar(&target.name)).await
         }
-        Call::Drain { within } => wait::drain(client, target, *within, &progress.bar(&target.name)).await,
-        Call::Tags { tags, none: false } if tags.is_empty() => {
+        CtlCommand::Drain { within } => {
+            wait::drain(client, target, *within, &progress.bar(&target.name)).await
+        }
+        CtlCommand::Tags { tags, none: false } if tags.is_empty() => {
             let node = get("/api/v1/node".to_owned()).await?;
             Ok(json!({ "tags": node["tags"] }))
         }
-        Call::Tags { tags, .. } => post("/admin/tags".to_owned(), Some(json!({ "tags": tags }))).await,
-        Call::Purge { id } => post(format!("/admin/apps/{}/purge", segment(id)), None).await,
-        Call::Forget { id } => post("/admin/coordinator/forget".to_owned(), Some(json!({ "id": id }))).await,
-        Call::Reload => post("/admin/reload".to_owned(), None).await,
-        Call::Upgrade { .. } | Call::Profile { .. } | Call::Top { .. } | Call::Orphans { .. } => {
-            Ok(Value::Null)
+        CtlCommand::Tags { tags, .. } => post("/admin/tags".to_owned(), Some(json!({ "tags": tags }))).await,
+        CtlCommand::Purge { id } => post(format!("/admin/apps/{}/purge", segment(id)), None).await,
+        CtlCommand::Forget { id } => {
+            post("/admin/coordinator/forget".to_owned(), Some(json!({ "id": id }))).await
         }
+        CtlCommand::Reload => post("/admin/reload".to_owned(), None).await,
+        CtlCommand::Upgrade { .. }
+        | CtlCommand::Profile { .. }
+        | CtlCommand::Top { .. }
+        | CtlCommand::Orphans { .. } => Ok(Value::Null),
     }
 }
 
 /// Drops "not found" answers of a cluster-wide command if another worker has one that is not: an
 /// application is only at some workers, and only some have coordinators.
-fn drop_not_found(call: &Call, answers: &mut Vec<(&Target, Answer)>) {
-    let is_missing = |answer: &Answer| answer.as_ref().is_err_and(Failure::is_missing);
-    let concerns_one =
-        matches!(call, Call::App { .. } | Call::Purge { .. } | Call::Forget { .. } | Call::Cluster);
+fn drop_not_found(call: &CtlCommand, answers: &mut Vec<(&WorkerTarget, WorkerAnswer)>) {
+    let is_missing = |answer: &WorkerAnswer| answer.as_ref().is_err_and(CommandFailure::is_missing);
+    let concerns_one = matches!(
+        call,
+        CtlCommand::App { .. } | CtlCommand::Purge { .. } | CtlCommand::Forget { .. } | CtlCommand::Cluster
+    );
     if concerns_one && !answers.iter().all(|(_, answer)| is_missing(answer)) {
         answers.retain(|(_, answer)| !is_missing(answer));
     }
 }
 
 /// Merges the answers about an application. Returns `None` if no worker knows it.
-fn merged(app: &str, answers: &[(&Target, Answer)]) -> Option<Value> {
+fn merged(app: &str, answers: &[(&WorkerTarget, WorkerAnswer)]) -> Option<Value> {
     let mut merged = Merged::default();
     for (target, answer) in answers {
         everywhere::enter(&mut merged, &target.name, answer);
@@ -165,15 +182,15 @@ fn merged(app: &str, answers: &[(&Target, Answer)]) -> Option<Value> {
 }
 
 async fn profile(
-    client: &Client,
-    targets: &[Target],
+    client: &HttpClient,
+    targets: &[WorkerTarget],
     kind: ProfileKind,
     seconds: u64,
     flamegraph: bool,
     file: &Path,
-) -> Result<u8, Failure> {
+) -> Result<u8, CommandFailure> {
     let [target] = targets else {
-        return Err(Failure::Usage(
+        return Err(CommandFailure::Usage(
             "a profile covers one worker: select it with --worker or --only".to_owned(),
         ));
     };
@@ -188,10 +205,10 @@ async fn profile(
     if file == Path::new("-") {
         return std::io::Write::write_all(&mut std::io::stdout().lock(), &profile)
             .map(|()| 0)
-            .map_err(|error| Failure::Usage(format!("stdout: {error}")));
+            .map_err(|error| CommandFailure::Usage(format!("stdout: {error}")));
     }
     let written = std::fs::write(file, &profile);
-    written.map_err(|error| Failure::Usage(format!("--file {}: {error}", file.display())))?;
+    written.map_err(|error| CommandFailure::Usage(format!("--file {}: {error}", file.display())))?;
     say(&format!("wrote {} bytes to {}", profile.len(), file.display()));
     Ok(0)
 }

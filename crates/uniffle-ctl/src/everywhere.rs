@@ -7,7 +7,7 @@ use futures::stream::{self, StreamExt as _};
 use serde_json::Value;
 use tokio::time::{Instant, timeout_at};
 
-use crate::http::{Base, Client, Failure, Trust, segment};
+use crate::http::{CommandFailure, HttpClient, ListenerAddress, Trust, segment};
 use crate::merged::{Merged, Unknown};
 
 /// Largest number of workers asked at once.
@@ -27,7 +27,7 @@ const PATIENCE_FOR_ALL: Duration = Duration::from_secs(8);
 
 /// The HTTP listener of a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Worker {
+pub struct WorkerAddress {
     /// Id of the worker.
     pub id: String,
     /// Host name or IP address.
@@ -44,8 +44,12 @@ pub struct Worker {
 ///
 /// # Errors
 /// [`Unknown`] if no answering worker knows the application.
-pub async fn explain(app: &str, mut workers: Vec<Worker>, trust: Option<&Trust>) -> Result<Value, Unknown> {
-    let client = Client::of(trust, PATIENCE).with_answers_of(ANSWER_BYTES_MAX);
+pub async fn explain(
+    app: &str,
+    mut workers: Vec<WorkerAddress>,
+    trust: Option<&Trust>,
+) -> Result<Value, Unknown> {
+    let client = HttpClient::of(trust, PATIENCE).with_answers_of(ANSWER_BYTES_MAX);
     let is_tls = trust.is_some();
     let path = path(app);
     let end = Instant::now() + PATIENCE_FOR_ALL;
@@ -62,16 +66,17 @@ pub async fn explain(app: &str, mut workers: Vec<Worker>, trust: Option<&Trust>)
 }
 
 async fn ask(
-    client: &Client,
+    client: &HttpClient,
     is_tls: bool,
-    worker: Worker,
+    worker: WorkerAddress,
     path: &str,
     end: Instant,
-) -> (String, Result<Value, Failure>) {
+) -> (String, Result<Value, CommandFailure>) {
     let host = if worker.host.contains(':') { format!("[{}]", worker.host) } else { worker.host };
-    let base = Base { is_tls, host, port: worker.port };
+    let base = ListenerAddress { is_tls, host, port: worker.port };
     let answer = timeout_at(end, client.get(&base, path)).await;
-    let late = |_| Err(Failure::Unreachable("not asked: the time limit for all workers expired".to_owned()));
+    let late =
+        |_| Err(CommandFailure::Unreachable("not asked: the time limit for all workers expired".to_owned()));
     (worker.id, answer.unwrap_or_else(late))
 }
 
@@ -81,7 +86,7 @@ pub(crate) fn path(app: &str) -> String {
 }
 
 /// Adds a worker's answer. "Not found" is ignored.
-pub(crate) fn enter(merged: &mut Merged, worker: &str, answer: &Result<Value, Failure>) {
+pub(crate) fn enter(merged: &mut Merged, worker: &str, answer: &Result<Value, CommandFailure>) {
     match answer {
         Ok(it) => merged.add(worker, it),
         Err(failure) if failure.is_missing() => {}
@@ -105,7 +110,7 @@ mod tests {
                 asked.set(asked.get() + 1);
             }
         };
-        let worker = |n: usize| Worker { id: format!("w{n}"), host: "127.0.0.1".to_owned(), port };
+        let worker = |n: usize| WorkerAddress { id: format!("w{n}"), host: "127.0.0.1".to_owned(), port };
         let workers = (0..3 * ASKED_MAX).map(worker).collect();
         let refusal = tokio::select! {
             refusal = explain("app", workers, None) => refusal.unwrap_err(),

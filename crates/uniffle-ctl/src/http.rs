@@ -30,19 +30,19 @@ const ANSWER_BYTES_MAX: usize = 256 << 20;
 
 /// Address of a listener.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Base {
+pub(crate) struct ListenerAddress {
     pub(crate) is_tls: bool,
     /// Host name or IP address; IPv6 in brackets.
     pub(crate) host: String,
     pub(crate) port: u16,
 }
 
-impl Base {
+impl ListenerAddress {
     /// Parses `text` with or without a scheme. `port` is the default port.
-    pub(crate) fn parse(text: &str, port: u16) -> Result<Self, Failure> {
+    pub(crate) fn parse(text: &str, port: u16) -> Result<Self, CommandFailure> {
         let whole = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
         let wrong =
-            || Failure::Usage(format!("expected http://HOST:PORT or https://HOST:PORT, got {text:?}"));
+            || CommandFailure::Usage(format!("expected http://HOST:PORT or https://HOST:PORT, got {text:?}"));
         let uri = Uri::from_str(&whole).map_err(|_| wrong())?;
         let is_tls = match uri.scheme_str() {
             Some("http") => false,
@@ -62,7 +62,7 @@ impl Base {
     }
 }
 
-impl fmt::Display for Base {
+impl fmt::Display for ListenerAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let scheme = if self.is_tls { "https" } else { "http" };
         write!(f, "{scheme}://{}:{}", self.host, self.port)
@@ -70,21 +70,22 @@ impl fmt::Display for Base {
 }
 
 /// Files for TLS. All are optional.
-pub(crate) struct TlsFiles<'a> {
+pub(crate) struct TlsPaths<'a> {
     pub(crate) ca: Option<&'a Path>,
     pub(crate) cert: Option<&'a Path>,
     pub(crate) key: Option<&'a Path>,
 }
 
 /// Names of the three files for error texts.
-struct Names {
+struct TlsFileNames {
     ca: &'static str,
     cert: &'static str,
     key: &'static str,
 }
 
-const ARGUMENTS: Names = Names { ca: "--ca-file", cert: "--cert-file", key: "--key-file" };
-const KEYS: Names = Names { ca: "tls.ca_file =", cert: "tls.cert_file =", key: "tls.key_file =" };
+const ARGUMENTS: TlsFileNames = TlsFileNames { ca: "--ca-file", cert: "--cert-file", key: "--key-file" };
+const KEYS: TlsFileNames =
+    TlsFileNames { ca: "tls.ca_file =", cert: "tls.cert_file =", key: "tls.key_file =" };
 
 /// TLS settings of a worker that calls the other workers of its cluster.
 #[derive(Clone)]
@@ -112,7 +113,7 @@ impl Trust {
         Self::of(&KEYS, ca, own).map_err(|failure| failure.to_string())
     }
 
-    fn of(names: &Names, ca: &Path, own: Option<(&Path, &Path)>) -> Result<Self, Failure> {
+    fn of(names: &TlsFileNames, ca: &Path, own: Option<(&Path, &Path)>) -> Result<Self, CommandFailure> {
         let mut roots = RootCertStore::empty();
         let authorities = certificates(names.ca, ca)?;
         for certificate in &authorities {
@@ -151,23 +152,27 @@ impl Trust {
 }
 
 /// An HTTP client with TLS settings, token, timeout and maximum answer size.
-pub(crate) struct Client {
+pub(crate) struct HttpClient {
     tls: Option<TlsConnector>,
     token: Option<String>,
     patience: Duration,
     answer_bytes_max: usize,
 }
 
-impl Client {
+impl HttpClient {
     pub(crate) fn new(
-        files: &TlsFiles<'_>,
+        files: &TlsPaths<'_>,
         token: Option<String>,
         patience: Duration,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, CommandFailure> {
         let own = match (files.cert, files.key) {
             (Some(cert), Some(key)) => Some((cert, key)),
             (None, None) => None,
-            _ => return Err(Failure::Usage("--cert-file and --key-file must be given together".to_owned())),
+            _ => {
+                return Err(CommandFailure::Usage(
+                    "--cert-file and --key-file must be given together".to_owned(),
+                ));
+            }
         };
         let tls = files.ca.map(|ca| Trust::of(&ARGUMENTS, ca, own)).transpose()?;
         let tls = tls.map(|trust| trust.connector);
@@ -186,13 +191,13 @@ impl Client {
     }
 
     /// Sends `GET`. Returns the JSON answer.
-    pub(crate) async fn get(&self, base: &Base, path: &str) -> Result<Value, Failure> {
+    pub(crate) async fn get(&self, base: &ListenerAddress, path: &str) -> Result<Value, CommandFailure> {
         let answer = self.call(base, request(Method::GET, base, path), self.patience).await?;
         json(base, &answer)
     }
 
     /// Sends `GET`. Returns the answer as text.
-    pub(crate) async fn text(&self, base: &Base, path: &str) -> Result<String, Failure> {
+    pub(crate) async fn text(&self, base: &ListenerAddress, path: &str) -> Result<String, CommandFailure> {
         let answer = self.call(base, request(Method::GET, base, path), self.patience).await?;
         Ok(String::from_utf8_lossy(&answer).into_owned())
     }
@@ -200,10 +205,10 @@ impl Client {
     /// Sends `POST` to the administration listener, with JSON in both directions.
     pub(crate) async fn post(
         &self,
-        admin: &Base,
+        admin: &ListenerAddress,
         path: &str,
         body: Option<&Value>,
-    ) -> Result<Value, Failure> {
+    ) -> Result<Value, CommandFailure> {
         let mut request = self.authorized(request(Method::POST, admin, path))?;
         *request.body_mut() = body.map(|body| Full::from(body.to_string())).unwrap_or_default();
         let answer = self.call(admin, request, self.patience).await;
@@ -211,16 +216,22 @@ impl Client {
     }
 
     /// Sends `GET` to the administration listener. `longer` is added to the timeout.
-    pub(crate) async fn fetch(&self, admin: &Base, path: &str, longer: Duration) -> Result<Bytes, Failure> {
+    pub(crate) async fn fetch(
+        &self,
+        admin: &ListenerAddress,
+        path: &str,
+        longer: Duration,
+    ) -> Result<Bytes, CommandFailure> {
         let request = self.authorized(request(Method::GET, admin, path))?;
         self.call(admin, request, self.patience + longer).await.map_err(with_hint)
     }
 
-    fn authorized(&self, mut request: Request<Full<Bytes>>) -> Result<Request<Full<Bytes>>, Failure> {
+    fn authorized(&self, mut request: Request<Full<Bytes>>) -> Result<Request<Full<Bytes>>, CommandFailure> {
         if let Some(token) = &self.token {
             let value = header::HeaderValue::from_str(&format!("Bearer {token}"));
-            let value = value
-                .map_err(|_| Failure::Usage("the token has characters that HTTP does not allow".into()))?;
+            let value = value.map_err(|_| {
+                CommandFailure::Usage("the token has characters that HTTP does not allow".into())
+            })?;
             request.headers_mut().insert(header::AUTHORIZATION, value);
         }
         Ok(request)
@@ -228,11 +239,11 @@ impl Client {
 
     async fn call(
         &self,
-        base: &Base,
+        base: &ListenerAddress,
         request: Request<Full<Bytes>>,
         patience: Duration,
-    ) -> Result<Bytes, Failure> {
-        let unreachable = |why: String| Failure::Unreachable(format!("{base}: {why}"));
+    ) -> Result<Bytes, CommandFailure> {
+        let unreachable = |why: String| CommandFailure::Unreachable(format!("{base}: {why}"));
         let exchange = async {
             let host = base.host.trim_start_matches('[').trim_end_matches(']');
             let stream = TcpStream::connect((host, base.port)).await.map_err(|error| error.to_string())?;
@@ -253,21 +264,21 @@ impl Client {
         let told = serde_json::from_slice::<Value>(&body).ok();
         let told = told.as_ref().and_then(|answer| answer["error"].as_str()).map(str::to_owned);
         let reason = told.unwrap_or_else(|| String::from_utf8_lossy(&body).trim().to_owned());
-        Err(Failure::Refused { status: status.as_u16(), text: format!("{base}: {status}: {reason}") })
+        Err(CommandFailure::Refused { status: status.as_u16(), text: format!("{base}: {status}: {reason}") })
     }
 }
 
 /// Names the remedy if the administration listener cannot be reached: it is off by default.
-fn with_hint(failure: Failure) -> Failure {
+fn with_hint(failure: CommandFailure) -> CommandFailure {
     match failure {
-        Failure::Unreachable(text) => Failure::Unreachable(format!(
+        CommandFailure::Unreachable(text) => CommandFailure::Unreachable(format!(
             "{text}; commands that change a worker need [admin] port in its configuration, see --admin"
         )),
         other => other,
     }
 }
 
-fn certificates(argument: &str, file: &Path) -> Result<Vec<CertificateDer<'static>>, Failure> {
+fn certificates(argument: &str, file: &Path) -> Result<Vec<CertificateDer<'static>>, CommandFailure> {
     let read = CertificateDer::pem_file_iter(file).and_then(Iterator::collect::<Result<Vec<_>, _>>);
     match read {
         Ok(certificates) if certificates.is_empty() => {
@@ -278,11 +289,11 @@ fn certificates(argument: &str, file: &Path) -> Result<Vec<CertificateDer<'stati
     }
 }
 
-fn wrong(argument: &str, file: &Path, why: &dyn fmt::Display) -> Failure {
-    Failure::Usage(format!("{argument} {}: {why}", file.display()))
+fn wrong(argument: &str, file: &Path, why: &dyn fmt::Display) -> CommandFailure {
+    CommandFailure::Usage(format!("{argument} {}: {why}", file.display()))
 }
 
-fn request(method: Method, base: &Base, path: &str) -> Request<Full<Bytes>> {
+fn request(method: Method, base: &ListenerAddress, path: &str) -> Request<Full<Bytes>> {
     let mut request = Request::new(Full::default());
     *request.method_mut() = method;
     *request.uri_mut() = Uri::from_str(path).unwrap_or_default();
@@ -312,9 +323,10 @@ where
     Ok((status, body.map_err(|error| error.to_string())?.to_bytes()))
 }
 
-fn json(base: &Base, answer: &[u8]) -> Result<Value, Failure> {
-    serde_json::from_slice(answer)
-        .map_err(|error| Failure::Unreachable(format!("{base}: the answer is not from a worker: {error}")))
+fn json(base: &ListenerAddress, answer: &[u8]) -> Result<Value, CommandFailure> {
+    serde_json::from_slice(answer).map_err(|error| {
+        CommandFailure::Unreachable(format!("{base}: the answer is not from a worker: {error}"))
+    })
 }
 
 /// Encodes `text` as one path segment.
@@ -333,7 +345,7 @@ pub(crate) fn segment(text: &str) -> String {
 
 /// Reason why a command failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Failure {
+pub(crate) enum CommandFailure {
     /// The worker refused the request.
     Refused {
         /// HTTP status.
@@ -349,7 +361,7 @@ pub(crate) enum Failure {
     NotReached(String),
 }
 
-impl Failure {
+impl CommandFailure {
     /// Returns the exit code.
     pub(crate) fn code(&self) -> u8 {
         match self {
@@ -366,7 +378,7 @@ impl Failure {
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for CommandFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Refused { text, .. }
@@ -383,7 +395,7 @@ mod tests {
 
     #[test]
     fn listener_is_given_as_url_or_host_and_port() {
-        let shown = |text| Base::parse(text, 19_998).map(|base| base.to_string());
+        let shown = |text| ListenerAddress::parse(text, 19_998).map(|base| base.to_string());
         for (text, expected) in [
             ("http://127.0.0.1:19998", "http://127.0.0.1:19998"),
             ("worker", "http://worker:19998"),

@@ -36,13 +36,13 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 pub use self::arguments::Arguments;
-pub use self::everywhere::{Worker, explain};
+pub use self::everywhere::{WorkerAddress, explain};
 pub use self::http::Trust;
-pub use self::import::{Imported, Refusal, import};
+pub use self::import::{ImportRefusal, Imported, import};
 pub use self::manual::{Shell, complete, manual};
 pub use self::merged::Unknown;
 
-use self::http::Failure;
+use self::http::CommandFailure;
 
 /// Runs the command. Prints answers to stdout and failures to stderr.
 #[must_use]
@@ -50,7 +50,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let outcome = match runtime {
         Ok(runtime) => runtime.block_on(commands::run(arguments)),
-        Err(error) => Err(Failure::Usage(format!("cannot start the runtime: {error}"))),
+        Err(error) => Err(CommandFailure::Usage(format!("cannot start the runtime: {error}"))),
     };
     match outcome {
         Ok(code) => ExitCode::from(code),

@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 use bytesize::ByteSize;
 use serde_json::Value;
 
-use crate::answers::{Answer, state};
-use crate::table::{Table, Width, word};
-use crate::workers::Target;
+use crate::answers::{WorkerAnswer, state};
+use crate::table::{TextTable, Width, word};
+use crate::workers::WorkerTarget;
 
 /// Payload received and read per second.
 pub(crate) type Rates = Option<(f64, f64)>;
@@ -17,7 +17,7 @@ pub(crate) type Rates = Option<(f64, f64)>;
 /// answer, `rates` its rates; the columns of rates are only shown by `top`. *lost* counts blocks
 /// and is always shown.
 pub(crate) fn workers(
-    answers: &[(&Target, Answer)],
+    answers: &[(&WorkerTarget, WorkerAnswer)],
     status: impl Fn(&Value) -> &Value,
     rates: Option<&dyn Fn(&Value) -> Rates>,
     width: Width,
@@ -38,7 +38,7 @@ pub(crate) fn workers(
     ];
     const OPTIONAL: [&str; 6] = ["in flight", "queue", "of", "apps", "free", "disks"];
     let shown = HEADER.map(|name| rates.is_some() || !name.ends_with("/s"));
-    let row = |(target, answer): &(&Target, Answer)| {
+    let row = |(target, answer): &(&WorkerTarget, WorkerAnswer)| {
         let cells = match answer {
             Ok(answer) => worker(&target.name, status(answer), rates.and_then(|rates| rates(answer))),
             Err(failure) => {
@@ -52,7 +52,7 @@ pub(crate) fn workers(
     };
     let header: Vec<_> =
         HEADER.into_iter().zip(shown).filter_map(|(name, shown)| shown.then_some(name)).collect();
-    Table::new(&header, answers.iter().map(row).collect()).fitted(width, &OPTIONAL)
+    TextTable::new(&header, answers.iter().map(row).collect()).fitted(width, &OPTIONAL)
 }
 
 /// Returns the cells of a worker.
@@ -111,7 +111,7 @@ pub(crate) fn apps<'v>(answers: impl Iterator<Item = &'v Value>, limit: usize, w
         let last = [lost.to_string(), format!("{:.0} s", sum.age)];
         first.into_iter().chain(sizes).chain(last).collect()
     };
-    Table::new(&HEADER, all.iter().take(limit).map(row).collect()).fitted(width, &OPTIONAL)
+    TextTable::new(&HEADER, all.iter().take(limit).map(row).collect()).fitted(width, &OPTIONAL)
 }
 
 fn size(value: &Value) -> String {
@@ -135,15 +135,15 @@ fn per_second(bytes: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::http::{Base, Failure};
+    use crate::http::{CommandFailure, ListenerAddress};
     use serde_json::json;
 
     const WIDE: Width = Width { columns: 200, is_strict: true };
     const NARROW: Width = Width { columns: 80, is_strict: true };
 
-    fn target(name: &str, is_lost: bool) -> Target {
-        let base = Base { is_tls: false, host: name.to_owned(), port: 1 };
-        Target { name: name.to_owned(), http: base.clone(), admin: base, is_lost }
+    fn target(name: &str, is_lost: bool) -> WorkerTarget {
+        let base = ListenerAddress { is_tls: false, host: name.to_owned(), port: 1 };
+        WorkerTarget { name: name.to_owned(), http: base.clone(), admin: base, is_lost }
     }
 
     /// A worker whose figures are as wide as they get.
@@ -166,8 +166,8 @@ mod tests {
         for state in ["active", "unhealthy", "decommissioning", "decommissioned"] {
             for id in ids {
                 let (known, lost) = (target(id, false), target("gone-1", true));
-                let answers: [(&Target, Answer); 2] =
-                    [(&known, Ok(busy(state))), (&lost, Err(Failure::Unreachable("lost".to_owned())))];
+                let answers: [(&WorkerTarget, WorkerAnswer); 2] =
+                    [(&known, Ok(busy(state))), (&lost, Err(CommandFailure::Unreachable("lost".to_owned())))];
                 let rates = |_: &Value| Some((1.5e9, 1023.0 * 1024.0));
                 for rates in [None, Some(&rates as &dyn Fn(&Value) -> Rates)] {
                     let text = workers(&answers, |it| it, rates, NARROW);
@@ -192,15 +192,17 @@ mod tests {
     #[test]
     fn silent_worker_is_a_row_without_figures() {
         let silent = target("w-1", false);
-        let answers: [(&Target, Answer); 1] = [(&silent, Err(Failure::Unreachable("refused".to_owned())))];
+        let answers: [(&WorkerTarget, WorkerAnswer); 1] =
+            [(&silent, Err(CommandFailure::Unreachable("refused".to_owned())))];
         let text = workers(&answers, |it| it, None, NARROW);
-        let waiting: [(&Target, Answer); 1] = [(&silent, Err(Failure::NotReached("memory".to_owned())))];
+        let waiting: [(&WorkerTarget, WorkerAnswer); 1] =
+            [(&silent, Err(CommandFailure::NotReached("memory".to_owned())))];
         assert!(workers(&waiting, |it| it, None, NARROW).contains("w-1     not ready"));
         assert!(
             text.lines().nth(1).is_some_and(|line| line.starts_with("w-1     no answer     -")),
             "{text}"
         );
-        let empty: [(&Target, Answer); 1] = [(&silent, Ok(json!({})))];
+        let empty: [(&WorkerTarget, WorkerAnswer); 1] = [(&silent, Ok(json!({})))];
         assert!(workers(&empty, |it| it, None, NARROW).contains("w-1"));
     }
 

@@ -3,7 +3,7 @@
 use std::fs;
 use std::net::UdpSocket;
 
-use crate::http::Base;
+use crate::http::ListenerAddress;
 
 /// State of a listening socket in `/proc/net/tcp`.
 const LISTENING: &str = "0A";
@@ -13,7 +13,7 @@ const LISTENING: &str = "0A";
 ///
 /// # Errors
 /// If the worker is on another host, or is not exactly one visible process.
-pub(crate) fn find(http: &Base) -> Result<i32, String> {
+pub(crate) fn find(http: &ListenerAddress) -> Result<i32, String> {
     let host = http.host.trim_start_matches('[').trim_end_matches(']');
     if UdpSocket::bind((host, 0)).is_err() {
         return Err(format!("{host} is not an address of this host"));
@@ -61,7 +61,7 @@ mod tests {
     fn listener_is_found_in_its_own_process() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let base = |host: &str| Base { is_tls: false, host: host.to_owned(), port };
+        let base = |host: &str| ListenerAddress { is_tls: false, host: host.to_owned(), port };
         assert_eq!(find(&base("127.0.0.1")), Ok(i32::try_from(std::process::id()).unwrap()));
         assert!(find(&base("192.0.2.1")).unwrap_err().contains("not an address of this host"));
         drop(listener);

@@ -7,11 +7,11 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
 
-use crate::answers::{Answer, ask_all};
+use crate::answers::{WorkerAnswer, ask_all};
 use crate::arguments::Arguments;
 use crate::complain;
-use crate::http::{Base, Client, Failure};
-use crate::workers::{Target, selected, targets};
+use crate::http::{CommandFailure, HttpClient, ListenerAddress};
+use crate::workers::{WorkerTarget, selected, targets};
 
 /// Reason why a lost worker is not called.
 pub(crate) const NO_HEARTBEATS: &str = "its coordinator receives no heartbeats";
@@ -26,7 +26,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(250);
 #[derive(Debug)]
 pub(crate) struct Fleet {
     /// Listed workers by id, then lost and awaited ones.
-    pub(crate) targets: Vec<Target>,
+    pub(crate) targets: Vec<WorkerTarget>,
     /// Ids of the awaited workers.
     pub(crate) awaited: BTreeSet<String>,
     /// True if a coordinator without saved workers has just started.
@@ -37,7 +37,7 @@ pub(crate) struct Fleet {
 ///
 /// # Errors
 /// Fails if no coordinator answers, or if a worker may be missing without its id being known.
-pub(crate) async fn fleet(client: &Client, arguments: &Arguments) -> Result<Fleet, Failure> {
+pub(crate) async fn fleet(client: &HttpClient, arguments: &Arguments) -> Result<Fleet, CommandFailure> {
     let mut listed = targets(arguments).await?;
     let are_listed = !arguments.only.is_empty() && selected(arguments, listed.clone()).is_ok();
     if arguments.coordinator.is_empty() || are_listed {
@@ -54,7 +54,7 @@ pub(crate) async fn fleet(client: &Client, arguments: &Arguments) -> Result<Flee
         if is_over && fleet.is_starting {
             let text =
                 "a coordinator has just started and may not know all workers; run the command again later";
-            return Err(Failure::NotReached(text.to_owned()));
+            return Err(CommandFailure::NotReached(text.to_owned()));
         }
         if is_complete || is_over {
             return Ok(Fleet { targets: selected(arguments, fleet.targets)?, ..fleet });
@@ -72,7 +72,11 @@ pub(crate) async fn fleet(client: &Client, arguments: &Arguments) -> Result<Flee
 
 /// Returns the workers that the coordinators list now, and those that coordinators among `before`
 /// have lost or await. Returns the listed ones of `before` if no coordinator answers.
-pub(crate) async fn with_lost(client: &Client, arguments: &Arguments, mut before: Vec<Target>) -> Fleet {
+pub(crate) async fn with_lost(
+    client: &HttpClient,
+    arguments: &Arguments,
+    mut before: Vec<WorkerTarget>,
+) -> Fleet {
     before.retain(|target| !target.is_lost);
     let answers = ask_all(&before, |target| cluster(client, target)).await;
     let heard: Vec<_> = answers.into_iter().filter_map(|(_, answer)| answer.ok()).collect();
@@ -93,21 +97,21 @@ pub(crate) async fn with_lost(client: &Client, arguments: &Arguments, mut before
 ///
 /// # Errors
 /// Fails if they get none.
-pub(crate) fn require_known(target: &Target) -> Result<(), Failure> {
+pub(crate) fn require_known(target: &WorkerTarget) -> Result<(), CommandFailure> {
     match target.is_lost {
-        true => Err(Failure::Unreachable(format!("lost: {NO_HEARTBEATS}"))),
+        true => Err(CommandFailure::Unreachable(format!("lost: {NO_HEARTBEATS}"))),
         false => Ok(()),
     }
 }
 
-async fn cluster(client: &Client, target: &Target) -> Answer {
+async fn cluster(client: &HttpClient, target: &WorkerTarget) -> WorkerAnswer {
     client.get(&target.http, "/api/v1/cluster").await
 }
 
-fn target(id: String) -> Target {
+fn target(id: String) -> WorkerTarget {
     // Never called: the coordinator only keeps the id.
-    let base = Base { is_tls: false, host: id.clone(), port: 0 };
-    Target { name: id, http: base.clone(), admin: base, is_lost: true }
+    let base = ListenerAddress { is_tls: false, host: id.clone(), port: 0 };
+    WorkerTarget { name: id, http: base.clone(), admin: base, is_lost: true }
 }
 
 #[cfg(test)]
@@ -139,13 +143,16 @@ mod tests {
     #[tokio::test]
     async fn absent_workers_are_listed_once_and_not_queried() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let http =
-            Base { is_tls: false, host: "127.0.0.1".to_owned(), port: listener.local_addr().unwrap().port() };
-        let known = Target { name: "w-1".to_owned(), http: http.clone(), admin: http, is_lost: false };
+        let http = ListenerAddress {
+            is_tls: false,
+            host: "127.0.0.1".to_owned(),
+            port: listener.local_addr().unwrap().port(),
+        };
+        let known = WorkerTarget { name: "w-1".to_owned(), http: http.clone(), admin: http, is_lost: false };
         let line = ["ctl", "--coordinator", "127.0.0.1:1", "top"];
         let arguments =
             <Line as clap::Parser>::try_parse_from(line).unwrap_or_else(|error| panic!("{error}")).arguments;
-        let client = Client::of(None, Duration::from_secs(10));
+        let client = HttpClient::of(None, Duration::from_secs(10));
         let listing = async {
             let once = with_lost(&client, &arguments, vec![known]).await;
             with_lost(&client, &arguments, once.targets).await

@@ -10,9 +10,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde_json::{Value, json};
 
 use crate::arguments::Arguments;
-use crate::http::{Client, Failure};
-use crate::progress::Progress;
-use crate::workers::Target;
+use crate::http::{CommandFailure, HttpClient};
+use crate::progress::CommandProgress;
+use crate::workers::WorkerTarget;
 
 /// Options of the command.
 #[derive(Debug)]
@@ -27,17 +27,17 @@ pub(crate) struct OrphanOptions<'a> {
 
 /// Returns the list of workers, or the removed ones.
 pub(crate) async fn run(
-    client: &Client,
+    client: &HttpClient,
     arguments: &Arguments,
-    targets: &[Target],
+    targets: &[WorkerTarget],
     wanted: &OrphanOptions<'_>,
-    progress: &Progress,
-) -> Result<Value, Failure> {
+    progress: &CommandProgress,
+) -> Result<Value, CommandFailure> {
     let knows_who_lives = !arguments.coordinator.is_empty();
     if wanted.remove.is_some_and(<[String]>::is_empty) && !knows_who_lives && wanted.live.is_empty() {
         let text = "--remove without ids removes the objects of departed workers: identify live workers with \
                     --coordinator or --live, or give ids";
-        return Err(Failure::Usage(text.to_owned()));
+        return Err(CommandFailure::Usage(text.to_owned()));
     }
     let bar = progress.bar("orphans");
     bar.show(0, "listing objects");
@@ -55,7 +55,7 @@ pub(crate) async fn run(
     let unknown = named.iter().find(|id| workers.iter().all(|worker| worker["worker"] != id.as_str()));
     if let Some(id) = unknown {
         let text = format!("{id} has no objects in the store");
-        return Err(Failure::Refused { status: 404, text });
+        return Err(CommandFailure::Refused { status: 404, text });
     }
     let mut removed = Vec::new();
     let objects = |worker: &Value| worker["objects"].as_u64().unwrap_or_default();
@@ -72,16 +72,16 @@ pub(crate) async fn run(
 
 /// Returns the first answering worker that has an object store, and its answer.
 async fn first_with_a_store<'t>(
-    client: &Client,
-    targets: &'t [Target],
-) -> Result<(&'t Target, Value), Failure> {
-    let mut failed = Failure::Unreachable("no worker to ask".to_owned());
+    client: &HttpClient,
+    targets: &'t [WorkerTarget],
+) -> Result<(&'t WorkerTarget, Value), CommandFailure> {
+    let mut failed = CommandFailure::Unreachable("no worker to ask".to_owned());
     for target in targets {
         match client.post(&target.admin, "/admin/orphans", None).await {
             Ok(answer) => return Ok((target, answer)),
             Err(failure) if failure.is_missing() => {
                 let text = format!("{}: the worker has no object store", target.name);
-                failed = Failure::Refused { status: 404, text };
+                failed = CommandFailure::Refused { status: 404, text };
             }
             Err(failure) => failed = failure,
         }
@@ -116,7 +116,12 @@ fn goes(worker: &Value, named: &[String], older_than: Duration) -> bool {
 }
 
 /// Removes all objects of a worker, batch by batch. `show` gets the number of removed objects.
-async fn remove(client: &Client, asked: &Target, worker: &str, show: impl Fn(u64)) -> Result<Value, Failure> {
+async fn remove(
+    client: &HttpClient,
+    asked: &WorkerTarget,
+    worker: &str,
+    show: impl Fn(u64),
+) -> Result<Value, CommandFailure> {
     let (mut objects, mut bytes) = (0, 0);
     loop {
         show(objects);
@@ -130,7 +135,7 @@ async fn remove(client: &Client, asked: &Target, worker: &str, show: impl Fn(u64
         }
         if some == 0 {
             let text = format!("{worker}: cannot remove its objects, although they are listed");
-            return Err(Failure::NotReached(text));
+            return Err(CommandFailure::NotReached(text));
         }
     }
 }

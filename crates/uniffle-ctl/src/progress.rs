@@ -11,9 +11,9 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 const REDRAW_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The bars of a command.
-pub(crate) struct Progress(MultiProgress);
+pub(crate) struct CommandProgress(MultiProgress);
 
-impl Progress {
+impl CommandProgress {
     pub(crate) fn new() -> Self {
         let target = match std::io::stdout().is_terminal() {
             true => ProgressDrawTarget::stderr(),
@@ -23,7 +23,7 @@ impl Progress {
     }
 
     /// Adds a bar for `name`.
-    pub(crate) fn bar(&self, name: &str) -> Bar {
+    pub(crate) fn bar(&self, name: &str) -> CommandBar {
         let bar = self.0.add(ProgressBar::new(0));
         if let Ok(style) = ProgressStyle::with_template("{prefix} {bar:20} {elapsed} {wide_msg}") {
             bar.set_style(style);
@@ -32,14 +32,14 @@ impl Progress {
         if !bar.is_hidden() {
             bar.enable_steady_tick(REDRAW_INTERVAL);
         }
-        Bar(bar)
+        CommandBar(bar)
     }
 }
 
 /// A progress bar. It disappears on drop.
-pub(crate) struct Bar(ProgressBar);
+pub(crate) struct CommandBar(ProgressBar);
 
-impl Bar {
+impl CommandBar {
     /// Shows that `left` of the largest value so far is left, with a text about it.
     pub(crate) fn show(&self, left: u64, text: impl Into<String>) {
         let length = self.0.length().unwrap_or(0).max(left);
@@ -49,7 +49,7 @@ impl Bar {
     }
 }
 
-impl Drop for Bar {
+impl Drop for CommandBar {
     fn drop(&mut self) {
         self.0.finish_and_clear();
     }
@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn bar_follows_the_largest_rest() {
-        let bar = Progress(MultiProgress::with_draw_target(ProgressDrawTarget::hidden())).bar("w-1");
+        let bar = CommandProgress(MultiProgress::with_draw_target(ProgressDrawTarget::hidden())).bar("w-1");
         for (left, expected) in [(10, (0, 10)), (4, (6, 10)), (20, (0, 20)), (0, (20, 20))] {
             bar.show(left, "bytes");
             assert_eq!((bar.0.position(), bar.0.length().unwrap()), expected);

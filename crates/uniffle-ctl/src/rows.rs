@@ -6,13 +6,13 @@
 use csv::{Terminator, WriterBuilder};
 use serde_json::{Value, json};
 
-use crate::answers::{Answer, state};
-use crate::arguments::Call;
-use crate::workers::Target;
+use crate::answers::{WorkerAnswer, state};
+use crate::arguments::CtlCommand;
+use crate::workers::WorkerTarget;
 
 /// Source of a cell in an item of a list.
 #[derive(Debug, Clone, Copy)]
-enum Source {
+enum CellSource {
     /// Value at this JSON pointer.
     At(&'static str),
     /// Sum of this field over the disks.
@@ -23,10 +23,10 @@ enum Source {
     DisksOut,
 }
 
-use Source::{At, Disks, DisksOut, OfDisks};
+use CellSource::{At, Disks, DisksOut, OfDisks};
 
 /// Column name and source.
-type Column = (&'static str, Source);
+type Column = (&'static str, CellSource);
 
 /// The list of a command.
 struct List {
@@ -146,35 +146,35 @@ const UPGRADE: &[Column] = &[
 ];
 
 /// Returns the list that a command prints, or `None` if it prints none.
-fn list(call: &Call) -> Option<List> {
+fn list(call: &CtlCommand) -> Option<List> {
     let (columns, items): (_, &[_]) = match call {
-        Call::Status { .. } | Call::Top { .. } => (STATUS, &[]),
-        Call::Apps { .. } => (APPS, &[("/apps", "")]),
-        Call::App { .. } => (PARTITIONS, &[("/top_partitions", "")]),
-        Call::Disks => (DISKS, &[("", "")]),
-        Call::Losses => (LOSSES, &[("/losses", "")]),
-        Call::Cluster => (CLUSTER, &[("/nodes", ""), ("/lost", "lost")]),
-        Call::Orphans { .. } => (ORPHANS, &[("/workers", ""), ("/removed", "")]),
-        Call::Upgrade { .. } => (UPGRADE, &[("", "")]),
-        Call::Decommission { .. }
-        | Call::Drain { .. }
-        | Call::Tags { .. }
-        | Call::Purge { .. }
-        | Call::Forget { .. }
-        | Call::Reload
-        | Call::Profile { .. } => return None,
+        CtlCommand::Status { .. } | CtlCommand::Top { .. } => (STATUS, &[]),
+        CtlCommand::Apps { .. } => (APPS, &[("/apps", "")]),
+        CtlCommand::App { .. } => (PARTITIONS, &[("/top_partitions", "")]),
+        CtlCommand::Disks => (DISKS, &[("", "")]),
+        CtlCommand::Losses => (LOSSES, &[("/losses", "")]),
+        CtlCommand::Cluster => (CLUSTER, &[("/nodes", ""), ("/lost", "lost")]),
+        CtlCommand::Orphans { .. } => (ORPHANS, &[("/workers", ""), ("/removed", "")]),
+        CtlCommand::Upgrade { .. } => (UPGRADE, &[("", "")]),
+        CtlCommand::Decommission { .. }
+        | CtlCommand::Drain { .. }
+        | CtlCommand::Tags { .. }
+        | CtlCommand::Purge { .. }
+        | CtlCommand::Forget { .. }
+        | CtlCommand::Reload
+        | CtlCommand::Profile { .. } => return None,
     };
     Some(List { columns, items })
 }
 
 /// Returns true if the command prints a list.
-pub(crate) fn is_list(call: &Call) -> bool {
+pub(crate) fn is_list(call: &CtlCommand) -> bool {
     list(call).is_some()
 }
 
 /// Formats the answers of workers as CSV. A worker without an answer has a row only if every worker
 /// has one row.
-pub(crate) fn csv(call: &Call, answers: &[(&Target, Answer)]) -> String {
+pub(crate) fn csv(call: &CtlCommand, answers: &[(&WorkerTarget, WorkerAnswer)]) -> String {
     let Some(List { columns, items }) = list(call) else { return String::new() };
     let mut rows = Vec::new();
     for (target, answer) in answers {
@@ -210,7 +210,7 @@ pub(crate) fn csv(call: &Call, answers: &[(&Target, Answer)]) -> String {
 }
 
 /// Formats rows without a worker's answer, such as those of `upgrade`.
-pub(crate) fn csv_of(call: &Call, answer: &Value) -> String {
+pub(crate) fn csv_of(call: &CtlCommand, answer: &Value) -> String {
     let Some(List { columns, items }) = list(call) else { return String::new() };
     let lists = items.iter().filter_map(|(pointer, _)| answer.pointer(pointer)?.as_array());
     let rows: Vec<_> = lists.flatten().map(|item| row(columns, "", item)).collect();
@@ -221,7 +221,7 @@ pub(crate) fn csv_of(call: &Call, answer: &Value) -> String {
 fn row(columns: &[Column], worker: &str, item: &Value) -> Vec<String> {
     let disks = || item["disks"].as_array().map(|disks| disks.iter());
     let count = |disks: usize| disks.to_string();
-    let cell = |source: Source| match source {
+    let cell = |source: CellSource| match source {
         At(pointer) => item.pointer(pointer).map(text).unwrap_or_default(),
         OfDisks(field) => disks().map_or_else(String::new, |disks| {
             disks.filter_map(|disk| disk[field].as_u64()).sum::<u64>().to_string()
@@ -259,7 +259,7 @@ fn write(columns: &[Column], rows: &[Vec<String>]) -> String {
 mod tests {
     use super::*;
     use crate::arguments::Arguments;
-    use crate::http::{Base, Failure};
+    use crate::http::{CommandFailure, ListenerAddress};
 
     const DOCUMENT: &str = include_str!("../../../docs/ctl.md");
 
@@ -269,15 +269,15 @@ mod tests {
         arguments: Arguments,
     }
 
-    fn call(line: &str) -> Call {
+    fn call(line: &str) -> CtlCommand {
         let line = std::iter::once("ctl").chain(line.split(' '));
         let parsed = <Line as clap::Parser>::try_parse_from(line);
         parsed.unwrap_or_else(|error| panic!("{error}")).arguments.call
     }
 
-    fn target(name: &str, is_lost: bool) -> Target {
-        let base = Base { is_tls: false, host: name.to_owned(), port: 1 };
-        Target { name: name.to_owned(), http: base.clone(), admin: base, is_lost }
+    fn target(name: &str, is_lost: bool) -> WorkerTarget {
+        let base = ListenerAddress { is_tls: false, host: name.to_owned(), port: 1 };
+        WorkerTarget { name: name.to_owned(), http: base.clone(), admin: base, is_lost }
     }
 
     /// Programs read these names: a change breaks them.
@@ -334,7 +334,7 @@ mod tests {
         let targets = [target("w-1", false), target("w-2", true), target("w-3", false)];
         let disk = |condition: &str| json!({ "condition": condition, "used_bytes": 5, "free_bytes": 7 });
         let status = json!({ "node": { "state": "active" }, "disks": [disk("healthy"), disk("full")] });
-        let failed = || Err(Failure::Unreachable("refused".to_owned()));
+        let failed = || Err(CommandFailure::Unreachable("refused".to_owned()));
         let answers: Vec<_> = targets.iter().zip([Ok(status), failed(), failed()]).collect();
         let text = csv(&call("status"), &answers);
         let rows: Vec<Vec<_>> = text.lines().map(|line| line.split(',').collect()).collect();

@@ -58,12 +58,12 @@ impl Width {
 }
 
 /// A table with aligned columns. Numbers are right-aligned, except in the first column.
-pub(crate) struct Table {
+pub(crate) struct TextTable {
     header: Vec<&'static str>,
     rows: Vec<Vec<String>>,
 }
 
-impl Table {
+impl TextTable {
     /// Creates a table. Every row has one cell per column of `header`.
     pub(crate) fn new(header: &[&'static str], rows: Vec<Vec<String>>) -> Self {
         Self { header: header.to_vec(), rows }
@@ -156,15 +156,15 @@ fn shorten(name: &mut String, longest: usize) {
 mod tests {
     use super::*;
 
-    fn table(name: &str) -> Table {
+    fn table(name: &str) -> TextTable {
         let row = [name, "active", "512.0M", "3"].map(str::to_owned).to_vec();
-        Table::new(&["worker", "state", "memory", "apps"], vec![row])
+        TextTable::new(&["worker", "state", "memory", "apps"], vec![row])
     }
 
     #[test]
     fn columns_are_aligned_and_numbers_right_aligned() {
         let rows = [vec!["a".to_owned(), "5".to_owned()], vec!["bcd".to_owned(), "12".to_owned()]];
-        assert_eq!(Table::new(&["name", "n"], rows.to_vec()).text(), "name   n\na      5\nbcd   12\n");
+        assert_eq!(TextTable::new(&["name", "n"], rows.to_vec()).text(), "name   n\na      5\nbcd   12\n");
     }
 
     #[test]

@@ -3,46 +3,46 @@
 use bytesize::ByteSize;
 use serde_json::Value;
 
-use crate::answers::{Answer, pretty};
-use crate::arguments::Call;
+use crate::answers::{WorkerAnswer, pretty};
+use crate::arguments::CtlCommand;
 use crate::lists;
-use crate::table::{Table, Width, word};
-use crate::workers::Target;
+use crate::table::{TextTable, Width, word};
+use crate::workers::WorkerTarget;
 
 /// Formats the answer of one worker.
-pub(crate) fn answer(call: &Call, answer: &Value) -> String {
+pub(crate) fn answer(call: &CtlCommand, answer: &Value) -> String {
     match call {
-        Call::Status { .. } => status(answer, Width::of_stdout()),
-        Call::Apps { .. } => lists::apps(std::iter::once(answer), usize::MAX, Width::of_stdout()),
-        Call::App { .. } => explanation(answer),
-        Call::Disks => disks(&[("", answer)]),
-        Call::Losses => losses(answer),
-        Call::Cluster => cluster(answer),
-        Call::Tags { .. } => list(&answer["tags"], "\n"),
-        Call::Orphans { .. } => orphans(answer),
-        Call::Decommission { .. }
-        | Call::Drain { .. }
-        | Call::Purge { .. }
-        | Call::Forget { .. }
-        | Call::Reload
-        | Call::Upgrade { .. }
-        | Call::Profile { .. }
-        | Call::Top { .. } => fields(answer),
+        CtlCommand::Status { .. } => status(answer, Width::of_stdout()),
+        CtlCommand::Apps { .. } => lists::apps(std::iter::once(answer), usize::MAX, Width::of_stdout()),
+        CtlCommand::App { .. } => explanation(answer),
+        CtlCommand::Disks => disks(&[("", answer)]),
+        CtlCommand::Losses => losses(answer),
+        CtlCommand::Cluster => cluster(answer),
+        CtlCommand::Tags { .. } => list(&answer["tags"], "\n"),
+        CtlCommand::Orphans { .. } => orphans(answer),
+        CtlCommand::Decommission { .. }
+        | CtlCommand::Drain { .. }
+        | CtlCommand::Purge { .. }
+        | CtlCommand::Forget { .. }
+        | CtlCommand::Reload
+        | CtlCommand::Upgrade { .. }
+        | CtlCommand::Profile { .. }
+        | CtlCommand::Top { .. } => fields(answer),
     }
 }
 
 /// Formats the answers of a coordinator's workers. Reasons of failures are printed separately.
-pub(crate) fn answers(call: &Call, answers: &[(&Target, Answer)]) -> String {
+pub(crate) fn answers(call: &CtlCommand, answers: &[(&WorkerTarget, WorkerAnswer)]) -> String {
     let heard: Vec<(&str, &Value)> = answers
         .iter()
         .filter_map(|(target, answer)| Some((target.name.as_str(), answer.as_ref().ok()?)))
         .collect();
     match call {
-        Call::Status { .. } => lists::workers(answers, |status| status, None, Width::of_stdout()),
-        Call::Apps { limit } => {
+        CtlCommand::Status { .. } => lists::workers(answers, |status| status, None, Width::of_stdout()),
+        CtlCommand::Apps { limit } => {
             lists::apps(heard.iter().map(|(_, answer)| *answer), *limit, Width::of_stdout())
         }
-        Call::Disks => disks(&heard),
+        CtlCommand::Disks => disks(&heard),
         _ => {
             let one = |(name, value): &(&str, &Value)| format!("== {name}\n{}\n", answer(call, value));
             heard.iter().map(one).collect()
@@ -51,7 +51,7 @@ pub(crate) fn answers(call: &Call, answers: &[(&Target, Answer)]) -> String {
 }
 
 fn table(header: &[&'static str], rows: Vec<Vec<String>>) -> String {
-    Table::new(header, rows).text()
+    TextTable::new(header, rows).text()
 }
 
 /// Formats the workers' objects in the object store, or the removed ones.

@@ -11,11 +11,11 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use crate::answers::{Answer, all_of, ask_all, failures, pretty, worst};
+use crate::answers::{WorkerAnswer, all_of, ask_all, failures, pretty, worst};
 use crate::arguments::{Arguments, Output};
-use crate::http::{Client, Failure};
+use crate::http::{CommandFailure, HttpClient};
 use crate::table::Width;
-use crate::workers::{Target, selected};
+use crate::workers::{WorkerTarget, selected};
 use crate::{lists, lost, rows, say};
 
 /// Number of applications shown, per worker and in total.
@@ -30,11 +30,11 @@ const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
 /// Shows the workers that `arguments` select, initially `targets`: every `pace`, or once without
 /// one. Returns the exit code of the last view.
 pub(crate) async fn run(
-    client: &Client,
+    client: &HttpClient,
     arguments: &Arguments,
-    targets: Vec<Target>,
+    targets: Vec<WorkerTarget>,
     pace: Option<Duration>,
-) -> Result<u8, Failure> {
+) -> Result<u8, CommandFailure> {
     let pace = pace.filter(|_| std::io::stdout().is_terminal());
     let Some(pace) = pace else {
         let looked = look(client, &targets).await;
@@ -47,7 +47,7 @@ pub(crate) async fn run(
     };
     // Installed before the screen is switched, so that no signal ends the program on the alternate
     // screen.
-    let mut ends = Ends::new().map_err(|error| Failure::Usage(format!("signals: {error}")))?;
+    let mut ends = EndSignals::new().map_err(|error| CommandFailure::Usage(format!("signals: {error}")))?;
     let _other = OtherScreen::enter();
     tokio::select! {
         () = ends.any() => Ok(0),
@@ -56,9 +56,9 @@ pub(crate) async fn run(
 }
 
 /// Signals that end the view.
-struct Ends([Signal; 3]);
+struct EndSignals([Signal; 3]);
 
-impl Ends {
+impl EndSignals {
     fn new() -> io::Result<Self> {
         let [interrupt, terminate, hangup] =
             [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()].map(signal);
@@ -92,9 +92,9 @@ impl Drop for OtherScreen {
 }
 
 async fn redraw(
-    client: &Client,
+    client: &HttpClient,
     arguments: &Arguments,
-    mut targets: Vec<Target>,
+    mut targets: Vec<WorkerTarget>,
     pace: Duration,
 ) -> Infallible {
     loop {
@@ -118,7 +118,7 @@ async fn redraw(
 
 /// Returns the workers that `arguments` select now, because workers join and leave. Returns
 /// `before` if no coordinator answers, or if an explicitly named worker is no longer known.
-async fn latest(client: &Client, arguments: &Arguments, before: Vec<Target>) -> Vec<Target> {
+async fn latest(client: &HttpClient, arguments: &Arguments, before: Vec<WorkerTarget>) -> Vec<WorkerTarget> {
     if arguments.coordinator.is_empty() {
         return before;
     }
@@ -131,11 +131,11 @@ fn draw(text: &str) {
     let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
 }
 
-async fn look<'t>(client: &Client, targets: &'t [Target]) -> Vec<(&'t Target, Answer)> {
+async fn look<'t>(client: &HttpClient, targets: &'t [WorkerTarget]) -> Vec<(&'t WorkerTarget, WorkerAnswer)> {
     ask_all(targets, |target| look_at(client, target)).await
 }
 
-async fn look_at(client: &Client, target: &Target) -> Answer {
+async fn look_at(client: &HttpClient, target: &WorkerTarget) -> WorkerAnswer {
     lost::require_known(target)?;
     let status = client.get(&target.http, "/api/v1/status").await?;
     let apps = client.get(&target.http, &format!("/api/v1/apps?limit={APPS}")).await?;
@@ -162,7 +162,7 @@ fn rates(history: &Value) -> Option<(f64, f64)> {
 }
 
 /// Formats the view.
-fn screen(looked: &[(&Target, Answer)], width: Width) -> String {
+fn screen(looked: &[(&WorkerTarget, WorkerAnswer)], width: Width) -> String {
     let heard = || looked.iter().filter_map(|(_, answer)| answer.as_ref().ok());
     let sum = |field: &str| heard().filter_map(|it| it["status"]["memory"][field].as_u64()).sum::<u64>();
     let (used, capacity) = (sum("used_bytes"), sum("capacity_bytes"));
@@ -197,7 +197,7 @@ fn counted(workers: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::http::Base;
+    use crate::http::ListenerAddress;
 
     const WIDTH: Width = Width { columns: 80, is_strict: true };
 
@@ -210,9 +210,9 @@ mod tests {
         assert_eq!(rates(&json!({})), None);
     }
 
-    fn target() -> Target {
-        let base = Base { is_tls: false, host: "w".to_owned(), port: 1 };
-        Target { name: "w-1".to_owned(), http: base.clone(), admin: base, is_lost: false }
+    fn target() -> WorkerTarget {
+        let base = ListenerAddress { is_tls: false, host: "w".to_owned(), port: 1 };
+        WorkerTarget { name: "w-1".to_owned(), http: base.clone(), admin: base, is_lost: false }
     }
 
     #[tokio::test]
@@ -229,7 +229,7 @@ mod tests {
         // The listener is dropped, so the port refuses connections.
         let closed =
             std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap();
-        let client = Client::of(None, Duration::from_secs(1));
+        let client = HttpClient::of(None, Duration::from_secs(1));
         for whom in [["--coordinator", &closed.to_string()], ["--worker", "w"]] {
             assert_eq!(latest(&client, &line(whom), vec![target()]).await, [target()]);
         }
@@ -239,7 +239,7 @@ mod tests {
     fn unresponsive_worker_is_named() {
         let target = target();
         let looked = [
-            (&target, Err(Failure::Unreachable("http://w:1: refused".to_owned()))),
+            (&target, Err(CommandFailure::Unreachable("http://w:1: refused".to_owned()))),
             (
                 &target,
                 Ok(
@@ -257,9 +257,10 @@ mod tests {
 
     #[test]
     fn worker_given_by_url_is_listed_once() {
-        let base = Base { is_tls: false, host: "w".to_owned(), port: 1 };
-        let target = Target { name: base.to_string(), http: base.clone(), admin: base, is_lost: false };
-        let text = screen(&[(&target, Err(Failure::Unreachable("http://w:1: refused".to_owned())))], WIDTH);
+        let base = ListenerAddress { is_tls: false, host: "w".to_owned(), port: 1 };
+        let target = WorkerTarget { name: base.to_string(), http: base.clone(), admin: base, is_lost: false };
+        let text =
+            screen(&[(&target, Err(CommandFailure::Unreachable("http://w:1: refused".to_owned())))], WIDTH);
         assert!(text.starts_with("1 worker, 0 answering; 0 %"), "{text}");
         assert_eq!(text.matches("http://w:1").count(), 2, "a row and its reason: {text}");
     }

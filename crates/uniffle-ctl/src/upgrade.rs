@@ -15,9 +15,9 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::answers::{ask_all, pretty};
 use crate::arguments::{Arguments, Output};
-use crate::http::{Client, Failure};
-use crate::progress::Progress;
-use crate::workers::{Target, known};
+use crate::http::{CommandFailure, HttpClient};
+use crate::progress::CommandProgress;
+use crate::workers::{WorkerTarget, known};
 use crate::{complain, local_process, lost, rows, say};
 
 /// Polling interval.
@@ -51,28 +51,28 @@ struct Before {
 }
 
 /// Checks the program that runs after the signal against the one before.
-fn compare(name: &str, before: &Program, after: &Program) -> Result<(), Failure> {
+fn compare(name: &str, before: &Program, after: &Program) -> Result<(), CommandFailure> {
     if after.started_ms == before.started_ms {
-        return Err(Failure::NotReached("has not restarted yet".to_owned()));
+        return Err(CommandFailure::NotReached("has not restarted yet".to_owned()));
     }
     let lost = after.lost_blocks.saturating_sub(before.lost_blocks);
     if lost > 0 {
         let text = format!("{name}: {lost} more blocks are lost than before; see ctl losses");
-        return Err(Failure::Refused { status: 409, text });
+        return Err(CommandFailure::Refused { status: 409, text });
     }
     Ok(())
 }
 
 /// Upgrades `targets` in their order, or lists them with their programs. Returns the exit code.
 pub(crate) async fn run(
-    client: &Client,
+    client: &HttpClient,
     arguments: &Arguments,
-    targets: &[Target],
+    targets: &[WorkerTarget],
     options: &Options<'_>,
     is_dry: bool,
-) -> Result<u8, Failure> {
+) -> Result<u8, CommandFailure> {
     if targets.is_empty() {
-        return Err(Failure::Usage("--coordinator: no worker is registered".to_owned()));
+        return Err(CommandFailure::Usage("--coordinator: no worker is registered".to_owned()));
     }
     let (rows, failure) = match is_dry {
         true => plan(client, targets).await,
@@ -90,12 +90,12 @@ pub(crate) async fn run(
 }
 
 /// Returns the state of a worker that is not upgraded.
-fn state_before(target: &Target) -> &'static str {
+fn state_before(target: &WorkerTarget) -> &'static str {
     if target.is_lost { "lost" } else { "not upgraded" }
 }
 
 /// Returns the text of `failure` without the worker's name in front.
-fn text_of(target: &Target, failure: &Failure) -> String {
+fn text_of(target: &WorkerTarget, failure: &CommandFailure) -> String {
     let text = failure.to_string();
     text.strip_prefix(&format!("{}: ", target.name)).unwrap_or(&text).to_owned()
 }
@@ -104,21 +104,21 @@ fn text_of(target: &Target, failure: &Failure) -> String {
 ///
 /// # Errors
 /// Fails with the worker's name if they get none.
-fn require_known(target: &Target) -> Result<(), Failure> {
+fn require_known(target: &WorkerTarget) -> Result<(), CommandFailure> {
     // The row shows the state.
-    let named = |_| Failure::Unreachable(format!("{}: {}", target.name, lost::NO_HEARTBEATS));
+    let named = |_| CommandFailure::Unreachable(format!("{}: {}", target.name, lost::NO_HEARTBEATS));
     lost::require_known(target).map_err(named)
 }
 
 /// Returns a row per worker with the program that it runs, and the failure at which an upgrade
 /// would stop.
-async fn plan(client: &Client, targets: &[Target]) -> (Vec<Value>, Option<Failure>) {
+async fn plan(client: &HttpClient, targets: &[WorkerTarget]) -> (Vec<Value>, Option<CommandFailure>) {
     let answers = ask_all(targets, |target| async move {
         require_known(target)?;
         ready_program(client, target).await
     });
     let mut first_failure = None;
-    let row = |(target, program): (&Target, Result<Program, Failure>)| {
+    let row = |(target, program): (&WorkerTarget, Result<Program, CommandFailure>)| {
         let (name, state) = (&target.name, state_before(target));
         match program {
             Ok(program) => json!({ "worker": name, "state": state, "from": program.build }),
@@ -135,16 +135,16 @@ async fn plan(client: &Client, targets: &[Target]) -> (Vec<Value>, Option<Failur
 
 /// Upgrades `targets` in their order. Returns a row per worker, and the failure that ended it.
 async fn upgrade_all(
-    client: &Client,
+    client: &HttpClient,
     arguments: &Arguments,
-    targets: &[Target],
+    targets: &[WorkerTarget],
     options: &Options<'_>,
-) -> (Vec<Value>, Option<Failure>) {
+) -> (Vec<Value>, Option<CommandFailure>) {
     let mut rows: Vec<Value> = targets
         .iter()
         .map(|target| json!({ "worker": target.name, "state": state_before(target) }))
         .collect();
-    let progress = Progress::new();
+    let progress = CommandProgress::new();
     let bar = progress.bar("upgrade");
     let mut first = None;
     for (at, (target, row)) in targets.iter().zip(&mut rows).enumerate() {
@@ -189,12 +189,12 @@ fn describe(row: &Value) -> String {
 /// Upgrades one worker. Returns the builds before and after. `expected` is the build of the workers
 /// that were upgraded before.
 async fn upgrade(
-    client: &Client,
+    client: &HttpClient,
     arguments: &Arguments,
-    target: &Target,
+    target: &WorkerTarget,
     options: &Options<'_>,
     expected: Option<&str>,
-) -> Result<(String, String), Failure> {
+) -> Result<(String, String), CommandFailure> {
     lost::require_known(target)?;
     let deadline = Instant::now() + options.within;
     let before =
@@ -205,19 +205,19 @@ async fn upgrade(
         let problem = match settled(client, arguments, target, &before).await {
             Ok(after) if expected.is_some_and(|expected| *expected != after) => {
                 let text = format!("{}: runs {after}, unlike the workers before it", target.name);
-                return Err(Failure::Refused { status: 409, text });
+                return Err(CommandFailure::Refused { status: 409, text });
             }
             Ok(after) => return Ok((before.program.build, after)),
-            Err(problem @ Failure::Refused { status: 409, .. }) => return Err(problem),
+            Err(problem @ CommandFailure::Refused { status: 409, .. }) => return Err(problem),
             Err(problem) => problem,
         };
         if refusals(client, target).await.is_ok_and(|now| now > refused) {
             let text = format!("{}: refused the upgrade; its log has the reason", target.name);
-            return Err(Failure::Refused { status: 409, text });
+            return Err(CommandFailure::Refused { status: 409, text });
         }
         if Instant::now() + LOOK_INTERVAL > deadline {
             let within = options.within;
-            return Err(Failure::NotReached(format!(
+            return Err(CommandFailure::NotReached(format!(
                 "{}: timed out after {within:?}: {problem}",
                 target.name
             )));
@@ -229,27 +229,27 @@ async fn upgrade(
 /// Returns the build of the worker once it runs another process than `before`, is ready, and all
 /// workers are registered. An embedded coordinator learns of the others by their next heartbeats.
 async fn settled(
-    client: &Client,
+    client: &HttpClient,
     arguments: &Arguments,
-    target: &Target,
+    target: &WorkerTarget,
     before: &Before,
-) -> Result<String, Failure> {
+) -> Result<String, CommandFailure> {
     let after = ready_program(client, target).await?;
     compare(&target.name, &before.program, &after)?;
     // A new process counts from zero, and counts a program that could not be executed.
     if refusals(client, target).await? > 0.0 {
         let text = format!("{}: the new program cannot be executed; the old one runs again", target.name);
-        return Err(Failure::Refused { status: 409, text });
+        return Err(CommandFailure::Refused { status: 409, text });
     }
     let registered = registered(arguments).await?;
     match before.registered.difference(&registered).next() {
         None => Ok(after.build),
-        Some(id) => Err(Failure::NotReached(format!("{id} is not registered with the coordinator"))),
+        Some(id) => Err(CommandFailure::NotReached(format!("{id} is not registered with the coordinator"))),
     }
 }
 
 /// Returns the ids of the workers that the coordinators list, or none without a coordinator.
-async fn registered(arguments: &Arguments) -> Result<BTreeSet<String>, Failure> {
+async fn registered(arguments: &Arguments) -> Result<BTreeSet<String>, CommandFailure> {
     match arguments.coordinator.is_empty() {
         true => Ok(BTreeSet::new()),
         false => Ok(known(arguments).await?.into_iter().map(|listed| listed.name).collect()),
@@ -257,11 +257,11 @@ async fn registered(arguments: &Arguments) -> Result<BTreeSet<String>, Failure> 
 }
 
 /// Returns the program of a ready worker.
-async fn ready_program(client: &Client, target: &Target) -> Result<Program, Failure> {
+async fn ready_program(client: &HttpClient, target: &WorkerTarget) -> Result<Program, CommandFailure> {
     let status = client.get(&target.http, "/api/v1/status").await?;
     let node = &status["node"];
     if let Some(why) = node["not_ready"].as_str() {
-        return Err(Failure::NotReached(format!("{}: not ready: {why}", target.name)));
+        return Err(CommandFailure::NotReached(format!("{}: not ready: {why}", target.name)));
     }
     let text = |name: &str| node[name].as_str().unwrap_or("unknown").to_owned();
     let build = format!("{} ({})", text("version"), text("commit"));
@@ -271,18 +271,20 @@ async fn ready_program(client: &Client, target: &Target) -> Result<Program, Fail
 }
 
 /// Returns the number of upgrades that the running process refused.
-async fn refusals(client: &Client, target: &Target) -> Result<f64, Failure> {
+async fn refusals(client: &HttpClient, target: &WorkerTarget) -> Result<f64, CommandFailure> {
     let metrics = client.text(&target.http, "/metrics").await?;
     let values = metrics.lines().filter(|line| line.starts_with(REFUSED));
     Ok(values.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
 }
 
 /// Sends SIGUSR2 to the worker, by the given command or directly.
-async fn signal(target: &Target, options: &Options<'_>) -> Result<(), Failure> {
-    let failed = |text: String| Failure::Refused { status: 500, text: format!("{}: {text}", target.name) };
+async fn signal(target: &WorkerTarget, options: &Options<'_>) -> Result<(), CommandFailure> {
+    let failed =
+        |text: String| CommandFailure::Refused { status: 500, text: format!("{}: {text}", target.name) };
     let Some(template) = options.command else {
         let pid = local_process::find(&target.http);
-        let pid = pid.map_err(|why| Failure::Usage(format!("{}: {why}; use --command", target.name)))?;
+        let pid =
+            pid.map_err(|why| CommandFailure::Usage(format!("{}: {why}; use --command", target.name)))?;
         let pid = Pid::from_raw(pid).ok_or_else(|| failed("invalid process id".to_owned()))?;
         return kill_process(pid, Signal::USR2).map_err(|error| failed(format!("SIGUSR2: {error}")));
     };
@@ -290,7 +292,7 @@ async fn signal(target: &Target, options: &Options<'_>) -> Result<(), Failure> {
     let run = Command::new("sh").args(["-c", &command]).stdin(Stdio::null()).kill_on_drop(true).output();
     let ended = timeout(options.within, run).await;
     let output = ended
-        .map_err(|_| Failure::NotReached(format!("{}: --command timed out: {command}", target.name)))?
+        .map_err(|_| CommandFailure::NotReached(format!("{}: --command timed out: {command}", target.name)))?
         .map_err(|error| failed(format!("--command: {error}")))?;
     match output.status.success() {
         true => Ok(()),
@@ -303,12 +305,12 @@ async fn signal(target: &Target, options: &Options<'_>) -> Result<(), Failure> {
 
 /// Fills in the placeholders. Values come from the coordinator, so only characters without a
 /// meaning to a shell or to an option parser are allowed.
-fn fill(template: &str, target: &Target) -> Result<String, Failure> {
+fn fill(template: &str, target: &WorkerTarget) -> Result<String, CommandFailure> {
     let host = target.http.host.trim_start_matches('[').trim_end_matches(']');
     for value in [host, target.name.as_str()] {
         let is_plain = value.chars().all(|c| c.is_ascii_alphanumeric() || ".:-_".contains(c));
         if !is_plain || value.starts_with('-') {
-            return Err(Failure::Usage(format!(
+            return Err(CommandFailure::Usage(format!(
                 "--command: {value:?} has characters that a shell interprets"
             )));
         }
@@ -320,11 +322,11 @@ fn fill(template: &str, target: &Target) -> Result<String, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::http::Base;
+    use crate::http::ListenerAddress;
 
-    fn target(name: &str, host: &str) -> Target {
-        let http = Base { is_tls: false, host: host.to_owned(), port: 19_998 };
-        Target { name: name.to_owned(), admin: http.clone(), http, is_lost: false }
+    fn target(name: &str, host: &str) -> WorkerTarget {
+        let http = ListenerAddress { is_tls: false, host: host.to_owned(), port: 19_998 };
+        WorkerTarget { name: name.to_owned(), admin: http.clone(), http, is_lost: false }
     }
 
     #[test]
@@ -345,14 +347,14 @@ mod tests {
             row(json!({ "worker": name, "state": state, "from": "0.2.0 (a1b2)" })),
             "w-1: not upgraded, runs 0.2.0 (a1b2)\n"
         );
-        let failure = Failure::NotReached("w-1: not ready: memory is full".to_owned());
+        let failure = CommandFailure::NotReached("w-1: not ready: memory is full".to_owned());
         let error = text_of(&target(name, "h"), &failure);
         assert_eq!(
             row(json!({ "worker": name, "state": state, "error": error })),
             "w-1: not upgraded: not ready: memory is full\n"
         );
         assert_eq!(row(json!({ "worker": name, "state": state })), "w-1: not upgraded\n");
-        let lost = Target { is_lost: true, ..target(name, "h") };
+        let lost = WorkerTarget { is_lost: true, ..target(name, "h") };
         let failure = require_known(&lost).unwrap_err();
         assert!(failure.to_string().starts_with("w-1: its coordinator"), "{failure}");
         assert_eq!(

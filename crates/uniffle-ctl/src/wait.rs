@@ -9,16 +9,21 @@ use bytesize::ByteSize;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use crate::answers::Answer;
-use crate::http::{Client, Failure};
-use crate::progress::Bar;
-use crate::workers::Target;
+use crate::answers::WorkerAnswer;
+use crate::http::{CommandFailure, HttpClient};
+use crate::progress::CommandBar;
+use crate::workers::WorkerTarget;
 
 /// Polling interval.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Decommissions `target` and waits until it has no application.
-pub(crate) async fn decommission(client: &Client, target: &Target, within: Duration, bar: &Bar) -> Answer {
+pub(crate) async fn decommission(
+    client: &HttpClient,
+    target: &WorkerTarget,
+    within: Duration,
+    bar: &CommandBar,
+) -> WorkerAnswer {
     let start = Instant::now();
     client.post(&target.admin, "/admin/decommission", None).await?;
     loop {
@@ -28,10 +33,10 @@ pub(crate) async fn decommission(client: &Client, target: &Target, within: Durat
             }
             Ok(status) if status["node"]["state"] != "decommissioning" => {
                 let text = format!("{}: the state is {} again", target.http, status["node"]["state"]);
-                return Err(Failure::Refused { status: 409, text });
+                return Err(CommandFailure::Refused { status: 409, text });
             }
             Ok(status) => status["apps"]["count"].as_u64().unwrap_or(0),
-            Err(Failure::Unreachable(_)) => {
+            Err(CommandFailure::Unreachable(_)) => {
                 return Ok(json!({ "state": "gone", "seconds": start.elapsed().as_secs_f64() }));
             }
             Err(failure) => return Err(failure),
@@ -47,7 +52,12 @@ pub(crate) async fn decommission(client: &Client, target: &Target, within: Durat
 
 /// Decommissions `target` and flushes it until its memory is empty and no ticket is outstanding.
 /// With an object store, until that has all data.
-pub(crate) async fn drain(client: &Client, target: &Target, within: Duration, bar: &Bar) -> Answer {
+pub(crate) async fn drain(
+    client: &HttpClient,
+    target: &WorkerTarget,
+    within: Duration,
+    bar: &CommandBar,
+) -> WorkerAnswer {
     let start = Instant::now();
     loop {
         let drained = client.post(&target.admin, "/admin/drain", None).await?;
@@ -86,9 +96,13 @@ pub(crate) async fn drain(client: &Client, target: &Target, within: Duration, ba
     }
 }
 
-async fn pause(start: Instant, within: Duration, left: impl FnOnce() -> String) -> Result<(), Failure> {
+async fn pause(
+    start: Instant,
+    within: Duration,
+    left: impl FnOnce() -> String,
+) -> Result<(), CommandFailure> {
     if start.elapsed() + LOOK_INTERVAL > within {
-        return Err(Failure::NotReached(format!("timed out after {within:?}: {}", left())));
+        return Err(CommandFailure::NotReached(format!("timed out after {within:?}: {}", left())));
     }
     sleep(LOOK_INTERVAL).await;
     Ok(())

@@ -6,8 +6,8 @@ use std::path::Path;
 use futures::future::join_all;
 use uniffle_client::{ClientOptions, Coordinators, TlsOptions};
 
-use crate::arguments::{Arguments, Call};
-use crate::http::{Base, Failure};
+use crate::arguments::{Arguments, CtlCommand};
+use crate::http::{CommandFailure, ListenerAddress};
 
 /// Default HTTP listener of a worker.
 const WORKER_DEFAULT: &str = "http://127.0.0.1:19998";
@@ -20,42 +20,45 @@ const TOKEN_FILE_BYTES_MAX: u64 = 4 << 10;
 
 /// A worker to ask.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Target {
+pub(crate) struct WorkerTarget {
     /// Id from a coordinator, or the URL otherwise.
     pub(crate) name: String,
     /// HTTP listener.
-    pub(crate) http: Base,
+    pub(crate) http: ListenerAddress,
     /// Administration listener.
-    pub(crate) admin: Base,
+    pub(crate) admin: ListenerAddress,
     /// True if coordinators get no heartbeats from it: it is not called.
     pub(crate) is_lost: bool,
 }
 
 /// Returns the one worker that `arguments` name, or all that the coordinators list.
-pub(crate) async fn targets(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
+pub(crate) async fn targets(arguments: &Arguments) -> Result<Vec<WorkerTarget>, CommandFailure> {
     check(arguments)?;
     if !arguments.coordinator.is_empty() {
         return known(arguments).await;
     }
     let worker = arguments.worker.as_deref().unwrap_or(WORKER_DEFAULT);
-    let http = Base::parse(worker, HTTP_PORT)?;
+    let http = ListenerAddress::parse(worker, HTTP_PORT)?;
     let admin = match &arguments.admin {
-        Some(admin) => Base::parse(admin, arguments.admin_port)?,
-        None => Base { port: arguments.admin_port, ..http.clone() },
+        Some(admin) => ListenerAddress::parse(admin, arguments.admin_port)?,
+        None => ListenerAddress { port: arguments.admin_port, ..http.clone() },
     };
-    Ok(vec![Target { name: http.to_string(), http, admin, is_lost: false }])
+    Ok(vec![WorkerTarget { name: http.to_string(), http, admin, is_lost: false }])
 }
 
 /// Returns those of `targets` that `--only` selects.
 ///
 /// # Errors
 /// Fails if one that it names is not among them.
-pub(crate) fn selected(arguments: &Arguments, mut targets: Vec<Target>) -> Result<Vec<Target>, Failure> {
+pub(crate) fn selected(
+    arguments: &Arguments,
+    mut targets: Vec<WorkerTarget>,
+) -> Result<Vec<WorkerTarget>, CommandFailure> {
     let missing = arguments.only.iter().find(|id| targets.iter().all(|target| target.name != **id));
     if let Some(id) = missing {
         let known: Vec<_> = targets.iter().map(|target| target.name.as_str()).collect();
         let text = format!("no coordinator knows the worker {id:?}; known workers: {}", known.join(", "));
-        return Err(Failure::Refused { status: 404, text });
+        return Err(CommandFailure::Refused { status: 404, text });
     }
     targets.retain(|target| arguments.only.is_empty() || arguments.only.contains(&target.name));
     Ok(targets)
@@ -63,18 +66,18 @@ pub(crate) fn selected(arguments: &Arguments, mut targets: Vec<Target>) -> Resul
 
 /// Checks option combinations. Not done by clap, because global options may be given before and
 /// after the command.
-fn check(arguments: &Arguments) -> Result<(), Failure> {
-    let usage = |text: &str| Err(Failure::Usage(text.to_owned()));
+fn check(arguments: &Arguments) -> Result<(), CommandFailure> {
+    let usage = |text: &str| Err(CommandFailure::Usage(text.to_owned()));
     let is_cluster = !arguments.coordinator.is_empty();
     if is_cluster && (arguments.worker.is_some() || arguments.admin.is_some()) {
         return usage("--coordinator cannot be combined with --worker or --admin");
     }
-    if is_cluster && matches!(arguments.call, Call::App { cluster: true, .. }) {
+    if is_cluster && matches!(arguments.call, CtlCommand::App { cluster: true, .. }) {
         return usage(
             "--cluster asks one worker about its own cluster; with --coordinator all workers are asked anyway",
         );
     }
-    if matches!(arguments.call, Call::Orphans { .. }) && !arguments.only.is_empty() {
+    if matches!(arguments.call, CtlCommand::Orphans { .. }) && !arguments.only.is_empty() {
         return usage("orphans needs all workers of a --coordinator: --only is not allowed");
     }
     if !is_cluster && (arguments.all || !arguments.only.is_empty()) {
@@ -90,7 +93,7 @@ fn check(arguments: &Arguments) -> Result<(), Failure> {
 
 /// Returns the workers that any coordinator lists, sorted by id. A coordinator that has just
 /// started knows only some.
-pub(crate) async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
+pub(crate) async fn known(arguments: &Arguments) -> Result<Vec<WorkerTarget>, CommandFailure> {
     let tls = match arguments.coordinator.iter().any(|address| address.starts_with("https://")) {
         true => Some(tls(arguments)?),
         false => None,
@@ -109,7 +112,7 @@ pub(crate) async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure>
     let coordinators: Vec<_> = addresses
         .map(|address| Coordinators::new([address], options.clone()))
         .collect::<Result<_, _>>()
-        .map_err(|error| Failure::Usage(format!("--coordinator: {error}")))?;
+        .map_err(|error| CommandFailure::Usage(format!("--coordinator: {error}")))?;
     let (mut servers, mut answered, mut failure) = (BTreeMap::new(), false, None);
     for listed in join_all(coordinators.iter().map(Coordinators::servers)).await {
         match listed {
@@ -125,26 +128,27 @@ pub(crate) async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure>
             true => "; a coordinator with TLS needs https:// before its address",
             false => "",
         };
-        return Err(Failure::Unreachable(whole(&error) + hint));
+        return Err(CommandFailure::Unreachable(whole(&error) + hint));
     }
     let target = |server: uniffle_client::ServerAddress| {
         let host = if server.host.contains(':') { format!("[{}]", server.host) } else { server.host };
         // Port 0 refuses connections, which is reported for the worker.
         let port = server.http_port.unwrap_or(0);
-        let http = Base { is_tls: arguments.ca_file.is_some(), host, port };
-        let admin = Base { port: arguments.admin_port, ..http.clone() };
-        Target { name: server.id, http, admin, is_lost: false }
+        let http = ListenerAddress { is_tls: arguments.ca_file.is_some(), host, port };
+        let admin = ListenerAddress { port: arguments.admin_port, ..http.clone() };
+        WorkerTarget { name: server.id, http, admin, is_lost: false }
     };
     Ok(servers.into_values().map(target).collect())
 }
 
 /// Returns the TLS options of the command line for coordinators.
-fn tls(arguments: &Arguments) -> Result<TlsOptions, Failure> {
+fn tls(arguments: &Arguments) -> Result<TlsOptions, CommandFailure> {
     let read = |option: &str, file: &Path| {
-        std::fs::read(file).map_err(|error| Failure::Usage(format!("{option} {}: {error}", file.display())))
+        std::fs::read(file)
+            .map_err(|error| CommandFailure::Usage(format!("{option} {}: {error}", file.display())))
     };
     let Some(ca) = &arguments.ca_file else {
-        return Err(Failure::Usage("--coordinator: https needs --ca-file".to_owned()));
+        return Err(CommandFailure::Usage("--coordinator: https needs --ca-file".to_owned()));
     };
     let options = TlsOptions::new(read("--ca-file", ca)?);
     let options = match (&arguments.cert_file, &arguments.key_file) {
@@ -154,7 +158,7 @@ fn tls(arguments: &Arguments) -> Result<TlsOptions, Failure> {
         }
         _ => options,
     };
-    options.map_err(|error| Failure::Usage(error.to_string()))
+    options.map_err(|error| CommandFailure::Usage(error.to_string()))
 }
 
 /// Returns the error with all its causes: tonic's own text is only "transport error".
@@ -172,7 +176,7 @@ fn whole(error: &dyn std::error::Error) -> String {
 }
 
 /// Returns the administration token, if there is one.
-pub(crate) fn token(file: Option<&Path>) -> Result<Option<String>, Failure> {
+pub(crate) fn token(file: Option<&Path>) -> Result<Option<String>, CommandFailure> {
     let Some(path) = file else {
         return Ok(std::env::var("WORKER_ADMIN_TOKEN").ok().map(|token| token.trim().to_owned()));
     };
@@ -181,5 +185,7 @@ pub(crate) fn token(file: Option<&Path>) -> Result<Option<String>, Failure> {
         _ => Err(std::io::Error::other("the file is too large for a token")),
     });
     let token = token.map(|text| text.trim().to_owned());
-    token.map(Some).map_err(|error| Failure::Usage(format!("--token-file {}: {error}", path.display())))
+    token
+        .map(Some)
+        .map_err(|error| CommandFailure::Usage(format!("--token-file {}: {error}", path.display())))
 }

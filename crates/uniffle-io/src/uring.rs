@@ -6,8 +6,8 @@
 //! dropped and all calls are complete.
 //!
 //! # Safety
-//! The only `unsafe` passes an entry to the kernel. The call's [`Running`] owns the memory that its
-//! entries point to, on the heap. The memory is not moved, read or freed while an entry is in
+//! The only `unsafe` passes an entry to the kernel. The call's [`RunningCall`] owns the memory that
+//! its entries point to, on the heap. The memory is not moved, read or freed while an entry is in
 //! flight. Pieces are immutable [`bytes::Bytes`], a read's buffer is exclusive, and an `Arc` keeps
 //! the descriptor open.
 
@@ -27,7 +27,7 @@ use parking_lot::Mutex;
 use rustix::io::Errno;
 use tokio::sync::oneshot;
 
-use super::blocking::{BlockingDisk, Gate, OpenFile, Permits};
+use super::blocking::{BlockingDisk, CallGate, OpenedFile, Permits};
 use super::progress::{BounceBuffer, ReadProgress, WriteProgress};
 use super::{BLOCK_ALIGN, BoxFuture, Disk, File, FileId, Lane, ReadTarget, WriteOpen};
 
@@ -59,7 +59,7 @@ impl UringDisk {
     fn file(
         &self,
         lane: Lane,
-        opening: BoxFuture<'static, io::Result<OpenFile>>,
+        opening: BoxFuture<'static, io::Result<OpenedFile>>,
     ) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         let (ring, (writes, reads)) = (Arc::clone(&self.ring), self.disk.gates(lane));
         Box::pin(async move {
@@ -89,10 +89,10 @@ impl Disk for UringDisk {
 /// An open file of an [`UringDisk`].
 #[derive(Debug)]
 struct UringFile {
-    open: OpenFile,
+    open: OpenedFile,
     ring: Arc<Ring>,
-    writes: Gate,
-    reads: Gate,
+    writes: CallGate,
+    reads: CallGate,
 }
 
 impl File for UringFile {
@@ -104,7 +104,7 @@ impl File for UringFile {
             let permits = open.require_unchanged(gate.enter().await).await?;
             let (done, answer) = oneshot::channel();
             let progress = WriteProgress::new(pieces, offset, open.direct);
-            ring.post(Job { open, work: Work::Write(progress, done), _permits: permits })?;
+            ring.post(RingCall { open, work: CallWork::Write(progress, done), _permits: permits })?;
             answer.await.unwrap_or_else(|_| Err(ring_ended()))?;
             // Checked on another thread: the ring's thread must not block on a path lookup.
             written.wrote(end, reads).await
@@ -116,7 +116,7 @@ impl File for UringFile {
         Box::pin(async move {
             let permits = gate.enter().await;
             let (done, answer) = oneshot::channel();
-            let posted = ring.post(Job { open, work: Work::Read(target, done), _permits: permits });
+            let posted = ring.post(RingCall { open, work: CallWork::Read(target, done), _permits: permits });
             match posted {
                 Ok(()) => answer.await.unwrap_or_else(|_| (ReadTarget::lost(), Err(ring_ended()))),
                 Err(error) => (ReadTarget::lost(), Err(error)),
@@ -150,13 +150,13 @@ fn ring_ended() -> io::Error {
 }
 
 /// A call, from its submission to its end.
-struct Job {
-    open: OpenFile,
-    work: Work,
+struct RingCall {
+    open: OpenedFile,
+    work: CallWork,
     _permits: Permits,
 }
 
-enum Work {
+enum CallWork {
     Write(WriteProgress, oneshot::Sender<io::Result<()>>),
     Read(ReadTarget, oneshot::Sender<(ReadTarget, io::Result<()>)>),
 }
@@ -174,7 +174,7 @@ struct Inbox {
 
 #[derive(Default)]
 struct Jobs {
-    waiting: Vec<Job>,
+    waiting: Vec<RingCall>,
     /// Set when no more jobs are added, or when the thread has ended.
     closed: bool,
 }
@@ -207,7 +207,7 @@ impl Ring {
         Ok(Self { inbox })
     }
 
-    fn post(&self, job: Job) -> io::Result<()> {
+    fn post(&self, job: RingCall) -> io::Result<()> {
         let mut jobs = self.inbox.jobs.lock();
         if jobs.closed {
             return Err(ring_ended());
@@ -239,8 +239,8 @@ impl Inbox {
 }
 
 /// A call with entries in flight.
-struct Running {
-    job: Job,
+struct RunningCall {
+    job: RingCall,
     /// Number of entries in flight.
     entries: usize,
     error: Option<io::Error>,
@@ -267,7 +267,7 @@ struct Driver {
     ring: IoUring,
     inbox: Arc<Inbox>,
     woken: UnixStream,
-    running: HashMap<u32, Running>,
+    running: HashMap<u32, RunningCall>,
     next_id: u32,
 }
 
@@ -308,7 +308,7 @@ impl Driver {
     /// Submits an entry, in the order of these calls.
     fn push(&mut self, entry: &squeue::Entry) {
         loop {
-            // SAFETY: a `Running` owns the memory of the entry until its completion (see the
+            // SAFETY: a `RunningCall` owns the memory of the entry until its completion (see the
             // module).
             let pushed = unsafe { self.ring.submission().push(entry) };
             if pushed.is_ok() {
@@ -321,10 +321,10 @@ impl Driver {
         }
     }
 
-    fn begin(&mut self, job: Job) {
+    fn begin(&mut self, job: RingCall) {
         let id = self.next_id;
         self.next_id = id.wrapping_add(1);
-        let mut running = Running::new(job);
+        let mut running = RunningCall::new(job);
         // At least one round, so that a call without parts finishes too.
         for part in 0..running.parts.len().max(1) {
             self.push_next(&mut running, id, part);
@@ -332,7 +332,7 @@ impl Driver {
         self.keep(id, running);
     }
 
-    fn push_next(&mut self, running: &mut Running, id: u32, part: usize) {
+    fn push_next(&mut self, running: &mut RunningCall, id: u32, part: usize) {
         if let Some(entry) = running.next_entry(part) {
             running.entries += 1;
             self.push(&entry.user_data(u64::from(id) << 32 | part as u64));
@@ -354,7 +354,7 @@ impl Driver {
         self.keep(id, running);
     }
 
-    fn keep(&mut self, id: u32, running: Running) {
+    fn keep(&mut self, id: u32, running: RunningCall) {
         if running.entries > 0 {
             self.running.insert(id, running);
         } else {
@@ -383,10 +383,10 @@ fn outcome(result: i32) -> io::Result<usize> {
     }
 }
 
-impl Running {
-    fn new(mut job: Job) -> Self {
+impl RunningCall {
+    fn new(mut job: RingCall) -> Self {
         let (mut parts, mut error) = (Vec::new(), None);
-        if let Work::Read(target, _) = &mut job.work {
+        if let CallWork::Read(target, _) = &mut job.work {
             for part in 0..target.parts.len() {
                 let offset = target.parts[part].offset;
                 let Some(bytes) = target.part_mut(part) else {
@@ -408,8 +408,8 @@ impl Running {
         }
         let fd = Fd(self.job.open.file.as_raw_fd());
         match &mut self.job.work {
-            Work::Write(progress, _) if progress.is_done() => None,
-            Work::Write(progress, _) => {
+            CallWork::Write(progress, _) if progress.is_done() => None,
+            CallWork::Write(progress, _) => {
                 let slices =
                     progress.next().map(|slice| KernelSlice { base: slice.as_ptr(), bytes: slice.len() });
                 self.slices = slices.collect();
@@ -417,7 +417,7 @@ impl Running {
                 let entry = opcode::Writev::new(fd, self.slices.as_ptr().cast(), count);
                 Some(entry.offset(progress.offset()).build())
             }
-            Work::Read(target, _) => {
+            CallWork::Read(target, _) => {
                 let offset = target.parts.get(part)?.offset;
                 let RunningPart { progress, bounce } = self.parts.get_mut(part)?;
                 if progress.is_done() {
@@ -438,9 +438,9 @@ impl Running {
 
     fn completed(&mut self, part: usize, result: io::Result<usize>) {
         let advanced = match (&mut self.job.work, self.parts.get_mut(part)) {
-            (Work::Write(progress, _), _) => progress.advance(result),
-            (Work::Read(..), Some(part)) => part.progress.advance(result),
-            (Work::Read(..), None) => Ok(()),
+            (CallWork::Write(progress, _), _) => progress.advance(result),
+            (CallWork::Read(..), Some(part)) => part.progress.advance(result),
+            (CallWork::Read(..), None) => Ok(()),
         };
         if let Err(error) = advanced {
             self.error.get_or_insert(error);
@@ -452,8 +452,8 @@ impl Running {
         let result = self.error.map_or(Ok(()), Err);
         // The permits are held until here. The caller may be gone.
         match self.job.work {
-            Work::Write(_, done) => drop(done.send(result)),
-            Work::Read(mut target, done) => {
+            CallWork::Write(_, done) => drop(done.send(result)),
+            CallWork::Read(mut target, done) => {
                 for (part, running) in self.parts.iter().enumerate() {
                     if let (Some(bytes), Some(bounce)) = (target.part_mut(part), &running.bounce) {
                         bytes.copy_from_slice(bounce.bytes());

@@ -120,7 +120,7 @@ fn is_absent(error: &io::Error) -> bool {
 
 /// Expected path, identity and length of a file that is open for writing.
 #[derive(Debug)]
-pub(super) struct Expected {
+pub(super) struct ExpectedFile {
     root: Root,
     path: PathBuf,
     id: FileId,
@@ -138,7 +138,7 @@ fn modified(metadata: &std::fs::Metadata) -> Modified {
     (metadata.mtime(), metadata.mtime_nsec())
 }
 
-impl Expected {
+impl ExpectedFile {
     /// Expects the current state of `file`. If `is_exact`, also detects that another program
     /// extends or overwrites it.
     pub(super) fn new(root: Root, path: PathBuf, file: &File, is_exact: bool) -> io::Result<Self> {
@@ -202,7 +202,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("data");
         let file = File::create(&path).unwrap();
-        let expected = Expected::new(Root::new(dir.path()), path, &file, false).unwrap();
+        let expected = ExpectedFile::new(Root::new(dir.path()), path, &file, false).unwrap();
         std::thread::scope(|scope| {
             let writing = scope.spawn(|| {
                 for at in 0..20_000 {

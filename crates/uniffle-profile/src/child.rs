@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 
-use super::job::{Job, Names};
+use super::job::{PlaceNames, RenderJob};
 use super::{ProfileError, render, wire};
 use uniffle_base::clock::Instant;
 
@@ -40,7 +40,7 @@ const ENVIRONMENT: &[&str] = &["LD_LIBRARY_PATH"];
 ///
 /// # Errors
 /// If the job fails even without names.
-pub(super) fn made(job: &Job) -> Result<Vec<u8>, ProfileError> {
+pub(super) fn made(job: &RenderJob) -> Result<Vec<u8>, ProfileError> {
     if std::fs::read_link(PROGRAM).is_ok_and(|path| is_gone(&path)) {
         tracing::warn!(
             "the program's file was replaced or removed; profiles have addresses instead of names"
@@ -67,23 +67,23 @@ impl Helper {
         Self { program: PROGRAM.into(), arguments: vec![SUBCOMMAND.into()], deadline: DEADLINE }
     }
 
-    fn made(&self, job: &Job) -> Result<Vec<u8>, ProfileError> {
+    fn made(&self, job: &RenderJob) -> Result<Vec<u8>, ProfileError> {
         self.asked(job)
             .or_else(|error| {
                 tracing::warn!(
                     error = format!("{error:#}"),
                     "symbolization failed; the profile or dump has addresses instead of names"
                 );
-                render::made(job, &Names::none(&job.places))
+                render::made(job, &PlaceNames::none(&job.places))
             })
             .map_err(|error| ProfileError::Failed(format!("{error:#}")))
     }
 
-    fn asked(&self, job: &Job) -> anyhow::Result<Vec<u8>> {
+    fn asked(&self, job: &RenderJob) -> anyhow::Result<Vec<u8>> {
         let question = postcard::to_allocvec(job).context("cannot serialize the job")?;
         let (ours, theirs) = UnixStream::pair().context("cannot create a socket pair")?;
-        let mut running = Running::start(self, theirs)?;
-        let mut line = Line { stream: ours, until: Instant::now() + self.deadline };
+        let mut running = ChildProcess::start(self, theirs)?;
+        let mut line = ChildConnection { stream: ours, until: Instant::now() + self.deadline };
         let answered = line.ask(&question, ANSWER_BYTES_MAX);
         answered.map_err(|error| match running.end() {
             Ok(status) => anyhow::anyhow!("{error}; the process: {status}"),
@@ -94,9 +94,9 @@ impl Helper {
 
 /// The child process. Dropping this kills it.
 #[derive(Debug)]
-struct Running(Child);
+struct ChildProcess(Child);
 
-impl Running {
+impl ChildProcess {
     /// Starts the child with `theirs` as stdin and stdout. All other descriptors are closed on
     /// exec.
     fn start(helper: &Helper, theirs: UnixStream) -> anyhow::Result<Self> {
@@ -122,7 +122,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         // Fails if the child was already reaped.
         let _ = self.end();
@@ -131,12 +131,12 @@ impl Drop for Running {
 
 /// The connection to the child, with a deadline.
 #[derive(Debug)]
-struct Line {
+struct ChildConnection {
     stream: UnixStream,
     until: Instant,
 }
 
-impl Line {
+impl ChildConnection {
     fn ask(&mut self, question: &[u8], answer_bytes_max: u64) -> io::Result<Vec<u8>> {
         wire::write(self, wire::QUESTION, question)?;
         self.stream.shutdown(Shutdown::Write)?;
@@ -149,14 +149,14 @@ impl Line {
     }
 }
 
-impl Read for Line {
+impl Read for ChildConnection {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.stream.set_read_timeout(Some(self.left()?))?;
         self.stream.read(buffer).map_err(timely)
     }
 }
 
-impl Write for Line {
+impl Write for ChildConnection {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.stream.set_write_timeout(Some(self.left()?))?;
         self.stream.write(bytes).map_err(timely)
@@ -180,23 +180,23 @@ fn timely(error: io::Error) -> io::Error {
 mod tests {
     use super::super::Format;
     use super::super::job::tests::named;
-    use super::super::job::{Kind, ProfileJob, Samples, Stack};
+    use super::super::job::{CountedStack, ProfileJob, SampleUnit, Samples};
     use super::*;
 
     fn shell(script: &str, deadline: Duration) -> Helper {
         Helper { program: "/bin/sh".into(), arguments: vec!["-c".into(), script.into()], deadline }
     }
 
-    fn job(stacks: usize) -> Job {
+    fn job(stacks: usize) -> RenderJob {
         let (places, _) = named(&["read", "serve"]);
-        let stack = |_| Stack { thread: Some("uniffle".to_owned()), frames: vec![0, 1], found: 3 };
+        let stack = |_| CountedStack { thread: Some("uniffle".to_owned()), frames: vec![0, 1], found: 3 };
         let stacks = (0..stacks).map(stack).collect();
-        let samples = Samples { kind: Kind::Heap, began_nanos: 0, duration_nanos: 0, stacks };
-        Job { places, what: ProfileJob::Profile(samples, Format::Svg) }
+        let samples = Samples { kind: SampleUnit::Heap, began_nanos: 0, duration_nanos: 0, stacks };
+        RenderJob { places, what: ProfileJob::Profile(samples, Format::Svg) }
     }
 
     /// Returns why the child failed, after checking that the result has addresses instead of names.
-    fn failure(helper: &Helper, job: &Job) -> String {
+    fn failure(helper: &Helper, job: &RenderJob) -> String {
         let svg = String::from_utf8(helper.made(job).unwrap()).unwrap();
         assert!(svg.contains("</svg>") && svg.contains("0x1000 worker"), "{svg}");
         format!("{:#}", helper.asked(job).unwrap_err())

@@ -8,9 +8,9 @@ use std::time::SystemTime;
 
 use tokio::time::Duration;
 
-use super::job::{Job, Kind, ProfileJob, Samples, Stack};
-use super::maps::{Addresses, Maps};
-use super::sampler::{Error, Sampling, UnresolvedReport};
+use super::job::{CountedStack, ProfileJob, RenderJob, SampleUnit, Samples};
+use super::maps::{AddressSet, Maps};
+use super::sampler::{Sampling, SamplingError, UnresolvedReport};
 use super::{ExclusivePermit, Format, ProfileError, child, in_background};
 use uniffle_base::clock::sleep;
 use uniffle_base::runtime::Tasks;
@@ -59,9 +59,9 @@ pub async fn profile(
 }
 
 /// Builds the job. Threads with the same name are combined.
-fn job(report: UnresolvedReport, format: Format) -> Job {
+fn job(report: UnresolvedReport, format: Format) -> RenderJob {
     let UnresolvedReport { data, timing } = report;
-    let mut addresses = Addresses::default();
+    let mut addresses = AddressSet::default();
     let mut stacks: HashMap<(String, Vec<u32>), i64> = HashMap::new();
     for (sample, count) in data {
         let name = String::from_utf8_lossy(&sample.thread_name[..sample.thread_name_length]).into_owned();
@@ -76,14 +76,17 @@ fn job(report: UnresolvedReport, format: Format) -> Job {
     let nanos = |duration: Duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX);
     let stacks = stacks.into_iter();
     let samples = Samples {
-        kind: Kind::Cpu { period_nanos: 1_000_000_000 / i64::from(timing.frequency.max(1)) },
+        kind: SampleUnit::Cpu { period_nanos: 1_000_000_000 / i64::from(timing.frequency.max(1)) },
         began_nanos: nanos(timing.start_time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()),
         duration_nanos: nanos(timing.duration),
         stacks: stacks
-            .map(|((thread, frames), found)| Stack { thread: Some(thread), frames, found })
+            .map(|((thread, frames), found)| CountedStack { thread: Some(thread), frames, found })
             .collect(),
     };
-    Job { places: addresses.places(&Maps::of_this_process()), what: ProfileJob::Profile(samples, format) }
+    RenderJob {
+        places: addresses.places(&Maps::of_this_process()),
+        what: ProfileJob::Profile(samples, format),
+    }
 }
 
 /// Lowers the frequency so that a process that is busy on all processors stays within
@@ -94,9 +97,9 @@ fn bounded(frequency: u32, duration: Duration, processors: u64) -> u32 {
     frequency.min(most.max(1))
 }
 
-fn failed(error: Error) -> ProfileError {
+fn failed(error: SamplingError) -> ProfileError {
     match error {
-        Error::Busy => ProfileError::Busy,
+        SamplingError::Busy => ProfileError::Busy,
         error => ProfileError::Failed(error.to_string()),
     }
 }
@@ -117,7 +120,7 @@ mod tests {
         drop(asked);
         tasks.drained().await;
         let sampling = Sampling::start(99).unwrap();
-        assert!(matches!(Sampling::start(99), Err(Error::Busy)));
+        assert!(matches!(Sampling::start(99), Err(SamplingError::Busy)));
         sampling.report().unwrap();
         drop(sampling);
         drop(Sampling::start(1).unwrap());

@@ -34,8 +34,8 @@ mod jemalloc {
     use jemalloc_pprof::{JemallocProfCtl, PROF_CTL, StackProfile};
     use tokio::sync::{Mutex, OwnedMutexGuard};
 
-    use super::super::job::{Job, Kind, ProfileJob, Samples, Stack};
-    use super::super::maps::{Addresses, Maps};
+    use super::super::job::{CountedStack, ProfileJob, RenderJob, SampleUnit, Samples};
+    use super::super::maps::{AddressSet, Maps};
     use super::super::{ExclusivePermit, child, in_background};
     use super::{Format, ProfileError, State};
 
@@ -101,9 +101,9 @@ mod jemalloc {
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "bytes of a heap")]
-    fn job(profile: StackProfile, format: Format) -> Job {
-        let mut addresses = Addresses::default();
-        let stacks = profile.stacks.into_iter().map(|(stack, _)| Stack {
+    fn job(profile: StackProfile, format: Format) -> RenderJob {
+        let mut addresses = AddressSet::default();
+        let stacks = profile.stacks.into_iter().map(|(stack, _)| CountedStack {
             thread: None,
             frames: stack.addrs.iter().rev().map(|at| addresses.call_before(*at as u64)).collect(),
             found: stack.weight as i64,
@@ -111,8 +111,11 @@ mod jemalloc {
         let stacks = stacks.collect();
         let began = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let began_nanos = i64::try_from(began.as_nanos()).unwrap_or(i64::MAX);
-        let samples = Samples { kind: Kind::Heap, began_nanos, duration_nanos: 0, stacks };
-        Job { places: addresses.places(&Maps::of_this_process()), what: ProfileJob::Profile(samples, format) }
+        let samples = Samples { kind: SampleUnit::Heap, began_nanos, duration_nanos: 0, stacks };
+        RenderJob {
+            places: addresses.places(&Maps::of_this_process()),
+            what: ProfileJob::Profile(samples, format),
+        }
     }
 }
 

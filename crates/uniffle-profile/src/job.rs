@@ -9,7 +9,7 @@ use super::maps::{AddressTable, Position};
 
 /// A rendering task and the places it refers to.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Job {
+pub(super) struct RenderJob {
     pub(super) places: AddressTable,
     pub(super) what: ProfileJob,
 }
@@ -23,16 +23,16 @@ pub(super) enum ProfileJob {
 /// Stacks with their sampled values.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Samples {
-    pub(super) kind: Kind,
+    pub(super) kind: SampleUnit,
     /// Start time in nanoseconds since the epoch.
     pub(super) began_nanos: i64,
     pub(super) duration_nanos: i64,
-    pub(super) stacks: Vec<Stack>,
+    pub(super) stacks: Vec<CountedStack>,
 }
 
-/// Unit of [`Stack::found`].
+/// Unit of [`CountedStack::found`].
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub(super) enum Kind {
+pub(super) enum SampleUnit {
     /// Samples; each represents `period_nanos` of CPU time.
     Cpu { period_nanos: i64 },
     /// Allocated bytes.
@@ -40,7 +40,7 @@ pub(super) enum Kind {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Stack {
+pub(super) struct CountedStack {
     /// Name of the thread, if known.
     pub(super) thread: Option<String>,
     /// Numbers of places, innermost first.
@@ -53,17 +53,17 @@ pub(super) struct Stack {
 pub(super) struct Waits {
     /// Text at the beginning of the output.
     pub(super) summary: String,
-    pub(super) groups: Vec<Waiting>,
+    pub(super) groups: Vec<WaitingTasks>,
     /// Number of tasks that belong to none of the groups.
     pub(super) left_out: u64,
 }
 
 /// Tasks with the same name that wait at the same place.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Waiting {
+pub(super) struct WaitingTasks {
     pub(super) name: String,
     pub(super) tasks: u64,
-    /// One stack per await of a `select!`, in the form of [`Stack::frames`].
+    /// One stack per await of a `select!`, in the form of [`CountedStack::frames`].
     pub(super) stacks: Vec<Vec<u32>>,
 }
 
@@ -81,9 +81,9 @@ pub(super) struct Symbol {
 
 /// Names of all places.
 #[derive(Debug)]
-pub(super) struct Names(Vec<Vec<Symbol>>);
+pub(super) struct PlaceNames(Vec<Vec<Symbol>>);
 
-impl Names {
+impl PlaceNames {
     /// Resolves all places. Where `resolve` finds nothing, the name is the address and the file.
     pub(super) fn new(places: &AddressTable, mut resolve: impl FnMut(Position) -> Vec<Symbol>) -> Self {
         let mut in_order: Vec<(usize, Position)> = places.positions.iter().copied().enumerate().collect();
@@ -124,11 +124,11 @@ pub(super) mod tests {
     use super::*;
 
     /// Returns places with one name each. A place with an empty name is unknown.
-    pub(in super::super) fn named(names: &[&str]) -> (AddressTable, Names) {
+    pub(in super::super) fn named(names: &[&str]) -> (AddressTable, PlaceNames) {
         let positions =
             (0x1000..).take(names.len()).map(|offset| Position { file: Some(0), offset }).collect();
         let places = AddressTable { files: vec!["/bin/worker".to_owned()], positions };
-        let found = Names::new(&places, |position| {
+        let found = PlaceNames::new(&places, |position| {
             let name = names[usize::try_from(position.offset - 0x1000).unwrap()];
             let symbol = Symbol {
                 name: name.to_owned(),
@@ -149,7 +149,7 @@ pub(super) mod tests {
         assert_eq!(names.at(1)[0].name, "0x1001 worker");
         assert_eq!(names.at(2), []);
         places.positions.push(Position { file: None, offset: 0xab });
-        let names = Names::none(&places);
+        let names = PlaceNames::none(&places);
         assert_eq!(
             [0, 1, 2].map(|number| names.at(number)[0].name.as_str()),
             ["0x1000 worker", "0x1001 worker", "0xab"]
@@ -162,7 +162,7 @@ pub(super) mod tests {
         let positions = vec![position(1, 5), position(0, 9), position(1, 1)];
         let places = AddressTable { files: vec!["/a".to_owned(), "/b".to_owned()], positions };
         let mut asked = Vec::new();
-        let names = Names::new(&places, |position| {
+        let names = PlaceNames::new(&places, |position| {
             asked.push((position.file.unwrap(), position.offset));
             Vec::new()
         });

@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 /// Position of an instruction, independent of the load address of its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(super) struct Position {
-    /// Index into [`AddressTable::files`]. `None` for code outside files, whose `offset` is the address.
+    /// Index into [`AddressTable::files`]. `None` for code outside files, whose `offset` is the
+    /// address.
     pub(super) file: Option<u32>,
     /// Distance in bytes from the start of the file in memory.
     pub(super) offset: u64,
@@ -25,7 +26,7 @@ pub(super) struct AddressTable {
 
 /// Collected addresses, without duplicates and in order of insertion.
 #[derive(Debug, Default)]
-pub(super) struct Addresses(IndexSet<u64>);
+pub(super) struct AddressSet(IndexSet<u64>);
 
 /// The mapped code of a process.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -58,7 +59,7 @@ impl Position {
     }
 }
 
-impl Addresses {
+impl AddressSet {
     /// Returns the number of an address. Adds the address if it is new.
     pub(super) fn number(&mut self, address: u64) -> u32 {
         let (number, _) = self.0.insert_full(address);
@@ -167,7 +168,7 @@ mod tests {
     }
 
     fn places(maps: &Maps, addresses: &[u64]) -> AddressTable {
-        let mut numbered = Addresses::default();
+        let mut numbered = AddressSet::default();
         for address in addresses {
             numbered.number(*address);
         }
@@ -217,7 +218,7 @@ mod tests {
 
     #[test]
     fn equal_addresses_have_one_number() {
-        let mut addresses = Addresses::default();
+        let mut addresses = AddressSet::default();
         assert_eq!([7, 9, 7].map(|address| addresses.number(address)), [0, 1, 0]);
         assert_eq!(addresses.call_before(10), 1, "the call is before what it returns to");
         assert_eq!(addresses.call_before(0), 2);

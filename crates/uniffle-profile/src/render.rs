@@ -11,7 +11,7 @@ use inferno::flamegraph;
 use prost::Message;
 
 use super::Format;
-use super::job::{Job, Kind, Names, ProfileJob, Samples, Stack, Symbol};
+use super::job::{CountedStack, PlaceNames, ProfileJob, RenderJob, SampleUnit, Samples, Symbol};
 use super::maps::AddressTable;
 use super::tree;
 
@@ -25,7 +25,7 @@ const EMPTY_SVG: &str = concat!(
 ///
 /// # Errors
 /// If the flamegraph or the compression fails.
-pub(super) fn made(job: &Job, names: &Names) -> anyhow::Result<Vec<u8>> {
+pub(super) fn made(job: &RenderJob, names: &PlaceNames) -> anyhow::Result<Vec<u8>> {
     match &job.what {
         ProfileJob::Profile(samples, Format::Protobuf) => Ok(packed(&protobuf(samples, &job.places, names))?),
         ProfileJob::Profile(samples, Format::Svg) => svg(samples, names),
@@ -40,12 +40,12 @@ fn packed(profile: &Profile) -> io::Result<Vec<u8>> {
 }
 
 /// Renders a flamegraph, with a root per thread name if threads are known.
-fn svg(samples: &Samples, names: &Names) -> anyhow::Result<Vec<u8>> {
+fn svg(samples: &Samples, names: &PlaceNames) -> anyhow::Result<Vec<u8>> {
     if samples.stacks.is_empty() {
         return Ok(EMPTY_SVG.into());
     }
     let mut options = flamegraph::Options::default();
-    if let Kind::Heap = samples.kind {
+    if let SampleUnit::Heap = samples.kind {
         options.title = "inuse_space".to_owned();
         options.count_name = "bytes".to_owned();
     }
@@ -56,21 +56,21 @@ fn svg(samples: &Samples, names: &Names) -> anyhow::Result<Vec<u8>> {
 }
 
 /// Formats a stack as `thread;outermost;…;innermost found`.
-fn folded(stack: &Stack, names: &Names) -> String {
+fn folded(stack: &CountedStack, names: &PlaceNames) -> String {
     let frames = stack.frames.iter().rev().flat_map(|number| names.at(*number).iter().rev());
     let parts = stack.thread.as_deref().into_iter().chain(frames.map(|symbol| symbol.name.as_str()));
     let line = parts.collect::<Vec<_>>().join(";");
     format!("{line} {}", stack.found)
 }
 
-fn protobuf(samples: &Samples, places: &AddressTable, names: &Names) -> Profile {
+fn protobuf(samples: &Samples, places: &AddressTable, names: &PlaceNames) -> Profile {
     let mut tables = Tables { strings: IndexSet::from([String::new()]), ..Tables::default() };
     let (sample_type, period_type, period) = match samples.kind {
-        Kind::Cpu { period_nanos } => {
+        SampleUnit::Cpu { period_nanos } => {
             let cpu = tables.value_type("cpu", "nanoseconds");
             (vec![tables.value_type("samples", "count"), cpu], cpu, period_nanos)
         }
-        Kind::Heap => {
+        SampleUnit::Heap => {
             (vec![tables.value_type("inuse_space", "bytes")], tables.value_type("space", "bytes"), 0)
         }
     };
@@ -78,7 +78,7 @@ fn protobuf(samples: &Samples, places: &AddressTable, names: &Names) -> Profile 
     let mapping = (1..).zip(&places.files).map(|(id, path)| tables.mapping(id, path)).collect();
     let location = (0..).zip(&places.positions);
     let location = location
-        .map(|(number, position)| Location {
+        .map(|(number, position)| PprofLocation {
             id: u64::from(number) + 1,
             mapping_id: position.file.map_or(0, |file| u64::from(file) + 1),
             address: position.offset,
@@ -119,32 +119,34 @@ impl Tables {
         ValueType { kind: self.string(kind), unit: self.string(unit) }
     }
 
-    fn sample(&mut self, stack: &Stack, kind: Kind) -> Sample {
+    fn sample(&mut self, stack: &CountedStack, kind: SampleUnit) -> PprofSample {
         let label =
             stack.thread.iter().map(|name| Label { key: self.string("thread"), text: self.string(name) });
-        Sample {
+        PprofSample {
             label: label.collect(),
             location_id: stack.frames.iter().map(|number| u64::from(*number) + 1).collect(),
             value: match kind {
-                Kind::Cpu { period_nanos } => vec![stack.found, stack.found.saturating_mul(period_nanos)],
-                Kind::Heap => vec![stack.found],
+                SampleUnit::Cpu { period_nanos } => {
+                    vec![stack.found, stack.found.saturating_mul(period_nanos)]
+                }
+                SampleUnit::Heap => vec![stack.found],
             },
         }
     }
 
     /// Returns a mapping of the file at address 0, because addresses are offsets in the file.
-    fn mapping(&mut self, id: u64, path: &str) -> Mapping {
+    fn mapping(&mut self, id: u64, path: &str) -> PprofMapping {
         let filename = self.string(path);
-        Mapping { id, memory_limit: u64::MAX, filename, has_functions: true }
+        PprofMapping { id, memory_limit: u64::MAX, filename, has_functions: true }
     }
 
-    fn line(&mut self, symbol: &Symbol) -> Line {
+    fn line(&mut self, symbol: &Symbol) -> PprofLine {
         let (name, filename) = (self.string(&symbol.name), self.string(&symbol.file));
         let system_name = self.string(&symbol.system_name);
         let id = self.functions.len() as u64 + 1;
         let function =
             self.functions.entry((name, filename)).or_insert(Function { id, name, system_name, filename });
-        Line { function_id: function.id, line: symbol.line.into() }
+        PprofLine { function_id: function.id, line: symbol.line.into() }
     }
 }
 
@@ -153,11 +155,11 @@ struct Profile {
     #[prost(message, repeated, tag = "1")]
     sample_type: Vec<ValueType>,
     #[prost(message, repeated, tag = "2")]
-    sample: Vec<Sample>,
+    sample: Vec<PprofSample>,
     #[prost(message, repeated, tag = "3")]
-    mapping: Vec<Mapping>,
+    mapping: Vec<PprofMapping>,
     #[prost(message, repeated, tag = "4")]
-    location: Vec<Location>,
+    location: Vec<PprofLocation>,
     #[prost(message, repeated, tag = "5")]
     function: Vec<Function>,
     #[prost(string, repeated, tag = "6")]
@@ -181,7 +183,7 @@ struct ValueType {
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct Sample {
+struct PprofSample {
     #[prost(uint64, repeated, tag = "1")]
     location_id: Vec<u64>,
     #[prost(int64, repeated, tag = "2")]
@@ -199,7 +201,7 @@ struct Label {
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct Mapping {
+struct PprofMapping {
     #[prost(uint64, tag = "1")]
     id: u64,
     #[prost(uint64, tag = "3")]
@@ -211,7 +213,7 @@ struct Mapping {
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct Location {
+struct PprofLocation {
     #[prost(uint64, tag = "1")]
     id: u64,
     #[prost(uint64, tag = "2")]
@@ -219,11 +221,11 @@ struct Location {
     #[prost(uint64, tag = "3")]
     address: u64,
     #[prost(message, repeated, tag = "4")]
-    line: Vec<Line>,
+    line: Vec<PprofLine>,
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct Line {
+struct PprofLine {
     #[prost(uint64, tag = "1")]
     function_id: u64,
     #[prost(int64, tag = "2")]
@@ -250,10 +252,10 @@ mod tests {
     use super::super::job::tests::named;
     use super::*;
 
-    const CPU: Kind = Kind::Cpu { period_nanos: 10_000_000 };
+    const CPU: SampleUnit = SampleUnit::Cpu { period_nanos: 10_000_000 };
 
-    fn samples(kind: Kind, stacks: &[(Option<&str>, &[u32], i64)]) -> Samples {
-        let stack = |(thread, frames, found): &(Option<&str>, &[u32], i64)| Stack {
+    fn samples(kind: SampleUnit, stacks: &[(Option<&str>, &[u32], i64)]) -> Samples {
+        let stack = |(thread, frames, found): &(Option<&str>, &[u32], i64)| CountedStack {
             thread: thread.map(str::to_owned),
             frames: frames.to_vec(),
             found: *found,
@@ -265,8 +267,9 @@ mod tests {
         &profile.string_table[usize::try_from(index).unwrap()]
     }
 
-    fn functions<'a>(profile: &'a Profile, location: &Location) -> Vec<&'a str> {
-        let function = |line: &Line| profile.function.iter().find(|function| function.id == line.function_id);
+    fn functions<'a>(profile: &'a Profile, location: &PprofLocation) -> Vec<&'a str> {
+        let function =
+            |line: &PprofLine| profile.function.iter().find(|function| function.id == line.function_id);
         location.line.iter().map(|line| text(profile, function(line).unwrap().name)).collect()
     }
 
@@ -319,8 +322,8 @@ mod tests {
             line,
             column: 1,
         };
-        let names = Names::new(&places, |_| vec![symbol("inlined", 4), symbol("whole", 9)]);
-        let profile = protobuf(&samples(Kind::Heap, &[(None, &[0], 512)]), &places, &names);
+        let names = PlaceNames::new(&places, |_| vec![symbol("inlined", 4), symbol("whole", 9)]);
+        let profile = protobuf(&samples(SampleUnit::Heap, &[(None, &[0], 512)]), &places, &names);
         let [location] = &profile.location[..] else { panic!("{:?}", profile.location) };
         assert_eq!(functions(&profile, location), ["inlined", "whole"]);
         assert_eq!(location.line.iter().map(|line| line.line).collect::<Vec<_>>(), [4, 9]);
@@ -328,7 +331,10 @@ mod tests {
         assert_eq!(text(&profile, profile.mapping[0].filename), "/bin/worker");
         assert_eq!((profile.sample[0].value.as_slice(), profile.sample[0].label.len()), (&[512][..], 0));
         assert_eq!(text(&profile, profile.sample_type[0].kind), "inuse_space");
-        assert_eq!(folded(&samples(Kind::Heap, &[(None, &[0], 1)]).stacks[0], &names), "whole;inlined 1");
+        assert_eq!(
+            folded(&samples(SampleUnit::Heap, &[(None, &[0], 1)]).stacks[0], &names),
+            "whole;inlined 1"
+        );
     }
 
     #[test]
@@ -336,7 +342,7 @@ mod tests {
         let (places, names) = named(&["read"]);
         let stacks = samples(CPU, &[(Some("a"), &[0], 3)]);
         let profile = protobuf(&stacks, &places, &names);
-        let job = Job { places, what: ProfileJob::Profile(stacks, Format::Protobuf) };
+        let job = RenderJob { places, what: ProfileJob::Profile(stacks, Format::Protobuf) };
         let mut plain = Vec::new();
         let made = made(&job, &names).unwrap();
         flate2::read::GzDecoder::new(made.as_slice()).read_to_end(&mut plain).unwrap();

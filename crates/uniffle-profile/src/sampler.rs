@@ -25,7 +25,7 @@ pub(super) use pprof::UnresolvedReport;
 
 /// Reason why sampling failed.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Error {
+pub(super) enum SamplingError {
     /// The process is already being sampled.
     #[error("the process is already being sampled")]
     Busy,
@@ -37,7 +37,7 @@ pub(super) enum Error {
     Io(#[from] io::Error),
 }
 
-impl From<pprof::Error> for Error {
+impl From<pprof::Error> for SamplingError {
     fn from(error: pprof::Error) -> Self {
         match error {
             pprof::Error::Running => Self::Busy,
@@ -59,9 +59,9 @@ impl Sampling {
     /// Starts sampling `frequency` times per second of CPU time.
     ///
     /// # Errors
-    /// [`Error::Busy`] if the process is already being sampled; other variants if the profiler
+    /// [`SamplingError::Busy`] if the process is already being sampled; other variants if the profiler
     /// fails.
-    pub(super) fn start(frequency: u32) -> Result<Self, Error> {
+    pub(super) fn start(frequency: u32) -> Result<Self, SamplingError> {
         load_unwind_tables()?;
         begin(frequency).map(Self)
     }
@@ -70,19 +70,19 @@ impl Sampling {
     ///
     /// # Errors
     /// Fails if the profiler fails.
-    pub(super) fn report(&self) -> Result<UnresolvedReport, Error> {
+    pub(super) fn report(&self) -> Result<UnresolvedReport, SamplingError> {
         Ok(self.0.report().build_unresolved()?)
     }
 }
 
-fn begin(frequency: u32) -> Result<ProfilerGuard<'static>, Error> {
+fn begin(frequency: u32) -> Result<ProfilerGuard<'static>, SamplingError> {
     let frequency = c_int::try_from(frequency).unwrap_or(c_int::MAX);
     let begun = Builder::new().name("uniffle-profile".to_owned()).spawn(move || {
         // If this fails, the start needs more memory but works.
         let _ = deny_file_reads();
         ProfilerGuardBuilder::default().frequency(frequency).build()
     })?;
-    let panicked = |_| Err(Error::Io(io::Error::other("the profiler panicked during its start")));
+    let panicked = |_| Err(SamplingError::Io(io::Error::other("the profiler panicked during its start")));
     begun.join().map_or_else(panicked, |built| Ok(built?))
 }
 
@@ -99,7 +99,7 @@ fn deny_file_reads() -> Result<(), RulesetError> {
 /// Takes one sample, which loads the unwind tables. Loading allocates and reads files, which is not
 /// safe at an arbitrary instruction. This thread therefore raises the signal itself, before the
 /// timer does.
-fn load_unwind_tables() -> Result<(), Error> {
+fn load_unwind_tables() -> Result<(), SamplingError> {
     let warm_up = begin(1)?;
     let raised = raise(SIGPROF);
     drop(warm_up);

@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use rustix::process::{Signal, set_parent_process_death_signal, setpriority_process};
 
 use super::child::PROGRAM;
-use super::job::{Job, Names, Symbol};
+use super::job::{PlaceNames, RenderJob, Symbol};
 use super::maps::{AddressTable, Maps, Position};
 use super::{render, wire};
 
@@ -32,11 +32,11 @@ pub fn answer_on_stdin() -> anyhow::Result<()> {
 
 fn answer(question: &mut impl Read, answer: &mut impl Write) -> anyhow::Result<()> {
     let question = wire::read(question, wire::QUESTION, QUESTION_BYTES_MAX).context("no request on stdin")?;
-    let job: Job =
+    let job: RenderJob =
         postcard::from_bytes(&question).context("the request is from another version of the program")?;
     drop(question);
     let maps = Maps::of_this_process();
-    let names = Names::new(&job.places, |position| {
+    let names = PlaceNames::new(&job.places, |position| {
         maps.address(&job.places, position).map(symbols).unwrap_or_default()
     });
     let made = render::made(&job, &names)?;
@@ -88,8 +88,8 @@ fn symbols(address: u64) -> Vec<Symbol> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::job::{ProfileJob, Waiting, Waits};
-    use super::super::maps::Addresses;
+    use super::super::job::{ProfileJob, WaitingTasks, Waits};
+    use super::super::maps::AddressSet;
     use super::*;
 
     fn asked(question: &[u8]) -> Result<String, String> {
@@ -106,13 +106,13 @@ mod tests {
     }
 
     /// Resolves this function, and an address without a function.
-    fn job() -> Job {
-        let mut addresses = Addresses::default();
-        let here = u64::try_from(job as fn() -> Job as usize).unwrap();
+    fn job() -> RenderJob {
+        let mut addresses = AddressSet::default();
+        let here = u64::try_from(job as fn() -> RenderJob as usize).unwrap();
         let stacks = vec![vec![addresses.number(here)], vec![addresses.number(16)]];
-        let groups = vec![Waiting { name: "test".to_owned(), tasks: 1, stacks }];
+        let groups = vec![WaitingTasks { name: "test".to_owned(), tasks: 1, stacks }];
         let waits = Waits { summary: String::new(), groups, left_out: 0 };
-        Job { places: addresses.places(&Maps::of_this_process()), what: ProfileJob::Waits(waits) }
+        RenderJob { places: addresses.places(&Maps::of_this_process()), what: ProfileJob::Waits(waits) }
     }
 
     #[test]
@@ -125,8 +125,8 @@ mod tests {
     #[test]
     fn addresses_of_a_log_are_named() {
         let maps = Maps::of_this_process();
-        let mut addresses = Addresses::default();
-        addresses.number(u64::try_from(job as fn() -> Job as usize).unwrap());
+        let mut addresses = AddressSet::default();
+        addresses.number(u64::try_from(job as fn() -> RenderJob as usize).unwrap());
         let offset = addresses.places(&maps).positions[0].offset;
         let text = name_addresses(&format!(" {offset:#x}\n0x0 ")).unwrap();
         let lines: Vec<&str> = text.lines().collect();

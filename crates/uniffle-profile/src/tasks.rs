@@ -11,8 +11,8 @@ use tokio::task::Id;
 use tokio::time::Duration;
 
 use self::stacks::Stacks;
-use super::job::{Job, ProfileJob, Waiting, Waits};
-use super::maps::{Addresses, Maps};
+use super::job::{ProfileJob, RenderJob, WaitingTasks, Waits};
+use super::maps::{AddressSet, Maps};
 use super::{ExclusivePermit, ProfileError, child, in_background};
 use uniffle_base::clock::Instant;
 use uniffle_base::runtime::{RunningTask, Tasks};
@@ -55,12 +55,12 @@ pub async fn dump(
 }
 
 /// Renders the job with function names.
-fn named(job: &Job) -> Result<String, ProfileError> {
+fn named(job: &RenderJob) -> Result<String, ProfileError> {
     String::from_utf8(child::made(job)?).map_err(|error| ProfileError::Failed(error.to_string()))
 }
 
 /// The stacks of one task as return addresses, innermost first.
-type Stack = (Id, Vec<Vec<u64>>);
+type TaskStack = (Id, Vec<Vec<u64>>);
 
 #[cfg(all(tokio_unstable, target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod stacks {
@@ -68,7 +68,7 @@ mod stacks {
     use tokio::sync::oneshot;
     use uniffle_base::clock::timeout;
 
-    use super::{DEADLINE, ExclusivePermit, Stack, Tasks, addresses};
+    use super::{DEADLINE, ExclusivePermit, TaskStack, Tasks, addresses};
 
     /// Stacks of all tasks as addresses.
     pub(super) struct Stacks(Dump);
@@ -97,7 +97,7 @@ mod stacks {
     impl Stacks {
         /// Returns the stacks of each task. They are parsed from tokio's `Debug` output, because
         /// its other interface resolves names and reads debug information in this process.
-        pub(super) fn each(&self) -> impl Iterator<Item = Stack> {
+        pub(super) fn each(&self) -> impl Iterator<Item = TaskStack> {
             let tasks = self.0.tasks().iter();
             tasks.map(|task| (task.id(), addresses(&format!("{:?}", task.trace()))))
         }
@@ -106,7 +106,7 @@ mod stacks {
 
 #[cfg(not(all(tokio_unstable, target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
 mod stacks {
-    use super::{ExclusivePermit, Stack, Tasks};
+    use super::{ExclusivePermit, TaskStack, Tasks};
 
     /// Uninhabited: this build has no stacks.
     pub(super) enum Stacks {}
@@ -117,7 +117,7 @@ mod stacks {
     }
 
     impl Stacks {
-        pub(super) fn each(&self) -> impl Iterator<Item = Stack> {
+        pub(super) fn each(&self) -> impl Iterator<Item = TaskStack> {
             match *self {}
             #[expect(unreachable_code, reason = "the type of what never is")]
             std::iter::empty()
@@ -161,9 +161,9 @@ fn names(running: &[RunningTask], text: &mut String) {
 }
 
 /// Builds the job, with the places of most tasks first.
-fn job(summary: String, running: &[RunningTask], stacks: Stacks) -> Job {
+fn job(summary: String, running: &[RunningTask], stacks: Stacks) -> RenderJob {
     let names: HashMap<_, _> = running.iter().map(|task| (task.id, task.name)).collect();
-    let mut addresses = Addresses::default();
+    let mut addresses = AddressSet::default();
     let mut places: HashMap<WaitSite, u64> = HashMap::new();
     for (id, stacks) in stacks.each() {
         let name = names.get(&id).copied().unwrap_or("(unnamed task)");
@@ -177,10 +177,11 @@ fn job(summary: String, running: &[RunningTask], stacks: Stacks) -> Job {
     let mut places: Vec<_> = places.into_iter().collect();
     places.sort_unstable_by(|(a, x), (b, y)| y.cmp(x).then_with(|| a.cmp(b)));
     let left_out = places.iter().skip(PLACES_MAX).map(|(_, tasks)| tasks).sum();
-    let group = |((name, stacks), tasks): (WaitSite, u64)| Waiting { name: name.to_owned(), tasks, stacks };
+    let group =
+        |((name, stacks), tasks): (WaitSite, u64)| WaitingTasks { name: name.to_owned(), tasks, stacks };
     let groups = places.into_iter().take(PLACES_MAX).map(group).collect();
     let what = ProfileJob::Waits(Waits { summary, groups, left_out });
-    Job { places: addresses.places(&Maps::of_this_process()), what }
+    RenderJob { places: addresses.places(&Maps::of_this_process()), what }
 }
 
 #[cfg(test)]

@@ -4,10 +4,10 @@ use std::fmt::Write as _;
 
 use indexmap::IndexMap;
 
-use super::job::{Names, Symbol, Waiting, Waits};
+use super::job::{PlaceNames, Symbol, WaitingTasks, Waits};
 
 /// Returns the text for all groups.
-pub(super) fn text(waits: &Waits, names: &Names) -> String {
+pub(super) fn text(waits: &Waits, names: &PlaceNames) -> String {
     let mut text = waits.summary.clone();
     let mut places: IndexMap<(&str, Vec<Vec<String>>), u64> = IndexMap::new();
     for group in &waits.groups {
@@ -16,7 +16,7 @@ pub(super) fn text(waits: &Waits, names: &Names) -> String {
     places.sort_by(|_, some, _, others| others.cmp(some));
     for ((name, stacks), tasks) in places {
         let _ = writeln!(text, "\n{tasks} × {name}");
-        Calls::new(stacks).draw("", &mut text);
+        CallTree::new(stacks).draw("", &mut text);
     }
     if waits.left_out > 0 {
         let _ = writeln!(text, "\n{} more tasks, not shown", waits.left_out);
@@ -26,7 +26,7 @@ pub(super) fn text(waits: &Waits, names: &Names) -> String {
 
 /// Returns the stacks as lines, outermost call first. They are sorted, because the awaits of a
 /// `select!` have no fixed order and may have different addresses for the same lines.
-fn stacks(group: &Waiting, names: &Names) -> Vec<Vec<String>> {
+fn stacks(group: &WaitingTasks, names: &PlaceNames) -> Vec<Vec<String>> {
     let lines = |stack: &Vec<u32>| {
         stack.iter().rev().flat_map(|number| names.at(*number).iter().rev()).map(line).collect::<Vec<_>>()
     };
@@ -37,9 +37,9 @@ fn stacks(group: &Waiting, names: &Names) -> Vec<Vec<String>> {
 
 /// Tree of calls: each line with the calls made from there.
 #[derive(Debug, Default)]
-struct Calls(IndexMap<String, Calls>);
+struct CallTree(IndexMap<String, CallTree>);
 
-impl Calls {
+impl CallTree {
     fn new(stacks: Vec<Vec<String>>) -> Self {
         let mut roots = Self::default();
         for stack in stacks {
@@ -84,8 +84,8 @@ mod tests {
     #[test]
     fn stacks_with_common_prefix_form_one_tree() {
         let (_, names) = named(&["tokio::Sleep::poll", "a::Stop::poll", "a::wait::{{closure}}", ""]);
-        let group = |tasks, stacks| Waiting { name: "sleeper".to_owned(), tasks, stacks };
-        let other = Waiting { name: "accept".to_owned(), tasks: 2, stacks: vec![vec![1]] };
+        let group = |tasks, stacks| WaitingTasks { name: "sleeper".to_owned(), tasks, stacks };
+        let other = WaitingTasks { name: "accept".to_owned(), tasks: 2, stacks: vec![vec![1]] };
         let same = |first, second| vec![first, second, vec![3]];
         let (some, others) = (same(vec![0, 2], vec![1, 2]), same(vec![1, 2], vec![0, 2]));
         let waits = Waits {

@@ -3,14 +3,14 @@
 use std::io::{self, Read, Write};
 
 /// Mark of a question.
-pub(super) const QUESTION: Mark = *b"uffname?";
+pub(super) const QUESTION: MessageMagic = *b"uffname?";
 /// Mark of an answer.
-pub(super) const ANSWER: Mark = *b"uffname!";
+pub(super) const ANSWER: MessageMagic = *b"uffname!";
 
 /// Beginning of a message, which distinguishes it from other output.
-pub(super) type Mark = [u8; 8];
+pub(super) type MessageMagic = [u8; 8];
 
-pub(super) fn write(to: &mut impl Write, mark: Mark, message: &[u8]) -> io::Result<()> {
+pub(super) fn write(to: &mut impl Write, mark: MessageMagic, message: &[u8]) -> io::Result<()> {
     to.write_all(&mark)?;
     to.write_all(&(message.len() as u64).to_le_bytes())?;
     to.write_all(message)?;
@@ -21,7 +21,7 @@ pub(super) fn write(to: &mut impl Write, mark: Mark, message: &[u8]) -> io::Resu
 ///
 /// # Errors
 /// If the data is no such message, is too large, ends early, or is followed by more data.
-pub(super) fn read(from: &mut impl Read, mark: Mark, bytes_max: u64) -> io::Result<Vec<u8>> {
+pub(super) fn read(from: &mut impl Read, mark: MessageMagic, bytes_max: u64) -> io::Result<Vec<u8>> {
     let invalid = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
     let mut head = [0; 16];
     from.read_exact(&mut head)?;

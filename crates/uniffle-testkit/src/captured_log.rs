@@ -15,18 +15,18 @@ use tracing::subscriber::{DefaultGuard, NoSubscriber};
 /// Log lines of this thread while this exists.
 #[derive(Debug)]
 pub struct CapturedLog {
-    lines: Lines,
+    lines: CapturedLines,
     _second: Dispatch,
     _guard: DefaultGuard,
 }
 
 #[derive(Debug, Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>);
+struct CapturedLines(Arc<Mutex<Vec<u8>>>);
 
 impl CapturedLog {
     /// Starts capturing. Tasks of a current-thread runtime run on its thread and are included.
     pub fn of_this_thread() -> Self {
-        let lines = Lines::default();
+        let lines = CapturedLines::default();
         let writer = lines.clone();
         let subscriber =
             tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
@@ -41,7 +41,7 @@ impl CapturedLog {
     }
 }
 
-impl std::io::Write for Lines {
+impl std::io::Write for CapturedLines {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.0.lock().extend_from_slice(bytes);
         Ok(bytes.len())

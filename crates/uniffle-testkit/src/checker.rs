@@ -29,12 +29,12 @@ use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 use uniffle_worker::proto::StatusCode;
 
 use self::clients::{Clients, LAYOUT, PARTITIONS, WantedBlocks, read_patiently, shuffle};
-pub use self::clients::{Remote, RemoteRead};
-use self::history::{Blocks, History};
+pub use self::clients::{RemoteRead, RemoteReads};
+use self::history::{CheckedHistory, ShuffleBlocks};
 use crate::block_generator::BlockGenerator;
 use crate::clients::client_of;
 use crate::on_disk::{read_directory, stored_blocks};
-use crate::oracle::{self, Refusal, Verification, WorkerView, verify};
+use crate::oracle::{self, ShuffleVerification, WorkerRefusal, WorkerView, verify};
 use crate::say;
 use crate::worker::Worker;
 
@@ -55,7 +55,7 @@ pub fn run_of(rounds: u64) -> (u64, ChaCha8Rng) {
 
 /// End of a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum End {
+pub enum RoundEnd {
     Kill,
     Stop,
     Upgrade,
@@ -63,7 +63,7 @@ pub enum End {
     Nothing,
 }
 
-impl End {
+impl RoundEnd {
     /// Ends the process and starts the next one. Sets `killed` before a kill, and returns the
     /// blocks that a killed process left on its disks.
     fn bring_to(self, worker: &mut Worker, killed: &AtomicBool) -> Option<DiskBlocks> {
@@ -115,20 +115,20 @@ impl DiskBlocks {
 #[derive(Debug)]
 struct CheckedWorker<'a> {
     client: &'a ShuffleClient,
-    remote: Option<&'a dyn Remote>,
+    remote: Option<&'a dyn RemoteReads>,
     /// Blocks that a read may have to wait for if there are remote files.
-    expected: &'a Blocks,
+    expected: &'a ShuffleBlocks,
 }
 
-fn refusal(error: &ClientError) -> Refusal {
+fn refusal(error: &ClientError) -> WorkerRefusal {
     match error.status() {
-        Some(StatusCode::NoRegister) => Refusal::Unknown(error.to_string()),
-        _ => Refusal::Failed(error.to_string()),
+        Some(StatusCode::NoRegister) => WorkerRefusal::Unknown(error.to_string()),
+        _ => WorkerRefusal::Failed(error.to_string()),
     }
 }
 
 impl WorkerView for CheckedWorker<'_> {
-    async fn results(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeSet<BlockId>, Refusal> {
+    async fn results(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeSet<BlockId>, WorkerRefusal> {
         let results = self.client.results(key, &[PartitionId(partition)], Some(LAYOUT)).await;
         let results = results.map_err(|error| refusal(&error))?;
         Ok(results.iter().map(|id| BlockId(id.cast_signed())).collect())
@@ -139,7 +139,7 @@ impl WorkerView for CheckedWorker<'_> {
         key: &ShuffleKey,
         partition: i32,
         tasks: &Treemap,
-    ) -> Result<oracle::Blocks, Refusal> {
+    ) -> Result<oracle::Blocks, WorkerRefusal> {
         let wanted = |id: &BlockId| tasks.contains(LAYOUT.task_of(*id).0.cast_unsigned());
         let mut expected = self.expected.get(&partition).cloned().unwrap_or_default();
         expected.retain(|id, _| wanted(id));
@@ -163,11 +163,11 @@ struct Tally {
 pub struct Checker {
     /// Memory survives the process, so nothing may be lost.
     memory_is_kept: bool,
-    remote: Option<Arc<dyn Remote>>,
-    history: Arc<Mutex<History>>,
+    remote: Option<Arc<dyn RemoteReads>>,
+    history: Arc<Mutex<CheckedHistory>>,
     /// Shuffles of earlier rounds that had no loss.
     kept: Vec<i32>,
-    tallies: BTreeMap<End, Tally>,
+    tallies: BTreeMap<RoundEnd, Tally>,
 }
 
 impl Drop for Checker {
@@ -185,7 +185,7 @@ impl Drop for Checker {
 
 impl Checker {
     /// Creates a checker of a worker with remote files.
-    pub fn with_remote(remote: Arc<dyn Remote>) -> Self {
+    pub fn with_remote(remote: Arc<dyn RemoteReads>) -> Self {
         let mut checker = Self::default();
         checker.remote = Some(remote);
         checker
@@ -199,7 +199,7 @@ impl Checker {
     }
 
     /// Runs a round: shuffle `id` is written and read until its end. Then verifies everything.
-    pub async fn round(&mut self, id: i32, end: End, worker: &mut Worker, random: &mut ChaCha8Rng) {
+    pub async fn round(&mut self, id: i32, end: RoundEnd, worker: &mut Worker, random: &mut ChaCha8Rng) {
         let client = client_of(worker).await;
         let ranges: Vec<_> = (0..PARTITIONS).map(|partition| (partition, partition)).collect();
         let mut request = register_request(&shuffle(id), &ranges);
@@ -264,7 +264,7 @@ impl Checker {
         &self,
         client: &ShuffleClient,
         id: i32,
-        end: End,
+        end: RoundEnd,
         left: Option<&DiskBlocks>,
         tally: &mut Tally,
     ) -> u64 {
@@ -324,12 +324,12 @@ impl Checker {
             }
         }
         let mut nothing = Tally::default();
-        let lost = self.verify(client, id, End::Stop, None, &mut nothing).await;
+        let lost = self.verify(client, id, RoundEnd::Stop, None, &mut nothing).await;
         assert_eq!(lost, 0);
     }
 }
 
-fn assert_strict(findings: &Verification, what: &str) {
+fn assert_strict(findings: &ShuffleVerification, what: &str) {
     assert!(findings.violations.is_empty(), "{what}: {:?}", findings.violations);
     assert!(findings.results_refused.is_none(), "{what}: {:?}", findings.results_refused);
     let count = findings.withheld.len();

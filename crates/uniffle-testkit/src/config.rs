@@ -18,7 +18,7 @@ const ROOMY_DISKS: &[(&str, &str)] = &[("disk_high_watermark", "1.0"), ("disk_lo
 
 /// Settings of a test. Settings in `top` and `local` replace the defaults of the harness.
 #[derive(Debug, Clone, Copy)]
-pub struct Lines<'a> {
+pub struct ConfigLines<'a> {
     /// `store_type`.
     pub store_type: &'a str,
     /// `memory_store.capacity`.
@@ -33,13 +33,13 @@ pub struct Lines<'a> {
     pub tables: &'a str,
 }
 
-impl Default for Lines<'_> {
+impl Default for ConfigLines<'_> {
     fn default() -> Self {
         Self { store_type: "MEMORY_LOCALFILE", capacity: "32MiB", top: "", memory: "", local: "", tables: "" }
     }
 }
 
-impl Lines<'_> {
+impl ConfigLines<'_> {
     /// Returns the configuration of a worker with data in `data_paths`, whose names must be
     /// printable ASCII.
     pub fn text(&self, data_paths: &[impl AsRef<Path>]) -> String {
@@ -57,7 +57,7 @@ impl Lines<'_> {
     /// Returns the configuration of a worker in this process.
     pub fn own_text(&self, data_paths: &[impl AsRef<Path>]) -> String {
         let top = unless_set(OWN_LISTENERS, self.top) + self.top;
-        Lines { top: &top, ..*self }.text(data_paths)
+        ConfigLines { top: &top, ..*self }.text(data_paths)
     }
 
     /// Starts a worker in this process.

@@ -37,13 +37,13 @@ pub enum HeartbeatReply {
 pub struct CoordinatorDouble {
     pub address: SocketAddr,
     response: watch::Sender<HeartbeatReply>,
-    seen: watch::Receiver<Seen>,
+    seen: watch::Receiver<SeenHeartbeats>,
     tasks: Tasks,
 }
 
 /// Heartbeats received so far.
 #[derive(Debug, Default)]
-struct Seen {
+struct SeenHeartbeats {
     count: u64,
     last: Option<ShuffleServerHeartBeatRequest>,
 }
@@ -53,9 +53,9 @@ impl CoordinatorDouble {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
         let address = listener.local_addr().expect("bound");
         let (response, current) = watch::channel(response);
-        let (seen_by_rpc, seen) = watch::channel(Seen::default());
+        let (seen_by_rpc, seen) = watch::channel(SeenHeartbeats::default());
         let tasks = Tasks::new();
-        let service = CoordinatorServerServer::new(Rpc { response: current, seen: seen_by_rpc });
+        let service = CoordinatorServerServer::new(DoubleService { response: current, seen: seen_by_rpc });
         let stop = tasks.cancelled();
         tasks.spawn("coordinator double", async move {
             let server = Server::builder().add_service(service);
@@ -103,17 +103,17 @@ impl CoordinatorDouble {
     }
 }
 
-struct Rpc {
+struct DoubleService {
     response: watch::Receiver<HeartbeatReply>,
-    seen: watch::Sender<Seen>,
+    seen: watch::Sender<SeenHeartbeats>,
 }
 
-type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<Response<T>, Status>> + Send + 'a>>;
+type RpcFuture<'a, T> = Pin<Box<dyn Future<Output = Result<Response<T>, Status>> + Send + 'a>>;
 
 /// Expands to the methods that `async_trait` would create, all of which fail.
 macro_rules! unimplemented {
     ($($name:ident($request:ty) -> $response:ty;)*) => {$(
-        fn $name<'life0, 'async_trait>(&'life0 self, _: Request<$request>) -> Answer<'async_trait, $response>
+        fn $name<'life0, 'async_trait>(&'life0 self, _: Request<$request>) -> RpcFuture<'async_trait, $response>
         where
             'life0: 'async_trait,
             Self: 'async_trait,
@@ -123,11 +123,11 @@ macro_rules! unimplemented {
     )*};
 }
 
-impl CoordinatorServer for Rpc {
+impl CoordinatorServer for DoubleService {
     fn heartbeat<'life0, 'async_trait>(
         &'life0 self,
         request: Request<ShuffleServerHeartBeatRequest>,
-    ) -> Answer<'async_trait, proto::ShuffleServerHeartBeatResponse>
+    ) -> RpcFuture<'async_trait, proto::ShuffleServerHeartBeatResponse>
     where
         'life0: 'async_trait,
         Self: 'async_trait,

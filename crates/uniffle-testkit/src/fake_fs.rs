@@ -48,13 +48,13 @@ pub enum RemoteCall {
 }
 
 #[derive(Debug, Clone)]
-enum Node {
+enum FakeNode {
     Directory,
     File { bytes: Vec<u8>, open: bool },
 }
 
 #[derive(Debug)]
-struct Rule {
+struct FakeRule {
     call: RemoteCall,
     ending: String,
     fault: RemoteFault,
@@ -64,8 +64,8 @@ struct Rule {
 
 #[derive(Debug, Default)]
 struct State {
-    nodes: BTreeMap<String, Node>,
-    rules: VecDeque<Rule>,
+    nodes: BTreeMap<String, FakeNode>,
+    rules: VecDeque<FakeRule>,
     calls: Vec<(RemoteCall, String)>,
     released: bool,
 }
@@ -80,7 +80,7 @@ pub struct FakeFs {
 impl FakeFs {
     /// Injects `fault` into the next `times` calls (`None` = all) on paths that end in `ending`.
     pub fn add_fault(&self, call: RemoteCall, ending: &str, fault: RemoteFault, times: Option<u32>) {
-        self.state.lock().rules.push_back(Rule { call, ending: ending.to_owned(), fault, times });
+        self.state.lock().rules.push_back(FakeRule { call, ending: ending.to_owned(), fault, times });
     }
 
     /// Removes all faults and resumes hanging calls.
@@ -99,9 +99,9 @@ impl FakeFs {
     /// Returns all files with their bytes.
     pub fn files(&self) -> BTreeMap<String, Vec<u8>> {
         let state = self.state.lock();
-        let file = |(path, node): (&String, &Node)| match node {
-            Node::File { bytes, .. } => Some((path.clone(), bytes.clone())),
-            Node::Directory => None,
+        let file = |(path, node): (&String, &FakeNode)| match node {
+            FakeNode::File { bytes, .. } => Some((path.clone(), bytes.clone())),
+            FakeNode::Directory => None,
         };
         state.nodes.iter().filter_map(file).collect()
     }
@@ -179,9 +179,9 @@ impl State {
         for part in path.split('/').filter(|part| !part.is_empty()) {
             at = format!("{at}/{part}");
             match self.nodes.get(&at) {
-                Some(Node::File { .. }) => return Err(StoreError::new(StoreErrorKind::Exists, &at)),
-                Some(Node::Directory) => {}
-                None => drop(self.nodes.insert(at.clone(), Node::Directory)),
+                Some(FakeNode::File { .. }) => return Err(StoreError::new(StoreErrorKind::Exists, &at)),
+                Some(FakeNode::Directory) => {}
+                None => drop(self.nodes.insert(at.clone(), FakeNode::Directory)),
             }
         }
         Ok(())
@@ -193,7 +193,7 @@ impl State {
         data: &[Bytes],
         torn: Option<(usize, StoreErrorKind)>,
     ) -> Result<(), StoreError> {
-        let Some(Node::File { bytes, open }) = self.nodes.get_mut(path) else {
+        let Some(FakeNode::File { bytes, open }) = self.nodes.get_mut(path) else {
             return Err(StoreError::new(StoreErrorKind::NotFound, path));
         };
         if *open {
@@ -228,7 +228,7 @@ impl RemoteFs for FakeFs {
             if let Some((parent, _)) = path.rsplit_once('/') {
                 state.make_dirs(parent)?;
             }
-            state.nodes.insert(path.to_owned(), Node::File { bytes: Vec::new(), open: false });
+            state.nodes.insert(path.to_owned(), FakeNode::File { bytes: Vec::new(), open: false });
             state.write(path, &data, torn)
         })
     }
@@ -240,11 +240,11 @@ impl RemoteFs for FakeFs {
 
     fn recover(&self, path: &str) -> FsFuture<bool> {
         self.call(RemoteCall::Recover, path, |state, path| match state.nodes.get_mut(path) {
-            Some(Node::File { open, .. }) => {
+            Some(FakeNode::File { open, .. }) => {
                 *open = false;
                 Ok(true)
             }
-            Some(Node::Directory) | None => Err(StoreError::new(StoreErrorKind::NotFound, path)),
+            Some(FakeNode::Directory) | None => Err(StoreError::new(StoreErrorKind::NotFound, path)),
         })
     }
 
@@ -254,11 +254,11 @@ impl RemoteFs for FakeFs {
                 return Err(StoreError::new(StoreErrorKind::NotFound, path));
             }
             let prefix = format!("{}/", path.trim_end_matches('/'));
-            let entry = |(path, node): (&String, &Node)| {
+            let entry = |(path, node): (&String, &FakeNode)| {
                 let name = path.strip_prefix(&prefix).filter(|name| !name.contains('/'))?;
                 let (is_dir, length) = match node {
-                    Node::Directory => (true, 0),
-                    Node::File { bytes, .. } => (false, bytes.len() as u64),
+                    FakeNode::Directory => (true, 0),
+                    FakeNode::File { bytes, .. } => (false, bytes.len() as u64),
                 };
                 Some(RemoteEntry { name: name.to_owned(), is_dir, length })
             };
@@ -279,21 +279,21 @@ impl RemoteFs for FakeFs {
 
     fn read(&self, path: &str) -> FsFuture<Bytes> {
         self.call(RemoteCall::Read, path, |state, path| match state.nodes.get(path) {
-            Some(Node::File { bytes, .. }) => Ok(Bytes::from(bytes.clone())),
-            Some(Node::Directory) | None => Err(StoreError::new(StoreErrorKind::NotFound, path)),
+            Some(FakeNode::File { bytes, .. }) => Ok(Bytes::from(bytes.clone())),
+            Some(FakeNode::Directory) | None => Err(StoreError::new(StoreErrorKind::NotFound, path)),
         })
     }
 
     /// Reads nothing from a file that was not closed, like HDFS with an incomplete last block.
     fn read_range(&self, path: &str, offset: u64, length: usize) -> FsFuture<Bytes> {
         self.call(RemoteCall::Read, path, move |state, path| match state.nodes.get(path) {
-            Some(Node::File { open: true, .. }) => Ok(Bytes::new()),
-            Some(Node::File { bytes, open: false }) => {
+            Some(FakeNode::File { open: true, .. }) => Ok(Bytes::new()),
+            Some(FakeNode::File { bytes, open: false }) => {
                 let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
                 let end = start.saturating_add(length).min(bytes.len());
                 Ok(Bytes::copy_from_slice(&bytes[start..end]))
             }
-            Some(Node::Directory) | None => Err(StoreError::new(StoreErrorKind::NotFound, path)),
+            Some(FakeNode::Directory) | None => Err(StoreError::new(StoreErrorKind::NotFound, path)),
         })
     }
 }

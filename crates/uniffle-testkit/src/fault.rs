@@ -140,14 +140,14 @@ impl Rule {
 /// The rules of a [`FaultDisk`] and its hung operations. Clones share them.
 #[derive(Debug, Clone, Default)]
 pub struct Faults {
-    inner: Arc<Mutex<Inner>>,
+    inner: Arc<Mutex<FaultState>>,
 }
 
 #[derive(Default)]
-struct Inner {
+struct FaultState {
     rules: Vec<Rule>,
     hung: Vec<BoxFuture<'static, ()>>,
-    random: Option<Random>,
+    random: Option<SeededRandom>,
     injected: u64,
     read_only: bool,
     device: Option<Device>,
@@ -161,7 +161,7 @@ struct Device {
     free_at: Instant,
 }
 
-impl std::fmt::Debug for Inner {
+impl std::fmt::Debug for FaultState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Inner")
             .field("rules", &self.rules)
@@ -171,13 +171,13 @@ impl std::fmt::Debug for Inner {
 }
 
 /// A splitmix64 sequence, deterministic for a seed.
-struct Random {
+struct SeededRandom {
     state: u64,
     one_in: u64,
     faults: Vec<(Operation, Fault)>,
 }
 
-impl Random {
+impl SeededRandom {
     fn next(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.state;
@@ -205,7 +205,7 @@ impl Faults {
 
     /// From now on one in `one_in` calls of the given kinds fails, chosen by `seed`.
     pub fn seed(&self, seed: u64, one_in: u64, faults: Vec<(Operation, Fault)>) {
-        self.inner.lock().random = Some(Random { state: seed, one_in: one_in.max(1), faults });
+        self.inner.lock().random = Some(SeededRandom { state: seed, one_in: one_in.max(1), faults });
     }
 
     /// Removes all rules. Hanging operations stay hanging.

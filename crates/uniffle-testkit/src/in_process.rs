@@ -18,7 +18,7 @@ use uniffle_worker::service::{
     ReportRequest, RequireRequest, SendHeader, SendSession, Service, ServiceError,
 };
 
-use crate::oracle::{Blocks, Refusal, WorkerView};
+use crate::oracle::{Blocks, WorkerRefusal, WorkerView};
 
 /// Number of retries after NO_BUFFER.
 const NO_BUFFER_WAITS: u32 = 60;
@@ -30,7 +30,7 @@ const READ_ATTEMPTS: u32 = 4;
 const READ_BUFFER_BYTES: u32 = 14 << 20;
 
 /// Blocks by partition.
-pub type Batch = [(i32, Vec<Block>)];
+pub type PartitionBatch = [(i32, Vec<Block>)];
 
 /// A client of a service.
 #[derive(Debug, Clone)]
@@ -62,7 +62,7 @@ impl InProcess {
     ///
     /// # Errors
     /// Returns the service's error.
-    pub fn send(&self, key: &ShuffleKey, batch: &Batch) -> Result<(), ServiceError> {
+    pub fn send(&self, key: &ShuffleKey, batch: &PartitionBatch) -> Result<(), ServiceError> {
         let bytes: usize =
             batch.iter().flat_map(|(_, blocks)| blocks).map(|block| block.data.len() + 32).sum();
         let partitions: Vec<i32> = batch.iter().map(|(partition, _)| *partition).collect();
@@ -133,7 +133,7 @@ impl InProcess {
         let index = reads.read_index(&limits, target).await?;
         let (length, data_length) = (index.length, index.data_length);
         let records = read::decode_index(&collect(index.chunks, length).await?).map_err(malformed)?;
-        let wanted = |record: &read::IndexRecord| {
+        let wanted = |record: &read::RecordPosition| {
             let id = record.meta.block_id;
             let passes = tasks.contains(record.meta.task_attempt_id.0.cast_unsigned());
             id.0 != FILLER_BLOCK_ID && passes && !found.contains_key(&id)
@@ -216,15 +216,15 @@ fn malformed(error: read::Malformed) -> ServiceError {
     ServiceError::Malformed(error.to_string())
 }
 
-fn refusal(error: &ServiceError) -> Refusal {
+fn refusal(error: &ServiceError) -> WorkerRefusal {
     match error.status() {
-        StatusCode::NoRegister => Refusal::Unknown(error.to_string()),
-        _ => Refusal::Failed(error.to_string()),
+        StatusCode::NoRegister => WorkerRefusal::Unknown(error.to_string()),
+        _ => WorkerRefusal::Failed(error.to_string()),
     }
 }
 
 impl WorkerView for InProcess {
-    async fn results(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeSet<BlockId>, Refusal> {
+    async fn results(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeSet<BlockId>, WorkerRefusal> {
         let mut waits = 0;
         loop {
             match self.try_results(key, partition).await {
@@ -239,7 +239,7 @@ impl WorkerView for InProcess {
         }
     }
 
-    async fn read(&self, key: &ShuffleKey, partition: i32, tasks: &Treemap) -> Result<Blocks, Refusal> {
+    async fn read(&self, key: &ShuffleKey, partition: i32, tasks: &Treemap) -> Result<Blocks, WorkerRefusal> {
         let (mut waits, mut attempts) = (0, 1);
         loop {
             match self.try_read(key, partition, tasks).await {

@@ -1,13 +1,8 @@
 //! Test fixtures of the workspace, without expectations of their own. Every wait has a deadline.
 //!
-//! Disks with faults and power loss are in [`fault`] and [`memory_disk`], the service in this
-//! process in [`service`], configurations and a worker in this process in [`config`], and a real
-//! worker process in [`worker`] with its [`clients`] and [`metrics`]. Real clients and stores are
-//! in [`spark`], [`hdfs`] and [`s3`].
-//!
-//! Unit tests of the server's crate can only use the disks: this crate links the server as an
-//! external crate, so its types differ from those of a unit test. Tests that need a whole service
-//! belong into `tests/contract`.
+//! Unit tests of the server's crate can only use the disks ([`fault`], [`memory_disk`]): this crate
+//! links the server as an external crate, so its types differ from those of a unit test. Tests that
+//! need a whole service belong into `tests/contract`.
 
 #![allow(
     clippy::panic,

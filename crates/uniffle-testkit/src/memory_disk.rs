@@ -26,7 +26,7 @@ use uniffle_io::{
     Space, Vanished, WriteOpen, require_inside, too_short,
 };
 
-use self::tree::{Content, Stored, Tree, not_found};
+use self::tree::{FileContent, SharedContent, Tree, not_found};
 
 /// Size that a disk without a capacity reports.
 const UNLIMITED_BYTES: u64 = 1 << 40;
@@ -131,7 +131,7 @@ impl MemoryDisk {
         let mut tree = self.tree.lock();
         match content {
             Some(bytes) => {
-                let stored = Stored { durable: bytes.clone(), bytes, ..Stored::default() };
+                let stored = FileContent { durable: bytes.clone(), bytes, ..FileContent::default() };
                 tree.files.insert(path.to_path_buf(), Arc::new(Mutex::new(stored)));
             }
             None => tree.remove_below(path),
@@ -194,16 +194,16 @@ impl MemoryDisk {
         })
     }
 
-    fn file(&self, content: Content) -> Arc<dyn File> {
+    fn file(&self, content: SharedContent) -> Arc<dyn File> {
         Arc::new(MemoryFile { tree: Arc::clone(&self.tree), content, direct: false, expected: None })
     }
 
-    fn file_to_write(&self, path: PathBuf, how: WriteOpen, content: Content) -> Arc<dyn File> {
+    fn file_to_write(&self, path: PathBuf, how: WriteOpen, content: SharedContent) -> Arc<dyn File> {
         let stored = content.lock();
         let end = AtomicUsize::new(stored.bytes.len());
         let changes = (how.lane == Lane::Metadata).then(|| AtomicU64::new(stored.changes));
         drop(stored);
-        let expected = how.is_named.then(|| Arc::new(Expected { path, end, changes }));
+        let expected = how.is_named.then(|| Arc::new(ExpectedState { path, end, changes }));
         Arc::new(MemoryFile { tree: Arc::clone(&self.tree), content, direct: false, expected })
     }
 }
@@ -358,7 +358,7 @@ impl Disk for MemoryDisk {
         self.run(path, |tree, path| {
             tree.require_writable()?;
             let durable = content.clone();
-            *tree.create(path)?.lock() = Stored { bytes: content, durable, ..Stored::default() };
+            *tree.create(path)?.lock() = FileContent { bytes: content, durable, ..FileContent::default() };
             Ok(())
         })
     }
@@ -409,32 +409,32 @@ impl Disk for MemoryDisk {
 #[derive(Debug)]
 struct MemoryFile {
     tree: Arc<Mutex<Tree>>,
-    content: Content,
+    content: SharedContent,
     /// Reads the content of the device, which differs from the written content only after a failed
     /// sync.
     direct: bool,
     /// Path at which the file must exist, if it is open for writing.
-    expected: Option<Arc<Expected>>,
+    expected: Option<Arc<ExpectedState>>,
 }
 
 #[derive(Debug)]
-struct Expected {
+struct ExpectedState {
     path: PathBuf,
     end: AtomicUsize,
     /// Changes after the last own write, of a file of [`Lane::Metadata`].
     changes: Option<AtomicU64>,
 }
 
-impl Expected {
+impl ExpectedState {
     /// Records the state of the file after a write.
-    fn wrote(&self, content: &Content) {
+    fn wrote(&self, content: &SharedContent) {
         let stored = content.lock();
         self.end.fetch_max(stored.bytes.len(), Ordering::Relaxed);
         self.changes.iter().for_each(|changes| changes.store(stored.changes, Ordering::Relaxed));
     }
 
     /// Fails if the file is elsewhere or was changed.
-    fn require(&self, tree: &Tree, content: &Content) -> io::Result<()> {
+    fn require(&self, tree: &Tree, content: &SharedContent) -> io::Result<()> {
         if tree.lies_about_files {
             return Ok(());
         }
@@ -450,7 +450,7 @@ impl Expected {
 }
 
 /// Writes as much as the capacity allows.
-fn write(tree: &Tree, content: &Content, pieces: &[Bytes], offset: u64) -> io::Result<()> {
+fn write(tree: &Tree, content: &SharedContent, pieces: &[Bytes], offset: u64) -> io::Result<()> {
     tree.require_writable()?;
     let capacity = tree.capacity_bytes.unwrap_or(u64::MAX);
     let mut room = capacity.saturating_sub(tree.used_bytes());

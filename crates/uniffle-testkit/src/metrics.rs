@@ -12,11 +12,11 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// One response of `/metrics`.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
-    samples: Vec<Sample>,
+    samples: Vec<MetricSample>,
 }
 
 #[derive(Debug, Clone)]
-struct Sample {
+struct MetricSample {
     name: String,
     labels: String,
     value: f64,
@@ -30,7 +30,8 @@ impl Metrics {
 
     /// Parses metrics. Lines without a sample are skipped.
     pub fn parse(text: &str) -> Self {
-        let samples = text.lines().filter(|line| !line.starts_with('#')).filter_map(Sample::parse).collect();
+        let samples =
+            text.lines().filter(|line| !line.starts_with('#')).filter_map(MetricSample::parse).collect();
         Self { samples }
     }
 
@@ -65,14 +66,14 @@ impl Metrics {
         names
     }
 
-    fn sum(&self, wanted: impl Fn(&Sample) -> bool) -> Option<f64> {
+    fn sum(&self, wanted: impl Fn(&MetricSample) -> bool) -> Option<f64> {
         let mut found = self.samples.iter().filter(|sample| wanted(sample)).peekable();
         found.peek()?;
         Some(found.map(|sample| sample.value).sum())
     }
 }
 
-impl Sample {
+impl MetricSample {
     fn parse(line: &str) -> Option<Self> {
         let (series, value) = line.trim().rsplit_once(' ')?;
         let (name, labels) = match series.split_once('{') {

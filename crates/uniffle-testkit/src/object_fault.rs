@@ -70,7 +70,7 @@ pub enum Fault {
     Cut,
 }
 
-type Rule = Box<dyn FnMut(Call, &Path) -> Fault + Send>;
+type CallRule = Box<dyn FnMut(Call, &Path) -> Fault + Send>;
 
 /// The store. Clones share it.
 #[derive(Clone)]
@@ -78,7 +78,7 @@ pub struct FaultyObjects(Arc<State>);
 
 struct State {
     inner: InMemory,
-    rule: Mutex<Option<Rule>>,
+    rule: Mutex<Option<CallRule>>,
     gate: Semaphore,
     held: AtomicU64,
     open_uploads: AtomicU64,

@@ -18,7 +18,7 @@ use crate::worker::OWN_FILES;
 pub const CLAIM: &str = "uniffle-worker.claim";
 
 /// Contents of the files of one data directory, by relative path.
-pub type Files = BTreeMap<PathBuf, Vec<u8>>;
+pub type DirectoryFiles = BTreeMap<PathBuf, Vec<u8>>;
 
 /// A range of a file in a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,13 +29,13 @@ pub struct FileRange {
 }
 
 impl FileRange {
-    fn bytes<'a>(&self, directories: &'a [Files]) -> Option<&'a [u8]> {
+    fn bytes<'a>(&self, directories: &'a [DirectoryFiles]) -> Option<&'a [u8]> {
         directories.get(self.directory)?.get(&self.path)?.get(self.range.clone())
     }
 
     /// Returns true if both states have the same bytes in this range.
     #[must_use]
-    pub fn is_same(&self, before: &[Files], after: &[Files]) -> bool {
+    pub fn is_same(&self, before: &[DirectoryFiles], after: &[DirectoryFiles]) -> bool {
         self.bytes(before) == self.bytes(after)
     }
 }
@@ -54,14 +54,14 @@ pub struct StoredBlock {
 impl StoredBlock {
     /// Returns true if neither the block nor its index group differs between two states.
     #[must_use]
-    pub fn is_untouched(&self, before: &[Files], after: &[Files]) -> bool {
+    pub fn is_untouched(&self, before: &[DirectoryFiles], after: &[DirectoryFiles]) -> bool {
         self.group.is_same(before, after) && self.data.is_same(before, after)
     }
 }
 
 /// Returns all blocks in these directories.
 #[must_use]
-pub fn stored_blocks(directories: &[Files]) -> Vec<StoredBlock> {
+pub fn stored_blocks(directories: &[DirectoryFiles]) -> Vec<StoredBlock> {
     let mut all = Vec::new();
     for (directory, files) in directories.iter().enumerate() {
         for (path, content) in files {
@@ -104,14 +104,14 @@ fn index_of(path: &Path) -> Option<ShuffleKey> {
 }
 
 fn take_group(
-    directories: &[Files],
+    directories: &[DirectoryFiles],
     key: &ShuffleKey,
     group_place: &FileRange,
     group: &codec::IndexGroup,
     all: &mut Vec<StoredBlock>,
 ) {
     let owner = group.header.disk.to_string();
-    let is_owner = |files: &Files| {
+    let is_owner = |files: &DirectoryFiles| {
         let claim = files.get(Path::new(OWN_FILES[0])).map(|claim| String::from_utf8_lossy(claim));
         claim.is_some_and(|claim| claim.contains(&owner))
     };
@@ -143,8 +143,8 @@ fn take_group(
 ///
 /// # Errors
 /// Returns the error of the file system.
-pub fn read_directory(root: &Path) -> io::Result<Files> {
-    let mut files = Files::new();
+pub fn read_directory(root: &Path) -> io::Result<DirectoryFiles> {
+    let mut files = DirectoryFiles::new();
     let mut left = vec![root.to_path_buf()];
     while let Some(directory) = left.pop() {
         for entry in std::fs::read_dir(&directory)? {

@@ -4,7 +4,7 @@
 //! ([`WorkerView`]) for the results and for every block, with task filters that avoid the lost
 //! blocks, and lists all contradictions. A worker that serves nothing and reports everything as
 //! lost breaks no rule of the protocol. Therefore the caller says which blocks must be present, and
-//! each one that is not served is listed ([`Verification::withheld`]).
+//! each one that is not served is listed ([`ShuffleVerification::withheld`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -18,7 +18,7 @@ use uniffle_wire::types::{BlockId, ShuffleKey};
 pub type Blocks = BTreeMap<BlockId, Bytes>;
 
 /// Ids of a report, by partition.
-pub type Report = [(i32, Vec<BlockId>)];
+pub type ReportedIds = [(i32, Vec<BlockId>)];
 
 /// Blocks that clients of one registered shuffle sent, and the responses, by partition.
 #[derive(Debug, Clone, Default)]
@@ -42,14 +42,14 @@ impl ShuffleHistory {
     }
 
     /// Records a report that was sent.
-    pub fn tried(&mut self, report: &Report) {
+    pub fn tried(&mut self, report: &ReportedIds) {
         for (partition, ids) in report {
             self.partition(*partition).tried.extend(ids);
         }
     }
 
     /// Records a report that was acknowledged.
-    pub fn reported(&mut self, report: &Report) {
+    pub fn reported(&mut self, report: &ReportedIds) {
         self.tried(report);
         for (partition, ids) in report {
             self.partition(*partition).reported.extend(ids);
@@ -59,14 +59,14 @@ impl ShuffleHistory {
 
 /// Reason why a worker refuses a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Refusal {
+pub enum WorkerRefusal {
     /// The worker reports a loss, possibly missing data, or a failure.
     Failed(String),
     /// The worker does not know the application or the shuffle (NO_REGISTER).
     Unknown(String),
 }
 
-impl Refusal {
+impl WorkerRefusal {
     #[must_use]
     pub fn text(&self) -> &str {
         match self {
@@ -82,7 +82,7 @@ pub trait WorkerView {
         &self,
         key: &ShuffleKey,
         partition: i32,
-    ) -> impl Future<Output = Result<BTreeSet<BlockId>, Refusal>>;
+    ) -> impl Future<Output = Result<BTreeSet<BlockId>, WorkerRefusal>>;
 
     /// Reads the blocks of these task attempts through all tiers and verifies checksums.
     fn read(
@@ -90,7 +90,7 @@ pub trait WorkerView {
         key: &ShuffleKey,
         partition: i32,
         tasks: &Treemap,
-    ) -> impl Future<Output = Result<Blocks, Refusal>>;
+    ) -> impl Future<Output = Result<Blocks, WorkerRefusal>>;
 }
 
 /// Violations of the promises.
@@ -133,7 +133,7 @@ pub struct MissingBlock {
 
 /// Result of [`verify`] for one shuffle.
 #[derive(Debug, Default)]
-pub struct Verification {
+pub struct ShuffleVerification {
     pub violations: Vec<Violation>,
     /// Blocks that must be present but were not served.
     pub withheld: Vec<MissingBlock>,
@@ -144,10 +144,10 @@ pub struct Verification {
     /// Blocks that are reported as lost.
     pub lost: BTreeSet<(i32, BlockId)>,
     /// Reason why results are refused. A refusal concerns all partitions.
-    pub results_refused: Option<Refusal>,
+    pub results_refused: Option<WorkerRefusal>,
 }
 
-impl Verification {
+impl ShuffleVerification {
     fn violate(&mut self, kind: ViolationKind, place: String) {
         self.violations.push(Violation { kind, place });
     }
@@ -161,8 +161,8 @@ pub async fn verify(
     told: &ShuffleHistory,
     layout: IdLayout,
     should_be_there: impl Fn(i32, BlockId) -> bool,
-) -> Verification {
-    let mut findings = Verification::default();
+) -> ShuffleVerification {
+    let mut findings = ShuffleVerification::default();
     for (partition, told) in &told.partitions {
         let known = check_results(worker, key, *partition, told, &mut findings).await;
         let wanted = told.sent.keys().chain(known.iter().flatten());
@@ -204,7 +204,7 @@ async fn check_results(
     key: &ShuffleKey,
     partition: i32,
     told: &PartitionHistory,
-    findings: &mut Verification,
+    findings: &mut ShuffleVerification,
 ) -> Option<BTreeSet<BlockId>> {
     match worker.results(key, partition).await {
         Ok(known) => {
@@ -225,7 +225,7 @@ async fn check_results(
         }
         Err(refusal) => {
             let is_named =
-                matches!(refusal, Refusal::Unknown(_)) || refusal.text().contains(&key.to_string());
+                matches!(refusal, WorkerRefusal::Unknown(_)) || refusal.text().contains(&key.to_string());
             if !is_named {
                 let place = format!("results of {key}/{partition}: {}", refusal.text());
                 findings.violate(ViolationKind::UnnamedRefusal, place);
@@ -238,7 +238,7 @@ async fn check_results(
 
 /// Blocks that could be read, and the refused tasks with their texts.
 #[derive(Debug, Default)]
-struct PartialRead {
+struct SplitRead {
     blocks: Blocks,
     refused: BTreeMap<u64, String>,
 }
@@ -249,13 +249,13 @@ async fn read_around(
     key: &ShuffleKey,
     partition: i32,
     tasks: Treemap,
-) -> PartialRead {
-    let mut around = PartialRead::default();
+) -> SplitRead {
+    let mut around = SplitRead::default();
     let mut left: Vec<Vec<u64>> = vec![tasks.to_vec()];
     while let Some(some) = left.pop().filter(|some| !some.is_empty()) {
         match worker.read(key, partition, &Treemap::of(&some)).await {
             Ok(blocks) => around.blocks.extend(blocks),
-            Err(Refusal::Failed(_)) if some.len() > 1 => {
+            Err(WorkerRefusal::Failed(_)) if some.len() > 1 => {
                 let (first, second) = some.split_at(some.len() / 2);
                 left.extend([first.to_vec(), second.to_vec()]);
             }

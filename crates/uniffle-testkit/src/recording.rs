@@ -9,7 +9,7 @@ use prost::Message as _;
 
 use uniffle_client::block::Block;
 use uniffle_wire::DecodeError;
-use uniffle_wire::frame::{FRAME_BYTES_LIMIT, Fields, FrameHeader, FrameType, HEADER_BYTES};
+use uniffle_wire::frame::{FRAME_BYTES_LIMIT, FrameFields, FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::proto;
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
@@ -17,16 +17,16 @@ const MAGIC: &[u8] = b"uniffle session 1\n";
 
 /// All exchanges of one client.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Session {
+pub struct RecordedSession {
     /// One line of description: client, Spark, job, server.
     pub title: String,
     /// Exchanges in order of their begin.
-    pub exchanges: Vec<Exchange>,
+    pub exchanges: Vec<RecordedExchange>,
 }
 
 /// One request and its response.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Exchange {
+pub struct RecordedExchange {
     /// Time from the start of the recording to the complete request.
     pub began_us: u64,
     /// Time from the start of the recording to the complete response.
@@ -68,7 +68,7 @@ pub struct SentBlocks {
     pub partitions: Vec<(i32, Vec<Block>)>,
 }
 
-impl Session {
+impl RecordedSession {
     /// Encodes the session as a file.
     ///
     /// # Panics
@@ -110,7 +110,9 @@ impl Session {
         let title = take_text(&mut file)?;
         let count = take_u32(&mut file)?;
         let exchanges = (0..count)
-            .map(|number| Exchange::decode(&mut file).map_err(|error| format!("exchange {number}: {error}")))
+            .map(|number| {
+                RecordedExchange::decode(&mut file).map_err(|error| format!("exchange {number}: {error}"))
+            })
             .collect::<Result<_, _>>()?;
         if file.has_remaining() {
             return Err(format!("{} bytes follow the last exchange", file.remaining()));
@@ -119,7 +121,7 @@ impl Session {
     }
 }
 
-impl Exchange {
+impl RecordedExchange {
     /// Returns the blocks that the exchange sends, or `None` if it is not a send.
     ///
     /// # Errors
@@ -189,7 +191,7 @@ fn walk_send(
     message: &[u8],
     parts: &mut Vec<(i32, Vec<proto::ShuffleBlock>)>,
 ) -> Result<SentBlocks, DecodeError> {
-    let mut fields = Fields::new(message);
+    let mut fields = FrameFields::new(message);
     let _request_id = fields.i64()?;
     let (app, shuffle, ticket) = (fields.string("appId")?.to_owned(), fields.i32()?, fields.i64()?);
     for _ in 0..fields.i32()? {
@@ -204,7 +206,7 @@ fn walk_send(
     Ok(SentBlocks { app, shuffle, ticket, partitions: Vec::new() })
 }
 
-fn walk_block(fields: &mut Fields<'_>) -> Result<proto::ShuffleBlock, DecodeError> {
+fn walk_block(fields: &mut FrameFields<'_>) -> Result<proto::ShuffleBlock, DecodeError> {
     let _partition = fields.i32()?;
     let block_id = fields.i64()?;
     let (length, _shuffle) = (fields.i32()?, fields.i32()?);
@@ -252,7 +254,7 @@ mod tests {
 
     #[test]
     fn session_round_trips_and_truncation_is_an_error() {
-        let exchange = Exchange {
+        let exchange = RecordedExchange {
             began_us: 1,
             ended_us: u64::MAX,
             connection: 3,
@@ -260,13 +262,17 @@ mod tests {
             request: Bytes::from_static(b"request"),
             answer: Bytes::new(),
         };
-        let tcp = Exchange { plane: Plane::Tcp, ..exchange.clone() };
-        let session = Session { title: "title".to_owned(), exchanges: vec![exchange, tcp] };
+        let tcp = RecordedExchange { plane: Plane::Tcp, ..exchange.clone() };
+        let session = RecordedSession { title: "title".to_owned(), exchanges: vec![exchange, tcp] };
         let file = session.encode();
-        assert_eq!(Session::decode(file.clone()), Ok(session));
+        assert_eq!(RecordedSession::decode(file.clone()), Ok(session));
         for length in 0..file.len() {
-            assert!(Session::decode(file[..length].to_vec()).is_err(), "{length} of {} bytes", file.len());
+            assert!(
+                RecordedSession::decode(file[..length].to_vec()).is_err(),
+                "{length} of {} bytes",
+                file.len()
+            );
         }
-        assert!(Session::decode([file, vec![0]].concat()).is_err());
+        assert!(RecordedSession::decode([file, vec![0]].concat()).is_err());
     }
 }

@@ -20,7 +20,7 @@ const COMMAND_DEADLINE: Duration = Duration::from_secs(300);
 
 /// Kind of JVM. Each has its own flags and files, so that all can run concurrently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum JvmKind {
     /// Spark 3.5.
     Main,
     /// Spark 3.5 with the flag that a client of type GRPC_NETTY needs on JDK 9 and later
@@ -30,7 +30,7 @@ pub enum Kind {
     Spark33,
 }
 
-impl Kind {
+impl JvmKind {
     fn name(self) -> &'static str {
         match self {
             Self::Main => "main",
@@ -76,13 +76,13 @@ pub struct Jvm {
 
 impl Jvm {
     /// Builds the application if needed, and starts it.
-    pub fn start(kind: Kind) -> Self {
+    pub fn start(kind: JvmKind) -> Self {
         Self::start_as(kind, kind.name(), &[], &[])
     }
 
     /// Starts a JVM with its own name, so that several of a kind can run concurrently. `wrapper` is
     /// a command that executes the JVM, `flags` are additional flags.
-    pub fn start_as(kind: Kind, name: &str, wrapper: &[&str], flags: &[&str]) -> Self {
+    pub fn start_as(kind: JvmKind, name: &str, wrapper: &[&str], flags: &[&str]) -> Self {
         build(kind);
         let home = kind.home();
         let log = home.join(format!("{name}.log"));
@@ -174,7 +174,7 @@ impl Drop for Jvm {
 }
 
 /// Runs Maven if the sources have changed. The first run downloads 280 MB per Spark version.
-pub fn build(kind: Kind) {
+pub fn build(kind: JvmKind) {
     let version = format!("-Dspark.version={}", kind.spark_version());
     let output = format!("-Dscenarios.target={}", kind.home().display());
     maven::build(&Path::new(WORKSPACE).join("tests/spark"), &kind.home(), &[output, version]);

@@ -24,18 +24,18 @@ use uniffle_worker::store::{
 /// An in-memory tier.
 #[derive(Debug, Default)]
 pub struct ThirdTier {
-    shuffles: Mutex<HashMap<ShuffleKey, Arc<Shuffle>>>,
+    shuffles: Mutex<HashMap<ShuffleKey, Arc<MemoryShuffle>>>,
     synced_bytes: AtomicU64,
     /// Remote storage of the last registration.
     wanted: Mutex<Option<RemoteStorage>>,
-    on_forget: Mutex<Option<Hook>>,
+    on_forget: Mutex<Option<TestHook>>,
     complaint: Mutex<Option<&'static str>>,
 }
 
 /// A callback of a test.
-struct Hook(Box<dyn Fn() + Send>);
+struct TestHook(Box<dyn Fn() + Send>);
 
-impl fmt::Debug for Hook {
+impl fmt::Debug for TestHook {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Hook")
     }
@@ -43,20 +43,20 @@ impl fmt::Debug for Hook {
 
 /// One registration of a shuffle.
 #[derive(Debug, Default)]
-struct Shuffle {
+struct MemoryShuffle {
     /// `None` once the shuffle was deleted.
-    partitions: Mutex<Option<HashMap<PartitionId, Partition>>>,
+    partitions: Mutex<Option<HashMap<PartitionId, TierPartition>>>,
 }
 
 /// Data and index of a partition.
 #[derive(Debug, Default)]
-struct Partition {
+struct TierPartition {
     index: Vec<u8>,
     data: Vec<u8>,
     ids: Vec<BlockId>,
 }
 
-impl Partition {
+impl TierPartition {
     fn append(&mut self, extent: &ExtentWrite) {
         let mut offset = self.data.len() as u64;
         for block in &extent.blocks {
@@ -82,7 +82,7 @@ impl ThirdTier {
 
     /// Sets a callback that runs before shuffles are deleted, on the same thread.
     pub fn on_forget(&self, call: impl Fn() + Send + 'static) {
-        *self.on_forget.lock() = Some(Hook(Box::new(call)));
+        *self.on_forget.lock() = Some(TestHook(Box::new(call)));
     }
 
     /// Sets the reason why the tier does not work, or removes it.
@@ -90,7 +90,7 @@ impl ThirdTier {
         *self.complaint.lock() = complaint;
     }
 
-    fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
+    fn find(&self, key: &ShuffleKey) -> Result<Arc<MemoryShuffle>, StoreError> {
         let found = self.shuffles.lock().get(key).cloned();
         found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
     }
@@ -100,7 +100,7 @@ impl ThirdTier {
         &self,
         key: &ShuffleKey,
         partition: PartitionId,
-        take: impl FnOnce(&Partition) -> T,
+        take: impl FnOnce(&TierPartition) -> T,
     ) -> Result<T, StoreError> {
         let shuffle = self.find(key)?;
         let partitions = shuffle.partitions.lock();
@@ -108,7 +108,7 @@ impl ThirdTier {
     }
 }
 
-impl TierShuffle for Shuffle {
+impl TierShuffle for MemoryShuffle {
     fn is_accepting(&self) -> bool {
         true
     }
@@ -144,7 +144,7 @@ impl Tier for ThirdTier {
     fn prepare(self: Arc<Self>, wanted: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
         *self.wanted.lock() = wanted.cloned();
         let register = move |key: &ShuffleKey, _: &[(i32, i32)]| {
-            let create = || Arc::new(Shuffle { partitions: Mutex::new(Some(HashMap::new())) });
+            let create = || Arc::new(MemoryShuffle { partitions: Mutex::new(Some(HashMap::new())) });
             self.shuffles.lock().entry(key.clone()).or_insert_with(create);
         };
         Ok(Some(Box::new(register)))
@@ -160,7 +160,8 @@ impl Tier for ThirdTier {
         partition: PartitionId,
         visit: &'a mut (dyn FnMut(u64) + Send),
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        let visited = |partition: &Partition| partition.ids.iter().for_each(|id| visit(id.0.unsigned_abs()));
+        let visited =
+            |partition: &TierPartition| partition.ids.iter().for_each(|id| visit(id.0.unsigned_abs()));
         ready(self.look(key, partition, visited)).boxed()
     }
 
@@ -181,7 +182,7 @@ impl Tier for ThirdTier {
     }
 
     fn forget(self: Arc<Self>, _: &AppId, keys: &[ShuffleKey], _: Purge) -> Option<BoxFuture<'static, ()>> {
-        if let Some(Hook(on_forget)) = &*self.on_forget.lock() {
+        if let Some(TestHook(on_forget)) = &*self.on_forget.lock() {
             on_forget();
         }
         for key in keys {
@@ -218,7 +219,7 @@ impl ServedTier for ThirdTier {
         Ok(ServedIndex {
             length,
             data_length,
-            chunks: Box::new(Chunks { bytes: index.into(), whole: RECORD_BYTES }),
+            chunks: Box::new(UnitChunks { bytes: index.into(), whole: RECORD_BYTES }),
         })
     }
 
@@ -233,19 +234,19 @@ impl ServedTier for ThirdTier {
         let start = usize::try_from(offset).map_err(|_| invalid())?;
         let end = start.checked_add(length as usize).filter(|_| length > 0).ok_or_else(invalid)?;
         let bytes = self.look(key, partition, |it| it.data.get(start..end).map(Bytes::copy_from_slice))?;
-        let chunks = Chunks { bytes: bytes.ok_or_else(invalid)?, whole: 1 };
+        let chunks = UnitChunks { bytes: bytes.ok_or_else(invalid)?, whole: 1 };
         Ok(ServedData { has_hole: false, chunks: Box::new(chunks) })
     }
 }
 
 /// Serves bytes in chunks of whole units.
 #[derive(Debug)]
-struct Chunks {
+struct UnitChunks {
     bytes: Bytes,
     whole: usize,
 }
 
-impl ChunkRead for Chunks {
+impl ChunkRead for UnitChunks {
     fn next_chunk<'a>(
         &'a mut self,
         buffers: &'a dyn ReadBuffers,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::config::{Lines, unless_set};
+use crate::config::{ConfigLines, unless_set};
 use crate::metrics::{self, Metrics};
 use crate::ports::free_port;
 use crate::tools::binary;
@@ -551,7 +551,7 @@ fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Ports) -> String {
     let ports = unless_set(&[("grpc_port", &grpc), ("http_port", &http), ("urpc_port", &urpc)], setup.top);
     let top =
         format!("{ports}heartbeat_interval_seconds = 1\ncoordinator_quorum = {quorum:?}\n{}", setup.top);
-    let lines = Lines {
+    let lines = ConfigLines {
         store_type: setup.store_type,
         capacity: setup.capacity,
         top: &top,

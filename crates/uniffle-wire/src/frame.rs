@@ -1,7 +1,7 @@
 //! Frames of the raw TCP protocol (client type `GRPC_NETTY`, docs/protocol.md §7.2–§7.3) and their
 //! primitive fields.
 //!
-//! The messages themselves are in `request`, `reply` and `send_frame`. [`Fields`] reads from a
+//! The messages themselves are in `request`, `reply` and `send_frame`. [`FrameFields`] reads from a
 //! whole message and never past its end. It allocates nothing: lengths and counts from the wire are
 //! only compared.
 
@@ -165,12 +165,12 @@ impl FrameHeader {
 
 /// Reads the fields of one whole message in order.
 #[derive(Debug, Clone)]
-pub struct Fields<'a> {
+pub struct FrameFields<'a> {
     bytes: &'a [u8],
     at: usize,
 }
 
-impl<'a> Fields<'a> {
+impl<'a> FrameFields<'a> {
     /// Starts at the first byte of `message`.
     pub fn new(message: &'a [u8]) -> Self {
         Self { bytes: message, at: 0 }
@@ -342,15 +342,15 @@ mod tests {
     fn fields_never_read_past_the_end() {
         let message = [0, 0, 0, 5, b'a', b'b'];
         assert!(matches!(
-            Fields::new(&message).string("x"),
+            FrameFields::new(&message).string("x"),
             Err(DecodeError::TooLarge { len: 5, max: 2, .. })
         ));
-        assert_eq!(Fields::new(&message).i64(), Err(DecodeError::Incomplete));
-        assert_eq!(Fields::new(&[0xff; 4]).bytes("x"), Ok(None));
-        assert!(Fields::new(&[0xff; 4]).string("x").is_err());
-        assert!(Fields::new(&[0, 0, 0, 1, 0xff]).string("x").is_err());
-        assert!(Fields::new(&[0x7f, 0xff, 0xff, 0xff, 1]).count("x", 1).is_err());
-        assert!(Fields::new(&[0xff; 4]).count("x", 1).is_err());
-        assert!(Fields::new(&[1]).finish().is_err());
+        assert_eq!(FrameFields::new(&message).i64(), Err(DecodeError::Incomplete));
+        assert_eq!(FrameFields::new(&[0xff; 4]).bytes("x"), Ok(None));
+        assert!(FrameFields::new(&[0xff; 4]).string("x").is_err());
+        assert!(FrameFields::new(&[0, 0, 0, 1, 0xff]).string("x").is_err());
+        assert!(FrameFields::new(&[0x7f, 0xff, 0xff, 0xff, 1]).count("x", 1).is_err());
+        assert!(FrameFields::new(&[0xff; 4]).count("x", 1).is_err());
+        assert!(FrameFields::new(&[1]).finish().is_err());
     }
 }

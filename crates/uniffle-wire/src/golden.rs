@@ -8,7 +8,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use proptest::prelude::*;
 
 use super::frame::{FRAME_BYTES_LIMIT, FrameHeader, FrameType, HEADER_BYTES};
-use super::reply::{Answer, Reply, ReplyFields, ReplyPrefix, encode_head};
+use super::reply::{Reply, ReplyAnswer, ReplyFields, ReplyPrefix, encode_head};
 use super::request::{BlockServer, ReadRequest, SendBlock, SendRequest};
 use super::send_frame::SendWalker;
 use super::{BlockHeader, BlockSink, DecodeError, SendHeader};
@@ -230,16 +230,16 @@ fn golden_replies_decode_and_encode_byte_equal() {
         assert_eq!(reply.request_id, 7);
         let meta: Vec<BlockMeta>;
         let fields = match &reply.answer {
-            Answer::Rpc => ReplyFields::Rpc,
-            Answer::LocalIndex { data_length, storage_ids: None } => {
+            ReplyAnswer::Rpc => ReplyFields::Rpc,
+            ReplyAnswer::LocalIndex { data_length, storage_ids: None } => {
                 ReplyFields::LocalIndex { data_length: *data_length }
             }
-            Answer::LocalIndex { data_length, storage_ids: Some(ids) } => {
+            ReplyAnswer::LocalIndex { data_length, storage_ids: Some(ids) } => {
                 ReplyFields::LocalIndexV2 { data_length: *data_length, storage_ids: ids }
             }
-            Answer::LocalData => ReplyFields::LocalData,
-            Answer::Memory(segments) => {
-                let to_meta = |segment: &super::reply::Segment| BlockMeta {
+            ReplyAnswer::LocalData => ReplyFields::LocalData,
+            ReplyAnswer::Memory(segments) => {
+                let to_meta = |segment: &super::reply::ReplySegment| BlockMeta {
                     block_id: BlockId(segment.block_id),
                     task_attempt_id: TaskAttemptId(segment.task_attempt_id),
                     length: u32::try_from(segment.length).unwrap(),
@@ -249,8 +249,8 @@ fn golden_replies_decode_and_encode_byte_equal() {
                 meta = segments.iter().map(to_meta).collect();
                 ReplyFields::Memory(&meta)
             }
-            Answer::MemoryV2 { .. } => unreachable!("the worker does not send it"),
-            Answer::Sorted { next_block_id, state } => {
+            ReplyAnswer::MemoryV2 { .. } => unreachable!("the worker does not send it"),
+            ReplyAnswer::Sorted { next_block_id, state } => {
                 ReplyFields::Sorted { next_block_id: *next_block_id, state: *state }
             }
         };

@@ -8,7 +8,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 
 use super::DecodeError;
 use super::frame::{
-    FRAME_BYTES_LIMIT, Fields, FrameHeader, FrameType, HEADER_BYTES, put_string, wire_length,
+    FRAME_BYTES_LIMIT, FrameFields, FrameHeader, FrameType, HEADER_BYTES, put_string, wire_length,
 };
 use crate::types::BlockMeta;
 
@@ -140,7 +140,7 @@ fn encode_segments(blocks: &[BlockMeta], out: &mut BytesMut) {
 
 /// A block of a memory reply, as the client decodes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Segment {
+pub struct ReplySegment {
     /// Block id.
     pub block_id: i64,
     /// Offset in the body.
@@ -165,14 +165,14 @@ pub struct Reply {
     /// Text of the status.
     pub message: String,
     /// Fields that depend on the frame type.
-    pub answer: Answer,
+    pub answer: ReplyAnswer,
     /// Payload.
     pub body: Bytes,
 }
 
 /// Fields that a frame type adds to a [`Reply`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Answer {
+pub enum ReplyAnswer {
     /// Type 0.
     Rpc,
     /// Types 14 and 23.
@@ -185,11 +185,11 @@ pub enum Answer {
     /// Type 15.
     LocalData,
     /// Type 16.
-    Memory(Vec<Segment>),
+    Memory(Vec<ReplySegment>),
     /// Type 26.
     MemoryV2 {
         /// Segments as in type 16.
-        segments: Vec<Segment>,
+        segments: Vec<ReplySegment>,
         /// True if no data follows.
         is_end: bool,
     },
@@ -208,27 +208,29 @@ impl Reply {
     /// # Errors
     /// Fails if the message is not exactly one reply of that type, or if `kind` is no reply.
     pub fn decode(kind: FrameType, message: &[u8], body: Bytes) -> Result<Self, DecodeError> {
-        let mut fields = Fields::new(message);
+        let mut fields = FrameFields::new(message);
         let (request_id, status) = (fields.i64()?, fields.i32()?);
         let text = fields.string("retMessage")?.to_owned();
         let answer = match kind {
-            FrameType::RpcReply => Answer::Rpc,
+            FrameType::RpcReply => ReplyAnswer::Rpc,
             FrameType::LocalIndexReply => {
-                Answer::LocalIndex { data_length: fields.i64()?, storage_ids: None }
+                ReplyAnswer::LocalIndex { data_length: fields.i64()?, storage_ids: None }
             }
             FrameType::LocalIndexV2Reply => {
                 let data_length = fields.i64()?;
                 let count = fields.count("storage id count", 4)?;
                 let ids = (0..count).map(|_| fields.i32()).collect::<Result<_, _>>()?;
-                Answer::LocalIndex { data_length, storage_ids: Some(ids) }
+                ReplyAnswer::LocalIndex { data_length, storage_ids: Some(ids) }
             }
-            FrameType::LocalDataReply => Answer::LocalData,
-            FrameType::MemoryReply => Answer::Memory(Segment::decode_all(&mut fields)?),
-            FrameType::MemoryV2Reply => Answer::MemoryV2 {
-                segments: Segment::decode_all(&mut fields)?,
+            FrameType::LocalDataReply => ReplyAnswer::LocalData,
+            FrameType::MemoryReply => ReplyAnswer::Memory(ReplySegment::decode_all(&mut fields)?),
+            FrameType::MemoryV2Reply => ReplyAnswer::MemoryV2 {
+                segments: ReplySegment::decode_all(&mut fields)?,
                 is_end: fields.take(1)? == [1],
             },
-            FrameType::SortedReply => Answer::Sorted { next_block_id: fields.i64()?, state: fields.i32()? },
+            FrameType::SortedReply => {
+                ReplyAnswer::Sorted { next_block_id: fields.i64()?, state: fields.i32()? }
+            }
             FrameType::Send
             | FrameType::LocalIndex
             | FrameType::LocalData
@@ -242,13 +244,13 @@ impl Reply {
     }
 }
 
-impl Segment {
-    fn decode_all(fields: &mut Fields<'_>) -> Result<Vec<Self>, DecodeError> {
+impl ReplySegment {
+    fn decode_all(fields: &mut FrameFields<'_>) -> Result<Vec<Self>, DecodeError> {
         let count = fields.count("segment count", SEGMENT_BYTES)?;
         (0..count).map(|_| Self::decode(fields)).collect()
     }
 
-    fn decode(fields: &mut Fields<'_>) -> Result<Self, DecodeError> {
+    fn decode(fields: &mut FrameFields<'_>) -> Result<Self, DecodeError> {
         Ok(Self {
             block_id: fields.i64()?,
             offset: fields.i32()?,
@@ -286,7 +288,7 @@ mod tests {
         encode_segments(&[], &mut message);
         message.put_u8(1);
         let reply = Reply::decode(FrameType::MemoryV2Reply, &message, Bytes::new()).unwrap();
-        assert_eq!(reply.answer, Answer::MemoryV2 { segments: Vec::new(), is_end: true });
+        assert_eq!(reply.answer, ReplyAnswer::MemoryV2 { segments: Vec::new(), is_end: true });
         assert!(Reply::decode(FrameType::MemoryV2Reply, &message[..20], Bytes::new()).is_err());
     }
 

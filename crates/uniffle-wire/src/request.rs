@@ -7,7 +7,7 @@
 use bytes::{BufMut, Bytes, BytesMut};
 
 use super::DecodeError;
-use super::frame::{Fields, FrameHeader, FrameType, HEADER_BYTES, put_string, wire_length};
+use super::frame::{FrameFields, FrameHeader, FrameType, HEADER_BYTES, put_string, wire_length};
 
 /// Length of one read-ahead hint of a [`FrameType::LocalDataV3`].
 const HINT_BYTES: usize = 16;
@@ -27,7 +27,7 @@ pub enum ReadRequest<'a> {
 
 /// Partition to read, at the start of every read request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Target<'a> {
+pub struct PartitionTarget<'a> {
     /// Chosen by the client. Not unique: retries reuse it.
     pub request_id: i64,
     /// Application id, not validated.
@@ -51,7 +51,7 @@ pub struct Placement {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocalIndexRequest<'a> {
     /// Partition to read.
-    pub target: Target<'a>,
+    pub target: PartitionTarget<'a>,
     /// Used by Java only.
     pub placement: Placement,
 }
@@ -60,7 +60,7 @@ pub struct LocalIndexRequest<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocalDataRequest<'a> {
     /// Partition to read.
-    pub target: Target<'a>,
+    pub target: PartitionTarget<'a>,
     /// Used by Java only.
     pub placement: Placement,
     /// Offset of the first byte.
@@ -98,7 +98,7 @@ pub enum LocalDataVersion<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryRequest<'a> {
     /// Partition to read.
-    pub target: Target<'a>,
+    pub target: PartitionTarget<'a>,
     /// Cursor: last block received, −1 at the start.
     pub last_block_id: i64,
     /// Number of bytes after which the response ends.
@@ -113,7 +113,7 @@ pub struct MemoryRequest<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SortedRequest<'a> {
     /// Partition to read.
-    pub target: Target<'a>,
+    pub target: PartitionTarget<'a>,
     /// Cursor.
     pub block_id: i64,
     /// Number of bytes wanted.
@@ -133,8 +133,8 @@ impl<'a> ReadRequest<'a> {
     /// # Errors
     /// Fails if the message is not exactly one request of that type, or if `kind` is no read.
     pub fn decode(kind: FrameType, message: &'a [u8]) -> Result<Self, DecodeError> {
-        let mut fields = Fields::new(message);
-        let target = Target::decode(&mut fields)?;
+        let mut fields = FrameFields::new(message);
+        let target = PartitionTarget::decode(&mut fields)?;
         let request = match kind {
             FrameType::LocalIndex => {
                 Self::LocalIndex(LocalIndexRequest { target, placement: Placement::decode(&mut fields)? })
@@ -169,7 +169,7 @@ impl<'a> ReadRequest<'a> {
     }
 
     /// Returns the partition to read.
-    pub fn target(&self) -> &Target<'a> {
+    pub fn target(&self) -> &PartitionTarget<'a> {
         match self {
             Self::LocalIndex(request) => &request.target,
             Self::LocalData(request) => &request.target,
@@ -216,8 +216,8 @@ impl<'a> ReadRequest<'a> {
     }
 }
 
-impl<'a> Target<'a> {
-    fn decode(fields: &mut Fields<'a>) -> Result<Self, DecodeError> {
+impl<'a> PartitionTarget<'a> {
+    fn decode(fields: &mut FrameFields<'a>) -> Result<Self, DecodeError> {
         Ok(Self {
             request_id: fields.i64()?,
             app: fields.string("appId")?,
@@ -235,7 +235,7 @@ impl<'a> Target<'a> {
 }
 
 impl Placement {
-    fn decode(fields: &mut Fields<'_>) -> Result<Self, DecodeError> {
+    fn decode(fields: &mut FrameFields<'_>) -> Result<Self, DecodeError> {
         Ok(Self { partitions_per_range: fields.i32()?, partitions: fields.i32()? })
     }
 
@@ -257,7 +257,11 @@ impl<'a> LocalDataRequest<'a> {
         hints.iter().map(move |hint| (number(hint), number(&hint[HINT_BYTES / 2..])))
     }
 
-    fn decode(kind: FrameType, target: Target<'a>, fields: &mut Fields<'a>) -> Result<Self, DecodeError> {
+    fn decode(
+        kind: FrameType,
+        target: PartitionTarget<'a>,
+        fields: &mut FrameFields<'a>,
+    ) -> Result<Self, DecodeError> {
         let placement = Placement::decode(fields)?;
         let (offset, length, timestamp_ms) = (fields.i64()?, fields.i32()?, fields.i64()?);
         let version = match kind {

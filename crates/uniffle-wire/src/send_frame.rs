@@ -250,7 +250,7 @@ impl SendWalker {
     }
 
     fn on_start<S: BlockSink>(&mut self, group: &[u8; START_BYTES], _: &mut S) -> Result<(), S::Error> {
-        let mut group = Group(group);
+        let mut group = IntegerGroup(group);
         self.request_id = Some(group.i64());
         let raw = group.i32();
         let length = u32::try_from(raw).map_err(|_| self.malformed("appId is null"))?;
@@ -268,7 +268,7 @@ impl SendWalker {
         group: &[u8; HEADER_REST_BYTES],
         sink: &mut S,
     ) -> Result<(), S::Error> {
-        let mut group = Group(group);
+        let mut group = IntegerGroup(group);
         let (shuffle, ticket, partitions) = (group.i32(), group.i64(), group.i32());
         let app = std::str::from_utf8(&self.app).map_err(|_| self.malformed("appId is not UTF-8"))?;
         self.partitions_left =
@@ -288,7 +288,7 @@ impl SendWalker {
         group: &[u8; PARTITION_BYTES],
         sink: &mut S,
     ) -> Result<(), S::Error> {
-        let mut group = Group(group);
+        let mut group = IntegerGroup(group);
         self.partition = group.i32();
         self.partitions_left -= 1;
         self.blocks_left =
@@ -311,7 +311,7 @@ impl SendWalker {
         group: &[u8; BLOCK_HEAD_BYTES],
         sink: &mut S,
     ) -> Result<(), S::Error> {
-        let mut group = Group(group);
+        let mut group = IntegerGroup(group);
         let partition = group.i32();
         let block_id = group.i64();
         let length = group.i32();
@@ -385,7 +385,7 @@ impl SendWalker {
         group: &[u8; BLOCK_TAIL_BYTES],
         sink: &mut S,
     ) -> Result<(), S::Error> {
-        self.block.uncompressed_length = Group(group).i32();
+        self.block.uncompressed_length = IntegerGroup(group).i32();
         sink.end_block(self.block)?;
         self.next_block();
         Ok(())
@@ -412,9 +412,9 @@ fn prefix(wanted: u32, chunk: &[u8]) -> usize {
 }
 
 /// Reads integers from a group of fixed size. Reading past the end returns zeros.
-struct Group<'a>(&'a [u8]);
+struct IntegerGroup<'a>(&'a [u8]);
 
-impl Group<'_> {
+impl IntegerGroup<'_> {
     #[inline]
     fn i32(&mut self) -> i32 {
         i32::from_be_bytes(self.array())

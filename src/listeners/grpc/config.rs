@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use uniffle_wire::send_message::Limits;
+use uniffle_wire::send_message::MessageLimits;
 
 use crate::schema::kind::{GIB, HOUR, KIB, MIB, SECOND, count, list, optional, seconds, size, word};
 use crate::schema::network::{Network, network};
@@ -93,7 +93,7 @@ section! {
         /// Largest request of a data read, whose task filter may be large, and of a ticket.
         pub read_request_bytes_max: u32 = 4 << 20,
         /// Bounds of one `sendShuffleData` message besides its size.
-        pub send_limits: Limits = Limits::default(),
+        pub send_limits: MessageLimits = MessageLimits::default(),
         /// Bytes of a refused request that are read and discarded, so that the client sees the
         /// response.
         pub discard_bytes_max: u64 = 64 * MIB,

@@ -99,11 +99,11 @@ pub(in crate::server) fn admin_routes(coordinator: Option<EmbeddedCoordinator>) 
     })
 }
 
-fn workers(view: ClusterView, app: &str) -> Vec<uniffle_ctl::Worker> {
+fn workers(view: ClusterView, app: &str) -> Vec<uniffle_ctl::WorkerAddress> {
     let tells = |known: &KnownNode| known.node.details.apps.iter().any(|it| it.app_id == app);
     let mut nodes = view.nodes;
     nodes.sort_by_cached_key(|known| Reverse(tells(known)));
-    let worker = |KnownNode { node, .. }: KnownNode| uniffle_ctl::Worker {
+    let worker = |KnownNode { node, .. }: KnownNode| uniffle_ctl::WorkerAddress {
         id: node.server.id,
         host: node.server.ip,
         // A worker without an HTTP port is asked at port 0: the query fails, and the error names

@@ -120,7 +120,7 @@ async fn scarce_memory_is_divided_by_reloadable_weights() {
         let machine = crate::schema::Machine::default();
         let mut schema = crate::schema::Schema::default();
         <FairnessConfig as crate::schema::Section>::describe(&mut schema);
-        let mut reader = crate::schema::Reader::new(&schema, text.parse().unwrap(), HashMap::new());
+        let mut reader = crate::schema::ValueReader::new(&schema, text.parse().unwrap(), HashMap::new());
         <FairnessConfig as crate::schema::Section>::read(&mut reader, &machine)
     };
     flood_for(&fixture, &apps, 5).await;

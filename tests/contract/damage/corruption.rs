@@ -9,7 +9,7 @@ use rand::seq::{IndexedRandom, IteratorRandom};
 
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
-use uniffle_testkit::on_disk::{CLAIM, Files};
+use uniffle_testkit::on_disk::{CLAIM, DirectoryFiles};
 
 use super::corruptor;
 use super::fixture::Fixture;
@@ -87,7 +87,7 @@ pub(crate) struct Damage {
     /// Description for the report.
     pub(crate) what: String,
     /// Readable files of each disk after the corruption. An absent disk has none.
-    pub(crate) after: Vec<Files>,
+    pub(crate) after: Vec<DirectoryFiles>,
     /// The disk that was replaced by an empty one.
     replaced: Option<(usize, Arc<MemoryDisk>)>,
     /// With alternating absence, the disk that is absent next.
@@ -201,9 +201,9 @@ pub(crate) fn damage(fixture: &mut Fixture) -> Damage {
 }
 
 /// Returns the files of the present disks.
-pub(crate) fn readable(fixture: &Fixture) -> Vec<Files> {
+pub(crate) fn readable(fixture: &Fixture) -> Vec<DirectoryFiles> {
     let files = fixture.files().into_iter().zip(&fixture.present);
-    files.map(|(files, present)| if *present { files } else { Files::new() }).collect()
+    files.map(|(files, present)| if *present { files } else { DirectoryFiles::new() }).collect()
 }
 
 fn kind_of(path: &Path) -> String {
@@ -247,7 +247,8 @@ fn damage_file(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
             Some(content)
         }
         Corruption::Older => {
-            let older = |files: &Vec<Files>| files[disk].get(&path).filter(|old| **old != content).cloned();
+            let older =
+                |files: &Vec<DirectoryFiles>| files[disk].get(&path).filter(|old| **old != content).cloned();
             // A file without another version stays as it is.
             let versions: Vec<_> = fixture.versions.iter().filter_map(older).collect();
             Some(versions.choose(&mut fixture.rng).cloned().unwrap_or(content))

@@ -13,7 +13,7 @@ use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::fault::Faults;
 use uniffle_testkit::in_process::InProcess;
 use uniffle_testkit::memory_disk::MemoryDisk;
-use uniffle_testkit::on_disk::Files;
+use uniffle_testkit::on_disk::DirectoryFiles;
 use uniffle_testkit::oracle::ShuffleHistory;
 use uniffle_testkit::service::{ServiceBuilder, ServiceFixture};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
@@ -37,7 +37,7 @@ pub(crate) struct Fixture {
     pub(crate) present: Vec<bool>,
     pub(crate) histories: BTreeMap<ShuffleKey, ShuffleHistory>,
     /// Earlier versions of the files.
-    pub(crate) versions: Vec<Vec<Files>>,
+    pub(crate) versions: Vec<Vec<DirectoryFiles>>,
     pub(crate) sync: SyncWrites,
     pub(crate) verify_reads: VerifyReads,
     pub(crate) recovery: bool,
@@ -74,7 +74,7 @@ impl Fixture {
     }
 
     /// Returns the files of all disks, including missing ones.
-    pub(crate) fn files(&self) -> Vec<Files> {
+    pub(crate) fn files(&self) -> Vec<DirectoryFiles> {
         self.disks.iter().map(|disk| disk.snapshot()).collect()
     }
 

@@ -18,8 +18,8 @@ use std::time::Duration;
 
 use rand::RngExt;
 
-use uniffle_testkit::on_disk::{self, CLAIM, Files, stored_blocks};
-use uniffle_testkit::oracle::{Refusal, Verification, WorkerView, verify};
+use uniffle_testkit::on_disk::{self, CLAIM, DirectoryFiles, stored_blocks};
+use uniffle_testkit::oracle::{ShuffleVerification, WorkerRefusal, WorkerView, verify};
 use uniffle_testkit::{say, seeds};
 use uniffle_wire::types::{BlockId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::service::ServiceError;
@@ -139,7 +139,7 @@ fn run(seed: u64, mutation: Mutation) -> Report {
 fn outlive(
     fixture: &mut Fixture,
     mut damage: Damage,
-    mut before: Vec<Files>,
+    mut before: Vec<DirectoryFiles>,
     mutation: Mutation,
     report: &mut Report,
 ) {
@@ -167,12 +167,12 @@ fn outlive(
 /// restores the claim as the error says.
 fn live_and_check(
     fixture: &mut Fixture,
-    (before, mut after): (Vec<Files>, Vec<Files>),
+    (before, mut after): (Vec<DirectoryFiles>, Vec<DirectoryFiles>),
     is_last: bool,
     report: &mut Report,
 ) -> Result<(), StoreError> {
     // Data acknowledged on an empty mount point disappears with it, and nothing can report that.
-    let damage_is_unseen = after.iter().all(Files::is_empty);
+    let damage_is_unseen = after.iter().all(DirectoryFiles::is_empty);
     loop {
         let lived = fixture.live(async |fixture, life| {
             check(fixture, life, (&before, &after), report).await;
@@ -213,7 +213,7 @@ fn live_and_check(
 async fn check(
     fixture: &mut Fixture,
     life: &Life,
-    (before, after): (&[Files], &[Files]),
+    (before, after): (&[DirectoryFiles], &[DirectoryFiles]),
     report: &mut Report,
 ) {
     let stored = stored_blocks(before);
@@ -226,7 +226,7 @@ async fn check(
     for (key, history) in &fixture.histories {
         let there = |partition, id| untouched.contains(&(key, partition, id));
         let findings = verify(&life.client, key, history, LAYOUT, there).await;
-        if matches!(findings.results_refused, Some(Refusal::Unknown(_))) {
+        if matches!(findings.results_refused, Some(WorkerRefusal::Unknown(_))) {
             unknown.push(key.clone());
         }
         report.take(key, findings);
@@ -269,8 +269,8 @@ async fn finish(fixture: &mut Fixture, life: &Life, report: &mut Report) {
 }
 
 impl Report {
-    fn expect_whole(&mut self, key: &ShuffleKey, what: &str, findings: Verification) {
-        if let Some(Refusal::Failed(text) | Refusal::Unknown(text)) = &findings.results_refused {
+    fn expect_whole(&mut self, key: &ShuffleKey, what: &str, findings: ShuffleVerification) {
+        if let Some(WorkerRefusal::Failed(text) | WorkerRefusal::Unknown(text)) = &findings.results_refused {
             self.fail(format!("{key} is refused, {what}: {text}"));
         }
         for violation in &findings.violations {

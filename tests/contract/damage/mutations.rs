@@ -10,7 +10,9 @@ use rand::seq::IndexedRandom;
 use uniffle_testkit::fault::Faults;
 use uniffle_testkit::in_process::InProcess;
 use uniffle_testkit::on_disk::{self, CLAIM, is_claim};
-use uniffle_testkit::oracle::{Blocks, Refusal, Verification, ViolationKind, WorkerView, verify};
+use uniffle_testkit::oracle::{
+    Blocks, ShuffleVerification, ViolationKind, WorkerRefusal, WorkerView, verify,
+};
 use uniffle_testkit::say;
 use uniffle_wire::types::{BlockId, ShuffleKey};
 use uniffle_worker::log::format::frame::{Entry, Frame};
@@ -340,19 +342,19 @@ struct Liar<'a> {
 }
 
 impl WorkerView for Liar<'_> {
-    async fn results(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeSet<BlockId>, Refusal> {
+    async fn results(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeSet<BlockId>, WorkerRefusal> {
         let mut known = self.client.results(key, partition).await?;
         match self.lie {
             Lie::ShortResult => drop(known.pop_last()),
             Lie::EmptyResult => known.clear(),
             Lie::UnexpectedId => drop(known.insert(BlockId(i64::MAX))),
-            Lie::UnnamedRefusal => return Err(Refusal::Failed("something is wrong".to_owned())),
+            Lie::UnnamedRefusal => return Err(WorkerRefusal::Failed("something is wrong".to_owned())),
             Lie::None | Lie::WrongBytes | Lie::AllLost | Lie::UnreportedLoss => {}
         }
         Ok(known)
     }
 
-    async fn read(&self, key: &ShuffleKey, partition: i32, tasks: &Treemap) -> Result<Blocks, Refusal> {
+    async fn read(&self, key: &ShuffleKey, partition: i32, tasks: &Treemap) -> Result<Blocks, WorkerRefusal> {
         let mut blocks = self.client.read(key, partition, tasks).await?;
         match self.lie {
             Lie::WrongBytes => {
@@ -362,7 +364,7 @@ impl WorkerView for Liar<'_> {
                     block.insert(data.into());
                 }
             }
-            Lie::AllLost => return Err(Refusal::Failed(format!("blocks of {key} are lost"))),
+            Lie::AllLost => return Err(WorkerRefusal::Failed(format!("blocks of {key} are lost"))),
             Lie::UnreportedLoss => drop(blocks.pop_last()),
             Lie::None | Lie::ShortResult | Lie::EmptyResult | Lie::UnexpectedId | Lie::UnnamedRefusal => {}
         }
@@ -371,7 +373,7 @@ impl WorkerView for Liar<'_> {
 }
 
 /// Returns the findings of the oracle for a healthy worker with false responses.
-fn findings_for(lie: Lie) -> Verification {
+fn findings_for(lie: Lie) -> ShuffleVerification {
     let mut fixture = Fixture::new(1);
     let lived = fixture.live(async |fixture, life| {
         let key = fixture.some_key();

@@ -1,6 +1,6 @@
 //! Clients register a shuffle again after the worker has lost its registration.
 
-use uniffle_testkit::oracle::{Refusal, WorkerView as _};
+use uniffle_testkit::oracle::{WorkerRefusal, WorkerView as _};
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 use uniffle_worker::log::METADATA;
 
@@ -17,7 +17,7 @@ fn results_of(fixture: &mut Fixture, key: &ShuffleKey) -> Result<Vec<BlockId>, S
     let lived = fixture.live(async |_, life| life.client.results(key, 0).await);
     match lived.expect("healthy disks") {
         Ok(ids) => Ok(ids.into_iter().collect()),
-        Err(Refusal::Failed(text) | Refusal::Unknown(text)) => Err(text),
+        Err(WorkerRefusal::Failed(text) | WorkerRefusal::Unknown(text)) => Err(text),
     }
 }
 
@@ -53,7 +53,9 @@ fn reregistration_after_lost_registration_is_refused() {
         life.client.results(&keys[1], 0).await
     });
     let refusal = lived.expect("healthy disks").expect_err("its earlier results are unknown");
-    assert!(matches!(&refusal, Refusal::Failed(text) if text.contains("may have been registered before")));
+    assert!(
+        matches!(&refusal, WorkerRefusal::Failed(text) if text.contains("may have been registered before"))
+    );
     for key in &keys {
         let text = results_of(&mut fixture, key).expect_err("the next start knows that, too");
         assert!(text.contains("may have been registered before"), "{key}: {text}");

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use uniffle_testkit::oracle::{Refusal, Verification};
+use uniffle_testkit::oracle::{ShuffleVerification, WorkerRefusal};
 use uniffle_wire::types::ShuffleKey;
 
 use super::corruption::{Corruption, Damage};
@@ -121,15 +121,15 @@ impl Report {
     }
 
     /// Adds the findings for a shuffle after a start.
-    pub(crate) fn take(&mut self, key: &ShuffleKey, findings: Verification) {
+    pub(crate) fn take(&mut self, key: &ShuffleKey, findings: ShuffleVerification) {
         self.counts.shuffles += 1;
         self.counts.intact += findings.intact;
         self.counts.withheld += findings.withheld.len() as u64;
         self.counts.lost += findings.lost.len() as u64;
         self.failures.extend(findings.violations.iter().map(ToString::to_string));
         match &findings.results_refused {
-            Some(Refusal::Failed(_)) => self.counts.refused_results += 1,
-            Some(Refusal::Unknown(_)) => self.counts.unknown += 1,
+            Some(WorkerRefusal::Failed(_)) => self.counts.refused_results += 1,
+            Some(WorkerRefusal::Unknown(_)) => self.counts.unknown += 1,
             None => {}
         }
         if let Some(refusal) =

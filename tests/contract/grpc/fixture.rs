@@ -8,7 +8,7 @@ use uniffle_client::block::Block;
 use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::{Batch, SendForm};
 pub(crate) use uniffle_testkit::clients::short_backoff;
-pub(crate) use uniffle_testkit::config::Lines as Setup;
+pub(crate) use uniffle_testkit::config::ConfigLines as Setup;
 pub(crate) use uniffle_testkit::eventually;
 use uniffle_testkit::service::sum_of;
 pub(crate) use uniffle_testkit::worker::leftovers as files_below;

@@ -7,8 +7,8 @@ use bytes::BytesMut;
 use uniffle_client::send::{self, SendForm};
 use uniffle_client::tcp::{TcpClient, TcpClientError};
 use uniffle_wire::request::{
-    LocalDataRequest, LocalDataVersion, MemoryRequest, Placement, ReadRequest, SendBlock, SendRequest,
-    SortedRequest, Target,
+    LocalDataRequest, LocalDataVersion, MemoryRequest, PartitionTarget, Placement, ReadRequest, SendBlock,
+    SendRequest, SortedRequest,
 };
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 use uniffle_worker::proto::{
@@ -124,8 +124,8 @@ impl Session for Grpc<'_> {
 struct Tcp(TcpClient, ShuffleKey);
 
 impl Tcp {
-    fn target(&self) -> Target<'_> {
-        Target { request_id: self.0.next_request_id(), app: APP, shuffle: 1, partition: P.0 }
+    fn target(&self) -> PartitionTarget<'_> {
+        PartitionTarget { request_id: self.0.next_request_id(), app: APP, shuffle: 1, partition: P.0 }
     }
 }
 

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use prometheus::Registry;
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::tcp::TcpClient;
-use uniffle_testkit::config::{Lines, parse};
+use uniffle_testkit::config::{ConfigLines, parse};
 use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
-use uniffle_testkit::s3::faults::{Fault as S3Fault, On};
+use uniffle_testkit::s3::faults::{On, ResponseFault};
 use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, S3Server, SECRET_KEY};
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::memory::Budget;
@@ -219,9 +219,9 @@ async fn unusable_store_fails_the_start_with_key_and_remedy() {
          credentials = \"none\"\nprecheck_enable = true",
         server.endpoint()
     );
-    let lines = Lines { store_type: "MEMORY_OBJECT", tables: &tables, ..Lines::default() };
+    let lines = ConfigLines { store_type: "MEMORY_OBJECT", tables: &tables, ..ConfigLines::default() };
     let config = parse(&lines.own_text(&[dir.path().join("unused")]));
-    server.faults.plan(On::Put, 1, &S3Fault::Refuse(403, "AccessDenied"));
+    server.faults.plan(On::Put, 1, &ResponseFault::Refuse(403, "AccessDenied"));
     let Err(error) = Worker::start(&config).await else { panic!("it started") };
     let text = format!("{error:#}");
     for part in ["object_store.precheck_enable", "write an object", "AccessDenied", "s3:PutObject"] {

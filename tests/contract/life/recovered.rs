@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use uniffle_testkit::in_process::InProcess;
-use uniffle_testkit::on_disk::{CLAIM, Files, stored_blocks};
+use uniffle_testkit::on_disk::{CLAIM, DirectoryFiles, stored_blocks};
 use uniffle_testkit::oracle::verify;
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 use uniffle_worker::log::METADATA;
@@ -131,8 +131,8 @@ impl History {
     }
 
     /// Returns the files that the current process can find.
-    fn readable_files(&self) -> Vec<Files> {
-        let mut files: Vec<Files> = self.disks.iter().map(|disk| disk.snapshot()).collect();
+    fn readable_files(&self) -> Vec<DirectoryFiles> {
+        let mut files: Vec<DirectoryFiles> = self.disks.iter().map(|disk| disk.snapshot()).collect();
         if let Some((disk, intact)) = &self.claim {
             files[*disk].insert(CLAIM.into(), intact.clone());
         }

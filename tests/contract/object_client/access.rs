@@ -12,7 +12,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::ServerConfig;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::PrivateKeyDer;
-use uniffle_testkit::s3::faults::{Fault, On};
+use uniffle_testkit::s3::faults::{On, ResponseFault};
 use uniffle_testkit::s3::{ACCESS_KEY, S3Server, SECRET_KEY};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::store::ObjectConfig;
@@ -43,7 +43,7 @@ async fn failed_probe_leaves_no_objects() {
     for step in [On::Get, On::List] {
         let server = S3Server::start().await;
         let opened = open(&server.config("x"));
-        server.faults.plan(step, 1, &Fault::Refuse(403, "AccessDenied"));
+        server.faults.plan(step, 1, &ResponseFault::Refuse(403, "AccessDenied"));
         soon(opened.client.probe("worker-1")).await.unwrap_err();
         assert_eq!((server.faults.asked(step), server.faults.asked(On::Delete)), (1, 1));
         assert!(!server.files().join("x/worker-1/.probe").exists(), "{step:?}");
@@ -81,13 +81,13 @@ async fn failed_probe_names_step_and_remedy() {
         (On::Create, "start an upload"),
         (On::Abort, "abort an upload"),
     ] {
-        server.faults.plan(on, 1, &Fault::Refuse(403, "AccessDenied"));
+        server.faults.plan(on, 1, &ResponseFault::Refuse(403, "AccessDenied"));
         let text = error_of(no_retry(server.config("x"))).await;
         assert!(text.contains(step) && text.contains(Refusal::AccessDenied.remedy()), "{text}");
     }
-    server.faults.plan(On::Put, 1, &Fault::Refuse(404, "NoSuchBucket"));
+    server.faults.plan(On::Put, 1, &ResponseFault::Refuse(404, "NoSuchBucket"));
     assert!(error_of(no_retry(server.config("x"))).await.contains(Refusal::BucketMissing.remedy()));
-    server.faults.plan(On::Get, 1, &Fault::WrongByte);
+    server.faults.plan(On::Get, 1, &ResponseFault::WrongByte);
     assert!(error_of(server.config("x")).await.contains("wrong bytes"));
 }
 
@@ -172,7 +172,7 @@ async fn web_identity_is_exchanged_for_keys() {
     );
     // The fault layer acts as STS: a POST to the root is its only request that is no list, upload
     // or object.
-    server.faults.plan(On::Complete, 1, &Fault::Text(answer));
+    server.faults.plan(On::Complete, 1, &ResponseFault::Text(answer));
     let config = ObjectConfig {
         credentials: Credentials::WebIdentity,
         role_arn: Some("arn:aws:iam::1:role/x".to_owned()),

@@ -6,7 +6,7 @@ use futures::FutureExt as _;
 use object_store::path::Path;
 use object_store::{MultipartUpload as _, ObjectStore as _, ObjectStoreExt as _, PutPayload};
 use uniffle_testkit::s3::S3Server;
-use uniffle_testkit::s3::faults::{Fault, On};
+use uniffle_testkit::s3::faults::{On, ResponseFault};
 use uniffle_worker::store::ObjectConfig;
 use uniffle_worker::store::object::client::{Failure, Refusal, explain};
 
@@ -47,25 +47,25 @@ async fn read_faults_map_to_errors() {
     let opened = open(&impatient(&server));
     with_object(&opened).await;
     for (fault, failure) in [
-        (Fault::Refuse(500, "InternalError"), Failure::ExpectedBack),
-        (Fault::Refuse(503, "SlowDown"), Failure::ExpectedBack),
-        (Fault::Refuse(429, "TooManyRequests"), Failure::ExpectedBack),
-        (Fault::RefuseEndlessly(500), Failure::ExpectedBack),
-        (Fault::Hang, Failure::ExpectedBack),
-        (Fault::Close, Failure::ExpectedBack),
-        (Fault::Cut(1000), Failure::ExpectedBack),
-        (Fault::Stall(0), Failure::ExpectedBack),
-        (Fault::Stall(1000), Failure::ExpectedBack),
-        (Fault::Shorter, Failure::Damaged),
-        (Fault::OtherRange, Failure::Damaged),
-        (Fault::Unranged, Failure::Damaged),
-        (Fault::Refuse(403, "AccessDenied"), refused(Refusal::AccessDenied)),
-        (Fault::Refuse(403, "ExpiredToken"), refused(Refusal::CredentialsExpired)),
-        (Fault::Refuse(400, "ExpiredToken"), refused(Refusal::CredentialsExpired)),
-        (Fault::Refuse(403, "RequestTimeTooSkewed"), refused(Refusal::ClockSkew)),
-        (Fault::Refuse(404, "NoSuchBucket"), refused(Refusal::BucketMissing)),
-        (Fault::Refuse(301, "PermanentRedirect"), refused(Refusal::WrongRegion)),
-        (Fault::Refuse(404, "NoSuchKey"), Failure::NotFound),
+        (ResponseFault::Refuse(500, "InternalError"), Failure::ExpectedBack),
+        (ResponseFault::Refuse(503, "SlowDown"), Failure::ExpectedBack),
+        (ResponseFault::Refuse(429, "TooManyRequests"), Failure::ExpectedBack),
+        (ResponseFault::RefuseEndlessly(500), Failure::ExpectedBack),
+        (ResponseFault::Hang, Failure::ExpectedBack),
+        (ResponseFault::Close, Failure::ExpectedBack),
+        (ResponseFault::Cut(1000), Failure::ExpectedBack),
+        (ResponseFault::Stall(0), Failure::ExpectedBack),
+        (ResponseFault::Stall(1000), Failure::ExpectedBack),
+        (ResponseFault::Shorter, Failure::Damaged),
+        (ResponseFault::OtherRange, Failure::Damaged),
+        (ResponseFault::Unranged, Failure::Damaged),
+        (ResponseFault::Refuse(403, "AccessDenied"), refused(Refusal::AccessDenied)),
+        (ResponseFault::Refuse(403, "ExpiredToken"), refused(Refusal::CredentialsExpired)),
+        (ResponseFault::Refuse(400, "ExpiredToken"), refused(Refusal::CredentialsExpired)),
+        (ResponseFault::Refuse(403, "RequestTimeTooSkewed"), refused(Refusal::ClockSkew)),
+        (ResponseFault::Refuse(404, "NoSuchBucket"), refused(Refusal::BucketMissing)),
+        (ResponseFault::Refuse(301, "PermanentRedirect"), refused(Refusal::WrongRegion)),
+        (ResponseFault::Refuse(404, "NoSuchKey"), Failure::NotFound),
     ] {
         server.faults.plan(On::Get, 1, &fault);
         let error = soon(read(&opened)).await.unwrap_err();
@@ -89,7 +89,7 @@ async fn wrong_bytes_of_right_length_are_returned() {
     let server = S3Server::start().await;
     let opened = open(&impatient(&server));
     with_object(&opened).await;
-    server.faults.plan(On::Get, 1, &Fault::WrongByte);
+    server.faults.plan(On::Get, 1, &ResponseFault::WrongByte);
     let (got, sent) = (soon(read(&opened)).await.unwrap(), content(BYTES));
     assert!(got[0] != sent[10] && got[1..] == sent[11..]);
     opened.end().await;
@@ -100,7 +100,7 @@ async fn transient_faults_are_retried_and_counted() {
     let server = S3Server::start().await;
     let opened = open(&patient(&server));
     with_object(&opened).await;
-    for fault in [Fault::Refuse(503, "SlowDown"), Fault::Hang, Fault::Close] {
+    for fault in [ResponseFault::Refuse(503, "SlowDown"), ResponseFault::Hang, ResponseFault::Close] {
         let before = server.faults.asked(On::Get);
         server.faults.plan(On::Get, 2, &fault);
         assert!(soon(read(&opened)).await.unwrap() == content(BYTES)[10..]);
@@ -110,7 +110,7 @@ async fn transient_faults_are_retried_and_counted() {
     assert_eq!(opened.metric("object_store_requests{operation=\"get\"}"), 9.0);
     // A refused request is not repeated.
     let before = server.faults.asked(On::Get);
-    server.faults.plan(On::Get, 1, &Fault::Refuse(403, "AccessDenied"));
+    server.faults.plan(On::Get, 1, &ResponseFault::Refuse(403, "AccessDenied"));
     soon(read(&opened)).await.unwrap_err();
     assert_eq!(server.faults.asked(On::Get), before + 1);
     opened.end().await;
@@ -121,7 +121,7 @@ async fn cut_response_resumes_at_its_end() {
     let server = S3Server::start().await;
     let opened = open(&patient(&server));
     with_object(&opened).await;
-    for fault in [Fault::Cut(70_000), Fault::Stall(70_000)] {
+    for fault in [ResponseFault::Cut(70_000), ResponseFault::Stall(70_000)] {
         server.faults.plan(On::Get, 1, &fault);
         assert!(soon(read(&opened)).await.unwrap() == content(BYTES)[10..], "{fault:?}");
     }
@@ -134,7 +134,7 @@ async fn absurd_declared_length_is_refused() {
     let opened = open(&impatient(&server));
     with_object(&opened).await;
     for bytes in [(1 << 30) + 1, 1 << 62, u64::MAX - 2] {
-        server.faults.plan(On::Get, 1, &Fault::Declare(bytes));
+        server.faults.plan(On::Get, 1, &ResponseFault::Declare(bytes));
         let path = Path::from("object");
         let read = async { opened.store.get(&path).await?.bytes().await };
         let error = soon(read).await.unwrap_err();
@@ -148,17 +148,17 @@ async fn endless_error_body_is_not_read_completely() {
     let server = S3Server::start().await;
     let config = ObjectConfig { request_timeout: Duration::from_secs(60), ..impatient(&server) };
     let opened = open(&config);
-    server.faults.plan(On::List, 1, &Fault::Endless);
+    server.faults.plan(On::List, 1, &ResponseFault::Endless);
     let error = soon(opened.store.list_with_delimiter(None)).await.unwrap_err();
     assert_eq!(Failure::of(&error), Failure::Damaged, "{error}");
     assert_eq!(opened.metric("object_store_request_failures{reason=\"damaged\"}"), 1.0);
     let received = opened.metric("object_store_received_bytes");
     assert!(received < f64::from(17 << 20), "{received}");
-    server.faults.plan(On::Get, 1, &Fault::RefuseEndlessly(403));
+    server.faults.plan(On::Get, 1, &ResponseFault::RefuseEndlessly(403));
     let error = soon(read(&opened)).await.unwrap_err();
     assert_eq!(Failure::of(&error), refused(Refusal::AccessDenied), "{}", error.to_string().len());
     assert!(opened.metric("object_store_received_bytes") - received < f64::from(1 << 20));
-    server.faults.plan(On::List, 1, &Fault::Text("no XML".to_owned()));
+    server.faults.plan(On::List, 1, &ResponseFault::Text("no XML".to_owned()));
     soon(opened.store.list_with_delimiter(None)).await.unwrap_err();
     opened.end().await;
 }
@@ -169,19 +169,19 @@ async fn write_error_says_whether_the_store_may_recover() {
     let opened = open(&impatient(&server));
     let path = Path::from("written");
     for (fault, failure) in [
-        (Fault::Refuse(503, "SlowDown"), Failure::ExpectedBack),
-        (Fault::Refuse(400, "BadDigest"), Failure::ExpectedBack),
-        (Fault::Hang, Failure::ExpectedBack),
-        (Fault::Close, Failure::ExpectedBack),
-        (Fault::Refuse(403, "AccessDenied"), refused(Refusal::AccessDenied)),
-        (Fault::Refuse(507, "QuotaExceeded"), refused(Refusal::Full)),
+        (ResponseFault::Refuse(503, "SlowDown"), Failure::ExpectedBack),
+        (ResponseFault::Refuse(400, "BadDigest"), Failure::ExpectedBack),
+        (ResponseFault::Hang, Failure::ExpectedBack),
+        (ResponseFault::Close, Failure::ExpectedBack),
+        (ResponseFault::Refuse(403, "AccessDenied"), refused(Refusal::AccessDenied)),
+        (ResponseFault::Refuse(507, "QuotaExceeded"), refused(Refusal::Full)),
     ] {
         server.faults.plan(On::Put, 1, &fault);
         let error = soon(opened.store.put(&path, content(BYTES).into())).await.unwrap_err();
         assert_eq!(Failure::of(&error), failure, "{fault:?}: {error}");
         assert_eq!(Failure::of(&opened.store.head(&path).await.unwrap_err()), Failure::NotFound);
     }
-    server.faults.plan(On::Put, 1, &Fault::LoseAnswer);
+    server.faults.plan(On::Put, 1, &ResponseFault::LoseAnswer);
     let error = soon(opened.store.put(&path, content(BYTES).into())).await.unwrap_err();
     assert_eq!(Failure::of(&error), Failure::ExpectedBack, "{error}");
     assert_eq!(opened.store.head(&path).await.unwrap().size, BYTES as u64, "it was written all the same");
@@ -199,7 +199,7 @@ async fn completion_with_lost_response_creates_the_object() {
         let (path, before) = (Path::from("completed"), server.faults.asked(On::Complete));
         let mut upload = opened.store.put_multipart(&path).await.unwrap();
         upload.put_part(content(BYTES).into()).await.unwrap();
-        server.faults.plan(On::Complete, 1, &Fault::LoseAnswer);
+        server.faults.plan(On::Complete, 1, &ResponseFault::LoseAnswer);
         let error = soon(upload.complete()).await.unwrap_err();
         assert_eq!(server.faults.asked(On::Complete) - before, asked, "{error}");
         assert_ne!(Failure::of(&error), Failure::Damaged, "{error}");
@@ -232,7 +232,7 @@ async fn reads_do_not_wait_for_hung_uploads() {
         ObjectConfig { max_concurrency: 2, request_timeout: Duration::from_secs(600), ..impatient(&server) };
     let opened = open(&config);
     with_object(&opened).await;
-    server.faults.plan(On::Put, 2, &Fault::Hang);
+    server.faults.plan(On::Put, 2, &ResponseFault::Hang);
     let put = |name: &'static str| {
         let store = opened.store.clone();
         async move { store.put(&Path::from(name), PutPayload::from_static(b"x")).await }.boxed()

@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
-use uniffle_testkit::config::Lines;
-use uniffle_testkit::recording::{Plane, Session};
-use uniffle_testkit::replay::{Player, Summary};
+use uniffle_testkit::config::ConfigLines;
+use uniffle_testkit::recording::{Plane, RecordedSession};
+use uniffle_testkit::replay::{Player, ReplaySummary};
 use uniffle_testkit::say;
 use uniffle_worker::server::Worker;
 
@@ -55,7 +55,7 @@ struct Server {
 impl Server {
     async fn start(tables: &str) -> Self {
         let dir = tempfile::tempdir().expect("a temp dir");
-        let lines = Lines { capacity: "64MiB", top: "urpc_port = 0", tables, ..Lines::default() };
+        let lines = ConfigLines { capacity: "64MiB", top: "urpc_port = 0", tables, ..ConfigLines::default() };
         Self { worker: lines.start(&[dir.path()]).await, _dir: dir }
     }
 
@@ -80,7 +80,7 @@ impl Server {
     }
 }
 
-async fn replay(session: &Session, tables: &str) -> Result<Summary, String> {
+async fn replay(session: &RecordedSession, tables: &str) -> Result<ReplaySummary, String> {
     let server = Server::start(tables).await;
     let (grpc, tcp) = server.addresses();
     let player = Player::connect(grpc, tcp).await.expect("the worker listens");
@@ -91,7 +91,7 @@ async fn replay(session: &Session, tables: &str) -> Result<Summary, String> {
     played
 }
 
-fn recordings() -> Vec<(PathBuf, Session)> {
+fn recordings() -> Vec<(PathBuf, RecordedSession)> {
     let mut paths: Vec<PathBuf> = std::fs::read_dir(RECORDINGS)
         .expect("the directory")
         .map(|entry| entry.expect("readable").path())
@@ -101,7 +101,8 @@ fn recordings() -> Vec<(PathBuf, Session)> {
     assert_eq!(paths.iter().map(|path| name(path)).collect::<Vec<_>>(), NAMES, "in {RECORDINGS}");
     let read = |path: PathBuf| {
         let file = std::fs::read(&path).expect("readable");
-        let session = Session::decode(file).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        let session =
+            RecordedSession::decode(file).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         (path, session)
     };
     paths.into_iter().map(read).collect()
@@ -116,7 +117,7 @@ fn is_of_disk(path: &Path) -> bool {
     name(path).ends_with("-local.rec")
 }
 
-fn show(path: &Path, session: &Session, summary: &Summary) {
+fn show(path: &Path, session: &RecordedSession, summary: &ReplaySummary) {
     say(&format!("{}: {}: {summary:?}", path.display(), session.title));
 }
 

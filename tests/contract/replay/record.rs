@@ -10,7 +10,7 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttempt
 use super::{MEMORY, RECORDINGS, SPILLING, Server, replay};
 use uniffle_testkit::replay::Recorder;
 use uniffle_testkit::say;
-use uniffle_testkit::spark::{Jvm, Kind};
+use uniffle_testkit::spark::{Jvm, JvmKind};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn session_of_client_crate_is_recorded_and_replayed() {
@@ -42,7 +42,7 @@ async fn session_of_client_crate_is_recorded_and_replayed() {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "makes the files that the other tests read"]
 async fn record_spark() {
-    let mut jvm = Jvm::start(Kind::NoUnsafe);
+    let mut jvm = Jvm::start(JvmKind::NoUnsafe);
     for (client, listener) in [("GRPC", "grpc"), ("GRPC_NETTY", "tcp")] {
         for (tables, tier) in [(MEMORY, "memory"), (SPILLING, "local")] {
             let server = Server::start(tables).await;

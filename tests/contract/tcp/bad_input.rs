@@ -4,7 +4,7 @@
 use bytes::{BufMut, BytesMut};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use uniffle_wire::reply::Answer;
+use uniffle_wire::reply::ReplyAnswer;
 use uniffle_worker::listeners::tcp::TcpConfig;
 use uniffle_worker::proto::StatusCode;
 
@@ -38,7 +38,7 @@ async fn refuses(status: StatusCode, frame: &[u8], fixture: TcpFixture) {
     let mut peer = fixture.raw().await;
     peer.say(frame).await;
     let reply = peer.hear().await;
-    assert_eq!(reply.answer, Answer::Rpc);
+    assert_eq!(reply.answer, ReplyAnswer::Rpc);
     assert_eq!(reply.status, i32::from(status), "{reply:?}");
     assert!(!reply.message.is_empty());
     assert_eq!(fixture.blocks_in_memory().await, []);
@@ -107,7 +107,7 @@ async fn oversized_read_is_refused_in_its_response_type() {
     message.put_bytes(0, 2000);
     peer.say(&raw_frame(2008, 6, 0, &message)).await;
     let reply = peer.hear().await;
-    assert_eq!((reply.request_id, reply.answer), (77, Answer::Memory(vec![])));
+    assert_eq!((reply.request_id, reply.answer), (77, ReplyAnswer::Memory(vec![])));
     assert_eq!(reply.status, i32::from(StatusCode::InternalError));
     peer.expect_works(&fixture).await;
     drop(peer);
@@ -129,11 +129,10 @@ async fn invalid_reads_are_refused_in_their_response_type() {
         assert_eq!(reply.request_id, i64::from(kind));
         assert!(reply.status != 0 && reply.body.is_empty());
         let fits = match (kind, &reply.answer) {
-            (4, Answer::LocalIndex { data_length: 0, storage_ids: None }) | (21, Answer::Sorted { .. }) => {
-                true
-            }
-            (5 | 24 | 25, Answer::LocalData) => true,
-            (6, Answer::Memory(segments)) => segments.is_empty(),
+            (4, ReplyAnswer::LocalIndex { data_length: 0, storage_ids: None })
+            | (21, ReplyAnswer::Sorted { .. }) => true,
+            (5 | 24 | 25, ReplyAnswer::LocalData) => true,
+            (6, ReplyAnswer::Memory(segments)) => segments.is_empty(),
             _ => false,
         };
         assert!(fits, "{kind}: {reply:?}");

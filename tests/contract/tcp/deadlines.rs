@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytes::BytesMut;
 use tokio::time::{Instant, sleep};
-use uniffle_wire::request::{MemoryRequest, ReadRequest, Target};
+use uniffle_wire::request::{MemoryRequest, PartitionTarget, ReadRequest};
 use uniffle_worker::listeners::tcp::TcpConfig;
 
 use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, frame};
@@ -104,7 +104,7 @@ async fn peer_that_stops_reading_is_dropped_and_memory_freed() {
     let mut peer = fixture.raw_with_small_window().await;
     let mut frames = BytesMut::new();
     for request_id in 0..100 {
-        let target = Target { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
+        let target = PartitionTarget { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
         let read_buffer_size = 1 << 30;
         let request =
             MemoryRequest { target, last_block_id: -1, read_buffer_size, timestamp_ms: 0, task_filter: None };

@@ -216,7 +216,7 @@ impl TcpFixture {
     /// Returns the ids of blocks that a reader finds in memory.
     pub(crate) async fn blocks_in_memory(&self) -> Vec<BlockId> {
         let reply = self.client().await.read_memory(&key(), PARTITION, -1, 1 << 30, None).await.unwrap();
-        let uniffle_wire::reply::Answer::Memory(segments) = reply.answer else { panic!("{reply:?}") };
+        let uniffle_wire::reply::ReplyAnswer::Memory(segments) = reply.answer else { panic!("{reply:?}") };
         segments.iter().map(|segment| BlockId(segment.block_id)).collect()
     }
 

@@ -3,8 +3,8 @@
 use bytes::BytesMut;
 use uniffle_client::block::Block;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
-use uniffle_wire::reply::Answer;
-use uniffle_wire::request::{LocalDataRequest, LocalDataVersion, Placement, ReadRequest, Target};
+use uniffle_wire::reply::ReplyAnswer;
+use uniffle_wire::request::{LocalDataRequest, LocalDataVersion, PartitionTarget, Placement, ReadRequest};
 use uniffle_worker::proto::StatusCode;
 
 use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, key};
@@ -20,7 +20,7 @@ async fn index_and_data_match_published_blocks() {
     let blocks: Vec<_> = (0..40).map(|i| block(i, 100_000)).collect();
     fixture.store(&blocks).await;
     let index = client.read_index(&key(), PARTITION).await.unwrap();
-    assert_eq!(index.answer, Answer::LocalIndex { data_length: 4_000_000, storage_ids: None });
+    assert_eq!(index.answer, ReplyAnswer::LocalIndex { data_length: 4_000_000, storage_ids: None });
     assert_eq!(index.body.len(), 40 * 40);
     let all = joined(&blocks);
     for (offset, length) in [(0, 4_000_000), (1, 3_999_998), (123_456, 7), (3_999_999, 1)] {
@@ -57,7 +57,7 @@ async fn hints_for_next_reads_are_accepted() {
         let pairs = hints.iter().flat_map(|(offset, length): &(i64, i64)| [*offset, *length]);
         let hints: Vec<u8> = pairs.flat_map(i64::to_be_bytes).collect();
         let request = LocalDataRequest {
-            target: Target { request_id: 1, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 },
+            target: PartitionTarget { request_id: 1, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 },
             placement: Placement { partitions_per_range: 1, partitions: 1 },
             offset: 0,
             length: 100,

@@ -7,10 +7,10 @@ use bytes::BytesMut;
 use futures::future::join_all;
 use tokio::io::AsyncWriteExt as _;
 use uniffle_base::budget::HeapKind;
-use uniffle_wire::reply::Answer;
+use uniffle_wire::reply::ReplyAnswer;
 use uniffle_wire::request::{
-    LocalDataRequest, LocalDataVersion, MemoryRequest, Placement, ReadRequest, SendRequest, SortedRequest,
-    Target,
+    LocalDataRequest, LocalDataVersion, MemoryRequest, PartitionTarget, Placement, ReadRequest, SendRequest,
+    SortedRequest,
 };
 use uniffle_wire::types::PartitionId;
 use uniffle_wire::{BlockHeader, BlockSink as _, SendHeader};
@@ -29,7 +29,7 @@ async fn sent_blocks_are_read_from_memory() {
     fixture.send(&client, &[(PARTITION, blocks.clone())]).await;
     let reply = client.read_memory(&key(), PARTITION, -1, 1 << 30, None).await.unwrap();
     assert_eq!(reply.message, "OK");
-    let Answer::Memory(segments) = &reply.answer else { panic!("{reply:?}") };
+    let ReplyAnswer::Memory(segments) = &reply.answer else { panic!("{reply:?}") };
     assert_eq!(segments.len(), blocks.len());
     for (segment, block) in segments.iter().zip(&blocks) {
         let offset = usize::try_from(segment.offset).unwrap();
@@ -52,7 +52,7 @@ async fn cursor_continues_after_the_last_response() {
     loop {
         let cursor = seen.last().copied().unwrap_or(-1);
         let reply = client.read_memory(&key(), PARTITION, cursor, 150, None).await.unwrap();
-        let Answer::Memory(segments) = reply.answer else { panic!() };
+        let ReplyAnswer::Memory(segments) = reply.answer else { panic!() };
         if segments.is_empty() {
             break;
         }
@@ -111,7 +111,7 @@ async fn large_sends_commit_in_background_and_respond_in_order() {
     let mut frames = BytesMut::new();
     frames.extend_from_slice(&frame(&in_runs(fixture.request(1, &all[..300]))));
     frames.extend_from_slice(&frame(&in_runs(fixture.request(2, &all[300..]))));
-    let target = Target { request_id: 3, app: APP, shuffle: SHUFFLE, partition: 1 };
+    let target = PartitionTarget { request_id: 3, app: APP, shuffle: SHUFFLE, partition: 1 };
     let read = MemoryRequest {
         target,
         last_block_id: -1,
@@ -124,7 +124,7 @@ async fn large_sends_commit_in_background_and_respond_in_order() {
     for request_id in 1..=3 {
         let reply = peer.hear().await;
         assert_eq!((reply.request_id, reply.status), (request_id, 0), "{reply:?}");
-        if let Answer::Memory(segments) = reply.answer {
+        if let ReplyAnswer::Memory(segments) = reply.answer {
             let seen: Vec<_> = segments.iter().map(|segment| segment.block_id).collect();
             let sent = all.iter().skip(1).step_by(100).map(|block| block.meta.block_id.0);
             assert_eq!(seen, sent.collect::<Vec<_>>(), "both sends came before");
@@ -188,7 +188,7 @@ async fn concurrent_requests_of_a_connection_are_all_answered() {
         async move {
             fixture.send(client, &[(PARTITION, vec![block(i, 5000)])]).await;
             let reply = client.read_memory(&key(), PARTITION, -1, 1 << 30, None).await.unwrap();
-            let Answer::Memory(segments) = reply.answer else { panic!() };
+            let ReplyAnswer::Memory(segments) = reply.answer else { panic!() };
             assert!(segments.iter().any(|segment| segment.block_id == block(i, 1).meta.block_id.0));
         }
     });
@@ -210,7 +210,7 @@ async fn unread_connection_holds_only_its_share() {
     let mut peer = fixture.raw().await;
     let mut frames = BytesMut::new();
     for request_id in 0..200 {
-        let target = Target { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
+        let target = PartitionTarget { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
         let read_buffer_size = 1 << 30;
         let request =
             MemoryRequest { target, last_block_id: -1, read_buffer_size, timestamp_ms: 0, task_filter: None };
@@ -250,7 +250,7 @@ async fn unread_replies_are_dropped_for_requests_waiting_for_heap() {
     let (answered, heap) = (fixture.memory.answered().clone(), fixture.memory.heap().whole().clone());
     let mut peer = fixture.raw_with_small_window().await;
     let mut request = BytesMut::new();
-    let target = Target { request_id: 1, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
+    let target = PartitionTarget { request_id: 1, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
     let read_buffer_size = 1 << 30;
     let memory =
         MemoryRequest { target, last_block_id: -1, read_buffer_size, timestamp_ms: 0, task_filter: None };
@@ -296,7 +296,7 @@ async fn waiting_local_reads_are_bounded_by_the_heap() {
     let hints = vec![0; 1 << 20];
     let mut frame = BytesMut::new();
     let request = LocalDataRequest {
-        target: Target { request_id: 1, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 },
+        target: PartitionTarget { request_id: 1, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 },
         placement: Placement { partitions_per_range: 1, partitions: 1 },
         offset: 0,
         length: 1,
@@ -330,7 +330,7 @@ async fn pipelined_reads_are_answered_as_they_complete() {
     let mut peer = fixture.raw().await;
     let mut frames = BytesMut::new();
     for request_id in 0..500 {
-        let target = Target { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
+        let target = PartitionTarget { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
         let request = MemoryRequest {
             target,
             last_block_id: -1,
@@ -361,7 +361,7 @@ async fn heap_refusals_do_not_disturb_other_reads() {
     let filter = vec![0; 1000];
     let mut frames = BytesMut::new();
     for request_id in 0..300 {
-        let target = Target { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
+        let target = PartitionTarget { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
         // Every second request needs heap for its filter.
         let task_filter = (request_id % 2 == 1).then_some(&filter[..]);
         let (last_block_id, read_buffer_size, timestamp_ms) = (-1, 1 << 20, 0);
@@ -378,7 +378,7 @@ async fn heap_refusals_do_not_disturb_other_reads() {
             _ => (StatusCode::NoBuffer, 0),
         };
         assert_eq!((reply.request_id, reply.status), (request_id, i32::from(status)));
-        assert!(matches!(reply.answer, Answer::Memory(_)), "in the type of its answer");
+        assert!(matches!(reply.answer, ReplyAnswer::Memory(_)), "in the type of its answer");
         assert_eq!(reply.body.len(), bytes);
     }
     assert_eq!(requests.used(), held.bytes());
@@ -396,9 +396,9 @@ async fn reads_of_unknown_app_are_refused_in_their_response_type() {
         uniffle_wire::types::AppId::parse("stranger").unwrap(),
         key().shuffle,
     );
-    // The client decodes by the frame type. A type-0 refusal would arrive as `Answer::Rpc` and
+    // The client decodes by the frame type. A type-0 refusal would arrive as `ReplyAnswer::Rpc` and
     // NO_REGISTER too, so the raw reply is checked.
-    let target = |request_id| Target { request_id, app: "stranger", shuffle: SHUFFLE, partition: 0 };
+    let target = |request_id| PartitionTarget { request_id, app: "stranger", shuffle: SHUFFLE, partition: 0 };
     let mut frame = BytesMut::new();
     let request = MemoryRequest {
         target: target(1),
@@ -410,7 +410,7 @@ async fn reads_of_unknown_app_are_refused_in_their_response_type() {
     ReadRequest::Memory(request).encode_frame(&mut frame);
     let reply = client.exchange(1, frame.freeze()).await.unwrap();
     assert_eq!(reply.status, i32::from(StatusCode::NoRegister));
-    assert_eq!((reply.message.as_str(), reply.answer), ("NO_REGISTER", Answer::Memory(vec![])));
+    assert_eq!((reply.message.as_str(), reply.answer), ("NO_REGISTER", ReplyAnswer::Memory(vec![])));
     let index = client.read_index(&stranger, PARTITION).await.unwrap_err();
     assert_eq!(index.status(), Some(StatusCode::NoRegister));
     let data = client.read_data(&stranger, PARTITION, 0, 1).await.unwrap_err();
@@ -423,14 +423,14 @@ async fn reads_of_unknown_app_are_refused_in_their_response_type() {
 async fn read_of_sorted_data_is_refused() {
     let fixture = TcpFixture::new().await;
     let client = fixture.client().await;
-    let target = Target { request_id: 5, app: APP, shuffle: SHUFFLE, partition: 0 };
+    let target = PartitionTarget { request_id: 5, app: APP, shuffle: SHUFFLE, partition: 0 };
     let mut frame = BytesMut::new();
     ReadRequest::Sorted(SortedRequest { target, block_id: 0, length: 1, timestamp_ms: 0 })
         .encode_frame(&mut frame);
     let reply = client.exchange(5, frame.freeze()).await.unwrap();
     assert_eq!(reply.status, i32::from(StatusCode::InternalError));
     assert_eq!(reply.message, "Remote merge is disabled");
-    assert!(matches!(reply.answer, Answer::Sorted { .. }));
+    assert!(matches!(reply.answer, ReplyAnswer::Sorted { .. }));
     drop(client);
     fixture.finish().await;
 }

@@ -291,7 +291,7 @@ pub(super) fn slow_readers(target: Target) -> BoxFuture<'static, io::Error> {
 fn reads(app: &str) -> BytesMut {
     let mut requests = BytesMut::new();
     for request_id in 0..1000 {
-        let target = uniffle_wire::request::Target { request_id, app, shuffle: 0, partition: 0 };
+        let target = uniffle_wire::request::PartitionTarget { request_id, app, shuffle: 0, partition: 0 };
         let (last_block_id, read_buffer_size) = (-1, 14 << 20);
         let request =
             MemoryRequest { target, last_block_id, read_buffer_size, timestamp_ms: 0, task_filter: None };

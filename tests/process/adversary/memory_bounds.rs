@@ -131,7 +131,12 @@ fn unfinished(bytes: u32) -> http::Request<Body> {
 pub(super) fn large_local_reads(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let hints = vec![0; 7 << 20];
-        let of = uniffle_wire::request::Target { request_id: 1, app: honest::APP, shuffle: 0, partition: 0 };
+        let of = uniffle_wire::request::PartitionTarget {
+            request_id: 1,
+            app: honest::APP,
+            shuffle: 0,
+            partition: 0,
+        };
         let request = LocalDataRequest {
             target: of,
             placement: Placement { partitions_per_range: 1, partitions: 1 },

@@ -7,7 +7,7 @@ use tokio::task::block_in_place;
 use uniffle_client::grpc::register_request;
 use uniffle_client::send::SendForm;
 use uniffle_testkit::hdfs::MiniHdfs;
-use uniffle_testkit::s3::faults::{Fault, On};
+use uniffle_testkit::s3::faults::{On, ResponseFault};
 use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, S3Server, SECRET_KEY};
 use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_testkit::{maven, wait_until};
@@ -41,7 +41,7 @@ const CONSEQUENCES: [&str; 6] = [
 ];
 
 /// Every request to the object store gets `fault` while blocks arrive.
-async fn assert_store_alerts(fault: Fault, expected: &[&str]) {
+async fn assert_store_alerts(fault: ResponseFault, expected: &[&str]) {
     let (server, directory) = (S3Server::start().await, tempfile::tempdir().unwrap());
     let setup = on_store(&server, &directory.path().join("keys"), "MEMORY_OBJECT");
     let worker = block_in_place(|| Worker::start(&setup));
@@ -66,7 +66,7 @@ async fn assert_store_alerts(fault: Fault, expected: &[&str]) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn alerts_fire_on_store_outage() {
     if is_possible() {
-        let refusal = Fault::Refuse(503, "SlowDown");
+        let refusal = ResponseFault::Refuse(503, "SlowDown");
         assert_store_alerts(refusal, &["UniffleObjectStoreFails", "UniffleFlushFails"]).await;
     }
 }
@@ -82,8 +82,8 @@ async fn alert_fires_on_throttling_store() {
     let worker = block_in_place(|| Worker::start(&setup));
     let watch = block_in_place(|| Watch::start(&[&worker]));
     for _ in 0..5000 {
-        server.faults.plan(On::Put, 1, &Fault::Refuse(503, "SlowDown"));
-        server.faults.plan(On::Put, 1, &Fault::None);
+        server.faults.plan(On::Put, 1, &ResponseFault::Refuse(503, "SlowDown"));
+        server.faults.plan(On::Put, 1, &ResponseFault::None);
     }
     let filling = fill(&worker, "app");
     block_in_place(|| watch.wait_firing(&worker, &["UniffleObjectStoreThrottles"], &CONSEQUENCES));
@@ -95,7 +95,7 @@ async fn alert_fires_on_throttling_store() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn alert_fires_on_growing_flush_queue() {
     if is_possible() {
-        assert_store_alerts(Fault::Slow(Duration::from_secs(600)), &["UniffleFlushQueueGrows"]).await;
+        assert_store_alerts(ResponseFault::Slow(Duration::from_secs(600)), &["UniffleFlushQueueGrows"]).await;
     }
 }
 
@@ -115,7 +115,7 @@ async fn alerts_fire_on_denied_deletions_uploads_and_absent_namenode() {
     let [objects, moves] = [objects, moves].map(|setup| block_in_place(|| Worker::start(&setup)));
     let (hdfs, remote) = block_in_place(|| (MiniHdfs::start(&[]), start_on_hdfs()));
     let watch = block_in_place(|| Watch::start(&[&objects, &moves, &remote]));
-    let denied = Fault::Refuse(403, "AccessDenied");
+    let denied = ResponseFault::Refuse(403, "AccessDenied");
 
     let client = client_of(&objects).await;
     let mut written = Written::register(&client, key("app", 0), 4).await;

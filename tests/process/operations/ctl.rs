@@ -9,7 +9,7 @@ use tokio::task::block_in_place;
 
 use super::fixture::{AdminFixture, eventually, parse};
 use crate::writes::{Written, client_of, key};
-use uniffle_testkit::config::Lines;
+use uniffle_testkit::config::ConfigLines;
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::tools::available;
 use uniffle_testkit::worker::{Setup, Worker};
@@ -461,7 +461,7 @@ async fn csv_columns_are_filled_from_the_answers() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn reading_commands_work_without_admin_listener() {
     let dir = tempfile::tempdir().unwrap();
-    let text = Lines::default().own_text(&[dir.path().join("data")]);
+    let text = ConfigLines::default().own_text(&[dir.path().join("data")]);
     let worker = uniffle_worker::server::Worker::start(&parse(&text)).await.unwrap();
     assert_eq!(worker.addresses().admin, None);
     let (http, coordinator) = (worker.addresses().http.to_string(), worker.addresses().grpc.to_string());

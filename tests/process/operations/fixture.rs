@@ -8,7 +8,7 @@ use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::send::SendForm;
 use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_testkit::block_generator::BlockGenerator;
-use uniffle_testkit::config::Lines;
+use uniffle_testkit::config::ConfigLines;
 pub(crate) use uniffle_testkit::config::{parse, start_from};
 pub(crate) use uniffle_testkit::eventually;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
@@ -146,5 +146,5 @@ impl AdminFixture {
 pub(crate) fn config_text(dir: &std::path::Path, top: &str, tables: &str) -> String {
     let (top, tables) =
         (format!("heartbeat_interval_seconds = 1\n{top}"), format!("[admin]\nport = 0\n{tables}"));
-    Lines { top: &top, tables: &tables, ..Lines::default() }.own_text(&[dir.join("data")])
+    ConfigLines { top: &top, tables: &tables, ..ConfigLines::default() }.own_text(&[dir.join("data")])
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
-use uniffle_testkit::config::{Lines, start_from};
+use uniffle_testkit::config::{ConfigLines, start_from};
 use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, S3Server, SECRET_KEY};
 
 use super::ctl::run;
@@ -34,7 +34,7 @@ async fn only_objects_of_departed_workers_are_removed() {
          credentials = \"file\"\ncredentials_file = {keys:?}",
         server.endpoint()
     );
-    let lines = Lines { store_type: "MEMORY_OBJECT", tables: &tables, ..Lines::default() };
+    let lines = ConfigLines { store_type: "MEMORY_OBJECT", tables: &tables, ..ConfigLines::default() };
     let file = dir.path().join("config.toml");
     std::fs::write(&file, lines.own_text(&[dir.path().join("unused")])).unwrap();
     let worker = start_from(&file).await;

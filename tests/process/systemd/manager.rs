@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use uniffle_client::grpc::ShuffleClient;
-use uniffle_testkit::config::Lines;
+use uniffle_testkit::config::ConfigLines;
 use uniffle_testkit::metrics::Metrics;
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::tools::{WORKSPACE, available, binary, find, lacking, may_mount, weaker};
@@ -205,8 +205,14 @@ impl Manager {
         let memory = format!("backing = {backing:?}\n");
         let tables = "disk_healthy_check_interval_sec = 1\n[hybrid_store]\n\
              memory_spill_high_watermark = 0.99\nmemory_spill_low_watermark = 0.98\n";
-        let text = Lines { capacity, top: &self.ports, memory: &memory, local: tables, ..Lines::default() }
-            .text(&data);
+        let text = ConfigLines {
+            capacity,
+            top: &self.ports,
+            memory: &memory,
+            local: tables,
+            ..ConfigLines::default()
+        }
+        .text(&data);
         fs::write(path, &text).expect("written");
         let root = Path::new("/proc").join(self.init.to_string()).join("root");
         fs::write(root.join("etc").join("uniffle-worker").join("config.toml"), text).expect("written");

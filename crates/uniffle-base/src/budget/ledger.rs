@@ -39,13 +39,13 @@ enum Leaves {
 
 /// A callback that runs each time `bytes` more were charged.
 #[derive(Debug)]
-struct Step {
+struct ChargeStep {
     bytes: u64,
     charged: AtomicU64,
     then: fn(),
 }
 
-impl Step {
+impl ChargeStep {
     /// Counts a charge. Called while charging, so the bytes are not held yet.
     fn count(&self, bytes: u64) {
         let before = self.charged.fetch_add(bytes, Ordering::Relaxed);
@@ -56,19 +56,19 @@ impl Step {
 }
 
 #[derive(Debug)]
-struct Ledger {
+struct BudgetNode {
     capacity: u64,
     used: AtomicU64,
     parent: Option<Budget>,
     leaves: Leaves,
-    step: Option<Step>,
+    step: Option<ChargeStep>,
     pressure: Notify,
     /// Number of waiters for released charges, counted in the topmost ledger.
     waiting: AtomicUsize,
     freed: Notify,
 }
 
-impl Ledger {
+impl BudgetNode {
     fn new(parent: Option<Budget>, capacity: u64, leaves: Leaves) -> Self {
         Self {
             capacity,
@@ -143,7 +143,7 @@ impl Ledger {
 
 /// A bounded amount that charges are taken from. Clones share it.
 #[derive(Clone, Debug)]
-pub struct Budget(Arc<Ledger>);
+pub struct Budget(Arc<BudgetNode>);
 
 impl Budget {
     /// Creates a budget of `capacity_bytes`, all of it free.
@@ -157,8 +157,11 @@ impl Budget {
     /// held.
     #[must_use]
     pub fn with_step(capacity_bytes: u64, step_bytes: u64, then: fn()) -> Self {
-        let step = Step { bytes: step_bytes.max(1), charged: AtomicU64::new(0), then };
-        Self(Arc::new(Ledger { step: Some(step), ..Ledger::new(None, capacity_bytes, Leaves::Nothing) }))
+        let step = ChargeStep { bytes: step_bytes.max(1), charged: AtomicU64::new(0), then };
+        Self(Arc::new(BudgetNode {
+            step: Some(step),
+            ..BudgetNode::new(None, capacity_bytes, Leaves::Nothing)
+        }))
     }
 
     /// Creates a part of this budget. Its charges are also charged to this budget. The parts may
@@ -182,11 +185,11 @@ impl Budget {
     }
 
     fn below(parent: Option<Self>, capacity: u64, leaves: Leaves) -> Self {
-        Self(Arc::new(Ledger::new(parent, capacity, leaves)))
+        Self(Arc::new(BudgetNode::new(parent, capacity, leaves)))
     }
 
     /// Iterates over this ledger and those above it, up to the topmost.
-    fn path(&self) -> impl Iterator<Item = &Ledger> {
+    fn path(&self) -> impl Iterator<Item = &BudgetNode> {
         std::iter::successors(Some(&*self.0), |ledger| ledger.parent.as_ref().map(|parent| &*parent.0))
     }
 
@@ -199,7 +202,7 @@ impl Budget {
     /// Returns the largest charge that could ever be granted.
     #[must_use]
     pub fn most(&self) -> u64 {
-        self.path().map(Ledger::most).min().unwrap_or(0)
+        self.path().map(BudgetNode::most).min().unwrap_or(0)
     }
 
     /// Returns the charged amount. It exceeds the capacity while the budget is overdrawn.
@@ -211,15 +214,15 @@ impl Budget {
     /// Returns the amount that could be charged now.
     #[must_use]
     pub fn free(&self) -> u64 {
-        self.path().map(Ledger::free).min().unwrap_or(0)
+        self.path().map(BudgetNode::free).min().unwrap_or(0)
     }
 
     /// Returns the amount that could be charged if the topmost budget held nothing but this kind of
     /// state. The topmost budget also holds short-lived charges, whose current amount does not show
     /// which application holds too much.
     fn kept_free(&self) -> u64 {
-        let is_among = |ledger: &&Ledger| ledger.parent.is_some() || std::ptr::eq(*ledger, &*self.0);
-        let free = |ledger: &Ledger| match ledger.leaves {
+        let is_among = |ledger: &&BudgetNode| ledger.parent.is_some() || std::ptr::eq(*ledger, &*self.0);
+        let free = |ledger: &BudgetNode| match ledger.leaves {
             Leaves::Bytes(_) => ledger.unused(),
             Leaves::Nothing | Leaves::Share => ledger.free(),
         };
@@ -258,7 +261,7 @@ impl Budget {
             }
         }
         // Others may have charged something in between.
-        if !self.path().all(Ledger::leaves_enough) {
+        if !self.path().all(BudgetNode::leaves_enough) {
             self.give_back(bytes);
             return Err(NoCapacity { asked: bytes, free: self.free() });
         }
@@ -273,7 +276,7 @@ impl Budget {
     }
 
     fn check_left(&self, bytes: u64) -> Result<(), NoCapacity> {
-        let mut leaving = self.path().filter(|ledger| ledger.leaves != Leaves::Nothing).map(Ledger::free);
+        let mut leaving = self.path().filter(|ledger| ledger.leaves != Leaves::Nothing).map(BudgetNode::free);
         leaving.find(|free| *free < bytes).map_or(Ok(()), |free| Err(NoCapacity { asked: bytes, free }))
     }
 
@@ -293,7 +296,7 @@ impl Budget {
         let top = self.path().last().unwrap_or(&self.0);
         // Sequentially consistent: either the check below sees the released charge, or the
         // releasing thread sees this waiter.
-        let _waiting = Waiting::among(&top.waiting);
+        let _waiting = WaiterCount::among(&top.waiting);
         loop {
             let mut freed = pin!(top.freed.notified());
             freed.as_mut().enable();
@@ -308,7 +311,7 @@ impl Budget {
     /// A release during `look` counts.
     pub async fn freed_after(&self, look: impl FnOnce()) {
         let top = self.path().last().unwrap_or(&self.0);
-        let _waiting = Waiting::among(&top.waiting);
+        let _waiting = WaiterCount::among(&top.waiting);
         let mut freed = pin!(top.freed.notified());
         freed.as_mut().enable();
         look();
@@ -372,16 +375,16 @@ impl Budget {
 }
 
 /// Registration of one waiter.
-struct Waiting<'a>(&'a AtomicUsize);
+struct WaiterCount<'a>(&'a AtomicUsize);
 
-impl<'a> Waiting<'a> {
+impl<'a> WaiterCount<'a> {
     fn among(count: &'a AtomicUsize) -> Self {
         count.fetch_add(1, Ordering::SeqCst);
         Self(count)
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for WaiterCount<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }

@@ -4,8 +4,8 @@
 //! The promise is resident memory of at most capacity × 1.05 + 200 MiB ([`promised`]), whatever
 //! clients do. Everything except blocks gets its part from [`divide`], which also yields the
 //! defaults of the keys that bound a kind. All kinds may therefore be full at once. A configured
-//! key moves the bound: at the start [`Parts::sum`] of the configured values is compared with the
-//! promise.
+//! key moves the bound: at the start [`MemoryParts::sum`] of the configured values is compared with
+//! the promise.
 
 const MIB: u64 = 1 << 20;
 
@@ -65,7 +65,7 @@ const LEAST_PART: (u64, u64) = (3, 4);
 
 /// Bytes by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Parts {
+pub struct MemoryParts {
     /// The process without clients.
     pub base: u64,
     /// Excess of the region over the capacity.
@@ -84,7 +84,7 @@ pub struct Parts {
 
 /// Limits on the numbers of connections and requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct ConnectionLimits {
     /// gRPC connections.
     pub grpc_connections: usize,
     /// gRPC requests in progress, over all connections.
@@ -119,7 +119,7 @@ pub fn slack(capacity: u64) -> u64 {
 /// Returns the bytes per kind that a process on `cores` cores may hold beside `capacity` bytes of
 /// blocks.
 #[must_use]
-pub fn divide(capacity: u64, cores: usize) -> Parts {
+pub fn divide(capacity: u64, cores: usize) -> MemoryParts {
     let base = base(cores);
     let (slack, growth) = (slack(capacity), capacity / HEAP_DIVISOR);
     let small: u64 = SMALL.iter().sum();
@@ -131,7 +131,7 @@ pub fn divide(capacity: u64, cores: usize) -> Parts {
         (part + growth) / unit * unit
     };
     let [heap, windows, grpc, tcp] = [0, 2, 3, 4].map(|at| part(at, MIB));
-    Parts { base, slack, heap, reads: part(1, 2 * MIB), windows, grpc, tcp }
+    MemoryParts { base, slack, heap, reads: part(1, 2 * MIB), windows, grpc, tcp }
 }
 
 fn base(cores: usize) -> u64 {
@@ -143,7 +143,7 @@ fn of_grpc_connection(is_tls: bool) -> u64 {
     GRPC_CONNECTION + if is_tls { TLS_CONNECTION } else { 0 }
 }
 
-impl Parts {
+impl MemoryParts {
     /// Returns the sum of all kinds.
     #[must_use]
     pub fn sum(&self) -> u64 {
@@ -154,7 +154,7 @@ impl Parts {
     /// Returns the numbers of connections and requests that fit into these parts. Configured
     /// numbers of connections replace the computed ones.
     #[must_use]
-    pub fn limits(&self, is_tls: bool, configured: ConfiguredConnections) -> Limits {
+    pub fn limits(&self, is_tls: bool, configured: ConfiguredConnections) -> ConnectionLimits {
         let least = |part: u64| part / LEAST_PART.1 * LEAST_PART.0;
         let grpc =
             Peers { connection: of_grpc_connection(is_tls), request: GRPC_REQUEST, least: STREAMS_MIN };
@@ -165,7 +165,7 @@ impl Parts {
         let grpc_connections = configured.grpc.map_or(connections, |count| count as u64);
         let connections = (least(self.tcp) / tcp.least_bytes()).clamp(1, TCP_CONNECTIONS_MOST);
         let tcp_connections = configured.tcp.map_or(connections, |count| count as u64);
-        Limits {
+        ConnectionLimits {
             grpc_connections: usize::try_from(grpc_connections).unwrap_or(usize::MAX),
             grpc_requests: grpc.requests(self.grpc, grpc_connections),
             tcp_connections: usize::try_from(tcp_connections).unwrap_or(usize::MAX),
@@ -176,7 +176,7 @@ impl Parts {
     /// Replaces the parts by configured values. Windows and requests cover at least the minimum of
     /// all connections.
     #[must_use]
-    pub fn with(self, heap: u64, reads: u64, windows: u64, limits: Limits, is_tls: bool) -> Self {
+    pub fn with(self, heap: u64, reads: u64, windows: u64, limits: ConnectionLimits, is_tls: bool) -> Self {
         let connections = limits.grpc_connections as u64;
         let grpc =
             Peers { connection: of_grpc_connection(is_tls), request: GRPC_REQUEST, least: STREAMS_MIN };
@@ -259,7 +259,7 @@ mod tests {
         #[test]
         fn more_capacity_never_means_less_of_anything(capacity in 64_000_000..TB, more in 0..TB) {
             let (less, more) = (divide(capacity, 8), divide(capacity + more, 8));
-            let of = |parts: &Parts| [parts.heap, parts.reads, parts.windows, parts.grpc, parts.tcp];
+            let of = |parts: &MemoryParts| [parts.heap, parts.reads, parts.windows, parts.grpc, parts.tcp];
             prop_assert!(of(&less).iter().zip(of(&more)).all(|(less, more)| *less <= more), "{less:?} {more:?}");
         }
 
@@ -267,7 +267,7 @@ mod tests {
         fn limit_includes_configuration_and_connections(
             windows in 65_536u64..1 << 34, connections in 1usize..100_000, requests in 256u64..10_000_000,
         ) {
-            let limits = Limits {
+            let limits = ConnectionLimits {
                 grpc_connections: connections,
                 grpc_requests: requests,
                 tcp_connections: 7,

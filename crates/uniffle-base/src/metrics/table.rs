@@ -38,7 +38,7 @@ pub struct Description {
 
 /// A row of a table.
 #[derive(Debug)]
-pub struct Row {
+pub struct MetricRow {
     /// Name, with placeholders in braces if the table is built several times.
     pub name: &'static str,
     /// Help text, with the same placeholders.
@@ -51,7 +51,7 @@ pub struct Row {
     pub buckets: &'static [f64],
 }
 
-impl Row {
+impl MetricRow {
     /// Creates the metric and registers it under all its names.
     ///
     /// # Errors
@@ -198,7 +198,7 @@ macro_rules! table {
         }
     };
     (@row $name:literal, $help:literal, [$($label:literal),*], [$($other:literal),*], [$($buckets:expr)?]) => {
-        $crate::metrics::Row {
+        $crate::metrics::MetricRow {
             name: $name,
             help: $help,
             labels: &[$($label),*],

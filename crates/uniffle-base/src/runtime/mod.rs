@@ -30,8 +30,8 @@ use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
 pub use self::metrics::RuntimeMetrics;
-use self::names::Names;
 pub use self::names::RunningTask;
+use self::names::TaskNames;
 pub use self::polls::PollBudget;
 pub use self::probe::{TooFewThreads, probe_threads};
 pub use blocking_pool::BlockingPool;
@@ -45,7 +45,7 @@ pub struct Tasks {
     tracker: TaskTracker,
     close: CancellationToken,
     cancel: CancellationToken,
-    names: Names,
+    names: TaskNames,
 }
 
 impl Tasks {
@@ -219,11 +219,11 @@ impl Handover {
 /// sockets, chunks and timers. No work is stolen, and no other thread is woken.
 #[derive(Debug)]
 pub struct Cores {
-    cores: Vec<Core>,
+    cores: Vec<CoreRuntime>,
 }
 
 #[derive(Debug)]
-struct Core {
+struct CoreRuntime {
     handle: Handle,
     /// Number of clones is the load of the core plus one.
     load: Arc<()>,
@@ -272,7 +272,7 @@ impl Cores {
             })?;
             let ended = |_| io::Error::other("a thread for connections ended as it began");
             let handle = begun.recv().map_err(ended)??;
-            Ok(Core { handle, load: Arc::new(()) })
+            Ok(CoreRuntime { handle, load: Arc::new(()) })
         };
         Ok(Self { cores: (0..count.max(1)).map(core).collect::<io::Result<_>>()? })
     }

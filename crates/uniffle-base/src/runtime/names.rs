@@ -31,18 +31,18 @@ pub struct RunningTask {
 
 /// Running tasks of related groups. Clones share them.
 #[derive(Clone, Default)]
-pub(super) struct Names {
+pub(super) struct TaskNames {
     running: Arc<DashMap<Id, (&'static str, Instant)>>,
     polls: Polls,
 }
 
-impl fmt::Debug for Names {
+impl fmt::Debug for TaskNames {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Names").field("running", &self.running.len()).finish()
     }
 }
 
-impl Names {
+impl TaskNames {
     pub(super) fn list(&self) -> Vec<RunningTask> {
         let task = |entry: dashmap::mapref::multiple::RefMulti<'_, Id, (&'static str, Instant)>| {
             let (name, since) = *entry.value();
@@ -63,12 +63,12 @@ impl Names {
 }
 
 pin_project! {
-    /// See [`Names::named`].
+    /// See [`TaskNames::named`].
     pub(crate) struct NamedFuture<F> {
         #[pin]
         future: F,
         name: &'static str,
-        names: Names,
+        names: TaskNames,
         listed: Option<NameGuard>,
     }
 }
@@ -90,7 +90,7 @@ impl<F: Future> Future for NamedFuture<F> {
 
 /// An entry of the list, removed on drop.
 struct NameGuard {
-    names: Names,
+    names: TaskNames,
     id: Id,
 }
 

@@ -21,7 +21,7 @@ const REMEMBERED: usize = 64;
 #[derive(Debug)]
 pub struct FairQueue<K, T> {
     /// Keys with items.
-    turns: BTreeMap<Turn, K>,
+    turns: BTreeMap<TurnKey, K>,
     /// Keys with items or debts.
     keys: HashMap<K, KeyQueue<T>>,
     len: usize,
@@ -30,12 +30,12 @@ pub struct FairQueue<K, T> {
 }
 
 /// Virtual time of a turn, and the number that decides between equal times.
-type Turn = (u64, u64);
+type TurnKey = (u64, u64);
 
 #[derive(Debug)]
 struct KeyQueue<T> {
     /// Turn of the first item, or the earliest turn of the next one to arrive.
-    turn: Turn,
+    turn: TurnKey,
     items: VecDeque<Item<T>>,
 }
 

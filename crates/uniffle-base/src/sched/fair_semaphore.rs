@@ -57,19 +57,19 @@ struct State {
     free: u64,
     /// Applications that hold something.
     held: HashMap<Option<AppId>, u64>,
-    waiters: FairQueue<Option<AppId>, Waiter>,
+    waiters: FairQueue<Option<AppId>, PermitWaiter>,
     /// At least one waiter lacks capacity, not only a share of a device.
     is_short: bool,
 }
 
-struct Waiter {
+struct PermitWaiter {
     amount: u64,
     weight: u32,
     parts: ShareParts,
     grant: oneshot::Sender<Grant>,
 }
 
-impl fmt::Debug for Waiter {
+impl fmt::Debug for PermitWaiter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Waiter").field(&self.amount).finish_non_exhaustive()
     }
@@ -148,7 +148,7 @@ impl FairSemaphore {
         }
         let (grant, granted) = oneshot::channel();
         let Holder { app, weight } = holder;
-        let waiter = Waiter { amount, weight: *weight, parts, grant };
+        let waiter = PermitWaiter { amount, weight: *weight, parts, grant };
         let number = self.0.lock().waiters.push(app, amount, *weight, waiter);
         let mut wait = Wait { semaphore: self, app, number, granted };
         self.serve();
@@ -179,7 +179,9 @@ impl FairSemaphore {
     /// Grants free capacity to the waiters that are next.
     fn serve(self: &Arc<Self>) {
         loop {
-            let Some((app, Waiter { amount, parts, grant, .. })) = self.0.lock().take_next() else { return };
+            let Some((app, PermitWaiter { amount, parts, grant, .. })) = self.0.lock().take_next() else {
+                return;
+            };
             // Sent outside the lock: without a receiver, the dropped permits take the lock.
             let _ = grant.send(self.grant(app, amount, parts));
         }
@@ -233,7 +235,7 @@ impl State {
     }
 
     /// Removes the next waiter from the queue and takes its request, if everything is available.
-    fn take_next(&mut self) -> Option<(Option<AppId>, Waiter)> {
+    fn take_next(&mut self) -> Option<(Option<AppId>, PermitWaiter)> {
         let (next, is_short) = self.next();
         self.is_short = is_short;
         let (app, number) = next?;
@@ -277,7 +279,7 @@ impl State {
 /// Full shares that earlier waiters need.
 type FullShares<'a> = SmallVec<[&'a Arc<DeviceShare>; 8]>;
 
-impl Waiter {
+impl PermitWaiter {
     /// Returns whether its shares have room and no earlier waiter needs them.
     fn has_room<'a>(&'a self, full: &mut FullShares<'a>) -> bool {
         if full.iter().any(|share| self.parts.contains(share)) {

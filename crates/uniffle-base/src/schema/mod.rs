@@ -19,7 +19,7 @@ pub mod redact;
 pub use key::{Key, Problem, Reload, RemovedKey, Schema};
 pub use kind::{Kind, Word};
 pub use machine::Machine;
-pub use reader::Reader;
+pub use reader::ValueReader;
 
 use toml::Table;
 pub use toml::Value;
@@ -29,7 +29,7 @@ pub trait Section: Sized {
     /// Adds the keys of this section.
     fn describe(schema: &mut Schema);
     /// Reads the values. Absent and invalid values get the default; invalid ones add a problem.
-    fn read(reader: &mut Reader, machine: &Machine) -> Self;
+    fn read(reader: &mut ValueReader, machine: &Machine) -> Self;
     /// Adds every key that has a value.
     fn print(&self, printed: &mut Vec<(&'static str, Value)>);
     /// Takes over the values of `new` that may change while the worker runs.
@@ -128,7 +128,7 @@ macro_rules! section {
                 let _ = schema;
             }
 
-            fn read(reader: &mut $crate::schema::Reader, $machine: &$crate::schema::Machine) -> Self {
+            fn read(reader: &mut $crate::schema::ValueReader, $machine: &$crate::schema::Machine) -> Self {
                 let _ = $machine;
                 $(
                     let given: Option<Option<$ty>> = [
@@ -168,7 +168,7 @@ macro_rules! section {
 
         impl Default for $name {
             fn default() -> Self {
-                let mut reader = $crate::schema::Reader::default();
+                let mut reader = $crate::schema::ValueReader::default();
                 $crate::schema::Section::read(&mut reader, &$crate::schema::Machine::default())
             }
         }
@@ -253,7 +253,7 @@ mod tests {
         let mut schema = Schema::default();
         Part::describe(&mut schema);
         let env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
-        let mut reader = Reader::new(&schema, text.parse().unwrap(), env);
+        let mut reader = ValueReader::new(&schema, text.parse().unwrap(), env);
         let part = Part::read(&mut reader, &Machine::default());
         (part, reader.problems.iter().map(ToString::to_string).collect())
     }

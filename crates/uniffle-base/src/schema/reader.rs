@@ -14,7 +14,7 @@ use super::names;
 
 /// The values not taken yet, and the problems found so far.
 #[derive(Debug, Default)]
-pub struct Reader {
+pub struct ValueReader {
     values: BTreeMap<&'static str, Value>,
     env: HashMap<String, String>,
     /// Keys that the file contains, valid or not.
@@ -25,7 +25,7 @@ pub struct Reader {
     pub warnings: Vec<String>,
 }
 
-impl Reader {
+impl ValueReader {
     /// Sorts the entries of `table` into keys of `schema` and problems.
     pub fn new(schema: &Schema, table: Table, env: HashMap<String, String>) -> Self {
         let (values, problems, warnings) = names::sort(schema, table);

@@ -127,7 +127,7 @@ pub fn memory_blocks(
 
 /// Position of a block in the data of a partition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct IndexRecord {
+pub struct RecordPosition {
     /// Offset of the first byte in the partition's data.
     pub offset: u64,
     /// The block.
@@ -138,7 +138,7 @@ pub struct IndexRecord {
 ///
 /// # Errors
 /// Fails if the length is not a multiple of 40, or if a number is out of range.
-pub fn decode_index(mut index: &[u8]) -> Result<Vec<IndexRecord>, Malformed> {
+pub fn decode_index(mut index: &[u8]) -> Result<Vec<RecordPosition>, Malformed> {
     if !index.len().is_multiple_of(INDEX_RECORD_BYTES) {
         return Err(Malformed::IndexLength(index.len()));
     }
@@ -152,20 +152,20 @@ pub fn decode_index(mut index: &[u8]) -> Result<Vec<IndexRecord>, Malformed> {
             block_id: BlockId(index.get_i64()),
             task_attempt_id: TaskAttemptId(index.get_i64()),
         };
-        records.push(IndexRecord { offset, meta });
+        records.push(RecordPosition { offset, meta });
     }
     Ok(records)
 }
 
 /// The range of one `getLocalShuffleData` call.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Segment {
+pub struct DataSegment {
     /// Offset of the first byte.
     pub offset: u64,
     /// Number of bytes.
     pub length: u64,
     /// The contiguous blocks of the range.
-    pub records: Vec<IndexRecord>,
+    pub records: Vec<RecordPosition>,
 }
 
 /// Splits contiguous records into reads as Java does. A segment ends once it has `read_buffer_size`
@@ -175,13 +175,13 @@ pub struct Segment {
 /// # Errors
 /// [`Malformed::Hole`] if the records are not contiguous.
 pub fn segments(
-    records: &[IndexRecord],
+    records: &[RecordPosition],
     data_length: Option<u64>,
     read_buffer_size: u64,
-    wanted: impl Fn(&IndexRecord) -> bool,
-) -> Result<Vec<Segment>, Malformed> {
+    wanted: impl Fn(&RecordPosition) -> bool,
+) -> Result<Vec<DataSegment>, Malformed> {
     let mut done = Vec::new();
-    let mut open: Option<Segment> = None;
+    let mut open: Option<DataSegment> = None;
     let mut expected = records.first().map_or(0, |record| record.offset);
     let mut total = 0;
     for (number, record) in records.iter().enumerate() {
@@ -199,7 +199,7 @@ pub fn segments(
             continue;
         }
         let mut segment =
-            open.take().unwrap_or(Segment { offset: record.offset, length: 0, records: Vec::new() });
+            open.take().unwrap_or(DataSegment { offset: record.offset, length: 0, records: Vec::new() });
         segment.length += length;
         segment.records.push(*record);
         if segment.length >= read_buffer_size {
@@ -214,11 +214,11 @@ pub fn segments(
 
 /// Contiguous records on one disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Run<'a> {
+pub struct RecordRun<'a> {
     /// Number of the disk, or −1 if the server has one stream per partition.
     pub storage: i32,
     /// Records, each of which begins where the previous one ends.
-    pub records: &'a [IndexRecord],
+    pub records: &'a [RecordPosition],
 }
 
 /// Splits an index into contiguous runs. Each run is split into [`segments`] on its own.
@@ -227,7 +227,11 @@ pub struct Run<'a> {
 /// (docs/protocol.md §5.5). A gap, which a failed append leaves behind, also ends a run. Records
 /// beyond `data_length` in total (`None` = unknown) are still being flushed and are left out.
 #[must_use]
-pub fn runs<'a>(records: &'a [IndexRecord], data_length: Option<u64>, storage_ids: &[i32]) -> Vec<Run<'a>> {
+pub fn runs<'a>(
+    records: &'a [RecordPosition],
+    data_length: Option<u64>,
+    storage_ids: &[i32],
+) -> Vec<RecordRun<'a>> {
     let mut total = 0_u64;
     let readable = records.iter().take_while(|record| {
         total = total.saturating_add(u64::from(record.meta.length));
@@ -238,11 +242,11 @@ pub fn runs<'a>(records: &'a [IndexRecord], data_length: Option<u64>, storage_id
     for run in
         records.chunk_by(|one, next| one.offset.checked_add(one.meta.length.into()) == Some(next.offset))
     {
-        let before = runs.last().and_then(|run: &Run<'_>| run.records.last());
+        let before = runs.last().and_then(|run: &RecordRun<'_>| run.records.last());
         if before.zip(run.first()).is_some_and(|(before, first)| first.offset <= before.offset) {
             disk += 1;
         }
-        runs.push(Run { storage: storage_ids.get(disk).copied().unwrap_or(-1), records: run });
+        runs.push(RecordRun { storage: storage_ids.get(disk).copied().unwrap_or(-1), records: run });
     }
     runs
 }
@@ -251,11 +255,11 @@ pub fn runs<'a>(records: &'a [IndexRecord], data_length: Option<u64>, storage_id
 ///
 /// # Errors
 /// Fails if the response does not have exactly the length of the segment.
-pub fn segment_blocks(segment: &Segment, data: &Bytes) -> Result<Vec<Block>, Malformed> {
+pub fn segment_blocks(segment: &DataSegment, data: &Bytes) -> Result<Vec<Block>, Malformed> {
     if data.len() as u64 != segment.length {
         return Err(Malformed::DataLength { expected: segment.length, got: data.len() });
     }
-    let block = |record: &IndexRecord| {
+    let block = |record: &RecordPosition| {
         let data = cut(data, record.offset - segment.offset, &record.meta)?;
         Ok(Block { meta: record.meta, data })
     };
@@ -300,7 +304,7 @@ fn crc(value: i64) -> Result<u32, Malformed> {
 mod tests {
     use super::*;
 
-    fn record(offset: u64, length: u32, id: i64) -> IndexRecord {
+    fn record(offset: u64, length: u32, id: i64) -> RecordPosition {
         let meta = BlockMeta {
             block_id: BlockId(id),
             task_attempt_id: TaskAttemptId(id % 2),
@@ -308,7 +312,7 @@ mod tests {
             uncompressed_length: length,
             crc: 0,
         };
-        IndexRecord { offset, meta }
+        RecordPosition { offset, meta }
     }
 
     fn hex(text: &str) -> Vec<u8> {
@@ -329,7 +333,7 @@ mod tests {
             uncompressed_length: 9,
             crc: 0x1122_3344,
         };
-        assert_eq!(records, [IndexRecord { offset: 64, meta }]);
+        assert_eq!(records, [RecordPosition { offset: 64, meta }]);
         assert_eq!(decode_index(&bytes[..39]), Err(Malformed::IndexLength(39)));
         assert_eq!(decode_index(&[]), Ok(Vec::new()));
         let mut negative = bytes.clone();
@@ -405,7 +409,7 @@ mod tests {
 
     #[test]
     fn segment_of_wrong_length_is_refused() {
-        let segment = Segment { offset: 8, length: 3, records: vec![record(8, 1, 1), record(9, 2, 2)] };
+        let segment = DataSegment { offset: 8, length: 3, records: vec![record(8, 1, 1), record(9, 2, 2)] };
         let blocks = segment_blocks(&segment, &Bytes::from_static(b"abc")).unwrap();
         assert_eq!(blocks[1].data, "bc");
         assert!(segment_blocks(&segment, &Bytes::from_static(b"ab")).is_err());

@@ -18,16 +18,16 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::block::Block;
-use crate::grpc::{ClientError, IndexAnswer, MemoryAnswer};
+use crate::grpc::{ClientError, IndexResponse, MemoryResponse};
 use crate::proto::{ShuffleDataBlockSegment, StatusCode};
 use crate::read::{self, Malformed};
 use crate::send::Batch;
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, HEADER_BYTES};
-use uniffle_wire::reply::{self, Answer, Reply};
+use uniffle_wire::reply::{self, Reply, ReplyAnswer};
 use uniffle_wire::request::{
-    BlockServer, LocalDataRequest, LocalDataVersion, LocalIndexRequest, MemoryRequest, Placement,
-    ReadRequest, SendBlock, SendRequest, Target,
+    BlockServer, LocalDataRequest, LocalDataVersion, LocalIndexRequest, MemoryRequest, PartitionTarget,
+    Placement, ReadRequest, SendBlock, SendRequest,
 };
 use uniffle_wire::types::{PartitionId, ShuffleKey, TicketId};
 
@@ -73,13 +73,13 @@ impl TcpClientError {
 }
 
 /// Pending responses by request id.
-type Waiting = Arc<Mutex<HashMap<i64, oneshot::Sender<Reply>>>>;
+type PendingReplies = Arc<Mutex<HashMap<i64, oneshot::Sender<Reply>>>>;
 
 /// A client on one connection, which is closed on drop.
 #[derive(Debug)]
 pub struct TcpClient {
     outgoing: mpsc::Sender<Bytes>,
-    waiting: Waiting,
+    waiting: PendingReplies,
     next_id: AtomicI64,
     servers: Vec<BlockServer>,
 }
@@ -110,7 +110,7 @@ impl TcpClient {
         stream.set_nodelay(true)?;
         let (read_half, write_half) = stream.into_split();
         let (outgoing, queue) = mpsc::channel(QUEUE_LENGTH);
-        let waiting = Waiting::default();
+        let waiting = PendingReplies::default();
         let answers = Arc::clone(&waiting);
         let driver = async move {
             tokio::select! {
@@ -297,13 +297,13 @@ impl TcpClient {
     ///
     /// # Errors
     /// Fails if it is another response or is malformed.
-    pub fn memory_answer(reply: Reply) -> Result<MemoryAnswer, TcpClientError> {
+    pub fn memory_answer(reply: Reply) -> Result<MemoryResponse, TcpClientError> {
         let (segments, is_end) = match reply.answer {
-            Answer::Memory(segments) => (segments, None),
-            Answer::MemoryV2 { segments, is_end } => (segments, Some(is_end)),
+            ReplyAnswer::Memory(segments) => (segments, None),
+            ReplyAnswer::MemoryV2 { segments, is_end } => (segments, Some(is_end)),
             _ => return Err(Malformed::Answer.into()),
         };
-        let segment = |segment: &reply::Segment| ShuffleDataBlockSegment {
+        let segment = |segment: &reply::ReplySegment| ShuffleDataBlockSegment {
             block_id: segment.block_id,
             offset: i64::from(segment.offset),
             length: segment.length,
@@ -312,26 +312,26 @@ impl TcpClient {
             task_attempt_id: segment.task_attempt_id,
         };
         let segments: Vec<_> = segments.iter().map(segment).collect();
-        Ok(MemoryAnswer { blocks: read::memory_blocks(&segments, &reply.body)?, is_end })
+        Ok(MemoryResponse { blocks: read::memory_blocks(&segments, &reply.body)?, is_end })
     }
 
     /// Decodes the response to an index read.
     ///
     /// # Errors
     /// Fails if it is another response or is malformed.
-    pub fn index_answer(reply: Reply) -> Result<IndexAnswer, TcpClientError> {
-        let Answer::LocalIndex { data_length, storage_ids } = reply.answer else {
+    pub fn index_answer(reply: Reply) -> Result<IndexResponse, TcpClientError> {
+        let ReplyAnswer::LocalIndex { data_length, storage_ids } = reply.answer else {
             return Err(Malformed::Answer.into());
         };
-        Ok(IndexAnswer {
+        Ok(IndexResponse {
             records: read::decode_index(&reply.body)?,
             data_length: u64::try_from(data_length).ok(),
             storage_ids: storage_ids.unwrap_or_default(),
         })
     }
 
-    fn target<'a>(&self, key: &'a ShuffleKey, partition: PartitionId) -> Target<'a> {
-        Target {
+    fn target<'a>(&self, key: &'a ShuffleKey, partition: PartitionId) -> PartitionTarget<'a> {
+        PartitionTarget {
             request_id: self.next_request_id(),
             app: key.app.as_str(),
             shuffle: key.shuffle.0,
@@ -342,7 +342,7 @@ impl TcpClient {
 
 /// Removes a pending response on drop, also when the caller is cancelled.
 struct PendingGuard<'a> {
-    waiting: &'a Waiting,
+    waiting: &'a PendingReplies,
     request_id: i64,
 }
 
@@ -372,7 +372,7 @@ async fn write(mut socket: OwnedWriteHalf, mut queue: mpsc::Receiver<Bytes>) -> 
     Ok(())
 }
 
-async fn read(mut socket: OwnedReadHalf, answer_bytes_max: u32, waiting: &Waiting) -> io::Result<()> {
+async fn read(mut socket: OwnedReadHalf, answer_bytes_max: u32, waiting: &PendingReplies) -> io::Result<()> {
     loop {
         let reply = read_bounded(&mut socket, answer_bytes_max).await?;
         // A response that nobody waits for is dropped, as in Java's client.

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use super::assign::Candidate;
+use super::assign::NodeCandidate;
 use super::nodes::NODES_MAX;
 use uniffle_base::schema::kind::{count, ratio};
 use uniffle_base::schema::section;
@@ -70,7 +70,7 @@ impl AccessRules {
     /// See [`AccessDenied`].
     pub fn check_nodes(
         &self,
-        candidates: &[Candidate],
+        candidates: &[NodeCandidate],
         properties: &HashMap<String, String>,
         tags: &[String],
     ) -> Result<(), AccessDenied> {
@@ -84,7 +84,7 @@ impl AccessRules {
     }
 
     #[expect(clippy::cast_precision_loss, reason = "a ratio against a threshold")]
-    fn has_memory(&self, node: &Candidate) -> bool {
+    fn has_memory(&self, node: &NodeCandidate) -> bool {
         let all = node.available_bytes.saturating_add(node.used_bytes);
         node.available_bytes as f64 >= all as f64 * self.memory_ratio_min
     }
@@ -108,8 +108,8 @@ impl AccessRules {
 mod tests {
     use super::*;
 
-    fn node(available_bytes: u64, used_bytes: u64) -> Candidate {
-        Candidate {
+    fn node(available_bytes: u64, used_bytes: u64) -> NodeCandidate {
+        NodeCandidate {
             id: "n".into(),
             host: "h".into(),
             available_bytes,

@@ -1,9 +1,9 @@
 //! The application table: users of the cluster, and the remote storage of each application.
 //!
-//! Pure state; the clock is a parameter.
-//! Invariants: at most [`APPS_MAX`] applications in at most [`TABLE_BYTES_MAX`] of heap, which are
-//! part of the memory that the process needs without clients (`budget::memory_plan`). An application
-//! keeps its remote storage until it expires, because its clients must agree on the path.
+//! Pure state; the clock is a parameter. Invariants: at most [`APPS_MAX`] applications in at most
+//! [`TABLE_BYTES_MAX`] of heap, which are part of the memory that the process needs without clients
+//! (`budget::memory_plan`). An application keeps its remote storage until it expires, because its
+//! clients must agree on the path.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -36,7 +36,7 @@ pub struct SavedApp {
 }
 
 #[derive(Debug, Clone)]
-struct App {
+struct AppEntry {
     user: String,
     touched: Instant,
     storage: Option<usize>,
@@ -46,7 +46,7 @@ struct App {
 #[derive(Debug)]
 pub(super) struct AppTable {
     timeout: Duration,
-    apps: HashMap<AppId, App>,
+    apps: HashMap<AppId, AppEntry>,
     /// Heap of all applications; see [`cost`].
     bytes: usize,
     /// Time of the next full sweep. Until then an expired application may still be counted.
@@ -79,7 +79,7 @@ impl AppTable {
         let user = cut(user.unwrap_or_default());
         self.bytes += bytes;
         self.version += 1;
-        self.apps.insert(id.clone(), App { user, touched: now, storage: None });
+        self.apps.insert(id.clone(), AppEntry { user, touched: now, storage: None });
         true
     }
 
@@ -118,8 +118,8 @@ impl AppTable {
 
     /// Returns the applications in the form that [`AppTable::restore`] takes.
     pub(super) fn saved(&self, storages: &[&str]) -> Vec<SavedApp> {
-        let path = |app: &App| app.storage.and_then(|at| storages.get(at)).map(|&path| path.to_owned());
-        let saved = |(id, app): (&AppId, &App)| SavedApp {
+        let path = |app: &AppEntry| app.storage.and_then(|at| storages.get(at)).map(|&path| path.to_owned());
+        let saved = |(id, app): (&AppId, &AppEntry)| SavedApp {
             id: id.as_str().to_owned(),
             user: app.user.clone(),
             storage: path(app),

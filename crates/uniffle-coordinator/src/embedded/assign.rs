@@ -31,7 +31,7 @@ words! {
 
 /// Facts about a node that the order depends on.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Candidate {
+pub struct NodeCandidate {
     /// Server id. It breaks ties, so that equal input gives equal output.
     pub id: String,
     /// Address, for spreading replicas over hosts.
@@ -48,11 +48,11 @@ pub struct Candidate {
 ///
 /// `expected_partitions` is the number of partitions per node if the request were spread over the
 /// maximum number of nodes: `max(partitionNum · replica / nodes.max, 1)`.
-pub fn order(candidates: &mut [Candidate], by: NodeOrder, expected_partitions: u64) {
+pub fn order(candidates: &mut [NodeCandidate], by: NodeOrder, expected_partitions: u64) {
     match by {
         NodeOrder::PartitionBalance => {
             let expected = u128::from(expected_partitions.max(1));
-            let share = |node: &Candidate| u128::from(node.assigned_since_heartbeat) + expected;
+            let share = |node: &NodeCandidate| u128::from(node.assigned_since_heartbeat) + expected;
             candidates.sort_by(|a, b| {
                 // a.available / share(a) descending, cross-multiplied to be exact.
                 let left = u128::from(b.available_bytes) * share(a);
@@ -66,13 +66,13 @@ pub fn order(candidates: &mut [Candidate], by: NodeOrder, expected_partitions: u
     }
 }
 
-fn tie(a: &Candidate, b: &Candidate) -> Ordering {
+fn tie(a: &NodeCandidate, b: &NodeCandidate) -> Ordering {
     a.id.cmp(&b.id)
 }
 
 /// Returns the indexes of `wanted` candidates, so that neighbours are on different hosts: the best
 /// of each host first (Java's `PREFER_DIFF`), then the second best of each host, and so on.
-pub fn take_prefer_different_hosts(ordered: &[Candidate], wanted: usize) -> Vec<usize> {
+pub fn take_prefer_different_hosts(ordered: &[NodeCandidate], wanted: usize) -> Vec<usize> {
     let mut seen: HashMap<&str, usize> = HashMap::new();
     let mut ranks = Vec::with_capacity(ordered.len());
     for node in ordered {
@@ -89,7 +89,7 @@ pub fn take_prefer_different_hosts(ordered: &[Candidate], wanted: usize) -> Vec<
 
 /// A plan that maps each range to servers.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Placement {
+pub struct RangePlacement {
     selection: PartitionSelection,
     ranges: usize,
     servers: usize,
@@ -100,11 +100,11 @@ pub struct Placement {
     per_group: usize,
 }
 
-impl Placement {
+impl RangePlacement {
     /// Plans the placement of ranges on the servers in `hosts`. Returns `None` unless
     /// `1 <= replicas <= servers` and there is a range.
-    pub fn plan(selection: PartitionSelection, hosts: &[&str], shape: Shape) -> Option<Self> {
-        let Shape { ranges, replicas, partitions_per_range, concurrency } = shape;
+    pub fn plan(selection: PartitionSelection, hosts: &[&str], shape: AssignmentShape) -> Option<Self> {
+        let AssignmentShape { ranges, replicas, partitions_per_range, concurrency } = shape;
         let servers = hosts.len();
         if ranges == 0 || replicas == 0 || replicas > servers {
             return None;
@@ -166,7 +166,7 @@ fn group(hosts: &[&str], primary: usize, replicas: usize) -> Vec<usize> {
 
 /// Size of an assignment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
+pub struct AssignmentShape {
     /// Ranges to place.
     pub ranges: usize,
     /// Distinct servers per range.
@@ -183,8 +183,8 @@ mod tests {
 
     use super::*;
 
-    fn node(id: &str, host: &str, available_bytes: u64, assigned: u64) -> Candidate {
-        Candidate {
+    fn node(id: &str, host: &str, available_bytes: u64, assigned: u64) -> NodeCandidate {
+        NodeCandidate {
             id: id.into(),
             host: host.into(),
             available_bytes,
@@ -193,24 +193,28 @@ mod tests {
         }
     }
 
-    fn ids(nodes: &[Candidate]) -> Vec<&str> {
+    fn ids(nodes: &[NodeCandidate]) -> Vec<&str> {
         nodes.iter().map(|n| n.id.as_str()).collect()
     }
 
-    fn shape(ranges: usize, replicas: usize, concurrency: usize) -> Shape {
-        Shape { ranges, replicas, partitions_per_range: 1, concurrency }
+    fn shape(ranges: usize, replicas: usize, concurrency: usize) -> AssignmentShape {
+        AssignmentShape { ranges, replicas, partitions_per_range: 1, concurrency }
     }
 
     fn on_own_hosts(servers: usize) -> Vec<String> {
         (0..servers).map(|n| format!("h{n}")).collect()
     }
 
-    fn plan(selection: PartitionSelection, hosts: &[String], shape: Shape) -> Option<Placement> {
+    fn plan(
+        selection: PartitionSelection,
+        hosts: &[String],
+        shape: AssignmentShape,
+    ) -> Option<RangePlacement> {
         let hosts: Vec<&str> = hosts.iter().map(String::as_str).collect();
-        Placement::plan(selection, &hosts, shape)
+        RangePlacement::plan(selection, &hosts, shape)
     }
 
-    fn primaries(placement: &Placement) -> Vec<usize> {
+    fn primaries(placement: &RangePlacement) -> Vec<usize> {
         (0..placement.ranges()).map(|k| placement.servers_of(k).next().unwrap()).collect()
     }
 
@@ -235,7 +239,7 @@ mod tests {
         let nodes = [node("a1", "a", 9, 0), node("a2", "a", 8, 0), node("b1", "b", 1, 0)];
         assert_eq!(take_prefer_different_hosts(&nodes, 2), [0, 2]);
         assert_eq!(take_prefer_different_hosts(&nodes, 9), [0, 2, 1]);
-        let cluster: Vec<Candidate> =
+        let cluster: Vec<NodeCandidate> =
             (0..9).map(|n| node(&format!("n{n}"), &format!("h{}", n / 3), 9, 0)).collect();
         assert_eq!(take_prefer_different_hosts(&cluster, 9), [0, 3, 6, 1, 4, 7, 2, 5, 8]);
     }
@@ -288,7 +292,7 @@ mod tests {
         ) {
             prop_assume!(replicas <= servers);
             let selection = if round { PartitionSelection::Round } else { PartitionSelection::Continuous };
-            let shape = Shape { ranges, replicas, partitions_per_range, concurrency };
+            let shape = AssignmentShape { ranges, replicas, partitions_per_range, concurrency };
             let placement = plan(selection, &on_own_hosts(servers), shape).unwrap();
             let mut load = vec![0usize; servers];
             for k in 0..ranges {
@@ -313,7 +317,7 @@ mod tests {
             round in any::<bool>(),
         ) {
             prop_assume!(replicas <= hosts.len());
-            let nodes: Vec<Candidate> =
+            let nodes: Vec<NodeCandidate> =
                 hosts.iter().enumerate().map(|(n, host)| node(&format!("n{n}"), &format!("h{host}"), 1, 0)).collect();
             let chosen = take_prefer_different_hosts(&nodes, nodes.len());
             let hosts: Vec<String> = chosen.into_iter().map(|at| nodes[at].host.clone()).collect();

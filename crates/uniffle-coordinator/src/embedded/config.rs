@@ -19,14 +19,14 @@ const RANGES_MAX: u64 = 1 << 20;
 
 /// A remote storage for applications.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RemoteStorage {
+pub struct AppStorage {
     /// URL, such as `hdfs://nameservice/uniffle`.
     pub path: String,
     /// Hadoop settings that clients add for it.
     pub conf: Vec<(String, String)>,
 }
 
-impl RemoteStorage {
+impl AppStorage {
     /// Returns the host of the URL, without port.
     #[must_use]
     pub fn host(&self) -> &str {
@@ -143,11 +143,11 @@ section! {
 impl EmbeddedConfig {
     /// Returns the configured remote storages with their settings.
     #[must_use]
-    pub fn remote_storages(&self) -> Vec<RemoteStorage> {
+    pub fn remote_storages(&self) -> Vec<AppStorage> {
         let storage = |path: &String| {
-            let mut storage = RemoteStorage { path: path.clone(), conf: Vec::new() };
+            let mut storage = AppStorage { path: path.clone(), conf: Vec::new() };
             let conf = self.remote_storage_conf.get(storage.host());
-            storage.conf = conf.map(|text| RemoteStorage::parse_conf(text)).unwrap_or_default();
+            storage.conf = conf.map(|text| AppStorage::parse_conf(text)).unwrap_or_default();
             storage
         };
         self.remote_storage_paths.iter().map(storage).collect()

@@ -10,7 +10,7 @@ use uniffle_base::metrics::{self, clamped};
 
 metrics::table! {
     #[derive(Clone)]
-    pub(super) struct Counts {
+    pub(super) struct CoordinatorCounts {
         active_servers: IntGauge = "active_server_num", "Workers available for assignment";
         lost_servers: IntGauge = "lost_server_num", "Workers lost after missing heartbeats";
         total_servers: IntGauge = "total_server_num", "Workers with current heartbeats";
@@ -39,7 +39,7 @@ metrics::table! {
 /// The registered metrics.
 #[derive(Debug, Clone)]
 pub(crate) struct Metrics {
-    pub(super) counts: Counts,
+    pub(super) counts: CoordinatorCounts,
     /// One gauge per host, with the indexes of the storages on that host.
     storage_uses: Vec<(IntGauge, Vec<usize>)>,
 }
@@ -55,11 +55,11 @@ impl Metrics {
         for (host, storages) in by_host {
             storage_uses.push((StorageMetrics::new(registry, &[("{host}", &host)])?.apps, storages));
         }
-        Ok(Self { counts: Counts::new(registry)?, storage_uses })
+        Ok(Self { counts: CoordinatorCounts::new(registry)?, storage_uses })
     }
 
     pub(crate) fn described() -> Vec<metrics::Description> {
-        [Counts::described(), StorageMetrics::described(&[])].concat()
+        [CoordinatorCounts::described(), StorageMetrics::described(&[])].concat()
     }
 
     pub(super) fn set_nodes(&self, counts: NodeCounts) {

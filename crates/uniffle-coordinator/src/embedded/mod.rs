@@ -29,11 +29,11 @@ use tokio::sync::{Notify, watch};
 use tokio::time::MissedTickBehavior;
 
 use self::apps::AppTable;
-use self::assign::Candidate;
+use self::assign::NodeCandidate;
 use self::joining::Joining;
 use self::metrics::Metrics;
 use self::nodes::{Joins, NodeTable, TAGS_MAX};
-use self::plan::{AssignmentRequest, Bounds, Plan};
+use self::plan::{AssignmentBounds, AssignmentPlan, AssignmentRequest};
 use super::{NodeReport, ReportSource};
 use crate::proto;
 use uniffle_base::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
@@ -43,9 +43,9 @@ use uniffle_wire::types::AppId;
 
 pub use self::access::{AccessDenied, AccessRules};
 pub use self::apps::{APPS_MAX, SavedApp};
-pub use self::config::{EmbeddedConfig, RemoteStorage};
+pub use self::config::{AppStorage, EmbeddedConfig};
 pub use self::details::{DISKS_USED, Details};
-pub use self::nodes::{ClusterView, InvalidHeartbeat, KnownNode, NODES_MAX, Node, SavedNode};
+pub use self::nodes::{ClusterView, InvalidHeartbeat, KnownNode, NODES_MAX, RegisteredNode, SavedNode};
 pub use self::plan::AssignmentError;
 
 /// Assignments with more ranges are made on a blocking thread.
@@ -56,12 +56,12 @@ const HEAP_WAIT: Duration = Duration::from_secs(10);
 
 /// The embedded coordinator, which implements tonic's `CoordinatorServer`. Clones share it.
 #[derive(Debug, Clone)]
-pub struct EmbeddedCoordinator(Arc<Inner>);
+pub struct EmbeddedCoordinator(Arc<CoordinatorInner>);
 
 #[derive(Debug)]
-struct Inner {
+struct CoordinatorInner {
     config: EmbeddedConfig,
-    storages: Vec<RemoteStorage>,
+    storages: Vec<AppStorage>,
     nodes: Mutex<NodeTable>,
     joining: Joining,
     apps: Mutex<AppTable>,
@@ -87,7 +87,7 @@ impl EmbeddedCoordinator {
         let nodes = NodeTable::new(config.node_timeout, config.excluded_nodes.iter().cloned().collect());
         let apps = AppTable::new(config.app_timeout);
         let metrics = Metrics::new(registry, &hosts)?;
-        Ok(Self(Arc::new(Inner {
+        Ok(Self(Arc::new(CoordinatorInner {
             storages,
             nodes: Mutex::new(nodes),
             joining: Joining::new(config.worker_networks.clone()),
@@ -191,7 +191,7 @@ impl EmbeddedCoordinator {
 
     /// Returns the live nodes.
     #[must_use]
-    pub fn nodes(&self) -> Vec<Node> {
+    pub fn nodes(&self) -> Vec<RegisteredNode> {
         self.live_nodes(|node| node.clone())
     }
 
@@ -220,7 +220,7 @@ impl EmbeddedCoordinator {
         self.0.metrics.set_apps(apps.len(), &apps.users(), &storage_uses);
     }
 
-    fn live_nodes<T>(&self, view: impl Fn(&Node) -> T) -> Vec<T> {
+    fn live_nodes<T>(&self, view: impl Fn(&RegisteredNode) -> T) -> Vec<T> {
         let mut nodes = self.0.nodes.lock();
         nodes.expire(Instant::now());
         nodes.live().map(view).collect()
@@ -278,7 +278,7 @@ impl EmbeddedCoordinator {
     fn remote_storage(&self, id: &AppId) -> Option<proto::RemoteStorage> {
         let storages = &self.0.storages;
         let at = self.0.apps.lock().storage(id, storages.len(), Instant::now())?;
-        storages.get(at).map(RemoteStorage::to_message)
+        storages.get(at).map(AppStorage::to_message)
     }
 
     /// Returns one assignment per range (docs/protocol.md §9.3), because clients register ranges as
@@ -322,16 +322,16 @@ impl EmbeddedCoordinator {
         charge.map_err(|refusal| HeapFull::of(HeapKind::Answers, refusal))
     }
 
-    fn plan(&self, request: &proto::GetShuffleServerRequest) -> Result<Plan, AssignmentError> {
+    fn plan(&self, request: &proto::GetShuffleServerRequest) -> Result<AssignmentPlan, AssignmentError> {
         let config = &self.0.config;
-        let bounds = Bounds {
+        let bounds = AssignmentBounds {
             ranges: config.ranges_max,
             servers: config.shuffle_nodes_max.max(1),
             order: config.node_order,
         };
         let wanted = AssignmentRequest::check(request, bounds)?;
         let (servers, candidates) = self.choose_servers(request, &wanted)?;
-        Plan::new(config.partition_selection, wanted, servers, candidates)
+        AssignmentPlan::new(config.partition_selection, wanted, servers, candidates)
     }
 
     /// Chooses the servers of a shuffle, in order of preference.
@@ -339,7 +339,7 @@ impl EmbeddedCoordinator {
         &self,
         request: &proto::GetShuffleServerRequest,
         wanted: &AssignmentRequest,
-    ) -> Result<(Vec<proto::ShuffleServerId>, Vec<Candidate>), AssignmentError> {
+    ) -> Result<(Vec<proto::ShuffleServerId>, Vec<NodeCandidate>), AssignmentError> {
         let faulty: HashSet<&str> = request.faulty_server_ids.iter().map(String::as_str).collect();
         let mut nodes = self.0.nodes.lock();
         nodes.expire(Instant::now());
@@ -355,7 +355,7 @@ impl EmbeddedCoordinator {
         let replicas = wanted.replicas as u64;
         let nodes_max = self.0.config.shuffle_nodes_max.max(1) as u64;
         assign::order(&mut candidates, self.0.config.node_order, wanted.partitions * replicas / nodes_max);
-        let chosen: Vec<Candidate> = assign::take_prefer_different_hosts(&candidates, wanted.servers)
+        let chosen: Vec<NodeCandidate> = assign::take_prefer_different_hosts(&candidates, wanted.servers)
             .into_iter()
             .map(|at| candidates[at].clone())
             .collect();

@@ -12,7 +12,7 @@ use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 use std::time::Duration;
 
-use super::assign::Candidate;
+use super::assign::NodeCandidate;
 use super::details::{self, Details};
 use crate::proto::{ServerStatus, ShuffleServerHeartBeatRequest, ShuffleServerId};
 use uniffle_base::clock::Instant;
@@ -95,7 +95,7 @@ pub(super) enum Joins {
 
 /// A node as of its last heartbeat.
 #[derive(Debug, Clone)]
-pub struct Node {
+pub struct RegisteredNode {
     /// Unchanged from the heartbeat, because clients compare servers by all fields.
     pub server: ShuffleServerId,
     /// Tags of the last heartbeat.
@@ -131,7 +131,7 @@ pub struct ClusterView {
 #[derive(Debug, Clone)]
 pub struct KnownNode {
     /// State as of its last heartbeat.
-    pub node: Node,
+    pub node: RegisteredNode,
     /// Time since that heartbeat.
     pub silent_for: Duration,
     /// True if the node is on the exclude list.
@@ -142,7 +142,7 @@ pub struct KnownNode {
 #[derive(Debug)]
 pub(super) struct NodeTable {
     timeout: Duration,
-    nodes: HashMap<String, Node>,
+    nodes: HashMap<String, RegisteredNode>,
     /// The coordinator's own worker, after its first report.
     own: Option<ShuffleServerId>,
     lost: LostNodes,
@@ -234,7 +234,7 @@ impl NodeTable {
             return Err(InvalidHeartbeat::Full);
         }
         let (nodes, used) = (self.nodes.len(), self.bytes);
-        if used - known.map_or(0, Node::bytes) + bytes(server, tags) > BYTES_MAX {
+        if used - known.map_or(0, RegisteredNode::bytes) + bytes(server, tags) > BYTES_MAX {
             return Err(InvalidHeartbeat::NoRoom { nodes, used });
         }
         let is_one_more = joins == Joins::Unnamed && known.is_none_or(|node| node.joins == Joins::Named);
@@ -274,7 +274,7 @@ impl NodeTable {
         let details = Details::take(&mut heartbeat, details::BYTES_MAX - others);
         self.detail_bytes = others + details.bytes();
         self.bytes = self.bytes - before + bytes(&server, &heartbeat.tags);
-        let node = Node {
+        let node = RegisteredNode {
             details,
             tags: heartbeat.tags,
             status,
@@ -369,14 +369,14 @@ impl NodeTable {
     }
 
     /// Returns all live nodes. Call [`NodeTable::expire`] first.
-    pub(super) fn live(&self) -> impl Iterator<Item = &Node> {
+    pub(super) fn live(&self) -> impl Iterator<Item = &RegisteredNode> {
         self.nodes.values()
     }
 
     /// Returns live, lost and awaited nodes. Call [`NodeTable::expire`] first. `is_new` is true
     /// until other workers have had time for a heartbeat.
     pub(super) fn view(&self, is_new: bool, now: Instant) -> ClusterView {
-        let known = |node: &Node| KnownNode {
+        let known = |node: &RegisteredNode| KnownNode {
             node: node.clone(),
             silent_for: now.saturating_duration_since(node.seen),
             is_excluded: self.excluded.contains(&node.server.id),
@@ -394,11 +394,11 @@ impl NodeTable {
     }
 
     /// Returns the nodes that are active, not excluded, not faulty, and have all of `tags`.
-    pub(super) fn candidates(&self, tags: &[String], faulty: &HashSet<&str>) -> Vec<Candidate> {
+    pub(super) fn candidates(&self, tags: &[String], faulty: &HashSet<&str>) -> Vec<NodeCandidate> {
         self.live()
             .filter(|node| self.is_active(node) && !faulty.contains(node.server.id.as_str()))
             .filter(|node| tags.iter().all(|tag| node.tags.contains(tag)))
-            .map(|node| Candidate {
+            .map(|node| NodeCandidate {
                 id: node.server.id.clone(),
                 host: node.server.ip.clone(),
                 available_bytes: node.available_bytes,
@@ -429,12 +429,12 @@ impl NodeTable {
         }
     }
 
-    fn is_active(&self, node: &Node) -> bool {
+    fn is_active(&self, node: &RegisteredNode) -> bool {
         node.status == ServerStatus::Active && !self.excluded.contains(&node.server.id)
     }
 }
 
-impl Node {
+impl RegisteredNode {
     /// Returns the size that counts towards [`BYTES_MAX`].
     fn bytes(&self) -> usize {
         bytes(&self.server, &self.tags)
@@ -447,7 +447,7 @@ impl Node {
 }
 
 fn bytes(server: &ShuffleServerId, tags: &[String]) -> usize {
-    const ENTRY_BYTES: usize = size_of::<String>() + size_of::<Node>();
+    const ENTRY_BYTES: usize = size_of::<String>() + size_of::<RegisteredNode>();
     let tags = tags.iter().map(|tag| size_of::<String>() + tag.len());
     // The id is stored twice: in the node and as its key.
     ENTRY_BYTES + 2 * server.id.len() + server.ip.len() + tags.sum::<usize>()

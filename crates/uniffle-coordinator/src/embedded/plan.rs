@@ -2,7 +2,7 @@
 //!
 //! The parent module chooses the servers, and [`super::assign`] places the ranges.
 
-use super::assign::{Candidate, NodeOrder, PartitionSelection, Placement, Shape};
+use super::assign::{AssignmentShape, NodeCandidate, NodeOrder, PartitionSelection, RangePlacement};
 use super::nodes::{NODES_MAX, TAGS_MAX};
 use crate::proto::{self, StatusCode};
 use uniffle_base::budget::HeapFull;
@@ -67,7 +67,7 @@ impl AssignmentError {
 
 /// Configured limits.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Bounds {
+pub(super) struct AssignmentBounds {
     /// Maximum number of ranges, counted per replica.
     pub(super) ranges: u64,
     /// Maximum number of servers of a shuffle.
@@ -88,21 +88,21 @@ pub(super) struct AssignmentRequest {
 
 /// A validated assignment with its servers.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(super) struct AssignmentPlan {
     pub(super) wanted: AssignmentRequest,
     servers: Vec<proto::ShuffleServerId>,
-    pub(super) candidates: Vec<Candidate>,
-    placement: Placement,
+    pub(super) candidates: Vec<NodeCandidate>,
+    placement: RangePlacement,
 }
 
-impl Plan {
+impl AssignmentPlan {
     pub(super) fn new(
         selection: PartitionSelection,
         wanted: AssignmentRequest,
         servers: Vec<proto::ShuffleServerId>,
-        candidates: Vec<Candidate>,
+        candidates: Vec<NodeCandidate>,
     ) -> Result<Self, AssignmentError> {
-        let shape = Shape {
+        let shape = AssignmentShape {
             ranges: index(wanted.ranges),
             replicas: wanted.replicas,
             partitions_per_range: index(wanted.per_range),
@@ -110,7 +110,7 @@ impl Plan {
         };
         let hosts: Vec<&str> = servers.iter().map(|server| server.ip.as_str()).collect();
         let placement =
-            Placement::plan(selection, &hosts, shape).ok_or(AssignmentError::Invalid("no placement"))?;
+            RangePlacement::plan(selection, &hosts, shape).ok_or(AssignmentError::Invalid("no placement"))?;
         Ok(Self { wanted, servers, candidates, placement })
     }
 
@@ -150,7 +150,7 @@ impl Plan {
 impl AssignmentRequest {
     pub(super) fn check(
         request: &proto::GetShuffleServerRequest,
-        bounds: Bounds,
+        bounds: AssignmentBounds,
     ) -> Result<Self, AssignmentError> {
         let positive = |number: i32, text: &'static str| match u64::try_from(number) {
             Ok(number) if number > 0 => Ok(number),

@@ -17,7 +17,7 @@ use uniffle_wire::types::AppId;
 /// Maximum length of an answer's text, which may repeat long parts of the request (tags).
 const TEXT_BYTES_MAX: usize = 1_000;
 
-type Answer<T> = Result<Response<T>, Status>;
+type RpcResult<T> = Result<Response<T>, Status>;
 
 fn cut(mut text: String) -> String {
     text.truncate(text.floor_char_boundary(TEXT_BYTES_MAX));
@@ -34,7 +34,10 @@ fn outcome(result: Result<(), impl std::fmt::Display>) -> (i32, String) {
 
 #[tonic::async_trait]
 impl CoordinatorServer for EmbeddedCoordinator {
-    async fn get_shuffle_server_list(&self, _: Request<()>) -> Answer<proto::GetShuffleServerListResponse> {
+    async fn get_shuffle_server_list(
+        &self,
+        _: Request<()>,
+    ) -> RpcResult<proto::GetShuffleServerListResponse> {
         let listed = self.servers().await;
         let (servers, charge) = listed.map_err(|full| Status::resource_exhausted(full.to_string()))?;
         let mut response = Response::new(proto::GetShuffleServerListResponse { servers });
@@ -43,7 +46,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
         Ok(response)
     }
 
-    async fn get_shuffle_server_num(&self, _: Request<()>) -> Answer<proto::GetShuffleServerNumResponse> {
+    async fn get_shuffle_server_num(&self, _: Request<()>) -> RpcResult<proto::GetShuffleServerNumResponse> {
         let num = i32::try_from(self.live_nodes(|_| ()).len()).unwrap_or(i32::MAX);
         Ok(Response::new(proto::GetShuffleServerNumResponse { num }))
     }
@@ -51,7 +54,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
     async fn get_shuffle_assignments(
         &self,
         request: Request<proto::GetShuffleServerRequest>,
-    ) -> Answer<proto::GetShuffleAssignmentsResponse> {
+    ) -> RpcResult<proto::GetShuffleAssignmentsResponse> {
         let request = request.into_inner();
         if let Ok(app) = AppId::parse(&request.application_id) {
             self.touch_app(&app, None);
@@ -81,7 +84,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
     async fn heartbeat(
         &self,
         request: Request<proto::ShuffleServerHeartBeatRequest>,
-    ) -> Answer<proto::ShuffleServerHeartBeatResponse> {
+    ) -> RpcResult<proto::ShuffleServerHeartBeatResponse> {
         let peer = request.remote_addr().map(|peer| peer.ip());
         let accepted = self.accept(peer, request.into_inner());
         let is_stranger = accepted.as_ref().is_err_and(InvalidHeartbeat::is_for_networks);
@@ -93,11 +96,14 @@ impl CoordinatorServer for EmbeddedCoordinator {
     async fn get_shuffle_data_storage_info(
         &self,
         _: Request<()>,
-    ) -> Answer<proto::GetShuffleDataStorageInfoResponse> {
+    ) -> RpcResult<proto::GetShuffleDataStorageInfoResponse> {
         Err(Status::unimplemented("getShuffleDataStorageInfo is not implemented, as in Apache Uniffle"))
     }
 
-    async fn check_service_available(&self, _: Request<()>) -> Answer<proto::CheckServiceAvailableResponse> {
+    async fn check_service_available(
+        &self,
+        _: Request<()>,
+    ) -> RpcResult<proto::CheckServiceAvailableResponse> {
         let available = !self.live_nodes(|_| ()).is_empty();
         let status = StatusCode::Success.into();
         Ok(Response::new(proto::CheckServiceAvailableResponse { status, available }))
@@ -106,7 +112,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
     async fn app_heartbeat(
         &self,
         request: Request<proto::AppHeartBeatRequest>,
-    ) -> Answer<proto::AppHeartBeatResponse> {
+    ) -> RpcResult<proto::AppHeartBeatResponse> {
         let app = AppId::parse(&request.into_inner().app_id);
         let (status, ret_msg) = outcome(app.map(|app| self.touch_app(&app, None)));
         Ok(Response::new(proto::AppHeartBeatResponse { status, ret_msg }))
@@ -115,7 +121,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
     async fn report_client_operation(
         &self,
         _: Request<proto::ReportShuffleClientOpRequest>,
-    ) -> Answer<proto::ReportShuffleClientOpResponse> {
+    ) -> RpcResult<proto::ReportShuffleClientOpResponse> {
         let status = StatusCode::Success.into();
         Ok(Response::new(proto::ReportShuffleClientOpResponse { status, ret_msg: String::new() }))
     }
@@ -123,7 +129,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
     async fn register_application_info(
         &self,
         request: Request<proto::ApplicationInfoRequest>,
-    ) -> Answer<proto::ApplicationInfoResponse> {
+    ) -> RpcResult<proto::ApplicationInfoResponse> {
         let request = request.into_inner();
         let app = AppId::parse(&request.app_id);
         let (status, ret_msg) = outcome(app.map(|app| self.touch_app(&app, Some(&request.user))));
@@ -133,7 +139,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
     async fn access_cluster(
         &self,
         request: Request<proto::AccessClusterRequest>,
-    ) -> Answer<proto::AccessClusterResponse> {
+    ) -> RpcResult<proto::AccessClusterResponse> {
         self.workers_known().await;
         let (metrics, verdict) = (&self.0.metrics, self.access(&request.into_inner()));
         metrics.counts.access_requests_total.inc();
@@ -159,21 +165,21 @@ impl CoordinatorServer for EmbeddedCoordinator {
         Ok(Response::new(response))
     }
 
-    async fn fetch_client_conf(&self, _: Request<()>) -> Answer<proto::FetchClientConfResponse> {
+    async fn fetch_client_conf(&self, _: Request<()>) -> RpcResult<proto::FetchClientConfResponse> {
         Ok(Response::new(self.client_conf()))
     }
 
     async fn fetch_client_conf_v2(
         &self,
         _: Request<proto::FetchClientConfRequest>,
-    ) -> Answer<proto::FetchClientConfResponse> {
+    ) -> RpcResult<proto::FetchClientConfResponse> {
         Ok(Response::new(self.client_conf()))
     }
 
     async fn fetch_remote_storage(
         &self,
         request: Request<proto::FetchRemoteStorageRequest>,
-    ) -> Answer<proto::FetchRemoteStorageResponse> {
+    ) -> RpcResult<proto::FetchRemoteStorageResponse> {
         let response = match AppId::parse(&request.into_inner().app_id) {
             // Without a configured storage the message is empty, not absent (docs/protocol.md
             // §9.7).

@@ -5,7 +5,7 @@ use uniffle_base::schema::redact;
 
 /// A key of this worker with its origin.
 #[derive(Debug, Clone)]
-pub(super) struct Entry {
+pub(super) struct ImportedEntry {
     pub(super) path: String,
     pub(super) value: Value,
     /// Comment line above the entry.
@@ -16,7 +16,7 @@ pub(super) struct Entry {
 
 /// A key that is written as a comment only.
 #[derive(Debug, Clone)]
-pub(super) struct Other {
+pub(super) struct UnmappedKey {
     /// Original key and value, without secrets.
     pub(super) was: String,
     pub(super) why: String,
@@ -27,26 +27,26 @@ pub(super) struct Other {
 /// All entries of the input.
 #[derive(Debug, Default)]
 pub(super) struct ImportedKeys {
-    pub(super) entries: Vec<Entry>,
+    pub(super) entries: Vec<ImportedEntry>,
     /// Keys without a counterpart, and values that cannot be converted.
-    pub(super) others: Vec<Other>,
+    pub(super) others: Vec<UnmappedKey>,
     /// Number of keys in `others` that neither server knows.
     pub(super) unknown: usize,
 }
 
 impl ImportedKeys {
     pub(super) fn take(&mut self, path: &str, value: Value, comment: Option<String>) {
-        self.entries.push(Entry { path: path.to_owned(), value, comment, refused: None });
+        self.entries.push(ImportedEntry { path: path.to_owned(), value, comment, refused: None });
     }
 
     /// Adds a key without a counterpart.
     pub(super) fn leave(&mut self, was: &OldEntry<'_>, why: impl Into<String>) {
-        self.others.push(Other { was: was.shown(), why: why.into(), is_refused: false });
+        self.others.push(UnmappedKey { was: was.shown(), why: why.into(), is_refused: false });
     }
 
     /// Adds a key whose counterpart does not accept the value.
     pub(super) fn refuse(&mut self, was: &OldEntry<'_>, why: impl Into<String>) {
-        self.others.push(Other { was: was.shown(), why: why.into(), is_refused: true });
+        self.others.push(UnmappedKey { was: was.shown(), why: why.into(), is_refused: true });
     }
 
     /// Returns whether the input contains no known key of either server.

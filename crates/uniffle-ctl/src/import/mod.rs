@@ -15,7 +15,7 @@ use toml::Value;
 use uniffle_base::schema::names::{leaf_of, table_of};
 use uniffle_base::schema::{Problem, Schema, redact};
 
-use self::found::{Entry, ImportedKeys, Other};
+use self::found::{ImportedEntry, ImportedKeys, UnmappedKey};
 
 /// A converted configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub struct Imported {
 
 /// Result of a check that refuses a configuration.
 #[derive(Debug)]
-pub enum Refusal {
+pub enum ImportRefusal {
     /// Problems with values.
     Values(Vec<Problem>),
     /// The configuration cannot be read at all, with the reason.
@@ -48,7 +48,7 @@ pub fn import(
     name: &str,
     text: &str,
     schema: &Schema,
-    check: impl Fn(&str) -> Result<(), Refusal>,
+    check: impl Fn(&str) -> Result<(), ImportRefusal>,
 ) -> Result<Imported, String> {
     let (kind, mut found) = match java::read(text) {
         Some(found) => ("the Java server's", found),
@@ -70,7 +70,7 @@ pub fn import(
     if !found.others.is_empty() {
         written.push_str("\n# Without a counterpart:\n");
     }
-    for Other { was, why, .. } in &found.others {
+    for UnmappedKey { was, why, .. } in &found.others {
         let _ = writeln!(written, "# {}: {}", one_line(was), one_line(why));
     }
     Ok(Imported { text: written, missing, refused: refusals(&found), secrets: secrets(&found) })
@@ -94,13 +94,14 @@ fn refusals(found: &ImportedKeys) -> Vec<String> {
 }
 
 /// Returns the value of `entry` without secrets.
-fn shown(entry: &Entry) -> Value {
+fn shown(entry: &ImportedEntry) -> Value {
     redact::value(&entry.path, &entry.value)
 }
 
 /// Allows all remote paths, as both other servers do, unless the input restricts them.
 fn open_remote_paths(found: &mut ImportedKeys) {
-    let has_hdfs = |entry: &Entry| entry.path == "store_type" && entry.value.to_string().contains("HDFS");
+    let has_hdfs =
+        |entry: &ImportedEntry| entry.path == "store_type" && entry.value.to_string().contains("HDFS");
     if found.entries.iter().any(has_hdfs) && !found.has("hdfs_store.allowed_paths") {
         let comment = "as before, applications may use any remote path; better list the paths in use";
         let any = Value::Array(vec![Value::from("*")]);
@@ -109,14 +110,14 @@ fn open_remote_paths(found: &mut ImportedKeys) {
 }
 
 /// Marks rejected entries until the others are valid. Returns problems that belong to no entry.
-fn refuse(found: &mut ImportedKeys, check: impl Fn(&str) -> Result<(), Refusal>) -> Vec<String> {
+fn refuse(found: &mut ImportedKeys, check: impl Fn(&str) -> Result<(), ImportRefusal>) -> Vec<String> {
     loop {
         let mut text = String::new();
         write_entries(&mut text, &found.entries);
         let problems = match check(&text) {
             Ok(()) => return Vec::new(),
-            Err(Refusal::Values(problems)) => problems,
-            Err(Refusal::Text(why)) => return vec![why],
+            Err(ImportRefusal::Values(problems)) => problems,
+            Err(ImportRefusal::Text(why)) => return vec![why],
         };
         let mut missing = Vec::new();
         let mut is_changed = false;
@@ -139,7 +140,7 @@ fn refuse(found: &mut ImportedKeys, check: impl Fn(&str) -> Result<(), Refusal>)
 }
 
 /// Writes the top level first, then each table once, in the order of the input.
-fn write_entries(text: &mut String, entries: &[Entry]) {
+fn write_entries(text: &mut String, entries: &[ImportedEntry]) {
     let mut seen = BTreeSet::new();
     let tables = std::iter::once("").chain(entries.iter().map(|entry| table_of(&entry.path)));
     for table in tables.filter(|table| seen.insert(*table)) {

@@ -1,7 +1,7 @@
 //! Converts riffle's configuration. Its keys are also ours, or are accepted without effect.
 
 use toml::{Table, Value};
-use uniffle_base::schema::{Reader, Schema, redact};
+use uniffle_base::schema::{Schema, ValueReader, redact};
 
 use super::found::{ImportedKeys, OldEntry};
 
@@ -36,7 +36,8 @@ fn walk(prefix: &str, table: Table, schema: &Schema, found: &mut ImportedKeys) {
             (None, None, Value::Table(inner)) => walk(&path, inner, schema, found),
             (None, None, value) => {
                 // The reader's text for an unknown key suggests the most similar key.
-                let problems = Reader::new(schema, nested(&path, value.clone()), Default::default()).problems;
+                let problems =
+                    ValueReader::new(schema, nested(&path, value.clone()), Default::default()).problems;
                 let why = problems.first().map_or("unknown key", |problem| problem.allowed.as_str());
                 found.leave(&was(&path, &shown(&value)), why);
                 found.unknown += 1;

@@ -21,7 +21,7 @@ use rustix::fs::FlockOperation;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::progress::WriteProgress;
-use super::vanished::{Expected, Root};
+use super::vanished::{ExpectedFile, Root};
 use super::{
     BoxFuture, Disk, DiskLock, File, FileId, Lane, Location, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space,
     WriteOpen, mount, require_inside,
@@ -43,7 +43,7 @@ const METADATA_CALLS_MAX: usize = 2;
 /// The permit of the kind is acquired first and that of the disk last, so that a holder of the
 /// disk's permit never waits.
 #[derive(Debug, Clone)]
-pub(super) struct Gate {
+pub(super) struct CallGate {
     kind: Arc<Semaphore>,
     disk: Option<Arc<Semaphore>>,
 }
@@ -55,7 +55,7 @@ fn permits(count: usize) -> Arc<Semaphore> {
     Arc::new(Semaphore::new(count.clamp(1, Semaphore::MAX_PERMITS)))
 }
 
-impl Gate {
+impl CallGate {
     fn new(calls_max: usize) -> Self {
         Self { kind: permits(calls_max), disk: None }
     }
@@ -84,18 +84,18 @@ impl Gate {
 /// Limits of writes and syncs.
 #[derive(Debug, Clone)]
 struct Lanes {
-    metadata: Gate,
-    index: Gate,
-    bulk: Gate,
+    metadata: CallGate,
+    index: CallGate,
+    bulk: CallGate,
 }
 
 impl Lanes {
     fn new(calls_max: usize) -> Self {
-        let metadata = Gate::new(METADATA_CALLS_MAX);
-        Self { metadata, index: Gate::new(calls_max), bulk: Gate::new(calls_max) }
+        let metadata = CallGate::new(METADATA_CALLS_MAX);
+        Self { metadata, index: CallGate::new(calls_max), bulk: CallGate::new(calls_max) }
     }
 
-    fn of(&self, lane: Lane) -> Gate {
+    fn of(&self, lane: Lane) -> CallGate {
         match lane {
             Lane::Metadata => self.metadata.clone(),
             Lane::Index => self.index.clone(),
@@ -109,9 +109,9 @@ impl Lanes {
 pub struct BlockingDisk {
     root: Root,
     writes: Lanes,
-    reads: Gate,
-    names: Gate,
-    removals: Gate,
+    reads: CallGate,
+    names: CallGate,
+    removals: CallGate,
 }
 
 impl BlockingDisk {
@@ -121,9 +121,9 @@ impl BlockingDisk {
         Self {
             root: Root::new(root),
             writes: Lanes::new(write_concurrency),
-            reads: Gate::new(read_concurrency),
-            names: Gate::new(NAME_CALLS_MAX),
-            removals: Gate::new(REMOVALS_MAX),
+            reads: CallGate::new(read_concurrency),
+            names: CallGate::new(NAME_CALLS_MAX),
+            removals: CallGate::new(REMOVALS_MAX),
         }
     }
 
@@ -134,7 +134,7 @@ impl BlockingDisk {
     pub fn with_max_concurrency(self, calls_max: usize) -> Self {
         let disk = Some(permits(calls_max));
         let Lanes { metadata, index, bulk } = self.writes;
-        let counted = |gate| Gate { disk: disk.clone(), ..gate };
+        let counted = |gate| CallGate { disk: disk.clone(), ..gate };
         let writes = Lanes { metadata, index: counted(index), bulk: counted(bulk) };
         let reads = counted(self.reads);
         Self { writes, reads, ..self }
@@ -143,7 +143,7 @@ impl BlockingDisk {
     /// Runs `work` on the absolute form of `path`.
     fn on_path<T: Send + 'static>(
         &self,
-        gate: &Gate,
+        gate: &CallGate,
         path: &Path,
         work: impl FnOnce(PathBuf) -> io::Result<T> + Send + 'static,
     ) -> BoxFuture<'static, io::Result<T>> {
@@ -175,7 +175,7 @@ impl BlockingDisk {
     }
 
     /// Returns the limits of a lane's writes and of reads.
-    pub(super) fn gates(&self, lane: Lane) -> (Gate, Gate) {
+    pub(super) fn gates(&self, lane: Lane) -> (CallGate, CallGate) {
         (self.writes.of(lane), self.reads.clone())
     }
 
@@ -184,7 +184,7 @@ impl BlockingDisk {
         &self,
         path: &Path,
         how: WriteOpen,
-    ) -> BoxFuture<'static, io::Result<OpenFile>> {
+    ) -> BoxFuture<'static, io::Result<OpenedFile>> {
         let root = self.root.clone();
         self.on_path(&self.names, path, move |path| {
             if how.create {
@@ -199,14 +199,14 @@ impl BlockingDisk {
         &self,
         path: &Path,
         direct: bool,
-    ) -> BoxFuture<'static, io::Result<OpenFile>> {
+    ) -> BoxFuture<'static, io::Result<OpenedFile>> {
         self.on_path(&self.names, path, move |path| open_read(&path, direct))
     }
 
     fn file(
         &self,
         lane: Lane,
-        opening: BoxFuture<'static, io::Result<OpenFile>>,
+        opening: BoxFuture<'static, io::Result<OpenedFile>>,
     ) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         let (writes, reads) = self.gates(lane);
         Box::pin(async move {
@@ -218,7 +218,7 @@ impl BlockingDisk {
 
 /// Runs `work` on a blocking thread. The thread holds the permit until `work` ends.
 async fn blocking<T: Send + 'static>(
-    gate: Gate,
+    gate: CallGate,
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
     let permits = gate.enter().await;
@@ -383,14 +383,14 @@ fn lock(file: std::fs::File) -> io::Result<Box<dyn DiskLock>> {
 
 /// An open file, and whether it bypasses the page cache.
 #[derive(Debug, Clone)]
-pub(super) struct OpenFile {
+pub(super) struct OpenedFile {
     pub(super) file: Arc<std::fs::File>,
     pub(super) direct: bool,
     /// Set for a named file that is open for writing.
-    expected: Option<Arc<Expected>>,
+    expected: Option<Arc<ExpectedFile>>,
 }
 
-impl OpenFile {
+impl OpenedFile {
     fn new(file: std::fs::File, direct: bool) -> Self {
         Self { file: Arc::new(file), direct, expected: None }
     }
@@ -402,7 +402,7 @@ impl OpenFile {
     /// Records that the bytes before `end` were written, and checks that the file still exists at
     /// its path.
     #[cfg(feature = "io-uring")]
-    pub(super) fn wrote(&self, end: u64, gate: Gate) -> BoxFuture<'static, io::Result<()>> {
+    pub(super) fn wrote(&self, end: u64, gate: CallGate) -> BoxFuture<'static, io::Result<()>> {
         let (file, expected) = (Arc::clone(&self.file), self.expected.clone());
         let Some(expected) = expected else { return Box::pin(std::future::ready(Ok(()))) };
         Box::pin(blocking(gate, move || {
@@ -411,7 +411,7 @@ impl OpenFile {
         }))
     }
 
-    pub(super) fn verify(&self, gate: Gate) -> BoxFuture<'static, io::Result<()>> {
+    pub(super) fn verify(&self, gate: CallGate) -> BoxFuture<'static, io::Result<()>> {
         let (file, expected) = (Arc::clone(&self.file), self.expected.clone());
         let Some(expected) = expected else { return Box::pin(std::future::ready(Ok(()))) };
         Box::pin(blocking(gate, move || {
@@ -457,7 +457,11 @@ impl OpenFile {
         Ok(())
     }
 
-    pub(super) fn advise(&self, gate: &Gate, ranges: Vec<Range<u64>>) -> BoxFuture<'static, io::Result<()>> {
+    pub(super) fn advise(
+        &self,
+        gate: &CallGate,
+        ranges: Vec<Range<u64>>,
+    ) -> BoxFuture<'static, io::Result<()>> {
         let Some(permits) = gate.try_enter() else { return Box::pin(std::future::ready(Ok(()))) };
         let file = Arc::clone(&self.file);
         Box::pin(run_permitted(permits, move || {
@@ -465,12 +469,12 @@ impl OpenFile {
         }))
     }
 
-    pub(super) fn sync(&self, gate: Gate) -> BoxFuture<'static, io::Result<()>> {
+    pub(super) fn sync(&self, gate: CallGate) -> BoxFuture<'static, io::Result<()>> {
         let file = Arc::clone(&self.file);
         Box::pin(blocking(gate, move || file.sync_data()))
     }
 
-    pub(super) fn size(&self, gate: Gate) -> BoxFuture<'static, io::Result<u64>> {
+    pub(super) fn size(&self, gate: CallGate) -> BoxFuture<'static, io::Result<u64>> {
         let file = Arc::clone(&self.file);
         Box::pin(blocking(gate, move || Ok(file.metadata()?.len())))
     }
@@ -482,7 +486,7 @@ fn open_to_sync(path: &Path) -> io::Result<std::fs::File> {
 }
 
 /// Opens for writing. Falls back to the page cache if the file system rejects `O_DIRECT` (EINVAL).
-fn open_write(path: PathBuf, how: WriteOpen, root: Root) -> io::Result<OpenFile> {
+fn open_write(path: PathBuf, how: WriteOpen, root: Root) -> io::Result<OpenedFile> {
     let mut options = OpenOptions::new();
     // Metadata logs are read back through the same descriptor: a removed log is still complete
     // there.
@@ -500,22 +504,22 @@ fn open_write(path: PathBuf, how: WriteOpen, root: Root) -> io::Result<OpenFile>
         (options.create_new(how.create).open(&path)?, false)
     };
     let is_exact = how.lane == Lane::Metadata;
-    let expected = || Expected::new(root, path, &file, is_exact).map(Arc::new);
+    let expected = || ExpectedFile::new(root, path, &file, is_exact).map(Arc::new);
     let expected = how.is_named.then(expected).transpose()?;
-    Ok(OpenFile { expected, ..OpenFile::new(file, direct) })
+    Ok(OpenedFile { expected, ..OpenedFile::new(file, direct) })
 }
 
 /// Opens for reading, with the same fallback.
-fn open_read(path: &Path, direct: bool) -> io::Result<OpenFile> {
+fn open_read(path: &Path, direct: bool) -> io::Result<OpenedFile> {
     let mut options = OpenOptions::new();
     options.read(true);
     if direct {
         match options.clone().custom_flags(direct_flag()).open(path) {
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
-            opened => return opened.map(|file| OpenFile::new(file, true)),
+            opened => return opened.map(|file| OpenedFile::new(file, true)),
         }
     }
-    options.open(path).map(|file| OpenFile::new(file, false))
+    options.open(path).map(|file| OpenedFile::new(file, false))
 }
 
 fn direct_flag() -> i32 {
@@ -525,9 +529,9 @@ fn direct_flag() -> i32 {
 /// An open file of a [`BlockingDisk`].
 #[derive(Debug)]
 struct BlockingFile {
-    open: OpenFile,
-    writes: Gate,
-    reads: Gate,
+    open: OpenedFile,
+    writes: CallGate,
+    reads: CallGate,
 }
 
 impl File for BlockingFile {
@@ -543,7 +547,7 @@ impl File for BlockingFile {
     }
 
     fn read(&self, mut target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
-        let (OpenFile { file, direct, .. }, reads) = (self.open.clone(), self.reads.clone());
+        let (OpenedFile { file, direct, .. }, reads) = (self.open.clone(), self.reads.clone());
         Box::pin(async move {
             let permit = reads.enter().await;
             let joined = tokio::task::spawn_blocking(move || {

@@ -21,7 +21,7 @@ use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::RemoteStorage;
 use uniffle_worker::runtime::Tasks;
 
-use super::history::History;
+use super::history::CheckedHistory;
 use crate::block_generator::BlockGenerator;
 use crate::clients::{key, local, long_backoff};
 
@@ -33,7 +33,7 @@ pub(super) const LAYOUT: IdLayout = IdLayout::SPARK;
 const REMOTE_PATIENCE: Duration = Duration::from_secs(120);
 
 /// A worker's remote files, as its clients see them.
-pub trait Remote: Debug + Send + Sync {
+pub trait RemoteReads: Debug + Send + Sync {
     /// Returns the storage with which clients register.
     fn storage(&self) -> RemoteStorage;
     /// Returns the blocks that clients find of a partition, or an error if the storage does not
@@ -50,13 +50,13 @@ pub type RemoteRead<'a> = BoxFuture<'a, Result<BTreeMap<BlockId, Bytes>, String>
 
 #[derive(Debug, Clone)]
 pub(super) struct Clients {
-    pub(super) history: Arc<Mutex<History>>,
+    pub(super) history: Arc<Mutex<CheckedHistory>>,
     /// Set just before the process is killed. A read may begin before and end after the kill,
     /// without the lost blocks. Java's client detects this by the expected ids.
     pub(super) killed: Arc<AtomicBool>,
     /// Set while remote files cannot be read completely.
     pub(super) disturbed: Arc<AtomicBool>,
-    pub(super) remote: Option<Arc<dyn Remote>>,
+    pub(super) remote: Option<Arc<dyn RemoteReads>>,
     pub(super) ports: (u16, u16),
     pub(super) generator: BlockGenerator,
 }
@@ -153,7 +153,7 @@ pub(super) struct WantedBlocks<'a> {
 /// Reads like a client: memory, then the worker's disks, then remote files.
 async fn read_all(
     client: &ShuffleClient,
-    remote: Option<&dyn Remote>,
+    remote: Option<&dyn RemoteReads>,
     key: &ShuffleKey,
     partition: i32,
     tasks: Option<&Treemap>,
@@ -177,7 +177,7 @@ async fn read_all(
 /// open is visible to neither before it is closed. Lost blocks never come back.
 pub(super) async fn read_patiently(
     client: &ShuffleClient,
-    remote: Option<&dyn Remote>,
+    remote: Option<&dyn RemoteReads>,
     key: &ShuffleKey,
     wanted: WantedBlocks<'_>,
     disturbed: &AtomicBool,

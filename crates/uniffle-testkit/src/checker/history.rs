@@ -8,22 +8,22 @@ use uniffle_wire::types::{BlockId, PartitionId, TaskAttemptId};
 use crate::oracle::{self, ShuffleHistory};
 
 /// Blocks of one shuffle, by partition.
-pub(super) type Blocks = BTreeMap<i32, BTreeMap<BlockId, Block>>;
+pub(super) type ShuffleBlocks = BTreeMap<i32, BTreeMap<BlockId, Block>>;
 
 /// Known facts about the shuffles, by id.
 #[derive(Debug, Default)]
-pub(super) struct History {
+pub(super) struct CheckedHistory {
     /// All blocks that clients sent, and all responses.
     pub(super) told: BTreeMap<i32, ShuffleHistory>,
     /// Acknowledged blocks whose report was acknowledged too.
-    pub(super) reported: BTreeMap<i32, Blocks>,
+    pub(super) reported: BTreeMap<i32, ShuffleBlocks>,
     /// The blocks of `reported`, and blocks in reports without a response, which the worker may
     /// have accepted.
-    pub(super) in_reports: BTreeMap<i32, Blocks>,
+    pub(super) in_reports: BTreeMap<i32, ShuffleBlocks>,
     next_task: i64,
 }
 
-impl History {
+impl CheckedHistory {
     pub(super) fn new_task(&mut self) -> TaskAttemptId {
         self.next_task += 1;
         TaskAttemptId(self.next_task)
@@ -43,18 +43,28 @@ impl History {
         }
     }
 
-    pub(super) fn tried(&mut self, id: i32, batch: &[(PartitionId, Vec<Block>)], report: &oracle::Report) {
+    pub(super) fn tried(
+        &mut self,
+        id: i32,
+        batch: &[(PartitionId, Vec<Block>)],
+        report: &oracle::ReportedIds,
+    ) {
         remember(&mut self.in_reports, id, batch);
         self.told.entry(id).or_default().tried(report);
     }
 
-    pub(super) fn reported(&mut self, id: i32, batch: &[(PartitionId, Vec<Block>)], report: &oracle::Report) {
+    pub(super) fn reported(
+        &mut self,
+        id: i32,
+        batch: &[(PartitionId, Vec<Block>)],
+        report: &oracle::ReportedIds,
+    ) {
         remember(&mut self.reported, id, batch);
         self.told.entry(id).or_default().reported(report);
     }
 }
 
-fn remember(shuffles: &mut BTreeMap<i32, Blocks>, id: i32, batch: &[(PartitionId, Vec<Block>)]) {
+fn remember(shuffles: &mut BTreeMap<i32, ShuffleBlocks>, id: i32, batch: &[(PartitionId, Vec<Block>)]) {
     let partitions = shuffles.entry(id).or_default();
     for (at, blocks) in batch {
         let blocks = blocks.iter().map(|block| (block.meta.block_id, block.clone()));

@@ -15,11 +15,11 @@ use uniffle_io::DiskLock;
 /// Unit that a device writes atomically.
 const SECTOR_BYTES: usize = 512;
 
-pub(super) type Content = Arc<Mutex<Stored>>;
+pub(super) type SharedContent = Arc<Mutex<FileContent>>;
 
 /// Content of a file.
 #[derive(Debug, Default)]
-pub(super) struct Stored {
+pub(super) struct FileContent {
     pub(super) bytes: Vec<u8>,
     /// Content that is on the device.
     pub(super) durable: Vec<u8>,
@@ -29,7 +29,7 @@ pub(super) struct Stored {
     pub(super) changes: u64,
 }
 
-impl Stored {
+impl FileContent {
     pub(super) fn sync(&mut self) {
         if !self.doomed {
             self.durable.clone_from(&self.bytes);
@@ -68,7 +68,7 @@ pub(super) struct Tree {
     /// Reported mount point. `None` is the root.
     pub(super) mount_point: Option<PathBuf>,
     pub(super) directories: BTreeSet<PathBuf>,
-    pub(super) files: BTreeMap<PathBuf, Content>,
+    pub(super) files: BTreeMap<PathBuf, SharedContent>,
     /// Files and directories whose names may not be on the device.
     pub(super) unsynced: BTreeSet<PathBuf>,
     /// Number of file syncs that will fail.
@@ -109,11 +109,11 @@ impl Tree {
         Ok(Box::new(MemoryLock { tree: Arc::clone(tree), path }))
     }
 
-    pub(super) fn find(&self, path: &Path) -> io::Result<Content> {
+    pub(super) fn find(&self, path: &Path) -> io::Result<SharedContent> {
         self.files.get(path).cloned().ok_or_else(not_found)
     }
 
-    pub(super) fn create(&mut self, path: PathBuf) -> io::Result<Content> {
+    pub(super) fn create(&mut self, path: PathBuf) -> io::Result<SharedContent> {
         let parent = path.parent().ok_or_else(not_found)?;
         if !self.directories.contains(parent) {
             return Err(not_found());

@@ -4,9 +4,9 @@
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 
-use crate::recording::{Exchange, Plane, SentBlocks};
+use crate::recording::{Plane, RecordedExchange, SentBlocks};
 use uniffle_client::block::Block;
-use uniffle_client::read::{self, IndexRecord};
+use uniffle_client::read::{self, RecordPosition};
 use uniffle_wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::reply::{self, Reply};
 use uniffle_wire::request::{LocalDataRequest, ReadRequest};
@@ -24,7 +24,7 @@ pub struct PartitionKey {
 
 /// Meaning of a request.
 #[derive(Debug)]
-pub enum Request {
+pub enum MeantRequest {
     Ticket,
     Send {
         ticket: u64,
@@ -57,7 +57,7 @@ pub enum Request {
 
 /// A response, recorded or new.
 #[derive(Debug)]
-pub enum Answer {
+pub enum MeantResponse {
     Grpc { path: String, status: u32, message: Bytes },
     Tcp(Reply),
 }
@@ -87,9 +87,9 @@ fn method(path: &str) -> &str {
 /// Access to the meaning of an exchange.
 pub trait Meaning {
     /// Returns the meaning of the request.
-    fn parsed_request(&self) -> Request;
+    fn parsed_request(&self) -> MeantRequest;
     /// Returns the recorded response.
-    fn parsed_answer(&self) -> Answer;
+    fn parsed_answer(&self) -> MeantResponse;
     /// Returns the request with another ticket. It must be a send.
     fn with_ticket(&self, ticket: u64) -> Bytes;
     /// Returns the request with another `lastBlockId`. It must be a read of memory.
@@ -98,8 +98,8 @@ pub trait Meaning {
     fn with_range(&self, offset: u64, length: u64) -> Bytes;
 }
 
-impl Meaning for Exchange {
-    fn parsed_request(&self) -> Request {
+impl Meaning for RecordedExchange {
+    fn parsed_request(&self) -> MeantRequest {
         if let Some(sent) = self.sent().expect("well-formed") {
             return send_request(sent);
         }
@@ -112,17 +112,17 @@ impl Meaning for Exchange {
         }
     }
 
-    fn parsed_answer(&self) -> Answer {
+    fn parsed_answer(&self) -> MeantResponse {
         match &self.plane {
             Plane::Grpc { path, status } => {
-                Answer::Grpc { path: path.clone(), status: *status, message: self.answer.clone() }
+                MeantResponse::Grpc { path: path.clone(), status: *status, message: self.answer.clone() }
             }
             Plane::Tcp => {
                 let header = header(&self.answer);
                 let body_at = HEADER_BYTES + header.message_bytes as usize;
                 let message = &self.answer[HEADER_BYTES..body_at];
                 let reply = Reply::decode(header.kind, message, self.answer.slice(body_at..));
-                Answer::Tcp(reply.expect("well-formed"))
+                MeantResponse::Tcp(reply.expect("well-formed"))
             }
         }
     }
@@ -156,7 +156,7 @@ impl Meaning for Exchange {
 
 /// Returns a frame with other bytes at `at` bytes after request id, application and shuffle
 /// (docs/protocol.md §7.4).
-fn overwritten(exchange: &Exchange, at: usize, bytes: &[u8]) -> Bytes {
+fn overwritten(exchange: &RecordedExchange, at: usize, bytes: &[u8]) -> Bytes {
     let app_at = HEADER_BYTES + 8;
     let app_bytes = exchange.request[app_at..].first_chunk().map(|length| u32::from_be_bytes(*length));
     let start = app_at + 4 + app_bytes.expect("a request") as usize + 4 + at;
@@ -170,67 +170,67 @@ fn header(frame: &Bytes) -> FrameHeader {
     FrameHeader::decode(bytes, FRAME_BYTES_LIMIT).expect("well-formed")
 }
 
-fn send_request(sent: SentBlocks) -> Request {
+fn send_request(sent: SentBlocks) -> MeantRequest {
     let mut blocks = Vec::new();
     for (partition, part) in sent.partitions {
         let place = place(&sent.app, sent.shuffle, partition);
         blocks.extend(part.into_iter().map(|block| (place.clone(), block)));
     }
-    Request::Send { ticket: sent.ticket.cast_unsigned(), blocks }
+    MeantRequest::Send { ticket: sent.ticket.cast_unsigned(), blocks }
 }
 
-fn grpc_request(method: &str, message: &Bytes) -> Request {
+fn grpc_request(method: &str, message: &Bytes) -> MeantRequest {
     match method {
-        "requireBuffer" => Request::Ticket,
+        "requireBuffer" => MeantRequest::Ticket,
         "getMemoryShuffleData" => {
             let read: proto::GetMemoryShuffleDataRequest = grpc(message);
             let place = place(&read.app_id, read.shuffle_id, read.partition_id);
             // 0.9.2 sends an empty filter instead of none.
             let filter = read.serialized_expected_task_ids_bitmap.filter(|bytes| !bytes.is_empty());
-            Request::Memory { place, cursor: read.last_block_id, filter }
+            MeantRequest::Memory { place, cursor: read.last_block_id, filter }
         }
         "getLocalShuffleIndex" => {
             let read: proto::GetLocalShuffleIndexRequest = grpc(message);
-            Request::Index { place: place(&read.app_id, read.shuffle_id, read.partition_id) }
+            MeantRequest::Index { place: place(&read.app_id, read.shuffle_id, read.partition_id) }
         }
         "getLocalShuffleData" => {
             let read: proto::GetLocalShuffleDataRequest = grpc(message);
             let place = place(&read.app_id, read.shuffle_id, read.partition_id);
-            Request::Data { place, offset: unsigned(read.offset), length: unsigned(read.length.into()) }
+            MeantRequest::Data { place, offset: unsigned(read.offset), length: unsigned(read.length.into()) }
         }
-        "getShuffleResult" | "getShuffleResultForMultiPart" => Request::Result,
-        "getShuffleAssignments" => Request::Assignments,
+        "getShuffleResult" | "getShuffleResultForMultiPart" => MeantRequest::Result,
+        "getShuffleAssignments" => MeantRequest::Assignments,
         "unregisterShuffle" => {
             let request: proto::ShuffleUnregisterRequest = grpc(message);
             let ShuffleKey { app, shuffle } = key(&request.app_id, request.shuffle_id);
-            Request::Unregister { app, shuffle: Some(shuffle) }
+            MeantRequest::Unregister { app, shuffle: Some(shuffle) }
         }
         "unregisterShuffleByAppId" => {
             let request: proto::ShuffleUnregisterByAppIdRequest = grpc(message);
-            Request::Unregister { app: key(&request.app_id, 0).app, shuffle: None }
+            MeantRequest::Unregister { app: key(&request.app_id, 0).app, shuffle: None }
         }
-        _ => Request::Other,
+        _ => MeantRequest::Other,
     }
 }
 
-fn tcp_request(kind: FrameType, message: &[u8]) -> Request {
+fn tcp_request(kind: FrameType, message: &[u8]) -> MeantRequest {
     let read = ReadRequest::decode(kind, message).expect("well-formed");
     let target = read.target();
     let place = place(target.app, target.shuffle, target.partition);
     match read {
-        ReadRequest::LocalIndex(_) => Request::Index { place },
+        ReadRequest::LocalIndex(_) => MeantRequest::Index { place },
         ReadRequest::LocalData(LocalDataRequest { offset, length, .. }) => {
-            Request::Data { place, offset: unsigned(offset), length: unsigned(length.into()) }
+            MeantRequest::Data { place, offset: unsigned(offset), length: unsigned(length.into()) }
         }
         ReadRequest::Memory(read) => {
             let filter = read.task_filter.map(Bytes::copy_from_slice);
-            Request::Memory { place, cursor: read.last_block_id, filter }
+            MeantRequest::Memory { place, cursor: read.last_block_id, filter }
         }
-        ReadRequest::Sorted(_) => Request::Other,
+        ReadRequest::Sorted(_) => MeantRequest::Other,
     }
 }
 
-impl Answer {
+impl MeantResponse {
     /// Returns `grpc-status` and the protocol's own status, which is 0 for SUCCESS.
     pub fn status(&self) -> (u32, i32) {
         match self {
@@ -282,7 +282,7 @@ impl Answer {
                 read::memory_blocks(&answer.shuffle_data_block_segments, &answer.data)
             }
             Self::Tcp(reply) => {
-                let reply::Answer::Memory(segments) = &reply.answer else {
+                let reply::ReplyAnswer::Memory(segments) = &reply.answer else {
                     return Err(format!("the response to a read of memory is {reply:?}"));
                 };
                 let segments: Vec<_> = segments.iter().map(grpc_segment).collect();
@@ -293,7 +293,7 @@ impl Answer {
     }
 
     /// Returns the index of a partition.
-    pub fn index(&self) -> Result<Vec<IndexRecord>, String> {
+    pub fn index(&self) -> Result<Vec<RecordPosition>, String> {
         let bytes = match self {
             Self::Grpc { message, .. } => grpc::<proto::GetLocalShuffleIndexResponse>(message).index_data,
             Self::Tcp(reply) => reply.body.clone(),
@@ -317,7 +317,7 @@ impl Answer {
     }
 }
 
-fn grpc_segment(segment: &reply::Segment) -> proto::ShuffleDataBlockSegment {
+fn grpc_segment(segment: &reply::ReplySegment) -> proto::ShuffleDataBlockSegment {
     proto::ShuffleDataBlockSegment {
         block_id: segment.block_id,
         offset: segment.offset.into(),

@@ -8,5 +8,5 @@ mod player;
 mod reads;
 mod recorder;
 
-pub use player::{Player, Summary};
+pub use player::{Player, ReplaySummary};
 pub use recorder::Recorder;

@@ -22,9 +22,9 @@ use uniffle_worker::proto::StatusCode;
 use uniffle_worker::runtime::Tasks;
 
 use super::call::call;
-use super::meaning::{Answer, Meaning as _, PartitionKey, Request};
+use super::meaning::{Meaning as _, MeantRequest, MeantResponse, PartitionKey};
 use super::reads::PartitionReads;
-use crate::recording::{Exchange, Plane, Session};
+use crate::recording::{Plane, RecordedExchange, RecordedSession};
 
 /// Pause after NO_BUFFER, which depends on timing. Clients retry it.
 const NO_BUFFER_PAUSE: Duration = Duration::from_millis(10);
@@ -32,7 +32,7 @@ const NO_BUFFER_TRIES: u32 = 1_000;
 
 /// Totals of a replay, to detect a replay that compares nothing.
 #[derive(Debug, Default, Clone, Copy)]
-pub struct Summary {
+pub struct ReplaySummary {
     pub exchanges: usize,
     pub blocks_sent: usize,
     pub from_memory: usize,
@@ -54,7 +54,7 @@ pub struct Player {
     tickets: HashMap<u64, u64>,
     sent: HashMap<PartitionKey, HashMap<BlockId, BlockMeta>>,
     reads: HashMap<PartitionKey, PartitionReads>,
-    summary: Summary,
+    summary: ReplaySummary,
 }
 
 impl Player {
@@ -73,12 +73,12 @@ impl Player {
             tickets: HashMap::new(),
             sent: HashMap::new(),
             reads: HashMap::new(),
-            summary: Summary::default(),
+            summary: ReplaySummary::default(),
         })
     }
 
     /// Replays the whole `session`.
-    pub async fn play(mut self, session: &Session) -> Result<Summary, String> {
+    pub async fn play(mut self, session: &RecordedSession) -> Result<ReplaySummary, String> {
         for (number, exchange) in session.exchanges.iter().enumerate() {
             let asks = exchange.parsed_request();
             let told = self.exchange(exchange, &asks).await;
@@ -91,17 +91,17 @@ impl Player {
         Ok(self.summary)
     }
 
-    async fn exchange(&mut self, exchange: &Exchange, asks: &Request) -> Result<(), String> {
+    async fn exchange(&mut self, exchange: &RecordedExchange, asks: &MeantRequest) -> Result<(), String> {
         let recorded = exchange.parsed_answer();
         if recorded.is(StatusCode::NoBuffer) {
             return Ok(()); // the client asked again
         }
         match asks {
-            Request::Ticket => {
+            MeantRequest::Ticket => {
                 let told = self.ask(exchange, &exchange.request, &recorded).await?;
                 self.tickets.insert(recorded.ticket(), told.ticket());
             }
-            Request::Send { ticket, blocks } => {
+            MeantRequest::Send { ticket, blocks } => {
                 let ticket = self.tickets.get(ticket).copied().ok_or("no such ticket was granted")?;
                 self.ask(exchange, &exchange.with_ticket(ticket), &recorded).await?;
                 for (place, Block { meta, .. }) in blocks {
@@ -109,7 +109,7 @@ impl Player {
                 }
                 self.summary.blocks_sent += blocks.len();
             }
-            Request::Memory { place, cursor, filter } => {
+            MeantRequest::Memory { place, cursor, filter } => {
                 let cursor = self.reads.entry(place.clone()).or_default().cursor(filter.as_ref(), *cursor);
                 let told = self.ask(exchange, &exchange.with_cursor(cursor), &recorded).await?;
                 let (before, now) = (recorded.memory_blocks()?, told.memory_blocks()?);
@@ -118,11 +118,11 @@ impl Player {
                 let reads = self.reads.entry(place.clone()).or_default();
                 reads.memory(filter.as_ref(), &before, &now)?;
             }
-            Request::Index { place } => {
+            MeantRequest::Index { place } => {
                 let told = self.ask(exchange, &exchange.request, &recorded).await?;
                 self.reads.entry(place.clone()).or_default().index(recorded.index()?, told.index()?);
             }
-            Request::Data { place, offset, length } => {
+            MeantRequest::Data { place, offset, length } => {
                 let pieces = self.reads.entry(place.clone()).or_default().data(*offset, *length);
                 for piece in pieces {
                     let request = exchange.with_range(piece.offset, piece.length);
@@ -131,29 +131,34 @@ impl Player {
                     self.summary.from_disk += reads.piece(piece, &told.data())?;
                 }
             }
-            Request::Result => {
+            MeantRequest::Result => {
                 let told = self.ask(exchange, &exchange.request, &recorded).await?;
                 let (before, now) = (recorded.block_ids()?, told.block_ids()?);
                 same("block ids", before.iter().collect::<Vec<_>>(), now.iter().collect())?;
             }
-            Request::Assignments => {
+            MeantRequest::Assignments => {
                 let told = self.ask(exchange, &exchange.request, &recorded).await?;
                 same("ranges", recorded.assigned(), told.assigned())?;
             }
-            Request::Unregister { app, shuffle } => {
+            MeantRequest::Unregister { app, shuffle } => {
                 self.close(|place| {
                     place.key.app == *app && shuffle.is_none_or(|shuffle| place.key.shuffle == shuffle)
                 })
                 .await?;
                 self.ask(exchange, &exchange.request, &recorded).await?;
             }
-            Request::Other => drop(self.ask(exchange, &exchange.request, &recorded).await?),
+            MeantRequest::Other => drop(self.ask(exchange, &exchange.request, &recorded).await?),
         }
         Ok(())
     }
 
     /// Sends `request` like `exchange`. The response must have the recorded status.
-    async fn ask(&self, exchange: &Exchange, request: &Bytes, recorded: &Answer) -> Result<Answer, String> {
+    async fn ask(
+        &self,
+        exchange: &RecordedExchange,
+        request: &Bytes,
+        recorded: &MeantResponse,
+    ) -> Result<MeantResponse, String> {
         let mut tries = 0;
         loop {
             let answer = self.send(exchange, request).await?;
@@ -173,17 +178,17 @@ impl Player {
         }
     }
 
-    async fn send(&self, exchange: &Exchange, request: &Bytes) -> Result<Answer, String> {
+    async fn send(&self, exchange: &RecordedExchange, request: &Bytes) -> Result<MeantResponse, String> {
         match &exchange.plane {
             Plane::Grpc { path, .. } => {
                 let answer = call(&self.channel, path, request).await;
                 let (status, message) = answer.map_err(|error| error.to_string())?;
-                Ok(Answer::Grpc { path: path.clone(), status, message })
+                Ok(MeantResponse::Grpc { path: path.clone(), status, message })
             }
             Plane::Tcp => {
                 let id = super::recorder::request_id(request);
                 let answer = self.tcp.exchange(id, request.clone()).await;
-                Ok(Answer::Tcp(answer.map_err(|error| error.to_string())?))
+                Ok(MeantResponse::Tcp(answer.map_err(|error| error.to_string())?))
             }
         }
     }

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use croaring::Treemap;
 
 use uniffle_client::block::Block;
-use uniffle_client::read::{self, IndexRecord};
+use uniffle_client::read::{self, RecordPosition};
 use uniffle_wire::types::{BlockId, BlockMeta};
 
 /// Blocks of one partition by id, as read by the recording and by the replay.
@@ -17,8 +17,8 @@ use uniffle_wire::types::{BlockId, BlockMeta};
 pub(super) struct PartitionReads {
     recorded: BTreeMap<BlockId, BlockMeta>,
     replayed: BTreeMap<BlockId, BlockMeta>,
-    recorded_index: Vec<IndexRecord>,
-    replayed_index: Vec<IndexRecord>,
+    recorded_index: Vec<RecordPosition>,
+    replayed_index: Vec<RecordPosition>,
     /// Last block of the replay's last response by task filter. Each filter is a separate reader of
     /// memory.
     cursors: HashMap<Option<Bytes>, BlockId>,
@@ -26,10 +26,10 @@ pub(super) struct PartitionReads {
 
 /// A range of a partition's data and its blocks.
 #[derive(Debug)]
-pub(super) struct Piece {
+pub(super) struct ReplayPiece {
     pub(super) offset: u64,
     pub(super) length: u64,
-    records: Vec<IndexRecord>,
+    records: Vec<RecordPosition>,
 }
 
 impl PartitionReads {
@@ -59,14 +59,14 @@ impl PartitionReads {
     }
 
     /// Adds both responses to a read of the index.
-    pub(super) fn index(&mut self, recorded: Vec<IndexRecord>, replayed: Vec<IndexRecord>) {
+    pub(super) fn index(&mut self, recorded: Vec<RecordPosition>, replayed: Vec<RecordPosition>) {
         self.recorded_index = recorded;
         self.replayed_index = replayed;
     }
 
     /// Returns the replay's ranges of the blocks that the recording read at `offset`. Blocks that
     /// are still in memory are omitted.
-    pub(super) fn data(&mut self, offset: u64, length: u64) -> Vec<Piece> {
+    pub(super) fn data(&mut self, offset: u64, length: u64) -> Vec<ReplayPiece> {
         let range = offset..offset + length;
         let wanted: Vec<BlockMeta> = self
             .recorded_index
@@ -75,7 +75,7 @@ impl PartitionReads {
             .map(|record| record.meta)
             .collect();
         self.recorded.extend(wanted.iter().map(|meta| (meta.block_id, *meta)));
-        let mut pieces: Vec<Piece> = Vec::new();
+        let mut pieces: Vec<ReplayPiece> = Vec::new();
         for record in &self.replayed_index {
             if !wanted.iter().any(|meta| meta.block_id == record.meta.block_id) {
                 continue;
@@ -86,15 +86,16 @@ impl PartitionReads {
                     piece.length += length;
                     piece.records.push(*record);
                 }
-                _ => pieces.push(Piece { offset: record.offset, length, records: vec![*record] }),
+                _ => pieces.push(ReplayPiece { offset: record.offset, length, records: vec![*record] }),
             }
         }
         pieces
     }
 
     /// Adds the replay's response to the read of a range. Returns the number of blocks.
-    pub(super) fn piece(&mut self, piece: Piece, data: &Bytes) -> Result<usize, String> {
-        let segment = read::Segment { offset: piece.offset, length: piece.length, records: piece.records };
+    pub(super) fn piece(&mut self, piece: ReplayPiece, data: &Bytes) -> Result<usize, String> {
+        let segment =
+            read::DataSegment { offset: piece.offset, length: piece.length, records: piece.records };
         let blocks = read::segment_blocks(&segment, data).map_err(|error| error.to_string())?;
         blocks.iter().try_for_each(|block| self.take(block, None))?;
         Ok(blocks.len())

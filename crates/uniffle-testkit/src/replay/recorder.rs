@@ -29,27 +29,27 @@ use uniffle_worker::proto;
 use uniffle_worker::runtime::Tasks;
 
 use super::call::{self, framed, message_of};
-use crate::recording::{Exchange, Plane, Session};
+use crate::recording::{Plane, RecordedExchange, RecordedSession};
 
 const ASSIGNMENTS: &str = "/rss.common.CoordinatorServer/getShuffleAssignments";
 
-type AnswerBody = StreamBody<futures::stream::Iter<std::vec::IntoIter<Result<Frame<Bytes>, Infallible>>>>;
+type RecordedBody = StreamBody<futures::stream::Iter<std::vec::IntoIter<Result<Frame<Bytes>, Infallible>>>>;
 
 /// A running proxy.
 #[derive(Debug)]
 pub struct Recorder {
-    shared: Arc<Shared>,
+    shared: Arc<RecorderShared>,
     tasks: Tasks,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct RecorderShared {
     start: Instant,
     upstream: Channel,
     upstream_tcp: Option<SocketAddr>,
     grpc: SocketAddr,
     tcp: SocketAddr,
-    exchanges: Mutex<Vec<Exchange>>,
+    exchanges: Mutex<Vec<RecordedExchange>>,
 }
 
 impl Recorder {
@@ -58,7 +58,7 @@ impl Recorder {
         let endpoint = Endpoint::from_shared(format!("http://{grpc}")).map_err(io::Error::other)?;
         let grpc_listener = TcpListener::bind("127.0.0.1:0").await?;
         let tcp_listener = TcpListener::bind("127.0.0.1:0").await?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(RecorderShared {
             start: Instant::now(),
             upstream: endpoint.connect().await.map_err(io::Error::other)?,
             upstream_tcp: tcp,
@@ -88,12 +88,12 @@ impl Recorder {
     }
 
     /// Stops the proxy and returns the recorded session.
-    pub async fn stop(self, title: &str) -> Session {
+    pub async fn stop(self, title: &str) -> RecordedSession {
         self.tasks.cancel();
         self.tasks.drained().await;
         let mut exchanges = std::mem::take(&mut *self.shared.exchanges.lock());
         exchanges.sort_by_key(|exchange| (exchange.began_us, exchange.ended_us));
-        Session { title: title.to_owned(), exchanges }
+        RecordedSession { title: title.to_owned(), exchanges }
     }
 }
 
@@ -119,27 +119,27 @@ async fn until<E>(stop: impl Future<Output = ()>, served: impl Future<Output = R
     }
 }
 
-impl Shared {
+impl RecorderShared {
     fn now_us(&self) -> u64 {
         u64::try_from(self.start.elapsed().as_micros()).expect("a recording is short")
     }
 
-    fn record(&self, exchange: Exchange) {
+    fn record(&self, exchange: RecordedExchange) {
         self.exchanges.lock().push(exchange);
     }
 }
 
-async fn serve_grpc(shared: Arc<Shared>, socket: TcpStream, connection: u32) -> hyper::Result<()> {
+async fn serve_grpc(shared: Arc<RecorderShared>, socket: TcpStream, connection: u32) -> hyper::Result<()> {
     let service = service_fn(move |request| forward(Arc::clone(&shared), request, connection));
     http2::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(socket), service).await
 }
 
 /// Forwards one unary call.
 async fn forward(
-    shared: Arc<Shared>,
+    shared: Arc<RecorderShared>,
     request: Request<Incoming>,
     connection: u32,
-) -> io::Result<Response<AnswerBody>> {
+) -> io::Result<Response<RecordedBody>> {
     let (head, body) = request.into_parts();
     let request = body.collect().await.map_err(io::Error::other)?.to_bytes();
     let began_us = shared.now_us();
@@ -147,7 +147,7 @@ async fn forward(
     let answered = call::forward(&shared.upstream, Request::from_parts(head, request.clone())).await?;
     let (status, answer) = (answered.status(), message_of(&answered.body));
     let told = if path == ASSIGNMENTS { shared.assignments(&answer) } else { answered.body };
-    shared.record(Exchange {
+    shared.record(RecordedExchange {
         began_us,
         ended_us: shared.now_us(),
         connection,
@@ -160,7 +160,7 @@ async fn forward(
     Ok(Response::from_parts(answered.headers, StreamBody::new(futures::stream::iter(frames))))
 }
 
-impl Shared {
+impl RecorderShared {
     /// Replaces the servers of the assignments with this proxy.
     fn assignments(&self, answer: &Bytes) -> Bytes {
         let mut answer =
@@ -176,14 +176,14 @@ impl Shared {
 }
 
 /// Requests without a response yet. Ids are unique among them: only retries reuse an id.
-type Open = Mutex<HashMap<i64, (u64, Bytes)>>;
+type OpenRequests = Mutex<HashMap<i64, (u64, Bytes)>>;
 
-async fn serve_tcp(shared: Arc<Shared>, client: TcpStream, connection: u32) -> io::Result<()> {
+async fn serve_tcp(shared: Arc<RecorderShared>, client: TcpStream, connection: u32) -> io::Result<()> {
     let server = TcpStream::connect(shared.upstream_tcp.ok_or(io::ErrorKind::Unsupported)?).await?;
     server.set_nodelay(true)?;
     let (mut from_client, mut to_client) = client.into_split();
     let (mut from_server, mut to_server) = server.into_split();
-    let open = Open::default();
+    let open = OpenRequests::default();
     let requests = async {
         loop {
             let frame = read_frame(&mut from_client).await?;
@@ -198,7 +198,7 @@ async fn serve_tcp(shared: Arc<Shared>, client: TcpStream, connection: u32) -> i
             if let Some((began_us, request)) = asked {
                 let (ended_us, plane) = (shared.now_us(), Plane::Tcp);
                 let answer = answer.clone();
-                shared.record(Exchange { began_us, ended_us, connection, plane, request, answer });
+                shared.record(RecordedExchange { began_us, ended_us, connection, plane, request, answer });
             }
             to_client.write_all(&answer).await?;
         }

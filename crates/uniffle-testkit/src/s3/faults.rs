@@ -62,12 +62,12 @@ impl On {
 
 /// Fault of a response.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Fault {
+pub enum ResponseFault {
     /// No fault for this request. Planned before a fault, so that only a later request fails.
     None,
     /// Responds with this status and S3 error code, without carrying out the request.
     Refuse(u16, &'static str),
-    /// Responds like [`Fault::Refuse`], with an endless text.
+    /// Responds like [`ResponseFault::Refuse`], with an endless text.
     RefuseEndlessly(u16),
     /// Never responds. The request is not carried out.
     Hang,
@@ -91,7 +91,7 @@ pub enum Fault {
     Text(String),
     /// Responds with an endless text and status 200.
     Endless,
-    /// Responds like [`Fault::Endless`], and declares this length.
+    /// Responds like [`ResponseFault::Endless`], and declares this length.
     Declare(u64),
     /// Delays the response.
     Slow(Duration),
@@ -99,16 +99,16 @@ pub enum Fault {
 
 /// Planned faults by kind of request, and the requests so far.
 #[derive(Debug, Default)]
-pub struct Faults {
-    planned: Mutex<Vec<(On, VecDeque<Fault>)>>,
+pub struct PlannedFaults {
+    planned: Mutex<Vec<(On, VecDeque<ResponseFault>)>>,
     asked: Mutex<Vec<On>>,
 }
 
-type AnswerBody = BoxBody<Bytes, io::Error>;
+type FaultyBody = BoxBody<Bytes, io::Error>;
 
-impl Faults {
+impl PlannedFaults {
     /// Injects `fault` into the next `times` requests of the kind, after the faults planned before.
-    pub fn plan(&self, on: On, times: usize, fault: &Fault) {
+    pub fn plan(&self, on: On, times: usize, fault: &ResponseFault) {
         let mut planned = self.planned.lock();
         let faults = std::iter::repeat_n(fault.clone(), times);
         match planned.iter_mut().find(|(kind, _)| *kind == on) {
@@ -127,7 +127,7 @@ impl Faults {
         self.asked.lock().iter().filter(|asked| **asked == on).count()
     }
 
-    fn next(&self, on: On) -> Option<Fault> {
+    fn next(&self, on: On) -> Option<ResponseFault> {
         let mut planned = self.planned.lock();
         planned.iter_mut().find(|(kind, _)| *kind == on).and_then(|(_, queue)| queue.pop_front())
     }
@@ -136,53 +136,55 @@ impl Faults {
         self: Arc<Self>,
         store: S3Service,
         request: Request<Incoming>,
-    ) -> Result<Response<AnswerBody>, io::Error> {
+    ) -> Result<Response<FaultyBody>, io::Error> {
         let on = On::of(request.method(), request.uri());
         self.asked.lock().push(on);
         let Some(fault) = self.next(on) else { return carry_out(&store, request).await };
         match fault {
-            Fault::None => carry_out(&store, request).await,
-            Fault::Refuse(status, code) => {
+            ResponseFault::None => carry_out(&store, request).await,
+            ResponseFault::Refuse(status, code) => {
                 // A server reads the request body, so that its response is not lost to a reset.
                 drop(request.into_body().collect().await);
                 Ok(error(status, code))
             }
-            Fault::RefuseEndlessly(status) => Ok(endless(status)),
-            Fault::Endless => Ok(endless(200)),
-            Fault::Declare(bytes) => {
+            ResponseFault::RefuseEndlessly(status) => Ok(endless(status)),
+            ResponseFault::Endless => Ok(endless(200)),
+            ResponseFault::Declare(bytes) => {
                 let mut answer = endless(200);
                 answer.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from(bytes));
                 answer.headers_mut().insert(LAST_MODIFIED, HeaderValue::from_static(ANY_DATE));
                 answer.headers_mut().insert(ETAG, HeaderValue::from_static("\"any\""));
                 Ok(answer)
             }
-            Fault::Text(text) => Ok(Response::new(full(Bytes::from(text)))),
-            Fault::Hang => std::future::pending().await,
-            Fault::Close => Err(io::Error::other("closed by the fault layer")),
-            Fault::LoseAnswer => {
+            ResponseFault::Text(text) => Ok(Response::new(full(Bytes::from(text)))),
+            ResponseFault::Hang => std::future::pending().await,
+            ResponseFault::Close => Err(io::Error::other("closed by the fault layer")),
+            ResponseFault::LoseAnswer => {
                 carry_out(&store, request).await?;
                 Err(io::Error::other("the answer is lost"))
             }
-            Fault::Slow(delay) => {
+            ResponseFault::Slow(delay) => {
                 tokio::time::sleep(delay).await;
                 carry_out(&store, request).await
             }
-            Fault::Cut(bytes) => Ok(broken(carry_out(&store, request).await?, bytes, After::Close)),
-            Fault::Stall(bytes) => Ok(broken(carry_out(&store, request).await?, bytes, After::Silence)),
-            Fault::Unranged => {
+            ResponseFault::Cut(bytes) => Ok(broken(carry_out(&store, request).await?, bytes, BodyEnd::Close)),
+            ResponseFault::Stall(bytes) => {
+                Ok(broken(carry_out(&store, request).await?, bytes, BodyEnd::Silence))
+            }
+            ResponseFault::Unranged => {
                 let mut answer = carry_out(&store, request).await?;
                 *answer.status_mut() = StatusCode::OK;
                 answer.headers_mut().remove(CONTENT_RANGE);
                 Ok(answer)
             }
-            Fault::Shorter | Fault::OtherRange | Fault::WrongByte => {
+            ResponseFault::Shorter | ResponseFault::OtherRange | ResponseFault::WrongByte => {
                 rewritten(carry_out(&store, request).await?, &fault).await
             }
         }
     }
 }
 
-async fn carry_out(store: &S3Service, request: Request<Incoming>) -> Result<Response<AnswerBody>, io::Error> {
+async fn carry_out(store: &S3Service, request: Request<Incoming>) -> Result<Response<FaultyBody>, io::Error> {
     let answer = store
         .call(request.map(s3s::Body::from))
         .await
@@ -190,11 +192,11 @@ async fn carry_out(store: &S3Service, request: Request<Incoming>) -> Result<Resp
     Ok(answer.map(|body| body.map_err(io::Error::other).boxed()))
 }
 
-fn full(bytes: Bytes) -> AnswerBody {
+fn full(bytes: Bytes) -> FaultyBody {
     Full::new(bytes).map_err(|never| match never {}).boxed()
 }
 
-fn error(status: u16, code: &str) -> Response<AnswerBody> {
+fn error(status: u16, code: &str) -> Response<FaultyBody> {
     let text = format!(
         "<?xml version=\"1.0\" encoding=\"UTF-8\"?><Error><Code>{code}</Code><Message>planned</Message></Error>"
     );
@@ -204,7 +206,10 @@ fn error(status: u16, code: &str) -> Response<AnswerBody> {
     answer
 }
 
-async fn rewritten(answer: Response<AnswerBody>, fault: &Fault) -> Result<Response<AnswerBody>, io::Error> {
+async fn rewritten(
+    answer: Response<FaultyBody>,
+    fault: &ResponseFault,
+) -> Result<Response<FaultyBody>, io::Error> {
     let (mut head, body) = answer.into_parts();
     let mut bytes = body.collect().await?.to_bytes().to_vec();
     let (start, size) = {
@@ -216,8 +221,8 @@ async fn rewritten(answer: Response<AnswerBody>, fault: &Fault) -> Result<Respon
     };
     let mut start_now = start;
     match fault {
-        Fault::Shorter => drop(bytes.pop()),
-        Fault::OtherRange => start_now += 1,
+        ResponseFault::Shorter => drop(bytes.pop()),
+        ResponseFault::OtherRange => start_now += 1,
         _ => bytes[0] ^= 1,
     }
     let last = start_now + bytes.len() as u64 - 1;
@@ -228,19 +233,19 @@ async fn rewritten(answer: Response<AnswerBody>, fault: &Fault) -> Result<Respon
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum After {
+enum BodyEnd {
     Close,
     Silence,
 }
 
 /// A body that breaks after `left` bytes.
 struct Broken {
-    body: AnswerBody,
+    body: FaultyBody,
     left: usize,
-    after: After,
+    after: BodyEnd,
 }
 
-fn broken(answer: Response<AnswerBody>, left: usize, after: After) -> Response<AnswerBody> {
+fn broken(answer: Response<FaultyBody>, left: usize, after: BodyEnd) -> Response<FaultyBody> {
     answer.map(|body| Broken { body, left, after }.boxed())
 }
 
@@ -254,8 +259,8 @@ impl Body for Broken {
     ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         if self.left == 0 {
             return match self.after {
-                After::Close => Poll::Ready(Some(Err(io::ErrorKind::UnexpectedEof.into()))),
-                After::Silence => Poll::Pending,
+                BodyEnd::Close => Poll::Ready(Some(Err(io::ErrorKind::UnexpectedEof.into()))),
+                BodyEnd::Silence => Poll::Pending,
             };
         }
         let frame = std::task::ready!(Pin::new(&mut self.body).poll_frame(cx));
@@ -277,7 +282,7 @@ const ANY_DATE: &str = "Sat, 28 Nov 2026 00:00:00 GMT";
 /// An endless text.
 struct Endless;
 
-fn endless(status: u16) -> Response<AnswerBody> {
+fn endless(status: u16) -> Response<FaultyBody> {
     let mut answer = Response::new(Endless.boxed());
     *answer.status_mut() = StatusCode::from_u16(status).expect("a status");
     answer

@@ -21,7 +21,7 @@ use uniffle_worker::store::ObjectConfig;
 use uniffle_worker::store::object::location::{BucketUrl, Endpoint};
 use uniffle_worker::store::object::{Credentials, Secret};
 
-use self::faults::Faults;
+use self::faults::PlannedFaults;
 
 /// Bucket of every server.
 pub const BUCKET: &str = "shuffle";
@@ -47,7 +47,7 @@ pub fn config(endpoint: &str, prefix: &str) -> ObjectConfig {
 #[derive(Debug)]
 pub struct S3Server {
     /// Faults of responses.
-    pub faults: Arc<Faults>,
+    pub faults: Arc<PlannedFaults>,
     address: SocketAddr,
     dir: TempDir,
     tasks: Tasks,
@@ -68,7 +68,7 @@ impl S3Server {
         let address = listener.local_addr().expect("bound");
         let mut builder = S3ServiceBuilder::new(FileSystem::new(dir.path()).expect("a file system"));
         builder.set_auth(SimpleAuth::from_single(ACCESS_KEY, SECRET_KEY));
-        let (store, faults, tasks) = (builder.build(), Arc::new(Faults::default()), Tasks::new());
+        let (store, faults, tasks) = (builder.build(), Arc::new(PlannedFaults::default()), Tasks::new());
         let (serve, cancelled) =
             (accept(listener, store, Arc::clone(&faults), tasks.clone()), tasks.cancelled());
         tasks.spawn("s3 accept", async move {
@@ -107,7 +107,7 @@ impl S3Server {
     }
 }
 
-async fn accept(listener: TcpListener, store: S3Service, faults: Arc<Faults>, tasks: Tasks) {
+async fn accept(listener: TcpListener, store: S3Service, faults: Arc<PlannedFaults>, tasks: Tasks) {
     while let Ok((stream, _)) = listener.accept().await {
         let (store, faults) = (store.clone(), Arc::clone(&faults));
         let service = service_fn(move |request| Arc::clone(&faults).answer(store.clone(), request));

@@ -10,7 +10,7 @@ use crate::{BlockHeader, BlockSink, DecodeError};
 
 /// Reason why headers are rejected. The decoder adds the position in the message.
 #[derive(Debug)]
-pub(super) enum Refusal {
+pub(super) enum HeaderRefusal {
     Malformed(&'static str),
     TooLarge(DecodeError),
 }
@@ -19,7 +19,7 @@ pub(super) enum Refusal {
 const BLOCK_ARRAYS: usize = 5;
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Partition {
+struct CollectedPartition {
     id: i32,
     blocks: u32,
 }
@@ -27,7 +27,7 @@ struct Partition {
 /// Partitions and block headers collected from one message.
 #[derive(Debug, Default)]
 pub(super) struct CollectedBlocks {
-    partitions: Vec<Partition>,
+    partitions: Vec<CollectedPartition>,
     blocks: Vec<BlockHeader>,
     payload_bytes: u64,
 
@@ -60,17 +60,17 @@ impl CollectedBlocks {
 
     /// Returns the allocated bytes of both lists.
     pub(super) fn kept_bytes(&self) -> usize {
-        self.partitions.capacity() * size_of::<Partition>()
+        self.partitions.capacity() * size_of::<CollectedPartition>()
             + self.blocks.capacity() * size_of::<BlockHeader>()
     }
 
     /// Adds a partition, to which the blocks pushed next belong.
-    pub(super) fn push_partition(&mut self, id: i32, max: usize) -> Result<(), Refusal> {
-        push(&mut self.partitions, Partition { id, blocks: 0 }, "number of partitions", max)
+    pub(super) fn push_partition(&mut self, id: i32, max: usize) -> Result<(), HeaderRefusal> {
+        push(&mut self.partitions, CollectedPartition { id, blocks: 0 }, "number of partitions", max)
     }
 
     /// Adds a block to the last partition. Its length must be positive.
-    pub(super) fn push_block(&mut self, block: BlockHeader, max: usize) -> Result<(), Refusal> {
+    pub(super) fn push_block(&mut self, block: BlockHeader, max: usize) -> Result<(), HeaderRefusal> {
         push(&mut self.blocks, block, "number of blocks", max)?;
         if let Some(partition) = self.partitions.last_mut() {
             partition.blocks += 1;
@@ -79,14 +79,14 @@ impl CollectedBlocks {
         Ok(())
     }
 
-    pub(super) fn array_partition_id(&mut self, id: i32, max: usize) -> Result<(), Refusal> {
+    pub(super) fn array_partition_id(&mut self, id: i32, max: usize) -> Result<(), HeaderRefusal> {
         self.partition_row(0, max)?.id = id;
         Ok(())
     }
 
-    pub(super) fn array_block_count(&mut self, count: i32, max: usize) -> Result<(), Refusal> {
+    pub(super) fn array_block_count(&mut self, count: i32, max: usize) -> Result<(), HeaderRefusal> {
         let Ok(count) = u32::try_from(count) else {
-            return Err(Refusal::Malformed("a block count is negative"));
+            return Err(HeaderRefusal::Malformed("a block count is negative"));
         };
         self.partition_row(1, max)?.blocks = count;
         Ok(())
@@ -98,7 +98,7 @@ impl CollectedBlocks {
         int32: i32,
         int64: i64,
         max: usize,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), HeaderRefusal> {
         let column = match field {
             3 => 0,
             4 => 1,
@@ -113,10 +113,10 @@ impl CollectedBlocks {
             1 => {
                 let length = u64::try_from(int32).unwrap_or(0);
                 if length == 0 {
-                    return Err(Refusal::Malformed("a block length is not positive"));
+                    return Err(HeaderRefusal::Malformed("a block length is not positive"));
                 }
                 if block_length(length).is_none() {
-                    return Err(Refusal::TooLarge(block_too_large(length)));
+                    return Err(HeaderRefusal::TooLarge(block_too_large(length)));
                 }
                 row.length = int32;
                 self.payload_bytes += length;
@@ -128,30 +128,30 @@ impl CollectedBlocks {
         Ok(())
     }
 
-    fn partition_row(&mut self, column: usize, max: usize) -> Result<&mut Partition, Refusal> {
+    fn partition_row(&mut self, column: usize, max: usize) -> Result<&mut CollectedPartition, HeaderRefusal> {
         self.is_columnar = true;
         next_row(&mut self.partitions, &mut self.partition_columns[column], "number of partitions", max)
     }
 
     /// Checks the headers against the `payload_bytes` bytes that follow, by the rules of
     /// docs/protocol.md §1.8.
-    pub(super) fn seal(&mut self, payload_bytes: u64) -> Result<(), Refusal> {
+    pub(super) fn seal(&mut self, payload_bytes: u64) -> Result<(), HeaderRefusal> {
         if self.blocks.is_empty() {
-            return Err(Refusal::Malformed("bytes without block headers before them"));
+            return Err(HeaderRefusal::Malformed("bytes without block headers before them"));
         }
         if self.is_columnar {
             let whole = self.partition_columns.iter().all(|count| *count == self.partitions.len())
                 && self.block_columns.iter().all(|count| *count == self.blocks.len());
             if !whole {
-                return Err(Refusal::Malformed("combined arrays differ in length"));
+                return Err(HeaderRefusal::Malformed("combined arrays differ in length"));
             }
         }
         let announced: u64 = self.partitions.iter().map(|partition| u64::from(partition.blocks)).sum();
         if announced != self.block_count() {
-            return Err(Refusal::Malformed("block counts differ from the number of blocks"));
+            return Err(HeaderRefusal::Malformed("block counts differ from the number of blocks"));
         }
         if self.payload_bytes != payload_bytes {
-            return Err(Refusal::Malformed("the sum of the block lengths differs from the bytes"));
+            return Err(HeaderRefusal::Malformed("the sum of the block lengths differs from the bytes"));
         }
         self.streamed = true;
         Ok(())
@@ -193,9 +193,9 @@ impl CollectedBlocks {
     }
 }
 
-fn push<T>(list: &mut Vec<T>, item: T, what: &'static str, max: usize) -> Result<(), Refusal> {
+fn push<T>(list: &mut Vec<T>, item: T, what: &'static str, max: usize) -> Result<(), HeaderRefusal> {
     if list.len() >= max {
-        return Err(Refusal::TooLarge(DecodeError::TooLarge {
+        return Err(HeaderRefusal::TooLarge(DecodeError::TooLarge {
             what,
             len: list.len() as u64 + 1,
             max: max as u64,
@@ -211,7 +211,7 @@ fn next_row<'a, T: Default>(
     column: &mut usize,
     what: &'static str,
     max: usize,
-) -> Result<&'a mut T, Refusal> {
+) -> Result<&'a mut T, HeaderRefusal> {
     let index = *column;
     if index == rows.len() {
         push(rows, T::default(), what, max)?;

@@ -1,12 +1,15 @@
 //! The push-style decoder: position and nesting first, then the effect of each field.
 //!
 //! The order of calls that a sink may rely on is in `send_message`; headers that precede their
-//! bytes are in `collected`. Invariant: `take` only receives bytes that lie inside the innermost
-//! message.
+//! bytes are in `collected`. Header fields precede the data, a partition id precedes its blocks,
+//! and no block has two data fields. Invariant: `take` only receives bytes that lie inside the
+//! innermost message.
 
-use super::collected::{CollectedBlocks, Refusal};
-use super::grammar::{BYTES, FIXED32, FIXED64, Level, Step, VARINT, Varint, block_length, block_too_large};
-use super::{Limits, Summary};
+use super::collected::{CollectedBlocks, HeaderRefusal};
+use super::grammar::{
+    BYTES, DecodeStep, FIXED32, FIXED64, MessageLevel, VARINT, Varint, block_length, block_too_large,
+};
+use super::{MessageLimits, MessageSummary};
 use crate::types::BLOCK_BYTES_MAX;
 use crate::{BlockHeader, BlockSink, DecodeError, SendHeader};
 
@@ -18,19 +21,23 @@ const APP_ID_BYTES_MAX: u64 = 1024;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
     Undecided,
+    /// Field 4 has blocks with data; field 7 is absent or empty. All stock clients send this form.
     Classic,
+    /// Field 4 has blocks with lengths only, and field 7 the bytes of all.
     Contiguous,
+    /// Field 7 is a message with arrays, then the bytes; field 4 is absent. Only riffle sends this
+    /// form.
     Combined,
 }
 
 /// Decoder of one message. After an error it must not be fed again.
 #[derive(Debug)]
 pub struct Decoder {
-    limits: Limits,
+    limits: MessageLimits,
     position: u64,
-    level: Level,
+    level: MessageLevel,
     ends: [u64; 3],
-    step: Step,
+    step: DecodeStep,
     varint: Varint,
     form: Form,
 
@@ -39,7 +46,7 @@ pub struct Decoder {
     incoming_app_id: Vec<u8>,
     shuffle_id: i32,
     ticket: i64,
-    summary: Summary,
+    summary: MessageSummary,
     /// Number of `ShuffleData` entries seen.
     entries: u64,
     /// True after a non-empty field 7, which no data may follow.
@@ -58,13 +65,13 @@ impl Decoder {
     /// Creates a decoder for one message of exactly `message_bytes` bytes. The caller has checked
     /// this length from the gRPC prefix against its own maximum.
     #[must_use]
-    pub fn new(message_bytes: u64, limits: Limits) -> Self {
+    pub fn new(message_bytes: u64, limits: MessageLimits) -> Self {
         Self {
             limits,
             position: 0,
-            level: Level::Root,
+            level: MessageLevel::Root,
             ends: [message_bytes, 0, 0],
-            step: Step::Key,
+            step: DecodeStep::Key,
             varint: Varint::default(),
             form: Form::Undecided,
             header_delivered: false,
@@ -72,7 +79,7 @@ impl Decoder {
             incoming_app_id: Vec::new(),
             shuffle_id: 0,
             ticket: 0,
-            summary: Summary::default(),
+            summary: MessageSummary::default(),
             entries: 0,
             bytes_field_seen: false,
             partition_id: 0,
@@ -118,7 +125,7 @@ impl Decoder {
     ///
     /// # Errors
     /// `Incomplete` if bytes are missing, `Malformed` if collected blocks got no bytes.
-    pub fn finish<S: BlockSink>(mut self, sink: &mut S) -> Result<Summary, S::Error> {
+    pub fn finish<S: BlockSink>(mut self, sink: &mut S) -> Result<MessageSummary, S::Error> {
         if self.remaining() > 0 {
             return Err(DecodeError::Incomplete.into());
         }
@@ -134,23 +141,23 @@ impl Decoder {
     /// message.
     fn take<S: BlockSink>(&mut self, window: &[u8], sink: &mut S) -> Result<usize, S::Error> {
         match self.step {
-            Step::Key | Step::Value(_) | Step::Length(_) => self.take_varints(window, sink),
-            Step::Skip(left) => Ok(self.run(left, window, Step::Skip).len()),
-            Step::AppId(left) => {
-                let piece = self.run(left, window, Step::AppId);
+            DecodeStep::Key | DecodeStep::Value(_) | DecodeStep::Length(_) => self.take_varints(window, sink),
+            DecodeStep::Skip(left) => Ok(self.run(left, window, DecodeStep::Skip).len()),
+            DecodeStep::AppId(left) => {
+                let piece = self.run(left, window, DecodeStep::AppId);
                 self.incoming_app_id.extend_from_slice(piece);
-                if self.step == Step::Key {
+                if self.step == DecodeStep::Key {
                     self.app_id_done()?;
                 }
                 Ok(piece.len())
             }
-            Step::BlockBytes(left) => {
-                let piece = self.run(left, window, Step::BlockBytes);
+            DecodeStep::BlockBytes(left) => {
+                let piece = self.run(left, window, DecodeStep::BlockBytes);
                 sink.write(piece)?;
                 Ok(piece.len())
             }
-            Step::CollectedBytes(left) => {
-                let piece = self.run(left, window, Step::CollectedBytes);
+            DecodeStep::CollectedBytes(left) => {
+                let piece = self.run(left, window, DecodeStep::CollectedBytes);
                 self.collected.stream(piece, sink)?;
                 Ok(piece.len())
             }
@@ -164,7 +171,7 @@ impl Decoder {
         let mut taken = 0;
         while taken < window.len()
             && self.level == level
-            && matches!(self.step, Step::Key | Step::Value(_) | Step::Length(_))
+            && matches!(self.step, DecodeStep::Key | DecodeStep::Value(_) | DecodeStep::Length(_))
         {
             let (length, value) = self.varint.push(&window[taken..]).map_err(|what| self.malformed(what))?;
             taken += length;
@@ -178,7 +185,7 @@ impl Decoder {
 
     /// Returns the part of `window` that belongs to a run of `left` bytes, and selects the next
     /// step.
-    fn run<'w>(&mut self, left: u64, window: &'w [u8], step: fn(u64) -> Step) -> &'w [u8] {
+    fn run<'w>(&mut self, left: u64, window: &'w [u8], step: fn(u64) -> DecodeStep) -> &'w [u8] {
         let piece = &window[..usize::try_from(left).map_or(window.len(), |left| left.min(window.len()))];
         self.advance(piece.len());
         self.enter(left - piece.len() as u64, step);
@@ -190,27 +197,30 @@ impl Decoder {
     }
 
     /// Expects `left` bytes of `step`, or the next key if `left` is 0.
-    fn enter(&mut self, left: u64, step: fn(u64) -> Step) {
-        self.step = if left == 0 { Step::Key } else { step(left) };
+    fn enter(&mut self, left: u64, step: fn(u64) -> DecodeStep) {
+        self.step = if left == 0 { DecodeStep::Key } else { step(left) };
     }
 
-    fn push_level(&mut self, level: Level, length: u64) {
+    fn push_level(&mut self, level: MessageLevel, length: u64) {
         self.level = level;
         self.ends[level.depth()] = self.position + length;
-        self.step = Step::Key;
+        self.step = DecodeStep::Key;
     }
 
     fn varint_done<S: BlockSink>(&mut self, value: u64, sink: &mut S) -> Result<(), S::Error> {
         match self.step {
-            Step::Key => Ok(self.key(value)?),
-            Step::Value(field) => Ok(self.value(field, value)?),
-            Step::Length(field) => {
+            DecodeStep::Key => Ok(self.key(value)?),
+            DecodeStep::Value(field) => Ok(self.value(field, value)?),
+            DecodeStep::Length(field) => {
                 if value > self.ends[self.level.depth()] - self.position {
                     return Err(self.malformed("a field is longer than its message").into());
                 }
                 self.length(field, value, sink)
             }
-            Step::Skip(_) | Step::AppId(_) | Step::BlockBytes(_) | Step::CollectedBytes(_) => Ok(()),
+            DecodeStep::Skip(_)
+            | DecodeStep::AppId(_)
+            | DecodeStep::BlockBytes(_)
+            | DecodeStep::CollectedBytes(_) => Ok(()),
         }
     }
 
@@ -227,10 +237,10 @@ impl Decoder {
         }
         let room = self.ends[self.level.depth()] - self.position;
         match wire_type {
-            VARINT => self.step = Step::Value(field),
-            BYTES => self.step = Step::Length(field),
-            FIXED64 if room >= 8 => self.step = Step::Skip(8),
-            FIXED32 if room >= 4 => self.step = Step::Skip(4),
+            VARINT => self.step = DecodeStep::Value(field),
+            BYTES => self.step = DecodeStep::Length(field),
+            FIXED64 if room >= 8 => self.step = DecodeStep::Skip(8),
+            FIXED32 if room >= 4 => self.step = DecodeStep::Skip(4),
             FIXED64 | FIXED32 => return Err(self.malformed("a field is longer than its message")),
             _ => return Err(self.malformed("groups are not part of this protocol")),
         }
@@ -244,33 +254,33 @@ impl Decoder {
     )]
     fn value(&mut self, field: u32, value: u64) -> Result<(), DecodeError> {
         let (int32, int64) = (value as i32, value as i64);
-        if self.level == Level::Packed {
+        if self.level == MessageLevel::Packed {
             // The step stays `Value(field)`: the next element follows without a key.
             return self.array_element(field, int32, int64);
         }
-        self.step = Step::Key;
+        self.step = DecodeStep::Key;
         match (self.level, field) {
-            (Level::Root, 2) => {
+            (MessageLevel::Root, 2) => {
                 self.require_early(int32 == self.shuffle_id)?;
                 self.shuffle_id = int32;
             }
-            (Level::Root, 3) => {
+            (MessageLevel::Root, 3) => {
                 self.require_early(int64 == self.ticket)?;
                 self.ticket = int64;
             }
-            (Level::Root, 5) => self.summary.timestamp_ms = int64,
-            (Level::Data, 1) => {
+            (MessageLevel::Root, 5) => self.summary.timestamp_ms = int64,
+            (MessageLevel::Data, 1) => {
                 if self.entry_blocks > 0 && int32 != self.partition_id {
                     return Err(self.malformed("a partition id follows its blocks"));
                 }
                 self.partition_id = int32;
             }
-            (Level::Block, 1) => self.block.block_id = int64,
-            (Level::Block, 2) => self.block.length = int32,
-            (Level::Block, 3) => self.block.uncompressed_length = int32,
-            (Level::Block, 4) => self.block.crc = int64,
-            (Level::Block, 6) => self.block.task_attempt_id = int64,
-            (Level::Combined, 1..=7) => self.array_element(field, int32, int64)?,
+            (MessageLevel::Block, 1) => self.block.block_id = int64,
+            (MessageLevel::Block, 2) => self.block.length = int32,
+            (MessageLevel::Block, 3) => self.block.uncompressed_length = int32,
+            (MessageLevel::Block, 4) => self.block.crc = int64,
+            (MessageLevel::Block, 6) => self.block.task_attempt_id = int64,
+            (MessageLevel::Combined, 1..=7) => self.array_element(field, int32, int64)?,
             _ => {} // unknown field
         }
         Ok(())
@@ -278,19 +288,19 @@ impl Decoder {
 
     fn length<S: BlockSink>(&mut self, field: u32, length: u64, sink: &mut S) -> Result<(), S::Error> {
         match (self.level, field) {
-            (Level::Root, 1) => {
+            (MessageLevel::Root, 1) => {
                 if length > APP_ID_BYTES_MAX {
                     return Err(
                         DecodeError::TooLarge { what: "appId", len: length, max: APP_ID_BYTES_MAX }.into()
                     );
                 }
                 self.incoming_app_id.clear();
-                self.enter(length, Step::AppId);
+                self.enter(length, DecodeStep::AppId);
                 if length == 0 {
                     self.app_id_done()?;
                 }
             }
-            (Level::Root, 4) => {
+            (MessageLevel::Root, 4) => {
                 if self.bytes_field_seen {
                     return Err(self.malformed("field 4 follows field 7").into());
                 }
@@ -298,28 +308,28 @@ impl Decoder {
                 self.entries += 1;
                 self.partition_id = 0;
                 self.entry_blocks = 0;
-                self.push_level(Level::Data, length);
+                self.push_level(MessageLevel::Data, length);
             }
-            (Level::Root, 7) => self.begin_bytes_field(length, sink)?,
-            (Level::Data, 2) => {
+            (MessageLevel::Root, 7) => self.begin_bytes_field(length, sink)?,
+            (MessageLevel::Data, 2) => {
                 self.block = BlockHeader::default();
                 self.block_data = None;
-                self.push_level(Level::Block, length);
+                self.push_level(MessageLevel::Block, length);
             }
-            (Level::Block, 5) => self.begin_block_data(length, sink)?,
-            (Level::Combined, 8) => {
+            (MessageLevel::Block, 5) => self.begin_block_data(length, sink)?,
+            (MessageLevel::Combined, 8) => {
                 if length > 0 {
                     self.begin_collected(length)?;
-                    self.enter(length, Step::CollectedBytes);
+                    self.enter(length, DecodeStep::CollectedBytes);
                 } else {
-                    self.step = Step::Key;
+                    self.step = DecodeStep::Key;
                 }
             }
-            (Level::Combined, 1..=7) => {
-                self.push_level(Level::Packed, length);
-                self.step = Step::Value(field);
+            (MessageLevel::Combined, 1..=7) => {
+                self.push_level(MessageLevel::Packed, length);
+                self.step = DecodeStep::Value(field);
             }
-            _ => self.enter(length, Step::Skip),
+            _ => self.enter(length, DecodeStep::Skip),
         }
         Ok(())
     }
@@ -328,33 +338,33 @@ impl Decoder {
     fn close_ended_levels<S: BlockSink>(&mut self, sink: &mut S) -> Result<(), S::Error> {
         while self.position == self.ends[self.level.depth()] {
             let between_fields = match self.step {
-                Step::Key => self.varint.is_empty(),
-                Step::Value(_) => self.level == Level::Packed && self.varint.is_empty(),
-                Step::Length(_)
-                | Step::Skip(_)
-                | Step::AppId(_)
-                | Step::BlockBytes(_)
-                | Step::CollectedBytes(_) => false,
+                DecodeStep::Key => self.varint.is_empty(),
+                DecodeStep::Value(_) => self.level == MessageLevel::Packed && self.varint.is_empty(),
+                DecodeStep::Length(_)
+                | DecodeStep::Skip(_)
+                | DecodeStep::AppId(_)
+                | DecodeStep::BlockBytes(_)
+                | DecodeStep::CollectedBytes(_) => false,
             };
             if !between_fields {
                 return Err(self.malformed("a message ends inside a field").into());
             }
             match self.level {
-                Level::Root => return Ok(()),
-                Level::Data => self.level = Level::Root,
-                Level::Block => {
+                MessageLevel::Root => return Ok(()),
+                MessageLevel::Data => self.level = MessageLevel::Root,
+                MessageLevel::Block => {
                     self.end_block(sink)?;
-                    self.level = Level::Data;
+                    self.level = MessageLevel::Data;
                 }
-                Level::Combined => {
+                MessageLevel::Combined => {
                     if !self.collected.is_streamed() {
                         return Err(self.malformed("combined arrays without their bytes").into());
                     }
-                    self.level = Level::Root;
+                    self.level = MessageLevel::Root;
                 }
-                Level::Packed => self.level = Level::Combined,
+                MessageLevel::Packed => self.level = MessageLevel::Combined,
             }
-            self.step = Step::Key;
+            self.step = DecodeStep::Key;
         }
         Ok(())
     }
@@ -390,7 +400,7 @@ impl Decoder {
             return Err(self.malformed("a block has its data twice").into());
         }
         if length == 0 {
-            self.step = Step::Key; // proto3: empty is absent
+            self.step = DecodeStep::Key; // proto3: empty is absent
             return Ok(());
         }
         if self.form == Form::Contiguous {
@@ -408,7 +418,7 @@ impl Decoder {
         self.entry_blocks += 1;
         sink.begin_block(bytes)?;
         self.summary.payload_bytes += length;
-        self.step = Step::BlockBytes(length);
+        self.step = DecodeStep::BlockBytes(length);
         Ok(())
     }
 
@@ -443,7 +453,7 @@ impl Decoder {
 
     fn begin_bytes_field<S: BlockSink>(&mut self, length: u64, sink: &mut S) -> Result<(), S::Error> {
         if length == 0 {
-            self.step = Step::Key;
+            self.step = DecodeStep::Key;
             return Ok(());
         }
         if self.bytes_field_seen || self.form == Form::Classic {
@@ -453,12 +463,12 @@ impl Decoder {
         self.deliver_header(sink)?;
         if self.form == Form::Contiguous {
             self.begin_collected(length)?;
-            self.enter(length, Step::CollectedBytes);
+            self.enter(length, DecodeStep::CollectedBytes);
         } else if self.entries > 0 {
             return Err(self.malformed("field 7 with empty entries in field 4").into());
         } else {
             self.form = Form::Combined;
-            self.push_level(Level::Combined, length);
+            self.push_level(MessageLevel::Combined, length);
         }
         Ok(())
     }
@@ -504,10 +514,10 @@ impl Decoder {
         DecodeError::Malformed { what, at: self.position }
     }
 
-    fn located(&self, refusal: Refusal) -> DecodeError {
+    fn located(&self, refusal: HeaderRefusal) -> DecodeError {
         match refusal {
-            Refusal::Malformed(what) => self.malformed(what),
-            Refusal::TooLarge(too_large) => too_large,
+            HeaderRefusal::Malformed(what) => self.malformed(what),
+            HeaderRefusal::TooLarge(too_large) => too_large,
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::types::BLOCK_BYTES_MAX;
 
 /// The message that contains the current position. Its depth is the index into `Decoder::ends`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Level {
+pub(super) enum MessageLevel {
     /// `SendShuffleDataRequest`
     Root,
     /// `ShuffleData` (field 4 of the root)
@@ -18,7 +18,7 @@ pub(super) enum Level {
     Packed,
 }
 
-impl Level {
+impl MessageLevel {
     pub(super) fn depth(self) -> usize {
         match self {
             Self::Root => 0,
@@ -48,7 +48,7 @@ pub(super) const FIXED32: u32 = 5;
 
 /// The element that the next byte belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum DecodeStep {
     /// A field's key.
     Key,
     /// The varint value of a field, or an element of the packed array `field`.

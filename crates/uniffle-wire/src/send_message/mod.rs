@@ -3,18 +3,9 @@
 //!
 //! A block's bytes go to the [`BlockSink`](crate::BlockSink) as sub-slices of the fed chunk. Only
 //! block headers are collected, and only in the two forms that send them ahead of the bytes.
-//!
-//! | form | field 4 | field 7 |
-//! | --- | --- | --- |
-//! | classic (all stock clients) | blocks with data | absent or empty |
-//! | contiguous | blocks with lengths only | the bytes, Σ lengths = its length |
-//! | combined (riffle) | absent | a message: arrays, then the bytes |
-//!
-//! Invariant: every length is checked against its parent before it is used.
-//!
-//! The decoder is stricter than protobuf, because streamed data cannot be taken back. Header fields
-//! precede the data, a partition id precedes its blocks, and no block has two data fields. Java and
-//! prost write messages in this order.
+//! Invariant: every length is checked against its parent before it is used. The decoder is stricter
+//! than protobuf, because streamed data cannot be taken back: it requires the order in which Java
+//! and prost write the fields.
 
 mod collected;
 mod decoder;
@@ -26,7 +17,7 @@ pub use decoder::Decoder;
 
 /// Bounds of one message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct MessageLimits {
     /// Maximum number of blocks in one message. Blocks of the classic form occupy no
     /// memory in the decoder, so `collected_max` does not bound their number.
     pub blocks_max: u64,
@@ -35,7 +26,7 @@ pub struct Limits {
     pub collected_max: usize,
 }
 
-impl Default for Limits {
+impl Default for MessageLimits {
     /// 4 Mi blocks, and 256 Ki collected: 10 MiB of headers, enough for a 14 MiB message of 56-byte
     /// blocks.
     fn default() -> Self {
@@ -45,7 +36,7 @@ impl Default for Limits {
 
 /// Totals of a complete message, and the fields that follow the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Summary {
+pub struct MessageSummary {
     /// Number of blocks passed to the sink. The caller rejects zero ("No data in request").
     pub blocks: u64,
     /// Number of payload bytes passed to the sink.

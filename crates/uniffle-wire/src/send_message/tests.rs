@@ -52,7 +52,11 @@ impl BlockSink for Recorder {
     }
 }
 
-fn decode_cut(bytes: &[u8], cuts: &[usize], limits: Limits) -> Result<(Recorder, Summary), DecodeError> {
+fn decode_cut(
+    bytes: &[u8],
+    cuts: &[usize],
+    limits: MessageLimits,
+) -> Result<(Recorder, MessageSummary), DecodeError> {
     let mut recorder = Recorder::default();
     let mut decoder = Decoder::new(bytes.len() as u64, limits);
     let mut rest = bytes;
@@ -70,11 +74,11 @@ fn decode_cut(bytes: &[u8], cuts: &[usize], limits: Limits) -> Result<(Recorder,
     Ok((recorder, summary))
 }
 
-fn decode(bytes: &[u8]) -> Result<(Recorder, Summary), DecodeError> {
-    decode_cut(bytes, &[], Limits::default())
+fn decode(bytes: &[u8]) -> Result<(Recorder, MessageSummary), DecodeError> {
+    decode_cut(bytes, &[], MessageLimits::default())
 }
 
-fn what(result: Result<(Recorder, Summary), DecodeError>) -> &'static str {
+fn what(result: Result<(Recorder, MessageSummary), DecodeError>) -> &'static str {
     match result.expect_err("must be refused") {
         DecodeError::Malformed { what, .. } | DecodeError::TooLarge { what, .. } => what,
         DecodeError::Incomplete => "incomplete",
@@ -206,11 +210,11 @@ proptest! {
     ) {
         let blocks = expected(&classic);
         for form in forms(&classic) {
-            let (recorder, summary) = decode_cut(&form.encode_to_vec(), &cuts, Limits::default()).unwrap();
+            let (recorder, summary) = decode_cut(&form.encode_to_vec(), &cuts, MessageLimits::default()).unwrap();
             prop_assert_eq!(&recorder.blocks, &blocks);
             let header = (classic.app_id.clone(), classic.shuffle_id, classic.require_buffer_id);
             prop_assert_eq!(recorder.header, Some(header));
-            prop_assert_eq!(summary, Summary {
+            prop_assert_eq!(summary, MessageSummary {
                 blocks: blocks.len() as u64,
                 payload_bytes: blocks.iter().map(|(_, _, data)| data.len() as u64).sum(),
                 timestamp_ms: classic.timestamp,
@@ -230,14 +234,14 @@ proptest! {
             if bytes.is_empty() {
                 continue;
             }
-            drop(decode_cut(&bytes[..keep.index(bytes.len())], &cuts, Limits::default()));
+            drop(decode_cut(&bytes[..keep.index(bytes.len())], &cuts, MessageLimits::default()));
             for (at, value) in &flips {
                 let at = at.index(bytes.len());
                 bytes[at] = *value;
             }
             // If damaged bytes decode in the classic form, prost must decode the same blocks from
             // them.
-            if let Ok((recorder, summary)) = decode_cut(&bytes, &cuts, Limits::default()) {
+            if let Ok((recorder, summary)) = decode_cut(&bytes, &cuts, MessageLimits::default()) {
                 let stored: usize = recorder.blocks.iter().map(|(_, _, data)| data.len()).sum();
                 prop_assert!(stored <= bytes.len());
                 prop_assert_eq!(summary.payload_bytes, stored as u64);
@@ -252,7 +256,7 @@ proptest! {
 
     #[test]
     fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..400), cuts in prop::collection::vec(1_usize..9, 1..9)) {
-        drop(decode_cut(&bytes, &cuts, Limits::default()));
+        drop(decode_cut(&bytes, &cuts, MessageLimits::default()));
     }
 }
 
@@ -279,7 +283,7 @@ fn classic_form_matches_golden_bytes() {
     whole[12] = 0x0F;
     whole.push(0x08);
     for cut in 1..whole.len() {
-        let (recorder, summary) = decode_cut(&whole, &[cut], Limits::default()).unwrap();
+        let (recorder, summary) = decode_cut(&whole, &[cut], MessageLimits::default()).unwrap();
         assert_eq!(recorder.header, Some(("a".to_owned(), 3, 9)));
         let header =
             BlockHeader { block_id: 150, length: 2, uncompressed_length: 4, crc: 7, task_attempt_id: 8 };
@@ -311,7 +315,7 @@ fn unknown_fields_are_skipped_at_every_level() {
     bytes.extend_from_slice(&data);
     bytes.extend_from_slice(&unknown);
     for cut in 1..bytes.len() {
-        assert_eq!(decode_cut(&bytes, &[cut], Limits::default()).unwrap().0.blocks[0].2, b"z");
+        assert_eq!(decode_cut(&bytes, &[cut], MessageLimits::default()).unwrap().0.blocks[0].2, b"z");
     }
 }
 
@@ -441,8 +445,8 @@ fn small_message_with_huge_lengths_allocates_nothing() {
 #[test]
 fn block_and_header_counts_are_bounded() {
     let classic = request(vec![(1, vec![block(1, b"abc"), block(2, b"de"), block(3, b"f")])]);
-    let blocks = Limits { blocks_max: 2, ..Limits::default() };
-    let collected = Limits { collected_max: 2, ..Limits::default() };
+    let blocks = MessageLimits { blocks_max: 2, ..MessageLimits::default() };
+    let collected = MessageLimits { collected_max: 2, ..MessageLimits::default() };
     for form in forms(&classic) {
         assert_eq!(what(decode_cut(&form.encode_to_vec(), &[7], blocks)), "number of blocks");
     }
@@ -454,7 +458,7 @@ fn block_and_header_counts_are_bounded() {
 
 #[test]
 fn bytes_after_the_announced_message_are_refused() {
-    let mut decoder = Decoder::new(2, Limits::default());
+    let mut decoder = Decoder::new(2, MessageLimits::default());
     let mut recorder = Recorder::default();
     decoder.feed(&[0x10, 1], &mut recorder).unwrap();
     assert_eq!(decoder.remaining(), 0);

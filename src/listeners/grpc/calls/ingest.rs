@@ -26,7 +26,7 @@ use crate::proto::{RequireBufferRequest, RequireBufferResponse, SendShuffleDataR
 use crate::runtime::{PollBudget, Tasks};
 use crate::service::{Commit, RequireRequest, SendSink, Service, ServiceError};
 use uniffle_wire::BlockSink;
-use uniffle_wire::send_message::{Decoder, Limits, Summary};
+use uniffle_wire::send_message::{Decoder, MessageLimits, MessageSummary};
 
 /// Number of bytes decoded before the task may yield. In the worst case they are headers of
 /// partitions without blocks, which take some milliseconds.
@@ -117,9 +117,9 @@ async fn fill<B, S>(
     body: &mut B,
     message_bytes: u32,
     first: Bytes,
-    limits: Limits,
+    limits: MessageLimits,
     sink: &mut S,
-) -> Result<Result<Summary, S::Error>, Status>
+) -> Result<Result<MessageSummary, S::Error>, Status>
 where
     B: RequestBody,
     S: PacedSink,
@@ -287,10 +287,10 @@ mod tests {
         }
     }
 
-    async fn receive_into(sink: &mut Counter, pieces: Vec<Bytes>) -> Result<Summary, Refused> {
+    async fn receive_into(sink: &mut Counter, pieces: Vec<Bytes>) -> Result<MessageSummary, Refused> {
         let mut body = body_of(pieces);
         let (length, first) = read_prefix(&mut body, 1 << 20).await.unwrap();
-        fill(&mut body, length, first, Limits::default(), sink).await.unwrap()
+        fill(&mut body, length, first, MessageLimits::default(), sink).await.unwrap()
     }
 
     #[tokio::test]
@@ -332,7 +332,7 @@ mod tests {
             let mut body = http_body_util::StreamBody::new(frames);
             let (length, first) = read_prefix(&mut body, 1 << 20).await.unwrap();
             let mut sink = Counter { allowed: 2, bytes: 0, needed };
-            let filled = fill(&mut body, length, first, Limits::default(), &mut sink);
+            let filled = fill(&mut body, length, first, MessageLimits::default(), &mut sink);
             let filled = futures::FutureExt::now_or_never(filled);
             assert_eq!(filled.map(Result::unwrap), (!waits).then_some(Err(Refused::Sink)));
         }

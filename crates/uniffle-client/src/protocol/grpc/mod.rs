@@ -17,7 +17,7 @@ use tonic::transport::{Channel, Endpoint};
 use crate::block::{Block, IdLayout};
 use crate::proto::shuffle_server_client::ShuffleServerClient;
 use crate::proto::{self, StatusCode};
-use crate::read::{self, IndexRecord, Malformed};
+use crate::read::{self, Malformed, RecordPosition};
 use crate::send::{self, Batch, SendForm};
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId, TicketId};
 
@@ -142,7 +142,7 @@ impl Backoff {
 /// Response of a memory read.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub struct MemoryAnswer {
+pub struct MemoryResponse {
     /// Blocks in the server's order.
     pub blocks: Vec<Block>,
     /// True if the server has no further blocks in memory. Absent from older servers.
@@ -152,9 +152,9 @@ pub struct MemoryAnswer {
 /// Response of an index read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct IndexAnswer {
+pub struct IndexResponse {
     /// Blocks on disk.
-    pub records: Vec<IndexRecord>,
+    pub records: Vec<RecordPosition>,
     /// Number of readable bytes, or `None` if the server does not report it.
     pub data_length: Option<u64>,
     /// Disks. Empty for a server with one logical stream.

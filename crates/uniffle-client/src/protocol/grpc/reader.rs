@@ -10,10 +10,10 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use croaring::Treemap;
 
-use super::{ClientError, IndexAnswer, MemoryAnswer, ShuffleClient, check, failed, malformed};
+use super::{ClientError, IndexResponse, MemoryResponse, ShuffleClient, check, failed, malformed};
 use crate::block::Block;
 use crate::proto;
-use crate::read::{self, IndexRecord, Malformed, Segment};
+use crate::read::{self, DataSegment, Malformed, RecordPosition};
 use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
@@ -87,7 +87,7 @@ impl ShuffleClient {
         after: Option<BlockId>,
         read_buffer_size: u32,
         tasks: Option<&Treemap>,
-    ) -> Result<MemoryAnswer, ClientError> {
+    ) -> Result<MemoryResponse, ClientError> {
         const RPC: &str = "getMemoryShuffleData";
         let request = proto::GetMemoryShuffleDataRequest {
             app_id: key.app.as_str().to_owned(),
@@ -103,7 +103,7 @@ impl ShuffleClient {
             let answer = answer.map_err(failed(RPC))?.into_inner();
             check(RPC, answer.status, answer.ret_msg)?;
             let blocks = read::memory_blocks(&answer.shuffle_data_block_segments, &answer.data);
-            Ok(MemoryAnswer { blocks: blocks.map_err(malformed(RPC))?, is_end: answer.is_end })
+            Ok(MemoryResponse { blocks: blocks.map_err(malformed(RPC))?, is_end: answer.is_end })
         })
         .await
     }
@@ -116,7 +116,7 @@ impl ShuffleClient {
         &self,
         key: &ShuffleKey,
         partition: PartitionId,
-    ) -> Result<IndexAnswer, ClientError> {
+    ) -> Result<IndexResponse, ClientError> {
         const RPC: &str = "getLocalShuffleIndex";
         let request = proto::GetLocalShuffleIndexRequest {
             app_id: key.app.as_str().to_owned(),
@@ -132,7 +132,7 @@ impl ShuffleClient {
             let records = read::decode_index(&answer.index_data).map_err(malformed(RPC))?;
             // −1 means that the length is unknown and that the index is authoritative.
             let data_length = u64::try_from(answer.data_file_len).ok();
-            Ok(IndexAnswer { records, data_length, storage_ids: answer.storage_ids })
+            Ok(IndexResponse { records, data_length, storage_ids: answer.storage_ids })
         })
         .await
     }
@@ -205,7 +205,7 @@ impl ShuffleClient {
         self.drain_memory(key, partition, options, &mut result).await?;
         let index = self.read_index(key, partition).await?;
         for segment in wanted_segments(&index, options)? {
-            let unread = |record: &IndexRecord| {
+            let unread = |record: &RecordPosition| {
                 let id = record.meta.block_id;
                 let expected = options.expected.as_ref();
                 !result.blocks.contains_key(&id)
@@ -251,8 +251,8 @@ impl ShuffleClient {
     }
 }
 
-fn wanted_segments(index: &IndexAnswer, options: &ReadOptions) -> Result<Vec<Segment>, ClientError> {
-    let wanted = |record: &IndexRecord| {
+fn wanted_segments(index: &IndexResponse, options: &ReadOptions) -> Result<Vec<DataSegment>, ClientError> {
+    let wanted = |record: &RecordPosition| {
         let task = record.meta.task_attempt_id.0.cast_unsigned();
         options.tasks.as_ref().is_none_or(|tasks| tasks.contains(task))
     };

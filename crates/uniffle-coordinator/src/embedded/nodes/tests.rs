@@ -298,7 +298,7 @@ fn ids_addresses_and_tags_of_nodes_are_bounded_in_bytes() {
     small.tags.truncate(1);
     table.accept(small, Joins::Named, now).unwrap();
     table.accept_own(hostile(0), now).unwrap();
-    assert_eq!(table.bytes, table.nodes.values().map(Node::bytes).sum::<usize>());
+    assert_eq!(table.bytes, table.nodes.values().map(RegisteredNode::bytes).sum::<usize>());
     table.expire(now + Duration::from_secs(31));
     assert_eq!((table.bytes, table.counts().total), (0, 0));
 }
