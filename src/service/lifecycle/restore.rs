@@ -134,9 +134,8 @@ impl Lifecycle {
                         "cannot recover the shuffle; its files are left for a later start"
                     );
                     restored.unregistered += 1;
-                    self.parts
-                        .apps
-                        .left_unproven(&key, &Arc::from(format!("shuffle cannot be recovered: {error}")));
+                    let why = format!("shuffle cannot be recovered: {error}");
+                    self.parts.apps.left_unproven(&key, &Arc::from(why));
                     self.leave(&key);
                     failed.insert(key);
                 }

@@ -324,6 +324,23 @@ async fn profile_is_written_to_file_or_stdout() {
     block_in_place(|| worker.stop());
 }
 
+/// Returns the ids of both workers of a coordinator, once they list three applications together.
+/// Statistics are up to a second old.
+async fn workers_that_list_three_apps(coordinator: &str) -> Vec<String> {
+    let start = tokio::time::Instant::now();
+    loop {
+        let status = run(&["ctl", "--coordinator", coordinator, "status", "--output", "json"]).await;
+        let response: Value = serde_json::from_str(&status.succeeded()).unwrap();
+        let workers = response.as_array().unwrap();
+        let ids: Vec<_> = workers.iter().map(|it| it["worker"].as_str().unwrap().to_owned()).collect();
+        let apps = workers.iter().map(|it| it["answer"]["apps"]["count"].as_u64().unwrap_or(0));
+        assert!(start.elapsed() < super::api::PATIENCE, "{ids:?}");
+        if ids.len() == 2 && apps.sum::<u64>() == 3 {
+            return ids;
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn all_queries_every_worker_of_the_coordinator() {
     let fixture = AdminFixture::start().await;
@@ -339,20 +356,7 @@ async fn all_queries_every_worker_of_the_coordinator() {
         async move { run(&arguments.iter().map(String::as_str).collect::<Vec<_>>()).await }
     };
     let parsed = |done: Outcome| serde_json::from_str::<Value>(&done.succeeded()).unwrap();
-    let start = tokio::time::Instant::now();
-    let ids: Vec<String> = loop {
-        let workers = parsed(all(&["status", "--output", "json"]).await);
-        let ids = workers.as_array().unwrap().iter().map(|it| it["worker"].as_str().unwrap().to_owned());
-        let ids: Vec<_> = ids.collect();
-        // Statistics are up to a second old: wait until both workers list app-1 and the second
-        // app-2.
-        let apps =
-            workers.as_array().unwrap().iter().map(|it| it["answer"]["apps"]["count"].as_u64().unwrap_or(0));
-        assert!(start.elapsed() < super::api::PATIENCE, "{ids:?}");
-        if ids.len() == 2 && apps.sum::<u64>() == 3 {
-            break ids;
-        }
-    };
+    let ids = workers_that_list_three_apps(&coordinator).await;
     let shown = all(&["status"]).await.succeeded();
     assert!(shown.lines().count() == 3 && ids.iter().all(|id| shown.contains(id)), "{shown}");
     let shown = all(&["apps"]).await.succeeded();
