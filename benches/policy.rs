@@ -13,7 +13,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use uniffle_base::budget::Budget;
 use uniffle_wire::types::PartitionId;
 use uniffle_worker::app::{BlockIds, Price, Quota};
-use uniffle_worker::flush::policy::{Candidate, Goal, Limits, Usage, flush_goal, victims};
+use uniffle_worker::flush::policy::{Candidate, Goal, Limits, MemoryUsage, flush_goal, victims};
 use uniffle_worker::memory::Claimant;
 
 const PARTITIONS: u64 = 100_000;
@@ -62,12 +62,12 @@ fn policy(c: &mut Criterion) {
     }
     group.finish();
 
-    let usage = Usage {
+    let usage = MemoryUsage {
         capacity: 16 << 30,
         used: 15 << 30,
         reserved: 1 << 30,
         in_flight: 1 << 30,
-        ..Usage::default()
+        ..MemoryUsage::default()
     };
     c.bench_function("flush_goal", |b| b.iter(|| flush_goal(black_box(usage), &LIMITS)));
 }

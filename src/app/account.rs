@@ -14,7 +14,7 @@ use crate::clock::Instant;
 
 /// Stage at which an application's work waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stage {
+pub enum WaitStage {
     /// From a ticket refused because the memory is full to the next granted ticket.
     TicketWait,
     /// From a ticket refused because a partition fills its share of the memory to the next granted
@@ -34,14 +34,14 @@ pub enum Stage {
 }
 
 /// All stages, in the order in which a block passes them.
-pub const STAGES: [Stage; 7] = [
-    Stage::TicketWait,
-    Stage::PartitionWait,
-    Stage::Receive,
-    Stage::FlushQueue,
-    Stage::FlushWrite,
-    Stage::DiskRead,
-    Stage::Answer,
+pub const STAGES: [WaitStage; 7] = [
+    WaitStage::TicketWait,
+    WaitStage::PartitionWait,
+    WaitStage::Receive,
+    WaitStage::FlushQueue,
+    WaitStage::FlushWrite,
+    WaitStage::DiskRead,
+    WaitStage::Answer,
 ];
 
 /// Number of histogram buckets. Bucket `n` counts durations below 2^n µs; the last one counts all
@@ -170,7 +170,7 @@ impl Account {
     }
 
     /// Records that `bytes` bytes passed `stage` in the time `took`.
-    pub fn enter(&self, stage: Stage, bytes: u64, took: Duration) {
+    pub fn enter(&self, stage: WaitStage, bytes: u64, took: Duration) {
         let us = micros(took);
         let entry = &self.stages[stage as usize];
         entry.tally.add(1, bytes);
@@ -180,11 +180,11 @@ impl Account {
     }
 
     /// Records a refused ticket; `stage` is one of the two waits.
-    pub fn refused(&self, stage: Stage, bytes: u64) {
+    pub fn refused(&self, stage: WaitStage, bytes: u64) {
         self.stages[stage as usize].tally.add(1, bytes);
         let now = micros(self.opened.elapsed()).max(1);
         // Only the first refusal of a wait begins it.
-        let waiting = &self.waiting[usize::from(stage == Stage::PartitionWait)];
+        let waiting = &self.waiting[usize::from(stage == WaitStage::PartitionWait)];
         waiting.latest_us.store(now, Ordering::Relaxed);
         let _ = waiting.since_us.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
     }
@@ -194,14 +194,14 @@ impl Account {
     pub fn granted(&self, bytes: u64) -> Option<Duration> {
         self.tickets_granted.add(1, bytes);
         let mut waited = None;
-        for (waiting, stage) in self.waiting.iter().zip([Stage::TicketWait, Stage::PartitionWait]) {
+        for (waiting, stage) in self.waiting.iter().zip([WaitStage::TicketWait, WaitStage::PartitionWait]) {
             if waiting.since_us.load(Ordering::Relaxed) == 0 {
                 continue;
             }
             let lasted = waiting.lasted(micros(self.opened.elapsed()));
             if waiting.since_us.swap(0, Ordering::Relaxed) > 0 {
                 self.waited(stage, lasted);
-                if stage == Stage::TicketWait {
+                if stage == WaitStage::TicketWait {
                     waited = Some(Duration::from_micros(lasted));
                 }
             }
@@ -209,7 +209,7 @@ impl Account {
         waited
     }
 
-    fn waited(&self, stage: Stage, us: u64) {
+    fn waited(&self, stage: WaitStage, us: u64) {
         let entry = &self.stages[stage as usize];
         entry.total_us.fetch_add(us, Ordering::Relaxed);
         entry.longest_us.fetch_max(us, Ordering::Relaxed);
@@ -235,7 +235,7 @@ impl Account {
     }
 
     /// Returns the totals of `stage`. The total includes a wait that has not ended.
-    pub fn sum(&self, stage: Stage) -> StageSum {
+    pub fn sum(&self, stage: WaitStage) -> StageSum {
         let entry = &self.stages[stage as usize];
         let counts = entry.buckets.each_ref().map(|count| u64::from(count.load(Ordering::Relaxed)));
         let going_on = self.going_on_us(stage);
@@ -250,11 +250,15 @@ impl Account {
         }
     }
 
-    fn going_on_us(&self, stage: Stage) -> u64 {
+    fn going_on_us(&self, stage: WaitStage) -> u64 {
         let waiting = match stage {
-            Stage::TicketWait => &self.waiting[0],
-            Stage::PartitionWait => &self.waiting[1],
-            Stage::Receive | Stage::FlushQueue | Stage::FlushWrite | Stage::DiskRead | Stage::Answer => {
+            WaitStage::TicketWait => &self.waiting[0],
+            WaitStage::PartitionWait => &self.waiting[1],
+            WaitStage::Receive
+            | WaitStage::FlushQueue
+            | WaitStage::FlushWrite
+            | WaitStage::DiskRead
+            | WaitStage::Answer => {
                 return 0;
             }
         };
@@ -300,23 +304,23 @@ mod tests {
     async fn wait_lasts_from_first_refusal_to_next_grant() {
         let account = Account::default();
         tokio::time::advance(Duration::from_secs(1)).await;
-        account.refused(Stage::TicketWait, 10);
+        account.refused(WaitStage::TicketWait, 10);
         tokio::time::advance(Duration::from_secs(2)).await;
-        account.refused(Stage::TicketWait, 10);
-        assert_eq!(account.sum(Stage::TicketWait).total, Duration::from_secs(2), "the wait continues");
+        account.refused(WaitStage::TicketWait, 10);
+        assert_eq!(account.sum(WaitStage::TicketWait).total, Duration::from_secs(2), "the wait continues");
         tokio::time::advance(Duration::from_secs(1)).await;
         assert_eq!(account.granted(10), Some(Duration::from_secs(3)));
         assert_eq!(account.granted(10), None);
-        let sum = account.sum(Stage::TicketWait);
+        let sum = account.sum(WaitStage::TicketWait);
         assert_eq!((sum.count, sum.total, sum.longest), (2, Duration::from_secs(3), Duration::from_secs(3)));
-        assert_eq!(account.sum(Stage::PartitionWait), StageSum::default());
+        assert_eq!(account.sum(WaitStage::PartitionWait), StageSum::default());
         assert_eq!(account.tickets_granted.count(), 2);
 
-        account.refused(Stage::PartitionWait, 10);
+        account.refused(WaitStage::PartitionWait, 10);
         tokio::time::advance(Duration::from_secs(1)).await;
-        account.refused(Stage::PartitionWait, 10);
+        account.refused(WaitStage::PartitionWait, 10);
         tokio::time::advance(Duration::from_secs(3600)).await;
-        let waited = account.sum(Stage::PartitionWait).total;
+        let waited = account.sum(WaitStage::PartitionWait).total;
         assert_eq!(waited, Duration::from_secs(1), "no reader waits any more");
     }
 
@@ -324,14 +328,14 @@ mod tests {
     async fn stages_sum_up_with_their_spread() {
         let account = Account::default();
         for _ in 0..98 {
-            account.enter(Stage::Receive, 100, Duration::from_micros(900));
+            account.enter(WaitStage::Receive, 100, Duration::from_micros(900));
         }
-        account.enter(Stage::Receive, 100, Duration::from_secs(3600));
-        account.enter(Stage::Receive, 100, Duration::ZERO);
-        let sum = account.sum(Stage::Receive);
+        account.enter(WaitStage::Receive, 100, Duration::from_secs(3600));
+        account.enter(WaitStage::Receive, 100, Duration::ZERO);
+        let sum = account.sum(WaitStage::Receive);
         assert_eq!((sum.count, sum.bytes, sum.longest), (100, 10_000, Duration::from_secs(3600)));
         assert_eq!((sum.median, sum.p99), (Duration::from_micros(1024), Duration::from_micros(1024)));
-        assert_eq!(account.sum(Stage::Answer), StageSum::default());
+        assert_eq!(account.sum(WaitStage::Answer), StageSum::default());
     }
 
     #[tokio::test]

@@ -14,7 +14,7 @@ use parking_lot::{Mutex, RwLock};
 use super::account::Account;
 use super::registration::Registration;
 use super::shuffle::ShuffleState;
-use super::usage::Usage;
+use super::usage::AppUsage;
 use crate::clock::Instant;
 use uniffle_base::budget::{Budget, Charge, Heap, HeapKind};
 use uniffle_wire::types::{AppId, ShuffleId};
@@ -30,7 +30,7 @@ pub struct App {
     /// Its parts of the common budgets.
     pub budgets: AppBudgets,
     /// Usage, as quotas count it.
-    pub usage: Usage,
+    pub usage: AppUsage,
     /// Statistics.
     pub account: Account,
     pub(super) shuffles: RwLock<HashMap<ShuffleId, Arc<ShuffleState>>>,
@@ -77,7 +77,7 @@ pub struct AppBudgets {
 
 impl App {
     /// Creates an application without shuffles.
-    pub(super) fn new(id: &AppId, activity: Activity, budgets: AppBudgets, usage: Usage) -> Arc<Self> {
+    pub(super) fn new(id: &AppId, activity: Activity, budgets: AppBudgets, usage: AppUsage) -> Arc<Self> {
         Arc::new(Self {
             id: id.clone(),
             client: AppClient {

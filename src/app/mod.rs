@@ -24,7 +24,7 @@ use std::time::Duration;
 use crate::schema::kind::{DAY, SECOND, count, minutes};
 use crate::schema::section;
 
-pub use account::{Account, ByteCounter, STAGES, Stage, StageSum};
+pub use account::{Account, ByteCounter, STAGES, StageSum, WaitStage};
 pub use application::{Activity, App, AppBudgets, AppClient};
 pub use block_ids::{BitmapCountChanged, BlockIds, IdTable, PaidIds, Price, ReportError};
 pub use commits::Commits;
@@ -35,7 +35,7 @@ pub use record_counts::{PartitionRecords, RecordCounts};
 pub use registration::{RegisterError, Registration};
 pub use registry::AppRegistry;
 pub use shuffle::{DiskUsage, RegisteredPartitions, Reports, ShuffleState};
-pub use usage::{Counted, OverQuota, QuotaKind, QuotaSubject, Quotas, Usage, quota_key};
+pub use usage::{AppUsage, Counted, OverQuota, QuotaKind, QuotaSubject, Quotas, quota_key};
 
 section! {
     /// Limits of the registry.

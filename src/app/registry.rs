@@ -20,7 +20,7 @@ use super::registration::{RANGE_BYTES, RANGES_MAX, RegisterError, Registration, 
 use super::registration_limiter::{RegistrationLimiter, RegistrationRoom};
 use super::shuffle::{DiskUsage, RegisteredPartitions, Reports, ShuffleState};
 use super::unproven::Unproven;
-use super::usage::{Counted, Quotas, Usage, Users};
+use super::usage::{AppUsage, Counted, Quotas, Users};
 use crate::clock::Instant;
 use crate::log::ShuffleLedger;
 use uniffle_base::budget::heap::HeapFull;
@@ -254,7 +254,7 @@ impl AppRegistry {
 
     /// Creates an app that is not yet in the registry. It is inserted before it is touched and must
     /// not look expired in between.
-    fn fresh(&self, id: &AppId, registrations: Budget, usage: Usage) -> Arc<App> {
+    fn fresh(&self, id: &AppId, registrations: Budget, usage: AppUsage) -> Arc<App> {
         let timeout_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);
         let budgets = AppBudgets::new(&self.heap, registrations, &self.answers);
         App::new(id, Activity::new(self.now_ms(), timeout_ms), budgets, usage)

@@ -115,14 +115,14 @@ type UsageCounts = [Budget; Counted::ALL.len()];
 
 /// Usage of one application.
 #[derive(Debug)]
-pub struct Usage {
+pub struct AppUsage {
     quotas: Arc<Quotas>,
     of_app: UsageCounts,
     of_user: Arc<UsageCounts>,
     refused: EachQuota,
 }
 
-impl Usage {
+impl AppUsage {
     fn new(quotas: Arc<Quotas>, of_user: Arc<UsageCounts>) -> Self {
         let of_app = of_user.each_ref().map(|user| user.child(u64::MAX));
         Self { quotas, of_app, of_user, refused: EachQuota::default() }
@@ -198,7 +198,7 @@ impl Users {
     }
 
     /// Returns the usage of a new application of `user`.
-    pub(super) fn usage(&mut self, user: &str) -> Usage {
+    pub(super) fn usage(&mut self, user: &str) -> AppUsage {
         let counts = self.known.get(user).and_then(Weak::upgrade).unwrap_or_else(|| {
             if self.known.len() >= self.sweep_at {
                 self.known.retain(|_, counts| counts.strong_count() > 0);
@@ -208,7 +208,7 @@ impl Users {
             self.known.insert(user.to_owned(), Arc::downgrade(&counts));
             counts
         });
-        Usage::new(Arc::clone(&self.quotas), counts)
+        AppUsage::new(Arc::clone(&self.quotas), counts)
     }
 }
 
@@ -224,7 +224,7 @@ mod tests {
         let quotas = Arc::new(Quotas::default());
         let mut users = Users::of(Arc::clone(&quotas));
         let (a, b, other) = (users.usage("etl"), users.usage("etl"), users.usage("anna"));
-        let take = |usage: &Usage, count| usage.take(Counted::Partitions, count);
+        let take = |usage: &AppUsage, count| usage.take(Counted::Partitions, count);
         let before = take(&a, 50).unwrap();
         quotas.set(APP, 60);
         quotas.set(USER, 100);

@@ -23,7 +23,7 @@ const SIZE_CLASSES: [u64; 3] = [200_000, 1_000_000, 10_000_000];
 const EXTENT_BUCKETS: &[f64] = &exponential::<10>(4096.0, 4.0);
 
 metrics::table! {
-    pub(crate) struct All {
+    pub(crate) struct FlushMetricTable {
         queued: IntGauge = "event_queue_size", "Sealed batches waiting for a flush worker";
         spilled_bytes: IntCounter = "memory_spill_total_bytes", "Payload bytes flushed from memory";
         failed_writes: IntCounter = "total_failed_written_event_num",
@@ -90,7 +90,7 @@ metrics::table! {
 
 #[derive(Debug)]
 pub(crate) struct FlushMetrics {
-    pub(super) all: All,
+    pub(super) all: FlushMetricTable,
     tiers: Vec<TierMetrics>,
 }
 
@@ -111,7 +111,7 @@ fn fill(names: &TierNames) -> [(&'static str, &'static str); 4] {
 
 impl FlushMetrics {
     pub(super) fn new(registry: &Registry, tiers: &[TierNames]) -> prometheus::Result<Self> {
-        let all = All::new(registry)?;
+        let all = FlushMetricTable::new(registry)?;
         let of = |names: &TierNames| -> prometheus::Result<TierMetrics> {
             let label = [names.label];
             Ok(TierMetrics {
@@ -128,7 +128,7 @@ impl FlushMetrics {
     /// Returns descriptions of all metrics, for the documentation.
     pub(crate) fn described() -> Vec<Description> {
         let of_tier = |names: &TierNames| TierCounters::described(&fill(names));
-        [All::described(), BUILT_IN.iter().flat_map(of_tier).collect()].concat()
+        [FlushMetricTable::described(), BUILT_IN.iter().flat_map(of_tier).collect()].concat()
     }
 
     /// Counts a written batch of `bytes` bytes.

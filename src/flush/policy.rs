@@ -44,7 +44,7 @@ section! {
 
 /// State of the memory tier at one moment, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Usage {
+pub struct MemoryUsage {
     /// Size of the budget.
     pub capacity: u64,
     /// All charged bytes.
@@ -98,16 +98,16 @@ impl Goal {
 }
 
 /// Returns the amount to put in flight now.
-pub fn flush_goal(usage: Usage, limits: &Limits) -> Goal {
+pub fn flush_goal(usage: MemoryUsage, limits: &Limits) -> Goal {
     Goal { bytes: bytes_goal(usage, limits), blocks: blocks_goal(usage, limits) }
 }
 
-fn blocks_goal(usage: Usage, limits: &Limits) -> u64 {
+fn blocks_goal(usage: MemoryUsage, limits: &Limits) -> u64 {
     let settled = usage.blocks.saturating_sub(usage.blocks_in_flight);
     if settled > limits.blocks_high { settled.saturating_sub(limits.blocks_low) } else { 0 }
 }
 
-fn bytes_goal(usage: Usage, limits: &Limits) -> u64 {
+fn bytes_goal(usage: MemoryUsage, limits: &Limits) -> u64 {
     let settled = usage.used.saturating_sub(usage.reserved).saturating_sub(usage.in_flight);
     let room = usage.capacity.saturating_sub(usage.reserved);
     let over_high = settled > share(room, limits.high_watermark);
@@ -246,11 +246,11 @@ mod tests {
         blocks_low: 200,
     };
 
-    fn usage(used: u64, reserved: u64, in_flight: u64) -> Usage {
-        Usage { capacity: 1_000, used, reserved, in_flight, ..Usage::default() }
+    fn usage(used: u64, reserved: u64, in_flight: u64) -> MemoryUsage {
+        MemoryUsage { capacity: 1_000, used, reserved, in_flight, ..MemoryUsage::default() }
     }
 
-    fn bytes_goal(usage: Usage) -> u64 {
+    fn bytes_goal(usage: MemoryUsage) -> u64 {
         let goal = flush_goal(usage, &LIMITS);
         assert_eq!(goal.blocks, 0);
         goal.bytes
@@ -277,7 +277,8 @@ mod tests {
 
     #[test]
     fn refused_request_triggers_flush_below_the_watermark() {
-        let refused = |refused, used, in_flight| bytes_goal(Usage { refused, ..usage(used, 0, in_flight) });
+        let refused =
+            |refused, used, in_flight| bytes_goal(MemoryUsage { refused, ..usage(used, 0, in_flight) });
         assert_eq!(refused(300, 750, 0), 50);
         assert_eq!(refused(300, 750, 50), 0);
         assert_eq!(refused(200, 750, 0), 0);
@@ -286,7 +287,8 @@ mod tests {
 
     #[test]
     fn too_many_blocks_are_flushed_however_small_they_are() {
-        let few_bytes = |blocks, blocks_in_flight| Usage { blocks, blocks_in_flight, ..usage(10, 0, 0) };
+        let few_bytes =
+            |blocks, blocks_in_flight| MemoryUsage { blocks, blocks_in_flight, ..usage(10, 0, 0) };
         assert_eq!(flush_goal(few_bytes(800, 0), &LIMITS), Goal::default());
         assert_eq!(flush_goal(few_bytes(801, 0), &LIMITS), Goal { bytes: 0, blocks: 601 });
         assert!(flush_goal(few_bytes(801, 1), &LIMITS).is_nothing(), "not twice");
@@ -396,7 +398,7 @@ mod tests {
             used in 0u64..2_000, reserved in 0u64..1_000, in_flight in 0u64..1_000, refused in 0u64..3_000,
             blocks in 0u64..2_000, blocks_in_flight in 0u64..2_000,
         ) {
-            let goal = flush_goal(Usage { refused, blocks, blocks_in_flight, ..usage(used, reserved, in_flight) }, &LIMITS);
+            let goal = flush_goal(MemoryUsage { refused, blocks, blocks_in_flight, ..usage(used, reserved, in_flight) }, &LIMITS);
             prop_assert!(goal.bytes <= used.saturating_sub(reserved).saturating_sub(in_flight));
             prop_assert!(goal.blocks <= blocks.saturating_sub(blocks_in_flight));
         }

@@ -26,7 +26,7 @@ use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
 use super::FlushConfig;
 use super::metrics::FlushMetrics;
 use super::placement::{self, Readiness, TierView};
-use super::policy::{self, Goal, Usage};
+use super::policy::{self, Goal, MemoryUsage};
 use super::queue::{FlushBatch, FlushQueue, Handles};
 
 /// Maximum number of partitions in a batch. It bounds the index group and the time for which
@@ -358,10 +358,10 @@ impl Flusher {
         }
     }
 
-    fn usage(&self, refused: u64) -> Usage {
+    fn usage(&self, refused: u64) -> MemoryUsage {
         // Extent metadata cannot be flushed, so it is subtracted from both capacity and usage.
         let (whole, extents) = (self.memory.budget(), self.memory.extents().used());
-        Usage {
+        MemoryUsage {
             capacity: whole.capacity().saturating_sub(extents),
             used: whole.used().saturating_sub(extents),
             reserved: self.memory.tickets().pre_allocated_bytes(),

@@ -12,7 +12,7 @@ use fastrace::Span;
 use futures::FutureExt as _;
 use tokio::sync::SemaphorePermit;
 
-use crate::app::{App, Stage};
+use crate::app::{App, WaitStage};
 use crate::clock::Instant;
 use crate::memory::{Buffer, SealedData};
 use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind, TierBatch};
@@ -42,7 +42,7 @@ impl Flusher {
                 span.with_properties(|| [("shuffle", batch.key.to_string()), ("bytes", bytes.to_string())]);
             let app = self.app_of(&batch.key);
             if let Some(app) = &app {
-                app.account.enter(Stage::FlushQueue, bytes, began.duration_since(batch.queued));
+                app.account.enter(WaitStage::FlushQueue, bytes, began.duration_since(batch.queued));
             }
             let batch = Arc::new(batch);
             let writing = self.metrics.writing(tier, bytes);
@@ -71,7 +71,7 @@ impl Flusher {
             Ok(()) => {
                 self.metrics.count_time(took);
                 if let Some(app) = app {
-                    app.account.enter(Stage::FlushWrite, bytes, took);
+                    app.account.enter(WaitStage::FlushWrite, bytes, took);
                     let is_local = self.tiers.at(tier).served().is_some();
                     if let Some(shuffle) = app.shuffle(batch.key.shuffle).filter(|_| is_local) {
                         shuffle.on_disk.set(|| self.tiers.occupied_bytes(&batch.key));

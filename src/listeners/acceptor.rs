@@ -29,7 +29,9 @@ use crate::runtime::{CorePlace, Cores, Handover, Tasks};
 use crate::telemetry::LogLimiter;
 
 use super::CLOSING_REST;
-use super::connection_limiter::{ConnectionGuard, ConnectionLimiter, ConnectionState, Stage, closing};
+use super::connection_limiter::{
+    ConnectionActivity, ConnectionGuard, ConnectionLimiter, ConnectionState, closing,
+};
 use super::http2::FrameScanner;
 use super::tls::TlsAcceptor;
 use super::tracked_stream::TrackedStream;
@@ -227,7 +229,7 @@ impl Acceptor {
     }
 
     /// Records that a connection was evicted in `stage`, after `idle` without progress.
-    fn note_closed(&self, stage: Stage, idle: Duration, closings: &LogLimiter) {
+    fn note_closed(&self, stage: ConnectionActivity, idle: Duration, closings: &LogLimiter) {
         self.closed.inc();
         if let Some(times) = closings.pass() {
             let (ListenerNames { listener, limit, .. }, most) = (self.names, self.connections_max);

@@ -1,7 +1,7 @@
 //! Connection table of one listener with eviction. Sockets and deadlines are in `acceptor`.
 //!
 //! Invariant: the table never exceeds its limit. When it is full, connections are evicted in the
-//! order of [`Stage`], and within a stage by the time without progress. Idle connections thus
+//! order of [`ConnectionActivity`], and within a stage by the time without progress. Idle connections thus
 //! cannot keep out a working one. If the protocol can announce an end, an evicted connection may
 //! finish its calls; the number of those is bounded too.
 //!
@@ -58,7 +58,7 @@ struct Table {
 
 /// Activity of a connection, in eviction order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Stage {
+pub(super) enum ConnectionActivity {
     /// It has not begun its protocol.
     Opening,
     /// It never had a request.
@@ -73,7 +73,7 @@ pub(super) enum Stage {
 
 /// Eviction rank, lowest first: the stage, then the last progress in ns of the table's age. In ms,
 /// connections of one moment would tie.
-type Rank = (Stage, u64);
+type Rank = (ConnectionActivity, u64);
 
 /// State of a connection, kept up to date by its server.
 #[derive(Debug)]
@@ -119,7 +119,7 @@ impl ConnectionLimiter {
         &self,
         peer: IpAddr,
         close: AbortHandle,
-    ) -> (ConnectionGuard, Option<(Stage, Duration)>) {
+    ) -> (ConnectionGuard, Option<(ConnectionActivity, Duration)>) {
         let state = Arc::new(ConnectionState {
             peer: peer.to_canonical(),
             since: self.since,
@@ -209,7 +209,7 @@ fn is_dominant(of_peer: usize, max: usize) -> bool {
 /// Returns the next connections of `open` to evict, the first one last. Only one if all have begun
 /// their protocol.
 fn choose(mut open: Vec<(Rank, u64)>) -> Vec<(Rank, u64)> {
-    let opening = open.iter().filter(|((stage, _), _)| *stage == Stage::Opening).count();
+    let opening = open.iter().filter(|((stage, _), _)| *stage == ConnectionActivity::Opening).count();
     let chosen = opening.clamp(1, CHOSEN);
     if open.len() > chosen {
         open.select_nth_unstable(chosen - 1);
@@ -301,11 +301,11 @@ impl ConnectionState {
     fn rank(&self) -> Rank {
         let is_busy = self.requests.load(Ordering::Relaxed) > 0;
         let stage = match (self.is_open(), self.ended_requests.load(Ordering::Relaxed) > 0, is_busy) {
-            (false, _, _) => Stage::Opening,
-            (true, false, false) => Stage::Unused,
-            (true, false, true) => Stage::First,
-            (true, true, false) => Stage::Idle,
-            (true, true, true) => Stage::Busy,
+            (false, _, _) => ConnectionActivity::Opening,
+            (true, false, false) => ConnectionActivity::Unused,
+            (true, false, true) => ConnectionActivity::First,
+            (true, true, false) => ConnectionActivity::Idle,
+            (true, true, true) => ConnectionActivity::Busy,
         };
         (stage, self.progressed_ns.load(Ordering::Relaxed))
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use croaring::Treemap;
 use parking_lot::Mutex;
 
-use super::format::frame::{Entry, Gap, Incarnation};
+use super::format::frame::{FrameContent, Gap, Incarnation};
 use super::format::record::Record;
 use uniffle_wire::types::ShuffleKey;
 
@@ -82,38 +82,42 @@ impl Contents {
 
     /// Counts an entry of `bytes` bytes that is in the log. Entries may come in any order, except
     /// registrations that replace others.
-    pub(super) fn took(&mut self, entry: &Entry, bytes: u64) {
+    pub(super) fn took(&mut self, entry: &FrameContent, bytes: u64) {
         let Some(shuffle) = entry.shuffle() else { return };
         self.next_incarnation = self.next_incarnation.max(shuffle.number.saturating_add(1));
         match entry {
-            Entry::Record(..) | Entry::Incomplete(..) | Entry::Moved(_)
+            FrameContent::Record(..) | FrameContent::Incomplete(..) | FrameContent::Moved(_)
                 if !self.is_purged(shuffle.number) =>
             {
-                if let Entry::Moved(_) = entry {
+                if let FrameContent::Moved(_) = entry {
                     self.moved.insert(shuffle.number, shuffle.clone());
                 }
-                if let Entry::Incomplete(_, gap) = entry {
+                if let FrameContent::Incomplete(_, gap) = entry {
                     self.incomplete.insert(shuffle.number, (shuffle.clone(), gap.clone()));
                 }
                 self.add(entry, shuffle, bytes);
             }
-            Entry::Purged(_) => {
+            FrameContent::Purged(_) => {
                 self.incomplete.remove(&shuffle.number);
                 self.purge(shuffle.number);
                 self.dead_bytes += bytes;
             }
-            Entry::Epoch(_) | Entry::Begun | Entry::Record(..) | Entry::Incomplete(..) | Entry::Moved(_) => {
+            FrameContent::Epoch(_)
+            | FrameContent::Begun
+            | FrameContent::Record(..)
+            | FrameContent::Incomplete(..)
+            | FrameContent::Moved(_) => {
                 self.dead_bytes += bytes;
             }
         }
     }
 
-    fn add(&mut self, entry: &Entry, shuffle: &Incarnation, bytes: u64) {
+    fn add(&mut self, entry: &FrameContent, shuffle: &Incarnation, bytes: u64) {
         self.replacements.count(entry);
         let mut all = self.living.0.lock();
         let new = || Living { key: shuffle.key.clone(), all: 0, registrations: 0, has_records: false };
         let living = all.entry(shuffle.number).or_insert_with(new);
-        if let Entry::Record(_, record) = entry
+        if let FrameContent::Record(_, record) = entry
             && Record::is_registration(record)
         {
             let replaced = match Record::replaces_registrations(record) {
@@ -125,7 +129,7 @@ impl Contents {
             self.living_bytes -= replaced;
             self.dead_bytes += replaced;
         }
-        living.has_records |= matches!(entry, Entry::Record(..));
+        living.has_records |= matches!(entry, FrameContent::Record(..));
         living.all += bytes;
         self.living_bytes += bytes;
     }
@@ -156,8 +160,9 @@ impl Contents {
     /// order of the source.
     pub(super) fn filter(&self, order: Order) -> CheckpointFilter {
         let incomplete = self.incomplete.values();
-        let incomplete = incomplete.map(|(shuffle, gap)| Entry::Incomplete(shuffle.clone(), gap.clone()));
-        let all = incomplete.chain(self.moved.values().cloned().map(Entry::Moved));
+        let incomplete =
+            incomplete.map(|(shuffle, gap)| FrameContent::Incomplete(shuffle.clone(), gap.clone()));
+        let all = incomplete.chain(self.moved.values().cloned().map(FrameContent::Moved));
         CheckpointFilter {
             marks: all.filter(|mark| !is_over(&self.purged, mark)).collect(),
             purged: self.purged.clone(),
@@ -221,7 +226,7 @@ pub(super) enum Order {
 #[derive(Debug)]
 pub(super) struct CheckpointFilter {
     /// Marks of living shuffles, with which the checkpoint begins.
-    pub(super) marks: Vec<Entry>,
+    pub(super) marks: Vec<FrameContent>,
     purged: Treemap,
     order: Order,
     replacements: Replacements,
@@ -230,15 +235,15 @@ pub(super) struct CheckpointFilter {
 impl CheckpointFilter {
     /// Returns the entry as the checkpoint has it, or `None` if it is left out. Called for each
     /// entry in order.
-    pub(super) fn keep(&mut self, entry: Entry) -> Option<Entry> {
-        if !matches!(entry, Entry::Record(..)) || is_over(&self.purged, &entry) {
+    pub(super) fn keep(&mut self, entry: FrameContent) -> Option<FrameContent> {
+        if !matches!(entry, FrameContent::Record(..)) || is_over(&self.purged, &entry) {
             return None;
         }
         match (self.order, entry) {
             (Order::Complete, entry) => (!self.replacements.replace(&entry)).then_some(entry),
             // Without a common order, it is unknown which registrations it replaced.
-            (Order::None, Entry::Record(shuffle, record)) => {
-                Some(Entry::Record(shuffle, Record::without_replacing(&record)))
+            (Order::None, FrameContent::Record(shuffle, record)) => {
+                Some(FrameContent::Record(shuffle, Record::without_replacing(&record)))
             }
             (Order::Partial | Order::None, entry) => Some(entry),
         }
@@ -251,8 +256,8 @@ impl CheckpointFilter {
 pub(super) struct Replacements(HashMap<u64, u32>);
 
 impl Replacements {
-    fn count(&mut self, entry: &Entry) {
-        if let Entry::Record(shuffle, record) = entry
+    fn count(&mut self, entry: &FrameContent) {
+        if let FrameContent::Record(shuffle, record) = entry
             && Record::replaces_registrations(record)
         {
             *self.0.entry(shuffle.number).or_default() += 1;
@@ -260,8 +265,8 @@ impl Replacements {
     }
 
     /// Returns whether a later registration replaces this entry. Called for each entry in order.
-    fn replace(&mut self, entry: &Entry) -> bool {
-        let Entry::Record(shuffle, record) = entry else { return false };
+    fn replace(&mut self, entry: &FrameContent) -> bool {
+        let FrameContent::Record(shuffle, record) = entry else { return false };
         let Some(left) = self.0.get_mut(&shuffle.number).filter(|_| Record::is_registration(record)) else {
             return false;
         };
@@ -271,25 +276,25 @@ impl Replacements {
 }
 
 /// Returns whether an entry belongs to an incarnation in `purged`.
-fn is_over(purged: &Treemap, entry: &Entry) -> bool {
+fn is_over(purged: &Treemap, entry: &FrameContent) -> bool {
     entry.shuffle().is_some_and(|shuffle| purged.contains(shuffle.number))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::log::format::record::Registration;
+    use crate::log::format::record::RegistrationRecord;
     use bytes::Bytes;
     use uniffle_wire::types::{AppId, ShuffleId};
 
-    fn said(number: u64, record: Vec<u8>) -> Entry {
+    fn said(number: u64, record: Vec<u8>) -> FrameContent {
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
-        Entry::Record(Incarnation { key, number }, Bytes::from(record))
+        FrameContent::Record(Incarnation { key, number }, Bytes::from(record))
     }
 
     #[test]
     fn replaced_registrations_are_dead() {
-        let registration = Registration::default();
+        let registration = RegistrationRecord::default();
         let plain = || Record::Registration(registration.clone()).encode();
         let entries = [
             said(1, plain()),
@@ -307,7 +312,7 @@ mod tests {
         let dropped: Vec<usize> =
             (0..entries.len()).filter(|at| replacements.replace(&entries[*at])).collect();
         assert_eq!(dropped, [0, 3]);
-        contents.took(&Entry::Purged(entries[0].shuffle().unwrap().clone()), 5);
+        contents.took(&FrameContent::Purged(entries[0].shuffle().unwrap().clone()), 5);
         assert_eq!((contents.living.of(1), contents.living_bytes, contents.dead_bytes), (0, 10, 55));
     }
 }

@@ -16,12 +16,12 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::contents::LogShares;
 use super::error::LogError;
-use super::format::frame::{Entry, Gap, Incarnation};
+use super::format::frame::{FrameContent, Gap, Incarnation};
 use super::objects::ship::{CheckpointSource, Shipper};
 use super::objects::shipped::ShippedLog;
 use super::recovery::proof::HandOff;
 use super::recovery::read::{Directory, Snapshot, SourceReader, Survey};
-use super::recovery::take_over::Found;
+use super::recovery::take_over::FoundLog;
 use super::write::generation::COPIES;
 use super::write::writer::{Deadlines, LogRequest, MetadataWriter, RecoveredRecord};
 use crate::clock::timeout;
@@ -71,7 +71,7 @@ impl MetadataLog {
         deadlines: Deadlines,
         store: Option<LogInStore>,
         tasks: &Tasks,
-    ) -> (Self, Found, RecordReader) {
+    ) -> (Self, FoundLog, RecordReader) {
         if directories.is_empty()
             && let Some(store) = store
         {
@@ -102,7 +102,7 @@ impl MetadataLog {
     }
 
     /// Opens the log of a worker without directories. No task writes it except the shipper.
-    fn in_store(LogInStore { found: log, shipper }: LogInStore) -> (Self, Found, RecordReader) {
+    fn in_store(LogInStore { found: log, shipper }: LogInStore) -> (Self, FoundLog, RecordReader) {
         let mut shuffles = log.shuffles().clone();
         // The disks of an earlier process had the data of a shuffle that was not moved.
         shuffles.retain(|_, found| found.is_moved);
@@ -122,7 +122,7 @@ impl MetadataLog {
         };
         let (has_new_gap, next_incarnation) = (log.gap().is_some(), log.next_incarnation());
         let said = RecordReader::stored(log, living);
-        let found = Found { shuffles, gap, has_new_gap, next_incarnation, ..Found::default() };
+        let found = FoundLog { shuffles, gap, has_new_gap, next_incarnation, ..FoundLog::default() };
         (opened, found, said)
     }
 
@@ -158,7 +158,7 @@ impl MetadataLog {
         let is_over = match &self.store {
             None => self.ask(LogRequest::EndGap).await?,
             Some(_) => {
-                let ended = timeout(GAP_WAIT, self.add(Entry::Epoch(Box::default()))).await;
+                let ended = timeout(GAP_WAIT, self.add(FrameContent::Epoch(Box::default()))).await;
                 let silent = |_| LogError::of(io::ErrorKind::TimedOut, "the object store does not answer");
                 ended.map_err(silent)??;
                 true
@@ -184,7 +184,7 @@ impl MetadataLog {
     /// # Errors
     /// Too few directories can be written, or the record is too long.
     pub async fn append(&self, shuffle: Incarnation, said: Bytes) -> Result<u64, LogError> {
-        self.add(Entry::Record(shuffle, said)).await
+        self.add(FrameContent::Record(shuffle, said)).await
     }
 
     /// Marks the records of a shuffle as incomplete for `reason` until it is purged, also for later
@@ -194,7 +194,7 @@ impl MetadataLog {
     /// See [`MetadataLog::append`].
     pub async fn mark_incomplete(&self, shuffle: Incarnation, reason: &str) -> Result<u64, LogError> {
         let gap = Gap { reason: reason.to_owned(), until_back: Vec::new() };
-        self.add(Entry::Incomplete(shuffle, gap)).await
+        self.add(FrameContent::Incomplete(shuffle, gap)).await
     }
 
     /// Records the purge of a shuffle. Its files may be removed afterwards, but its objects only
@@ -207,7 +207,7 @@ impl MetadataLog {
             store.begin();
             return Ok(store.purge(shuffle));
         }
-        self.add(Entry::Purged(shuffle)).await
+        self.add(FrameContent::Purged(shuffle)).await
     }
 
     /// Checks the copies, and writes them again if files are missing or other directories are
@@ -265,7 +265,7 @@ impl MetadataLog {
     /// # Errors
     /// See [`MetadataLog::append`].
     pub async fn mark_moved(&self, shuffle: Incarnation) -> Result<u64, LogError> {
-        self.add(Entry::Moved(shuffle)).await
+        self.add(FrameContent::Moved(shuffle)).await
     }
 
     /// Returns a reader of the records of living shuffles on the disks, which can be read once.
@@ -274,7 +274,7 @@ impl MetadataLog {
         RecordReader(Records::Log(self.clone()))
     }
 
-    async fn add(&self, entry: Entry) -> Result<u64, LogError> {
+    async fn add(&self, entry: FrameContent) -> Result<u64, LogError> {
         if let Some(store) = &self.store {
             store.begin();
             return store.append(entry).await;
@@ -338,7 +338,7 @@ impl RecordReader {
             }
             Records::Stored { reader, living, .. } => loop {
                 match reader.next().await {
-                    Ok(Some(Entry::Record(shuffle, record))) if living.contains(shuffle.number) => {
+                    Ok(Some(FrameContent::Record(shuffle, record))) if living.contains(shuffle.number) => {
                         break Ok(Some((shuffle.key, record)));
                     }
                     Ok(Some(_)) => {}

@@ -56,7 +56,7 @@ use buffer::chain::Supply;
 use buffer::{BufferContext, PARTITION_BYTES, Verification};
 use config::{blocks_max, region_size};
 use metrics::MemoryMetrics;
-use persistent::file::{self, MemoryFile};
+use persistent::file::{self, BackingFile};
 use persistent::names::ShuffleName;
 use persistent::restore::{RetainedShuffle, Search};
 use persistent::table::BlockTable;
@@ -97,7 +97,7 @@ struct PersistentMemory {
     /// Recovered blocks of shuffles that only a later start may know. They are kept until the
     /// shuffles are registered or end.
     retained: Mutex<HashMap<ShuffleKey, RetainedShuffle>>,
-    file: Arc<MemoryFile>,
+    file: Arc<BackingFile>,
     /// The path no longer leads to the file.
     has_vanished: AtomicBool,
 }

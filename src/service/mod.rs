@@ -38,7 +38,7 @@ pub use ingest::partition_limit::{PartitionConfig, PartitionLimits};
 pub use ingest::report::ReportRequest;
 pub use ingest::require::{RequireGrant, RequireRequest};
 pub use ingest::send_sink::{Commit, Committing, SendSink};
-pub use ingest::write::{SendHeader, SendSession};
+pub use ingest::write::{IncomingSend, SendSession};
 pub use lifecycle::end::Draining;
 pub use lifecycle::fairness::{FairnessConfig, WeightRule};
 pub use lifecycle::restore::Restored;
@@ -51,8 +51,8 @@ pub use reads::read_ahead::ReadAhead;
 pub use reads::response_window::ResponseWindow;
 pub use reads::results::{IdWidths, Results};
 pub use reads::{
-    ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, ReadRange, ReadTarget, Reads,
-    ResponseGuard,
+    ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, ReadRange, Reads,
+    RequestedPartition, ResponseGuard,
 };
 pub use status::{Stopping, WorkerState, WorkerStatus};
 pub use uniffle_wire::BlockHeader;

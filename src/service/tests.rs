@@ -35,8 +35,8 @@ const HUGE: u64 = 100_000;
 const HUGE_SHARE: u64 = 50_000;
 const BATCHES_MAX: usize = 2;
 
-fn target(app: &str, partition: i32) -> ReadTarget<'_> {
-    ReadTarget { app, shuffle: 0, partition }
+fn target(app: &str, partition: i32) -> RequestedPartition<'_> {
+    RequestedPartition { app, shuffle: 0, partition }
 }
 
 struct Fixture {
@@ -160,7 +160,7 @@ impl Fixture {
         let request =
             RequireRequest { app, shuffle: 0, bytes: length + 32, partitions: &[], partition_sizes: &[] };
         let ticket = self.service.ingest.require_buffer(request)?.ticket;
-        let header = SendHeader { app, shuffle: 0, ticket, message_bytes: bytes as u64 + 200 };
+        let header = IncomingSend { app, shuffle: 0, ticket, message_bytes: bytes as u64 + 200 };
         let mut session = self.service.ingest.begin_send(header)?;
         session.partition(partition)?;
         session.begin_block(u32::try_from(bytes).unwrap())?;
@@ -497,7 +497,7 @@ async fn hand_off_stops_acknowledgements_and_returns_tickets() {
         fixture.service.ingest.require_buffer(request).unwrap().ticket
     };
     let open = |fixture: &Fixture, ticket| {
-        fixture.service.ingest.begin_send(SendHeader { app: APP, shuffle: 0, ticket, message_bytes: 1200 })
+        fixture.service.ingest.begin_send(IncomingSend { app: APP, shuffle: 0, ticket, message_bytes: 1200 })
     };
     let late = ticket(&fixture);
     let mut under_way = open(&fixture, ticket(&fixture)).unwrap();

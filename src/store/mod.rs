@@ -20,7 +20,8 @@ mod test_blocks;
 mod tier;
 
 pub use self::disk::{
-    DataRead, INDEX_CACHE_BYTES, LocalConfig, LocalStore, Published, ShuffleHandle, SyncWrites, VerifyReads,
+    DataRead, DiskShuffleHandle, INDEX_CACHE_BYTES, LocalConfig, LocalStore, Published, SyncWrites,
+    VerifyReads,
 };
 pub use self::error::{StoreError, StoreErrorKind};
 pub use self::extents::extent_write::{ExtentData, ExtentWrite};

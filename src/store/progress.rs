@@ -2,12 +2,12 @@
 
 /// Remaining length of a read. After a failed chunk, a read returns only errors.
 #[derive(Debug)]
-pub(super) struct Progress {
+pub(super) struct RemainingRead {
     left: u64,
     failed: bool,
 }
 
-impl Progress {
+impl RemainingRead {
     /// Creates the progress of a read of `left` bytes.
     pub(super) fn new(left: u64) -> Self {
         Self { left, failed: false }

@@ -63,7 +63,7 @@ pub struct Export {
 /// # Errors
 /// If the endpoint is not a URL, or no thread can be started.
 pub fn export(endpoint: &str, runtime: &Handle) -> anyhow::Result<Export> {
-    let collector = Collector::at(endpoint, runtime, &SPANS)?;
+    let collector = OtlpCollector::at(endpoint, runtime, &SPANS)?;
     let (queue, sender) = SpanQueue::before(collector, &SPANS)?;
     fastrace::set_reporter(queue.clone(), Config::default().report_interval(COLLECT_INTERVAL));
     SPANS.set_exported(true);
@@ -106,7 +106,7 @@ struct SpanQueue {
 impl SpanQueue {
     /// Returns a queue and the thread that sends its spans to `collector` until the queue is
     /// closed.
-    fn before(collector: Collector, spans: &'static Spans) -> anyhow::Result<(Self, JoinHandle<()>)> {
+    fn before(collector: OtlpCollector, spans: &'static Spans) -> anyhow::Result<(Self, JoinHandle<()>)> {
         let (sender, mut waiting) = mpsc::channel(WAITING_SPANS_MAX);
         let scope =
             InstrumentationScope::builder("uniffle-worker").with_version(env!("CARGO_PKG_VERSION")).build();
@@ -151,7 +151,7 @@ fn resource() -> Resource {
 
 /// The collector. Exports run one at a time, as tasks of the runtime, with a deadline.
 #[derive(Debug)]
-struct Collector {
+struct OtlpCollector {
     exporter: Arc<SpanExporter>,
     /// Runtime of the connection. Exports fail after it has ended.
     runtime: Handle,
@@ -160,7 +160,7 @@ struct Collector {
     spans: &'static Spans,
 }
 
-impl Collector {
+impl OtlpCollector {
     fn at(endpoint: &str, runtime: &Handle, spans: &'static Spans) -> anyhow::Result<Self> {
         let _entered = runtime.enter();
         let exporter =
@@ -202,7 +202,7 @@ impl Collector {
     }
 }
 
-impl trace::SpanExporter for Collector {
+impl trace::SpanExporter for OtlpCollector {
     /// Always succeeds. Lost spans are counted and logged here, so the reporter must not log again.
     async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
         let spans = batch.len() as u64;
@@ -235,8 +235,8 @@ mod tests {
 
     const NOBODY: &str = "http://user:hush@127.0.0.1:1";
 
-    fn collector(endpoint: &str, spans: &'static Spans) -> Collector {
-        Collector::at(endpoint, &Handle::current(), spans).unwrap()
+    fn collector(endpoint: &str, spans: &'static Spans) -> OtlpCollector {
+        OtlpCollector::at(endpoint, &Handle::current(), spans).unwrap()
     }
 
     fn records(count: usize) -> Vec<SpanRecord> {
@@ -272,7 +272,7 @@ mod tests {
         assert!(text.contains("127.0.0.1:1") && !text.contains("hush"), "{text}");
         let (_receiver, port) = Receiver::start().await;
         let back = collector(&format!("http://127.0.0.1:{port}"), spans);
-        let back = Collector { exporter: back.exporter, ..away };
+        let back = OtlpCollector { exporter: back.exporter, ..away };
         back.export(Vec::new()).await.unwrap();
         back.export(Vec::new()).await.unwrap();
         assert_eq!(log.text().matches("accepts traces again").count(), 1, "{}", log.text());
@@ -310,7 +310,7 @@ mod tests {
     async fn export_fails_when_the_runtime_has_ended() {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let collector = Collector::at(NOBODY, runtime.handle(), leaked()).unwrap();
+        let collector = OtlpCollector::at(NOBODY, runtime.handle(), leaked()).unwrap();
         runtime.shutdown_background();
         collector.send(Vec::new()).await.unwrap_err();
     }

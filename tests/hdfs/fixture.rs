@@ -27,8 +27,8 @@ use uniffle_worker::remote::hdfs::kerberos::Login;
 use uniffle_worker::remote::hdfs::{HdfsConfig, HdfsStore, RemoteConnector, RemoteLocation, RemoteTarget};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{
-    BlockHeader, MemoryReadRequest, ReadRange, ReadTarget, RegisterRequest, RequireRequest, SendHeader,
-    Service,
+    BlockHeader, IncomingSend, MemoryReadRequest, ReadRange, RegisterRequest, RequestedPartition,
+    RequireRequest, Service,
 };
 use uniffle_worker::store::{LocalStore, RemoteStorage, StoreError, Tier};
 
@@ -208,7 +208,8 @@ impl HdfsFixture {
         let request =
             RequireRequest { app: APP, shuffle, bytes: size, partitions: &partitions, partition_sizes: &[] };
         let ticket = self.service.ingest.require_buffer(request).unwrap().ticket;
-        let header = SendHeader { app: APP, shuffle, ticket, message_bytes: u64::from(count * bytes) + 1000 };
+        let header =
+            IncomingSend { app: APP, shuffle, ticket, message_bytes: u64::from(count * bytes) + 1000 };
         let mut session = self.service.ingest.begin_send(header).unwrap();
         session.partition(partition).unwrap();
         for block in &blocks {
@@ -272,7 +273,7 @@ impl HdfsFixture {
             return found;
         }
         let reads = &self.service.reads;
-        let (limits, target) = (reads.read_limits(), ReadTarget { app: APP, shuffle, partition });
+        let (limits, target) = (reads.read_limits(), RequestedPartition { app: APP, shuffle, partition });
         let mut answer = reads.read_index(&limits, target).await.unwrap();
         let mut index = Vec::new();
         while let Some(chunk) = answer.chunks.next().await.unwrap() {

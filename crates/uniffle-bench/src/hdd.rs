@@ -20,7 +20,7 @@ use uniffle_io::{BLOCK_ALIGN, Disk, ReadTarget, WriteOpen};
 use uniffle_wire::types::{
     AppId, BlockId, BlockMeta, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId,
 };
-use uniffle_worker::flush::policy::{self, Limits, Usage};
+use uniffle_worker::flush::policy::{self, Limits, MemoryUsage};
 use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Memory, MemoryConfig, MemoryError, SealedData, ShuffleBuffers};
 use uniffle_worker::runtime::Tasks;
@@ -225,8 +225,8 @@ impl Bench {
         self.flush_files(goal).await
     }
 
-    fn usage(&self, refused: u64) -> Usage {
-        Usage {
+    fn usage(&self, refused: u64) -> MemoryUsage {
+        MemoryUsage {
             capacity: self.memory.capacity_bytes(),
             used: self.memory.used_bytes(),
             reserved: self.memory.pre_allocated_bytes(),

@@ -14,8 +14,8 @@ use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_wire::types::{BlockId, Distribution, PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::service::{
-    BlockHeader, ChunkStream, IdWidths, MemoryReadRequest, ReadRange, ReadTarget, RegisterRequest,
-    ReportRequest, RequireRequest, SendHeader, SendSession, Service, ServiceError,
+    BlockHeader, ChunkStream, IdWidths, IncomingSend, MemoryReadRequest, ReadRange, RegisterRequest,
+    ReportRequest, RequestedPartition, RequireRequest, SendSession, Service, ServiceError,
 };
 
 use crate::oracle::{Blocks, WorkerRefusal, WorkerView};
@@ -76,7 +76,7 @@ impl InProcess {
         })?;
         let (ticket, message_bytes) = (grant.ticket, bytes as u64 + 1_000);
         let mut session =
-            self.service.ingest.begin_send(SendHeader { app, shuffle, ticket, message_bytes })?;
+            self.service.ingest.begin_send(IncomingSend { app, shuffle, ticket, message_bytes })?;
         for (partition, blocks) in batch {
             session.partition(*partition)?;
             blocks.iter().try_for_each(|block| send_block(&mut session, block))?;
@@ -128,7 +128,7 @@ impl InProcess {
     ) -> Result<Blocks, ServiceError> {
         let mut found = Blocks::new();
         self.read_memory(key, partition, tasks, &mut found)?;
-        let target = ReadTarget { app: key.app.as_str(), shuffle: key.shuffle.0, partition };
+        let target = RequestedPartition { app: key.app.as_str(), shuffle: key.shuffle.0, partition };
         let (reads, limits) = (&self.service.reads, self.service.reads.read_limits());
         let index = reads.read_index(&limits, target).await?;
         let (length, data_length) = (index.length, index.data_length);

@@ -7,11 +7,11 @@ use super::*;
 
 const PEER: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-fn take(limiter: &ConnectionLimiter) -> (ConnectionGuard, Option<Stage>) {
+fn take(limiter: &ConnectionLimiter) -> (ConnectionGuard, Option<ConnectionActivity>) {
     take_for(limiter, PEER)
 }
 
-fn take_for(limiter: &ConnectionLimiter, peer: IpAddr) -> (ConnectionGuard, Option<Stage>) {
+fn take_for(limiter: &ConnectionLimiter, peer: IpAddr) -> (ConnectionGuard, Option<ConnectionActivity>) {
     let (held, closed) = limiter.take(peer, closing().0);
     (held, closed.map(|(stage, _)| stage))
 }
@@ -111,18 +111,21 @@ async fn eviction_order_is_unstarted_idle_then_busy() {
     advance(Duration::from_secs(9)).await;
     opening.state().progressed();
     let (first, closed) = take(&limiter);
-    assert_eq!((closed, is_closed(&opening)), (Some(Stage::Opening), true));
+    assert_eq!((closed, is_closed(&opening)), (Some(ConnectionActivity::Opening), true));
     first.state().opened();
     advance(Duration::from_secs(1)).await;
     first.state().progressed();
     let (second, closed) = take(&limiter);
-    assert_eq!((closed, is_closed(&idle), is_closed(&first)), (Some(Stage::Unused), true, false));
+    assert_eq!(
+        (closed, is_closed(&idle), is_closed(&first)),
+        (Some(ConnectionActivity::Unused), true, false)
+    );
     second.state().opened();
     drop(request);
     advance(Duration::from_secs(1)).await;
     second.state().progressed();
     let (third, closed) = limiter.take(PEER, closing().0);
-    let unused = Some((Stage::Unused, Duration::from_secs(1)));
+    let unused = Some((ConnectionActivity::Unused, Duration::from_secs(1)));
     assert_eq!((closed, is_closed(&first)), (unused, true), "which is how long it did nothing");
     drop((busy, idle, opening, first, second, third));
     assert!(limiter.table.lock().open.is_empty());
@@ -135,11 +138,11 @@ async fn chosen_connection_that_starts_stays() {
     let all: Vec<ConnectionGuard> = (0..10).map(|_| take(&limiter).0).collect();
     all[..3].iter().for_each(|held| held.state().opened());
     let first = take(&limiter);
-    assert!(first.1 == Some(Stage::Opening) && is_closed(&all[3]));
+    assert!(first.1 == Some(ConnectionActivity::Opening) && is_closed(&all[3]));
     all[4].state().opened();
     advance(Duration::from_secs(1)).await;
     let storm: Vec<_> = (0..100).map(|_| take(&limiter)).collect();
-    assert!(storm.iter().all(|(_, stage)| *stage == Some(Stage::Opening)));
+    assert!(storm.iter().all(|(_, stage)| *stage == Some(ConnectionActivity::Opening)));
     let stayed = [0, 1, 2, 4].iter().all(|at| !is_closed(&all[*at]));
     assert!(stayed && all[5..].iter().all(is_closed));
 }
@@ -157,7 +160,7 @@ async fn connection_without_completed_request_is_evicted_first() {
     for number in 10..60 {
         advance(Duration::from_millis(50)).await;
         let (held, closed) = take_for(&limiter, peer(number));
-        let expected = if number < 12 { Stage::Opening } else { Stage::First };
+        let expected = if number < 12 { ConnectionActivity::Opening } else { ConnectionActivity::First };
         assert_eq!(closed, Some(expected), "{number}");
         held.state().opened();
         let request = held.state().request();
@@ -169,7 +172,7 @@ async fn connection_without_completed_request_is_evicted_first() {
     let (last, request) = storm.pop().unwrap();
     drop(request);
     advance(Duration::from_millis(50)).await;
-    assert_eq!(take_for(&limiter, peer(60)).1, Some(Stage::First), "the one before it");
+    assert_eq!(take_for(&limiter, peer(60)).1, Some(ConnectionActivity::First), "the one before it");
     assert!(!is_closed(&last), "it has completed one");
 }
 
@@ -190,14 +193,14 @@ async fn dominant_address_is_evicted_although_busy() {
     advance(Duration::from_secs(1)).await;
     hostile[0].state().progressed();
     let newcomer = take_for(&limiter, peer(3));
-    assert_eq!(newcomer.1, Some(Stage::Busy), "the idlest of that address");
+    assert_eq!(newcomer.1, Some(ConnectionActivity::Busy), "the idlest of that address");
     assert!(is_closed(&hostile[1]) && !is_closed(&hostile[0]) && !honest.iter().any(is_closed));
     // The address now has only half of the entries, so the newcomer, which has not begun, ranks
     // lowest.
     let again = take_for(&limiter, peer(99));
-    assert!(again.1 == Some(Stage::Opening) && is_closed(&newcomer.0));
+    assert!(again.1 == Some(ConnectionActivity::Opening) && is_closed(&newcomer.0));
     let storm: Vec<_> = (0..50).map(|_| take_for(&limiter, peer(99))).collect();
-    assert!(storm.iter().all(|(_, stage)| *stage == Some(Stage::Opening)));
+    assert!(storm.iter().all(|(_, stage)| *stage == Some(ConnectionActivity::Opening)));
     assert!(!honest.iter().any(is_closed), "its connections are evicted for its own");
     drop((requests, newcomer, again, storm, hostile, honest));
     let table = limiter.table.lock();
@@ -214,7 +217,7 @@ async fn formerly_dominant_address_is_not_evicted() {
     dominant.truncate(2);
     let others = [take_for(&limiter, peer(2)).0, take_for(&limiter, peer(3)).0];
     advance(Duration::from_secs(1)).await;
-    assert_eq!(take_for(&limiter, peer(4)).1, Some(Stage::Opening));
+    assert_eq!(take_for(&limiter, peer(4)).1, Some(ConnectionActivity::Opening));
     assert!(is_closed(&others[0]) && !dominant.iter().any(is_closed));
 }
 
@@ -275,7 +278,7 @@ proptest! {
     fn evicted_connections_are_the_least_active(
         ranks in prop::collection::vec((0u8..5, 0u64..50), 0..300),
     ) {
-        let stages = [Stage::Opening, Stage::Unused, Stage::First, Stage::Idle, Stage::Busy];
+        let stages = [ConnectionActivity::Opening, ConnectionActivity::Unused, ConnectionActivity::First, ConnectionActivity::Idle, ConnectionActivity::Busy];
         let stage = |number| stages[usize::from(number)];
         let open = ranks.iter().map(|(number, at)| (stage(*number), *at));
         let open: Vec<(Rank, u64)> = open.zip(0..).collect();
@@ -283,7 +286,7 @@ proptest! {
         chosen.reverse();
         let mut sorted = open;
         sorted.sort_unstable();
-        let opening = sorted.iter().take_while(|((stage, _), _)| *stage == Stage::Opening).count();
+        let opening = sorted.iter().take_while(|((stage, _), _)| *stage == ConnectionActivity::Opening).count();
         sorted.truncate(opening.clamp(1, CHOSEN));
         prop_assert_eq!(chosen, sorted);
     }

@@ -1,6 +1,6 @@
 //! The HTTP listener: metrics, health, the status page and its API.
 //!
-//! A [`Node`] provides figures and readiness. `serve.rs` bounds connections. Work that grows with
+//! A [`NodeView`] provides figures and readiness. `serve.rs` bounds connections. Work that grows with
 //! the stored data runs on blocking threads.
 //! Invariant: nothing here changes state, so there is no authentication. Calls that change state
 //! are on a listener of their own ([`admin`]).
@@ -40,7 +40,7 @@ const NAMES: ListenerNames = ListenerNames {
 };
 
 /// Source of the worker's state for the listener.
-pub trait Node: Shown {
+pub trait NodeView: Shown {
     /// Returns why clients should not use this worker, or `None` if it is ready.
     fn not_ready(&self) -> Option<String>;
 
@@ -91,7 +91,7 @@ pub struct Pages {
     /// Metrics of this listener, which are registered in `registry`.
     pub metrics: HttpMetrics,
     /// Source of the worker's state.
-    pub node: Arc<dyn Node>,
+    pub node: Arc<dyn NodeView>,
     /// Routes of other parts, such as [`api::router`], which must not change state.
     pub mounted: Router,
     /// Threads for collecting answers; see [`gathering_pool`].

@@ -18,7 +18,7 @@ use prometheus::{Encoder as _, IntCounter, Registry, TEXT_FORMAT, TextEncoder};
 use tokio::net::TcpStream;
 use tokio::time::{Duration, MissedTickBehavior, interval};
 
-use super::Node;
+use super::NodeView;
 use crate::clock::timeout;
 use crate::metrics;
 use crate::runtime::Tasks;
@@ -52,10 +52,10 @@ section! {
         /// URL of the pushgateway; a path prefix is kept. Default: none.
         #[key(
             "metrics.push_gateway_endpoint",
-            optional(parsed("a URL such as http://gateway:9091", Endpoint::parse)), Restart,
+            optional(parsed("a URL such as http://gateway:9091", PushgatewayUrl::parse)), Restart,
             example "\"http://gateway:9091\""
         )]
-        pub endpoint: Option<Endpoint> = None,
+        pub endpoint: Option<PushgatewayUrl> = None,
         /// Interval between two pushes.
         #[key("metrics.push_interval_sec", seconds(SECOND..=HOUR), Restart)]
         pub interval: Duration = 10 * SECOND,
@@ -92,12 +92,12 @@ pub fn check_label(name: &str, value: &str) -> Result<(), &'static str> {
 
 /// The URL of a pushgateway.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Endpoint {
+pub struct PushgatewayUrl {
     authority: String,
     prefix: String,
 }
 
-impl Endpoint {
+impl PushgatewayUrl {
     /// Parses `http://host[:port][/prefix]`.
     ///
     /// # Errors
@@ -119,7 +119,7 @@ impl Endpoint {
     }
 }
 
-impl std::fmt::Display for Endpoint {
+impl std::fmt::Display for PushgatewayUrl {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "http://{}{}", self.authority, self.prefix)
     }
@@ -135,11 +135,11 @@ metrics::table! {
 /// Pushes metrics until its tasks are cancelled.
 #[derive(Debug)]
 pub struct Pusher {
-    gateway: Endpoint,
+    gateway: PushgatewayUrl,
     interval: Duration,
     path: String,
     registry: Registry,
-    node: Arc<dyn Node>,
+    node: Arc<dyn NodeView>,
     metrics: PushMetrics,
 }
 
@@ -150,10 +150,10 @@ impl Pusher {
     /// If `registry` already has a metric of the same name.
     pub fn start(
         config: &PushConfig,
-        gateway: &Endpoint,
+        gateway: &PushgatewayUrl,
         instance: &str,
         registry: Registry,
-        node: Arc<dyn Node>,
+        node: Arc<dyn NodeView>,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
         let path = group_path(gateway, &config.labels, instance);
@@ -225,7 +225,7 @@ impl Pusher {
     }
 }
 
-fn gathered(node: &dyn Node, registry: &Registry) -> Result<Vec<u8>, String> {
+fn gathered(node: &dyn NodeView, registry: &Registry) -> Result<Vec<u8>, String> {
     node.refresh_metrics();
     let mut text = Vec::new();
     TextEncoder::new().encode(&registry.gather(), &mut text).map_err(|error| error.to_string())?;
@@ -233,7 +233,7 @@ fn gathered(node: &dyn Node, registry: &Registry) -> Result<Vec<u8>, String> {
 }
 
 /// Returns the path of the worker's group. Labels were checked to need no escaping.
-fn group_path(gateway: &Endpoint, labels: &BTreeMap<String, String>, instance: &str) -> String {
+fn group_path(gateway: &PushgatewayUrl, labels: &BTreeMap<String, String>, instance: &str) -> String {
     let mut path = format!("{}/metrics/job/{JOB}/instance/{instance}", gateway.prefix);
     for (name, value) in labels {
         path.extend(["/", name, "/", value]);
@@ -287,7 +287,7 @@ mod tests {
     #[test]
     fn path_prefix_precedes_labels() {
         let labels = BTreeMap::from([("env".to_owned(), "test".to_owned())]);
-        let gateway = |text| Endpoint::parse(text).unwrap();
+        let gateway = |text| PushgatewayUrl::parse(text).unwrap();
         let path = group_path(&gateway("http://proxy/pushgateway/"), &labels, "10.0.0.1-21100");
         assert_eq!(path, "/pushgateway/metrics/job/uniffle-worker/instance/10.0.0.1-21100/env/test");
         let path = group_path(&gateway("http://gateway:9091"), &labels, "a");
@@ -324,7 +324,7 @@ mod tests {
             "http://u:p@g/",
             "http://g:",
         ] {
-            assert!(Endpoint::parse(bad).is_err(), "{bad:?}");
+            assert!(PushgatewayUrl::parse(bad).is_err(), "{bad:?}");
         }
     }
 }

@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use uniffle_testkit::eventually_in_no_time;
 
-use super::push::{Endpoint, PushConfig, Pusher};
+use super::push::{PushConfig, Pusher, PushgatewayUrl};
 use super::*;
 use crate::compat;
 use crate::compat::http::{JavaHooks, Shown};
@@ -57,7 +57,7 @@ impl Shown for TestNode {
     }
 }
 
-impl Node for TestNode {
+impl NodeView for TestNode {
     fn is_stopping_for_good(&self) -> bool {
         false
     }
@@ -301,7 +301,7 @@ fn readiness_lists_apps_with_refused_results() {
 async fn pushed_metrics_are_gathered_off_the_runtime_threads() {
     let ((registry, node), tasks) = (node(), Tasks::new());
     let gateway = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let endpoint = Endpoint::parse(&format!("http://{}", gateway.local_addr().unwrap())).unwrap();
+    let endpoint = PushgatewayUrl::parse(&format!("http://{}", gateway.local_addr().unwrap())).unwrap();
     let config = PushConfig { endpoint: None, interval: Duration::from_secs(3600), labels: BTreeMap::new() };
     Pusher::start(&config, &endpoint, "worker", registry, node, &tasks).unwrap();
     let pushed = tokio::time::timeout(Duration::from_secs(20), gateway.accept()).await;

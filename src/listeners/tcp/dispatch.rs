@@ -10,7 +10,7 @@ use bytes::{Bytes, BytesMut};
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
 use crate::service::{
-    MemoryAnswer, MemoryReadRequest, ReadAhead, ReadLimits, ReadRange, ReadTarget, ResponseWindow,
+    MemoryAnswer, MemoryReadRequest, ReadAhead, ReadLimits, ReadRange, RequestedPartition, ResponseWindow,
     ServiceError,
 };
 use uniffle_base::budget::Charge;
@@ -19,7 +19,7 @@ use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
 use uniffle_wire::request::{MemoryRequest, ReadRequest};
 
-use super::shared::{LISTENER, Shared};
+use super::shared::{LISTENER, TcpListenerState};
 use super::writer::{Outbox, Outgoing, ReplyBody, ReplyGuard};
 
 /// Java's text of success, in every reply.
@@ -37,13 +37,18 @@ pub(super) const LOCAL_READS_MAX: usize = 2;
 pub(super) type Reply = (Bytes, ReplyBody);
 
 /// Returns the reply to a committed send.
-pub(super) fn sent(shared: &Shared, request_id: i64) -> Reply {
+pub(super) fn sent(shared: &TcpListenerState, request_id: i64) -> Reply {
     success(request_id, ReplyFields::Rpc, ReplyBody::Empty, 0)
         .unwrap_or_else(|error| refused(shared, FrameType::Send, request_id, &error))
 }
 
 /// Returns the reply to a refused request of type `kind`.
-pub(super) fn refused(shared: &Shared, kind: FrameType, request_id: i64, error: &ServiceError) -> Reply {
+pub(super) fn refused(
+    shared: &TcpListenerState,
+    kind: FrameType,
+    request_id: i64,
+    error: &ServiceError,
+) -> Reply {
     shared.service.note_refusal(LISTENER, error);
     let fields = match kind {
         FrameType::LocalIndex | FrameType::LocalIndexReply | FrameType::LocalIndexV2Reply => {
@@ -79,7 +84,7 @@ fn success(
 }
 
 /// Returns the reply to a read of sorted data.
-pub(super) fn sorted(shared: &Shared, request_id: i64, message: &[u8]) -> Reply {
+pub(super) fn sorted(shared: &TcpListenerState, request_id: i64, message: &[u8]) -> Reply {
     if let Ok(ReadRequest::Sorted(request)) = ReadRequest::decode(FrameType::Sorted, message) {
         shared.metrics.of(FrameType::Sorted).transit().arrived(request.timestamp_ms);
     }
@@ -87,14 +92,19 @@ pub(super) fn sorted(shared: &Shared, request_id: i64, message: &[u8]) -> Reply 
 }
 
 /// Returns the reply to a memory read.
-pub(super) fn memory(shared: &Shared, answers: &ResponseWindow, request_id: i64, message: &[u8]) -> Reply {
+pub(super) fn memory(
+    shared: &TcpListenerState,
+    answers: &ResponseWindow,
+    request_id: i64,
+    message: &[u8],
+) -> Reply {
     let _span = shared.config.traces.begin("tcp getMemoryShuffleData", None);
     read_memory(shared, answers, request_id, message)
         .unwrap_or_else(|error| refused(shared, FrameType::Memory, request_id, &error))
 }
 
 fn read_memory(
-    shared: &Shared,
+    shared: &TcpListenerState,
     answers: &ResponseWindow,
     request_id: i64,
     message: &[u8],
@@ -115,7 +125,7 @@ fn read_memory(
 
 /// Returns whether a memory read may take too long for a runtime thread. A malformed one is refused
 /// at once.
-pub(super) fn may_take_long(shared: &Shared, answers: &ResponseWindow, message: &[u8]) -> bool {
+pub(super) fn may_take_long(shared: &TcpListenerState, answers: &ResponseWindow, message: &[u8]) -> bool {
     match ReadRequest::decode(FrameType::Memory, message) {
         Ok(ReadRequest::Memory(request)) => {
             shared.service.reads.may_take_long(&memory_request(&request, answers))
@@ -147,7 +157,7 @@ pub(super) struct ReadMessage {
 /// A read of local index or data, which runs as its own task.
 #[derive(Debug)]
 pub(super) struct LocalRead {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<TcpListenerState>,
     pub(super) outbox: Outbox,
     pub(super) connection: Tasks,
     pub(super) limits: Arc<ReadLimits>,
@@ -186,7 +196,8 @@ impl LocalRead {
             self.guard.counted.metrics().transit().arrived(request.timestamp_ms);
         }
         let (reads, target) = (&self.shared.service.reads, request.target());
-        let target = ReadTarget { app: target.app, shuffle: target.shuffle, partition: target.partition };
+        let target =
+            RequestedPartition { app: target.app, shuffle: target.shuffle, partition: target.partition };
         let (fields, length, chunks, admission) = match &request {
             ReadRequest::LocalIndex(_) => {
                 let answer = reads.read_index(&self.limits, target).await?;

@@ -24,7 +24,7 @@ use uniffle_wire::send_frame::SendWalker;
 
 use super::dispatch::{self, LOCAL_READS_MAX, LocalRead, ReadMessage, Reply};
 use super::metrics::InProgress;
-use super::shared::{ConnectionContext, Shared};
+use super::shared::{ConnectionContext, TcpListenerState};
 use super::writer::{Outbox, Outgoing, ReplyGuard};
 
 /// Number of bytes read between frames. Small, so that little is left over if a request must wait.
@@ -57,7 +57,7 @@ pub(super) enum Requirement {
 /// Position within a frame.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "one per connection, and a send is the common case")]
-enum Phase {
+enum FramePhase {
     Header {
         bytes: [u8; HEADER_BYTES],
         have: usize,
@@ -72,7 +72,7 @@ enum Phase {
     Drain(Drain),
 }
 
-impl Phase {
+impl FramePhase {
     const START: Self = Self::Header { bytes: [0; HEADER_BYTES], have: 0 };
 }
 
@@ -115,12 +115,12 @@ struct Drain {
 /// Frame parser of one connection.
 #[derive(Debug)]
 pub(super) struct Frames {
-    shared: Arc<Shared>,
+    shared: Arc<TcpListenerState>,
     outbox: Outbox,
     connection: Tasks,
     connection_state: Arc<ConnectionState>,
     requests: Arc<Semaphore>,
-    phase: Phase,
+    phase: FramePhase,
     walker: SendWalker,
     /// Permit of the current or next request.
     place: Option<OwnedSemaphorePermit>,
@@ -158,7 +158,7 @@ impl Frames {
             connection,
             connection_state,
             requests,
-            phase: Phase::START,
+            phase: FramePhase::START,
             walker: SendWalker::new(0),
             place: None,
             heap,
@@ -181,14 +181,14 @@ impl Frames {
     /// sends.
     pub(super) fn next_look(&self) -> Option<Instant> {
         match &self.phase {
-            Phase::Send { sink, .. } => Some(sink.next_look()),
-            Phase::Header { .. } | Phase::Read(_) | Phase::Drain(_) => None,
+            FramePhase::Send { sink, .. } => Some(sink.next_look()),
+            FramePhase::Header { .. } | FramePhase::Read(_) | FramePhase::Drain(_) => None,
         }
     }
 
     /// Refuses the arriving send if it is too slow.
     pub(super) fn check_pace(&mut self) {
-        let Phase::Send { sink, .. } = &mut self.phase else { return };
+        let FramePhase::Send { sink, .. } = &mut self.phase else { return };
         let left = self.walker.left();
         let refused = sink.check_pace(sink.message_bytes().saturating_sub(left)).err();
         if let (Some(error), Some(id)) = (refused, self.walker.request_id()) {
@@ -215,7 +215,7 @@ impl Frames {
 
     /// Returns whether nothing more is to be read, see [`Frames::align`].
     pub(super) fn is_at_end(&self) -> bool {
-        self.aligned && self.memory_read.is_none() && matches!(self.phase, Phase::Header { have: 0, .. })
+        self.aligned && self.memory_read.is_none() && matches!(self.phase, FramePhase::Header { have: 0, .. })
     }
 
     /// Returns the number of bytes to read next. Small between frames, so that little is left over
@@ -224,11 +224,11 @@ impl Frames {
     pub(super) fn bytes_wanted(&self) -> usize {
         let is_exact = self.aligned || self.heap.free() < u64::from(SMALL_REQUEST_BYTES);
         let in_frame = match &self.phase {
-            Phase::Send { .. } => usize::try_from(self.walker.left()).unwrap_or(usize::MAX),
-            Phase::Drain(drain) => usize::try_from(drain.left).unwrap_or(usize::MAX),
-            Phase::Header { have, .. } if is_exact => HEADER_BYTES - have,
-            Phase::Read(read) if is_exact => read.message_bytes - read.message.len(),
-            Phase::Header { .. } | Phase::Read(_) => 0,
+            FramePhase::Send { .. } => usize::try_from(self.walker.left()).unwrap_or(usize::MAX),
+            FramePhase::Drain(drain) => usize::try_from(drain.left).unwrap_or(usize::MAX),
+            FramePhase::Header { have, .. } if is_exact => HEADER_BYTES - have,
+            FramePhase::Read(read) if is_exact => read.message_bytes - read.message.len(),
+            FramePhase::Header { .. } | FramePhase::Read(_) => 0,
         };
         if is_exact {
             return in_frame.clamp(1, self.shared.config.chunk_bytes);
@@ -244,7 +244,7 @@ impl Frames {
         if self.committing.is_some() {
             return Requirement::Commit;
         }
-        let between = matches!(self.phase, Phase::Header { have: 0, .. });
+        let between = matches!(self.phase, FramePhase::Header { have: 0, .. });
         if between && self.place.is_none() {
             self.place = Arc::clone(&self.requests).try_acquire_owned().ok();
             if self.place.is_none() {
@@ -280,10 +280,10 @@ impl Frames {
         let mut rest = chunk;
         while !rest.is_empty() && matches!(self.wanted(), Requirement::Bytes) {
             let taken = match &mut self.phase {
-                Phase::Header { .. } => self.walk_header(rest)?,
-                Phase::Send { .. } => self.walk_send(rest)?,
-                Phase::Read(_) => self.walk_read(rest)?,
-                Phase::Drain(_) => self.walk_drain(rest)?,
+                FramePhase::Header { .. } => self.walk_header(rest)?,
+                FramePhase::Send { .. } => self.walk_send(rest)?,
+                FramePhase::Read(_) => self.walk_read(rest)?,
+                FramePhase::Drain(_) => self.walk_drain(rest)?,
             };
             rest = &rest[taken..];
         }
@@ -291,7 +291,7 @@ impl Frames {
     }
 
     fn walk_header(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
-        let Phase::Header { bytes, have } = &mut self.phase else { return Ok(0) };
+        let FramePhase::Header { bytes, have } = &mut self.phase else { return Ok(0) };
         if *have == 0 {
             self.began = Some(Instant::now());
         }
@@ -308,27 +308,27 @@ impl Frames {
         Ok(taken)
     }
 
-    fn begin(&mut self, header: FrameHeader) -> Phase {
+    fn begin(&mut self, header: FrameHeader) -> FramePhase {
         let FrameHeader { message_bytes, kind, .. } = header;
         if kind == FrameType::Send {
             self.walker.restart(message_bytes);
             let span = self.shared.config.traces.begin("tcp sendShuffleData", None);
             let sink = SendSink::new(Arc::clone(&self.shared.service.ingest), message_bytes);
-            return Phase::Send { sink, _span: span };
+            return FramePhase::Send { sink, _span: span };
         }
         let drain =
-            |error| Phase::Drain(Drain { kind, left: u64::from(message_bytes), id: Vec::new(), error });
+            |error| FramePhase::Drain(Drain { kind, left: u64::from(message_bytes), id: Vec::new(), error });
         let max = self.shared.config.read_request_bytes_max;
         if message_bytes > max {
             let (len, max) = (u64::from(message_bytes), u64::from(max));
             return drain(DecodeError::TooLarge { what: "read request", len, max }.into());
         }
         let (message_bytes, charge) = (message_bytes as usize, self.heap.nothing());
-        Phase::Read(PartialRead { kind, message_bytes, message: Vec::new(), charge })
+        FramePhase::Read(PartialRead { kind, message_bytes, message: Vec::new(), charge })
     }
 
     fn walk_send(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
-        let Phase::Send { sink, .. } = &mut self.phase else { return Ok(0) };
+        let FramePhase::Send { sink, .. } = &mut self.phase else { return Ok(0) };
         let left = self.walker.left();
         let taken = usize::try_from(left).unwrap_or(usize::MAX).min(chunk.len());
         let commit = match self.walker.feed(&chunk[..taken], sink) {
@@ -372,14 +372,14 @@ impl Frames {
         let error = &drain.error;
         tracing::debug!(kind = ?drain.kind, status = ?error.status(), %error, "tcp request refused");
         if drain.left > 0 {
-            self.phase = Phase::Drain(drain);
+            self.phase = FramePhase::Drain(drain);
         } else if let Some(id) = request_id(&drain.id) {
             self.reply(dispatch::refused(&self.shared, drain.kind, id, error));
         }
     }
 
     fn walk_drain(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
-        let Phase::Drain(drain) = &mut self.phase else { return Ok(0) };
+        let FramePhase::Drain(drain) = &mut self.phase else { return Ok(0) };
         let taken = usize::try_from(drain.left).unwrap_or(usize::MAX).min(chunk.len());
         let of_id = taken.min(REQUEST_ID_BYTES - drain.id.len());
         drain.id.put_slice(&chunk[..of_id]);
@@ -393,7 +393,7 @@ impl Frames {
     }
 
     fn walk_read(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
-        let Phase::Read(read) = &mut self.phase else { return Ok(0) };
+        let FramePhase::Read(read) = &mut self.phase else { return Ok(0) };
         let (kind, have) = (read.kind, read.message.len());
         let taken = (read.message_bytes - have).min(chunk.len());
         if taken == read.message_bytes && kind == FrameType::Memory && taken <= FREE_REQUEST_BYTES {
@@ -404,7 +404,7 @@ impl Frames {
             let mut id = read.message.clone();
             id.truncate(REQUEST_ID_BYTES);
             let left = (read.message_bytes - have) as u64;
-            self.phase = Phase::Drain(Drain { kind, left, id, error: full.into() });
+            self.phase = FramePhase::Drain(Drain { kind, left, id, error: full.into() });
             return Ok(0);
         }
         read.message.extend_from_slice(&chunk[..taken]);
@@ -514,7 +514,7 @@ impl Frames {
         if let (Some(began), Some((counted, _))) = (self.began.take(), &counted) {
             counted.metrics().parsing.observe(received.duration_since(began).as_secs_f64());
         }
-        self.phase = Phase::START;
+        self.phase = FramePhase::START;
         let request = self.place.take();
         debug_assert!(request.is_some() && counted.is_some(), "a frame begins with a place and is counted");
         let (request, (counted, of_connection)) = (request?, counted?);

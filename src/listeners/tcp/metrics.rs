@@ -13,7 +13,7 @@ use uniffle_wire::frame::FrameType;
 const LATENCY_BUCKETS: &[f64] = &[1e-5, 1e-4, 5e-4, 1e-3, 5e-3, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0];
 
 metrics::table! {
-    pub(crate) struct All {
+    pub(crate) struct TcpMetricTable {
         totals: IntCounterVec["path"] = "total_urpc_request_number", "Requests received over raw TCP";
         in_progress: IntGauge = "urpc_request_number",
             "Requests over raw TCP that are being received or answered";
@@ -31,7 +31,7 @@ metrics::table! {
 }
 
 metrics::table! {
-    struct Kind each fill {
+    struct FrameKindMetrics each fill {
         total: IntCounter = "netty_{kind}_request_total", "Requests received over raw TCP";
         in_progress: IntGauge = "netty_{kind}_request", "Requests over raw TCP in progress";
         transit: TransitTimes = "netty_{kind}_request_transport_latency",
@@ -56,14 +56,14 @@ pub(crate) struct TcpMetrics {
     data: Arc<RequestMetrics>,
     memory: Arc<RequestMetrics>,
     sorted: Arc<RequestMetrics>,
-    pub(super) all: All,
+    pub(super) all: TcpMetricTable,
 }
 
 /// Metrics of one kind of request.
 #[derive(Debug)]
 pub(super) struct RequestMetrics {
     /// Metrics under Java's names.
-    java: Kind,
+    java: FrameKindMetrics,
     /// Total under riffle's name.
     total: IntCounter,
     /// Requests of all kinds that have begun to arrive and whose reply is not written.
@@ -109,13 +109,13 @@ impl InProgress {
 
 impl TcpMetrics {
     pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
-        let all = All::new(registry)?;
+        let all = TcpMetricTable::new(registry)?;
         let of = |(stem, path): (&str, &str)| -> prometheus::Result<Arc<RequestMetrics>> {
             let fill = [("{kind}", stem)];
             let processing = all.processing.with_label_values(&[path]);
             PROCESS_LATENCY.register(registry, &processing, &fill)?;
             Ok(Arc::new(RequestMetrics {
-                java: Kind::new(registry, &fill)?,
+                java: FrameKindMetrics::new(registry, &fill)?,
                 total: all.totals.with_label_values(&[path]),
                 all_in_progress: all.in_progress.clone(),
                 parsing: all.parsing.with_label_values(&[path]),
@@ -136,10 +136,10 @@ impl TcpMetrics {
 
     /// Returns the descriptions of all metrics, for the documentation.
     pub(crate) fn described() -> Vec<Description> {
-        let mut described = All::described();
+        let mut described = TcpMetricTable::described();
         for (stem, _) in KINDS {
             let fill = [("{kind}", stem)];
-            described.extend(Kind::described(&fill));
+            described.extend(FrameKindMetrics::described(&fill));
             described.push(PROCESS_LATENCY.describe(module_path!(), &fill));
         }
         let views = TRANSPORT_TIMES.iter().chain(&PROCESS_TIMES);

@@ -28,7 +28,7 @@ use crate::runtime::{Cores, Tasks};
 use crate::service::Service;
 
 use super::acceptor::{Acceptor, Binding, Connection, ListenerNames, ProtocolStart};
-use shared::{ConnectionContext, LISTENER, Shared};
+use shared::{ConnectionContext, LISTENER, TcpListenerState};
 
 const NAMES: ListenerNames = ListenerNames {
     listener: LISTENER,
@@ -73,14 +73,14 @@ impl TcpServer {
             cores,
             tasks: tasks.clone(),
         };
-        let (shared, tasks) = (Shared::new(config, service, metrics, handover), tasks.clone());
+        let (shared, tasks) = (TcpListenerState::new(config, service, metrics, handover), tasks.clone());
         acceptor.start_plain(move |connection| serve(Arc::clone(&shared), connection, tasks.child()));
         Ok(open)
     }
 }
 
 /// Serves a connection in the group `tasks`.
-async fn serve(shared: Arc<Shared>, connection: Connection<TcpStream>, tasks: Tasks) {
+async fn serve(shared: Arc<TcpListenerState>, connection: Connection<TcpStream>, tasks: Tasks) {
     let Connection { stream, place, .. } = connection;
     let (read_half, write_half) = stream.into_split();
     // A failure of either side ends the other. The guard also covers a dropped or panicking future.

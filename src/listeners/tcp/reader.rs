@@ -24,7 +24,7 @@ use uniffle_base::budget::Charge;
 use uniffle_wire::DecodeError;
 
 use super::frames::{Frames, Requirement};
-use super::shared::{ConnectionContext, LISTENER, Shared};
+use super::shared::{ConnectionContext, LISTENER, TcpListenerState};
 use super::writer::{KeptHalf, Outbox};
 
 thread_local! {
@@ -54,7 +54,7 @@ enum End {
 /// Reads frames of a connection into the thread's chunk, and keeps none of it.
 #[derive(Debug)]
 pub(super) struct ConnectionReader {
-    shared: Arc<Shared>,
+    shared: Arc<TcpListenerState>,
     socket: OwnedReadHalf,
     frames: Frames,
     connection: Tasks,

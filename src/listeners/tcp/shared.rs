@@ -23,7 +23,7 @@ pub(super) const LISTENER: &str = "tcp";
 
 /// Settings, the service, and limits over all connections.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct TcpListenerState {
     pub(super) config: TcpConfig,
     pub(super) service: Arc<Service>,
     pub(super) metrics: TcpMetrics,
@@ -40,12 +40,12 @@ pub(super) struct Shared {
 /// The parts of a connection that its reader, its parser and its writer use.
 #[derive(Debug, Clone)]
 pub(super) struct ConnectionContext {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<TcpListenerState>,
     pub(super) tasks: Tasks,
     pub(super) state: Arc<ConnectionState>,
 }
 
-impl Shared {
+impl TcpListenerState {
     pub(super) fn new(
         config: TcpConfig,
         service: Arc<Service>,

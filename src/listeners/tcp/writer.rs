@@ -26,7 +26,7 @@ use crate::runtime::Tasks;
 use crate::service::{ReadAdmission, ReadAhead, ResponseGuard};
 
 use super::metrics::InProgress;
-use super::shared::{ConnectionContext, Shared};
+use super::shared::{ConnectionContext, TcpListenerState};
 
 /// Maximum number of pieces in one vectored write. The kernel accepts 1,024, and 128 of 14 KiB
 /// already exceed a socket buffer.
@@ -104,7 +104,7 @@ pub(super) fn queue(requests_max: usize) -> (Outbox, mpsc::Receiver<Outgoing>) {
 /// Sending half of a connection, with the replies that wait for it.
 #[derive(Debug)]
 pub(super) struct ConnectionWriter {
-    shared: Arc<Shared>,
+    shared: Arc<TcpListenerState>,
     socket: OwnedWriteHalf,
     queue: mpsc::Receiver<Outgoing>,
     connection: Tasks,
@@ -246,7 +246,7 @@ impl ConnectionWriter {
 }
 
 /// Returns the next chunk, which is neither empty nor longer than `left` bytes.
-async fn next_chunk(shared: &Shared, chunks: &mut ReadAhead, left: u64) -> io::Result<Bytes> {
+async fn next_chunk(shared: &TcpListenerState, chunks: &mut ReadAhead, left: u64) -> io::Result<Bytes> {
     let end = match timeout(shared.config.write_timeout, chunks.next()).await {
         Ok(Ok(Some(chunk))) if !chunk.is_empty() && chunk.len() as u64 <= left => return Ok(chunk),
         Ok(Ok(_)) => io::Error::other("local data response does not have the announced length"),

@@ -61,7 +61,7 @@ pub struct Incarnation {
 
 /// Content of a frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Entry {
+pub enum FrameContent {
     /// The first frame, which lists the holders of copies from here on.
     Epoch(Box<Epoch>),
     /// A registration or a report (see `record`).
@@ -176,7 +176,7 @@ pub struct Frame {
     /// Checksum of the frame.
     pub crc: u32,
     /// Content of the frame.
-    pub entry: Entry,
+    pub entry: FrameContent,
 }
 
 /// Encodes the frames of one file in order.
@@ -209,7 +209,7 @@ impl Encoder {
     /// Appends the next frame to `out`. `batch` earlier frames are written together with it. If the
     /// entry is longer than [`PAYLOAD_BYTES_MAX`], returns false and appends nothing.
     #[must_use]
-    pub fn encode(&mut self, entry: &Entry, batch: u32, out: &mut BytesMut) -> bool {
+    pub fn encode(&mut self, entry: &FrameContent, batch: u32, out: &mut BytesMut) -> bool {
         let (kind, name, content) = entry.parts();
         let length = name.len() + content.len();
         let Some(length) = u32::try_from(length).ok().filter(|_| length <= PAYLOAD_BYTES_MAX) else {
@@ -276,7 +276,7 @@ pub fn decode(bytes: &[u8]) -> Result<Frame, String> {
         return Err("checksum does not match".to_owned());
     }
     let kind = u16::from_be_bytes([header[6], header[7]]);
-    let entry = Entry::from_parts(kind, payload).ok_or(MALFORMED)?;
+    let entry = FrameContent::from_parts(kind, payload).ok_or(MALFORMED)?;
     Ok(Frame { generation: long(8), sequence: long(16), batch: word(28), previous: word(32), crc, entry })
 }
 
@@ -312,7 +312,7 @@ impl Incarnation {
     }
 }
 
-impl Entry {
+impl FrameContent {
     /// Returns the kind, the fields in postcard's format, and the content after them.
     fn parts(&self) -> (u16, Vec<u8>, Bytes) {
         let (kind, fields, content) = match self {
@@ -392,12 +392,12 @@ mod tests {
             gap: Some(gap.clone()),
         };
         let entries = [
-            Entry::Epoch(Box::new(epoch)),
-            Entry::Record(shuffle(3), Bytes::from_static(b"hello")),
-            Entry::Purged(shuffle(3)),
-            Entry::Incomplete(shuffle(4), gap),
-            Entry::Moved(shuffle(3)),
-            Entry::Begun,
+            FrameContent::Epoch(Box::new(epoch)),
+            FrameContent::Record(shuffle(3), Bytes::from_static(b"hello")),
+            FrameContent::Purged(shuffle(3)),
+            FrameContent::Incomplete(shuffle(4), gap),
+            FrameContent::Moved(shuffle(3)),
+            FrameContent::Begun,
         ];
         let (mut encoder, mut out) = (Encoder::new(9), BytesMut::new());
         for (batch, entry) in (0..).zip(&entries) {
@@ -424,15 +424,15 @@ mod tests {
         "55574d4c00010005000000000000000900000000000000050000000000000005b43bad13749a6e41",
     ];
 
-    fn any_entry() -> impl Strategy<Value = Entry> {
+    fn any_entry() -> impl Strategy<Value = FrameContent> {
         let name = any::<u64>().prop_map(shuffle);
         let gap = ("[a-z]{0,9}", prop::collection::vec(any::<[u8; 16]>(), 0..3))
             .prop_map(|(reason, until_back)| Gap { reason, until_back });
         prop_oneof![
             (name.clone(), prop::collection::vec(any::<u8>(), 0..200))
-                .prop_map(|(shuffle, content)| Entry::Record(shuffle, content.into())),
-            name.clone().prop_map(Entry::Purged),
-            (name, gap).prop_map(|(shuffle, gap)| Entry::Incomplete(shuffle, gap)),
+                .prop_map(|(shuffle, content)| FrameContent::Record(shuffle, content.into())),
+            name.clone().prop_map(FrameContent::Purged),
+            (name, gap).prop_map(|(shuffle, gap)| FrameContent::Incomplete(shuffle, gap)),
         ]
     }
 
@@ -471,7 +471,7 @@ mod tests {
 
         #[test]
         fn no_bytes_make_it_panic(kind in 0u16..7, payload in prop::collection::vec(any::<u8>(), 0..60)) {
-            let _ = Entry::from_parts(kind, &payload);
+            let _ = FrameContent::from_parts(kind, &payload);
         }
     }
 }

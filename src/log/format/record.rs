@@ -29,14 +29,14 @@ pub(super) const REPORT: u8 = 2;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Record {
     /// The shuffle was registered.
-    Registration(Registration),
+    Registration(RegistrationRecord),
     /// A task attempt reported its blocks.
     Report(Report),
 }
 
 /// A registration, with its fields in the order in which they are written.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Registration {
+pub struct RegistrationRecord {
     /// Closed ranges of partitions.
     pub ranges: Vec<(i32, i32)>,
     /// Order of blocks in extents.
@@ -80,7 +80,7 @@ impl Record {
 
     /// Encodes a registration that includes the content of all earlier ones of its shuffle.
     #[must_use]
-    pub fn encode_replacing(registration: &Registration) -> Vec<u8> {
+    pub fn encode_replacing(registration: &RegistrationRecord) -> Vec<u8> {
         record(REGISTRATION, REPLACES, registration)
     }
 
@@ -211,7 +211,7 @@ mod tests {
     /// version is 1.
     #[test]
     fn version_1_is_frozen() {
-        let registration = Registration {
+        let registration = RegistrationRecord {
             ranges: vec![(0, 63), (70, 70)],
             distribution: Distribution::LocalOrder,
             user: "ann".into(),
@@ -237,7 +237,7 @@ mod tests {
     #[test]
     fn registration_of_version_2_is_frozen() {
         let registration =
-            Registration { ranges: vec![(0, 63)], user: "ann".into(), ..Registration::default() };
+            RegistrationRecord { ranges: vec![(0, 63)], user: "ann".into(), ..RegistrationRecord::default() };
         let replacing = Record::encode_replacing(&registration);
         let hex: String = replacing.iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(hex, "010201007e0003616e6e0000000000");
@@ -276,7 +276,7 @@ mod tests {
                     let distribution = if ordered { Distribution::LocalOrder } else { Distribution::Normal };
                     let heartbeat_timeout_ms = timeout.map(std::num::NonZeroU64::get);
                     let sent_properties = sent;
-                    Record::Registration(Registration {
+                    Record::Registration(RegistrationRecord {
                         ranges,
                         distribution,
                         user,

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use tokio::sync::{Mutex, MutexGuard};
 use uuid::Uuid;
 
-use crate::log::recovery::read::{Directory, Health};
+use crate::log::recovery::read::{Directory, DirectoryHealth};
 use crate::log::window::within;
 use uniffle_io::{File, WriteOpen};
 
@@ -100,7 +100,7 @@ impl ScratchFile {
 impl Directory {
     fn note(&self, error: &io::Error) {
         if let Some(health) = self.health.upgrade() {
-            Health::failed(&*health, error);
+            DirectoryHealth::failed(&*health, error);
         }
     }
 }

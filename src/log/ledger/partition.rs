@@ -29,7 +29,7 @@ const ASKED_ID_BYTES: u64 = 8;
 
 /// Knowledge about a partition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Phase {
+pub enum LedgerPhase {
     /// No block was ever in question.
     Known,
     /// The present blocks are being determined.
@@ -132,12 +132,12 @@ impl Ledger {
 
     /// Returns the current phase.
     #[must_use]
-    pub fn phase(&self) -> Phase {
+    pub fn phase(&self) -> LedgerPhase {
         match (&self.verifying, self.lost_blocks() == 0, &self.there) {
-            (Some(_), ..) => Phase::Verifying,
-            (None, false, _) => Phase::Lossy,
-            (None, true, There::All) => Phase::Known,
-            (None, true, There::AtLeast(_) | There::Exactly(_) | There::InTiers) => Phase::Complete,
+            (Some(_), ..) => LedgerPhase::Verifying,
+            (None, false, _) => LedgerPhase::Lossy,
+            (None, true, There::All) => LedgerPhase::Known,
+            (None, true, There::AtLeast(_) | There::Exactly(_) | There::InTiers) => LedgerPhase::Complete,
         }
     }
 

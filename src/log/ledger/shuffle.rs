@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 use uniffle_wire::types::PartitionId;
 
 use super::loss::Loss;
-use super::partition::{Availability, Ledger, Phase};
+use super::partition::{Availability, Ledger, LedgerPhase};
 use crate::log::ids::id_set::IdSet;
 use crate::log::ids::present::{HeldIds, PresentIds};
 use uniffle_base::budget::Budget;
@@ -74,8 +74,9 @@ impl ShuffleLedger {
     /// Runs `act` on a partition's ledger, under a lock. A ledger is only stored once a block was
     /// in question.
     pub fn with<T>(&self, partition: PartitionId, act: impl FnOnce(&mut Ledger) -> T) -> T {
-        let sizes =
-            |it: &Ledger| (it.lost_blocks(), u64::from(it.phase() == Phase::Verifying), it.is_looking());
+        let sizes = |it: &Ledger| {
+            (it.lost_blocks(), u64::from(it.phase() == LedgerPhase::Verifying), it.is_looking())
+        };
         let mut state = self.state.lock();
         let known = state.partitions.remove(&partition);
         let left = |is_all| Ledger::left(&self.heap, Some(HeldIds::new(&self.heap)), is_all);
@@ -84,7 +85,7 @@ impl ShuffleLedger {
         let before = sizes(&ledger);
         let done = act(&mut ledger);
         let after = sizes(&ledger);
-        if ledger.phase() != Phase::Known {
+        if ledger.phase() != LedgerPhase::Known {
             state.partitions.insert(partition, ledger);
             self.is_watched.store(true, Ordering::Release);
         }

@@ -109,7 +109,7 @@ impl LogObject {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::log::format::frame::{Encoder, Entry};
+    use crate::log::format::frame::{Encoder, FrameContent};
     use bytes::BytesMut;
 
     /// Name of an object whose last sequence exceeds 64 bits.
@@ -136,9 +136,9 @@ mod tests {
     #[test]
     fn object_cut_between_frames_is_damaged() {
         let (mut encoder, mut out) = (Encoder::after(9, 4, 77), BytesMut::new());
-        assert!(encoder.encode(&Entry::Begun, 0, &mut out));
+        assert!(encoder.encode(&FrameContent::Begun, 0, &mut out));
         let one = out.len();
-        assert!(encoder.encode(&Entry::Begun, 0, &mut out));
+        assert!(encoder.encode(&FrameContent::Begun, 0, &mut out));
         let object = LogObject { generation: 9, process: 1, first: 4, frames: 2 };
         let bytes = out.freeze();
         assert_eq!(object.check(&bytes), Ok(()));

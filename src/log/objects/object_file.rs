@@ -16,7 +16,7 @@ use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use super::object::{ListedObject, LogObject, LogObjects, OBJECT_COPIES};
 use crate::log::error::LogError;
 use crate::log::format::frame::{HEADER_BYTES, PAYLOAD_BYTES_MAX};
-use crate::log::recovery::read::Part;
+use crate::log::recovery::read::LogCopy;
 use crate::log::write::checkpoint::{CHUNK_BYTES, CheckpointSink};
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_io::{File, ReadTarget};
@@ -114,8 +114,8 @@ impl ObjectFile {
     }
 
     /// Returns the part of a source that reads this file.
-    pub(in crate::log) fn part(&self) -> Part {
-        Part {
+    pub(in crate::log) fn part(&self) -> LogCopy {
+        LogCopy {
             directory: None,
             path: format!("{:016x}.{:08x}", self.generation, self.process).into(),
             generation: self.generation,

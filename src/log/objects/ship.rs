@@ -28,7 +28,7 @@ use super::object::LogObjects;
 use super::shipped::ShippedLog;
 use crate::clock::timeout;
 use crate::log::error::LogError;
-use crate::log::format::frame::{Entry, Incarnation, PAYLOAD_BYTES_MAX};
+use crate::log::format::frame::{FrameContent, Incarnation, PAYLOAD_BYTES_MAX};
 use crate::runtime::Tasks;
 use uniffle_base::budget::Budget;
 
@@ -112,7 +112,7 @@ impl Shipper {
     }
 
     /// Adds entries that are on the disks. Returns the position of the last.
-    pub(in crate::log) fn add(&self, entries: impl IntoIterator<Item = Entry>) -> u64 {
+    pub(in crate::log) fn add(&self, entries: impl IntoIterator<Item = FrameContent>) -> u64 {
         let mut state = self.0.state.lock();
         if state.ended.is_some() {
             return state.end;
@@ -135,8 +135,8 @@ impl Shipper {
     ///
     /// # Errors
     /// The store does not take the entry or does not answer, or the entry is too long.
-    pub(in crate::log) async fn append(&self, entry: Entry) -> Result<u64, LogError> {
-        if let Entry::Record(_, record) = &entry
+    pub(in crate::log) async fn append(&self, entry: FrameContent) -> Result<u64, LogError> {
+        if let FrameContent::Record(_, record) = &entry
             && record.len() > PAYLOAD_BYTES_MAX / 2
         {
             return Err(LogError::of(io::ErrorKind::InvalidInput, "the metadata record is too long"));
@@ -158,7 +158,7 @@ impl Shipper {
             return state.end;
         }
         // Without disks a long queue is never dropped: nothing else has its entries.
-        let end = state.push(Entry::Purged(shuffle));
+        let end = state.push(FrameContent::Purged(shuffle));
         drop(state);
         self.0.wake.notify_one();
         end
@@ -167,7 +167,7 @@ impl Shipper {
     /// Adds an entry without effect, and returns its position. Once the store has it, a write to
     /// the store has succeeded since.
     pub fn add_mark(&self) -> u64 {
-        self.add([Entry::Begun])
+        self.add([FrameContent::Begun])
     }
 
     /// Returns the position of the last entry.

@@ -12,9 +12,9 @@ use super::object::{ListedObject, LogObjects};
 use super::object_file::ObjectFile;
 use crate::log::contents::{Contents, FoundShuffle};
 use crate::log::error::LogError;
-use crate::log::format::frame::{Entry, Epoch, Incarnation};
+use crate::log::format::frame::{Epoch, FrameContent, Incarnation};
 use crate::log::recovery::proof::StoreSeen;
-use crate::log::recovery::read::{Part, Source};
+use crate::log::recovery::read::{LogCopies, LogCopy};
 use uniffle_base::budget::Budget;
 use uniffle_wire::types::ShuffleKey;
 use uuid::Uuid;
@@ -23,7 +23,7 @@ use uuid::Uuid;
 #[derive(Debug)]
 pub struct ShippedLog {
     /// Generations to read.
-    pub(in crate::log) source: Source,
+    pub(in crate::log) source: LogCopies,
     /// The newest epoch of the disks in the store, or the default if there were no disks.
     pub(in crate::log) epoch: Epoch,
     /// Reason why records may be missing.
@@ -47,14 +47,17 @@ struct Entries {
 
 impl Entries {
     /// Adds those of a generation.
-    async fn add(&mut self, part: &Part) -> Result<(), LogError> {
-        let mut reader = Source { parts: vec![part.clone()], shipped: None }.read_stored();
+    async fn add(&mut self, part: &LogCopy) -> Result<(), LogError> {
+        let mut reader = LogCopies { parts: vec![part.clone()], shipped: None }.read_stored();
         while let Some(entry) = reader.next().await? {
             self.contents.took(&entry, reader.entry_bytes);
             match entry {
-                Entry::Epoch(newest) => self.epoch = *newest,
-                Entry::Begun => self.is_begun = true,
-                Entry::Record(..) | Entry::Purged(_) | Entry::Incomplete(..) | Entry::Moved(_) => {}
+                FrameContent::Epoch(newest) => self.epoch = *newest,
+                FrameContent::Begun => self.is_begun = true,
+                FrameContent::Record(..)
+                | FrameContent::Purged(_)
+                | FrameContent::Incomplete(..)
+                | FrameContent::Moved(_) => {}
             }
         }
         self.damage = self.damage.take().or(reader.damage);
@@ -110,7 +113,7 @@ impl ShippedLog {
         let (shuffles, mut contents) = (all.contents.shuffles(), all.contents);
         contents.keep(&shuffles.values().map(|found| found.incarnation).collect());
         let generation = files.last().map_or(0, |file| file.generation);
-        let source = Source { parts, shipped: None };
+        let source = LogCopies { parts, shipped: None };
         Ok(Arc::new(Self { source, epoch: all.epoch, gap, contents, shuffles, generation }))
     }
 

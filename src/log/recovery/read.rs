@@ -20,14 +20,14 @@ use super::proof::{CopySeen, Present, RecoveryDecision, Torn, judge};
 use super::resumable::{Resumable, resumable_copies};
 use crate::log::contents::{CheckpointFilter, Order};
 pub use crate::log::format::frame::METADATA;
-use crate::log::format::frame::{self, Entry, Epoch, Frame, Gap, Incarnation};
+use crate::log::format::frame::{self, Epoch, Frame, FrameContent, Gap, Incarnation};
 use crate::log::window::{FileWindow, within};
 use uniffle_io::{Disk, File};
 
 /// Sources from which the log can be read at a moment. A later generation removes them.
 #[derive(Debug)]
 pub(in crate::log) struct LogSources {
-    pub(in crate::log) sources: Vec<Source>,
+    pub(in crate::log) sources: Vec<LogCopies>,
     pub(in crate::log) directories: Vec<Directory>,
     pub(in crate::log) deadline: Duration,
 }
@@ -45,7 +45,7 @@ const WINDOW_BYTES: u64 = 1 << 20;
 const STORE_WINDOW_BYTES: u64 = 16 << 20;
 
 /// Health of a data directory for the log.
-pub trait Health: fmt::Debug + Send + Sync {
+pub trait DirectoryHealth: fmt::Debug + Send + Sync {
     /// Returns the rank of the directory, or `None` if it cannot be written. The lowest rank is the
     /// best.
     fn rank(&self) -> Option<u8>;
@@ -63,11 +63,11 @@ pub struct Directory {
     /// Files of the directory.
     pub io: Arc<dyn Disk>,
     /// Health of the directory. Dropped with the store, after which nothing is written.
-    pub health: Weak<dyn Health>,
+    pub health: Weak<dyn DirectoryHealth>,
 }
 
 impl Directory {
-    /// Returns the rank, see [`Health::rank`].
+    /// Returns the rank, see [`DirectoryHealth::rank`].
     pub(in crate::log) fn rank(&self) -> Option<u8> {
         self.health.upgrade()?.rank()
     }
@@ -163,10 +163,10 @@ impl Survey {
 
     /// Returns a source of the copies at `places`. If `is_proven`, a copy is read only up to the
     /// end of its valid frames.
-    pub(in crate::log) fn source(&self, places: &[(usize, usize)], is_proven: bool) -> Source {
+    pub(in crate::log) fn source(&self, places: &[(usize, usize)], is_proven: bool) -> LogCopies {
         let part = |(directory, copy): &(usize, usize)| {
             let seen = &self.present[*directory].copies[*copy];
-            Part {
+            LogCopy {
                 directory: Some(*directory),
                 path: self.files[*directory][*copy].clone(),
                 generation: seen.generation,
@@ -175,7 +175,7 @@ impl Survey {
                 file: None,
             }
         };
-        Source { parts: places.iter().map(part).collect(), shipped: None }
+        LogCopies { parts: places.iter().map(part).collect(), shipped: None }
     }
 }
 
@@ -252,7 +252,7 @@ pub async fn newest_epoch(io: &dyn Disk, deadline: Duration) -> Option<Epoch> {
     for (generation, name) in copies.into_iter().rev() {
         let path = copy_file(&Path::new(METADATA).join(name));
         let Ok(mut reader) = CopyReader::open(io, &path, generation, deadline).await else { continue };
-        if let Some(Frame { sequence: 0, entry: Entry::Epoch(epoch), .. }) = reader.next().await {
+        if let Some(Frame { sequence: 0, entry: FrameContent::Epoch(epoch), .. }) = reader.next().await {
             return Some(*epoch);
         }
     }
@@ -266,7 +266,7 @@ async fn read_members(io: &dyn Disk, deadline: Duration) -> io::Result<Option<(u
         read => read?,
     };
     match frame::decode(&bytes).map_err(io::Error::other)? {
-        Frame { generation, entry: Entry::Epoch(epoch), .. } => Ok(Some((generation, *epoch))),
+        Frame { generation, entry: FrameContent::Epoch(epoch), .. } => Ok(Some((generation, *epoch))),
         _ => Err(io::Error::other("not a list of data directories")),
     }
 }
@@ -306,7 +306,7 @@ async fn survey_copy(
     let mut first = None;
     while let Some(frame) = reader.next().await {
         seen.newest = seen.newest.max((frame.sequence, u64::from(frame.batch)));
-        if let (0, Entry::Epoch(epoch)) = (frame.sequence, frame.entry) {
+        if let (0, FrameContent::Epoch(epoch)) = (frame.sequence, frame.entry) {
             first = Some(*epoch);
         }
     }
@@ -422,7 +422,7 @@ impl CopyReader {
 
 /// A copy to be read, or a generation in the object store.
 #[derive(Debug, Clone)]
-pub(in crate::log) struct Part {
+pub(in crate::log) struct LogCopy {
     /// Index of the directory, or `None` in the object store.
     pub(in crate::log) directory: Option<usize>,
     pub(in crate::log) path: PathBuf,
@@ -446,14 +446,14 @@ pub(in crate::log) struct Snapshot {
 
 /// Copies from which the current contents of the log can be read.
 #[derive(Debug, Clone, Default)]
-pub(in crate::log) struct Source {
-    pub(in crate::log) parts: Vec<Part>,
+pub(in crate::log) struct LogCopies {
+    pub(in crate::log) parts: Vec<LogCopy>,
     /// The shuffles whose records are taken from the object store instead of the disks, if there
     /// are parts of both.
     pub(in crate::log) shipped: Option<Treemap>,
 }
 
-impl Source {
+impl LogCopies {
     /// Returns the order of the entries.
     pub(in crate::log) fn order(&self) -> Order {
         match (&self.parts[..], &self.shipped) {
@@ -496,7 +496,7 @@ enum Written {
 }
 
 impl Written {
-    fn of(part: &Part) -> Self {
+    fn of(part: &LogCopy) -> Self {
         match part.epoch {
             Some(epoch) => Self::Known { epoch, generation: part.generation },
             None => Self::Unknown { directory: part.directory, path: part.path.clone() },
@@ -504,13 +504,13 @@ impl Written {
     }
 }
 
-/// Reader of the entries of a source, see [`Source::read`].
+/// Reader of the entries of a source, see [`LogCopies::read`].
 #[derive(Debug)]
 pub(in crate::log) struct SourceReader<'a> {
     directories: &'a [Directory],
     deadline: Duration,
-    parts: std::vec::IntoIter<Part>,
-    open: Option<(Part, CopyReader)>,
+    parts: std::vec::IntoIter<LogCopy>,
+    open: Option<(LogCopy, CopyReader)>,
     /// Sequences seen by generation, because its copies have the same entries.
     seen: HashMap<Written, Treemap>,
     shipped: Option<Treemap>,
@@ -526,7 +526,7 @@ impl SourceReader<'_> {
     /// # Errors
     /// A copy cannot be read, or the object store does not answer. `InvalidData`: a copy has fewer
     /// frames than required.
-    pub(in crate::log) async fn next(&mut self) -> io::Result<Option<Entry>> {
+    pub(in crate::log) async fn next(&mut self) -> io::Result<Option<FrameContent>> {
         loop {
             let Some((part, reader)) = &mut self.open else {
                 let Some(part) = self.parts.next() else { return Ok(None) };
@@ -552,13 +552,13 @@ impl SourceReader<'_> {
                 shipped.is_some_and(|is_shipped| is_shipped != part.directory.is_none())
             };
             let is_new = self.seen.entry(Written::of(part)).or_default().add_checked(sequence);
-            if is_new && !matches!(&entry, Entry::Record(shuffle, _) if is_elsewhere(shuffle)) {
+            if is_new && !matches!(&entry, FrameContent::Record(shuffle, _) if is_elsewhere(shuffle)) {
                 return Ok(Some(entry));
             }
         }
     }
 
-    async fn open(&self, part: &Part) -> io::Result<CopyReader> {
+    async fn open(&self, part: &LogCopy) -> io::Result<CopyReader> {
         match (&part.file, part.directory.map(|at| &*self.directories[at].io)) {
             (Some(file), None) => {
                 CopyReader::of(Arc::clone(file), part.generation, STORE_WINDOW_BYTES, Duration::MAX).await
@@ -575,7 +575,7 @@ impl SourceReader<'_> {
     ///
     /// # Errors
     /// The end of the part was not reached.
-    fn ended(directories: &[Directory], part: &Part, reader: &CopyReader) -> io::Result<Option<String>> {
+    fn ended(directories: &[Directory], part: &LogCopy, reader: &CopyReader) -> io::Result<Option<String>> {
         let path = match part.directory {
             Some(at) => directories[at].io.root().join(&part.path),
             None => Path::new("metadata log in the object store").join(&part.path),

@@ -13,17 +13,17 @@ use tokio::sync::mpsc;
 use uuid::Uuid;
 
 use super::proof::RecoveryDecision;
-use super::read::{Directory, METADATA, Source, Survey};
+use super::read::{Directory, LogCopies, METADATA, Survey};
 use crate::log::contents::FoundShuffle;
 use crate::log::error::LogError;
-use crate::log::format::frame::{Entry, Gap, Incarnation, Member};
+use crate::log::format::frame::{FrameContent, Gap, Incarnation, Member};
 use crate::log::objects::shipped::ShippedLog;
 use crate::log::write::writer::{Deadlines, MetadataWriter, RecoveredRecord};
 use uniffle_wire::types::ShuffleKey;
 
 /// Recovered state of an earlier process.
 #[derive(Debug, Default)]
-pub struct Found {
+pub struct FoundLog {
     /// Shuffles that were not purged.
     pub shuffles: BTreeMap<ShuffleKey, FoundShuffle>,
     /// Absent directories that may have data of these shuffles.
@@ -46,7 +46,7 @@ impl MetadataWriter {
         deadlines: Deadlines,
         survey: &Survey,
         shipped: Option<Arc<ShippedLog>>,
-    ) -> (Self, Found) {
+    ) -> (Self, FoundLog) {
         let mut judged = survey.judged();
         judged.generation = judged.generation.max(survey.generation);
         let shipped = shipped.filter(|log| log.says_anything() && judged.needs(log.seen()));
@@ -94,7 +94,7 @@ impl MetadataWriter {
     }
 
     /// Reads the whole log.
-    async fn take_over(&mut self, judged: &RecoveryDecision) -> Found {
+    async fn take_over(&mut self, judged: &RecoveryDecision) -> FoundLog {
         let (source, directories) = (self.source.clone(), self.directories.clone());
         let mut reader = source.read(&directories, self.deadlines.name);
         let unread = loop {
@@ -152,7 +152,7 @@ impl MetadataWriter {
             self.epoch.members.retain(|member| member.votes || here.contains(&member.uuid()));
         }
         let absent = self.epoch.members.iter().filter(|member| self.is_away(member));
-        Found {
+        FoundLog {
             absent: absent.map(|member| (member.uuid(), member.path.clone())).collect(),
             gap: self.epoch.gap.as_ref().map(|gap| gap.reason.clone()),
             has_new_gap: judged.gap.is_some() || unread.is_some(),
@@ -222,7 +222,7 @@ impl MetadataWriter {
     /// sent so far.
     async fn tell_from(
         &self,
-        source: &Source,
+        source: &LogCopies,
         told: u64,
         to: &mpsc::Sender<RecoveredRecord>,
     ) -> (u64, io::Result<()>) {
@@ -245,17 +245,17 @@ impl MetadataWriter {
     }
 
     /// Sends one entry. Returns false if the receiver was dropped.
-    async fn tell_one(&self, entry: Entry, to: &mpsc::Sender<RecoveredRecord>) -> bool {
+    async fn tell_one(&self, entry: FrameContent, to: &mpsc::Sender<RecoveredRecord>) -> bool {
         match entry {
-            Entry::Record(shuffle, content) if !self.contents.is_purged(shuffle.number) => {
+            FrameContent::Record(shuffle, content) if !self.contents.is_purged(shuffle.number) => {
                 to.send(Ok(Some((shuffle.key, content)))).await.is_ok()
             }
-            Entry::Record(..)
-            | Entry::Purged(_)
-            | Entry::Incomplete(..)
-            | Entry::Moved(_)
-            | Entry::Epoch(_)
-            | Entry::Begun => true,
+            FrameContent::Record(..)
+            | FrameContent::Purged(_)
+            | FrameContent::Incomplete(..)
+            | FrameContent::Moved(_)
+            | FrameContent::Epoch(_)
+            | FrameContent::Begun => true,
         }
     }
 }

@@ -10,7 +10,7 @@ use bytes::{Bytes, BytesMut};
 
 use crate::log::contents::{CheckpointFilter, Contents};
 use crate::log::error::LogError;
-use crate::log::format::frame::{Encoder, Entry};
+use crate::log::format::frame::{Encoder, FrameContent};
 use crate::log::recovery::read::SourceReader;
 
 /// Size of the frames that are written at a time. A longer entry is written alone.
@@ -66,7 +66,7 @@ impl<S: CheckpointSink> Checkpoint<S> {
     }
 
     /// Adds an entry. Every entry fits, because it was in the log before.
-    pub(in crate::log) async fn put(&mut self, entry: &Entry) -> Result<(), S::Error> {
+    pub(in crate::log) async fn put(&mut self, entry: &FrameContent) -> Result<(), S::Error> {
         let before = self.out.len();
         let fits = self.encoder.encode(entry, 0, &mut self.out);
         debug_assert!(fits, "it was in the log before");

@@ -22,9 +22,11 @@ use uuid::Uuid;
 use super::checkpoint::{Checkpoint, CheckpointSink};
 use super::writer::{Copy, MetadataWriter};
 use crate::log::error::LogError;
-use crate::log::format::frame::{Encoder, Entry, Epoch, Gap, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
+use crate::log::format::frame::{Encoder, Epoch, FrameContent, Gap, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
 use crate::log::recovery::proof::members_after;
-use crate::log::recovery::read::{MEMBERS, METADATA, Part, Source, copy_directory, copy_file, generation_of};
+use crate::log::recovery::read::{
+    LogCopies, LogCopy, MEMBERS, METADATA, copy_directory, copy_file, generation_of,
+};
 use crate::log::window::within;
 use uniffle_io::{Disk, File, Lane, Vanished, WriteOpen};
 
@@ -153,7 +155,7 @@ impl MetadataWriter {
 
     /// Replaces a source that cannot be read by another one, or by the readable parts of all. Adds
     /// the parts of the former source to `damaged`.
-    fn change_source(&mut self, damaged: &mut Vec<Part>, error: LogError) -> Result<(), LogError> {
+    fn change_source(&mut self, damaged: &mut Vec<LogCopy>, error: LogError) -> Result<(), LogError> {
         damaged.append(&mut self.source.parts.clone());
         match self.others.pop() {
             Some(other) => {
@@ -173,7 +175,7 @@ impl MetadataWriter {
 
     /// Continues with the readable records of damaged copies. Others are lost, so living shuffles
     /// are incomplete for the next start. This process still knows all of their records.
-    fn salvage(&mut self, damaged: Vec<Part>, error: &LogError) {
+    fn salvage(&mut self, damaged: Vec<LogCopy>, error: &LogError) {
         tracing::error!(
             %error,
             "another program damaged all copies of the metadata log; after the next start or upgrade, results of \
@@ -188,8 +190,8 @@ impl MetadataWriter {
         self.epoch.gap.get_or_insert(gap);
         // The directories learn of the gap by a new epoch.
         self.is_open = false;
-        let all = damaged.into_iter().map(|part| Part { frames: u64::MAX, ..part });
-        self.source = Source { parts: all.collect(), shipped: None };
+        let all = damaged.into_iter().map(|part| LogCopy { frames: u64::MAX, ..part });
+        self.source = LogCopies { parts: all.collect(), shipped: None };
     }
 
     /// Ends the gap by a new epoch, unless a directory that may have newer metadata is away or
@@ -248,7 +250,7 @@ impl MetadataWriter {
         let filter = self.contents.filter(source.order());
         let sink = CopySink { writer: self, copies: &copies, spare, end: 0 };
         let mut checkpoint = Checkpoint::new(generation, contents, sink);
-        checkpoint.put(&Entry::Epoch(Box::new(epoch.clone()))).await?;
+        checkpoint.put(&FrameContent::Epoch(Box::new(epoch.clone()))).await?;
         checkpoint.copy(filter, &mut source.read(&directories, deadline)).await?;
         checkpoint.flush().await?;
         let Checkpoint { encoder, contents, sink: CopySink { end, spare, .. }, .. } = checkpoint;
@@ -314,7 +316,7 @@ impl MetadataWriter {
 
     fn list(&self, epoch: &Epoch) -> Vec<u8> {
         let (mut out, mut encoder) = (BytesMut::new(), Encoder::new(self.generation));
-        let fits = encoder.encode(&Entry::Epoch(Box::new(epoch.clone())), 0, &mut out);
+        let fits = encoder.encode(&FrameContent::Epoch(Box::new(epoch.clone())), 0, &mut out);
         debug_assert!(fits, "an epoch is small");
         out.to_vec()
     }
@@ -337,7 +339,7 @@ impl MetadataWriter {
     async fn commit(&mut self, epoch: Epoch, copies: Vec<Copy>, usable: BTreeSet<usize>) {
         tracing::debug!(generation = self.generation, copies = ?copies, "started the metadata log");
         if let Some(shipper) = self.shipper.as_ref().filter(|_| epoch.id != self.epoch.id) {
-            shipper.add([Entry::Epoch(Box::new(epoch.clone()))]);
+            shipper.add([FrameContent::Epoch(Box::new(epoch.clone()))]);
         }
         self.epoch = epoch;
         self.shipped = None;

@@ -20,11 +20,11 @@ use super::mark::{MARK_PAUSE, Marks};
 use crate::clock::Instant;
 use crate::log::contents::Contents;
 use crate::log::error::LogError;
-use crate::log::format::frame::{Encoder, Entry, Epoch, Incarnation};
+use crate::log::format::frame::{Encoder, Epoch, FrameContent, Incarnation};
 use crate::log::objects::ship::Shipper;
 use crate::log::objects::shipped::ShippedLog;
 use crate::log::recovery::proof::{HandOff, RecoveryDecision};
-use crate::log::recovery::read::{Directory, LogSources, MEMBERS, METADATA, Part, Snapshot, Source};
+use crate::log::recovery::read::{Directory, LogCopies, LogCopy, LogSources, MEMBERS, METADATA, Snapshot};
 use crate::log::recovery::resumable::Resumable;
 use crate::log::window::within;
 use uniffle_io::{File, Vanished};
@@ -41,7 +41,7 @@ fn wants_new_file(error: &io::Error) -> bool {
 }
 
 /// Returns the error of an entry whose incarnation is outdated.
-fn outdated(entry: &Entry) -> LogError {
+fn outdated(entry: &FrameContent) -> LogError {
     let shuffle = entry.shuffle().map(|it| it.key.to_string()).unwrap_or_default();
     LogError::told(&format!(
         "{shuffle} was registered again or unregistered in metadata that could not be read at the start; restart \
@@ -63,7 +63,7 @@ pub(in crate::log) type RecoveredRecord = Result<Option<(ShuffleKey, Bytes)>, Lo
 
 pub(in crate::log) enum LogRequest {
     /// Append an entry. Answered with its position in the log that is copied to the object store.
-    Append(Entry, oneshot::Sender<Result<u64, LogError>>),
+    Append(FrameContent, oneshot::Sender<Result<u64, LogError>>),
     /// Check the copies, and write them again where needed.
     Settle(oneshot::Sender<()>),
     /// Record that this start may have missed shuffles.
@@ -103,9 +103,9 @@ pub(in crate::log) struct MetadataWriter {
     /// Length of the frames in each copy, in bytes.
     pub(in crate::log) end: u64,
     /// Source of the complete log.
-    pub(in crate::log) source: Source,
+    pub(in crate::log) source: LogCopies,
     /// Alternative sources, used if `source` fails.
-    pub(in crate::log) others: Vec<Source>,
+    pub(in crate::log) others: Vec<LogCopies>,
     /// Copies of the previous process that can be appended to, until a generation is resumed or
     /// begun.
     pub(in crate::log) resumable: Option<Resumable>,
@@ -144,7 +144,7 @@ impl MetadataWriter {
         directories: Vec<Directory>,
         deadlines: Deadlines,
         judged: RecoveryDecision,
-        source: Source,
+        source: LogCopies,
     ) -> Self {
         let gap = judged.carried(judged.epoch.gap.as_ref());
         let generation = judged.generation;
@@ -196,7 +196,7 @@ impl MetadataWriter {
                         let _ = done.send(Err(outdated(&entry)));
                     }
                     LogRequest::Append(entry, done) => {
-                        let ended = self.replaced_by(&entry).map(Entry::Purged);
+                        let ended = self.replaced_by(&entry).map(FrameContent::Purged);
                         answers.extend(ended.iter().map(|_| oneshot::channel().0));
                         entries.extend(ended);
                         entries.push(entry);
@@ -245,7 +245,7 @@ impl MetadataWriter {
 
     /// Returns the unserved incarnation that the entry's registration replaces. Its number may be
     /// the greater one, so it must be purged in the log.
-    fn replaced_by(&self, entry: &Entry) -> Option<Incarnation> {
+    fn replaced_by(&self, entry: &FrameContent) -> Option<Incarnation> {
         let shuffle = entry.shuffle()?;
         let number = *self.unserved.get(&shuffle.key)?;
         let is_replaced = number != shuffle.number && !self.contents.is_purged(number);
@@ -255,8 +255,8 @@ impl MetadataWriter {
     /// Returns whether an entry must not be acknowledged because its incarnation is outdated: a
     /// start would not find it, or find it without the records of the later incarnation. The end of
     /// the incarnation is written.
-    fn is_outdated(&self, entry: &Entry) -> bool {
-        let is_end = matches!(entry, Entry::Purged(_));
+    fn is_outdated(&self, entry: &FrameContent) -> bool {
+        let is_end = matches!(entry, FrameContent::Purged(_));
         !is_end && entry.shuffle().is_some_and(|it| self.outdated.contains(it.number))
     }
 
@@ -329,7 +329,7 @@ impl MetadataWriter {
     }
 
     /// Writes entries. Uses other directories if those with the copies fail.
-    async fn append(&mut self, entries: &[Entry]) -> Vec<Result<u64, LogError>> {
+    async fn append(&mut self, entries: &[FrameContent]) -> Vec<Result<u64, LogError>> {
         let (mut excluded, mut renewed) = (BTreeSet::new(), BTreeSet::new());
         if entries.is_empty() {
             return Vec::new();
@@ -382,7 +382,7 @@ impl MetadataWriter {
 
     /// Encodes `entries`. Returns the frames and their sizes. An entry that is too long is left out
     /// and has `None`.
-    fn encode(&mut self, entries: &[Entry]) -> (Bytes, Vec<Option<u64>>) {
+    fn encode(&mut self, entries: &[FrameContent]) -> (Bytes, Vec<Option<u64>>) {
         let mut out = BytesMut::new();
         let mut batch = 0;
         let sizes = entries.iter().map(|entry| {
@@ -448,8 +448,8 @@ impl MetadataWriter {
         let source = |copy: &Copy| {
             let (directory, path, generation) = (Some(copy.directory), copy.path.clone(), copy.generation);
             let (epoch, file) = (Some(epoch), Some(Arc::clone(&copy.file)));
-            let parts = vec![Part { directory, path, generation, epoch, frames, file }];
-            Source { parts, shipped: None }
+            let parts = vec![LogCopy { directory, path, generation, epoch, frames, file }];
+            LogCopies { parts, shipped: None }
         };
         // The last one is tried first.
         self.others = self.copies.iter().skip(1).chain(&self.spare).map(source).collect();

@@ -101,7 +101,7 @@ pub(super) fn walk(
     let shown = |list: &BlockList, id| list.find(id).filter(|at| !list.is_withheld(*at));
     let place = |id| lists.iter().enumerate().find_map(|(n, list)| Some((n, shown(list, id)? + 1)));
     let (first, mut from) = after.and_then(place).unwrap_or((0, 0));
-    let mut filter = TaskFilter { tasks, last: None };
+    let mut filter = CachedTaskFilter { tasks, last: None };
     let mut gather = Gather::default();
     let mut blocks = Vec::new();
     let mut length = 0;
@@ -127,12 +127,12 @@ pub(super) fn walk(
 
 /// The filter with its last verdict. Blocks of a request are adjacent and belong to one task
 /// attempt.
-struct TaskFilter<'a> {
+struct CachedTaskFilter<'a> {
     tasks: Option<&'a Treemap>,
     last: Option<(TaskAttemptId, bool)>,
 }
 
-impl TaskFilter<'_> {
+impl CachedTaskFilter<'_> {
     fn admits(&mut self, task: TaskAttemptId) -> bool {
         let Some(tasks) = self.tasks else { return true };
         if let Some((last, verdict)) = self.last

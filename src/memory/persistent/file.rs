@@ -192,7 +192,7 @@ impl From<HeaderDamage> for MemoryFileError {
 
 /// A file that belongs to this process while this value exists.
 #[derive(Debug)]
-pub(in crate::memory) struct MemoryFile {
+pub(in crate::memory) struct BackingFile {
     file: OwnedFd,
     path: Option<PathBuf>,
     /// Length that the mapping needs. 0 before there is a mapping.
@@ -201,7 +201,7 @@ pub(in crate::memory) struct MemoryFile {
     is_cut: AtomicBool,
 }
 
-impl MemoryFile {
+impl BackingFile {
     fn new(file: OwnedFd, path: Option<PathBuf>) -> Self {
         Self { file, path, bytes: 0, is_cut: AtomicBool::new(false) }
     }
@@ -411,7 +411,7 @@ fn judge(found: &Header, wanted: &Header, file_bytes: u64) -> Result<Geometry, M
 }
 
 /// Maps the region of `geometry`. Fails if an existing file has blocks beyond it.
-fn map(held: &MemoryFile, geometry: Geometry) -> Result<Arc<BlockTable>, MemoryFileError> {
+fn map(held: &BackingFile, geometry: Geometry) -> Result<Arc<BlockTable>, MemoryFileError> {
     let front = usize::try_from(geometry.front_bytes()).map_err(io::Error::other)?;
     let region = Region::shared(&held.file, front, geometry.data_bytes)?;
     let table = BlockTable::new(region, geometry).map_err(MemoryFileError::NoPages)?;
@@ -424,14 +424,14 @@ fn map(held: &MemoryFile, geometry: Geometry) -> Result<Arc<BlockTable>, MemoryF
     Ok(table)
 }
 
-impl AsFd for MemoryFile {
+impl AsFd for BackingFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
 }
 
 /// A region in a file, which is locked while both exist.
-pub(in crate::memory) type Opened = (Arc<BlockTable>, MemoryFile);
+pub(in crate::memory) type Opened = (Arc<BlockTable>, BackingFile);
 
 /// Size of a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -450,9 +450,9 @@ pub(in crate::memory) fn open(
 ) -> Result<Option<Opened>, MemoryFileError> {
     let mut held = match (backing, inherited) {
         (Backing::Auto | Backing::Private, _) => return Ok(None),
-        (Backing::Memfd, Some(file)) => MemoryFile::inherited(file)?,
-        (Backing::Memfd, None) => MemoryFile::without_name()?,
-        (Backing::Directory(path), _) => MemoryFile::in_directory(path)?,
+        (Backing::Memfd, Some(file)) => BackingFile::inherited(file)?,
+        (Backing::Memfd, None) => BackingFile::without_name()?,
+        (Backing::Directory(path), _) => BackingFile::in_directory(path)?,
     };
     let geometry = Geometry::of(Region::bytes_of(size.bytes)?, size.blocks);
     let wanted = Header { geometry, boot: owner.boot, node: owner.node.clone() };
@@ -488,7 +488,7 @@ pub(in crate::memory) fn check(
     let path = check_directory(directory)?;
     let file = match rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())
     {
-        Ok(file) => MemoryFile::new(file, None),
+        Ok(file) => BackingFile::new(file, None),
         Err(Errno::NOENT) => {
             rustix::fs::access(directory, Access::WRITE_OK | Access::EXEC_OK)?;
             let of = rustix::fs::statvfs(directory)?;

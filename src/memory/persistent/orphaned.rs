@@ -4,14 +4,14 @@
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use super::file::{MemoryFile, MemoryFileError, Owner};
+use super::file::{BackingFile, MemoryFileError, Owner};
 use super::table::BlockTable;
 use crate::memory::region::Region;
 
 /// The contents of a memory file of `owner`, held by this process while this value exists.
 #[derive(Debug)]
 pub struct OrphanedMemory {
-    file: MemoryFile,
+    file: BackingFile,
     /// Number of committed blocks of its shuffles.
     pub blocks: u64,
 }
@@ -22,7 +22,7 @@ impl OrphanedMemory {
     /// # Errors
     /// Another process holds it, or it cannot be read.
     pub fn in_directory(directory: &Path, owner: &Owner) -> Result<Option<Self>, MemoryFileError> {
-        MemoryFile::existing(directory)?.map_or(Ok(None), |file| Self::of(file, owner))
+        BackingFile::existing(directory)?.map_or(Ok(None), |file| Self::of(file, owner))
     }
 
     /// Opens an unnamed file that was handed over.
@@ -30,10 +30,10 @@ impl OrphanedMemory {
     /// # Errors
     /// Another process holds it, or it cannot be read.
     pub fn passed(file: OwnedFd, owner: &Owner) -> Result<Option<Self>, MemoryFileError> {
-        Self::of(MemoryFile::inherited(file)?, owner)
+        Self::of(BackingFile::inherited(file)?, owner)
     }
 
-    fn of(file: MemoryFile, owner: &Owner) -> Result<Option<Self>, MemoryFileError> {
+    fn of(file: BackingFile, owner: &Owner) -> Result<Option<Self>, MemoryFileError> {
         let found = file.header()?.filter(|found| found.boot == owner.boot && found.node == owner.node);
         let Some(found) = found else { return Ok(None) };
         let bytes = file.bytes()?;

@@ -17,7 +17,7 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, raise, si
 use parking_lot::Mutex;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
-use super::file::MemoryFile;
+use super::file::BackingFile;
 
 /// Accesses that may be repeated after the length was restored: other threads may have failed at
 /// the same time. A page that is still missing ends the process after that many attempts.
@@ -31,7 +31,7 @@ static MEMORY: Mutex<Option<Guarded>> = Mutex::new(None);
 static REPEATS_LEFT: AtomicU32 = AtomicU32::new(0);
 
 struct Guarded {
-    file: Weak<MemoryFile>,
+    file: Weak<BackingFile>,
     line: String,
 }
 
@@ -39,7 +39,7 @@ struct Guarded {
 ///
 /// # Errors
 /// If the kernel refuses the handler.
-pub(super) fn guard(file: Weak<MemoryFile>, shown: &str) -> io::Result<()> {
+pub(super) fn guard(file: Weak<BackingFile>, shown: &str) -> io::Result<()> {
     let line = format!(
         "uniffle-worker: ended by SIGBUS: a page of {shown} (memory_store.backing) cannot be accessed; the file was \
          cut short and cannot be extended, its tmpfs is full, or a memory module failed; free space in the \

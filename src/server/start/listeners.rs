@@ -20,7 +20,7 @@ use crate::listeners::grpc::GrpcServer;
 use crate::listeners::http::admin::{AdminHooks, AdminServer, Control, Token};
 use crate::listeners::http::api::{self, ApiHooks};
 use crate::listeners::http::push::Pusher;
-use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages, gathering_pool};
+use crate::listeners::http::{self, HttpMetrics, HttpServer, NodeView, Pages, gathering_pool};
 use crate::listeners::tcp::TcpServer;
 use crate::runtime::BlockingPool;
 use crate::schema::files;
@@ -80,7 +80,7 @@ impl Worker {
             cluster: self.embedded.clone().map(|embedded| ClusterPage::new(embedded, tls.others)),
         });
         let source = report::source(Arc::clone(&inspector));
-        let node: Arc<dyn Node> = inspector;
+        let node: Arc<dyn NodeView> = inspector;
         if let Some(gateway) = &config.push.endpoint {
             let instance = self.identity.server_id();
             let (registry, node) = (self.registry.clone(), Arc::clone(&node));
@@ -103,7 +103,7 @@ impl Worker {
         config: &Config,
         binding: Binding,
         metrics: HttpMetrics,
-        node: Arc<dyn Node>,
+        node: Arc<dyn NodeView>,
         profiles: &Router,
     ) -> anyhow::Result<()> {
         let open_profiles = if config.http.profiles { profiles.clone() } else { Router::new() };

@@ -15,7 +15,7 @@ use tokio::sync::Semaphore;
 
 use crate::clock::Instant;
 use crate::listeners::http::admin::lost_nodes;
-use crate::listeners::http::api::cluster::{Cluster, ClusterApp, ClusterDisk, ClusterNode};
+use crate::listeners::http::api::cluster::{ClusterApp, ClusterDisk, ClusterModel, ClusterNode};
 use crate::listeners::http::{Everywhere, NotExplained};
 use crate::proto::storage_info::StorageStatus;
 use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
@@ -113,13 +113,13 @@ fn workers(view: ClusterView, app: &str) -> Vec<uniffle_ctl::WorkerAddress> {
     nodes.into_iter().map(worker).collect()
 }
 
-fn cluster(view: ClusterView) -> Cluster {
+fn cluster(view: ClusterView) -> ClusterModel {
     let parts = view.nodes.iter().flat_map(|known| {
         let node = &known.node.server.id;
         known.node.details.apps.iter().map(move |app| part(app, node))
     });
     let (nodes, is_starting) = (view.nodes.iter().map(node).collect(), view.is_starting);
-    Cluster { is_starting, ..Cluster::new(nodes, view.lost, view.awaited, parts) }
+    ClusterModel { is_starting, ..ClusterModel::new(nodes, view.lost, view.awaited, parts) }
 }
 
 fn node(known: &KnownNode) -> ClusterNode {

@@ -18,8 +18,8 @@ use crate::clock::Instant;
 use crate::compat::http::Shown;
 use crate::listeners::http;
 use crate::listeners::http::api::model::{
-    AppTotals, Connections, Coordinator, Disk, Flush, Hdfs, HeapUse, Memory, Node, ObjectStore, Process,
-    Status, Tickets, Tier, Totals,
+    AppTotals, Connections, Coordinator, DiskModel, Flush, HdfsModel, HeapUse, MemoryModel, NodeModel,
+    ObjectStore, Process, Status, TicketsModel, TierModel, Totals,
 };
 use crate::runtime::RuntimeMetrics;
 use crate::service::{AppStatistics, Incompleteness, QuotaUse, Service};
@@ -43,17 +43,17 @@ const AGE_MAX: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(in crate::server) struct NodeSnapshot {
     taken: Instant,
-    pub(in crate::server) memory: Memory,
+    pub(in crate::server) memory: MemoryModel,
     pub(in crate::server) flush: Flush,
     pub(in crate::server) disks: Vec<DiskInfo>,
     pub(in crate::server) apps: Vec<AppStatistics>,
     quotas: Vec<QuotaUse>,
     lost_blocks: u64,
     incomplete: Incompleteness,
-    tiers: Vec<Tier>,
+    tiers: Vec<TierModel>,
     object_store: Option<ObjectStoreState>,
     hdfs: Option<HdfsState>,
-    tickets: Tickets,
+    tickets: TicketsModel,
     connections: Connections,
     totals: Totals,
     process: Process,
@@ -109,7 +109,7 @@ impl Shown for Inspector {
     }
 }
 
-impl http::Node for Inspector {
+impl http::NodeView for Inspector {
     fn not_ready(&self) -> Option<String> {
         health::not_ready(&self.service)
     }
@@ -191,7 +191,7 @@ impl Inspector {
         let sample = service.diagnostics.sample();
         let (refused_memory, refused_partition) = service.diagnostics.refused_tickets();
         let memory = self.memory();
-        let mut tiers = vec![Tier {
+        let mut tiers = vec![TierModel {
             tier: "memory",
             capacity_bytes: memory.capacity_bytes,
             used_bytes: memory.used_bytes,
@@ -199,7 +199,8 @@ impl Inspector {
         let (mut disks, mut object_store, mut hdfs) = (Vec::new(), None, None);
         for tier in service.tiers().iter() {
             let (state, name) = (tier.state(), tier.capability().names.name);
-            let known = |capacity_bytes| Tier { tier: name, capacity_bytes, used_bytes: state.used_bytes };
+            let known =
+                |capacity_bytes| TierModel { tier: name, capacity_bytes, used_bytes: state.used_bytes };
             tiers.extend(state.capacity_bytes.map(known));
             disks.extend(state.disks);
             object_store = object_store.or(state.object_store);
@@ -208,7 +209,7 @@ impl Inspector {
         NodeSnapshot {
             taken: Instant::now(),
             flush: self.flush(memory.in_flight_bytes),
-            tickets: Tickets {
+            tickets: TicketsModel {
                 outstanding: service.memory().tickets().count(),
                 reserved_bytes: memory.reserved_bytes,
                 refused_memory,
@@ -237,11 +238,11 @@ impl Inspector {
         }
     }
 
-    fn node(&self) -> Node {
+    fn node(&self) -> NodeModel {
         let fixed = &self.fixed;
         let started = Duration::from_millis(u64::try_from(fixed.start_time_ms).unwrap_or(0));
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Node {
+        NodeModel {
             id: fixed.id.clone(),
             ip: fixed.ip.to_string(),
             state: self.service.status().state().as_str(),
@@ -258,13 +259,13 @@ impl Inspector {
         }
     }
 
-    fn memory(&self) -> Memory {
+    fn memory(&self) -> MemoryModel {
         let memory = self.service.memory();
         // Without a tier below memory nothing is ever spilled.
         let limits = self.service.flusher().map(|flusher| flusher.limits());
         let (high_watermark, low_watermark) =
             limits.map_or((1.0, 1.0), |limits| (limits.high_watermark, limits.low_watermark));
-        Memory {
+        MemoryModel {
             capacity_bytes: memory.capacity_bytes(),
             used_bytes: memory.used_bytes(),
             reserved_bytes: memory.pre_allocated_bytes(),
@@ -333,12 +334,12 @@ fn object_store(state: ObjectStoreState) -> ObjectStore {
     ObjectStore { stored_bytes, is_failing, cache_used_bytes, cache_capacity_bytes, cache_hits, cache_misses }
 }
 
-fn hdfs(HdfsState { stores, failing, written_bytes }: HdfsState) -> Hdfs {
-    Hdfs { stores, failing_stores: failing, written_bytes }
+fn hdfs(HdfsState { stores, failing, written_bytes }: HdfsState) -> HdfsModel {
+    HdfsModel { stores, failing_stores: failing, written_bytes }
 }
 
-fn disk(info: &DiskInfo) -> Disk {
-    Disk {
+fn disk(info: &DiskInfo) -> DiskModel {
+    DiskModel {
         path: info.path.display().to_string(),
         mount: info.mount.point.display().to_string(),
         media: match info.mount.media {

@@ -14,7 +14,7 @@ use bytesize::ByteSize;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-use crate::app::{App, STAGES, Stage, StageSum};
+use crate::app::{App, STAGES, StageSum, WaitStage};
 use crate::memory::Memory;
 
 use super::statistics::AppStatistics;
@@ -187,7 +187,7 @@ pub(super) fn explanation(
 ) -> Explanation {
     let account = &app.account;
     let sum = |stage| account.sum(stage);
-    let disk_read = sum(Stage::DiskRead);
+    let disk_read = sum(WaitStage::DiskRead);
     let received = statistics.received_bytes;
     let mut explanation = Explanation {
         app: app.id().to_string(),
@@ -211,8 +211,8 @@ pub(super) fn explanation(
         all_disks_full: storage.all_disks_full,
         retries: Retries {
             tickets_granted: account.tickets_granted.count(),
-            tickets_refused_memory: sum(Stage::TicketWait).count,
-            tickets_refused_partition: sum(Stage::PartitionWait).count,
+            tickets_refused_memory: sum(WaitStage::TicketWait).count,
+            tickets_refused_partition: sum(WaitStage::PartitionWait).count,
             sends_failed: account.sends_failed.count(),
             duplicate_blocks: account.duplicates.count(),
             duplicate_bytes: account.duplicates.bytes(),
@@ -260,19 +260,19 @@ fn size(bytes: u64) -> String {
     ByteSize(bytes).display().iec().to_string()
 }
 
-fn name(stage: Stage) -> &'static str {
+fn name(stage: WaitStage) -> &'static str {
     match stage {
-        Stage::TicketWait => "ticket_wait",
-        Stage::PartitionWait => "partition_wait",
-        Stage::Receive => "receive",
-        Stage::FlushQueue => "flush_queue",
-        Stage::FlushWrite => "flush_write",
-        Stage::DiskRead => "disk_read",
-        Stage::Answer => "answer",
+        WaitStage::TicketWait => "ticket_wait",
+        WaitStage::PartitionWait => "partition_wait",
+        WaitStage::Receive => "receive",
+        WaitStage::FlushQueue => "flush_queue",
+        WaitStage::FlushWrite => "flush_write",
+        WaitStage::DiskRead => "disk_read",
+        WaitStage::Answer => "answer",
     }
 }
 
-fn view(stage: Stage, sum: StageSum) -> StageView {
+fn view(stage: WaitStage, sum: StageSum) -> StageView {
     StageView {
         stage: name(stage),
         count: sum.count,
@@ -293,7 +293,7 @@ const SKEW: f64 = 10.0;
 
 /// Returns the findings, the worst first. Pure.
 fn findings(it: &Explanation) -> Vec<String> {
-    let stage = |wanted: Stage| it.stages.iter().find(|stage| stage.stage == name(wanted));
+    let stage = |wanted: WaitStage| it.stages.iter().find(|stage| stage.stage == name(wanted));
     let total = |wanted| stage(wanted).map_or(0.0, |stage| stage.total_seconds);
     let p99 = |wanted| stage(wanted).map_or(0.0, |stage| stage.p99_seconds);
     let share = |wanted| if it.age_seconds > 0.0 { total(wanted) / it.age_seconds } else { 0.0 };
@@ -320,15 +320,15 @@ fn findings(it: &Explanation) -> Vec<String> {
             [*max, *used].map(|n| if quota.ends_with("_disk") { size(n) } else { n.to_string() });
         found.push(format!("{refused} requests were refused by {quota} = {max}, {used} in use"));
     }
-    if share(Stage::PartitionWait) >= WAIT_SHARE {
-        let waited = total(Stage::PartitionWait);
+    if share(WaitStage::PartitionWait) >= WAIT_SHARE {
+        let waited = total(WaitStage::PartitionWait);
         found.push(format!(
             "writers waited {waited:.1} s because a huge partition filled its memory share; the data is \
              skewed, or app_config.partition_limit_memory_backpressure_ratio is too small"
         ));
     }
-    if share(Stage::TicketWait) >= WAIT_SHARE {
-        let waited = total(Stage::TicketWait);
+    if share(WaitStage::TicketWait) >= WAIT_SHARE {
+        let waited = total(WaitStage::TicketWait);
         let cause = if it.all_disks_full {
             "all disks are full, so memory is not flushed"
         } else {
@@ -339,13 +339,13 @@ fn findings(it: &Explanation) -> Vec<String> {
     if it.retries.flushes_retried > 0 {
         found.push(format!("{} batches failed on all disks and were retried", it.retries.flushes_retried));
     }
-    if p99(Stage::FlushQueue) >= slow {
-        let p99 = p99(Stage::FlushQueue);
+    if p99(WaitStage::FlushQueue) >= slow {
+        let p99 = p99(WaitStage::FlushQueue);
         let cause = if it.all_disks_full { "all disks are full" } else { "the disks are too slow" };
         found.push(format!("batches wait up to {p99:.1} s for a flush worker; {cause}"));
     }
-    if p99(Stage::DiskRead) >= slow {
-        found.push(format!("reads wait up to {:.1} s for disks", p99(Stage::DiskRead)));
+    if p99(WaitStage::DiskRead) >= slow {
+        found.push(format!("reads wait up to {:.1} s for disks", p99(WaitStage::DiskRead)));
     }
     if it.skew >= SKEW {
         found.push(format!("the largest partition is {:.0} times as large as the mean", it.skew));

@@ -8,7 +8,7 @@ use std::cmp::Reverse;
 use serde::Serialize;
 use uniffle_wire::types::AppId;
 
-use crate::app::{App, Stage};
+use crate::app::{App, WaitStage};
 use crate::memory::Memory;
 use crate::store::Tiers;
 
@@ -107,7 +107,7 @@ pub(super) fn statistics_of(app: &App, memory: &Memory, tiers: &Tiers) -> AppSta
         }
     }
     // After a restart the account starts at 0.
-    sum.received_bytes = app.account.sum(Stage::Receive).bytes.max(sum.registered_bytes);
+    sum.received_bytes = app.account.sum(WaitStage::Receive).bytes.max(sum.registered_bytes);
     sum
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use tokio::sync::Semaphore;
 
-use crate::app::{App, Counted, Stage};
+use crate::app::{App, Counted, WaitStage};
 use crate::memory::{MemoryError, ShuffleBuffers};
 use crate::metrics::clamped;
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
@@ -178,7 +178,7 @@ impl Ingest {
 
     /// Begins a wait for memory, and makes the flusher free that memory even below the watermarks.
     fn begin_wait(&self, app: &App, bytes: u64) {
-        app.account.refused(Stage::TicketWait, bytes);
+        app.account.refused(WaitStage::TicketWait, bytes);
         if let Some(flusher) = &self.parts.flusher {
             flusher.refused(bytes);
         }
@@ -217,7 +217,7 @@ impl Ingest {
                     split.push(*partition);
                 }
                 LimitDecision::Wait => {
-                    app.account.refused(Stage::PartitionWait, sizes.asked);
+                    app.account.refused(WaitStage::PartitionWait, sizes.asked);
                     return Err(self.huge_partition_waits(buffers.as_deref(), *partition, sizes));
                 }
                 LimitDecision::TooLarge => return Err(self.partition_too_large(app, &key, *partition, sizes)),

@@ -17,7 +17,7 @@ use uniffle_wire::{self as wire, BlockHeader, BlockSink, DecodeError};
 
 use super::Ingest;
 use super::pace::SendPace;
-use super::write::{SendHeader, SendSession};
+use super::write::{IncomingSend, SendSession};
 use crate::clock::Instant;
 use crate::memory::MemoryError;
 use crate::service::ServiceError;
@@ -169,7 +169,7 @@ impl BlockSink for SendSink {
 
     fn header(&mut self, header: wire::SendHeader<'_>) -> Result<(), ServiceError> {
         let wire::SendHeader { app, shuffle, ticket } = header;
-        let header = SendHeader { app, shuffle, ticket, message_bytes: self.message_bytes };
+        let header = IncomingSend { app, shuffle, ticket, message_bytes: self.message_bytes };
         self.session = Some(self.ingest.begin_send(header)?);
         Ok(())
     }

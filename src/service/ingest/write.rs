@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use crate::app::{App, Counted, ShuffleState, Stage};
+use crate::app::{App, Counted, ShuffleState, WaitStage};
 use crate::clock::Instant;
 use crate::memory::{BlockFill, Buffer, CommitOutcome, MemoryError, Reservation, ShuffleBuffers};
 use uniffle_base::budget::heap::HeapFull;
@@ -40,7 +40,7 @@ const BLOCK_BYTES: u64 =
 
 /// Header of a send.
 #[derive(Debug, Clone, Copy)]
-pub struct SendHeader<'a> {
+pub struct IncomingSend<'a> {
     /// Application id as sent.
     pub app: &'a str,
     /// Shuffle id.
@@ -57,7 +57,7 @@ impl Ingest {
     /// # Errors
     /// Unknown app or shuffle; a ticket that is missing, expired, used, or another app's; an
     /// exhausted quota.
-    pub fn begin_send(self: &Arc<Self>, header: SendHeader<'_>) -> Result<SendSession, ServiceError> {
+    pub fn begin_send(self: &Arc<Self>, header: IncomingSend<'_>) -> Result<SendSession, ServiceError> {
         let opened = self.open_send(header);
         if opened.is_err() {
             self.parts.metrics.rejected_sends.inc();
@@ -68,7 +68,7 @@ impl Ingest {
         opened
     }
 
-    fn open_send(self: &Arc<Self>, header: SendHeader<'_>) -> Result<SendSession, ServiceError> {
+    fn open_send(self: &Arc<Self>, header: IncomingSend<'_>) -> Result<SendSession, ServiceError> {
         let app = self.parts.touched_app(header.app)?;
         // The ticket is redeemed first: if anything else is wrong, its memory must be released now.
         let mut funds = self.parts.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
@@ -306,7 +306,7 @@ impl SendSession {
         ingest.parts.metrics.received_blocks.inc_by(self.stored_blocks);
         stored?;
         self.committed = true;
-        self.app.account.enter(Stage::Receive, self.stored_bytes, self.began.elapsed());
+        self.app.account.enter(WaitStage::Receive, self.stored_bytes, self.began.elapsed());
         self.ingest.parts.apps.touch(&self.app);
         if let Some(flusher) = &self.ingest.parts.flusher {
             flusher.check_pressure();

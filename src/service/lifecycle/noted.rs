@@ -20,7 +20,7 @@ const REMOTE_RANGES_MAX: usize = 1 << 18;
 /// A registration to be written to the log.
 pub(super) struct NewRegistration {
     /// The registration without ranges and remote storage.
-    fields: log::Registration,
+    fields: log::RegistrationRecord,
     /// Remote storage as sent by the client, and the ranges that name directories.
     remote: Option<(Option<RemoteStorage>, Vec<SentRange>)>,
 }
@@ -39,7 +39,7 @@ impl NewRegistration {
         let mut properties: Vec<_> = properties.map(|(key, value)| (key.clone(), value.clone())).collect();
         properties.sort();
         let timeout = registration.heartbeat_timeout;
-        let fields = log::Registration {
+        let fields = log::RegistrationRecord {
             ranges: Vec::new(),
             distribution: registration.distribution,
             user: registration.user.clone(),
@@ -67,7 +67,7 @@ impl NewRegistration {
         let remote = self.remote.as_ref().map(|(storage, _)| (storage, &next.remote_ranges));
         let remote_storage = remote.and_then(|it| serde_json::to_vec(&it).ok()).unwrap_or_default();
         let registration =
-            log::Registration { ranges: next.ranges.to_vec(), remote_storage, ..self.fields.clone() };
+            log::RegistrationRecord { ranges: next.ranges.to_vec(), remote_storage, ..self.fields.clone() };
         let record = match next.replaces {
             true => Record::encode_replacing(&registration),
             false => Record::Registration(registration).encode(),

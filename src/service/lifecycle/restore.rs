@@ -470,7 +470,7 @@ fn warn_of_ids_on_disk(key: &ShuffleKey, partitions: usize) {
     }
 }
 
-fn registration_of(key: &ShuffleKey, note: log::Registration) -> Result<Registration, ServiceError> {
+fn registration_of(key: &ShuffleKey, note: log::RegistrationRecord) -> Result<Registration, ServiceError> {
     Ok(Registration {
         key: key.clone(),
         ranges: PartitionRanges::parse(&note.ranges)?,

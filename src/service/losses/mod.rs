@@ -20,7 +20,9 @@ use parking_lot::RwLock;
 use serde::Serialize;
 
 use crate::app::{App, AppRegistry, ShuffleState};
-use crate::log::{Availability, IdSet, Ledger, LostExtent, Phase, PresentIds, SLICE_IDS, ranges, slices};
+use crate::log::{
+    Availability, IdSet, Ledger, LedgerPhase, LostExtent, PresentIds, SLICE_IDS, ranges, slices,
+};
 use crate::metrics::clamped;
 use crate::telemetry::AUDIT;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -300,7 +302,7 @@ impl Losses {
         partition: PartitionId,
         ids: &[i64],
     ) -> Option<Vec<u64>> {
-        let is_in_tiers = |it: &mut Ledger| it.is_in_tiers() && it.phase() != Phase::Verifying;
+        let is_in_tiers = |it: &mut Ledger| it.is_in_tiers() && it.phase() != LedgerPhase::Verifying;
         if !shuffle.ledger.with(partition, is_in_tiers) {
             return None;
         }
@@ -405,7 +407,7 @@ impl Losses {
     /// Recounts a partition whose blocks became visible while the ledger began to track it, because
     /// they may not have been counted.
     pub(super) fn count_again(&self, shuffle: &Arc<ShuffleState>, partition: PartitionId) {
-        let has_begun = |it: &mut Ledger| it.phase() != Phase::Known && it.question(None);
+        let has_begun = |it: &mut Ledger| it.phase() != LedgerPhase::Known && it.question(None);
         if shuffle.ledger.with(partition, has_begun) {
             let blame = blame(Vec::new(), &self.gone());
             self.verifier.verify(vec![UnverifiedPartition {

@@ -21,7 +21,7 @@ use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use crate::app::{App, Counted, ShuffleState, Stage};
+use crate::app::{App, Counted, ShuffleState, WaitStage};
 use crate::clock::{Instant, timeout};
 use crate::memory::{MemoryRead, ReadLimit, ReadPool};
 use crate::service::ServiceError;
@@ -86,7 +86,7 @@ pub struct MemoryReadRequest<'a> {
 
 /// A partition to read, as sent.
 #[derive(Debug, Clone, Copy)]
-pub struct ReadTarget<'a> {
+pub struct RequestedPartition<'a> {
     /// Application id.
     pub app: &'a str,
     /// Shuffle id.
@@ -139,7 +139,7 @@ impl Drop for ResponseGuard {
     fn drop(&mut self) {
         let bytes = self.reading.bytes;
         if bytes > 0 {
-            self.app.account.enter(Stage::Answer, bytes, self.began.elapsed());
+            self.app.account.enter(WaitStage::Answer, bytes, self.began.elapsed());
         }
     }
 }
@@ -260,8 +260,8 @@ impl Drop for ChunkStream {
         }
         self.reading.waited_for_disk(self.on_disk);
         let account = &self.app.account;
-        account.enter(Stage::DiskRead, length, self.on_disk);
-        account.enter(Stage::Answer, length, self.began.elapsed().saturating_sub(self.on_disk));
+        account.enter(WaitStage::DiskRead, length, self.on_disk);
+        account.enter(WaitStage::Answer, length, self.began.elapsed().saturating_sub(self.on_disk));
     }
 }
 
@@ -426,7 +426,7 @@ impl Reads {
     pub async fn read_index(
         &self,
         limits: &ReadLimits,
-        target: ReadTarget<'_>,
+        target: RequestedPartition<'_>,
     ) -> Result<IndexAnswer, ServiceError> {
         let admission = limits.admit(target.app).await?;
         let caller = self.caller(target.app, target.shuffle)?;
@@ -467,7 +467,7 @@ impl Reads {
     pub async fn read_data(
         &self,
         limits: &ReadLimits,
-        target: ReadTarget<'_>,
+        target: RequestedPartition<'_>,
         ReadRange { offset, length }: ReadRange,
     ) -> Result<DataAnswer, ServiceError> {
         let admission = limits.admit(target.app).await?;
@@ -501,7 +501,7 @@ impl Reads {
 
     /// Passes on a client's hints about its next reads, as pairs of offset and length. Hints are
     /// never refused: those after the first [`HINTS_MAX`] and invalid ranges are ignored.
-    pub fn hint(&self, target: ReadTarget<'_>, hints: impl ExactSizeIterator<Item = (i64, i64)>) {
+    pub fn hint(&self, target: RequestedPartition<'_>, hints: impl ExactSizeIterator<Item = (i64, i64)>) {
         if hints.len() == 0 {
             return;
         }

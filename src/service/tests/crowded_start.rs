@@ -1,7 +1,7 @@
 //! A start that recovers more block ids of one application than fit into its share of the heap.
 
 use super::*;
-use crate::log::{Record, Registration, Report};
+use crate::log::{Record, RegistrationRecord, Report};
 use crate::store::{ExtentData, ExtentWrite, TierHeap};
 use uniffle_base::budget::{Budget, HeapKind};
 use uniffle_wire::types::{AppId, BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
@@ -46,7 +46,8 @@ async fn filled() -> Arc<dyn Disk> {
     let disk: Arc<dyn Disk> = Arc::new(MemoryDisk::new("/disk", None));
     let (disks, heap) = (vec![Arc::clone(&disk)], Budget::new(u64::MAX));
     let store = LocalStore::open(LocalConfig::default(), disks, &heap, &Registry::new()).await.unwrap();
-    let registration = Registration { ranges: vec![(0, PARTITIONS - 1)], ..Registration::default() };
+    let registration =
+        RegistrationRecord { ranges: vec![(0, PARTITIONS - 1)], ..RegistrationRecord::default() };
     let registration = Record::Registration(registration).encode();
     for app in [GREEDY, APP] {
         let handle = store.register(&key(app));

@@ -6,7 +6,7 @@ use futures::future::join_all;
 use tokio::time::Instant;
 
 use super::*;
-use crate::log::{Record, Registration, Report};
+use crate::log::{Record, RegistrationRecord, Report};
 use crate::store::{ExtentData, ExtentWrite};
 use uniffle_base::budget::Budget;
 use uniffle_io::blocking::BlockingDisk;
@@ -32,8 +32,11 @@ fn id(task: i64, partition: i32) -> i64 {
 
 /// Returns the records of a shuffle: its registration, and a report of every task.
 fn records() -> Vec<Vec<u8>> {
-    let registration =
-        Registration { ranges: vec![(0, PARTITIONS - 1)], user: "ann".into(), ..Registration::default() };
+    let registration = RegistrationRecord {
+        ranges: vec![(0, PARTITIONS - 1)],
+        user: "ann".into(),
+        ..RegistrationRecord::default()
+    };
     let report = |task| {
         let partitions = (0..PARTITIONS).map(|it| (PartitionId(it), vec![id(task, it)])).collect();
         Record::Report(Report { bitmap_count: 1, task_attempt: task, partitions, records: Vec::new() })

@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use super::*;
-use crate::log::{Record, Registration, Report};
+use crate::log::{Record, RegistrationRecord, Report};
 use crate::memory::{Backing, Owner};
 use crate::store::{ExtentData, ExtentWrite, ServedTier as _};
 use uniffle_base::budget::{Budget, HeapKind};
@@ -18,7 +18,8 @@ fn key() -> ShuffleKey {
 
 fn registration() -> Vec<u8> {
     let ranges = vec![(0, PARTITIONS - 1)];
-    Record::Registration(Registration { ranges, user: "ann".into(), ..Registration::default() }).encode()
+    Record::Registration(RegistrationRecord { ranges, user: "ann".into(), ..RegistrationRecord::default() })
+        .encode()
 }
 
 /// Returns a report with one block in each partition; its id is the partition's number.

@@ -71,7 +71,7 @@ pub(in crate::store) struct Log {
     next: AtomicU64,
     /// Number of reserved ranges that are not published yet.
     uses: AtomicU32,
-    /// A [`Stage`].
+    /// A [`LogStage`].
     stage: AtomicU8,
     /// Set once the file was created or found. Contains its identity if it was created.
     file: OnceLock<Option<FileId>>,
@@ -85,7 +85,7 @@ pub(in crate::store) struct Log {
 /// Stage of a log. A log only advances, except that a failed removal is repeated.
 #[derive(Debug, Clone, Copy)]
 #[repr(u8)]
-enum Stage {
+enum LogStage {
     /// It is written. The stage of a new log.
     Open,
     /// It is only read.
@@ -113,21 +113,21 @@ impl Log {
         Self { id, slot, kind, disk, path, number, next, uses, stage, file, syncs, forgotten, is_uncounted }
     }
 
-    fn is_at(&self, stage: Stage) -> bool {
+    fn is_at(&self, stage: LogStage) -> bool {
         self.stage.load(Ordering::SeqCst) == stage as u8
     }
 
-    fn has_reached(&self, stage: Stage) -> bool {
+    fn has_reached(&self, stage: LogStage) -> bool {
         self.stage.load(Ordering::SeqCst) >= stage as u8
     }
 
     /// Advances the log to a stage, unless it is there or further.
-    fn advance(&self, stage: Stage) {
+    fn advance(&self, stage: LogStage) {
         self.stage.fetch_max(stage as u8, Ordering::SeqCst);
     }
 
     /// Moves the log from one stage to another. Returns false if it is at a third one.
-    fn step(&self, from: Stage, to: Stage) -> bool {
+    fn step(&self, from: LogStage, to: LogStage) -> bool {
         self.stage.compare_exchange(from as u8, to as u8, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 
@@ -150,23 +150,23 @@ impl Log {
 
     /// Returns whether the file must be in its directory.
     pub(in crate::store) fn must_exist(&self) -> bool {
-        self.file.get().is_some() && !self.has_reached(Stage::Vanished)
+        self.file.get().is_some() && !self.has_reached(LogStage::Vanished)
     }
 
     /// Closes the log for writing, because another program changed its file.
     pub(in crate::store) fn set_vanished(&self) {
-        self.advance(Stage::Vanished);
+        self.advance(LogStage::Vanished);
     }
 
     /// Returns whether another program removed, replaced or truncated the file.
     pub(super) fn has_vanished(&self) -> bool {
-        self.is_at(Stage::Vanished) || self.is_at(Stage::Lost)
+        self.is_at(LogStage::Vanished) || self.is_at(LogStage::Lost)
     }
 
     /// Returns whether the caller must mark the extents of a vanished file as lost. Returns true
     /// once.
     pub(super) fn begin_loss(&self) -> bool {
-        self.step(Stage::Vanished, Stage::Lost)
+        self.step(LogStage::Vanished, LogStage::Lost)
     }
 
     /// Returns the bytes that were reserved or found.
@@ -188,22 +188,22 @@ impl Log {
     /// Marks the file for removal. A reader that still uses it finds the same bytes in the object
     /// store.
     pub(in crate::store) fn release(&self) {
-        self.advance(Stage::Released);
+        self.advance(LogStage::Released);
     }
 
     pub(in crate::store) fn is_released(&self) -> bool {
-        self.has_reached(Stage::Released)
+        self.has_reached(LogStage::Released)
     }
 
     /// Starts the removal of a released file. Returns `None` if another caller removes it, or it is
     /// gone.
     pub(in crate::store) fn begin_removal(&self) -> Option<Removal<'_>> {
-        self.step(Stage::Released, Stage::Removed).then_some(Removal { log: self, is_done: false })
+        self.step(LogStage::Released, LogStage::Removed).then_some(Removal { log: self, is_done: false })
     }
 
     /// Returns whether the file is being removed, or is gone.
     pub(in crate::store) fn is_removed(&self) -> bool {
-        self.is_at(Stage::Removed)
+        self.is_at(LogStage::Removed)
     }
 
     /// Reserves a range of `bytes` bytes. Returns its offset, or `None` if the log is closed or
@@ -224,11 +224,11 @@ impl Log {
 
     /// Closes the log for writing, permanently.
     pub(in crate::store) fn close(&self) {
-        self.advance(Stage::Closed);
+        self.advance(LogStage::Closed);
     }
 
     pub(super) fn is_open(&self) -> bool {
-        self.is_at(Stage::Open)
+        self.is_at(LogStage::Open)
     }
 
     /// Returns the absolute path, for messages.
@@ -254,7 +254,7 @@ impl Removal<'_> {
 impl Drop for Removal<'_> {
     fn drop(&mut self) {
         if !self.is_done {
-            self.log.step(Stage::Removed, Stage::Released);
+            self.log.step(LogStage::Removed, LogStage::Released);
         }
     }
 }

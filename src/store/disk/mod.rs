@@ -31,6 +31,6 @@ pub use self::config::{INDEX_CACHE_BYTES, LocalConfig, SyncWrites, VerifyReads};
 pub use self::directories::marker::MARKER;
 pub use self::read::DataRead;
 pub use self::read::view::{StreamView, ViewRun};
-pub use self::store::{LocalStore, ShuffleHandle};
+pub use self::store::{DiskShuffleHandle, LocalStore};
 pub(crate) use self::tier::NAMES;
 pub use self::write::batch::Published;

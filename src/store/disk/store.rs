@@ -33,18 +33,18 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 /// Handle of one incarnation of a shuffle. Batches written with it never become part of a later
 /// incarnation.
 #[derive(Clone)]
-pub struct ShuffleHandle {
+pub struct DiskShuffleHandle {
     pub(in crate::store) writer: Arc<DiskWriter>,
     pub(in crate::store) shuffle: Arc<DiskShuffle>,
 }
 
-impl fmt::Debug for ShuffleHandle {
+impl fmt::Debug for DiskShuffleHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ShuffleHandle({}.{})", self.shuffle.key, self.shuffle.incarnation)
     }
 }
 
-impl ShuffleHandle {
+impl DiskShuffleHandle {
     /// Writes a batch to one disk and publishes it. After `Ok` every block is readable. If a disk
     /// fails, the next one is tried.
     ///
@@ -122,7 +122,7 @@ impl LocalStore {
     }
 
     /// Registers a shuffle, unless it is registered. Does not access the disks.
-    pub fn register(&self, key: &ShuffleKey) -> ShuffleHandle {
+    pub fn register(&self, key: &ShuffleKey) -> DiskShuffleHandle {
         let create = || {
             let incarnation = self.next_incarnation.fetch_add(1, Ordering::Relaxed);
             Arc::new(DiskShuffle::new(key.clone(), incarnation, self.core.disks.len(), &self.core.extents))
@@ -131,12 +131,12 @@ impl LocalStore {
         self.handle_of(shuffle)
     }
 
-    fn handle_of(&self, shuffle: Arc<DiskShuffle>) -> ShuffleHandle {
-        ShuffleHandle { writer: Arc::clone(&self.writer), shuffle }
+    fn handle_of(&self, shuffle: Arc<DiskShuffle>) -> DiskShuffleHandle {
+        DiskShuffleHandle { writer: Arc::clone(&self.writer), shuffle }
     }
 
     /// Returns the current incarnation of a shuffle.
-    pub fn handle(&self, key: &ShuffleKey) -> Option<ShuffleHandle> {
+    pub fn handle(&self, key: &ShuffleKey) -> Option<DiskShuffleHandle> {
         self.find(key).ok().map(|shuffle| self.handle_of(shuffle))
     }
 

@@ -12,7 +12,7 @@ use tokio::sync::watch;
 
 use super::read::view::ViewRun;
 use super::shuffle::DiskShuffle;
-use super::store::{LocalStore, ShuffleHandle};
+use super::store::{DiskShuffleHandle, LocalStore};
 use crate::log::{self, OnDamage, Scratch};
 use crate::store::recovery::take_over;
 use crate::store::removal::deletion_queue::drop_blocking;
@@ -33,7 +33,7 @@ pub(crate) const NAMES: TierNames = TierNames {
     queue: "localfile",
 };
 
-impl TierShuffle for ShuffleHandle {
+impl TierShuffle for DiskShuffleHandle {
     fn is_accepting(&self) -> bool {
         self.writer.core.available_disks() > 0
     }

@@ -13,7 +13,7 @@ use futures::future::BoxFuture;
 
 use super::records::{RecordCheck, filler};
 use crate::store::extents::extent::{Extent, ExtentList, FILLER_BYTES};
-use crate::store::progress::Progress;
+use crate::store::progress::RemainingRead;
 use crate::store::{ChunkRead, StoreError};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
@@ -73,7 +73,7 @@ pub(in crate::store) struct IndexRead<S> {
     source: S,
     extents: ExtentList,
     place: RecordsCursor,
-    progress: Progress,
+    progress: RemainingRead,
 }
 
 /// Position of a read, with the verifier of the current extent.
@@ -111,7 +111,7 @@ impl<S: RecordSource> IndexRead<S> {
     /// Creates a read of the records of `blocks` blocks in `extents`, from index `first` on.
     pub(in crate::store) fn new(source: S, extents: ExtentList, first: usize, blocks: u64) -> Self {
         let place = RecordsCursor { at: first, ..RecordsCursor::default() };
-        Self { source, extents, place, progress: Progress::new(blocks * RECORD_BYTES as u64) }
+        Self { source, extents, place, progress: RemainingRead::new(blocks * RECORD_BYTES as u64) }
     }
 
     /// Returns the steps of the next chunk, at most `max` bytes, and its length. Allocates no

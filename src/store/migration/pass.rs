@@ -20,7 +20,7 @@ use super::shuffle::TieredShuffle;
 use super::tier::OffloadTier;
 use crate::store::disk::DataRead;
 use crate::store::extents::extent::Extent;
-use crate::store::object::{Moved, Source};
+use crate::store::object::{ExtentSource, Moved};
 use crate::store::{ChunkRead as _, StoreError, StoreErrorKind};
 use uniffle_base::budget::Charge;
 use uniffle_io::buffers::StreamBuffers;
@@ -158,7 +158,7 @@ impl Runs {
     }
 }
 
-impl Source for Runs {
+impl ExtentSource for Runs {
     fn next_extent(&mut self) -> BoxFuture<'_, Result<Option<Moved>, StoreError>> {
         let next = async move {
             loop {

@@ -20,7 +20,7 @@ use crate::store::disk::directories::directory::LocalDisk;
 use crate::store::disk::log_file::{Log, LogKind};
 use crate::store::disk::read::{DataRead, DiskReader};
 use crate::store::disk::shuffle::DiskShuffle;
-use crate::store::disk::store::{LocalStore, ShuffleHandle};
+use crate::store::disk::store::{DiskShuffleHandle, LocalStore};
 use crate::store::disk::walk::{TOGETHER_MAX, partitions_of, turn};
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::{StoreError, TierUsage};
@@ -68,7 +68,7 @@ struct CurrentPartition {
     singly_until: usize,
 }
 
-impl ShuffleHandle {
+impl DiskShuffleHandle {
     /// Returns the usage of the disks.
     #[must_use]
     pub fn usage(&self) -> TierUsage {
@@ -113,7 +113,7 @@ impl LocalStore {
     /// in its oldest data logs, except `excluded` ones. An object then has a contiguous part of the
     /// stream, whatever disks the batches went to. These logs have at most `bytes_max` bytes
     /// together, unless the first has more. They are closed for writing.
-    pub async fn oldest(&self, handle: &ShuffleHandle, bytes_max: u64, excluded: Excluded) -> Moving {
+    pub async fn oldest(&self, handle: &DiskShuffleHandle, bytes_max: u64, excluded: Excluded) -> Moving {
         let shuffle = &handle.shuffle;
         let chosen = shuffle.with_streams(|streams| {
             let mut bytes = 0;
@@ -131,7 +131,7 @@ impl LocalStore {
     /// Chooses all data of some partitions, except `excluded` extents.
     pub async fn all_of(
         &self,
-        handle: &ShuffleHandle,
+        handle: &DiskShuffleHandle,
         partitions: Vec<PartitionId>,
         excluded: Excluded,
     ) -> Moving {
@@ -141,7 +141,7 @@ impl LocalStore {
 
     fn moving(
         &self,
-        handle: &ShuffleHandle,
+        handle: &DiskShuffleHandle,
         mut partitions: Vec<PartitionId>,
         logs: Option<HashSet<u16>>,
         excluded: Excluded,
@@ -154,7 +154,7 @@ impl LocalStore {
 
     /// Returns the bytes of a shuffle's files, by disk.
     #[must_use]
-    pub fn occupied(&self, handle: &ShuffleHandle) -> Vec<u64> {
+    pub fn occupied(&self, handle: &DiskShuffleHandle) -> Vec<u64> {
         let bytes = |disk| handle.shuffle.found(disk).map_or(0, |here| here.occupied.bytes());
         self.core.disks.iter().map(|disk| bytes(disk)).collect()
     }
@@ -178,7 +178,7 @@ impl LocalStore {
     /// removes it.
     pub async fn relocate(
         &self,
-        handle: &ShuffleHandle,
+        handle: &DiskShuffleHandle,
         copies: Vec<(PartitionId, Extent)>,
     ) -> Result<u64, StoreError> {
         let shuffle = &handle.shuffle;
@@ -239,7 +239,7 @@ impl LocalStore {
 
 /// A file that was moved into the trash. Empty if another caller removes it.
 #[derive(Debug, Default)]
-pub(in crate::store) struct Removed {
+pub(in crate::store) struct TrashedFile {
     bytes: u64,
     /// Path in the trash, if the file existed.
     trash: Option<PathBuf>,
@@ -257,9 +257,9 @@ impl DiskCore {
         &self,
         shuffle: &DiskShuffle,
         log: &Log,
-    ) -> Result<Removed, StoreError> {
+    ) -> Result<TrashedFile, StoreError> {
         log.release();
-        let Some(removal) = log.begin_removal() else { return Ok(Removed::default()) };
+        let Some(removal) = log.begin_removal() else { return Ok(TrashedFile::default()) };
         self.files.forget(log);
         let disk = &log.disk;
         let trash = disk.discard(&log.path).await;
@@ -269,7 +269,7 @@ impl DiskCore {
         if let Some(here) = shuffle.found(disk) {
             here.occupied.take(bytes);
         }
-        Ok(Removed { bytes, trash })
+        Ok(TrashedFile { bytes, trash })
     }
 }
 

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use super::release::Excluded;
 use crate::clock::Instant;
 use crate::store::object::{Bucket, Uploads};
-use crate::store::{ExtentWrite, ShuffleHandle, StoreError, TierBatch, TierShuffle};
+use crate::store::{DiskShuffleHandle, ExtentWrite, StoreError, TierBatch, TierShuffle};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Time after which excluded extents are tried again: a read that failed may succeed later.
@@ -23,7 +23,7 @@ pub(super) const EXCLUDED_FOR: Duration = Duration::from_secs(600);
 #[derive(Debug)]
 pub(super) struct TieredShuffle {
     pub(super) key: ShuffleKey,
-    pub(super) local: ShuffleHandle,
+    pub(super) local: DiskShuffleHandle,
     /// Objects that batches are written to, in a worker without disks.
     direct: Option<Uploads>,
     /// True if records are acknowledged only once the store has them.
@@ -44,7 +44,7 @@ impl TieredShuffle {
     /// `direct` has its objects if there are no disks.
     pub(super) fn new(
         key: ShuffleKey,
-        local: ShuffleHandle,
+        local: DiskShuffleHandle,
         is_moved: bool,
         direct: Option<Uploads>,
     ) -> Self {
@@ -178,7 +178,7 @@ impl TierShuffle for Handle {
                 return objects.write(&self.shuffle.local, batch.extents).await;
             }
             let _writing = self.object.require_disks().await?;
-            let ShuffleHandle { writer, shuffle } = &self.shuffle.local;
+            let DiskShuffleHandle { writer, shuffle } = &self.shuffle.local;
             writer.write(shuffle, batch.extents, batch.is_last).await?;
             self.shuffle.note_cold(&extents, self.cold_bytes);
             Ok(())

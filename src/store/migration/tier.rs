@@ -20,9 +20,9 @@ use crate::runtime::Tasks;
 use crate::store::object::{Bucket, NAMES};
 use crate::store::removal::deletion_queue::DetachedShuffle;
 use crate::store::{
-    Admission, Capability, DrainableTier, Drained, LocalConfig, LocalStore, MaintainedTier, MetadataLog,
-    MetadataTier, Purge, Recovered, RemoteStorage, SavedSettings, ServedTier, ShuffleHandle, StoreError,
-    Tier, TierRole, TierShuffle, TierState, TierUsage,
+    Admission, Capability, DiskShuffleHandle, DrainableTier, Drained, LocalConfig, LocalStore,
+    MaintainedTier, MetadataLog, MetadataTier, Purge, Recovered, RemoteStorage, SavedSettings, ServedTier,
+    StoreError, Tier, TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_base::budget::Budget;
 use uniffle_io::Disk;
@@ -96,7 +96,12 @@ impl OffloadTier {
         self.shuffles.entry(key.clone()).or_insert_with(create);
     }
 
-    pub(super) fn shuffle_of(&self, key: &ShuffleKey, local: ShuffleHandle, is_moved: bool) -> TieredShuffle {
+    pub(super) fn shuffle_of(
+        &self,
+        key: &ShuffleKey,
+        local: DiskShuffleHandle,
+        is_moved: bool,
+    ) -> TieredShuffle {
         let begin = || self.object.begin(key, local.incarnation());
         // An earlier registration has been forgotten here and there, so this one begins.
         let direct = if self.local.has_disks() { None } else { begin().ok() };

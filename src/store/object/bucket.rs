@@ -23,7 +23,7 @@ use super::metrics::Metrics;
 use super::settings::ObjectSettings;
 use super::shuffle::{ObjectShuffle, records_key};
 use super::upload::intake::Uploads;
-use super::workers::{self, Removed, WorkerObjects};
+use super::workers::{self, RemovalReport, WorkerObjects};
 use crate::clock::{Instant, timeout_at};
 use crate::log::{LogInStore, Shipper};
 use crate::runtime::Tasks;
@@ -235,7 +235,7 @@ impl Bucket {
     ///
     /// # Errors
     /// `InUse` for this worker. The store does not answer or refuses.
-    pub async fn remove_worker(&self, worker: &str) -> Result<Removed, StoreError> {
+    pub async fn remove_worker(&self, worker: &str) -> Result<RemovalReport, StoreError> {
         workers::remove(&self.core, &part_of(worker)).await
     }
 

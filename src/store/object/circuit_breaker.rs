@@ -10,7 +10,7 @@ use std::time::Duration;
 use object_store::Error;
 use parking_lot::Mutex;
 
-use super::client::{Failure, Refusal, explain};
+use super::client::{Failure, StoreRefusal, explain};
 use crate::clock::Instant;
 use crate::store::{StoreError, StoreErrorKind};
 
@@ -26,7 +26,7 @@ const COMPLAINT_AFTER: Duration = Duration::from_secs(10);
 pub(super) fn kind_of(error: &Error) -> StoreErrorKind {
     match Failure::of(error) {
         Failure::NotFound => StoreErrorKind::NotFound,
-        Failure::Refused(Refusal::Full) => StoreErrorKind::NoSpace,
+        Failure::Refused(StoreRefusal::Full) => StoreErrorKind::NoSpace,
         Failure::Refused(_) => StoreErrorKind::Denied,
         // A damaged response is requested again.
         Failure::ExpectedBack | Failure::Damaged => StoreErrorKind::Unreachable,

@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use uuid::Uuid;
 
 use super::circuit_breaker::failed;
-use super::client::{Failure, Refusal};
+use super::client::{Failure, StoreRefusal};
 use super::layout::path_of;
 use super::location::CLAIM;
 use crate::store::{StoreError, StoreErrorKind};
@@ -292,7 +292,7 @@ fn update(version: UpdateVersion) -> PutMode {
 /// Returns whether the store does not support conditions.
 fn knows_no_conditions(error: &Error) -> bool {
     matches!(error, Error::NotImplemented { .. } | Error::NotSupported { .. })
-        || Failure::of(error) == Failure::Refused(Refusal::NotUnderstood)
+        || Failure::of(error) == Failure::Refused(StoreRefusal::NotUnderstood)
 }
 
 fn is_condition(error: &Error) -> bool {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use uniffle_io::blocking::BlockingDisk;
 use uniffle_io::{Disk, Engine};
 
-use super::location::{BucketUrl, Endpoint};
+use super::location::{BucketUrl, StoreEndpoint};
 use crate::schema::kind::{
     DAY, HOUR, Kind, MIB, SECOND, count, flag, list, optional, parsed, path, ratio, seconds, secret, size,
     text, word,
@@ -86,7 +86,7 @@ section! {
         pub url: Option<BucketUrl> = None,
         /// URL of the server. Default: Amazon's endpoint of the region.
         #[key("object_store.endpoint", optional(endpoint()), Restart, example "\"https://s3.example.com:9000\"")]
-        pub endpoint: Option<Endpoint> = None,
+        pub endpoint: Option<StoreEndpoint> = None,
         /// Region for request signatures; most servers other than Amazon's accept any.
         #[key("object_store.region", parsed("a region such as \"eu-central-1\"", region), Restart)]
         pub region: String = "us-east-1".to_owned(),
@@ -194,7 +194,7 @@ impl ObjectConfig {
             let allowed = "is required with object_store.credentials = \"file\"".to_owned();
             problems.push(("object_store.credentials_file", "(absent)".to_owned(), allowed));
         }
-        let is_encrypted = self.endpoint.as_ref().is_none_or(Endpoint::is_encrypted);
+        let is_encrypted = self.endpoint.as_ref().is_none_or(StoreEndpoint::is_encrypted);
         if let Some(file) = self.ca_file.as_ref().filter(|_| !is_encrypted) {
             let allowed = "must be unset with an object_store.endpoint that is not https".to_owned();
             problems.push(("object_store.ca_file", file.display().to_string(), allowed));
@@ -260,8 +260,8 @@ impl ObjectConfig {
     }
 }
 
-fn endpoint() -> Kind<Endpoint> {
-    parsed("http:// or https:// with host and port", Endpoint::parse)
+fn endpoint() -> Kind<StoreEndpoint> {
+    parsed("http:// or https:// with host and port", StoreEndpoint::parse)
 }
 
 fn region(text: &str) -> Result<String, String> {
@@ -311,7 +311,7 @@ mod tests {
         assert!(with(|_| ()).is_empty());
         assert_eq!(with(|config| config.credentials = Credentials::File), ["object_store.credentials_file"]);
         let clear = |config: &mut ObjectConfig| {
-            config.endpoint = Endpoint::parse("http://x:1").ok();
+            config.endpoint = StoreEndpoint::parse("http://x:1").ok();
             config.ca_file = Some(PathBuf::from("/ca"));
         };
         assert_eq!(with(clear), ["object_store.ca_file"]);
@@ -332,7 +332,7 @@ mod tests {
     fn ineffective_settings_are_reported() {
         let config = ObjectConfig {
             url: BucketUrl::parse("s3://shuffle/x").ok(),
-            endpoint: Endpoint::parse("http://x:1").ok(),
+            endpoint: StoreEndpoint::parse("http://x:1").ok(),
             credentials_file: Some(PathBuf::from("/c")),
             ..ObjectConfig::default()
         };

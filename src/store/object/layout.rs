@@ -188,7 +188,7 @@ pub struct SegmentId {
 
 /// Tail of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Tail {
+pub struct SegmentTail {
     /// Size of the payload, at the beginning of the object.
     pub payload_bytes: u64,
     /// Size of the index, which follows the payload.
@@ -215,7 +215,7 @@ impl SegmentId {
     }
 }
 
-impl Tail {
+impl SegmentTail {
     /// Encodes the tail of a segment.
     #[must_use]
     pub fn encode(&self, id: SegmentId) -> [u8; TAIL_BYTES] {
@@ -257,18 +257,18 @@ mod tests {
 
     #[test]
     fn tail_is_frozen_and_read_back() {
-        let tail = Tail { payload_bytes: 30, index_bytes: 264, previous: 1 };
+        let tail = SegmentTail { payload_bytes: 30, index_bytes: 264, previous: 1 };
         let bytes = tail.encode(ID);
         assert_eq!(bytes[..12], [0, 0, 0, 0, 0, 0, 1, 8, 0, 0, 0, 1]);
         let checked = [0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 1, 8, 0, 0, 0, 1];
         assert_eq!(bytes[12..], crc32fast::hash(&checked).to_be_bytes());
-        assert_eq!(Tail::decode(&bytes, ID, 310), Some(tail));
-        assert_eq!(Tail::decode(&bytes, ID, 279), None, "the object is shorter than its index");
+        assert_eq!(SegmentTail::decode(&bytes, ID, 310), Some(tail));
+        assert_eq!(SegmentTail::decode(&bytes, ID, 279), None, "the object is shorter than its index");
         for other in [SegmentId { incarnation: 8, ..ID }, SegmentId { number: 4, ..ID }] {
-            assert_eq!(Tail::decode(&bytes, other, 310), None, "{other:?}");
+            assert_eq!(SegmentTail::decode(&bytes, other, 310), None, "{other:?}");
         }
-        let later = Tail { previous: 3, ..tail };
-        assert_eq!(Tail::decode(&later.encode(ID), ID, 310), None, "it follows itself");
+        let later = SegmentTail { previous: 3, ..tail };
+        assert_eq!(SegmentTail::decode(&later.encode(ID), ID, 310), None, "it follows itself");
         let head = ID.header(1);
         assert_eq!((head.sequence, head.incarnation, head.file_number, head.disk), (1, 9, 3, Uuid::nil()));
     }
@@ -317,9 +317,9 @@ mod tests {
 
         #[test]
         fn flipped_bit_is_noticed(at in 0usize..TAIL_BYTES, bit in 0u8..8) {
-            let mut bytes = Tail { payload_bytes: 30, index_bytes: 264, previous: 1 }.encode(ID);
+            let mut bytes = SegmentTail { payload_bytes: 30, index_bytes: 264, previous: 1 }.encode(ID);
             bytes[at] ^= 1 << bit;
-            prop_assert_eq!(Tail::decode(&bytes, ID, 310), None);
+            prop_assert_eq!(SegmentTail::decode(&bytes, ID, 310), None);
         }
     }
 }

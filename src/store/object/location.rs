@@ -65,13 +65,13 @@ impl fmt::Display for BucketUrl {
 
 /// URL `http://<host>[:<port>]` or `https://<host>[:<port>]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Endpoint {
+pub struct StoreEndpoint {
     is_encrypted: bool,
     /// Host, IPv6 in brackets, with the port as written.
     authority: String,
 }
 
-impl Endpoint {
+impl StoreEndpoint {
     /// Parses a URL without path, user and query.
     ///
     /// # Errors
@@ -107,7 +107,7 @@ impl Endpoint {
     }
 }
 
-impl fmt::Display for Endpoint {
+impl fmt::Display for StoreEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}://{}", if self.is_encrypted { "https" } else { "http" }, self.authority)
     }
@@ -161,11 +161,11 @@ mod tests {
             ("https://S3.example.com/", "https://s3.example.com"),
             ("http://[::1]:1", "http://[::1]:1"),
         ] {
-            let endpoint = Endpoint::parse(text).unwrap();
+            let endpoint = StoreEndpoint::parse(text).unwrap();
             assert_eq!(endpoint.to_string(), shown);
             assert_eq!(endpoint.is_encrypted(), shown.starts_with("https"));
         }
-        let of_bucket = Endpoint::parse("https://s3.example.com:9000").unwrap().of_bucket("shuffle");
+        let of_bucket = StoreEndpoint::parse("https://s3.example.com:9000").unwrap().of_bucket("shuffle");
         assert_eq!(of_bucket.to_string(), "https://shuffle.s3.example.com:9000");
     }
 
@@ -184,7 +184,7 @@ mod tests {
             "http://x:port",
             "http://x:",
         ] {
-            assert!(Endpoint::parse(text).is_err(), "{text}");
+            assert!(StoreEndpoint::parse(text).is_err(), "{text}");
         }
     }
 }

@@ -49,6 +49,6 @@ pub use self::upload::intake::Uploads;
 #[cfg(feature = "object")]
 pub use self::upload::segment::Moved;
 #[cfg(feature = "object")]
-pub use self::upload::uploader::Source;
+pub use self::upload::uploader::ExtentSource;
 #[cfg(feature = "object")]
-pub use self::workers::{Removed, WorkerObjects};
+pub use self::workers::{RemovalReport, WorkerObjects};

@@ -37,7 +37,7 @@ pub struct WorkerObjects {
 
 /// Result of one call of [`remove`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Removed {
+pub struct RemovalReport {
     /// Number of deleted objects.
     pub objects: u64,
     /// Size of the deleted objects in bytes.
@@ -81,7 +81,7 @@ pub(in crate::store) async fn list(core: &ObjectCore) -> Result<Vec<WorkerObject
 ///
 /// # Errors
 /// `InUse` if `root` is this worker's prefix. The store does not answer or refuses.
-pub(in crate::store) async fn remove(core: &ObjectCore, root: &str) -> Result<Removed, StoreError> {
+pub(in crate::store) async fn remove(core: &ObjectCore, root: &str) -> Result<RemovalReport, StoreError> {
     if root == core.settings.root {
         return Err(StoreError::new(StoreErrorKind::InUse, root));
     }
@@ -98,7 +98,7 @@ pub(in crate::store) async fn remove(core: &ObjectCore, root: &str) -> Result<Re
     let left = REMOVED_AT_ONCE - log.len();
     is_more |= segments.len() > left;
     segments.truncate(left);
-    let mut removed = Removed { objects: 0, bytes: 0, is_gone: !is_more };
+    let mut removed = RemovalReport { objects: 0, bytes: 0, is_gone: !is_more };
     for those in [log, segments] {
         removed.objects += those.len() as u64;
         removed.bytes += those.iter().map(|object| object.size).sum::<u64>();

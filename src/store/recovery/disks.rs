@@ -22,7 +22,7 @@ use uuid::Uuid;
 
 use super::scan::{DiskScan, FoundDirectory, FoundFile, LogReader};
 use crate::clock::Instant;
-use crate::log::{Found, FoundShuffle, PresentIds, RecordReader};
+use crate::log::{FoundLog, FoundShuffle, PresentIds, RecordReader};
 use crate::metrics::clamped;
 use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::LocalDisk;
@@ -67,13 +67,13 @@ impl LocalStore {
     pub(in crate::store) async fn recover(
         &self,
         scans: Vec<DiskScan>,
-        found: Found,
+        found: FoundLog,
         said: RecordReader,
         mut stored: Stored,
     ) -> Recovered {
         let started = Instant::now();
         let core = &self.core;
-        let Found { mut shuffles, absent, gap, has_new_gap, blind_starts, next_incarnation } = found;
+        let FoundLog { mut shuffles, absent, gap, has_new_gap, blind_starts, next_incarnation } = found;
         if !self.has_disks() {
             // Nothing else tells of a registration that is not in the log.
             for (key, stored) in &stored.shuffles {
@@ -192,7 +192,7 @@ struct DataLogName {
 
 /// A data log that extents refer to.
 #[derive(Debug)]
-struct Source {
+struct FoundDataLog {
     disk: Arc<LocalDisk>,
     file: FoundFile,
     /// Set once an extent refers to it.
@@ -204,7 +204,7 @@ struct Rebuild<'a> {
     core: &'a DiskCore,
     shuffle: &'a Arc<DiskShuffle>,
     known: &'a Known,
-    sources: HashMap<DataLogName, Source>,
+    sources: HashMap<DataLogName, FoundDataLog>,
     sequences: HashSet<u64>,
     /// The lowest file number, by disk, above all numbers that groups refer to.
     unnamed: HashMap<Uuid, u32>,
@@ -234,7 +234,7 @@ impl<'a> Rebuild<'a> {
         for found in directories {
             for file in found.files_of(LogKind::Data) {
                 let name = DataLogName { disk: found.disk.uuid, number: file.number };
-                sources.insert(name, Source { disk: Arc::clone(&found.disk), file: *file, log: None });
+                sources.insert(name, FoundDataLog { disk: Arc::clone(&found.disk), file: *file, log: None });
             }
         }
         let unread = || known.unread.first().map(|path| format!("cannot read all files of {path}"));

@@ -16,7 +16,7 @@ use crate::store::extents::extent::Extent;
 use crate::store::extents::extent_list::InStream as _;
 use crate::store::index::codec::decode_head;
 use crate::store::object::core::ObjectCore;
-use crate::store::object::layout::{SegmentId, TAIL_BYTES, Tail, segment_key};
+use crate::store::object::layout::{SegmentId, SegmentTail, TAIL_BYTES, segment_key};
 use crate::store::object::read::fetch;
 use crate::store::recovered::overlapping;
 use uniffle_base::budget::Charge;
@@ -61,7 +61,7 @@ pub(super) struct Indexes<'a> {
 }
 
 /// Published segments, oldest first.
-type Chain = BTreeMap<u32, Tail>;
+type Chain = BTreeMap<u32, SegmentTail>;
 
 /// Recovered data of a shuffle.
 pub(in crate::store) struct Data {
@@ -129,20 +129,20 @@ impl<'a> Indexes<'a> {
 
     /// Returns the tail of a segment, or `None` if it is damaged. A damaged tail is read a second
     /// time, because it may have been damaged in transit.
-    async fn tail(self, number: u32, bytes: u64) -> Result<Option<Tail>, StoreError> {
+    async fn tail(self, number: u32, bytes: u64) -> Result<Option<SegmentTail>, StoreError> {
         match self.tail_once(number, bytes).await? {
             Some(tail) => Ok(Some(tail)),
             None => self.tail_once(number, bytes).await,
         }
     }
 
-    async fn tail_once(self, number: u32, bytes: u64) -> Result<Option<Tail>, StoreError> {
+    async fn tail_once(self, number: u32, bytes: u64) -> Result<Option<SegmentTail>, StoreError> {
         let Some(at) = bytes.checked_sub(TAIL_BYTES as u64) else { return Ok(None) };
         let tail = fetch::read(self.core, &self.key(number), at..bytes).await?;
-        Ok(tail.first_chunk().and_then(|tail| Tail::decode(tail, self.id(number), bytes)))
+        Ok(tail.first_chunk().and_then(|tail| SegmentTail::decode(tail, self.id(number), bytes)))
     }
 
-    async fn index(self, number: u32, tail: &Tail) -> Result<Index<'a>, StoreError> {
+    async fn index(self, number: u32, tail: &SegmentTail) -> Result<Index<'a>, StoreError> {
         let _room = self.memory.room(tail.index_bytes).await;
         let ids_bytes = tail.index_bytes / RECORD_BYTES as u64 * size_of::<u64>() as u64;
         let _charge = self.core.extents.force_charge(tail.index_bytes + ids_bytes);
@@ -159,7 +159,7 @@ impl<'a> Indexes<'a> {
     async fn content(
         self,
         number: u32,
-        tail: &Tail,
+        tail: &SegmentTail,
     ) -> Result<Result<Vec<IndexedExtent>, String>, StoreError> {
         let (start, end) = (tail.payload_bytes, tail.payload_bytes + tail.index_bytes);
         let index = fetch::read(self.core, &self.key(number), start..end).await?;
@@ -193,7 +193,7 @@ impl Data {
     /// Returns the published segments. Each tail names the segment published before it, so the
     /// search begins at the newest segment. If a tail is unreadable, the search continues with
     /// the next older segment in the store.
-    fn chain(&mut self, tails: &BTreeMap<u32, Result<Tail, &str>>) -> Chain {
+    fn chain(&mut self, tails: &BTreeMap<u32, Result<SegmentTail, &str>>) -> Chain {
         let mut chain = Chain::new();
         let mut next = tails.keys().next_back().copied();
         while let Some(number) = next {

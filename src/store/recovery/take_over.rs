@@ -11,13 +11,14 @@ use futures::future::join_all;
 use super::scan::{DiskScan, scan_disk};
 use crate::clock::timeout;
 use crate::log::{
-    Deadlines, Directory, Found, HandOff, Health, LogError, LogInStore, MetadataLog, RecordReader, Survey,
+    Deadlines, Directory, DirectoryHealth, FoundLog, HandOff, LogError, LogInStore, MetadataLog,
+    RecordReader, Survey,
 };
 use crate::runtime::Tasks;
 use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::LocalDisk;
 use crate::store::disk::shuffle::DiskShuffle;
-use crate::store::disk::store::{LocalStore, ShuffleHandle};
+use crate::store::disk::store::{DiskShuffleHandle, LocalStore};
 use crate::store::recovered::Stored;
 use crate::store::{DiskCondition, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
@@ -27,7 +28,7 @@ const RELEASE_DEADLINE: Duration = Duration::from_secs(1);
 /// Number of purges that are logged concurrently.
 const NOTES_AT_ONCE: usize = 512;
 
-impl Health for LocalDisk {
+impl DirectoryHealth for LocalDisk {
     fn rank(&self) -> Option<u8> {
         match self.condition() {
             DiskCondition::Healthy => Some(0),
@@ -48,7 +49,7 @@ impl Health for LocalDisk {
 /// State left by an earlier process.
 pub(in crate::store) struct PreviousState {
     scans: Vec<DiskScan>,
-    found: Found,
+    found: FoundLog,
     said: RecordReader,
 }
 
@@ -107,7 +108,7 @@ impl LocalStore {
     ///
     /// # Errors
     /// `Purged`, or too few directories can be written.
-    pub async fn append_record(&self, handle: &ShuffleHandle, content: Bytes) -> Result<u64, StoreError> {
+    pub async fn append_record(&self, handle: &DiskShuffleHandle, content: Bytes) -> Result<u64, StoreError> {
         append(&self.metadata, &handle.shuffle, content).await
     }
 
@@ -116,7 +117,7 @@ impl LocalStore {
     ///
     /// # Errors
     /// See [`LocalStore::append_record`].
-    pub async fn mark_incomplete(&self, handle: &ShuffleHandle, reason: &str) -> Result<u64, StoreError> {
+    pub async fn mark_incomplete(&self, handle: &DiskShuffleHandle, reason: &str) -> Result<u64, StoreError> {
         mark_incomplete(&self.metadata, &handle.shuffle, reason).await
     }
 
@@ -125,7 +126,7 @@ impl LocalStore {
     ///
     /// # Errors
     /// See [`LocalStore::append_record`].
-    pub async fn mark_moved(&self, handle: &ShuffleHandle) -> Result<u64, StoreError> {
+    pub async fn mark_moved(&self, handle: &DiskShuffleHandle) -> Result<u64, StoreError> {
         handle.shuffle.require_present()?;
         let marked = self.metadata.mark_moved(handle.shuffle.incarnation()).await;
         marked.map_err(|error| failed_log(&error))

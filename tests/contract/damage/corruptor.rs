@@ -8,7 +8,7 @@ use std::path::Path;
 use bytes::BytesMut;
 
 use uniffle_worker::log::METADATA;
-use uniffle_worker::log::format::frame::{self, Encoder, Entry, Epoch, Frame};
+use uniffle_worker::log::format::frame::{self, Encoder, Epoch, Frame, FrameContent};
 use uniffle_worker::store::index::codec;
 
 /// Bytes of a frame header before its checksum.
@@ -48,7 +48,7 @@ pub(crate) fn log_without_checksums(content: &mut [u8]) {
 }
 
 /// Maps the frames of a log or list with `keep` and encodes the result as one chain.
-pub(crate) fn chained(content: &[u8], mut keep: impl FnMut(Frame) -> Option<Entry>) -> Vec<u8> {
+pub(crate) fn chained(content: &[u8], mut keep: impl FnMut(Frame) -> Option<FrameContent>) -> Vec<u8> {
     let (mut at, mut out, mut encoder) = (0, BytesMut::new(), None);
     while let Ok(frame) = frame::decode(content.get(at..).unwrap_or_default()) {
         at += frame::total_bytes(&content[at..]).expect("it was decoded");

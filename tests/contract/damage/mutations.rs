@@ -15,7 +15,7 @@ use uniffle_testkit::oracle::{
 };
 use uniffle_testkit::say;
 use uniffle_wire::types::{BlockId, ShuffleKey};
-use uniffle_worker::log::format::frame::{Entry, Frame};
+use uniffle_worker::log::format::frame::{Frame, FrameContent};
 use uniffle_worker::store::VerifyReads;
 
 use super::corruptor;
@@ -177,7 +177,7 @@ fn lose_a_frame(fixture: &mut Fixture, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
     let Some(longest) = frames.max_by_key(Vec::len) else { return };
     let said: Vec<u64> = longest[..longest.len().saturating_sub(1)]
         .iter()
-        .filter(|frame| matches!(frame.entry, Entry::Record(..)))
+        .filter(|frame| matches!(frame.entry, FrameContent::Record(..)))
         .map(|frame| frame.sequence)
         .collect();
     let Some(lost) = said.choose(&mut fixture.rng).copied() else { return };
@@ -198,16 +198,16 @@ fn clear_missing_members(fixture: &Fixture) {
     let says_epoch = |path: &Path| corruptor::is_log(path) || corruptor::is_members(path);
     let logs = files.iter().filter(|(path, _)| says_epoch(path));
     let epoch = |frame: Frame| match frame.entry {
-        Entry::Epoch(epoch) => Some(epoch.id),
+        FrameContent::Epoch(epoch) => Some(epoch.id),
         _ => None,
     };
     let ids: Vec<u64> = logs.flat_map(|(_, log)| corruptor::frames(log)).filter_map(epoch).collect();
     rewrite(fixture, |path, content| {
         if says_epoch(path) {
             *content = corruptor::chained(content, |frame| match frame.entry {
-                Entry::Epoch(epoch) => {
-                    Some(Entry::Epoch(Box::new(corruptor::without_missing_members(*epoch, &uuids, &ids))))
-                }
+                FrameContent::Epoch(epoch) => Some(FrameContent::Epoch(Box::new(
+                    corruptor::without_missing_members(*epoch, &uuids, &ids),
+                ))),
                 said => Some(said),
             });
         }

@@ -248,11 +248,11 @@ fn register<'a>(app: &'a str) -> RegisterRequest<'a> {
 
 /// Sends `length` bytes as block `id` of partition 0 of shuffle 1.
 fn put(fixture: &ServiceFixture, app: &str, id: i64, length: i32) {
-    use uniffle_worker::service::{BlockHeader, SendHeader};
+    use uniffle_worker::service::{BlockHeader, IncomingSend};
     let bytes = vec![7; usize::try_from(length).unwrap()];
     let required = RequireRequest { app, shuffle: 1, bytes: length, partitions: &[0], partition_sizes: &[] };
     let ticket = fixture.service.ingest.require_buffer(required).unwrap().ticket;
-    let header = SendHeader { app, shuffle: 1, ticket, message_bytes: 1 << 20 };
+    let header = IncomingSend { app, shuffle: 1, ticket, message_bytes: 1 << 20 };
     let mut session = fixture.service.ingest.begin_send(header).unwrap();
     session.partition(0).unwrap();
     session.begin_block(u32::try_from(length).unwrap()).unwrap();

@@ -10,7 +10,7 @@ use rand::{Rng, RngExt, SeedableRng};
 
 use uniffle_wire::types::{BlockId, Distribution, PartitionId};
 use uniffle_worker::service::{
-    BlockHeader, RegisterRequest, ReportRequest, RequireRequest, SendHeader, SendSession, ServiceError,
+    BlockHeader, IncomingSend, RegisterRequest, ReportRequest, RequireRequest, SendSession, ServiceError,
 };
 
 use super::Mutation;
@@ -119,7 +119,7 @@ impl History {
         if is_left {
             return false;
         }
-        let header = SendHeader {
+        let header = IncomingSend {
             app: key.0,
             shuffle: key.1,
             ticket: grant.ticket,

@@ -14,7 +14,7 @@ use rand::{RngExt, SeedableRng};
 use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
 use uniffle_worker::log::OBJECT_COPIES;
 use uniffle_worker::store::StoreError;
-use uniffle_worker::store::object::layout::{Name, SegmentId, TAIL_BYTES, Tail, log_key, parse_key};
+use uniffle_worker::store::object::layout::{Name, SegmentId, SegmentTail, TAIL_BYTES, log_key, parse_key};
 
 use super::Mutation;
 use super::history::{APPS, History};
@@ -136,7 +136,7 @@ impl History {
         let first = match (name, bytes.last_chunk::<TAIL_BYTES>()) {
             (Name::Segment(shuffle, number), Some(tail)) => {
                 let id = SegmentId { incarnation: shuffle.incarnation, number: *number };
-                let tail = Tail::decode(tail, id, bytes.len() as u64);
+                let tail = SegmentTail::decode(tail, id, bytes.len() as u64);
                 tail.map_or(0, |tail| usize::try_from(tail.payload_bytes).expect("small"))
             }
             _ => 0,

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use uniffle_wire::index::FILLER_BLOCK_ID;
-use uniffle_worker::service::{ChunkStream, MemoryReadRequest, ReadRange, ReadTarget, ServiceError};
+use uniffle_worker::service::{ChunkStream, MemoryReadRequest, ReadRange, RequestedPartition, ServiceError};
 
 use super::history::{History, Key};
 use super::invariants::{Invariants, Now};
@@ -166,8 +166,8 @@ impl Reader {
         Ok(())
     }
 
-    fn target(&self) -> ReadTarget<'static> {
-        ReadTarget { app: self.key.0, shuffle: self.key.1, partition: self.partition }
+    fn target(&self) -> RequestedPartition<'static> {
+        RequestedPartition { app: self.key.0, shuffle: self.key.1, partition: self.partition }
     }
 
     async fn read_index(&mut self, history: &mut History) -> Result<(), ServiceError> {

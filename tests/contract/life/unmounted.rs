@@ -8,7 +8,7 @@ use rand::RngExt;
 use uniffle_testkit::fault::Faults;
 use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
 use uniffle_worker::log::METADATA;
-use uniffle_worker::log::format::frame::{self, Entry};
+use uniffle_worker::log::format::frame::{self, FrameContent};
 use uniffle_worker::store::migration::OffloadTier;
 use uniffle_worker::store::object::layout::{Name, parse_key};
 use uniffle_worker::store::{LocalConfig, StoreErrorKind};
@@ -163,13 +163,13 @@ impl History {
 /// Returns the shuffles that frames of a log mark as moved.
 fn moved_in(log: &[u8]) -> Vec<(String, i32)> {
     let entries = entries_in(log).into_iter();
-    let moved =
-        entries.filter_map(|entry| if let Entry::Moved(shuffle) = entry { Some(shuffle) } else { None });
+    let moved = entries
+        .filter_map(|entry| if let FrameContent::Moved(shuffle) = entry { Some(shuffle) } else { None });
     moved.map(|shuffle| (shuffle.key.app.as_str().to_owned(), shuffle.key.shuffle.0)).collect()
 }
 
 /// Returns the entries of a log up to the first damaged frame.
-pub(super) fn entries_in(log: &[u8]) -> Vec<Entry> {
+pub(super) fn entries_in(log: &[u8]) -> Vec<FrameContent> {
     let (mut rest, mut entries) = (log, Vec::new());
     while let Ok(bytes) = frame::total_bytes(rest) {
         let Ok(read) = frame::decode(rest) else { break };

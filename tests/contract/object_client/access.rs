@@ -16,8 +16,8 @@ use uniffle_testkit::s3::faults::{On, ResponseFault};
 use uniffle_testkit::s3::{ACCESS_KEY, S3Server, SECRET_KEY};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::store::ObjectConfig;
-use uniffle_worker::store::object::client::{Client, Failure, Refusal, check_files};
-use uniffle_worker::store::object::location::Endpoint;
+use uniffle_worker::store::object::client::{Client, Failure, StoreRefusal, check_files};
+use uniffle_worker::store::object::location::StoreEndpoint;
 use uniffle_worker::store::object::{Credentials, Secret};
 
 use super::fixture::{Opened, open, soon};
@@ -67,9 +67,9 @@ async fn failed_probe_names_step_and_remedy() {
     let wrong_key = ObjectConfig { access_key: Some(Secret::new("nobody")), ..server.config("x") };
     let unsigned = ObjectConfig { credentials: Credentials::Unsigned, ..server.config("x") };
     for (config, refusal) in [
-        (wrong_secret, Refusal::WrongSecret),
-        (wrong_key, Refusal::UnknownKey),
-        (unsigned, Refusal::AccessDenied),
+        (wrong_secret, StoreRefusal::WrongSecret),
+        (wrong_key, StoreRefusal::UnknownKey),
+        (unsigned, StoreRefusal::AccessDenied),
     ] {
         let text = error_of(no_retry(config)).await;
         assert!(text.contains("to write an object") && text.contains(refusal.remedy()), "{text}");
@@ -83,10 +83,10 @@ async fn failed_probe_names_step_and_remedy() {
     ] {
         server.faults.plan(on, 1, &ResponseFault::Refuse(403, "AccessDenied"));
         let text = error_of(no_retry(server.config("x"))).await;
-        assert!(text.contains(step) && text.contains(Refusal::AccessDenied.remedy()), "{text}");
+        assert!(text.contains(step) && text.contains(StoreRefusal::AccessDenied.remedy()), "{text}");
     }
     server.faults.plan(On::Put, 1, &ResponseFault::Refuse(404, "NoSuchBucket"));
-    assert!(error_of(no_retry(server.config("x"))).await.contains(Refusal::BucketMissing.remedy()));
+    assert!(error_of(no_retry(server.config("x"))).await.contains(StoreRefusal::BucketMissing.remedy()));
     server.faults.plan(On::Get, 1, &ResponseFault::WrongByte);
     assert!(error_of(server.config("x")).await.contains("wrong bytes"));
 }
@@ -113,10 +113,10 @@ async fn wrong_keys_of_a_file_are_refused_until_renewed() {
     let opened = open(&config);
     write(&opened).await.unwrap();
     keys(&file, SECRET_KEY, "expiration = 2001-01-01T00:00:00Z\n");
-    assert_eq!(write(&opened).await, Err(Failure::Refused(Refusal::CredentialsExpired)));
+    assert_eq!(write(&opened).await, Err(Failure::Refused(StoreRefusal::CredentialsExpired)));
     assert_eq!(check_files(&config).len(), 1);
     keys(&file, "another secret of nobody".replace(' ', "-").as_str(), "");
-    assert_eq!(write(&opened).await, Err(Failure::Refused(Refusal::WrongSecret)));
+    assert_eq!(write(&opened).await, Err(Failure::Refused(StoreRefusal::WrongSecret)));
     keys(&file, SECRET_KEY, "# renewed\n");
     write(&opened).await.unwrap();
     std::fs::remove_file(&file).unwrap();
@@ -143,7 +143,7 @@ async fn missing_credentials_are_named_before_any_request() {
     let web = ObjectConfig { role_arn: Some("arn:aws:iam::1:role/x".to_owned()), ..web };
     assert!(refused(web.clone()).contains("AWS_WEB_IDENTITY_TOKEN_FILE"));
     let ca = ObjectConfig {
-        endpoint: Endpoint::parse("https://localhost:1").ok(),
+        endpoint: StoreEndpoint::parse("https://localhost:1").ok(),
         ca_file: Some("/nowhere/ca.pem".into()),
         ..server.config("x")
     };
@@ -187,7 +187,7 @@ async fn web_identity_is_exchanged_for_keys() {
     // s3s.
     for _ in 0..2 {
         match write(&opened).await {
-            Ok(()) | Err(Failure::Refused(Refusal::CredentialsExpired)) => {}
+            Ok(()) | Err(Failure::Refused(StoreRefusal::CredentialsExpired)) => {}
             Err(other) => panic!("{other:?}"),
         }
     }
@@ -250,7 +250,7 @@ async fn server_is_trusted_by_certificate_only() {
     let ca_file = dir.path().join("ca.pem");
     std::fs::write(&ca_file, authority).unwrap();
     let config = ObjectConfig {
-        endpoint: Endpoint::parse(&format!("https://localhost:{port}")).ok(),
+        endpoint: StoreEndpoint::parse(&format!("https://localhost:{port}")).ok(),
         ca_file: Some(ca_file.clone()),
         ..server.config("x")
     };
@@ -261,7 +261,7 @@ async fn server_is_trusted_by_certificate_only() {
 
     std::fs::write(&ca_file, stranger).unwrap();
     let opened = open(&config);
-    assert_eq!(write(&opened).await, Err(Failure::Refused(Refusal::NotTrusted)));
+    assert_eq!(write(&opened).await, Err(Failure::Refused(StoreRefusal::NotTrusted)));
     opened.end().await;
     front.cancel();
     soon(front.drained()).await;

@@ -8,7 +8,7 @@ use object_store::{MultipartUpload as _, ObjectStore as _, ObjectStoreExt as _, 
 use uniffle_testkit::s3::S3Server;
 use uniffle_testkit::s3::faults::{On, ResponseFault};
 use uniffle_worker::store::ObjectConfig;
-use uniffle_worker::store::object::client::{Failure, Refusal, explain};
+use uniffle_worker::store::object::client::{Failure, StoreRefusal, explain};
 
 use super::fixture::{Opened, content, open, soon};
 
@@ -29,7 +29,7 @@ fn patient(server: &S3Server) -> ObjectConfig {
     ObjectConfig { retry_timeout: Duration::from_secs(60), ..impatient(server) }
 }
 
-fn refused(refusal: Refusal) -> Failure {
+fn refused(refusal: StoreRefusal) -> Failure {
     Failure::Refused(refusal)
 }
 
@@ -59,12 +59,12 @@ async fn read_faults_map_to_errors() {
         (ResponseFault::Shorter, Failure::Damaged),
         (ResponseFault::OtherRange, Failure::Damaged),
         (ResponseFault::Unranged, Failure::Damaged),
-        (ResponseFault::Refuse(403, "AccessDenied"), refused(Refusal::AccessDenied)),
-        (ResponseFault::Refuse(403, "ExpiredToken"), refused(Refusal::CredentialsExpired)),
-        (ResponseFault::Refuse(400, "ExpiredToken"), refused(Refusal::CredentialsExpired)),
-        (ResponseFault::Refuse(403, "RequestTimeTooSkewed"), refused(Refusal::ClockSkew)),
-        (ResponseFault::Refuse(404, "NoSuchBucket"), refused(Refusal::BucketMissing)),
-        (ResponseFault::Refuse(301, "PermanentRedirect"), refused(Refusal::WrongRegion)),
+        (ResponseFault::Refuse(403, "AccessDenied"), refused(StoreRefusal::AccessDenied)),
+        (ResponseFault::Refuse(403, "ExpiredToken"), refused(StoreRefusal::CredentialsExpired)),
+        (ResponseFault::Refuse(400, "ExpiredToken"), refused(StoreRefusal::CredentialsExpired)),
+        (ResponseFault::Refuse(403, "RequestTimeTooSkewed"), refused(StoreRefusal::ClockSkew)),
+        (ResponseFault::Refuse(404, "NoSuchBucket"), refused(StoreRefusal::BucketMissing)),
+        (ResponseFault::Refuse(301, "PermanentRedirect"), refused(StoreRefusal::WrongRegion)),
         (ResponseFault::Refuse(404, "NoSuchKey"), Failure::NotFound),
     ] {
         server.faults.plan(On::Get, 1, &fault);
@@ -156,7 +156,7 @@ async fn endless_error_body_is_not_read_completely() {
     assert!(received < f64::from(17 << 20), "{received}");
     server.faults.plan(On::Get, 1, &ResponseFault::RefuseEndlessly(403));
     let error = soon(read(&opened)).await.unwrap_err();
-    assert_eq!(Failure::of(&error), refused(Refusal::AccessDenied), "{}", error.to_string().len());
+    assert_eq!(Failure::of(&error), refused(StoreRefusal::AccessDenied), "{}", error.to_string().len());
     assert!(opened.metric("object_store_received_bytes") - received < f64::from(1 << 20));
     server.faults.plan(On::List, 1, &ResponseFault::Text("no XML".to_owned()));
     soon(opened.store.list_with_delimiter(None)).await.unwrap_err();
@@ -173,8 +173,8 @@ async fn write_error_says_whether_the_store_may_recover() {
         (ResponseFault::Refuse(400, "BadDigest"), Failure::ExpectedBack),
         (ResponseFault::Hang, Failure::ExpectedBack),
         (ResponseFault::Close, Failure::ExpectedBack),
-        (ResponseFault::Refuse(403, "AccessDenied"), refused(Refusal::AccessDenied)),
-        (ResponseFault::Refuse(507, "QuotaExceeded"), refused(Refusal::Full)),
+        (ResponseFault::Refuse(403, "AccessDenied"), refused(StoreRefusal::AccessDenied)),
+        (ResponseFault::Refuse(507, "QuotaExceeded"), refused(StoreRefusal::Full)),
     ] {
         server.faults.plan(On::Put, 1, &fault);
         let error = soon(opened.store.put(&path, content(BYTES).into())).await.unwrap_err();

@@ -10,7 +10,7 @@ use uniffle_testkit::s3::S3Server;
 use uniffle_testkit::s3::weed::Weed;
 use uniffle_worker::store::ObjectConfig;
 use uniffle_worker::store::object::Secret;
-use uniffle_worker::store::object::client::{Failure, Refusal};
+use uniffle_worker::store::object::client::{Failure, StoreRefusal};
 
 use super::fixture::{Opened, content, open, soon};
 
@@ -52,7 +52,7 @@ async fn store_without_upload_listing_returns_an_error() {
     let server = S3Server::start().await;
     let opened = open(&server.config("x"));
     let error = soon(opened.client.uploads(&Path::from("w1"), in_an_hour())).await.unwrap_err();
-    assert_eq!(Failure::of(&error), Failure::Refused(Refusal::NotUnderstood), "{error}");
+    assert_eq!(Failure::of(&error), Failure::Refused(StoreRefusal::NotUnderstood), "{error}");
     opened.end().await;
 }
 
@@ -76,8 +76,14 @@ async fn killed_seaweedfs_keeps_acknowledged_objects() {
 async fn seaweedfs_error_names_wrong_keys() {
     let Some(weed) = block_in_place(|| Weed::start("wrong keys on SeaweedFS")) else { return };
     for (config, refusal) in [
-        (ObjectConfig { secret_key: Some(Secret::new("wrong")), ..weed.config("x") }, Refusal::WrongSecret),
-        (ObjectConfig { access_key: Some(Secret::new("nobody")), ..weed.config("x") }, Refusal::UnknownKey),
+        (
+            ObjectConfig { secret_key: Some(Secret::new("wrong")), ..weed.config("x") },
+            StoreRefusal::WrongSecret,
+        ),
+        (
+            ObjectConfig { access_key: Some(Secret::new("nobody")), ..weed.config("x") },
+            StoreRefusal::UnknownKey,
+        ),
     ] {
         let opened = open(&config);
         let error = soon(opened.client.probe("w1")).await.unwrap_err();

@@ -18,7 +18,7 @@ use tempfile::TempDir;
 use tokio::net::TcpListener;
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::store::ObjectConfig;
-use uniffle_worker::store::object::location::{BucketUrl, Endpoint};
+use uniffle_worker::store::object::location::{BucketUrl, StoreEndpoint};
 use uniffle_worker::store::object::{Credentials, Secret};
 
 use self::faults::PlannedFaults;
@@ -34,7 +34,7 @@ pub const SECRET_KEY: &str = "secret-of-the-worker";
 pub fn config(endpoint: &str, prefix: &str) -> ObjectConfig {
     ObjectConfig {
         url: Some(BucketUrl::parse(&format!("s3://{BUCKET}/{prefix}")).expect("a URL")),
-        endpoint: Some(Endpoint::parse(endpoint).expect("an endpoint")),
+        endpoint: Some(StoreEndpoint::parse(endpoint).expect("an endpoint")),
         path_style: true,
         credentials: Credentials::Environment,
         access_key: Some(Secret::new(ACCESS_KEY)),

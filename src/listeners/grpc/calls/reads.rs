@@ -19,7 +19,8 @@ use crate::proto::{
 };
 use crate::runtime::BlockingPool;
 use crate::service::{
-    MemoryAnswer, MemoryReadRequest, ReadAhead, ReadLimits, ReadRange, ReadTarget, ResponseWindow, Service,
+    MemoryAnswer, MemoryReadRequest, ReadAhead, ReadLimits, ReadRange, RequestedPartition, ResponseWindow,
+    Service,
 };
 
 /// Payload fields of the three responses.
@@ -80,8 +81,8 @@ fn memory_request<'a>(
     }
 }
 
-fn target(app: &str, shuffle: i32, partition: i32) -> ReadTarget<'_> {
-    ReadTarget { app, shuffle, partition }
+fn target(app: &str, shuffle: i32, partition: i32) -> RequestedPartition<'_> {
+    RequestedPartition { app, shuffle, partition }
 }
 
 /// `getLocalShuffleIndex`

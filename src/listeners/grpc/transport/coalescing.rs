@@ -46,7 +46,7 @@ struct State {
 
 /// A buffer that is returned on drop.
 #[derive(Debug)]
-struct Buffer {
+struct PooledBuffer {
     bytes: Vec<u8>,
     /// Number of bytes already written to the socket.
     written: usize,
@@ -56,18 +56,18 @@ struct Buffer {
 }
 
 impl Buffers {
-    fn take(self: &Arc<Self>) -> Option<Buffer> {
+    fn take(self: &Arc<Self>) -> Option<PooledBuffer> {
         let mut state = self.state.lock();
         let size = state.given.iter().zip(SIZES).position(|(given, (_, most))| *given < most)?;
         state.given[size] += 1;
         let spare = state.spare[size].pop();
         drop(state);
         let bytes = spare.unwrap_or_else(|| Vec::with_capacity(SIZES[size].0));
-        Some(Buffer { bytes, written: 0, size, home: Arc::clone(self) })
+        Some(PooledBuffer { bytes, written: 0, size, home: Arc::clone(self) })
     }
 }
 
-impl Drop for Buffer {
+impl Drop for PooledBuffer {
     fn drop(&mut self) {
         let mut bytes = std::mem::take(&mut self.bytes);
         bytes.clear();
@@ -77,7 +77,7 @@ impl Drop for Buffer {
     }
 }
 
-impl Buffer {
+impl PooledBuffer {
     fn room(&self) -> usize {
         SIZES[self.size].0 - self.bytes.len()
     }
@@ -95,10 +95,10 @@ impl Buffer {
 
 /// State shared by both halves.
 #[derive(Debug)]
-struct Shared<S> {
+struct SharedIo<S> {
     stream: S,
     buffers: Arc<Buffers>,
-    collected: Option<Buffer>,
+    collected: Option<PooledBuffer>,
     /// Data was written to the stream but not flushed. TLS needs the flush.
     is_unflushed: bool,
     /// The stream did not take everything in this poll.
@@ -133,7 +133,7 @@ impl Cancellations {
     }
 }
 
-impl<S: AsyncRead + Unpin> Shared<S> {
+impl<S: AsyncRead + Unpin> SharedIo<S> {
     fn read(&mut self, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let Self { stream, cancellations, .. } = self;
         if cancellations.left == 0 {
@@ -159,7 +159,7 @@ impl<S: AsyncRead + Unpin> Shared<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> Shared<S> {
+impl<S: AsyncWrite + Unpin> SharedIo<S> {
     /// Permits one write to the stream, unless this poll has used its budget.
     fn turn(&mut self, context: &mut Context<'_>) -> Poll<()> {
         if self.taken >= BYTES_PER_POLL {
@@ -229,11 +229,11 @@ impl<S: AsyncWrite + Unpin> Shared<S> {
 /// The half that HTTP/2 reads from and writes to. Its flush does nothing, since
 /// [`CoalescingWriter::poll`] flushes.
 #[derive(Debug)]
-pub(in crate::listeners::grpc) struct CoalescingStream<S>(Arc<Mutex<Shared<S>>>);
+pub(in crate::listeners::grpc) struct CoalescingStream<S>(Arc<Mutex<SharedIo<S>>>);
 
 /// The half that writes collected bytes to the socket.
 #[derive(Debug)]
-pub(in crate::listeners::grpc) struct CoalescingWriter<S>(Arc<Mutex<Shared<S>>>);
+pub(in crate::listeners::grpc) struct CoalescingWriter<S>(Arc<Mutex<SharedIo<S>>>);
 
 /// Splits `stream` into both halves. A poll reads at most `cancellations_per_poll` cancellations.
 pub(in crate::listeners::grpc) fn coalescing<S>(
@@ -248,7 +248,7 @@ pub(in crate::listeners::grpc) fn coalescing<S>(
         held: Bytes::new(),
     };
     let (buffers, collected) = (Arc::clone(buffers), None);
-    let shared = Shared {
+    let shared = SharedIo {
         stream,
         buffers,
         collected,

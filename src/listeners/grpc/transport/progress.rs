@@ -46,7 +46,7 @@ pub(in crate::listeners::grpc) struct CallDeadlines {
 
 /// Progress of the call that runs in this task.
 #[derive(Debug)]
-pub(super) struct Progress {
+pub(super) struct CallProgress {
     began: Instant,
     deadlines: CallDeadlines,
     /// Deadline of the call, in ms after `began`.
@@ -71,14 +71,14 @@ const NO_FRAME: u64 = u64::MAX;
 /// frames arrive at once, and a timer per frame would cost more than the check.
 #[derive(Debug)]
 pub(super) struct FrameWait {
-    progress: Option<Arc<Progress>>,
+    progress: Option<Arc<CallProgress>>,
     began: Instant,
 }
 
 /// Marks the worker's own time within a response, which does not count against the caller. Ends on
 /// drop.
 #[derive(Debug)]
-pub(super) struct OwnTime(Arc<Progress>);
+pub(super) struct OwnTime(Arc<CallProgress>);
 
 /// Responses whose last bytes HTTP/2 still holds, counted by the period in which it got them.
 #[derive(Debug)]
@@ -96,17 +96,17 @@ pub(in crate::listeners::grpc) struct Tails {
 
 /// The end of a response, until the socket has taken it or the call is abandoned.
 #[derive(Debug)]
-pub(super) struct Tail {
+pub(super) struct ResponseTail {
     tails: Arc<Tails>,
     at: usize,
 }
 
 tokio::task_local! {
-    static CALL: Arc<Progress>;
+    static CALL: Arc<CallProgress>;
 }
 
 /// Returns the progress of the call that runs in this task, or `None` outside of calls.
-pub(super) fn of_this_call() -> Option<Arc<Progress>> {
+pub(super) fn of_this_call() -> Option<Arc<CallProgress>> {
     CALL.try_with(Arc::clone).ok()
 }
 
@@ -134,7 +134,7 @@ impl FrameWait {
         }
     }
 
-    fn due(&self, progress: &Progress) -> Instant {
+    fn due(&self, progress: &CallProgress) -> Instant {
         let due = self.began + progress.deadlines.frame;
         progress.tails.closed_at().map_or(due, |closed| {
             due.min(self.began.max(closed) + CLOSING_PAUSE).min(closed + CLOSING_REQUEST)
@@ -156,7 +156,7 @@ pub(in crate::listeners::grpc) async fn bounded(
     is_waited_for: impl Fn() -> bool,
     call: impl Future<Output = ()>,
 ) -> bool {
-    let progress = Arc::new(Progress {
+    let progress = Arc::new(CallProgress {
         began: Instant::now(),
         deadlines,
         due_ms: AtomicU64::new(ms(deadlines.call + deadlines.answer)),
@@ -195,7 +195,7 @@ pub(in crate::listeners::grpc) async fn bounded(
     .await
 }
 
-impl Progress {
+impl CallProgress {
     fn due(&self) -> Instant {
         self.began + Duration::from_millis(self.due_ms.load(Ordering::Relaxed))
     }
@@ -266,7 +266,7 @@ impl Progress {
     }
 
     /// Returns the tail of the response, whose last bytes go to HTTP/2 now.
-    pub(super) fn tail(&self) -> Tail {
+    pub(super) fn tail(&self) -> ResponseTail {
         self.tails.begin()
     }
 }
@@ -300,11 +300,11 @@ impl Tails {
         self.closed.get().copied()
     }
 
-    fn begin(self: &Arc<Self>) -> Tail {
+    fn begin(self: &Arc<Self>) -> ResponseTail {
         let at = self.now() as usize % 3;
         self.waiting[at].fetch_add(1, Ordering::Relaxed);
         self.begun.notify_one();
-        Tail { tails: Arc::clone(self), at }
+        ResponseTail { tails: Arc::clone(self), at }
     }
 
     /// Returns whether HTTP/2 holds the end of no response.
@@ -350,7 +350,7 @@ impl Tails {
     }
 }
 
-impl Drop for Tail {
+impl Drop for ResponseTail {
     fn drop(&mut self) {
         self.tails.waiting[self.at].fetch_sub(1, Ordering::Relaxed);
     }

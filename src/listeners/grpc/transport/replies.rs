@@ -322,7 +322,7 @@ async fn next_frame<C: Chunks, T: Send + 'static>(
     mut chunks: C,
     mut until_sent: Option<T>,
 ) -> (Frame<Bytes>, Streaming<C, T>) {
-    let own_time = progress::of_this_call().map(progress::Progress::own_time);
+    let own_time = progress::of_this_call().map(progress::CallProgress::own_time);
     let next = chunks.next().await;
     drop(own_time);
     let failed = match next {

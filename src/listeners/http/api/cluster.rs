@@ -10,7 +10,7 @@ const LISTED_MAX: usize = 1_000;
 
 /// The cluster as known to one coordinator.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Cluster {
+pub struct ClusterModel {
     /// Live nodes, sorted by id.
     pub nodes: Vec<ClusterNode>,
     /// Ids of lost nodes, at most a thousand.
@@ -116,7 +116,7 @@ impl ClusterApp {
     }
 }
 
-impl Cluster {
+impl ClusterModel {
     /// Combines the reports of single nodes.
     pub fn new(
         nodes: Vec<ClusterNode>,
@@ -157,7 +157,7 @@ mod tests {
             total_bytes,
         };
         let parts = [part("small", "a", 5), part("large", "a", 3), part("large", "b", 4)];
-        let cluster = Cluster::new(Vec::new(), Vec::new(), Vec::new(), parts.into_iter());
+        let cluster = ClusterModel::new(Vec::new(), Vec::new(), Vec::new(), parts.into_iter());
         let shown: Vec<_> = cluster.apps.iter().map(|app| (app.app.as_str(), app.total_bytes)).collect();
         assert_eq!((cluster.app_count, shown), (2, vec![("large", 7), ("small", 5)]));
         let large = &cluster.apps[0];

@@ -18,12 +18,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::serve::run_blocking;
-use super::{Node, NotExplained};
+use super::{NodeView, NotExplained};
 use crate::runtime::BlockingPool;
 use crate::service::{SAMPLE_INTERVAL, Service};
 
 pub use model::Status;
-use model::{App, Apps, FinishedApp};
+use model::{AppModel, Apps, FinishedApp};
 
 /// Default and maximum number of listed applications.
 const APPS_DEFAULT: usize = 100;
@@ -54,7 +54,7 @@ pub struct ApiHooks {
     /// Source of applications and history.
     pub service: Arc<Service>,
     /// Source of everything else.
-    pub node: Arc<dyn Node>,
+    pub node: Arc<dyn NodeView>,
     /// Threads for collecting answers.
     pub pool: BlockingPool,
 }
@@ -129,18 +129,23 @@ async fn apps(State(hooks): State<ApiHooks>, Query(limit): Query<Limit>) -> Resp
 
 fn all_apps(hooks: &ApiHooks, limit: Option<usize>) -> Response {
     let service = &hooks.service;
-    let mut apps: Vec<App> = hooks
+    let mut apps: Vec<AppModel> = hooks
         .node
         .apps()
         .into_iter()
         .filter_map(|statistics| {
             let app = service.apps().find(&statistics.app)?;
-            Some(App::new(&app, statistics, service.apps().idle(&app), service.diagnostics.lost_blocks(&app)))
+            Some(AppModel::new(
+                &app,
+                statistics,
+                service.apps().idle(&app),
+                service.diagnostics.lost_blocks(&app),
+            ))
         })
         .collect();
     let count = apps.len();
     apps.sort_by(|left, right| {
-        let weight = |app: &App| (app.statistics.received_bytes, app.statistics.in_memory_bytes);
+        let weight = |app: &AppModel| (app.statistics.received_bytes, app.statistics.in_memory_bytes);
         weight(right).cmp(&weight(left)).then_with(|| left.app.cmp(&right.app))
     });
     apps.truncate(limit.unwrap_or(APPS_DEFAULT).min(APPS_MAX));

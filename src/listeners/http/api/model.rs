@@ -11,25 +11,25 @@ use crate::service::{AppStatistics, Explanation, Incompleteness, Presence, Quota
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Status {
     /// Identity and state of the worker.
-    pub node: Node,
+    pub node: NodeModel,
     /// Age of the figures.
     pub age_seconds: f64,
     /// The memory tier.
-    pub memory: Memory,
+    pub memory: MemoryModel,
     /// All tiers, fastest first.
-    pub tiers: Vec<Tier>,
+    pub tiers: Vec<TierModel>,
     /// Data directories.
-    pub disks: Vec<Disk>,
+    pub disks: Vec<DiskModel>,
     /// The object store, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub object_store: Option<ObjectStore>,
     /// HDFS, if the worker writes to it.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub hdfs: Option<Hdfs>,
+    pub hdfs: Option<HdfsModel>,
     /// Flushing from memory.
     pub flush: Flush,
     /// Memory reserved for sends.
-    pub tickets: Tickets,
+    pub tickets: TicketsModel,
     /// Coordinators that the worker reports to.
     pub coordinators: Vec<Coordinator>,
     /// Open connections.
@@ -50,7 +50,7 @@ pub struct Status {
 
 /// The worker as a node of its cluster.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Node {
+pub struct NodeModel {
     /// Server id for coordinators and clients.
     pub id: String,
     /// Address announced to clients.
@@ -81,7 +81,7 @@ pub struct Node {
 
 /// The memory tier.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Memory {
+pub struct MemoryModel {
     /// `memory_store.capacity`
     pub capacity_bytes: u64,
     /// Bytes in use: stored, in flight or reserved.
@@ -121,7 +121,7 @@ pub struct HeapUse {
 
 /// A storage tier.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Tier {
+pub struct TierModel {
     /// `memory` or `local`.
     pub tier: &'static str,
     /// Capacity of the tier.
@@ -149,7 +149,7 @@ pub struct ObjectStore {
 
 /// The HDFS clusters to which registered shuffles write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Hdfs {
+pub struct HdfsModel {
     /// Number of remote stores in use, by file system and user.
     pub stores: usize,
     /// Number of remote stores that fail.
@@ -160,7 +160,7 @@ pub struct Hdfs {
 
 /// A data directory.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Disk {
+pub struct DiskModel {
     /// Path of the directory.
     pub path: String,
     /// Mount point of the directory.
@@ -200,7 +200,7 @@ pub struct Flush {
 
 /// Memory reserved for sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Tickets {
+pub struct TicketsModel {
     /// Tickets that are neither used nor expired.
     pub outstanding: usize,
     /// Bytes reserved by these tickets.
@@ -278,14 +278,14 @@ pub struct Apps {
     /// Number of known applications.
     pub count: usize,
     /// The largest applications, by payload received.
-    pub apps: Vec<App>,
+    pub apps: Vec<AppModel>,
     /// Finished applications, latest first.
     pub gone: Vec<FinishedApp>,
 }
 
 /// A known application.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct App {
+pub struct AppModel {
     /// Application id.
     pub app: String,
     pub user: String,
@@ -302,7 +302,7 @@ pub struct App {
     pub lost_blocks: u64,
 }
 
-impl App {
+impl AppModel {
     /// Creates the description of `app`.
     pub fn new(app: &crate::app::App, statistics: AppStatistics, idle: Duration, lost_blocks: u64) -> Self {
         Self {

@@ -132,15 +132,18 @@ impl Model {
             Some(new) => {
                 let listed: u64 = new.losses.iter().map(|loss| loss.ids.len()).sum();
                 assert_eq!(self.ledger.lost_blocks(), before + listed + new.unlisted);
-                assert_ne!(self.ledger.phase(), Phase::Verifying);
+                assert_ne!(self.ledger.phase(), LedgerPhase::Verifying);
                 self.has_looker = false;
             }
         }
     }
 
     fn check(&self) {
-        assert_eq!(self.ledger.phase() == Phase::Verifying, self.has_looker);
-        assert_eq!(self.ledger.phase() == Phase::Lossy, !self.has_looker && self.ledger.lost_blocks() > 0);
+        assert_eq!(self.ledger.phase() == LedgerPhase::Verifying, self.has_looker);
+        assert_eq!(
+            self.ledger.phase() == LedgerPhase::Lossy,
+            !self.has_looker && self.ledger.lost_blocks() > 0
+        );
         for id in &self.acknowledged {
             let verdict = self.ledger.verdict(|ids| ids.and(&IdSet::from([*id])));
             match (self.there.contains(id), self.has_looker, &verdict) {

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 
 use crate::log::error::LogError;
-use crate::log::format::frame::Entry;
+use crate::log::format::frame::FrameContent;
 use crate::log::recovery::read::Snapshot;
 use uniffle_base::budget::Charge;
 
@@ -46,7 +46,7 @@ pub(super) struct ShipperState {
 #[derive(Debug)]
 pub(super) struct State {
     /// Waiting entries with their positions.
-    pub(super) queue: VecDeque<(u64, Entry)>,
+    pub(super) queue: VecDeque<(u64, FrameContent)>,
     pub(super) charge: Charge,
     pub(super) has_overflowed: bool,
     /// Position of the last entry.
@@ -61,7 +61,7 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn push(&mut self, entry: Entry) -> u64 {
+    pub(super) fn push(&mut self, entry: FrameContent) -> u64 {
         let bytes = bytes_of(&entry);
         self.end += 1;
         let charge = self.charge.budget().force_charge(bytes);
@@ -71,7 +71,7 @@ impl State {
     }
 
     /// Takes the next entry, unless entries before it were dropped: the next checkpoint has them.
-    pub(super) fn pop(&mut self) -> Option<(u64, Entry)> {
+    pub(super) fn pop(&mut self) -> Option<(u64, FrameContent)> {
         if self.has_overflowed { None } else { self.queue.pop_front() }
     }
 
@@ -113,10 +113,14 @@ impl State {
     }
 }
 
-fn bytes_of(entry: &Entry) -> u64 {
+fn bytes_of(entry: &FrameContent) -> u64 {
     let content = match entry {
-        Entry::Record(_, record) => record.len() as u64,
-        Entry::Purged(_) | Entry::Incomplete(..) | Entry::Moved(_) | Entry::Epoch(_) | Entry::Begun => 0,
+        FrameContent::Record(_, record) => record.len() as u64,
+        FrameContent::Purged(_)
+        | FrameContent::Incomplete(..)
+        | FrameContent::Moved(_)
+        | FrameContent::Epoch(_)
+        | FrameContent::Begun => 0,
     };
     ENTRY_BYTES + content
 }

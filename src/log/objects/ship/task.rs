@@ -15,9 +15,9 @@ use super::queue::{CheckpointSource, LogOrigin, REFRESH, ShipperState};
 use crate::clock::{Instant, sleep};
 use crate::log::contents::{Contents, Order};
 use crate::log::error::LogError;
-use crate::log::format::frame::{Entry, Epoch, Gap, Incarnation};
+use crate::log::format::frame::{Epoch, FrameContent, Gap, Incarnation};
 use crate::log::objects::object::LogObjects;
-use crate::log::recovery::read::{Snapshot, Source};
+use crate::log::recovery::read::{LogCopies, Snapshot};
 use crate::log::write::checkpoint::{CHUNK_BYTES, CHUNK_FRAMES, Checkpoint, CheckpointSink as _};
 use uniffle_base::budget::Budget;
 
@@ -147,7 +147,7 @@ impl Task {
         }
         if self.is_only_holder() {
             // The callers of these entries get the error now. Ends of shuffles are stored later.
-            state.queue.retain(|(_, entry)| matches!(entry, Entry::Purged(_)));
+            state.queue.retain(|(_, entry)| matches!(entry, FrameContent::Purged(_)));
             state.recharge();
         }
         state.fail(&error);
@@ -237,15 +237,15 @@ impl Task {
             && out.len() < CHUNK_BYTES
             && let Some((at, mut entry)) = state.pop()
         {
-            if let Entry::Epoch(epoch) = &mut entry
+            if let FrameContent::Epoch(epoch) = &mut entry
                 && is_only_holder
             {
                 self.epoch.gap = None;
                 **epoch = epoch_of(&mut self.epoch, contents);
             }
             let mark = match &entry {
-                Entry::Record(shuffle, _) if is_only_holder && contents.wants_mark(shuffle) => {
-                    Some(Entry::Moved(shuffle.clone()))
+                FrameContent::Record(shuffle, _) if is_only_holder && contents.wants_mark(shuffle) => {
+                    Some(FrameContent::Moved(shuffle.clone()))
                 }
                 _ => None,
             };
@@ -317,12 +317,12 @@ impl Task {
         next: &mut Checkpoint<ObjectFile>,
     ) -> Result<(), LogError> {
         let Snapshot { epoch, filter, places } = log.snapshot().await?;
-        next.put(&Entry::Epoch(Box::new(epoch))).await?;
+        next.put(&FrameContent::Epoch(Box::new(epoch))).await?;
         // Each attempt uses another copy.
         let attempt = usize::try_from(self.generation & u64::from(u32::MAX)).unwrap_or(0);
         let source = &places.sources[attempt % places.sources.len()];
         next.copy(filter, &mut source.read(&places.directories, places.deadline)).await?;
-        next.put(&Entry::Begun).await?;
+        next.put(&FrameContent::Begun).await?;
         next.flush().await
     }
 
@@ -333,21 +333,21 @@ impl Task {
             Some(found) => (&found.contents, found.gap(), found.source.clone()),
             None => {
                 let parts = vec![self.current.sink.part()];
-                (&self.current.contents, None, Source { parts, shipped: None })
+                (&self.current.contents, None, LogCopies { parts, shipped: None })
             }
         };
-        next.put(&Entry::Epoch(Box::new(epoch_of(&mut self.epoch, contents)))).await?;
+        next.put(&FrameContent::Epoch(Box::new(epoch_of(&mut self.epoch, contents)))).await?;
         let mut reader = source.read_stored();
         next.copy(contents.filter(Order::Complete), &mut reader).await?;
         if let Some(reason) = gap.map(str::to_owned).or(reader.damage) {
             self.epoch.gap.get_or_insert_with(|| for_good(&reason));
-            next.put(&Entry::Epoch(Box::new(self.epoch.clone()))).await?;
+            next.put(&FrameContent::Epoch(Box::new(self.epoch.clone()))).await?;
             for (key, found) in next.contents.shuffles() {
                 let shuffle = Incarnation { key, number: found.incarnation };
-                next.put(&Entry::Incomplete(shuffle, for_good(&reason))).await?;
+                next.put(&FrameContent::Incomplete(shuffle, for_good(&reason))).await?;
             }
         }
-        next.put(&Entry::Begun).await?;
+        next.put(&FrameContent::Begun).await?;
         next.flush().await
     }
 

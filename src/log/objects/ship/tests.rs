@@ -92,7 +92,7 @@ impl Log {
     }
 
     async fn append(&self, number: u64, record: &'static [u8]) -> Result<(), LogError> {
-        self.shipper.append(Entry::Record(shuffle(number), Bytes::from_static(record))).await.map(drop)
+        self.shipper.append(FrameContent::Record(shuffle(number), Bytes::from_static(record))).await.map(drop)
     }
 
     async fn end(self) -> Arc<MemoryObjects> {
@@ -134,7 +134,7 @@ async fn purge_behind_a_long_queue_drops_no_record() {
     let log = Log::open(&Arc::default(), 1).await;
     log.append(7, b"first").await.unwrap();
     let long = Bytes::from(vec![1; 5 << 20]);
-    let append = || log.shipper.append(Entry::Record(shuffle(7), long.clone()));
+    let append = || log.shipper.append(FrameContent::Record(shuffle(7), long.clone()));
     // All three are in the queue before the task takes any.
     let appended = async { futures::join!(append(), append(), async { log.shipper.purge(shuffle(6)) }) };
     let (one, other, _) = tokio::time::timeout(Duration::from_secs(60), appended).await.unwrap();
@@ -153,7 +153,7 @@ async fn entry_after_dropped_ones_waits_for_the_checkpoint() {
     let shipper = Shipper::open(objects, &found, 1, &Budget::new(u64::MAX), &tasks);
     let long = Bytes::from(vec![1; 5 << 20]);
     for record in [long.clone(), long, Bytes::from_static(b"later")] {
-        shipper.add([Entry::Record(shuffle(7), record)]);
+        shipper.add([FrameContent::Record(shuffle(7), record)]);
     }
     assert_eq!(shipper.0.state.lock().pop(), None);
 }
@@ -272,7 +272,7 @@ async fn each_checkpoint_of_a_process_repeats_the_gap() {
     // Its end is repeated too.
     let log = Log::open(&objects, 3).await;
     log.shipper.purge(shuffle(7));
-    log.shipper.append(Entry::Epoch(Box::default())).await.unwrap();
+    log.shipper.append(FrameContent::Epoch(Box::default())).await.unwrap();
     let refreshes = [Duration::ZERO, REFRESH * 2];
     for refresh in refreshes {
         tokio::time::sleep(refresh + Duration::from_secs(60)).await;

@@ -10,7 +10,7 @@ use futures::future::join_all;
 use uuid::Uuid;
 
 use crate::clock::Instant;
-use crate::log::{Deadlines, Directory, Health, Incarnation, MetadataLog, Survey};
+use crate::log::{Deadlines, Directory, DirectoryHealth, Incarnation, MetadataLog, Survey};
 use crate::runtime::Tasks;
 use uniffle_io::Disk;
 use uniffle_io::blocking::BlockingDisk;
@@ -26,7 +26,7 @@ const SEEK: Duration = Duration::from_micros(8500 + 4200);
 #[derive(Debug)]
 struct Healthy;
 
-impl Health for Healthy {
+impl DirectoryHealth for Healthy {
     fn rank(&self) -> Option<u8> {
         Some(0)
     }
@@ -36,8 +36,8 @@ impl Health for Healthy {
     }
 }
 
-async fn open(disks: Vec<Arc<dyn Disk>>, tasks: &Tasks) -> (MetadataLog, Arc<dyn Health>) {
-    let health: Arc<dyn Health> = Arc::new(Healthy);
+async fn open(disks: Vec<Arc<dyn Disk>>, tasks: &Tasks) -> (MetadataLog, Arc<dyn DirectoryHealth>) {
+    let health: Arc<dyn DirectoryHealth> = Arc::new(Healthy);
     let directory = |io: Arc<dyn Disk>| Directory {
         uuid: Uuid::new_v4(),
         label: io.root().display().to_string(),

@@ -15,7 +15,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::health::{ErrorClass, Health, judge};
+use super::health::{DiskHealth, ErrorClass, judge};
 use super::marker::{MARKER, marker_of, uuid_of};
 use super::placement::{DiskCandidate, Paces};
 use crate::clock::Instant;
@@ -75,7 +75,7 @@ pub(in crate::store) struct LocalDisk {
 
 #[derive(Debug, Default)]
 struct State {
-    health: Health,
+    health: DiskHealth,
     /// Last measurement, minus the bytes written since.
     space: Space,
     paces: Paces,
@@ -117,7 +117,7 @@ impl LocalDisk {
 
     /// Returns the directory for the metadata log and scratch files.
     pub(in crate::store) fn directory(self: &Arc<Self>) -> Directory {
-        let health: Weak<dyn log::Health> = Arc::downgrade(self) as Weak<dyn log::Health>;
+        let health: Weak<dyn log::DirectoryHealth> = Arc::downgrade(self) as Weak<dyn log::DirectoryHealth>;
         Directory { uuid: self.uuid, label: self.label.clone(), io: Arc::clone(&self.io), health }
     }
 

@@ -77,10 +77,10 @@ pub fn judge(error: &io::Error) -> ErrorClass {
 
 /// Health of one disk.
 #[derive(Debug, Default)]
-pub(in crate::store) struct Health {
+pub(in crate::store) struct DiskHealth {
     fault: Option<DiskFault>,
     above_watermark: bool,
-    refusal: Option<Refusal>,
+    refusal: Option<NoSpaceReason>,
     failures: u64,
     /// Number of changes from no fault to a fault.
     faults: u64,
@@ -94,12 +94,12 @@ struct DiskFault {
 
 /// Reason why a write found no space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Refusal {
+enum NoSpaceReason {
     Space,
     Quota,
 }
 
-impl Refusal {
+impl NoSpaceReason {
     fn of(error: &io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::QuotaExceeded => Self::Quota,
@@ -108,7 +108,7 @@ impl Refusal {
     }
 }
 
-impl Health {
+impl DiskHealth {
     /// Returns the current condition.
     pub(in crate::store) fn condition(&self) -> DiskCondition {
         match &self.fault {
@@ -140,18 +140,18 @@ impl Health {
         let bytes = format!("{} of {} are free", ByteSize(free_bytes), ByteSize(total_bytes));
         let has_inodes = total_inodes > 0;
         let text = match self.refusal {
-            Some(Refusal::Quota) => {
+            Some(NoSpaceReason::Quota) => {
                 format!("the disk quota is used up, although {bytes} in the file system; raise the quota")
             }
-            Some(Refusal::Space) if has_inodes && free_inodes == 0 => format!(
+            Some(NoSpaceReason::Space) if has_inodes && free_inodes == 0 => format!(
                 "no inodes are left, 0 of {total_inodes} are free, although {bytes}; remove files of other \
                  programs there"
             ),
-            Some(Refusal::Space) if has_inodes => format!(
+            Some(NoSpaceReason::Space) if has_inodes => format!(
                 "a write found no space, {bytes} and {free_inodes} of {total_inodes} inodes; free space \
                  there"
             ),
-            Some(Refusal::Space) => format!("a write found no space, {bytes}; free space there"),
+            Some(NoSpaceReason::Space) => format!("a write found no space, {bytes}; free space there"),
             None if self.above_watermark => {
                 format!("{bytes}, the disk is above its watermark; free space there")
             }
@@ -177,7 +177,7 @@ impl Health {
         let fault = |condition| Some(DiskFault { text: error.to_string(), condition });
         match verdict {
             ErrorClass::NotTheDisk | ErrorClass::TheFile => return verdict,
-            ErrorClass::Full => self.refusal = Some(Refusal::of(error)),
+            ErrorClass::Full => self.refusal = Some(NoSpaceReason::of(error)),
             ErrorClass::ReadOnly => self.fault = fault(DiskCondition::ReadOnly),
             ErrorClass::Detached => self.fault = fault(DiskCondition::Detached),
             ErrorClass::Hung => self.fault = fault(DiskCondition::Hung),
@@ -237,18 +237,18 @@ mod tests {
     #[test]
     fn full_file_does_not_blame_the_disk() {
         for error in [errno(Errno::FBIG), errno(Errno::STALE), Vanished::File.into()] {
-            let mut health = Health::default();
+            let mut health = DiskHealth::default();
             assert_eq!(health.note(&error), ErrorClass::TheFile, "{error}");
             assert_eq!((health.condition(), health.failures()), (DiskCondition::Healthy, 0));
         }
-        let mut health = Health::default();
+        let mut health = DiskHealth::default();
         health.note(&Vanished::Root.into());
         assert_eq!(health.condition(), DiskCondition::Detached);
     }
 
     #[test]
     fn failure_outweighs_fullness_until_a_probe() {
-        let mut health = Health::default();
+        let mut health = DiskHealth::default();
         assert!(health.measured(0.9, 0.8, 0.7));
         assert_eq!(health.condition(), DiskCondition::Full);
         health.note(&io::ErrorKind::TimedOut.into());
@@ -265,7 +265,7 @@ mod tests {
 
     #[test]
     fn each_return_to_a_fault_is_counted() {
-        let mut health = Health::default();
+        let mut health = DiskHealth::default();
         health.note(&errno(Errno::NOSPC));
         assert_eq!(health.faults(), 0, "a full disk has no fault");
         for times in 1..=3 {
@@ -278,7 +278,7 @@ mod tests {
 
     #[test]
     fn refusal_ends_with_one_probe_however_often_it_came() {
-        let mut health = Health::default();
+        let mut health = DiskHealth::default();
         for _ in 0..8 {
             health.note(&errno(Errno::NOSPC));
             health.note(&errno(Errno::NOSPC));
@@ -293,7 +293,7 @@ mod tests {
         let space =
             Space { total_bytes: 100, free_bytes: 90, total_inodes: 8, free_inodes: 0, file_system: 1 };
         let why = |error: Option<Errno>, space: &Space| {
-            let mut health = Health::default();
+            let mut health = DiskHealth::default();
             health.measured(0.1, 0.8, 0.7);
             if let Some(error) = error {
                 health.note(&errno(error));
@@ -313,7 +313,7 @@ mod tests {
             let text = why(Some(Errno::NOSPC), &space).unwrap();
             assert!(text.contains("no space, 0 B of 100 B"), "{text}");
         }
-        let mut health = Health::default();
+        let mut health = DiskHealth::default();
         health.measured(0.9, 0.8, 0.7);
         assert!(health.why_full(&space).unwrap().contains("above its watermark"));
     }

@@ -25,7 +25,7 @@ use crate::store::disk::log_file::Log;
 use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::extents::extent::{Extent, NO_LOG};
 use crate::store::index::block_verifier::BlockCheck;
-use crate::store::progress::Progress;
+use crate::store::progress::RemainingRead;
 use crate::store::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart};
@@ -35,7 +35,7 @@ use uniffle_wire::types::PartitionId;
 pub struct DataRead {
     damage: Arc<DamageMarker>,
     stream: StreamRead,
-    progress: Progress,
+    progress: RemainingRead,
     range: Range<u64>,
     pieces: Vec<LogPiece>,
     /// Index of the next piece.
@@ -103,7 +103,7 @@ impl DataRead {
         let checksums = reader.verifies_next().then(|| checksums_of(partition, extents, &range));
         let stream = StreamRead::new(Arc::clone(&reader.core), shuffle, partition);
         let (damage, ready) = (Arc::clone(&reader.damage), VecDeque::new());
-        let progress = Progress::new(range.end - range.start);
+        let progress = RemainingRead::new(range.end - range.start);
         Self { damage, stream, progress, range, pieces, next: 0, current: None, ready, checksums }
     }
 

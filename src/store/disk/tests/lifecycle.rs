@@ -63,7 +63,7 @@ async fn open_read_of_a_purged_shuffle_ends_with_an_error() {
 }
 
 /// Writes and reads back. Returns whether every result was valid.
-async fn write_in_a_race(store: &LocalStore, handle: &ShuffleHandle, key: &ShuffleKey, id: i64) -> bool {
+async fn write_in_a_race(store: &LocalStore, handle: &DiskShuffleHandle, key: &ShuffleKey, id: i64) -> bool {
     let batch = vec![extent(1, &[(id, 3000)], id % 2 == 0), extent(2, &[(id, 10)], false)];
     match handle.write(batch).await {
         Ok(_) => read_all(store, key, 1).await.is_ok_and(|ids| ids.len() <= 4) || handle.shuffle.is_purged(),

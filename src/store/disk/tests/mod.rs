@@ -49,7 +49,7 @@ impl LocalStore {
     /// Like [`LocalStore::append_record`].
     pub(crate) async fn append_metadata(
         &self,
-        handle: &ShuffleHandle,
+        handle: &DiskShuffleHandle,
         content: &[u8],
     ) -> Result<(), StoreError> {
         self.append_record(handle, Bytes::copy_from_slice(content)).await.map(drop)
@@ -126,7 +126,7 @@ pub(super) async fn store_on(disks: &[TestDisk]) -> Arc<LocalStore> {
 /// batch of its own.
 pub(super) async fn two_disks_with_blocks(
     blocks: i64,
-) -> ([TestDisk; 2], Arc<LocalStore>, ShuffleKey, ShuffleHandle) {
+) -> ([TestDisk; 2], Arc<LocalStore>, ShuffleKey, DiskShuffleHandle) {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     let store = store_on(&disks).await;
     let key = key("app", 1);

@@ -9,7 +9,7 @@ use crate::store::migration::{Excluded, Moving, Run};
 use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
 
 /// Returns the migration of a whole shuffle, and its first run.
-async fn first_run(store: &LocalStore, handle: &ShuffleHandle) -> (Moving, Run) {
+async fn first_run(store: &LocalStore, handle: &DiskShuffleHandle) -> (Moving, Run) {
     let mut moving = store.oldest(handle, u64::MAX, Excluded::new()).await;
     let run = moving.next_run().await.unwrap();
     (moving, run)
@@ -50,7 +50,7 @@ async fn damaged_block_found_by_a_move_is_omitted() {
 }
 
 /// Returns the extents of a shuffle as an object has them after a migration.
-async fn copies(store: &LocalStore, handle: &ShuffleHandle) -> Vec<(PartitionId, Extent)> {
+async fn copies(store: &LocalStore, handle: &DiskShuffleHandle) -> Vec<(PartitionId, Extent)> {
     let (mut moving, first) = first_run(store, handle).await;
     let (mut next, mut copies) = (Some(first), Vec::new());
     while let Some(run) = next {
@@ -62,7 +62,7 @@ async fn copies(store: &LocalStore, handle: &ShuffleHandle) -> Vec<(PartitionId,
 }
 
 /// Relocates all data of a shuffle to an object, as after a migration.
-async fn relocate_all(store: &LocalStore, handle: &ShuffleHandle) -> Result<u64, StoreError> {
+async fn relocate_all(store: &LocalStore, handle: &DiskShuffleHandle) -> Result<u64, StoreError> {
     store.relocate(handle, copies(store, handle).await).await
 }
 

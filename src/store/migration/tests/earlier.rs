@@ -27,7 +27,7 @@ impl Process {
 
     async fn try_register(&self, key: &ShuffleKey) -> Result<(), StoreError> {
         self.admit(key);
-        self.say(key, &Record::Registration(Registration::default()).encode()).await
+        self.say(key, &Record::Registration(RegistrationRecord::default()).encode()).await
     }
 }
 

@@ -21,7 +21,7 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 
 use super::policy::{MoveCandidate, Watermarks};
 use super::{LocalDisks, OffloadSettings, OffloadTier};
-use crate::log::{Record, Registration};
+use crate::log::{Record, RegistrationRecord};
 use crate::runtime::Tasks;
 use crate::store::object::{Bucket, ObjectSettings};
 use crate::store::test_blocks::{self, all, content, expected, extent};
@@ -112,7 +112,10 @@ impl Process {
 
     async fn register(&self, key: &ShuffleKey) {
         self.admit(key);
-        let note = Record::Registration(Registration { user: "ann".to_owned(), ..Registration::default() });
+        let note = Record::Registration(RegistrationRecord {
+            user: "ann".to_owned(),
+            ..RegistrationRecord::default()
+        });
         self.say(key, &note.encode()).await.unwrap();
     }
 

@@ -100,7 +100,7 @@ async fn ended_registration_is_not_used_for_the_next() {
     // that.
     drop(Arc::clone(&process.tier).forget(&key.app, std::slice::from_ref(&key), Purge::Shuffles));
     process.admit(&key);
-    let note = Record::Registration(Registration::default()).encode();
+    let note = Record::Registration(RegistrationRecord::default()).encode();
     let local = process.tier.local.handle(&key).unwrap();
     process.tier.local.append_metadata(&local, &note).await.unwrap();
     drop(local);

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use uniffle_io::{Disk, ReadBuffer, ReadPart, ReadTarget};
 
 use super::directory::CacheDirectory;
-use super::slots::{CHUNK_BYTES, ChunkKey, Found, HeldChunk, Landing, SlotAllocator, Slots};
+use super::slots::{CHUNK_BYTES, ChunkKey, HeldChunk, Landing, SlotAllocator, SlotLookup, Slots};
 use crate::metrics::clamped;
 use crate::store::StoreError;
 use crate::store::object::metrics::Metrics;
@@ -98,11 +98,11 @@ impl Cache {
     ) -> Option<(Pinned, Option<Landing>)> {
         let found = self.slots.lock().find(key, bytes, |directory| self.directories[directory].works());
         let (count, found) = match found {
-            Found::Known(held) => (&metrics.cache_hits, Some((Pinned { key, held }, None))),
-            Found::Fetch(held, landing) => {
+            SlotLookup::Known(held) => (&metrics.cache_hits, Some((Pinned { key, held }, None))),
+            SlotLookup::Fetch(held, landing) => {
                 (&metrics.cache_misses, Some((Pinned { key, held }, Some(landing))))
             }
-            Found::Not => (&metrics.cache_bypassed, None),
+            SlotLookup::Not => (&metrics.cache_bypassed, None),
         };
         count.inc();
         self.show(metrics);

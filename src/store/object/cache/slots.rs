@@ -133,7 +133,7 @@ pub(super) struct HeldChunk {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct CacheEntry {
     held: HeldChunk,
     used_at: u64,
     _charge: Charge,
@@ -141,7 +141,7 @@ struct Entry {
 
 /// Result of a lookup.
 #[derive(Debug)]
-pub(super) enum Found {
+pub(super) enum SlotLookup {
     /// The chunk is cached or being fetched.
     Known(HeldChunk),
     /// The chunk has got a slot, and the caller fetches it.
@@ -154,7 +154,7 @@ pub(super) enum Found {
 #[derive(Debug)]
 pub(super) struct Slots {
     places: Vec<Arc<SlotAllocator>>,
-    entries: BTreeMap<ChunkKey, Entry>,
+    entries: BTreeMap<ChunkKey, CacheEntry>,
     by_use: BTreeMap<u64, ChunkKey>,
     uses: u64,
     wanted: LruCache<ChunkKey, ()>,
@@ -176,7 +176,7 @@ impl Slots {
     /// Finds a chunk of which a reader needs `bytes` bytes. A missing chunk gets a free slot of a
     /// directory for which `works` returns true. If there is none, it replaces another chunk if it
     /// is worth a slot.
-    pub(super) fn find(&mut self, key: ChunkKey, bytes: u64, works: impl Fn(usize) -> bool) -> Found {
+    pub(super) fn find(&mut self, key: ChunkKey, bytes: u64, works: impl Fn(usize) -> bool) -> SlotLookup {
         self.uses += 1;
         // The next reader retries a failed fetch.
         if self.entries.get(&key).is_some_and(|entry| entry.held.flight.has_failed()) {
@@ -186,7 +186,7 @@ impl Slots {
             self.by_use.remove(&entry.used_at);
             entry.used_at = self.uses;
             self.by_use.insert(self.uses, key);
-            return Found::Known(entry.held.clone());
+            return SlotLookup::Known(entry.held.clone());
         }
         let is_worth_it = bytes >= CHUNK_BYTES / WANTED_DIVISOR || self.wanted.contains(&key);
         let slot = match self.take(&works) {
@@ -196,15 +196,15 @@ impl Slots {
         };
         let Some(slot) = slot else {
             self.wanted.put(key, ());
-            return Found::Not;
+            return SlotLookup::Not;
         };
         self.wanted.pop(&key);
         let (landing, flight) = Flight::new();
         let held = HeldChunk { slot: Arc::new(slot), flight };
         let _charge = self.heap.force_charge(ENTRY_BYTES);
-        self.entries.insert(key, Entry { held: held.clone(), used_at: self.uses, _charge });
+        self.entries.insert(key, CacheEntry { held: held.clone(), used_at: self.uses, _charge });
         self.by_use.insert(self.uses, key);
-        Found::Fetch(held, landing)
+        SlotLookup::Fetch(held, landing)
     }
 
     /// Allocates a slot in the enabled directory with the most free slots.
@@ -342,7 +342,7 @@ mod tests {
 
     fn fetch(slots: &mut Slots, number: u32) -> HeldChunk {
         match slots.find(key(number), CHUNK_BYTES, |_| true) {
-            Found::Fetch(held, landing) => landed(held, &landing),
+            SlotLookup::Fetch(held, landing) => landed(held, &landing),
             other => panic!("{number}: {other:?}"),
         }
     }
@@ -353,10 +353,10 @@ mod tests {
         let mut slots = slots(&budget, 4);
         let read = fetch(&mut slots, 0);
         (1..4).for_each(|number| drop(fetch(&mut slots, number)));
-        assert!(matches!(slots.find(key(1), 1, |_| true), Found::Known(_)));
+        assert!(matches!(slots.find(key(1), 1, |_| true), SlotLookup::Known(_)));
         drop(fetch(&mut slots, 4));
-        assert!(matches!(slots.find(key(1), 1, |_| true), Found::Known(_)), "2 has left for it");
-        assert!(matches!(slots.find(key(0), 1, |_| true), Found::Known(_)), "it is read");
+        assert!(matches!(slots.find(key(1), 1, |_| true), SlotLookup::Known(_)), "2 has left for it");
+        assert!(matches!(slots.find(key(0), 1, |_| true), SlotLookup::Known(_)), "it is read");
         assert_eq!(budget.used(), 4 * ENTRY_BYTES);
         slots.forget(1);
         assert_eq!((slots.len(), budget.used()), (0, 0));
@@ -370,10 +370,10 @@ mod tests {
     #[test]
     fn chunk_of_a_cancelled_fetch_is_fetched_again() {
         let mut slots = slots(&Budget::new(u64::MAX), 4);
-        let Found::Fetch(_, landing) = slots.find(key(0), 1, |_| true) else { panic!("it is new") };
-        assert!(matches!(slots.find(key(0), 1, |_| true), Found::Known(_)), "it is being fetched");
+        let SlotLookup::Fetch(_, landing) = slots.find(key(0), 1, |_| true) else { panic!("it is new") };
+        assert!(matches!(slots.find(key(0), 1, |_| true), SlotLookup::Known(_)), "it is being fetched");
         drop(landing);
-        assert!(matches!(slots.find(key(0), 1, |_| true), Found::Fetch(..)));
+        assert!(matches!(slots.find(key(0), 1, |_| true), SlotLookup::Fetch(..)));
     }
 
     #[test]
@@ -388,9 +388,12 @@ mod tests {
     fn full_cache_admits_repeated_or_large_reads() {
         let mut slots = slots(&Budget::new(u64::MAX), 2);
         (0..2).for_each(|number| drop(fetch(&mut slots, number)));
-        assert!(matches!(slots.find(key(5), 1000, |_| true), Found::Not), "a bit of it, for the first time");
-        assert!(matches!(slots.find(key(5), 1000, |_| true), Found::Fetch(..)), "and for the second");
-        assert!(matches!(slots.find(key(6), CHUNK_BYTES / 4, |_| true), Found::Fetch(..)), "much of it");
+        assert!(
+            matches!(slots.find(key(5), 1000, |_| true), SlotLookup::Not),
+            "a bit of it, for the first time"
+        );
+        assert!(matches!(slots.find(key(5), 1000, |_| true), SlotLookup::Fetch(..)), "and for the second");
+        assert!(matches!(slots.find(key(6), CHUNK_BYTES / 4, |_| true), SlotLookup::Fetch(..)), "much of it");
     }
 
     #[test]
@@ -404,7 +407,7 @@ mod tests {
         let works = |directory| directory != failing;
         for number in 1..6 {
             match slots.find(key(number), CHUNK_BYTES, works) {
-                Found::Fetch(held, _) => assert_ne!(held.slot.directory, failing),
+                SlotLookup::Fetch(held, _) => assert_ne!(held.slot.directory, failing),
                 other => panic!("{other:?}"),
             }
         }
@@ -442,9 +445,9 @@ mod tests {
                         slots.remove(&key(number));
                     }
                     _ => match slots.find(key(number), CHUNK_BYTES, |_| true) {
-                        Found::Known(it) => held.push((number, it)),
-                        Found::Fetch(it, landing) => held.push((number, landed(it, &landing))),
-                        Found::Not => {}
+                        SlotLookup::Known(it) => held.push((number, it)),
+                        SlotLookup::Fetch(it, landing) => held.push((number, landed(it, &landing))),
+                        SlotLookup::Not => {}
                     },
                 }
                 let place = |it: &HeldChunk| (it.slot.directory, it.slot.number);

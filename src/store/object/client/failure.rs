@@ -27,7 +27,7 @@ pub enum Failure {
     /// data.
     ExpectedBack,
     /// The store refuses until somebody intervenes.
-    Refused(Refusal),
+    Refused(StoreRefusal),
     /// The object or the upload does not exist.
     NotFound,
     /// The response does not match the request: it has other bytes, or the object was replaced.
@@ -36,7 +36,7 @@ pub enum Failure {
 
 /// Reason for which a store refuses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Refusal {
+pub enum StoreRefusal {
     /// The keys lack a permission.
     AccessDenied,
     /// The store does not know the keys.
@@ -61,7 +61,7 @@ pub enum Refusal {
     NotUnderstood,
 }
 
-impl Refusal {
+impl StoreRefusal {
     /// Returns the reason as a part of a sentence.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -110,7 +110,7 @@ impl Refusal {
     }
 }
 
-impl fmt::Display for Refusal {
+impl fmt::Display for StoreRefusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.as_str(), self.remedy())
     }
@@ -122,9 +122,9 @@ impl Failure {
         for cause in causes(error) {
             if let Some(error) = cause.downcast_ref::<CredentialsError>() {
                 return Self::Refused(match error {
-                    CredentialsError::Expired { .. } => Refusal::CredentialsExpired,
+                    CredentialsError::Expired { .. } => StoreRefusal::CredentialsExpired,
                     CredentialsError::Unreadable { .. } | CredentialsError::Incomplete { .. } => {
-                        Refusal::NoCredentials
+                        StoreRefusal::NoCredentials
                     }
                 });
             }
@@ -132,7 +132,7 @@ impl Failure {
                 let is_untrusted = error.source().is_some_and(|source| source.is::<Untrusted>());
                 return match error.kind() {
                     HttpErrorKind::Decode => Self::Damaged,
-                    _ if is_untrusted => Self::Refused(Refusal::NotTrusted),
+                    _ if is_untrusted => Self::Refused(StoreRefusal::NotTrusted),
                     _ => Self::ExpectedBack,
                 };
             }
@@ -144,19 +144,19 @@ impl Failure {
         match error {
             object_store::Error::NotFound { .. } => Self::NotFound,
             object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
-                Self::Refused(Refusal::AccessDenied)
+                Self::Refused(StoreRefusal::AccessDenied)
             }
             object_store::Error::Precondition { .. } => Self::Damaged,
             // Another operation on the same key was in progress.
             object_store::Error::AlreadyExists { .. } => Self::ExpectedBack,
             object_store::Error::Generic { .. } if text.contains(BARE_REDIRECT) => {
-                Self::Refused(Refusal::WrongRegion)
+                Self::Refused(StoreRefusal::WrongRegion)
             }
             object_store::Error::Generic { .. } if OTHER_RANGE.iter().any(|it| text.contains(it)) => {
                 Self::Damaged
             }
             object_store::Error::Generic { .. } => of_status(status(&text)),
-            _ => Self::Refused(Refusal::NotUnderstood),
+            _ => Self::Refused(StoreRefusal::NotUnderstood),
         }
     }
 }
@@ -201,18 +201,18 @@ fn of_code(code: &str) -> Option<Failure> {
         }
         "NoSuchKey" | "NoSuchUpload" => return Some(Failure::NotFound),
         "PreconditionFailed" | "InvalidRange" => return Some(Failure::Damaged),
-        "AccessDenied" | "AllAccessDisabled" | "AccountProblem" => Refusal::AccessDenied,
-        "InvalidAccessKeyId" | "InvalidClientTokenId" | "NotSignedUp" => Refusal::UnknownKey,
-        "SignatureDoesNotMatch" => Refusal::WrongSecret,
-        "ExpiredToken" | "ExpiredTokenException" | "TokenRefreshRequired" | "InvalidToken" => Refusal::CredentialsExpired,
-        "NoSuchBucket" | "InvalidBucketName" => Refusal::BucketMissing,
-        "RequestTimeTooSkewed" | "RequestExpired" => Refusal::ClockSkew,
+        "AccessDenied" | "AllAccessDisabled" | "AccountProblem" => StoreRefusal::AccessDenied,
+        "InvalidAccessKeyId" | "InvalidClientTokenId" | "NotSignedUp" => StoreRefusal::UnknownKey,
+        "SignatureDoesNotMatch" => StoreRefusal::WrongSecret,
+        "ExpiredToken" | "ExpiredTokenException" | "TokenRefreshRequired" | "InvalidToken" => StoreRefusal::CredentialsExpired,
+        "NoSuchBucket" | "InvalidBucketName" => StoreRefusal::BucketMissing,
+        "RequestTimeTooSkewed" | "RequestExpired" => StoreRefusal::ClockSkew,
         "PermanentRedirect" | "TemporaryRedirect" | "AuthorizationHeaderMalformed" | "IllegalLocationConstraintException" => {
-            Refusal::WrongRegion
+            StoreRefusal::WrongRegion
         }
-        "QuotaExceeded" | "XMinioStorageFull" | "InsufficientCapacity" => Refusal::Full,
+        "QuotaExceeded" | "XMinioStorageFull" | "InsufficientCapacity" => StoreRefusal::Full,
         "NotImplemented" | "MethodNotAllowed" | "InvalidArgument" | "InvalidRequest" | "MalformedXML" => {
-            Refusal::NotUnderstood
+            StoreRefusal::NotUnderstood
         }
         _ => return None,
     };
@@ -227,12 +227,12 @@ fn status(text: &str) -> Option<u16> {
 
 fn of_status(status: Option<u16>) -> Failure {
     match status {
-        Some(507) => Failure::Refused(Refusal::Full),
-        Some(501) => Failure::Refused(Refusal::NotUnderstood),
-        Some(300..=399) => Failure::Refused(Refusal::WrongRegion),
+        Some(507) => Failure::Refused(StoreRefusal::Full),
+        Some(501) => Failure::Refused(StoreRefusal::NotUnderstood),
+        Some(300..=399) => Failure::Refused(StoreRefusal::WrongRegion),
         Some(408 | 429) => Failure::ExpectedBack,
         Some(416) => Failure::Damaged,
-        Some(400..=499) => Failure::Refused(Refusal::NotUnderstood),
+        Some(400..=499) => Failure::Refused(StoreRefusal::NotUnderstood),
         // Any other status, or none, is retried, because servers and proxies fail temporarily.
         _ => Failure::ExpectedBack,
     }
@@ -260,14 +260,14 @@ mod tests {
             ("InternalError", Failure::ExpectedBack),
             ("BadDigest", Failure::ExpectedBack),
             ("NoSuchUpload", Failure::NotFound),
-            ("AccessDenied", Failure::Refused(Refusal::AccessDenied)),
-            ("ExpiredToken", Failure::Refused(Refusal::CredentialsExpired)),
-            ("RequestTimeTooSkewed", Failure::Refused(Refusal::ClockSkew)),
-            ("NoSuchBucket", Failure::Refused(Refusal::BucketMissing)),
-            ("InvalidAccessKeyId", Failure::Refused(Refusal::UnknownKey)),
-            ("SignatureDoesNotMatch", Failure::Refused(Refusal::WrongSecret)),
-            ("AuthorizationHeaderMalformed", Failure::Refused(Refusal::WrongRegion)),
-            ("XMinioStorageFull", Failure::Refused(Refusal::Full)),
+            ("AccessDenied", Failure::Refused(StoreRefusal::AccessDenied)),
+            ("ExpiredToken", Failure::Refused(StoreRefusal::CredentialsExpired)),
+            ("RequestTimeTooSkewed", Failure::Refused(StoreRefusal::ClockSkew)),
+            ("NoSuchBucket", Failure::Refused(StoreRefusal::BucketMissing)),
+            ("InvalidAccessKeyId", Failure::Refused(StoreRefusal::UnknownKey)),
+            ("SignatureDoesNotMatch", Failure::Refused(StoreRefusal::WrongSecret)),
+            ("AuthorizationHeaderMalformed", Failure::Refused(StoreRefusal::WrongRegion)),
+            ("XMinioStorageFull", Failure::Refused(StoreRefusal::Full)),
         ] {
             assert_eq!(Failure::of(&answered("400 Bad Request", code)), failure, "{code}");
         }
@@ -279,7 +279,7 @@ mod tests {
             path: "k".to_owned(),
             source: format!("status code: 404: <Code>{code}</Code>").into(),
         };
-        assert_eq!(Failure::of(&missing("NoSuchBucket")), Failure::Refused(Refusal::BucketMissing));
+        assert_eq!(Failure::of(&missing("NoSuchBucket")), Failure::Refused(StoreRefusal::BucketMissing));
         assert_eq!(Failure::of(&missing("NoSuchKey")), Failure::NotFound);
         assert_eq!(Failure::of(&missing("Strange")), Failure::NotFound);
     }
@@ -290,10 +290,10 @@ mod tests {
             ("500 Internal Server Error", Failure::ExpectedBack),
             ("503 Service Unavailable", Failure::ExpectedBack),
             ("429 Too Many Requests", Failure::ExpectedBack),
-            ("400 Bad Request", Failure::Refused(Refusal::NotUnderstood)),
-            ("501 Not Implemented", Failure::Refused(Refusal::NotUnderstood)),
-            ("301 Moved Permanently", Failure::Refused(Refusal::WrongRegion)),
-            ("507 Insufficient Storage", Failure::Refused(Refusal::Full)),
+            ("400 Bad Request", Failure::Refused(StoreRefusal::NotUnderstood)),
+            ("501 Not Implemented", Failure::Refused(StoreRefusal::NotUnderstood)),
+            ("301 Moved Permanently", Failure::Refused(StoreRefusal::WrongRegion)),
+            ("507 Insufficient Storage", Failure::Refused(StoreRefusal::Full)),
         ] {
             assert_eq!(
                 Failure::of(&generic(&format!("Server returned non-2xx status code: {status}: "))),
@@ -303,7 +303,7 @@ mod tests {
         let bare = generic(
             "Received redirect without LOCATION, this normally indicates an incorrectly configured region",
         );
-        assert_eq!(Failure::of(&bare), Failure::Refused(Refusal::WrongRegion));
+        assert_eq!(Failure::of(&bare), Failure::Refused(StoreRefusal::WrongRegion));
         assert_eq!(Failure::of(&generic("nobody knows")), Failure::ExpectedBack);
     }
 

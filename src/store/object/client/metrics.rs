@@ -2,7 +2,7 @@
 
 use prometheus::{HistogramVec, IntCounter, IntCounterVec, IntGauge};
 
-use super::operation::Operation;
+use super::operation::StoreOperation;
 use crate::metrics::{self, SECONDS_BUCKETS};
 
 metrics::table! {
@@ -79,7 +79,7 @@ impl Reason {
 impl Metrics {
     /// Creates a time series for every label, so that rates are correct from the first event on.
     pub(super) fn show_all(&self) {
-        for operation in Operation::ALL {
+        for operation in StoreOperation::ALL {
             self.requests.with_label_values(&[operation.as_str()]);
             self.retries.with_label_values(&[operation.as_str()]);
         }

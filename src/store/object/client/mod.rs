@@ -22,10 +22,10 @@ mod trust;
 mod uploads;
 
 pub use self::credentials::CredentialsError;
-pub use self::failure::{Failure, Refusal, explain};
+pub use self::failure::{Failure, StoreRefusal, explain};
 pub use self::metrics::Metrics;
 pub use self::open::{Client, check_files};
-pub use self::operation::Operation;
+pub use self::operation::StoreOperation;
 pub use self::probe::ProbeError;
 pub use self::trust::OpenError;
 pub use self::uploads::Abandoned;

@@ -19,7 +19,7 @@ use super::service::{Patience, Service};
 use super::trust::{self, OpenError};
 use crate::runtime::Tasks;
 use crate::schema::files;
-use crate::store::object::location::{BucketUrl, Endpoint};
+use crate::store::object::location::{BucketUrl, StoreEndpoint};
 use crate::store::object::{Credentials, ObjectConfig, Secret, UploadCheck};
 
 /// Maximum number of retries. `object_store.retry_timeout_sec` may end them earlier.
@@ -174,16 +174,16 @@ fn problems_of_web_identity(config: &ObjectConfig) -> impl Iterator<Item = OpenE
             .err()
             .map(|error| wrong(format!("AWS_WEB_IDENTITY_TOKEN_FILE = {}: {error}", path.display()))),
     };
-    let endpoint = config.sts_endpoint.as_deref().and_then(|endpoint| Endpoint::parse(endpoint).err());
+    let endpoint = config.sts_endpoint.as_deref().and_then(|endpoint| StoreEndpoint::parse(endpoint).err());
     let endpoint = endpoint.map(|allowed| wrong(format!("AWS_ENDPOINT_URL_STS must be {allowed}")));
     [role, token, endpoint].into_iter().flatten()
 }
 
 /// Returns whether requests to the store or to STS need TLS.
 fn needs_tls(config: &ObjectConfig) -> bool {
-    let is_plain = |endpoint: &Endpoint| !endpoint.is_encrypted();
+    let is_plain = |endpoint: &StoreEndpoint| !endpoint.is_encrypted();
     let store_is_plain = config.endpoint.as_ref().is_some_and(is_plain);
-    let sts = config.sts_endpoint.as_deref().and_then(|text| Endpoint::parse(text).ok());
+    let sts = config.sts_endpoint.as_deref().and_then(|text| StoreEndpoint::parse(text).ok());
     let asks_sts = config.credentials == Credentials::WebIdentity;
     !store_is_plain || (asks_sts && !sts.as_ref().is_some_and(is_plain))
 }

@@ -4,7 +4,7 @@ use http::{Method, Uri};
 
 /// Kind of a request. Stores charge by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Operation {
+pub enum StoreOperation {
     /// Reads bytes of an object.
     Get,
     /// Returns the size of an object, if it exists.
@@ -29,7 +29,7 @@ pub enum Operation {
     Credentials,
 }
 
-impl Operation {
+impl StoreOperation {
     /// All operations.
     pub const ALL: [Self; 11] = [
         Self::Get,
@@ -94,19 +94,19 @@ mod tests {
     #[test]
     fn requests_are_classified_by_method_and_query() {
         for (method, uri, operation) in [
-            (Method::GET, "/b/k", Operation::Get),
-            (Method::GET, "/b?list-type=2&prefix=uploads", Operation::List),
-            (Method::GET, "/b?uploads&prefix=x", Operation::ListUploads),
-            (Method::HEAD, "/b/k", Operation::Head),
-            (Method::PUT, "/b/k", Operation::Put),
-            (Method::PUT, "/b/k?partNumber=1&uploadId=x", Operation::PutPart),
-            (Method::POST, "/b/k?uploads", Operation::CreateUpload),
-            (Method::POST, "/b/k?uploadId=x", Operation::CompleteUpload),
-            (Method::DELETE, "/b/k?uploadId=x", Operation::AbortUpload),
-            (Method::DELETE, "/b/uploadId", Operation::Delete),
-            (Method::POST, "/", Operation::Credentials),
+            (Method::GET, "/b/k", StoreOperation::Get),
+            (Method::GET, "/b?list-type=2&prefix=uploads", StoreOperation::List),
+            (Method::GET, "/b?uploads&prefix=x", StoreOperation::ListUploads),
+            (Method::HEAD, "/b/k", StoreOperation::Head),
+            (Method::PUT, "/b/k", StoreOperation::Put),
+            (Method::PUT, "/b/k?partNumber=1&uploadId=x", StoreOperation::PutPart),
+            (Method::POST, "/b/k?uploads", StoreOperation::CreateUpload),
+            (Method::POST, "/b/k?uploadId=x", StoreOperation::CompleteUpload),
+            (Method::DELETE, "/b/k?uploadId=x", StoreOperation::AbortUpload),
+            (Method::DELETE, "/b/uploadId", StoreOperation::Delete),
+            (Method::POST, "/", StoreOperation::Credentials),
         ] {
-            assert_eq!(Operation::of(&method, &uri.parse().unwrap()), operation, "{method} {uri}");
+            assert_eq!(StoreOperation::of(&method, &uri.parse().unwrap()), operation, "{method} {uri}");
         }
     }
 }

@@ -28,7 +28,7 @@ use tokio::sync::Semaphore;
 use super::answer::{AnswerBounds, StoreAnswer, StoreRequest, too_long};
 use super::connect::{Connector, Untrusted};
 use super::metrics::{Metrics, Reason};
-use super::operation::Operation;
+use super::operation::StoreOperation;
 use super::pool::{ConnectionPool, ServerOrigin, StoreConnection};
 use crate::clock::{Instant, timeout_at};
 
@@ -112,7 +112,7 @@ impl Service {
 
 /// Properties of a request that its response is handled by.
 struct Asked {
-    operation: Operation,
+    operation: StoreOperation,
     has_range: bool,
     deadline: Instant,
     fingerprint: u64,
@@ -120,7 +120,7 @@ struct Asked {
 
 impl ServiceState {
     async fn attempt(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let operation = Operation::of(request.method(), request.uri());
+        let operation = StoreOperation::of(request.method(), request.uri());
         let permits = if operation.is_upload() { &self.uploads } else { &self.others };
         let permit =
             Arc::clone(permits).acquire_owned().await.map_err(|closed| wrong(&closed.to_string()))?;
@@ -200,8 +200,8 @@ impl ServiceState {
         let bytes_max = match asked.operation {
             _ if is_cut => ERROR_BYTES_MAX,
             // hyper compares the body with its length, `object_store` the range with the request.
-            Operation::Get if asked.has_range => u64::MAX,
-            Operation::Get => WHOLE_BYTES_MAX,
+            StoreOperation::Get if asked.has_range => u64::MAX,
+            StoreOperation::Get => WHOLE_BYTES_MAX,
             _ => TEXT_BYTES_MAX,
         };
         let declared_bytes = body.size_hint().lower();

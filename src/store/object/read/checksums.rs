@@ -12,7 +12,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 
-use super::fetch::{self, Part};
+use super::fetch::{self, RangePart};
 use super::ranges;
 use crate::store::StoreError;
 use crate::store::extents::extent::{Extent, ExtentList};
@@ -141,14 +141,14 @@ impl ObjectChecksums {
         core: &ObjectCore,
         shuffle: &ObjectShuffle,
         until: u64,
-    ) -> Vec<Part> {
+    ) -> Vec<RangePart> {
         let missing = self.unknown(until).filter_map(|(_, extent)| {
             if core.records.find(&shuffle.records_key(extent)).is_some() {
                 return None;
             }
             let Range { start, end } = extent.records_range();
             let bytes = usize::try_from(end - start).unwrap_or(usize::MAX);
-            Some(Part { segment: extent.object(), offset: start, range: 0..bytes })
+            Some(RangePart { segment: extent.object(), offset: start, range: 0..bytes })
         });
         missing.collect()
     }

@@ -13,14 +13,14 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
 use super::checksums::ObjectChecksums;
-use super::fetch::{self, Ahead, Part};
+use super::fetch::{self, Ahead, RangePart};
 use super::ranges::{self, BufferRequest, Located};
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::extents::extent_list::InStream as _;
 use crate::store::index::block_verifier::BlockCheck;
 use crate::store::object::core::ObjectCore;
 use crate::store::object::shuffle::ObjectShuffle;
-use crate::store::progress::Progress;
+use crate::store::progress::RemainingRead;
 use crate::store::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
@@ -33,7 +33,7 @@ const ANSWER_BYTES_MAX: u64 = 16 << 20;
 pub(in crate::store::object) struct ObjectDataRead {
     core: Arc<ObjectCore>,
     shuffle: Arc<ObjectShuffle>,
-    progress: Progress,
+    progress: RemainingRead,
     /// Extents that cover the range.
     extents: Arc<ExtentList>,
     /// End of the range in the stream.
@@ -50,7 +50,7 @@ impl fmt::Debug for ObjectDataRead {
 
 /// Returns the parts of objects that have a range of a stream, in the order of a buffer that takes
 /// it. Extents on disks are left out.
-pub(in crate::store::object) fn plan(extents: &ExtentList, range: &Range<u64>) -> Vec<Part> {
+pub(in crate::store::object) fn plan(extents: &ExtentList, range: &Range<u64>) -> Vec<RangePart> {
     let (mut parts, mut filled) = (Vec::new(), 0);
     for extent in extents.touched(range.start, range.end).filter(|extent| extent.is_in_object()) {
         let from = range.start.max(extent.base);
@@ -58,14 +58,14 @@ pub(in crate::store::object) fn plan(extents: &ExtentList, range: &Range<u64>) -
         let place = filled..filled + bytes;
         filled = place.end;
         let offset = extent.object_offset() + (from - extent.base);
-        fetch::push(&mut parts, Part { segment: extent.object(), offset, range: place });
+        fetch::push(&mut parts, RangePart { segment: extent.object(), offset, range: place });
     }
     parts
 }
 
 /// Returns how many bytes of the stream, from `range.start` on, directly follow `last` in its
 /// object. Bytes beyond `range.end` do not count.
-fn behind(last: &Part, extents: &ExtentList, range: &Range<u64>) -> u64 {
+fn behind(last: &RangePart, extents: &ExtentList, range: &Range<u64>) -> u64 {
     let mut bytes = 0;
     for extent in extents.touched(range.start, range.end) {
         let from = range.start.max(extent.base);
@@ -90,7 +90,7 @@ impl ObjectDataRead {
         Self {
             core: Arc::clone(core),
             shuffle,
-            progress: Progress::new(range.end - range.start),
+            progress: RemainingRead::new(range.end - range.start),
             end: range.end,
             checksums: ObjectChecksums::new(Arc::clone(&extents), range),
             extents,

@@ -24,14 +24,14 @@ const GAP_BYTES_MAX: u64 = 256 << 10;
 
 /// A range of an object, and the range of a buffer that it fills.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::store) struct Part {
+pub(in crate::store) struct RangePart {
     pub(in crate::store::object) segment: u32,
     pub(in crate::store::object) offset: u64,
     /// Range of the buffer. It has the length of the object's range.
     pub(in crate::store) range: Range<usize>,
 }
 
-impl Part {
+impl RangePart {
     /// Removes the first `bytes` bytes of the part, and returns them as a part.
     pub(super) fn split_to(&mut self, bytes: usize) -> Self {
         let at = self.range.start + bytes;
@@ -47,7 +47,7 @@ impl Part {
 }
 
 /// Appends a part. If it continues the last part in object and buffer, both become one.
-pub(in crate::store) fn push(parts: &mut Vec<Part>, part: Part) {
+pub(in crate::store) fn push(parts: &mut Vec<RangePart>, part: RangePart) {
     match parts.last_mut() {
         Some(last)
             if last.segment == part.segment
@@ -62,10 +62,10 @@ pub(in crate::store) fn push(parts: &mut Vec<Part>, part: Part) {
 
 /// Returns the number of leading `parts` that one request reads. They belong to one object. The
 /// gaps between them have at most as many bytes as the parts, plus `GAP_BYTES_MAX`.
-fn together(parts: &[Part]) -> usize {
+fn together(parts: &[RangePart]) -> usize {
     let Some(first) = parts.first() else { return 0 };
     let (mut end, mut wanted, mut between) = (first.end(), first.range.len() as u64, 0);
-    let joins = |part: &&Part| {
+    let joins = |part: &&RangePart| {
         let Some(gap) = part.offset.checked_sub(end) else { return false };
         wanted += part.range.len() as u64;
         between += gap;
@@ -101,7 +101,7 @@ struct Rest {
 }
 
 impl Rest {
-    fn begins(&self, part: &Part) -> bool {
+    fn begins(&self, part: &RangePart) -> bool {
         (self.segment, self.body.at()) == (part.segment, part.offset)
     }
 }
@@ -129,7 +129,7 @@ impl<'a> Unfilled<'a> {
 pub(in crate::store::object) async fn fill(
     core: &ObjectCore,
     key_of: impl Fn(u32) -> String,
-    parts: &[Part],
+    parts: &[RangePart],
     buffer: &mut [u8],
     ahead: &mut Ahead,
 ) -> Result<(), StoreError> {
@@ -224,7 +224,7 @@ mod tests {
     #[test]
     fn neighbours_are_one_request() {
         let mut parts = Vec::new();
-        let part = |segment, offset, range| Part { segment, offset, range };
+        let part = |segment, offset, range| RangePart { segment, offset, range };
         for it in [part(1, 100, 0..10), part(1, 110, 10..30), part(1, 131, 30..40), part(2, 141, 40..50)] {
             push(&mut parts, it);
         }
@@ -233,7 +233,7 @@ mod tests {
 
     #[test]
     fn close_ranges_are_requested_together() {
-        let part = |segment, offset: u64, len| Part { segment, offset, range: 0..len };
+        let part = |segment, offset: u64, len| RangePart { segment, offset, range: 0..len };
         let gap = GAP_BYTES_MAX;
         assert_eq!(together(&[part(1, 0, 10), part(1, 10 + gap, 10), part(1, 20 + gap, 10)]), 3);
         assert_eq!(together(&[part(1, 0, 10), part(1, 11 + gap, 10)]), 1, "too far");

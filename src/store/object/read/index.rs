@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use bytes::Bytes;
 
-use super::fetch::{self, Ahead, Part};
+use super::fetch::{self, Ahead, RangePart};
 use super::ranges::{self, BufferRequest};
 use crate::store::extents::extent::Extent;
 use crate::store::index::index_read::{RecordSource, WRONG_RECORDS};
@@ -15,7 +15,7 @@ use crate::store::{StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
 
 impl RecordSource for Uploads {
-    type Parts = Vec<Part>;
+    type Parts = Vec<RangePart>;
 
     fn cached(&self, extent: &Extent) -> Option<Bytes> {
         self.core.records.find(&self.shuffle.records_key(extent))
@@ -28,16 +28,16 @@ impl RecordSource for Uploads {
         }
     }
 
-    fn add(parts: &mut Vec<Part>, extent: &Extent, from: u64, range: Range<usize>) {
+    fn add(parts: &mut Vec<RangePart>, extent: &Extent, from: u64, range: Range<usize>) {
         let offset = extent.records_range().start + from;
-        fetch::push(parts, Part { segment: extent.object(), offset, range });
+        fetch::push(parts, RangePart { segment: extent.object(), offset, range });
     }
 
     async fn read(
         &self,
         len: usize,
         buffers: &dyn ReadBuffers,
-        parts: Vec<Part>,
+        parts: Vec<RangePart>,
         mut complete: impl FnMut(&mut [u8]) -> Result<(), Extent> + Send,
     ) -> Result<Bytes, StoreError> {
         let Self { core, shuffle } = self;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::fetch::{self, Ahead, Part};
+use super::fetch::{self, Ahead, RangePart};
 use crate::store::StoreError;
 use crate::store::object::cache::{self, CHUNK_BYTES, CachedPart, ChunkKey};
 use crate::store::object::core::ObjectCore;
@@ -24,10 +24,10 @@ pub(in crate::store::object) const AHEAD_BYTES: u64 = 8 << 20;
 /// Parts of objects that are read together, with their source.
 #[derive(Debug)]
 pub(super) struct Located {
-    parts: Vec<Part>,
+    parts: Vec<RangePart>,
     cached: Vec<CachedPart>,
     /// Parts that are not in the cache.
-    stored: Vec<Part>,
+    stored: Vec<RangePart>,
 }
 
 /// Memory requirements of a read.
@@ -69,10 +69,10 @@ impl ReadRoom {
 /// A part of an object within one chunk.
 struct ChunkPiece {
     key: ChunkKey,
-    part: Part,
+    part: RangePart,
 }
 
-fn pieces<'a>(shuffle: &'a ObjectShuffle, parts: &'a [Part]) -> impl Iterator<Item = ChunkPiece> + 'a {
+fn pieces<'a>(shuffle: &'a ObjectShuffle, parts: &'a [RangePart]) -> impl Iterator<Item = ChunkPiece> + 'a {
     let incarnation = shuffle.name.incarnation;
     parts.iter().flat_map(move |part| {
         let mut part = part.clone();
@@ -96,8 +96,8 @@ fn pieces<'a>(shuffle: &'a ObjectShuffle, parts: &'a [Part]) -> impl Iterator<It
 pub(super) async fn locate(
     core: &Arc<ObjectCore>,
     shuffle: &Arc<ObjectShuffle>,
-    parts: Vec<Part>,
-    others: &[Part],
+    parts: Vec<RangePart>,
+    others: &[RangePart],
 ) -> Result<Located, StoreError> {
     if core.cache.is_none() {
         return Ok(Located::stored(parts));
@@ -135,7 +135,7 @@ pub(super) async fn locate(
 pub(in crate::store::object) fn begin_ahead(
     core: &Arc<ObjectCore>,
     shuffle: &Arc<ObjectShuffle>,
-    parts: &[Part],
+    parts: &[RangePart],
 ) {
     let Some(cache) = &core.cache else { return };
     let (mut bytes, mut begun) = (0, None);
@@ -152,7 +152,7 @@ pub(in crate::store::object) fn begin_ahead(
 
 impl Located {
     /// Reads all parts from the store.
-    pub(in crate::store) fn stored(parts: Vec<Part>) -> Self {
+    pub(in crate::store) fn stored(parts: Vec<RangePart>) -> Self {
         Self { stored: parts.clone(), cached: Vec::new(), parts }
     }
 
@@ -221,7 +221,7 @@ pub(in crate::store::object) fn discard(
 ) {
     let Some(cache) = &core.cache else { return };
     let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
-    let parts = [Part { segment, offset: range.start, range: 0..bytes }];
+    let parts = [RangePart { segment, offset: range.start, range: 0..bytes }];
     cache.drop_all(&core.metrics, pieces(shuffle, &parts).map(|piece| piece.key));
 }
 
@@ -236,7 +236,7 @@ pub(in crate::store) async fn read(
     range: Range<u64>,
 ) -> Result<Bytes, StoreError> {
     let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
-    let part = Part { segment, offset: range.start, range: 0..len };
+    let part = RangePart { segment, offset: range.start, range: 0..len };
     let located = locate(core, shuffle, vec![part], &[]).await?;
     let asked = BufferRequest { len, beside: None, buffers: &HeapBuffers };
     let room = located.room(core, &asked).await;

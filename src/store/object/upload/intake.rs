@@ -12,7 +12,7 @@ use object_store::{ObjectStore as _, ObjectStoreExt as _};
 use tokio::sync::oneshot;
 
 use super::segment::{Making, Prepared, UploadJob, UploadWaiter, making_bytes};
-use super::uploader::{self, MOVED_PARTS_IN_FLIGHT, Source, one_from};
+use super::uploader::{self, ExtentSource, MOVED_PARTS_IN_FLIGHT, one_from};
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::index::index_read::IndexRead;
 use crate::store::object::core::ObjectCore;
@@ -20,7 +20,7 @@ use crate::store::object::layout::{Name, parse_key, path_of};
 use crate::store::object::read::data::{ObjectDataRead, plan};
 use crate::store::object::read::ranges;
 use crate::store::object::shuffle::ObjectShuffle;
-use crate::store::{ChunkRead, ExtentWrite, ShuffleHandle, StoreError, StoreErrorKind};
+use crate::store::{ChunkRead, DiskShuffleHandle, ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_wire::types::PartitionId;
 
@@ -79,7 +79,7 @@ impl Uploads {
     /// `Purged`, `InvalidBatch`. The store fails.
     pub(in crate::store) async fn write(
         &self,
-        streams: &ShuffleHandle,
+        streams: &DiskShuffleHandle,
         extents: Vec<ExtentWrite>,
     ) -> Result<(), StoreError> {
         self.shuffle.require_present()?;
@@ -111,7 +111,7 @@ impl Uploads {
     /// The source or the store fails. Then nothing of the object counts.
     pub async fn take(
         &self,
-        source: &mut dyn Source,
+        source: &mut dyn ExtentSource,
     ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
         one_from(&self.core, &self.shuffle, source).await
     }

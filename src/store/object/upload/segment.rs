@@ -9,8 +9,8 @@ use crate::store::extents::extent::Extent;
 use crate::store::extents::extent_write::take_front;
 use crate::store::index::codec::{ENTRY_BYTES, GroupEntry, HEADER_BYTES, RecordsPlace, encode_head};
 use crate::store::index::records::encode_blocks;
-use crate::store::object::layout::{SegmentId, TAIL_BYTES, Tail};
-use crate::store::{ExtentWrite, ShuffleHandle, StoreError, StoreErrorKind};
+use crate::store::object::layout::{SegmentId, SegmentTail, TAIL_BYTES};
+use crate::store::{DiskShuffleHandle, ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::PartitionId;
@@ -207,7 +207,7 @@ impl OpenSegment {
             .collect();
         let (entries, records): (Vec<GroupEntry>, Vec<Bytes>) = entries.into_iter().unzip();
         encode_head(&self.id.header(previous), &entries, &mut head);
-        let tail = Tail { payload_bytes, index_bytes, previous }.encode(self.id);
+        let tail = SegmentTail { payload_bytes, index_bytes, previous }.encode(self.id);
         let pieces = std::iter::once(head.into()).chain(records).chain([Bytes::copy_from_slice(&tail)]);
         pieces.for_each(|piece| self.add(piece));
         Sealed { extents, payload_bytes, bytes: payload_bytes + index_bytes + TAIL_BYTES as u64 }
@@ -219,7 +219,7 @@ impl OpenSegment {
 pub(in crate::store::object) struct UploadJob {
     pub(in crate::store::object) batch: Prepared,
     /// Streams to which its extents are appended.
-    pub(super) streams: ShuffleHandle,
+    pub(super) streams: DiskShuffleHandle,
     pub(super) waiter: UploadWaiter,
 }
 
@@ -300,7 +300,7 @@ mod tests {
         assert_eq!((object.len() as u64, open.pending_bytes()), (sealed.bytes, 0));
         assert!(object.starts_with(b"secondfirstagain!!"));
 
-        let tail = Tail::decode(object.last_chunk().unwrap(), id, sealed.bytes).unwrap();
+        let tail = SegmentTail::decode(object.last_chunk().unwrap(), id, sealed.bytes).unwrap();
         assert_eq!((tail.payload_bytes, tail.previous), (18, 2));
         let index = &object[18..object.len() - TAIL_BYTES];
         let head = decode_head(index).unwrap();

@@ -22,7 +22,7 @@ use crate::store::object::circuit_breaker::again;
 use crate::store::object::core::ObjectCore;
 use crate::store::object::layout::{SegmentId, path_of};
 use crate::store::object::shuffle::ObjectShuffle;
-use crate::store::{ShuffleHandle, StoreError, StoreErrorKind};
+use crate::store::{DiskShuffleHandle, StoreError, StoreErrorKind};
 use uniffle_wire::types::PartitionId;
 
 /// Maximum number of concurrently uploaded parts of an object with data from local disks. It is
@@ -37,7 +37,7 @@ const KEPT_IN_A_TURN: usize = 512;
 const CLEAN_UP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Source of extents to upload, one after the other.
-pub trait Source: Send {
+pub trait ExtentSource: Send {
     /// Returns the next extent, or `None` at the end. Its base is greater than those of earlier
     /// extents of its partition.
     fn next_extent(&mut self) -> BoxFuture<'_, Result<Option<Moved>, StoreError>>;
@@ -81,7 +81,7 @@ async fn one_segment(
 pub(super) async fn one_from(
     core: &ObjectCore,
     shuffle: &ObjectShuffle,
-    source: &mut dyn Source,
+    source: &mut dyn ExtentSource,
 ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
     let mut lane = shuffle.lane.lock().await;
     let mut upload = Upload::begin(core, shuffle, &mut lane);
@@ -91,9 +91,9 @@ pub(super) async fn one_from(
 /// Origin of a segment's extents.
 enum UploadOrigin<'a> {
     /// Waiting batches of a worker without disks. They are appended to these streams.
-    Batches(&'a ShuffleHandle),
+    Batches(&'a DiskShuffleHandle),
     /// Extents on disks, which are relocated by the caller.
-    Disks(&'a mut dyn Source),
+    Disks(&'a mut dyn ExtentSource),
 }
 
 /// Counts a segment, and makes its extents visible in `streams`. Returns them.
@@ -101,7 +101,7 @@ async fn publish(
     core: &ObjectCore,
     shuffle: &ObjectShuffle,
     sealed: Sealed,
-    streams: Option<&ShuffleHandle>,
+    streams: Option<&DiskShuffleHandle>,
 ) -> Result<Vec<(PartitionId, Extent)>, StoreError> {
     let Sealed { extents, payload_bytes, bytes } = sealed;
     // Cached before the extents are visible: a purge drops the records of visible extents only, so
@@ -236,7 +236,7 @@ impl<'a> Upload<'a> {
 
     /// Uploads extents of `source` until the segment is full or the source ends, and completes the
     /// segment. Returns `None` if the source has no extent.
-    async fn fill_from(&mut self, source: &mut dyn Source) -> Result<Option<Sealed>, StoreError> {
+    async fn fill_from(&mut self, source: &mut dyn ExtentSource) -> Result<Option<Sealed>, StoreError> {
         let settings = &self.core.settings;
         let mut is_empty = true;
         while self.open.has_room(settings.segment_bytes) {
