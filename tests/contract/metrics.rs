@@ -77,9 +77,9 @@ fn kind(family: &MetricFamily) -> &'static str {
 /// Headings of the page by module.
 const TOPICS: &[(&str, &str)] = &[
     ("service", "Applications, sends, reads and losses"),
-    ("service::read_metrics", "Reads in progress"),
+    ("service::reads", "Reads in progress"),
     ("service::quota", "Quotas"),
-    ("service::top_apps", "Largest applications"),
+    ("service::diagnostics::top_apps", "Largest applications"),
     ("memory", "Memory"),
     ("flush", "Flushing"),
     ("store::disk", "Local disks"),
@@ -91,7 +91,7 @@ const TOPICS: &[(&str, &str)] = &[
     ("listeners::tcp", "Raw TCP listener"),
     ("listeners::http", "HTTP listener"),
     ("listeners::http::push", "Pushgateway"),
-    ("listeners::http::admin", "Administration listener"),
+    ("listeners::http::admin::guard", "Administration listener"),
     ("uniffle_coordinator::embedded", "Embedded coordinator"),
     ("uniffle_coordinator::heartbeat", "Heartbeats"),
     ("server::settings::reload", "Reload"),

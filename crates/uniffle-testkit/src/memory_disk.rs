@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
-use rand::rngs::SmallRng;
+use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use uniffle_io::{
@@ -141,7 +141,7 @@ impl MemoryDisk {
     /// Simulates a power loss, with random choices from `seed`: unsynced data may be lost. For
     /// disks that are no longer in use.
     pub fn lose_power(&self, seed: u64) {
-        let mut random = SmallRng::seed_from_u64(seed);
+        let mut random = StdRng::seed_from_u64(seed);
         let mut tree = self.tree.lock();
         for path in std::mem::take(&mut tree.unsynced) {
             if random.random_bool(0.5) {

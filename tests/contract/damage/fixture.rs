@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rand::rngs::SmallRng;
+use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom, IteratorRandom};
 use rand::{Rng, RngExt, SeedableRng};
 
@@ -29,7 +29,7 @@ const SHUFFLES: [i32; 3] = [0, 1, 10];
 const VERSIONS_MAX: usize = 8;
 
 pub(crate) struct Fixture {
-    pub(crate) rng: SmallRng,
+    pub(crate) rng: StdRng,
     pub(crate) disks: Vec<Arc<MemoryDisk>>,
     /// Injected faults of the next process, by disk.
     pub(crate) faults: Vec<Faults>,
@@ -54,7 +54,7 @@ pub(crate) struct Life {
 
 impl Fixture {
     pub(crate) fn new(seed: u64) -> Self {
-        let mut rng = SmallRng::seed_from_u64(seed);
+        let mut rng = StdRng::seed_from_u64(seed);
         let disks = rng.random_range(1..=3);
         let sync = if rng.random() { SyncWrites::Group } else { SyncWrites::Off };
         let disk = |number: usize| Arc::new(MemoryDisk::new(&format!("/disk{number}"), None));

@@ -3,7 +3,7 @@
 //! or stored, and the worker continues.
 
 use bytes::{Bytes, BytesMut};
-use rand::rngs::SmallRng;
+use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -60,7 +60,7 @@ async fn mutated_messages_do_not_leak_or_break_the_worker() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let channel = raw::connect(fixture.worker.addresses().grpc).await;
-    let mut rng = SmallRng::seed_from_u64(0xbad);
+    let mut rng = StdRng::seed_from_u64(0xbad);
     for round in 0..600 {
         let ticket = fixture.ticket(&key, 1000).await;
         let mut bytes = BytesMut::from(message(&key, ticket, FORMS[round % 3]).as_ref());

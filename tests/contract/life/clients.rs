@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
 use bytes::Bytes;
-use rand::rngs::SmallRng;
+use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, RngExt, SeedableRng};
 
@@ -154,7 +154,7 @@ impl History {
         let again = again.choose(&mut self.rng).copied().filter(|_| self.rng.random_bool(0.15));
         let id = again.unwrap_or(self.next_block);
         self.next_block = self.next_block.max(id + 1);
-        let mut content = SmallRng::seed_from_u64(id.unsigned_abs());
+        let mut content = StdRng::seed_from_u64(id.unsigned_abs());
         let length = match content.random_range(0..10) {
             0..3 => content.random_range(1..100),
             3..9 => content.random_range(100..20_000),

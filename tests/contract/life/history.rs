@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rand::rngs::SmallRng;
+use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 
@@ -58,7 +58,7 @@ enum End {
 }
 
 pub(crate) struct History {
-    pub(super) rng: SmallRng,
+    pub(super) rng: StdRng,
     pub(super) process: Option<Process>,
     pub(super) life: u32,
     steps_left: u32,
@@ -117,7 +117,7 @@ pub(super) fn new_disks(count: usize) -> Vec<Arc<MemoryDisk>> {
 
 impl History {
     pub(crate) fn new(seed: u64, mutation: Mutation) -> Self {
-        let mut rng = SmallRng::seed_from_u64(seed);
+        let mut rng = StdRng::seed_from_u64(seed);
         let count = rng.random_range(1..=DISKS_MAX);
         let disks = new_disks(count);
         if mutation == Mutation::NoSync {

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use rand::rngs::SmallRng;
+use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 
@@ -159,7 +159,7 @@ impl History {
     /// in this process. Requests behind registrations and reports do not hang.
     pub(super) async fn break_the_store(&mut self, store: &FaultyObjects) {
         let (one_in, reads_fail) = (self.rng.random_range(1..4), self.reads_fail);
-        let mut rng = SmallRng::seed_from_u64(self.rng.random());
+        let mut rng = StdRng::seed_from_u64(self.rng.random());
         let (mutation, is_late) = (self.mutation, self.damages_objects());
         store.set(move |call, path| {
             let name = parse_key(ROOT, path.as_ref());
@@ -199,7 +199,7 @@ impl History {
 
     /// Loses responses of uploads when the worker ends, whether they were stored or not.
     pub(super) fn lose_answers(&mut self, store: &FaultyObjects) {
-        let mut rng = SmallRng::seed_from_u64(self.rng.random());
+        let mut rng = StdRng::seed_from_u64(self.rng.random());
         let mutation = self.mutation;
         store.set(move |call, path| {
             let name = parse_key(ROOT, path.as_ref());

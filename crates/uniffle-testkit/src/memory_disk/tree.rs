@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use rand::RngExt;
-use rand::rngs::SmallRng;
+use rand::rngs::StdRng;
 
 use uniffle_io::DiskLock;
 
@@ -38,7 +38,7 @@ impl FileContent {
 
     /// Each unsynced sector keeps its new content, its old content or zeros. The file ends anywhere
     /// after the old end.
-    pub(super) fn lose_power(&mut self, random: &mut SmallRng) {
+    pub(super) fn lose_power(&mut self, random: &mut StdRng) {
         let (old, new) = (std::mem::take(&mut self.durable), std::mem::take(&mut self.bytes));
         let length = match random.random_range(0..3) {
             0 => old.len().min(new.len()),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::join_all;
-use rand::rngs::SmallRng;
+use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use super::*;
@@ -133,7 +133,7 @@ struct Told {
 }
 
 /// Writes at random to failing disks, until the power fails during a write.
-async fn live(disks: &[TestDisk], random: &mut SmallRng, sync: SyncWrites, told: &mut Told) {
+async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &mut Told) {
     let store = open_with(disks, sync).await;
     let key = key("app", 1);
     let handle = store.register(&key);
@@ -187,7 +187,7 @@ fn history(seed: u64, sync: SyncWrites, check: impl AsyncFn(Arc<LocalStore>, &To
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
     runtime.block_on(async {
-        let mut random = SmallRng::seed_from_u64(seed);
+        let mut random = StdRng::seed_from_u64(seed);
         let names = ["/a", "/b", "/c"];
         let disks: Vec<_> =
             names[..random.random_range(1..=3)].iter().map(|name| TestDisk::new(name)).collect();
