@@ -106,13 +106,18 @@ fn panic_once(worker: &Worker, no_random: &Path) {
     assert_eq!(panics, 1.0, "{}", String::from_utf8_lossy(&answer));
 }
 
-/// Kills the worker and starts it again, three times. Each start is scraped.
+/// Kills the worker and starts it again, three times. Each start is scraped, and has another second
+/// than the one before: the metric has no fractions.
 fn crash(worker: &mut Worker, watch: &Watch) {
     let instance = format!("127.0.0.1:{}", worker.ready().http_port);
     let changes = format!("changes(process_start_time_seconds{{instance=\"{instance}\"}}[1h])");
     for times in 1..=3 {
-        worker.kill();
-        worker.start_again();
+        let second = |worker: &Worker| worker.metrics().expect("process_start_time_seconds");
+        let before = second(worker);
+        while second(worker) <= before {
+            worker.kill();
+            worker.start_again();
+        }
         wait_until("the start is scraped", PATIENCE, || {
             let rows = query(watch.port, &changes)?;
             let seen = rows[0]["value"][1].as_str().and_then(|text| text.parse::<u32>().ok());
