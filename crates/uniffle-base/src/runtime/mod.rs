@@ -187,7 +187,7 @@ impl Tasks {
 /// no partly read request and no pending response. Clones share the list.
 #[derive(Debug, Clone, Default)]
 pub struct Handover {
-    /// `None` if there is no successor.
+    /// Is `None` if there is no successor.
     kept: Arc<Mutex<Option<Vec<TcpStream>>>>,
 }
 

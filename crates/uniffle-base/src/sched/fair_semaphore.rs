@@ -39,7 +39,7 @@ pub enum Reserve {
 /// The application that a permit is for.
 #[derive(Debug, Clone)]
 pub struct Holder {
-    /// `None` for the worker itself.
+    /// Is `None` for the worker itself.
     pub app: Option<AppId>,
     /// Weight in fair sharing, at least 1.
     pub weight: u32,
@@ -199,7 +199,8 @@ impl FairSemaphore {
 }
 
 impl State {
-    /// Takes everything or nothing. Waiters are ahead of a request that needs what they lack.
+    /// Takes everything or nothing. Takes nothing while a waiter lacks capacity, nor parts of
+    /// device shares while anyone waits.
     fn try_take(&mut self, app: &Option<AppId>, amount: u64, parts: &ShareParts) -> bool {
         let is_ahead = self.is_short || (!parts.is_empty() && !self.waiters.is_empty());
         let is_taken = !is_ahead && self.needed(app, amount) <= self.free && parts.full().is_none();

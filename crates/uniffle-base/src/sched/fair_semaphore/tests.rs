@@ -18,7 +18,7 @@ fn waiting(semaphore: &Arc<FairSemaphore>, holder: &Holder, bytes: u64) -> BoxFu
     waiting
 }
 
-/// Returns what is free, and the numbers of waiters and holders.
+/// Returns the number of free permits, of waiters and of holders.
 fn rest(semaphore: &Arc<FairSemaphore>) -> (u64, usize, usize) {
     let state = semaphore.0.lock();
     (state.free, state.waiters.len(), state.held.len())
