@@ -10,7 +10,7 @@
 //! | state | [`app`], [`memory`], [`store`] | siblings that do not know each other |
 //! | log | [`log`] | the metadata log, and whether it is complete |
 //! | shared | [`build`], [`compat`], [`proto`], [`telemetry`] | used everywhere |
-//! | `uniffle-base` | `budget`, `sched`, [`clock`], [`metrics`], [`runtime`], [`schema`] | the same for every crate |
+//! | `uniffle-base` | `budget`, `damage`, `sched`, [`clock`], [`metrics`], [`runtime`], [`schema`] | the same for every crate |
 //!
 //! Imports point only down this table; `tests/static_checks/layers.rs` enforces that. Formats
 //! (`uniffle-wire`), disks (`uniffle-io`) and the coordinator protocol (`uniffle-coordinator`) are

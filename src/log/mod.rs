@@ -28,7 +28,6 @@ pub use self::ids::id_set::{IdSet, union};
 pub use self::ids::present::{HeldIds, PresentIds, SLICE_IDS, slices};
 pub use self::ids::scratch::Scratch;
 pub use self::ledger::loss::{Loss, LossReasons, LostExtent, NewLosses, ranges};
-pub use self::ledger::on_damage::{DamageNotifier, OnDamage};
 pub use self::ledger::partition::{Availability, Ledger, LedgerPhase, Look};
 pub use self::ledger::shuffle::ShuffleLedger;
 pub use self::metadata_log::{LogInStore, MetadataLog, RecordReader};

@@ -23,7 +23,8 @@ use super::extents::extent_write::ExtentWrite;
 use super::recovered::Recovered;
 use super::state::TierState;
 use super::{StoreError, StoreErrorKind};
-use crate::log::{OnDamage, Scratch};
+use crate::log::Scratch;
+use uniffle_base::damage::OnDamage;
 use uniffle_io::ReadBuffers;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 

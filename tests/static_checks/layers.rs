@@ -32,7 +32,7 @@ const LAYERS: &[&[&str]] = &[
     &["budget"],
     &["sched"],
     &["log_limiter", "runtime"],
-    &["clock", "metrics", "schema"],
+    &["clock", "damage", "metrics", "schema"],
 ];
 
 type Names = Vec<String>;

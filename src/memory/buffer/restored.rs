@@ -78,6 +78,6 @@ impl Buffer {
         self.publish_counters(&state);
         drop(state);
         drop((emptied, nothing_left));
-        self.shared.verification.listener.tell(key, self.partition, DAMAGED);
+        self.shared.verification.damage.notify(key, self.partition, DAMAGED);
     }
 }

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use super::list::BlockList;
 use super::sealed::SealedBatch;
-use crate::log::DamageNotifier;
+use uniffle_base::damage::DamageNotifier;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Maximum number of damaged blocks that the log names.
@@ -30,7 +30,7 @@ pub(in crate::memory) struct Verification {
     /// Number of buffers with unverified blocks.
     pub(in crate::memory) buffers: AtomicUsize,
     /// Notified of a partition with damaged blocks before its other blocks are served.
-    pub(in crate::memory) listener: DamageNotifier,
+    pub(in crate::memory) damage: DamageNotifier,
 }
 
 /// Unverified blocks of one buffer.

@@ -18,14 +18,14 @@ use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleKey};
 use super::file::{self, MemoryFileError, Owner};
 use super::restore::RetainedShuffle;
 use super::sigbus;
-use crate::log::OnDamage;
 use crate::memory::buffer::Buffer;
 use crate::memory::buffer::shuffle::ShuffleBuffers;
 use crate::memory::config::{MemoryConfig, region_size};
 use crate::memory::parts::{on_threads, threads_for};
 use crate::memory::{IsElsewhere, Memory, PersistentMemory};
-use crate::telemetry::LogLimiter;
+use uniffle_base::LogLimiter;
 use uniffle_base::budget::Budget;
+use uniffle_base::damage::OnDamage;
 
 /// Interval between attempts to find places for unprotected shuffles.
 const PROTECT_INTERVAL: Duration = Duration::from_secs(1);
@@ -103,7 +103,7 @@ impl Memory {
     /// is found and before the other blocks are served. Damage found earlier is reported now. Only
     /// the first call has an effect.
     pub fn on_damage(&self, on_damage: OnDamage) {
-        self.shared.verification.listener.set(on_damage);
+        self.shared.verification.damage.set(on_damage);
     }
 
     /// Returns whether some recovered blocks are unverified. Serving such blocks verifies them

@@ -18,12 +18,13 @@ use tokio::sync::Semaphore;
 use crate::app::{AppRegistry, ShuffleState};
 use crate::clock::{Instant, sleep, timeout_at};
 use crate::log::{
-    Availability, HeldIds, IdSet, Ledger, Look, Loss, LossReasons, LostExtent, NewLosses, OnDamage,
-    SLICE_IDS, ranges, slices,
+    Availability, HeldIds, IdSet, Ledger, Look, Loss, LossReasons, LostExtent, NewLosses, SLICE_IDS, ranges,
+    slices,
 };
 use crate::memory::Memory;
 use crate::runtime::Tasks;
 use crate::store::{StoreError, StoreErrorKind, Tiers};
+use uniffle_base::damage::OnDamage;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use super::log::LossLog;

@@ -11,11 +11,11 @@ use super::config::LocalConfig;
 use super::directories::directory::LocalDisk;
 use super::files::FileCache;
 use super::metrics::Metrics;
-use crate::log::DamageNotifier;
 use crate::store::index::record_cache::RecordCache;
 use crate::store::recovered::FoundIds;
 use crate::store::{DiskCondition, StoreError};
 use uniffle_base::budget::Budget;
+use uniffle_base::damage::DamageNotifier;
 
 /// State shared by writes, reads and maintenance.
 #[derive(Debug)]
@@ -32,8 +32,8 @@ pub(in crate::store) struct DiskCore {
     pub(in crate::store) extents: Budget,
     /// Budget of block ids that a start finds.
     pub(in crate::store) found_ids: FoundIds,
-    /// Listener for lost blocks.
-    pub(super) hearer: DamageNotifier,
+    /// Notifies the service of lost blocks.
+    pub(super) damage: DamageNotifier,
     pub(in crate::store) metrics: Metrics,
 }
 

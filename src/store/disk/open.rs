@@ -12,12 +12,12 @@ use super::directories::claim;
 use super::files::FileCache;
 use super::metrics::Metrics;
 use super::store::LocalStore;
-use crate::log::DamageNotifier;
 use crate::runtime::Tasks;
 use crate::store::index::record_cache::RecordCache;
 use crate::store::recovered::Stored;
 use crate::store::recovery::take_over::PreviousState;
 use crate::store::{StoreError, StoreErrorKind, TierHeap};
+use uniffle_base::damage::DamageNotifier;
 use uniffle_io::{DeviceShare, Disk};
 
 impl LocalStore {
@@ -71,7 +71,7 @@ impl LocalStore {
             changes,
             found_ids: heap.found_ids(),
             extents: heap.extents,
-            hearer: DamageNotifier::default(),
+            damage: DamageNotifier::default(),
             metrics,
             config,
         };

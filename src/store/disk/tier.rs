@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use super::read::view::ViewRun;
 use super::shuffle::DiskShuffle;
 use super::store::{DiskShuffleHandle, LocalStore};
-use crate::log::{self, OnDamage, Scratch};
+use crate::log::{self, Scratch};
 use crate::store::recovery::take_over;
 use crate::store::removal::deletion_queue::drop_blocking;
 use crate::store::{
@@ -21,6 +21,7 @@ use crate::store::{
     SavedSettings, ServedData, ServedIndex, ServedTier, StoreError, Tier, TierBatch, TierNames, TierRole,
     TierShuffle, TierState, TierUsage,
 };
+use uniffle_base::damage::OnDamage;
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
@@ -202,7 +203,7 @@ impl MaintainedTier for LocalStore {
 /// Reads of shuffles without extents in objects.
 impl ServedTier for LocalStore {
     fn on_damage(&self, on_damage: OnDamage) {
-        self.core.hearer.set(on_damage);
+        self.core.damage.set(on_damage);
     }
 
     fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {

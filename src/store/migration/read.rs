@@ -14,7 +14,6 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
 use super::tier::OffloadTier;
-use crate::log::OnDamage;
 use crate::store::disk::StreamView;
 use crate::store::disk::read::damage::LostTotals;
 use crate::store::disk::shuffle::DiskShuffle;
@@ -23,6 +22,7 @@ use crate::store::extents::extent::Extent;
 use crate::store::index::index_read::visit_ids;
 use crate::store::object::{Bucket, Uploads};
 use crate::store::{ChunkRead, LocalStore, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind};
+use uniffle_base::damage::OnDamage;
 use uniffle_io::ReadBuffers;
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{PartitionId, ShuffleKey};

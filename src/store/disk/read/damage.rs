@@ -106,7 +106,7 @@ impl DamageMarker {
         let (path, bytes) = (log.full_path(), block.place.end - block.place.start);
         let error = StoreError::corrupt(&path, what);
         let mark = || shuffle.damaged.add(partition, &block.place);
-        self.core.hearer.tell_around(&shuffle.key, partition, &error.to_string(), mark);
+        self.core.damage.notify_around(&shuffle.key, partition, &error.to_string(), mark);
         self.core.metrics.blocks_damaged.inc();
         log.disk.note(&io::Error::new(io::ErrorKind::InvalidData, what));
         tracing::error!(shuffle = %shuffle.key, %partition, path = %path.display(), bytes, "{what}");
@@ -158,7 +158,7 @@ impl DamageMarker {
             return;
         }
         let mark = || extents.iter().for_each(|extent| self.make_hole(shuffle, partition, extent));
-        self.core.hearer.tell_around(&shuffle.key, partition, &error.to_string(), mark);
+        self.core.damage.notify_around(&shuffle.key, partition, &error.to_string(), mark);
     }
 
     /// Marks all extents as lost whose data or records were in a vanished file.
@@ -221,7 +221,7 @@ impl DamageMarker {
                 lost.bytes += extent.length;
             }
         };
-        self.core.hearer.tell_around(&shuffle.key, partition, &error.to_string(), mark);
+        self.core.damage.notify_around(&shuffle.key, partition, &error.to_string(), mark);
     }
 
     fn tell_vanished(&self, shuffle: &DiskShuffle, log: &Log, lost: LostTotals) {

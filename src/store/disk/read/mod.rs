@@ -125,7 +125,7 @@ impl StreamRead {
         let is_one_too_many = culprit.is_some_and(|disk| shuffle.count_failed_read(partition, *disk, error));
         if is_one_too_many {
             // Reads of migrations are not for a client.
-            self.core.hearer.tell(&shuffle.key, partition, &error.to_string());
+            self.core.damage.notify(&shuffle.key, partition, &error.to_string());
         }
         self.is_suspect |= is_one_too_many;
     }

@@ -20,13 +20,13 @@ pub struct DamageNotifier(Mutex<State>);
 
 enum State {
     /// No listener yet. Keeps one reason per partition.
-    Kept(HashMap<(ShuffleKey, PartitionId), String>),
-    Told(OnDamage),
+    Pending(HashMap<(ShuffleKey, PartitionId), String>),
+    Registered(OnDamage),
 }
 
 impl Default for State {
     fn default() -> Self {
-        Self::Kept(HashMap::new())
+        Self::Pending(HashMap::new())
     }
 }
 
@@ -37,26 +37,27 @@ impl fmt::Debug for DamageNotifier {
 }
 
 impl DamageNotifier {
-    /// Registers the listener, and notifies it of all kept losses. Only the first listener is used.
+    /// Registers the listener, and notifies it of all losses found earlier. Only the first listener
+    /// is used.
     pub fn set(&self, on_damage: OnDamage) {
         let before = {
             let mut state = self.0.lock();
             // A second listener would never be notified. There is one service.
-            let State::Kept(_) = &*state else { return };
-            std::mem::replace(&mut *state, State::Told(Arc::clone(&on_damage)))
+            let State::Pending(_) = &*state else { return };
+            std::mem::replace(&mut *state, State::Registered(Arc::clone(&on_damage)))
         };
-        let State::Kept(kept) = before else { return };
-        for ((key, partition), reason) in kept {
+        let State::Pending(pending) = before else { return };
+        for ((key, partition), reason) in pending {
             on_damage(&key, partition, &reason);
         }
     }
 
     /// Reports that blocks of a partition are or may be lost.
-    pub fn tell(&self, key: &ShuffleKey, partition: PartitionId, reason: &str) {
+    pub fn notify(&self, key: &ShuffleKey, partition: PartitionId, reason: &str) {
         let on_damage = match &mut *self.0.lock() {
-            State::Told(on_damage) => Arc::clone(on_damage),
-            State::Kept(kept) => {
-                kept.insert((key.clone(), partition), reason.to_owned());
+            State::Registered(on_damage) => Arc::clone(on_damage),
+            State::Pending(pending) => {
+                pending.insert((key.clone(), partition), reason.to_owned());
                 return;
             }
         };
@@ -66,10 +67,10 @@ impl DamageNotifier {
     /// Removes blocks from readers (`mark`), and reports the loss before and after. The first
     /// report prevents reads of missing blocks. The second one covers callers that looked for
     /// present blocks in between.
-    pub fn tell_around(&self, key: &ShuffleKey, partition: PartitionId, reason: &str, mark: impl FnOnce()) {
-        self.tell(key, partition, reason);
+    pub fn notify_around(&self, key: &ShuffleKey, partition: PartitionId, reason: &str, mark: impl FnOnce()) {
+        self.notify(key, partition, reason);
         mark();
-        self.tell(key, partition, reason);
+        self.notify(key, partition, reason);
     }
 }
 
@@ -81,17 +82,18 @@ mod tests {
     #[test]
     fn early_findings_are_delivered_to_the_first_listener() {
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
-        let (hearer, heard) = (DamageNotifier::default(), Arc::new(Mutex::new(Vec::new())));
-        hearer.tell(&key, PartitionId(1), "early");
-        hearer.tell_around(&key, PartitionId(1), "early", || {});
+        let (notifier, heard) = (DamageNotifier::default(), Arc::new(Mutex::new(Vec::new())));
+        notifier.notify(&key, PartitionId(1), "early");
+        notifier.notify_around(&key, PartitionId(1), "early", || {});
         let hears = Arc::clone(&heard);
-        hearer.set(Arc::new(move |_: &ShuffleKey, partition: PartitionId, reason: &str| {
+        notifier.set(Arc::new(move |_: &ShuffleKey, partition: PartitionId, reason: &str| {
             hears.lock().push((partition.0, reason.to_owned()));
         }));
-        hearer.set(Arc::new(|_: &ShuffleKey, _: PartitionId, _: &str| unreachable!("it is the second one")));
+        notifier
+            .set(Arc::new(|_: &ShuffleKey, _: PartitionId, _: &str| unreachable!("it is the second one")));
         let marked = Arc::clone(&heard);
-        hearer.tell_around(&key, PartitionId(2), "late", || marked.lock().push((0, "gone".to_owned())));
-        let told: Vec<_> = heard.lock().iter().map(|(at, why)| format!("{at} {why}")).collect();
-        assert_eq!(told, ["1 early", "2 late", "0 gone", "2 late"]);
+        notifier.notify_around(&key, PartitionId(2), "late", || marked.lock().push((0, "gone".to_owned())));
+        let notified: Vec<_> = heard.lock().iter().map(|(at, why)| format!("{at} {why}")).collect();
+        assert_eq!(notified, ["1 early", "2 late", "0 gone", "2 late"]);
     }
 }
