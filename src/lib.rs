@@ -7,7 +7,7 @@
 //! | service | [`service`] | decides: register, write, report, read, purge |
 //! | flush | [`flush`] | moves data from memory to the tiers, at its own pace |
 //! | remote | [`remote`] | tiers whose files clients read themselves |
-//! | state | [`app`], [`memory`], [`store`] | siblings that do not know each other |
+//! | state | [`app`], [`memory`] (`uniffle-memory`), [`store`] | siblings that do not know each other |
 //! | log | [`log`] | the metadata log, and whether it is complete |
 //! | shared | [`build`], [`compat`], [`proto`], [`telemetry`] | used everywhere |
 //! | `uniffle-base` | `budget`, `damage`, `sched`, [`clock`], [`metrics`], [`runtime`], [`schema`] | the same for every crate |
@@ -36,8 +36,8 @@ pub mod flush;
 pub mod remote;
 
 pub mod app;
-pub mod memory;
 pub mod store;
+pub use uniffle_memory as memory;
 
 pub mod log;
 

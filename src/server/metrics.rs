@@ -7,7 +7,6 @@ use crate::flush::metrics::FlushMetrics;
 use crate::listeners::http::admin::AdminMetrics;
 use crate::listeners::http::{HttpMetrics, push};
 use crate::listeners::{grpc, tcp};
-use crate::memory::metrics::MemoryMetrics;
 use crate::metrics::{self, Description};
 use crate::remote::hdfs;
 use crate::runtime::RuntimeMetrics;
@@ -39,7 +38,7 @@ pub(super) fn register_build(build: Build, registry: &Registry) -> prometheus::R
 pub fn metric_descriptions() -> Vec<Description> {
     [
         ServiceMetrics::described(),
-        MemoryMetrics::described(),
+        crate::memory::metric_descriptions(),
         FlushMetrics::described(),
         disk::metrics::Metrics::described(),
         hdfs::metrics::Metrics::described(),

@@ -80,7 +80,7 @@ const TOPICS: &[(&str, &str)] = &[
     ("service::reads", "Reads in progress"),
     ("service::quota", "Quotas"),
     ("service::diagnostics::top_apps", "Largest applications"),
-    ("memory", "Memory"),
+    ("uniffle_memory", "Memory"),
     ("flush", "Flushing"),
     ("store::disk", "Local disks"),
     ("remote::hdfs", "HDFS"),

@@ -1,9 +1,9 @@
-//! The memory region and its dependencies for Miri. All other files are links to those of the
-//! worker and of `uniffle-base`.
+//! The memory region and its dependencies for Miri. All other files are links to those of
+//! `uniffle-memory` and `uniffle-base`.
 
 #![allow(dead_code, missing_docs, reason = "only the region's tests are of interest")]
 
-// The worker's files name the crate of the budgets.
+// The region's files name the crate of the budgets.
 extern crate self as uniffle_base;
 
 pub mod budget;
@@ -12,6 +12,4 @@ pub mod sched {
     pub mod app_limit;
 }
 
-pub mod memory {
-    pub mod region;
-}
+pub mod region;

@@ -48,7 +48,7 @@ fn systemd_accepts_the_unit() {
 #[test]
 fn unit_enables_huge_pages_for_memfds() {
     let lines: Vec<_> = TMPFILES.lines().filter(|line| !line.starts_with('#')).collect();
-    let said = include_str!("../../src/memory/persistent/huge.rs");
+    let said = include_str!("../../crates/uniffle-memory/src/persistent/huge.rs");
     let setting = said.split('"').find(|it| it.ends_with("shmem_enabled")).unwrap();
     assert_eq!(lines, [format!("w {setting} - - - - advise")]);
 }

@@ -48,8 +48,7 @@ const SERVED_OF_10_000: u64 = 9_900;
 fn results_of_damaged_directories_are_complete_or_refused() {
     let (seeds, alone) = seeds::from_env("DAMAGE", SEEDS_DEFAULT);
     if alone {
-        let filter =
-            std::env::var("RUST_LOG").unwrap_or_else(|_| "uniffle_worker=info,audit=info".to_owned());
+        let filter = std::env::var("RUST_LOG").unwrap_or_else(|_| "uniffle=info,audit=info".to_owned());
         let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
     }
     let mut total = Total::default();

@@ -182,8 +182,8 @@ fn run_seeds((variable, count): (&str, u64), storage: Storage, elsewhere: &[&[&s
     let (seeds, alone) = seeds::from_env(variable, count);
     if alone {
         // A single run is for reading its log.
-        let filter = std::env::var("RUST_LOG")
-            .unwrap_or_else(|_| "uniffle_worker=info,audit=info,life=info".to_owned());
+        let filter =
+            std::env::var("RUST_LOG").unwrap_or_else(|_| "uniffle=info,audit=info,life=info".to_owned());
         let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
     }
     let (mut total, mut failures) = (Tally::default(), Vec::new());

@@ -1,0 +1,315 @@
+//! Allocates pages of a file-backed region ahead of promises, and withholds capacity that has no
+//! pages.
+//!
+//! Invariant: while pages are allocated in time, a ticket is granted only for memory that has
+//! pages. If others fill the tmpfs, senders get `NO_BUFFER` instead of a promise that cannot be
+//! kept. Promises of the last moment before that are refused at the send, and the client sends
+//! again.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use crate::region::Region;
+use uniffle_base::budget::{Budget, Charge};
+
+/// Pages are allocated this far ahead of promises.
+const AHEAD_BYTES: u64 = 64 << 20;
+/// Interval of checks without a notification: after a refusal, and for charges without a ticket.
+const EVERY: Duration = Duration::from_secs(1);
+
+/// Allocates pages for the next promises and charges withheld capacity to the budget.
+#[derive(Debug)]
+pub(crate) struct Prefaulter {
+    region: Arc<Region>,
+    budget: Budget,
+    /// Capacity that cannot be promised because it has no pages. Locked while pages are allocated.
+    withheld: Mutex<Charge>,
+    /// Copy of the withheld bytes that is readable without the lock.
+    withheld_bytes: AtomicU64,
+    wanted: Notify,
+}
+
+impl Prefaulter {
+    pub(crate) fn new(region: Arc<Region>, budget: Budget) -> Arc<Self> {
+        let withheld = Mutex::new(budget.nothing());
+        Arc::new(Self { region, budget, withheld, withheld_bytes: AtomicU64::new(0), wanted: Notify::new() })
+    }
+
+    /// Requests further pages after a grant, if fewer than half of the lead are left.
+    pub(super) fn note_promise(&self) {
+        if !self.region.is_refused_pages() && self.lacks(AHEAD_BYTES / 2) {
+            self.wanted.notify_one();
+        }
+    }
+
+    fn wanted_bytes(&self, lead: u64) -> u64 {
+        let promised = self.budget.used().saturating_sub(self.withheld_bytes());
+        promised.saturating_add(lead).min(self.region.capacity_bytes())
+    }
+
+    fn lacks(&self, lead: u64) -> bool {
+        self.region.ready_bytes() < self.wanted_bytes(lead)
+    }
+
+    /// Returns the bytes of the capacity that cannot be used.
+    pub(crate) fn withheld_bytes(&self) -> u64 {
+        self.withheld_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Allocates the wanted pages and updates the withheld capacity. Takes milliseconds per 2 MiB:
+    /// not for a runtime's thread.
+    pub(crate) fn take(&self) {
+        let mut withheld = self.withheld.lock();
+        let before = withheld.bytes();
+        let error = self.region.take_pages(self.wanted_bytes(AHEAD_BYTES)).err();
+        let lacking = match &error {
+            Some(_) => self.region.capacity_bytes() - self.region.ready_bytes(),
+            None => 0,
+        };
+        if lacking < before {
+            drop(withheld.split_up_to(before - lacking));
+        } else {
+            withheld.merge(self.budget.force_charge(lacking - before));
+        }
+        self.withheld_bytes.store(lacking, Ordering::Relaxed);
+        drop(withheld);
+        match error {
+            Some(error) if before == 0 => tracing::warn!(
+                %error,
+                unavailable_bytes = lacking,
+                "memory_store.backing is full; this part of the capacity is unavailable until space is \
+                 freed there"
+            ),
+            None if before > 0 => tracing::info!("memory_store.backing has space again"),
+            _ => {}
+        }
+    }
+
+    /// Allocates pages ahead of promises until it is dropped.
+    pub(crate) async fn run(self: Arc<Self>) {
+        let mut every = tokio::time::interval(EVERY);
+        loop {
+            tokio::select! {
+                () = self.wanted.notified() => {}
+                _ = every.tick() => {}
+            }
+            let is_idle = !self.region.is_refused_pages() && !self.lacks(AHEAD_BYTES);
+            if is_idle && self.withheld_bytes() == 0 {
+                continue;
+            }
+            let prefaulter = Arc::clone(&self);
+            let taken = tokio::task::spawn_blocking(move || prefaulter.take()).await;
+            if let Err(error) = taken {
+                tracing::error!(%error, "cannot allocate memory pages; retrying");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+
+    use prometheus::Registry;
+
+    use super::*;
+    use crate::{Backing, BlockFill, Buffer, Memory, MemoryConfig, MemoryError, Owner};
+    use uniffle_base::budget::HeapKind;
+    use uniffle_wire::types::{
+        AppId, BlockId, BlockMeta, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId,
+    };
+
+    const MIB: u64 = 1 << 20;
+
+    fn opened(file: Option<OwnedFd>) -> Arc<Memory> {
+        let config = MemoryConfig {
+            capacity_bytes: 16 * MIB,
+            read_capacity_bytes: 4 * MIB,
+            heap_bytes: 96 * MIB,
+            ticket_timeout: Duration::from_secs(300),
+            tickets_max: 1000,
+            blocks_max: 20_000,
+            backing: Backing::Memfd,
+            ..MemoryConfig::default()
+        };
+        let owner = Owner { node: "10.0.0.1-19999".to_owned(), boot: 7 };
+        Memory::open(&config, &owner, file, &Registry::new()).unwrap()
+    }
+
+    fn app() -> AppId {
+        AppId::parse("app").unwrap()
+    }
+
+    fn buffer(memory: &Memory) -> Arc<Buffer> {
+        let heap = memory.heap().of(HeapKind::Partitions);
+        let shuffle = memory.register(&ShuffleKey::new(app(), ShuffleId(0)), Distribution::Normal);
+        shuffle.buffer(PartitionId(0), heap).unwrap()
+    }
+
+    fn send(memory: &Memory, ids: std::ops::Range<i64>, length: u32) -> Result<(), MemoryError> {
+        let ticket = memory.tickets().require(&app(), u64::from(length) * ids.clone().count() as u64, 1)?;
+        let mut funds = memory.tickets().redeem(&app(), ticket)?;
+        let buffer = buffer(memory);
+        let mut blocks: Vec<(BlockMeta, BlockFill)> = Vec::new();
+        for id in ids {
+            let mut fill = buffer.reserve(length, &mut funds)?;
+            fill.write(&vec![7; length as usize]);
+            let meta = BlockMeta {
+                block_id: BlockId(id),
+                task_attempt_id: TaskAttemptId(1),
+                length,
+                uncompressed_length: length,
+                crc: 0,
+            };
+            blocks.push((meta, fill));
+        }
+        buffer.commit(blocks, &mut funds).map(drop)
+    }
+
+    fn is_no_buffer(sent: Result<(), MemoryError>) -> bool {
+        matches!(sent, Err(MemoryError::NoCapacity { .. }))
+    }
+
+    fn end(memory: &Memory) {
+        drop(memory.forget(&ShuffleKey::new(app(), ShuffleId(0))));
+        assert_eq!((memory.used_bytes(), memory.block_count(), memory.withheld_bytes()), (0, 0, 0));
+        let region = &memory.shared.supply.region;
+        assert_eq!(region.free_bytes(), region.capacity_bytes());
+    }
+
+    #[test]
+    fn memory_without_pages_is_unavailable_until_faulted() {
+        let memory = opened(None);
+        let region = &memory.shared.supply.region;
+        region.limit_pages(usize::try_from(7 * MIB).unwrap());
+        memory.prefaulter.as_ref().unwrap().take();
+        assert_eq!(region.ready_bytes(), 6 * MIB, "whole blocks");
+        assert_eq!(memory.withheld_bytes(), region.capacity_bytes() - 6 * MIB);
+        // The region exceeds the capacity by 2 MiB, so 4 of the 6 MiB are usable.
+        assert!(is_no_buffer(send(&memory, 0..5, 1 << 20)));
+        send(&memory, 0..3, 1 << 20).unwrap();
+        assert!(is_no_buffer(send(&memory, 3..5, 1 << 20)));
+        region.limit_pages(usize::MAX);
+        memory.prefaulter.as_ref().unwrap().take();
+        assert_eq!(memory.withheld_bytes(), 0);
+        send(&memory, 3..15, 1 << 20).unwrap();
+        end(&memory);
+    }
+
+    /// No pages were allocated ahead.
+    #[test]
+    fn send_without_pages_is_refused() {
+        let memory = opened(None);
+        memory.shared.supply.region.limit_pages(usize::try_from(2 * MIB).unwrap());
+        assert!(is_no_buffer(send(&memory, 0..10, 1 << 18)), "10 pieces of which 8 have pages");
+        memory.shared.supply.region.limit_pages(usize::try_from(3 * MIB).unwrap());
+        assert!(is_no_buffer(send(&memory, 0..14, 1 << 20)));
+        memory.shared.supply.region.limit_pages(usize::MAX);
+        memory.prefaulter.as_ref().unwrap().take();
+        send(&memory, 0..13, 1 << 20).unwrap();
+        end(&memory);
+    }
+
+    #[test]
+    fn only_blocks_without_row_pages_are_refused() {
+        let memory = opened(None);
+        memory.prefaulter.as_ref().unwrap().take();
+        send(&memory, 0..4000, 1).unwrap();
+        memory.shared.supply.region.limit_pages(0);
+        assert!(is_no_buffer(send(&memory, 4000..8000, 1)));
+        // The chunk of the last block has rows for 32 more blocks.
+        send(&memory, 4000..4032, 1).unwrap();
+        drop(memory.forget(&ShuffleKey::new(app(), ShuffleId(0))));
+        // The freed rows are reused. No others are available.
+        send(&memory, 0..4032, 1).unwrap();
+        assert!(is_no_buffer(send(&memory, 4032..4033, 1)));
+        end(&memory);
+    }
+
+    #[test]
+    fn ceded_segment_without_pages_is_excluded() {
+        let memory = opened(None);
+        memory.prefaulter.as_ref().unwrap().take();
+        let region = &memory.shared.supply.region;
+        let charge = memory.budget().try_charge(MIB).unwrap();
+        let mut piece = region.allocate(1 << 20, charge).unwrap();
+        piece.discard();
+        region.limit_pages(0);
+        drop(piece);
+        assert_eq!(region.ready_bytes(), region.capacity_bytes() - MIB);
+        assert_eq!(region.free_bytes(), region.ready_bytes());
+        memory.prefaulter.as_ref().unwrap().take();
+        assert_eq!(memory.withheld_bytes(), MIB);
+        region.limit_pages(usize::MAX);
+        memory.prefaulter.as_ref().unwrap().take();
+        end(&memory);
+    }
+
+    #[test]
+    fn recovered_holes_get_pages_before_writes() {
+        let memory = opened(None);
+        send(&memory, 0..5, 1 << 20).unwrap();
+        let region = &memory.shared.supply.region;
+        assert_eq!(region.ready_bytes(), 6 * MIB);
+        let charge = memory.budget().try_charge(MIB).unwrap();
+        region.allocate(1 << 20, charge).unwrap().discard();
+        let mut ceded = region.allocate(1 << 20, memory.budget().try_charge(MIB).unwrap()).unwrap();
+        ceded.discard();
+        let file = memory.duplicate_for_successor().unwrap().unwrap();
+        memory.release();
+        // The segment does not get its pages again, as after a kill.
+        region.limit_pages(0);
+        drop(ceded);
+        drop(memory);
+        let memory = opened(Some(file));
+        let key = ShuffleKey::new(app(), ShuffleId(0));
+        memory.register(&key, Distribution::Normal);
+        let heap = memory.heap().of(HeapKind::Partitions);
+        let restored = memory.restore(&key, |_| Box::new(|_| false), heap, |_, ids| ids.len());
+        assert_eq!(restored, [(PartitionId(0), 5)]);
+        let region = &memory.shared.supply.region;
+        region.limit_pages(0);
+        assert_eq!(memory.finish_restore(), (5, 5));
+        assert_eq!((region.ready_bytes(), region.free_bytes()), (5 * MIB, region.capacity_bytes() - 6 * MIB));
+        assert!(is_no_buffer(send(&memory, 5..6, 4096)));
+        region.limit_pages(usize::MAX);
+        memory.prefaulter.as_ref().unwrap().take();
+        send(&memory, 5..6, 1 << 20).unwrap();
+        end(&memory);
+    }
+
+    /// A successor finds much more free memory than it makes ready at once.
+    #[test]
+    fn deferred_pages_are_faulted_on_demand() {
+        let memory = opened(None);
+        send(&memory, 0..1, 1 << 20).unwrap();
+        memory.register(&ShuffleKey::new(app(), ShuffleId(1)), Distribution::Normal);
+        let pieces: Vec<_> = (0..13)
+            .map(|_| {
+                let charge = memory.budget().try_charge(MIB).unwrap();
+                memory.shared.supply.region.allocate(1 << 20, charge).unwrap()
+            })
+            .collect();
+        let file = memory.duplicate_for_successor().unwrap().unwrap();
+        memory.release();
+        drop((pieces, memory));
+        let memory = opened(Some(file));
+        let key = ShuffleKey::new(app(), ShuffleId(0));
+        memory.register(&key, Distribution::Normal);
+        let heap = memory.heap().of(HeapKind::Partitions);
+        memory.restore(&key, |_| Box::new(|_| false), heap, |_, _| ());
+        // A block at the end of the region, so that the space before it counts as used.
+        let region = &memory.shared.supply.region;
+        region.claim(13 << 20, 1 << 20, memory.budget().try_charge(MIB).unwrap()).unwrap();
+        assert_eq!(memory.finish_restore(), (1, 1));
+        assert!(region.ready_bytes() < 8 * MIB, "{}", region.ready_bytes());
+        // No pages were allocated ahead.
+        send(&memory, 1..13, 1 << 20).unwrap();
+        memory.prefaulter.as_ref().unwrap().take();
+        end(&memory);
+    }
+}

@@ -1,0 +1,73 @@
+//! Errors of this crate. Each variant exists because `service` answers it differently.
+
+use uniffle_base::budget::{HeapFull, NoCapacity};
+
+/// Reason why memory was refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum MemoryError {
+    /// Full for now; asking again later may help.
+    #[error("memory is full: {asked} bytes requested, {free} free")]
+    NoCapacity {
+        /// Requested bytes.
+        asked: u64,
+        /// Free bytes.
+        free: u64,
+    },
+    /// Others wait and are served first; asking again later helps.
+    #[error(
+        "memory is full for {asked} bytes: the application uses {held} bytes, its fair share is {share} \
+         while others wait"
+    )]
+    OverShare {
+        /// Requested bytes.
+        asked: u64,
+        /// Bytes that the application holds.
+        held: u64,
+        /// Bytes that the application may hold.
+        share: u64,
+    },
+    /// Larger than any possible ticket; asking again does not help.
+    #[error("request of {asked} bytes exceeds the largest possible ticket, {max} bytes")]
+    TooLarge {
+        /// Requested bytes.
+        asked: u64,
+        /// Bytes of the largest possible ticket.
+        max: u64,
+    },
+    /// The ticket is unknown, expired, spent, or of another application.
+    #[error("unknown, expired or spent ticket")]
+    UnknownTicket,
+    /// The payload exceeds the ticket.
+    #[error("block of {asked} bytes exceeds the remaining {left} bytes of the ticket")]
+    TicketOverspent {
+        /// Bytes of the block.
+        asked: u64,
+        /// Bytes left of the ticket.
+        left: u64,
+    },
+    /// The bytes of a send arrived too slowly while others waited for its memory; sending again
+    /// later helps.
+    #[error("send aborted: slower than {bytes_per_sec} bytes/s while others wait for memory; retry")]
+    TooSlow {
+        /// Minimum rate.
+        bytes_per_sec: u64,
+    },
+    /// The shuffle was purged meanwhile.
+    #[error("the buffer was evicted")]
+    Evicted,
+    /// The limit on blocks in memory is reached; a flush helps.
+    #[error("too many blocks in memory, the limit is {max}")]
+    TooManyBlocks {
+        /// Maximum number of blocks.
+        max: u64,
+    },
+    /// The heap has no room for a new partition.
+    #[error(transparent)]
+    NoHeap(#[from] HeapFull),
+}
+
+impl From<NoCapacity> for MemoryError {
+    fn from(refusal: NoCapacity) -> Self {
+        Self::NoCapacity { asked: refusal.asked, free: refusal.free }
+    }
+}
