@@ -39,7 +39,7 @@ async fn worker_survives_truncation_of_its_memory_file() {
     assert_eq!(std::fs::metadata(&path).expect("a file").len(), bytes, "its length is restored");
     block_in_place(|| worker.begin_upgrade());
     block_in_place(|| worker.finish_upgrade());
-    assert!(worker.log().contains("was removed, replaced or cut short"), "{}", worker.log());
+    assert!(worker.log().contains("was removed, replaced or truncated"), "{}", worker.log());
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 9), 2).await;
     written.task(&client, 0, 14 << 10).await.expect("sent");

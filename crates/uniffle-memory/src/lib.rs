@@ -190,12 +190,14 @@ impl Memory {
 
     /// Returns the budget that all shuffle data is charged to.
     #[must_use]
+    #[inline]
     pub fn budget(&self) -> &Budget {
         &self.shared.budget
     }
 
     /// Returns the heap budget for everything except blocks and reads.
     #[must_use]
+    #[inline]
     pub fn heap(&self) -> &Heap {
         &self.heap
     }
@@ -221,6 +223,7 @@ impl Memory {
 
     /// Returns the tickets.
     #[must_use]
+    #[inline]
     pub fn tickets(&self) -> &Tickets {
         &self.tickets
     }
@@ -235,6 +238,7 @@ impl Memory {
 
     /// Returns the buffers for reads from disk.
     #[must_use]
+    #[inline]
     pub fn read_pool(&self) -> &ReadPool {
         &self.read_pool
     }
@@ -249,7 +253,7 @@ impl Memory {
     pub fn register(&self, key: &ShuffleKey, distribution: Distribution) -> Arc<ShuffleBuffers> {
         let budget = self.tickets.budget_of(&key.app);
         let fresh = || {
-            self.drop_retained(|left| left == key);
+            self.drop_retained(|retained| retained == key);
             let (name, shared) = (self.name_of(key), Arc::clone(&self.shared));
             Arc::new(ShuffleBuffers::new(key.clone(), distribution, shared, name, budget))
         };
@@ -260,8 +264,8 @@ impl Memory {
     /// gave it.
     fn name_of(&self, key: &ShuffleKey) -> Option<Arc<ShuffleName>> {
         let PersistentMemory { table, recovered, .. } = self.persistent.as_ref()?;
-        let left = recovered.lock().found().and_then(|left| left.name(key));
-        Some(ShuffleName::new(table, key, left.or_else(|| table.name(key))))
+        let earlier = recovered.lock().found().and_then(|recovered| recovered.name(key));
+        Some(ShuffleName::new(table, key, earlier.or_else(|| table.name(key))))
     }
 
     /// Returns the number of partitions of known shuffles that were ever written to.
@@ -279,7 +283,7 @@ impl Memory {
     /// Forgets a shuffle at once. Its buffers are evicted when the returned value is dropped; sends
     /// in progress then fail with `Evicted`.
     pub fn forget(&self, key: &ShuffleKey) -> Option<EvictedBuffers> {
-        self.drop_retained(|left| left == key);
+        self.drop_retained(|retained| retained == key);
         let (_, buffers) = self.shuffles.remove(key)?;
         // Before the shuffle can be registered again: its blocks must not be recovered as those of
         // its successor.

@@ -33,7 +33,7 @@ metrics::table! {
         unprotected: IntGauge = "memory_unprotected_shuffles",
             "Shuffles whose blocks in memory would not survive a kill because memory_store.backing is full";
         backing_vanished: IntGauge = "memory_backing_vanished",
-            "State of the file of memory_store.backing: 1 = removed, replaced or cut short";
+            "State of the file of memory_store.backing: 1 = removed, replaced or truncated";
         lists: IntGauge = "memory_lists_bytes",
             "Heap bytes of block lists, part of the bytes used by blocks";
         ceded: IntGauge = "memory_region_ceded_bytes",

@@ -197,6 +197,7 @@ impl AsRef<[u8]> for Frozen {
 
 impl ReadBuf {
     /// Returns the length of the buffer in bytes.
+    #[inline]
     pub fn len(&self) -> usize {
         self.fill.len()
     }
@@ -208,6 +209,7 @@ impl ReadBuf {
 
     /// Returns the page-aligned buffer. It contains earlier data of the memory: overwrite it before
     /// exposing it.
+    #[inline]
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.fill.bytes_mut()
     }

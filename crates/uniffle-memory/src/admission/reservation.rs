@@ -53,6 +53,7 @@ impl Reservation {
     }
 
     /// Returns the payload bytes that were requested.
+    #[inline]
     pub fn requested_bytes(&self) -> u64 {
         self.requested
     }
@@ -63,11 +64,13 @@ impl Reservation {
     }
 
     /// Returns the payload bytes not spent yet.
+    #[inline]
     pub fn left_bytes(&self) -> u64 {
         self.requested - self.spent
     }
 
     /// Returns the bytes of capacity still held.
+    #[inline]
     pub fn held_bytes(&self) -> u64 {
         self.held.charge.bytes()
     }

@@ -1,10 +1,10 @@
 //! Tickets: capacity promised to a sender by `requireBuffer`.
 //!
-//! A ticket reserves the requested bytes plus one smallest segment per named partition, so that
-//! rounding never makes a valid send fail. It works once, belongs to one application and expires.
-//! While others wait, an unused ticket of an application over its share is revoked earlier
-//! ([`super::fair_shares`]). A ticket that expires and a send that ends release their [`Charge`] on
-//! drop.
+//! A refused request is the backpressure on its sender, which asks again later. A ticket reserves
+//! the requested bytes plus one smallest segment per named partition, so that rounding never makes
+//! a valid send fail. It works once, belongs to one application and expires. While others wait, an
+//! unused ticket of an application over its share is revoked earlier ([`super::fair_shares`]). A
+//! ticket that expires and a send that ends release their charge on drop.
 
 use std::collections::HashMap;
 use std::fmt;

@@ -311,6 +311,7 @@ pub struct BlockFill {
 
 impl BlockFill {
     /// Returns the length of the block in bytes.
+    #[inline]
     pub fn len(&self) -> u32 {
         self.len
     }
@@ -321,6 +322,7 @@ impl BlockFill {
     }
 
     /// Returns the number of bytes not written yet.
+    #[inline]
     pub fn remaining(&self) -> usize {
         self.parts[self.next..].iter().map(Fill::remaining).sum()
     }

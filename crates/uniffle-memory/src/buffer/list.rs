@@ -88,7 +88,7 @@ pub(super) struct BlockList {
 /// The rows of a list's blocks, with the charges of rows that were created later than the blocks.
 #[derive(Debug)]
 struct Rows {
-    kept: CommittedRows,
+    committed: CommittedRows,
     _late: Option<(Charge, Charge)>,
 }
 
@@ -115,7 +115,7 @@ impl BlockCharges {
 impl BlockList {
     pub(crate) fn new(
         chain: Chain,
-        kept: Option<CommittedRows>,
+        rows: Option<CommittedRows>,
         hasher: DefaultHashBuilder,
         supply: &Supply,
         budget: &Budget,
@@ -123,8 +123,9 @@ impl BlockList {
         let (permits, lists) = (supply.blocks.nothing(), supply.lists.nothing());
         let paid = BlockCharges { permits, lists, capacity: budget.nothing() };
         Self {
-            rows: kept
-                .map_or_else(OnceLock::new, |kept| OnceLock::from(Box::new(Rows { kept, _late: None }))),
+            rows: rows.map_or_else(OnceLock::new, |committed| {
+                OnceLock::from(Box::new(Rows { committed, _late: None }))
+            }),
             records: Vec::new(),
             ids: HashTable::new(),
             hasher,
@@ -191,7 +192,7 @@ impl BlockList {
     /// Hides these blocks from readers and from the next process. Called at most once.
     pub(crate) fn withhold(&self, numbers: Vec<u32>) {
         let ids = numbers.iter().map(|at| self.records[*at as usize].block_id).collect();
-        self.rows.get().iter().for_each(|rows| rows.kept.withhold(&ids));
+        self.rows.get().iter().for_each(|rows| rows.committed.withhold(&ids));
         let is_first = self.withheld.set(numbers.into()).is_ok();
         debug_assert!(is_first, "a list is looked at once");
     }
@@ -227,8 +228,9 @@ impl BlockList {
         let offset = if in_chain { fill.offset() } else { STRAY };
         let slices = fill.freeze();
         let order = self.order(at);
-        if let (Some(Rows { kept, .. }), Some(free)) = (self.rows.get_mut().map(|rows| &mut **rows), rows) {
-            kept.push(&meta, order, &slices, free);
+        let committed = self.rows.get_mut().map(|rows| &mut rows.committed);
+        if let (Some(committed), Some(free)) = (committed, rows) {
+            committed.push(&meta, order, &slices, free);
         }
         if in_chain {
             self.chain.absorb(offset, slices);
@@ -267,11 +269,11 @@ impl BlockList {
         let Ok(mut free) = named.rows(count) else { return false };
         let Ok(of_lists) = lists.charge(bytes) else { return false };
         let of_capacity = self.paid.capacity.budget().force_charge(bytes);
-        let mut kept = CommittedRows::new(Arc::clone(named), partition);
+        let mut committed = CommittedRows::new(Arc::clone(named), partition);
         for at in 0..self.next_record() {
-            kept.push(&self.meta(at as usize), self.order(at), &slices(at), &mut free);
+            committed.push(&self.meta(at as usize), self.order(at), &slices(at), &mut free);
         }
-        self.rows.set(Box::new(Rows { kept, _late: Some((of_lists, of_capacity)) })).is_ok()
+        self.rows.set(Box::new(Rows { committed, _late: Some((of_lists, of_capacity)) })).is_ok()
     }
 
     /// Reserves room for `blocks` further blocks.
@@ -281,7 +283,7 @@ impl BlockList {
         ids.reserve(blocks, |at| hasher.hash_one(records[*at as usize].block_id));
     }
 
-    /// Appends a recovered block whose row is in `kept` and whose bytes are in the chain.
+    /// Appends a recovered block that has a row and whose bytes are in the chain.
     pub(crate) fn restore(&mut self, meta: BlockMeta, offset: u32) {
         self.enter(meta, offset);
     }

@@ -181,6 +181,7 @@ impl Buffer {
 
     /// Returns the partition.
     #[must_use]
+    #[inline]
     pub fn partition(&self) -> PartitionId {
         self.partition
     }
@@ -281,16 +282,16 @@ impl Buffer {
             done.bytes += bytes;
             lists.active.push(meta, fill, rows.as_mut());
         }
-        let kept = done.blocks as u64;
+        let added = done.blocks as u64;
         let strays = lists.active.strays() - strays;
         lists.active.pay_for_segments(&self.shared.supply.lists);
-        let kept_rows = asked_rows - rows.as_ref().map_or(0, FreeRows::len);
-        let kept_bytes = metadata_bytes(kept, kept_rows);
-        let (of_kept, unkept) = match kept == asked {
+        let added_rows = asked_rows - rows.as_ref().map_or(0, FreeRows::len);
+        let added_bytes = metadata_bytes(added, added_rows);
+        let (of_added, surplus) = match added == asked {
             true => (paid, None),
-            false => (split(&mut paid, kept, kept_bytes), Some(paid)),
+            false => (split(&mut paid, added, added_bytes), Some(paid)),
         };
-        lists.active.charge(of_kept, strays, &self.shared.supply.lists);
+        lists.active.charge(of_added, strays, &self.shared.supply.lists);
         if lists.active.len() >= LIST_BLOCKS_MAX {
             self.rotate(lists, next_chain);
         }
@@ -298,7 +299,7 @@ impl Buffer {
         self.publish_counters(&state);
         drop(state);
         // Zeroing the duplicates' ranges and releasing their charges needs no lock.
-        drop((duplicates, rows, unkept));
+        drop((duplicates, rows, surplus));
         self.shared.metrics.count_duplicates(done.duplicate_blocks, done.duplicate_bytes);
         Ok(done)
     }
@@ -363,6 +364,7 @@ impl Buffer {
 
     /// Returns the committed payload bytes that no flush has taken.
     #[must_use]
+    #[inline]
     pub fn active_bytes(&self) -> u64 {
         self.active_bytes.load(Ordering::Relaxed)
     }
@@ -376,12 +378,14 @@ impl Buffer {
     /// Returns the payload bytes that the partition has ever received, flushed or not. Dropped
     /// duplicates do not count.
     #[must_use]
+    #[inline]
     pub fn received_bytes(&self) -> u64 {
         self.received_bytes.load(Ordering::Relaxed)
     }
 
     /// Returns the payload bytes in memory, being flushed or not.
     #[must_use]
+    #[inline]
     pub fn in_memory_bytes(&self) -> u64 {
         self.active_bytes() + self.in_flight_bytes()
     }
@@ -394,6 +398,7 @@ impl Buffer {
 
     /// Returns the payload bytes of batches that are being flushed.
     #[must_use]
+    #[inline]
     pub fn in_flight_bytes(&self) -> u64 {
         self.in_flight_bytes.load(Ordering::Relaxed)
     }
@@ -471,12 +476,12 @@ impl Buffer {
     fn next_list(&self, next_chain: &mut u64) -> BlockList {
         let chain = Chain::new(*next_chain);
         *next_chain += 1;
-        let kept = self.named().map(|named| CommittedRows::new(Arc::clone(named), self.partition));
-        self.list(chain, kept)
+        let rows = self.named().map(|named| CommittedRows::new(Arc::clone(named), self.partition));
+        self.list(chain, rows)
     }
 
-    fn list(&self, chain: Chain, kept: Option<CommittedRows>) -> BlockList {
-        BlockList::new(chain, kept, self.shared.hasher.clone(), &self.shared.supply, &self.budget)
+    fn list(&self, chain: Chain, rows: Option<CommittedRows>) -> BlockList {
+        BlockList::new(chain, rows, self.shared.hasher.clone(), &self.shared.supply, &self.budget)
     }
 
     /// Turns the active list into the youngest batch and replaces it by an empty list.

@@ -16,13 +16,13 @@ use crate::persistent::restore::{BlockPosition, RestoredBlock, RestoredPartition
 use uniffle_wire::types::ShuffleKey;
 
 impl Buffer {
-    /// Makes the recovered blocks `left` visible as the oldest batch of the partition. Must be
+    /// Makes the blocks of `restored` visible as the oldest batch of the partition. Must be
     /// called before anything is written to the partition. The bytes of the blocks must be
     /// [verified](Buffer::verify) before they are served.
-    pub(crate) fn restore(&self, key: &ShuffleKey, left: RestoredPartition) -> CommitOutcome {
-        let RestoredPartition { blocks, segments, kept, rows, last_chain } = left;
+    pub(crate) fn restore(&self, key: &ShuffleKey, restored: RestoredPartition) -> CommitOutcome {
+        let RestoredPartition { blocks, segments, rows, row_count, last_chain } = restored;
         let (count, supply) = (blocks.len() as u64, &self.shared.supply);
-        let mut list = self.list(Chain::restored(last_chain, segments), Some(kept));
+        let mut list = self.list(Chain::restored(last_chain, segments), Some(rows));
         list.reserve(blocks.len());
         for RestoredBlock { meta, place } in blocks {
             match place {
@@ -30,7 +30,7 @@ impl Buffer {
                 BlockPosition::Slices(slices) => list.restore_stray(meta, *slices),
             }
         }
-        let bytes = metadata_bytes(count, rows);
+        let bytes = metadata_bytes(count, row_count);
         let paid = BlockCharges {
             permits: supply.blocks.force_charge(count),
             lists: supply.lists.force(bytes),

@@ -36,7 +36,7 @@ pub(crate) struct Verification {
 /// Unverified blocks of one buffer.
 #[derive(Debug)]
 pub(super) struct Unverified {
-    is_left: AtomicBool,
+    is_pending: AtomicBool,
     /// Locked during verification.
     batch: Mutex<Option<(ShuffleKey, Weak<SealedBatch>)>>,
 }
@@ -45,16 +45,16 @@ impl Unverified {
     /// Registers `batch` of an earlier process as unverified.
     pub(super) fn of(key: ShuffleKey, batch: Weak<SealedBatch>, of_all: &Verification) -> Arc<Self> {
         of_all.buffers.fetch_add(1, Ordering::Relaxed);
-        Arc::new(Self { is_left: AtomicBool::new(true), batch: Mutex::new(Some((key, batch))) })
+        Arc::new(Self { is_pending: AtomicBool::new(true), batch: Mutex::new(Some((key, batch))) })
     }
 
     /// Calls `verify` with the batch if it is unverified and still exists. Concurrent callers wait.
     pub(super) fn verify_once(&self, of_all: &Verification, verify: impl FnOnce(&ShuffleKey, &SealedBatch)) {
-        if !self.is_left.load(Ordering::Acquire) {
+        if !self.is_pending.load(Ordering::Acquire) {
             return;
         }
-        let mut left = self.batch.lock();
-        let Some((key, batch)) = left.take() else { return };
+        let mut pending = self.batch.lock();
+        let Some((key, batch)) = pending.take() else { return };
         if let Some(batch) = batch.upgrade() {
             verify(&key, &batch);
         }
@@ -63,7 +63,7 @@ impl Unverified {
 
     /// Marks the buffer as verified, also if it is evicted and serves nothing.
     pub(super) fn clear(&self, of_all: &Verification) {
-        if self.is_left.swap(false, Ordering::Release) {
+        if self.is_pending.swap(false, Ordering::Release) {
             of_all.buffers.fetch_sub(1, Ordering::Relaxed);
         }
     }

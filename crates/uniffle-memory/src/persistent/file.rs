@@ -198,12 +198,12 @@ pub(crate) struct BackingFile {
     /// Length that the mapping needs. 0 before there is a mapping.
     bytes: u64,
     /// True if the file was found to be shorter than that.
-    is_cut: AtomicBool,
+    is_truncated: AtomicBool,
 }
 
 impl BackingFile {
     fn new(file: OwnedFd, path: Option<PathBuf>) -> Self {
-        Self { file, path, bytes: 0, is_cut: AtomicBool::new(false) }
+        Self { file, path, bytes: 0, is_truncated: AtomicBool::new(false) }
     }
 
     /// Deletes the file from its directory. The memory is freed when nobody has it mapped. A
@@ -226,11 +226,11 @@ impl BackingFile {
 
     /// Returns whether the file was ever truncated, and restores a changed length. A longer file
     /// would be shortened by the next process.
-    pub(super) fn was_cut(&self) -> bool {
+    pub(super) fn was_truncated(&self) -> bool {
         if let Err(error) = self.restore_length() {
             tracing::error!(%error, "the length of the file of memory_store.backing was changed and cannot be restored; if it is shorter, an access to a missing page ends the process");
         }
-        self.is_cut.load(Ordering::Relaxed)
+        self.is_truncated.load(Ordering::Relaxed)
     }
 
     /// Restores a changed length. Returns whether the file was shorter. Its missing pages then read
@@ -240,10 +240,10 @@ impl BackingFile {
         if bytes == self.bytes {
             return Ok(false);
         }
-        let is_cut = bytes < self.bytes;
-        self.is_cut.fetch_or(is_cut, Ordering::Relaxed);
+        let is_truncated = bytes < self.bytes;
+        self.is_truncated.fetch_or(is_truncated, Ordering::Relaxed);
         rustix::fs::ftruncate(&self.file, self.bytes)?;
-        Ok(is_cut)
+        Ok(is_truncated)
     }
 
     /// Returns whether the file has a path.

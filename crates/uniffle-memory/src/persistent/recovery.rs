@@ -64,18 +64,20 @@ impl Memory {
         heap: &Budget,
         made: impl Fn(PartitionId, Vec<BlockId>) -> T + Sync,
     ) -> Vec<(PartitionId, T)> {
-        let (Some(kept), Some(buffers)) = (&self.persistent, self.shuffle(key)) else { return Vec::new() };
-        let found = kept.recovered.lock().found();
+        let (Some(persistent), Some(buffers)) = (&self.persistent, self.shuffle(key)) else {
+            return Vec::new();
+        };
+        let found = persistent.recovered.lock().found();
         let name = buffers.name.as_ref().and_then(|name| name.get());
         let (Some(recovered), Some(name)) = (&found, name) else { return Vec::new() };
         let (partitions, next) = (recovered.partitions(key), AtomicUsize::new(0));
         let restore_one = |partition: PartitionId| {
-            let left = recovered.take(key, partition, name, elsewhere(partition), &buffers.budget)?;
+            let restored = recovered.take(key, partition, name, elsewhere(partition), &buffers.budget)?;
             match buffers.buffer_of(partition, |bytes| Ok(heap.force_charge(bytes))) {
-                Ok(_) if left.blocks.is_empty() => None,
+                Ok(_) if restored.blocks.is_empty() => None,
                 Ok(buffer) => {
-                    let ids = left.blocks.iter().map(|block| block.meta.block_id).collect();
-                    buffer.restore(key, left);
+                    let ids = restored.blocks.iter().map(|block| block.meta.block_id).collect();
+                    buffer.restore(key, restored);
                     Some((partition, made(partition, ids)))
                 }
                 Err(error) => {
@@ -109,6 +111,7 @@ impl Memory {
     /// Returns whether some recovered blocks are unverified. Serving such blocks verifies them
     /// first, which takes too long for a thread of the async runtime.
     #[must_use]
+    #[inline]
     pub fn has_unverified(&self) -> bool {
         self.shared.verification.buffers.load(Ordering::Relaxed) > 0
     }
@@ -124,33 +127,33 @@ impl Memory {
     /// Returns whether an earlier process may have left blocks to recover.
     #[must_use]
     pub fn has_leftover(&self) -> bool {
-        self.persistent.as_ref().is_some_and(|kept| kept.table.was_used())
+        self.persistent.as_ref().is_some_and(|persistent| persistent.table.was_used())
     }
 
     /// Returns the number of shuffles that an earlier process left. Must be called before any
     /// shuffle is registered.
     #[must_use]
     pub fn recoverable_shuffles(&self) -> usize {
-        self.persistent.as_ref().map_or(0, |kept| kept.table.found_names().len())
+        self.persistent.as_ref().map_or(0, |persistent| persistent.table.found_names().len())
     }
 
-    /// Keeps recovered blocks of unregistered shuffles for which `is_left` is true: a later start
-    /// may register them. The blocks are charged and stay in the region until their shuffle is
-    /// registered or its application ends. Returns the number of blocks.
-    pub fn keep_for_later(&self, is_left: impl Fn(&ShuffleKey) -> bool) -> usize {
-        let Some(kept) = &self.persistent else { return 0 };
-        let Some(recovered) = kept.recovered.lock().found() else { return 0 };
-        let is_left = |key: &ShuffleKey| self.shuffle(key).is_none() && is_left(key);
-        let left = recovered.take_left(is_left, &self.shared.budget, &self.shared.supply.blocks);
-        let blocks = left.values().map(RetainedShuffle::blocks).sum();
-        kept.retained.lock().extend(left);
+    /// Keeps recovered blocks of unregistered shuffles for which `is_awaited` is true: a later
+    /// start may register them. The blocks are charged and stay in the region until their shuffle
+    /// is registered or its application ends. Returns the number of blocks.
+    pub fn keep_for_later(&self, is_awaited: impl Fn(&ShuffleKey) -> bool) -> usize {
+        let Some(persistent) = &self.persistent else { return 0 };
+        let Some(recovered) = persistent.recovered.lock().found() else { return 0 };
+        let is_awaited = |key: &ShuffleKey| self.shuffle(key).is_none() && is_awaited(key);
+        let shuffles = recovered.take_shuffles(is_awaited, &self.shared.budget, &self.shared.supply.blocks);
+        let blocks = shuffles.values().map(RetainedShuffle::blocks).sum();
+        persistent.retained.lock().extend(shuffles);
         blocks
     }
 
     /// Frees the blocks of kept shuffles for which `is_over` is true.
     pub(crate) fn drop_retained(&self, is_over: impl Fn(&ShuffleKey) -> bool) {
-        let Some(kept) = &self.persistent else { return };
-        let mut retained = kept.retained.lock();
+        let Some(persistent) = &self.persistent else { return };
+        let mut retained = persistent.retained.lock();
         if !retained.is_empty() {
             retained.retain(|key, _| !is_over(key));
         }
@@ -166,10 +169,10 @@ impl Memory {
     /// [kept](Memory::keep_for_later). Returns the number of blocks that an earlier process left
     /// and the number restored.
     pub fn finish_restore(&self) -> (u64, u64) {
-        let left = self.persistent.as_ref().and_then(|kept| kept.recovered.lock().end());
-        let Some(left) = left else { return (0, 0) };
-        let found = left.blocks() as u64;
-        left.finish();
+        let recovered = self.persistent.as_ref().and_then(|persistent| persistent.recovered.lock().end());
+        let Some(recovered) = recovered else { return (0, 0) };
+        let found = recovered.blocks() as u64;
+        recovered.finish();
         self.shared.supply.lists.resume();
         self.shared.supply.region.settle();
         (found, self.block_count())
@@ -184,22 +187,23 @@ impl Memory {
     /// Returns whether the next process finds the memory by its path.
     #[must_use]
     pub fn outlives_process(&self) -> bool {
-        self.persistent.as_ref().is_some_and(|kept| kept.file.has_path()) && !self.backing_vanished()
+        self.persistent.as_ref().is_some_and(|persistent| persistent.file.has_path())
+            && !self.backing_vanished()
     }
 
     /// Returns whether the file of the memory was removed, replaced or truncated, for example by
     /// programs that clean up after a logout. Logs it once, and the result stays true.
     pub fn backing_vanished(&self) -> bool {
-        let Some(kept) = &self.persistent else { return false };
-        if kept.has_vanished.load(Ordering::Relaxed) {
+        let Some(persistent) = &self.persistent else { return false };
+        if persistent.has_vanished.load(Ordering::Relaxed) {
             return true;
         }
-        let was_cut = kept.file.was_cut();
-        let has_vanished = kept.file.has_vanished() || was_cut;
-        if has_vanished && !kept.has_vanished.swap(true, Ordering::Relaxed) {
+        let was_truncated = persistent.file.was_truncated();
+        let has_vanished = persistent.file.has_vanished() || was_truncated;
+        if has_vanished && !persistent.has_vanished.swap(true, Ordering::Relaxed) {
             tracing::error!(
-                path = %kept.file.path().unwrap_or(Path::new("")).display(), was_cut,
-                "the file of memory_store.backing was removed, replaced or cut short; a kill would lose blocks in \
+                path = %persistent.file.path().unwrap_or(Path::new("")).display(), was_truncated,
+                "the file of memory_store.backing was removed, replaced or truncated; a kill would lose blocks in \
                  memory; upgrade (SIGUSR2) or restart the worker, which flushes them and creates a new file"
             );
         }
@@ -207,25 +211,25 @@ impl Memory {
     }
 
     /// Installs a handler of SIGBUS, with which the process survives an access to memory whose file
-    /// was cut short. Missing pages then read as zeros.
+    /// was truncated. Missing pages then read as zeros.
     ///
     /// # Errors
     /// If the kernel refuses the handler.
     pub fn survive_truncation(&self) -> io::Result<()> {
-        let Some(kept) = &self.persistent else { return Ok(()) };
-        let shown = kept.file.path().map_or("a memfd".to_owned(), |path| path.display().to_string());
-        sigbus::guard(Arc::downgrade(&kept.file), &shown)
+        let Some(PersistentMemory { file, .. }) = &self.persistent else { return Ok(()) };
+        let shown = file.path().map_or("a memfd".to_owned(), |path| path.display().to_string());
+        sigbus::guard(Arc::downgrade(file), &shown)
     }
 
     /// Returns the reason why a kill loses blocks although the memory is in a file, if this was
     /// noticed.
     #[must_use]
     pub fn backing_fault(&self) -> Option<String> {
-        let kept = self.persistent.as_ref().filter(|kept| kept.has_vanished.load(Ordering::Relaxed))?;
-        let path = kept.file.path()?.display();
+        let persistent = self.persistent.as_ref().filter(|it| it.has_vanished.load(Ordering::Relaxed))?;
+        let path = persistent.file.path()?.display();
         Some(format!(
-            "a kill would lose blocks in memory: {path} (memory_store.backing) was removed, replaced or cut \
-             short; upgrade or restart the worker"
+            "a kill would lose blocks in memory: {path} (memory_store.backing) was removed, replaced or \
+             truncated; upgrade or restart the worker"
         ))
     }
 
@@ -243,12 +247,12 @@ impl Memory {
         let Some(PersistentMemory { table, file, retained, .. }) = &self.persistent else { return };
         table.release();
         self.shared.supply.region.release();
-        let mut left = Ok(());
+        let mut removed = Ok(());
         if self.block_count() == 0 && retained.lock().is_empty() {
             table.end();
-            left = file.remove();
+            removed = file.remove();
         }
-        if let Err(error) = left.and_then(|()| file.unlock()) {
+        if let Err(error) = removed.and_then(|()| file.unlock()) {
             tracing::warn!(%error, "cannot preserve the memory file for the next process");
         }
     }
@@ -258,7 +262,7 @@ impl Memory {
     /// # Errors
     /// When it cannot be duplicated.
     pub fn duplicate_for_successor(&self) -> io::Result<Option<OwnedFd>> {
-        self.persistent.as_ref().map_or(Ok(None), |kept| kept.file.duplicate())
+        self.persistent.as_ref().map_or(Ok(None), |persistent| persistent.file.duplicate())
     }
 
     /// Returns the number of shuffles whose blocks in memory are lost if the process is killed,
@@ -266,7 +270,7 @@ impl Memory {
     /// registered.
     #[must_use]
     pub fn unprotected_shuffles(&self) -> u64 {
-        self.persistent.as_ref().map_or(0, |kept| kept.table.unprotected())
+        self.persistent.as_ref().map_or(0, |persistent| persistent.table.unprotected())
     }
 
     /// Tries again to find places for unprotected shuffles. May take milliseconds per shuffle: not

@@ -122,10 +122,10 @@ impl Search {
         if !table.was_used() {
             return Self::Found(Arc::new(RecoveredBlocks::of(Arc::clone(table))));
         }
-        let its = Arc::clone(table);
-        let begun =
-            std::thread::Builder::new().name("memory search".to_owned()).spawn(|| RecoveredBlocks::of(its));
-        begun.map_or_else(|_| Self::Found(Arc::new(RecoveredBlocks::of(Arc::clone(table)))), Self::Running)
+        let searched = Arc::clone(table);
+        let search = move || RecoveredBlocks::of(searched);
+        let thread = std::thread::Builder::new().name("memory search".to_owned()).spawn(search);
+        thread.map_or_else(|_| Self::Found(Arc::new(RecoveredBlocks::of(Arc::clone(table)))), Self::Running)
     }
 
     /// Waits for the search and returns its result. `None` when the start is complete.
@@ -138,7 +138,7 @@ impl Search {
     /// Ends the recovery and returns the result of the search once.
     pub(crate) fn end(&mut self) -> Option<Arc<RecoveredBlocks>> {
         match std::mem::replace(self, Self::Ended) {
-            Self::Running(looking) => Some(Arc::new(joined(looking))),
+            Self::Running(thread) => Some(Arc::new(joined(thread))),
             Self::Found(found) => Some(found),
             Self::Ended => None,
         }
@@ -174,9 +174,9 @@ pub(crate) struct RestoredPartition {
     /// Segments of the chain in ascending order. The chain has no room for more.
     pub(crate) segments: Vec<Segment>,
     /// Rows of the blocks.
-    pub(crate) kept: CommittedRows,
+    pub(crate) rows: CommittedRows,
     /// Number of rows.
-    pub(crate) rows: usize,
+    pub(crate) row_count: usize,
     /// Number of the last chain of the partition.
     pub(crate) last_chain: u64,
 }
@@ -258,7 +258,7 @@ impl RecoveredBlocks {
         let numbers = || self.groups_of(key).filter_map(|groups| groups.get(&partition.0));
         let mut found: Vec<(u32, Row)> = Vec::with_capacity(numbers().map(Vec::len).sum());
         for some in numbers().flat_map(|numbers| numbers.chunks(ROWS_AT_ONCE)) {
-            self.table.bring(some);
+            self.table.prefetch(some);
             for at in some {
                 if let Some(row) = self.table.row(*at).filter(|row| !is_elsewhere(row.meta.block_id)) {
                     found.push((*at, row));
@@ -289,19 +289,19 @@ impl RecoveredBlocks {
         let mut segments = claim(self.table.region(), &pieces, budget);
         let places = adopt(&mut segments, &wanted, &pieces);
         segments.iter_mut().for_each(Segment::close);
-        let mut kept = CommittedRows::new(Arc::clone(name), partition);
-        let (mut blocks, mut rows) = (Vec::with_capacity(wanted.len()), 0);
-        kept.reserve(wanted.iter().map(|block| 1 + block.further.rows.len()).sum());
+        let mut rows = CommittedRows::new(Arc::clone(name), partition);
+        let (mut blocks, mut row_count) = (Vec::with_capacity(wanted.len()), 0);
+        rows.reserve(wanted.iter().map(|block| 1 + block.further.rows.len()).sum());
         for (wanted, place) in wanted.iter().zip(places) {
             let Some(place) = place else {
                 wanted.rows().for_each(|row| self.taken_rows.give_back(row));
                 continue;
             };
-            rows += 1 + wanted.further.rows.len();
-            wanted.rows().for_each(|row| kept.adopt(row));
+            row_count += 1 + wanted.further.rows.len();
+            wanted.rows().for_each(|row| rows.adopt(row));
             blocks.push(RestoredBlock { meta: wanted.meta, place });
         }
-        Some(RestoredPartition { blocks, segments, kept, rows, last_chain })
+        Some(RestoredPartition { blocks, segments, rows, row_count, last_chain })
     }
 
     /// Returns the block of a row, if it is complete and no other block has its rows.
@@ -314,21 +314,21 @@ impl RecoveredBlocks {
         is_its_own.then_some(BlockToRestore { meta: row.meta, row: at, first, further })
     }
 
-    /// Takes all unregistered shuffles that `is_left` accepts. Segments are charged to `budget` and
-    /// rows to `rows`.
-    pub(super) fn take_left(
+    /// Takes all unregistered shuffles that `is_awaited` accepts. Segments are charged to `budget`
+    /// and rows to `rows`.
+    pub(super) fn take_shuffles(
         &self,
-        is_left: impl Fn(&ShuffleKey) -> bool,
+        is_awaited: impl Fn(&ShuffleKey) -> bool,
         budget: &Budget,
         rows: &Budget,
     ) -> HashMap<ShuffleKey, RetainedShuffle> {
         let mut all = HashMap::new();
-        for key in self.names.keys().filter(|key| is_left(key)) {
+        for key in self.names.keys().filter(|key| is_awaited(key)) {
             let Some(named) = self.name(key) else { continue };
             let ids = self.partitions(key).into_iter();
             let taken = ids.filter_map(|(id, _)| self.take(key, id, &named, |_| false, budget));
             let partitions: Vec<_> = taken.collect();
-            let count: usize = partitions.iter().map(|partition| partition.rows).sum();
+            let count: usize = partitions.iter().map(|partition| partition.row_count).sum();
             let _blocks = rows.force_charge(count as u64);
             all.insert(key.clone(), RetainedShuffle { named, partitions, _blocks });
         }

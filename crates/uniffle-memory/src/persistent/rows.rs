@@ -55,7 +55,7 @@ impl BlockTable {
     /// Returns the committed rows of an earlier process at places with pages
     /// ([`TablePart::chunks_to_be_read`]).
     ///
-    /// [`TablePart::chunks_to_be_read`]: super::table::Part::chunks_to_be_read
+    /// [`TablePart::chunks_to_be_read`]: super::table::TablePart::chunks_to_be_read
     pub(super) fn found_rows(
         &self,
         places: impl IntoIterator<Item = u32>,
@@ -85,7 +85,7 @@ impl BlockTable {
 
     /// Loads rows into the processor's cache, all at once. Decoding alone would wait for one after
     /// the other.
-    pub(super) fn bring(&self, rows: &[u32]) {
+    pub(super) fn prefetch(&self, rows: &[u32]) {
         let front = self.region().front();
         let first_word = |at: &u32| front[self.rows.word_of(*at)].load(Ordering::Relaxed);
         std::hint::black_box(rows.iter().fold(0, |all, at| all ^ first_word(at)));

@@ -1,4 +1,4 @@
-//! Keeps the process alive when another program cuts the memory file short.
+//! Keeps the process alive when another program truncates the memory file.
 //!
 //! An access to a missing page raises SIGBUS. The handler restores the length of the file, and the
 //! access is repeated and reads zeros. A page that cannot be restored ends the process as before,
@@ -42,7 +42,7 @@ struct Guarded {
 pub(super) fn guard(file: Weak<BackingFile>, shown: &str) -> io::Result<()> {
     let line = format!(
         "uniffle-worker: ended by SIGBUS: a page of {shown} (memory_store.backing) cannot be accessed; the file was \
-         cut short and cannot be extended, its tmpfs is full, or a memory module failed; free space in the \
+         truncated and cannot be extended, its tmpfs is full, or a memory module failed; free space in the \
          tmpfs, check the kernel's log, and start the worker again\n"
     );
     *MEMORY.lock() = Some(Guarded { file, line });

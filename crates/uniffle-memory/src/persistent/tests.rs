@@ -376,8 +376,7 @@ impl Fixture {
         let gone: Vec<i64> =
             batch.extent(Distribution::Normal).blocks.iter().map(|block| block.block_id.0).collect();
         let mut model = self.model.lock();
-        let left = model.must.entry(at).or_default();
-        left.retain(|id| !gone.contains(id));
+        model.must.entry(at).or_default().retain(|id| !gone.contains(id));
         model.may = gone.into_iter().collect();
         drop(model);
         buffer.release(&batch);

@@ -16,7 +16,7 @@ fn in_directory(
 }
 
 /// Leaves a file with one block of a process that has ended.
-fn left(path: &std::path::Path) {
+fn leave_block(path: &std::path::Path) {
     with_one_block(path).release();
 }
 
@@ -37,7 +37,7 @@ fn with_one_block(directory: &std::path::Path) -> Arc<Memory> {
 #[test]
 fn directory_has_one_worker_and_keeps_its_memory() {
     let directory = shm();
-    left(directory.path());
+    leave_block(directory.path());
     let again = in_directory(directory.path(), |_, _| {}).unwrap();
     assert!(matches!(in_directory(directory.path(), |_, _| {}), Err(MemoryFileError::InUse)));
     assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
@@ -51,7 +51,7 @@ fn directory_has_one_worker_and_keeps_its_memory() {
 #[test]
 fn foreign_files_are_refused_and_not_changed() {
     let directory = shm();
-    left(directory.path());
+    leave_block(directory.path());
     let said = |change: fn(&mut MemoryConfig, &mut Owner)| {
         in_directory(directory.path(), change).unwrap_err().to_string()
     };
@@ -90,7 +90,7 @@ fn missing_directory_in_tmpfs_is_created() {
         |path: &std::path::Path| Memory::check(&config(Backing::Directory(path.to_owned())), &owner());
     assert!(check(&directory).is_ok() && check(&directory.join("deeper")).is_err());
     assert!(!directory.exists(), "a check makes nothing");
-    left(&directory);
+    leave_block(&directory);
     let again = in_directory(&directory, |_, _| {}).unwrap();
     assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
     let elsewhere = tempfile::tempdir().unwrap();
@@ -101,7 +101,7 @@ fn missing_directory_in_tmpfs_is_created() {
 #[test]
 fn incomplete_region_is_created_again() {
     let directory = shm();
-    left(directory.path());
+    leave_block(directory.path());
     let file = directory.path().join("uniffle-worker.memory");
     let half = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
     rustix::io::pwrite(&half, &[0; 8], 0).unwrap();
@@ -113,7 +113,7 @@ fn incomplete_region_is_created_again() {
 #[test]
 fn region_grows_with_its_content_and_shrinks_without_blocks() {
     let directory = shm();
-    left(directory.path());
+    leave_block(directory.path());
     let grown = |config: &mut MemoryConfig, _: &mut Owner| config.capacity_bytes = 8 * MIB;
     for _ in 0..2 {
         let again = in_directory(directory.path(), grown).unwrap();
@@ -162,7 +162,7 @@ fn region_grows_with_its_content_and_shrinks_without_blocks() {
 fn file_extended_before_a_kill_is_accepted() {
     for with_bytes in [false, true] {
         let directory = shm();
-        left(directory.path());
+        leave_block(directory.path());
         let path = directory.path().join("uniffle-worker.memory");
         let bytes = std::fs::metadata(&path).unwrap().len();
         for more in [777, MIB, 4 * MIB, 1 << 40] {
@@ -185,7 +185,7 @@ fn file_extended_before_a_kill_is_accepted() {
 #[test]
 fn changed_block_count_is_limited_by_slots() {
     let directory = shm();
-    left(directory.path());
+    leave_block(directory.path());
     let rows = u64::from(table_geometry().rows);
     for (wanted, got) in [(77, 77), (1 << 20, rows)] {
         let again = in_directory(directory.path(), |config, _| config.blocks_max = wanted).unwrap();
@@ -208,7 +208,7 @@ fn damage(path: &std::path::Path) {
 
 fn found_damaged(is_flushed: bool) {
     let directory = shm();
-    left(directory.path());
+    leave_block(directory.path());
     damage(directory.path());
     let again = in_directory(directory.path(), |_, _| {}).unwrap();
     let notified = Arc::new(Mutex::new(Vec::new()));
@@ -259,7 +259,7 @@ fn damaged_block_is_detected_before_it_is_read() {
 #[test]
 fn blocks_purged_before_the_scan_are_gone() {
     let directory = shm();
-    left(directory.path());
+    leave_block(directory.path());
     let again = in_directory(directory.path(), |_, _| {}).unwrap();
     assert_eq!(restored(&again, |_, _, _| false).len(), 1);
     let buffer = buffer(&again, 0, 0);
@@ -328,20 +328,20 @@ fn removed_or_replaced_file_is_noticed() {
 }
 
 #[test]
-fn file_that_was_cut_short_is_noticed_and_made_whole() {
-    for left in [0, 4096, MIB] {
+fn truncated_file_is_noticed_and_gets_its_length_back() {
+    for length in [0, 4096, MIB] {
         let directory = shm();
         let memory = with_one_block(directory.path());
         let (entry, bytes) = file_in(directory.path());
-        assert!(!memory.backing_vanished() && left < bytes);
-        std::fs::OpenOptions::new().write(true).open(&entry).unwrap().set_len(left).unwrap();
+        assert!(!memory.backing_vanished() && length < bytes);
+        std::fs::OpenOptions::new().write(true).open(&entry).unwrap().set_len(length).unwrap();
         assert!(memory.backing_vanished() && !memory.outlives_process());
-        assert!(memory.backing_fault().is_some_and(|fault| fault.contains("cut short")));
+        assert!(memory.backing_fault().is_some_and(|fault| fault.contains("truncated")));
         // No page is missing, so that an access does not end the process. Later blocks are intact.
         assert_eq!(file_in(directory.path()).1, bytes);
         names::send_one(&memory, 1, 2);
         let read = buffer(&memory, 1, 0).read(None, u64::MAX, None);
-        assert!(read.data.concat() == payload(2, 5000), "cut to {left}");
+        assert!(read.data.concat() == payload(2, 5000), "truncated to {length}");
         let damaged = buffer(&memory, 0, 0).read(None, u64::MAX, None);
         assert_eq!(damaged.data.concat().len(), 5000);
         drop((read, damaged));

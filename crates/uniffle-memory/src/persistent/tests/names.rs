@@ -54,12 +54,12 @@ fn name_allocated_during_a_start_stays_unique() {
     send_one(&memory, unknown, 8);
     memory.register(&key(later), Distribution::Normal);
     send_one(&memory, later, 9);
-    let left =
+    let expected =
         BTreeMap::from([(0, vec![BlockId(7)]), (unknown, vec![BlockId(8)]), (later, vec![BlockId(9)])]);
     memory.release();
     drop(memory);
     let memory = open(Some(file));
-    assert_eq!(taken_over(&memory, known.chain([later])), left);
+    assert_eq!(taken_over(&memory, known.chain([later])), expected);
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn knows_the_first(file: &OwnedFd, keeps: bool) -> Arc<Memory> {
     let heap = memory.heap().of(HeapKind::Partitions);
     assert_eq!(memory.restore(&key(0), |_| Box::new(|_| false), heap, |_, ids| ids.len()).len(), 1);
     if keeps {
-        assert_eq!(memory.keep_for_later(|left| *left == key(1)), 1);
+        assert_eq!(memory.keep_for_later(|unknown| *unknown == key(1)), 1);
     }
     memory.finish_restore();
     memory
