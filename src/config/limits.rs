@@ -197,9 +197,8 @@ impl Config {
     /// Returns the number of threads that the worker needs to start.
     #[must_use]
     pub fn threads_min(&self) -> usize {
-        let rings = if self.worker.store_type.has_local() { self.local.own_threads() } else { 0 };
         let blocking = self.worker.blocking_threads.min(BLOCKING_MIN);
-        self.worker.threads + self.tcp_threads() + rings + blocking + THREADS_BASE
+        self.worker.threads + self.tcp_threads() + blocking + THREADS_BASE
     }
 
     fn tcp_threads(&self) -> usize {

@@ -29,11 +29,14 @@ const URPC_PORT: u16 = 21200;
 
 const NO_OVERFLOW: &str = "batches no longer go through the page cache, because a disk that failed later lost acknowledged blocks; \
     delete the key";
+const NO_URING: &str =
+    "disks are always accessed by threads, because io_uring was not faster; delete the key";
 const NO_REWRITING: &str =
     "small extents are not merged any more, because that cost more disk time than it saved; delete the key";
 
 /// Keys of earlier versions that a start, `--check` and a reload refuse.
 const REMOVED: &[RemovedKey] = &[
+    RemovedKey { path: "localfile_store.io_engine", release: "0.2.0", reason: NO_URING },
     RemovedKey { path: "localfile_store.page_cache_size", release: "0.2.0", reason: NO_OVERFLOW },
     RemovedKey { path: "localfile_store.rewrite_below", release: "0.2.0", reason: NO_REWRITING },
     RemovedKey { path: "localfile_store.rewrite_after_sec", release: "0.2.0", reason: NO_REWRITING },

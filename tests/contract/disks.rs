@@ -7,13 +7,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use uniffle_io::blocking::BlockingDisk;
-#[cfg(feature = "io-uring")]
-use uniffle_io::uring;
 use uniffle_io::{Disk, File, ReadPart, ReadTarget, Vanished, WriteOpen, buffers};
 use uniffle_testkit::fault::{self, FaultDisk, Faults};
 use uniffle_testkit::memory_disk::MemoryDisk;
-#[cfg(feature = "io-uring")]
-use uniffle_testkit::tools;
 
 async fn read(file: &Arc<dyn File>, offset: u64, len: usize) -> io::Result<Vec<u8>> {
     let target = ReadTarget::one(Box::new(vec![0xee; len + 2]), 1..len + 1, offset);
@@ -151,7 +147,6 @@ async fn real_disk_fulfils_the_contract_buffered_and_direct() {
     }
 }
 
-/// Accepts both errors: of a kernel without io_uring and of a system that forbids it.
 async fn changed_files_are_noticed(disk: &dyn Disk, directory: &Path) {
     let path = directory.join("log");
     let changes: [fn(&Path); 5] = [
@@ -184,35 +179,6 @@ async fn changed_files_are_noticed(disk: &dyn Disk, directory: &Path) {
 async fn append_fails_when_its_file_was_changed() {
     let root = tempfile::tempdir().unwrap();
     changed_files_are_noticed(&BlockingDisk::new(root.path(), 2, 2), root.path()).await;
-}
-
-#[cfg(feature = "io-uring")]
-#[tokio::test]
-async fn append_over_io_uring_fails_when_its_file_was_changed() {
-    let root = tempfile::tempdir().unwrap();
-    match uring::UringDisk::new(BlockingDisk::new(root.path(), 2, 2)) {
-        Ok(disk) => changed_files_are_noticed(&disk, root.path()).await,
-        Err(error) => without_io_uring(&error),
-    }
-}
-
-#[cfg(feature = "io-uring")]
-#[tokio::test]
-async fn io_uring_fulfils_the_contract_buffered_and_direct() {
-    for direct in [false, true] {
-        let root = tempfile::tempdir().unwrap();
-        match uring::UringDisk::new(BlockingDisk::new(root.path(), 2, 2)) {
-            Ok(disk) => suite(Arc::new(disk), direct).await,
-            Err(error) => return without_io_uring(&error),
-        }
-    }
-}
-
-/// A kernel without it, and a system that forbids it, say so in two ways.
-#[cfg(feature = "io-uring")]
-fn without_io_uring(error: &io::Error) {
-    let is_forbidden = matches!(error.kind(), io::ErrorKind::Unsupported | io::ErrorKind::PermissionDenied);
-    tools::weaker("the suite over io_uring", &format!("no ring: {error}"), !is_forbidden);
 }
 
 #[tokio::test]

@@ -1,19 +1,16 @@
 //! Disk access: two small traits with owned buffers, and the disks that implement them.
 //!
 //! [`Disk`] handles names below one root directory, [`File`] reads and writes bytes. Every call
-//! owns its buffers, so that an operation that outlives its caller (a hung `pwritev`, io_uring)
-//! never touches released memory. Errors are plain [`std::io::Error`] with their original kinds.
+//! owns its buffers, so that an operation that outlives its caller (a hung `pwritev`) never touches
+//! released memory. Errors are plain [`std::io::Error`] with their original kinds.
 //!
 //! [`blocking::BlockingDisk`] runs `pwritev` on tokio's blocking threads, bounded per disk.
-//! `uring::UringDisk` does the same through io_uring (feature `io-uring`). `uniffle-testkit` has
-//! two more for tests: an in-memory disk and a disk with injected faults.
+//! `uniffle-testkit` has two more for tests: an in-memory disk and a disk with injected faults.
 
 pub mod blocking;
 pub mod buffers;
 mod mount;
 mod progress;
-#[cfg(feature = "io-uring")]
-pub mod uring;
 mod vanished;
 
 use std::fmt;
@@ -240,45 +237,6 @@ macro_rules! pass_on {
             self.$disk.$name($($argument),*)
         })*
     };
-}
-
-/// Engine that performs the calls of a real disk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Engine {
-    /// Threads that block in `pread` and `pwritev`.
-    Blocking,
-    /// One io_uring per disk.
-    Uring,
-}
-
-impl Engine {
-    /// Creates a disk with this engine. Falls back to blocking calls, with a warning, if io_uring
-    /// is unavailable.
-    #[must_use]
-    pub fn disk(self, disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
-        match self {
-            Self::Blocking => Arc::new(disk),
-            Self::Uring => uring_or_blocking(disk),
-        }
-    }
-}
-
-#[cfg(feature = "io-uring")]
-fn uring_or_blocking(disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
-    match uring::UringDisk::new(disk.clone()) {
-        Ok(disk) => Arc::new(disk),
-        Err(error) => {
-            let root = disk.root().display();
-            tracing::warn!(%root, %error, "io_uring is not available; using blocking calls");
-            Arc::new(disk)
-        }
-    }
-}
-
-#[cfg(not(feature = "io-uring"))]
-fn uring_or_blocking(disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
-    tracing::warn!("this program was built without io_uring; using blocking calls");
-    Arc::new(disk)
 }
 
 /// Rejects a path that is absolute or contains `..`.

@@ -1,4 +1,4 @@
-//! Progress of positioned writes and reads, for both engines. Short calls are continued.
+//! Progress of positioned writes and reads. Short calls are continued.
 
 use std::io;
 

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use crate::log::HandOff;
 use crate::schema::kind::{
-    DAY, GIB, Kind, MIB, SECOND, count, flag, list, optional, path, ratio, seconds, size, text, word,
+    DAY, GIB, MIB, SECOND, count, flag, list, optional, path, ratio, seconds, size, word,
 };
 use crate::schema::{section, words};
+use uniffle_io::Disk;
 use uniffle_io::blocking::BlockingDisk;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
-use uniffle_io::{Disk, Engine};
 
 words! {
     /// Moment at which a write is complete.
@@ -89,10 +89,6 @@ section! {
         /// if its disk seems not to be mounted.
         #[key("localfile_store.require_mounted", optional(flag()), Restart, example "true")]
         pub require_mounted: Option<bool> = None,
-        /// Disk access: blocking = threads, io_uring = one ring per disk, or blocking if the kernel
-        /// refuses it.
-        #[key("localfile_store.io_engine", engine(), Restart)]
-        pub engine: Engine = Engine::Blocking,
         /// Disk reads that verify block checksums: always, sampled (one in 16) or off. Verifying
         /// costs 8 % of a read's CPU time.
         #[key("localfile_store.verify_reads", word(), Restart)]
@@ -138,21 +134,6 @@ section! {
     }
 }
 
-fn engine() -> Kind<Engine> {
-    const WORDS: &str = "blocking or io_uring";
-    let convert = |text: &str| match text.to_ascii_lowercase().as_str() {
-        "blocking" => Ok(Engine::Blocking),
-        "io_uring" if cfg!(feature = "io-uring") => Ok(Engine::Uring),
-        "io_uring" => Err(format!("{WORDS}; this build has no io_uring (feature io-uring)")),
-        _ => Err(WORDS.to_owned()),
-    };
-    let print = |engine: &Engine| match engine {
-        Engine::Blocking => "blocking".to_owned(),
-        Engine::Uring => "io_uring".to_owned(),
-    };
-    text(WORDS, convert, print)
-}
-
 /// Maximum number of staging buffers chosen by default: 64 MiB outside the memory region.
 const STAGING_BUFFERS_DEFAULT_MAX: usize = 64;
 
@@ -160,20 +141,11 @@ impl LocalConfig {
     /// Creates the real disks of [`LocalConfig::paths`].
     pub fn real_disks(&self) -> Vec<Arc<dyn Disk>> {
         let (writes, reads) = (self.write_concurrency_per_disk, self.read_concurrency_per_disk);
-        let disk = |path: &PathBuf| {
+        let disk = |path: &PathBuf| -> Arc<dyn Disk> {
             let disk = BlockingDisk::new(path, writes, reads);
-            self.engine.disk(disk.with_max_concurrency(self.max_concurrency_per_disk))
+            Arc::new(disk.with_max_concurrency(self.max_concurrency_per_disk))
         };
         self.paths.iter().map(disk).collect()
-    }
-
-    /// Returns the number of threads of the disks in addition to the runtime: one per disk with
-    /// `io_uring`.
-    pub fn own_threads(&self) -> usize {
-        match self.engine {
-            Engine::Blocking => 0,
-            Engine::Uring => self.paths.len(),
-        }
     }
 
     /// Returns the memory that reads of one of `disks` disks may hold. It is at most the amount

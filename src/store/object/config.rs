@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use uniffle_io::Disk;
 use uniffle_io::blocking::BlockingDisk;
-use uniffle_io::{Disk, Engine};
 
 use super::location::{BucketUrl, StoreEndpoint};
 use crate::schema::kind::{
@@ -175,7 +175,8 @@ section! {
 impl ObjectConfig {
     /// Creates the disks of the read cache.
     pub fn cache_disks(&self) -> Vec<Arc<dyn Disk>> {
-        let disk = |path: &PathBuf| Engine::Blocking.disk(BlockingDisk::new(path, CACHE_CALLS, CACHE_CALLS));
+        let disk =
+            |path: &PathBuf| -> Arc<dyn Disk> { Arc::new(BlockingDisk::new(path, CACHE_CALLS, CACHE_CALLS)) };
         self.cache_dirs.iter().map(disk).collect()
     }
 

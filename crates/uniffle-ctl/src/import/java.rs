@@ -230,7 +230,7 @@ const OTHERS: &[(&str, &str)] = &[
     ("rss.server.hadoop.", "set Hadoop's settings in the files of HADOOP_CONF_DIR"),
     ("rss.server.id", "the id consists of address and ports"),
     ("rss.storage.data.replica", "set by clients: spark.rss.data.replica"),
-    ("rss.storage.localFileWriterClass", "see localfile_store.direct_io and io_engine"),
+    ("rss.storage.localFileWriterClass", "see localfile_store.direct_io"),
     ("rss.storage.", BUFFERS),
     ("rss.coordinator.rpc.client.type", "gRPC"),
     ("rss.security.hadoop.kerberos.enable", "enabled by keytab_path and principal"),

@@ -1,5 +1,5 @@
-//! The blocking engine: positioned vectored calls on tokio's blocking threads, bounded per disk and
-//! kind of call.
+//! A disk of the operating system: positioned vectored calls on tokio's blocking threads, bounded
+//! per disk and kind of call.
 //!
 //! Every call holds a permit of its disk until the system call returns, even if its future was
 //! dropped. A hung disk therefore occupies a bounded number of threads, and queued calls are
@@ -43,13 +43,13 @@ const METADATA_CALLS_MAX: usize = 2;
 /// The permit of the kind is acquired first and that of the disk last, so that a holder of the
 /// disk's permit never waits.
 #[derive(Debug, Clone)]
-pub(super) struct CallGate {
+struct CallGate {
     kind: Arc<Semaphore>,
     disk: Option<Arc<Semaphore>>,
 }
 
 /// Permits that a call holds from start to end.
-pub(super) type Permits = (OwnedSemaphorePermit, Option<OwnedSemaphorePermit>);
+type Permits = (OwnedSemaphorePermit, Option<OwnedSemaphorePermit>);
 
 fn permits(count: usize) -> Arc<Semaphore> {
     Arc::new(Semaphore::new(count.clamp(1, Semaphore::MAX_PERMITS)))
@@ -60,7 +60,7 @@ impl CallGate {
         Self { kind: permits(calls_max), disk: None }
     }
 
-    pub(super) async fn enter(self) -> Permits {
+    async fn enter(self) -> Permits {
         const OPEN: &str = "a disk never closes its semaphores";
         let kind = self.kind.acquire_owned().await.expect(OPEN);
         let disk = match self.disk {
@@ -174,43 +174,15 @@ impl BlockingDisk {
         if path.as_os_str().is_empty() { root.to_path_buf() } else { root.join(path) }
     }
 
-    /// Returns the limits of a lane's writes and of reads.
-    pub(super) fn gates(&self, lane: Lane) -> (CallGate, CallGate) {
-        (self.writes.of(lane), self.reads.clone())
-    }
-
-    /// Opens a file for [`Disk::open_write`].
-    pub(super) fn open_write_file(
-        &self,
-        path: &Path,
-        how: WriteOpen,
-    ) -> BoxFuture<'static, io::Result<OpenedFile>> {
-        let root = self.root.clone();
-        self.on_path(&self.names, path, move |path| {
-            if how.create {
-                root.require()?;
-            }
-            open_write(path, how, root)
-        })
-    }
-
-    /// Opens a file for [`Disk::open_read`] and [`Disk::open_read_direct`].
-    pub(super) fn open_read_file(
-        &self,
-        path: &Path,
-        direct: bool,
-    ) -> BoxFuture<'static, io::Result<OpenedFile>> {
-        self.on_path(&self.names, path, move |path| open_read(&path, direct))
-    }
-
     fn file(
         &self,
+        path: &Path,
         lane: Lane,
-        opening: BoxFuture<'static, io::Result<OpenedFile>>,
+        open: impl FnOnce(PathBuf) -> io::Result<OpenedFile> + Send + 'static,
     ) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        let (writes, reads) = self.gates(lane);
-        Box::pin(async move {
-            let file: Arc<dyn File> = Arc::new(BlockingFile { open: opening.await?, writes, reads });
+        let (writes, reads) = (self.writes.of(lane), self.reads.clone());
+        self.on_path(&self.names, path, move |path| {
+            let file: Arc<dyn File> = Arc::new(BlockingFile { open: Arc::new(open(path)?), writes, reads });
             Ok(file)
         })
     }
@@ -244,15 +216,21 @@ impl Disk for BlockingDisk {
     }
 
     fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        self.file(how.lane, self.open_write_file(path, how))
+        let root = self.root.clone();
+        self.file(path, how.lane, move |path| {
+            if how.create {
+                root.require()?;
+            }
+            open_write(path, how, root)
+        })
     }
 
     fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        self.file(Lane::Bulk, self.open_read_file(path, false))
+        self.file(path, Lane::Bulk, |path| open_read(&path, false))
     }
 
     fn open_read_direct(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        self.file(Lane::Bulk, self.open_read_file(path, true))
+        self.file(path, Lane::Bulk, |path| open_read(&path, true))
     }
 
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
@@ -382,67 +360,27 @@ fn lock(file: std::fs::File) -> io::Result<Box<dyn DiskLock>> {
 }
 
 /// An open file, and whether it bypasses the page cache.
-#[derive(Debug, Clone)]
-pub(super) struct OpenedFile {
-    pub(super) file: Arc<std::fs::File>,
-    pub(super) direct: bool,
+#[derive(Debug)]
+struct OpenedFile {
+    file: std::fs::File,
+    direct: bool,
     /// Set for a named file that is open for writing.
-    expected: Option<Arc<ExpectedFile>>,
+    expected: Option<ExpectedFile>,
 }
 
 impl OpenedFile {
-    fn new(file: std::fs::File, direct: bool) -> Self {
-        Self { file: Arc::new(file), direct, expected: None }
-    }
-
-    pub(super) fn id(&self) -> Option<FileId> {
-        self.expected.as_ref().map(|expected| expected.id())
-    }
-
-    /// Records that the bytes before `end` were written, and checks that the file still exists at
-    /// its path.
-    #[cfg(feature = "io-uring")]
-    pub(super) fn wrote(&self, end: u64, gate: CallGate) -> BoxFuture<'static, io::Result<()>> {
-        let (file, expected) = (Arc::clone(&self.file), self.expected.clone());
-        let Some(expected) = expected else { return Box::pin(std::future::ready(Ok(()))) };
-        Box::pin(blocking(gate, move || {
-            expected.wrote(&file, end)?;
-            expected.require_place()
-        }))
-    }
-
-    pub(super) fn verify(&self, gate: CallGate) -> BoxFuture<'static, io::Result<()>> {
-        let (file, expected) = (Arc::clone(&self.file), self.expected.clone());
-        let Some(expected) = expected else { return Box::pin(std::future::ready(Ok(()))) };
-        Box::pin(blocking(gate, move || {
-            expected.require_unchanged(&file)?;
-            expected.require_place()
-        }))
-    }
-
-    /// Checks before a write that the file was not changed. The check runs on a blocking thread,
-    /// because `fstat` may wait for a remote file system. Returns the permits of the write.
-    #[cfg(feature = "io-uring")]
-    pub(super) async fn require_unchanged(&self, permits: Permits) -> io::Result<Permits> {
-        let (file, expected) = (Arc::clone(&self.file), self.expected.clone());
-        let Some(expected) = expected else { return Ok(permits) };
-        let checking = tokio::task::spawn_blocking(move || {
-            expected.require_unchanged(&file)?;
-            Ok(permits)
-        });
-        checking.await.unwrap_or_else(|error| Err(io::Error::other(error)))
-    }
-
     /// Writes, and checks that the file still exists at its path. Runs all steps in one call on one
     /// thread.
     fn append(&self, pieces: Vec<Bytes>, offset: u64, synced: bool) -> io::Result<()> {
-        let Some(expected) = &self.expected else { return self.write(pieces, offset) };
         let bytes: u64 = pieces.iter().map(|piece| piece.len() as u64).sum();
-        expected.require_unchanged(&self.file)?;
+        if let Some(expected) = &self.expected {
+            expected.require_unchanged(&self.file)?;
+        }
         self.write(pieces, offset)?;
         if synced {
             self.file.sync_data()?;
         }
+        let Some(expected) = &self.expected else { return Ok(()) };
         expected.wrote(&self.file, offset + bytes)?;
         expected.require_place()
     }
@@ -455,28 +393,6 @@ impl OpenedFile {
             progress.advance(written.map_err(io::Error::from))?;
         }
         Ok(())
-    }
-
-    pub(super) fn advise(
-        &self,
-        gate: &CallGate,
-        ranges: Vec<Range<u64>>,
-    ) -> BoxFuture<'static, io::Result<()>> {
-        let Some(permits) = gate.try_enter() else { return Box::pin(std::future::ready(Ok(()))) };
-        let file = Arc::clone(&self.file);
-        Box::pin(run_permitted(permits, move || {
-            ranges.into_iter().try_for_each(|range| read::advise(&file, range))
-        }))
-    }
-
-    pub(super) fn sync(&self, gate: CallGate) -> BoxFuture<'static, io::Result<()>> {
-        let file = Arc::clone(&self.file);
-        Box::pin(blocking(gate, move || file.sync_data()))
-    }
-
-    pub(super) fn size(&self, gate: CallGate) -> BoxFuture<'static, io::Result<u64>> {
-        let file = Arc::clone(&self.file);
-        Box::pin(blocking(gate, move || Ok(file.metadata()?.len())))
     }
 }
 
@@ -504,22 +420,23 @@ fn open_write(path: PathBuf, how: WriteOpen, root: Root) -> io::Result<OpenedFil
         (options.create_new(how.create).open(&path)?, false)
     };
     let is_exact = how.lane == Lane::Metadata;
-    let expected = || ExpectedFile::new(root, path, &file, is_exact).map(Arc::new);
+    let expected = || ExpectedFile::new(root, path, &file, is_exact);
     let expected = how.is_named.then(expected).transpose()?;
-    Ok(OpenedFile { expected, ..OpenedFile::new(file, direct) })
+    Ok(OpenedFile { file, direct, expected })
 }
 
 /// Opens for reading, with the same fallback.
 fn open_read(path: &Path, direct: bool) -> io::Result<OpenedFile> {
     let mut options = OpenOptions::new();
     options.read(true);
+    let opened = |file, direct| OpenedFile { file, direct, expected: None };
     if direct {
         match options.clone().custom_flags(direct_flag()).open(path) {
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
-            opened => return opened.map(|file| OpenedFile::new(file, true)),
+            file => return file.map(|file| opened(file, true)),
         }
     }
-    options.open(path).map(|file| OpenedFile::new(file, false))
+    options.open(path).map(|file| opened(file, false))
 }
 
 fn direct_flag() -> i32 {
@@ -529,29 +446,29 @@ fn direct_flag() -> i32 {
 /// An open file of a [`BlockingDisk`].
 #[derive(Debug)]
 struct BlockingFile {
-    open: OpenedFile,
+    open: Arc<OpenedFile>,
     writes: CallGate,
     reads: CallGate,
 }
 
 impl File for BlockingFile {
     fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
-        let open = self.open.clone();
+        let open = Arc::clone(&self.open);
         Box::pin(blocking(self.writes.clone(), move || open.append(pieces, offset, false)))
     }
 
     /// One round trip to a blocking thread instead of two.
     fn write_synced(self: Arc<Self>, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
-        let open = self.open.clone();
+        let open = Arc::clone(&self.open);
         Box::pin(blocking(self.writes.clone(), move || open.append(pieces, offset, true)))
     }
 
     fn read(&self, mut target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
-        let (OpenedFile { file, direct, .. }, reads) = (self.open.clone(), self.reads.clone());
+        let (open, reads) = (Arc::clone(&self.open), self.reads.clone());
         Box::pin(async move {
             let permit = reads.enter().await;
             let joined = tokio::task::spawn_blocking(move || {
-                let result = read::fill(&file, direct, &mut target);
+                let result = read::fill(&open.file, open.direct, &mut target);
                 drop(permit);
                 (target, result)
             });
@@ -561,23 +478,34 @@ impl File for BlockingFile {
     }
 
     fn advise(&self, ranges: Vec<Range<u64>>) -> BoxFuture<'static, io::Result<()>> {
-        self.open.advise(&self.reads, ranges)
+        let Some(permits) = self.reads.try_enter() else { return Box::pin(std::future::ready(Ok(()))) };
+        let open = Arc::clone(&self.open);
+        Box::pin(run_permitted(permits, move || {
+            ranges.into_iter().try_for_each(|range| read::advise(&open.file, range))
+        }))
     }
 
     fn sync(&self) -> BoxFuture<'static, io::Result<()>> {
-        self.open.sync(self.writes.clone())
+        let open = Arc::clone(&self.open);
+        Box::pin(blocking(self.writes.clone(), move || open.file.sync_data()))
     }
 
     fn size(&self) -> BoxFuture<'static, io::Result<u64>> {
-        self.open.size(self.reads.clone())
+        let open = Arc::clone(&self.open);
+        Box::pin(blocking(self.reads.clone(), move || Ok(open.file.metadata()?.len())))
     }
 
     fn id(&self) -> Option<FileId> {
-        self.open.id()
+        self.open.expected.as_ref().map(ExpectedFile::id)
     }
 
     fn verify(&self) -> BoxFuture<'static, io::Result<()>> {
-        self.open.verify(self.reads.clone())
+        let open = Arc::clone(&self.open);
+        Box::pin(blocking(self.reads.clone(), move || {
+            let Some(expected) = &open.expected else { return Ok(()) };
+            expected.require_unchanged(&open.file)?;
+            expected.require_place()
+        }))
     }
 }
 
