@@ -120,8 +120,6 @@ fn subscriber(
             threads.extend([main, audit]);
         }
     }
-    #[cfg(feature = "tokio-console")]
-    layers.push(console());
     let filter = LogFilter { handle, repeats };
     Ok((tracing_subscriber::registry().with(layers), Telemetry { threads, filter }))
 }
@@ -158,14 +156,6 @@ where
             layer.map_event_format(|format| RepeatLimiter { format, repeats }).boxed()
         }
     }
-}
-
-/// Starts tokio-console's server, on the port that the first Rust server documents.
-#[cfg(feature = "tokio-console")]
-fn console() -> Box<dyn Layer<Registry> + Send + Sync> {
-    const PORT: u16 = 21002;
-    let address = (std::net::Ipv4Addr::LOCALHOST, PORT);
-    console_subscriber::ConsoleLayer::builder().server_addr(address).with_default_env().spawn().boxed()
 }
 
 /// Formats fields of text lines, `name=value`, so that each value ends at an unquoted space. Without it, only texts are quoted,
