@@ -5,7 +5,6 @@ mod crowded_start;
 mod damage;
 mod fairness;
 mod places;
-mod recovery;
 mod reports;
 mod start;
 

@@ -295,58 +295,6 @@ async fn record_on_too_few_disks_is_an_error() {
     );
 }
 
-/// Measures the start that an upgrade waits for: 10 GB of 14 KiB blocks. `cargo test --release
-/// --lib recovery_of_ten -- --ignored --nocapture`
-#[tokio::test]
-#[ignore = "a measurement"]
-async fn recovery_of_ten_gigabytes_is_measured() {
-    const BLOCK: u32 = 14 << 10;
-    const BLOCKS_PER_EXTENT: usize = 73;
-    const PARTITIONS: i32 = 64;
-    const GROUPS: u64 = 153;
-    let root = tempfile::tempdir().unwrap();
-    let disk = || Arc::new(BlockingDisk::new(root.path(), 4, 16)) as Arc<dyn Disk>;
-    let uuid = open_real(vec![disk()]).await.unwrap().disks()[0].uuid;
-    let directory = root.path().join("apps/app/1.1");
-    std::fs::create_dir_all(&directory).unwrap();
-    let (mut log, mut page, mut id) = (Vec::new(), 0, 0);
-    for sequence in 0..GROUPS {
-        let blocks: Vec<Vec<BlockMeta>> = (0..PARTITIONS)
-            .map(|_| {
-                let mut block = || {
-                    id += 1;
-                    BlockMeta {
-                        block_id: BlockId(id),
-                        task_attempt_id: TaskAttemptId(id % 1000),
-                        length: BLOCK,
-                        uncompressed_length: BLOCK,
-                        crc: 1,
-                    }
-                };
-                (0..BLOCKS_PER_EXTENT).map(|_| block()).collect()
-            })
-            .collect();
-        let length = u64::from(BLOCK) * BLOCKS_PER_EXTENT as u64;
-        let extents: Vec<_> = blocks
-            .iter()
-            .zip(0..)
-            .map(|(blocks, partition)| {
-                let data_offset = page;
-                page += length.next_multiple_of(4096);
-                let partition = PartitionId(partition);
-                codec::GroupExtent { partition, base: sequence * length, data_offset, blocks }
-            })
-            .collect();
-        let header = codec::GroupHeader { sequence, incarnation: 1, disk: uuid, file_number: 0 };
-        log.extend_from_slice(&codec::encode(&header, &extents).bytes);
-    }
-    std::fs::File::create(directory.join("0.data")).unwrap().set_len(page).unwrap();
-    std::fs::write(directory.join("1.index"), log).unwrap();
-    let recovered = open_real(vec![disk()]).await.unwrap().take_recovered();
-    assert_eq!(recovered.blocks, id.cast_unsigned());
-    println!("{} blocks, {} bytes: {:?}", recovered.blocks, recovered.bytes, recovered.took);
-}
-
 #[tokio::test]
 async fn stray_file_among_apps_does_not_fail_the_disk() {
     let dir = tempfile::tempdir().unwrap();
