@@ -35,7 +35,7 @@ pub use record_counts::{PartitionRecords, RecordCounts};
 pub use registration::{RegisterError, Registration};
 pub use registry::AppRegistry;
 pub use shuffle::{DiskUsage, RegisteredPartitions, Reports, ShuffleState};
-pub use usage::{AppUsage, Counted, OverQuota, QuotaKind, QuotaSubject, Quotas, quota_key};
+pub use usage::{AppUsage, OverQuota, QuotaKind, QuotaResource, QuotaSubject, Quotas, quota_key};
 
 section! {
     /// Limits of the registry.

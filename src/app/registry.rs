@@ -20,7 +20,7 @@ use super::registration::{RANGE_BYTES, RANGES_MAX, RegisterError, Registration, 
 use super::registration_limiter::{RegistrationLimiter, RegistrationRoom};
 use super::shuffle::{DiskUsage, RegisteredPartitions, Reports, ShuffleState};
 use super::unproven::Unproven;
-use super::usage::{AppUsage, Counted, Quotas, Users};
+use super::usage::{AppUsage, QuotaResource, Quotas, Users};
 use crate::clock::Instant;
 use crate::log::ShuffleLedger;
 use uniffle_base::budget::heap::HeapFull;
@@ -180,13 +180,13 @@ impl AppRegistry {
         // When ranges merge, their charge stays with the shuffle.
         let bytes = fixed + RANGE_BYTES * all.ranges().saturating_sub(before) as u64;
         let charge = charged(bytes)?;
-        let partitions = app.usage.take(Counted::Partitions, all.count().saturating_sub(partitions))?;
+        let partitions = app.usage.take(QuotaResource::Partitions, all.count().saturating_sub(partitions))?;
         let Some(shuffle) = known else {
             let heap = &app.budgets.reported_ids;
-            let counted = app.usage.count(Counted::ReportedIds, 0);
+            let counted = app.usage.count(QuotaResource::ReportedIds, 0);
             let reports =
                 Reports::new(BlockIds::new(&self.block_ids, heap, counted), RecordCounts::new(heap));
-            let on_disk = DiskUsage::new(app.usage.count(Counted::DiskBytes, 0));
+            let on_disk = DiskUsage::new(app.usage.count(QuotaResource::DiskBytes, 0));
             let partitions = RegisteredPartitions::new(all, charge, partitions);
             let mut fresh =
                 ShuffleState::new(key.clone(), partitions, reports, on_disk, ShuffleLedger::new(heap));

@@ -13,7 +13,7 @@ use uniffle_base::budget::{Budget, Charge};
 
 /// Resource limited by quotas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Counted {
+pub enum QuotaResource {
     /// Bytes on local disks: payload, alignment, index groups, and records of the metadata log.
     DiskBytes,
     /// Block ids of finished task attempts.
@@ -34,9 +34,9 @@ pub enum QuotaSubject {
 }
 
 /// Identifies one quota.
-pub type QuotaKind = (QuotaSubject, Counted);
+pub type QuotaKind = (QuotaSubject, QuotaResource);
 
-impl Counted {
+impl QuotaResource {
     /// All resources.
     pub const ALL: [Self; 4] = [Self::DiskBytes, Self::ReportedIds, Self::Partitions, Self::OpenReads];
 }
@@ -50,14 +50,14 @@ impl QuotaSubject {
 #[must_use]
 pub fn quota_key((whose, counted): QuotaKind) -> &'static str {
     match (whose, counted) {
-        (QuotaSubject::App, Counted::DiskBytes) => "quota.app_disk",
-        (QuotaSubject::App, Counted::ReportedIds) => "quota.app_reported_ids",
-        (QuotaSubject::App, Counted::Partitions) => "quota.app_partitions",
-        (QuotaSubject::App, Counted::OpenReads) => "quota.app_open_reads",
-        (QuotaSubject::User, Counted::DiskBytes) => "quota.user_disk",
-        (QuotaSubject::User, Counted::ReportedIds) => "quota.user_reported_ids",
-        (QuotaSubject::User, Counted::Partitions) => "quota.user_partitions",
-        (QuotaSubject::User, Counted::OpenReads) => "quota.user_open_reads",
+        (QuotaSubject::App, QuotaResource::DiskBytes) => "quota.app_disk",
+        (QuotaSubject::App, QuotaResource::ReportedIds) => "quota.app_reported_ids",
+        (QuotaSubject::App, QuotaResource::Partitions) => "quota.app_partitions",
+        (QuotaSubject::App, QuotaResource::OpenReads) => "quota.app_open_reads",
+        (QuotaSubject::User, QuotaResource::DiskBytes) => "quota.user_disk",
+        (QuotaSubject::User, QuotaResource::ReportedIds) => "quota.user_reported_ids",
+        (QuotaSubject::User, QuotaResource::Partitions) => "quota.user_partitions",
+        (QuotaSubject::User, QuotaResource::OpenReads) => "quota.user_open_reads",
     }
 }
 
@@ -77,7 +77,7 @@ pub struct OverQuota {
 
 /// A number for each quota.
 #[derive(Debug, Default)]
-struct EachQuota([[AtomicU64; Counted::ALL.len()]; QuotaSubject::ALL.len()]);
+struct EachQuota([[AtomicU64; QuotaResource::ALL.len()]; QuotaSubject::ALL.len()]);
 
 impl EachQuota {
     fn of(&self, (whose, counted): QuotaKind) -> &AtomicU64 {
@@ -111,7 +111,7 @@ impl Quotas {
     }
 }
 
-type UsageCounts = [Budget; Counted::ALL.len()];
+type UsageCounts = [Budget; QuotaResource::ALL.len()];
 
 /// Usage of one application.
 #[derive(Debug)]
@@ -145,7 +145,7 @@ impl AppUsage {
     }
 
     /// Counts `count` more regardless of the quotas.
-    pub fn count(&self, counted: Counted, count: u64) -> Charge {
+    pub fn count(&self, counted: QuotaResource, count: u64) -> Charge {
         self.of_app[counted as usize].force_charge(count)
     }
 
@@ -153,7 +153,7 @@ impl AppUsage {
     ///
     /// # Errors
     /// [`OverQuota`]. Two concurrent requests for the remaining amount may both be refused.
-    pub fn take(&self, counted: Counted, count: u64) -> Result<Charge, OverQuota> {
+    pub fn take(&self, counted: QuotaResource, count: u64) -> Result<Charge, OverQuota> {
         let charge = self.count(counted, count);
         self.judge(counted, count, count)?;
         Ok(charge)
@@ -163,12 +163,12 @@ impl AppUsage {
     ///
     /// # Errors
     /// [`OverQuota`].
-    pub fn check(&self, counted: Counted, count: u64) -> Result<(), OverQuota> {
+    pub fn check(&self, counted: QuotaResource, count: u64) -> Result<(), OverQuota> {
         self.judge(counted, count, 0)
     }
 
     /// Checks the quotas for `asked`, of which `counted_already` is included in the counts.
-    fn judge(&self, counted: Counted, asked: u64, counted_already: u64) -> Result<(), OverQuota> {
+    fn judge(&self, counted: QuotaResource, asked: u64, counted_already: u64) -> Result<(), OverQuota> {
         for whose in QuotaSubject::ALL {
             let kind = (whose, counted);
             let Some(max) = self.quotas.max(kind) else { continue };
@@ -204,7 +204,7 @@ impl Users {
                 self.known.retain(|_, counts| counts.strong_count() > 0);
                 self.sweep_at = 2 * self.known.len() + 16;
             }
-            let counts = Arc::new(Counted::ALL.map(|_| Budget::new(u64::MAX)));
+            let counts = Arc::new(QuotaResource::ALL.map(|_| Budget::new(u64::MAX)));
             self.known.insert(user.to_owned(), Arc::downgrade(&counts));
             counts
         });
@@ -216,15 +216,15 @@ impl Users {
 mod tests {
     use super::*;
 
-    const APP: QuotaKind = (QuotaSubject::App, Counted::Partitions);
-    const USER: QuotaKind = (QuotaSubject::User, Counted::Partitions);
+    const APP: QuotaKind = (QuotaSubject::App, QuotaResource::Partitions);
+    const USER: QuotaKind = (QuotaSubject::User, QuotaResource::Partitions);
 
     #[test]
     fn application_and_user_quotas_are_independent() {
         let quotas = Arc::new(Quotas::default());
         let mut users = Users::of(Arc::clone(&quotas));
         let (a, b, other) = (users.usage("etl"), users.usage("etl"), users.usage("anna"));
-        let take = |usage: &AppUsage, count| usage.take(Counted::Partitions, count);
+        let take = |usage: &AppUsage, count| usage.take(QuotaResource::Partitions, count);
         let before = take(&a, 50).unwrap();
         quotas.set(APP, 60);
         quotas.set(USER, 100);
@@ -238,13 +238,16 @@ mod tests {
         assert!(take(&other, 60).is_ok());
         // Lowering a quota frees nothing, and usage found at a start is counted all the same.
         quotas.set(APP, 10);
-        let found = a.count(Counted::Partitions, 7);
+        let found = a.count(QuotaResource::Partitions, 7);
         assert_eq!(a.used(APP), 57);
-        assert!(a.check(Counted::Partitions, 0).is_err());
+        assert!(a.check(QuotaResource::Partitions, 0).is_err());
         drop((before, found));
-        assert!(a.check(Counted::Partitions, 10).is_ok() && a.check(Counted::ReportedIds, u64::MAX).is_ok());
+        assert!(
+            a.check(QuotaResource::Partitions, 10).is_ok()
+                && a.check(QuotaResource::ReportedIds, u64::MAX).is_ok()
+        );
         quotas.set(APP, 0);
-        assert!(a.check(Counted::Partitions, 50).is_ok(), "none");
+        assert!(a.check(QuotaResource::Partitions, 50).is_ok(), "none");
         drop(more);
         assert_eq!((a.used(USER), b.used(APP)), (0, 0));
     }
@@ -257,8 +260,8 @@ mod tests {
         }
         assert!(users.known.len() <= 16, "{}", users.known.len());
         let kept = users.usage("etl");
-        let held = kept.count(Counted::OpenReads, 1);
-        assert_eq!(users.usage("etl").used((QuotaSubject::User, Counted::OpenReads)), 1);
+        let held = kept.count(QuotaResource::OpenReads, 1);
+        assert_eq!(users.usage("etl").used((QuotaSubject::User, QuotaResource::OpenReads)), 1);
         drop(held);
     }
 }

@@ -37,7 +37,11 @@ impl View {
     pub(crate) fn register(&self, registry: &Registry, histogram: &Histogram, fill: Fill<'_>) -> Result<()> {
         let (name, help) = (filled(self.name, fill), filled(self.help, fill));
         let desc = Desc::new(name, help, Vec::new(), HashMap::new())?;
-        registry.register(Box::new(Scaled { histogram: histogram.clone(), factor: self.factor, desc }))
+        registry.register(Box::new(ScaledHistogram {
+            histogram: histogram.clone(),
+            factor: self.factor,
+            desc,
+        }))
     }
 
     /// Returns the documentation of the view.
@@ -48,13 +52,13 @@ impl View {
 }
 
 /// A histogram exported in another unit.
-struct Scaled {
+struct ScaledHistogram {
     histogram: Histogram,
     factor: f64,
     desc: Desc,
 }
 
-impl Collector for Scaled {
+impl Collector for ScaledHistogram {
     fn desc(&self) -> Vec<&Desc> {
         vec![&self.desc]
     }

@@ -41,7 +41,7 @@ pub use ingest::send_sink::{Commit, Committing, SendSink};
 pub use ingest::write::{IncomingSend, SendSession};
 pub use lifecycle::end::Draining;
 pub use lifecycle::fairness::{FairnessConfig, WeightRule};
-pub use lifecycle::restore::Restored;
+pub use lifecycle::restore::RestoreCounts;
 pub use lifecycle::{Lifecycle, RegisterRequest, SettingsStore};
 pub use losses::{IncompleteShuffle, Incompleteness, LossReport, ShuffleLoss};
 pub use parts::ServiceConfig;

@@ -10,7 +10,7 @@
 use prometheus::{IntCounterVec, IntGaugeVec};
 use serde::Serialize;
 
-use crate::app::{App, AppRegistry, Counted, QuotaKind, QuotaSubject, Quotas, quota_key};
+use crate::app::{App, AppRegistry, QuotaKind, QuotaResource, QuotaSubject, Quotas, quota_key};
 use crate::metrics::{self, clamped};
 use crate::schema::kind::{TIB, count, size};
 use crate::schema::section;
@@ -60,14 +60,14 @@ section! {
 impl QuotaConfig {
     fn of(&self, (whose, counted): QuotaKind) -> u64 {
         match (whose, counted) {
-            (QuotaSubject::App, Counted::DiskBytes) => self.app_disk,
-            (QuotaSubject::App, Counted::ReportedIds) => self.app_reported_ids,
-            (QuotaSubject::App, Counted::Partitions) => self.app_partitions,
-            (QuotaSubject::App, Counted::OpenReads) => self.app_open_reads,
-            (QuotaSubject::User, Counted::DiskBytes) => self.user_disk,
-            (QuotaSubject::User, Counted::ReportedIds) => self.user_reported_ids,
-            (QuotaSubject::User, Counted::Partitions) => self.user_partitions,
-            (QuotaSubject::User, Counted::OpenReads) => self.user_open_reads,
+            (QuotaSubject::App, QuotaResource::DiskBytes) => self.app_disk,
+            (QuotaSubject::App, QuotaResource::ReportedIds) => self.app_reported_ids,
+            (QuotaSubject::App, QuotaResource::Partitions) => self.app_partitions,
+            (QuotaSubject::App, QuotaResource::OpenReads) => self.app_open_reads,
+            (QuotaSubject::User, QuotaResource::DiskBytes) => self.user_disk,
+            (QuotaSubject::User, QuotaResource::ReportedIds) => self.user_reported_ids,
+            (QuotaSubject::User, QuotaResource::Partitions) => self.user_partitions,
+            (QuotaSubject::User, QuotaResource::OpenReads) => self.user_open_reads,
         }
     }
 }
@@ -88,7 +88,7 @@ pub struct QuotaUse {
 }
 
 fn kinds() -> impl Iterator<Item = QuotaKind> {
-    QuotaSubject::ALL.into_iter().flat_map(|whose| Counted::ALL.map(|counted| (whose, counted)))
+    QuotaSubject::ALL.into_iter().flat_map(|whose| QuotaResource::ALL.map(|counted| (whose, counted)))
 }
 
 /// Replaces the quotas with immediate effect. Must not be called before recovered state is

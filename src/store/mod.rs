@@ -20,7 +20,7 @@ mod test_blocks;
 mod tier;
 
 pub use self::disk::{
-    DataRead, DiskShuffleHandle, INDEX_CACHE_BYTES, LocalConfig, LocalStore, Published, SyncWrites,
+    BatchSummary, DataRead, DiskShuffleHandle, INDEX_CACHE_BYTES, LocalConfig, LocalStore, SyncWrites,
     VerifyReads,
 };
 pub use self::error::{StoreError, StoreErrorKind};
@@ -31,7 +31,7 @@ pub use self::state::{
     DiskCondition, DiskInfo, HdfsState, MountUsage, ObjectStoreState, TierState, by_mount,
 };
 pub use self::tier::{
-    Admission, Capability, Cause, ChunkRead, DrainableTier, Drained, MaintainedTier, MetadataLog,
+    Admission, Capability, Cause, ChunkRead, DrainBacklog, DrainableTier, MaintainedTier, MetadataLog,
     MetadataTier, Purge, RemoteStorage, SavedSettings, ServedData, ServedIndex, ServedTier, Tier, TierBatch,
     TierNames, TierRole, TierShuffle, TierUsage, Tiers,
 };

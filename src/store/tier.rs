@@ -160,7 +160,7 @@ pub trait MetadataTier: Send + Sync {
 /// Moves all data to a store where a worker of the same name finds it on another machine.
 pub trait DrainableTier: Send + Sync {
     /// Begins or continues the drain. Returns the remaining work.
-    fn begin(&self) -> Drained;
+    fn begin(&self) -> DrainBacklog;
 
     /// Cancels the drain. Data that was moved stays moved.
     fn cancel(&self);
@@ -433,7 +433,7 @@ impl From<Vec<ExtentWrite>> for TierBatch {
 
 /// Data that another machine would not find, which is the remaining work of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Drained {
+pub struct DrainBacklog {
     /// Number of shuffles with data that is or may be only here, for example in a missing or
     /// unreadable directory.
     pub shuffles_left: usize,

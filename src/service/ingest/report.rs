@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use crate::app::{App, Counted, PaidIds, PartitionRecords, Price, ReportError, Reports, ShuffleState};
+use crate::app::{App, PaidIds, PartitionRecords, Price, QuotaResource, ReportError, Reports, ShuffleState};
 use crate::clock::timeout;
 use crate::log::{IdRun, Record, Report};
 use crate::store::{MetadataLog, StoreErrorKind};
@@ -124,7 +124,7 @@ impl Ingest {
         report: &Reported,
     ) -> Result<ReportCharge, ServiceError> {
         let Price { ids, bytes } = Price::of(&report.partitions);
-        let counted = app.usage.take(Counted::ReportedIds, ids)?;
+        let counted = app.usage.take(QuotaResource::ReportedIds, ids)?;
         let record_bytes = reports.records.lock().price_of(&report.records);
         let mut on_disk = None;
         let mut charge = match self.parts.spill.charge(app, bytes + record_bytes).await {

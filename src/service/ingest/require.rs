@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use tokio::sync::Semaphore;
 
-use crate::app::{App, Counted, WaitStage};
+use crate::app::{App, QuotaResource, WaitStage};
 use crate::memory::{MemoryError, ShuffleBuffers};
 use crate::metrics::clamped;
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
@@ -132,7 +132,7 @@ impl Ingest {
             });
         }
         check_shuffle(&app, request)?;
-        app.usage.check(Counted::DiskBytes, bytes)?;
+        app.usage.check(QuotaResource::DiskBytes, bytes)?;
         let split_partitions = self.judge_partitions(&app, request)?;
         let wanted = QueuedRequest { bytes, partitions: request.partitions.len() };
         Ok(TicketRequest { app, wanted, split_partitions, has_waited: false })

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use tokio::task::coop::consume_budget;
 
-use crate::app::{App, Counted, Reports, ShuffleState};
+use crate::app::{App, QuotaResource, Reports, ShuffleState};
 use crate::log::{IdRun, IdSet, RunWriter, Scratch, runs_to_merge};
 use crate::store::{StoreError, StoreErrorKind, Tiers};
 use crate::telemetry::LogLimiter;
@@ -78,7 +78,7 @@ impl Spill {
         let _turn = scratch.turn().await;
         match written(scratch, partitions).await {
             Ok(run) => {
-                let counted = app.usage.count(Counted::DiskBytes, run.bytes());
+                let counted = app.usage.count(QuotaResource::DiskBytes, run.bytes());
                 Some((run, counted))
             }
             Err(error) => {
@@ -114,7 +114,7 @@ pub(in crate::service) async fn move_table(
         writer.push_set(partition, set).await?;
     }
     let run = writer.finish().await?;
-    let (bytes, counted) = (run.bytes(), app.usage.count(Counted::DiskBytes, run.bytes()));
+    let (bytes, counted) = (run.bytes(), app.usage.count(QuotaResource::DiskBytes, run.bytes()));
     let is_first = shuffle.reports.block_ids.lock().end_spill(run, counted);
     if is_first {
         tracing::info!(
@@ -148,7 +148,7 @@ pub(in crate::service) async fn merge_runs(
             return Ok(());
         }
         let run = IdRun::merged(scratch, newest).await?;
-        let counted = app.usage.count(Counted::DiskBytes, run.bytes());
+        let counted = app.usage.count(QuotaResource::DiskBytes, run.bytes());
         shuffle.reports.block_ids.lock().replace_runs(newest, run, counted);
     }
 }

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use crate::app::{App, Counted, ShuffleState, WaitStage};
+use crate::app::{App, QuotaResource, ShuffleState, WaitStage};
 use crate::clock::Instant;
 use crate::memory::{BlockFill, Buffer, CommitOutcome, MemoryError, Reservation, ShuffleBuffers};
 use uniffle_base::budget::heap::HeapFull;
@@ -74,7 +74,7 @@ impl Ingest {
         let mut funds = self.parts.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
         self.parts.metrics.ticket_lifetime.observe(funds.age().as_secs_f64());
         self.commits.check()?; // rather now than after all of its bytes
-        app.usage.check(Counted::DiskBytes, header.message_bytes)?;
+        app.usage.check(QuotaResource::DiskBytes, header.message_bytes)?;
         let missing = || ServiceError::NotRegisteredPart(format!("shuffle {}", header.shuffle));
         let (key, shuffle) = shuffle_of(&app, header.shuffle).ok_or_else(missing)?;
         let buffers = self.parts.memory.shuffle(&key).ok_or_else(missing)?;

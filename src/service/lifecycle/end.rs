@@ -11,7 +11,7 @@ use std::sync::Arc;
 use super::Lifecycle;
 use crate::service::ServiceError;
 use crate::service::blocking::{run_blocking, run_own_blocking};
-use crate::store::Drained;
+use crate::store::DrainBacklog;
 use crate::telemetry::AUDIT;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
@@ -23,14 +23,14 @@ pub struct Draining {
     /// Batches on their way to a tier.
     pub batches: usize,
     /// Data in the tiers that other machines cannot read yet; `None` if no tier has storage for it.
-    pub tiers: Option<Drained>,
+    pub tiers: Option<DrainBacklog>,
 }
 
 impl Draining {
     /// Returns whether other machines can read everything.
     #[must_use]
     pub fn may_go(&self) -> bool {
-        let is_elsewhere = |it: &Drained| it.shuffles_left == 0 && it.stuck_bytes == 0;
+        let is_elsewhere = |it: &DrainBacklog| it.shuffles_left == 0 && it.stuck_bytes == 0;
         self.in_memory_bytes == 0 && self.batches == 0 && self.tiers.as_ref().is_some_and(is_elsewhere)
     }
 }
@@ -47,7 +47,7 @@ impl Lifecycle {
         // Without a tier below memory there is nothing to flush to.
         let batches = self.flush_all().unwrap_or(0);
         let begun = self.parts.tiers.iter().filter_map(|tier| tier.drain()).map(|tier| tier.begin());
-        let tiers = begun.reduce(|one, other| Drained {
+        let tiers = begun.reduce(|one, other| DrainBacklog {
             shuffles_left: one.shuffles_left + other.shuffles_left,
             bytes_left: one.bytes_left + other.bytes_left,
             stuck_bytes: one.stuck_bytes + other.stuck_bytes,

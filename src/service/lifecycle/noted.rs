@@ -7,7 +7,7 @@
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use crate::app::{App, Counted, NextNote, NotedRegistrations, Registration, ShuffleState};
+use crate::app::{App, NextNote, NotedRegistrations, QuotaResource, Registration, ShuffleState};
 use crate::log::{self, Record};
 use crate::store::{MetadataLog, MetadataTier, RemoteStorage, StoreErrorKind, Tiers};
 use uniffle_wire::types::ShuffleKey;
@@ -112,7 +112,7 @@ fn check(app: &App, noted: &NotedRegistrations, next: &NextNote, bytes: usize) -
         });
     }
     if !noted.is_empty() {
-        app.usage.check(Counted::DiskBytes, bytes as u64)?;
+        app.usage.check(QuotaResource::DiskBytes, bytes as u64)?;
     }
     Ok(())
 }

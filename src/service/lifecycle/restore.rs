@@ -27,7 +27,7 @@ use crate::telemetry::AUDIT;
 
 /// Counts of the restored state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Restored {
+pub struct RestoreCounts {
     /// Applications.
     pub apps: usize,
     /// Shuffles.
@@ -38,7 +38,7 @@ pub struct Restored {
     pub reported_blocks: u64,
 }
 
-impl Restored {
+impl RestoreCounts {
     fn tell(&self, bytes: u64, blocks: u64, took: Duration) {
         let Self { apps, shuffles, unregistered, reported_blocks } = *self;
         if shuffles + unregistered > 0 {
@@ -83,8 +83,8 @@ impl Lifecycle {
     /// then the blocks that exist. Every app counts as used now. All restored state is charged as
     /// it is added, and nothing else of it is held. Afterwards memory and tiers report damage to
     /// the verifier.
-    pub async fn restore(&self, mut recovered: Recovered) -> Restored {
-        let mut restored = Restored::default();
+    pub async fn restore(&self, mut recovered: Recovered) -> RestoreCounts {
+        let mut restored = RestoreCounts::default();
         let (bytes, blocks, took) = (recovered.bytes, recovered.blocks, recovered.took);
         self.set_recovery_metrics(&recovered);
         self.parts.losses.blame_missing_directories(&recovered.missing_disks);

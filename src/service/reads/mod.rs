@@ -21,7 +21,7 @@ use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use crate::app::{App, Counted, ShuffleState, WaitStage};
+use crate::app::{App, QuotaResource, ShuffleState, WaitStage};
 use crate::clock::{Instant, timeout};
 use crate::memory::{MemoryRead, ReadLimit, ReadPool};
 use crate::service::ServiceError;
@@ -517,7 +517,7 @@ impl Reads {
 
     fn caller(&self, app: &str, shuffle: i32) -> Result<ReadCaller, ServiceError> {
         let app = self.parts.touched_app(app)?;
-        let open = app.usage.take(Counted::OpenReads, 1)?;
+        let open = app.usage.take(QuotaResource::OpenReads, 1)?;
         Ok(ReadCaller { key: ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app, open })
     }
 

@@ -103,7 +103,7 @@ impl Next {
         Self { store, service, tasks }
     }
 
-    async fn restore(&self) -> Restored {
+    async fn restore(&self) -> RestoreCounts {
         self.service.lifecycle.restore(self.store.take_recovered()).await
     }
 

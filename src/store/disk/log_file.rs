@@ -49,7 +49,7 @@ impl LogKind {
 
 /// A reserved range of a log.
 #[derive(Debug)]
-pub(in crate::store) struct Reserved {
+pub(in crate::store) struct LogRange {
     pub(in crate::store) log: LogUse,
     pub(in crate::store) offset: u64,
 }

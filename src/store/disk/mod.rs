@@ -33,4 +33,4 @@ pub use self::read::DataRead;
 pub use self::read::view::{StreamView, ViewRun};
 pub use self::store::{DiskShuffleHandle, LocalStore};
 pub(crate) use self::tier::NAMES;
-pub use self::write::batch::Published;
+pub use self::write::batch::BatchSummary;

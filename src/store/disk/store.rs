@@ -19,7 +19,7 @@ use super::read::view::{InObjects, StreamView, ViewRun};
 use super::read::{DataRead, DiskReader};
 use super::shuffle::DiskShuffle;
 use super::write::append::DiskWriter;
-use super::write::batch::Published;
+use super::write::batch::BatchSummary;
 use crate::clock::timeout;
 use crate::log::{MetadataLog, Scratch, within};
 use crate::runtime::Tasks;
@@ -51,7 +51,7 @@ impl DiskShuffleHandle {
     /// # Errors
     /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or
     /// `InvalidBatch`.
-    pub async fn write(&self, extents: Vec<ExtentWrite>) -> Result<Published, StoreError> {
+    pub async fn write(&self, extents: Vec<ExtentWrite>) -> Result<BatchSummary, StoreError> {
         self.writer.write(&self.shuffle, extents, false).await
     }
 }

@@ -13,7 +13,7 @@ use super::tier::OffloadTier;
 use crate::clock::sleep;
 use crate::metrics::clamped;
 use crate::store::object::Uploads;
-use crate::store::{DiskInfo, Drained, StoreError, StoreErrorKind, TierUsage};
+use crate::store::{DiskInfo, DrainBacklog, StoreError, StoreErrorKind, TierUsage};
 
 /// Interval of checks while there is nothing to move or the store fails.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -132,7 +132,7 @@ impl OffloadTier {
     }
 
     /// Begins a drain, which moves everything. Returns its progress.
-    pub(super) fn begin_drain(&self) -> Drained {
+    pub(super) fn begin_drain(&self) -> DrainBacklog {
         self.is_draining.store(true, Ordering::Release);
         self.wanted.notify_one();
         self.how_far()
@@ -140,16 +140,16 @@ impl OffloadTier {
 
     /// Returns the data that another machine would not find. During a drain at least one shuffle is
     /// counted until the store has a record that it has everything.
-    pub(super) fn how_far(&self) -> Drained {
+    pub(super) fn how_far(&self) -> DrainBacklog {
         if !self.local.has_disks() {
-            return Drained::default();
+            return DrainBacklog::default();
         }
         let mut left = self.left();
         let is_draining = self.is_draining.load(Ordering::Acquire);
         // The store may not know yet that a shuffle has ended.
         let log = self.object.log();
         let is_behind = !log.is_begun() || !log.knows(log.end_position());
-        let is_untold = left == Drained::default() && (is_behind || !self.object.is_drained());
+        let is_untold = left == DrainBacklog::default() && (is_behind || !self.object.is_drained());
         left.shuffles_left += usize::from(is_draining && is_untold);
         left
     }
@@ -163,16 +163,16 @@ impl OffloadTier {
         let log = self.object.log();
         let is_drained = || {
             let is_draining = self.is_draining.load(Ordering::Acquire);
-            is_draining && self.left() == Drained::default() && log.knows(log.end_position())
+            is_draining && self.left() == DrainBacklog::default() && log.knows(log.end_position())
         };
         if let Err(error) = self.object.set_drained(is_drained).await {
             tracing::warn!(%error, "cannot record in the object store whether the local disks are drained; retrying");
         }
     }
 
-    fn left(&self) -> Drained {
+    fn left(&self) -> DrainBacklog {
         let shuffles: Vec<Arc<TieredShuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
-        let mut drained = Drained::default();
+        let mut drained = DrainBacklog::default();
         for shuffle in &shuffles {
             let TierUsage { bytes, .. } = shuffle.local.usage();
             let is_stuck = shuffle.is_stuck(bytes);

@@ -20,7 +20,7 @@ use super::shuffle::TieredShuffle;
 use super::tier::OffloadTier;
 use crate::store::disk::DataRead;
 use crate::store::extents::extent::Extent;
-use crate::store::object::{ExtentSource, Moved};
+use crate::store::object::{ExtentIndex, ExtentSource};
 use crate::store::{ChunkRead as _, StoreError, StoreErrorKind};
 use uniffle_base::budget::Charge;
 use uniffle_io::buffers::StreamBuffers;
@@ -147,19 +147,19 @@ impl Runs {
     }
 
     /// Returns the next extent of the current run, or `None` at its end.
-    fn next_of_run(&mut self) -> Option<Moved> {
+    fn next_of_run(&mut self) -> Option<ExtentIndex> {
         let reading = self.reading.as_mut()?;
         let (extent, records) = reading.left.pop_front()?;
         (reading.base, reading.left_bytes) = (extent.base, extent.length);
         self.given_bytes += records.len() as u64;
         self.charge.merge(reading.charge.split_up_to(records.len() as u64));
         let Extent { base, length, blocks, records_crc, .. } = extent;
-        Some(Moved { partition: reading.run.partition, base, length, blocks, records, records_crc })
+        Some(ExtentIndex { partition: reading.run.partition, base, length, blocks, records, records_crc })
     }
 }
 
 impl ExtentSource for Runs {
-    fn next_extent(&mut self) -> BoxFuture<'_, Result<Option<Moved>, StoreError>> {
+    fn next_extent(&mut self) -> BoxFuture<'_, Result<Option<ExtentIndex>, StoreError>> {
         let next = async move {
             loop {
                 if let Some(moved) = self.next_of_run() {

@@ -20,7 +20,7 @@ use crate::runtime::Tasks;
 use crate::store::object::{Bucket, NAMES};
 use crate::store::removal::deletion_queue::DetachedShuffle;
 use crate::store::{
-    Admission, Capability, DiskShuffleHandle, DrainableTier, Drained, LocalConfig, LocalStore,
+    Admission, Capability, DiskShuffleHandle, DrainBacklog, DrainableTier, LocalConfig, LocalStore,
     MaintainedTier, MetadataLog, MetadataTier, Purge, Recovered, RemoteStorage, SavedSettings, ServedTier,
     StoreError, Tier, TierRole, TierShuffle, TierState, TierUsage,
 };
@@ -314,7 +314,7 @@ impl MetadataTier for OffloadTier {
 }
 
 impl DrainableTier for OffloadTier {
-    fn begin(&self) -> Drained {
+    fn begin(&self) -> DrainBacklog {
         self.begin_drain()
     }
 

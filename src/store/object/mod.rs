@@ -47,7 +47,7 @@ pub use self::settings::ObjectSettings;
 #[cfg(feature = "object")]
 pub use self::upload::intake::Uploads;
 #[cfg(feature = "object")]
-pub use self::upload::segment::Moved;
+pub use self::upload::segment::ExtentIndex;
 #[cfg(feature = "object")]
 pub use self::upload::uploader::ExtentSource;
 #[cfg(feature = "object")]

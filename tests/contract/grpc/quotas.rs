@@ -194,7 +194,7 @@ async fn reads_beyond_the_quota_wait() {
     let answer = open.collect().await.unwrap().to_bytes();
     assert!(answer.len() > 1 << 20);
     let usage = fixture.worker.apps().find(&key.app).unwrap();
-    let open_reads = (uniffle_worker::app::QuotaSubject::App, uniffle_worker::app::Counted::OpenReads);
+    let open_reads = (uniffle_worker::app::QuotaSubject::App, uniffle_worker::app::QuotaResource::OpenReads);
     eventually("the read has ended", || match usage.usage.used(open_reads) {
         0 => Ok(()),
         open => Err(format!("{open} are open")),

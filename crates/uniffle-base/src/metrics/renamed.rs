@@ -22,16 +22,16 @@ pub(super) fn also<M: Collector + Clone + 'static>(
         .first()
         .map_or((String::new(), Vec::new()), |desc| (desc.help.clone(), desc.variable_labels.clone()));
     let desc = Desc::new(name.to_owned(), desc.0, desc.1, HashMap::new())?;
-    registry.register(Box::new(Renamed { metric: metric.clone(), desc }))
+    registry.register(Box::new(Alias { metric: metric.clone(), desc }))
 }
 
 /// A metric exported under another name.
-struct Renamed<M> {
+struct Alias<M> {
     metric: M,
     desc: Desc,
 }
 
-impl<M: Collector> Collector for Renamed<M> {
+impl<M: Collector> Collector for Alias<M> {
     fn desc(&self) -> Vec<&Desc> {
         vec![&self.desc]
     }

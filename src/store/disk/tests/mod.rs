@@ -60,7 +60,7 @@ impl LocalStore {
         &self,
         key: &ShuffleKey,
         extents: Vec<ExtentWrite>,
-    ) -> Result<Published, StoreError> {
+    ) -> Result<BatchSummary, StoreError> {
         let purged = || StoreError::new(StoreErrorKind::Purged, key.to_string());
         self.handle(key).ok_or_else(purged)?.write(extents).await
     }

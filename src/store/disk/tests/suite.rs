@@ -21,7 +21,7 @@ async fn suite(disks: Vec<Arc<dyn Disk>>, direct_io: bool) {
     ];
     let published = store.write(&key, batch.clone()).await.unwrap();
     let bytes = batch.iter().map(|extent| extent.length).sum();
-    assert_eq!(published, Published { sequence: 0, disk: published.disk, extents: 5, blocks: 8, bytes });
+    assert_eq!(published, BatchSummary { sequence: 0, disk: published.disk, extents: 5, blocks: 8, bytes });
     for sequence in 1..4 {
         let next = vec![extent(5, &[(100 + sequence, 6000), (200 + sequence, 10)], sequence % 2 == 0)];
         assert_eq!(store.write(&key, next).await.unwrap().sequence as i64, sequence);

@@ -444,7 +444,7 @@ impl Real {
         self.parent.path().join("d0")
     }
 
-    async fn write(&self, id: i64) -> Result<Published, StoreError> {
+    async fn write(&self, id: i64) -> Result<BatchSummary, StoreError> {
         self.store.write(&self.key, vec![extent(1, &[(id, 9000)], true)]).await
     }
 }

@@ -15,7 +15,7 @@ use crate::store::disk::config::SyncWrites;
 use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::{APPS, LocalDisk};
 use crate::store::disk::directories::placement::{self, DiskCandidate};
-use crate::store::disk::log_file::{LOG_BYTES_MAX, Log, LogKind, LogUse, Reserved};
+use crate::store::disk::log_file::{LOG_BYTES_MAX, Log, LogKind, LogRange, LogUse};
 use crate::store::disk::read::damage::DamageMarker;
 use crate::store::disk::read::failures::wants_new_file;
 use crate::store::disk::shuffle::DiskShuffle;
@@ -166,7 +166,7 @@ impl DiskWriter {
         disk: &Arc<LocalDisk>,
         kind: LogKind,
         bytes: u64,
-    ) -> Result<Reserved, StoreError> {
+    ) -> Result<LogRange, StoreError> {
         let here = shuffle.on(disk);
         let mut current = here.current(kind).lock().await;
         let limit = self.log_bytes(kind);
@@ -185,7 +185,7 @@ impl DiskWriter {
             }
         };
         here.occupied.add(bytes);
-        Ok(Reserved { log, offset })
+        Ok(LogRange { log, offset })
     }
 
     /// Returns the length after which a log is continued in a new file.

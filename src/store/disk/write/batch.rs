@@ -13,7 +13,7 @@ use super::append::{DiskSearch, DiskWriter, ErrorCount};
 use crate::clock::Instant;
 use crate::store::disk::directories::directory::{InFlightWrite, LocalDisk};
 use crate::store::disk::files::Mode;
-use crate::store::disk::log_file::{Log, LogKind, Reserved};
+use crate::store::disk::log_file::{Log, LogKind, LogRange};
 use crate::store::disk::metrics::ALL_DISKS;
 use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::index::codec::occupied_bytes;
@@ -28,9 +28,9 @@ const CALL_BYTES_MAX: usize = 16 << 20;
 /// Maximum number of pieces of one write call (one `pwritev`).
 const CALL_PIECES_MAX: usize = 1024;
 
-/// A published batch.
+/// Summary of a published batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Published {
+pub struct BatchSummary {
     /// Sequence among the shuffle's batches.
     pub sequence: u64,
     /// Index of the disk with the data.
@@ -71,7 +71,7 @@ impl DiskWriter {
         shuffle: &Arc<DiskShuffle>,
         extents: Vec<ExtentWrite>,
         is_last: bool,
-    ) -> Result<Published, StoreError> {
+    ) -> Result<BatchSummary, StoreError> {
         let extents = ExtentWrite::bounded(extents);
         let bytes = validate(shuffle, &extents)?;
         self.core.metrics.write_local.inc();
@@ -86,7 +86,7 @@ impl DiskWriter {
                 }
             };
             let sequence = self.publish(shuffle, &data, &extents, is_last).await?;
-            Ok(Published {
+            Ok(BatchSummary {
                 sequence,
                 disk: data.log.disk.index,
                 extents: extents.len(),
@@ -94,7 +94,7 @@ impl DiskWriter {
                 bytes: extents.iter().map(|extent| extent.length).sum(),
             })
         };
-        let result: Result<Published, StoreError> = written.await;
+        let result: Result<BatchSummary, StoreError> = written.await;
         match &result {
             Ok(published) => self.count_published(published, bytes),
             Err(error) if error.kind == StoreErrorKind::Purged => {}
@@ -103,7 +103,7 @@ impl DiskWriter {
         result
     }
 
-    fn count_published(&self, published: &Published, occupied_bytes: u64) {
+    fn count_published(&self, published: &BatchSummary, occupied_bytes: u64) {
         let metrics = &self.core.metrics;
         metrics.writes.inc();
         metrics.write_local_succeeded.inc();
@@ -123,7 +123,7 @@ impl DiskWriter {
         shuffle: &DiskShuffle,
         extents: &[ExtentWrite],
         bytes: u64,
-    ) -> Result<Reserved, StoreError> {
+    ) -> Result<LogRange, StoreError> {
         let load = InFlightWrite::begin(disk, bytes);
         let data = self.reserve(shuffle, disk, LogKind::Data, bytes).await?;
         let file = self.writer(&data.log).await?;
@@ -168,7 +168,7 @@ pub(super) struct WriteCall<'a> {
 
 impl<'a> WriteCall<'a> {
     /// Begins to write at the start of a reserved range.
-    pub(super) fn new(writer: &'a DiskWriter, to: &'a Reserved, file: &'a Arc<dyn File>) -> Self {
+    pub(super) fn new(writer: &'a DiskWriter, to: &'a LogRange, file: &'a Arc<dyn File>) -> Self {
         Self { writer, log: &to.log, file, pieces: Vec::new(), bytes: 0, at: to.offset, staged: false }
     }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::clock::Instant;
 use crate::store::ExtentWrite;
 use crate::store::disk::directories::directory::LocalDisk;
-use crate::store::disk::log_file::{Log, LogUse, Reserved};
+use crate::store::disk::log_file::{Log, LogRange, LogUse};
 use crate::store::extents::extent::Extent;
 use crate::store::index::codec::{EncodedGroup, GroupExtent, GroupHeader, encode, occupied_bytes};
 use uniffle_io::BLOCK_ALIGN;
@@ -50,11 +50,11 @@ impl PendingGroup {
     pub(in crate::store) fn new(
         incarnation: u64,
         sequence: u64,
-        data: &Reserved,
+        data: &LogRange,
         writes: &[ExtentWrite],
         stream_bytes: impl Fn(PartitionId) -> u64,
     ) -> Self {
-        let Reserved { log: data, offset } = data;
+        let LogRange { log: data, offset } = data;
         let mut offset = *offset;
         let mut bases: HashMap<PartitionId, u64> = HashMap::new();
         let mut placed = Vec::with_capacity(writes.len());

@@ -19,7 +19,7 @@ use super::pending::{PendingGroup, PublishState};
 use crate::log::within;
 use crate::metrics::clamped;
 use crate::store::disk::directories::directory::LocalDisk;
-use crate::store::disk::log_file::{Log, LogKind, Reserved};
+use crate::store::disk::log_file::{Log, LogKind, LogRange};
 use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::extents::extent::Extent;
 use crate::store::{ExtentWrite, StoreError};
@@ -36,7 +36,7 @@ impl DiskWriter {
     pub(in crate::store::disk) async fn publish(
         &self,
         shuffle: &Arc<DiskShuffle>,
-        data: &Reserved,
+        data: &LogRange,
         extents: &[ExtentWrite],
         is_last: bool,
     ) -> Result<u64, StoreError> {
@@ -68,7 +68,7 @@ impl DiskWriter {
         let first = Some(pending.disk.index).filter(|_| pending.disk.is_healthy());
         let bytes = pending.group.bytes.len() as u64;
         let mut search = DiskSearch::new(self, shuffle, bytes, is_last).starting_at(first);
-        let Reserved { log, offset } = loop {
+        let LogRange { log, offset } = loop {
             let disk = search.next_disk().await?;
             match self.append_to(shuffle, disk, pending).await {
                 Ok(appended) => break appended,
@@ -128,7 +128,7 @@ impl DiskWriter {
         shuffle: &DiskShuffle,
         disk: &Arc<LocalDisk>,
         pending: &PendingGroup,
-    ) -> Result<Reserved, StoreError> {
+    ) -> Result<LogRange, StoreError> {
         let bytes = pending.group.bytes.clone();
         let place = self.reserve(shuffle, disk, LogKind::Index, bytes.len() as u64).await?;
         let file = self.writer(&place.log).await?;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::*;
-use crate::store::Drained;
+use crate::store::DrainBacklog;
 use crate::store::migration::shuffle::EXCLUDED_FOR;
 
 /// Returns a data file longer than `bytes`, with its disk.
@@ -35,7 +35,7 @@ async fn unreadable_partition_blocks_no_other_and_no_drain() {
     assert_eq!(process.move_what_is_wanted().await, 0, "it is noticed before an object has anything of it");
     let [stopped, others @ ..] = [0, 3, 7].map(|partition| process.moved_bytes(&bad, partition));
     assert!(stopped == 44_000 && others == [48_000; 2], "all but one extent: {stopped} {others:?}");
-    let left = Drained { stuck_bytes: 48_000 - stopped, ..Drained::default() };
+    let left = DrainBacklog { stuck_bytes: 48_000 - stopped, ..DrainBacklog::default() };
     assert_eq!(process.tier.how_far(), left);
     assert_eq!(process.fixture.store.open_uploads(), 0);
     for partition in [3, 7] {
@@ -63,12 +63,12 @@ async fn damaged_extent_within_a_run_is_skipped_and_kept() {
     assert_eq!(process.move_what_is_wanted().await, 1, "what was on its way is given up once");
     let end = || process.moved_bytes(&key, 0);
     assert_eq!((end(), process.fixture.store.open_uploads()), (100_000, 0));
-    assert_eq!(process.tier.how_far(), Drained { stuck_bytes: 3_000_000, ..Drained::default() });
+    assert_eq!(process.tier.how_far(), DrainBacklog { stuck_bytes: 3_000_000, ..DrainBacklog::default() });
 
     assert!(process.tier.next().is_none(), "not before its time");
     tokio::time::advance(EXCLUDED_FOR).await;
     assert_eq!((process.move_what_is_wanted().await, end()), (0, 100_000));
-    assert_eq!(process.tier.how_far(), Drained { stuck_bytes: 3_000_000, ..Drained::default() });
+    assert_eq!(process.tier.how_far(), DrainBacklog { stuck_bytes: 3_000_000, ..DrainBacklog::default() });
     let left = process.read(&key, 0).await.unwrap();
     assert_eq!((0..3100).filter(|id| left.contains_key(id)).count(), 3099, "all but the block");
 }

@@ -8,7 +8,7 @@ use uniffle_testkit::eventually;
 use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
-use crate::store::{Drained, StoreErrorKind};
+use crate::store::{DrainBacklog, StoreErrorKind};
 
 async fn fill(process: &Process, key: &ShuffleKey, ids: Range<i64>) {
     for id in ids {
@@ -270,7 +270,7 @@ async fn drained_worker_starts_on_empty_disks_until_cancelled() {
     process.tier.begin_drain();
     assert_eq!(process.tier.how_far().shuffles_left, 1);
     assert_eq!(process.move_what_is_wanted().await, 0);
-    assert_eq!(process.tier.how_far(), Drained::default());
+    assert_eq!(process.tier.how_far(), DrainBacklog::default());
     let drained = process.kill().await.unmounted();
     let process = drained.start().await;
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
@@ -360,7 +360,7 @@ async fn drain_without_shuffles_ends_once_stored() {
     assert_eq!(process.tier.how_far().shuffles_left, 1);
     process.until_known().await;
     process.tier.tell_drained().await;
-    assert_eq!(process.tier.how_far(), Drained::default());
+    assert_eq!(process.tier.how_far(), DrainBacklog::default());
     let fixture = process.kill().await;
     fixture.store.heal();
     fixture.unmounted().start().await;

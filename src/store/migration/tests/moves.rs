@@ -307,5 +307,5 @@ async fn missing_cold_partitions_do_not_end_a_drain() {
     assert_eq!(process.tier.how_far().stuck_bytes, 0);
     process.tier.begin_drain();
     assert_eq!(process.move_what_is_wanted().await, 0);
-    assert_eq!(process.tier.how_far(), crate::store::Drained::default());
+    assert_eq!(process.tier.how_far(), crate::store::DrainBacklog::default());
 }

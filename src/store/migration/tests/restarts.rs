@@ -4,7 +4,7 @@ use uniffle_testkit::object_fault::{Call, Fault};
 use uniffle_wire::index::FILLER_BLOCK_ID;
 
 use super::*;
-use crate::store::{Drained, LocalStore, StoreErrorKind};
+use crate::store::{DrainBacklog, LocalStore, StoreErrorKind};
 
 async fn fill(process: &Process, key: &ShuffleKey, ids: Range<i64>) {
     for id in ids {
@@ -380,7 +380,7 @@ async fn drain_waits_for_a_missing_directory() {
     process.register(&later).await;
     process.tier.begin_drain();
     assert_eq!(process.move_what_is_wanted().await, 0);
-    let left = Drained { shuffles_left: 1, ..Drained::default() };
+    let left = DrainBacklog { shuffles_left: 1, ..DrainBacklog::default() };
     assert_eq!(process.tier.how_far(), left, "of the other one everything is known");
     process.kill().await;
 
@@ -388,7 +388,7 @@ async fn drain_waits_for_a_missing_directory() {
     heard(&process).await;
     process.tier.begin_drain();
     assert_eq!(process.move_what_is_wanted().await, 0);
-    assert_eq!(process.tier.how_far(), Drained::default());
+    assert_eq!(process.tier.how_far(), DrainBacklog::default());
     let process = process.kill().await.on_an_empty_machine().start().await;
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..1, 3000));
 }
@@ -414,7 +414,7 @@ async fn returned_disk_completes_a_moved_shuffle() {
     process.tier.begin_drain();
     assert_eq!(process.tier.how_far().shuffles_left, 1, "another machine would refuse its results");
     assert_eq!(process.move_what_is_wanted().await, 0);
-    assert_eq!(process.tier.how_far(), Drained::default());
+    assert_eq!(process.tier.how_far(), DrainBacklog::default());
     let process = process.kill().await.on_an_empty_machine().start().await;
     let (recovered, said) = heard(&process).await;
     assert_eq!((&recovered.shuffles[0].incomplete, said[&key].len()), (&None, 2));

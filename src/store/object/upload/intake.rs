@@ -11,7 +11,7 @@ use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use object_store::{ObjectStore as _, ObjectStoreExt as _};
 use tokio::sync::oneshot;
 
-use super::segment::{Making, Prepared, UploadJob, UploadWaiter, making_bytes};
+use super::segment::{Making, SegmentBatch, UploadJob, UploadWaiter, making_bytes};
 use super::uploader::{self, ExtentSource, MOVED_PARTS_IN_FLIGHT, one_from};
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::index::index_read::IndexRead;
@@ -90,7 +90,7 @@ impl Uploads {
         let extents = ExtentWrite::bounded(extents);
         let bytes = making_bytes(&extents);
         let _making = Making::begin(&self.core.making, &self.core.extents, bytes).await;
-        let prepared = tokio::task::spawn_blocking(move || Prepared::of(extents)).await;
+        let prepared = tokio::task::spawn_blocking(move || SegmentBatch::of(extents)).await;
         let batch = prepared.map_err(|error| StoreError::io(key(), error.into()))??;
         let (done, written) = oneshot::channel();
         if self.shuffle.queue.add(UploadJob {

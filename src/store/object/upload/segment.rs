@@ -21,7 +21,7 @@ const BLOCKS_MAX: u64 = 256 << 10;
 
 /// Index data of an extent that is appended to a segment. Its bytes follow separately.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Moved {
+pub struct ExtentIndex {
     /// The partition.
     pub partition: PartitionId,
     /// Offset of the extent in the partition's stream.
@@ -54,20 +54,20 @@ pub(in crate::store::object) fn making_bytes(extents: &[ExtentWrite]) -> u64 {
 
 /// A batch with encoded records, ready to be appended to a segment.
 #[derive(Debug)]
-pub(in crate::store) struct Prepared {
-    extents: Vec<PreparedExtent>,
+pub(in crate::store) struct SegmentBatch {
+    extents: Vec<SegmentExtent>,
     pub(in crate::store) bytes: u64,
     blocks: u64,
 }
 
 #[derive(Debug)]
-struct PreparedExtent {
+struct SegmentExtent {
     /// The base is assigned when the extent is appended to a segment.
-    extent: Moved,
+    extent: ExtentIndex,
     payload: Vec<Bytes>,
 }
 
-impl Prepared {
+impl SegmentBatch {
     /// Encodes the records of a batch. Takes milliseconds for a large batch.
     ///
     /// # Errors
@@ -86,8 +86,9 @@ impl Prepared {
             let (partition, records_crc) = (extent.partition, crc32fast::hash(&records));
             prepared.bytes += length;
             prepared.blocks += u64::from(blocks);
-            let extent = Moved { partition, base: 0, length, blocks, records: records.into(), records_crc };
-            prepared.extents.push(PreparedExtent { extent, payload });
+            let extent =
+                ExtentIndex { partition, base: 0, length, blocks, records: records.into(), records_crc };
+            prepared.extents.push(SegmentExtent { extent, payload });
         }
         match prepared.extents.is_empty() {
             true => Err(StoreError::new(StoreErrorKind::InvalidBatch, "an empty batch")),
@@ -114,7 +115,7 @@ pub(super) struct OpenSegment {
 
 /// Description of a complete segment.
 #[derive(Debug)]
-pub(super) struct Sealed {
+pub(super) struct SegmentSummary {
     /// Extents ordered by partition and base, with their records.
     pub(in crate::store) extents: Vec<(PartitionId, Extent, Bytes)>,
     pub(in crate::store) payload_bytes: u64,
@@ -143,8 +144,8 @@ impl OpenSegment {
 
     /// Appends a batch. `published` returns the end of the published stream of a partition that has
     /// no extent in this segment yet.
-    pub(in crate::store) fn push(&mut self, batch: Prepared, published: impl Fn(PartitionId) -> u64) {
-        for PreparedExtent { mut extent, payload } in batch.extents {
+    pub(in crate::store) fn push(&mut self, batch: SegmentBatch, published: impl Fn(PartitionId) -> u64) {
+        for SegmentExtent { mut extent, payload } in batch.extents {
             let end = self.ends.entry(extent.partition).or_insert_with(|| published(extent.partition));
             extent.base = *end;
             *end += extent.length;
@@ -155,8 +156,8 @@ impl OpenSegment {
     }
 
     /// Begins an extent. Its bytes follow with [`OpenSegment::add`].
-    pub(in crate::store::object) fn begin(&mut self, extent: Moved) {
-        let Moved { partition, base, length, blocks, records, records_crc } = extent;
+    pub(in crate::store::object) fn begin(&mut self, extent: ExtentIndex) {
+        let ExtentIndex { partition, base, length, blocks, records, records_crc } = extent;
         let data_offset = self.payload_bytes;
         self.payload_bytes += length;
         self.blocks += u64::from(blocks);
@@ -189,7 +190,7 @@ impl OpenSegment {
     }
 
     /// Completes the segment. Index and tail become pending after the payload.
-    pub(super) fn seal(&mut self) -> Sealed {
+    pub(super) fn seal(&mut self) -> SegmentSummary {
         let mut entries = std::mem::take(&mut self.entries);
         entries.sort_unstable_by_key(|(entry, _)| (entry.partition, entry.base));
         let (payload_bytes, previous) = (self.payload_bytes, self.previous);
@@ -210,14 +211,14 @@ impl OpenSegment {
         let tail = SegmentTail { payload_bytes, index_bytes, previous }.encode(self.id);
         let pieces = std::iter::once(head.into()).chain(records).chain([Bytes::copy_from_slice(&tail)]);
         pieces.for_each(|piece| self.add(piece));
-        Sealed { extents, payload_bytes, bytes: payload_bytes + index_bytes + TAIL_BYTES as u64 }
+        SegmentSummary { extents, payload_bytes, bytes: payload_bytes + index_bytes + TAIL_BYTES as u64 }
     }
 }
 
 /// A batch to be written.
 #[derive(Debug)]
 pub(in crate::store::object) struct UploadJob {
-    pub(in crate::store::object) batch: Prepared,
+    pub(in crate::store::object) batch: SegmentBatch,
     /// Streams to which its extents are appended.
     pub(super) streams: DiskShuffleHandle,
     pub(super) waiter: UploadWaiter,
@@ -288,8 +289,11 @@ mod tests {
         let id = SegmentId { incarnation: 7, number: 4 };
         let mut open = OpenSegment::new(id, 2);
         let published = |partition: PartitionId| if partition.0 == 1 { 1000 } else { 0 };
-        open.push(Prepared::of(vec![extent(2, 1, b"second"), extent(1, 2, b"first")]).unwrap(), published);
-        open.push(Prepared::of(vec![extent(1, 3, b"again!!")]).unwrap(), published);
+        open.push(
+            SegmentBatch::of(vec![extent(2, 1, b"second"), extent(1, 2, b"first")]).unwrap(),
+            published,
+        );
+        open.push(SegmentBatch::of(vec![extent(1, 3, b"again!!")]).unwrap(), published);
         let mut object = Vec::new();
         while let Some(part) = open.take_part(5) {
             assert_eq!(part.iter().map(Bytes::len).sum::<usize>(), 5);
@@ -322,7 +326,7 @@ mod tests {
         let mut short = extent(1, 1, b"abc");
         short.length = 2;
         for extents in [vec![], vec![short]] {
-            assert_eq!(Prepared::of(extents).unwrap_err().kind, StoreErrorKind::InvalidBatch);
+            assert_eq!(SegmentBatch::of(extents).unwrap_err().kind, StoreErrorKind::InvalidBatch);
         }
     }
 }

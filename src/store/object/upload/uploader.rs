@@ -15,7 +15,7 @@ use futures::stream::FuturesUnordered;
 use object_store::path::Path;
 use object_store::{MultipartUpload, ObjectStoreExt as _, PutPayload, UploadPart};
 
-use super::segment::{Moved, OpenSegment, Sealed, SegmentNumbers, UploadJob, UploadWaiter};
+use super::segment::{ExtentIndex, OpenSegment, SegmentNumbers, SegmentSummary, UploadJob, UploadWaiter};
 use crate::clock::timeout;
 use crate::store::extents::extent::Extent;
 use crate::store::object::circuit_breaker::again;
@@ -40,7 +40,7 @@ const CLEAN_UP_TIMEOUT: Duration = Duration::from_secs(5);
 pub trait ExtentSource: Send {
     /// Returns the next extent, or `None` at the end. Its base is greater than those of earlier
     /// extents of its partition.
-    fn next_extent(&mut self) -> BoxFuture<'_, Result<Option<Moved>, StoreError>>;
+    fn next_extent(&mut self) -> BoxFuture<'_, Result<Option<ExtentIndex>, StoreError>>;
 
     /// Returns the next bytes of the extent, or `None` if there are no more.
     fn next_bytes(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>>;
@@ -100,10 +100,10 @@ enum UploadOrigin<'a> {
 async fn publish(
     core: &ObjectCore,
     shuffle: &ObjectShuffle,
-    sealed: Sealed,
+    sealed: SegmentSummary,
     streams: Option<&DiskShuffleHandle>,
 ) -> Result<Vec<(PartitionId, Extent)>, StoreError> {
-    let Sealed { extents, payload_bytes, bytes } = sealed;
+    let SegmentSummary { extents, payload_bytes, bytes } = sealed;
     // Cached before the extents are visible: a purge drops the records of visible extents only, so
     // later additions would remain.
     for some in extents.chunks(KEPT_IN_A_TURN) {
@@ -198,7 +198,7 @@ impl<'a> Upload<'a> {
     }
 
     /// Uploads the whole segment, including all batches that arrive meanwhile and fit.
-    async fn fill(&mut self) -> Result<Sealed, StoreError> {
+    async fn fill(&mut self) -> Result<SegmentSummary, StoreError> {
         let settings = &self.core.settings;
         loop {
             self.shuffle.require_present()?;
@@ -221,7 +221,7 @@ impl<'a> Upload<'a> {
     }
 
     /// Completes the segment and uploads the rest of it.
-    async fn finish(&mut self) -> Result<Sealed, StoreError> {
+    async fn finish(&mut self) -> Result<SegmentSummary, StoreError> {
         let sealed = self.seal().await?;
         match self.multipart.is_some() {
             true => self.finish_parts(sealed.bytes).await?,
@@ -236,7 +236,10 @@ impl<'a> Upload<'a> {
 
     /// Uploads extents of `source` until the segment is full or the source ends, and completes the
     /// segment. Returns `None` if the source has no extent.
-    async fn fill_from(&mut self, source: &mut dyn ExtentSource) -> Result<Option<Sealed>, StoreError> {
+    async fn fill_from(
+        &mut self,
+        source: &mut dyn ExtentSource,
+    ) -> Result<Option<SegmentSummary>, StoreError> {
         let settings = &self.core.settings;
         let mut is_empty = true;
         while self.open.has_room(settings.segment_bytes) {
@@ -288,7 +291,7 @@ impl<'a> Upload<'a> {
     }
 
     /// Sorts and encodes the index on a blocking thread: many extents take milliseconds.
-    async fn seal(&mut self) -> Result<Sealed, StoreError> {
+    async fn seal(&mut self) -> Result<SegmentSummary, StoreError> {
         let empty = OpenSegment::new(SegmentId { incarnation: 0, number: 0 }, 0);
         let mut open = std::mem::replace(&mut self.open, empty);
         let sealed = tokio::task::spawn_blocking(move || {
