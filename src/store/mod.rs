@@ -10,7 +10,6 @@ mod extents;
 pub mod index;
 pub mod migration;
 pub mod object;
-mod progress;
 mod recovered;
 mod recovery;
 mod removal;

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, Registry};
 
 use crate::clock::Instant;
-use crate::compat::grpc::{IN_PROCESS, RIFFLE_DURATIONS, RIFFLE_TRANSIT, TIMED};
+use crate::compat::dashboards::{IN_PROCESS, RIFFLE_DURATIONS, RIFFLE_TRANSIT, TIMED};
 use crate::metrics::{self, Description, GaugeGuard, TRANSIT_MS_BUCKETS, TransitTimes, exponential};
 
 /// Paths of the methods that are served ahead of tonic's router.

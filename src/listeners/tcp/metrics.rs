@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, Registry};
 
-use crate::compat::tcp::{PROCESS_LATENCY, PROCESS_TIMES, TRANSPORT_TIMES};
+use crate::compat::dashboards::{PROCESS_LATENCY, PROCESS_TIMES, TRANSPORT_TIMES};
 use crate::metrics::{self, Description, GaugeGuard, TRANSIT_MS_BUCKETS, TransitTimes};
 use uniffle_wire::frame::FrameType;
 

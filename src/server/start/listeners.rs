@@ -27,7 +27,7 @@ use crate::schema::files;
 use crate::server::Worker;
 use crate::server::settings::HeartbeatSenders;
 use crate::server::sockets::{Sockets, accepting};
-use crate::server::status::cluster::{self, ClusterPage};
+use crate::server::status::cluster::ClusterPage;
 use crate::server::status::health::Watch;
 use crate::server::status::report;
 use crate::server::status::snapshot::{Inspector, OpenConnections, ProcessGauges};
@@ -133,10 +133,9 @@ impl Worker {
 
     fn open_admin(&self, config: &Config, binding: Binding, profiles: Router) -> anyhow::Result<()> {
         let control: Arc<dyn Control> = Arc::clone(&self.reloader) as _;
-        let hooks = AdminHooks { service: Arc::clone(&self.service), control };
-        let of_parts =
-            tiers::admin_routes(self.service.tiers()).merge(cluster::admin_routes(self.embedded.clone()));
-        let mounted = http::debug::admin_routes(profiles).merge(of_parts);
+        let (service, coordinator) = (Arc::clone(&self.service), self.embedded.clone());
+        let hooks = AdminHooks { service, control, coordinator };
+        let mounted = http::debug::admin_routes(profiles).merge(tiers::admin_routes(self.service.tiers()));
         let token = admin_token(config)?;
         AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.tasks.http)?;
         Ok(())

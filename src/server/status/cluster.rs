@@ -7,14 +7,12 @@ use std::cmp::Reverse;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
 use bytes::Bytes;
 use futures::FutureExt as _;
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
 use crate::clock::Instant;
-use crate::listeners::http::admin::lost_nodes;
 use crate::listeners::http::api::cluster::{ClusterApp, ClusterDisk, ClusterModel, ClusterNode};
 use crate::listeners::http::{Everywhere, NotExplained};
 use crate::proto::storage_info::StorageStatus;
@@ -88,15 +86,6 @@ impl ClusterPage {
         *latest = Some((Instant::now(), text.clone()));
         text
     }
-}
-
-/// Returns the administration routes of the embedded coordinator.
-pub(in crate::server) fn admin_routes(coordinator: Option<EmbeddedCoordinator>) -> Router {
-    lost_nodes::routes(move |id| match &coordinator {
-        None => Err("this worker has no coordinator (embedded_coordinator.enable)".to_owned()),
-        Some(coordinator) if coordinator.forget_lost(id) => Ok(()),
-        Some(_) => Err(format!("this coordinator lists no lost node {id:?}")),
-    })
 }
 
 fn workers(view: ClusterView, app: &str) -> Vec<uniffle_ctl::WorkerAddress> {

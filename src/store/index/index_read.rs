@@ -13,7 +13,7 @@ use futures::future::BoxFuture;
 
 use super::records::{RecordCheck, filler};
 use crate::store::extents::extent::{Extent, ExtentList, FILLER_BYTES};
-use crate::store::progress::RemainingRead;
+use crate::store::tier::RemainingRead;
 use crate::store::{ChunkRead, StoreError};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;

@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 use super::guard::{Audited, refusal};
 use crate::service::{Service, ServiceError};
+use uniffle_coordinator::embedded::EmbeddedCoordinator;
 
 /// Controls outside the service that the calls use.
 pub trait Control: fmt::Debug + Send + Sync {
@@ -45,6 +46,8 @@ pub struct AdminHooks {
     pub service: Arc<Service>,
     /// All other controls.
     pub control: Arc<dyn Control>,
+    /// The coordinator in this process, whose list of lost nodes can be changed.
+    pub coordinator: Option<EmbeddedCoordinator>,
 }
 
 /// Returns the routes of all calls, without access checks.
@@ -58,6 +61,7 @@ pub(super) fn router(hooks: AdminHooks) -> Router {
         .route("/admin/apps/{id}/purge", post(purge))
         .route("/admin/log-level", post(log_level))
         .route("/admin/reload", post(reload))
+        .route("/admin/coordinator/forget", post(forget_lost_node))
         .with_state(hooks)
 }
 
@@ -167,6 +171,26 @@ async fn reload(State(hooks): State<AdminHooks>) -> Response {
         Ok((changed, waiting)) => answer(&json!({ "changed": changed, "waiting_for_restart": waiting })),
         Err(reasons) => refusal(StatusCode::BAD_REQUEST, &reasons),
     }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ForgetRequest {
+    id: String,
+}
+
+/// Removes a node from the coordinator's list of lost nodes.
+async fn forget_lost_node(State(hooks): State<AdminHooks>, body: Bytes) -> Response {
+    let id = match arguments::<ForgetRequest>(&body, r#"{"id": "10.1.2.3-19999-21200"}"#) {
+        Ok(wanted) => wanted.id,
+        Err(response) => return response,
+    };
+    let reason = match &hooks.coordinator {
+        None => "this worker has no coordinator (embedded_coordinator.enable)".to_owned(),
+        Some(coordinator) if coordinator.forget_lost(&id) => return answer(&json!({ "forgotten": id })),
+        Some(_) => format!("this coordinator lists no lost node {id:?}"),
+    };
+    refusal(StatusCode::NOT_FOUND, &reason)
 }
 
 /// Parses the arguments in `body`. The error answer contains `example`.

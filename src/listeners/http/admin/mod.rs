@@ -8,7 +8,6 @@
 
 mod calls;
 mod guard;
-pub mod lost_nodes;
 #[cfg(feature = "object")]
 pub mod orphans;
 

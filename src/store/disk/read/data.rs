@@ -25,7 +25,7 @@ use crate::store::disk::log_file::Log;
 use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::extents::extent::{Extent, NO_LOG};
 use crate::store::index::block_verifier::BlockCheck;
-use crate::store::progress::RemainingRead;
+use crate::store::tier::RemainingRead;
 use crate::store::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart};

@@ -20,7 +20,7 @@ use crate::store::extents::extent_list::InStream as _;
 use crate::store::index::block_verifier::BlockCheck;
 use crate::store::object::core::ObjectCore;
 use crate::store::object::shuffle::ObjectShuffle;
-use crate::store::progress::RemainingRead;
+use crate::store::tier::RemainingRead;
 use crate::store::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
