@@ -15,6 +15,7 @@ use super::sections::Config;
 use crate::listeners::http::admin;
 use crate::schema::kind::MIB;
 use crate::schema::limits::{AddressLimit, SystemLimit, SystemLimits};
+use crate::store::READ_CALLS;
 
 /// Descriptors independent of clients: listeners, logs, the metadata log, coordinators, and the
 /// trial start of a successor.
@@ -208,7 +209,7 @@ impl Config {
     /// Returns the number of threads that are useful.
     fn threads_max(&self) -> u64 {
         let disks = if self.worker.store_type.has_local() { self.local.paths.len() as u64 } else { 0 };
-        let calls = self.local.read_concurrency_per_disk + 2 * self.local.write_concurrency_per_disk;
+        let calls = READ_CALLS + 2 * self.local.write_concurrency_per_disk;
         let pools = (self.worker.blocking_threads as u64).saturating_mul(1 + self.tcp_threads() as u64);
         let work = disks.saturating_mul(calls as u64 + BLOCKING_PER_DISK).saturating_add(BLOCKING_WORK);
         (self.threads_min() as u64).saturating_add(pools.min(work))

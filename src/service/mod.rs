@@ -24,7 +24,6 @@ mod status;
 mod tests;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use prometheus::Registry;
 
@@ -44,6 +43,7 @@ pub use lifecycle::fairness::{FairnessConfig, WeightRule};
 pub use lifecycle::restore::RestoreCounts;
 pub use lifecycle::{Lifecycle, RegisterRequest, SettingsStore};
 pub use losses::{IncompleteShuffle, Incompleteness, LossReport, ShuffleLoss};
+pub(crate) use parts::HEAP_WAIT;
 pub use parts::ServiceConfig;
 pub use quota::{QuotaConfig, QuotaUse};
 pub use reads::admission::{ReadAdmission, ReadLimits};
@@ -95,11 +95,11 @@ impl Service {
         registry: &Registry,
     ) -> prometheus::Result<Arc<Self>> {
         flusher.iter().for_each(|flusher| flusher.charge_to(Arc::clone(&apps)));
-        let parts = Arc::new(ServiceParts::new(&config, apps, memory, flusher, tasks, registry)?);
+        let parts = Arc::new(ServiceParts::new(apps, memory, flusher, tasks, registry)?);
         let diagnostics = Arc::new(Diagnostics::new(&parts));
         Ok(Arc::new(Self {
             ingest: Arc::new(Ingest::new(&parts, &config)),
-            reads: Arc::new(Reads::new(&parts, config.read_memory_wait)),
+            reads: Arc::new(Reads::new(&parts)),
             lifecycle: Arc::new(Lifecycle::new(&parts, &diagnostics, config)),
             diagnostics,
             parts,
@@ -148,12 +148,6 @@ impl Service {
     #[must_use]
     pub fn flusher(&self) -> Option<&Arc<Flusher>> {
         self.parts.flusher.as_ref()
-    }
-
-    /// Returns how long a request waits for heap.
-    #[must_use]
-    pub fn heap_wait(&self) -> Duration {
-        self.parts.heap_wait
     }
 
     /// Returns the registry of apps.

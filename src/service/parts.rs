@@ -29,6 +29,12 @@ use super::metrics::ServiceMetrics;
 use super::quota::QuotaConfig;
 use super::status::WorkerStatus;
 
+/// Maximum number of partitions that one request may name.
+pub(super) const PARTITIONS_PER_REQUEST_MAX: usize = 1_000_000;
+
+/// Time that a request waits for heap before NO_BUFFER.
+pub(crate) const HEAP_WAIT: Duration = Duration::from_secs(10);
+
 section! {
     /// Limits of the service.
     pub struct ServiceConfig {
@@ -42,14 +48,6 @@ section! {
         /// for seconds. 0 = no waiting.
         #[key("memory_store.buffer_ticket_wait_sec", seconds(Duration::ZERO..=30 * SECOND), Restart)]
         pub ticket_wait: Duration = SECOND,
-        /// Partitions one `requireBuffer` may name.
-        pub partitions_per_request_max: usize = 1_000_000,
-        /// Time that a local read waits for read memory before NO_BUFFER.
-        pub read_memory_wait: Duration = 10 * SECOND,
-        /// Time that a request waits for heap before NO_BUFFER.
-        pub heap_wait: Duration = 10 * SECOND,
-        /// Whether a block's CRC-32 is checked as it arrives.
-        pub verify_crc: bool = true,
         /// Bounds of one partition.
         pub partition_limits: PartitionLimits = PartitionLimits::default(),
         /// Who counts how much.
@@ -76,9 +74,6 @@ pub(super) struct ServiceParts {
     pub(super) tasks: Tasks,
     /// Pool for requested work that may be too long for a runtime thread.
     pub(super) pool: BlockingPool,
-    /// Partitions that one request may name.
-    pub(super) partitions_max: usize,
-    pub(super) heap_wait: Duration,
 }
 
 impl ServiceParts {
@@ -87,7 +82,6 @@ impl ServiceParts {
     /// # Errors
     /// A metric name is already registered in `registry`.
     pub(super) fn new(
-        config: &ServiceConfig,
         apps: Arc<AppRegistry>,
         memory: Arc<Memory>,
         flusher: Option<Arc<Flusher>>,
@@ -111,8 +105,6 @@ impl ServiceParts {
             verifier,
             metrics,
             tasks,
-            partitions_max: config.partitions_per_request_max,
-            heap_wait: config.heap_wait,
         })
     }
 

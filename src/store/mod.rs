@@ -19,8 +19,8 @@ mod test_blocks;
 mod tier;
 
 pub use self::disk::{
-    BatchSummary, DataRead, DiskShuffleHandle, INDEX_CACHE_BYTES, LocalConfig, LocalStore, SyncWrites,
-    VerifyReads,
+    BatchSummary, DataRead, DiskShuffleHandle, INDEX_CACHE_BYTES, LocalConfig, LocalStore, READ_CALLS,
+    SyncWrites, VerifyReads,
 };
 pub use self::error::{StoreError, StoreErrorKind};
 pub use self::extents::extent_write::{ExtentData, ExtentWrite};

@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use uniffle_wire::send_message::MessageLimits;
-
 use crate::schema::kind::{GIB, HOUR, KIB, MIB, SECOND, count, list, optional, seconds, size, word};
 use crate::schema::network::{Network, network};
 use crate::schema::{section, words};
@@ -88,21 +86,8 @@ section! {
         pub window_budget_bytes: u64 = 512 * MIB,
         /// Names or addresses of the machines that [`DecommissionBy::Coordinators`] means.
         pub coordinators: Vec<String> = Vec::new(),
-        /// Largest request of the small calls (reports, registrations).
-        pub small_message_bytes_max: usize = 64 << 20,
         /// Largest request of a data read, whose task filter may be large, and of a ticket.
         pub read_request_bytes_max: u32 = 4 << 20,
-        /// Bounds of one `sendShuffleData` message besides its size.
-        pub send_limits: MessageLimits = MessageLimits::default(),
-        /// Bytes of a refused request that are read and discarded, so that the client sees the
-        /// response.
-        pub discard_bytes_max: u64 = 64 * MIB,
-        /// Time for a connection's calls to end after GOAWAY.
-        pub drain_deadline: Duration = 10 * SECOND,
-        /// Pause between keep-alive pings.
-        pub keep_alive_interval: Duration = 60 * SECOND,
-        /// Time for the answer to a keep-alive ping.
-        pub keep_alive_timeout: Duration = 20 * SECOND,
         /// Which calls are traced.
         pub traces: Traces = Traces::off(),
     }

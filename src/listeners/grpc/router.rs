@@ -47,6 +47,9 @@ const TRACEPARENT: &str = "traceparent";
 /// worker.
 const OTHER_BYTES_MAX: u32 = 4 << 20;
 
+/// Largest request of the small calls: reports, registrations.
+const SMALL_CALL_BYTES_MAX: u32 = 64 << 20;
+
 /// The connection of a call.
 #[derive(Debug)]
 pub(super) struct Caller {
@@ -143,7 +146,6 @@ impl Router {
     ) -> Result<Response<Body>, Status> {
         let Caller { collector, reading, .. } = caller;
         let small = self.config.read_request_bytes_max;
-        let large = u32::try_from(self.config.small_message_bytes_max).unwrap_or(u32::MAX);
         let TransitMetrics { memory, local_data, .. } = self.metrics.transit();
         let service = &self.service;
         match request.uri().path() {
@@ -164,11 +166,13 @@ impl Router {
                 reads::local_data(service, local_data, reading, request).await
             }
             REGISTER_SHUFFLE => {
-                let (request, _charge) = collector.message(&mut request.into_body(), large, nested).await?;
+                let (request, _charge) =
+                    collector.message(&mut request.into_body(), SMALL_CALL_BYTES_MAX, nested).await?;
                 bookkeeping::register(service, caller.peer.ip(), request).await
             }
             REPORT_SHUFFLE_RESULT => {
-                let (request, _charge) = collector.message(&mut request.into_body(), large, nested).await?;
+                let (request, _charge) =
+                    collector.message(&mut request.into_body(), SMALL_CALL_BYTES_MAX, nested).await?;
                 bookkeeping::report(service, request).await
             }
             GET_SHUFFLE_RESULT => {
@@ -176,7 +180,8 @@ impl Router {
                 bookkeeping::result(service, request).await
             }
             GET_SHUFFLE_RESULT_FOR_MULTI_PART => {
-                let (request, _charge) = collector.message(&mut request.into_body(), large, numbers).await?;
+                let (request, _charge) =
+                    collector.message(&mut request.into_body(), SMALL_CALL_BYTES_MAX, numbers).await?;
                 bookkeeping::result_of_many(service, &collector.pool, request).await
             }
             _ => {

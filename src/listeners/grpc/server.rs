@@ -13,6 +13,7 @@ use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use hyper::server::conn::http2;
 use hyper::service::service_fn;
@@ -42,7 +43,7 @@ use crate::listeners::shares::{Share, ShareBudget, ShareLimits};
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternalServer;
 use crate::proto::shuffle_server_server::ShuffleServerServer;
 use crate::runtime::Tasks;
-use crate::service::{Reads, Service};
+use crate::service::{HEAP_WAIT, Reads, Service};
 use uniffle_base::budget::memory_plan::{STREAMS_MIN, WINDOW_BYTES_MIN};
 
 const NAMES: ListenerNames = ListenerNames {
@@ -51,6 +52,12 @@ const NAMES: ListenerNames = ListenerNames {
     connection: "grpc connection",
     limit: "grpc.max_connections",
 };
+/// Time for a connection's calls to end after GOAWAY.
+const DRAIN_DEADLINE: Duration = Duration::from_secs(10);
+/// Pause between keep-alive pings.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(60);
+/// Time for the answer to a keep-alive ping.
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Smallest frame size that the protocol allows to announce (RFC 9113 §6.5.2).
 const FRAME_BYTES_MIN: u32 = 16_384;
 /// Minimum limit of calls cancelled before hyper has processed them. Equal to h2's own limit.
@@ -113,7 +120,7 @@ impl GrpcServer {
         let windows = ShareBudget::new(config.window_budget_bytes, config.connections_max, windows);
         let streams = ShareLimits { least: STREAMS_MIN, most: config.concurrent_streams_max };
         let streams = ShareBudget::new(config.stream_budget, config.connections_max, streams);
-        let requests = RequestHeap::new(service.memory().heap(), service.heap_wait());
+        let requests = RequestHeap::new(service.memory().heap(), HEAP_WAIT);
         let router = Arc::new(Router { config, service, routes, metrics, tasks, requests });
         let server = Arc::new(Self { router, windows, streams, buffers: Arc::default() });
         acceptor.start(move |connection| Arc::clone(&server).serve(connection));
@@ -182,7 +189,7 @@ async fn drive(
     let (deadline, is_stopping) = tokio::select! {
         biased;
         ended = poll_fn(|context| writer.poll(context, connection.as_mut())) => return ended,
-        () = closing.as_mut() => (router.config.drain_deadline, true),
+        () = closing.as_mut() => (DRAIN_DEADLINE, true),
         () = connection_state.leaving() => (LEAVING_DEADLINE, false),
         () = tails.stuck() => {
             debug!("grpc connection closed: client did not read the rest of a response in time");
@@ -231,8 +238,8 @@ fn builder(config: &GrpcConfig, shares: &Shares, executor: CallExecutor) -> http
         .max_pending_accept_reset_streams(shares.cancelled_max())
         .max_local_error_reset_streams(ERRORS_MIN.max(ERRORS_PER_STREAM * shares.streams.amount() as usize))
         .max_send_buf_size(SEND_BUFFER_BYTES)
-        .keep_alive_interval(config.keep_alive_interval)
-        .keep_alive_timeout(config.keep_alive_timeout);
+        .keep_alive_interval(KEEP_ALIVE_INTERVAL)
+        .keep_alive_timeout(KEEP_ALIVE_TIMEOUT);
     builder
 }
 

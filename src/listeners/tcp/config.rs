@@ -40,17 +40,9 @@ section! {
         /// those of the runtime.
         #[key("runtime_config.urpc_runtime", word(), Restart)]
         pub threads: TcpThreads = TcpThreads::PerCore,
-        /// Largest accepted frame. Default: 1 GiB. Frames are never buffered and blocks need a
-        /// ticket, so the bound costs no memory. It must exceed one block of 512 MiB
-        /// (`types::BLOCK_BYTES_MAX`) and refuses only broken peers: Spark aims at 16 MiB per
-        /// request (`rss.client.send.size.limit`). Java's decoder allows `i32::MAX`.
-        pub frame_bytes_max: u32 = 1 << 30,
         /// Largest accepted read request. Default: 8 MiB, a task filter of four million scattered
         /// attempts. Received bytes are charged to the heap until the response exists.
         pub read_request_bytes_max: u32 = 8 << 20,
-        /// Bytes read from a socket at a time. Default: 256 KiB, which stays in the core's cache
-        /// (docs/design/data-path.md §2). Each thread has one such buffer for all connections.
-        pub chunk_bytes: usize = 256 << 10,
         /// Maximum number of connections; then the one idle longest is closed. Default: by memory,
         /// 384 to 10,000 (1,408 with 10 GB).
         #[key("tcp.max_connections", optional(count(1..=1_000_000)), Restart, example "10000")]
@@ -93,8 +85,6 @@ section! {
         /// Maximum number of threads for disk calls of each of the listener's own threads. Default:
         /// 64.
         pub blocking_threads: usize = 64,
-        /// Time to write finished replies once the listener closes. Default: 5 s.
-        pub shutdown_grace: Duration = Duration::from_secs(5),
         /// Sampling of traced requests. Default: none.
         pub traces: Traces = Traces::off(),
     }

@@ -29,6 +29,14 @@ use super::writer::{Outbox, Outgoing, ReplyGuard};
 
 /// Number of bytes read between frames. Small, so that little is left over if a request must wait.
 const SMALL_REQUEST_BYTES: u32 = 64 << 10;
+/// Bytes read from a socket at a time, which stay in the core's cache (docs/design/data-path.md §2).
+/// Each thread has one such buffer for all connections.
+const CHUNK_BYTES: usize = 256 << 10;
+/// Largest accepted frame. Frames are never buffered and blocks need a ticket, so the bound costs
+/// no memory. It must exceed one block of 512 MiB (`types::BLOCK_BYTES_MAX`) and refuses only broken
+/// peers: Spark aims at 16 MiB per request (`rss.client.send.size.limit`). Java's decoder allows
+/// `i32::MAX`.
+const FRAME_BYTES_MAX: u32 = 1 << 30;
 /// Read requests up to this size are bounded by the number of requests. Larger ones are charged to
 /// the heap.
 const FREE_REQUEST_BYTES: usize = 256;
@@ -231,9 +239,9 @@ impl Frames {
             FramePhase::Header { .. } | FramePhase::Read(_) => 0,
         };
         if is_exact {
-            return in_frame.clamp(1, self.shared.config.chunk_bytes);
+            return in_frame.clamp(1, CHUNK_BYTES);
         }
-        in_frame.saturating_add(SMALL_REQUEST_BYTES as usize).min(self.shared.config.chunk_bytes)
+        in_frame.saturating_add(SMALL_REQUEST_BYTES as usize).min(CHUNK_BYTES)
     }
 
     /// Returns the condition for [`Frames::walk`] to continue.
@@ -299,7 +307,7 @@ impl Frames {
         bytes[*have..*have + taken].copy_from_slice(&chunk[..taken]);
         *have += taken;
         if *have == HEADER_BYTES {
-            let header = FrameHeader::decode_request(bytes, self.shared.config.frame_bytes_max)?;
+            let header = FrameHeader::decode_request(bytes, FRAME_BYTES_MAX)?;
             self.connection_state.opened();
             self.counted =
                 Some((self.shared.metrics.of(header.kind).begin(), self.connection_state.request()));

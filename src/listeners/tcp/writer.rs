@@ -41,6 +41,9 @@ const LOOK: Duration = Duration::from_millis(500);
 /// A peer that takes fewer bytes than this within [`PATIENCE`] counts as stalled.
 const PATIENCE_BYTES: usize = 64 << 10;
 
+/// Time to write finished replies once the listener closes.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
+
 /// Slot in which the reader leaves its half of a connection for a successor.
 pub(super) type KeptHalf = Arc<Mutex<Option<OwnedReadHalf>>>;
 
@@ -128,10 +131,9 @@ impl ConnectionWriter {
     /// period after a cancel ends.
     pub(super) async fn run(mut self) {
         let cancelled = self.connection.cancelled();
-        let grace = self.shared.config.shutdown_grace;
         let end_of_grace = async move {
             cancelled.await;
-            sleep(grace).await;
+            sleep(SHUTDOWN_GRACE).await;
         };
         let connection = self.connection.clone();
         let shared = Arc::clone(&self.shared);

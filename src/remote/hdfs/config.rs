@@ -67,10 +67,6 @@ section! {
         /// What clients may name: `allowed_paths`, else the embedded coordinator's. Default:
         /// everything.
         pub allowed: AllowList = AllowList::default(),
-        /// Time for one call that moves no data.
-        pub call_timeout: Duration = 60 * SECOND,
-        /// How long a deletion is tried.
-        pub purge_timeout: Duration = 600 * SECOND,
     }
 }
 

@@ -20,11 +20,13 @@ use crate::store::{Cause, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// Number of attempts, and the pause between them, like Java's. A file system that does not answer
-/// is tried for [`super::HdfsConfig::purge_timeout`]. Its pauses then double up to `PAUSE_MAX`
-/// (backoff).
+/// is tried for `TRIED_FOR`. Its pauses then double up to `PAUSE_MAX` (backoff).
 const ATTEMPTS: u32 = 5;
 const PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
+const TRIED_FOR: Duration = Duration::from_secs(600);
+/// Time for one call that moves no data.
+const CALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// Number of directories of an expired application that are listed concurrently.
 const WALKS: usize = 8;
 
@@ -109,7 +111,7 @@ impl HdfsRemoval {
         if let Some(deleting) = &self.deleting {
             // A hung write ends eventually. The directories of a removed application cannot wait
             // longer than this.
-            drop(timeout(core.config.purge_timeout, deleting.clear()).await);
+            drop(timeout(TRIED_FOR, deleting.clear()).await);
         }
         for it in &self.pending {
             if let Err(error) = core.remove(it).await {
@@ -136,7 +138,7 @@ impl Drop for HdfsRemoval {
 
 impl HdfsCore {
     async fn remove(&self, it: &PendingDelete) -> Result<(), StoreError> {
-        let deadline = Instant::now() + self.config.purge_timeout;
+        let deadline = Instant::now() + TRIED_FOR;
         let mut pause = PAUSE;
         for attempt in 1.. {
             let Err(error) = self.remove_once(it).await else { return Ok(()) };
@@ -226,7 +228,7 @@ impl HdfsCore {
     }
 
     pub(super) async fn timed<T>(&self, path: &str, call: FsFuture<T>) -> Result<T, StoreError> {
-        match timeout(self.config.call_timeout, call).await {
+        match timeout(CALL_TIMEOUT, call).await {
             Ok(result) => result,
             Err(late) => Err(StoreError::io(path, late.into())),
         }

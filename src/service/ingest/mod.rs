@@ -36,7 +36,6 @@ pub struct Ingest {
     commits: CommitGate,
     ticket_queue: TicketQueue,
     ticket_wait: Duration,
-    verify_crc: bool,
     /// Pool for commits of large sends.
     pub(super) committing: BlockingPool,
     /// Pool for large sends that are aborted. It is separate so that aborts do not delay commits.
@@ -51,7 +50,6 @@ impl Ingest {
             commits: CommitGate::default(),
             ticket_queue: TicketQueue::default(),
             ticket_wait: config.ticket_wait,
-            verify_crc: config.verify_crc,
             committing: BlockingPool::of_cores(),
             aborting: BlockingPool::of_cores(),
         }

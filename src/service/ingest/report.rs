@@ -23,7 +23,7 @@ use super::Ingest;
 use super::spill::{self, SpillRoom};
 use crate::service::ServiceError;
 use crate::service::blocking::StepRunner;
-use crate::service::parts::shuffle_of;
+use crate::service::parts::{HEAP_WAIT, shuffle_of};
 
 /// Number of ids above which a report is compared, encoded and added on blocking threads
 /// (docs/protocol.md §11 bitmap-on-runtime).
@@ -149,7 +149,7 @@ impl Ingest {
 
     async fn wait_for_heap(&self, app: &App, bytes: u64) -> Result<Charge, ServiceError> {
         let heap = &app.budgets.reported_ids;
-        let charge = match timeout(self.parts.heap_wait, heap.charge(bytes)).await {
+        let charge = match timeout(HEAP_WAIT, heap.charge(bytes)).await {
             Ok(charge) => charge,
             Err(_elapsed) => heap.try_charge(bytes),
         };

@@ -19,6 +19,7 @@ use super::Ingest;
 use super::partition_limit::{LimitDecision, PartitionSizes};
 use super::ticket_queue::{QueuedRequest, is_waited_for};
 use crate::service::ServiceError;
+use crate::service::parts::PARTITIONS_PER_REQUEST_MAX;
 
 /// A `requireBuffer` request.
 #[derive(Debug, Clone, Copy)]
@@ -124,7 +125,7 @@ impl Ingest {
             return Err(ServiceError::Stopping);
         }
         let bytes = size(request.bytes, "requireSize")?;
-        if request.partitions.len() > self.parts.partitions_max {
+        if request.partitions.len() > PARTITIONS_PER_REQUEST_MAX {
             return Err(ServiceError::InvalidField {
                 field: "partitionIds",
                 value: clamped(request.partitions.len()),

@@ -249,10 +249,8 @@ impl SendSession {
             return Err(ServiceError::Malformed("more bytes than the block's length".to_owned()));
         };
         open.fill.write(bytes);
-        if self.ingest.verify_crc {
-            // Checksummed while in cache (docs/design/data-path.md §2).
-            open.crc.update(bytes);
-        }
+        // Checksummed while in cache (docs/design/data-path.md §2).
+        open.crc.update(bytes);
         Ok(())
     }
 
@@ -265,7 +263,7 @@ impl SendSession {
             return Err(ServiceError::Malformed("a block ends before its bytes".to_owned()));
         };
         let meta = block_meta(header, open.length)?;
-        if self.ingest.verify_crc && meta.crc != 0 {
+        if meta.crc != 0 {
             let actual = open.crc.finalize();
             if actual != meta.crc {
                 self.ingest.parts.metrics.crc_mismatches.inc();

@@ -53,6 +53,9 @@ const PERMITS_MAX: u64 = 64;
 /// a millisecond.
 const QUICK_BLOCKS_MAX: usize = 50_000;
 
+/// Time that a local read waits for read memory before NO_BUFFER.
+const READ_MEMORY_WAIT: Duration = Duration::from_secs(10);
+
 /// Maximum number of hints processed per request; clients send a few.
 const HINTS_MAX: usize = 16;
 
@@ -61,7 +64,6 @@ const HINTS_MAX: usize = 16;
 #[derive(Debug)]
 pub struct Reads {
     parts: Arc<ServiceParts>,
-    read_memory_wait: Duration,
     last_refusal: LastRefusal,
 }
 
@@ -305,8 +307,8 @@ impl ReadBuffers for HeldBuffer {
 }
 
 impl Reads {
-    pub(super) fn new(parts: &Arc<ServiceParts>, read_memory_wait: Duration) -> Self {
-        Self { parts: Arc::clone(parts), read_memory_wait, last_refusal: LastRefusal::none() }
+    pub(super) fn new(parts: &Arc<ServiceParts>) -> Self {
+        Self { parts: Arc::clone(parts), last_refusal: LastRefusal::none() }
     }
 
     /// Returns whether a memory read may be too long for a runtime thread. Recovered blocks are
@@ -395,7 +397,7 @@ impl Reads {
         let chunks = read_memory / PERMITS_DIVISOR / READ_CHUNK_BYTES_MAX as u64;
         let permits = usize::try_from(chunks.clamp(PERMITS_MIN, PERMITS_MAX)).unwrap_or(1);
         let room = Budget::new(self.parts.memory.answered().capacity() / CONNECTION_DIVISOR);
-        ReadLimits::new(ResponseWindow::new(room), permits, self.read_memory_wait)
+        ReadLimits::new(ResponseWindow::new(room), permits, READ_MEMORY_WAIT)
     }
 
     fn response_guard(
@@ -536,11 +538,10 @@ impl Reads {
     /// Reads the first chunk while an error can still be returned as a status.
     async fn start(&self, mut stream: ChunkStream) -> Result<ChunkStream, ServiceError> {
         self.parts.metrics.read_memory_asked.inc();
-        let wait = self.read_memory_wait;
         let asked = stream.reading.bytes;
-        stream.first = timeout(wait, stream.next()).await.map_err(|_| {
+        stream.first = timeout(READ_MEMORY_WAIT, stream.next()).await.map_err(|_| {
             self.parts.metrics.read_memory_refused.inc();
-            no_read_memory(asked, wait)
+            no_read_memory(asked, READ_MEMORY_WAIT)
         })??;
         Ok(stream)
     }

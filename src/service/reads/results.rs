@@ -22,7 +22,7 @@ use super::Reads;
 use crate::service::ServiceError;
 use crate::service::blocking::run_blocking;
 use crate::service::ingest::spill::{StoredIds, refused};
-use crate::service::parts::shuffle_of;
+use crate::service::parts::{HEAP_WAIT, PARTITIONS_PER_REQUEST_MAX, shuffle_of};
 
 /// Number of ids above which a result is built on a blocking thread: about a millisecond if no two
 /// are adjacent. Only requested ids count, because every reducer asks, and a thread switch takes
@@ -92,7 +92,7 @@ impl Reads {
         }
         let task_bits = layout.map_or(TASK_BITS_DEFAULT, |widths| widths.task);
         app.client.learn_task_bits(task_bits.unsigned_abs());
-        let (size, max) = (partitions.len(), self.parts.partitions_max);
+        let (size, max) = (partitions.len(), PARTITIONS_PER_REQUEST_MAX);
         if size > max {
             return Err(ServiceError::FieldTooLarge { field: "partitions", size, unit: "entries", max });
         }
@@ -155,7 +155,7 @@ impl Reads {
 
     /// Waits for the heap of a response, at most as long as a request may wait.
     async fn charged(&self, answers: &Budget, bytes: u64) -> Result<Charge, ServiceError> {
-        match timeout(self.parts.heap_wait, answers.charge(bytes)).await {
+        match timeout(HEAP_WAIT, answers.charge(bytes)).await {
             Ok(charged) => charged.map_err(full),
             Err(_elapsed) => answers.try_charge(bytes).map_err(full),
         }

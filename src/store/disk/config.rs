@@ -100,26 +100,14 @@ section! {
         /// Memory for cached index records, so that first index reads need no disk.
         #[key("localfile_store.index_cache_size", size(0..=16 * GIB), Restart)]
         pub index_cache_bytes: u64 = INDEX_CACHE_BYTES,
-        /// Read calls per disk at a time. At least 1.
-        pub read_concurrency_per_disk: usize = 16,
         /// Memory for reads of all disks, of which each has a share.
         pub read_memory_bytes: u64 = 64 * MIB,
         /// Time for one write call of at most 16 MiB, queueing included.
         pub write_timeout: Duration = 60 * SECOND,
-        /// Time for one read call of at most 2 MiB, queueing included.
-        pub read_timeout: Duration = 60 * SECOND,
-        /// Time to open, create or rename something.
-        pub name_timeout: Duration = 30 * SECOND,
-        /// Time to delete a shuffle's files.
-        pub purge_timeout: Duration = 600 * SECOND,
         /// Interval between two measurements of free space.
         pub space_interval: Duration = 10 * SECOND,
         /// Cached descriptors. At least 1.
         pub descriptors_max: usize = 1024,
-        /// A cached descriptor that is not used for this long is closed.
-        pub descriptor_idle_timeout: Duration = 60 * SECOND,
-        /// Time for one write to a copy of the metadata log, with its sync.
-        pub metadata_timeout: Duration = 10 * SECOND,
         /// Length after which the data of a shuffle on a disk goes to a new file.
         pub data_log_bytes: u64 = u64::MAX,
         /// Largest file that the process may write (RLIMIT_FSIZE).
@@ -128,21 +116,30 @@ section! {
         pub hand_off: Option<HandOff> = None,
         /// Evidence that the data directories had data, for the error of a refused start.
         pub had_data: Option<String> = None,
-        /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at
-        /// most 64.
-        pub staging_buffers: usize = 0,
     }
 }
 
-/// Maximum number of staging buffers chosen by default: 64 MiB outside the memory region.
-const STAGING_BUFFERS_DEFAULT_MAX: usize = 64;
+/// Read calls per disk at a time.
+pub const READ_CALLS: usize = 16;
+
+/// Time for one read call of at most 2 MiB, queueing included.
+pub(in crate::store) const READ_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Time to open, create, list or rename something.
+pub(in crate::store) const NAME_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Time for one write to a copy of the metadata log, with its sync.
+pub(in crate::store) const METADATA_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Maximum number of staging buffers of 1 MiB for gathered writes, which are outside the memory
+/// region.
+const STAGING_BUFFERS_MAX: usize = 64;
 
 impl LocalConfig {
     /// Creates the real disks of [`LocalConfig::paths`].
     pub fn real_disks(&self) -> Vec<Arc<dyn Disk>> {
-        let (writes, reads) = (self.write_concurrency_per_disk, self.read_concurrency_per_disk);
         let disk = |path: &PathBuf| -> Arc<dyn Disk> {
-            let disk = BlockingDisk::new(path, writes, reads);
+            let disk = BlockingDisk::new(path, self.write_concurrency_per_disk, READ_CALLS);
             Arc::new(disk.with_max_concurrency(self.max_concurrency_per_disk))
         };
         self.paths.iter().map(disk).collect()
@@ -151,15 +148,12 @@ impl LocalConfig {
     /// Returns the memory that reads of one of `disks` disks may hold. It is at most the amount
     /// useful to one disk. It leaves enough for the other disks if all of it is stuck.
     pub(super) fn read_share_bytes(&self, disks: usize) -> u64 {
-        let useful = self.read_concurrency_per_disk.saturating_mul(READ_CHUNK_BYTES_MAX) as u64;
-        let share = self.read_memory_bytes / (disks as u64 + 1);
-        share.min(useful).max(READ_CHUNK_BYTES_MAX as u64)
+        const USEFUL_BYTES: u64 = (READ_CALLS * READ_CHUNK_BYTES_MAX) as u64;
+        (self.read_memory_bytes / (disks as u64 + 1)).clamp(READ_CHUNK_BYTES_MAX as u64, USEFUL_BYTES)
     }
 
-    pub(super) fn staging_buffers_for(&self, disks: usize) -> usize {
-        if self.staging_buffers > 0 {
-            return self.staging_buffers;
-        }
-        (2 * disks * self.write_concurrency_per_disk).min(STAGING_BUFFERS_DEFAULT_MAX)
+    /// Returns the number of staging buffers: twice the write calls of all disks.
+    pub(super) fn staging_buffers(&self, disks: usize) -> usize {
+        (2 * disks * self.write_concurrency_per_disk).min(STAGING_BUFFERS_MAX)
     }
 }

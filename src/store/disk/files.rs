@@ -12,10 +12,14 @@ use std::time::Duration;
 use lru::LruCache;
 use parking_lot::Mutex;
 
+use super::config::NAME_TIMEOUT;
 use super::log_file::{Log, LogKind};
 use crate::clock::Instant;
 use crate::log::within;
 use uniffle_io::{File, Vanished, WriteOpen};
+
+/// A cached descriptor that is not used for this long is closed.
+const IDLE: Duration = Duration::from_secs(60);
 
 /// Mode in which a log is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -39,13 +43,12 @@ pub(in crate::store) struct FileCache {
     open: Mutex<LruCache<(u64, Mode), OpenFile>>,
     next_id: AtomicU64,
     direct: bool,
-    deadline: Duration,
 }
 
 impl FileCache {
-    pub(in crate::store) fn new(max: usize, direct: bool, deadline: Duration) -> Self {
+    pub(in crate::store) fn new(max: usize, direct: bool) -> Self {
         let max = NonZeroUsize::new(max).unwrap_or(NonZeroUsize::MIN);
-        Self { open: Mutex::new(LruCache::new(max)), next_id: AtomicU64::new(0), direct, deadline }
+        Self { open: Mutex::new(LruCache::new(max)), next_id: AtomicU64::new(0), direct }
     }
 
     /// Returns an id for a new log.
@@ -87,7 +90,7 @@ impl FileCache {
             Mode::ReadDirect => log.disk.io.open_read_direct(&log.path),
             Mode::Read | Mode::Write => log.disk.io.open_read(&log.path),
         };
-        let file = within(self.deadline, opening).await?;
+        let file = within(NAME_TIMEOUT, opening).await?;
         self.keep(log, mode, &file);
         Ok(file)
     }
@@ -102,12 +105,12 @@ impl FileCache {
         drop(closed);
     }
 
-    /// Closes descriptors that were not used for `idle`.
-    pub(in crate::store) fn close_idle(&self, idle: Duration) {
+    /// Closes descriptors that were not used for a minute.
+    pub(in crate::store) fn close_idle(&self) {
         let mut closed = Vec::new();
         let mut open = self.open.lock();
         // The order of the cache is the order of last use.
-        while open.peek_lru().is_some_and(|(_, file)| file.used.elapsed() >= idle) {
+        while open.peek_lru().is_some_and(|(_, file)| file.used.elapsed() >= IDLE) {
             closed.extend(open.pop_lru());
         }
         drop(open);
@@ -124,7 +127,7 @@ impl FileCache {
 
     /// Opens a log's file for writing. Fails if another file has replaced it.
     async fn open_same(&self, log: &Log, how: WriteOpen) -> io::Result<Arc<dyn File>> {
-        let opened = within(self.deadline, log.disk.io.open_write(&log.path, how)).await;
+        let opened = within(NAME_TIMEOUT, log.disk.io.open_write(&log.path, how)).await;
         let is_gone = |error: &io::Error| !how.create && error.kind() == io::ErrorKind::NotFound;
         match opened {
             Ok(file) if log.is_file(file.id()) => Ok(file),

@@ -27,7 +27,7 @@ mod write;
 #[cfg(test)]
 mod tests;
 
-pub use self::config::{INDEX_CACHE_BYTES, LocalConfig, SyncWrites, VerifyReads};
+pub use self::config::{INDEX_CACHE_BYTES, LocalConfig, READ_CALLS, SyncWrites, VerifyReads};
 pub use self::directories::marker::MARKER;
 pub use self::read::DataRead;
 pub use self::read::view::{StreamView, ViewRun};

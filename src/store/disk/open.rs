@@ -66,7 +66,7 @@ impl LocalStore {
         let core = DiskCore {
             disks_refused: roots - claimed.len() as u64,
             records: RecordCache::new(config.index_cache_bytes),
-            files: FileCache::new(config.descriptors_max, config.direct_io, config.name_timeout),
+            files: FileCache::new(config.descriptors_max, config.direct_io),
             disks: claimed.into_iter().map(Arc::new).collect(),
             changes,
             found_ids: heap.found_ids(),

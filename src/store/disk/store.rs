@@ -12,7 +12,7 @@ use dashmap::DashMap;
 use futures::future::join_all;
 use parking_lot::Mutex;
 
-use super::config::SyncWrites;
+use super::config::{METADATA_TIMEOUT, SyncWrites};
 use super::core::DiskCore;
 use super::directories::directory::{LocalDisk, TRASH};
 use super::read::view::{InObjects, StreamView, ViewRun};
@@ -90,7 +90,7 @@ impl LocalStore {
     pub(in crate::store) fn new(core: DiskCore, metadata: MetadataLog, tasks: Tasks) -> Arc<Self> {
         let core = Arc::new(core);
         let directories = core.disks.iter().map(LocalDisk::directory).collect();
-        let scratch = Scratch::new(directories, Path::new(TRASH), core.config.metadata_timeout);
+        let scratch = Scratch::new(directories, Path::new(TRASH), METADATA_TIMEOUT);
         Arc::new(Self {
             scratch: Arc::new(scratch),
             writer: DiskWriter::new(&core),

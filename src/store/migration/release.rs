@@ -229,7 +229,7 @@ impl LocalStore {
         }
         for (disk, trash) in trashed {
             // Files that are not deleted now are deleted when the trash is emptied.
-            let deleted = disk.delete(&trash, self.core.config.purge_timeout).await;
+            let deleted = disk.delete(&trash).await;
             deleted.map_err(|error| self.core.failed(&disk, &trash, error))?;
             disk.made_room().await.map_err(|error| self.core.failed(&disk, &trash, error))?;
         }

@@ -2,7 +2,6 @@
 //! are in `config`.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use uniffle_io::Disk;
 
@@ -16,8 +15,6 @@ pub struct ObjectSettings {
     pub segment_bytes: u64,
     /// Size of a part of an upload. A segment with a smaller payload is uploaded with one request.
     pub part_bytes: usize,
-    /// Maximum number of concurrently uploaded parts of a segment.
-    pub parts_in_flight: usize,
     /// Maximum number of concurrently written batches. Batches of one shuffle share segments.
     pub writers: usize,
     /// Heap for records, extents and lists of pieces of segments that are being made.
@@ -34,8 +31,6 @@ pub struct ObjectSettings {
     pub cache_disks: Vec<Arc<dyn Disk>>,
     /// Capacity of the read cache on all its disks.
     pub cache_bytes: u64,
-    /// Duration of an outage during which readers are told to retry. Afterwards they get an error.
-    pub expected_back: Duration,
 }
 
 impl ObjectSettings {
@@ -46,7 +41,6 @@ impl ObjectSettings {
             root: root.into(),
             segment_bytes: 128 << 20,
             part_bytes: 8 << 20,
-            parts_in_flight: 4,
             writers: 16,
             making_bytes: 16 << 20,
             read_memory_bytes: 64 << 20,
@@ -54,7 +48,6 @@ impl ObjectSettings {
             index_cache_bytes: 16 << 20,
             cache_disks: Vec::new(),
             cache_bytes: 0,
-            expected_back: Duration::from_secs(120),
         }
     }
 }

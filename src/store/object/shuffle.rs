@@ -1,6 +1,7 @@
 //! The objects of one registration of a shuffle.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use super::core::ObjectCore;
 use super::layout::{Registered, segment_key, shuffle_prefix};
@@ -9,6 +10,9 @@ use super::upload::segment::{SegmentNumbers, UploadJob};
 use crate::store::extents::extent::Extent;
 use crate::store::index::record_cache::RecordsKey;
 use crate::store::{StoreError, StoreErrorKind, TierUsage};
+
+/// Duration of an outage during which readers are told to retry. Afterwards they get an error.
+const EXPECTED_BACK: Duration = Duration::from_secs(120);
 
 /// State of the registration: statistics, and waiting batches. The local store has its extents.
 #[derive(Debug)]
@@ -72,7 +76,7 @@ impl ObjectShuffle {
         if error.kind == StoreErrorKind::NotFound && !core.claim.is_lost() {
             self.set_missed();
         }
-        let error = core.circuit_breaker.for_reader(error, core.settings.expected_back);
+        let error = core.circuit_breaker.for_reader(error, EXPECTED_BACK);
         self.require_present().err().unwrap_or(error)
     }
 

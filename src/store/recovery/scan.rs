@@ -7,11 +7,10 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use crate::log::{FileWindow, within};
 use crate::store::DiskCondition;
-use crate::store::disk::config::SyncWrites;
+use crate::store::disk::config::{NAME_TIMEOUT, READ_TIMEOUT, SyncWrites};
 use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::{APPS, LocalDisk};
 use crate::store::disk::log_file::LogKind;
@@ -98,15 +97,11 @@ fn parse_file(name: &str) -> Option<(LogKind, u32)> {
 
 /// Runs an operation of a disk within its deadline. A failure is counted against the disk. A disk
 /// that hung is not asked again. A disk that failed is, because its readable data is served.
-async fn ask<T>(
-    disk: &LocalDisk,
-    deadline: Duration,
-    operation: impl Future<Output = io::Result<T>>,
-) -> io::Result<T> {
+async fn ask<T>(disk: &LocalDisk, operation: impl Future<Output = io::Result<T>>) -> io::Result<T> {
     if disk.condition() == DiskCondition::Hung {
         return Err(io::Error::new(io::ErrorKind::TimedOut, "disk timed out earlier"));
     }
-    let result = within(deadline, operation).await;
+    let result = within(NAME_TIMEOUT, operation).await;
     if let Err(error) = &result {
         disk.note(error);
     }
@@ -115,14 +110,14 @@ async fn ask<T>(
 
 /// Lists a directory. Returns `None` if the entry is not a directory: it is not ours, and says
 /// nothing about the disk.
-async fn list(disk: &LocalDisk, deadline: Duration, path: &Path) -> io::Result<Option<Vec<String>>> {
+async fn list(disk: &LocalDisk, path: &Path) -> io::Result<Option<Vec<String>>> {
     let listing = async {
         match disk.io.list(path).await {
             Err(error) if error.kind() == io::ErrorKind::NotADirectory => Ok(None),
             listed => listed.map(Some),
         }
     };
-    let names = ask(disk, deadline, listing).await?;
+    let names = ask(disk, listing).await?;
     if names.is_none() {
         let path = disk.io.root().join(path);
         tracing::warn!(
@@ -139,10 +134,9 @@ fn tell(disk: &LocalDisk, path: &Path, error: &io::Error) {
 }
 
 /// Lists the content of a disk. Unreadable entries are logged and left out.
-pub(super) async fn scan_disk(core: &DiskCore, disk: &Arc<LocalDisk>) -> DiskScan {
-    let deadline = core.config.name_timeout;
+pub(super) async fn scan_disk(disk: &Arc<LocalDisk>) -> DiskScan {
     let mut scan = DiskScan::default();
-    let apps = match ask(disk, deadline, disk.io.list(Path::new(APPS))).await {
+    let apps = match ask(disk, disk.io.list(Path::new(APPS))).await {
         Ok(apps) => apps,
         Err(error) => {
             tell(disk, Path::new(APPS), &error);
@@ -153,17 +147,14 @@ pub(super) async fn scan_disk(core: &DiskCore, disk: &Arc<LocalDisk>) -> DiskSca
     for name in apps {
         let path = Path::new(APPS).join(&name);
         let Ok(app) = AppId::parse(&name) else { continue };
-        match list(disk, deadline, &path).await {
+        match list(disk, &path).await {
             Ok(None) => {}
             Ok(Some(names)) if names.is_empty() => scan.empty_apps.push(path),
             Ok(Some(names)) => {
                 for (name, (key, incarnation)) in
                     names.iter().filter_map(|name| Some((name, parse_name(&app, name)?)))
                 {
-                    scan.take(
-                        scan_directory(core, disk, path.join(name), key, incarnation).await,
-                        incarnation,
-                    );
+                    scan.take(scan_directory(disk, path.join(name), key, incarnation).await, incarnation);
                 }
             }
             Err(error) => {
@@ -177,17 +168,15 @@ pub(super) async fn scan_disk(core: &DiskCore, disk: &Arc<LocalDisk>) -> DiskSca
 
 /// Reads a shuffle's directory. Returns `None` if the entry is not a directory.
 async fn scan_directory(
-    core: &DiskCore,
     disk: &Arc<LocalDisk>,
     path: PathBuf,
     key: ShuffleKey,
     incarnation: u64,
 ) -> Option<FoundDirectory> {
-    let deadline = core.config.name_timeout;
     let disk = Arc::clone(disk);
     let mut found = FoundDirectory { disk, key, incarnation, path, files: Vec::new(), has_unread: false };
     let disk = Arc::clone(&found.disk);
-    let names = match list(&disk, deadline, &found.path).await {
+    let names = match list(&disk, &found.path).await {
         Ok(names) => names?,
         Err(error) => {
             tell(&disk, &found.path, &error);
@@ -198,7 +187,7 @@ async fn scan_directory(
     for (name, (kind, number)) in names.iter().filter_map(|name| Some((name, parse_file(name)?))) {
         let path = found.path.join(name);
         let size = async { disk.io.open_read(&path).await?.size().await };
-        let bytes = ask(&disk, deadline, size).await.unwrap_or_else(|error| {
+        let bytes = ask(&disk, size).await.unwrap_or_else(|error| {
             tell(&disk, &path, &error);
             found.has_unread = true;
             // The file's number is in use even if its size is unknown.
@@ -239,8 +228,8 @@ impl<'a> LogReader<'a> {
             // loss removes.
             SyncWrites::Group => disk.io.open_read_direct(path),
         };
-        let file = ask(disk, core.config.name_timeout, opening).await?;
-        let window = FileWindow::new(file, size, WINDOW_BYTES, core.config.read_timeout);
+        let file = ask(disk, opening).await?;
+        let window = FileWindow::new(file, size, WINDOW_BYTES, READ_TIMEOUT);
         Ok(Self { disk, window, damage: IndexLogDamage::default() })
     }
 

@@ -15,6 +15,7 @@ use crate::log::{
     RecordReader, Survey,
 };
 use crate::runtime::Tasks;
+use crate::store::disk::config::{METADATA_TIMEOUT, NAME_TIMEOUT};
 use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::LocalDisk;
 use crate::store::disk::shuffle::DiskShuffle;
@@ -60,11 +61,11 @@ impl PreviousState {
         store: Option<LogInStore>,
         tasks: &Tasks,
     ) -> (Self, MetadataLog) {
-        let scans = core.disks.iter().map(|disk| scan_disk(core, disk)).collect::<Vec<_>>();
+        let scans = core.disks.iter().map(scan_disk).collect::<Vec<_>>();
         let scans = join_all(scans).await;
         let directories: Vec<Directory> = core.disks.iter().map(LocalDisk::directory).collect();
-        let (write, name) = (core.config.metadata_timeout, core.config.name_timeout);
-        let survey = Survey::take(&directories, name).await.with_hand_off(core.config.hand_off.clone());
+        let survey =
+            Survey::take(&directories, NAME_TIMEOUT).await.with_hand_off(core.config.hand_off.clone());
         let has_data = scans.iter().any(|scan| scan.has_unread || !scan.directories.is_empty());
         let survey = survey.beside_data(has_data);
         if survey.is_fresh() {
@@ -76,7 +77,7 @@ impl PreviousState {
                 );
             }
         }
-        let deadlines = Deadlines { write, name };
+        let deadlines = Deadlines { write: METADATA_TIMEOUT, name: NAME_TIMEOUT };
         let (log, found, said) = MetadataLog::open(directories, survey, deadlines, store, tasks).await;
         for (uuid, path) in &found.absent {
             tracing::error!(path, id = %uuid, "a data directory of earlier starts is missing; if its disk is not mounted, mount it and restart");

@@ -20,6 +20,7 @@ use parking_lot::Mutex;
 use crate::clock::{Instant, sleep};
 use crate::log::within;
 use crate::metrics::clamped;
+use crate::store::disk::config::NAME_TIMEOUT;
 use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::{LocalDisk, TRASH};
 use crate::store::disk::shuffle::DiskShuffle;
@@ -30,6 +31,8 @@ use uniffle_wire::types::AppId;
 
 /// Bytes of one part.
 const PART_BYTES: u64 = 16 << 20;
+/// Deadline of one part.
+const PART_TIMEOUT: Duration = Duration::from_secs(600);
 /// Throttle: length of a pause relative to the part before it. Three quarters of the time are left
 /// to writes.
 const PAUSE_FACTOR: u32 = 3;
@@ -186,17 +189,17 @@ impl Drop for DeletionWorker<'_> {
 }
 
 impl LocalDisk {
-    /// Deletes a directory or file in the trash, if it exists. `deadline` applies to each part. If
-    /// dropped, the rest stays in the trash.
+    /// Deletes a directory or file in the trash, if it exists. If dropped, the rest stays in the
+    /// trash.
     ///
     /// # Errors
     /// `Interrupted` once removals cease: the rest stays in the trash too.
-    pub(in crate::store) async fn delete(&self, path: &Path, deadline: Duration) -> io::Result<()> {
+    pub(in crate::store) async fn delete(&self, path: &Path) -> io::Result<()> {
         loop {
             let turn = self.removals_cease.run_until_cancelled(self.removals.acquire()).await;
             let turn = turn.ok_or(io::ErrorKind::Interrupted)?.map_err(io::Error::other)?;
             let began = Instant::now();
-            match within(deadline, self.io.remove_part(path, PART_BYTES)).await {
+            match within(PART_TIMEOUT, self.io.remove_part(path, PART_BYTES)).await {
                 Ok(true) => return Ok(()),
                 Ok(false) => {}
                 Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -218,9 +221,9 @@ impl LocalDisk {
     }
 
     /// Deletes everything in the trash.
-    pub(super) async fn empty_trash(&self, deadline: Duration) -> io::Result<()> {
-        for name in within(deadline, self.io.list(Path::new(TRASH))).await? {
-            self.delete(&Path::new(TRASH).join(name), deadline).await?;
+    pub(super) async fn empty_trash(&self) -> io::Result<()> {
+        for name in within(NAME_TIMEOUT, self.io.list(Path::new(TRASH))).await? {
+            self.delete(&Path::new(TRASH).join(name)).await?;
         }
         Ok(())
     }

@@ -17,6 +17,7 @@ use prometheus::IntGaugeVec;
 use super::deletion_queue::DetachedShuffle;
 use crate::clock::{Instant, sleep};
 use crate::log::within;
+use crate::store::disk::config::NAME_TIMEOUT;
 use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::{APPS, LocalDisk, used_ratio};
 use crate::store::disk::log_file::Log;
@@ -85,7 +86,7 @@ impl LocalStore {
         // begins. Removals on other disks do not wait for this one.
         drop(shuffle.gate.write().await);
         if let Some(trash) = disk.discard(&shuffle.directory).await? {
-            disk.delete(&trash, self.core.config.purge_timeout).await?;
+            disk.delete(&trash).await?;
             self.core.metrics.deleted_shuffle_directories.inc();
         }
         let seconds = started.elapsed().as_secs_f64();
@@ -101,7 +102,7 @@ impl LocalStore {
         let directory = Path::new(APPS).join(app.as_str());
         let removal = disk.io.remove_dir(&directory);
         // The directory may be absent, or not empty because the application registered again.
-        let removed = within(self.core.config.name_timeout, removal).await;
+        let removed = within(NAME_TIMEOUT, removal).await;
         if let Some(error) = removed.err().filter(|error| error.kind() == io::ErrorKind::TimedOut) {
             disk.note(&error);
         }
@@ -171,7 +172,7 @@ impl LocalStore {
             return;
         }
         if disk.is_healthy()
-            && let Err(error) = disk.empty_trash(self.core.config.purge_timeout).await
+            && let Err(error) = disk.empty_trash().await
         {
             tracing::warn!(disk = %disk.label, error = %error, "cannot empty the trash");
             self.core.metrics.deletion_failed.inc();
@@ -188,7 +189,7 @@ impl LocalStore {
     }
 
     fn tidy(&self) {
-        self.core.files.close_idle(self.core.config.descriptor_idle_timeout);
+        self.core.files.close_idle();
         self.core.set_gauges();
     }
 
@@ -245,7 +246,7 @@ impl LocalStore {
             if missing.is_empty() {
                 continue;
             }
-            let listed = within(self.core.config.name_timeout, disk.io.list(&shuffle.directory)).await;
+            let listed = within(NAME_TIMEOUT, disk.io.list(&shuffle.directory)).await;
             let names = match listed {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
                 listed => listed?,
@@ -267,12 +268,11 @@ impl LocalStore {
     }
 
     async fn sweep_disk(&self, disk: &LocalDisk) -> io::Result<()> {
-        let deadline = self.core.config.name_timeout;
         let mut found = Vec::new();
-        let apps = within(deadline, disk.io.list(Path::new(APPS))).await?;
+        let apps = within(NAME_TIMEOUT, disk.io.list(Path::new(APPS))).await?;
         for app in &apps {
             let app = Path::new(APPS).join(app);
-            for name in within(deadline, disk.io.list(&app)).await.unwrap_or_default() {
+            for name in within(NAME_TIMEOUT, disk.io.list(&app)).await.unwrap_or_default() {
                 let incarnation = name.rsplit_once('.').and_then(|(_, text)| text.parse::<u64>().ok());
                 found.extend(incarnation.map(|incarnation| (incarnation, app.join(name))));
             }
@@ -286,7 +286,7 @@ impl LocalStore {
         alive.extend(self.left.lock().iter());
         for (_, path) in found.iter().filter(|(incarnation, _)| !alive.contains(incarnation)) {
             // A file with such a name is not ours.
-            let listed = within(deadline, disk.io.list(path)).await;
+            let listed = within(NAME_TIMEOUT, disk.io.list(path)).await;
             if !listed.is_err_and(|error| error.kind() == io::ErrorKind::NotADirectory) {
                 disk.discard(path).await?;
             }
@@ -294,7 +294,7 @@ impl LocalStore {
         let idle = |app: &&String| !self.shuffles.iter().any(|it| it.key().app.as_str() == app.as_str());
         for app in apps.iter().filter(idle) {
             // A directory that is not empty stays.
-            within(deadline, disk.io.remove_dir(&Path::new(APPS).join(app))).await.ok();
+            within(NAME_TIMEOUT, disk.io.remove_dir(&Path::new(APPS).join(app))).await.ok();
         }
         Ok(())
     }

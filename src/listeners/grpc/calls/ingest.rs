@@ -32,6 +32,9 @@ use uniffle_wire::send_message::{Decoder, MessageLimits, MessageSummary};
 /// partitions without blocks, which take some milliseconds.
 const PIECE_BYTES: usize = 64 << 10;
 
+/// Bytes of a refused request that are read and discarded, so that the client sees the response.
+const DISCARD_BYTES_MAX: u64 = 64 << 20;
+
 /// Ticket id of a refusal.
 const NO_TICKET: i64 = -1;
 
@@ -76,7 +79,7 @@ pub(in crate::listeners::grpc) async fn send_shuffle_data<B: RequestBody>(
         Err(Status::deadline_exceeded(text))
     });
     if !matches!(received, Ok(Ok(()))) && !body.is_end_stream() && !tasks.is_closing() {
-        discard_rest(body, config.discard_bytes_max, deadline, tasks);
+        discard_rest(body, DISCARD_BYTES_MAX, deadline, tasks);
     }
     match received {
         Ok(stored) => {
@@ -100,7 +103,7 @@ async fn receive<B: RequestBody>(
 ) -> Result<Result<(), ServiceError>, Status> {
     let (message_bytes, first) = read_prefix(body, config.max_message_bytes).await?;
     let mut sink = SendSink::new(Arc::clone(&service.ingest), message_bytes);
-    let filled = fill(body, message_bytes, first, config.send_limits, &mut sink).await?;
+    let filled = fill(body, message_bytes, first, &mut sink).await?;
     let summary = match filled {
         Ok(summary) => summary,
         Err(error) => return Ok(Err(error)),
@@ -117,14 +120,13 @@ async fn fill<B, S>(
     body: &mut B,
     message_bytes: u32,
     first: Bytes,
-    limits: MessageLimits,
     sink: &mut S,
 ) -> Result<Result<MessageSummary, S::Error>, Status>
 where
     B: RequestBody,
     S: PacedSink,
 {
-    let mut decoder = Decoder::new(u64::from(message_bytes), limits);
+    let mut decoder = Decoder::new(u64::from(message_bytes), MessageLimits::default());
     let mut poll_budget = PollBudget::default();
     let mut arrived = 0;
     let mut next = Some(first);
@@ -290,7 +292,7 @@ mod tests {
     async fn receive_into(sink: &mut Counter, pieces: Vec<Bytes>) -> Result<MessageSummary, Refused> {
         let mut body = body_of(pieces);
         let (length, first) = read_prefix(&mut body, 1 << 20).await.unwrap();
-        fill(&mut body, length, first, MessageLimits::default(), sink).await.unwrap()
+        fill(&mut body, length, first, sink).await.unwrap()
     }
 
     #[tokio::test]
@@ -332,7 +334,7 @@ mod tests {
             let mut body = http_body_util::StreamBody::new(frames);
             let (length, first) = read_prefix(&mut body, 1 << 20).await.unwrap();
             let mut sink = Counter { allowed: 2, bytes: 0, needed };
-            let filled = fill(&mut body, length, first, MessageLimits::default(), &mut sink);
+            let filled = fill(&mut body, length, first, &mut sink);
             let filled = futures::FutureExt::now_or_never(filled);
             assert_eq!(filled.map(Result::unwrap), (!waits).then_some(Err(Refused::Sink)));
         }

@@ -10,7 +10,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use futures::future::join_all;
 use tokio::sync::watch;
@@ -21,7 +20,7 @@ use super::directory::LocalDisk;
 use super::marker::{MARKER, marker_of};
 use super::mounts;
 use crate::log::{newest_epoch, within};
-use crate::store::disk::config::{LocalConfig, SyncWrites};
+use crate::store::disk::config::{LocalConfig, NAME_TIMEOUT, SyncWrites};
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_io::{Disk, Location, Media, Mount};
 
@@ -62,13 +61,9 @@ pub(super) struct Examination {
 
 /// Examines the directories without changing them, for a claim or a rehearsal of one. `in_use` has
 /// the identities of the directories that a running worker has claimed.
-pub(super) async fn examine(
-    disks: &[Arc<dyn Disk>],
-    deadline: Duration,
-    in_use: &BTreeMap<PathBuf, [u8; 16]>,
-) -> Examination {
-    let same = refuse_same_places(disks.iter().map(|disk| &**disk), deadline).await;
-    let looks = disks.iter().map(|disk| look(&**disk, deadline));
+pub(super) async fn examine(disks: &[Arc<dyn Disk>], in_use: &BTreeMap<PathBuf, [u8; 16]>) -> Examination {
+    let same = refuse_same_places(disks.iter().map(|disk| &**disk)).await;
+    let looks = disks.iter().map(|disk| look(&**disk));
     let contents = join_all(looks.collect::<Vec<_>>()).await;
     let ours = |(disk, content): (&Arc<dyn Disk>, &Result<Content, StoreError>)| {
         Some((disk.root().to_path_buf(), content.as_ref().ok()?.identity()?))
@@ -79,7 +74,7 @@ pub(super) async fn examine(
     for (disk, content) in disks.iter().zip(&contents) {
         let Ok(content) = content else { continue };
         let known = in_use.get(disk.root()).map(|uuid| Uuid::from_bytes(*uuid));
-        refusals.extend(refusal(&**disk, *content, &others, known, deadline).await);
+        refusals.extend(refusal(&**disk, *content, &others, known).await);
     }
     refusals.extend(same.and(refuse_copies(&identities)).err());
     Examination { contents, refusals }
@@ -93,7 +88,6 @@ async fn refusal(
     content: Content,
     others: &[Uuid],
     in_use: Option<Uuid>,
-    deadline: Duration,
 ) -> Option<StoreError> {
     let kind = match content {
         Content::Nothing | Content::Ours(_) => return None,
@@ -101,7 +95,7 @@ async fn refusal(
         Content::Outdated => StoreErrorKind::Outdated,
         Content::OtherFormat => StoreErrorKind::OtherFormat,
         Content::Unclaimed(flaw) => {
-            let epoch = newest_epoch(io, deadline).await;
+            let epoch = newest_epoch(io, NAME_TIMEOUT).await;
             let identity = content::identity(&io.root().display().to_string(), epoch.as_ref(), others);
             let identity = in_use.into_iter().fold(identity, Identity::or_in_use);
             let text = content::told(io.root(), flaw, &identity);
@@ -112,11 +106,8 @@ async fn refusal(
 }
 
 /// Refuses two paths that lead to one directory.
-async fn refuse_same_places(
-    disks: impl Iterator<Item = &dyn Disk>,
-    deadline: Duration,
-) -> Result<(), StoreError> {
-    let places = disks.map(async |disk| (disk.root(), within(deadline, disk.location()).await));
+async fn refuse_same_places(disks: impl Iterator<Item = &dyn Disk>) -> Result<(), StoreError> {
+    let places = disks.map(async |disk| (disk.root(), within(NAME_TIMEOUT, disk.location()).await));
     let mut known: HashMap<Location, &Path> = HashMap::new();
     for (root, place) in join_all(places.collect::<Vec<_>>()).await {
         // A directory that does not answer is left out later.
@@ -134,9 +125,8 @@ async fn refuse_same_places(
 
 impl Claims<'_> {
     async fn take_all(&mut self, disks: Vec<Arc<dyn Disk>>) -> Result<(), StoreError> {
-        let (config, deadline) = (self.config, self.config.name_timeout);
         let paths: Vec<String> = disks.iter().map(|disk| disk.root().display().to_string()).collect();
-        let Examination { contents, refusals } = examine(&disks, deadline, &BTreeMap::new()).await;
+        let Examination { contents, refusals } = examine(&disks, &BTreeMap::new()).await;
         if let Some(refused) = refusals.into_iter().next() {
             return Err(refused);
         }
@@ -152,7 +142,7 @@ impl Claims<'_> {
         if ours.is_empty()
             && let Some((_, disk)) = empty.first()
         {
-            require_known_data(&**disk, config)?;
+            require_known_data(&**disk, self.config)?;
         }
         let taken = self.take(ours).await;
         self.claimed.values_mut().for_each(|disk| disk.was_used = true);
@@ -167,13 +157,12 @@ impl Claims<'_> {
         empty: Vec<(usize, Arc<dyn Disk>)>,
         paths: &[String],
     ) -> Result<(), StoreError> {
-        let deadline = self.config.name_timeout;
-        let mut known = mounts::recall(self.claimed.values(), deadline).await;
+        let mut known = mounts::recall(self.claimed.values()).await;
         let mut mounted = Vec::new();
         for (place, disk) in empty {
             let is_mounted = match self.config.require_mounted {
                 Some(false) => Ok(()),
-                _ => known.require_mounted(&*disk, deadline).await,
+                _ => known.require_mounted(&*disk).await,
             };
             match is_mounted {
                 Ok(()) => {
@@ -185,7 +174,7 @@ impl Claims<'_> {
         }
         self.take(mounted).await?;
         known.update(paths, self.claimed.values());
-        known.remember(self.claimed.values(), deadline).await;
+        known.remember(self.claimed.values()).await;
         if self.claimed.is_empty() && !paths.is_empty() {
             let none = || StoreError::new(StoreErrorKind::Unhealthy, "no data directory");
             return Err(self.last_error.take().unwrap_or_else(none));
@@ -267,7 +256,7 @@ fn require_known_data(disk: &dyn Disk, config: &LocalConfig) -> Result<(), Store
 /// Refuses an empty directory on the root file system whose disk may not be mounted.
 pub(super) async fn require_own_disk(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
     let is_on_root = |mount: Mount| mount.point == Path::new("/");
-    if !within(config.name_timeout, disk.mount()).await.is_ok_and(is_on_root) {
+    if !within(NAME_TIMEOUT, disk.mount()).await.is_ok_and(is_on_root) {
         return Ok(());
     }
     if config.require_mounted == Some(true) {
@@ -284,13 +273,13 @@ pub(super) async fn require_own_disk(disk: &dyn Disk, config: &LocalConfig) -> R
 }
 
 /// Returns the content of a directory without changing it.
-pub(in crate::store) async fn look(io: &dyn Disk, deadline: Duration) -> Result<Content, StoreError> {
+pub(in crate::store) async fn look(io: &dyn Disk) -> Result<Content, StoreError> {
     let failed = |error| StoreError::io(io.root(), error);
-    let names = match within(deadline, io.list(Path::new(""))).await {
+    let names = match within(NAME_TIMEOUT, io.list(Path::new(""))).await {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Content::Nothing),
         names => names.map_err(failed)?,
     };
-    let claim = match within(deadline, io.read_small(Path::new(MARKER))).await {
+    let claim = match within(NAME_TIMEOUT, io.read_small(Path::new(MARKER))).await {
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         claim => Some(claim.map_err(failed)?),
     };
@@ -304,24 +293,23 @@ async fn claim(
     changes: Arc<watch::Sender<()>>,
 ) -> Result<LocalDisk, StoreError> {
     let root = io.root().to_path_buf();
-    let deadline = config.name_timeout;
     let failed = |error: io::Error| match error.kind() {
         io::ErrorKind::WouldBlock => StoreError::new(StoreErrorKind::InUse, &root),
         _ => StoreError::io(&root, error),
     };
-    within(deadline, io.create_dir_all(Path::new(""))).await.map_err(failed)?;
+    within(NAME_TIMEOUT, io.create_dir_all(Path::new(""))).await.map_err(failed)?;
     let marker = Path::new(MARKER);
-    let (lock, read_only) = match within(deadline, io.lock(marker)).await {
+    let (lock, read_only) = match within(NAME_TIMEOUT, io.lock(marker)).await {
         Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => {
-            (within(deadline, io.lock_existing(marker)).await, Some(error))
+            (within(NAME_TIMEOUT, io.lock_existing(marker)).await, Some(error))
         }
         lock => (lock, None),
     };
     let lock = lock.map_err(failed)?;
-    let uuid = identify(io.as_ref(), &root, deadline).await?;
-    within(deadline, io.anchor()).await.map_err(failed)?;
+    let uuid = identify(io.as_ref(), &root).await?;
+    within(NAME_TIMEOUT, io.anchor()).await.map_err(failed)?;
     let unknown = || Mount { point: root.clone(), media: Media::Unknown };
-    let mount = within(deadline, io.mount()).await.unwrap_or_else(|_| unknown());
+    let mount = within(NAME_TIMEOUT, io.mount()).await.unwrap_or_else(|_| unknown());
     let disk = LocalDisk::new(io, uuid, lock, mount, config, changes);
     match read_only {
         Some(error) => disk.note(&error),
@@ -340,10 +328,10 @@ async fn claim(
 
 /// Returns the identity in the marker of a directory. The marker is read under the lock, because
 /// another process may have changed it. An empty directory gets a marker.
-async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid, StoreError> {
+async fn identify(io: &dyn Disk, root: &Path) -> Result<Uuid, StoreError> {
     let failed = |error| StoreError::io(root, error);
-    let content = look(io, deadline).await?;
-    if let Some(refused) = refusal(io, content, &[], None, deadline).await {
+    let content = look(io).await?;
+    if let Some(refused) = refusal(io, content, &[], None).await {
         return Err(refused);
     }
     if let Some(uuid) = content.identity() {
@@ -351,8 +339,8 @@ async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid
     }
     let uuid = Uuid::new_v4();
     let text = marker_of(uuid);
-    within(deadline, io.write_small(Path::new(MARKER), text.into_bytes())).await.map_err(failed)?;
+    within(NAME_TIMEOUT, io.write_small(Path::new(MARKER), text.into_bytes())).await.map_err(failed)?;
     // Without its marker, a directory with data would be refused.
-    within(deadline, io.sync_dir(Path::new(""))).await.map_err(failed)?;
+    within(NAME_TIMEOUT, io.sync_dir(Path::new(""))).await.map_err(failed)?;
     Ok(uuid)
 }

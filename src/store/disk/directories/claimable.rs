@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use futures::future::join_all;
 use uuid::Uuid;
@@ -17,7 +16,7 @@ use super::claim::{self, Examination};
 use super::content::Content;
 use super::marker::MARKER;
 use crate::log::within;
-use crate::store::disk::config::LocalConfig;
+use crate::store::disk::config::{LocalConfig, NAME_TIMEOUT};
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_io::Disk;
 
@@ -73,27 +72,26 @@ pub async fn obstacles(config: &LocalConfig, held: Option<HeldBy<'_>>) -> Vec<St
 
 /// Checks whether an empty or missing directory could be claimed.
 async fn try_new(disk: &Arc<dyn Disk>, config: &LocalConfig) -> Result<(), StoreError> {
-    let deadline = config.name_timeout;
     claim::require_own_disk(disk.as_ref(), config).await?;
     let mut root = disk.root().to_path_buf();
     loop {
         let at = LocalConfig { paths: vec![root.clone()], ..config.clone() }.real_disks();
         let Some(disk) = at.first() else { return Ok(()) };
         let failed = |error| StoreError::io(disk.root(), error);
-        match within(deadline, disk.list(Path::new(""))).await {
+        match within(NAME_TIMEOUT, disk.list(Path::new(""))).await {
             Err(error) if error.kind() == io::ErrorKind::NotFound && root.pop() => {}
             Err(error) => return Err(failed(error)),
-            Ok(_) => return try_writing(disk.as_ref(), deadline).await.map_err(failed),
+            Ok(_) => return try_writing(disk.as_ref()).await.map_err(failed),
         }
     }
 }
 
 /// Creates and removes a directory. It needs an inode and a block like a file, and cannot be left
 /// half written.
-async fn try_writing(disk: &dyn Disk, deadline: Duration) -> io::Result<()> {
+async fn try_writing(disk: &dyn Disk) -> io::Result<()> {
     let trial = PathBuf::from(format!("trial-{}", Uuid::new_v4()));
-    within(deadline, disk.create_dir_all(&trial)).await?;
-    within(deadline, disk.remove_dir(&trial)).await
+    within(NAME_TIMEOUT, disk.create_dir_all(&trial)).await?;
+    within(NAME_TIMEOUT, disk.remove_dir(&trial)).await
 }
 
 async fn obstacles_on(
@@ -101,11 +99,11 @@ async fn obstacles_on(
     config: &LocalConfig,
     held: Option<HeldBy<'_>>,
 ) -> Vec<String> {
-    let (deadline, none) = (config.name_timeout, BTreeMap::new());
+    let none = BTreeMap::new();
     let what = if held.is_some() { "" } else { "must be a directory that this worker can claim and write: " };
     let (is_start, held) = (held.is_none(), held.unwrap_or(HeldBy { unhealthy: &[], identities: &none }));
     // Runs first, because it would see directories that `try_out` creates.
-    let Examination { contents, refusals } = claim::examine(disks, deadline, held.identities).await;
+    let Examination { contents, refusals } = claim::examine(disks, held.identities).await;
     let replaced = disks.iter().zip(&contents).filter_map(|(disk, content)| {
         let now = content.as_ref().ok()?.identity()?;
         replaced(disk.root(), now, held)
@@ -114,7 +112,7 @@ async fn obstacles_on(
     let tries = disks.iter().zip(contents).map(async |(disk, content)| {
         let tried = match content {
             Ok(Content::Nothing) if is_start => try_new(disk, config).await,
-            content => try_out(disk.as_ref(), content, held, deadline).await,
+            content => try_out(disk.as_ref(), content, held).await,
         };
         let error = tried.err()?;
         let counts = is_fatal(&error) || !held.is_unhealthy(disk.root());
@@ -142,7 +140,6 @@ async fn try_out(
     disk: &dyn Disk,
     content: Result<Content, StoreError>,
     held: HeldBy<'_>,
-    deadline: Duration,
 ) -> Result<(), StoreError> {
     let failed = |error| StoreError::io(disk.root(), error);
     let (is_claimed, is_unhealthy) = (held.is_claimed(disk.root()), held.is_unhealthy(disk.root()));
@@ -156,8 +153,8 @@ async fn try_out(
         Content::Foreign | Content::Outdated | Content::OtherFormat | Content::Unclaimed(_) => return Ok(()),
         // The disk may not be mounted, or an empty one may have replaced it.
         Content::Nothing if is_unhealthy => return Ok(()),
-        Content::Nothing => within(deadline, disk.create_dir_all(Path::new(""))).await.map_err(failed)?,
-        Content::Ours(_) if !is_claimed => match within(deadline, disk.lock(Path::new(MARKER))).await {
+        Content::Nothing => within(NAME_TIMEOUT, disk.create_dir_all(Path::new(""))).await.map_err(failed)?,
+        Content::Ours(_) if !is_claimed => match within(NAME_TIMEOUT, disk.lock(Path::new(MARKER))).await {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 let why = format!("in use by another process: {error}");
                 return Err(StoreError::remote(StoreErrorKind::InUse, disk.root(), why));
@@ -166,7 +163,7 @@ async fn try_out(
         },
         Content::Ours(_) => {}
     }
-    match try_writing(disk, deadline).await {
+    match try_writing(disk).await {
         // A read-only directory is served without changing it.
         Err(error) if is_claimed && error.kind() == io::ErrorKind::ReadOnlyFilesystem => Ok(()),
         tried => tried.map_err(failed),

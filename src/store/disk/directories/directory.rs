@@ -21,7 +21,7 @@ use super::placement::{DiskCandidate, Paces};
 use crate::clock::Instant;
 use crate::log::within;
 use crate::log::{self, Directory, METADATA};
-use crate::store::disk::config::LocalConfig;
+use crate::store::disk::config::{LocalConfig, NAME_TIMEOUT};
 use crate::store::{DiskCondition, DiskInfo, StoreError};
 use uniffle_io::buffers::AlignedBuffer;
 use uniffle_io::{BLOCK_ALIGN, DeviceShare, Disk, DiskLock, Mount, Space, Vanished, WriteOpen};
@@ -68,7 +68,6 @@ pub(in crate::store) struct LocalDisk {
     changes: Arc<watch::Sender<()>>,
     /// High and low watermark.
     watermarks: Mutex<(f64, f64)>,
-    deadline: Duration,
     /// Lock of the claim, which keeps other processes out.
     lock: Mutex<Box<dyn DiskLock>>,
 }
@@ -110,7 +109,6 @@ impl LocalDisk {
             mount,
             changes,
             watermarks: Mutex::new((config.high_watermark, config.low_watermark)),
-            deadline: config.name_timeout,
             lock: Mutex::new(lock),
         }
     }
@@ -124,7 +122,7 @@ impl LocalDisk {
     /// Creates the top-level directories.
     pub(super) async fn make_directories(&self) -> io::Result<()> {
         for directory in [TRASH, APPS] {
-            within(self.deadline, self.io.create_dir_all(Path::new(directory))).await?;
+            within(NAME_TIMEOUT, self.io.create_dir_all(Path::new(directory))).await?;
         }
         Ok(())
     }
@@ -133,7 +131,7 @@ impl LocalDisk {
     /// is quick.
     pub(super) async fn discard_everything(&self) -> io::Result<()> {
         self.discard(Path::new(METADATA)).await?;
-        if within(self.deadline, self.io.list(Path::new(APPS))).await?.is_empty() {
+        if within(NAME_TIMEOUT, self.io.list(Path::new(APPS))).await?.is_empty() {
             return Ok(());
         }
         self.discard(Path::new(APPS)).await?;
@@ -143,9 +141,9 @@ impl LocalDisk {
     /// Removes the claim of an empty directory, because the start that made it is refused.
     pub(super) async fn abandon(&self) {
         for directory in [TRASH, APPS] {
-            let _ = within(self.deadline, self.io.remove_dir(Path::new(directory))).await;
+            let _ = within(NAME_TIMEOUT, self.io.remove_dir(Path::new(directory))).await;
         }
-        let removed = within(self.deadline, self.io.remove_part(Path::new(MARKER), u64::MAX)).await;
+        let removed = within(NAME_TIMEOUT, self.io.remove_part(Path::new(MARKER), u64::MAX)).await;
         if let Err(error) = removed {
             tracing::warn!(disk = %self.label, %error, "cannot undo the claim of a new data directory");
         }
@@ -159,7 +157,7 @@ impl LocalDisk {
     /// Renames `path` into the trash, if it exists. Returns the new path.
     pub(in crate::store) async fn discard(&self, path: &Path) -> io::Result<Option<PathBuf>> {
         let to = Path::new(TRASH).join(Uuid::new_v4().to_string());
-        match within(self.deadline, self.io.rename(path, &to)).await {
+        match within(NAME_TIMEOUT, self.io.rename(path, &to)).await {
             Ok(()) => Ok(Some(to)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
@@ -168,7 +166,7 @@ impl LocalDisk {
 
     /// Measures the free space and applies the watermarks.
     pub(in crate::store) async fn measure(&self) -> io::Result<()> {
-        let space = within(self.deadline, self.io.space()).await?;
+        let space = within(NAME_TIMEOUT, self.io.space()).await?;
         self.update(|state| {
             state.space = space;
             self.apply_watermarks(state);
@@ -325,8 +323,8 @@ impl LocalDisk {
     /// # Errors
     /// The path leads elsewhere. A failed read of it is no error.
     pub(in crate::store) async fn require_attached(&self) -> io::Result<()> {
-        let is_anchored = within(self.deadline, self.io.is_anchored()).await.unwrap_or(false);
-        let found = match within(self.deadline, self.io.read_small(Path::new(MARKER))).await {
+        let is_anchored = within(NAME_TIMEOUT, self.io.is_anchored()).await.unwrap_or(false);
+        let found = match within(NAME_TIMEOUT, self.io.read_small(Path::new(MARKER))).await {
             Ok(marker) => uuid_of(&marker).map(|uuid| uuid == self.uuid),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 Some(is_anchored && self.claim_again().await.is_ok())
@@ -343,7 +341,7 @@ impl LocalDisk {
         }
         if found == Some(true) && !is_anchored {
             // Mounted again.
-            within(self.deadline, self.io.anchor()).await?;
+            within(NAME_TIMEOUT, self.io.anchor()).await?;
         }
         Ok(())
     }
@@ -352,9 +350,9 @@ impl LocalDisk {
     async fn claim_again(&self) -> io::Result<()> {
         let marker = Path::new(MARKER);
         let content = marker_of(self.uuid).into_bytes();
-        within(self.deadline, self.io.write_small(marker, content)).await?;
-        within(self.deadline, self.io.sync_dir(Path::new(""))).await?;
-        let lock = within(self.deadline, self.io.lock(marker)).await?;
+        within(NAME_TIMEOUT, self.io.write_small(marker, content)).await?;
+        within(NAME_TIMEOUT, self.io.sync_dir(Path::new(""))).await?;
+        let lock = within(NAME_TIMEOUT, self.io.lock(marker)).await?;
         let before = std::mem::replace(&mut *self.lock.lock(), lock);
         drop(before);
         tracing::error!(
@@ -383,7 +381,7 @@ impl LocalDisk {
     async fn probe_alone(&self, direct: bool) -> io::Result<()> {
         self.require_attached().await?;
         let bytes = if self.refuses() { ROOM_PROBE_BYTES } else { BLOCK_ALIGN };
-        self.call(self.deadline, self.write_and_read_back(bytes, direct)).await?;
+        self.call(NAME_TIMEOUT, self.write_and_read_back(bytes, direct)).await?;
         // A disk that was claimed while read-only may lack them.
         self.make_directories().await?;
         if let Some(fault) = self.update(|state| state.health.proved()) {

@@ -7,12 +7,12 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use futures::future::join_all;
 
 use super::directory::LocalDisk;
 use crate::log::within;
+use crate::store::disk::config::NAME_TIMEOUT;
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_io::Disk;
 
@@ -26,8 +26,9 @@ const LINES_MAX: usize = 1024;
 pub(super) struct Mounts(BTreeMap<String, PathBuf>);
 
 /// Merges the lists of the directories. Later lists take precedence.
-pub(super) async fn recall(disks: impl Iterator<Item = &LocalDisk>, deadline: Duration) -> Mounts {
-    let lists = disks.map(|disk| within(deadline, disk.io.read_small(Path::new(MOUNTS)))).collect::<Vec<_>>();
+pub(super) async fn recall(disks: impl Iterator<Item = &LocalDisk>) -> Mounts {
+    let lists =
+        disks.map(|disk| within(NAME_TIMEOUT, disk.io.read_small(Path::new(MOUNTS)))).collect::<Vec<_>>();
     let mut known = Mounts::default();
     for content in join_all(lists).await.into_iter().flatten() {
         known.0.extend(Mounts::decode(&String::from_utf8_lossy(&content)).0);
@@ -50,13 +51,9 @@ impl Mounts {
     }
 
     /// Refuses an empty directory that was on a mount point below the one where it is now.
-    pub(in crate::store::disk) async fn require_mounted(
-        &self,
-        disk: &dyn Disk,
-        deadline: Duration,
-    ) -> Result<(), StoreError> {
+    pub(in crate::store::disk) async fn require_mounted(&self, disk: &dyn Disk) -> Result<(), StoreError> {
         let Some(before) = self.0.get(&disk.root().display().to_string()) else { return Ok(()) };
-        let Ok(now) = within(deadline, disk.mount()).await else { return Ok(()) };
+        let Ok(now) = within(NAME_TIMEOUT, disk.mount()).await else { return Ok(()) };
         if *before == now.point || !before.starts_with(&now.point) {
             return Ok(());
         }
@@ -81,14 +78,14 @@ impl Mounts {
     }
 
     /// Writes the list to every directory whose list differs.
-    pub(super) async fn remember(&self, disks: impl Iterator<Item = &LocalDisk>, deadline: Duration) {
+    pub(super) async fn remember(&self, disks: impl Iterator<Item = &LocalDisk>) {
         let (path, text) = (Path::new(MOUNTS), self.encode());
         let writes = disks.filter(|disk| disk.is_healthy()).map(async |disk: &LocalDisk| {
-            let before = within(deadline, disk.io.read_small(path)).await.unwrap_or_default();
+            let before = within(NAME_TIMEOUT, disk.io.read_small(path)).await.unwrap_or_default();
             if before == text.as_bytes() {
                 return;
             }
-            let written = within(deadline, disk.io.write_small(path, text.clone().into_bytes())).await;
+            let written = within(NAME_TIMEOUT, disk.io.write_small(path, text.clone().into_bytes())).await;
             if let Err(error) = written {
                 tracing::warn!(disk = %disk.label, %error, "cannot write the list of mount points");
             }

@@ -8,6 +8,7 @@ use std::ops::{ControlFlow, Range};
 
 use crate::log::within;
 use crate::store::StoreError;
+use crate::store::disk::config::READ_TIMEOUT;
 use crate::store::disk::core::DiskCore;
 use crate::store::disk::files::Mode;
 use crate::store::disk::log_file::Log;
@@ -44,7 +45,7 @@ impl DiskCore {
             let bytes = VISITED_BYTES.min(end - at);
             let start = extent.index_offset + at as u64;
             let reading = file.read_range(start..start + bytes as u64);
-            let bytes = within(self.config.read_timeout, reading).await.map_err(failed)?;
+            let bytes = within(READ_TIMEOUT, reading).await.map_err(failed)?;
             check.accept(&bytes);
             wants_more = wants_more && records(&bytes).try_for_each(|record| show(&record)).is_continue();
             at += bytes.len();
@@ -74,7 +75,7 @@ impl DiskCore {
             let part = left.min(READ_CHUNK_BYTES_MAX);
             let blocks = part.next_multiple_of(BLOCK_ALIGN);
             let reading = file.read_range(start..start + blocks as u64);
-            let bytes = within(self.config.read_timeout, reading).await.map_err(failed)?;
+            let bytes = within(READ_TIMEOUT, reading).await.map_err(failed)?;
             take(bytes.get(skip..part).unwrap_or_default());
             at = start + part as u64;
         }

@@ -15,6 +15,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::{DIRECT_BYTES_MIN, DiskReader, LogPiece, piece_of};
 use crate::log::within;
+use crate::store::disk::config::READ_TIMEOUT;
 use crate::store::disk::core::DiskCore;
 use crate::store::disk::log_file::Log;
 use crate::store::disk::shuffle::DiskShuffle;
@@ -96,9 +97,8 @@ fn pieces<'a>(extents: &ExtentList, ranges: impl Iterator<Item = &'a Range<u64>>
 
 async fn advise(core: &DiskCore, hinted: Hinted) {
     let bytes = hinted.parts.iter().map(|part| part.end - part.start).sum();
-    let advised = within(core.config.read_timeout, async {
-        core.files.reader(&hinted.log).await?.advise(hinted.parts).await
-    });
+    let advised =
+        within(READ_TIMEOUT, async { core.files.reader(&hinted.log).await?.advise(hinted.parts).await });
     // A later read of these bytes reports the error.
     if advised.await.is_ok() {
         core.metrics.hints.inc();

@@ -22,6 +22,7 @@ use std::sync::{Arc, OnceLock};
 
 use smallvec::SmallVec;
 
+use super::config::READ_TIMEOUT;
 use super::core::DiskCore;
 use super::files::Mode;
 use super::log_file::Log;
@@ -172,7 +173,7 @@ impl StreamRead {
     async fn read_file(&self, log: &Log, mode: Mode, target: ReadTarget) -> io::Result<ReadTarget> {
         let opened = self.core.files.open_read(log, mode).await;
         let reading = opened.inspect_err(|error| log.disk.note(error))?.read(target);
-        let call = log.disk.call(self.core.config.read_timeout, async {
+        let call = log.disk.call(READ_TIMEOUT, async {
             let (target, result) = reading.await;
             match result {
                 // The file is being truncated for removal: the disk is not at fault.

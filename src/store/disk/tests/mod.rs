@@ -326,5 +326,5 @@ pub(super) async fn assert_nothing_left(store: &LocalStore, disks: &[TestDisk]) 
     assert_eq!(store.core.metrics.extents.get(), 0);
     assert_eq!(store.core.files.len(), 0);
     assert!(store.disks().iter().all(|disk| disk.in_flight_bytes == 0));
-    assert_eq!(store.writer.staging.available(), store.core.config.staging_buffers_for(disks.len()));
+    assert_eq!(store.writer.staging.available(), store.core.config.staging_buffers(disks.len()));
 }

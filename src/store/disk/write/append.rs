@@ -11,7 +11,7 @@ use futures::future::{join_all, select_ok};
 use crate::clock::{Instant, timeout};
 use crate::log::within;
 use crate::runtime::Tasks;
-use crate::store::disk::config::SyncWrites;
+use crate::store::disk::config::{NAME_TIMEOUT, SyncWrites};
 use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::{APPS, LocalDisk};
 use crate::store::disk::directories::placement::{self, DiskCandidate};
@@ -114,7 +114,7 @@ impl<'a> DiskSearch<'a> {
 
 impl DiskWriter {
     pub(in crate::store) fn new(core: &Arc<DiskCore>) -> Arc<Self> {
-        let staging = AlignedPool::new(core.config.staging_buffers_for(core.disks.len()));
+        let staging = AlignedPool::new(core.config.staging_buffers(core.disks.len()));
         let damage = DamageMarker::new(Arc::clone(core));
         Arc::new(Self { core: Arc::clone(core), staging, damage, tasks: Tasks::new() })
     }
@@ -207,12 +207,11 @@ impl DiskWriter {
         shuffle.require_present()?;
         let core = &self.core;
         let directory = disk.io.root().join(&shuffle.directory);
-        let deadline = core.config.name_timeout;
-        let mut made = within(deadline, disk.io.create_dir_all(&shuffle.directory)).await;
+        let mut made = within(NAME_TIMEOUT, disk.io.create_dir_all(&shuffle.directory)).await;
         if made.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
             // A purge of the application's earlier registration may just have removed its empty
             // directory.
-            made = within(deadline, disk.io.create_dir_all(&shuffle.directory)).await;
+            made = within(NAME_TIMEOUT, disk.io.create_dir_all(&shuffle.directory)).await;
         }
         if let Err(error) = made {
             return Err(core.failed_measured(disk, &directory, error).await);
@@ -291,7 +290,7 @@ impl DiskWriter {
         // Includes the root, which holds the name of `APPS`: another program may have removed it
         // since the claim.
         for path in below_apps.chain([Path::new("")]) {
-            within(self.core.config.name_timeout, disk.io.sync_dir(path)).await?;
+            within(NAME_TIMEOUT, disk.io.sync_dir(path)).await?;
         }
         Ok(())
     }

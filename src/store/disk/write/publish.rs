@@ -18,6 +18,7 @@ use super::batch::WriteCall;
 use super::pending::{PendingGroup, PublishState};
 use crate::log::within;
 use crate::metrics::clamped;
+use crate::store::disk::config::NAME_TIMEOUT;
 use crate::store::disk::directories::directory::LocalDisk;
 use crate::store::disk::log_file::{Log, LogKind, LogRange};
 use crate::store::disk::shuffle::DiskShuffle;
@@ -104,7 +105,7 @@ impl DiskWriter {
     /// Marks a log whose file has vanished. Its readers find any other damage.
     async fn verify(&self, log: &Log) {
         let Ok(file) = self.writer(log).await else { return };
-        let verified = within(self.core.config.name_timeout, file.verify()).await;
+        let verified = within(NAME_TIMEOUT, file.verify()).await;
         if verified.is_err_and(|error| Vanished::of(&error) == Some(Vanished::File)) {
             log.set_vanished();
         }

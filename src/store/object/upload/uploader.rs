@@ -25,6 +25,9 @@ use crate::store::object::shuffle::ObjectShuffle;
 use crate::store::{DiskShuffleHandle, StoreError, StoreErrorKind};
 use uniffle_wire::types::PartitionId;
 
+/// Maximum number of concurrently uploaded parts of a segment.
+const PARTS_IN_FLIGHT: usize = 4;
+
 /// Maximum number of concurrently uploaded parts of an object with data from local disks. It is
 /// small, because such data can wait.
 pub(super) const MOVED_PARTS_IN_FLIGHT: usize = 2;
@@ -207,7 +210,7 @@ impl<'a> Upload<'a> {
             {
                 self.join(job);
             }
-            while self.parts.len() < settings.parts_in_flight
+            while self.parts.len() < PARTS_IN_FLIGHT
                 && let Some(part) = self.open.take_part(settings.part_bytes)
             {
                 self.send(part).await?;
@@ -315,10 +318,9 @@ impl<'a> Upload<'a> {
     }
 
     async fn finish_parts(&mut self, bytes: u64) -> Result<(), StoreError> {
-        let settings = &self.core.settings;
         while self.open.pending_bytes() > 0 {
-            self.make_room(settings.parts_in_flight).await?;
-            let part = self.open.take(settings.part_bytes);
+            self.make_room(PARTS_IN_FLIGHT).await?;
+            let part = self.open.take(self.core.settings.part_bytes);
             self.send(part).await?;
         }
         while let Some(answer) = self.parts.next().await {
