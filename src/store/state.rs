@@ -5,6 +5,7 @@
 
 use std::path::PathBuf;
 
+use serde::Serialize;
 use uniffle_io::{Media, Mount};
 use uuid::Uuid;
 
@@ -26,18 +27,18 @@ pub struct TierState {
 }
 
 /// The HDFS clusters to which known shuffles write.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct HdfsState {
     /// Number of remote stores in use, by file system and user.
     pub stores: usize,
-    /// Number of failing ones.
-    pub failing: usize,
+    /// Number of remote stores that fail.
+    pub failing_stores: usize,
     /// Payload written for known shuffles.
     pub written_bytes: u64,
 }
 
 /// An object store, and the read cache in front of it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct ObjectStoreState {
     /// Bytes of the segments of known shuffles.
     pub stored_bytes: u64,

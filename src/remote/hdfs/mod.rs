@@ -256,7 +256,7 @@ impl HdfsStore {
     /// Returns whether remote stores are in use and all of them fail.
     pub fn all_failing(&self) -> bool {
         let state = self.state();
-        state.stores > 0 && state.failing == state.stores
+        state.stores > 0 && state.failing_stores == state.stores
     }
 
     /// Returns the stores in use and the payload written to them.
@@ -265,7 +265,7 @@ impl HdfsStore {
         let written = |shuffle: &Arc<HdfsShuffle>| shuffle.written_bytes.load(Ordering::Relaxed);
         HdfsState {
             stores: remotes.len(),
-            failing: remotes.iter().filter(|remote| remote.is_failing()).count(),
+            failing_stores: remotes.iter().filter(|remote| remote.is_failing()).count(),
             written_bytes: self.shuffles.iter().map(|shuffle| written(shuffle.value())).sum(),
         }
     }

@@ -18,8 +18,8 @@ use crate::clock::Instant;
 use crate::compat::http::Shown;
 use crate::listeners::http;
 use crate::listeners::http::api::model::{
-    AppTotals, Connections, Coordinator, DiskModel, Flush, HdfsModel, HeapUse, MemoryModel, NodeModel,
-    ObjectStore, Process, Status, TicketsModel, TierModel, Totals,
+    AppTotals, Connections, Coordinator, DiskModel, Flush, HeapUse, MemoryModel, NodeModel, Process, Status,
+    TicketsModel, TierModel, Totals,
 };
 use crate::runtime::RuntimeMetrics;
 use crate::service::{AppStatistics, Incompleteness, QuotaUse, Service};
@@ -152,8 +152,8 @@ impl http::NodeView for Inspector {
             memory: memory.clone(),
             tiers: snapshot.tiers.clone(),
             disks: disks.iter().map(disk).collect(),
-            object_store: snapshot.object_store.map(object_store),
-            hdfs: snapshot.hdfs.map(hdfs),
+            object_store: snapshot.object_store,
+            hdfs: snapshot.hdfs,
             flush: *flush,
             tickets: *tickets,
             coordinators: self.coordinators(),
@@ -320,22 +320,6 @@ fn with_embedded(own: Option<String>, mut coordinators: Vec<Coordinator>) -> Vec
 
 fn heap_use(kind: HeapKind, budget: &Budget) -> HeapUse {
     HeapUse { kind: kind.name(), capacity_bytes: budget.capacity(), used_bytes: budget.used() }
-}
-
-fn object_store(state: ObjectStoreState) -> ObjectStore {
-    let ObjectStoreState {
-        stored_bytes,
-        is_failing,
-        cache_used_bytes,
-        cache_capacity_bytes,
-        cache_hits,
-        cache_misses,
-    } = state;
-    ObjectStore { stored_bytes, is_failing, cache_used_bytes, cache_capacity_bytes, cache_hits, cache_misses }
-}
-
-fn hdfs(HdfsState { stores, failing, written_bytes }: HdfsState) -> HdfsModel {
-    HdfsModel { stores, failing_stores: failing, written_bytes }
 }
 
 fn disk(info: &DiskInfo) -> DiskModel {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::service::{AppStatistics, Explanation, Incompleteness, Presence, QuotaUse};
+use crate::store::{HdfsState, ObjectStoreState};
 
 /// The worker's state without applications and history.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -22,10 +23,10 @@ pub struct Status {
     pub disks: Vec<DiskModel>,
     /// The object store, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub object_store: Option<ObjectStore>,
+    pub object_store: Option<ObjectStoreState>,
     /// HDFS, if the worker writes to it.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub hdfs: Option<HdfsModel>,
+    pub hdfs: Option<HdfsState>,
     /// Flushing from memory.
     pub flush: Flush,
     /// Memory reserved for sends.
@@ -128,34 +129,6 @@ pub struct TierModel {
     pub capacity_bytes: u64,
     /// Bytes of this worker in the tier.
     pub used_bytes: u64,
-}
-
-/// An object store and its read cache.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct ObjectStore {
-    /// Bytes in segments of registered shuffles.
-    pub stored_bytes: u64,
-    /// Whether the store fails: its latest calls got errors or no answer.
-    pub is_failing: bool,
-    /// Bytes of the slots in use in the read cache.
-    pub cache_used_bytes: u64,
-    /// Bytes of all slots; 0 without a cache.
-    pub cache_capacity_bytes: u64,
-    /// Number of chunks read from the cache.
-    pub cache_hits: u64,
-    /// Number of chunks fetched into the cache.
-    pub cache_misses: u64,
-}
-
-/// The HDFS clusters to which registered shuffles write.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct HdfsModel {
-    /// Number of remote stores in use, by file system and user.
-    pub stores: usize,
-    /// Number of remote stores that fail.
-    pub failing_stores: usize,
-    /// Payload written for registered shuffles.
-    pub written_bytes: u64,
 }
 
 /// A data directory.
