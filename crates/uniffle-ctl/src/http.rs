@@ -304,7 +304,12 @@ fn request(method: Method, base: &ListenerAddress, path: &str) -> Request<Full<B
     request
 }
 
-async fn exchange<S>(
+/// Sends one request over `stream`, which is closed afterwards. Returns the status and the body of
+/// the answer.
+///
+/// # Errors
+/// The connection fails, or the answer is longer than `answer_bytes_max`.
+pub async fn exchange<S>(
     stream: S,
     request: Request<Full<Bytes>>,
     answer_bytes_max: usize,

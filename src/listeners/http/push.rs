@@ -10,10 +10,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::header::{CONTENT_TYPE, HOST};
-use http::{Method, Request, StatusCode, Uri};
-use http_body_util::{BodyExt as _, Full, Limited};
-use hyper::client::conn::http1;
-use hyper_util::rt::TokioIo;
+use http::{Method, Request, Uri};
+use http_body_util::Full;
 use prometheus::{Encoder as _, IntCounter, Registry, TEXT_FORMAT, TextEncoder};
 use tokio::net::TcpStream;
 use tokio::time::{Duration, MissedTickBehavior, interval};
@@ -38,8 +36,8 @@ const LAST_PUSH_DEADLINE: Duration = Duration::from_secs(2);
 /// Minimum time between two warnings while pushes fail.
 const WARN_INTERVAL: Duration = Duration::from_secs(600);
 
-/// Maximum length of an error text from the gateway.
-const ANSWER_BYTES_MAX: usize = 4 << 10;
+/// Maximum length of an answer of the gateway, which has an error text.
+const ANSWER_BYTES_MAX: usize = 64 << 10;
 
 section! {
     /// Settings of the pushgateway.
@@ -245,8 +243,6 @@ fn group_path(gateway: &PushgatewayUrl, labels: &BTreeMap<String, String>, insta
 /// is not kept.
 async fn exchange(method: Method, authority: &str, path: &str, body: Vec<u8>) -> Result<(), String> {
     let stream = TcpStream::connect(authority).await.map_err(|error| format!("{authority}: {error}"))?;
-    let text = |error: hyper::Error| error.to_string();
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(text)?;
     let request = Request::builder()
         .method(method)
         .uri(path)
@@ -254,30 +250,11 @@ async fn exchange(method: Method, authority: &str, path: &str, body: Vec<u8>) ->
         .header(CONTENT_TYPE, TEXT_FORMAT)
         .body(Full::new(Bytes::from(body)))
         .map_err(|error| error.to_string())?;
-    let answered = async {
-        let answer = sender.send_request(request).await.map_err(text)?;
-        let status = answer.status();
-        if status.is_success() {
-            return Ok(());
-        }
-        Err(refusal(status, answer.into_body()).await)
-    };
-    // The connection drives the exchange. It may end first if the gateway closes after its answer.
-    let driven = async {
-        let _ = connection.await;
-        std::future::pending().await
-    };
-    tokio::select! {
-        result = answered => result,
-        never = driven => never,
+    let (status, answer) = uniffle_ctl::exchange(stream, request, ANSWER_BYTES_MAX).await?;
+    match status.is_success() {
+        true => Ok(()),
+        false => Err(format!("{status} {}", String::from_utf8_lossy(&answer).trim())),
     }
-}
-
-async fn refusal(status: StatusCode, body: hyper::body::Incoming) -> String {
-    let body = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
-    let why =
-        body.map(|body| String::from_utf8_lossy(&body.to_bytes()).trim().to_owned()).unwrap_or_default();
-    format!("{status} {why}")
 }
 
 #[cfg(test)]
