@@ -11,7 +11,7 @@ use crate::listeners::grpc::GrpcConfig;
 use crate::listeners::http::HttpConfig;
 use crate::listeners::http::admin::AdminConfig;
 use crate::listeners::http::push::PushConfig;
-use crate::listeners::tcp::{TcpConfig, TcpThreads};
+use crate::listeners::tcp::TcpConfig;
 use crate::listeners::tls::{TlsConfig, TlsListener};
 use crate::memory::MemoryConfig;
 use crate::remote::hdfs::{AllowList, AllowedPath, HdfsConfig, RemoteLocation};
@@ -34,12 +34,16 @@ const NO_URING: &str =
 const NO_REWRITING: &str =
     "small extents are not merged any more, because that cost more disk time than it saved; delete the key";
 
+const NO_SHARING: &str =
+    "the raw TCP listener always has threads of its own, because sharing was slower; delete the key";
+
 /// Keys of earlier versions that a start, `--check` and a reload refuse.
 const REMOVED: &[RemovedKey] = &[
     RemovedKey { path: "localfile_store.io_engine", release: "0.2.0", reason: NO_URING },
     RemovedKey { path: "localfile_store.page_cache_size", release: "0.2.0", reason: NO_OVERFLOW },
     RemovedKey { path: "localfile_store.rewrite_below", release: "0.2.0", reason: NO_REWRITING },
     RemovedKey { path: "localfile_store.rewrite_after_sec", release: "0.2.0", reason: NO_REWRITING },
+    RemovedKey { path: "runtime_config.urpc_runtime", release: "0.2.0", reason: NO_SHARING },
 ];
 
 section! {
@@ -150,10 +154,7 @@ impl Config {
         self.tcp.traces = traces;
         self.tcp.local_reads_in_flight_max = TcpConfig::local_reads_for(self.memory.read_capacity_bytes);
         self.tcp.blocking_threads = self.worker.blocking_threads;
-        self.tcp.own_threads = match self.tcp.threads {
-            TcpThreads::PerCore => self.worker.threads,
-            TcpThreads::Shared => 0,
-        };
+        self.tcp.own_threads = self.worker.threads;
         self.embedded.storage_type = self.worker.store_type.of_clients().as_str().to_owned();
         self.hdfs.allowed = AllowList(self.allowed_remote_paths());
     }

@@ -53,7 +53,7 @@ mod grpc {
     pub(crate) mod tiers;
 }
 
-/// Connections are tasks of the shared runtime: `urpc_runtime = "shared"`.
+/// Connections are tasks of the test's runtime.
 mod tcp {
     /// Number of runtimes of the listener.
     pub(crate) const OWN_THREADS: usize = 0;

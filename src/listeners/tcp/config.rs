@@ -2,20 +2,10 @@
 
 use std::time::Duration;
 
-use crate::schema::kind::{HOUR, SECOND, count, optional, seconds, word};
-use crate::schema::{section, words};
+use crate::schema::kind::{HOUR, SECOND, count, optional, seconds};
+use crate::schema::section;
 use crate::telemetry::traces::Traces;
 use uniffle_io::buffers::READ_CHUNK_BYTES_SHORT;
-
-words! {
-    /// Threads on which connections run.
-    pub enum TcpThreads {
-        /// The listener's own threads, as many as the runtime has. Each connection stays on one.
-        PerCore = "per_core",
-        /// Threads of the runtime.
-        Shared = "shared",
-    }
-}
 
 impl TcpConfig {
     /// Returns the maximum number of waiting local responses. They may hold a quarter of the read
@@ -36,10 +26,6 @@ section! {
          request, then any."
     )]
     pub struct TcpConfig {
-        /// Threads of the raw TCP listener: per_core = worker_threads threads of its own, shared =
-        /// those of the runtime.
-        #[key("runtime_config.urpc_runtime", word(), Restart)]
-        pub threads: TcpThreads = TcpThreads::PerCore,
         /// Largest accepted read request. Default: 8 MiB, a task filter of four million scattered
         /// attempts. Received bytes are charged to the heap until the response exists.
         pub read_request_bytes_max: u32 = 8 << 20,
@@ -80,7 +66,8 @@ section! {
         #[key("tcp.answer_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub write_timeout: Duration = 120 * SECOND,
         /// Threads of the listener, each with its own runtime. A connection stays on one of them.
-        /// 0 = connections run on the runtime that started the listener. Default: 0.
+        /// 0 = connections run on the runtime that started the listener. Default: 0. A worker has
+        /// `worker_threads`.
         pub own_threads: usize = 0,
         /// Maximum number of threads for disk calls of each of the listener's own threads. Default:
         /// 64.

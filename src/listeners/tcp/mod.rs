@@ -21,7 +21,7 @@ use std::sync::Arc;
 use prometheus::{IntGauge, Registry};
 use tokio::net::TcpStream;
 
-pub use config::{TcpConfig, TcpThreads};
+pub use config::TcpConfig;
 use metrics::TcpMetrics;
 
 use crate::runtime::{Cores, Tasks};

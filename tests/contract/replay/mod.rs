@@ -43,9 +43,6 @@ const MEMORY: &str = "";
 const SPILLING: &str =
     "[hybrid_store]\nmemory_spill_high_watermark = 0.000001\nmemory_spill_low_watermark = 0.0\n";
 
-/// The TCP listener on the shared runtime.
-const SHARED: &str = "[runtime_config]\nurpc_runtime = \"shared\"\n";
-
 /// A worker in this process with a temporary data directory.
 struct Server {
     worker: Worker,
@@ -141,22 +138,6 @@ async fn recorded_sessions_replay_with_everything_spilled() {
         assert!(summary.blocks_sent > 0, "{}: {summary:?}", path.display());
         assert!(summary.from_disk > 0 || !is_of_disk(&path), "{}: {summary:?}", path.display());
     }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn recorded_tcp_sessions_replay_on_the_shared_runtime() {
-    let mut sessions = 0;
-    for (path, session) in recordings() {
-        if !session.exchanges.iter().any(|exchange| exchange.plane == Plane::Tcp) {
-            continue;
-        }
-        let summary = replay(&session, &format!("{SPILLING}{SHARED}")).await;
-        let summary = summary.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-        show(&path, &session, &summary);
-        assert!(summary.blocks_sent > 0, "{}: {summary:?}", path.display());
-        sessions += 1;
-    }
-    assert_eq!(sessions, NAMES.iter().filter(|name| name.contains("-tcp-")).count(), "over TCP");
 }
 
 #[tokio::test(flavor = "multi_thread")]
