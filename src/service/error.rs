@@ -179,12 +179,6 @@ pub enum ServiceError {
 pub(super) const MALFORMED: &str = "malformed request";
 
 impl ServiceError {
-    /// Returns whether the heap budget refused the request.
-    #[must_use]
-    pub fn is_no_heap(&self) -> bool {
-        matches!(self, Self::Report(ReportError::NoHeap(_)) | Self::NoHeap(_))
-    }
-
     /// Returns the client's fault, if there is one, because an operator should know of it. Normal
     /// conditions are no faults: short memory, late calls of ended applications, older attempts,
     /// unsupported calls.
