@@ -13,6 +13,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     tonic_prost_build::configure()
         .extern_path(".rss.common", "::uniffle_wire::proto")
+        // Hot calls never reach tonic.
+        .generate_default_stubs(true)
         .compile_fds(descriptors)?;
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Small calls of `ShuffleServer`, served through tonic.
 //!
-//! Hot and large calls are routed by their path before tonic sees them (`router`), so their methods
-//! here are never reached. Calls of the server-side merge are refused, because it is not supported.
+//! Hot and large calls are routed by their path before tonic sees them (`router`), so they have no
+//! methods here. Calls of the server-side merge are refused, because it is not supported.
 
 use std::sync::Arc;
 
@@ -31,19 +31,8 @@ fn answer<T>(message: T) -> CallAnswer<T> {
     Ok(Response::new(message))
 }
 
-fn taken_by_path<T>() -> CallAnswer<T> {
-    Err(Status::internal("this method is served ahead of the router"))
-}
-
 #[tonic::async_trait]
 impl ShuffleServer for ShuffleCalls {
-    async fn register_shuffle(
-        &self,
-        _: Request<proto::ShuffleRegisterRequest>,
-    ) -> CallAnswer<proto::ShuffleRegisterResponse> {
-        taken_by_path()
-    }
-
     async fn unregister_shuffle(
         &self,
         request: Request<proto::ShuffleUnregisterRequest>,
@@ -70,27 +59,6 @@ impl ShuffleServer for ShuffleCalls {
         let (status, ret_msg) =
             verdict(&self.service, self.service.lifecycle.heartbeat(&request.into_inner().app_id), "");
         answer(proto::AppHeartBeatResponse { status, ret_msg })
-    }
-
-    async fn report_shuffle_result(
-        &self,
-        _: Request<proto::ReportShuffleResultRequest>,
-    ) -> CallAnswer<proto::ReportShuffleResultResponse> {
-        taken_by_path()
-    }
-
-    async fn get_shuffle_result(
-        &self,
-        _: Request<proto::GetShuffleResultRequest>,
-    ) -> CallAnswer<proto::GetShuffleResultResponse> {
-        taken_by_path()
-    }
-
-    async fn get_shuffle_result_for_multi_part(
-        &self,
-        _: Request<proto::GetShuffleResultForMultiPartRequest>,
-    ) -> CallAnswer<proto::GetShuffleResultForMultiPartResponse> {
-        taken_by_path()
     }
 
     /// Called only by clients whose storage has no memory part. Clients of MEMORY_* never call it
@@ -131,40 +99,5 @@ impl ShuffleServer for ShuffleCalls {
         self.sorted_transit.arrived(request.get_ref().timestamp);
         let (status, ret_msg) = not_offered("Remote merge is disabled");
         answer(proto::GetSortedShuffleDataResponse { status, ret_msg, ..Default::default() })
-    }
-
-    async fn require_buffer(
-        &self,
-        _: Request<proto::RequireBufferRequest>,
-    ) -> CallAnswer<proto::RequireBufferResponse> {
-        taken_by_path()
-    }
-
-    async fn send_shuffle_data(
-        &self,
-        _: Request<proto::SendShuffleDataRequest>,
-    ) -> CallAnswer<proto::SendShuffleDataResponse> {
-        taken_by_path()
-    }
-
-    async fn get_local_shuffle_index(
-        &self,
-        _: Request<proto::GetLocalShuffleIndexRequest>,
-    ) -> CallAnswer<proto::GetLocalShuffleIndexResponse> {
-        taken_by_path()
-    }
-
-    async fn get_local_shuffle_data(
-        &self,
-        _: Request<proto::GetLocalShuffleDataRequest>,
-    ) -> CallAnswer<proto::GetLocalShuffleDataResponse> {
-        taken_by_path()
-    }
-
-    async fn get_memory_shuffle_data(
-        &self,
-        _: Request<proto::GetMemoryShuffleDataRequest>,
-    ) -> CallAnswer<proto::GetMemoryShuffleDataResponse> {
-        taken_by_path()
     }
 }
