@@ -93,8 +93,8 @@ def extents():
     parts += arrow("M215 84 V148")
     parts += arrow("M492 84 V148")
     parts += arrow("M653 84 L700 148")
-    parts += arrow("M424 170 H318", "migration", (340, 164))
-    parts += text(14, 216, "Offload (migration) copies the extents of the oldest data logs into an object, then changes their location. Base, length and records stay.")
+    parts += arrow("M424 170 H318", "offload", (340, 164))
+    parts += text(14, 216, "Offload copies the extents of the oldest data logs into an object, then changes their location. Base, length and records stay.")
     parts += text(14, 234, "A read resolves each extent: from the disk, as a range of the object, or as an error that names the lost blocks.")
     write("extents.svg", "The extent map", 928, 246, parts)
 

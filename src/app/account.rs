@@ -110,14 +110,14 @@ struct WaitInterval {
 }
 
 /// Waiting clients ask again within seconds, so a wait is over after this time without a refusal.
-const PATIENCE_US: u64 = 60_000_000;
+const WAIT_GAP_MAX_US: u64 = 60_000_000;
 
 impl WaitInterval {
     /// Returns the duration of the wait at `now_us`, or 0 if there is no wait.
     fn lasted(&self, now_us: u64) -> u64 {
         let since = self.since_us.load(Ordering::Relaxed);
         let latest = self.latest_us.load(Ordering::Relaxed);
-        let end = if now_us.saturating_sub(latest) > PATIENCE_US { latest } else { now_us };
+        let end = if now_us.saturating_sub(latest) > WAIT_GAP_MAX_US { latest } else { now_us };
         if since == 0 { 0 } else { end.saturating_sub(since) }
     }
 }
@@ -321,7 +321,7 @@ mod tests {
         account.refused(WaitStage::PartitionWait, 10);
         tokio::time::advance(Duration::from_secs(3600)).await;
         let waited = account.sum(WaitStage::PartitionWait).total;
-        assert_eq!(waited, Duration::from_secs(1), "no reader waits any more");
+        assert_eq!(waited, Duration::from_secs(1), "no reader waits now");
     }
 
     #[tokio::test]

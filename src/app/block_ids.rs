@@ -421,7 +421,7 @@ mod tests {
             let scattered: Vec<i64> = (0..1000).map(|id| (task * 1000 + id).pow(3)).collect();
             let (known, used) = (ids.count(), heap.used());
             let error = report(&mut ids, 1, &[(P0, scattered)]).err()?;
-            assert_eq!((ids.count(), heap.used()), (known, used), "nothing of it was taken");
+            assert_eq!((ids.count(), heap.used()), (known, used), "the refused report takes no heap");
             Some((task, error))
         });
         let (reports, error) = refused.unwrap();

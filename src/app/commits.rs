@@ -26,9 +26,9 @@ impl Commits {
     /// # Errors
     /// Returns the error of `flush`.
     pub async fn flushed<E>(&self, flush: impl Future<Output = Result<(), E>>) -> Result<(), E> {
-        let mine = self.arrived.fetch_add(1, Ordering::AcqRel) + 1;
+        let number = self.arrived.fetch_add(1, Ordering::AcqRel) + 1;
         let mut served = self.served.lock().await;
-        if *served >= mine {
+        if *served >= number {
             return Ok(());
         }
         let all = self.arrived.load(Ordering::Acquire);
@@ -60,7 +60,7 @@ mod tests {
         let (commits, flushes) = (Commits::default(), AtomicUsize::new(0));
         let (go, gone) = oneshot::channel::<()>();
         let first = commits.flushed(async {
-            gone.await.map_err(|_| "never told")?;
+            gone.await.map_err(|_| "not released")?;
             Ok::<_, &str>(())
         });
         let mut first = std::pin::pin!(first);
@@ -78,7 +78,7 @@ mod tests {
         first.await.unwrap();
         let outcomes = others.await;
         assert_eq!(outcomes.iter().filter(|outcome| outcome.is_err()).count(), 1);
-        assert_eq!(flushes.load(Ordering::Relaxed), 2, "one fails, one is for the other four");
+        assert_eq!(flushes.load(Ordering::Relaxed), 2, "one flush fails, one serves the other four");
         assert_eq!((commits.count_one(), commits.count_one()), (1, 2));
     }
 }

@@ -71,7 +71,7 @@ pub struct Registration {
     /// Heartbeat timeout that the app requests instead of the configured one, within bounds.
     pub heartbeat_timeout: Option<Duration>,
     /// Bytes that other modules keep of this registration.
-    pub kept_elsewhere_bytes: u64,
+    pub other_modules_bytes: u64,
     /// Client address; `None` for a registration that an earlier process accepted.
     pub from: Option<IpAddr>,
 }
@@ -81,6 +81,6 @@ impl Registration {
     pub(super) fn app_bytes(&self) -> u64 {
         let strings = self.properties.iter().flat_map(|(key, value)| [key, value]);
         let properties: u64 = strings.map(|text| text.len() as u64 + STRING_BYTES).sum();
-        APP_BYTES + self.user.len() as u64 + properties + self.kept_elsewhere_bytes
+        APP_BYTES + self.user.len() as u64 + properties + self.other_modules_bytes
     }
 }

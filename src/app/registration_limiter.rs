@@ -101,7 +101,7 @@ mod tests {
         }
         assert!(limiter.by_address.len() <= FEW, "{}", limiter.by_address.len());
         let mapped = Ipv4Addr::LOCALHOST.to_ipv6_mapped();
-        assert_eq!(limiter.budget(Some(mapped.into())).used(), 100, "the same address, told otherwise");
+        assert_eq!(limiter.budget(Some(mapped.into())).used(), 100, "the same address in IPv6 form");
         drop(charge);
         assert_eq!(heap.whole().used(), 0);
     }

@@ -44,12 +44,12 @@ pub struct AppRegistry {
     longest_timeout_ms: AtomicU64,
     quotas: Arc<Quotas>,
     /// Locked while an app or a shuffle is added or removed together with its state elsewhere.
-    lifecycle: Mutex<Alone>,
+    lifecycle: Mutex<LifecycleState>,
 }
 
 /// State used only while apps and shuffles are added or removed.
 #[derive(Debug)]
-struct Alone {
+struct LifecycleState {
     users: Users,
     limiter: RegistrationLimiter,
     unproven: Unproven,
@@ -73,7 +73,7 @@ impl AppRegistry {
             started: Instant::now(),
             unknown_call_ms: AtomicU64::new(0),
             longest_timeout_ms: AtomicU64::new(0),
-            lifecycle: Mutex::new(Alone {
+            lifecycle: Mutex::new(LifecycleState {
                 users: Users::of(Arc::clone(&quotas)),
                 limiter: RegistrationLimiter::of(heap),
                 unproven: Unproven::default(),
@@ -126,7 +126,7 @@ impl AppRegistry {
             return Err(RegisterError::Apps(QuotaExceeded { max: self.config.apps_max as u64 }));
         }
         let fresh = || {
-            let Alone { users, limiter, .. } = &mut *alone;
+            let LifecycleState { users, limiter, .. } = &mut *alone;
             let part = limiter.budget(registration.from).share();
             self.fresh(&registration.key.app, part, users.usage(&registration.user))
         };

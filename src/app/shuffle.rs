@@ -158,8 +158,8 @@ impl DiskUsage {
         Self(Mutex::new(counted))
     }
 
-    /// Sets the bytes to the result of `occupied`. The closure runs under a lock, so that the latest
-    /// value wins.
+    /// Sets the bytes to the result of `occupied`. The closure runs under a lock, so that the
+    /// latest value wins.
     pub fn set(&self, occupied: impl FnOnce() -> u64) {
         let mut counted = self.0.lock();
         let bytes = occupied();

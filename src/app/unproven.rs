@@ -112,7 +112,7 @@ mod tests {
         let is_questioned = |it: &Unproven, key| it.reason(&key).is_some();
         assert!(is_questioned(&unproven, key("app-1", 7)) && is_questioned(&unproven, key("app-1", 4)));
         assert!(!is_questioned(&unproven, key("app-1", 8)), "it is new");
-        assert!(!is_questioned(&unproven, key("app-2", 1)), "nothing was found of its application");
+        assert!(!is_questioned(&unproven, key("app-2", 1)), "no shuffle of the application was found");
         unproven.unregistered(&key("app-1", 4));
         assert!(!is_questioned(&unproven, key("app-1", 4)) && is_questioned(&unproven, key("app-1", 5)));
         let max = i32::try_from(UNREGISTERED_MAX).unwrap();

@@ -155,7 +155,7 @@ impl AppUsage {
     /// [`OverQuota`]. Two concurrent requests for the remaining amount may both be refused.
     pub fn take(&self, counted: QuotaResource, count: u64) -> Result<Charge, OverQuota> {
         let charge = self.count(counted, count);
-        self.judge(counted, count, count)?;
+        self.check_amount(counted, count, count)?;
         Ok(charge)
     }
 
@@ -164,11 +164,16 @@ impl AppUsage {
     /// # Errors
     /// [`OverQuota`].
     pub fn check(&self, counted: QuotaResource, count: u64) -> Result<(), OverQuota> {
-        self.judge(counted, count, 0)
+        self.check_amount(counted, count, 0)
     }
 
     /// Checks the quotas for `asked`, of which `counted_already` is included in the counts.
-    fn judge(&self, counted: QuotaResource, asked: u64, counted_already: u64) -> Result<(), OverQuota> {
+    fn check_amount(
+        &self,
+        counted: QuotaResource,
+        asked: u64,
+        counted_already: u64,
+    ) -> Result<(), OverQuota> {
         for whose in QuotaSubject::ALL {
             let kind = (whose, counted);
             let Some(max) = self.quotas.max(kind) else { continue };

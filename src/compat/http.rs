@@ -238,7 +238,7 @@ mod tests {
         registry.register(Box::new(wait)).unwrap();
         registry.register(Box::new(ratio)).unwrap();
         let families = registry.gather();
-        let told = serde_json::to_value(JavaFamilies::new(&families, &[], 1_712_575_271_639)).unwrap();
+        let converted = serde_json::to_value(JavaFamilies::new(&families, &[], 1_712_575_271_639)).unwrap();
         let sample = |name: &str, names: &[&str], values: &[&str], value: Value| json!({ "name": name, "labelNames": names, "labelValues": values, "value": value, "timestampMs": null });
         let expected = json!({
             "metrics": [
@@ -252,7 +252,7 @@ mod tests {
             ],
             "timeStamp": 1_712_575_271_639_i64,
         });
-        assert_eq!(told, expected);
+        assert_eq!(converted, expected);
         let some = JavaFamilies::new(&families, &["used".to_owned(), "wait_sum".to_owned()], 0);
         assert_eq!(some.metrics.len(), 2);
     }

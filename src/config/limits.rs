@@ -411,8 +411,8 @@ mod tests {
         let mut tight = config("[memory_store]\ncapacity = \"22.9GiB\"");
         let before = tight.warnings.len();
         assert_eq!(tight.fit(&system), Ok(()));
-        let told = &tight.warnings[before..];
-        assert!(told.len() == 1 && told[0].contains("may use 24.2 GiB"), "{told:?}");
+        let added = &tight.warnings[before..];
+        assert!(added.len() == 1 && added[0].contains("may use 24.2 GiB"), "{added:?}");
         assert_eq!(config("[memory_store]\ncapacity = \"21.7GiB\"").fit(&system), Ok(()));
     }
 
@@ -453,8 +453,8 @@ mod tests {
         let before = config.warnings.len();
         assert_eq!((config.fit(&with(wanted.sum())), config.descriptors()), (Ok(()), wanted));
         assert_eq!(config.fit(&with(1024)), Ok(()));
-        let told = &config.warnings[before];
-        assert!(told.contains("RLIMIT_NOFILE is 1024") && told.contains("tcp.max_connections"), "{told}");
+        let added = &config.warnings[before];
+        assert!(added.contains("RLIMIT_NOFILE is 1024") && added.contains("tcp.max_connections"), "{added}");
         let fitting = config.descriptors();
         assert!(fitting.sum() <= 1024, "{fitting:?}");
         assert!(fitting.grpc > 100 && fitting.tcp > 100 && fitting.http > 64, "{fitting:?}");

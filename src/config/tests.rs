@@ -134,7 +134,7 @@ fn shown_configuration_hides_secrets_and_comparison_keeps_them() {
     assert_eq!(parse(&config.to_toml()).unwrap(), config);
     let hidden: Vec<_> =
         schema().keys.iter().map(|key| key.path).filter(|path| redact::is_secret(path)).collect();
-    assert_eq!(hidden, Vec::<&str>::new(), "values of keys of ours are told apart by what is in them");
+    assert_eq!(hidden, Vec::<&str>::new(), "values of our own keys are shown only if they are no secrets");
 }
 
 #[cfg(feature = "object")]
@@ -154,8 +154,8 @@ fn object_store_keys_come_from_environment_and_stay_hidden() {
         assert!(!shown.contains("hush"), "{shown}");
     }
     assert!(config.to_shown_toml().contains("credentials = \"environment\""));
-    let told = problems("[object_store]\nurl = \"s3://shuffle/x\"\ncredentials = \"file\"");
-    assert!(told[0].starts_with("object_store.credentials_file"), "{told:?}");
+    let found = problems("[object_store]\nurl = \"s3://shuffle/x\"\ncredentials = \"file\"");
+    assert!(found[0].starts_with("object_store.credentials_file"), "{found:?}");
 }
 
 #[test]
@@ -294,7 +294,7 @@ fn memory_is_persistent_by_default_under_systemd() {
     assert_eq!(backing("[memory_store]\nbacking = \"/dev/shm/worker\"", "0"), "/dev/shm/worker");
     assert_eq!((backing("", "0"), backing("", "")), ("private".to_owned(), "private".to_owned()));
     let forgetful = "[localfile_store]\nrecovery = false";
-    assert_eq!(backing(forgetful, "4096"), "private", "nobody would know its shuffles");
+    assert_eq!(backing(forgetful, "4096"), "private", "no metadata log would know its shuffles");
     assert_eq!(parse("").unwrap().memory.backing.to_string(), "private");
 }
 
@@ -327,7 +327,7 @@ fn excessive_memory_is_reported_with_its_keys() {
     assert_eq!(with("[grpc]\nmax_connections = 20").grpc.connections_max, 20);
 }
 
-/// Once, the problem named `grpc.connection_window`, which the user had not set.
+/// Regression test: the problem named `grpc.connection_window`, which the user had not set.
 #[test]
 fn threads_without_memory_for_windows_are_reported() {
     let with = |threads: usize, more: &str| {

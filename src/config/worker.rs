@@ -22,7 +22,7 @@ words! {
         MemoryLocalfileHdfs = "MEMORY_LOCALFILE_HDFS",
         /// Memory, spilled to an object store, which clients read through the worker.
         MemoryObject = "MEMORY_OBJECT",
-        /// Memory, spilled to local disks, and moved to an object store in the background.
+        /// Memory, spilled to local disks, and offloaded to an object store in the background.
         MemoryLocalfileObject = "MEMORY_LOCALFILE_OBJECT",
     }
 }

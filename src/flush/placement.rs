@@ -72,7 +72,11 @@ mod tests {
         assert_eq!(choose(Unavailable, Ready, false, None), Some(COLD));
         assert_eq!(choose(Ready, Unavailable, true, None), Some(HOT));
         let better_the_one_that_failed = choose(Unavailable, Ready, false, Some(COLD));
-        assert_eq!(better_the_one_that_failed, Some(COLD), "than one that takes nothing");
+        assert_eq!(
+            better_the_one_that_failed,
+            Some(COLD),
+            "the failed tier is better than an unavailable one"
+        );
     }
 
     #[test]

@@ -309,7 +309,10 @@ mod tests {
         assert!(!is_oversized(buffer(50, 1_001, 0), &LIMITS));
         assert!(is_oversized(buffer(51, 1_001, 4), &LIMITS));
         assert!(has_room_in_flight(&buffer(51, 1_001, 4), &LIMITS));
-        assert!(!has_room_in_flight(&buffer(51, 1_001, 5), &LIMITS), "too many of it in flight");
+        assert!(
+            !has_room_in_flight(&buffer(51, 1_001, 5), &LIMITS),
+            "too many batches of the buffer are in flight"
+        );
         assert!(is_stuck(buffer(1, 1_001, 0)));
         assert!(!is_stuck(buffer(1, 1_001, 1)) && !is_stuck(buffer(0, 1_001, 0)));
     }
@@ -348,7 +351,7 @@ mod tests {
         assert_eq!(chosen(&apps(1), 100), [3, 2], "above a level of 75 each the second has most");
         let mut heavier = apps(1);
         heavier[1].weight = 9;
-        assert_eq!(chosen(&heavier, 50), [0], "by weight it is the first that is over its share");
+        assert_eq!(chosen(&heavier, 50), [0], "by weight the first application exceeds its share");
         assert_eq!(chosen(&apps(1), 1_000).len(), 5);
         // Tickets count as held but cannot be flushed: the rest comes from the largest buffers.
         let hoarder = [Claimant { weight: 1, demand: 500 }, Claimant { weight: 1, demand: 150 }];
@@ -370,7 +373,7 @@ mod tests {
             prop_assert!(chosen.iter().all(|i| eligible(&candidates[*i])));
             prop_assert!(total >= bytes.min(possible));
             if let Some(last) = chosen.last() {
-                prop_assert!(total - candidates[*last].charged_bytes < bytes, "the last one was needed");
+                prop_assert!(total - candidates[*last].charged_bytes < bytes, "the goal needs the last buffer");
                 let smallest = candidates[*last].charged_bytes;
                 let left_out = candidates.iter().enumerate().filter(|(i, c)| eligible(c) && !chosen.contains(i));
                 prop_assert!(left_out.into_iter().all(|(_, c)| c.charged_bytes <= smallest));

@@ -49,8 +49,8 @@ impl FlushBatch {
     /// Splits off the second half of the partitions as a batch. Returns `None` for a batch of one
     /// partition.
     pub(super) fn cut(&mut self) -> Option<Self> {
-        let kept = self.parts.len().div_ceil(2);
-        let parts = self.parts.split_off(kept);
+        let first_half = self.parts.len().div_ceil(2);
+        let parts = self.parts.split_off(first_half);
         (!parts.is_empty()).then(|| Self {
             key: self.key.clone(),
             handles: Arc::clone(&self.handles),

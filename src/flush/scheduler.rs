@@ -50,7 +50,7 @@ const TICKS_PER_SWEEP: u32 = 10;
 const INLINE_PARTITIONS_MAX: u64 = 4096;
 
 /// Interval of checks whether memory is empty.
-const EMPTYING_LOOK: Duration = Duration::from_millis(10);
+const EMPTY_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The flusher of one worker.
 #[derive(Debug)]
@@ -196,7 +196,7 @@ impl Flusher {
                 return false;
             }
             self.flush_buffers(shuffle, &waiting);
-            sleep(EMPTYING_LOOK).await;
+            sleep(EMPTY_POLL_INTERVAL).await;
         }
     }
 
@@ -282,7 +282,7 @@ impl Flusher {
             if self.memory.block_count() > self.memory.in_flight_blocks() {
                 self.walk(|flusher| flusher.flush_all()).await;
             }
-            sleep(EMPTYING_LOOK).await;
+            sleep(EMPTY_POLL_INTERVAL).await;
         };
         self.draining.send_replace(false);
         emptied
@@ -321,7 +321,7 @@ impl Flusher {
                 }
                 () = self.wake.notified() => {}
                 () = self.memory.pressure().notified() => {}
-                _ = tick.tick() => self.drop_dead_now_and_then(&mut ticks).await,
+                _ = tick.tick() => self.sweep_periodically(&mut ticks).await,
             }
             // Applications below their share are entitled to the memory they wait for, regardless
             // of the number of requests.
@@ -338,7 +338,7 @@ impl Flusher {
     }
 
     /// Periodically looks for candidates, which also releases segments used only by aborted sends.
-    async fn drop_dead_now_and_then(self: &Arc<Self>, ticks: &mut u32) {
+    async fn sweep_periodically(self: &Arc<Self>, ticks: &mut u32) {
         *ticks = ticks.wrapping_add(1);
         if ticks.is_multiple_of(TICKS_PER_SWEEP) {
             self.walk(|flusher| drop(flusher.memory.candidates())).await;

@@ -95,7 +95,7 @@ impl Flusher {
     /// Waits for permits to write the blocks of `batch`. The number of permits bounds the temporary
     /// memory of the sort and the index-group records. That memory is not charged to the heap,
     /// because it would be taken from requests whose flush frees more.
-    async fn room_for(&self, batch: &FlushBatch) -> Option<SemaphorePermit<'_>> {
+    async fn acquire_block_permits(&self, batch: &FlushBatch) -> Option<SemaphorePermit<'_>> {
         let (permits, most) = &self.blocks;
         let blocks = u32::try_from(batch.blocks()).unwrap_or(*most).min(*most);
         // The semaphore is never closed.
@@ -104,7 +104,7 @@ impl Flusher {
 
     /// Writes a batch to a tier.
     async fn write(&self, batch: &Arc<FlushBatch>, tier: usize, span: &Span) -> Result<(), StoreError> {
-        let _room = self.room_for(batch).await;
+        let _room = self.acquire_block_permits(batch).await;
         let extents = {
             // Sorting and cutting a large chain takes milliseconds, so it runs on a blocking
             // thread.

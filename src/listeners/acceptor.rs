@@ -60,13 +60,13 @@ pub struct Binding {
     /// Collects connections for a successor.
     pub handover: Handover,
     /// Connections inherited from a predecessor.
-    pub kept: Vec<std::net::TcpStream>,
+    pub inherited: Vec<std::net::TcpStream>,
 }
 
 impl From<TcpListener> for Binding {
     /// Without TLS, predecessor and successor.
     fn from(listener: TcpListener) -> Self {
-        Self { listener, tls: None, handover: Handover::default(), kept: Vec::new() }
+        Self { listener, tls: None, handover: Handover::default(), inherited: Vec::new() }
     }
 }
 
@@ -182,14 +182,14 @@ impl Acceptor {
         };
         let limiter = ConnectionLimiter::new(self.connections_max).with_leaving(leaving_max);
         let (closings, failures) = (LogLimiter::new(1, LOG_INTERVAL), LogLimiter::new(1, LOG_INTERVAL));
-        let mut kept = std::mem::take(&mut self.binding.kept).into_iter();
+        let mut inherited = std::mem::take(&mut self.binding.inherited).into_iter();
         let mut stopping = pin!(self.tasks.closing());
         loop {
-            let kept = kept.next();
+            let next_inherited = inherited.next();
             // An inherited HTTP/2 connection has sent nothing. One of another protocol had begun.
-            let has_begun = kept.is_some() && self.begins == ProtocolStart::ByListener;
+            let has_begun = next_inherited.is_some() && self.begins == ProtocolStart::ByListener;
             let next = async {
-                match kept {
+                match next_inherited {
                     Some(stream) => inherit(stream),
                     None => self.binding.listener.accept().await,
                 }
@@ -220,8 +220,9 @@ impl Acceptor {
                 drop(held.state().request());
             }
             let connection_state = Arc::clone(held.state());
-            let life = Life { connection_state, registration, deadline: self.opening_deadline };
-            self.open(stream, peer, held, life, &serve);
+            let lifetime =
+                ConnectionLifetime { connection_state, registration, deadline: self.opening_deadline };
+            self.open(stream, peer, held, lifetime, &serve);
             // The connection's task runs before the next accept. A storm of connects must not evict
             // a connection whose request has arrived.
             yield_now().await;
@@ -244,7 +245,7 @@ impl Acceptor {
         stream: TcpStream,
         peer: SocketAddr,
         held: ConnectionGuard,
-        life: Life,
+        lifetime: ConnectionLifetime,
         serve: &Arc<S>,
     ) where
         F: Future<Output = ()> + Send + 'static,
@@ -258,7 +259,7 @@ impl Acceptor {
         let name = self.names.connection;
         let Some(cores) = &self.cores else {
             let place = ConnectionSlot { held, _open: open, _core: None };
-            return self.tasks.spawn(name, life.of(serve(Connection { stream, peer, place })));
+            return self.tasks.spawn(name, lifetime.of(serve(Connection { stream, peer, place })));
         };
         // Deregisters the socket from this runtime, before the core registers it.
         let stream = match stream.into_std() {
@@ -269,7 +270,7 @@ impl Acceptor {
         let (place, serve) = (ConnectionSlot { held, _open: open, _core: Some(core) }, Arc::clone(serve));
         self.tasks.spawn_on(handle, name, async move {
             match TcpStream::from_std(stream) {
-                Ok(stream) => life.of(serve(Connection { stream, peer, place })).await,
+                Ok(stream) => lifetime.of(serve(Connection { stream, peer, place })).await,
                 Err(error) => tracing::warn!(%peer, %error, "connection closed: cannot register its socket with the runtime"),
             }
         });
@@ -277,13 +278,13 @@ impl Acceptor {
 }
 
 /// Lifetime of a connection: it ends by itself, at the opening deadline, or on eviction.
-struct Life {
+struct ConnectionLifetime {
     connection_state: Arc<ConnectionState>,
     registration: AbortRegistration,
     deadline: Duration,
 }
 
-impl Life {
+impl ConnectionLifetime {
     async fn of(self, serve: impl Future<Output = ()>) {
         let Self { connection_state, registration, deadline } = self;
         let mut served = pin!(Abortable::new(serve, registration));

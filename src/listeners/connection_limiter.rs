@@ -1,9 +1,9 @@
 //! Connection table of one listener with eviction. Sockets and deadlines are in `acceptor`.
 //!
 //! Invariant: the table never exceeds its limit. When it is full, connections are evicted in the
-//! order of [`ConnectionActivity`], and within a stage by the time without progress. Idle connections thus
-//! cannot keep out a working one. If the protocol can announce an end, an evicted connection may
-//! finish its calls; the number of those is bounded too.
+//! order of [`ConnectionActivity`], and within a stage by the time without progress. Idle
+//! connections thus cannot keep out a working one. If the protocol can announce an end, an evicted
+//! connection may finish its calls; the number of those is bounded too.
 //!
 //! If one address has more than half of the entries, eviction is limited to its connections.
 
@@ -28,7 +28,7 @@ const CHOSEN: usize = 64;
 pub(super) const LEAVING_DEADLINE: Duration = Duration::from_secs(2);
 
 /// Poll interval for requests of a connection that is to end.
-const REST_LOOK: Duration = Duration::from_millis(50);
+const REST_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The connection table. Clones share it.
 #[derive(Debug, Clone)]
@@ -282,7 +282,7 @@ impl ConnectionState {
                 return;
             }
             ended_before = ended;
-            sleep(REST_LOOK).await;
+            sleep(REST_POLL_INTERVAL).await;
         }
     }
 

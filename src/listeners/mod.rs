@@ -20,10 +20,10 @@ pub use acceptor::Binding;
 
 /// A response of which nothing was read for this time yields to others that wait for its memory.
 /// Garbage collection of a JVM does not pause that long.
-const PATIENCE: Duration = Duration::from_secs(10);
+const STALL_MAX: Duration = Duration::from_secs(10);
 
 /// Interval at which a stalled response is checked for others that wait.
-const LOOK: Duration = Duration::from_secs(1);
+const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Longest pause within a request while the listener closes. All new requests wait for the
 /// successor then.

@@ -12,7 +12,7 @@ use crate::remote::hdfs;
 use crate::runtime::RuntimeMetrics;
 use crate::service::metrics::ServiceMetrics;
 #[cfg(feature = "object")]
-use crate::store::migration;
+use crate::store::offload;
 use crate::store::{disk, object};
 use crate::telemetry::TelemetryMetrics;
 use uniffle_profile::allocator::AllocatorMetrics;
@@ -46,7 +46,7 @@ pub fn metric_descriptions() -> Vec<Description> {
         #[cfg(feature = "object")]
         object::client::Metrics::described(),
         #[cfg(feature = "object")]
-        migration::metrics::Metrics::described(),
+        offload::metrics::Metrics::described(),
         grpc::metrics::GrpcMetrics::described(),
         tcp::metrics::TcpMetrics::described(),
         HttpMetrics::described(),

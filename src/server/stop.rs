@@ -34,13 +34,13 @@ const PART_DEADLINE: Duration = Duration::from_secs(2);
 /// Minimum time for the last flush, even if the first flush has used all of the time.
 const LAST_FLUSH: Duration = Duration::from_secs(5);
 /// Time to wait for outstanding tickets. A client with a ticket normally sends at once.
-const TICKET_PATIENCE: Duration = Duration::from_secs(2);
+const TICKET_WAIT_MAX: Duration = Duration::from_secs(2);
 /// Time for syncing the disks: the machine is often switched off next.
 const SYNC_DEADLINE: Duration = Duration::from_secs(10);
 /// Time for remote deletions of ended applications. The next start continues with the rest.
 const DELETION_DEADLINE: Duration = Duration::from_secs(5);
 /// Poll interval while waiting for tickets.
-const LOOK: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Outcome of a graceful stop.
 #[derive(Debug, Clone, Copy)]
@@ -188,10 +188,10 @@ impl Worker {
     async fn flush_until(&self, deadline: Instant) -> Vec<InMemory> {
         let tickets = async {
             while self.memory.tickets().count() > 0 {
-                sleep(LOOK).await;
+                sleep(POLL_INTERVAL).await;
             }
         };
-        let tickets = timeout_at(deadline.min(Instant::now() + TICKET_PATIENCE), tickets);
+        let tickets = timeout_at(deadline.min(Instant::now() + TICKET_WAIT_MAX), tickets);
         let (_, ()) = tokio::join!(tickets, self.drain_memory(deadline));
         self.drain_memory(deadline).await;
         self.memory.contents()

@@ -128,7 +128,7 @@ impl Service {
 
     /// Undoes [`Ingest::refuse_sends`] and [`WorkerStatus::stop`] after a cancelled stop.
     pub fn resume(&self) {
-        self.ingest.take_sends();
+        self.ingest.accept_sends();
         self.parts.status.resume();
     }
 

@@ -50,10 +50,10 @@ section! {
         pub ticket_wait: Duration = SECOND,
         /// Bounds of one partition.
         pub partition_limits: PartitionLimits = PartitionLimits::default(),
-        /// Who counts how much.
+        /// Weights of applications.
         #[section(FairnessConfig)]
         pub fairness: FairnessConfig,
-        /// How much one application and one user may have.
+        /// Quotas of one application and one user.
         #[section(QuotaConfig)]
         pub quota: QuotaConfig,
     }

@@ -282,7 +282,7 @@ async fn bytes_in_flight_count_against_a_huge_partitions_share() {
     fixture.faults.clear();
     fixture.faults.release().await;
     fixture.settle().await;
-    assert_eq!(buffer.received_bytes(), 120_000, "flushing takes nothing from it");
+    assert_eq!(buffer.received_bytes(), 120_000, "flushing does not reduce it");
     fixture.require(&[3], &[1]).unwrap();
     fixture.stop().await;
 }
@@ -319,7 +319,7 @@ async fn hard_limit_uses_a_text_that_clients_know() {
     fixture.require(&[3], &[10_000]).unwrap();
     assert_eq!(code(fixture.require(&[3], &[10_001])), StatusCode::NoRegister);
     assert_eq!(code(fixture.send(3, 10_001)), StatusCode::NoRegister);
-    assert_eq!(fixture.buffer(3).received_bytes(), 40_000, "nothing of it was stored");
+    assert_eq!(fixture.buffer(3).received_bytes(), 40_000, "the refused send stored no block");
     fixture.register(APP, &[("spark.anything", "1")]).await;
     assert_eq!(code(fixture.require(&[3], &[10_001])), StatusCode::ExceedHugePartitionHardLimit);
     assert_eq!(code(fixture.send(3, 10_001)), StatusCode::ExceedHugePartitionHardLimit);
@@ -466,7 +466,7 @@ async fn next_chunk_is_read_ahead_with_spare_memory() {
     drop((first, ahead));
     fixture.faults.clear();
     fixture.faults.release().await;
-    within_time("an answer that is not wanted holds nothing", || pool.used_bytes() == 0).await;
+    within_time("a dropped response holds no memory", || pool.used_bytes() == 0).await;
 
     let answer = reads
         .read_data(&reads.read_limits(), target(APP, 3), ReadRange { offset: 0, length: BYTES })
@@ -508,7 +508,7 @@ async fn hand_off_stops_acknowledgements_and_returns_tickets() {
     under_way.end_block(BlockHeader { block_id: 99, length: 1000, ..BlockHeader::default() }).unwrap();
     assert_eq!(code(under_way.commit()), StatusCode::NoBuffer);
     assert_eq!(fixture.memory.contents()[0].blocks, 1, "only the acknowledged block");
-    assert_eq!(fixture.memory.tickets().count(), 0, "a ticket that was refused is spent");
+    assert_eq!(fixture.memory.tickets().count(), 0, "a refused send spends its ticket");
     // The stop is cancelled.
     fixture.service.resume();
     fixture.send(2, 1000).unwrap();

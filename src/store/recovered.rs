@@ -38,7 +38,7 @@ pub struct Recovered {
     /// Shuffles, ordered by their keys.
     pub shuffles: Vec<RecoveredShuffle>,
     /// Registrations and reports of all shuffles.
-    pub said: RecordReader,
+    pub records: RecordReader,
     /// Data directories that were in use before and are missing now.
     pub missing_disks: Vec<String>,
     /// Number of readable published bytes.

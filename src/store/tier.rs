@@ -157,12 +157,12 @@ pub trait MetadataTier: Send + Sync {
     fn leave(&self, key: &ShuffleKey);
 }
 
-/// Moves all data to a store where a worker of the same name finds it on another machine.
+/// Offloads all data to a store where a worker of the same name finds it on another machine.
 pub trait DrainableTier: Send + Sync {
     /// Begins or continues the drain. Returns the remaining work.
     fn begin(&self) -> DrainBacklog;
 
-    /// Cancels the drain. Data that was moved stays moved.
+    /// Cancels the drain. Offloaded data stays in the store.
     fn cancel(&self);
 }
 
@@ -477,10 +477,10 @@ pub struct DrainBacklog {
     /// Number of shuffles with data that is or may be only here, for example in a missing or
     /// unreadable directory.
     pub shuffles_left: usize,
-    /// Number of their bytes still to be moved.
+    /// Number of their bytes still to be offloaded.
     pub bytes_left: u64,
-    /// Number of bytes that cannot be moved. They, or earlier bytes of their streams, are lost or
-    /// unreadable.
+    /// Number of bytes that cannot be offloaded. They, or earlier bytes of their streams, are lost
+    /// or unreadable.
     pub stuck_bytes: u64,
 }
 

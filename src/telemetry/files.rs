@@ -18,7 +18,7 @@ use super::settings::{Rotation, TelemetryConfig};
 use crate::clock::Instant;
 
 /// Interval of the checks whether the current file still exists.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Suffix of the names of log files.
 const SUFFIX: &str = "log";
@@ -97,7 +97,7 @@ impl LogFile {
     /// Opens a new file if the current one was renamed or deleted. The appender itself rotates by
     /// time.
     fn follow_rename(&mut self) {
-        if self.looked.elapsed() < LOOK_INTERVAL {
+        if self.looked.elapsed() < CHECK_INTERVAL {
             return;
         }
         self.looked = Instant::now();
@@ -135,7 +135,7 @@ mod tests {
 
     /// Makes the next check due.
     fn write(file: &mut LogFile, line: &str) {
-        file.looked = file.looked.checked_sub(LOOK_INTERVAL).unwrap();
+        file.looked = file.looked.checked_sub(CHECK_INTERVAL).unwrap();
         file.write_all(line.as_bytes()).unwrap();
     }
 

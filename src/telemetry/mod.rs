@@ -234,20 +234,20 @@ mod tests {
         let directory = root.path().join("a/b");
         let (subscriber, telemetry) = subscriber(&config(Some(directory.clone()), LogFormat::Text)).unwrap();
         tracing::subscriber::with_default(subscriber, || {
-            tracing::info!("told");
-            tracing::debug!("not told");
+            tracing::info!("logged");
+            tracing::debug!("not logged");
             telemetry.filter().set("off").unwrap();
             telemetry.filter().set("x=loud").unwrap_err();
-            tracing::info!("not told either");
+            tracing::info!("not logged either");
             tracing::info!(target: AUDIT, app = "a", "kept");
             telemetry.filter().set("debug").unwrap();
             telemetry.flush();
-            tracing::debug!("told at last");
+            tracing::debug!("logged at last");
         });
         drop(telemetry);
         let (log, audit) = (file(&directory, "uniffle-worker"), file(&directory, "uniffle-audit"));
-        assert!(log.contains("told") && log.contains("told at last"), "{log}");
-        assert!(!log.contains("not told") && !log.contains("kept"), "{log}");
+        assert!(log.contains("logged") && log.contains("logged at last"), "{log}");
+        assert!(!log.contains("not logged") && !log.contains("kept"), "{log}");
         assert!(audit.contains("kept app=\"a\"") && audit.lines().count() == 1, "{audit}");
     }
 

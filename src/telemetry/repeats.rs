@@ -54,7 +54,7 @@ pub(super) struct Repeats {
 struct RepeatedMessage {
     limiter: LogLimiter,
     /// Lines suppressed in earlier minutes and not reported yet.
-    untold: u64,
+    unreported: u64,
 }
 
 impl Repeats {
@@ -80,10 +80,10 @@ impl Repeats {
         if kinds.len() >= KINDS_MAX && !kinds.contains_key(&key) {
             key.1 = "(many messages)".to_owned();
         }
-        let new = || RepeatedMessage { limiter: LogLimiter::new(LINES_MAX, INTERVAL), untold: 0 };
+        let new = || RepeatedMessage { limiter: LogLimiter::new(LINES_MAX, INTERVAL), unreported: 0 };
         let kind = kinds.entry(key).or_insert_with(new);
         let events = kind.limiter.pass();
-        kind.untold += events.map_or(0, |events| events - 1);
+        kind.unreported += events.map_or(0, |events| events - 1);
         events.is_some()
     }
 
@@ -91,7 +91,7 @@ impl Repeats {
     /// log, includes the current minute.
     pub(super) fn log_held_back(&self, end: bool) {
         let take = |(key, kind): (&(Identifier, String), &mut RepeatedMessage)| {
-            let lines = std::mem::take(&mut kind.untold) + kind.limiter.settle(end);
+            let lines = std::mem::take(&mut kind.unreported) + kind.limiter.settle(end);
             (lines > 0).then(|| (lines, key.1.clone()))
         };
         // Logging takes the lock again, so it must be released first.

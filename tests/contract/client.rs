@@ -35,7 +35,7 @@ use uniffle_testkit::config::ConfigLines;
 use uniffle_wire::index::IndexRecord;
 use uniffle_worker::server::Worker;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_MAX: Duration = Duration::from_secs(60);
 
 struct Node {
     worker: Worker,
@@ -63,7 +63,7 @@ impl Node {
     }
 
     async fn stop(self) {
-        timeout(PATIENCE, self.worker.stop()).await.expect("it stops");
+        timeout(WAIT_MAX, self.worker.stop()).await.expect("it stops");
     }
 }
 
@@ -104,7 +104,7 @@ async fn write_task(shuffle: &Shuffle, task: i64, partitions: i32, blocks: u32, 
 async fn assert_reads(shuffle: &Shuffle, tasks: &[i64], partitions: i32, blocks: u32, length: u32) {
     for partition in 0..partitions {
         let reader = shuffle.reader(PartitionId(partition), &TaskFilter::all()).await.unwrap();
-        let read = timeout(PATIENCE, reader.read_all()).await.expect("in time").unwrap();
+        let read = timeout(WAIT_MAX, reader.read_all()).await.expect("in time").unwrap();
         let read: BTreeMap<BlockId, Block> =
             read.into_iter().map(|block| (block.meta.block_id, block)).collect();
         assert_eq!(read.len(), tasks.len() * blocks as usize);
@@ -207,7 +207,7 @@ async fn until_registered(application: &uniffle_client::Application, servers: us
                 assert_eq!(shuffle.handle().assignment.servers().len(), servers);
                 return shuffle;
             }
-            Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
+            Err(error) => assert!(start.elapsed() < WAIT_MAX, "{error}"),
         }
         sleep(Duration::from_millis(50)).await;
     }
@@ -395,7 +395,7 @@ async fn example_counts_words() {
     let node = Node::start("16MiB", "", "").await;
     for transport in [Transport::Grpc, Transport::Tcp] {
         let options = options().with(|options| options.transport = transport);
-        let counts = timeout(PATIENCE, word_count::run(&node.address(), options)).await.unwrap().unwrap();
+        let counts = timeout(WAIT_MAX, word_count::run(&node.address(), options)).await.unwrap().unwrap();
         assert_eq!(counts, word_count::expected());
     }
     node.stop().await;

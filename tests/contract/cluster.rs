@@ -24,7 +24,7 @@ use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternal
 use uniffle_worker::proto::{self, GetShuffleServerRequest, StatusCode};
 use uniffle_worker::server::Worker;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const WAIT_MAX: Duration = Duration::from_secs(20);
 
 /// Interval of heartbeats that no test waits for.
 const OFTEN: &str = "heartbeat_interval_seconds = \"100ms\"";
@@ -56,7 +56,7 @@ async fn until_nodes(coordinator: &mut Coordinator, count: usize) -> HashSet<Str
         if ids.len() == count {
             return ids;
         }
-        assert!(start.elapsed() < PATIENCE, "not {count} nodes: {ids:?}");
+        assert!(start.elapsed() < WAIT_MAX, "not {count} nodes: {ids:?}");
         sleep(Duration::from_millis(20)).await;
     }
 }
@@ -125,7 +125,7 @@ async fn worker_coordinates_another_worker() {
     internal.decommission(proto::DecommissionRequest::default()).await.expect("an answer");
     let start = Instant::now();
     while servers(&assign(&mut coordinator, 1, &[]).await).len() > 1 {
-        assert!(start.elapsed() < PATIENCE, "a worker that is decommissioned is assigned");
+        assert!(start.elapsed() < WAIT_MAX, "a worker that is decommissioned is assigned");
         sleep(Duration::from_millis(20)).await;
     }
     drop(internal);
@@ -219,7 +219,7 @@ async fn cluster_continues_after_a_coordinator_dies() {
         if view["apps"][0]["total_bytes"].as_u64() == Some(4 * 10_000) {
             break view;
         }
-        assert!(start.elapsed() < PATIENCE, "{view}");
+        assert!(start.elapsed() < WAIT_MAX, "{view}");
         sleep(Duration::from_millis(100)).await;
     };
     let reported: HashSet<String> =
@@ -365,7 +365,7 @@ async fn failed_heartbeats_are_retried_per_coordinator() {
     }
     let start = Instant::now();
     while accepting() < 4.0 {
-        assert!(start.elapsed() < PATIENCE, "{} of 4 accept", accepting());
+        assert!(start.elapsed() < WAIT_MAX, "{} of 4 accept", accepting());
         sleep(Duration::from_millis(20)).await;
     }
     assert_eq!(worker.stop().await, 0);

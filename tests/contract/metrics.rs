@@ -22,7 +22,7 @@ use uniffle_worker::remote::hdfs::HdfsStore;
 use uniffle_worker::server::{Worker, metric_descriptions};
 use uniffle_worker::store::{LocalStore, RemoteStorage};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const WAIT_MAX: Duration = Duration::from_secs(20);
 
 /// Exported once HDFS contains data, which `tests/hdfs/tiers.rs` checks.
 const OF_DATA_IN_HDFS: &str = "topN_of_on_hadoop_data_size_for_app";
@@ -86,7 +86,7 @@ const TOPICS: &[(&str, &str)] = &[
     ("remote::hdfs", "HDFS"),
     ("store::object", "Object store"),
     ("store::object::client", "Requests to the object store"),
-    ("store::migration", "Moving shuffles to the object store"),
+    ("store::offload", "Offload to the object store"),
     ("listeners::grpc", "gRPC listener"),
     ("listeners::tcp", "Raw TCP listener"),
     ("listeners::http", "HTTP listener"),
@@ -176,7 +176,7 @@ async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     worker.flusher().expect("tiers").flush_all();
     let start = Instant::now();
     while local.view(&key, partition).map_or(0, |view| view.bytes) == 0 {
-        assert!(start.elapsed() < PATIENCE, "not flushed");
+        assert!(start.elapsed() < WAIT_MAX, "not flushed");
         sleep(Duration::from_millis(10)).await;
     }
     let read = client.read_partition(&key, partition, &ReadOptions::default()).await.expect("read");
@@ -196,9 +196,9 @@ async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Reg
     use uniffle_testkit::memory_disk::MemoryDisk;
     use uniffle_testkit::object_fault::FaultyObjects;
     use uniffle_worker::store::LocalConfig;
-    use uniffle_worker::store::migration::{LocalDisks, OffloadSettings, OffloadTier, Watermarks};
     use uniffle_worker::store::object::client::Client;
     use uniffle_worker::store::object::{Bucket, ObjectSettings};
+    use uniffle_worker::store::offload::{LocalDisks, OffloadSettings, OffloadTier, Watermarks};
     let registries = [prometheus::Registry::new(), prometheus::Registry::new()];
     let extents = uniffle_worker::memory::Budget::new(u64::MAX);
     let tasks = uniffle_worker::runtime::Tasks::new();
@@ -267,7 +267,7 @@ async fn metrics_page_matches_the_exported_metrics() {
             .iter()
             .filter(|it| !later.contains(&it.0.as_str()) && !exported.contains_key(*it))
             .collect();
-        if missing.is_empty() || start.elapsed() > PATIENCE {
+        if missing.is_empty() || start.elapsed() > WAIT_MAX {
             break missing;
         }
         sleep(Duration::from_millis(20)).await;

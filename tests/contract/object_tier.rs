@@ -17,9 +17,9 @@ use uniffle_wire::index::records;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::memory::{Budget, ReadPool};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::store::migration::OffloadTier;
 use uniffle_worker::store::object::client::Client;
 use uniffle_worker::store::object::{Bucket, ObjectSettings};
+use uniffle_worker::store::offload::OffloadTier;
 use uniffle_worker::store::{
     ChunkRead, ExtentData, ExtentWrite, MetadataTier as _, ObjectConfig, Recovered, ServedTier as _,
     StoreError, Tier as _,
@@ -162,7 +162,7 @@ fn expected(blocks: &[Block]) -> BTreeMap<i64, Bytes> {
 
 async fn records_of(recovered: &mut Recovered, shuffle: i32) -> Vec<Bytes> {
     let mut stored = Vec::new();
-    while let Some((of, record)) = recovered.said.next().await.unwrap() {
+    while let Some((of, record)) = recovered.records.next().await.unwrap() {
         stored.extend((of == key(shuffle)).then_some(record));
     }
     stored

@@ -256,10 +256,10 @@ mod objects {
     use uniffle_testkit::object_fault::FaultyObjects;
     use uniffle_testkit::s3::S3Server;
     use uniffle_testkit::s3::weed::Weed;
-    use uniffle_worker::store::migration::OffloadTier;
     use uniffle_worker::store::object::claim::claim_key;
     use uniffle_worker::store::object::client::Client;
     use uniffle_worker::store::object::{Bucket, ObjectSettings};
+    use uniffle_worker::store::offload::OffloadTier;
     use uniffle_worker::store::{MetadataTier as _, ObjectConfig};
 
     use super::*;

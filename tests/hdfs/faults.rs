@@ -129,7 +129,7 @@ async fn failed_remote_is_logged_and_retried() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn last_flush_tries_a_suspended_remote() {
+async fn last_flush_ignores_an_open_circuit_breaker() {
     let (fixture, fs) = flushing_to_failing_remote().await;
     // Suspensions and retry pauses have reached their maximum.
     sleep(Duration::from_secs(300)).await;
@@ -152,7 +152,7 @@ async fn last_flush_tries_a_suspended_remote() {
 
 /// A suspended remote is an open circuit breaker: probes close it, also without batches.
 #[tokio::test(start_paused = true)]
-async fn suspended_remote_is_probed_without_batches() {
+async fn open_circuit_breaker_is_probed_without_batches() {
     let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     fixture.register(1).await;
     fixture.register(2).await;

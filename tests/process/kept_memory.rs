@@ -543,8 +543,9 @@ async fn damaged_block_in_memory_is_reported_lost() {
             }
         }
     };
-    let refused =
-        tokio::time::timeout(Duration::from_secs(60), refused).await.expect("it is looked for in less");
+    let refused = tokio::time::timeout(Duration::from_secs(60), refused)
+        .await
+        .expect("the smaller backing is searched too");
     let said = "recovered blocks in memory are corrupt";
     assert!(refused.contains(said), "{refused}");
     client.unregister_app("app").await.expect("known");

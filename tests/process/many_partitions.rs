@@ -51,10 +51,10 @@ async fn check(client: &ShuffleClient, keys: &[ShuffleKey]) {
 }
 
 async fn connect(worker: &Worker) -> ShuffleClient {
-    let patience =
+    let backoff =
         Backoff { attempts: 5000, first: Duration::from_millis(5), longest: Duration::from_millis(20) };
     let address = ([127, 0, 0, 1], worker.ready().grpc_port).into();
-    ShuffleClient::connect(address).await.unwrap().with_backoff(patience)
+    ShuffleClient::connect(address).await.unwrap().with_backoff(backoff)
 }
 
 fn tell(worker: &Worker, idle: u64, what: &str) {

@@ -28,7 +28,7 @@ use uniffle_testkit::worker::{Setup, Worker};
 
 const WRITERS: u64 = 8;
 const TASKS: i64 = 25;
-const PATIENCE: Duration = Duration::from_millis(700);
+const WAIT_MAX: Duration = Duration::from_millis(700);
 
 /// Fault of a proxied connection in one direction.
 #[derive(Debug, Clone, Copy)]
@@ -126,7 +126,7 @@ async fn write(ports: (u16, u16), writer: u64) -> Vec<Block> {
             tasks.spawn("tcp client", driver);
             tcp.send(&key("net", 0), ticket, &batch).await.map_err(|e| e.to_string())
         };
-        if let Ok(Ok(())) = timeout(PATIENCE, send).await {
+        if let Ok(Ok(())) = timeout(WAIT_MAX, send).await {
             acknowledged.extend(blocks);
         }
     }

@@ -59,9 +59,9 @@ async fn writing_four_times_capacity_stays_within_bound() {
     let setup = Setup { name: "rss", capacity: "200M", disks: 2, ..Setup::default() };
     let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
     let address = ([127, 0, 0, 1], worker.ready().grpc_port).into();
-    let patience =
+    let backoff =
         Backoff { attempts: 5000, first: Duration::from_millis(5), longest: Duration::from_millis(20) };
-    let client = ShuffleClient::connect(address).await.unwrap().with_backoff(patience);
+    let client = ShuffleClient::connect(address).await.unwrap().with_backoff(backoff);
     let key = ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(1));
     client.register(&key, &[(0, PARTITIONS - 1)]).await.unwrap();
 

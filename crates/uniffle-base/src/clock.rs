@@ -98,21 +98,21 @@ pub async fn run() {
     clock.tick();
     let mut ticks = time::interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let (mut pauses, mut untold, mut told) = (0_u32, Duration::ZERO, None::<Instant>);
+    let (mut pauses, mut unlogged, mut last_log) = (0_u32, Duration::ZERO, None::<Instant>);
     loop {
         ticks.tick().await;
         let paused = clock.tick();
         if paused >= LOGGED_MIN {
-            (pauses, untold) = (pauses + 1, untold + paused);
+            (pauses, unlogged) = (pauses + 1, unlogged + paused);
         }
-        if pauses > 0 && told.is_none_or(|told| told.elapsed() >= LOG_INTERVAL) {
+        if pauses > 0 && last_log.is_none_or(|last_log| last_log.elapsed() >= LOG_INTERVAL) {
             tracing::warn!(
                 pauses,
-                paused = ?untold,
+                paused = ?unlogged,
                 "the process was paused (stopped, swapped out, or machine paused); timeouts are extended by \
                  the pause"
             );
-            (pauses, untold, told) = (0, Duration::ZERO, Some(Instant::now()));
+            (pauses, unlogged, last_log) = (0, Duration::ZERO, Some(Instant::now()));
         }
     }
 }
@@ -465,12 +465,12 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn future_ready_after_a_pause_is_not_late() {
         ticked(async {
-            let (told, heard) = tokio::sync::oneshot::channel();
+            let (last_log, heard) = tokio::sync::oneshot::channel();
             let mut waiting = std::pin::pin!(timeout(SECOND, heard));
             assert!(futures::poll!(waiting.as_mut()).is_pending());
             advance(60 * SECOND).await;
-            assert!(futures::poll!(waiting.as_mut()).is_pending(), "it has its time yet");
-            told.send(7).unwrap();
+            assert!(futures::poll!(waiting.as_mut()).is_pending(), "the deadline has not passed");
+            last_log.send(7).unwrap();
             assert_eq!(waiting.await, Ok(Ok(7)));
         })
         .await;

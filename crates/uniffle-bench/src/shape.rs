@@ -34,10 +34,10 @@ pub(crate) struct SessionShape {
 impl SessionShape {
     /// Loads the shape of a recording.
     pub(crate) fn load(path: &Path) -> anyhow::Result<Self> {
-        let told = || format!("--shape {}", path.display());
-        let file = std::fs::read(path).with_context(told)?;
-        let session = RecordedSession::decode(file).map_err(anyhow::Error::msg).with_context(told)?;
-        Self::of(&session).with_context(told)
+        let describe = || format!("--shape {}", path.display());
+        let file = std::fs::read(path).with_context(describe)?;
+        let session = RecordedSession::decode(file).map_err(anyhow::Error::msg).with_context(describe)?;
+        Self::of(&session).with_context(describe)
     }
 
     /// Applies the shape to the options of a run.

@@ -131,7 +131,7 @@ impl Server {
     /// Sends blocks: requires a ticket and sends the data with it. A ticket is valid once, so each
     /// retry requires a new one.
     pub(crate) async fn push(&self, key: &ShuffleKey, batch: &Batch) -> Result<(), Error> {
-        let patience = self.options.failures;
+        let backoff = self.options.failures;
         let mut failures = 0;
         loop {
             let error = match self.push_once(key, batch).await {
@@ -139,10 +139,10 @@ impl Server {
                 Err(error) => error,
             };
             failures += 1;
-            if failures >= patience.attempts || !is_retryable(&error) {
+            if failures >= backoff.attempts || !is_retryable(&error) {
                 return self.record_outcome(Err(error));
             }
-            sleep(patience.pause(failures - 1)).await;
+            sleep(backoff.pause(failures - 1)).await;
         }
     }
 
@@ -292,16 +292,16 @@ impl Server {
                 Ok(answer) => return Ok(answer),
                 Err(error) => error,
             };
-            let (patience, count) = match &error {
+            let (backoff, count) = match &error {
                 error if is_no_buffer(error) => (self.options.no_buffer, &mut refused),
                 error if is_lost(error) => (failures, &mut failed),
                 _ => return Err(error),
             };
             *count += 1;
-            if *count >= patience.attempts {
+            if *count >= backoff.attempts {
                 return Err(error);
             }
-            sleep(patience.pause(*count - 1)).await;
+            sleep(backoff.pause(*count - 1)).await;
         }
     }
 

@@ -20,10 +20,10 @@ const ASKED_MAX: usize = 1_000;
 const ANSWER_BYTES_MAX: usize = 128 << 10;
 
 /// Timeout of one worker's answer.
-const PATIENCE: Duration = Duration::from_secs(2);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Timeout of all answers together.
-const PATIENCE_FOR_ALL: Duration = Duration::from_secs(8);
+const TOTAL_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// The HTTP listener of a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,10 +49,10 @@ pub async fn explain(
     mut workers: Vec<WorkerAddress>,
     trust: Option<&Trust>,
 ) -> Result<Value, Unknown> {
-    let client = HttpClient::of(trust, PATIENCE).with_answers_of(ANSWER_BYTES_MAX);
+    let client = HttpClient::of(trust, ANSWER_TIMEOUT).with_answers_of(ANSWER_BYTES_MAX);
     let is_tls = trust.is_some();
     let path = path(app);
-    let end = Instant::now() + PATIENCE_FOR_ALL;
+    let end = Instant::now() + TOTAL_TIMEOUT;
     let mut merged = Merged::default();
     for worker in workers.split_off(ASKED_MAX.min(workers.len())) {
         merged.unanswered(&worker.id, "not asked: the limit is 1,000 workers");

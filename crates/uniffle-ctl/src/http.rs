@@ -155,7 +155,7 @@ impl Trust {
 pub(crate) struct HttpClient {
     tls: Option<TlsConnector>,
     token: Option<String>,
-    patience: Duration,
+    time_limit: Duration,
     answer_bytes_max: usize,
 }
 
@@ -163,7 +163,7 @@ impl HttpClient {
     pub(crate) fn new(
         files: &TlsPaths<'_>,
         token: Option<String>,
-        patience: Duration,
+        time_limit: Duration,
     ) -> Result<Self, CommandFailure> {
         let own = match (files.cert, files.key) {
             (Some(cert), Some(key)) => Some((cert, key)),
@@ -176,13 +176,13 @@ impl HttpClient {
         };
         let tls = files.ca.map(|ca| Trust::of(&ARGUMENTS, ca, own)).transpose()?;
         let tls = tls.map(|trust| trust.connector);
-        Ok(Self { tls, token, patience, answer_bytes_max: ANSWER_BYTES_MAX })
+        Ok(Self { tls, token, time_limit, answer_bytes_max: ANSWER_BYTES_MAX })
     }
 
     /// Creates a client without a token.
-    pub(crate) fn of(trust: Option<&Trust>, patience: Duration) -> Self {
+    pub(crate) fn of(trust: Option<&Trust>, time_limit: Duration) -> Self {
         let tls = trust.map(|trust| trust.connector.clone());
-        Self { tls, token: None, patience, answer_bytes_max: ANSWER_BYTES_MAX }
+        Self { tls, token: None, time_limit, answer_bytes_max: ANSWER_BYTES_MAX }
     }
 
     /// Returns the client with another maximum answer size.
@@ -192,13 +192,13 @@ impl HttpClient {
 
     /// Sends `GET`. Returns the JSON answer.
     pub(crate) async fn get(&self, base: &ListenerAddress, path: &str) -> Result<Value, CommandFailure> {
-        let answer = self.call(base, request(Method::GET, base, path), self.patience).await?;
+        let answer = self.call(base, request(Method::GET, base, path), self.time_limit).await?;
         json(base, &answer)
     }
 
     /// Sends `GET`. Returns the answer as text.
     pub(crate) async fn text(&self, base: &ListenerAddress, path: &str) -> Result<String, CommandFailure> {
-        let answer = self.call(base, request(Method::GET, base, path), self.patience).await?;
+        let answer = self.call(base, request(Method::GET, base, path), self.time_limit).await?;
         Ok(String::from_utf8_lossy(&answer).into_owned())
     }
 
@@ -211,7 +211,7 @@ impl HttpClient {
     ) -> Result<Value, CommandFailure> {
         let mut request = self.authorized(request(Method::POST, admin, path))?;
         *request.body_mut() = body.map(|body| Full::from(body.to_string())).unwrap_or_default();
-        let answer = self.call(admin, request, self.patience).await;
+        let answer = self.call(admin, request, self.time_limit).await;
         json(admin, &answer.map_err(with_hint)?)
     }
 
@@ -223,7 +223,7 @@ impl HttpClient {
         longer: Duration,
     ) -> Result<Bytes, CommandFailure> {
         let request = self.authorized(request(Method::GET, admin, path))?;
-        self.call(admin, request, self.patience + longer).await.map_err(with_hint)
+        self.call(admin, request, self.time_limit + longer).await.map_err(with_hint)
     }
 
     fn authorized(&self, mut request: Request<Full<Bytes>>) -> Result<Request<Full<Bytes>>, CommandFailure> {
@@ -241,7 +241,7 @@ impl HttpClient {
         &self,
         base: &ListenerAddress,
         request: Request<Full<Bytes>>,
-        patience: Duration,
+        time_limit: Duration,
     ) -> Result<Bytes, CommandFailure> {
         let unreachable = |why: String| CommandFailure::Unreachable(format!("{base}: {why}"));
         let exchange = async {
@@ -255,15 +255,15 @@ impl HttpClient {
             let stream = connector.connect(name, stream).await.map_err(|error| error.to_string())?;
             exchange(stream, request, self.answer_bytes_max).await
         };
-        let answered = timeout(patience, exchange).await;
-        let answered = answered.unwrap_or_else(|_| Err(format!("no answer within {patience:?}")));
+        let answered = timeout(time_limit, exchange).await;
+        let answered = answered.unwrap_or_else(|_| Err(format!("no answer within {time_limit:?}")));
         let (status, body) = answered.map_err(unreachable)?;
         if status.is_success() {
             return Ok(body);
         }
-        let told = serde_json::from_slice::<Value>(&body).ok();
-        let told = told.as_ref().and_then(|answer| answer["error"].as_str()).map(str::to_owned);
-        let reason = told.unwrap_or_else(|| String::from_utf8_lossy(&body).trim().to_owned());
+        let described = serde_json::from_slice::<Value>(&body).ok();
+        let described = described.as_ref().and_then(|answer| answer["error"].as_str()).map(str::to_owned);
+        let reason = described.unwrap_or_else(|| String::from_utf8_lossy(&body).trim().to_owned());
         Err(CommandFailure::Refused { status: status.as_u16(), text: format!("{base}: {status}: {reason}") })
     }
 }

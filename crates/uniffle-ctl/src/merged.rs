@@ -268,7 +268,7 @@ fn cut(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn told(received: u64, finding: &str, partition: i64) -> Value {
+    fn explanation(received: u64, finding: &str, partition: i64) -> Value {
         json!({
             "app": "app-1", "user": "etl", "presence": "known", "age_seconds": 7.5, "findings": [finding],
             "stages": [{ "stage": "disk_read", "count": 2, "bytes": 5, "total_seconds": 1.5,
@@ -284,8 +284,8 @@ mod tests {
     #[test]
     fn merge_sums_figures_and_names_workers() {
         let mut merged = Merged::default();
-        merged.add("a", &told(100, "reads wait up to 3.0 s for disks", 1));
-        merged.add("b", &told(300, "no findings on this worker", 2));
+        merged.add("a", &explanation(100, "reads wait up to 3.0 s for disks", 1));
+        merged.add("b", &explanation(300, "no findings on this worker", 2));
         let it = merged.explanation("app-1");
         assert_eq!(
             (&it["user"], &it["presence"], &it["shuffles"]),
@@ -311,11 +311,11 @@ mod tests {
     #[test]
     fn ended_applications_are_not_counted() {
         let mut merged = Merged::default();
-        let mut gone = told(100, "no findings on this worker", 1);
+        let mut gone = explanation(100, "no findings on this worker", 1);
         (gone["presence"], gone["bytes"]["in_memory"]) = ("expired".into(), 70.into());
         gone["top_partitions"][0]["in_memory_bytes"] = 70.into();
         merged.add("a", &gone);
-        merged.add("b", &told(300, "no findings on this worker", 2));
+        merged.add("b", &explanation(300, "no findings on this worker", 2));
         let it = merged.explanation("app-1");
         assert_eq!((&it["presence"], &it["bytes"]["received"]), (&"known".into(), &400.into()));
         assert_eq!((&it["bytes"]["in_memory"], &it["workers"][0]["in_memory"]), (&1.into(), &0.into()));
@@ -363,7 +363,7 @@ mod tests {
     #[test]
     fn merge_without_findings_states_so() {
         let mut merged = Merged::default();
-        merged.add("a", &told(1, "no findings on this worker", 1));
+        merged.add("a", &explanation(1, "no findings on this worker", 1));
         assert_eq!(merged.explanation("x")["findings"], json!(["no findings on any worker"]));
     }
 }

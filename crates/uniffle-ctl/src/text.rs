@@ -252,7 +252,7 @@ fn by_worker(it: &Value) -> String {
     let rows = |list: &Value, row: &dyn Fn(&Value) -> Vec<String>| -> Vec<_> {
         list.as_array().into_iter().flatten().map(row).collect()
     };
-    let told = rows(&it["workers"], &|worker| {
+    let table_rows = rows(&it["workers"], &|worker| {
         let [memory, disks] = ["in_memory", "on_local_disks"].map(|field| held(worker, &worker[field]));
         let sizes = [size(&worker["received"]), memory, disks];
         let times = ["flush_write_seconds", "disk_read_seconds"]
@@ -262,10 +262,10 @@ fn by_worker(it: &Value) -> String {
         first.into_iter().chain(sizes).chain(refused).chain(times).collect()
     });
     let mut text = String::new();
-    if !told.is_empty() {
+    if !table_rows.is_empty() {
         let header = ["worker", "presence", "received", "memory", "disks", "refused", "flushing", "reading"];
         text.push('\n');
-        text.push_str(&table(&header, told));
+        text.push_str(&table(&header, table_rows));
     }
     for silent in it["unanswered"].as_array().into_iter().flatten() {
         text.push_str(&format!("no answer: {}: {}\n", word(&silent["worker"]), word(&silent["reason"])));

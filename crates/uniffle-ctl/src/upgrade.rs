@@ -297,8 +297,8 @@ async fn signal(target: &WorkerTarget, options: &Options<'_>) -> Result<(), Comm
     match output.status.success() {
         true => Ok(()),
         false => {
-            let told = String::from_utf8_lossy(&output.stderr);
-            Err(failed(format!("--command failed with {}: {command}: {}", output.status, told.trim())))
+            let output_text = String::from_utf8_lossy(&output.stderr);
+            Err(failed(format!("--command failed with {}: {command}: {}", output.status, output_text.trim())))
         }
     }
 }

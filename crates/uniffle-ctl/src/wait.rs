@@ -69,12 +69,13 @@ pub(crate) async fn drain(
         if (in_memory, batches, shuffles) == (0, 0, 0) {
             let seconds = start.elapsed().as_secs_f64();
             let (state, apps) = (&drained["state"], &drained["apps"]);
-            let mut told = json!({ "state": state, "in_memory_bytes": 0, "apps": apps, "seconds": seconds });
+            let mut outcome =
+                json!({ "state": state, "in_memory_bytes": 0, "apps": apps, "seconds": seconds });
             if !tiers.is_null() {
-                told["immovable_bytes"] = tiers["immovable_bytes"].clone();
-                told["may_go"] = drained["may_go"].clone();
+                outcome["immovable_bytes"] = tiers["immovable_bytes"].clone();
+                outcome["may_go"] = drained["may_go"].clone();
             }
-            return Ok(told);
+            return Ok(outcome);
         }
         let left_bytes = if tiers.is_null() { 0 } else { number(&tiers["bytes_left"]) };
         let memory = ByteSize(in_memory).display().iec();

@@ -59,8 +59,8 @@ impl Sampling {
     /// Starts sampling `frequency` times per second of CPU time.
     ///
     /// # Errors
-    /// [`SamplingError::Busy`] if the process is already being sampled; other variants if the profiler
-    /// fails.
+    /// [`SamplingError::Busy`] if the process is already being sampled; other variants if the
+    /// profiler fails.
     pub(super) fn start(frequency: u32) -> Result<Self, SamplingError> {
         load_unwind_tables()?;
         begin(frequency).map(Self)

@@ -56,9 +56,9 @@ impl std::io::Write for CapturedLines {
 #[test]
 fn registration_order_does_not_matter() {
     let log = CapturedLog::of_this_thread();
-    let tell = || tracing::warn!("told twice, heard once");
+    let tell = || tracing::warn!("logged twice, captured once");
     std::thread::scope(|scope| scope.spawn(tell).join().expect("it only logs"));
     assert_eq!(log.text(), "");
     tell();
-    assert!(log.text().contains("told twice, heard once"), "{}", log.text());
+    assert!(log.text().contains("logged twice, captured once"), "{}", log.text());
 }

@@ -154,7 +154,7 @@ impl WorkerView for CheckedWorker<'_> {
 struct Tally {
     rounds: u32,
     blocks: u64,
-    told_lost: u64,
+    reported_lost: u64,
     longest: Duration,
 }
 
@@ -173,9 +173,9 @@ pub struct Checker {
 impl Drop for Checker {
     fn drop(&mut self) {
         for (end, tally) in &self.tallies {
-            let Tally { rounds, blocks, told_lost, longest } = tally;
+            let Tally { rounds, blocks, reported_lost, longest } = tally;
             say(&format!(
-                "checker: {end:?}: {rounds} rounds, {blocks} blocks; {told_lost} reported as lost and on no disk, all others \
+                "checker: {end:?}: {rounds} rounds, {blocks} blocks; {reported_lost} reported as lost and on no disk, all others \
                  served; restarts took at most {} ms",
                 longest.as_millis()
             ));
@@ -269,10 +269,10 @@ impl Checker {
         tally: &mut Tally,
     ) -> u64 {
         let key = shuffle(id);
-        let (told, mut expected) = {
+        let (of_shuffle, mut expected) = {
             let history = self.history.lock();
-            let told = history.told.get(&id).cloned().unwrap_or_default();
-            (told, history.in_reports.get(&id).cloned().unwrap_or_default())
+            let of_shuffle = history.histories.get(&id).cloned().unwrap_or_default();
+            (of_shuffle, history.in_reports.get(&id).cloned().unwrap_or_default())
         };
         // Some reports without a response were accepted.
         for (partition, blocks) in &mut expected {
@@ -283,7 +283,7 @@ impl Checker {
         let remote = self.remote.as_deref();
         let mut behind = BTreeSet::new();
         if let (Some(remote), Some(_)) = (remote, left) {
-            for partition in told.partitions.keys() {
+            for partition in of_shuffle.partitions.keys() {
                 let blocks = remote.read(&key, *partition).await.unwrap_or_default();
                 behind.extend(blocks.into_keys().map(|id| (*partition, id)));
             }
@@ -294,7 +294,7 @@ impl Checker {
         };
         let checked = CheckedWorker { client, remote, expected: &expected };
         let should_be_there = |partition, id| is_known(partition, id) && was_left(partition, id);
-        let findings = verify(&checked, &key, &told, LAYOUT, should_be_there).await;
+        let findings = verify(&checked, &key, &of_shuffle, LAYOUT, should_be_there).await;
         let what = format!("shuffle {id} after {end:?}");
         assert_strict(&findings, &what);
         assert!(left.is_some() || findings.lost.is_empty(), "{what}: lost: {:?}", findings.lost);
@@ -302,7 +302,7 @@ impl Checker {
         assert!(wrongly.is_none(), "{what}: {wrongly:?} was reported as lost but is on a disk");
         let lost = findings.lost.len() as u64;
         tally.blocks += findings.served + lost;
-        tally.told_lost += lost;
+        tally.reported_lost += lost;
         lost
     }
 

@@ -17,7 +17,7 @@ use uniffle_coordinator::proto::coordinator_server_server::{CoordinatorServer, C
 use uniffle_worker::proto::{self, ShuffleServerHeartBeatRequest, StatusCode};
 use uniffle_worker::runtime::Tasks;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const WAIT_MAX: Duration = Duration::from_secs(20);
 
 /// Response to heartbeats.
 #[derive(Debug, Clone, Copy)]
@@ -90,7 +90,7 @@ impl CoordinatorDouble {
     ) -> ShuffleServerHeartBeatRequest {
         let reached = self.seen.wait_for(|seen| seen.last.as_ref().is_some_and(|it| holds(it, seen.count)));
         let reached =
-            timeout(PATIENCE, reached).await.map(|seen| seen.expect("the coordinator runs").last.clone());
+            timeout(WAIT_MAX, reached).await.map(|seen| seen.expect("the coordinator runs").last.clone());
         let Ok(heartbeat) = reached else {
             panic!("the expected heartbeat did not arrive; the last state is {:?}", self.seen.borrow())
         };
@@ -99,7 +99,7 @@ impl CoordinatorDouble {
 
     pub async fn stop(self) {
         self.tasks.cancel();
-        timeout(PATIENCE, self.tasks.drained()).await.expect("it ends when its clients are gone");
+        timeout(WAIT_MAX, self.tasks.drained()).await.expect("it ends when its clients are gone");
     }
 }
 

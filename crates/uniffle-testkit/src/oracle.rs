@@ -158,20 +158,20 @@ impl ShuffleVerification {
 pub async fn verify(
     worker: &impl WorkerView,
     key: &ShuffleKey,
-    told: &ShuffleHistory,
+    history: &ShuffleHistory,
     layout: IdLayout,
     should_be_there: impl Fn(i32, BlockId) -> bool,
 ) -> ShuffleVerification {
     let mut findings = ShuffleVerification::default();
-    for (partition, told) in &told.partitions {
-        let known = check_results(worker, key, *partition, told, &mut findings).await;
-        let wanted = told.sent.keys().chain(known.iter().flatten());
+    for (partition, history) in &history.partitions {
+        let known = check_results(worker, key, *partition, history, &mut findings).await;
+        let wanted = history.sent.keys().chain(known.iter().flatten());
         let tasks: Treemap = wanted.map(|id| layout.task_of(*id).0.cast_unsigned()).collect();
         let read = read_around(worker, key, *partition, tasks).await;
         let refused = |id: BlockId| read.refused.get(&layout.task_of(id).0.cast_unsigned());
         findings.served += read.blocks.len() as u64;
         for (id, data) in &read.blocks {
-            match told.sent.get(id) {
+            match history.sent.get(id) {
                 Some(sent) if sent == data => {}
                 Some(_) => {
                     findings.violate(ViolationKind::WrongBytes, format!("block {id} of {key}/{partition}"))
@@ -187,7 +187,7 @@ pub async fn verify(
                     .violate(ViolationKind::UnreportedLoss, format!("block {id} of {key}/{partition}")),
             }
         }
-        for block in told.sent.keys().copied().filter(|id| should_be_there(*partition, *id)) {
+        for block in history.sent.keys().copied().filter(|id| should_be_there(*partition, *id)) {
             findings.intact += 1;
             if !read.blocks.contains_key(&block) {
                 let why = refused(block).map_or("missing", |text| text.as_str()).to_owned();
@@ -203,21 +203,21 @@ async fn check_results(
     worker: &impl WorkerView,
     key: &ShuffleKey,
     partition: i32,
-    told: &PartitionHistory,
+    history: &PartitionHistory,
     findings: &mut ShuffleVerification,
 ) -> Option<BTreeSet<BlockId>> {
     match worker.results(key, partition).await {
         Ok(known) => {
-            let missing: Vec<_> = told.reported.difference(&known).collect();
+            let missing: Vec<_> = history.reported.difference(&known).collect();
             if let Some(first) = missing.first() {
                 let place = format!(
                     "{} of {} reported blocks of {key}/{partition} are missing, the first is {first}",
                     missing.len(),
-                    told.reported.len()
+                    history.reported.len()
                 );
                 findings.violate(ViolationKind::ShortResult, place);
             }
-            if let Some(strange) = known.difference(&told.tried).next() {
+            if let Some(strange) = known.difference(&history.tried).next() {
                 findings
                     .violate(ViolationKind::UnexpectedId, format!("block {strange} of {key}/{partition}"));
             }

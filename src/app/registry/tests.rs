@@ -15,7 +15,7 @@ fn registration(app: &str, shuffle: i32, ranges: &[(i32, i32)]) -> Registration 
         properties: HashMap::new(),
         sent_properties: false,
         heartbeat_timeout: None,
-        kept_elsewhere_bytes: 0,
+        other_modules_bytes: 0,
         from: None,
     }
 }
@@ -319,7 +319,7 @@ async fn app_expiry_does_not_count_pauses_of_the_process() {
         registry.register(registration("app", 1, &[(0, 0)]), || ()).unwrap();
         for _ in 0..5 {
             tokio::time::advance(Duration::from_secs(3600)).await;
-            assert!(registry.expired().is_empty(), "nobody was heard meanwhile");
+            assert!(registry.expired().is_empty(), "no heartbeat arrived meanwhile");
             tokio::time::sleep(Duration::from_secs(50)).await;
         }
         tokio::time::sleep(Duration::from_secs(40)).await;

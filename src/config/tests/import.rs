@@ -73,8 +73,8 @@ fn server_conf_is_imported_without_losing_keys() {
         "{:?}",
         config.warnings
     );
-    let told: Vec<_> = SERVER_CONF.lines().filter_map(|line| line.split([' ', '=']).next()).collect();
-    for key in told.iter().filter(|key| key.starts_with("rss.")) {
+    let keys: Vec<_> = SERVER_CONF.lines().filter_map(|line| line.split([' ', '=']).next()).collect();
+    for key in keys.iter().filter(|key| key.starts_with("rss.")) {
         assert_eq!(imported.text.matches(&format!("# {key} ")).count(), 1, "{key} in {}", imported.text);
     }
     let entries = config.entries();
@@ -174,7 +174,7 @@ fn refused_and_unreadable_values_are_reported() {
         "rss.server.buffer.capacity 40xx: must be a size such as 20g",
     ] {
         assert!(
-            imported.refused.iter().any(|told| told.starts_with(part)),
+            imported.refused.iter().any(|line| line.starts_with(part)),
             "{part} in {:?}",
             imported.refused
         );
@@ -244,9 +244,9 @@ fn riffle_configuration_with_every_option_is_imported() {
             config.warnings
         );
         for (key, why) in crate::compat::NO_EFFECT {
-            let told = |line: &str| line.starts_with(&format!("# {key} = ")) && line.ends_with(why);
+            let is_expected = |line: &str| line.starts_with(&format!("# {key} = ")) && line.ends_with(why);
             assert_eq!(
-                imported.text.lines().filter(|line| told(line)).count(),
+                imported.text.lines().filter(|line| is_expected(line)).count(),
                 1,
                 "{key} in {}",
                 imported.text

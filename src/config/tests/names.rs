@@ -154,7 +154,7 @@ fn riffle_configuration_with_every_option_is_read() {
         text = text.replace("jaeger_reporter_endpoint = \"http://jaeger:4317\"", "");
     }
     let config = parse(&text).unwrap();
-    let told = |path: &&(&str, &str)| {
+    let is_listed = |path: &&(&str, &str)| {
         config
             .warnings
             .iter()
@@ -162,6 +162,6 @@ fn riffle_configuration_with_every_option_is_read() {
             .count()
             != 1
     };
-    assert!(NO_EFFECT.iter().find(told).is_none(), "{:?}", config.warnings);
+    assert!(NO_EFFECT.iter().find(is_listed).is_none(), "{:?}", config.warnings);
     assert_eq!((config.log.filter.as_str(), config.log.files_max), ("INFO", 10));
 }

@@ -58,7 +58,7 @@ async fn received_bytes_do_not_delay_a_settled_connection() {
     let sends = async |looks: u32| {
         for _ in 0..2 * looks {
             held.state().progressed();
-            tokio::time::sleep(REST_LOOK / 2).await;
+            tokio::time::sleep(REST_POLL_INTERVAL / 2).await;
         }
     };
     let mut waits =
@@ -79,12 +79,15 @@ async fn settled_connection_gets_time_to_announce_requests() {
     let limiter = ConnectionLimiter::new(1);
     let held = take(&limiter).0;
     let mut resting = std::pin::pin!(held.state().resting(LEAVING_DEADLINE, || true));
-    for _ in 0..LEAVING_DEADLINE.as_millis() / REST_LOOK.as_millis() - 1 {
+    for _ in 0..LEAVING_DEADLINE.as_millis() / REST_POLL_INTERVAL.as_millis() - 1 {
         held.state().progressed();
-        assert!(tokio::time::timeout(REST_LOOK, &mut resting).await.is_err(), "requests may be on their way");
+        assert!(
+            tokio::time::timeout(REST_POLL_INTERVAL, &mut resting).await.is_err(),
+            "requests may be on their way"
+        );
     }
     held.state().progressed();
-    assert!(tokio::time::timeout(2 * REST_LOOK, &mut resting).await.is_ok());
+    assert!(tokio::time::timeout(2 * REST_POLL_INTERVAL, &mut resting).await.is_ok());
 }
 
 #[tokio::test(start_paused = true)]
@@ -126,7 +129,7 @@ async fn eviction_order_is_unstarted_idle_then_busy() {
     second.state().progressed();
     let (third, closed) = limiter.take(PEER, closing().0);
     let unused = Some((ConnectionActivity::Unused, Duration::from_secs(1)));
-    assert_eq!((closed, is_closed(&first)), (unused, true), "which is how long it did nothing");
+    assert_eq!((closed, is_closed(&first)), (unused, true), "its idle time is returned");
     drop((busy, idle, opening, first, second, third));
     assert!(limiter.table.lock().open.is_empty());
     assert_eq!(take(&limiter).1, None);
@@ -168,7 +171,7 @@ async fn connection_without_completed_request_is_evicted_first() {
     }
     assert!(fill.iter().all(is_closed) && !honest.iter().any(is_closed));
     let closed = storm.iter().filter(|(held, _)| is_closed(held)).count();
-    assert_eq!(closed, 48, "each goes for a later one");
+    assert_eq!(closed, 48, "each newcomer evicts an older connection");
     let (last, request) = storm.pop().unwrap();
     drop(request);
     advance(Duration::from_millis(50)).await;
@@ -193,7 +196,7 @@ async fn dominant_address_is_evicted_although_busy() {
     advance(Duration::from_secs(1)).await;
     hostile[0].state().progressed();
     let newcomer = take_for(&limiter, peer(3));
-    assert_eq!(newcomer.1, Some(ConnectionActivity::Busy), "the idlest of that address");
+    assert_eq!(newcomer.1, Some(ConnectionActivity::Busy), "the idlest connection of the dominant address");
     assert!(is_closed(&hostile[1]) && !is_closed(&hostile[0]) && !honest.iter().any(is_closed));
     // The address now has only half of the entries, so the newcomer, which has not begun, ranks
     // lowest.
@@ -201,7 +204,7 @@ async fn dominant_address_is_evicted_although_busy() {
     assert!(again.1 == Some(ConnectionActivity::Opening) && is_closed(&newcomer.0));
     let storm: Vec<_> = (0..50).map(|_| take_for(&limiter, peer(99))).collect();
     assert!(storm.iter().all(|(_, stage)| *stage == Some(ConnectionActivity::Opening)));
-    assert!(!honest.iter().any(is_closed), "its connections are evicted for its own");
+    assert!(!honest.iter().any(is_closed), "only the dominant address loses connections");
     drop((requests, newcomer, again, storm, hostile, honest));
     let table = limiter.table.lock();
     assert!(table.open.is_empty() && table.of_peers.is_empty());
@@ -225,7 +228,7 @@ async fn formerly_dominant_address_is_not_evicted() {
 async fn busy_connections_are_evicted_a_few_at_a_time() {
     let limiter = ConnectionLimiter::new(1).with_leaving(2);
     let (opening, first) = (take(&limiter).0, take(&limiter).0);
-    assert!(is_closed(&opening), "nothing of it would be lost");
+    assert!(is_closed(&opening), "the unopened connection has no request to lose");
     let begun = |held: &ConnectionGuard| held.state().opened();
     begun(&first);
     let second = take(&limiter).0;
@@ -237,7 +240,7 @@ async fn busy_connections_are_evicted_a_few_at_a_time() {
         assert!(!is_closed(held));
     }
     let fourth = take(&limiter).0;
-    assert!(is_closed(&third), "two are on their way out");
+    assert!(is_closed(&third), "two evicted connections finish their calls");
     begun(&fourth);
     drop((first, third));
     let _fifth = take(&limiter).0;

@@ -38,7 +38,8 @@ use crate::service::{ReadLimits, Service};
 use uniffle_base::budget::Charge;
 
 /// Path prefixes of calls that need the caller's address.
-const WHO_ASKS: [&str; 2] = ["/rss.common.ShuffleServerInternal/", "/rss.common.CoordinatorServer/heartbeat"];
+const CALLER_PATHS: [&str; 2] =
+    ["/rss.common.ShuffleServerInternal/", "/rss.common.CoordinatorServer/heartbeat"];
 
 /// W3C trace context header, as sent by gRPC clients with tracing.
 const TRACEPARENT: &str = "traceparent";
@@ -96,7 +97,7 @@ impl Router {
         caller: Arc<Caller>,
     ) -> Result<Response<Body>, Infallible> {
         let _span = self.span(&request);
-        if WHO_ASKS.iter().any(|path| request.uri().path().starts_with(path)) {
+        if CALLER_PATHS.iter().any(|path| request.uri().path().starts_with(path)) {
             // Same as in tonic's own server.
             let remote_addr = Some(caller.peer);
             request.extensions_mut().insert(TcpConnectInfo { local_addr: None, remote_addr });

@@ -195,7 +195,7 @@ async fn drive(
             debug!("grpc connection closed: client did not read the rest of a response in time");
             return Ok(());
         }
-        () = tails.keep_others_waiting(connection_state, || router.service.reads.are_waited_for()) => {
+        () = tails.stalls_others(connection_state, || router.service.reads.has_waiters()) => {
             debug!("grpc connection closed: client does not read the rest of a response, and others wait");
             return Ok(());
         }
@@ -263,7 +263,7 @@ where
     fn execute(&self, call: F) {
         let request = self.connection_state.request();
         let reads = Arc::clone(&self.reads);
-        let is_waited_for = move || reads.are_waited_for();
+        let is_waited_for = move || reads.has_waiters();
         // A call is some KiB large and would be moved by each wrapper.
         let call = Box::pin(call);
         let bounded = progress::bounded(self.deadlines, Arc::clone(&self.tails), is_waited_for, call);
@@ -288,8 +288,8 @@ mod timer {
 
     use crate::clock;
 
-    /// Provides hyper with HTTP/2 timers (keep-alive) on the clock of the process, so that a pause of
-    /// this process does not close a peer.
+    /// Provides hyper with HTTP/2 timers (keep-alive) on the clock of the process, so that a pause
+    /// of this process does not close a peer.
     #[derive(Debug, Clone, Copy)]
     pub(super) struct ConnectionTimer;
 

@@ -1,9 +1,8 @@
 //! The HTTP listener: metrics, health, the status page and its API.
 //!
-//! A [`NodeView`] provides figures and readiness. `serve.rs` bounds connections. Work that grows with
-//! the stored data runs on blocking threads.
-//! Invariant: nothing here changes state, so there is no authentication. Calls that change state
-//! are on a listener of their own ([`admin`]).
+//! A [`NodeView`] provides figures and readiness. `serve.rs` bounds connections. Work that grows
+//! with the stored data runs on blocking threads. Invariant: nothing here changes state, so there
+//! is no authentication. Calls that change state are on a listener of their own ([`admin`]).
 
 pub mod admin;
 pub mod api;
@@ -194,16 +193,16 @@ async fn ready(State(pages): State<Pages>) -> Response {
 /// Returns the text for a ready worker. It lists refused results and risks, which would go
 /// unnoticed.
 fn describe_ready(incomplete: &Incompleteness, risks: &[String]) -> String {
-    let mut said = "ready\n".to_owned();
+    let mut text = "ready\n".to_owned();
     if incomplete.shuffles > 0 {
         let reasons = incomplete.reasons.join("; ");
-        said.push_str(&format!("results of {} shuffles are refused: {reasons}\n", incomplete.shuffles));
+        text.push_str(&format!("results of {} shuffles are refused: {reasons}\n", incomplete.shuffles));
     }
     if let Some(reason) = &incomplete.unknown_shuffles {
-        said.push_str(&format!("results of unknown shuffles are refused: {reason}\n"));
+        text.push_str(&format!("results of unknown shuffles are refused: {reason}\n"));
     }
-    risks.iter().for_each(|risk| said.push_str(&format!("{risk}\n")));
-    said
+    risks.iter().for_each(|risk| text.push_str(&format!("{risk}\n")));
+    text
 }
 
 #[cfg(test)]

@@ -80,7 +80,7 @@ impl NodeView for TestNode {
     }
 
     fn status(&self) -> api::Status {
-        unreachable!("no path of these tests asks for it")
+        unreachable!("no test requests this path")
     }
 
     fn apps(&self) -> Vec<AppStatistics> {
@@ -181,10 +181,11 @@ async fn java_paths_are_served_in_java_shapes() {
     ] {
         let (head, body) = listener.ask(path).await;
         assert!(head.starts_with("HTTP/1.1 200") && head.contains("application/json"), "{path}: {head}");
-        let told: serde_json::Value = serde_json::from_str(&body).unwrap();
-        assert!(told["timeStamp"].is_u64(), "{body}");
-        let has =
-            |name: &str| told["metrics"].as_array().unwrap().iter().any(|sample| sample["name"] == name);
+        let answer_json: serde_json::Value = serde_json::from_str(&body).unwrap();
+        assert!(answer_json["timeStamp"].is_u64(), "{body}");
+        let has = |name: &str| {
+            answer_json["metrics"].as_array().unwrap().iter().any(|sample| sample["name"] == name)
+        };
         assert!(names.iter().all(|name| has(name)), "{path}: {body}");
         assert_eq!(has("http_connection_number"), !path.contains('[') && !names.is_empty(), "{path}");
     }
@@ -257,7 +258,7 @@ async fn slow_clients_do_not_block_health_checks() {
     for path in ["/health/live", "/health/ready"] {
         assert!(listener.ask(path).await.0.starts_with("HTTP/1.1 200"));
     }
-    assert!(before.elapsed() < CONFIG.opening_timeout, "the clock runs ahead when all wait: nobody was cut");
+    assert!(before.elapsed() < CONFIG.opening_timeout, "no connection timed out");
     // Another path waits until the earlier requests are closed.
     assert!(listener.ask("/").await.0.starts_with("HTTP/1.1 200"));
     assert!(before.elapsed() >= CONFIG.request_timeout);

@@ -187,9 +187,9 @@ impl Frames {
 
     /// Returns when to call [`Frames::check_pace`] next if no byte arrives, or `None` outside of
     /// sends.
-    pub(super) fn next_look(&self) -> Option<Instant> {
+    pub(super) fn next_check(&self) -> Option<Instant> {
         match &self.phase {
-            FramePhase::Send { sink, .. } => Some(sink.next_look()),
+            FramePhase::Send { sink, .. } => Some(sink.next_check()),
             FramePhase::Header { .. } | FramePhase::Read(_) | FramePhase::Drain(_) => None,
         }
     }

@@ -88,13 +88,18 @@ async fn serve(shared: Arc<TcpListenerState>, connection: Connection<TcpStream>,
     let share = shared.requests.take();
     let requests_max = share.amount() as usize;
     let (outbox, queue) = writer::queue(requests_max);
-    let kept = writer::KeptHalf::default();
+    let handover_half = writer::HandoverHalf::default();
     let context = ConnectionContext { shared, tasks: tasks.clone(), state: Arc::clone(place.state()) };
-    let reader =
-        reader::ConnectionReader::new(context.clone(), read_half, outbox, kept.clone(), requests_max);
+    let reader = reader::ConnectionReader::new(
+        context.clone(),
+        read_half,
+        outbox,
+        handover_half.clone(),
+        requests_max,
+    );
     tasks.spawn_linked("tcp reader", reader.run());
     // The writer ends last: it outlives the reader until every reply is written or abandoned.
-    writer::ConnectionWriter::new(context, write_half, queue, kept).run().await;
+    writer::ConnectionWriter::new(context, write_half, queue, handover_half).run().await;
     drop((place, share));
 }
 

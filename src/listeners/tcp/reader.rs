@@ -25,7 +25,7 @@ use uniffle_wire::DecodeError;
 
 use super::frames::{Frames, Requirement};
 use super::shared::{ConnectionContext, LISTENER, TcpListenerState};
-use super::writer::{KeptHalf, Outbox};
+use super::writer::{HandoverHalf, Outbox};
 
 thread_local! {
     /// Scratch space. Its content has no meaning between two polls.
@@ -71,7 +71,7 @@ pub(super) struct ConnectionReader {
     /// Wakes at or before the nearest deadline. Deadlines that moved are checked only then, so that
     /// no read touches the timer.
     alarm: Pin<Box<Sleep>>,
-    kept: KeptHalf,
+    handover_half: HandoverHalf,
 }
 
 impl ConnectionReader {
@@ -79,7 +79,7 @@ impl ConnectionReader {
         context: ConnectionContext,
         socket: OwnedReadHalf,
         outbox: Outbox,
-        kept: KeptHalf,
+        handover_half: HandoverHalf,
         requests_max: usize,
     ) -> Self {
         let frames = Frames::new(context.clone(), outbox, requests_max);
@@ -101,7 +101,7 @@ impl ConnectionReader {
             frame_deadline: None,
             poll_budget: PollBudget::default(),
             alarm,
-            kept,
+            handover_half,
         }
     }
 
@@ -138,7 +138,7 @@ impl ConnectionReader {
         match &end {
             End::ListenerCloses => {
                 if shared.handover.has_begun() {
-                    *self.kept.lock() = Some(self.socket);
+                    *self.handover_half.lock() = Some(self.socket);
                 }
                 return;
             }
@@ -249,7 +249,7 @@ impl ConnectionReader {
                 }
                 None => (self.last_read + config.idle_timeout, End::Idle),
             };
-            let look = self.frames.next_look().map_or(due, |look| look.min(due));
+            let look = self.frames.next_check().map_or(due, |look| look.min(due));
             if look < self.alarm.deadline() {
                 self.alarm.as_mut().reset(look);
             }

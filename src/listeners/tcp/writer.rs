@@ -21,7 +21,7 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 use crate::clock::{Instant, sleep, timeout, timeout_at};
 use crate::listeners::connection_limiter::{ConnectionState, Request};
-use crate::listeners::{CLOSING_ANSWER, PATIENCE};
+use crate::listeners::{CLOSING_ANSWER, STALL_MAX};
 use crate::runtime::Tasks;
 use crate::service::{ReadAdmission, ReadAhead, ResponseGuard};
 
@@ -36,16 +36,16 @@ const PIECES_PER_WRITE: usize = 128;
 const BATCH_BYTES: usize = 1 << 20;
 
 /// Interval at which the progress of a write is checked.
-const LOOK: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// A peer that takes fewer bytes than this within [`PATIENCE`] counts as stalled.
-const PATIENCE_BYTES: usize = 64 << 10;
+/// A peer that takes fewer bytes than this within [`STALL_MAX`] counts as stalled.
+const STALL_BYTES: usize = 64 << 10;
 
 /// Time to write finished replies once the listener closes.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
 /// Slot in which the reader leaves its half of a connection for a successor.
-pub(super) type KeptHalf = Arc<Mutex<Option<OwnedReadHalf>>>;
+pub(super) type HandoverHalf = Arc<Mutex<Option<OwnedReadHalf>>>;
 
 /// Part of a reply after its head.
 #[derive(Debug)]
@@ -113,7 +113,7 @@ pub(super) struct ConnectionWriter {
     connection: Tasks,
     connection_state: Arc<ConnectionState>,
     pieces: VecDeque<Bytes>,
-    kept: KeptHalf,
+    handover_half: HandoverHalf,
 }
 
 impl ConnectionWriter {
@@ -121,10 +121,10 @@ impl ConnectionWriter {
         context: ConnectionContext,
         socket: OwnedWriteHalf,
         queue: mpsc::Receiver<Outgoing>,
-        kept: KeptHalf,
+        handover_half: HandoverHalf,
     ) -> Self {
         let ConnectionContext { shared, tasks: connection, state: connection_state } = context;
-        Self { shared, socket, queue, connection, connection_state, pieces: VecDeque::new(), kept }
+        Self { shared, socket, queue, connection, connection_state, pieces: VecDeque::new(), handover_half }
     }
 
     /// Writes until all senders of the queue are dropped, the peer stops reading, or the grace
@@ -155,8 +155,8 @@ impl ConnectionWriter {
     /// Ends a connection after its last reply. Hands it over if the reader left its half for that,
     /// otherwise closes it.
     async fn end(self) {
-        let kept = self.kept.lock().take();
-        match kept.map(|half| half.reunite(self.socket)) {
+        let handover_half = self.handover_half.lock().take();
+        match handover_half.map(|half| half.reunite(self.socket)) {
             Some(Ok(stream)) => self.shared.handover.keep(stream),
             Some(Err(halves)) => drop(halves),
             None => {}
@@ -181,7 +181,7 @@ impl ConnectionWriter {
                 guard.counted.answered(guard.received.elapsed().as_secs_f64());
             }
         }
-        if self.kept.lock().is_some() {
+        if self.handover_half.lock().is_some() {
             return Ok(());
         }
         self.socket.shutdown().await
@@ -238,7 +238,7 @@ impl ConnectionWriter {
             let taken = AtomicUsize::new(0);
             let limits = StepLimits {
                 time: shared.config.write_timeout,
-                is_waited_for: || shared.service.reads.are_waited_for(),
+                others_wait: || shared.service.reads.has_waiters(),
                 is_closing: || connection.is_closing(),
             };
             within(limits, &taken, write_step(socket, pieces, connection_state, &taken)).await?;
@@ -267,8 +267,8 @@ fn batch_has_room(pieces: &VecDeque<Bytes>) -> bool {
 struct StepLimits<W, C> {
     time: Duration,
     /// Returns whether other requests wait for memory that replies hold. A stalled peer is then
-    /// disconnected after [`PATIENCE`].
-    is_waited_for: W,
+    /// disconnected after [`STALL_MAX`].
+    others_wait: W,
     /// Returns whether the listener is closing. A step must then end within [`CLOSING_ANSWER`], so
     /// that the worker's successor can begin.
     is_closing: C,
@@ -285,17 +285,17 @@ async fn within(
     let (mut seen, mut since, mut closed) = (0, Instant::now(), None);
     let mut writing = pin!(writing);
     loop {
-        let look = deadline.min(Instant::now() + LOOK);
+        let look = deadline.min(Instant::now() + POLL_INTERVAL);
         if let Ok(written) = timeout_at(look, writing.as_mut()).await {
             return written;
         }
         let (now, in_all) = (Instant::now(), taken.load(Ordering::Relaxed));
-        if in_all >= seen + PATIENCE_BYTES {
+        if in_all >= seen + STALL_BYTES {
             (seen, since) = (in_all, now);
         }
-        let is_stalled = now >= since + PATIENCE;
+        let is_stalled = now >= since + STALL_MAX;
         let delays_successor = (limits.is_closing)() && now >= *closed.get_or_insert(now) + CLOSING_ANSWER;
-        if now >= deadline || delays_successor || is_stalled && (limits.is_waited_for)() {
+        if now >= deadline || delays_successor || is_stalled && (limits.others_wait)() {
             return Err(io::ErrorKind::TimedOut.into());
         }
     }
@@ -340,7 +340,7 @@ mod tests {
     use super::*;
 
     /// Returns the lifetime in seconds of a reply of which `bytes` bytes are taken every second.
-    async fn lives(is_waited_for: bool, is_closing: bool, bytes: usize) -> u64 {
+    async fn lives(others_wait: bool, is_closing: bool, bytes: usize) -> u64 {
         let (began, taken) = (Instant::now(), AtomicUsize::new(0));
         let writing = async {
             loop {
@@ -350,7 +350,7 @@ mod tests {
         };
         let limits = StepLimits {
             time: Duration::from_secs(100),
-            is_waited_for: || is_waited_for,
+            others_wait: || others_wait,
             is_closing: || is_closing,
         };
         let ended = within(limits, &taken, writing).await;
@@ -362,7 +362,7 @@ mod tests {
     async fn slowly_read_reply_is_dropped_for_waiting_requests() {
         assert_eq!(lives(true, false, 0).await, 10);
         assert_eq!(lives(true, false, 100).await, 10);
-        assert_eq!(lives(true, false, 8 << 10).await, 100, "it gets on, if slowly");
+        assert_eq!(lives(true, false, 8 << 10).await, 100, "the peer makes slow progress");
         assert_eq!(lives(false, false, 0).await, 100);
     }
 

@@ -62,9 +62,9 @@ section! {
         /// any.
         #[key("hybrid_store.memory_spill_to_hdfs_concurrency", count(1..=10_000), Restart)]
         pub in_flight_max: usize = 500,
-        /// As told to coordinators: clients look for files that begin with it.
+        /// Id announced to coordinators: clients look for files whose names begin with it.
         pub server_id: String = String::new(),
-        /// What clients may name: `allowed_paths`, else the embedded coordinator's. Default:
+        /// Paths that clients may name: `allowed_paths`, else the embedded coordinator's. Default:
         /// everything.
         pub allowed: AllowList = AllowList::default(),
     }

@@ -90,8 +90,8 @@ impl Login {
         let cache = cache.with_context(|| format!("the ticket cache KRB5CCNAME={}", path.display()))?;
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         cache.check(now).with_context(|| {
-            let way_out = "renew it, or set hdfs_store.kerberos_security_config.keytab_path";
-            format!("the ticket cache KRB5CCNAME={}: {way_out}", path.display())
+            let remedy = "renew it, or set hdfs_store.kerberos_security_config.keytab_path";
+            format!("the ticket cache KRB5CCNAME={}: {remedy}", path.display())
         })?;
         self.cache_user = Some(short_name(&cache.principal).to_owned());
         Ok(())

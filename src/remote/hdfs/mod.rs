@@ -280,7 +280,7 @@ impl HdfsStore {
                 () = &mut stop => return,
                 () = sleep(PROBE_INTERVAL) => {}
             }
-            for remote in self.core.remotes().iter().filter(|remote| remote.is_forgotten()) {
+            for remote in self.core.remotes().iter().filter(|remote| remote.needs_probe()) {
                 let answer = remote.fs.delete(&remote.probe_path, false);
                 remote.note(&self.core.timed(&remote.probe_path, answer).await);
             }

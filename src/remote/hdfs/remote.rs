@@ -1,11 +1,11 @@
-//! One remote file system as one user, with its health.
+//! One remote file system as one user, with its circuit breaker.
 //!
-//! Consecutive failures of the file system itself (it does not answer, its DataNodes fail) suspend
-//! it for a growing time. Batches are then written elsewhere or wait, instead of failing one by
-//! one. After a suspension one batch tries, and the others wait for its result. A quota or a
-//! permission concerns one path and suspends nothing. A failing file system that was not tried for
-//! a while is probed, so that the worker does not stay unhealthy only because nothing is sent to
-//! it.
+//! Consecutive failures of the file system itself (it does not answer, its DataNodes fail) open the
+//! breaker, which suspends the file system for a growing time (backoff). Batches are then written
+//! elsewhere or wait, instead of failing one by one. After a suspension one batch tries
+//! (half-open), and the others wait for its result. A quota or a permission concerns one path and
+//! opens nothing. A failing file system that was not tried for a while is probed, so that the
+//! worker does not stay unhealthy for lack of batches.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use super::metrics::RemoteMetrics;
 use crate::clock::Instant;
 use crate::store::{StoreError, StoreErrorKind};
 
-/// Number of consecutive failures after which it is suspended.
+/// Number of consecutive failures that open the circuit breaker.
 const FAILURES_MIN: u32 = 3;
 /// First suspension. It doubles with every further failure.
 const SUSPENSION_MIN: Duration = Duration::from_secs(1);
@@ -51,13 +51,14 @@ pub(super) struct RemoteClient {
     /// Permits to write to the file system, shared by all users.
     pub(super) permits: Arc<Semaphore>,
     pub(super) metrics: RemoteMetrics,
-    condition: Mutex<Condition>,
+    breaker: Mutex<BreakerState>,
 }
 
+/// State of the circuit breaker: closed while `open_until` is `None`, then open, then half-open.
 #[derive(Debug, Default)]
-struct Condition {
+struct BreakerState {
     failures: u32,
-    suspended_until: Option<Instant>,
+    open_until: Option<Instant>,
     last_error: String,
 }
 
@@ -69,74 +70,75 @@ impl RemoteClient {
         permits: Arc<Semaphore>,
         metrics: RemoteMetrics,
     ) -> Self {
-        Self { authority, probe_path, fs, permits, metrics, condition: Mutex::default() }
+        Self { authority, probe_path, fs, permits, metrics, breaker: Mutex::default() }
     }
 
-    /// Returns whether it fails and was not tried for a while.
-    pub(super) fn is_forgotten(&self) -> bool {
-        let suspended_until = self.condition.lock().suspended_until;
-        self.is_failing() && suspended_until.is_none_or(|until| Instant::now() >= until + PROBE_AFTER)
+    /// Returns whether the file system fails and was not tried for a while.
+    pub(super) fn needs_probe(&self) -> bool {
+        let open_until = self.breaker.lock().open_until;
+        self.is_failing() && open_until.is_none_or(|until| Instant::now() >= until + PROBE_AFTER)
     }
 
-    /// Returns whether it may be tried now.
+    /// Returns whether the file system may be tried now.
     pub(super) fn is_available(&self) -> bool {
-        self.condition.lock().suspended_until.is_none_or(|until| Instant::now() >= until)
+        self.breaker.lock().open_until.is_none_or(|until| Instant::now() >= until)
     }
 
-    /// Acquires the right to try now. A failing file system allows one attempt per suspension. The
-    /// attempt suspends the others until its result is known, or for the same time again.
-    pub(super) fn try_now(&self) -> Result<(), StoreError> {
-        let mut condition = self.condition.lock();
+    /// Acquires the right to make an attempt now. A failing file system allows one attempt per
+    /// suspension. The attempt suspends the others until its result is known, or for the same time
+    /// again.
+    pub(super) fn begin_attempt(&self) -> Result<(), StoreError> {
+        let mut breaker = self.breaker.lock();
         let now = Instant::now();
-        if condition.suspended_until.is_some_and(|until| now < until) {
-            drop(condition);
+        if breaker.open_until.is_some_and(|until| now < until) {
+            drop(breaker);
             return Err(self.suspended());
         }
-        if let Some(pause) = condition.pause() {
-            condition.suspended_until = Some(now + pause);
+        if let Some(pause) = breaker.pause() {
+            breaker.open_until = Some(now + pause);
         }
         Ok(())
     }
 
-    /// Returns whether its last calls failed by its own fault.
+    /// Returns whether the last calls failed because of the file system.
     pub(super) fn is_failing(&self) -> bool {
-        self.condition.lock().failures >= FAILURES_MIN
+        self.breaker.lock().failures >= FAILURES_MIN
     }
 
     /// Returns an error for batches that may not try now.
     pub(super) fn suspended(&self) -> StoreError {
-        let text = format!("skipped because the latest calls failed: {}", self.condition.lock().last_error);
+        let text = format!("skipped because the latest calls failed: {}", self.breaker.lock().last_error);
         StoreError::remote(StoreErrorKind::Unreachable, &self.authority, text)
     }
 
     /// Records the result of a call.
     pub(super) fn note<T>(&self, result: &Result<T, StoreError>) {
-        let mut condition = self.condition.lock();
+        let mut breaker = self.breaker.lock();
         let Err(error) = result else {
-            if condition.failures >= FAILURES_MIN {
+            if breaker.failures >= FAILURES_MIN {
                 tracing::info!(remote = %self.authority, "remote store responds again");
             }
-            *condition = Condition::default();
+            *breaker = BreakerState::default();
             return;
         };
         if !is_own_fault(error.kind) {
             return;
         }
-        condition.failures = condition.failures.saturating_add(1);
-        condition.last_error = error.to_string();
-        let Some(pause) = condition.pause() else { return };
-        if condition.failures == FAILURES_MIN {
+        breaker.failures = breaker.failures.saturating_add(1);
+        breaker.last_error = error.to_string();
+        let Some(pause) = breaker.pause() else { return };
+        if breaker.failures == FAILURES_MIN {
             tracing::error!(
                 remote = %self.authority,
                 %error,
                 "remote store fails; checking it until it responds"
             );
         }
-        condition.suspended_until = Some(Instant::now() + pause);
+        breaker.open_until = Some(Instant::now() + pause);
     }
 }
 
-impl Condition {
+impl BreakerState {
     /// Returns the suspension after the last failure, or `None` after few failures.
     fn pause(&self) -> Option<Duration> {
         let beyond = self.failures.checked_sub(FAILURES_MIN)?;

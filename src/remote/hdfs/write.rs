@@ -20,7 +20,7 @@ use crate::store::{ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_wire::types::PartitionId;
 
 /// Interval at which a write that waits for a permit checks whether the file system is available.
-const PLACE_LOOK_INTERVAL: Duration = Duration::from_secs(1);
+const PERMIT_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Pause between two attempts to close a torn file. It doubles up to the maximum, and attempts end
 /// at the deadline.
@@ -126,9 +126,9 @@ async fn place(remote: &RemoteClient, is_last: bool) -> Result<OwnedSemaphorePer
             return Err(remote.suspended());
         }
         let waiting = Arc::clone(&remote.permits).acquire_owned();
-        if let Ok(Ok(place)) = timeout(PLACE_LOOK_INTERVAL, waiting).await {
+        if let Ok(Ok(place)) = timeout(PERMIT_POLL_INTERVAL, waiting).await {
             if !is_last {
-                remote.try_now()?;
+                remote.begin_attempt()?;
             }
             return Ok(place);
         }

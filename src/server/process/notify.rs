@@ -13,8 +13,8 @@ use sd_notify::{NotifyState, notify, notify_with_fds};
 
 use crate::server::sockets::{self, Addresses, Inherited};
 
-/// Stores `memory` in the manager before the first block is acknowledged. `None` means that a next
-/// process could not use it.
+/// Stores `memory` in the manager before the first block is acknowledged. `None` means that the
+/// next process could not use it.
 ///
 /// A file that came from the manager (`is_inherited`) is never removed from its store, so it
 /// survives a crash at any moment.

@@ -2,8 +2,8 @@
 //!
 //! Children without a waiter are reaped: orphans, where the worker is process 1 of a container or a
 //! subreaper, and children of the program before an upgrade. The code that starts a child awaits it
-//! as soon as it ends, so a zombie older than [`PATIENCE`] has no waiter. Without [`reap_children`]
-//! it would remain for the worker's lifetime.
+//! as soon as it ends, so a zombie older than [`REAP_DELAY`] has no waiter. Without
+//! [`reap_children`] it would remain for the worker's lifetime.
 
 use std::collections::HashSet;
 
@@ -18,10 +18,10 @@ use tokio::time::Duration;
 use crate::clock::{sleep, timeout};
 
 /// Time for the parent code to take a child's exit status.
-const PATIENCE: Duration = Duration::from_secs(1);
+const REAP_DELAY: Duration = Duration::from_secs(1);
 
 /// Maximum time between two scans.
-const LOOK_INTERVAL: Duration = Duration::from_secs(60);
+const SCAN_INTERVAL: Duration = Duration::from_secs(60);
 
 /// An ended child, identified by process id and start time since ids are reused.
 type Zombie = (i32, u64);
@@ -95,10 +95,10 @@ pub(super) async fn reap_children() {
         }
         if seen.is_empty() {
             // The list of children may miss one while others end.
-            let _ = timeout(LOOK_INTERVAL, ended.recv()).await;
+            let _ = timeout(SCAN_INTERVAL, ended.recv()).await;
             continue;
         }
-        sleep(PATIENCE).await;
+        sleep(REAP_DELAY).await;
         seen = scan(seen).await;
     }
 }

@@ -58,12 +58,12 @@ impl Worker {
             listener: accepting(sockets.grpc)?,
             tls: tls.grpc,
             handover: self.handover.grpc.clone(),
-            kept: sockets.grpc_connections,
+            inherited: sockets.grpc_connections,
         };
         let tasks = self.tasks.listeners.clone();
         let grpc = GrpcServer::start(config.grpc.clone(), binding, routes, service, tasks, &self.registry)?;
-        let kept = sockets.tcp_connections;
-        let tcp = sockets.tcp.map(|listener| self.open_tcp(config, listener, kept)).transpose()?;
+        let inherited = sockets.tcp_connections;
+        let tcp = sockets.tcp.map(|listener| self.open_tcp(config, listener, inherited)).transpose()?;
         let metrics = HttpMetrics::new(&self.registry)?;
         let connections = OpenConnections { grpc, tcp, http: metrics.connections.clone() };
         let inspector = Arc::new(Inspector {
@@ -146,10 +146,10 @@ impl Worker {
         &self,
         config: &Config,
         listener: TcpListener,
-        kept: Vec<TcpStream>,
+        inherited: Vec<TcpStream>,
     ) -> anyhow::Result<IntGauge> {
         let handover = self.handover.tcp.clone();
-        let binding = Binding { handover, kept, ..Binding::from(accepting(listener)?) };
+        let binding = Binding { handover, inherited, ..Binding::from(accepting(listener)?) };
         let service = Arc::clone(&self.service);
         TcpServer::start(config.tcp.clone(), binding, service, &self.tasks.listeners, &self.registry)
     }

@@ -167,10 +167,10 @@ async fn start_object(
 ) -> anyhow::Result<Arc<dyn Tier>> {
     use std::time::SystemTime;
 
-    use crate::store::migration::{LocalDisks, OffloadSettings, OffloadTier, Watermarks};
     use crate::store::object::client::Client;
     use crate::store::object::layout::part_of;
     use crate::store::object::{Bucket, ObjectSettings};
+    use crate::store::offload::{LocalDisks, OffloadSettings, OffloadTier, Watermarks};
 
     let section = &config.object;
     let client = Client::open(section, tasks, registry).context("[object_store]")?;
@@ -260,7 +260,7 @@ async fn start_object(
 #[cfg(feature = "object")]
 pub(in crate::server) fn admin_routes(tiers: &Tiers) -> Router {
     use crate::listeners::http::admin::orphans;
-    use crate::store::migration::OffloadTier;
+    use crate::store::offload::OffloadTier;
 
     let objects = tiers.find::<OffloadTier>().map(|tier| Arc::clone(tier.objects()));
     objects.map_or_else(Router::new, orphans::routes)

@@ -15,7 +15,7 @@ use crate::service::{Service, WorkerState};
 use crate::store::{DiskCondition, DiskInfo, TierRole, Tiers};
 
 /// Poll interval for tiers that do not notify of changes.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 use crate::server::settings::RuntimeSettings;
 
@@ -58,7 +58,7 @@ impl Watch {
                 _ = self.service.status().changed_from(announced) => {}
                 () = self.live.changed() => announce(),
                 () = self.service.status().emptied() => announce(),
-                () = sleep(LOOK_INTERVAL), if some_are_silent => {}
+                () = sleep(POLL_INTERVAL), if some_are_silent => {}
             }
         }
     }

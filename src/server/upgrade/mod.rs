@@ -298,10 +298,10 @@ mod tests {
                     those of the running worker are at s3://shuffle/x, as 10.0.0.1-1";
         assert_eq!(leaves("y", "10.0.0.1-1"), Err(refusal.to_owned()));
         assert!(leaves("x", "10.0.0.2-1").is_err());
-        let said = |store_type| facts.problems(&config(&text(store_type, "x"))).join("\n");
-        assert_eq!(said("MEMORY_OBJECT"), "");
-        assert!(said("MEMORY_LOCALFILE_OBJECT").contains("the running worker has no local disks"));
-        assert!(said("MEMORY_LOCALFILE").contains("must have an object store"));
+        let problems_of = |store_type| facts.problems(&config(&text(store_type, "x"))).join("\n");
+        assert_eq!(problems_of("MEMORY_OBJECT"), "");
+        assert!(problems_of("MEMORY_LOCALFILE_OBJECT").contains("the running worker has no local disks"));
+        assert!(problems_of("MEMORY_LOCALFILE").contains("must have an object store"));
         assert!(!Facts { data_paths: Vec::new(), ..running("store_type = \"MEMORY\"") }.has_journal());
     }
 
@@ -309,19 +309,20 @@ mod tests {
     fn upgrade_refuses_changes_that_clients_know() {
         let paths = "[localfile_store]\ndata_paths = [\"/a\", \"/b\"]\n";
         let facts = running(&format!("grpc_port = 1\nhttp_port = 2\nurpc_port = 3\n{paths}"));
-        let said = |text: &str| facts.problems(&config(text)).join("\n");
+        let problems_of = |text: &str| facts.problems(&config(text)).join("\n");
         let same = format!(
             "grpc_port = 1\nhttp_port = 0\nurpc_port = 3\n[memory_store]\ncapacity = \"64M\"\n{paths}"
         );
-        assert_eq!(said(&same), "");
+        assert_eq!(problems_of(&same), "");
         let more = "grpc_port = 1\nhttp_port = 2\nurpc_port = 3\n[localfile_store]\ndata_paths = [\"/b\", \"/c\", \"/a\"]";
-        assert_eq!(said(more), "");
-        let moved = said(&format!("grpc_port = 9\nhttp_port = 2\nurpc_port = 3\n{paths}"));
+        assert_eq!(problems_of(more), "");
+        let moved = problems_of(&format!("grpc_port = 9\nhttp_port = 2\nurpc_port = 3\n{paths}"));
         assert!(moved.starts_with("grpc_port = 9: must be 1"), "{moved}");
-        let gone =
-            said("grpc_port = 1\nhttp_port = 2\nurpc_port = 3\n[localfile_store]\ndata_paths = [\"/b\"]");
+        let gone = problems_of(
+            "grpc_port = 1\nhttp_port = 2\nurpc_port = 3\n[localfile_store]\ndata_paths = [\"/b\"]",
+        );
         assert!(gone.contains("must contain /a") && gone.contains("need a stop"), "{gone}");
-        let deleted = said(&format!("{same}recovery = false\n"));
+        let deleted = problems_of(&format!("{same}recovery = false\n"));
         assert!(deleted.starts_with("localfile_store.recovery = false would delete"), "{deleted}");
     }
 

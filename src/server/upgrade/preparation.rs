@@ -28,7 +28,7 @@ use super::{Facts, RefusedBy, UPGRADE_FROM, UpgradeRefusal};
 /// A call of this duration is considered hung. Slow disks answer within seconds.
 const HANGS_AFTER: Duration = Duration::from_secs(10);
 /// Poll interval of the threads' states.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A command to a running worker.
 #[derive(Debug, Clone)]
@@ -198,11 +198,11 @@ fn left_in_memory(left: &[InMemory]) -> String {
 /// The number of threads still in their calls after [`HANGS_AFTER`].
 async fn threads_respond() -> Result<(), usize> {
     let mut asleep = sleeping(Path::new("/proc/self/task"));
-    for _ in 0..HANGS_AFTER.as_millis() / LOOK.as_millis() {
+    for _ in 0..HANGS_AFTER.as_millis() / POLL_INTERVAL.as_millis() {
         if asleep.is_empty() {
             return Ok(());
         }
-        sleep(LOOK).await;
+        sleep(POLL_INTERVAL).await;
         let now = sleeping(Path::new("/proc/self/task"));
         asleep.retain(|thread, call| now.get(thread) == Some(call));
     }

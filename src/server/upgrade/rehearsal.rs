@@ -42,12 +42,12 @@ pub async fn rehearse(build: Build, config: &Config, facts: &str) -> Result<Stri
     if !problems.is_empty() {
         return Err(problems);
     }
-    let said = |result: anyhow::Result<()>| result.err().map(|error| format!("{error:#}"));
+    let problem = |result: anyhow::Result<()>| result.err().map(|error| format!("{error:#}"));
     problems.extend(check_files(config));
     let unavailable = sockets::unavailable(config, |name, port| port == 0 || facts.has_listener(name, port));
     problems.extend(unavailable.iter().map(|error| format!("{error:#}")));
-    problems.extend(said(map_memory(config)));
-    problems.extend(said(find_memory(config, &facts).await));
+    problems.extend(problem(map_memory(config)));
+    problems.extend(problem(find_memory(config, &facts).await));
     let local = async {
         match config.worker.store_type.has_local() {
             true => claimable::obstacles(&config.local, Some(facts.held())).await,
@@ -56,7 +56,7 @@ pub async fn rehearse(build: Build, config: &Config, facts: &str) -> Result<Stri
     };
     let (local, remote) = tokio::join!(local, log_in(config, &facts));
     problems.extend(local);
-    problems.extend(said(remote));
+    problems.extend(problem(remote));
     if !problems.is_empty() {
         return Err(problems);
     }

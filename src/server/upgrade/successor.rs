@@ -59,8 +59,8 @@ impl Successor {
 
     /// Runs the new binary with `--check` in a child process, to prove that it can take over.
     ///
-    /// The environment variable `variable` with `facts` describes this process to it. For a binary that only knows
-    /// `--check` the exit code decides.
+    /// The environment variable `variable` with `facts` describes this process to it. For a binary
+    /// that only knows `--check` the exit code decides.
     ///
     /// # Errors
     /// The error output of the new binary.
@@ -78,11 +78,11 @@ impl Successor {
             .with_context(|| format!("cannot run {program}"))?;
         let verdict = child.stdout.take().map(verdict).context("no pipe from the rehearsal")?;
         let complaints = child.stderr.take().context("no pipe from the rehearsal")?;
-        let mut said = Vec::new();
+        let mut stderr_text = Vec::new();
         let judged = crate::clock::timeout(REHEARSAL_DEADLINE, async {
             let ended = async {
                 let mut complaints = complaints.take(COMPLAINTS_BYTES_MAX);
-                let (_, status) = tokio::join!(complaints.read_to_end(&mut said), child.wait());
+                let (_, status) = tokio::join!(complaints.read_to_end(&mut stderr_text), child.wait());
                 status
             };
             tokio::select! {
@@ -92,13 +92,13 @@ impl Successor {
             }
         })
         .await;
-        let said = || String::from_utf8_lossy(&said).trim().to_owned();
+        let stderr_text = || String::from_utf8_lossy(&stderr_text).trim().to_owned();
         let Ok(status) = judged else {
-            bail!("{program} --check took longer than {REHEARSAL_DEADLINE:?}: {}", said());
+            bail!("{program} --check took longer than {REHEARSAL_DEADLINE:?}: {}", stderr_text());
         };
         match status? {
             RehearsalOutcome::Exit(status) if !status.success() => {
-                bail!("{program} --check: {status}: {}", said())
+                bail!("{program} --check: {status}: {}", stderr_text())
             }
             RehearsalOutcome::Exit(_) => Ok(RehearsalReport::default()),
             RehearsalOutcome::Succeeded(rehearsed) => Ok(rehearsed),

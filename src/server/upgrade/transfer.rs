@@ -37,8 +37,8 @@ pub(in crate::server) fn write_tickets(memory: &Memory) -> Option<OwnedFd> {
     written.inspect_err(|error| tracing::warn!(%error, "cannot hand over tickets")).ok()
 }
 
-/// Grants the tickets in `file` again, since clients send with them as soon as the worker accepts. A
-/// send with an unknown ticket fails, and its client asks for another one.
+/// Grants the tickets in `file` again, since clients send with them as soon as the worker accepts.
+/// A send with an unknown ticket fails, and its client asks for another one.
 pub(in crate::server) fn read_tickets(memory: &Memory, file: OwnedFd) {
     match read::<Vec<Outstanding>>(file) {
         Ok(outstanding) => {

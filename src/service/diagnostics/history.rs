@@ -96,7 +96,7 @@ mod tests {
         for at_ms in 0..1_000 {
             history.push(sample(at_ms));
         }
-        let kept = history.0.lock();
-        assert_eq!((kept.len(), kept[0].at_ms), (SAMPLES_MAX, 550));
+        let samples = history.0.lock();
+        assert_eq!((samples.len(), samples[0].at_ms), (SAMPLES_MAX, 550));
     }
 }

@@ -61,7 +61,7 @@ impl Diagnostics {
     }
 
     /// Returns the explanations of removed applications, the latest first.
-    pub fn gone_apps(&self) -> Vec<Arc<Explanation>> {
+    pub fn finished_apps(&self) -> Vec<Arc<Explanation>> {
         self.finished.all()
     }
 
@@ -103,7 +103,7 @@ impl Diagnostics {
         self.parts.losses.report()
     }
 
-    /// Returns the extent of unproven completeness.
+    /// Returns a summary of the shuffles that are not proven to be complete.
     pub fn incompleteness(&self) -> Incompleteness {
         let gap = self.parts.tiers.metadata().and_then(|tier| tier.metadata_gap());
         self.parts.losses.incompleteness(gap.map(|reason| reason.to_string()))

@@ -1,7 +1,7 @@
 //! Calls for writers: tickets, sends and reports.
 //!
 //! Invariant: after [`Ingest::refuse_sends`] returns, no send is acknowledged until
-//! [`Ingest::take_sends`]: the commit gate is closed while a worker prepares to hand over to a
+//! [`Ingest::accept_sends`]: the commit gate is closed while a worker prepares to hand over to a
 //! successor.
 
 mod commit_task;
@@ -72,7 +72,7 @@ impl Ingest {
     }
 
     /// Undoes [`Ingest::refuse_sends`].
-    pub fn take_sends(&self) {
+    pub fn accept_sends(&self) {
         self.commits.open();
     }
 }

@@ -2,9 +2,9 @@
 //! others wait for.
 //!
 //! The module does not decide whether others wait ([`crate::memory::Tickets::must_yield`]) or how
-//! to react ([`crate::service::SendSink`]). Only bytes of the message count, so neither pings nor other
-//! calls on the connection are progress. The functions are pure: the caller passes the current
-//! time.
+//! to react ([`crate::service::SendSink`]). Only bytes of the message count, so neither pings nor
+//! other calls on the connection are progress. The functions are pure: the caller passes the
+//! current time.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ const WHOLE_SEND: Duration = Duration::from_secs(5);
 /// Delay from which a send is slow.
 const BEHIND_MAX: Duration = Duration::from_secs(1);
 /// Interval of the checks of a slow send.
-const LOOK_INTERVAL: Duration = Duration::from_millis(250);
+const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// The pace of one send.
 #[derive(Debug)]
@@ -28,14 +28,14 @@ pub(super) struct SendPace {
     /// Time at which the arrived bytes are due at the slowest rate. It is never in the future, so a
     /// burst does not allow a later pause.
     due: Instant,
-    next_look: Instant,
+    next_check: Instant,
 }
 
 impl SendPace {
     /// Creates the pace of a send of `message_bytes` bytes that begins at `now`.
     pub(super) fn new(message_bytes: u64, now: Instant) -> Self {
         let bytes_per_sec = (message_bytes / WHOLE_SEND.as_secs()).max(BYTES_PER_SEC_MIN);
-        Self { bytes_per_sec, arrived: 0, due: now, next_look: now + BEHIND_MAX }
+        Self { bytes_per_sec, arrived: 0, due: now, next_check: now + BEHIND_MAX }
     }
 
     /// Returns the slowest rate.
@@ -44,8 +44,8 @@ impl SendPace {
     }
 
     /// Returns when to call [`SendPace::is_slow`] next if no byte arrives until then.
-    pub(super) fn next_look(&self) -> Instant {
-        self.next_look
+    pub(super) fn next_check(&self) -> Instant {
+        self.next_check
     }
 
     /// Returns whether the send is slow, if `arrived` of its bytes have arrived by `now`.
@@ -55,7 +55,7 @@ impl SendPace {
         self.arrived = arrived;
         self.due = (self.due + bought).min(now);
         let is_slow = now.duration_since(self.due) >= BEHIND_MAX;
-        self.next_look = (self.due + BEHIND_MAX).max(now + LOOK_INTERVAL);
+        self.next_check = (self.due + BEHIND_MAX).max(now + CHECK_INTERVAL);
         is_slow
     }
 }
@@ -75,8 +75,8 @@ mod tests {
     fn slow_after(message_bytes: u64, bytes: u64, every: Duration) -> Option<Duration> {
         let began = Instant::now();
         let mut pace = SendPace::new(message_bytes, began);
-        while pace.next_look() < began + ms(60_000) {
-            let now = pace.next_look();
+        while pace.next_check() < began + ms(60_000) {
+            let now = pace.next_check();
             let came = now.duration_since(began).as_millis() / every.as_millis().max(1);
             let arrived = u64::try_from(came).unwrap() * bytes;
             if arrived >= message_bytes {

@@ -115,7 +115,7 @@ impl PartitionLimits {
 
     /// Decides on a request, with the checks in the Java server's order (docs/protocol.md §2.4,
     /// step 4).
-    pub fn judge(&self, sizes: PartitionSizes) -> LimitDecision {
+    pub fn decide(&self, sizes: PartitionSizes) -> LimitDecision {
         let coming = sizes.received.saturating_add(sizes.asked);
         let share_is_full = over(sizes.in_memory, self.huge_in_memory_bytes_max);
         if self.is_huge(coming) && share_is_full {
@@ -150,23 +150,23 @@ mod tests {
 
     #[test]
     fn limits_are_passed_not_reached() {
-        assert_eq!(LIMITS.judge(sizes(900, 900, 100)), LimitDecision::Fits, "not huge yet");
-        assert_eq!(LIMITS.judge(sizes(900, 101, 101)), LimitDecision::Wait, "would become huge");
-        assert_eq!(LIMITS.judge(sizes(1_001, 100, 0)), LimitDecision::Fits, "its share is not passed");
-        assert_eq!(LIMITS.judge(sizes(1_001, 101, 0)), LimitDecision::Wait);
-        assert_eq!(LIMITS.judge(sizes(1_999, 0, 1)), LimitDecision::Fits);
-        assert_eq!(LIMITS.judge(sizes(1_999, 0, 2)), LimitDecision::Split);
-        assert_eq!(LIMITS.judge(sizes(2_999, 0, 1)), LimitDecision::Split);
-        assert_eq!(LIMITS.judge(sizes(2_999, 0, 2)), LimitDecision::TooLarge);
-        assert_eq!(LIMITS.judge(sizes(2_999, 101, 2)), LimitDecision::Wait, "the first check decides");
-        assert_eq!(LIMITS.judge(sizes(u64::MAX, 0, u64::MAX)), LimitDecision::TooLarge);
+        assert_eq!(LIMITS.decide(sizes(900, 900, 100)), LimitDecision::Fits, "not huge yet");
+        assert_eq!(LIMITS.decide(sizes(900, 101, 101)), LimitDecision::Wait, "would become huge");
+        assert_eq!(LIMITS.decide(sizes(1_001, 100, 0)), LimitDecision::Fits, "its share is not passed");
+        assert_eq!(LIMITS.decide(sizes(1_001, 101, 0)), LimitDecision::Wait);
+        assert_eq!(LIMITS.decide(sizes(1_999, 0, 1)), LimitDecision::Fits);
+        assert_eq!(LIMITS.decide(sizes(1_999, 0, 2)), LimitDecision::Split);
+        assert_eq!(LIMITS.decide(sizes(2_999, 0, 1)), LimitDecision::Split);
+        assert_eq!(LIMITS.decide(sizes(2_999, 0, 2)), LimitDecision::TooLarge);
+        assert_eq!(LIMITS.decide(sizes(2_999, 101, 2)), LimitDecision::Wait, "the first check decides");
+        assert_eq!(LIMITS.decide(sizes(u64::MAX, 0, u64::MAX)), LimitDecision::TooLarge);
     }
 
     #[test]
     fn without_limits_everything_fits() {
         let none = PartitionLimits::default();
         assert!(!none.decide_anything());
-        assert_eq!(none.judge(sizes(u64::MAX, u64::MAX, u64::MAX)), LimitDecision::Fits);
+        assert_eq!(none.decide(sizes(u64::MAX, u64::MAX, u64::MAX)), LimitDecision::Fits);
         // A threshold alone only marks partitions.
         assert!(!PartitionLimits { huge_bytes: Some(1), ..none }.decide_anything());
         assert!(LIMITS.decide_anything());
@@ -191,13 +191,13 @@ mod tests {
                 LimitDecision::Wait => 3,
             };
             let (less, greater) = (
-                limits.judge(sizes(received, in_memory, asked)),
-                limits.judge(sizes(received, in_memory, asked + more)),
+                limits.decide(sizes(received, in_memory, asked)),
+                limits.decide(sizes(received, in_memory, asked + more)),
             );
             prop_assert!(rank(less) <= rank(greater), "{less:?} then {greater:?}");
             prop_assert!(limits.decide_anything() || less == LimitDecision::Fits);
             // Flushing ends a wait.
-            prop_assert_ne!(limits.judge(sizes(received, 0, asked)), LimitDecision::Wait);
+            prop_assert_ne!(limits.decide(sizes(received, 0, asked)), LimitDecision::Wait);
         }
     }
 }

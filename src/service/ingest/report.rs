@@ -93,7 +93,7 @@ impl Ingest {
             return Ok(());
         }
         let paid = self.pay(&app, &shuffle.reports, &reported).await?;
-        let alarms = self.parts.losses.judge_report(&app, &shuffle, &reported.partitions).await?;
+        let alarms = self.parts.losses.check_report(&app, &shuffle, &reported.partitions).await?;
         let reported = match log {
             Some(log) if shuffle.reports.are_repeated() || !reported.records.is_empty() => {
                 let unknown = reported.unknown(&shuffle.reports).await;

@@ -17,7 +17,7 @@ use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
 
 use super::Ingest;
 use super::partition_limit::{LimitDecision, PartitionSizes};
-use super::ticket_queue::{QueuedRequest, is_waited_for};
+use super::ticket_queue::{QueuedRequest, is_worth_waiting};
 use crate::service::ServiceError;
 use crate::service::parts::PARTITIONS_PER_REQUEST_MAX;
 
@@ -71,7 +71,7 @@ impl Ingest {
         let refused = match waits_behind {
             true => None,
             false => match self.ticket(&asked) {
-                Err(refused) if is_waited_for(&refused) => Some(refused),
+                Err(refused) if is_worth_waiting(&refused) => Some(refused),
                 ticket => return self.grant(asked, ticket),
             },
         };
@@ -134,7 +134,7 @@ impl Ingest {
         }
         check_shuffle(&app, request)?;
         app.usage.check(QuotaResource::DiskBytes, bytes)?;
-        let split_partitions = self.judge_partitions(&app, request)?;
+        let split_partitions = self.check_partitions(&app, request)?;
         let wanted = QueuedRequest { bytes, partitions: request.partitions.len() };
         Ok(TicketRequest { app, wanted, split_partitions, has_waited: false })
     }
@@ -162,7 +162,7 @@ impl Ingest {
     ) -> Result<RequireGrant, ServiceError> {
         let TicketRequest { app, wanted: QueuedRequest { bytes, .. }, split_partitions, has_waited } = asked;
         if let Err(refused) = &ticket
-            && is_waited_for(refused)
+            && is_worth_waiting(refused)
         {
             self.count_refused_ticket(refused);
             if !has_waited {
@@ -192,7 +192,7 @@ impl Ingest {
     }
 
     /// Returns the partitions to be split, if all partitions may take the requested bytes.
-    fn judge_partitions(&self, app: &App, request: &RequireRequest<'_>) -> Result<Vec<i32>, ServiceError> {
+    fn check_partitions(&self, app: &App, request: &RequireRequest<'_>) -> Result<Vec<i32>, ServiceError> {
         let mut split = Vec::new();
         let limits = self.partition_limits();
         if !limits.decide_anything() {
@@ -211,7 +211,7 @@ impl Ingest {
                 false => 0,
             };
             let sizes = partition_sizes(buffers.as_deref(), *partition, asked);
-            match limits.judge(sizes) {
+            match limits.decide(sizes) {
                 LimitDecision::Fits if !disks_are_short => {}
                 LimitDecision::Fits | LimitDecision::Split => {
                     self.parts.metrics.splits_asked.inc();

@@ -61,7 +61,7 @@ pub struct SendSink {
     /// partition.
     next_partition: Option<i32>,
     /// Heap of the data that the decoder keeps.
-    kept: Option<Charge>,
+    header_charge: Option<Charge>,
     pace: SendPace,
 }
 
@@ -73,7 +73,7 @@ impl SendSink {
             message_bytes: u64::from(message_bytes),
             session: None,
             next_partition: None,
-            kept: None,
+            header_charge: None,
             pace: SendPace::new(u64::from(message_bytes), Instant::now()),
         }
     }
@@ -84,8 +84,8 @@ impl SendSink {
     }
 
     /// Returns when to call [`SendSink::check_pace`] next if no byte arrives until then.
-    pub fn next_look(&self) -> Instant {
-        self.pace.next_look()
+    pub fn next_check(&self) -> Instant {
+        self.pace.next_check()
     }
 
     /// Checks whether the send may wait for more bytes after `arrived` bytes of its message.
@@ -112,9 +112,9 @@ impl SendSink {
             Some(session) => session.unfinished_blocks(),
             None => self.ingest.parts.memory.heap().of(HeapKind::Blocks),
         };
-        let kept = self.kept.get_or_insert_with(|| budget.nothing());
-        let more = bytes.saturating_sub(kept.bytes());
-        kept.try_grow(more).map_err(|refusal| HeapFull::of(HeapKind::Blocks, refusal).into())
+        let header_charge = self.header_charge.get_or_insert_with(|| budget.nothing());
+        let more = bytes.saturating_sub(header_charge.bytes());
+        header_charge.try_grow(more).map_err(|refusal| HeapFull::of(HeapKind::Blocks, refusal).into())
     }
 
     /// Makes the blocks of the complete message visible: inline if they are few, otherwise on a
@@ -126,17 +126,17 @@ impl SendSink {
         if session.is_small() {
             return Commit::Done(session.commit());
         }
-        let kept = self.kept.take();
-        let (told, committing) = oneshot::channel();
+        let header_charge = self.header_charge.take();
+        let (result, committing) = oneshot::channel();
         let pool = self.ingest.committing.clone();
         self.ingest.parts.tasks.spawn("commit of a large send", async move {
             let commit = move || {
                 let stored = session.commit();
-                drop(kept);
+                drop(header_charge);
                 stored
             };
             // The caller may have stopped waiting.
-            let _unheard = told.send(pool.run(commit).await);
+            let _ignored = result.send(pool.run(commit).await);
         });
         Commit::Background(Committing(committing))
     }
@@ -156,7 +156,7 @@ impl Drop for SendSink {
         let many = self.session.take_if(|session| !session.is_small());
         if let (Some(session), Ok(_runtime)) = (many, Handle::try_current()) {
             let pool = self.ingest.aborting.clone();
-            self.ingest.parts.tasks.spawn("large send given up", async move {
+            self.ingest.parts.tasks.spawn("aborted large send", async move {
                 // The panic hook reports a panic; nothing else can be done here.
                 let _aborted = pool.run(move || drop(session)).await;
             });

@@ -58,11 +58,11 @@ impl Spill {
                 return SpillRoom::Charged(charge);
             }
             if let Err(error) = move_table(scratch, app, &shuffle).await {
-                self.tell(app, &error);
+                self.log_failure(app, &error);
                 return SpillRoom::None;
             }
             // Without a merge, reads take longer but stay correct.
-            merge_runs(scratch, app, &shuffle).await.unwrap_or_else(|error| self.tell(app, &error));
+            merge_runs(scratch, app, &shuffle).await.unwrap_or_else(|error| self.log_failure(app, &error));
         }
         app.budgets.reported_ids.try_charge(bytes).map_or(SpillRoom::OnlyOnDisk, SpillRoom::Charged)
     }
@@ -82,13 +82,13 @@ impl Spill {
                 Some((run, counted))
             }
             Err(error) => {
-                self.tell(app, &error);
+                self.log_failure(app, &error);
                 None
             }
         }
     }
 
-    fn tell(&self, app: &App, error: &io::Error) {
+    fn log_failure(&self, app: &App, error: &io::Error) {
         if let Some(times) = self.failures.pass() {
             tracing::warn!(
                 app = app.id().as_str(), %error, times,

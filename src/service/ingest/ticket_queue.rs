@@ -33,7 +33,7 @@ const REFUSED_AT_ONCE: usize = 16;
 
 /// Interval of additional checks. Shares also change over time, when unused tickets expire, not
 /// only when memory is released.
-const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Resources that a request waits for.
 #[derive(Debug, Clone, Copy)]
@@ -98,7 +98,7 @@ impl TicketQueue {
         self.waiting.load(Ordering::Relaxed)
     }
 
-    /// Waits for a ticket, at most for `patience`. Returns `None` if the queue is full or nothing
+    /// Waits for a ticket, at most for `wait_max`. Returns `None` if the queue is full or nothing
     /// was granted in time.
     pub(super) async fn wait(
         &self,
@@ -106,7 +106,7 @@ impl TicketQueue {
         memory: &Budget,
         app: &AppId,
         wanted: QueuedRequest,
-        patience: Duration,
+        wait_max: Duration,
     ) -> Option<Result<TicketId, MemoryError>> {
         let (give, given) = oneshot::channel();
         let mut position = {
@@ -122,7 +122,7 @@ impl TicketQueue {
             biased;
             given = &mut position.given => given.ok(),
             never = self.drive(tickets, memory) => match never {},
-            () = sleep(patience) => None,
+            () = sleep(wait_max) => None,
         }
     }
 
@@ -131,7 +131,7 @@ impl TicketQueue {
         let Ok(_driver) = self.driver.acquire().await else { return std::future::pending().await };
         loop {
             // The timeout only triggers an additional check and is no error.
-            let _elapsed = timeout(LOOK_INTERVAL, memory.freed_after(|| self.serve(tickets))).await;
+            let _elapsed = timeout(POLL_INTERVAL, memory.freed_after(|| self.serve(tickets))).await;
         }
     }
 
@@ -139,7 +139,7 @@ impl TicketQueue {
         let mut requests = self.requests.lock();
         requests.serve(REFUSED_AT_ONCE, |app, WaitingRequest { wanted, give }| {
             let granted = match tickets.require(app, wanted.bytes, wanted.partitions) {
-                Err(refused) if is_waited_for(&refused) => return false,
+                Err(refused) if is_worth_waiting(&refused) => return false,
                 answer => answer,
             };
             if let Some(Err(Ok(ticket))) = give.take().map(|give| give.send(granted)) {
@@ -152,7 +152,7 @@ impl TicketQueue {
 }
 
 /// Returns whether waiting helps.
-pub(super) fn is_waited_for(refused: &MemoryError) -> bool {
+pub(super) fn is_worth_waiting(refused: &MemoryError) -> bool {
     matches!(refused, MemoryError::NoCapacity { .. } | MemoryError::OverShare { .. })
 }
 
@@ -174,22 +174,22 @@ mod tests {
         let mut waiting = Vec::new();
         for app in &apps[..4] {
             for _ in 0..OF_APP_MAX {
-                let mut it = queue.wait(&tickets, &budget, app, WANTED, PATIENCE).boxed();
+                let mut it = queue.wait(&tickets, &budget, app, WANTED, WAIT_MAX).boxed();
                 assert!(futures::poll!(&mut it).is_pending());
                 waiting.push(it);
             }
-            let beyond = queue.wait(&tickets, &budget, app, WANTED, PATIENCE).now_or_never();
+            let beyond = queue.wait(&tickets, &budget, app, WANTED, WAIT_MAX).now_or_never();
             assert!(matches!(beyond, Some(None)));
         }
         assert_eq!(queue.len(), WAITING_MAX);
-        let beyond = queue.wait(&tickets, &budget, &apps[4], WANTED, PATIENCE).now_or_never();
+        let beyond = queue.wait(&tickets, &budget, &apps[4], WANTED, WAIT_MAX).now_or_never();
         assert!(matches!(beyond, Some(None)), "the queue is full");
         drop(waiting);
         assert_eq!(queue.len(), 0);
         drop(held);
     }
 
-    const PATIENCE: Duration = Duration::from_secs(1);
+    const WAIT_MAX: Duration = Duration::from_secs(1);
 
     /// Returns a memory that is completely held, in parts of 30 KiB.
     fn full() -> (Budget, Tickets, Vec<crate::memory::Reservation>) {
@@ -210,9 +210,9 @@ mod tests {
         let (budget, tickets, mut held) = full();
         let queue = TicketQueue::default();
         let (a, b) = (app("a"), app("b"));
-        let mut first = queue.wait(&tickets, &budget, &a, WANTED, PATIENCE).boxed();
-        let mut second = queue.wait(&tickets, &budget, &a, WANTED, PATIENCE).boxed();
-        let mut other = queue.wait(&tickets, &budget, &b, WANTED, PATIENCE).boxed();
+        let mut first = queue.wait(&tickets, &budget, &a, WANTED, WAIT_MAX).boxed();
+        let mut second = queue.wait(&tickets, &budget, &a, WANTED, WAIT_MAX).boxed();
+        let mut other = queue.wait(&tickets, &budget, &b, WANTED, WAIT_MAX).boxed();
         for waiting in [&mut first, &mut second, &mut other] {
             assert!(futures::poll!(waiting).is_pending());
         }
@@ -223,7 +223,7 @@ mod tests {
         // The first request drove the queue; now one of the others does.
         assert!(futures::poll!(&mut second).is_pending(), "it is the other application's turn");
         assert!(other.await.unwrap().is_ok());
-        assert!(second.await.is_none(), "nothing came free for it in time");
+        assert!(second.await.is_none(), "no memory was freed in time");
         assert_eq!((queue.len(), tickets.count()), (0, 2));
         drop((tickets, held));
         assert_eq!(budget.used(), 0);
@@ -234,8 +234,8 @@ mod tests {
         let (budget, tickets, mut held) = full();
         let queue = TicketQueue::default();
         let (a, b) = (app("a"), app("b"));
-        let mut driver = queue.wait(&tickets, &budget, &a, WANTED, PATIENCE).boxed();
-        let mut unseen = queue.wait(&tickets, &budget, &b, WANTED, PATIENCE).boxed();
+        let mut driver = queue.wait(&tickets, &budget, &a, WANTED, WAIT_MAX).boxed();
+        let mut unseen = queue.wait(&tickets, &budget, &b, WANTED, WAIT_MAX).boxed();
         assert!(futures::poll!(&mut driver).is_pending() && futures::poll!(&mut unseen).is_pending());
         held.truncate(1);
         // Serves both; the second is granted a ticket that it never looks at.

@@ -1,9 +1,10 @@
 //! Sends.
 //!
-//! Both listeners fill a [`SendSession`] through [`crate::service::SendSink`] while a request arrives. It
-//! holds the request's resources: the reservation of its ticket and the memory of its blocks.
-//! Nothing is visible until [`SendSession::commit`]; a session dropped before returns everything.
-//! Nothing on this path waits, allocates per block beyond vector growth, or formats a string.
+//! Both listeners fill a [`SendSession`] through [`crate::service::SendSink`] while a request
+//! arrives. It holds the request's resources: the reservation of its ticket and the memory of its
+//! blocks. Nothing is visible until [`SendSession::commit`]; a session dropped before returns
+//! everything. Nothing on this path waits, allocates per block beyond vector growth, or formats a
+//! string.
 
 use std::sync::Arc;
 

@@ -118,7 +118,7 @@ mod tests {
             0 => Err("it is not".to_owned()),
             _ => Ok(()),
         };
-        eventually("that of the other tier is done", one_is_done).await;
+        eventually("the deletion of the other tier is done", one_is_done).await;
         allowed.add_permits(3000);
         tasks.drained().await;
         assert_eq!(done.load(Ordering::Relaxed), 3001);

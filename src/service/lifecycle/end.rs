@@ -29,7 +29,7 @@ pub struct Draining {
 impl Draining {
     /// Returns whether other machines can read everything.
     #[must_use]
-    pub fn may_go(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         let is_elsewhere = |it: &DrainBacklog| it.shuffles_left == 0 && it.stuck_bytes == 0;
         self.in_memory_bytes == 0 && self.batches == 0 && self.tiers.as_ref().is_some_and(is_elsewhere)
     }

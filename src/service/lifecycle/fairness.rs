@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn invalid_rule_is_explained() {
-        for (text, said) in [
+        for (text, expected) in [
             ("weight = 4", "fairness.default_weight"),
             ("user = \"a\"", "1 to 1000 as `weight`"),
             ("user = \"a\"\nweight = 0", "1 to 1000 as `weight`"),
@@ -162,12 +162,12 @@ mod tests {
             ("queue = \"a\"\nweight = 1", "not \"queue\""),
         ] {
             let refused = rule(text).unwrap_err().join(", ");
-            assert!(refused.contains(said), "{text}: {refused}");
+            assert!(refused.contains(expected), "{text}: {refused}");
         }
         let all = rule("user = 7\napp = \"\"\nqueue = \"a\"\nweight = 0").unwrap_err();
-        let said = ["not \"queue\"", "as `user`", "as `app`", "1 to 1000 as `weight`"];
-        assert_eq!(all.len(), said.len(), "{all:?}");
-        assert!(all.iter().zip(said).all(|(problem, said)| problem.contains(said)), "{all:?}");
+        let expected = ["not \"queue\"", "as `user`", "as `app`", "1 to 1000 as `weight`"];
+        assert_eq!(all.len(), expected.len(), "{all:?}");
+        assert!(all.iter().zip(expected).all(|(problem, expected)| problem.contains(expected)), "{all:?}");
     }
 
     #[test]

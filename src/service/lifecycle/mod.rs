@@ -8,7 +8,7 @@
 mod deletions;
 pub(super) mod end;
 pub(super) mod fairness;
-mod from_memory;
+mod memory_restorer;
 mod noted;
 mod report_batch;
 pub(super) mod restore;
@@ -175,8 +175,8 @@ impl Lifecycle {
             user: request.user,
             sent_properties: !request.properties.is_empty(),
             heartbeat_timeout: wanted_timeout(&request.properties),
-            properties: kept_properties(request.properties),
-            kept_elsewhere_bytes: wanted_storage.map_or(0, |storage| 2 * remote_bytes(storage) as u64),
+            properties: bounded_properties(request.properties),
+            other_modules_bytes: wanted_storage.map_or(0, |storage| 2 * remote_bytes(storage) as u64),
             from: request.from,
         };
         let remote = is_remote.then(|| (wanted_storage.cloned(), &*request.ranges));
@@ -440,7 +440,7 @@ fn wanted_timeout(properties: &HashMap<String, String>) -> Option<Duration> {
 }
 
 /// Returns the properties to keep, within bounds. Java keeps properties with the same names.
-fn kept_properties(mut properties: HashMap<String, String>) -> HashMap<String, String> {
+fn bounded_properties(mut properties: HashMap<String, String>) -> HashMap<String, String> {
     let mut bytes = 0;
     properties.retain(|key, value| {
         let is_ours = key.contains(".rss.");
@@ -503,10 +503,10 @@ mod tests {
     fn oversized_registration_field_is_named() {
         assert!(check_sizes(&request(1024, 1 << 18, 8000, (1000, 50))).is_ok());
         let refusal = |request| check_sizes(&request).unwrap_err().to_string();
-        let said = "user has 62914560 bytes, the limit is 1024";
-        assert_eq!(refusal(request(60 << 20, 1, 1, (0, 0))), said);
-        let said = "partitionRanges has 262145 ranges, the limit is 262144";
-        assert_eq!(refusal(request(1, (1 << 18) + 1, 1, (0, 0))), said);
+        let expected = "user has 62914560 bytes, the limit is 1024";
+        assert_eq!(refusal(request(60 << 20, 1, 1, (0, 0))), expected);
+        let expected = "partitionRanges has 262145 ranges, the limit is 262144";
+        assert_eq!(refusal(request(1, (1 << 18) + 1, 1, (0, 0))), expected);
         assert!(refusal(request(1, 1, 8001, (0, 0))).starts_with("remoteStorage.path has 8001 bytes"));
         assert!(refusal(request(1, 1, 1, (1001, 0))).contains("remoteStorageConf has 1001 settings"));
         assert!(refusal(request(1, 1, 1, (2, 40_000))).contains("remoteStorageConf has 80002 bytes"));
@@ -517,7 +517,7 @@ mod tests {
         let huge = "x".repeat(PROPERTIES_BYTES_MAX);
         let sent = [("spark.rss.a", "1"), ("spark.other", "2"), ("b.rss.huge", huge.as_str())];
         let sent = sent.map(|(key, value)| (key.to_owned(), value.to_owned()));
-        let kept = kept_properties(sent.into());
-        assert_eq!(kept, HashMap::from([("spark.rss.a".to_owned(), "1".to_owned())]));
+        let bounded = bounded_properties(sent.into());
+        assert_eq!(bounded, HashMap::from([("spark.rss.a".to_owned(), "1".to_owned())]));
     }
 }

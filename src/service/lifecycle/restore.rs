@@ -18,7 +18,7 @@ use uniffle_base::budget::Budget;
 use uniffle_wire::types::ShuffleKey;
 
 use super::Lifecycle;
-use super::from_memory::{FromMemory, RestoredIds};
+use super::memory_restorer::{MemoryRestorer, RestoredIds};
 use super::report_batch::{GATHERED_MAX, ReportBatch, enter_alone};
 use crate::metrics::clamped;
 use crate::service::ServiceError;
@@ -39,7 +39,7 @@ pub struct RestoreCounts {
 }
 
 impl RestoreCounts {
-    fn tell(&self, bytes: u64, blocks: u64, took: Duration) {
+    fn log_summary(&self, bytes: u64, blocks: u64, took: Duration) {
         let Self { apps, shuffles, unregistered, reported_blocks } = *self;
         if shuffles + unregistered > 0 {
             tracing::info!(
@@ -89,8 +89,8 @@ impl Lifecycle {
         self.set_recovery_metrics(&recovered);
         self.parts.losses.blame_missing_directories(&recovered.missing_disks);
         let mut unrestored = self.take_unrestored(&mut recovered.shuffles);
-        let (mut known, unread) = self.read_log(&mut recovered.said, &mut unrestored).await;
-        unrestored.from_memory.end();
+        let (mut known, unread) = self.read_log(&mut recovered.records, &mut unrestored).await;
+        unrestored.memory_restorer.end();
         let (mut unverified, mut left, mut failed) = (Vec::new(), Vec::new(), HashSet::new());
         let gap = self.parts.tiers.metadata().and_then(|tier| tier.metadata_gap());
         let is_uncertain = unread.is_some() || gap.is_some() || !recovered.missing_disks.is_empty();
@@ -152,7 +152,7 @@ impl Lifecycle {
         self.parts.verifier.listen_for_damage(&self.parts.apps);
         restored.apps = self.parts.apps.app_count();
         restored.reported_blocks = self.parts.apps.block_id_count();
-        restored.tell(bytes, blocks, took);
+        restored.log_summary(bytes, blocks, took);
         restored
     }
 
@@ -235,7 +235,7 @@ impl Lifecycle {
         let empty = Budget::new(0);
         let taken = |it: &mut RecoveredShuffle| std::mem::replace(&mut it.present, PresentIds::new(&empty));
         let present = shuffles.map(|it| (it.key.clone(), taken(it))).collect();
-        Unrestored { present, from_memory: FromMemory::new(&self.parts.memory, &self.parts.tiers) }
+        Unrestored { present, memory_restorer: MemoryRestorer::new(&self.parts.memory, &self.parts.tiers) }
     }
 
     /// Registers shuffles from the log, begins to restore their blocks in memory, and adds reports.
@@ -243,13 +243,13 @@ impl Lifecycle {
     /// records.
     async fn read_log(
         &self,
-        said: &mut RecordReader,
+        records: &mut RecordReader,
         unrestored: &mut Unrestored,
     ) -> (HashMap<ShuffleKey, Restoring>, Option<String>) {
         let mut known: HashMap<ShuffleKey, Restoring> = HashMap::new();
         let mut gathered = 0;
         let unread = loop {
-            match said.next().await {
+            match records.next().await {
                 Ok(Some((key, record))) => {
                     let restoring = known.entry(key.clone()).or_default();
                     if restoring.failed.is_none() {
@@ -356,7 +356,7 @@ impl Lifecycle {
             return;
         };
         let heap = app.budgets.partitions.clone();
-        restoring.present = Some(unrestored.from_memory.begin(key.clone(), present, heap));
+        restoring.present = Some(unrestored.memory_restorer.begin(key.clone(), present, heap));
     }
 }
 
@@ -364,7 +364,7 @@ impl Lifecycle {
 struct Unrestored {
     /// Present ids of the shuffles that are not registered yet.
     present: HashMap<ShuffleKey, PresentIds>,
-    from_memory: FromMemory,
+    memory_restorer: MemoryRestorer,
 }
 
 impl Restoring {
@@ -435,8 +435,7 @@ impl Lifecycle {
             Ok(true) => RemoteState::Known,
             Ok(false) if note.is_empty() => RemoteState::None,
             admitted => {
-                let error =
-                    admitted.err().unwrap_or_else(|| "this worker has no HDFS tier any more".to_owned());
+                let error = admitted.err().unwrap_or_else(|| "this worker has no HDFS tier now".to_owned());
                 tracing::error!(
                     shuffle = %key, error,
                     "cannot recover the shuffle's remote storage; none of its blocks are reported lost"
@@ -479,7 +478,7 @@ fn registration_of(key: &ShuffleKey, note: log::RegistrationRecord) -> Result<Re
         properties: note.properties.into_iter().collect::<HashMap<_, _>>(),
         sent_properties: note.sent_properties,
         heartbeat_timeout: note.heartbeat_timeout_ms.map(Duration::from_millis),
-        kept_elsewhere_bytes: note.remote_storage.len() as u64,
+        other_modules_bytes: note.remote_storage.len() as u64,
         from: None,
     })
 }

@@ -106,11 +106,11 @@ pub struct Incompleteness {
 
 /// Returns the shuffles of an app whose results are refused.
 pub(super) fn incomplete_of(app: &App) -> Vec<IncompleteShuffle> {
-    let told = |shuffle: &Arc<ShuffleState>| {
+    let of_shuffle = |shuffle: &Arc<ShuffleState>| {
         let (key, reason) = (shuffle.key(), shuffle.ledger.incomplete()?.to_owned());
         Some(IncompleteShuffle { app: key.app.to_string(), shuffle: key.shuffle.0, reason })
     };
-    app.shuffles().iter().filter_map(told).collect()
+    app.shuffles().iter().filter_map(of_shuffle).collect()
 }
 
 /// Returns at most `max` losses of one app.
@@ -253,7 +253,7 @@ impl Losses {
     /// Decides whether to accept a report although some of its blocks are gone, and records them as
     /// lost if so. Returns the ledger's alarm count from before the check, for
     /// [`Losses::note_reported`].
-    pub(super) async fn judge_report(
+    pub(super) async fn check_report(
         &self,
         app: &App,
         shuffle: &Arc<ShuffleState>,
@@ -266,7 +266,7 @@ impl Losses {
         }
         let resubmits = RESUBMIT_PROPERTIES.iter().find_map(|name| app.client.property(name));
         let resubmits = resubmits.is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
-        let (gone, deadline) = (self.gone(), Verifier::patience());
+        let (gone, deadline) = (self.gone(), Verifier::scan_deadline());
         let blame = blame(Vec::new(), &gone);
         let unknown = partitions.iter().filter(|(id, ids)| {
             ledger.with(*id, |it| !it.is_in_tiers() && it.question_unknown(&ids_of(ids)))
@@ -307,13 +307,13 @@ impl Losses {
             return None;
         }
         let missing = self.verifier.missing(shuffle.key(), partition, &ids_of(ids)).await;
-        let told = |error| tracing::warn!(shuffle = %shuffle.key(), %partition, %error, "cannot look up reported blocks");
-        missing.map_err(told).ok()
+        let log_error = |error| tracing::warn!(shuffle = %shuffle.key(), %partition, %error, "cannot look up reported blocks");
+        missing.map_err(log_error).ok()
     }
 
     /// Updates the ledger after a report was accepted. Blocks found missing meanwhile were not
     /// matched with this report: they are lost or unverified. `alarms` is the result of
-    /// [`Losses::judge_report`].
+    /// [`Losses::check_report`].
     pub(super) fn note_reported(
         &self,
         shuffle: &Arc<ShuffleState>,

@@ -45,7 +45,7 @@ const FOUND_TOGETHER: usize = 1 << 14;
 const MISSING_MAX: usize = SLICE_IDS;
 
 /// Time for which a call waits for a scan; clients allow a call one minute.
-const PATIENCE: Duration = Duration::from_secs(20);
+const SCAN_WAIT_MAX: Duration = Duration::from_secs(20);
 
 /// A partition to be verified, and the reason for blocks found missing.
 #[derive(Debug)]
@@ -90,7 +90,7 @@ impl Verifier {
         error: &StoreError,
     ) {
         self.mark_unverified(&shuffle, partition, &error.to_string());
-        self.wait_for_scan(&shuffle, partition, Self::patience()).await;
+        self.wait_for_scan(&shuffle, partition, Self::scan_deadline()).await;
     }
 
     /// Marks a partition as possibly damaged for `reason`. Reads of it are refused until the losses
@@ -146,8 +146,8 @@ impl Verifier {
     }
 
     /// Returns the deadline for a call that waits for scans.
-    pub(in crate::service) fn patience() -> Instant {
-        Instant::now() + PATIENCE
+    pub(in crate::service) fn scan_deadline() -> Instant {
+        Instant::now() + SCAN_WAIT_MAX
     }
 
     /// Waits until a partition is verified, a scan of it has failed, or `deadline` has passed.
@@ -169,10 +169,10 @@ impl Verifier {
         blame: &LossReasons,
     ) {
         let entered = shuffle.ledger.with(partition, |it| it.enter(ids, blame));
-        self.tell(shuffle, partition, entered, &blame.reason);
+        self.log_loss(shuffle, partition, entered, &blame.reason);
     }
 
-    fn tell(
+    fn log_loss(
         &self,
         shuffle: &ShuffleState,
         partition: PartitionId,
@@ -250,7 +250,7 @@ impl Verifier {
                 }
             };
             if let Some(new) = ledger.with(partition, |it| it.settle(scan, blame)) {
-                self.tell(shuffle, partition, new, &blame.reason);
+                self.log_loss(shuffle, partition, new, &blame.reason);
                 return Ok(());
             }
         }

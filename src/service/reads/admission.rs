@@ -1,9 +1,9 @@
 //! Admission of local reads: one call acquires the permits that a read holds for its response.
 //!
 //! These are a permit of the connection, and one of the listener if its responses queue for a
-//! socket. The listener's permit is released with the first chunk, the other one on drop. Each chunk
-//! acquires its memory together with parts of its devices' shares (`memory::ReadPool`), the first
-//! one before the read's call returns.
+//! socket. The listener's permit is released with the first chunk, the other one on drop. Each
+//! chunk acquires its memory together with parts of its devices' shares (`memory::ReadPool`), the
+//! first one before the read's call returns.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -218,7 +218,7 @@ impl ChunkStream {
             None => Ok(None),
         };
         self.on_disk += began.elapsed();
-        self.tell(&chunk).await;
+        self.report_failure(&chunk).await;
         chunk.map_err(|error| match error.kind {
             StoreErrorKind::Unhealthy => ServiceError::DiskHangs(error),
             _ => error.into(),
@@ -226,7 +226,7 @@ impl ChunkStream {
     }
 
     /// Reports data that a checksum has shown to be lost, or a disk that fails repeatedly.
-    async fn tell<T>(&mut self, read: &Result<T, StoreError>) {
+    async fn report_failure<T>(&mut self, read: &Result<T, StoreError>) {
         let Err(error) = read else { return };
         if !self.source.as_ref().is_some_and(|source| source.is_suspect()) {
             return;
@@ -345,7 +345,7 @@ impl Reads {
     /// Returns whether others wait for resources held by responses: read memory, heap, or response
     /// budget. Unconsumed responses must then release them soon.
     #[must_use]
-    pub fn are_waited_for(&self) -> bool {
+    pub fn has_waiters(&self) -> bool {
         self.parts.memory.read_pool().is_waited_for()
             || self.parts.memory.heap().whole().is_waited_for()
             || self.last_refusal.is_recent()

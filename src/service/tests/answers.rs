@@ -52,13 +52,17 @@ async fn slow_reader_pins_less_memory_than_a_fast_one() {
     let at_first = read(&fixture, &fast, Duration::ZERO).await;
     assert_eq!(at_first[..2], [one_more(most); 2], "of {BLOCKS} blocks");
     let lengths = read(&fixture, &slow, SLOW).await;
-    assert_eq!(lengths[0], one_more(most), "nothing is known of it yet");
+    assert_eq!(lengths[0], one_more(most), "the connection has no measured pace yet");
     assert!(lengths[1..].iter().all(|length| *length <= one_more(most / 2)), "{lengths:?}");
-    assert_eq!(read(&fixture, &fast, Duration::ZERO).await, at_first, "which is another connection's pace");
+    assert_eq!(
+        read(&fixture, &fast, Duration::ZERO).await,
+        at_first,
+        "the pace of another connection does not matter"
+    );
 
     let lengths = read(&fixture, &slow, Duration::ZERO).await;
     assert!(lengths[0] <= one_more(most / 2), "{lengths:?}");
-    assert_eq!(read(&fixture, &slow, Duration::ZERO).await, at_first, "it is as fast as the other now");
+    assert_eq!(read(&fixture, &slow, Duration::ZERO).await, at_first, "both connections are prompt now");
     fixture.stop().await;
 }
 
@@ -86,6 +90,6 @@ async fn only_large_filters_run_in_the_blocking_pool() {
     {
         assert!(!reads.filters_more_than(0, &quick), "{quick:?}");
     }
-    assert!(!reads.may_take_long(&asked(APP, 3, filter)), "those are few");
+    assert!(!reads.may_take_long(&asked(APP, 3, filter)), "the partition has few blocks");
     fixture.stop().await;
 }

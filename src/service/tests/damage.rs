@@ -62,15 +62,15 @@ impl Fixture {
         self.service.parts.app(APP).unwrap().shuffles().remove(0)
     }
 
-    /// Makes a move find that the second block is unreadable. The blocks are adjacent and read as
-    /// one range, whose middle byte is in the second block.
+    /// Makes an offload find that the second block is unreadable. The blocks are adjacent and read
+    /// as one range, whose middle byte is in the second block.
     async fn find_damage(&self) {
         let local = self.flusher.tiers().find::<LocalStore>().unwrap();
         let handle = local.handle(&key()).unwrap();
-        let mut moving = local.oldest(&handle, u64::MAX, HashSet::new()).await;
+        let mut chosen = local.oldest(&handle, u64::MAX, HashSet::new()).await;
         self.faults.add(Rule::always(Operation::Read, Fault::Flip).on(".data"));
-        let run = moving.next_run().await.unwrap();
-        moving.data(&run).next_chunk(&HeapBuffers).await.unwrap_err();
+        let run = chosen.next_run().await.unwrap();
+        chosen.data(&run).next_chunk(&HeapBuffers).await.unwrap_err();
     }
 
     async fn read_blocks(&self, first: u32, count: u32) -> Result<Vec<u8>, ServiceError> {
@@ -92,7 +92,7 @@ impl Fixture {
     async fn until_named(&self) -> String {
         for _ in 0..100 {
             match self.read_blocks(0, 2).await {
-                Ok(bytes) => assert!(bytes.iter().all(|byte| *byte == BYTE), "no hole is taken for data"),
+                Ok(bytes) => assert!(bytes.iter().all(|byte| *byte == BYTE), "a hole is not served as data"),
                 Err(ServiceError::Lost(text)) => return text,
                 Err(error) => assert!(matches!(error, ServiceError::Unverified(_)), "{error}"),
             }

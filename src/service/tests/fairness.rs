@@ -69,7 +69,7 @@ async fn honest_app_gets_memory_beside_a_greedy_one() {
     let floods = ["flood".to_owned()];
     let fixture = fixture_with(&floods).await;
     flood_for(&fixture, &floods, 40).await;
-    assert!(held(&fixture, "flood") > CAPACITY - FLOOD_TICKET_HELD, "alone it gets everything");
+    assert!(held(&fixture, "flood") > CAPACITY - FLOOD_TICKET_HELD, "a single application gets all memory");
     assert!(refused_for(&fixture, &floods, APP, 4 * MIB).await <= Duration::from_secs(1));
 
     // The same holds if none of its tickets is old.
@@ -87,7 +87,7 @@ async fn honest_app_gets_memory_beside_a_greedy_one() {
     assert_eq!(held(&fixture, APP), honest);
     assert!(held(&fixture, "flood") + honest > CAPACITY - FLOOD_TICKET_HELD, "{}", held(&fixture, "flood"));
     fixture.service.lifecycle.unregister_app(APP).unwrap();
-    assert_eq!(held(&fixture, APP), 0, "an app that goes holds no ticket");
+    assert_eq!(held(&fixture, APP), 0, "an ended application holds no ticket");
     flood_for(&fixture, &floods, 1).await;
     assert!(held(&fixture, "flood") > CAPACITY - FLOOD_TICKET_HELD);
     assert!(fixture.memory.tickets().revoked() > 0);
@@ -149,7 +149,11 @@ async fn app_over_its_share_is_flushed_first() {
     }
     let waited = refused_for(&fixture, &[], APP, 10 * MIB).await;
     assert!(waited > Duration::ZERO && waited <= Duration::from_secs(1), "{waited:?}");
-    assert_eq!(fixture.buffer_of(APP, 3).in_memory_bytes(), 2_000_000, "nothing of its own was spilled");
+    assert_eq!(
+        fixture.buffer_of(APP, 3).in_memory_bytes(),
+        2_000_000,
+        "the honest application was not spilled"
+    );
     assert!(fixture.flusher.flushed_bytes() > 0);
     stop(fixture, &apps).await;
 }

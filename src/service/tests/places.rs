@@ -94,17 +94,17 @@ async fn aborted_large_sends_do_not_delay_commits() {
     timeout(Duration::from_secs(20), next.outcome()).await.expect("a place").unwrap();
     drop(busy);
     pause();
-    within_time("it is given up", || fixture.service.parts.metrics.rejected_sends.get() == 1).await;
+    within_time("the send is aborted", || fixture.service.parts.metrics.rejected_sends.get() == 1).await;
     fixture.stop().await;
 }
 
 #[tokio::test]
 async fn purges_and_reports_do_not_wait_for_each_other() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
-    let patience = Duration::from_secs(20);
+    let wait_max = Duration::from_secs(20);
     fixture.register("app-2", &[]).await;
     let reports = occupy(&fixture, &fixture.service.parts.pool).await;
-    let ended = timeout(patience, fixture.service.lifecycle.end_app("app-2")).await;
+    let ended = timeout(wait_max, fixture.service.lifecycle.end_app("app-2")).await;
     ended.expect("a place for ends").unwrap();
     drop(reports);
     let ends = occupy(&fixture, &fixture.service.lifecycle.ends).await;
@@ -116,7 +116,7 @@ async fn purges_and_reports_do_not_wait_for_each_other() {
         partitions: vec![(PartitionId(3), (0..100_000).map(|id| id << 45).collect())],
         records: Vec::new(),
     };
-    let reported = timeout(patience, fixture.service.ingest.report(report)).await;
+    let reported = timeout(wait_max, fixture.service.ingest.report(report)).await;
     reported.expect("a place for reports").unwrap();
     drop(ends);
     pause();

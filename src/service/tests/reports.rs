@@ -53,9 +53,9 @@ async fn report_far(fixture: &Fixture, partitions: std::ops::Range<i32>, count: 
 
 async fn assert_told(fixture: &Fixture, partitions: std::ops::Range<i32>, count: i64) {
     let asked: Vec<i32> = partitions.collect();
-    let told = fixture.service.reads.results(APP, 0, &asked, None).await.unwrap();
+    let results = fixture.service.reads.results(APP, 0, &asked, None).await.unwrap();
     let ids = asked.iter().flat_map(|id| far_ids(*id, count)).map(i64::unsigned_abs);
-    assert!(told.bitmap == uniffle_wire::bitmap::encode(&ids.collect()), "ids of partitions {asked:?}");
+    assert!(results.bitmap == uniffle_wire::bitmap::encode(&ids.collect()), "ids of partitions {asked:?}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -37,13 +37,13 @@ async fn store_on(disk: &Arc<dyn Disk>, extents: &Budget, registry: &Registry) -
     LocalStore::open(LocalConfig::default(), vec![Arc::clone(disk)], extents, registry).await.unwrap()
 }
 
-/// Returns the disk of an earlier process, which has written the records `said` of the shuffle and
-/// one block in each of `partitions` partitions.
-async fn left_on_disk(said: &[Vec<u8>], partitions: i32) -> Arc<dyn Disk> {
+/// Returns the disk of an earlier process, which has written `records` of the shuffle and one block
+/// in each of `partitions` partitions.
+async fn left_on_disk(records: &[Vec<u8>], partitions: i32) -> Arc<dyn Disk> {
     let disk: Arc<dyn Disk> = Arc::new(MemoryDisk::new("/disk", None));
     let store = store_on(&disk, &Budget::new(u64::MAX), &Registry::new()).await;
     let handle = store.register(&key());
-    for record in said {
+    for record in records {
         store.append_metadata(&handle, record).await.unwrap();
     }
     let extent = |partition| ExtentWrite {
@@ -179,8 +179,8 @@ async fn unreadable_registration_is_left_for_a_later_start() {
 
 #[tokio::test(start_paused = true)]
 async fn unreadable_report_refuses_results_but_serves_blocks() {
-    let said = [registration(), report(), b"of a later version".to_vec()];
-    let disk = left_on_disk(&said, PARTITIONS).await;
+    let records = [registration(), report(), b"of a later version".to_vec()];
+    let disk = left_on_disk(&records, PARTITIONS).await;
     let next = Next::on(&disk, &memory_of(None)).await;
     assert_eq!(next.restore().await.shuffles, 1);
     let report = next.service.diagnostics.losses();

@@ -5,26 +5,26 @@ use super::shuffle::DiskShuffle;
 use uniffle_wire::types::PartitionId;
 
 /// Number of extents per batch.
-pub(in crate::store) const TOGETHER_MAX: usize = 4096;
+pub(in crate::store) const WALK_BATCH_MAX: usize = 4096;
 
-/// Adds `more` visited extents to `looked`, and yields after each batch.
-pub(in crate::store) async fn turn(looked: &mut usize, more: usize) {
-    *looked += more;
-    if *looked >= TOGETHER_MAX {
-        *looked = 0;
+/// Adds `more` visited extents to `visited`, and yields after each batch.
+pub(in crate::store) async fn yield_per_batch(visited: &mut usize, more: usize) {
+    *visited += more;
+    if *visited >= WALK_BATCH_MAX {
+        *visited = 0;
         tokio::task::yield_now().await;
     }
 }
 
 /// Returns all partitions of a shuffle. The lock is held for one batch at a time.
 pub(in crate::store) async fn partitions_of(shuffle: &DiskShuffle) -> Vec<PartitionId> {
-    let (mut all, mut looked) = (Vec::new(), 0);
+    let (mut all, mut visited) = (Vec::new(), 0);
     loop {
-        let some = shuffle.with_streams(|streams| streams.partitions_from(all.len(), TOGETHER_MAX));
+        let some = shuffle.with_streams(|streams| streams.partitions_from(all.len(), WALK_BATCH_MAX));
         if some.is_empty() {
             return all;
         }
-        turn(&mut looked, some.len()).await;
+        yield_per_batch(&mut visited, some.len()).await;
         all.extend(some);
     }
 }
@@ -49,8 +49,8 @@ mod tests {
             next += i32::try_from(count).unwrap();
             shuffle.apply(&some).unwrap();
         };
-        publish(2 * TOGETHER_MAX);
-        assert_eq!(shuffle.with_streams(|it| it.partitions_from(0, TOGETHER_MAX)).len(), TOGETHER_MAX);
+        publish(2 * WALK_BATCH_MAX);
+        assert_eq!(shuffle.with_streams(|it| it.partitions_from(0, WALK_BATCH_MAX)).len(), WALK_BATCH_MAX);
         let mut listed = pin!(partitions_of(&shuffle));
         let mut times = 0;
         let all = loop {
@@ -62,7 +62,7 @@ mod tests {
                 publish(10);
             }
         };
-        assert_eq!(times, 2, "then there are fewer than go together");
+        assert_eq!(times, 2, "the last batch is smaller");
         assert_eq!(all, (0..next).map(|id| PartitionId(-id)).collect::<Vec<_>>());
     }
 }

@@ -1,7 +1,7 @@
 //! An extent: a contiguous part of a partition's published stream, with its location.
 //!
 //! Base, length and records of an extent never change. Its location changes from a data log to an
-//! object when its data is moved, or to nowhere when its data is lost.
+//! object when its data is offloaded, or to nowhere when its data is lost.
 
 #[cfg(feature = "object")]
 use std::ops::Range;
@@ -52,7 +52,7 @@ pub(in crate::store) const FILLER_BYTES: u64 = 1 << 20;
 /// Extents of a partition.
 pub(in crate::store) type ExtentList = extent_list::ExtentList<Extent, { chunk_of::<Extent>() }>;
 
-const _: () = assert!(size_of::<Extent>() == 40, "the sketch of docs/architecture.md §2.3");
+const _: () = assert!(size_of::<Extent>() == 40, "extents are the only memory per extent; keep them small");
 
 impl Extent {
     /// Returns the offset of its data in its data log.

@@ -256,8 +256,8 @@ mod tests {
                 all.push((base, length));
                 base += length;
             }
-            let told: Vec<_> = list.iter().map(|it| (it.base, it.length)).collect();
-            prop_assert_eq!((told.len(), &told), (list.len(), &all));
+            let listed: Vec<_> = list.iter().map(|it| (it.base, it.length)).collect();
+            prop_assert_eq!((listed.len(), &listed), (list.len(), &all));
             let after = all.partition_point(|(base, length)| base + length <= offset);
             prop_assert_eq!(list.after(offset), after);
             prop_assert_eq!(list.beginning_at(offset), all.iter().position(|it| it.0 == offset));

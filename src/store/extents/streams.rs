@@ -74,8 +74,8 @@ pub(in crate::store) struct InLog {
     pub(in crate::store) bytes: u64,
 }
 
-/// Published extents of all data logs, by slot. Counted incrementally: a migration asks for them
-/// per object.
+/// Published extents of all data logs, by slot. Counted incrementally: an offload asks for them per
+/// object.
 #[derive(Debug, Default)]
 struct ByLog(Vec<InLog>);
 
@@ -175,7 +175,7 @@ impl Streams {
 
     /// Returns whether no extent of a data log is left in it. A log with a hole may be readable at
     /// a later start.
-    pub(in crate::store) fn is_left(&self, slot: u16) -> bool {
+    pub(in crate::store) fn is_log_empty(&self, slot: u16) -> bool {
         self.in_log(slot).extents == 0 && !self.lost.0.contains(&slot)
     }
 
@@ -252,7 +252,7 @@ mod tests {
 
     /// An operation on a partition.
     #[derive(Debug, Clone, Copy)]
-    enum Happens {
+    enum StreamOperation {
         Publish {
             log: u16,
             length: u64,
@@ -262,11 +262,11 @@ mod tests {
         Lose(u64),
     }
 
-    fn happens() -> impl Strategy<Value = Happens> {
+    fn happens() -> impl Strategy<Value = StreamOperation> {
         prop_oneof![
-            4 => (0u16..5, 1u64..9).prop_map(|(log, length)| Happens::Publish { log, length }),
-            1 => (0u64..=1000).prop_map(Happens::Relocate),
-            1 => (0u64..=1000).prop_map(Happens::Lose),
+            4 => (0u16..5, 1u64..9).prop_map(|(log, length)| StreamOperation::Publish { log, length }),
+            1 => (0u64..=1000).prop_map(StreamOperation::Relocate),
+            1 => (0u64..=1000).prop_map(StreamOperation::Lose),
         ]
     }
 
@@ -291,11 +291,11 @@ mod tests {
                 let bytes = streams.get(id).map_or(0, |it| it.bytes);
                 let place = |thousandths: u64| bytes * thousandths / 1000;
                 match it {
-                    Happens::Publish { log, length } => {
+                    StreamOperation::Publish { log, length } => {
                         let extent = Extent { data_log: log, index_log: 0, ..Extent::gap(bytes, length) };
                         streams.push(id, extent, 0);
                     }
-                    Happens::Relocate(at) => {
+                    StreamOperation::Relocate(at) => {
                         let extents = streams.get(id).map(|it| it.extents.clone()).unwrap_or_default();
                         if let Some(extent) = extents.get(extents.after(place(at))) {
                             let copy = Extent { data_log: OBJECT, index_log: 1, ..*extent };
@@ -303,11 +303,11 @@ mod tests {
                             prop_assert!(streams.relocate(id, &copy).is_none(), "it has moved");
                         }
                     }
-                    Happens::Lose(at) => {
+                    StreamOperation::Lose(at) => {
                         let extents = streams.get(id).map(|it| it.extents.clone()).unwrap_or_default();
                         if let Some(extent) = extents.get(extents.after(place(at))) {
                             prop_assert_eq!(streams.lose(id, extent).is_some(), !extent.is_lost());
-                            prop_assert!(streams.lose(id, extent).is_none(), "a hole stands there");
+                            prop_assert!(streams.lose(id, extent).is_none(), "the extent is a hole");
                         }
                     }
                 }

@@ -121,7 +121,7 @@ mod tests {
         cache.forget((0..9).map(key));
         assert_eq!(cache.used_bytes(), 0);
         cache.keep(key(1), Bytes::from(vec![1; 400]));
-        assert!(cache.find(&key(1)).is_none(), "one extent may not sweep the others out");
+        assert!(cache.find(&key(1)).is_none(), "a large extent must not evict all others");
     }
 
     #[test]

@@ -29,7 +29,7 @@ use crate::log::{LogInStore, Shipper};
 use crate::runtime::Tasks;
 use crate::store::recovery::objects::survey;
 use crate::store::removal::deletion_queue::DetachedShuffle;
-use crate::store::removal::object_purge::{self, Going};
+use crate::store::removal::object_purge::{self, DeletionScope};
 use crate::store::{ObjectStoreState, Purge, SavedSettings, StoreError, StoreErrorKind, Stored, TierUsage};
 use uniffle_base::budget::Budget;
 use uniffle_wire::types::{AppId, ShuffleKey};
@@ -143,7 +143,8 @@ impl Bucket {
     }
 
     /// Ensures that the store does not accept a start with empty disks, as long as the returned
-    /// guard lives. Required before data or records of which the store has no copy come to the disks.
+    /// guard lives. Required before data or records of which the store has no copy come to the
+    /// disks.
     ///
     /// # Errors
     /// See [`Bucket::set_drained`].
@@ -159,7 +160,8 @@ impl Bucket {
         }
     }
 
-    /// Registers a shuffle with data here, with its incarnation in the local store. May be repeated.
+    /// Registers a shuffle with data here, with its incarnation in the local store. May be
+    /// repeated.
     ///
     /// # Errors
     /// `Purged` if another registration of the shuffle is here.
@@ -405,11 +407,11 @@ fn numbers_from(least: u64) -> u64 {
 fn clean_up(core: &Arc<ObjectCore>, abandoned: Vec<Registered>, strays: Vec<String>) {
     let root = &core.settings.root;
     let prefixes = abandoned.iter().map(|name| shuffle_prefix(root, name)).chain(strays);
-    let going: Vec<Going> = prefixes.map(Going::all).collect();
+    let scope: Vec<DeletionScope> = prefixes.map(DeletionScope::all).collect();
     let core = Arc::clone(core);
     core.tasks.clone().spawn("object clean-up", async move {
-        for going in going {
-            object_purge::delete(&core, &going).await;
+        for scope in scope {
+            object_purge::delete(&core, &scope).await;
         }
     });
 }

@@ -44,7 +44,7 @@ pub(super) fn wrong_answer(key: &str, what: &str) -> StoreError {
 }
 
 /// Copies an error.
-pub(super) fn again(error: &StoreError) -> StoreError {
+pub(super) fn copy_of(error: &StoreError) -> StoreError {
     match &error.source {
         None => StoreError::new(error.kind, &error.path),
         Some(source) => StoreError::remote(error.kind, &error.path, source.to_string()),

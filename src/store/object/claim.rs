@@ -127,7 +127,8 @@ impl Claim {
         *self.is_drained.lock() == Some(true)
     }
 
-    /// Returns whether the claim in the store may say that the store has all data of the local disks.
+    /// Returns whether the claim in the store may say that the store has all data of the local
+    /// disks.
     pub(super) fn may_be_drained(&self) -> bool {
         *self.is_drained.lock() != Some(false)
     }

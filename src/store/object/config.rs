@@ -137,11 +137,11 @@ section! {
         /// Approximate size of data objects, however many partitions they contain.
         #[key("object_store.segment_size", size(64 * MIB..=256 * MIB), Restart)]
         pub segment_bytes: u64 = 128 * MIB,
-        /// With local disks: above this usage, a disk's largest and oldest shuffles are moved to
-        /// the store.
+        /// With local disks: above this usage, a disk's largest and oldest shuffles are offloaded
+        /// to the store.
         #[key("object_store.offload_high_watermark", ratio(), Restart)]
         pub offload_high: f64 = 0.6,
-        /// Moving stops below this usage.
+        /// Offloading stops below this usage.
         #[key("object_store.offload_low_watermark", ratio(), Restart)]
         pub offload_low: f64 = 0.5,
         /// Directories of the read cache, one per disk. They are emptied at start; reads continue

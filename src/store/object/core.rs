@@ -46,7 +46,7 @@ pub(in crate::store) struct ObjectCore {
     /// Heap budget for extents, indexes and the table of the read cache.
     pub(in crate::store) extents: Budget,
     /// Budget for segments under construction, without their blocks.
-    pub(super) making: Budget,
+    pub(super) segment_heap: Budget,
     /// Tasks that continue when their caller is dropped, such as uploads.
     pub(in crate::store) tasks: Tasks,
     /// Number of deletions in progress.
@@ -74,7 +74,7 @@ impl ObjectCore {
             store_reads: DeviceShare::new(reads_bytes),
             cache_reads: DeviceShare::new(reads_bytes),
             answers_ahead: Arc::new(Semaphore::new(settings.answers_ahead)),
-            making: Budget::new(settings.making_bytes),
+            segment_heap: Budget::new(settings.segment_heap_bytes),
             circuit_breaker: CircuitBreaker::default(),
             claim,
             deletions: watch::Sender::new(0),

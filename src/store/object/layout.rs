@@ -268,7 +268,11 @@ mod tests {
             assert_eq!(SegmentTail::decode(&bytes, other, 310), None, "{other:?}");
         }
         let later = SegmentTail { previous: 3, ..tail };
-        assert_eq!(SegmentTail::decode(&later.encode(ID), ID, 310), None, "it follows itself");
+        assert_eq!(
+            SegmentTail::decode(&later.encode(ID), ID, 310),
+            None,
+            "a segment cannot be its own predecessor"
+        );
         let head = ID.header(1);
         assert_eq!((head.sequence, head.incarnation, head.file_number, head.disk), (1, 9, 3, Uuid::nil()));
     }

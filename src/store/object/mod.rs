@@ -1,5 +1,5 @@
-//! Extents in an object store that speaks S3. Clients of type MEMORY_LOCALFILE read them through the
-//! worker like local data, without jars or credentials.
+//! Extents in an object store that speaks S3. Clients of type MEMORY_LOCALFILE read them through
+//! the worker like local data, without jars or credentials.
 //!
 //! Batches of a shuffle share *segments*, objects with blocks of many partitions. A shuffle has at
 //! least one segment per flush, and another for each

@@ -18,7 +18,7 @@ pub struct ObjectSettings {
     /// Maximum number of concurrently written batches. Batches of one shuffle share segments.
     pub writers: usize,
     /// Heap for records, extents and lists of pieces of segments that are being made.
-    pub making_bytes: u64,
+    pub segment_heap_bytes: u64,
     /// Memory for reads of clients. Reads from the store and from the read cache may each use a
     /// part.
     pub read_memory_bytes: u64,
@@ -42,7 +42,7 @@ impl ObjectSettings {
             segment_bytes: 128 << 20,
             part_bytes: 8 << 20,
             writers: 16,
-            making_bytes: 16 << 20,
+            segment_heap_bytes: 16 << 20,
             read_memory_bytes: 64 << 20,
             answers_ahead: 8,
             index_cache_bytes: 16 << 20,

@@ -29,7 +29,7 @@ pub(in crate::store) struct ObjectShuffle {
     /// Batches waiting for a segment.
     pub(super) queue: UploadQueue<UploadJob>,
     /// Held while a segment is made, because its bases follow those of the previous segment.
-    pub(in crate::store) lane: tokio::sync::Mutex<SegmentNumbers>,
+    pub(in crate::store) segment_numbers: tokio::sync::Mutex<SegmentNumbers>,
 }
 
 /// Returns the key of an extent's records in the cache.
@@ -43,7 +43,11 @@ impl ObjectShuffle {
     }
 
     /// Creates the state of a recovered registration.
-    pub(in crate::store) fn restored(core: &ObjectCore, name: Registered, lane: SegmentNumbers) -> Self {
+    pub(in crate::store) fn restored(
+        core: &ObjectCore,
+        name: Registered,
+        segment_numbers: SegmentNumbers,
+    ) -> Self {
         let prefix = shuffle_prefix(&core.settings.root, &name);
         Self {
             prefix,
@@ -54,7 +58,7 @@ impl ObjectShuffle {
             payload_bytes: AtomicU64::new(0),
             stored_bytes: AtomicU64::new(0),
             queue: UploadQueue::default(),
-            lane: tokio::sync::Mutex::new(lane),
+            segment_numbers: tokio::sync::Mutex::new(segment_numbers),
         }
     }
 

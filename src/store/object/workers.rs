@@ -89,9 +89,9 @@ pub(in crate::store) async fn remove(core: &ObjectCore, root: &str) -> Result<Re
     let mut listed = core.store.list(Some(&path_of(root)));
     while let Some(object) = core.noted(root, listed.try_next().await)? {
         let Some(name) = parse_key(root, object.location.as_ref()) else { continue };
-        let those = if matches!(name, Name::Log(..)) { &mut log } else { &mut segments };
-        match those.len() < REMOVED_AT_ONCE {
-            true => those.push(object),
+        let found = if matches!(name, Name::Log(..)) { &mut log } else { &mut segments };
+        match found.len() < REMOVED_AT_ONCE {
+            true => found.push(object),
             false => is_more = true,
         }
     }
@@ -99,10 +99,10 @@ pub(in crate::store) async fn remove(core: &ObjectCore, root: &str) -> Result<Re
     is_more |= segments.len() > left;
     segments.truncate(left);
     let mut removed = RemovalReport { objects: 0, bytes: 0, is_gone: !is_more };
-    for those in [log, segments] {
-        removed.objects += those.len() as u64;
-        removed.bytes += those.iter().map(|object| object.size).sum::<u64>();
-        let paths = futures::stream::iter(those).map(|object| Ok(object.location)).boxed();
+    for found in [log, segments] {
+        removed.objects += found.len() as u64;
+        removed.bytes += found.iter().map(|object| object.size).sum::<u64>();
+        let paths = futures::stream::iter(found).map(|object| Ok(object.location)).boxed();
         let mut deleted = core.store.delete_stream(paths);
         while let Some(answer) = deleted.next().await {
             match answer {

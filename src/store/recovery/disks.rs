@@ -68,7 +68,7 @@ impl LocalStore {
         &self,
         scans: Vec<DiskScan>,
         found: FoundLog,
-        said: RecordReader,
+        records: RecordReader,
         mut stored: Stored,
     ) -> Recovered {
         let started = Instant::now();
@@ -110,14 +110,15 @@ impl LocalStore {
         let first = next_number(Some(highest_incarnation), incomplete.then_some(known.blind_starts));
         // Two starts that do not see each other count from the same number. Their shuffles must not
         // be mistaken for each other.
-        let apart = if incomplete { rand::rng().random_range(0..INCARNATIONS_PER_EPOCH / 2) } else { 0 };
-        let next = first.saturating_add(apart).max(stored.incarnations_from);
+        let random_offset =
+            if incomplete { rand::rng().random_range(0..INCARNATIONS_PER_EPOCH / 2) } else { 0 };
+        let next = first.saturating_add(random_offset).max(stored.incarnations_from);
         self.next_incarnation.store(next, Ordering::Relaxed);
         let rebuilds = by_key.into_iter().map(|(key, found)| {
             let found = FoundState { stored: stored.shuffles.remove(&key), ..found };
             self.rebuild(key, found, known)
         });
-        let mut recovered = Recovered { said, ..Recovered::default() };
+        let mut recovered = Recovered { records, ..Recovered::default() };
         let mut rebuilds = stream::iter(rebuilds).buffered(REBUILDS);
         while let Some((shuffle, bytes, blocks)) = rebuilds.next().await {
             recovered.bytes += bytes;
@@ -144,8 +145,8 @@ impl LocalStore {
         let (present, others): (Vec<_>, Vec<_>) =
             directories.into_iter().partition(|found| found.incarnation == incarnation);
         // A later start may need directories whose shuffle is not known to have ended.
-        let over = others.into_iter().filter(|_| known.gap.is_none() && known.absent.is_empty());
-        for found in over {
+        let superseded = others.into_iter().filter(|_| known.gap.is_none() && known.absent.is_empty());
+        for found in superseded {
             if let Err(error) = found.disk.discard(&found.path).await {
                 tracing::warn!(
                     disk = %found.disk.label,
@@ -207,7 +208,7 @@ struct Rebuild<'a> {
     sources: HashMap<DataLogName, FoundDataLog>,
     sequences: HashSet<u64>,
     /// The lowest file number, by disk, above all numbers that groups refer to.
-    unnamed: HashMap<Uuid, u32>,
+    next_numbers: HashMap<Uuid, u32>,
     extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
     present: PresentIds,
     lost: Vec<LostExtent>,
@@ -218,7 +219,7 @@ struct Rebuild<'a> {
     stored: Option<StoredShuffle>,
     /// Data logs with blocks at offsets where objects have different ones. They are not served, and
     /// their files stay.
-    only_here: HashSet<DataLogName>,
+    conflicting_logs: HashSet<DataLogName>,
 }
 
 impl<'a> Rebuild<'a> {
@@ -246,14 +247,14 @@ impl<'a> Rebuild<'a> {
             known,
             sources,
             sequences: HashSet::new(),
-            unnamed: HashMap::new(),
+            next_numbers: HashMap::new(),
             extents: HashMap::new(),
             present: core.found_ids.of(&shuffle.key),
             lost: Vec::new(),
             reasons: HashMap::new(),
             incomplete,
             stored: None,
-            only_here: HashSet::new(),
+            conflicting_logs: HashSet::new(),
         }
     }
 
@@ -261,14 +262,14 @@ impl<'a> Rebuild<'a> {
     /// their content is in objects. New files do not reuse such numbers: a later start would
     /// take their bytes for the removed ones.
     fn note_found(&self, directories: &[FoundDirectory]) {
-        let unnamed = |disk: &LocalDisk| self.unnamed.get(&disk.uuid).copied();
+        let next_numbers = |disk: &LocalDisk| self.next_numbers.get(&disk.uuid).copied();
         for found in directories {
-            let next = found.next_number().max(unnamed(&found.disk).unwrap_or(0));
+            let next = found.next_number().max(next_numbers(&found.disk).unwrap_or(0));
             self.shuffle.found_on(&found.disk, next, found.bytes());
         }
         // The directory may have been removed with its last file.
         for disk in &self.core.disks {
-            if let Some(next) = unnamed(disk) {
+            if let Some(next) = next_numbers(disk) {
                 self.shuffle.found_on(disk, next, 0);
             }
         }
@@ -293,12 +294,12 @@ impl<'a> Rebuild<'a> {
         let mut reader = LogReader::open(self.core, disk, path, file.bytes).await.map_err(failed)?;
         let mut log = None;
         while let Some((offset, group)) = reader.next_group().await.map_err(failed)? {
-            let ours = group.header.incarnation == self.shuffle.incarnation;
-            if !ours || !self.sequences.insert(group.header.sequence) {
+            let is_own = group.header.incarnation == self.shuffle.incarnation;
+            if !is_own || !self.sequences.insert(group.header.sequence) {
                 continue;
             }
-            let unnamed = self.unnamed.entry(group.header.disk).or_default();
-            *unnamed = (*unnamed).max(group.header.file_number.saturating_add(1));
+            let next_numbers = self.next_numbers.entry(group.header.disk).or_default();
+            *next_numbers = (*next_numbers).max(group.header.file_number.saturating_add(1));
             let log = match &log {
                 Some(log) => log,
                 None => log.insert(adopt_log(self.core, self.shuffle, disk, LogKind::Index, file)?),
@@ -317,7 +318,7 @@ impl<'a> Rebuild<'a> {
             let place = entry.base..entry.base + entry.length;
             if let Some(copy) = stored.and_then(|extents| overlapping(extents, place)) {
                 if !is_copy(copy, entry) && self.sources.contains_key(&source) {
-                    self.only_here.insert(source);
+                    self.conflicting_logs.insert(source);
                 }
                 continue;
             }
@@ -360,8 +361,8 @@ impl<'a> Rebuild<'a> {
         if self.stored.is_none() || self.incomplete.is_some() {
             return;
         }
-        if !self.only_here.is_empty() {
-            let (shuffle, files) = (&self.shuffle.key, self.only_here.len());
+        if !self.conflicting_logs.is_empty() {
+            let (shuffle, files) = (&self.shuffle.key, self.conflicting_logs.len());
             tracing::warn!(
                 %shuffle,
                 files,
@@ -371,7 +372,7 @@ impl<'a> Rebuild<'a> {
         let unused = self
             .sources
             .iter()
-            .filter(|(name, source)| source.log.is_none() && !self.only_here.contains(name));
+            .filter(|(name, source)| source.log.is_none() && !self.conflicting_logs.contains(name));
         for (_, source) in unused {
             let adopted = adopt_log(self.core, self.shuffle, &source.disk, LogKind::Data, &source.file);
             let removed = match adopted {

@@ -69,7 +69,7 @@ pub(in crate::store) async fn survey(core: &Arc<ObjectCore>) -> Result<BucketSur
     let highest = segments.keys().map(|name| name.incarnation.saturating_add(1)).max();
     let next_incarnation = log.next_incarnation().max(highest.unwrap_or(0));
     let memory = IndexMemory::default();
-    // If nothing of a shuffle was moved to the store, local disks have all its data.
+    // If nothing of a shuffle was offloaded, local disks have all its data.
     let living = log.shuffles().iter().filter(|(_, found)| found.is_moved);
     let mut reads = Vec::new();
     for (key, found) in living {

@@ -51,7 +51,7 @@ impl DirectoryHealth for LocalDisk {
 pub(in crate::store) struct PreviousState {
     scans: Vec<DiskScan>,
     found: FoundLog,
-    said: RecordReader,
+    records: RecordReader,
 }
 
 impl PreviousState {
@@ -78,20 +78,20 @@ impl PreviousState {
             }
         }
         let deadlines = Deadlines { write: METADATA_TIMEOUT, name: NAME_TIMEOUT };
-        let (log, found, said) = MetadataLog::open(directories, survey, deadlines, store, tasks).await;
+        let (log, found, records) = MetadataLog::open(directories, survey, deadlines, store, tasks).await;
         for (uuid, path) in &found.absent {
             tracing::error!(path, id = %uuid, "a data directory of earlier starts is missing; if its disk is not mounted, mount it and restart");
         }
-        (Self { scans, found, said }, log)
+        (Self { scans, found, records }, log)
     }
 }
 
 impl LocalStore {
     /// Recovers the state of an earlier process.
     pub(in crate::store) async fn take_over(&self, before: PreviousState, stored: Stored) {
-        let PreviousState { scans, found, said } = before;
+        let PreviousState { scans, found, records } = before;
         let is_blind = found.has_new_gap;
-        let recovered = self.recover(scans, found, said, stored).await;
+        let recovered = self.recover(scans, found, records, stored).await;
         if is_blind || recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()) {
             self.metadata.count_blind_start().await;
         }
@@ -122,8 +122,8 @@ impl LocalStore {
         mark_incomplete(&self.metadata, &handle.shuffle, reason).await
     }
 
-    /// Marks a shuffle as moved: its later records are acknowledged once the object store has them.
-    /// Returns the position of the record.
+    /// Marks a shuffle as offloaded: its later records are acknowledged once the object store has
+    /// them. Returns the position of the record.
     ///
     /// # Errors
     /// See [`LocalStore::append_record`].

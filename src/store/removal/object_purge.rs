@@ -44,13 +44,13 @@ impl Drop for CountedDeletion {
 }
 
 /// Segments that are deleted together.
-pub(in crate::store) struct Going {
+pub(in crate::store) struct DeletionScope {
     /// Prefix of their keys.
     pub(in crate::store) prefix: String,
     pub(in crate::store) filter: Arc<Filter>,
 }
 
-impl Going {
+impl DeletionScope {
     /// Selects all segments below a prefix.
     pub(in crate::store) fn all(prefix: String) -> Self {
         Self { prefix, filter: Arc::new(|_| true) }
@@ -66,27 +66,27 @@ pub(in crate::store) async fn purge(
 ) {
     for shuffle in &shuffles {
         // Waits for an upload in progress, so that its object exists now or never will.
-        drop(shuffle.lane.lock().await);
+        drop(shuffle.segment_numbers.lock().await);
     }
     let Some((app, before)) = app else {
         for shuffle in shuffles {
-            delete(&core, &Going::all(shuffle.prefix.clone())).await;
+            delete(&core, &DeletionScope::all(shuffle.prefix.clone())).await;
         }
         return;
     };
     let prefix = app_prefix(&core.settings.root, &app);
     let filter = Arc::new(move |name: &Registered| name.incarnation < before);
-    delete(&core, &Going { prefix, filter }).await;
+    delete(&core, &DeletionScope { prefix, filter }).await;
 }
 
-/// Deletes the segments of `going`, with retries.
-pub(in crate::store) async fn delete(core: &ObjectCore, going: &Going) {
-    let (prefix, mut pause) = (&going.prefix, PAUSE);
+/// Deletes the segments of `scope`, with retries.
+pub(in crate::store) async fn delete(core: &ObjectCore, scope: &DeletionScope) {
+    let (prefix, mut pause) = (&scope.prefix, PAUSE);
     for attempt in 1..=ATTEMPTS {
         let deleted = tokio::select! {
             biased;
             () = core.tasks.cancelled() => return,
-            deleted = delete_once(core, going) => deleted,
+            deleted = delete_once(core, scope) => deleted,
         };
         let Err(error) = deleted else { return };
         if error.kind == StoreErrorKind::InUse {
@@ -115,7 +115,10 @@ pub(in crate::store) async fn delete(core: &ObjectCore, going: &Going) {
     }
 }
 
-async fn delete_once(core: &ObjectCore, Going { prefix, filter }: &Going) -> Result<(), StoreError> {
+async fn delete_once(
+    core: &ObjectCore,
+    DeletionScope { prefix, filter }: &DeletionScope,
+) -> Result<(), StoreError> {
     core.require_claim().await?;
     let (root, filter) = (core.settings.root.clone(), Arc::clone(filter));
     let goes = move |key: &str| match parse_key(&root, key) {
@@ -123,8 +126,8 @@ async fn delete_once(core: &ObjectCore, Going { prefix, filter }: &Going) -> Res
         Some(Name::Log(..) | Name::Settings(_)) | None => false,
     };
     let listed = core.store.list(Some(&path_of(prefix))).map_ok(|object| object.location);
-    let going = listed.try_filter(move |location| ready(goes(location.as_ref()))).boxed();
-    let mut deleted = core.store.delete_stream(going);
+    let scope = listed.try_filter(move |location| ready(goes(location.as_ref()))).boxed();
+    let mut deleted = core.store.delete_stream(scope);
     while let Some(answer) = deleted.next().await {
         match answer {
             Ok(_) | Err(Error::NotFound { .. }) => {}

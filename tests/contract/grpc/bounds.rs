@@ -117,7 +117,7 @@ async fn unfinished_reports_use_at_most_half_of_their_heap() {
     };
     assert!(peak <= requests.capacity() / 2 + (1 << 20), "{peak} of {}", requests.capacity());
     drop(channel);
-    eventually("what they held is back", || match requests.used() {
+    eventually("their memory is free again", || match requests.used() {
         0 => Ok(()),
         left => Err(format!("{left} bytes")),
     })

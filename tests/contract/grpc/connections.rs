@@ -18,7 +18,7 @@ const BEGINNING: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0"
 /// A PING frame.
 const PING: &[u8] = b"\0\0\x08\x06\0\0\0\0\0ping-pin";
 /// Delay that a busy machine may add to a deadline.
-const PATIENCE: Duration = Duration::from_secs(30);
+const WAIT_MAX: Duration = Duration::from_secs(30);
 
 async fn connect_and_send(address: SocketAddr, bytes: &[u8]) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.unwrap();
@@ -29,7 +29,7 @@ async fn connect_and_send(address: SocketAddr, bytes: &[u8]) -> TcpStream {
 /// Expects the worker to close the connection without a request.
 async fn expect_close(mut stream: TcpStream, what: &str) {
     let mut rest = Vec::new();
-    let ended = timeout(PATIENCE, stream.read_to_end(&mut rest)).await;
+    let ended = timeout(WAIT_MAX, stream.read_to_end(&mut rest)).await;
     assert!(ended.is_ok(), "{what}: still open");
 }
 
@@ -42,7 +42,7 @@ async fn expect_pong(stream: &mut TcpStream) {
             assert_ne!(stream.read_buf(&mut seen).await.unwrap(), 0, "closed");
         }
     };
-    timeout(PATIENCE, pong).await.expect("an answer to the ping");
+    timeout(WAIT_MAX, pong).await.expect("an answer to the ping");
 }
 
 /// Returns an HTTP/2 frame.

@@ -15,9 +15,9 @@ use uniffle_worker::memory::Budget;
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::server::Worker;
-use uniffle_worker::store::migration::OffloadTier;
 use uniffle_worker::store::object::location::CLAIM;
 use uniffle_worker::store::object::{Bucket, ObjectSettings};
+use uniffle_worker::store::offload::OffloadTier;
 
 use super::blocks::{batch, blocks, payload};
 use super::fixture::{Setup, WorkerFixture, eventually, key};

@@ -84,7 +84,7 @@ async fn offload_drains_disk_above_watermark_under_reads() {
         bytes if bytes > 0.0 => Ok(()),
         _ => Err("nothing yet".to_owned()),
     };
-    eventually("it is moved", moved).await;
+    eventually("the shuffle is offloaded", moved).await;
     fixture.assert_reads(&key, 0, &first).await;
     fixture.push(&key, &batch(0, &second)).await;
     fixture.flush().await;
@@ -109,9 +109,9 @@ async fn worker_resumes_on_empty_machine_after_offload() {
     fixture.push(&one, &batch(0, &second)).await;
     report(&fixture, &one, 2, &second).await;
     let lifecycle = &fixture.worker.service().lifecycle;
-    assert!(!lifecycle.drain().may_go());
+    assert!(!lifecycle.drain().is_complete());
     let empty = || match lifecycle.drain() {
-        drained if drained.may_go() => Ok(()),
+        drained if drained.is_complete() => Ok(()),
         left => Err(format!("{left:?}")),
     };
     eventually("the machine may go", empty).await;

@@ -20,7 +20,7 @@ use super::raw;
 
 const GET_LOCAL_DATA: &str = "/rss.common.ShuffleServer/getLocalShuffleData";
 const GET_MEMORY_DATA: &str = "/rss.common.ShuffleServer/getMemoryShuffleData";
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_MAX: Duration = Duration::from_secs(60);
 const READERS: usize = 32;
 const CONNECTIONS: usize = 8;
 /// The smallest read memory that can be configured: four chunks.
@@ -101,7 +101,7 @@ async fn payload_size(channel: &Channel, request: &GetMemoryShuffleDataRequest) 
 async fn until_payload_size(channel: &Channel, request: &GetMemoryShuffleDataRequest, expected: usize) {
     let began = Instant::now();
     while payload_size(channel, request).await != expected {
-        assert!(began.elapsed() < PATIENCE, "an answer never has {expected} bytes");
+        assert!(began.elapsed() < WAIT_MAX, "an answer never has {expected} bytes");
         sleep(Duration::from_millis(20)).await;
     }
 }

@@ -70,7 +70,7 @@ async fn started_send_survives_the_expiry_of_its_ticket() {
             count => Err(format!("{count} tickets")),
         })
         .await;
-        assert_eq!(expire_tickets(&fixture), 0, "one that is spent cannot expire");
+        assert_eq!(expire_tickets(&fixture), 0, "a spent ticket cannot expire");
         go_on.send(()).unwrap();
     };
     let (answer, ()) = tokio::join!(raw::call_streamed(&channel, raw::SEND, pieces), begun_and_expired);

@@ -19,7 +19,7 @@ use uniffle_worker::clock;
 use uniffle_worker::log::HandOff;
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
-use uniffle_worker::store::migration::Watermarks;
+use uniffle_worker::store::offload::Watermarks;
 use uniffle_worker::store::{LocalConfig, StoreError, SyncWrites};
 
 use super::Mutation;

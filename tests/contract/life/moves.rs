@@ -11,8 +11,8 @@ use rand::RngExt;
 use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::types::{BlockId, ShuffleKey};
 use uniffle_worker::log::HandOff;
-use uniffle_worker::store::migration::Watermarks;
 use uniffle_worker::store::object::layout::{Name, parse_key};
+use uniffle_worker::store::offload::Watermarks;
 
 use super::Mutation;
 use super::history::{History, new_disks};
@@ -85,7 +85,7 @@ impl History {
         self.heal_the_disks().await;
         for _ in 0..DRAIN_SECONDS {
             let drained = self.service().lifecycle.drain();
-            if drained.may_go() {
+            if drained.is_complete() {
                 self.tally.machines_left += 1;
                 self.expected.values_mut().for_each(|expected| expected.settle(self.life));
                 self.disks = new_disks(self.disks.len());

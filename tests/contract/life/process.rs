@@ -17,8 +17,8 @@ use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Budget, Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
-use uniffle_worker::store::migration::{LocalDisks, OffloadSettings, OffloadTier, Watermarks};
 use uniffle_worker::store::object::{Bucket, ObjectSettings};
+use uniffle_worker::store::offload::{LocalDisks, OffloadSettings, OffloadTier, Watermarks};
 use uniffle_worker::store::{LocalConfig, LocalStore, StoreError, Tier};
 
 const CAPACITY: u64 = 1 << 20;

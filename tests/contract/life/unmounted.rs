@@ -9,8 +9,8 @@ use uniffle_testkit::fault::Faults;
 use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
 use uniffle_worker::log::METADATA;
 use uniffle_worker::log::format::frame::{self, FrameContent};
-use uniffle_worker::store::migration::OffloadTier;
 use uniffle_worker::store::object::layout::{Name, parse_key};
+use uniffle_worker::store::offload::OffloadTier;
 use uniffle_worker::store::{LocalConfig, StoreErrorKind};
 
 use super::Mutation;

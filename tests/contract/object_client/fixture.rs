@@ -14,7 +14,7 @@ use uniffle_worker::store::ObjectConfig;
 use uniffle_worker::store::object::client::Client;
 
 /// Limit for every wait. Anything slower hangs.
-const PATIENCE: Duration = Duration::from_secs(120);
+const WAIT_MAX: Duration = Duration::from_secs(120);
 
 pub(crate) struct Opened {
     pub(crate) client: Client,
@@ -56,7 +56,7 @@ impl Opened {
 
 /// Fails instead of hanging.
 pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.expect("it ends")
+    tokio::time::timeout(WAIT_MAX, future).await.expect("it ends")
 }
 
 /// Returns `bytes` bytes of content that differ at every offset of an object.

@@ -36,7 +36,7 @@ use uniffle_worker::store::{ExtentData, ExtentWrite, LocalConfig, LocalStore};
 
 const MIB: u64 = 1 << 20;
 /// Real time, longer than any timeout of the listener.
-const PATIENCE: Duration = Duration::from_secs(180);
+const WAIT_MAX: Duration = Duration::from_secs(180);
 pub(crate) const APP: &str = "app";
 pub(crate) const SHUFFLE: i32 = 1;
 /// Registered partitions are 0..=99.
@@ -235,7 +235,7 @@ impl TcpFixture {
     /// Yields until `reached`. Paused time does not advance.
     pub(crate) async fn until(&self, what: &str, reached: impl Fn(&Self) -> bool) {
         let look = || if reached(self) { Ok(()) } else { Err("it is not".to_owned()) };
-        eventually_in_no_time(what, PATIENCE, look).await;
+        eventually_in_no_time(what, WAIT_MAX, look).await;
     }
 
     /// Asserts that no task and no memory remains.

@@ -24,7 +24,7 @@ const SENDS_PER_READ: usize = 100;
 const SENDS_PER_SHUFFLE: usize = 500;
 
 /// Longer than the asserted bound on a health response.
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// Blocks that the application has written.
 pub(super) struct Honest {
@@ -145,7 +145,7 @@ pub(super) async fn watch(http: u16, until: Instant) -> Health {
     while Instant::now() < until {
         let began = Instant::now();
         // Retries a disconnected check, as health checkers do.
-        while !matches!(timeout(PATIENCE, ask(http)).await, Ok(Ok(true))) && began.elapsed() < PATIENCE {
+        while !matches!(timeout(WAIT_MAX, ask(http)).await, Ok(Ok(true))) && began.elapsed() < WAIT_MAX {
             health.missed += 1;
             sleep(Duration::from_millis(10)).await;
         }

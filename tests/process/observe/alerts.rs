@@ -26,7 +26,7 @@ use crate::kept_memory::{NEVER_FLUSHED, directory};
 use crate::writes::{Written, client_of, key};
 
 /// The slowest fault, a deletion of objects, is given up after two minutes.
-pub(super) const PATIENCE: Duration = Duration::from_secs(240);
+pub(super) const WAIT_MAX: Duration = Duration::from_secs(240);
 pub(super) const BLOCK_BYTES: u32 = 100_000;
 
 /// A Prometheus that evaluates the rules with minutes shortened to seconds.
@@ -44,7 +44,7 @@ impl Watch {
         std::fs::write(&rules, shortened(&std::fs::read_to_string(RULES).unwrap())).unwrap();
         let targets: Vec<u16> = workers.iter().map(|worker| worker.ready().http_port).collect();
         let (running, port) = prometheus(directory.path(), &rules, &targets);
-        wait_until("all are scraped", PATIENCE, || {
+        wait_until("all are scraped", WAIT_MAX, || {
             let up = query(port, "up == 1 and memory_capacity")?;
             if up.as_array().is_some_and(|rows| rows.len() == targets.len()) {
                 Ok(())
@@ -60,7 +60,7 @@ impl Watch {
     pub(super) fn wait_firing(&self, worker: &Worker, expected: &[&str], consequences: &[&str]) {
         let instance = format!("127.0.0.1:{}", worker.ready().http_port);
         let mut seen = BTreeSet::new();
-        wait_until(&format!("{expected:?} fire"), PATIENCE, || {
+        wait_until(&format!("{expected:?} fire"), WAIT_MAX, || {
             let firing = self.firing(&instance)?;
             seen.extend(firing.iter().cloned());
             let missing = expected.iter().any(|alert| !seen.contains(*alert));
@@ -227,7 +227,7 @@ async fn alerts_fire_on_removed_files() {
     }
     let flushed = || worker.metrics().expect("memory_spill_total_bytes");
     block_in_place(|| {
-        wait_until("blocks are on the disk", PATIENCE, || {
+        wait_until("blocks are on the disk", WAIT_MAX, || {
             if flushed() > 0.0 { Ok(()) } else { Err("none".to_owned()) }
         });
     });

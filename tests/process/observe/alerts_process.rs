@@ -12,7 +12,7 @@ use tokio::task::{JoinSet, block_in_place};
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
-use super::alerts::{PATIENCE, Watch, is_possible};
+use super::alerts::{WAIT_MAX, Watch, is_possible};
 use super::prometheus::query;
 use crate::clock_steps::build_shim;
 use crate::writes::{Written, client_of, key};
@@ -118,7 +118,7 @@ fn crash(worker: &mut Worker, watch: &Watch) {
             worker.kill();
             worker.start_again();
         }
-        wait_until("the start is scraped", PATIENCE, || {
+        wait_until("the start is scraped", WAIT_MAX, || {
             let rows = query(watch.port, &changes)?;
             let seen = rows[0]["value"][1].as_str().and_then(|text| text.parse::<u32>().ok());
             if seen.is_some_and(|seen| seen >= times) { Ok(()) } else { Err(rows.to_string()) }

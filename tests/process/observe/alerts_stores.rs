@@ -13,7 +13,7 @@ use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_testkit::{maven, wait_until};
 use uniffle_worker::proto::RemoteStorage;
 
-use super::alerts::{BLOCK_BYTES, PATIENCE, Watch, fill, is_possible};
+use super::alerts::{BLOCK_BYTES, WAIT_MAX, Watch, fill, is_possible};
 use crate::writes::{Written, client_of, key};
 
 /// Returns the settings of a worker on the store, whose keys are written to `keys`.
@@ -176,7 +176,7 @@ async fn fail_hdfs(hdfs: &MiniHdfs, worker: &Worker) {
     let batch = |app| Written::of(key(app, 0), 4).batch(0, 1_200_000);
     client.push(&key("denied", 0), SendForm::Classic, &batch("denied")).await.unwrap();
     block_in_place(|| {
-        wait_until("blocks are in HDFS", PATIENCE, || {
+        wait_until("blocks are in HDFS", WAIT_MAX, || {
             let bytes = worker.metrics().expect("total_memory_spill_to_hdfs");
             if bytes >= 4_800_000.0 { Ok(()) } else { Err(format!("{bytes} bytes")) }
         });
@@ -185,7 +185,7 @@ async fn fail_hdfs(hdfs: &MiniHdfs, worker: &Worker) {
     });
     client.unregister_app("denied").await.unwrap();
     block_in_place(|| {
-        wait_until("the deletion is given up", PATIENCE, || {
+        wait_until("the deletion is given up", WAIT_MAX, || {
             let failed = worker.metrics().expect("total_remote_storage_deletion_failed");
             if failed > 0.0 { Ok(()) } else { Err("it is retried".to_owned()) }
         });

@@ -16,7 +16,7 @@ use uniffle_testkit::tools::available;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_MAX: Duration = Duration::from_secs(60);
 const DASHBOARD: &str = include_str!("../../../deploy/grafana/uniffle-worker.json");
 const RULE_TESTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/prometheus/uniffle-worker.tests.yml");
 pub(super) const RULES: &str =
@@ -111,7 +111,7 @@ pub(super) fn prometheus(directory: &Path, rules: &Path, targets: &[u16]) -> (Ru
         .arg(format!("--storage.tsdb.path={}", directory.join("data").display()))
         .arg(format!("--web.listen-address=127.0.0.1:{port}"));
     let running = Running::start(&mut command, &directory.join("prometheus.log"));
-    wait_until("prometheus listens", PATIENCE, || is_listening(port));
+    wait_until("prometheus listens", WAIT_MAX, || is_listening(port));
     (running, port)
 }
 
@@ -124,7 +124,7 @@ fn prometheus_scrapes_and_answers_dashboard_queries() {
     let worker = Worker::start(&Setup::default());
     let (_prometheus, port) = prometheus(directory.path(), Path::new(RULES), &[worker.ready().http_port]);
     let load = Load::start(&worker, "100MB", 2);
-    wait_until("prometheus has seen data", PATIENCE, || {
+    wait_until("prometheus has seen data", WAIT_MAX, || {
         let result = query(port, "total_received_data > 0 and on (instance) up == 1")?;
         if result.as_array().is_some_and(|rows| !rows.is_empty()) { Ok(()) } else { Err(result.to_string()) }
     });
@@ -163,7 +163,7 @@ fn pushgateway_is_retried_and_group_deleted_at_stop() {
          labels = {{ env = \"test\" }}"
     );
     let worker = Worker::start(&Setup { made_tables: more, ..Setup::default() });
-    wait_until("the first push fails", PATIENCE, || {
+    wait_until("the first push fails", WAIT_MAX, || {
         let failed = worker.metrics().expect("pushgateway_push_failed_total");
         if failed > 0.0 { Ok(()) } else { Err("it did not".to_owned()) }
     });
@@ -172,7 +172,7 @@ fn pushgateway_is_retried_and_group_deleted_at_stop() {
     let mut gateway = Command::new("prometheus-pushgateway");
     gateway.arg(format!("--web.listen-address=127.0.0.1:{port}")).arg("--web.route-prefix=/behind/proxy");
     let _gateway = Running::start(&mut gateway, &directory.path().join("gateway.log"));
-    wait_until("the gateway listens", PATIENCE, || is_listening(port));
+    wait_until("the gateway listens", WAIT_MAX, || is_listening(port));
     Load::start(&worker, "5MB", 1).finish();
     worker.assert_clean();
     let instance = format!(
@@ -186,7 +186,7 @@ fn pushgateway_is_retried_and_group_deleted_at_stop() {
         assert_eq!(status, 200);
         text
     };
-    wait_until("all is pushed", PATIENCE, || {
+    wait_until("all is pushed", WAIT_MAX, || {
         let received = Metrics::parse(&gathered()).total_of("total_received_data", &group);
         if received.is_some_and(|bytes| bytes > 4e6) { Ok(()) } else { Err(format!("{received:?}")) }
     });

@@ -12,7 +12,7 @@ use uniffle_testkit::otlp::{Receiver, Span, hex};
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const WAIT_MAX: Duration = Duration::from_secs(30);
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -33,7 +33,7 @@ async fn otlp_receiver_gets_spans_of_calls_and_flushes() {
     client.app_heartbeat(heartbeat).await.unwrap();
 
     let heartbeat = tokio::task::block_in_place(|| {
-        wait_until("the client's trace arrives", PATIENCE, || {
+        wait_until("the client's trace arrives", WAIT_MAX, || {
             let found = receiver.named("/rss.common.ShuffleServer/appHeartbeat");
             let is_ours = |span: &Span| hex(&span.trace_id) == TRACEPARENT[3..35];
             found.into_iter().find(is_ours).ok_or_else(|| "no such span".to_owned())
@@ -64,7 +64,7 @@ fn unreachable_collector_is_logged_once() {
     let more = "[tracing]\notlp_endpoint = \"http://127.0.0.1:1\"\nsampling_ratio = 1.0".to_owned();
     let worker = Worker::start(&Setup { made_tables: more, ..Setup::default() });
     Load::start(&worker, "20MB", 1).finish();
-    wait_until("a warning is logged", PATIENCE, || {
+    wait_until("a warning is logged", WAIT_MAX, || {
         let warnings = worker.log().matches("the collector does not accept traces").count();
         if warnings == 1 { Ok(()) } else { Err(format!("{warnings} warnings")) }
     });

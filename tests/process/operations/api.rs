@@ -11,7 +11,7 @@ use uniffle_worker::proto::RequireBufferRequest;
 
 use super::fixture::{AdminFixture, eventually};
 
-pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const WAIT_MAX: Duration = Duration::from_secs(20);
 
 impl AdminFixture {
     async fn api(&self, path: &str) -> (StatusCode, Value) {
@@ -35,7 +35,7 @@ impl AdminFixture {
             if should(&answer) {
                 return answer;
             }
-            assert!(start.elapsed() < PATIENCE, "{path}: {answer}");
+            assert!(start.elapsed() < WAIT_MAX, "{path}: {answer}");
             sleep(Duration::from_millis(20)).await;
         }
     }

@@ -13,7 +13,7 @@ use super::fixture::AdminFixture;
 /// A name that would execute if inserted as markup.
 const MARKUP_NAME: &str = "<img src=x onerror=alert(1)>";
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// Returns the points of the shortest curve of both charts, the names as the table shows them, and
 /// elements created by an injected name.
@@ -93,7 +93,7 @@ async fn until(browser: &Browser, what: &str, enough: impl Fn(&Value) -> bool) -
         if enough(&seen) {
             return seen;
         }
-        assert!(start.elapsed() < PATIENCE, "{what}: not yet: {seen}");
+        assert!(start.elapsed() < WAIT_MAX, "{what}: not yet: {seen}");
         sleep(Duration::from_millis(200)).await;
     }
 }
@@ -102,7 +102,7 @@ async fn until(browser: &Browser, what: &str, enough: impl Fn(&Value) -> bool) -
 async fn until_both_nodes_are_shown(browser: &Browser) {
     let start = Instant::now();
     while browser.run(NODES).await != json!(2) {
-        assert!(start.elapsed() < PATIENCE, "the cluster is not shown with both nodes");
+        assert!(start.elapsed() < WAIT_MAX, "the cluster is not shown with both nodes");
         sleep(Duration::from_millis(100)).await;
     }
     let used = browser.run(DISKS_USED).await;
@@ -122,7 +122,7 @@ async fn until_lost_node_is_shown(browser: &Browser, page: &str) {
         if wanted(&rows) {
             return;
         }
-        assert!(start.elapsed() < PATIENCE, "the lost node is not shown: {rows}");
+        assert!(start.elapsed() < WAIT_MAX, "the lost node is not shown: {rows}");
         sleep(Duration::from_millis(100)).await;
     }
 }
@@ -134,7 +134,7 @@ async fn open_cluster_explanation(browser: &Browser) {
     let seen = "document.querySelector('#cluster-apps tbody button')?.click();
       return document.querySelector('#explain[open] #explain-body h3')?.textContent;";
     while browser.run(seen).await != json!("At 1 worker") {
-        assert!(start.elapsed() < PATIENCE, "no explanation of the cluster");
+        assert!(start.elapsed() < WAIT_MAX, "no explanation of the cluster");
         sleep(Duration::from_millis(100)).await;
     }
 }
@@ -227,7 +227,7 @@ async fn status_page_shows_worker_and_escapes_names() {
     let title = "return document.getElementById('explain').open ? document.getElementById('explain-title').textContent : ''";
     let start = Instant::now();
     while browser.run(title).await != json!(MARKUP_NAME) {
-        assert!(start.elapsed() < PATIENCE, "the application is not explained");
+        assert!(start.elapsed() < WAIT_MAX, "the application is not explained");
         sleep(Duration::from_millis(100)).await;
     }
     browser.screenshot(&screenshots.join("explain-phone-dark.png"), false).await;

@@ -27,7 +27,7 @@ use uniffle_worker::server::Worker;
 use super::fixture::{AdminFixture, config_text, parse, start_from};
 use uniffle_testkit::worker::{self, Setup};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const WAIT_MAX: Duration = Duration::from_secs(20);
 
 /// A certificate authority, a server certificate and a client certificate, as PEM files.
 struct Certificates {
@@ -310,7 +310,7 @@ async fn app_is_explained_across_workers_with_https() {
             if answer.contains(part) {
                 return answer;
             }
-            assert!(began.elapsed() < PATIENCE, "{part} in {answer}");
+            assert!(began.elapsed() < WAIT_MAX, "{part} in {answer}");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
@@ -364,7 +364,7 @@ async fn renewed_certificates_are_reloaded() {
     std::fs::copy(others.path("server.pem"), certificates.path("server.pem")).unwrap();
     let began = tokio::time::Instant::now();
     while !works(&others).await {
-        assert!(began.elapsed() < PATIENCE, "the new certificate is not shown");
+        assert!(began.elapsed() < WAIT_MAX, "the new certificate is not shown");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     assert!(!works(&certificates).await);

@@ -12,7 +12,7 @@ use tokio::process::{Child, Command};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use super::api::PATIENCE;
+use super::api::WAIT_MAX;
 use super::fixture::AdminFixture;
 
 const ENTER: &str = "\x1b[?1049h\x1b[?25l";
@@ -63,7 +63,7 @@ impl Terminal {
     /// Reads until `is_there` accepts the frames drawn so far.
     async fn until(&mut self, what: &str, is_there: impl Fn(&[Vec<String>]) -> bool) {
         while !is_there(&self.frames()) {
-            let chunk = timeout(PATIENCE, self.chunks.recv()).await;
+            let chunk = timeout(WAIT_MAX, self.chunks.recv()).await;
             let chunk = chunk.unwrap_or_else(|_| panic!("{what} is not there: {:?}", self.shown));
             let chunk = chunk.unwrap_or_else(|| panic!("it ended before {what}: {:?}", self.shown));
             self.shown.push_str(&String::from_utf8_lossy(&chunk));
@@ -86,8 +86,8 @@ impl Terminal {
 
     /// Returns the exit status and the complete output once the program has ended.
     pub(super) async fn end(mut self) -> (ExitStatus, String) {
-        let status = timeout(PATIENCE, self.program.wait()).await.expect("it ends").unwrap();
-        while let Some(chunk) = timeout(PATIENCE, self.chunks.recv()).await.expect("its end is closed") {
+        let status = timeout(WAIT_MAX, self.program.wait()).await.expect("it ends").unwrap();
+        while let Some(chunk) = timeout(WAIT_MAX, self.chunks.recv()).await.expect("its end is closed") {
             self.shown.push_str(&String::from_utf8_lossy(&chunk));
         }
         (status, self.shown)

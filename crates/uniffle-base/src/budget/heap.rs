@@ -221,12 +221,12 @@ mod tests {
         let held = app.try_charge(200).unwrap();
         let passing = [HeapKind::Requests, HeapKind::Blocks, HeapKind::Answers].map(|kind| heap.of(kind));
         let flood = passing.map(|budget| budget.try_charge(budget.free()).unwrap());
-        assert!(passing.iter().all(|budget| budget.try_charge(1).is_err()), "all that they may have");
+        assert!(passing.iter().all(|budget| budget.try_charge(1).is_err()), "the whole share is used");
         assert_eq!((app.free(), heap.whole().free()), (100, 100), "a sixteenth");
         let more = app.try_charge(40).unwrap();
         drop(flood);
         let flood = passing.map(|budget| budget.try_charge(budget.free()).unwrap());
-        assert_eq!(app.free(), 100, "and it is left again");
+        assert_eq!(app.free(), 100, "the share is free again");
         drop((flood, held, more));
         assert_eq!(heap.whole().used(), 0);
     }

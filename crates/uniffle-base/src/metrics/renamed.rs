@@ -60,10 +60,10 @@ mod tests {
         assert!(also(&registry, &metric, "ours").is_err());
         metric.with_label_values(&["/a"]).inc();
         let families = registry.gather();
-        let told: Vec<_> = families
+        let samples: Vec<_> = families
             .iter()
             .map(|family| (family.name(), family.get_metric()[0].get_counter().get_value()))
             .collect();
-        assert_eq!(told, [("ours", 1.0), ("theirs", 1.0)]);
+        assert_eq!(samples, [("ours", 1.0), ("theirs", 1.0)]);
     }
 }

@@ -76,6 +76,6 @@ mod tests {
         }
         ended.wait();
         assert_eq!(pool.run(|| 1).await.unwrap(), 1);
-        assert_eq!(begun.load(Ordering::SeqCst), 1, "of those that went while they waited none was done");
+        assert_eq!(begun.load(Ordering::SeqCst), 1, "cancelled waiters run no work");
     }
 }

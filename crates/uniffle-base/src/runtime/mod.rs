@@ -247,7 +247,7 @@ impl Cores {
     ) -> io::Result<Self> {
         let core = |_| {
             let tasks = tasks.clone();
-            let (told, begun) = std::sync::mpsc::sync_channel(1);
+            let (started, begun) = std::sync::mpsc::sync_channel(1);
             thread::Builder::new().name(name.to_owned()).spawn(move || {
                 // Built on the new thread: if that cannot start, a runtime would be dropped within
                 // another one.
@@ -258,9 +258,9 @@ impl Cores {
                     .build();
                 let runtime = match runtime {
                     Ok(runtime) => runtime,
-                    Err(error) => return drop(told.send(Err(error))),
+                    Err(error) => return drop(started.send(Err(error))),
                 };
-                if told.send(Ok(runtime.handle().clone())).is_err() {
+                if started.send(Ok(runtime.handle().clone())).is_err() {
                     return;
                 }
                 runtime.block_on(async {
@@ -319,8 +319,8 @@ mod tests {
         tasks.spawn("waits for the other", pair.cancelled());
         pair.spawn_linked("panics", async { panic!("on purpose") });
         pair.cancelled().await;
-        assert!(!tasks.close.is_cancelled(), "others go on");
-        eventually("it begins a third time", || match *begun.lock() {
+        assert!(!tasks.close.is_cancelled(), "other tasks continue");
+        eventually("the task restarts a third time", || match *begun.lock() {
             3.. => Ok(()),
             times => Err(format!("{times} times")),
         })

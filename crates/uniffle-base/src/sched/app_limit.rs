@@ -45,7 +45,7 @@ mod tests {
         assert_eq!(room(1600, 1600, 0), 800);
         assert_eq!(room(1600, 800, 800), 0);
         assert_eq!(room(1600, 800, 0), 400);
-        assert_eq!(room(1600, 400, 0), 80, "the last quarter is for those that have little");
+        assert_eq!(room(1600, 400, 0), 80, "the last quarter is reserved for applications that hold little");
         assert_eq!(room(1600, 400, 200), 0);
         let mut free = 1 << 30;
         for _ in 0..20 {

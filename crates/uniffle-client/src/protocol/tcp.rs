@@ -441,7 +441,7 @@ mod tests {
             sent = client.send(&key, TicketId(1), &batch) => panic!("{sent:?}"),
             () = driver => panic!("the connection ended"),
         }
-        assert!(client.waiting.lock().is_empty(), "a request that was given up is not waited for");
+        assert!(client.waiting.lock().is_empty(), "an abandoned request has no waiter");
     }
 
     #[tokio::test]

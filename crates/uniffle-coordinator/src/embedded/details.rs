@@ -61,10 +61,10 @@ impl Details {
         };
         let disks = std::mem::take(&mut heartbeat.storage_info);
         let apps = std::mem::take(&mut heartbeat.application_info);
-        let told = disks.len() + apps.len();
+        let reported = disks.len() + apps.len();
         details.disks.extend(disks.into_values().filter(|disk| fits(&disk.mount_point)));
         details.apps.extend(apps.into_iter().filter(|app| fits(&app.app_id)));
-        details.is_cut = details.disks.len() + details.apps.len() < told;
+        details.is_cut = details.disks.len() + details.apps.len() < reported;
         details.disks.sort_by(|left, right| left.mount_point.cmp(&right.mount_point));
         details
     }

@@ -34,18 +34,18 @@ impl Joining {
     }
 
     /// Returns the reason why a worker may join. The worker calls from `peer` and reports the
-    /// address `told`. The coordinator's own worker has the address `own`.
+    /// address `reported`. The coordinator's own worker has the address `own`.
     ///
     /// # Errors
     /// `Stranger` if an address belongs neither to this machine nor to a configured network.
     pub(super) fn check(
         &self,
         peer: Option<IpAddr>,
-        told: &str,
+        reported: &str,
         own: Option<IpAddr>,
     ) -> Result<Joins, InvalidHeartbeat> {
         let addresses =
-            [peer, told.parse().ok()].map(|address| address.map(|address| address.to_canonical()));
+            [peer, reported.parse().ok()].map(|address| address.map(|address| address.to_canonical()));
         let is_here = |address: IpAddr| address.is_loopback() || own == Some(address);
         if addresses.iter().all(|address| address.is_some_and(|address| self.names(address))) {
             return Ok(Joins::Named);
@@ -54,8 +54,8 @@ impl Joining {
             return Ok(Joins::Unnamed);
         }
         let peer = peer.map_or_else(|| "unknown".to_owned(), |peer| peer.to_canonical().to_string());
-        let told = told[..told.floor_char_boundary(SHOWN_BYTES_MAX)].to_owned();
-        Err(InvalidHeartbeat::Stranger { peer, told })
+        let reported = reported[..reported.floor_char_boundary(SHOWN_BYTES_MAX)].to_owned();
+        Err(InvalidHeartbeat::Stranger { peer, reported })
     }
 
     fn names(&self, address: IpAddr) -> bool {
@@ -76,40 +76,40 @@ impl Joining {
 mod tests {
     use super::*;
 
-    fn how(networks: &[&str], peer: &str, told: &str) -> Option<Joins> {
+    fn how(networks: &[&str], peer: &str, reported: &str) -> Option<Joins> {
         let networks = networks.iter().map(|text| Network::parse(text).unwrap()).collect();
         let own = Some("10.0.0.1".parse().unwrap());
-        Joining::new(networks).check(peer.parse().ok(), told, own).ok()
+        Joining::new(networks).check(peer.parse().ok(), reported, own).ok()
     }
 
-    fn joins(networks: &[&str], peer: &str, told: &str) -> bool {
-        how(networks, peer, told).is_some()
+    fn joins(networks: &[&str], peer: &str, reported: &str) -> bool {
+        how(networks, peer, reported).is_some()
     }
 
     #[test]
     fn local_worker_is_matched_by_both_its_addresses() {
-        for (networks, peer, told, expected) in [
+        for (networks, peer, reported, expected) in [
             (&[][..], "127.0.0.1", "10.0.0.1", Joins::Unnamed),
             (&["10.0.0.0/8"], "127.0.0.1", "10.0.0.1", Joins::Unnamed),
             (&["10.0.0.0/8"], "127.0.0.1", "10.0.0.2", Joins::Unnamed),
             (&["10.0.0.0/8"], "10.0.0.1", "10.0.0.1", Joins::Named),
             (&["127.0.0.1"], "::ffff:127.0.0.1", "127.0.0.1", Joins::Named),
         ] {
-            assert_eq!(how(networks, peer, told), Some(expected), "{networks:?} {peer} {told}");
+            assert_eq!(how(networks, peer, reported), Some(expected), "{networks:?} {peer} {reported}");
         }
     }
 
     #[test]
     fn only_local_workers_join_by_default() {
-        for (peer, told) in [
+        for (peer, reported) in [
             ("127.0.0.1", "127.0.0.1"),
             ("::1", "127.0.0.2"),
             ("127.0.0.1", "10.0.0.1"),
             ("::ffff:10.0.0.1", "10.0.0.1"),
         ] {
-            assert!(joins(&[], peer, told), "{peer} {told}");
+            assert!(joins(&[], peer, reported), "{peer} {reported}");
         }
-        for (peer, told) in [
+        for (peer, reported) in [
             ("10.0.0.2", "10.0.0.2"),
             ("127.0.0.1", "169.254.169.254"),
             ("10.0.0.2", "127.0.0.1"),
@@ -117,7 +117,7 @@ mod tests {
             ("127.0.0.1", ""),
             ("", "127.0.0.1"),
         ] {
-            assert!(!joins(&[], peer, told), "{peer} {told}");
+            assert!(!joins(&[], peer, reported), "{peer} {reported}");
         }
     }
 

@@ -44,13 +44,13 @@ pub enum InvalidHeartbeat {
     Own(&'static str),
     /// The worker belongs to a machine whose workers may not join.
     #[error(
-        "heartbeat: embedded_coordinator.worker_networks does not allow the address {told:?} with the caller {peer}"
+        "heartbeat: embedded_coordinator.worker_networks does not allow the address {reported:?} with the caller {peer}"
     )]
     Stranger {
         /// Address of the caller.
         peer: String,
         /// Address that the worker reports.
-        told: String,
+        reported: String,
     },
     /// [`UNNAMED_MAX`] workers of this machine have joined.
     #[error(

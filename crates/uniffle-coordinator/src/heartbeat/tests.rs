@@ -19,7 +19,7 @@ use uniffle_base::schema::network::Network;
 use uniffle_testkit::captured_log::CapturedLog;
 
 /// Time limit of a test, which is not reached unless the test fails.
-const PATIENCE: Duration = Duration::from_secs(20);
+const WAIT_MAX: Duration = Duration::from_secs(20);
 const INTERVAL: Duration = Duration::from_millis(100);
 
 /// A bound socket that does not listen, which reserves the port. Connections are refused.
@@ -64,7 +64,7 @@ fn a_node() -> ReportSource {
 
 async fn until(heartbeats: &Heartbeats, at: usize, holds: impl Fn(&Link) -> bool) -> Link {
     let mut link = heartbeats.watch(at).unwrap();
-    let waited = timeout(PATIENCE, link.wait_for(|link| holds(link))).await;
+    let waited = timeout(WAIT_MAX, link.wait_for(|link| holds(link))).await;
     waited.expect("the link reaches the state in time").unwrap().clone()
 }
 
@@ -78,7 +78,7 @@ fn down(link: &Link) -> bool {
 
 async fn end(tasks: Tasks) {
     tasks.cancel();
-    timeout(PATIENCE, tasks.drained()).await.expect("all tasks end on cancel");
+    timeout(WAIT_MAX, tasks.drained()).await.expect("all tasks end on cancel");
     assert_eq!(tasks.running(), 0);
 }
 
@@ -119,7 +119,7 @@ async fn silent_coordinator_is_reported_down_once() {
     let heartbeats = begin(vec![silent.clone()], a_node(), &tasks);
     let mut link = heartbeats.watch(0).unwrap();
     for _ in 0..3 {
-        timeout(PATIENCE, link.changed()).await.unwrap().unwrap();
+        timeout(WAIT_MAX, link.changed()).await.unwrap().unwrap();
         assert!(down(&link.borrow_and_update()));
     }
     end(tasks).await;
@@ -212,7 +212,7 @@ async fn heartbeats_continue_without_handle_until_cancelled() {
     let heartbeats = begin(vec![address], a_node(), &tasks);
     let mut link = heartbeats.watch(0).unwrap();
     drop(heartbeats);
-    timeout(PATIENCE, link.wait_for(up(3))).await.unwrap().unwrap();
+    timeout(WAIT_MAX, link.wait_for(up(3))).await.unwrap().unwrap();
     end(tasks).await;
     assert!(link.has_changed().is_err(), "the task is gone");
     end(doubles).await;

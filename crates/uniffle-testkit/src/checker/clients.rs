@@ -30,7 +30,7 @@ pub(super) const PARTITIONS: i32 = 6;
 pub(super) const LAYOUT: IdLayout = IdLayout::SPARK;
 
 /// Time limit for blocks in remote files to become readable after a disturbance.
-const REMOTE_PATIENCE: Duration = Duration::from_secs(120);
+const REMOTE_WAIT_MAX: Duration = Duration::from_secs(120);
 
 /// A worker's remote files, as its clients see them.
 pub trait RemoteReads: Debug + Send + Sync {
@@ -182,7 +182,7 @@ pub(super) async fn read_patiently(
     wanted: WantedBlocks<'_>,
     disturbed: &AtomicBool,
 ) -> Result<BTreeMap<BlockId, Bytes>, ClientError> {
-    let deadline = Instant::now() + REMOTE_PATIENCE;
+    let deadline = Instant::now() + REMOTE_WAIT_MAX;
     loop {
         let read = read_all(client, remote, key, wanted.partition, wanted.tasks).await?;
         let may_come = remote.is_some() && !disturbed.load(Ordering::SeqCst) && Instant::now() < deadline;

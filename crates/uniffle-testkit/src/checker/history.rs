@@ -14,7 +14,7 @@ pub(super) type ShuffleBlocks = BTreeMap<i32, BTreeMap<BlockId, Block>>;
 #[derive(Debug, Default)]
 pub(super) struct CheckedHistory {
     /// All blocks that clients sent, and all responses.
-    pub(super) told: BTreeMap<i32, ShuffleHistory>,
+    pub(super) histories: BTreeMap<i32, ShuffleHistory>,
     /// Acknowledged blocks whose report was acknowledged too.
     pub(super) reported: BTreeMap<i32, ShuffleBlocks>,
     /// The blocks of `reported`, and blocks in reports without a response, which the worker may
@@ -30,16 +30,16 @@ impl CheckedHistory {
     }
 
     pub(super) fn forget(&mut self, id: i32) {
-        self.told.remove(&id);
+        self.histories.remove(&id);
         self.reported.remove(&id);
         self.in_reports.remove(&id);
     }
 
     pub(super) fn sent(&mut self, id: i32, batch: &[(PartitionId, Vec<Block>)]) {
-        let told = self.told.entry(id).or_default();
+        let history = self.histories.entry(id).or_default();
         for (at, blocks) in batch {
             let blocks = blocks.iter().map(|block| (block.meta.block_id, block.data.clone()));
-            told.partition(at.0).sent.extend(blocks);
+            history.partition(at.0).sent.extend(blocks);
         }
     }
 
@@ -50,7 +50,7 @@ impl CheckedHistory {
         report: &oracle::ReportedIds,
     ) {
         remember(&mut self.in_reports, id, batch);
-        self.told.entry(id).or_default().tried(report);
+        self.histories.entry(id).or_default().tried(report);
     }
 
     pub(super) fn reported(
@@ -60,7 +60,7 @@ impl CheckedHistory {
         report: &oracle::ReportedIds,
     ) {
         remember(&mut self.reported, id, batch);
-        self.told.entry(id).or_default().reported(report);
+        self.histories.entry(id).or_default().reported(report);
     }
 }
 

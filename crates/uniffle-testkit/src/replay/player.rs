@@ -81,8 +81,8 @@ impl Player {
     pub async fn play(mut self, session: &RecordedSession) -> Result<ReplaySummary, String> {
         for (number, exchange) in session.exchanges.iter().enumerate() {
             let asks = exchange.parsed_request();
-            let told = self.exchange(exchange, &asks).await;
-            told.map_err(|error| format!("exchange {number}, {:?}: {error}\n{asks:?}", exchange.plane))?;
+            let answer = self.exchange(exchange, &asks).await;
+            answer.map_err(|error| format!("exchange {number}, {:?}: {error}\n{asks:?}", exchange.plane))?;
             self.summary.exchanges += 1;
         }
         self.close(|_| true).await?;
@@ -98,8 +98,8 @@ impl Player {
         }
         match asks {
             MeantRequest::Ticket => {
-                let told = self.ask(exchange, &exchange.request, &recorded).await?;
-                self.tickets.insert(recorded.ticket(), told.ticket());
+                let answer = self.ask(exchange, &exchange.request, &recorded).await?;
+                self.tickets.insert(recorded.ticket(), answer.ticket());
             }
             MeantRequest::Send { ticket, blocks } => {
                 let ticket = self.tickets.get(ticket).copied().ok_or("no such ticket was granted")?;
@@ -111,34 +111,34 @@ impl Player {
             }
             MeantRequest::Memory { place, cursor, filter } => {
                 let cursor = self.reads.entry(place.clone()).or_default().cursor(filter.as_ref(), *cursor);
-                let told = self.ask(exchange, &exchange.with_cursor(cursor), &recorded).await?;
-                let (before, now) = (recorded.memory_blocks()?, told.memory_blocks()?);
+                let answer = self.ask(exchange, &exchange.with_cursor(cursor), &recorded).await?;
+                let (before, now) = (recorded.memory_blocks()?, answer.memory_blocks()?);
                 self.summary.from_memory += now.len();
                 self.summary.filtered_reads += usize::from(filter.is_some());
                 let reads = self.reads.entry(place.clone()).or_default();
                 reads.memory(filter.as_ref(), &before, &now)?;
             }
             MeantRequest::Index { place } => {
-                let told = self.ask(exchange, &exchange.request, &recorded).await?;
-                self.reads.entry(place.clone()).or_default().index(recorded.index()?, told.index()?);
+                let answer = self.ask(exchange, &exchange.request, &recorded).await?;
+                self.reads.entry(place.clone()).or_default().index(recorded.index()?, answer.index()?);
             }
             MeantRequest::Data { place, offset, length } => {
                 let pieces = self.reads.entry(place.clone()).or_default().data(*offset, *length);
                 for piece in pieces {
                     let request = exchange.with_range(piece.offset, piece.length);
-                    let told = self.ask(exchange, &request, &recorded).await?;
+                    let answer = self.ask(exchange, &request, &recorded).await?;
                     let reads = self.reads.entry(place.clone()).or_default();
-                    self.summary.from_disk += reads.piece(piece, &told.data())?;
+                    self.summary.from_disk += reads.piece(piece, &answer.data())?;
                 }
             }
             MeantRequest::Result => {
-                let told = self.ask(exchange, &exchange.request, &recorded).await?;
-                let (before, now) = (recorded.block_ids()?, told.block_ids()?);
+                let answer = self.ask(exchange, &exchange.request, &recorded).await?;
+                let (before, now) = (recorded.block_ids()?, answer.block_ids()?);
                 same("block ids", before.iter().collect::<Vec<_>>(), now.iter().collect())?;
             }
             MeantRequest::Assignments => {
-                let told = self.ask(exchange, &exchange.request, &recorded).await?;
-                same("ranges", recorded.assigned(), told.assigned())?;
+                let answer = self.ask(exchange, &exchange.request, &recorded).await?;
+                same("ranges", recorded.assigned(), answer.assigned())?;
             }
             MeantRequest::Unregister { app, shuffle } => {
                 self.close(|place| {

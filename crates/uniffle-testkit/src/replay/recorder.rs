@@ -146,7 +146,7 @@ async fn forward(
     let path = head.uri.path().to_owned();
     let answered = call::forward(&shared.upstream, Request::from_parts(head, request.clone())).await?;
     let (status, answer) = (answered.status(), message_of(&answered.body));
-    let told = if path == ASSIGNMENTS { shared.assignments(&answer) } else { answered.body };
+    let body = if path == ASSIGNMENTS { shared.assignments(&answer) } else { answered.body };
     shared.record(RecordedExchange {
         began_us,
         ended_us: shared.now_us(),
@@ -155,7 +155,7 @@ async fn forward(
         request: message_of(&request),
         answer,
     });
-    let mut frames = vec![Ok(Frame::data(told))];
+    let mut frames = vec![Ok(Frame::data(body))];
     frames.extend(answered.trailers.map(|trailers| Ok(Frame::trailers(trailers))));
     Ok(Response::from_parts(answered.headers, StreamBody::new(futures::stream::iter(frames))))
 }

@@ -44,7 +44,7 @@ trait PacedSink: BlockSink {
     fn keep(&mut self, bytes: u64) -> Result<(), Self::Error>;
 
     /// Returns when to call [`PacedSink::check_pace`] next if no byte arrives.
-    fn next_look(&self) -> Instant;
+    fn next_check(&self) -> Instant;
 
     /// Fails if the send must end. `arrived` bytes of its message have been received.
     fn check_pace(&mut self, arrived: u64) -> Result<(), Self::Error>;
@@ -55,8 +55,8 @@ impl PacedSink for SendSink {
         Self::keep(self, bytes)
     }
 
-    fn next_look(&self) -> Instant {
-        Self::next_look(self)
+    fn next_check(&self) -> Instant {
+        Self::next_check(self)
     }
 
     fn check_pace(&mut self, arrived: u64) -> Result<(), ServiceError> {
@@ -145,10 +145,10 @@ where
         }
         drop(data);
         let waited = next_data_paced(body, |now| {
-            if sink.next_look() <= now {
+            if sink.next_check() <= now {
                 sink.check_pace(arrived)?;
             }
-            Ok(Some(sink.next_look()))
+            Ok(Some(sink.next_check()))
         });
         next = match waited.await? {
             Ok(data) => data,
@@ -180,8 +180,8 @@ fn discard_rest<B: RequestBody>(mut body: B, bytes_max: u64, deadline: Instant, 
     });
 }
 
-/// `requireBuffer`, served without tonic: every send needs one, more when memory is short, and tonic's
-/// codec allocates 16 KiB for each call.
+/// `requireBuffer`, served without tonic: every send needs one, more when memory is short, and
+/// tonic's codec allocates 16 KiB for each call.
 pub(in crate::listeners::grpc) async fn require_buffer(
     service: &Arc<Service>,
     waiting: &Semaphore,
@@ -266,7 +266,7 @@ mod tests {
             Ok(())
         }
 
-        fn next_look(&self) -> Instant {
+        fn next_check(&self) -> Instant {
             Instant::now() - std::time::Duration::from_secs(1)
         }
 

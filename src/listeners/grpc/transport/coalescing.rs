@@ -528,7 +528,9 @@ mod tests {
         });
         assert!(writer.poll(&mut context, connection.as_mut()).is_pending());
         assert!(woken.0.load(Ordering::Relaxed) > 0);
-        let Poll::Ready(error) = writer.poll(&mut context, connection.as_mut()) else { panic!("told") };
+        let Poll::Ready(error) = writer.poll(&mut context, connection.as_mut()) else {
+            panic!("the write fails")
+        };
         assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
         assert_eq!(buffers.state.lock().given, [0; 3]);
     }

@@ -1,5 +1,5 @@
-//! HTTP/2 below the calls: requests are collected and charged, responses are written without copies,
-//! and connections and calls without progress end.
+//! HTTP/2 below the calls: requests are collected and charged, responses are written without
+//! copies, and connections and calls without progress end.
 
 pub(super) mod coalescing;
 pub(super) mod heap_estimate;

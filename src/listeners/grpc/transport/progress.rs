@@ -4,9 +4,9 @@
 //! makes progress is not cut off, however large the response is.
 //!
 //! Invariants: a call without progress ends within its deadlines. It ends earlier while others wait
-//! for memory of its response ([`PATIENCE`]) or for the worker's successor ([`Tails::close`]). When
-//! a call has ended, HTTP/2 may still hold the last bytes of the response. The connection ends if
-//! the socket does not take them in time.
+//! for memory of its response ([`STALL_MAX`]) or for the worker's successor ([`Tails::close`]).
+//! When a call has ended, HTTP/2 may still hold the last bytes of the response. The connection ends
+//! if the socket does not take them in time.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -20,18 +20,18 @@ use tonic::Status;
 
 use crate::clock::{Instant, sleep, sleep_until};
 use crate::listeners::connection_limiter::ConnectionState;
-use crate::listeners::{CLOSING_ANSWER, CLOSING_PAUSE, CLOSING_REQUEST, LOOK, PATIENCE};
+use crate::listeners::{CLOSING_ANSWER, CLOSING_PAUSE, CLOSING_REQUEST, STALL_MAX, STALL_POLL_INTERVAL};
 
 /// Minimum number of bytes a reader must consume to extend its deadline. Single bytes are no
 /// progress.
 const STEP_BYTES: u64 = 1 << 20;
 
 /// Poll interval of a call that waits for a frame.
-const FRAME_LOOK: Duration = Duration::from_millis(250);
+const FRAME_POLL_INTERVAL: Duration = Duration::from_millis(250);
 /// Poll interval of a call that waits for its caller to read the response.
-const ANSWER_LOOK: Duration = Duration::from_millis(500);
+const ANSWER_POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Minimum time between two checks of a call.
-const LOOK_PAUSE_MIN: Duration = Duration::from_millis(5);
+const POLL_PAUSE_MIN: Duration = Duration::from_millis(5);
 
 /// Deadlines of one call.
 #[derive(Debug, Clone, Copy)]
@@ -57,7 +57,7 @@ pub(super) struct CallProgress {
     taking_ms: AtomicU64,
     /// When to check an awaited frame next, in ms after `began`. [`NO_FRAME`] while no frame is
     /// awaited.
-    frame_look_ms: AtomicU64,
+    frame_check_ms: AtomicU64,
     tails: Arc<Tails>,
 }
 
@@ -121,8 +121,8 @@ impl FrameWait {
     pub(super) fn is_overdue(&self, look: Option<Instant>) -> bool {
         let Some(progress) = &self.progress else { return false };
         let (now, due) = (Instant::now(), self.due(progress));
-        let look = look.map_or(due, |look| look.min(due)).min(now + FRAME_LOOK);
-        progress.frame_look_ms.store(progress.after_beginning(look), Ordering::Relaxed);
+        let look = look.map_or(due, |look| look.min(due)).min(now + FRAME_POLL_INTERVAL);
+        progress.frame_check_ms.store(progress.after_beginning(look), Ordering::Relaxed);
         due <= now
     }
 
@@ -144,16 +144,16 @@ impl FrameWait {
 
 impl Drop for FrameWait {
     fn drop(&mut self) {
-        self.progress.iter().for_each(|progress| progress.frame_look_ms.store(NO_FRAME, Ordering::Relaxed));
+        self.progress.iter().for_each(|progress| progress.frame_check_ms.store(NO_FRAME, Ordering::Relaxed));
     }
 }
 
 /// Runs `call`. Returns true if it completed, and false if it made too little progress.
-/// `is_waited_for` returns whether others wait for memory of its response.
+/// `others_wait` returns whether others wait for memory of its response.
 pub(in crate::listeners::grpc) async fn bounded(
     deadlines: CallDeadlines,
     tails: Arc<Tails>,
-    is_waited_for: impl Fn() -> bool,
+    others_wait: impl Fn() -> bool,
     call: impl Future<Output = ()>,
 ) -> bool {
     let progress = Arc::new(CallProgress {
@@ -162,7 +162,7 @@ pub(in crate::listeners::grpc) async fn bounded(
         due_ms: AtomicU64::new(ms(deadlines.call + deadlines.answer)),
         taken: AtomicU64::new(0),
         taking_ms: AtomicU64::new(NOT_TAKING),
-        frame_look_ms: AtomicU64::new(NO_FRAME),
+        frame_check_ms: AtomicU64::new(NO_FRAME),
         tails,
     });
     let mut call = pin!(CALL.scope(Arc::clone(&progress), call));
@@ -173,23 +173,27 @@ pub(in crate::listeners::grpc) async fn bounded(
         }
         // A response or an awaited frame makes the next check earlier. Progress makes it later,
         // which does not touch the timer.
-        let first_look = progress.next_look();
-        if first_look < alarm.deadline() {
-            alarm.as_mut().reset(first_look);
+        let first_check = progress.next_check();
+        if first_check < alarm.deadline() {
+            alarm.as_mut().reset(first_check);
         }
         loop {
             ready!(alarm.as_mut().poll(context));
             // The call itself detects that its frame is overdue.
-            if progress.frame_look() <= Instant::now() && call.as_mut().poll(context).is_ready() {
+            if progress.frame_check() <= Instant::now() && call.as_mut().poll(context).is_ready() {
                 return Poll::Ready(true);
             }
             let now = Instant::now();
-            let is_stalled = progress.patience_ends() <= now;
-            if progress.due() <= now || is_stalled && is_waited_for() || progress.delays_successor(now) {
+            let is_stalled = progress.stall_deadline() <= now;
+            if progress.due() <= now || is_stalled && others_wait() || progress.delays_successor(now) {
                 return Poll::Ready(false);
             }
-            let look = if is_stalled { now + LOOK.min(ANSWER_LOOK) } else { progress.next_look() };
-            alarm.as_mut().reset(look.max(now + LOOK_PAUSE_MIN));
+            let look = if is_stalled {
+                now + STALL_POLL_INTERVAL.min(ANSWER_POLL_INTERVAL)
+            } else {
+                progress.next_check()
+            };
+            alarm.as_mut().reset(look.max(now + POLL_PAUSE_MIN));
         }
     })
     .await
@@ -201,28 +205,28 @@ impl CallProgress {
     }
 
     /// Returns when others take precedence, if the caller reads nothing until then.
-    fn patience_ends(&self) -> Instant {
+    fn stall_deadline(&self) -> Instant {
         match self.taking_ms.load(Ordering::Relaxed) {
             NOT_TAKING => self.due(),
-            taking => self.began + Duration::from_millis(taking) + PATIENCE,
+            taking => self.began + Duration::from_millis(taking) + STALL_MAX,
         }
     }
 
     /// Returns when to check the awaited frame, or the call's deadline without one.
-    fn frame_look(&self) -> Instant {
-        match self.frame_look_ms.load(Ordering::Relaxed) {
+    fn frame_check(&self) -> Instant {
+        match self.frame_check_ms.load(Ordering::Relaxed) {
             NO_FRAME => self.due(),
             look => self.began + Duration::from_millis(look),
         }
     }
 
     /// Returns when to check the call next.
-    fn next_look(&self) -> Instant {
+    fn next_check(&self) -> Instant {
         let taking = match self.taking_ms.load(Ordering::Relaxed) {
             NOT_TAKING => self.due(),
-            taking => self.began + Duration::from_millis(taking) + ANSWER_LOOK,
+            taking => self.began + Duration::from_millis(taking) + ANSWER_POLL_INTERVAL,
         };
-        self.due().min(self.frame_look()).min(taking)
+        self.due().min(self.frame_check()).min(taking)
     }
 
     /// Returns whether the connection is closing and the caller reads so slowly that it delays the
@@ -323,11 +327,12 @@ impl Tails {
         }
     }
 
-    /// Resolves when a tail exists, the socket has taken nothing for [`PATIENCE`], and others wait.
-    pub(in crate::listeners::grpc) async fn keep_others_waiting(
+    /// Resolves when a tail exists, the socket has taken nothing for [`STALL_MAX`], and others
+    /// wait.
+    pub(in crate::listeners::grpc) async fn stalls_others(
         &self,
         connection_state: &ConnectionState,
-        is_waited_for: impl Fn() -> bool,
+        others_wait: impl Fn() -> bool,
     ) {
         loop {
             self.begun.notified().await;
@@ -335,10 +340,10 @@ impl Tails {
             while !self.are_taken() {
                 // A connection that was idle has written nothing for long when a response begins.
                 let untaken = connection_state.unwritten().min(begun.elapsed());
-                if untaken >= PATIENCE && is_waited_for() {
+                if untaken >= STALL_MAX && others_wait() {
                     return;
                 }
-                sleep(PATIENCE.saturating_sub(untaken).max(LOOK)).await;
+                sleep(STALL_MAX.saturating_sub(untaken).max(STALL_POLL_INTERVAL)).await;
             }
         }
     }
@@ -465,7 +470,7 @@ mod tests {
     }
 
     /// Returns the lifetime in seconds of a response whose caller reads 1 MiB and then nothing.
-    async fn lives(is_waited_for: bool, waits_for_disk: bool) -> u64 {
+    async fn lives(others_wait: bool, waits_for_disk: bool) -> u64 {
         let deadlines = CallDeadlines { answer: Duration::from_secs(100), ..DEADLINES };
         let began = Instant::now();
         let call = async {
@@ -476,7 +481,7 @@ mod tests {
             let _own_time = waits_for_disk.then(|| progress.own_time());
             sleep(Duration::from_secs(1000)).await;
         };
-        assert!(!bounded(deadlines, Tails::new(deadlines.answer), || is_waited_for, call).await);
+        assert!(!bounded(deadlines, Tails::new(deadlines.answer), || others_wait, call).await);
         began.elapsed().as_secs()
     }
 
@@ -494,7 +499,7 @@ mod tests {
             limiter.take([127, 0, 0, 1].into(), crate::listeners::connection_limiter::closing().0);
         let tails = Tails::new(Duration::from_secs(100));
         let waiting = std::cell::Cell::new(false);
-        let mut closes = pin!(tails.keep_others_waiting(held.state(), || waiting.get()));
+        let mut closes = pin!(tails.stalls_others(held.state(), || waiting.get()));
         assert!(timeout(Duration::from_secs(50), closes.as_mut()).await.is_err(), "there is none");
         let tail = tails.begin();
         held.state().wrote_at(held.state().now());
@@ -503,7 +508,7 @@ mod tests {
         held.state().wrote_at(held.state().now());
         let began = Instant::now();
         closes.await;
-        assert!((PATIENCE..=2 * PATIENCE).contains(&began.elapsed()), "{:?}", began.elapsed());
+        assert!((STALL_MAX..=2 * STALL_MAX).contains(&began.elapsed()), "{:?}", began.elapsed());
         drop(tail);
     }
 
@@ -513,13 +518,13 @@ mod tests {
         let (held, _) =
             limiter.take([127, 0, 0, 1].into(), crate::listeners::connection_limiter::closing().0);
         let tails = Tails::new(Duration::from_secs(100));
-        let mut closes = pin!(tails.keep_others_waiting(held.state(), || true));
-        assert!(timeout(10 * PATIENCE, closes.as_mut()).await.is_err(), "it is idle");
+        let mut closes = pin!(tails.stalls_others(held.state(), || true));
+        assert!(timeout(10 * STALL_MAX, closes.as_mut()).await.is_err(), "it is idle");
         for _ in 0..2 {
             let tail = tails.begin();
-            assert!(timeout(PATIENCE / 2, closes.as_mut()).await.is_err(), "its answer has just begun");
+            assert!(timeout(STALL_MAX / 2, closes.as_mut()).await.is_err(), "its answer has just begun");
             drop(tail);
-            assert!(timeout(10 * PATIENCE, closes.as_mut()).await.is_err(), "it is idle again");
+            assert!(timeout(10 * STALL_MAX, closes.as_mut()).await.is_err(), "it is idle again");
         }
     }
 

@@ -405,7 +405,7 @@ mod tests {
         );
 
         let uncopied = coalesce(Bytes::from_static(b"head"), pieces.clone(), 0);
-        assert_eq!(uncopied.len(), 5, "nothing is copied that is not paid for");
+        assert_eq!(uncopied.len(), 5, "uncharged pieces are not copied");
         let (bytes, status, frames) =
             read(from_memory(head, 2, Payload { bytes: 14013, pieces }, true, ()).unwrap()).await;
         assert_eq!((status.as_str(), frames), ("0", 4));

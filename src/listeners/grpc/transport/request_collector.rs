@@ -40,10 +40,10 @@ pub(in crate::listeners::grpc) const INLINE_BYTES_MAX: usize = 64 << 10;
 
 /// A charged request whose peer pauses for this time yields to others that wait for heap. Garbage
 /// collection of a JVM does not pause that long.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// A request that takes longer than [`PATIENCE`] also yields if it brings fewer bytes per second.
-const SLOWEST_BYTES: u64 = 256 << 10;
+/// A request that takes longer than [`PAUSE_MAX`] also yields if it brings fewer bytes per second.
+const BYTES_PER_SEC_MIN: u64 = 256 << 10;
 
 /// The heap budget for requests of all connections.
 #[derive(Debug)]
@@ -163,7 +163,7 @@ impl RequestCollector {
             return Ok((first, charge));
         }
         let whole = prefix_bytes + length;
-        let latest = PATIENCE + Duration::from_secs(length as u64 / SLOWEST_BYTES);
+        let latest = PAUSE_MAX + Duration::from_secs(length as u64 / BYTES_PER_SEC_MIN);
         let (mut all, began) = (Vec::new(), Instant::now());
         self.make_room(&mut all, &mut charge, prefix_bytes + first.len(), whole).await?;
         if prefix_bytes > 0 {
@@ -176,7 +176,7 @@ impl RequestCollector {
             let Some(data) = self.next(body).await? else {
                 return Err(Status::internal("request ended inside its message"));
             };
-            if began.elapsed() > latest && self.queues.are_waited_in() {
+            if began.elapsed() > latest && self.queues.has_waiters() {
                 return Err(slow());
             }
             self.make_room(&mut all, &mut charge, data.len(), whole).await?;
@@ -190,9 +190,9 @@ impl RequestCollector {
     async fn next<B: RequestBody>(&self, body: &mut B) -> Result<Option<Bytes>, Status> {
         let mut next = pin!(next_data(body));
         loop {
-            match timeout(PATIENCE, &mut next).await {
+            match timeout(PAUSE_MAX, &mut next).await {
                 Ok(data) => return data,
-                Err(_elapsed) if self.queues.are_waited_in() => return Err(slow()),
+                Err(_elapsed) if self.queues.has_waiters() => return Err(slow()),
                 Err(_elapsed) => {}
             }
         }
@@ -388,7 +388,7 @@ mod tests {
         let charging = collector.charge(&mut charge, u64::from(most) / 4, 0);
         let (ended, granted) = tokio::join!(&mut stalled, charging);
         assert_eq!(ended, Err(Code::ResourceExhausted));
-        assert!(granted.is_ok() && began.elapsed() <= PATIENCE, "{:?}", began.elapsed());
+        assert!(granted.is_ok() && began.elapsed() <= PAUSE_MAX, "{:?}", began.elapsed());
         drop((others, charge));
         assert_eq!(heap.whole().used(), 0);
     }
@@ -464,7 +464,7 @@ mod tests {
         });
         let read = futures::future::try_join_all(calls).await.unwrap();
         assert_eq!(read, [20_000; 80], "of {bytes} bytes each");
-        assert_eq!((heap.whole().used(), requests.queues.are_waited_in()), (0, false));
+        assert_eq!((heap.whole().used(), requests.queues.has_waiters()), (0, false));
     }
 
     /// Regression test: the request waited 10 s for heap that it held itself, and was told to
@@ -509,14 +509,14 @@ mod tests {
             let reading = collector.message::<_, proto::AppHeartBeatRequest>(&mut body, 1 << 20, nested);
             let trickle = async {
                 while sender.send(Bytes::from_static(&[0])).is_ok() {
-                    tokio::time::sleep(PATIENCE / 2).await;
+                    tokio::time::sleep(PAUSE_MAX / 2).await;
                 }
             };
             tokio::select! { read = reading => read.map(drop).map_err(|status| status.code()), () = trickle => Ok(()) }
         });
         assert!(timeout(Duration::from_secs(60), &mut trickling).await.is_err(), "no one waits");
         let _waits = requests.queues.wait_for_heap(false, 0).unwrap();
-        assert_eq!(timeout(PATIENCE, &mut trickling).await, Ok(Err(Code::ResourceExhausted)));
+        assert_eq!(timeout(PAUSE_MAX, &mut trickling).await, Ok(Err(Code::ResourceExhausted)));
     }
 
     #[tokio::test(start_paused = true)]

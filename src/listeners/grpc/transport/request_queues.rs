@@ -83,7 +83,7 @@ impl RequestQueues {
     }
 
     /// Returns whether any request waits.
-    pub(super) fn are_waited_in(&self) -> bool {
+    pub(super) fn has_waiters(&self) -> bool {
         let queues = [
             (&self.waiting, WAITING_MAX),
             (&self.in_line, WAITING_MAX),
@@ -138,7 +138,7 @@ mod tests {
             "the last eighth is for newcomers"
         );
         drop(waiting);
-        assert!(!queues.are_waited_in());
+        assert!(!queues.has_waiters());
         held.pop();
         assert!(queues.arrive(LENGTH, &flood, WAIT).now_or_never().is_some());
     }
@@ -159,7 +159,7 @@ mod tests {
         assert!(waiting[7].as_mut().now_or_never().is_some_and(|permit| permit.is_none()), "8 MiB are held");
         assert!(waiting[0].as_mut().await.is_none(), "after a while");
         drop((waiting, held));
-        assert!(!queues.are_waited_in());
+        assert!(!queues.has_waiters());
     }
 
     #[test]

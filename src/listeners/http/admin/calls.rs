@@ -96,7 +96,7 @@ async fn drain(State(hooks): State<AdminHooks>) -> Response {
         "in_memory_bytes": drained.in_memory_bytes,
         "unfinished_batches": drained.batches,
         "tiers": tiers,
-        "may_go": drained.may_go(),
+        "may_go": drained.is_complete(),
         "not_saved": not_saved,
     }))
 }

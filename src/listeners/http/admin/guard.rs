@@ -233,8 +233,10 @@ mod tests {
         for far in ["10.0.0.1:9", "[2001:db8::1]:9", "0.0.0.0:9"] {
             assert_eq!(status(&gate, None, far), Some(Denial::Remote), "{far}");
         }
-        for said in [(header::ORIGIN, "http://evil.example"), (FETCH_SITE.parse().unwrap(), "cross-site")] {
-            assert_eq!(status(&gate, Some(said), "127.0.0.1:9"), Some(Denial::Browser));
+        for header_value in
+            [(header::ORIGIN, "http://evil.example"), (FETCH_SITE.parse().unwrap(), "cross-site")]
+        {
+            assert_eq!(status(&gate, Some(header_value), "127.0.0.1:9"), Some(Denial::Browser));
         }
     }
 

@@ -149,7 +149,7 @@ fn all_apps(hooks: &ApiHooks, limit: Option<usize>) -> Response {
         weight(right).cmp(&weight(left)).then_with(|| left.app.cmp(&right.app))
     });
     apps.truncate(limit.unwrap_or(APPS_DEFAULT).min(APPS_MAX));
-    let gone = service.diagnostics.gone_apps().iter().map(|gone| FinishedApp::new(gone)).collect();
+    let gone = service.diagnostics.finished_apps().iter().map(|gone| FinishedApp::new(gone)).collect();
     fresh(&Apps { count, apps, gone })
 }
 

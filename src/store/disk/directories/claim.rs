@@ -65,10 +65,10 @@ pub(super) async fn examine(disks: &[Arc<dyn Disk>], in_use: &BTreeMap<PathBuf, 
     let same = refuse_same_places(disks.iter().map(|disk| &**disk)).await;
     let looks = disks.iter().map(|disk| look(&**disk));
     let contents = join_all(looks.collect::<Vec<_>>()).await;
-    let ours = |(disk, content): (&Arc<dyn Disk>, &Result<Content, StoreError>)| {
+    let own_identity = |(disk, content): (&Arc<dyn Disk>, &Result<Content, StoreError>)| {
         Some((disk.root().to_path_buf(), content.as_ref().ok()?.identity()?))
     };
-    let identities: Vec<(PathBuf, Uuid)> = disks.iter().zip(&contents).filter_map(ours).collect();
+    let identities: Vec<(PathBuf, Uuid)> = disks.iter().zip(&contents).filter_map(own_identity).collect();
     let others: Vec<Uuid> = identities.iter().map(|(_, uuid)| *uuid).collect();
     let mut refusals = Vec::new();
     for (disk, content) in disks.iter().zip(&contents) {
@@ -98,7 +98,7 @@ async fn refusal(
             let epoch = newest_epoch(io, NAME_TIMEOUT).await;
             let identity = content::identity(&io.root().display().to_string(), epoch.as_ref(), others);
             let identity = in_use.into_iter().fold(identity, Identity::or_in_use);
-            let text = content::told(io.root(), flaw, &identity);
+            let text = content::describe_flaw(io.root(), flaw, &identity);
             return Some(StoreError::remote(StoreErrorKind::Unclaimed, io.root(), text));
         }
     };
@@ -130,21 +130,21 @@ impl Claims<'_> {
         if let Some(refused) = refusals.into_iter().next() {
             return Err(refused);
         }
-        let (mut ours, mut empty) = (Vec::new(), Vec::new());
+        let (mut own_identity, mut empty) = (Vec::new(), Vec::new());
         for ((place, disk), content) in disks.into_iter().enumerate().zip(contents) {
             match content {
-                Ok(content) if content.identity().is_some() => ours.push((place, disk)),
+                Ok(content) if content.identity().is_some() => own_identity.push((place, disk)),
                 // All other contents were refused by `examine`.
                 Ok(_) => empty.push((place, disk)),
                 Err(error) => self.leave_out(error)?,
             }
         }
-        if ours.is_empty()
+        if own_identity.is_empty()
             && let Some((_, disk)) = empty.first()
         {
             require_known_data(&**disk, self.config)?;
         }
-        let taken = self.take(ours).await;
+        let taken = self.take(own_identity).await;
         self.claimed.values_mut().for_each(|disk| disk.was_used = true);
         taken?;
         self.take_empty(empty, &paths).await

@@ -207,13 +207,13 @@ mod tests {
             (gone.clone(), Uuid::from_u128(2).into_bytes()),
         ]);
         let by = HeldBy { unhealthy: std::slice::from_ref(&lost), identities: &identities };
-        let told = obstacles(&config(&[&held, &gone, &full, &fresh, &lost]), Some(by)).await;
-        assert_eq!(told.len(), 2, "{told:?}");
+        let found = obstacles(&config(&[&held, &gone, &full, &fresh, &lost]), Some(by)).await;
+        assert_eq!(found.len(), 2, "{found:?}");
         assert!(
-            told[0].contains("gone: not the directory") && told[0].contains("mount its disk"),
-            "{told:?}"
+            found[0].contains("gone: not the directory") && found[0].contains("mount its disk"),
+            "{found:?}"
         );
-        assert!(told[1].contains("full") && told[1].contains("content of another program"), "{told:?}");
+        assert!(found[1].contains("full") && found[1].contains("content of another program"), "{found:?}");
         let left = |path: &Path| std::fs::read_dir(path).unwrap().count();
         assert_eq!((left(&fresh), left(&held), left(&full)), (0, 1, 1), "nothing is left behind");
         assert!(!lost.exists(), "it may not be mounted");
@@ -223,15 +223,15 @@ mod tests {
         let lock = disk.lock(Path::new(MARKER)).await.unwrap();
         let none = BTreeMap::new();
         for unhealthy in [&[][..], std::slice::from_ref(&held)] {
-            let told = obstacles(&config(&[&held]), Some(HeldBy { unhealthy, identities: &none })).await;
-            assert!(told[0].contains("in use by another process"), "{told:?}");
+            let found = obstacles(&config(&[&held]), Some(HeldBy { unhealthy, identities: &none })).await;
+            assert!(found[0].contains("in use by another process"), "{found:?}");
         }
         drop(lock);
         let by = HeldBy { unhealthy: &[], identities: &none };
         assert!(obstacles(&config(&[&held]), Some(by)).await.is_empty());
         std::fs::write(held.join(MARKER), "something else").unwrap();
-        let told = obstacles(&config(&[&held]), Some(by)).await;
-        assert!(told[0].contains("is damaged, and the identity of the directory is unknown"), "{told:?}");
+        let found = obstacles(&config(&[&held]), Some(by)).await;
+        assert!(found[0].contains("is damaged, and the identity of the directory is unknown"), "{found:?}");
     }
 
     /// A failing directory that the running worker does not use is no obstacle. One that hangs
@@ -253,10 +253,10 @@ mod tests {
                 faults.add(Rule::always(operation, fault));
                 let disks: [Arc<dyn Disk>; 1] = [Arc::new(FaultDisk::new(Arc::new(memory), faults))];
                 let by = HeldBy { unhealthy, identities: &identities };
-                let told = obstacles_on(&disks, &config(&[]), Some(by)).await.join("\n");
+                let found = obstacles_on(&disks, &config(&[]), Some(by)).await.join("\n");
                 let named = format!("localfile_store.data_paths: /data1: does not answer: {HUNG_REMEDY}");
-                assert_eq!(told.contains(&named), hangs, "{operation:?} {told}");
-                assert_eq!(told.is_empty(), !hangs && !unhealthy.is_empty(), "{operation:?} {told}");
+                assert_eq!(found.contains(&named), hangs, "{operation:?} {found}");
+                assert_eq!(found.is_empty(), !hangs && !unhealthy.is_empty(), "{operation:?} {found}");
             }
         }
     }
@@ -287,7 +287,7 @@ mod tests {
 
         /// Returns the obstacles for a successor on `names`. The running worker does not use
         /// `unhealthy`.
-        async fn told(&self, names: &[&str], unhealthy: &[&str]) -> String {
+        async fn obstacles_of(&self, names: &[&str], unhealthy: &[&str]) -> String {
             let paths = |names: &[&str]| names.iter().map(|name| self.dir.path().join(name)).collect();
             let (paths, unhealthy): (Vec<PathBuf>, Vec<PathBuf>) = (paths(names), paths(unhealthy));
             let by = HeldBy { unhealthy: &unhealthy, identities: &self.identities };
@@ -299,10 +299,10 @@ mod tests {
     #[tokio::test]
     async fn copied_directory_is_refused_before_the_hand_off() {
         let copied = Copied::new();
-        assert_eq!(copied.told(&["d0", "d1", "new"], &[]).await, "");
+        assert_eq!(copied.obstacles_of(&["d0", "d1", "new"], &[]).await, "");
         let first = marker_of(Uuid::from_u128(1));
         copied.mark("d2", first.as_bytes());
-        let told = copied.told(&["d0", "d1", "d2"], &[]).await;
+        let found = copied.obstacles_of(&["d0", "d1", "d2"], &[]).await;
         let path = |name: &str| copied.dir.path().join(name).display().to_string();
         let expected = format!(
             "localfile_store.data_paths: {}: directory has the identity of another directory (same directory as {}, or a \
@@ -310,12 +310,12 @@ mod tests {
             path("d2"),
             path("d0")
         );
-        assert_eq!(told, expected, "as the start says it");
+        assert_eq!(found, expected, "as the start says it");
         copied.mark("d1", first.as_bytes());
-        let told = copied.told(&["d0", "d1"], &[]).await;
-        assert!(told.contains(&format!("{}: directory has the identity of another", path("d1"))), "{told}");
-        let told = copied.told(&["d0", "d1"], &["d1"]).await;
-        assert!(told.contains("has the identity of another directory"), "it was noticed already: {told}");
+        let found = copied.obstacles_of(&["d0", "d1"], &[]).await;
+        assert!(found.contains(&format!("{}: directory has the identity of another", path("d1"))), "{found}");
+        let found = copied.obstacles_of(&["d0", "d1"], &["d1"]).await;
+        assert!(found.contains("has the identity of another directory"), "it was noticed already: {found}");
     }
 
     #[tokio::test]
@@ -334,20 +334,20 @@ mod tests {
                 Some(content) => std::fs::write(&claim, content).unwrap(),
                 None => drop(std::fs::remove_file(&claim)),
             }
-            let told = copied.told(&["d0", "d1"], unhealthy).await;
+            let found = copied.obstacles_of(&["d0", "d1"], unhealthy).await;
             let (path, claim) = (path.display(), claim.display());
             let uuid = Uuid::from_u128(2);
             let expected = format!(
                 "localfile_store.data_paths: {path}: directory belongs to a uniffle-worker, but its claim cannot be read ({claim} is \
                  {flaw}; its identity is {uuid} for certain: the running worker uses it; to restore the claim: printf"
             );
-            assert!(told.starts_with(&expected) && told.lines().count() == 1, "{told}");
+            assert!(found.starts_with(&expected) && found.lines().count() == 1, "{found}");
         }
         // A directory that the running worker does not have.
         copied.mark("d2", b"");
         std::fs::create_dir(copied.dir.path().join("d2/apps")).unwrap();
-        let told = copied.told(&["d0", "d2"], &[]).await;
-        assert!(told.contains("is empty, and the identity of the directory is unknown"), "{told}");
+        let found = copied.obstacles_of(&["d0", "d2"], &[]).await;
+        assert!(found.contains("is empty, and the identity of the directory is unknown"), "{found}");
     }
 
     /// Without a proposal to restore the claim of this version.
@@ -357,9 +357,9 @@ mod tests {
         let newer = "uniffle-worker local store 2\nanything\n";
         let newer = format!("{newer}crc32 {:08x}\n", crc32fast::hash(newer.as_bytes()));
         copied.mark("d0", newer.as_bytes());
-        let told = copied.told(&["d0", "d1"], &[]).await;
-        assert!(told.contains("d0: directory has the format of another version"), "{told}");
-        assert!(!told.contains("printf"), "{told}");
+        let found = copied.obstacles_of(&["d0", "d1"], &[]).await;
+        assert!(found.contains("d0: directory has the format of another version"), "{found}");
+        assert!(!found.contains("printf"), "{found}");
     }
 
     #[tokio::test]
@@ -367,8 +367,8 @@ mod tests {
         let copied = Copied::new();
         copied.mark("d2", b"");
         std::fs::write(copied.dir.path().join("d2/uniffle-worker.peers"), "x").unwrap();
-        let told = copied.told(&["d0", "d1", "d2"], &[]).await;
-        assert!(told.contains("d2: directory was written by version 0.1.0"), "{told}");
+        let found = copied.obstacles_of(&["d0", "d1", "d2"], &[]).await;
+        assert!(found.contains("d2: directory was written by version 0.1.0"), "{found}");
     }
 
     #[tokio::test]
@@ -376,13 +376,13 @@ mod tests {
         let copied = Copied::new();
         copied.mark("d1", marker_of(Uuid::from_u128(9)).as_bytes());
         for unhealthy in [&[][..], &["d1"]] {
-            let told = copied.told(&["d0", "d1"], unhealthy).await;
-            assert!(told.contains("d1: not the directory of the running worker"), "{told}");
+            let found = copied.obstacles_of(&["d0", "d1"], unhealthy).await;
+            assert!(found.contains("d1: not the directory of the running worker"), "{found}");
         }
         std::fs::remove_file(copied.dir.path().join("d1").join(MARKER)).unwrap();
         std::fs::write(copied.dir.path().join("d1/theirs"), "x").unwrap();
-        let told = copied.told(&["d0", "d1"], &["d1"]).await;
-        assert!(told.contains("content of another program"), "{told}");
+        let found = copied.obstacles_of(&["d0", "d1"], &["d1"]).await;
+        assert!(found.contains("content of another program"), "{found}");
     }
 
     #[tokio::test]
@@ -397,15 +397,15 @@ mod tests {
             path.display()
         );
         for unhealthy in [&[][..], &["d1"]] {
-            assert_eq!(copied.told(&["d0", "d1"], unhealthy).await, expected, "moved away");
+            assert_eq!(copied.obstacles_of(&["d0", "d1"], unhealthy).await, expected, "moved away");
             std::fs::create_dir(&path).unwrap();
-            assert_eq!(copied.told(&["d0", "d1"], unhealthy).await, expected, "an empty one");
+            assert_eq!(copied.obstacles_of(&["d0", "d1"], unhealthy).await, expected, "an empty one");
             std::fs::remove_dir(&path).unwrap();
             std::fs::write(&path, "x").unwrap();
-            assert_eq!(copied.told(&["d0", "d1"], unhealthy).await, expected, "a file");
+            assert_eq!(copied.obstacles_of(&["d0", "d1"], unhealthy).await, expected, "a file");
             std::fs::remove_file(&path).unwrap();
         }
         std::fs::rename(&away, &path).unwrap();
-        assert_eq!(copied.told(&["d0", "d1"], &[]).await, "", "it is back");
+        assert_eq!(copied.obstacles_of(&["d0", "d1"], &[]).await, "", "it is back");
     }
 }

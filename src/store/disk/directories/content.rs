@@ -127,7 +127,7 @@ pub(super) fn identity(path: &str, epoch: Option<&Epoch>, others: &[Uuid]) -> Id
 }
 
 /// Returns a message with the flawed file, the identity, and what to do.
-pub(in crate::store::disk) fn told(root: &Path, flaw: Flaw, identity: &Identity) -> String {
+pub(in crate::store::disk) fn describe_flaw(root: &Path, flaw: Flaw, identity: &Identity) -> String {
     let file = root.join(MARKER);
     let what = format!("{} {}", file.display(), flaw.as_str());
     let otherwise = "restore the claim from a copy, or remove the directory from \
@@ -144,9 +144,10 @@ pub(in crate::store::disk) fn told(root: &Path, flaw: Flaw, identity: &Identity)
                  directories; to restore the claim then: {command}"
             )
         }
-        Identity::OneOf(those) => {
-            let those: Vec<_> = those.iter().map(|(uuid, path)| format!("{uuid} (was {path})")).collect();
-            format!("{what}; its identity is one of {}; {otherwise}", those.join(", "))
+        Identity::OneOf(candidates) => {
+            let candidates: Vec<_> =
+                candidates.iter().map(|(uuid, path)| format!("{uuid} (was {path})")).collect();
+            format!("{what}; its identity is one of {}; {otherwise}", candidates.join(", "))
         }
         Identity::Unknown => format!("{what}, and the identity of the directory is unknown; {otherwise}"),
     }
@@ -230,8 +231,8 @@ mod tests {
         assert_eq!(of("/b", &members, &[uuid(2)]), Identity::OneOf(left));
         assert_eq!(of("/a", &members[..1], &[uuid(1)]), Identity::Unknown, "a copy of one that is here");
         assert_eq!(identity("/a", None, &[]), Identity::Unknown);
-        // It was replaced by an empty one at its path, or absent when the list was written, so it
-        // is neither of these.
+        // The directory was replaced by an empty one at its path, or was absent when the list was
+        // written. It is neither of these voters.
         (members[0].votes, members[2].may_go_alone) = (false, true);
         members.push(Member::new(uuid(4), "/a"));
         assert_eq!(by(of("/a", &members, &[uuid(2)])), Some((4, true)));
@@ -241,14 +242,14 @@ mod tests {
     #[test]
     fn refusal_names_file_and_remedy() {
         let root = Path::new("/it's");
-        let text = told(root, Flaw::Empty, &Identity::Certain(uuid(1), "so it is"));
+        let text = describe_flaw(root, Flaw::Empty, &Identity::Certain(uuid(1), "so it is"));
         let start =
             format!("/it's/{MARKER} is empty; its identity is {} for certain: so it is; to restore", uuid(1));
         assert!(text.starts_with(&start), "{text}");
         assert!(text.ends_with(&format!(r"> '/it'\''s/{MARKER}'")), "{text}");
-        let text = told(root, Flaw::Missing, &Identity::OneOf(vec![(uuid(1), "/a".to_owned())]));
+        let text = describe_flaw(root, Flaw::Missing, &Identity::OneOf(vec![(uuid(1), "/a".to_owned())]));
         assert!(text.contains("is missing; its identity is one of") && text.contains("(was /a)"), "{text}");
-        let text = told(root, Flaw::Damaged, &Identity::Unknown);
+        let text = describe_flaw(root, Flaw::Damaged, &Identity::Unknown);
         assert!(text.contains("is damaged, and the identity") && text.contains("do not empty it"), "{text}");
     }
 }

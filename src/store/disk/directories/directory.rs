@@ -15,7 +15,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::health::{DiskHealth, ErrorClass, judge};
+use super::health::{DiskHealth, ErrorClass, classify};
 use super::marker::{MARKER, marker_of, uuid_of};
 use super::placement::{DiskCandidate, Paces};
 use crate::clock::Instant;
@@ -208,9 +208,9 @@ impl LocalDisk {
     }
 
     /// Measures the space after files were removed. A disk that refused a write is tried again.
-    pub(in crate::store) async fn made_room(&self) -> io::Result<()> {
+    pub(in crate::store) async fn note_space_freed(&self) -> io::Result<()> {
         self.measure().await?;
-        self.update(|state| state.health.made_room());
+        self.update(|state| state.health.note_space_freed());
         Ok(())
     }
 
@@ -264,7 +264,7 @@ impl LocalDisk {
     /// Like [`LocalDisk::note`], after a measurement of the space, so that the message about a full
     /// disk is accurate.
     pub(in crate::store::disk) async fn note_measured(&self, error: &io::Error) {
-        if judge(error) == ErrorClass::Full {
+        if classify(error) == ErrorClass::Full {
             // If the measurement fails, the message has the earlier figures.
             let _ = self.measure().await;
         }
@@ -282,7 +282,7 @@ impl LocalDisk {
     }
 
     /// Notes a successful call that the device answered, not the page cache.
-    pub(in crate::store::disk) fn progressed(&self) {
+    pub(in crate::store::disk) fn note_progress(&self) {
         self.completed_calls.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -305,14 +305,14 @@ impl LocalDisk {
     /// Applies a failed call that began after `completed_before` successful ones.
     async fn note_call(&self, error: &io::Error, completed_before: u64) {
         let is_busy = self.completed_calls.load(Ordering::Relaxed) != completed_before;
-        if judge(error) != ErrorClass::Hung || !is_busy {
+        if classify(error) != ErrorClass::Hung || !is_busy {
             self.note_measured(error).await;
         }
     }
 
     /// Records the speed of a batch that was written since `began`, while `in_flight_bytes` shared
     /// the disk.
-    pub(in crate::store::disk) fn wrote(&self, in_flight_bytes: u64, began: Instant) {
+    pub(in crate::store::disk) fn record_write_speed(&self, in_flight_bytes: u64, began: Instant) {
         let now = Instant::now();
         self.state.lock().paces.record(in_flight_bytes, now.duration_since(began), now);
     }
@@ -384,7 +384,7 @@ impl LocalDisk {
         self.call(NAME_TIMEOUT, self.write_and_read_back(bytes, direct)).await?;
         // A disk that was claimed while read-only may lack them.
         self.make_directories().await?;
-        if let Some(fault) = self.update(|state| state.health.proved()) {
+        if let Some(fault) = self.update(|state| state.health.note_probe_passed()) {
             tracing::info!(disk = %self.label, fault, "disk responds again");
         }
         Ok(())

@@ -37,7 +37,7 @@ pub enum ErrorClass {
 
 /// Classifies an error of a file operation.
 #[must_use]
-pub fn judge(error: &io::Error) -> ErrorClass {
+pub fn classify(error: &io::Error) -> ErrorClass {
     match Vanished::of(error) {
         Some(Vanished::File) => return ErrorClass::TheFile,
         Some(Vanished::Root) => return ErrorClass::Detached,
@@ -172,7 +172,7 @@ impl DiskHealth {
 
     /// Applies a failed operation.
     pub(in crate::store) fn note(&mut self, error: &io::Error) -> ErrorClass {
-        let verdict = judge(error);
+        let verdict = classify(error);
         let was_healthy = self.fault.is_none();
         let fault = |condition| Some(DiskFault { text: error.to_string(), condition });
         match verdict {
@@ -189,12 +189,12 @@ impl DiskHealth {
     }
 
     /// Notes that files were removed since it refused a write.
-    pub(in crate::store) fn made_room(&mut self) {
+    pub(in crate::store) fn note_space_freed(&mut self) {
         self.refusal = None;
     }
 
     /// Applies a successful probe. Returns the earlier fault.
-    pub(super) fn proved(&mut self) -> Option<String> {
+    pub(super) fn note_probe_passed(&mut self) -> Option<String> {
         let refused = self.refusal.take().map(|_| "a write found no space".to_owned());
         self.fault.take().map(|fault| fault.text).or(refused)
     }
@@ -220,18 +220,18 @@ mod tests {
         for own in
             [Errno::MFILE, Errno::NFILE, Errno::INTR, Errno::NOMEM, Errno::AGAIN, Errno::NOENT, Errno::FAULT]
         {
-            assert_eq!(judge(&errno(own)), ErrorClass::NotTheDisk, "{own:?}");
+            assert_eq!(classify(&errno(own)), ErrorClass::NotTheDisk, "{own:?}");
         }
-        assert_eq!(judge(&io::Error::other("dropped")), ErrorClass::NotTheDisk);
-        assert_eq!(judge(&errno(Errno::NOSPC)), ErrorClass::Full);
-        assert_eq!(judge(&errno(Errno::DQUOT)), ErrorClass::Full);
-        assert_eq!(judge(&io::ErrorKind::TimedOut.into()), ErrorClass::Hung);
-        assert_eq!(judge(&errno(Errno::ROFS)), ErrorClass::ReadOnly);
-        assert_eq!(judge(&io::ErrorKind::ReadOnlyFilesystem.into()), ErrorClass::ReadOnly);
+        assert_eq!(classify(&io::Error::other("dropped")), ErrorClass::NotTheDisk);
+        assert_eq!(classify(&errno(Errno::NOSPC)), ErrorClass::Full);
+        assert_eq!(classify(&errno(Errno::DQUOT)), ErrorClass::Full);
+        assert_eq!(classify(&io::ErrorKind::TimedOut.into()), ErrorClass::Hung);
+        assert_eq!(classify(&errno(Errno::ROFS)), ErrorClass::ReadOnly);
+        assert_eq!(classify(&io::ErrorKind::ReadOnlyFilesystem.into()), ErrorClass::ReadOnly);
         for broken in [Errno::IO, Errno::NXIO, Errno::NODEV] {
-            assert_eq!(judge(&errno(broken)), ErrorClass::Broken, "{broken:?}");
+            assert_eq!(classify(&errno(broken)), ErrorClass::Broken, "{broken:?}");
         }
-        assert_eq!(judge(&io::ErrorKind::InvalidData.into()), ErrorClass::Broken);
+        assert_eq!(classify(&io::ErrorKind::InvalidData.into()), ErrorClass::Broken);
     }
 
     #[test]
@@ -256,7 +256,7 @@ mod tests {
         health.note(&errno(Errno::IO));
         assert_eq!(health.condition(), DiskCondition::Broken);
         health.note(&errno(Errno::MFILE));
-        assert_eq!((health.failures(), health.proved().is_some()), (2, true));
+        assert_eq!((health.failures(), health.note_probe_passed().is_some()), (2, true));
         assert_eq!(health.condition(), DiskCondition::Full);
         assert!(!health.measured(0.75, 0.8, 0.7), "between the watermarks nothing changes");
         assert!(health.measured(0.69, 0.8, 0.7));
@@ -272,7 +272,7 @@ mod tests {
             health.note(&errno(Errno::IO));
             health.note(&errno(Errno::ROFS));
             assert_eq!(health.faults(), times);
-            health.proved();
+            health.note_probe_passed();
         }
     }
 
@@ -283,7 +283,7 @@ mod tests {
             health.note(&errno(Errno::NOSPC));
             health.note(&errno(Errno::NOSPC));
             assert!(health.is_full() && health.refuses());
-            assert!(health.proved().is_some());
+            assert!(health.note_probe_passed().is_some());
             assert_eq!(health.condition(), DiskCondition::Healthy);
         }
     }

@@ -167,8 +167,16 @@ mod tests {
         assert_eq!(choose(&[slow, fast], 10, &[]), Some(1));
         assert_eq!(choose(&[slow, busy(80)], 10, &[]), Some(1));
         assert_eq!(choose(&[slow, busy(100)], 10, &[]), Some(0));
-        assert_eq!(choose(&[slow, IDLE], 10, &[]), Some(0), "one of which nothing is known is not faster");
-        assert_eq!(choose(&[paced(0.1, 0.05), fast], 10, &[]), Some(0), "what was long ago is not believed");
+        assert_eq!(
+            choose(&[slow, IDLE], 10, &[]),
+            Some(0),
+            "a disk without measurements does not count as faster"
+        );
+        assert_eq!(
+            choose(&[paced(0.1, 0.05), fast], 10, &[]),
+            Some(0),
+            "an old measurement loses its weight"
+        );
         assert_eq!(choose(&[paced(0.012, 1.0), fast], 10, &[]), Some(0), "noise");
         assert_eq!(choose(&[paced(0.0009, 1.0), paced(0.0001, 1.0)], 10, &[]), Some(0), "both are fast");
     }
@@ -305,6 +313,6 @@ mod tests {
         now += 10 * HALF_LIFE;
         paces.record(0, Duration::from_millis(10), now);
         let fresh = paces.at(now).unwrap().seconds_per_mib;
-        assert!((0.0099..0.0101).contains(&fresh), "what was long ago hardly counts: {fresh}");
+        assert!((0.0099..0.0101).contains(&fresh), "an old measurement has little weight: {fresh}");
     }
 }

@@ -18,7 +18,7 @@ use crate::clock::sleep;
 use crate::store::disk::core::DiskCore;
 use crate::store::disk::log_file::Log;
 use crate::store::disk::shuffle::DiskShuffle;
-use crate::store::disk::walk::{partitions_of, turn};
+use crate::store::disk::walk::{partitions_of, yield_per_batch};
 use crate::store::extents::extent::Extent;
 use crate::store::index::block_verifier::BlockCheck;
 use crate::store::{StoreError, StoreErrorKind};
@@ -179,11 +179,11 @@ impl DamageMarker {
         error: &StoreError,
         is_gone: impl Fn(&Extent) -> bool,
     ) -> LostTotals {
-        let (mut lost, mut looked) = (LostTotals::default(), 0);
+        let (mut lost, mut visited) = (LostTotals::default(), 0);
         for partition in partitions_of(shuffle).await {
             let extents = shuffle.extents(partition);
             let gone: Vec<_> = extents.iter().filter(|it| is_gone(it)).copied().collect();
-            turn(&mut looked, 1 + gone.len()).await;
+            yield_per_batch(&mut visited, 1 + gone.len()).await;
             self.lose_some(shuffle, error, partition, &gone, &mut lost);
         }
         lost

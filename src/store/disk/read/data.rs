@@ -107,11 +107,11 @@ impl DataRead {
         Self { damage, stream, progress, range, pieces, next: 0, current: None, ready, checksums }
     }
 
-    /// Converts the read to a read of a migration: always verified, and failures are not counted.
+    /// Converts the read to a read of an offload: always verified, and failures are not counted.
     /// Only reads of clients trigger the search for lost blocks.
-    pub(in crate::store) fn for_moving<'a>(mut self, extents: impl Iterator<Item = &'a Extent>) -> Self {
+    pub(in crate::store) fn for_offload<'a>(mut self, extents: impl Iterator<Item = &'a Extent>) -> Self {
         self.checksums = Some(checksums_of(self.stream.partition, extents, &self.range));
-        self.stream.is_readers = false;
+        self.stream.is_for_client = false;
         self
     }
 
@@ -338,14 +338,14 @@ fn find_runs(pieces: &mut [LogPiece]) {
     // pieces.
     let mut before: SmallVec<[usize; 2]> = SmallVec::new();
     for at in 0..pieces.len() {
-        let earlier = met(&mut before, pieces, at).map(|at| pieces[at]);
-        let run = earlier.filter(|it| pieces[at].is_behind(it)).map_or(0, |it| it.run);
+        let earlier = replace_last_of_log(&mut before, pieces, at).map(|at| pieces[at]);
+        let run = earlier.filter(|it| pieces[at].follows(it)).map_or(0, |it| it.run);
         pieces[at].run = run.saturating_add(short(pieces[at].length));
     }
     let mut behind: SmallVec<[usize; 2]> = SmallVec::new();
     for at in (0..pieces.len()).rev() {
-        let later = met(&mut behind, pieces, at).map(|at| pieces[at]);
-        if let Some(later) = later.filter(|it| it.is_behind(&pieces[at])) {
+        let later = replace_last_of_log(&mut behind, pieces, at).map(|at| pieces[at]);
+        if let Some(later) = later.filter(|it| it.follows(&pieces[at])) {
             pieces[at].run = later.run;
         }
     }
@@ -357,7 +357,7 @@ fn short(length: u64) -> u32 {
 }
 
 /// Returns the previous piece of the same log, and replaces it in `last` by the piece at `at`.
-fn met(last: &mut SmallVec<[usize; 2]>, pieces: &[LogPiece], at: usize) -> Option<usize> {
+fn replace_last_of_log(last: &mut SmallVec<[usize; 2]>, pieces: &[LogPiece], at: usize) -> Option<usize> {
     // Searches from the newest log on: a stream moves from log to log and leaves full ones behind.
     let known = last.iter_mut().rev().find(|known| pieces[**known].log == pieces[at].log);
     if known.is_none() {

@@ -3,8 +3,8 @@
 //!
 //! Clients with default settings try a task four times within a second. After three failures the
 //! extents are verified, so that the fourth attempt learns which blocks are lost. Errors that do
-//! not concern stored bytes (no descriptors, a deadline) are not counted. Reads of migrations are
-//! not counted either, because no client waits for them.
+//! not concern stored bytes (no descriptors, a deadline) are not counted. Reads of offloads are not
+//! counted either, because no client waits for them.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::clock::Instant;
-use crate::store::disk::directories::health::{ErrorClass, judge};
+use crate::store::disk::directories::health::{ErrorClass, classify};
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_wire::types::PartitionId;
 
@@ -86,14 +86,14 @@ impl FailedReads {
 pub(super) fn is_damage(error: &StoreError) -> bool {
     match (error.kind, &error.source) {
         (StoreErrorKind::Corrupt | StoreErrorKind::NotFound, _) => true,
-        (_, Some(source)) => judge(source) == ErrorClass::Broken,
+        (_, Some(source)) => classify(source) == ErrorClass::Broken,
         _ => false,
     }
 }
 
 /// Returns whether an error concerns a written file and not its disk: a new file may work.
 pub(in crate::store::disk) fn wants_new_file(error: &StoreError) -> bool {
-    error.source.as_ref().is_some_and(|source| judge(source) == ErrorClass::TheFile)
+    error.source.as_ref().is_some_and(|source| classify(source) == ErrorClass::TheFile)
 }
 
 #[cfg(test)]
@@ -106,8 +106,8 @@ mod tests {
     fn third_failure_is_reported_once() {
         let failed = FailedReads::default();
         let (p, mut now) = (PartitionId(1), Instant::now());
-        let told: Vec<bool> = (0..5).map(|_| failed.count(p, 0, now)).collect();
-        assert_eq!(told, [false, false, true, false, false]);
+        let at_limit: Vec<bool> = (0..5).map(|_| failed.count(p, 0, now)).collect();
+        assert_eq!(at_limit, [false, false, true, false, false]);
         assert!(!failed.count(p, 1, now), "another disk");
         assert!(!failed.count(PartitionId(2), 0, now), "another partition");
         failed.suspect(PartitionId(2), 1);

@@ -71,11 +71,11 @@ struct LogPiece {
 }
 
 /// A read has one piece for each extent of its range before anything is charged for it.
-const _: () = assert!(size_of::<LogPiece>() == 24, "the run takes no room of its own");
+const _: () = assert!(size_of::<LogPiece>() == 24, "the field `run` fits into padding");
 
 impl LogPiece {
     /// Returns whether it begins at the end of the extent of `before` in their log.
-    fn is_behind(&self, before: &Self) -> bool {
+    fn follows(&self, before: &Self) -> bool {
         let end = occupied_bytes(before.offset + before.length);
         self.log != NO_LOG && self.log == before.log && self.offset == end
     }
@@ -98,7 +98,7 @@ struct StreamRead {
     /// True if the last error means that blocks are or may be lost.
     is_suspect: bool,
     /// True if the read is for a client, which learns about lost blocks.
-    is_readers: bool,
+    is_for_client: bool,
 }
 
 impl fmt::Debug for StreamRead {
@@ -109,7 +109,7 @@ impl fmt::Debug for StreamRead {
 
 impl StreamRead {
     fn new(core: Arc<DiskCore>, shuffle: Arc<DiskShuffle>, partition: PartitionId) -> Self {
-        Self { core, shuffle, partition, culprit: OnceLock::new(), is_suspect: false, is_readers: true }
+        Self { core, shuffle, partition, culprit: OnceLock::new(), is_suspect: false, is_for_client: true }
     }
 
     fn blame(&self, log: &Log) {
@@ -118,14 +118,14 @@ impl StreamRead {
 
     /// Counts a chunk that could not be read.
     fn count_failure(&mut self, error: &StoreError) {
-        if !self.is_readers {
+        if !self.is_for_client {
             return;
         }
         let (shuffle, partition) = (&self.shuffle, self.partition);
         let culprit = self.culprit.get();
         let is_one_too_many = culprit.is_some_and(|disk| shuffle.count_failed_read(partition, *disk, error));
         if is_one_too_many {
-            // Reads of migrations are not for a client.
+            // Reads of offloads are not for a client.
             self.core.damage.notify(&shuffle.key, partition, &error.to_string());
         }
         self.is_suspect |= is_one_too_many;
@@ -154,7 +154,7 @@ impl StreamRead {
         match result {
             Ok(target) => {
                 if self.core.files.proves_progress(log, mode) {
-                    log.disk.progressed();
+                    log.disk.note_progress();
                 }
                 metrics.read_bytes.with_label_values(&root).inc_by(bytes as u64);
                 Ok(target.buffer)
@@ -223,7 +223,7 @@ impl PartsByLog {
     fn push(&mut self, log: u16, part: ReadPart) {
         match self.0.iter_mut().find(|(slot, _)| *slot == log) {
             Some((_, parts)) => match parts.last_mut() {
-                Some(last) if goes_on(last, &part) => last.range.end = part.range.end,
+                Some(last) if continues(last, &part) => last.range.end = part.range.end,
                 _ => parts.push(part),
             },
             None => self.0.push((log, vec![part])),
@@ -232,6 +232,6 @@ impl PartsByLog {
 }
 
 /// Returns whether a part continues `last` in the log and in the buffer: both are one read.
-fn goes_on(last: &ReadPart, part: &ReadPart) -> bool {
+fn continues(last: &ReadPart, part: &ReadPart) -> bool {
     last.range.end == part.range.start && last.offset + last.range.len() as u64 == part.offset
 }

@@ -95,13 +95,13 @@ async fn opened(
 ) -> (Vec<PathBuf>, Vec<u64>, Option<String>) {
     let config = LocalConfig { require_mounted, ..LocalConfig::default() };
     let store = open_with(config, disks.iter().map(|disk| disk.disk()).collect()).await.unwrap();
-    let heard = hear(&store).await;
+    let recovered = recover(&store).await;
     let ids = super::present(&store, &key("app", 1), PartitionId(1)).await;
     store.probe().await;
     store.sweep().await;
     store.maintain_once().await;
     let paths = store.disks().iter().map(|disk| disk.path.clone()).collect();
-    (paths, ids, heard.shuffles[0].incomplete.clone())
+    (paths, ids, recovered.shuffles[0].incomplete.clone())
 }
 
 #[tokio::test]
@@ -131,7 +131,7 @@ async fn new_disk_at_the_mount_point_of_another_is_taken() {
     new.memory.set_mount_point("/b");
     let (paths, ids, incomplete) = opened(None, [&disks[0], &new]).await;
     assert_eq!(paths, all.0);
-    assert!(ids.len() < all.1.len(), "what was on it is lost");
+    assert!(ids.len() < all.1.len(), "its blocks are lost");
     assert!(incomplete.is_some_and(|reason| reason.contains("/b/data is missing")));
     // The old directory returns, and its blocks are served again.
     let (_, ids, _) = opened(None, [&disks[0], &disks[1]]).await;
@@ -289,9 +289,9 @@ async fn damaged_claim_is_restored_with_the_reported_line() {
             assert_eq!(std::fs::read(claimed.claim()).unwrap(), intact);
             let store = claimed.open().await.unwrap();
             assert_eq!(store.metadata_gap(), None);
-            let heard = hear(&store).await;
-            assert_eq!(heard.shuffles[0].incomplete, None);
-            assert_eq!(heard.said[&claimed.key], [&b"registered"[..]]);
+            let recovered = recover(&store).await;
+            assert_eq!(recovered.shuffles[0].incomplete, None);
+            assert_eq!(recovered.records[&claimed.key], [&b"registered"[..]]);
             assert_eq!(read_all(&store, &claimed.key, 1).await.unwrap(), (0..6).collect::<Vec<_>>());
         }
     }

@@ -129,7 +129,7 @@ async fn unwritten_index_group_is_published_before_later_ones() {
     }
     let error = store.write(&key, vec![extent(1, &[(2, 50)], false)]).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Io);
-    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1], "nothing is visible that is not durable");
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1], "only durable blocks are visible");
     disks.iter().for_each(|disk| disk.faults.clear());
     store.probe().await;
     store.write(&key, vec![extent(1, &[(3, 70)], false)]).await.unwrap();
@@ -170,7 +170,7 @@ async fn read_errors_never_become_short_responses() {
         }
         let mut read = store.data(&key, PartitionId(1), 10, 9000).unwrap().chunks;
         assert_eq!(read.next_chunk(&HeapBuffers).await.map(drop).unwrap_err().kind, kind);
-        assert!(read.next_chunk(&HeapBuffers).await.is_err(), "after an error there is no regular end");
+        assert!(read.next_chunk(&HeapBuffers).await.is_err(), "a failed read returns only errors");
         let mut index = store.index(&key, PartitionId(1)).unwrap().chunks;
         assert_eq!(index.next_chunk(&HeapBuffers).await.unwrap_err().kind, kind);
         assert!(index.next_chunk(&HeapBuffers).await.is_err());
@@ -227,11 +227,11 @@ async fn damaged_block_does_not_affect_others() {
         assert_eq!(store.disks()[0].condition, DiskCondition::Broken);
 
         let (records, _) = index_of(&store, &key, 1).await.unwrap();
-        let told: Vec<_> = records.iter().map(|it| (it.block_id, it.offset, it.length)).collect();
+        let found: Vec<_> = records.iter().map(|it| (it.block_id, it.offset, it.length)).collect();
         let length = size as i32;
         let places =
             [1, FILLER_BLOCK_ID, 3].into_iter().zip(0..).map(|(id, n)| (id, n * size as i64, length));
-        assert_eq!(told, places.collect::<Vec<_>>());
+        assert_eq!(found, places.collect::<Vec<_>>());
         assert_eq!(present(&store, &key, p).await, [1, 3]);
         for (id, n) in [(1, 0), (3, 2)] {
             let place = (n * size as u64, size as u32);
@@ -308,7 +308,7 @@ async fn failed_probe_reports_the_cause() {
     assert!(store.disks()[1].is_healthy());
     disks[1].faults.add(Rule::once(Operation::OpenWrite, Fault::Errno(EMFILE)));
     store.probe().await;
-    assert!(store.disks()[1].is_healthy(), "one EMFILE says nothing about the disk");
+    assert!(store.disks()[1].is_healthy(), "EMFILE does not count against the disk");
 }
 
 /// Writes with eight concurrent writers. Returns the number of batches per disk.

@@ -33,7 +33,7 @@ async fn disk_is_not_blamed_for_a_pause_of_the_process() {
         };
         let written = store.write(&key, vec![extent(1, &[(1, 9000)], true)]);
         let (published, ()) = tokio::join!(written, paused);
-        assert_eq!(published.unwrap().disk, 0, "it answered after 10 s in which this process ran");
+        assert_eq!(published.unwrap().disk, 0, "the disk answered after 10 s of process time");
         assert!(store.disks()[0].is_healthy());
     })
     .await;
@@ -162,7 +162,7 @@ async fn hung_reads_leave_memory_for_other_disks() {
     for read in stuck.await {
         assert_eq!(read.unwrap_err().kind, StoreErrorKind::Unhealthy);
     }
-    assert!(began.elapsed() <= Duration::from_secs(60), "those behind the first are refused with them");
+    assert!(began.elapsed() <= Duration::from_secs(60), "waiting reads are refused with the first");
     assert_eq!(store.disks()[0].condition, DiskCondition::Hung);
     let (asked, now) = (buffers.asked.load(Ordering::Relaxed), tokio::time::Instant::now());
     let error = first_chunk(0).await.unwrap_err();
@@ -237,7 +237,7 @@ async fn hung_disk_holds_only_its_share_of_deletions() {
     disks[0].faults.add(Rule::always(Operation::Rename, Fault::Hang));
     let mut purges = std::pin::pin!(purge_all(&store, &keys));
     let soon = tokio::time::timeout(Duration::from_secs(1), &mut purges).await;
-    assert!(soon.is_err(), "some wait for the disk that hangs");
+    assert!(soon.is_err(), "some purges wait for the hung disk");
     assert_eq!(of_many(&disks[1]), 0, "the other disk's are deleted meanwhile");
     purges.await;
     assert_eq!(store.disks()[0].condition, DiskCondition::Hung);
@@ -279,7 +279,7 @@ async fn hung_index_append_is_repeated_on_another_disk() {
     let groups = groups(&disks);
     let sequences: Vec<_> = groups.iter().map(|group| group.header.sequence).collect();
     assert_eq!(sequences, [0, 0, 1], "the late append made a second copy");
-    assert_eq!(groups[0], groups[1], "and both say the same");
+    assert_eq!(groups[0], groups[1], "both groups are equal");
 }
 
 #[tokio::test(start_paused = true)]
@@ -407,7 +407,7 @@ async fn directory_of_a_hung_call_is_swept_after_a_purge() {
     assert_eq!(disks[0].app_directories().len(), 2, "the late call made the app's and the shuffle's");
     store.write(&kept, vec![extent(1, &[(2, 100)], false)]).await.unwrap();
     store.sweep().await;
-    assert_eq!(disks[0].app_directories().len(), 2, "those of the other app");
+    assert_eq!(disks[0].app_directories().len(), 2, "the other application's directories stay");
     assert_eq!(read_all(&store, &kept, 1).await.unwrap(), [2]);
     store.purge_app(&kept.app).await;
     assert_nothing_left(&store, &disks).await;

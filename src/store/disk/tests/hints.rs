@@ -21,7 +21,12 @@ async fn opened(direct_io: bool) -> (TestDisk, Arc<LocalStore>, ShuffleKey) {
 }
 
 /// Returns the ranges prefetched from the disk after a hint, in the order of the log.
-async fn told(disk: &TestDisk, store: &LocalStore, key: &ShuffleKey, ranges: &[Range<u64>]) -> Vec<Vec<u8>> {
+async fn prefetched(
+    disk: &TestDisk,
+    store: &LocalStore,
+    key: &ShuffleKey,
+    ranges: &[Range<u64>],
+) -> Vec<Vec<u8>> {
     let before = disk.memory.advised().len();
     store.hint(key, P, ranges);
     store.reader.tasks.drained().await;
@@ -36,14 +41,14 @@ async fn cached_reads_are_prefetched() {
             store.write(&key, vec![extent(1, &[(id, size)], false)]).await.unwrap();
         }
         let (first, second, third) = (payload(1, 5000), payload(2, 200_000), payload(3, 7000));
-        let all = told(&disk, &store, &key, &[0..212_000]).await;
+        let all = prefetched(&disk, &store, &key, &[0..212_000]).await;
         let expected = if direct_io { vec![&first, &third] } else { vec![&first, &second, &third] };
         assert!(
             all.iter().eq(expected),
             "direct {direct_io}: {:?}",
             all.iter().map(Vec::len).collect::<Vec<_>>()
         );
-        let inside = told(&disk, &store, &key, &[4000..4500, 205_000..205_010]).await;
+        let inside = prefetched(&disk, &store, &key, &[4000..4500, 205_000..205_010]).await;
         assert_eq!(inside, [&first[4000..4500], &third[..10]]);
         assert_eq!(store.core.metrics.hints.get(), 2);
     }
@@ -57,19 +62,20 @@ async fn hostile_hints_are_ignored_or_limited() {
     }
     let bytes = store.partition_bytes(&key, P);
     // Ranges beyond the published end, by one byte or more, and of unknown partitions and shuffles.
-    assert!(told(&disk, &store, &key, &[0..u64::MAX, 0..bytes + 1, bytes..bytes + 1]).await.is_empty());
+    assert!(prefetched(&disk, &store, &key, &[0..u64::MAX, 0..bytes + 1, bytes..bytes + 1]).await.is_empty());
     store.hint(&key, PartitionId(2), &[0..1]);
     store.hint(&super::key("other", 1), P, &[0..1]);
-    assert!(told(&disk, &store, &key, &[]).await.is_empty());
+    assert!(prefetched(&disk, &store, &key, &[]).await.is_empty());
     // All ranges overlap.
     let whole = vec![0..bytes; 1000];
-    let told_bytes = told(&disk, &store, &key, &whole).await.iter().map(|it| it.len() as u64).sum::<u64>();
-    assert_eq!(told_bytes, HINTED_BYTES_MAX);
+    let hinted_bytes =
+        prefetched(&disk, &store, &key, &whole).await.iter().map(|it| it.len() as u64).sum::<u64>();
+    assert_eq!(hinted_bytes, HINTED_BYTES_MAX);
     let ends: Vec<_> = (0..1000).map(|n| n % 400 * 100_000..n % 400 * 100_000 + 1).collect();
-    assert_eq!(told(&disk, &store, &key, &ends).await.len(), HINTED_EXTENTS_MAX);
+    assert_eq!(prefetched(&disk, &store, &key, &ends).await.len(), HINTED_EXTENTS_MAX);
     // A hint for a purged shuffle.
     store.purge(&key).await;
-    assert!(told(&disk, &store, &key, &[0..1]).await.is_empty());
+    assert!(prefetched(&disk, &store, &key, &[0..1]).await.is_empty());
     assert_nothing_left(&store, &[disk]).await;
 }
 
@@ -94,11 +100,11 @@ async fn prefetch_runs_once_per_disk_beside_reads() {
     assert_eq!(disk.memory.advised().len(), 1);
     // An error does not affect the health of the disk, and the next hint works.
     disk.faults.add(Rule::once(Operation::Advise, Fault::Errno(EIO)));
-    assert!(told(&disk, &store, &key, &[0..5000]).await.is_empty());
+    assert!(prefetched(&disk, &store, &key, &[0..5000]).await.is_empty());
     assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
-    assert_eq!(told(&disk, &store, &key, &[0..5000]).await.len(), 1);
+    assert_eq!(prefetched(&disk, &store, &key, &[0..5000]).await.len(), 1);
     // A failing disk gets no hints.
     store.core.disks[0].note(&io::Error::from_raw_os_error(EIO));
     assert_ne!(store.disks()[0].condition, DiskCondition::Healthy);
-    assert!(told(&disk, &store, &key, &[0..5000]).await.is_empty());
+    assert!(prefetched(&disk, &store, &key, &[0..5000]).await.is_empty());
 }

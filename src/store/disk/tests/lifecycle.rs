@@ -59,7 +59,7 @@ async fn open_read_of_a_purged_shuffle_ends_with_an_error() {
     assert_eq!(read.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::Purged);
     assert_eq!(index.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::Purged);
     drop((read, index));
-    assert!(store.disks()[0].is_healthy(), "a name that is gone says nothing about the disk");
+    assert!(store.disks()[0].is_healthy(), "a missing name does not count against the disk");
 }
 
 /// Writes and reads back. Returns whether every result was valid.
@@ -290,7 +290,7 @@ async fn extent_lists_are_charged_until_purge() {
     store.register(&key);
     for round in 0..100 {
         store.write(&key, vec![extent(0, &[(round, 10)], true)]).await.unwrap();
-        assert_eq!(extents.used() > 0, round > 0, "the first is paid for with its partition");
+        assert_eq!(extents.used() > 0, round > 0, "the first extent is charged with its partition");
     }
     assert!((40 * 99..60 * 100).contains(&extents.used()), "{} bytes", extents.used());
     assert_eq!(whole.used(), extents.used(), "beyond what there is");

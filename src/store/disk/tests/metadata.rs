@@ -11,16 +11,16 @@ use crate::log::{HandOff, LogError};
 use uniffle_testkit::fault::{EACCES, EIO, EMFILE, Fault, Operation, Rule};
 
 /// Appends a record of a shuffle.
-pub(super) async fn say(store: &LocalStore, key: &ShuffleKey, said: &[u8]) {
+pub(super) async fn append_record(store: &LocalStore, key: &ShuffleKey, record: &[u8]) {
     let handle = store.register(key);
-    store.append_metadata(&handle, said).await.unwrap();
+    store.append_metadata(&handle, record).await.unwrap();
 }
 
-/// Returns the records of a shuffle, and why it is incomplete.
-pub(super) fn found(heard: &Heard, key: &ShuffleKey) -> (Vec<Bytes>, Option<String>) {
-    let shuffle = heard.shuffles.iter().find(|shuffle| shuffle.key == *key);
-    let said = heard.said.get(key).cloned().unwrap_or_default();
-    (said, shuffle.and_then(|shuffle| shuffle.incomplete.clone()))
+/// Returns the records of a shuffle, and the reason why it is incomplete.
+pub(super) fn records_of(recovered: &RecoveredRecords, key: &ShuffleKey) -> (Vec<Bytes>, Option<String>) {
+    let shuffle = recovered.shuffles.iter().find(|shuffle| shuffle.key == *key);
+    let records = recovered.records.get(key).cloned().unwrap_or_default();
+    (records, shuffle.and_then(|shuffle| shuffle.incomplete.clone()))
 }
 
 pub(super) fn disks<const N: usize>() -> [TestDisk; N] {
@@ -34,16 +34,16 @@ async fn new_shuffle_survives_power_loss_without_synced_data() {
         let disks = &disks::<2>()[..count];
         let (old, young) = (key("app", 1), key("app", 2));
         let store = store_on(disks).await;
-        say(&store, &old, b"old").await;
-        say(&store, &young, b"registered").await;
-        say(&store, &young, b"reported").await;
+        append_record(&store, &old, b"old").await;
+        append_record(&store, &young, b"registered").await;
+        append_record(&store, &young, b"reported").await;
         drop(store);
         disks.iter().zip(7..).for_each(|(disk, seed)| disk.memory.lose_power(seed));
         let store = store_on(disks).await;
-        let recovered = hear(&store).await;
-        assert_eq!(found(&recovered, &old), (vec![Bytes::from_static(b"old")], None));
-        assert_eq!(found(&recovered, &young).0, [&b"registered"[..], b"reported"]);
-        assert_eq!((found(&recovered, &young).1, store.metadata_gap()), (None, None), "all is proven");
+        let recovered = recover(&store).await;
+        assert_eq!(records_of(&recovered, &old), (vec![Bytes::from_static(b"old")], None));
+        assert_eq!(records_of(&recovered, &young).0, [&b"registered"[..], b"reported"]);
+        assert_eq!((records_of(&recovered, &young).1, store.metadata_gap()), (None, None), "all is proven");
     }
 }
 
@@ -61,29 +61,29 @@ async fn successor_continues_the_log() {
         let disks = &disks::<3>()[..count];
         let (first, second, third) = (key("app", 1), key("app", 2), key("app", 3));
         let store = store_on(disks).await;
-        say(&store, &first, b"first").await;
+        append_record(&store, &first, b"first").await;
         let hand_off = store.release_log().await;
         store.append_metadata(&store.register(&second), b"late").await.expect_err("it is left");
         drop(store);
         let copies = log_copies(disks);
         let store = successor(disks, hand_off.as_ref()).await;
-        assert!(!store.metadata.is_begun(), "it is told first");
-        let heard = hear(&store).await;
-        assert_eq!(found(&heard, &first), (vec![Bytes::from_static(b"first")], None));
+        assert!(!store.metadata.is_begun(), "it is recovered first");
+        let recovered = recover(&store).await;
+        assert_eq!(records_of(&recovered, &first), (vec![Bytes::from_static(b"first")], None));
         assert!(store.metadata.is_begun());
-        assert_eq!(heard.shuffles.len(), 1);
-        say(&store, &second, b"second").await;
+        assert_eq!(recovered.shuffles.len(), 1);
+        append_record(&store, &second, b"second").await;
         let hand_off = store.release_log().await;
         drop(store);
         let store = successor(disks, hand_off.as_ref()).await;
-        say(&store, &third, b"third").await;
+        append_record(&store, &third, b"third").await;
         assert_eq!(log_copies(disks), copies, "nothing was written anew");
         drop(store);
         disks.iter().zip(7..).for_each(|(disk, seed)| disk.memory.lose_power(seed));
         let store = store_on(disks).await;
-        let heard = hear(&store).await;
-        for (shuffle, said) in [(&first, b"first".as_slice()), (&second, b"second"), (&third, b"third")] {
-            assert_eq!(found(&heard, shuffle), (vec![Bytes::copy_from_slice(said)], None));
+        let recovered = recover(&store).await;
+        for (shuffle, record) in [(&first, b"first".as_slice()), (&second, b"second"), (&third, b"third")] {
+            assert_eq!(records_of(&recovered, shuffle), (vec![Bytes::copy_from_slice(record)], None));
         }
         assert_eq!(store.metadata_gap(), None, "all is proven");
         assert!(
@@ -99,7 +99,7 @@ async fn successor_continues_the_log() {
 async fn changed_log_is_rewritten() {
     type Change = fn(&[TestDisk], &mut Option<HandOff>);
     let changes: [(&str, Change); 4] = [
-        ("a worker of before says nothing of it", |_, hand_off| *hand_off = None),
+        ("an older worker wrote no hand-off record", |_, hand_off| *hand_off = None),
         ("a copy is cut short", |disks, _| {
             let copies = log_copies(disks);
             let (at, path) = &copies[0];
@@ -111,7 +111,7 @@ async fn changed_log_is_rewritten() {
             let (at, path) = &copies[0];
             disks[*at].memory.put(path, None);
         }),
-        ("a directory does not know of it", |disks, _| {
+        ("a directory lacks the record", |disks, _| {
             let list = disks[2].memory.files().into_iter().find(|path| path.ends_with("members")).unwrap();
             disks[2].memory.put(&list, None);
         }),
@@ -120,29 +120,33 @@ async fn changed_log_is_rewritten() {
     for (what, change) in changes {
         let disks = &disks::<3>();
         let store = store_on(disks).await;
-        say(&store, &first, b"first").await;
+        append_record(&store, &first, b"first").await;
         let mut hand_off = store.release_log().await;
         drop(store);
         change(disks, &mut hand_off);
         let copies = log_copies(disks);
         let store = successor(disks, hand_off.as_ref()).await;
-        assert_eq!(found(&hear(&store).await, &first), (vec![Bytes::from_static(b"first")], None), "{what}");
+        assert_eq!(
+            records_of(&recover(&store).await, &first),
+            (vec![Bytes::from_static(b"first")], None),
+            "{what}"
+        );
         assert!(log_copies(disks).iter().all(|copy| !copies.contains(copy)), "{what}");
-        say(&store, &second, b"second").await;
+        append_record(&store, &second, b"second").await;
     }
     // A record after the hand-off is not part of it: its writer may have ended before it was on the
     // device.
     let disks = &disks::<2>();
     let store = store_on(disks).await;
-    say(&store, &first, b"first").await;
+    append_record(&store, &first, b"first").await;
     let hand_off = store.release_log().await;
     drop(store);
     let store = successor(disks, hand_off.as_ref()).await;
-    say(&store, &second, b"second").await;
+    append_record(&store, &second, b"second").await;
     drop(store);
     let copies = log_copies(disks);
     let store = successor(disks, hand_off.as_ref()).await;
-    assert_eq!(found(&hear(&store).await, &second).0, [&b"second"[..]]);
+    assert_eq!(records_of(&recover(&store).await, &second).0, [&b"second"[..]]);
     assert!(log_copies(disks).iter().all(|copy| !copies.contains(copy)), "an old word");
 }
 
@@ -154,7 +158,7 @@ async fn recovered_records_are_read_before_the_rewrite() {
     let (first, second) = (key("app", 1), key("app", 2));
     let store = store_on(disks).await;
     assert!(store.metadata.is_begun(), "nothing was left");
-    say(&store, &first, b"first").await;
+    append_record(&store, &first, b"first").await;
     drop(store);
     let before = log_copies(disks);
     let store = store_on(disks).await;
@@ -164,20 +168,20 @@ async fn recovered_records_are_read_before_the_rewrite() {
     drop(store);
     disks.iter().zip(7..).for_each(|(disk, seed)| disk.memory.lose_power(seed));
     let store = store_on(disks).await;
-    assert_eq!(found(&hear(&store).await, &first), (vec![Bytes::from_static(b"first")], None));
+    assert_eq!(records_of(&recover(&store).await, &first), (vec![Bytes::from_static(b"first")], None));
     assert!(store.metadata.is_begun());
     assert!(log_copies(disks).iter().all(|copy| !before.contains(copy)), "written anew");
     drop(store);
     let store = store_on(disks).await;
-    say(&store, &second, b"second").await;
+    append_record(&store, &second, b"second").await;
     assert!(store.metadata.is_begun(), "before the entry");
-    let heard = hear(&store).await;
-    assert_eq!(found(&heard, &first).0, [&b"first"[..]]);
+    let recovered = recover(&store).await;
+    assert_eq!(records_of(&recovered, &first).0, [&b"first"[..]]);
     drop(store);
     let store = store_on(disks).await;
-    let heard = hear(&store).await;
-    for (shuffle, said) in [(&first, b"first".as_slice()), (&second, b"second".as_slice())] {
-        assert_eq!(found(&heard, shuffle), (vec![Bytes::from_static(said)], None));
+    let recovered = recover(&store).await;
+    for (shuffle, record) in [(&first, b"first".as_slice()), (&second, b"second".as_slice())] {
+        assert_eq!(records_of(&recovered, shuffle), (vec![Bytes::from_static(record)], None));
     }
 }
 
@@ -189,8 +193,8 @@ async fn flipped_byte_is_repaired_unless_in_both_copies() {
             let shuffles = [key("app", 1), key("app", 2)];
             let store = store_on(disks).await;
             for shuffle in &shuffles {
-                say(&store, shuffle, b"registered").await;
-                say(&store, shuffle, b"reported").await;
+                append_record(&store, shuffle, b"registered").await;
+                append_record(&store, shuffle, b"reported").await;
             }
             drop(store);
             let copies = log_copies(disks);
@@ -200,15 +204,15 @@ async fn flipped_byte_is_repaired_unless_in_both_copies() {
                 disks[*at].memory.corrupt(path, length - 100, 1);
             }
             let store = store_on(disks).await;
-            let recovered = hear(&store).await;
+            let recovered = recover(&store).await;
             for shuffle in &shuffles {
-                let (said, incomplete) = found(&recovered, shuffle);
+                let (records, incomplete) = records_of(&recovered, shuffle);
                 assert_eq!(incomplete.is_some(), both, "{incomplete:?}");
-                assert!(both || said == [&b"registered"[..], b"reported"]);
+                assert!(both || records == [&b"registered"[..], b"reported"]);
             }
             assert_eq!(store.metadata_gap().is_some(), both);
             if both {
-                let reason = found(&recovered, &shuffles[0]).1.unwrap();
+                let reason = records_of(&recovered, &shuffles[0]).1.unwrap();
                 assert!(
                     reason.contains("/log is corrupt at record") && reason.contains("unregister"),
                     "{reason}"
@@ -218,12 +222,12 @@ async fn flipped_byte_is_repaired_unless_in_both_copies() {
                 // The shuffle stays incomplete in all later starts. A new registration is not
                 // affected.
                 let fresh = key("app", 3);
-                say(&store, &fresh, b"new").await;
+                append_record(&store, &fresh, b"new").await;
                 drop(store);
                 let store = store_on(disks).await;
-                let recovered = hear(&store).await;
-                assert!(found(&recovered, &shuffles[1]).1.is_some() && store.metadata_gap().is_some());
-                assert_eq!(found(&recovered, &fresh), (vec![Bytes::from_static(b"new")], None));
+                let recovered = recover(&store).await;
+                assert!(records_of(&recovered, &shuffles[1]).1.is_some() && store.metadata_gap().is_some());
+                assert_eq!(records_of(&recovered, &fresh), (vec![Bytes::from_static(b"new")], None));
             }
         }
     }
@@ -235,10 +239,10 @@ async fn equally_damaged_copies_are_refused_by_their_marks() {
         let disks = &disks::<2>()[..count];
         let shuffle = key("app", 1);
         let store = store_on(disks).await;
-        say(&store, &shuffle, b"registered").await;
+        append_record(&store, &shuffle, b"registered").await;
         let (at, path) = log_copies(disks)[0].clone();
         let fits = disks[at].memory.content(&path).unwrap().len();
-        say(&store, &shuffle, b"reported").await;
+        append_record(&store, &shuffle, b"reported").await;
         tokio::time::sleep(Duration::from_millis(20)).await;
         drop(store);
         for (at, path) in log_copies(disks) {
@@ -249,8 +253,8 @@ async fn equally_damaged_copies_are_refused_by_their_marks() {
             }
         }
         let store = store_on(disks).await;
-        let (said, incomplete) = found(&hear(&store).await, &shuffle);
-        assert_eq!(said, [&b"registered"[..]]);
+        let (records, incomplete) = records_of(&recover(&store).await, &shuffle);
+        assert_eq!(records, [&b"registered"[..]]);
         let reason = incomplete.expect("a record is missing");
         assert!(
             reason.contains(if cuts { "ends before record" } else { "is corrupt at record" }),
@@ -264,21 +268,22 @@ async fn alternating_directories_give_no_short_results() {
     let disks = disks::<2>();
     let shuffle = key("app", 1);
     let store = store_on(&disks).await;
-    say(&store, &shuffle, b"first").await;
+    append_record(&store, &shuffle, b"first").await;
     drop(store);
     let store = store_on(&disks[..1]).await;
-    assert!(found(&hear(&store).await, &shuffle).1.unwrap().contains("/b is missing"));
-    say(&store, &shuffle, b"second").await;
+    assert!(records_of(&recover(&store).await, &shuffle).1.unwrap().contains("/b is missing"));
+    append_record(&store, &shuffle, b"second").await;
     drop(store);
     let store = store_on(&disks[1..]).await;
-    let recovered = hear(&store).await;
-    assert_eq!(found(&recovered, &shuffle).0, [&b"first"[..]]);
+    let recovered = recover(&store).await;
+    assert_eq!(records_of(&recovered, &shuffle).0, [&b"first"[..]]);
     assert!(
-        found(&recovered, &shuffle).1.unwrap().contains("/a is missing") && store.metadata_gap().is_some()
+        records_of(&recovered, &shuffle).1.unwrap().contains("/a is missing")
+            && store.metadata_gap().is_some()
     );
     drop(store);
     let store = store_on(&disks).await;
-    let reason = found(&hear(&store).await, &shuffle).1.unwrap();
+    let reason = records_of(&recover(&store).await, &shuffle).1.unwrap();
     assert!(reason.contains("was used separately from the others"), "{reason}");
 }
 
@@ -289,18 +294,18 @@ async fn returned_directory_names_its_replacement() {
     let disks = disks::<2>();
     let between = TestDisk::new("/b");
     let (old, new) = (key("app", 1), key("app", 2));
-    say(&*store_on(&disks).await, &old, b"old").await;
+    append_record(&*store_on(&disks).await, &old, b"old").await;
     let store = open(vec![disks[0].disk(), between.disk()]).await.unwrap();
     let in_between = store.disks()[1].uuid;
-    assert!(found(&hear(&store).await, &old).1.unwrap().contains("/b is missing"));
-    say(&store, &new, b"new").await;
+    assert!(records_of(&recover(&store).await, &old).1.unwrap().contains("/b is missing"));
+    append_record(&store, &new, b"new").await;
     drop(store);
     for _ in 0..2 {
         let store = store_on(&disks).await;
-        let heard = hear(&store).await;
-        for (shuffle, said) in [(&old, &b"old"[..]), (&new, b"new")] {
-            let (told, reason) = found(&heard, shuffle);
-            assert_eq!(told, [said]);
+        let recovered = recover(&store).await;
+        for (shuffle, record) in [(&old, &b"old"[..]), (&new, b"new")] {
+            let (records, reason) = records_of(&recovered, shuffle);
+            assert_eq!(records, [record]);
             let (reason, named) = (reason.unwrap(), format!("its replacement (id {in_between})"));
             assert!(reason.contains("/b is an earlier one") && reason.contains(&named), "{reason}");
         }
@@ -312,34 +317,37 @@ async fn returned_directory_names_its_replacement() {
     }
     between.memory.snapshot().into_iter().for_each(|(path, content)| aside.memory.put(&path, Some(content)));
     let store = open(vec![disks[0].disk(), disks[1].disk(), aside.disk()]).await.unwrap();
-    let heard = hear(&store).await;
-    assert_eq!((found(&heard, &old).1, found(&heard, &new).1, store.metadata_gap()), (None, None, None));
+    let recovered = recover(&store).await;
+    assert_eq!(
+        (records_of(&recovered, &old).1, records_of(&recovered, &new).1, store.metadata_gap()),
+        (None, None, None)
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn two_of_three_directories_are_proof() {
     let disks = disks::<3>();
     let shuffle = key("app", 1);
-    say(&*store_on(&disks).await, &shuffle, b"first").await;
+    append_record(&*store_on(&disks).await, &shuffle, b"first").await;
     let two = |away: usize| {
         let here = disks.iter().enumerate().filter(move |(at, _)| *at != away);
         let here: Vec<_> = here.map(|(_, disk)| disk.disk()).collect();
         open(here)
     };
-    for (away, said) in [(2, &b"second"[..]), (0, b"third")] {
+    for (away, record) in [(2, &b"second"[..]), (0, b"third")] {
         let store = two(away).await.unwrap();
-        assert_eq!(found(&hear(&store).await, &shuffle).1, None);
-        say(&store, &shuffle, said).await;
+        assert_eq!(records_of(&recover(&store).await, &shuffle).1, None);
+        append_record(&store, &shuffle, record).await;
     }
     let store = store_on(&disks[..1]).await;
-    assert!(found(&hear(&store).await, &shuffle).1.unwrap().contains("is missing"));
+    assert!(records_of(&recover(&store).await, &shuffle).1.unwrap().contains("is missing"));
     let handle = store.handle(&shuffle).unwrap();
     let error = store.append_metadata(&handle, b"no").await.unwrap_err().to_string();
     assert!(error.contains("only 1 of 3 data directories are writable"), "{error}");
     drop((handle, store));
     let store = store_on(&disks).await;
-    let (said, incomplete) = found(&hear(&store).await, &shuffle);
-    assert_eq!((said.len(), incomplete), (3, None));
+    let (records, incomplete) = records_of(&recover(&store).await, &shuffle);
+    assert_eq!((records.len(), incomplete), (3, None));
 }
 
 /// Regression test: copies that moved stayed in the same epoch. A full disk kept an old copy, and
@@ -349,18 +357,18 @@ async fn old_copy_of_a_moved_log_is_no_proof() {
     let disks = disks::<5>();
     let shuffle = key("app", 1);
     let store = store_on(&disks).await;
-    say(&store, &shuffle, b"first").await;
+    append_record(&store, &shuffle, b"first").await;
     disks[0].memory.set_capacity(Some(1 << 20));
     disks[0].memory.put(Path::new("other"), Some(vec![0; 1_000_000]));
     disks[0].faults.add(Rule::always(Operation::Remove, Fault::Errno(EIO)));
     store.maintain_once().await;
     let copies: Vec<usize> = log_copies(&disks).into_iter().map(|(at, _)| at).collect();
     assert_eq!(copies, [0, 1, 2]);
-    say(&store, &shuffle, b"second").await;
+    append_record(&store, &shuffle, b"second").await;
     drop(store);
     let store = open([0, 3, 4].map(|at: usize| disks[at].disk()).into()).await.unwrap();
-    let (said, incomplete) = found(&hear(&store).await, &shuffle);
-    assert!(incomplete.is_some(), "a record is missing: {said:?}");
+    let (records, incomplete) = records_of(&recover(&store).await, &shuffle);
+    assert!(incomplete.is_some(), "a record is missing: {records:?}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -369,7 +377,7 @@ async fn damaged_log_file_hides_nothing() {
     for count in 1..=2 {
         let shuffle = key("app", 1);
         let files = async |disks: &[TestDisk]| {
-            say(&*store_on(disks).await, &shuffle, b"said").await;
+            append_record(&*store_on(disks).await, &shuffle, b"record").await;
             let all = disks.iter().enumerate().flat_map(|(at, disk)| {
                 let ours = disk.memory.files().into_iter().filter(|path| path.starts_with(METADATA));
                 ours.map(move |path| (at, path)).collect::<Vec<_>>()
@@ -391,9 +399,9 @@ async fn damaged_log_file_hides_nothing() {
                 }
             }
             let store = store_on(disks).await;
-            let (said, incomplete) = found(&hear(&store).await, &shuffle);
+            let (records, incomplete) = records_of(&recover(&store).await, &shuffle);
             let is_refused = store.metadata_gap().is_some();
-            assert!(said.len() == 1 || is_refused, "{path:?} {how}");
+            assert!(records.len() == 1 || is_refused, "{path:?} {how}");
             assert!(!is_refused || how == 2, "one damaged file is made good: {path:?} {how} {incomplete:?}");
         }
     }
@@ -423,9 +431,9 @@ async fn hung_copy_is_dropped_and_recreated_later() {
     let disks = disks::<2>();
     let shuffle = key("app", 1);
     let store = store_on(&disks).await;
-    say(&store, &shuffle, b"first").await;
+    append_record(&store, &shuffle, b"first").await;
     disks[1].faults.add(Rule::always(Operation::Write, Fault::Hang).on("/log"));
-    say(&store, &shuffle, b"second").await;
+    append_record(&store, &shuffle, b"second").await;
     assert!(!store.disks()[1].is_healthy(), "it did not answer in time");
     let copies: Vec<usize> =
         log_copies(&disks).into_iter().filter(|(at, _)| *at == 0).map(|it| it.0).collect();
@@ -437,8 +445,8 @@ async fn hung_copy_is_dropped_and_recreated_later() {
     store.maintain_once().await;
     assert_eq!(log_copies(&disks).into_iter().map(|(at, _)| at).collect::<Vec<_>>(), [0, 1]);
     drop(store);
-    let (said, incomplete) = found(&hear(&*store_on(&disks).await).await, &shuffle);
-    assert_eq!((said.len(), incomplete), (2, None));
+    let (records, incomplete) = records_of(&recover(&*store_on(&disks).await).await, &shuffle);
+    assert_eq!((records.len(), incomplete), (2, None));
 }
 
 #[tokio::test(start_paused = true)]
@@ -448,24 +456,24 @@ async fn records_are_read_from_the_other_copy_on_errors() {
     let store = store_on(&disks).await;
     let records: Vec<Bytes> = (0..200u8).map(|n| Bytes::from(vec![n; 20_000])).collect();
     for record in &records {
-        say(&store, &shuffle, record).await;
+        append_record(&store, &shuffle, record).await;
     }
     for failing in [0, 1] {
         // Fails neither the first window of 1 MiB nor those of both copies.
         disks[failing].faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).on("/log").after(2));
-        assert_eq!(hear_log(&store).await.unwrap(), records);
+        assert_eq!(read_log(&store).await.unwrap(), records);
         disks.iter().for_each(|disk| disk.faults.clear());
     }
     disks
         .iter()
         .for_each(|disk| disk.faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).on("/log")));
-    let error = hear_log(&store).await.unwrap_err();
+    let error = read_log(&store).await.unwrap_err();
     assert!(error.to_string().contains("Input/output error"), "{error}");
 }
 
-async fn hear_log(store: &LocalStore) -> Result<Vec<Bytes>, LogError> {
-    let (mut said, mut records) = (store.metadata.said(), Vec::new());
-    while let Some((_, record)) = said.next().await? {
+async fn read_log(store: &LocalStore) -> Result<Vec<Bytes>, LogError> {
+    let (mut reader, mut records) = (store.metadata.said(), Vec::new());
+    while let Some((_, record)) = reader.next().await? {
         records.push(record);
     }
     Ok(records)
@@ -490,11 +498,11 @@ async fn goes_on_when_it_can_be_read(fault: Rule, text: &str) {
     let disks = disks::<1>();
     let (old, new) = (key("app", 1), key("app", 2));
     let store = store_on(&disks).await;
-    say(&store, &old, b"old").await;
+    append_record(&store, &old, b"old").await;
     drop(store);
     disks[0].faults.add(fault);
     let store = store_on(&disks).await;
-    assert!(hear(&store).await.said.is_empty() && store.metadata_gap().is_some());
+    assert!(recover(&store).await.records.is_empty() && store.metadata_gap().is_some());
     let handle = store.register(&new);
     let error = store.append_metadata(&handle, b"too early").await.unwrap_err().to_string();
     assert!(error.contains(text) && error.contains("until it is readable"), "{error}");
@@ -503,12 +511,12 @@ async fn goes_on_when_it_can_be_read(fault: Rule, text: &str) {
     disks[0].faults.clear();
     store.maintain_once().await;
     store.append_metadata(&handle, b"new").await.unwrap();
-    assert!(store.metadata_gap().is_some(), "what it does not know is refused until the next start");
+    assert!(store.metadata_gap().is_some(), "unknown shuffles are refused until the next start");
     drop((handle, store));
     let store = store_on(&disks).await;
-    let heard = hear(&store).await;
-    assert_eq!(found(&heard, &old), (vec![Bytes::from_static(b"old")], None));
-    assert_eq!(found(&heard, &new), (vec![Bytes::from_static(b"new")], None));
+    let recovered = recover(&store).await;
+    assert_eq!(records_of(&recovered, &old), (vec![Bytes::from_static(b"old")], None));
+    assert_eq!(records_of(&recovered, &new), (vec![Bytes::from_static(b"new")], None));
     assert_eq!(store.metadata_gap(), None);
 }
 
@@ -520,24 +528,24 @@ async fn registration_replaces_the_one_found_after_the_start() {
     let (again, other) = (key("app", 1), key("app", 2));
     let store = store_on(&disks).await;
     store.count_from(1 << 40);
-    say(&store, &again, b"old").await;
-    say(&store, &other, b"other").await;
+    append_record(&store, &again, b"old").await;
+    append_record(&store, &other, b"other").await;
     drop(store);
     disks[0].faults.add(Rule::always(Operation::Other, Fault::Errno(EIO)).on("uniffle-worker.metadata"));
     let store = store_on(&disks).await;
-    assert!(hear(&store).await.said.is_empty());
+    assert!(recover(&store).await.records.is_empty());
     let handle = store.register(&again);
     assert!(store.append_metadata(&handle, b"too early").await.is_err());
     disks[0].faults.clear();
     store.maintain_once().await;
-    say(&store, &again, b"new").await;
-    say(&store, &again, b"report").await;
+    append_record(&store, &again, b"new").await;
+    append_record(&store, &again, b"report").await;
     drop((handle, store));
     let store = store_on(&disks).await;
-    let heard = hear(&store).await;
+    let recovered = recover(&store).await;
     let new = vec![Bytes::from_static(b"new"), Bytes::from_static(b"report")];
-    assert_eq!(found(&heard, &again), (new, None));
-    assert_eq!(found(&heard, &other), (vec![Bytes::from_static(b"other")], None));
+    assert_eq!(records_of(&recovered, &again), (new, None));
+    assert_eq!(records_of(&recovered, &other), (vec![Bytes::from_static(b"other")], None));
 }
 
 #[tokio::test(start_paused = true)]
@@ -546,7 +554,7 @@ async fn data_without_a_metadata_log_is_incomplete() {
         let disks = &disks::<2>()[..count];
         let shuffle = key("app", 1);
         let store = store_on(disks).await;
-        say(&store, &shuffle, b"registered").await;
+        append_record(&store, &shuffle, b"registered").await;
         store.write(&shuffle, vec![extent(1, &[(1, 900)], true)]).await.unwrap();
         drop(store);
         for disk in disks {
@@ -557,7 +565,7 @@ async fn data_without_a_metadata_log_is_incomplete() {
         assert!(!recovered.shuffles[0].reason.is_empty());
         let gap = store.metadata_gap().unwrap();
         assert!(gap.contains("without a metadata log") && gap.contains("unregister"), "{gap}");
-        say(&store, &key("app", 2), b"registered").await;
+        append_record(&store, &key("app", 2), b"registered").await;
         drop((recovered, store));
         assert!(store_on(disks).await.metadata_gap().is_some(), "later starts know it");
     }

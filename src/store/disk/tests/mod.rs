@@ -9,8 +9,8 @@ mod hints;
 mod lifecycle;
 mod metadata;
 mod model;
-mod moving;
 mod noted_purges;
+mod offload;
 mod power;
 mod reads;
 mod removal;
@@ -174,12 +174,12 @@ pub(in crate::store) async fn present(
 }
 
 /// State that a start recovered, with the records of shuffles.
-pub(super) struct Heard {
+pub(super) struct RecoveredRecords {
     pub(in crate::store) recovered: Recovered,
-    pub(in crate::store) said: BTreeMap<ShuffleKey, Vec<Bytes>>,
+    pub(in crate::store) records: BTreeMap<ShuffleKey, Vec<Bytes>>,
 }
 
-impl std::ops::Deref for Heard {
+impl std::ops::Deref for RecoveredRecords {
     type Target = Recovered;
 
     fn deref(&self) -> &Recovered {
@@ -187,14 +187,14 @@ impl std::ops::Deref for Heard {
     }
 }
 
-pub(super) async fn hear(store: &LocalStore) -> Heard {
-    let (mut recovered, mut said) = (store.take_recovered(), BTreeMap::<_, Vec<_>>::new());
+pub(super) async fn recover(store: &LocalStore) -> RecoveredRecords {
+    let (mut recovered, mut records) = (store.take_recovered(), BTreeMap::<_, Vec<_>>::new());
     // A log that cannot be read to its end returns the records before the failure.
-    while let Ok(Some((key, record))) = recovered.said.next().await {
-        said.entry(key).or_default().push(record);
+    while let Ok(Some((key, record))) = recovered.records.next().await {
+        records.entry(key).or_default().push(record);
     }
     store.metadata.begun().await;
-    Heard { recovered, said }
+    RecoveredRecords { recovered, records }
 }
 
 pub(in crate::store) fn key(app: &str, shuffle: i32) -> ShuffleKey {

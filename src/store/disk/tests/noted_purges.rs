@@ -3,7 +3,7 @@
 use futures::FutureExt as _;
 use futures::future::join_all;
 
-use super::metadata::{disks, found, say};
+use super::metadata::{append_record, disks, records_of};
 use super::*;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
@@ -12,10 +12,10 @@ async fn purged_shuffle_leaves_the_log_for_good() {
     let disks = disks::<2>();
     let store = store_on(&disks).await;
     let (kept, big) = (key("app", 1), key("app", 2));
-    say(&store, &kept, b"kept").await;
+    append_record(&store, &kept, b"kept").await;
     let large = vec![7; 3 << 20];
     for _ in 0..4 {
-        say(&store, &big, &large).await;
+        append_record(&store, &big, &large).await;
     }
     let bytes = || -> usize {
         let sizes = log_copies(&disks).into_iter();
@@ -24,12 +24,12 @@ async fn purged_shuffle_leaves_the_log_for_good() {
     assert!(bytes() > 24 << 20);
     store.purge(&big).await;
     store.maintain_once().await;
-    assert!(bytes() < 10_000, "what is dead was the larger part: {}", bytes());
+    assert!(bytes() < 10_000, "compaction drops the dead records: {}", bytes());
     drop(store);
     let store = store_on(&disks).await;
-    let recovered = hear(&store).await;
+    let recovered = recover(&store).await;
     assert_eq!(recovered.shuffles.len(), 1);
-    assert_eq!(found(&recovered, &kept), (vec![Bytes::from_static(b"kept")], None));
+    assert_eq!(records_of(&recovered, &kept), (vec![Bytes::from_static(b"kept")], None));
     assert_eq!(format!("{:?}", store.register(&big)), "ShuffleHandle(app/2.3)", "no number is given twice");
 }
 
@@ -38,7 +38,7 @@ async fn unlogged_purge_keeps_the_files() {
     let disks = disks::<1>();
     let store = store_on(&disks).await;
     let shuffle = key("app", 1);
-    say(&store, &shuffle, b"said").await;
+    append_record(&store, &shuffle, b"record").await;
     store.write(&shuffle, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
     disks[0].faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)).on("/log"));
     store.purge(&shuffle).await;
@@ -49,7 +49,7 @@ async fn unlogged_purge_keeps_the_files() {
     store.remove_files(&shuffle.app).await;
     assert_nothing_left(&store, &disks).await;
     drop(store);
-    assert!(hear(&*store_on(&disks).await).await.shuffles.is_empty());
+    assert!(recover(&*store_on(&disks).await).await.shuffles.is_empty());
 }
 
 /// Returns the number of entries in a copy of the log, by the magic of their frames.
@@ -65,7 +65,7 @@ async fn concurrent_purges_are_logged_once_each() {
     let store = store_on(&disks).await;
     let keys: Vec<ShuffleKey> = (0..300).map(|app| key(&format!("app{app}"), 1)).collect();
     for shuffle in &keys {
-        say(&store, shuffle, b"registered").await;
+        append_record(&store, shuffle, b"registered").await;
         store.write(shuffle, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
     }
     let before = entries(&disks);
@@ -76,11 +76,11 @@ async fn concurrent_purges_are_logged_once_each() {
         let left = disk.memory.files().into_iter();
         let left: Vec<_> =
             left.filter(|path| path.starts_with("apps") || path.starts_with("trash")).collect();
-        assert_eq!(left, Vec::<PathBuf>::new(), "each purge saw to its files");
+        assert_eq!(left, Vec::<PathBuf>::new(), "each purge removed its files");
     }
     assert_nothing_left(&store, &disks).await;
     drop(store);
-    assert!(hear(&*store_on(&disks).await).await.shuffles.is_empty());
+    assert!(recover(&*store_on(&disks).await).await.shuffles.is_empty());
 }
 
 #[tokio::test(start_paused = true)]
@@ -89,7 +89,7 @@ async fn dropped_purge_record_is_written_by_a_waiter() {
     let store = store_on(&disks).await;
     let keys = [key("app", 1), key("app", 2)];
     for shuffle in &keys {
-        say(&store, shuffle, b"registered").await;
+        append_record(&store, shuffle, b"registered").await;
         store.write(shuffle, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
     }
     drop(store.forget_shuffle(&keys[0]));

@@ -86,7 +86,7 @@ async fn unsyncable_directory_fails_like_an_uncreatable_one() {
     disks[1].faults.add(Rule::once(Operation::SyncDir, Fault::Errno(EIO)));
     drop(store);
     let store = open_with(&disks, SyncWrites::Group).await;
-    assert_eq!(store.disks().len(), 1, "a disk that cannot be synced is not believed");
+    assert_eq!(store.disks().len(), 1, "a disk that cannot be synced is not used");
 }
 
 #[tokio::test(start_paused = true)]
@@ -116,7 +116,7 @@ async fn last_sync_reaches_all_responsive_devices() {
     disks[0].faults.add(Rule::once(Operation::SyncDir, Fault::Hang));
     let began = tokio::time::Instant::now();
     store.sync_disks(time).await;
-    assert_eq!(began.elapsed(), time, "one that hangs takes no longer");
+    assert_eq!(began.elapsed(), time, "a hung disk does not extend the sync");
     disks[0].faults.release().await;
     drop((store, handle));
     disks.iter().zip(3..).for_each(|(disk, seed)| disk.memory.lose_power(seed));
@@ -126,19 +126,19 @@ async fn last_sync_reaches_all_responsive_devices() {
 
 /// Acknowledged data of one process lifetime.
 #[derive(Default)]
-struct Told {
+struct Promised {
     metadata: Vec<Vec<u8>>,
     /// Blocks by id with their place in the stream, as listed by an index.
     records: BTreeMap<i64, IndexRecord>,
 }
 
 /// Writes at random to failing disks, until the power fails during a write.
-async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &mut Told) {
+async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, promised: &mut Promised) {
     let store = open_with(disks, sync).await;
     let key = key("app", 1);
     let handle = store.register(&key);
     let mut next =
-        told.records.keys().max().map_or(0, |id| id + 1) + 1000 * i64::from(random.random_range(1..9));
+        promised.records.keys().max().map_or(0, |id| id + 1) + 1000 * i64::from(random.random_range(1..9));
     for _ in 0..random.random_range(1..12) {
         match random.random_range(0..10) {
             0 => disks[random.random_range(0..disks.len())].memory.fail_syncs(1),
@@ -152,7 +152,7 @@ async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &
             2 => {
                 let note = next.to_be_bytes().to_vec();
                 if store.append_metadata(&handle, &note).await.is_ok() {
-                    told.metadata.push(note);
+                    promised.metadata.push(note);
                 }
             }
             3 => store.maintain_once().await,
@@ -170,7 +170,7 @@ async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &
     // Readable blocks are promised at their place.
     for record in index_of(&store, &key, 1).await.unwrap().0 {
         if record.block_id != FILLER_BLOCK_ID {
-            told.records.insert(record.block_id, record);
+            promised.records.insert(record.block_id, record);
         }
     }
     // The last writes are in progress when the power fails.
@@ -183,7 +183,7 @@ async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &
     disks.iter().for_each(|disk| disk.memory.lose_power(random.random()));
 }
 
-fn history(seed: u64, sync: SyncWrites, check: impl AsyncFn(Arc<LocalStore>, &Told)) {
+fn history(seed: u64, sync: SyncWrites, check: impl AsyncFn(Arc<LocalStore>, &Promised)) {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
     runtime.block_on(async {
@@ -191,11 +191,11 @@ fn history(seed: u64, sync: SyncWrites, check: impl AsyncFn(Arc<LocalStore>, &To
         let names = ["/a", "/b", "/c"];
         let disks: Vec<_> =
             names[..random.random_range(1..=3)].iter().map(|name| TestDisk::new(name)).collect();
-        let mut told = Told::default();
+        let mut promised = Promised::default();
         for _ in 0..3 {
-            live(&disks, &mut random, sync, &mut told).await;
+            live(&disks, &mut random, sync, &mut promised).await;
         }
-        check(open_with(&disks, sync).await, &told).await;
+        check(open_with(&disks, sync).await, &promised).await;
     });
 }
 
@@ -205,20 +205,23 @@ fn synced_data_survives_power_loss_in_place() {
     let seeds = std::env::var("POWER_SEEDS").map_or(150, |text| text.parse().unwrap());
     let blocks = std::cell::Cell::new(0);
     for seed in 0..seeds {
-        history(seed, SyncWrites::Group, async |store, told| {
-            let mut heard = hear(&store).await;
-            if told.records.is_empty() && told.metadata.is_empty() {
+        history(seed, SyncWrites::Group, async |store, promised| {
+            let mut recovered = recover(&store).await;
+            if promised.records.is_empty() && promised.metadata.is_empty() {
                 return;
             }
-            let shuffle = heard.recovered.shuffles.remove(0);
+            let shuffle = recovered.recovered.shuffles.remove(0);
             assert!(shuffle.lost.is_empty(), "seed {seed}: {:?}", shuffle.lost);
             assert_eq!(shuffle.reason, "", "seed {seed}");
-            for note in &told.metadata {
-                assert!(heard.said[&shuffle.key].iter().any(|it| it == note), "seed {seed}: a note is gone");
+            for note in &promised.metadata {
+                assert!(
+                    recovered.records[&shuffle.key].iter().any(|it| it == note),
+                    "seed {seed}: a note is gone"
+                );
             }
             let key = key("app", 1);
             let records = index_of(&store, &key, 1).await.unwrap().0;
-            for (id, record) in &told.records {
+            for (id, record) in &promised.records {
                 assert!(records.contains(record), "seed {seed}: block {id} is not where it was");
                 let place = (record.offset as u64, record.length as u32);
                 let read = range_of(&store, &key, 1, place).await.unwrap();
@@ -235,10 +238,10 @@ fn synced_data_survives_power_loss_in_place() {
 fn unsynced_data_is_lost_and_never_wrong() {
     let (damaged, gone) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
     for seed in 0..100 {
-        history(seed, SyncWrites::Off, async |store, told| {
+        history(seed, SyncWrites::Off, async |store, promised| {
             let key = key("app", 1);
             let Ok((records, _)) = index_of(&store, &key, 1).await else { return };
-            for (id, record) in &told.records {
+            for (id, record) in &promised.records {
                 if !records.contains(record) {
                     gone.set(gone.get() + 1);
                     continue;

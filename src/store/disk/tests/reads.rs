@@ -113,7 +113,7 @@ async fn crossing_the_high_watermark_marks_the_disk_full() {
     let key = key("app", 1);
     store.register(&key);
     store.write(&key, vec![extent(1, &[(1, 900_000)], false)]).await.unwrap();
-    assert!(changes.has_changed().unwrap(), "nobody had to measure");
+    assert!(changes.has_changed().unwrap(), "the change needs no measurement");
     changes.mark_unchanged();
     assert_eq!(store.available_disks(), 1);
     let usage = store.usage(&key);

@@ -128,7 +128,11 @@ async fn successor_finishes_a_removal() {
     until_it_pauses(&disk, &mut purge).await;
     let began = Instant::now();
     tokio::join!(store.cease_removals(), purge);
-    assert_eq!((left(&disk), began.elapsed()), (32, Duration::ZERO), "nothing more, at once");
+    assert_eq!(
+        (left(&disk), began.elapsed()),
+        (32, Duration::ZERO),
+        "the part in progress ends, and no further part begins"
+    );
     assert_eq!(store.core.metrics.deletion_failed.get(), 0, "that is no failure");
     store.purge_app(&key.app).await;
     store.maintain_once().await;
@@ -177,7 +181,7 @@ async fn durable_purge_is_not_undone() {
     drop(store);
     let store = open(vec![disk.disk()]).await.unwrap();
     let mut recovered = store.take_recovered();
-    assert!(recovered.said.next().await.unwrap().is_none(), "its files are nobody's");
+    assert!(recovered.records.next().await.unwrap().is_none(), "no registration has its files");
 }
 
 #[tokio::test(start_paused = true)]

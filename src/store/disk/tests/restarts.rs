@@ -43,10 +43,10 @@ async fn later_process_continues_the_streams() {
     drop(store);
 
     let store = store_on(&disks).await;
-    let recovered = hear(&store).await;
+    let recovered = recover(&store).await;
     assert_eq!(recovered.shuffles.iter().map(|it| it.key.clone()).collect::<Vec<_>>(), keys);
     for shuffle in &recovered.shuffles {
-        assert_eq!(recovered.said[&shuffle.key], [&b"first"[..], b"second"]);
+        assert_eq!(recovered.records[&shuffle.key], [&b"first"[..], b"second"]);
         assert!(shuffle.lost.is_empty() && shuffle.reason.is_empty() && shuffle.incomplete.is_none());
         assert_eq!(shuffle.present.held(P1).unwrap().iter().collect::<Vec<_>>(), (0..20).collect::<Vec<_>>());
     }
@@ -64,8 +64,8 @@ async fn later_process_continues_the_streams() {
     drop(store);
 
     let store = store_on(&disks).await;
-    let recovered = hear(&store).await;
-    assert_eq!(recovered.said[&keys[0]].len(), 3);
+    let recovered = recover(&store).await;
+    assert_eq!(recovered.records[&keys[0]].len(), 3);
     assert_eq!(stream_of(&store, &keys[1], 1).await, longer);
     for key in &keys {
         store.purge(key).await;
@@ -98,8 +98,8 @@ async fn torn_end_is_skipped_by_the_next_process() {
         disks[0].memory.write_small(&path, content).await.unwrap();
     }
     let store = store_on(&disks).await;
-    let recovered = hear(&store).await;
-    assert_eq!(recovered.said[&key], [&b"first"[..]]);
+    let recovered = recover(&store).await;
+    assert_eq!(recovered.records[&key], [&b"first"[..]]);
     assert_eq!((recovered.shuffles[0].reason.as_str(), &recovered.shuffles[0].incomplete), ("", &None));
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1]);
     store.write(&key, vec![extent(1, &[(7, 100)], false)]).await.unwrap();
@@ -136,10 +136,10 @@ async fn missing_disk_leaves_holes_and_keeps_offsets() {
     let key = key("app", 1);
     let (disks, on_second, before) = two_disks(&key).await;
     let store = store_on(&disks[..1]).await;
-    let recovered = hear(&store).await;
+    let recovered = recover(&store).await;
     assert_eq!(recovered.missing_disks, ["/b"]);
     let shuffle = &recovered.shuffles[0];
-    assert_eq!(recovered.said[&key], [&b"registered"[..]], "a record is on two disks");
+    assert_eq!(recovered.records[&key], [&b"registered"[..]], "a record is on two disks");
     // The other one of two directories may have been used alone.
     assert!(shuffle.incomplete.as_ref().unwrap().contains("/b is missing"), "{:?}", shuffle.incomplete);
     assert!(shuffle.reason.contains("/b is missing"), "{}", shuffle.reason);
@@ -159,7 +159,7 @@ async fn missing_disk_leaves_holes_and_keeps_offsets() {
     let next = 0;
     let mut end = next;
     for record in &records {
-        assert_eq!(record.offset, end, "the stream has no gap that readers could stumble over");
+        assert_eq!(record.offset, end, "the stream has no gap");
         end += i64::from(record.length);
     }
     let hole = store.data(&key, P1, 0, before.0.len() as u32).unwrap();
@@ -168,10 +168,10 @@ async fn missing_disk_leaves_holes_and_keeps_offsets() {
 
     // The disk returns. All of its data is back, and so is the data written meanwhile.
     let store = store_on(&disks).await;
-    let recovered = hear(&store).await;
+    let recovered = recover(&store).await;
     assert!(recovered.missing_disks.is_empty());
     assert_eq!(recovered.shuffles[0].present.held(P1).unwrap().len(), 13);
-    assert_eq!(recovered.shuffles[0].incomplete, None, "it has not gone on alone");
+    assert_eq!(recovered.shuffles[0].incomplete, None, "the disk was not used alone");
     let (records, _) = index_of(&store, &key, 1).await.unwrap();
     assert_eq!(ids(&records[..12]), ids(&before.1));
     assert_eq!(records[..12], before.1);
@@ -288,9 +288,9 @@ async fn record_on_too_few_disks_is_an_error() {
     store.append_metadata(&handle, b"kept").await.unwrap();
     drop((handle, store));
     disks.iter().for_each(|disk| disk.faults.clear());
-    let heard = hear(&*store_on(&disks).await).await;
+    let recovered = recover(&*store_on(&disks).await).await;
     assert_eq!(
-        (&heard.said[&key][..], &heard.shuffles[0].incomplete),
+        (&recovered.records[&key][..], &recovered.shuffles[0].incomplete),
         (&[Bytes::from_static(b"kept")][..], &None)
     );
 }

@@ -1,7 +1,7 @@
 //! Directories that return after processes ran without them, while the metadata of others could not
 //! be listed. Everything is readable again, or its results are refused with a reason.
 
-use super::metadata::{disks, found, say};
+use super::metadata::{append_record, disks, records_of};
 use super::*;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
@@ -45,10 +45,10 @@ async fn gap_of_a_replaced_disk_ends_for_later_starts() {
     let b = TestDisk::new("/b");
     let both = || async { open(vec![a.disk(), b.disk()]).await.unwrap() };
     let store = open(vec![a.disk(), TestDisk::new("/b").disk()]).await.unwrap();
-    say(&store, &old, b"registered").await;
+    append_record(&store, &old, b"registered").await;
     drop(store);
     let store = both().await;
-    assert!(found(&hear(&store).await, &old).1.is_some());
+    assert!(records_of(&recover(&store).await, &old).1.is_some());
     for disk in [&a, &b] {
         disk.faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)));
     }
@@ -59,16 +59,16 @@ async fn gap_of_a_replaced_disk_ends_for_later_starts() {
     drop(store);
 
     let store = both().await;
-    hear(&store).await;
-    assert!(store.metadata_gap().is_some(), "nobody has ended it");
+    recover(&store).await;
+    assert!(store.metadata_gap().is_some(), "the gap has not ended");
     assert!(store.end_metadata_gap().await.unwrap());
     assert_eq!(store.metadata_gap(), None);
-    say(&store, &new, b"registered").await;
+    append_record(&store, &new, b"registered").await;
     drop(store);
     let store = both().await;
-    let heard = hear(&store).await;
-    assert!(found(&heard, &old).1.is_some(), "its records may be missing");
-    assert_eq!((found(&heard, &new).1, store.metadata_gap()), (None, None));
+    let recovered = recover(&store).await;
+    assert!(records_of(&recovered, &old).1.is_some(), "its records may be missing");
+    assert_eq!((records_of(&recovered, &new).1, store.metadata_gap()), (None, None));
 }
 
 /// A directory that may have newer metadata can still return.
@@ -77,19 +77,19 @@ async fn gap_of_an_absent_or_unreadable_disk_does_not_end() {
     let disks = disks::<2>();
     drop(store_on(&disks).await);
     let store = store_on(&disks[..1]).await;
-    hear(&store).await;
+    recover(&store).await;
     assert!(store.metadata_gap().unwrap().contains("/b is missing"));
     assert!(!store.end_metadata_gap().await.unwrap());
     drop(store);
     disks[1].faults.add(unlistable());
     let store = store_on(&disks).await;
-    hear(&store).await;
+    recover(&store).await;
     assert!(store.metadata_gap().unwrap().contains("cannot list"));
     assert!(!store.end_metadata_gap().await.unwrap());
     disks[1].faults.clear();
     drop(store);
     let store = store_on(&disks).await;
-    hear(&store).await;
+    recover(&store).await;
     assert_eq!(store.metadata_gap(), None);
 }
 
@@ -101,15 +101,15 @@ async fn registration_unknown_to_the_present_disk_keeps_its_blocks() {
         let disks = disks::<2>();
         let shuffle = key("app", 1);
         let store = store_on(&disks).await;
-        say(&store, &shuffle, b"first").await;
+        append_record(&store, &shuffle, b"first").await;
         write(&store, &shuffle, 1..5).await;
         drop(store);
 
         disks[0].faults.add(unlistable());
         let store = store_on(&disks).await;
-        hear(&store).await;
+        recover(&store).await;
         store.purge(&shuffle).await;
-        say(&store, &shuffle, b"second").await;
+        append_record(&store, &shuffle, b"second").await;
         write(&store, &shuffle, 11..20).await;
         drop(store);
         disks[0].faults.clear();
@@ -117,23 +117,23 @@ async fn registration_unknown_to_the_present_disk_keeps_its_blocks() {
         let before = disks[0].app_files();
 
         let store = store_on(&disks[..1]).await;
-        let heard = hear(&store).await;
-        let reason = found(&heard, &shuffle).1.expect("results are refused");
+        let recovered = recover(&store).await;
+        let reason = records_of(&recovered, &shuffle).1.expect("results are refused");
         assert!(reason.contains("/b is missing"), "{reason}");
-        assert!(store.metadata_gap().is_some(), "so are those of unknown shuffles");
+        assert!(store.metadata_gap().is_some(), "results of unknown shuffles are refused too");
         if is_written_alone {
-            say(&store, &shuffle, b"third").await;
+            append_record(&store, &shuffle, b"third").await;
             write(&store, &shuffle, 21..23).await;
         }
         maintain(&store).await;
-        drop((heard, store));
+        drop((recovered, store));
         let after = disks[0].app_files();
         assert!(before.iter().all(|path| after.contains(path)), "{before:?} {after:?}");
 
         let store = store_on(&disks).await;
-        let heard = hear(&store).await;
-        let (said, incomplete) = found(&heard, &shuffle);
-        assert_eq!(said.last().unwrap(), &b"second"[..]);
+        let recovered = recover(&store).await;
+        let (records, incomplete) = records_of(&recovered, &shuffle);
+        assert_eq!(records.last().unwrap(), &b"second"[..]);
         let reason = incomplete.expect("the first disk was used without the other");
         assert!(reason.contains("/a was used separately"), "{reason}");
         maintain(&store).await;
@@ -148,33 +148,33 @@ async fn registration_in_hidden_metadata_keeps_its_blocks() {
     let disks = disks::<2>();
     let shuffle = key("app", 1);
     let store = store_on(&disks).await;
-    say(&store, &shuffle, b"first").await;
+    append_record(&store, &shuffle, b"first").await;
     write(&store, &shuffle, 1..5).await;
     drop(store);
     let store = store_on(&disks[1..]).await;
-    hear(&store).await;
+    recover(&store).await;
     store.purge(&shuffle).await;
-    say(&store, &shuffle, b"second").await;
+    append_record(&store, &shuffle, b"second").await;
     write(&store, &shuffle, 11..20).await;
     drop(store);
     let before = disks[1].app_files();
 
     disks[1].faults.add(unlistable());
     let store = store_on(&disks).await;
-    let heard = hear(&store).await;
-    let (said, incomplete) = found(&heard, &shuffle);
-    assert_eq!(said, [&b"first"[..]]);
+    let recovered = recover(&store).await;
+    let (records, incomplete) = records_of(&recovered, &shuffle);
+    assert_eq!(records, [&b"first"[..]]);
     assert!(incomplete.expect("results are refused").contains("cannot list"));
     maintain(&store).await;
-    drop((heard, store));
+    drop((recovered, store));
     let after = disks[1].app_files();
     assert!(before.iter().all(|path| after.contains(path)), "{before:?} {after:?}");
     disks[1].faults.clear();
 
     let store = store_on(&disks).await;
-    let heard = hear(&store).await;
-    let (said, incomplete) = found(&heard, &shuffle);
-    assert_eq!(said.last().unwrap(), &b"second"[..]);
+    let recovered = recover(&store).await;
+    let (records, incomplete) = records_of(&recovered, &shuffle);
+    assert_eq!(records.last().unwrap(), &b"second"[..]);
     assert!(incomplete.expect("the disks were used separately").contains("was used separately"));
     maintain(&store).await;
     assert_eq!(read_around_gaps(&store, &shuffle).await, (11..20).collect::<Vec<_>>());
@@ -189,39 +189,39 @@ async fn records_of_a_registration_found_replaced_are_refused() {
         let disks = disks::<2>();
         let shuffle = key("app", 1);
         let store = store_on(&disks).await;
-        say(&store, &shuffle, b"first").await;
+        append_record(&store, &shuffle, b"first").await;
         drop(store);
         let store = store_on(&disks[1..]).await;
-        hear(&store).await;
+        recover(&store).await;
         store.purge(&shuffle).await;
-        say(&store, &shuffle, b"second").await;
+        append_record(&store, &shuffle, b"second").await;
         drop(store);
         if is_rewritten {
             // The log has no entry of the first registration any more.
-            hear(&*store_on(&disks[1..]).await).await;
+            recover(&*store_on(&disks[1..]).await).await;
         }
 
         disks[0].faults.set_read_only(true);
         disks[1].faults.add(unlistable());
         let store = store_on(&disks).await;
-        let heard = hear(&store).await;
-        let (said, incomplete) = found(&heard, &shuffle);
-        assert_eq!(said, [&b"first"[..]]);
+        let recovered = recover(&store).await;
+        let (records, incomplete) = records_of(&recovered, &shuffle);
+        assert_eq!(records, [&b"first"[..]]);
         assert!(incomplete.expect("results are refused").contains("cannot list"));
         let handle = store.handle(&shuffle).unwrap();
         store.append_metadata(&handle, b"report").await.unwrap_err();
         disks[1].faults.clear();
         store.maintain_once().await;
-        say(&store, &key("app", 2), b"other").await;
+        append_record(&store, &key("app", 2), b"other").await;
         let error = store.append_metadata(&handle, b"report").await.unwrap_err().to_string();
         assert!(error.contains("app/1 was registered again"), "{error}");
-        drop((heard, handle, store));
+        drop((recovered, handle, store));
         disks[0].faults.set_read_only(false);
 
         let store = store_on(&disks).await;
-        let heard = hear(&store).await;
-        assert_eq!(found(&heard, &shuffle), (vec![Bytes::from_static(b"second")], None));
-        assert_eq!(found(&heard, &key("app", 2)), (vec![Bytes::from_static(b"other")], None));
+        let recovered = recover(&store).await;
+        assert_eq!(records_of(&recovered, &shuffle), (vec![Bytes::from_static(b"second")], None));
+        assert_eq!(records_of(&recovered, &key("app", 2)), (vec![Bytes::from_static(b"other")], None));
     }
 }
 
@@ -233,12 +233,12 @@ async fn hidden_divergence_refuses_results_and_keeps_files() {
         let disks = disks::<2>();
         let shuffle = key("app", 1);
         let store = store_on(&disks).await;
-        say(&store, &shuffle, b"first").await;
+        append_record(&store, &shuffle, b"first").await;
         write(&store, &shuffle, 1..5).await;
         drop(store);
         for (at, ids) in [(0, 11..13), (1, 21..23)] {
             let store = store_on(std::slice::from_ref(&disks[at])).await;
-            hear(&store).await;
+            recover(&store).await;
             write(&store, &shuffle, ids).await;
         }
         let before: Vec<_> = disks.iter().map(TestDisk::app_files).collect();
@@ -246,14 +246,14 @@ async fn hidden_divergence_refuses_results_and_keeps_files() {
         disks[hidden].faults.add(unlistable());
         for is_hidden in [true, false] {
             let store = store_on(&disks).await;
-            let heard = hear(&store).await;
-            let reason = found(&heard, &shuffle).1.expect("results are refused");
+            let recovered = recover(&store).await;
+            let reason = records_of(&recovered, &shuffle).1.expect("results are refused");
             let text = if is_hidden { "cannot list" } else { "was used separately" };
             assert!(reason.contains(text), "{reason}");
             maintain(&store).await;
             let served = present(&store, &shuffle, P1).await;
             assert!((1..5).all(|id| served.contains(&id)), "{served:?}");
-            drop((heard, store));
+            drop((recovered, store));
             for (disk, before) in disks.iter().zip(&before) {
                 let after = disk.app_files();
                 assert!(before.iter().all(|path| after.contains(path)), "{before:?} {after:?}");

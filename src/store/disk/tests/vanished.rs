@@ -15,23 +15,23 @@ const SPARE: &str = ".2.new";
 const EFBIG: i32 = rustix::io::Errno::FBIG.raw_os_error();
 
 /// Partitions reported to have lost blocks.
-type ToldOf = Arc<Mutex<Vec<i32>>>;
+type ReportedPartitions = Arc<Mutex<Vec<i32>>>;
 
 /// Creates a store on one disk, with a shuffle that has two blocks there.
-async fn with_two_blocks() -> (TestDisk, Arc<LocalStore>, ShuffleKey, ToldOf) {
+async fn with_two_blocks() -> (TestDisk, Arc<LocalStore>, ShuffleKey, ReportedPartitions) {
     let disk = TestDisk::new("/a");
     let store = open(vec![disk.disk()]).await.unwrap();
-    let (key, told) = (key("app", 1), ToldOf::default());
+    let (key, damaged) = (key("app", 1), ReportedPartitions::default());
     let handle = store.register(&key);
     store.append_metadata(&handle, b"registered").await.unwrap();
-    let hears = Arc::clone(&told);
+    let hears = Arc::clone(&damaged);
     store.on_damage(Arc::new(move |_: &ShuffleKey, partition: PartitionId, _: &str| {
         hears.lock().push(partition.0)
     }));
     for id in 1..=2 {
         store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
     }
-    (disk, store, key, told)
+    (disk, store, key, damaged)
 }
 
 fn file(disk: &TestDisk, extension: &str) -> PathBuf {
@@ -64,12 +64,12 @@ async fn append_to_a_changed_file_uses_a_new_one_and_reports_loss() {
         |disk| disk.memory.cut(&file(disk, "data"), 5000),
     ];
     for (number, change) in changes.into_iter().enumerate() {
-        let (disk, store, key, told) = with_two_blocks().await;
+        let (disk, store, key, damaged) = with_two_blocks().await;
         change(&disk);
         store.write(&key, vec![extent(1, &[(3, 9000)], true)]).await.unwrap();
         settled(&store).await;
         assert_eq!(present(&store, &key).await, [3], "{number}");
-        assert!(told.lock().contains(&1), "{number}");
+        assert!(damaged.lock().contains(&1), "{number}");
         let metrics = &store.core.metrics;
         assert!((1..=2).contains(&metrics.files_vanished.get()), "{number}");
         assert_eq!(metrics.extents_lost.get(), 2, "{number}");
@@ -77,8 +77,8 @@ async fn append_to_a_changed_file_uses_a_new_one_and_reports_loss() {
         assert_eq!(range_of(&store, &key, 1, (18_000, 9000)).await.unwrap(), payload(3, 9000));
         drop(store);
         let store = open(vec![disk.disk()]).await.unwrap();
-        let heard = hear(&store).await;
-        assert_eq!(heard.said[&key], [&b"registered"[..]], "{number}");
+        let recovered = recover(&store).await;
+        assert_eq!(recovered.records[&key], [&b"registered"[..]], "{number}");
         // Readers detect the wrong content of a file with the same name.
         let there = present(&store, &key).await;
         assert!(there == [3] || number == 4 && there == [1, 2, 3], "{number}: after a restart {there:?}");
@@ -87,32 +87,32 @@ async fn append_to_a_changed_file_uses_a_new_one_and_reports_loss() {
 
 #[tokio::test(start_paused = true)]
 async fn read_of_a_truncated_file_is_not_a_fault_of_the_disk() {
-    let (disk, store, key, told) = with_two_blocks().await;
+    let (disk, store, key, damaged) = with_two_blocks().await;
     disk.memory.cut(&file(&disk, "data"), 9000);
     for _ in 0..3 {
         range_of(&store, &key, 1, (9000, 9000)).await.unwrap_err();
     }
     store.mark_damaged_lost(&key, PartitionId(1)).await;
     assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
-    assert!(told.lock().contains(&1));
+    assert!(damaged.lock().contains(&1));
 }
 
 #[tokio::test(start_paused = true)]
 async fn removed_file_is_noticed_without_an_append() {
     for extension in ["data", "index"] {
-        let (disk, store, key, told) = with_two_blocks().await;
+        let (disk, store, key, damaged) = with_two_blocks().await;
         store.sweep().await;
         settled(&store).await;
-        assert!(told.lock().is_empty(), "all is there");
+        assert!(damaged.lock().is_empty(), "all is there");
         disk.memory.remove(&file(&disk, extension));
         store.sweep().await;
         settled(&store).await;
         assert!(present(&store, &key).await.is_empty());
-        assert!(told.lock().contains(&1));
+        assert!(damaged.lock().contains(&1));
         assert_eq!(store.core.metrics.files_vanished.get(), 1);
         store.sweep().await;
         settled(&store).await;
-        assert_eq!(store.core.metrics.files_vanished.get(), 1, "told once");
+        assert_eq!(store.core.metrics.files_vanished.get(), 1, "counted once");
         store.purge_app(&key.app).await;
         store.sweep().await;
         assert_eq!(disk.app_files(), Vec::<PathBuf>::new());
@@ -121,7 +121,7 @@ async fn removed_file_is_noticed_without_an_append() {
 
 #[tokio::test(start_paused = true)]
 async fn file_that_is_too_large_is_continued_in_a_new_one() {
-    let (disk, store, key, told) = with_two_blocks().await;
+    let (disk, store, key, damaged) = with_two_blocks().await;
     for extension in [".data", ".index"] {
         disk.faults.add(Rule::once(Operation::Write, Fault::Errno(EFBIG)).on(extension));
         let files = disk.app_files().len();
@@ -131,7 +131,7 @@ async fn file_that_is_too_large_is_continued_in_a_new_one() {
     }
     assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2, 5, 6]);
-    assert!(told.lock().is_empty());
+    assert!(damaged.lock().is_empty());
 }
 
 #[tokio::test(start_paused = true)]
@@ -155,21 +155,21 @@ async fn removed_metadata_log_is_rewritten() {
         for asked in [false, true] {
             let disks = &metadata::disks::<3>()[..count];
             let store = store_on(disks).await;
-            metadata::say(&store, &key("app", 1), b"before").await;
+            metadata::append_record(&store, &key("app", 1), b"before").await;
             disks.iter().for_each(|disk| disk.memory.remove(Path::new(METADATA)));
             if asked {
                 // A kill right after this loses nothing.
                 store.maintain_once().await;
             } else {
-                metadata::say(&store, &key("app", 1), b"after").await;
+                metadata::append_record(&store, &key("app", 1), b"after").await;
             }
             assert!(store.disks().iter().all(|disk| disk.condition == DiskCondition::Healthy));
             drop(store);
             let store = store_on(disks).await;
-            let heard = hear(&store).await;
-            let (said, incomplete) = metadata::found(&heard, &key("app", 1));
+            let recovered = recover(&store).await;
+            let (records, incomplete) = metadata::records_of(&recovered, &key("app", 1));
             let expected: &[&[u8]] = if asked { &[b"before"] } else { &[b"before", b"after"] };
-            assert_eq!(said, expected, "{count} {asked}");
+            assert_eq!(records, expected, "{count} {asked}");
             assert_eq!((incomplete, store.metadata_gap()), (None, None), "{count} {asked}");
         }
     }
@@ -195,9 +195,9 @@ const CHANGES: [(&str, Change); 6] = [
 /// Checks that a start on `disks` proves the `expected` records of the shuffle.
 async fn all_is_proven(disks: &[TestDisk], expected: &[&[u8]], what: &str) {
     let store = store_on(disks).await;
-    let heard = hear(&store).await;
-    let (said, incomplete) = metadata::found(&heard, &key("app", 1));
-    assert_eq!(said, expected, "{what}");
+    let recovered = recover(&store).await;
+    let (records, incomplete) = metadata::records_of(&recovered, &key("app", 1));
+    assert_eq!(records, expected, "{what}");
     assert_eq!((incomplete, store.metadata_gap()), (None, None), "{what}");
 }
 
@@ -208,8 +208,8 @@ async fn damaged_metadata_log_is_rewritten_without_loss() {
             let what = format!("{damaged} {what}, asked {asked}");
             let disks = metadata::disks::<2>();
             let store = store_on(&disks).await;
-            metadata::say(&store, &key("app", 1), b"first").await;
-            metadata::say(&store, &key("app", 1), b"second").await;
+            metadata::append_record(&store, &key("app", 1), b"first").await;
+            metadata::append_record(&store, &key("app", 1), b"second").await;
             for (at, path) in &log_copies(&disks)[..damaged] {
                 change(&disks[*at], path);
             }
@@ -218,7 +218,7 @@ async fn damaged_metadata_log_is_rewritten_without_loss() {
                 // A kill right after this loses nothing.
                 store.maintain_once().await;
             } else {
-                metadata::say(&store, &key("app", 1), b"after").await;
+                metadata::append_record(&store, &key("app", 1), b"after").await;
                 expected.push(b"after");
             }
             assert_eq!(store.successor_doubts(), None, "{what}");
@@ -234,7 +234,7 @@ async fn stop_or_upgrade_rewrites_a_damaged_metadata_log() {
     for is_upgrade in [false, true] {
         let disks = metadata::disks::<2>();
         let store = store_on(&disks).await;
-        metadata::say(&store, &key("app", 1), b"first").await;
+        metadata::append_record(&store, &key("app", 1), b"first").await;
         for (at, path) in log_copies(&disks) {
             disks[at].memory.cut(&path, 0);
         }
@@ -251,25 +251,25 @@ async fn stop_or_upgrade_rewrites_a_damaged_metadata_log() {
 async fn successor_restores_a_damaged_metadata_log() {
     let disks = metadata::disks::<2>();
     let store = store_on(&disks).await;
-    metadata::say(&store, &key("app", 1), b"first").await;
+    metadata::append_record(&store, &key("app", 1), b"first").await;
     let hand_off = store.release_log().await;
     drop(store);
     let copies = log_copies(&disks);
     let store = metadata::successor(&disks, hand_off.as_ref()).await;
-    hear(&store).await;
+    recover(&store).await;
     store.maintain_once().await;
     assert_eq!(log_copies(&disks), copies, "nothing was written anew");
     for (at, path) in copies {
         disks[at].memory.cut(&path, 0);
     }
-    metadata::say(&store, &key("app", 1), b"second").await;
+    metadata::append_record(&store, &key("app", 1), b"second").await;
     drop(store);
     all_is_proven(&disks, &[b"first", b"second"], "after an upgrade").await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn cut_index_loses_only_its_own_extents() {
-    let (disk, store, key, told) = with_two_blocks().await;
+    let (disk, store, key, damaged) = with_two_blocks().await;
     let cut = file(&disk, "index");
     store.write(&key, vec![extent(2, &[(3, 9000)], true)]).await.unwrap();
     let groups = disk.memory.content(&cut).unwrap().len();
@@ -278,7 +278,7 @@ async fn cut_index_loses_only_its_own_extents() {
     assert!(error.contains(&*cut.to_string_lossy()) && error.contains("shorter than expected"), "{error}");
     assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
-    assert!(!told.lock().contains(&1));
+    assert!(!damaged.lock().contains(&1));
 }
 
 /// Creates a store on two disks that cannot create the spare copy of the log, with two records of a
@@ -289,8 +289,8 @@ async fn two_records_without_spare() -> ([TestDisk; 2], Arc<LocalStore>) {
         disk.faults.add(Rule::always(Operation::CreateDir, Fault::Errno(EIO)).on(SPARE));
     }
     let store = store_on(&disks).await;
-    metadata::say(&store, &key("app", 1), b"first").await;
-    metadata::say(&store, &key("app", 1), b"second").await;
+    metadata::append_record(&store, &key("app", 1), b"first").await;
+    metadata::append_record(&store, &key("app", 1), b"second").await;
     (disks, store)
 }
 
@@ -305,21 +305,24 @@ async fn truncated_metadata_log_is_continued_and_reported() {
         if asked {
             store.maintain_once().await;
         }
-        metadata::say(&store, &key("app", 1), b"after").await;
-        metadata::say(&store, &key("app", 2), b"new").await;
+        metadata::append_record(&store, &key("app", 1), b"after").await;
+        metadata::append_record(&store, &key("app", 2), b"new").await;
         assert!(store.disks().iter().all(|disk| disk.condition == DiskCondition::Healthy));
         assert!(store.successor_doubts().unwrap().contains("was damaged"), "{keeps_some} {asked}");
         drop(store);
         let store = store_on(&disks).await;
-        let heard = hear(&store).await;
-        let (said, incomplete) = metadata::found(&heard, &key("app", 1));
-        assert_eq!(said.last().unwrap(), &b"after"[..], "{keeps_some} {asked}");
-        assert_eq!(said.len() > 1, keeps_some, "{keeps_some} {asked}: {said:?}");
+        let recovered = recover(&store).await;
+        let (records, incomplete) = metadata::records_of(&recovered, &key("app", 1));
+        assert_eq!(records.last().unwrap(), &b"after"[..], "{keeps_some} {asked}");
+        assert_eq!(records.len() > 1, keeps_some, "{keeps_some} {asked}: {records:?}");
         assert!(
             incomplete.unwrap().contains("was damaged while it was in use"),
-            "{keeps_some} {asked}: {said:?}"
+            "{keeps_some} {asked}: {records:?}"
         );
-        assert_eq!(metadata::found(&heard, &key("app", 2)), (vec![Bytes::from_static(b"new")], None));
+        assert_eq!(
+            metadata::records_of(&recovered, &key("app", 2)),
+            (vec![Bytes::from_static(b"new")], None)
+        );
         assert!(store.metadata_gap().unwrap().contains("was damaged"), "{keeps_some} {asked}");
     }
 }
@@ -339,23 +342,23 @@ async fn failed_generation_then_damage_is_reported() {
     disks[*at].memory.change(path, |bytes| bytes.truncate(bytes.len() - 1));
     disks.iter().for_each(|disk| disk.faults.clear());
     store.probe().await;
-    metadata::say(&store, &key("app", 2), b"new").await;
+    metadata::append_record(&store, &key("app", 2), b"new").await;
     drop(store);
     let store = store_on(&disks).await;
-    let heard = hear(&store).await;
-    let (said, incomplete) = metadata::found(&heard, &key("app", 1));
+    let recovered = recover(&store).await;
+    let (records, incomplete) = metadata::records_of(&recovered, &key("app", 1));
     let incomplete = incomplete.unwrap_or_default();
-    assert!(incomplete.contains("was damaged while it was in use"), "{said:?} {incomplete}");
+    assert!(incomplete.contains("was damaged while it was in use"), "{records:?} {incomplete}");
 }
 
 #[tokio::test(start_paused = true)]
 async fn removed_metadata_log_file_is_restored() {
     let disks = metadata::disks::<2>();
     let store = store_on(&disks).await;
-    metadata::say(&store, &key("app", 1), b"before").await;
+    metadata::append_record(&store, &key("app", 1), b"before").await;
     let (at, path) = log_copies(&disks).remove(0);
     disks[at].memory.remove(&path);
-    metadata::say(&store, &key("app", 1), b"after").await;
+    metadata::append_record(&store, &key("app", 1), b"after").await;
     let copies: Vec<_> = log_copies(&disks).into_iter().map(|(at, _)| at).collect();
     assert_eq!(copies, [0, 1]);
     for disk in &disks {
@@ -414,7 +417,7 @@ async fn last_flush_tries_every_disk_until_enospc() {
     }
     taken.sort_unstable();
     assert_eq!(taken, [0, 0, 0, 1, 1, 1]);
-    assert_eq!(write(6).await.unwrap_err().kind, StoreErrorKind::NoSpace, "now both have said it");
+    assert_eq!(write(6).await.unwrap_err().kind, StoreErrorKind::NoSpace, "now both disks are full");
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1, 2, 3, 4, 5]);
 }
 
@@ -495,8 +498,8 @@ async fn emptied_directory_is_claimed_again() {
     assert_eq!(present(&real.store, &real.key).await, [2]);
     drop(real.store);
     real.store = Real::start(&real.parent, 1).await;
-    let heard = hear(&real.store).await;
-    assert_eq!(heard.said[&real.key], [&b"registered"[..]]);
+    let recovered = recover(&real.store).await;
+    assert_eq!(recovered.records[&real.key], [&b"registered"[..]]);
     assert_eq!(present(&real.store, &real.key).await, [2]);
 }
 

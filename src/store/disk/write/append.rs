@@ -43,8 +43,8 @@ pub(super) enum ErrorCount {
     Already,
 }
 
-/// Search for a disk that takes an append. If a file is at fault and not its disk, the disk is tried
-/// once more, with a new file.
+/// Search for a disk that takes an append. If a file is at fault and not its disk, the disk is
+/// tried once more, with a new file.
 pub(super) struct DiskSearch<'a> {
     writer: &'a DiskWriter,
     shuffle: &'a Arc<DiskShuffle>,
@@ -272,7 +272,7 @@ impl DiskWriter {
             let result = log.disk.call(self.core.config.write_timeout, file.sync()).await;
             let seconds = started.elapsed().as_secs_f64();
             self.core.metrics.sync_duration.with_label_values(&[log.disk.label.as_str()]).observe(seconds);
-            result.inspect(|()| log.disk.progressed())
+            result.inspect(|()| log.disk.note_progress())
         };
         log.syncs.cover(sync).await.map_err(|error| {
             log.close();

@@ -149,7 +149,7 @@ impl DiskWriter {
         call.send().await?;
         assert_eq!(call.at, data.offset + bytes, "a batch fills its reserved range");
         self.make_durable(&data.log, &file).await?;
-        disk.wrote(load.with_others, began);
+        disk.record_write_speed(load.with_others, began);
         Ok(data)
     }
 }
@@ -253,7 +253,7 @@ impl<'a> WriteCall<'a> {
         core.metrics.append_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
         result.map_err(|error| self.writer.failed_log(log, error, ErrorCount::Already))?;
         if core.files.proves_progress(log, Mode::Write) {
-            log.disk.progressed();
+            log.disk.note_progress();
         }
         core.metrics.append_bytes.with_label_values(&root).inc_by(self.bytes as u64);
         self.at += self.bytes as u64;

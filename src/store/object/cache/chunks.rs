@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use uniffle_io::{Disk, ReadBuffer, ReadPart, ReadTarget};
 
 use super::directory::CacheDirectory;
-use super::slots::{CHUNK_BYTES, ChunkKey, HeldChunk, Landing, SlotAllocator, SlotLookup, Slots};
+use super::slots::{CHUNK_BYTES, ChunkKey, FetchSender, HeldChunk, SlotAllocator, SlotLookup, Slots};
 use crate::metrics::clamped;
 use crate::store::StoreError;
 use crate::store::object::metrics::Metrics;
@@ -95,12 +95,12 @@ impl Cache {
         metrics: &Metrics,
         key: ChunkKey,
         bytes: u64,
-    ) -> Option<(Pinned, Option<Landing>)> {
+    ) -> Option<(Pinned, Option<FetchSender>)> {
         let found = self.slots.lock().find(key, bytes, |directory| self.directories[directory].works());
         let (count, found) = match found {
             SlotLookup::Known(held) => (&metrics.cache_hits, Some((Pinned { key, held }, None))),
-            SlotLookup::Fetch(held, landing) => {
-                (&metrics.cache_misses, Some((Pinned { key, held }, Some(landing))))
+            SlotLookup::Fetch(held, sender) => {
+                (&metrics.cache_misses, Some((Pinned { key, held }, Some(sender))))
             }
             SlotLookup::Not => (&metrics.cache_bypassed, None),
         };
@@ -187,6 +187,6 @@ impl Pinned {
     /// # Errors
     /// The store failed to return the chunk.
     pub(in crate::store) async fn ready(&self, key: &str) -> Result<Option<u64>, StoreError> {
-        self.held.flight.landed(key).await
+        self.held.fetch.outcome(key).await
     }
 }

@@ -10,9 +10,9 @@ use futures::TryStreamExt as _;
 use object_store::{GetOptions, GetRange, ObjectStore as _};
 
 use super::chunks::Pinned;
-use super::slots::{CHUNK_BYTES, ChunkKey, HeldChunk, Landed, Landing};
+use super::slots::{CHUNK_BYTES, ChunkKey, FetchOutcome, FetchSender, HeldChunk};
 use crate::store::StoreError;
-use crate::store::object::circuit_breaker::{again, failed, wrong_answer};
+use crate::store::object::circuit_breaker::{copy_of, failed, wrong_answer};
 use crate::store::object::core::ObjectCore;
 use crate::store::object::layout::path_of;
 use crate::store::object::shuffle::ObjectShuffle;
@@ -22,7 +22,7 @@ use uniffle_base::sched::Holder;
 const WRITE_BYTES: usize = 1 << 20;
 
 /// Reason for which a chunk is not in its slot.
-enum Missed {
+enum MissReason {
     Store(StoreError),
     Disk(io::Error),
 }
@@ -37,8 +37,8 @@ pub(in crate::store::object) fn begin(
 ) -> Option<Pinned> {
     let cache = core.cache.as_ref()?;
     let (pinned, missing) = cache.find(&core.metrics, key, bytes)?;
-    if let Some(landing) = missing {
-        let fetch = run(Arc::clone(core), Arc::clone(shuffle), key, pinned.held.clone(), landing);
+    if let Some(sender) = missing {
+        let fetch = run(Arc::clone(core), Arc::clone(shuffle), key, pinned.held.clone(), sender);
         core.tasks.spawn("object cache", fetch);
     }
     Some(pinned)
@@ -50,7 +50,7 @@ async fn run(
     shuffle: Arc<ObjectShuffle>,
     key: ChunkKey,
     held: HeldChunk,
-    landing: Landing,
+    sender: FetchSender,
 ) {
     let object = shuffle.segment_key(key.segment);
     let fetched = tokio::select! {
@@ -59,25 +59,25 @@ async fn run(
         fetched = fetch(&core, &shuffle, &object, key, &held) => fetched,
     };
     let Some(cache) = &core.cache else { return };
-    let landed = match fetched {
-        Ok(bytes) => Landed::Whole(bytes),
+    let outcome = match fetched {
+        Ok(bytes) => FetchOutcome::Whole(bytes),
         Err(missed) => {
             // The next reader does not find the chunk and fetches it again.
             cache.slots.lock().remove_held(&key, &held);
             match missed {
-                Missed::Store(error) => Landed::NotGiven(error),
-                Missed::Disk(error) => {
+                MissReason::Store(error) => FetchOutcome::StoreFailed(error),
+                MissReason::Disk(error) => {
                     if error.kind() == io::ErrorKind::TimedOut {
                         held.slot.abandon();
                     }
                     cache.fail_directory(&core.metrics, held.slot.directory, &error);
-                    Landed::NotKept
+                    FetchOutcome::DiskFailed
                 }
             }
         }
     };
     cache.show(&core.metrics);
-    landing.send_replace(Some(landed));
+    sender.send_replace(Some(outcome));
 }
 
 async fn fetch(
@@ -86,7 +86,7 @@ async fn fetch(
     object: &str,
     key: ChunkKey,
     held: &HeldChunk,
-) -> Result<u64, Missed> {
+) -> Result<u64, MissReason> {
     let Some(cache) = &core.cache else { return Ok(0) };
     let holder = Holder { app: Some(shuffle.name.key.app.clone()), weight: 1 };
     let _permit = cache.fetches.acquire(&holder, 1).await;
@@ -95,22 +95,22 @@ async fn fetch(
     core.metrics.ranges.inc();
     let fetched = pour(core, object, key, held).await;
     let answer = match &fetched {
-        Err(Missed::Store(error)) => Err(again(error)),
+        Err(MissReason::Store(error)) => Err(copy_of(error)),
         _ => Ok(()),
     };
     core.circuit_breaker.note(&answer);
     fetched
 }
 
-async fn pour(core: &ObjectCore, object: &str, key: ChunkKey, held: &HeldChunk) -> Result<u64, Missed> {
+async fn pour(core: &ObjectCore, object: &str, key: ChunkKey, held: &HeldChunk) -> Result<u64, MissReason> {
     let Some(cache) = &core.cache else { return Ok(0) };
     let directory = &cache.directories[held.slot.directory];
     let wanted = key.start()..key.start() + CHUNK_BYTES;
     let options = GetOptions { range: Some(GetRange::Bounded(wanted.clone())), ..GetOptions::default() };
-    let not_given = |error| Missed::Store(failed(object, &error));
+    let not_given = |error| MissReason::Store(failed(object, &error));
     let answer = core.store.get_opts(&path_of(object), options).await.map_err(not_given)?;
     if answer.range.start != wanted.start || answer.range.end != wanted.end.min(answer.meta.size) {
-        return Err(Missed::Store(wrong_answer(object, "response has a different range than requested")));
+        return Err(MissReason::Store(wrong_answer(object, "response has a different range than requested")));
     }
     let bytes = answer.range.end - answer.range.start;
     let (mut chunks, mut done) = (answer.into_stream(), 0);
@@ -121,11 +121,11 @@ async fn pour(core: &ObjectCore, object: &str, key: ChunkKey, held: &HeldChunk) 
         size += chunk.as_ref().map_or(0, Bytes::len);
         gathered.extend(chunk);
         if done + size as u64 > bytes {
-            return Err(Missed::Store(wrong_answer(object, "response has more bytes than requested")));
+            return Err(MissReason::Store(wrong_answer(object, "response has more bytes than requested")));
         }
         if size >= WRITE_BYTES || (is_last && size > 0) {
             let offset = held.slot.start() + done;
-            directory.write(std::mem::take(&mut gathered), offset).await.map_err(Missed::Disk)?;
+            directory.write(std::mem::take(&mut gathered), offset).await.map_err(MissReason::Disk)?;
             core.metrics.cache_write_bytes.inc_by(size as u64);
             (done, size) = (done + size as u64, 0);
         }
@@ -135,6 +135,6 @@ async fn pour(core: &ObjectCore, object: &str, key: ChunkKey, held: &HeldChunk) 
     }
     match done == bytes {
         true => Ok(bytes),
-        false => Err(Missed::Store(wrong_answer(object, "response ended early"))),
+        false => Err(MissReason::Store(wrong_answer(object, "response ended early"))),
     }
 }

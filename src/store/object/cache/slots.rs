@@ -14,7 +14,7 @@ use lru::LruCache;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use crate::store::object::circuit_breaker::again;
+use crate::store::object::circuit_breaker::copy_of;
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_base::budget::{Budget, Charge};
 
@@ -129,7 +129,7 @@ impl Drop for CacheSlot {
 #[derive(Debug, Clone)]
 pub(super) struct HeldChunk {
     pub(super) slot: Arc<CacheSlot>,
-    pub(super) flight: Flight,
+    pub(super) fetch: FetchReceiver,
 }
 
 #[derive(Debug)]
@@ -145,7 +145,7 @@ pub(super) enum SlotLookup {
     /// The chunk is cached or being fetched.
     Known(HeldChunk),
     /// The chunk has got a slot, and the caller fetches it.
-    Fetch(HeldChunk, Landing),
+    Fetch(HeldChunk, FetchSender),
     /// The chunk gets no slot.
     Not,
 }
@@ -179,7 +179,7 @@ impl Slots {
     pub(super) fn find(&mut self, key: ChunkKey, bytes: u64, works: impl Fn(usize) -> bool) -> SlotLookup {
         self.uses += 1;
         // The next reader retries a failed fetch.
-        if self.entries.get(&key).is_some_and(|entry| entry.held.flight.has_failed()) {
+        if self.entries.get(&key).is_some_and(|entry| entry.held.fetch.has_failed()) {
             self.remove(&key);
         }
         if let Some(entry) = self.entries.get_mut(&key) {
@@ -199,12 +199,12 @@ impl Slots {
             return SlotLookup::Not;
         };
         self.wanted.pop(&key);
-        let (landing, flight) = Flight::new();
-        let held = HeldChunk { slot: Arc::new(slot), flight };
+        let (sender, fetch) = FetchReceiver::new();
+        let held = HeldChunk { slot: Arc::new(slot), fetch };
         let _charge = self.heap.force_charge(ENTRY_BYTES);
         self.entries.insert(key, CacheEntry { held: held.clone(), used_at: self.uses, _charge });
         self.by_use.insert(self.uses, key);
-        SlotLookup::Fetch(held, landing)
+        SlotLookup::Fetch(held, sender)
     }
 
     /// Allocates a slot in the enabled directory with the most free slots.
@@ -271,40 +271,40 @@ impl Slots {
 
 /// Outcome of a fetch.
 #[derive(Debug)]
-pub(super) enum Landed {
+pub(super) enum FetchOutcome {
     /// The slot has the whole chunk, of this many bytes.
     Whole(u64),
     /// The store failed to return the chunk.
-    NotGiven(StoreError),
+    StoreFailed(StoreError),
     /// The disk failed to store the chunk.
-    NotKept,
+    DiskFailed,
 }
 
 /// Reports the outcome of a fetch. If dropped before that, as by a cancelled task, readers get an
 /// error.
-pub(super) type Landing = watch::Sender<Option<Landed>>;
+pub(super) type FetchSender = watch::Sender<Option<FetchOutcome>>;
 
 /// Receives the outcome of a fetch, `None` until the fetch ends.
 #[derive(Debug, Clone)]
-pub(super) struct Flight(watch::Receiver<Option<Landed>>);
+pub(super) struct FetchReceiver(watch::Receiver<Option<FetchOutcome>>);
 
-impl Flight {
-    pub(super) fn new() -> (Landing, Self) {
-        let (landing, landed) = watch::channel(None);
-        (landing, Self(landed))
+impl FetchReceiver {
+    pub(super) fn new() -> (FetchSender, Self) {
+        let (sender, outcome) = watch::channel(None);
+        (sender, Self(outcome))
     }
 
     /// Waits for the outcome. Returns the chunk's size in bytes, or `None` if its disk failed.
     ///
     /// # Errors
     /// The store failed to return the chunk, or the fetch was cancelled.
-    pub(super) async fn landed(&self, key: &str) -> Result<Option<u64>, StoreError> {
-        let mut landed = self.0.clone();
-        let landed = landed.wait_for(Option::is_some).await;
-        match landed.as_deref() {
-            Ok(Some(Landed::Whole(bytes))) => Ok(Some(*bytes)),
-            Ok(Some(Landed::NotKept)) => Ok(None),
-            Ok(Some(Landed::NotGiven(error))) => Err(again(error)),
+    pub(super) async fn outcome(&self, key: &str) -> Result<Option<u64>, StoreError> {
+        let mut outcome = self.0.clone();
+        let outcome = outcome.wait_for(Option::is_some).await;
+        match outcome.as_deref() {
+            Ok(Some(FetchOutcome::Whole(bytes))) => Ok(Some(*bytes)),
+            Ok(Some(FetchOutcome::DiskFailed)) => Ok(None),
+            Ok(Some(FetchOutcome::StoreFailed(error))) => Err(copy_of(error)),
             Ok(None) | Err(_) => Err(StoreError::new(StoreErrorKind::Unhealthy, key)),
         }
     }
@@ -315,8 +315,8 @@ impl Flight {
         let has_ended = self.0.has_changed().is_err();
         match *self.0.borrow() {
             None => has_ended,
-            Some(Landed::Whole(_)) => false,
-            Some(Landed::NotGiven(_) | Landed::NotKept) => true,
+            Some(FetchOutcome::Whole(_)) => false,
+            Some(FetchOutcome::StoreFailed(_) | FetchOutcome::DiskFailed) => true,
         }
     }
 }
@@ -327,8 +327,8 @@ mod tests {
 
     use super::*;
 
-    fn landed(held: HeldChunk, landing: &Landing) -> HeldChunk {
-        landing.send_replace(Some(Landed::Whole(CHUNK_BYTES)));
+    fn outcome(held: HeldChunk, sender: &FetchSender) -> HeldChunk {
+        sender.send_replace(Some(FetchOutcome::Whole(CHUNK_BYTES)));
         held
     }
 
@@ -342,7 +342,7 @@ mod tests {
 
     fn fetch(slots: &mut Slots, number: u32) -> HeldChunk {
         match slots.find(key(number), CHUNK_BYTES, |_| true) {
-            SlotLookup::Fetch(held, landing) => landed(held, &landing),
+            SlotLookup::Fetch(held, sender) => outcome(held, &sender),
             other => panic!("{number}: {other:?}"),
         }
     }
@@ -355,7 +355,7 @@ mod tests {
         (1..4).for_each(|number| drop(fetch(&mut slots, number)));
         assert!(matches!(slots.find(key(1), 1, |_| true), SlotLookup::Known(_)));
         drop(fetch(&mut slots, 4));
-        assert!(matches!(slots.find(key(1), 1, |_| true), SlotLookup::Known(_)), "2 has left for it");
+        assert!(matches!(slots.find(key(1), 1, |_| true), SlotLookup::Known(_)), "chunk 2 was evicted");
         assert!(matches!(slots.find(key(0), 1, |_| true), SlotLookup::Known(_)), "it is read");
         assert_eq!(budget.used(), 4 * ENTRY_BYTES);
         slots.forget(1);
@@ -370,9 +370,9 @@ mod tests {
     #[test]
     fn chunk_of_a_cancelled_fetch_is_fetched_again() {
         let mut slots = slots(&Budget::new(u64::MAX), 4);
-        let SlotLookup::Fetch(_, landing) = slots.find(key(0), 1, |_| true) else { panic!("it is new") };
+        let SlotLookup::Fetch(_, sender) = slots.find(key(0), 1, |_| true) else { panic!("it is new") };
         assert!(matches!(slots.find(key(0), 1, |_| true), SlotLookup::Known(_)), "it is being fetched");
-        drop(landing);
+        drop(sender);
         assert!(matches!(slots.find(key(0), 1, |_| true), SlotLookup::Fetch(..)));
     }
 
@@ -390,10 +390,13 @@ mod tests {
         (0..2).for_each(|number| drop(fetch(&mut slots, number)));
         assert!(
             matches!(slots.find(key(5), 1000, |_| true), SlotLookup::Not),
-            "a bit of it, for the first time"
+            "a small part, for the first time"
         );
         assert!(matches!(slots.find(key(5), 1000, |_| true), SlotLookup::Fetch(..)), "and for the second");
-        assert!(matches!(slots.find(key(6), CHUNK_BYTES / 4, |_| true), SlotLookup::Fetch(..)), "much of it");
+        assert!(
+            matches!(slots.find(key(6), CHUNK_BYTES / 4, |_| true), SlotLookup::Fetch(..)),
+            "a large part of the chunk"
+        );
     }
 
     #[test]
@@ -411,7 +414,11 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         }
-        assert_eq!((slots.len(), slots.places[failing].free()), (2, 1), "a write may still arrive in one");
+        assert_eq!(
+            (slots.len(), slots.places[failing].free()),
+            (2, 1),
+            "a late write may still reach the abandoned slot"
+        );
     }
 
     #[test]
@@ -446,7 +453,7 @@ mod tests {
                     }
                     _ => match slots.find(key(number), CHUNK_BYTES, |_| true) {
                         SlotLookup::Known(it) => held.push((number, it)),
-                        SlotLookup::Fetch(it, landing) => held.push((number, landed(it, &landing))),
+                        SlotLookup::Fetch(it, sender) => held.push((number, outcome(it, &sender))),
                         SlotLookup::Not => {}
                     },
                 }

@@ -304,7 +304,7 @@ mod tests {
             "Received redirect without LOCATION, this normally indicates an incorrectly configured region",
         );
         assert_eq!(Failure::of(&bare), Failure::Refused(StoreRefusal::WrongRegion));
-        assert_eq!(Failure::of(&generic("nobody knows")), Failure::ExpectedBack);
+        assert_eq!(Failure::of(&generic("an unknown text")), Failure::ExpectedBack);
     }
 
     #[test]
@@ -321,9 +321,9 @@ mod tests {
 
     #[test]
     fn explanation_has_cause_and_remedy_in_one_line() {
-        let told = explain(&answered("403 Forbidden", "ExpiredToken"));
-        assert!(told.contains("have expired (ExpiredToken)") && told.contains("renew them"), "{told}");
-        let told = explain(&generic("a\nb"));
-        assert!(!told.contains('\n'), "{told}");
+        let text = explain(&answered("403 Forbidden", "ExpiredToken"));
+        assert!(text.contains("have expired (ExpiredToken)") && text.contains("renew them"), "{text}");
+        let text = explain(&generic("a\nb"));
+        assert!(!text.contains('\n'), "{text}");
     }
 }

@@ -6,7 +6,7 @@ use super::operation::StoreOperation;
 use crate::metrics::{self, SECONDS_BUCKETS};
 
 metrics::table! {
-    /// Those of one store.
+    /// Request metrics of one store.
     pub struct Metrics {
         requests: IntCounterVec["operation"] = "object_store_requests",
             "Requests to the object store, retries included";

@@ -15,7 +15,7 @@ use prometheus::Registry;
 use super::connect::Connector;
 use super::credentials::{FileCredentials, is_of_header};
 use super::metrics::Metrics;
-use super::service::{Patience, Service};
+use super::service::{AttemptTimeouts, Service};
 use super::trust::{self, OpenError};
 use crate::runtime::Tasks;
 use crate::schema::files;
@@ -72,8 +72,8 @@ impl Client {
         let tls = is_encrypted.then(|| trust::client_config(config.ca_file.as_deref())).transpose()?;
         let connector =
             Connector::new(tls, config.connect_timeout, tasks.clone(), metrics.connections.clone());
-        let patience = Patience { request: config.request_timeout, stall: config.stall_timeout };
-        let service = Service::new(connector, config.max_concurrency, patience, metrics);
+        let timeouts = AttemptTimeouts { request: config.request_timeout, stall: config.stall_timeout };
+        let service = Service::new(connector, config.max_concurrency, timeouts, metrics);
         let bucket_url = bucket_url(config, &url);
         let builder = AmazonS3Builder::new()
             .with_bucket_name(url.bucket())

@@ -46,7 +46,7 @@ const BYTES_PER_SECOND_MIN: u64 = 1 << 20;
 
 /// Timeouts of an attempt and of a pause in the response.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Patience {
+pub(super) struct AttemptTimeouts {
     pub(super) request: Duration,
     pub(super) stall: Duration,
 }
@@ -60,7 +60,7 @@ struct ServiceState {
     pool: Arc<ConnectionPool>,
     uploads: Arc<Semaphore>,
     others: Arc<Semaphore>,
-    patience: Patience,
+    timeouts: AttemptTimeouts,
     metrics: Arc<Metrics>,
     /// Fingerprints of failed attempts, the newest last.
     failed: Mutex<VecDeque<u64>>,
@@ -95,7 +95,7 @@ impl Service {
     pub(super) fn new(
         connector: Connector,
         max_concurrency: usize,
-        patience: Patience,
+        timeouts: AttemptTimeouts,
         metrics: Arc<Metrics>,
     ) -> Self {
         Self(Arc::new(ServiceState {
@@ -103,15 +103,15 @@ impl Service {
             pool: Arc::new(ConnectionPool::new(2 * max_concurrency)),
             uploads: Arc::new(Semaphore::new(max_concurrency)),
             others: Arc::new(Semaphore::new(max_concurrency)),
-            patience,
+            timeouts,
             metrics,
             failed: Mutex::new(VecDeque::new()),
         }))
     }
 }
 
-/// Properties of a request that its response is handled by.
-struct Asked {
+/// Properties of a request that determine the handling of its response.
+struct RequestInfo {
     operation: StoreOperation,
     has_range: bool,
     deadline: Instant,
@@ -136,18 +136,18 @@ impl ServiceState {
         self.metrics.in_flight.inc();
         let under_way = StoreRequest { metrics: Arc::clone(&self.metrics), label, begun, _permit: permit };
 
-        let deadline = begun + self.patience.request + moving(body_bytes);
+        let deadline = begun + self.timeouts.request + transfer_time(body_bytes);
         let has_range = request.headers().contains_key(RANGE);
-        let asked = Asked { operation, has_range, deadline, fingerprint };
+        let info = RequestInfo { operation, has_range, deadline, fingerprint };
         let answered = match timeout_at(deadline, self.exchange(request)).await {
             Ok(answered) => answered,
             Err(_) => Err((Reason::Timeout, late())),
         };
         let (answer, connection) = answered.map_err(|(reason, error)| {
-            self.failed(reason, &asked);
+            self.failed(reason, &info);
             error
         })?;
-        self.answer(&asked, answer, connection, under_way)
+        self.answer(&info, answer, connection, under_way)
     }
 
     /// Sends a request. Returns the head of the response and the connection that delivers its body.
@@ -187,42 +187,42 @@ impl ServiceState {
 
     fn answer(
         &self,
-        asked: &Asked,
+        info: &RequestInfo,
         answer: http::Response<Incoming>,
         connection: StoreConnection,
         under_way: StoreRequest,
     ) -> Result<HttpResponse, HttpError> {
         let (head, body) = answer.into_parts();
         if let Some(reason) = Reason::of(head.status) {
-            self.failed(reason, asked);
+            self.failed(reason, info);
         }
         let is_cut = !head.status.is_success();
-        let bytes_max = match asked.operation {
+        let bytes_max = match info.operation {
             _ if is_cut => ERROR_BYTES_MAX,
             // hyper compares the body with its length, `object_store` the range with the request.
-            StoreOperation::Get if asked.has_range => u64::MAX,
+            StoreOperation::Get if info.has_range => u64::MAX,
             StoreOperation::Get => WHOLE_BYTES_MAX,
             _ => TEXT_BYTES_MAX,
         };
         let declared_bytes = body.size_hint().lower();
         if declared_bytes > bytes_max && !is_cut {
             // `object_store` reserves memory for the declared length.
-            self.failed(Reason::Damaged, asked);
+            self.failed(Reason::Damaged, info);
             return Err(too_long(bytes_max));
         }
-        let deadline = asked.deadline + moving(declared_bytes.min(bytes_max));
-        let bounds = AnswerBounds { bytes_max, is_cut, deadline, stall_timeout: self.patience.stall };
+        let deadline = info.deadline + transfer_time(declared_bytes.min(bytes_max));
+        let bounds = AnswerBounds { bytes_max, is_cut, deadline, stall_timeout: self.timeouts.stall };
         let body = StoreAnswer::new(body, bounds, connection, Arc::clone(&self.pool), under_way);
         Ok(HttpResponse::from_parts(head, HttpResponseBody::new(body)))
     }
 
-    fn failed(&self, reason: Reason, asked: &Asked) {
+    fn failed(&self, reason: Reason, info: &RequestInfo) {
         self.metrics.failed(reason);
         let mut failed = self.failed.lock();
         if failed.len() >= FAILED_MAX {
             failed.pop_front();
         }
-        failed.push_back(asked.fingerprint);
+        failed.push_back(info.fingerprint);
     }
 
     fn is_retry(&self, fingerprint: u64) -> bool {
@@ -240,7 +240,7 @@ fn fingerprint(request: &HttpRequest) -> u64 {
 }
 
 /// Returns the additional time allowed for a body of `bytes` bytes.
-fn moving(bytes: u64) -> Duration {
+fn transfer_time(bytes: u64) -> Duration {
     Duration::from_secs(bytes / BYTES_PER_SECOND_MIN)
 }
 

@@ -26,7 +26,7 @@ pub(in crate::store::object) struct RangeBody {
     /// Unread part of the requested range.
     range: Range<u64>,
     /// Received bytes that no reader has asked for yet.
-    came: Bytes,
+    received: Bytes,
     /// Never locked. The mutex makes the stream `Sync`, which a boxed stream is not.
     chunks: Mutex<BoxStream<'static, object_store::Result<Bytes>>>,
 }
@@ -49,7 +49,7 @@ impl RangeBody {
         if answer.range != range {
             return Err(wrong_answer(&key, "response has a different range than requested"));
         }
-        Ok(Self { key, range, came: Bytes::new(), chunks: Mutex::new(answer.into_stream()) })
+        Ok(Self { key, range, received: Bytes::new(), chunks: Mutex::new(answer.into_stream()) })
     }
 
     pub(in crate::store) fn key(&self) -> &str {
@@ -74,17 +74,18 @@ impl RangeBody {
         let mut rooms = VecDeque::from(rooms);
         let until = rooms.back().map_or(self.at(), |(offset, room)| offset + room.len() as u64);
         while self.at() < until {
-            if self.came.is_empty() {
-                let came = self.next().await?;
-                self.came = came.ok_or_else(|| wrong_answer(&self.key, "response ended early"))?;
+            if self.received.is_empty() {
+                let received = self.next().await?;
+                self.received = received.ok_or_else(|| wrong_answer(&self.key, "response ended early"))?;
                 continue;
             }
-            let wanted = usize::try_from(until - self.at()).unwrap_or(usize::MAX).min(self.came.len());
-            pour(&self.came[..wanted], self.at(), &mut rooms);
-            self.came.advance(wanted);
+            let wanted = usize::try_from(until - self.at()).unwrap_or(usize::MAX).min(self.received.len());
+            pour(&self.received[..wanted], self.at(), &mut rooms);
+            self.received.advance(wanted);
             self.range.start += wanted as u64;
         }
-        if self.left() == 0 && (!self.came.is_empty() || self.next().await?.is_some_and(|it| !it.is_empty()))
+        if self.left() == 0
+            && (!self.received.is_empty() || self.next().await?.is_some_and(|it| !it.is_empty()))
         {
             return Err(wrong_answer(&self.key, "response has more bytes than requested"));
         }
@@ -136,7 +137,7 @@ mod tests {
     fn body(range: Range<u64>, chunks: &[&'static [u8]]) -> RangeBody {
         let chunks: Vec<_> = chunks.iter().map(|chunk| Ok(Bytes::from_static(chunk))).collect();
         let chunks = Mutex::new(Box::pin(futures::stream::iter(chunks)) as BoxStream<'static, _>);
-        RangeBody { key: "a/key".to_owned(), range, came: Bytes::new(), chunks }
+        RangeBody { key: "a/key".to_owned(), range, received: Bytes::new(), chunks }
     }
 
     #[tokio::test]

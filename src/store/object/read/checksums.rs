@@ -1,6 +1,6 @@
 //! Loads the CRC-32 of each block that is completely in the range of a data read, and passes it to
-//! the [`BlockVerifier`]. That finds damage by the store, the network, the cache's disk, and systems
-//! between them.
+//! the [`BlockVerifier`]. That finds damage by the store, the network, the cache's disk, and
+//! systems between them.
 //!
 //! Only blocks of the current chunk are known at a time. Their records are read by whole extents,
 //! because only those have a checksum, and stay in the record cache for the next chunk.
@@ -134,8 +134,8 @@ impl ObjectChecksums {
         blocks.min(CHECKS_MAX) * size_of::<BlockCheck>() + blocks.min(most) * RECORD_BYTES
     }
 
-    /// Returns the places of the records that [`ObjectChecksums::prepare`] will read because they are not
-    /// in memory.
+    /// Returns the places of the records that [`ObjectChecksums::prepare`] will read because they
+    /// are not in memory.
     pub(super) fn missing_records(
         &self,
         core: &ObjectCore,
@@ -252,8 +252,9 @@ async fn load(
     let loaded = group.extents.iter().map(|extent| {
         let records = group.part(&all, extent);
         // A slice would keep the records of the whole group in memory.
-        let kept = if group.extents.len() == 1 { records.clone() } else { Bytes::copy_from_slice(&records) };
-        core.records.keep(shuffle.records_key(extent), kept);
+        let to_cache =
+            if group.extents.len() == 1 { records.clone() } else { Bytes::copy_from_slice(&records) };
+        core.records.keep(shuffle.records_key(extent), to_cache);
         records
     });
     Ok(loaded.collect())

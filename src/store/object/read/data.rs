@@ -65,7 +65,7 @@ pub(in crate::store::object) fn plan(extents: &ExtentList, range: &Range<u64>) -
 
 /// Returns how many bytes of the stream, from `range.start` on, directly follow `last` in its
 /// object. Bytes beyond `range.end` do not count.
-fn behind(last: &RangePart, extents: &ExtentList, range: &Range<u64>) -> u64 {
+fn adjacent_bytes(last: &RangePart, extents: &ExtentList, range: &Range<u64>) -> u64 {
     let mut bytes = 0;
     for extent in extents.touched(range.start, range.end) {
         let from = range.start.max(extent.base);
@@ -114,7 +114,7 @@ impl ObjectDataRead {
         let parts = plan(&self.extents, &(start..until));
         let next = |bytes| until..end.min(until.saturating_add(bytes));
         self.ahead.more = match parts.last().filter(|_| core.cache.is_none()) {
-            Some(last) => behind(last, &self.extents, &next(ANSWER_BYTES_MAX)),
+            Some(last) => adjacent_bytes(last, &self.extents, &next(ANSWER_BYTES_MAX)),
             // The cache stores whole chunks, so nothing is requested beyond a chunk.
             None => 0,
         };
@@ -131,7 +131,7 @@ impl ObjectDataRead {
             let Some(block) = self.checksums.check(room.bytes(len)) else { return Ok(room.freeze(len)) };
             self.ahead.forget();
             self.checksums.rewind(mark);
-            located = self.again(&located, &block)?;
+            located = self.reread_source(&located, &block)?;
         }
     }
 
@@ -139,7 +139,7 @@ impl ObjectDataRead {
     ///
     /// # Errors
     /// The store has returned wrong bytes for the second time.
-    fn again(&mut self, located: &Located, block: &BlockCheck) -> Result<Located, StoreError> {
+    fn reread_source(&mut self, located: &Located, block: &BlockCheck) -> Result<Located, StoreError> {
         let Self { core, shuffle, .. } = self;
         core.metrics.crc_mismatches.inc();
         let Range { start, end } = block.place;

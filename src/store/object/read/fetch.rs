@@ -152,7 +152,7 @@ pub(in crate::store::object) async fn fill(
     let gets = stream::iter(gets).buffer_unordered(RANGES_AT_ONCE).try_collect::<Vec<_>>();
     let begun = async {
         match begun {
-            Some((rest, room)) => go_on(core, rest, room).await,
+            Some((rest, room)) => resume(core, rest, room).await,
             None => Ok(None),
         }
     };
@@ -163,7 +163,7 @@ pub(in crate::store::object) async fn fill(
 }
 
 /// Continues to read a response. If it fails, requests the range again.
-async fn go_on(
+async fn resume(
     core: &ObjectCore,
     mut rest: Rest,
     (offset, room): Room<'_>,
@@ -240,7 +240,7 @@ mod tests {
         assert_eq!(together(&[part(1, 0, 10), part(2, 10, 10)]), 1, "another object");
         assert_eq!(together(&[part(1, 50, 10), part(1, 10, 10)]), 1, "backwards");
         let sparse: Vec<_> = (0..9).map(|n| part(1, n * gap, 10)).collect();
-        assert_eq!(together(&sparse), 2, "more would be brought along than is wanted");
+        assert_eq!(together(&sparse), 2, "the gaps exceed the wanted bytes");
         assert_eq!(together(&[]), 0);
     }
 }

@@ -139,7 +139,7 @@ async fn silent_store_delays_only_its_own_readers() {
         if cache_bytes > 0 {
             assert_eq!(read(0).await, 1 << 20, "it is in the cache");
             let held = (process.store.held(), used.load(Ordering::Relaxed));
-            assert_eq!(held, (1, 0), "who waits for a chunk holds nothing");
+            assert_eq!(held, (1, 0), "a reader that waits for a chunk holds no memory");
         }
         process.store.heal();
         for reader in waiting {
@@ -191,7 +191,7 @@ async fn corrupt_cached_chunk_is_reread_from_the_store() {
     assert_eq!(process.gets(), 2, "instead of the cache");
     process.data(0, 0, 1000).await.unwrap();
     process.data(0, 0, 1000).await.unwrap();
-    assert_eq!(process.gets(), 3, "it was brought anew");
+    assert_eq!(process.gets(), 3, "the chunk was fetched again");
 }
 
 #[tokio::test]
@@ -251,7 +251,7 @@ async fn index_records_are_suspected_before_blocks() {
             assert!(read().await);
             assert!(faults.injected() > 0);
             let chunks = process.tier.objects().cached_bytes() / CHUNK_BYTES;
-            assert_eq!(chunks, chunks_left, "what may be damaged is dropped");
+            assert_eq!(chunks, chunks_left, "possibly damaged chunks are dropped");
             faults.clear();
             assert!(read().await && read().await);
         }
@@ -286,7 +286,7 @@ async fn partly_returned_records_are_fetched_again() {
     let half = SmallBuffers(2049 * 40);
     assert_eq!(index.next_chunk(&half).await.unwrap().unwrap().len(), 2049 * 40);
     assert!(index.next_chunk(&half).await.is_err_and(|error| error.kind == StoreErrorKind::Corrupt));
-    assert_eq!(process.tier.objects().cached_bytes(), 0, "also those that were right");
+    assert_eq!(process.tier.objects().cached_bytes(), 0, "correct chunks are dropped too");
     let index = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
     assert_eq!(index.len(), 40 * usize::try_from(MANY).unwrap());
 }
@@ -325,7 +325,7 @@ async fn following_chunk_is_prefetched() {
         5 => Ok(()),
         gets => Err(format!("{gets} of 5")),
     };
-    eventually("all that is asked for is brought", brought).await;
+    eventually("all requested chunks are fetched", brought).await;
 }
 
 #[tokio::test]
@@ -334,7 +334,7 @@ async fn hint_prefetches_exactly_its_range() {
     process.filled(3).await;
     process.tier.hint(&key(1), PartitionId(0), &[1000..2000, 90_000..100_000]);
     let brought = || if process.gets() == 1 { Ok(()) } else { Err(String::new()) };
-    eventually("it is brought", brought).await;
+    eventually("the chunk is fetched", brought).await;
     assert_eq!(process.data(0, 1000, 1000).await.unwrap(), bytes_of(1..2, 1000));
     assert_eq!(process.gets(), 1);
 }

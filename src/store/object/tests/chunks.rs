@@ -66,7 +66,7 @@ async fn contiguous_chunks_are_one_request() {
 
     let process = with_a_run(0).await;
     assert!(rest_of(process.begin((0, BYTES))).await.unwrap() == written());
-    assert_eq!(process.asked(), 6, "without a place for such answers each chunk is one");
+    assert_eq!(process.asked(), 6, "without a permit each chunk is a request");
 }
 
 #[tokio::test]
@@ -82,7 +82,7 @@ async fn slow_readers_hold_no_request_permit() {
     assert_eq!(process.asked(), 1 + 6 + 1, "the place is free again");
     drop(process.begin((0, BYTES)).next_chunk(&CHUNKS).now_or_never());
     assert!(rest_of(process.begin((0, BYTES))).await.unwrap() == written());
-    assert_eq!(process.asked(), 1 + 6 + 1 + 2, "also by a reader who has left");
+    assert_eq!(process.asked(), 1 + 6 + 1 + 2, "also for a dropped reader");
 }
 
 #[tokio::test]

@@ -83,10 +83,10 @@ async fn blocks_of_a_deleted_segment_are_lost_once_confirmed() {
     for n in 0..2 {
         shuffle.write(vec![extent(0, n * 2..n * 2 + 2, 50), extent(7, n..n + 1, 9)].into()).await.unwrap();
     }
-    let told = Arc::new(Mutex::new(BTreeSet::new()));
-    let heard = Arc::clone(&told);
+    let reported = Arc::new(Mutex::new(BTreeSet::new()));
+    let sink = Arc::clone(&reported);
     process.tier.on_damage(Arc::new(move |_: &ShuffleKey, partition: PartitionId, reason: &str| {
-        heard.lock().insert((partition.0, reason.to_owned()));
+        sink.lock().insert((partition.0, reason.to_owned()));
     }));
     let gone = segments(&process.store).await.remove(0).0;
     let content = process.store.snapshot().await[&gone].clone();
@@ -97,7 +97,7 @@ async fn blocks_of_a_deleted_segment_are_lost_once_confirmed() {
     };
     let mark = async || process.tier.mark_damaged_lost(&key(1), PartitionId(0)).await;
     process.store.remove(&gone).await;
-    assert!(mark().await.is_none(), "no read has missed it");
+    assert!(mark().await.is_none(), "no read has missed a segment");
     for failing in [Call::List, Call::Head, Call::Get] {
         assert!(fails().await, "{failing:?}");
         process.store.set(move |call, _| if call == failing { Fault::Refuse } else { Fault::None });
@@ -105,14 +105,14 @@ async fn blocks_of_a_deleted_segment_are_lost_once_confirmed() {
         process.store.heal();
     }
     process.store.replace(&gone, content).await;
-    assert!(mark().await.is_none() && told.lock().is_empty(), "it is there");
+    assert!(mark().await.is_none() && reported.lock().is_empty(), "it is there");
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..4, 50));
 
     process.store.remove(&gone).await;
     assert!(fails().await);
     let reason = mark().await.expect("it is gone").to_string();
     assert!(reason.contains(&gone) && reason.contains("deleted by another program"), "{reason}");
-    assert_eq!(*told.lock(), BTreeSet::from([(0, reason.clone()), (7, reason)]));
+    assert_eq!(*reported.lock(), BTreeSet::from([(0, reason.clone()), (7, reason)]));
     assert!(process.tier.data(&key(1), PartitionId(0), 0, 200).unwrap().has_hole);
     let mut read = process.read(&key(1), 0).await.unwrap();
     assert!(read.remove(&uniffle_wire::index::FILLER_BLOCK_ID).is_some(), "a record of the hole");
@@ -181,14 +181,14 @@ async fn refused_deletions_pause_no_writes() {
 }
 
 /// Returns the metadata records that a start recovers for a single shuffle with complete data.
-async fn all_said(process: &Process) -> Vec<Bytes> {
+async fn all_records(process: &Process) -> Vec<Bytes> {
     let mut recovered = process.tier.take_recovered();
     assert_eq!(recovered.shuffles[0].incomplete, None);
-    let mut said = Vec::new();
-    while let Some((_, record)) = recovered.said.next().await.unwrap() {
-        said.push(record);
+    let mut records = Vec::new();
+    while let Some((_, record)) = recovered.records.next().await.unwrap() {
+        records.push(record);
     }
-    said
+    records
 }
 
 #[tokio::test]
@@ -204,7 +204,7 @@ async fn unwritten_record_is_not_acknowledged() {
     process.log(&key(1)).append(Bytes::from_static(b"kept")).await.unwrap();
     let process = Process::start(&process.kill().await).await;
     // A record that was not acknowledged may be recovered, but only once.
-    assert_eq!(all_said(&process).await, ["registration", "lost", "kept"]);
+    assert_eq!(all_records(&process).await, ["registration", "lost", "kept"]);
 }
 
 /// The client repeats a request without response, and the store may carry out the first attempt
@@ -221,5 +221,5 @@ async fn late_attempt_of_a_log_object_changes_nothing() {
     assert_eq!(process.store.deliver().await, 2);
     assert_eq!(process.store.snapshot().await, before);
     let process = Process::start(&process.kill().await).await;
-    assert_eq!(all_said(&process).await, ["registration", "first", "second"]);
+    assert_eq!(all_records(&process).await, ["registration", "first", "second"]);
 }

@@ -18,7 +18,7 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 
 use super::{Bucket, ObjectSettings};
 use crate::runtime::Tasks;
-use crate::store::migration::OffloadTier;
+use crate::store::offload::OffloadTier;
 use crate::store::test_blocks::{self, all, content, expected, extent};
 use crate::store::{
     ChunkRead, MaintainedTier as _, MetadataLog, MetadataTier as _, Purge, ServedTier, StoreError, Tier,
@@ -50,7 +50,7 @@ fn settings() -> ObjectSettings {
     ObjectSettings {
         segment_bytes: 40_000,
         part_bytes: 8_000,
-        making_bytes: 16 << 10,
+        segment_heap_bytes: 16 << 10,
         ..ObjectSettings::new("p/worker-1")
     }
 }

@@ -10,12 +10,12 @@ use uniffle_testkit::object_fault::{Call, Fault};
 use super::*;
 use crate::store::{ExtentWrite, Recovered};
 
-async fn told(recovered: &mut Recovered) -> Vec<(ShuffleKey, Bytes)> {
-    let mut told = Vec::new();
-    while let Some(record) = recovered.said.next().await.unwrap() {
-        told.push(record);
+async fn all_records(recovered: &mut Recovered) -> Vec<(ShuffleKey, Bytes)> {
+    let mut records = Vec::new();
+    while let Some(record) = recovered.records.next().await.unwrap() {
+        records.push(record);
     }
-    told
+    records
 }
 
 fn present(recovered: &Recovered, shuffle: i32, partition: i32) -> Vec<u64> {
@@ -41,7 +41,8 @@ async fn empty_machine_serves_uploaded_data() {
     assert_eq!((recovered.shuffles.len(), recovered.blocks, recovered.bytes), (2, 30, 12_054));
     assert!(recovered.shuffles.iter().all(|it| it.incomplete.is_none() && it.reason.is_empty()));
     assert_eq!(present(&recovered, 1, 0), (0..12).collect::<Vec<_>>());
-    let texts: Vec<_> = told(&mut recovered).await.into_iter().map(|(key, it)| (key.shuffle.0, it)).collect();
+    let texts: Vec<_> =
+        all_records(&mut recovered).await.into_iter().map(|(key, it)| (key.shuffle.0, it)).collect();
     assert_eq!(texts, [(1, "registration".into()), (2, "registration".into()), (2, "report".into())]);
     let index = process.tier.index(&key(1), PartitionId(0)).unwrap();
     assert_eq!(all(index.chunks).await.unwrap(), before, "offsets are promises");
@@ -54,7 +55,7 @@ async fn empty_machine_serves_uploaded_data() {
     let process = Process::start(&process.kill().await).await;
     let mut recovered = process.tier.take_recovered();
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..14, 500));
-    assert_eq!(told(&mut recovered).await.len(), 4);
+    assert_eq!(all_records(&mut recovered).await.len(), 4);
     assert!(recovered.shuffles.iter().all(|it| it.incomplete.is_none() && it.reason.is_empty()));
 }
 
@@ -234,7 +235,7 @@ async fn lost_log_object_makes_every_shuffle_incomplete() {
         let reasons: Vec<_> = recovered.shuffles.iter().map(|it| it.incomplete.clone().unwrap()).collect();
         assert!(reasons[0].contains("records") && reasons[0].contains("are missing"), "{reasons:?}");
         assert_eq!(reasons.len(), 2);
-        assert_eq!(told(&mut recovered).await.len(), 2);
+        assert_eq!(all_records(&mut recovered).await.len(), 2);
         assert!(process.tier.metadata_gap().is_some());
         process.register_noted(&key(3)).await;
         process.purge(&key(3), Purge::Shuffles).await;
@@ -322,7 +323,7 @@ async fn log_object_damaged_in_one_copy_costs_nothing() {
                 1 => store.replace(object, whole[object].slice(..30)).await,
                 _ => store.replace(object, Bytes::from_static(b"other bytes")).await,
             }
-            // Alone it begins no new generation of the log.
+            // Without disks the start begins no new generation of the log.
             let (objects, extents, tasks) = (Arc::new(store.clone()), Budget::new(u64::MAX), Tasks::new());
             let registry = Registry::new();
             let opened = Bucket::open(objects, settings(), &extents, tasks.clone(), &registry);
@@ -336,7 +337,7 @@ async fn log_object_damaged_in_one_copy_costs_nothing() {
         }
     }
     let process = Process::start(&store).await;
-    assert_eq!(told(&mut process.tier.take_recovered()).await.len(), 2);
+    assert_eq!(all_records(&mut process.tier.take_recovered()).await.len(), 2);
 }
 
 #[tokio::test(start_paused = true)]
@@ -359,7 +360,7 @@ async fn start_writes_the_log_again_in_both_copies() {
     let objects = log_objects(&store).await;
     assert_eq!(objects.len(), 2, "the checkpoint alone: {objects:?}");
     let process = Process::start(&process.kill().await).await;
-    assert_eq!(told(&mut process.tier.take_recovered()).await.len(), 1);
+    assert_eq!(all_records(&mut process.tier.take_recovered()).await.len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -380,7 +381,7 @@ async fn interrupted_checkpoint_is_skipped() {
         let process = Process::start(&store).await;
         let mut recovered = process.tier.take_recovered();
         assert_eq!(recovered.shuffles[0].incomplete, None, "{puts}");
-        assert_eq!(told(&mut recovered).await.len(), 4, "{puts}");
+        assert_eq!(all_records(&mut recovered).await.len(), 4, "{puts}");
         tokio::time::sleep(Duration::from_millis(500)).await;
         process.kill().await;
     }

@@ -6,7 +6,7 @@ use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
 use crate::store::Cause;
-use crate::store::object::upload::segment::making_bytes;
+use crate::store::object::upload::segment::segment_heap_bytes;
 
 #[tokio::test]
 async fn objects_follow_bytes_and_not_partitions() {
@@ -163,24 +163,24 @@ async fn memory_of_segments_in_progress_is_bounded() {
     process.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
     let shuffles: Vec<_> = (0..100).map(|n| process.register(&key(n))).collect();
     let batch = || vec![extent(0, 0..4, 10)];
-    let most = settings().making_bytes / making_bytes(&batch());
+    let most = settings().segment_heap_bytes / segment_heap_bytes(&batch());
     let writes = join_all(shuffles.iter().map(|shuffle| shuffle.write(batch().into())));
     let others = async {
-        eventually("as many go up as there is heap for", || match process.store.held() {
+        eventually("the heap bounds the concurrent uploads", || match process.store.held() {
             held if held == most => Ok(()),
             held => Err(format!("{held} of {most}")),
         })
         .await;
-        assert_eq!(process.extents.used(), most * making_bytes(&batch()));
+        assert_eq!(process.extents.used(), most * segment_heap_bytes(&batch()));
         process.store.heal();
     };
     let (written, ()) = futures::join!(writes, others);
     written.into_iter().for_each(|write| write.unwrap());
-    assert_eq!(process.extents.used(), 0, "what is published of a first extent was paid for");
+    assert_eq!(process.extents.used(), 0, "a first extent is charged with its partition");
     for n in [0, 99] {
         assert_eq!(process.read(&key(n), 0).await.unwrap(), expected(0..4, 10));
     }
     let large = vec![extent(1, 0..1000, 10)];
-    assert!(making_bytes(&large) > settings().making_bytes);
+    assert!(segment_heap_bytes(&large) > settings().segment_heap_bytes);
     shuffles[0].write(large.into()).await.unwrap();
 }

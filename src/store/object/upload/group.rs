@@ -41,20 +41,20 @@ impl<T> UploadQueue<T> {
     }
 
     /// Creates the guard of the task.
-    pub(super) fn running(&self) -> Running<'_, T> {
-        Running { group: self, has_ended: false }
+    pub(super) fn running(&self) -> UploadTaskGuard<'_, T> {
+        UploadTaskGuard { group: self, has_ended: false }
     }
 }
 
 /// Guard held by the task. If the task panics, the guard drops all waiting jobs, and another task
 /// can be started.
 #[derive(Debug)]
-pub(super) struct Running<'a, T> {
+pub(super) struct UploadTaskGuard<'a, T> {
     group: &'a UploadQueue<T>,
     has_ended: bool,
 }
 
-impl<T> Running<'_, T> {
+impl<T> UploadTaskGuard<'_, T> {
     /// Removes the next job. Returns `None` if there is none, and then the task has to end.
     pub(super) fn take_or_end(&mut self) -> Option<T> {
         let mut state = self.group.0.lock();
@@ -66,7 +66,7 @@ impl<T> Running<'_, T> {
     }
 }
 
-impl<T> Drop for Running<'_, T> {
+impl<T> Drop for UploadTaskGuard<'_, T> {
     fn drop(&mut self) {
         if self.has_ended {
             return;
@@ -75,7 +75,7 @@ impl<T> Drop for Running<'_, T> {
         state.has_task = false;
         let waiting = std::mem::take(&mut state.waiting);
         drop(state);
-        drop(waiting); // Who waits for them is told outside the lock.
+        drop(waiting); // Callers that wait for these jobs are notified outside the lock.
     }
 }
 
@@ -93,7 +93,7 @@ mod tests {
         assert_eq!((running.take_or_end(), running.take_or_end()), (Some(3), None));
         assert!(group.add(4), "and then it is not");
         drop(running);
-        assert!(!group.add(5), "an ended task says nothing of the next");
+        assert!(!group.add(5), "the guard of an ended task has no effect");
         drop(group.running());
         assert_eq!((group.take(), group.add(6)), (None, true));
     }

@@ -1,4 +1,4 @@
-//! The objects of a registration: writes of batches, moves from local disks, and reads.
+//! The objects of a registration: writes of batches, offloads from local disks, and reads.
 //!
 //! The local store has the extents and streams of all data, also without disks.
 
@@ -11,8 +11,8 @@ use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use object_store::{ObjectStore as _, ObjectStoreExt as _};
 use tokio::sync::oneshot;
 
-use super::segment::{Making, SegmentBatch, UploadJob, UploadWaiter, making_bytes};
-use super::uploader::{self, ExtentSource, MOVED_PARTS_IN_FLIGHT, one_from};
+use super::segment::{SegmentBatch, SegmentHeap, UploadJob, UploadWaiter, segment_heap_bytes};
+use super::uploader::{self, ExtentSource, OFFLOAD_PARTS_IN_FLIGHT, one_from};
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::index::index_read::IndexRead;
 use crate::store::object::core::ObjectCore;
@@ -88,8 +88,8 @@ impl Uploads {
         }
         let key = || self.shuffle.name.key.to_string();
         let extents = ExtentWrite::bounded(extents);
-        let bytes = making_bytes(&extents);
-        let _making = Making::begin(&self.core.making, &self.core.extents, bytes).await;
+        let bytes = segment_heap_bytes(&extents);
+        let _making = SegmentHeap::begin(&self.core.segment_heap, &self.core.extents, bytes).await;
         let prepared = tokio::task::spawn_blocking(move || SegmentBatch::of(extents)).await;
         let batch = prepared.map_err(|error| StoreError::io(key(), error.into()))??;
         let (done, written) = oneshot::channel();
@@ -159,7 +159,7 @@ impl Uploads {
     #[must_use]
     pub fn memory_bytes(&self) -> u64 {
         let part = self.core.settings.part_bytes as u64;
-        let held = (MOVED_PARTS_IN_FLIGHT as u64 + 1) * part + READ_CHUNK_BYTES_MAX as u64;
+        let held = (OFFLOAD_PARTS_IN_FLIGHT as u64 + 1) * part + READ_CHUNK_BYTES_MAX as u64;
         // Unused space in buffers (`StreamBuffers`).
         held + held / 16
     }

@@ -44,7 +44,7 @@ const EXTENT_BYTES: u64 = 512;
 const PIECE_BYTES: u64 = 2 * size_of::<Bytes>() as u64;
 
 /// Returns the heap that a batch takes until its segment is written.
-pub(in crate::store::object) fn making_bytes(extents: &[ExtentWrite]) -> u64 {
+pub(in crate::store::object) fn segment_heap_bytes(extents: &[ExtentWrite]) -> u64 {
     let of_extent = |extent: &ExtentWrite| {
         let (blocks, pieces) = (extent.blocks.len() as u64, extent.data.pieces().len() as u64);
         EXTENT_BYTES + blocks * RECORD_BYTES as u64 + pieces * PIECE_BYTES
@@ -228,19 +228,19 @@ pub(in crate::store::object) struct UploadJob {
 #[derive(Debug)]
 pub(super) struct UploadWaiter {
     pub(in crate::store::object) done: oneshot::Sender<Result<(), StoreError>>,
-    pub(super) _making: Making,
+    pub(super) _making: SegmentHeap,
 }
 
 /// Heap for the records and extents of a batch while its segment is made, out of a bounded budget
 /// for all batches. A batch takes its share once, before it is prepared, so batches cannot
 /// deadlock.
 #[derive(Debug)]
-pub(super) struct Making {
+pub(super) struct SegmentHeap {
     _part: Charge,
     _held: Charge,
 }
 
-impl Making {
+impl SegmentHeap {
     /// Waits for a share of `all`. Also charges `held`, even beyond its capacity.
     pub(in crate::store::object) async fn begin(all: &Budget, held: &Budget, bytes: u64) -> Self {
         // A batch larger than the capacity takes all of it.

@@ -18,7 +18,7 @@ use object_store::{MultipartUpload, ObjectStoreExt as _, PutPayload, UploadPart}
 use super::segment::{ExtentIndex, OpenSegment, SegmentNumbers, SegmentSummary, UploadJob, UploadWaiter};
 use crate::clock::timeout;
 use crate::store::extents::extent::Extent;
-use crate::store::object::circuit_breaker::again;
+use crate::store::object::circuit_breaker::copy_of;
 use crate::store::object::core::ObjectCore;
 use crate::store::object::layout::{SegmentId, path_of};
 use crate::store::object::shuffle::ObjectShuffle;
@@ -30,7 +30,7 @@ const PARTS_IN_FLIGHT: usize = 4;
 
 /// Maximum number of concurrently uploaded parts of an object with data from local disks. It is
 /// small, because such data can wait.
-pub(super) const MOVED_PARTS_IN_FLIGHT: usize = 2;
+pub(super) const OFFLOAD_PARTS_IN_FLIGHT: usize = 2;
 
 /// Number of extents whose records are cached before the task yields. A segment of small blocks has
 /// tens of thousands of extents.
@@ -51,23 +51,23 @@ pub trait ExtentSource: Send {
 
 /// Writes the waiting batches until there are none.
 pub(in crate::store::object) async fn run(core: Arc<ObjectCore>, shuffle: Arc<ObjectShuffle>) {
-    let mut lane = shuffle.lane.lock().await;
+    let mut segment_numbers = shuffle.segment_numbers.lock().await;
     let mut running = shuffle.queue.running();
     while let Some(job) = running.take_or_end() {
-        one_segment(&core, &shuffle, &mut lane, job).await;
+        one_segment(&core, &shuffle, &mut segment_numbers, job).await;
     }
 }
 
 async fn one_segment(
     core: &ObjectCore,
     shuffle: &ObjectShuffle,
-    lane: &mut SegmentNumbers,
+    segment_numbers: &mut SegmentNumbers,
     first: UploadJob,
 ) {
-    let mut upload = Upload::begin(core, shuffle, lane);
+    let mut upload = Upload::begin(core, shuffle, segment_numbers);
     let streams = first.streams.clone();
     upload.join(first);
-    let result = upload.store(lane, UploadOrigin::Batches(&streams)).await.map(drop);
+    let result = upload.store(segment_numbers, UploadOrigin::Batches(&streams)).await.map(drop);
     if let Err(error) = result.as_ref()
         && error.kind != StoreErrorKind::Purged
     {
@@ -86,9 +86,9 @@ pub(super) async fn one_from(
     shuffle: &ObjectShuffle,
     source: &mut dyn ExtentSource,
 ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
-    let mut lane = shuffle.lane.lock().await;
-    let mut upload = Upload::begin(core, shuffle, &mut lane);
-    upload.store(&mut lane, UploadOrigin::Disks(source)).await
+    let mut segment_numbers = shuffle.segment_numbers.lock().await;
+    let mut upload = Upload::begin(core, shuffle, &mut segment_numbers);
+    upload.store(&mut segment_numbers, UploadOrigin::Disks(source)).await
 }
 
 /// Origin of a segment's extents.
@@ -145,11 +145,11 @@ struct Upload<'a> {
 
 impl<'a> Upload<'a> {
     /// Begins a segment with the next number.
-    fn begin(core: &'a ObjectCore, shuffle: &'a ObjectShuffle, lane: &mut SegmentNumbers) -> Self {
-        lane.last_number += 1;
-        let number = lane.last_number;
+    fn begin(core: &'a ObjectCore, shuffle: &'a ObjectShuffle, segment_numbers: &mut SegmentNumbers) -> Self {
+        segment_numbers.last_number += 1;
+        let number = segment_numbers.last_number;
         let id = SegmentId { incarnation: shuffle.name.incarnation, number };
-        let open = OpenSegment::new(id, lane.published);
+        let open = OpenSegment::new(id, segment_numbers.published);
         let key = shuffle.segment_key(number);
         let (path, parts, waiting) = (path_of(&key), FuturesUnordered::new(), Vec::new());
         Self { core, shuffle, number, key, path, open, multipart: None, parts, waiting }
@@ -159,7 +159,7 @@ impl<'a> Upload<'a> {
     /// none.
     async fn store(
         &mut self,
-        lane: &mut SegmentNumbers,
+        segment_numbers: &mut SegmentNumbers,
         origin: UploadOrigin<'_>,
     ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
         let (core, shuffle) = (self.core, self.shuffle);
@@ -191,7 +191,7 @@ impl<'a> Upload<'a> {
         }
         let Some(sealed) = filled? else { return Ok(None) };
         let extents = publish(core, shuffle, sealed, streams).await?;
-        lane.published = self.number;
+        segment_numbers.published = self.number;
         Ok(Some(extents))
     }
 
@@ -260,7 +260,7 @@ impl<'a> Upload<'a> {
                     .ok_or_else(|| StoreError::new(StoreErrorKind::InvalidBatch, partition.to_string()))?;
                 self.open.add(bytes);
                 while let Some(part) = self.open.take_part(settings.part_bytes) {
-                    self.make_room(MOVED_PARTS_IN_FLIGHT).await?;
+                    self.make_room(OFFLOAD_PARTS_IN_FLIGHT).await?;
                     self.send(part).await?;
                 }
             }
@@ -380,7 +380,7 @@ impl<'a> Upload<'a> {
             // The flusher may no longer wait.
             let _ = waiter.done.send(match result {
                 Ok(()) => Ok(()),
-                Err(error) => Err(again(error)),
+                Err(error) => Err(copy_of(error)),
             });
         }
     }

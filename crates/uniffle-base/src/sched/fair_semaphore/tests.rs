@@ -78,7 +78,7 @@ fn stalled_readers_leave_permits_for_another_application() {
     for _ in 0..9 {
         let mut next = waiting(&semaphore, &honest, 1);
         drop(place);
-        place = is_served(&mut next).expect("it holds nothing any more");
+        place = is_served(&mut next).expect("it holds no permit now");
     }
     drop((queued, held, place));
     assert_eq!(rest(&semaphore), (32, 0, 0));
@@ -131,7 +131,7 @@ fn waiter_with_the_smallest_share_is_served_next() {
     drop(held.pop());
     let first = is_served(&mut first).unwrap();
     let of_flood = is_served(&mut of_flood);
-    assert!(of_flood.is_some(), "it holds nothing any more");
+    assert!(of_flood.is_some(), "it holds no permit now");
     assert!(is_served(&mut third).is_none(), "the rest is for applications that hold nothing");
     drop(of_flood);
     let third = is_served(&mut third);
@@ -194,7 +194,7 @@ fn waiter_for_bytes_holds_no_permit_and_vice_versa() {
     assert!(stuck.iter_mut().all(|it| it.now_or_never().is_none()));
     assert!(!semaphore.is_short() && semaphore.0.lock().free == 80, "they wait for a disk");
     let other = device();
-    assert!(semaphore.has_waiters(), "so nobody reads ahead of them");
+    assert!(semaphore.has_waiters(), "waiters exist, so prefetching stops");
     assert!(semaphore.try_acquire(&hog, 10).is_some());
     assert!(with_parts(&semaphore, &hog, 10, parts_of(&[&other], 1)).now_or_never().is_some());
     let both = with_parts(&semaphore, &honest, 10, parts_of(&[&disk, &other], 1)).now_or_never();

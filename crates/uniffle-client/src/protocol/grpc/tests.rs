@@ -362,9 +362,9 @@ async fn unreachable_coordinator_error_is_readable() {
     let mut options = crate::ClientOptions::default();
     options.failures.attempts = 1;
     let coordinators = crate::Coordinators::new([closed.to_string()], options).unwrap();
-    let told = coordinators.servers().await.unwrap_err().to_string();
-    assert!(told.starts_with(&closed.to_string()) && told.contains("refused"), "{told}");
+    let error = coordinators.servers().await.unwrap_err().to_string();
+    assert!(error.starts_with(&closed.to_string()) && error.contains("refused"), "{error}");
     for part in ["Error(", "Some(", "MetadataMap"] {
-        assert!(!told.contains(part), "{part} in {told}");
+        assert!(!error.contains(part), "{part} in {error}");
     }
 }

@@ -246,7 +246,7 @@ fn forgotten_lost_node_is_not_listed() {
     assert!(!table.forget_lost("n", start), "it is alive");
     assert_eq!(table.counts().total, 1);
     let silent = start + Duration::from_secs(31);
-    assert!(table.forget_lost("n", silent), "lost by now, though nobody has looked");
+    assert!(table.forget_lost("n", silent), "lost without a query");
     assert!(!table.forget_lost("n", silent), "it is removed");
     assert_eq!((table.view(false, silent).lost, table.lost.bytes), (vec![], 0));
     table.accept(heartbeat("n"), Joins::Named, silent).unwrap();

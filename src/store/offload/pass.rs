@@ -1,4 +1,4 @@
-//! Moves chosen extents of a shuffle into objects.
+//! Offloads chosen extents of a shuffle into objects.
 //!
 //! Extents are read from the disks partition by partition, with their checksums verified. Once an
 //! object is stored, its extents are relocated to it. The memory of a pass, one chunk and the parts
@@ -15,7 +15,7 @@ use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
-use super::release::{Moving, Run};
+use super::release::{ChosenExtents, Run};
 use super::shuffle::TieredShuffle;
 use super::tier::OffloadTier;
 use crate::store::disk::DataRead;
@@ -28,8 +28,8 @@ use uniffle_wire::types::PartitionId;
 
 /// Result of a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Passed {
-    /// Payload bytes moved to the store.
+pub(super) struct PassResult {
+    /// Payload bytes offloaded to the store.
     pub(super) bytes: u64,
     pub(super) objects: u64,
     /// True if some data could not be read.
@@ -37,21 +37,21 @@ pub(super) struct Passed {
 }
 
 impl OffloadTier {
-    /// Moves chosen extents of a shuffle to the store.
+    /// Offloads chosen extents of a shuffle to the store.
     ///
     /// # Errors
-    /// An error of a disk or of the store. Extents moved before the error stay moved.
-    pub(super) async fn pass(
+    /// An error of a disk or of the store. Extents offloaded before the error stay offloaded.
+    pub(super) async fn run_pass(
         &self,
         shuffle: &Arc<TieredShuffle>,
-        moving: Moving,
-    ) -> Result<Passed, StoreError> {
+        chosen: ChosenExtents,
+    ) -> Result<PassResult, StoreError> {
         let uploads = self.make_known(shuffle).await?;
-        let mut passed = Passed::default();
+        let mut passed = PassResult::default();
         let mut source = Runs {
             charge: self.memory.force_charge(uploads.memory_bytes()),
             given_bytes: 0,
-            moving,
+            chosen,
             shuffle: Arc::clone(shuffle),
             reading: None,
             unread: None,
@@ -76,7 +76,7 @@ impl OffloadTier {
         match self.local.relocate(&shuffle.local, copies).await {
             Ok(bytes) => self.metrics.freed_bytes.inc_by(bytes),
             Err(error) => {
-                tracing::warn!(shuffle = %shuffle.key, %error, "cannot delete a data file that was moved completely; retrying later");
+                tracing::warn!(shuffle = %shuffle.key, %error, "cannot delete a data file that was offloaded completely; retrying later");
             }
         }
     }
@@ -88,7 +88,7 @@ struct Runs {
     charge: Charge,
     /// Bytes of records in the current object, which holds them until it ends.
     given_bytes: u64,
-    moving: Moving,
+    chosen: ChosenExtents,
     shuffle: Arc<TieredShuffle>,
     buffers: StreamBuffers,
     reading: Option<PassRead>,
@@ -122,11 +122,11 @@ impl Runs {
     /// fails.
     async fn open(&mut self, run: Run) -> Result<PassRead, (Run, StoreError)> {
         let charge = self.charge.budget().force_charge(run.extents.iter().map(Extent::records_bytes).sum());
-        let mut data = self.moving.data(&run);
+        let mut data = self.chosen.data(&run);
         let opened = async {
             let mut left = VecDeque::with_capacity(run.extents.len());
             for extent in &run.extents {
-                left.push_back((*extent, self.moving.records(extent).await?));
+                left.push_back((*extent, self.chosen.records(extent).await?));
             }
             let chunk = data.next_chunk(&self.buffers).await?.unwrap_or_default();
             Ok((left, chunk))
@@ -137,10 +137,10 @@ impl Runs {
         }
     }
 
-    /// Gives back an unreadable run. A run of one extent is excluded from moves; the extents of a
-    /// longer run are read one by one.
+    /// Gives back an unreadable run. A run of one extent is excluded from offloads; the extents of
+    /// a longer run are read one by one.
     fn leave(&mut self, run: &Run, error: StoreError) {
-        if let Some((partition, base)) = self.moving.give_back(run) {
+        if let Some((partition, base)) = self.chosen.give_back(run) {
             self.shuffle.exclude(partition, base);
         }
         self.unread.get_or_insert((0, error)).0 += 1;
@@ -166,7 +166,7 @@ impl ExtentSource for Runs {
                     return Ok(Some(moved));
                 }
                 self.reading = None;
-                let Some(run) = self.moving.next_run().await else { return Ok(None) };
+                let Some(run) = self.chosen.next_run().await else { return Ok(None) };
                 match self.open(run).await {
                     Ok(reading) => self.reading = Some(reading),
                     Err((_, error)) if error.kind == StoreErrorKind::Purged => return Err(error),
@@ -182,9 +182,9 @@ impl ExtentSource for Runs {
             let Some(reading) = &mut self.reading else { return Ok(None) };
             if reading.chunk.is_empty() {
                 let chunk = reading.data.next_chunk(&self.buffers).await;
-                // `Moving` skips extents with damaged blocks anyway.
+                // `ChosenExtents` skips extents with damaged blocks anyway.
                 if chunk.as_ref().is_err_and(|error| error.kind != StoreErrorKind::Purged)
-                    && !self.moving.has_damage(&reading.run)
+                    && !self.chosen.has_damage(&reading.run)
                 {
                     self.shuffle.exclude(reading.run.partition, reading.base);
                 }

@@ -18,30 +18,35 @@ async fn start_merges_disks_and_store() {
     let (moved, other) = (key(1), key(2));
     for key in [&moved, &other] {
         process.register(key).await;
-        process.say(key, b"early").await.unwrap();
+        process.append_record(key, b"early").await.unwrap();
         fill(&process, key, 0..40).await;
     }
-    assert!(process.move_once(&moved).await.unwrap());
-    process.say(&moved, b"late").await.unwrap();
+    assert!(process.offload_once(&moved).await.unwrap());
+    process.append_record(&moved, b"late").await.unwrap();
     let before = process.index(&moved, PartitionId(0)).await.unwrap();
     let (files, used) = (process.fixture.data_files(), process.tier.local.used_bytes());
 
     let process = process.kill().await.start().await;
-    let (recovered, said) = heard(&process).await;
-    assert_eq!((said[&moved].len(), said[&other].len()), (3, 2));
+    let (recovered, records) = recovered_records(&process).await;
+    assert_eq!((records[&moved].len(), records[&other].len()), (3, 2));
     for key in [&moved, &other] {
         assert_eq!(present(&recovered, key, 5), (0..40).collect::<Vec<_>>());
         assert_eq!(process.read(key, 0).await.unwrap(), expected(0..40, 3000));
     }
-    for told in &recovered.shuffles {
-        assert!(told.lost.is_empty() && told.reason.is_empty() && told.incomplete.is_none(), "{told:?}");
+    for shuffle_state in &recovered.shuffles {
+        assert!(
+            shuffle_state.lost.is_empty()
+                && shuffle_state.reason.is_empty()
+                && shuffle_state.incomplete.is_none(),
+            "{shuffle_state:?}"
+        );
     }
     assert_eq!(process.index(&moved, PartitionId(0)).await.unwrap(), before);
     assert_eq!((process.fixture.data_files(), process.tier.local.used_bytes()), (files, used));
     fill(&process, &moved, 40..44).await;
-    process.move_all(&moved).await.unwrap();
+    process.offload_all(&moved).await.unwrap();
     let process = process.kill().await.start().await;
-    let (recovered, _) = heard(&process).await;
+    let (recovered, _) = recovered_records(&process).await;
     assert_eq!(present(&recovered, &moved, 0), (0..44).collect::<Vec<_>>());
     assert_eq!(process.read(&moved, 0).await.unwrap(), expected(0..44, 3000));
     process.purge(&moved).await;
@@ -50,43 +55,39 @@ async fn start_merges_disks_and_store() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn empty_machine_serves_moved_data_and_reports() {
+async fn empty_machine_serves_offloaded_data_and_reports() {
     let process = Fixture::new().start().await;
     let (moved, kept) = (key(1), key(2));
     for key in [&moved, &kept] {
         process.register(key).await;
-        process.say(key, b"early").await.unwrap();
+        process.append_record(key, b"early").await.unwrap();
         fill(&process, key, 0..20).await;
     }
-    process.move_all(&moved).await.unwrap();
-    process.say(&moved, b"late").await.unwrap();
+    process.offload_all(&moved).await.unwrap();
+    process.append_record(&moved, b"late").await.unwrap();
     fill(&process, &moved, 20..22).await;
 
     let process = process.kill().await.on_an_empty_machine().start().await;
-    let (recovered, said) = heard(&process).await;
-    assert_eq!(recovered.shuffles.len(), 1, "of what was never moved nobody knows");
+    let (recovered, records) = recovered_records(&process).await;
+    assert_eq!(recovered.shuffles.len(), 1, "a shuffle that was never offloaded is unknown");
     assert!(recovered.shuffles[0].incomplete.is_none());
-    assert_eq!(said[&moved].len(), 3);
-    assert_eq!(
-        present(&recovered, &moved, 0),
-        (0..20).collect::<Vec<_>>(),
-        "two are lost, by what was reported"
-    );
+    assert_eq!(records[&moved].len(), 3);
+    assert_eq!(present(&recovered, &moved, 0), (0..20).collect::<Vec<_>>(), "two reported blocks are lost");
     assert_eq!(process.read(&moved, 0).await.unwrap(), expected(0..20, 3000));
     // The shuffle continues there, and the next start finds both parts.
     fill(&process, &moved, 30..33).await;
-    process.say(&moved, b"on the new machine").await.unwrap();
+    process.append_record(&moved, b"on the new machine").await.unwrap();
     let process = process.kill().await.start().await;
-    let (recovered, said) = heard(&process).await;
-    assert_eq!((said[&moved].len(), recovered.shuffles.len()), (4, 1));
+    let (recovered, records) = recovered_records(&process).await;
+    assert_eq!((records[&moved].len(), recovered.shuffles.len()), (4, 1));
     let mut all = expected(0..20, 3000);
     all.extend(expected(30..33, 3000));
     assert_eq!(process.read(&moved, 0).await.unwrap(), all);
-    process.move_all(&moved).await.unwrap();
+    process.offload_all(&moved).await.unwrap();
     let process = process.kill().await.on_an_empty_machine().start().await;
     assert_eq!(process.read(&moved, 0).await.unwrap(), all);
-    let (_, said) = heard(&process).await;
-    assert_eq!(said[&moved].len(), 4);
+    let (_, records) = recovered_records(&process).await;
+    assert_eq!(records[&moved].len(), 4);
 }
 
 #[tokio::test(start_paused = true)]
@@ -95,7 +96,7 @@ async fn ended_registration_is_not_used_for_the_next() {
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..10).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     // The dropped future deletes no objects. An earlier version registered without waiting for
     // that.
     drop(Arc::clone(&process.tier).forget(&key.app, std::slice::from_ref(&key), Purge::Shuffles));
@@ -106,7 +107,7 @@ async fn ended_registration_is_not_used_for_the_next() {
     drop(local);
     fill(&process, &key, 50..53).await;
     let process = process.kill().await.start().await;
-    let (recovered, _) = heard(&process).await;
+    let (recovered, _) = recovered_records(&process).await;
     assert_eq!(present(&recovered, &key, 0), [50, 51, 52]);
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(50..53, 3000));
 }
@@ -119,26 +120,26 @@ async fn machine_with_fast_clock_overrides_nothing() {
     process.tier.local.count_from(u64::MAX / 2);
     process.register(&key).await;
     fill(&process, &key, 0..20).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     let left = process.kill().await;
 
     let process = left.on_an_empty_machine().start().await;
     fill(&process, &key, 30..33).await;
-    process.say(&key, b"on the new machine").await.unwrap();
-    process.move_all(&key).await.unwrap();
+    process.append_record(&key, b"on the new machine").await.unwrap();
+    process.offload_all(&key).await.unwrap();
     process.kill().await;
 
     let process = left.start().await;
-    let (recovered, said) = heard(&process).await;
-    assert_eq!((recovered.shuffles.len(), said[&key].len()), (1, 2));
+    let (recovered, records) = recovered_records(&process).await;
+    assert_eq!((recovered.shuffles.len(), records[&key].len()), (1, 2));
     let mut all = expected(0..20, 3000);
     all.extend(expected(30..33, 3000));
     assert_eq!(process.read(&key, 0).await.unwrap(), all);
 }
 
-/// The process ends at every store call of two moves, before or after the call takes effect.
+/// The process ends at every store call of two offloads, before or after the call takes effect.
 #[tokio::test(start_paused = true)]
-async fn interrupted_move_keeps_every_block_once() {
+async fn interrupted_offload_keeps_every_block_once() {
     let (mut at, mut has_ended) = (0, false);
     while !has_ended {
         assert!(at < 1000, "two moves make {at} calls and more");
@@ -146,7 +147,7 @@ async fn interrupted_move_keeps_every_block_once() {
             let process = Fixture::new().start().await;
             let key = key(1);
             process.register(&key).await;
-            process.say(&key, b"report").await.unwrap();
+            process.append_record(&key, b"report").await.unwrap();
             fill(&process, &key, 0..25).await;
             let mut calls = 0;
             // From this call on no call takes effect, as if the process had ended.
@@ -158,17 +159,19 @@ async fn interrupted_move_keeps_every_block_once() {
                     _ => Fault::Refuse,
                 }
             });
-            has_ended = process.move_all(&key).await.is_ok();
+            has_ended = process.offload_all(&key).await.is_ok();
             let fixture = process.kill().await;
             fixture.store.heal();
             for fixture in [fixture.clone(), fixture] {
                 let process = fixture.start().await;
-                let (recovered, said) = heard(&process).await;
-                assert_eq!(said[&key].len(), 2, "call {at}, {fault:?}");
-                let told = &recovered.shuffles[0];
+                let (recovered, records) = recovered_records(&process).await;
+                assert_eq!(records[&key].len(), 2, "call {at}, {fault:?}");
+                let shuffle_state = &recovered.shuffles[0];
                 assert!(
-                    told.lost.is_empty() && told.reason.is_empty() && told.incomplete.is_none(),
-                    "{at} {told:?}"
+                    shuffle_state.lost.is_empty()
+                        && shuffle_state.reason.is_empty()
+                        && shuffle_state.incomplete.is_none(),
+                    "{at} {shuffle_state:?}"
                 );
                 assert_eq!(present(&recovered, &key, 0), (0..25).collect::<Vec<_>>(), "call {at}, {fault:?}");
                 assert_eq!(
@@ -181,7 +184,7 @@ async fn interrupted_move_keeps_every_block_once() {
                     expected(0..25, 700),
                     "call {at}, {fault:?}"
                 );
-                process.move_all(&key).await.unwrap();
+                process.offload_all(&key).await.unwrap();
                 assert_eq!(process.fixture.data_files(), 0, "call {at}, {fault:?}");
                 assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..25, 3000));
                 process.kill().await;
@@ -192,24 +195,24 @@ async fn interrupted_move_keeps_every_block_once() {
     assert!(at > 5, "{at} calls");
 }
 
-/// Index groups of moved data refer to files that no longer exist.
+/// Index groups of offloaded data refer to files that no longer exist.
 #[tokio::test(start_paused = true)]
-async fn number_of_a_moved_file_is_not_reused() {
+async fn number_of_an_offloaded_file_is_not_reused() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..40).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     assert_eq!(process.fixture.data_files(), 0);
 
     let process = process.kill().await.start().await;
     fill(&process, &key, 100..140).await;
     assert_eq!(process.read(&key, 0).await.unwrap().len(), 80);
 
-    // All moved data is gone.
+    // All offloaded data is gone.
     let fixture = Fixture { store: FaultyObjects::default(), ..process.kill().await };
     let process = fixture.start().await;
-    let (recovered, _) = heard(&process).await;
+    let (recovered, _) = recovered_records(&process).await;
     assert_eq!(present(&recovered, &key, 0), (100..140).collect::<Vec<_>>());
     let lost = recovered.shuffles[0].lost.iter().filter(|it| it.partition == PartitionId(0));
     assert_eq!(lost.map(|it| it.blocks.len()).sum::<usize>(), 40, "by name");
@@ -221,7 +224,7 @@ async fn missing_segment_is_reported_lost() {
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..20).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     fill(&process, &key, 20..22).await;
     let fixture = process.kill().await;
     let objects = fixture.store.objects().await;
@@ -230,16 +233,16 @@ async fn missing_segment_is_reported_lost() {
     assert_ne!(first, last);
     fixture.store.remove(first).await;
     let process = fixture.start().await;
-    let (recovered, _) = heard(&process).await;
-    let told = &recovered.shuffles[0];
-    assert!(!told.reason.is_empty() || !told.lost.is_empty(), "{told:?}");
+    let (recovered, _) = recovered_records(&process).await;
+    let shuffle_state = &recovered.shuffles[0];
+    assert!(!shuffle_state.reason.is_empty() || !shuffle_state.lost.is_empty(), "{shuffle_state:?}");
     let lost: usize =
-        told.lost.iter().filter(|it| it.partition == PartitionId(0)).map(|it| it.blocks.len()).sum();
+        shuffle_state.lost.iter().filter(|it| it.partition == PartitionId(0)).map(|it| it.blocks.len()).sum();
     let present = present(&recovered, &key, 0);
     assert!(present.len() < 22 && present.contains(&21), "{present:?}");
     assert!(lost > 0, "the disks' index knows which");
     let read = process.read(&key, 0).await.unwrap();
-    assert_eq!(read[&21], content(21, 3000), "what is behind is served");
+    assert_eq!(read[&21], content(21, 3000), "later blocks are served");
 }
 
 /// Otherwise results would be silently short.
@@ -250,9 +253,9 @@ async fn reports_lost_from_the_store_stay_missing_on_new_disks() {
         let key = key(1);
         process.register(&key).await;
         fill(&process, &key, 0..10).await;
-        process.move_all(&key).await.unwrap();
+        process.offload_all(&key).await.unwrap();
         for report in [b"a", b"b", b"c"] {
-            process.say(&key, report).await.unwrap();
+            process.append_record(&key, report).await.unwrap();
         }
         let mut fixture = process.kill().await;
         if is_elsewhere {
@@ -263,11 +266,11 @@ async fn reports_lost_from_the_store_stay_missing_on_new_disks() {
         }
         for start in 0..3 {
             let process = fixture.start().await;
-            let (recovered, said) = heard(&process).await;
-            let (told, is_known) = (&recovered.shuffles[0], said[&key].len() == 4);
+            let (recovered, records) = recovered_records(&process).await;
+            let (shuffle_state, is_known) = (&recovered.shuffles[0], records[&key].len() == 4);
             let is_all = !is_lost || !is_elsewhere;
-            let found = (told.incomplete.is_none(), is_known);
-            assert_eq!(found, (is_all, is_all), "{is_lost} {is_elsewhere} {start} {told:?}");
+            let found = (shuffle_state.incomplete.is_none(), is_known);
+            assert_eq!(found, (is_all, is_all), "{is_lost} {is_elsewhere} {start} {shuffle_state:?}");
             assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
             process.until_known().await;
             fixture = process.kill().await;
@@ -283,18 +286,18 @@ async fn reports_elsewhere_in_a_lost_log_object_are_noticed() {
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..10).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     process.kill().await;
     let process = here.on_an_empty_machine().start().await;
-    heard(&process).await;
+    recovered_records(&process).await;
     for report in [b"a", b"b", b"c"] {
-        process.say(&key, report).await.unwrap();
+        process.append_record(&key, report).await.unwrap();
     }
     process.kill().await;
     super::guards::lose_log_object(&here, 2).await;
     let process = here.start().await;
-    let (recovered, said) = heard(&process).await;
-    assert!(said[&key].len() < 4, "{said:?}");
+    let (recovered, records) = recovered_records(&process).await;
+    assert!(records[&key].len() < 4, "{records:?}");
     let reason = recovered.shuffles[0].incomplete.as_deref().unwrap_or_default();
     assert!(reason.contains("continued the log in the object store"), "{reason}");
 }
@@ -309,9 +312,9 @@ async fn resent_report_reaches_the_store() {
         process.register(key).await;
         fill(&process, key, 0..10).await;
     }
-    process.move_all(&moved).await.unwrap();
+    process.offload_all(&moved).await.unwrap();
     process.fixture.store.set(|call, _| if call == Call::Put { Fault::Refuse } else { Fault::None });
-    process.say(&moved, b"report").await.unwrap_err();
+    process.append_record(&moved, b"report").await.unwrap_err();
     let fixture = process.kill().await;
     fixture.store.set(|call, path| {
         let is_log = path.as_ref().contains("/!log/");
@@ -319,18 +322,18 @@ async fn resent_report_reaches_the_store() {
     });
 
     let process = fixture.start().await;
-    let (_, said) = heard(&process).await;
-    assert_eq!(said[&moved].len(), 2, "the disks have it");
+    let (_, records) = recovered_records(&process).await;
+    assert_eq!(records[&moved].len(), 2, "the disks have it");
     process.tier.recovered_durable().await;
     let needs_none = |key| process.tier.metadata_log(key).unwrap().is_recovered_durable();
     assert_eq!([&moved, &kept].map(needs_none), [false, true]);
     process.fixture.store.heal();
-    process.say(&moved, b"report").await.unwrap();
+    process.append_record(&moved, b"report").await.unwrap();
     assert_eq!([&moved, &kept].map(needs_none), [true, true]);
 
     let process = process.kill().await.on_an_empty_machine().start().await;
-    let (_, said) = heard(&process).await;
-    assert_eq!(said[&moved].len(), 2);
+    let (_, records) = recovered_records(&process).await;
+    assert_eq!(records[&moved].len(), 2);
 }
 
 /// The store proves that all records of the shuffle are known, so its results are not refused. A
@@ -343,7 +346,7 @@ async fn block_with_a_reused_place_is_missing() {
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..10).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     process.kill().await;
     for (disk, first) in [(0, 20), (1, 30)] {
         let process = only(disk).start().await;
@@ -351,7 +354,7 @@ async fn block_with_a_reused_place_is_missing() {
         process.kill().await;
     }
     let process = both.start().await;
-    let (recovered, _) = heard(&process).await;
+    let (recovered, _) = recovered_records(&process).await;
     assert!(recovered.shuffles[0].incomplete.is_none() && !recovered.shuffles[0].reason.is_empty());
     let gap = process.tier.metadata_gap().unwrap();
     assert!(gap.contains("was used separately from the others"), "{gap}");
@@ -374,21 +377,21 @@ async fn drain_waits_for_a_missing_directory() {
         disk.files().iter().all(|path| path.extension().is_none_or(|extension| extension != "data"))
     };
     let disks: Vec<_> = both.disks.iter().filter(is_empty).cloned().collect();
-    assert_eq!(disks.len(), 1, "what was written is on one of two");
+    assert_eq!(disks.len(), 1, "the data is on one of two disks");
 
     let process = Fixture { disks, ..both.clone() }.start().await;
     process.register(&later).await;
     process.tier.begin_drain();
-    assert_eq!(process.move_what_is_wanted().await, 0);
+    assert_eq!(process.offload_candidates().await, 0);
     let left = DrainBacklog { shuffles_left: 1, ..DrainBacklog::default() };
-    assert_eq!(process.tier.how_far(), left, "of the other one everything is known");
+    assert_eq!(process.tier.drain_progress(), left, "of the other one everything is known");
     process.kill().await;
 
     let process = both.start().await;
-    heard(&process).await;
+    recovered_records(&process).await;
     process.tier.begin_drain();
-    assert_eq!(process.move_what_is_wanted().await, 0);
-    assert_eq!(process.tier.how_far(), DrainBacklog::default());
+    assert_eq!(process.offload_candidates().await, 0);
+    assert_eq!(process.tier.drain_progress(), DrainBacklog::default());
     let process = process.kill().await.on_an_empty_machine().start().await;
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..1, 3000));
 }
@@ -396,28 +399,28 @@ async fn drain_waits_for_a_missing_directory() {
 /// The next machine of a drained worker has only the store's records, so the store must be complete
 /// too.
 #[tokio::test(start_paused = true)]
-async fn returned_disk_completes_a_moved_shuffle() {
+async fn returned_disk_completes_an_offloaded_shuffle() {
     let both = Fixture::new();
     let process = both.start().await;
     let key = key(1);
     process.register(&key).await;
-    process.say(&key, b"report").await.unwrap();
+    process.append_record(&key, b"report").await.unwrap();
     process.kill().await;
     let only = Fixture { disks: vec![both.disks[0].clone()], ..both.clone() };
     let process = only.start().await;
-    assert!(heard(&process).await.0.shuffles[0].incomplete.is_some());
-    process.move_all(&key).await.unwrap();
+    assert!(recovered_records(&process).await.0.shuffles[0].incomplete.is_some());
+    process.offload_all(&key).await.unwrap();
     process.kill().await;
 
     let process = both.start().await;
-    assert_eq!(heard(&process).await.0.shuffles[0].incomplete, None);
+    assert_eq!(recovered_records(&process).await.0.shuffles[0].incomplete, None);
     process.tier.begin_drain();
-    assert_eq!(process.tier.how_far().shuffles_left, 1, "another machine would refuse its results");
-    assert_eq!(process.move_what_is_wanted().await, 0);
-    assert_eq!(process.tier.how_far(), DrainBacklog::default());
+    assert_eq!(process.tier.drain_progress().shuffles_left, 1, "another machine would refuse its results");
+    assert_eq!(process.offload_candidates().await, 0);
+    assert_eq!(process.tier.drain_progress(), DrainBacklog::default());
     let process = process.kill().await.on_an_empty_machine().start().await;
-    let (recovered, said) = heard(&process).await;
-    assert_eq!((&recovered.shuffles[0].incomplete, said[&key].len()), (&None, 2));
+    let (recovered, records) = recovered_records(&process).await;
+    assert_eq!((&recovered.shuffles[0].incomplete, records[&key].len()), (&None, 2));
 }
 
 #[tokio::test(start_paused = true)]
@@ -432,15 +435,15 @@ async fn store_without_disks_opens_and_registers() {
         let mut recovered = tier.take_recovered();
         let keys: Vec<_> = recovered.shuffles.iter().map(|it| it.key.clone()).collect();
         if life == 0 {
-            assert!(keys.is_empty() && recovered.said.next().await.unwrap().is_none());
+            assert!(keys.is_empty() && recovered.records.next().await.unwrap().is_none());
             Arc::clone(&tier).prepare(None).unwrap().unwrap()(&key, &[]);
             let log = tier.metadata_log(&key).unwrap();
             log.append(Bytes::from_static(b"registration")).await.unwrap();
             assert!(tier.shuffle(&key).unwrap().is_accepting());
         } else {
             assert_eq!(keys, std::slice::from_ref(&key));
-            let said = recovered.said.next().await.unwrap();
-            assert_eq!(said, Some((key.clone(), Bytes::from_static(b"registration"))));
+            let records = recovered.records.next().await.unwrap();
+            assert_eq!(records, Some((key.clone(), Bytes::from_static(b"registration"))));
         }
         tasks.cancel();
         tasks.close();

@@ -3,7 +3,7 @@
 mod damaged;
 mod earlier;
 mod guards;
-mod moves;
+mod offloads;
 mod restarts;
 
 use std::collections::BTreeMap;
@@ -19,7 +19,7 @@ use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 
-use super::policy::{MoveCandidate, Watermarks};
+use super::policy::{OffloadCandidate, Watermarks};
 use super::{LocalDisks, OffloadSettings, OffloadTier};
 use crate::log::{Record, RegistrationRecord};
 use crate::runtime::Tasks;
@@ -116,10 +116,10 @@ impl Process {
             user: "ann".to_owned(),
             ..RegistrationRecord::default()
         });
-        self.say(key, &note.encode()).await.unwrap();
+        self.append_record(key, &note.encode()).await.unwrap();
     }
 
-    async fn say(&self, key: &ShuffleKey, record: &[u8]) -> Result<(), StoreError> {
+    async fn append_record(&self, key: &ShuffleKey, record: &[u8]) -> Result<(), StoreError> {
         self.tier.metadata_log(key).unwrap().append(Bytes::copy_from_slice(record)).await
     }
 
@@ -127,26 +127,27 @@ impl Process {
         self.tier.shuffle(key).unwrap().write(extents.into()).await.unwrap();
     }
 
-    /// Moves the oldest data of a shuffle until none is left.
-    async fn move_all(&self, key: &ShuffleKey) -> Result<(), StoreError> {
+    /// Offloads the oldest data of a shuffle until none is left.
+    async fn offload_all(&self, key: &ShuffleKey) -> Result<(), StoreError> {
         for _ in 0..1000 {
-            if !self.move_once(key).await? {
+            if !self.offload_once(key).await? {
                 return Ok(());
             }
         }
         panic!("there is no end of it");
     }
 
-    /// Moves data that the policy selects, until it selects none. Returns the number of failures.
-    async fn move_what_is_wanted(&self) -> usize {
+    /// Offloads data that the policy selects, until it selects none. Returns the number of
+    /// failures.
+    async fn offload_candidates(&self) -> usize {
         let mut failed = 0;
         for _ in 0..100 {
             let Some((wanted, shuffle)) = self.tier.next() else {
                 self.until_known().await;
-                self.tier.tell_drained().await;
+                self.tier.record_drained().await;
                 return failed;
             };
-            failed += usize::from(self.tier.move_some(wanted, &shuffle).await.is_err());
+            failed += usize::from(self.tier.offload_candidate(wanted, &shuffle).await.is_err());
         }
         panic!("there is no end of it");
     }
@@ -159,9 +160,9 @@ impl Process {
         }
     }
 
-    async fn move_once(&self, key: &ShuffleKey) -> Result<bool, StoreError> {
+    async fn offload_once(&self, key: &ShuffleKey) -> Result<bool, StoreError> {
         let shuffle = self.tier.find(key).unwrap();
-        self.tier.move_some(MoveCandidate::Oldest(0), &shuffle).await
+        self.tier.offload_candidate(OffloadCandidate::Oldest(0), &shuffle).await
     }
 
     /// Returns the blocks of a partition by id, read as a client reads them.
@@ -173,7 +174,7 @@ impl Process {
     }
 
     /// Returns the bytes of a partition that are in objects.
-    fn moved_bytes(&self, key: &ShuffleKey, partition: i32) -> u64 {
+    fn offloaded_bytes(&self, key: &ShuffleKey, partition: i32) -> u64 {
         let view = self.tier.local.view(key, PartitionId(partition)).unwrap();
         view.extents.iter().filter(|extent| extent.is_in_object()).map(|extent| extent.length).sum()
     }
@@ -197,16 +198,16 @@ impl Process {
 }
 
 /// Returns the recovered state, and the distinct records of each shuffle.
-async fn heard(process: &Process) -> (Recovered, BTreeMap<ShuffleKey, Vec<Bytes>>) {
+async fn recovered_records(process: &Process) -> (Recovered, BTreeMap<ShuffleKey, Vec<Bytes>>) {
     let mut recovered = process.tier.take_recovered();
-    let mut said: BTreeMap<ShuffleKey, Vec<Bytes>> = BTreeMap::new();
-    while let Some((key, record)) = recovered.said.next().await.unwrap() {
-        let of_one = said.entry(key).or_default();
+    let mut records: BTreeMap<ShuffleKey, Vec<Bytes>> = BTreeMap::new();
+    while let Some((key, record)) = recovered.records.next().await.unwrap() {
+        let of_one = records.entry(key).or_default();
         if !of_one.contains(&record) {
             of_one.push(record);
         }
     }
-    (recovered, said)
+    (recovered, records)
 }
 
 fn present(recovered: &Recovered, key: &ShuffleKey, partition: i32) -> Vec<u64> {

@@ -28,14 +28,14 @@ use uniffle_base::budget::Budget;
 use uniffle_io::Disk;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
-/// Limits that determine when data is moved.
+/// Limits that determine when data is offloaded.
 #[derive(Debug, Clone, Copy)]
 pub struct OffloadSettings {
     /// Fill levels that apply to each disk.
     pub watermarks: Watermarks,
     /// Length above which an extent makes its partition cold.
     pub cold_bytes: u64,
-    /// Approximate number of bytes moved from one shuffle before the policy selects again.
+    /// Approximate number of bytes offloaded from one shuffle before the policy selects again.
     pub pass_bytes: u64,
 }
 
@@ -63,11 +63,11 @@ pub struct OffloadTier {
     pub(super) recovered: Mutex<Recovered>,
     pub(super) is_draining: AtomicBool,
     /// Notified when a drain begins or is cancelled.
-    pub(super) wanted: Notify,
+    pub(super) wake: Notify,
     /// Disks that are being relieved.
     pub(super) relieved: Mutex<Vec<bool>>,
-    /// Held during a move, so that there is one at a time.
-    pub(super) turn: tokio::sync::Mutex<()>,
+    /// Held during an offload, so that there is one at a time.
+    pub(super) pass_lock: tokio::sync::Mutex<()>,
 }
 
 impl OffloadTier {
@@ -100,12 +100,12 @@ impl OffloadTier {
         &self,
         key: &ShuffleKey,
         local: DiskShuffleHandle,
-        is_moved: bool,
+        is_offloaded: bool,
     ) -> TieredShuffle {
         let begin = || self.object.begin(key, local.incarnation());
         // An earlier registration has been forgotten here and there, so this one begins.
         let direct = if self.local.has_disks() { None } else { begin().ok() };
-        TieredShuffle::new(key.clone(), local, is_moved, direct)
+        TieredShuffle::new(key.clone(), local, is_offloaded, direct)
     }
 
     /// Returns the objects of the worker.
@@ -162,9 +162,9 @@ impl Tier for OffloadTier {
         visit: &'a mut (dyn FnMut(u64) + Send),
     ) -> BoxFuture<'a, Result<(), StoreError>> {
         let read = async move {
-            // The disks come first: extents that move meanwhile are visited in objects.
+            // The disks come first: extents that are offloaded meanwhile are visited in objects.
             self.local.visit_present(key, partition, visit).await?;
-            self.visit_moved(key, partition, visit).await
+            self.visit_offloaded(key, partition, visit).await
         };
         read.boxed()
     }
@@ -185,13 +185,13 @@ impl Tier for OffloadTier {
         keys: &[ShuffleKey],
         why: Purge,
     ) -> Option<BoxFuture<'static, ()>> {
-        let over: Vec<_> = {
+        let ended: Vec<_> = {
             let mut ends = self.ends.lock();
             let removed = keys.iter().filter_map(|key| self.shuffles.remove(key));
-            let moved = removed.filter(|(_, shuffle)| shuffle.is_moved());
-            let over: Vec<_> = moved.map(|(key, shuffle)| (key, shuffle.local.incarnation())).collect();
-            ends.extend(over.iter().cloned());
-            over
+            let moved = removed.filter(|(_, shuffle)| shuffle.is_offloaded());
+            let ended: Vec<_> = moved.map(|(key, shuffle)| (key, shuffle.local.incarnation())).collect();
+            ends.extend(ended.iter().cloned());
+            ended
         };
         let detached: Vec<_> = keys.iter().filter_map(|key| self.local.forget_shuffle(key)).collect();
         let deletion = Arc::clone(&self.object).forget(app, keys, why);
@@ -208,8 +208,8 @@ impl Tier for OffloadTier {
                 deletion.await;
             }
             // If the store does not know of an end yet, the next registration waits for that.
-            if !over.is_empty() && self.object.known(self.object.log().end_position()).await.is_ok() {
-                over.iter().for_each(|(key, incarnation)| forget_end(&self.ends, key, *incarnation));
+            if !ended.is_empty() && self.object.known(self.object.log().end_position()).await.is_ok() {
+                ended.iter().for_each(|(key, incarnation)| forget_end(&self.ends, key, *incarnation));
             }
         };
         Some(forget.boxed())
@@ -298,10 +298,10 @@ impl MetadataTier for OffloadTier {
 
     fn leave(&self, key: &ShuffleKey) {
         {
-            // Held, so that no move marks the shuffle as moved after the check.
+            // Held, so that no offload marks the shuffle as offloaded after the check.
             let mut ends = self.ends.lock();
             if let Some((_, shuffle)) = self.shuffles.remove(key)
-                && shuffle.is_moved()
+                && shuffle.is_offloaded()
             {
                 ends.insert(key.clone(), shuffle.local.incarnation());
             }
@@ -320,7 +320,7 @@ impl DrainableTier for OffloadTier {
 
     fn cancel(&self) {
         self.is_draining.store(false, Ordering::Release);
-        self.wanted.notify_one();
+        self.wake.notify_one();
     }
 }
 
@@ -334,7 +334,7 @@ impl MaintainedTier for OffloadTier {
                     biased;
                     () = stop => {}
                     () = self.object.maintain() => {}
-                    () = self.keep_moving(), if self.local.has_disks() => {}
+                    () = self.run_offload(), if self.local.has_disks() => {}
                 }
             };
             futures::join!(local, others);

@@ -1,5 +1,5 @@
-//! A registration of a shuffle on the disks and, after its first move, in the store. Without disks,
-//! it is in the store from the beginning.
+//! A registration of a shuffle on the disks and, after its first offload, in the store. Without
+//! disks, it is in the store from the beginning.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 /// Time after which excluded extents are tried again: a read that failed may succeed later.
 pub(super) const EXCLUDED_FOR: Duration = Duration::from_secs(600);
 
-/// A registration, and the state of its migration.
+/// A registration, and the state of its offload.
 #[derive(Debug)]
 pub(super) struct TieredShuffle {
     pub(super) key: ShuffleKey,
@@ -27,31 +27,31 @@ pub(super) struct TieredShuffle {
     /// Objects that batches are written to, in a worker without disks.
     direct: Option<Uploads>,
     /// True if records are acknowledged only once the store has them.
-    is_moved: AtomicBool,
+    is_offloaded: AtomicBool,
     /// True if this process has made sure that the store has all records.
     is_known: AtomicBool,
     /// Cold partitions that may have data on the disks.
     cold: Mutex<HashSet<PartitionId>>,
     pub(super) cold_bytes: AtomicU64,
-    /// Published bytes when the last check found nothing movable.
+    /// Published bytes when the last check found nothing offloadable.
     stuck_at: AtomicU64,
     /// Unreadable extents, and the time of the first failure.
     excluded: Mutex<Option<(Instant, Excluded)>>,
 }
 
 impl TieredShuffle {
-    /// Returns a registration. `is_moved` is true if an earlier process has moved data of it.
-    /// `direct` has its objects if there are no disks.
+    /// Returns a registration. `is_offloaded` is true if an earlier process has offloaded data of
+    /// it. `direct` has its objects if there are no disks.
     pub(super) fn new(
         key: ShuffleKey,
         local: DiskShuffleHandle,
-        is_moved: bool,
+        is_offloaded: bool,
         direct: Option<Uploads>,
     ) -> Self {
         Self {
             key,
             local,
-            is_moved: AtomicBool::new(is_moved || direct.is_some()),
+            is_offloaded: AtomicBool::new(is_offloaded || direct.is_some()),
             is_known: AtomicBool::new(direct.is_some()),
             direct,
             cold: Mutex::default(),
@@ -62,12 +62,12 @@ impl TieredShuffle {
     }
 
     /// Returns whether records are acknowledged only once the store has them.
-    pub(super) fn is_moved(&self) -> bool {
-        self.is_moved.load(Ordering::SeqCst)
+    pub(super) fn is_offloaded(&self) -> bool {
+        self.is_offloaded.load(Ordering::SeqCst)
     }
 
-    pub(super) fn set_moved(&self) {
-        self.is_moved.store(true, Ordering::SeqCst);
+    pub(super) fn set_offloaded(&self) {
+        self.is_offloaded.store(true, Ordering::SeqCst);
     }
 
     /// Returns whether this process has made sure that the store has all records.
@@ -79,13 +79,14 @@ impl TieredShuffle {
         self.is_known.store(true, Ordering::Release);
     }
 
-    /// Excludes the extent at `base` of a partition's stream from moves, because it cannot be read.
+    /// Excludes the extent at `base` of a partition's stream from offloads, because it cannot be
+    /// read.
     pub(super) fn exclude(&self, partition: PartitionId, base: u64) {
         let mut excluded = self.excluded.lock();
         excluded.get_or_insert_with(|| (Instant::now(), Excluded::new())).1.insert((partition, base));
     }
 
-    /// Returns the extents that are excluded from moves now.
+    /// Returns the extents that are excluded from offloads now.
     pub(super) fn excluded(&self) -> Excluded {
         self.excluded.lock().as_ref().map_or_else(Excluded::new, |(_, extents)| extents.clone())
     }
@@ -98,18 +99,18 @@ impl TieredShuffle {
         }
     }
 
-    /// Notes that none of `bytes` published bytes can be moved. The next check is due when this
-    /// number changes.
+    /// Records that none of `bytes` published bytes can be offloaded. The next check is due when
+    /// this number changes.
     pub(super) fn set_stuck(&self, bytes: u64) {
         self.stuck_at.store(bytes, Ordering::Relaxed);
     }
 
-    /// Returns whether the last check found that none of `bytes` published bytes can be moved.
+    /// Returns whether the last check found that none of `bytes` published bytes can be offloaded.
     pub(super) fn is_stuck(&self, bytes: u64) -> bool {
         bytes == self.stuck_at.load(Ordering::Relaxed)
     }
 
-    /// Takes the cold partitions in order to move them.
+    /// Takes the cold partitions in order to offload them.
     pub(super) fn take_cold(&self) -> Cold<'_> {
         let mut cold = self.cold.lock();
         let (partitions, bytes) = (std::mem::take(&mut *cold), self.cold_bytes.swap(0, Ordering::Relaxed));
@@ -131,7 +132,7 @@ impl TieredShuffle {
     }
 }
 
-/// Cold partitions that are being moved. If dropped before [`Cold::done`], they are cold again.
+/// Cold partitions that are being offloaded. If dropped before [`Cold::done`], they are cold again.
 #[derive(Debug)]
 pub(super) struct Cold<'a> {
     shuffle: &'a TieredShuffle,
@@ -140,7 +141,7 @@ pub(super) struct Cold<'a> {
 }
 
 impl Cold<'_> {
-    /// Ends the move. The store has all movable data of the partitions.
+    /// Ends the offload. The store has all offloadable data of the partitions.
     pub(super) fn done(mut self) {
         self.partitions.clear();
         self.bytes = 0;

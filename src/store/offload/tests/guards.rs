@@ -22,8 +22,8 @@ async fn divided(key: &ShuffleKey) -> Fixture {
     let process = Fixture::new().start().await;
     process.register(key).await;
     fill(&process, key, 0..20).await;
-    process.move_all(key).await.unwrap();
-    process.say(key, b"report").await.unwrap();
+    process.offload_all(key).await.unwrap();
+    process.append_record(key, b"report").await.unwrap();
     fill(&process, key, 20..23).await;
     process.kill().await
 }
@@ -39,63 +39,61 @@ pub(super) async fn lose_log_object(fixture: &Fixture, from_the_end: usize) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn reports_do_not_wait_for_a_hung_first_move() {
+async fn reports_do_not_wait_for_a_hung_first_offload() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..10).await;
     process.fixture.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
     let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
-    let mut moving = JoinSet::new();
-    moving.spawn(async move { tier.move_some(MoveCandidate::Oldest(0), &shuffle).await });
+    let mut offloads = JoinSet::new();
+    offloads.spawn(async move { tier.offload_candidate(OffloadCandidate::Oldest(0), &shuffle).await });
     let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
-    eventually("the first page is on its way", held).await;
+    eventually("the first log object is being written", held).await;
     let began = tokio::time::Instant::now();
-    process.say(&key, b"meanwhile").await.unwrap();
+    process.append_record(&key, b"meanwhile").await.unwrap();
     assert_eq!(began.elapsed(), std::time::Duration::ZERO);
     assert!(process.fixture.store.held() > 0, "it still hangs");
 
     process.fixture.store.heal();
-    assert!(moving.join_next().await.unwrap().unwrap().unwrap());
+    assert!(offloads.join_next().await.unwrap().unwrap().unwrap());
     let process = process.kill().await.on_an_empty_machine().start().await;
-    let (recovered, said) = heard(&process).await;
-    assert_eq!((said[&key].len(), &recovered.shuffles[0].incomplete), (2, &None));
+    let (recovered, records) = recovered_records(&process).await;
+    assert_eq!((records[&key].len(), &recovered.shuffles[0].incomplete), (2, &None));
 }
 
-/// The store hangs between its first answer and the record that permits moves. It may have that
+/// The store hangs between its first answer and the record that permits offloads. It may have that
 /// record, so a later one must not be acknowledged without it.
 #[tokio::test(start_paused = true)]
-async fn report_behind_a_hung_move_ends_in_time() {
+async fn report_behind_a_hung_offload_ends_in_time() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..10).await;
     let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
     let moved = Arc::clone(&shuffle);
-    process.fixture.store.set(
-        move |call, _| {
-            if call == Call::Put && moved.is_moved() { Fault::Hold } else { Fault::None }
-        },
-    );
-    let mut moving = JoinSet::new();
-    moving.spawn(async move { tier.move_some(MoveCandidate::Oldest(0), &shuffle).await });
+    process.fixture.store.set(move |call, _| {
+        if call == Call::Put && moved.is_offloaded() { Fault::Hold } else { Fault::None }
+    });
+    let mut offloads = JoinSet::new();
+    offloads.spawn(async move { tier.offload_candidate(OffloadCandidate::Oldest(0), &shuffle).await });
     let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
-    eventually("the record of the move is on its way", held).await;
+    eventually("the record of the offload is being written", held).await;
     for _ in 0..2 {
-        let report = process.say(&key, b"report");
+        let report = process.append_record(&key, b"report");
         let ended = tokio::time::timeout(Duration::from_secs(125), report).await;
         let error = ended.expect("it ends").unwrap_err();
         assert_eq!(error.kind, StoreErrorKind::Unreachable, "{error}");
         assert!(error.to_string().contains("has not answered"), "{error}");
     }
-    assert!(moving.join_next().await.unwrap().unwrap().is_err(), "the next pass tries again");
+    assert!(offloads.join_next().await.unwrap().unwrap().is_err(), "the next pass tries again");
 
     process.fixture.store.heal();
-    process.say(&key, b"report").await.unwrap();
-    process.move_all(&key).await.unwrap();
+    process.append_record(&key, b"report").await.unwrap();
+    process.offload_all(&key).await.unwrap();
     let process = process.kill().await.on_an_empty_machine().start().await;
-    let (recovered, said) = heard(&process).await;
-    assert_eq!((said[&key].len(), &recovered.shuffles[0].incomplete), (2, &None));
+    let (recovered, records) = recovered_records(&process).await;
+    assert_eq!((records[&key].len(), &recovered.shuffles[0].incomplete), (2, &None));
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
 }
 
@@ -107,19 +105,19 @@ async fn checkpoint_replaces_records_that_outran_the_store() {
     fill(&process, &key, 0..10).await;
     process.fixture.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
     let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
-    let mut moving = JoinSet::new();
-    moving.spawn(async move { tier.move_some(MoveCandidate::Oldest(0), &shuffle).await });
+    let mut offloads = JoinSet::new();
+    offloads.spawn(async move { tier.offload_candidate(OffloadCandidate::Oldest(0), &shuffle).await });
     let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
-    eventually("the first page is on its way", held).await;
+    eventually("the first log object is being written", held).await;
     for number in 0..10_u8 {
-        process.say(&key, &[number].repeat(1 << 20)).await.unwrap();
+        process.append_record(&key, &[number].repeat(1 << 20)).await.unwrap();
     }
     process.fixture.store.heal();
-    assert!(moving.join_next().await.unwrap().unwrap().unwrap());
+    assert!(offloads.join_next().await.unwrap().unwrap().unwrap());
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     let process = process.kill().await.on_an_empty_machine().start().await;
-    assert_eq!(heard(&process).await.1[&key].len(), 11);
+    assert_eq!(recovered_records(&process).await.1[&key].len(), 11);
 }
 
 /// The process ends at each write of the log copy, while a report is sent.
@@ -136,19 +134,19 @@ async fn report_during_the_copy_keeps_disk_data() {
             if call == Call::Put && puts > at { Fault::Hold } else { Fault::None }
         });
         let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
-        let mut moving = JoinSet::new();
-        moving.spawn(async move { tier.move_some(MoveCandidate::Oldest(0), &shuffle).await });
+        let mut offloads = JoinSet::new();
+        offloads.spawn(async move { tier.offload_candidate(OffloadCandidate::Oldest(0), &shuffle).await });
         let log = process.tier.metadata_log(&key).unwrap();
         let mut saying = JoinSet::new();
         let report = saying.spawn(async move { log.append(Bytes::from_static(b"report")).await.is_ok() });
         tokio::time::sleep(std::time::Duration::from_secs(1)).await;
         let is_acknowledged = report.is_finished() && saying.join_next().await.unwrap().unwrap();
-        moving.shutdown().await;
+        offloads.shutdown().await;
         let fixture = process.kill().await;
         fixture.store.heal();
         let process = fixture.start().await;
-        let (recovered, said) = heard(&process).await;
-        assert!(said[&key].len() == 2 || !is_acknowledged, "write {at}");
+        let (recovered, records) = recovered_records(&process).await;
+        assert!(records[&key].len() == 2 || !is_acknowledged, "write {at}");
         assert_eq!(recovered.shuffles[0].incomplete, None, "write {at}");
         assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000), "write {at}");
     }
@@ -167,8 +165,8 @@ async fn start_from_unmounted_disks_is_refused() {
     assert!(left.is_empty(), "a claim would make it look used: {left:?}");
 
     let process = fixture.start().await;
-    let (recovered, said) = heard(&process).await;
-    assert_eq!((said[&key].len(), present(&recovered, &key, 0).len()), (2, 23));
+    let (recovered, records) = recovered_records(&process).await;
+    assert_eq!((records[&key].len(), present(&recovered, &key, 0).len()), (2, 23));
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
 }
 
@@ -178,16 +176,20 @@ async fn blocks_of_disks_that_are_gone_are_lost_with_them() {
     let key = key(1);
     let fixture = divided(&key).await;
     let process = fixture.start().await;
-    assert_eq!(heard(&process).await.0.shuffles[0].reason, "", "nothing is missing");
+    assert_eq!(recovered_records(&process).await.0.shuffles[0].reason, "", "nothing is missing");
     let elsewhere = process.kill().await.on_an_empty_machine();
-    let reason = heard(&elsewhere.start().await).await.0.shuffles[0].reason.clone();
+    let reason = recovered_records(&elsewhere.start().await).await.0.shuffles[0].reason.clone();
     assert!(reason.contains("data directory /a is missing"), "{reason}");
 
     let process = divided(&key).await.start().await;
     process.tier.begin_drain();
-    assert_eq!(process.move_what_is_wanted().await, 0);
+    assert_eq!(process.offload_candidates().await, 0);
     let process = process.kill().await.unmounted().start().await;
-    assert_eq!(heard(&process).await.0.shuffles[0].reason, "", "the store has all data of the disks");
+    assert_eq!(
+        recovered_records(&process).await.0.shuffles[0].reason,
+        "",
+        "the store has all data of the disks"
+    );
 }
 
 /// Regression test: a start without disks dropped the directories from the log in the store.
@@ -219,16 +221,16 @@ async fn returned_disks_are_served() {
     let fixture = divided(&key).await;
     let elsewhere = fixture.on_an_empty_machine();
     let process = elsewhere.start().await;
-    process.say(&key, b"elsewhere").await.unwrap();
+    process.append_record(&key, b"elsewhere").await.unwrap();
     fill(&process, &key, 50..52).await;
     process.kill().await;
 
     let mut back = fixture;
     for _ in 0..2 {
         let process = back.start().await;
-        let (recovered, said) = heard(&process).await;
-        assert_eq!((recovered.shuffles.len(), said[&key].len()), (1, 3));
-        assert_eq!(recovered.shuffles[0].incomplete, None, "the store has all that was said");
+        let (recovered, records) = recovered_records(&process).await;
+        assert_eq!((recovered.shuffles.len(), records[&key].len()), (1, 3));
+        assert_eq!(recovered.shuffles[0].incomplete, None, "the store has all records");
         assert_eq!(present(&recovered, &key, 0), (0..23).collect::<Vec<_>>());
         assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
         back = process.kill().await;
@@ -236,11 +238,11 @@ async fn returned_disks_are_served() {
     // By now the disks have all records.
     let fixture = Fixture { store: FaultyObjects::default(), ..back };
     let process = fixture.start().await;
-    let (recovered, said) = heard(&process).await;
-    assert_eq!((said[&key].len(), &recovered.shuffles[0].incomplete), (3, &None));
+    let (recovered, records) = recovered_records(&process).await;
+    assert_eq!((records[&key].len(), &recovered.shuffles[0].incomplete), (3, &None));
 }
 
-/// Other disks gave the same stream offsets to other blocks, and moved these.
+/// Other disks gave the same stream offsets to other blocks, and offloaded these.
 #[tokio::test(start_paused = true)]
 async fn blocks_missing_in_the_store_keep_their_file() {
     let key = key(1);
@@ -249,13 +251,13 @@ async fn blocks_missing_in_the_store_keep_their_file() {
     assert!(files > 0);
     let process = fixture.on_an_empty_machine().start().await;
     fill(&process, &key, 50..54).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     process.kill().await;
 
     let mut back = fixture;
     for _ in 0..2 {
         let process = back.start().await;
-        let (recovered, _) = heard(&process).await;
+        let (recovered, _) = recovered_records(&process).await;
         let all: Vec<u64> = (0..20).chain(50..54).collect();
         assert_eq!(present(&recovered, &key, 0), all);
         back = process.kill().await;
@@ -268,9 +270,9 @@ async fn drained_worker_starts_on_empty_disks_until_cancelled() {
     let key = key(1);
     let process = divided(&key).await.start().await;
     process.tier.begin_drain();
-    assert_eq!(process.tier.how_far().shuffles_left, 1);
-    assert_eq!(process.move_what_is_wanted().await, 0);
-    assert_eq!(process.tier.how_far(), DrainBacklog::default());
+    assert_eq!(process.tier.drain_progress().shuffles_left, 1);
+    assert_eq!(process.offload_candidates().await, 0);
+    assert_eq!(process.tier.drain_progress(), DrainBacklog::default());
     let drained = process.kill().await.unmounted();
     let process = drained.start().await;
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
@@ -280,28 +282,28 @@ async fn drained_worker_starts_on_empty_disks_until_cancelled() {
 
     let process = fixture.start().await;
     process.tier.begin_drain();
-    assert_eq!(process.move_what_is_wanted().await, 0);
+    assert_eq!(process.offload_candidates().await, 0);
     process.tier.cancel();
-    process.tier.tell_drained().await;
+    process.tier.record_drained().await;
     let fixture = process.kill().await;
     assert_eq!(fixture.unmounted().try_start().await.map(drop).unwrap_err().kind, StoreErrorKind::NotMounted);
 }
 
-/// Regression test: after a cancelled drain, empty disks were accepted until the store was told at
-/// the next look.
+/// Regression test: after a cancelled drain, empty disks were accepted until the next check
+/// recorded the cancellation in the store.
 #[tokio::test(start_paused = true)]
 async fn data_after_a_cancelled_drain_needs_the_disks() {
     for is_registered in [false, true] {
         let key = key(1);
         let process = divided(&key).await.start().await;
         process.tier.begin_drain();
-        assert_eq!(process.move_what_is_wanted().await, 0);
+        assert_eq!(process.offload_candidates().await, 0);
         process.tier.cancel();
         let (store, later) = (process.fixture.store.clone(), super::key(2));
         store.set(|call, _| if call == Call::Put { Fault::Refuse } else { Fault::None });
         if is_registered {
             process.admit(&later);
-            process.say(&later, b"registration").await.unwrap_err();
+            process.append_record(&later, b"registration").await.unwrap_err();
         } else {
             let shuffle = process.tier.shuffle(&key).unwrap();
             shuffle.write(vec![extent(0, 23..24, 3000)].into()).await.unwrap_err();
@@ -309,7 +311,7 @@ async fn data_after_a_cancelled_drain_needs_the_disks() {
         assert_eq!(process.fixture.data_files(), 0, "the store still accepts empty disks");
         store.heal();
         match is_registered {
-            true => process.say(&later, b"registration").await.unwrap(),
+            true => process.append_record(&later, b"registration").await.unwrap(),
             false => fill(&process, &key, 23..24).await,
         }
         let fixture = process.kill().await;
@@ -328,22 +330,22 @@ async fn write_waits_for_the_record_of_a_drain() {
     let process = divided(&key).await.start().await;
     process.tier.begin_drain();
     while let Some((wanted, shuffle)) = process.tier.next() {
-        process.tier.move_some(wanted, &shuffle).await.unwrap();
+        process.tier.offload_candidate(wanted, &shuffle).await.unwrap();
     }
     process.until_known().await;
     let store = process.fixture.store.clone();
     store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
     let held = || if store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
     let write = async {
-        eventually("the record is on its way", held).await;
+        eventually("the record is being written", held).await;
         fill(&process, &key, 23..24).await;
     };
     let heal = async {
-        eventually("the record is on its way", held).await;
+        eventually("the record is being written", held).await;
         tokio::time::sleep(Duration::from_secs(1)).await;
         store.heal();
     };
-    futures::join!(process.tier.tell_drained(), write, heal);
+    futures::join!(process.tier.record_drained(), write, heal);
     let fixture = process.kill().await;
     let error = fixture.unmounted().try_start().await.map(drop).unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::NotMounted, "{error}");
@@ -357,10 +359,10 @@ async fn drain_without_shuffles_ends_once_stored() {
     process.fixture.store.set(|call, _| if call == Call::Delete { Fault::Refuse } else { Fault::None });
     drop(Arc::clone(&process.tier).forget(&key.app, std::slice::from_ref(&key), Purge::Shuffles));
     process.tier.begin_drain();
-    assert_eq!(process.tier.how_far().shuffles_left, 1);
+    assert_eq!(process.tier.drain_progress().shuffles_left, 1);
     process.until_known().await;
-    process.tier.tell_drained().await;
-    assert_eq!(process.tier.how_far(), DrainBacklog::default());
+    process.tier.record_drained().await;
+    assert_eq!(process.tier.drain_progress(), DrainBacklog::default());
     let fixture = process.kill().await;
     fixture.store.heal();
     fixture.unmounted().start().await;
@@ -372,7 +374,7 @@ async fn drained_state_survives_a_failed_start() {
     let key = key(1);
     let process = divided(&key).await.start().await;
     process.tier.begin_drain();
-    assert_eq!(process.move_what_is_wanted().await, 0);
+    assert_eq!(process.offload_candidates().await, 0);
     let drained = process.kill().await.unmounted();
     let nowhere = Fixture { disks: Vec::new(), ..drained.clone() };
     nowhere.try_start().await.map(drop).unwrap_err();
@@ -392,17 +394,18 @@ async fn segments_stay_when_the_log_in_the_store_is_damaged() {
         }
         for start in 0..3 {
             let process = fixture.start().await;
-            let (recovered, _) = heard(&process).await;
+            let (recovered, _) = recovered_records(&process).await;
             assert_eq!(process.fixture.segments().await, segments, "{lost} start {start}");
             if is_elsewhere {
-                let is_proven = recovered.shuffles.iter().any(|told| told.incomplete.is_none());
+                let is_proven =
+                    recovered.shuffles.iter().any(|shuffle_state| shuffle_state.incomplete.is_none());
                 assert!(!is_proven, "{lost} start {start}: {recovered:?}");
                 assert!(process.tier.metadata_gap().is_some(), "{lost} start {start}");
             } else {
-                let told = &recovered.shuffles[0];
-                assert_eq!(told.incomplete, None, "{lost} start {start}: {told:?}");
+                let shuffle_state = &recovered.shuffles[0];
+                assert_eq!(shuffle_state.incomplete, None, "{lost} start {start}: {shuffle_state:?}");
                 assert_eq!(present(&recovered, &key, 0), (0..23).collect::<Vec<_>>(), "{lost} start {start}");
-                assert!(told.lost.is_empty(), "{lost} start {start}: {told:?}");
+                assert!(shuffle_state.lost.is_empty(), "{lost} start {start}: {shuffle_state:?}");
                 assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000), "start {start}");
             }
             process.until_known().await;
@@ -428,21 +431,21 @@ async fn later_registration_elsewhere_is_served_without_deletion() {
     process.tier.local.count_from(number + 100);
     process.register(&key).await;
     fill(&process, &key, 50..60).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     process.kill().await;
     let segments = here.segments().await;
 
     let process = here.start().await;
-    let (recovered, _) = heard(&process).await;
+    let (recovered, _) = recovered_records(&process).await;
     assert_eq!((recovered.shuffles.len(), &recovered.shuffles[0].incomplete), (1, &None));
     assert!(process.tier.metadata_gap().is_some(), "others went on");
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(50..60, 3000));
     assert_eq!((here.segments().await, here.data_files()), (segments, files));
-    process.say(&key, b"more").await.unwrap();
+    process.append_record(&key, b"more").await.unwrap();
     process.purge(&key).await;
     process.register(&key).await;
     fill(&process, &key, 70..73).await;
     let process = process.kill().await.start().await;
-    let (recovered, _) = heard(&process).await;
+    let (recovered, _) = recovered_records(&process).await;
     assert_eq!((present(&recovered, &key, 0), &recovered.shuffles[0].incomplete), (vec![70, 71, 72], &None));
 }

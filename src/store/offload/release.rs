@@ -1,11 +1,11 @@
-//! Migration of data to objects: which extents move, reads of them, and the removal of data logs
+//! The disks' side of an offload: selection and reads of extents, and the removal of data logs
 //! without remaining extents.
 //!
-//! A migration chooses data logs ([`LocalStore::oldest`]) and reads their extents ([`Moving`]).
-//! Once an object with them is stored, it [relocates](LocalStore::relocate) them. Index logs stay
-//! until the shuffle is purged. A later start needs the sequence of all groups to verify that none
-//! is missing, and index logs are small. A reader that still has extents of a removed log gets
-//! `NotFound`, and finds the same bytes in the object.
+//! An offload chooses data logs ([`LocalStore::oldest`]) and reads their extents
+//! ([`ChosenExtents`]). Once an object with them is stored, it [relocates](LocalStore::relocate)
+//! them. Index logs stay until the shuffle is purged. A later start needs the sequence of all
+//! groups to verify that none is missing, and index logs are small. A reader that still has extents
+//! of a removed log gets `NotFound`, and finds the same bytes in the object.
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::{ControlFlow, Range};
@@ -21,7 +21,7 @@ use crate::store::disk::log_file::{Log, LogKind};
 use crate::store::disk::read::{DataRead, DiskReader};
 use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::disk::store::{DiskShuffleHandle, LocalStore};
-use crate::store::disk::walk::{TOGETHER_MAX, partitions_of, turn};
+use crate::store::disk::walk::{WALK_BATCH_MAX, partitions_of, yield_per_batch};
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::{StoreError, TierUsage};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
@@ -31,7 +31,7 @@ use uniffle_wire::types::PartitionId;
 const RUN_BYTES: u64 = 32 << 20;
 const RUN_BLOCKS: u64 = 32 << 10;
 
-/// Extents to be moved that are contiguous in a partition's stream.
+/// Extents to be offloaded that are contiguous in a partition's stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Run {
     /// Partition of the run.
@@ -39,12 +39,12 @@ pub struct Run {
     pub(in crate::store) extents: Vec<Extent>,
 }
 
-/// Extents that are not moved, by partition and base.
+/// Extents that are not offloaded, by partition and base.
 pub type Excluded = HashSet<(PartitionId, u64)>;
 
 /// Chosen extents of one registration, in the order of partitions and streams.
 #[derive(Debug)]
-pub struct Moving {
+pub struct ChosenExtents {
     core: Arc<DiskCore>,
     reader: DiskReader,
     shuffle: Arc<DiskShuffle>,
@@ -53,15 +53,15 @@ pub struct Moving {
     partitions: VecDeque<PartitionId>,
     current: Option<CurrentPartition>,
     excluded: Excluded,
-    looked: usize,
+    visited: usize,
 }
 
-/// The partition whose extents are moved now.
+/// The partition whose extents are offloaded now.
 #[derive(Debug)]
 struct CurrentPartition {
     id: PartitionId,
     extents: ExtentList,
-    /// Index of the next extent, and of the first one that is not moved.
+    /// Index of the next extent, and of the first one that is not offloaded.
     next: usize,
     until: usize,
     /// Extents before this index are read one by one, because a run with them cannot be read.
@@ -109,11 +109,16 @@ impl DiskShuffleHandle {
 }
 
 impl LocalStore {
-    /// Chooses the data of a shuffle to be moved next: every partition's extents up to the last one
-    /// in its oldest data logs, except `excluded` ones. An object then has a contiguous part of the
-    /// stream, whatever disks the batches went to. These logs have at most `bytes_max` bytes
+    /// Chooses the data of a shuffle to be offloaded next: every partition's extents up to the last
+    /// one in its oldest data logs, except `excluded` ones. An object then has a contiguous part of
+    /// the stream, whatever disks the batches went to. These logs have at most `bytes_max` bytes
     /// together, unless the first has more. They are closed for writing.
-    pub async fn oldest(&self, handle: &DiskShuffleHandle, bytes_max: u64, excluded: Excluded) -> Moving {
+    pub async fn oldest(
+        &self,
+        handle: &DiskShuffleHandle,
+        bytes_max: u64,
+        excluded: Excluded,
+    ) -> ChosenExtents {
         let shuffle = &handle.shuffle;
         let chosen = shuffle.with_streams(|streams| {
             let mut bytes = 0;
@@ -125,7 +130,7 @@ impl LocalStore {
             before.map(|(slot, _)| slot).collect::<HashSet<u16>>()
         });
         self.end_logs(shuffle, |log| chosen.contains(&log.slot)).await;
-        self.moving(handle, partitions_of(shuffle).await, Some(chosen), excluded)
+        self.choose(handle, partitions_of(shuffle).await, Some(chosen), excluded)
     }
 
     /// Chooses all data of some partitions, except `excluded` extents.
@@ -134,22 +139,22 @@ impl LocalStore {
         handle: &DiskShuffleHandle,
         partitions: Vec<PartitionId>,
         excluded: Excluded,
-    ) -> Moving {
+    ) -> ChosenExtents {
         self.end_logs(&handle.shuffle, |_| true).await;
-        self.moving(handle, partitions, None, excluded)
+        self.choose(handle, partitions, None, excluded)
     }
 
-    fn moving(
+    fn choose(
         &self,
         handle: &DiskShuffleHandle,
         mut partitions: Vec<PartitionId>,
         logs: Option<HashSet<u16>>,
         excluded: Excluded,
-    ) -> Moving {
+    ) -> ChosenExtents {
         partitions.sort_unstable();
         let (core, shuffle) = (Arc::clone(&self.core), Arc::clone(&handle.shuffle));
         let (reader, partitions) = (DiskReader::new(&core), partitions.into());
-        Moving { core, reader, shuffle, logs, partitions, current: None, excluded, looked: 0 }
+        ChosenExtents { core, reader, shuffle, logs, partitions, current: None, excluded, visited: 0 }
     }
 
     /// Returns the bytes of a shuffle's files, by disk.
@@ -182,12 +187,12 @@ impl LocalStore {
         copies: Vec<(PartitionId, Extent)>,
     ) -> Result<u64, StoreError> {
         let shuffle = &handle.shuffle;
-        let mut looked = 0;
-        for some in copies.chunks(TOGETHER_MAX) {
+        let mut visited = 0;
+        for some in copies.chunks(WALK_BATCH_MAX) {
             let moved = shuffle.relocate(some);
             self.core.metrics.extents.sub(clamped(moved.len()));
             self.core.records.forget(moved.iter().map(|extent| shuffle.records_key(extent)));
-            turn(&mut looked, some.len()).await;
+            yield_per_batch(&mut visited, some.len()).await;
         }
         self.remove_empty_logs(shuffle).await
     }
@@ -196,8 +201,8 @@ impl LocalStore {
         // Checked in this order: all extents of a settled log are visible.
         let settled: Vec<_> = shuffle.logs().into_iter().filter(|log| is_removable(log)).collect();
         // A log with a hole may be readable at a later start, so it stays.
-        let is_left = |log: &Arc<Log>| shuffle.with_streams(|it| it.is_left(log.slot));
-        let empty: Vec<_> = settled.into_iter().filter(is_left).collect();
+        let is_empty_log = |log: &Arc<Log>| shuffle.with_streams(|it| it.is_log_empty(log.slot));
+        let empty: Vec<_> = settled.into_iter().filter(is_empty_log).collect();
         // If this future is dropped, the maintenance removes the logs.
         empty.iter().for_each(|log| log.release());
         self.remove_logs(shuffle, empty).await
@@ -208,9 +213,9 @@ impl LocalStore {
         let shuffles: Vec<_> = self.shuffles.iter().map(|shuffle| Arc::clone(&*shuffle)).collect();
         let mut failed = None;
         for shuffle in shuffles {
-            let is_left =
+            let is_empty_log =
                 |log: &Arc<Log>| log.disk.index == disk.index && log.is_released() && !log.is_removed();
-            let left: Vec<_> = shuffle.logs().into_iter().filter(is_left).collect();
+            let left: Vec<_> = shuffle.logs().into_iter().filter(is_empty_log).collect();
             failed = self.remove_logs(&shuffle, left).await.err().or(failed);
         }
         failed.map_or(Ok(()), Err)
@@ -231,7 +236,7 @@ impl LocalStore {
             // Files that are not deleted now are deleted when the trash is emptied.
             let deleted = disk.delete(&trash).await;
             deleted.map_err(|error| self.core.failed(&disk, &trash, error))?;
-            disk.made_room().await.map_err(|error| self.core.failed(&disk, &trash, error))?;
+            disk.note_space_freed().await.map_err(|error| self.core.failed(&disk, &trash, error))?;
         }
         failed.map_or(Ok(bytes), Err)
     }
@@ -281,7 +286,7 @@ impl Run {
     }
 }
 
-impl Moving {
+impl ChosenExtents {
     /// Returns the next run, or `None` at the end.
     pub async fn next_run(&mut self) -> Option<Run> {
         loop {
@@ -312,7 +317,7 @@ impl Moving {
                     blocks = 0;
                 }
                 current.next += 1;
-                turn(&mut self.looked, 1).await;
+                yield_per_batch(&mut self.visited, 1).await;
             }
             if !run.extents.is_empty() {
                 self.current = Some(current);
@@ -327,7 +332,7 @@ impl Moving {
         let mut until = 0;
         for (at, extent) in extents.iter().enumerate() {
             until = if logs.contains(&extent.data_log) { at + 1 } else { until };
-            turn(&mut self.looked, 1).await;
+            yield_per_batch(&mut self.visited, 1).await;
         }
         until
     }
@@ -380,6 +385,6 @@ impl Moving {
     #[must_use]
     pub fn data(&self, run: &Run) -> DataRead {
         let (shuffle, extents) = (Arc::clone(&self.shuffle), run.extents.iter());
-        DataRead::new(&self.reader, shuffle, run.partition, extents.clone(), run.range()).for_moving(extents)
+        DataRead::new(&self.reader, shuffle, run.partition, extents.clone(), run.range()).for_offload(extents)
     }
 }

@@ -20,14 +20,14 @@ impl Process {
     async fn left_in_the_store(&self, key: &ShuffleKey) {
         self.register(key).await;
         self.write(key, vec![extent(0, 0..10, 3000)]).await;
-        self.move_all(key).await.unwrap();
-        self.say(key, b"earlier").await.unwrap();
+        self.offload_all(key).await.unwrap();
+        self.append_record(key, b"earlier").await.unwrap();
         self.forget(key);
     }
 
     async fn try_register(&self, key: &ShuffleKey) -> Result<(), StoreError> {
         self.admit(key);
-        self.say(key, &Record::Registration(RegistrationRecord::default()).encode()).await
+        self.append_record(key, &Record::Registration(RegistrationRecord::default()).encode()).await
     }
 }
 
@@ -41,17 +41,17 @@ async fn earlier_registration_in_store_proves_nothing() {
     let key = key(1);
     process.register(&key).await;
     process.write(&key, vec![extent(0, 0..10, 3000)]).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     process.kill().await;
 
     let process = only(0).start().await;
     process.forget(&key);
     process.register(&key).await;
-    process.say(&key, b"later").await.unwrap();
+    process.append_record(&key, b"later").await.unwrap();
     process.kill().await;
 
     let process = only(1).start().await;
-    let (recovered, _) = heard(&process).await;
+    let (recovered, _) = recovered_records(&process).await;
     let incomplete = recovered.shuffles.iter().find(|it| it.key == key).unwrap().incomplete.as_ref();
     assert!(incomplete.is_some_and(|reason| reason.contains("/a is missing")), "{incomplete:?}");
 }
@@ -63,13 +63,13 @@ async fn empty_machine_ignores_the_earlier_registration() {
     process.left_in_the_store(&key).await;
     process.register(&key).await;
     let process = process.kill().await.on_an_empty_machine().start().await;
-    let (recovered, said) = heard(&process).await;
-    assert!(recovered.shuffles.is_empty() && said.is_empty(), "{recovered:?} {said:?}");
+    let (recovered, records) = recovered_records(&process).await;
+    assert!(recovered.shuffles.is_empty() && records.is_empty(), "{recovered:?} {records:?}");
 }
 
 /// The client receives the reason, before its own timeout.
 #[tokio::test(start_paused = true)]
-async fn moved_shuffle_is_not_registered_again_while_store_fails() {
+async fn offloaded_shuffle_is_not_registered_again_while_store_fails() {
     for failing in [Call::Put, Call::Get] {
         for fault in [Fault::Refuse, Fault::Hold] {
             let process = Fixture::new().start().await;
@@ -86,12 +86,12 @@ async fn moved_shuffle_is_not_registered_again_while_store_fails() {
             let text = error.to_string();
             assert_eq!(error.kind, StoreErrorKind::Unreachable, "{text}");
             assert!(text.contains("an earlier registration of the shuffle has not been ended"), "{text}");
-            process.say(&again, b"later").await.unwrap_err();
+            process.append_record(&again, b"later").await.unwrap_err();
             process.register(&other).await;
 
             process.fixture.store.heal();
             process.register(&again).await;
-            process.say(&again, b"later").await.unwrap();
+            process.append_record(&again, b"later").await.unwrap();
         }
     }
 }
@@ -122,10 +122,10 @@ async fn deleted_application_leaves_no_superseded_registration() {
     process.register(&key).await;
 }
 
-/// The store takes the record that permits moves, but its answer is lost. The next record is not in
-/// the store, and a start that finds only the store must not take its records for complete.
+/// The store takes the record that permits offloads, but its answer is lost. The next record is not
+/// in the store, and a start that finds only the store must not take its records for complete.
 #[tokio::test(start_paused = true)]
-async fn unanswered_move_proves_no_later_records() {
+async fn unanswered_offload_proves_no_later_records() {
     let mut has_lost_the_last = false;
     for at in 0..10 {
         let process = Fixture::new().start().await;
@@ -143,19 +143,20 @@ async fn unanswered_move_proves_no_later_records() {
             Call::Delete => Fault::Refuse,
             _ => Fault::None,
         });
-        if process.move_all(&key).await.is_ok() {
+        if process.offload_all(&key).await.is_ok() {
             break;
         }
-        let acknowledged = process.say(&key, b"later").await.is_ok();
+        let acknowledged = process.append_record(&key, b"later").await.is_ok();
         has_lost_the_last |= !acknowledged;
         let fixture = process.kill().await;
         fixture.store.heal();
         let process = fixture.on_an_empty_machine().start().await;
-        let (recovered, said) = heard(&process).await;
+        let (recovered, records) = recovered_records(&process).await;
         let is_proven = recovered.shuffles.iter().any(|it| it.incomplete.is_none());
-        let is_known = said.get(&key).is_some_and(|said| said.contains(&Bytes::from_static(b"later")));
-        assert!(!(acknowledged && is_proven) || is_known, "write {at}: {recovered:?} {said:?}");
-        assert!(acknowledged || is_proven, "write {at}: a move that said too little holds up no report");
+        let is_known =
+            records.get(&key).is_some_and(|records| records.contains(&Bytes::from_static(b"later")));
+        assert!(!(acknowledged && is_proven) || is_known, "write {at}: {recovered:?} {records:?}");
+        assert!(acknowledged || is_proven, "write {at}: an incomplete offload delays no report");
     }
     assert!(has_lost_the_last);
 }
@@ -167,17 +168,17 @@ async fn deferred_objects_do_not_join_a_later_registration() {
     let key = key(1);
     process.register(&key).await;
     process.write(&key, vec![extent(0, 0..10, 3000)]).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     let process = process.kill().await.start().await;
     process.tier.leave(&key);
     process.register(&key).await;
     let process = process.kill().await.on_an_empty_machine().start().await;
-    assert!(heard(&process).await.0.shuffles.is_empty());
+    assert!(recovered_records(&process).await.0.shuffles.is_empty());
 }
 
-/// Returns a process with a shuffle to be moved. `fault` gets each call of the store, and whether
-/// the call is a write after the first `from` ones.
-async fn about_to_move(
+/// Returns a process with a shuffle to be offloaded. `fault` gets each call of the store, and
+/// whether the call is a write after the first `from` ones.
+async fn about_to_offload(
     key: &ShuffleKey,
     from: usize,
     fault: impl Fn(Call, bool) -> Fault + Send + 'static,
@@ -203,27 +204,27 @@ async fn late_page_does_not_join_a_later_registration() {
     {
         let key = key(1);
         let of = move |_, is_after| if is_after { fault } else { Fault::None };
-        let process = about_to_move(&key, from, of).await;
-        let moved = process.move_all(&key).await;
-        let said = process.say(&key, b"earlier").await;
-        assert!(fault == Fault::Late || said.is_ok(), "write {from}: {moved:?} {said:?}");
+        let process = about_to_offload(&key, from, of).await;
+        let moved = process.offload_all(&key).await;
+        let records = process.append_record(&key, b"earlier").await;
+        assert!(fault == Fault::Late || records.is_ok(), "write {from}: {moved:?} {records:?}");
         process.fixture.store.heal();
         process.purge(&key).await;
         process.register(&key).await;
-        process.say(&key, b"later").await.unwrap();
+        process.append_record(&key, b"later").await.unwrap();
         has_arrived += process.fixture.store.deliver().await;
 
         let process = process.kill().await.on_an_empty_machine().start().await;
-        let (recovered, said) = heard(&process).await;
+        let (recovered, records) = recovered_records(&process).await;
         let is_proven = recovered.shuffles.iter().any(|it| it.incomplete.is_none());
-        assert!(!is_proven, "{fault:?} from write {from} on: {recovered:?} {said:?}");
+        assert!(!is_proven, "{fault:?} from write {from} on: {recovered:?} {records:?}");
     }
     assert!(has_arrived > 0);
 }
 
-/// Only shuffles with moved data wait for the store.
+/// Only shuffles with offloaded data wait for the store.
 #[tokio::test(start_paused = true)]
-async fn shuffles_without_moved_data_never_wait_for_the_store() {
+async fn shuffles_without_offloaded_data_never_wait_for_the_store() {
     let process = Fixture::new().start().await;
     process.until_known().await;
     process.fixture.store.set(|_, _| Fault::Hold);
@@ -231,7 +232,7 @@ async fn shuffles_without_moved_data_never_wait_for_the_store() {
     for key in [key(1), key(2), key(1)] {
         process.register(&key).await;
         process.write(&key, vec![extent(0, 0..10, 3000)]).await;
-        process.say(&key, b"report").await.unwrap();
+        process.append_record(&key, b"report").await.unwrap();
         process.purge(&key).await;
         process.tier.forgotten_durable(&key.app, Some(&key)).await.unwrap();
     }
@@ -240,7 +241,7 @@ async fn shuffles_without_moved_data_never_wait_for_the_store() {
 
 /// The end is durable once the disks have it; the store is not required.
 #[tokio::test(start_paused = true)]
-async fn end_of_a_moved_shuffle_does_not_wait_for_the_store() {
+async fn end_of_an_offloaded_shuffle_does_not_wait_for_the_store() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.left_in_the_store(&key).await;

@@ -1,67 +1,71 @@
-//! Migration: reads of data to be moved, and removal of its files.
+//! Offload: reads of data to be offloaded, and removal of its files.
 
 use futures::FutureExt as _;
 
 use super::vanished::settled;
 use super::*;
 use crate::store::extents::extent::{Extent, OBJECT};
-use crate::store::migration::{Excluded, Moving, Run};
+use crate::store::offload::{ChosenExtents, Excluded, Run};
 use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
 
-/// Returns the migration of a whole shuffle, and its first run.
-async fn first_run(store: &LocalStore, handle: &DiskShuffleHandle) -> (Moving, Run) {
-    let mut moving = store.oldest(handle, u64::MAX, Excluded::new()).await;
-    let run = moving.next_run().await.unwrap();
-    (moving, run)
+/// Returns the chosen extents of a whole shuffle, and its first run.
+async fn first_run(store: &LocalStore, handle: &DiskShuffleHandle) -> (ChosenExtents, Run) {
+    let mut chosen = store.oldest(handle, u64::MAX, Excluded::new()).await;
+    let run = chosen.next_run().await.unwrap();
+    (chosen, run)
 }
 
 #[tokio::test(start_paused = true)]
-async fn failed_reads_of_moves_mark_nothing_suspect() {
+async fn failed_reads_of_offloads_mark_nothing_suspect() {
     let (disks, store, key, handle) = two_disks_with_blocks(1).await;
     disks.iter().for_each(|it| it.faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).on(".data")));
-    let (moving, run) = first_run(&store, &handle).await;
+    let (chosen, run) = first_run(&store, &handle).await;
     for _ in 0..3 {
-        let mut read = moving.data(&run);
+        let mut read = chosen.data(&run);
         read.next_chunk(&HeapBuffers).await.unwrap_err();
         assert!(!read.is_suspect());
     }
-    let mut told = Vec::new();
+    let mut suspects = Vec::new();
     for _ in 0..4 {
         let mut read = store.data(&key, PartitionId(1), 0, 9000).unwrap().chunks;
         read.next_chunk(&HeapBuffers).await.unwrap_err();
-        told.push(read.is_suspect());
+        suspects.push(read.is_suspect());
     }
-    assert_eq!(told, [false, false, true, false], "the third reader asks what is lost");
+    assert_eq!(
+        suspects,
+        [false, false, true, false],
+        "the third failed read triggers the search for lost blocks"
+    );
 }
 
 #[tokio::test(start_paused = true)]
-async fn damaged_block_found_by_a_move_is_omitted() {
+async fn damaged_block_found_by_an_offload_is_omitted() {
     let (disks, store, key, handle) = two_disks_with_blocks(1).await;
     for disk in &disks {
         let files =
             disk.app_files().into_iter().filter(|path| path.extension().is_some_and(|it| it == "data"));
         files.for_each(|path| disk.memory.corrupt(&path, 100, 1));
     }
-    let (moving, run) = first_run(&store, &handle).await;
-    let mut read = moving.data(&run);
+    let (chosen, run) = first_run(&store, &handle).await;
+    let mut read = chosen.data(&run);
     assert_eq!(read.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::Corrupt);
     assert_eq!(store.core.metrics.blocks_damaged.get(), 1);
     assert!(store.data(&key, PartitionId(1), 0, 9000).unwrap().has_hole);
 }
 
-/// Returns the extents of a shuffle as an object has them after a migration.
+/// Returns the extents of a shuffle as an object has them after an offload.
 async fn copies(store: &LocalStore, handle: &DiskShuffleHandle) -> Vec<(PartitionId, Extent)> {
-    let (mut moving, first) = first_run(store, handle).await;
+    let (mut chosen, first) = first_run(store, handle).await;
     let (mut next, mut copies) = (Some(first), Vec::new());
     while let Some(run) = next {
         let copy = |extent: &Extent| (run.partition, Extent { data_log: OBJECT, index_log: 1, ..*extent });
         copies.extend(run.extents.iter().map(copy));
-        next = moving.next_run().await;
+        next = chosen.next_run().await;
     }
     copies
 }
 
-/// Relocates all data of a shuffle to an object, as after a migration.
+/// Relocates all data of a shuffle to an object, as an offload does.
 async fn relocate_all(store: &LocalStore, handle: &DiskShuffleHandle) -> Result<u64, StoreError> {
     store.relocate(handle, copies(store, handle).await).await
 }
@@ -139,7 +143,7 @@ async fn vanished_file_without_extents_is_uncounted_once() {
 
 /// The log of a hole may be readable at a later start.
 #[tokio::test(start_paused = true)]
-async fn log_with_a_hole_stays_when_the_rest_moves() {
+async fn log_with_a_hole_stays_after_an_offload() {
     let disks = [TestDisk::new("/a")];
     let store = store_on(&disks).await;
     let key = key("app", 1);
@@ -160,6 +164,6 @@ async fn log_with_a_hole_stays_when_the_rest_moves() {
     drop((store, handle));
 
     let store = store_on(&disks).await;
-    assert!(hear(&store).await.shuffles[0].lost.is_empty());
+    assert!(recover(&store).await.shuffles[0].lost.is_empty());
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
 }

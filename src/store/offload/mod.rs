@@ -1,18 +1,18 @@
-//! Local disks above an object store. Writes go to the disks, and data moves to the store in the
-//! background.
+//! Offload: local disks above an object store. Writes go to the disks, and data is offloaded to the
+//! store in the background.
 //!
-//! The extent map of the disks has the offset and the location of each extent. A move copies
+//! The extent map of the disks has the offset and the location of each extent. An offload copies
 //! extents and then changes their location, so readers see one stream. At a start the store has
 //! precedence: its extents are not read from the disks.
 //!
-//! The metadata log of the disks is copied to the store in the background. After the first move of
-//! a shuffle, its records are in the store before they are acknowledged. A worker with the same id
-//! on an empty machine therefore detects missing blocks.
+//! The metadata log of the disks is copied to the store in the background. After the first offload
+//! of a shuffle, its records are in the store before they are acknowledged. A worker with the same
+//! id on an empty machine therefore detects missing blocks.
 
 #[cfg(feature = "object")]
 pub(crate) mod metrics;
 #[cfg(feature = "object")]
-mod mover;
+mod offloader;
 #[cfg(feature = "object")]
 mod open;
 #[cfg(feature = "object")]
@@ -34,6 +34,6 @@ mod tier;
 
 #[cfg(feature = "object")]
 pub use self::policy::Watermarks;
-pub use self::release::{Excluded, Moving, Run};
+pub use self::release::{ChosenExtents, Excluded, Run};
 #[cfg(feature = "object")]
 pub use self::tier::{LocalDisks, OffloadSettings, OffloadTier};

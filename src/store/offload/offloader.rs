@@ -1,13 +1,14 @@
-//! Runs moves that the policy selects, one shuffle at a time, and reports the progress of a drain.
+//! Runs offloads that the policy selects, one shuffle at a time, and reports the progress of a
+//! drain.
 //!
-//! While the object store fails, nothing is moved. The disks continue to take and serve data.
+//! While the object store fails, nothing is offloaded. The disks continue to take and serve data.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::pass::Passed;
-use super::policy::{self, DiskView, MoveCandidate, ShuffleView};
+use super::pass::PassResult;
+use super::policy::{self, DiskView, OffloadCandidate, ShuffleView};
 use super::shuffle::TieredShuffle;
 use super::tier::OffloadTier;
 use crate::clock::sleep;
@@ -15,30 +16,30 @@ use crate::metrics::clamped;
 use crate::store::object::Uploads;
 use crate::store::{DiskInfo, DrainBacklog, StoreError, StoreErrorKind, TierUsage};
 
-/// Interval of checks while there is nothing to move or the store fails.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval of checks while there is nothing to offload or the store fails.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 impl OffloadTier {
-    /// Moves selected data, forever.
-    pub(super) async fn keep_moving(&self) {
+    /// Offloads selected data, forever.
+    pub(super) async fn run_offload(&self) {
         loop {
-            let has_moved = match self.next() {
+            let has_offloaded = match self.next() {
                 Some((wanted, shuffle)) if self.object.is_worth_trying() => self.run(wanted, &shuffle).await,
                 _ => false,
             };
-            self.tell_drained().await;
-            if !has_moved {
+            self.record_drained().await;
+            if !has_offloaded {
                 tokio::select! {
-                    () = sleep(LOOK_INTERVAL) => {}
-                    () = self.wanted.notified() => {}
+                    () = sleep(CHECK_INTERVAL) => {}
+                    () = self.wake.notified() => {}
                 }
             }
         }
     }
 
-    /// Returns the data to be moved now, or `None` if there is none.
-    pub(super) fn next(&self) -> Option<(MoveCandidate, Arc<TieredShuffle>)> {
-        let relieved = self.look_at_disks();
+    /// Returns the data to be offloaded now, or `None` if there is none.
+    pub(super) fn next(&self) -> Option<(OffloadCandidate, Arc<TieredShuffle>)> {
+        let relieved = self.update_relieved();
         let shuffles: Vec<Arc<TieredShuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
         let is_draining = self.is_draining.load(Ordering::Acquire);
         if !is_draining
@@ -49,11 +50,11 @@ impl OffloadTier {
         }
         let views: Vec<ShuffleView> = shuffles.iter().map(|shuffle| self.view(shuffle)).collect();
         let wanted = policy::next(&views, &relieved, self.object.segment_bytes(), is_draining)?;
-        let (MoveCandidate::Oldest(at) | MoveCandidate::Cold(at)) = wanted;
+        let (OffloadCandidate::Oldest(at) | OffloadCandidate::Cold(at)) = wanted;
         Some((wanted, Arc::clone(&shuffles[at])))
     }
 
-    fn look_at_disks(&self) -> Vec<bool> {
+    fn update_relieved(&self) -> Vec<bool> {
         let mut relieved = self.relieved.lock();
         let disks = self.local.disks();
         relieved.resize(disks.len(), false);
@@ -77,35 +78,35 @@ impl OffloadTier {
         }
     }
 
-    /// Returns whether anything was moved or made known to the store.
-    async fn run(&self, wanted: MoveCandidate, shuffle: &Arc<TieredShuffle>) -> bool {
-        match self.move_some(wanted, shuffle).await {
-            Ok(has_moved) => has_moved,
+    /// Returns whether anything was offloaded or made known to the store.
+    async fn run(&self, wanted: OffloadCandidate, shuffle: &Arc<TieredShuffle>) -> bool {
+        match self.offload_candidate(wanted, shuffle).await {
+            Ok(has_offloaded) => has_offloaded,
             Err(error) if error.kind == StoreErrorKind::Purged => true,
             Err(error) => {
                 self.metrics.failures.inc();
-                tracing::warn!(shuffle = %shuffle.key, %error, "cannot move data to the object store; it stays on the disks, retrying later");
+                tracing::warn!(shuffle = %shuffle.key, %error, "cannot offload data to the object store; it stays on the disks, retrying later");
                 false
             }
         }
     }
 
-    /// Moves the selected data of a shuffle. Returns false if nothing can be moved.
+    /// Offloads the selected data of a shuffle. Returns false if nothing can be offloaded.
     ///
     /// # Errors
-    /// An error of a disk or of the store. Data moved before the error stays moved.
-    pub(super) async fn move_some(
+    /// An error of a disk or of the store. Data offloaded before the error stays offloaded.
+    pub(super) async fn offload_candidate(
         &self,
-        wanted: MoveCandidate,
+        wanted: OffloadCandidate,
         shuffle: &Arc<TieredShuffle>,
     ) -> Result<bool, StoreError> {
-        let _turn = self.turn.lock().await;
+        let _pass = self.pass_lock.lock().await;
         let is_new = !shuffle.is_known();
         let before = shuffle.local.usage().bytes;
-        let is_cold = matches!(wanted, MoveCandidate::Cold(_));
+        let is_cold = matches!(wanted, OffloadCandidate::Cold(_));
         let cold = is_cold.then(|| shuffle.take_cold());
         let excluded = shuffle.excluded();
-        let moving = match &cold {
+        let chosen = match &cold {
             None => self.local.oldest(&shuffle.local, self.settings.pass_bytes, excluded).await,
             Some(cold) => {
                 let partitions = cold.partitions.iter().copied().collect();
@@ -113,18 +114,18 @@ impl OffloadTier {
             }
         };
         self.metrics.passes.inc();
-        let mut passed = self.pass(shuffle, moving).await?;
-        if !is_cold && passed == Passed::default() {
+        let mut passed = self.run_pass(shuffle, chosen).await?;
+        if !is_cold && passed == PassResult::default() {
             // Immovable data may be as much as a pass takes, so all data is tried once.
-            let moving = self.local.oldest(&shuffle.local, u64::MAX, shuffle.excluded()).await;
-            passed = self.pass(shuffle, moving).await?;
+            let chosen = self.local.oldest(&shuffle.local, u64::MAX, shuffle.excluded()).await;
+            passed = self.run_pass(shuffle, chosen).await?;
         }
         if let Some(cold) = cold {
             cold.done();
         }
         if passed.bytes > 0 {
             let (bytes, objects) = (passed.bytes, passed.objects);
-            tracing::info!(shuffle = %shuffle.key, bytes, objects, "moved from local disks to the object store");
+            tracing::info!(shuffle = %shuffle.key, bytes, objects, "offloaded from local disks to the object store");
         } else if !passed.has_stopped && !is_cold {
             shuffle.set_stuck(before);
         }
@@ -134,43 +135,43 @@ impl OffloadTier {
     /// Begins a drain, which moves everything. Returns its progress.
     pub(super) fn begin_drain(&self) -> DrainBacklog {
         self.is_draining.store(true, Ordering::Release);
-        self.wanted.notify_one();
-        self.how_far()
+        self.wake.notify_one();
+        self.drain_progress()
     }
 
-    /// Returns the data that another machine would not find. During a drain at least one shuffle is
+    /// Returns how much data another machine would not find. During a drain at least one shuffle is
     /// counted until the store has a record that it has everything.
-    pub(super) fn how_far(&self) -> DrainBacklog {
+    pub(super) fn drain_progress(&self) -> DrainBacklog {
         if !self.local.has_disks() {
             return DrainBacklog::default();
         }
-        let mut left = self.left();
+        let mut left = self.count_remaining();
         let is_draining = self.is_draining.load(Ordering::Acquire);
         // The store may not know yet that a shuffle has ended.
         let log = self.object.log();
         let is_behind = !log.is_begun() || !log.knows(log.end_position());
-        let is_untold = left == DrainBacklog::default() && (is_behind || !self.object.is_drained());
-        left.shuffles_left += usize::from(is_draining && is_untold);
+        let is_unrecorded = left == DrainBacklog::default() && (is_behind || !self.object.is_drained());
+        left.shuffles_left += usize::from(is_draining && is_unrecorded);
         left
     }
 
-    /// Records in the store whether a drain has moved all data there. Only then does a start on
+    /// Records in the store whether a drain has offloaded all data there. Only then does a start on
     /// empty disks succeed elsewhere.
-    pub(super) async fn tell_drained(&self) {
+    pub(super) async fn record_drained(&self) {
         if !self.object.is_worth_trying() {
             return;
         }
         let log = self.object.log();
         let is_drained = || {
             let is_draining = self.is_draining.load(Ordering::Acquire);
-            is_draining && self.left() == DrainBacklog::default() && log.knows(log.end_position())
+            is_draining && self.count_remaining() == DrainBacklog::default() && log.knows(log.end_position())
         };
         if let Err(error) = self.object.set_drained(is_drained).await {
             tracing::warn!(%error, "cannot record in the object store whether the local disks are drained; retrying");
         }
     }
 
-    fn left(&self) -> DrainBacklog {
+    fn count_remaining(&self) -> DrainBacklog {
         let shuffles: Vec<Arc<TieredShuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
         let mut drained = DrainBacklog::default();
         for shuffle in &shuffles {
@@ -208,7 +209,7 @@ impl OffloadTier {
         if !shuffle.is_known() {
             // The store may hang, so it must answer once before records wait for it.
             self.object.known(self.object.log().add_mark()).await?;
-            self.set_moved(shuffle)?;
+            self.set_offloaded(shuffle)?;
             let position = self.local.mark_moved(&shuffle.local).await?;
             self.object.known(position).await?;
             shuffle.set_known();
@@ -228,14 +229,14 @@ impl OffloadTier {
     ///
     /// # Errors
     /// `Purged` if the registration has ended.
-    fn set_moved(&self, shuffle: &Arc<TieredShuffle>) -> Result<(), StoreError> {
+    fn set_offloaded(&self, shuffle: &Arc<TieredShuffle>) -> Result<(), StoreError> {
         // `forget` removes the shuffle under the same lock. It therefore sees that the shuffle is
-        // moved, or this check sees that the shuffle was removed.
+        // offloaded, or this check sees that the shuffle was removed.
         let _ends = self.ends.lock();
         if !self.is_present(shuffle) {
             return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
         }
-        shuffle.set_moved();
+        shuffle.set_offloaded();
         Ok(())
     }
 }

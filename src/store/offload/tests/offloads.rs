@@ -1,4 +1,4 @@
-//! Selection of data to be moved, and reads during and after a move.
+//! Selection of data to be offloaded, and reads during and after an offload.
 
 use std::path::PathBuf;
 
@@ -17,16 +17,16 @@ async fn fill(process: &Process, key: &ShuffleKey, batches: Range<i64>, blocks: 
 }
 
 #[tokio::test(start_paused = true)]
-async fn streams_are_equal_across_the_move_boundary() {
+async fn streams_are_equal_across_the_offload_boundary() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..12, 4).await;
     let before = process.index(&key, PartitionId(7)).await.unwrap();
 
-    assert!(process.move_once(&key).await.unwrap());
-    let border = process.moved_bytes(&key, 7);
-    assert!((1..48_000).contains(&border), "some of it has moved: {border}");
+    assert!(process.offload_once(&key).await.unwrap());
+    let border = process.offloaded_bytes(&key, 7);
+    assert!((1..48_000).contains(&border), "part of it is offloaded: {border}");
     assert_eq!(process.index(&key, PartitionId(7)).await.unwrap(), before, "offsets are promises");
     for partition in [0, 3, 7] {
         assert_eq!(process.read(&key, partition).await.unwrap(), expected(0..48, 1000));
@@ -40,7 +40,7 @@ async fn streams_are_equal_across_the_move_boundary() {
     assert_eq!(beyond.kind, crate::store::StoreErrorKind::InvalidRange);
 
     fill(&process, &key, 12..13, 4).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     assert_eq!(process.tier.find(&key).unwrap().local.usage().bytes, 0);
     assert_eq!(process.fixture.data_files(), 0, "local bytes are gone");
     for partition in [0, 3, 7] {
@@ -68,7 +68,7 @@ async fn objects_follow_bytes_and_not_partitions() {
     for batch in 0..4 {
         process.write(&key, (0..500).map(|p| extent(p, batch..batch + 1, 50)).collect()).await;
     }
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     let segments = process.fixture.segments().await;
     assert!((3..=8).contains(&segments), "100,000 bytes in objects of 40,000: {segments}");
     assert_eq!(process.read(&key, 499).await.unwrap(), expected(0..4, 50));
@@ -77,12 +77,12 @@ async fn objects_follow_bytes_and_not_partitions() {
 
 /// Batches go to the disks alternately. Their extents are contiguous in objects.
 #[tokio::test(start_paused = true)]
-async fn moved_partition_is_read_with_few_requests() {
+async fn offloaded_partition_is_read_with_few_requests() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..24, 4).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     let process = process.kill().await.start().await;
     let view = process.tier.local.view(&key, PartitionId(7)).unwrap();
     let mut objects: Vec<_> =
@@ -99,7 +99,7 @@ async fn moved_partition_is_read_with_few_requests() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn reader_continues_in_the_store_after_a_move() {
+async fn reader_continues_in_the_store_after_an_offload() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -107,7 +107,7 @@ async fn reader_continues_in_the_store_after_a_move() {
         process.write(&key, vec![extent(0, id..id + 1, 9000)]).await;
     }
     let mut read = process.tier.data(&key, PartitionId(0), 0, 54_000).unwrap().chunks;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     assert_eq!(process.fixture.data_files(), 0);
     let mut bytes = Vec::new();
     while let Some(chunk) = read.next_chunk(&HeapBuffers).await.unwrap() {
@@ -128,18 +128,18 @@ async fn failing_store_removes_nothing() {
             call if call == failing => Fault::Refuse,
             _ => Fault::None,
         });
-        assert!(process.move_all(&key).await.is_err(), "{failing:?}");
+        assert!(process.offload_all(&key).await.is_err(), "{failing:?}");
         process.fixture.store.heal();
         assert_eq!(process.read(&key, 3).await.unwrap(), expected(0..24, 1000), "{failing:?}");
-        process.say(&key, b"report").await.unwrap();
+        process.append_record(&key, b"report").await.unwrap();
     }
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     assert_eq!(process.read(&key, 3).await.unwrap(), expected(0..24, 1000));
     assert_eq!((process.fixture.data_files(), process.fixture.store.open_uploads()), (0, 0));
 }
 
 #[tokio::test(start_paused = true)]
-async fn damage_found_by_a_move_is_reported() {
+async fn damage_found_by_an_offload_is_reported() {
     let process = Fixture::new().start().await;
     let (key, heard) = (key(1), Arc::new(Mutex::new(Vec::new())));
     process.register(&key).await;
@@ -157,10 +157,10 @@ async fn damage_found_by_a_move_is_reported() {
             damaged += 1;
         }
     }
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     assert!(damaged > 1);
-    let told = vec![(key.clone(), PartitionId(0), true); 2 * damaged];
-    assert_eq!(*heard.lock(), told, "each before it is left out, and after");
+    let notified = vec![(key.clone(), PartitionId(0), true); 2 * damaged];
+    assert_eq!(*heard.lock(), notified, "each partition before and after its exclusion");
 }
 
 #[tokio::test(start_paused = true)]
@@ -176,7 +176,7 @@ async fn disk_is_drained_only_to_the_low_watermark() {
     }
     let mut passes = 0;
     while let Some((wanted, shuffle)) = process.tier.next() {
-        assert!(process.tier.move_some(wanted, &shuffle).await.unwrap());
+        assert!(process.tier.offload_candidate(wanted, &shuffle).await.unwrap());
         passes += 1;
     }
     let left = process.tier.find(&key).unwrap().local.usage().bytes;
@@ -184,7 +184,7 @@ async fn disk_is_drained_only_to_the_low_watermark() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn full_disk_is_writable_after_a_move() {
+async fn full_disk_is_writable_after_an_offload() {
     let fixture = Fixture::new();
     let process = fixture.start().await;
     let key = key(1);
@@ -198,14 +198,14 @@ async fn full_disk_is_writable_after_a_move() {
         shuffle.write(batch(9)).await.unwrap_err();
         let (wanted, full) = process.tier.next().expect("full disks are relieved");
         fixture.disks.iter().for_each(|disk| disk.set_capacity(None));
-        assert!(process.tier.move_some(wanted, &full).await.unwrap());
+        assert!(process.tier.offload_candidate(wanted, &full).await.unwrap());
         assert!(process.tier.next().is_none(), "round {round}");
     }
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..30, 1000));
 }
 
 #[tokio::test(start_paused = true)]
-async fn purge_during_a_move_leaves_nothing() {
+async fn purge_during_an_offload_leaves_nothing() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -218,14 +218,14 @@ async fn purge_during_a_move_leaves_nothing() {
         let healed = async { process.fixture.store.heal() };
         futures::join!(purge, healed);
     };
-    let (moved, ()) = futures::join!(process.move_all(&key), purge);
+    let (moved, ()) = futures::join!(process.offload_all(&key), purge);
     assert_eq!(moved.unwrap_err().kind, crate::store::StoreErrorKind::Purged);
     assert_eq!((process.fixture.segments().await, process.fixture.store.open_uploads()), (0, 0));
     assert_eq!(process.fixture.data_files(), 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn shuffle_purged_before_its_move_is_not_moved() {
+async fn shuffle_purged_before_its_offload_is_not_offloaded() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -233,16 +233,16 @@ async fn shuffle_purged_before_its_move_is_not_moved() {
     let before = process.tier.find(&key).unwrap();
     process.purge(&key).await;
     process.register(&key).await;
-    let error = process.tier.move_some(MoveCandidate::Oldest(0), &before).await.unwrap_err();
+    let error = process.tier.offload_candidate(OffloadCandidate::Oldest(0), &before).await.unwrap_err();
     assert_eq!(error.kind, crate::store::StoreErrorKind::Purged);
     assert!(process.fixture.segments().await == 0 && process.tier.object.uploads(&key).is_none());
 
     // The next registration of the shuffle has no records of the earlier one.
     fill(&process, &key, 50..53, 4).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     let process = process.kill().await.on_an_empty_machine().start().await;
-    let (_, said) = heard(&process).await;
-    assert_eq!(said[&key].len(), 1);
+    let (_, records) = recovered_records(&process).await;
+    assert_eq!(records[&key].len(), 1);
     assert_eq!(process.read(&key, 3).await.unwrap(), expected(200..212, 1000));
 }
 
@@ -252,43 +252,43 @@ async fn process_without_the_claim_keeps_its_disk_data() {
     let (fixture, key) = (process.fixture.clone(), key(1));
     process.register(&key).await;
     fill(&process, &key, 0..12, 4).await;
-    assert!(process.move_once(&key).await.unwrap());
+    assert!(process.offload_once(&key).await.unwrap());
     let files = fixture.data_files();
     assert!(files > 0 && process.tier.state().complaint.is_none());
     let newer = fixture.on_an_empty_machine().start().await;
     let objects = fixture.store.objects().await;
 
-    let error = process.move_all(&key).await.unwrap_err();
+    let error = process.offload_all(&key).await.unwrap_err();
     assert_eq!(error.kind, crate::store::StoreErrorKind::InUse, "{error}");
-    assert_eq!(fixture.data_files(), files, "what the newer process does not find stays");
+    assert_eq!(fixture.data_files(), files, "files unknown to the newer process stay");
     assert!(process.tier.state().complaint.is_some_and(|text| text.contains("claimed")));
-    assert!(!process.tier.object.is_worth_trying(), "nothing is moved any more");
+    assert!(!process.tier.object.is_worth_trying(), "nothing more is offloaded");
     assert_eq!(process.read(&key, 3).await.unwrap(), expected(0..48, 1000));
     let now = fixture.store.objects().await;
     let is_segment = |(object, _): &&(String, u64)| object.contains("/s0");
     let mut segments = objects.iter().filter(is_segment);
-    assert!(segments.all(|object| now.contains(object)), "nothing of the newer one is deleted");
+    assert!(segments.all(|object| now.contains(object)), "no object of the newer process is deleted");
     drop(newer);
 }
 
 #[tokio::test(start_paused = true)]
-async fn only_cold_partitions_move() {
+async fn only_cold_partitions_are_offloaded() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     process.write(&key, vec![extent(0, 0..4, 500), extent(1, 0..50, 1000), extent(2, 0..1, 9)]).await;
     let (wanted, shuffle) = process.tier.next().expect("50,000 bytes are more than an object");
-    assert_eq!(wanted, MoveCandidate::Cold(0));
+    assert_eq!(wanted, OffloadCandidate::Cold(0));
     process.fixture.store.set(|call, _| if call == Call::Complete { Fault::Refuse } else { Fault::None });
-    process.tier.move_some(wanted, &shuffle).await.unwrap_err();
+    process.tier.offload_candidate(wanted, &shuffle).await.unwrap_err();
     process.fixture.store.heal();
     assert_eq!(
         process.tier.next().map(|(wanted, _)| wanted),
         Some(wanted),
         "after an error they are cold as before"
     );
-    assert!(process.tier.move_some(wanted, &shuffle).await.unwrap());
-    assert_eq!([0, 1, 2].map(|partition| process.moved_bytes(&key, partition)), [0, 50_000, 0]);
+    assert!(process.tier.offload_candidate(wanted, &shuffle).await.unwrap());
+    assert_eq!([0, 1, 2].map(|partition| process.offloaded_bytes(&key, partition)), [0, 50_000, 0]);
     assert!(process.tier.next().is_none());
     assert_eq!(process.read(&key, 1).await.unwrap(), expected(0..50, 1000));
 }
@@ -299,13 +299,13 @@ async fn missing_cold_partitions_do_not_end_a_drain() {
     let key = key(1);
     process.register(&key).await;
     process.write(&key, vec![extent(1, 0..50, 1000)]).await;
-    process.move_all(&key).await.unwrap();
+    process.offload_all(&key).await.unwrap();
     process.write(&key, vec![extent(0, 0..4, 500)]).await;
     let (wanted, shuffle) = process.tier.next().unwrap();
-    assert_eq!(wanted, MoveCandidate::Cold(0));
-    assert!(!process.tier.move_some(wanted, &shuffle).await.unwrap());
-    assert_eq!(process.tier.how_far().stuck_bytes, 0);
+    assert_eq!(wanted, OffloadCandidate::Cold(0));
+    assert!(!process.tier.offload_candidate(wanted, &shuffle).await.unwrap());
+    assert_eq!(process.tier.drain_progress().stuck_bytes, 0);
     process.tier.begin_drain();
-    assert_eq!(process.move_what_is_wanted().await, 0);
-    assert_eq!(process.tier.how_far(), crate::store::DrainBacklog::default());
+    assert_eq!(process.offload_candidates().await, 0);
+    assert_eq!(process.tier.drain_progress(), crate::store::DrainBacklog::default());
 }

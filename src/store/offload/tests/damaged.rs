@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::*;
 use crate::store::DrainBacklog;
-use crate::store::migration::shuffle::EXCLUDED_FOR;
+use crate::store::offload::shuffle::EXCLUDED_FOR;
 
 /// Returns a data file longer than `bytes`, with its disk.
 fn data_file(fixture: &Fixture, bytes: usize) -> (&MemoryDisk, PathBuf) {
@@ -32,11 +32,11 @@ async fn unreadable_partition_blocks_no_other_and_no_drain() {
     process.write(&good, vec![extent(0, 0..40, 1000)]).await;
 
     process.tier.begin_drain();
-    assert_eq!(process.move_what_is_wanted().await, 0, "it is noticed before an object has anything of it");
-    let [stopped, others @ ..] = [0, 3, 7].map(|partition| process.moved_bytes(&bad, partition));
+    assert_eq!(process.offload_candidates().await, 0, "the damage is found before an object has the extent");
+    let [stopped, others @ ..] = [0, 3, 7].map(|partition| process.offloaded_bytes(&bad, partition));
     assert!(stopped == 44_000 && others == [48_000; 2], "all but one extent: {stopped} {others:?}");
     let left = DrainBacklog { stuck_bytes: 48_000 - stopped, ..DrainBacklog::default() };
-    assert_eq!(process.tier.how_far(), left);
+    assert_eq!(process.tier.drain_progress(), left);
     assert_eq!(process.fixture.store.open_uploads(), 0);
     for partition in [3, 7] {
         assert_eq!(process.read(&bad, partition).await.unwrap(), expected(0..48, 1000));
@@ -44,7 +44,7 @@ async fn unreadable_partition_blocks_no_other_and_no_drain() {
     assert_eq!(process.read(&good, 0).await.unwrap(), expected(0..40, 1000));
     assert!(
         !process.read(&bad, 0).await.unwrap().contains_key(&0),
-        "it is left out, and who reads through a service is told"
+        "the read fails, and the service is notified"
     );
 }
 
@@ -60,22 +60,28 @@ async fn damaged_extent_within_a_run_is_skipped_and_kept() {
     disk.corrupt(&file, 2_500_000, 1);
 
     process.tier.begin_drain();
-    assert_eq!(process.move_what_is_wanted().await, 1, "what was on its way is given up once");
-    let end = || process.moved_bytes(&key, 0);
+    assert_eq!(process.offload_candidates().await, 1, "the object in progress is abandoned once");
+    let end = || process.offloaded_bytes(&key, 0);
     assert_eq!((end(), process.fixture.store.open_uploads()), (100_000, 0));
-    assert_eq!(process.tier.how_far(), DrainBacklog { stuck_bytes: 3_000_000, ..DrainBacklog::default() });
+    assert_eq!(
+        process.tier.drain_progress(),
+        DrainBacklog { stuck_bytes: 3_000_000, ..DrainBacklog::default() }
+    );
 
     assert!(process.tier.next().is_none(), "not before its time");
     tokio::time::advance(EXCLUDED_FOR).await;
-    assert_eq!((process.move_what_is_wanted().await, end()), (0, 100_000));
-    assert_eq!(process.tier.how_far(), DrainBacklog { stuck_bytes: 3_000_000, ..DrainBacklog::default() });
+    assert_eq!((process.offload_candidates().await, end()), (0, 100_000));
+    assert_eq!(
+        process.tier.drain_progress(),
+        DrainBacklog { stuck_bytes: 3_000_000, ..DrainBacklog::default() }
+    );
     let left = process.read(&key, 0).await.unwrap();
     assert_eq!((0..3100).filter(|id| left.contains_key(id)).count(), 3099, "all but the block");
 }
 
 /// Data that was unreadable for a while is served after the next start.
 #[tokio::test(start_paused = true)]
-async fn partly_unreadable_file_stays_after_a_move() {
+async fn partly_unreadable_file_stays_after_an_offload() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -97,8 +103,8 @@ async fn partly_unreadable_file_stays_after_a_move() {
         process.read(&key, 0).await.unwrap_err();
     }
     process.tier.local.mark_damaged_lost(&key, PartitionId(0)).await.unwrap();
-    process.move_all(&key).await.unwrap();
-    assert_eq!(process.moved_bytes(&key, 5), 4000);
+    process.offload_all(&key).await.unwrap();
+    assert_eq!(process.offloaded_bytes(&key, 5), 4000);
 
     disk.corrupt(&index, at, 1);
     let process = process.kill().await.start().await;

@@ -26,7 +26,7 @@ use crate::store::{
 use uniffle_wire::types::ShuffleKey;
 
 /// Evidence that the disks had data, for the error of a refused start.
-const HALF_OF_IT: &str = "the object store has shuffles of this worker with data on its local disks";
+const HAD_DATA_EVIDENCE: &str = "the object store has shuffles of this worker with data on its local disks";
 
 impl OffloadTier {
     /// Opens a worker without disks on an open store.
@@ -84,7 +84,7 @@ impl OffloadTier {
         let directories = log.iter().flat_map(|log| log.found.directories());
         let directories: Vec<_> = directories.map(|(uuid, path)| (uuid, path.to_owned())).collect();
         if !directories.is_empty() && !found.is_empty() {
-            config.had_data.get_or_insert_with(|| HALF_OF_IT.to_owned());
+            config.had_data.get_or_insert_with(|| HAD_DATA_EVIDENCE.to_owned());
         }
         let heap = heap.into();
         let memory = heap.extents.clone();
@@ -101,9 +101,9 @@ impl OffloadTier {
             ends: Arc::default(),
             recovered: Mutex::default(),
             is_draining: false.into(),
-            wanted: tokio::sync::Notify::new(),
+            wake: tokio::sync::Notify::new(),
             relieved: Mutex::default(),
-            turn: tokio::sync::Mutex::default(),
+            pass_lock: tokio::sync::Mutex::default(),
             local,
             object,
         };

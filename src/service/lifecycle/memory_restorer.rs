@@ -31,14 +31,14 @@ struct RestoreJob {
 pub(super) type RestoredIds = oneshot::Receiver<PresentIds>;
 
 /// Restores shuffles one after another on a thread of its own.
-pub(super) struct FromMemory {
+pub(super) struct MemoryRestorer {
     memory: Arc<Memory>,
     tiers: TierIds,
     /// The thread and its queue, created for the first shuffle.
     begun: Option<(mpsc::Sender<RestoreJob>, JoinHandle<()>)>,
 }
 
-impl FromMemory {
+impl MemoryRestorer {
     /// Creates the restorer. Must be called on a runtime.
     pub(super) fn new(memory: &Arc<Memory>, tiers: &Tiers) -> Self {
         let tiers = TierIds { tiers: tiers.clone(), runtime: Handle::current() };

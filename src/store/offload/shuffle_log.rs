@@ -1,12 +1,12 @@
-//! Metadata records of a shuffle whose data may move to an object store.
+//! Metadata records of a shuffle whose data may be offloaded.
 //!
 //! Records are appended to the log of the disks, which is copied to the store in the background.
-//! The store has all records of a shuffle before the first move. Each later record is acknowledged
-//! once the store has it.
+//! The store has all records of a shuffle before the first offload. Each later record is
+//! acknowledged once the store has it.
 //!
 //! All other records are acknowledged without the store, with one exception: if an earlier
-//! registration of the shuffle has moved data, a new registration waits until the store knows that
-//! the earlier one has ended.
+//! registration of the shuffle has offloaded data, a new registration waits until the store knows
+//! that the earlier one has ended.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,7 +21,8 @@ use crate::store::object::Bucket;
 use crate::store::{LocalStore, MetadataLog, StoreError};
 use uniffle_wire::types::ShuffleKey;
 
-/// Incarnations of ended registrations with moved data, while the store may not know of the end.
+/// Incarnations of ended registrations with offloaded data, while the store may not know of the
+/// end.
 pub(super) type Ends = Mutex<HashMap<ShuffleKey, u64>>;
 
 /// The metadata log for one registration.
@@ -33,9 +34,9 @@ pub(super) struct ShuffleLog {
 }
 
 impl ShuffleLog {
-    /// Waits for the store if data of the shuffle or of an earlier registration was moved. A start
-    /// on empty disks would recover the earlier registration until the store knows that it has
-    /// ended.
+    /// Waits for the store if data of the shuffle or of an earlier registration was offloaded. A
+    /// start on empty disks would recover the earlier registration until the store knows that it
+    /// has ended.
     async fn acknowledged(&self, position: u64) -> Result<(), StoreError> {
         let key = &self.shuffle.key;
         let earlier = self.ends.lock().get(key).copied();
@@ -43,7 +44,7 @@ impl ShuffleLog {
             self.object.end_known(position, key).await?;
             forget_end(&self.ends, key, earlier);
         }
-        if self.shuffle.is_moved() { self.object.known(position).await } else { Ok(()) }
+        if self.shuffle.is_offloaded() { self.object.known(position).await } else { Ok(()) }
     }
 }
 
@@ -56,17 +57,17 @@ pub(super) fn forget_end(ends: &Ends, key: &ShuffleKey, incarnation: u64) {
 }
 
 impl MetadataLog for ShuffleLog {
-    /// Once data was moved, a record that only the disks have was never acknowledged. It counts as
-    /// durable when the store has it too. Without disks, the store has everything.
+    /// Once data was offloaded, a record that only the disks have was never acknowledged. It counts
+    /// as durable when the store has it too. Without disks, the store has everything.
     fn is_recovered_durable(&self) -> bool {
         !self.local.has_disks()
-            || self.local.is_log_begun() && (!self.shuffle.is_moved() || self.object.log().is_begun())
+            || self.local.is_log_begun() && (!self.shuffle.is_offloaded() || self.object.log().is_begun())
     }
 
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
         let append = async move {
-            // The store has all records of a moved shuffle.
-            let _writing = match self.shuffle.is_moved() {
+            // The store has all records of an offloaded shuffle.
+            let _writing = match self.shuffle.is_offloaded() {
                 true => None,
                 false => Some(self.object.require_disks().await?),
             };

@@ -1,8 +1,9 @@
-//! Selection of data to be moved from the disks to the store. Pure: no clock, no I/O.
+//! Selection of data to be offloaded from the disks to the store. Pure: no clock, no I/O.
 //!
 //! A disk that is full or above the high watermark is relieved until it is below the low one. The
-//! largest shuffle on relieved disks moves first; among shuffles of similar size, the oldest. Cold
-//! partitions move once they fill an object. A drain moves everything, the oldest shuffle first.
+//! largest shuffle on relieved disks is offloaded first; among shuffles of similar size, the
+//! oldest. Cold partitions are offloaded once they fill an object. A drain offloads everything, the
+//! oldest shuffle first.
 
 /// Fill levels of a disk's file system, as the share in use.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -24,14 +25,14 @@ pub struct DiskView {
     pub is_relieved: bool,
 }
 
-/// Data of a shuffle that can be moved.
+/// Data of a shuffle that can be offloaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShuffleView {
     /// Order of registration: later registrations have greater values.
     pub age: u64,
     /// Bytes of the shuffle's files, by disk.
     pub on_disks: Vec<u64>,
-    /// Bytes that can be moved.
+    /// Bytes that can be offloaded.
     pub movable_bytes: u64,
     /// Bytes of cold partitions.
     pub cold_bytes: u64,
@@ -39,9 +40,9 @@ pub struct ShuffleView {
     pub is_unknown: bool,
 }
 
-/// Data of one shuffle to be moved, with the index of the shuffle.
+/// Data of one shuffle to be offloaded, with the index of the shuffle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MoveCandidate {
+pub enum OffloadCandidate {
     /// The oldest data of the shuffle.
     Oldest(usize),
     /// All data of its cold partitions.
@@ -58,31 +59,32 @@ pub fn relieved(disks: &[DiskView], marks: Watermarks) -> Vec<bool> {
     disks.iter().map(is_relieved).collect()
 }
 
-/// Returns the data to be moved next, with an index into `shuffles`, or `None` if there is none.
+/// Returns the data to be offloaded next, with an index into `shuffles`, or `None` if there is
+/// none.
 #[must_use]
 pub fn next(
     shuffles: &[ShuffleView],
     relieved: &[bool],
     object_bytes: u64,
     is_draining: bool,
-) -> Option<MoveCandidate> {
+) -> Option<OffloadCandidate> {
     let all = || shuffles.iter().enumerate();
     if is_draining {
         let left = all().filter(|(_, it)| it.is_unknown || it.movable_bytes > 0);
-        return left.min_by_key(|(_, it)| it.age).map(|(at, _)| MoveCandidate::Oldest(at));
+        return left.min_by_key(|(_, it)| it.age).map(|(at, _)| OffloadCandidate::Oldest(at));
     }
-    let in_the_way = |it: &ShuffleView| -> u64 {
+    let bytes_on_relieved = |it: &ShuffleView| -> u64 {
         let here = it.on_disks.iter().zip(relieved).filter(|(_, is_relieved)| **is_relieved);
         here.map(|(bytes, _)| *bytes).sum::<u64>().min(it.movable_bytes)
     };
-    let largest = all().filter(|(_, it)| in_the_way(it) > 0);
-    let largest = largest.max_by_key(|(_, it)| (in_the_way(it).ilog2(), std::cmp::Reverse(it.age)));
+    let largest = all().filter(|(_, it)| bytes_on_relieved(it) > 0);
+    let largest = largest.max_by_key(|(_, it)| (bytes_on_relieved(it).ilog2(), std::cmp::Reverse(it.age)));
     let coldest = || {
         let cold = all().filter(|(_, it)| it.movable_bytes > 0 && it.cold_bytes >= object_bytes);
         cold.max_by_key(|(_, it)| it.cold_bytes)
     };
-    let largest = largest.map(|(at, _)| MoveCandidate::Oldest(at));
-    largest.or_else(|| coldest().map(|(at, _)| MoveCandidate::Cold(at)))
+    let largest = largest.map(|(at, _)| OffloadCandidate::Oldest(at));
+    largest.or_else(|| coldest().map(|(at, _)| OffloadCandidate::Cold(at)))
 }
 
 #[cfg(test)]
@@ -116,8 +118,8 @@ mod tests {
         let shuffles =
             [shuffle(3, &[900, 0]), shuffle(1, &[600, 5000]), shuffle(2, &[520, 0]), shuffle(0, &[0, 9])];
         let next = |relieved: &[bool]| next(&shuffles, relieved, 100, false);
-        assert_eq!(next(&[true, false]), Some(MoveCandidate::Oldest(1)), "512 to 1023 are about one size");
-        assert_eq!(next(&[false, true]), Some(MoveCandidate::Oldest(1)));
+        assert_eq!(next(&[true, false]), Some(OffloadCandidate::Oldest(1)), "512 to 1023 are about one size");
+        assert_eq!(next(&[false, true]), Some(OffloadCandidate::Oldest(1)));
         assert_eq!(next(&[false, false]), None);
         let immovable = ShuffleView { movable_bytes: 0, ..shuffle(0, &[100]) };
         assert_eq!(super::next(&[immovable], &[true], 100, false), None);
@@ -127,17 +129,17 @@ mod tests {
     fn cold_partitions_move_by_object_and_a_drain_moves_all() {
         let cold = |cold_bytes| ShuffleView { cold_bytes, ..shuffle(5, &[400]) };
         assert_eq!(next(&[cold(99)], &[false], 100, false), None);
-        assert_eq!(next(&[cold(99), cold(100)], &[false], 100, false), Some(MoveCandidate::Cold(1)));
+        assert_eq!(next(&[cold(99), cold(100)], &[false], 100, false), Some(OffloadCandidate::Cold(1)));
         let unknown = ShuffleView { is_unknown: true, ..shuffle(6, &[0]) };
         assert_eq!(
             next(&[unknown.clone(), cold(0)], &[false], 100, true),
-            Some(MoveCandidate::Oldest(1)),
+            Some(OffloadCandidate::Oldest(1)),
             "the oldest"
         );
         assert_eq!(
             next(&[unknown], &[false], 100, true),
-            Some(MoveCandidate::Oldest(0)),
-            "what it said, too"
+            Some(OffloadCandidate::Oldest(0)),
+            "a refused write makes a disk full"
         );
         assert_eq!(next(&[shuffle(1, &[0])], &[false], 100, true), None);
     }

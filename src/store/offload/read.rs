@@ -17,7 +17,7 @@ use super::tier::OffloadTier;
 use crate::store::disk::StreamView;
 use crate::store::disk::read::damage::LostTotals;
 use crate::store::disk::shuffle::DiskShuffle;
-use crate::store::disk::walk::{partitions_of, turn};
+use crate::store::disk::walk::{partitions_of, yield_per_batch};
 use crate::store::extents::extent::Extent;
 use crate::store::index::index_read::visit_ids;
 use crate::store::object::{Bucket, Uploads};
@@ -35,7 +35,7 @@ impl ServedTier for OffloadTier {
     fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
         let view = self.local.view(key, partition)?;
         let (length, data_length) = (view.blocks * RECORD_BYTES as u64, view.bytes);
-        Ok(ServedIndex { length, data_length, chunks: StreamRuns::open(self, view, Left::Index(0))? })
+        Ok(ServedIndex { length, data_length, chunks: StreamRuns::open(self, view, Remaining::Index(0))? })
     }
 
     fn data(
@@ -48,7 +48,7 @@ impl ServedTier for OffloadTier {
         let range = offset..offset.saturating_add(u64::from(length));
         let view = self.local.view_part(key, partition, &range)?;
         let has_hole = view.has_hole(&range);
-        Ok(ServedData { has_hole, chunks: StreamRuns::open(self, view, Left::Data(range))? })
+        Ok(ServedData { has_hole, chunks: StreamRuns::open(self, view, Remaining::Data(range))? })
     }
 
     /// Passes the ranges to both tiers. The disks ignore parts that are in objects.
@@ -77,7 +77,7 @@ impl ServedTier for OffloadTier {
 
 impl OffloadTier {
     /// Calls `visit` with the ids of the blocks of a partition that are in objects.
-    pub(super) async fn visit_moved(
+    pub(super) async fn visit_offloaded(
         &self,
         key: &ShuffleKey,
         partition: PartitionId,
@@ -114,9 +114,9 @@ impl OffloadTier {
         for number in deleted {
             let segment = uploads.segment_key(number);
             let error = StoreError::remote(StoreErrorKind::NotFound, &segment, "deleted by another program");
-            let is_there = |it: &Extent| it.is_in_object() && it.object() == number;
+            let is_affected = |it: &Extent| it.is_in_object() && it.object() == number;
             let LostTotals { extents, blocks, bytes } =
-                self.local.reader.damage.lose_all(&shuffle, &error, is_there).await;
+                self.local.reader.damage.lose_all(&shuffle, &error, is_affected).await;
             if !shuffle.is_purged() {
                 tracing::error!(
                     shuffle = %key, segment, extents, blocks, bytes,
@@ -131,11 +131,11 @@ impl OffloadTier {
 
 /// Returns the numbers of the segments with extents of a shuffle.
 async fn segments_of(shuffle: &DiskShuffle) -> BTreeSet<u32> {
-    let (mut segments, mut looked) = (BTreeSet::new(), 0);
+    let (mut segments, mut visited) = (BTreeSet::new(), 0);
     for partition in partitions_of(shuffle).await {
         let extents = shuffle.extents(partition);
         segments.extend(extents.iter().filter(|it| it.is_in_object()).map(Extent::object));
-        turn(&mut looked, 1 + extents.len()).await;
+        yield_per_batch(&mut visited, 1 + extents.len()).await;
     }
     segments
 }
@@ -152,7 +152,7 @@ fn uploads(object: &Bucket, view: &StreamView) -> Result<Uploads, StoreError> {
 
 /// Remainder of a read.
 #[derive(Debug)]
-enum Left {
+enum Remaining {
     /// Records of the extents from this index on.
     Index(usize),
     /// A range of the data.
@@ -165,14 +165,14 @@ struct StreamRuns {
     local: Arc<LocalStore>,
     object: Arc<Bucket>,
     view: StreamView,
-    left: Left,
+    left: Remaining,
     /// Reader of the current run.
     run: Option<Box<dyn ChunkRead>>,
     has_failed: bool,
 }
 
 impl StreamRuns {
-    fn open(tier: &OffloadTier, view: StreamView, left: Left) -> Result<Box<Self>, StoreError> {
+    fn open(tier: &OffloadTier, view: StreamView, left: Remaining) -> Result<Box<Self>, StoreError> {
         let (local, object) = (Arc::clone(&tier.local), Arc::clone(&tier.object));
         let mut runs = Self { local, object, view, left, run: None, has_failed: false };
         runs.open_next()?;
@@ -183,7 +183,7 @@ impl StreamRuns {
     fn open_next(&mut self) -> Result<bool, StoreError> {
         let (view, extents) = (&self.view, || self.view.extents.clone());
         let run: Box<dyn ChunkRead> = match &mut self.left {
-            Left::Index(next) => {
+            Remaining::Index(next) => {
                 let Some(run) = view.run_at(*next) else { return Ok(false) };
                 *next = run.extents.end;
                 match run.is_in_object {
@@ -193,8 +193,8 @@ impl StreamRuns {
                     }
                 }
             }
-            Left::Data(range) if range.is_empty() => return Ok(false),
-            Left::Data(range) => match view.run_in(range) {
+            Remaining::Data(range) if range.is_empty() => return Ok(false),
+            Remaining::Data(range) => match view.run_in(range) {
                 (end, false) => Box::new(self.local.data_of(view, range.start..end)),
                 (end, true) => Box::new(uploads(&self.object, view)?.data(extents(), range.start..end)),
             },
@@ -205,8 +205,8 @@ impl StreamRuns {
 
     /// Takes a new snapshot. Returns whether the next byte of data was on a disk before and is in
     /// an object now.
-    fn has_moved(&mut self) -> Result<bool, StoreError> {
-        let Left::Data(range) = &self.left else { return Ok(false) };
+    fn has_offloaded(&mut self) -> Result<bool, StoreError> {
+        let Remaining::Data(range) = &self.left else { return Ok(false) };
         let was_in_object = self.view.run_in(range).1;
         self.view = self.view.again(range)?;
         Ok(!was_in_object && self.view.run_in(range).1)
@@ -222,14 +222,14 @@ impl StreamRuns {
             };
             match run.next_chunk(buffers).await {
                 Ok(Some(chunk)) => {
-                    if let Left::Data(range) = &mut self.left {
+                    if let Remaining::Data(range) = &mut self.left {
                         range.start += chunk.len() as u64;
                     }
                     return Ok(Some(chunk));
                 }
                 Ok(None) => self.run = None,
-                // Either the file was removed after a move, or the disk has failed.
-                Err(error) => match self.has_moved()? {
+                // Either the file was removed after an offload, or the disk has failed.
+                Err(error) => match self.has_offloaded()? {
                     true => self.run = None,
                     false => return Err(error),
                 },
