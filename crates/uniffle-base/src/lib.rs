@@ -3,8 +3,8 @@
 //!
 //! [`budget`] bounds memory, and [`sched`] decides which application is next. [`runtime`] owns
 //! tasks and threads. [`clock`] excludes pauses of the process from deadlines. [`metrics::table!`]
-//! declares metrics, and [`schema::section!`] the keys of a module. [`damage`] tells the service
-//! about lost blocks. Nothing else here depends on shuffles, blocks or protocols.
+//! declares metrics, and [`schema::section!`] the keys of a module. [`damage`] notifies the service
+//! of lost blocks. Nothing else here depends on shuffles, blocks or protocols.
 
 pub mod budget;
 pub mod clock;

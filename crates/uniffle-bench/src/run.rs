@@ -1,5 +1,5 @@
-//! One run against one server: connection, phases, figures. `write`, `read` and `mixed` consist of
-//! these.
+//! One run against one server: connection, phases and figures. The commands `write`, `read` and
+//! `mixed` consist of runs.
 //!
 //! Invariant: a run that returns `Ok` has made all requested checks. The first error ends it.
 

@@ -1,4 +1,5 @@
-//! [`RemoteFiles`] in HDFS through `hdfs-native`, without a JVM or libhdfs. Feature `hdfs`.
+//! [`RemoteFiles`] in HDFS through `hdfs-native`, without a JVM or libhdfs (feature `hdfs`). Only
+//! reads: files are written by servers. The number of cached connections is bounded.
 
 use std::collections::HashMap;
 use std::io;

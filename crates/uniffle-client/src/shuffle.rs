@@ -1,4 +1,5 @@
-//! A registered shuffle: creates writers and readers.
+//! A registered shuffle: creates writers and readers. Attempt ids must be unique, because block ids
+//! contain them, and readers are created after the reports of all tasks.
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! Bounds and deadlines of the TCP listener.
+//! Bounds and deadlines of the TCP listener. Every wait for a peer has a deadline, and every
+//! resource that a peer can occupy has a limit.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Visits the partitions and extents of a shuffle in batches. A shuffle may have millions, and
-//! writers and readers must not wait.
+//! Visits the partitions and extents of a shuffle in batches. A shuffle may have millions, so the
+//! lock is held for one batch at a time, and the task yields after each batch.
 
 use super::shuffle::DiskShuffle;
 use uniffle_wire::types::PartitionId;

@@ -1,4 +1,5 @@
-//! Entries found in the configuration of another server, in the order of the input.
+//! Entries found in the configuration of another server, in the order of the input. Every key of
+//! the input becomes an entry or a comment, and no secret is shown.
 
 use toml::Value;
 use uniffle_base::schema::redact;

@@ -4,8 +4,8 @@
 //! A block is reserved in the active chain, written by its owner outside any lock, and committed,
 //! which makes it visible. A seal moves it into a batch, where it stays visible until it is
 //! readable in the next tier. Invariants: readers see the batches, oldest first, and then the
-//! active list, each in commit order. No id occurs twice, because a commit deduplicates resent
-//! blocks. The lock covers bookkeeping only: payload is copied, zeroed and freed outside.
+//! active list, each in commit order. Deduplication: a commit drops resent blocks, so no id occurs
+//! twice. The lock covers bookkeeping only: payload is copied, zeroed and freed outside.
 
 pub(super) mod chain;
 pub(super) mod list;

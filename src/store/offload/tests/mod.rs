@@ -1,4 +1,5 @@
-//! The tier above in-memory disks and an in-memory store with injected faults.
+//! Tests of offload: the tier above in-memory disks and an in-memory store with injected faults. A
+//! process can be killed at any store call, and disks and store survive it.
 
 mod damaged;
 mod earlier;
