@@ -71,7 +71,7 @@ section! {
          MEMORY_LOCALFILE, MEMORY_HDFS: memory, flushed to local disks or to HDFS.\n\
          MEMORY_LOCALFILE_HDFS: flushed to local disks, and large partitions to HDFS.\n\
          MEMORY_OBJECT: flushed to an object store, for workers without disks.\n\
-         MEMORY_LOCALFILE_OBJECT: flushed to local disks, and moved to an object store in the \
+         MEMORY_LOCALFILE_OBJECT: flushed to local disks, and offloaded to an object store in the \
          background."
     )]
     #[table("runtime_config", "Threads.")]
