@@ -1,14 +1,13 @@
 //! Reads and checks the configuration: a TOML file and environment variables.
 //!
-//! Modules declare their own keys ([`crate::schema`]). This module combines the sections, checks
-//! them against each other and generates their documentation. All problems are reported at once,
-//! each with key, value and allowed values. Nothing here starts, opens or binds anything.
+//! Modules declare their own keys ([`crate::schema`]). This module combines the sections and checks
+//! them against each other. A test generates their documentation. All problems are reported at
+//! once, each with key, value and allowed values. Nothing here starts, opens or binds anything.
 //!
 //! Invariant: the result of [`Config::load`] and [`Config::parse`] needs no further checks.
 
 mod banner;
 mod check;
-mod document;
 mod limits;
 mod sections;
 mod worker;
@@ -22,7 +21,6 @@ use uniffle_ctl::{ImportRefusal, Imported};
 pub use crate::schema::limits::{SystemLimits, raise_soft_limits};
 pub use crate::schema::{Machine, Problem};
 pub use banner::{SparkOptions, startup_banner};
-pub use document::{example, reference};
 pub use limits::{Finding, LimitsTooLow};
 pub use sections::Config;
 pub use worker::{StoreType, WorkerConfig, check_tags};

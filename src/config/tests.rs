@@ -4,9 +4,11 @@ use super::sections::schema;
 use super::*;
 
 mod cluster;
+mod document;
 mod import;
 mod names;
 
+use document::{example, reference};
 use names::RIFFLE;
 
 const EXAMPLE: &str = include_str!("../../config.toml.example");

@@ -1,13 +1,13 @@
 //! Generates `config.toml.example` and `docs/configuration.md`.
 //!
-//! A test checks that both are current.
+//! The test checks that both are current.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use toml::Value;
 
-use super::sections::{Config, schema};
+use crate::config::sections::{Config, schema};
 use crate::schema::names::{leaf_of, table_of};
 use crate::schema::{Key, Reload, RemovedKey, Schema};
 
@@ -81,7 +81,7 @@ fn defaults() -> BTreeMap<&'static str, Value> {
 }
 
 /// `config.toml.example`.
-pub fn example() -> String {
+pub(super) fn example() -> String {
     let (schema, defaults) = (schema(), defaults());
     let mut file = String::new();
     comment(&mut file, EXAMPLE_HEAD);
@@ -127,7 +127,7 @@ fn comment(file: &mut String, text: &str) {
 }
 
 /// Returns the text of `docs/configuration.md`.
-pub fn reference() -> String {
+pub(super) fn reference() -> String {
     let (schema, defaults) = (schema(), defaults());
     let mut page = REFERENCE_HEAD.to_owned();
     for (table, keys) in tables(&schema) {
