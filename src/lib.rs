@@ -8,7 +8,7 @@
 //! | flush | [`flush`] | moves data from memory to the tiers, at its own pace |
 //! | remote | [`remote`] | tiers whose files clients read themselves |
 //! | state | [`app`], [`memory`] (`uniffle-memory`), [`store`] | siblings that do not know each other |
-//! | log | [`log`] | the metadata log, and whether it is complete |
+//! | `uniffle-log` | [`log`] | the metadata log, and whether it is complete |
 //! | shared | [`build`], [`compat`], [`proto`], [`telemetry`] | used everywhere |
 //! | `uniffle-base` | `budget`, `damage`, `sched`, [`clock`], [`metrics`], [`runtime`], [`schema`] | the same for every crate |
 //!
@@ -39,8 +39,6 @@ pub mod app;
 pub mod store;
 pub use uniffle_memory as memory;
 
-pub mod log;
-
 pub mod telemetry;
 
 pub mod build;
@@ -48,3 +46,4 @@ pub mod compat;
 pub mod proto;
 
 pub use uniffle_base::{clock, metrics, runtime, schema};
+pub use uniffle_log as log;

@@ -8,7 +8,7 @@
 //! <prefix>/<worker>/<application>/<shuffle>.<incarnation>/s0000000001   segment
 //! ```
 //!
-//! See `claim`, `log::objects` and `core`. In the ids of workers and applications, each
+//! See `claim`, `uniffle_log::objects` and `core`. In the ids of workers and applications, each
 //! byte except `A-Za-z0-9._-` is encoded as `!` and two hexadecimal digits. So a key can be
 //! decoded, and no id escapes its prefix. Each registration of a shuffle has its own incarnation,
 //! so it can be deleted by its prefix at any time. Segment numbers are never reused, not even after

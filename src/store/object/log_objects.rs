@@ -1,4 +1,4 @@
-//! Storage of the metadata log's objects (`log::objects`): requests, and conversion of
+//! Storage of the metadata log's objects (`uniffle_log::objects`): requests, and conversion of
 //! errors.
 
 use std::io;

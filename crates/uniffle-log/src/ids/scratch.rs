@@ -1,0 +1,106 @@
+//! Unnamed files for data that a process may lose. They disappear when it ends in any way.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::{Mutex, MutexGuard};
+use uuid::Uuid;
+
+use crate::recovery::read::{Directory, DirectoryHealth};
+use crate::window::within;
+use uniffle_io::{File, WriteOpen};
+
+/// Factory of unnamed files, on the best data directory that accepts one.
+#[derive(Debug)]
+pub struct Scratch {
+    directories: Vec<Directory>,
+    /// Directory below each data directory in which a file has its name until it is open. Files
+    /// that a kill leaves there are removed.
+    place: PathBuf,
+    deadline: Duration,
+    turn: Mutex<()>,
+}
+
+impl Scratch {
+    /// Creates the factory without a file. An operation that exceeds `deadline` has failed.
+    #[must_use]
+    pub fn new(directories: Vec<Directory>, place: &Path, deadline: Duration) -> Self {
+        Self { directories, place: place.to_path_buf(), deadline, turn: Mutex::default() }
+    }
+
+    /// Waits until no other caller writes, because the memory for writing exists once.
+    pub async fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().await
+    }
+
+    /// Creates a file.
+    ///
+    /// # Errors
+    /// The error of the last directory, if none is writable.
+    pub(crate) async fn file(&self) -> io::Result<ScratchFile> {
+        let mut ranked: Vec<_> = self.directories.iter().filter_map(|it| Some((it.rank()?, it))).collect();
+        ranked.sort_by_key(|(rank, _)| *rank);
+        let mut failed = io::Error::new(io::ErrorKind::StorageFull, "no data directory is writable");
+        for (_, directory) in ranked {
+            match self.file_in(directory).await {
+                Ok(file) => return Ok(file),
+                Err(error) => {
+                    directory.note(&error);
+                    failed = error;
+                }
+            }
+        }
+        Err(failed)
+    }
+
+    async fn file_in(&self, directory: &Directory) -> io::Result<ScratchFile> {
+        let (io, deadline) = (&directory.io, self.deadline);
+        let path = self.place.join(Uuid::new_v4().to_string());
+        let new = WriteOpen { create: true, ..WriteOpen::default() };
+        let writer = within(deadline, io.open_write(&path, new)).await?;
+        let reader = within(deadline, io.open_read(&path)).await;
+        // A caller that empties the directory may have been first.
+        match within(deadline, io.remove_part(&path, 0)).await {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            Ok(_) | Err(_) => {}
+        }
+        Ok(ScratchFile { directory: directory.clone(), writer, reader: reader?, deadline })
+    }
+}
+
+/// An open unnamed file.
+#[derive(Debug)]
+pub(crate) struct ScratchFile {
+    directory: Directory,
+    writer: Arc<dyn File>,
+    reader: Arc<dyn File>,
+    deadline: Duration,
+}
+
+impl ScratchFile {
+    pub(crate) async fn write(&self, bytes: Vec<u8>, offset: u64) -> io::Result<()> {
+        self.noted(within(self.deadline, self.writer.write_at(vec![Bytes::from(bytes)], offset)).await)
+    }
+
+    pub(crate) async fn read(&self, length: usize, offset: u64) -> io::Result<Bytes> {
+        self.noted(within(self.deadline, self.reader.read_range(offset..offset + length as u64)).await)
+    }
+
+    fn noted<T>(&self, done: io::Result<T>) -> io::Result<T> {
+        done.map_err(|error| {
+            self.directory.note(&error);
+            io::Error::new(error.kind(), format!("{}: {error}", self.directory.label))
+        })
+    }
+}
+
+impl Directory {
+    fn note(&self, error: &io::Error) {
+        if let Some(health) = self.health.upgrade() {
+            DirectoryHealth::failed(&*health, error);
+        }
+    }
+}

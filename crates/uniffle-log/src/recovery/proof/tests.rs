@@ -1,0 +1,287 @@
+//! The recovery rule against directories over several process lifetimes, and case by case.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::format::frame::{LINEAGE_AWAY_MAX, LINEAGE_MAX};
+
+/// Directories over several process lifetimes, each with some of them.
+#[derive(Debug, Default)]
+struct Fixture {
+    directories: Vec<Directory>,
+    /// Everything that was ever acknowledged, by shuffle.
+    acknowledged: BTreeMap<u64, BTreeSet<u64>>,
+    next_id: u64,
+}
+
+#[derive(Debug, Default, Clone)]
+struct Directory {
+    list: Option<(u64, Epoch)>,
+    copies: Vec<Copied>,
+}
+
+#[derive(Debug, Clone)]
+struct Copied {
+    generation: u64,
+    epoch: Epoch,
+    log: Log,
+}
+
+/// Content of a log.
+#[derive(Debug, Clone, Default)]
+struct Log {
+    records: BTreeMap<u64, BTreeSet<u64>>,
+    incomplete: BTreeMap<u64, Gap>,
+}
+
+fn uuid(directory: usize) -> Uuid {
+    Uuid::from_u128(directory as u128 + 1)
+}
+
+impl Fixture {
+    fn of(directories: usize) -> Self {
+        Self { directories: vec![Directory::default(); directories], ..Self::default() }
+    }
+
+    fn see(&self, here: &[usize]) -> Vec<Present> {
+        let seen = here.iter().map(|at| {
+            let directory = &self.directories[*at];
+            let copies = directory.copies.iter().map(|copy| {
+                let frames = copy.log.records.values().map(|it| it.len() as u64).sum::<u64>();
+                CopySeen {
+                    path: format!("/{at}/log"),
+                    generation: copy.generation,
+                    epoch: Some(copy.epoch.id),
+                    frames: frames + 1,
+                    bytes: 0,
+                    crc: 0,
+                    newest: (frames, 0),
+                    acknowledged: frames + 1,
+                    torn: None,
+                }
+            });
+            let heads = directory.copies.iter().map(|copy| (copy.generation, copy.epoch.clone()));
+            Present {
+                uuid: uuid(*at),
+                path: format!("/{at}"),
+                epochs: directory.list.iter().cloned().chain(heads).collect(),
+                copies: copies.collect(),
+                ..Present::default()
+            }
+        });
+        seen.collect()
+    }
+
+    /// Simulates one process lifetime on the directories `here`. Each of `shuffles` reports once if
+    /// that is acknowledged.
+    fn live(&mut self, here: &[usize], shuffles: &[u64]) {
+        let seen = self.see(here);
+        let judged = judge(&seen, None);
+        if judged.is_fresh && self.next_id > 0 {
+            // Directories that have never met the others know nothing about them.
+            return;
+        }
+        let mut log = Log::default();
+        for (at, copy) in &judged.sources {
+            let source = &self.directories[here[*at]].copies[*copy].log;
+            for (shuffle, ids) in &source.records {
+                log.records.entry(*shuffle).or_default().extend(ids);
+            }
+            log.incomplete.extend(source.incomplete.clone());
+        }
+        for shuffle in log.records.keys() {
+            match judged.carried(log.incomplete.get(shuffle)) {
+                Some(gap) => log.incomplete.insert(*shuffle, gap),
+                None => log.incomplete.remove(shuffle),
+            };
+        }
+        let gap = judged.carried(judged.epoch.gap.as_ref());
+        for (shuffle, ids) in &self.acknowledged {
+            // The shuffle is neither refused as incomplete nor, if unknown, because of the gap.
+            // Then it must be complete.
+            let is_refused = match log.records.contains_key(shuffle) {
+                true => log.incomplete.contains_key(shuffle),
+                false => gap.is_some(),
+            };
+            let found = log.records.get(shuffle).cloned().unwrap_or_default();
+            assert!(is_refused || found.is_superset(ids), "shuffle {shuffle} on {here:?}: {seen:#?}");
+        }
+        let usable: Vec<_> = here.iter().map(|at| (uuid(*at), format!("/{at}"))).collect();
+        let Ok(members) = members_after(&judged.epoch, &usable) else { return };
+        self.next_id += 1;
+        let remembered = if members.len() == usable.len() { LINEAGE_MAX } else { LINEAGE_AWAY_MAX };
+        let epoch = Epoch { members, gap, ..judged.epoch.next(self.next_id, remembered) };
+        for (shuffle, id) in shuffles.iter().zip(self.next_id * 1000..) {
+            let promised = self.acknowledged.entry(*shuffle).or_default();
+            if !log.records.contains_key(shuffle) {
+                // The shuffle is registered again, so its earlier records are no longer promised.
+                promised.clear();
+            }
+            promised.insert(id);
+            log.records.entry(*shuffle).or_default().insert(id);
+        }
+        let generation = judged.generation + 1;
+        for at in here {
+            self.directories[*at] = Directory { list: Some((generation, epoch.clone())), copies: Vec::new() };
+        }
+        for at in [here[0], here[1 % here.len()]] {
+            let copy = Copied { generation, epoch: epoch.clone(), log: log.clone() };
+            self.directories[at].copies.push(copy);
+        }
+    }
+}
+
+/// Generates lifetimes with some of `count` directories, in any order.
+fn lives(count: usize) -> impl Strategy<Value = Vec<(Vec<usize>, Vec<u64>)>> {
+    let all: Vec<usize> = (0..count).collect();
+    let some = prop::sample::subsequence(all, 1..=count).prop_shuffle();
+    prop::collection::vec((some, prop::collection::vec(0u64..4, 0..3)), 1..12)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    /// Whichever directories are absent in turn, results that are not refused are complete.
+    #[test]
+    fn proven_results_are_complete_without_any_directory(lives in (1usize..=5).prop_flat_map(lives)) {
+        let mut fixture = Fixture::of(5);
+        for (here, shuffles) in lives {
+            fixture.live(&here, &shuffles);
+        }
+    }
+}
+
+fn two_copies(records: [(u64, Option<bool>); 2]) -> Vec<Present> {
+    let epoch = Epoch { id: 1, members: vec![Member::new(uuid(0), "/0")], ..Epoch::default() };
+    let copies = records.map(|(frames, torn)| CopySeen {
+        path: "/0/log".into(),
+        generation: 3,
+        epoch: Some(1),
+        frames,
+        bytes: 0,
+        crc: 0,
+        newest: (frames.max(1) - 1, 0),
+        acknowledged: 0,
+        torn: torn.map(|frames_follow| Torn { at: 9, why: "bad".into(), frames_follow }),
+    });
+    let epochs = vec![(3, epoch)];
+    vec![Present { uuid: uuid(0), path: "/0".into(), epochs, copies: copies.to_vec(), ..Present::default() }]
+}
+
+#[test]
+fn one_damaged_copy_is_repaired_and_two_are_not() {
+    let proven = |records| judge(&two_copies(records), None).gap.is_none();
+    assert!(proven([(9, None), (9, None)]));
+    assert!(proven([(9, None), (4, Some(true))]) && proven([(9, None), (0, Some(true))]), "in the middle");
+    assert!(proven([(9, None), (3, None)]), "cut short");
+    assert!(proven([(9, Some(false)), (9, Some(false))]), "the last write before a loss of power");
+    assert!(!proven([(9, Some(true)), (4, Some(true))]), "both");
+    let marked = |records, acknowledged: u64| {
+        let mut seen = two_copies(records);
+        seen[0].copies[1].acknowledged = acknowledged;
+        judge(&seen, None).gap.map(|gap| gap.reason)
+    };
+    assert_eq!(marked([(9, Some(false)), (9, Some(false))], 9), None, "what was not acknowledged");
+    assert!(marked([(9, Some(false)), (9, Some(false))], 10).is_some(), "the last record of both is damaged");
+    let reason = marked([(7, None), (7, None)], 10).unwrap();
+    assert!(reason.contains("/0/log ends before record 9"), "cut alike: {reason}");
+    assert_eq!(marked([(7, None), (10, None)], 10), None, "one is whole");
+    let mut restored = two_copies([(7, None), (0, Some(false))]);
+    (restored[0].copies[1].epoch, restored[0].copies[1].acknowledged) = (None, 10);
+    let reason = judge(&restored, None).gap.unwrap().reason;
+    assert!(reason.contains("/0/log ends before record 9"), "a mark beside no copy: {reason}");
+    let judged = judge(&two_copies([(7, None), (3, None)]), None);
+    assert_eq!(judged.sources, [(0, 0)]);
+    let mut one = two_copies([(9, Some(false)), (9, None)]);
+    one[0].copies.truncate(1);
+    let gap = judge(&one, None).gap.unwrap();
+    assert!(gap.reason.contains("/0/log is corrupt at record 9 (byte 9): bad"), "{}", gap.reason);
+}
+
+#[test]
+fn single_directory_of_two_waits_for_the_other() {
+    let mut fixture = Fixture::of(2);
+    fixture.live(&[0, 1], &[1]);
+    let judged = judge(&fixture.see(&[0]), None);
+    let gap = judged.gap.unwrap();
+    assert!(gap.reason.contains("data directory /1 is missing"), "{}", gap.reason);
+    fixture.live(&[0], &[1, 2]);
+    let judged = judge(&fixture.see(&[0, 1]), None);
+    assert!(judged.gap.is_none() && judged.is_over(&gap));
+    assert_eq!(judged.carried(Some(&gap)), None);
+    fixture.live(&[1], &[2]);
+    let gap = judge(&fixture.see(&[0, 1]), None).gap.unwrap();
+    assert!(gap.reason.contains("was used separately from the others") && gap.until_back.is_empty());
+}
+
+/// A directory that was used alone, and cannot be read at the next start.
+#[test]
+fn unreadable_copies_are_awaited_and_damaged_ones_not() {
+    let mut fixture = Fixture::of(2);
+    fixture.live(&[0, 1], &[1]);
+    fixture.live(&[1], &[1]);
+    let mut seen = fixture.see(&[0, 1]);
+    let damaged = vec!["/1 cannot be listed".to_owned()];
+    seen[1] = Present { uuid: uuid(1), path: "/1".into(), damaged, ..Present::default() };
+    let spoilt = judge(&seen, None).gap.unwrap();
+    assert!(spoilt.until_back.is_empty(), "{spoilt:?}");
+    seen[1].is_unread = true;
+    let unread = judge(&seen, None).gap.unwrap();
+    assert_eq!(unread.until_back, [uuid(1).into_bytes()]);
+    assert!(unread.reason.contains("/1 cannot be listed; restart"), "{}", unread.reason);
+}
+
+#[test]
+fn directory_is_followed_after_hundreds_of_absent_starts() {
+    for (all, rest) in [(2, vec![0]), (3, vec![0, 1])] {
+        let mut fixture = Fixture::of(all);
+        let every: Vec<usize> = (0..all).collect();
+        fixture.live(&every, &[1]);
+        (0..300).for_each(|_| fixture.live(&rest, &[1]));
+        assert_eq!(judge(&fixture.see(&every), None).gap, None, "of {all}");
+        fixture.live(&every, &[1]);
+        let lineage = judge(&fixture.see(&every), None).epoch.lineage.len();
+        assert_eq!(lineage, LINEAGE_MAX, "what nobody asks for is forgotten");
+    }
+}
+
+#[test]
+fn hand_off_proves_only_its_own_epoch() {
+    let mut fixture = Fixture::of(2);
+    fixture.live(&[0, 1], &[1]);
+    let all = fixture.see(&[0, 1]);
+    let epoch = judge(&all, None).epoch.id;
+    let hand_off = |epoch, frames| HandOff { epoch, frames, generation: 0 };
+    assert_eq!(judge(&all, Some(&hand_off(epoch, 2))).gap, None);
+    let gap = judge(&all, Some(&hand_off(epoch, 9))).gap.unwrap();
+    assert!(gap.reason.contains("/0/log ends before record 8"), "{}", gap.reason);
+    assert_eq!(judge(&all, Some(&hand_off(epoch + 1, 9))).gap, None, "of another epoch");
+}
+
+/// The outgoing process had the log to itself, so an absent directory has nothing newer.
+#[test]
+fn hand_off_proves_the_log_without_an_absent_directory() {
+    let mut fixture = Fixture::of(2);
+    fixture.live(&[0, 1], &[1]);
+    let one = fixture.see(&[0]);
+    let judged = judge(&one, None);
+    assert!(judged.gap.is_some());
+    let hand_off = |epoch, frames| HandOff { epoch, frames, generation: judged.generation };
+    assert_eq!(judge(&one, Some(&hand_off(judged.epoch.id, 2))).gap, None);
+    assert!(judge(&one, Some(&hand_off(judged.epoch.id, 9))).gap.is_some(), "the copy has fewer records");
+    assert_eq!(judge(&one, Some(&hand_off(judged.epoch.id + 1, 2))).gap, judged.gap, "of another epoch");
+}
+
+#[test]
+fn majority_of_three_is_proof_and_one_is_not() {
+    let mut fixture = Fixture::of(3);
+    fixture.live(&[0, 1, 2], &[1]);
+    assert!(judge(&fixture.see(&[0, 2]), None).gap.is_none());
+    let judged = judge(&fixture.see(&[1]), None);
+    let error = members_after(&judged.epoch, &[(uuid(1), "/1".into())]).unwrap_err();
+    assert!(error.contains("only 1 of 3 data directories") && error.contains("bring back /0, /2"), "{error}");
+    let replaced = [(uuid(1), "/1".to_owned()), (uuid(7), "/2".to_owned())];
+    assert!(members_after(&judged.epoch, &replaced).is_ok(), "an empty directory in its place");
+}

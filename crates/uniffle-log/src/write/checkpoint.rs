@@ -1,0 +1,87 @@
+//! A checkpoint: the living entries of the log, which begin a generation on the disks or in the
+//! object store.
+//!
+//! Entries are encoded and counted here, and written in chunks by a sink. The counts of the earlier
+//! generation stay valid until the checkpoint is complete. Dead entries are left out.
+
+use std::ops::Range;
+
+use bytes::{Bytes, BytesMut};
+
+use crate::LogError;
+use crate::contents::{CheckpointFilter, Contents};
+use crate::format::frame::{Encoder, FrameContent};
+use crate::recovery::read::SourceReader;
+
+/// Size of the frames that are written at a time. A longer entry is written alone.
+pub(crate) const CHUNK_BYTES: usize = 1 << 20;
+/// Maximum number of frames that are written at a time.
+pub(crate) const CHUNK_FRAMES: u64 = 4096;
+
+/// Destination of a generation.
+pub(crate) trait CheckpointSink: Send {
+    /// Error of a write, or of the source of the entries.
+    type Error: From<LogError>;
+
+    /// Appends frames with these sequences.
+    fn write(
+        &mut self,
+        chunk: Bytes,
+        frames: Range<u64>,
+    ) -> impl Future<Output = Result<(), Self::Error>> + Send;
+}
+
+/// A generation that begins with a checkpoint.
+#[derive(Debug)]
+pub(crate) struct Checkpoint<S> {
+    pub(crate) sink: S,
+    pub(crate) encoder: Encoder,
+    pub(crate) contents: Contents,
+    /// Sequence of the first frame in `out`.
+    first: u64,
+    out: BytesMut,
+}
+
+impl<S: CheckpointSink> Checkpoint<S> {
+    /// Creates an empty generation. `contents` have no entries.
+    pub(crate) fn new(generation: u64, contents: Contents, sink: S) -> Self {
+        Self { sink, encoder: Encoder::new(generation), contents, first: 0, out: BytesMut::new() }
+    }
+
+    /// Adds the living entries of a log, which `reader` returns.
+    pub(crate) async fn copy(
+        &mut self,
+        mut filter: CheckpointFilter,
+        reader: &mut SourceReader<'_>,
+    ) -> Result<(), S::Error> {
+        for mark in std::mem::take(&mut filter.marks) {
+            self.put(&mark).await?;
+        }
+        while let Some(entry) = reader.next().await.map_err(LogError::from)? {
+            if let Some(entry) = filter.keep(entry) {
+                self.put(&entry).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds an entry. Every entry fits, because it was in the log before.
+    pub(crate) async fn put(&mut self, entry: &FrameContent) -> Result<(), S::Error> {
+        let before = self.out.len();
+        let fits = self.encoder.encode(entry, 0, &mut self.out);
+        debug_assert!(fits, "it was in the log before");
+        self.contents.took(entry, (self.out.len() - before) as u64);
+        let is_full = self.out.len() >= CHUNK_BYTES || self.encoder.count() - self.first >= CHUNK_FRAMES;
+        if is_full { self.flush().await } else { Ok(()) }
+    }
+
+    /// Writes all entries that were added.
+    pub(crate) async fn flush(&mut self) -> Result<(), S::Error> {
+        let frames = self.first..self.encoder.count();
+        if !frames.is_empty() {
+            self.first = frames.end;
+            self.sink.write(self.out.split().freeze(), frames).await?;
+        }
+        Ok(())
+    }
+}

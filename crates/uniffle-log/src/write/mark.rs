@@ -1,0 +1,78 @@
+//! Marks: files beside the copies of the metadata log that record how much is acknowledged.
+//!
+//! A copy that was truncated between two frames looks complete. One whose last frame is damaged
+//! looks like an interrupted write. If both copies are damaged alike, a mark shows that an
+//! acknowledged record is missing. Marks are written after the acknowledgements, while nothing
+//! waits, and are not synced, so they delay no response. An old, torn or missing mark understates
+//! the count, and none overstates it.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::future::join_all;
+
+use crate::format::frame::encode_mark;
+use crate::recovery::read::{Directory, MARK};
+use crate::window::within;
+use uniffle_base::clock::Instant;
+use uniffle_io::{File, Lane, Vanished, WriteOpen};
+
+/// Idle time after which a mark is written.
+pub(super) const MARK_PAUSE: Duration = Duration::from_millis(10);
+/// Maximum interval between marks while there always are entries.
+const MARK_EVERY: Duration = Duration::from_millis(50);
+/// Deadline of a mark, because entries wait for it meanwhile.
+const MARK_DEADLINE: Duration = Duration::from_secs(1);
+
+/// Marks of the current copies.
+#[derive(Debug, Default)]
+pub(crate) struct Marks {
+    generation: u64,
+    /// File per copy, or `None` if it could not be created.
+    files: Vec<Option<Arc<dyn File>>>,
+    frames: u64,
+    written: Option<Instant>,
+}
+
+impl Marks {
+    /// Returns whether the marks cover less than `frames` frames of a generation.
+    pub(super) fn are_behind(&self, generation: u64, frames: u64) -> bool {
+        (self.generation, self.frames) != (generation, frames)
+    }
+
+    /// Returns whether the marks have been behind for long.
+    pub(super) fn are_due(&self) -> bool {
+        self.written.is_none_or(|at| at.elapsed() >= MARK_EVERY)
+    }
+
+    /// Writes beside `logs` that `frames` frames are acknowledged. A mark that cannot be written
+    /// understates the count.
+    pub(crate) async fn write(&mut self, logs: &[(&Directory, PathBuf)], generation: u64, frames: u64) {
+        if self.generation != generation || self.files.len() != logs.len() {
+            let made = logs.iter().map(|(directory, log)| within(MARK_DEADLINE, create(directory, log)));
+            self.files = join_all(made.collect::<Vec<_>>()).await.into_iter().map(Result::ok).collect();
+        }
+        let mark = encode_mark(generation, frames);
+        let files = self.files.iter().flatten();
+        let writes = files.map(|file| within(MARK_DEADLINE, file.write_at(vec![mark.clone()], 0)));
+        let mut has_vanished = false;
+        for error in join_all(writes.collect::<Vec<_>>()).await.into_iter().filter_map(Result::err) {
+            tracing::debug!(%error, "cannot write the mark of acknowledged records");
+            has_vanished |= Vanished::of(&error).is_some();
+        }
+        if has_vanished {
+            self.files.clear();
+        }
+        (self.generation, self.frames, self.written) = (generation, frames, Some(Instant::now()));
+    }
+}
+
+async fn create(directory: &Directory, log: &Path) -> io::Result<Arc<dyn File>> {
+    let path = log.with_file_name(MARK);
+    directory
+        .io
+        .open_write(&path, WriteOpen { create: true, direct: false, lane: Lane::Metadata, is_named: true })
+        .await
+}

@@ -1,5 +1,0 @@
-//! The bytes of the metadata log: frames, and the records in them. Pure: no I/O.
-
-pub mod frame;
-pub(super) mod plain;
-pub(super) mod record;
