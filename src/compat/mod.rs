@@ -1,9 +1,9 @@
 //! Names and formats that exist for the dashboards, tools and configurations of other servers: the
 //! Java server and riffle.
 //!
-//! [`dashboards`] name metrics a second time ([`view`]; a single further name is `also` in the table
-//! of a metric). [`http`] serves paths of the Java server, and [`NO_EFFECT`] lists keys. Nothing
-//! here makes decisions. Formats of clients are the protocol and not here.
+//! [`dashboards`] give metrics a second name, which [`view`] applies; a single further name is
+//! `also` in the table of a metric. [`http`] serves paths of the Java server, and [`NO_EFFECT`]
+//! lists keys. Nothing here makes decisions. Formats of clients are the protocol and not here.
 
 pub(crate) mod dashboards;
 pub mod http;
