@@ -193,7 +193,7 @@ impl MetadataLog {
     /// # Errors
     /// See [`MetadataLog::append`].
     pub async fn mark_incomplete(&self, shuffle: Incarnation, reason: &str) -> Result<u64, LogError> {
-        let gap = Gap { reason: reason.to_owned(), until_back: Vec::new() };
+        let gap = Gap { reason: reason.to_owned(), until_returned: Vec::new() };
         self.add(FrameContent::Incomplete(shuffle, gap)).await
     }
 

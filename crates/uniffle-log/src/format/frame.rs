@@ -85,7 +85,7 @@ pub struct Gap {
     pub reason: String,
     /// Directories that end the gap once they have returned and were not used alone meanwhile. If
     /// empty, the gap never ends.
-    pub until_back: Vec<[u8; 16]>,
+    pub until_returned: Vec<[u8; 16]>,
 }
 
 /// A data directory in an epoch.
@@ -97,14 +97,14 @@ pub struct Member {
     /// True if the member counts when it is decided whether a newer epoch can exist.
     pub votes: bool,
     /// True if the member is absent, and its own epoch allows it to recover alone.
-    pub may_go_alone: bool,
+    pub may_recover_alone: bool,
 }
 
 impl Member {
     /// Creates a voting member.
     #[must_use]
     pub fn new(uuid: Uuid, path: &str) -> Self {
-        Self { uuid: uuid.into_bytes(), path: path.to_owned(), votes: true, may_go_alone: false }
+        Self { uuid: uuid.into_bytes(), path: path.to_owned(), votes: true, may_recover_alone: false }
     }
 
     /// Returns the identity of the directory.
@@ -381,7 +381,7 @@ mod tests {
     /// version is 1.
     #[test]
     fn version_1_is_frozen() {
-        let gap = Gap { reason: "no".into(), until_back: vec![[2; 16]] };
+        let gap = Gap { reason: "no".into(), until_returned: vec![[2; 16]] };
         let epoch = Epoch {
             id: 300,
             lineage: vec![5],
@@ -427,7 +427,7 @@ mod tests {
     fn any_entry() -> impl Strategy<Value = FrameContent> {
         let name = any::<u64>().prop_map(shuffle);
         let gap = ("[a-z]{0,9}", prop::collection::vec(any::<[u8; 16]>(), 0..3))
-            .prop_map(|(reason, until_back)| Gap { reason, until_back });
+            .prop_map(|(reason, until_returned)| Gap { reason, until_returned });
         prop_oneof![
             (name.clone(), prop::collection::vec(any::<u8>(), 0..200))
                 .prop_map(|(shuffle, content)| FrameContent::Record(shuffle, content.into())),

@@ -3,8 +3,9 @@
 //!
 //! It is proven if
 //! 1. no newer epoch can exist on an absent directory: of one or two voters all are present, of
-//!    more a majority, and no member that may recover alone is absent ([`Member::may_go_alone`]). A
-//!    successor that was handed the newest epoch knows this anyway ([`HandOff`]);
+//!    more a majority, and no member that may recover alone is absent
+//!    ([`Member::may_recover_alone`]). A successor that was handed the newest epoch knows this
+//!    anyway ([`HandOff`]);
 //! 2. no present directory was used alone: every epoch seen is a predecessor of the newest one;
 //! 3. one copy of the newest generation is whole. A record is acknowledged once it is on the device
 //!    in every copy, so a whole copy has all of them. Its end may be torn (the last write before a
@@ -37,7 +38,7 @@ pub struct HandOff {
 
 /// Metadata read from a present directory.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Present {
+pub struct DirectoryScan {
     /// Identity of the directory.
     pub uuid: Uuid,
     /// Path of the directory.
@@ -52,7 +53,7 @@ pub struct Present {
     pub is_unread: bool,
 }
 
-impl Present {
+impl DirectoryScan {
     /// Returns whether its metadata is lost permanently. It is then written anew, as if it had been
     /// empty.
     fn is_unreadable(&self) -> bool {
@@ -107,16 +108,16 @@ pub struct RecoveryDecision {
     pub gap: Option<Gap>,
     /// True if nothing was ever written here.
     pub is_fresh: bool,
-    /// Present directories that were not used alone.
-    back: Vec<[u8; 16]>,
+    /// Directories that are present and were not used alone.
+    returned: Vec<[u8; 16]>,
 }
 
 impl RecoveryDecision {
     /// Returns whether the directories that an earlier start missed have returned.
     #[must_use]
     pub fn is_over(&self, gap: &Gap) -> bool {
-        let all_are_back = gap.until_back.iter().all(|uuid| self.back.contains(uuid));
-        self.gap.is_none() && !gap.until_back.is_empty() && all_are_back
+        let all_have_returned = gap.until_returned.iter().all(|uuid| self.returned.contains(uuid));
+        self.gap.is_none() && !gap.until_returned.is_empty() && all_have_returned
     }
 
     /// Returns the gap that applies from now on, given one of `earlier` starts.
@@ -126,13 +127,13 @@ impl RecoveryDecision {
         match (earlier, &self.gap) {
             (None, now) => now.clone(),
             (Some(earlier), None) => Some(earlier.clone()),
-            (Some(earlier), Some(_)) if earlier.until_back.is_empty() => Some(earlier.clone()),
-            (Some(_), Some(now)) if now.until_back.is_empty() => Some(now.clone()),
+            (Some(earlier), Some(_)) if earlier.until_returned.is_empty() => Some(earlier.clone()),
+            (Some(_), Some(now)) if now.until_returned.is_empty() => Some(now.clone()),
             (Some(earlier), Some(now)) => {
                 let mut both = now.clone();
-                both.until_back.extend(&earlier.until_back);
-                both.until_back.sort_unstable();
-                both.until_back.dedup();
+                both.until_returned.extend(&earlier.until_returned);
+                both.until_returned.sort_unstable();
+                both.until_returned.dedup();
                 Some(both)
             }
         }
@@ -176,7 +177,7 @@ impl RecoveryDecision {
             )
         };
         if self.gap.is_none() {
-            self.gap = gap.map(|reason| Gap { reason, until_back: Vec::new() });
+            self.gap = gap.map(|reason| Gap { reason, until_returned: Vec::new() });
         }
         self
     }
@@ -185,7 +186,7 @@ impl RecoveryDecision {
 /// Returns the recovery decision for the present directories and the hand-off record, by the rule
 /// above.
 #[must_use]
-pub fn judge(present: &[Present], hand_off: Option<&HandOff>) -> RecoveryDecision {
+pub fn decide_recovery(present: &[DirectoryScan], hand_off: Option<&HandOff>) -> RecoveryDecision {
     let epochs = || present.iter().flat_map(|it| &it.epochs);
     let copies = || present.iter().flat_map(|it| &it.copies);
     let generation = epochs().map(|(generation, _)| *generation);
@@ -194,44 +195,44 @@ pub fn judge(present: &[Present], hand_off: Option<&HandOff>) -> RecoveryDecisio
         present.iter().all(|it| it.epochs.is_empty() && it.copies.is_empty() && it.damaged.is_empty());
     let newest = epochs().max_by_key(|(generation, _)| *generation);
     let epoch = newest.map(|(_, epoch)| epoch.clone()).unwrap_or_else(Epoch::default);
-    let back = present.iter().filter(|it| !it.epochs.is_empty()).map(|it| it.uuid.into_bytes()).collect();
-    let mut judgement =
-        RecoveryDecision { epoch, generation, sources: Vec::new(), gap: None, is_fresh, back };
+    let returned = present.iter().filter(|it| !it.epochs.is_empty()).map(|it| it.uuid.into_bytes()).collect();
+    let mut decision =
+        RecoveryDecision { epoch, generation, sources: Vec::new(), gap: None, is_fresh, returned };
     if is_fresh {
-        return judgement;
+        return decision;
     }
-    let hand_off = hand_off.filter(|it| it.epoch == judgement.epoch.id);
+    let hand_off = hand_off.filter(|it| it.epoch == decision.epoch.id);
     let promised = hand_off.map_or(0, |it| it.frames);
-    let whole = choose(present, &judgement.epoch, generation, promised);
-    let separate = gone_separately(present, &judgement.epoch);
+    let whole = choose(present, &decision.epoch, generation, promised);
+    let separate = separate_use(present, &decision.epoch);
     let is_forked = separate.is_some();
-    judgement.gap = separate.or_else(|| whole.as_ref().err().cloned()).map_or_else(
-        || if hand_off.is_some() { None } else { missing(present, &judgement.epoch) },
-        |reason| Some(Gap { reason, until_back: Vec::new() }),
+    decision.gap = separate.or_else(|| whole.as_ref().err().cloned()).map_or_else(
+        || if hand_off.is_some() { None } else { missing(present, &decision.epoch) },
+        |reason| Some(Gap { reason, until_returned: Vec::new() }),
     );
-    judgement.sources = match whole {
+    decision.sources = match whole {
         Ok(copy) if !is_forked => vec![copy],
-        Ok(_) | Err(_) => everything(present),
+        Ok(_) | Err(_) => newest_copies(present),
     };
-    judgement
+    decision
 }
 
 /// Returns the copy that has every acknowledged record, or a description of the damage of all
 /// copies.
 fn choose(
-    present: &[Present],
+    present: &[DirectoryScan],
     epoch: &Epoch,
     generation: u64,
     promised: u64,
 ) -> Result<(usize, usize), String> {
-    let copies: Vec<(usize, usize, &CopySeen)> = places(present)
+    let copies: Vec<(usize, usize, &CopySeen)> = copies_seen(present)
         .filter(|(_, _, copy)| copy.generation == generation && copy.epoch == Some(epoch.id))
         .collect();
     let newest = copies.iter().map(|(_, _, copy)| copy.newest).max().unwrap_or_default();
     // Marks also count if their copy is missing, or was replaced by an older one.
     let of_generation =
         |copy: &CopySeen| copy.generation == generation && copy.epoch.is_none_or(|it| it == epoch.id);
-    let marked = places(present).filter(|(_, _, copy)| of_generation(copy));
+    let marked = copies_seen(present).filter(|(_, _, copy)| of_generation(copy));
     let acknowledged = marked.map(|(_, _, copy)| copy.acknowledged).max().unwrap_or(0).max(promised);
     let has_all = |copy: &CopySeen| {
         let reaches_the_last_write = copy.frames >= newest.0.saturating_sub(newest.1);
@@ -245,7 +246,7 @@ fn choose(
     if let Some((directory, copy, _)) = whole {
         return Ok((*directory, *copy));
     }
-    let all = places(present).filter(|(_, _, copy)| copy.generation == generation);
+    let all = copies_seen(present).filter(|(_, _, copy)| copy.generation == generation);
     let mut damage: Vec<String> = all.map(|(_, _, copy)| describe(copy, acknowledged)).collect();
     damage.extend(present.iter().flat_map(|it| it.damaged.iter().cloned()));
     if damage.is_empty() {
@@ -266,8 +267,9 @@ fn describe(copy: &CopySeen, acknowledged: u64) -> String {
     }
 }
 
-fn places(present: &[Present]) -> impl Iterator<Item = (usize, usize, &CopySeen)> {
-    let of = |(directory, it): (usize, &'_ Present)| (directory, it.copies.len());
+/// Iterates over all copies, with the positions of their directory and of themselves.
+fn copies_seen(present: &[DirectoryScan]) -> impl Iterator<Item = (usize, usize, &CopySeen)> {
+    let of = |(directory, it): (usize, &'_ DirectoryScan)| (directory, it.copies.len());
     let places: Vec<_> = present.iter().enumerate().map(of).collect();
     places.into_iter().flat_map(move |(directory, copies)| {
         (0..copies).map(move |copy| (directory, copy, &present[directory].copies[copy]))
@@ -275,9 +277,9 @@ fn places(present: &[Present]) -> impl Iterator<Item = (usize, usize, &CopySeen)
 }
 
 /// Returns every directory's newest copies, the newest generation first.
-fn everything(present: &[Present]) -> Vec<(usize, usize)> {
+fn newest_copies(present: &[DirectoryScan]) -> Vec<(usize, usize)> {
     let newest_of = |directory: usize| present[directory].copies.iter().map(|it| it.generation).max();
-    let mut all: Vec<_> = places(present)
+    let mut all: Vec<_> = copies_seen(present)
         .filter(|(directory, _, copy)| Some(copy.generation) == newest_of(*directory))
         .collect();
     all.sort_by_key(|(_, _, copy)| Reverse((copy.generation, copy.frames)));
@@ -285,8 +287,8 @@ fn everything(present: &[Present]) -> Vec<(usize, usize)> {
 }
 
 /// Returns a description if two directories were used separately.
-fn gone_separately(present: &[Present], newest: &Epoch) -> Option<String> {
-    let strange = |it: &&Present| it.epochs.iter().any(|(_, epoch)| !newest.follows(epoch));
+fn separate_use(present: &[DirectoryScan], newest: &Epoch) -> Option<String> {
+    let strange = |it: &&DirectoryScan| it.epochs.iter().any(|(_, epoch)| !newest.follows(epoch));
     let strange = present.iter().find(strange)?;
     Some(format!(
         "data directory {} was used separately from the others; unregister the shuffle or rerun its \
@@ -296,12 +298,12 @@ fn gone_separately(present: &[Present], newest: &Epoch) -> Option<String> {
 }
 
 /// Returns a gap if the absence of a member leaves open which other records were acknowledged.
-fn missing(present: &[Present], epoch: &Epoch) -> Option<Gap> {
+fn missing(present: &[DirectoryScan], epoch: &Epoch) -> Option<Gap> {
     let speaks =
         |member: &&&Member| present.iter().any(|it| it.uuid == member.uuid() && !it.epochs.is_empty());
     let voters = epoch.voters();
     let votes = voters.iter().filter(speaks).count();
-    let alone = epoch.members.iter().find(|member| member.may_go_alone && !speaks(&member));
+    let alone = epoch.members.iter().find(|member| member.may_recover_alone && !speaks(&member));
     let needed = if voters.len() <= 2 { voters.len() } else { voters.len() / 2 + 1 };
     let absent: Vec<&&Member> = voters.iter().filter(|member| !speaks(member)).collect();
     let first = match (votes < needed, alone) {
@@ -329,14 +331,15 @@ fn missing(present: &[Present], epoch: &Epoch) -> Option<Gap> {
     };
     let silent: Vec<Uuid> = absent.iter().map(|it| it.uuid()).chain(alone.map(Member::uuid)).collect();
     let is_for_good = present.iter().any(|it| it.is_unreadable() && silent.contains(&it.uuid));
-    let until_back = if is_for_good { Vec::new() } else { silent.iter().map(|it| it.into_bytes()).collect() };
-    Some(Gap { reason, until_back })
+    let until_returned =
+        if is_for_good { Vec::new() } else { silent.iter().map(|it| it.into_bytes()).collect() };
+    Some(Gap { reason, until_returned })
 }
 
 /// Returns whether the path of an absent voter has another directory that was used before and is no
 /// longer a voter. That directory was absent itself, was replaced, and has returned.
-fn is_put_back(present: &[Present], epoch: &Epoch, path: &str) -> bool {
-    let votes = |it: &Present| epoch.voters().iter().any(|member| member.uuid() == it.uuid);
+fn is_put_back(present: &[DirectoryScan], epoch: &Epoch, path: &str) -> bool {
+    let votes = |it: &DirectoryScan| epoch.voters().iter().any(|member| member.uuid() == it.uuid);
     present.iter().any(|it| it.path == path && !it.epochs.is_empty() && !votes(it))
 }
 
@@ -365,10 +368,10 @@ pub fn members_after(epoch: &Epoch, usable: &[(Uuid, String)]) -> Result<Vec<Mem
     let without_absent = voters.len() > 2 && usable.len() > 2;
     for member in epoch.members.iter().filter(|member| !is_usable(member)) {
         let mut away = member.clone();
-        away.may_go_alone |= member.votes && voters.len() <= 2;
-        away.votes &= !without_absent || away.may_go_alone;
+        away.may_recover_alone |= member.votes && voters.len() <= 2;
+        away.votes &= !without_absent || away.may_recover_alone;
         if is_replaced(member) {
-            (away.votes, away.may_go_alone) = (false, false);
+            (away.votes, away.may_recover_alone) = (false, false);
         }
         members.push(away);
     }

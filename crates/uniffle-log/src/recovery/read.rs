@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use uuid::Uuid;
 
 use super::proof::HandOff;
-use super::proof::{CopySeen, Present, RecoveryDecision, Torn, judge};
+use super::proof::{CopySeen, DirectoryScan, RecoveryDecision, Torn, decide_recovery};
 use super::resumable::{Resumable, resumable_copies};
 use crate::contents::{CheckpointFilter, Order};
 use crate::format::frame::{self, Epoch, Frame, FrameContent, Gap, Incarnation, METADATA};
@@ -92,7 +92,7 @@ pub(crate) fn generation_of(name: &str) -> Option<u64> {
 /// State of all directories.
 #[derive(Debug)]
 pub struct Survey {
-    pub(crate) present: Vec<Present>,
+    pub(crate) present: Vec<DirectoryScan>,
     /// Files of the copies, in the order of `present`.
     files: Vec<Vec<PathBuf>>,
     /// The highest generation in a name, including those of unfinished copies.
@@ -129,21 +129,21 @@ impl Survey {
     }
 
     /// Returns the recovery decision.
-    pub(crate) fn judged(&self) -> RecoveryDecision {
-        let mut judged = judge(&self.present, self.hand_off.as_ref());
-        if judged.is_fresh && self.has_data {
+    pub(crate) fn decision(&self) -> RecoveryDecision {
+        let mut decision = decide_recovery(&self.present, self.hand_off.as_ref());
+        if decision.is_fresh && self.has_data {
             let reason =
                 "shuffle files exist without a metadata log; unregister the shuffle or rerun its application";
-            judged.gap = Some(Gap { reason: reason.to_owned(), until_back: Vec::new() });
-            judged.is_fresh = false;
+            decision.gap = Some(Gap { reason: reason.to_owned(), until_returned: Vec::new() });
+            decision.is_fresh = false;
         }
-        judged
+        decision
     }
 
     /// Returns whether there is neither a log nor a file of a shuffle.
     #[must_use]
     pub fn is_fresh(&self) -> bool {
-        self.judged().is_fresh
+        self.decision().is_fresh
     }
 
     /// Returns the directories that did not answer, with the errors.
@@ -153,8 +153,8 @@ impl Survey {
     }
 
     /// Returns the copies to which a start may append.
-    pub(crate) fn resumable(&self, judged: &RecoveryDecision) -> Option<Resumable> {
-        let places = resumable_copies(&self.present, judged, self.hand_off.as_ref())?;
+    pub(crate) fn resumable(&self, decision: &RecoveryDecision) -> Option<Resumable> {
+        let places = resumable_copies(&self.present, decision, self.hand_off.as_ref())?;
         let (directory, copy) = *places.first()?;
         let file = |(directory, copy): &(usize, usize)| (*directory, self.files[*directory][*copy].clone());
         Some(Resumable::new(places.iter().map(file).collect(), &self.present[directory].copies[copy]))
@@ -180,13 +180,14 @@ impl Survey {
 
 /// State of one directory.
 struct Seen {
-    present: Present,
+    present: DirectoryScan,
     files: Vec<PathBuf>,
     generation: u64,
 }
 
 async fn survey_one(directory: &Directory, deadline: Duration) -> Seen {
-    let mut present = Present { uuid: directory.uuid, path: directory.label.clone(), ..Present::default() };
+    let mut present =
+        DirectoryScan { uuid: directory.uuid, path: directory.label.clone(), ..DirectoryScan::default() };
     let (mut files, mut highest) = (Vec::new(), 0);
     let names = match within(deadline, directory.io.list(Path::new(METADATA))).await {
         Ok(names) => names,

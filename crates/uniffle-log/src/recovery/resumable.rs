@@ -8,7 +8,7 @@
 
 use std::path::PathBuf;
 
-use super::proof::{CopySeen, HandOff, Present, RecoveryDecision};
+use super::proof::{CopySeen, DirectoryScan, HandOff, RecoveryDecision};
 use crate::format::frame::{Encoder, Member};
 
 /// Copies to which a successor may append.
@@ -32,21 +32,21 @@ impl Resumable {
 /// Returns the copies to which a start may append, by directory and copy. Returns `None` if a
 /// generation has to begin.
 pub(super) fn resumable_copies(
-    present: &[Present],
-    judged: &RecoveryDecision,
+    present: &[DirectoryScan],
+    decision: &RecoveryDecision,
     hand_off: Option<&HandOff>,
 ) -> Option<Vec<(usize, usize)>> {
-    let epoch = &judged.epoch;
-    let hand_off = hand_off.filter(|it| (it.generation, it.epoch) == (judged.generation, epoch.id))?;
+    let epoch = &decision.epoch;
+    let hand_off = hand_off.filter(|it| (it.generation, it.epoch) == (decision.generation, epoch.id))?;
     let is_known =
-        |it: &Present| it.damaged.is_empty() && it.epochs.iter().any(|(_, known)| known.id == epoch.id);
+        |it: &DirectoryScan| it.damaged.is_empty() && it.epochs.iter().any(|(_, known)| known.id == epoch.id);
     let here: Vec<Member> = present.iter().map(|it| Member::new(it.uuid, &it.path)).collect();
     let is_all = here == epoch.members && present.iter().all(is_known);
-    let has_gap = judged.gap.is_some() || epoch.gap.is_some();
+    let has_gap = decision.gap.is_some() || epoch.gap.is_some();
     let all = present.iter().enumerate().flat_map(|(directory, it)| {
         it.copies.iter().enumerate().map(move |(number, copy)| (directory, number, copy))
     });
-    let newest: Vec<_> = all.filter(|(_, _, copy)| copy.generation == judged.generation).collect();
+    let newest: Vec<_> = all.filter(|(_, _, copy)| copy.generation == decision.generation).collect();
     let (_, _, first) = newest.first()?;
     let ends_there =
         |copy: &CopySeen| (copy.frames, copy.bytes, copy.crc) == (hand_off.frames, first.bytes, first.crc);

@@ -47,18 +47,18 @@ impl MetadataWriter {
         survey: &Survey,
         shipped: Option<Arc<ShippedLog>>,
     ) -> (Self, FoundLog) {
-        let mut judged = survey.judged();
-        judged.generation = judged.generation.max(survey.generation);
-        let shipped = shipped.filter(|log| log.says_anything() && judged.needs(log.seen()));
-        let source = survey.source(&judged.sources, judged.gap.is_none());
+        let mut decision = survey.decision();
+        decision.generation = decision.generation.max(survey.generation);
+        let shipped = shipped.filter(|log| log.says_anything() && decision.needs(log.seen()));
+        let source = survey.source(&decision.sources, decision.gap.is_none());
         let unread = survey.unread();
         for reason in unread.values() {
             tracing::error!(reason, "excluding a data directory from the metadata log until it is readable");
         }
-        let mut writer = Self { unread, ..Self::new(directories, deadlines, judged.clone(), source) };
-        writer.resumable = survey.resumable(&judged).filter(|_| shipped.is_none());
+        let mut writer = Self { unread, ..Self::new(directories, deadlines, decision.clone(), source) };
+        writer.resumable = survey.resumable(&decision).filter(|_| shipped.is_none());
         writer.shipped = shipped;
-        let found = writer.take_over(&judged).await;
+        let found = writer.take_over(&decision).await;
         (writer, found)
     }
 
@@ -94,7 +94,7 @@ impl MetadataWriter {
     }
 
     /// Reads the whole log.
-    async fn take_over(&mut self, judged: &RecoveryDecision) -> FoundLog {
+    async fn take_over(&mut self, decision: &RecoveryDecision) -> FoundLog {
         let (source, directories) = (self.source.clone(), self.directories.clone());
         let mut reader = source.read(&directories, self.deadlines.name);
         let unread = loop {
@@ -103,20 +103,20 @@ impl MetadataWriter {
                 Ok(None) => break None,
                 Err(error) => {
                     tracing::error!(%error, "cannot read all records of the metadata log");
-                    break Some(Gap { reason: error.to_string(), until_back: Vec::new() });
+                    break Some(Gap { reason: error.to_string(), until_returned: Vec::new() });
                 }
             }
         };
-        let unread = match self.take_over_shipped(judged).await {
+        let unread = match self.take_over_shipped(decision).await {
             Ok(()) => unread,
-            Err(error) => unread.or(Some(Gap { reason: error.to_string(), until_back: Vec::new() })),
+            Err(error) => unread.or(Some(Gap { reason: error.to_string(), until_returned: Vec::new() })),
         };
-        let judged = &match &self.shipped {
-            Some(log) => judged.clone().beside(log.seen(), self.has_strangers),
-            None => judged.clone(),
+        let decision = &match &self.shipped {
+            Some(log) => decision.clone().beside(log.seen(), self.has_strangers),
+            None => decision.clone(),
         };
-        self.epoch.gap = self.epoch.gap.take().or_else(|| judged.gap.clone());
-        if let Some(gap) = &judged.gap {
+        self.epoch.gap = self.epoch.gap.take().or_else(|| decision.gap.clone());
+        if let Some(gap) = &decision.gap {
             tracing::error!(
                 reason = gap.reason,
                 "acknowledged metadata may be incomplete; results of all recovered and unknown shuffles are \
@@ -132,7 +132,7 @@ impl MetadataWriter {
             // A proof by the store covers only the time since the shuffle was moved, not an earlier
             // gap.
             let is_proven = proven.contains(&found.incarnation) && earlier.is_none();
-            let gap = if is_proven { None } else { judged.carried(earlier) };
+            let gap = if is_proven { None } else { decision.carried(earlier) };
             let gap = gap.or_else(|| unread.clone());
             found.incomplete = gap.as_ref().map(|gap| gap.reason.clone());
             if let Some(gap) = gap {
@@ -155,7 +155,7 @@ impl MetadataWriter {
         FoundLog {
             absent: absent.map(|member| (member.uuid(), member.path.clone())).collect(),
             gap: self.epoch.gap.as_ref().map(|gap| gap.reason.clone()),
-            has_new_gap: judged.gap.is_some() || unread.is_some(),
+            has_new_gap: decision.gap.is_some() || unread.is_some(),
             blind_starts: self.epoch.blind_starts,
             next_incarnation: self.contents.next_incarnation,
             shuffles,
@@ -163,7 +163,7 @@ impl MetadataWriter {
     }
 
     /// Adds the entries of the object store to those of the directories, if they are needed.
-    async fn take_over_shipped(&mut self, judged: &RecoveryDecision) -> Result<(), LogError> {
+    async fn take_over_shipped(&mut self, decision: &RecoveryDecision) -> Result<(), LogError> {
         let Some(log) = self.shipped.clone() else { return Ok(()) };
         let here: HashSet<u64> = self.contents.living().iter().map(|shuffle| shuffle.number).collect();
         let is_whole = log.gap().is_none();
@@ -173,10 +173,10 @@ impl MetadataWriter {
         }
         let moved = |shuffle: &Incarnation| log.contents.moved.contains_key(&shuffle.number);
         let mut all = self.contents.living();
-        if judged.is_fresh && !is_whole {
+        if decision.is_fresh && !is_whole {
             // Data of any of these shuffles may have been moved.
             self.contents.moved.extend(all.iter().map(|shuffle| (shuffle.number, shuffle.clone())));
-        } else if judged.is_fresh {
+        } else if decision.is_fresh {
             // Only lost disks have the data of a shuffle that was not moved.
             for lost in all.extract_if(.., |shuffle| !moved(shuffle)) {
                 self.contents.purge(lost.number);

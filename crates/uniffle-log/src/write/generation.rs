@@ -185,7 +185,7 @@ impl MetadataWriter {
         self.damage.send_replace(Some(reason.as_str().into()));
         let living = self.contents.living();
         self.damaged.extend(living.iter().map(|shuffle| shuffle.number));
-        let gap = Gap { reason, until_back: Vec::new() };
+        let gap = Gap { reason, until_returned: Vec::new() };
         self.contents.mark_incomplete(&living, &gap);
         self.epoch.gap.get_or_insert(gap);
         // The directories learn of the gap by a new epoch.
@@ -198,9 +198,9 @@ impl MetadataWriter {
     /// unreadable. Shuffles in the log stay incomplete. Returns whether there is no gap any more.
     pub(crate) async fn end_gap(&mut self) -> Result<bool, LogError> {
         let is_awaited = |member: &Member| {
-            let until_back = self.epoch.gap.as_ref().map(|gap| &gap.until_back);
-            let ends_it = until_back.is_some_and(|all| all.contains(member.uuid().as_bytes()));
-            self.is_away(member) && (member.may_go_alone || member.votes && ends_it)
+            let until_returned = self.epoch.gap.as_ref().map(|gap| &gap.until_returned);
+            let ends_it = until_returned.is_some_and(|all| all.contains(member.uuid().as_bytes()));
+            self.is_away(member) && (member.may_recover_alone || member.votes && ends_it)
         };
         let may_return = !self.unread.is_empty() || self.epoch.members.iter().any(is_awaited);
         if !self.is_open || may_return {

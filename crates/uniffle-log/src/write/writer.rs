@@ -143,12 +143,12 @@ impl MetadataWriter {
     pub(crate) fn new(
         directories: Vec<Directory>,
         deadlines: Deadlines,
-        judged: RecoveryDecision,
+        decision: RecoveryDecision,
         source: LogCopies,
     ) -> Self {
-        let gap = judged.carried(judged.epoch.gap.as_ref());
-        let generation = judged.generation;
-        let epoch = Epoch { gap, ..judged.epoch };
+        let gap = decision.carried(decision.epoch.gap.as_ref());
+        let generation = decision.generation;
+        let epoch = Epoch { gap, ..decision.epoch };
         let contents = Contents { next_incarnation: epoch.next_incarnation, ..Contents::default() };
         let avoided = vec![None; directories.len()];
         Self {

@@ -113,7 +113,7 @@ impl Identity {
 /// that epoch, and none of `others`, whose claims are readable.
 pub(super) fn identity(path: &str, epoch: Option<&Epoch>, others: &[Uuid]) -> Identity {
     let Some(epoch) = epoch else { return Identity::Unknown };
-    let here = epoch.voters().into_iter().filter(|member| !member.may_go_alone);
+    let here = epoch.voters().into_iter().filter(|member| !member.may_recover_alone);
     let left: Vec<_> = here.filter(|member| !others.contains(&member.uuid())).collect();
     if let [only] = left[..] {
         return Identity::Certain(only.uuid(), "its list of data directories leaves no other identity");
@@ -233,7 +233,7 @@ mod tests {
         assert_eq!(identity("/a", None, &[]), Identity::Unknown);
         // The directory was replaced by an empty one at its path, or was absent when the list was
         // written. It is neither of these voters.
-        (members[0].votes, members[2].may_go_alone) = (false, true);
+        (members[0].votes, members[2].may_recover_alone) = (false, true);
         members.push(Member::new(uuid(4), "/a"));
         assert_eq!(by(of("/a", &members, &[uuid(2)])), Some((4, true)));
         assert_eq!(by(of("/a", &members, &[])), Some((4, false)));

@@ -368,7 +368,7 @@ impl Task {
 
 /// Returns a gap that the return of directories does not end.
 fn for_good(reason: &str) -> Gap {
-    Gap { reason: reason.to_owned(), until_back: Vec::new() }
+    Gap { reason: reason.to_owned(), until_returned: Vec::new() }
 }
 
 /// Returns the epoch of a log without disks, after the incarnations in `contents`.

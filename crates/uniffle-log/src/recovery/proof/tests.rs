@@ -45,7 +45,7 @@ impl Fixture {
         Self { directories: vec![Directory::default(); directories], ..Self::default() }
     }
 
-    fn see(&self, here: &[usize]) -> Vec<Present> {
+    fn see(&self, here: &[usize]) -> Vec<DirectoryScan> {
         let seen = here.iter().map(|at| {
             let directory = &self.directories[*at];
             let copies = directory.copies.iter().map(|copy| {
@@ -63,12 +63,12 @@ impl Fixture {
                 }
             });
             let heads = directory.copies.iter().map(|copy| (copy.generation, copy.epoch.clone()));
-            Present {
+            DirectoryScan {
                 uuid: uuid(*at),
                 path: format!("/{at}"),
                 epochs: directory.list.iter().cloned().chain(heads).collect(),
                 copies: copies.collect(),
-                ..Present::default()
+                ..DirectoryScan::default()
             }
         });
         seen.collect()
@@ -78,13 +78,13 @@ impl Fixture {
     /// that is acknowledged.
     fn live(&mut self, here: &[usize], shuffles: &[u64]) {
         let seen = self.see(here);
-        let judged = judge(&seen, None);
-        if judged.is_fresh && self.next_id > 0 {
+        let decision = decide_recovery(&seen, None);
+        if decision.is_fresh && self.next_id > 0 {
             // Directories that have never met the others know nothing about them.
             return;
         }
         let mut log = Log::default();
-        for (at, copy) in &judged.sources {
+        for (at, copy) in &decision.sources {
             let source = &self.directories[here[*at]].copies[*copy].log;
             for (shuffle, ids) in &source.records {
                 log.records.entry(*shuffle).or_default().extend(ids);
@@ -92,12 +92,12 @@ impl Fixture {
             log.incomplete.extend(source.incomplete.clone());
         }
         for shuffle in log.records.keys() {
-            match judged.carried(log.incomplete.get(shuffle)) {
+            match decision.carried(log.incomplete.get(shuffle)) {
                 Some(gap) => log.incomplete.insert(*shuffle, gap),
                 None => log.incomplete.remove(shuffle),
             };
         }
-        let gap = judged.carried(judged.epoch.gap.as_ref());
+        let gap = decision.carried(decision.epoch.gap.as_ref());
         for (shuffle, ids) in &self.acknowledged {
             // The shuffle is neither refused as incomplete nor, if unknown, because of the gap.
             // Then it must be complete.
@@ -109,10 +109,10 @@ impl Fixture {
             assert!(is_refused || found.is_superset(ids), "shuffle {shuffle} on {here:?}: {seen:#?}");
         }
         let usable: Vec<_> = here.iter().map(|at| (uuid(*at), format!("/{at}"))).collect();
-        let Ok(members) = members_after(&judged.epoch, &usable) else { return };
+        let Ok(members) = members_after(&decision.epoch, &usable) else { return };
         self.next_id += 1;
         let remembered = if members.len() == usable.len() { LINEAGE_MAX } else { LINEAGE_AWAY_MAX };
-        let epoch = Epoch { members, gap, ..judged.epoch.next(self.next_id, remembered) };
+        let epoch = Epoch { members, gap, ..decision.epoch.next(self.next_id, remembered) };
         for (shuffle, id) in shuffles.iter().zip(self.next_id * 1000..) {
             let promised = self.acknowledged.entry(*shuffle).or_default();
             if !log.records.contains_key(shuffle) {
@@ -122,7 +122,7 @@ impl Fixture {
             promised.insert(id);
             log.records.entry(*shuffle).or_default().insert(id);
         }
-        let generation = judged.generation + 1;
+        let generation = decision.generation + 1;
         for at in here {
             self.directories[*at] = Directory { list: Some((generation, epoch.clone())), copies: Vec::new() };
         }
@@ -153,7 +153,7 @@ proptest! {
     }
 }
 
-fn two_copies(records: [(u64, Option<bool>); 2]) -> Vec<Present> {
+fn two_copies(records: [(u64, Option<bool>); 2]) -> Vec<DirectoryScan> {
     let epoch = Epoch { id: 1, members: vec![Member::new(uuid(0), "/0")], ..Epoch::default() };
     let copies = records.map(|(frames, torn)| CopySeen {
         path: "/0/log".into(),
@@ -167,12 +167,18 @@ fn two_copies(records: [(u64, Option<bool>); 2]) -> Vec<Present> {
         torn: torn.map(|frames_follow| Torn { at: 9, why: "bad".into(), frames_follow }),
     });
     let epochs = vec![(3, epoch)];
-    vec![Present { uuid: uuid(0), path: "/0".into(), epochs, copies: copies.to_vec(), ..Present::default() }]
+    vec![DirectoryScan {
+        uuid: uuid(0),
+        path: "/0".into(),
+        epochs,
+        copies: copies.to_vec(),
+        ..DirectoryScan::default()
+    }]
 }
 
 #[test]
 fn one_damaged_copy_is_repaired_and_two_are_not() {
-    let proven = |records| judge(&two_copies(records), None).gap.is_none();
+    let proven = |records| decide_recovery(&two_copies(records), None).gap.is_none();
     assert!(proven([(9, None), (9, None)]));
     assert!(proven([(9, None), (4, Some(true))]) && proven([(9, None), (0, Some(true))]), "in the middle");
     assert!(proven([(9, None), (3, None)]), "cut short");
@@ -181,7 +187,7 @@ fn one_damaged_copy_is_repaired_and_two_are_not() {
     let marked = |records, acknowledged: u64| {
         let mut seen = two_copies(records);
         seen[0].copies[1].acknowledged = acknowledged;
-        judge(&seen, None).gap.map(|gap| gap.reason)
+        decide_recovery(&seen, None).gap.map(|gap| gap.reason)
     };
     assert_eq!(marked([(9, Some(false)), (9, Some(false))], 9), None, "what was not acknowledged");
     assert!(marked([(9, Some(false)), (9, Some(false))], 10).is_some(), "the last record of both is damaged");
@@ -190,13 +196,13 @@ fn one_damaged_copy_is_repaired_and_two_are_not() {
     assert_eq!(marked([(7, None), (10, None)], 10), None, "one is whole");
     let mut restored = two_copies([(7, None), (0, Some(false))]);
     (restored[0].copies[1].epoch, restored[0].copies[1].acknowledged) = (None, 10);
-    let reason = judge(&restored, None).gap.unwrap().reason;
+    let reason = decide_recovery(&restored, None).gap.unwrap().reason;
     assert!(reason.contains("/0/log ends before record 9"), "a mark beside no copy: {reason}");
-    let judged = judge(&two_copies([(7, None), (3, None)]), None);
-    assert_eq!(judged.sources, [(0, 0)]);
+    let decision = decide_recovery(&two_copies([(7, None), (3, None)]), None);
+    assert_eq!(decision.sources, [(0, 0)]);
     let mut one = two_copies([(9, Some(false)), (9, None)]);
     one[0].copies.truncate(1);
-    let gap = judge(&one, None).gap.unwrap();
+    let gap = decide_recovery(&one, None).gap.unwrap();
     assert!(gap.reason.contains("/0/log is corrupt at record 9 (byte 9): bad"), "{}", gap.reason);
 }
 
@@ -204,16 +210,16 @@ fn one_damaged_copy_is_repaired_and_two_are_not() {
 fn single_directory_of_two_waits_for_the_other() {
     let mut fixture = Fixture::of(2);
     fixture.live(&[0, 1], &[1]);
-    let judged = judge(&fixture.see(&[0]), None);
-    let gap = judged.gap.unwrap();
+    let decision = decide_recovery(&fixture.see(&[0]), None);
+    let gap = decision.gap.unwrap();
     assert!(gap.reason.contains("data directory /1 is missing"), "{}", gap.reason);
     fixture.live(&[0], &[1, 2]);
-    let judged = judge(&fixture.see(&[0, 1]), None);
-    assert!(judged.gap.is_none() && judged.is_over(&gap));
-    assert_eq!(judged.carried(Some(&gap)), None);
+    let decision = decide_recovery(&fixture.see(&[0, 1]), None);
+    assert!(decision.gap.is_none() && decision.is_over(&gap));
+    assert_eq!(decision.carried(Some(&gap)), None);
     fixture.live(&[1], &[2]);
-    let gap = judge(&fixture.see(&[0, 1]), None).gap.unwrap();
-    assert!(gap.reason.contains("was used separately from the others") && gap.until_back.is_empty());
+    let gap = decide_recovery(&fixture.see(&[0, 1]), None).gap.unwrap();
+    assert!(gap.reason.contains("was used separately from the others") && gap.until_returned.is_empty());
 }
 
 /// A directory that was used alone, and cannot be read at the next start.
@@ -224,12 +230,12 @@ fn unreadable_copies_are_awaited_and_damaged_ones_not() {
     fixture.live(&[1], &[1]);
     let mut seen = fixture.see(&[0, 1]);
     let damaged = vec!["/1 cannot be listed".to_owned()];
-    seen[1] = Present { uuid: uuid(1), path: "/1".into(), damaged, ..Present::default() };
-    let spoilt = judge(&seen, None).gap.unwrap();
-    assert!(spoilt.until_back.is_empty(), "{spoilt:?}");
+    seen[1] = DirectoryScan { uuid: uuid(1), path: "/1".into(), damaged, ..DirectoryScan::default() };
+    let unreadable = decide_recovery(&seen, None).gap.unwrap();
+    assert!(unreadable.until_returned.is_empty(), "{unreadable:?}");
     seen[1].is_unread = true;
-    let unread = judge(&seen, None).gap.unwrap();
-    assert_eq!(unread.until_back, [uuid(1).into_bytes()]);
+    let unread = decide_recovery(&seen, None).gap.unwrap();
+    assert_eq!(unread.until_returned, [uuid(1).into_bytes()]);
     assert!(unread.reason.contains("/1 cannot be listed; restart"), "{}", unread.reason);
 }
 
@@ -240,9 +246,9 @@ fn directory_is_followed_after_hundreds_of_absent_starts() {
         let every: Vec<usize> = (0..all).collect();
         fixture.live(&every, &[1]);
         (0..300).for_each(|_| fixture.live(&rest, &[1]));
-        assert_eq!(judge(&fixture.see(&every), None).gap, None, "of {all}");
+        assert_eq!(decide_recovery(&fixture.see(&every), None).gap, None, "of {all}");
         fixture.live(&every, &[1]);
-        let lineage = judge(&fixture.see(&every), None).epoch.lineage.len();
+        let lineage = decide_recovery(&fixture.see(&every), None).epoch.lineage.len();
         assert_eq!(lineage, LINEAGE_MAX, "what nobody asks for is forgotten");
     }
 }
@@ -252,12 +258,12 @@ fn hand_off_proves_only_its_own_epoch() {
     let mut fixture = Fixture::of(2);
     fixture.live(&[0, 1], &[1]);
     let all = fixture.see(&[0, 1]);
-    let epoch = judge(&all, None).epoch.id;
+    let epoch = decide_recovery(&all, None).epoch.id;
     let hand_off = |epoch, frames| HandOff { epoch, frames, generation: 0 };
-    assert_eq!(judge(&all, Some(&hand_off(epoch, 2))).gap, None);
-    let gap = judge(&all, Some(&hand_off(epoch, 9))).gap.unwrap();
+    assert_eq!(decide_recovery(&all, Some(&hand_off(epoch, 2))).gap, None);
+    let gap = decide_recovery(&all, Some(&hand_off(epoch, 9))).gap.unwrap();
     assert!(gap.reason.contains("/0/log ends before record 8"), "{}", gap.reason);
-    assert_eq!(judge(&all, Some(&hand_off(epoch + 1, 9))).gap, None, "of another epoch");
+    assert_eq!(decide_recovery(&all, Some(&hand_off(epoch + 1, 9))).gap, None, "of another epoch");
 }
 
 /// The outgoing process had the log to itself, so an absent directory has nothing newer.
@@ -266,22 +272,29 @@ fn hand_off_proves_the_log_without_an_absent_directory() {
     let mut fixture = Fixture::of(2);
     fixture.live(&[0, 1], &[1]);
     let one = fixture.see(&[0]);
-    let judged = judge(&one, None);
-    assert!(judged.gap.is_some());
-    let hand_off = |epoch, frames| HandOff { epoch, frames, generation: judged.generation };
-    assert_eq!(judge(&one, Some(&hand_off(judged.epoch.id, 2))).gap, None);
-    assert!(judge(&one, Some(&hand_off(judged.epoch.id, 9))).gap.is_some(), "the copy has fewer records");
-    assert_eq!(judge(&one, Some(&hand_off(judged.epoch.id + 1, 2))).gap, judged.gap, "of another epoch");
+    let decision = decide_recovery(&one, None);
+    assert!(decision.gap.is_some());
+    let hand_off = |epoch, frames| HandOff { epoch, frames, generation: decision.generation };
+    assert_eq!(decide_recovery(&one, Some(&hand_off(decision.epoch.id, 2))).gap, None);
+    assert!(
+        decide_recovery(&one, Some(&hand_off(decision.epoch.id, 9))).gap.is_some(),
+        "the copy has fewer records"
+    );
+    assert_eq!(
+        decide_recovery(&one, Some(&hand_off(decision.epoch.id + 1, 2))).gap,
+        decision.gap,
+        "of another epoch"
+    );
 }
 
 #[test]
 fn majority_of_three_is_proof_and_one_is_not() {
     let mut fixture = Fixture::of(3);
     fixture.live(&[0, 1, 2], &[1]);
-    assert!(judge(&fixture.see(&[0, 2]), None).gap.is_none());
-    let judged = judge(&fixture.see(&[1]), None);
-    let error = members_after(&judged.epoch, &[(uuid(1), "/1".into())]).unwrap_err();
+    assert!(decide_recovery(&fixture.see(&[0, 2]), None).gap.is_none());
+    let decision = decide_recovery(&fixture.see(&[1]), None);
+    let error = members_after(&decision.epoch, &[(uuid(1), "/1".into())]).unwrap_err();
     assert!(error.contains("only 1 of 3 data directories") && error.contains("bring back /0, /2"), "{error}");
     let replaced = [(uuid(1), "/1".to_owned()), (uuid(7), "/2".to_owned())];
-    assert!(members_after(&judged.epoch, &replaced).is_ok(), "an empty directory in its place");
+    assert!(members_after(&decision.epoch, &replaced).is_ok(), "an empty directory in its place");
 }
