@@ -304,12 +304,7 @@ fn request(method: Method, base: &ListenerAddress, path: &str) -> Request<Full<B
     request
 }
 
-/// Sends one request over `stream`, which is closed afterwards. Returns the status and the body of
-/// the answer.
-///
-/// # Errors
-/// The connection fails, or the answer is longer than `answer_bytes_max`.
-pub async fn exchange<S>(
+async fn exchange<S>(
     stream: S,
     request: Request<Full<Bytes>>,
     answer_bytes_max: usize,

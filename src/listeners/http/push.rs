@@ -10,8 +10,10 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::header::{CONTENT_TYPE, HOST};
-use http::{Method, Request, Uri};
-use http_body_util::Full;
+use http::{Method, Request, StatusCode, Uri};
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
 use prometheus::{Encoder as _, IntCounter, Registry, TEXT_FORMAT, TextEncoder};
 use tokio::net::TcpStream;
 use tokio::time::{Duration, MissedTickBehavior, interval};
@@ -36,8 +38,8 @@ const LAST_PUSH_DEADLINE: Duration = Duration::from_secs(2);
 /// Minimum time between two warnings while pushes fail.
 const WARN_INTERVAL: Duration = Duration::from_secs(600);
 
-/// Maximum length of an answer of the gateway, which has an error text.
-const ANSWER_BYTES_MAX: usize = 64 << 10;
+/// Maximum length of an error text from the gateway.
+const ANSWER_BYTES_MAX: usize = 4 << 10;
 
 section! {
     /// Settings of the pushgateway.
@@ -243,6 +245,8 @@ fn group_path(gateway: &PushgatewayUrl, labels: &BTreeMap<String, String>, insta
 /// is not kept.
 async fn exchange(method: Method, authority: &str, path: &str, body: Vec<u8>) -> Result<(), String> {
     let stream = TcpStream::connect(authority).await.map_err(|error| format!("{authority}: {error}"))?;
+    let text = |error: hyper::Error| error.to_string();
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(text)?;
     let request = Request::builder()
         .method(method)
         .uri(path)
@@ -250,15 +254,36 @@ async fn exchange(method: Method, authority: &str, path: &str, body: Vec<u8>) ->
         .header(CONTENT_TYPE, TEXT_FORMAT)
         .body(Full::new(Bytes::from(body)))
         .map_err(|error| error.to_string())?;
-    let (status, answer) = uniffle_ctl::exchange(stream, request, ANSWER_BYTES_MAX).await?;
-    match status.is_success() {
-        true => Ok(()),
-        false => Err(format!("{status} {}", String::from_utf8_lossy(&answer).trim())),
+    let answered = async {
+        let answer = sender.send_request(request).await.map_err(text)?;
+        let status = answer.status();
+        if status.is_success() {
+            return Ok(());
+        }
+        Err(refusal(status, answer.into_body()).await)
+    };
+    // The connection drives the exchange. It may end first if the gateway closes after its answer.
+    let driven = async {
+        let _ = connection.await;
+        std::future::pending().await
+    };
+    tokio::select! {
+        result = answered => result,
+        never = driven => never,
     }
+}
+
+async fn refusal(status: StatusCode, body: hyper::body::Incoming) -> String {
+    let body = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
+    let why =
+        body.map(|body| String::from_utf8_lossy(&body.to_bytes()).trim().to_owned()).unwrap_or_default();
+    format!("{status} {why}")
 }
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
     use super::*;
 
     #[test]
@@ -303,5 +328,30 @@ mod tests {
         ] {
             assert!(PushgatewayUrl::parse(bad).is_err(), "{bad:?}");
         }
+    }
+
+    /// Pushes once to a gateway that answers with `status` and a body of 100 KiB.
+    async fn push_to_gateway_with_long_answer(status: &str) -> Result<(), String> {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let authority = listener.local_addr().unwrap().to_string();
+        let gateway = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let body = "x".repeat(100 << 10);
+            let answer = format!("HTTP/1.1 {status}\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+            let mut received = Vec::new();
+            while !received.ends_with(b"end") {
+                stream.read_buf(&mut received).await.unwrap();
+            }
+            // The client may close the connection before it has read the whole body.
+            let _ = stream.write_all(answer.as_bytes()).await;
+        };
+        tokio::join!(exchange(Method::PUT, &authority, "/", b"end".to_vec()), gateway).0
+    }
+
+    #[tokio::test]
+    async fn push_reports_the_status_of_long_answers() {
+        assert_eq!(push_to_gateway_with_long_answer("200 OK").await, Ok(()));
+        let error = push_to_gateway_with_long_answer("500 Internal Server Error").await.unwrap_err();
+        assert!(error.starts_with("500 Internal Server Error"), "{error}");
     }
 }
