@@ -20,7 +20,6 @@ use parking_lot::Mutex;
 use crate::clock::{Instant, sleep};
 use crate::log::within;
 use crate::metrics::clamped;
-use crate::store::disk::config::NAME_TIMEOUT;
 use crate::store::disk::core::DiskCore;
 use crate::store::disk::directories::directory::{LocalDisk, TRASH};
 use crate::store::disk::shuffle::DiskShuffle;
@@ -31,7 +30,7 @@ use uniffle_wire::types::AppId;
 
 /// Bytes of one part.
 const PART_BYTES: u64 = 16 << 20;
-/// Deadline of one part.
+/// Deadline of one part, and of listing the trash, which may be large.
 const PART_TIMEOUT: Duration = Duration::from_secs(600);
 /// Throttle: length of a pause relative to the part before it. Three quarters of the time are left
 /// to writes.
@@ -222,7 +221,7 @@ impl LocalDisk {
 
     /// Deletes everything in the trash.
     pub(super) async fn empty_trash(&self) -> io::Result<()> {
-        for name in within(NAME_TIMEOUT, self.io.list(Path::new(TRASH))).await? {
+        for name in within(PART_TIMEOUT, self.io.list(Path::new(TRASH))).await? {
             self.delete(&Path::new(TRASH).join(name)).await?;
         }
         Ok(())
