@@ -1,7 +1,7 @@
 //! Notifies the service when memory or a tier finds that stored blocks are lost.
 //!
-//! Losses are not only found by reads of clients. Migrations read data too, and the page cache is
-//! written back. The service decides whether a block is lost.
+//! Losses are not only found by reads of clients: flushes and offloads read stored data too. The
+//! service decides whether a block is lost.
 
 use std::collections::HashMap;
 use std::fmt;
