@@ -89,18 +89,18 @@ pub trait File: Send + Sync + fmt::Debug {
     }
 
     /// Checks that a [named](WriteOpen::is_named) file that is open for writing still exists at its
-    /// path, with everything that was written to it, and on [`Lane::Metadata`] with nothing else.
+    /// path, with everything that was written to it, and on [`IoClass::Metadata`] with nothing else.
     /// Fails with [`Vanished`] as the source otherwise.
     fn verify(&self) -> BoxFuture<'static, io::Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
 }
 
-/// Queue of a file's writes and syncs. Calls only wait for calls of the same lane.
+/// Queue of a file's writes and syncs. Calls only wait for calls of the same class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Lane {
+pub enum IoClass {
     /// Small records that a caller waits for, such as registrations and reports. Writes to a file
-    /// of this lane must not overlap.
+    /// of this class must not overlap.
     Metadata,
     /// Index records, which make bulk data readable.
     Index,
@@ -116,10 +116,10 @@ pub struct WriteOpen {
     pub create: bool,
     /// Bypasses the page cache if the file system allows it.
     pub direct: bool,
-    /// Lane of its writes and syncs.
-    pub lane: Lane,
+    /// Queue of its writes and syncs.
+    pub class: IoClass,
     /// The file will be opened again by its path. Writes fail with [`Vanished`] as their source if
-    /// the file is no longer at its path, or was truncated. On [`Lane::Metadata`] they also fail if
+    /// the file is no longer at its path, or was truncated. On [`IoClass::Metadata`] they also fail if
     /// another program has written to the file.
     pub is_named: bool,
 }

@@ -22,8 +22,8 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use uniffle_io::{
-    BoxFuture, Disk, DiskLock, File, FileId, Lane, Location, Media, Mount, ReadTarget, SMALL_FILE_BYTES_MAX,
-    Space, Vanished, WriteOpen, require_inside, too_short,
+    BoxFuture, Disk, DiskLock, File, FileId, IoClass, Location, Media, Mount, ReadTarget,
+    SMALL_FILE_BYTES_MAX, Space, Vanished, WriteOpen, require_inside, too_short,
 };
 
 use self::tree::{FileContent, SharedContent, Tree, not_found};
@@ -201,7 +201,7 @@ impl MemoryDisk {
     fn file_to_write(&self, path: PathBuf, how: WriteOpen, content: SharedContent) -> Arc<dyn File> {
         let stored = content.lock();
         let end = AtomicUsize::new(stored.bytes.len());
-        let changes = (how.lane == Lane::Metadata).then(|| AtomicU64::new(stored.changes));
+        let changes = (how.class == IoClass::Metadata).then(|| AtomicU64::new(stored.changes));
         drop(stored);
         let expected = how.is_named.then(|| Arc::new(ExpectedState { path, end, changes }));
         Arc::new(MemoryFile { tree: Arc::clone(&self.tree), content, direct: false, expected })
@@ -421,7 +421,7 @@ struct MemoryFile {
 struct ExpectedState {
     path: PathBuf,
     end: AtomicUsize,
-    /// Changes after the last own write, of a file of [`Lane::Metadata`].
+    /// Changes after the last own write, of a file of [`IoClass::Metadata`].
     changes: Option<AtomicU64>,
 }
 

@@ -24,12 +24,12 @@ type Deletion = BoxFuture<'static, ()>;
 /// Deletion queues of all tiers.
 #[derive(Debug)]
 pub(super) struct Deletions {
-    lanes: Vec<Arc<DeletionLane>>,
+    queues: Vec<Arc<TierDeletions>>,
     tasks: Tasks,
 }
 
 #[derive(Default)]
-struct DeletionLane(Mutex<State>);
+struct TierDeletions(Mutex<State>);
 
 #[derive(Default)]
 struct State {
@@ -38,27 +38,27 @@ struct State {
     tasks: usize,
 }
 
-impl std::fmt::Debug for DeletionLane {
+impl std::fmt::Debug for TierDeletions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Lane").finish_non_exhaustive()
+        f.debug_struct("TierDeletions").finish_non_exhaustive()
     }
 }
 
 impl Deletions {
     /// Creates queues for `tiers` tiers.
     pub(super) fn new(tiers: usize, tasks: Tasks) -> Self {
-        Self { lanes: (0..tiers).map(|_| Arc::default()).collect(), tasks }
+        Self { queues: (0..tiers).map(|_| Arc::default()).collect(), tasks }
     }
 
     /// Queues `deletion` for the tier with index `tier`.
     pub(super) fn add(&self, tier: usize, deletion: Deletion) {
-        let Some(lane) = self.lanes.get(tier) else { return };
-        if !lane.add(deletion) {
+        let Some(queue) = self.queues.get(tier) else { return };
+        if !queue.add(deletion) {
             return;
         }
-        let lane = Arc::clone(lane);
+        let queue = Arc::clone(queue);
         self.tasks.spawn("delete shuffle files", async move {
-            while let Some(next) = lane.next() {
+            while let Some(next) = queue.next() {
                 // A panic is counted and logged as that of a task; the other deletions continue.
                 let _panic = AssertUnwindSafe(next).catch_unwind().await;
             }
@@ -66,7 +66,7 @@ impl Deletions {
     }
 }
 
-impl DeletionLane {
+impl TierDeletions {
     /// Queues a deletion. Returns whether another task is needed.
     fn add(&self, deletion: Deletion) -> bool {
         let mut state = self.0.lock();
@@ -122,7 +122,7 @@ mod tests {
         allowed.add_permits(3000);
         tasks.drained().await;
         assert_eq!(done.load(Ordering::Relaxed), 3001);
-        // The lane starts tasks again after it was empty.
+        // The queue starts tasks again after it was empty.
         deletions.add(0, async {}.boxed());
         assert_eq!(tasks.running(), 1);
     }

@@ -119,7 +119,7 @@ impl FileCache {
 
     async fn open_write(&self, log: &Log, create: bool) -> io::Result<Arc<dyn File>> {
         let direct = self.is_direct(log);
-        let how = WriteOpen { create, direct, lane: log.kind.lane(), is_named: true };
+        let how = WriteOpen { create, direct, class: log.kind.io_class(), is_named: true };
         let file = self.open_same(log, how).await?;
         self.keep(log, Mode::Write, &file);
         Ok(file)

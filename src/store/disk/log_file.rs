@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::directories::directory::LocalDisk;
-use uniffle_io::{BLOCK_ALIGN, FileId, Lane};
+use uniffle_io::{BLOCK_ALIGN, FileId, IoClass};
 
 /// Maximum length of a log: extents store their offset as a 32-bit number of blocks.
 pub(super) const LOG_BYTES_MAX: u64 = (u32::MAX as u64) * BLOCK_ALIGN as u64;
@@ -34,10 +34,10 @@ impl LogKind {
     }
 
     /// Returns the I/O class of its writes.
-    pub(super) fn lane(self) -> Lane {
+    pub(super) fn io_class(self) -> IoClass {
         match self {
-            Self::Data => Lane::Bulk,
-            Self::Index => Lane::Index,
+            Self::Data => IoClass::Bulk,
+            Self::Index => IoClass::Index,
         }
     }
 

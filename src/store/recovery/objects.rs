@@ -167,9 +167,9 @@ async fn read(
     let last = segments.keys().next_back().copied();
     let published = segments.keys().rev().find(|number| chain.contains_key(number));
     let last_number = last.unwrap_or(0).saturating_add(NUMBERS_LEFT_OUT);
-    let lane = SegmentNumbers { last_number, published: published.copied().unwrap_or(0) };
+    let numbers = SegmentNumbers { last_number, published: published.copied().unwrap_or(0) };
     let is_stray = |number: &&u32| !chain.contains_key(number) && data.reason.is_empty();
-    let shuffle = ObjectShuffle::restored(core, name, lane);
+    let shuffle = ObjectShuffle::restored(core, name, numbers);
     let strays = segments.keys().filter(is_stray).map(|number| shuffle.segment_key(*number)).collect();
     for (number, tail) in &chain {
         shuffle.count(core, tail.payload_bytes, segments.get(number).copied().unwrap_or(0));

@@ -3,7 +3,7 @@
 //!
 //! Every call holds a permit of its disk until the system call returns, even if its future was
 //! dropped. A hung disk therefore occupies a bounded number of threads, and queued calls are
-//! cancelled by dropping their futures. Writes have a queue per [`Lane`], so that a small record
+//! cancelled by dropping their futures. Writes have a queue per [`IoClass`], so that a small record
 //! that a client waits for is not queued behind calls of 16 MiB.
 
 mod read;
@@ -23,8 +23,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::progress::WriteProgress;
 use super::vanished::{ExpectedFile, Root};
 use super::{
-    BoxFuture, Disk, DiskLock, File, FileId, Lane, Location, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space,
-    WriteOpen, mount, require_inside,
+    BoxFuture, Disk, DiskLock, File, FileId, IoClass, Location, Mount, ReadTarget, SMALL_FILE_BYTES_MAX,
+    Space, WriteOpen, mount, require_inside,
 };
 
 /// Maximum concurrent calls on names (open, rename, list, …). These calls are short; a higher limit
@@ -83,23 +83,23 @@ impl CallGate {
 
 /// Limits of writes and syncs.
 #[derive(Debug, Clone)]
-struct Lanes {
+struct WriteGates {
     metadata: CallGate,
     index: CallGate,
     bulk: CallGate,
 }
 
-impl Lanes {
+impl WriteGates {
     fn new(calls_max: usize) -> Self {
         let metadata = CallGate::new(METADATA_CALLS_MAX);
         Self { metadata, index: CallGate::new(calls_max), bulk: CallGate::new(calls_max) }
     }
 
-    fn of(&self, lane: Lane) -> CallGate {
-        match lane {
-            Lane::Metadata => self.metadata.clone(),
-            Lane::Index => self.index.clone(),
-            Lane::Bulk => self.bulk.clone(),
+    fn of(&self, class: IoClass) -> CallGate {
+        match class {
+            IoClass::Metadata => self.metadata.clone(),
+            IoClass::Index => self.index.clone(),
+            IoClass::Bulk => self.bulk.clone(),
         }
     }
 }
@@ -108,7 +108,7 @@ impl Lanes {
 #[derive(Debug, Clone)]
 pub struct BlockingDisk {
     root: Root,
-    writes: Lanes,
+    writes: WriteGates,
     reads: CallGate,
     names: CallGate,
     removals: CallGate,
@@ -120,7 +120,7 @@ impl BlockingDisk {
     pub fn new(root: &Path, write_concurrency: usize, read_concurrency: usize) -> Self {
         Self {
             root: Root::new(root),
-            writes: Lanes::new(write_concurrency),
+            writes: WriteGates::new(write_concurrency),
             reads: CallGate::new(read_concurrency),
             names: CallGate::new(NAME_CALLS_MAX),
             removals: CallGate::new(REMOVALS_MAX),
@@ -133,9 +133,9 @@ impl BlockingDisk {
     #[must_use]
     pub fn with_max_concurrency(self, calls_max: usize) -> Self {
         let disk = Some(permits(calls_max));
-        let Lanes { metadata, index, bulk } = self.writes;
+        let WriteGates { metadata, index, bulk } = self.writes;
         let counted = |gate| CallGate { disk: disk.clone(), ..gate };
-        let writes = Lanes { metadata, index: counted(index), bulk: counted(bulk) };
+        let writes = WriteGates { metadata, index: counted(index), bulk: counted(bulk) };
         let reads = counted(self.reads);
         Self { writes, reads, ..self }
     }
@@ -177,10 +177,10 @@ impl BlockingDisk {
     fn file(
         &self,
         path: &Path,
-        lane: Lane,
+        class: IoClass,
         open: impl FnOnce(PathBuf) -> io::Result<OpenedFile> + Send + 'static,
     ) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        let (writes, reads) = (self.writes.of(lane), self.reads.clone());
+        let (writes, reads) = (self.writes.of(class), self.reads.clone());
         self.on_path(&self.names, path, move |path| {
             let file: Arc<dyn File> = Arc::new(BlockingFile { open: Arc::new(open(path)?), writes, reads });
             Ok(file)
@@ -217,7 +217,7 @@ impl Disk for BlockingDisk {
 
     fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         let root = self.root.clone();
-        self.file(path, how.lane, move |path| {
+        self.file(path, how.class, move |path| {
             if how.create {
                 root.require()?;
             }
@@ -226,11 +226,11 @@ impl Disk for BlockingDisk {
     }
 
     fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        self.file(path, Lane::Bulk, |path| open_read(&path, false))
+        self.file(path, IoClass::Bulk, |path| open_read(&path, false))
     }
 
     fn open_read_direct(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        self.file(path, Lane::Bulk, |path| open_read(&path, true))
+        self.file(path, IoClass::Bulk, |path| open_read(&path, true))
     }
 
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
@@ -406,7 +406,7 @@ fn open_write(path: PathBuf, how: WriteOpen, root: Root) -> io::Result<OpenedFil
     let mut options = OpenOptions::new();
     // Metadata logs are read back through the same descriptor: a removed log is still complete
     // there.
-    options.write(true).read(how.lane == Lane::Metadata);
+    options.write(true).read(how.class == IoClass::Metadata);
     let (file, direct) = if how.direct {
         match options.clone().create_new(how.create).custom_flags(direct_flag()).open(&path) {
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
@@ -419,7 +419,7 @@ fn open_write(path: PathBuf, how: WriteOpen, root: Root) -> io::Result<OpenedFil
     } else {
         (options.create_new(how.create).open(&path)?, false)
     };
-    let is_exact = how.lane == Lane::Metadata;
+    let is_exact = how.class == IoClass::Metadata;
     let expected = || ExpectedFile::new(root, path, &file, is_exact);
     let expected = how.is_named.then(expected).transpose()?;
     Ok(OpenedFile { file, direct, expected })
@@ -519,11 +519,11 @@ mod tests {
     #[tokio::test]
     async fn reads_and_writes_share_one_limit() {
         let disk = BlockingDisk::new(Path::new("/"), 2, 2).with_max_concurrency(1);
-        let writing = disk.writes.of(Lane::Bulk).enter().await;
+        let writing = disk.writes.of(IoClass::Bulk).enter().await;
         let mut reading = std::pin::pin!(disk.reads.clone().enter());
         assert!(futures::poll!(reading.as_mut()).is_pending());
         drop(disk.names.clone().enter().await);
-        drop(disk.writes.of(Lane::Metadata).enter().await);
+        drop(disk.writes.of(IoClass::Metadata).enter().await);
         drop(writing);
         drop(reading.await);
     }
@@ -532,18 +532,18 @@ mod tests {
     async fn metadata_writes_do_not_queue_behind_bulk_writes() {
         let root = tempfile::tempdir().unwrap();
         let disk = BlockingDisk::new(root.path(), 1, 1);
-        let open = async |name: &str, lane| {
-            let how = WriteOpen { create: true, lane, ..WriteOpen::default() };
+        let open = async |name: &str, class| {
+            let how = WriteOpen { create: true, class, ..WriteOpen::default() };
             disk.open_write(Path::new(name), how).await.unwrap()
         };
         let write = |file: &Arc<dyn File>| file.write_at(vec![Bytes::from_static(b"x")], 0);
-        let bulk = open("bulk", Lane::Bulk).await;
+        let bulk = open("bulk", IoClass::Bulk).await;
         // A bulk call is running, and another one waits for it.
-        let at_work = disk.writes.of(Lane::Bulk).enter().await;
+        let at_work = disk.writes.of(IoClass::Bulk).enter().await;
         let mut waiting = write(&bulk);
         assert!(futures::poll!(&mut waiting).is_pending());
-        for lane in [Lane::Metadata, Lane::Index] {
-            let file = open(&format!("{lane:?}"), lane).await;
+        for class in [IoClass::Metadata, IoClass::Index] {
+            let file = open(&format!("{class:?}"), class).await;
             write(&file).await.unwrap();
             file.sync().await.unwrap();
         }
@@ -586,7 +586,7 @@ mod tests {
         ];
         for (number, change) in changes.into_iter().enumerate() {
             let how =
-                WriteOpen { create: true, is_named: true, lane: Lane::Metadata, ..WriteOpen::default() };
+                WriteOpen { create: true, is_named: true, class: IoClass::Metadata, ..WriteOpen::default() };
             let file = disk.open_write(Path::new("log"), how).await.unwrap();
             bytes(&file, 0).await.unwrap();
             Arc::clone(&file).write_synced(vec![Bytes::from_static(b"12345678")], 8).await.unwrap();

@@ -28,7 +28,7 @@ use crate::format::frame::{
 use crate::recovery::proof::members_after;
 use crate::recovery::read::{LogCopies, LogCopy, MEMBERS, copy_directory, copy_file, generation_of};
 use crate::window::within;
-use uniffle_io::{Disk, File, Lane, Vanished, WriteOpen};
+use uniffle_io::{Disk, File, IoClass, Vanished, WriteOpen};
 
 /// Number of copies of the log.
 pub(crate) const COPIES: usize = 2;
@@ -291,7 +291,7 @@ impl MetadataWriter {
         let io = &self.directories[at].io;
         within(self.deadlines.name, async {
             io.create_dir_all(directory).await?;
-            io.open_write(path, WriteOpen { create: true, lane: Lane::Metadata, ..WriteOpen::default() })
+            io.open_write(path, WriteOpen { create: true, class: IoClass::Metadata, ..WriteOpen::default() })
                 .await
         })
         .await
@@ -384,7 +384,7 @@ impl MetadataWriter {
 /// Opens a copy of `bytes` bytes to append to it. Fails with [`Vanished::File`] if another program
 /// has changed its length.
 pub(crate) async fn open_copy(io: &dyn Disk, path: &Path, bytes: u64) -> io::Result<Arc<dyn File>> {
-    let how = WriteOpen { lane: Lane::Metadata, is_named: true, ..WriteOpen::default() };
+    let how = WriteOpen { class: IoClass::Metadata, is_named: true, ..WriteOpen::default() };
     let file = io.open_write(path, how).await?;
     if file.size().await? == bytes { Ok(file) } else { Err(Vanished::File.into()) }
 }

@@ -17,7 +17,7 @@ use crate::format::frame::encode_mark;
 use crate::recovery::read::{Directory, MARK};
 use crate::window::within;
 use uniffle_base::clock::Instant;
-use uniffle_io::{File, Lane, Vanished, WriteOpen};
+use uniffle_io::{File, IoClass, Vanished, WriteOpen};
 
 /// Idle time after which a mark is written.
 pub(super) const MARK_PAUSE: Duration = Duration::from_millis(10);
@@ -73,6 +73,9 @@ async fn create(directory: &Directory, log: &Path) -> io::Result<Arc<dyn File>> 
     let path = log.with_file_name(MARK);
     directory
         .io
-        .open_write(&path, WriteOpen { create: true, direct: false, lane: Lane::Metadata, is_named: true })
+        .open_write(
+            &path,
+            WriteOpen { create: true, direct: false, class: IoClass::Metadata, is_named: true },
+        )
         .await
 }

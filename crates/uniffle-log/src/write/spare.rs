@@ -15,7 +15,7 @@ use super::generation::{COPIES, unfinished};
 use super::writer::{Copy, MetadataWriter};
 use crate::recovery::read::{copy_directory, copy_file};
 use crate::window::within;
-use uniffle_io::{Lane, WriteOpen};
+use uniffle_io::{IoClass, WriteOpen};
 
 /// Deadline for its creation, because nothing is acknowledged meanwhile.
 const CREATION_WAIT: Duration = Duration::from_secs(1);
@@ -37,7 +37,7 @@ impl MetadataWriter {
                 return Err(io::ErrorKind::StorageFull.into());
             }
             io.create_dir_all(&place).await?;
-            let how = WriteOpen { create: true, lane: Lane::Metadata, ..WriteOpen::default() };
+            let how = WriteOpen { create: true, class: IoClass::Metadata, ..WriteOpen::default() };
             let file = io.open_write(&path, how).await?;
             io.remove_dir_all(&place).await?;
             Ok(file)

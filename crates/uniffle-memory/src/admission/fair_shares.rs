@@ -32,9 +32,9 @@ const IDLE_MAX_WITHIN_SHARE: Duration = Duration::from_secs(5);
 
 /// A slow send of an application over its share ends once a request of another application has
 /// waited this long.
-pub(super) const SLOW_SEND_PATIENCE: Duration = Duration::from_millis(500);
+pub(super) const SLOW_SEND_GRACE: Duration = Duration::from_millis(500);
 /// The same limit for an application within its share.
-pub(super) const SLOW_SEND_PATIENCE_WITHIN_SHARE: Duration = Duration::from_secs(5);
+pub(super) const SLOW_SEND_GRACE_WITHIN_SHARE: Duration = Duration::from_secs(5);
 
 /// Maximum age of the [`Level`] of fair shares while an application waits.
 const LEVEL_AGE_MAX: Duration = Duration::from_millis(10);
@@ -267,9 +267,9 @@ impl FairShares {
         }
         self.update_level(now);
         let is_over_share = self.holders.get(app).is_some_and(|holder| holder.excess(self.level) > 0);
-        let patience = if is_over_share { SLOW_SEND_PATIENCE } else { SLOW_SEND_PATIENCE_WITHIN_SHARE };
+        let grace = if is_over_share { SLOW_SEND_GRACE } else { SLOW_SEND_GRACE_WITHIN_SHARE };
         let other = self.owed.iter().flatten().find(|(_, other)| other != app);
-        let has_waited = other.is_some_and(|(since, _)| now.duration_since(*since) >= patience);
+        let has_waited = other.is_some_and(|(since, _)| now.duration_since(*since) >= grace);
         has_waited && self.root.free() < self.claimed
     }
 

@@ -274,7 +274,7 @@ impl fmt::Debug for Tickets {
 
 #[cfg(test)]
 mod tests {
-    use super::super::fair_shares::{SLOW_SEND_PATIENCE, SLOW_SEND_PATIENCE_WITHIN_SHARE};
+    use super::super::fair_shares::{SLOW_SEND_GRACE, SLOW_SEND_GRACE_WITHIN_SHARE};
     use super::*;
 
     fn app(name: &str) -> AppId {
@@ -492,10 +492,10 @@ mod tests {
         assert!(!tickets.must_yield(&app("flood")), "no one waits");
         assert!(ask(&tickets, "honest", 20).is_err());
         assert!(!tickets.must_yield(&app("flood")), "the wait has only begun");
-        tokio::time::advance(SLOW_SEND_PATIENCE).await;
+        tokio::time::advance(SLOW_SEND_GRACE).await;
         assert!(tickets.must_yield(&app("flood")));
         assert!(!tickets.must_yield(&app("small")), "within its share");
-        tokio::time::advance(SLOW_SEND_PATIENCE_WITHIN_SHARE).await;
+        tokio::time::advance(SLOW_SEND_GRACE_WITHIN_SHARE).await;
         assert!(tickets.must_yield(&app("small")), "after a longer wait");
         held.remove(0);
         assert!(!tickets.must_yield(&app("flood")) && !tickets.must_yield(&app("small")), "there is enough");
