@@ -16,7 +16,7 @@ mod registration;
 mod registration_limiter;
 mod registry;
 mod shuffle;
-mod unproven;
+mod unverified_apps;
 mod usage;
 
 use std::time::Duration;

@@ -19,7 +19,7 @@ use super::record_counts::RecordCounts;
 use super::registration::{RANGE_BYTES, RANGES_MAX, RegisterError, Registration, SHUFFLE_BYTES};
 use super::registration_limiter::{RegistrationLimiter, RegistrationRoom};
 use super::shuffle::{DiskUsage, RegisteredPartitions, Reports, ShuffleState};
-use super::unproven::Unproven;
+use super::unverified_apps::UnverifiedApps;
 use super::usage::{AppUsage, QuotaResource, Quotas, Users};
 use crate::clock::Instant;
 use crate::log::ShuffleLedger;
@@ -52,7 +52,7 @@ pub struct AppRegistry {
 struct LifecycleState {
     users: Users,
     limiter: RegistrationLimiter,
-    unproven: Unproven,
+    unverified: UnverifiedApps,
 }
 
 impl AppRegistry {
@@ -76,7 +76,7 @@ impl AppRegistry {
             lifecycle: Mutex::new(LifecycleState {
                 users: Users::of(Arc::clone(&quotas)),
                 limiter: RegistrationLimiter::of(heap),
-                unproven: Unproven::default(),
+                unverified: UnverifiedApps::default(),
             }),
             quotas,
         }
@@ -140,8 +140,8 @@ impl AppRegistry {
         // registration.
         let (bytes, before) = (registration.app_bytes(), app.client.charged_bytes());
         let more = charged(bytes.saturating_sub(before))?;
-        self.add_shuffle(&app, &registration, &alone.unproven, charged)?;
-        alone.unproven.registered(&registration.key);
+        self.add_shuffle(&app, &registration, &alone.unverified, charged)?;
+        alone.unverified.registered(&registration.key);
         if known.is_none() {
             self.apps.insert(app.id().clone(), Arc::clone(&app));
         }
@@ -159,7 +159,7 @@ impl AppRegistry {
         &self,
         app: &App,
         registration: &Registration,
-        unproven: &Unproven,
+        unverified: &UnverifiedApps,
         charged: impl Fn(u64) -> Result<Charge, HeapFull>,
     ) -> Result<(), RegisterError> {
         let Registration { key, ranges, .. } = registration;
@@ -190,8 +190,8 @@ impl AppRegistry {
             let partitions = RegisteredPartitions::new(all, charge, partitions);
             let mut fresh =
                 ShuffleState::new(key.clone(), partitions, reports, on_disk, ShuffleLedger::new(heap));
-            if let Some(reason) = unproven.reason(key) {
-                fresh.mark_unproven(reason);
+            if let Some(reason) = unverified.reason(key) {
+                fresh.mark_unverified(reason);
             }
             app.shuffles.write().insert(key.shuffle, Arc::new(fresh));
             return Ok(());
@@ -202,34 +202,34 @@ impl AppRegistry {
 
     /// Records a shuffle that recovery found, where `reason` may have hidden other shuffles of its
     /// app. A shuffle of that app that is registered anew may be one of the hidden ones and counts
-    /// as incomplete then (`unproven`).
-    pub fn found_unproven(&self, key: &ShuffleKey, reason: &Arc<str>) {
-        self.lifecycle.lock().unproven.found(key, reason);
+    /// as incomplete then (`unverified_apps`).
+    pub fn found_unverified(&self, key: &ShuffleKey, reason: &Arc<str>) {
+        self.lifecycle.lock().unverified.found(key, reason);
     }
 
-    /// Records a shuffle that has files but no registration, as [`AppRegistry::found_unproven`]
+    /// Records a shuffle that has files but no registration, as [`AppRegistry::found_unverified`]
     /// does.
-    pub fn left_unproven(&self, key: &ShuffleKey, reason: &Arc<str>) {
-        self.lifecycle.lock().unproven.left(key, reason);
+    pub fn left_unverified(&self, key: &ShuffleKey, reason: &Arc<str>) {
+        self.lifecycle.lock().unverified.left(key, reason);
     }
 
     /// Returns the shuffles that have files but no registration, and why the registration may be
     /// lost.
     #[must_use]
-    pub fn all_left_unproven(&self) -> Vec<(ShuffleKey, Arc<str>)> {
-        self.lifecycle.lock().unproven.all_left()
+    pub fn all_left_unverified(&self) -> Vec<(ShuffleKey, Arc<str>)> {
+        self.lifecycle.lock().unverified.all_left()
     }
 
     /// Returns why an unknown app may have existed before the start.
     #[must_use]
-    pub fn unproven_reason(&self, app: &AppId) -> Option<Arc<str>> {
-        self.lifecycle.lock().unproven.reason_of(app)
+    pub fn unverified_reason(&self, app: &AppId) -> Option<Arc<str>> {
+        self.lifecycle.lock().unverified.reason_of(app)
     }
 
     /// Forgets which shuffles may have been registered before the start. To be called once
     /// [`AppRegistry::is_abandoned`] and the tiers have ended the gap.
-    pub fn forget_unproven(&self) {
-        self.lifecycle.lock().unproven = Unproven::default();
+    pub fn forget_unverified(&self) {
+        self.lifecycle.lock().unverified = UnverifiedApps::default();
     }
 
     /// Records a call for an app that is not known, which an earlier process may have known.
@@ -284,7 +284,7 @@ impl AppRegistry {
     pub fn remove_shuffle<T>(&self, key: &ShuffleKey, with: impl FnOnce() -> T) -> (bool, Option<T>) {
         let mut alone = self.lifecycle.lock();
         let Some(app) = self.find(&key.app) else { return (false, None) };
-        alone.unproven.unregistered(key);
+        alone.unverified.unregistered(key);
         let removed = app.shuffles.write().remove(&key.shuffle);
         let given = with();
         // The shuffle's reports may hold millions of ids, so they are dropped outside the lock.
@@ -313,7 +313,7 @@ impl AppRegistry {
     ) -> Option<T> {
         let mut alone = self.lifecycle.lock();
         let (_, app) = self.apps.remove_if(id, |_, app| condition(app))?;
-        alone.unproven.ended(id);
+        alone.unverified.ended(id);
         let shuffles = std::mem::take(&mut *app.shuffles.write());
         let given = with(shuffles.values().map(|shuffle| shuffle.key().clone()).collect());
         // Large values are dropped outside the lock, as in `remove_shuffle`.

@@ -79,8 +79,8 @@ impl ShuffleState {
     }
 
     /// Marks the shuffle's results as refused for `reason`, which the metadata log must record too:
-    /// the shuffle may have been registered before the start (`unproven`).
-    pub(super) fn mark_unproven(&mut self, reason: &str) {
+    /// the shuffle may have been registered before the start (`unverified_apps`).
+    pub(super) fn mark_unverified(&mut self, reason: &str) {
         self.noted.get_mut().require_mark();
         let text =
             format!("the shuffle may have been registered before the last start, with reports: {reason}");

@@ -114,7 +114,7 @@ impl ServiceParts {
         id.as_ref().and_then(|id| self.apps.find(id)).ok_or_else(|| {
             self.metrics.apps_not_found.inc();
             self.apps.note_unknown_call();
-            match id.and_then(|id| self.apps.unproven_reason(&id)) {
+            match id.and_then(|id| self.apps.unverified_reason(&id)) {
                 Some(reason) => {
                     ServiceError::Forgotten(format!("application {app} is no longer registered: {reason}"))
                 }

@@ -116,7 +116,7 @@ impl Lifecycle {
         let Some(reason) = tier.metadata_gap().filter(|_| self.parts.apps.is_abandoned()) else { return };
         match tier.end_metadata_gap().await {
             Ok(true) => {
-                self.parts.apps.forget_unproven();
+                self.parts.apps.forget_unverified();
                 tracing::info!(
                     target: AUDIT,
                     %reason,

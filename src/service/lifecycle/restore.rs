@@ -135,14 +135,14 @@ impl Lifecycle {
                     );
                     restored.unregistered += 1;
                     let why = format!("shuffle cannot be recovered: {error}");
-                    self.parts.apps.left_unproven(&key, &Arc::from(why));
+                    self.parts.apps.left_unverified(&key, &Arc::from(why));
                     self.leave(&key);
                     failed.insert(key);
                 }
             }
         }
         self.keep_memory(is_uncertain, left.iter().chain(&failed).collect());
-        self.mark_unproven_apps(&left, unread);
+        self.mark_unverified_apps(&left, unread);
         self.parts.apps.touch_all();
         for app in self.parts.apps.apps() {
             self.weights.weigh(&app);
@@ -192,12 +192,12 @@ impl Lifecycle {
 
     /// Marks the applications whose registrations may be missing because recovery has a gap. These
     /// are all applications found, including those with only files and no registration (`left`).
-    fn mark_unproven_apps(&self, left: &[ShuffleKey], unread: Option<String>) {
+    fn mark_unverified_apps(&self, left: &[ShuffleKey], unread: Option<String>) {
         let gap = self.parts.tiers.metadata().and_then(|tier| tier.metadata_gap());
         let Some(reason) = gap.or_else(|| unread.map(Arc::from)) else { return };
         let known = self.parts.apps.apps().into_iter().flat_map(|app| app.shuffles());
-        known.for_each(|shuffle| self.parts.apps.found_unproven(shuffle.key(), &reason));
-        left.iter().for_each(|key| self.parts.apps.left_unproven(key, &reason));
+        known.for_each(|shuffle| self.parts.apps.found_unverified(shuffle.key(), &reason));
+        left.iter().for_each(|key| self.parts.apps.left_unverified(key, &reason));
     }
 
     /// Keeps the blocks in memory of shuffles that a later start may know. If records may be

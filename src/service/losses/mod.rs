@@ -185,7 +185,7 @@ impl Losses {
 
     /// Returns the shuffles with files but without a registration, of known or unknown apps.
     fn left(&self) -> impl Iterator<Item = IncompleteShuffle> {
-        self.apps.all_left_unproven().into_iter().map(|(key, reason)| IncompleteShuffle {
+        self.apps.all_left_unverified().into_iter().map(|(key, reason)| IncompleteShuffle {
             app: key.app.to_string(),
             shuffle: key.shuffle.0,
             reason: format!("registration not found; files are left for a later start: {reason}"),

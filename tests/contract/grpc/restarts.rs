@@ -168,7 +168,7 @@ fn damaged_metadata_log_is_repaired_from_its_copy() {
 }
 
 #[test]
-fn unproven_results_are_refused_until_the_app_ends() {
+fn unverified_results_are_refused_until_the_app_ends() {
     let (damaged, unknown, fresh) = (key("app-1", 1), key("app-1", 7), key("app-2", 1));
     let all = blocks(0, 1, 0..40);
     let (dir, disks) = process(async {

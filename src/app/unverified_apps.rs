@@ -16,7 +16,7 @@ const UNREGISTERED_MAX: usize = 4096;
 
 /// Applications whose shuffles are unverified; at most as many as recovery found.
 #[derive(Debug, Default)]
-pub(super) struct Unproven {
+pub(super) struct UnverifiedApps {
     apps: HashMap<AppId, UnverifiedApp>,
 }
 
@@ -31,7 +31,7 @@ struct UnverifiedApp {
     left: BTreeSet<i32>,
 }
 
-impl Unproven {
+impl UnverifiedApps {
     /// Records a found shuffle, where `reason` may have hidden other shuffles of its application.
     pub(super) fn found(&mut self, key: &ShuffleKey, reason: &Arc<str>) {
         let id = key.shuffle.0;
@@ -105,25 +105,25 @@ mod tests {
 
     #[test]
     fn shuffles_below_recovered_ids_are_unverified_until_ended() {
-        let mut unproven = Unproven::default();
+        let mut unverified = UnverifiedApps::default();
         let reason: Arc<str> = "a copy is cut short".into();
-        unproven.found(&key("app-1", 7), &reason);
-        unproven.found(&key("app-1", 3), &reason);
-        let is_questioned = |it: &Unproven, key| it.reason(&key).is_some();
-        assert!(is_questioned(&unproven, key("app-1", 7)) && is_questioned(&unproven, key("app-1", 4)));
-        assert!(!is_questioned(&unproven, key("app-1", 8)), "it is new");
-        assert!(!is_questioned(&unproven, key("app-2", 1)), "no shuffle of the application was found");
-        unproven.unregistered(&key("app-1", 4));
-        assert!(!is_questioned(&unproven, key("app-1", 4)) && is_questioned(&unproven, key("app-1", 5)));
+        unverified.found(&key("app-1", 7), &reason);
+        unverified.found(&key("app-1", 3), &reason);
+        let is_unverified = |it: &UnverifiedApps, key| it.reason(&key).is_some();
+        assert!(is_unverified(&unverified, key("app-1", 7)) && is_unverified(&unverified, key("app-1", 4)));
+        assert!(!is_unverified(&unverified, key("app-1", 8)), "it is new");
+        assert!(!is_unverified(&unverified, key("app-2", 1)), "no shuffle of the application was found");
+        unverified.unregistered(&key("app-1", 4));
+        assert!(!is_unverified(&unverified, key("app-1", 4)) && is_unverified(&unverified, key("app-1", 5)));
         let max = i32::try_from(UNREGISTERED_MAX).unwrap();
-        (0..max).for_each(|id| unproven.unregistered(&key("app-1", -id)));
-        assert!(is_questioned(&unproven, key("app-1", 1 - max)), "bounded");
-        unproven.left(&key("app-1", 9), &reason);
-        unproven.left(&key("app-3", 1), &reason);
-        unproven.registered(&key("app-1", 9));
-        assert_eq!(unproven.all_left(), [(key("app-3", 1), Arc::clone(&reason))]);
-        assert_eq!(unproven.reason_of(&key("app-3", 1).app), Some(reason));
-        unproven.ended(&key("app-1", 0).app);
-        assert!(!is_questioned(&unproven, key("app-1", 7)));
+        (0..max).for_each(|id| unverified.unregistered(&key("app-1", -id)));
+        assert!(is_unverified(&unverified, key("app-1", 1 - max)), "bounded");
+        unverified.left(&key("app-1", 9), &reason);
+        unverified.left(&key("app-3", 1), &reason);
+        unverified.registered(&key("app-1", 9));
+        assert_eq!(unverified.all_left(), [(key("app-3", 1), Arc::clone(&reason))]);
+        assert_eq!(unverified.reason_of(&key("app-3", 1).app), Some(reason));
+        unverified.ended(&key("app-1", 0).app);
+        assert!(!is_unverified(&unverified, key("app-1", 7)));
     }
 }
