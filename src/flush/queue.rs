@@ -1,4 +1,4 @@
-//! Queue of sealed batches for a worker, fair between applications.
+//! Queue of sealed batches for a worker, with fairness between applications.
 //!
 //! The queue has no length limit of its own: each element holds at least one block of memory, so
 //! the memory budget bounds it.

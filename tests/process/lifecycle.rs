@@ -1,4 +1,4 @@
-//! Graceful stop on SIGTERM, upgrade on SIGUSR2, and inherited sockets.
+//! Graceful stop (shutdown) on SIGTERM, upgrade on SIGUSR2, and inherited sockets.
 
 use std::io::Write as _;
 use std::net::TcpStream;

@@ -1,4 +1,4 @@
-//! Detection of files and root directories that are removed, replaced or moved while they are open.
+//! Detects removal, replacement and truncation of open files, and moves of root directories.
 
 use std::fmt;
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! Fair order and limits between applications that want the same resource.
+//! Fairness: order and limits between applications that want the same resource.
 //!
 //! [`FairQueue`] orders requests by virtual time. [`FairSemaphore`] is a bounded amount with such a
 //! queue: it serves the application that holds least by its weight, and breaks ties by virtual

@@ -32,8 +32,8 @@ use uniffle_wire::types::ShuffleKey;
 
 /// Maximum number of entries written together.
 const BATCH_MAX: usize = 1024;
-/// Minimum number of dead bytes that justifies a new generation.
-const DEAD_BYTES_MIN: u64 = 8 << 20;
+/// Minimum number of dead bytes that justifies a compaction.
+const COMPACTION_DEAD_BYTES_MIN: u64 = 8 << 20;
 
 /// Returns whether an error concerns a file and not its directory.
 fn wants_new_file(error: &io::Error) -> bool {
@@ -235,7 +235,7 @@ impl MetadataWriter {
             for done in ending {
                 let _ = done.send(self.end_gap().await);
             }
-            self.tidy(!settled.is_empty() || releasing.is_some()).await;
+            self.compact_or_repair(!settled.is_empty() || releasing.is_some()).await;
             if let Some(done) = releasing {
                 let _ = done.send(self.hand_off());
                 return;
@@ -484,18 +484,19 @@ impl MetadataWriter {
         }
     }
 
-    /// Improves the log after a batch: drops dead entries, and if `is_asked`, also writes missing
-    /// or misplaced copies.
-    async fn tidy(&mut self, is_asked: bool) {
+    /// Compacts the log if most of it is dead entries. If `is_asked`, also writes missing or
+    /// misplaced copies.
+    async fn compact_or_repair(&mut self, is_asked: bool) {
         if is_asked {
             self.look_again().await;
             self.look_for_files().await;
             self.restore_spare().await;
         }
-        let is_mostly_dead = self.contents.dead_bytes > DEAD_BYTES_MIN.max(self.contents.living_bytes);
+        let needs_compaction =
+            self.contents.dead_bytes > COMPACTION_DEAD_BYTES_MIN.max(self.contents.living_bytes);
         let is_misplaced = is_asked && (self.places(&BTreeSet::new()) != self.held() || self.has_changed());
         let wants_more = is_asked && (self.is_blind || !self.is_open);
-        if !(is_mostly_dead || is_misplaced || wants_more) {
+        if !(needs_compaction || is_misplaced || wants_more) {
             return;
         }
         if let Err(error) = self.begin(&mut BTreeSet::new()).await {

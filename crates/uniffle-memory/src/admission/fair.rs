@@ -1,4 +1,4 @@
-//! Weighted max-min fair shares of scarce memory, as pure functions of values.
+//! Fairness of memory: weighted max-min shares, as pure functions of values.
 //!
 //! A claimant that wants less than its share gets its demand. The rest is divided among the others
 //! by their weights. The division is therefore one number: the [`Level`] of memory per unit of
@@ -151,7 +151,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn division_is_max_min(
+        fn division_has_max_min_fairness(
             capacity in 0u64..1_000_000,
             claimants in prop::collection::vec((1u32..20, 0u64..200_000).prop_map(|(w, d)| claimant(w, d)), 0..40),
         ) {

@@ -213,7 +213,7 @@ async fn block_misread_once_is_not_abandoned() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn damaged_block_does_not_affect_others() {
+async fn wrong_checksum_does_not_affect_other_blocks() {
     for size in [900, 90_000] {
         let (disks, store, key) = two_disks().await;
         let p = PartitionId(1);

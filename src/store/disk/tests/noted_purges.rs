@@ -8,7 +8,7 @@ use super::*;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
 #[tokio::test(start_paused = true)]
-async fn purged_shuffle_leaves_the_log_for_good() {
+async fn compaction_drops_purged_shuffles_for_good() {
     let disks = disks::<2>();
     let store = store_on(&disks).await;
     let (kept, big) = (key("app", 1), key("app", 2));
