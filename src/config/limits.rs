@@ -407,7 +407,7 @@ mod tests {
             assert!(refused.contains(part), "{part}: {refused}");
         }
         system.swap_bytes = 1 << 40;
-        assert_eq!(large.fit(&system), Ok(()), "it would swap");
+        assert_eq!(large.fit(&system), Ok(()), "swap counts as memory");
         let mut tight = config("[memory_store]\ncapacity = \"22.9GiB\"");
         let before = tight.warnings.len();
         assert_eq!(tight.fit(&system), Ok(()));

@@ -420,7 +420,11 @@ async fn decommission_ends_at_a_check_after_the_last_app() {
     assert_eq!(service.status().state(), WorkerState::Decommissioned);
     fixture.register(APP, &[]).await;
     tokio::time::sleep(Duration::from_secs(61)).await;
-    assert_eq!(service.status().state(), WorkerState::Decommissioning, "it serves an app again");
+    assert_eq!(
+        service.status().state(),
+        WorkerState::Decommissioning,
+        "the worker serves an application again"
+    );
     service.lifecycle.cancel_decommission();
     fixture.stop().await;
 }

@@ -115,7 +115,7 @@ async fn worker_coordinates_another_worker() {
     assert_eq!((conf["rss.storage.type"].as_str(), conf["rss.x.y"].as_str()), ("MEMORY_LOCALFILE", "5"));
     let request = proto::FetchRemoteStorageRequest { app_id: "app".into() };
     let storage = coordinator.fetch_remote_storage(request).await.expect("an answer").into_inner();
-    let storage = storage.remote_storage.expect("one is configured");
+    let storage = storage.remote_storage.expect("a remote storage is configured");
     assert_eq!(storage.path, "hdfs://nn:8020/rss");
     assert_eq!(storage.remote_storage_conf[0].value, "b,c");
 
@@ -243,7 +243,11 @@ async fn cluster_continues_after_a_coordinator_dies() {
     assert_eq!(a.stop().await, 0);
     assert_eq!(until_nodes(&mut of_b, 2).await.len(), 2);
     write_and_read(&application, ShuffleId(1)).await;
-    assert_eq!(cluster_view(&b).await["lost"].as_array().map(Vec::len), Some(0), "it left in order");
+    assert_eq!(
+        cluster_view(&b).await["lost"].as_array().map(Vec::len),
+        Some(0),
+        "a worker that left in order is lost"
+    );
     // One of the servers has stopped.
     drop(application.unregister().await);
     drop((of_b, cluster));

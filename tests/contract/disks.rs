@@ -248,7 +248,7 @@ async fn memory_disk_loses_only_unsynced_data() {
         file.write_at(vec![Bytes::from(vec![2; 1300])], 700).await.unwrap();
         disk.lose_power(seed);
         let Some(content) = disk.content(path) else {
-            assert!(seed % 2 == 1, "its name was synced");
+            assert!(seed % 2 == 1, "the name was not synced");
             nameless += 1;
             continue;
         };

@@ -61,7 +61,7 @@ impl Subject {
 
     fn register(&self, key: &ShuffleKey) -> Arc<dyn TierShuffle> {
         let storage = self.files.as_ref().map(|(storage, ..)| storage);
-        let admit = Arc::clone(&self.tier).prepare(storage).unwrap().expect("it takes the shuffle");
+        let admit = Arc::clone(&self.tier).prepare(storage).unwrap().expect("the tier accepts the shuffle");
         admit(key, &[]);
         self.tier.shuffle(key).unwrap()
     }

@@ -107,7 +107,7 @@ async fn flushing_to_failing_remote() -> (HdfsFixture, FakeFs) {
 async fn failed_remote_is_logged_and_retried() {
     let (fixture, fs) = flushing_to_failing_remote().await;
     fixture
-        .eventually("it is known to fail", || {
+        .eventually("the remote is marked as failing", || {
             if fixture.hdfs.all_failing() { Ok(()) } else { Err(String::new()) }
         })
         .await;
@@ -162,7 +162,10 @@ async fn open_circuit_breaker_is_probed_without_batches() {
     }
     fixture.begin_flush();
     fixture
-        .eventually("it fails", || if fixture.hdfs.all_failing() { Ok(()) } else { Err(String::new()) })
+        .eventually(
+            "the remote fails",
+            || if fixture.hdfs.all_failing() { Ok(()) } else { Err(String::new()) },
+        )
         .await;
     // Failed batches are not retried, and shuffle 2 writes nothing. The deletion of shuffle 1 must
     // fail as well, because its success would end the suspension.
@@ -176,7 +179,7 @@ async fn open_circuit_breaker_is_probed_without_batches() {
     let times =
         |call: RemoteCall| fs.calls().iter().filter(|it| it.0 == call && it.1.contains(".probe-")).count();
     fixture
-        .eventually("it was asked in vain", || match times(RemoteCall::Delete) {
+        .eventually("a probe failed", || match times(RemoteCall::Delete) {
             0..3 => Err("not three times".to_owned()),
             _ => Ok(()),
         })
@@ -184,11 +187,13 @@ async fn open_circuit_breaker_is_probed_without_batches() {
     assert!(fixture.hdfs.all_failing());
     fs.release();
     fixture
-        .eventually("it answers", || if fixture.hdfs.all_failing() { Err(String::new()) } else { Ok(()) })
+        .eventually("the remote answers", || {
+            if fixture.hdfs.all_failing() { Err(String::new()) } else { Ok(()) }
+        })
         .await;
     let asked = times(RemoteCall::Delete);
     sleep(Duration::from_secs(600)).await;
-    assert_eq!(times(RemoteCall::Delete), asked, "one that works is not asked");
+    assert_eq!(times(RemoteCall::Delete), asked, "a working remote was probed");
     drop(stop);
     probing.join_next().await.unwrap().unwrap();
     fixture.finish().await;
@@ -204,7 +209,10 @@ async fn failed_deletion_is_retried_and_finally_logged() {
     fixture.service.lifecycle.unregister_shuffle(crate::fixture::APP, 1).unwrap();
     fixture.all.clear();
     fixture
-        .eventually("it is deleted", || if fs.files().is_empty() { Ok(()) } else { Err(String::new()) })
+        .eventually(
+            "the files are deleted",
+            || if fs.files().is_empty() { Ok(()) } else { Err(String::new()) },
+        )
         .await;
     fixture.register(2).await;
     fixture.push(2, 0, 1, 1000);
@@ -213,9 +221,11 @@ async fn failed_deletion_is_retried_and_finally_logged() {
     fixture.service.lifecycle.unregister_shuffle(crate::fixture::APP, 2).unwrap();
     fixture.all.clear();
     fixture
-        .eventually("it is given up", || match fixture.metric("total_remote_storage_deletion_failed") {
-            1.0 => Ok(()),
-            other => Err(other.to_string()),
+        .eventually("the deletion is abandoned", || {
+            match fixture.metric("total_remote_storage_deletion_failed") {
+                1.0 => Ok(()),
+                other => Err(other.to_string()),
+            }
         })
         .await;
     fs.release();

@@ -89,7 +89,7 @@ async fn writes_continue_on_standby_after_namenode_dies() {
         if missing == 0 { Ok(()) } else { Err(format!("{missing} blocks are missing")) }
     });
     client.unregister_app("app-ha").await.unwrap();
-    wait_until("its files are gone", SETTLE_DEADLINE, || match hdfs.list("/uniffle/app-ha") {
+    wait_until("the application's files are gone", SETTLE_DEADLINE, || match hdfs.list("/uniffle/app-ha") {
         left if left.is_empty() => Ok(()),
         left => Err(format!("{left:?}")),
     });

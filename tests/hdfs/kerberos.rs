@@ -239,7 +239,7 @@ impl Secured {
             }
         });
         client.unregister_app(&app).await.unwrap();
-        wait_until("its files are gone", WRITE_DEADLINE, || match self.hdfs.list(&directory) {
+        wait_until("the application's files are gone", WRITE_DEADLINE, || match self.hdfs.list(&directory) {
             left if left.is_empty() => Ok(()),
             left => Err(format!("{left:?}")),
         });

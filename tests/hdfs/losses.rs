@@ -149,7 +149,7 @@ impl LossesFixture {
 fn refusal(result: Result<(), ClientError>) -> (StatusCode, String) {
     match result {
         Err(ClientError::Refused { status, text, .. }) => (status, text),
-        other => panic!("it is not refused: {other:?}"),
+        other => panic!("the read is not refused: {other:?}"),
     }
 }
 

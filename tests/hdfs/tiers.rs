@@ -273,7 +273,7 @@ async fn apps_without_remote_path_use_memory_and_disks() {
     fixture.register_with(1, None).await.unwrap();
     fixture.push(1, 0, 20, 10_000);
     fixture.flush().await;
-    assert_eq!(fixture.visible(1, 0).await[1].len(), 20, "its client does not look into HDFS");
+    assert_eq!(fixture.visible(1, 0).await[1].len(), 20, "the client does not read HDFS");
     assert_eq!(fs.paths().len(), 0);
     fixture.finish().await;
 

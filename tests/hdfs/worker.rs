@@ -50,7 +50,7 @@ async fn worker_without_remote_store_is_unhealthy_and_keeps_data() {
         sent.push((partition, blocks));
     }
     client.push(&key, SendForm::Classic, &sent).await.unwrap();
-    wait_until("it is not ready", SETTLE_DEADLINE, || match worker.page("/health/ready") {
+    wait_until("the worker is not ready", SETTLE_DEADLINE, || match worker.page("/health/ready") {
         Err(answer) if answer.contains("503") && answer.contains("unhealthy: all remote stores fail") => {
             Ok(())
         }
@@ -69,7 +69,7 @@ async fn worker_without_remote_store_is_unhealthy_and_keeps_data() {
     }
 
     hdfs.run("start-namenode");
-    wait_until("it is ready", SETTLE_DEADLINE, || worker.page("/health/ready").map(drop));
+    wait_until("the worker is ready", SETTLE_DEADLINE, || worker.page("/health/ready").map(drop));
     coordinator.heartbeat(|beat| beat.status() == ServerStatus::Active).await;
     wait_until("everything is in HDFS", SETTLE_DEADLINE, || {
         match worker.metrics().expect("total_memory_spill_to_hdfs") {

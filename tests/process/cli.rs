@@ -114,7 +114,7 @@ fn check_here_leaves_the_machine_unchanged() {
     let (empty, missing) = (dir.path().join("empty"), dir.path().join("a/b/missing"));
     std::fs::create_dir(&empty).expect("a directory");
     let config = with_paths("grpc_port = 0\nhttp_port = 0\nurpc_port = 0", &[&empty, &missing]);
-    let listing = examined(&config).expect("it could start");
+    let listing = examined(&config).expect("the check succeeds");
     for part in ["ports are free", "2 data directories are usable", "advertised address is 127.0.0.1"] {
         assert!(listing.contains(part), "{part} in {listing}");
     }
@@ -251,8 +251,10 @@ fn outdated_directory_is_refused_unchanged() {
 
 #[test]
 fn version_contains_the_commit() {
-    let output =
-        Command::new(env!("CARGO_BIN_EXE_uniffle-worker")).arg("--version").output().expect("it starts");
+    let output = Command::new(env!("CARGO_BIN_EXE_uniffle-worker"))
+        .arg("--version")
+        .output()
+        .expect("the binary starts");
     let git = Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output();
     // A source archive has no commit unless the build was given one.
     let commit = match (option_env!("WORKER_GIT_COMMIT"), git) {
@@ -299,7 +301,7 @@ fn decommissioned_worker_exits_after_last_app() {
         assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
         client
     });
-    wait_until("it has looked and found the application", Duration::from_secs(20), || {
+    wait_until("a check found the application", Duration::from_secs(20), || {
         let log = worker.log();
         if log.contains("waiting for applications to end") { Ok(()) } else { Err(log) }
     });

@@ -387,7 +387,7 @@ async fn full_tmpfs_reduces_memory_until_freed() {
     written.task(&client, 0, 1 << 20).await.expect("sent");
     let others = tmpfs.fill();
     for task in 1..30 {
-        written.task(&client, task, 1 << 20).await.expect("there is less memory, and there are disks");
+        written.task(&client, task, 1 << 20).await.expect("the disks take the rest");
     }
     assert!(worker.is_running());
     let log = worker.log();
@@ -486,8 +486,8 @@ async fn empty_directories_are_refused_while_memory_has_blocks() {
     let disks = worker.data_paths().to_vec();
     let away = |path: &Path| path.with_extension("away");
     for path in &disks {
-        std::fs::rename(path, away(path)).expect("it is there");
-        std::fs::create_dir(path).expect("its place is free");
+        std::fs::rename(path, away(path)).expect("the directory exists");
+        std::fs::create_dir(path).expect("the path is free");
     }
     let config = worker.config();
     worker.launch_again_with(&config);
@@ -500,12 +500,12 @@ async fn empty_directories_are_refused_while_memory_has_blocks() {
     }
     for path in &disks {
         assert_eq!(
-            std::fs::read_dir(path).expect("it is there").count(),
+            std::fs::read_dir(path).expect("the directory exists").count(),
             0,
             "a claim would make it look used"
         );
         std::fs::remove_dir(path).expect("empty");
-        std::fs::rename(away(path), path).expect("its place is free");
+        std::fs::rename(away(path), path).expect("the path is free");
     }
     block_in_place(|| worker.start_again());
     let client = client_of(&worker).await;
@@ -526,7 +526,7 @@ async fn damaged_block_in_memory_is_reported_lost() {
     let mut written = Written::register(&client, key("app", 0), 2).await;
     written.task(&client, 0, 14 << 10).await.expect("sent");
     block_in_place(|| worker.kill());
-    let victim = written.blocks.remove(&0).expect("of two partitions");
+    let victim = written.blocks.remove(&0).expect("partition 0 has blocks");
     flip_a_bit_of(&directory.path().join("uniffle-worker.memory"), &victim[0].data);
     block_in_place(|| worker.start_again());
     let client = client_of(&worker).await;
@@ -556,7 +556,7 @@ async fn damaged_block_in_memory_is_reported_lost() {
 /// Flips a bit of the first occurrence of `bytes` in the file.
 fn flip_a_bit_of(path: &Path, bytes: &[u8]) {
     let content = std::fs::read(path).expect("the memory of a worker");
-    let at = content.windows(64).position(|window| window == &bytes[..64]).expect("it is there");
+    let at = content.windows(64).position(|window| window == &bytes[..64]).expect("the block is in the file");
     let file = std::fs::OpenOptions::new().write(true).open(path).expect("writable");
     let written = rustix::io::pwrite(&file, &[bytes[100] ^ 1], at as u64 + 100);
     assert_eq!(written, Ok(1));

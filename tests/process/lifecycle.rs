@@ -96,7 +96,7 @@ async fn restart_with_other_ports_and_capacity_recovers_data() {
     });
     let client = client_of(&worker).await;
     let mut more = Written::register(&client, key("more", 0), 5).await;
-    more.task(&client, 0, 1000).await.expect("it serves");
+    more.task(&client, 0, 1000).await.expect("the worker serves");
     more.assert_readable(&client).await;
     block_in_place(|| worker.stop());
 }
@@ -154,7 +154,7 @@ async fn upgrade_keeps_ports_process_and_connections() {
         });
         let connected = knocking.map(Reconnecting::end);
         assert!(connected.iter().all(|connected| *connected > 0));
-        let gap_ms = worker.ready().upgrade_gap_ms.expect("it was an upgrade");
+        let gap_ms = worker.ready().upgrade_gap_ms.expect("the start was an upgrade");
         assert!(gap_ms <= UPGRADE_GAP_MS_MAX, "calls wait for {gap_ms} ms");
         // The same connection still works.
         tcp.read_index(&written.key, PartitionId(0)).await.expect("an answer");

@@ -34,9 +34,9 @@ async fn worker_survives_truncation_of_its_memory_file() {
         }
         written.assert_readable(&client).await;
         let read = client.read_partition(&earlier.key, PartitionId(0), &ReadOptions::default()).await;
-        assert!(read.is_err(), "its only block became zeros");
+        assert!(read.is_err(), "a zeroed block was served");
     }
-    assert_eq!(std::fs::metadata(&path).expect("a file").len(), bytes, "its length is restored");
+    assert_eq!(std::fs::metadata(&path).expect("a file").len(), bytes, "the length is not restored");
     block_in_place(|| worker.begin_upgrade());
     block_in_place(|| worker.finish_upgrade());
     assert!(worker.log().contains("was removed, replaced or truncated"), "{}", worker.log());

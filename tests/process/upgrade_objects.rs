@@ -66,7 +66,7 @@ async fn upgrade_without_disks_keeps_acknowledged_state() {
     client_of(&worker).await.unregister_app("app").await.expect("known");
     let prefix = server.files().join("uniffle");
     block_in_place(|| {
-        wait_until("its objects are deleted", std::time::Duration::from_secs(30), || {
+        wait_until("the objects are deleted", std::time::Duration::from_secs(30), || {
             match segments(&prefix) {
                 0 => Ok(()),
                 left => Err(format!("{left} segments")),

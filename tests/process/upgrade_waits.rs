@@ -248,7 +248,7 @@ async fn hand_over_under_calls(name: &'static str, memory: &'static str) {
         tasks * i64::from(PARTITIONS)
     ));
     let broken = |again: &&Retry| !matches!(again, Retry::Connection(why) if why.is_empty());
-    assert_eq!(again.iter().find(broken).map(|again| format!("{again:?}")), None, "of {}", again.len());
+    assert_eq!(again.iter().find(broken).map(|again| format!("{again:?}")), None, "{} retries", again.len());
     let log = worker.log();
     assert!(log.contains("handing over memory") && log.contains("flushed_bytes=0"), "{log}");
     let blocks = i64::from(READ_PARTITIONS * READ_BLOCKS) + tasks * i64::from(PARTITIONS);

@@ -288,7 +288,7 @@ async fn upgrade_is_refused_until_hung_disk_answers() {
         worker.wait_log("upgrade refused");
     });
     let log = worker.log();
-    let refusal = log.lines().find(|line| line.contains("upgrade refused")).expect("it is logged");
+    let refusal = log.lines().find(|line| line.contains("upgrade refused")).expect("the refusal is logged");
     let named = format!("data directory {hung} hangs");
     for part in [&named, "by=\"hang\"", "decommission the worker", "then restart it"] {
         assert!(refusal.contains(part), "{part}: {refusal}");
@@ -298,7 +298,7 @@ async fn upgrade_is_refused_until_hung_disk_answers() {
     calls.end(&mut callers, "an upgrade that a hung disk refuses").await;
     assert!(worker.is_running() && worker.pid() == pid);
     assert_eq!(worker.metrics().total_of("upgrades_refused_total", "by=\"hang\""), Some(1.0));
-    more.task(&client, 0, 1000).await.expect("it continues");
+    more.task(&client, 0, 1000).await.expect("the worker continues");
     drop(frozen);
     block_in_place(|| {
         worker.wait_log("disk responds again");

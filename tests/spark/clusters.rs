@@ -108,7 +108,7 @@ fn cluster_with_dedicated_coordinator() -> Vec<Worker> {
     let workers = embedded_cluster([""; 3]);
     let ready = workers[0].ready();
     let [http, admin] = [Some(ready.http_port), ready.admin_port]
-        .map(|port| format!("127.0.0.1:{}", port.expect("its administration is open")));
+        .map(|port| format!("127.0.0.1:{}", port.expect("the administration port is open")));
     let answered = Command::new(binary("uniffle-worker"))
         .args(["ctl", "decommission", "--worker", &http, "--admin", &admin])
         .output()
@@ -144,7 +144,7 @@ const THREE_REPLICAS: &str = "failures=allowed spark.rss.data.replica=3 spark.rs
 
 /// Runs a job on a new cluster and kills `victim` when its `counter` reaches `after`.
 fn survives_loss(victim: usize, counter: &str, after: f64, words: &str) -> Vec<Worker> {
-    let mut spark = spark().expect("it was there");
+    let mut spark = spark().expect("Spark was found before");
     let application = Application { words, ..Application::of(JOB) };
     let (workers, _) = spark.run_while(embedded_cluster([""; 3]), application, |workers| {
         wait_total(&workers[victim], counter, after);
@@ -169,7 +169,7 @@ fn two_replicas_survive_loss_of_first_coordinator() {
     }
     let rest = survives_loss(0, "total_read_data", 5e6, REPLICAS);
     let replicas = Application { words: REPLICAS, ..Application::of("range_sort") };
-    let (rest, _) = spark().expect("it was there").run_while(rest, replicas, |_| {});
+    let (rest, _) = spark().expect("Spark was found before").run_while(rest, replicas, |_| {});
     stop_without_errors(rest);
 }
 

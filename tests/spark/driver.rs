@@ -107,7 +107,7 @@ fn floor(worker: &Worker, size: &Size) {
     }
     let output = Command::new(uniffle_testkit::tools::binary("uniffle-bench"))
         .args(["floor", "--bytes", "2GB", "--dir"])
-        .arg(worker.data_paths()[0].parent().expect("it is below a temp dir"))
+        .arg(worker.data_paths()[0].parent().expect("the path has a parent"))
         .output()
         .expect("the bench was built with this test");
     say(&String::from_utf8_lossy(&output.stdout));

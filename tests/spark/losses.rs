@@ -35,7 +35,7 @@ fn kill_between_stages(
     let application = Application { words: &words, ..application };
     let (mut workers, answers) = spark.run_unchecked(vec![worker], application, |workers| {
         wait_until("the map stage is over", STAGE_DEADLINE, || {
-            if pause.join("reached").exists() { Ok(()) } else { Err("it is not".to_owned()) }
+            if pause.join("reached").exists() { Ok(()) } else { Err("not reached".to_owned()) }
         });
         workers[0].kill();
         workers[0].start_again();

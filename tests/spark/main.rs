@@ -206,7 +206,7 @@ impl Spark {
 
     /// Waits for a started application. Returns its output.
     fn answers(&mut self, kind: JvmKind) -> Vec<Value> {
-        let jvm = self.jvms.get_mut(&kind).expect("it was begun");
+        let jvm = self.jvms.get_mut(&kind).expect("the JVM was started");
         match jvm.finish() {
             Ok(answers) => answers,
             Err(lost) => {

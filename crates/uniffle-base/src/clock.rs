@@ -365,7 +365,7 @@ pub mod testing {
         let ticks = run();
         tokio::select! {
             biased;
-            () = ticks => unreachable!("it ticks until it is dropped"),
+            () = ticks => unreachable!("the ticks never end"),
             done = test => done,
         }
     }

@@ -89,8 +89,9 @@ mod tests {
         notifier.set(Arc::new(move |_: &ShuffleKey, partition: PartitionId, reason: &str| {
             hears.lock().push((partition.0, reason.to_owned()));
         }));
-        notifier
-            .set(Arc::new(|_: &ShuffleKey, _: PartitionId, _: &str| unreachable!("it is the second one")));
+        notifier.set(Arc::new(|_: &ShuffleKey, _: PartitionId, _: &str| {
+            unreachable!("the second listener was called")
+        }));
         let marked = Arc::clone(&heard);
         notifier.notify_around(&key, PartitionId(2), "late", || marked.lock().push((0, "gone".to_owned())));
         let notified: Vec<_> = heard.lock().iter().map(|(at, why)| format!("{at} {why}")).collect();

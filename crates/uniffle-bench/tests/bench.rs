@@ -40,7 +40,7 @@ fn figures(line: &[&str]) -> Value {
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{line:?}: {stderr}");
     assert!(!output.stdout.is_empty(), "{line:?} prints nothing");
-    serde_json::from_slice(&std::fs::read(path).expect("it was written")).expect("it is JSON")
+    serde_json::from_slice(&std::fs::read(path).expect("the result file exists")).expect("the result is JSON")
 }
 
 /// Checks for exit code 1 and a single line that contains `expected`.
@@ -152,7 +152,7 @@ fn unreachable_or_foreign_server_is_reported() {
     let closed = Socket::new(Domain::IPV4, Type::STREAM, None).expect("a socket");
     closed.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).expect("a port");
     let closed_port =
-        closed.local_addr().ok().and_then(|address| address.as_socket()).expect("it is bound").port();
+        closed.local_addr().ok().and_then(|address| address.as_socket()).expect("the socket is bound").port();
     fails_with(&bench(&["write", "--port", &closed_port.to_string()]), "Connection refused");
     let worker = worker("bench-wrong-port");
     let http = worker.ready().http_port.to_string();
@@ -172,7 +172,7 @@ fn unreachable_or_foreign_server_is_reported() {
     fails_with(&bench(&["compare", "--port", &grpc]), "the same server");
     // A peer that accepts connections and never responds.
     let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = silent.local_addr().expect("it is bound").port().to_string();
+    let port = silent.local_addr().expect("the listener is bound").port().to_string();
     fails_with(&bench(&["write", "--port", &port, "--rpc-timeout", "300ms"]), "no answer");
     worker.assert_clean();
 }
@@ -219,7 +219,7 @@ fn dies_under(transport: &str, line: &[&str], expected: &str) {
         if seen > 0.0 { Ok(()) } else { Err(format!("{counter} is {seen}")) }
     });
     drop(worker);
-    fails_with(&running.wait_with_output().expect("it ends"), expected);
+    fails_with(&running.wait_with_output().expect("the process ends"), expected);
 }
 
 #[test]
@@ -243,7 +243,7 @@ fn single_wrong_byte_fails_the_run() {
 /// responses.
 fn corrupting_proxy(port: u16, wrong: usize) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let here = listener.local_addr().expect("it is bound").port();
+    let here = listener.local_addr().expect("the listener is bound").port();
     spawn(move || {
         for near in listener.incoming() {
             let near = near.expect("a connection");

@@ -348,7 +348,11 @@ mod tests {
         for list in ["findings", "stages", "losses"] {
             assert_eq!(it[list].as_array().map(Vec::len), Some(LISTED_MAX), "{list}");
         }
-        assert_eq!(it["bytes"].as_object().map(Map::len), Some(LISTED_MAX + 1), "and the mean");
+        assert_eq!(
+            it["bytes"].as_object().map(Map::len),
+            Some(LISTED_MAX + 1),
+            "listed workers and the mean"
+        );
         assert!(it.to_string().len() < 300 << 10, "{}", it.to_string().len());
     }
 

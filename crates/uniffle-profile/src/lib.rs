@@ -128,7 +128,7 @@ mod tests {
         let (go, wait) = std::sync::mpsc::channel::<()>();
         let permit = permits.try_take().unwrap();
         let mut asked = Box::pin(in_background(&permit, move || Ok(wait.recv().is_ok())));
-        assert!((&mut asked).now_or_never().is_none(), "it has begun");
+        assert!((&mut asked).now_or_never().is_none(), "the work ended early");
         drop(asked);
         drop(permit);
         assert!(matches!(permits.try_take(), Err(ProfileError::Busy)));

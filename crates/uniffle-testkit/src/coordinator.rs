@@ -99,7 +99,7 @@ impl CoordinatorDouble {
 
     pub async fn stop(self) {
         self.tasks.cancel();
-        timeout(WAIT_MAX, self.tasks.drained()).await.expect("it ends when its clients are gone");
+        timeout(WAIT_MAX, self.tasks.drained()).await.expect("the coordinator ends after its clients");
     }
 }
 

@@ -51,7 +51,7 @@ pub fn weaker(tried: &str, why: &str, is_allowed: bool) {
 pub fn may_mount() -> bool {
     const SYS_ADMIN: u64 = 1 << 21;
     let status = std::fs::read_to_string("/proc/self/status").expect("Linux has it");
-    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:")).expect("it is always there");
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:")).expect("CapEff is listed");
     u64::from_str_radix(effective.trim(), 16).expect("a hexadecimal number") & SYS_ADMIN != 0
 }
 
@@ -83,7 +83,8 @@ pub fn alone(test: &str) -> bool {
         return true;
     }
     let mut again = Command::new(std::env::current_exe().expect("a test knows where it is"));
-    let status = again.args(["--exact", test, "--nocapture"]).env(ALONE, "1").status().expect("it starts");
+    let status =
+        again.args(["--exact", test, "--nocapture"]).env(ALONE, "1").status().expect("the test starts");
     assert!(status.success(), "{test} failed in its own process: {status}");
     false
 }

@@ -225,7 +225,7 @@ impl Worker {
             _ if worker.dir.path().join(READY_FILE).exists() => Ok(None),
             other => Err(format!("{other:?}")),
         });
-        let Some(status) = status else { return Err("it has started".to_owned()) };
+        let Some(status) = status else { return Err("the worker started".to_owned()) };
         assert_eq!(status.code(), Some(1), "{}", worker.log());
         Ok(worker.log())
     }
@@ -318,14 +318,17 @@ impl Worker {
     pub fn wait_end(&mut self) -> ExitStatus {
         let what = format!("worker {} ends", self.setup.name);
         wait_until(&what, STOP_DEADLINE, || {
-            self.child.try_wait().map_err(|error| error.to_string())?.ok_or_else(|| "it runs".to_owned())
+            self.child
+                .try_wait()
+                .map_err(|error| error.to_string())?
+                .ok_or_else(|| "the process is running".to_owned())
         })
     }
 
     /// Waits until the log contains `text`.
     pub fn wait_log(&self, text: &str) {
         wait_until(&format!("worker {} logs {text:?}", self.setup.name), START_DEADLINE, || {
-            if self.log().contains(text) { Ok(()) } else { Err("it does not".to_owned()) }
+            if self.log().contains(text) { Ok(()) } else { Err("the text is not in the log".to_owned()) }
         });
     }
 

@@ -34,9 +34,9 @@ async fn quiet_connection_without_request_is_idle() {
     let mut waits = async |time| tokio::time::timeout(time, &mut resting).await.is_err();
     assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "earlier time does not count");
     held.state().progressed();
-    assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "it made progress");
+    assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "closed despite progress");
     let request = held.state().request();
-    assert!(waits(LEAVING_DEADLINE * 5).await, "its call is being answered");
+    assert!(waits(LEAVING_DEADLINE * 5).await, "closed during a response");
     drop(request);
     assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "the end of the answer is on its way");
     for _ in 0..2 {
@@ -44,7 +44,7 @@ async fn quiet_connection_without_request_is_idle() {
         assert!(waits(LEAVING_DEADLINE / 2).await, "the peer takes some of it");
     }
     held.state().progressed();
-    assert!(!waits(LEAVING_DEADLINE / 2).await, "it takes too long");
+    assert!(!waits(LEAVING_DEADLINE / 2).await, "not closed after the deadline");
 }
 
 /// Regression test: a peer that continued to send after its request was refused delayed an
@@ -63,7 +63,7 @@ async fn received_bytes_do_not_delay_a_settled_connection() {
     };
     let mut waits =
         async |looks: u32| tokio::select! { biased; () = &mut resting => false, () = sends(looks) => true };
-    assert!(waits(100).await, "its call is being answered");
+    assert!(waits(100).await, "closed during a response");
     drop(request);
     is_written.set(false);
     assert!(waits(10).await, "the socket takes the response");
@@ -71,7 +71,7 @@ async fn received_bytes_do_not_delay_a_settled_connection() {
     drop(short);
     is_written.set(true);
     assert!(waits(1).await, "the last response may not be written yet");
-    assert!(!waits(2).await, "it is written");
+    assert!(!waits(2).await, "still open after the response");
 }
 
 #[tokio::test(start_paused = true)]
@@ -129,7 +129,7 @@ async fn eviction_order_is_unstarted_idle_then_busy() {
     second.state().progressed();
     let (third, closed) = limiter.take(PEER, closing().0);
     let unused = Some((ConnectionActivity::Unused, Duration::from_secs(1)));
-    assert_eq!((closed, is_closed(&first)), (unused, true), "its idle time is returned");
+    assert_eq!((closed, is_closed(&first)), (unused, true), "the idle time of the closed connection");
     drop((busy, idle, opening, first, second, third));
     assert!(limiter.table.lock().open.is_empty());
     assert_eq!(take(&limiter).1, None);
@@ -176,7 +176,7 @@ async fn connection_without_completed_request_is_evicted_first() {
     drop(request);
     advance(Duration::from_millis(50)).await;
     assert_eq!(take_for(&limiter, peer(60)).1, Some(ConnectionActivity::First), "the one before it");
-    assert!(!is_closed(&last), "it has completed one");
+    assert!(!is_closed(&last), "the last connection has completed a request");
 }
 
 #[tokio::test(start_paused = true)]

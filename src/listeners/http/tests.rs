@@ -280,7 +280,7 @@ async fn cancelling_does_not_wait_for_slow_clients() {
         2.. => Ok(()),
         tasks => Err(format!("{tasks} tasks")),
     };
-    eventually_in_no_time("its connection is taken", Duration::from_secs(20), taken).await;
+    eventually_in_no_time("the connection is accepted", Duration::from_secs(20), taken).await;
     listener.close().await;
     assert!(before.elapsed() < CONFIG.request_timeout);
 }

@@ -137,10 +137,10 @@ mod tests {
             // Runs inside the scope, so that the closing thread ends even if this assertion fails.
             let passing = gate.pass().unwrap();
             let closing = scope.spawn(|| gate.close());
-            wait_until("it waits for running commits", Duration::from_secs(20), || {
+            wait_until("the gate waits for running commits", Duration::from_secs(20), || {
                 gate.closed.try_read().map_or(Ok(()), |_| Err("others may pass".to_owned()))
             });
-            assert!(!closing.is_finished(), "one is still passing");
+            assert!(!closing.is_finished(), "a commit is still running");
             drop(passing);
             closing.join().unwrap();
         });

@@ -221,7 +221,7 @@ mod tests {
         assert!(first.await.unwrap().is_ok());
         drop(held.pop());
         // The first request drove the queue; now one of the others does.
-        assert!(futures::poll!(&mut second).is_pending(), "it is the other application's turn");
+        assert!(futures::poll!(&mut second).is_pending(), "the other application is next");
         assert!(other.await.unwrap().is_ok());
         assert!(second.await.is_none(), "no memory was freed in time");
         assert_eq!((queue.len(), tickets.count()), (0, 2));

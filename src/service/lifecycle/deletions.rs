@@ -115,7 +115,7 @@ mod tests {
         deletions.add(1, unhindered.boxed());
         assert_eq!(tasks.running(), AT_ONCE + 1);
         let one_is_done = || match done.load(Ordering::Relaxed) {
-            0 => Err("it is not".to_owned()),
+            0 => Err("no deletion is done".to_owned()),
             _ => Ok(()),
         };
         eventually("the deletion of the other tier is done", one_is_done).await;

@@ -147,7 +147,7 @@ mod tests {
         let refused = answer_limit(&slow, OF_APP, 1).unwrap_err();
         assert!(matches!(refused, ServiceError::TooManyAnswers { max, .. } if max == 32 << 20), "{refused}");
         assert_eq!(answer_limit(&honest, OF_APP, 4 << 20).unwrap(), 4 << 20);
-        assert_eq!(answer_limit(&honest, OF_APP, -1).unwrap(), 0, "one block");
+        assert_eq!(answer_limit(&honest, OF_APP, -1).unwrap(), 0, "a single block is allowed");
         held.pop();
         drop(held.remove(0));
         assert!(answer_limit(&slow, OF_APP, 14 << 20).unwrap() > 1 << 20, "consumed bytes are free again");

@@ -50,7 +50,7 @@ async fn slow_reader_pins_less_memory_than_a_fast_one() {
     let one_more = |limit: u64| limit.div_ceil(BLOCK) * BLOCK;
 
     let at_first = read(&fixture, &fast, Duration::ZERO).await;
-    assert_eq!(at_first[..2], [one_more(most); 2], "of {BLOCKS} blocks");
+    assert_eq!(at_first[..2], [one_more(most); 2], "{BLOCKS} blocks");
     let lengths = read(&fixture, &slow, SLOW).await;
     assert_eq!(lengths[0], one_more(most), "the connection has no measured pace yet");
     assert!(lengths[1..].iter().all(|length| *length <= one_more(most / 2)), "{lengths:?}");

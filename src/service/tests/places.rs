@@ -61,7 +61,7 @@ fn large_send(fixture: &mut Fixture) -> SendSink {
 fn committing(mut sink: SendSink) -> Committing {
     match sink.commit() {
         Commit::Background(committing) => committing,
-        Commit::Done(stored) => panic!("it is large: {stored:?}"),
+        Commit::Done(stored) => panic!("a large commit was stored: {stored:?}"),
     }
 }
 
@@ -89,7 +89,7 @@ async fn aborted_large_sends_do_not_delay_commits() {
     drop(large_send(&mut fixture));
     yield_now().await;
     wait();
-    assert_eq!(fixture.service.parts.metrics.rejected_sends.get(), 0, "it is not over yet");
+    assert_eq!(fixture.service.parts.metrics.rejected_sends.get(), 0, "the send was rejected early");
     let mut next = committing(large_send(&mut fixture));
     timeout(Duration::from_secs(20), next.outcome()).await.expect("a place").unwrap();
     drop(busy);

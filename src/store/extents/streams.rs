@@ -300,7 +300,7 @@ mod tests {
                         if let Some(extent) = extents.get(extents.after(place(at))) {
                             let copy = Extent { data_log: OBJECT, index_log: 1, ..*extent };
                             prop_assert_eq!(streams.relocate(id, &copy).is_some(), extent.is_on_disk());
-                            prop_assert!(streams.relocate(id, &copy).is_none(), "it has moved");
+                            prop_assert!(streams.relocate(id, &copy).is_none(), "relocated twice");
                         }
                     }
                     StreamOperation::Lose(at) => {

@@ -227,7 +227,7 @@ fn some_file(fixture: &mut Fixture, disk: usize) -> Option<(String, PathBuf)> {
 
 fn damage_file(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
     let Some((kind, path)) = some_file(fixture, disk) else { return };
-    let mut content = fixture.disks[disk].content(&path).expect("it is there");
+    let mut content = fixture.disks[disk].content(&path).expect("the file exists");
     damage.what = format!("/disk{disk}/{} of {} bytes", path.display(), content.len());
     damage.kind = kind;
     let at = if content.is_empty() { 0 } else { some_offset(fixture, content.len()) };

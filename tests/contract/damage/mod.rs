@@ -64,10 +64,7 @@ fn results_of_damaged_directories_are_complete_or_refused() {
         failures.join("\n")
     );
     let (intact, served) = total.intact_and_served();
-    assert!(
-        served * 10_000 >= intact * SERVED_OF_10_000,
-        "of {intact} blocks that were not touched {served} are served"
-    );
+    assert!(served * 10_000 >= intact * SERVED_OF_10_000, "{served} of {intact} intact blocks are served");
     assert!(alone || total.never().is_empty(), "never damaged: {:?}", total.never());
 }
 
@@ -242,7 +239,7 @@ async fn finish(fixture: &mut Fixture, life: &Life, report: &mut Report) {
         fixture.unregister(life, key);
     }
     for app in service.apps().apps() {
-        service.lifecycle.unregister_app(app.id().as_str()).expect("it is known");
+        service.lifecycle.unregister_app(app.id().as_str()).expect("the application is known");
     }
     tokio::time::sleep(PROBED_WITHIN).await;
     let key = keys.first().cloned().unwrap_or_else(|| fixture.some_key());

@@ -49,10 +49,10 @@ fn reregistration_after_lost_registration_is_refused() {
         // An id above all recovered ones is new.
         let new = ShuffleKey::new(keys[0].app.clone(), ShuffleId(11));
         register_again(fixture, life, &new).await;
-        assert!(!life.client.results(&new, 0).await.expect("it is new").is_empty());
+        assert!(!life.client.results(&new, 0).await.expect("the shuffle is new").is_empty());
         life.client.results(&keys[1], 0).await
     });
-    let refusal = lived.expect("healthy disks").expect_err("its earlier results are unknown");
+    let refusal = lived.expect("healthy disks").expect_err("earlier results are unknown");
     assert!(
         matches!(&refusal, WorkerRefusal::Failed(text) if text.contains("may have been registered before"))
     );

@@ -112,7 +112,7 @@ async fn unfinished_reports_use_at_most_half_of_their_heap() {
         }
     };
     let peak = tokio::select! {
-        peak = tokio::time::timeout(Duration::from_secs(60), watching) => peak.expect("they take a third of the heap"),
+        peak = tokio::time::timeout(Duration::from_secs(60), watching) => peak.expect("the reports take a third of the heap"),
         _ = futures::future::join(sending, futures::future::join_all(calls)) => panic!("all ended at once"),
     };
     assert!(peak <= requests.capacity() / 2 + (1 << 20), "{peak} of {}", requests.capacity());

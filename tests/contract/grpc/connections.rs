@@ -154,7 +154,7 @@ async fn evicted_connection_ends_its_call() {
     // The heartbeat call never ended, so its connection is the least active of the two.
     let leaving = raw::connect(address).await;
     let others = async {
-        eventually("its call has begun", || match fixture.metric("grpc_open") {
+        eventually("the call has begun", || match fixture.metric("grpc_open") {
             1.0 => Ok(()),
             open => Err(format!("{open} calls")),
         })

@@ -92,7 +92,7 @@ async fn paused_flusher_writes_nothing_until_resumed() {
     client.push(&key, SendForm::Classic, &batch(0, &first)).await.unwrap();
     fixture.flusher.flush_all();
     eventually("the write hangs", || if fixture.hung() > 0 { Ok(()) } else { Err(String::new()) }).await;
-    assert!(!fixture.flusher.pause(Instant::now()).await, "it is being written");
+    assert!(!fixture.flusher.pause(Instant::now()).await, "the flusher is writing");
     fixture.heal().await;
     assert!(fixture.flusher.pause(Instant::now() + Duration::from_secs(60)).await);
     let flushed = fixture.flusher.flushed_bytes();
@@ -104,7 +104,7 @@ async fn paused_flusher_writes_nothing_until_resumed() {
         let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
         assert_same(&read.blocks, &all);
     }
-    assert_eq!(fixture.flusher.flushed_bytes(), flushed, "it rests");
+    assert_eq!(fixture.flusher.flushed_bytes(), flushed, "a paused flusher wrote");
     fixture.flusher.resume();
     fixture.flushed().await;
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();

@@ -27,7 +27,7 @@ async fn worker_is_unhealthy_while_too_few_disks_are_healthy() {
     let setup = Setup { top: &top, local, ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     let first = coordinator.heartbeat(|beat| beat.status() == ServerStatus::Active).await;
-    assert_eq!(first.is_healthy, None, "it would override the status");
+    assert_eq!(first.is_healthy, None, "is_healthy overrides the status");
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
     fixture.flush().await;
@@ -116,7 +116,7 @@ async fn heartbeat_reports_memory_disks_and_applications() {
     assert!(beat.used_memory > beat.pre_allocated_memory, "{beat:?}");
     assert_eq!(beat.used_memory + beat.available_memory, 32 << 20);
     let [storage] = &beat.storage_info.values().collect::<Vec<_>>()[..] else {
-        panic!("one mount: {beat:?}")
+        panic!("not one mount: {beat:?}")
     };
     assert!(storage.capacity > 0 && storage.used_bytes > 0, "{storage:?}");
     assert_eq!(beat.is_healthy, None);

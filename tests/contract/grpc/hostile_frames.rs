@@ -165,7 +165,7 @@ async fn disconnect_within_message_leaves_nothing() {
         let channel = raw::connect(fixture.worker.addresses().grpc).await;
         let began = eventually("the send has begun", || match fixture.memory().tickets().count() {
             0 if fixture.memory().budget().used() > 0 => Ok(()),
-            _ => Err("its ticket is there".to_owned()),
+            _ => Err("the ticket exists".to_owned()),
         });
         tokio::select! {
             answer = raw::call(&channel, raw::SEND, vec![half], End::Stalled) => panic!("{answer:?}"),

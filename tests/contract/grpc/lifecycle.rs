@@ -99,7 +99,7 @@ async fn unregistration_frees_memory_tickets_and_files() {
     fixture.push(&key, &batch(0, &blocks(0, 2, 0..5))).await;
     fixture.ticket(&key, 1 << 20).await;
     let files: Vec<_> = fixture.disks.iter().flat_map(|disk| files_below(disk)).collect();
-    assert!(!files.is_empty(), "or nothing is tested");
+    assert!(!files.is_empty(), "no file was written");
 
     fixture.client.unregister_app("app-1").await.unwrap();
     fixture.assert_memory_is_free().await;
@@ -166,7 +166,7 @@ async fn unregistration_during_send_fails_it_and_frees_memory() {
     let purge = async {
         eventually("the send has begun", || match fixture.memory().tickets().count() {
             0 => Ok(()),
-            _ => Err("its ticket is there".to_owned()),
+            _ => Err("the ticket exists".to_owned()),
         })
         .await;
         fixture.client.unregister(&key).await.unwrap();

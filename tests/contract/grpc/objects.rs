@@ -198,11 +198,11 @@ async fn configured_worker_stores_blocks_over_s3() {
     fixture.assert_reads(&key, 0, &flushed).await;
     let asked = server.faults.asked(On::Get);
     fixture.assert_reads(&key, 0, &flushed).await;
-    assert_eq!(server.faults.asked(On::Get), asked, "it is in the read cache");
+    assert_eq!(server.faults.asked(On::Get), asked, "a cached block was requested");
     assert!(fixture.metric("object_cache_hits") >= 1.0 && fixture.metric("object_cache_bytes") > 0.0);
     assert!(fixture.metric("object_segments_written") >= 1.0);
     fixture.client.unregister_app("app-1").await.unwrap();
-    eventually("its segments are deleted", || match files_in(&server.files().join("uniffle")) {
+    eventually("the segments are deleted", || match files_in(&server.files().join("uniffle")) {
         left if left.is_empty() => Ok(()),
         left => Err(format!("{left:?}")),
     })
@@ -222,7 +222,7 @@ async fn unusable_store_fails_the_start_with_key_and_remedy() {
     let lines = ConfigLines { store_type: "MEMORY_OBJECT", tables: &tables, ..ConfigLines::default() };
     let config = parse(&lines.own_text(&[dir.path().join("unused")]));
     server.faults.plan(On::Put, 1, &ResponseFault::Refuse(403, "AccessDenied"));
-    let Err(error) = Worker::start(&config).await else { panic!("it started") };
+    let Err(error) = Worker::start(&config).await else { panic!("the worker started") };
     let text = format!("{error:#}");
     for part in ["object_store.precheck_enable", "write an object", "AccessDenied", "s3:PutObject"] {
         assert!(text.contains(part), "{part} in {text}");

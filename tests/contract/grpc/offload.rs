@@ -51,7 +51,7 @@ impl Home {
             fixture.client.unregister_app(app.id().as_str()).await.unwrap();
         }
         let objects = || super::objects::files_in(&self.server.files().join("uniffle"));
-        eventually("its segments are deleted", || match objects() {
+        eventually("the segments are deleted", || match objects() {
             left if left.is_empty() => Ok(()),
             left => Err(format!("{left:?}")),
         })

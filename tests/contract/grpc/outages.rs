@@ -77,10 +77,10 @@ async fn late_batch_is_rewritten_to_another_disk() {
     fixture.flushed().await;
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
-    assert_eq!((read.from_memory, fixture.hung()), (0, 1), "it is on the other disk");
+    assert_eq!((read.from_memory, fixture.hung()), (0, 1), "the batch is on the other disk");
     assert!(fixture.memory.budget().used() > 0, "the late call still reads that memory");
     fixture.heal().await;
-    eventually("its memory is free", || match fixture.memory.budget().used() {
+    eventually("the batch's memory is free", || match fixture.memory.budget().used() {
         0 => Ok(()),
         used => Err(format!("{used} bytes are charged")),
     })
@@ -123,9 +123,9 @@ fn heartbeat_timeout_restarts_with_the_worker() {
     life(async {
         let fixture = ServiceBuilder { disks, ..parts() }.start().await;
         tokio::time::sleep(HEARTBEAT_TIMEOUT - LITTLE).await;
-        assert_eq!(fixture.service.apps().app_count(), 1, "it is not expired");
+        assert_eq!(fixture.service.apps().app_count(), 1, "the application expired early");
         tokio::time::sleep(LITTLE + LOOK).await;
-        assert_eq!(fixture.service.apps().app_count(), 0, "it was not heard of again");
+        assert_eq!(fixture.service.apps().app_count(), 0, "the application did not expire");
         fixture.finish().await;
     });
 }

@@ -128,7 +128,7 @@ async fn started_send_completes_before_the_worker_stops() {
     let stop = async move {
         eventually("the send has begun", || match memory.tickets().count() {
             0 => Ok(()),
-            _ => Err("its ticket is there".to_owned()),
+            _ => Err("the ticket exists".to_owned()),
         })
         .await;
         drop(client);

@@ -140,7 +140,7 @@ async fn results_of_purged_shuffle_are_refused_after_reregistration() {
     assert_eq!(
         result_bytes(&fixture, &new, &[0], Some(HISTORIC)).await.0,
         StatusCode::Success,
-        "it is empty"
+        "the empty result"
     );
     fixture.finish().await;
 }

@@ -269,7 +269,7 @@ async fn tickets_expire_in_the_background() {
     let fixture = parts().start().await;
     fixture.memory.tickets().require(&key("app-1", 1).app, 1000, 1).unwrap();
     sleep(Duration::from_secs(20)).await;
-    assert_eq!(fixture.memory.tickets().count(), 1, "they live for 30 s here");
+    assert_eq!(fixture.memory.tickets().count(), 1, "tickets expire after 30 s here");
     sleep(Duration::from_secs(20)).await;
     assert_eq!(fixture.memory.tickets().count(), 0);
     fixture.finish().await;
@@ -292,7 +292,7 @@ async fn small_block_does_not_pin_its_request() {
         count => Err(format!("{count} blocks in memory")),
     })
     .await;
-    eventually("its memory is free", || match fixture.memory().budget().used() {
+    eventually("the request's memory is free", || match fixture.memory().budget().used() {
         used if used <= 8 << 10 => Ok(()),
         used => Err(format!("{used} bytes for a block of 100")),
     })

@@ -306,7 +306,7 @@ async fn tier_receives_the_requested_number_of_writers() {
         request.remote_storage = Some(RemoteStorage { path: "third://x".to_owned(), ..Default::default() });
         request.max_concurrency_per_partition_to_write = wanted;
         fixture.client.register_with(request).await.unwrap();
-        let heard = tier.wanted().expect("it is asked at each registration");
+        let heard = tier.wanted().expect("the tier is asked at each registration");
         assert_eq!((heard.path.as_str(), heard.writers), ("third://x", expected), "{wanted}");
     }
     fixture.finish().await;

@@ -81,7 +81,7 @@ impl History {
     }
 
     fn damage(&mut self, disk: usize, path: &Path) {
-        let mut content = self.disks[disk].content(path).expect("it is there");
+        let mut content = self.disks[disk].content(path).expect("the file exists");
         let at = if content.is_empty() { 0 } else { self.rng.random_range(0..content.len()) };
         let damaged = match self.rng.random_range(0..4) {
             0 => None,

@@ -79,7 +79,7 @@ impl History {
         assert!(error.to_string().contains(ROOT), "a start is refused without a key: {error}");
         self.tally.refused_starts += 1;
         self.heal_the_store(store);
-        Process::above(store).await.expect("it answers again")
+        Process::above(store).await.expect("the store answers again")
     }
 
     pub(super) async fn damage_an_object(&mut self, store: &FaultyObjects, now: &BTreeMap<String, Bytes>) {

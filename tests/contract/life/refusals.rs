@@ -58,7 +58,7 @@ impl History {
         tokio::time::sleep(Duration::from_secs(1)).await;
         self.faults[index].clear();
         self.tally.full_files += self.faults[index].injected() - injected;
-        let after = self.info_of(index).expect("it was there before");
+        let after = self.info_of(index).expect("the index existed before");
         assert_eq!(
             (after.failures, after.condition.max(before.condition)),
             (before.failures, before.condition),

@@ -63,7 +63,7 @@ impl History {
         self.tally.unmounted_starts += 1;
         self.process = Some(process);
         self.live_unmounted().await;
-        let process = self.process.take().expect("it has just lived");
+        let process = self.process.take().expect("the process has just run");
         process.tasks.cancel();
         process.tasks.drained().await;
     }
@@ -142,7 +142,7 @@ impl History {
             }
         };
         let is_mutated = self.mutation == Mutation::ReportsWait;
-        let tier = self.process().flusher.tiers().find::<OffloadTier>().expect("there is a store");
+        let tier = self.process().flusher.tiers().find::<OffloadTier>().expect("the object store exists");
         let reporting = async {
             self.report_of(key, true).await;
             if is_mutated {

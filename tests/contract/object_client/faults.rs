@@ -184,7 +184,7 @@ async fn write_error_says_whether_the_store_may_recover() {
     server.faults.plan(On::Put, 1, &ResponseFault::LoseAnswer);
     let error = soon(opened.store.put(&path, content(BYTES).into())).await.unwrap_err();
     assert_eq!(Failure::of(&error), Failure::ExpectedBack, "{error}");
-    assert_eq!(opened.store.head(&path).await.unwrap().size, BYTES as u64, "it was written all the same");
+    assert_eq!(opened.store.head(&path).await.unwrap().size, BYTES as u64, "the object was written");
     opened.end().await;
 }
 

@@ -56,7 +56,7 @@ impl Opened {
 
 /// Fails instead of hanging.
 pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(WAIT_MAX, future).await.expect("it ends")
+    tokio::time::timeout(WAIT_MAX, future).await.expect("ended before the deadline")
 }
 
 /// Returns `bytes` bytes of content that differ at every offset of an object.

@@ -39,7 +39,11 @@ async fn uploads_of_a_dead_worker_are_aborted() {
     assert_eq!(paths, ["pre/fix/w1/a", "pre/fix/w1/b", "pre/fix/w1/deep/c"]);
     assert!(found.iter().all(|upload| upload.initiated.is_some()), "{found:?}");
     let long_ago = SystemTime::now() - Duration::from_secs(3600);
-    assert_eq!(soon(opened.client.abort_uploads(&mine, long_ago)).await.unwrap(), 0, "they are young");
+    assert_eq!(
+        soon(opened.client.abort_uploads(&mine, long_ago)).await.unwrap(),
+        0,
+        "recent uploads were aborted"
+    );
     assert_eq!(soon(opened.client.abort_uploads(&mine, in_an_hour())).await.unwrap(), 3);
     assert_eq!(soon(opened.client.abort_uploads(&mine, in_an_hour())).await.unwrap(), 0);
     let others = soon(opened.client.uploads(&Path::from("w10"), in_an_hour())).await.unwrap();

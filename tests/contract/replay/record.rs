@@ -17,7 +17,7 @@ async fn session_of_client_crate_is_recorded_and_replayed() {
     let server = Server::start(MEMORY).await;
     let (grpc, tcp) = server.addresses();
     let recorder = Recorder::start(grpc, Some(tcp)).await.expect("ports");
-    let client = ShuffleClient::connect(recorder.address()).await.expect("it listens");
+    let client = ShuffleClient::connect(recorder.address()).await.expect("the recorder listens");
     let key = ShuffleKey::new(AppId::parse("app").expect("an id"), ShuffleId(1));
     client.register(&key, &[(0, 0), (1, 1)]).await.expect("registered");
     let generator = BlockGenerator::new(1, IdLayout::SPARK);
@@ -32,9 +32,9 @@ async fn session_of_client_crate_is_recorded_and_replayed() {
     let session = recorder.stop("our own client").await;
     server.stop_clean().await;
 
-    let summary = replay(&session, MEMORY).await.expect("it replays");
+    let summary = replay(&session, MEMORY).await.expect("the session is replayed");
     assert_eq!((summary.blocks_sent, summary.from_memory, summary.caught_up), (4, 4, 0), "{summary:?}");
-    let summary = replay(&session, SPILLING).await.expect("it replays");
+    let summary = replay(&session, SPILLING).await.expect("the session is replayed");
     assert_eq!(summary.blocks_sent, 4, "{summary:?}");
 }
 
@@ -52,7 +52,7 @@ async fn record_spark() {
             let words = format!("scenarios=recorded_pairs,recorded_skew client={client} quorum={quorum}");
             jvm.begin("vanilla,uniffle", &words).unwrap_or_else(|error| panic!("{error}"));
             // Waiting for the JVM blocks this thread only.
-            let answers: Vec<_> = (0..2).flat_map(|_| jvm.finish().expect("it runs")).collect();
+            let answers: Vec<_> = (0..2).flat_map(|_| jvm.finish().expect("the JVM runs")).collect();
             assert!(answers.iter().all(|answer| answer["ok"] == true), "{answers:?}");
             let title = format!(
                 "rss-client-spark3-shaded 0.9.2 on Spark 3.5.6, client type {client}, local[2]: \

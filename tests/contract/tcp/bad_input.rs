@@ -321,7 +321,9 @@ async fn disconnect_within_block_leaves_nothing() {
         drop(peer);
         // The connection may not be accepted yet, and counts before it releases its memory.
         let cuts = f64::from(before + 1);
-        fixture.until("it is cut", |fixture| fixture.metric("netty_handle_exception") >= cuts).await;
+        fixture
+            .until("the connection is cut", |fixture| fixture.metric("netty_handle_exception") >= cuts)
+            .await;
         fixture.until("closed", |fixture| fixture.metric("netty_active_connection") == 0.0).await;
         fixture
             .memory

@@ -234,7 +234,7 @@ impl TcpFixture {
 
     /// Yields until `reached`. Paused time does not advance.
     pub(crate) async fn until(&self, what: &str, reached: impl Fn(&Self) -> bool) {
-        let look = || if reached(self) { Ok(()) } else { Err("it is not".to_owned()) };
+        let look = || if reached(self) { Ok(()) } else { Err("not reached".to_owned()) };
         eventually_in_no_time(what, WAIT_MAX, look).await;
     }
 

@@ -117,7 +117,7 @@ async fn hung_disk_blocks_neither_memory_reads_nor_sends() {
     fixture.faults.release().await;
     assert_eq!((&mut hung).await.unwrap().body.len(), 100);
     drop(hung);
-    fixture.until("it is answered", |fixture| in_progress(fixture) == [0.0; 3]).await;
+    fixture.until("the read is answered", |fixture| in_progress(fixture) == [0.0; 3]).await;
     drop(client);
     fixture.finish().await;
 }

@@ -109,7 +109,7 @@ impl Calls {
         if self.0.last().is_none_or(|(_, calls)| calls.len() == CALLS) {
             self.0.push((Connection::open(port, 1 << 20).await?, Vec::new()));
         }
-        let (connection, calls) = self.0.last_mut().expect("it was just added");
+        let (connection, calls) = self.0.last_mut().expect("a connection was just added");
         let id = connection.begin("ShuffleServer/sendShuffleData").await?;
         connection.data(id, &message(ticket, &block)[..FIRST_BYTES], false).await?;
         calls.push(id);
@@ -260,7 +260,8 @@ async fn upgrade_after(name: &'static str, attack: Attack, ended: &str) {
     late.spawn(first_ticket(siege.target()));
     let attack_ends = Instant::now() + HELD;
     let outcome = siege.run(&[attack], HELD).await;
-    let granted = late.join_next().await.expect("it runs").expect("no panic").expect("an answer");
+    let granted =
+        late.join_next().await.expect("a late call is running").expect("no panic").expect("an answer");
     assert!(granted < attack_ends, "{name}: another application got no memory before the attack ended");
     let metrics = block_in_place(|| siege.worker.metrics());
     assert!(metrics.expect(ended) > 0.0, "{name}: {ended} is 0, so the attack held no memory");

@@ -187,7 +187,7 @@ async fn fail_hdfs(hdfs: &MiniHdfs, worker: &Worker) {
     block_in_place(|| {
         wait_until("the deletion is given up", WAIT_MAX, || {
             let failed = worker.metrics().expect("total_remote_storage_deletion_failed");
-            if failed > 0.0 { Ok(()) } else { Err("it is retried".to_owned()) }
+            if failed > 0.0 { Ok(()) } else { Err("the flush is still retried".to_owned()) }
         });
         hdfs.run("stop-namenode");
     });

@@ -203,7 +203,7 @@ fn upgrade_during_profile_leaves_no_zombie() {
                 return Ok((child, asking));
             }
         }
-        Err("it was not seen".to_owned())
+        Err("no profile is running".to_owned())
     });
     worker.begin_upgrade();
     worker.finish_upgrade();

@@ -165,7 +165,7 @@ fn pushgateway_is_retried_and_group_deleted_at_stop() {
     let worker = Worker::start(&Setup { made_tables: more, ..Setup::default() });
     wait_until("the first push fails", WAIT_MAX, || {
         let failed = worker.metrics().expect("pushgateway_push_failed_total");
-        if failed > 0.0 { Ok(()) } else { Err("it did not".to_owned()) }
+        if failed > 0.0 { Ok(()) } else { Err("no push failed".to_owned()) }
     });
     assert!(worker.log().contains("the pushgateway does not accept metrics"), "{}", worker.log());
     worker.assert_no_error_logged();

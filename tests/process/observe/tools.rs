@@ -77,7 +77,7 @@ impl Running {
     pub(crate) fn start(command: &mut Command, log: &Path) -> Self {
         let log = std::fs::File::create(log).unwrap();
         let child = command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn();
-        Self(child.expect("it is installed"))
+        Self(child.expect("the tool is installed"))
     }
 }
 
@@ -90,7 +90,7 @@ impl Drop for Running {
 
 /// Runs `command` and asserts success. Returns its output.
 pub(crate) fn run(command: &mut Command) -> String {
-    let output: Output = command.stdin(Stdio::null()).output().expect("it is installed");
+    let output: Output = command.stdin(Stdio::null()).output().expect("the tool is installed");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let complaints = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{command:?}: {}\n{text}\n{complaints}", output.status);

@@ -70,7 +70,7 @@ async fn lost_node_is_removed_from_the_list_on_request() {
     };
     let began = Instant::now();
     while lost().await != json!(["w-1"]) {
-        assert!(began.elapsed() < WAIT_MAX, "it sends no heartbeats: {}", lost().await);
+        assert!(began.elapsed() < WAIT_MAX, "the node is not lost: {}", lost().await);
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     let coordinator = fixture.worker.addresses().grpc.to_string();
@@ -83,7 +83,7 @@ async fn lost_node_is_removed_from_the_list_on_request() {
     assert_eq!(call().await, (StatusCode::OK, json!({ "forgotten": "w-1" })));
     // The view may be a second out of date.
     while lost().await != json!([]) {
-        assert!(began.elapsed() < 2 * WAIT_MAX, "it is removed: {}", lost().await);
+        assert!(began.elapsed() < 2 * WAIT_MAX, "the node is not removed: {}", lost().await);
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     let (status, answer) = call().await;

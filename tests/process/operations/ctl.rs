@@ -274,7 +274,7 @@ async fn lost_lists_blocks_in_memory_of_killed_worker() {
         assert!(start.elapsed() < super::api::WAIT_MAX, "{response}");
     };
     let losses = response["losses"].as_array().unwrap();
-    assert_eq!(losses.len(), 2, "one of each partition: {response}");
+    assert_eq!(losses.len(), 2, "not one loss per partition: {response}");
     for (partition, loss) in losses.iter().enumerate() {
         assert_eq!(
             (&loss["app"], &loss["shuffle"], &loss["blocks"]),
@@ -405,7 +405,10 @@ async fn all_queries_every_worker_of_the_coordinator() {
     let codes: Vec<_> = answers.as_array().unwrap().iter().map(|it| it["code"].as_u64()).collect();
     assert_eq!((left.code, codes.contains(&Some(3)), codes.contains(&None)), (3, true, true), "{answers}");
     let response = json(&fixture, &["app", "app-1", "--cluster"]).await;
-    let silent = ids.iter().find(|id| response["unanswered"][0]["worker"] == **id).expect("it is named");
+    let silent = ids
+        .iter()
+        .find(|id| response["unanswered"][0]["worker"] == **id)
+        .expect("the silent worker is named");
     assert_eq!(
         (&response["worker_count"], &response["unanswered_count"]),
         (&1.into(), &1.into()),

@@ -75,12 +75,12 @@ async fn only_objects_of_departed_workers_are_removed() {
     for key in ["app/1.5/s0000000001", &log[0], &log[1], "!claim"] {
         assert!(!has(&files, &format!("10.0.0.1-1/{key}")), "{key} is left");
     }
-    assert!(has(&files, "10.0.0.2-1/app/1.5/s0000000001"), "it is alive");
-    assert!(has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "it was written to today");
+    assert!(has(&files, "10.0.0.2-1/app/1.5/s0000000001"), "the worker is alive");
+    assert!(has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "the objects are recent");
     assert!(has(&files, "10.0.0.1-1/notes.txt") && has(&files, "other/file"), "files of no worker stay");
 
     ctl(&["--remove", "10.0.0.3-1"]).await.succeeded();
-    assert!(!has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "it was named");
+    assert!(!has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "the named worker's objects remain");
     assert!(ctl(&["--remove", "10.0.0.9-1"]).await.failed(1).contains("10.0.0.9-1 has no objects"));
     assert_eq!(worker.stop().await, 0);
     server.stop().await;

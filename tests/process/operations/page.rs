@@ -217,7 +217,7 @@ async fn status_page_shows_worker_and_escapes_names() {
     for (name, width, height, is_phone) in [("desktop", 1280, 900, false), ("phone", 390, 844, true)] {
         for scheme in ["light", "dark"] {
             browser.set_appearance(width, height, is_phone, scheme).await;
-            let seen = until(&browser, "it is drawn anew", |seen| seen["curves"] == json!(6)).await;
+            let seen = until(&browser, "the page is drawn again", |seen| seen["curves"] == json!(6)).await;
             assert_eq!(seen["wide"], json!(false), "{name} has to be scrolled sideways");
             assert_legible(&browser, &format!("{name}, {scheme}")).await;
             browser.screenshot(&screenshots.join(format!("{name}-{scheme}.png")), true).await;

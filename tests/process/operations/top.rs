@@ -65,7 +65,7 @@ impl Terminal {
         while !is_there(&self.frames()) {
             let chunk = timeout(WAIT_MAX, self.chunks.recv()).await;
             let chunk = chunk.unwrap_or_else(|_| panic!("{what} is not there: {:?}", self.shown));
-            let chunk = chunk.unwrap_or_else(|| panic!("it ended before {what}: {:?}", self.shown));
+            let chunk = chunk.unwrap_or_else(|| panic!("ended before {what}: {:?}", self.shown));
             self.shown.push_str(&String::from_utf8_lossy(&chunk));
         }
     }
@@ -79,15 +79,15 @@ impl Terminal {
 
     /// Sends a signal. Returns the exit status and the complete output.
     async fn end_by(self, signal: Signal) -> (ExitStatus, String) {
-        let pid = i32::try_from(self.program.id().expect("it runs")).unwrap();
+        let pid = i32::try_from(self.program.id().expect("the program runs")).unwrap();
         kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
         self.end().await
     }
 
     /// Returns the exit status and the complete output once the program has ended.
     pub(super) async fn end(mut self) -> (ExitStatus, String) {
-        let status = timeout(WAIT_MAX, self.program.wait()).await.expect("it ends").unwrap();
-        while let Some(chunk) = timeout(WAIT_MAX, self.chunks.recv()).await.expect("its end is closed") {
+        let status = timeout(WAIT_MAX, self.program.wait()).await.expect("the program ends").unwrap();
+        while let Some(chunk) = timeout(WAIT_MAX, self.chunks.recv()).await.expect("the terminal closes") {
             self.shown.push_str(&String::from_utf8_lossy(&chunk));
         }
         (status, self.shown)

@@ -34,7 +34,10 @@ impl Fleet {
     }
 
     fn of_coordinator(&self) -> &Worker {
-        self.workers.iter().find(|worker| worker.quorum() == self.coordinator).expect("it is one of them")
+        self.workers
+            .iter()
+            .find(|worker| worker.quorum() == self.coordinator)
+            .expect("a worker is the coordinator")
     }
 
     fn ids(&self) -> Vec<String> {
@@ -81,7 +84,7 @@ async fn fleet_upgrade_replaces_every_worker_in_order() {
     let states: Vec<_> = rows.as_array().expect("rows").iter().map(state).collect();
     assert_eq!(states, ids.iter().map(|id| (Some(id.clone()), "upgraded".into())).collect::<Vec<_>>());
     let after = fleet.starts();
-    assert!(after.windows(2).all(|pair| pair[0] < pair[1]), "one after the other: {after:?}");
+    assert!(after.windows(2).all(|pair| pair[0] < pair[1]), "not upgraded one at a time: {after:?}");
     assert!(before.iter().all(|start| *start < after[0]), "{before:?} {after:?}");
 }
 
@@ -196,9 +199,9 @@ async fn lost_workers_fail_every_reading_command() {
             Some(()).filter(|()| holds(&cluster())).ok_or_else(cluster)
         });
     };
-    until("it is registered", &|page| page.contains(&id));
+    until("the worker is registered", &|page| page.contains(&id));
     second.kill();
-    until("it is lost", &|page| page.contains(&format!("\"lost\":[{id:?}]")));
+    until("the worker is lost", &|page| page.contains(&format!("\"lost\":[{id:?}]")));
     for command in ["losses", "disks", "apps", "status", "cluster", "tags"] {
         let outcome = run(&["ctl", command, "--coordinator", &coordinator]).await;
         assert!(outcome.failed(3).contains(&format!("{id}: lost: ")), "{command}");

@@ -91,7 +91,7 @@ impl Manager {
         let read = |path: PathBuf| fs::read_to_string(path).map_err(|error| error.to_string());
         let parent = read(self.dir.path().join("pid"))?.trim().to_owned();
         let children = read(format!("/proc/{parent}/task/{parent}/children").into())?;
-        children.trim().parse().map_err(|_| format!("its children are {children:?}"))
+        children.trim().parse().map_err(|_| format!("the init process has the children {children:?}"))
     }
 
     /// Returns the path that the worker sees as [`STATE`].
@@ -178,7 +178,7 @@ impl Manager {
     /// Sends SIGUSR2 to the main process and waits for the successor.
     pub(super) fn upgrade(&self) {
         let ready = self.ready();
-        fs::remove_file(self.state().join("ready.json")).expect("it is ready");
+        fs::remove_file(self.state().join("ready.json")).expect("the worker is ready");
         self.signal(Signal::USR2);
         wait_until("the successor is ready", DEADLINE, || {
             let text = fs::read_to_string(self.state().join("ready.json"));
@@ -193,7 +193,7 @@ impl Manager {
 
     /// Returns the worker's ready line.
     pub(super) fn ready(&self) -> Ready {
-        let text = fs::read_to_string(self.state().join("ready.json")).expect("it is ready");
+        let text = fs::read_to_string(self.state().join("ready.json")).expect("the worker is ready");
         serde_json::from_str(&text).expect("JSON")
     }
 
@@ -233,7 +233,7 @@ impl Manager {
     /// Waits until the worker has logged `text`.
     pub(super) fn wait_log(&self, text: &str) {
         wait_until(&format!("the worker logs {text:?}"), DEADLINE, || {
-            if self.log().contains(text) { Ok(()) } else { Err("it does not".to_owned()) }
+            if self.log().contains(text) { Ok(()) } else { Err("the text is not in the log".to_owned()) }
         });
     }
 

@@ -64,7 +64,7 @@ async fn systemd_replaces_memory_of_other_size() {
         manager.configure("128M", "memfd", &["data"]);
         manager.upgrade();
     });
-    assert_eq!(manager.property("NFileDescriptorStore"), stored, "one memory");
+    assert_eq!(manager.property("NFileDescriptorStore"), stored, "more than one stored memory");
     let mut second = Written::register(&manager.client().await, key("app", 1), 50).await;
     survives_kill(&manager, &mut second, 0).await;
     first.assert_readable(&manager.client().await).await;

@@ -508,7 +508,7 @@ mod tests {
         let part = held.split(30).unwrap();
         drop(held);
         assert_eq!((some.used(), whole.used()), (30, 30));
-        assert!(!some.is_unshared(), "its charge is a handle");
+        assert!(!some.is_unshared(), "a charge holds the budget");
         drop((part, other.force_charge(90)));
         assert!(some.is_unshared());
         assert_eq!((some.used(), other.used(), whole.used()), (0, 0, 0));
@@ -518,7 +518,7 @@ mod tests {
     async fn waiter_is_charged_after_release_by_another_child() {
         let whole = Budget::new(100);
         let (some, other) = (whole.child(100), whole.child(50));
-        assert!(other.charge(51).await.is_err(), "what can never be does not wait");
+        assert!(other.charge(51).await.is_err(), "charges above the limit fail at once");
         let held = some.try_charge(80).unwrap();
         let mut waits = std::pin::pin!(other.charge(30));
         assert!(futures::poll!(&mut waits).is_pending());

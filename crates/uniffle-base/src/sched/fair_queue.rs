@@ -211,7 +211,7 @@ mod tests {
         let numbers: Vec<_> = (1..100).map(|n| queue.push(&"impatient", 1, 1, n)).collect();
         for number in numbers {
             assert!(queue.remove(&"impatient", number).is_some());
-            assert!(queue.remove(&"impatient", number).is_none(), "it is removed already");
+            assert!(queue.remove(&"impatient", number).is_none(), "removed twice");
         }
         queue.push(&"other", 1, 1, 101);
         queue.push(&"impatient", 1, 1, 102);

@@ -182,7 +182,7 @@ mod tests {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/migration.md");
         let page = std::fs::read_to_string(&path).unwrap();
         let (before, rest) = page.split_once(BEGIN).expect("the mark of the table");
-        let (_, after) = rest.split_once(END).expect("its end");
+        let (_, after) = rest.split_once(END).expect("the end marker");
         let current = format!("{before}{BEGIN}\n{}\n{END}{after}", java::reference());
         if std::env::var_os("UPDATE_DOCS").is_some() {
             std::fs::write(&path, &current).unwrap();

@@ -261,7 +261,7 @@ mod tests {
             IdChunk::encode(&ids).unwrap().payload.len()
         };
         assert!(bytes(&mut (0..)) <= 3, "consecutive ids");
-        assert!(bytes(&mut (0..).map(|id| id << 42)) <= 10, "one step");
+        assert!(bytes(&mut (0..).map(|id| id << 42)) <= 10, "ids of one distance");
         let tasks_of_sequences = |n: u64| (n / 10) << 43 | 7 << 22 | (n % 10) << 2;
         assert!(bytes(&mut (0..).map(tasks_of_sequences)) <= 2 * CHUNK_IDS_MAX);
     }

@@ -522,7 +522,7 @@ mod tests {
         copy.add(1);
         assert_eq!((set.len(), copy.len(), set.contains(1)), (100_000, 100_001, false));
         assert!(set.clone_bytes() < set.heap_bytes(), "{} of {}", set.clone_bytes(), set.heap_bytes());
-        assert!(set.heap_bytes() < 100_000, "one step, however wide: {}", set.heap_bytes());
+        assert!(set.heap_bytes() < 100_000, "ids of one distance take {} bytes", set.heap_bytes());
     }
 
     #[test]

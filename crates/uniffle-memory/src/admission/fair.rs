@@ -132,11 +132,15 @@ mod tests {
         assert_eq!(request.room_needed(), Some(10));
         let beyond = CompetingRequest { asked: 11, ..request };
         assert_eq!(beyond.room_needed(), Some(111));
-        assert_eq!(CompetingRequest { held: 30, ..beyond }.room_needed(), None, "it has its share");
+        assert_eq!(
+            CompetingRequest { held: 30, ..beyond }.room_needed(),
+            None,
+            "the application has its share"
+        );
         assert_eq!(
             CompetingRequest { held: 0, share: 0, ..beyond }.room_needed(),
             Some(111),
-            "one that holds nothing"
+            "the application holds nothing"
         );
     }
 

@@ -260,7 +260,11 @@ mod tests {
         assert_eq!(lists.charge(1).unwrap_err(), NoCapacity { asked: 64 << 10, free: 0 });
         drop(over);
         lists.give_back(SPARE_BYTES);
-        assert_eq!((lists.ceded_bytes(), lists.borrowed.used()), (5 * MIB, 0), "and gets it back");
+        assert_eq!(
+            (lists.ceded_bytes(), lists.borrowed.used()),
+            (5 * MIB, 0),
+            "the heap gets its bytes back"
+        );
         drop((ticket, paid, first, second));
         lists.give_back(0);
         assert_eq!(lists.region.free_bytes(), 8 * MIB);

@@ -319,7 +319,7 @@ mod tests {
         assert_eq!((budget.used(), after.count()), (0, 0));
 
         let (budget, small) = tickets(256 << 10);
-        assert_eq!(small.grant_again(&inherited), 1, "one of them fits");
+        assert_eq!(small.grant_again(&inherited), 1, "one ticket fits");
         assert_eq!(budget.used(), small.pre_allocated_bytes());
     }
 
@@ -390,7 +390,7 @@ mod tests {
         assert!(funds.cover_segment(1 << 20, 0, 0).is_none());
         let forced = funds.cover_segment(1 << 20, 0, 110_000).unwrap();
         assert_eq!(budget.used(), 110_000 + (1 << 20));
-        assert!(funds.cover_segment(1, 0, 110_000).is_none(), "it is as much overdrawn as it may be");
+        assert!(funds.cover_segment(1, 0, 110_000).is_none(), "the capacity is overdrawn to its limit");
         assert!(funds.cover_segment(0, 1, 110_001).is_none(), "room for later only within the capacity");
         funds.put_back(forced, 5000);
         assert_eq!((funds.held_bytes(), tickets.pre_allocated_bytes(), budget.used()), (5000, 5000, 115_000));
@@ -489,7 +489,7 @@ mod tests {
             .iter()
             .map(|(app, kib)| tickets.redeem(app, ask(&tickets, app.as_str(), *kib).unwrap()).unwrap())
             .collect();
-        assert!(!tickets.must_yield(&app("flood")), "no one waits");
+        assert!(!tickets.must_yield(&app("flood")), "no application waits");
         assert!(ask(&tickets, "honest", 20).is_err());
         assert!(!tickets.must_yield(&app("flood")), "the wait has only begun");
         tokio::time::advance(SLOW_SEND_GRACE).await;
@@ -498,7 +498,10 @@ mod tests {
         tokio::time::advance(SLOW_SEND_GRACE_WITHIN_SHARE).await;
         assert!(tickets.must_yield(&app("small")), "after a longer wait");
         held.remove(0);
-        assert!(!tickets.must_yield(&app("flood")) && !tickets.must_yield(&app("small")), "there is enough");
+        assert!(
+            !tickets.must_yield(&app("flood")) && !tickets.must_yield(&app("small")),
+            "enough memory is free"
+        );
         ask(&tickets, "honest", 20).unwrap();
     }
 

@@ -77,7 +77,7 @@ impl Chain {
         let mut chain = Self::new(id);
         for segment in segments {
             let (start, bytes) = (chain.used, segment.capacity() as u64);
-            debug_assert_eq!(segment.remaining(), 0, "it is closed");
+            debug_assert_eq!(segment.remaining(), 0, "restored segments are full");
             chain.used += bytes;
             chain.capacity += bytes;
             chain.placed.push(PlacedSegment { start, segment });

@@ -206,8 +206,8 @@ mod tests {
         }
         assert_eq!(std::iter::from_fn(|| places.take()).collect::<Vec<_>>(), (0..100).collect::<Vec<_>>());
         assert_eq!((places.mark(), places.unpaid_bytes(0, 64)), (100, 0));
-        assert!(places.has_pages(99) && !places.has_pages(100), "there is no such place");
-        assert_eq!(places.unpaid_bytes(0, 0), CHUNK_BYTES, "of two chunks one is free of charge");
+        assert!(places.has_pages(99) && !places.has_pages(100), "slot 100 does not exist");
+        assert_eq!(places.unpaid_bytes(0, 0), CHUNK_BYTES, "one of two chunks is free of charge");
     }
 
     proptest! {
@@ -233,7 +233,7 @@ mod tests {
                 let chunks: BTreeSet<u32> = taken.iter().map(|place| place / PER_CHUNK).collect();
                 let with_pages: BTreeSet<u32> = places.with_pages().into_iter().collect();
                 prop_assert!(with_pages.is_superset(&chunks), "taken places have pages");
-                prop_assert!(with_pages.len() <= chunks.len() + IDLE_CHUNKS + 1, "and little else");
+                prop_assert!(with_pages.len() <= chunks.len() + IDLE_CHUNKS + 1, "more than the idle chunks have pages");
                 let resident = (with_pages.len() as u64).saturating_sub(FREE_CHUNKS) * CHUNK_BYTES;
                 prop_assert_eq!(places.unpaid_bytes(0, 64), resident.saturating_sub(64 * taken.len() as u64));
             }

@@ -198,7 +198,7 @@ mod backend {
         let Some(file) = &backing.file else { return };
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let punched = fallocate(file, flags, range.start as u64, range.len() as u64);
-        debug_assert!(punched.is_ok(), "of a file in memory");
+        debug_assert!(punched.is_ok(), "tmpfs supports punched holes");
     }
 
     /// Drops the pages of a piece of the mapping of which no range was handed out.

@@ -84,7 +84,7 @@ impl Segment {
     /// Hands out the next `len` bytes, to be written by the caller alone. Returns `None` when fewer
     /// remain.
     pub fn fill(&mut self, len: usize) -> Option<Fill> {
-        debug_assert!(!self.piece.is_discarded.load(Ordering::Relaxed), "it has no pages");
+        debug_assert!(!self.piece.is_discarded.load(Ordering::Relaxed), "the segment has no pages");
         if len > self.remaining() {
             return None;
         }

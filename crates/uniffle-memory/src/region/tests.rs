@@ -89,7 +89,7 @@ fn aborted_fill_leaves_unreadable_zeroes() {
     let mut first = segment(&region, &budget, 4096);
     let mut fill = first.fill(4096).unwrap();
     fill.write(&[7; 4096]);
-    assert!(!first.is_dead(), "it is being filled");
+    assert!(!first.is_dead(), "the segment is being filled");
     drop(fill);
     assert!(first.is_dead() && first.slice(0..1).is_none());
     drop(first);
@@ -202,7 +202,7 @@ fn claimed_segment_shows_adopted_ranges_only() {
     drop(first);
     let charge = |bytes: u64| budget.try_charge(bytes).unwrap();
     let mut again = region.claim(0, 8192, charge(8192)).unwrap();
-    assert!(region.claim(4096, 4096, charge(4096)).is_err(), "it is not free");
+    assert!(region.claim(4096, 4096, charge(4096)).is_err(), "a used range was claimed");
     let middle = again.adopt(2..4).unwrap();
     assert_eq!((middle.as_ref(), middle.place()), (&b"cd"[..], 2));
     assert!(again.adopt(3..5).is_none() && again.adopt(8190..8193).is_none(), "handed out, or outside");

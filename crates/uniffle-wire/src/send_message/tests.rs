@@ -20,7 +20,7 @@ impl BlockSink for Recorder {
     type Error = DecodeError;
 
     fn header(&mut self, header: SendHeader<'_>) -> Result<(), DecodeError> {
-        assert!(self.header.is_none(), "one header");
+        assert!(self.header.is_none(), "more than one header");
         self.header = Some((header.app.to_owned(), header.shuffle, header.ticket));
         Ok(())
     }

@@ -157,7 +157,7 @@ mod tests {
                 ..Default::default()
             };
             let storage = register_request(&mut request, HERE).remote_storage;
-            assert_eq!(storage.expect("it has a path").writers, expected, "{sent}");
+            assert_eq!(storage.expect("the storage has a path").writers, expected, "{sent}");
         }
     }
 }

@@ -465,7 +465,7 @@ mod tests {
         let shared = writer.0.lock();
         assert_eq!((shared.stream.writes, shared.stream.unflushed), (1, false));
         assert_eq!(shared.stream.came, frames.concat());
-        assert_eq!(buffers.state.lock().given, [0; 3], "it went back");
+        assert_eq!(buffers.state.lock().given, [0; 3], "the buffer was returned");
     }
 
     #[test]
@@ -578,7 +578,7 @@ mod tests {
                     ended.unwrap();
                     break;
                 }
-                prop_assert!(woken.0.load(Ordering::Relaxed) > before, "it would wait forever");
+                prop_assert!(woken.0.load(Ordering::Relaxed) > before, "the task was not woken");
             }
             prop_assert_eq!(&writer.0.lock().stream.came, &frames.concat());
             prop_assert_eq!(buffers.state.lock().given, [0; 3]);

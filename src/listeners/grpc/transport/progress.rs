@@ -409,7 +409,7 @@ mod tests {
                 tokio::time::sleep(Duration::from_secs(3605)).await;
             });
             let pause = tokio::time::advance(Duration::from_secs(3600));
-            assert!(tokio::join!(call, pause).0, "its caller had 5 of 10 seconds");
+            assert!(tokio::join!(call, pause).0, "the caller had 5 of 10 seconds");
         })
         .await;
     }
@@ -500,10 +500,10 @@ mod tests {
         let tails = Tails::new(Duration::from_secs(100));
         let waiting = std::cell::Cell::new(false);
         let mut closes = pin!(tails.stalls_others(held.state(), || waiting.get()));
-        assert!(timeout(Duration::from_secs(50), closes.as_mut()).await.is_err(), "there is none");
+        assert!(timeout(Duration::from_secs(50), closes.as_mut()).await.is_err(), "no request waits");
         let tail = tails.begin();
         held.state().wrote_at(held.state().now());
-        assert!(timeout(Duration::from_secs(50), closes.as_mut()).await.is_err(), "no one waits");
+        assert!(timeout(Duration::from_secs(50), closes.as_mut()).await.is_err(), "no request waits");
         waiting.set(true);
         held.state().wrote_at(held.state().now());
         let began = Instant::now();
@@ -519,12 +519,12 @@ mod tests {
             limiter.take([127, 0, 0, 1].into(), crate::listeners::connection_limiter::closing().0);
         let tails = Tails::new(Duration::from_secs(100));
         let mut closes = pin!(tails.stalls_others(held.state(), || true));
-        assert!(timeout(10 * STALL_MAX, closes.as_mut()).await.is_err(), "it is idle");
+        assert!(timeout(10 * STALL_MAX, closes.as_mut()).await.is_err(), "an idle connection was closed");
         for _ in 0..2 {
             let tail = tails.begin();
-            assert!(timeout(STALL_MAX / 2, closes.as_mut()).await.is_err(), "its answer has just begun");
+            assert!(timeout(STALL_MAX / 2, closes.as_mut()).await.is_err(), "the response has just begun");
             drop(tail);
-            assert!(timeout(10 * STALL_MAX, closes.as_mut()).await.is_err(), "it is idle again");
+            assert!(timeout(10 * STALL_MAX, closes.as_mut()).await.is_err(), "an idle connection was closed");
         }
     }
 

@@ -381,7 +381,7 @@ mod tests {
             let read = collector.message::<_, proto::AppHeartBeatRequest>(&mut body, most, nested).await;
             read.map(drop).map_err(|status| status.code())
         });
-        assert!(timeout(Duration::from_secs(30), &mut stalled).await.is_err(), "no one waits");
+        assert!(timeout(Duration::from_secs(30), &mut stalled).await.is_err(), "no request waits");
         let began = tokio::time::Instant::now();
         let collector = requests.collector();
         let mut charge = collector.budget.nothing();
@@ -463,7 +463,7 @@ mod tests {
             }
         });
         let read = futures::future::try_join_all(calls).await.unwrap();
-        assert_eq!(read, [20_000; 80], "of {bytes} bytes each");
+        assert_eq!(read, [20_000; 80], "requests of {bytes} bytes");
         assert_eq!((heap.whole().used(), requests.queues.has_waiters()), (0, false));
     }
 
@@ -514,7 +514,7 @@ mod tests {
             };
             tokio::select! { read = reading => read.map(drop).map_err(|status| status.code()), () = trickle => Ok(()) }
         });
-        assert!(timeout(Duration::from_secs(60), &mut trickling).await.is_err(), "no one waits");
+        assert!(timeout(Duration::from_secs(60), &mut trickling).await.is_err(), "no request waits");
         let _waits = requests.queues.wait_for_heap(false, 0).unwrap();
         assert_eq!(timeout(PAUSE_MAX, &mut trickling).await, Ok(Err(Code::ResourceExhausted)));
     }

@@ -216,7 +216,7 @@ mod tests {
         assert!(found[1].contains("full") && found[1].contains("content of another program"), "{found:?}");
         let left = |path: &Path| std::fs::read_dir(path).unwrap().count();
         assert_eq!((left(&fresh), left(&held), left(&full)), (0, 1, 1), "nothing is left behind");
-        assert!(!lost.exists(), "it may not be mounted");
+        assert!(!lost.exists(), "a missing mount point was created");
 
         // A directory that another worker uses, and an unrelated marker.
         let disk = &config(&[&held]).real_disks()[0];
@@ -315,7 +315,10 @@ mod tests {
         let found = copied.obstacles_of(&["d0", "d1"], &[]).await;
         assert!(found.contains(&format!("{}: directory has the identity of another", path("d1"))), "{found}");
         let found = copied.obstacles_of(&["d0", "d1"], &["d1"]).await;
-        assert!(found.contains("has the identity of another directory"), "it was noticed already: {found}");
+        assert!(
+            found.contains("has the identity of another directory"),
+            "a known copy is not refused: {found}"
+        );
     }
 
     #[tokio::test]
@@ -406,6 +409,6 @@ mod tests {
             std::fs::remove_file(&path).unwrap();
         }
         std::fs::rename(&away, &path).unwrap();
-        assert_eq!(copied.obstacles_of(&["d0", "d1"], &[]).await, "", "it is back");
+        assert_eq!(copied.obstacles_of(&["d0", "d1"], &[]).await, "", "the directory is back");
     }
 }

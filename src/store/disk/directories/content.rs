@@ -220,12 +220,16 @@ mod tests {
             Identity::ByPath(uuid) => Some((uuid.as_u128(), false)),
             Identity::OneOf(_) | Identity::Unknown => None,
         };
-        assert_eq!(by(of("/moved", &members[..1], &[])), Some((1, true)), "it was alone");
+        assert_eq!(
+            by(of("/moved", &members[..1], &[])),
+            Some((1, true)),
+            "a single directory that was moved"
+        );
         assert_eq!(by(of("/b", &members, &[])), Some((2, false)), "by its path");
         assert_eq!(
             by(of("/b", &members, &[uuid(2), uuid(3)])),
             Some((1, true)),
-            "it was moved: by the others"
+            "the other members identify a moved directory"
         );
         let left = vec![(uuid(1), "/a".to_owned()), (uuid(3), "/c".to_owned())];
         assert_eq!(of("/b", &members, &[uuid(2)]), Identity::OneOf(left));

@@ -112,7 +112,7 @@ mod tests {
         assert!(!failed.count(PartitionId(2), 0, now), "another partition");
         failed.suspect(PartitionId(2), 1);
         assert_eq!(failed.take_suspects(p), [0]);
-        assert!(!failed.count(p, 0, now), "it begins anew");
+        assert!(!failed.count(p, 0, now), "the count restarts");
         assert!(!failed.count(p, 0, now));
         now += FAILURES_FORGOTTEN_AFTER;
         assert!(!failed.count(p, 0, now), "long ago");

@@ -131,7 +131,7 @@ async fn new_disk_at_the_mount_point_of_another_is_taken() {
     new.memory.set_mount_point("/b");
     let (paths, ids, incomplete) = opened(None, [&disks[0], &new]).await;
     assert_eq!(paths, all.0);
-    assert!(ids.len() < all.1.len(), "its blocks are lost");
+    assert!(ids.len() < all.1.len(), "no block was lost");
     assert!(incomplete.is_some_and(|reason| reason.contains("/b/data is missing")));
     // The old directory returns, and its blocks are served again.
     let (_, ids, _) = opened(None, [&disks[0], &disks[1]]).await;
@@ -253,8 +253,8 @@ impl Claimed {
     /// Runs the command at the end of an error.
     fn repair(&self, error: &StoreError) {
         let text = error.to_string();
-        let (_, line) = text.split_once("to restore the claim: ").expect("it says how");
-        let line = line.strip_suffix(')').expect("it ends there");
+        let (_, line) = text.split_once("to restore the claim: ").expect("the text has a remedy");
+        let line = line.strip_suffix(')').expect("the text ends with the remedy");
         let done = std::process::Command::new("sh").arg("-c").arg(line).status().unwrap();
         assert!(done.success(), "{line}");
     }

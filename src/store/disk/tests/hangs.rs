@@ -79,8 +79,8 @@ async fn device_with_long_queue_is_busy_and_not_hung() {
         written(2),
         written(3)
     );
-    assert_eq!(late.unwrap_err().kind, StoreErrorKind::Unhealthy, "its time is over");
-    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy, "and yet it works");
+    assert_eq!(late.unwrap_err().kind, StoreErrorKind::Unhealthy, "the deadline passed");
+    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy, "a busy device counts as hung");
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [2, 3]);
 }
 
@@ -198,9 +198,12 @@ async fn slow_deletion_does_not_delay_probes_or_other_disks() {
     store.forget_shuffle(&young);
     assert_eq!(store.disks()[1].condition, DiskCondition::Broken);
     tokio::time::timeout(Duration::from_secs(100), &mut maintenance).await.unwrap_err();
-    assert_eq!(store.disks()[1].condition, DiskCondition::Healthy, "it was probed");
-    assert!(disks[1].app_directories().iter().all(|path| path.starts_with("apps/spare")), "and cleaned");
-    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy, "it only deletes slowly");
+    assert_eq!(store.disks()[1].condition, DiskCondition::Healthy, "disk 1 was not probed");
+    assert!(
+        disks[1].app_directories().iter().all(|path| path.starts_with("apps/spare")),
+        "disk 1 was not cleaned"
+    );
+    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy, "a slow deletion is no failure");
     disks[0].faults.release().await;
     tokio::time::timeout(Duration::from_secs(20), &mut maintenance).await.unwrap_err();
     assert!(disks[0].app_directories().iter().all(|path| path.starts_with("apps/spare")));

@@ -85,7 +85,7 @@ async fn prefetch_runs_once_per_disk_beside_reads() {
     store.write(&key, vec![extent(1, &[(1, 5000)], false)]).await.unwrap();
     disk.faults.add(Rule::once(Operation::Advise, Fault::Hang));
     store.hint(&key, P, &[0..5000]);
-    uniffle_testkit::eventually("it has begun", || match disk.faults.hung() {
+    uniffle_testkit::eventually("the prefetch has begun", || match disk.faults.hung() {
         0 => Err(String::new()),
         _ => Ok(()),
     })

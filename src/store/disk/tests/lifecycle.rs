@@ -131,7 +131,7 @@ async fn directory_has_one_owner_and_keeps_its_identity() {
     let store = open_with(config, vec![disk.disk()]).await.unwrap();
     assert_eq!(store.disks()[0].uuid, uuid);
     assert!(disk.app_files().is_empty(), "moved away at once");
-    assert!(disk.memory.files().len() > 2, "and deleted later");
+    assert!(disk.memory.files().len() > 2, "files are deleted later");
     assert_nothing_left(&store, &[disk]).await;
 }
 
@@ -176,7 +176,11 @@ async fn read_only_disk_serves_reads_until_writable() {
     assert_eq!((info.condition, info.path.as_path()), (DiskCondition::ReadOnly, Path::new("/a")));
     assert!(info.fault.is_some());
     assert_eq!(store.core.metrics.disk_is_read_only.with_label_values(&["/a"]).get(), 1);
-    assert_eq!(open(vec![disks[0].disk()]).await.unwrap_err().kind, StoreErrorKind::InUse, "it is locked");
+    assert_eq!(
+        open(vec![disks[0].disk()]).await.unwrap_err().kind,
+        StoreErrorKind::InUse,
+        "the directory is locked"
+    );
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1, 2, 3]);
     for id in 4..8 {
         assert_eq!(store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap().disk, 1);

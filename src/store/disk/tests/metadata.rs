@@ -67,7 +67,7 @@ async fn successor_continues_the_log() {
         drop(store);
         let copies = log_copies(disks);
         let store = successor(disks, hand_off.as_ref()).await;
-        assert!(!store.metadata.is_begun(), "it is recovered first");
+        assert!(!store.metadata.is_begun(), "the log was begun before recovery");
         let recovered = recover(&store).await;
         assert_eq!(records_of(&recovered, &first), (vec![Bytes::from_static(b"first")], None));
         assert!(store.metadata.is_begun());
@@ -402,7 +402,10 @@ async fn damaged_log_file_hides_nothing() {
             let (records, incomplete) = records_of(&recover(&store).await, &shuffle);
             let is_refused = store.metadata_gap().is_some();
             assert!(records.len() == 1 || is_refused, "{path:?} {how}");
-            assert!(!is_refused || how == 2, "one damaged file is made good: {path:?} {how} {incomplete:?}");
+            assert!(
+                !is_refused || how == 2,
+                "one damaged file is not repaired: {path:?} {how} {incomplete:?}"
+            );
         }
     }
 }
@@ -434,7 +437,7 @@ async fn hung_copy_is_dropped_and_recreated_later() {
     append_record(&store, &shuffle, b"first").await;
     disks[1].faults.add(Rule::always(Operation::Write, Fault::Hang).on("/log"));
     append_record(&store, &shuffle, b"second").await;
-    assert!(!store.disks()[1].is_healthy(), "it did not answer in time");
+    assert!(!store.disks()[1].is_healthy(), "a late disk is healthy");
     let copies: Vec<usize> =
         log_copies(&disks).into_iter().filter(|(at, _)| *at == 0).map(|it| it.0).collect();
     assert_eq!(copies, [0, 0], "both copies are on the one that answers");

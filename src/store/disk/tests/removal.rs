@@ -37,7 +37,7 @@ async fn until_it_pauses(disk: &TestDisk, mut purge: impl Future<Output = ()> + 
         if left(disk) <= 32 {
             break;
         }
-        assert!((&mut purge).now_or_never().is_none(), "it pauses after the first part");
+        assert!((&mut purge).now_or_never().is_none(), "the purge did not pause");
         tokio::task::yield_now().await;
     }
     assert_eq!(left(disk), 32);
@@ -133,14 +133,14 @@ async fn successor_finishes_a_removal() {
         (32, Duration::ZERO),
         "the part in progress ends, and no further part begins"
     );
-    assert_eq!(store.core.metrics.deletion_failed.get(), 0, "that is no failure");
+    assert_eq!(store.core.metrics.deletion_failed.get(), 0, "an unfinished deletion counts as failed");
     store.purge_app(&key.app).await;
     store.maintain_once().await;
     assert_eq!((left(&disk), store.core.metrics.deletion_failed.get()), (32, 0), "nor later");
     drop((writing, store));
     let successor = open(vec![disk.disk()]).await.unwrap();
     successor.maintain_once().await;
-    assert_eq!(left(&disk), 0, "it empties the trash");
+    assert_eq!(left(&disk), 0, "the trash is not empty");
     successor.purge_app(&key.app).await;
     assert_nothing_left(&successor, &[disk]).await;
 }

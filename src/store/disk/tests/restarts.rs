@@ -311,7 +311,7 @@ async fn stray_file_among_apps_does_not_fail_the_disk() {
     let info = &store.disks()[0];
     assert_eq!((info.condition, info.fault.as_deref()), (DiskCondition::Healthy, None));
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
-    assert!(stray.exists(), "it is left alone");
+    assert!(stray.exists(), "the stray file was deleted");
 }
 
 #[tokio::test]
@@ -340,5 +340,5 @@ async fn stray_file_named_like_a_shuffle_is_kept() {
     assert_eq!(read_all(&store, &shuffle, 1).await.unwrap(), [1]);
     assert_eq!(read_all(&store, &other, 1).await.unwrap(), [2]);
     store.purge_app(&shuffle.app).await;
-    assert_eq!(std::fs::read_to_string(&stray).unwrap(), "hi", "it is left alone");
+    assert_eq!(std::fs::read_to_string(&stray).unwrap(), "hi", "the stray file was changed");
 }

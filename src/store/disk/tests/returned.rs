@@ -53,7 +53,7 @@ async fn gap_of_a_replaced_disk_ends_for_later_starts() {
         disk.faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)));
     }
     store.end_metadata_gap().await.unwrap_err();
-    assert!(store.metadata_gap().is_some(), "its end is not on the disks");
+    assert!(store.metadata_gap().is_some(), "the end of the log is missing");
     a.faults.clear();
     b.faults.clear();
     drop(store);
@@ -67,7 +67,7 @@ async fn gap_of_a_replaced_disk_ends_for_later_starts() {
     drop(store);
     let store = both().await;
     let recovered = recover(&store).await;
-    assert!(records_of(&recovered, &old).1.is_some(), "its records may be missing");
+    assert!(records_of(&recovered, &old).1.is_some(), "records may be missing");
     assert_eq!((records_of(&recovered, &new).1, store.metadata_gap()), (None, None));
 }
 

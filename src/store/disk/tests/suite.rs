@@ -83,7 +83,7 @@ async fn files_do_not_grow_with_partitions() {
             (0..2000).map(|partition| extent(partition, &[(i64::from(partition) + round, 50)], false));
         store.write(&key, batch.collect()).await.unwrap();
     }
-    assert_eq!(disks[0].app_files().len(), 2, "one data log and one index log");
+    assert_eq!(disks[0].app_files().len(), 2, "a data log and an index log");
     assert_eq!(read_all(&store, &key, 1234).await.unwrap(), [1234, 1235, 1236]);
     store.purge_app(&key.app).await;
     assert_nothing_left(&store, &disks).await;

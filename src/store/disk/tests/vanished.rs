@@ -467,7 +467,7 @@ async fn moved_directory_is_detached_and_not_recreated() {
     real.store.maintain_once().await;
     assert!(!real.root().exists(), "nothing is made on another file system");
     assert_eq!(real.store.disks()[0].condition, DiskCondition::Detached);
-    assert_eq!(real.store.core.metrics.files_vanished.get(), 0, "it may come back");
+    assert_eq!(real.store.core.metrics.files_vanished.get(), 0, "the directory may come back");
     std::fs::create_dir(real.root()).unwrap();
     real.store.probe().await;
     assert_eq!(real.store.disks()[0].condition, DiskCondition::Detached, "another one in its place");

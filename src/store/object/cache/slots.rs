@@ -356,12 +356,12 @@ mod tests {
         assert!(matches!(slots.find(key(1), 1, |_| true), SlotLookup::Known(_)));
         drop(fetch(&mut slots, 4));
         assert!(matches!(slots.find(key(1), 1, |_| true), SlotLookup::Known(_)), "chunk 2 was evicted");
-        assert!(matches!(slots.find(key(0), 1, |_| true), SlotLookup::Known(_)), "it is read");
+        assert!(matches!(slots.find(key(0), 1, |_| true), SlotLookup::Known(_)), "the chunk is being read");
         assert_eq!(budget.used(), 4 * ENTRY_BYTES);
         slots.forget(1);
         assert_eq!((slots.len(), budget.used()), (0, 0));
         let places: u32 = slots.places.iter().map(|places| places.free()).sum();
-        assert_eq!(places, 3, "one is still read");
+        assert_eq!(places, 3, "one chunk is still being read");
         drop(read);
         let places: u32 = slots.places.iter().map(|places| places.free()).sum();
         assert_eq!(places, 4);
@@ -370,8 +370,13 @@ mod tests {
     #[test]
     fn chunk_of_a_cancelled_fetch_is_fetched_again() {
         let mut slots = slots(&Budget::new(u64::MAX), 4);
-        let SlotLookup::Fetch(_, sender) = slots.find(key(0), 1, |_| true) else { panic!("it is new") };
-        assert!(matches!(slots.find(key(0), 1, |_| true), SlotLookup::Known(_)), "it is being fetched");
+        let SlotLookup::Fetch(_, sender) = slots.find(key(0), 1, |_| true) else {
+            panic!("the chunk is new")
+        };
+        assert!(
+            matches!(slots.find(key(0), 1, |_| true), SlotLookup::Known(_)),
+            "the chunk is being fetched"
+        );
         drop(sender);
         assert!(matches!(slots.find(key(0), 1, |_| true), SlotLookup::Fetch(..)));
     }
@@ -392,7 +397,10 @@ mod tests {
             matches!(slots.find(key(5), 1000, |_| true), SlotLookup::Not),
             "a small part, for the first time"
         );
-        assert!(matches!(slots.find(key(5), 1000, |_| true), SlotLookup::Fetch(..)), "and for the second");
+        assert!(
+            matches!(slots.find(key(5), 1000, |_| true), SlotLookup::Fetch(..)),
+            "the second read is admitted"
+        );
         assert!(
             matches!(slots.find(key(6), CHUNK_BYTES / 4, |_| true), SlotLookup::Fetch(..)),
             "a large part of the chunk"

@@ -63,7 +63,7 @@ async fn cached_chunk_is_read_without_a_request() {
     let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
     process.filled(3).await;
     assert_eq!(process.data(0, 0, 3000).await.unwrap(), bytes_of(0..3, 1000));
-    assert_eq!(process.gets(), 3, "one for each segment");
+    assert_eq!(process.gets(), 3, "one request per segment");
     for partition in [0, 1] {
         assert_eq!(process.read(&key(1), partition).await.unwrap(), expected(0..3, 1000));
         assert_eq!(process.data(partition, 500, 2000).await.unwrap(), bytes_of(0..3, 1000)[500..2500]);
@@ -79,7 +79,7 @@ async fn concurrent_readers_of_a_chunk_share_a_request() {
     let reads = join_all((0..10).map(|n| process.data(n % 2, 0, 1000)));
     let others = async {
         let is_held = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
-        eventually("one asks", is_held).await;
+        eventually("one reader sends a request", is_held).await;
         process.store.let_go();
     };
     let (read, ()) = futures::join!(reads, others);
@@ -137,7 +137,7 @@ async fn silent_store_delays_only_its_own_readers() {
         let held = used.load(Ordering::Relaxed);
         assert!(held <= memory / 3, "{held} bytes");
         if cache_bytes > 0 {
-            assert_eq!(read(0).await, 1 << 20, "it is in the cache");
+            assert_eq!(read(0).await, 1 << 20, "the chunk is cached");
             let held = (process.store.held(), used.load(Ordering::Relaxed));
             assert_eq!(held, (1, 0), "a reader that waits for a chunk holds no memory");
         }
@@ -299,7 +299,7 @@ async fn cache_does_not_survive_shuffles_or_process() {
     process.filled(2).await;
     process.data(0, 0, 2000).await.unwrap();
     assert_eq!(process.tier.objects().cached_bytes(), 2 * CHUNK_BYTES);
-    assert_eq!(disk.files(), Vec::<PathBuf>::new(), "its file has no name");
+    assert_eq!(disk.files(), Vec::<PathBuf>::new(), "the cache file has no name");
     process.purge(&key(1), Purge::App(Cause::Unregistered)).await;
     assert_eq!((process.tier.objects().cached_bytes(), process.extents.used()), (0, 0));
 

@@ -105,12 +105,12 @@ async fn blocks_of_a_deleted_segment_are_lost_once_confirmed() {
         process.store.heal();
     }
     process.store.replace(&gone, content).await;
-    assert!(mark().await.is_none() && reported.lock().is_empty(), "it is there");
+    assert!(mark().await.is_none() && reported.lock().is_empty(), "the segment exists");
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..4, 50));
 
     process.store.remove(&gone).await;
     assert!(fails().await);
-    let reason = mark().await.expect("it is gone").to_string();
+    let reason = mark().await.expect("the segment is deleted").to_string();
     assert!(reason.contains(&gone) && reason.contains("deleted by another program"), "{reason}");
     assert_eq!(*reported.lock(), BTreeSet::from([(0, reason.clone()), (7, reason)]));
     assert!(process.tier.data(&key(1), PartitionId(0), 0, 200).unwrap().has_hole);

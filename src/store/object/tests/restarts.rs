@@ -19,7 +19,8 @@ async fn all_records(recovered: &mut Recovered) -> Vec<(ShuffleKey, Bytes)> {
 }
 
 fn present(recovered: &Recovered, shuffle: i32, partition: i32) -> Vec<u64> {
-    let found = recovered.shuffles.iter().find(|it| it.key == key(shuffle)).expect("it was found");
+    let found =
+        recovered.shuffles.iter().find(|it| it.key == key(shuffle)).expect("the shuffle is recovered");
     found.present.held(PartitionId(partition)).map_or_else(Vec::new, |ids| ids.iter().collect())
 }
 

@@ -31,7 +31,7 @@ async fn waiting_batches_share_segments() {
     let batch = |n: i64| shuffle.write(vec![extent(0, n * 10..n * 10 + 10, 1000)].into());
     let others = async {
         let began = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
-        eventually("one goes up", began).await;
+        eventually("an upload has begun", began).await;
         let queued = async {
             eventually("the others wait", || match process.tier.objects().waiting(&key(1)) {
                 8 => Ok(()),
@@ -88,8 +88,10 @@ async fn purge_waits_for_uploads_and_leaves_nothing() {
     process.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
     let write = shuffle.write(vec![extent(0, 3..6, 100)].into());
     let purge = async {
-        eventually("it is under way", || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) })
-            .await;
+        eventually("the upload is running", || {
+            if process.store.held() > 0 { Ok(()) } else { Err(String::new()) }
+        })
+        .await;
         let removal = Arc::clone(&process.tier).forget(&key(4).app, &[key(4)], Purge::Shuffles).unwrap();
         process.store.heal();
         removal.await;

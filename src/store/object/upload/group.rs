@@ -91,7 +91,7 @@ mod tests {
         assert_eq!((running.take_or_end(), group.take()), (Some(1), Some(2)));
         assert!(!group.add(3), "the task is still there");
         assert_eq!((running.take_or_end(), running.take_or_end()), (Some(3), None));
-        assert!(group.add(4), "and then it is not");
+        assert!(group.add(4), "a new task is needed");
         drop(running);
         assert!(!group.add(5), "the guard of an ended task has no effect");
         drop(group.running());

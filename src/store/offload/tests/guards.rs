@@ -53,7 +53,7 @@ async fn reports_do_not_wait_for_a_hung_first_offload() {
     let began = tokio::time::Instant::now();
     process.append_record(&key, b"meanwhile").await.unwrap();
     assert_eq!(began.elapsed(), std::time::Duration::ZERO);
-    assert!(process.fixture.store.held() > 0, "it still hangs");
+    assert!(process.fixture.store.held() > 0, "the store still hangs");
 
     process.fixture.store.heal();
     assert!(offloads.join_next().await.unwrap().unwrap().unwrap());
@@ -82,7 +82,7 @@ async fn report_behind_a_hung_offload_ends_in_time() {
     for _ in 0..2 {
         let report = process.append_record(&key, b"report");
         let ended = tokio::time::timeout(Duration::from_secs(125), report).await;
-        let error = ended.expect("it ends").unwrap_err();
+        let error = ended.expect("the report ends").unwrap_err();
         assert_eq!(error.kind, StoreErrorKind::Unreachable, "{error}");
         assert!(error.to_string().contains("has not answered"), "{error}");
     }

@@ -135,7 +135,7 @@ impl Process {
                 return Ok(());
             }
         }
-        panic!("there is no end of it");
+        panic!("the offload never ends");
     }
 
     /// Offloads data that the policy selects, until it selects none. Returns the number of
@@ -150,7 +150,7 @@ impl Process {
             };
             failed += usize::from(self.tier.offload_candidate(wanted, &shuffle).await.is_err());
         }
-        panic!("there is no end of it");
+        panic!("the offload never ends");
     }
 
     /// Waits until the store knows all records of the log.
@@ -212,7 +212,7 @@ async fn recovered_records(process: &Process) -> (Recovered, BTreeMap<ShuffleKey
 }
 
 fn present(recovered: &Recovered, key: &ShuffleKey, partition: i32) -> Vec<u64> {
-    let found = recovered.shuffles.iter().find(|it| it.key == *key).expect("it was found");
+    let found = recovered.shuffles.iter().find(|it| it.key == *key).expect("the shuffle is recovered");
     found.present.held(PartitionId(partition)).map_or_else(Vec::new, |ids| ids.iter().collect())
 }
 

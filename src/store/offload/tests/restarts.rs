@@ -384,7 +384,7 @@ async fn drain_waits_for_a_missing_directory() {
     process.tier.begin_drain();
     assert_eq!(process.offload_candidates().await, 0);
     let left = DrainBacklog { shuffles_left: 1, ..DrainBacklog::default() };
-    assert_eq!(process.tier.drain_progress(), left, "of the other one everything is known");
+    assert_eq!(process.tier.drain_progress(), left, "the other directory has no unknown shuffles");
     process.kill().await;
 
     let process = both.start().await;

@@ -14,7 +14,7 @@ fn holder(name: &str, weight: u32) -> Holder {
 fn waiting(semaphore: &Arc<FairSemaphore>, holder: &Holder, bytes: u64) -> BoxFuture<'static, Permit> {
     let (semaphore, holder) = (Arc::clone(semaphore), holder.clone());
     let mut waiting = async move { semaphore.acquire(&holder, bytes).await }.boxed();
-    assert!((&mut waiting).now_or_never().is_none(), "it has to wait");
+    assert!((&mut waiting).now_or_never().is_none(), "granted at once");
     waiting
 }
 
@@ -37,7 +37,7 @@ fn greedy_application_leaves_room_for_another() {
     let next = waiting(&semaphore, &flood, 10);
     assert!(semaphore.try_acquire(&honest, 20).is_none(), "others wait");
     let small = semaphore.acquire(&honest, 20).now_or_never();
-    assert!(small.is_some(), "but it is its turn");
+    assert!(small.is_some(), "the other application is next");
     drop(small);
     drop((next, held));
     assert_eq!(semaphore.0.lock().free, 160);
@@ -78,7 +78,7 @@ fn stalled_readers_leave_permits_for_another_application() {
     for _ in 0..9 {
         let mut next = waiting(&semaphore, &honest, 1);
         drop(place);
-        place = is_served(&mut next).expect("it holds no permit now");
+        place = is_served(&mut next).expect("the application holds nothing");
     }
     drop((queued, held, place));
     assert_eq!(rest(&semaphore), (32, 0, 0));
@@ -89,7 +89,7 @@ fn nothing_is_reserved_of_one_permit_or_none() {
     let (one, other) = (holder("one", 1), holder("other", 1));
     drop(waiting(&FairSemaphore::new(0, Reserve::Eighth), &one, 1));
     let semaphore = FairSemaphore::new(1, Reserve::Eighth);
-    let place = semaphore.try_acquire(&one, 1).expect("it is free");
+    let place = semaphore.try_acquire(&one, 1).expect("the permit is free");
     let mut next = waiting(&semaphore, &other, 1);
     drop(place);
     assert!(is_served(&mut next).is_some());
@@ -127,11 +127,11 @@ fn waiter_with_the_smallest_share_is_served_next() {
     let mut second = waiting(&semaphore, &other, 10);
     let mut third = waiting(&semaphore, &heavy, 10);
     drop(held.pop());
-    assert!(is_served(&mut first).is_none(), "it is next, and waited for until there is room");
+    assert!(is_served(&mut first).is_none(), "the next waiter has no room yet");
     drop(held.pop());
     let first = is_served(&mut first).unwrap();
     let of_flood = is_served(&mut of_flood);
-    assert!(of_flood.is_some(), "it holds no permit now");
+    assert!(of_flood.is_some(), "the flood holds nothing");
     assert!(is_served(&mut third).is_none(), "the rest is for applications that hold nothing");
     drop(of_flood);
     let third = is_served(&mut third);
@@ -184,15 +184,15 @@ fn waiter_for_bytes_holds_no_permit_and_vice_versa() {
     assert_eq!(held.len(), 7);
     let mut hogs: Vec<_> = (0..9).map(|_| with_parts(&semaphore, &hog, 10, parts_of(&[&disk], 1))).collect();
     assert!(hogs.iter_mut().all(|it| it.now_or_never().is_none()));
-    assert!(semaphore.is_short() && disk.has_room(4 * UNIT), "they wait for bytes");
+    assert!(semaphore.is_short() && disk.has_room(4 * UNIT), "the waiters lack bytes, not the disk");
     let served = with_parts(&semaphore, &honest, 10, parts_of(&[&disk], 4)).now_or_never();
-    assert!(served.is_some(), "it is its turn");
+    assert!(served.is_some(), "the other application is next");
     drop((served, hogs, held));
 
     let all = semaphore.try_acquire_with(&honest, 0, &parts_of(&[&disk], 4)).unwrap();
     let mut stuck: Vec<_> = (0..9).map(|_| with_parts(&semaphore, &hog, 10, parts_of(&[&disk], 1))).collect();
     assert!(stuck.iter_mut().all(|it| it.now_or_never().is_none()));
-    assert!(!semaphore.is_short() && semaphore.0.lock().free == 80, "they wait for a disk");
+    assert!(!semaphore.is_short() && semaphore.0.lock().free == 80, "the waiters lack the disk, not bytes");
     let other = device();
     assert!(semaphore.has_waiters(), "waiters exist, so prefetching stops");
     assert!(semaphore.try_acquire(&hog, 10).is_some());
@@ -217,9 +217,9 @@ fn large_read_is_not_starved_by_small_ones() {
     let mut large = with_parts(&semaphore, &other, 10, parts_of(&[&disk], 4));
     assert!((&mut large).now_or_never().is_none());
     let mut next = with_parts(&semaphore, &one, 10, parts_of(&[&disk], 2));
-    assert!((&mut next).now_or_never().is_none(), "there would be room");
+    assert!((&mut next).now_or_never().is_none(), "the large read is first");
     drop(device);
-    let large = large.now_or_never().expect("its disk is free");
+    let large = large.now_or_never().expect("the disk is free");
     assert!((&mut next).now_or_never().is_none());
     drop(large);
     assert!(next.now_or_never().is_some());
@@ -233,11 +233,11 @@ fn applications_that_hold_nothing_alternate() {
     let mut hogs: Vec<_> = (0..128).map(|_| waiting(&semaphore, &hog, 1)).collect();
     let mut other = waiting(&semaphore, &honest, 2);
     drop(open);
-    let of_hog = is_served(&mut hogs.remove(0)).expect("it was first");
+    let of_hog = is_served(&mut hogs.remove(0)).expect("the first waiter is served");
     assert!(is_served(&mut hogs[0]).is_none(), "the next one is waited for, large as it is");
     assert!(semaphore.try_acquire(&hog, 1).is_none() && !semaphore.has_room(1));
     drop(of_hog);
-    let other = is_served(&mut other).expect("it is next");
+    let other = is_served(&mut other).expect("the other application is next");
     assert!(is_served(&mut hogs[0]).is_none());
     drop(other);
     // Granted, and dropped before they were polled.
@@ -256,7 +256,7 @@ fn equal_holders_are_served_by_turns_and_not_by_arrival() {
     for is_hogs in [true, false, true, false, true, true] {
         drop(open);
         let waiters = if is_hogs { &mut hogs } else { &mut others };
-        open = is_served(&mut waiters.remove(0)).expect("it is its turn");
+        open = is_served(&mut waiters.remove(0)).expect("the applications alternate");
     }
 }
 

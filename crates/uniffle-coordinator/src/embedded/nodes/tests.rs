@@ -243,15 +243,15 @@ fn forgotten_lost_node_is_not_listed() {
     let start = Instant::now();
     let mut table = table();
     table.accept(heartbeat("n"), Joins::Named, start).unwrap();
-    assert!(!table.forget_lost("n", start), "it is alive");
+    assert!(!table.forget_lost("n", start), "a live node was forgotten");
     assert_eq!(table.counts().total, 1);
     let silent = start + Duration::from_secs(31);
     assert!(table.forget_lost("n", silent), "lost without a query");
-    assert!(!table.forget_lost("n", silent), "it is removed");
+    assert!(!table.forget_lost("n", silent), "forgotten twice");
     assert_eq!((table.view(false, silent).lost, table.lost.bytes), (vec![], 0));
     table.accept(heartbeat("n"), Joins::Named, silent).unwrap();
     table.expire(silent + Duration::from_secs(31));
-    assert_eq!(table.counts().lost, 1, "it came back and is lost again");
+    assert_eq!(table.counts().lost, 1, "the returned node is lost again");
 }
 
 #[test]
@@ -266,7 +266,7 @@ fn ids_of_lost_nodes_are_bounded_in_bytes() {
         table.expire(now);
     };
     come_and_go(&mut table, &honest);
-    assert_eq!(table.counts().lost, NODES_MAX, "there is room for all of a large cluster");
+    assert_eq!(table.counts().lost, NODES_MAX, "all nodes of a large cluster fit");
     let made_up: Vec<String> = (0..4000).map(|n| format!("{n:0255}")).collect();
     come_and_go(&mut table, &made_up);
     let bytes = |table: &NodeTable| table.lost.iter().map(|(id, _)| lost::bytes(id)).sum::<usize>();

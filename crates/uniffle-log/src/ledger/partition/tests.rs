@@ -148,7 +148,7 @@ impl Model {
             let verdict = self.ledger.verdict(|ids| ids.and(&IdSet::from([*id])));
             match (self.there.contains(id), self.has_looker, &verdict) {
                 (false, _, Availability::Serve) => panic!("{id} is not there, and no read hears of it"),
-                (false, false, Availability::Wait(_)) => panic!("no one looks for {id}"),
+                (false, false, Availability::Wait(_)) => panic!("no scan looks for {id}"),
                 (true, _, Availability::Lost(..)) => panic!("{id} is there and called lost"),
                 (true, false, Availability::Wait(_)) => panic!("{id} is waited for forever"),
                 _ => {}

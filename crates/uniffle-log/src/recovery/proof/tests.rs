@@ -189,11 +189,15 @@ fn one_damaged_copy_is_repaired_and_two_are_not() {
         seen[0].copies[1].acknowledged = acknowledged;
         decide_recovery(&seen, None).gap.map(|gap| gap.reason)
     };
-    assert_eq!(marked([(9, Some(false)), (9, Some(false))], 9), None, "what was not acknowledged");
+    assert_eq!(
+        marked([(9, Some(false)), (9, Some(false))], 9),
+        None,
+        "only unacknowledged records are damaged"
+    );
     assert!(marked([(9, Some(false)), (9, Some(false))], 10).is_some(), "the last record of both is damaged");
     let reason = marked([(7, None), (7, None)], 10).unwrap();
     assert!(reason.contains("/0/log ends before record 9"), "cut alike: {reason}");
-    assert_eq!(marked([(7, None), (10, None)], 10), None, "one is whole");
+    assert_eq!(marked([(7, None), (10, None)], 10), None, "one copy is complete");
     let mut restored = two_copies([(7, None), (0, Some(false))]);
     (restored[0].copies[1].epoch, restored[0].copies[1].acknowledged) = (None, 10);
     let reason = decide_recovery(&restored, None).gap.unwrap().reason;
@@ -246,10 +250,10 @@ fn directory_is_followed_after_hundreds_of_absent_starts() {
         let every: Vec<usize> = (0..all).collect();
         fixture.live(&every, &[1]);
         (0..300).for_each(|_| fixture.live(&rest, &[1]));
-        assert_eq!(decide_recovery(&fixture.see(&every), None).gap, None, "of {all}");
+        assert_eq!(decide_recovery(&fixture.see(&every), None).gap, None, "{all} directories");
         fixture.live(&every, &[1]);
         let lineage = decide_recovery(&fixture.see(&every), None).epoch.lineage.len();
-        assert_eq!(lineage, LINEAGE_MAX, "what nobody asks for is forgotten");
+        assert_eq!(lineage, LINEAGE_MAX, "old epochs are forgotten");
     }
 }
 
@@ -263,7 +267,7 @@ fn hand_off_proves_only_its_own_epoch() {
     assert_eq!(decide_recovery(&all, Some(&hand_off(epoch, 2))).gap, None);
     let gap = decide_recovery(&all, Some(&hand_off(epoch, 9))).gap.unwrap();
     assert!(gap.reason.contains("/0/log ends before record 8"), "{}", gap.reason);
-    assert_eq!(decide_recovery(&all, Some(&hand_off(epoch + 1, 9))).gap, None, "of another epoch");
+    assert_eq!(decide_recovery(&all, Some(&hand_off(epoch + 1, 9))).gap, None, "hand-off of another epoch");
 }
 
 /// The outgoing process had the log to itself, so an absent directory has nothing newer.
@@ -283,7 +287,7 @@ fn hand_off_proves_the_log_without_an_absent_directory() {
     assert_eq!(
         decide_recovery(&one, Some(&hand_off(decision.epoch.id + 1, 2))).gap,
         decision.gap,
-        "of another epoch"
+        "hand-off of another epoch"
     );
 }
 

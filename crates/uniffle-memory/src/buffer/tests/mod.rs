@@ -223,7 +223,7 @@ fn space_is_not_reserved_ahead_when_memory_is_short() {
     let _hog = memory.budget().try_charge(memory.budget().free() - 8192).unwrap();
     put(&memory, &buffer, 2, 0, 100);
     let heap = METADATA_BYTES + SEGMENT_HEAP_BYTES;
-    assert_eq!(memory.budget().free(), 8192 - 4096 - heap, "one smallest segment, not a megabyte");
+    assert_eq!(memory.budget().free(), 8192 - 4096 - heap, "the smallest segment is charged");
 }
 
 #[test]

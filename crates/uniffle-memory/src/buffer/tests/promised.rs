@@ -155,7 +155,7 @@ impl Run {
             .unwrap();
         let mut blocks = Vec::new();
         for _ in 0..(bytes / u64::from(len)).min(300) {
-            let mut fill = buffer.reserve(len, &mut funds).expect("it has a ticket");
+            let mut fill = buffer.reserve(len, &mut funds).expect("the ticket covers the block");
             fill.write(&vec![7; len as usize]);
             blocks.push((meta(self.next, 0, len as usize), fill));
             self.next += 1;
@@ -194,7 +194,7 @@ fn metadata_beyond_capacity_does_not_reduce_a_ticket() {
     assert!(memory.used_bytes() > memory.capacity_bytes(), "overdrawn");
     let honest = shuffle_of(&memory, "honest").buffer(PartitionId(0), partitions(&memory)).unwrap();
     for _ in 0..64 {
-        let _ = honest.reserve(16 << 10, &mut funds).expect("it has a ticket");
+        let _ = honest.reserve(16 << 10, &mut funds).expect("the ticket covers the block");
     }
     drop(large);
 }

@@ -128,7 +128,7 @@ fn every_acknowledged_block_is_in_a_tier_at_every_moment() {
                 let _writing = Writing(writing);
                 let mut random = ChaCha8Rng::seed_from_u64(seed);
                 for _ in 0..REQUESTS {
-                    let sent = send(memory, &mut random, next).expect("nobody purges");
+                    let sent = send(memory, &mut random, next).expect("the shuffle exists");
                     acknowledged.lock().extend(sent);
                 }
             });

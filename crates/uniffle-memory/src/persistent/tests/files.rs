@@ -146,7 +146,7 @@ fn region_grows_with_its_content_and_shrinks_without_blocks() {
     let refused = in_directory(directory.path(), |_, _| {}).unwrap_err();
     assert!(matches!(refused, MemoryFileError::Size { .. }), "{refused}");
     assert!(refused.to_string().contains("memory_store.capacity"), "{refused}");
-    assert_eq!(bytes(), grown_bytes, "it is not changed");
+    assert_eq!(bytes(), grown_bytes, "the refused file changed");
     let check = |change: fn(&mut MemoryConfig)| {
         let mut config = config(Backing::Directory(directory.path().to_owned()));
         change(&mut config);
@@ -202,7 +202,7 @@ fn damage(path: &std::path::Path) {
     let at = table_geometry().front_bytes() + 3000;
     let mut byte = [0];
     rustix::io::pread(&flipped, &mut byte[..], at).unwrap();
-    assert_eq!(byte[0], payload(1, 5000)[3000], "of the only block");
+    assert_eq!(byte[0], payload(1, 5000)[3000], "not a byte of the block");
     rustix::io::pwrite(&flipped, &[byte[0] ^ 4], at).unwrap();
 }
 
@@ -216,7 +216,11 @@ fn found_damaged(is_flushed: bool) {
     again.on_damage(Arc::new(move |key: &ShuffleKey, partition: PartitionId, _: &str| {
         heard.lock().push((key.clone(), partition));
     }));
-    assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]), "nobody has looked");
+    assert_eq!(
+        restored(&again, |_, _, _| false),
+        Found::from([((0, 0), vec![1])]),
+        "unverified blocks are restored"
+    );
     assert!(again.has_unverified());
     let buffer = buffer(&again, 0, 0);
     let sealed = is_flushed.then(|| buffer.seal().unwrap());
@@ -225,7 +229,7 @@ fn found_damaged(is_flushed: bool) {
     assert_eq!(*notified.lock(), [(key(0), PartitionId(0))], "once");
     assert_eq!((read(&again), again.has_unverified(), buffer.block_count()), (Found::new(), false, 0));
     assert_eq!(rows_left(&again), 0, "nor is it found again");
-    assert_eq!(again.block_count(), u64::from(is_flushed), "there is nothing to flush");
+    assert_eq!(again.block_count(), u64::from(is_flushed), "damaged blocks are not flushed");
     if let Some(sealed) = sealed {
         let extent = sealed.extent(Distribution::Normal);
         assert_eq!((sealed.bytes(), extent.blocks.len()), (0, 0));

@@ -71,7 +71,7 @@ fn shuffle_without_slot_gets_one_later() {
     memory.register(&key(1), Distribution::Normal);
     assert_eq!(memory.unprotected_shuffles(), 2);
     memory.protect_shuffles();
-    assert_eq!(memory.unprotected_shuffles(), 2, "there is still no place");
+    assert_eq!(memory.unprotected_shuffles(), 2, "no slot is free yet");
     memory.shared.supply.region.limit_pages(usize::MAX);
     send_one(&memory, 0, 7);
     drop(buffer(&memory, 0, 0).seal());
@@ -166,7 +166,7 @@ fn unknown_shuffle_is_kept_until_it_ends() {
     for end in ends {
         let memory = knows_the_first(&copy(&file), true);
         end(&memory);
-        assert_eq!(rows_left(&memory), 1, "that of the shuffle that is known");
+        assert_eq!(rows_left(&memory), 1, "the row of the known shuffle stays");
         drop(memory.forget(&key(0)));
         assert_eq!((memory.used_bytes(), rows_left(&memory)), (0, 0));
     }

@@ -41,7 +41,7 @@ fn release(memory: &Memory, partition: i32) {
 #[test]
 fn row_pages_are_allocated_and_freed_with_rows() {
     let memory = open(None);
-    assert_eq!(resident_bytes(&memory), 0, "nobody has rows");
+    assert_eq!(resident_bytes(&memory), 0, "no row exists");
     tiny(&memory, 0, 0..1000).unwrap();
     assert_eq!(resident_bytes(&memory), 1000u64.div_ceil(PER_CHUNK) * CHUNK_BYTES);
     release(&memory, 0);
@@ -114,7 +114,7 @@ fn rows_without_room_for_pages_are_refused() {
         let paid = crate::admission::metadata_reserve::FREE_BYTES + lists.ceded_bytes();
         let paid = paid + memory.heap().of(HeapKind::Blocks).used() + FREE_CHUNKS * CHUNK_BYTES;
         assert!(front + records <= paid, "{front} and {records} of {paid} after {sent} sends");
-        assert!(sent < 150, "it is never refused");
+        assert!(sent < 150, "no send was refused");
     };
     assert!(matches!(refused, crate::MemoryError::NoCapacity { .. }), "{refused:?}");
     drop((all, memory.forget(&key(0))));
