@@ -71,7 +71,7 @@ pub(in crate::store) struct DiskScan {
 impl DiskScan {
     /// Adds an entry with the name of an incarnation's directory. `None` means that it is not a
     /// directory.
-    fn take(&mut self, found: Option<FoundDirectory>, incarnation: u64) {
+    fn add(&mut self, found: Option<FoundDirectory>, incarnation: u64) {
         match found {
             Some(found) => {
                 self.has_unread |= found.has_unread;
@@ -95,9 +95,9 @@ fn parse_file(name: &str) -> Option<(LogKind, u32)> {
     Some((LogKind::of(extension)?, number.parse().ok()?))
 }
 
-/// Runs an operation of a disk within its deadline. A failure is counted against the disk. A disk
-/// that hung is not asked again. A disk that failed is, because its readable data is served.
-async fn ask<T>(disk: &LocalDisk, operation: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+/// Runs an operation of a disk within its deadline. A failure is counted against the disk. A hung
+/// disk is not called again. A failed disk is called, because its readable data is still served.
+async fn with_deadline<T>(disk: &LocalDisk, operation: impl Future<Output = io::Result<T>>) -> io::Result<T> {
     if disk.condition() == DiskCondition::Hung {
         return Err(io::Error::new(io::ErrorKind::TimedOut, "disk timed out earlier"));
     }
@@ -117,18 +117,18 @@ async fn list(disk: &LocalDisk, path: &Path) -> io::Result<Option<Vec<String>>> 
             listed => listed.map(Some),
         }
     };
-    let names = ask(disk, listing).await?;
+    let names = with_deadline(disk, listing).await?;
     if names.is_none() {
         let path = disk.io.root().join(path);
         tracing::warn!(
             path = %path.display(),
-            "unexpected directory in a data directory; ignoring it; move it away"
+            "unexpected file in a data directory; ignoring it; move it away"
         );
     }
     Ok(names)
 }
 
-fn tell(disk: &LocalDisk, path: &Path, error: &io::Error) {
+fn log_unreadable(disk: &LocalDisk, path: &Path, error: &io::Error) {
     let path = disk.io.root().join(path);
     tracing::error!(path = %path.display(), %error, "cannot read a shuffle's directory or file");
 }
@@ -136,10 +136,10 @@ fn tell(disk: &LocalDisk, path: &Path, error: &io::Error) {
 /// Lists the content of a disk. Unreadable entries are logged and left out.
 pub(super) async fn scan_disk(disk: &Arc<LocalDisk>) -> DiskScan {
     let mut scan = DiskScan::default();
-    let apps = match ask(disk, disk.io.list(Path::new(APPS))).await {
+    let apps = match with_deadline(disk, disk.io.list(Path::new(APPS))).await {
         Ok(apps) => apps,
         Err(error) => {
-            tell(disk, Path::new(APPS), &error);
+            log_unreadable(disk, Path::new(APPS), &error);
             scan.has_unread = true;
             return scan;
         }
@@ -154,11 +154,11 @@ pub(super) async fn scan_disk(disk: &Arc<LocalDisk>) -> DiskScan {
                 for (name, (key, incarnation)) in
                     names.iter().filter_map(|name| Some((name, parse_name(&app, name)?)))
                 {
-                    scan.take(scan_directory(disk, path.join(name), key, incarnation).await, incarnation);
+                    scan.add(scan_directory(disk, path.join(name), key, incarnation).await, incarnation);
                 }
             }
             Err(error) => {
-                tell(disk, &path, &error);
+                log_unreadable(disk, &path, &error);
                 scan.has_unread = true;
             }
         }
@@ -179,7 +179,7 @@ async fn scan_directory(
     let names = match list(&disk, &found.path).await {
         Ok(names) => names?,
         Err(error) => {
-            tell(&disk, &found.path, &error);
+            log_unreadable(&disk, &found.path, &error);
             found.has_unread = true;
             Vec::new()
         }
@@ -187,8 +187,8 @@ async fn scan_directory(
     for (name, (kind, number)) in names.iter().filter_map(|name| Some((name, parse_file(name)?))) {
         let path = found.path.join(name);
         let size = async { disk.io.open_read(&path).await?.size().await };
-        let bytes = ask(&disk, size).await.unwrap_or_else(|error| {
-            tell(&disk, &path, &error);
+        let bytes = with_deadline(&disk, size).await.unwrap_or_else(|error| {
+            log_unreadable(&disk, &path, &error);
             found.has_unread = true;
             // The file's number is in use even if its size is unknown.
             0
@@ -210,7 +210,7 @@ pub(in crate::store) struct IndexLogDamage {
 /// Reads one log from its beginning.
 pub(super) struct LogReader<'a> {
     disk: &'a LocalDisk,
-    /// At the offset at which the next record is searched.
+    /// Positioned where the next record is searched.
     window: FileWindow,
     damage: IndexLogDamage,
 }
@@ -228,7 +228,7 @@ impl<'a> LogReader<'a> {
             // loss removes.
             SyncWrites::Group => disk.io.open_read_direct(path),
         };
-        let file = ask(disk, opening).await?;
+        let file = with_deadline(disk, opening).await?;
         let window = FileWindow::new(file, size, WINDOW_BYTES, READ_TIMEOUT);
         Ok(Self { disk, window, damage: IndexLogDamage::default() })
     }
