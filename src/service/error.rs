@@ -179,9 +179,9 @@ pub enum ServiceError {
 pub(super) const MALFORMED: &str = "malformed request";
 
 impl ServiceError {
-    /// Returns the client's fault, if there is one, because an operator should know of it. Normal
-    /// conditions are no faults: short memory, late calls of ended applications, older attempts,
-    /// unsupported calls.
+    /// Returns the kind of fault of the client, for logs and metrics. Returns `None` for normal
+    /// conditions: full memory, late calls of ended applications, older attempts, unsupported
+    /// calls.
     #[must_use]
     pub fn client_fault(&self) -> Option<&'static str> {
         match self {

@@ -169,7 +169,7 @@ impl ClientSession {
             partition_ids: message.partitions.iter().map(|(partition, _)| partition.0).collect(),
             partition_require_sizes,
         };
-        self.patiently(stats, || async {
+        self.retry_no_buffer(stats, || async {
             let call = self.grpc.small("/rss.common.ShuffleServer/requireBuffer", &request);
             let answer: proto::RequireBufferResponse = timed(stats, Rpc::RequireBuffer, call).await?;
             granted("requireBuffer", answer.status, &answer.ret_msg, || {
@@ -259,7 +259,7 @@ impl ClientSession {
     ) -> anyhow::Result<(Vec<Block>, Option<bool>)> {
         const RPC: &str = "getMemoryShuffleData";
         let last_block_id = after.map_or(-1, |id| id.0);
-        self.patiently(stats, || async {
+        self.retry_no_buffer(stats, || async {
             let begin = Instant::now();
             let answer = if let Some(tcp) = &self.tcp {
                 memory_over_tcp(tcp, key, partition, last_block_id, limit).await?
@@ -292,7 +292,7 @@ impl ClientSession {
         partition: PartitionId,
     ) -> anyhow::Result<(Vec<RecordPosition>, Option<u64>)> {
         const RPC: &str = "getLocalShuffleIndex";
-        self.patiently(stats, || async {
+        self.retry_no_buffer(stats, || async {
             let begin = Instant::now();
             let answer = if let Some(tcp) = &self.tcp {
                 let mut answer = request_over_tcp(tcp, 4, key, partition, |_| {}).await?;
@@ -336,7 +336,7 @@ impl ClientSession {
     ) -> anyhow::Result<Bytes> {
         const RPC: &str = "getLocalShuffleData";
         let (offset, length) = (i64::try_from(offset)?, i32::try_from(length)?);
-        self.patiently(stats, || async {
+        self.retry_no_buffer(stats, || async {
             let begin = Instant::now();
             let answer = if let Some(tcp) = &self.tcp {
                 let range = |frame: &mut BytesMut| {
@@ -394,7 +394,7 @@ impl ClientSession {
     }
 
     /// Repeats the call while the response is NO_BUFFER (`None`).
-    async fn patiently<T, F>(&self, stats: &Stats, mut call: impl FnMut() -> F) -> anyhow::Result<T>
+    async fn retry_no_buffer<T, F>(&self, stats: &Stats, mut call: impl FnMut() -> F) -> anyhow::Result<T>
     where
         F: Future<Output = anyhow::Result<Option<T>>>,
     {

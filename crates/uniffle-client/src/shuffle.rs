@@ -27,7 +27,7 @@ impl Shuffle {
         Self { inner: Arc::new(ShuffleContext::new(options, servers, handle)) }
     }
 
-    /// Returns application and shuffle.
+    /// Returns the ids of the application and the shuffle.
     #[must_use]
     pub fn key(&self) -> &ShuffleKey {
         self.inner.key()

@@ -31,8 +31,8 @@ type Column = (&'static str, CellSource);
 /// The list of a command.
 struct List {
     columns: &'static [Column],
-    /// JSON pointers to the arrays of items, with the state of items that are only ids. The answer
-    /// is the only item if there is none.
+    /// JSON pointers to the arrays of items, with the state of items that are only ids. Without
+    /// pointers, the whole answer is the only item.
     items: &'static [(&'static str, &'static str)],
 }
 
@@ -217,7 +217,7 @@ pub(crate) fn csv_of(call: &CtlCommand, answer: &Value) -> String {
     write(columns, &rows)
 }
 
-/// Returns the cells of an item. The first is its own worker, or else the asked one.
+/// Returns the cells of an item. The first is the item's own worker, or else the queried one.
 fn row(columns: &[Column], worker: &str, item: &Value) -> Vec<String> {
     let disks = || item["disks"].as_array().map(|disks| disks.iter());
     let count = |disks: usize| disks.to_string();

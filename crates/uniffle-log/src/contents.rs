@@ -49,7 +49,7 @@ impl LogShares {
     }
 
     /// Replaces the content of all clones by that of `other`.
-    pub(crate) fn become_like(&self, other: &Self) {
+    pub(crate) fn replace_with(&self, other: &Self) {
         let others = other.0.lock().clone();
         *self.0.lock() = others;
     }
@@ -82,7 +82,7 @@ impl Contents {
 
     /// Counts an entry of `bytes` bytes that is in the log. Entries may come in any order, except
     /// registrations that replace others.
-    pub(crate) fn took(&mut self, entry: &FrameContent, bytes: u64) {
+    pub(crate) fn count_entry(&mut self, entry: &FrameContent, bytes: u64) {
         let Some(shuffle) = entry.shuffle() else { return };
         self.next_incarnation = self.next_incarnation.max(shuffle.number.saturating_add(1));
         match entry {
@@ -164,7 +164,7 @@ impl Contents {
             incomplete.map(|(shuffle, gap)| FrameContent::Incomplete(shuffle.clone(), gap.clone()));
         let all = incomplete.chain(self.moved.values().cloned().map(FrameContent::Moved));
         CheckpointFilter {
-            marks: all.filter(|mark| !is_over(&self.purged, mark)).collect(),
+            marks: all.filter(|mark| !belongs_to_purged(&self.purged, mark)).collect(),
             purged: self.purged.clone(),
             order,
             replacements: self.replacements.clone(),
@@ -203,8 +203,8 @@ impl Contents {
     }
 
     /// Replaces the contents by those of another generation. Clones of `living` follow.
-    pub(crate) fn become_like(&mut self, other: Self) {
-        self.living.become_like(&other.living);
+    pub(crate) fn replace_with(&mut self, other: Self) {
+        self.living.replace_with(&other.living);
         let living = self.living.clone();
         *self = Self { living, ..other };
     }
@@ -233,10 +233,10 @@ pub(crate) struct CheckpointFilter {
 }
 
 impl CheckpointFilter {
-    /// Returns the entry as the checkpoint has it, or `None` if it is left out. Called for each
-    /// entry in order.
+    /// Returns the entry to write into the checkpoint, or `None` for none. Called for each entry in
+    /// order.
     pub(crate) fn keep(&mut self, entry: FrameContent) -> Option<FrameContent> {
-        if !matches!(entry, FrameContent::Record(..)) || is_over(&self.purged, &entry) {
+        if !matches!(entry, FrameContent::Record(..)) || belongs_to_purged(&self.purged, &entry) {
             return None;
         }
         match (self.order, entry) {
@@ -251,7 +251,7 @@ impl CheckpointFilter {
 }
 
 /// Number of registrations of each living shuffle that replace earlier ones. If the log has more,
-/// fewer registrations are dropped than could be.
+/// some dead registrations are kept.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Replacements(HashMap<u64, u32>);
 
@@ -276,7 +276,7 @@ impl Replacements {
 }
 
 /// Returns whether an entry belongs to an incarnation in `purged`.
-fn is_over(purged: &Treemap, entry: &FrameContent) -> bool {
+fn belongs_to_purged(purged: &Treemap, entry: &FrameContent) -> bool {
     entry.shuffle().is_some_and(|shuffle| purged.contains(shuffle.number))
 }
 
@@ -287,7 +287,7 @@ mod tests {
     use bytes::Bytes;
     use uniffle_wire::types::{AppId, ShuffleId};
 
-    fn said(number: u64, record: Vec<u8>) -> FrameContent {
+    fn record(number: u64, record: Vec<u8>) -> FrameContent {
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
         FrameContent::Record(Incarnation { key, number }, Bytes::from(record))
     }
@@ -297,22 +297,22 @@ mod tests {
         let registration = RegistrationRecord::default();
         let plain = || Record::Registration(registration.clone()).encode();
         let entries = [
-            said(1, plain()),
-            said(1, vec![2, 1]),
-            said(2, plain()),
-            said(1, plain()),
-            said(1, Record::encode_replacing(&registration)),
-            said(1, plain()),
+            record(1, plain()),
+            record(1, vec![2, 1]),
+            record(2, plain()),
+            record(1, plain()),
+            record(1, Record::encode_replacing(&registration)),
+            record(1, plain()),
         ];
         let mut contents = Contents::default();
-        entries.iter().for_each(|entry| contents.took(entry, 10));
+        entries.iter().for_each(|entry| contents.count_entry(entry, 10));
         assert_eq!((contents.living.of(1), contents.living.of(2), contents.living_bytes), (30, 10, 40));
         assert_eq!(contents.dead_bytes, 20);
         let mut replacements = contents.replacements.clone();
         let dropped: Vec<usize> =
             (0..entries.len()).filter(|at| replacements.replace(&entries[*at])).collect();
         assert_eq!(dropped, [0, 3]);
-        contents.took(&FrameContent::Purged(entries[0].shuffle().unwrap().clone()), 5);
+        contents.count_entry(&FrameContent::Purged(entries[0].shuffle().unwrap().clone()), 5);
         assert_eq!((contents.living.of(1), contents.living_bytes, contents.dead_bytes), (0, 10, 55));
     }
 }

@@ -28,7 +28,7 @@ use uniffle_client::send::SendForm;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 use uniffle_worker::proto::StatusCode;
 
-use self::clients::{Clients, LAYOUT, PARTITIONS, WantedBlocks, read_patiently, shuffle};
+use self::clients::{Clients, LAYOUT, PARTITIONS, WantedBlocks, read_with_retries, shuffle};
 pub use self::clients::{RemoteRead, RemoteReads};
 use self::history::{CheckedHistory, ShuffleBlocks};
 use crate::block_generator::BlockGenerator;
@@ -145,7 +145,7 @@ impl WorkerView for CheckedWorker<'_> {
         expected.retain(|id, _| wanted(id));
         let nothing = AtomicBool::new(false);
         let wanted = WantedBlocks { partition, expected: &expected, tasks: Some(tasks) };
-        let read = read_patiently(self.client, self.remote, key, wanted, &nothing).await;
+        let read = read_with_retries(self.client, self.remote, key, wanted, &nothing).await;
         read.map_err(|error| refusal(&error))
     }
 }
@@ -293,8 +293,8 @@ impl Checker {
             left.is_none_or(|left| left.has(&key, partition, id)) || behind.contains(&(partition, id))
         };
         let checked = CheckedWorker { client, remote, expected: &expected };
-        let should_be_there = |partition, id| is_known(partition, id) && was_left(partition, id);
-        let findings = verify(&checked, &key, &of_shuffle, LAYOUT, should_be_there).await;
+        let must_be_served = |partition, id| is_known(partition, id) && was_left(partition, id);
+        let findings = verify(&checked, &key, &of_shuffle, LAYOUT, must_be_served).await;
         let what = format!("shuffle {id} after {end:?}");
         assert_strict(&findings, &what);
         assert!(left.is_some() || findings.lost.is_empty(), "{what}: lost: {:?}", findings.lost);

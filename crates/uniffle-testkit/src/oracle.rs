@@ -1,4 +1,4 @@
-//! The oracle: checks block by block that a worker keeps its promises to clients.
+//! The oracle: checks block by block that a worker keeps its guarantees to clients.
 //!
 //! [`ShuffleHistory`] records the responses to the clients of one shuffle. [`verify`] asks a worker
 //! ([`WorkerView`]) for the results and for every block, with task filters that avoid the lost
@@ -93,7 +93,7 @@ pub trait WorkerView {
     ) -> impl Future<Output = Result<Blocks, WorkerRefusal>>;
 }
 
-/// Violations of the promises.
+/// Violations of the guarantees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ViolationKind {
     /// A result lacks a block whose report was acknowledged, so a job computes with less data.
@@ -153,21 +153,21 @@ impl ShuffleVerification {
     }
 }
 
-/// Verifies everything of a shuffle. `should_be_there` returns true for sent blocks that must be
+/// Verifies the results and all blocks of a shuffle. `must_be_served` returns true for sent blocks that must be
 /// served.
 pub async fn verify(
     worker: &impl WorkerView,
     key: &ShuffleKey,
     history: &ShuffleHistory,
     layout: IdLayout,
-    should_be_there: impl Fn(i32, BlockId) -> bool,
+    must_be_served: impl Fn(i32, BlockId) -> bool,
 ) -> ShuffleVerification {
     let mut findings = ShuffleVerification::default();
     for (partition, history) in &history.partitions {
         let known = check_results(worker, key, *partition, history, &mut findings).await;
         let wanted = history.sent.keys().chain(known.iter().flatten());
         let tasks: Treemap = wanted.map(|id| layout.task_of(*id).0.cast_unsigned()).collect();
-        let read = read_around(worker, key, *partition, tasks).await;
+        let read = read_split(worker, key, *partition, tasks).await;
         let refused = |id: BlockId| read.refused.get(&layout.task_of(id).0.cast_unsigned());
         findings.served += read.blocks.len() as u64;
         for (id, data) in &read.blocks {
@@ -187,7 +187,7 @@ pub async fn verify(
                     .violate(ViolationKind::UnreportedLoss, format!("block {id} of {key}/{partition}")),
             }
         }
-        for block in history.sent.keys().copied().filter(|id| should_be_there(*partition, *id)) {
+        for block in history.sent.keys().copied().filter(|id| must_be_served(*partition, *id)) {
             findings.intact += 1;
             if !read.blocks.contains_key(&block) {
                 let why = refused(block).map_or("missing", |text| text.as_str()).to_owned();
@@ -244,25 +244,20 @@ struct SplitRead {
 }
 
 /// Reads the blocks of `tasks`. A refused request is split in halves, down to a single task.
-async fn read_around(
-    worker: &impl WorkerView,
-    key: &ShuffleKey,
-    partition: i32,
-    tasks: Treemap,
-) -> SplitRead {
-    let mut around = SplitRead::default();
+async fn read_split(worker: &impl WorkerView, key: &ShuffleKey, partition: i32, tasks: Treemap) -> SplitRead {
+    let mut split = SplitRead::default();
     let mut left: Vec<Vec<u64>> = vec![tasks.to_vec()];
     while let Some(some) = left.pop().filter(|some| !some.is_empty()) {
         match worker.read(key, partition, &Treemap::of(&some)).await {
-            Ok(blocks) => around.blocks.extend(blocks),
+            Ok(blocks) => split.blocks.extend(blocks),
             Err(WorkerRefusal::Failed(_)) if some.len() > 1 => {
                 let (first, second) = some.split_at(some.len() / 2);
                 left.extend([first.to_vec(), second.to_vec()]);
             }
             Err(refusal) => {
-                around.refused.extend(some.into_iter().map(|task| (task, refusal.text().to_owned())));
+                split.refused.extend(some.into_iter().map(|task| (task, refusal.text().to_owned())));
             }
         }
     }
-    around
+    split
 }

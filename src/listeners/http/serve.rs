@@ -70,16 +70,16 @@ section! {
 }
 
 /// Number of connections beyond those that serve requests: for request heads and health checks.
-const SPARE_PLACES: usize = 256;
+const SPARE_CONNECTIONS: usize = 256;
 
 impl HttpConfig {
     /// Returns the maximum number of connections if there are enough descriptors.
     pub(crate) const fn connections_wanted(&self) -> usize {
-        self.max_connections + SPARE_PLACES
+        self.max_connections + SPARE_CONNECTIONS
     }
 
     /// Returns the maximum number of connections, and how many of them may serve a request.
-    fn places(&self) -> (usize, usize) {
+    fn limits(&self) -> (usize, usize) {
         match self.connections_max.filter(|max| *max < self.connections_wanted()) {
             Some(max) => (max.max(2), self.max_connections.min((max / 2).max(1))),
             None => (self.connections_wanted(), self.max_connections),
@@ -107,7 +107,7 @@ pub(super) fn start(
     counts: ConnectionCounts,
     tasks: &Tasks,
 ) {
-    let (connections_max, requests_max) = config.places();
+    let (connections_max, requests_max) = config.limits();
     let acceptor = Acceptor {
         names,
         binding,
@@ -119,13 +119,13 @@ pub(super) fn start(
         cores: None,
         tasks: tasks.clone(),
     };
-    let (places, tasks) = (Arc::new(Semaphore::new(requests_max)), tasks.clone());
+    let (permits, tasks) = (Arc::new(Semaphore::new(requests_max)), tasks.clone());
     acceptor.start(move |Connection { stream, peer, place }| {
         let router = router.clone().layer(Extension(Peer(peer)));
         let exchange = Exchange {
             router,
             deadline: Deadline::after(config.request_timeout),
-            places: Arc::clone(&places),
+            permits: Arc::clone(&permits),
             connection_state: Arc::clone(place.state()),
             serving: Mutex::default(),
         };
@@ -166,7 +166,7 @@ impl Deadline {
 struct Exchange {
     router: Router,
     deadline: Deadline,
-    places: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
     connection_state: Arc<ConnectionState>,
     /// Permit of the request, held until the connection ends.
     serving: Mutex<Option<(connection_limiter::Request, Option<OwnedSemaphorePermit>)>>,
@@ -204,11 +204,11 @@ impl Exchange {
     async fn call(&self, mut request: Request<Incoming>) -> Result<Response, Infallible> {
         self.connection_state.opened();
         let begun = self.connection_state.request();
-        let place = match request.uri().path().starts_with(HEALTH) {
+        let permit = match request.uri().path().starts_with(HEALTH) {
             true => None,
-            false => Arc::clone(&self.places).acquire_owned().await.ok(),
+            false => Arc::clone(&self.permits).acquire_owned().await.ok(),
         };
-        *self.serving.lock() = Some((begun, place));
+        *self.serving.lock() = Some((begun, permit));
         request.extensions_mut().insert(self.deadline.clone());
         self.router.clone().oneshot(request).await
     }

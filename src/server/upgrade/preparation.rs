@@ -1,11 +1,12 @@
 //! Prepares an upgrade in steps that can be undone, while the worker serves as before.
 //!
 //! The steps are the rehearsal of the successor, checks for hung threads and detached disks, and
-//! the flush. Only then the worker leaves its sockets to the successor. If a step fails, the worker
-//! continues to serve.
+//! the flush. Only then does the worker hand its sockets to the successor. If a step fails, the
+//! worker continues to serve.
 //!
 //! `exec` first waits for every other thread of the process. A thread that hangs in the kernel, for
-//! example on a disk that does not answer, does not end even on SIGKILL. It refuses the upgrade.
+//! example on a disk that does not answer, does not end even on SIGKILL. An upgrade with such a
+//! thread is refused.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -58,7 +59,7 @@ pub(in crate::server) async fn prepare(
 ) -> Preparation {
     let ready = async {
         notify::reloading();
-        match get_ready(worker, successor, config).await {
+        match run_steps(worker, successor, config).await {
             Ok(memory) => Preparation::HandOver(memory),
             Err(UpgradeRefusal { by, why }) => {
                 worker.note_refused_upgrade(by);
@@ -83,10 +84,9 @@ pub(in crate::server) async fn prepare(
     }
 }
 
-/// Has the successor prove that it can take over, while this worker serves as before. Then empties
-/// memory, or prepares to hand it over. Nothing waits for a disk that hangs: it refuses the
-/// upgrade.
-async fn get_ready(
+/// Runs the rehearsal of the successor while this worker serves as before. Then empties memory, or
+/// prepares its hand-over. A hung disk is not waited for: the upgrade is refused.
+async fn run_steps(
     worker: &Worker,
     successor: &Successor,
     config: &Config,

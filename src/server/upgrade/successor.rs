@@ -29,7 +29,7 @@ use crate::server::sockets::{GAP_BEGAN, HAND_OFF, Inherited, PREDECESSOR};
 /// meanwhile this worker serves.
 const REHEARSAL_DEADLINE: Duration = Duration::from_secs(150);
 /// Maximum number of bytes read from each output stream of a rehearsal.
-const COMPLAINTS_BYTES_MAX: u64 = 64 << 10;
+const OUTPUT_BYTES_MAX: u64 = 64 << 10;
 /// Lowest descriptor number for a successor, above the standard descriptors.
 const FIRST_DESCRIPTOR: RawFd = 16;
 /// Upper bound of descriptor numbers, far above any limit of open descriptors.
@@ -77,12 +77,12 @@ impl Successor {
             .spawn()
             .with_context(|| format!("cannot run {program}"))?;
         let verdict = child.stdout.take().map(verdict).context("no pipe from the rehearsal")?;
-        let complaints = child.stderr.take().context("no pipe from the rehearsal")?;
+        let stderr = child.stderr.take().context("no pipe from the rehearsal")?;
         let mut stderr_text = Vec::new();
         let judged = crate::clock::timeout(REHEARSAL_DEADLINE, async {
             let ended = async {
-                let mut complaints = complaints.take(COMPLAINTS_BYTES_MAX);
-                let (_, status) = tokio::join!(complaints.read_to_end(&mut stderr_text), child.wait());
+                let mut stderr = stderr.take(OUTPUT_BYTES_MAX);
+                let (_, status) = tokio::join!(stderr.read_to_end(&mut stderr_text), child.wait());
                 status
             };
             tokio::select! {
@@ -133,7 +133,7 @@ impl Successor {
         hand_off: Option<&HandOff>,
     ) -> io::Result<(Command, Vec<OwnedFd>)> {
         let descriptors: Vec<&OwnedFd> = named.iter().map(|(_, descriptor)| descriptor).collect();
-        let copies = in_a_row(&descriptors)?;
+        let copies = duplicate_consecutively(&descriptors)?;
         for copy in &copies {
             fcntl_setfd(copy, FdFlags::empty())?;
         }
@@ -172,7 +172,7 @@ enum RehearsalOutcome {
 
 /// Resolves when the rehearsal prints that nothing prevents the upgrade, otherwise never.
 async fn verdict(stdout: ChildStdout) -> RehearsalReport {
-    let mut lines = BufReader::new(stdout.take(COMPLAINTS_BYTES_MAX)).lines();
+    let mut lines = BufReader::new(stdout.take(OUTPUT_BYTES_MAX)).lines();
     let mut rehearsed = RehearsalReport::default();
     while let Ok(Some(line)) = lines.next_line().await {
         if line == REHEARSED {
@@ -187,7 +187,7 @@ async fn verdict(stdout: ChildStdout) -> RehearsalReport {
 }
 
 /// Duplicates `descriptors` to consecutive numbers, as the `LISTEN_FDS` convention requires.
-fn in_a_row(descriptors: &[&OwnedFd]) -> io::Result<Vec<OwnedFd>> {
+fn duplicate_consecutively(descriptors: &[&OwnedFd]) -> io::Result<Vec<OwnedFd>> {
     let mut first = FIRST_DESCRIPTOR;
     while first < DESCRIPTORS_MAX {
         let mut copies: Vec<OwnedFd> = Vec::with_capacity(descriptors.len());
@@ -219,17 +219,17 @@ mod tests {
         let files: Vec<OwnedFd> = (0..5).map(|_| tempfile::tempfile().unwrap().into()).collect();
         let descriptors: Vec<&OwnedFd> = files.iter().collect();
         let row = |copies: &[OwnedFd]| copies.iter().map(|copy| copy.as_raw_fd()).collect::<Vec<_>>();
-        let copies = in_a_row(&descriptors).unwrap();
+        let copies = duplicate_consecutively(&descriptors).unwrap();
         let first = copies[0].as_raw_fd();
         assert_eq!(row(&copies), (first..first + 5).collect::<Vec<_>>());
         // A descriptor that is in the way.
         let mut copies = copies;
         let kept = copies.remove(2);
         drop(copies);
-        let again = in_a_row(&descriptors).unwrap();
+        let again = duplicate_consecutively(&descriptors).unwrap();
         let first = again[0].as_raw_fd();
         assert_eq!(row(&again), (first..first + 5).collect::<Vec<_>>());
         assert!(!row(&again).contains(&kept.as_raw_fd()));
-        assert!(in_a_row(&[]).unwrap().is_empty());
+        assert!(duplicate_consecutively(&[]).unwrap().is_empty());
     }
 }

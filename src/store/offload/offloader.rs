@@ -126,7 +126,7 @@ impl OffloadTier {
         if passed.bytes > 0 {
             let (bytes, objects) = (passed.bytes, passed.objects);
             tracing::info!(shuffle = %shuffle.key, bytes, objects, "offloaded from local disks to the object store");
-        } else if !passed.has_stopped && !is_cold {
+        } else if !passed.has_unreadable && !is_cold {
             shuffle.set_stuck(before);
         }
         Ok(passed.bytes > 0 || is_new)

@@ -33,7 +33,7 @@ pub(super) struct PassResult {
     pub(super) bytes: u64,
     pub(super) objects: u64,
     /// True if some data could not be read.
-    pub(super) has_stopped: bool,
+    pub(super) has_unreadable: bool,
 }
 
 impl OffloadTier {
@@ -62,11 +62,11 @@ impl OffloadTier {
             passed.bytes += bytes;
             passed.objects += 1;
             self.metrics.moved_bytes.inc_by(bytes);
-            source.give_records_back();
+            source.release_records();
             self.relocate(shuffle, copies).await;
         }
         if let Some((runs, error)) = source.unread {
-            passed.has_stopped = true;
+            passed.has_unreadable = true;
             tracing::warn!(shuffle = %shuffle.key, runs, %error, "unreadable data stays on the disks for now");
         }
         Ok(passed)
@@ -113,8 +113,8 @@ struct PassRead {
 }
 
 impl Runs {
-    /// Returns the memory for the records of an object that has ended.
-    fn give_records_back(&mut self) {
+    /// Releases the memory of the records of a completed object.
+    fn release_records(&mut self) {
         drop(self.charge.split_up_to(std::mem::take(&mut self.given_bytes)));
     }
 
@@ -139,7 +139,7 @@ impl Runs {
 
     /// Gives back an unreadable run. A run of one extent is excluded from offloads; the extents of
     /// a longer run are read one by one.
-    fn leave(&mut self, run: &Run, error: StoreError) {
+    fn skip(&mut self, run: &Run, error: StoreError) {
         if let Some((partition, base)) = self.chosen.give_back(run) {
             self.shuffle.exclude(partition, base);
         }
@@ -170,7 +170,7 @@ impl ExtentSource for Runs {
                 match self.open(run).await {
                     Ok(reading) => self.reading = Some(reading),
                     Err((_, error)) if error.kind == StoreErrorKind::Purged => return Err(error),
-                    Err((run, error)) => self.leave(&run, error),
+                    Err((run, error)) => self.skip(&run, error),
                 }
             }
         };

@@ -69,7 +69,7 @@ impl ServedTier for OffloadTier {
     ) -> BoxFuture<'a, Option<StoreError>> {
         let marked = async move {
             let on_disks = self.local.mark_damaged_lost(key, partition).await;
-            self.lose_deleted(key).await.or(on_disks)
+            self.mark_deleted_lost(key).await.or(on_disks)
         };
         marked.boxed()
     }
@@ -96,9 +96,9 @@ impl OffloadTier {
         Ok(())
     }
 
-    /// Marks the extents of a shuffle as lost whose segments were deleted by another program, if a
-    /// read has missed one. Returns the error of a segment.
-    async fn lose_deleted(&self, key: &ShuffleKey) -> Option<StoreError> {
+    /// If a read found a segment of the shuffle missing, marks the extents of all deleted segments
+    /// as lost. Returns the error of one of them.
+    async fn mark_deleted_lost(&self, key: &ShuffleKey) -> Option<StoreError> {
         let (shuffle, uploads) = (self.local.find(key).ok()?, self.object.uploads(key)?);
         if shuffle.incarnation != uploads.incarnation() {
             return None;
@@ -248,7 +248,8 @@ impl ChunkRead for StreamRuns {
                 let (key, _) = self.view.registration();
                 return Err(StoreError::new(StoreErrorKind::Corrupt, key.to_string()));
             }
-            self.has_failed = true; // Until this chunk is whole: also when the caller gives up in between.
+            // Reset once the chunk is complete, so that a cancelled call counts as failed.
+            self.has_failed = true;
             let chunk = self.read_chunk(buffers).await?;
             self.has_failed = false;
             Ok(chunk)

@@ -195,7 +195,7 @@ impl LocalDisk {
     /// `Interrupted` once removals cease: the rest stays in the trash too.
     pub(in crate::store) async fn delete(&self, path: &Path) -> io::Result<()> {
         loop {
-            let turn = self.removals_cease.run_until_cancelled(self.removals.acquire()).await;
+            let turn = self.stop_removals.run_until_cancelled(self.removals.acquire()).await;
             let turn = turn.ok_or(io::ErrorKind::Interrupted)?.map_err(io::Error::other)?;
             let began = Instant::now();
             match within(PART_TIMEOUT, self.io.remove_part(path, PART_BYTES)).await {
@@ -206,7 +206,7 @@ impl LocalDisk {
             }
             if self.is_busy_with_room() {
                 let pause = sleep((began.elapsed() * PAUSE_FACTOR).clamp(PAUSE_MIN, PAUSE_MAX));
-                self.removals_cease.run_until_cancelled(pause).await;
+                self.stop_removals.run_until_cancelled(pause).await;
             }
             drop(turn);
         }
@@ -214,7 +214,7 @@ impl LocalDisk {
 
     /// Stops removals from starting further parts, and waits for the part in progress.
     pub(in crate::store) async fn cease_removals(&self) {
-        self.removals_cease.cancel();
+        self.stop_removals.cancel();
         // No other removal waits for a permit now.
         drop(self.removals.acquire().await);
     }

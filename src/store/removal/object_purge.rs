@@ -1,7 +1,7 @@
 //! Deletes the objects of removed shuffles and applications, by prefix.
 //!
-//! Deletion begins once the store has the end of the shuffle in the metadata log, so that no start
-//! looks for deleted objects. If the store does not answer, the deletion is retried for a while.
+//! Deletion begins once the log in the store records the end of the shuffle, so that no start looks
+//! for deleted objects. If the store does not answer, the deletion is retried for a while.
 //! Remaining objects are left to a later start or to the bucket's lifecycle rule. Nothing is
 //! deleted after another process has claimed the worker's prefix.
 
@@ -32,14 +32,14 @@ pub(in crate::store) struct CountedDeletion(Arc<ObjectCore>);
 
 impl CountedDeletion {
     pub(in crate::store) fn new(core: Arc<ObjectCore>) -> Self {
-        core.deletions.send_modify(|under_way| *under_way += 1);
+        core.deletions.send_modify(|running| *running += 1);
         Self(core)
     }
 }
 
 impl Drop for CountedDeletion {
     fn drop(&mut self) {
-        self.0.deletions.send_modify(|under_way| *under_way -= 1);
+        self.0.deletions.send_modify(|running| *running -= 1);
     }
 }
 
@@ -57,8 +57,8 @@ impl DeletionScope {
     }
 }
 
-/// Deletes the segments of forgotten `shuffles`. With `app`, deletes instead all segments of the
-/// application with a smaller incarnation than the given one.
+/// Deletes the segments of detached `shuffles`. With `app`, deletes instead all segments of the
+/// application below the given incarnation.
 pub(in crate::store) async fn purge(
     core: Arc<ObjectCore>,
     shuffles: Vec<Arc<ObjectShuffle>>,
@@ -90,7 +90,7 @@ pub(in crate::store) async fn delete(core: &ObjectCore, scope: &DeletionScope) {
         };
         let Err(error) = deleted else { return };
         if error.kind == StoreErrorKind::InUse {
-            return; // It is the other process's.
+            return; // Another process has claimed the prefix.
         }
         if attempt == ATTEMPTS {
             core.metrics.deletions_failed.inc();
@@ -121,12 +121,12 @@ async fn delete_once(
 ) -> Result<(), StoreError> {
     core.require_claim().await?;
     let (root, filter) = (core.settings.root.clone(), Arc::clone(filter));
-    let goes = move |key: &str| match parse_key(&root, key) {
+    let is_selected = move |key: &str| match parse_key(&root, key) {
         Some(Name::Segment(name, _)) => filter(&name),
         Some(Name::Log(..) | Name::Settings(_)) | None => false,
     };
     let listed = core.store.list(Some(&path_of(prefix))).map_ok(|object| object.location);
-    let scope = listed.try_filter(move |location| ready(goes(location.as_ref()))).boxed();
+    let scope = listed.try_filter(move |location| ready(is_selected(location.as_ref()))).boxed();
     let mut deleted = core.store.delete_stream(scope);
     while let Some(answer) = deleted.next().await {
         match answer {

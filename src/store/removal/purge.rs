@@ -45,7 +45,7 @@ impl LocalStore {
         let Some(mut work) = self.deletions[disk.index].begin(app) else { return };
         while let Some(mut emptied) = work.take(is_ready) {
             while let Some(shuffle) = work.next() {
-                if disk.removals_cease.is_cancelled() {
+                if disk.stop_removals.is_cancelled() {
                     return;
                 }
                 // Removals on an unhealthy disk hang, so they wait for a successful probe.
@@ -66,7 +66,7 @@ impl LocalStore {
     async fn try_remove(&self, shuffle: &DiskShuffle, disk: &LocalDisk) -> bool {
         let result = self.remove(shuffle, disk).await;
         if let Err(error) = &result
-            && !disk.removals_cease.is_cancelled()
+            && !disk.stop_removals.is_cancelled()
         {
             tracing::warn!(
                 disk = %disk.label,
@@ -168,7 +168,7 @@ impl LocalStore {
     /// Empties the trash, and removes queued shuffles and empty data logs. Takes as long as the
     /// file system needs.
     async fn clean(&self, disk: &LocalDisk) {
-        if disk.removals_cease.is_cancelled() {
+        if disk.stop_removals.is_cancelled() {
             return;
         }
         if disk.is_healthy()

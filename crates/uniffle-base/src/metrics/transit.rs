@@ -38,7 +38,7 @@ impl TransitTimes {
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let now_ms = super::clamped(now.as_millis());
-        if let Some(ms) = time_on_the_way(now_ms, sent_ms) {
+        if let Some(ms) = transit_ms(now_ms, sent_ms) {
             self.0.observe(f64::from(ms));
         }
     }
@@ -50,7 +50,7 @@ impl TransitTimes {
 }
 
 /// Returns the difference of two clock readings in milliseconds, or `None` if it is implausible.
-fn time_on_the_way(now_ms: i64, sent_ms: i64) -> Option<i32> {
+fn transit_ms(now_ms: i64, sent_ms: i64) -> Option<i32> {
     let ms = now_ms.checked_sub(sent_ms).filter(|ms| sent_ms > 0 && (0..=MAX_MS).contains(ms))?;
     i32::try_from(ms).ok()
 }
@@ -64,11 +64,11 @@ mod tests {
     #[test]
     fn clock_step_is_not_transport_time() {
         let now = 1_763_715_000_000;
-        assert_eq!(time_on_the_way(now, now - 250), Some(250));
-        assert_eq!(time_on_the_way(now, now), Some(0));
-        assert_eq!(time_on_the_way(now, now - MAX_MS), Some(3_600_000));
+        assert_eq!(transit_ms(now, now - 250), Some(250));
+        assert_eq!(transit_ms(now, now), Some(0));
+        assert_eq!(transit_ms(now, now - MAX_MS), Some(3_600_000));
         for nonsense in [now + 1, now - MAX_MS - 1, 1, 0, -1, i64::MIN, i64::MAX] {
-            assert_eq!(time_on_the_way(now, nonsense), None, "{nonsense}");
+            assert_eq!(transit_ms(now, nonsense), None, "{nonsense}");
         }
     }
 

@@ -1,34 +1,31 @@
-//! Computes how much of a resource one application may hold: as much as it leaves to others.
+//! Limits the share of one application in a resource that cannot be revoked: registrations, reported
+//! ids, partitions. Pure functions.
 //!
-//! For state that is held until its owner returns it and so cannot be redistributed: registrations,
-//! reported ids, partitions. A single application may hold half. Two that grow together get a third
-//! each and leave one, so n equal ones get 1/(n+1).
-//!
-//! The last quarter is reserved for applications that hold little. In it an application may hold a
-//! quarter of the rest it leaves. Each newcomer takes at most a fifth of the rest, and the next one
-//! finds four fifths. Pure functions.
+//! An application may hold as much as it leaves free. A single application thus gets half, and each
+//! of n equal applications gets 1/(n+1). The last quarter is reserved for applications that hold
+//! little: there an application may hold a quarter of the free rest, so each new application takes
+//! at most a fifth of it.
 
 /// Fraction of the whole that is reserved for applications that hold little.
 const RESERVE_DIVISOR: u64 = 4;
-/// In the reserve, an application may hold this fraction of the rest it leaves.
+/// In the reserve, an application may hold this fraction of the free rest.
 const RESERVED_PART_DIVISOR: u64 = 4;
 
-/// Returns whether an application that holds `held` of `capacity` leaves enough when `free` is
-/// left.
+/// Returns whether an application may hold `held` of `capacity` while `free` is unused.
 #[must_use]
 pub fn is_enough(capacity: u64, free: u64, held: u64) -> bool {
     let part = if free >= capacity / RESERVE_DIVISOR { free } else { free / RESERVED_PART_DIVISOR };
     held <= part
 }
 
-/// Returns how much more an application may take that holds `held` of `capacity`, when `free` is
-/// left.
+/// Returns how much more an application that holds `held` of `capacity` may take while `free` is
+/// unused.
 #[must_use]
 pub fn room(capacity: u64, free: u64, held: u64) -> u64 {
     let reserve = capacity / RESERVE_DIVISOR;
-    // It leaves as much as it holds and does not touch the reserve.
+    // The application leaves as much as it holds, and does not touch the reserve.
     let outside = (free.saturating_sub(held) / 2).min(free.saturating_sub(reserve));
-    // It leaves four times the amount it holds.
+    // The application leaves four times the amount that it holds.
     let held_four_times = held.saturating_mul(RESERVED_PART_DIVISOR);
     let inside = free.saturating_sub(held_four_times) / (RESERVED_PART_DIVISOR + 1);
     outside.max(inside)

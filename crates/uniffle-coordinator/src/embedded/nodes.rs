@@ -57,7 +57,7 @@ pub enum InvalidHeartbeat {
         "heartbeat: {UNNAMED_MAX} workers of this machine have joined, which is the limit for workers outside \
          embedded_coordinator.worker_networks; add their network to that key"
     )]
-    Crowd,
+    TooManyUnnamed,
     /// With this node, the table would exceed [`BYTES_MAX`].
     #[error("heartbeat: no room for ids, addresses and tags; {nodes} nodes use {used} of {BYTES_MAX} bytes")]
     NoRoom {
@@ -80,7 +80,7 @@ const OWN_BUT_OTHER_PORTS: &str =
 impl InvalidHeartbeat {
     /// Returns whether the refusal depends on the worker's network.
     pub(super) fn is_for_networks(&self) -> bool {
-        matches!(self, Self::Stranger { .. } | Self::Crowd)
+        matches!(self, Self::Stranger { .. } | Self::TooManyUnnamed)
     }
 }
 
@@ -206,10 +206,10 @@ impl NodeTable {
             if server == own {
                 return Ok(());
             }
-            let is_its_port =
+            let has_own_port =
                 server.port == own.port || (own.netty_port > 0 && server.netty_port == own.netty_port);
-            let is_its_address = is_its_port && is_one_address(&server.ip, &own.ip);
-            match (server.id == own.id, is_its_address) {
+            let has_own_address = has_own_port && is_same_address(&server.ip, &own.ip);
+            match (server.id == own.id, has_own_address) {
                 (true, true) => return Err(InvalidHeartbeat::Own(OWN_BUT_OTHER_PORTS)),
                 (true, false) => return Err(InvalidHeartbeat::Own(OWN_ID_ELSEWHERE)),
                 (false, true) => return Err(InvalidHeartbeat::Own(OWN_ADDRESS_BY_ANOTHER_ID)),
@@ -237,10 +237,10 @@ impl NodeTable {
         if used - known.map_or(0, RegisteredNode::bytes) + bytes(server, tags) > BYTES_MAX {
             return Err(InvalidHeartbeat::NoRoom { nodes, used });
         }
-        let is_one_more = joins == Joins::Unnamed && known.is_none_or(|node| node.joins == Joins::Named);
+        let is_new_unnamed = joins == Joins::Unnamed && known.is_none_or(|node| node.joins == Joins::Named);
         let unnamed = || self.nodes.values().filter(|node| node.joins == Joins::Unnamed).count();
-        if is_one_more && unnamed() >= UNNAMED_MAX {
-            return Err(InvalidHeartbeat::Crowd);
+        if is_new_unnamed && unnamed() >= UNNAMED_MAX {
+            return Err(InvalidHeartbeat::TooManyUnnamed);
         }
         Ok(())
     }
@@ -347,7 +347,7 @@ impl NodeTable {
         self.version += 1;
     }
 
-    /// Returns lost nodes and those whose absence from the next process would be a loss.
+    /// Returns lost nodes, and nodes that are lost if they do not report to the next process.
     pub(super) fn saved(&self, now: Instant, unix_now: Duration) -> Vec<SavedNode> {
         let at = |since| unix_now.saturating_sub(now.saturating_duration_since(since)).as_secs();
         let lost = self.lost.iter().map(|(id, since)| (id, Some(at(since))));
@@ -454,7 +454,7 @@ fn bytes(server: &ShuffleServerId, tags: &[String]) -> usize {
 }
 
 /// Returns whether two texts are the same address. IPv4-mapped IPv6 equals IPv4.
-fn is_one_address(left: &str, right: &str) -> bool {
+fn is_same_address(left: &str, right: &str) -> bool {
     let address = |text: &str| text.parse().map(|address: IpAddr| address.to_canonical());
     left == right || matches!((address(left), address(right)), (Ok(left), Ok(right)) if left == right)
 }

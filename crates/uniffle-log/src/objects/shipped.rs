@@ -50,7 +50,7 @@ impl Entries {
     async fn add(&mut self, part: &LogCopy) -> Result<(), LogError> {
         let mut reader = LogCopies { parts: vec![part.clone()], shipped: None }.read_stored();
         while let Some(entry) = reader.next().await? {
-            self.contents.took(&entry, reader.entry_bytes);
+            self.contents.count_entry(&entry, reader.entry_bytes);
             match entry {
                 FrameContent::Epoch(newest) => self.epoch = *newest,
                 FrameContent::Begun => self.is_begun = true,

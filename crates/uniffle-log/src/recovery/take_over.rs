@@ -84,7 +84,7 @@ impl MetadataWriter {
         let mut outdated = std::mem::take(&mut self.outdated);
         outdated.extend(served.filter(|number| !latest.contains(*number)));
         let next = Self { shipper, is_blind, generation, is_told: true, damage, is_begun, was_tried, ..next };
-        contents.become_like(next.contents);
+        contents.replace_with(next.contents);
         let unserved = found.shuffles.iter().map(|(key, found)| (key.clone(), found.incarnation)).collect();
         *self = Self { contents, unserved, outdated, ..next };
         tracing::warn!(
@@ -99,7 +99,7 @@ impl MetadataWriter {
         let mut reader = source.read(&directories, self.deadlines.name);
         let unread = loop {
             match reader.next().await {
-                Ok(Some(entry)) => self.contents.took(&entry, reader.entry_bytes),
+                Ok(Some(entry)) => self.contents.count_entry(&entry, reader.entry_bytes),
                 Ok(None) => break None,
                 Err(error) => {
                     tracing::error!(%error, "cannot read all records of the metadata log");
@@ -169,7 +169,7 @@ impl MetadataWriter {
         let is_whole = log.gap().is_none();
         let mut reader = log.source.read_stored();
         while let Some(entry) = reader.next().await? {
-            self.contents.took(&entry, reader.entry_bytes);
+            self.contents.count_entry(&entry, reader.entry_bytes);
         }
         let moved = |shuffle: &Incarnation| log.contents.moved.contains_key(&shuffle.number);
         let mut all = self.contents.living();

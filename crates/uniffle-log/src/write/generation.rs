@@ -277,7 +277,7 @@ impl MetadataWriter {
             result.map_err(|error| self.fail(at, &Path::new(METADATA).join(MEMBERS), &error).known())?;
         }
         (self.encoder, self.end, self.spare) = (encoder, end, spare);
-        self.contents.become_like(contents);
+        self.contents.replace_with(contents);
         Ok(copies)
     }
 

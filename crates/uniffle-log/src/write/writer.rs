@@ -360,7 +360,7 @@ impl MetadataWriter {
             }
             self.copies = kept;
             for (entry, size) in entries.iter().zip(&sizes) {
-                size.iter().for_each(|size| self.contents.took(entry, *size));
+                size.iter().for_each(|size| self.contents.count_entry(entry, *size));
             }
             if !self.damaged.is_empty() && self.damaged.is_subset(&self.contents.purged) {
                 self.damaged.clear();

@@ -129,7 +129,8 @@ impl Clients {
                 let expected = expected.unwrap_or_default();
                 let key = shuffle(id);
                 let wanted = WantedBlocks { partition, expected: &expected, tasks: None };
-                match read_patiently(&client, self.remote.as_deref(), &key, wanted, &self.disturbed).await {
+                match read_with_retries(&client, self.remote.as_deref(), &key, wanted, &self.disturbed).await
+                {
                     Ok(_) if self.disturbed.load(Ordering::SeqCst) => {}
                     Ok(read) => assert_all(&read, &expected, &format!("{id}/{partition} while written")),
                     Err(_) if self.killed.load(Ordering::SeqCst) => return,
@@ -175,7 +176,7 @@ async fn read_all(
 /// Reads until all expected blocks are found or the time limit is reached. Java's client sees the
 /// last HDFS block of a file that is being appended to, this client does not. A file that was left
 /// open is visible to neither before it is closed. Lost blocks never come back.
-pub(super) async fn read_patiently(
+pub(super) async fn read_with_retries(
     client: &ShuffleClient,
     remote: Option<&dyn RemoteReads>,
     key: &ShuffleKey,

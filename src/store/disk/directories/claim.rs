@@ -157,7 +157,7 @@ impl Claims<'_> {
         empty: Vec<(usize, Arc<dyn Disk>)>,
         paths: &[String],
     ) -> Result<(), StoreError> {
-        let mut known = mounts::recall(self.claimed.values()).await;
+        let mut known = mounts::load(self.claimed.values()).await;
         let mut mounted = Vec::new();
         for (place, disk) in empty {
             let is_mounted = match self.config.require_mounted {
@@ -174,7 +174,7 @@ impl Claims<'_> {
         }
         self.take(mounted).await?;
         known.update(paths, self.claimed.values());
-        known.remember(self.claimed.values()).await;
+        known.save(self.claimed.values()).await;
         if self.claimed.is_empty() && !paths.is_empty() {
             let none = || StoreError::new(StoreErrorKind::Unhealthy, "no data directory");
             return Err(self.last_error.take().unwrap_or_else(none));

@@ -61,7 +61,7 @@ pub(in crate::store) struct LocalDisk {
     /// Held by the deletion in progress.
     pub(in crate::store) removals: Semaphore,
     /// Cancelled when this process must stop deleting.
-    pub(in crate::store) removals_cease: CancellationToken,
+    pub(in crate::store) stop_removals: CancellationToken,
     /// True if files of an earlier process could not be read, so unknown files must not be swept.
     has_unread: AtomicBool,
     mount: Mount,
@@ -95,7 +95,7 @@ impl LocalDisk {
             reads: DeviceShare::new(0),
             hints: Arc::new(Semaphore::new(1)),
             removals: Semaphore::new(1),
-            removals_cease: CancellationToken::new(),
+            stop_removals: CancellationToken::new(),
             label: io.root().display().to_string(),
             io,
             uuid,
@@ -276,7 +276,7 @@ impl LocalDisk {
         self.has_unread.load(Ordering::Relaxed)
     }
 
-    /// See [`LocalDisk::has_unread`].
+    /// Records the result of a scan for [`LocalDisk::has_unread`].
     pub(in crate::store) fn note_unread(&self, has_unread: bool) {
         self.has_unread.fetch_or(has_unread, Ordering::Relaxed);
     }
@@ -321,7 +321,7 @@ impl LocalDisk {
     /// replaced. Writes the claim again if another program removed it.
     ///
     /// # Errors
-    /// The path leads elsewhere. A failed read of it is no error.
+    /// The path leads elsewhere. A failed read of the claim is no error.
     pub(in crate::store) async fn require_attached(&self) -> io::Result<()> {
         let is_anchored = within(NAME_TIMEOUT, self.io.is_anchored()).await.unwrap_or(false);
         let found = match within(NAME_TIMEOUT, self.io.read_small(Path::new(MARKER))).await {
@@ -340,7 +340,7 @@ impl LocalDisk {
             return Err(error);
         }
         if found == Some(true) && !is_anchored {
-            // Mounted again.
+            // The file system was mounted again.
             within(NAME_TIMEOUT, self.io.anchor()).await?;
         }
         Ok(())
@@ -366,7 +366,7 @@ impl LocalDisk {
     /// Writes random bytes, reads them back and compares. Success makes the disk healthy. A failure
     /// is applied like any other, so "no space" means full, not unhealthy.
     ///
-    /// The write bypasses the page cache if possible, so that the read asks the device.
+    /// The write bypasses the page cache if possible, so that the device serves the read.
     pub(in crate::store) async fn probe(&self, direct: bool) -> io::Result<()> {
         let _only = self.probing.lock().await;
         self.probe_alone(direct).await
@@ -382,7 +382,7 @@ impl LocalDisk {
         self.require_attached().await?;
         let bytes = if self.refuses() { ROOM_PROBE_BYTES } else { BLOCK_ALIGN };
         self.call(NAME_TIMEOUT, self.write_and_read_back(bytes, direct)).await?;
-        // A disk that was claimed while read-only may lack them.
+        // A disk that was claimed while read-only may lack its directories.
         self.make_directories().await?;
         if let Some(fault) = self.update(|state| state.health.note_probe_passed()) {
             tracing::info!(disk = %self.label, fault, "disk responds again");
@@ -446,7 +446,7 @@ impl LocalDisk {
         Err(StoreError::io(self.io.root(), io::Error::new(io::ErrorKind::TimedOut, text)))
     }
 
-    /// Returns whether batches are being written to it while it is below the low watermark.
+    /// Returns whether batches are being written to the disk while it is below the low watermark.
     pub(in crate::store) fn is_busy_with_room(&self) -> bool {
         let is_busy = self.in_flight_bytes.load(Ordering::Relaxed) > 0;
         let (_, low) = *self.watermarks.lock();
@@ -454,12 +454,12 @@ impl LocalDisk {
         is_busy && !state.health.is_full() && used_ratio(state.space) < low
     }
 
-    /// Returns false if it is read-only, detached, hung or broken.
+    /// Returns false if the disk is read-only, detached, hung or broken.
     pub(in crate::store) fn is_healthy(&self) -> bool {
         self.state.lock().health.fault().is_none()
     }
 
-    /// Returns its state for the API.
+    /// Returns the disk's state for the API.
     pub(in crate::store) fn info(&self) -> DiskInfo {
         let state = self.state.lock();
         DiskInfo {

@@ -26,7 +26,7 @@ const LINES_MAX: usize = 1024;
 pub(super) struct Mounts(BTreeMap<String, PathBuf>);
 
 /// Merges the lists of the directories. Later lists take precedence.
-pub(super) async fn recall(disks: impl Iterator<Item = &LocalDisk>) -> Mounts {
+pub(super) async fn load(disks: impl Iterator<Item = &LocalDisk>) -> Mounts {
     let lists =
         disks.map(|disk| within(NAME_TIMEOUT, disk.io.read_small(Path::new(MOUNTS)))).collect::<Vec<_>>();
     let mut known = Mounts::default();
@@ -50,7 +50,8 @@ impl Mounts {
         Self(lines.map(|(point, path)| (path.to_owned(), point.into())).collect())
     }
 
-    /// Refuses an empty directory that was on a mount point below the one where it is now.
+    /// Refuses an empty directory whose recorded mount point is not mounted: the directory is now on
+    /// a file system above it.
     pub(in crate::store::disk) async fn require_mounted(&self, disk: &dyn Disk) -> Result<(), StoreError> {
         let Some(before) = self.0.get(&disk.root().display().to_string()) else { return Ok(()) };
         let Ok(now) = within(NAME_TIMEOUT, disk.mount()).await else { return Ok(()) };
@@ -78,7 +79,7 @@ impl Mounts {
     }
 
     /// Writes the list to every directory whose list differs.
-    pub(super) async fn remember(&self, disks: impl Iterator<Item = &LocalDisk>) {
+    pub(super) async fn save(&self, disks: impl Iterator<Item = &LocalDisk>) {
         let (path, text) = (Path::new(MOUNTS), self.encode());
         let writes = disks.filter(|disk| disk.is_healthy()).map(async |disk: &LocalDisk| {
             let before = within(NAME_TIMEOUT, disk.io.read_small(path)).await.unwrap_or_default();

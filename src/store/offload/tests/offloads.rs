@@ -25,13 +25,13 @@ async fn streams_are_equal_across_the_offload_boundary() {
     let before = process.index(&key, PartitionId(7)).await.unwrap();
 
     assert!(process.offload_once(&key).await.unwrap());
-    let border = process.offloaded_bytes(&key, 7);
-    assert!((1..48_000).contains(&border), "part of it is offloaded: {border}");
-    assert_eq!(process.index(&key, PartitionId(7)).await.unwrap(), before, "offsets are promises");
+    let boundary = process.offloaded_bytes(&key, 7);
+    assert!((1..48_000).contains(&boundary), "part of it is offloaded: {boundary}");
+    assert_eq!(process.index(&key, PartitionId(7)).await.unwrap(), before, "offsets changed");
     for partition in [0, 3, 7] {
         assert_eq!(process.read(&key, partition).await.unwrap(), expected(0..48, 1000));
     }
-    let over = (border - 500, 1000);
+    let over = (boundary - 500, 1000);
     let read = all(process.tier.data(&key, PartitionId(7), over.0, over.1).unwrap().chunks).await.unwrap();
     let whole = all(process.tier.data(&key, PartitionId(7), 0, 48_000).unwrap().chunks).await.unwrap();
     let at = usize::try_from(over.0).unwrap();
@@ -213,7 +213,7 @@ async fn purge_during_an_offload_leaves_nothing() {
     process.fixture.store.set(|call, _| if call == Call::Part { Fault::Hold } else { Fault::None });
     let purge = async {
         let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err(String::new()) };
-        uniffle_testkit::eventually("a part is on its way", held).await;
+        uniffle_testkit::eventually("a part is being uploaded", held).await;
         let purge = process.purge(&key);
         let healed = async { process.fixture.store.heal() };
         futures::join!(purge, healed);

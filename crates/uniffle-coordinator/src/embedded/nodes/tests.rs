@@ -327,7 +327,7 @@ fn few_workers_outside_the_networks_join() {
     }
     for id in ["another", "named"] {
         let refused = table.accept(heartbeat(id), Joins::Unnamed, now).unwrap_err();
-        assert_eq!(refused, InvalidHeartbeat::Crowd, "{id}");
+        assert_eq!(refused, InvalidHeartbeat::TooManyUnnamed, "{id}");
         assert!(refused.to_string().contains("embedded_coordinator.worker_networks"), "{refused}");
     }
     table.accept(heartbeat("n3"), Joins::Unnamed, now).unwrap();

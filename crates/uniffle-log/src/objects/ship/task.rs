@@ -252,7 +252,7 @@ impl Task {
             for entry in std::iter::once(entry).chain(mark) {
                 let before = out.len();
                 if encoder.encode(&entry, 0, &mut out) && is_only_holder {
-                    contents.took(&entry, (out.len() - before) as u64);
+                    contents.count_entry(&entry, (out.len() - before) as u64);
                 }
             }
             position = at;
