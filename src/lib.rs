@@ -9,7 +9,8 @@
 //! | remote | [`remote`] | tiers whose files clients read themselves |
 //! | state | [`app`], [`memory`] (`uniffle-memory`), [`store`] | siblings that do not know each other |
 //! | `uniffle-log` | [`log`] | the metadata log, and whether it is complete |
-//! | shared | [`build`], [`compat`], [`proto`], [`telemetry`] | used everywhere |
+//! | `uniffle-telemetry` | [`telemetry`] | logs and traces |
+//! | shared | [`build`], [`compat`], [`proto`] | used everywhere |
 //! | `uniffle-base` | `budget`, `damage`, `sched`, [`clock`], [`metrics`], [`runtime`], [`schema`] | the same for every crate |
 //!
 //! Imports point only down this table; `tests/static_checks/layers.rs` enforces that. Formats
@@ -39,11 +40,10 @@ pub mod app;
 pub mod store;
 pub use uniffle_memory as memory;
 
-pub mod telemetry;
-
 pub mod build;
 pub mod compat;
 pub mod proto;
 
 pub use uniffle_base::{clock, metrics, runtime, schema};
 pub use uniffle_log as log;
+pub use uniffle_telemetry as telemetry;

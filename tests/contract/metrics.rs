@@ -99,7 +99,7 @@ const TOPICS: &[(&str, &str)] = &[
     ("server", "Build"),
     ("uniffle_base::runtime", "Runtime"),
     ("uniffle_profile::allocator::jemalloc", "Allocator"),
-    ("telemetry", "Logs and traces"),
+    ("uniffle_telemetry", "Logs and traces"),
     ("prometheus", "Process"),
 ];
 

@@ -6,8 +6,8 @@ use tracing::level_filters::LevelFilter;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::{ParseError, Targets};
 
-use crate::schema::kind::{Kind, count, optional, parsed, path, word};
-use crate::schema::{section, words};
+use uniffle_base::schema::kind::{Kind, count, optional, parsed, path, word};
+use uniffle_base::schema::{section, words};
 
 /// Target of audit events: registrations, removals, operator actions and losses. They are INFO or
 /// above, and name the application, shuffle or setting.

@@ -94,13 +94,13 @@ pub(super) mod tests {
     use super::*;
 
     /// Returns a separate instance that other tests do not change.
-    pub(in crate::telemetry) fn leaked() -> &'static Spans {
+    pub(crate) fn leaked() -> &'static Spans {
         let spans = Box::leak(Box::new(Spans::new()));
         spans.set_exported(true);
         spans
     }
 
-    pub(in crate::telemetry) fn record(name: &'static str, parent_id: SpanId) -> SpanRecord {
+    pub(crate) fn record(name: &'static str, parent_id: SpanId) -> SpanRecord {
         SpanRecord { name: name.into(), parent_id, ..SpanRecord::default() }
     }
 

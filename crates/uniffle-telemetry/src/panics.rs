@@ -13,7 +13,7 @@ use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{HistogramOpts, IntGauge};
 
-use crate::metrics::{self, Family};
+use uniffle_base::metrics::{self, Family};
 
 /// Panics since the process started. A static, because std's panic hook belongs to the process and
 /// cannot tell its workers apart.
@@ -92,7 +92,7 @@ mod tests {
     use prometheus::Registry;
 
     use super::*;
-    use crate::telemetry::TelemetryMetrics;
+    use crate::TelemetryMetrics;
     use uniffle_testkit::captured_log::CapturedLog;
 
     #[test]

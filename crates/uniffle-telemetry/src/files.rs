@@ -15,7 +15,7 @@ use rustix::fs::Access;
 use tracing_appender::rolling;
 
 use super::settings::{Rotation, TelemetryConfig};
-use crate::clock::Instant;
+use uniffle_base::clock::Instant;
 
 /// Interval of the checks whether the current file still exists.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);

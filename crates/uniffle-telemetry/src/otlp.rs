@@ -24,7 +24,7 @@ use tokio::time::timeout;
 use uniffle_base::LogLimiter;
 
 use super::spans::{SPANS, Spans};
-use crate::schema::redact;
+use uniffle_base::schema::redact;
 
 /// Interval at which spans are collected from threads. A finished root counts as open until then.
 const COLLECT_INTERVAL: Duration = Duration::from_millis(250);

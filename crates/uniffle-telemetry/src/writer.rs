@@ -273,10 +273,10 @@ pub(super) mod tests {
 
     /// Written text.
     #[derive(Debug, Clone, Default)]
-    pub(in crate::telemetry) struct CapturedText(Arc<Mutex<Vec<u8>>>);
+    pub(crate) struct CapturedText(Arc<Mutex<Vec<u8>>>);
 
     impl CapturedText {
-        pub(in crate::telemetry) fn text(&self) -> String {
+        pub(crate) fn text(&self) -> String {
             String::from_utf8(self.0.lock().clone()).unwrap()
         }
     }

@@ -9,8 +9,8 @@ use fastrace::Span;
 use fastrace::collector::SpanContext;
 
 use super::spans::SPANS;
-use crate::schema::kind::{optional, parsed, ratio};
-use crate::schema::section;
+use uniffle_base::schema::kind::{optional, parsed, ratio};
+use uniffle_base::schema::section;
 
 section! {
     /// Sampling and destination of traces.

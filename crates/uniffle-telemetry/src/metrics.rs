@@ -10,11 +10,11 @@ use prometheus::{HistogramOpts, IntCounter, Opts};
 use super::panics::PanicCount;
 use super::spans::SPANS;
 use super::writer::dropped_lines;
-use crate::metrics::{self, Family};
+use uniffle_base::metrics::{self, Family};
 
 metrics::table! {
     /// The names of `panic_signal` are those that dashboards of riffle know.
-    pub(crate) struct TelemetryMetrics {
+    pub struct TelemetryMetrics {
         _panics: PanicCount = "panic_signal", "Panics since the process started";
         _lost_spans: LostSpans =
             "trace_spans_lost_total", "Trace spans lost because the collector failed or the queue was full";

@@ -34,7 +34,7 @@ use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 use self::repeats::{RepeatLimiter, Repeats};
 use self::settings::audit_filter;
 use self::writer::LogThread;
-pub(crate) use metrics::TelemetryMetrics;
+pub use metrics::TelemetryMetrics;
 pub use panics::panic_count;
 pub use repeats::Refusals;
 pub use settings::{AUDIT, LogFormat, Rotation, TelemetryConfig, parse_filter};
