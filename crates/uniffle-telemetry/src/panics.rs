@@ -111,7 +111,10 @@ mod tests {
         assert!(exported() > before); // other tests may panic meanwhile, on purpose
         let log = log.text();
         assert_eq!(log.lines().count(), 1, "{log}");
-        assert!(log.contains("panic: counted by a test location=src/telemetry/panics.rs:"), "{log}");
+        assert!(
+            log.contains("panic: counted by a test location=crates/uniffle-telemetry/src/panics.rs:"),
+            "{log}"
+        );
         let stack = log.split("stack=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap();
         let length = program().end - program().start;
         let address = |text: &str| u64::from_str_radix(text.strip_prefix("0x").unwrap(), 16).unwrap();
