@@ -55,7 +55,7 @@ impl Bench {
     }
 
     fn flush(&self) {
-        let flusher = self.worker.flusher().unwrap();
+        let flusher = self.worker.service().flusher().unwrap();
         flusher.flush_all();
         self.runtime.block_on(async {
             while flusher.unfinished() > 0 {

@@ -70,7 +70,9 @@ impl Collector for ScaledHistogram {
             let buckets = from.get_bucket().iter().map(|bucket| {
                 let mut scaled = Bucket::default();
                 scaled.set_cumulative_count(bucket.cumulative_count());
-                scaled.set_upper_bound(rounded(bucket.upper_bound() * self.factor));
+                // Rounded, because the bound becomes a label: 300 instead of 299.99999999999994.
+                let bound = bucket.upper_bound() * self.factor;
+                scaled.set_upper_bound((bound * 1e9).round() / 1e9);
                 scaled
             });
             let mut histogram = prometheus::proto::Histogram::default();
@@ -88,11 +90,6 @@ impl Collector for ScaledHistogram {
         family.set_metric(metrics.collect());
         vec![family]
     }
-}
-
-/// Rounds a bucket bound, which becomes a label: 300 instead of 299.99999999999994.
-fn rounded(bound: f64) -> f64 {
-    (bound * 1e9).round() / 1e9
 }
 
 #[cfg(test)]

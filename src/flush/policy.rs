@@ -88,9 +88,6 @@ pub struct Goal {
 }
 
 impl Goal {
-    /// A goal that covers everything.
-    pub const ALL: Self = Self { bytes: u64::MAX, blocks: u64::MAX };
-
     /// Returns whether there is nothing to flush.
     pub fn is_nothing(&self) -> bool {
         *self == Self::default()

@@ -21,10 +21,8 @@ use std::time::Duration;
 use anyhow::Context as _;
 use prometheus::Registry;
 
-use crate::app::AppRegistry;
 use crate::build::Build;
 use crate::config::Config;
-use crate::flush::Flusher;
 use crate::memory::Memory;
 use crate::runtime::{Handover, Tasks};
 use crate::service::Service;
@@ -53,7 +51,6 @@ pub use self::upgrade::successor::Successor;
 #[derive(Debug)]
 pub struct Worker {
     identity: WorkerIdentity,
-    apps: Arc<AppRegistry>,
     memory: Arc<Memory>,
     service: Arc<Service>,
     registry: Registry,
@@ -137,18 +134,6 @@ impl Worker {
     #[must_use]
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
-    }
-
-    /// Returns the registry of applications.
-    #[must_use]
-    pub fn apps(&self) -> &Arc<AppRegistry> {
-        &self.apps
-    }
-
-    /// Returns the flusher, if there are tiers below memory.
-    #[must_use]
-    pub fn flusher(&self) -> Option<&Arc<Flusher>> {
-        self.service.flusher()
     }
 
     /// Returns the metric registry.

@@ -395,14 +395,6 @@ pub struct TierNames {
     pub queue: &'static str,
 }
 
-impl TierNames {
-    /// Creates names that are all `name`.
-    #[must_use]
-    pub const fn plain(name: &'static str) -> Self {
-        Self { name, title: name, label: name, spill: name, events: name, queue: name }
-    }
-}
-
 /// Usage of a tier by a shuffle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct TierUsage {

@@ -173,7 +173,7 @@ async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     client.push(&key, SendForm::Classic, &[(partition, vec![block])]).await.expect("sent");
     let mut exported = scrape(worker).await;
     let local = worker.service().tiers().find::<LocalStore>().expect("a local tier");
-    worker.flusher().expect("tiers").flush_all();
+    worker.service().flusher().expect("tiers").flush_all();
     let start = Instant::now();
     while local.view(&key, partition).map_or(0, |view| view.bytes) == 0 {
         assert!(start.elapsed() < WAIT_MAX, "not flushed");

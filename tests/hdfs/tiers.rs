@@ -11,7 +11,7 @@ use uniffle_wire::types::{AppId, BlockId, BlockMeta, PartitionId, ShuffleId, Shu
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::remote::hdfs::fs::RemoteFs as _;
 use uniffle_worker::remote::hdfs::{AllowList, HdfsConfig, RemoteLocation};
-use uniffle_worker::store::{Cause, ExtentData, ExtentWrite, RemoteStorage, StoreErrorKind};
+use uniffle_worker::store::{Cause, ExtentData, ExtentWrite, RemoteStorage, StoreErrorKind, Tier as _};
 
 use crate::fixture::{APP, HdfsFixture, SERVER_ID, Setup};
 
@@ -42,24 +42,25 @@ async fn app_waiting_for_its_deletion_does_not_block_others() {
     let store = std::sync::Arc::clone(&fixture.hdfs);
     let key = |app: &str, shuffle| ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle));
     let path = "hdfs://fake:8020/uniffle".to_owned();
-    let prepared = store.prepare(&RemoteStorage { path, ..RemoteStorage::default() }).unwrap();
+    let storage = RemoteStorage { path, ..RemoteStorage::default() };
+    let admit = std::sync::Arc::clone(&store).prepare(Some(&storage)).unwrap().unwrap();
     let handle = |app, shuffle| {
-        store.register(&key(app, shuffle), &prepared, &[(0, 0), (1, 1)]);
-        store.handle(&key(app, shuffle)).unwrap()
+        admit(&key(app, shuffle), &[(0, 0), (1, 1)]);
+        store.shuffle(&key(app, shuffle)).unwrap()
     };
     let (gone, stays, other) = (handle("one", 1), handle("one", 2), handle("other", 1));
     fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Hang, Some(1));
-    let mut hung = std::pin::pin!(store.write_to(&gone, extent(0)));
+    let mut hung = std::pin::pin!(gone.write(vec![extent(0)].into()));
     assert!(futures::poll!(hung.as_mut()).is_pending());
     let hangs = || if fs.calls().is_empty() { Err("no call".to_owned()) } else { Ok(()) };
     fixture.eventually("the write hangs", hangs).await;
 
     let app = AppId::parse("one").unwrap();
     let removal = store.forget_shuffles(&app, &[key("one", 1)]).unwrap();
-    let mut first = std::pin::pin!(store.write_to(&stays, extent(0)));
-    let mut second = std::pin::pin!(store.write_to(&stays, extent(1)));
+    let mut first = std::pin::pin!(stays.write(vec![extent(0)].into()));
+    let mut second = std::pin::pin!(stays.write(vec![extent(1)].into()));
     assert!(futures::poll!(first.as_mut()).is_pending() && futures::poll!(second.as_mut()).is_pending());
-    let written = tokio::time::timeout(Duration::from_secs(30), store.write_to(&other, extent(0))).await;
+    let written = tokio::time::timeout(Duration::from_secs(30), other.write(vec![extent(0)].into())).await;
     written.expect("the other application writes on").unwrap();
 
     fs.release();

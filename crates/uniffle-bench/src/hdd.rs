@@ -102,7 +102,7 @@ async fn measure(layout: Layout, partitions: u32, bytes: u64) -> anyhow::Result<
                 sleep(Duration::from_millis(1)).await;
             }
         }
-        None => bench.flush_files(policy::Goal::ALL).await?,
+        None => bench.flush_files(policy::Goal { bytes: u64::MAX, blocks: u64::MAX }).await?,
     }
     let written = bench.disk.take_work();
     let mut read_bytes = 0;

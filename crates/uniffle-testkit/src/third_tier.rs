@@ -125,14 +125,18 @@ impl TierShuffle for MemoryShuffle {
     }
 }
 
+const NAMES: TierNames = TierNames {
+    name: "third",
+    title: "third",
+    label: "third",
+    spill: "third",
+    events: "third",
+    queue: "third",
+};
+
 impl Tier for ThirdTier {
     fn capability(&self) -> Capability {
-        Capability {
-            names: TierNames::plain("third"),
-            writers: 2,
-            in_flight_max: usize::MAX,
-            role: TierRole::Secondary,
-        }
+        Capability { names: NAMES, writers: 2, in_flight_max: usize::MAX, role: TierRole::Secondary }
     }
 
     fn state(&self) -> TierState {

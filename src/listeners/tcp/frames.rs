@@ -262,14 +262,9 @@ impl Frames {
         Requirement::Bytes
     }
 
-    /// Returns the semaphore of request permits.
-    pub(super) fn request_places(&self) -> Arc<Semaphore> {
-        Arc::clone(&self.requests)
-    }
-
-    /// Stores the permit of the next request.
-    pub(super) fn give_place(&mut self, place: OwnedSemaphorePermit) {
-        self.place = Some(place);
+    /// Waits for the permit of the next request.
+    pub(super) async fn wait_for_place(&mut self) {
+        self.place = Arc::clone(&self.requests).acquire_owned().await.ok();
     }
 
     /// Starts the waiting memory read with its permit.

@@ -163,9 +163,7 @@ impl ConnectionReader {
             }
             let step = match self.frames.wanted() {
                 Requirement::Request => {
-                    if let Ok(place) = self.frames.request_places().acquire_owned().await {
-                        self.frames.give_place(place);
-                    }
+                    self.frames.wait_for_place().await;
                     self.last_read = Instant::now();
                     self.walk_left_over()
                 }

@@ -50,7 +50,7 @@ use self::writer::Writers;
 use crate::clock::sleep;
 use crate::metrics::clamped;
 use crate::runtime::Tasks;
-use crate::store::{ExtentWrite, HdfsState, RemoteStorage, StoreError, StoreErrorKind, TierUsage};
+use crate::store::{HdfsState, RemoteStorage, StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// Maximum number of remote file systems (by settings and user) in use, because clients name them.
@@ -81,25 +81,6 @@ pub struct PreparedStorage {
     remote: Arc<RemoteClient>,
     root: Arc<str>,
     writers: usize,
-}
-
-/// Handle of one registration of a shuffle.
-#[derive(Clone)]
-pub struct RemoteHandle {
-    shuffle: Arc<HdfsShuffle>,
-}
-
-impl fmt::Debug for RemoteHandle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RemoteHandle({})", self.shuffle.key)
-    }
-}
-
-impl RemoteHandle {
-    /// Returns whether its file system should be tried now.
-    pub fn is_available(&self) -> bool {
-        self.shuffle.remote.is_available()
-    }
 }
 
 #[derive(Debug)]
@@ -225,26 +206,15 @@ impl HdfsStore {
         shuffle.ranges.write().add(ranges);
     }
 
-    /// Returns the current registration of a shuffle, or `None` if its client named no remote path.
-    pub fn handle(&self, key: &ShuffleKey) -> Option<RemoteHandle> {
-        self.shuffles.get(key).map(|shuffle| RemoteHandle { shuffle: Arc::clone(&*shuffle) })
-    }
-
-    /// Writes one partition's blocks. After `Ok` a client that lists the directory finds all of
-    /// them.
-    ///
-    /// # Errors
-    /// An error of the file system (the caller keeps the memory and may retry or write elsewhere),
-    /// or `Purged`.
-    pub async fn write_to(&self, handle: &RemoteHandle, extent: ExtentWrite) -> Result<(), StoreError> {
-        self.core.write_extent(&handle.shuffle, extent, false).await
+    fn find(&self, key: &ShuffleKey) -> Option<Arc<HdfsShuffle>> {
+        self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle))
     }
 
     /// Returns the usage of a shuffle, which is empty if it is unknown.
     pub fn usage(&self, key: &ShuffleKey) -> TierUsage {
-        let Some(handle) = self.handle(key) else { return TierUsage::default() };
-        let files = handle.shuffle.writers.lock().values().map(|writers| writers.files()).sum();
-        let bytes = handle.shuffle.written_bytes.load(Ordering::Relaxed);
+        let Some(shuffle) = self.find(key) else { return TierUsage::default() };
+        let files = shuffle.writers.lock().values().map(|writers| writers.files()).sum();
+        let bytes = shuffle.written_bytes.load(Ordering::Relaxed);
         TierUsage { files, bytes, ..TierUsage::default() }
     }
 

@@ -39,13 +39,12 @@ impl HdfsStore {
     /// An error of the file system: nothing is known then. `Purged` if the shuffle was removed
     /// meanwhile.
     pub async fn present(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IdSet, StoreError> {
-        let Some(handle) = self.handle(key) else { return Ok(IdSet::default()) };
-        let shuffle = &handle.shuffle;
+        let Some(shuffle) = self.find(key) else { return Ok(IdSet::default()) };
         if !shuffle.remote.is_available() {
             return Err(shuffle.remote.suspended());
         }
-        let writers = self.core.writers(shuffle, partition);
-        let found = self.core.find_blocks(shuffle, &writers).await;
+        let writers = self.core.writers(&shuffle, partition);
+        let found = self.core.find_blocks(&shuffle, &writers).await;
         shuffle.require_present()?;
         if found.is_err() {
             // Only failures are noted: a successful read does not show that DataNodes accept data.

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
-use super::{HdfsCore, HdfsStore, RemoteHandle, RemoteLocation};
+use super::{HdfsCore, HdfsShuffle, HdfsStore, RemoteLocation};
 use crate::store::{
     Admission, Capability, MaintainedTier, Purge, RemoteStorage, ServedTier, StoreError, StoreErrorKind,
     Tier, TierBatch, TierNames, TierRole, TierShuffle, TierState, TierUsage,
@@ -28,20 +28,20 @@ const PRECHECK_CONTENT: &[u8] = b"uniffle-worker was here; this file can be dele
 #[derive(Debug)]
 struct RemoteShuffle {
     core: Arc<HdfsCore>,
-    handle: RemoteHandle,
+    shuffle: Arc<HdfsShuffle>,
 }
 
 impl TierShuffle for RemoteShuffle {
     fn is_accepting(&self) -> bool {
-        self.handle.is_available()
+        self.shuffle.remote.is_available()
     }
 
     fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
         let write = async move {
-            let metrics = &self.handle.shuffle.remote.metrics;
+            let metrics = &self.shuffle.remote.metrics;
             metrics.retries.inc_by(u64::from(batch.is_retry));
             for extent in batch.extents {
-                self.core.write_extent(&self.handle.shuffle, extent, batch.is_last).await?;
+                self.core.write_extent(&self.shuffle, extent, batch.is_last).await?;
             }
             metrics.huge_bytes.inc_by(batch.huge_bytes);
             Ok(())
@@ -70,8 +70,8 @@ impl Tier for HdfsStore {
     }
 
     fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>> {
-        let (core, handle) = (Arc::clone(&self.core), self.handle(key)?);
-        Some(Arc::new(RemoteShuffle { core, handle }))
+        let (core, shuffle) = (Arc::clone(&self.core), self.find(key)?);
+        Some(Arc::new(RemoteShuffle { core, shuffle }))
     }
 
     fn visit_present<'a>(

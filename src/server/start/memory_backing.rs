@@ -279,7 +279,8 @@ pub(in crate::server) async fn open(
     let huge_pages = describe_huge_pages(section);
     if section.backing.is_private() {
         tracing::info!(backing = %section.backing, huge_pages, "{}", describe_private(config));
-        return Memory::new(section, registry).with_context(|| unmappable(config));
+        return Memory::new(section, registry)
+            .with_context(|| format!("cannot map memory_store.capacity = {} bytes", section.capacity_bytes));
     }
     let owner = Owner::now(server_id).context("memory_store.backing")?;
     let memory = Memory::open(section, &owner, left, registry)
@@ -311,10 +312,6 @@ pub(in crate::server) async fn watch(memory: Arc<Memory>, interval: Duration) {
             return;
         }
     }
-}
-
-fn unmappable(config: &Config) -> String {
-    format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
 }
 
 #[cfg(test)]

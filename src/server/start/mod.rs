@@ -198,7 +198,7 @@ impl<'a> AfterStore<'a> {
         let apps = Arc::new(AppRegistry::new(config.app.clone(), heap, memory.memory.answered()));
         let service = Service::new(
             config.service.clone(),
-            Arc::clone(&apps),
+            apps,
             Arc::clone(&memory.memory),
             flusher,
             base.tasks.background.clone(),
@@ -211,7 +211,7 @@ impl<'a> AfterStore<'a> {
         let live = Arc::new(RuntimeSettings::new(config, base.log.clone()));
         let embedded = embedded_coordinator(config, heap, registry)?;
         let state = resume(config, state, Arc::clone(&service), Arc::clone(&live), embedded.clone());
-        Ok(AfterRecovery { state, embedded, live, service, apps, memory, base })
+        Ok(AfterRecovery { state, embedded, live, service, memory, base })
     }
 }
 
@@ -221,7 +221,6 @@ struct AfterRecovery<'a> {
     embedded: Option<EmbeddedCoordinator>,
     live: Arc<RuntimeSettings>,
     service: Arc<Service>,
-    apps: Arc<AppRegistry>,
     memory: OpenMemory,
     base: StartContext<'a>,
 }
@@ -229,14 +228,13 @@ struct AfterRecovery<'a> {
 impl AfterRecovery<'_> {
     /// Opens the listeners and announces the worker.
     fn serve(self) -> anyhow::Result<Worker> {
-        let Self { state, embedded, live, service, apps, memory, base } = self;
+        let Self { state, embedded, live, service, memory, base } = self;
         let StartContext { config, identity, origin, gauges, tasks, registry, sockets, tls, .. } = base;
         let reloader =
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls.clone(), &registry)?;
         let held = for_a_successor(&sockets, &memory)?;
         let worker = Worker {
             identity,
-            apps,
             memory: memory.memory,
             service,
             upgrades: UpgradeMetrics::with_labels(&registry)?,

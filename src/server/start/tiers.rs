@@ -52,7 +52,9 @@ pub(super) async fn start(
     let store_type = config.worker.store_type;
     if store_type.has_local() && !store_type.has_object() {
         let settings = local_config(config, inputs.hand_off.clone(), memory);
-        tiers.push(start_local(settings, memory, registry).await?);
+        let disks = settings.real_disks();
+        let store = LocalStore::open(settings, disks, heap_of(memory), registry).await;
+        tiers.push(store.context("localfile_store.data_paths")?);
     }
     if store_type.has_hdfs() {
         tiers.push(start_hdfs(config, inputs.server_id.clone(), inputs.precheck, tasks, registry).await?);
@@ -86,15 +88,6 @@ fn local_config(config: &Config, hand_off: Option<HandOff>, memory: &Memory) -> 
     let had_data = (left > 0).then(in_memory);
     let file_bytes_max = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
     LocalConfig { read_memory_bytes, hand_off, had_data, file_bytes_max, ..config.local.clone() }
-}
-
-async fn start_local(
-    settings: LocalConfig,
-    memory: &Memory,
-    registry: &Registry,
-) -> anyhow::Result<Arc<LocalStore>> {
-    let disks = settings.real_disks();
-    LocalStore::open(settings, disks, heap_of(memory), registry).await.context("localfile_store.data_paths")
 }
 
 #[cfg(feature = "hdfs")]

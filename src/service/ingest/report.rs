@@ -16,7 +16,7 @@ use crate::clock::timeout;
 use crate::log::{IdRun, Record, Report};
 use crate::store::{MetadataLog, StoreErrorKind};
 use uniffle_base::budget::heap::HeapFull;
-use uniffle_base::budget::{Charge, HeapKind, NoCapacity};
+use uniffle_base::budget::{Charge, HeapKind};
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
 
 use super::Ingest;
@@ -153,7 +153,7 @@ impl Ingest {
             Ok(charge) => charge,
             Err(_elapsed) => heap.try_charge(bytes),
         };
-        charge.map_err(no_heap)
+        charge.map_err(|full| ReportError::NoHeap(HeapFull::of(HeapKind::ReportedIds, full)).into())
     }
 
     /// Returns the log for reports of `shuffle`, if there is one: its own log, not that of a later
@@ -241,10 +241,6 @@ impl Reported {
         let records = reports.records.lock().unknown(&self.records);
         Self { bitmap_count: self.bitmap_count, partitions, records }
     }
-}
-
-fn no_heap(refusal: NoCapacity) -> ServiceError {
-    ReportError::NoHeap(HeapFull::of(HeapKind::ReportedIds, refusal)).into()
 }
 
 fn numbers_in(partitions: &[(PartitionId, Vec<i64>)], records: &[PartitionRecords]) -> u64 {

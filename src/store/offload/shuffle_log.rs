@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 
 use super::shuffle::TieredShuffle;
 use crate::store::object::Bucket;
+use crate::store::recovery::take_over;
 use crate::store::{LocalStore, MetadataLog, StoreError};
 use uniffle_wire::types::ShuffleKey;
 
@@ -61,7 +62,8 @@ impl MetadataLog for ShuffleLog {
     /// as durable when the store has it too. Without disks, the store has everything.
     fn is_recovered_durable(&self) -> bool {
         !self.local.has_disks()
-            || self.local.is_log_begun() && (!self.shuffle.is_offloaded() || self.object.log().is_begun())
+            || self.local.metadata.is_begun()
+                && (!self.shuffle.is_offloaded() || self.object.log().is_begun())
     }
 
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
@@ -71,7 +73,8 @@ impl MetadataLog for ShuffleLog {
                 true => None,
                 false => Some(self.object.require_disks().await?),
             };
-            let position = self.local.append_record(&self.shuffle.local, record).await?;
+            let position =
+                take_over::append(&self.local.metadata, &self.shuffle.local.shuffle, record).await?;
             self.acknowledged(position).await
         };
         append.boxed()
@@ -79,7 +82,8 @@ impl MetadataLog for ShuffleLog {
 
     fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>> {
         let mark = async move {
-            let position = self.local.mark_incomplete(&self.shuffle.local, reason).await?;
+            let position =
+                take_over::mark_incomplete(&self.local.metadata, &self.shuffle.local.shuffle, reason).await?;
             self.acknowledged(position).await
         };
         mark.boxed()

@@ -104,29 +104,11 @@ impl LocalStore {
         timeout(RELEASE_DEADLINE, self.metadata.release()).await.ok()?.ok()
     }
 
-    /// Writes a record of a shuffle to the metadata log. After `Ok` it survives the process and a
-    /// power loss. Returns its position on the way to the object store, if there is one.
-    ///
-    /// # Errors
-    /// `Purged`, or too few directories can be written.
-    pub async fn append_record(&self, handle: &DiskShuffleHandle, content: Bytes) -> Result<u64, StoreError> {
-        append(&self.metadata, &handle.shuffle, content).await
-    }
-
-    /// Marks a shuffle as incomplete for this start and later ones. Returns the position of the
-    /// record.
-    ///
-    /// # Errors
-    /// See [`LocalStore::append_record`].
-    pub async fn mark_incomplete(&self, handle: &DiskShuffleHandle, reason: &str) -> Result<u64, StoreError> {
-        mark_incomplete(&self.metadata, &handle.shuffle, reason).await
-    }
-
     /// Marks a shuffle as offloaded: its later records are acknowledged once the object store has
     /// them. Returns the position of the record.
     ///
     /// # Errors
-    /// See [`LocalStore::append_record`].
+    /// See [`append`].
     pub async fn mark_moved(&self, handle: &DiskShuffleHandle) -> Result<u64, StoreError> {
         handle.shuffle.require_present()?;
         let marked = self.metadata.mark_moved(handle.shuffle.incarnation()).await;
@@ -137,12 +119,6 @@ impl LocalStore {
     #[must_use]
     pub fn log(&self) -> MetadataLog {
         self.metadata.clone()
-    }
-
-    /// Returns whether the log has begun on the device since the start.
-    #[must_use]
-    pub fn is_log_begun(&self) -> bool {
-        self.metadata.is_begun()
     }
 
     /// Logs the purges of all shuffles that were forgotten before the call. If logging fails, the
@@ -199,7 +175,11 @@ impl LocalStore {
     }
 }
 
-/// Like [`LocalStore::append_record`].
+/// Writes a record of a shuffle to the metadata log. After `Ok` it survives the process and a power
+/// loss. Returns its position on the way to the object store, if there is one.
+///
+/// # Errors
+/// `Purged`, or too few directories can be written.
 pub(in crate::store) async fn append(
     log: &MetadataLog,
     shuffle: &DiskShuffle,
@@ -211,7 +191,10 @@ pub(in crate::store) async fn append(
     appended.map_err(|error| failed_log(&error))
 }
 
-/// Marks a shuffle incomplete in the log.
+/// Marks a shuffle as incomplete for this start and later ones. Returns the position of the record.
+///
+/// # Errors
+/// See [`append`].
 pub(in crate::store) async fn mark_incomplete(
     log: &MetadataLog,
     shuffle: &DiskShuffle,

@@ -115,7 +115,7 @@ async fn invalid_app_ids_never_reach_the_file_system() {
         }
     }
     assert_eq!(tree(above), before);
-    assert_eq!(fixture.worker.apps().app_count(), 0);
+    assert_eq!(fixture.worker.service().apps().app_count(), 0);
     fixture.client.register(&key("x", 0), &[(0, 0)]).await.unwrap();
     fixture.push(&key("x", 0), &super::blocks::batch(0, &super::blocks::blocks(0, 1, 0..2))).await;
     fixture.flush().await;

@@ -166,7 +166,7 @@ async fn refused_registration_names_field_and_stores_nothing() {
         let answer = fixture.client.raw().register_shuffle(request).await.unwrap().into_inner();
         assert_eq!((answer.status(), answer.ret_msg.as_str()), (StatusCode::InvalidRequest, said));
     }
-    assert_eq!((fixture.worker.apps().app_count(), fixture.memory().heap().whole().used()), (0, 0));
+    assert_eq!((fixture.worker.service().apps().app_count(), fixture.memory().heap().whole().used()), (0, 0));
     let answer = fixture.client.raw().register_shuffle(request(1024, 1000, 0)).await.unwrap().into_inner();
     assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
     fixture.finish().await;

@@ -79,13 +79,13 @@ impl WorkerFixture {
 
     /// Starts a flush of everything in memory.
     pub(crate) fn begin_flush(&self) {
-        self.worker.flusher().unwrap().flush_all();
+        self.worker.service().flusher().unwrap().flush_all();
     }
 
     /// Flushes everything in memory and waits until it is on disk.
     pub(crate) async fn flush(&self) {
         self.begin_flush();
-        let flusher = self.worker.flusher().unwrap();
+        let flusher = self.worker.service().flusher().unwrap();
         eventually("the flush ends", || match (flusher.unfinished(), self.memory().block_count()) {
             (0, 0) => Ok(()),
             left => Err(format!("{left:?} batches and blocks are left")),
@@ -118,7 +118,7 @@ impl WorkerFixture {
     /// Describes the state that differs from a worker without applications.
     pub(crate) fn leftovers(&self) -> Vec<String> {
         let memory = self.memory();
-        let flusher = self.worker.flusher().unwrap();
+        let flusher = self.worker.service().flusher().unwrap();
         let counters = [
             ("used bytes", memory.budget().used()),
             ("pre-allocated bytes", memory.tickets().pre_allocated_bytes()),
@@ -130,7 +130,7 @@ impl WorkerFixture {
             ("read bytes", memory.read_pool().used_bytes()),
             ("batches", flusher.unfinished() as u64),
             ("stored bytes", flusher.tiers().iter().map(|tier| tier.state().used_bytes).sum()),
-            ("apps", self.worker.apps().app_count() as u64),
+            ("apps", self.worker.service().apps().app_count() as u64),
         ];
         let counted = counters.iter().filter(|(_, value)| *value != 0);
         let files = self.disks.iter().flat_map(|disk| files_below(disk));
@@ -158,7 +158,7 @@ impl WorkerFixture {
 
     /// Ends every test: unregisters applications, and asserts that no state and no task remains.
     pub(crate) async fn finish(self) {
-        for app in self.worker.apps().apps() {
+        for app in self.worker.service().apps().apps() {
             self.client.unregister_app(app.id().as_str()).await.unwrap();
         }
         eventually("the worker is clean", || match self.leftovers() {

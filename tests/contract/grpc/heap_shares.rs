@@ -213,7 +213,7 @@ fn report_beyond_heap_is_refused_before_and_after_restart() {
         }
         assert_eq!(report(&fixture, &small, vec![(0, vec![7])]).await.0, StatusCode::Success);
         assert!(reported.used() - others.bytes() < 64 << 10, "the reports are on disk");
-        assert_eq!(fixture.worker.apps().block_id_count(), 140_001, "a retry adds nothing");
+        assert_eq!(fixture.worker.service().apps().block_id_count(), 140_001, "a retry adds nothing");
         assert_reported(&fixture).await;
         drop(others);
         crashed(fixture)

@@ -229,7 +229,7 @@ async fn registrations_of_all_client_versions_are_accepted() {
         let refused = fixture.client.register(&super::fixture::key("app-2", 1), &[(0, 0), range]).await;
         assert_eq!(refused.unwrap_err().status(), Some(StatusCode::InvalidRequest), "{range:?}");
     }
-    assert_eq!(fixture.worker.apps().app_count(), 1, "a refused registration creates no app");
+    assert_eq!(fixture.worker.service().apps().app_count(), 1, "a refused registration creates no app");
     fixture.finish().await;
 }
 

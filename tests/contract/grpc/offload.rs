@@ -47,7 +47,7 @@ impl Home {
 
     /// Ends the worker and its applications, which deletes its objects.
     async fn finish(self, fixture: WorkerFixture) {
-        for app in fixture.worker.apps().apps() {
+        for app in fixture.worker.service().apps().apps() {
             fixture.client.unregister_app(app.id().as_str()).await.unwrap();
         }
         let objects = || super::objects::files_in(&self.server.files().join("uniffle"));

@@ -59,7 +59,7 @@ async fn partitions_are_limited_per_application_and_user() {
     assert!(text.contains("quota.app_partitions is 10: 10 in use, 1 more requested"), "{text}");
     let (status, text) = register(&fixture, &b, "etl", 6).await;
     assert!(status == StatusCode::InternalError && text.contains("quota.user_partitions is 15"), "{text}");
-    assert!(fixture.worker.apps().find(&b.app).is_none(), "nothing of it was kept");
+    assert!(fixture.worker.service().apps().find(&b.app).is_none(), "nothing of it was kept");
     assert_eq!(register(&fixture, &other, "anna", 10).await.0, StatusCode::Success);
     assert_eq!(fixture.worker.service().diagnostics.quotas()[0].refused, 1);
     fixture.client.unregister(&a).await.unwrap();
@@ -193,7 +193,7 @@ async fn reads_beyond_the_quota_wait() {
     }
     let answer = open.collect().await.unwrap().to_bytes();
     assert!(answer.len() > 1 << 20);
-    let usage = fixture.worker.apps().find(&key.app).unwrap();
+    let usage = fixture.worker.service().apps().find(&key.app).unwrap();
     let open_reads = (uniffle_worker::app::QuotaSubject::App, uniffle_worker::app::QuotaResource::OpenReads);
     eventually("the read has ended", || match usage.usage.used(open_reads) {
         0 => Ok(()),

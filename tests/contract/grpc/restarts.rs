@@ -264,7 +264,7 @@ fn graceful_stop_keeps_blocks_but_no_unregistered_app() {
         let read = fixture.client.read_partition(&kept, P, &options).await.unwrap();
         assert_same(&read.blocks, &all);
         assert_eq!(reported(&fixture, &kept).await, ids(&all));
-        assert_eq!(fixture.worker.apps().apps()[0].shuffles().len(), 1);
+        assert_eq!(fixture.worker.service().apps().apps()[0].shuffles().len(), 1);
         fixture.finish().await;
     });
 }
@@ -282,7 +282,7 @@ fn start_without_recovery_deletes_existing_data() {
     process(async {
         let setup = Setup { local: "recovery = false", ..Setup::default() };
         let fixture = WorkerFixture::on(setup, home.0, home.1).await;
-        assert_eq!(fixture.worker.apps().app_count(), 0);
+        assert_eq!(fixture.worker.service().apps().app_count(), 0);
         assert!(fixture.client.read_index(&key, P).await.is_err());
         fixture.finish().await;
     });

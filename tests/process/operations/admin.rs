@@ -140,7 +140,8 @@ async fn flush_and_purge_calls_empty_memory_and_app() {
     .await;
     let (status, answer) = fixture.call("/admin/apps/app-1/purge", "").await;
     assert_eq!((status, answer), (StatusCode::OK, json!({ "purged": "app-1" })));
-    let apps = || fixture.worker.apps().apps().iter().map(|app| app.id().to_string()).collect::<Vec<_>>();
+    let apps =
+        || fixture.worker.service().apps().apps().iter().map(|app| app.id().to_string()).collect::<Vec<_>>();
     assert_eq!(apps(), ["app-10"]);
     for unknown in ["app-1", "..%2Fx", "%00", "a%20b"] {
         let (status, _) = fixture.call(&format!("/admin/apps/{unknown}/purge"), "").await;
@@ -184,7 +185,10 @@ async fn calls_without_token_reveal_and_change_nothing() {
         assert_eq!(answer.status(), StatusCode::METHOD_NOT_ALLOWED, "GET {path}");
     }
     assert_eq!(fixture.worker.service().status().state(), WorkerState::Active);
-    assert_eq!((fixture.worker.apps().app_count(), fixture.worker.memory().block_count()), (1, before));
+    assert_eq!(
+        (fixture.worker.service().apps().app_count(), fixture.worker.memory().block_count()),
+        (1, before)
+    );
     assert_eq!(fixture.metric("admin_calls_total", "denied"), (5 * (CALLS.len() + 1)) as f64);
 
     let answer = fixture.admin(Method::POST, "/admin/decommission").bearer_auth(TOKEN).send().await.unwrap();
@@ -208,7 +212,7 @@ async fn data_listener_serves_no_admin_call() {
         }
     }
     assert_eq!(fixture.worker.service().status().state(), WorkerState::Active);
-    assert_eq!(fixture.worker.apps().app_count(), 1);
+    assert_eq!(fixture.worker.service().apps().app_count(), 1);
     fixture.finish().await;
 }
 

@@ -73,7 +73,7 @@ async fn status_commands_show_worker_state() {
     fixture.push("app-10", 1).await;
     // Figures are up to a second old.
     eventually("the applications are counted", || {
-        let apps = fixture.worker.apps().app_count();
+        let apps = fixture.worker.service().apps().app_count();
         if apps == 2 { Ok(()) } else { Err(apps.to_string()) }
     })
     .await;

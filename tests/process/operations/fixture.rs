@@ -128,7 +128,7 @@ impl AdminFixture {
 
     /// Unregisters all apps and asserts that no state and no task is left.
     pub(crate) async fn finish(self) {
-        for app in self.worker.apps().apps() {
+        for app in self.worker.service().apps().apps() {
             self.worker.service().lifecycle.unregister_app(app.id().as_str()).unwrap();
         }
         let memory = self.worker.memory();

@@ -238,7 +238,7 @@ async fn status_page_shows_worker_and_escapes_names() {
     assert_legible(&browser, "an application of the cluster on a phone").await;
     // An empty explanation with a message.
     browser.run("document.getElementById('explain-close').click()").await;
-    for app in fixture.worker.apps().apps() {
+    for app in fixture.worker.service().apps().apps() {
         fixture.worker.service().lifecycle.unregister_app(app.id().as_str()).unwrap();
     }
     fixture.call("/admin/decommission", "").await;

@@ -32,6 +32,7 @@ use super::directories::mounts::MOUNTS;
 use super::*;
 use crate::log::METADATA;
 use crate::store::index::codec;
+use crate::store::recovery::take_over::append;
 use crate::store::removal::deletion_queue::drop_blocking;
 use crate::store::{
     ChunkRead as _, DiskCondition, ExtentData, ExtentWrite, MaintainedTier as _, MetadataTier as _,
@@ -46,13 +47,13 @@ use uniffle_wire::index::{FILLER_BLOCK_ID, IndexRecord, records};
 use uniffle_wire::types::{AppId, BlockId, BlockMeta, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 impl LocalStore {
-    /// Like [`LocalStore::append_record`].
+    /// Writes a record of a shuffle to the metadata log.
     pub(crate) async fn append_metadata(
         &self,
         handle: &DiskShuffleHandle,
         content: &[u8],
     ) -> Result<(), StoreError> {
-        self.append_record(handle, Bytes::copy_from_slice(content)).await.map(drop)
+        append(&self.metadata, &handle.shuffle, Bytes::copy_from_slice(content)).await.map(drop)
     }
 
     /// Writes to the current incarnation of a shuffle.
