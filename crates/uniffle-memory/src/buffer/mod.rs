@@ -35,7 +35,7 @@ use super::metrics::MemoryMetrics;
 use super::persistent::layout::ROW_BYTES;
 use super::persistent::names::{NameSlot, ShuffleName};
 use super::persistent::rows::{CommittedRows, FreeRows, rows_of};
-use super::persistent::table::NoPlaces;
+use super::persistent::table::NoSlots;
 use super::region::Segment;
 use crate::admission::reservation::{METADATA_BYTES, Reservation};
 pub use sealing::EarlierBlocks;
@@ -416,16 +416,16 @@ impl Buffer {
     }
 
     /// Returns the shuffle's name for the next process. `None` in private memory, or while the file
-    /// has no place for it.
+    /// has no slot for it.
     fn named(&self) -> Option<&Arc<NameSlot>> {
         self.name.as_ref()?.get()
     }
 
     /// Takes `count` free rows.
     fn rows_of(&self, named: &NameSlot, count: usize) -> Result<FreeRows, MemoryError> {
-        named.rows(count).map_err(|no_places| match no_places {
-            NoPlaces::TooMany => MemoryError::TooManyBlocks { max: self.shared.supply.blocks.capacity() },
-            NoPlaces::NoPages => MemoryError::NoCapacity { asked: count as u64 * ROW_BYTES, free: 0 },
+        named.rows(count).map_err(|no_slots| match no_slots {
+            NoSlots::TooMany => MemoryError::TooManyBlocks { max: self.shared.supply.blocks.capacity() },
+            NoSlots::NoPages => MemoryError::NoCapacity { asked: count as u64 * ROW_BYTES, free: 0 },
         })
     }
 

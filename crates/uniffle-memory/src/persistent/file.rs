@@ -65,8 +65,8 @@ impl Backing {
 
     /// Resolves `auto` and returns other values unchanged. The result is an unnamed file if the
     /// service manager keeps it after a crash and the metadata log knows its shuffles (`has_log`).
-    /// Otherwise it is private memory, because nobody would have the file after a kill. A directory
-    /// must be configured explicitly: somebody has to free memory left there.
+    /// Otherwise it is private memory, because no process would have the file after a kill. A
+    /// directory must be configured explicitly: somebody has to free memory left there.
     #[must_use]
     pub fn settled(&self, is_kept_by_manager: bool, has_log: bool) -> Self {
         match self {
@@ -518,7 +518,7 @@ fn is_of_tmpfs(directory: &Path) -> Result<bool, Errno> {
 }
 
 /// Returns the parent of a missing `directory` if the parent is in a tmpfs. A directory in a tmpfs
-/// is gone after a reboot, and a worker that refused to start would wait for somebody to create it.
+/// is missing after a reboot, and a worker that refused to start would need an operator.
 fn tmpfs_without(directory: &Path) -> Option<&Path> {
     let is_missing = rustix::fs::statfs(directory).is_err_and(|error| error == Errno::NOENT);
     let parent = directory.parent().filter(|_| is_missing)?;

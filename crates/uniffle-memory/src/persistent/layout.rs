@@ -1,9 +1,9 @@
 //! The layout of memory that outlives its process, version 2. Pure conversions between words and
 //! values.
 //!
-//! All numbers are 64-bit words in the machine's byte order; [`Geometry`] has their places. The
+//! All numbers are 64-bit words in the machine's byte order; [`Geometry`] has their offsets. The
 //! first word of a name or row is its *commit*: a tag and a checksum of the other words and of its
-//! number, stored last. A place with zero or an invalid commit is free.
+//! number, stored last. A slot with zero or an invalid commit is free.
 
 use std::fmt;
 

@@ -12,7 +12,7 @@ use super::layout::{NAME_WORDS, NameRecord};
 use super::table::BlockTable;
 use uniffle_wire::types::ShuffleKey;
 
-/// A shuffle's place among the names, to which its rows refer. It is freed with the last of them.
+/// A shuffle's slot among the names, to which its rows refer. It is freed with the last of them.
 #[derive(Debug)]
 pub(crate) struct NameSlot {
     pub(super) table: Arc<BlockTable>,
@@ -40,7 +40,7 @@ enum Protection {
 }
 
 impl ShuffleName {
-    /// Creates the access of shuffle `key`. `named` is its name, if there was a place for one.
+    /// Creates the access of shuffle `key`. `named` is its name, if there was a slot for one.
     pub(crate) fn new(table: &Arc<BlockTable>, key: &ShuffleKey, named: Option<Arc<NameSlot>>) -> Arc<Self> {
         let state = if named.is_some() { Protection::Whole } else { Protection::Partial };
         table.count_unprotected(0, u64::from(named.is_none()));
@@ -78,7 +78,7 @@ impl ShuffleName {
         self.leave_partial(Protection::Whole);
     }
 
-    /// Purges the shuffle: the next process finds nothing of it.
+    /// Purges the shuffle, so that the next process does not recover it.
     pub(crate) fn disown(&self) {
         self.leave_partial(Protection::Purged);
         self.named.get().iter().for_each(|named| named.disown());
@@ -118,8 +118,8 @@ impl BlockTable {
     /// Returns the shuffles of an earlier process with the numbers of their names.
     pub(super) fn found_names(&self) -> Vec<(u32, ShuffleKey)> {
         let name = |at| NameRecord::decode(&self.words::<NAME_WORDS>(self.names.word_of(at)), at);
-        let places = self.names.to_be_read();
-        places.filter_map(|at| Some((at, name(at)?.0))).collect()
+        let slots = self.names.to_be_read();
+        slots.filter_map(|at| Some((at, name(at)?.0))).collect()
     }
 }
 

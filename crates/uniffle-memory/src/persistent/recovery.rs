@@ -2,8 +2,8 @@
 //!
 //! A start opens the memory and restores the blocks of registered shuffles. It keeps blocks of
 //! shuffles that a later start may register, and frees all others. A stop releases the memory to
-//! the next process. While the file has no place for a registered shuffle, its blocks in memory are
-//! lost if the process is killed; [`Memory::run_ahead`] tries again to find places.
+//! the next process. While the file has no slot for a registered shuffle, its blocks in memory are
+//! lost if the process is killed; [`Memory::run_ahead`] tries again to find slots.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -27,9 +27,9 @@ use uniffle_base::LogLimiter;
 use uniffle_base::budget::Budget;
 use uniffle_base::damage::OnDamage;
 
-/// Interval between attempts to find places for unprotected shuffles.
+/// Interval between attempts to find slots for unprotected shuffles.
 const PROTECT_INTERVAL: Duration = Duration::from_secs(1);
-/// Interval between log lines about shuffles without a place.
+/// Interval between log lines about shuffles without a slot.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 impl Memory {
@@ -266,14 +266,14 @@ impl Memory {
     }
 
     /// Returns the number of shuffles whose blocks in memory are lost if the process is killed,
-    /// although the memory outlives it. The file had no place for these shuffles when they were
+    /// although the memory outlives it. The file had no slot for these shuffles when they were
     /// registered.
     #[must_use]
     pub fn unprotected_shuffles(&self) -> u64 {
         self.persistent.as_ref().map_or(0, |persistent| persistent.table.unprotected())
     }
 
-    /// Tries again to find places for unprotected shuffles. May take milliseconds per shuffle: not
+    /// Tries again to find slots for unprotected shuffles. May take milliseconds per shuffle: not
     /// for a runtime's thread.
     pub fn protect_shuffles(&self) {
         let lack =
@@ -283,7 +283,7 @@ impl Memory {
         lacking.iter().for_each(|shuffle| shuffle.protect());
     }
 
-    /// Allocates pages ahead of promises, and places for unprotected shuffles, until the memory is
+    /// Allocates pages ahead of promises, and slots for unprotected shuffles, until the memory is
     /// dropped. Returns at once for private memory.
     pub async fn run_ahead(self: Arc<Self>) {
         let (prefaulter, memory) = (self.prefaulter.clone(), Arc::downgrade(&self));
@@ -302,7 +302,7 @@ impl Memory {
 }
 
 /// Tries once a second until it is dropped. `unprotected` returns the number of shuffles without a
-/// place, and `protect` the number left after an attempt. `None` from either ends the loop.
+/// slot, and `protect` the number left after an attempt. `None` from either ends the loop.
 async fn protect_each_second(
     unprotected: impl Fn() -> Option<u64>,
     protect: impl Fn() -> Option<u64> + Clone + Send + 'static,

@@ -43,7 +43,7 @@ pub(crate) struct RecoveredBlocks {
     names: HashMap<ShuffleKey, u32>,
     /// Names that registered shuffles use again.
     taken_names: Mutex<TakenNames>,
-    found: FoundPlaces,
+    found: FoundSlots,
     /// Row numbers found by each search thread.
     groups: Vec<Groups>,
     blocks: usize,
@@ -58,9 +58,9 @@ struct TakenNames {
 }
 
 /// Slots in the tables of names and rows that the earlier process may have used. Registrations
-/// during the recovery get other places, possibly between these.
+/// during the recovery get other slots, possibly between these.
 #[derive(Debug)]
-struct FoundPlaces {
+struct FoundSlots {
     names: Vec<Range<u32>>,
     rows: Vec<Range<u32>>,
 }
@@ -206,7 +206,7 @@ impl RecoveredBlocks {
     /// Finds the blocks in the region.
     pub(crate) fn of(table: Arc<BlockTable>) -> Self {
         let found =
-            FoundPlaces { names: table.names.chunks_to_be_read(), rows: table.rows.chunks_to_be_read() };
+            FoundSlots { names: table.names.chunks_to_be_read(), rows: table.rows.chunks_to_be_read() };
         let names: HashMap<_, _> = table.found_names().into_iter().map(|(at, key)| (key, at)).collect();
         let known: hashbrown::HashSet<u32> = names.values().copied().collect();
         let groups = grouped(&table, &found.rows, &known);

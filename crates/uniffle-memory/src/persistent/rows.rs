@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 
 use super::layout::{NO_ROW, PIECES_PER_ROW, Pieces, ROW_WORDS, RegionRange, Row};
 use super::names::NameSlot;
-use super::table::{BlockTable, NoPlaces};
+use super::table::{BlockTable, NoSlots};
 use crate::region::Slice;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 
@@ -24,7 +24,7 @@ pub(super) struct FurtherPieces {
     pub(super) rows: Vec<u32>,
 }
 
-/// Taken places for rows that were not written. They are freed on drop.
+/// Taken slots for rows that were not written. They are freed on drop.
 #[derive(Debug)]
 pub(crate) struct FreeRows {
     table: Arc<BlockTable>,
@@ -32,12 +32,12 @@ pub(crate) struct FreeRows {
 }
 
 impl NameSlot {
-    /// Takes places for `count` rows of the shuffle.
+    /// Takes slots for `count` rows of the shuffle.
     ///
     /// # Errors
     /// When there are too many rows, when there are no pages for more, or when the region is
     /// released.
-    pub(crate) fn rows(&self, count: usize) -> Result<FreeRows, NoPlaces> {
+    pub(crate) fn rows(&self, count: usize) -> Result<FreeRows, NoSlots> {
         let table = &self.table;
         let mut taken = FreeRows { table: Arc::clone(table), rows: Vec::with_capacity(count) };
         let mut state = table.rows.lock();
@@ -52,18 +52,18 @@ impl NameSlot {
 }
 
 impl BlockTable {
-    /// Returns the committed rows of an earlier process at places with pages
+    /// Returns the committed rows of an earlier process at slots with pages
     /// ([`TablePart::chunks_to_be_read`]).
     ///
     /// [`TablePart::chunks_to_be_read`]: super::table::TablePart::chunks_to_be_read
     pub(super) fn found_rows(
         &self,
-        places: impl IntoIterator<Item = u32>,
+        slots: impl IntoIterator<Item = u32>,
     ) -> impl Iterator<Item = (u32, Row)> {
-        places.into_iter().filter_map(move |at| Some((at, self.row(at)?)))
+        slots.into_iter().filter_map(move |at| Some((at, self.row(at)?)))
     }
 
-    /// Returns the name number and the partition of a possible row at a place with pages. Only
+    /// Returns the name number and the partition of a possible row at a slot with pages. Only
     /// [`BlockTable::row`] checks whether it is committed.
     #[inline]
     pub(super) fn owner(&self, at: u32) -> Option<(u32, i32)> {
@@ -71,7 +71,7 @@ impl BlockTable {
         Row::owner(|word| row[word].load(Ordering::Acquire))
     }
 
-    /// Returns the committed row at a place with pages.
+    /// Returns the committed row at a slot with pages.
     #[inline]
     pub(super) fn row(&self, at: u32) -> Option<Row> {
         let words = self.words::<ROW_WORDS>(self.rows.word_of(at));
@@ -91,7 +91,7 @@ impl BlockTable {
         std::hint::black_box(rows.iter().fold(0, |all, at| all ^ first_word(at)));
     }
 
-    /// Returns the words of a place that a row refers to.
+    /// Returns the words of a slot that a row refers to.
     fn row_words(&self, at: u32) -> Option<[u64; ROW_WORDS]> {
         self.rows.has_pages(at).then(|| self.words(self.rows.word_of(at)))
     }
@@ -125,7 +125,7 @@ impl BlockTable {
 }
 
 impl FreeRows {
-    /// Returns the number of places left.
+    /// Returns the number of slots left.
     pub(crate) fn len(&self) -> usize {
         self.rows.len()
     }

@@ -1,8 +1,8 @@
-//! Allocator of the places of a table: slots of equal size, each with a number. It tracks free
-//! places and the chunks of places that have memory pages. Pure: it never touches the table.
+//! Allocator of the numbered slots of a table. It tracks free slots and the chunks of slots that
+//! have memory pages. Pure: it never touches the table.
 //!
-//! A chunk gets pages when its first place is needed, and loses them when all its places are free
-//! again. The lowest places are taken first, so that few chunks are in use. Invariant: places are
+//! A chunk gets pages when its first slot is needed, and loses them when all its slots are free
+//! again. The lowest slots are taken first, so that few chunks are in use. Invariant: slots are
 //! taken or free only in chunks with pages. At most [`IDLE_CHUNKS`] unused chunks keep their pages.
 
 use crate::region::buddy::BlockSet;
@@ -15,16 +15,16 @@ pub(super) const FREE_CHUNKS: u64 = if cfg!(test) { 1 } else { 4 };
 /// Unused chunks that keep their pages, so that pages are not allocated and freed with every flush.
 pub(super) const IDLE_CHUNKS: usize = if cfg!(test) { 0 } else { 2 };
 
-/// Free and taken places of a table, and the state of its chunks.
+/// Free and taken slots of a table, and the state of its chunks.
 #[derive(Debug)]
 pub(super) struct TableSlots {
-    /// Free places in chunks with pages.
+    /// Free slots in chunks with pages.
     free: BlockSet,
-    /// Number of taken places in each chunk that was ever used. `None` for a chunk without pages.
+    /// Number of taken slots in each chunk that was ever used. `None` for a chunk without pages.
     chunks: Vec<Option<u32>>,
     /// Used chunks without pages.
     without: BlockSet,
-    /// Chunks with pages and no taken place.
+    /// Chunks with pages and no taken slot.
     idle: BlockSet,
     idle_chunks: usize,
     resident_chunks: u64,
@@ -34,12 +34,12 @@ pub(super) struct TableSlots {
 }
 
 impl TableSlots {
-    /// Creates an allocator of `max` places of `place_bytes`. An earlier process used at most the
-    /// first `mark` places. All places of chunks for which `has_pages` is true count as taken.
-    pub(super) fn new(place_bytes: u64, max: u32, mark: u32, has_pages: impl Fn(u32) -> bool) -> Self {
-        let per_chunk = u32::try_from(CHUNK_BYTES / place_bytes).unwrap_or(1);
+    /// Creates an allocator of `max` slots of `slot_bytes`. An earlier process used at most the
+    /// first `mark` slots. All slots of chunks for which `has_pages` is true count as taken.
+    pub(super) fn new(slot_bytes: u64, max: u32, mark: u32, has_pages: impl Fn(u32) -> bool) -> Self {
+        let per_chunk = u32::try_from(CHUNK_BYTES / slot_bytes).unwrap_or(1);
         let chunks_max = max.div_ceil(per_chunk) as usize;
-        let mut places = Self {
+        let mut slots = Self {
             free: BlockSet::new(max as usize),
             chunks: Vec::new(),
             without: BlockSet::new(chunks_max),
@@ -51,20 +51,20 @@ impl TableSlots {
             max,
         };
         for chunk in 0..mark.min(max).div_ceil(per_chunk) {
-            let taken = has_pages(chunk).then(|| places.len(chunk));
-            places.chunks.push(taken);
+            let taken = has_pages(chunk).then(|| slots.len(chunk));
+            slots.chunks.push(taken);
             match taken {
                 Some(taken) => {
-                    places.taken += u64::from(taken);
-                    places.resident_chunks += 1;
+                    slots.taken += u64::from(taken);
+                    slots.resident_chunks += 1;
                 }
-                None => places.without.insert(chunk as usize),
+                None => slots.without.insert(chunk as usize),
             }
         }
-        places
+        slots
     }
 
-    /// Returns the places of `chunk`.
+    /// Returns the slots of `chunk`.
     pub(super) fn of_chunk(&self, chunk: u32) -> std::ops::Range<u32> {
         let start = chunk * self.per_chunk;
         start..start.saturating_add(self.per_chunk).min(self.max)
@@ -75,19 +75,19 @@ impl TableSlots {
         of.end - of.start
     }
 
-    fn chunk_of(&self, place: u32) -> usize {
-        (place / self.per_chunk) as usize
+    fn chunk_of(&self, slot: u32) -> usize {
+        (slot / self.per_chunk) as usize
     }
 
-    /// Returns a number greater than all places that were ever used.
+    /// Returns a number greater than all slots that were ever used.
     pub(super) fn mark(&self) -> u32 {
         let chunks = u32::try_from(self.chunks.len()).unwrap_or(u32::MAX);
         chunks.saturating_mul(self.per_chunk).min(self.max)
     }
 
-    /// Returns whether the chunk of `place` has pages.
-    pub(super) fn has_pages(&self, place: u32) -> bool {
-        place < self.max && self.chunks.get(self.chunk_of(place)).is_some_and(Option::is_some)
+    /// Returns whether the chunk of `slot` has pages.
+    pub(super) fn has_pages(&self, slot: u32) -> bool {
+        slot < self.max && self.chunks.get(self.chunk_of(slot)).is_some_and(Option::is_some)
     }
 
     /// Returns the chunks with pages.
@@ -97,17 +97,17 @@ impl TableSlots {
     }
 
     /// Returns the bytes of pages that are not paid for, if `more_chunks` further chunks had pages.
-    /// Each taken place has paid for `paid_each` bytes, and [`FREE_CHUNKS`] cost nothing.
+    /// Each taken slot has paid for `paid_each` bytes, and [`FREE_CHUNKS`] cost nothing.
     pub(super) fn unpaid_bytes(&self, more_chunks: u64, paid_each: u64) -> u64 {
         let resident = (self.resident_chunks + more_chunks).saturating_sub(FREE_CHUNKS) * CHUNK_BYTES;
         resident.saturating_sub(self.taken * paid_each)
     }
 
-    /// Takes the lowest free place of chunks with pages.
+    /// Takes the lowest free slot of chunks with pages.
     pub(super) fn take(&mut self) -> Option<u32> {
-        let place = u32::try_from(self.free.first()?).ok()?;
-        self.free.remove(place as usize);
-        let chunk = self.chunk_of(place);
+        let slot = u32::try_from(self.free.first()?).ok()?;
+        self.free.remove(slot as usize);
+        let chunk = self.chunk_of(slot);
         if let Some(Some(taken)) = self.chunks.get_mut(chunk) {
             if *taken == 0 {
                 self.idle.remove(chunk);
@@ -116,7 +116,7 @@ impl TableSlots {
             *taken += 1;
             self.taken += 1;
         }
-        Some(place)
+        Some(slot)
     }
 
     /// Returns the chunk that gets pages next. `None` when all have pages.
@@ -138,24 +138,24 @@ impl TableSlots {
         self.idle.insert(at);
         self.idle_chunks += 1;
         self.resident_chunks += 1;
-        self.of_chunk(chunk).for_each(|place| self.free.insert(place as usize));
+        self.of_chunk(chunk).for_each(|slot| self.free.insert(slot as usize));
     }
 
-    /// Frees a taken place that has been zeroed.
-    pub(super) fn put(&mut self, place: u32) {
-        let chunk = self.chunk_of(place);
+    /// Frees a taken slot that has been zeroed.
+    pub(super) fn put(&mut self, slot: u32) {
+        let chunk = self.chunk_of(slot);
         let Some(Some(taken)) = self.chunks.get_mut(chunk) else {
-            debug_assert!(false, "place {place} was never taken");
+            debug_assert!(false, "slot {slot} was never taken");
             return;
         };
-        debug_assert!(*taken > 0, "place {place} is free twice");
+        debug_assert!(*taken > 0, "slot {slot} is free twice");
         *taken -= 1;
         self.taken -= 1;
         if *taken == 0 {
             self.idle.insert(chunk);
             self.idle_chunks += 1;
         }
-        self.free.insert(place as usize);
+        self.free.insert(slot as usize);
     }
 
     /// Marks one idle chunk as without pages and returns it. `None` if at most [`IDLE_CHUNKS`] are
@@ -169,7 +169,7 @@ impl TableSlots {
         self.chunks[chunk] = None;
         self.without.insert(chunk);
         let chunk = u32::try_from(chunk).ok()?;
-        self.of_chunk(chunk).for_each(|place| self.free.remove(place as usize));
+        self.of_chunk(chunk).for_each(|slot| self.free.remove(slot as usize));
         Some(chunk)
     }
 }
@@ -184,13 +184,13 @@ mod tests {
 
     const PER_CHUNK: u32 = 64;
 
-    fn places(max: u32, mark: u32) -> TableSlots {
+    fn slots(max: u32, mark: u32) -> TableSlots {
         TableSlots::new(CHUNK_BYTES / u64::from(PER_CHUNK), max, mark, |chunk| chunk % 2 == 0)
     }
 
     #[test]
     fn used_slots_with_pages_are_recovered() {
-        let mut found = places(500, 200);
+        let mut found = slots(500, 200);
         assert_eq!((found.with_pages(), found.mark(), found.taken), (vec![0, 2], 256, 128));
         assert!(found.has_pages(0) && !found.has_pages(64) && found.has_pages(128) && !found.has_pages(192));
         assert_eq!((found.take(), found.next_chunk()), (None, Some(1)), "used chunks come first");
@@ -200,42 +200,42 @@ mod tests {
 
     #[test]
     fn all_slots_are_allocated_with_a_short_last_chunk() {
-        let mut places = places(100, 0);
-        while let Some(chunk) = places.next_chunk() {
-            places.open(chunk);
+        let mut slots = slots(100, 0);
+        while let Some(chunk) = slots.next_chunk() {
+            slots.open(chunk);
         }
-        assert_eq!(std::iter::from_fn(|| places.take()).collect::<Vec<_>>(), (0..100).collect::<Vec<_>>());
-        assert_eq!((places.mark(), places.unpaid_bytes(0, 64)), (100, 0));
-        assert!(places.has_pages(99) && !places.has_pages(100), "slot 100 does not exist");
-        assert_eq!(places.unpaid_bytes(0, 0), CHUNK_BYTES, "one of two chunks is free of charge");
+        assert_eq!(std::iter::from_fn(|| slots.take()).collect::<Vec<_>>(), (0..100).collect::<Vec<_>>());
+        assert_eq!((slots.mark(), slots.unpaid_bytes(0, 64)), (100, 0));
+        assert!(slots.has_pages(99) && !slots.has_pages(100), "slot 100 does not exist");
+        assert_eq!(slots.unpaid_bytes(0, 0), CHUNK_BYTES, "one of two chunks is free of charge");
     }
 
     proptest! {
         #[test]
         fn slots_follow_a_set(steps in prop::collection::vec((any::<bool>(), any::<prop::sample::Index>()), 1..400)) {
-            let mut places = places(300, 0);
+            let mut slots = slots(300, 0);
             let mut taken = BTreeSet::new();
             for (takes, index) in steps {
                 if takes {
-                    let place = places.take().or_else(|| {
-                        let chunk = places.next_chunk()?;
-                        places.open(chunk);
-                        places.take()
+                    let slot = slots.take().or_else(|| {
+                        let chunk = slots.next_chunk()?;
+                        slots.open(chunk);
+                        slots.take()
                     });
-                    prop_assert_eq!(place.is_some(), taken.len() < 300);
-                    prop_assert!(place.is_none_or(|place| taken.insert(place)));
+                    prop_assert_eq!(slot.is_some(), taken.len() < 300);
+                    prop_assert!(slot.is_none_or(|slot| taken.insert(slot)));
                 } else if !taken.is_empty() {
-                    let place = *index.get(&taken.iter().copied().collect::<Vec<_>>());
-                    taken.remove(&place);
-                    places.put(place);
-                    while places.close_one().is_some() {}
+                    let slot = *index.get(&taken.iter().copied().collect::<Vec<_>>());
+                    taken.remove(&slot);
+                    slots.put(slot);
+                    while slots.close_one().is_some() {}
                 }
-                let chunks: BTreeSet<u32> = taken.iter().map(|place| place / PER_CHUNK).collect();
-                let with_pages: BTreeSet<u32> = places.with_pages().into_iter().collect();
-                prop_assert!(with_pages.is_superset(&chunks), "taken places have pages");
+                let chunks: BTreeSet<u32> = taken.iter().map(|slot| slot / PER_CHUNK).collect();
+                let with_pages: BTreeSet<u32> = slots.with_pages().into_iter().collect();
+                prop_assert!(with_pages.is_superset(&chunks), "taken slots have pages");
                 prop_assert!(with_pages.len() <= chunks.len() + IDLE_CHUNKS + 1, "more than the idle chunks have pages");
                 let resident = (with_pages.len() as u64).saturating_sub(FREE_CHUNKS) * CHUNK_BYTES;
-                prop_assert_eq!(places.unpaid_bytes(0, 64), resident.saturating_sub(64 * taken.len() as u64));
+                prop_assert_eq!(slots.unpaid_bytes(0, 64), resident.saturating_sub(64 * taken.len() as u64));
             }
         }
     }

@@ -1,13 +1,13 @@
 //! The front of a region: its stores and their pages. All stores into the front are made here.
 //!
 //! A commit stores the other words first and then the commit word with a release store, so the next
-//! process finds it whatever instruction this one died at. A place gets another owner only after
+//! process finds it whatever instruction this one died at. A slot gets another owner only after
 //! its commit word was cleared.
 //!
-//! A chunk of places gets pages before its first use and loses them when all places are free
-//! (`places`). A chunk of zeros has nothing committed, so a process may die at any moment of this.
+//! A chunk of slots gets pages before its first use and loses them when all slots are free
+//! (`slots`). A chunk of zeros has nothing committed, so a process may die at any moment of this.
 //!
-//! Invariant: pages that are neither paid by their places nor free of charge are charged to the
+//! Invariant: pages that are neither paid by their slots nor free of charge are charged to the
 //! capacity before they are allocated, and the region cedes the same amount.
 
 use std::fmt;
@@ -27,9 +27,9 @@ use crate::region::Region;
 use crate::region::parts::{in_parts, threads_for};
 use uniffle_base::budget::{Budget, Charge};
 
-/// Reasons for the lack of places.
+/// Reasons for the lack of slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum NoPlaces {
+pub(crate) enum NoSlots {
     /// All are taken, or the region is released.
     TooMany,
     /// The file gets no more pages, or the region has none to cede for them.
@@ -55,8 +55,8 @@ pub(crate) enum NoPlaces {
 /// batch still has rows, recovery finds its blocks in the tier's index and uses that copy. Tickets
 /// and unfinished sends have no rows, so their segments are free.
 ///
-/// A commit writes one cache line beside the payload and takes one lock per run of places. Rows are
-/// charged like lists, so the region cedes the same amount. The unused rest of a chunk of places is
+/// A commit writes one cache line beside the payload and takes one lock per run of slots. Rows are
+/// charged like lists, so the region cedes the same amount. The unused rest of a chunk of slots is
 /// charged too.
 pub(crate) struct BlockTable {
     region: Arc<Region>,
@@ -79,32 +79,32 @@ pub(super) type Hook = Box<dyn FnMut(&Region) + Send>;
 /// The names or the rows of a table.
 #[derive(Debug)]
 pub(super) struct TablePart {
-    /// Word of the first place, and words per place.
+    /// Word of the first slot, and words per slot.
     first: usize,
     words: usize,
-    /// Word of the header with the number of places ever used.
+    /// Word of the header with the number of slots ever used.
     mark_at: usize,
-    /// Bytes that the owner of a place pays for it.
+    /// Bytes that the owner of a slot pays for it.
     paid_each: u64,
     state: Mutex<State>,
 }
 
 /// Position of a part in the region.
 struct PartLayout {
-    /// Word of the first place.
+    /// Word of the first slot.
     first: usize,
-    /// Words per place.
+    /// Words per slot.
     words: usize,
-    /// Number of places.
+    /// Number of slots.
     max: u32,
-    /// Word of the header with the number of places ever used.
+    /// Word of the header with the number of slots ever used.
     mark_at: usize,
 }
 
-/// Free places and the charges of their pages.
+/// Free slots and the charges of their pages.
 #[derive(Debug)]
 pub(super) struct State {
-    pub(super) places: TableSlots,
+    pub(super) slots: TableSlots,
     /// Charges of the pages. `None` until the capacity is known.
     charged: Option<PageCharges>,
 }
@@ -120,13 +120,13 @@ struct PageCharges {
 
 impl State {
     /// Charges the growth by one further chunk.
-    fn grow(&mut self, paid_each: u64) -> Result<(), NoPlaces> {
-        let wanted = self.places.unpaid_bytes(1, paid_each);
+    fn grow(&mut self, paid_each: u64) -> Result<(), NoSlots> {
+        let wanted = self.slots.unpaid_bytes(1, paid_each);
         let Some(PageCharges { capacity, ceded, lists }) = &mut self.charged else { return Ok(()) };
         let lacking = wanted.saturating_sub(capacity.bytes());
         if lacking > 0 {
             let paid = capacity.budget().force_charge(lacking);
-            ceded.merge(lists.charge(lacking).map_err(|_| NoPlaces::NoPages)?);
+            ceded.merge(lists.charge(lacking).map_err(|_| NoSlots::NoPages)?);
             capacity.merge(paid);
         }
         Ok(())
@@ -135,7 +135,7 @@ impl State {
     /// Adjusts the charges to the pages that are not paid by owners. An increase was paid by an
     /// owner until now.
     fn settle(&mut self, paid_each: u64) {
-        let wanted = self.places.unpaid_bytes(0, paid_each);
+        let wanted = self.slots.unpaid_bytes(0, paid_each);
         let Some(PageCharges { capacity, ceded, lists }) = &mut self.charged else { return };
         let has = capacity.bytes();
         if wanted > has {
@@ -148,7 +148,7 @@ impl State {
 }
 
 impl TablePart {
-    /// Opens the part. The owner of a place pays `paid_each` bytes for it.
+    /// Opens the part. The owner of a slot pays `paid_each` bytes for it.
     fn new(
         region: &Region,
         PartLayout { first, words, max, mark_at }: PartLayout,
@@ -156,8 +156,8 @@ impl TablePart {
     ) -> io::Result<Self> {
         let mark = region.front().get(mark_at).map_or(0, |word| word.load(Ordering::Relaxed));
         let mark = u32::try_from(mark).unwrap_or(max).min(max);
-        let bytes_of = |places: Range<u32>| {
-            8 * (first + places.start as usize * words)..8 * (first + places.end as usize * words)
+        let bytes_of = |slots: Range<u32>| {
+            8 * (first + slots.start as usize * words)..8 * (first + slots.end as usize * words)
         };
         let empty = TableSlots::new(8 * words as u64, max, 0, |_| false);
         let holes = region.front_holes(bytes_of(0..mark))?;
@@ -166,60 +166,60 @@ impl TablePart {
             let before = holes.partition_point(|hole| hole.start <= of.start);
             before.checked_sub(1).is_some_and(|at| holes[at].end >= of.end.min(bytes_of(0..mark).end))
         };
-        let places = TableSlots::new(8 * words as u64, max, mark, |chunk| !is_hole(chunk));
+        let slots = TableSlots::new(8 * words as u64, max, mark, |chunk| !is_hole(chunk));
         // Pages are filled first: a read of a hole would allocate pages too, and end the process if
         // there are none.
         let fill = |some: &[u32]| {
-            some.iter().try_for_each(|chunk| region.fill_front_pages(bytes_of(places.of_chunk(*chunk))))
+            some.iter().try_for_each(|chunk| region.fill_front_pages(bytes_of(slots.of_chunk(*chunk))))
         };
         let used = usize::try_from(mark).unwrap_or(usize::MAX);
-        in_parts(&places.with_pages(), threads_for(used), fill).into_iter().collect::<io::Result<()>>()?;
-        let state = Mutex::new(State { places, charged: None });
+        in_parts(&slots.with_pages(), threads_for(used), fill).into_iter().collect::<io::Result<()>>()?;
+        let state = Mutex::new(State { slots, charged: None });
         Ok(Self { first, words, mark_at, paid_each, state })
     }
 
-    fn bytes_of(&self, places: Range<u32>) -> Range<usize> {
-        8 * self.word_of(places.start)..8 * self.word_of(places.end)
+    fn bytes_of(&self, slots: Range<u32>) -> Range<usize> {
+        8 * self.word_of(slots.start)..8 * self.word_of(slots.end)
     }
 
-    /// Returns the first word of a place.
+    /// Returns the first word of a slot.
     #[inline]
-    pub(super) fn word_of(&self, place: u32) -> usize {
-        self.first + place as usize * self.words
+    pub(super) fn word_of(&self, slot: u32) -> usize {
+        self.first + slot as usize * self.words
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
 
-    /// Returns the bound below which all places are that were ever used.
+    /// Returns the bound below which all slots are that were ever used.
     pub(super) fn mark(&self) -> u32 {
-        self.lock().places.mark()
+        self.lock().slots.mark()
     }
 
-    /// Returns whether a place can be read.
-    pub(super) fn has_pages(&self, place: u32) -> bool {
-        self.lock().places.has_pages(place)
+    /// Returns whether a slot can be read.
+    pub(super) fn has_pages(&self, slot: u32) -> bool {
+        self.lock().slots.has_pages(slot)
     }
 
-    /// Returns the chunks of places that may be in use.
+    /// Returns the chunks of slots that may be in use.
     pub(super) fn chunks_to_be_read(&self) -> Vec<Range<u32>> {
         let state = self.lock();
-        state.places.with_pages().into_iter().map(|chunk| state.places.of_chunk(chunk)).collect()
+        state.slots.with_pages().into_iter().map(|chunk| state.slots.of_chunk(chunk)).collect()
     }
 
-    /// Returns the places that may be in use.
+    /// Returns the slots that may be in use.
     pub(super) fn to_be_read(&self) -> impl Iterator<Item = u32> {
         self.chunks_to_be_read().into_iter().flatten()
     }
 }
 
 impl BlockTable {
-    /// Opens the tables in the front of `region`, which has `geometry`. Used places are not free
+    /// Opens the tables in the front of `region`, which has `geometry`. Used slots are not free
     /// before the recovery has searched them.
     ///
     /// # Errors
-    /// When the file gets no pages for used places.
+    /// When the file gets no pages for used slots.
     pub(super) fn new(region: Arc<Region>, geometry: Geometry) -> io::Result<Arc<Self>> {
         region.take_front_pages(0..8 * HEADER_WORDS)?;
         let names = PartLayout {
@@ -286,12 +286,12 @@ impl BlockTable {
         self.rows.mark() > 0
     }
 
-    /// Returns the number of places for blocks.
+    /// Returns the number of slots for blocks.
     pub(crate) fn rows_max(&self) -> u64 {
         self.geometry.rows.into()
     }
 
-    /// Releases the region to another process: places are neither taken nor cleared, and pages are
+    /// Releases the region to another process: slots are neither taken nor cleared, and pages are
     /// neither allocated nor freed.
     pub(crate) fn release(&self) {
         let _locked = (self.names.lock(), self.rows.lock());
@@ -310,16 +310,16 @@ impl BlockTable {
 }
 
 impl BlockTable {
-    /// Takes a free place of `part`, in a chunk with pages.
-    pub(super) fn take(&self, part: &TablePart, state: &mut State) -> Result<u32, NoPlaces> {
+    /// Takes a free slot of `part`, in a chunk with pages.
+    pub(super) fn take(&self, part: &TablePart, state: &mut State) -> Result<u32, NoSlots> {
         loop {
             if self.is_released() {
-                return Err(NoPlaces::TooMany);
+                return Err(NoSlots::TooMany);
             }
-            if let Some(place) = state.places.take() {
-                return Ok(place);
+            if let Some(slot) = state.slots.take() {
+                return Ok(slot);
             }
-            let chunk = state.places.next_chunk().ok_or(NoPlaces::TooMany)?;
+            let chunk = state.slots.next_chunk().ok_or(NoSlots::TooMany)?;
             let opened = self.open(part, state, chunk);
             if opened.is_err() {
                 state.settle(part.paid_each);
@@ -328,48 +328,48 @@ impl BlockTable {
         }
     }
 
-    fn open(&self, part: &TablePart, state: &mut State, chunk: u32) -> Result<(), NoPlaces> {
-        let range = part.bytes_of(state.places.of_chunk(chunk));
+    fn open(&self, part: &TablePart, state: &mut State, chunk: u32) -> Result<(), NoSlots> {
+        let range = part.bytes_of(state.slots.of_chunk(chunk));
         state.grow(part.paid_each)?;
-        self.region.take_front_pages(range).map_err(|_| NoPlaces::NoPages)?;
+        self.region.take_front_pages(range).map_err(|_| NoSlots::NoPages)?;
         self.note();
-        let before = state.places.mark();
-        state.places.open(chunk);
-        let mark = state.places.mark();
+        let before = state.slots.mark();
+        state.slots.open(chunk);
+        let mark = state.slots.mark();
         if mark > before {
             self.store(part.mark_at, mark.into(), Ordering::Release);
         }
         Ok(())
     }
 
-    /// Frees places whose commit words are clear.
-    pub(super) fn put(&self, part: &TablePart, places: impl IntoIterator<Item = u32>) {
+    /// Frees slots whose commit words are clear.
+    pub(super) fn put(&self, part: &TablePart, slots: impl IntoIterator<Item = u32>) {
         let mut state = part.lock();
-        places.into_iter().for_each(|place| state.places.put(place));
+        slots.into_iter().for_each(|slot| state.slots.put(slot));
         self.close_idle(part, &mut state);
     }
 
     /// Frees unneeded pages and adjusts the charges.
     pub(super) fn close_idle(&self, part: &TablePart, state: &mut State) {
         while !self.is_released()
-            && let Some(chunk) = state.places.close_one()
+            && let Some(chunk) = state.slots.close_one()
         {
-            self.region.discard_front_pages(part.bytes_of(state.places.of_chunk(chunk)));
+            self.region.discard_front_pages(part.bytes_of(state.slots.of_chunk(chunk)));
             self.note();
         }
         state.settle(part.paid_each);
     }
 
-    /// Frees `places` that an earlier process used and nobody has taken. They were not free before,
-    /// so nobody got them meanwhile.
-    pub(super) fn open_found(&self, part: &TablePart, places: &[u32]) {
-        for place in places {
-            let word = part.word_of(*place);
+    /// Frees `slots` that an earlier process used and no recovered block keeps. They were not free
+    /// before, so no new block has taken them.
+    pub(super) fn open_found(&self, part: &TablePart, slots: &[u32]) {
+        for slot in slots {
+            let word = part.word_of(*slot);
             if self.region.front()[word].load(Ordering::Relaxed) != 0 {
                 self.clear(word);
             }
         }
-        self.put(part, places.iter().copied());
+        self.put(part, slots.iter().copied());
     }
 
     pub(super) fn store(&self, at: usize, value: u64, order: Ordering) {
@@ -399,8 +399,8 @@ impl BlockTable {
     #[inline]
     pub(super) fn words<const WORDS: usize>(&self, at: usize) -> [u64; WORDS] {
         let mut words = [0; WORDS];
-        for (word, place) in words.iter_mut().zip(&self.region.front()[at..at + WORDS]) {
-            *word = place.load(Ordering::Acquire);
+        for (word, stored) in words.iter_mut().zip(&self.region.front()[at..at + WORDS]) {
+            *word = stored.load(Ordering::Acquire);
         }
         words
     }

@@ -219,7 +219,7 @@ fn look(file: &OwnedFd, model: &Model) {
     assert_eq!((memory.used_bytes(), memory.block_count()), (0, 0));
     assert_eq!(rows_left(&memory) + table(&memory).found_names().len(), 0);
     let BlockTable { names, rows, .. } = &**table(&memory);
-    assert!(names.lock().places.with_pages().is_empty() && rows.lock().places.with_pages().is_empty());
+    assert!(names.lock().slots.with_pages().is_empty() && rows.lock().slots.with_pages().is_empty());
 }
 
 #[derive(Debug, Clone)]
@@ -270,7 +270,7 @@ struct Fixture {
     model: Arc<Mutex<Model>>,
     next_id: i64,
     lengths: BTreeMap<i64, u32>,
-    /// Taken places of most of a chunk, so that blocks use chunks whose pages are allocated and
+    /// Taken slots of most of a chunk, so that blocks use chunks whose pages are allocated and
     /// freed.
     held: Option<FreeRows>,
 }
@@ -282,12 +282,12 @@ impl Fixture {
         let (model, lengths) = (Arc::default(), BTreeMap::new());
         let mut fixture = Self { memory, file, model, next_id: 1, lengths, held: None };
         restored(&fixture.memory, |_, _, _| false);
-        fixture.hold_places();
+        fixture.hold_slots();
         fixture.hook();
         fixture
     }
 
-    fn hold_places(&mut self) {
+    fn hold_slots(&mut self) {
         let shuffle = self.memory.shuffle(&key(0)).unwrap();
         self.held = Some(shuffle.name.as_ref().unwrap().get().unwrap().rows(62).unwrap());
     }
@@ -434,7 +434,7 @@ impl Fixture {
         let found = restored_of(&self.memory, known, |_, _, BlockId(id)| oldest.contains(&id));
         self.may([]);
         self.memory.buffers().iter().for_each(|buffer| buffer.verify());
-        self.hold_places();
+        self.hold_slots();
         let found = self.model.lock().shown(found);
         assert_eq!(read(&self.memory), found);
         self.model.lock().compare(&found);

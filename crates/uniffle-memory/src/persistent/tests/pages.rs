@@ -83,7 +83,7 @@ fn pages_with_few_rows_are_charged_whole() {
     assert_eq!(again.finish_restore().1, u64::from(chunks));
     assert_eq!(resident_bytes(&again), all);
     assert!(again.used_bytes() >= charged + rows);
-    // Free places are used before a page is allocated.
+    // Free slots are used before a page is allocated.
     tiny(&again, 1, 500_000..500_000 + PER_CHUNK as i64 - 1).unwrap();
     assert_eq!(resident_bytes(&again), all);
     release(&again, 0);
@@ -109,7 +109,7 @@ fn rows_without_room_for_pages_are_refused() {
             Ok(()) => sent += 1,
             Err(refused) => break refused,
         }
-        let front = table(&memory).rows.lock().places.with_pages().len() as u64 * CHUNK_BYTES;
+        let front = table(&memory).rows.lock().slots.with_pages().len() as u64 * CHUNK_BYTES;
         let records = memory.block_count() * 64;
         let paid = crate::admission::metadata_reserve::FREE_BYTES + lists.ceded_bytes();
         let paid = paid + memory.heap().of(HeapKind::Blocks).used() + FREE_CHUNKS * CHUNK_BYTES;
