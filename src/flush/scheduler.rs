@@ -176,8 +176,8 @@ impl Flusher {
         );
     }
 
-    /// Flushes a shuffle's data that is in memory now, regardless of the watermarks. Returns true
-    /// once all of it is in the tiers below or the shuffle is gone, and false if that is not so by
+    /// Flushes the data of a shuffle that is in memory now, regardless of the watermarks. Returns
+    /// true once all of it is in the tiers below or the shuffle was purged, and false at
     /// `deadline`.
     pub async fn flush_shuffle(&self, shuffle: &ShuffleBuffers, deadline: Instant) -> bool {
         let buffers = shuffle.all().into_iter().filter(|buffer| buffer.block_count() > 0);

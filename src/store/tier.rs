@@ -78,8 +78,8 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     /// Returns the usage of a shuffle, which is empty if it is unknown.
     fn usage(&self, key: &ShuffleKey) -> TierUsage;
 
-    /// Forgets shuffles of an application at once. Later writes of them end with `Purged`, and
-    /// nothing of them is found. Called under a lock that registrations wait for. Slow work and
+    /// Detaches shuffles of an application at once: later writes to them fail with `Purged`, and
+    /// reads do not find them. Called under a lock that registrations wait for, so slow work and
     /// deletions are left to the returned future, if there are any.
     fn forget(
         self: Arc<Self>,

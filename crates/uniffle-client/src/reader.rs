@@ -252,7 +252,7 @@ impl ShuffleReader {
         Ok(all)
     }
 
-    /// Returns the reads that a run of records needs: those that contain a missing block.
+    /// Returns the reads of a run of records that contain a missing block.
     fn segments(&self, records: &[RecordPosition]) -> Result<Vec<DataSegment>, Malformed> {
         let wanted = |record: &RecordPosition| {
             let task = record.meta.task_attempt_id.0.cast_unsigned();

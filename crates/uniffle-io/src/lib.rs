@@ -89,7 +89,7 @@ pub trait File: Send + Sync + fmt::Debug {
     }
 
     /// Checks that a [named](WriteOpen::is_named) file that is open for writing still exists at its
-    /// path, with everything that was written to it, and on [`IoClass::Metadata`] with nothing else.
+    /// path, with everything that was written to it, and in [`IoClass::Metadata`] nothing else.
     /// Fails with [`Vanished`] as the source otherwise.
     fn verify(&self) -> BoxFuture<'static, io::Result<()>> {
         Box::pin(std::future::ready(Ok(())))
@@ -119,8 +119,8 @@ pub struct WriteOpen {
     /// Queue of its writes and syncs.
     pub class: IoClass,
     /// The file will be opened again by its path. Writes fail with [`Vanished`] as their source if
-    /// the file is no longer at its path, or was truncated. On [`IoClass::Metadata`] they also fail if
-    /// another program has written to the file.
+    /// the file is no longer at its path, or was truncated. In [`IoClass::Metadata`] they also fail
+    /// if another program has written to the file.
     pub is_named: bool,
 }
 

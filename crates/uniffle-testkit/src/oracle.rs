@@ -153,8 +153,8 @@ impl ShuffleVerification {
     }
 }
 
-/// Verifies the results and all blocks of a shuffle. `must_be_served` returns true for sent blocks that must be
-/// served.
+/// Verifies the results and all blocks of a shuffle. `must_be_served` returns true for sent blocks
+/// that must be served.
 pub async fn verify(
     worker: &impl WorkerView,
     key: &ShuffleKey,

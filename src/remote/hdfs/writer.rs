@@ -111,7 +111,7 @@ pub(super) struct PausedWriters {
 }
 
 impl PausedWriters {
-    /// Returns whether a writer continues this index file. All other files of ours are abandoned.
+    /// Returns whether a writer continues this index file. Our other index files are abandoned.
     pub(super) fn uses(&self, index_name: &str) -> bool {
         self.in_use.contains(index_name)
     }

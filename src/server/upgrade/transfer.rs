@@ -1,6 +1,7 @@
 //! Values handed to the successor of an upgrade, as JSON in unnamed files.
 //!
-//! A successor that does not know a file closes it. One that cannot read a file continues without it.
+//! A successor that does not know a file closes it. One that cannot read a file continues without
+//! it.
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};

@@ -250,8 +250,8 @@ impl Losses {
         refused
     }
 
-    /// Decides whether to accept a report although some of its blocks are gone, and records them as
-    /// lost if so. Returns the ledger's alarm count from before the check, for
+    /// Decides whether to accept a report of blocks of which some are in no tier, and if so,
+    /// records these as lost. Returns the ledger's alarm count from before the check, for
     /// [`Losses::note_reported`].
     pub(super) async fn check_report(
         &self,

@@ -67,7 +67,7 @@ impl ExtentWrite {
         self.blocks.chunks(EXTENT_BLOCKS_MAX).map(part).collect()
     }
 
-    /// Returns whether it has blocks, none of them empty, and their lengths agree with the bytes.
+    /// Returns whether the extent has blocks, all are non-empty, and their lengths match its bytes.
     pub(in crate::store) fn is_consistent(&self) -> bool {
         let blocks: u64 = self.blocks.iter().map(|block| u64::from(block.length)).sum();
         let bytes: u64 = self.data.pieces().iter().map(|piece| piece.len() as u64).sum();

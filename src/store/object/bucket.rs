@@ -132,7 +132,8 @@ impl Bucket {
     }
 
     /// Records whether the store has all data of the local disks (`is_drained`), for a start with
-    /// empty disks. Does nothing while data comes to the disks: the store has no such record then.
+    /// empty disks. Does nothing while the disks receive data, because the store has no such record
+    /// then.
     /// Sends no request if the state is already recorded.
     ///
     /// # Errors

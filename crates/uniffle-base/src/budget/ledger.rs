@@ -5,9 +5,9 @@
 //! same type counts blocks (a budget of blocks), mirrors sub-totals (a budget without a limit) and
 //! divides (a budget with a parent).
 //!
-//! Invariant: a charge of a child is also charged to every budget above it, to all of them or to
-//! none. A share ([`Budget::share`]) or a part with a margin ([`Budget::child_leaving`]) is refused
-//! a charge that would leave too little to others.
+//! Invariant: a charge of a child is also charged to every budget above it, or refused. A
+//! share ([`Budget::share`]) or a part with a margin ([`Budget::child_leaving`]) is refused a
+//! charge that would leave too little to others.
 
 use std::pin::pin;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Limits the share of one application in a resource that cannot be revoked: registrations, reported
-//! ids, partitions. Pure functions.
+//! Limits the share of one application in a resource that cannot be revoked: registrations,
+//! reported ids, partitions. Pure functions.
 //!
 //! An application may hold as much as it leaves free. A single application thus gets half, and each
 //! of n equal applications gets 1/(n+1). The last quarter is reserved for applications that hold

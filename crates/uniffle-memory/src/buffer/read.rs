@@ -88,8 +88,8 @@ pub struct ReadLimit {
     pub blocks: usize,
 }
 
-/// Walks `lists` from behind `after` (or from the head, if that is gone) until `limit` is reached.
-/// Returns at least one block if any qualifies.
+/// Walks `lists` from the block after `after` (from the head, if `after` is unknown) until `limit`
+/// is reached. Returns at least one block if any qualifies.
 pub(super) fn walk(
     lists: &SmallVec<[&BlockList; 8]>,
     after: Option<BlockId>,

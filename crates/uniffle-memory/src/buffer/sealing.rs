@@ -19,11 +19,11 @@ pub struct CommitMark(u64);
 /// State of the blocks that were committed before a [`CommitMark`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EarlierBlocks {
-    /// No such block is in memory: all were flushed, or the shuffle is gone.
+    /// No such block is in memory: all were flushed, or the shuffle was purged.
     Nothing,
     /// Some are in memory, and all of them are being flushed.
     InFlight,
-    /// Some are in memory that no flush has taken.
+    /// Some in memory are not in a flush yet.
     Waiting,
 }
 
@@ -79,19 +79,19 @@ impl Buffer {
         CommitMark(self.state.lock().next_chain)
     }
 
-    /// Returns the state of the blocks from before `mark`. Blocks that came soon after it may count
-    /// as before.
+    /// Returns the state of the blocks committed before `mark`. Blocks committed soon after it may
+    /// be included.
     #[must_use]
     pub fn before(&self, mark: CommitMark) -> EarlierBlocks {
         let state = self.state.lock();
         let Some(lists) = &state.lists else { return EarlierBlocks::Nothing };
         let is_before = |list: &BlockList| list.chain.id() < mark.0 && !list.is_empty();
         let mut batches = lists.batches.iter().filter(|batch| is_before(batch.list())).peekable();
-        let nothing_flies = batches.peek().is_none();
+        let none_in_flight = batches.peek().is_none();
         if is_before(&lists.active) || batches.any(|batch| !batch.is_claimed()) {
             return EarlierBlocks::Waiting;
         }
-        if nothing_flies { EarlierBlocks::Nothing } else { EarlierBlocks::InFlight }
+        if none_in_flight { EarlierBlocks::Nothing } else { EarlierBlocks::InFlight }
     }
 
     /// Hides `batch`, which is now readable in the next tier, from readers. Its memory is freed as

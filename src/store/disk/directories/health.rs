@@ -17,8 +17,8 @@ use uniffle_io::{Space, Vanished};
 /// Meaning of an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorClass {
-    /// Not about the disk: the process lacks descriptors or memory, a name is gone, a task was
-    /// dropped, memory is missing.
+    /// Not a fault of the disk: the process lacks descriptors or memory, a name does not exist, or
+    /// a task was dropped.
     NotTheDisk,
     /// The file cannot be written, and a new one may work: it was removed or replaced, or is too
     /// large.
@@ -27,11 +27,11 @@ pub enum ErrorClass {
     Full,
     /// The file system is read-only.
     ReadOnly,
-    /// The path leads elsewhere.
+    /// The path leads to another directory.
     Detached,
     /// No answer in time.
     Hung,
-    /// It fails, or returns wrong bytes.
+    /// The disk fails, or returns wrong bytes.
     Broken,
 }
 

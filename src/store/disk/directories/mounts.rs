@@ -50,8 +50,8 @@ impl Mounts {
         Self(lines.map(|(point, path)| (path.to_owned(), point.into())).collect())
     }
 
-    /// Refuses an empty directory whose recorded mount point is not mounted: the directory is now on
-    /// a file system above it.
+    /// Refuses an empty directory whose recorded mount point is not mounted: the directory is now
+    /// on a file system above it.
     pub(in crate::store::disk) async fn require_mounted(&self, disk: &dyn Disk) -> Result<(), StoreError> {
         let Some(before) = self.0.get(&disk.root().display().to_string()) else { return Ok(()) };
         let Ok(now) = within(NAME_TIMEOUT, disk.mount()).await else { return Ok(()) };

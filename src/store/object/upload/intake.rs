@@ -108,7 +108,7 @@ impl Uploads {
     /// store, or `None` if `source` is empty.
     ///
     /// # Errors
-    /// The source or the store fails. Then nothing of the object counts.
+    /// The source or the store fails. Then no extent of the object is published.
     pub async fn take(
         &self,
         source: &mut dyn ExtentSource,

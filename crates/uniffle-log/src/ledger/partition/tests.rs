@@ -56,7 +56,7 @@ struct Model {
     ledger: Ledger,
     there: Ids,
     acknowledged: Ids,
-    /// Blocks that were present when the current look began, and those that it seeks.
+    /// Blocks present when the current scan began, and the blocks that it looks for.
     look: Option<(Ids, Ids)>,
     has_looker: bool,
 }
