@@ -42,8 +42,6 @@ section! {
         /// Requests in progress over all connections, at least 8 of each. Default: 1,000,000. A
         /// worker derives it from its memory.
         pub requests_total: u64 = 1_000_000,
-        /// Unwritten memory responses of all connections. Default: 1,024.
-        pub memory_reads_in_flight_max: usize = 1024,
         /// Local responses of all connections that hold their first chunk of read memory and wait
         /// for the socket. Default: 32. At most half of the read memory's chunks: the other half
         /// is for responses being written, so that they always continue. An eighth is reserved for

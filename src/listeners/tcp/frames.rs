@@ -44,8 +44,8 @@ const FREE_REQUEST_BYTES: usize = 256;
 const REQUEST_WEIGHT: u64 = 5;
 /// Larger task filters are decoded on a blocking thread.
 const INLINE_REQUEST_BYTES_MAX: usize = 64 << 10;
-/// Heap charged for a waiting read of local disks: its task and the decoded request.
-const LOCAL_READ_BYTES: u64 = 4 << 10;
+/// Heap charged for a read that runs in a task: the task and the decoded request.
+const READ_TASK_BYTES: u64 = 4 << 10;
 /// Every message begins with its request id.
 const REQUEST_ID_BYTES: usize = 8;
 
@@ -56,8 +56,6 @@ pub(super) enum Requirement {
     Bytes,
     /// A permit for a request of the connection.
     Request,
-    /// A permit for a memory read of the listener.
-    MemoryRead,
     /// The end of a commit.
     Commit,
 }
@@ -137,8 +135,6 @@ pub(super) struct Frames {
     /// Limits on its reads.
     limits: Arc<ReadLimits>,
     requests_max: usize,
-    /// A memory read that waits for its permit.
-    memory_read: Option<(i64, ReadMessage)>,
     /// A completely received send that is being committed.
     committing: Option<(i64, Committing)>,
     /// When the first byte of the current frame arrived.
@@ -172,7 +168,6 @@ impl Frames {
             heap,
             limits: Arc::new(limits),
             requests_max,
-            memory_read: None,
             committing: None,
             began: None,
             counted: None,
@@ -223,7 +218,7 @@ impl Frames {
 
     /// Returns whether nothing more is to be read, see [`Frames::align`].
     pub(super) fn is_at_end(&self) -> bool {
-        self.aligned && self.memory_read.is_none() && matches!(self.phase, FramePhase::Header { have: 0, .. })
+        self.aligned && matches!(self.phase, FramePhase::Header { have: 0, .. })
     }
 
     /// Returns the number of bytes to read next. Small between frames, so that little is left over
@@ -246,9 +241,6 @@ impl Frames {
 
     /// Returns the condition for [`Frames::walk`] to continue.
     pub(super) fn wanted(&mut self) -> Requirement {
-        if self.memory_read.is_some() {
-            return Requirement::MemoryRead;
-        }
         if self.committing.is_some() {
             return Requirement::Commit;
         }
@@ -265,13 +257,6 @@ impl Frames {
     /// Waits for the permit of the next request.
     pub(super) async fn wait_for_place(&mut self) {
         self.place = Arc::clone(&self.requests).acquire_owned().await.ok();
-    }
-
-    /// Starts the waiting memory read with its permit.
-    pub(super) fn give_memory_read(&mut self, permit: OwnedSemaphorePermit) {
-        if let Some((id, message)) = self.memory_read.take() {
-            self.read_memory(id, message, permit);
-        }
     }
 
     /// Walks `chunk`. Returns the number of bytes walked, which is less than all if another
@@ -420,23 +405,15 @@ impl Frames {
         Ok(taken)
     }
 
-    /// Answers a memory read at once: it is small and usually nothing blocks it.
+    /// Answers a small memory read at once, unless it may take long.
     fn complete_memory(&mut self, message: &[u8]) -> Result<(), DecodeError> {
         if dispatch::may_take_long(&self.shared, self.limits.window(), message) {
             let message = ReadMessage { bytes: message.to_vec(), charge: self.heap.nothing() };
             return self.complete(FrameType::Memory, message);
         }
-        match Arc::clone(&self.shared.memory_reads).try_acquire_owned() {
-            Ok(permit) => {
-                let id = request_id(message).ok_or(DecodeError::Incomplete)?;
-                self.answer_memory(id, message, permit);
-                Ok(())
-            }
-            Err(_) => {
-                let message = ReadMessage { bytes: message.to_vec(), charge: self.heap.nothing() };
-                self.complete(FrameType::Memory, message)
-            }
-        }
+        let id = request_id(message).ok_or(DecodeError::Incomplete)?;
+        self.reply(dispatch::memory(&self.shared, self.limits.window(), id, message));
+        Ok(())
     }
 
     /// Answers a complete read request, or passes it to a task.
@@ -445,24 +422,24 @@ impl Frames {
         if kind == FrameType::Sorted {
             self.reply(dispatch::sorted(&self.shared, id, &message.bytes));
         } else if kind == FrameType::Memory {
-            match Arc::clone(&self.shared.memory_reads).try_acquire_owned() {
-                Ok(permit) => self.read_memory(id, message, permit),
-                Err(_) => self.memory_read = Some((id, message)),
-            }
+            self.read_memory(id, message);
         } else {
             self.read_local(kind, id, message);
         }
         Ok(())
     }
 
-    fn read_memory(&mut self, id: i64, message: ReadMessage, permit: OwnedSemaphorePermit) {
+    fn read_memory(&mut self, id: i64, mut message: ReadMessage) {
         let is_quick = message.bytes.len() <= INLINE_REQUEST_BYTES_MAX
             && !dispatch::may_take_long(&self.shared, self.limits.window(), &message.bytes);
         if is_quick {
-            return self.answer_memory(id, &message.bytes, permit);
+            return self.reply(dispatch::memory(&self.shared, self.limits.window(), id, &message.bytes));
         }
-        let Some(mut guard) = self.finish() else { return };
-        guard.memory_read = Some(permit);
+        if let Err(refusal) = message.charge.try_grow(READ_TASK_BYTES) {
+            let full = HeapFull::of(HeapKind::Requests, refusal).into();
+            return self.reply(dispatch::refused(&self.shared, FrameType::Memory, id, &full));
+        }
+        let Some(guard) = self.finish() else { return };
         let (shared, outbox, answers) =
             (Arc::clone(&self.shared), self.outbox.clone(), self.limits.window().clone());
         self.connection.spawn_linked("tcp memory read", async move {
@@ -477,16 +454,8 @@ impl Frames {
         });
     }
 
-    fn answer_memory(&mut self, id: i64, message: &[u8], permit: OwnedSemaphorePermit) {
-        let (head, body) = dispatch::memory(&self.shared, self.limits.window(), id, message);
-        if let Some(mut guard) = self.finish() {
-            guard.memory_read = Some(permit);
-            self.outbox.post(Outgoing { head, body, guard });
-        }
-    }
-
     fn read_local(&mut self, kind: FrameType, request_id: i64, mut message: ReadMessage) {
-        if let Err(refusal) = message.charge.try_grow(LOCAL_READ_BYTES) {
+        if let Err(refusal) = message.charge.try_grow(READ_TASK_BYTES) {
             let full = HeapFull::of(HeapKind::Requests, refusal).into();
             return self.reply(dispatch::refused(&self.shared, kind, request_id, &full));
         }
@@ -522,13 +491,6 @@ impl Frames {
         debug_assert!(request.is_some() && counted.is_some(), "a frame begins with a place and is counted");
         let (request, (counted, of_connection)) = (request?, counted?);
         let request = (request, of_connection);
-        Some(ReplyGuard {
-            request,
-            memory_read: None,
-            admission: None,
-            response_guard: None,
-            received,
-            counted,
-        })
+        Some(ReplyGuard { request, admission: None, response_guard: None, received, counted })
     }
 }

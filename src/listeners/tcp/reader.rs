@@ -167,13 +167,6 @@ impl ConnectionReader {
                     self.last_read = Instant::now();
                     self.walk_left_over()
                 }
-                Requirement::MemoryRead => {
-                    if let Ok(permit) = Arc::clone(&self.shared.memory_reads).acquire_owned().await {
-                        self.frames.give_memory_read(permit);
-                    }
-                    self.last_read = Instant::now();
-                    self.walk_left_over()
-                }
                 Requirement::Commit => {
                     self.frames.end_commit().await;
                     self.last_read = Instant::now();

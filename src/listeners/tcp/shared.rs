@@ -6,8 +6,6 @@
 
 use std::sync::Arc;
 
-use tokio::sync::Semaphore;
-
 use crate::listeners::connection_limiter::ConnectionState;
 use crate::listeners::shares::{ShareBudget, ShareLimits};
 use crate::runtime::{BlockingPool, Handover, Tasks};
@@ -27,7 +25,6 @@ pub(super) struct TcpListenerState {
     pub(super) config: TcpConfig,
     pub(super) service: Arc<Service>,
     pub(super) metrics: TcpMetrics,
-    pub(super) memory_reads: Arc<Semaphore>,
     /// Pool for memory reads that may take long.
     pub(super) pool: BlockingPool,
     /// Permits for local reads. An eighth is reserved for applications that hold none.
@@ -56,7 +53,6 @@ impl TcpListenerState {
         let limits = ShareLimits { least: TCP_REQUESTS_MIN, most };
         Arc::new(Self {
             requests: ShareBudget::new(config.requests_total, config.connections_max, limits),
-            memory_reads: Arc::new(Semaphore::new(config.memory_reads_in_flight_max)),
             pool: BlockingPool::of_cores(),
             local_reads: FairSemaphore::new(config.local_reads_in_flight_max as u64, Reserve::Eighth),
             config,

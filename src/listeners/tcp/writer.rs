@@ -64,8 +64,6 @@ pub(super) struct ReplyGuard {
     /// Permit of the connection, and its request count.
     #[expect(dead_code, reason = "held until the reply is written")]
     pub(super) request: (OwnedSemaphorePermit, Request),
-    /// Permit of the listener for a memory read.
-    pub(super) memory_read: Option<OwnedSemaphorePermit>,
     /// Admission of a local read.
     pub(super) admission: Option<ReadAdmission>,
     /// Response window of the application for a memory read.

@@ -176,11 +176,7 @@ async fn small_sends_commit_inline_and_large_ones_in_background() {
 
 #[tokio::test]
 async fn concurrent_requests_of_a_connection_are_all_answered() {
-    let config = TcpConfig {
-        requests_in_flight_per_connection_max: 4,
-        memory_reads_in_flight_max: 2,
-        ..TcpConfig::default()
-    };
+    let config = TcpConfig { requests_in_flight_per_connection_max: 4, ..TcpConfig::default() };
     let fixture = TcpFixture::with(config).await;
     let client = fixture.client().await;
     let sends = (0..200).map(|i| {
