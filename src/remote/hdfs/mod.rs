@@ -33,7 +33,6 @@ use std::time::Duration;
 use dashmap::DashMap;
 use parking_lot::{Mutex, RwLock};
 use prometheus::Registry;
-use tokio::sync::Semaphore;
 
 pub use self::config::HdfsConfig;
 pub use self::location::{AllowList, AllowedPath, RemoteLocation};
@@ -51,6 +50,7 @@ use crate::clock::sleep;
 use crate::metrics::clamped;
 use crate::runtime::Tasks;
 use crate::store::{HdfsState, RemoteStorage, StoreError, StoreErrorKind, TierUsage};
+use uniffle_base::sched::{FairSemaphore, Reserve};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// Maximum number of remote file systems (by settings and user) in use, because clients name them.
@@ -122,7 +122,7 @@ struct HdfsCore {
     tasks: Tasks,
     remotes: Mutex<HashMap<RemoteTarget, Weak<RemoteClient>>>,
     /// Permits to write, by authority.
-    permits: Mutex<HashMap<String, Arc<Semaphore>>>,
+    permits: Mutex<HashMap<String, Arc<FairSemaphore>>>,
 }
 
 /// The HDFS tier.
@@ -289,9 +289,11 @@ impl HdfsCore {
         }
         let authority = target.location.authority();
         let fs = self.connector.connect(&target)?;
-        let permits = Arc::clone(self.permits.lock().entry(authority.clone()).or_insert_with(|| {
-            Arc::new(Semaphore::new(self.config.max_concurrency.clamp(1, Semaphore::MAX_PERMITS)))
-        }));
+        let most = self.config.max_concurrency.max(1) as u64;
+        let permits = Arc::clone(
+            (self.permits.lock().entry(authority.clone()))
+                .or_insert_with(|| FairSemaphore::new(most, Reserve::Nothing)),
+        );
         let metrics = self.metrics.of(&authority);
         let root = target.location.path().trim_end_matches('/');
         let probe_path = format!("{root}/.probe-{}", self.server_id);

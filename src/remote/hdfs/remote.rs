@@ -11,13 +11,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::Semaphore;
 
 use super::fs::RemoteFs;
 use super::location::RemoteLocation;
 use super::metrics::RemoteMetrics;
 use crate::clock::Instant;
 use crate::store::{StoreError, StoreErrorKind};
+use uniffle_base::sched::FairSemaphore;
 
 /// Number of consecutive failures that open the circuit breaker.
 const FAILURES_MIN: u32 = 3;
@@ -49,7 +49,7 @@ pub(super) struct RemoteClient {
     pub(super) probe_path: String,
     pub(super) fs: Arc<dyn RemoteFs>,
     /// Permits to write to the file system, shared by all users.
-    pub(super) permits: Arc<Semaphore>,
+    pub(super) permits: Arc<FairSemaphore>,
     pub(super) metrics: RemoteMetrics,
     breaker: Mutex<BreakerState>,
 }
@@ -67,7 +67,7 @@ impl RemoteClient {
         authority: String,
         probe_path: String,
         fs: Arc<dyn RemoteFs>,
-        permits: Arc<Semaphore>,
+        permits: Arc<FairSemaphore>,
         metrics: RemoteMetrics,
     ) -> Self {
         Self { authority, probe_path, fs, permits, metrics, breaker: Mutex::default() }

@@ -4,19 +4,20 @@
 //! continues with its memory. Neither its files nor the memory are reused until it has ended.
 
 use std::io;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tokio::sync::oneshot;
 
 use super::deletion_gate::Writing;
-use super::remote::RemoteClient;
 use super::writer::{HdfsWriter, Writers};
 use super::{HdfsCore, HdfsShuffle, layout};
 use crate::clock::{Instant, sleep, timeout};
 use crate::runtime::Tasks;
 use crate::store::{ExtentWrite, StoreError, StoreErrorKind};
+use uniffle_base::sched::{Holder, Permit};
 use uniffle_wire::types::PartitionId;
 
 /// Interval at which a write that waits for a permit checks whether the file system is available.
@@ -65,7 +66,7 @@ impl HdfsCore {
     ) -> Result<(), StoreError> {
         let lease = timeout(self.config.write_timeout, self.lease(shuffle, extent.partition)).await;
         let mut lease = lease.map_err(|late| StoreError::io(&shuffle.remote.authority, late.into()))??;
-        let place = place(&shuffle.remote, is_last).await?;
+        let place = place(shuffle, is_last).await?;
         let bytes = extent.length;
         let (sender, result) = oneshot::channel();
         let (owned, tasks) = (Arc::clone(shuffle), self.tasks.clone());
@@ -120,13 +121,15 @@ impl HdfsCore {
 }
 
 /// Acquires a permit to write. Unless `is_last`, fails if the file system is suspended meanwhile.
-async fn place(remote: &RemoteClient, is_last: bool) -> Result<OwnedSemaphorePermit, StoreError> {
+async fn place(shuffle: &HdfsShuffle, is_last: bool) -> Result<Permit, StoreError> {
+    let remote = &shuffle.remote;
+    let holder = Holder { app: Some(shuffle.key.app.clone()), weight: 1 };
+    let mut waiting = pin!(remote.permits.acquire(&holder, 1));
     loop {
         if !is_last && !remote.is_available() {
             return Err(remote.suspended());
         }
-        let waiting = Arc::clone(&remote.permits).acquire_owned();
-        if let Ok(Ok(place)) = timeout(PERMIT_POLL_INTERVAL, waiting).await {
+        if let Ok(place) = timeout(PERMIT_POLL_INTERVAL, &mut waiting).await {
             if !is_last {
                 remote.begin_attempt()?;
             }

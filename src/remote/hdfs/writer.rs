@@ -35,6 +35,7 @@ pub(super) struct Writers {
     server_id: Arc<str>,
     max: usize,
     slots: Mutex<Vec<WriterSlot>>,
+    /// Served in the order of arrival: all waiters are of one application.
     free: Arc<Semaphore>,
     files: AtomicU64,
 }
