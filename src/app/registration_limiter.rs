@@ -15,10 +15,8 @@ use std::time::Duration;
 
 use crate::clock::Instant;
 use uniffle_base::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
+use uniffle_base::sched::shares;
 
-/// Number of parts of the heap. One address leaves two parts to others; newcomers leave one to
-/// established applications.
-const PARTS: u64 = 8;
 const KNOWN_FOR: Duration = Duration::from_secs(60);
 /// Number of addresses below which those without applications are not searched for.
 const FEW: usize = 64;
@@ -55,20 +53,21 @@ impl RegistrationLimiter {
             self.by_address.retain(|_, budget| budget.used() > 0);
             self.looked_through_at = FEW.max(2 * self.by_address.len());
         }
-        let capacity = self.whole.capacity() / PARTS * (PARTS - 2);
+        // It leaves one reserve to other newcomers, and one to established applications.
+        let capacity = self.whole.capacity() - 2 * shares::reserve(self.whole.capacity());
         self.by_address.entry(from.to_canonical()).or_insert_with(|| self.whole.child(capacity)).clone()
     }
 
     /// Returns the room for an application that has been known for `known_for`; `None` is a
     /// newcomer.
     pub(super) fn room(&self, known_for: Option<Duration>) -> RegistrationRoom<'_> {
-        let part = self.whole.capacity() / PARTS;
-        if self.whole.free() >= 2 * part {
+        let reserve = shares::reserve(self.whole.capacity());
+        if self.whole.free() >= 2 * reserve {
             self.tight_since.set(None);
         }
         let tight_for = self.tight_since.get().map_or(Duration::ZERO, |since| since.elapsed());
         let was_there = known_for.is_some_and(|known_for| known_for >= tight_for + KNOWN_FOR);
-        RegistrationRoom { limiter: self, left_bytes: if was_there { 0 } else { part } }
+        RegistrationRoom { limiter: self, left_bytes: if was_there { 0 } else { reserve } }
     }
 }
 

@@ -9,7 +9,7 @@ extern crate self as uniffle_base;
 pub mod budget;
 
 pub mod sched {
-    pub mod app_limit;
+    pub mod shares;
 }
 
 pub mod region;

@@ -10,20 +10,21 @@ use std::time::Duration;
 use crate::clock::Instant;
 use crate::memory::{READ_BLOCKS_MAX, answer_heap_bytes};
 use uniffle_base::budget::{Budget, Charge, HeapFull, HeapKind};
+use uniffle_base::sched::shares;
 
 use crate::service::ServiceError;
 
-/// Divisor of the free response budget of an application or a connection: one memory response takes
-/// at most that fraction. A single larger block is still sent whole. With many concurrent readers
-/// responses become smaller, and slow readers never take the whole budget.
-pub(super) const OF_APP: ResponseHolder = ResponseHolder { name: "application", divisor: 4 };
-pub(super) const OF_CONNECTION: ResponseHolder = ResponseHolder { name: "connection", divisor: 2 };
+pub(super) const OF_APP: ResponseHolder =
+    ResponseHolder { name: "application", divisor: shares::APP_RESPONSE_DIVISOR };
+pub(super) const OF_CONNECTION: ResponseHolder =
+    ResponseHolder { name: "connection", divisor: shares::CONNECTION_RESPONSE_DIVISOR };
 
 /// Holder of unconsumed responses.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ResponseHolder {
     name: &'static str,
-    /// One response takes at most this fraction of the free bytes.
+    /// One response takes at most this fraction of the free bytes. A single larger block is still
+    /// sent whole.
     divisor: u64,
 }
 
@@ -31,8 +32,6 @@ pub(super) struct ResponseHolder {
 /// their responses.
 const ANSWER_BYTES_MIN: u64 = 64 << 10;
 
-/// Divisor of an application's free heap for block lists: one response takes at most that fraction.
-const ANSWER_LISTS_DIVISOR: u8 = 4;
 /// Number of blocks that every response may have if any heap is left for block lists.
 const ANSWER_BLOCKS_MIN: usize = 64;
 
@@ -85,10 +84,8 @@ pub(super) fn answer_limit(
 }
 
 /// Returns how many of `blocks` blocks a memory response may have, and a charge for their lists.
-/// The lists take at most a quarter of the application's free heap, so that readers that consume
-/// nothing leave room for others.
 pub(super) fn answer_lists(budget: &Budget, blocks: usize) -> Result<(usize, Charge), ServiceError> {
-    let room = budget.free() / u64::from(ANSWER_LISTS_DIVISOR) / answer_heap_bytes(1);
+    let room = budget.free() / shares::APP_RESPONSE_DIVISOR / answer_heap_bytes(1);
     let room = usize::try_from(room).unwrap_or(usize::MAX).max(ANSWER_BLOCKS_MIN);
     let blocks = blocks.min(READ_BLOCKS_MAX).min(room);
     let charge = budget.try_charge(answer_heap_bytes(blocks));

@@ -108,7 +108,7 @@ const LEFT_SIXTEENTHS: u64 = 1;
 /// (registrations, ids, partitions) gets at most three quarters, so that requests can always be
 /// answered. State that ends with its request leaves a sixteenth free, so that a flood of requests
 /// does not block stored state. Of stored kinds and uncommitted blocks, an application may hold as
-/// much as it leaves to others (`sched::app_limit`): half if it is alone.
+/// much as it leaves to others (`sched::shares`): half if it is alone.
 #[derive(Debug, Clone)]
 pub struct Heap {
     whole: Budget,

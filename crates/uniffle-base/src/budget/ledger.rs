@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use tokio::sync::Notify;
 
-use crate::sched::app_limit;
+use crate::sched::shares;
 
 /// A refused charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -31,7 +31,7 @@ pub struct NoCapacity {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Leaves {
     Nothing,
-    /// At least as much as the ledger holds (`sched::app_limit`).
+    /// At least as much as the ledger holds (`sched::shares`).
     Share,
     /// A fixed number of bytes, whatever uses the parent.
     Bytes(u64),
@@ -106,7 +106,7 @@ impl BudgetNode {
         match (&self.parent, self.leaves) {
             (Some(parent), Leaves::Share) => {
                 let used = self.used.load(Ordering::Relaxed);
-                free.min(app_limit::room(parent.capacity(), parent.kept_free(), used))
+                free.min(shares::room(parent.capacity(), parent.kept_free(), used))
             }
             (Some(parent), Leaves::Bytes(bytes)) => free.min(parent.0.unused().saturating_sub(bytes)),
             (Some(_), Leaves::Nothing) | (None, _) => free,
@@ -118,7 +118,7 @@ impl BudgetNode {
         match (&self.parent, self.leaves) {
             (Some(parent), Leaves::Share) => {
                 let used = self.used.load(Ordering::Relaxed);
-                app_limit::is_enough(parent.capacity(), parent.kept_free(), used)
+                shares::is_enough(parent.capacity(), parent.kept_free(), used)
             }
             (Some(parent), Leaves::Bytes(bytes)) => parent.0.unused() >= bytes,
             (Some(_), Leaves::Nothing) | (None, _) => true,
@@ -178,7 +178,7 @@ impl Budget {
     }
 
     /// Creates a part of this budget that leaves enough to others: at most half, and less as less
-    /// is free (`sched::app_limit`).
+    /// is free (`sched::shares`).
     #[must_use]
     pub fn share(&self) -> Self {
         Self::below(Some(self.clone()), self.capacity() / 2, Leaves::Share)

@@ -18,12 +18,10 @@ use uniffle_io::{DeviceShare, ShareParts};
 use uniffle_wire::types::AppId;
 
 use super::fair_queue::FairQueue;
+use super::shares;
 
 /// A waiter is removed only when it is served or its wait is dropped.
 const WAITING: &str = "its wait is held";
-
-/// Fraction of the capacity that is reserved for applications that hold nothing.
-const RESERVE_DIVISOR: u64 = 8;
 
 /// Part of the capacity for applications that hold nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,7 +104,7 @@ impl FairSemaphore {
     pub fn new(capacity: u64, reserve: Reserve) -> Arc<Self> {
         let reserved = match reserve {
             Reserve::Nothing => 0,
-            Reserve::Eighth => capacity / RESERVE_DIVISOR,
+            Reserve::Eighth => shares::reserve(capacity),
         };
         let (held, waiters) = (HashMap::new(), FairQueue::default());
         Arc::new(Self(Mutex::new(State {
@@ -228,7 +226,7 @@ impl State {
 
     /// Returns whether `app` would exceed half of the capacity with `amount` more.
     fn is_greedy(&self, app: &Option<AppId>, amount: u64) -> bool {
-        self.held_by(app) + amount > self.capacity / 2
+        self.held_by(app) + amount > shares::half(self.capacity)
     }
 
     fn held_by(&self, app: &Option<AppId>) -> u64 {

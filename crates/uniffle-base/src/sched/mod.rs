@@ -2,12 +2,11 @@
 //!
 //! [`FairQueue`] orders requests by virtual time. [`FairSemaphore`] is a bounded amount with such a
 //! queue: it serves the application that holds least by its weight, and breaks ties by virtual
-//! time. [`app_limit`] computes how much one application may hold of a resource that cannot be
-//! taken back from it. This module allocates no buffers and does not know what is requested.
+//! time. [`shares`] has the rules for how much one application may hold. This module allocates no buffers and does not know what is requested.
 
-pub mod app_limit;
 mod fair_queue;
 mod fair_semaphore;
+pub mod shares;
 
 pub use fair_queue::FairQueue;
 pub use fair_semaphore::{DevicePermit, FairSemaphore, Grant, Holder, Permit, Reserve};

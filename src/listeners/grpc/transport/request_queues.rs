@@ -12,7 +12,7 @@ use tokio::time::Duration;
 
 use super::heap_estimate::varint;
 use crate::clock::timeout;
-use uniffle_base::sched::{FairSemaphore, Holder, Permit, Reserve};
+use uniffle_base::sched::{FairSemaphore, Holder, Permit, Reserve, shares};
 use uniffle_wire::types::AppId;
 
 /// Permits for large requests that wait for heap, and as many for requests that wait to arrive.
@@ -51,7 +51,7 @@ impl RequestQueues {
             in_line: Semaphore::new(WAITING_MAX),
             arriving: FairSemaphore::new(arriving_bytes, Reserve::Eighth),
             // A larger request is refused when it exceeds the budget of its connection.
-            arriving_bytes_max: arriving_bytes / 2,
+            arriving_bytes_max: shares::half(arriving_bytes),
         }
     }
 

@@ -1,20 +1,47 @@
-//! Limits the share of one application in a resource that cannot be revoked: registrations,
-//! reported ids, partitions. Pure functions.
+//! Limits the share of one application in a resource. All such rules are here, as pure functions.
 //!
-//! An application may hold as much as it leaves free. A single application thus gets half, and each
-//! of n equal applications gets 1/(n+1). The last quarter is reserved for applications that hold
-//! little: there an application may hold a quarter of the free rest, so each new application takes
-//! at most a fifth of it.
+//! - Amounts that are returned soon, such as read memory: all but the [`reserve`]. That is for
+//!   applications that hold nothing, and for a single one until it holds [`half`].
+//! - Resources that cannot be revoked (registrations, reported ids, partitions): an application may
+//!   hold as much as it leaves free ([`room`]). A single application thus gets half, and each of n
+//!   equal applications gets 1/(n+1). The last quarter is reserved for applications that hold
+//!   little: there an application may hold a quarter of the free rest, so each new application takes
+//!   at most a fifth of it.
+//! - Memory responses that clients have not read: half. One response takes at most a fraction of the
+//!   free rest ([`APP_RESPONSE_DIVISOR`]).
 
-/// Fraction of the whole that is reserved for applications that hold little.
-const RESERVE_DIVISOR: u64 = 4;
+/// Fraction of the capacity that is reserved for applications that hold nothing.
+const RESERVE_DIVISOR: u64 = 8;
+
+/// One memory response, or its block lists, takes at most this fraction of what is free to its
+/// application. With many concurrent readers responses become smaller, and slow readers never take
+/// everything.
+pub const APP_RESPONSE_DIVISOR: u64 = 4;
+/// The same for what is free to its connection. It is larger, because a connection's whole is
+/// small.
+pub const CONNECTION_RESPONSE_DIVISOR: u64 = 2;
+
+/// Fraction of a resource that cannot be revoked, reserved for applications that hold little.
+const STATE_RESERVE_DIVISOR: u64 = 4;
 /// In the reserve, an application may hold this fraction of the free rest.
 const RESERVED_PART_DIVISOR: u64 = 4;
+
+/// Returns the part of `capacity` that is reserved for applications that hold nothing.
+#[must_use]
+pub fn reserve(capacity: u64) -> u64 {
+    capacity / RESERVE_DIVISOR
+}
+
+/// Returns how much of `capacity` an application may hold if it is alone.
+#[must_use]
+pub fn half(capacity: u64) -> u64 {
+    capacity / 2
+}
 
 /// Returns whether an application may hold `held` of `capacity` while `free` is unused.
 #[must_use]
 pub fn is_enough(capacity: u64, free: u64, held: u64) -> bool {
-    let part = if free >= capacity / RESERVE_DIVISOR { free } else { free / RESERVED_PART_DIVISOR };
+    let part = if free >= capacity / STATE_RESERVE_DIVISOR { free } else { free / RESERVED_PART_DIVISOR };
     held <= part
 }
 
@@ -22,7 +49,7 @@ pub fn is_enough(capacity: u64, free: u64, held: u64) -> bool {
 /// unused.
 #[must_use]
 pub fn room(capacity: u64, free: u64, held: u64) -> u64 {
-    let reserve = capacity / RESERVE_DIVISOR;
+    let reserve = capacity / STATE_RESERVE_DIVISOR;
     // The application leaves as much as it holds, and does not touch the reserve.
     let outside = (free.saturating_sub(held) / 2).min(free.saturating_sub(reserve));
     // The application leaves four times the amount that it holds.

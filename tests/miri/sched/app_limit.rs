@@ -1,1 +1,0 @@
-../../../crates/uniffle-base/src/sched/app_limit.rs

@@ -1,0 +1,1 @@
+../../../crates/uniffle-base/src/sched/shares.rs
