@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draws the figures of the recovery decision (docs/durability.md) and of the extent map (docs/architecture.md).
+"""Draws the figures of the recovery decision (docs/durability.md), of the extent map and of admission (docs/architecture.md).
 
-python3 docs/images/structures.py     # writes recovery.svg and extents.svg beside this file
+python3 docs/images/structures.py     # writes recovery.svg, extents.svg and admission.svg beside this file
 """
 
 import pathlib
@@ -99,6 +99,28 @@ def extents():
     write("extents.svg", "The extent map", 928, 246, parts)
 
 
+def admission():
+    """What waits, what decides who is next, and what it waits for."""
+    parts = []
+    for x, line in ((14, "request"), (316, "who is next (sched)"), (660, "resource")):
+        parts += text(x, 22, line, weight=600)
+    rows = [("ticket request", "memory: max-min shares by weight"), ("sealed batch", "flush workers of a tier"),
+            ("chunk of a disk or object read", "read memory and a share of its device"),
+            ("gRPC request, response, fetch, HDFS write", "places of one kind"),
+            ("registration, report, partition", "heap budget of one kind")]
+    for row, (asks, resource) in enumerate(rows):
+        y = 32 + 42 * row
+        parts += box(14, y, 272, 32, "question", [asks])
+        parts += arrow(f"M286 {y + 16} H314")
+        parts += arrow(f"M614 {y + 16} H658")
+        parts += box(660, y, 254, 32, "disk", [resource])
+    parts += box(316, 32, 298, 74, "map", ["FairQueue", "earliest virtual time: paid by size and weight"])
+    parts += box(316, 116, 298, 74, "map", ["FairSemaphore", "who holds least by weight, then FairQueue;", "the last eighth is for newcomers"])
+    parts += box(316, 200, 298, 32, "bad", ["shares: refused at once beyond 1/(n+1)"])
+    write("admission.svg", "Admission: who is next, and for what", 928, 246, parts)
+
+
 if __name__ == "__main__":
     recovery()
     extents()
+    admission()

@@ -63,7 +63,8 @@ pub struct Flusher {
     pub(super) queues: Vec<FlushQueue>,
     pub(super) tasks: Tasks,
     pub(super) metrics: FlushMetrics,
-    /// A permit for each block being written, and the total number of permits.
+    /// A permit for each block being written, and the total number of permits. Served in the order
+    /// of arrival: the fair order of batches is that of `queues`.
     pub(super) blocks: (Semaphore, u32),
     /// Cloned by every batch: the number of clones is the number of batches not yet in the store.
     batch_token: Arc<()>,

@@ -57,7 +57,8 @@ pub(super) struct Caller {
     pub(super) peer: SocketAddr,
     pub(super) collector: RequestCollector,
     pub(super) reading: ReadLimits,
-    /// Permits for ticket requests that may wait in line.
+    /// Permits for ticket requests that may wait in line. Without one a request is refused, so
+    /// nobody waits here.
     pub(super) tickets: Semaphore,
 }
 

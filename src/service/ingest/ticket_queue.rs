@@ -55,7 +55,7 @@ struct WaitingRequest {
 pub(super) struct TicketQueue {
     requests: Mutex<FairQueue<AppId, WaitingRequest>>,
     waiting: AtomicUsize,
-    /// Permit of the request that drives the queue.
+    /// Permit of the request that drives the queue. Whoever has it serves all in their order.
     driver: Semaphore,
 }
 

@@ -3,7 +3,8 @@
 //! These are a permit of the connection, and one of the listener if its responses queue for a
 //! socket. The listener's permit is released with the first chunk, the other one on drop. Each
 //! chunk acquires its memory together with parts of its devices' shares (`memory::ReadPool`), the
-//! first one before the read's call returns.
+//! first one before the read's call returns. Acquired once for all chunks, they would be held while
+//! a slow client receives the first one, and a read larger than the read memory could never begin.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +21,7 @@ use uniffle_wire::types::AppId;
 #[derive(Debug)]
 pub struct ReadLimits {
     window: ResponseWindow,
-    /// Permits for local responses.
+    /// Permits for local responses, in the order of arrival: all are of one client.
     permits: Arc<Semaphore>,
     /// Longest wait for one of `permits`. `None` has no limit.
     wait: Option<Duration>,
