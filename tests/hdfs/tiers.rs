@@ -76,6 +76,42 @@ async fn app_waiting_for_its_deletion_does_not_block_others() {
     fixture.finish().await;
 }
 
+/// A batch queues a write for each of its partitions at once.
+#[tokio::test(start_paused = true)]
+async fn queued_writes_do_not_delay_another_application() {
+    let hdfs = HdfsConfig { max_concurrency: 1, ..Setup::default().hdfs };
+    let (fixture, fs) = HdfsFixture::fake(Setup { hdfs, ..Setup::default() }).await;
+    let store = std::sync::Arc::clone(&fixture.hdfs);
+    let path = "hdfs://fake:8020/uniffle".to_owned();
+    let storage = RemoteStorage { path, ..RemoteStorage::default() };
+    let admit = std::sync::Arc::clone(&store).prepare(Some(&storage)).unwrap().unwrap();
+    let handle = |app: &str| {
+        let key = ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(1));
+        admit(&key, &[(0, 0), (1, 1), (2, 2)]);
+        store.shuffle(&key).unwrap()
+    };
+    let (many, other) = (handle("many"), handle("other"));
+    fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Hang, Some(1));
+    let queued = (0..3).map(|partition| many.write(vec![extent(partition)].into()));
+    let mut queued = std::pin::pin!(futures::future::try_join_all(queued));
+    let mut late = std::pin::pin!(other.write(vec![extent(0)].into()));
+    assert!(futures::poll!(queued.as_mut()).is_pending() && futures::poll!(late.as_mut()).is_pending());
+    let hangs = || if fs.calls().is_empty() { Err("no call".to_owned()) } else { Ok(()) };
+    fixture.eventually("the write hangs", hangs).await;
+    fs.release();
+    let (queued, late) = futures::join!(queued, late);
+    queued.unwrap();
+    late.unwrap();
+    let calls = fs.calls();
+    let first_of = |part: &str| calls.iter().position(|(_, path)| path.contains(part)).unwrap();
+    assert!(first_of("/other/1/0-0/") < first_of("/many/1/2-2/"), "{calls:?}");
+    for app in ["many", "other"] {
+        let key = ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(1));
+        store.forget_app(&key.app, std::slice::from_ref(&key), Cause::Unregistered).unwrap().run().await;
+    }
+    fixture.finish().await;
+}
+
 /// A reload changes `app_config.partition_limit_threshold`.
 #[tokio::test(start_paused = true)]
 async fn huge_partition_limit_follows_reload() {
