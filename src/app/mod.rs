@@ -31,7 +31,7 @@ pub use commits::Commits;
 pub use noted::{NextNote, NotedRegistrations};
 pub use quota::{Quota, QuotaExceeded, QuotaShare};
 pub use ranges::{PartitionRanges, RangeError};
-pub use record_counts::{PartitionRecords, RecordCounts};
+pub use record_counts::RecordCounts;
 pub use registration::{RegisterError, Registration};
 pub use registry::AppRegistry;
 pub use shuffle::{DiskUsage, RegisteredPartitions, Reports, ShuffleState};

@@ -13,13 +13,12 @@ use uniffle_wire::types::PartitionId;
 
 use uniffle_base::budget::{Budget, Charge};
 
+use crate::log::PartitionRecords;
+
 /// Heap of a partition's table entry.
 const PARTITION_BYTES: u64 = 96;
 /// Heap of a task attempt and its number, including spare capacity of the list.
 const ENTRY_BYTES: u64 = 32;
-
-/// A partition and its record counts by task attempt.
-pub type PartitionRecords = (PartitionId, Vec<(i64, i64)>);
 
 /// Record counts of one shuffle.
 #[derive(Debug)]
@@ -42,14 +41,14 @@ impl RecordCounts {
         let is_known = |partition: &PartitionId, entry: &(i64, i64)| {
             self.partitions.get(partition).is_some_and(|known| known.binary_search(entry).is_ok())
         };
-        reported.iter().any(|(partition, tasks)| tasks.iter().any(|entry| !is_known(partition, entry)))
+        reported.iter().any(|it| it.tasks.iter().any(|entry| !is_known(&it.partition, entry)))
     }
 
     /// Returns an upper bound of the additional bytes for a report. Repeated attempts count again,
     /// and so does a number that replaces another, because the metadata log stores both.
     #[must_use]
     pub fn price_of(&self, reported: &[PartitionRecords]) -> u64 {
-        let cost = |(partition, tasks): &PartitionRecords| match self.partitions.get(partition) {
+        let cost = |PartitionRecords { partition, tasks }: &_| match self.partitions.get(partition) {
             None => PARTITION_BYTES + ENTRY_BYTES * tasks.len() as u64,
             Some(known) => {
                 let is_new = |entry: &&(i64, i64)| known.binary_search(entry).is_err();
@@ -76,7 +75,7 @@ impl RecordCounts {
     }
 
     fn add(&mut self, reported: &[PartitionRecords]) {
-        for (partition, tasks) in reported.iter().filter(|(_, tasks)| !tasks.is_empty()) {
+        for PartitionRecords { partition, tasks } in reported.iter().filter(|it| !it.tasks.is_empty()) {
             let known = match self.partitions.entry(*partition) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(place) => place.insert(Vec::new()),
@@ -93,12 +92,12 @@ impl RecordCounts {
     /// Returns the unknown numbers of a report.
     #[must_use]
     pub fn unknown(&self, reported: &[PartitionRecords]) -> Vec<PartitionRecords> {
-        let unknown = |(partition, tasks): &PartitionRecords| {
+        let unknown = |PartitionRecords { partition, tasks }: &_| {
             let known = self.partitions.get(partition);
             let is_new = |entry: &&(i64, i64)| known.is_none_or(|known| known.binary_search(entry).is_err());
-            (*partition, tasks.iter().filter(is_new).copied().collect::<Vec<_>>())
+            PartitionRecords { partition: *partition, tasks: tasks.iter().filter(is_new).copied().collect() }
         };
-        reported.iter().map(unknown).filter(|(_, tasks)| !tasks.is_empty()).collect()
+        reported.iter().map(unknown).filter(|it| !it.tasks.is_empty()).collect()
     }
 
     /// Returns how many numbers are stored for `partitions`.
@@ -108,7 +107,10 @@ impl RecordCounts {
 
     /// Returns the stored numbers of `partitions`.
     pub fn of(&self, partitions: &[PartitionId]) -> Vec<PartitionRecords> {
-        let known = |partition: &PartitionId| Some((*partition, self.partitions.get(partition)?.clone()));
+        let known = |&partition: &PartitionId| {
+            let tasks = self.partitions.get(&partition)?.clone();
+            Some(PartitionRecords { partition, tasks })
+        };
         partitions.iter().filter_map(known).collect()
     }
 }
@@ -121,6 +123,10 @@ mod tests {
     const P0: PartitionId = PartitionId(0);
     const P1: PartitionId = PartitionId(1);
 
+    fn of(partition: PartitionId, tasks: &[(i64, i64)]) -> PartitionRecords {
+        PartitionRecords { partition, tasks: tasks.to_vec() }
+    }
+
     fn report(counts: &mut RecordCounts, reported: &[PartitionRecords]) -> Result<(), NoCapacity> {
         let paid = counts.charge.budget().try_charge(counts.price_of(reported))?;
         counts.enter(reported, paid);
@@ -131,22 +137,22 @@ mod tests {
     fn retried_report_changes_nothing_and_is_fully_charged() {
         let heap = Budget::new(1 << 20);
         let mut counts = RecordCounts::new(&heap);
-        let first = [(P0, vec![(7, 100), (3, 5)]), (P1, Vec::new())];
+        let first = [of(P0, &[(7, 100), (3, 5)]), of(P1, &[])];
         assert!(counts.would_change(&first));
         report(&mut counts, &first).unwrap();
         let charged = heap.used();
         assert!(charged >= PARTITION_BYTES + 2 * ENTRY_BYTES);
         assert!(!counts.would_change(&first));
-        assert_eq!(counts.of(&[P0, P1, PartitionId(9)]), [(P0, vec![(3, 5), (7, 100)])]);
-        let again = [(P0, vec![(7, 101)])];
+        assert_eq!(counts.of(&[P0, P1, PartitionId(9)]), [of(P0, &[(3, 5), (7, 100)])]);
+        let again = [of(P0, &[(7, 101)])];
         assert_eq!(
             (counts.would_change(&again), counts.price_of(&again)),
             (true, ENTRY_BYTES),
             "a number is replaced"
         );
-        assert_eq!(counts.unknown(&[(P0, vec![(3, 5), (7, 101)]), (P1, Vec::new())]), again);
+        assert_eq!(counts.unknown(&[of(P0, &[(3, 5), (7, 101)]), of(P1, &[])]), again);
         report(&mut counts, &again).unwrap();
-        assert_eq!((counts.of(&[P0]), counts.count(&[P0])), (vec![(P0, vec![(3, 5), (7, 101)])], 2));
+        assert_eq!((counts.of(&[P0]), counts.count(&[P0])), (vec![of(P0, &[(3, 5), (7, 101)])], 2));
         drop(counts);
         assert_eq!(heap.used(), 0);
     }
@@ -155,7 +161,7 @@ mod tests {
     fn counts_without_heap_are_refused_and_acknowledged_ones_stay() {
         let heap = Budget::new(200);
         let mut counts = RecordCounts::new(&heap);
-        let many = [(P0, (0..100).map(|task| (task, 1)).collect::<Vec<_>>())];
+        let many = [of(P0, &(0..100).map(|task| (task, 1)).collect::<Vec<_>>())];
         assert!(report(&mut counts, &many).is_err());
         assert_eq!((counts.count(&[P0]), heap.used()), (0, 0));
         counts.take_over(&many);

@@ -34,7 +34,13 @@ pub enum QuotaSubject {
 }
 
 /// Identifies one quota.
-pub type QuotaKind = (QuotaSubject, QuotaResource);
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QuotaKind {
+    /// Whose usage is limited.
+    pub subject: QuotaSubject,
+    /// The limited resource.
+    pub resource: QuotaResource,
+}
 
 impl QuotaResource {
     /// All resources.
@@ -48,8 +54,8 @@ impl QuotaSubject {
 
 /// Returns the quota's configuration key.
 #[must_use]
-pub fn quota_key((whose, counted): QuotaKind) -> &'static str {
-    match (whose, counted) {
+pub fn quota_key(kind: QuotaKind) -> &'static str {
+    match (kind.subject, kind.resource) {
         (QuotaSubject::App, QuotaResource::DiskBytes) => "quota.app_disk",
         (QuotaSubject::App, QuotaResource::ReportedIds) => "quota.app_reported_ids",
         (QuotaSubject::App, QuotaResource::Partitions) => "quota.app_partitions",
@@ -80,8 +86,8 @@ pub struct OverQuota {
 struct EachQuota([[AtomicU64; QuotaResource::ALL.len()]; QuotaSubject::ALL.len()]);
 
 impl EachQuota {
-    fn of(&self, (whose, counted): QuotaKind) -> &AtomicU64 {
-        &self.0[whose as usize][counted as usize]
+    fn of(&self, kind: QuotaKind) -> &AtomicU64 {
+        &self.0[kind.subject as usize][kind.resource as usize]
     }
 }
 
@@ -130,12 +136,12 @@ impl AppUsage {
 
     /// Returns the usage of the application or its user.
     #[must_use]
-    pub fn used(&self, (whose, counted): QuotaKind) -> u64 {
-        let counts = match whose {
+    pub fn used(&self, kind: QuotaKind) -> u64 {
+        let counts = match kind.subject {
             QuotaSubject::App => &self.of_app,
             QuotaSubject::User => &*self.of_user,
         };
-        counts[counted as usize].used()
+        counts[kind.resource as usize].used()
     }
 
     /// Returns how often a quota has refused a request of this application.
@@ -174,8 +180,8 @@ impl AppUsage {
         asked: u64,
         counted_already: u64,
     ) -> Result<(), OverQuota> {
-        for whose in QuotaSubject::ALL {
-            let kind = (whose, counted);
+        for subject in QuotaSubject::ALL {
+            let kind = QuotaKind { subject, resource: counted };
             let Some(max) = self.quotas.max(kind) else { continue };
             let used = self.used(kind).saturating_sub(counted_already);
             if used.saturating_add(asked) > max {
@@ -221,8 +227,8 @@ impl Users {
 mod tests {
     use super::*;
 
-    const APP: QuotaKind = (QuotaSubject::App, QuotaResource::Partitions);
-    const USER: QuotaKind = (QuotaSubject::User, QuotaResource::Partitions);
+    const APP: QuotaKind = QuotaKind { subject: QuotaSubject::App, resource: QuotaResource::Partitions };
+    const USER: QuotaKind = QuotaKind { subject: QuotaSubject::User, resource: QuotaResource::Partitions };
 
     #[test]
     fn application_and_user_quotas_are_independent() {
@@ -266,7 +272,8 @@ mod tests {
         assert!(users.known.len() <= 16, "{}", users.known.len());
         let kept = users.usage("etl");
         let held = kept.count(QuotaResource::OpenReads, 1);
-        assert_eq!(users.usage("etl").used((QuotaSubject::User, QuotaResource::OpenReads)), 1);
+        let reads = QuotaKind { subject: QuotaSubject::User, resource: QuotaResource::OpenReads };
+        assert_eq!(users.usage("etl").used(reads), 1);
         drop(held);
     }
 }

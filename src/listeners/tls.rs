@@ -283,7 +283,7 @@ mod tests {
         }
 
         /// Writes `count` certificates, each with a name of `name_bytes` bytes.
-        fn write(&self, name: &str, (count, name_bytes): (usize, usize)) {
+        fn write(&self, name: &str, count: usize, name_bytes: usize) {
             let pem = (0..count).map(|number| {
                 let mut params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
                 let organization = format!("{number:0name_bytes$}");
@@ -326,19 +326,19 @@ mod tests {
     #[tokio::test]
     async fn more_authorities_than_advertised_are_accepted() {
         let files = Files::new();
-        files.write("cert.pem", (1, 8));
-        for named in [(3, 8), (20, 1000), (100, 1000)] {
-            files.write("authorities.pem", named);
+        files.write("cert.pem", 1, 8);
+        for (count, name_bytes) in [(3, 8), (20, 1000), (100, 1000)] {
+            files.write("authorities.pem", count, name_bytes);
             let acceptor = files.load(Some("authorities.pem")).unwrap();
             let refusal = files.refusal(&acceptor).await.to_string();
-            assert!(refusal.contains("no certificates"), "{named:?}: {refusal}");
+            assert!(refusal.contains("no certificates"), "{count} of {name_bytes}: {refusal}");
         }
     }
 
     #[test]
     fn unusable_certificate_chain_is_refused() {
         let files = Files::new();
-        files.write("cert.pem", (100, 1000));
+        files.write("cert.pem", 100, 1000);
         let refusal = files.load(None).unwrap_err().to_string();
         assert!(refusal.starts_with("tls.cert_file = ") && refusal.contains("limit is 65536"), "{refusal}");
         std::fs::File::create(files.path("cert.pem")).unwrap().set_len(1 << 40).unwrap();

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use parking_lot::RwLock;
-use uniffle_ctl::Trust;
+use uniffle_ctl::{OwnCertificate, Trust};
 
 use crate::config::Config;
 use crate::listeners::tls::{TlsAcceptor, TlsListener};
@@ -34,6 +34,7 @@ impl WorkerTrust {
         Self::read_authorities(config)?;
         let tls = &config.tls;
         let own = tls.cert_file.as_deref().zip(tls.key_file.as_deref());
+        let own = own.map(|(cert, key)| OwnCertificate { cert, key });
         let trust = tls.ca_file.as_deref().map(|ca| Trust::load(ca, own)).transpose();
         Ok(Self(Arc::new(RwLock::new(trust.map_err(anyhow::Error::msg)?))))
     }

@@ -4,7 +4,7 @@
 //! (docs/protocol.md §1.4). They get `NO_REGISTER` instead, the only "do not retry" code that every
 //! version understands.
 
-use crate::app::{OverQuota, QuotaResource, RangeError, RegisterError, ReportError};
+use crate::app::{OverQuota, QuotaKind, QuotaResource, RangeError, RegisterError, ReportError};
 use crate::memory::MemoryError;
 use crate::proto::StatusCode;
 use crate::store::StoreError;
@@ -195,7 +195,7 @@ impl ServiceError {
             | Self::NoHeap(_) => None,
             Self::Malformed(_) | Self::Undecodable(_) | Self::Report(_) => Some(MALFORMED),
             Self::BlockCrc { .. } => Some("checksum"),
-            Self::Quota(OverQuota { kind: (_, QuotaResource::OpenReads), .. }) => None,
+            Self::Quota(OverQuota { kind: QuotaKind { resource: QuotaResource::OpenReads, .. }, .. }) => None,
             Self::Quota(_) | Self::Register(RegisterError::Quota(_)) => Some("quota"),
             Self::Register(_) => Some("too many applications, shuffles or ranges"),
             Self::PartitionTooLarge { .. } => Some("partition beyond the hard limit"),
@@ -248,7 +248,7 @@ impl ServiceError {
             Self::NoReadMemory { .. }
             | Self::TooManyAnswers { .. }
             | Self::NoHeap(_)
-            | Self::Quota(OverQuota { kind: (_, QuotaResource::OpenReads), .. })
+            | Self::Quota(OverQuota { kind: QuotaKind { resource: QuotaResource::OpenReads, .. }, .. })
             | Self::Stopping
             | Self::Unverified(_)
             | Self::DiskHangs(_) => StatusCode::NoBuffer,

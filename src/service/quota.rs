@@ -58,8 +58,8 @@ section! {
 }
 
 impl QuotaConfig {
-    fn of(&self, (whose, counted): QuotaKind) -> u64 {
-        match (whose, counted) {
+    fn of(&self, kind: QuotaKind) -> u64 {
+        match (kind.subject, kind.resource) {
             (QuotaSubject::App, QuotaResource::DiskBytes) => self.app_disk,
             (QuotaSubject::App, QuotaResource::ReportedIds) => self.app_reported_ids,
             (QuotaSubject::App, QuotaResource::Partitions) => self.app_partitions,
@@ -88,7 +88,8 @@ pub struct QuotaUse {
 }
 
 fn kinds() -> impl Iterator<Item = QuotaKind> {
-    QuotaSubject::ALL.into_iter().flat_map(|whose| QuotaResource::ALL.map(|counted| (whose, counted)))
+    let of = |subject| QuotaResource::ALL.map(|resource| QuotaKind { subject, resource });
+    QuotaSubject::ALL.into_iter().flat_map(of)
 }
 
 /// Replaces the quotas with immediate effect. Must not be called before recovered state is
@@ -108,7 +109,7 @@ pub(super) fn in_force(registry: &AppRegistry) -> Vec<QuotaUse> {
             quota: quota_key(kind),
             max,
             used: most.map_or(0, |app| app.usage.used(kind)),
-            by: most.map(|app| match kind.0 {
+            by: most.map(|app| match kind.subject {
                 QuotaSubject::App => app.id().to_string(),
                 QuotaSubject::User => app.client.user(),
             }),

@@ -102,18 +102,27 @@ impl fmt::Debug for Trust {
     }
 }
 
+/// Files of the client's own certificate.
+#[derive(Debug, Clone, Copy)]
+pub struct OwnCertificate<'a> {
+    /// Certificate chain.
+    pub cert: &'a Path,
+    /// Private key of the certificate.
+    pub key: &'a Path,
+}
+
 impl Trust {
-    /// Trusts servers with a certificate of an authority in `ca`. `own` is the certificate chain
-    /// and the key to present if a server requires them. Blocks on file access.
+    /// Trusts servers with a certificate of an authority in `ca`. `own` is presented to servers
+    /// that require one. Blocks on file access.
     ///
     /// # Errors
     /// Fails if a file cannot be read or has no usable content. The text names its configuration
     /// key.
-    pub fn load(ca: &Path, own: Option<(&Path, &Path)>) -> Result<Self, String> {
+    pub fn load(ca: &Path, own: Option<OwnCertificate<'_>>) -> Result<Self, String> {
         Self::of(&KEYS, ca, own).map_err(|failure| failure.to_string())
     }
 
-    fn of(names: &TlsFileNames, ca: &Path, own: Option<(&Path, &Path)>) -> Result<Self, CommandFailure> {
+    fn of(names: &TlsFileNames, ca: &Path, own: Option<OwnCertificate<'_>>) -> Result<Self, CommandFailure> {
         let mut roots = RootCertStore::empty();
         let authorities = certificates(names.ca, ca)?;
         for certificate in &authorities {
@@ -126,7 +135,7 @@ impl Trust {
         let mut chain = Vec::new();
         let config = match own {
             None => config.with_no_client_auth(),
-            Some((cert, key)) => {
+            Some(OwnCertificate { cert, key }) => {
                 chain = certificates(names.cert, cert)?;
                 let private =
                     PrivateKeyDer::from_pem_file(key).map_err(|error| wrong(names.key, key, &error))?;
@@ -166,7 +175,7 @@ impl HttpClient {
         time_limit: Duration,
     ) -> Result<Self, CommandFailure> {
         let own = match (files.cert, files.key) {
-            (Some(cert), Some(key)) => Some((cert, key)),
+            (Some(cert), Some(key)) => Some(OwnCertificate { cert, key }),
             (None, None) => None,
             _ => {
                 return Err(CommandFailure::Usage(

@@ -37,7 +37,7 @@ use std::process::ExitCode;
 
 pub use self::arguments::Arguments;
 pub use self::everywhere::{WorkerAddress, explain};
-pub use self::http::Trust;
+pub use self::http::{OwnCertificate, Trust};
 pub use self::import::{ImportRefusal, Imported, import};
 pub use self::manual::{Shell, complete, manual};
 pub use self::merged::Unknown;

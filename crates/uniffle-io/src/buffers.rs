@@ -291,7 +291,7 @@ impl AlignedPool {
         let permit =
             Arc::clone(&self.permits).acquire_owned().await.expect("the pool never closes its semaphore");
         let memory = self.free.lock().pop().unwrap_or_else(AlignedBuffer::allocate);
-        AlignedBuffer::around(memory, Some((Arc::clone(self), permit)))
+        AlignedBuffer::around(memory, Some(PooledPlace { pool: Arc::clone(self), permit }))
     }
 
     /// Returns the number of free buffers.
@@ -300,13 +300,19 @@ impl AlignedPool {
     }
 }
 
+/// Pool to which a buffer returns, with the permit for it.
+struct PooledPlace {
+    pool: Arc<AlignedPool>,
+    permit: OwnedSemaphorePermit,
+}
+
 /// An aligned buffer that is filled from its start and becomes [`Bytes`].
 pub struct AlignedBuffer {
     memory: Vec<u8>,
     /// First aligned byte of `memory`, which is one alignment longer than the buffer.
     start: usize,
     filled: usize,
-    home: Option<(Arc<AlignedPool>, OwnedSemaphorePermit)>,
+    home: Option<PooledPlace>,
 }
 
 impl AlignedBuffer {
@@ -320,7 +326,7 @@ impl AlignedBuffer {
         vec![0; STAGING_BYTES + BLOCK_ALIGN]
     }
 
-    fn around(memory: Vec<u8>, home: Option<(Arc<AlignedPool>, OwnedSemaphorePermit)>) -> Self {
+    fn around(memory: Vec<u8>, home: Option<PooledPlace>) -> Self {
         let address = memory.as_ptr().addr();
         let start = address.next_multiple_of(BLOCK_ALIGN) - address;
         Self { memory, start, filled: 0, home }
@@ -375,7 +381,7 @@ impl fmt::Debug for AlignedBuffer {
 
 impl Drop for AlignedBuffer {
     fn drop(&mut self) {
-        if let Some((pool, permit)) = self.home.take() {
+        if let Some(PooledPlace { pool, permit }) = self.home.take() {
             // The memory is returned before the permit, so that the next holder of the permit finds
             // it.
             pool.free.lock().push(std::mem::take(&mut self.memory));

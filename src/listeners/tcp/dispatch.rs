@@ -33,11 +33,14 @@ const MERGE_STATE_ERROR: i32 = 3;
 /// slow peer thus holds one of `TcpConfig::local_reads_in_flight_max`, whatever it requests.
 pub(super) const LOCAL_READS_MAX: usize = 2;
 
-/// Head and body of a reply.
-pub(super) type Reply = (Bytes, ReplyBody);
+/// A reply whose head is encoded.
+pub(super) struct TcpReply {
+    pub(super) head: Bytes,
+    pub(super) body: ReplyBody,
+}
 
 /// Returns the reply to a committed send.
-pub(super) fn sent(shared: &TcpListenerState, request_id: i64) -> Reply {
+pub(super) fn sent(shared: &TcpListenerState, request_id: i64) -> TcpReply {
     success(request_id, ReplyFields::Rpc, ReplyBody::Empty, 0)
         .unwrap_or_else(|error| refused(shared, FrameType::Send, request_id, &error))
 }
@@ -48,7 +51,7 @@ pub(super) fn refused(
     kind: FrameType,
     request_id: i64,
     error: &ServiceError,
-) -> Reply {
+) -> TcpReply {
     shared.service.note_refusal(LISTENER, error);
     let fields = match kind {
         FrameType::LocalIndex | FrameType::LocalIndexReply | FrameType::LocalIndexV2Reply => {
@@ -68,7 +71,7 @@ pub(super) fn refused(
     let mut head = BytesMut::new();
     let encoded = encode_head(prefix, fields, 0, &mut head);
     debug_assert!(encoded.is_ok(), "a refusal fits a frame");
-    (head.freeze(), ReplyBody::Empty)
+    TcpReply { head: head.freeze(), body: ReplyBody::Empty }
 }
 
 fn success(
@@ -76,15 +79,15 @@ fn success(
     fields: ReplyFields<'_>,
     body: ReplyBody,
     body_bytes: u64,
-) -> Result<Reply, ServiceError> {
+) -> Result<TcpReply, ServiceError> {
     let prefix = ReplyPrefix { request_id, status: StatusCode::Success.into(), message: OK };
     let mut head = BytesMut::new();
     encode_head(prefix, fields, body_bytes, &mut head)?;
-    Ok((head.freeze(), body))
+    Ok(TcpReply { head: head.freeze(), body })
 }
 
 /// Returns the reply to a read of sorted data.
-pub(super) fn sorted(shared: &TcpListenerState, request_id: i64, message: &[u8]) -> Reply {
+pub(super) fn sorted(shared: &TcpListenerState, request_id: i64, message: &[u8]) -> TcpReply {
     if let Ok(ReadRequest::Sorted(request)) = ReadRequest::decode(FrameType::Sorted, message) {
         shared.metrics.of(FrameType::Sorted).transit().arrived(request.timestamp_ms);
     }
@@ -97,7 +100,7 @@ pub(super) fn memory(
     answers: &ResponseWindow,
     request_id: i64,
     message: &[u8],
-) -> Reply {
+) -> TcpReply {
     let _span = shared.config.traces.begin("tcp getMemoryShuffleData", None);
     read_memory(shared, answers, request_id, message)
         .unwrap_or_else(|error| refused(shared, FrameType::Memory, request_id, &error))
@@ -108,7 +111,7 @@ fn read_memory(
     answers: &ResponseWindow,
     request_id: i64,
     message: &[u8],
-) -> Result<Reply, ServiceError> {
+) -> Result<TcpReply, ServiceError> {
     let ReadRequest::Memory(request) = ReadRequest::decode(FrameType::Memory, message)? else {
         return Err(DecodeError::UnknownType(FrameType::Memory.id()).into());
     };
@@ -177,7 +180,7 @@ impl LocalRead {
             "tcp getLocalShuffleData"
         };
         let span = self.shared.config.traces.begin(name, None);
-        let (head, body) = tokio::select! {
+        let TcpReply { head, body } = tokio::select! {
             biased;
             answer = self.answer() => match answer {
                 Ok(reply) => reply,
@@ -189,7 +192,7 @@ impl LocalRead {
         self.outbox.post(Outgoing { head, body, guard: self.guard });
     }
 
-    async fn answer(&mut self) -> Result<Reply, ServiceError> {
+    async fn answer(&mut self) -> Result<TcpReply, ServiceError> {
         let request = ReadRequest::decode(self.kind, &self.message.bytes)?;
         // Index requests have no timestamp.
         if let ReadRequest::LocalData(request) = &request {

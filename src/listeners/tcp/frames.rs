@@ -22,7 +22,7 @@ use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::request::request_id;
 use uniffle_wire::send_frame::SendWalker;
 
-use super::dispatch::{self, LOCAL_READS_MAX, LocalRead, ReadMessage, Reply};
+use super::dispatch::{self, LOCAL_READS_MAX, LocalRead, ReadMessage, TcpReply};
 use super::metrics::InProgress;
 use super::shared::{ConnectionContext, TcpListenerState};
 use super::writer::{Outbox, Outgoing, ReplyGuard};
@@ -448,7 +448,7 @@ impl Frames {
             // ends.
             let answer =
                 move || (dispatch::memory(&shared, &answers, id, &message.bytes), message.charge, guard);
-            if let Ok(((head, body), _charge, guard)) = pool.run(answer).await {
+            if let Ok((TcpReply { head, body }, _charge, guard)) = pool.run(answer).await {
                 outbox.post(Outgoing { head, body, guard });
             }
         });
@@ -473,7 +473,7 @@ impl Frames {
         self.connection.spawn_linked("tcp local read", read.run());
     }
 
-    fn reply(&mut self, (head, body): Reply) {
+    fn reply(&mut self, TcpReply { head, body }: TcpReply) {
         if let Some(guard) = self.finish() {
             self.outbox.post(Outgoing { head, body, guard });
         }

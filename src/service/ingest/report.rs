@@ -11,9 +11,9 @@
 
 use std::sync::Arc;
 
-use crate::app::{App, PaidIds, PartitionRecords, Price, QuotaResource, ReportError, Reports, ShuffleState};
+use crate::app::{App, PaidIds, Price, QuotaResource, ReportError, Reports, ShuffleState};
 use crate::clock::timeout;
-use crate::log::{IdRun, Record, Report};
+use crate::log::{IdRun, PartitionRecords, Record, Report};
 use crate::store::{MetadataLog, StoreErrorKind};
 use uniffle_base::budget::heap::HeapFull;
 use uniffle_base::budget::{Charge, HeapKind};
@@ -245,7 +245,7 @@ impl Reported {
 
 fn numbers_in(partitions: &[(PartitionId, Vec<i64>)], records: &[PartitionRecords]) -> u64 {
     let ids: u64 = partitions.iter().map(|(_, ids)| ids.len() as u64).sum();
-    ids + records.iter().map(|(_, tasks)| tasks.len() as u64).sum::<u64>()
+    ids + records.iter().map(|it| it.tasks.len() as u64).sum::<u64>()
 }
 
 /// Sorts partitions and their ids, and drops duplicates and empty partitions, so that they are

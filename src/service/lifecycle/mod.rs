@@ -42,7 +42,7 @@ use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
 use deletions::Deletions;
 use fairness::{FairnessConfig, Weights};
-use noted::{NewRegistration, note_registration};
+use noted::{NewRegistration, RemoteRegistration, note_registration};
 
 /// Limit of a week, so that the data of a departed app does not stay on disks forever.
 const HEARTBEAT_TIMEOUT_MINUTES_MAX: u64 = 7 * 24 * 60;
@@ -179,7 +179,7 @@ impl Lifecycle {
             other_modules_bytes: wanted_storage.map_or(0, |storage| 2 * remote_bytes(storage) as u64),
             from: request.from,
         };
-        let remote = is_remote.then(|| (wanted_storage.cloned(), &*request.ranges));
+        let remote = is_remote.then(|| RemoteRegistration::new(wanted_storage, &request.ranges));
         let noted =
             self.parts.tiers.metadata().map(|tier| (tier, NewRegistration::of(&registration, remote)));
         self.parts.apps.register(registration, || {
@@ -479,9 +479,9 @@ mod tests {
         user: usize,
         ranges: usize,
         path: usize,
-        settings: (usize, usize),
+        [settings, value]: [usize; 2],
     ) -> RegisterRequest<'static> {
-        let setting = |n: usize| (n.to_string(), "v".repeat(settings.1));
+        let setting = |n: usize| (n.to_string(), "v".repeat(value));
         RegisterRequest {
             app: "app-1",
             shuffle: 1,
@@ -491,7 +491,7 @@ mod tests {
             properties: HashMap::new(),
             remote_storage: Some(RemoteStorage {
                 path: "p".repeat(path),
-                conf: (0..settings.0).map(setting).collect(),
+                conf: (0..settings).map(setting).collect(),
                 user: String::new(),
                 writers: None,
             }),
@@ -501,15 +501,15 @@ mod tests {
 
     #[test]
     fn oversized_registration_field_is_named() {
-        assert!(check_sizes(&request(1024, 1 << 18, 8000, (1000, 50))).is_ok());
+        assert!(check_sizes(&request(1024, 1 << 18, 8000, [1000, 50])).is_ok());
         let refusal = |request| check_sizes(&request).unwrap_err().to_string();
         let expected = "user has 62914560 bytes, the limit is 1024";
-        assert_eq!(refusal(request(60 << 20, 1, 1, (0, 0))), expected);
+        assert_eq!(refusal(request(60 << 20, 1, 1, [0, 0])), expected);
         let expected = "partitionRanges has 262145 ranges, the limit is 262144";
-        assert_eq!(refusal(request(1, (1 << 18) + 1, 1, (0, 0))), expected);
-        assert!(refusal(request(1, 1, 8001, (0, 0))).starts_with("remoteStorage.path has 8001 bytes"));
-        assert!(refusal(request(1, 1, 1, (1001, 0))).contains("remoteStorageConf has 1001 settings"));
-        assert!(refusal(request(1, 1, 1, (2, 40_000))).contains("remoteStorageConf has 80002 bytes"));
+        assert_eq!(refusal(request(1, (1 << 18) + 1, 1, [0, 0])), expected);
+        assert!(refusal(request(1, 1, 8001, [0, 0])).starts_with("remoteStorage.path has 8001 bytes"));
+        assert!(refusal(request(1, 1, 1, [1001, 0])).contains("remoteStorageConf has 1001 settings"));
+        assert!(refusal(request(1, 1, 1, [2, 40_000])).contains("remoteStorageConf has 80002 bytes"));
     }
 
     #[test]

@@ -21,20 +21,28 @@ const REMOTE_RANGES_MAX: usize = 1 << 18;
 pub(super) struct NewRegistration {
     /// The registration without ranges and remote storage.
     fields: log::RegistrationRecord,
-    /// Remote storage as sent by the client, and the ranges that name directories.
-    remote: Option<(Option<RemoteStorage>, Vec<SentRange>)>,
+    remote: Option<RemoteRegistration>,
 }
 
-/// First and last partition of a range as sent.
-pub(super) type SentRange = (i32, i32);
+/// What a shuffle's remote tier needs of a registration.
+pub(super) struct RemoteRegistration {
+    /// As sent by the client.
+    storage: Option<RemoteStorage>,
+    /// First and last partition of the ranges that name directories.
+    ranges: Vec<(i32, i32)>,
+}
+
+impl RemoteRegistration {
+    /// Selects the data from the storage and ranges as sent.
+    pub(super) fn new(storage: Option<&RemoteStorage>, sent: &[(i32, i32)]) -> Self {
+        let ranges = sent.iter().filter(|(start, end)| start < end).copied().collect();
+        Self { storage: storage.cloned(), ranges }
+    }
+}
 
 impl NewRegistration {
-    /// Creates the record data of a registration. `remote` has the remote storage and the ranges as
-    /// sent.
-    pub(super) fn of(
-        registration: &Registration,
-        remote: Option<(Option<RemoteStorage>, &[SentRange])>,
-    ) -> Self {
+    /// Creates the record data of a registration.
+    pub(super) fn of(registration: &Registration, remote: Option<RemoteRegistration>) -> Self {
         let properties = registration.properties.iter();
         let mut properties: Vec<_> = properties.map(|(key, value)| (key.clone(), value.clone())).collect();
         properties.sort();
@@ -49,22 +57,20 @@ impl NewRegistration {
             stage_attempt: 0,
             remote_storage: Vec::new(),
         };
-        let wide =
-            |ranges: &[(i32, i32)]| ranges.iter().filter(|(start, end)| start < end).copied().collect();
-        Self { fields, remote: remote.map(|(storage, ranges)| (storage, wide(ranges))) }
+        Self { fields, remote }
     }
 
     /// Returns the next record with its encoding and the digest of its data besides ranges, or
     /// `None` if there is nothing to write.
     fn next(&self, shuffle: &ShuffleState, noted: &NotedRegistrations) -> Option<(NextNote, Vec<u8>, u64)> {
-        let storage = self.remote.as_ref().map(|(storage, _)| storage);
+        let storage = self.remote.as_ref().map(|remote| &remote.storage);
         let storage = storage.and_then(|it| serde_json::to_vec(it).ok()).unwrap_or_default();
         let fields = Record::Registration(self.fields.clone()).encode();
         let digest = digest(&fields, &storage);
-        let remote_ranges = self.remote.as_ref().map_or(&[][..], |(_, ranges)| ranges);
+        let remote_ranges = self.remote.as_ref().map_or(&[][..], |remote| &remote.ranges);
         let bytes = (fields.len() + storage.len()) as u64;
         let next = noted.next(&shuffle.partitions.ranges(), remote_ranges, digest, bytes)?;
-        let remote = self.remote.as_ref().map(|(storage, _)| (storage, &next.remote_ranges));
+        let remote = self.remote.as_ref().map(|remote| (&remote.storage, &next.remote_ranges));
         let remote_storage = remote.and_then(|it| serde_json::to_vec(&it).ok()).unwrap_or_default();
         let registration =
             log::RegistrationRecord { ranges: next.ranges.to_vec(), remote_storage, ..self.fields.clone() };

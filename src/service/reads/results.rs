@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use crate::app::{PartitionRecords, Reports, ShuffleState};
+use crate::app::{Reports, ShuffleState};
 use crate::clock::timeout;
-use crate::log::{IdSet, RUN_WINDOW_BYTES, union};
+use crate::log::{IdSet, PartitionRecords, RUN_WINDOW_BYTES, union};
 use uniffle_base::budget::heap::HeapFull;
 use uniffle_base::budget::{Budget, Charge, HeapKind, NoCapacity};
 use uniffle_wire::bitmap;

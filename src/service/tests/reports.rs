@@ -2,7 +2,7 @@
 
 use super::super::ingest::spill::{merge_runs, move_table};
 use super::*;
-use crate::app::{QuotaResource, QuotaSubject};
+use crate::app::{QuotaKind, QuotaResource, QuotaSubject};
 use uniffle_testkit::fault::ENOSPC;
 use uniffle_wire::types::ShuffleId;
 
@@ -64,7 +64,8 @@ async fn spilled_ids_are_returned_with_those_in_memory() {
     let app = fixture.service.parts.app(APP).unwrap();
     let shuffle = app.shuffle(ShuffleId(0)).unwrap();
     let scratch = fixture.service.tiers().metadata().unwrap().scratch().unwrap();
-    let on_disk = || app.usage.used((QuotaSubject::App, QuotaResource::DiskBytes));
+    let disk = QuotaKind { subject: QuotaSubject::App, resource: QuotaResource::DiskBytes };
+    let on_disk = || app.usage.used(disk);
     for round in 1..10 {
         // In each round some ids are known, in memory and on disk, and some partitions are new.
         report_far(&fixture, 0..20 * round, 40 * i64::from(round)).await;

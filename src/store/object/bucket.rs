@@ -29,7 +29,7 @@ use crate::log::{LogInStore, Shipper};
 use crate::runtime::Tasks;
 use crate::store::recovery::objects::survey;
 use crate::store::removal::deletion_queue::DetachedShuffle;
-use crate::store::removal::object_purge::{self, DeletionScope};
+use crate::store::removal::object_purge::{self, DeletionScope, DetachedApp};
 use crate::store::{ObjectStoreState, Purge, SavedSettings, StoreError, StoreErrorKind, Stored, TierUsage};
 use uniffle_base::budget::Budget;
 use uniffle_wire::types::{AppId, ShuffleKey};
@@ -325,7 +325,7 @@ impl Bucket {
         let before = self.next_incarnation.load(Ordering::Relaxed);
         let forgotten: Vec<_> = keys.iter().filter_map(|key| self.remove(key)).collect();
         let app = match why {
-            Purge::App(_) => Some((app.clone(), before)),
+            Purge::App(_) => Some(DetachedApp { app: app.clone(), before }),
             Purge::Shuffles if forgotten.is_empty() => return None,
             Purge::Shuffles => None,
         };

@@ -57,18 +57,23 @@ impl DeletionScope {
     }
 }
 
-/// Deletes the segments of detached `shuffles`. With `app`, deletes instead all segments of the
-/// application below the given incarnation.
+/// All segments of an application with an incarnation below `before`.
+pub(in crate::store) struct DetachedApp {
+    pub(in crate::store) app: AppId,
+    pub(in crate::store) before: u64,
+}
+
+/// Deletes the segments of detached `shuffles`, or instead those of `app`.
 pub(in crate::store) async fn purge(
     core: Arc<ObjectCore>,
     shuffles: Vec<Arc<ObjectShuffle>>,
-    app: Option<(AppId, u64)>,
+    app: Option<DetachedApp>,
 ) {
     for shuffle in &shuffles {
         // Waits for an upload in progress, so that its object exists now or never will.
         drop(shuffle.segment_numbers.lock().await);
     }
-    let Some((app, before)) = app else {
+    let Some(DetachedApp { app, before }) = app else {
         for shuffle in shuffles {
             delete(&core, &DeletionScope::all(shuffle.prefix.clone())).await;
         }

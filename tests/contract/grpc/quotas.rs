@@ -8,6 +8,7 @@ use uniffle_client::block::Block;
 use uniffle_client::send::SendForm;
 use uniffle_client::tcp::TcpClient;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::app::{QuotaKind, QuotaResource, QuotaSubject};
 use uniffle_worker::proto::{
     GetMemoryShuffleDataRequest, ShufflePartitionRange, ShuffleRegisterRequest, StatusCode,
 };
@@ -194,7 +195,7 @@ async fn reads_beyond_the_quota_wait() {
     let answer = open.collect().await.unwrap().to_bytes();
     assert!(answer.len() > 1 << 20);
     let usage = fixture.worker.service().apps().find(&key.app).unwrap();
-    let open_reads = (uniffle_worker::app::QuotaSubject::App, uniffle_worker::app::QuotaResource::OpenReads);
+    let open_reads = QuotaKind { subject: QuotaSubject::App, resource: QuotaResource::OpenReads };
     eventually("the read has ended", || match usage.usage.used(open_reads) {
         0 => Ok(()),
         open => Err(format!("{open} are open")),

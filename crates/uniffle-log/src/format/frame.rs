@@ -299,15 +299,22 @@ pub fn decode_mark(mark: &[u8], generation: u64) -> u64 {
     frames.filter(|frames| mark == encode_mark(generation, *frames)).unwrap_or(0)
 }
 
-/// Encoded name of an incarnation: app, shuffle, number.
-type Name<'a> = (&'a str, i32, u64);
+/// Encoded name of an incarnation.
+#[derive(Serialize, Deserialize)]
+struct IncarnationFields<'a> {
+    app: &'a str,
+    shuffle: i32,
+    number: u64,
+}
 
 impl Incarnation {
-    fn name(&self) -> Name<'_> {
-        (self.key.app.as_str(), self.key.shuffle.0, self.number)
+    fn fields(&self) -> IncarnationFields<'_> {
+        let ShuffleKey { app, shuffle } = &self.key;
+        IncarnationFields { app: app.as_str(), shuffle: shuffle.0, number: self.number }
     }
 
-    fn from_name((app, shuffle, number): Name<'_>) -> Option<Self> {
+    fn from_fields(fields: IncarnationFields<'_>) -> Option<Self> {
+        let IncarnationFields { app, shuffle, number } = fields;
         Some(Self { key: ShuffleKey::new(AppId::parse(app).ok()?, ShuffleId(shuffle)), number })
     }
 }
@@ -317,29 +324,31 @@ impl FrameContent {
     fn parts(&self) -> (u16, Vec<u8>, Bytes) {
         let (kind, fields, content) = match self {
             Self::Epoch(epoch) => (EPOCH, postcard::to_allocvec(epoch), Bytes::new()),
-            Self::Record(shuffle, content) => (SAID, postcard::to_allocvec(&shuffle.name()), content.clone()),
-            Self::Purged(shuffle) => (PURGED, postcard::to_allocvec(&shuffle.name()), Bytes::new()),
-            Self::Incomplete(shuffle, gap) => {
-                (INCOMPLETE, postcard::to_allocvec(&(shuffle.name(), gap)), Bytes::new())
+            Self::Record(shuffle, content) => {
+                (SAID, postcard::to_allocvec(&shuffle.fields()), content.clone())
             }
-            Self::Moved(shuffle) => (MOVED, postcard::to_allocvec(&shuffle.name()), Bytes::new()),
+            Self::Purged(shuffle) => (PURGED, postcard::to_allocvec(&shuffle.fields()), Bytes::new()),
+            Self::Incomplete(shuffle, gap) => {
+                (INCOMPLETE, postcard::to_allocvec(&(shuffle.fields(), gap)), Bytes::new())
+            }
+            Self::Moved(shuffle) => (MOVED, postcard::to_allocvec(&shuffle.fields()), Bytes::new()),
             Self::Begun => (BEGUN, Ok(Vec::new()), Bytes::new()),
         };
         (kind, fields.expect("lists and texts of known length always have a form"), content)
     }
 
     fn from_parts(kind: u16, payload: &[u8]) -> Option<Self> {
-        let shuffle = |payload| Incarnation::from_name(whole(payload)?);
+        let shuffle = |payload| Incarnation::from_fields(whole(payload)?);
         match kind {
             EPOCH => Some(Self::Epoch(Box::new(whole(payload)?))),
             SAID => {
                 let (name, content) = postcard::take_from_bytes(payload).ok()?;
-                Some(Self::Record(Incarnation::from_name(name)?, Bytes::copy_from_slice(content)))
+                Some(Self::Record(Incarnation::from_fields(name)?, Bytes::copy_from_slice(content)))
             }
             PURGED => Some(Self::Purged(shuffle(payload)?)),
             INCOMPLETE => {
                 let (name, gap) = whole(payload)?;
-                Some(Self::Incomplete(Incarnation::from_name(name)?, gap))
+                Some(Self::Incomplete(Incarnation::from_fields(name)?, gap))
             }
             MOVED => Some(Self::Moved(shuffle(payload)?)),
             BEGUN => payload.is_empty().then_some(Self::Begun),

@@ -41,7 +41,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Record, Report};
+    use crate::{PartitionRecords, Record, Report};
 
     /// Returns the ids as read by [`Record::decode`].
     fn decoded(bytes: &[u8]) -> Option<(i32, Vec<(PartitionId, i64)>)> {
@@ -71,7 +71,7 @@ mod tests {
         ) {
             let partitions =
                 partitions.into_iter().map(|(at, ids)| (PartitionId(at), ids.into_iter().collect())).collect();
-            let records = records.into_iter().map(|(at, tasks)| (PartitionId(at), tasks)).collect();
+            let records = records.into_iter().map(PartitionRecords::from_fields).collect();
             let report = Report { bitmap_count: head.0, task_attempt: head.1, partitions, records };
             let mut bytes = Record::Report(report).encode();
             if let Some((at, byte)) = damage {

@@ -57,6 +57,15 @@ pub struct RegistrationRecord {
     pub remote_storage: Vec<u8>,
 }
 
+/// The numbers of records that task attempts wrote to a partition.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PartitionRecords {
+    /// The partition.
+    pub partition: PartitionId,
+    /// Number of records by task attempt.
+    pub tasks: Vec<(i64, i64)>,
+}
+
 /// A report of a task attempt.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Report {
@@ -66,7 +75,7 @@ pub struct Report {
     /// Block ids per partition.
     pub partitions: Vec<(PartitionId, Vec<i64>)>,
     /// Record numbers: how many records each task attempt wrote, per partition.
-    pub records: Vec<(PartitionId, Vec<(i64, i64)>)>,
+    pub records: Vec<PartitionRecords>,
 }
 
 impl Record {
@@ -151,11 +160,23 @@ fn none_for_zero<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u6
     Ok(Some(u64::deserialize(deserializer)?).filter(|value| *value > 0))
 }
 
-/// Encoded fields: `bitmapNum`, task attempt, differences of sorted ids per partition.
-type ReportFields = (i32, i64, Vec<(i32, Vec<u64>)>);
+/// Encoded fields of a report.
+#[derive(Serialize, Deserialize)]
+struct ReportFields {
+    bitmap_count: i32,
+    task_attempt: i64,
+    /// Differences of the sorted ids of each partition.
+    partitions: Vec<(i32, Vec<u64>)>,
+}
 
 /// Further fields of version 2: task attempts with their record numbers, per partition.
 type RecordFields = Vec<(i32, Vec<(i64, i64)>)>;
+
+impl PartitionRecords {
+    pub(super) fn from_fields((partition, tasks): (i32, Vec<(i64, i64)>)) -> Self {
+        Self { partition: PartitionId(partition), tasks }
+    }
+}
 
 impl Report {
     fn encode(&self) -> Vec<u8> {
@@ -166,21 +187,22 @@ impl Report {
             ids.iter_mut().for_each(|id| *id -= std::mem::replace(&mut before, *id));
             ids
         };
-        let partitions: Vec<(i32, Vec<u64>)> =
-            self.partitions.iter().map(|(partition, ids)| (partition.0, differences(ids))).collect();
-        let fields: ReportFields = (self.bitmap_count, self.task_attempt, partitions);
+        let partitions = self.partitions.iter().map(|(partition, ids)| (partition.0, differences(ids)));
+        let fields = ReportFields {
+            bitmap_count: self.bitmap_count,
+            task_attempt: self.task_attempt,
+            partitions: partitions.collect(),
+        };
         if self.records.is_empty() {
             return record(REPORT, VERSION, &fields);
         }
-        let records: Vec<_> = self.records.iter().map(|(partition, tasks)| (partition.0, tasks)).collect();
+        let records: Vec<_> = self.records.iter().map(|it| (it.partition.0, &it.tasks)).collect();
         record(REPORT, WITH_RECORDS, &(fields, records))
     }
 
     /// Converts decoded fields. Returns `None` for ids beyond 64 bits.
-    fn from_fields(
-        (bitmap_count, task_attempt, partitions): ReportFields,
-        records: RecordFields,
-    ) -> Option<Self> {
+    fn from_fields(fields: ReportFields, records: RecordFields) -> Option<Self> {
+        let ReportFields { bitmap_count, task_attempt, partitions } = fields;
         let ids = |differences: Vec<u64>| -> Option<Vec<i64>> {
             let mut id = 0u64;
             let next = |difference: u64| {
@@ -192,7 +214,7 @@ impl Report {
         let partitions =
             partitions.into_iter().map(|(id, differences)| Some((PartitionId(id), ids(differences)?)));
         let partitions = partitions.collect::<Option<_>>()?;
-        let records = records.into_iter().map(|(id, tasks)| (PartitionId(id), tasks)).collect();
+        let records = records.into_iter().map(PartitionRecords::from_fields).collect();
         Some(Self { bitmap_count, task_attempt, partitions, records })
     }
 }
@@ -255,7 +277,10 @@ mod tests {
             bitmap_count: 1,
             task_attempt: 300,
             partitions: vec![(PartitionId(5), vec![2, 130])],
-            records: vec![(PartitionId(5), vec![(300, 64), (7, -1)]), (PartitionId(6), vec![])],
+            records: vec![
+                PartitionRecords { partition: PartitionId(5), tasks: vec![(300, 64), (7, -1)] },
+                PartitionRecords { partition: PartitionId(6), tasks: vec![] },
+            ],
         };
         let record = Record::Report(report);
         assert_eq!(hex(&record), "020202d804010a02028001020a02d80480010e010c00");
@@ -297,7 +322,7 @@ mod tests {
                     .into_iter()
                     .map(|(id, ids)| (PartitionId(id), ids.into_iter().collect()))
                     .collect();
-                let records = records.into_iter().map(|(id, tasks)| (PartitionId(id), tasks)).collect();
+                let records = records.into_iter().map(PartitionRecords::from_fields).collect();
                 Record::Report(Report { bitmap_count, task_attempt, partitions, records })
             },
         );

@@ -10,10 +10,10 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::{layout, refusal, register_request, verdict};
-use crate::app::PartitionRecords;
 use crate::listeners::grpc::transport::message::respond_message;
 use crate::listeners::grpc::transport::replies::{Head, Payload, from_memory};
 use crate::listeners::grpc::transport::request_collector::run_blocking;
+use crate::log::PartitionRecords;
 use crate::proto::{
     GetShuffleResultForMultiPartRequest, GetShuffleResultForMultiPartResponse, GetShuffleResultRequest,
     GetShuffleResultResponse, PartitionStats, ReportShuffleResultRequest, ReportShuffleResultResponse,
@@ -101,7 +101,7 @@ async fn head_with(
     records: Vec<PartitionRecords>,
     held: Charge,
 ) -> Result<(Head, Charge), Status> {
-    let numbers: usize = records.iter().map(|(_, tasks)| tasks.len()).sum();
+    let numbers: usize = records.iter().map(|it| it.tasks.len()).sum();
     let encoded = move || {
         let mut head = Head::result("OK");
         let partition_stats = records.into_iter().map(stats_of).collect();
@@ -113,14 +113,17 @@ async fn head_with(
 
 fn records_of(stats: PartitionStats) -> PartitionRecords {
     let tasks = stats.task_attempt_id_to_records.into_iter();
-    (PartitionId(stats.partition_id), tasks.map(|it| (it.task_attempt_id, it.record_number)).collect())
+    PartitionRecords {
+        partition: PartitionId(stats.partition_id),
+        tasks: tasks.map(|it| (it.task_attempt_id, it.record_number)).collect(),
+    }
 }
 
-fn stats_of((partition, tasks): PartitionRecords) -> PartitionStats {
+fn stats_of(records: PartitionRecords) -> PartitionStats {
     let task = |(task_attempt_id, record_number)| TaskAttemptIdToRecords { task_attempt_id, record_number };
     PartitionStats {
-        partition_id: partition.0,
-        task_attempt_id_to_records: tasks.into_iter().map(task).collect(),
+        partition_id: records.partition.0,
+        task_attempt_id_to_records: records.tasks.into_iter().map(task).collect(),
     }
 }
 

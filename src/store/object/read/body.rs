@@ -17,8 +17,19 @@ use crate::store::object::circuit_breaker::{failed, wrong_answer};
 use crate::store::object::core::ObjectCore;
 use crate::store::object::layout::path_of;
 
-/// A buffer for bytes of an object, with the offset of its first byte in the object.
-pub(in crate::store::object) type Room<'a> = (u64, &'a mut [u8]);
+/// A buffer for bytes of an object.
+pub(super) struct Room<'a> {
+    /// Offset of the first byte in the object.
+    pub(super) offset: u64,
+    pub(super) buffer: &'a mut [u8],
+}
+
+impl Room<'_> {
+    /// Returns the offset after the last byte.
+    pub(super) fn end(&self) -> u64 {
+        self.offset + self.buffer.len() as u64
+    }
+}
 
 /// The unread rest of a response that contains a range of an object.
 pub(in crate::store::object) struct RangeBody {
@@ -70,9 +81,9 @@ impl RangeBody {
     ///
     /// # Errors
     /// The store fails, or the response has fewer or more bytes than requested.
-    pub(in crate::store::object) async fn fill(&mut self, rooms: Vec<Room<'_>>) -> Result<(), StoreError> {
+    pub(super) async fn fill(&mut self, rooms: Vec<Room<'_>>) -> Result<(), StoreError> {
         let mut rooms = VecDeque::from(rooms);
-        let until = rooms.back().map_or(self.at(), |(offset, room)| offset + room.len() as u64);
+        let until = rooms.back().map_or(self.at(), Room::end);
         while self.at() < until {
             if self.received.is_empty() {
                 let received = self.next().await?;
@@ -100,17 +111,17 @@ impl RangeBody {
 
 /// Copies `bytes`, which begin at offset `at`, into `rooms`. Removes rooms that are full.
 fn pour(mut bytes: &[u8], mut at: u64, rooms: &mut VecDeque<Room<'_>>) {
-    while let Some((offset, room)) = rooms.pop_front() {
+    while let Some(Room { offset, buffer }) = rooms.pop_front() {
         let gap = usize::try_from(offset.saturating_sub(at)).unwrap_or(usize::MAX).min(bytes.len());
         at += gap as u64;
         bytes = &bytes[gap..];
-        let filled = bytes.len().min(room.len());
-        let (head, behind) = room.split_at_mut(filled);
+        let filled = bytes.len().min(buffer.len());
+        let (head, behind) = buffer.split_at_mut(filled);
         head.copy_from_slice(&bytes[..filled]);
         at += filled as u64;
         bytes = &bytes[filled..];
         if !behind.is_empty() {
-            rooms.push_front((offset + filled as u64, behind));
+            rooms.push_front(Room { offset: offset + filled as u64, buffer: behind });
             return;
         }
     }
@@ -120,12 +131,16 @@ fn pour(mut bytes: &[u8], mut at: u64, rooms: &mut VecDeque<Room<'_>>) {
 mod tests {
     use super::*;
 
+    fn room(offset: u64, buffer: &mut [u8]) -> Room<'_> {
+        Room { offset, buffer }
+    }
+
     #[test]
     fn buffers_are_filled_in_any_pieces() {
         let object: Vec<u8> = (0..30).collect();
         for cut in 1..30 {
             let (mut first, mut second, mut third) = ([0; 5], [0; 1], [0; 7]);
-            let mut rooms = VecDeque::from([(2, &mut first[..]), (7, &mut second[..]), (20, &mut third[..])]);
+            let mut rooms = VecDeque::from([room(2, &mut first), room(7, &mut second), room(20, &mut third)]);
             for (number, chunk) in object[2..27].chunks(cut).enumerate() {
                 pour(chunk, 2 + (number * cut) as u64, &mut rooms);
             }
@@ -144,9 +159,9 @@ mod tests {
     async fn later_bytes_are_kept() {
         let mut body = body(10..16, &[b"abcd", b"", b"ef"]);
         let (mut first, mut second) = ([0; 2], [0; 3]);
-        body.fill(vec![(10, &mut first)]).await.unwrap();
+        body.fill(vec![room(10, &mut first)]).await.unwrap();
         assert_eq!((body.at(), body.left()), (12, 4));
-        body.fill(vec![(13, &mut second)]).await.unwrap();
+        body.fill(vec![room(13, &mut second)]).await.unwrap();
         assert_eq!((&first, &second, body.left()), (b"ab", b"def", 0));
     }
 
@@ -155,8 +170,8 @@ mod tests {
         let cases: [(&[&'static [u8]], &str); 2] =
             [(&[b"abc"], "ended early"), (&[b"abc", b"de"], "more bytes")];
         for (chunks, what) in cases {
-            let (mut room, mut body) = ([0; 4], body(0..4, chunks));
-            let error = body.fill(vec![(0, &mut room)]);
+            let (mut buffer, mut body) = ([0; 4], body(0..4, chunks));
+            let error = body.fill(vec![room(0, &mut buffer)]);
             let text = error.await.unwrap_err().to_string();
             assert!(text.contains(what) && text.contains("a/key"), "{text}");
         }

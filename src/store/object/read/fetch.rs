@@ -113,12 +113,13 @@ struct Unfilled<'a> {
 }
 
 impl<'a> Unfilled<'a> {
-    fn take(&mut self, range: &Range<usize>) -> &'a mut [u8] {
+    fn take(&mut self, part: &RangePart) -> Room<'a> {
+        let range = &part.range;
         let rest = std::mem::take(&mut self.rest);
         let (_, behind) = rest.split_at_mut_checked(range.start - self.at).unwrap_or_default();
-        let (room, behind) = behind.split_at_mut_checked(range.len()).unwrap_or_default();
+        let (buffer, behind) = behind.split_at_mut_checked(range.len()).unwrap_or_default();
         (self.rest, self.at) = (behind, range.end);
-        room
+        Room { offset: part.offset, buffer }
     }
 }
 
@@ -138,13 +139,13 @@ pub(in crate::store::object) async fn fill(
     let begun = ahead.rest.take().zip(first).filter(|(rest, part)| rest.begins(part)).map(|(rest, part)| {
         let left = usize::try_from(rest.body.left()).unwrap_or(usize::MAX);
         let head = part.split_to(left.min(part.range.len()));
-        (rest, (head.offset, unfilled.take(&head.range)))
+        (rest, unfilled.take(&head))
     });
     parts.retain(|part| !part.range.is_empty());
     let (mut gets, mut left) = (Vec::new(), &parts[..]);
     while let Some(first) = left.first() {
         let (those, others) = left.split_at(together(left));
-        let rooms = those.iter().map(|part| (part.offset, unfilled.take(&part.range))).collect();
+        let rooms = those.iter().map(|part| unfilled.take(part)).collect();
         let more = if others.is_empty() { ahead.more } else { 0 };
         gets.push(get(core, first.segment, key_of(first.segment), rooms, more));
         left = others;
@@ -163,18 +164,15 @@ pub(in crate::store::object) async fn fill(
 }
 
 /// Continues to read a response. If it fails, requests the range again.
-async fn resume(
-    core: &ObjectCore,
-    mut rest: Rest,
-    (offset, room): Room<'_>,
-) -> Result<Option<Rest>, StoreError> {
-    match rest.body.fill(vec![(offset, &mut *room)]).await {
+async fn resume(core: &ObjectCore, mut rest: Rest, room: Room<'_>) -> Result<Option<Rest>, StoreError> {
+    let Room { offset, buffer } = room;
+    match rest.body.fill(vec![Room { offset, buffer: &mut *buffer }]).await {
         Ok(()) => Ok((rest.body.left() > 0).then_some(rest)),
         Err(error) => {
             tracing::debug!(%error, "requesting the rest of a response again");
             let (segment, key) = (rest.segment, rest.body.key().to_owned());
             drop(rest);
-            get(core, segment, key, vec![(offset, room)], 0).await
+            get(core, segment, key, vec![Room { offset, buffer }], 0).await
         }
     }
 }
@@ -189,8 +187,8 @@ async fn get(
     more: u64,
 ) -> Result<Option<Rest>, StoreError> {
     core.metrics.ranges.inc();
-    let start = rooms.first().map_or(0, |(offset, _)| *offset);
-    let end = rooms.last().map_or(0, |(offset, room)| offset + room.len() as u64);
+    let start = rooms.first().map_or(0, |room| room.offset);
+    let end = rooms.last().map_or(0, Room::end);
     let place = if more > 0 { Arc::clone(&core.answers_ahead).try_acquire_owned().ok() } else { None };
     let end = if place.is_some() { end + more } else { end };
     let got = async {
@@ -213,7 +211,7 @@ pub(in crate::store) async fn read(
     let too_long = || wrong_answer(key, "a range that does not fit into memory");
     let length = usize::try_from(range.end.saturating_sub(range.start)).map_err(|_| too_long())?;
     let mut bytes = vec![0; length];
-    get(core, 0, key.to_owned(), vec![(range.start, &mut bytes)], 0).await?;
+    get(core, 0, key.to_owned(), vec![Room { offset: range.start, buffer: &mut bytes }], 0).await?;
     Ok(bytes.into())
 }
 
