@@ -247,13 +247,22 @@ impl Tree {
     }
 }
 
+/// Returns the module at the top of an import's path, for a crate its re-export.
+fn target(import: &Import) -> Option<String> {
+    match import.path[0].as_str() {
+        "crate" | "super" => absolute(&import.within, &import.path).into_iter().next(),
+        name => {
+            let module = name.strip_prefix("uniffle_")?;
+            CRATES_AS_MODULES.contains(&module).then(|| module.to_owned())
+        }
+    }
+}
+
 /// Returns the violations of the layering by a file.
 fn against_the_layers(source: &Source) -> Vec<String> {
     let layer = |module: &String| LAYERS.iter().position(|layer| layer.contains(&module.as_str()));
     let Some(own) = source.file.first() else { return Vec::new() };
-    let outward = source.imports.iter().filter(|import| matches!(import.path[0].as_str(), "crate" | "super"));
-    let targets = outward
-        .filter_map(|import| Some((import.line, absolute(&import.within, &import.path).into_iter().next()?)));
+    let targets = source.imports.iter().filter_map(|import| Some((import.line, target(import)?)));
     let wrong = targets.filter(|(_, to)| to != own && (layer(to).is_none() || layer(to) <= layer(own)));
     wrong
         .map(|(line, to)| {
@@ -364,6 +373,7 @@ mod rules {
             ["app::registry:3 imports `service`, which is no layer below it"]
         );
         assert_eq!(wrong("store", "use super::{metrics::X, memory::Y, app as z};").len(), 2);
+        assert_eq!(wrong("store", "fn f() -> uniffle_memory::Memory { uniffle_log::f() }").len(), 1);
         assert_eq!(wrong("runtime", "fn f() -> crate::store::X { crate::app::y() }").len(), 2);
         assert_eq!(wrong("runtime", "fn f() { info!(x = %crate::server::Y, \"crate::app\"); }").len(), 1);
         assert_eq!(
