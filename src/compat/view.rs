@@ -6,7 +6,7 @@ use prometheus::core::{Collector, Desc};
 use prometheus::proto::{Bucket, Metric, MetricFamily, MetricType};
 use prometheus::{Histogram, Registry, Result};
 
-use crate::metrics::{Description, Fill, filled};
+use crate::metrics::{Description, Placeholders, filled};
 
 /// Factor of a [`View`] that converts seconds to milliseconds.
 pub(crate) const IN_MS: f64 = 1e3;
@@ -34,7 +34,12 @@ impl View {
     ///
     /// # Errors
     /// If the name is malformed or taken.
-    pub(crate) fn register(&self, registry: &Registry, histogram: &Histogram, fill: Fill<'_>) -> Result<()> {
+    pub(crate) fn register(
+        &self,
+        registry: &Registry,
+        histogram: &Histogram,
+        fill: Placeholders<'_>,
+    ) -> Result<()> {
         let (name, help) = (filled(self.name, fill), filled(self.help, fill));
         let desc = Desc::new(name, help, Vec::new(), HashMap::new())?;
         registry.register(Box::new(ScaledHistogram {
@@ -45,7 +50,7 @@ impl View {
     }
 
     /// Returns the documentation of the view.
-    pub(crate) fn describe(&self, module: &'static str, fill: Fill<'_>) -> Description {
+    pub(crate) fn describe(&self, module: &'static str, fill: Placeholders<'_>) -> Description {
         let (name, help) = (filled(self.name, fill), filled(self.help, fill));
         Description { name, kind: "histogram", labels: &[], help, module }
     }

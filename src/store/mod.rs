@@ -30,7 +30,7 @@ pub use self::state::{
     DiskCondition, DiskInfo, HdfsState, MountUsage, ObjectStoreState, TierState, by_mount,
 };
 pub use self::tier::{
-    Admission, Capability, Cause, ChunkRead, DrainBacklog, DrainableTier, MaintainedTier, MetadataLog,
-    MetadataTier, Purge, RemoteStorage, SavedSettings, ServedData, ServedIndex, ServedTier, Tier, TierBatch,
-    TierNames, TierRole, TierShuffle, TierUsage, Tiers,
+    Admission, Capability, Cause, ChunkRead, DrainBacklog, DrainableTier, MaintainedTier, MetadataTier,
+    Purge, RegistrationLog, RemoteStorage, SavedSettings, ServedData, ServedIndex, ServedTier, Tier,
+    TierBatch, TierNames, TierRole, TierShuffle, TierUsage, Tiers,
 };

@@ -112,7 +112,7 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
 /// Metadata and recovered state of a tier whose data outlives the process.
 pub trait MetadataTier: Send + Sync {
     /// Returns the metadata log of a registered shuffle.
-    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>>;
+    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn RegistrationLog>>;
 
     /// Returns the factory of unnamed files, if there are local disks.
     fn scratch(&self) -> Option<Arc<Scratch>>;
@@ -208,7 +208,7 @@ pub trait TierShuffle: fmt::Debug + Send + Sync {
 }
 
 /// Metadata of one registration of a shuffle that survives the process.
-pub trait MetadataLog: Send + Sync {
+pub trait RegistrationLog: Send + Sync {
     /// Returns whether the recovered state is durable in all copies of the log. If so, known state
     /// needs no new record.
     fn is_recovered_durable(&self) -> bool {
@@ -224,7 +224,7 @@ pub trait MetadataLog: Send + Sync {
     /// Records for later starts that reports of the shuffle may be missing, and why.
     ///
     /// # Errors
-    /// See [`MetadataLog::append`].
+    /// See [`RegistrationLog::append`].
     fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>>;
 }
 

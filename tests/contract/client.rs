@@ -27,8 +27,8 @@ use tokio::time::{Instant, sleep, timeout};
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::types::{BlockId, PartitionId, ShuffleId, TaskAttemptId};
 use uniffle_client::{
-    Backoff, Block, BoxFuture, ClientOptions, Cluster, Error, IdLayout, RemoteFile, RemoteFiles,
-    RemoteStorage, Replicas, Shuffle, ShuffleHandle, StorageType, TaskFilter, Transport,
+    Backoff, Block, BoxFuture, ClientOptions, Cluster, Error, IdLayout, RemoteDirectory, RemoteFile,
+    RemoteFiles, Replicas, Shuffle, ShuffleHandle, StorageType, TaskFilter, Transport,
 };
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::config::ConfigLines;
@@ -288,7 +288,7 @@ struct FakeFile(Bytes);
 impl RemoteFiles for FakeFiles {
     fn list<'a>(
         &'a self,
-        _: &'a RemoteStorage,
+        _: &'a RemoteDirectory,
         directory: &'a str,
     ) -> BoxFuture<'a, io::Result<Vec<String>>> {
         let names = self.0.keys().filter_map(|path| path.strip_prefix(directory)?.strip_prefix('/'));
@@ -298,7 +298,7 @@ impl RemoteFiles for FakeFiles {
 
     fn open<'a>(
         &'a self,
-        _: &'a RemoteStorage,
+        _: &'a RemoteDirectory,
         path: &'a str,
     ) -> BoxFuture<'a, io::Result<Arc<dyn RemoteFile>>> {
         let file = self.0.get(path).cloned().ok_or_else(|| io::Error::from(io::ErrorKind::NotFound));

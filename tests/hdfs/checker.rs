@@ -21,7 +21,7 @@ use crate::real::real;
 use uniffle_testkit::checker::{Checker, RemoteRead, RemoteReads, RoundEnd, run_of};
 use uniffle_testkit::clients::client_of;
 use uniffle_testkit::hdfs::MiniHdfs;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 const ROUNDS: u64 = PLAN.len() as u64;
 
@@ -112,7 +112,7 @@ async fn reported_blocks_are_readable_or_listed_as_lost() {
             .to_owned(),
         ..Setup::default()
     };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let mut checker = Checker::with_remote(Arc::clone(&hdfs) as Arc<dyn RemoteReads>);
     let mut plan = PLAN.to_vec();
     for round in 0..rounds {

@@ -10,7 +10,7 @@ use uniffle_client::hdfs::Hdfs;
 use uniffle_client::{ClientOptions, Cluster, Error, IdLayout, Shuffle, StorageType, TaskFilter};
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_wire::types::{PartitionId, ShuffleId, TaskAttemptId};
 
 use crate::fixture::{open, plain_connector};
@@ -41,7 +41,7 @@ fn set<'a>(blocks: impl IntoIterator<Item = &'a Bytes>) -> BTreeSet<Bytes> {
     blocks.into_iter().cloned().collect()
 }
 
-fn wait_until_in_hdfs(worker: &Worker, expected: f64) {
+fn wait_until_in_hdfs(worker: &WorkerProcess, expected: f64) {
     wait_until("the large partition is in HDFS", SETTLE_DEADLINE, || {
         match worker.metrics().expect("total_memory_spill_to_hdfs") {
             bytes if (bytes - expected).abs() < 0.5 => Ok(()),
@@ -66,7 +66,7 @@ async fn client_combines_memory_and_remote_files() {
         made_tables,
         ..Setup::default()
     };
-    let worker = block_in_place(|| Worker::start(&setup));
+    let worker = block_in_place(|| WorkerProcess::start(&setup));
     let options = ClientOptions::default().with(|options| {
         options.storage = StorageType::MemoryHdfs;
         options.remote_files = Some(Arc::new(Hdfs::new()));

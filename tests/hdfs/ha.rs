@@ -18,7 +18,7 @@ use crate::real::SETTLE_DEADLINE;
 use uniffle_testkit::hdfs::MiniHdfs;
 use uniffle_testkit::maven;
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 const PARTITIONS: i32 = 6;
 const PATH: &str = "hdfs://ns1/uniffle";
@@ -30,7 +30,7 @@ async fn writes_continue_on_standby_after_namenode_dies() {
     }
     let hdfs = MiniHdfs::start(&["ha=true"]);
     let settings = hdfs.nameservice("ns1");
-    let worker = Worker::start(&Setup {
+    let worker = WorkerProcess::start(&Setup {
         name: "ha",
         capacity: "128MiB",
         disks: 0,

@@ -19,7 +19,7 @@ use uniffle_testkit::hdfs::{FileStatus, MiniHdfs};
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::tools::{available, find};
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 const REALM: &str = "UNIFFLE.TEST";
 const WORKER: &str = "uniffle/localhost@UNIFFLE.TEST";
@@ -217,7 +217,7 @@ impl Secured {
     }
 
     /// Sends two MiB for `user`, waits for them in HDFS, and unregisters the application.
-    async fn write_as(&self, worker: &Worker, user: &str) -> Vec<FileStatus> {
+    async fn write_as(&self, worker: &WorkerProcess, user: &str) -> Vec<FileStatus> {
         let address = ([127, 0, 0, 1], worker.ready().grpc_port).into();
         let client = ShuffleClient::connect(address).await.unwrap();
         let app = format!("app-{user}");
@@ -264,7 +264,7 @@ async fn keytab_login_writes_as_the_apps_user() {
     let Some(place) = secured().await else { return };
     let secured = place.as_ref().unwrap();
     let precheck = format!("precheck_enable = true\n{}", secured.keytab("uniffle"));
-    let worker = Worker::start(&secured.setup("keytab", &precheck, None));
+    let worker = WorkerProcess::start(&secured.setup("keytab", &precheck, None));
     for user in ["alice", "bob"] {
         let files = secured.write_as(&worker, user).await;
         assert!(files.iter().all(|file| file.owner == user), "{files:?}");
@@ -273,7 +273,7 @@ async fn keytab_login_writes_as_the_apps_user() {
     worker.stop();
 
     let own = format!("{}\nproxy_user_enable = false", secured.keytab("uniffle"));
-    let worker = Worker::start(&secured.setup("keytab-own", &own, None));
+    let worker = WorkerProcess::start(&secured.setup("keytab-own", &own, None));
     let files = secured.write_as(&worker, "alice").await;
     assert!(files.iter().all(|file| file.owner == "uniffle"), "{files:?}");
     worker.stop();
@@ -284,13 +284,13 @@ async fn keytab_login_renews_expired_tickets() {
     let Some(place) = secured().await else { return };
     let secured = place.as_ref().unwrap();
     let own = format!("{}\nproxy_user_enable = false", secured.keytab("short"));
-    let worker = Worker::start(&secured.setup("renewal", &own, None));
+    let worker = WorkerProcess::start(&secured.setup("renewal", &own, None));
     let files = secured.write_as(&worker, "alice").await;
     assert!(files.iter().all(|file| file.owner == "short"), "{files:?}");
     // A ticket obtained after the worker's has the later expiry.
     let expires = secured.kdc.kinit("short", "short", "1h").unwrap();
     wait_until("the ticket expires", Duration::from_secs(30), || {
-        Worker::refused(&secured.setup("short", "", Some(&expires)))
+        WorkerProcess::refused(&secured.setup("short", "", Some(&expires)))
     });
     // Forces a new login on every connection.
     secured.hdfs.run("stop-namenode");
@@ -304,7 +304,7 @@ async fn ticket_cache_login_writes_as_the_apps_user() {
     let Some(place) = secured().await else { return };
     let secured = place.as_ref().unwrap();
     let cache = secured.kdc.kinit("good", "uniffle", "1h").unwrap();
-    let worker = Worker::start(&secured.setup("cache", "", Some(&cache)));
+    let worker = WorkerProcess::start(&secured.setup("cache", "", Some(&cache)));
     let files = secured.write_as(&worker, "carol").await;
     assert!(files.iter().all(|file| file.owner == "carol"), "{files:?}");
     let files = secured.write_as(&worker, "uniffle").await;
@@ -319,9 +319,9 @@ async fn flush_waits_for_renewal_of_expired_ticket_cache() {
     let secured = place.as_ref().unwrap();
     let kinit = |life| secured.kdc.kinit("brief", "uniffle", life).unwrap();
     let cache = kinit("10s");
-    let worker = Worker::start(&secured.setup("cache-expires", "", Some(&cache)));
+    let worker = WorkerProcess::start(&secured.setup("cache-expires", "", Some(&cache)));
     wait_until("the ticket expires", Duration::from_secs(30), || {
-        Worker::refused(&secured.setup("cache-expired", "", Some(&cache)))
+        WorkerProcess::refused(&secured.setup("cache-expired", "", Some(&cache)))
     });
     let renew_after_a_failure = || {
         wait_until("nothing can be written", WRITE_DEADLINE, || {
@@ -347,19 +347,19 @@ async fn start_without_login_fails_with_a_reason() {
     let secured = place.as_ref().unwrap();
     let expired = secured.kdc.kinit("expired", "uniffle", "1s").unwrap();
     let refusal = wait_until("the ticket expires", Duration::from_secs(30), || {
-        Worker::refused(&secured.setup("expired", "", Some(&expired)))
+        WorkerProcess::refused(&secured.setup("expired", "", Some(&expired)))
     });
     for part in ["KRB5CCNAME", "expired", WORKER, "keytab_path"] {
         assert!(refusal.contains(part), "{part} in {refusal}");
     }
     let absent = secured.setup("no-cache", "", Some(Path::new("/nonexistent/cache")));
-    let refusal = Worker::refused(&absent).unwrap();
+    let refusal = WorkerProcess::refused(&absent).unwrap();
     assert!(refusal.contains("/nonexistent/cache"), "{refusal}");
 
     let other = secured.keytab("uniffle").replace("uniffle.keytab", "other.keytab");
-    let refusal = Worker::refused(&secured.setup("other-keytab", &other, None)).unwrap();
+    let refusal = WorkerProcess::refused(&secured.setup("other-keytab", &other, None)).unwrap();
     assert!(refusal.contains("has no key of uniffle/localhost"), "{refusal}");
     let absent = secured.keytab("uniffle").replace("uniffle.keytab", "absent.keytab");
-    let refusal = Worker::refused(&secured.setup("no-keytab", &absent, None)).unwrap();
+    let refusal = WorkerProcess::refused(&secured.setup("no-keytab", &absent, None)).unwrap();
     assert!(refusal.contains("keytab_path") && refusal.contains("absent.keytab"), "{refusal}");
 }

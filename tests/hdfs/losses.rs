@@ -16,7 +16,7 @@ use crate::reader::read_directory;
 use crate::real::{SETTLE_DEADLINE, real};
 use uniffle_testkit::hdfs::MiniHdfs;
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 /// A partition that is cold when flushed, so it goes to HDFS.
 const COLD: i32 = 0;
@@ -27,7 +27,7 @@ const IN_MEMORY: i32 = 2;
 
 /// A worker with one shuffle and all blocks sent to it.
 struct LossesFixture {
-    worker: Worker,
+    worker: WorkerProcess,
     key: ShuffleKey,
     url: String,
     sent: BTreeMap<i32, Vec<Block>>,
@@ -36,7 +36,7 @@ struct LossesFixture {
 
 impl LossesFixture {
     async fn start(hdfs: &MiniHdfs, path: &'static str) -> Self {
-        let worker = Worker::start(&Setup {
+        let worker = WorkerProcess::start(&Setup {
             name: path,
             capacity: "64MiB",
             disks: 2,

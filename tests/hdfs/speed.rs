@@ -13,7 +13,7 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttempt
 use uniffle_worker::proto::RemoteStorage;
 
 use crate::real::real;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_testkit::{say, wait_until};
 
 const PARTITIONS: i32 = 32;
@@ -26,7 +26,7 @@ const DEADLINE: Duration = Duration::from_secs(600);
 #[ignore = "a measurement, on an idle machine and with --release"]
 async fn spilling_two_gigabytes_compared_with_put() {
     let Some(hdfs) = real().await else { return };
-    let worker = Worker::start(&Setup {
+    let worker = WorkerProcess::start(&Setup {
         name: "speed",
         capacity: "4GiB",
         disks: 0,

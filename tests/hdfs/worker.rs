@@ -13,7 +13,7 @@ use crate::real::{SETTLE_DEADLINE, real};
 use uniffle_testkit::coordinator::{CoordinatorDouble, HeartbeatReply};
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 /// Returns a worker with HDFS as the only tier below memory, and `more` in its section.
 fn only_hdfs(name: &'static str, more: &str) -> Setup {
@@ -34,7 +34,7 @@ async fn worker_without_remote_store_is_unhealthy_and_keeps_data() {
     let Some(hdfs) = real().await else { return };
     let mut coordinator = CoordinatorDouble::start(HeartbeatReply::Succeed).await;
     let quorum = Some(coordinator.address.to_string());
-    let worker = Worker::start(&Setup { quorum, ..only_hdfs("unhealthy", "allowed_paths = [\"*\"]") });
+    let worker = WorkerProcess::start(&Setup { quorum, ..only_hdfs("unhealthy", "allowed_paths = [\"*\"]") });
     let client = ShuffleClient::connect(([127, 0, 0, 1], worker.ready().grpc_port).into()).await.unwrap();
     let key = ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(1));
     let mut request = register_request(&key, &[(0, 0), (1, 1), (2, 2), (3, 3)]);
@@ -86,7 +86,7 @@ async fn worker_without_remote_store_is_unhealthy_and_keeps_data() {
 
 /// Asserts that a worker does not start and exits with code 1. Returns its error line.
 fn refusal(setup: &Setup) -> String {
-    let log = Worker::refused(setup).unwrap();
+    let log = WorkerProcess::refused(setup).unwrap();
     assert!(!log.contains("panicked"), "{log}");
     let line = log.lines().find(|line| line.starts_with("uniffle-worker: "));
     line.unwrap_or_else(|| panic!("no error: {log}")).to_owned()
@@ -117,7 +117,7 @@ async fn unusable_remote_path_fails_start_and_names_key() {
     }
     assert!(!line.contains(&good), "{line}");
     hdfs.run("chmod 777 /private");
-    Worker::start(&Setup { env, ..only_hdfs("allowed", &more) }).stop();
+    WorkerProcess::start(&Setup { env, ..only_hdfs("allowed", &more) }).stop();
     let left: Vec<_> = ["/checked", "/private"].iter().flat_map(|path| hdfs.list(path)).collect();
     assert!(left.is_empty(), "{left:?}");
 }

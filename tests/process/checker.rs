@@ -6,7 +6,7 @@ use tokio::task::block_in_place;
 
 use uniffle_testkit::checker::{Checker, RoundEnd, run_of};
 use uniffle_testkit::clients::client_of;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 const ROUNDS: u64 = 30;
 
@@ -14,7 +14,7 @@ const ROUNDS: u64 = 30;
 async fn reported_blocks_are_readable_or_listed_as_lost() {
     let (rounds, mut random) = run_of(ROUNDS);
     let setup = Setup { name: "checker", capacity: "24MiB", disks: 2, ..Setup::default() };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let mut checker = Checker::default();
     for round in 0..rounds {
         let end = [RoundEnd::Kill, RoundEnd::Stop, RoundEnd::Upgrade][random.random_range(0..3)];

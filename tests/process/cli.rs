@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{DecommissionRequest, StatusCode};
@@ -166,7 +166,7 @@ fn check_here_refuses_unusable_directories() {
     assert!(!path("good").exists());
 
     // A directory that a running worker has claimed, and the same one afterwards.
-    let running = Worker::start(&Setup { name: "check-here", capacity: "64M", ..Setup::default() });
+    let running = WorkerProcess::start(&Setup { name: "check-here", capacity: "64M", ..Setup::default() });
     let used = running.data_paths()[0].clone();
     let listing = examined(&with_paths(ports, &[&used])).expect_err("in use");
     assert!(
@@ -268,7 +268,7 @@ fn version_contains_the_commit() {
 
 #[test]
 fn start_logs_program_and_configuration_in_one_line() {
-    let worker = Worker::start(&Setup { name: "start-line", capacity: "64M", ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name: "start-line", capacity: "64M", ..Setup::default() });
     let log = worker.log();
     let lines: Vec<&str> = log.lines().filter(|line| line.contains(" starting version=")).collect();
     assert_eq!(lines.len(), 1, "{log}");
@@ -288,7 +288,7 @@ fn start_logs_program_and_configuration_in_one_line() {
 fn decommissioned_worker_exits_after_last_app() {
     let top = "decommission_shutdown = true\ndecommission_check_interval_sec = 1";
     let made_tables = "[admin]\ngrpc_decommission = \"loopback\"".to_owned();
-    let worker = Worker::start(&Setup { name: "retiring", top, made_tables, ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name: "retiring", top, made_tables, ..Setup::default() });
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let port = worker.ready().grpc_port;
     let client = runtime.block_on(async {

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::task::block_in_place;
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 use crate::writes::{Written, client_of, key};
 
@@ -69,7 +69,7 @@ fn set(file: &Path, hours: i64) {
 
 /// Steps the worker's clock to `hours` from the true time, and waits until all of its one-second
 /// loops have run once.
-fn step(worker: &Worker, file: &Path, hours: i64) {
+fn step(worker: &WorkerProcess, file: &Path, hours: i64) {
     set(file, hours);
     let expected_ms = |now: Duration| i128::from(hours) * 3_600_000 + now.as_millis().cast_signed();
     wait_until("the worker's clock has stepped", LOOK_DEADLINE, || {
@@ -88,8 +88,13 @@ fn step(worker: &Worker, file: &Path, hours: i64) {
 async fn clock_steps_expire_and_lose_nothing() {
     let dir = tempfile::tempdir().expect("a temp dir");
     let (env, clock) = stepping_clock(dir.path());
-    let mut worker =
-        Worker::start(&Setup { name: "clock steps", capacity: "64M", disks: 2, env, ..Setup::default() });
+    let mut worker = WorkerProcess::start(&Setup {
+        name: "clock steps",
+        capacity: "64M",
+        disks: 2,
+        env,
+        ..Setup::default()
+    });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 20).await;
     written.task(&client, 0, 20_000).await.expect("sent");

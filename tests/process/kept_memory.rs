@@ -21,7 +21,7 @@ use uniffle_testkit::checker::{Checker, RoundEnd, run_of};
 use uniffle_testkit::clients::client_of;
 use uniffle_testkit::say;
 use uniffle_testkit::tools::{available, find, may_mount, weaker};
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_wire::types::{PartitionId, TaskAttemptId};
 
 use crate::writes::{Written, key};
@@ -47,7 +47,7 @@ async fn acknowledged_blocks_are_readable_after_kill() {
     let (rounds, mut random) = run_of(ROUNDS);
     let (directory, memory) = directory();
     let setup = Setup { name: "kept", capacity: "24MiB", disks: 2, memory, ..Setup::default() };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let mut checker = Checker::with_persistent_memory();
     for round in 0..rounds {
         let end = [RoundEnd::Kill, RoundEnd::Kill, RoundEnd::Kill, RoundEnd::Stop, RoundEnd::Upgrade]
@@ -62,9 +62,9 @@ async fn acknowledged_blocks_are_readable_after_kill() {
 }
 
 /// Ends a worker that has all of its blocks in memory, and reads them from the next process.
-async fn survives(setup: Setup, end: impl FnOnce(&mut Worker), said: &str) {
+async fn survives(setup: Setup, end: impl FnOnce(&mut WorkerProcess), said: &str) {
     let setup = Setup { tables: NEVER_FLUSHED, ..setup };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 50).await;
     for task in 0..20 {
@@ -89,7 +89,7 @@ const RECOVERED: &str = "recovered blocks from memory";
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn memory_directory_survives_kill() {
     let (_directory, memory) = directory();
-    let end = |worker: &mut Worker| {
+    let end = |worker: &mut WorkerProcess| {
         worker.kill();
         worker.start_again();
     };
@@ -99,7 +99,7 @@ async fn memory_directory_survives_kill() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn upgrade_hands_over_memory_directory() {
     let (_directory, memory) = directory();
-    let end = |worker: &mut Worker| {
+    let end = |worker: &mut WorkerProcess| {
         worker.begin_upgrade();
         worker.finish_upgrade();
     };
@@ -109,7 +109,7 @@ async fn upgrade_hands_over_memory_directory() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn upgrade_hands_over_memfd() {
-    let end = |worker: &mut Worker| {
+    let end = |worker: &mut WorkerProcess| {
         worker.begin_upgrade();
         worker.finish_upgrade();
         worker.begin_upgrade();
@@ -120,7 +120,7 @@ async fn upgrade_hands_over_memfd() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn memory_is_recovered_into_larger_capacity() {
-    let end = |worker: &mut Worker| {
+    let end = |worker: &mut WorkerProcess| {
         let config = worker.config();
         worker.write_config(&config.replace("256M", "300M"));
         worker.begin_upgrade();
@@ -131,7 +131,7 @@ async fn memory_is_recovered_into_larger_capacity() {
     let (_directory, memory) = directory();
     survives(Setup { name: "grown", memory, ..Setup::default() }, end, said).await;
     let (_directory, memory) = directory();
-    let end = |worker: &mut Worker| {
+    let end = |worker: &mut WorkerProcess| {
         worker.kill();
         let config = worker.config();
         worker.start_again_with(&config.replace("256M", "300M"));
@@ -154,7 +154,7 @@ async fn service_manager_stores_memfd_of_killed_worker() {
         ..Setup::default()
     };
     let mut store = None;
-    let end = |worker: &mut Worker| {
+    let end = |worker: &mut WorkerProcess| {
         let memory = store.insert(stored_until_ready(&manager).0);
         let path = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
         std::fs::write(&kept, path).expect("written");
@@ -179,7 +179,7 @@ async fn start_refuses_to_discard_stored_memfd() {
         tables: NEVER_FLUSHED,
         ..Setup::default()
     };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
     written.task(&client, 0, 14 << 10).await.expect("sent");
@@ -219,7 +219,8 @@ async fn successor_keeps_memfd_in_service_manager() {
     let manager = UnixDatagram::bind(&socket).expect("a socket");
     manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");
     let env = vec![("NOTIFY_SOCKET", socket.display().to_string())];
-    let mut worker = Worker::start(&Setup { name: "stays stored", memory: MEMFD, env, ..Setup::default() });
+    let mut worker =
+        WorkerProcess::start(&Setup { name: "stays stored", memory: MEMFD, env, ..Setup::default() });
     let inode = |memory: &OwnedFd| rustix::fs::fstat(memory).expect("open").st_ino;
     let first = inode(&stored_until_ready(&manager).0);
     let config = worker.config();
@@ -272,7 +273,7 @@ fn messages_until_ready(manager: &UnixDatagram) -> (Option<OwnedFd>, Vec<String>
 async fn upgrade_to_other_memory_flushes() {
     let (_directory, memory) = directory();
     let setup = Setup { name: "changed", memory, tables: NEVER_FLUSHED, ..Setup::default() };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
     let config = worker.config();
@@ -303,7 +304,7 @@ async fn upgrade_to_other_memory_flushes() {
 async fn start_with_other_memory_is_refused_after_kill() {
     let ((first, memory), (_second, other)) = (directory(), directory());
     let setup = Setup { name: "other backing", memory, tables: NEVER_FLUSHED, ..Setup::default() };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
     written.task(&client, 0, 14 << 10).await.expect("sent");
@@ -381,7 +382,7 @@ async fn full_tmpfs_reduces_memory_until_freed() {
     let Some(tmpfs) = SmallTmpfs::mount(directory.path(), "150m") else { return };
     let memory: &'static str = Box::leak(format!("backing = {:?}\n", tmpfs.0.display().to_string()).into());
     let setup = Setup { name: "full", capacity: "96MiB", disks: 2, memory, ..Setup::default() };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
     written.task(&client, 0, 1 << 20).await.expect("sent");
@@ -415,7 +416,7 @@ async fn restart_serves_memory_before_verification() {
     let (_directory, memory) = directory();
     let capacity: &'static str = Box::leak(format!("{:.0}M", 500.0 + gigabytes * 1200.0).into());
     let mut worker = block_in_place(|| {
-        Worker::start(&Setup {
+        WorkerProcess::start(&Setup {
             name: "served at once",
             capacity,
             memory,
@@ -478,7 +479,7 @@ async fn empty_directories_are_refused_while_memory_has_blocks() {
         tables: NEVER_FLUSHED,
         ..Setup::default()
     };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 2).await;
     written.task(&client, 0, 14 << 10).await.expect("sent");
@@ -521,7 +522,7 @@ async fn damaged_block_in_memory_is_reported_lost() {
     let (directory, memory) = directory();
     let setup =
         Setup { name: "damaged", capacity: "24MiB", memory, tables: NEVER_FLUSHED, ..Setup::default() };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 2).await;
     written.task(&client, 0, 14 << 10).await.expect("sent");

@@ -18,13 +18,13 @@ use uniffle_worker::runtime::Tasks;
 use crate::writes::{Written, client_of, key, local};
 use uniffle_testkit::ports::InheritedPort;
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 /// Each attempt takes a rehearsal, a flush and a start.
 const UPGRADES_DEADLINE: Duration = Duration::from_secs(120);
 
 /// Returns the bytes of the data logs on the worker's disks.
-fn data_bytes(worker: &Worker) -> u64 {
+fn data_bytes(worker: &WorkerProcess) -> u64 {
     let mut open: Vec<_> = worker.data_paths().to_vec();
     let mut bytes = 0;
     while let Some(dir) = open.pop() {
@@ -44,7 +44,8 @@ fn data_bytes(worker: &Worker) -> u64 {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn graceful_stop_flushes_memory_to_disks() {
-    let mut worker = Worker::start(&Setup { name: "sigterm", capacity: "64M", disks: 2, ..Setup::default() });
+    let mut worker =
+        WorkerProcess::start(&Setup { name: "sigterm", capacity: "64M", disks: 2, ..Setup::default() });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 50).await;
     for task in 0..8 {
@@ -68,7 +69,7 @@ async fn graceful_stop_flushes_memory_to_disks() {
 #[tokio::test(flavor = "multi_thread")]
 async fn restart_with_other_ports_and_capacity_recovers_data() {
     let setup = Setup { name: "changed", capacity: "64M", disks: 2, ..Setup::default() };
-    let mut worker = Worker::start(&setup);
+    let mut worker = WorkerProcess::start(&setup);
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 20).await;
     for task in 0..4 {
@@ -135,7 +136,8 @@ const UPGRADE_GAP_MS_MAX: u64 = 5000;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn upgrade_keeps_ports_process_and_connections() {
-    let mut worker = Worker::start(&Setup { name: "upgrade", capacity: "64M", disks: 2, ..Setup::default() });
+    let mut worker =
+        WorkerProcess::start(&Setup { name: "upgrade", capacity: "64M", disks: 2, ..Setup::default() });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 20).await;
     for task in 0..4 {
@@ -170,7 +172,8 @@ async fn upgrade_keeps_ports_process_and_connections() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn upgrade_to_unfit_configuration_is_refused() {
-    let worker = Worker::start(&Setup { name: "refused", capacity: "64M", disks: 2, ..Setup::default() });
+    let worker =
+        WorkerProcess::start(&Setup { name: "refused", capacity: "64M", disks: 2, ..Setup::default() });
     let config = worker.config();
     let port = format!("grpc_port = {}", worker.ready().grpc_port);
     let disk = format!(", {:?}", worker.data_paths()[1]);
@@ -195,9 +198,9 @@ async fn upgrade_to_unfit_configuration_is_refused() {
 
 /// Starts a worker whose blocks cannot be flushed, and sends some. The limit of 1 MiB per file is
 /// enough for metadata.
-async fn unflushable(tables: &'static str) -> (Worker, ShuffleClient, Written) {
+async fn unflushable(tables: &'static str) -> (WorkerProcess, ShuffleClient, Written) {
     let line = "ulimit -f 1024; exec \"$@\"";
-    let worker = Worker::start(&Setup {
+    let worker = WorkerProcess::start(&Setup {
         name: "unflushable",
         capacity: "64M",
         wrapper: ["bash", "-c", line, "bash"].map(str::to_owned).to_vec(),
@@ -211,7 +214,7 @@ async fn unflushable(tables: &'static str) -> (Worker, ShuffleClient, Written) {
 }
 
 /// Asserts that one log line names the lost blocks.
-fn assert_loss_is_logged(worker: &Worker) {
+fn assert_loss_is_logged(worker: &WorkerProcess) {
     let log = worker.log();
     let lines: Vec<_> = log.lines().filter(|line| line.contains("lost at shutdown")).collect();
     assert_eq!(lines.len(), 1, "{log}");
@@ -246,7 +249,7 @@ async fn upgrade_that_would_lose_memory_is_refused() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn graceful_stop_flushes_to_disks_above_watermark() {
-    let mut worker = Worker::start(&Setup {
+    let mut worker = WorkerProcess::start(&Setup {
         name: "above-watermark",
         capacity: "64M",
         disks: 2,
@@ -267,7 +270,7 @@ async fn graceful_stop_flushes_to_disks_above_watermark() {
 #[tokio::test(flavor = "multi_thread")]
 async fn upgrade_without_metadata_log_is_refused() {
     for store_type in ["MEMORY", "MEMORY_HDFS"] {
-        let worker = Worker::start(&Setup {
+        let worker = WorkerProcess::start(&Setup {
             name: "no-journal",
             capacity: "64M",
             store_type,
@@ -286,7 +289,7 @@ async fn upgrade_without_metadata_log_is_refused() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn upgrade_signals_never_kill_a_starting_program() {
-    let mut worker = Worker::start(&Setup { name: "signals", capacity: "64M", ..Setup::default() });
+    let mut worker = WorkerProcess::start(&Setup { name: "signals", capacity: "64M", ..Setup::default() });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
     written.task(&client, 0, 1000).await.expect("sent");
@@ -340,7 +343,7 @@ async fn unusable_binary_leaves_old_process_serving() {
     let binary = dir.path().join("worker");
     std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), &binary).expect("copied");
     let setup = Setup { name: "exec", capacity: "64M", binary: Some(binary.clone()), ..Setup::default() };
-    let mut worker = Worker::start(&setup);
+    let mut worker = WorkerProcess::start(&setup);
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
     written.task(&client, 0, 1000).await.expect("sent");
@@ -382,7 +385,7 @@ async fn service_manager_passes_sockets_and_is_notified() {
     let manager = UnixDatagram::bind(dir.path().join("notify")).expect("a socket");
     manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");
     let kept = InheritedPort::open();
-    let mut worker = Worker::start(&Setup {
+    let mut worker = WorkerProcess::start(&Setup {
         name: "activated",
         capacity: "64M",
         top: "grpc_port = 0",

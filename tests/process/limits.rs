@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::process::{Signal, getuid};
 use tokio::task::block_in_place;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_testkit::{say, wait_until};
 use uniffle_worker::config::{SystemLimits, raise_soft_limits};
 
@@ -30,7 +30,7 @@ fn descriptors_of(pid: u32) -> (u64, u64) {
 
 #[test]
 fn descriptor_soft_limit_is_raised_to_hard_limit() {
-    let worker = Worker::start(&Setup { wrapper: shell("ulimit -Sn 300"), ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { wrapper: shell("ulimit -Sn 300"), ..Setup::default() });
     let (soft, hard) = descriptors_of(worker.pid());
     assert_eq!(soft, hard);
     worker.stop();
@@ -48,7 +48,7 @@ fn health_responds_when_descriptors_are_exhausted() {
         disks: 2,
         ..Setup::default()
     };
-    let worker = Worker::start(&setup);
+    let worker = WorkerProcess::start(&setup);
     let log = worker.log();
     assert!(log.contains("RLIMIT_NOFILE is 1024") && log.contains("tcp.max_connections"), "{log}");
     let (grpc, tcp) = (worker.ready().grpc_port, worker.ready().urpc_port.unwrap());
@@ -145,7 +145,7 @@ fn orphaned_child_is_reaped() {
     // Like an orphan in a container: a child of the process that executes the worker, unknown to
     // the worker.
     let commands = format!("sleep 3 & echo $! > {}", file.display());
-    let worker = Worker::start(&Setup { wrapper: shell(&commands), ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { wrapper: shell(&commands), ..Setup::default() });
     let child: u32 = std::fs::read_to_string(file).unwrap().trim().parse().unwrap();
     wait_until(
         "the child has ended and is reaped",
@@ -167,7 +167,7 @@ async fn app_survives_pause_of_the_process() {
         tables: "[app_config]\napp_heartbeat_timeout_min = \"10s\"\n[embedded_coordinator]\nnode_timeout_sec = 5",
         ..Setup::default()
     };
-    let worker = Worker::start(&setup);
+    let worker = WorkerProcess::start(&setup);
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
     written.task(&client, 1, 1000).await.expect("sent");

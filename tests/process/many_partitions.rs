@@ -10,7 +10,7 @@ use uniffle_client::grpc::{Backoff, ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::say;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const CAPACITY_BYTES: u64 = 200_000_000;
@@ -50,14 +50,14 @@ async fn check(client: &ShuffleClient, keys: &[ShuffleKey]) {
     }
 }
 
-async fn connect(worker: &Worker) -> ShuffleClient {
+async fn connect(worker: &WorkerProcess) -> ShuffleClient {
     let backoff =
         Backoff { attempts: 5000, first: Duration::from_millis(5), longest: Duration::from_millis(20) };
     let address = ([127, 0, 0, 1], worker.ready().grpc_port).into();
     ShuffleClient::connect(address).await.unwrap().with_backoff(backoff)
 }
 
-fn tell(worker: &Worker, idle: u64, what: &str) {
+fn tell(worker: &WorkerProcess, idle: u64, what: &str) {
     let bound = CAPACITY_BYTES / 100 * 105 + (200 << 20);
     let (peak, heap) = (worker.peak_resident_bytes(), worker.metrics().total("heap_charged_bytes").unwrap());
     let used = worker.metrics().total("used_buffer_size").unwrap();
@@ -77,7 +77,7 @@ fn tell(worker: &Worker, idle: u64, what: &str) {
 async fn many_partitions_stay_within_memory_bound() {
     let memory = "heap_capacity = \"128MiB\"";
     let setup = Setup { name: "partitions", capacity: "200M", memory, disks: 2, ..Setup::default() };
-    let mut worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
+    let mut worker = tokio::task::spawn_blocking(move || WorkerProcess::start(&setup)).await.unwrap();
     let keys = ["app-1", "app-2"].map(|app| ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(1)));
     let idle = worker.proc_status("VmRSS") << 10;
     let client = connect(&worker).await;

@@ -24,7 +24,7 @@ use uniffle_worker::runtime::Tasks;
 
 use crate::writes::{client_of, key, local, long_backoff};
 use uniffle_testkit::say;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 const WRITERS: u64 = 8;
 const TASKS: i64 = 25;
@@ -139,7 +139,7 @@ async fn acknowledged_blocks_survive_network_faults() {
         std::env::var("NETWORK_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(rand::random);
     say(&format!("network: NETWORK_SEED={seed}"));
     let setup = Setup { name: "network", capacity: "32MiB", disks: 2, ..Setup::default() };
-    let worker = block_in_place(|| Worker::start(&setup));
+    let worker = block_in_place(|| WorkerProcess::start(&setup));
     let direct = client_of(&worker).await;
     direct.register(&key("net", 0), &[(0, 0)]).await.expect("registered");
     let faulty = Arc::new(AtomicU64::new(0));

@@ -6,7 +6,7 @@ use tokio::task::block_in_place;
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_testkit::clients::client_of;
 use uniffle_testkit::say;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 use uniffle_worker::proto::{
@@ -112,7 +112,7 @@ impl Layout {
     }
 }
 
-async fn assert_all_results(worker: &Worker, when: &str) {
+async fn assert_all_results(worker: &WorkerProcess, when: &str) {
     let client = client_of(worker).await.with_answer_bytes_max(64 << 20);
     for layout in [Layout::Spark, Layout::Far] {
         layout.assert_results(&client).await;
@@ -125,7 +125,7 @@ async fn assert_all_results(worker: &Worker, when: &str) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ids_beyond_the_heap_survive_kill_and_upgrade() {
     let setup = Setup { name: "reported_ids", capacity: "256M", disks: 2, ..Setup::default() };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     for layout in [Layout::Spark, Layout::Far] {
         layout.report_all(&client).await;

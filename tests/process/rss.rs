@@ -12,7 +12,7 @@ use uniffle_client::grpc::{Backoff, ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_testkit::block_generator::BlockGenerator;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_testkit::{say, wait_until};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto;
@@ -57,7 +57,7 @@ async fn check(client: &ShuffleClient, key: &ShuffleKey, partition: i32) -> usiz
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn writing_four_times_capacity_stays_within_bound() {
     let setup = Setup { name: "rss", capacity: "200M", disks: 2, ..Setup::default() };
-    let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
+    let worker = tokio::task::spawn_blocking(move || WorkerProcess::start(&setup)).await.unwrap();
     let address = ([127, 0, 0, 1], worker.ready().grpc_port).into();
     let backoff =
         Backoff { attempts: 5000, first: Duration::from_millis(5), longest: Duration::from_millis(20) };
@@ -105,7 +105,7 @@ async fn freed_response_memory_is_returned_to_the_system() {
     /// uncharged memory.
     const KEPT_BYTES_MAX: f64 = (24 << 20) as f64;
     let setup = Setup { name: "freed", capacity: "256M", ..Setup::default() };
-    let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
+    let worker = tokio::task::spawn_blocking(move || WorkerProcess::start(&setup)).await.unwrap();
     let address = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
     let coordinator = CoordinatorServerClient::connect(address).await.unwrap();
     // An assignment of all ranges takes about 30 MB; 1,000 ranges take a hundredth of that.
@@ -142,7 +142,7 @@ async fn freed_response_memory_is_returned_to_the_system() {
 /// docs/benchmarks.md has the figures of a release build.
 #[test]
 fn idle_worker_has_few_threads_and_little_memory() {
-    let worker = Worker::start(&Setup { name: "idle", ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name: "idle", ..Setup::default() });
     let threads_max = 12 + 2 * std::thread::available_parallelism().unwrap().get() as u64;
     // Threads of the start end by themselves.
     wait_until("only the threads of an idle worker are left", Duration::from_secs(60), || {

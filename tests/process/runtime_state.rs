@@ -9,7 +9,7 @@ use tokio::task::block_in_place;
 use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_testkit::eventually;
 use uniffle_testkit::s3::S3Server;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{
     AccessClusterRequest, ApplicationInfoRequest, DecommissionRequest, ShuffleServerHeartBeatRequest,
@@ -19,13 +19,13 @@ use uniffle_worker::proto::{
 const TABLES: &str =
     "[admin]\nport = 0\ngrpc_decommission = \"loopback\"\n[embedded_coordinator]\nquota_apps_per_user = 1\n";
 
-async fn call(worker: &Worker, path: &str, body: &str) -> Value {
+async fn call(worker: &WorkerProcess, path: &str, body: &str) -> Value {
     let (status, answer) = answer(worker, path, body).await;
     assert!(status.is_success(), "{path}: {status}: {answer}");
     answer
 }
 
-async fn answer(worker: &Worker, path: &str, body: &str) -> (reqwest::StatusCode, Value) {
+async fn answer(worker: &WorkerProcess, path: &str, body: &str) -> (reqwest::StatusCode, Value) {
     let url = format!("http://127.0.0.1:{}{path}", worker.ready().admin_port.expect("an admin listener"));
     let answer = reqwest::Client::new().post(url).body(body.to_owned()).send().await.expect("an answer");
     let status = answer.status();
@@ -33,24 +33,24 @@ async fn answer(worker: &Worker, path: &str, body: &str) -> (reqwest::StatusCode
 }
 
 /// Decommissions the worker as a coordinator does. Returns status and text of the response.
-async fn decommission_over_grpc(worker: &Worker) -> (i32, String) {
+async fn decommission_over_grpc(worker: &WorkerProcess) -> (i32, String) {
     let channel = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
     let mut internal = ShuffleServerInternalClient::connect(channel).await.expect("connected");
     let answer = internal.decommission(DecommissionRequest {}).await.expect("an answer").into_inner();
     (answer.status, answer.ret_msg)
 }
 
-fn node(worker: &Worker) -> Value {
+fn node(worker: &WorkerProcess) -> Value {
     let page = block_in_place(|| worker.page("/api/v1/node")).expect("the node");
     serde_json::from_str(&page).expect("JSON")
 }
 
-fn is_decommissioned(worker: &Worker) -> bool {
+fn is_decommissioned(worker: &WorkerProcess) -> bool {
     node(worker)["state"].as_str().expect("a state").starts_with("decommission")
 }
 
 /// Returns whether the coordinator admits another application of `user`.
-async fn admits(worker: &Worker, user: &str) -> bool {
+async fn admits(worker: &WorkerProcess, user: &str) -> bool {
     let channel = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
     let mut coordinator = CoordinatorServerClient::connect(channel).await.expect("connected");
     let request = AccessClusterRequest { user: user.to_owned(), ..Default::default() };
@@ -58,7 +58,7 @@ async fn admits(worker: &Worker, user: &str) -> bool {
     answer.status() == StatusCode::Success
 }
 
-async fn register(worker: &Worker, app: &str, user: &str) {
+async fn register(worker: &WorkerProcess, app: &str, user: &str) {
     let channel = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
     let mut coordinator = CoordinatorServerClient::connect(channel).await.expect("connected");
     let request =
@@ -66,12 +66,12 @@ async fn register(worker: &Worker, app: &str, user: &str) {
     coordinator.register_application_info(request).await.expect("an answer");
 }
 
-fn state_file(worker: &Worker) -> PathBuf {
+fn state_file(worker: &WorkerProcess) -> PathBuf {
     worker.data_paths()[0].join("uniffle-worker.metadata/state")
 }
 
 /// Waits until the latest settings are in the data directory.
-async fn saved(worker: &Worker, text: &str) {
+async fn saved(worker: &WorkerProcess, text: &str) {
     let path = state_file(worker);
     eventually("the settings are saved", || match std::fs::read_to_string(&path) {
         Ok(state) if state.contains(text) => Ok(()),
@@ -81,7 +81,7 @@ async fn saved(worker: &Worker, text: &str) {
 }
 
 /// Replaces the process after a kill, or by an upgrade.
-fn replace_process(worker: &mut Worker, by: &str) {
+fn replace_process(worker: &mut WorkerProcess, by: &str) {
     block_in_place(|| match by {
         "kill" => {
             worker.kill();
@@ -97,7 +97,7 @@ fn replace_process(worker: &mut Worker, by: &str) {
 #[tokio::test(flavor = "multi_thread")]
 async fn settings_survive_upgrade_and_kill() {
     let setup = Setup { name: "runtime-state", capacity: "64M", tables: TABLES, ..Setup::default() };
-    let mut worker = Worker::start(&setup);
+    let mut worker = WorkerProcess::start(&setup);
     call(&worker, "/admin/tags", r#"{"tags": ["night"]}"#).await;
     register(&worker, "app-1", "anna").await;
     assert!(!admits(&worker, "anna").await && admits(&worker, "carl").await);
@@ -126,7 +126,7 @@ async fn settings_survive_upgrade_and_kill() {
 }
 
 /// Sends a heartbeat of a worker that does not exist.
-async fn heartbeat(worker: &Worker, id: &str) {
+async fn heartbeat(worker: &WorkerProcess, id: &str) {
     let channel = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
     let mut coordinator = CoordinatorServerClient::connect(channel).await.expect("connected");
     let server =
@@ -140,10 +140,10 @@ async fn heartbeat(worker: &Worker, id: &str) {
 async fn lost_nodes_survive_upgrade_and_kill() {
     let tables = "[admin]\nport = 0\n[embedded_coordinator]\nnode_timeout_sec = 2\n";
     let setup = Setup { name: "lost-nodes", capacity: "64M", tables, ..Setup::default() };
-    let mut worker = Worker::start(&setup);
+    let mut worker = WorkerProcess::start(&setup);
     heartbeat(&worker, "gone").await;
     heartbeat(&worker, "replaced").await;
-    let lost = |worker: &Worker, expected: f64| {
+    let lost = |worker: &WorkerProcess, expected: f64| {
         let count = worker.metrics().expect("lost_server_num");
         if count == expected { Ok(()) } else { Err(format!("{count} nodes are lost")) }
     };
@@ -188,7 +188,7 @@ async fn settings_without_disks_survive_upgrade_and_kill() {
 #[tokio::test(flavor = "multi_thread")]
 async fn call_is_answered_once_its_setting_is_saved() {
     let setup = Setup { name: "saved-settings", capacity: "64M", tables: TABLES, ..Setup::default() };
-    let worker = Worker::start(&setup);
+    let worker = WorkerProcess::start(&setup);
     let file = state_file(&worker);
     let text = || std::fs::read_to_string(&file).unwrap_or_default();
     // Takes the place of the temporary file, so no file can be written.

@@ -26,7 +26,7 @@ use uniffle_client::tcp::read_reply;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::fault::{Fault, Operation, Rule};
 use uniffle_testkit::tools::alone;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_wire::request::{SendBlock, SendRequest};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{RequireBufferRequest, StatusCode};
@@ -57,7 +57,7 @@ async fn frames_beside_full_disk_stay_within_memory_bound() {
         tables: "disk_high_watermark = 0.0002\ndisk_low_watermark = 0.0001\n[tcp]\nmax_connections = 1100\n",
         ..Setup::default()
     };
-    let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
+    let worker = tokio::task::spawn_blocking(move || WorkerProcess::start(&setup)).await.unwrap();
     let address = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let control = ShuffleClient::connect(address(worker.ready().grpc_port)).await.unwrap();
     let key = ShuffleKey::new(AppId::parse(APP).unwrap(), ShuffleId(0));

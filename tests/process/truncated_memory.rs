@@ -5,7 +5,7 @@ use std::os::unix::process::ExitStatusExt as _;
 use tokio::task::block_in_place;
 use uniffle_client::grpc::ReadOptions;
 use uniffle_testkit::clients::client_of;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_wire::types::PartitionId;
 
 use crate::kept_memory::directory;
@@ -19,7 +19,7 @@ async fn worker_survives_truncation_of_its_memory_file() {
     // The periodic check of the file comes too late.
     let tables = "disk_healthy_check_interval_sec = 3600\n";
     let setup = Setup { name: "truncated", capacity: "24MiB", memory, tables, ..Setup::default() };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut earlier = Written::register(&client, key("app", 0), 2).await;
     earlier.task(&client, 0, 14 << 10).await.expect("sent");
@@ -51,7 +51,7 @@ async fn worker_survives_truncation_of_its_memory_file() {
 async fn end_by_sigbus_is_explained_on_stderr() {
     let (directory, memory) = directory();
     let setup = Setup { name: "sigbus", memory, ..Setup::default() };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     worker.signal(rustix::process::Signal::BUS);
     block_in_place(|| worker.wait_log("uniffle-worker: ended by SIGBUS: a page of "));
     assert!(worker.log().contains(&directory.path().display().to_string()), "{}", worker.log());

@@ -4,7 +4,7 @@
 use tokio::task::block_in_place;
 use uniffle_client::send::SendForm;
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_wire::types::TaskAttemptId;
 
 use crate::kept_memory::{MEMFD, directory};
@@ -31,7 +31,7 @@ async fn handed_over_in_a_flush(name: &'static str, memory: &'static str) {
     let Some(disk) = FreezableDisk::mount(dir.path()) else { return };
     let paths = vec![disk.0.join("data")];
     let setup = Setup { name, capacity: "24MiB", memory, tables: SOON_FLUSHED, ..Setup::default() };
-    let mut worker = block_in_place(|| Worker::start_in(&setup, dir, paths));
+    let mut worker = block_in_place(|| WorkerProcess::start_in(&setup, dir, paths));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), PARTITIONS).await;
     // Some blocks are on the disk, others are below the flush threshold.

@@ -4,7 +4,7 @@
 use tokio::task::block_in_place;
 use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, S3Server, SECRET_KEY};
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 use crate::writes::{Written, client_of, key};
 
@@ -12,13 +12,13 @@ const PARTITIONS: i32 = 20;
 const BLOCK_BYTES: u32 = 50_000;
 
 /// Starts a worker without disks on the store. Returns also the directory of its keys.
-fn start(server: &S3Server) -> (Worker, tempfile::TempDir) {
+fn start(server: &S3Server) -> (WorkerProcess, tempfile::TempDir) {
     start_with(server, "")
 }
 
 /// Starts a worker without disks on the store, with the additional tables `more`. Returns also the
 /// directory of its keys.
-pub(crate) fn start_with(server: &S3Server, more: &str) -> (Worker, tempfile::TempDir) {
+pub(crate) fn start_with(server: &S3Server, more: &str) -> (WorkerProcess, tempfile::TempDir) {
     let dir = tempfile::tempdir().expect("a temp dir");
     let keys = dir.path().join("keys");
     let text = format!("[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n");
@@ -36,7 +36,7 @@ pub(crate) fn start_with(server: &S3Server, more: &str) -> (Worker, tempfile::Te
         made_tables: tables,
         ..Setup::default()
     };
-    (block_in_place(|| Worker::start(&setup)), dir)
+    (block_in_place(|| WorkerProcess::start(&setup)), dir)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -18,7 +18,7 @@ use uniffle_client::grpc::{ClientError, ShuffleClient, require_request};
 use uniffle_client::send::{Batch, SendForm};
 use uniffle_client::tcp::{TcpClient, TcpClientError, read_reply};
 use uniffle_testkit::block_generator::BlockGenerator;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_testkit::{eventually, say};
 use uniffle_wire::request::{SendBlock, SendRequest};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey, TaskAttemptId};
@@ -207,7 +207,7 @@ async fn hand_over_under_calls(name: &'static str, memory: &'static str) {
     let capacity: &'static str = Box::leak(format!("{:.0}M", gigabytes * 1250.0 + 256.0).into());
     let (setup, is_judged) =
         (Setup { name, capacity, memory, tables: NEVER_FLUSHED, ..Setup::default() }, binary.is_some());
-    let mut worker = block_in_place(|| Worker::start(&Setup { binary, ..setup }));
+    let mut worker = block_in_place(|| WorkerProcess::start(&Setup { binary, ..setup }));
     let client = client_of(&worker).await;
     let mut read = Written::register(&client, key("app", 0), READ_PARTITIONS).await;
     for task in 0..READ_BLOCKS {
@@ -312,7 +312,7 @@ fn large_send(key: &ShuffleKey, ticket: i64, batch: &Batch) -> Bytes {
 async fn send_received_during_upgrade_is_stored_once() {
     let (_directory, memory) = directory();
     let setup = Setup { name: "half a send", memory, tables: NEVER_FLUSHED, ..Setup::default() };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let key = key("app", 0);
     client.register(&key, &[(0, 0)]).await.expect("registered");
@@ -354,7 +354,7 @@ async fn send_received_during_upgrade_is_stored_once() {
 }
 
 /// Asserts that `blocks` are in memory, byte for byte, and no others.
-async fn assert_holds(worker: &Worker, client: &ShuffleClient, key: &ShuffleKey, batch: &Batch) {
+async fn assert_holds(worker: &WorkerProcess, client: &ShuffleClient, key: &ShuffleKey, batch: &Batch) {
     let read = client.read_partition(key, PartitionId(0), &Default::default()).await.expect("readable");
     let blocks: BTreeMap<_, _> = batch[0].1.iter().map(|it| (it.meta.block_id, it.data.clone())).collect();
     assert!(read.blocks == blocks, "{} blocks of {}", read.blocks.len(), blocks.len());

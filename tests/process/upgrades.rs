@@ -18,7 +18,7 @@ use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::on_disk::CLAIM;
 use uniffle_testkit::tools::{available, find, may_mount, weaker};
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_testkit::{eventually, say, wait_until};
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::StatusCode;
@@ -31,7 +31,7 @@ const CALL_DEADLINE: Duration = Duration::from_secs(60);
 
 /// A worker that refuses successive upgrades while a job runs.
 struct RefusedUpgrades {
-    worker: Worker,
+    worker: WorkerProcess,
     config: String,
     client: ShuffleClient,
     written: Written,
@@ -40,7 +40,7 @@ struct RefusedUpgrades {
 
 impl RefusedUpgrades {
     async fn start(setup: Setup) -> Self {
-        let worker = Worker::start(&setup);
+        let worker = WorkerProcess::start(&setup);
         let (client, config) = (client_of(&worker).await, worker.config());
         let written = Written::register(&client, key("app", 0), 5).await;
         Self { worker, config, client, written, refused: 0 }
@@ -274,7 +274,7 @@ async fn upgrade_is_refused_until_hung_disk_answers() {
     let paths = vec![disk.0.join("data"), dir.path().join("disk1")];
     let hung = paths[0].display().to_string();
     let tables = "disk_healthy_check_interval_sec = 1\n";
-    let mut worker = Worker::start_in(&Setup { tables, ..setup("hangs") }, dir, paths);
+    let mut worker = WorkerProcess::start_in(&Setup { tables, ..setup("hangs") }, dir, paths);
     let (client, port, pid) = (client_of(&worker).await, worker.ready().grpc_port, worker.pid());
     let mut written = Written::register(&client, key("app", 0), 5).await;
     written.task(&client, 0, 1000).await.expect("sent");
@@ -454,7 +454,7 @@ async fn under_calls(client: &ShuffleClient, port: u16, key: ShuffleKey) -> (Arc
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reports_and_queries_wait_during_upgrade_gap() {
-    let mut worker = Worker::start(&setup("held"));
+    let mut worker = WorkerProcess::start(&setup("held"));
     let (client, key, port) = (client_of(&worker).await, key("app", 0), worker.ready().grpc_port);
     let (calls, mut callers) = under_calls(&client, port, key).await;
     for _ in 0..3 {
@@ -479,7 +479,7 @@ async fn upgrade_gap_starts_with_empty_memory() {
     const PARTITIONS: i32 = 500;
     const GAP_MS_MAX: u64 = 1_000;
     let gigabytes = std::env::var("UPGRADE_GIGABYTES").ok().and_then(|text| text.parse().ok()).unwrap_or(0.1);
-    let mut worker = Worker::start(&Setup {
+    let mut worker = WorkerProcess::start(&Setup {
         capacity: "1G",
         binary: std::env::var_os("UPGRADE_WORKER").map(PathBuf::from),
         ..setup("gap")

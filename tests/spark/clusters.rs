@@ -11,7 +11,7 @@ use uniffle_testkit::ports::free_port;
 use uniffle_testkit::spark::JvmKind;
 use uniffle_testkit::tools::binary;
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 /// A worker registers with the coordinator as soon as it is ready.
 const JOIN_DEADLINE: Duration = Duration::from_secs(20);
@@ -19,7 +19,7 @@ const JOIN_DEADLINE: Duration = Duration::from_secs(20);
 #[test]
 fn executors_in_separate_jvms_read_each_others_blocks() {
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "executors", capacity: "400M", ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name: "executors", capacity: "400M", ..Setup::default() });
     let words = "master=local-cluster[2,1,1024]";
     spark.run(&[&worker], Application { words, ..Application::of("skew_join_aqe,cogroup") });
     worker.assert_no_error_logged();
@@ -30,7 +30,7 @@ fn executors_in_separate_jvms_read_each_others_blocks() {
 fn concurrent_apps_with_equal_shuffle_ids_are_isolated() {
     let Some(mut spark) = spark() else { return };
     // Both run the same scenarios, so their shuffle ids are equal. Their data exceeds the memory.
-    let worker = Worker::start(&Setup { name: "two-apps", capacity: "64M", ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name: "two-apps", capacity: "64M", ..Setup::default() });
     let scenarios = "query_aqe_on,skew_join_aqe";
     let apps =
         [Application { jvm: JvmKind::NoUnsafe, ..Application::of(scenarios) }, Application::of(scenarios)];
@@ -44,9 +44,10 @@ fn concurrent_apps_with_equal_shuffle_ids_are_isolated() {
 #[test]
 fn two_workers_share_partitions_and_replicas() {
     let Some(mut spark) = spark() else { return };
-    let first = Worker::start(&Setup { name: "first", capacity: "400M", ..Setup::default() });
+    let first = WorkerProcess::start(&Setup { name: "first", capacity: "400M", ..Setup::default() });
     let quorum = Some(first.quorum());
-    let second = Worker::start(&Setup { name: "second", capacity: "400M", quorum, ..Setup::default() });
+    let second =
+        WorkerProcess::start(&Setup { name: "second", capacity: "400M", quorum, ..Setup::default() });
     wait_until("the second worker is a node", JOIN_DEADLINE, || {
         let nodes = first.metrics().total("active_server_num");
         if nodes == Some(2.0) { Ok(()) } else { Err(format!("{nodes:?} nodes")) }
@@ -54,7 +55,7 @@ fn two_workers_share_partitions_and_replicas() {
     let workers = [&first, &second];
 
     let answers = spark.run(&workers, Application::of("range_sort,skew_join_aqe"));
-    let received = |worker: &Worker| worker.metrics().expect("total_received_data");
+    let received = |worker: &WorkerProcess| worker.metrics().expect("total_received_data");
     let shared = workers.map(received);
     let written = sum(&answers, "shuffle_written");
     assert!(shared[0] + shared[1] < 1.1 * written, "{shared:?} of {written}: written more than once");
@@ -74,14 +75,22 @@ fn two_workers_share_partitions_and_replicas() {
 
 /// Starts three workers, two of them coordinators that all workers report to and that clients know.
 /// `memory` has each worker's lines of `[memory_store]`.
-pub(super) fn embedded_cluster(memory: [&'static str; 3]) -> Vec<Worker> {
+pub(super) fn embedded_cluster(memory: [&'static str; 3]) -> Vec<WorkerProcess> {
     let ports = [free_port(), free_port()];
     let quorum = Some(ports.map(|port| format!("127.0.0.1:{port}")).join(","));
     let with = |name, grpc_port: Option<u16>, memory| {
         let enable = "[admin]\nport = 0\n[embedded_coordinator]\nenable = true\nnode_timeout_sec = 3";
         let made_tables = grpc_port.map(|_| enable.to_owned()).unwrap_or_default();
         let (quorum, capacity) = (quorum.clone(), "300M");
-        Worker::start(&Setup { name, capacity, memory, quorum, grpc_port, made_tables, ..Setup::default() })
+        WorkerProcess::start(&Setup {
+            name,
+            capacity,
+            memory,
+            quorum,
+            grpc_port,
+            made_tables,
+            ..Setup::default()
+        })
     };
     let workers = vec![
         with("first", Some(ports[0]), memory[0]),
@@ -93,7 +102,7 @@ pub(super) fn embedded_cluster(memory: [&'static str; 3]) -> Vec<Worker> {
 }
 
 /// Waits until both coordinators know three workers, of which `active` accept shuffles.
-fn until_active(workers: &[Worker], active: f64) {
+fn until_active(workers: &[WorkerProcess], active: f64) {
     wait_until("the workers are nodes of both", JOIN_DEADLINE, || {
         let nodes = [&workers[0], &workers[1]].map(|worker| {
             let metrics = worker.metrics();
@@ -104,7 +113,7 @@ fn until_active(workers: &[Worker], active: f64) {
 }
 
 /// Starts the same workers, of which the first is only a coordinator.
-fn cluster_with_dedicated_coordinator() -> Vec<Worker> {
+fn cluster_with_dedicated_coordinator() -> Vec<WorkerProcess> {
     let workers = embedded_cluster([""; 3]);
     let ready = workers[0].ready();
     let [http, admin] = [Some(ready.http_port), ready.admin_port]
@@ -143,7 +152,7 @@ const THREE_REPLICAS: &str = "failures=allowed spark.rss.data.replica=3 spark.rs
                               spark.rss.data.replica.read=2 master=local[2,4]";
 
 /// Runs a job on a new cluster and kills `victim` when its `counter` reaches `after`.
-fn survives_loss(victim: usize, counter: &str, after: f64, words: &str) -> Vec<Worker> {
+fn survives_loss(victim: usize, counter: &str, after: f64, words: &str) -> Vec<WorkerProcess> {
     let mut spark = spark().expect("Spark was found before");
     let application = Application { words, ..Application::of(JOB) };
     let (workers, _) = spark.run_while(embedded_cluster([""; 3]), application, |workers| {
@@ -154,7 +163,7 @@ fn survives_loss(victim: usize, counter: &str, after: f64, words: &str) -> Vec<W
     workers.into_iter().enumerate().filter(|(n, _)| *n != victim).map(|(_, worker)| worker).collect()
 }
 
-fn stop_without_errors(workers: Vec<Worker>) {
+fn stop_without_errors(workers: Vec<WorkerProcess>) {
     for worker in workers.into_iter().rev() {
         worker.assert_no_error_logged();
         worker.stop();

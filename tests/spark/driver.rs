@@ -17,7 +17,7 @@ use std::process::{Command, Stdio};
 use parking_lot::Mutex;
 use serde_json::Value;
 use uniffle_testkit::tools::kept_dir;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_testkit::{maven, say};
 
 const PROJECT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/driver");
@@ -53,7 +53,7 @@ fn run(name: &'static str, client: &str) {
     }
     let size = if std::env::var("DRIVER").is_ok_and(|value| value == "full") { FULL } else { SMALL };
     let output = build();
-    let worker = Worker::start(&Setup { name, capacity: size.capacity, disks: 2, ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name, capacity: size.capacity, disks: 2, ..Setup::default() });
     floor(&worker, &size);
     let ready = worker.ready();
     let driver = Command::new("java")
@@ -101,7 +101,7 @@ fn build() -> PathBuf {
 }
 
 /// Measures the baseline of the machine with the same command that users have.
-fn floor(worker: &Worker, size: &Size) {
+fn floor(worker: &WorkerProcess, size: &Size) {
     if !size.floor {
         return;
     }

@@ -7,7 +7,7 @@
 use serde_json::Value;
 use uniffle_testkit::say;
 use uniffle_testkit::spark::{Jvm, JvmKind};
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 use crate::spark;
 
@@ -76,7 +76,7 @@ fn tell(what: &str, seconds: &[f64]) -> f64 {
 }
 
 /// Prints the numbers of granted and refused ticket requests.
-fn print_tickets(worker: &Worker, what: &str) {
+fn print_tickets(worker: &WorkerProcess, what: &str) {
     let metrics = worker.metrics();
     let count = |name| metrics.total(name).unwrap_or_default();
     say(&format!(
@@ -89,7 +89,7 @@ fn print_tickets(worker: &Worker, what: &str) {
 
 fn run(name: &'static str, client: &str) {
     let Some(turn) = spark() else { return };
-    let worker = Worker::start(&Setup { name, capacity: "256M", disks: 2, ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name, capacity: "256M", disks: 2, ..Setup::default() });
     let words = format!("{} spark.rss.client.type={client}", worker.printed_settings());
     let mut jvms = Jvms::start();
     jvms.run_small(&words);

@@ -4,7 +4,7 @@ use crate::{Application, spark};
 use std::time::Duration;
 use uniffle_testkit::hdfs::{FileStatus, MiniHdfs};
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 /// The client uses Spark's default Hadoop settings; the worker needs only the path.
 const WORDS: &str = "spark.rss.client.remote.storage.useLocalConfAsDefault=true";
@@ -58,7 +58,7 @@ fn client_reads_blocks_spilled_to_hdfs() {
     let Some(mut spark) = spark() else { return };
     let hdfs = MiniHdfs::start(&[]);
     // The embedded coordinator sends the path and the store type to the client.
-    let worker = Worker::start(&Setup {
+    let worker = WorkerProcess::start(&Setup {
         name: "memory_hdfs",
         capacity: "104M",
         disks: 0,
@@ -86,7 +86,7 @@ fn client_reads_blocks_spilled_to_hdfs() {
 fn cold_partitions_go_to_hdfs_and_others_to_disks() {
     let Some(mut spark) = spark() else { return };
     let hdfs = MiniHdfs::start(&[]);
-    let worker = Worker::start(&Setup {
+    let worker = WorkerProcess::start(&Setup {
         name: "memory_localfile_hdfs",
         capacity: "104M",
         store_type: "MEMORY_LOCALFILE_HDFS",
@@ -124,7 +124,7 @@ fn commits_reach_hdfs(name: &'static str, store_type: &'static str, type_of_clie
     let Some(mut spark) = spark() else { return };
     let hdfs = MiniHdfs::start(&[]);
     let path = hdfs.url("/uniffle");
-    let worker = Worker::start(&Setup {
+    let worker = WorkerProcess::start(&Setup {
         name,
         capacity: "300M",
         disks: usize::from(store_type.contains("LOCALFILE")),

@@ -5,7 +5,7 @@ use crate::clusters::embedded_cluster;
 use crate::restarts::{JOB, assert_running, wait_total};
 use crate::{Application, spark};
 use uniffle_testkit::spark::JvmKind;
-use uniffle_testkit::worker::Worker;
+use uniffle_testkit::worker::WorkerProcess;
 
 /// Returns a temporary tmpfs directory and the lines of `[memory_store]` that name it.
 fn tmpfs() -> (tempfile::TempDir, &'static str) {
@@ -16,7 +16,7 @@ fn tmpfs() -> (tempfile::TempDir, &'static str) {
 }
 
 /// Kills and restarts `worker` while the stage measured by `counter` runs.
-fn kill_and_restart(worker: &mut Worker, other: &Worker, counter: &str, after: f64) {
+fn kill_and_restart(worker: &mut WorkerProcess, other: &WorkerProcess, counter: &str, after: f64) {
     wait_total(worker, counter, after);
     worker.kill();
     worker.start_again();

@@ -13,7 +13,7 @@ use serde_json::Value;
 use crate::{Application, Spark, spark};
 use uniffle_testkit::spark::JvmKind;
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 /// Upper bound for a map stage of seconds, on a shared machine.
 const STAGE_DEADLINE: Duration = Duration::from_secs(120);
@@ -23,8 +23,8 @@ fn kill_between_stages(
     spark: &mut Spark,
     application: Application<'_>,
     name: &'static str,
-) -> (Worker, Vec<Value>) {
-    let worker = Worker::start(&Setup { name, capacity: "300M", ..Setup::default() });
+) -> (WorkerProcess, Vec<Value>) {
+    let worker = WorkerProcess::start(&Setup { name, capacity: "300M", ..Setup::default() });
     let pause = worker.dir().join("pause");
     std::fs::create_dir(&pause).expect("a directory for the pause");
     let words = format!(

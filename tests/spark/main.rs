@@ -32,7 +32,7 @@ use std::sync::LazyLock;
 use parking_lot::{Mutex, MutexGuard};
 use serde_json::Value;
 use uniffle_testkit::spark::{Jvm, JvmKind};
-use uniffle_testkit::worker::Worker;
+use uniffle_testkit::worker::WorkerProcess;
 
 /// State shared by all tests. The lock serializes jobs: two cores are not enough for two.
 static SPARK: LazyLock<Mutex<Spark>> = LazyLock::new(Mutex::default);
@@ -68,12 +68,12 @@ fn spark() -> Option<MutexGuard<'static, Spark>> {
 
 impl Spark {
     /// Runs `application` and compares; see [`Spark::run_all`].
-    fn run(&mut self, workers: &[&Worker], application: Application<'_>) -> Vec<Value> {
+    fn run(&mut self, workers: &[&WorkerProcess], application: Application<'_>) -> Vec<Value> {
         self.run_all(workers, &[application]).remove(0)
     }
 
     /// Runs several applications concurrently, and asserts that they overlapped.
-    fn run_all_at_once(&mut self, workers: &[&Worker], applications: &[Application<'_>]) {
+    fn run_all_at_once(&mut self, workers: &[&WorkerProcess], applications: &[Application<'_>]) {
         for application in applications {
             self.warm_up(application.jvm);
         }
@@ -86,7 +86,7 @@ impl Spark {
     /// Runs applications concurrently through `workers`, with exactly the settings that the first
     /// one, the coordinator, printed. Asserts that results equal those of vanilla Spark, and that
     /// every worker was used and is clean afterwards.
-    fn run_all(&mut self, workers: &[&Worker], applications: &[Application<'_>]) -> Vec<Vec<Value>> {
+    fn run_all(&mut self, workers: &[&WorkerProcess], applications: &[Application<'_>]) -> Vec<Vec<Value>> {
         for application in applications {
             self.run_vanilla(application);
         }
@@ -119,10 +119,10 @@ impl Spark {
     /// vanilla Spark, and that every remaining worker is clean afterwards.
     fn run_while(
         &mut self,
-        workers: Vec<Worker>,
+        workers: Vec<WorkerProcess>,
         application: Application<'_>,
-        meanwhile: impl FnOnce(&mut [Worker]),
-    ) -> (Vec<Worker>, Vec<Value>) {
+        meanwhile: impl FnOnce(&mut [WorkerProcess]),
+    ) -> (Vec<WorkerProcess>, Vec<Value>) {
         let (mut workers, answers) = self.run_unchecked(workers, application, meanwhile);
         for answer in &answers {
             let log = || self.log_tail(application.jvm);
@@ -141,10 +141,10 @@ impl Spark {
     /// Like [`Spark::run_while`], without checks of the results.
     fn run_unchecked(
         &mut self,
-        mut workers: Vec<Worker>,
+        mut workers: Vec<WorkerProcess>,
         application: Application<'_>,
-        meanwhile: impl FnOnce(&mut [Worker]),
-    ) -> (Vec<Worker>, Vec<Value>) {
+        meanwhile: impl FnOnce(&mut [WorkerProcess]),
+    ) -> (Vec<WorkerProcess>, Vec<Value>) {
         self.run_vanilla(&application);
         self.warm_up(application.jvm);
         let Application { jvm, scenarios, words } = application;

@@ -10,7 +10,7 @@ use uniffle_testkit::s3::weed::Weed;
 use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, SECRET_KEY};
 use uniffle_testkit::say;
 use uniffle_testkit::tools::{may_mount, weaker};
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 use crate::restarts::{JOB, JOB_BYTES, SmallDisk, wait_total};
 use crate::{Application, Spark, spark};
@@ -63,7 +63,8 @@ fn jobs_larger_than_the_disk_match_vanilla_spark() {
     }
     let path = mount.join("data");
     std::fs::create_dir(&path).expect("a data dir");
-    let worker = Worker::start_in(&with_a_disk(&weed, "offload-sort", "32M", watermarks), dir, vec![path]);
+    let worker =
+        WorkerProcess::start_in(&with_a_disk(&weed, "offload-sort", "32M", watermarks), dir, vec![path]);
     let answers = spark.run(&[&worker], Application::of("restarts,skew_join_aqe"));
     assert!(answers[0]["shuffle_written"].as_f64() > Some(5.0 * DISK_BYTES), "{answers:?}");
     let pieces = answers[1]["skewed_pieces"].as_u64();
@@ -81,7 +82,7 @@ fn jobs_larger_than_the_disk_match_vanilla_spark() {
 fn jobs_larger_than_memory_match_vanilla_spark() {
     let Some(weed) = Weed::start("Spark above SeaweedFS") else { return };
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&above(&weed, "object-sort", "32M"));
+    let worker = WorkerProcess::start(&above(&weed, "object-sort", "32M"));
     let answers = spark.run(&[&worker], Application::of("skew_join_aqe,range_sort,restarts"));
     let pieces = answers[0]["skewed_pieces"].as_u64();
     assert!(pieces.is_some_and(|pieces| pieces >= 2), "AQE must have split partitions: {answers:?}");
@@ -102,10 +103,10 @@ const WORDS: &str = "failures=allowed master=local[2,4]";
 /// reduce stage.
 fn run_disturbed(
     spark: &mut Spark,
-    worker: Worker,
-    in_the_map_stage: impl FnOnce(&mut Worker),
-    in_the_reduce_stage: impl FnOnce(&mut Worker),
-) -> (Worker, Vec<Value>) {
+    worker: WorkerProcess,
+    in_the_map_stage: impl FnOnce(&mut WorkerProcess),
+    in_the_reduce_stage: impl FnOnce(&mut WorkerProcess),
+) -> (WorkerProcess, Vec<Value>) {
     let application = Application { words: WORDS, ..Application::of(JOB) };
     let (mut workers, answers) = spark.run_unchecked(vec![worker], application, |workers| {
         wait_total(&workers[0], "total_received_data", 40e6);
@@ -131,9 +132,9 @@ fn assert_right(spark: &Spark, answers: &[Value]) {
 fn store_killed(setup: impl FnOnce(&Weed) -> Setup) {
     let Some(mut weed) = Weed::start("Spark above a SeaweedFS that is killed") else { return };
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&setup(&weed));
+    let worker = WorkerProcess::start(&setup(&weed));
     let weed = std::cell::RefCell::new(&mut weed);
-    let kill = |worker: &mut Worker| {
+    let kill = |worker: &mut WorkerProcess| {
         weed.borrow_mut().kill();
         worker.wait_log("the store fails");
         weed.borrow_mut().start_again();
@@ -170,7 +171,7 @@ fn kill_in_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str, f6
     let kept = InheritedPort::open();
     let mut setup = Setup { top: "grpc_port = 0", wrapper: kept.passing_on(), ..setup(&weed) };
     setup.made_tables += "[app_config]\napp_heartbeat_timeout_min = \"10s\"\n";
-    let worker = Worker::start(&setup);
+    let worker = WorkerProcess::start(&setup);
     let words = "failures=allowed master=local[2,4] spark.rss.heartbeat.interval=1000";
     let application = Application { words, ..Application::of(JOB) };
     let (mut workers, answers) = spark.run_unchecked(vec![worker], application, |workers| {
@@ -244,7 +245,7 @@ fn map_stage_with_offload_compared_with_disks() {
     let mut seconds = [Vec::new(), Vec::new()];
     for _ in 0..TURNS {
         for (all, setup) in seconds.iter_mut().zip([disks(), moved.clone()]) {
-            let worker = Worker::start(&setup);
+            let worker = WorkerProcess::start(&setup);
             let answers = spark.run(&[&worker], Application::of("sort_1g"));
             all.push(answers[0]["map_stages_seconds"].as_f64().expect("a number"));
             worker.stop();

@@ -3,12 +3,13 @@
 use crate::share::say_share;
 use crate::{Application, spark};
 use uniffle_testkit::spark::JvmKind;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 #[test]
 fn sort_of_a_gigabyte_is_ordered_and_complete() {
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "sort", capacity: "1500M", disks: 2, ..Setup::default() });
+    let worker =
+        WorkerProcess::start(&Setup { name: "sort", capacity: "1500M", disks: 2, ..Setup::default() });
     spark.run(&[&worker], Application::of("sort_1g"));
     let received = worker.metrics().expect("total_received_data");
     assert!(received > 1e9, "only {received} bytes came through the worker");
@@ -19,7 +20,7 @@ fn sort_of_a_gigabyte_is_ordered_and_complete() {
 #[test]
 fn aggregations_and_joins_match_vanilla_spark() {
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "queries", capacity: "800M", ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name: "queries", capacity: "800M", ..Setup::default() });
     spark.run(&[&worker], Application::of("sort_small,wide_aggregation,join,range_sort"));
     let answers = spark.run(&[&worker], Application::of("skew_join_aqe,query_aqe_off,query_aqe_on"));
     let pieces = answers[0]["skewed_pieces"].as_u64();
@@ -32,7 +33,7 @@ fn aggregations_and_joins_match_vanilla_spark() {
 #[test]
 fn grouped_and_cached_rdds_match_vanilla_spark() {
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "rdds", capacity: "300M", ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name: "rdds", capacity: "300M", ..Setup::default() });
     spark.run(&[&worker], Application::of("cached_rdd,cogroup"));
     worker.assert_no_error_logged();
     worker.stop();
@@ -41,7 +42,7 @@ fn grouped_and_cached_rdds_match_vanilla_spark() {
 #[test]
 fn localfile_client_commits_to_and_reads_disks() {
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "no-memory", capacity: "300M", ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name: "no-memory", capacity: "300M", ..Setup::default() });
     // Clients accept this type in test mode only, and use the coordinator's value unless they have
     // an own one.
     let words = "spark.rss.storage.type=LOCALFILE spark.rss.test.mode.enable=true \
@@ -57,7 +58,7 @@ fn localfile_client_commits_to_and_reads_disks() {
 #[test]
 fn million_tiny_blocks_match_vanilla_spark() {
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "tiny", capacity: "800M", ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name: "tiny", capacity: "800M", ..Setup::default() });
     let answers = spark.run(&[&worker], Application::of("tiny_partitions"));
     say_share(&worker.metrics(), &answers[0]);
     worker.assert_no_error_logged();
@@ -69,7 +70,8 @@ fn shuffle_of_four_times_memory_uses_local_disks() {
     const CAPACITY: &str = "104M";
     const CAPACITY_BYTES: u64 = 104_000_000;
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "spill", capacity: CAPACITY, disks: 2, ..Setup::default() });
+    let worker =
+        WorkerProcess::start(&Setup { name: "spill", capacity: CAPACITY, disks: 2, ..Setup::default() });
     spark.run(&[&worker], Application::of("spill"));
 
     let metrics = worker.metrics();
@@ -90,7 +92,7 @@ fn shuffle_of_four_times_memory_uses_local_disks() {
 #[test]
 fn spark_3_3_matches_vanilla_spark_3_3() {
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "spark33", capacity: "300M", ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name: "spark33", capacity: "300M", ..Setup::default() });
     let scenarios = "sort_small,cogroup,skew_join_aqe";
     let answers = spark.run(&[&worker], Application { jvm: JvmKind::Spark33, ..Application::of(scenarios) });
     assert!(answers.iter().all(|answer| answer["spark"] == "3.3.4"), "another Spark: {answers:?}");

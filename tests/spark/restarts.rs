@@ -12,7 +12,7 @@ use crate::{Application, spark};
 use uniffle_testkit::metrics::Metrics;
 use uniffle_testkit::spark::JvmKind;
 use uniffle_testkit::tools::{binary, may_mount, weaker};
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_testkit::{say, wait_until};
 
 /// Upper bound for the job on a shared machine.
@@ -24,7 +24,7 @@ pub(super) const JOB: &str = "restarts";
 pub(super) const JOB_BYTES: f64 = 155e6;
 
 /// Waits until the counter reaches `least`. Returns its value.
-pub(super) fn wait_total(worker: &Worker, counter: &str, least: f64) -> f64 {
+pub(super) fn wait_total(worker: &WorkerProcess, counter: &str, least: f64) -> f64 {
     wait_until(&format!("{counter} reaches {least}"), PROGRESS_DEADLINE, || {
         let total = Metrics::fetch(worker.ready().http_port)?.expect(counter);
         if total >= least { Ok(total) } else { Err(format!("{total}")) }
@@ -32,7 +32,7 @@ pub(super) fn wait_total(worker: &Worker, counter: &str, least: f64) -> f64 {
 }
 
 /// Asserts that the stage measured by `counter` was still running.
-pub(super) fn assert_running(worker: &Worker, counter: &str) {
+pub(super) fn assert_running(worker: &WorkerProcess, counter: &str) {
     let now = worker.metrics().expect(counter);
     wait_total(worker, counter, now + 1.0);
 }
@@ -64,7 +64,7 @@ impl Installed {
     }
 }
 
-fn upgrade(worker: &mut Worker, installed: &Installed) {
+fn upgrade(worker: &mut WorkerProcess, installed: &Installed) {
     installed.replace();
     worker.begin_upgrade();
     worker.finish_upgrade();
@@ -79,7 +79,7 @@ fn upgrade_in_both_stages(name: &'static str, jvm: JvmKind, words: &str) {
     let Some(mut spark) = spark() else { return };
     let installed = Installed::by_variable();
     let setup = Setup { name, capacity: "300M", disks: 2, binary: installed.path(), ..Setup::default() };
-    let worker = Worker::start(&setup);
+    let worker = WorkerProcess::start(&setup);
     let application = Application { jvm, scenarios: JOB, words };
     let (workers, answers) = spark.run_while(vec![worker], application, |workers| {
         let received = wait_total(&workers[0], "total_received_data", 40e6);
@@ -173,7 +173,7 @@ fn full_disk_fails_no_task() {
         setup.wrapper = ["bash", "-c", line, "bash"].map(str::to_owned).to_vec();
     }
     let filler = mounted.first().map(|disk| disk.0.join("filler"));
-    let worker = Worker::start_in(&setup, dir, paths);
+    let worker = WorkerProcess::start_in(&setup, dir, paths);
     let words = "spark.rss.client.retry.interval.max=500";
     let (workers, answers) =
         spark.run_while(vec![worker], Application { words, ..Application::of(JOB) }, |workers| {
@@ -199,11 +199,12 @@ fn fill(path: &Path) {
     while file.write_all(&piece).is_ok() {}
 }
 
-fn three_workers(capacity: &'static str) -> Vec<Worker> {
-    let first = Worker::start(&Setup { name: "first", capacity, ..Setup::default() });
+fn three_workers(capacity: &'static str) -> Vec<WorkerProcess> {
+    let first = WorkerProcess::start(&Setup { name: "first", capacity, ..Setup::default() });
     let quorum = Some(first.quorum());
-    let more = ["second", "third"]
-        .map(|name| Worker::start(&Setup { name, capacity, quorum: quorum.clone(), ..Setup::default() }));
+    let more = ["second", "third"].map(|name| {
+        WorkerProcess::start(&Setup { name, capacity, quorum: quorum.clone(), ..Setup::default() })
+    });
     wait_until("three workers are nodes", JOIN_DEADLINE, || {
         let nodes = first.metrics().total("active_server_num");
         if nodes == Some(3.0) { Ok(()) } else { Err(format!("{nodes:?} nodes")) }

@@ -3,7 +3,7 @@
 use serde_json::Value;
 use uniffle_testkit::say;
 use uniffle_testkit::spark::JvmKind;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 use crate::{Application, Spark, spark};
 
@@ -24,7 +24,7 @@ const VARIANTS: [(&str, Option<&str>); 3] =
 fn jobs_in_turns_with_vanilla_spark() {
     let Some(mut spark) = spark() else { return };
     let binary = std::env::var_os("SPEED_WORKER").map(Into::into);
-    let worker = Worker::start(&Setup { name: "turns", capacity: "3G", binary, ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name: "turns", capacity: "3G", binary, ..Setup::default() });
     for turn in 0..=TURNS {
         for scenario in SCENARIOS {
             for (way, client) in VARIANTS {
@@ -40,7 +40,7 @@ fn jobs_in_turns_with_vanilla_spark() {
     worker.stop();
 }
 
-fn run(spark: &mut Spark, worker: &Worker, scenario: &str, client: Option<&str>) -> Value {
+fn run(spark: &mut Spark, worker: &WorkerProcess, scenario: &str, client: Option<&str>) -> Value {
     // The same JVM for all variants, with the flags that TCP needs.
     let jvm = JvmKind::NoUnsafe;
     let words = client.map(|client| format!("{} spark.rss.client.type={client}", worker.printed_settings()));

@@ -4,7 +4,7 @@ use crate::share::say_share;
 use crate::{Application, spark};
 use uniffle_testkit::metrics::Metrics;
 use uniffle_testkit::spark::JvmKind;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 const TCP: Application<'_> =
     Application { jvm: JvmKind::NoUnsafe, scenarios: "", words: "spark.rss.client.type=GRPC_NETTY" };
@@ -26,7 +26,7 @@ fn assert_tcp_only(metrics: &Metrics, rpcs: &[&str]) {
 #[test]
 fn jobs_over_tcp_match_vanilla_spark() {
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "tcp", capacity: "800M", disks: 2, ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name: "tcp", capacity: "800M", disks: 2, ..Setup::default() });
     let scenarios = "range_sort,skew_join_aqe,tiny_partitions";
     let answers = spark.run(&[&worker], Application { scenarios, ..TCP });
     let pieces = answers[1]["skewed_pieces"].as_u64();
@@ -41,7 +41,8 @@ fn jobs_over_tcp_match_vanilla_spark() {
 #[test]
 fn shuffle_of_four_times_memory_uses_disks_over_tcp() {
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "tcp-spill", capacity: "104M", disks: 2, ..Setup::default() });
+    let worker =
+        WorkerProcess::start(&Setup { name: "tcp-spill", capacity: "104M", disks: 2, ..Setup::default() });
     // Over gRPC the client itself pauses 2 to 10 s after NO_BUFFER.
     let words = "spark.rss.client.type=GRPC_NETTY spark.rss.client.retry.interval.max=500";
     spark.run(&[&worker], Application { scenarios: "spill", words, ..TCP });
@@ -56,7 +57,7 @@ fn shuffle_of_four_times_memory_uses_disks_over_tcp() {
 #[test]
 fn concurrent_apps_on_both_listeners_match_vanilla_spark() {
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "two-listeners", capacity: "400M", ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { name: "two-listeners", capacity: "400M", ..Setup::default() });
     let scenarios = "query_aqe_on,skew_join_aqe";
     let apps = [Application { scenarios, ..TCP }, Application::of(scenarios)];
     spark.run_all_at_once(&[&worker], &apps);

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::{Application, interval, spark};
 use uniffle_testkit::otlp::{Receiver, Span};
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 #[test]
 fn otlp_receiver_gets_the_spans_of_a_job() {
@@ -18,7 +18,8 @@ fn otlp_receiver_gets_the_spans_of_a_job() {
         "[tracing]\notlp_endpoint = \"http://127.0.0.1:{port}\"\nsampling_ratio = 1.0\n\
          [hybrid_store]\nmemory_single_buffer_max_spill_size = \"1MiB\""
     );
-    let worker = Worker::start(&Setup { name: "traced", capacity: "300M", made_tables, ..Setup::default() });
+    let worker =
+        WorkerProcess::start(&Setup { name: "traced", capacity: "300M", made_tables, ..Setup::default() });
     let answers = spark.run(&[&worker], Application::of("range_sort"));
     let names = [
         "registerShuffle",

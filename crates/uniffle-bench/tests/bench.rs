@@ -15,11 +15,11 @@ use std::time::Duration;
 use serde_json::Value;
 use socket2::{Domain, Socket, Type};
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 /// A worker with 64 MB of memory, so that part of 100 MB goes to disk.
-fn worker(name: &'static str) -> Worker {
-    Worker::start(&Setup { name, capacity: "64MB", ..Setup::default() })
+fn worker(name: &'static str) -> WorkerProcess {
+    WorkerProcess::start(&Setup { name, capacity: "64MB", ..Setup::default() })
 }
 
 fn command(line: &[&str]) -> Command {

@@ -15,7 +15,7 @@ use crate::error::{Error, first_error};
 use crate::grpc::register_request;
 use crate::handle::ShuffleHandle;
 use crate::options::ClientOptions;
-use crate::remote::RemoteStorage;
+use crate::remote::RemoteDirectory;
 use crate::server::Server;
 use crate::shuffle::Shuffle;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
@@ -156,7 +156,7 @@ impl Application {
         }
     }
 
-    async fn remote_storage(&self) -> Result<RemoteStorage, Error> {
+    async fn remote_storage(&self) -> Result<RemoteDirectory, Error> {
         let storage = self.cluster.coordinators().remote_storage(&self.id).await?;
         storage.ok_or_else(|| Error::Invalid("the coordinator has no remote storage".to_owned()))
     }
@@ -188,7 +188,7 @@ async fn register(
         let mut request = register_request(&handle.key, &handle.assignment.ranges_of(number));
         request.user.clone_from(&options.user);
         request.properties = options.properties.clone().into_iter().collect();
-        request.remote_storage = handle.remote_storage.as_ref().map(RemoteStorage::to_message);
+        request.remote_storage = handle.remote_storage.as_ref().map(RemoteDirectory::to_message);
         let server = Arc::clone(server);
         calls.spawn(async move {
             let result = server.register(request).await;

@@ -16,7 +16,7 @@ use crate::grpc::{ClientError, check, failed};
 use crate::options::ClientOptions;
 use crate::proto;
 use crate::proto::coordinator_server_client::CoordinatorServerClient;
-use crate::remote::RemoteStorage;
+use crate::remote::RemoteDirectory;
 use crate::tls;
 use uniffle_wire::types::{AppId, ShuffleKey};
 
@@ -156,7 +156,7 @@ impl Coordinators {
     ///
     /// # Errors
     /// Fails if no coordinator answers.
-    pub async fn remote_storage(&self, app: &AppId) -> Result<Option<RemoteStorage>, Error> {
+    pub async fn remote_storage(&self, app: &AppId) -> Result<Option<RemoteDirectory>, Error> {
         const RPC: &str = "fetchRemoteStorage";
         let request = proto::FetchRemoteStorageRequest { app_id: app.as_str().to_owned() };
         let answer = self
@@ -169,7 +169,7 @@ impl Coordinators {
                 }
             })
             .await?;
-        Ok(answer.map(RemoteStorage::from_message).filter(|storage| !storage.path.is_empty()))
+        Ok(answer.map(RemoteDirectory::from_message).filter(|storage| !storage.path.is_empty()))
     }
 
     /// Returns the settings that the cluster prescribes to its clients, such as `rss.storage.type`.

@@ -6,7 +6,7 @@ use prost::Message as _;
 use crate::assignment::Assignment;
 use crate::error::Error;
 use crate::proto;
-use crate::remote::RemoteStorage;
+use crate::remote::RemoteDirectory;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 /// Description of a shuffle for other processes. An engine's driver sends it to its executors.
@@ -18,7 +18,7 @@ pub struct ShuffleHandle {
     /// Assignment of partitions to servers.
     pub assignment: Assignment,
     /// Storage for cold data, if remote files are used.
-    pub remote_storage: Option<RemoteStorage>,
+    pub remote_storage: Option<RemoteDirectory>,
 }
 
 /// Encoded form of a [`ShuffleHandle`].
@@ -45,7 +45,7 @@ impl ShuffleHandle {
             shuffle: self.key.shuffle.0,
             partitions: self.assignment.partitions(),
             assignment: self.assignment.to_message(),
-            remote_storage: self.remote_storage.as_ref().map(RemoteStorage::to_message),
+            remote_storage: self.remote_storage.as_ref().map(RemoteDirectory::to_message),
         };
         message.encode_to_vec().into()
     }
@@ -61,7 +61,7 @@ impl ShuffleHandle {
         Ok(Self {
             key: ShuffleKey::new(app, ShuffleId(message.shuffle)),
             assignment: Assignment::new(message.partitions, 1, &message.assignment)?,
-            remote_storage: message.remote_storage.map(RemoteStorage::from_message),
+            remote_storage: message.remote_storage.map(RemoteDirectory::from_message),
         })
     }
 }
@@ -87,7 +87,7 @@ mod tests {
         let handle = ShuffleHandle {
             key: ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(3)),
             assignment: Assignment::new(4, 2, &assignment).unwrap(),
-            remote_storage: Some(RemoteStorage {
+            remote_storage: Some(RemoteDirectory {
                 path: "hdfs://nn/rss".to_owned(),
                 conf: vec![("dfs.a".to_owned(), "b".to_owned())],
             }),

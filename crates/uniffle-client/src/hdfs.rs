@@ -10,7 +10,7 @@ use hdfs_native::file::FileReader;
 use hdfs_native::{Client, ClientBuilder, HdfsError};
 use parking_lot::Mutex;
 
-use crate::remote::{BoxFuture, RemoteFile, RemoteFiles, RemoteStorage};
+use crate::remote::{BoxFuture, RemoteDirectory, RemoteFile, RemoteFiles};
 
 /// Default port of a NameNode.
 const NAMENODE_PORT: u16 = 8020;
@@ -34,7 +34,7 @@ impl Hdfs {
         Self::default()
     }
 
-    async fn client(&self, storage: &RemoteStorage) -> io::Result<Client> {
+    async fn client(&self, storage: &RemoteDirectory) -> io::Result<Client> {
         let url = file_system(storage)?;
         if let Some(client) = self.clients.lock().get(&url) {
             return Ok(client.clone());
@@ -57,7 +57,7 @@ impl Hdfs {
 impl RemoteFiles for Hdfs {
     fn list<'a>(
         &'a self,
-        storage: &'a RemoteStorage,
+        storage: &'a RemoteDirectory,
         directory: &'a str,
     ) -> BoxFuture<'a, io::Result<Vec<String>>> {
         Box::pin(async move {
@@ -73,7 +73,7 @@ impl RemoteFiles for Hdfs {
 
     fn open<'a>(
         &'a self,
-        storage: &'a RemoteStorage,
+        storage: &'a RemoteDirectory,
         path: &'a str,
     ) -> BoxFuture<'a, io::Result<Arc<dyn RemoteFile>>> {
         Box::pin(async move {
@@ -119,7 +119,7 @@ fn failed(error: HdfsError) -> io::Error {
 
 /// Returns the URL of a storage's file system. Adds the default NameNode port to a name without
 /// port that is not a nameservice.
-fn file_system(storage: &RemoteStorage) -> io::Result<String> {
+fn file_system(storage: &RemoteDirectory) -> io::Result<String> {
     let no_url =
         || io::Error::new(io::ErrorKind::InvalidInput, format!("{:?} is not an HDFS URL", storage.path));
     let (scheme, rest) = storage.path.split_once("://").ok_or_else(no_url)?;
@@ -147,11 +147,11 @@ mod tests {
 
     #[test]
     fn hdfs_urls_are_parsed() {
-        let storage = |path: &str, conf: &[(&str, &str)]| RemoteStorage {
+        let storage = |path: &str, conf: &[(&str, &str)]| RemoteDirectory {
             path: path.to_owned(),
             conf: conf.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect(),
         };
-        let system = |storage: RemoteStorage| file_system(&storage).unwrap();
+        let system = |storage: RemoteDirectory| file_system(&storage).unwrap();
         assert_eq!(system(storage("hdfs://nn:9000/rss", &[])), "hdfs://nn:9000");
         assert_eq!(system(storage("hdfs://ns/rss", &[("dfs.ha.namenodes.ns", "a,b")])), "hdfs://ns");
         assert!(

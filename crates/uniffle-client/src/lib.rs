@@ -57,7 +57,7 @@ pub use self::options::{ClientOptions, Replicas, StorageType, Transport};
 pub use self::proto::StatusCode;
 pub use self::read::Malformed;
 pub use self::reader::ShuffleReader;
-pub use self::remote::{BoxFuture, RemoteFile, RemoteFiles, RemoteStorage};
+pub use self::remote::{BoxFuture, RemoteDirectory, RemoteFile, RemoteFiles};
 pub use self::results::TaskFilter;
 pub use self::shuffle::Shuffle;
 pub use self::tls::TlsOptions;

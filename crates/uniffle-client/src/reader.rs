@@ -19,7 +19,7 @@ use crate::context::ShuffleContext;
 use crate::error::{Error, MissingBlocks};
 use crate::grpc::{BARREN_ANSWERS_MAX, ClientError, IndexResponse, MemoryResponse};
 use crate::read::{self, DataSegment, Malformed, RecordPosition};
-use crate::remote::{self, FilePair, RemoteFile, RemoteFiles, RemoteStorage};
+use crate::remote::{self, FilePair, RemoteDirectory, RemoteFile, RemoteFiles};
 use crate::results::TaskFilter;
 use crate::server::Server;
 use uniffle_wire::types::{BlockId, PartitionId};
@@ -266,7 +266,7 @@ impl ShuffleReader {
         Ok(segments)
     }
 
-    fn remote(&self) -> Option<(Arc<dyn RemoteFiles>, RemoteStorage)> {
+    fn remote(&self) -> Option<(Arc<dyn RemoteFiles>, RemoteDirectory)> {
         let files = self.shuffle.options().remote_files.as_ref().map(Arc::clone);
         files.zip(self.shuffle.handle().remote_storage.clone())
     }

@@ -20,14 +20,14 @@ const INDEX_BYTES_MAX: u64 = 256 << 20;
 
 /// A directory of remote files and its Hadoop settings.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct RemoteStorage {
+pub struct RemoteDirectory {
     /// URL, such as `hdfs://nameservice/uniffle`.
     pub path: String,
     /// Hadoop settings as (key, value).
     pub conf: Vec<(String, String)>,
 }
 
-impl RemoteStorage {
+impl RemoteDirectory {
     pub(crate) fn from_message(message: proto::RemoteStorage) -> Self {
         let conf = message.remote_storage_conf.into_iter().map(|item| (item.key, item.value)).collect();
         Self { path: message.path, conf }
@@ -55,14 +55,14 @@ pub trait RemoteFiles: Debug + Send + Sync {
     /// does not exist.
     fn list<'a>(
         &'a self,
-        storage: &'a RemoteStorage,
+        storage: &'a RemoteDirectory,
         directory: &'a str,
     ) -> BoxFuture<'a, io::Result<Vec<String>>>;
 
     /// Opens a file.
     fn open<'a>(
         &'a self,
-        storage: &'a RemoteStorage,
+        storage: &'a RemoteDirectory,
         path: &'a str,
     ) -> BoxFuture<'a, io::Result<Arc<dyn RemoteFile>>>;
 }
@@ -78,7 +78,7 @@ pub trait RemoteFile: Debug + Send + Sync {
 
 /// Returns the directory of a partition's files. Paths are URLs that begin with the storage's.
 #[must_use]
-pub(crate) fn directory(storage: &RemoteStorage, key: &ShuffleKey, partition: PartitionId) -> String {
+pub(crate) fn directory(storage: &RemoteDirectory, key: &ShuffleKey, partition: PartitionId) -> String {
     let root = storage.path.trim_end_matches('/');
     format!("{root}/{}/{}/{partition}-{partition}", key.app, key.shuffle)
 }
@@ -102,7 +102,7 @@ impl FilePair {
     /// being written.
     pub(crate) async fn open(
         files: &dyn RemoteFiles,
-        storage: &RemoteStorage,
+        storage: &RemoteDirectory,
         stem: &str,
     ) -> io::Result<Self> {
         let invalid = |error: String| io::Error::new(io::ErrorKind::InvalidData, error);
@@ -131,7 +131,7 @@ mod tests {
     fn partition_directory_matches_java() {
         let key = ShuffleKey::new(AppId::parse("app_1").unwrap(), ShuffleId(4));
         for path in ["hdfs://nn:8020/rss", "hdfs://nn:8020/rss/"] {
-            let storage = RemoteStorage { path: path.to_owned(), conf: Vec::new() };
+            let storage = RemoteDirectory { path: path.to_owned(), conf: Vec::new() };
             assert_eq!(directory(&storage, &key, PartitionId(7)), "hdfs://nn:8020/rss/app_1/4/7-7");
         }
     }

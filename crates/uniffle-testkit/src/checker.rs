@@ -36,7 +36,7 @@ use crate::clients::client_of;
 use crate::on_disk::{read_directory, stored_blocks};
 use crate::oracle::{self, ShuffleVerification, WorkerRefusal, WorkerView, verify};
 use crate::say;
-use crate::worker::Worker;
+use crate::worker::WorkerProcess;
 
 const WRITERS: u32 = 4;
 const READERS: u32 = 2;
@@ -66,7 +66,7 @@ pub enum RoundEnd {
 impl RoundEnd {
     /// Ends the process and starts the next one. Sets `killed` before a kill, and returns the
     /// blocks that a killed process left on its disks.
-    fn bring_to(self, worker: &mut Worker, killed: &AtomicBool) -> Option<DiskBlocks> {
+    fn bring_to(self, worker: &mut WorkerProcess, killed: &AtomicBool) -> Option<DiskBlocks> {
         match self {
             Self::Nothing => {}
             Self::Kill => {
@@ -96,7 +96,7 @@ struct DiskBlocks {
 }
 
 impl DiskBlocks {
-    fn of(worker: &Worker) -> Self {
+    fn of(worker: &WorkerProcess) -> Self {
         let read = |path: &PathBuf| read_directory(path).expect("the directory of a worker that has ended");
         let directories: Vec<_> = worker.data_paths().iter().map(read).collect();
         let mut left = Self::default();
@@ -199,7 +199,13 @@ impl Checker {
     }
 
     /// Runs a round: shuffle `id` is written and read until its end. Then verifies everything.
-    pub async fn round(&mut self, id: i32, end: RoundEnd, worker: &mut Worker, random: &mut ChaCha8Rng) {
+    pub async fn round(
+        &mut self,
+        id: i32,
+        end: RoundEnd,
+        worker: &mut WorkerProcess,
+        random: &mut ChaCha8Rng,
+    ) {
         let client = client_of(worker).await;
         let ranges: Vec<_> = (0..PARTITIONS).map(|partition| (partition, partition)).collect();
         let mut request = register_request(&shuffle(id), &ranges);

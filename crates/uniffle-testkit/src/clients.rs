@@ -6,7 +6,7 @@ use std::time::Duration;
 use uniffle_client::grpc::{Backoff, ShuffleClient};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
-use crate::worker::Worker;
+use crate::worker::WorkerProcess;
 
 /// Backoff in milliseconds instead of Java's seconds, for about a minute in total.
 pub fn long_backoff() -> Backoff {
@@ -26,7 +26,7 @@ pub fn key(app: &str, shuffle: i32) -> ShuffleKey {
     ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(shuffle))
 }
 
-pub async fn client_of(worker: &Worker) -> ShuffleClient {
+pub async fn client_of(worker: &WorkerProcess) -> ShuffleClient {
     let client = ShuffleClient::connect(local(worker.ready().grpc_port)).await.expect("the listener is open");
     client.with_backoff(long_backoff())
 }

@@ -45,7 +45,7 @@ pub enum Call {
 
 /// Fault of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fault {
+pub enum ObjectFault {
     /// No fault.
     None,
     /// Fails without effect.
@@ -70,7 +70,7 @@ pub enum Fault {
     Cut,
 }
 
-type CallRule = Box<dyn FnMut(Call, &Path) -> Fault + Send>;
+type CallRule = Box<dyn FnMut(Call, &Path) -> ObjectFault + Send>;
 
 /// The store. Clones share it.
 #[derive(Clone)]
@@ -121,7 +121,7 @@ fn refused() -> Error {
 
 impl FaultyObjects {
     /// Sets the rule that chooses the fault of each call.
-    pub fn set(&self, rule: impl FnMut(Call, &Path) -> Fault + Send + 'static) {
+    pub fn set(&self, rule: impl FnMut(Call, &Path) -> ObjectFault + Send + 'static) {
         *self.0.rule.lock() = Some(Box::new(rule));
     }
 
@@ -201,47 +201,47 @@ impl FaultyObjects {
         self.0.open_uploads.load(Ordering::Acquire)
     }
 
-    async fn meet(&self, call: Call, path: &Path) -> Result<Fault> {
+    async fn meet(&self, call: Call, path: &Path) -> Result<ObjectFault> {
         self.0.calls.lock().push((call, path.to_string()));
-        let fault = self.0.rule.lock().as_mut().map_or(Fault::None, |rule| rule(call, path));
+        let fault = self.0.rule.lock().as_mut().map_or(ObjectFault::None, |rule| rule(call, path));
         match fault {
-            Fault::Refuse => return Err(refused()),
-            Fault::Hold => {
+            ObjectFault::Refuse => return Err(refused()),
+            ObjectFault::Hold => {
                 self.0.held.fetch_add(1, Ordering::AcqRel);
                 self.0.gate.acquire().await.expect("the gate is never closed").forget();
             }
-            Fault::None
-            | Fault::LoseAnswer
-            | Fault::Pretend
-            | Fault::Late
-            | Fault::Repeat
-            | Fault::Overwrite
-            | Fault::Flip
-            | Fault::Cut => {}
+            ObjectFault::None
+            | ObjectFault::LoseAnswer
+            | ObjectFault::Pretend
+            | ObjectFault::Late
+            | ObjectFault::Repeat
+            | ObjectFault::Overwrite
+            | ObjectFault::Flip
+            | ObjectFault::Cut => {}
         }
         Ok(fault)
     }
 }
 
-fn answered<T>(fault: Fault, result: Result<T>) -> Result<T> {
-    if fault == Fault::LoseAnswer { Err(refused()) } else { result }
+fn answered<T>(fault: ObjectFault, result: Result<T>) -> Result<T> {
+    if fault == ObjectFault::LoseAnswer { Err(refused()) } else { result }
 }
 
 #[async_trait]
 impl ObjectStore for FaultyObjects {
     async fn put_opts(&self, path: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
         let fault = self.meet(Call::Put, path).await?;
-        if fault == Fault::Overwrite {
+        if fault == ObjectFault::Overwrite {
             options.mode = PutMode::Overwrite;
         }
-        if fault == Fault::Pretend {
+        if fault == ObjectFault::Pretend {
             let (e_tag, version, extensions) = (None, None, Default::default());
             return Ok(PutResult { e_tag, version, extensions });
         }
-        if matches!(fault, Fault::Late | Fault::Repeat) {
+        if matches!(fault, ObjectFault::Late | ObjectFault::Repeat) {
             self.0.late.lock().push((path.clone(), payload.clone()));
         }
-        if fault == Fault::Late {
+        if fault == ObjectFault::Late {
             return Err(refused());
         }
         answered(fault, self.0.inner.put_opts(path, payload, options).await)
@@ -261,12 +261,12 @@ impl ObjectStore for FaultyObjects {
     async fn get_opts(&self, path: &Path, options: GetOptions) -> Result<GetResult> {
         let fault = self.meet(if options.head { Call::Head } else { Call::Get }, path).await?;
         let mut answer = answered(fault, self.0.inner.get_opts(path, options).await)?;
-        if matches!(fault, Fault::Flip | Fault::Cut) {
+        if matches!(fault, ObjectFault::Flip | ObjectFault::Cut) {
             let (meta, range, attributes) =
                 (answer.meta.clone(), answer.range.clone(), answer.attributes.clone());
             let mut bytes = answer.bytes().await?.to_vec();
             match fault {
-                Fault::Cut => drop(bytes.pop()),
+                ObjectFault::Cut => drop(bytes.pop()),
                 _ => bytes.iter_mut().take(1).for_each(|byte| *byte ^= 1),
             }
             let chunks = futures::stream::iter([Ok(Bytes::from(bytes))]).boxed();

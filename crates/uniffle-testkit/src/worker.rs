@@ -114,7 +114,7 @@ impl Default for Setup {
 
 /// A running worker.
 #[derive(Debug)]
-pub struct Worker {
+pub struct WorkerProcess {
     setup: Setup,
     child: Child,
     dir: tempfile::TempDir,
@@ -163,7 +163,7 @@ pub struct Ready {
     pub upgrade_gap_ms: Option<u64>,
 }
 
-impl Worker {
+impl WorkerProcess {
     /// Starts the worker and waits until its listeners are bound.
     pub fn start(setup: &Setup) -> Self {
         let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
@@ -515,7 +515,7 @@ fn has_lines_to_write(pid: u32) -> bool {
     })
 }
 
-impl Drop for Worker {
+impl Drop for WorkerProcess {
     fn drop(&mut self) {
         // After `stop()` the process has already been waited for, and these calls do nothing.
         drop(self.child.kill());

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use crate::app::{App, PaidIds, Price, QuotaResource, ReportError, Reports, ShuffleState};
 use crate::clock::timeout;
 use crate::log::{IdRun, PartitionRecords, Record, Report};
-use crate::store::{MetadataLog, StoreErrorKind};
+use crate::store::{RegistrationLog, StoreErrorKind};
 use uniffle_base::budget::heap::HeapFull;
 use uniffle_base::budget::{Charge, HeapKind};
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
@@ -163,7 +163,7 @@ impl Ingest {
         app: &App,
         key: &ShuffleKey,
         shuffle: &Arc<ShuffleState>,
-    ) -> Result<Option<Arc<dyn MetadataLog>>, ServiceError> {
+    ) -> Result<Option<Arc<dyn RegistrationLog>>, ServiceError> {
         let Some(tier) = self.parts.tiers.metadata() else { return Ok(None) };
         let log = tier.metadata_log(key);
         // A tier removes a shuffle after the app does, and knows a new one before.
@@ -289,7 +289,7 @@ fn pieces(partitions: &[(PartitionId, Vec<i64>)]) -> Vec<Vec<(PartitionId, &[i64
 /// Writes a report durably and returns it.
 async fn note_report(
     runner: StepRunner<'_>,
-    log: &dyn MetadataLog,
+    log: &dyn RegistrationLog,
     shuffle: ShuffleId,
     task_attempt: i64,
     reported: Reported,

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::app::{App, NextNote, NotedRegistrations, QuotaResource, Registration, ShuffleState};
 use crate::log::{self, Record};
-use crate::store::{MetadataLog, MetadataTier, RemoteStorage, StoreErrorKind, Tiers};
+use crate::store::{MetadataTier, RegistrationLog, RemoteStorage, StoreErrorKind, Tiers};
 use uniffle_wire::types::ShuffleKey;
 
 use crate::service::ServiceError;
@@ -124,7 +124,7 @@ fn check(app: &App, noted: &NotedRegistrations, next: &NextNote, bytes: usize) -
 }
 
 async fn write(
-    log: &dyn MetadataLog,
+    log: &dyn RegistrationLog,
     state: &ShuffleState,
     noted: &mut NotedRegistrations,
     record: Vec<u8>,

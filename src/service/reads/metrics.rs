@@ -22,9 +22,10 @@ metrics::table! {
     }
 }
 
-const MEMORY: metrics::Fill<'_> = &[("{kind}", "memory_data"), ("{what}", "reads from memory")];
-const LOCAL_DATA: metrics::Fill<'_> = &[("{kind}", "local_data_file"), ("{what}", "reads of local data")];
-const LOCAL_INDEX: metrics::Fill<'_> =
+const MEMORY: metrics::Placeholders<'_> = &[("{kind}", "memory_data"), ("{what}", "reads from memory")];
+const LOCAL_DATA: metrics::Placeholders<'_> =
+    &[("{kind}", "local_data_file"), ("{what}", "reads of local data")];
+const LOCAL_INDEX: metrics::Placeholders<'_> =
     &[("{kind}", "local_index_file"), ("{what}", "reads of local indexes")];
 
 /// Read metrics of all tiers.

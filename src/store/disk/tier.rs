@@ -17,7 +17,7 @@ use crate::log::{self, Scratch};
 use crate::store::recovery::take_over;
 use crate::store::removal::deletion_queue::drop_blocking;
 use crate::store::{
-    Admission, Capability, MaintainedTier, MetadataLog, MetadataTier, Purge, Recovered, RemoteStorage,
+    Admission, Capability, MaintainedTier, MetadataTier, Purge, Recovered, RegistrationLog, RemoteStorage,
     SavedSettings, ServedData, ServedIndex, ServedTier, StoreError, Tier, TierBatch, TierNames, TierRole,
     TierShuffle, TierState, TierUsage,
 };
@@ -50,7 +50,7 @@ struct ShuffleMetadata {
     shuffle: Arc<DiskShuffle>,
 }
 
-impl MetadataLog for ShuffleMetadata {
+impl RegistrationLog for ShuffleMetadata {
     fn is_recovered_durable(&self) -> bool {
         self.log.is_begun()
     }
@@ -135,7 +135,7 @@ impl Tier for LocalStore {
 }
 
 impl MetadataTier for LocalStore {
-    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
+    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn RegistrationLog>> {
         Some(Arc::new(ShuffleMetadata { log: self.metadata.clone(), shuffle: self.find(key).ok()? }))
     }
 

@@ -50,7 +50,7 @@ const RECORDS_BITS: u32 = 40;
 pub(in crate::store) const FILLER_BYTES: u64 = 1 << 20;
 
 /// Extents of a partition.
-pub(in crate::store) type ExtentList = extent_list::ExtentList<Extent, { chunk_of::<Extent>() }>;
+pub(in crate::store) type ExtentList = extent_list::ChunkedList<Extent, { chunk_of::<Extent>() }>;
 
 const _: () = assert!(size_of::<Extent>() == 40, "extents are the only memory per extent; keep them small");
 

@@ -3,7 +3,7 @@
 //! A reader keeps the list as it was when the read began. A partition of a job of many TB has a
 //! long one, so copies share all full chunks. A copy costs an eighth of a byte per extent and one
 //! chunk, not about 40 bytes per extent. A reader of a range only copies that range
-//! ([`ExtentList::part`]).
+//! ([`ChunkedList::part`]).
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ pub(super) const fn chunk_of<T>() -> usize {
 /// A list of full chunks, which copies share, and an open chunk, which each copy owns. `CHUNK` is
 /// [`chunk_of`] the type of the extents.
 #[derive(Debug, Clone)]
-pub(in crate::store) struct ExtentList<T, const CHUNK: usize> {
+pub(in crate::store) struct ChunkedList<T, const CHUNK: usize> {
     /// Full chunks. Most partitions have none.
     #[expect(clippy::box_collection, reason = "one word for each of many partitions")]
     full: Option<Box<Vec<Arc<[T; CHUNK]>>>>,
@@ -36,13 +36,13 @@ pub(in crate::store) struct ExtentList<T, const CHUNK: usize> {
     open: Vec<T>,
 }
 
-impl<T, const CHUNK: usize> Default for ExtentList<T, CHUNK> {
+impl<T, const CHUNK: usize> Default for ChunkedList<T, CHUNK> {
     fn default() -> Self {
         Self { full: None, open: Vec::new() }
     }
 }
 
-impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
+impl<T: InStream, const CHUNK: usize> ChunkedList<T, CHUNK> {
     /// Heap size of a place for one extent, including the rounding of an allocator whose size
     /// classes are a quarter apart.
     pub(super) const PLACE_BYTES: u64 = size_of::<T>() as u64 * 5 / 4;
@@ -142,7 +142,7 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
 }
 
 /// Adjusts a charge after the size of lists [without their first
-/// extents](ExtentList::further_bytes) has changed.
+/// extents](ChunkedList::further_bytes) has changed.
 pub(super) fn recharge(charge: &mut Charge, before: u64, after: u64) {
     if after > before {
         charge.merge(charge.budget().force_charge(after - before));
@@ -179,10 +179,10 @@ mod tests {
         Extent { base, length, words: [1; WORDS] }
     }
 
-    type List = ExtentList<Extent<3>, { chunk_of::<Extent<3>>() }>;
+    type List = ChunkedList<Extent<3>, { chunk_of::<Extent<3>>() }>;
 
-    fn list<const WORDS: usize, const CHUNK: usize>(count: u64) -> ExtentList<Extent<WORDS>, CHUNK> {
-        let mut list = ExtentList::default();
+    fn list<const WORDS: usize, const CHUNK: usize>(count: u64) -> ChunkedList<Extent<WORDS>, CHUNK> {
+        let mut list = ChunkedList::default();
         (0..count).for_each(|at| list.push(extent(10 * at, 10)));
         list
     }
@@ -229,7 +229,7 @@ mod tests {
             let held = || allocatedp::read().unwrap().get().wrapping_sub(deallocatedp::read().unwrap().get());
             for count in [1, 2, 5, 30, 52, 53, 62, 63, 64, 100, 1000, 100_000] {
                 let before = held();
-                let list: ExtentList<Extent<WORDS>, CHUNK> = list(count);
+                let list: ChunkedList<Extent<WORDS>, CHUNK> = list(count);
                 let (held, charged) = (held().wrapping_sub(before), list.heap_bytes());
                 assert!(
                     held <= charged && charged <= held * 5 / 4,

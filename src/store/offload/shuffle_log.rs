@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use super::shuffle::TieredShuffle;
 use crate::store::object::Bucket;
 use crate::store::recovery::take_over;
-use crate::store::{LocalStore, MetadataLog, StoreError};
+use crate::store::{LocalStore, RegistrationLog, StoreError};
 use uniffle_wire::types::ShuffleKey;
 
 /// Incarnations of ended registrations with offloaded data, while the store may not know of the
@@ -57,7 +57,7 @@ pub(super) fn forget_end(ends: &Ends, key: &ShuffleKey, incarnation: u64) {
     }
 }
 
-impl MetadataLog for ShuffleLog {
+impl RegistrationLog for ShuffleLog {
     /// Once data was offloaded, a record that only the disks have was never acknowledged. It counts
     /// as durable when the store has it too. Without disks, the store has everything.
     fn is_recovered_durable(&self) -> bool {

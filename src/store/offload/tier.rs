@@ -21,8 +21,8 @@ use crate::store::object::{Bucket, NAMES};
 use crate::store::removal::deletion_queue::DetachedShuffle;
 use crate::store::{
     Admission, Capability, DiskShuffleHandle, DrainBacklog, DrainableTier, LocalConfig, LocalStore,
-    MaintainedTier, MetadataLog, MetadataTier, Purge, Recovered, RemoteStorage, SavedSettings, ServedTier,
-    StoreError, Tier, TierRole, TierShuffle, TierState, TierUsage,
+    MaintainedTier, MetadataTier, Purge, Recovered, RegistrationLog, RemoteStorage, SavedSettings,
+    ServedTier, StoreError, Tier, TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_base::budget::Budget;
 use uniffle_io::Disk;
@@ -233,7 +233,7 @@ impl Tier for OffloadTier {
 }
 
 impl MetadataTier for OffloadTier {
-    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
+    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn RegistrationLog>> {
         let (local, object) = (Arc::clone(&self.local), Arc::clone(&self.object));
         let (ends, shuffle) = (Arc::clone(&self.ends), self.find(key)?);
         Some(Arc::new(ShuffleLog { local, object, ends, shuffle }))

@@ -61,7 +61,7 @@ pub(super) struct Indexes<'a> {
 }
 
 /// Published segments, oldest first.
-type Chain = BTreeMap<u32, SegmentTail>;
+type PublishedSegments = BTreeMap<u32, SegmentTail>;
 
 /// Recovered data of a shuffle.
 pub(in crate::store) struct Data {
@@ -99,7 +99,7 @@ impl<'a> Indexes<'a> {
     pub(in crate::store) async fn read(
         self,
         segments: &BTreeMap<u32, u64>,
-    ) -> Result<(Chain, Data), StoreError> {
+    ) -> Result<(PublishedSegments, Data), StoreError> {
         let mut data = Data::new(self.core, self.prefix);
         let tails = segments.clone().into_iter().map(|(number, bytes)| async move {
             let tail = self.tail(number, bytes).await?;
@@ -193,8 +193,8 @@ impl Data {
     /// Returns the published segments. Each tail names the segment published before it, so the
     /// search begins at the newest segment. If a tail is unreadable, the search continues with
     /// the next older segment in the store.
-    fn chain(&mut self, tails: &BTreeMap<u32, Result<SegmentTail, &str>>) -> Chain {
-        let mut chain = Chain::new();
+    fn chain(&mut self, tails: &BTreeMap<u32, Result<SegmentTail, &str>>) -> PublishedSegments {
+        let mut chain = PublishedSegments::new();
         let mut next = tails.keys().next_back().copied();
         while let Some(number) = next {
             let missing = Err("missing");

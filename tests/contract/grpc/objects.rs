@@ -7,7 +7,7 @@ use prometheus::Registry;
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::tcp::TcpClient;
 use uniffle_testkit::config::{ConfigLines, parse};
-use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
+use uniffle_testkit::object_fault::{Call, FaultyObjects, ObjectFault};
 use uniffle_testkit::s3::faults::{On, ResponseFault};
 use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, S3Server, SECRET_KEY};
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
@@ -133,11 +133,13 @@ async fn failing_store_keeps_blocks_in_memory_and_refuses_readers() {
     fixture.push(&key, &batch(0, &flushed)).await;
     fixture.flush().await;
 
-    store.set(
-        |call, _| {
-            if matches!(call, Call::Get | Call::Put | Call::List) { Fault::Refuse } else { Fault::None }
-        },
-    );
+    store.set(|call, _| {
+        if matches!(call, Call::Get | Call::Put | Call::List) {
+            ObjectFault::Refuse
+        } else {
+            ObjectFault::None
+        }
+    });
     fixture.push(&key, &batch(0, &kept)).await;
     fixture.begin_flush();
     eventually("a segment is refused", || {

@@ -11,7 +11,7 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 
-use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
+use uniffle_testkit::object_fault::{Call, FaultyObjects, ObjectFault};
 use uniffle_worker::log::OBJECT_COPIES;
 use uniffle_worker::store::StoreError;
 use uniffle_worker::store::object::layout::{Name, SegmentId, SegmentTail, TAIL_BYTES, log_key, parse_key};
@@ -69,7 +69,7 @@ impl History {
         let mut left = self.rng.random_range(0..12);
         store.set(move |call, _| {
             left -= i32::from(matches!(call, Call::Get | Call::List));
-            if left < 0 { Fault::Refuse } else { Fault::None }
+            if left < 0 { ObjectFault::Refuse } else { ObjectFault::None }
         });
         (self.is_faulty, self.excused) = (true, true);
     }
@@ -167,19 +167,19 @@ impl History {
                 return fault;
             }
             if rng.random_range(0..one_in) > 0 {
-                return Fault::None;
+                return ObjectFault::None;
             }
-            let faults: &[Fault] = match (call, &name) {
-                (Call::Get, _) if reads_fail => &[Fault::Refuse, Fault::Flip, Fault::Cut],
-                (Call::Get, _) => &[Fault::None],
+            let faults: &[ObjectFault] = match (call, &name) {
+                (Call::Get, _) if reads_fail => &[ObjectFault::Refuse, ObjectFault::Flip, ObjectFault::Cut],
+                (Call::Get, _) => &[ObjectFault::None],
                 (Call::Put, Some(Name::Log(..))) if is_late => {
-                    &[Fault::Refuse, Fault::LoseAnswer, Fault::Late, Fault::Repeat]
+                    &[ObjectFault::Refuse, ObjectFault::LoseAnswer, ObjectFault::Late, ObjectFault::Repeat]
                 }
-                (Call::Put, Some(Name::Log(..))) => &[Fault::Refuse, Fault::LoseAnswer],
+                (Call::Put, Some(Name::Log(..))) => &[ObjectFault::Refuse, ObjectFault::LoseAnswer],
                 (Call::Head | Call::List | Call::Delete | Call::Abort, _) => {
-                    &[Fault::Refuse, Fault::LoseAnswer]
+                    &[ObjectFault::Refuse, ObjectFault::LoseAnswer]
                 }
-                _ => &[Fault::Refuse, Fault::LoseAnswer, Fault::Hold],
+                _ => &[ObjectFault::Refuse, ObjectFault::LoseAnswer, ObjectFault::Hold],
             };
             *faults.choose(&mut rng).expect("not empty")
         });
@@ -193,7 +193,7 @@ impl History {
         store.heal();
         store.set(move |call, path| {
             let name = parse_key(ROOT, path.as_ref());
-            of_mutation(mutation, call, name.as_ref()).unwrap_or(Fault::None)
+            of_mutation(mutation, call, name.as_ref()).unwrap_or(ObjectFault::None)
         });
     }
 
@@ -207,8 +207,8 @@ impl History {
                 return fault;
             }
             let ends = matches!(call, Call::Put | Call::Complete | Call::Part | Call::Begin);
-            let faults = [Fault::None, Fault::LoseAnswer, Fault::Hold];
-            if ends { *faults.choose(&mut rng).expect("not empty") } else { Fault::None }
+            let faults = [ObjectFault::None, ObjectFault::LoseAnswer, ObjectFault::Hold];
+            if ends { *faults.choose(&mut rng).expect("not empty") } else { ObjectFault::None }
         });
     }
 
@@ -221,12 +221,12 @@ impl History {
 }
 
 /// Returns the fault that a mutation causes.
-fn of_mutation(mutation: Mutation, call: Call, name: Option<&Name>) -> Option<Fault> {
+fn of_mutation(mutation: Mutation, call: Call, name: Option<&Name>) -> Option<ObjectFault> {
     let Some(Name::Log(_, copy)) = name.filter(|_| call == Call::Put) else { return None };
     let is_pretended = match mutation {
         Mutation::NoCopies => *copy > 0,
         Mutation::NoPosition => true,
         _ => false,
     };
-    is_pretended.then_some(Fault::Pretend)
+    is_pretended.then_some(ObjectFault::Pretend)
 }

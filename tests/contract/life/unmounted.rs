@@ -6,7 +6,7 @@ use std::time::Duration;
 use rand::RngExt;
 
 use uniffle_testkit::fault::Faults;
-use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
+use uniffle_testkit::object_fault::{Call, FaultyObjects, ObjectFault};
 use uniffle_worker::log::METADATA;
 use uniffle_worker::log::format::frame::{self, FrameContent};
 use uniffle_worker::store::object::layout::{Name, parse_key};
@@ -109,7 +109,7 @@ impl History {
             // yet. The reports wait already.
             self.await_recovery().await;
         }
-        store.set(|call, _| if call == Call::Get { Fault::None } else { Fault::Hold });
+        store.set(|call, _| if call == Call::Get { ObjectFault::None } else { ObjectFault::Hold });
         // A move whose first request was answered writes its mark, which the store may have.
         tokio::time::sleep(ANSWERED_MAX).await;
         let moved = self.moved_shuffles(&store).await;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::task::block_in_place;
 use tokio::time::Instant;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_testkit::{eventually, say};
 
 use super::honest::{APP, Honest};
@@ -23,7 +23,7 @@ async fn shuffle_of_a_full_tmpfs_survives_a_kill_once_there_is_room() {
     let memory: &'static str = Box::leak(format!("backing = {:?}\n", tmpfs.path()).into());
     let setup =
         Setup { name: "full tmpfs", capacity: "96MiB", memory, tables: NEVER_FLUSHED, ..Setup::default() };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     eventually("pages are pre-faulted", || {
         let files = std::fs::read_dir(tmpfs.path()).expect("there").flatten();

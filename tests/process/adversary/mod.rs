@@ -25,7 +25,7 @@ use uniffle_base::budget::memory_plan::promised;
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_coordinator::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_testkit::say;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_worker::proto::ShuffleServerId;
 
 use self::attacks::{APP, Attack, Target};
@@ -57,7 +57,7 @@ const POLL_SECONDS_MAX: f64 = 1.0;
 /// A worker under attack and the honest application.
 struct Siege {
     name: &'static str,
-    worker: Worker,
+    worker: WorkerProcess,
     group: Option<Group>,
     client: ShuffleClient,
     honest: Honest,
@@ -87,7 +87,7 @@ impl Siege {
             wrapper: group.as_ref().map(Group::wrapper).unwrap_or_default(),
             ..Setup::default()
         };
-        let worker = block_in_place(|| Worker::start(&setup));
+        let worker = block_in_place(|| WorkerProcess::start(&setup));
         let client = client_of(&worker).await;
         client.register(&key(APP, 0), &[(0, 99)]).await.expect("registered");
         let honest = Honest::start(&client).await;

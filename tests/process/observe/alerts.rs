@@ -17,7 +17,7 @@ use uniffle_testkit::coordinator::{CoordinatorDouble, HeartbeatReply};
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::tools::available;
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_wire::types::PartitionId;
 
 use super::prometheus::{RULES, prometheus, query};
@@ -38,7 +38,7 @@ pub(super) struct Watch {
 
 impl Watch {
     /// Starts it for these workers, and waits until it has scraped all of them.
-    pub(super) fn start(workers: &[&Worker]) -> Self {
+    pub(super) fn start(workers: &[&WorkerProcess]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let rules = directory.path().join("rules.yml");
         std::fs::write(&rules, shortened(&std::fs::read_to_string(RULES).unwrap())).unwrap();
@@ -57,7 +57,7 @@ impl Watch {
 
     /// Waits until each of `expected` fires for `worker`. No others may fire for it, except
     /// `consequences`.
-    pub(super) fn wait_firing(&self, worker: &Worker, expected: &[&str], consequences: &[&str]) {
+    pub(super) fn wait_firing(&self, worker: &WorkerProcess, expected: &[&str], consequences: &[&str]) {
         let instance = format!("127.0.0.1:{}", worker.ready().http_port);
         let mut seen = BTreeSet::new();
         wait_until(&format!("{expected:?} fire"), WAIT_MAX, || {
@@ -109,7 +109,7 @@ fn shortened(rules: &str) -> String {
 }
 
 /// Sends blocks until the set is dropped.
-pub(super) fn fill(worker: &Worker, app: &'static str) -> JoinSet<()> {
+pub(super) fn fill(worker: &WorkerProcess, app: &'static str) -> JoinSet<()> {
     let port = worker.ready().grpc_port;
     let mut tasks = JoinSet::new();
     tasks.spawn(async move {
@@ -145,7 +145,7 @@ async fn alerts_fire_on_full_disk() {
                  disk_healthy_check_interval_sec = 1\n",
         ..Setup::default()
     };
-    let worker = block_in_place(|| Worker::start(&setup));
+    let worker = block_in_place(|| WorkerProcess::start(&setup));
     let watch = Watch::start(&[&worker]);
     let filling = fill(&worker, "app");
     let expected = [
@@ -167,7 +167,7 @@ async fn alerts_fire_on_failed_and_detached_disks() {
     }
     let tables = "disk_healthy_check_interval_sec = 1\n";
     let setup = Setup { disks: 3, tables, ..Setup::default() };
-    let worker = block_in_place(|| Worker::start(&setup));
+    let worker = block_in_place(|| WorkerProcess::start(&setup));
     let watch = Watch::start(&[&worker]);
     // In place of the probe's directory.
     std::fs::write(worker.data_paths()[0].join("probe"), "").unwrap();
@@ -181,8 +181,9 @@ async fn alerts_fire_on_lost_blocks_and_missing_directory() {
     if !is_possible() {
         return;
     }
-    let mut worker =
-        block_in_place(|| Worker::start(&Setup { disks: 2, tables: NEVER_FLUSHED, ..Setup::default() }));
+    let mut worker = block_in_place(|| {
+        WorkerProcess::start(&Setup { disks: 2, tables: NEVER_FLUSHED, ..Setup::default() })
+    });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 5), 4).await;
     written.task(&client, 0, BLOCK_BYTES).await.unwrap();
@@ -218,7 +219,8 @@ async fn alerts_fire_on_removed_files() {
     }
     let tables = "disk_healthy_check_interval_sec = 1\n[hybrid_store]\nmemory_spill_high_watermark = 0.01\n\
                   memory_spill_low_watermark = 0.001\n";
-    let worker = block_in_place(|| Worker::start(&Setup { capacity: "64MiB", tables, ..Setup::default() }));
+    let worker =
+        block_in_place(|| WorkerProcess::start(&Setup { capacity: "64MiB", tables, ..Setup::default() }));
     let watch = Watch::start(&[&worker]);
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 4).await;
@@ -263,9 +265,9 @@ fn alerts_fire_on_dead_worker() {
         return;
     }
     let tables = "[embedded_coordinator]\nenable = true\nnode_timeout_sec = 3\n";
-    let coordinator = Worker::start(&Setup { name: "coordinator", tables, ..Setup::default() });
+    let coordinator = WorkerProcess::start(&Setup { name: "coordinator", tables, ..Setup::default() });
     let quorum = Some(coordinator.quorum());
-    let mut worker = Worker::start(&Setup { quorum, ..Setup::default() });
+    let mut worker = WorkerProcess::start(&Setup { quorum, ..Setup::default() });
     let watch = Watch::start(&[&coordinator, &worker]);
     worker.kill();
     watch.wait_firing(&worker, &["UniffleWorkerDown", "UniffleWorkersLost"], &[]);
@@ -279,8 +281,8 @@ async fn alerts_fire_on_absent_coordinators() {
     let present = CoordinatorDouble::start(HeartbeatReply::Succeed).await;
     let absent = format!("127.0.0.1:{}", free_port());
     let both = format!("{},{absent}", present.address);
-    let alone = block_in_place(|| Worker::start(&Setup { quorum: Some(absent), ..Setup::default() }));
-    let half = block_in_place(|| Worker::start(&Setup { quorum: Some(both), ..Setup::default() }));
+    let alone = block_in_place(|| WorkerProcess::start(&Setup { quorum: Some(absent), ..Setup::default() }));
+    let half = block_in_place(|| WorkerProcess::start(&Setup { quorum: Some(both), ..Setup::default() }));
     let watch = Watch::start(&[&alone, &half]);
     block_in_place(|| {
         watch.wait_firing(&alone, &["UniffleNoCoordinator"], &[]);
@@ -296,7 +298,9 @@ async fn alerts_fire_on_limits_of_clients() {
         return;
     }
     let start = |tables, memory| {
-        block_in_place(|| Worker::start(&Setup { capacity: "64MiB", tables, memory, ..Setup::default() }))
+        block_in_place(|| {
+            WorkerProcess::start(&Setup { capacity: "64MiB", tables, memory, ..Setup::default() })
+        })
     };
     let quota = start("[quota]\napp_partitions = 2\n", "");
     let heap = start("", "heap_capacity = \"32MiB\"\n");
@@ -331,7 +335,7 @@ fn alerts_fire_on_refused_reload_and_upgrade() {
     if !is_possible() {
         return;
     }
-    let worker = Worker::start(&Setup::default());
+    let worker = WorkerProcess::start(&Setup::default());
     let watch = Watch::start(&[&worker]);
     worker.write_config(&(worker.config() + "[unknown]\nkey = 1\n"));
     watch.wait_firing(&worker, &["UniffleReloadRefused"], &[]);
@@ -346,7 +350,7 @@ fn alerts_fire_on_removed_memory_file() {
         return;
     }
     let (directory, memory) = directory();
-    let worker = Worker::start(&Setup { capacity: "24MiB", memory, ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { capacity: "24MiB", memory, ..Setup::default() });
     let watch = Watch::start(&[&worker]);
     remove_files(directory.path());
     watch.wait_firing(&worker, &["UniffleMemoryUnprotected"], &[]);

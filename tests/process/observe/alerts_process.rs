@@ -10,7 +10,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use tokio::task::{JoinSet, block_in_place};
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 use super::alerts::{WAIT_MAX, Watch, is_possible};
 use super::prometheus::query;
@@ -44,7 +44,7 @@ async fn alerts_fire_on_crashes_panics_full_log_and_descriptors() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let mut crashing = block_in_place(|| Worker::start(&Setup::default()));
+    let mut crashing = block_in_place(|| WorkerProcess::start(&Setup::default()));
     let (failing, _pipe, no_random) = block_in_place(|| start_with_unread_log(directory.path()));
     let watch = block_in_place(|| Watch::start(&[&crashing, &failing]));
     let _sending = send_slowly(&failing).await;
@@ -61,13 +61,13 @@ async fn alerts_fire_on_crashes_panics_full_log_and_descriptors() {
 
 /// Starts a worker whose log is a pipe that nobody reads. Returns also the pipe, and the file that
 /// makes random bytes unavailable.
-fn start_with_unread_log(directory: &Path) -> (Worker, File, std::path::PathBuf) {
+fn start_with_unread_log(directory: &Path) -> (WorkerProcess, File, std::path::PathBuf) {
     let (path, no_random) = (directory.join("pipe"), directory.join("no-random"));
     assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
     let pipe = File::options().read(true).write(true).open(&path).unwrap();
     let line = format!("exec \"$@\" > {} 2>&1", path.display());
     let text = |path: &Path| path.display().to_string();
-    let worker = Worker::start(&Setup {
+    let worker = WorkerProcess::start(&Setup {
         wrapper: ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec(),
         env: vec![
             ("RUST_LOG", "trace".to_owned()),
@@ -80,7 +80,7 @@ fn start_with_unread_log(directory: &Path) -> (Worker, File, std::path::PathBuf)
 }
 
 /// Sends small blocks until the set is dropped, so that there is something to log.
-async fn send_slowly(worker: &Worker) -> JoinSet<()> {
+async fn send_slowly(worker: &WorkerProcess) -> JoinSet<()> {
     let client = client_of(worker).await;
     let mut tasks = JoinSet::new();
     tasks.spawn(async move {
@@ -94,7 +94,7 @@ async fn send_slowly(worker: &Worker) -> JoinSet<()> {
 }
 
 /// Requests the status page while random bytes are not available.
-fn panic_once(worker: &Worker, no_random: &Path) {
+fn panic_once(worker: &WorkerProcess, no_random: &Path) {
     std::fs::write(no_random, "").unwrap();
     let mut stream = TcpStream::connect(("127.0.0.1", worker.ready().http_port)).unwrap();
     stream.write_all(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n").unwrap();
@@ -108,11 +108,11 @@ fn panic_once(worker: &Worker, no_random: &Path) {
 
 /// Kills the worker and starts it again, three times. Each start is scraped, and has another second
 /// than the one before: the metric has no fractions.
-fn crash(worker: &mut Worker, watch: &Watch) {
+fn crash(worker: &mut WorkerProcess, watch: &Watch) {
     let instance = format!("127.0.0.1:{}", worker.ready().http_port);
     let changes = format!("changes(process_start_time_seconds{{instance=\"{instance}\"}}[1h])");
     for times in 1..=3 {
-        let second = |worker: &Worker| worker.metrics().expect("process_start_time_seconds");
+        let second = |worker: &WorkerProcess| worker.metrics().expect("process_start_time_seconds");
         let before = second(worker);
         while second(worker) <= before {
             worker.kill();
@@ -127,7 +127,7 @@ fn crash(worker: &mut Worker, watch: &Watch) {
 }
 
 /// Lowers the limit of descriptors and opens connections, which leave a few.
-fn use_up_descriptors(worker: &Worker) -> Vec<TcpStream> {
+fn use_up_descriptors(worker: &WorkerProcess) -> Vec<TcpStream> {
     const MORE: u16 = 100;
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a small count")]
     let open = worker.metrics().expect("process_open_fds") as u64;

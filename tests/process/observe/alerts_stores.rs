@@ -9,7 +9,7 @@ use uniffle_client::send::SendForm;
 use uniffle_testkit::hdfs::MiniHdfs;
 use uniffle_testkit::s3::faults::{On, ResponseFault};
 use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, S3Server, SECRET_KEY};
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_testkit::{maven, wait_until};
 use uniffle_worker::proto::RemoteStorage;
 
@@ -44,7 +44,7 @@ const CONSEQUENCES: [&str; 6] = [
 async fn assert_store_alerts(fault: ResponseFault, expected: &[&str]) {
     let (server, directory) = (S3Server::start().await, tempfile::tempdir().unwrap());
     let setup = on_store(&server, &directory.path().join("keys"), "MEMORY_OBJECT");
-    let worker = block_in_place(|| Worker::start(&setup));
+    let worker = block_in_place(|| WorkerProcess::start(&setup));
     let watch = block_in_place(|| Watch::start(&[&worker]));
     let client = client_of(&worker).await;
     for shuffle in 0..20 {
@@ -79,7 +79,7 @@ async fn alert_fires_on_throttling_store() {
     }
     let (server, directory) = (S3Server::start().await, tempfile::tempdir().unwrap());
     let setup = on_store(&server, &directory.path().join("keys"), "MEMORY_OBJECT");
-    let worker = block_in_place(|| Worker::start(&setup));
+    let worker = block_in_place(|| WorkerProcess::start(&setup));
     let watch = block_in_place(|| Watch::start(&[&worker]));
     for _ in 0..5000 {
         server.faults.plan(On::Put, 1, &ResponseFault::Refuse(503, "SlowDown"));
@@ -112,7 +112,7 @@ async fn alerts_fire_on_denied_deletions_uploads_and_absent_namenode() {
     let objects = on_store(&deletions, &directory.path().join("keys-1"), "MEMORY_OBJECT");
     let mut moves = on_store(&uploads, &directory.path().join("keys-2"), "MEMORY_LOCALFILE_OBJECT");
     moves.made_tables.push_str("offload_high_watermark = 0.0002\noffload_low_watermark = 0.0001\n");
-    let [objects, moves] = [objects, moves].map(|setup| block_in_place(|| Worker::start(&setup)));
+    let [objects, moves] = [objects, moves].map(|setup| block_in_place(|| WorkerProcess::start(&setup)));
     let (hdfs, remote) = block_in_place(|| (MiniHdfs::start(&[]), start_on_hdfs()));
     let watch = block_in_place(|| Watch::start(&[&objects, &moves, &remote]));
     let denied = ResponseFault::Refuse(403, "AccessDenied");
@@ -147,10 +147,10 @@ async fn alerts_fire_on_denied_deletions_uploads_and_absent_namenode() {
 }
 
 /// Starts a worker without disks that writes to HDFS as a user without special rights.
-fn start_on_hdfs() -> Worker {
+fn start_on_hdfs() -> WorkerProcess {
     let made_tables = "[hdfs_store]\nallowed_paths = [\"*\"]\n[hybrid_store]\n\
                        memory_single_buffer_max_spill_size = \"1MiB\"\n";
-    Worker::start(&Setup {
+    WorkerProcess::start(&Setup {
         capacity: "64MiB",
         disks: 0,
         store_type: "MEMORY_HDFS",
@@ -162,7 +162,7 @@ fn start_on_hdfs() -> Worker {
 
 /// Denies the deletion of an application's directory. Then stops the NameNode while blocks of
 /// another application are in memory.
-async fn fail_hdfs(hdfs: &MiniHdfs, worker: &Worker) {
+async fn fail_hdfs(hdfs: &MiniHdfs, worker: &WorkerProcess) {
     block_in_place(|| {
         hdfs.run("mkdirs /apps");
         hdfs.run("chmod 777 /apps");

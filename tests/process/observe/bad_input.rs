@@ -5,11 +5,11 @@ use std::net::TcpStream;
 use std::thread;
 
 use super::tools::{Load, ask_text};
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 #[test]
 fn malformed_requests_get_a_specific_status() {
-    let worker = Worker::start(&Setup { tables: "[http]\nprofiles = true", ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { tables: "[http]\nprofiles = true", ..Setup::default() });
     let port = worker.ready().http_port;
     let long = format!("/debug/pprof/profile?{}", "x".repeat(100_000));
     for (path, status, text) in [
@@ -41,7 +41,7 @@ fn scrape_storms_and_slow_clients_do_not_affect_data() {
         tables: "[http]\nprofiles = true\nmax_connections = 16\nopening_timeout_sec = 10\nrequest_timeout_sec = 600",
         ..Setup::default()
     };
-    let worker = Worker::start(&setup);
+    let worker = WorkerProcess::start(&setup);
     let port = worker.ready().http_port;
     let load = Load::start(&worker, "200MB", 3);
     let mut slow: Vec<TcpStream> = (0..8)

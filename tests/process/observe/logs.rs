@@ -13,7 +13,7 @@ use uniffle_worker::proto::{AppHeartBeatRequest, ShuffleRegisterRequest, StatusC
 use super::tools::Load;
 use crate::kept_memory::{NEVER_FLUSHED, SmallTmpfs};
 use crate::writes::{Written, client_of, key};
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 /// Returns the text of the file in `directory` with the prefix `name`.
 fn file(directory: &Path, name: &str) -> String {
@@ -27,7 +27,7 @@ fn audit_log_names_registered_and_removed_apps() {
     let directory = tempfile::tempdir().unwrap();
     let more = format!("[log]\npath = {:?}\nformat = \"json\"\nrotation = \"Never\"", directory.path());
     // The filter applies to the ordinary log, not to the audit log.
-    let worker = Worker::start(&Setup {
+    let worker = WorkerProcess::start(&Setup {
         made_tables: more,
         env: vec![("RUST_LOG", "warn".to_owned())],
         ..Setup::default()
@@ -53,7 +53,7 @@ fn audit_log_names_registered_and_removed_apps() {
 #[test]
 fn repeated_client_errors_are_logged_a_few_times() {
     let directory = tempfile::tempdir().unwrap();
-    let worker = Worker::start(&Setup {
+    let worker = WorkerProcess::start(&Setup {
         made_tables: format!("[log]\npath = {:?}\nrotation = \"Never\"", directory.path()),
         ..Setup::default()
     });
@@ -87,7 +87,7 @@ fn repeated_client_errors_are_logged_a_few_times() {
 }
 
 /// Loads `worker` until it drops log lines.
-fn drop_lines(worker: &Worker) {
+fn drop_lines(worker: &WorkerProcess) {
     let dropped = || worker.metrics().total("log_lines_dropped_total").expect("a counter");
     let before = dropped();
     while dropped() == before {
@@ -112,7 +112,7 @@ fn worker_serves_upgrades_and_stops_with_blocked_log() {
     assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
     let mut pipe = File::options().read(true).write(true).open(&path).unwrap();
     let line = format!("exec \"$@\" > {} 2>&1", path.display());
-    let mut worker = Worker::start(&Setup {
+    let mut worker = WorkerProcess::start(&Setup {
         wrapper: ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec(),
         env: vec![("RUST_LOG", "trace".to_owned())],
         ..Setup::default()
@@ -139,7 +139,7 @@ fn full_disk_is_logged_a_few_times() {
     let setup =
         Setup { name: "full disk", capacity: "64M", tables: Box::leak(tables.into()), ..Setup::default() };
     let home = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
-    let mut worker = Worker::start_in(&setup, home, vec![disk.path().join("data")]);
+    let mut worker = WorkerProcess::start_in(&setup, home, vec![disk.path().join("data")]);
     tokio::runtime::Runtime::new().unwrap().block_on(async {
         let client = client_of(&worker).await;
         for shuffle in 0..SHUFFLES {

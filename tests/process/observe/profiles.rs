@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::tools::{Load, ask, ask_text, run};
 use uniffle_testkit::tools::available;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_testkit::{say, wait_until};
 
 /// Bound on the memory growth by a profile or a dump.
@@ -35,7 +35,7 @@ fn setup() -> Setup {
     Setup { made_tables: "[admin]\nport = 0".to_owned(), ..Setup::default() }
 }
 
-fn port(worker: &Worker) -> u16 {
+fn port(worker: &WorkerProcess) -> u16 {
     worker.ready().admin_port.unwrap()
 }
 
@@ -45,7 +45,7 @@ fn profiles_need_the_admin_listener_unless_opened() {
         ["/debug/pprof/profile?seconds=1", "/debug/pprof/heap", "/debug/heap/profile", "/debug/tasks"];
     let open = |tables: &str| {
         let tables = format!("[admin]\nport = 0\n{tables}");
-        let worker = Worker::start(&Setup { made_tables: tables, ..Setup::default() });
+        let worker = WorkerProcess::start(&Setup { made_tables: tables, ..Setup::default() });
         let status = |port, path| ask(port, "GET", path).0;
         let found = paths.map(|path| {
             assert_ne!(status(port(&worker), path), 404, "{path}");
@@ -61,7 +61,7 @@ fn profiles_need_the_admin_listener_unless_opened() {
 
 #[test]
 fn cpu_profiles_are_valid_and_one_runs_at_a_time() {
-    let worker = Worker::start(&setup());
+    let worker = WorkerProcess::start(&setup());
     let port = port(&worker);
     // Longer than needed; the load ends with the profiles.
     let load = Load::start(&worker, "300MB", 10_000);
@@ -96,7 +96,7 @@ fn cpu_profiles_are_valid_and_one_runs_at_a_time() {
 }
 
 /// Asserts that data and calls are served while a profile is taken, on slow machines too.
-fn assert_serves_under_a_profile(worker: &Worker, port: u16) {
+fn assert_serves_under_a_profile(worker: &WorkerProcess, port: u16) {
     let http = worker.ready().http_port;
     let moved = || {
         let metrics = worker.metrics();
@@ -125,7 +125,7 @@ fn heap_profiles_start_with_documented_variable() {
         env: vec![("_RJEM_MALLOC_CONF", "prof:true,prof_prefix:jeprof.out,lg_prof_sample:12".to_owned())],
         ..setup()
     };
-    let worker = Worker::start(&setup);
+    let worker = WorkerProcess::start(&setup);
     let port = port(&worker);
     Load::start(&worker, "50MB", 1).finish();
     for path in ["/debug/pprof/heap", "/debug/heap/profile"] {
@@ -151,7 +151,7 @@ fn profiles_and_dumps_take_little_worker_memory() {
     const CPU: &str = "/debug/pprof/profile?seconds=1&frequency=500";
     let setup =
         Setup { env: vec![("_RJEM_MALLOC_CONF", "prof:true,lg_prof_sample:12".to_owned())], ..setup() };
-    let worker = Worker::start(&setup);
+    let worker = WorkerProcess::start(&setup);
     let (admin, http) = (port(&worker), worker.ready().http_port);
     assert_eq!(ask(admin, "GET", CPU).0, 200);
     for path in [CPU, "/debug/pprof/heap", "/debug/pprof/heap?format=svg", "/debug/tasks"] {
@@ -177,7 +177,7 @@ fn profiles_and_dumps_take_little_worker_memory() {
 }
 
 /// Returns the symbol-resolving child of `worker`, if any.
-fn symbolizer(worker: &Worker) -> Option<Pid> {
+fn symbolizer(worker: &WorkerProcess) -> Option<Pid> {
     let tasks = std::fs::read_dir(format!("/proc/{}/task", worker.pid())).unwrap().flatten();
     let children = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok());
     let children: Vec<String> = children.collect();
@@ -190,7 +190,7 @@ fn symbolizer(worker: &Worker) -> Option<Pid> {
 
 #[test]
 fn upgrade_during_profile_leaves_no_zombie() {
-    let mut worker = Worker::start(&setup());
+    let mut worker = WorkerProcess::start(&setup());
     let admin = port(&worker);
     let (child, _asking) = wait_until("a process names functions", Duration::from_secs(60), || {
         let mut asking = TcpStream::connect(("127.0.0.1", admin)).unwrap();
@@ -221,7 +221,7 @@ fn upgrade_during_profile_leaves_no_zombie() {
 /// The child of a worker inherits none of its sockets and files.
 #[test]
 fn children_inherit_no_descriptor() {
-    let worker = Worker::start(&setup());
+    let worker = WorkerProcess::start(&setup());
     let directory = format!("/proc/{}/fdinfo", worker.pid());
     let is_closed_on_exec = |info: &str| {
         let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap().trim();
@@ -245,7 +245,7 @@ fn children_inherit_no_descriptor() {
 
 #[test]
 fn heap_profiles_are_off_by_default_with_a_reason() {
-    let worker = Worker::start(&setup());
+    let worker = WorkerProcess::start(&setup());
     let (status, text) = ask_text(port(&worker), "GET", "/debug/pprof/heap");
     assert_eq!(status, 409, "{text}");
     assert!(text.starts_with("heap profiling is not active"), "{text}");
@@ -256,7 +256,7 @@ fn heap_profiles_are_off_by_default_with_a_reason() {
 #[test]
 fn heap_profiles_are_switched_by_a_call() {
     let setup = Setup { env: vec![("MALLOC_CONF", "lg_prof_sample:12".to_owned())], ..setup() };
-    let worker = Worker::start(&setup);
+    let worker = WorkerProcess::start(&setup);
     let (http, admin) = (worker.ready().http_port, worker.ready().admin_port.unwrap());
     let profile = || ask(admin, "GET", "/debug/pprof/heap");
     let switch = |to: &str| ask_text(admin, "POST", &format!("/admin/heap-profile/{to}"));
@@ -291,7 +291,7 @@ fn heap_profiles_are_switched_by_a_call() {
 
 #[test]
 fn task_dump_shows_where_each_task_waits() {
-    let worker = Worker::start(&setup());
+    let worker = WorkerProcess::start(&setup());
     let (status, text) = ask_text(port(&worker), "GET", "/debug/tasks");
     assert_eq!(status, 200, "{text}");
     for name in ["grpc accept", "flush scheduler", "flush worker", "tier maintenance"] {

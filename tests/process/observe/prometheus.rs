@@ -14,7 +14,7 @@ use uniffle_testkit::metrics::Metrics;
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::tools::available;
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 const WAIT_MAX: Duration = Duration::from_secs(60);
 const DASHBOARD: &str = include_str!("../../../deploy/grafana/uniffle-worker.json");
@@ -52,7 +52,7 @@ fn promtool_reports_no_error() {
     let report = run(Command::new("promtool").args(["check", "rules", RULES]));
     assert!(report.contains("SUCCESS: 33 rules found"), "{report}");
     run(Command::new("promtool").args(["test", "rules", RULE_TESTS]));
-    let worker = Worker::start(&Setup::default());
+    let worker = WorkerProcess::start(&Setup::default());
     Load::start(&worker, "5MB", 1).finish();
     let text = worker.page("/metrics").unwrap();
     let mut check = Command::new("promtool")
@@ -121,7 +121,7 @@ fn prometheus_scrapes_and_answers_dashboard_queries() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let worker = Worker::start(&Setup::default());
+    let worker = WorkerProcess::start(&Setup::default());
     let (_prometheus, port) = prometheus(directory.path(), Path::new(RULES), &[worker.ready().http_port]);
     let load = Load::start(&worker, "100MB", 2);
     wait_until("prometheus has seen data", WAIT_MAX, || {
@@ -162,7 +162,7 @@ fn pushgateway_is_retried_and_group_deleted_at_stop() {
         "[metrics]\npush_gateway_endpoint = \"http://127.0.0.1:{port}/behind/proxy/\"\npush_interval_sec = 1\n\
          labels = {{ env = \"test\" }}"
     );
-    let worker = Worker::start(&Setup { made_tables: more, ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { made_tables: more, ..Setup::default() });
     wait_until("the first push fails", WAIT_MAX, || {
         let failed = worker.metrics().expect("pushgateway_push_failed_total");
         if failed > 0.0 { Ok(()) } else { Err("no push failed".to_owned()) }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use uniffle_testkit::worker::Worker;
+use uniffle_testkit::worker::WorkerProcess;
 
 /// Longer than any profile of these tests.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(120);
@@ -37,7 +37,7 @@ pub(crate) fn ask_text(port: u16, method: &str, path: &str) -> (u16, String) {
 pub(crate) struct Load(Child);
 
 impl Load {
-    pub(crate) fn start(worker: &Worker, bytes: &str, rounds: u32) -> Self {
+    pub(crate) fn start(worker: &WorkerProcess, bytes: &str, rounds: u32) -> Self {
         let ready = worker.ready();
         let child = Command::new(uniffle_testkit::tools::binary("uniffle-bench"))
             // Concurrent profiles and scrapes keep the worker busy, so no phase waits until it is

@@ -10,7 +10,7 @@ use uniffle_worker::proto::shuffle_server_client::ShuffleServerClient;
 use super::tools::Load;
 use uniffle_testkit::otlp::{Receiver, Span, hex};
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 const WAIT_MAX: Duration = Duration::from_secs(30);
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
@@ -22,7 +22,8 @@ async fn otlp_receiver_gets_spans_of_calls_and_flushes() {
     let more =
         format!("[tracing]\njaeger_reporter_endpoint = \"http://127.0.0.1:{port}\"\nsampling_ratio = 1.0");
     let worker = tokio::task::block_in_place(|| {
-        let worker = Worker::start(&Setup { capacity: "32MiB", made_tables: more, ..Setup::default() });
+        let worker =
+            WorkerProcess::start(&Setup { capacity: "32MiB", made_tables: more, ..Setup::default() });
         Load::start(&worker, "100MB", 1).finish();
         worker
     });
@@ -62,7 +63,7 @@ async fn otlp_receiver_gets_spans_of_calls_and_flushes() {
 #[test]
 fn unreachable_collector_is_logged_once() {
     let more = "[tracing]\notlp_endpoint = \"http://127.0.0.1:1\"\nsampling_ratio = 1.0".to_owned();
-    let worker = Worker::start(&Setup { made_tables: more, ..Setup::default() });
+    let worker = WorkerProcess::start(&Setup { made_tables: more, ..Setup::default() });
     Load::start(&worker, "20MB", 1).finish();
     wait_until("a warning is logged", WAIT_MAX, || {
         let warnings = worker.log().matches("the collector does not accept traces").count();

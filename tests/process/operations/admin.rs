@@ -16,7 +16,7 @@ use uniffle_worker::store::LocalStore;
 
 use super::api::WAIT_MAX;
 use super::fixture::{AdminFixture, eventually};
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 const TOKEN: &str = "correct-horse-battery-staple";
 
@@ -287,7 +287,7 @@ async fn calls_are_audited_and_unauthorized_ones_rate_limited() {
     std::fs::write(file.path(), TOKEN).unwrap();
     let tables: &str = format!("[admin]\nport = 0\ntoken_file = {:?}", file.path()).leak();
     let setup = Setup { name: "audited", tables, capacity: "32M", ..Setup::default() };
-    let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
+    let worker = tokio::task::spawn_blocking(move || WorkerProcess::start(&setup)).await.unwrap();
     let client = reqwest::Client::new();
     let call = |path: &str, token: &str| {
         let url = format!("http://127.0.0.1:{}{path}", worker.ready().admin_port.unwrap());

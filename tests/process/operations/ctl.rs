@@ -12,7 +12,7 @@ use crate::writes::{Written, client_of, key};
 use uniffle_testkit::config::ConfigLines;
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::tools::available;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 /// Exit code and output of a command.
 pub(crate) struct Outcome {
@@ -237,7 +237,7 @@ async fn token_is_read_from_file_or_environment() {
 }
 
 /// Runs `ctl` for a worker process.
-async fn ctl_of(worker: &Worker, arguments: &[&str]) -> Output {
+async fn ctl_of(worker: &WorkerProcess, arguments: &[&str]) -> Output {
     let at = |port: u16| format!("127.0.0.1:{port}");
     let (http, admin) = (at(worker.ready().http_port), at(worker.ready().admin_port.unwrap()));
     let whom = ["ctl", "--worker", &http, "--admin", &admin];
@@ -253,7 +253,7 @@ fn printed(output: Output) -> String {
 async fn lost_lists_blocks_in_memory_of_killed_worker() {
     let tables = "[admin]\nport = 0".to_owned();
     let setup = Setup { name: "losing", made_tables: tables, ..Setup::default() };
-    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app-1", 3), 2).await;
     for task in 0..3 {
@@ -299,7 +299,7 @@ async fn profile_is_written_to_file_or_stdout() {
         env: vec![("_RJEM_MALLOC_CONF", "prof:true,lg_prof_sample:12".to_owned())],
         ..Setup::default()
     };
-    let worker = block_in_place(|| Worker::start(&setup));
+    let worker = block_in_place(|| WorkerProcess::start(&setup));
     let directory = tempfile::tempdir().unwrap();
     // pprof's format, compressed with gzip.
     let is_profile = |profile: &[u8]| profile.starts_with(&[0x1f, 0x8b]);

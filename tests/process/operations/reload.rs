@@ -9,7 +9,7 @@ use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 use super::fixture::{AdminFixture, eventually};
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 const NEW: &str = "[hybrid_store]\nmemory_spill_high_watermark = 0.5\nmemory_spill_low_watermark = 0.1\n\
     [app_config]\napp_heartbeat_timeout_min = \"77s\"\npartition_limit_threshold = \"2MiB\"\n\
@@ -159,7 +159,7 @@ async fn signal_and_file_change_both_reload() {
     // The environment overrides the log filter of the file, so the variable must be empty.
     let env = vec![("RUST_LOG", String::new())];
     let setup = Setup { name: "reloaded", capacity: "32M", env, ..Setup::default() };
-    let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
+    let worker = tokio::task::spawn_blocking(move || WorkerProcess::start(&setup)).await.unwrap();
     let worker = tokio::task::spawn_blocking(move || {
         let path = worker.dir().join("config.toml");
         let text = std::fs::read_to_string(&path).unwrap();

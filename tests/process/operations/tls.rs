@@ -380,7 +380,7 @@ async fn upgrade_keeps_tls_and_requires_readable_certificates() {
     let certificates = Certificates::make();
     let tls = format!("[admin]\nport = 0\n[tls]\n{}doors = [\"grpc\", \"admin\"]", certificates.table());
     let setup = Setup { name: "upgraded with tls", capacity: "32M", made_tables: tls, ..Setup::default() };
-    let mut worker = tokio::task::block_in_place(|| worker::Worker::start(&setup));
+    let mut worker = tokio::task::block_in_place(|| worker::WorkerProcess::start(&setup));
     let port = worker.ready().grpc_port;
     let connector = certificates.connector(None, "h2");
     assert_eq!(heartbeat(connector.clone(), port).await, Ok(4));
@@ -402,7 +402,7 @@ async fn upgrade_keeps_tls_and_requires_readable_certificates() {
     tokio::task::block_in_place(|| worker.stop());
 
     let diskless = Setup { store_type: "MEMORY", ..setup };
-    let said = tokio::task::block_in_place(|| worker::Worker::refused(&diskless));
+    let said = tokio::task::block_in_place(|| worker::WorkerProcess::refused(&diskless));
     assert!(said.as_ref().is_ok_and(|said| said.contains("tls.cert_file")), "{said:?}");
 }
 

@@ -7,21 +7,21 @@ use serde_json::Value;
 use super::ctl::{Outcome, run};
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::wait_until;
-use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 /// Three workers, in the order of their ids. One of them has the coordinator.
 struct Fleet {
-    workers: Vec<Worker>,
+    workers: Vec<WorkerProcess>,
     coordinator: String,
 }
 
 impl Fleet {
     fn start() -> Self {
         let setup = Setup { name: "fleet", capacity: "64M", ..Setup::default() };
-        let first = Worker::start(&setup);
+        let first = WorkerProcess::start(&setup);
         let coordinator = first.quorum();
         let joined = Setup { quorum: Some(coordinator.clone()), ..setup };
-        let mut workers = vec![first, Worker::start(&joined), Worker::start(&joined)];
+        let mut workers = vec![first, WorkerProcess::start(&joined), WorkerProcess::start(&joined)];
         workers.sort_by_key(|worker| node(worker)["id"].as_str().expect("an id").to_owned());
         let fleet = Self { workers, coordinator };
         let url = format!("http://127.0.0.1:{}", fleet.of_coordinator().ready().http_port);
@@ -33,7 +33,7 @@ impl Fleet {
         fleet
     }
 
-    fn of_coordinator(&self) -> &Worker {
+    fn of_coordinator(&self) -> &WorkerProcess {
         self.workers
             .iter()
             .find(|worker| worker.quorum() == self.coordinator)
@@ -50,7 +50,7 @@ impl Fleet {
 
     /// Returns the plan of an upgrade of all workers.
     fn plan(&self) -> String {
-        let line = |worker: &Worker| {
+        let line = |worker: &WorkerProcess| {
             let node = node(worker);
             let [id, version, commit] =
                 ["id", "version", "commit"].map(|field| node[field].as_str().expect("a text").to_owned());
@@ -65,7 +65,7 @@ impl Fleet {
     }
 }
 
-fn node(worker: &Worker) -> Value {
+fn node(worker: &WorkerProcess) -> Value {
     let status: Value =
         serde_json::from_str(&worker.page("/api/v1/status").expect("a status")).expect("JSON");
     status["node"].clone()
@@ -137,7 +137,7 @@ async fn fleet_upgrade_of_the_coordinator_waits_for_all_workers() {
 }
 
 /// Three workers that report to two coordinators among them.
-fn two_coordinators() -> (Vec<Worker>, [String; 2]) {
+fn two_coordinators() -> (Vec<WorkerProcess>, [String; 2]) {
     let ports = [free_port(), free_port()];
     let coordinators = ports.map(|port| format!("127.0.0.1:{port}"));
     let setup = Setup {
@@ -147,7 +147,7 @@ fn two_coordinators() -> (Vec<Worker>, [String; 2]) {
         made_tables: "[embedded_coordinator]\nenable = true\n".to_owned(),
         ..Setup::default()
     };
-    let start = |grpc_port| Worker::start(&Setup { grpc_port, ..setup.clone() });
+    let start = |grpc_port| WorkerProcess::start(&Setup { grpc_port, ..setup.clone() });
     let workers = vec![start(Some(ports[0])), start(Some(ports[1])), start(None)];
     for coordinator in &workers[..2] {
         wait_until("all workers are registered", Duration::from_secs(30), || {
@@ -189,9 +189,9 @@ async fn commands_after_a_coordinator_upgrade_cover_all_workers() {
 async fn lost_workers_fail_every_reading_command() {
     let table = "[embedded_coordinator]\nenable = true\nnode_timeout_sec = 2\n";
     let setup = Setup { name: "fleet", capacity: "64M", made_tables: table.to_owned(), ..Setup::default() };
-    let first = Worker::start(&setup);
+    let first = WorkerProcess::start(&setup);
     let coordinator = first.quorum();
-    let mut second = Worker::start(&Setup { quorum: Some(coordinator.clone()), ..setup });
+    let mut second = WorkerProcess::start(&Setup { quorum: Some(coordinator.clone()), ..setup });
     let id = node(&second)["id"].as_str().expect("an id").to_owned();
     let cluster = || first.page("/api/v1/cluster").expect("the cluster");
     let until = |what: &str, holds: &dyn Fn(&str) -> bool| {

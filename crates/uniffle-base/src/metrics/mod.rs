@@ -9,7 +9,7 @@ mod transit;
 use prometheus::process_collector::ProcessCollector;
 use prometheus::{IntGauge, Registry, Result};
 
-pub use table::{Description, Family, Fill, Metric, MetricRow, filled, table};
+pub use table::{Description, Family, Metric, MetricRow, Placeholders, filled, table};
 pub use transit::{TRANSIT_MS_BUCKETS, TransitTimes};
 
 /// An amount added to a gauge, which is subtracted again when this is dropped.

@@ -14,10 +14,10 @@ use prometheus::{
 use super::renamed::also;
 
 /// Values of the placeholders `{…}` in names and help texts.
-pub type Fill<'a> = &'a [(&'a str, &'a str)];
+pub type Placeholders<'a> = &'a [(&'a str, &'a str)];
 
 /// Returns `text` with the placeholders replaced.
-pub fn filled(text: &str, fill: Fill<'_>) -> String {
+pub fn filled(text: &str, fill: Placeholders<'_>) -> String {
     fill.iter().fold(text.to_owned(), |text, (placeholder, value)| text.replace(placeholder, value))
 }
 
@@ -56,7 +56,7 @@ impl MetricRow {
     ///
     /// # Errors
     /// If a name is malformed or taken, or buckets are not ascending.
-    pub fn register<M: Metric>(&self, registry: &Registry, fill: Fill<'_>) -> Result<M> {
+    pub fn register<M: Metric>(&self, registry: &Registry, fill: Placeholders<'_>) -> Result<M> {
         let mut options = HistogramOpts::new(filled(self.name, fill), filled(self.help, fill));
         if !self.buckets.is_empty() {
             options.buckets = self.buckets.to_vec();
@@ -70,7 +70,7 @@ impl MetricRow {
     }
 
     /// Returns the documentation under all names.
-    pub fn describe<M: Metric>(&self, module: &'static str, fill: Fill<'_>) -> Vec<Description> {
+    pub fn describe<M: Metric>(&self, module: &'static str, fill: Placeholders<'_>) -> Vec<Description> {
         let described = |name: &&str| Description {
             name: filled(name, fill),
             kind: M::Family::KIND,
@@ -151,7 +151,7 @@ families! {
 /// ```
 ///
 /// `with` includes other tables. `struct Name each fill { … }` is built several times with
-/// different names; see [`Fill`].
+/// different names; see [`Placeholders`].
 #[macro_export]
 macro_rules! table {
     (
@@ -177,8 +177,8 @@ macro_rules! table {
             ///
             /// # Errors
             /// If `registry` already has one of the names.
-            $vis fn new(registry: &::prometheus::Registry $(, $fill: $crate::metrics::Fill<'_>)?) -> ::prometheus::Result<Self> {
-                let fill: $crate::metrics::Fill<'_> = [$($fill,)? &[]][0];
+            $vis fn new(registry: &::prometheus::Registry $(, $fill: $crate::metrics::Placeholders<'_>)?) -> ::prometheus::Result<Self> {
+                let fill: $crate::metrics::Placeholders<'_> = [$($fill,)? &[]][0];
                 Ok(Self {
                     $($field: $crate::metrics::table!(@row $name, $help, [$($($label),+)?], [$($other),*], [$($buckets)?])
                         .register(registry, fill)?,)*
@@ -187,8 +187,8 @@ macro_rules! table {
             }
 
             /// Returns the documentation of the table.
-            $vis fn described($($fill: $crate::metrics::Fill<'_>)?) -> Vec<$crate::metrics::Description> {
-                let fill: $crate::metrics::Fill<'_> = [$($fill,)? &[]][0];
+            $vis fn described($($fill: $crate::metrics::Placeholders<'_>)?) -> Vec<$crate::metrics::Description> {
+                let fill: $crate::metrics::Placeholders<'_> = [$($fill,)? &[]][0];
                 [
                     $($crate::metrics::table!(@row $name, $help, [$($($label),+)?], [$($other),*], [$($buckets)?])
                         .describe::<$kind>(module_path!(), fill),)*

@@ -1,7 +1,7 @@
 //! Builds the client from the configuration.
 //!
 //! `object_store` gets the bucket, the source of the keys, the checksums and the limits of retries.
-//! HTTP, TLS and timeouts are this module's own (`Service`).
+//! HTTP, TLS and timeouts are this module's own (`HttpTransport`).
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use prometheus::Registry;
 use super::connect::Connector;
 use super::credentials::{FileCredentials, is_of_header};
 use super::metrics::Metrics;
-use super::service::{AttemptTimeouts, Service};
+use super::service::{AttemptTimeouts, HttpTransport};
 use super::trust::{self, OpenError};
 use crate::runtime::Tasks;
 use crate::schema::files;
@@ -37,7 +37,7 @@ const BACKOFF: BackoffConfig = BackoffConfig {
 /// The client of a configured store.
 pub struct Client {
     pub(super) s3: AmazonS3,
-    pub(super) service: Service,
+    pub(super) service: HttpTransport,
     url: BucketUrl,
     /// URL of the bucket, without a slash at its end.
     pub(super) bucket_url: String,
@@ -73,7 +73,7 @@ impl Client {
         let connector =
             Connector::new(tls, config.connect_timeout, tasks.clone(), metrics.connections.clone());
         let timeouts = AttemptTimeouts { request: config.request_timeout, stall: config.stall_timeout };
-        let service = Service::new(connector, config.max_concurrency, timeouts, metrics);
+        let service = HttpTransport::new(connector, config.max_concurrency, timeouts, metrics);
         let bucket_url = bucket_url(config, &url);
         let builder = AmazonS3Builder::new()
             .with_bucket_name(url.bucket())

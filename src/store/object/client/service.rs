@@ -53,7 +53,7 @@ pub(super) struct AttemptTimeouts {
 
 /// HTTP transport of `object_store`. Clones share all state.
 #[derive(Clone)]
-pub(super) struct Service(Arc<ServiceState>);
+pub(super) struct HttpTransport(Arc<ServiceState>);
 
 struct ServiceState {
     connector: Connector,
@@ -66,19 +66,19 @@ struct ServiceState {
     failed: Mutex<VecDeque<u64>>,
 }
 
-impl fmt::Debug for Service {
+impl fmt::Debug for HttpTransport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Service").field("pool", &self.0.pool).finish_non_exhaustive()
+        f.debug_struct("HttpTransport").field("pool", &self.0.pool).finish_non_exhaustive()
     }
 }
 
-impl HttpConnector for Service {
+impl HttpConnector for HttpTransport {
     fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {
         Ok(HttpClient::new(self.clone()))
     }
 }
 
-impl HttpService for Service {
+impl HttpService for HttpTransport {
     fn call<'a, 'b>(
         &'a self,
         request: HttpRequest,
@@ -91,7 +91,7 @@ impl HttpService for Service {
     }
 }
 
-impl Service {
+impl HttpTransport {
     pub(super) fn new(
         connector: Connector,
         max_concurrency: usize,

@@ -9,7 +9,7 @@ use uniffle_io::Disk;
 use uniffle_testkit::eventually;
 use uniffle_testkit::fault::{self, FaultDisk, Faults, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
-use uniffle_testkit::object_fault::{Call, Fault};
+use uniffle_testkit::object_fault::{Call, ObjectFault};
 
 use super::*;
 use crate::store::object::cache::CHUNK_BYTES;
@@ -75,7 +75,7 @@ async fn cached_chunk_is_read_without_a_request() {
 async fn concurrent_readers_of_a_chunk_share_a_request() {
     let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
     process.filled(1).await;
-    process.store.set(|call, _| if call == Call::Get { Fault::Hold } else { Fault::None });
+    process.store.set(|call, _| if call == Call::Get { ObjectFault::Hold } else { ObjectFault::None });
     let reads = join_all((0..10).map(|n| process.data(n % 2, 0, 1000)));
     let others = async {
         let is_held = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
@@ -91,8 +91,8 @@ async fn concurrent_readers_of_a_chunk_share_a_request() {
 async fn failed_chunk_is_requested_again_by_the_next_reader() {
     let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
     process.filled(1).await;
-    for fault in [Fault::Refuse, Fault::Cut] {
-        process.store.set(move |call, _| if call == Call::Get { fault } else { Fault::None });
+    for fault in [ObjectFault::Refuse, ObjectFault::Cut] {
+        process.store.set(move |call, _| if call == Call::Get { fault } else { ObjectFault::None });
         let error = process.data(0, 0, 1000).await.unwrap_err();
         assert_eq!(error.kind, StoreErrorKind::Unhealthy, "{fault:?}: it is expected back");
     }
@@ -122,7 +122,7 @@ async fn silent_store_delays_only_its_own_readers() {
             shuffle.write(vec![extent(partition, 0..1, 1 << 20)].into()).await.unwrap();
         }
         process.data(0, 0, 1 << 20).await.unwrap();
-        process.store.set(|call, _| if call == Call::Get { Fault::Hold } else { Fault::None });
+        process.store.set(|call, _| if call == Call::Get { ObjectFault::Hold } else { ObjectFault::None });
         let read = |partition| {
             let mut read = process.tier.data(&key(1), PartitionId(partition), 0, 1 << 20).unwrap().chunks;
             let pool = &pool;
@@ -401,7 +401,7 @@ async fn close_extents_are_one_request_without_cache() {
     let extents = (0..6).flat_map(|n| [extent(0, n..n + 1, 100), extent(1, n..n + 1, 2000)]);
     // Each batch has one extent of a partition, and these batches share a segment.
     let begins = |call| matches!(call, Call::Put | Call::Begin);
-    process.store.set(move |call, _| if begins(call) { Fault::Hold } else { Fault::None });
+    process.store.set(move |call, _| if begins(call) { ObjectFault::Hold } else { ObjectFault::None });
     let writes = join_all(extents.map(|extent| shuffle.write(vec![extent].into())));
     let others = async {
         let is_held = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };

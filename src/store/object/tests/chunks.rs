@@ -3,7 +3,7 @@
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use uniffle_io::{ReadBuffer, ReadBuffers};
-use uniffle_testkit::object_fault::{Call, Fault};
+use uniffle_testkit::object_fault::{Call, ObjectFault};
 
 use super::*;
 use crate::store::object::location::CLAIM;
@@ -87,12 +87,12 @@ async fn slow_readers_hold_no_request_permit() {
 
 #[tokio::test]
 async fn stalled_or_wrong_response_is_requested_again() {
-    for (fault, gets) in [(Fault::Cut, 2), (Fault::Flip, 2)] {
+    for (fault, gets) in [(ObjectFault::Cut, 2), (ObjectFault::Flip, 2)] {
         let process = with_a_run(8).await;
         let mut faults = vec![fault].into_iter();
         process.store.set(move |call, _| match call {
-            Call::Get => faults.next().unwrap_or(Fault::None),
-            _ => Fault::None,
+            Call::Get => faults.next().unwrap_or(ObjectFault::None),
+            _ => ObjectFault::None,
         });
         assert!(rest_of(process.begin((0, BYTES))).await.unwrap() == written(), "{fault:?}");
         assert_eq!(process.asked(), gets, "{fault:?}");

@@ -1,6 +1,6 @@
 //! Tests with two concurrent processes of one worker.
 
-use uniffle_testkit::object_fault::{Call, Fault};
+use uniffle_testkit::object_fault::{Call, ObjectFault};
 
 use super::*;
 use crate::store::object::claim::claim_key;
@@ -69,7 +69,7 @@ async fn lost_claim_is_noticed_by_purge_and_when_idle() {
 async fn one_of_two_concurrent_starts_is_refused() {
     let store = FaultyObjects::default();
     for _ in 0..2 {
-        store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+        store.set(|call, _| if call == Call::Put { ObjectFault::Hold } else { ObjectFault::None });
         let both = async { futures::join!(Process::try_start(&store), Process::try_start(&store)) };
         let let_go = async {
             uniffle_testkit::eventually("both are about to claim", || match store.held() {
@@ -119,7 +119,7 @@ async fn claim_deleted_by_a_bucket_rule_is_restored() {
 #[tokio::test]
 async fn lost_response_to_a_claim_is_not_another_process() {
     let store = FaultyObjects::default();
-    store.set(|call, _| if call == Call::Put { Fault::LoseAnswer } else { Fault::None });
+    store.set(|call, _| if call == Call::Put { ObjectFault::LoseAnswer } else { ObjectFault::None });
     let process = Process::start(&store).await;
     store.heal();
     process.register_noted(&key(1)).await;
@@ -129,7 +129,11 @@ async fn lost_response_to_a_claim_is_not_another_process() {
 async fn store_that_ignores_conditions_is_named_at_the_start() {
     for ignores in [false, true] {
         let (log, store) = (CapturedLog::of_this_thread(), FaultyObjects::default());
-        store.set(move |call, _| if ignores && call == Call::Put { Fault::Overwrite } else { Fault::None });
+        store.set(
+            move |call, _| {
+                if ignores && call == Call::Put { ObjectFault::Overwrite } else { ObjectFault::None }
+            },
+        );
         for _ in 0..2 {
             Process::start(&store).await.register_noted(&key(1)).await;
         }

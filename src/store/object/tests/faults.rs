@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use uniffle_testkit::object_fault::{Call, Fault};
+use uniffle_testkit::object_fault::{Call, ObjectFault};
 
 use super::*;
 use crate::log::LogObject;
@@ -18,7 +18,9 @@ async fn failed_upload_leaves_nothing_and_is_retried() {
         let shuffle = process.register(&key(1));
         let bytes = if failing == Call::Put { 100 } else { 5000 };
         let batch = || vec![extent(0, 0..4, bytes)].into();
-        process.store.set(move |call, _| if call == failing { Fault::Refuse } else { Fault::None });
+        process
+            .store
+            .set(move |call, _| if call == failing { ObjectFault::Refuse } else { ObjectFault::None });
         let error = shuffle.write(batch()).await.unwrap_err();
         assert_eq!(error.kind, StoreErrorKind::Unreachable, "{failing:?}: {error}");
         assert!(!shuffle.is_accepting(), "{failing:?}");
@@ -42,7 +44,9 @@ async fn upload_with_lost_response_is_found() {
     for (failing, bytes) in [(Call::Put, 100), (Call::Complete, 5000)] {
         let process = Process::start(&FaultyObjects::default()).await;
         let shuffle = process.register(&key(1));
-        process.store.set(move |call, _| if call == failing { Fault::LoseAnswer } else { Fault::None });
+        process
+            .store
+            .set(move |call, _| if call == failing { ObjectFault::LoseAnswer } else { ObjectFault::None });
         shuffle.write(vec![extent(0, 0..4, bytes)].into()).await.unwrap();
         assert_eq!(segments(&process.store).await.len(), 1, "{failing:?}");
         assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..4, bytes), "{failing:?}");
@@ -57,13 +61,13 @@ async fn transit_errors_are_reread_and_stored_ones_reported() {
     let mut is_first = true;
     let once = move |call: Call, _: &_| {
         let flips = call == Call::Get && std::mem::take(&mut is_first);
-        if flips { Fault::Flip } else { Fault::None }
+        if flips { ObjectFault::Flip } else { ObjectFault::None }
     };
     process.store.set(once);
     let read = process.tier.data(&key(1), PartitionId(0), 0, 400).unwrap();
     assert_eq!(all(read.chunks).await.unwrap().len(), 400);
 
-    process.store.set(|call, _| if call == Call::Get { Fault::Flip } else { Fault::None });
+    process.store.set(|call, _| if call == Call::Get { ObjectFault::Flip } else { ObjectFault::None });
     let read = process.tier.data(&key(1), PartitionId(0), 100, 200).unwrap();
     let error = all(read.chunks).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Corrupt);
@@ -100,7 +104,9 @@ async fn blocks_of_a_deleted_segment_are_lost_once_confirmed() {
     assert!(mark().await.is_none(), "no read has missed a segment");
     for failing in [Call::List, Call::Head, Call::Get] {
         assert!(fails().await, "{failing:?}");
-        process.store.set(move |call, _| if call == failing { Fault::Refuse } else { Fault::None });
+        process
+            .store
+            .set(move |call, _| if call == failing { ObjectFault::Refuse } else { ObjectFault::None });
         assert!(mark().await.is_none(), "{failing:?}");
         process.store.heal();
     }
@@ -130,8 +136,8 @@ async fn readers_retry_a_failing_store_until_it_is_given_up() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register(&key(1));
     shuffle.write(vec![extent(0, 0..4, 100)].into()).await.unwrap();
-    for fault in [Fault::Refuse, Fault::Cut] {
-        process.store.set(move |call, _| if call == Call::Get { fault } else { Fault::None });
+    for fault in [ObjectFault::Refuse, ObjectFault::Cut] {
+        process.store.set(move |call, _| if call == Call::Get { fault } else { ObjectFault::None });
         let read = || async { all(process.tier.data(&key(1), PartitionId(0), 0, 400).unwrap().chunks).await };
         assert_eq!(read().await.unwrap_err().kind, StoreErrorKind::Unhealthy, "{fault:?}");
         tokio::time::advance(Duration::from_secs(121)).await;
@@ -147,7 +153,7 @@ async fn readers_retry_a_failing_store_until_it_is_given_up() {
 async fn recovered_store_is_noticed_without_requests() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register(&key(1));
-    process.store.set(|_, _| Fault::Refuse);
+    process.store.set(|_, _| ObjectFault::Refuse);
     shuffle.write(vec![extent(0, 0..1, 10)].into()).await.unwrap_err();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let stopped = Box::pin(async move { drop(stopped.await) });
@@ -170,7 +176,7 @@ async fn refused_deletions_pause_no_writes() {
     process.register(&key(2)).write(vec![extent(0, 0..4, 100)].into()).await.unwrap();
     let log = LogObject { generation: 1, process: 1, first: 0, frames: 1 };
     process.store.replace(&log_key("worker-2", log, 0), Bytes::new()).await;
-    process.store.set(|call, _| if call == Call::Delete { Fault::Refuse } else { Fault::None });
+    process.store.set(|call, _| if call == Call::Delete { ObjectFault::Refuse } else { ObjectFault::None });
     process.purge(&key(2), Purge::Shuffles).await;
     assert_eq!(process.tier.objects().core.metrics.deletions_failed.get(), 1);
     process.tier.objects().remove_worker("worker-2").await.unwrap_err();
@@ -195,8 +201,8 @@ async fn all_records(process: &Process) -> Vec<Bytes> {
 async fn unwritten_record_is_not_acknowledged() {
     let process = Process::start(&FaultyObjects::default()).await;
     process.register_noted(&key(1)).await;
-    for fault in [Fault::Refuse, Fault::LoseAnswer] {
-        process.store.set(move |call, _| if call == Call::Put { fault } else { Fault::None });
+    for fault in [ObjectFault::Refuse, ObjectFault::LoseAnswer] {
+        process.store.set(move |call, _| if call == Call::Put { fault } else { ObjectFault::None });
         let error = process.log(&key(1)).append(Bytes::from_static(b"lost")).await.unwrap_err();
         assert_eq!(error.kind, StoreErrorKind::Unreachable, "{fault:?}");
     }
@@ -213,7 +219,7 @@ async fn unwritten_record_is_not_acknowledged() {
 async fn late_attempt_of_a_log_object_changes_nothing() {
     let process = Process::start(&FaultyObjects::default()).await;
     process.register_noted(&key(1)).await;
-    process.store.set(|call, _| if call == Call::Put { Fault::Repeat } else { Fault::None });
+    process.store.set(|call, _| if call == Call::Put { ObjectFault::Repeat } else { ObjectFault::None });
     process.log(&key(1)).append(Bytes::from_static(b"first")).await.unwrap();
     process.store.heal();
     process.log(&key(1)).append(Bytes::from_static(b"second")).await.unwrap();

@@ -21,7 +21,7 @@ use crate::runtime::Tasks;
 use crate::store::offload::OffloadTier;
 use crate::store::test_blocks::{self, all, content, expected, extent};
 use crate::store::{
-    ChunkRead, MaintainedTier as _, MetadataLog, MetadataTier as _, Purge, ServedTier, StoreError, Tier,
+    ChunkRead, MaintainedTier as _, MetadataTier as _, Purge, RegistrationLog, ServedTier, StoreError, Tier,
     TierShuffle,
 };
 use uniffle_base::budget::Budget;
@@ -78,7 +78,7 @@ impl Process {
         self.tier.shuffle(key).unwrap()
     }
 
-    fn log(&self, key: &ShuffleKey) -> Arc<dyn MetadataLog> {
+    fn log(&self, key: &ShuffleKey) -> Arc<dyn RegistrationLog> {
         self.tier.metadata_log(key).unwrap()
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use object_store::ObjectMeta;
 use tokio::task::JoinSet;
-use uniffle_testkit::object_fault::{Call, Fault};
+use uniffle_testkit::object_fault::{Call, ObjectFault};
 
 use super::*;
 use crate::store::{ExtentWrite, Recovered};
@@ -129,7 +129,7 @@ async fn start_waits_for_a_current_list_of_objects() {
         if call == Call::List && lists.fetch_add(1, Ordering::Relaxed) == 2 {
             healing.set_list(None);
         }
-        Fault::None
+        ObjectFault::None
     });
     let process = Process::start(&store).await;
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..2, 50));
@@ -176,7 +176,7 @@ async fn rounds_of_a_start_do_not_grow_with_the_segments() {
         writing.join_all().await;
         let store = process.kill().await;
         assert_eq!(segments(&store).await.len() as i64, i64::from(SHUFFLES) * segments_each);
-        store.set(|call, _| if call == Call::Get { Fault::Hold } else { Fault::None });
+        store.set(|call, _| if call == Call::Get { ObjectFault::Hold } else { ObjectFault::None });
         let (held, mut starting, mut count) = (store.clone(), JoinSet::new(), 0);
         let start = starting.spawn(async move { Process::start(&held).await });
         while !start.is_finished() {
@@ -200,8 +200,8 @@ async fn replaced_unverified_upload_leaves_the_chain() {
     shuffle.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
     // The upload succeeds, but its response is lost, and the object cannot be deleted.
     process.store.set(|call, _| match call {
-        Call::Put => Fault::LoseAnswer,
-        _ => Fault::Refuse,
+        Call::Put => ObjectFault::LoseAnswer,
+        _ => ObjectFault::Refuse,
     });
     shuffle.write(vec![extent(0, 2..5, 70)].into()).await.unwrap_err();
     process.store.heal();
@@ -263,8 +263,8 @@ async fn gap_ends_once_the_store_knows_it() {
     for n in [1, 3] {
         process.purge(&key(n), Purge::Shuffles).await;
     }
-    for fault in [Fault::Refuse, Fault::Hold] {
-        store.set(move |call, _| if call == Call::Put { fault } else { Fault::None });
+    for fault in [ObjectFault::Refuse, ObjectFault::Hold] {
+        store.set(move |call, _| if call == Call::Put { fault } else { ObjectFault::None });
         let ended = tokio::time::timeout(Duration::from_secs(11), process.tier.end_metadata_gap());
         ended.await.expect("the caller has other work").unwrap_err();
         assert!(process.tier.metadata_gap().is_some(), "{fault:?}");
@@ -303,7 +303,7 @@ async fn silent_store_fails_the_start() {
     process.register_noted(&key(1)).await.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
     let store = process.kill().await;
     for failing in [Call::List, Call::Get] {
-        store.set(move |call, _| if call == failing { Fault::Refuse } else { Fault::None });
+        store.set(move |call, _| if call == failing { ObjectFault::Refuse } else { ObjectFault::None });
         assert!(Process::try_start(&store).await.is_err(), "{failing:?}");
     }
     store.heal();
@@ -351,7 +351,7 @@ async fn start_writes_the_log_again_in_both_copies() {
     }
     store.set(|call, path| {
         let is_log = path.as_ref().contains("/!log/");
-        if call == Call::Put && is_log { Fault::Refuse } else { Fault::None }
+        if call == Call::Put && is_log { ObjectFault::Refuse } else { ObjectFault::None }
     });
     let process = Process::start(&store).await;
     assert!(process.tier.take_recovered().shuffles.iter().all(|it| it.incomplete.is_none()));
@@ -377,7 +377,7 @@ async fn interrupted_checkpoint_is_skipped() {
         store.set(move |call, path| {
             let counts = call == Call::Put && path.as_ref().contains("/!log/");
             left -= i32::from(counts);
-            if counts && left < 0 { Fault::Refuse } else { Fault::None }
+            if counts && left < 0 { ObjectFault::Refuse } else { ObjectFault::None }
         });
         let process = Process::start(&store).await;
         let mut recovered = process.tier.take_recovered();

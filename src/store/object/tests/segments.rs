@@ -2,7 +2,7 @@
 
 use futures::future::join_all;
 use uniffle_testkit::eventually;
-use uniffle_testkit::object_fault::{Call, Fault};
+use uniffle_testkit::object_fault::{Call, ObjectFault};
 
 use super::*;
 use crate::store::Cause;
@@ -27,7 +27,7 @@ async fn objects_follow_bytes_and_not_partitions() {
 async fn waiting_batches_share_segments() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register(&key(1));
-    process.store.set(|call, _| if call == Call::Begin { Fault::Hold } else { Fault::None });
+    process.store.set(|call, _| if call == Call::Begin { ObjectFault::Hold } else { ObjectFault::None });
     let batch = |n: i64| shuffle.write(vec![extent(0, n * 10..n * 10 + 10, 1000)].into());
     let others = async {
         let began = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
@@ -85,7 +85,7 @@ async fn purge_waits_for_uploads_and_leaves_nothing() {
     let (shuffle, sibling) = (process.register_noted(&key(4)).await, process.register_noted(&key(40)).await);
     sibling.write(vec![extent(0, 0..3, 100)].into()).await.unwrap();
     shuffle.write(vec![extent(0, 0..3, 100)].into()).await.unwrap();
-    process.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+    process.store.set(|call, _| if call == Call::Put { ObjectFault::Hold } else { ObjectFault::None });
     let write = shuffle.write(vec![extent(0, 3..6, 100)].into());
     let purge = async {
         eventually("the upload is running", || {
@@ -141,7 +141,7 @@ async fn stop_waits_for_deletions_unless_the_store_is_silent() {
     for n in [1, 2] {
         process.register_noted(&key(n)).await.write(vec![extent(0, 0..3, 100)].into()).await.unwrap();
     }
-    process.store.set(|call, _| if call == Call::Delete { Fault::Hold } else { Fault::None });
+    process.store.set(|call, _| if call == Call::Delete { ObjectFault::Hold } else { ObjectFault::None });
     let deletion = |n| Arc::clone(&process.tier).forget(&key(n).app, &[key(n)], Purge::Shuffles).unwrap();
     process.tasks.spawn("deletion", deletion(1));
     let waited = process.tier.end_deletions(std::time::Duration::from_secs(5));
@@ -162,7 +162,7 @@ async fn stop_waits_for_deletions_unless_the_store_is_silent() {
 #[tokio::test]
 async fn memory_of_segments_in_progress_is_bounded() {
     let process = Process::start(&FaultyObjects::default()).await;
-    process.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+    process.store.set(|call, _| if call == Call::Put { ObjectFault::Hold } else { ObjectFault::None });
     let shuffles: Vec<_> = (0..100).map(|n| process.register(&key(n))).collect();
     let batch = || vec![extent(0, 0..4, 10)];
     let most = settings().segment_heap_bytes / segment_heap_bytes(&batch());

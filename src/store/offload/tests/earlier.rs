@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
-use uniffle_testkit::object_fault::{Call, Fault};
+use uniffle_testkit::object_fault::{Call, ObjectFault};
 
 use super::*;
 use crate::store::StoreErrorKind;
@@ -71,11 +71,11 @@ async fn empty_machine_ignores_the_earlier_registration() {
 #[tokio::test(start_paused = true)]
 async fn offloaded_shuffle_is_not_registered_again_while_store_fails() {
     for failing in [Call::Put, Call::Get] {
-        for fault in [Fault::Refuse, Fault::Hold] {
+        for fault in [ObjectFault::Refuse, ObjectFault::Hold] {
             let process = Fixture::new().start().await;
             let (again, other) = (key(1), key(2));
             process.left_in_the_store(&again).await;
-            process.fixture.store.set(move |call, _| if call == failing { fault } else { Fault::None });
+            process.fixture.store.set(move |call, _| if call == failing { fault } else { ObjectFault::None });
             let began = Instant::now();
             let error = process.try_register(&again).await.unwrap_err();
             assert!(
@@ -105,7 +105,7 @@ async fn reregistration_succeeds_once_the_store_is_back() {
     let mut calls = 0;
     process.fixture.store.set(move |call, _| {
         calls += usize::from(call == Call::Put);
-        if call == Call::Put && calls < 5 { Fault::Refuse } else { Fault::None }
+        if call == Call::Put && calls < 5 { ObjectFault::Refuse } else { ObjectFault::None }
     });
     process.try_register(&key).await.unwrap();
 }
@@ -135,13 +135,13 @@ async fn unanswered_offload_proves_no_later_records() {
         // From this write on, writes take effect but get no answer. Deletions fail.
         let mut puts = 0;
         process.fixture.store.set(move |call, _| match call {
-            Call::Put if puts >= at => Fault::LoseAnswer,
+            Call::Put if puts >= at => ObjectFault::LoseAnswer,
             Call::Put => {
                 puts += 1;
-                Fault::None
+                ObjectFault::None
             }
-            Call::Delete => Fault::Refuse,
-            _ => Fault::None,
+            Call::Delete => ObjectFault::Refuse,
+            _ => ObjectFault::None,
         });
         if process.offload_all(&key).await.is_ok() {
             break;
@@ -181,7 +181,7 @@ async fn deferred_objects_do_not_join_a_later_registration() {
 async fn about_to_offload(
     key: &ShuffleKey,
     from: usize,
-    fault: impl Fn(Call, bool) -> Fault + Send + 'static,
+    fault: impl Fn(Call, bool) -> ObjectFault + Send + 'static,
 ) -> Process {
     let process = Fixture::new().start().await;
     process.register(key).await;
@@ -200,14 +200,14 @@ async fn about_to_offload(
 async fn late_page_does_not_join_a_later_registration() {
     let mut has_arrived = 0;
     for (fault, from) in
-        [Fault::Late, Fault::Repeat].into_iter().flat_map(|it| (0..8).map(move |at| (it, at)))
+        [ObjectFault::Late, ObjectFault::Repeat].into_iter().flat_map(|it| (0..8).map(move |at| (it, at)))
     {
         let key = key(1);
-        let of = move |_, is_after| if is_after { fault } else { Fault::None };
+        let of = move |_, is_after| if is_after { fault } else { ObjectFault::None };
         let process = about_to_offload(&key, from, of).await;
         let moved = process.offload_all(&key).await;
         let records = process.append_record(&key, b"earlier").await;
-        assert!(fault == Fault::Late || records.is_ok(), "write {from}: {moved:?} {records:?}");
+        assert!(fault == ObjectFault::Late || records.is_ok(), "write {from}: {moved:?} {records:?}");
         process.fixture.store.heal();
         process.purge(&key).await;
         process.register(&key).await;
@@ -227,7 +227,7 @@ async fn late_page_does_not_join_a_later_registration() {
 async fn shuffles_without_offloaded_data_never_wait_for_the_store() {
     let process = Fixture::new().start().await;
     process.until_known().await;
-    process.fixture.store.set(|_, _| Fault::Hold);
+    process.fixture.store.set(|_, _| ObjectFault::Hold);
     let began = Instant::now();
     for key in [key(1), key(2), key(1)] {
         process.register(&key).await;
@@ -245,7 +245,7 @@ async fn end_of_an_offloaded_shuffle_does_not_wait_for_the_store() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.left_in_the_store(&key).await;
-    process.fixture.store.set(|_, _| Fault::Hold);
+    process.fixture.store.set(|_, _| ObjectFault::Hold);
     let began = Instant::now();
     process.tier.forgotten_durable(&key.app, Some(&key)).await.unwrap();
     assert_eq!(began.elapsed(), Duration::ZERO);

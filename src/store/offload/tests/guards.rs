@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use uniffle_testkit::eventually;
-use uniffle_testkit::object_fault::{Call, Fault};
+use uniffle_testkit::object_fault::{Call, ObjectFault};
 
 use super::*;
 use crate::store::{DrainBacklog, StoreErrorKind};
@@ -44,7 +44,10 @@ async fn reports_do_not_wait_for_a_hung_first_offload() {
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..10).await;
-    process.fixture.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+    process
+        .fixture
+        .store
+        .set(|call, _| if call == Call::Put { ObjectFault::Hold } else { ObjectFault::None });
     let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
     let mut offloads = JoinSet::new();
     offloads.spawn(async move { tier.offload_candidate(OffloadCandidate::Oldest(0), &shuffle).await });
@@ -73,7 +76,7 @@ async fn report_behind_a_hung_offload_ends_in_time() {
     let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
     let moved = Arc::clone(&shuffle);
     process.fixture.store.set(move |call, _| {
-        if call == Call::Put && moved.is_offloaded() { Fault::Hold } else { Fault::None }
+        if call == Call::Put && moved.is_offloaded() { ObjectFault::Hold } else { ObjectFault::None }
     });
     let mut offloads = JoinSet::new();
     offloads.spawn(async move { tier.offload_candidate(OffloadCandidate::Oldest(0), &shuffle).await });
@@ -103,7 +106,10 @@ async fn checkpoint_replaces_records_that_outran_the_store() {
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..10).await;
-    process.fixture.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+    process
+        .fixture
+        .store
+        .set(|call, _| if call == Call::Put { ObjectFault::Hold } else { ObjectFault::None });
     let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
     let mut offloads = JoinSet::new();
     offloads.spawn(async move { tier.offload_candidate(OffloadCandidate::Oldest(0), &shuffle).await });
@@ -131,7 +137,7 @@ async fn report_during_the_copy_keeps_disk_data() {
         let mut puts = 0;
         process.fixture.store.set(move |call, _| {
             puts += usize::from(call == Call::Put);
-            if call == Call::Put && puts > at { Fault::Hold } else { Fault::None }
+            if call == Call::Put && puts > at { ObjectFault::Hold } else { ObjectFault::None }
         });
         let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
         let mut offloads = JoinSet::new();
@@ -300,7 +306,7 @@ async fn data_after_a_cancelled_drain_needs_the_disks() {
         assert_eq!(process.offload_candidates().await, 0);
         process.tier.cancel();
         let (store, later) = (process.fixture.store.clone(), super::key(2));
-        store.set(|call, _| if call == Call::Put { Fault::Refuse } else { Fault::None });
+        store.set(|call, _| if call == Call::Put { ObjectFault::Refuse } else { ObjectFault::None });
         if is_registered {
             process.admit(&later);
             process.append_record(&later, b"registration").await.unwrap_err();
@@ -334,7 +340,7 @@ async fn write_waits_for_the_record_of_a_drain() {
     }
     process.until_known().await;
     let store = process.fixture.store.clone();
-    store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+    store.set(|call, _| if call == Call::Put { ObjectFault::Hold } else { ObjectFault::None });
     let held = || if store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
     let write = async {
         eventually("the record is being written", held).await;
@@ -356,7 +362,10 @@ async fn write_waits_for_the_record_of_a_drain() {
 async fn drain_without_shuffles_ends_once_stored() {
     let key = key(1);
     let process = divided(&key).await.start().await;
-    process.fixture.store.set(|call, _| if call == Call::Delete { Fault::Refuse } else { Fault::None });
+    process
+        .fixture
+        .store
+        .set(|call, _| if call == Call::Delete { ObjectFault::Refuse } else { ObjectFault::None });
     drop(Arc::clone(&process.tier).forget(&key.app, std::slice::from_ref(&key), Purge::Shuffles));
     process.tier.begin_drain();
     assert_eq!(process.tier.drain_progress().shuffles_left, 1);

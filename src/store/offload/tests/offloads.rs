@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use parking_lot::Mutex;
-use uniffle_testkit::object_fault::{Call, Fault};
+use uniffle_testkit::object_fault::{Call, ObjectFault};
 use uniffle_wire::index::RECORD_BYTES;
 
 use super::*;
@@ -125,8 +125,8 @@ async fn failing_store_removes_nothing() {
     fill(&process, &key, 0..6, 4).await;
     for failing in [Call::Put, Call::Begin, Call::Part, Call::Complete] {
         process.fixture.store.set(move |call, _| match call {
-            call if call == failing => Fault::Refuse,
-            _ => Fault::None,
+            call if call == failing => ObjectFault::Refuse,
+            _ => ObjectFault::None,
         });
         assert!(process.offload_all(&key).await.is_err(), "{failing:?}");
         process.fixture.store.heal();
@@ -210,7 +210,10 @@ async fn purge_during_an_offload_leaves_nothing() {
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..12, 4).await;
-    process.fixture.store.set(|call, _| if call == Call::Part { Fault::Hold } else { Fault::None });
+    process
+        .fixture
+        .store
+        .set(|call, _| if call == Call::Part { ObjectFault::Hold } else { ObjectFault::None });
     let purge = async {
         let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err(String::new()) };
         uniffle_testkit::eventually("a part is being uploaded", held).await;
@@ -279,7 +282,10 @@ async fn only_cold_partitions_are_offloaded() {
     process.write(&key, vec![extent(0, 0..4, 500), extent(1, 0..50, 1000), extent(2, 0..1, 9)]).await;
     let (wanted, shuffle) = process.tier.next().expect("50,000 bytes are more than an object");
     assert_eq!(wanted, OffloadCandidate::Cold(0));
-    process.fixture.store.set(|call, _| if call == Call::Complete { Fault::Refuse } else { Fault::None });
+    process
+        .fixture
+        .store
+        .set(|call, _| if call == Call::Complete { ObjectFault::Refuse } else { ObjectFault::None });
     process.tier.offload_candidate(wanted, &shuffle).await.unwrap_err();
     process.fixture.store.heal();
     assert_eq!(

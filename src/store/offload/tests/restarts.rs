@@ -1,6 +1,6 @@
 //! Recovery by a later process, on the same disks or on others.
 
-use uniffle_testkit::object_fault::{Call, Fault};
+use uniffle_testkit::object_fault::{Call, ObjectFault};
 use uniffle_wire::index::FILLER_BLOCK_ID;
 
 use super::*;
@@ -143,7 +143,7 @@ async fn interrupted_offload_keeps_every_block_once() {
     let (mut at, mut has_ended) = (0, false);
     while !has_ended {
         assert!(at < 1000, "two moves make {at} calls and more");
-        for fault in [Fault::Refuse, Fault::LoseAnswer] {
+        for fault in [ObjectFault::Refuse, ObjectFault::LoseAnswer] {
             let process = Fixture::new().start().await;
             let key = key(1);
             process.register(&key).await;
@@ -154,9 +154,9 @@ async fn interrupted_offload_keeps_every_block_once() {
             process.fixture.store.set(move |call, _| {
                 calls += usize::from(!matches!(call, Call::Get | Call::List));
                 match calls {
-                    calls if calls <= at => Fault::None,
+                    calls if calls <= at => ObjectFault::None,
                     calls if calls == at + 1 => fault,
-                    _ => Fault::Refuse,
+                    _ => ObjectFault::Refuse,
                 }
             });
             has_ended = process.offload_all(&key).await.is_ok();
@@ -313,12 +313,15 @@ async fn resent_report_reaches_the_store() {
         fill(&process, key, 0..10).await;
     }
     process.offload_all(&moved).await.unwrap();
-    process.fixture.store.set(|call, _| if call == Call::Put { Fault::Refuse } else { Fault::None });
+    process
+        .fixture
+        .store
+        .set(|call, _| if call == Call::Put { ObjectFault::Refuse } else { ObjectFault::None });
     process.append_record(&moved, b"report").await.unwrap_err();
     let fixture = process.kill().await;
     fixture.store.set(|call, path| {
         let is_log = path.as_ref().contains("/!log/");
-        if call == Call::Put && is_log { Fault::Refuse } else { Fault::None }
+        if call == Call::Put && is_log { ObjectFault::Refuse } else { ObjectFault::None }
     });
 
     let process = fixture.start().await;
