@@ -182,7 +182,7 @@ async fn concurrent_requests_of_a_connection_are_all_answered() {
     let sends = (0..200).map(|i| {
         let (fixture, client) = (&fixture, &client);
         async move {
-            fixture.send(client, &[(PARTITION, vec![block(i, 5000)])]).await;
+            fixture.send(client, &[(PARTITION, vec![block(i, 100)])]).await;
             let reply = client.read_memory(&key(), PARTITION, -1, 1 << 30, None).await.unwrap();
             let ReplyAnswer::Memory(segments) = reply.answer else { panic!() };
             assert!(segments.iter().any(|segment| segment.block_id == block(i, 1).meta.block_id.0));
