@@ -317,7 +317,7 @@ fn assert_no_cycle(imports: &BTreeSet<(String, String)>) {
 /// tokio timers that include pauses of the process. `clock` has equivalents without pauses.
 const COUNT_PAUSES: &[&str] =
     &["Instant", "Sleep", "Timeout", "sleep", "sleep_until", "timeout", "timeout_at"];
-/// `clock` is built on them. Deadlines of `uniffle-telemetry`, which is not checked, affect no peer.
+/// `clock` is built on them. `uniffle-telemetry` is not checked: its deadlines affect no peer.
 const MAY_COUNT_PAUSES: &[&str] = &["clock"];
 
 #[test]

@@ -2,7 +2,8 @@
 //!
 //! [`FairQueue`] orders requests by virtual time. [`FairSemaphore`] is a bounded amount with such a
 //! queue: it serves the application that holds least by its weight, and breaks ties by virtual
-//! time. [`shares`] has the rules for how much one application may hold. This module allocates no buffers and does not know what is requested.
+//! time. [`shares`] has the rules for how much one application may hold. This module allocates no
+//! buffers and does not know what is requested.
 
 mod fair_queue;
 mod fair_semaphore;

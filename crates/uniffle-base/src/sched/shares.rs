@@ -1,24 +1,25 @@
-//! Limits the share of one application in a resource. All such rules are here, as pure functions.
+//! Limits the share of one application in a resource, by pure functions. The number of requests
+//! that wait for tickets has a limit of its own in the ticket queue.
 //!
 //! - Amounts that are returned soon, such as read memory: all but the [`reserve`]. That is for
 //!   applications that hold nothing, and for a single one until it holds [`half`].
 //! - Resources that cannot be revoked (registrations, reported ids, partitions): an application may
 //!   hold as much as it leaves free ([`room`]). A single application thus gets half, and each of n
 //!   equal applications gets 1/(n+1). The last quarter is reserved for applications that hold
-//!   little: there an application may hold a quarter of the free rest, so each new application takes
-//!   at most a fifth of it.
-//! - Memory responses that clients have not read: half. One response takes at most a fraction of the
-//!   free rest ([`APP_RESPONSE_DIVISOR`]).
+//!   little: there an application may hold a quarter of the free rest, so each new application
+//!   takes at most a fifth of it.
+//! - Memory responses that clients have not read: half. One response takes at most a fraction of
+//!   the free rest ([`APP_RESPONSE_DIVISOR`]).
 
 /// Fraction of the capacity that is reserved for applications that hold nothing.
 const RESERVE_DIVISOR: u64 = 8;
 
 /// One memory response, or its block lists, takes at most this fraction of what is free to its
-/// application. With many concurrent readers responses become smaller, and slow readers never take
-/// everything.
+/// application. So responses become smaller with many concurrent readers, and slow readers leave
+/// some room.
 pub const APP_RESPONSE_DIVISOR: u64 = 4;
-/// The same for what is free to its connection. It is larger, because a connection's whole is
-/// small.
+/// One memory response takes at most this fraction of what is free to its connection. The fraction
+/// is larger, because the budget of a connection is smaller.
 pub const CONNECTION_RESPONSE_DIVISOR: u64 = 2;
 
 /// Fraction of a resource that cannot be revoked, reserved for applications that hold little.

@@ -356,7 +356,7 @@ proptest! {
             let held = |app: usize| granted.iter().filter(|it| it.0 == app).map(|it| it.1.amount).sum::<u64>();
             let free = 80 - (0..3).map(held).sum::<u64>();
             prop_assert_eq!(semaphore.0.lock().free, free);
-            // Of the waiting applications, one that holds least by its weight lacks capacity.
+            // A waiting application that holds least by its weight waits for capacity only.
             let firsts: Vec<_> = (0..3).filter_map(|app| waiting.iter().find(|it| it.0 == app)).collect();
             let rank = |app: usize| held(app) / u64::from(apps[app].weight);
             let least = firsts.iter().map(|it| rank(it.0)).min();
