@@ -15,7 +15,7 @@ use crate::service::metrics::ServiceMetrics;
 use crate::store::offload;
 use crate::store::{disk, object};
 use crate::telemetry::TelemetryMetrics;
-use uniffle_profile::allocator::AllocatorMetrics;
+use uniffle_base::allocator::AllocatorMetrics;
 
 use crate::server::settings::reload::ReloadMetrics;
 use crate::server::upgrade::UpgradeMetrics;

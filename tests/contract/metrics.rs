@@ -98,7 +98,7 @@ const TOPICS: &[(&str, &str)] = &[
     ("server::upgrade", "Upgrade"),
     ("server", "Build"),
     ("uniffle_base::runtime", "Runtime"),
-    ("uniffle_profile::allocator::jemalloc", "Allocator"),
+    ("uniffle_base::allocator::jemalloc", "Allocator"),
     ("uniffle_telemetry", "Logs and traces"),
     ("prometheus", "Process"),
 ];

@@ -31,7 +31,7 @@ const LAYERS: &[&[&str]] = &[
     // `uniffle-base`.
     &["budget"],
     &["sched"],
-    &["log_limiter", "runtime"],
+    &["allocator", "log_limiter", "runtime"],
     &["clock", "damage", "metrics", "schema"],
 ];
 

@@ -1,11 +1,13 @@
-//! Modules that all parts of the worker use: budgets, wait queues, clock, tasks, metrics and
-//! configuration keys.
+//! Modules that all parts of the worker use: budgets, wait queues, clock, tasks, allocator, metrics
+//! and configuration keys.
 //!
-//! [`budget`] bounds memory, and [`sched`] decides which application is next. [`runtime`] owns
-//! tasks and threads. [`clock`] excludes pauses of the process from deadlines. [`metrics::table!`]
-//! declares metrics, and [`schema::section!`] the keys of a module. [`damage`] notifies the service
-//! of lost blocks. Nothing else here depends on shuffles, blocks or protocols.
+//! [`budget`] bounds memory, and [`sched`] decides which application is next. [`allocator`] returns
+//! freed memory. [`runtime`] owns tasks and threads. [`clock`] excludes pauses of the process from
+//! deadlines. [`metrics::table!`] declares metrics, and [`schema::section!`] the keys of a module.
+//! [`damage`] notifies the service of lost blocks. Nothing else here depends on shuffles, blocks or
+//! protocols.
 
+pub mod allocator;
 pub mod budget;
 pub mod clock;
 pub mod damage;

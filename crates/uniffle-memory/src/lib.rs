@@ -45,10 +45,10 @@ pub use persistent::huge::describe as describe_huge_pages;
 pub use persistent::orphaned::OrphanedMemory;
 pub use uniffle_base::budget::{Budget, Charge, NoCapacity};
 
+use uniffle_base::allocator::return_freed;
 use uniffle_base::budget::{Heap, HeapKind};
 use uniffle_base::clock::Instant;
 use uniffle_base::metrics::{Description, clamped};
-use uniffle_profile::allocator::return_freed;
 use uniffle_wire::types::{AppId, BlockId, Distribution, ShuffleKey};
 
 use admission::metadata_reserve::{MetadataReserve, SPARE_BYTES};

@@ -6,7 +6,6 @@
 //! work on a profile or dump holds its [`ExclusivePermit`] until the work has ended, even if the
 //! client has gone. URLs and parameters of requests are in `http`.
 
-pub mod allocator;
 mod child;
 pub mod cpu;
 pub mod heap;

@@ -28,9 +28,9 @@ use crate::runtime::{Handover, RuntimeMetrics, Tasks};
 use crate::service::{Service, SettingsStore};
 use crate::store::Tier;
 use crate::telemetry::LogFilter;
+use uniffle_base::allocator::AllocatorMetrics;
 use uniffle_base::budget::Heap;
 use uniffle_coordinator::embedded::EmbeddedCoordinator;
-use uniffle_profile::allocator::AllocatorMetrics;
 
 use self::tiers::{Precheck, TierInputs};
 use super::process::notify;

@@ -25,11 +25,11 @@ use crate::runtime::RuntimeMetrics;
 use crate::service::{AppStatistics, Incompleteness, QuotaUse, Service};
 use crate::store::{DiskCondition, DiskInfo, HdfsState, ObjectStoreState};
 use crate::telemetry::panic_count;
+use uniffle_base::allocator::AllocatorMetrics;
 use uniffle_base::budget::{Budget, HeapKind};
 use uniffle_coordinator::NodeReport;
 use uniffle_coordinator::heartbeat::{CoordinatorAddress, Link};
 use uniffle_io::Media;
-use uniffle_profile::allocator::AllocatorMetrics;
 
 use super::cluster::ClusterPage;
 use super::health;

@@ -3,15 +3,15 @@
 //!
 //! jemalloc keeps freed pages for some seconds, in several arenas, because returning and getting
 //! them again is expensive. Memory freed in one arena is not used by another. Under attack, 160 MiB
-//! of unused pages collected beside a heap of 72 MiB. The heap budget therefore calls
-//! [`return_freed`] as its charges progress.
+//! of unused pages collected beside a heap of 72 MiB. The heap budget of `uniffle-memory`
+//! therefore calls [`return_freed`] as its charges progress.
 
 #[cfg(feature = "jemalloc")]
 mod jemalloc {
     use prometheus::IntGauge;
     use tikv_jemalloc_ctl::{Access as _, AsName as _, Result, arenas, epoch, stats};
 
-    use uniffle_base::metrics;
+    use crate::metrics;
 
     metrics::table! {
         /// Gauges of the process's allocator.
@@ -96,7 +96,7 @@ impl AllocatorMetrics {
     }
 
     /// Returns no documentation.
-    pub fn described() -> Vec<uniffle_base::metrics::Description> {
+    pub fn described() -> Vec<crate::metrics::Description> {
         Vec::new()
     }
 
