@@ -46,7 +46,7 @@ pub fn metric_descriptions() -> Vec<Description> {
         #[cfg(feature = "object")]
         object::client::Metrics::described(),
         #[cfg(feature = "object")]
-        offload::metrics::Metrics::described(),
+        offload::Metrics::described(),
         grpc::metrics::GrpcMetrics::described(),
         tcp::metrics::TcpMetrics::described(),
         HttpMetrics::described(),

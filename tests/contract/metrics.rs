@@ -86,7 +86,7 @@ const TOPICS: &[(&str, &str)] = &[
     ("remote::hdfs", "HDFS"),
     ("store::object", "Object store"),
     ("store::object::client", "Requests to the object store"),
-    ("store::offload", "Offload to the object store"),
+    ("store::offload::tier", "Offload to the object store"),
     ("listeners::grpc", "gRPC listener"),
     ("listeners::tcp", "Raw TCP listener"),
     ("listeners::http", "HTTP listener"),

@@ -16,11 +16,10 @@ use tokio::sync::{RwLock, RwLockReadGuard};
 
 use super::cache::Cache;
 use super::claim::Claim;
-use super::core::ObjectCore;
+use super::core::{ObjectCore, ObjectSettings};
 use super::layout::{Registered, part_of, path_of, shuffle_prefix};
 use super::log_objects::StoredLog;
 use super::metrics::Metrics;
-use super::settings::ObjectSettings;
 use super::shuffle::{ObjectShuffle, records_key};
 use super::upload::intake::Uploads;
 use super::workers::{self, RemovalReport, WorkerObjects};

@@ -3,7 +3,7 @@
 //!
 //! Batches of a shuffle share *segments*, objects with blocks of many partitions. A shuffle has at
 //! least one segment per flush, and another for each
-//! [`segment_bytes`](settings::ObjectSettings::segment_bytes) of its data. The number of objects
+//! [`segment_bytes`](ObjectSettings::segment_bytes) of its data. The number of objects
 //! therefore follows the bytes, not the number of partitions. This module does not decide which
 //! data is flushed when.
 
@@ -28,7 +28,6 @@ pub(super) mod log_objects;
 pub(crate) mod metrics;
 #[cfg(feature = "object")]
 pub(super) mod read;
-pub mod settings;
 #[cfg(feature = "object")]
 pub(super) mod shuffle;
 #[cfg(feature = "object")]
@@ -42,8 +41,9 @@ mod workers;
 #[cfg(feature = "object")]
 pub use self::bucket::Bucket;
 pub use self::config::{Credentials, ObjectConfig, Secret, UploadCheck};
+#[cfg(feature = "object")]
+pub use self::core::ObjectSettings;
 pub(crate) use self::metrics::NAMES;
-pub use self::settings::ObjectSettings;
 #[cfg(feature = "object")]
 pub use self::upload::intake::Uploads;
 #[cfg(feature = "object")]

@@ -10,8 +10,6 @@
 //! id on an empty machine therefore detects missing blocks.
 
 #[cfg(feature = "object")]
-pub(crate) mod metrics;
-#[cfg(feature = "object")]
 mod offloader;
 #[cfg(feature = "object")]
 mod open;
@@ -35,5 +33,7 @@ mod tier;
 #[cfg(feature = "object")]
 pub use self::policy::Watermarks;
 pub use self::release::{ChosenExtents, Excluded, Run};
+#[cfg(feature = "object")]
+pub(crate) use self::tier::Metrics;
 #[cfg(feature = "object")]
 pub use self::tier::{LocalDisks, OffloadSettings, OffloadTier};

@@ -15,9 +15,8 @@ use dashmap::DashMap;
 use parking_lot::Mutex;
 use prometheus::Registry;
 
-use super::metrics::Metrics;
 use super::policy::Watermarks;
-use super::tier::{LocalDisks, OffloadSettings, OffloadTier};
+use super::tier::{LocalDisks, Metrics, OffloadSettings, OffloadTier};
 use crate::runtime::Tasks;
 use crate::store::object::Bucket;
 use crate::store::{

@@ -9,13 +9,14 @@ use dashmap::DashMap;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
+use prometheus::{IntCounter, IntGauge};
 use tokio::sync::{Notify, watch};
 
-use super::metrics::Metrics;
 use super::policy::Watermarks;
 use super::shuffle::{Handle, TieredShuffle};
 use super::shuffle_log::{Ends, ShuffleLog, forget_end};
 use crate::log::Scratch;
+use crate::metrics;
 use crate::runtime::Tasks;
 use crate::store::object::{Bucket, NAMES};
 use crate::store::removal::deletion_queue::DetachedShuffle;
@@ -46,6 +47,25 @@ pub struct LocalDisks {
     pub config: LocalConfig,
     /// Data directories.
     pub disks: Vec<Arc<dyn Disk>>,
+}
+
+metrics::table! {
+    /// Counters and gauges of offloads from local disks to the object store.
+    pub(crate) struct Metrics {
+        moved_bytes: IntCounter = "offload_bytes",
+            "Payload bytes offloaded from local disks to the object store";
+        freed_bytes: IntCounter =
+            "offload_freed_bytes",
+            "Bytes of local files deleted after their data was offloaded";
+        passes: IntCounter = "offload_passes", "Offload passes, each over data of one shuffle";
+        failures: IntCounter = "offload_failures",
+            "Failed offload passes; the data stays on the disks";
+        disks_relieved: IntGauge =
+            "offload_disks_relieved",
+            "Disks whose data is offloaded: above offload_high_watermark, and not yet below offload_low_watermark";
+        left_bytes: IntGauge = "offload_drain_left_bytes",
+            "During a drain, bytes on local disks that are not in the object store yet";
+    }
 }
 
 /// Local disks and an object store as one tier, or an object store alone.

@@ -11,7 +11,6 @@ mod blocking_pool;
 mod metrics;
 mod names;
 mod polls;
-mod probe;
 
 use std::future::Future;
 use std::io;
@@ -23,7 +22,7 @@ use std::thread;
 use std::time::Duration;
 
 use futures::FutureExt as _;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use tokio::runtime::{Builder, Handle};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tokio_util::task::TaskTracker;
@@ -33,11 +32,13 @@ pub use self::metrics::RuntimeMetrics;
 pub use self::names::RunningTask;
 use self::names::TaskNames;
 pub use self::polls::PollBudget;
-pub use self::probe::{TooFewThreads, probe_threads};
 pub use blocking_pool::BlockingPool;
 
 /// Pause between the panic of an essential task and its restart.
 const PAUSE_AFTER_PANIC: Duration = Duration::from_secs(1);
+
+/// Stack size of probing threads. Small, since they only wait.
+const PROBE_STACK_BYTES: usize = 64 << 10;
 
 /// A group of tasks that is cancelled and awaited together. Clones share the group.
 #[derive(Debug, Clone, Default)]
@@ -285,6 +286,40 @@ impl Cores {
     }
 }
 
+/// Not all threads could be started.
+#[derive(Debug)]
+pub struct TooFewThreads {
+    /// Number of threads started.
+    pub started: usize,
+    /// Error of the next thread.
+    pub error: io::Error,
+}
+
+/// Checks that the system allows this process `count` threads: starts them at the same time, and
+/// ends them.
+///
+/// To be called before any runtime exists: tokio panics or hangs if a thread of a runtime cannot be
+/// started.
+///
+/// # Errors
+/// The number of threads started, if not all.
+pub fn probe_threads(count: usize) -> Result<(), TooFewThreads> {
+    let gate = Arc::new(RwLock::new(()));
+    let closed = gate.write();
+    let mut threads = Vec::with_capacity(count);
+    let probed = (0..count).try_for_each(|started| {
+        let gate = Arc::clone(&gate);
+        let thread = thread::Builder::new().name("uniffle-probe".to_owned()).stack_size(PROBE_STACK_BYTES);
+        let thread = thread.spawn(move || drop(gate.read()));
+        threads.push(thread.map_err(|error| TooFewThreads { started, error })?);
+        Ok(())
+    });
+    drop(closed);
+    // These threads never panic.
+    threads.into_iter().for_each(|thread| drop(thread.join()));
+    probed
+}
+
 #[cfg(test)]
 mod tests {
     use uniffle_testkit::eventually;
@@ -300,6 +335,11 @@ mod tests {
         tasks.cancel();
         tasks.drained().await;
         assert_eq!(tasks.running(), 0);
+    }
+
+    #[test]
+    fn probed_threads_are_ended() {
+        probe_threads(20).unwrap();
     }
 
     #[tokio::test(start_paused = true)]
