@@ -41,7 +41,7 @@ pub fn metric_descriptions() -> Vec<Description> {
         crate::memory::metric_descriptions(),
         FlushMetrics::described(),
         disk::metrics::Metrics::described(),
-        hdfs::metrics::Metrics::described(),
+        hdfs::Metrics::described(),
         object::metrics::Metrics::described(),
         #[cfg(feature = "object")]
         object::client::Metrics::described(),

@@ -13,7 +13,7 @@ use tokio::sync::MutexGuard;
 use tokio::task::block_in_place;
 use uniffle_wire::types::{BlockId, ShuffleKey};
 use uniffle_worker::proto::RemoteStorage;
-use uniffle_worker::remote::hdfs::fs::RemoteFs;
+use uniffle_worker::remote::hdfs::RemoteFs;
 
 use crate::fixture::{open, plain_connector};
 use crate::reader::try_read_directory;

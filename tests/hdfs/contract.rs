@@ -17,7 +17,7 @@ use uniffle_wire::index::records;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::log::IdSet;
 use uniffle_worker::memory::{Budget, ReadPool};
-use uniffle_worker::remote::hdfs::fs::RemoteFs;
+use uniffle_worker::remote::hdfs::RemoteFs;
 use uniffle_worker::remote::hdfs::{HdfsConfig, HdfsStore, RemoteConnector};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::store::{

@@ -8,7 +8,7 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 use uniffle_testkit::fake_fs::{FakeFs, RemoteCall, RemoteFault};
 use uniffle_worker::clock::Instant;
-use uniffle_worker::remote::hdfs::fs::RemoteFs;
+use uniffle_worker::remote::hdfs::RemoteFs;
 use uniffle_worker::remote::hdfs::{HdfsConfig, RemoteConnector, RemoteLocation, RemoteTarget};
 use uniffle_worker::store::{RemoteStorage, StoreError, StoreErrorKind};
 

@@ -9,7 +9,7 @@ use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{RemoteStorage, RemoteStorageConfItem, ShuffleRegisterRequest};
-use uniffle_worker::remote::hdfs::fs::RemoteFs;
+use uniffle_worker::remote::hdfs::RemoteFs;
 use uniffle_worker::remote::hdfs::{RemoteLocation, RemoteTarget};
 
 use crate::fixture::plain_connector;

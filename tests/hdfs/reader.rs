@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use uniffle_wire::index::{RECORD_BYTES, records};
-use uniffle_worker::remote::hdfs::fs::RemoteFs;
+use uniffle_worker::remote::hdfs::RemoteFs;
 use uniffle_worker::store::{StoreError, StoreErrorKind};
 
 /// Returns the blocks by id. Panics where the client would fail, such as at an index without a data

@@ -9,7 +9,7 @@ use uniffle_testkit::fake_fs::{FakeFs, RemoteCall, RemoteFault};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_wire::types::{AppId, BlockId, BlockMeta, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::flush::policy::Limits;
-use uniffle_worker::remote::hdfs::fs::RemoteFs as _;
+use uniffle_worker::remote::hdfs::RemoteFs as _;
 use uniffle_worker::remote::hdfs::{AllowList, HdfsConfig, RemoteLocation};
 use uniffle_worker::store::{Cause, ExtentData, ExtentWrite, RemoteStorage, StoreErrorKind, Tier as _};
 

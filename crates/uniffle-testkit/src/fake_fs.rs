@@ -12,7 +12,7 @@ use futures::FutureExt as _;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use uniffle_worker::remote::hdfs::fs::{FsFuture, RemoteEntry, RemoteFs};
+use uniffle_worker::remote::hdfs::{FsFuture, RemoteEntry, RemoteFs};
 use uniffle_worker::store::{StoreError, StoreErrorKind};
 
 /// Fault of a call.

@@ -13,11 +13,10 @@ use hdfs_native::file::FileWriter;
 use hdfs_native::{Client, ClientBuilder, HdfsError, WriteOptions};
 use tokio::sync::OnceCell;
 
-use super::fs::{FsFuture, RemoteEntry, RemoteFs};
 use super::hadoop::{self, HadoopConf};
 use super::kerberos::Login;
 use super::location::NAMENODE_PORT;
-use super::{RemoteConnector, RemoteLocation, RemoteStorage, RemoteTarget};
+use super::{FsFuture, RemoteConnector, RemoteEntry, RemoteFs, RemoteLocation, RemoteStorage, RemoteTarget};
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_io::BoxFuture;
 

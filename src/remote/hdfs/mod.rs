@@ -9,14 +9,12 @@
 pub mod client;
 mod config;
 mod deletion_gate;
-pub mod fs;
 #[cfg(feature = "hdfs")]
 pub mod hadoop;
 #[cfg(feature = "hdfs")]
 pub mod kerberos;
 pub mod layout;
 pub mod location;
-pub(crate) mod metrics;
 mod present;
 mod purge;
 mod remote;
@@ -32,22 +30,20 @@ use std::time::Duration;
 
 use dashmap::DashMap;
 use parking_lot::{Mutex, RwLock};
-use prometheus::Registry;
+use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry};
 
 pub use self::config::HdfsConfig;
 pub use self::location::{AllowList, AllowedPath, RemoteLocation};
 pub use self::purge::HdfsRemoval;
-pub use self::remote::RemoteTarget;
+pub use self::remote::{FsFuture, RemoteEntry, RemoteFs, RemoteTarget};
 pub(crate) use self::tier::NAMES;
 
 use self::deletion_gate::DeletionGate;
-use self::fs::RemoteFs;
 use self::layout::WideRanges;
-use self::metrics::Metrics;
-use self::remote::RemoteClient;
+use self::remote::{RemoteClient, RemoteMetrics};
 use self::writer::Writers;
 use crate::clock::sleep;
-use crate::metrics::clamped;
+use crate::metrics::{self, clamped};
 use crate::runtime::Tasks;
 use crate::store::{HdfsState, RemoteStorage, StoreError, StoreErrorKind, TierUsage};
 use uniffle_base::sched::{FairSemaphore, Reserve};
@@ -111,6 +107,48 @@ struct AppState {
     gate: Arc<DeletionGate>,
     /// Possible parents of its directories.
     roots: Mutex<Vec<(Arc<RemoteClient>, Arc<str>)>>,
+}
+
+metrics::table! {
+    /// Counters and gauges of all file systems. Names are Java's where they exist, with its label,
+    /// the host of the remote path. The others are riffle's.
+    pub(crate) struct Metrics {
+        written_bytes: IntCounterVec["storage_host"] =
+            "total_hadoop_write_data", "Payload bytes written to a remote store";
+        huge_bytes: IntCounterVec["storage_host"] = "total_hadoop_write_data_for_huge_partition",
+            "Payload bytes of huge partitions written to a remote store";
+        retries: IntCounterVec["storage_host"] = "storage_retry_write_remote",
+            "Retried batches for a remote store, after a failure there or elsewhere";
+        writes: IntCounterVec["storage_host"] =
+            "storage_total_write_remote", "Batches to be written to a remote store";
+        failures: IntCounterVec["storage_host"] =
+            "storage_failed_write_remote", "Batches that failed to be written to a remote store";
+        successes: IntCounterVec["storage_host"] =
+            "storage_success_write_remote", "Batches written to a remote store";
+        failing: IntGaugeVec["storage_host"] = "remote_storage_is_failing",
+            "Availability of a remote store: 1 while its latest calls failed";
+        deletions_failed: IntCounterVec["storage_host"] = "total_remote_storage_deletion_failed",
+            "Directories of a remote store that could not be deleted";
+        used_bytes: IntCounter = "total_hdfs_used", "Payload bytes written to all remote stores";
+        remotes: IntGauge = "remote_storage_connections", "Remote file systems in use, by settings and user";
+    }
+}
+
+impl Metrics {
+    /// Returns the metrics of the file system `authority`.
+    fn of(&self, authority: &str) -> RemoteMetrics {
+        let label = [authority];
+        RemoteMetrics {
+            written_bytes: self.written_bytes.with_label_values(&label),
+            huge_bytes: self.huge_bytes.with_label_values(&label),
+            retries: self.retries.with_label_values(&label),
+            writes: self.writes.with_label_values(&label),
+            failures: self.failures.with_label_values(&label),
+            successes: self.successes.with_label_values(&label),
+            failing: self.failing.with_label_values(&label),
+            deletions_failed: self.deletions_failed.with_label_values(&label),
+        }
+    }
 }
 
 #[derive(Debug)]

@@ -14,7 +14,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::fs::{RemoteEntry, RemoteFs};
+use super::remote::{RemoteEntry, RemoteFs};
 use super::writer::Writers;
 use super::{HdfsCore, HdfsShuffle, HdfsStore, layout};
 use crate::clock::{Instant, sleep, timeout};

@@ -12,8 +12,7 @@ use std::time::Duration;
 use futures::stream::{self, StreamExt as _};
 
 use super::deletion_gate::Deleting;
-use super::fs::{FsFuture, RemoteEntry, RemoteFs};
-use super::remote::RemoteClient;
+use super::remote::{FsFuture, RemoteClient, RemoteEntry, RemoteFs};
 use super::{AppState, HdfsCore, HdfsStore, layout};
 use crate::clock::{Instant, sleep, timeout};
 use crate::store::{Cause, StoreError, StoreErrorKind};

@@ -1,4 +1,4 @@
-//! One remote file system as one user, with its circuit breaker.
+//! One remote file system as one user: the interface of its client, and its circuit breaker.
 //!
 //! Consecutive failures of the file system itself (it does not answer, its DataNodes fail) open the
 //! breaker, which suspends the file system for a growing time (backoff). Batches are then written
@@ -7,17 +7,19 @@
 //! opens nothing. A failing file system that was not tried for a while is probed, so that the
 //! worker does not stay unhealthy for lack of batches.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use parking_lot::Mutex;
+use prometheus::{IntCounter, IntGauge};
 
-use super::fs::RemoteFs;
 use super::location::RemoteLocation;
-use super::metrics::RemoteMetrics;
 use crate::clock::Instant;
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_base::sched::FairSemaphore;
+use uniffle_io::BoxFuture;
 
 /// Number of consecutive failures that open the circuit breaker.
 const FAILURES_MIN: u32 = 3;
@@ -29,6 +31,49 @@ const SUSPENSION_MAX: Duration = Duration::from_secs(30);
 /// Time after a suspension in which batches may try. After that, the file system is probed.
 const PROBE_AFTER: Duration = Duration::from_secs(30);
 
+/// A call in progress.
+pub type FsFuture<T> = BoxFuture<'static, Result<T, StoreError>>;
+
+/// An entry of a directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RemoteEntry {
+    /// Name in the directory.
+    pub name: String,
+    /// True if the entry is a directory.
+    pub is_dir: bool,
+    /// Length of a file in bytes.
+    pub length: u64,
+}
+
+/// A remote file system: eight calls.
+///
+/// Paths are absolute and belong to one file system, without scheme and host. A call owns its
+/// buffers. It has no deadline except that of the implementation. A caller cancels a call by
+/// dropping the future, but a cancelled write may still happen.
+pub trait RemoteFs: fmt::Debug + Send + Sync {
+    /// Creates a directory with its parents, unless it exists.
+    fn make_dirs(&self, path: &str) -> FsFuture<()>;
+    /// Creates a file with the content `data`, and its directories. Readers see the complete file
+    /// when this returns. Fails with `Exists` if the file exists. After any other error a part of
+    /// the file may exist.
+    fn create(&self, path: &str, data: Vec<Bytes>) -> FsFuture<()>;
+    /// Appends `data` to a closed file. All of it is readable when this returns. After an error a
+    /// part may have been appended.
+    fn append(&self, path: &str, data: Vec<Bytes>) -> FsFuture<()>;
+    /// Closes a file after a failed append, so that its earlier content is readable again. Returns
+    /// false while this is in progress, and is to be called again.
+    fn recover(&self, path: &str) -> FsFuture<bool>;
+    /// Lists a directory. Fails with `NotFound` if it does not exist.
+    fn list(&self, path: &str) -> FsFuture<Vec<RemoteEntry>>;
+    /// Removes a file or a directory. Without `recursive` the directory must be empty. Returns
+    /// false if nothing existed.
+    fn delete(&self, path: &str, recursive: bool) -> FsFuture<bool>;
+    /// Reads a whole file.
+    fn read(&self, path: &str) -> FsFuture<Bytes>;
+    /// Reads up to `length` bytes of a file from `offset` on. Returns fewer at the end of the file.
+    fn read_range(&self, path: &str, offset: u64, length: usize) -> FsFuture<Bytes>;
+}
+
 /// Key of a remote file system. Clients of one file system with different settings must not share a
 /// connection.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -39,6 +84,19 @@ pub struct RemoteTarget {
     pub conf: Vec<(String, String)>,
     /// The user to impersonate, or `None` for the worker's own.
     pub user: Option<String>,
+}
+
+/// Metrics of one file system.
+#[derive(Debug, Clone)]
+pub(super) struct RemoteMetrics {
+    pub(super) written_bytes: IntCounter,
+    pub(super) huge_bytes: IntCounter,
+    pub(super) retries: IntCounter,
+    pub(super) writes: IntCounter,
+    pub(super) failures: IntCounter,
+    pub(super) successes: IntCounter,
+    pub(super) failing: IntGauge,
+    pub(super) deletions_failed: IntCounter,
 }
 
 /// A remote file system as one user.

@@ -19,8 +19,8 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::fs::RemoteFs;
 use super::layout::WriterName;
+use super::remote::RemoteFs;
 use crate::store::index::records::encode_blocks;
 use crate::store::{StoreError, StoreErrorKind};
 use uniffle_wire::types::BlockMeta;
