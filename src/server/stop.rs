@@ -23,7 +23,7 @@ use crate::store::LocalStore;
 use super::Worker;
 use super::sockets::{Inherited, now_ms};
 use super::start::memory_backing::MemoryRetention;
-use super::upgrade::transfer;
+use super::upgrade::write_tickets;
 
 /// Time for running requests to end after the listeners were closed.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(15);
@@ -160,8 +160,7 @@ impl Worker {
         let deadline = Instant::now() + self.flush_timeout;
         let (memory_with_tickets, state) = (Arc::clone(&self.memory), Arc::clone(&self.state));
         let mut stopped = self.end(deadline, memory).await;
-        let (tickets, state) =
-            (transfer::write_tickets(&memory_with_tickets), state.write_for_successor().await);
+        let (tickets, state) = (write_tickets(&memory_with_tickets), state.write_for_successor().await);
         stopped.sockets = Inherited { gap_began_ms, tickets, state, ..stopped.sockets };
         stopped
     }

@@ -8,7 +8,6 @@
 //! only where its result must be durable or is read from one. The views share their dependencies
 //! (`ServiceParts`) and do not know [`Service`], which creates them.
 
-mod blocking;
 mod diagnostics;
 mod error;
 mod ingest;

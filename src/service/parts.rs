@@ -1,5 +1,5 @@
-//! Configuration and dependencies that the views of the service share, and the lookup of
-//! applications named in requests.
+//! Configuration and dependencies that the views of the service share, the lookup of applications
+//! named in requests, and blocking threads for their work.
 //!
 //! An unknown application is refused. If an earlier process may have known it, the error states why
 //! its registration is missing. A lookup never creates an application.
@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use prometheus::Registry;
+use tokio::task::JoinError;
 
 use crate::app::{App, AppRegistry, ShuffleState};
 use crate::flush::Flusher;
@@ -135,4 +136,52 @@ impl ServiceParts {
 pub(super) fn shuffle_of(app: &App, shuffle: i32) -> Option<(ShuffleKey, Arc<ShuffleState>)> {
     let state = app.shuffle(ShuffleId(shuffle))?;
     Some((state.key().clone(), state))
+}
+
+/// Runs `work` inline if it is small, otherwise on a blocking thread once the pool has a free slot.
+/// The pool bounds the threads for work that clients can trigger.
+pub(super) async fn run_blocking<T: Send + 'static>(
+    pool: &BlockingPool,
+    is_small: bool,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ServiceError> {
+    StepRunner::new(pool, is_small).run(work).await
+}
+
+/// Where the steps of one request run, decided once from the request's size.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct StepRunner<'a> {
+    /// `None` runs the steps inline.
+    pool: Option<&'a BlockingPool>,
+}
+
+impl<'a> StepRunner<'a> {
+    /// Creates a runner that uses blocking threads of `pool` unless the request is small.
+    pub(super) fn new(pool: &'a BlockingPool, is_small: bool) -> Self {
+        Self { pool: Some(pool).filter(|_| !is_small) }
+    }
+
+    /// Runs one step and returns its result.
+    pub(super) async fn run<T: Send + 'static>(
+        self,
+        step: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, ServiceError> {
+        match self.pool {
+            None => Ok(step()),
+            Some(pool) => pool.run(step).await.map_err(blocking_failed),
+        }
+    }
+}
+
+/// Runs the worker's own `work` on a blocking thread. Clients must not be able to trigger it.
+pub(super) async fn run_own_blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ServiceError> {
+    tokio::task::spawn_blocking(work).await.map_err(blocking_failed)
+}
+
+/// Returns the error for work that ended without a result.
+#[expect(clippy::needless_pass_by_value, reason = "for map_err")]
+pub(super) fn blocking_failed(error: JoinError) -> ServiceError {
+    ServiceError::Malformed(format!("task on a blocking thread failed: {error}"))
 }

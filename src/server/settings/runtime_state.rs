@@ -31,7 +31,7 @@ use uniffle_coordinator::embedded::{EmbeddedCoordinator, SavedApp, SavedNode};
 
 use super::{RuntimeSettings, WorkerTags};
 use crate::server::start::memory_backing::{beside_log, within};
-use crate::server::upgrade::transfer;
+use crate::server::upgrade::{read_from_predecessor, write_for_successor};
 
 /// Name of the file beside the metadata log.
 const FILE: &str = "state";
@@ -82,7 +82,7 @@ impl RuntimeState {
     /// Returns the settings `inherited` from the predecessor of an upgrade, otherwise those of the
     /// newest file, or of the object store.
     async fn read(config: &Config, stored: Option<&dyn SavedSettings>, inherited: Option<OwnedFd>) -> Self {
-        match inherited.map(transfer::read) {
+        match inherited.map(read_from_predecessor) {
             Some(Ok(state)) => return state,
             Some(Err(error)) => {
                 tracing::warn!(%error, "cannot read the settings made at run time of the previous process");
@@ -275,7 +275,7 @@ impl StateWriter {
         if latest.state == RuntimeState::default() {
             return None;
         }
-        let written = transfer::write("uniffle-worker-state", &latest.state);
+        let written = write_for_successor("uniffle-worker-state", &latest.state);
         written.inspect_err(|error| tracing::warn!(%error, "cannot hand over settings made at run time")).ok()
     }
 
@@ -382,9 +382,9 @@ mod tests {
         let file = RuntimeState { sequence: 9, ..RuntimeState::default() };
         put(directory.path(), &serde_json::to_vec(&file).unwrap());
         let state = RuntimeState { sequence: 3, decommission: true, ..RuntimeState::default() };
-        let inherited = transfer::write("state", &state).unwrap();
+        let inherited = write_for_successor("state", &state).unwrap();
         assert_eq!(RuntimeState::read(&config, None, Some(inherited)).await, state);
-        let unreadable = transfer::write("state", &"").unwrap();
+        let unreadable = write_for_successor("state", &"").unwrap();
         assert_eq!(RuntimeState::read(&config, None, Some(unreadable)).await, file);
     }
 

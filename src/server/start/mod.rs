@@ -41,7 +41,7 @@ use super::sockets::{Inherited, Sockets};
 use super::status::snapshot::ProcessGauges;
 use super::stop::ForcedStop;
 use super::tls::Tls;
-use super::upgrade::{UpgradeMetrics, transfer};
+use super::upgrade::{UpgradeMetrics, read_tickets};
 use super::{SocketHandover, Worker, WorkerIdentity, WorkerTasks, advertised_ip, metrics, until};
 
 /// The parts of the surrounding process that a worker uses. The default suits one worker among
@@ -206,7 +206,7 @@ impl<'a> AfterStore<'a> {
         )?;
         let state = RuntimeState::recover(config, &service, transferred.settings).await;
         restore(&service, &memory.memory).await;
-        transferred.tickets.into_iter().for_each(|file| transfer::read_tickets(&memory.memory, file));
+        transferred.tickets.into_iter().for_each(|file| read_tickets(&memory.memory, file));
         service.lifecycle.set_quotas(&config.service.quota);
         let live = Arc::new(RuntimeSettings::new(config, base.log.clone()));
         let embedded = embedded_coordinator(config, heap, registry)?;

@@ -8,17 +8,21 @@
 pub(super) mod preparation;
 pub(super) mod rehearsal;
 pub(super) mod successor;
-pub(super) mod transfer;
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read as _, Seek as _, Write as _};
 use std::net::IpAddr;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use prometheus::{IntCounterVec, IntGauge, Registry};
+use rustix::fs::{MemfdFlags, memfd_create};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
-use crate::memory::Backing;
+use crate::memory::{Backing, Memory, Outstanding};
 use crate::metrics;
 use crate::store::disk::directories::claimable::HeldBy;
 use crate::store::{DiskCondition, DiskInfo};
@@ -251,6 +255,44 @@ impl Facts {
             problems.push("these changes need a stop and a start (decommission the worker first)".to_owned());
         }
         problems
+    }
+}
+
+/// Writes `value` as JSON to an unnamed file called `name` in listings of descriptors. A successor
+/// that does not know the file closes it. One that cannot read it continues without it.
+pub(super) fn write_for_successor(name: &str, value: &impl Serialize) -> io::Result<OwnedFd> {
+    let mut file = File::from(memfd_create(name, MemfdFlags::CLOEXEC)?);
+    file.write_all(&serde_json::to_vec(value)?)?;
+    file.rewind()?;
+    Ok(file.into())
+}
+
+/// Reads the result of [`write_for_successor`] in the successor.
+pub(super) fn read_from_predecessor<T: DeserializeOwned>(file: OwnedFd) -> io::Result<T> {
+    let mut text = Vec::new();
+    File::from(file).read_to_end(&mut text)?;
+    Ok(serde_json::from_slice(&text)?)
+}
+
+/// Writes the outstanding tickets of `memory` to a file. Returns `None` if there are none.
+pub(super) fn write_tickets(memory: &Memory) -> Option<OwnedFd> {
+    let outstanding = memory.tickets().outstanding();
+    if outstanding.is_empty() {
+        return None;
+    }
+    let written = write_for_successor("uniffle-worker-tickets", &outstanding);
+    written.inspect_err(|error| tracing::warn!(%error, "cannot hand over tickets")).ok()
+}
+
+/// Grants the tickets in `file` again, since clients send with them as soon as the worker accepts.
+/// A send with an unknown ticket fails, and its client asks for another one.
+pub(super) fn read_tickets(memory: &Memory, file: OwnedFd) {
+    match read_from_predecessor::<Vec<Outstanding>>(file) {
+        Ok(outstanding) => {
+            let granted = memory.tickets().grant_again(&outstanding);
+            tracing::info!(inherited = outstanding.len(), granted, "recovered tickets");
+        }
+        Err(error) => tracing::warn!(%error, "cannot read the tickets of the previous process"),
     }
 }
 

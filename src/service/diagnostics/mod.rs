@@ -15,9 +15,8 @@ use tokio::time::{MissedTickBehavior, interval};
 
 use crate::app::App;
 use crate::clock::Instant;
-use crate::service::blocking::run_own_blocking;
 use crate::service::losses::{Incompleteness, LossReport, lost_blocks_of};
-use crate::service::parts::ServiceParts;
+use crate::service::parts::{ServiceParts, run_own_blocking};
 use crate::service::quota::{self, QuotaUse};
 use crate::store::DiskCondition;
 use uniffle_wire::types::AppId;

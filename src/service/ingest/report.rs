@@ -22,8 +22,7 @@ use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
 use super::Ingest;
 use super::spill::{self, SpillRoom};
 use crate::service::ServiceError;
-use crate::service::blocking::StepRunner;
-use crate::service::parts::{HEAP_WAIT, shuffle_of};
+use crate::service::parts::{HEAP_WAIT, StepRunner, shuffle_of};
 
 /// Number of ids above which a report is compared, encoded and added on blocking threads
 /// (docs/protocol.md §11 bitmap-on-runtime).

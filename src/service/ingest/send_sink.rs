@@ -21,7 +21,7 @@ use super::write::{IncomingSend, SendSession};
 use crate::clock::Instant;
 use crate::memory::MemoryError;
 use crate::service::ServiceError;
-use crate::service::blocking;
+use crate::service::parts::blocking_failed;
 use uniffle_base::budget::heap::HeapFull;
 use uniffle_base::budget::{Charge, HeapKind};
 
@@ -45,7 +45,7 @@ impl Committing {
     /// See [`SendSession::commit`].
     pub async fn outcome(&mut self) -> Result<(), ServiceError> {
         let ended = |_| ServiceError::Malformed("the worker is stopping".to_owned());
-        (&mut self.0).await.map_err(ended)?.map_err(blocking::failed)?
+        (&mut self.0).await.map_err(ended)?.map_err(blocking_failed)?
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::Lifecycle;
 use crate::service::ServiceError;
-use crate::service::blocking::{run_blocking, run_own_blocking};
+use crate::service::parts::{run_blocking, run_own_blocking};
 use crate::store::DrainBacklog;
 use crate::telemetry::AUDIT;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};

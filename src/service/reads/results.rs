@@ -20,9 +20,8 @@ use uniffle_wire::types::PartitionId;
 
 use super::Reads;
 use crate::service::ServiceError;
-use crate::service::blocking::run_blocking;
 use crate::service::ingest::spill::{StoredIds, refused};
-use crate::service::parts::{HEAP_WAIT, PARTITIONS_PER_REQUEST_MAX, shuffle_of};
+use crate::service::parts::{HEAP_WAIT, PARTITIONS_PER_REQUEST_MAX, run_blocking, shuffle_of};
 
 /// Number of ids above which a result is built on a blocking thread: about a millisecond if no two
 /// are adjacent. Only requested ids count, because every reducer asks, and a thread switch takes
