@@ -17,7 +17,6 @@ use super::shuffle::ShuffleState;
 use super::usage::AppUsage;
 use crate::clock::Instant;
 use uniffle_base::budget::{Budget, Charge, Heap, HeapKind};
-use uniffle_base::sched::shares;
 use uniffle_wire::types::{AppId, ShuffleId};
 
 /// A registered application.
@@ -211,7 +210,7 @@ impl AppBudgets {
             reported_ids: heap.of_one_app(HeapKind::ReportedIds),
             partitions: heap.of_one_app(HeapKind::Partitions),
             unfinished_blocks: heap.of_one_app(HeapKind::Blocks),
-            answers: answers.child(shares::half(answers.capacity())),
+            answers: answers.share(),
             answer_lists: heap.of_one_app(HeapKind::Answers),
         }
     }

@@ -56,8 +56,8 @@ struct LifecycleState {
 }
 
 impl AppRegistry {
-    /// Creates an empty registry. Registrations and reports are charged to `heap`. Each app may use
-    /// half of `answers`.
+    /// Creates an empty registry. Registrations and reports are charged to `heap`. Each app gets a
+    /// share of `answers`.
     #[must_use]
     pub fn new(config: AppConfig, heap: &Heap, answers: &Budget) -> Self {
         let block_ids = Quota::new(config.reported_blocks_max);

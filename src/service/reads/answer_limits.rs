@@ -77,7 +77,9 @@ pub(super) fn answer_limit(
 ) -> Result<u64, ServiceError> {
     let free = answers.free();
     if free < ANSWER_BYTES_MIN.min(answers.capacity()) {
-        let (pinned, max) = (answers.used(), answers.capacity());
+        let pinned = answers.used();
+        // What others hold reduces the limit of a share.
+        let max = answers.capacity().min(pinned + free);
         return Err(ServiceError::TooManyAnswers { pinned, max, whose });
     }
     Ok(u64::try_from(wanted).unwrap_or(0).min(free / divisor))

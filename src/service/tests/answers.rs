@@ -93,3 +93,47 @@ async fn only_large_filters_run_in_the_blocking_pool() {
     assert!(!reads.may_take_long(&asked(APP, 3, filter)), "the partition has few blocks");
     fixture.stop().await;
 }
+
+/// With half of the budget for each application, two of them held all of it.
+#[tokio::test(start_paused = true)]
+async fn unread_responses_of_greedy_apps_leave_room_for_another() {
+    let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    let greedy: Vec<String> = (0..4).map(|number| format!("greedy-{number}")).collect();
+    for app in greedy.iter().map(String::as_str).chain(["honest"]) {
+        fixture.register(app, &[]).await;
+        for _ in 0..10 {
+            fixture.send_of(app, 3, 100_000).unwrap();
+        }
+    }
+    let answered = fixture.memory.answered().clone();
+    let read = |app: &str, connection: &ReadLimits| {
+        let request = MemoryReadRequest {
+            app,
+            shuffle: 0,
+            partition: 3,
+            last_block_id: -1,
+            read_buffer_size: 14 << 20,
+            task_filter: None,
+            window: Some(connection.window()),
+        };
+        fixture.service.reads.read_memory(request)
+    };
+    let mut unread = Vec::new();
+    for app in &greedy {
+        let held_before = answered.used();
+        for connection in (0..8).map(|_| fixture.service.reads.read_limits()) {
+            unread.extend(std::iter::from_fn(|| read(app, &connection).ok()));
+        }
+        let held = answered.used() - held_before;
+        assert!(held > 0 && held <= answered.capacity() / 2 + 100_000, "{held} bytes of {app}");
+    }
+    let honest = read("honest", &fixture.service.reads.read_limits()).unwrap();
+    assert!(honest.read.length > 0);
+    assert!(answered.used() < answered.capacity(), "{} bytes", answered.used());
+    drop((honest, unread));
+    assert_eq!(answered.used(), 0);
+    for app in greedy.iter().map(String::as_str).chain(["honest"]) {
+        fixture.service.lifecycle.unregister_app(app).unwrap();
+    }
+    fixture.stop().await;
+}

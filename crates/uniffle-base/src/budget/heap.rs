@@ -62,12 +62,6 @@ impl HeapKind {
         }
     }
 
-    /// Returns whether a charge of this kind is refused when the heap is full, so that an
-    /// application must leave some to others. Requests and answers wait instead.
-    fn is_shared_out(self) -> bool {
-        self == Self::Blocks || self.outlives_its_request()
-    }
-
     fn outlives_its_request(self) -> bool {
         match self {
             Self::Requests | Self::Blocks | Self::Answers => false,
@@ -107,8 +101,8 @@ const LEFT_SIXTEENTHS: u64 = 1;
 /// Invariants: all kinds together stay within the whole. State that outlives its request
 /// (registrations, ids, partitions) gets at most three quarters, so that requests can always be
 /// answered. State that ends with its request leaves a sixteenth free, so that a flood of requests
-/// does not block stored state. Of stored kinds and uncommitted blocks, an application may hold as
-/// much as it leaves to others (`sched::shares`): half if it is alone.
+/// does not block stored state. Of a kind that is divided among applications, each may hold as much
+/// as it leaves to others (`sched::shares`): half if it is alone.
 #[derive(Debug, Clone)]
 pub struct Heap {
     whole: Budget,
@@ -156,12 +150,10 @@ impl Heap {
         &self.kinds[kind as usize]
     }
 
-    /// Returns a budget for one application: half of the kind. Kinds that are refused instead of
-    /// waiting get less as less is free.
+    /// Returns a budget for one application: at most half of the kind, and less as less is free.
     #[must_use]
     pub fn of_one_app(&self, kind: HeapKind) -> Budget {
-        let budget = self.of(kind);
-        if kind.is_shared_out() { budget.share() } else { budget.child(budget.capacity() / 2) }
+        self.of(kind).share()
     }
 
     /// Charges `bytes` of a kind, or nothing.
@@ -234,7 +226,7 @@ mod tests {
     #[test]
     fn full_applications_leave_heap_for_the_next() {
         let heap = Heap::new(16 << 20);
-        for kind in [HeapKind::Blocks, HeapKind::Registrations, HeapKind::ReportedIds, HeapKind::Partitions] {
+        for kind in HeapKind::ALL.into_iter().filter(|kind| *kind != HeapKind::Requests) {
             let mut held = Vec::new();
             for number in 0..10 {
                 let app = heap.of_one_app(kind);

@@ -3,13 +3,13 @@
 //!
 //! - Amounts that are returned soon, such as read memory: all but the [`reserve`]. That is for
 //!   applications that hold nothing, and for a single one until it holds [`half`].
-//! - Resources that cannot be revoked (registrations, reported ids, partitions): an application may
-//!   hold as much as it leaves free ([`room`]). A single application thus gets half, and each of n
-//!   equal applications gets 1/(n+1). The last quarter is reserved for applications that hold
-//!   little: there an application may hold a quarter of the free rest, so each new application
-//!   takes at most a fifth of it.
-//! - Memory responses that clients have not read: half. One response takes at most a fraction of
-//!   the free rest ([`APP_RESPONSE_DIVISOR`]).
+//! - Resources that are returned late or never (registrations, reported ids, partitions, memory
+//!   responses that clients have not read): an application may hold as much as it leaves free
+//!   ([`room`]). A single application thus gets half, and each of n equal applications gets
+//!   1/(n+1). The last quarter is reserved for applications that hold little: there an application
+//!   may hold a quarter of the free rest, so each new application takes at most a fifth of it. One
+//!   memory response takes at most a fraction of what is free to its application
+//!   ([`APP_RESPONSE_DIVISOR`]).
 
 /// Fraction of the capacity that is reserved for applications that hold nothing.
 const RESERVE_DIVISOR: u64 = 8;
@@ -22,7 +22,8 @@ pub const APP_RESPONSE_DIVISOR: u64 = 4;
 /// is larger, because the budget of a connection is smaller.
 pub const CONNECTION_RESPONSE_DIVISOR: u64 = 2;
 
-/// Fraction of a resource that cannot be revoked, reserved for applications that hold little.
+/// Fraction of a resource that is returned late or never, reserved for applications that hold
+/// little.
 const STATE_RESERVE_DIVISOR: u64 = 4;
 /// In the reserve, an application may hold this fraction of the free rest.
 const RESERVED_PART_DIVISOR: u64 = 4;
