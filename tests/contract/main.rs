@@ -63,6 +63,7 @@ mod tcp {
     pub(crate) mod fixture;
     pub(crate) mod local;
     pub(crate) mod requests;
+    pub(crate) mod unread;
 }
 
 /// Connections run on threads with a runtime each, which is the default. Excludes `deadlines`,
@@ -75,4 +76,5 @@ mod per_core {
     pub(crate) mod fixture;
     pub(crate) mod local;
     pub(crate) mod requests;
+    pub(crate) mod unread;
 }
