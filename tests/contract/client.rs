@@ -104,7 +104,7 @@ async fn write_task(shuffle: &Shuffle, task: i64, partitions: i32, blocks: u32, 
 async fn assert_reads(shuffle: &Shuffle, tasks: &[i64], partitions: i32, blocks: u32, length: u32) {
     for partition in 0..partitions {
         let reader = shuffle.reader(PartitionId(partition), &TaskFilter::all()).await.unwrap();
-        let read = timeout(WAIT_MAX, reader.read_all()).await.expect("in time").unwrap();
+        let read = timeout(WAIT_MAX, reader.read_all()).await.unwrap().unwrap();
         let read: BTreeMap<BlockId, Block> =
             read.into_iter().map(|block| (block.meta.block_id, block)).collect();
         assert_eq!(read.len(), tasks.len() * blocks as usize);

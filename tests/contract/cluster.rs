@@ -39,13 +39,11 @@ async fn worker(directory: &Path, top: &str, tables: &str) -> Worker {
 type Coordinator = CoordinatorServerClient<tonic::transport::Channel>;
 
 async fn coordinator_of(worker: &Worker) -> Coordinator {
-    CoordinatorServerClient::connect(format!("http://{}", worker.addresses().grpc))
-        .await
-        .expect("a connection")
+    CoordinatorServerClient::connect(format!("http://{}", worker.addresses().grpc)).await.unwrap()
 }
 
 async fn node_ids(coordinator: &mut Coordinator) -> HashSet<String> {
-    let list = coordinator.get_shuffle_server_list(()).await.expect("an answer").into_inner();
+    let list = coordinator.get_shuffle_server_list(()).await.unwrap().into_inner();
     list.servers.into_iter().map(|server| server.id).collect()
 }
 
@@ -76,7 +74,7 @@ async fn assign(
         faulty_server_ids: faulty.iter().map(|&id| id.to_owned()).collect(),
         ..Default::default()
     };
-    coordinator.get_shuffle_assignments(request).await.expect("an answer").into_inner()
+    coordinator.get_shuffle_assignments(request).await.unwrap().into_inner()
 }
 
 fn servers(answer: &proto::GetShuffleAssignmentsResponse) -> HashSet<String> {
@@ -85,7 +83,7 @@ fn servers(answer: &proto::GetShuffleAssignmentsResponse) -> HashSet<String> {
 
 #[tokio::test]
 async fn worker_coordinates_another_worker() {
-    let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
+    let (dir_a, dir_b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let embedded = "[embedded_coordinator]\nnode_timeout_sec = 2\nremote_storage_path = [\"hdfs://nn:8020/rss\"]\n\
                     remote_storage_conf = { nn = \"a=b,c\" }\nclient_conf = { \"rss.x.y\" = 5 }\n";
     let a = worker(dir_a.path(), "", embedded).await;
@@ -110,19 +108,19 @@ async fn worker_coordinates_another_worker() {
     assert_eq!(servers(&without_b), HashSet::from([id_of(&a)]));
     assert_eq!(assign(&mut coordinator, 3, &[]).await.status(), StatusCode::InternalError);
 
-    let conf = coordinator.fetch_client_conf(()).await.expect("an answer").into_inner().client_conf;
+    let conf = coordinator.fetch_client_conf(()).await.unwrap().into_inner().client_conf;
     let conf: HashMap<_, _> = conf.into_iter().map(|item| (item.key, item.value)).collect();
     assert_eq!((conf["rss.storage.type"].as_str(), conf["rss.x.y"].as_str()), ("MEMORY_LOCALFILE", "5"));
     let request = proto::FetchRemoteStorageRequest { app_id: "app".into() };
-    let storage = coordinator.fetch_remote_storage(request).await.expect("an answer").into_inner();
+    let storage = coordinator.fetch_remote_storage(request).await.unwrap().into_inner();
     let storage = storage.remote_storage.expect("a remote storage is configured");
     assert_eq!(storage.path, "hdfs://nn:8020/rss");
     assert_eq!(storage.remote_storage_conf[0].value, "b,c");
 
     // A decommissioned worker gets no new assignments, and a stopped one is removed.
     let address = format!("http://{}", b.addresses().grpc);
-    let mut internal = ShuffleServerInternalClient::connect(address).await.expect("a connection");
-    internal.decommission(proto::DecommissionRequest::default()).await.expect("an answer");
+    let mut internal = ShuffleServerInternalClient::connect(address).await.unwrap();
+    internal.decommission(proto::DecommissionRequest::default()).await.unwrap();
     let start = Instant::now();
     while servers(&assign(&mut coordinator, 1, &[]).await).len() > 1 {
         assert!(start.elapsed() < WAIT_MAX, "a worker that is decommissioned is assigned");
@@ -138,7 +136,7 @@ async fn worker_coordinates_another_worker() {
 /// Otherwise a coordinator that has just started would assign everything to its own worker.
 #[tokio::test]
 async fn assignments_wait_for_other_workers() {
-    let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
+    let (dir_a, dir_b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let tables = "[embedded_coordinator]\nnode_timeout_sec = 600\nworker_networks = [\"127.0.0.0/8\"]\n";
     // Workers have an interval of the heartbeats to join, here longer than the test.
     let top = "heartbeat_interval_seconds = 300";
@@ -172,19 +170,19 @@ async fn worker_joins_from_allowed_networks_only() {
         }),
         ..Default::default()
     };
-    let here = proto::ShuffleServerId { ip: "127.0.0.2".to_owned(), ..forged.server_id.clone().expect("it") };
+    let here = proto::ShuffleServerId { ip: "127.0.0.2".to_owned(), ..forged.server_id.clone().unwrap() };
     for (networks, status) in [("[]", StatusCode::AccessDenied), ("[\"10.6.0.0/16\"]", StatusCode::Success)] {
-        let directory = tempfile::tempdir().expect("a dir");
+        let directory = tempfile::tempdir().unwrap();
         let tables = format!("[embedded_coordinator]\nworker_networks = {networks}\n");
         let worker = worker(directory.path(), "", &tables).await;
         let mut coordinator = coordinator_of(&worker).await;
-        let answer = coordinator.heartbeat(forged.clone()).await.expect("an answer").into_inner();
+        let answer = coordinator.heartbeat(forged.clone()).await.unwrap().into_inner();
         assert_eq!(answer.status(), status, "{}", answer.ret_msg);
         let names_the_key = answer.ret_msg.contains("embedded_coordinator.worker_networks");
         assert_eq!(names_the_key, status == StatusCode::AccessDenied, "{}", answer.ret_msg);
         let of_this_machine =
             proto::ShuffleServerHeartBeatRequest { server_id: Some(here.clone()), ..Default::default() };
-        let answer = coordinator.heartbeat(of_this_machine).await.expect("an answer").into_inner();
+        let answer = coordinator.heartbeat(of_this_machine).await.unwrap().into_inner();
         assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
         until_nodes(&mut coordinator, 2).await;
         drop(coordinator);
@@ -194,7 +192,7 @@ async fn worker_joins_from_allowed_networks_only() {
 
 #[tokio::test]
 async fn cluster_continues_after_a_coordinator_dies() {
-    let directories: Vec<_> = (0..3).map(|_| tempfile::tempdir().expect("a dir")).collect();
+    let directories: Vec<_> = (0..3).map(|_| tempfile::tempdir().unwrap()).collect();
     let ports = [free_port(), free_port()];
     let members = ports.map(|port| format!("127.0.0.1:{port}"));
     let quorum = format!("coordinator_quorum = {members:?}");
@@ -209,8 +207,8 @@ async fn cluster_continues_after_a_coordinator_dies() {
     assert_eq!(servers(&assign(&mut of_b, 1, &[]).await), ids);
 
     let options = ClientOptions::default().with(|options| options.rpc_timeout = Duration::from_secs(5));
-    let cluster = Cluster::new(&members, options).expect("a quorum");
-    let application = cluster.application("app-1").await.expect("registered");
+    let cluster = Cluster::new(&members, options).unwrap();
+    let application = cluster.application("app-1").await.unwrap();
     write_and_read(&application, ShuffleId(0)).await;
     // Each coordinator knows the application's data on all workers.
     let start = Instant::now();
@@ -223,9 +221,9 @@ async fn cluster_continues_after_a_coordinator_dies() {
         sleep(Duration::from_millis(100)).await;
     };
     let reported: HashSet<String> =
-        view["nodes"].as_array().expect("nodes").iter().map(|node| text(&node["id"])).collect();
+        view["nodes"].as_array().unwrap().iter().map(|node| text(&node["id"])).collect();
     assert_eq!((reported, text(&view["apps"][0]["app"])), (ids, "app-1".to_owned()));
-    for node in view["nodes"].as_array().expect("nodes") {
+    for node in view["nodes"].as_array().unwrap() {
         assert_eq!(
             (text(&node["state"]), node["disks"].as_array().map(Vec::len)),
             ("active".to_owned(), Some(1))
@@ -233,10 +231,8 @@ async fn cluster_continues_after_a_coordinator_dies() {
         assert!(node["available_bytes"].as_u64().is_some_and(|free| free > 30 << 20), "{node}");
     }
     assert_explained(&b, &c, &view).await;
-    let status = reqwest::get(format!("http://{}/api/v1/cluster", c.addresses().http))
-        .await
-        .expect("an answer")
-        .status();
+    let status =
+        reqwest::get(format!("http://{}/api/v1/cluster", c.addresses().http)).await.unwrap().status();
     assert_eq!(status, 404, "a worker without a coordinator returns 404");
 
     drop(of_a);
@@ -257,17 +253,17 @@ async fn cluster_continues_after_a_coordinator_dies() {
 
 /// Writes and reads a shuffle of four partitions with a block each.
 async fn write_and_read(application: &Application, id: ShuffleId) {
-    let shuffle = application.register_shuffle(id, 4).await.expect("a shuffle");
-    let mut writer = shuffle.writer(TaskAttemptId(0)).expect("a writer");
+    let shuffle = application.register_shuffle(id, 4).await.unwrap();
+    let mut writer = shuffle.writer(TaskAttemptId(0)).unwrap();
     for partition in 0..4 {
-        writer.write(PartitionId(partition), vec![7_u8; 10_000]).await.expect("written");
+        writer.write(PartitionId(partition), vec![7_u8; 10_000]).await.unwrap();
     }
-    writer.finish().await.expect("finished");
+    writer.finish().await.unwrap();
     for partition in 0..4 {
-        let mut reader = shuffle.reader(PartitionId(partition), &TaskFilter::all()).await.expect("a reader");
-        let block = reader.next().await.expect("read").expect("a block");
+        let mut reader = shuffle.reader(PartitionId(partition), &TaskFilter::all()).await.unwrap();
+        let block = reader.next().await.unwrap().unwrap();
         assert_eq!(block.data, vec![7_u8; 10_000]);
-        assert!(reader.next().await.expect("read").is_none());
+        assert!(reader.next().await.unwrap().is_none());
     }
 }
 
@@ -283,8 +279,8 @@ async fn assert_explained(with: &Worker, without: &Worker, view: &Value) {
         (&view["apps"][0]["total_bytes"], &1.into()),
         "{it}"
     );
-    let names = |list: &Value| list.as_array().expect("a list").iter().map(text).collect::<HashSet<_>>();
-    let workers = it["workers"].as_array().expect("workers").iter().map(|worker| worker["worker"].clone());
+    let names = |list: &Value| list.as_array().unwrap().iter().map(text).collect::<HashSet<_>>();
+    let workers = it["workers"].as_array().unwrap().iter().map(|worker| worker["worker"].clone());
     let (reported, known) = (names(&workers.collect()), names(&view["apps"][0]["nodes"]));
     assert!(reported.is_superset(&known) && !known.is_empty(), "{reported:?}, {known:?}");
     let unknown = api(with, "cluster/apps/..%2Fx/explain").await;
@@ -299,7 +295,7 @@ async fn cluster_view(worker: &Worker) -> Value {
 
 async fn api(worker: &Worker, path: &str) -> Value {
     let answer = reqwest::get(format!("http://{}/api/v1/{path}", worker.addresses().http)).await;
-    serde_json::from_str(&answer.expect("an answer").text().await.expect("a text")).expect("JSON")
+    serde_json::from_str(&answer.unwrap().text().await.unwrap()).unwrap()
 }
 
 fn text(value: &Value) -> String {
@@ -308,14 +304,14 @@ fn text(value: &Value) -> String {
 
 /// Binds a free port.
 async fn listener() -> (TcpListener, SocketAddr) {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
-    let address = listener.local_addr().expect("bound");
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+    let address = listener.local_addr().unwrap();
     (listener, address)
 }
 
 #[tokio::test]
 async fn failing_coordinators_do_not_delay_the_worker() {
-    let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
+    let (dir_a, dir_b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     // A half-open coordinator that never reads, one that refuses connections, and one that starts
     // late.
     let (_half_open, silent) = listener().await;
@@ -326,8 +322,7 @@ async fn failing_coordinators_do_not_delay_the_worker() {
     let quorum = format!("coordinator_quorum = [\"{silent}\", \"{refusing}\", \"{late}\"]");
     let b = worker(dir_b.path(), &quorum, "").await;
     // The worker serves although no coordinator ever responded.
-    let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", b.addresses().grpc))
-        .expect("an address");
+    let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", b.addresses().grpc)).unwrap();
     channel.connect().await.expect("the listener is open");
     let a = ConfigLines {
         store_type: "MEMORY",
@@ -351,12 +346,12 @@ async fn failed_heartbeats_are_retried_per_coordinator() {
     // Slower than the interval, which is the deadline of a heartbeat.
     let mut slow = CoordinatorDouble::start(HeartbeatReply::Delay(Duration::from_secs(3600))).await;
     let doubles = [&good, &refusing, &failing, &slow].map(|double| format!("\"{}\"", double.address));
-    let directory = tempfile::tempdir().expect("a dir");
+    let directory = tempfile::tempdir().unwrap();
     let worker =
         worker(directory.path(), &format!("coordinator_quorum = [{}]", doubles.join(", ")), "").await;
     let accepting = || {
         let families = worker.registry().gather();
-        let family = families.iter().find(|family| family.name() == "coordinators_up").expect("a metric");
+        let family = families.iter().find(|family| family.name() == "coordinators_up").unwrap();
         family.get_metric()[0].get_gauge().get_value()
     };
     for double in [&mut good, &mut refusing, &mut failing, &mut slow] {
@@ -381,7 +376,7 @@ async fn failed_heartbeats_are_retried_per_coordinator() {
 #[tokio::test]
 async fn end_of_last_app_triggers_heartbeat() {
     let mut coordinator = CoordinatorDouble::start(HeartbeatReply::Succeed).await;
-    let directory = tempfile::tempdir().expect("a dir");
+    let directory = tempfile::tempdir().unwrap();
     // The next regular heartbeat is an hour away.
     let top =
         format!("coordinator_quorum = [\"{}\"]\nheartbeat_interval_seconds = 3600", coordinator.address);
@@ -389,24 +384,23 @@ async fn end_of_last_app_triggers_heartbeat() {
     let local = "healthy_check_min_disks = 1";
     let worker = ConfigLines { top: &top, local, ..ConfigLines::default() }.start(&data).await;
     let first = coordinator.heartbeat(|_| true).await;
-    assert_eq!(first.server_id.as_ref().expect("an id").netty_port, netty_port(&worker));
+    assert_eq!(first.server_id.as_ref().unwrap().netty_port, netty_port(&worker));
     assert_eq!(first.display_metrics["app_num_with_node"], "0");
-    let client = ShuffleClient::connect(worker.addresses().grpc).await.expect("a connection");
+    let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap();
     for app in ["app-1", "app-2"] {
-        let key = ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(1));
-        client.register(&key, &[(0, 9)]).await.expect("registered");
+        let key = ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(1));
+        client.register(&key, &[(0, 9)]).await.unwrap();
     }
-    let mut internal = ShuffleServerInternalClient::connect(format!("http://{}", worker.addresses().grpc))
-        .await
-        .expect("it");
-    internal.decommission(proto::DecommissionRequest::default()).await.expect("an answer");
+    let mut internal =
+        ShuffleServerInternalClient::connect(format!("http://{}", worker.addresses().grpc)).await.unwrap();
+    internal.decommission(proto::DecommissionRequest::default()).await.unwrap();
     let reported = coordinator.heartbeat(|it| it.status() == proto::ServerStatus::Decommissioning).await;
     let shown = |name: &str| reported.display_metrics[name].as_str();
     assert_eq!((shown("app_num_with_node"), shown("partition_num_with_node")), ("2", "20"));
     assert_eq!((shown("event_queue_size"), shown("in_flush_buffer_size")), ("0", "0"));
     assert_eq!(shown("storage_used_bytes"), "0");
     for app in ["app-1", "app-2"] {
-        client.unregister_app(app).await.expect("known");
+        client.unregister_app(app).await.unwrap();
     }
     coordinator.heartbeat(|it| it.application_info.is_empty()).await;
     drop((client, internal));

@@ -54,7 +54,7 @@ heartbeats with a `coordinator_quorum`.
 
 /// Returns all metrics: those of the tables and those of the process from the client library.
 fn described() -> Vec<Description> {
-    let process = uniffle_worker::metrics::registry().expect("a registry").gather();
+    let process = uniffle_worker::metrics::registry().unwrap().gather();
     let process = process.iter().map(|family| Description {
         name: family.name().to_owned(),
         kind: kind(family),
@@ -128,7 +128,7 @@ fn metrics_page_is_current() {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE);
     let page = page(&described());
     if std::env::var_os("UPDATE_DOCS").is_some() {
-        return std::fs::write(path, page).expect("written");
+        return std::fs::write(path, page).unwrap();
     }
     let current = std::fs::read_to_string(path).unwrap_or_default() == page;
     assert!(current, "{PAGE} differs from the tables; run UPDATE_DOCS=1 cargo test --test contract metrics");
@@ -136,10 +136,10 @@ fn metrics_page_is_current() {
 
 /// Returns name, type and help of every exported metric, with the number of occurrences.
 async fn scrape(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
-    let mut stream = tokio::net::TcpStream::connect(worker.addresses().http).await.expect("a connection");
-    stream.write_all(b"GET /metrics HTTP/1.0\r\nHost: x\r\n\r\n").await.expect("sent");
+    let mut stream = tokio::net::TcpStream::connect(worker.addresses().http).await.unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.0\r\nHost: x\r\n\r\n").await.unwrap();
     let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.expect("an answer");
+    stream.read_to_string(&mut answer).await.unwrap();
     let mut exported = BTreeMap::new();
     let mut helps = HashMap::new();
     for line in answer.lines() {
@@ -165,28 +165,28 @@ async fn worker(directory: &std::path::Path, store_type: &str, top: &str) -> Wor
 /// Writes, flushes, reads and unregisters a shuffle. Returns the metrics while its application was
 /// known.
 async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
-    let client = ShuffleClient::connect(worker.addresses().grpc).await.expect("a connection");
-    let key = ShuffleKey::new(AppId::parse("app").expect("an id"), ShuffleId(1));
+    let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap();
+    let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
     let partition = PartitionId(0);
-    client.register(&key, &[(0, 0)]).await.expect("registered");
+    client.register(&key, &[(0, 0)]).await.unwrap();
     let block = BlockGenerator::new(1, IdLayout::SPARK).block(partition, TaskAttemptId(1), 0, 10_000);
-    client.push(&key, SendForm::Classic, &[(partition, vec![block])]).await.expect("sent");
+    client.push(&key, SendForm::Classic, &[(partition, vec![block])]).await.unwrap();
     let mut exported = scrape(worker).await;
-    let local = worker.service().tiers().find::<LocalStore>().expect("a local tier");
-    worker.service().flusher().expect("tiers").flush_all();
+    let local = worker.service().tiers().find::<LocalStore>().unwrap();
+    worker.service().flusher().unwrap().flush_all();
     let start = Instant::now();
     while local.view(&key, partition).map_or(0, |view| view.bytes) == 0 {
         assert!(start.elapsed() < WAIT_MAX, "not flushed");
         sleep(Duration::from_millis(10)).await;
     }
-    let read = client.read_partition(&key, partition, &ReadOptions::default()).await.expect("read");
+    let read = client.read_partition(&key, partition, &ReadOptions::default()).await.unwrap();
     assert_eq!(read.blocks.len(), 1);
     exported.extend(scrape(worker).await);
-    client.unregister_app("app").await.expect("unregistered");
+    client.unregister_app("app").await.unwrap();
     let channel = format!("http://{}", worker.addresses().grpc);
-    let mut coordinator = CoordinatorServerClient::connect(channel).await.expect("a connection");
+    let mut coordinator = CoordinatorServerClient::connect(channel).await.unwrap();
     let info = ApplicationInfoRequest { app_id: "app".into(), user: "u".into(), ..Default::default() };
-    coordinator.register_application_info(info).await.expect("registered");
+    coordinator.register_application_info(info).await.unwrap();
     exported
 }
 
@@ -207,17 +207,17 @@ async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Reg
     let open = async |registry| {
         let settings = ObjectSettings::new("worker");
         let store = Arc::new(FaultyObjects::default());
-        Bucket::open(store, settings, &extents, tasks.clone(), registry).await.expect("a tier")
+        Bucket::open(store, settings, &extents, tasks.clone(), registry).await.unwrap()
     };
     let (alone, below) = (open(&registries[0]).await, open(&registries[1]).await);
     let tier = OffloadTier::without_disks(alone, &extents, tasks.clone(), &registries[0]).await;
-    let tier = tier.expect("a tier");
+    let tier = tier.unwrap();
     let watermarks = Watermarks { high: 0.6, low: 0.5 };
     let settings = OffloadSettings { watermarks, cold_bytes: u64::MAX, pass_bytes: 1 << 20 };
     let disk: Arc<dyn uniffle_io::Disk> = Arc::new(MemoryDisk::new("/disk", None));
     let local = LocalDisks { config: LocalConfig::default(), disks: vec![disk] };
     let above = OffloadTier::open(settings, local, below, &extents, tasks.clone(), &registries[1]).await;
-    drop(above.expect("a tier"));
+    drop(above.unwrap());
     let lines = ConfigLines { store_type: "MEMORY", ..ConfigLines::default() };
     let worker = lines.start_above(vec![tier], &[directory.join("unused")]).await;
     (worker, registries)
@@ -231,7 +231,7 @@ async fn metrics_page_matches_the_exported_metrics() {
     let names: BTreeSet<&String> = described.iter().map(|(name, ..)| name).collect();
     assert_eq!(names.len(), described.len(), "a name is described more than once");
 
-    let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
+    let (dir_a, dir_b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let a = worker(dir_a.path(), "MEMORY_LOCALFILE", "").await;
     let quorum = format!("coordinator_quorum = [\"{}\"]", a.addresses().grpc);
     let top = format!("{quorum}\nhdfs_store.allowed_paths = [\"*\"]");
@@ -239,8 +239,8 @@ async fn metrics_page_matches_the_exported_metrics() {
     // A remote store has metrics once an application has named it, before any connection.
     let path = "hdfs://127.0.0.1:1/uniffle".to_owned();
     let storage = RemoteStorage { path, ..RemoteStorage::default() };
-    let hdfs = b.service().tiers().find::<HdfsStore>().expect("a remote tier");
-    let named = hdfs.prepare(&storage).expect("a valid path");
+    let hdfs = b.service().tiers().find::<HdfsStore>().unwrap();
+    let named = hdfs.prepare(&storage).unwrap();
     let mut exported = traffic(&a).await;
     #[cfg(feature = "object")]
     {

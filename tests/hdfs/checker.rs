@@ -126,7 +126,7 @@ async fn reported_blocks_are_readable_or_listed_as_lost() {
     }
     assert!(!hdfs.servers.list("/checker").is_empty(), "nothing ever came to HDFS");
     let client = client_of(&worker).await;
-    client.unregister_app("checker").await.expect("known");
+    client.unregister_app("checker").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
 }

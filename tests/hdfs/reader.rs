@@ -11,7 +11,7 @@ use uniffle_worker::store::{StoreError, StoreErrorKind};
 /// Returns the blocks by id. Panics where the client would fail, such as at an index without a data
 /// file.
 pub(crate) async fn read_directory(fs: &dyn RemoteFs, path: &str, server_id: &str) -> BTreeMap<i64, Bytes> {
-    try_read_directory(fs, path, server_id).await.expect("a directory")
+    try_read_directory(fs, path, server_id).await.unwrap()
 }
 
 /// Like [`read_directory`], but returns an error if the directory cannot be listed.
@@ -41,7 +41,7 @@ pub(crate) async fn try_read_directory(
         for record in records(&whole) {
             assert_eq!(record.offset, next, "{}: blocks must lie side by side", entry.name);
             next += i64::from(record.length);
-            if next > i64::try_from(data.len()).expect("a length") {
+            if next > i64::try_from(data.len()).unwrap() {
                 break; // the client assumes that it is still being written
             }
             let (start, end) = (usize::try_from(record.offset).unwrap(), usize::try_from(next).unwrap());

@@ -18,10 +18,10 @@ async fn reported_blocks_are_readable_or_listed_as_lost() {
     let mut checker = Checker::default();
     for round in 0..rounds {
         let end = [RoundEnd::Kill, RoundEnd::Stop, RoundEnd::Upgrade][random.random_range(0..3)];
-        checker.round(i32::try_from(round).expect("small"), end, &mut worker, &mut random).await;
+        checker.round(i32::try_from(round).unwrap(), end, &mut worker, &mut random).await;
     }
     let client = client_of(&worker).await;
-    client.unregister_app("checker").await.expect("known");
+    client.unregister_app("checker").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
 }

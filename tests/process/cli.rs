@@ -11,7 +11,7 @@ use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternal
 use uniffle_worker::proto::{DecommissionRequest, StatusCode};
 
 fn worker(arguments: &[&str], config: &str) -> Output {
-    let dir = tempfile::tempdir().expect("a temporary directory");
+    let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("config.toml");
     std::fs::write(&path, config).expect("the configuration is written");
     Command::new(env!("CARGO_BIN_EXE_uniffle-worker"))
@@ -72,8 +72,8 @@ fn hdfs_without_feature_is_refused_with_reason() {
 
 #[test]
 fn start_errors_take_one_line() {
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = taken.local_addr().expect("an address").port();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
     let output = worker(&[], &format!("bind_address = \"127.0.0.1\"\ngrpc_port = {port}\nhttp_port = 0\n"));
     assert_eq!(output.status.code(), Some(1));
     assert!(
@@ -82,14 +82,14 @@ fn start_errors_take_one_line() {
         text(&output.stderr)
     );
 
-    let foreign = tempfile::tempdir().expect("a temporary directory");
-    std::fs::write(foreign.path().join("thesis.doc"), "precious").expect("a file");
+    let foreign = tempfile::tempdir().unwrap();
+    std::fs::write(foreign.path().join("thesis.doc"), "precious").unwrap();
     let config =
         format!("grpc_port = 0\nhttp_port = 0\n[localfile_store]\ndata_paths = [{:?}]\n", foreign.path());
     let output = worker(&[], &config);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("data_paths"), "{}", text(&output.stderr));
-    assert_eq!(std::fs::read_to_string(foreign.path().join("thesis.doc")).expect("still there"), "precious");
+    assert_eq!(std::fs::read_to_string(foreign.path().join("thesis.doc")).unwrap(), "precious");
 }
 
 /// Returns stdout of `--check --here`, or stderr if it refuses.
@@ -110,24 +110,24 @@ fn with_paths(top: &str, paths: &[&std::path::Path]) -> String {
 
 #[test]
 fn check_here_leaves_the_machine_unchanged() {
-    let dir = tempfile::tempdir().expect("a temporary directory");
+    let dir = tempfile::tempdir().unwrap();
     let (empty, missing) = (dir.path().join("empty"), dir.path().join("a/b/missing"));
-    std::fs::create_dir(&empty).expect("a directory");
+    std::fs::create_dir(&empty).unwrap();
     let config = with_paths("grpc_port = 0\nhttp_port = 0\nurpc_port = 0", &[&empty, &missing]);
     let listing = examined(&config).expect("the check succeeds");
     for part in ["ports are free", "2 data directories are usable", "advertised address is 127.0.0.1"] {
         assert!(listing.contains(part), "{part} in {listing}");
     }
-    assert_eq!(std::fs::read_dir(&empty).expect("a directory").count(), 0);
-    assert_eq!(std::fs::read_dir(dir.path()).expect("a directory").count(), 1);
+    assert_eq!(std::fs::read_dir(&empty).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     assert_eq!(worker(&["--here"], &config).status.code(), Some(2), "needs --check");
 }
 
 #[test]
 fn check_here_refuses_ports_with_their_remedy() {
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = taken.local_addr().expect("an address").port();
-    let dir = tempfile::tempdir().expect("a temporary directory");
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let dir = tempfile::tempdir().unwrap();
     for (key, others) in [
         ("grpc_port", "http_port = 0"),
         ("http_port", "grpc_port = 0"),
@@ -146,11 +146,11 @@ fn check_here_refuses_ports_with_their_remedy() {
 
 #[test]
 fn check_here_refuses_unusable_directories() {
-    let dir = tempfile::tempdir().expect("a temporary directory");
+    let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
-    std::fs::create_dir(path("foreign")).expect("a directory");
-    std::fs::write(path("foreign/thesis.doc"), "precious").expect("a file");
-    std::fs::write(path("file"), "x").expect("a file");
+    std::fs::create_dir(path("foreign")).unwrap();
+    std::fs::write(path("foreign/thesis.doc"), "precious").unwrap();
+    std::fs::write(path("file"), "x").unwrap();
     let ports = "grpc_port = 0\nhttp_port = 0";
     for (unusable, why) in [
         (path("foreign"), "content of another program"),
@@ -178,13 +178,13 @@ fn check_here_refuses_unusable_directories() {
 
 #[test]
 fn check_here_lists_the_problems_of_all_kinds() {
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = taken.local_addr().expect("an address").port();
-    let dir = tempfile::tempdir().expect("a temporary directory");
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
-    std::fs::create_dir(path("foreign")).expect("a directory");
+    std::fs::create_dir(path("foreign")).unwrap();
     for name in ["foreign/thesis.doc", "file"] {
-        std::fs::write(path(name), "precious").expect("a file");
+        std::fs::write(path(name), "precious").unwrap();
     }
     let top = format!("grpc_port = 0\nhttp_port = {port}");
     let config = with_paths(&top, &[&path("foreign"), &path("file")])
@@ -230,11 +230,11 @@ fn keys_of_other_servers_point_to_import() {
 
 #[test]
 fn outdated_directory_is_refused_unchanged() {
-    let old = tempfile::tempdir().expect("a temporary directory");
+    let old = tempfile::tempdir().unwrap();
     let claim = "uniffle-worker local store 1\n00000000-0000-0000-0000-000000000007\n";
     let files = [("uniffle-worker.claim", claim), ("uniffle-worker.peers", "era 0\n")];
     for (name, content) in files {
-        std::fs::write(old.path().join(name), content).expect("a file");
+        std::fs::write(old.path().join(name), content).unwrap();
     }
     let config =
         format!("grpc_port = 0\nhttp_port = 0\n[localfile_store]\ndata_paths = [{:?}]\n", old.path());
@@ -243,9 +243,9 @@ fn outdated_directory_is_refused_unchanged() {
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     let refusal = format!("{}: directory was written by version 0.1.0", old.path().display());
     assert!(stderr.contains(&refusal) && stderr.contains("start with an empty directory"), "{stderr}");
-    assert_eq!(std::fs::read_dir(old.path()).expect("a directory").count(), files.len());
+    assert_eq!(std::fs::read_dir(old.path()).unwrap().count(), files.len());
     for (name, content) in files {
-        assert_eq!(std::fs::read_to_string(old.path().join(name)).expect("a file"), content);
+        assert_eq!(std::fs::read_to_string(old.path().join(name)).unwrap(), content);
     }
 }
 
@@ -289,15 +289,15 @@ fn decommissioned_worker_exits_after_last_app() {
     let top = "decommission_shutdown = true\ndecommission_check_interval_sec = 1";
     let made_tables = "[admin]\ngrpc_decommission = \"loopback\"".to_owned();
     let worker = WorkerProcess::start(&Setup { name: "retiring", top, made_tables, ..Setup::default() });
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let port = worker.ready().grpc_port;
     let client = runtime.block_on(async {
-        let client = ShuffleClient::connect(([127, 0, 0, 1], port).into()).await.expect("a connection");
-        let key = ShuffleKey::new(AppId::parse("app-1").expect("an id"), ShuffleId(1));
-        client.register(&key, &[(0, 0)]).await.expect("registered");
+        let client = ShuffleClient::connect(([127, 0, 0, 1], port).into()).await.unwrap();
+        let key = ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(1));
+        client.register(&key, &[(0, 0)]).await.unwrap();
         let address = format!("http://127.0.0.1:{port}");
-        let mut internal = ShuffleServerInternalClient::connect(address).await.expect("a connection");
-        let answer = internal.decommission(DecommissionRequest {}).await.expect("an answer").into_inner();
+        let mut internal = ShuffleServerInternalClient::connect(address).await.unwrap();
+        let answer = internal.decommission(DecommissionRequest {}).await.unwrap().into_inner();
         assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
         client
     });
@@ -305,7 +305,7 @@ fn decommissioned_worker_exits_after_last_app() {
         let log = worker.log();
         if log.contains("waiting for applications to end") { Ok(()) } else { Err(log) }
     });
-    runtime.block_on(client.unregister_app("app-1")).expect("unregistered");
+    runtime.block_on(client.unregister_app("app-1")).unwrap();
     drop(client);
     // Ends the runtime and its connections.
     drop(runtime);
@@ -315,10 +315,10 @@ fn decommissioned_worker_exits_after_last_app() {
 
 #[test]
 fn imported_configuration_is_valid() {
-    let dir = tempfile::tempdir().expect("a temporary directory");
+    let dir = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| {
         let path = dir.path().join(name);
-        std::fs::write(&path, text).expect("a file");
+        std::fs::write(&path, text).unwrap();
         path
     };
     let import = |path: &std::path::Path| {

@@ -45,7 +45,7 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 /// Compiles a library for `LD_PRELOAD` from C in `dir`. Returns its path.
 pub(crate) fn build_shim(dir: &Path, text: &str) -> PathBuf {
     let (source, library) = (dir.join("shim.c"), dir.join("shim.so"));
-    std::fs::write(&source, text).expect("the source");
+    std::fs::write(&source, text).unwrap();
     let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
     assert!(built.is_ok_and(|status| status.success()), "no C compiler, which the build needs as well");
     library
@@ -63,7 +63,7 @@ fn stepping_clock(dir: &Path) -> (Vec<(&'static str, String)>, PathBuf) {
 /// Writes in place, because the process has the file mapped.
 fn set(file: &Path, hours: i64) {
     let mut options = std::fs::OpenOptions::new();
-    let file = options.write(true).create(true).truncate(false).open(file).expect("the clock's file");
+    let file = options.write(true).create(true).truncate(false).open(file).unwrap();
     file.write_all_at(&(hours * 3600).to_ne_bytes(), 0).expect("the clock's file is written");
 }
 
@@ -75,7 +75,7 @@ fn step(worker: &WorkerProcess, file: &Path, hours: i64) {
     wait_until("the worker's clock has stepped", LOOK_DEADLINE, || {
         let text = worker.page("/api/v1/history")?;
         let samples: serde_json::Value = serde_json::from_str(&text).map_err(|error| error.to_string())?;
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
         let newest =
             samples["samples"].as_array().and_then(|all| all.last()).and_then(|it| it["at_ms"].as_i64());
         let newest = newest.ok_or_else(|| text.clone())?;
@@ -86,7 +86,7 @@ fn step(worker: &WorkerProcess, file: &Path, hours: i64) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn clock_steps_expire_and_lose_nothing() {
-    let dir = tempfile::tempdir().expect("a temp dir");
+    let dir = tempfile::tempdir().unwrap();
     let (env, clock) = stepping_clock(dir.path());
     let mut worker = WorkerProcess::start(&Setup {
         name: "clock steps",
@@ -97,7 +97,7 @@ async fn clock_steps_expire_and_lose_nothing() {
     });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 20).await;
-    written.task(&client, 0, 20_000).await.expect("sent");
+    written.task(&client, 0, 20_000).await.unwrap();
     for (task, hours) in [(1, 10), (2, -10), (3, 0)] {
         block_in_place(|| step(&worker, &clock, hours));
         written.task(&client, task, 20_000).await.expect("sent after a step");
@@ -113,7 +113,7 @@ async fn clock_steps_expire_and_lose_nothing() {
     let client = client_of(&worker).await;
     written.task(&client, 4, 20_000).await.expect("sent to the next process");
     written.assert_readable(&client).await;
-    client.unregister_app("app").await.expect("known");
+    client.unregister_app("app").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
 }

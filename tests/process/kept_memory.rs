@@ -52,13 +52,13 @@ async fn acknowledged_blocks_are_readable_after_kill() {
     for round in 0..rounds {
         let end = [RoundEnd::Kill, RoundEnd::Kill, RoundEnd::Kill, RoundEnd::Stop, RoundEnd::Upgrade]
             [random.random_range(0..5)];
-        checker.round(i32::try_from(round).expect("small"), end, &mut worker, &mut random).await;
+        checker.round(i32::try_from(round).unwrap(), end, &mut worker, &mut random).await;
     }
     let client = client_of(&worker).await;
-    client.unregister_app("checker").await.expect("known");
+    client.unregister_app("checker").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
-    assert_eq!(std::fs::read_dir(directory.path()).expect("there").count(), 0, "an empty memory is deleted");
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "an empty memory is deleted");
 }
 
 /// Ends a worker that has all of its blocks in memory, and reads them from the next process.
@@ -68,7 +68,7 @@ async fn survives(setup: Setup, end: impl FnOnce(&mut WorkerProcess), said: &str
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 50).await;
     for task in 0..20 {
-        written.task(&client, task, 14 << 10).await.expect("sent");
+        written.task(&client, task, 14 << 10).await.unwrap();
     }
     block_in_place(|| end(&mut worker));
     let client = client_of(&worker).await;
@@ -79,7 +79,7 @@ async fn survives(setup: Setup, end: impl FnOnce(&mut WorkerProcess), said: &str
     assert_eq!(in_memory, Some(1000.0), "nothing was flushed");
     written.task(&client, 100, 14 << 10).await.expect("the worker continues");
     written.assert_readable(&client).await;
-    client.unregister_app("app").await.expect("known");
+    client.unregister_app("app").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
 }
@@ -143,10 +143,10 @@ async fn memory_is_recovered_into_larger_capacity() {
 /// A worker with such a manager uses it by default.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn service_manager_stores_memfd_of_killed_worker() {
-    let directory = tempfile::tempdir().expect("a directory");
+    let directory = tempfile::tempdir().unwrap();
     let (socket, kept) = (directory.path().join("notify"), directory.path().join("kept"));
-    let manager = UnixDatagram::bind(&socket).expect("a socket");
-    manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");
+    let manager = UnixDatagram::bind(&socket).unwrap();
+    manager.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     let setup = Setup {
         name: "stored",
         wrapper: passing_on(&kept),
@@ -157,7 +157,7 @@ async fn service_manager_stores_memfd_of_killed_worker() {
     let end = |worker: &mut WorkerProcess| {
         let memory = store.insert(stored_until_ready(&manager).0);
         let path = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
-        std::fs::write(&kept, path).expect("written");
+        std::fs::write(&kept, path).unwrap();
         worker.kill();
         worker.start_again();
     };
@@ -167,10 +167,10 @@ async fn service_manager_stores_memfd_of_killed_worker() {
 /// A start with another backing must not discard a memfd that the manager passes on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn start_refuses_to_discard_stored_memfd() {
-    let directory = tempfile::tempdir().expect("a directory");
+    let directory = tempfile::tempdir().unwrap();
     let (socket, kept) = (directory.path().join("notify"), directory.path().join("kept"));
-    let manager = UnixDatagram::bind(&socket).expect("a socket");
-    manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");
+    let manager = UnixDatagram::bind(&socket).unwrap();
+    manager.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     let setup = Setup {
         name: "stored, not used",
         wrapper: passing_on(&kept),
@@ -182,12 +182,12 @@ async fn start_refuses_to_discard_stored_memfd() {
     let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
-    written.task(&client, 0, 14 << 10).await.expect("sent");
+    written.task(&client, 0, 14 << 10).await.unwrap();
     let config = worker.config();
     let stored = block_in_place(|| {
         let memory = stored_until_ready(&manager).0;
         let path = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
-        std::fs::write(&kept, path).expect("written");
+        std::fs::write(&kept, path).unwrap();
         worker.kill();
         worker.launch_again_with(&config.replace(MEMFD, "backing = \"private\"\n"));
         assert_eq!(worker.wait_end().code(), Some(1));
@@ -214,14 +214,14 @@ fn passing_on(kept: &Path) -> Vec<String> {
 /// successor may therefore die at any moment.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn successor_keeps_memfd_in_service_manager() {
-    let directory = tempfile::tempdir().expect("a directory");
+    let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("notify");
-    let manager = UnixDatagram::bind(&socket).expect("a socket");
-    manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");
+    let manager = UnixDatagram::bind(&socket).unwrap();
+    manager.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     let env = vec![("NOTIFY_SOCKET", socket.display().to_string())];
     let mut worker =
         WorkerProcess::start(&Setup { name: "stays stored", memory: MEMFD, env, ..Setup::default() });
-    let inode = |memory: &OwnedFd| rustix::fs::fstat(memory).expect("open").st_ino;
+    let inode = |memory: &OwnedFd| rustix::fs::fstat(memory).unwrap().st_ino;
     let first = inode(&stored_until_ready(&manager).0);
     let config = worker.config();
     for (backing, is_same) in [(MEMFD, true), (MEMFD, true), ("", false)] {
@@ -250,7 +250,7 @@ fn messages_until_ready(manager: &UnixDatagram) -> (Option<OwnedFd>, Vec<String>
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
         let mut passed = RecvAncillaryBuffer::new(&mut space);
         let into = &mut [IoSliceMut::new(&mut message)];
-        let received = recvmsg(manager, into, &mut passed, RecvFlags::CMSG_CLOEXEC).expect("a message");
+        let received = recvmsg(manager, into, &mut passed, RecvFlags::CMSG_CLOEXEC).unwrap();
         let text = String::from_utf8_lossy(&message[..received.bytes]).into_owned();
         for rights in passed.drain() {
             if let (RecvAncillaryMessage::ScmRights(mut descriptors), true) =
@@ -285,7 +285,7 @@ async fn upgrade_to_other_memory_flushes() {
         worker.wait_log("not on a tmpfs");
     });
     for (task, config) in [other_sizes, private, config].into_iter().enumerate() {
-        written.task(&client, i64::try_from(task).expect("small"), 14 << 10).await.expect("sent");
+        written.task(&client, i64::try_from(task).unwrap(), 14 << 10).await.unwrap();
         block_in_place(|| {
             worker.write_config(&config);
             worker.begin_upgrade();
@@ -307,7 +307,7 @@ async fn start_with_other_memory_is_refused_after_kill() {
     let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
-    written.task(&client, 0, 14 << 10).await.expect("sent");
+    written.task(&client, 0, 14 << 10).await.unwrap();
     let config = worker.config();
     block_in_place(|| {
         worker.kill();
@@ -321,14 +321,14 @@ async fn start_with_other_memory_is_refused_after_kill() {
     });
     let client = client_of(&worker).await;
     written.assert_readable(&client).await;
-    client.unregister_app("app").await.expect("known");
+    client.unregister_app("app").await.unwrap();
     worker.assert_clean();
     // The memory holds no block now.
     block_in_place(|| {
         worker.kill();
         worker.start_again_with(&config.replace(memory, ""));
     });
-    assert_eq!(std::fs::read_dir(first.path()).expect("there").count(), 0, "an empty memory file is deleted");
+    assert_eq!(std::fs::read_dir(first.path()).unwrap().count(), 0, "an empty memory file is deleted");
     block_in_place(|| worker.stop());
 }
 
@@ -357,7 +357,7 @@ impl SmallTmpfs {
     /// Fills the file system. Returns the file that takes the space.
     pub(crate) fn fill(&self) -> PathBuf {
         let path = self.0.join("others");
-        let mut file = std::fs::File::create(&path).expect("a file");
+        let mut file = std::fs::File::create(&path).unwrap();
         while file.write_all(&[7; 64 << 10]).is_ok() {}
         while file.write_all(&[7; 1 << 10]).is_ok() {}
         path
@@ -378,14 +378,14 @@ fn run(program: &str, options: &[&str], path: &Path) -> bool {
 /// A page that the tmpfs cannot provide is refused; the worker continues.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn full_tmpfs_reduces_memory_until_freed() {
-    let directory = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a directory");
+    let directory = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
     let Some(tmpfs) = SmallTmpfs::mount(directory.path(), "150m") else { return };
     let memory: &'static str = Box::leak(format!("backing = {:?}\n", tmpfs.0.display().to_string()).into());
     let setup = Setup { name: "full", capacity: "96MiB", disks: 2, memory, ..Setup::default() };
     let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
-    written.task(&client, 0, 1 << 20).await.expect("sent");
+    written.task(&client, 0, 1 << 20).await.unwrap();
     let others = tmpfs.fill();
     for task in 1..30 {
         written.task(&client, task, 1 << 20).await.expect("the disks take the rest");
@@ -395,11 +395,11 @@ async fn full_tmpfs_reduces_memory_until_freed() {
     assert!(log.contains("memory_store.backing is full"), "{log}");
     assert!(worker.metrics().total("memory_withheld_bytes") > Some(0.0));
     written.assert_readable(&client).await;
-    std::fs::remove_file(others).expect("there");
+    std::fs::remove_file(others).unwrap();
     block_in_place(|| worker.wait_log("memory_store.backing has space again"));
-    written.task(&client, 30, 1 << 20).await.expect("sent");
+    written.task(&client, 30, 1 << 20).await.unwrap();
     written.assert_readable(&client).await;
-    client.unregister_app("app").await.expect("known");
+    client.unregister_app("app").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
 }
@@ -426,16 +426,16 @@ async fn restart_serves_memory_before_verification() {
         })
     });
     let (client, key) = (client_of(&worker).await, key("app", 0));
-    client.register(&key, &[(0, PARTITIONS - 1)]).await.expect("registered");
+    client.register(&key, &[(0, PARTITIONS - 1)]).await.unwrap();
     let generator = BlockGenerator::new(7, IdLayout::SPARK);
     #[expect(clippy::cast_possible_truncation, reason = "a number of tasks")]
     let tasks = (gigabytes * 1e9 / f64::from(BLOCK_BYTES) / f64::from(PARTITIONS)) as i64;
     let block = |at, task| generator.block(PartitionId(at), TaskAttemptId(task), 0, BLOCK_BYTES);
     for task in 0..tasks {
         let batch: Vec<_> = (0..PARTITIONS).map(|at| (PartitionId(at), vec![block(at, task)])).collect();
-        client.push(&key, SendForm::Classic, &batch).await.expect("sent");
+        client.push(&key, SendForm::Classic, &batch).await.unwrap();
         let ids: Vec<_> = batch.iter().map(|(at, blocks)| (*at, vec![blocks[0].meta.block_id])).collect();
-        client.report(&key, TaskAttemptId(task), &ids).await.expect("reported");
+        client.report(&key, TaskAttemptId(task), &ids).await.unwrap();
     }
     block_in_place(|| worker.kill());
     let began = Instant::now();
@@ -443,7 +443,7 @@ async fn restart_serves_memory_before_verification() {
     let ready = began.elapsed();
     let client = client_of(&worker).await;
     let of = PartitionId(PARTITIONS / 2);
-    let read = client.read_partition(&key, of, &ReadOptions::default()).await.expect("served");
+    let read = client.read_partition(&key, of, &ReadOptions::default()).await.unwrap();
     let served = began.elapsed();
     let blocks = tasks * i64::from(PARTITIONS);
     say(&format!(
@@ -461,7 +461,7 @@ async fn restart_serves_memory_before_verification() {
         "nothing was flushed"
     );
     block_in_place(|| worker.wait_log("scanned the memory of an earlier process"));
-    client.unregister_app("app").await.expect("known");
+    client.unregister_app("app").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
 }
@@ -482,7 +482,7 @@ async fn empty_directories_are_refused_while_memory_has_blocks() {
     let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 2).await;
-    written.task(&client, 0, 14 << 10).await.expect("sent");
+    written.task(&client, 0, 14 << 10).await.unwrap();
     block_in_place(|| worker.kill());
     let disks = worker.data_paths().to_vec();
     let away = |path: &Path| path.with_extension("away");
@@ -505,13 +505,13 @@ async fn empty_directories_are_refused_while_memory_has_blocks() {
             0,
             "a claim would make it look used"
         );
-        std::fs::remove_dir(path).expect("empty");
+        std::fs::remove_dir(path).unwrap();
         std::fs::rename(away(path), path).expect("the path is free");
     }
     block_in_place(|| worker.start_again());
     let client = client_of(&worker).await;
     written.assert_readable(&client).await;
-    client.unregister_app("app").await.expect("known");
+    client.unregister_app("app").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
 }
@@ -525,7 +525,7 @@ async fn damaged_block_in_memory_is_reported_lost() {
     let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 2).await;
-    written.task(&client, 0, 14 << 10).await.expect("sent");
+    written.task(&client, 0, 14 << 10).await.unwrap();
     block_in_place(|| worker.kill());
     let victim = written.blocks.remove(&0).expect("partition 0 has blocks");
     flip_a_bit_of(&directory.path().join("uniffle-worker.memory"), &victim[0].data);
@@ -549,7 +549,7 @@ async fn damaged_block_in_memory_is_reported_lost() {
         .expect("the smaller backing is searched too");
     let said = "recovered blocks in memory are corrupt";
     assert!(refused.contains(said), "{refused}");
-    client.unregister_app("app").await.expect("known");
+    client.unregister_app("app").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
 }
@@ -558,7 +558,7 @@ async fn damaged_block_in_memory_is_reported_lost() {
 fn flip_a_bit_of(path: &Path, bytes: &[u8]) {
     let content = std::fs::read(path).expect("the memory of a worker");
     let at = content.windows(64).position(|window| window == &bytes[..64]).expect("the block is in the file");
-    let file = std::fs::OpenOptions::new().write(true).open(path).expect("writable");
+    let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
     let written = rustix::io::pwrite(&file, &[bytes[100] ^ 1], at as u64 + 100);
     assert_eq!(written, Ok(1));
 }

@@ -49,7 +49,7 @@ async fn graceful_stop_flushes_memory_to_disks() {
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 50).await;
     for task in 0..8 {
-        written.task(&client, task, 20_000).await.expect("sent");
+        written.task(&client, task, 20_000).await.unwrap();
     }
     assert_eq!(data_bytes(&worker), 0, "everything is in memory");
     block_in_place(|| worker.terminate());
@@ -61,7 +61,7 @@ async fn graceful_stop_flushes_memory_to_disks() {
     written.assert_readable(&client).await;
     let log = worker.log();
     assert!(!log.contains(" WARN ") && !log.contains(" ERROR "), "{log}");
-    client.unregister_app("app").await.expect("known");
+    client.unregister_app("app").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
 }
@@ -73,13 +73,13 @@ async fn restart_with_other_ports_and_capacity_recovers_data() {
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 20).await;
     for task in 0..4 {
-        written.task(&client, task, 50_000).await.expect("sent");
+        written.task(&client, task, 50_000).await.unwrap();
     }
     let config = worker.config();
     let ports = worker.ready().clone();
     let other = config
         .replace(&format!("grpc_port = {}", ports.grpc_port), "grpc_port = 0")
-        .replace(&format!("urpc_port = {}", ports.urpc_port.expect("on")), "urpc_port = 0")
+        .replace(&format!("urpc_port = {}", ports.urpc_port.unwrap()), "urpc_port = 0")
         .replace("64M", "32M");
     block_in_place(|| {
         worker.terminate();
@@ -125,7 +125,7 @@ impl Reconnecting {
 
     fn end(mut self) -> u64 {
         self.stop.store(true, Ordering::Relaxed);
-        self.knocker.take().expect("once").join().expect("no connect is refused");
+        self.knocker.take().unwrap().join().expect("no connect is refused");
         self.connected.load(Ordering::Relaxed)
     }
 }
@@ -141,13 +141,13 @@ async fn upgrade_keeps_ports_process_and_connections() {
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 20).await;
     for task in 0..4 {
-        written.task(&client, task, 50_000).await.expect("sent");
+        written.task(&client, task, 50_000).await.unwrap();
     }
     let (tcp, driver) =
-        TcpClient::connect(local(worker.ready().urpc_port.expect("on"))).await.expect("the listener is open");
+        TcpClient::connect(local(worker.ready().urpc_port.unwrap())).await.expect("the listener is open");
     let tasks = Tasks::new();
     tasks.spawn("tcp client", driver);
-    tcp.read_memory(&written.key, PartitionId(0), -1, 1 << 20, None).await.expect("an answer");
+    tcp.read_memory(&written.key, PartitionId(0), -1, 1 << 20, None).await.unwrap();
     for round in 0..2 {
         let knocking = [worker.ready().grpc_port, worker.ready().http_port].map(Reconnecting::at);
         block_in_place(|| {
@@ -159,7 +159,7 @@ async fn upgrade_keeps_ports_process_and_connections() {
         let gap_ms = worker.ready().upgrade_gap_ms.expect("the start was an upgrade");
         assert!(gap_ms <= UPGRADE_GAP_MS_MAX, "calls wait for {gap_ms} ms");
         // The same connection still works.
-        tcp.read_index(&written.key, PartitionId(0)).await.expect("an answer");
+        tcp.read_index(&written.key, PartitionId(0)).await.unwrap();
         let client = client_of(&worker).await;
         written.assert_readable(&client).await;
         written.task(&client, 100 + round, 50_000).await.expect("the worker continues");
@@ -190,7 +190,7 @@ async fn upgrade_to_unfit_configuration_is_refused() {
         worker.signal(rustix::process::Signal::USR2);
         block_in_place(|| worker.wait_log(complaint));
         assert!(worker.log().contains("upgrade refused"));
-        written.task(&client, i64::try_from(task).expect("small"), 1000).await.expect("the worker continues");
+        written.task(&client, i64::try_from(task).unwrap(), 1000).await.expect("the worker continues");
     }
     written.assert_readable(&client).await;
     block_in_place(|| worker.stop());
@@ -209,7 +209,7 @@ async fn unflushable(tables: &'static str) -> (WorkerProcess, ShuffleClient, Wri
     });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 3), 2).await;
-    written.task(&client, 0, 2_000_000).await.expect("sent");
+    written.task(&client, 0, 2_000_000).await.unwrap();
     (worker, client, written)
 }
 
@@ -237,7 +237,7 @@ async fn upgrade_that_would_lose_memory_is_refused() {
     worker.begin_upgrade();
     block_in_place(|| worker.wait_log("memory was not flushed completely"));
     // The worker continues.
-    client.heartbeat("app").await.expect("known");
+    client.heartbeat("app").await.unwrap();
     written.assert_readable(&client).await;
     // EFBIG does not count as a disk failure.
     let log = worker.log();
@@ -258,7 +258,7 @@ async fn graceful_stop_flushes_to_disks_above_watermark() {
     });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 3), 2).await;
-    written.task(&client, 0, 200_000).await.expect("sent");
+    written.task(&client, 0, 200_000).await.unwrap();
     drop(client);
     block_in_place(|| worker.terminate());
     assert!(!worker.log().contains("lost at shutdown"), "{}", worker.log());
@@ -292,7 +292,7 @@ async fn upgrade_signals_never_kill_a_starting_program() {
     let mut worker = WorkerProcess::start(&Setup { name: "signals", capacity: "64M", ..Setup::default() });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
-    written.task(&client, 0, 1000).await.expect("sent");
+    written.task(&client, 0, 1000).await.unwrap();
     block_in_place(|| {
         worker.begin_upgrade();
         wait_until("three upgrades", UPGRADES_DEADLINE, || {
@@ -332,21 +332,21 @@ async fn upgrade_signals_never_kill_a_starting_program() {
 
 fn script(path: &Path, text: &str) {
     let beside = path.with_extension("new");
-    std::fs::File::create(&beside).expect("a file").write_all(text.as_bytes()).expect("written");
-    std::fs::set_permissions(&beside, std::fs::Permissions::from_mode(0o755)).expect("our file");
+    std::fs::File::create(&beside).unwrap().write_all(text.as_bytes()).unwrap();
+    std::fs::set_permissions(&beside, std::fs::Permissions::from_mode(0o755)).unwrap();
     std::fs::rename(beside, path).expect("one file system");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn unusable_binary_leaves_old_process_serving() {
-    let dir = tempfile::tempdir().expect("a directory");
+    let dir = tempfile::tempdir().unwrap();
     let binary = dir.path().join("worker");
-    std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), &binary).expect("copied");
+    std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), &binary).unwrap();
     let setup = Setup { name: "exec", capacity: "64M", binary: Some(binary.clone()), ..Setup::default() };
     let mut worker = WorkerProcess::start(&setup);
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
-    written.task(&client, 0, 1000).await.expect("sent");
+    written.task(&client, 0, 1000).await.unwrap();
     // It passes its check and then deletes itself.
     script(&binary, "#!/bin/sh\nrm -- \"$0\"\n");
     let knocking = Reconnecting::at(worker.ready().grpc_port);
@@ -362,15 +362,15 @@ async fn unusable_binary_leaves_old_process_serving() {
     script(&binary, "#!/bin/sh\nexit 7\n");
     worker.signal(rustix::process::Signal::USR2);
     block_in_place(|| worker.wait_log("--check: exit status: 7"));
-    std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), dir.path().join("better")).expect("copied");
-    std::fs::rename(dir.path().join("better"), &binary).expect("renamed");
+    std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), dir.path().join("better")).unwrap();
+    std::fs::rename(dir.path().join("better"), &binary).unwrap();
     block_in_place(|| {
         worker.begin_upgrade();
         worker.finish_upgrade();
     });
     let (log, version) = (worker.log(), env!("CARGO_PKG_VERSION"));
     for event in ["rehearsal succeeded", "upgraded; no connection"] {
-        let line = log.lines().rev().find(|line| line.contains(event)).expect("a line");
+        let line = log.lines().rev().find(|line| line.contains(event)).unwrap();
         for part in [format!("from={version} ("), format!("to=\"{version} (")] {
             let unquoted = part.replace('"', "");
             assert!(line.replace('"', "").contains(&unquoted), "{unquoted} in {line}");
@@ -381,9 +381,9 @@ async fn unusable_binary_leaves_old_process_serving() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn service_manager_passes_sockets_and_is_notified() {
-    let dir = tempfile::tempdir().expect("a directory");
-    let manager = UnixDatagram::bind(dir.path().join("notify")).expect("a socket");
-    manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");
+    let dir = tempfile::tempdir().unwrap();
+    let manager = UnixDatagram::bind(dir.path().join("notify")).unwrap();
+    manager.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     let kept = InheritedPort::open();
     let mut worker = WorkerProcess::start(&Setup {
         name: "activated",

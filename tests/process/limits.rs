@@ -170,7 +170,7 @@ async fn app_survives_pause_of_the_process() {
     let worker = WorkerProcess::start(&setup);
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
-    written.task(&client, 1, 1000).await.expect("sent");
+    written.task(&client, 1, 1000).await.unwrap();
     block_in_place(|| {
         worker.signal(Signal::STOP);
         // A shorter pause would make the test pass vacuously.

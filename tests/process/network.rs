@@ -109,7 +109,7 @@ async fn write(ports: (u16, u16), writer: u64) -> Vec<Block> {
     let generator = BlockGenerator::new(5, IdLayout::SPARK);
     let tasks = Tasks::new();
     for task in 0..TASKS {
-        let attempt = TaskAttemptId(i64::try_from(writer).expect("small") * 1000 + task);
+        let attempt = TaskAttemptId(i64::try_from(writer).unwrap() * 1000 + task);
         let blocks: Vec<_> = (0..4).map(|at| generator.block(PartitionId(0), attempt, at, 12_000)).collect();
         let batch = [(PartitionId(0), blocks.clone())];
         let send = async {
@@ -141,15 +141,13 @@ async fn acknowledged_blocks_survive_network_faults() {
     let setup = Setup { name: "network", capacity: "32MiB", disks: 2, ..Setup::default() };
     let worker = block_in_place(|| WorkerProcess::start(&setup));
     let direct = client_of(&worker).await;
-    direct.register(&key("net", 0), &[(0, 0)]).await.expect("registered");
+    direct.register(&key("net", 0), &[(0, 0)]).await.unwrap();
     let faulty = Arc::new(AtomicU64::new(0));
     let mut proxies = JoinSet::new();
     let mut ports = Vec::new();
-    for (at, port) in
-        [worker.ready().grpc_port, worker.ready().urpc_port.expect("on")].into_iter().enumerate()
-    {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        ports.push(listener.local_addr().expect("bound").port());
+    for (at, port) in [worker.ready().grpc_port, worker.ready().urpc_port.unwrap()].into_iter().enumerate() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        ports.push(listener.local_addr().unwrap().port());
         proxies.spawn(proxy(listener, port, seed ^ at as u64, Arc::clone(&faulty)));
     }
     let mut writers = JoinSet::new();
@@ -158,7 +156,7 @@ async fn acknowledged_blocks_survive_network_faults() {
     }
     let mut acknowledged = Vec::new();
     while let Some(blocks) = writers.join_next().await {
-        acknowledged.extend(blocks.expect("a writer"));
+        acknowledged.extend(blocks.unwrap());
     }
     let faulty = faulty.load(Ordering::Relaxed);
     let tasks = acknowledged.len() / 4;
@@ -166,12 +164,12 @@ async fn acknowledged_blocks_survive_network_faults() {
     assert!(faulty > 10 && tasks > 20, "{tasks} tasks, {faulty} faults");
 
     let read = direct.read_partition(&key("net", 0), PartitionId(0), &ReadOptions::default()).await;
-    let read = read.expect("readable").blocks;
+    let read = read.unwrap().blocks;
     for block in &acknowledged {
         assert!(read.get(&block.meta.block_id) == Some(&block.data), "{:?}", block.meta.block_id);
     }
     proxies.shutdown().await;
-    direct.unregister_app("net").await.expect("known");
+    direct.unregister_app("net").await.unwrap();
     worker.assert_clean();
     worker.assert_no_error_logged();
     block_in_place(|| worker.stop());

@@ -26,44 +26,44 @@ async fn call(worker: &WorkerProcess, path: &str, body: &str) -> Value {
 }
 
 async fn answer(worker: &WorkerProcess, path: &str, body: &str) -> (reqwest::StatusCode, Value) {
-    let url = format!("http://127.0.0.1:{}{path}", worker.ready().admin_port.expect("an admin listener"));
-    let answer = reqwest::Client::new().post(url).body(body.to_owned()).send().await.expect("an answer");
+    let url = format!("http://127.0.0.1:{}{path}", worker.ready().admin_port.unwrap());
+    let answer = reqwest::Client::new().post(url).body(body.to_owned()).send().await.unwrap();
     let status = answer.status();
-    (status, serde_json::from_str(&answer.text().await.expect("a body")).expect("JSON"))
+    (status, serde_json::from_str(&answer.text().await.unwrap()).unwrap())
 }
 
 /// Decommissions the worker as a coordinator does. Returns status and text of the response.
 async fn decommission_over_grpc(worker: &WorkerProcess) -> (i32, String) {
     let channel = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
-    let mut internal = ShuffleServerInternalClient::connect(channel).await.expect("connected");
-    let answer = internal.decommission(DecommissionRequest {}).await.expect("an answer").into_inner();
+    let mut internal = ShuffleServerInternalClient::connect(channel).await.unwrap();
+    let answer = internal.decommission(DecommissionRequest {}).await.unwrap().into_inner();
     (answer.status, answer.ret_msg)
 }
 
 fn node(worker: &WorkerProcess) -> Value {
-    let page = block_in_place(|| worker.page("/api/v1/node")).expect("the node");
-    serde_json::from_str(&page).expect("JSON")
+    let page = block_in_place(|| worker.page("/api/v1/node")).unwrap();
+    serde_json::from_str(&page).unwrap()
 }
 
 fn is_decommissioned(worker: &WorkerProcess) -> bool {
-    node(worker)["state"].as_str().expect("a state").starts_with("decommission")
+    node(worker)["state"].as_str().unwrap().starts_with("decommission")
 }
 
 /// Returns whether the coordinator admits another application of `user`.
 async fn admits(worker: &WorkerProcess, user: &str) -> bool {
     let channel = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
-    let mut coordinator = CoordinatorServerClient::connect(channel).await.expect("connected");
+    let mut coordinator = CoordinatorServerClient::connect(channel).await.unwrap();
     let request = AccessClusterRequest { user: user.to_owned(), ..Default::default() };
-    let answer = coordinator.access_cluster(request).await.expect("an answer").into_inner();
+    let answer = coordinator.access_cluster(request).await.unwrap().into_inner();
     answer.status() == StatusCode::Success
 }
 
 async fn register(worker: &WorkerProcess, app: &str, user: &str) {
     let channel = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
-    let mut coordinator = CoordinatorServerClient::connect(channel).await.expect("connected");
+    let mut coordinator = CoordinatorServerClient::connect(channel).await.unwrap();
     let request =
         ApplicationInfoRequest { app_id: app.to_owned(), user: user.to_owned(), ..Default::default() };
-    coordinator.register_application_info(request).await.expect("an answer");
+    coordinator.register_application_info(request).await.unwrap();
 }
 
 fn state_file(worker: &WorkerProcess) -> PathBuf {
@@ -128,11 +128,11 @@ async fn settings_survive_upgrade_and_kill() {
 /// Sends a heartbeat of a worker that does not exist.
 async fn heartbeat(worker: &WorkerProcess, id: &str) {
     let channel = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
-    let mut coordinator = CoordinatorServerClient::connect(channel).await.expect("connected");
+    let mut coordinator = CoordinatorServerClient::connect(channel).await.unwrap();
     let server =
         ShuffleServerId { id: id.to_owned(), ip: "127.0.0.1".to_owned(), port: 1, ..Default::default() };
     let request = ShuffleServerHeartBeatRequest { server_id: Some(server), ..Default::default() };
-    let answer = coordinator.heartbeat(request).await.expect("an answer").into_inner();
+    let answer = coordinator.heartbeat(request).await.unwrap().into_inner();
     assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
 }
 
@@ -155,8 +155,8 @@ async fn lost_nodes_survive_upgrade_and_kill() {
     for by in ["upgrade", "kill"] {
         replace_process(&mut worker, by);
         eventually(&format!("lost after {by}"), || lost(&worker, 2.0)).await;
-        let page = block_in_place(|| worker.page("/api/v1/cluster")).expect("the cluster");
-        let cluster: Value = serde_json::from_str(&page).expect("JSON");
+        let page = block_in_place(|| worker.page("/api/v1/cluster")).unwrap();
+        let cluster: Value = serde_json::from_str(&page).unwrap();
         assert_eq!(cluster["lost"], json!(["dying", "gone"]), "after {by}");
     }
     block_in_place(|| worker.stop());
@@ -193,7 +193,7 @@ async fn call_is_answered_once_its_setting_is_saved() {
     let text = || std::fs::read_to_string(&file).unwrap_or_default();
     // Takes the place of the temporary file, so no file can be written.
     let obstacle = file.with_extension("new");
-    std::fs::create_dir(&obstacle).expect("a directory");
+    std::fs::create_dir(&obstacle).unwrap();
     let path = file.display().to_string();
     for (call, body) in [
         ("/admin/tags", r#"{"tags": ["night"]}"#),
@@ -202,7 +202,7 @@ async fn call_is_answered_once_its_setting_is_saved() {
     ] {
         let (status, answer) = answer(&worker, call, body).await;
         assert_eq!(status, 500, "{call}: {answer}");
-        let error = answer["error"].as_str().expect("an error");
+        let error = answer["error"].as_str().unwrap();
         assert!(error.contains(&path) && error.contains("not saved"), "{call}: {error}");
     }
     let drained = call(&worker, "/admin/drain", "").await;
@@ -213,7 +213,7 @@ async fn call_is_answered_once_its_setting_is_saved() {
     let warning = "cannot save the settings made at run time";
     assert_eq!(worker.log().matches(warning).count(), 1, "{}", worker.log());
 
-    std::fs::remove_dir(&obstacle).expect("an empty directory");
+    std::fs::remove_dir(&obstacle).unwrap();
     assert_eq!(decommission_over_grpc(&worker).await.0, i32::from(StatusCode::Success));
     assert!(text().contains("\"decommission\":true") && text().contains("night"), "{}", text());
     call(&worker, "/admin/cancel-decommission", "").await;

@@ -22,12 +22,12 @@ async fn worker_survives_truncation_of_its_memory_file() {
     let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let mut earlier = Written::register(&client, key("app", 0), 2).await;
-    earlier.task(&client, 0, 14 << 10).await.expect("sent");
+    earlier.task(&client, 0, 14 << 10).await.unwrap();
     let path = directory.path().join("uniffle-worker.memory");
-    let bytes = std::fs::metadata(&path).expect("a file").len();
+    let bytes = std::fs::metadata(&path).unwrap().len();
     for shuffle in 1..4 {
-        let file = std::fs::OpenOptions::new().write(true).open(&path).expect("writable");
-        file.set_len(0).expect("truncated");
+        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        file.set_len(0).unwrap();
         let mut written = Written::register(&client, key("app", shuffle), 2).await;
         for task in 0..20 {
             written.task(&client, task, 14 << 10).await.expect("the worker continues");
@@ -36,13 +36,13 @@ async fn worker_survives_truncation_of_its_memory_file() {
         let read = client.read_partition(&earlier.key, PartitionId(0), &ReadOptions::default()).await;
         assert!(read.is_err(), "a zeroed block was served");
     }
-    assert_eq!(std::fs::metadata(&path).expect("a file").len(), bytes, "the length is not restored");
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), bytes, "the length is not restored");
     block_in_place(|| worker.begin_upgrade());
     block_in_place(|| worker.finish_upgrade());
     assert!(worker.log().contains("was removed, replaced or truncated"), "{}", worker.log());
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 9), 2).await;
-    written.task(&client, 0, 14 << 10).await.expect("sent");
+    written.task(&client, 0, 14 << 10).await.unwrap();
     written.assert_readable(&client).await;
     block_in_place(|| worker.stop());
 }

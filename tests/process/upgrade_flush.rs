@@ -23,11 +23,11 @@ fn logged_number(log: &str, message: &str, name: &str) -> u64 {
         log.lines().rev().find(|line| line.contains(message)).unwrap_or_else(|| panic!("{message}: {log}"));
     let field = format!(" {name}=");
     let value = line.split_once(&field).unwrap_or_else(|| panic!("{name}: {line}")).1;
-    value.split(' ').next().and_then(|value| value.parse().ok()).expect("a number")
+    value.split(' ').next().and_then(|value| value.parse().ok()).unwrap()
 }
 
 async fn handed_over_in_a_flush(name: &'static str, memory: &'static str) {
-    let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+    let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
     let Some(disk) = FreezableDisk::mount(dir.path()) else { return };
     let paths = vec![disk.0.join("data")];
     let setup = Setup { name, capacity: "24MiB", memory, tables: SOON_FLUSHED, ..Setup::default() };
@@ -36,12 +36,12 @@ async fn handed_over_in_a_flush(name: &'static str, memory: &'static str) {
     let mut written = Written::register(&client, key("app", 0), PARTITIONS).await;
     // Some blocks are on the disk, others are below the flush threshold.
     for task in 0..8 {
-        written.task(&client, task, BLOCK_BYTES).await.expect("sent");
+        written.task(&client, task, BLOCK_BYTES).await.unwrap();
     }
     let frozen = disk.freeze();
     for task in 8..16 {
         // Reports are written to the disk as well.
-        client.push(&written.key, SendForm::Classic, &written.batch(task, BLOCK_BYTES)).await.expect("sent");
+        client.push(&written.key, SendForm::Classic, &written.batch(task, BLOCK_BYTES)).await.unwrap();
     }
     block_in_place(|| {
         wait_until("a batch is being written", std::time::Duration::from_secs(30), || {
@@ -59,18 +59,18 @@ async fn handed_over_in_a_flush(name: &'static str, memory: &'static str) {
     assert!(log.contains("rehearsal succeeded; handing over memory"), "{log}");
     let on_disk = logged_number(&log, "recovered data of an earlier process", "blocks");
     let in_memory = logged_number(&log, "recovered blocks from memory", "restored");
-    let blocks = 16 * u64::try_from(PARTITIONS).expect("small");
+    let blocks = 16 * u64::try_from(PARTITIONS).unwrap();
     assert!(on_disk > 0 && in_memory > 0, "{on_disk} blocks on the disk, {in_memory} in memory");
     assert_eq!(on_disk + in_memory, blocks, "each in one place");
     let client = client_of(&worker).await;
     for task in 8..16 {
         let batch = written.batch(task, BLOCK_BYTES);
         let ids: Vec<_> = batch.iter().map(|(at, blocks)| (*at, vec![blocks[0].meta.block_id])).collect();
-        client.report(&written.key, TaskAttemptId(task), &ids).await.expect("reported");
+        client.report(&written.key, TaskAttemptId(task), &ids).await.unwrap();
         written.expect(task, BLOCK_BYTES);
     }
     written.assert_readable(&client).await;
-    client.unregister_app("app").await.expect("known");
+    client.unregister_app("app").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
 }

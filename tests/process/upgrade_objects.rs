@@ -19,10 +19,10 @@ fn start(server: &S3Server) -> (WorkerProcess, tempfile::TempDir) {
 /// Starts a worker without disks on the store, with the additional tables `more`. Returns also the
 /// directory of its keys.
 pub(crate) fn start_with(server: &S3Server, more: &str) -> (WorkerProcess, tempfile::TempDir) {
-    let dir = tempfile::tempdir().expect("a temp dir");
+    let dir = tempfile::tempdir().unwrap();
     let keys = dir.path().join("keys");
     let text = format!("[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n");
-    std::fs::write(&keys, text).expect("the keys");
+    std::fs::write(&keys, text).unwrap();
     let tables = format!(
         "[object_store]\nurl = \"s3://{BUCKET}/uniffle\"\nendpoint = \"{}\"\npath_style = true\n\
          credentials = \"file\"\ncredentials_file = {keys:?}\n{more}",
@@ -48,7 +48,7 @@ async fn upgrade_without_disks_keeps_acknowledged_state() {
     let mut task = 0;
     for _ in 0..2 {
         for _ in 0..4 {
-            written.task(&client_of(&worker).await, task, BLOCK_BYTES).await.expect("sent");
+            written.task(&client_of(&worker).await, task, BLOCK_BYTES).await.unwrap();
             task += 1;
         }
         let pid = worker.pid();
@@ -58,12 +58,12 @@ async fn upgrade_without_disks_keeps_acknowledged_state() {
         });
         assert_eq!(worker.pid(), pid);
         let client = client_of(&worker).await;
-        client.heartbeat("app").await.expect("known");
+        client.heartbeat("app").await.unwrap();
         written.assert_readable(&client).await;
     }
     worker.assert_no_error_logged();
     assert!(!worker.log().contains("not flushed"), "{}", worker.log());
-    client_of(&worker).await.unregister_app("app").await.expect("known");
+    client_of(&worker).await.unregister_app("app").await.unwrap();
     let prefix = server.files().join("uniffle");
     block_in_place(|| {
         wait_until("the objects are deleted", std::time::Duration::from_secs(30), || {

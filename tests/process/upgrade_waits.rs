@@ -108,12 +108,12 @@ impl Callers {
             if self.stop.load(Ordering::Relaxed) {
                 return;
             }
-            let task = TaskAttemptId(i64::try_from(number * 100_000 + call).expect("small"));
+            let task = TaskAttemptId(i64::try_from(number * 100_000 + call).unwrap());
             let began = Instant::now();
             loop {
                 let done = match number < 2 {
                     true => self.write(&clients, by, task).await,
-                    false => self.read(&clients, by, i32::try_from(call).expect("small")).await,
+                    false => self.read(&clients, by, i32::try_from(call).unwrap()).await,
                 };
                 let Err(again) = done else { break };
                 assert!(began.elapsed() < CALL_DEADLINE, "a call is not answered: {again:?}");
@@ -174,7 +174,7 @@ impl Callers {
 fn batch_of(task: TaskAttemptId, partitions: i32) -> Vec<(PartitionId, Vec<Block>)> {
     let like = Block::new(BlockId(0), task, Bytes::from(vec![7; BLOCK_BYTES as usize]));
     let block = |at| {
-        let block_id = LAYOUT.block_id(0, PartitionId(at), task).expect("small numbers");
+        let block_id = LAYOUT.block_id(0, PartitionId(at), task).unwrap();
         Block { meta: BlockMeta { block_id, ..like.meta }, data: like.data.clone() }
     };
     (0..partitions).map(|at| (PartitionId(at), vec![block(at)])).collect()
@@ -188,14 +188,14 @@ fn parameters() -> (f64, Option<PathBuf>) {
 
 /// Registers `filled` and writes `gigabytes` to it. Returns the number of tasks.
 async fn fill(client: &ShuffleClient, filled: &ShuffleKey, gigabytes: f64) -> i64 {
-    client.register(filled, &[(0, PARTITIONS - 1)]).await.expect("registered");
+    client.register(filled, &[(0, PARTITIONS - 1)]).await.unwrap();
     #[expect(clippy::cast_possible_truncation, reason = "a number of tasks")]
     let tasks = (gigabytes * 1e9 / f64::from(BLOCK_BYTES) / f64::from(PARTITIONS)) as i64;
     for task in (0..tasks).map(TaskAttemptId) {
         let batch = batch_of(task, PARTITIONS);
-        client.push(filled, SendForm::Classic, &batch).await.expect("sent");
+        client.push(filled, SendForm::Classic, &batch).await.unwrap();
         let ids: Vec<_> = batch.iter().map(|(at, blocks)| (*at, vec![blocks[0].meta.block_id])).collect();
-        client.report(filled, task, &ids).await.expect("reported");
+        client.report(filled, task, &ids).await.unwrap();
     }
     tasks
 }
@@ -211,13 +211,13 @@ async fn hand_over_under_calls(name: &'static str, memory: &'static str) {
     let client = client_of(&worker).await;
     let mut read = Written::register(&client, key("app", 0), READ_PARTITIONS).await;
     for task in 0..READ_BLOCKS {
-        read.task(&client, task.into(), BLOCK_BYTES).await.expect("sent");
+        read.task(&client, task.into(), BLOCK_BYTES).await.unwrap();
     }
     let (filled, written) = (key("app", 1), key("app", 2));
-    client.register(&written, &[(0, 9)]).await.expect("registered");
+    client.register(&written, &[(0, 9)]).await.unwrap();
     let tasks = fill(&client, &filled, gigabytes).await;
     let callers = Arc::new(Callers {
-        ports: (worker.ready().grpc_port, worker.ready().urpc_port.expect("on")),
+        ports: (worker.ready().grpc_port, worker.ready().urpc_port.unwrap()),
         written,
         read: read.key.clone(),
         blocks: read.blocks.clone(),
@@ -241,7 +241,7 @@ async fn hand_over_under_calls(name: &'static str, memory: &'static str) {
         ended.expect("every call is answered");
     }
     let (longest, again) = (callers.longest.lock().clone(), std::mem::take(&mut *callers.again.lock()));
-    let (gap_ms, calls) = (worker.ready().upgrade_gap_ms.expect("an upgrade"), callers.answered());
+    let (gap_ms, calls) = (worker.ready().upgrade_gap_ms.unwrap(), callers.answered());
     say(&format!(
         "{name}: {} blocks in memory, handed over under {calls:?} calls: longest waits {longest:?} ({usual:?} before), no process \
          accepted for {gap_ms} ms, made again: {again:?}",
@@ -252,18 +252,18 @@ async fn hand_over_under_calls(name: &'static str, memory: &'static str) {
     let log = worker.log();
     assert!(log.contains("handing over memory") && log.contains("flushed_bytes=0"), "{log}");
     let blocks = i64::from(READ_PARTITIONS * READ_BLOCKS) + tasks * i64::from(PARTITIONS);
-    let blocks = blocks + 10 * i64::try_from(calls[0] + calls[1]).expect("small");
+    let blocks = blocks + 10 * i64::try_from(calls[0] + calls[1]).unwrap();
     let in_memory = worker.metrics().total("total_in_memory_block_count").map(|count| count.to_string());
     assert_eq!(
         in_memory,
         Some(blocks.to_string()),
         "all that was acknowledged, once, and nothing was flushed"
     );
-    let found = client_of(&worker).await.results(&filled, &[PartitionId(7)], None).await.expect("an answer");
-    assert_eq!(found.cardinality(), u64::try_from(tasks).expect("small"));
+    let found = client_of(&worker).await.results(&filled, &[PartitionId(7)], None).await.unwrap();
+    assert_eq!(found.cardinality(), u64::try_from(tasks).unwrap());
     assert!(!is_judged || longest.values().all(|wait| *wait <= WAIT_MAX), "{longest:?}");
     let client = client_of(&worker).await;
-    client.unregister_app("app").await.expect("known");
+    client.unregister_app("app").await.unwrap();
     worker.assert_clean();
     callers.tasks.cancel();
     callers.tasks.drained().await;
@@ -289,7 +289,7 @@ fn large_send(key: &ShuffleKey, ticket: i64, batch: &Batch) -> Bytes {
         task_attempt_id: block.meta.task_attempt_id.0,
         data: block.data.clone(),
         servers: Vec::new(),
-        uncompressed_length: i32::try_from(block.meta.length).expect("small"),
+        uncompressed_length: i32::try_from(block.meta.length).unwrap(),
         free_memory: 0,
     };
     let request = SendRequest {
@@ -315,47 +315,47 @@ async fn send_received_during_upgrade_is_stored_once() {
     let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     let key = key("app", 0);
-    client.register(&key, &[(0, 0)]).await.expect("registered");
+    client.register(&key, &[(0, 0)]).await.unwrap();
     let generator = BlockGenerator::new(7, LAYOUT);
     let batch = |task| {
         let block = |at| generator.block(PartitionId(0), TaskAttemptId(task), at, BLOCK_BYTES);
         [(PartitionId(0), (0..1024).map(block).collect::<Vec<_>>())]
     };
     let (first, second) = (batch(1), batch(2));
-    let mut socket = TcpStream::connect(local(worker.ready().urpc_port.expect("on"))).await.expect("open");
-    let ticket = client.require_buffer(&key, &first).await.expect("room");
+    let mut socket = TcpStream::connect(local(worker.ready().urpc_port.unwrap())).await.unwrap();
+    let ticket = client.require_buffer(&key, &first).await.unwrap();
     let frame = large_send(&key, ticket.0, &first);
     let (half, rest) = frame.split_at(frame.len() / 2);
-    socket.write_all(half).await.expect("taken");
+    socket.write_all(half).await.unwrap();
     worker.begin_upgrade();
     block_in_place(|| worker.wait_log("handing over memory"));
-    socket.write_all(rest).await.expect("taken");
-    let reply = read_reply(&mut socket).await.expect("a reply");
+    socket.write_all(rest).await.unwrap();
+    let reply = read_reply(&mut socket).await.unwrap();
     assert_eq!(reply.status, StatusCode::Success as i32, "{}", reply.message);
     block_in_place(|| worker.finish_upgrade());
     let client = client_of(&worker).await;
     assert_holds(&worker, &client, &key, &first).await;
     // The connection belongs to the successor now.
-    let ticket = client.require_buffer(&key, &second).await.expect("room");
+    let ticket = client.require_buffer(&key, &second).await.unwrap();
     let frame = large_send(&key, ticket.0, &second);
-    socket.write_all(&frame[..frame.len() / 2]).await.expect("taken");
+    socket.write_all(&frame[..frame.len() / 2]).await.unwrap();
     block_in_place(|| {
         worker.kill();
         worker.start_again();
     });
     let client = client_of(&worker).await;
     assert_holds(&worker, &client, &key, &first).await;
-    client.push(&key, SendForm::Classic, &second).await.expect("sent again");
+    client.push(&key, SendForm::Classic, &second).await.unwrap();
     let both = [(PartitionId(0), [first[0].1.clone(), second[0].1.clone()].concat())];
     assert_holds(&worker, &client, &key, &both).await;
-    client.unregister_app("app").await.expect("known");
+    client.unregister_app("app").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
 }
 
 /// Asserts that `blocks` are in memory, byte for byte, and no others.
 async fn assert_holds(worker: &WorkerProcess, client: &ShuffleClient, key: &ShuffleKey, batch: &Batch) {
-    let read = client.read_partition(key, PartitionId(0), &Default::default()).await.expect("readable");
+    let read = client.read_partition(key, PartitionId(0), &Default::default()).await.unwrap();
     let blocks: BTreeMap<_, _> = batch[0].1.iter().map(|it| (it.meta.block_id, it.data.clone())).collect();
     assert!(read.blocks == blocks, "{} blocks of {}", read.blocks.len(), blocks.len());
     assert_eq!(read.repeats, 0);

@@ -89,15 +89,15 @@ fn setup(name: &'static str) -> Setup {
 async fn upgrade_with_unusable_directory_is_refused() {
     let mut refusing = RefusedUpgrades::start(setup("new-directory")).await;
     let theirs = refusing.worker.dir().join("theirs");
-    std::fs::create_dir(&theirs).expect("a directory");
-    std::fs::write(theirs.join("file"), "not ours").expect("a file");
+    std::fs::create_dir(&theirs).unwrap();
+    std::fs::write(theirs.join("file"), "not ours").unwrap();
     let with =
         |path: &Path| refusing.config.replacen("data_paths = [", &format!("data_paths = [{path:?}, "), 1);
     let (not_empty, not_a_directory, fresh) =
         (with(&theirs), with(&theirs.join("file")), with(&refusing.worker.dir().join("fresh")));
     refusing.refuses(&not_empty, "content of another program").await;
     refusing.refuses(&not_a_directory, "theirs/file: Not a directory").await;
-    assert_eq!(std::fs::read(theirs.join("file")).expect("a file"), b"not ours");
+    assert_eq!(std::fs::read(theirs.join("file")).unwrap(), b"not ours");
     refusing.worker.write_config(&fresh);
     refusing.finish_with_an_upgrade().await;
 }
@@ -106,14 +106,14 @@ async fn upgrade_with_unusable_directory_is_refused() {
 async fn upgrade_with_damaged_claim_file_is_refused() {
     let mut refusing = RefusedUpgrades::start(setup("damaged-claim")).await;
     let claim = refusing.worker.data_paths()[1].join(CLAIM);
-    let intact = std::fs::read(&claim).expect("a claim");
+    let intact = std::fs::read(&claim).unwrap();
     let config = refusing.config.clone();
     for (damaged, flaw) in [(&b""[..], "empty"), (&intact[..50], "damaged")] {
-        std::fs::write(&claim, damaged).expect("a file");
+        std::fs::write(&claim, damaged).unwrap();
         let reason = format!("{} is {flaw}; its identity is ", claim.display());
         refusing.refuses(&config, &reason).await;
     }
-    std::fs::write(&claim, &intact).expect("a file");
+    std::fs::write(&claim, &intact).unwrap();
     refusing.finish_with_an_upgrade().await;
 }
 
@@ -121,24 +121,24 @@ async fn upgrade_with_damaged_claim_file_is_refused() {
 async fn upgrade_is_refused_while_a_directory_is_detached() {
     let tables = "disk_healthy_check_interval_sec = 1\n";
     let mut refusing = RefusedUpgrades::start(Setup { tables, ..setup("detached") }).await;
-    refusing.written.task(&refusing.client, 0, 1000).await.expect("sent");
+    refusing.written.task(&refusing.client, 0, 1000).await.unwrap();
     let path = refusing.worker.data_paths()[1].clone();
     let away = refusing.worker.dir().join("away");
     let config = refusing.config.clone();
     let reason = format!("{}: not the directory of the running worker", path.display());
     // Refused before and after the worker has noticed it.
-    std::fs::rename(&path, &away).expect("moved");
+    std::fs::rename(&path, &away).unwrap();
     refusing.refuses(&config, &reason).await;
     block_in_place(|| refusing.worker.wait_log("data directory was unmounted, moved or replaced"));
     refusing.refuses(&config, &reason).await;
-    std::fs::create_dir(&path).expect("an empty directory");
+    std::fs::create_dir(&path).unwrap();
     refusing.refuses(&config, &reason).await;
-    assert_eq!(std::fs::read_dir(&path).expect("a directory").count(), 0, "nothing is written there");
-    std::fs::remove_dir(&path).expect("removed");
-    std::fs::write(&path, "a file").expect("a file");
+    assert_eq!(std::fs::read_dir(&path).unwrap().count(), 0, "nothing is written there");
+    std::fs::remove_dir(&path).unwrap();
+    std::fs::write(&path, "a file").unwrap();
     refusing.refuses(&config, &reason).await;
-    std::fs::remove_file(&path).expect("removed");
-    std::fs::rename(&away, &path).expect("moved back");
+    std::fs::remove_file(&path).unwrap();
+    std::fs::rename(&away, &path).unwrap();
     block_in_place(|| refusing.worker.wait_log("disk responds again"));
     refusing.finish_with_an_upgrade().await;
 }
@@ -146,8 +146,8 @@ async fn upgrade_is_refused_while_a_directory_is_detached() {
 #[tokio::test(flavor = "multi_thread")]
 async fn upgrade_with_port_in_use_is_refused() {
     let mut refusing = RefusedUpgrades::start(setup("new-port")).await;
-    let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = taken.local_addr().expect("bound").port();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
     let config = format!("{}[admin]\nport = {port}\n", refusing.config);
     refusing.refuses(&config, &format!("cannot listen on admin.port = 127.0.0.1:{port}")).await;
     drop(taken);
@@ -198,20 +198,20 @@ async fn upgrade_with_unmappable_memory_is_refused() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn upgrade_with_unusable_binary_is_refused() {
-    let dir = tempfile::tempdir().expect("a directory");
+    let dir = tempfile::tempdir().unwrap();
     let binary = dir.path().join("worker");
     let install = |mode| {
         let beside = dir.path().join("new");
-        std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), &beside).expect("copied");
-        std::fs::set_permissions(&beside, std::fs::Permissions::from_mode(mode)).expect("our file");
-        std::fs::rename(beside, &binary).expect("renamed");
+        std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), &beside).unwrap();
+        std::fs::set_permissions(&beside, std::fs::Permissions::from_mode(mode)).unwrap();
+        std::fs::rename(beside, &binary).unwrap();
     };
     install(0o755);
     let mut refusing = RefusedUpgrades::start(Setup { binary: Some(binary.clone()), ..setup("mode") }).await;
     let config = refusing.config.clone();
     install(0o644);
     refusing.refuses(&config, ": Permission denied").await;
-    std::fs::remove_file(&binary).expect("our file");
+    std::fs::remove_file(&binary).unwrap();
     refusing.refuses(&config, ": No such file").await;
     install(0o755);
     refusing.finish_with_an_upgrade().await;
@@ -227,8 +227,8 @@ impl FreezableDisk {
             return None;
         }
         let (image, at) = (dir.join("image"), dir.join("mounted"));
-        std::fs::File::create(&image).and_then(|file| file.set_len(64 << 20)).expect("an image");
-        std::fs::create_dir(&at).expect("a mount point");
+        std::fs::File::create(&image).and_then(|file| file.set_len(64 << 20)).unwrap();
+        std::fs::create_dir(&at).unwrap();
         let made = run("mkfs.ext4", &["-q"], &image) && run_with("mount", &["-o", "loop"], &[&image, &at]);
         if !made {
             weaker("a disk that hangs in the kernel", "nothing can be mounted", may_mount());
@@ -269,7 +269,7 @@ fn run_with(program: &str, options: &[&str], paths: &[&Path]) -> bool {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn upgrade_is_refused_until_hung_disk_answers() {
-    let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+    let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
     let Some(disk) = FreezableDisk::mount(dir.path()) else { return };
     let paths = vec![disk.0.join("data"), dir.path().join("disk1")];
     let hung = paths[0].display().to_string();
@@ -277,7 +277,7 @@ async fn upgrade_is_refused_until_hung_disk_answers() {
     let mut worker = WorkerProcess::start_in(&Setup { tables, ..setup("hangs") }, dir, paths);
     let (client, port, pid) = (client_of(&worker).await, worker.ready().grpc_port, worker.pid());
     let mut written = Written::register(&client, key("app", 0), 5).await;
-    written.task(&client, 0, 1000).await.expect("sent");
+    written.task(&client, 0, 1000).await.unwrap();
     let frozen = disk.freeze();
     // The metadata log has a copy on each disk.
     let mut more = Written::register(&client, key("app", 1), 5).await;
@@ -401,7 +401,7 @@ impl Calls {
             let at = self.reported.fetch_add(1, Ordering::Relaxed) % blocks.len();
             let id = blocks[at].meta.block_id;
             let ids = [(PartitionId(0), vec![id])];
-            let task = TaskAttemptId(i64::try_from(at).expect("small"));
+            let task = TaskAttemptId(i64::try_from(at).unwrap());
             let (key, ids) = (&key, &ids);
             if self.call(port, |client| async move { client.report(key, task, ids).await }).await.is_some() {
                 self.acknowledged.lock().insert(id.0.cast_unsigned());
@@ -439,11 +439,11 @@ pub(crate) fn is_unprocessed(status: &tonic::Status) -> bool {
 
 /// Starts four reporting and four querying callers, on a shuffle of 4,000 blocks.
 async fn under_calls(client: &ShuffleClient, port: u16, key: ShuffleKey) -> (Arc<Calls>, JoinSet<()>) {
-    client.register(&key, &[(0, 0)]).await.expect("registered");
+    client.register(&key, &[(0, 0)]).await.unwrap();
     let generator = BlockGenerator::new(7, IdLayout::SPARK);
     let blocks: Vec<_> =
         (0..4000).map(|task| generator.block(PartitionId(0), TaskAttemptId(task), 0, 100)).collect();
-    client.push(&key, SendForm::Classic, &[(PartitionId(0), blocks.clone())]).await.expect("sent");
+    client.push(&key, SendForm::Classic, &[(PartitionId(0), blocks.clone())]).await.unwrap();
     let (calls, blocks, mut callers) = (Arc::new(Calls::default()), Arc::new(blocks), JoinSet::new());
     for _ in 0..4 {
         callers.spawn(Arc::clone(&calls).report(port, key.clone(), Arc::clone(&blocks)));
@@ -485,22 +485,22 @@ async fn upgrade_gap_starts_with_empty_memory() {
         ..setup("gap")
     });
     let (client, key) = (client_of(&worker).await, key("app", 0));
-    client.register(&key, &[(0, PARTITIONS - 1)]).await.expect("registered");
+    client.register(&key, &[(0, PARTITIONS - 1)]).await.unwrap();
     let generator = BlockGenerator::new(7, IdLayout::SPARK);
     #[expect(clippy::cast_possible_truncation, reason = "a number of tasks")]
     let tasks = (gigabytes * 1e9 / f64::from(BLOCK_BYTES) / f64::from(PARTITIONS)) as i64;
     for task in 0..tasks {
         let block = |at| generator.block(PartitionId(at), TaskAttemptId(task), 0, BLOCK_BYTES);
         let batch: Vec<_> = (0..PARTITIONS).map(|at| (PartitionId(at), vec![block(at)])).collect();
-        client.push(&key, SendForm::Classic, &batch).await.expect("sent");
+        client.push(&key, SendForm::Classic, &batch).await.unwrap();
         let ids: Vec<_> = batch.iter().map(|(at, blocks)| (*at, vec![blocks[0].meta.block_id])).collect();
-        client.report(&key, TaskAttemptId(task), &ids).await.expect("reported");
+        client.report(&key, TaskAttemptId(task), &ids).await.unwrap();
     }
     block_in_place(|| {
         worker.begin_upgrade();
         worker.finish_upgrade();
     });
-    let gap_ms = worker.ready().upgrade_gap_ms.expect("an upgrade");
+    let gap_ms = worker.ready().upgrade_gap_ms.unwrap();
     let blocks = tasks * i64::from(PARTITIONS);
     say(&format!("{blocks} blocks of {BLOCK_BYTES} bytes: no process accepted for {gap_ms} ms"));
     if std::env::var_os("UPGRADE_WORKER").is_some() {
@@ -508,7 +508,7 @@ async fn upgrade_gap_starts_with_empty_memory() {
     }
     let log = worker.log();
     assert!(log.contains("flushed_bytes=0") && !log.contains("did not finish in time"), "{log}");
-    let found = client_of(&worker).await.results(&key, &[PartitionId(7)], None).await.expect("an answer");
-    assert_eq!(found.cardinality(), u64::try_from(tasks).expect("small"));
+    let found = client_of(&worker).await.results(&key, &[PartitionId(7)], None).await.unwrap();
+    assert_eq!(found.cardinality(), u64::try_from(tasks).unwrap());
     block_in_place(|| worker.stop());
 }

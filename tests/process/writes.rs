@@ -34,7 +34,7 @@ impl Written {
     }
 
     pub(crate) async fn registered(&self, client: &ShuffleClient) {
-        client.register(&self.key, &[(0, self.partitions - 1)]).await.expect("registered");
+        client.register(&self.key, &[(0, self.partitions - 1)]).await.unwrap();
     }
 
     pub(crate) fn batch(&self, task: i64, length: u32) -> Vec<(PartitionId, Vec<Block>)> {

@@ -70,7 +70,7 @@ fn finish(jvm: &mut Jvm) -> Value {
 
 fn tell(what: &str, seconds: &[f64]) -> f64 {
     let longest = seconds.iter().copied().fold(0.0, f64::max);
-    let mean = seconds.iter().sum::<f64>() / f64::from(u32::try_from(seconds.len()).expect("nine"));
+    let mean = seconds.iter().sum::<f64>() / f64::from(u32::try_from(seconds.len()).unwrap());
     say(&format!("{what}: {mean:.1} s on average, {longest:.1} s the longest, of {seconds:.1?}"));
     longest
 }

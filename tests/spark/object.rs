@@ -51,7 +51,7 @@ fn jobs_larger_than_the_disk_match_vanilla_spark() {
     const DISK_BYTES: f64 = 30.0 * 1024.0 * 1024.0;
     let Some(weed) = Weed::start("Spark above a small disk and SeaweedFS") else { return };
     let Some(mut spark) = spark() else { return };
-    let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+    let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
     let mount = dir.path().join("disk0");
     let disk = SmallDisk::mount(&mount, DISK);
     let watermarks = match &disk {
@@ -62,7 +62,7 @@ fn jobs_larger_than_the_disk_match_vanilla_spark() {
         weaker("a small disk", "nothing is mounted and all is moved at once instead", may_mount());
     }
     let path = mount.join("data");
-    std::fs::create_dir(&path).expect("a data dir");
+    std::fs::create_dir(&path).unwrap();
     let worker =
         WorkerProcess::start_in(&with_a_disk(&weed, "offload-sort", "32M", watermarks), dir, vec![path]);
     let answers = spark.run(&[&worker], Application::of("restarts,skew_join_aqe"));
@@ -247,7 +247,7 @@ fn map_stage_with_offload_compared_with_disks() {
         for (all, setup) in seconds.iter_mut().zip([disks(), moved.clone()]) {
             let worker = WorkerProcess::start(&setup);
             let answers = spark.run(&[&worker], Application::of("sort_1g"));
-            all.push(answers[0]["map_stages_seconds"].as_f64().expect("a number"));
+            all.push(answers[0]["map_stages_seconds"].as_f64().unwrap());
             worker.stop();
         }
     }

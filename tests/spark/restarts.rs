@@ -44,7 +44,7 @@ struct Installed(Option<(tempfile::TempDir, PathBuf)>);
 impl Installed {
     fn by_variable() -> Self {
         Self(std::env::var_os("UPGRADE_FROM").map(|old| {
-            let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+            let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
             let path = dir.path().join("uniffle-worker");
             std::fs::copy(old, &path).expect("UPGRADE_FROM is a file");
             (dir, path)
@@ -133,7 +133,7 @@ pub(super) struct SmallDisk(std::path::PathBuf);
 impl SmallDisk {
     /// Mounts a file system. Returns `None` where mounts are not permitted.
     pub(super) fn mount(at: &Path, size: &str) -> Option<Self> {
-        std::fs::create_dir(at).expect("a mount point");
+        std::fs::create_dir(at).unwrap();
         if std::env::var_os(NO_MOUNTS).is_some() {
             return None;
         }
@@ -156,13 +156,13 @@ impl Drop for SmallDisk {
 #[test]
 fn full_disk_fails_no_task() {
     let Some(mut spark) = spark() else { return };
-    let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+    let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
     let mounts = [dir.path().join("disk0"), dir.path().join("disk1")];
     let mut mounted: Vec<_> =
         mounts.iter().zip(["300m", "600m"]).filter_map(|(path, size)| SmallDisk::mount(path, size)).collect();
     let paths = mounts.map(|mount| mount.join("data")).to_vec();
     for path in &paths {
-        std::fs::create_dir(path).expect("a data dir");
+        std::fs::create_dir(path).unwrap();
     }
     let mut setup = Setup { name: "full-disk", capacity: "64M", disks: 2, ..Setup::default() };
     if mounted.len() < 2 {
@@ -194,7 +194,7 @@ fn full_disk_fails_no_task() {
 
 /// Takes all remaining space.
 fn fill(path: &Path) {
-    let mut file = std::fs::File::create(path).expect("a file");
+    let mut file = std::fs::File::create(path).unwrap();
     let piece = vec![1; 1 << 20];
     while file.write_all(&piece).is_ok() {}
 }

@@ -11,7 +11,7 @@ use uniffle_testkit::worker::{Setup, WorkerProcess};
 fn otlp_receiver_gets_the_spans_of_a_job() {
     let Some(mut spark) = spark() else { return };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-    let runtime = runtime.expect("a runtime");
+    let runtime = runtime.unwrap();
     let (receiver, port) = runtime.block_on(Receiver::start());
     // Traces everything, and flushes a partition of more than 1 MiB at once.
     let made_tables = format!(
@@ -46,7 +46,7 @@ fn otlp_receiver_gets_the_spans_of_a_job() {
     let spans = wait_until("the spans of every call arrive", Duration::from_secs(30), || {
         let spans = found()?;
         let (arrived, sends) = (spans[2].len(), sends.unwrap_or(0.0));
-        let are_all = f64::from(u32::try_from(arrived).expect("few")) == sends;
+        let are_all = f64::from(u32::try_from(arrived).unwrap()) == sends;
         if are_all { Ok(spans) } else { Err(format!("{arrived} spans of {sends} sends")) }
     });
     let (began_ms, _) = interval(&answers);

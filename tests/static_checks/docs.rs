@@ -56,22 +56,20 @@ fn links_and_citations_resolve() {
 
 #[test]
 fn readme_is_short() {
-    let lines = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md"))
-        .expect("a README")
-        .lines()
-        .count();
+    let lines =
+        std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap().lines().count();
     assert!(lines <= README_LINES_MAX, "README.md has {lines} lines, {README_LINES_MAX} are allowed");
 }
 
 /// Reads text files, without build output and third-party files, by path below the root.
 pub(super) fn read_tree(root: &Path, dir: &Path, files: &mut BTreeMap<PathBuf, String>) {
-    for entry in std::fs::read_dir(dir).expect("a readable directory") {
-        let entry = entry.expect("a readable entry");
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let entry = entry.unwrap();
         let (path, name) = (entry.path(), entry.file_name());
         if name == "target" || name == ".git" {
             continue;
         }
-        if entry.file_type().expect("a type").is_dir() {
+        if entry.file_type().unwrap().is_dir() {
             read_tree(root, &path, files);
         } else if let Ok(text) = std::fs::read_to_string(&path) {
             files.insert(path.strip_prefix(root).expect("below the root").to_owned(), text);

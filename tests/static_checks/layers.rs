@@ -64,7 +64,7 @@ impl Source {
     fn parse(module: &[String], text: &str) -> Self {
         let in_test = module.iter().any(|name| name == "tests");
         let mut source = Self { file: module.to_vec(), within: module.to_vec(), in_test, ..Self::default() };
-        source.visit_file(&syn::parse_file(text).expect("Rust"));
+        source.visit_file(&syn::parse_file(text).unwrap());
         source
     }
 
@@ -184,15 +184,15 @@ impl Tree {
     }
 
     fn add(&mut self, dir: &Path, module: &[String]) {
-        for entry in std::fs::read_dir(dir).expect("a readable directory").flatten() {
+        for entry in std::fs::read_dir(dir).unwrap().flatten() {
             let (path, mut own) = (entry.path(), module.to_vec());
-            let name = path.file_stem().expect("a name").to_string_lossy().into_owned();
+            let name = path.file_stem().unwrap().to_string_lossy().into_owned();
             if path.is_dir() {
                 own.push(name);
                 self.add(&path, &own);
             } else if path.extension().is_some_and(|end| end == "rs") && name != "main" {
                 own.extend((name != "mod" && name != "lib").then_some(name));
-                let text = std::fs::read_to_string(&path).expect("a readable file");
+                let text = std::fs::read_to_string(&path).unwrap();
                 self.0.insert(own.clone(), Source::parse(&own, &text));
             }
         }
@@ -301,7 +301,7 @@ fn files_of_a_module_form_no_cycle() {
 #[test]
 fn files_of_other_crates_form_no_cycle() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates");
-    let crates: Vec<_> = std::fs::read_dir(crates).expect("a readable directory").flatten().collect();
+    let crates: Vec<_> = std::fs::read_dir(crates).unwrap().flatten().collect();
     assert!(crates.len() > 4, "only {} crates found: the search is broken", crates.len());
     for each in crates {
         assert_no_cycle(&Tree::of_crate(&each.path()).imports());

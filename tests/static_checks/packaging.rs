@@ -198,7 +198,7 @@ fn image_runs_as_ordinary_user_without_sources() {
     assert!(dependencies.contains("cargo build") && sources.contains("touch {} +"));
     assert!(!DOCKERFILE.contains(":latest"));
     assert!(DOCKERFILE.contains("cargo build --release --locked"));
-    let user = DOCKERFILE.find("\nUSER 10001").expect("a user");
+    let user = DOCKERFILE.find("\nUSER 10001").unwrap();
     assert!(DOCKERFILE.find("\nENTRYPOINT [").expect("an entry point in the exec form") > user);
     assert!(DOCKERFILE.contains("VOLUME [\"/data\"]") && DOCKERFILE.contains("ENV XDG_STATE_HOME=/data"));
     for port in ["21100", "21200", "19998"] {

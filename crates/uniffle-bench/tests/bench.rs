@@ -34,7 +34,7 @@ fn bench(line: &[&str]) -> Output {
 
 /// Runs with `--json` and returns the report.
 fn figures(line: &[&str]) -> Value {
-    let file = tempfile::NamedTempFile::new().expect("a temp file");
+    let file = tempfile::NamedTempFile::new().unwrap();
     let path = file.path().to_str().expect("temp dirs are text");
     let output = bench(&[line, &["--json", path]].concat());
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -55,9 +55,9 @@ fn fails_with(output: &Output, expected: &str) {
 
 /// Returns the sum of a counter over all phases of all runs.
 fn sum(report: &Value, counter: &str) -> u64 {
-    let runs = report["runs"].as_array().expect("runs");
-    let phases = runs.iter().flat_map(|run| run["phases"].as_array().expect("phases"));
-    phases.map(|phase| phase[counter].as_u64().expect("a count")).sum()
+    let runs = report["runs"].as_array().unwrap();
+    let phases = runs.iter().flat_map(|run| run["phases"].as_array().unwrap());
+    phases.map(|phase| phase[counter].as_u64().unwrap()).sum()
 }
 
 #[test]
@@ -119,7 +119,7 @@ fn other_transports_and_modes_work() {
     let recorded = ["read", "--port", &port, "--shape", recording, "--executors", "3", "--bytes", "4MB"];
     assert!(sum(&figures(&recorded), "written_bytes") >= 4_000_000);
     let report = way(&["latency"]);
-    let phases = report["runs"][0]["phases"].as_array().expect("phases");
+    let phases = report["runs"][0]["phases"].as_array().unwrap();
     assert_eq!(phases.len(), 8, "writes and reads at four loads");
     assert!(sum(&report, "read_bytes") >= 25_000_000, "{report}");
     for preset in ["scale", "terasort", "tpcds-stress"] {
@@ -132,7 +132,7 @@ fn other_transports_and_modes_work() {
 
 #[test]
 fn report_page_and_floors_are_created() {
-    let dir = tempfile::tempdir().expect("a temp dir");
+    let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().expect("temp dirs are text").to_owned();
     let page = path("page.html");
     let here = dir.path().to_str().expect("temp dirs are text");
@@ -149,8 +149,8 @@ fn report_page_and_floors_are_created() {
 #[test]
 fn unreachable_or_foreign_server_is_reported() {
     // Bound, so that no other process uses the port, but without a listener.
-    let closed = Socket::new(Domain::IPV4, Type::STREAM, None).expect("a socket");
-    closed.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).expect("a port");
+    let closed = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    closed.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
     let closed_port =
         closed.local_addr().ok().and_then(|address| address.as_socket()).expect("the socket is bound").port();
     fails_with(&bench(&["write", "--port", &closed_port.to_string()]), "Connection refused");
@@ -171,7 +171,7 @@ fn unreachable_or_foreign_server_is_reported() {
     fails_with(&bench(&["write", "--port", &port, "--server-cmd", "false"]), "before it opened");
     fails_with(&bench(&["compare", "--port", &grpc]), "the same server");
     // A peer that accepts connections and never responds.
-    let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = silent.local_addr().expect("the listener is bound").port().to_string();
     fails_with(&bench(&["write", "--port", &port, "--rpc-timeout", "300ms"]), "no answer");
     worker.assert_clean();
@@ -219,7 +219,7 @@ fn dies_under(transport: &str, line: &[&str], expected: &str) {
         if seen > 0.0 { Ok(()) } else { Err(format!("{counter} is {seen}")) }
     });
     drop(worker);
-    fails_with(&running.wait_with_output().expect("the process ends"), expected);
+    fails_with(&running.wait_with_output().unwrap(), expected);
 }
 
 #[test]
@@ -242,14 +242,13 @@ fn single_wrong_byte_fails_the_run() {
 /// Forwards connections to `port` and flips one bit of byte number `wrong` of each connection's
 /// responses.
 fn corrupting_proxy(port: u16, wrong: usize) -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let here = listener.local_addr().expect("the listener is bound").port();
     spawn(move || {
         for near in listener.incoming() {
-            let near = near.expect("a connection");
+            let near = near.unwrap();
             let far = TcpStream::connect(("127.0.0.1", port)).expect("the worker listens");
-            let (near_again, far_again) =
-                (near.try_clone().expect("a handle"), far.try_clone().expect("a handle"));
+            let (near_again, far_again) = (near.try_clone().unwrap(), far.try_clone().unwrap());
             spawn(move || pass(near, far, usize::MAX));
             spawn(move || pass(far_again, near_again, wrong));
         }
@@ -274,14 +273,14 @@ fn pass(mut from: TcpStream, mut to: TcpStream, wrong: usize) {
 
 #[test]
 fn manuals_and_completions_cover_every_subcommand() {
-    let dir = tempfile::tempdir().expect("a temp directory");
+    let dir = tempfile::tempdir().unwrap();
     let output = bench(&["man", "--directory", dir.path().to_str().expect("temp dirs are text")]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     for page in ["uniffle-bench.1", "uniffle-bench-write.1", "uniffle-bench-compare.1"] {
         assert!(dir.path().join(page).is_file(), "{page}");
     }
     for shell in ["bash", "zsh", "fish"] {
-        let text = String::from_utf8(bench(&["completions", shell]).stdout).expect("text");
+        let text = String::from_utf8(bench(&["completions", shell]).stdout).unwrap();
         assert!(text.contains("tpcds-stress") && text.contains("message-size"), "{shell}");
     }
     fails_with(&bench(&["man", "--directory", "/proc/nowhere"]), "--directory");

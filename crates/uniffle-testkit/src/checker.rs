@@ -210,14 +210,14 @@ impl Checker {
         let ranges: Vec<_> = (0..PARTITIONS).map(|partition| (partition, partition)).collect();
         let mut request = register_request(&shuffle(id), &ranges);
         request.remote_storage = self.remote.as_ref().map(|remote| remote.storage());
-        client.register_with(request).await.expect("registered");
+        client.register_with(request).await.unwrap();
         self.kept.push(id);
         let clients = Clients {
             history: Arc::clone(&self.history),
             killed: Arc::default(),
             disturbed: Arc::default(),
             remote: self.remote.clone(),
-            ports: (worker.ready().grpc_port, worker.ready().urpc_port.expect("on")),
+            ports: (worker.ready().grpc_port, worker.ready().urpc_port.unwrap()),
             generator: BlockGenerator::new(11, LAYOUT),
         };
         let mut work = JoinSet::new();
@@ -259,7 +259,7 @@ impl Checker {
         self.tallies.insert(end, tally);
         if self.kept.len() > SHUFFLES_KEPT {
             let oldest = self.kept.remove(0);
-            client.unregister(&shuffle(oldest)).await.expect("known");
+            client.unregister(&shuffle(oldest)).await.unwrap();
             self.history.lock().forget(oldest);
         }
     }
@@ -316,7 +316,7 @@ impl Checker {
     /// unregisters the shuffle.
     async fn heal(&mut self, client: &ShuffleClient, id: i32, random: &mut ChaCha8Rng) {
         if random.random_bool(0.3) {
-            client.unregister(&shuffle(id)).await.expect("known");
+            client.unregister(&shuffle(id)).await.unwrap();
             self.history.lock().forget(id);
             self.kept.retain(|kept| *kept != id);
             return;

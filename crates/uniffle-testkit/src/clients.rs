@@ -23,7 +23,7 @@ pub fn local(port: u16) -> SocketAddr {
 }
 
 pub fn key(app: &str, shuffle: i32) -> ShuffleKey {
-    ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(shuffle))
+    ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle))
 }
 
 pub async fn client_of(worker: &WorkerProcess) -> ShuffleClient {

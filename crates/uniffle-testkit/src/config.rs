@@ -77,7 +77,7 @@ impl ConfigLines<'_> {
 /// Starts a worker in this process that re-reads `file` on a reload.
 pub async fn start_from(file: &Path) -> Worker {
     let origin = ConfigOrigin { env: env(), machine: machine() };
-    let config = Config::load(Some(file), &origin.env, &origin.machine).expect("a good configuration");
+    let config = Config::load(Some(file), &origin.env, &origin.machine).unwrap();
     let environment = Environment { origin: Some(origin), ..Environment::default() };
     Worker::start_in(environment, Inherited::default(), &config).await.expect("the worker starts")
 }

@@ -50,8 +50,8 @@ struct SeenHeartbeats {
 
 impl CoordinatorDouble {
     pub async fn start(response: HeartbeatReply) -> Self {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
-        let address = listener.local_addr().expect("bound");
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+        let address = listener.local_addr().unwrap();
         let (response, current) = watch::channel(response);
         let (seen_by_rpc, seen) = watch::channel(SeenHeartbeats::default());
         let tasks = Tasks::new();
@@ -60,7 +60,7 @@ impl CoordinatorDouble {
         tasks.spawn("coordinator double", async move {
             let server = Server::builder().add_service(service);
             let ended = server.serve_with_incoming_shutdown(TcpListenerStream::new(listener), stop).await;
-            ended.expect("a server");
+            ended.unwrap();
         });
         Self { address, response, seen, tasks }
     }

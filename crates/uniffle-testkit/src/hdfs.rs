@@ -65,8 +65,8 @@ impl MiniHdfs {
     pub fn start_with(mut java: Command, settings: &[&str]) -> Self {
         build();
         let home = home();
-        let dir = tempfile::Builder::new().prefix("uniffle-hdfs-").tempdir().expect("a temp dir");
-        let log = std::fs::File::create(dir.path().join("hdfs.log")).expect("the log");
+        let dir = tempfile::Builder::new().prefix("uniffle-hdfs-").tempdir().unwrap();
+        let log = std::fs::File::create(dir.path().join("hdfs.log")).unwrap();
         let mut child = java
             .args(["-Xmx512m", "-XX:+UseSerialGC", "-XX:-UsePerfData", "-Djava.net.preferIPv4Stack=true"])
             .arg("-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
@@ -137,9 +137,9 @@ impl MiniHdfs {
             .split_whitespace()
             .map(|file| {
                 let mut parts = file.split('|').map(str::to_owned);
-                let mut next = || parts.next().expect("three parts");
+                let mut next = || parts.next().unwrap();
                 let (path, bytes, owner) = (next(), next(), next());
-                FileStatus { path, bytes: bytes.parse().expect("a number"), owner }
+                FileStatus { path, bytes: bytes.parse().unwrap(), owner }
             })
             .collect();
         files.sort();

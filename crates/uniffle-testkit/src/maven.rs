@@ -56,9 +56,9 @@ fn sources_stamp(project: &Path) -> String {
     let mut open = vec![project.join("pom.xml"), project.join("src")];
     while let Some(path) = open.pop() {
         if path.is_dir() {
-            open.extend(std::fs::read_dir(&path).expect("readable").flatten().map(|entry| entry.path()));
+            open.extend(std::fs::read_dir(&path).unwrap().flatten().map(|entry| entry.path()));
         } else {
-            let bytes = std::fs::read(&path).expect("readable");
+            let bytes = std::fs::read(&path).unwrap();
             lines.push(format!("{} {:08x}", path.display(), crc32fast::hash(&bytes)));
         }
     }

@@ -180,7 +180,7 @@ impl FaultyObjects {
     pub async fn snapshot(&self) -> BTreeMap<String, Bytes> {
         let mut all = BTreeMap::new();
         for (key, _) in self.objects().await {
-            let object = self.0.inner.get(&Path::from(key.as_str())).await.expect("the object exists");
+            let object = self.0.inner.get(&Path::from(key.as_str())).await.unwrap();
             all.insert(key, object.bytes().await.expect("the object is in memory"));
         }
         all
@@ -193,7 +193,7 @@ impl FaultyObjects {
 
     /// Removes an object without the knowledge of any client.
     pub async fn remove(&self, key: &str) {
-        self.0.inner.delete(&Path::from(key)).await.expect("the object exists");
+        self.0.inner.delete(&Path::from(key)).await.unwrap();
     }
 
     /// Returns the number of uploads that have begun but were neither completed nor aborted.

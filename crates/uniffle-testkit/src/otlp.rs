@@ -40,8 +40,8 @@ impl Receiver {
     /// Serves on its own port until the runtime ends.
     pub async fn start() -> (Self, u16) {
         let receiver = Self::default();
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let port = listener.local_addr().expect("bound").port();
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
         let server =
             tonic::transport::Server::builder().add_service(TraceServiceServer::new(receiver.clone()));
         #[expect(clippy::disallowed_methods, reason = "the test has no task group")]

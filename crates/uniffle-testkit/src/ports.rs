@@ -15,7 +15,7 @@ pub fn free_port() -> u16 {
         TcpListener::bind(("127.0.0.1", *port)).is_ok() && UdpSocket::bind(("127.0.0.1", *port)).is_ok()
     };
     let mut tries = std::iter::repeat_with(|| rand::random_range(not_given.clone())).take(1000);
-    tries.find(free).expect("a free port")
+    tries.find(free).unwrap()
 }
 
 /// A port that accepts connections even while no worker serves them, like a socket that a service
@@ -29,10 +29,10 @@ pub struct InheritedPort {
 impl InheritedPort {
     /// Opens a port that the system chooses.
     pub fn open() -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let port = listener.local_addr().expect("bound").port();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
         // A copy without close-on-exec, like the one that the manager's child has.
-        let socket = rustix::io::dup(&listener).expect("a copy");
+        let socket = rustix::io::dup(&listener).unwrap();
         Self { port, socket }
     }
 
@@ -52,8 +52,8 @@ impl InheritedPort {
 
 fn given_by_the_system() -> Range<u16> {
     let text = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").expect("Linux has it");
-    let mut ends = text.split_whitespace().map(|end| end.parse().expect("a port"));
-    let mut end = || ends.next().expect("two ports");
+    let mut ends = text.split_whitespace().map(|end| end.parse().unwrap());
+    let mut end = || ends.next().unwrap();
     end()..end()
 }
 

@@ -181,8 +181,8 @@ impl ServiceFixture {
 
     /// Opens the gRPC listener and connects to it.
     pub async fn client(&self) -> ShuffleClient {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let address = listener.local_addr().expect("bound");
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
         let (routes, service) = (RoutesBuilder::default(), Arc::clone(&self.service));
         let tasks = self.tasks.clone();
         GrpcServer::start(GrpcConfig::default(), listener, routes, service, tasks, &self.registry)

@@ -105,7 +105,7 @@ impl Jvm {
             .env_remove("SPARK_LOCAL_DIRS")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(std::fs::File::create(&log).expect("the log"))
+            .stderr(std::fs::File::create(&log).unwrap())
             .spawn()
             .expect("java runs");
         let stdout = BufReader::new(child.stdout.take().expect("piped above"));

@@ -52,7 +52,7 @@ pub fn may_mount() -> bool {
     const SYS_ADMIN: u64 = 1 << 21;
     let status = std::fs::read_to_string("/proc/self/status").expect("Linux has it");
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:")).expect("CapEff is listed");
-    u64::from_str_radix(effective.trim(), 16).expect("a hexadecimal number") & SYS_ADMIN != 0
+    u64::from_str_radix(effective.trim(), 16).unwrap() & SYS_ADMIN != 0
 }
 
 /// Returns the path of a binary of the workspace. `cargo test` builds it beside the binary of this
@@ -65,7 +65,7 @@ pub fn binary(name: &str) -> PathBuf {
 
 /// Returns a directory that persists between test runs, like `CARGO_TARGET_TMPDIR`.
 pub fn kept_dir() -> PathBuf {
-    profile_dir().parent().expect("cargo's target directory").join("tmp")
+    profile_dir().parent().unwrap().join("tmp")
 }
 
 /// Returns cargo's output directory for binaries. Tests are in `deps` below it.

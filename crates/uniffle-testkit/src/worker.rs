@@ -166,11 +166,11 @@ pub struct Ready {
 impl WorkerProcess {
     /// Starts the worker and waits until its listeners are bound.
     pub fn start(setup: &Setup) -> Self {
-        let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+        let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
         let data_paths: Vec<PathBuf> =
             (0..setup.disks).map(|disk| dir.path().join(format!("disk{disk}"))).collect();
         for path in &data_paths {
-            std::fs::create_dir(path).expect("a data dir");
+            std::fs::create_dir(path).unwrap();
         }
         Self::start_in(setup, dir, data_paths)
     }
@@ -201,8 +201,7 @@ impl WorkerProcess {
     }
 
     fn launched(setup: &Setup, dir: tempfile::TempDir, data_paths: Vec<PathBuf>, ports: Ports) -> Self {
-        std::fs::write(dir.path().join("config.toml"), config_text(setup, &data_paths, ports))
-            .expect("the configuration");
+        std::fs::write(dir.path().join("config.toml"), config_text(setup, &data_paths, ports)).unwrap();
         let child = launch(setup, dir.path());
         let nothing = Ready {
             grpc_port: 0,
@@ -217,7 +216,7 @@ impl WorkerProcess {
 
     /// Returns the log of a worker that must refuse to start. Fails if it starts.
     pub fn refused(setup: &Setup) -> Result<String, String> {
-        let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+        let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
         let mut worker = Self::launched(setup, dir, Vec::new(), Ports::default());
         let what = format!("worker {} becomes ready or ends", setup.name);
         let status = wait_until(&what, START_DEADLINE, || match worker.child.try_wait() {
@@ -286,7 +285,7 @@ impl WorkerProcess {
 
     /// Replaces the configuration, which is read at the next start or upgrade.
     pub fn write_config(&self, text: &str) {
-        std::fs::write(self.dir.path().join("config.toml"), text).expect("the configuration");
+        std::fs::write(self.dir.path().join("config.toml"), text).unwrap();
     }
 
     /// Starts an upgrade (SIGUSR2).
@@ -480,7 +479,7 @@ impl WorkerProcess {
 /// Starts the binary like a user, with its configuration and files in `dir`.
 fn launch(setup: &Setup, dir: &Path) -> Child {
     let log = std::fs::File::options().create(true).append(true).open(dir.join("worker.log"));
-    let log = log.expect("the log");
+    let log = log.unwrap();
     let path = setup.binary.clone().unwrap_or_else(|| binary("uniffle-worker"));
     let mut command = match setup.wrapper.split_first() {
         None => Command::new(path),

@@ -91,7 +91,7 @@ async fn aborted_large_sends_do_not_delay_commits() {
     wait();
     assert_eq!(fixture.service.parts.metrics.rejected_sends.get(), 0, "the send was rejected early");
     let mut next = committing(large_send(&mut fixture));
-    timeout(Duration::from_secs(20), next.outcome()).await.expect("a place").unwrap();
+    timeout(Duration::from_secs(20), next.outcome()).await.unwrap().unwrap();
     drop(busy);
     pause();
     within_time("the send is aborted", || fixture.service.parts.metrics.rejected_sends.get() == 1).await;

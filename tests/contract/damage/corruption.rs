@@ -156,7 +156,7 @@ impl Damage {
 
 /// Applies a random corruption to the disks of a stopped worker.
 pub(crate) fn damage(fixture: &mut Fixture) -> Damage {
-    let corruption = *CORRUPTIONS.choose(&mut fixture.rng).expect("not empty");
+    let corruption = *CORRUPTIONS.choose(&mut fixture.rng).unwrap();
     let all = fixture.disks.len();
     let corruption =
         if corruption == Corruption::Alternate && all == 1 { Corruption::Absent } else { corruption };
@@ -227,7 +227,7 @@ fn some_file(fixture: &mut Fixture, disk: usize) -> Option<(String, PathBuf)> {
 
 fn damage_file(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
     let Some((kind, path)) = some_file(fixture, disk) else { return };
-    let mut content = fixture.disks[disk].content(&path).expect("the file exists");
+    let mut content = fixture.disks[disk].content(&path).unwrap();
     damage.what = format!("/disk{disk}/{} of {} bytes", path.display(), content.len());
     damage.kind = kind;
     let at = if content.is_empty() { 0 } else { some_offset(fixture, content.len()) };
@@ -310,7 +310,7 @@ fn fail_file(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
     let Some((kind, path)) = some_file(fixture, disk) else { return };
     damage.what = format!("/disk{disk}/{}", path.display());
     damage.kind = kind;
-    let times = *[1, 2, u32::MAX].choose(&mut fixture.rng).expect("not empty");
+    let times = *[1, 2, u32::MAX].choose(&mut fixture.rng).unwrap();
     for operation in [Operation::Other, Operation::OpenRead, Operation::Read] {
         let rule = Rule::always(operation, Fault::Errno(EIO)).on(path.to_string_lossy().into_owned());
         fixture.faults[disk].add(Rule { times, ..rule });
@@ -322,7 +322,7 @@ fn fail_file(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
 fn fail_list(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
     let Some(path) = some_directory(fixture, disk) else { return };
     damage.what = format!("/disk{disk}/{}", path.display());
-    let times = *[1, u32::MAX].choose(&mut fixture.rng).expect("not empty");
+    let times = *[1, u32::MAX].choose(&mut fixture.rng).unwrap();
     let rule = Rule::always(Operation::Other, Fault::Errno(EIO)).on(path.to_string_lossy().into_owned());
     fixture.faults[disk].add(Rule { times, ..rule });
     damage.after = readable(fixture);

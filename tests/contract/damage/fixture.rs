@@ -82,7 +82,7 @@ impl Fixture {
     /// refuses to open.
     pub(crate) fn live<T>(&mut self, body: impl AsyncFnOnce(&mut Self, &Life) -> T) -> Result<T, StoreError> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
-        runtime.expect("a runtime").block_on(async {
+        runtime.unwrap().block_on(async {
             let life = self.start().await?;
             Ok(body(self, &life).await)
         })
@@ -122,9 +122,9 @@ impl Fixture {
     }
 
     pub(crate) fn some_key(&mut self) -> ShuffleKey {
-        let app = APPS.choose(&mut self.rng).expect("not empty");
-        let shuffle = *SHUFFLES.choose(&mut self.rng).expect("not empty");
-        ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(shuffle))
+        let app = APPS.choose(&mut self.rng).unwrap();
+        let shuffle = *SHUFFLES.choose(&mut self.rng).unwrap();
+        ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle))
     }
 
     async fn register(&mut self, life: &Life) {

@@ -78,14 +78,14 @@ fn known_report_is_refused_while_log_is_unwritable() {
     fixture.present.truncate(1);
     let lived = fixture.live(async |fixture, life| {
         let key = fixture.some_key();
-        life.client.register(&key, 3).await.expect("a healthy disk");
+        life.client.register(&key, 3).await.unwrap();
         for _ in 0..5 {
             fixture.run_task_of(life, &key).await;
         }
         fixture.flush(life).await;
         key
     });
-    let key = lived.expect("a healthy disk");
+    let key = lived.unwrap();
     let history = &fixture.histories[&key].partitions;
     let report: Vec<(i32, Vec<BlockId>)> = history
         .iter()

@@ -377,7 +377,7 @@ fn findings_for(lie: Lie) -> ShuffleVerification {
     let mut fixture = Fixture::new(1);
     let lived = fixture.live(async |fixture, life| {
         let key = fixture.some_key();
-        life.client.register(&key, 3).await.expect("healthy disks");
+        life.client.register(&key, 3).await.unwrap();
         for _ in 0..5 {
             fixture.run_task_of(life, &key).await;
         }
@@ -386,7 +386,7 @@ fn findings_for(lie: Lie) -> ShuffleVerification {
         let liar = Liar { client: &life.client, lie };
         verify(&liar, &key, &fixture.histories[&key], LAYOUT, |_, _| true).await
     });
-    lived.expect("healthy disks")
+    lived.unwrap()
 }
 
 #[test]

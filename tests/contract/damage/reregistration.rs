@@ -9,13 +9,13 @@ use super::fixture::{Fixture, Life};
 /// Unregisters and registers a shuffle, and runs a task of it.
 async fn register_again(fixture: &mut Fixture, life: &Life, key: &ShuffleKey) {
     fixture.unregister(life, key);
-    life.client.register(key, 3).await.expect("healthy disks");
+    life.client.register(key, 3).await.unwrap();
     fixture.run_task_of(life, key).await;
 }
 
 fn results_of(fixture: &mut Fixture, key: &ShuffleKey) -> Result<Vec<BlockId>, String> {
     let lived = fixture.live(async |_, life| life.client.results(key, 0).await);
-    match lived.expect("healthy disks") {
+    match lived.unwrap() {
         Ok(ids) => Ok(ids.into_iter().collect()),
         Err(WorkerRefusal::Failed(text) | WorkerRefusal::Unknown(text)) => Err(text),
     }
@@ -24,16 +24,16 @@ fn results_of(fixture: &mut Fixture, key: &ShuffleKey) -> Result<Vec<BlockId>, S
 #[test]
 fn reregistration_after_lost_registration_is_refused() {
     let mut fixture = Fixture::new(3);
-    let key = |shuffle| ShuffleKey::new(AppId::parse("app-1").expect("an id"), ShuffleId(shuffle));
+    let key = |shuffle| ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(shuffle));
     let keys = [key(0), key(1), key(10)];
     let lived = fixture.live(async |fixture, life| {
         for key in &keys {
-            life.client.register(key, 3).await.expect("healthy disks");
+            life.client.register(key, 3).await.unwrap();
             fixture.run_task_of(life, key).await;
         }
         fixture.flush(life).await;
     });
-    lived.expect("healthy disks");
+    lived.unwrap();
     for disk in &fixture.disks {
         let logs: Vec<_> = disk.files().into_iter().filter(|path| path.starts_with(METADATA)).collect();
         logs.iter().for_each(|path| {
@@ -43,7 +43,7 @@ fn reregistration_after_lost_registration_is_refused() {
     }
     let lived = fixture.live(async |fixture, life| {
         for key in &keys {
-            life.client.register(key, 3).await.expect("healthy disks");
+            life.client.register(key, 3).await.unwrap();
             fixture.run_task_of(life, key).await;
         }
         // An id above all recovered ones is new.
@@ -52,7 +52,7 @@ fn reregistration_after_lost_registration_is_refused() {
         assert!(!life.client.results(&new, 0).await.expect("the shuffle is new").is_empty());
         life.client.results(&keys[1], 0).await
     });
-    let refusal = lived.expect("healthy disks").expect_err("earlier results are unknown");
+    let refusal = lived.unwrap().expect_err("earlier results are unknown");
     assert!(
         matches!(&refusal, WorkerRefusal::Failed(text) if text.contains("may have been registered before"))
     );
@@ -61,6 +61,6 @@ fn reregistration_after_lost_registration_is_refused() {
         assert!(text.contains("may have been registered before"), "{key}: {text}");
     }
     let lived = fixture.live(async |fixture, life| register_again(fixture, life, &keys[1]).await);
-    lived.expect("healthy disks");
+    lived.unwrap();
     assert_eq!(results_of(&mut fixture, &keys[1]).map(|ids| ids.len()), Ok(1));
 }

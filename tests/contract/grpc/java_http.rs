@@ -33,8 +33,7 @@ async fn has_zero_apps(fixture: &WorkerFixture) -> bool {
     for item in &list.metrics {
         assert_eq!(item.label_names.len(), item.label_values.len(), "{item:?}");
     }
-    let apps =
-        list.metrics.iter().find(|item| item.name == "app_num_with_node").expect("the webhook's metric");
+    let apps = list.metrics.iter().find(|item| item.name == "app_num_with_node").unwrap();
     apps.value == 0.0
 }
 

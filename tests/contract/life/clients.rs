@@ -104,7 +104,7 @@ impl History {
         let request = RequireRequest {
             app: key.0,
             shuffle: key.1,
-            bytes: i32::try_from(bytes).expect("small"),
+            bytes: i32::try_from(bytes).unwrap(),
             partitions: &partitions,
             partition_sizes: &[],
         };
@@ -127,7 +127,7 @@ impl History {
         };
         let session =
             self.service().ingest.begin_send(header).expect("a fresh ticket of a registered shuffle");
-        let expected = self.expected.get_mut(&key).expect("a known key");
+        let expected = self.expected.get_mut(&key).unwrap();
         for (partition, id, data) in &blocks {
             expected.sent.entry(*partition).or_default().insert(*id, Bytes::copy_from_slice(data));
         }
@@ -162,7 +162,7 @@ impl History {
         };
         let mut data = vec![0; length];
         content.fill_bytes(&mut data);
-        (i32::try_from(id % i64::from(PARTITIONS)).expect("a partition"), id, data)
+        (i32::try_from(id % i64::from(PARTITIONS)).unwrap(), id, data)
     }
 
     pub(super) async fn feed_some(&mut self) {
@@ -216,7 +216,7 @@ impl History {
             self.tally.aborted += 1;
             if let Some((_, _, data)) = send.blocks.get(send.next).filter(|_| send.next > 0) {
                 // Cut in the middle of a block.
-                if send.session.begin_block(u32::try_from(data.len()).expect("small")).is_ok() {
+                if send.session.begin_block(u32::try_from(data.len()).unwrap()).is_ok() {
                     send.session.write(&data[..data.len() / 2]).expect("fewer bytes than announced");
                 }
             }
@@ -263,7 +263,7 @@ impl History {
     /// Reports acknowledged blocks of the shuffle `key` as a task does.
     pub(super) async fn report_of(&mut self, key: Key, wait: bool) {
         let now = self.now();
-        let expected = self.expected.get_mut(&key).expect("a known key");
+        let expected = self.expected.get_mut(&key).unwrap();
         let mut partitions = expected.unreported();
         for (_, ids) in &mut partitions {
             ids.retain(|_| self.rng.random_bool(0.7));
@@ -293,7 +293,7 @@ impl History {
                 Err(_) => return,
             },
         };
-        let expected = self.expected.get_mut(&key).expect("a known key");
+        let expected = self.expected.get_mut(&key).unwrap();
         match answer {
             Ok(()) => {
                 tracing::info!(target: "life", ?key, ?partitions, "reported");
@@ -320,14 +320,14 @@ fn feed_block(
     if let Some(partition) = partition {
         session.partition(partition)?;
     }
-    let length = u32::try_from(data.len()).expect("small");
+    let length = u32::try_from(data.len()).unwrap();
     session.begin_block(length)?;
     let (first, second) = data.split_at(data.len() / 3);
     session.write(first)?;
     session.write(second)?;
     session.end_block(BlockHeader {
         block_id: id,
-        length: i32::try_from(length).expect("small"),
+        length: i32::try_from(length).unwrap(),
         uncompressed_length: 7,
         crc: i64::from(crc32fast::hash(data)),
         task_attempt_id: LAYOUT.task_of(BlockId(id)).0,

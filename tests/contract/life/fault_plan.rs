@@ -81,7 +81,7 @@ impl History {
     }
 
     fn damage(&mut self, disk: usize, path: &Path) {
-        let mut content = self.disks[disk].content(path).expect("the file exists");
+        let mut content = self.disks[disk].content(path).unwrap();
         let at = if content.is_empty() { 0 } else { self.rng.random_range(0..content.len()) };
         let damaged = match self.rng.random_range(0..4) {
             0 => None,
@@ -138,7 +138,7 @@ impl History {
     async fn send_after_removal(&mut self, name: Key) {
         let sent = self.send_and_flush(name).await;
         let client = InProcess { service: self.service(), layout: LAYOUT };
-        let key = ShuffleKey::new(AppId::parse(name.0).expect("an id"), ShuffleId(name.1));
+        let key = ShuffleKey::new(AppId::parse(name.0).unwrap(), ShuffleId(name.1));
         let responses = self.expected[&name].responses();
         let is_there = |partition, id: BlockId| sent.contains(&(partition, id.0));
         let findings = verify(&client, &key, &responses, LAYOUT, is_there).await;

@@ -288,7 +288,7 @@ impl History {
     pub(super) fn durable_blocks(&self) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
         let mut all = BTreeSet::new();
         for ((app, shuffle), expected) in &self.expected {
-            let key = ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(*shuffle));
+            let key = ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(*shuffle));
             for (partition, ids) in &expected.durable {
                 all.extend(ids.iter().map(|id| (key.clone(), *partition, BlockId(*id))));
             }
@@ -601,7 +601,7 @@ impl History {
     fn start_reader(&mut self) {
         let Some(key) = self.known_key() else { return };
         let partition = self.rng.random_range(0..PARTITIONS);
-        let read_buffer_size = *[1, 3_000, 100_000].choose(&mut self.rng).expect("not empty");
+        let read_buffer_size = *[1, 3_000, 100_000].choose(&mut self.rng).unwrap();
         let now = self.now();
         tracing::info!(target: "life", ?key, partition, "a reader begins");
         self.readers.push(Reader::new(key, partition, read_buffer_size, (&self.expected[&key], now)));

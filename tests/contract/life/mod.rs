@@ -94,11 +94,8 @@ fn run_history(seed: u64, storage: Storage, mutation: Mutation) -> Tally {
     };
     let mut has_more = true;
     while has_more {
-        let life = tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .start_paused(true)
-            .build()
-            .expect("a runtime");
+        let life =
+            tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
         has_more = life.block_on(history.live());
     }
     history.tally

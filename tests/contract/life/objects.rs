@@ -95,7 +95,7 @@ impl History {
         }
         let all: Vec<_> = now.iter().collect();
         let Some((key, bytes)) = all.choose(&mut self.rng).copied() else { return };
-        let name = parse_key(ROOT, key).expect("the worker's keys");
+        let name = parse_key(ROOT, key).unwrap();
         let damaged = self.damaged(&name, bytes);
         tracing::info!(target: "life", key, is_missing = damaged.is_none(), "object was damaged");
         match damaged {
@@ -114,7 +114,7 @@ impl History {
     /// Records which blocks may be lost after an object changed: those of a segment and its
     /// successors. A log object whose other copy never arrived looks like an acknowledged one.
     fn excuse(&mut self, key: &str, now: &BTreeMap<String, Bytes>) {
-        match parse_key(ROOT, key).expect("the worker's keys") {
+        match parse_key(ROOT, key).unwrap() {
             Name::Segment(shuffle, _) => {
                 let app = shuffle.key.app.as_str();
                 let app =
@@ -137,7 +137,7 @@ impl History {
             (Name::Segment(shuffle, number), Some(tail)) => {
                 let id = SegmentId { incarnation: shuffle.incarnation, number: *number };
                 let tail = SegmentTail::decode(tail, id, bytes.len() as u64);
-                tail.map_or(0, |tail| usize::try_from(tail.payload_bytes).expect("small"))
+                tail.map_or(0, |tail| usize::try_from(tail.payload_bytes).unwrap())
             }
             _ => 0,
         };
@@ -181,7 +181,7 @@ impl History {
                 }
                 _ => &[ObjectFault::Refuse, ObjectFault::LoseAnswer, ObjectFault::Hold],
             };
-            *faults.choose(&mut rng).expect("not empty")
+            *faults.choose(&mut rng).unwrap()
         });
         if reads_fail {
             self.read_as_a_task_does().await;
@@ -208,7 +208,7 @@ impl History {
             }
             let ends = matches!(call, Call::Put | Call::Complete | Call::Part | Call::Begin);
             let faults = [ObjectFault::None, ObjectFault::LoseAnswer, ObjectFault::Hold];
-            if ends { *faults.choose(&mut rng).expect("not empty") } else { ObjectFault::None }
+            if ends { *faults.choose(&mut rng).unwrap() } else { ObjectFault::None }
         });
     }
 

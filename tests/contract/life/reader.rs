@@ -213,17 +213,15 @@ impl Reader {
             return Ok(());
         }
         let offset = u64_at(&records, first * RECORD);
-        let range = ReadRange {
-            offset: i64::try_from(offset).expect("small"),
-            length: i32::try_from(length).expect("small"),
-        };
+        let range =
+            ReadRange { offset: i64::try_from(offset).unwrap(), length: i32::try_from(length).unwrap() };
         let reads = &history.service().reads;
         let limits = reads.read_limits();
         let answer = reads.read_data(&limits, self.target(), range).await?;
         let data = collect(answer.chunks, length).await?;
         let older = self.began.life != history.life();
         for record in first..end {
-            let at = usize::try_from(u64_at(&records, record * RECORD) - offset).expect("small");
+            let at = usize::try_from(u64_at(&records, record * RECORD) - offset).unwrap();
             let bytes = &data[at..at + u32_at(&records, record * RECORD + 8) as usize];
             let crc = u64_at(&records, record * RECORD + 16);
             let fits = crc == u64::from(crc32fast::hash(bytes));
@@ -282,13 +280,13 @@ fn is_filler(record: &[u8]) -> bool {
 }
 
 fn id_of(record: &[u8]) -> i64 {
-    i64::from_be_bytes(record[24..32].try_into().expect("eight bytes"))
+    i64::from_be_bytes(record[24..32].try_into().unwrap())
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+    u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap())
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+    u32::from_be_bytes(bytes[at..at + 4].try_into().unwrap())
 }

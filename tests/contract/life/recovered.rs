@@ -21,7 +21,7 @@ impl History {
         let mut keys: Vec<Key> = self.expected.keys().copied().collect();
         keys.sort_unstable();
         for name in keys {
-            let key = ShuffleKey::new(AppId::parse(name.0).expect("an id"), ShuffleId(name.1));
+            let key = ShuffleKey::new(AppId::parse(name.0).unwrap(), ShuffleId(name.1));
             let responses = self.expected[&name].responses();
             let is_there = |partition, id| stored.contains(&(key.clone(), partition, id));
             let findings = verify(&client, &key, &responses, LAYOUT, is_there).await;
@@ -54,7 +54,7 @@ impl History {
                 withheld.is_none(),
                 "{key}: {withheld:?} of {intact} blocks on the disks, refused: {refusal:?}"
             );
-            let expected = self.expected.get_mut(&name).expect("a known key");
+            let expected = self.expected.get_mut(&name).unwrap();
             if runs_again && !findings.withheld.is_empty() {
                 expected.lose_places();
                 expected.has_overlaps = true;

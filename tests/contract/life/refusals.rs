@@ -49,7 +49,7 @@ impl History {
         tokio::time::sleep(Duration::from_secs(1)).await;
         let index = self.rng.random_range(0..self.disks.len());
         let Some(before) = self.info_of(index) else { return };
-        let name = *[".data", ".index", "log"].choose(&mut self.rng).expect("not empty");
+        let name = *[".data", ".index", "log"].choose(&mut self.rng).unwrap();
         let errno = if self.mutation == Mutation::FileSizeBreaksDisk { EIO } else { EFBIG };
         self.faults[index].add(Rule::once(Operation::Write, Fault::Errno(errno)).on(name));
         let injected = self.faults[index].injected();
@@ -73,7 +73,7 @@ impl History {
         let Some((app, shuffle)) = self.known_key() else { return };
         self.heal_the_disks().await;
         // Earlier registrations of the shuffle have ended, so their files may go.
-        let key = ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(shuffle));
+        let key = ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle));
         let incarnation = self.process().store().handle(&key).map(|handle| format!("{handle:?}"));
         let name = incarnation.as_deref().and_then(|text| text.rsplit_once('/')).map(|(_, name)| name);
         let directory = format!("apps/{app}/{}", name.unwrap_or_default().trim_end_matches(')'));

@@ -51,7 +51,7 @@ struct Server {
 
 impl Server {
     async fn start(tables: &str) -> Self {
-        let dir = tempfile::tempdir().expect("a temp dir");
+        let dir = tempfile::tempdir().unwrap();
         let lines = ConfigLines { capacity: "64MiB", top: "urpc_port = 0", tables, ..ConfigLines::default() };
         Self { worker: lines.start(&[dir.path()]).await, _dir: dir }
     }
@@ -59,7 +59,7 @@ impl Server {
     fn addresses(&self) -> (SocketAddr, SocketAddr) {
         let local = |address: SocketAddr| SocketAddr::from((Ipv4Addr::LOCALHOST, address.port()));
         let addresses = self.worker.addresses();
-        (local(addresses.grpc), local(addresses.tcp.expect("configured")))
+        (local(addresses.grpc), local(addresses.tcp.unwrap()))
     }
 
     /// Waits until no application has data left, and stops.
@@ -90,14 +90,14 @@ async fn replay(session: &RecordedSession, tables: &str) -> Result<ReplaySummary
 
 fn recordings() -> Vec<(PathBuf, RecordedSession)> {
     let mut paths: Vec<PathBuf> = std::fs::read_dir(RECORDINGS)
-        .expect("the directory")
-        .map(|entry| entry.expect("readable").path())
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
         .filter(|path| path.extension().is_some_and(|extension| extension == "rec"))
         .collect();
     paths.sort();
     assert_eq!(paths.iter().map(|path| name(path)).collect::<Vec<_>>(), NAMES, "in {RECORDINGS}");
     let read = |path: PathBuf| {
-        let file = std::fs::read(&path).expect("readable");
+        let file = std::fs::read(&path).unwrap();
         let session =
             RecordedSession::decode(file).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         (path, session)

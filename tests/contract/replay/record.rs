@@ -16,19 +16,19 @@ use uniffle_testkit::spark::{Jvm, JvmKind};
 async fn session_of_client_crate_is_recorded_and_replayed() {
     let server = Server::start(MEMORY).await;
     let (grpc, tcp) = server.addresses();
-    let recorder = Recorder::start(grpc, Some(tcp)).await.expect("ports");
+    let recorder = Recorder::start(grpc, Some(tcp)).await.unwrap();
     let client = ShuffleClient::connect(recorder.address()).await.expect("the recorder listens");
-    let key = ShuffleKey::new(AppId::parse("app").expect("an id"), ShuffleId(1));
-    client.register(&key, &[(0, 0), (1, 1)]).await.expect("registered");
+    let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
+    client.register(&key, &[(0, 0), (1, 1)]).await.unwrap();
     let generator = BlockGenerator::new(1, IdLayout::SPARK);
     for partition in [PartitionId(0), PartitionId(1)] {
         let block = |sequence| generator.block(partition, TaskAttemptId(3), sequence, 100);
         let batch = [(partition, vec![block(0), block(1)])];
-        client.push(&key, SendForm::Classic, &batch).await.expect("sent");
-        let read = client.read_partition(&key, partition, &ReadOptions::default()).await.expect("read");
+        client.push(&key, SendForm::Classic, &batch).await.unwrap();
+        let read = client.read_partition(&key, partition, &ReadOptions::default()).await.unwrap();
         assert_eq!(read.blocks.len(), 2, "the recorder changed something");
     }
-    client.unregister_app("app").await.expect("unregistered");
+    client.unregister_app("app").await.unwrap();
     let session = recorder.stop("our own client").await;
     server.stop_clean().await;
 
@@ -47,7 +47,7 @@ async fn record_spark() {
         for (tables, tier) in [(MEMORY, "memory"), (SPILLING, "local")] {
             let server = Server::start(tables).await;
             let (grpc, tcp) = server.addresses();
-            let recorder = Recorder::start(grpc, Some(tcp)).await.expect("ports");
+            let recorder = Recorder::start(grpc, Some(tcp)).await.unwrap();
             let quorum = recorder.address();
             let words = format!("scenarios=recorded_pairs,recorded_skew client={client} quorum={quorum}");
             jvm.begin("vanilla,uniffle", &words).unwrap_or_else(|error| panic!("{error}"));
@@ -63,7 +63,7 @@ async fn record_spark() {
             let path = format!("{RECORDINGS}/spark-3.5.6-client-0.9.2-{listener}-{tier}.rec");
             let file = session.encode();
             say(&format!("{path}: {} exchanges, {} bytes", session.exchanges.len(), file.len()));
-            std::fs::write(path, file).expect("the recording");
+            std::fs::write(path, file).unwrap();
         }
     }
 }

@@ -266,7 +266,7 @@ impl Raw {
     }
 
     pub(crate) async fn hear(&mut self) -> Reply {
-        self.try_hear().await.expect("a reply")
+        self.try_hear().await.unwrap()
     }
 
     pub(crate) async fn try_hear(&mut self) -> io::Result<Reply> {

@@ -171,7 +171,7 @@ async fn forge(
 pub(super) fn tiny_blocks(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);
-        let mut task = i64::try_from(target.seed % 1000).expect("small") * 1_000_000;
+        let mut task = i64::try_from(target.seed % 1000).unwrap() * 1_000_000;
         loop {
             let Ok(client) = client(target).await else {
                 sleep(PAUSE).await;
@@ -179,7 +179,7 @@ pub(super) fn tiny_blocks(target: Target) -> BoxFuture<'static, io::Error> {
             };
             for _ in 0..10 {
                 task += 1;
-                let partition = PartitionId(i32::try_from(task % 100).expect("small"));
+                let partition = PartitionId(i32::try_from(task % 100).unwrap());
                 let blocks: Vec<Block> =
                     (0..20_000).map(|at| generator.block(partition, TaskAttemptId(task), at, 1)).collect();
                 let _ = client.push(&key(APP, 0), SendForm::Classic, &[(partition, blocks)]).await;
@@ -251,7 +251,7 @@ pub(super) fn half_frames(target: Target) -> BoxFuture<'static, io::Error> {
             BlockGenerator::new(9, IdLayout::SPARK).block(PartitionId(2), TaskAttemptId(1), 0, 1 << 20);
         repeat(|| async {
             let mut streams = Vec::new();
-            for ticket in 0..i64::try_from(MANY).expect("small") {
+            for ticket in 0..i64::try_from(MANY).unwrap() {
                 let mut stream = TcpStream::connect(local(target.tcp)).await?;
                 let frame = frame(ticket, &block);
                 let _ = timeout(Duration::from_millis(20), stream.write_all(&frame[..frame.len() / 2])).await;

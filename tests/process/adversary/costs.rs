@@ -61,7 +61,7 @@ fn scattered_id(at: i64) -> BlockId {
 fn scattered_blocks(target: Target, cost: Arc<AtomicU64>) -> BoxFuture<'static, io::Error> {
     async move {
         let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);
-        let mut next = i64::try_from(target.seed % 1000).expect("small") << 20;
+        let mut next = i64::try_from(target.seed % 1000).unwrap() << 20;
         loop {
             let Ok(client) = client(target).await else {
                 sleep(PAUSE).await;
@@ -268,8 +268,8 @@ async fn scattered_blocks_on_disk_are_readable_after_a_restart() {
     let blocks: Vec<Block> =
         ids.iter().map(|id| Block::new(*id, TaskAttemptId(1), generator.content(*id, 1))).collect();
     let (shuffle, partition) = (key(APP, 0), PartitionId(7));
-    siege.client.push(&shuffle, SendForm::Classic, &[(partition, blocks)]).await.expect("sent");
-    siege.client.report(&shuffle, TaskAttemptId(1), &[(partition, ids.clone())]).await.expect("reported");
+    siege.client.push(&shuffle, SendForm::Classic, &[(partition, blocks)]).await.unwrap();
+    siege.client.report(&shuffle, TaskAttemptId(1), &[(partition, ids.clone())]).await.unwrap();
     let outcome = siege.run_until(scattered_blocks, |_, blocks| blocks >= SCATTERED_BLOCKS).await;
     siege.assert_bounds(&outcome);
     // After an upgrade everything is on the disks.
@@ -284,9 +284,9 @@ async fn scattered_blocks_on_disk_are_readable_after_a_restart() {
         assert!(held <= IDS_BYTES_MAX, "{held} bytes of heap for ids of one application");
     }
     let client: &ShuffleClient = &siege.client;
-    let reported = client.results(&shuffle, &[partition], None).await.expect("results");
+    let reported = client.results(&shuffle, &[partition], None).await.unwrap();
     assert!(ids.iter().all(|id| reported.contains(id.0.cast_unsigned())));
-    let read = client.read_partition(&shuffle, partition, &ReadOptions::default()).await.expect("read");
+    let read = client.read_partition(&shuffle, partition, &ReadOptions::default()).await.unwrap();
     assert!(ids.iter().all(|id| read.blocks.contains_key(id)), "all of {} blocks", ids.len());
     siege.end().await;
 }

@@ -18,7 +18,7 @@ const PREFAULTED_BYTES: u64 = 32 << 20;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn shuffle_of_a_full_tmpfs_survives_a_kill_once_there_is_room() {
-    let directory = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a directory");
+    let directory = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
     let Some(tmpfs) = SmallTmpfs::mount(directory.path(), "200m") else { return };
     let memory: &'static str = Box::leak(format!("backing = {:?}\n", tmpfs.path()).into());
     let setup =
@@ -26,7 +26,7 @@ async fn shuffle_of_a_full_tmpfs_survives_a_kill_once_there_is_room() {
     let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
     eventually("pages are pre-faulted", || {
-        let files = std::fs::read_dir(tmpfs.path()).expect("there").flatten();
+        let files = std::fs::read_dir(tmpfs.path()).unwrap().flatten();
         let bytes: u64 = files.filter_map(|file| Some(512 * file.metadata().ok()?.blocks())).sum();
         if bytes >= PREFAULTED_BYTES { Ok(()) } else { Err(format!("{bytes} bytes")) }
     })
@@ -34,12 +34,12 @@ async fn shuffle_of_a_full_tmpfs_survives_a_kill_once_there_is_room() {
     let others = tmpfs.fill();
     let mut honest = Honest::start(&client).await;
     block_in_place(|| worker.wait_log("a kill would lose blocks in memory of some shuffles"));
-    let ready = block_in_place(|| worker.page("/health/ready")).expect("ready");
+    let ready = block_in_place(|| worker.page("/health/ready")).unwrap();
     assert!(ready.contains("a kill would lose blocks in memory of 1 shuffles"), "{ready}");
     assert_eq!(block_in_place(|| worker.metrics()).total("memory_unprotected_shuffles"), Some(1.0));
     let figures = honest.work(&client, Instant::now() + Duration::from_secs(1)).await;
     say(&format!("adversary, full tmpfs: {figures}"));
-    std::fs::remove_file(others).expect("there");
+    std::fs::remove_file(others).unwrap();
     block_in_place(|| worker.wait_log("memory_store.backing has space for all shuffles again"));
     honest.work(&client, Instant::now()).await;
     block_in_place(|| {
@@ -48,7 +48,7 @@ async fn shuffle_of_a_full_tmpfs_survives_a_kill_once_there_is_room() {
     });
     let client = client_of(&worker).await;
     honest.assert_readable(&client).await;
-    client.unregister_app(APP).await.expect("known");
+    client.unregister_app(APP).await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
 }

@@ -76,7 +76,7 @@ impl Connection {
         let bytes = message.encode_to_vec();
         let mut body = BytesMut::new();
         body.put_u8(0);
-        body.put_u32(u32::try_from(bytes.len()).expect("small"));
+        body.put_u32(u32::try_from(bytes.len()).unwrap());
         body.put_slice(&bytes);
         self.data(id, &body, true).await?;
         Ok(id)

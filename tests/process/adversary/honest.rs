@@ -52,7 +52,7 @@ impl Honest {
     pub(super) async fn start(client: &ShuffleClient) -> Self {
         let mut written = Written::register(client, key(APP, 0), 1).await;
         // Data for the slow readers.
-        written.task(client, 0, 1 << 20).await.expect("sent");
+        written.task(client, 0, 1 << 20).await.unwrap();
         Self { written, sends: 0 }
     }
 
@@ -63,10 +63,10 @@ impl Honest {
             self.sends += 1;
             if self.sends.is_multiple_of(SENDS_PER_SHUFFLE) {
                 self.assert_readable(client).await;
-                let shuffle = i32::try_from(self.sends / SENDS_PER_SHUFFLE).expect("not so many");
+                let shuffle = i32::try_from(self.sends / SENDS_PER_SHUFFLE).unwrap();
                 self.written = Written::register(client, key(APP, shuffle), 1).await;
             }
-            let task = i64::try_from(self.sends).expect("not so many");
+            let task = i64::try_from(self.sends).unwrap();
             let began = Instant::now();
             // The ticket waits for memory; a send with a ticket is accepted.
             self.written.task(client, task, SEND_BYTES).await.expect("an honest send is accepted");
@@ -85,7 +85,7 @@ impl Honest {
     /// Starts a new shuffle; the in-memory blocks of the old one were lost.
     pub(super) async fn start_new_shuffle(&mut self, client: &ShuffleClient) {
         self.sends = (self.sends / SENDS_PER_SHUFFLE + 1) * SENDS_PER_SHUFFLE;
-        let shuffle = i32::try_from(self.sends / SENDS_PER_SHUFFLE).expect("not so many");
+        let shuffle = i32::try_from(self.sends / SENDS_PER_SHUFFLE).unwrap();
         self.written = Written::register(client, key(APP, shuffle), 1).await;
     }
 

@@ -124,7 +124,7 @@ fn unfinished(bytes: u32) -> http::Request<Body> {
         .header("content-type", "application/grpc")
         .header("te", "trailers")
         .body(Body::new(StreamBody::new(frames)))
-        .expect("a request")
+        .unwrap()
 }
 
 /// Requests local reads of 8 MiB each over TCP, all at once.

@@ -89,7 +89,7 @@ impl Siege {
         };
         let worker = block_in_place(|| WorkerProcess::start(&setup));
         let client = client_of(&worker).await;
-        client.register(&key(APP, 0), &[(0, 99)]).await.expect("registered");
+        client.register(&key(APP, 0), &[(0, 99)]).await.unwrap();
         let honest = Honest::start(&client).await;
         Self { name, worker, group, client, honest, seed }
     }
@@ -152,7 +152,7 @@ impl Siege {
     /// Removes the applications and asserts that nothing of them is left.
     async fn end(self) {
         for app in [honest::APP, APP] {
-            self.client.unregister_app(app).await.expect("known");
+            self.client.unregister_app(app).await.unwrap();
         }
         block_in_place(|| {
             self.worker.assert_clean();
@@ -170,8 +170,8 @@ fn number(variable: &str) -> Option<u64> {
 /// Returns the workers known to the embedded coordinator.
 async fn servers(siege: &Siege) -> Vec<ShuffleServerId> {
     let address = format!("http://127.0.0.1:{}", siege.target().grpc);
-    let mut coordinator = CoordinatorServerClient::connect(address).await.expect("a connection");
-    coordinator.get_shuffle_server_list(()).await.expect("an answer").into_inner().servers
+    let mut coordinator = CoordinatorServerClient::connect(address).await.unwrap();
+    coordinator.get_shuffle_server_list(()).await.unwrap().into_inner().servers
 }
 
 async fn alone(name: &'static str, attack: Attack) {

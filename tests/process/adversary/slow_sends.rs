@@ -51,7 +51,7 @@ const SLOW: &str = "slow_sends_ended_total";
 const LATE_APP: &str = "late";
 
 fn block(size: i32) -> Block {
-    let length = u32::try_from(size).expect("not negative");
+    let length = u32::try_from(size).unwrap();
     BlockGenerator::new(3, IdLayout::SPARK).block(PartitionId(1), TaskAttemptId(1), 0, length)
 }
 
@@ -86,7 +86,7 @@ impl Tickets {
     /// Returns the next ticket and a block of its size.
     async fn next(&mut self) -> io::Result<Option<(i64, Block)>> {
         while let Some(block) = self.blocks.front().cloned() {
-            let size = i32::try_from(block.data.len()).expect("small");
+            let size = i32::try_from(block.data.len()).unwrap();
             if self.left > 0
                 && let Some(ticket) = ticket(&self.client, APP, size).await?
             {
@@ -131,7 +131,7 @@ impl Calls {
 fn message(ticket: i64, block: &Block) -> Vec<u8> {
     let block = proto::ShuffleBlock {
         block_id: block.meta.block_id.0,
-        length: i32::try_from(block.data.len()).expect("small"),
+        length: i32::try_from(block.data.len()).unwrap(),
         crc: i64::from(block.meta.crc),
         data: block.data.clone(),
         ..Default::default()
@@ -145,7 +145,7 @@ fn message(ticket: i64, block: &Block) -> Vec<u8> {
     };
     let bytes = request.encode_to_vec();
     let mut framed = vec![0];
-    framed.extend_from_slice(&u32::try_from(bytes.len()).expect("small").to_be_bytes());
+    framed.extend_from_slice(&u32::try_from(bytes.len()).unwrap().to_be_bytes());
     framed.extend_from_slice(&bytes);
     framed
 }
@@ -260,12 +260,11 @@ async fn upgrade_after(name: &'static str, attack: Attack, ended: &str) {
     late.spawn(first_ticket(siege.target()));
     let attack_ends = Instant::now() + HELD;
     let outcome = siege.run(&[attack], HELD).await;
-    let granted =
-        late.join_next().await.expect("a late call is running").expect("no panic").expect("an answer");
+    let granted = late.join_next().await.expect("a late call is running").unwrap().unwrap();
     assert!(granted < attack_ends, "{name}: another application got no memory before the attack ended");
     let metrics = block_in_place(|| siege.worker.metrics());
     assert!(metrics.expect(ended) > 0.0, "{name}: {ended} is 0, so the attack held no memory");
-    siege.client.unregister_app(LATE_APP).await.expect("known");
+    siege.client.unregister_app(LATE_APP).await.unwrap();
     for number in 0..APPS {
         let _unknown = siege.client.unregister_app(&app(number)).await;
     }

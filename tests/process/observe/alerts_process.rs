@@ -134,6 +134,6 @@ fn use_up_descriptors(worker: &WorkerProcess) -> Vec<TcpStream> {
     let limit = Some(open + u64::from(MORE));
     let pid = Pid::from_raw(i32::try_from(worker.pid()).unwrap());
     prlimit(pid, Resource::Nofile, Rlimit { current: limit, maximum: limit }).unwrap();
-    let port = worker.ready().urpc_port.expect("a TCP listener");
+    let port = worker.ready().urpc_port.unwrap();
     (0..MORE - 8).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect()
 }

@@ -58,7 +58,7 @@ fn repeated_client_errors_are_logged_a_few_times() {
         ..Setup::default()
     });
     let ready = worker.ready();
-    let (grpc, urpc) = (ready.grpc_port, ready.urpc_port.expect("a TCP listener"));
+    let (grpc, urpc) = (ready.grpc_port, ready.urpc_port.unwrap());
     tokio::runtime::Runtime::new().unwrap().block_on(async {
         let client = ShuffleClient::connect(([127, 0, 0, 1], grpc).into()).await.unwrap();
         for _ in 0..100 {
@@ -88,7 +88,7 @@ fn repeated_client_errors_are_logged_a_few_times() {
 
 /// Loads `worker` until it drops log lines.
 fn drop_lines(worker: &WorkerProcess) {
-    let dropped = || worker.metrics().total("log_lines_dropped_total").expect("a counter");
+    let dropped = || worker.metrics().total("log_lines_dropped_total").unwrap();
     let before = dropped();
     while dropped() == before {
         Load::start(worker, "5MB", 1).finish();
@@ -99,7 +99,7 @@ fn drop_lines(worker: &WorkerProcess) {
 fn read_until(pipe: &mut File, text: &str) {
     let (mut read, mut chunk) = (Vec::new(), vec![0; 64 << 10]);
     while !String::from_utf8_lossy(&read).contains(text) {
-        let length = pipe.read(&mut chunk).expect("a pipe");
+        let length = pipe.read(&mut chunk).unwrap();
         read.extend_from_slice(&chunk[..length]);
     }
 }

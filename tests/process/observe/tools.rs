@@ -23,14 +23,14 @@ pub(crate) fn ask(port: u16, method: &str, path: &str) -> (u16, Vec<u8>) {
     let _ = stream.read_to_end(&mut answer);
     let end = answer.windows(4).position(|four| four == b"\r\n\r\n").expect("an answer with a head");
     let head = String::from_utf8_lossy(&answer[..end]).into_owned();
-    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status");
+    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap();
     (status, answer[end + 4..].to_vec())
 }
 
 /// Like [`ask`], with a text body.
 pub(crate) fn ask_text(port: u16, method: &str, path: &str) -> (u16, String) {
     let (status, body) = ask(port, method, path);
-    (status, String::from_utf8(body).expect("text"))
+    (status, String::from_utf8(body).unwrap())
 }
 
 /// `uniffle-bench` as load on a worker. It verifies every byte that it reads. Killed on drop.

@@ -145,7 +145,7 @@ fn base64(text: &str) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
     let (mut held, mut bits) = (0_u32, 0);
     for letter in text.bytes().take_while(|letter| *letter != b'=') {
-        let value = ALPHABET.iter().position(|known| *known == letter).expect("base64");
+        let value = ALPHABET.iter().position(|known| *known == letter).unwrap();
         held = held << 6 | u32::try_from(value).unwrap();
         bits += 6;
         if bits >= 8 {

@@ -86,8 +86,8 @@ impl Terminal {
 
     /// Returns the exit status and the complete output once the program has ended.
     pub(super) async fn end(mut self) -> (ExitStatus, String) {
-        let status = timeout(WAIT_MAX, self.program.wait()).await.expect("the program ends").unwrap();
-        while let Some(chunk) = timeout(WAIT_MAX, self.chunks.recv()).await.expect("the terminal closes") {
+        let status = timeout(WAIT_MAX, self.program.wait()).await.unwrap().unwrap();
+        while let Some(chunk) = timeout(WAIT_MAX, self.chunks.recv()).await.unwrap() {
             self.shown.push_str(&String::from_utf8_lossy(&chunk));
         }
         (status, self.shown)

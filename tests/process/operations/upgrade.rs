@@ -22,11 +22,11 @@ impl Fleet {
         let coordinator = first.quorum();
         let joined = Setup { quorum: Some(coordinator.clone()), ..setup };
         let mut workers = vec![first, WorkerProcess::start(&joined), WorkerProcess::start(&joined)];
-        workers.sort_by_key(|worker| node(worker)["id"].as_str().expect("an id").to_owned());
+        workers.sort_by_key(|worker| node(worker)["id"].as_str().unwrap().to_owned());
         let fleet = Self { workers, coordinator };
         let url = format!("http://127.0.0.1:{}", fleet.of_coordinator().ready().http_port);
         wait_until("all workers are registered", Duration::from_secs(30), || {
-            let page = fleet.of_coordinator().page("/api/v1/cluster").expect("the cluster");
+            let page = fleet.of_coordinator().page("/api/v1/cluster").unwrap();
             let known = fleet.ids().iter().filter(|id| page.contains(id.as_str())).count();
             if known == 3 { Ok(()) } else { Err(format!("{url}: {page}")) }
         });
@@ -41,11 +41,11 @@ impl Fleet {
     }
 
     fn ids(&self) -> Vec<String> {
-        self.workers.iter().map(|worker| node(worker)["id"].as_str().expect("an id").to_owned()).collect()
+        self.workers.iter().map(|worker| node(worker)["id"].as_str().unwrap().to_owned()).collect()
     }
 
     fn starts(&self) -> Vec<i64> {
-        self.workers.iter().map(|worker| node(worker)["started_ms"].as_i64().expect("a time")).collect()
+        self.workers.iter().map(|worker| node(worker)["started_ms"].as_i64().unwrap()).collect()
     }
 
     /// Returns the plan of an upgrade of all workers.
@@ -53,7 +53,7 @@ impl Fleet {
         let line = |worker: &WorkerProcess| {
             let node = node(worker);
             let [id, version, commit] =
-                ["id", "version", "commit"].map(|field| node[field].as_str().expect("a text").to_owned());
+                ["id", "version", "commit"].map(|field| node[field].as_str().unwrap().to_owned());
             format!("{id}: not upgraded, runs {version} ({commit})\n")
         };
         self.workers.iter().map(line).collect()
@@ -66,8 +66,7 @@ impl Fleet {
 }
 
 fn node(worker: &WorkerProcess) -> Value {
-    let status: Value =
-        serde_json::from_str(&worker.page("/api/v1/status").expect("a status")).expect("JSON");
+    let status: Value = serde_json::from_str(&worker.page("/api/v1/status").unwrap()).unwrap();
     status["node"].clone()
 }
 
@@ -78,10 +77,9 @@ async fn fleet_upgrade_replaces_every_worker_in_order() {
     assert_eq!(fleet.upgrade(&["--dry-run"]).await.succeeded(), fleet.plan());
     assert_eq!(fleet.starts(), before);
 
-    let rows: Value =
-        serde_json::from_str(&fleet.upgrade(&["--output", "json"]).await.succeeded()).expect("JSON");
+    let rows: Value = serde_json::from_str(&fleet.upgrade(&["--output", "json"]).await.succeeded()).unwrap();
     let state = |row: &Value| (row["worker"].as_str().map(str::to_owned), row["state"].clone());
-    let states: Vec<_> = rows.as_array().expect("rows").iter().map(state).collect();
+    let states: Vec<_> = rows.as_array().unwrap().iter().map(state).collect();
     assert_eq!(states, ids.iter().map(|id| (Some(id.clone()), "upgraded".into())).collect::<Vec<_>>());
     let after = fleet.starts();
     assert!(after.windows(2).all(|pair| pair[0] < pair[1]), "not upgraded one at a time: {after:?}");
@@ -119,7 +117,7 @@ async fn fleet_upgrade_stops_at_the_first_refusal() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn fleet_upgrade_of_the_coordinator_waits_for_all_workers() {
     let mut fleet = Fleet::start();
-    let coordinator = node(fleet.of_coordinator())["id"].as_str().expect("an id").to_owned();
+    let coordinator = node(fleet.of_coordinator())["id"].as_str().unwrap().to_owned();
     fleet.upgrade(&["--only", &coordinator]).await.succeeded();
     let plan = fleet.plan();
     assert_eq!(fleet.upgrade(&["--dry-run"]).await.succeeded(), plan);
@@ -151,9 +149,7 @@ fn two_coordinators() -> (Vec<WorkerProcess>, [String; 2]) {
     let workers = vec![start(Some(ports[0])), start(Some(ports[1])), start(None)];
     for coordinator in &workers[..2] {
         wait_until("all workers are registered", Duration::from_secs(30), || {
-            let page: Value =
-                serde_json::from_str(&coordinator.page("/api/v1/cluster").expect("the cluster"))
-                    .expect("JSON");
+            let page: Value = serde_json::from_str(&coordinator.page("/api/v1/cluster").unwrap()).unwrap();
             let nodes = page["nodes"].as_array().map_or(0, Vec::len);
             if nodes == 3 { Ok(()) } else { Err(page.to_string()) }
         });
@@ -165,8 +161,7 @@ fn two_coordinators() -> (Vec<WorkerProcess>, [String; 2]) {
 async fn commands_after_a_coordinator_upgrade_cover_all_workers() {
     let (mut workers, coordinators) = two_coordinators();
     let both = coordinators.join(",");
-    let ids: Vec<_> =
-        workers.iter().map(|worker| node(worker)["id"].as_str().expect("an id").to_owned()).collect();
+    let ids: Vec<_> = workers.iter().map(|worker| node(worker)["id"].as_str().unwrap().to_owned()).collect();
     let commands = [&["status", "--ready"][..], &["upgrade", "--dry-run"], &["disks"], &["top"], &["losses"]];
     for whom in [&both, &coordinators[0]] {
         for command in commands {
@@ -192,8 +187,8 @@ async fn lost_workers_fail_every_reading_command() {
     let first = WorkerProcess::start(&setup);
     let coordinator = first.quorum();
     let mut second = WorkerProcess::start(&Setup { quorum: Some(coordinator.clone()), ..setup });
-    let id = node(&second)["id"].as_str().expect("an id").to_owned();
-    let cluster = || first.page("/api/v1/cluster").expect("the cluster");
+    let id = node(&second)["id"].as_str().unwrap().to_owned();
+    let cluster = || first.page("/api/v1/cluster").unwrap();
     let until = |what: &str, holds: &dyn Fn(&str) -> bool| {
         wait_until(what, Duration::from_secs(30), || {
             Some(()).filter(|()| holds(&cluster())).ok_or_else(cluster)
@@ -207,12 +202,8 @@ async fn lost_workers_fail_every_reading_command() {
         assert!(outcome.failed(3).contains(&format!("{id}: lost: ")), "{command}");
     }
     let outcome = run(&["ctl", "status", "--coordinator", &coordinator, "--output", "json"]).await;
-    let rows: Value = serde_json::from_str(&outcome.stdout).expect("JSON");
-    assert_eq!(
-        rows.as_array().expect("rows").iter().filter(|row| row["url"].is_string()).count(),
-        1,
-        "{rows}"
-    );
+    let rows: Value = serde_json::from_str(&outcome.stdout).unwrap();
+    assert_eq!(rows.as_array().unwrap().iter().filter(|row| row["url"].is_string()).count(), 1, "{rows}");
     let plan = run(&["ctl", "upgrade", "--coordinator", &coordinator, "--dry-run"]).await;
     assert!(plan.stdout.contains(&format!("{id}: lost: its coordinator")), "{}", plan.stdout);
     let outcome = run(&["ctl", "losses", "--coordinator", &coordinator, "--only", &id]).await;

@@ -64,15 +64,15 @@ impl Manager {
             weaker(tried, "no namespaces can be made (no CAP_SYS_ADMIN)", false);
             return None;
         }
-        let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+        let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
         create_root(dir.path());
         let script = Path::new(WORKSPACE).join("tests/process/systemd/namespace.sh");
-        let mut namespaces = Command::new(find("unshare").expect("seen before"))
+        let mut namespaces = Command::new(find("unshare").unwrap())
             .args(["--mount", "bash"])
             .args([&script, dir.path(), program])
             .stdin(Stdio::piped())
             .spawn()
-            .expect("namespaces");
+            .unwrap();
         let stdin = namespaces.stdin.take();
         let ports = ["grpc_port", "http_port", "urpc_port"].map(|name| format!("{name} = {}\n", free_port()));
         let mut manager = Self { namespaces, stdin, init: 0, ports: ports.concat(), dir };
@@ -106,7 +106,7 @@ impl Manager {
 
     fn execute(&self, command: &[&str]) -> Result<String, String> {
         let init = self.init.to_string();
-        let said = Command::new(find("nsenter").expect("seen before"))
+        let said = Command::new(find("nsenter").unwrap())
             .args(["--target", &init, "--mount", "--pid"])
             .args(command)
             .output()
@@ -137,7 +137,7 @@ impl Manager {
 
     /// Returns the number of automatic restarts.
     pub(super) fn restarts(&self) -> u32 {
-        self.property("NRestarts").parse().expect("a number")
+        self.property("NRestarts").parse().unwrap()
     }
 
     /// Kills the main process and waits until its replacement is ready.
@@ -194,7 +194,7 @@ impl Manager {
     /// Returns the worker's ready line.
     pub(super) fn ready(&self) -> Ready {
         let text = fs::read_to_string(self.state().join("ready.json")).expect("the worker is ready");
-        serde_json::from_str(&text).expect("JSON")
+        serde_json::from_str(&text).unwrap()
     }
 
     /// Writes a configuration with `capacity` and fixed ports; `data` lists directories as the
@@ -213,9 +213,9 @@ impl Manager {
             ..ConfigLines::default()
         }
         .text(&data);
-        fs::write(path, &text).expect("written");
+        fs::write(path, &text).unwrap();
         let root = Path::new("/proc").join(self.init.to_string()).join("root");
-        fs::write(root.join("etc").join("uniffle-worker").join("config.toml"), text).expect("written");
+        fs::write(root.join("etc").join("uniffle-worker").join("config.toml"), text).unwrap();
     }
 
     /// Returns a client of the worker.
@@ -246,18 +246,18 @@ impl Manager {
 /// Creates the directories that replace the machine's own in the namespace.
 fn create_root(dir: &Path) {
     for name in ["etc", "bin", "state", "units/uniffle-worker.service.d"] {
-        fs::create_dir_all(dir.join(name)).expect("a directory");
+        fs::create_dir_all(dir.join(name)).unwrap();
     }
     for (name, text) in ACCOUNTS {
-        fs::write(dir.join("etc").join(name), text).expect("a file");
+        fs::write(dir.join("etc").join(name), text).unwrap();
     }
-    fs::copy(binary("uniffle-worker"), dir.join("bin/uniffle-worker")).expect("copied");
+    fs::copy(binary("uniffle-worker"), dir.join("bin/uniffle-worker")).unwrap();
     let units = dir.join("units");
     let shipped = Path::new(WORKSPACE).join("deploy/systemd").join(UNIT);
-    fs::copy(shipped, units.join(UNIT)).expect("copied");
-    fs::write(units.join(format!("{UNIT}.d/test.conf")), DROP_IN).expect("a file");
+    fs::copy(shipped, units.join(UNIT)).unwrap();
+    fs::write(units.join(format!("{UNIT}.d/test.conf")), DROP_IN).unwrap();
     for target in TARGETS {
-        fs::write(units.join(target), ALONE).expect("a file");
+        fs::write(units.join(target), ALONE).unwrap();
     }
 }
 

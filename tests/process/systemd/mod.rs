@@ -13,7 +13,7 @@ const TAKEN: &str = "recovered blocks from memory";
 
 /// Writes one more task, kills the worker, and reads everything from its replacement.
 async fn survives_kill(manager: &Manager, written: &mut Written, task: i64) {
-    written.task(&manager.client().await, task, BLOCK_BYTES).await.expect("sent");
+    written.task(&manager.client().await, task, BLOCK_BYTES).await.unwrap();
     block_in_place(|| manager.kill());
     written.assert_readable(&manager.client().await).await;
     let in_memory = manager.metrics().total("total_in_memory_block_count");
@@ -34,7 +34,7 @@ async fn systemd_stores_memory_across_kills_and_upgrades() {
     // Hand-over with the same capacity and with a larger one, then a kill.
     for (task, capacity) in [(2, "256M"), (4, "300M")] {
         let pid = manager.property("MainPID");
-        written.task(&manager.client().await, task, BLOCK_BYTES).await.expect("sent");
+        written.task(&manager.client().await, task, BLOCK_BYTES).await.unwrap();
         block_in_place(|| {
             manager.configure(capacity, "memfd", &["data"]);
             manager.upgrade();
@@ -59,7 +59,7 @@ async fn systemd_replaces_memory_of_other_size() {
     });
     let stored = manager.property("NFileDescriptorStore");
     let mut first = Written::register(&manager.client().await, key("app", 0), 50).await;
-    first.task(&manager.client().await, 0, BLOCK_BYTES).await.expect("sent");
+    first.task(&manager.client().await, 0, BLOCK_BYTES).await.unwrap();
     block_in_place(|| {
         manager.configure("128M", "memfd", &["data"]);
         manager.upgrade();
@@ -97,7 +97,7 @@ async fn systemd_keeps_memory_while_starts_fail() {
         manager.systemctl(&["start"]);
     });
     let mut written = Written::register(&manager.client().await, key("app", 0), 50).await;
-    written.task(&manager.client().await, 0, BLOCK_BYTES).await.expect("sent");
+    written.task(&manager.client().await, 0, BLOCK_BYTES).await.unwrap();
     block_in_place(|| {
         let before = manager.restarts();
         manager.configure("a lot", "memfd", &["data"]);

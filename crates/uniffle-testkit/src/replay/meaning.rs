@@ -71,12 +71,12 @@ fn place(app: &str, shuffle: i32, partition: i32) -> PartitionKey {
 }
 
 fn unsigned(value: i64) -> u64 {
-    u64::try_from(value).expect("not negative")
+    u64::try_from(value).unwrap()
 }
 
 /// Decodes recorded bytes as a generated message type.
 fn grpc<T: prost::Message + Default>(message: &Bytes) -> T {
-    T::decode(message.clone()).expect("well-formed")
+    T::decode(message.clone()).unwrap()
 }
 
 /// Returns the last part of a path.
@@ -100,7 +100,7 @@ pub trait Meaning {
 
 impl Meaning for RecordedExchange {
     fn parsed_request(&self) -> MeantRequest {
-        if let Some(sent) = self.sent().expect("well-formed") {
+        if let Some(sent) = self.sent().unwrap() {
             return send_request(sent);
         }
         match &self.plane {
@@ -122,7 +122,7 @@ impl Meaning for RecordedExchange {
                 let body_at = HEADER_BYTES + header.message_bytes as usize;
                 let message = &self.answer[HEADER_BYTES..body_at];
                 let reply = Reply::decode(header.kind, message, self.answer.slice(body_at..));
-                MeantResponse::Tcp(reply.expect("well-formed"))
+                MeantResponse::Tcp(reply.unwrap())
             }
         }
     }
@@ -147,7 +147,7 @@ impl Meaning for RecordedExchange {
             Plane::Tcp => {
                 let mut range = BytesMut::new();
                 range.put_u64(offset);
-                range.put_u32(u32::try_from(length).expect("a read"));
+                range.put_u32(u32::try_from(length).unwrap());
                 overwritten(self, 12, &range)
             }
         }
@@ -159,15 +159,15 @@ impl Meaning for RecordedExchange {
 fn overwritten(exchange: &RecordedExchange, at: usize, bytes: &[u8]) -> Bytes {
     let app_at = HEADER_BYTES + 8;
     let app_bytes = exchange.request[app_at..].first_chunk().map(|length| u32::from_be_bytes(*length));
-    let start = app_at + 4 + app_bytes.expect("a request") as usize + 4 + at;
+    let start = app_at + 4 + app_bytes.unwrap() as usize + 4 + at;
     let mut frame = BytesMut::from(&exchange.request[..]);
     frame[start..start + bytes.len()].copy_from_slice(bytes);
     frame.freeze()
 }
 
 fn header(frame: &Bytes) -> FrameHeader {
-    let bytes = frame.first_chunk().expect("a whole frame");
-    FrameHeader::decode(bytes, FRAME_BYTES_LIMIT).expect("well-formed")
+    let bytes = frame.first_chunk().unwrap();
+    FrameHeader::decode(bytes, FRAME_BYTES_LIMIT).unwrap()
 }
 
 fn send_request(sent: SentBlocks) -> MeantRequest {
@@ -214,7 +214,7 @@ fn grpc_request(method: &str, message: &Bytes) -> MeantRequest {
 }
 
 fn tcp_request(kind: FrameType, message: &[u8]) -> MeantRequest {
-    let read = ReadRequest::decode(kind, message).expect("well-formed");
+    let read = ReadRequest::decode(kind, message).unwrap();
     let target = read.target();
     let place = place(target.app, target.shuffle, target.partition);
     match read {
@@ -240,7 +240,7 @@ impl MeantResponse {
                     "getMemoryShuffleData" => 3,
                     _ => 1,
                 };
-                (*status, i32::try_from(varint(message, field)).expect("a status code"))
+                (*status, i32::try_from(varint(message, field)).unwrap())
             }
             Self::Tcp(reply) => (0, reply.status),
         }

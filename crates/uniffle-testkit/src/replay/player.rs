@@ -198,7 +198,7 @@ impl Player {
     async fn close(&mut self, done: impl Fn(&PartitionKey) -> bool) -> Result<(), String> {
         let places: Vec<_> = self.reads.keys().filter(|place| done(place)).cloned().collect();
         for place in places {
-            let mut reads = self.reads.remove(&place).expect("the key exists");
+            let mut reads = self.reads.remove(&place).unwrap();
             let missing = reads.missing();
             if !missing.is_empty() {
                 self.catch_up(&place, &mut reads).await?;

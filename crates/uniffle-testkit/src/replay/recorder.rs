@@ -163,8 +163,7 @@ async fn forward(
 impl RecorderShared {
     /// Replaces the servers of the assignments with this proxy.
     fn assignments(&self, answer: &Bytes) -> Bytes {
-        let mut answer =
-            proto::GetShuffleAssignmentsResponse::decode(answer.clone()).expect("the worker's answer");
+        let mut answer = proto::GetShuffleAssignmentsResponse::decode(answer.clone()).unwrap();
         for server in answer.assignments.iter_mut().flat_map(|range| &mut range.server) {
             server.ip = self.grpc.ip().to_string();
             server.port = i32::from(self.grpc.port());

@@ -201,7 +201,7 @@ fn error(status: u16, code: &str) -> Response<FaultyBody> {
         "<?xml version=\"1.0\" encoding=\"UTF-8\"?><Error><Code>{code}</Code><Message>planned</Message></Error>"
     );
     let mut answer = Response::new(full(text.into()));
-    *answer.status_mut() = StatusCode::from_u16(status).expect("a status");
+    *answer.status_mut() = StatusCode::from_u16(status).unwrap();
     answer.headers_mut().insert("x-amz-request-id", http::HeaderValue::from_static("planned"));
     answer
 }
@@ -215,8 +215,8 @@ async fn rewritten(
     let (start, size) = {
         let range =
             head.headers.get(CONTENT_RANGE).and_then(|range| range.to_str().ok()).unwrap_or("bytes 0-0/1");
-        let (range, size) = range.trim_start_matches("bytes ").split_once('/').expect("a range");
-        let start: u64 = range.split('-').next().and_then(|start| start.parse().ok()).expect("a number");
+        let (range, size) = range.trim_start_matches("bytes ").split_once('/').unwrap();
+        let start: u64 = range.split('-').next().and_then(|start| start.parse().ok()).unwrap();
         (start, size.to_owned())
     };
     let mut start_now = start;
@@ -226,7 +226,7 @@ async fn rewritten(
         _ => bytes[0] ^= 1,
     }
     let last = start_now + bytes.len() as u64 - 1;
-    let range = HeaderValue::from_str(&format!("bytes {start_now}-{last}/{size}")).expect("a header");
+    let range = HeaderValue::from_str(&format!("bytes {start_now}-{last}/{size}")).unwrap();
     head.headers.insert(CONTENT_RANGE, range);
     head.headers.insert(CONTENT_LENGTH, HeaderValue::from(bytes.len()));
     Ok(Response::from_parts(head, full(bytes.into())))
@@ -284,7 +284,7 @@ struct Endless;
 
 fn endless(status: u16) -> Response<FaultyBody> {
     let mut answer = Response::new(Endless.boxed());
-    *answer.status_mut() = StatusCode::from_u16(status).expect("a status");
+    *answer.status_mut() = StatusCode::from_u16(status).unwrap();
     answer
 }
 

@@ -33,8 +33,8 @@ pub const SECRET_KEY: &str = "secret-of-the-worker";
 /// Returns the configuration of a worker that stores its objects below `prefix` at `endpoint`.
 pub fn config(endpoint: &str, prefix: &str) -> ObjectConfig {
     ObjectConfig {
-        url: Some(BucketUrl::parse(&format!("s3://{BUCKET}/{prefix}")).expect("a URL")),
-        endpoint: Some(StoreEndpoint::parse(endpoint).expect("an endpoint")),
+        url: Some(BucketUrl::parse(&format!("s3://{BUCKET}/{prefix}")).unwrap()),
+        endpoint: Some(StoreEndpoint::parse(endpoint).unwrap()),
         path_style: true,
         credentials: Credentials::Environment,
         access_key: Some(Secret::new(ACCESS_KEY)),
@@ -62,11 +62,11 @@ impl Drop for S3Server {
 impl S3Server {
     /// Starts a server with an empty [`BUCKET`].
     pub async fn start() -> Self {
-        let dir = tempfile::tempdir().expect("a directory");
-        std::fs::create_dir(dir.path().join(BUCKET)).expect("a bucket");
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let address = listener.local_addr().expect("bound");
-        let mut builder = S3ServiceBuilder::new(FileSystem::new(dir.path()).expect("a file system"));
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join(BUCKET)).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut builder = S3ServiceBuilder::new(FileSystem::new(dir.path()).unwrap());
         builder.set_auth(SimpleAuth::from_single(ACCESS_KEY, SECRET_KEY));
         let (store, faults, tasks) = (builder.build(), Arc::new(PlannedFaults::default()), Tasks::new());
         let (serve, cancelled) =

@@ -46,13 +46,13 @@ impl Weed {
         if !available(tried, &["weed"]) {
             return None;
         }
-        let dir = tempfile::tempdir().expect("a directory");
+        let dir = tempfile::tempdir().unwrap();
         let identities = format!(
             "{{\"identities\":[{{\"name\":\"worker\",\"credentials\":[{{\"accessKey\":\"{ACCESS_KEY}\",\
              \"secretKey\":\"{SECRET_KEY}\"}}],\"actions\":[\"Admin\",\"Read\",\"Write\",\"List\",\"Tagging\"]}}]}}"
         );
-        std::fs::write(dir.path().join("identities.json"), identities).expect("written");
-        std::fs::create_dir(dir.path().join("data")).expect("a directory");
+        std::fs::write(dir.path().join("identities.json"), identities).unwrap();
+        std::fs::create_dir(dir.path().join("data")).unwrap();
         let mut weed = Self { dir, ports: [(0, 0); 4].map(|_| (free_port(), free_port())), child: None };
         weed.start_again();
         Some(weed)
@@ -62,7 +62,7 @@ impl Weed {
     /// serves.
     pub fn start_again(&mut self) {
         assert!(self.child.is_none(), "weed already runs");
-        let log = || File::options().append(true).create(true).open(self.log_file()).expect("a log");
+        let log = || File::options().append(true).create(true).open(self.log_file()).unwrap();
         let mut command = Command::new(find("weed").expect("weed is installed"));
         command.arg("server").arg(format!("-dir={}", self.dir.path().join("data").display()));
         command.args(["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", "-volume.max=100"]);
