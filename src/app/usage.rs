@@ -2,8 +2,8 @@
 //!
 //! All usage is held as a [`Charge`], so it is never decremented explicitly. An application's usage
 //! also counts for its user. Lowering a quota frees nothing; it only refuses new requests. Usage
-//! found at a restart is counted and never refused. The response to a request over its quota is up
-//! to `service`.
+//! found at a restart is counted and never refused. `service` decides how to respond to a request
+//! over its quota.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -258,7 +258,7 @@ mod tests {
                 && a.check(QuotaResource::ReportedIds, u64::MAX).is_ok()
         );
         quotas.set(APP, 0);
-        assert!(a.check(QuotaResource::Partitions, 50).is_ok(), "none");
+        assert!(a.check(QuotaResource::Partitions, 50).is_ok(), "a quota of 0 is no limit");
         drop(more);
         assert_eq!((a.used(USER), b.used(APP)), (0, 0));
     }

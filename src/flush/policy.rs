@@ -288,7 +288,7 @@ mod tests {
             |blocks, blocks_in_flight| MemoryUsage { blocks, blocks_in_flight, ..usage(10, 0, 0) };
         assert_eq!(flush_goal(few_bytes(800, 0), &LIMITS), Goal::default());
         assert_eq!(flush_goal(few_bytes(801, 0), &LIMITS), Goal { bytes: 0, blocks: 601 });
-        assert!(flush_goal(few_bytes(801, 1), &LIMITS).is_nothing(), "not twice");
+        assert!(flush_goal(few_bytes(801, 1), &LIMITS).is_nothing(), "blocks in flight are flushed again");
     }
 
     #[test]

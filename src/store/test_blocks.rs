@@ -75,7 +75,7 @@ pub(super) async fn read(
         return Ok(found);
     }
     let whole = all(tier.data(key, partition, 0, u32::try_from(data_length).unwrap())?.chunks).await?;
-    assert_eq!(whole.len() as u64, data_length, "never short");
+    assert_eq!(whole.len() as u64, data_length);
     for record in records(&index) {
         let (offset, length) = (record.offset.cast_unsigned(), record.length.cast_unsigned());
         let data = all(tier.data(key, partition, offset, length)?.chunks).await?;

@@ -25,7 +25,7 @@ async fn suite(disk: Arc<dyn Disk>, direct: bool) {
     let kind = |result: io::Result<Arc<dyn File>>| result.map(drop).unwrap_err().kind();
     let new = WriteOpen { create: true, direct, ..WriteOpen::default() };
     let old = WriteOpen { create: false, direct, ..WriteOpen::default() };
-    assert_eq!(kind(disk.open_write(path, new).await), io::ErrorKind::NotFound, "no directory");
+    assert_eq!(kind(disk.open_write(path, new).await), io::ErrorKind::NotFound);
     disk.create_dir_all(Path::new("a/b")).await.unwrap();
     disk.create_dir_all(Path::new("a/b")).await.unwrap();
     assert_eq!(kind(disk.open_write(path, old).await), io::ErrorKind::NotFound);
@@ -252,7 +252,7 @@ async fn memory_disk_loses_only_unsynced_data() {
             nameless += 1;
             continue;
         };
-        assert_eq!(content[..700], [1; 700], "synced");
+        assert_eq!(content[..700], [1; 700], "synced bytes are lost");
         assert!(content[700..].iter().all(|byte| [0, 2].contains(byte)));
         shorter += u32::from(content.len() < 2000);
         zeroed += u32::from(content[700..].contains(&0));

@@ -294,7 +294,7 @@ impl HdfsFixture {
     /// Asserts that every acknowledged block is in some tier, byte for byte.
     pub(crate) async fn assert_nothing_missing(&self) {
         let missing = self.missing().await;
-        assert!(missing.is_empty(), "nowhere: {missing:?}");
+        assert!(missing.is_empty(), "missing: {missing:?}");
     }
 
     /// Waits until every acknowledged block is in some tier. A torn file hides its blocks until it
@@ -306,7 +306,7 @@ impl HdfsFixture {
             if missing.is_empty() {
                 return;
             }
-            assert!(start.elapsed() < SETTLE_DEADLINE, "nowhere: {missing:?}");
+            assert!(start.elapsed() < SETTLE_DEADLINE, "missing: {missing:?}");
             sleep(Duration::from_millis(200)).await;
         }
     }

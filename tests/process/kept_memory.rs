@@ -454,7 +454,7 @@ async fn restart_serves_memory_before_verification() {
     }
     assert_eq!(i64::try_from(read.blocks.len()), Ok(tasks));
     let task = tasks / 2;
-    assert!(read.blocks.values().any(|data| *data == block(of.0, task).data), "byte for byte");
+    assert!(read.blocks.values().any(|data| *data == block(of.0, task).data));
     assert_eq!(
         worker.metrics().total("total_in_memory_block_count"),
         i32::try_from(blocks).ok().map(f64::from),

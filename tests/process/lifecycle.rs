@@ -51,7 +51,7 @@ async fn graceful_stop_flushes_memory_to_disks() {
     for task in 0..8 {
         written.task(&client, task, 20_000).await.unwrap();
     }
-    assert_eq!(data_bytes(&worker), 0, "everything is in memory");
+    assert_eq!(data_bytes(&worker), 0);
     block_in_place(|| worker.terminate());
     assert!(data_bytes(&worker) >= written.bytes(), "{} bytes are on the disks", data_bytes(&worker));
     block_in_place(|| worker.start_again());

@@ -108,7 +108,7 @@ impl Layout {
         };
         let answer = client.raw().get_shuffle_result_for_multi_part(request).await.unwrap().into_inner();
         assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
-        assert!(answer.serialized_bitmap == self.bitmap(&partitions), "many partitions");
+        assert!(answer.serialized_bitmap == self.bitmap(&partitions));
     }
 }
 

@@ -209,7 +209,7 @@ async fn call_is_answered_once_its_setting_is_saved() {
     assert!(drained["not_saved"].as_str().is_some_and(|error| error.contains(&path)), "{drained}");
     let (status, error) = decommission_over_grpc(&worker).await;
     assert!(status == i32::from(StatusCode::InternalError) && error.contains(&path), "{status}: {error}");
-    assert!(is_decommissioned(&worker) && node(&worker)["tags"] == json!(["night"]), "in effect");
+    assert!(is_decommissioned(&worker) && node(&worker)["tags"] == json!(["night"]));
     let warning = "cannot save the settings made at run time";
     assert_eq!(worker.log().matches(warning).count(), 1, "{}", worker.log());
 

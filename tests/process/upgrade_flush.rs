@@ -61,7 +61,7 @@ async fn handed_over_in_a_flush(name: &'static str, memory: &'static str) {
     let in_memory = logged_number(&log, "recovered blocks from memory", "restored");
     let blocks = 16 * u64::try_from(PARTITIONS).unwrap();
     assert!(on_disk > 0 && in_memory > 0, "{on_disk} blocks on the disk, {in_memory} in memory");
-    assert_eq!(on_disk + in_memory, blocks, "each in one place");
+    assert_eq!(on_disk + in_memory, blocks);
     let client = client_of(&worker).await;
     for task in 8..16 {
         let batch = written.batch(task, BLOCK_BYTES);

@@ -151,7 +151,7 @@ impl Callers {
                 TcpClient::memory_answer(reply)?
             }
         };
-        assert!(answer.blocks == self.blocks[&partition.0], "{partition:?} as it was written");
+        assert!(answer.blocks == self.blocks[&partition.0], "{partition:?} has other bytes");
         Ok(())
     }
 

@@ -237,7 +237,7 @@ impl FreezableDisk {
     }
 
     pub(crate) fn freeze(&self) -> Frozen<'_> {
-        assert!(run("fsfreeze", &["-f"], &self.0), "frozen");
+        assert!(run("fsfreeze", &["-f"], &self.0), "fsfreeze failed");
         Frozen(self)
     }
 }

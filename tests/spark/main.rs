@@ -80,7 +80,7 @@ impl Spark {
         let intervals: Vec<_> = self.run_all(workers, applications).iter().map(|all| interval(all)).collect();
         let last_begin = intervals.iter().map(|(begin, _)| begin).max();
         let first_end = intervals.iter().map(|(_, end)| end).min();
-        assert!(last_begin < first_end, "not at once: {intervals:?}");
+        assert!(last_begin < first_end, "the applications did not overlap: {intervals:?}");
     }
 
     /// Runs applications concurrently through `workers`, with exactly the settings that the first

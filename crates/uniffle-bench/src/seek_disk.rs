@@ -176,9 +176,9 @@ mod tests {
         assert_eq!(platter.work.seeks, 21);
         platter.work = HeadWork::default();
         platter.read(a, 0, 1_000);
-        assert_eq!(platter.work.seeks, 1, "written in one go");
+        assert_eq!(platter.work.seeks, 1);
         platter.read(a, 1_000, 1_000);
-        assert_eq!(platter.work.seeks, 11, "written in ten");
+        assert_eq!(platter.work.seeks, 11, "a file written in ten pieces has ten extents");
         assert!((platter.work.seconds - 11.0 * SEEK_SECONDS - 2_000.0 / BYTES_PER_SECOND).abs() < 1e-9);
     }
 }

@@ -406,7 +406,7 @@ mod tests {
         let error = server.push(&key(), &batch()).await.unwrap_err();
         let is = |error: &Error, expected| matches!(error, Error::Call { source, .. } if source.status() == Some(expected));
         assert!(is(&error, StatusCode::NoBuffer), "{error}");
-        assert_eq!(double.0.lock().no_buffer, 4, "five calls");
+        assert_eq!(double.0.lock().no_buffer, 4);
         assert!(server.is_suspect());
         for (answers, sends) in
             [(vec![StatusCode::InternalError; 9], 3), (vec![StatusCode::NoRegister; 9], 1)]

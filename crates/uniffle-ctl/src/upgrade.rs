@@ -333,9 +333,9 @@ mod tests {
     fn upgrade_that_loses_blocks_fails() {
         let program = |started_ms, lost_blocks| Program { build: "1".to_owned(), started_ms, lost_blocks };
         let code = |after| compare("w-1", &program(5, 2), &after).map_err(|failure| failure.code());
-        assert_eq!(code(program(5, 2)), Err(4), "not restarted");
+        assert_eq!(code(program(5, 2)), Err(4));
         assert_eq!(code(program(6, 2)), Ok(()));
-        assert_eq!(code(program(6, 0)), Ok(()), "their application has ended");
+        assert_eq!(code(program(6, 0)), Ok(()), "the application of the lost blocks has ended");
         assert_eq!(code(program(6, 3)), Err(1));
     }
 

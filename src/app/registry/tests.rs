@@ -234,7 +234,7 @@ async fn full_application_can_repeat_its_registrations() {
     registry.register(with(10, 0), || ()).unwrap();
     assert_eq!(heap.whole().used(), used - 990);
     registry.register(with(1000, 0), || ()).unwrap();
-    assert_eq!(heap.whole().used(), used, "as before");
+    assert_eq!(heap.whole().used(), used);
     registry.register(registration("other", 0, &[(0, 1)]), || ()).unwrap();
     assert!(heap.whole().used() > used + first / 2);
     for app in ["a", "other"] {

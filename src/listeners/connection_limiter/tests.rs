@@ -175,7 +175,7 @@ async fn connection_without_completed_request_is_evicted_first() {
     let (last, request) = storm.pop().unwrap();
     drop(request);
     advance(Duration::from_millis(50)).await;
-    assert_eq!(take_for(&limiter, peer(60)).1, Some(ConnectionActivity::First), "the one before it");
+    assert_eq!(take_for(&limiter, peer(60)).1, Some(ConnectionActivity::First));
     assert!(!is_closed(&last), "the last connection has completed a request");
 }
 

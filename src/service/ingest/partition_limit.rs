@@ -150,8 +150,8 @@ mod tests {
 
     #[test]
     fn limits_are_passed_not_reached() {
-        assert_eq!(LIMITS.decide(sizes(900, 900, 100)), LimitDecision::Fits, "not huge yet");
-        assert_eq!(LIMITS.decide(sizes(900, 101, 101)), LimitDecision::Wait, "would become huge");
+        assert_eq!(LIMITS.decide(sizes(900, 900, 100)), LimitDecision::Fits);
+        assert_eq!(LIMITS.decide(sizes(900, 101, 101)), LimitDecision::Wait);
         assert_eq!(LIMITS.decide(sizes(1_001, 100, 0)), LimitDecision::Fits, "the share is not exceeded");
         assert_eq!(LIMITS.decide(sizes(1_001, 101, 0)), LimitDecision::Wait);
         assert_eq!(LIMITS.decide(sizes(1_999, 0, 1)), LimitDecision::Fits);

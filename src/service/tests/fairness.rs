@@ -107,7 +107,7 @@ async fn nine_greedy_apps_leave_an_honest_app_its_share() {
     assert!(refused_for(&fixture, &floods, APP, MIB).await <= Duration::from_secs(1));
     flood_for(&fixture, &floods, 5).await;
     let all: u64 = floods.iter().map(|app| held(&fixture, app)).sum();
-    assert!(all + MIB + 64 * KIB + FLOOD_TICKET_HELD > CAPACITY, "nothing lies idle: {all}");
+    assert!(all + MIB + 64 * KIB + FLOOD_TICKET_HELD > CAPACITY, "{all} bytes are in use");
     stop(fixture, &floods).await;
 }
 

@@ -91,15 +91,15 @@ mod tests {
             let (mut check, (head, tail)) = (RecordCheck::default(), records.split_at(cut * RECORD_BYTES));
             assert!(check.accept(head) && check.accept(tail) && check.matches(12, crc), "{cut}");
         }
-        assert!(!are_sound(&records, 13, crc), "length");
-        assert!(!are_sound(&records, 12, crc ^ 1), "checksum");
+        assert!(!are_sound(&records, 13, crc));
+        assert!(!are_sound(&records, 12, crc ^ 1));
     }
 
     /// A valid checksum proves only that the bytes are those that were written.
     #[test]
     fn broken_records_with_a_valid_checksum_are_refused() {
         let refused = |records: &[u8], length| !are_sound(records, length, crc32fast::hash(records));
-        assert!(refused(&encoded(1), 12), "first offset");
+        assert!(refused(&encoded(1), 12));
         let records = encoded(0);
         assert!(refused(&records[RECORD_BYTES..], 9), "first record is missing");
         for (length, sum) in [(0_i32, 9), (-3, 12)] {

@@ -131,11 +131,7 @@ mod tests {
         assert_eq!(next(&[cold(99)], &[false], 100, false), None);
         assert_eq!(next(&[cold(99), cold(100)], &[false], 100, false), Some(OffloadCandidate::Cold(1)));
         let unknown = ShuffleView { is_unknown: true, ..shuffle(6, &[0]) };
-        assert_eq!(
-            next(&[unknown.clone(), cold(0)], &[false], 100, true),
-            Some(OffloadCandidate::Oldest(1)),
-            "the oldest"
-        );
+        assert_eq!(next(&[unknown.clone(), cold(0)], &[false], 100, true), Some(OffloadCandidate::Oldest(1)));
         assert_eq!(
             next(&[unknown], &[false], 100, true),
             Some(OffloadCandidate::Oldest(0)),

@@ -278,7 +278,7 @@ async fn scattered_blocks_on_disk_are_readable_after_a_restart() {
         let metrics = block_in_place(|| siege.worker.metrics());
         #[expect(clippy::cast_precision_loss, reason = "a number of blocks")]
         let all = SCATTERED_BLOCKS as f64;
-        assert!(metrics.expect("recovered_blocks") >= all, "the start finds them");
+        assert!(metrics.expect("recovered_blocks") >= all);
         let held = metrics.total_of("heap_charged_bytes", "kind=\"reported_ids\"").unwrap_or_default();
         say(&format!("adversary, {}: {held} bytes of heap for ids", siege.name));
         assert!(held <= IDS_BYTES_MAX, "{held} bytes of heap for ids of one application");
@@ -287,7 +287,7 @@ async fn scattered_blocks_on_disk_are_readable_after_a_restart() {
     let reported = client.results(&shuffle, &[partition], None).await.unwrap();
     assert!(ids.iter().all(|id| reported.contains(id.0.cast_unsigned())));
     let read = client.read_partition(&shuffle, partition, &ReadOptions::default()).await.unwrap();
-    assert!(ids.iter().all(|id| read.blocks.contains_key(id)), "all of {} blocks", ids.len());
+    assert!(ids.iter().all(|id| read.blocks.contains_key(id)), "blocks of {} are missing", ids.len());
     siege.end().await;
 }
 

@@ -156,7 +156,7 @@ impl Siege {
         }
         block_in_place(|| {
             self.worker.assert_clean();
-            assert_eq!(self.group.as_ref().map_or(0, Group::kills), 0, "killed by the kernel");
+            assert_eq!(self.group.as_ref().map_or(0, Group::kills), 0, "the kernel killed a process");
             self.worker.stop();
         });
     }
@@ -195,7 +195,7 @@ async fn forged_heartbeats_change_no_node() {
     let mut siege = Siege::start("forged heartbeats").await;
     let before = servers(&siege).await;
     let outcome = siege.run(&[attacks::forged_heartbeats], ALONE).await;
-    assert_eq!(before.len(), 1, "itself");
+    assert_eq!(before.len(), 1);
     assert_eq!(servers(&siege).await, before);
     siege.finish(outcome).await;
 }

@@ -80,7 +80,7 @@ async fn systemd_replaces_memory_of_other_size() {
         manager.configure("64M", "private", &["data"]);
         manager.upgrade();
     });
-    assert_ne!(manager.property("NFileDescriptorStore"), stored, "no memory");
+    assert_ne!(manager.property("NFileDescriptorStore"), stored);
     second.assert_readable(&manager.client().await).await;
     block_in_place(|| manager.systemctl(&["stop"]));
 }

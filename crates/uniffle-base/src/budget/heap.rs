@@ -214,7 +214,7 @@ mod tests {
         let passing = [HeapKind::Requests, HeapKind::Blocks, HeapKind::Answers].map(|kind| heap.of(kind));
         let flood = passing.map(|budget| budget.try_charge(budget.free()).unwrap());
         assert!(passing.iter().all(|budget| budget.try_charge(1).is_err()), "the whole share is used");
-        assert_eq!((app.free(), heap.whole().free()), (100, 100), "a sixteenth");
+        assert_eq!((app.free(), heap.whole().free()), (100, 100), "the application's share is a sixteenth");
         let more = app.try_charge(40).unwrap();
         drop(flood);
         let flood = passing.map(|budget| budget.try_charge(budget.free()).unwrap());

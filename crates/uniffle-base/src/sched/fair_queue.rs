@@ -200,7 +200,7 @@ mod tests {
         queue.push(&"small", 1, 1, ("small", 0));
         assert_eq!(queue.pop(), Some(("small", 0)));
         let rest: Vec<_> = std::iter::from_fn(|| queue.pop()).map(|(_, n)| n).collect();
-        assert_eq!(rest, (1..100).collect::<Vec<_>>(), "in their order");
+        assert_eq!(rest, (1..100).collect::<Vec<_>>());
         assert!(queue.keys.is_empty(), "nothing is remembered of an empty queue");
     }
 

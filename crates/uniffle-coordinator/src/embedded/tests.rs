@@ -86,7 +86,7 @@ async fn assignment_waits_for_first_heartbeats_of_other_workers() {
     let hosts: HashSet<&str> = answer.assignments.iter().map(|it| it.server[0].ip.as_str()).collect();
     assert_eq!(hosts, HashSet::from(["10.0.0.1", "10.0.0.2"]));
     let _ = assignments(&coordinator, request(2, 1, &["ss_v5"])).await;
-    assert_eq!(began.elapsed(), Duration::from_secs(10), "waits once");
+    assert_eq!(began.elapsed(), Duration::from_secs(10), "the second request waits too");
     assert!(!coordinator.cluster().is_starting);
 }
 

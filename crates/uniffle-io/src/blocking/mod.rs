@@ -629,7 +629,10 @@ mod tests {
         }
         assert!(!root.exists());
         std::fs::create_dir(&root).unwrap();
-        assert!(disk.create_dir_all(Path::new("apps")).await.is_err(), "another directory");
+        assert!(
+            disk.create_dir_all(Path::new("apps")).await.is_err(),
+            "a new directory at the same path is accepted"
+        );
         std::fs::remove_dir(&root).unwrap();
         std::fs::rename(&moved, &root).unwrap();
         bytes(&file, 8).await.unwrap();

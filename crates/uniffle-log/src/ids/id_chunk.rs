@@ -260,8 +260,8 @@ mod tests {
             let ids: Vec<u64> = ids.take(CHUNK_IDS_MAX).collect();
             IdChunk::encode(&ids).unwrap().payload.len()
         };
-        assert!(bytes(&mut (0..)) <= 3, "consecutive ids");
-        assert!(bytes(&mut (0..).map(|id| id << 42)) <= 10, "ids of one distance");
+        assert!(bytes(&mut (0..)) <= 3);
+        assert!(bytes(&mut (0..).map(|id| id << 42)) <= 10);
         let tasks_of_sequences = |n: u64| (n / 10) << 43 | 7 << 22 | (n % 10) << 2;
         assert!(bytes(&mut (0..).map(tasks_of_sequences)) <= 2 * CHUNK_IDS_MAX);
     }

@@ -349,7 +349,7 @@ mod tests {
         assert_eq!(runs_to_merge(&[]), 0);
         assert_eq!(runs_to_merge(&[10, 10, 10]), 0);
         assert_eq!(runs_to_merge(&[10, 10, 10, 10]), 4);
-        assert_eq!(runs_to_merge(&[1000, 10, 10, 10, 10]), 4, "the large one stays");
+        assert_eq!(runs_to_merge(&[1000, 10, 10, 10, 10]), 4);
         assert_eq!(runs_to_merge(&[100, 10, 10, 10, 10]), 5);
         assert_eq!(runs_to_merge(&[1000, 100, 10]), 0);
         // However many runs are written, a lookup reads few.

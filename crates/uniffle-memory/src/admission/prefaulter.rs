@@ -187,7 +187,7 @@ mod tests {
         let region = &memory.shared.supply.region;
         region.limit_pages(usize::try_from(7 * MIB).unwrap());
         memory.prefaulter.as_ref().unwrap().take();
-        assert_eq!(region.ready_bytes(), 6 * MIB, "whole blocks");
+        assert_eq!(region.ready_bytes(), 6 * MIB, "only whole blocks are ready");
         assert_eq!(memory.withheld_bytes(), region.capacity_bytes() - 6 * MIB);
         // The region exceeds the capacity by 2 MiB, so 4 of the 6 MiB are usable.
         assert!(is_no_buffer(send(&memory, 0..5, 1 << 20)));

@@ -319,7 +319,7 @@ mod tests {
         assert_eq!((budget.used(), after.count()), (0, 0));
 
         let (budget, small) = tickets(256 << 10);
-        assert_eq!(small.grant_again(&inherited), 1, "one ticket fits");
+        assert_eq!(small.grant_again(&inherited), 1);
         assert_eq!(budget.used(), small.pre_allocated_bytes());
     }
 
@@ -344,10 +344,7 @@ mod tests {
         tokio::time::advance(Duration::from_secs(59)).await;
         let young = tickets.require(&app("a"), 10, 0).unwrap();
         let other = tickets.require(&app("a0"), 10, 0).unwrap();
-        assert!(
-            matches!(tickets.require(&app("a"), 1, 0), Err(MemoryError::NoCapacity { .. })),
-            "three at most"
-        );
+        assert!(matches!(tickets.require(&app("a"), 1, 0), Err(MemoryError::NoCapacity { .. })));
         assert_eq!(tickets.expire(Instant::now()), 0);
         tokio::time::advance(Duration::from_secs(1)).await;
         assert_eq!(tickets.expire(Instant::now()), 1);
@@ -494,9 +491,9 @@ mod tests {
         assert!(!tickets.must_yield(&app("flood")), "the wait has only begun");
         tokio::time::advance(SLOW_SEND_GRACE).await;
         assert!(tickets.must_yield(&app("flood")));
-        assert!(!tickets.must_yield(&app("small")), "within its share");
+        assert!(!tickets.must_yield(&app("small")));
         tokio::time::advance(SLOW_SEND_GRACE_WITHIN_SHARE).await;
-        assert!(tickets.must_yield(&app("small")), "after a longer wait");
+        assert!(tickets.must_yield(&app("small")));
         held.remove(0);
         assert!(
             !tickets.must_yield(&app("flood")) && !tickets.must_yield(&app("small")),
@@ -524,7 +521,7 @@ mod tests {
         }
         assert!(ask(&tickets, "honest", 4).is_err());
         tokio::time::advance(Duration::from_millis(500)).await;
-        assert!(ask(&tickets, "flood", 4).is_err(), "not for itself");
+        assert!(ask(&tickets, "flood", 4).is_err(), "an application's request revokes its own tickets");
         ask(&tickets, "honest", 4).unwrap();
         assert_eq!((tickets.count(), tickets.revoked()), (10, 1));
     }

@@ -169,7 +169,11 @@ impl Model {
             let unexpected =
                 ids.iter().find(|id| !must.is_some_and(|all| all.contains(id)) && !self.may.contains(id));
             assert_eq!(unexpected, None, "{at:?} at store {}", self.stores);
-            assert_eq!(ids.iter().collect::<BTreeSet<_>>().len(), ids.len(), "twice in {at:?}");
+            assert_eq!(
+                ids.iter().collect::<BTreeSet<_>>().len(),
+                ids.len(),
+                "a block is found twice in {at:?}"
+            );
         }
     }
 }

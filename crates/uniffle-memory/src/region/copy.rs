@@ -158,8 +158,14 @@ mod tests {
                     target[..length + 128].fill(0xEE);
                     copy(&mut target[to..to + length], &source[from..from + length]);
                     assert_eq!(target[to..to + length], source[from..from + length], "{length} {from} {to}");
-                    assert!(target[..to].iter().all(|byte| *byte == 0xEE), "before {to}, length {length}");
-                    assert!(target[to + length..length + 128].iter().all(|byte| *byte == 0xEE), "behind");
+                    assert!(
+                        target[..to].iter().all(|byte| *byte == 0xEE),
+                        "bytes before the target are overwritten: {length} {from} {to}"
+                    );
+                    assert!(
+                        target[to + length..length + 128].iter().all(|byte| *byte == 0xEE),
+                        "bytes after the target are overwritten"
+                    );
                 }
             }
         }

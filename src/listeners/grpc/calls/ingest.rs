@@ -355,10 +355,10 @@ mod tests {
         );
         sender.unbounded_send(Bytes::from_static(b"12345")).unwrap();
         tokio::task::yield_now().await;
-        assert!(!sender.is_closed(), "within the bound");
+        assert!(!sender.is_closed());
         sender.unbounded_send(Bytes::from_static(b"678901")).unwrap();
         tasks.drained().await;
-        assert!(sender.is_closed(), "over the bound");
+        assert!(sender.is_closed());
 
         // A client that sends nothing more is awaited only until the deadline.
         let (silent, receiver) = futures::channel::mpsc::unbounded::<Bytes>();

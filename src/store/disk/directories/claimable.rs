@@ -400,12 +400,16 @@ mod tests {
             path.display()
         );
         for unhealthy in [&[][..], &["d1"]] {
-            assert_eq!(copied.obstacles_of(&["d0", "d1"], unhealthy).await, expected, "moved away");
+            assert_eq!(
+                copied.obstacles_of(&["d0", "d1"], unhealthy).await,
+                expected,
+                "the directory was moved away"
+            );
             std::fs::create_dir(&path).unwrap();
-            assert_eq!(copied.obstacles_of(&["d0", "d1"], unhealthy).await, expected, "an empty one");
+            assert_eq!(copied.obstacles_of(&["d0", "d1"], unhealthy).await, expected, "an empty directory");
             std::fs::remove_dir(&path).unwrap();
             std::fs::write(&path, "x").unwrap();
-            assert_eq!(copied.obstacles_of(&["d0", "d1"], unhealthy).await, expected, "a file");
+            assert_eq!(copied.obstacles_of(&["d0", "d1"], unhealthy).await, expected, "the path is a file");
             std::fs::remove_file(&path).unwrap();
         }
         std::fs::rename(&away, &path).unwrap();

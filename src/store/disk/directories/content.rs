@@ -225,7 +225,7 @@ mod tests {
             Some((1, true)),
             "a single directory that was moved"
         );
-        assert_eq!(by(of("/b", &members, &[])), Some((2, false)), "by its path");
+        assert_eq!(by(of("/b", &members, &[])), Some((2, false)));
         assert_eq!(
             by(of("/b", &members, &[uuid(2), uuid(3)])),
             Some((1, true)),

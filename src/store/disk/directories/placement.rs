@@ -177,8 +177,12 @@ mod tests {
             Some(0),
             "an old measurement loses its weight"
         );
-        assert_eq!(choose(&[paced(0.012, 1.0), fast], 10, &[]), Some(0), "noise");
-        assert_eq!(choose(&[paced(0.0009, 1.0), paced(0.0001, 1.0)], 10, &[]), Some(0), "both are fast");
+        assert_eq!(
+            choose(&[paced(0.012, 1.0), fast], 10, &[]),
+            Some(0),
+            "a small difference of speed decides"
+        );
+        assert_eq!(choose(&[paced(0.0009, 1.0), paced(0.0001, 1.0)], 10, &[]), Some(0));
     }
 
     #[test]

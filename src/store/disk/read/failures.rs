@@ -108,14 +108,14 @@ mod tests {
         let (p, mut now) = (PartitionId(1), Instant::now());
         let at_limit: Vec<bool> = (0..5).map(|_| failed.count(p, 0, now)).collect();
         assert_eq!(at_limit, [false, false, true, false, false]);
-        assert!(!failed.count(p, 1, now), "another disk");
-        assert!(!failed.count(PartitionId(2), 0, now), "another partition");
+        assert!(!failed.count(p, 1, now));
+        assert!(!failed.count(PartitionId(2), 0, now));
         failed.suspect(PartitionId(2), 1);
         assert_eq!(failed.take_suspects(p), [0]);
         assert!(!failed.count(p, 0, now), "the count restarts");
         assert!(!failed.count(p, 0, now));
         now += FAILURES_FORGOTTEN_AFTER;
-        assert!(!failed.count(p, 0, now), "long ago");
+        assert!(!failed.count(p, 0, now));
     }
 
     #[test]
@@ -123,7 +123,7 @@ mod tests {
         let errno = |errno: i32| StoreError::io("/d", io::Error::from_raw_os_error(errno));
         assert!(is_damage(&errno(uniffle_testkit::fault::EIO)));
         assert!(is_damage(&StoreError::corrupt("/d", "x")));
-        assert!(is_damage(&StoreError::io("/d", io::ErrorKind::NotFound.into())), "a deleted file");
+        assert!(is_damage(&StoreError::io("/d", io::ErrorKind::NotFound.into())));
         assert!(!is_damage(&errno(uniffle_testkit::fault::EMFILE)));
         assert!(!is_damage(&StoreError::io("/d", io::ErrorKind::TimedOut.into())));
         assert!(!is_damage(&StoreError::new(StoreErrorKind::Purged, "app/1")));

@@ -114,7 +114,7 @@ async fn empty_directory_of_an_unmounted_disk_is_left_out() {
         let (paths, _, incomplete) = opened(None, [&unmounted, &disks[0]]).await;
         assert_eq!(paths, [Path::new("/a/data")]);
         assert!(incomplete.is_some_and(|reason| reason.contains("/b/data is missing")));
-        assert!(unmounted.memory.files().is_empty(), "nothing was written");
+        assert!(unmounted.memory.files().is_empty());
     }
     // Mounted again, the directory has all of its data.
     assert_eq!(opened(None, [&disks[0], &disks[1]]).await, all);
@@ -190,7 +190,7 @@ async fn missing_directory_receives_nothing_until_it_returns() {
     store.probe().await;
     assert_eq!(content(&disks[0]), before, "nothing is written there, not even by a probe");
     let error = read_all(&store, &key, 1).await.unwrap_err();
-    assert_eq!(error.kind, StoreErrorKind::Unhealthy, "readers wait");
+    assert_eq!(error.kind, StoreErrorKind::Unhealthy);
     // Another directory in its place is not accepted.
     let other = Some(marker_of(uuid::Uuid::from_u128(7)).into_bytes());
     disks[0].memory.put(Path::new(MARKER), other);
@@ -284,7 +284,7 @@ async fn damaged_claim_is_restored_with_the_reported_line() {
             let text = error.to_string();
             let named = format!("{} is {flaw}; its identity is ", claimed.claim().display());
             assert!(text.contains(&named), "{text}");
-            assert_eq!(claimed.listing(), before, "nothing is changed");
+            assert_eq!(claimed.listing(), before);
             claimed.repair(&error);
             assert_eq!(std::fs::read(claimed.claim()).unwrap(), intact);
             let store = claimed.open().await.unwrap();

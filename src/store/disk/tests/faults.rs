@@ -303,7 +303,7 @@ async fn failed_probe_reports_the_cause() {
     assert!(!infos[1].is_healthy());
     disks[1].faults.add(Rule::once(Operation::OpenWrite, Fault::Errno(EMFILE)));
     store.probe().await;
-    assert!(!store.disks()[1].is_healthy(), "not yet proved");
+    assert!(!store.disks()[1].is_healthy(), "the first probe after the failure makes the disk healthy");
     store.probe().await;
     assert!(store.disks()[1].is_healthy());
     disks[1].faults.add(Rule::once(Operation::OpenWrite, Fault::Errno(EMFILE)));

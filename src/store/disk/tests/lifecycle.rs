@@ -130,7 +130,7 @@ async fn directory_has_one_owner_and_keeps_its_identity() {
     let config = LocalConfig { recovery: false, ..LocalConfig::default() };
     let store = open_with(config, vec![disk.disk()]).await.unwrap();
     assert_eq!(store.disks()[0].uuid, uuid);
-    assert!(disk.app_files().is_empty(), "moved away at once");
+    assert!(disk.app_files().is_empty());
     assert!(disk.memory.files().len() > 2, "files are deleted later");
     assert_nothing_left(&store, &[disk]).await;
 }
@@ -297,7 +297,7 @@ async fn extent_lists_are_charged_until_purge() {
         assert_eq!(extents.used() > 0, round > 0, "the first extent is charged with its partition");
     }
     assert!((40 * 99..60 * 100).contains(&extents.used()), "{} bytes", extents.used());
-    assert_eq!(whole.used(), extents.used(), "beyond what there is");
+    assert_eq!(whole.used(), extents.used());
     drop(store);
     assert_eq!(whole.used(), 0);
 

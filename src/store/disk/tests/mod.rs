@@ -9,9 +9,9 @@ mod hints;
 mod lifecycle;
 mod metadata;
 mod model;
-mod noted_purges;
 mod offload;
 mod power;
+mod purge_notes;
 mod reads;
 mod removal;
 mod restarts;
@@ -257,7 +257,7 @@ pub(super) async fn range_of(
         assert!(!chunk.is_empty() && chunk.len() <= READ_CHUNK_BYTES_MAX);
         bytes.extend_from_slice(&chunk);
     }
-    assert_eq!(bytes.len(), range.1 as usize, "never short");
+    assert_eq!(bytes.len(), range.1 as usize);
     Ok(bytes)
 }
 

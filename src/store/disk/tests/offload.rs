@@ -115,7 +115,7 @@ async fn unremoved_file_is_removed_by_maintenance() {
 
         store.maintain_once().await;
         assert_eq!(data_files(&disks), Vec::<PathBuf>::new(), "{fault:?}");
-        assert_eq!(store.used_bytes(), app_bytes(&disks), "index logs stay");
+        assert_eq!(store.used_bytes(), app_bytes(&disks));
         assert_eq!(read.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::NotFound);
         assert!(!read.is_suspect() && store.disks().iter().all(|disk| disk.is_healthy()));
         disks[0].faults.release().await;

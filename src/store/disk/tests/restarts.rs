@@ -90,7 +90,7 @@ async fn torn_end_is_skipped_by_the_next_process() {
         disks[0].app_files().into_iter().find(|path| path.extension().is_some_and(|it| it == "index"));
     let logs = log_copies(&disks).into_iter().map(|(_, path)| (path, 0));
     let files: Vec<_> = logs.chain([(index.unwrap(), 50)]).collect();
-    assert_eq!(files.len(), 3, "two copies");
+    assert_eq!(files.len(), 3);
     for (path, cut) in files {
         let mut content = disks[0].memory.content(&path).unwrap();
         content.truncate(content.len() - cut);
@@ -148,7 +148,7 @@ async fn missing_disk_leaves_holes_and_keeps_offsets() {
     let (records, _) = index_of(&store, &key, 1).await.unwrap();
     for record in records.iter().filter(|record| record.block_id != FILLER_BLOCK_ID) {
         let place = before.1.iter().find(|it| it.block_id == record.block_id).unwrap();
-        assert_eq!(place, record, "offsets are promises");
+        assert_eq!(place, record, "the offset of a block has changed");
         let read = range_of(&store, &key, 1, (record.offset as u64, record.length as u32)).await.unwrap();
         assert_eq!(read, payload(record.block_id, 2000));
     }

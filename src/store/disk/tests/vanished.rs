@@ -103,7 +103,7 @@ async fn removed_file_is_noticed_without_an_append() {
         let (disk, store, key, damaged) = with_two_blocks().await;
         store.sweep().await;
         settled(&store).await;
-        assert!(damaged.lock().is_empty(), "all is there");
+        assert!(damaged.lock().is_empty());
         disk.memory.remove(&file(&disk, extension));
         store.sweep().await;
         settled(&store).await;
@@ -112,7 +112,7 @@ async fn removed_file_is_noticed_without_an_append() {
         assert_eq!(store.core.metrics.files_vanished.get(), 1);
         store.sweep().await;
         settled(&store).await;
-        assert_eq!(store.core.metrics.files_vanished.get(), 1, "counted once");
+        assert_eq!(store.core.metrics.files_vanished.get(), 1);
         store.purge_app(&key.app).await;
         store.sweep().await;
         assert_eq!(disk.app_files(), Vec::<PathBuf>::new());

@@ -252,7 +252,7 @@ mod tests {
     fn memory_beside_a_buffer_is_charged_until_it_is_moved() {
         let heap = Budget::new(1 << 10);
         let room = ReadRoom::new(Box::new(vec![7; 100]), Box::new(()), &heap, 124 << 10);
-        assert_eq!(heap.used(), 124 << 10, "whatever is left");
+        assert_eq!(heap.used(), 124 << 10);
         assert_eq!((room.freeze(10), heap.used()), (Bytes::from_static(&[7; 10]), 0));
     }
 }

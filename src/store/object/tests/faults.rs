@@ -111,7 +111,7 @@ async fn blocks_of_a_deleted_segment_are_lost_once_confirmed() {
         process.store.heal();
     }
     process.store.replace(&gone, content).await;
-    assert!(mark().await.is_none() && reported.lock().is_empty(), "the segment exists");
+    assert!(mark().await.is_none() && reported.lock().is_empty());
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..4, 50));
 
     process.store.remove(&gone).await;
@@ -123,7 +123,7 @@ async fn blocks_of_a_deleted_segment_are_lost_once_confirmed() {
     let mut read = process.read(&key(1), 0).await.unwrap();
     assert!(read.remove(&uniffle_wire::index::FILLER_BLOCK_ID).is_some(), "a record of the hole");
     assert_eq!(read, expected(2..4, 50));
-    assert!(mark().await.is_none(), "all is known");
+    assert!(mark().await.is_none());
     // A block may be sent again.
     shuffle.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
     let mut ids = BTreeSet::new();

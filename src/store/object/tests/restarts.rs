@@ -46,7 +46,7 @@ async fn empty_machine_serves_uploaded_data() {
         all_records(&mut recovered).await.into_iter().map(|(key, it)| (key.shuffle.0, it)).collect();
     assert_eq!(texts, [(1, "registration".into()), (2, "registration".into()), (2, "report".into())]);
     let index = process.tier.index(&key(1), PartitionId(0)).unwrap();
-    assert_eq!(all(index.chunks).await.unwrap(), before, "offsets are promises");
+    assert_eq!(all(index.chunks).await.unwrap(), before, "the offset of a block has changed");
     assert_eq!(process.read(&key(2), 0).await.unwrap(), expected(0..12, 500));
 
     // The second process appends to the stream of the first, and a third one recovers both.
@@ -145,7 +145,7 @@ async fn segments_without_a_log_are_kept_and_reported() {
     }
     let process = Process::start(&store).await;
     let recovered = process.tier.take_recovered();
-    let reason = recovered.shuffles[0].incomplete.clone().expect("reports may be missing");
+    let reason = recovered.shuffles[0].incomplete.clone().unwrap();
     assert!(
         reason.contains("the last checkpoint of the metadata log in the object store is lost"),
         "{reason}"
@@ -359,7 +359,7 @@ async fn start_writes_the_log_again_in_both_copies() {
     store.heal();
     tokio::time::sleep(Duration::from_secs(300)).await;
     let objects = log_objects(&store).await;
-    assert_eq!(objects.len(), 2, "the checkpoint alone: {objects:?}");
+    assert_eq!(objects.len(), 2, "{objects:?}");
     let process = Process::start(&process.kill().await).await;
     assert_eq!(all_records(&mut process.tier.take_recovered()).await.len(), 1);
 }

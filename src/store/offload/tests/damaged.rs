@@ -68,7 +68,7 @@ async fn damaged_extent_within_a_run_is_skipped_and_kept() {
         DrainBacklog { stuck_bytes: 3_000_000, ..DrainBacklog::default() }
     );
 
-    assert!(process.tier.next().is_none(), "not before its time");
+    assert!(process.tier.next().is_none());
     tokio::time::advance(EXCLUDED_FOR).await;
     assert_eq!((process.offload_candidates().await, end()), (0, 100_000));
     assert_eq!(
@@ -76,7 +76,7 @@ async fn damaged_extent_within_a_run_is_skipped_and_kept() {
         DrainBacklog { stuck_bytes: 3_000_000, ..DrainBacklog::default() }
     );
     let left = process.read(&key, 0).await.unwrap();
-    assert_eq!((0..3100).filter(|id| left.contains_key(id)).count(), 3099, "all but the block");
+    assert_eq!((0..3100).filter(|id| left.contains_key(id)).count(), 3099);
 }
 
 /// Data that was unreadable for a while is served after the next start.

@@ -447,7 +447,7 @@ async fn later_registration_elsewhere_is_served_without_deletion() {
     let process = here.start().await;
     let (recovered, _) = recovered_records(&process).await;
     assert_eq!((recovered.shuffles.len(), &recovered.shuffles[0].incomplete), (1, &None));
-    assert!(process.tier.metadata_gap().is_some(), "others went on");
+    assert!(process.tier.metadata_gap().is_some());
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(50..60, 3000));
     assert_eq!((here.segments().await, here.data_files()), (segments, files));
     process.append_record(&key, b"more").await.unwrap();

@@ -215,7 +215,7 @@ async fn number_of_an_offloaded_file_is_not_reused() {
     let (recovered, _) = recovered_records(&process).await;
     assert_eq!(present(&recovered, &key, 0), (100..140).collect::<Vec<_>>());
     let lost = recovered.shuffles[0].lost.iter().filter(|it| it.partition == PartitionId(0));
-    assert_eq!(lost.map(|it| it.blocks.len()).sum::<usize>(), 40, "by name");
+    assert_eq!(lost.map(|it| it.blocks.len()).sum::<usize>(), 40);
 }
 
 #[tokio::test(start_paused = true)]
@@ -326,7 +326,7 @@ async fn resent_report_reaches_the_store() {
 
     let process = fixture.start().await;
     let (_, records) = recovered_records(&process).await;
-    assert_eq!(records[&moved].len(), 2, "the disks have it");
+    assert_eq!(records[&moved].len(), 2);
     process.tier.recovered_durable().await;
     let needs_none = |key| process.tier.metadata_log(key).unwrap().is_recovered_durable();
     assert_eq!([&moved, &kept].map(needs_none), [false, true]);

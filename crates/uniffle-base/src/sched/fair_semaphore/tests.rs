@@ -35,7 +35,7 @@ fn greedy_application_leaves_room_for_another() {
     let held: Vec<_> = std::iter::from_fn(|| semaphore.try_acquire(&flood, 10)).collect();
     assert_eq!(held.len(), 14);
     let next = waiting(&semaphore, &flood, 10);
-    assert!(semaphore.try_acquire(&honest, 20).is_none(), "others wait");
+    assert!(semaphore.try_acquire(&honest, 20).is_none());
     let small = semaphore.acquire(&honest, 20).now_or_never();
     assert!(small.is_some(), "the other application is next");
     drop(small);
@@ -55,7 +55,7 @@ fn greedy_applications_leave_room_for_an_idle_one() {
             break;
         }
     }
-    assert_eq!(held.len(), 14, "seven eighths");
+    assert_eq!(held.len(), 14, "the applications get seven eighths");
     let queued: Vec<_> = crowd.iter().map(|holder| waiting(&semaphore, holder, 10)).collect();
     let honest = holder("honest", 1);
     for _ in 0..9 {
@@ -150,7 +150,7 @@ fn cancelled_waiter_blocks_nobody() {
     let held = semaphore.try_acquire(&Holder { app: None, weight: 1 }, 90).unwrap();
     let large = waiting(&semaphore, &a, 50);
     let mut small = waiting(&semaphore, &b, 10);
-    assert!(semaphore.try_acquire(&b, 10).is_none(), "others wait");
+    assert!(semaphore.try_acquire(&b, 10).is_none());
     drop(large);
     assert!(is_served(&mut small).is_some());
     // Granted, and dropped before it was polled.

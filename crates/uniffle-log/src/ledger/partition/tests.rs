@@ -200,7 +200,7 @@ fn losses_are_listed_by_extent_and_merged_by_reason() {
     );
     let listed: Vec<_> = ledger.losses().iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
     assert_eq!(listed, [(vec![(1, 3)], Some(40), "/a"), (vec![(9, 9)], None, "killed")]);
-    assert!(ledger.enter(&[1, 9], &why).losses.is_empty(), "known already");
+    assert!(ledger.enter(&[1, 9], &why).losses.is_empty());
     let wants_9 = ledger.verdict(|ids| ids.and(&IdSet::from([9, 10])));
     assert_eq!(wants_9, Availability::Lost(IdSet::from([9]), Arc::from("killed")));
     assert_eq!(ledger.verdict(|ids| ids.and(&IdSet::from([4]))), Availability::Serve);

@@ -191,7 +191,7 @@ fn metadata_beyond_capacity_does_not_reduce_a_ticket() {
     let rest = u32::try_from(all.left_bytes()).unwrap();
     let large = flood.reserve(rest, &mut all).unwrap();
     flood.commit(blocks, &mut all).unwrap();
-    assert!(memory.used_bytes() > memory.capacity_bytes(), "overdrawn");
+    assert!(memory.used_bytes() > memory.capacity_bytes());
     let honest = shuffle_of(&memory, "honest").buffer(PartitionId(0), partitions(&memory)).unwrap();
     for _ in 0..64 {
         let _ = honest.reserve(16 << 10, &mut funds).expect("the ticket covers the block");

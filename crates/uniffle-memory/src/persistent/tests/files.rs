@@ -89,12 +89,12 @@ fn missing_directory_in_tmpfs_is_created() {
     let check =
         |path: &std::path::Path| Memory::check(&config(Backing::Directory(path.to_owned())), &owner());
     assert!(check(&directory).is_ok() && check(&directory.join("deeper")).is_err());
-    assert!(!directory.exists(), "a check makes nothing");
+    assert!(!directory.exists(), "the check created the directory");
     leave_block(&directory);
     let again = in_directory(&directory, |_, _| {}).unwrap();
     assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
     let elsewhere = tempfile::tempdir().unwrap();
-    assert!(in_directory(&elsewhere.path().join("worker"), |_, _| {}).is_err(), "not of a tmpfs");
+    assert!(in_directory(&elsewhere.path().join("worker"), |_, _| {}).is_err());
     assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
 }
 
@@ -129,7 +129,7 @@ fn region_grows_with_its_content_and_shrinks_without_blocks() {
     let bytes = || std::fs::metadata(directory.path().join("uniffle-worker.memory")).unwrap().len();
     let grown_bytes = bytes();
     let again = in_directory(directory.path(), |_, _| {}).unwrap();
-    assert_eq!(bytes(), grown_bytes - 6 * MIB, "no block is behind");
+    assert_eq!(bytes(), grown_bytes - 6 * MIB);
     assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
     drop(again);
     let again = in_directory(directory.path(), grown).unwrap();
@@ -173,9 +173,13 @@ fn file_extended_before_a_kill_is_accepted() {
             }
             Memory::check(&config(Backing::Directory(directory.path().to_owned())), &owner()).unwrap();
             let again = in_directory(directory.path(), |_, _| {}).unwrap();
-            assert_eq!(std::fs::metadata(&path).unwrap().len(), bytes, "{more} more");
-            assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]), "{more} more");
-            assert_eq!(read(&again), Found::from([((0, 0), vec![1])]), "{more} more");
+            assert_eq!(std::fs::metadata(&path).unwrap().len(), bytes, "extended by {more} bytes");
+            assert_eq!(
+                restored(&again, |_, _, _| false),
+                Found::from([((0, 0), vec![1])]),
+                "extended by {more} bytes"
+            );
+            assert_eq!(read(&again), Found::from([((0, 0), vec![1])]), "extended by {more} bytes");
             again.release();
         }
     }
@@ -226,7 +230,7 @@ fn found_damaged(is_flushed: bool) {
     let sealed = is_flushed.then(|| buffer.seal().unwrap());
     buffer.verify();
     buffer.verify();
-    assert_eq!(*notified.lock(), [(key(0), PartitionId(0))], "once");
+    assert_eq!(*notified.lock(), [(key(0), PartitionId(0))]);
     assert_eq!((read(&again), again.has_unverified(), buffer.block_count()), (Found::new(), false, 0));
     assert_eq!(rows_left(&again), 0, "nor is it found again");
     assert_eq!(again.block_count(), u64::from(is_flushed), "damaged blocks are not flushed");
@@ -300,7 +304,7 @@ fn reader_continues_after_a_damaged_and_resent_block() {
     let (mut read, mut after) = (Vec::new(), None);
     while let [block] = buffer.read(after, 1, None).blocks[..] {
         read.push(block.block_id.0);
-        assert!(read.len() <= 2, "without an end: {read:?}");
+        assert!(read.len() <= 2, "the list of blocks is a circle: {read:?}");
         after = Some(block.block_id);
     }
     assert_eq!(read, [2, 1]);
