@@ -116,7 +116,7 @@ fn main() -> ExitCode {
         Err(error) => return fail(2, &error.to_string()),
     };
     if command_line.print_config {
-        return print(config.to_shown_toml().as_bytes());
+        return print(config.to_redacted_toml().as_bytes());
     }
     let fitted = fit(&mut config, &env);
     if command_line.check {

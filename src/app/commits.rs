@@ -1,8 +1,9 @@
-//! Committed tasks of one shuffle, and the coalescing of their flushes. Clients of storage types
-//! without MEMORY wait for a flush before they report (docs/protocol.md §2.6).
+//! Committed tasks of one shuffle, and the coalescing of their flushes. With a storage type without
+//! MEMORY, a client commits a task before it reports the task, and waits until the task's blocks
+//! are flushed (docs/protocol.md §2.6).
 //!
-//! Commits that arrive during a flush share the next flush. A wave of ending tasks therefore writes
-//! two extents per partition instead of one per task.
+//! Commits that arrive during a flush share the next flush. If all tasks end at the same time, a
+//! partition therefore gets two extents instead of one per task.
 
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 

@@ -36,7 +36,7 @@ pub(super) struct RegistrationLimiter {
 pub(super) struct RegistrationRoom<'a> {
     limiter: &'a RegistrationLimiter,
     /// Bytes reserved for other applications.
-    left_bytes: u64,
+    reserved_bytes: u64,
 }
 
 impl RegistrationLimiter {
@@ -67,14 +67,14 @@ impl RegistrationLimiter {
         }
         let tight_for = self.tight_since.get().map_or(Duration::ZERO, |since| since.elapsed());
         let was_there = known_for.is_some_and(|known_for| known_for >= tight_for + KNOWN_FOR);
-        RegistrationRoom { limiter: self, left_bytes: if was_there { 0 } else { reserve } }
+        RegistrationRoom { limiter: self, reserved_bytes: if was_there { 0 } else { reserve } }
     }
 }
 
 impl RegistrationRoom<'_> {
     /// Charges an application's budget, or changes nothing.
     pub(super) fn try_charge(&self, budget: &Budget, bytes: u64) -> Result<Charge, NoCapacity> {
-        let free = self.limiter.whole.free().saturating_sub(self.left_bytes);
+        let free = self.limiter.whole.free().saturating_sub(self.reserved_bytes);
         if bytes > free {
             self.limiter.tight_since.set(self.limiter.tight_since.get().or(Some(Instant::now())));
             return Err(NoCapacity { asked: bytes, free });

@@ -209,15 +209,15 @@ impl AppRegistry {
 
     /// Records a shuffle that has files but no registration, as [`AppRegistry::found_unverified`]
     /// does.
-    pub fn left_unverified(&self, key: &ShuffleKey, reason: &Arc<str>) {
-        self.lifecycle.lock().unverified.left(key, reason);
+    pub fn found_without_registration(&self, key: &ShuffleKey, reason: &Arc<str>) {
+        self.lifecycle.lock().unverified.found_without_registration(key, reason);
     }
 
     /// Returns the shuffles that have files but no registration, and why the registration may be
     /// lost.
     #[must_use]
-    pub fn all_left_unverified(&self) -> Vec<(ShuffleKey, Arc<str>)> {
-        self.lifecycle.lock().unverified.all_left()
+    pub fn all_without_registration(&self) -> Vec<(ShuffleKey, Arc<str>)> {
+        self.lifecycle.lock().unverified.all_without_registration()
     }
 
     /// Returns why an unknown app may have existed before the start.

@@ -10,7 +10,7 @@ use parking_lot::{Mutex, RwLock};
 
 use super::block_ids::BlockIds;
 use super::commits::Commits;
-use super::noted::NotedRegistrations;
+use super::logged_registrations::LoggedRegistrations;
 use super::ranges::PartitionRanges;
 use super::record_counts::RecordCounts;
 use crate::log::ShuffleLedger;
@@ -32,7 +32,7 @@ pub struct ShuffleState {
     /// Bytes on local disks.
     pub on_disk: DiskUsage,
     /// Registrations that the metadata log has. The lock is held while more are written.
-    pub noted: tokio::sync::Mutex<NotedRegistrations>,
+    pub logged: tokio::sync::Mutex<LoggedRegistrations>,
 }
 
 /// Registered partitions of a shuffle, and which of them are huge.
@@ -69,8 +69,8 @@ impl ShuffleState {
         on_disk: DiskUsage,
         ledger: ShuffleLedger,
     ) -> Self {
-        let (commits, noted) = (Commits::default(), tokio::sync::Mutex::default());
-        Self { key, partitions, reports, commits, ledger, on_disk, noted }
+        let (commits, logged) = (Commits::default(), tokio::sync::Mutex::default());
+        Self { key, partitions, reports, commits, ledger, on_disk, logged }
     }
 
     /// Returns the shuffle's key.
@@ -81,7 +81,7 @@ impl ShuffleState {
     /// Marks the shuffle's results as refused for `reason`, which the metadata log must record too:
     /// the shuffle may have been registered before the start (`unverified_apps`).
     pub(super) fn mark_unverified(&mut self, reason: &str) {
-        self.noted.get_mut().require_mark();
+        self.logged.get_mut().require_mark();
         let text =
             format!("the shuffle may have been registered before the last start, with reports: {reason}");
         self.ledger.mark_incomplete(text);

@@ -28,7 +28,7 @@ struct UnverifiedApp {
     /// Ids unregistered since the start: a registration with one of these ids is a new shuffle.
     unregistered: HashSet<i32>,
     /// Ids with files but without a registration.
-    left: BTreeSet<i32>,
+    without_registration: BTreeSet<i32>,
 }
 
 impl UnverifiedApps {
@@ -39,24 +39,24 @@ impl UnverifiedApps {
             reason: Arc::clone(reason),
             highest: id,
             unregistered: HashSet::new(),
-            left: BTreeSet::new(),
+            without_registration: BTreeSet::new(),
         };
         let app = self.apps.entry(key.app.clone()).or_insert_with(fresh);
         app.highest = app.highest.max(id);
     }
 
     /// Records a shuffle whose files were found but, for `reason`, not its registration.
-    pub(super) fn left(&mut self, key: &ShuffleKey, reason: &Arc<str>) {
+    pub(super) fn found_without_registration(&mut self, key: &ShuffleKey, reason: &Arc<str>) {
         self.found(key, reason);
-        self.apps.entry(key.app.clone()).and_modify(|app| _ = app.left.insert(key.shuffle.0));
+        self.apps.entry(key.app.clone()).and_modify(|app| _ = app.without_registration.insert(key.shuffle.0));
     }
 
-    /// Returns the shuffles passed to [`left`](Self::left) that were neither registered anew nor
+    /// Returns the shuffles passed to [`found_without_registration`](Self::found_without_registration) that were neither registered anew nor
     /// unregistered since.
-    pub(super) fn all_left(&self) -> Vec<(ShuffleKey, Arc<str>)> {
+    pub(super) fn all_without_registration(&self) -> Vec<(ShuffleKey, Arc<str>)> {
         let of_app = |(app, it): (&AppId, &UnverifiedApp)| {
             let key = |id: &i32| (ShuffleKey::new(app.clone(), ShuffleId(*id)), Arc::clone(&it.reason));
-            it.left.iter().map(key).collect::<Vec<_>>()
+            it.without_registration.iter().map(key).collect::<Vec<_>>()
         };
         self.apps.iter().flat_map(of_app).collect()
     }
@@ -68,7 +68,9 @@ impl UnverifiedApps {
 
     /// Records that the shuffle is registered.
     pub(super) fn registered(&mut self, key: &ShuffleKey) {
-        self.apps.entry(key.app.clone()).and_modify(|app| _ = app.left.remove(&key.shuffle.0));
+        self.apps
+            .entry(key.app.clone())
+            .and_modify(|app| _ = app.without_registration.remove(&key.shuffle.0));
     }
 
     /// Returns why an unknown shuffle may have been registered before.
@@ -117,11 +119,14 @@ mod tests {
         assert!(!is_unverified(&unverified, key("app-1", 4)) && is_unverified(&unverified, key("app-1", 5)));
         let max = i32::try_from(UNREGISTERED_MAX).unwrap();
         (0..max).for_each(|id| unverified.unregistered(&key("app-1", -id)));
-        assert!(is_unverified(&unverified, key("app-1", 1 - max)), "bounded");
-        unverified.left(&key("app-1", 9), &reason);
-        unverified.left(&key("app-3", 1), &reason);
+        assert!(
+            is_unverified(&unverified, key("app-1", 1 - max)),
+            "the number of unregistered shuffles is limited"
+        );
+        unverified.found_without_registration(&key("app-1", 9), &reason);
+        unverified.found_without_registration(&key("app-3", 1), &reason);
         unverified.registered(&key("app-1", 9));
-        assert_eq!(unverified.all_left(), [(key("app-3", 1), Arc::clone(&reason))]);
+        assert_eq!(unverified.all_without_registration(), [(key("app-3", 1), Arc::clone(&reason))]);
         assert_eq!(unverified.reason_of(&key("app-3", 1).app), Some(reason));
         unverified.ended(&key("app-1", 0).app);
         assert!(!is_unverified(&unverified, key("app-1", 7)));

@@ -27,8 +27,8 @@ use crate::runtime::BlockingPool;
 /// Query parameter with the name of a metric. It may be repeated.
 const NAME: &str = "name[]";
 
-/// Source of what these paths show.
-pub trait Shown: fmt::Debug + Send + Sync {
+/// Metrics and configuration that these paths show.
+pub trait NodeInfo: fmt::Debug + Send + Sync {
     /// Updates gauges. Called before metrics are gathered.
     fn refresh_metrics(&self);
 
@@ -36,13 +36,13 @@ pub trait Shown: fmt::Debug + Send + Sync {
     fn configuration(&self) -> BTreeMap<&'static str, String>;
 }
 
-/// Sources of these paths.
+/// Data sources of these paths.
 #[derive(Debug, Clone)]
 pub struct JavaHooks {
     /// Metrics.
     pub registry: Registry,
     /// Source of the configuration, and of updates before gathering.
-    pub node: Arc<dyn Shown>,
+    pub node: Arc<dyn NodeInfo>,
     /// Threads for collecting answers.
     pub pool: BlockingPool,
 }
@@ -113,10 +113,10 @@ async fn metrics_json(
     let names: Vec<String> = query.into_iter().filter(|(key, _)| key == NAME).map(|(_, name)| name).collect();
     let pool = hooks.pool.clone();
     let failed = |error| (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response();
-    pool.run(move || gathered(&hooks, kind, &names)).await.unwrap_or_else(failed)
+    pool.run(move || gather(&hooks, kind, &names)).await.unwrap_or_else(failed)
 }
 
-fn gathered(hooks: &JavaHooks, kind: Option<RegistryKind>, names: &[String]) -> Response {
+fn gather(hooks: &JavaHooks, kind: Option<RegistryKind>, names: &[String]) -> Response {
     hooks.node.refresh_metrics();
     let mut families = hooks.registry.gather();
     families.retain(|family| kind.is_none_or(|kind| kind == RegistryKind::of(family.name())));

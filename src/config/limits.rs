@@ -83,7 +83,7 @@ impl LimitsTooLow {
         self.0.iter().any(|finding| finding.key == THREADS_KEY)
     }
 
-    /// Returns the limits of both.
+    /// Adds the limits of `other`.
     #[must_use]
     pub fn and(mut self, other: Self) -> Self {
         self.0.extend(other.0);

@@ -162,16 +162,16 @@ impl Config {
     }
 
     /// Returns [`Config::entries`] without secrets.
-    pub fn shown_entries(&self) -> BTreeMap<&'static str, String> {
-        self.shown().into_iter().map(|(key, value)| (key, value.to_string())).collect()
+    pub fn redacted_entries(&self) -> BTreeMap<&'static str, String> {
+        self.redacted().into_iter().map(|(key, value)| (key, value.to_string())).collect()
     }
 
     /// Returns [`Config::to_toml`] without secrets.
-    pub fn to_shown_toml(&self) -> String {
-        nested(self.shown()).to_string()
+    pub fn to_redacted_toml(&self) -> String {
+        nested(self.redacted()).to_string()
     }
 
-    fn shown(&self) -> Vec<(&'static str, toml::Value)> {
+    fn redacted(&self) -> Vec<(&'static str, toml::Value)> {
         let mut entries = Vec::new();
         self.print(&mut entries);
         entries.into_iter().map(|(key, value)| (key, redact::value(key, &value))).collect()

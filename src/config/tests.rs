@@ -128,8 +128,8 @@ fn shown_configuration_hides_secrets_and_comparison_keeps_them() {
                 client_conf = { \"rss.client.password\" = \"hush2\", \"fs.azure.account.key.a\" = \"hush3\" }\n\
                 [metrics]\nlabels = { session_token = \"hush4\" }\n";
     let config = parse(text).unwrap();
-    let entries: String = config.shown_entries().values().cloned().collect();
-    for shown in [config.to_shown_toml(), entries] {
+    let entries: String = config.redacted_entries().values().cloned().collect();
+    for shown in [config.to_redacted_toml(), entries] {
         assert!(!shown.contains("hush") && shown.contains("plain"), "{shown}");
         assert!(shown.contains("fs.azure.account.key.a"), "{shown}");
     }
@@ -152,10 +152,10 @@ fn object_store_keys_come_from_environment_and_stay_hidden() {
     assert!(config.object.path_style && config.warnings.iter().any(|warning| warning.contains("not https")));
     assert_eq!(config.object.secret_key.as_ref().map(|key| key.reveal()), Some("hush2"));
     let entries: String = config.entries().into_values().collect();
-    for shown in [config.to_toml(), config.to_shown_toml(), entries, format!("{config:?}")] {
+    for shown in [config.to_toml(), config.to_redacted_toml(), entries, format!("{config:?}")] {
         assert!(!shown.contains("hush"), "{shown}");
     }
-    assert!(config.to_shown_toml().contains("credentials = \"environment\""));
+    assert!(config.to_redacted_toml().contains("credentials = \"environment\""));
     let found = problems("[object_store]\nurl = \"s3://shuffle/x\"\ncredentials = \"file\"");
     assert!(found[0].starts_with("object_store.credentials_file"), "{found:?}");
 }

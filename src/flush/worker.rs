@@ -151,7 +151,7 @@ impl Flusher {
         self.metrics.count_failure(tier);
         let pause = backoff(batch.failures, self.config.retry_pause_min, self.config.retry_pause_max);
         let tiers = batch.handles.iter().flatten().count();
-        let others_are_left = (batch.failures as usize) < tiers - 1;
+        let has_other_tiers = (batch.failures as usize) < tiers - 1;
         batch.failures = batch.failures.saturating_add(1);
         batch.failed = Some(tier);
         batch.in_flight = None;
@@ -159,12 +159,12 @@ impl Flusher {
             shuffle = %batch.key, bytes, tier = self.name_of(tier), failures = batch.failures, %error,
             "batch was not written; it stays in memory and is retried"
         );
-        batch.queued = Instant::now() + if others_are_left { Duration::ZERO } else { pause };
+        batch.queued = Instant::now() + if has_other_tiers { Duration::ZERO } else { pause };
         // A batch that fits on no disk may fit in two parts.
         let is_last = *self.draining.borrow();
         let half = if is_last && error.kind == StoreErrorKind::NoSpace { batch.cut() } else { None };
         for batch in half.into_iter().chain([batch]) {
-            match others_are_left {
+            match has_other_tiers {
                 true => self.enqueue(batch),
                 false => self.retry(batch, pause),
             }

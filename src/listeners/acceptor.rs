@@ -64,7 +64,7 @@ pub struct Binding {
 }
 
 impl From<TcpListener> for Binding {
-    /// Without TLS, predecessor and successor.
+    /// Returns a binding without TLS and inherited connections.
     fn from(listener: TcpListener) -> Self {
         Self { listener, tls: None, handover: Handover::default(), inherited: Vec::new() }
     }

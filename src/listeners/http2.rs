@@ -21,7 +21,7 @@ pub(super) struct FrameScanner {
     /// Bytes of the header received so far.
     have: usize,
     /// Bytes of the payload still to come.
-    left: usize,
+    remaining: usize,
 }
 
 impl FrameScanner {
@@ -37,12 +37,12 @@ impl FrameScanner {
             if self.have < HEADER_BYTES {
                 return (at, None);
             }
-            self.left =
+            self.remaining =
                 self.header[..TYPE_AT].iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
         }
-        let more = self.left.min(bytes.len() - at);
-        (self.left, at) = (self.left - more, at + more);
-        if self.left > 0 {
+        let more = self.remaining.min(bytes.len() - at);
+        (self.remaining, at) = (self.remaining - more, at + more);
+        if self.remaining > 0 {
             return (at, None);
         }
         self.have = 0;

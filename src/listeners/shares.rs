@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// The common budget. Clones share it.
 #[derive(Debug, Clone)]
 pub(super) struct ShareBudget {
-    given: Arc<Given>,
+    granted: Arc<GrantedShares>,
     /// Budget beyond the minimums of all connections.
     extra: u64,
     limits: ShareLimits,
 }
 
 #[derive(Debug, Default)]
-struct Given {
+struct GrantedShares {
     all: AtomicU64,
     /// The part of `all` beyond the minimums.
     extra: AtomicU64,
@@ -33,7 +33,7 @@ pub(super) struct ShareLimits {
 /// A connection's share, returned on drop.
 #[derive(Debug)]
 pub(super) struct Share {
-    given: Arc<Given>,
+    granted: Arc<GrantedShares>,
     amount: u32,
     extra: u32,
 }
@@ -43,12 +43,12 @@ impl ShareBudget {
     pub(super) fn new(total: u64, connections_max: usize, limits: ShareLimits) -> Self {
         let limits = ShareLimits { least: limits.least.min(limits.most), ..limits };
         let least = u64::from(limits.least).saturating_mul(connections_max as u64);
-        Self { given: Arc::default(), extra: total.saturating_sub(least), limits }
+        Self { granted: Arc::default(), extra: total.saturating_sub(least), limits }
     }
 
     /// Returns the sum of the shares of all connections.
-    pub(super) fn given(&self) -> u64 {
-        self.given.all.load(Ordering::Relaxed)
+    pub(super) fn granted(&self) -> u64 {
+        self.granted.all.load(Ordering::Relaxed)
     }
 
     /// Returns the share of a new connection.
@@ -56,21 +56,21 @@ impl ShareBudget {
         let ShareLimits { least, most } = self.limits;
         let mut extra = 0;
         // The closure always returns Some, so there is no failure to handle.
-        let _updated = self.given.extra.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |given| {
-            extra = share_of(self.extra, given, most - least);
-            Some(given + u64::from(extra))
+        let _updated = self.granted.extra.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |granted| {
+            extra = share_of(self.extra, granted, most - least);
+            Some(granted + u64::from(extra))
         });
         let amount = least + extra;
-        self.given.all.fetch_add(u64::from(amount), Ordering::Relaxed);
-        Share { given: Arc::clone(&self.given), amount, extra }
+        self.granted.all.fetch_add(u64::from(amount), Ordering::Relaxed);
+        Share { granted: Arc::clone(&self.granted), amount, extra }
     }
 }
 
 /// Returns the largest share times the square of the free fraction. A few connections get much, a
 /// hundred still get a twentieth of it each, and the remainder never reaches zero. hyper cannot
 /// shrink a live connection, so early ones must leave enough for late ones.
-fn share_of(total: u64, given: u64, most: u32) -> u32 {
-    let free = total.saturating_sub(given);
+fn share_of(total: u64, granted: u64, most: u32) -> u32 {
+    let free = total.saturating_sub(granted);
     let share = u128::from(free) * u128::from(free) * u128::from(most);
     let total = u128::from(total).max(1);
     let amount = (share / (total * total)).min(u128::from(free));
@@ -85,8 +85,8 @@ impl Share {
 
 impl Drop for Share {
     fn drop(&mut self) {
-        self.given.extra.fetch_sub(u64::from(self.extra), Ordering::Relaxed);
-        self.given.all.fetch_sub(u64::from(self.amount), Ordering::Relaxed);
+        self.granted.extra.fetch_sub(u64::from(self.extra), Ordering::Relaxed);
+        self.granted.all.fetch_sub(u64::from(self.amount), Ordering::Relaxed);
     }
 }
 
@@ -109,9 +109,9 @@ mod tests {
         assert!(hundred[99].amount() > 200 << 10, "{}", hundred[99].amount());
         let late: Vec<_> = (0..300).map(|_| budget.take()).collect();
         assert!(late.iter().all(|share| share.amount() >= WINDOW_BYTES_MIN));
-        assert!(budget.given() <= 128 << 20);
+        assert!(budget.granted() <= 128 << 20);
         drop((first, hundred, late));
-        assert_eq!(budget.given(), 0);
+        assert_eq!(budget.granted(), 0);
         assert_eq!(budget.take().amount(), 4 << 20);
     }
 
@@ -136,13 +136,13 @@ mod tests {
             let total = u64::from(WINDOW_BYTES_MIN) * connections as u64 + spare;
             let budget = ShareBudget::new(total, connections, WINDOWS);
             let mut open: Vec<_> = (0..connections).map(|_| budget.take()).collect();
-            prop_assert!(budget.given() <= total);
+            prop_assert!(budget.granted() <= total);
             prop_assert!(open.iter().all(|share| (WINDOW_BYTES_MIN..=4 << 20).contains(&share.amount())));
             open.truncate(ended);
             open.extend((open.len()..connections).map(|_| budget.take()));
-            prop_assert!(budget.given() <= total);
+            prop_assert!(budget.granted() <= total);
             drop(open);
-            prop_assert_eq!(budget.given(), 0);
+            prop_assert_eq!(budget.granted(), 0);
         }
     }
 }

@@ -295,24 +295,24 @@ pub trait ChunkRead: fmt::Debug + Send + Sync {
 /// Remaining length of a read. After a failed chunk, a read returns only errors.
 #[derive(Debug)]
 pub(super) struct RemainingRead {
-    left: u64,
+    remaining: u64,
     failed: bool,
 }
 
 impl RemainingRead {
-    /// Creates the progress of a read of `left` bytes.
-    pub(super) fn new(left: u64) -> Self {
-        Self { left, failed: false }
+    /// Creates the progress of a read of `remaining` bytes.
+    pub(super) fn new(remaining: u64) -> Self {
+        Self { remaining, failed: false }
     }
 
     /// Returns the remaining bytes.
-    pub(super) fn left(&self) -> u64 {
-        self.left
+    pub(super) fn remaining(&self) -> u64 {
+        self.remaining
     }
 
     /// Returns the remaining bytes, at most `max`.
     pub(super) fn next_len(&self, max: usize) -> usize {
-        usize::try_from(self.left).unwrap_or(max).min(max)
+        usize::try_from(self.remaining).unwrap_or(max).min(max)
     }
 
     /// Begins a chunk of at most `max` bytes. Returns its length, which is 0 at the end, or `None`
@@ -328,7 +328,7 @@ impl RemainingRead {
     /// Ends a chunk of `len` bytes.
     pub(super) fn end(&mut self, len: usize) {
         self.failed = false;
-        self.left -= len as u64;
+        self.remaining -= len as u64;
     }
 }
 

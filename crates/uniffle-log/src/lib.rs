@@ -73,7 +73,7 @@ impl LogError {
 
     /// Returns an error that only has a reason.
     #[must_use]
-    pub fn told(text: &str) -> Self {
+    pub fn other(text: &str) -> Self {
         Self { path: METADATA.into(), kind: io::ErrorKind::Other, is_remote: false, text: text.to_owned() }
     }
 }

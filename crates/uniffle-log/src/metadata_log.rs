@@ -97,8 +97,8 @@ impl MetadataLog {
             }
         });
         let log = Self { requests, gap, is_begun, was_tried, damage, living, store: None };
-        let said = log.said();
-        (log, found, said)
+        let records = log.records();
+        (log, found, records)
     }
 
     /// Opens the log of a worker without directories. No task writes it except the shipper.
@@ -121,9 +121,9 @@ impl MetadataLog {
             store: Some(shipper),
         };
         let (has_new_gap, next_incarnation) = (log.gap().is_some(), log.next_incarnation());
-        let said = RecordReader::stored(log, living);
+        let records = RecordReader::stored(log, living);
         let found = FoundLog { shuffles, gap, has_new_gap, next_incarnation, ..FoundLog::default() };
-        (opened, found, said)
+        (opened, found, records)
     }
 
     /// Returns whether this process has begun or resumed a generation. Only then is the recovered
@@ -183,8 +183,8 @@ impl MetadataLog {
     ///
     /// # Errors
     /// Too few directories can be written, or the record is too long.
-    pub async fn append(&self, shuffle: Incarnation, said: Bytes) -> Result<u64, LogError> {
-        self.add(FrameContent::Record(shuffle, said)).await
+    pub async fn append(&self, shuffle: Incarnation, record: Bytes) -> Result<u64, LogError> {
+        self.add(FrameContent::Record(shuffle, record)).await
     }
 
     /// Marks the records of a shuffle as incomplete for `reason` until it is purged, also for later
@@ -270,7 +270,7 @@ impl MetadataLog {
 
     /// Returns a reader of the records of living shuffles on the disks, which can be read once.
     #[must_use]
-    pub fn said(&self) -> RecordReader {
+    pub fn records(&self) -> RecordReader {
         RecordReader(Records::Log(self.clone()))
     }
 
@@ -288,7 +288,7 @@ impl MetadataLog {
         request: impl FnOnce(oneshot::Sender<Result<T, LogError>>) -> LogRequest,
     ) -> Result<T, LogError> {
         let (done, answer) = oneshot::channel();
-        let ended = || LogError::told("the worker is stopping");
+        let ended = || LogError::other("the worker is stopping");
         self.requests.send(request(done)).await.map_err(|_| ended())?;
         answer.await.map_err(|_| ended())?
     }
@@ -326,15 +326,15 @@ impl RecordReader {
     /// The log cannot be read to its end.
     pub async fn next(&mut self) -> Result<Option<(ShuffleKey, Bytes)>, LogError> {
         if let Records::Log(log) = &self.0 {
-            let (to, told) = mpsc::channel(TOLD_MAX);
+            let (to, receiver) = mpsc::channel(TOLD_MAX);
             // Without a writer nothing is received, which is reported as an error.
             let _ = log.requests.send(LogRequest::Tell(to)).await;
-            self.0 = Records::FromWriter(told);
+            self.0 = Records::FromWriter(receiver);
         }
         let next = match &mut self.0 {
             Records::None | Records::Log(_) => Ok(None),
-            Records::FromWriter(told) => {
-                told.recv().await.unwrap_or_else(|| Err(LogError::told("the worker is stopping")))
+            Records::FromWriter(receiver) => {
+                receiver.recv().await.unwrap_or_else(|| Err(LogError::other("the worker is stopping")))
             }
             Records::Stored { reader, living, .. } => loop {
                 match reader.next().await {

@@ -143,22 +143,22 @@ impl ChildConnection {
         wire::read(self, wire::ANSWER, answer_bytes_max)
     }
 
-    fn left(&self) -> io::Result<Duration> {
-        let left = self.until.saturating_duration_since(Instant::now());
-        if left.is_zero() { Err(late()) } else { Ok(left) }
+    fn remaining(&self) -> io::Result<Duration> {
+        let remaining = self.until.saturating_duration_since(Instant::now());
+        if remaining.is_zero() { Err(late()) } else { Ok(remaining) }
     }
 }
 
 impl Read for ChildConnection {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.stream.set_read_timeout(Some(self.left()?))?;
+        self.stream.set_read_timeout(Some(self.remaining()?))?;
         self.stream.read(buffer).map_err(timely)
     }
 }
 
 impl Write for ChildConnection {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.stream.set_write_timeout(Some(self.left()?))?;
+        self.stream.set_write_timeout(Some(self.remaining()?))?;
         self.stream.write(bytes).map_err(timely)
     }
 

@@ -141,7 +141,7 @@ fn walk(message: &[u8], step: usize) -> Result<SendRequest, Refusal> {
         assert!(!done);
         done = walker.feed(piece, &mut sink)?;
     }
-    assert!(done && walker.left() == 0 && sink.open.is_none());
+    assert!(done && walker.remaining() == 0 && sink.open.is_none());
     sink.request.request_id = walker.request_id().unwrap();
     sink.request.timestamp_ms = walker.timestamp_ms();
     Ok(sink.request)
@@ -296,7 +296,7 @@ fn truncated_send_never_completes() {
         // The frame is longer, and the remainder is still to come.
         let mut walker = SendWalker::new(u32::try_from(message.len()).unwrap());
         assert_eq!(walker.feed(&message[..length], &mut Collector::default()), Ok(false), "{length}");
-        assert_eq!(walker.left(), (message.len() - length) as u64);
+        assert_eq!(walker.remaining(), (message.len() - length) as u64);
     }
 }
 

@@ -63,7 +63,7 @@ enum State {
 pub struct SendWalker {
     state: State,
     /// Number of message bytes that are not consumed yet.
-    left: u64,
+    remaining: u64,
     message_bytes: u64,
     stash: [u8; STASH_BYTES],
     stashed: usize,
@@ -71,9 +71,9 @@ pub struct SendWalker {
     request_id: Option<i64>,
     shuffle: i32,
     partition: i32,
-    partitions_left: u32,
-    blocks_left: u32,
-    servers_left: u32,
+    remaining_partitions: u32,
+    remaining_blocks: u32,
+    remaining_servers: u32,
     block: BlockHeader,
     timestamp_ms: i64,
 }
@@ -83,7 +83,7 @@ impl SendWalker {
     pub fn new(message_bytes: u32) -> Self {
         Self {
             state: State::Start,
-            left: u64::from(message_bytes),
+            remaining: u64::from(message_bytes),
             message_bytes: u64::from(message_bytes),
             stash: [0; STASH_BYTES],
             stashed: 0,
@@ -91,9 +91,9 @@ impl SendWalker {
             request_id: None,
             shuffle: 0,
             partition: 0,
-            partitions_left: 0,
-            blocks_left: 0,
-            servers_left: 0,
+            remaining_partitions: 0,
+            remaining_blocks: 0,
+            remaining_servers: 0,
             block: BlockHeader::default(),
             timestamp_ms: 0,
         }
@@ -112,8 +112,8 @@ impl SendWalker {
     }
 
     /// Returns the number of message bytes that were not fed yet.
-    pub fn left(&self) -> u64 {
-        self.left
+    pub fn remaining(&self) -> u64 {
+        self.remaining
     }
 
     /// Returns the client's clock at sending, in milliseconds. Valid after the end of the message.
@@ -126,7 +126,7 @@ impl SendWalker {
     /// # Errors
     /// Fails if the message breaks the format or the sink returns an error.
     pub fn feed<S: BlockSink>(&mut self, mut chunk: &[u8], sink: &mut S) -> Result<bool, S::Error> {
-        if chunk.len() as u64 > self.left {
+        if chunk.len() as u64 > self.remaining {
             return Err(self.malformed("more bytes than the frame's length").into());
         }
         while !chunk.is_empty() {
@@ -174,7 +174,7 @@ impl SendWalker {
                 State::Done => return Err(self.malformed("unexpected bytes after the last field").into()),
             }
         }
-        if self.left > 0 {
+        if self.remaining > 0 {
             return Ok(false);
         }
         if self.state == State::Done { Ok(true) } else { Err(DecodeError::Incomplete.into()) }
@@ -193,14 +193,14 @@ impl SendWalker {
             && let Some((group, rest)) = chunk.split_first_chunk::<N>()
         {
             *chunk = rest;
-            self.left -= N as u64;
+            self.remaining -= N as u64;
             return on(self, group, sink);
         }
         let taken = chunk.len().min(N - self.stashed);
         let (bytes, rest) = chunk.split_at(taken);
         self.stash[self.stashed..self.stashed + taken].copy_from_slice(bytes);
         self.stashed += taken;
-        self.left -= taken as u64;
+        self.remaining -= taken as u64;
         *chunk = rest;
         if self.stashed < N {
             return Ok(());
@@ -214,12 +214,12 @@ impl SendWalker {
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "`prefix` gave at most `wanted`, a u32")]
     fn consume(&mut self, taken: usize, wanted: u32) -> u32 {
-        self.left -= taken as u64;
+        self.remaining -= taken as u64;
         wanted - taken as u32
     }
 
     fn malformed(&self, what: &'static str) -> DecodeError {
-        DecodeError::Malformed { what, at: self.message_bytes - self.left }
+        DecodeError::Malformed { what, at: self.message_bytes - self.remaining }
     }
 
     /// Checks a count of entries of at least `entry_bytes` bytes each. At least `reserved` bytes
@@ -232,7 +232,7 @@ impl SendWalker {
         reserved: u64,
     ) -> Result<u32, DecodeError> {
         let count = u32::try_from(raw).map_err(|_| self.malformed("a count is negative"))?;
-        let max = self.left.saturating_sub(reserved) / entry_bytes;
+        let max = self.remaining.saturating_sub(reserved) / entry_bytes;
         if u64::from(count) > max {
             return Err(DecodeError::TooLarge { what, len: u64::from(count), max });
         }
@@ -241,12 +241,14 @@ impl SendWalker {
 
     /// Returns the number of bytes that must follow the current block's data and servers.
     fn reserved_after_servers(&self) -> u64 {
-        BLOCK_TAIL_BYTES as u64 + u64::from(self.blocks_left) * BLOCK_BYTES_MIN + self.reserved_after_blocks()
+        BLOCK_TAIL_BYTES as u64
+            + u64::from(self.remaining_blocks) * BLOCK_BYTES_MIN
+            + self.reserved_after_blocks()
     }
 
     /// Returns the number of bytes that must follow the current partition.
     fn reserved_after_blocks(&self) -> u64 {
-        u64::from(self.partitions_left) * PARTITION_BYTES as u64 + TIMESTAMP_BYTES as u64
+        u64::from(self.remaining_partitions) * PARTITION_BYTES as u64 + TIMESTAMP_BYTES as u64
     }
 
     fn on_start<S: BlockSink>(&mut self, group: &[u8; START_BYTES], _: &mut S) -> Result<(), S::Error> {
@@ -255,7 +257,7 @@ impl SendWalker {
         let raw = group.i32();
         let length = u32::try_from(raw).map_err(|_| self.malformed("appId is null"))?;
         let reserved = (HEADER_REST_BYTES + TIMESTAMP_BYTES) as u64;
-        let max = self.left.saturating_sub(reserved).min(u64::from(APP_BYTES_MAX));
+        let max = self.remaining.saturating_sub(reserved).min(u64::from(APP_BYTES_MAX));
         if u64::from(length) > max {
             return Err(DecodeError::TooLarge { what: "appId", len: u64::from(length), max }.into());
         }
@@ -271,7 +273,7 @@ impl SendWalker {
         let mut group = IntegerGroup(group);
         let (shuffle, ticket, partitions) = (group.i32(), group.i64(), group.i32());
         let app = std::str::from_utf8(&self.app).map_err(|_| self.malformed("appId is not UTF-8"))?;
-        self.partitions_left =
+        self.remaining_partitions =
             self.count("partition count", partitions, PARTITION_BYTES as u64, TIMESTAMP_BYTES as u64)?;
         self.shuffle = shuffle;
         sink.header(SendHeader { app, shuffle, ticket })?;
@@ -280,7 +282,7 @@ impl SendWalker {
     }
 
     fn next_partition(&mut self) {
-        self.state = if self.partitions_left == 0 { State::Timestamp } else { State::Partition };
+        self.state = if self.remaining_partitions == 0 { State::Timestamp } else { State::Partition };
     }
 
     fn on_partition<S: BlockSink>(
@@ -290,8 +292,8 @@ impl SendWalker {
     ) -> Result<(), S::Error> {
         let mut group = IntegerGroup(group);
         self.partition = group.i32();
-        self.partitions_left -= 1;
-        self.blocks_left =
+        self.remaining_partitions -= 1;
+        self.remaining_blocks =
             self.count("block count", group.i32(), BLOCK_BYTES_MIN, self.reserved_after_blocks())?;
         sink.partition(self.partition)?;
         self.next_block();
@@ -299,7 +301,7 @@ impl SendWalker {
     }
 
     fn next_block(&mut self) {
-        if self.blocks_left == 0 {
+        if self.remaining_blocks == 0 {
             self.next_partition();
         } else {
             self.state = State::BlockHead;
@@ -319,7 +321,7 @@ impl SendWalker {
         let crc = group.i64();
         let task_attempt_id = group.i64();
         let data_length = group.i32();
-        self.blocks_left -= 1;
+        self.remaining_blocks -= 1;
         if partition != self.partition {
             return Err(self.malformed("a block's partition differs from its list").into());
         }
@@ -344,26 +346,26 @@ impl SendWalker {
         _: &mut S,
     ) -> Result<(), S::Error> {
         let raw = i32::from_be_bytes(*group);
-        self.servers_left =
+        self.remaining_servers =
             self.count("server count", raw, SERVER_BYTES_MIN, self.reserved_after_servers())?;
         self.next_server();
         Ok(())
     }
 
     fn next_server(&mut self) {
-        self.state = if self.servers_left == 0 { State::BlockTail } else { State::ServerId };
+        self.state = if self.remaining_servers == 0 { State::BlockTail } else { State::ServerId };
     }
 
     /// Checks the length of a server's string. `after` more bytes of the same server must follow
     /// the string. A null string has length 0.
     fn server_string(&self, group: [u8; 4], after: u64) -> Result<u32, DecodeError> {
         let raw = i32::from_be_bytes(group).max(0);
-        let more_servers = u64::from(self.servers_left) * SERVER_BYTES_MIN;
+        let more_servers = u64::from(self.remaining_servers) * SERVER_BYTES_MIN;
         self.count("server name length", raw, 1, after + more_servers + self.reserved_after_servers())
     }
 
     fn on_server_id<S: BlockSink>(&mut self, group: &[u8; 4], _: &mut S) -> Result<(), S::Error> {
-        self.servers_left -= 1;
+        self.remaining_servers -= 1;
         let length = self.server_string(*group, 4 + PORTS_BYTES as u64)?;
         self.state = if length == 0 { State::ServerHost } else { State::SkipId(length) };
         Ok(())
@@ -398,7 +400,7 @@ impl SendWalker {
     ) -> Result<(), S::Error> {
         self.timestamp_ms = i64::from_be_bytes(*group);
         self.state = State::Done;
-        if self.left > 0 {
+        if self.remaining > 0 {
             return Err(self.malformed("unexpected bytes after the last field").into());
         }
         Ok(())

@@ -131,13 +131,13 @@ impl GrpcServer {
         let Connection { stream, peer, place } = connection;
         let shares = Shares { window: self.windows.take(), streams: self.streams.take() };
         let metrics = &self.router.metrics;
-        metrics.set_window_bytes(self.windows.given());
+        metrics.set_window_bytes(self.windows.granted());
         let (stream, writer) = coalescing(stream, &self.buffers, shares.cancelled_max());
         if let Err(error) = drive(&self.router, stream, writer, peer, &shares, place.state()).await {
             debug!(%error, "grpc connection ended");
         }
         drop(shares);
-        metrics.set_window_bytes(self.windows.given());
+        metrics.set_window_bytes(self.windows.granted());
         drop(place);
     }
 }

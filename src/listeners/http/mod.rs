@@ -22,7 +22,7 @@ use axum::{Json, Router};
 use futures::future::BoxFuture;
 use prometheus::{Encoder as _, IntCounter, IntGauge, Registry, TEXT_FORMAT, TextEncoder};
 
-use crate::compat::http::Shown;
+use crate::compat::http::NodeInfo;
 use crate::listeners::acceptor::{Binding, ListenerNames};
 use crate::runtime::{BlockingPool, Tasks};
 use crate::service::{AppStatistics, Incompleteness};
@@ -39,7 +39,7 @@ const NAMES: ListenerNames = ListenerNames {
 };
 
 /// Source of the worker's state for the listener.
-pub trait NodeView: Shown {
+pub trait NodeView: NodeInfo {
     /// Returns why clients should not use this worker, or `None` if it is ready.
     fn not_ready(&self) -> Option<String>;
 
@@ -159,10 +159,10 @@ fn router(pages: Pages) -> Router {
 
 async fn metrics_text(State(pages): State<Pages>) -> Response {
     let pool = pages.pool.clone();
-    run_blocking(&pool, move || gathered(&pages)).await
+    run_blocking(&pool, move || gather(&pages)).await
 }
 
-fn gathered(pages: &Pages) -> Response {
+fn gather(pages: &Pages) -> Response {
     pages.node.refresh_metrics();
     let mut text = Vec::new();
     match TextEncoder::new().encode(&pages.registry.gather(), &mut text) {

@@ -214,7 +214,7 @@ impl Pusher {
     async fn push(&self, deadline: Duration) -> Result<(), String> {
         let (node, registry) = (Arc::clone(&self.node), self.registry.clone());
         // On a blocking thread, because some gauges are computed from all stored data.
-        let gathered = tokio::task::spawn_blocking(move || gathered(&*node, &registry));
+        let gathered = tokio::task::spawn_blocking(move || gather(&*node, &registry));
         let text = gathered.await.map_err(|error| error.to_string())??;
         self.exchange(Method::PUT, text, deadline).await
     }
@@ -225,7 +225,7 @@ impl Pusher {
     }
 }
 
-fn gathered(node: &dyn NodeView, registry: &Registry) -> Result<Vec<u8>, String> {
+fn gather(node: &dyn NodeView, registry: &Registry) -> Result<Vec<u8>, String> {
     node.refresh_metrics();
     let mut text = Vec::new();
     TextEncoder::new().encode(&registry.gather(), &mut text).map_err(|error| error.to_string())?;

@@ -14,7 +14,7 @@ use uniffle_testkit::eventually_in_no_time;
 use super::push::{PushConfig, Pusher, PushgatewayUrl};
 use super::*;
 use crate::compat;
-use crate::compat::http::{JavaHooks, Shown};
+use crate::compat::http::{JavaHooks, NodeInfo};
 use crate::runtime::Tasks;
 
 const CONFIG: HttpConfig = HttpConfig {
@@ -46,7 +46,7 @@ impl TestNode {
     }
 }
 
-impl Shown for TestNode {
+impl NodeInfo for TestNode {
     fn refresh_metrics(&self) {
         self.require_blocking_thread();
         self.gauge.inc();

@@ -27,7 +27,8 @@ use super::metrics::InProgress;
 use super::shared::{ConnectionContext, TcpListenerState};
 use super::writer::{Outbox, Outgoing, ReplyGuard};
 
-/// Number of bytes read between frames. Small, so that little is left over if a request must wait.
+/// Number of bytes read between frames. Small, so that few bytes stay
+/// unparsed if a request must wait.
 const SMALL_REQUEST_BYTES: u32 = 64 << 10;
 /// Bytes read from a socket at a time, which stay in the core's cache (docs/design/data-path.md §2).
 /// Each thread has one such buffer for all connections.
@@ -112,7 +113,7 @@ impl PartialRead {
 #[derive(Debug)]
 struct Drain {
     kind: FrameType,
-    left: u64,
+    remaining: u64,
     /// Bytes of the request id received so far.
     id: Vec<u8>,
     error: ServiceError,
@@ -192,10 +193,10 @@ impl Frames {
     /// Refuses the arriving send if it is too slow.
     pub(super) fn check_pace(&mut self) {
         let FramePhase::Send { sink, .. } = &mut self.phase else { return };
-        let left = self.walker.left();
-        let refused = sink.check_pace(sink.message_bytes().saturating_sub(left)).err();
+        let remaining = self.walker.remaining();
+        let refused = sink.check_pace(sink.message_bytes().saturating_sub(remaining)).err();
         if let (Some(error), Some(id)) = (refused, self.walker.request_id()) {
-            self.refuse(Drain { kind: FrameType::Send, left, id: id.to_be_bytes().to_vec(), error });
+            self.refuse(Drain { kind: FrameType::Send, remaining, id: id.to_be_bytes().to_vec(), error });
         }
     }
 
@@ -207,7 +208,7 @@ impl Frames {
 
     /// Charges bytes that were read but cannot be walked yet, even beyond the free heap. Closing
     /// the connection instead would fail all its requests.
-    pub(super) fn charge_left_over(&self, bytes: usize) -> Charge {
+    pub(super) fn charge_unparsed(&self, bytes: usize) -> Charge {
         self.heap.force_charge(bytes as u64)
     }
 
@@ -221,14 +222,14 @@ impl Frames {
         self.aligned && matches!(self.phase, FramePhase::Header { have: 0, .. })
     }
 
-    /// Returns the number of bytes to read next. Small between frames, so that little is left over
-    /// if a request must wait. Only the exact need if the heap is short, and up to a whole chunk
+    /// Returns the number of bytes to read next. Small between frames, so that few bytes stay
+    /// unparsed if a request must wait. Only the exact need if the heap is short, and up to a whole chunk
     /// within a send.
     pub(super) fn bytes_wanted(&self) -> usize {
         let is_exact = self.aligned || self.heap.free() < u64::from(SMALL_REQUEST_BYTES);
         let in_frame = match &self.phase {
-            FramePhase::Send { .. } => usize::try_from(self.walker.left()).unwrap_or(usize::MAX),
-            FramePhase::Drain(drain) => usize::try_from(drain.left).unwrap_or(usize::MAX),
+            FramePhase::Send { .. } => usize::try_from(self.walker.remaining()).unwrap_or(usize::MAX),
+            FramePhase::Drain(drain) => usize::try_from(drain.remaining).unwrap_or(usize::MAX),
             FramePhase::Header { have, .. } if is_exact => HEADER_BYTES - have,
             FramePhase::Read(read) if is_exact => read.message_bytes - read.message.len(),
             FramePhase::Header { .. } | FramePhase::Read(_) => 0,
@@ -304,8 +305,9 @@ impl Frames {
             let sink = SendSink::new(Arc::clone(&self.shared.service.ingest), message_bytes);
             return FramePhase::Send { sink, _span: span };
         }
-        let drain =
-            |error| FramePhase::Drain(Drain { kind, left: u64::from(message_bytes), id: Vec::new(), error });
+        let drain = |error| {
+            FramePhase::Drain(Drain { kind, remaining: u64::from(message_bytes), id: Vec::new(), error })
+        };
         let max = self.shared.config.read_request_bytes_max;
         if message_bytes > max {
             let (len, max) = (u64::from(message_bytes), u64::from(max));
@@ -317,8 +319,8 @@ impl Frames {
 
     fn walk_send(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
         let FramePhase::Send { sink, .. } = &mut self.phase else { return Ok(0) };
-        let left = self.walker.left();
-        let taken = usize::try_from(left).unwrap_or(usize::MAX).min(chunk.len());
+        let remaining = self.walker.remaining();
+        let taken = usize::try_from(remaining).unwrap_or(usize::MAX).min(chunk.len());
         let commit = match self.walker.feed(&chunk[..taken], sink) {
             Ok(false) => return Ok(taken),
             Ok(true) => {
@@ -330,7 +332,7 @@ impl Frames {
         // A request that ends before its id cannot be answered.
         let id = self.walker.request_id().ok_or(DecodeError::Incomplete)?;
         match commit {
-            Commit::Done(outcome) => self.end_send(id, left - taken as u64, outcome),
+            Commit::Done(outcome) => self.end_send(id, remaining - taken as u64, outcome),
             Commit::Background(committing) => self.committing = Some((id, committing)),
         }
         Ok(taken)
@@ -345,12 +347,12 @@ impl Frames {
         }
     }
 
-    /// Answers a send with `left` bytes of its frame still to come.
-    fn end_send(&mut self, id: i64, left: u64, outcome: Result<(), ServiceError>) {
+    /// Answers a send with `remaining` bytes of its frame still to come.
+    fn end_send(&mut self, id: i64, remaining: u64, outcome: Result<(), ServiceError>) {
         match outcome {
             Ok(()) => self.reply(dispatch::sent(&self.shared, id)),
             Err(error) => {
-                self.refuse(Drain { kind: FrameType::Send, left, id: id.to_be_bytes().to_vec(), error });
+                self.refuse(Drain { kind: FrameType::Send, remaining, id: id.to_be_bytes().to_vec(), error });
             }
         }
     }
@@ -359,7 +361,7 @@ impl Frames {
     fn refuse(&mut self, drain: Drain) {
         let error = &drain.error;
         tracing::debug!(kind = ?drain.kind, status = ?error.status(), %error, "tcp request refused");
-        if drain.left > 0 {
+        if drain.remaining > 0 {
             self.phase = FramePhase::Drain(drain);
         } else if let Some(id) = request_id(&drain.id) {
             self.reply(dispatch::refused(&self.shared, drain.kind, id, error));
@@ -368,11 +370,11 @@ impl Frames {
 
     fn walk_drain(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
         let FramePhase::Drain(drain) = &mut self.phase else { return Ok(0) };
-        let taken = usize::try_from(drain.left).unwrap_or(usize::MAX).min(chunk.len());
+        let taken = usize::try_from(drain.remaining).unwrap_or(usize::MAX).min(chunk.len());
         let of_id = taken.min(REQUEST_ID_BYTES - drain.id.len());
         drain.id.put_slice(&chunk[..of_id]);
-        drain.left -= taken as u64;
-        if drain.left == 0 {
+        drain.remaining -= taken as u64;
+        if drain.remaining == 0 {
             let id = request_id(&drain.id).ok_or(DecodeError::Incomplete)?;
             let reply = dispatch::refused(&self.shared, drain.kind, id, &drain.error);
             self.reply(reply);
@@ -391,8 +393,8 @@ impl Frames {
         if let Err(full) = read.make_room(taken) {
             let mut id = read.message.clone();
             id.truncate(REQUEST_ID_BYTES);
-            let left = (read.message_bytes - have) as u64;
-            self.phase = FramePhase::Drain(Drain { kind, left, id, error: full.into() });
+            let remaining = (read.message_bytes - have) as u64;
+            self.phase = FramePhase::Drain(Drain { kind, remaining, id, error: full.into() });
             return Ok(0);
         }
         read.message.extend_from_slice(&chunk[..taken]);

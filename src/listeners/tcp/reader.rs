@@ -60,8 +60,8 @@ pub(super) struct ConnectionReader {
     connection: Tasks,
     connection_state: Arc<ConnectionState>,
     /// Bytes that were read but cannot be walked yet, with their charge.
-    left_over: Vec<u8>,
-    left_over_charge: Option<Charge>,
+    unparsed: Vec<u8>,
+    unparsed_charge: Option<Charge>,
     last_read: Instant,
     /// Longest pause within a frame.
     pause_max: Duration,
@@ -86,7 +86,7 @@ impl ConnectionReader {
         let ConnectionContext { shared, tasks: connection, state: connection_state } = context;
         let now = Instant::now();
         let alarm = Box::pin(sleep_until(now + shared.config.idle_timeout));
-        let (left_over, left_over_charge) = (Vec::new(), None);
+        let (unparsed, unparsed_charge) = (Vec::new(), None);
         let pause_max = shared.config.frame_timeout;
         Self {
             shared,
@@ -94,8 +94,8 @@ impl ConnectionReader {
             frames,
             connection,
             connection_state,
-            left_over,
-            left_over_charge,
+            unparsed,
+            unparsed_charge,
             last_read: now,
             pause_max,
             frame_deadline: None,
@@ -158,21 +158,21 @@ impl ConnectionReader {
 
     async fn read(&mut self) -> End {
         loop {
-            if self.frames.is_at_end() && self.left_over.is_empty() {
+            if self.frames.is_at_end() && self.unparsed.is_empty() {
                 return End::ListenerCloses;
             }
             let step = match self.frames.wanted() {
                 Requirement::Request => {
                     self.frames.wait_for_place().await;
                     self.last_read = Instant::now();
-                    self.walk_left_over()
+                    self.walk_unparsed()
                 }
                 Requirement::Commit => {
                     self.frames.end_commit().await;
                     self.last_read = Instant::now();
-                    self.walk_left_over()
+                    self.walk_unparsed()
                 }
-                Requirement::Bytes if !self.left_over.is_empty() => self.walk_left_over(),
+                Requirement::Bytes if !self.unparsed.is_empty() => self.walk_unparsed(),
                 Requirement::Bytes => poll_fn(|context| self.poll_socket(context)).await,
             };
             if let Err(end) = step {
@@ -184,16 +184,16 @@ impl ConnectionReader {
         }
     }
 
-    fn walk_left_over(&mut self) -> Result<(), End> {
-        let bytes = std::mem::take(&mut self.left_over);
+    fn walk_unparsed(&mut self) -> Result<(), End> {
+        let bytes = std::mem::take(&mut self.unparsed);
         let began = Instant::now();
         let walked = self.frames.walk(&bytes)?;
         self.poll_budget.count(began.elapsed());
-        self.left_over = bytes;
-        self.left_over.drain(..walked);
-        if self.left_over.is_empty() {
-            self.left_over = Vec::new();
-            self.left_over_charge = None;
+        self.unparsed = bytes;
+        self.unparsed.drain(..walked);
+        if self.unparsed.is_empty() {
+            self.unparsed = Vec::new();
+            self.unparsed_charge = None;
         }
         Ok(())
     }
@@ -215,8 +215,8 @@ impl ConnectionReader {
             }
             let walked = self.frames.walk(filled)?;
             if walked < filled.len() {
-                self.left_over_charge = Some(self.frames.charge_left_over(filled.len() - walked));
-                self.left_over.extend_from_slice(&filled[walked..]);
+                self.unparsed_charge = Some(self.frames.charge_unparsed(filled.len() - walked));
+                self.unparsed.extend_from_slice(&filled[walked..]);
             }
             Poll::Ready(Ok(()))
         });

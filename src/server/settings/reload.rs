@@ -93,7 +93,7 @@ impl Reloader {
 
     /// Returns the configuration in effect by key, without secrets.
     pub(in crate::server) fn entries(&self) -> BTreeMap<&'static str, String> {
-        self.running.lock().shown_entries()
+        self.running.lock().redacted_entries()
     }
 
     /// Reloads the file. `trigger` is logged. Blocks on file I/O.

@@ -186,14 +186,14 @@ pub(in crate::server) async fn within<T: Send + 'static>(
 }
 
 /// Returns the recorded directories, except the one that `config` names.
-async fn noted(config: &Config) -> BTreeSet<PathBuf> {
+async fn recorded_directories(config: &Config) -> BTreeSet<PathBuf> {
     let reads = beside_log(config, NOTE).map(|path| within(move || read_note(&path)));
     let read = join_all(reads.collect::<Vec<_>>()).await;
-    let mut noted: BTreeSet<PathBuf> = read.into_iter().filter_map(|read| read.ok().flatten()).collect();
+    let mut recorded: BTreeSet<PathBuf> = read.into_iter().filter_map(|read| read.ok().flatten()).collect();
     if let Backing::Directory(directory) = &config.memory.backing {
-        noted.remove(directory);
+        recorded.remove(directory);
     }
-    noted
+    recorded
 }
 
 /// Refuses a start whose backing differs from where an earlier process left blocks. Checks
@@ -207,8 +207,8 @@ pub(super) async fn refuse_left(
     server_id: &str,
     passed: Option<OwnedFd>,
 ) -> anyhow::Result<()> {
-    let (noted, backing) = (noted(config).await, &config.memory.backing);
-    if noted.is_empty() && passed.is_none() {
+    let (recorded, backing) = (recorded_directories(config).await, &config.memory.backing);
+    if recorded.is_empty() && passed.is_none() {
         return Ok(());
     }
     let owner = Owner::now(server_id)?;
@@ -228,7 +228,7 @@ pub(super) async fn refuse_left(
             ),
         }
     }
-    for directory in noted {
+    for directory in recorded {
         let left = match OrphanedMemory::in_directory(&directory, &owner) {
             Ok(Some(left)) => left,
             Ok(None) => continue,

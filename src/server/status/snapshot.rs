@@ -15,7 +15,7 @@ use prometheus::IntGauge;
 
 use crate::build::Build;
 use crate::clock::Instant;
-use crate::compat::http::Shown;
+use crate::compat::http::NodeInfo;
 use crate::listeners::http;
 use crate::listeners::http::api::model::{
     AppTotals, Connections, Coordinator, DiskModel, Flush, HeapUse, MemoryModel, NodeModel, Process, Status,
@@ -92,7 +92,7 @@ pub(in crate::server) struct OpenConnections {
     pub(in crate::server) http: IntGauge,
 }
 
-impl Shown for Inspector {
+impl NodeInfo for Inspector {
     fn refresh_metrics(&self) {
         self.gauges.runtime.refresh();
         self.gauges.allocator.refresh();

@@ -9,7 +9,7 @@ mod deletions;
 pub(super) mod end;
 pub(super) mod fairness;
 mod memory_restorer;
-mod noted;
+mod registration_log;
 mod report_batch;
 pub(super) mod restore;
 
@@ -41,7 +41,7 @@ use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
 use deletions::Deletions;
 use fairness::{FairnessConfig, Weights};
-use noted::{NewRegistration, RemoteRegistration, note_registration};
+use registration_log::{NewRegistration, RemoteRegistration, note_registration};
 
 /// Limit of a week, so that the data of a departed app does not stay on disks forever.
 const HEARTBEAT_TIMEOUT_MINUTES_MAX: u64 = 7 * 24 * 60;
@@ -179,7 +179,7 @@ impl Lifecycle {
             from: request.from,
         };
         let remote = is_remote.then(|| RemoteRegistration::new(wanted_storage, &request.ranges));
-        let noted =
+        let logged =
             self.parts.tiers.metadata().map(|tier| (tier, NewRegistration::of(&registration, remote)));
         self.parts.apps.register(registration, || {
             self.parts.memory.register(&key, request.distribution);
@@ -188,9 +188,9 @@ impl Lifecycle {
         if let Some(app) = self.parts.apps.find(&key.app) {
             self.weights.weigh(&app);
         }
-        if let Some((tier, noting)) = noted {
+        if let Some((tier, new)) = logged {
             let app = self.parts.apps.find(&key.app);
-            note_registration(app, &key, tier, &self.parts.tiers, noting).await?;
+            note_registration(app, &key, tier, &self.parts.tiers, new).await?;
         }
         self.parts.metrics.apps_registered.inc_by(u64::from(new_app));
         self.parts.metrics.partitions_registered.inc_by(partitions);

@@ -135,7 +135,7 @@ impl Lifecycle {
                     );
                     restored.unregistered += 1;
                     let why = format!("shuffle cannot be recovered: {error}");
-                    self.parts.apps.left_unverified(&key, &Arc::from(why));
+                    self.parts.apps.found_without_registration(&key, &Arc::from(why));
                     self.leave(&key);
                     failed.insert(key);
                 }
@@ -197,7 +197,7 @@ impl Lifecycle {
         let Some(reason) = gap.or_else(|| unread.map(Arc::from)) else { return };
         let known = self.parts.apps.apps().into_iter().flat_map(|app| app.shuffles());
         known.for_each(|shuffle| self.parts.apps.found_unverified(shuffle.key(), &reason));
-        left.iter().for_each(|key| self.parts.apps.left_unverified(key, &reason));
+        left.iter().for_each(|key| self.parts.apps.found_without_registration(key, &reason));
     }
 
     /// Keeps the blocks in memory of shuffles that a later start may know. If records may be

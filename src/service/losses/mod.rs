@@ -144,12 +144,12 @@ pub(super) struct Losses {
     pub(super) verifier: Arc<Verifier>,
     pub(super) metrics: Arc<ServiceMetrics>,
     /// Reason for blocks that no tier knows.
-    gone: RwLock<Arc<str>>,
+    unknown_loss_reason: RwLock<Arc<str>>,
 }
 
 impl Losses {
     pub(super) fn new(apps: Arc<AppRegistry>, verifier: Arc<Verifier>, metrics: Arc<ServiceMetrics>) -> Self {
-        Self { apps, verifier, metrics, gone: RwLock::new(Arc::from(IN_MEMORY)) }
+        Self { apps, verifier, metrics, unknown_loss_reason: RwLock::new(Arc::from(IN_MEMORY)) }
     }
 
     /// Adds missing data directories to the reason: unknown blocks were there or in memory.
@@ -159,11 +159,11 @@ impl Losses {
             [path] => format!("data directory {path} is missing"),
             paths => format!("data directories {} are missing", paths.join(", ")),
         };
-        *self.gone.write() = Arc::from(format!("{missing}, or {IN_MEMORY}"));
+        *self.unknown_loss_reason.write() = Arc::from(format!("{missing}, or {IN_MEMORY}"));
     }
 
-    fn gone(&self) -> Arc<str> {
-        Arc::clone(&self.gone.read())
+    fn unknown_loss_reason(&self) -> Arc<str> {
+        Arc::clone(&self.unknown_loss_reason.read())
     }
 
     /// Returns the losses of all apps.
@@ -175,7 +175,7 @@ impl Losses {
             report.losses.extend(losses_of(&app, LISTED_MAX - report.losses.len()));
             report.incomplete.extend(incomplete_of(&app));
         }
-        report.incomplete.extend(self.left());
+        report.incomplete.extend(self.without_registration());
         let listed: u64 = report.losses.iter().map(|loss| loss.blocks).sum();
         report.unlisted_blocks = lost.saturating_sub(listed);
         report.incomplete.sort();
@@ -184,8 +184,8 @@ impl Losses {
     }
 
     /// Returns the shuffles with files but without a registration, of known or unknown apps.
-    fn left(&self) -> impl Iterator<Item = IncompleteShuffle> {
-        self.apps.all_left_unverified().into_iter().map(|(key, reason)| IncompleteShuffle {
+    fn without_registration(&self) -> impl Iterator<Item = IncompleteShuffle> {
+        self.apps.all_without_registration().into_iter().map(|(key, reason)| IncompleteShuffle {
             app: key.app.to_string(),
             shuffle: key.shuffle.0,
             reason: format!("registration not found; files are left for a later start: {reason}"),
@@ -195,7 +195,9 @@ impl Losses {
     /// Returns a summary of incomplete shuffles.
     pub(super) fn incompleteness(&self, unknown_shuffles: Option<String>) -> Incompleteness {
         let (mut shuffles, mut reasons) = (0, BTreeSet::new());
-        for incomplete in self.apps.apps().iter().flat_map(|app| incomplete_of(app)).chain(self.left()) {
+        for incomplete in
+            self.apps.apps().iter().flat_map(|app| incomplete_of(app)).chain(self.without_registration())
+        {
             shuffles += 1;
             if reasons.len() < REASONS_MAX {
                 reasons.insert(incomplete.reason);
@@ -205,7 +207,8 @@ impl Losses {
     }
 
     pub(super) fn set_gauges(&self) {
-        let (mut blocks, mut apps, mut unverified, mut incomplete) = (0, 0, 0, self.left().count() as u64);
+        let (mut blocks, mut apps, mut unverified, mut incomplete) =
+            (0, 0, 0, self.without_registration().count() as u64);
         for app in self.apps.apps() {
             let lost = lost_blocks_of(&app);
             blocks += lost;
@@ -266,7 +269,7 @@ impl Losses {
         }
         let resubmits = RESUBMIT_PROPERTIES.iter().find_map(|name| app.client.property(name));
         let resubmits = resubmits.is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
-        let (gone, deadline) = (self.gone(), Verifier::scan_deadline());
+        let (gone, deadline) = (self.unknown_loss_reason(), Verifier::scan_deadline());
         let blame = blame(Vec::new(), &gone);
         let unknown = partitions.iter().filter(|(id, ids)| {
             ledger.with(*id, |it| !it.is_in_tiers() && it.question_unknown(&ids_of(ids)))
@@ -359,7 +362,7 @@ impl Losses {
         for extent in lost {
             extents.entry(extent.partition).or_default().push(extent);
         }
-        let gone = self.gone();
+        let gone = self.unknown_loss_reason();
         let reason = if reason.is_empty() || *gone != *IN_MEMORY { &gone } else { reason };
         let mut unverified = Vec::new();
         let mut acknowledge = |partition: PartitionId, ids: &IdSet| {
@@ -409,7 +412,7 @@ impl Losses {
     pub(super) fn count_again(&self, shuffle: &Arc<ShuffleState>, partition: PartitionId) {
         let has_begun = |it: &mut Ledger| it.phase() != LedgerPhase::Known && it.question(None);
         if shuffle.ledger.with(partition, has_begun) {
-            let blame = blame(Vec::new(), &self.gone());
+            let blame = blame(Vec::new(), &self.unknown_loss_reason());
             self.verifier.verify(vec![UnverifiedPartition {
                 shuffle: Arc::clone(shuffle),
                 partition,

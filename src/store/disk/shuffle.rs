@@ -45,7 +45,7 @@ pub(in crate::store) struct DiskShuffle {
     logs: RwLock<Vec<Arc<Log>>>,
     published_bytes: AtomicU64,
     /// True if the purge is in the metadata log.
-    purge_is_noted: AtomicBool,
+    purge_is_logged: AtomicBool,
     /// See [`DiskShuffle::set_forgotten`].
     forgotten_bytes: OnceLock<Vec<u64>>,
     pub(super) failed_reads: FailedReads,
@@ -106,7 +106,7 @@ impl DiskShuffle {
             streams: RwLock::new(Streams::new(extents)),
             logs: RwLock::default(),
             published_bytes: AtomicU64::new(0),
-            purge_is_noted: AtomicBool::new(false),
+            purge_is_logged: AtomicBool::new(false),
             forgotten_bytes: OnceLock::new(),
             failed_reads: FailedReads::default(),
             damaged: DamagedBlocks::default(),
@@ -125,15 +125,15 @@ impl DiskShuffle {
         Incarnation { key: self.key.clone(), number: self.incarnation }
     }
 
-    /// See [`DiskShuffle::set_purge_noted`].
-    pub(in crate::store) fn purge_is_noted(&self) -> bool {
-        self.purge_is_noted.load(Ordering::Acquire)
+    /// See [`DiskShuffle::set_purge_logged`].
+    pub(in crate::store) fn purge_is_logged(&self) -> bool {
+        self.purge_is_logged.load(Ordering::Acquire)
     }
 
     /// Marks the purge as logged. Its files may be removed once its extents are
     /// [dropped](DiskShuffle::set_forgotten) too.
-    pub(in crate::store) fn set_purge_noted(&self) {
-        self.purge_is_noted.store(true, Ordering::Release);
+    pub(in crate::store) fn set_purge_logged(&self) {
+        self.purge_is_logged.store(true, Ordering::Release);
     }
 
     /// Marks its extents as dropped from shared state. `bytes` is its payload by disk.

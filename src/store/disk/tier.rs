@@ -174,7 +174,7 @@ impl MetadataTier for LocalStore {
         app: &'a AppId,
         key: Option<&'a ShuffleKey>,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.purges_noted(app, key).boxed()
+        self.purges_logged(app, key).boxed()
     }
 
     fn leave(&self, key: &ShuffleKey) {

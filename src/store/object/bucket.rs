@@ -301,7 +301,7 @@ impl Bucket {
         let root = &self.core.settings.root;
         let mut listed = self.core.store.list(Some(&path_of(root)));
         let answer = listed.next().await.transpose();
-        if self.core.noted(root, answer).is_ok() {
+        if self.core.observe(root, answer).is_ok() {
             tracing::info!("object store responds again");
         }
     }

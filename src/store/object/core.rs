@@ -155,7 +155,7 @@ impl ObjectCore {
     }
 
     /// Records the result of a call for the object `key`, and converts its error.
-    pub(in crate::store) fn noted<T>(
+    pub(in crate::store) fn observe<T>(
         &self,
         key: &str,
         result: object_store::Result<T>,
@@ -190,7 +190,7 @@ impl SavedSettings for ObjectCore {
             let (root, mut starts) = (&self.settings.root, Vec::new());
             let prefix = settings_prefix(root);
             let mut listed = self.store.list(Some(&path_of(&prefix)));
-            while let Some(object) = self.noted(&prefix, listed.try_next().await)? {
+            while let Some(object) = self.observe(&prefix, listed.try_next().await)? {
                 if let Some(Name::Settings(start)) = parse_key(root, object.location.as_ref()) {
                     starts.push(start);
                 }
@@ -199,7 +199,7 @@ impl SavedSettings for ObjectCore {
             let Some(latest) = starts.pop() else { return Ok(None) };
             let key = settings_key(root, latest);
             let answer = async { self.store.get(&path_of(&key)).await?.bytes().await };
-            let text = self.noted(&key, answer.await)?;
+            let text = self.observe(&key, answer.await)?;
             for start in starts {
                 // The next start deletes the rest.
                 let _: Result<(), _> = self.store.delete(&path_of(&settings_key(root, start))).await;
@@ -214,7 +214,7 @@ impl SavedSettings for ObjectCore {
             self.require_claim().await?;
             let key = settings_key(&self.settings.root, self.claim.start());
             let put = self.store.put(&path_of(&key), text.into()).await;
-            self.noted(&key, put).map(drop)
+            self.observe(&key, put).map(drop)
         };
         save.boxed()
     }

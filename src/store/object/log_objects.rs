@@ -26,7 +26,7 @@ impl StoredLog {
         let core = &self.0;
         let key = log_key(&core.settings.root, object, copy);
         let put = core.store.put(&path_of(&key), bytes.into()).await;
-        core.noted(&key, put)?;
+        core.observe(&key, put)?;
         core.metrics.pages.inc();
         Ok(())
     }
@@ -45,7 +45,7 @@ impl StoredLog {
         let core = &self.0;
         let key = log_key(&core.settings.root, object, copy);
         let answer = async { core.store.get(&path_of(&key)).await?.bytes().await };
-        match core.noted(&key, answer.await) {
+        match core.observe(&key, answer.await) {
             Ok(bytes) => Ok(Some(bytes)),
             Err(error) if error.kind == StoreErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
@@ -56,7 +56,7 @@ impl StoredLog {
         let (core, mut all) = (&self.0, Vec::new());
         let prefix = log_prefix(&core.settings.root);
         let mut listed = core.store.list(Some(&path_of(&prefix)));
-        while let Some(it) = core.noted(&prefix, listed.try_next().await)? {
+        while let Some(it) = core.observe(&prefix, listed.try_next().await)? {
             match parse_key(&core.settings.root, it.location.as_ref()) {
                 Some(Name::Log(object, copy)) => all.push(ListedObject { object, copy, bytes: it.size }),
                 Some(Name::Segment(..) | Name::Settings(_)) | None => {}

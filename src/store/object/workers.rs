@@ -48,7 +48,7 @@ pub struct RemovalReport {
 
 /// Returns the workers that have objects.
 pub(in crate::store) async fn list(core: &ObjectCore) -> Result<Vec<WorkerObjects>, StoreError> {
-    let top = core.noted("", core.store.list_with_delimiter(None).await)?;
+    let top = core.observe("", core.store.list_with_delimiter(None).await)?;
     let mut workers = Vec::new();
     for prefix in top.common_prefixes {
         let root = prefix.as_ref();
@@ -58,7 +58,7 @@ pub(in crate::store) async fn list(core: &ObjectCore) -> Result<Vec<WorkerObject
         let mut of_it = WorkerObjects { worker, is_own, objects, bytes, shuffles, newest_unix_ms };
         let mut seen = HashSet::new();
         let mut listed = core.store.list(Some(&prefix));
-        while let Some(object) = core.noted(root, listed.try_next().await)? {
+        while let Some(object) = core.observe(root, listed.try_next().await)? {
             let Some(name) = parse_key(root, object.location.as_ref()) else { continue };
             of_it.objects += 1;
             of_it.bytes += object.size;
@@ -87,7 +87,7 @@ pub(in crate::store) async fn remove(core: &ObjectCore, root: &str) -> Result<Re
     }
     let (mut log, mut segments, mut is_more) = (Vec::new(), Vec::new(), false);
     let mut listed = core.store.list(Some(&path_of(root)));
-    while let Some(object) = core.noted(root, listed.try_next().await)? {
+    while let Some(object) = core.observe(root, listed.try_next().await)? {
         let Some(name) = parse_key(root, object.location.as_ref()) else { continue };
         let found = if matches!(name, Name::Log(..)) { &mut log } else { &mut segments };
         match found.len() < REMOVED_AT_ONCE {

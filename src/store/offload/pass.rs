@@ -100,11 +100,11 @@ struct Runs {
 struct PassRead {
     run: Run,
     /// Remaining extents, with their records.
-    left: VecDeque<(Extent, Bytes)>,
+    extents: VecDeque<(Extent, Bytes)>,
     /// Base of the current extent.
     base: u64,
     /// Remaining bytes of the current extent.
-    left_bytes: u64,
+    remaining_bytes: u64,
     /// Remainder of the last chunk.
     chunk: Bytes,
     data: DataRead,
@@ -124,15 +124,17 @@ impl Runs {
         let charge = self.charge.budget().force_charge(run.extents.iter().map(Extent::records_bytes).sum());
         let mut data = self.chosen.data(&run);
         let opened = async {
-            let mut left = VecDeque::with_capacity(run.extents.len());
+            let mut extents = VecDeque::with_capacity(run.extents.len());
             for extent in &run.extents {
-                left.push_back((*extent, self.chosen.records(extent).await?));
+                extents.push_back((*extent, self.chosen.records(extent).await?));
             }
             let chunk = data.next_chunk(&self.buffers).await?.unwrap_or_default();
-            Ok((left, chunk))
+            Ok((extents, chunk))
         };
         match opened.await {
-            Ok((left, chunk)) => Ok(PassRead { run, left, base: 0, left_bytes: 0, chunk, data, charge }),
+            Ok((extents, chunk)) => {
+                Ok(PassRead { run, extents, base: 0, remaining_bytes: 0, chunk, data, charge })
+            }
             Err(error) => Err((run, error)),
         }
     }
@@ -149,8 +151,8 @@ impl Runs {
     /// Returns the next extent of the current run, or `None` at its end.
     fn next_of_run(&mut self) -> Option<ExtentIndex> {
         let reading = self.reading.as_mut()?;
-        let (extent, records) = reading.left.pop_front()?;
-        (reading.base, reading.left_bytes) = (extent.base, extent.length);
+        let (extent, records) = reading.extents.pop_front()?;
+        (reading.base, reading.remaining_bytes) = (extent.base, extent.length);
         self.given_bytes += records.len() as u64;
         self.charge.merge(reading.charge.split_up_to(records.len() as u64));
         let Extent { base, length, blocks, records_crc, .. } = extent;
@@ -190,9 +192,9 @@ impl ExtentSource for Runs {
                 }
                 reading.chunk = chunk?.unwrap_or_default();
             }
-            let left = usize::try_from(reading.left_bytes).unwrap_or(usize::MAX);
+            let left = usize::try_from(reading.remaining_bytes).unwrap_or(usize::MAX);
             let bytes = reading.chunk.split_to(left.min(reading.chunk.len()));
-            reading.left_bytes -= bytes.len() as u64;
+            reading.remaining_bytes -= bytes.len() as u64;
             Ok((!bytes.is_empty()).then_some(bytes))
         };
         next.boxed()

@@ -165,16 +165,16 @@ struct StreamRuns {
     local: Arc<LocalStore>,
     object: Arc<Bucket>,
     view: StreamView,
-    left: Remaining,
+    remaining: Remaining,
     /// Reader of the current run.
     run: Option<Box<dyn ChunkRead>>,
     has_failed: bool,
 }
 
 impl StreamRuns {
-    fn open(tier: &OffloadTier, view: StreamView, left: Remaining) -> Result<Box<Self>, StoreError> {
+    fn open(tier: &OffloadTier, view: StreamView, remaining: Remaining) -> Result<Box<Self>, StoreError> {
         let (local, object) = (Arc::clone(&tier.local), Arc::clone(&tier.object));
-        let mut runs = Self { local, object, view, left, run: None, has_failed: false };
+        let mut runs = Self { local, object, view, remaining, run: None, has_failed: false };
         runs.open_next()?;
         Ok(Box::new(runs))
     }
@@ -182,7 +182,7 @@ impl StreamRuns {
     /// Opens the next run. Returns false at the end.
     fn open_next(&mut self) -> Result<bool, StoreError> {
         let (view, extents) = (&self.view, || self.view.extents.clone());
-        let run: Box<dyn ChunkRead> = match &mut self.left {
+        let run: Box<dyn ChunkRead> = match &mut self.remaining {
             Remaining::Index(next) => {
                 let Some(run) = view.run_at(*next) else { return Ok(false) };
                 *next = run.extents.end;
@@ -206,7 +206,7 @@ impl StreamRuns {
     /// Takes a new snapshot. Returns whether the next byte of data was on a disk before and is in
     /// an object now.
     fn has_offloaded(&mut self) -> Result<bool, StoreError> {
-        let Remaining::Data(range) = &self.left else { return Ok(false) };
+        let Remaining::Data(range) = &self.remaining else { return Ok(false) };
         let was_in_object = self.view.run_in(range).1;
         self.view = self.view.again(range)?;
         Ok(!was_in_object && self.view.run_in(range).1)
@@ -222,7 +222,7 @@ impl StreamRuns {
             };
             match run.next_chunk(buffers).await {
                 Ok(Some(chunk)) => {
-                    if let Remaining::Data(range) = &mut self.left {
+                    if let Remaining::Data(range) = &mut self.remaining {
                         range.start += chunk.len() as u64;
                     }
                     return Ok(Some(chunk));

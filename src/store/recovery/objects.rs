@@ -135,7 +135,7 @@ async fn list(core: &ObjectCore) -> Result<(Listed, Option<ObjectMeta>), StoreEr
     let root = &core.settings.root;
     let ((mut segments, mut log), mut claim): (Listed, _) = Default::default();
     let mut listed = core.store.list(Some(&path_of(root)));
-    while let Some(object) = core.noted(root, listed.try_next().await)? {
+    while let Some(object) = core.observe(root, listed.try_next().await)? {
         let key = object.location.as_ref();
         match parse_key(root, key) {
             Some(Name::Segment(name, number)) => {

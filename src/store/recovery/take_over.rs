@@ -132,7 +132,7 @@ impl LocalStore {
     ///
     /// # Errors
     /// A purge cannot be logged now. It is retried periodically.
-    pub(in crate::store) async fn purges_noted(
+    pub(in crate::store) async fn purges_logged(
         &self,
         app: &AppId,
         key: Option<&ShuffleKey>,
@@ -158,7 +158,7 @@ impl LocalStore {
 
     async fn note_purge(&self, shuffle: &DiskShuffle) {
         match self.metadata.purge(shuffle.incarnation()).await {
-            Ok(_) => shuffle.set_purge_noted(),
+            Ok(_) => shuffle.set_purge_logged(),
             Err(error) => {
                 tracing::warn!(
                     shuffle = %shuffle.key,

@@ -1,13 +1,13 @@
 //! Removal of shuffles from the disks without delaying writers.
 //!
 //! A shuffle is first detached from readers and writers. Then its directories wait in the deletion
-//! queue of each disk. A file system may take seconds to free a large log, above all if mounted
-//! with `discard`, and writes to the device wait meanwhile. Directories are therefore deleted in
+//! queue of each disk. Writes to a device wait while its file system frees a large log, which may
+//! take seconds, above all with the mount option `discard`. Directories are therefore deleted in
 //! parts, one at a time per disk.
 //!
 //! While batches are written to the disk, a pause follows each part and is longer than the part
-//! took, unless the disk is short of space. A worker that hands over starts no further part: its
-//! successor empties the trash.
+//! took, unless the disk is short of space. A process that hands over to a successor starts no
+//! further part: the successor empties the trash.
 
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -35,7 +35,7 @@ const PART_TIMEOUT: Duration = Duration::from_secs(600);
 /// Throttle: length of a pause relative to the part before it. Three quarters of the time are left
 /// to writes.
 const PAUSE_FACTOR: u32 = 3;
-/// Minimum pause: a file system discards freed blocks only after the call.
+/// Minimum pause: the file system discards freed blocks only after the deletion has returned.
 const PAUSE_MIN: Duration = Duration::from_millis(10);
 /// Maximum pause.
 const PAUSE_MAX: Duration = Duration::from_millis(500);
@@ -117,8 +117,8 @@ impl DeletionQueue {
         self.0.lock().shuffles.push_back(shuffle);
     }
 
-    /// Adds `app` and starts a worker. Returns `None` if enough workers run: they continue until no
-    /// entry is ready.
+    /// Adds `app` and returns a new worker. Returns `None` if [`WORKERS_MAX`] workers run already:
+    /// they continue until no entry is ready.
     pub(in crate::store) fn begin(&self, app: Option<&AppId>) -> Option<DeletionWorker<'_>> {
         let mut queued = self.0.lock();
         queued.apps.extend(app.cloned());
@@ -126,8 +126,8 @@ impl DeletionQueue {
             return None;
         }
         queued.workers += 1;
-        let (left, failed) = (VecDeque::new(), VecDeque::new());
-        Some(DeletionWorker { queue: self, left, failed, is_counted: true })
+        let (remaining, failed) = (VecDeque::new(), VecDeque::new());
+        Some(DeletionWorker { queue: self, remaining, failed, is_counted: true })
     }
 }
 
@@ -136,9 +136,11 @@ impl DeletionQueue {
 #[derive(Debug)]
 pub(in crate::store) struct DeletionWorker<'a> {
     queue: &'a DeletionQueue,
-    left: VecDeque<Arc<DiskShuffle>>,
+    /// Shuffles that this worker is to delete.
+    remaining: VecDeque<Arc<DiskShuffle>>,
     /// Shuffles that this worker does not retry.
     failed: VecDeque<Arc<DiskShuffle>>,
+    /// True while `Queued::workers` counts this worker.
     is_counted: bool,
 }
 
@@ -153,11 +155,11 @@ impl DeletionWorker<'_> {
         queued.shuffles.retain(|shuffle| {
             let takes = is_ready(shuffle);
             if takes {
-                self.left.push_back(Arc::clone(shuffle));
+                self.remaining.push_back(Arc::clone(shuffle));
             }
             !takes
         });
-        if self.left.is_empty() && queued.apps.is_empty() {
+        if self.remaining.is_empty() && queued.apps.is_empty() {
             // Decremented under the lock: a caller that found enough workers relies on one that
             // checks again.
             queued.workers -= usize::from(std::mem::take(&mut self.is_counted));
@@ -168,12 +170,12 @@ impl DeletionWorker<'_> {
 
     /// Returns the next shuffle.
     pub(in crate::store) fn next(&self) -> Option<Arc<DiskShuffle>> {
-        self.left.front().map(Arc::clone)
+        self.remaining.front().map(Arc::clone)
     }
 
     /// Finishes the next shuffle.
     pub(in crate::store) fn done(&mut self, is_removed: bool) {
-        let next = self.left.pop_front();
+        let next = self.remaining.pop_front();
         self.failed.extend(next.filter(|_| !is_removed));
     }
 }
@@ -182,7 +184,7 @@ impl Drop for DeletionWorker<'_> {
     fn drop(&mut self) {
         let mut queued = self.queue.0.lock();
         queued.shuffles.append(&mut self.failed);
-        queued.shuffles.append(&mut self.left);
+        queued.shuffles.append(&mut self.remaining);
         queued.workers -= usize::from(self.is_counted);
     }
 }

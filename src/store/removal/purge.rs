@@ -41,7 +41,7 @@ impl LocalStore {
     async fn run_deletes(&self, disk: &LocalDisk, app: Option<&AppId>) {
         // A purge that is not ready yet processes the queue itself later.
         let is_ready =
-            |shuffle: &DiskShuffle| shuffle.forgotten_bytes(disk).is_some() && shuffle.purge_is_noted();
+            |shuffle: &DiskShuffle| shuffle.forgotten_bytes(disk).is_some() && shuffle.purge_is_logged();
         let Some(mut work) = self.deletions[disk.index].begin(app) else { return };
         while let Some(mut emptied) = work.take(is_ready) {
             while let Some(shuffle) = work.next() {

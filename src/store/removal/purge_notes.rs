@@ -27,8 +27,8 @@ struct PendingPurges {
 }
 
 impl PendingPurges {
-    fn forget_noted(&mut self) {
-        self.shuffles.retain(|shuffle| !shuffle.purge_is_noted());
+    fn forget_logged(&mut self) {
+        self.shuffles.retain(|shuffle| !shuffle.purge_is_logged());
     }
 }
 
@@ -41,13 +41,13 @@ impl PurgeNotes {
     /// Returns the incarnations whose purge is not logged.
     pub(super) fn incarnations(&self) -> Vec<u64> {
         let pending = self.pending.lock();
-        pending.shuffles.iter().filter(|it| !it.purge_is_noted()).map(|it| it.incarnation).collect()
+        pending.shuffles.iter().filter(|it| !it.purge_is_logged()).map(|it| it.incarnation).collect()
     }
 
     /// Returns whether a purge of `app`, or of `key` if given, is not logged.
     pub(in crate::store) fn has(&self, app: &AppId, key: Option<&ShuffleKey>) -> bool {
         let is_of = |it: &Arc<DiskShuffle>| it.key.app == *app && key.is_none_or(|key| it.key == *key);
-        self.pending.lock().shuffles.iter().any(|it| is_of(it) && !it.purge_is_noted())
+        self.pending.lock().shuffles.iter().any(|it| is_of(it) && !it.purge_is_logged())
     }
 
     /// Returns whether all purges are logged.
@@ -70,7 +70,7 @@ impl PurgeNotes {
         }
         let (round, shuffles) = self.begin();
         note(shuffles).await;
-        self.pending.lock().forget_noted();
+        self.pending.lock().forget_logged();
         *ended = round;
     }
 
@@ -79,7 +79,7 @@ impl PurgeNotes {
     fn begin(&self) -> (u64, Vec<Arc<DiskShuffle>>) {
         let mut pending = self.pending.lock();
         // Removes purges that a cancelled round has logged.
-        pending.forget_noted();
+        pending.forget_logged();
         pending.begun += 1;
         (pending.begun, pending.shuffles.clone())
     }

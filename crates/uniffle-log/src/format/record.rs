@@ -119,7 +119,7 @@ impl Record {
     /// # Errors
     /// The bytes are not a record, or a later program version wrote them.
     pub fn decode(bytes: &[u8]) -> Result<Self, LogError> {
-        let malformed = || LogError::told("record is malformed");
+        let malformed = || LogError::other("record is malformed");
         let (&[kind, version], fields) = bytes.split_first_chunk::<2>().ok_or_else(malformed)?;
         let record = match (kind, version) {
             (REGISTRATION, VERSION | REPLACES) => whole(fields).map(Self::Registration),
@@ -131,7 +131,7 @@ impl Record {
                 .map(Self::Report),
             _ => {
                 let text = format!("record has unknown kind {kind} and version {version}");
-                return Err(LogError::told(&text));
+                return Err(LogError::other(&text));
             }
         };
         record.ok_or_else(malformed)

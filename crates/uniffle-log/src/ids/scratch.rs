@@ -82,14 +82,14 @@ pub(crate) struct ScratchFile {
 
 impl ScratchFile {
     pub(crate) async fn write(&self, bytes: Vec<u8>, offset: u64) -> io::Result<()> {
-        self.noted(within(self.deadline, self.writer.write_at(vec![Bytes::from(bytes)], offset)).await)
+        self.observe(within(self.deadline, self.writer.write_at(vec![Bytes::from(bytes)], offset)).await)
     }
 
     pub(crate) async fn read(&self, length: usize, offset: u64) -> io::Result<Bytes> {
-        self.noted(within(self.deadline, self.reader.read_range(offset..offset + length as u64)).await)
+        self.observe(within(self.deadline, self.reader.read_range(offset..offset + length as u64)).await)
     }
 
-    fn noted<T>(&self, done: io::Result<T>) -> io::Result<T> {
+    fn observe<T>(&self, done: io::Result<T>) -> io::Result<T> {
         done.map_err(|error| {
             self.directory.note(&error);
             io::Error::new(error.kind(), format!("{}: {error}", self.directory.label))

@@ -45,7 +45,7 @@ pub struct Shipper(Arc<ShipperState>);
 /// Waits for the store until [`WAIT_MAX`].
 async fn answer(waiting: oneshot::Receiver<Result<(), LogError>>) -> Result<(), LogError> {
     match timeout(WAIT_MAX, waiting).await {
-        Ok(answered) => answered.unwrap_or_else(|_| Err(LogError::told("the worker is stopping"))),
+        Ok(answered) => answered.unwrap_or_else(|_| Err(LogError::other("the worker is stopping"))),
         Err(_elapsed) => {
             let text = format!("the object store has not answered for {} s", WAIT_MAX.as_secs());
             Err(LogError::of(io::ErrorKind::TimedOut, &text))
@@ -89,7 +89,7 @@ impl Shipper {
                 () = cancelled => {}
                 () = shipping => {}
             }
-            ending.end(LogError::told("the worker is stopping"));
+            ending.end(LogError::other("the worker is stopping"));
         });
         Self(shared)
     }

@@ -117,9 +117,9 @@ impl MetadataWriter {
             if places.is_empty() {
                 let nothing = || match self.unread.values().next() {
                     Some(unread) => {
-                        LogError::told(&format!("{unread}; nothing is acknowledged until it is readable"))
+                        LogError::other(&format!("{unread}; nothing is acknowledged until it is readable"))
                     }
-                    None => LogError::told("no data directory is writable"),
+                    None => LogError::other("no data directory is writable"),
                 };
                 return Err(last_error.unwrap_or_else(nothing));
             }
@@ -128,7 +128,7 @@ impl MetadataWriter {
                 .iter()
                 .map(|at| (self.directories[*at].uuid, self.directories[*at].label.clone()))
                 .collect();
-            let members = members_after(&self.epoch, &named).map_err(|text| LogError::told(&text))?;
+            let members = members_after(&self.epoch, &named).map_err(|text| LogError::other(&text))?;
             let is_whole = members.len() == usable.len();
             let epoch = self.next_epoch(members, &places, is_whole);
             self.generation += 1;

@@ -43,7 +43,7 @@ fn wants_new_file(error: &io::Error) -> bool {
 /// Returns the error of an entry whose incarnation is outdated.
 fn outdated(entry: &FrameContent) -> LogError {
     let shuffle = entry.shuffle().map(|it| it.key.to_string()).unwrap_or_default();
-    LogError::told(&format!(
+    LogError::other(&format!(
         "{shuffle} was registered again or unregistered in metadata that could not be read at the start; restart \
          the worker, or unregister the shuffle"
     ))
@@ -282,7 +282,7 @@ impl MetadataWriter {
     /// Returns where the complete log can be read now, and its living shuffles.
     fn snapshot(&self) -> Result<Snapshot, LogError> {
         if !self.is_open {
-            return Err(LogError::told("the metadata log is not writable"));
+            return Err(LogError::other("the metadata log is not writable"));
         }
         let sources = std::iter::once(&self.source).chain(&self.others).cloned().collect();
         let (directories, deadline) = (self.directories.clone(), self.deadlines.name);
@@ -296,7 +296,7 @@ impl MetadataWriter {
     /// Returns the hand-off record for a successor.
     fn hand_off(&self) -> Result<HandOff, LogError> {
         if !self.is_open {
-            return Err(LogError::told("the metadata log is not writable"));
+            return Err(LogError::other("the metadata log is not writable"));
         }
         let (epoch, frames, generation) = (self.epoch.id, self.encoder.count(), self.generation);
         Ok(HandOff { epoch, frames, generation })
@@ -373,7 +373,7 @@ impl MetadataWriter {
                     return entries.iter().map(|_| Err(error.clone())).collect();
                 }
             }
-            let too_long = || LogError::told("the metadata record is too long");
+            let too_long = || LogError::other("the metadata record is too long");
             let written = entries.iter().zip(&sizes).filter(|(_, size)| size.is_some());
             let position = self.shipper.as_ref().map_or(0, |it| it.add(written.map(|it| it.0.clone())));
             return sizes.into_iter().map(|size| size.map(|_| position).ok_or_else(too_long)).collect();

@@ -115,7 +115,7 @@ struct Cancellations {
     scanner: FrameScanner,
     per_poll: usize,
     /// Number of cancellations that this poll may still read.
-    left: usize,
+    remaining: usize,
     /// Bytes behind the last admitted cancellation.
     held: Bytes,
 }
@@ -124,10 +124,10 @@ impl Cancellations {
     /// Returns how many of `bytes` this poll may read.
     fn admit(&mut self, bytes: &[u8]) -> usize {
         let mut admitted = 0;
-        while admitted < bytes.len() && self.left > 0 {
+        while admitted < bytes.len() && self.remaining > 0 {
             let (taken, ended) = self.scanner.advance(&bytes[admitted..]);
             admitted += taken;
-            self.left -= usize::from(ended == Some(RST_STREAM));
+            self.remaining -= usize::from(ended == Some(RST_STREAM));
         }
         admitted
     }
@@ -136,7 +136,7 @@ impl Cancellations {
 impl<S: AsyncRead + Unpin> SharedIo<S> {
     fn read(&mut self, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let Self { stream, cancellations, .. } = self;
-        if cancellations.left == 0 {
+        if cancellations.remaining == 0 {
             context.waker().wake_by_ref();
             return Poll::Pending;
         }
@@ -244,7 +244,7 @@ pub(in crate::listeners::grpc) fn coalescing<S>(
     let cancellations = Cancellations {
         scanner: FrameScanner::default(),
         per_poll: cancellations_per_poll,
-        left: cancellations_per_poll,
+        remaining: cancellations_per_poll,
         held: Bytes::new(),
     };
     let (buffers, collected) = (Arc::clone(buffers), None);
@@ -277,7 +277,7 @@ impl<S: AsyncWrite + Unpin> CoalescingWriter<S> {
     ) -> Poll<F::Output> {
         let mut shared = self.0.lock();
         (shared.taken, shared.is_blocked) = (0, false);
-        shared.cancellations.left = shared.cancellations.per_poll;
+        shared.cancellations.remaining = shared.cancellations.per_poll;
         drop(shared);
         let polled = connection.poll(context);
         let mut shared = self.0.lock();

@@ -273,10 +273,12 @@ pub(in crate::listeners::grpc) fn from_chunks<C: Chunks>(
     let start = Streaming::Head(head, payload_bytes, chunks, until_sent);
     let frames = stream::unfold(start, |state| async {
         match state {
-            Streaming::Head(head, left, chunks, until_sent) => {
-                Some((Frame::data(head), Streaming::Payload(left, chunks, Some(until_sent))))
+            Streaming::Head(head, remaining, chunks, until_sent) => {
+                Some((Frame::data(head), Streaming::Payload(remaining, chunks, Some(until_sent))))
             }
-            Streaming::Payload(left, chunks, until_sent) => Some(next_frame(left, chunks, until_sent).await),
+            Streaming::Payload(remaining, chunks, until_sent) => {
+                Some(next_frame(remaining, chunks, until_sent).await)
+            }
             Streaming::Done => None,
         }
     });
@@ -318,7 +320,7 @@ fn steps(frame: Frame<Bytes>) -> impl Iterator<Item = Frame<Bytes>> {
 }
 
 async fn next_frame<C: Chunks, T: Send + 'static>(
-    left: u64,
+    remaining: u64,
     mut chunks: C,
     mut until_sent: Option<T>,
 ) -> (Frame<Bytes>, Streaming<C, T>) {
@@ -326,15 +328,15 @@ async fn next_frame<C: Chunks, T: Send + 'static>(
     let next = chunks.next().await;
     drop(own_time);
     let failed = match next {
-        None if left == 0 => return (Frame::trailers(ok_trailers()), Streaming::Done),
-        None => format!("data ended {left} bytes early"),
-        Some(Ok(chunk)) => match left.checked_sub(chunk.len() as u64) {
-            Some(left) => {
-                let chunk = match until_sent.take_if(|_| left == 0) {
+        None if remaining == 0 => return (Frame::trailers(ok_trailers()), Streaming::Done),
+        None => format!("data ended {remaining} bytes early"),
+        Some(Ok(chunk)) => match remaining.checked_sub(chunk.len() as u64) {
+            Some(remaining) => {
+                let chunk = match until_sent.take_if(|_| remaining == 0) {
                     Some(until_sent) => last_bytes(chunk, until_sent),
                     None => chunk,
                 };
-                return (Frame::data(chunk), Streaming::Payload(left, chunks, until_sent));
+                return (Frame::data(chunk), Streaming::Payload(remaining, chunks, until_sent));
             }
             None => "data is longer than announced".to_owned(),
         },

@@ -292,7 +292,7 @@ impl ChunkRead for DataRead {
 
     /// Returns 0 also if the disk of the next chunk has no capacity.
     fn next_room(&self) -> usize {
-        if !self.ready.is_empty() || self.progress.left() == 0 {
+        if !self.ready.is_empty() || self.progress.remaining() == 0 {
             return 0;
         }
         // A direct read may begin and end within a block.

@@ -43,7 +43,7 @@ async fn new_shuffle_survives_power_loss_without_synced_data() {
         let recovered = recover(&store).await;
         assert_eq!(records_of(&recovered, &old), (vec![Bytes::from_static(b"old")], None));
         assert_eq!(records_of(&recovered, &young).0, [&b"registered"[..], b"reported"]);
-        assert_eq!((records_of(&recovered, &young).1, store.metadata_gap()), (None, None), "all is proven");
+        assert_eq!((records_of(&recovered, &young).1, store.metadata_gap()), (None, None));
     }
 }
 
@@ -85,7 +85,7 @@ async fn successor_continues_the_log() {
         for (shuffle, record) in [(&first, b"first".as_slice()), (&second, b"second"), (&third, b"third")] {
             assert_eq!(records_of(&recovered, shuffle), (vec![Bytes::copy_from_slice(record)], None));
         }
-        assert_eq!(store.metadata_gap(), None, "all is proven");
+        assert_eq!(store.metadata_gap(), None);
         assert!(
             log_copies(disks).iter().all(|copy| !copies.contains(copy)),
             "no word is left for this start"
@@ -147,7 +147,7 @@ async fn changed_log_is_rewritten() {
     let copies = log_copies(disks);
     let store = successor(disks, hand_off.as_ref()).await;
     assert_eq!(records_of(&recover(&store).await, &second).0, [&b"second"[..]]);
-    assert!(log_copies(disks).iter().all(|copy| !copies.contains(copy)), "an old word");
+    assert!(log_copies(disks).iter().all(|copy| !copies.contains(copy)));
 }
 
 /// Recovery does not wait for the device. Records are read from the old copies, and the log is
@@ -157,7 +157,7 @@ async fn recovered_records_are_read_before_the_rewrite() {
     let disks = &disks::<2>();
     let (first, second) = (key("app", 1), key("app", 2));
     let store = store_on(disks).await;
-    assert!(store.metadata.is_begun(), "nothing was left");
+    assert!(store.metadata.is_begun());
     append_record(&store, &first, b"first").await;
     drop(store);
     let before = log_copies(disks);
@@ -170,11 +170,11 @@ async fn recovered_records_are_read_before_the_rewrite() {
     let store = store_on(disks).await;
     assert_eq!(records_of(&recover(&store).await, &first), (vec![Bytes::from_static(b"first")], None));
     assert!(store.metadata.is_begun());
-    assert!(log_copies(disks).iter().all(|copy| !before.contains(copy)), "written anew");
+    assert!(log_copies(disks).iter().all(|copy| !before.contains(copy)));
     drop(store);
     let store = store_on(disks).await;
     append_record(&store, &second, b"second").await;
-    assert!(store.metadata.is_begun(), "before the entry");
+    assert!(store.metadata.is_begun());
     let recovered = recover(&store).await;
     assert_eq!(records_of(&recovered, &first).0, [&b"first"[..]]);
     drop(store);
@@ -475,7 +475,7 @@ async fn records_are_read_from_the_other_copy_on_errors() {
 }
 
 async fn read_log(store: &LocalStore) -> Result<Vec<Bytes>, LogError> {
-    let (mut reader, mut records) = (store.metadata.said(), Vec::new());
+    let (mut reader, mut records) = (store.metadata.records(), Vec::new());
     while let Some((_, record)) = reader.next().await? {
         records.push(record);
     }
@@ -570,6 +570,6 @@ async fn data_without_a_metadata_log_is_incomplete() {
         assert!(gap.contains("without a metadata log") && gap.contains("unregister"), "{gap}");
         append_record(&store, &key("app", 2), b"registered").await;
         drop((recovered, store));
-        assert!(store_on(disks).await.metadata_gap().is_some(), "later starts know it");
+        assert!(store_on(disks).await.metadata_gap().is_some());
     }
 }

@@ -136,7 +136,7 @@ async fn successor_finishes_a_removal() {
     assert_eq!(store.core.metrics.deletion_failed.get(), 0, "an unfinished deletion counts as failed");
     store.purge_app(&key.app).await;
     store.maintain_once().await;
-    assert_eq!((left(&disk), store.core.metrics.deletion_failed.get()), (32, 0), "nor later");
+    assert_eq!((left(&disk), store.core.metrics.deletion_failed.get()), (32, 0));
     drop((writing, store));
     let successor = open(vec![disk.disk()]).await.unwrap();
     successor.maintain_once().await;
@@ -164,7 +164,7 @@ async fn sweep_spares_files_of_an_unlogged_purge() {
     drop(store.forget_shuffle(&key));
     store.sweep().await;
     assert_eq!(disk.app_files(), files);
-    store.purges_noted(&key.app, None).await.unwrap();
+    store.purges_logged(&key.app, None).await.unwrap();
     store.sweep().await;
     assert_eq!(disk.app_files(), Vec::<PathBuf>::new());
 }

@@ -73,7 +73,7 @@ impl RangeBody {
     }
 
     /// Returns the number of unread bytes.
-    pub(in crate::store::object) fn left(&self) -> u64 {
+    pub(in crate::store::object) fn remaining(&self) -> u64 {
         self.range.end - self.range.start
     }
 
@@ -95,7 +95,7 @@ impl RangeBody {
             self.received.advance(wanted);
             self.range.start += wanted as u64;
         }
-        if self.left() == 0
+        if self.remaining() == 0
             && (!self.received.is_empty() || self.next().await?.is_some_and(|it| !it.is_empty()))
         {
             return Err(wrong_answer(&self.key, "response has more bytes than requested"));
@@ -160,9 +160,9 @@ mod tests {
         let mut body = body(10..16, &[b"abcd", b"", b"ef"]);
         let (mut first, mut second) = ([0; 2], [0; 3]);
         body.fill(vec![room(10, &mut first)]).await.unwrap();
-        assert_eq!((body.at(), body.left()), (12, 4));
+        assert_eq!((body.at(), body.remaining()), (12, 4));
         body.fill(vec![room(13, &mut second)]).await.unwrap();
-        assert_eq!((&first, &second, body.left()), (b"ab", b"def", 0));
+        assert_eq!((&first, &second, body.remaining()), (b"ab", b"def", 0));
     }
 
     #[tokio::test]

@@ -100,7 +100,7 @@ impl ObjectDataRead {
 
     /// Returns the part of the range that was not read yet.
     fn range(&self) -> Range<u64> {
-        self.end - self.progress.left()..self.end
+        self.end - self.progress.remaining()..self.end
     }
 
     async fn read_chunk(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {

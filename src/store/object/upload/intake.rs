@@ -133,7 +133,7 @@ impl Uploads {
             let mut missing = numbers.await;
             core.require_claim().await?;
             let mut listed = core.store.list(Some(&path_of(&shuffle.prefix)));
-            while let Some(object) = core.noted(&shuffle.prefix, listed.try_next().await)? {
+            while let Some(object) = core.observe(&shuffle.prefix, listed.try_next().await)? {
                 if let Some(Name::Segment(_, number)) =
                     parse_key(&core.settings.root, object.location.as_ref())
                 {
@@ -142,7 +142,7 @@ impl Uploads {
             }
             let is_deleted = |number: u32| async move {
                 let key = shuffle.segment_key(number);
-                match core.noted(&key, core.store.head(&path_of(&key)).await) {
+                match core.observe(&key, core.store.head(&path_of(&key)).await) {
                     Ok(_) => Ok(None),
                     Err(error) if error.kind == StoreErrorKind::NotFound => Ok(Some(number)),
                     Err(error) => Err(error),

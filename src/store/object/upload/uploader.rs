@@ -216,7 +216,7 @@ impl<'a> Upload<'a> {
                 self.send(part).await?;
             }
             match self.parts.next().await {
-                Some(answer) => self.core.noted(&self.key, answer)?,
+                Some(answer) => self.core.observe(&self.key, answer)?,
                 None => break,
             }
         }
@@ -278,7 +278,7 @@ impl<'a> Upload<'a> {
             tokio::select! {
                 biased;
                 done = &mut what => return done,
-                Some(answer) = self.parts.next() => self.core.noted(&self.key, answer)?,
+                Some(answer) = self.parts.next() => self.core.observe(&self.key, answer)?,
             }
         }
     }
@@ -288,7 +288,7 @@ impl<'a> Upload<'a> {
         while self.parts.len() >= parts
             && let Some(answer) = self.parts.next().await
         {
-            self.core.noted(&self.key, answer)?;
+            self.core.observe(&self.key, answer)?;
         }
         Ok(())
     }
@@ -309,7 +309,7 @@ impl<'a> Upload<'a> {
     async fn send(&mut self, part: Vec<Bytes>) -> Result<(), StoreError> {
         if self.multipart.is_none() {
             let begun = self.core.store.put_multipart(&self.path).await;
-            self.multipart = Some(self.core.noted(&self.key, begun)?);
+            self.multipart = Some(self.core.observe(&self.key, begun)?);
         }
         if let Some(multipart) = &mut self.multipart {
             self.parts.push(multipart.put_part(payload(part)));
@@ -324,7 +324,7 @@ impl<'a> Upload<'a> {
             self.send(part).await?;
         }
         while let Some(answer) = self.parts.next().await {
-            self.core.noted(&self.key, answer)?;
+            self.core.observe(&self.key, answer)?;
         }
         let Some(multipart) = &mut self.multipart else { return Ok(()) };
         let completed = multipart.complete().await;
@@ -336,7 +336,7 @@ impl<'a> Upload<'a> {
     /// Handles the result of the request that creates the object. If it failed, only the response
     /// may be lost, so this asks the store whether the object exists.
     async fn landed<T>(&mut self, result: object_store::Result<T>, bytes: u64) -> Result<(), StoreError> {
-        let Err(error) = self.core.noted(&self.key, result) else { return Ok(()) };
+        let Err(error) = self.core.observe(&self.key, result) else { return Ok(()) };
         match self.core.store.head(&self.path).await {
             Ok(found) if found.size == bytes => {
                 tracing::info!(key = self.key, %error, "upload reported a failure, but the object exists");

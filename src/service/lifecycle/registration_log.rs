@@ -7,7 +7,7 @@
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use crate::app::{App, NextNote, NotedRegistrations, QuotaResource, Registration, ShuffleState};
+use crate::app::{App, LoggedRegistrations, NextRecord, QuotaResource, Registration, ShuffleState};
 use crate::log::{self, Record};
 use crate::store::{MetadataTier, RegistrationLog, RemoteStorage, StoreErrorKind, Tiers};
 use uniffle_wire::types::ShuffleKey;
@@ -62,14 +62,18 @@ impl NewRegistration {
 
     /// Returns the next record with its encoding and the digest of its data besides ranges, or
     /// `None` if there is nothing to write.
-    fn next(&self, shuffle: &ShuffleState, noted: &NotedRegistrations) -> Option<(NextNote, Vec<u8>, u64)> {
+    fn next(
+        &self,
+        shuffle: &ShuffleState,
+        logged: &LoggedRegistrations,
+    ) -> Option<(NextRecord, Vec<u8>, u64)> {
         let storage = self.remote.as_ref().map(|remote| &remote.storage);
         let storage = storage.and_then(|it| serde_json::to_vec(it).ok()).unwrap_or_default();
         let fields = Record::Registration(self.fields.clone()).encode();
         let digest = digest(&fields, &storage);
         let remote_ranges = self.remote.as_ref().map_or(&[][..], |remote| &remote.ranges);
         let bytes = (fields.len() + storage.len()) as u64;
-        let next = noted.next(&shuffle.partitions.ranges(), remote_ranges, digest, bytes)?;
+        let next = logged.next(&shuffle.partitions.ranges(), remote_ranges, digest, bytes)?;
         let remote = self.remote.as_ref().map(|remote| (&remote.storage, &next.remote_ranges));
         let remote_storage = remote.and_then(|it| serde_json::to_vec(&it).ok()).unwrap_or_default();
         let registration =
@@ -93,22 +97,27 @@ pub(super) async fn note_registration(
     let state = app.as_ref().and_then(|app| app.shuffle(key.shuffle));
     // The shuffle was unregistered meanwhile, so there is nothing to make durable.
     let (Some(log), Some(app), Some(state)) = (tier.metadata_log(key), app, state) else { return Ok(()) };
-    let mut noted = state.noted.lock().await;
-    let Some((next, record, digest)) = noting.next(&state, &noted) else { return Ok(()) };
-    check(&app, &noted, &next, record.len())?;
+    let mut logged = state.logged.lock().await;
+    let Some((next, record, digest)) = noting.next(&state, &logged) else { return Ok(()) };
+    check(&app, &logged, &next, record.len())?;
     let bytes = record.len() as u64;
-    match write(&*log, &state, &mut noted, record).await {
+    match write(&*log, &state, &mut logged, record).await {
         Err(error) if is_gone(&error) => return Ok(()),
         written => written?,
     }
-    noted.written(next, digest, bytes);
-    drop(noted);
+    logged.written(next, digest, bytes);
+    drop(logged);
     state.on_disk.set(|| tiers.occupied_bytes(key));
     Ok(())
 }
 
 /// Refuses a changed registration that makes the log grow beyond its application's limits.
-fn check(app: &App, noted: &NotedRegistrations, next: &NextNote, bytes: usize) -> Result<(), ServiceError> {
+fn check(
+    app: &App,
+    logged: &LoggedRegistrations,
+    next: &NextRecord,
+    bytes: usize,
+) -> Result<(), ServiceError> {
     if next.remote_ranges.len() > REMOTE_RANGES_MAX {
         return Err(ServiceError::FieldTooLarge {
             field: "partitionRanges",
@@ -117,7 +126,7 @@ fn check(app: &App, noted: &NotedRegistrations, next: &NextNote, bytes: usize) -
             max: REMOTE_RANGES_MAX,
         });
     }
-    if !noted.is_empty() {
+    if !logged.is_empty() {
         app.usage.check(QuotaResource::DiskBytes, bytes as u64)?;
     }
     Ok(())
@@ -126,16 +135,16 @@ fn check(app: &App, noted: &NotedRegistrations, next: &NextNote, bytes: usize) -
 async fn write(
     log: &dyn RegistrationLog,
     state: &ShuffleState,
-    noted: &mut NotedRegistrations,
+    logged: &mut LoggedRegistrations,
     record: Vec<u8>,
 ) -> Result<(), ServiceError> {
     // The mark is written first: a start that finds the registration then also finds why its
     // results are refused.
     if let Some(reason) = state.ledger.incomplete()
-        && noted.needs_mark()
+        && logged.needs_mark()
     {
         log.mark_incomplete(reason).await?;
-        noted.mark();
+        logged.mark();
     }
     Ok(log.append(record.into()).await?)
 }

@@ -1,29 +1,29 @@
-//! The part of a shuffle's registrations that the metadata log already has.
+//! The registrations of one shuffle that the metadata log already contains.
 //!
-//! A record holds only the data that the log lacks. When these records have become as long as one
-//! complete record, the next record is complete and replaces them. A shuffle's size in the log
-//! therefore follows its registered data, not the number of registrations.
+//! A record contains only data that the log lacks. When the partial records together are as long as
+//! a complete one, the next record is complete and replaces them. The size of a shuffle in the log
+//! therefore depends on its registered data, not on the number of registrations.
 
 use super::ranges::PartitionRanges;
 
 /// Registrations of one shuffle in the metadata log. The default describes a shuffle of which this
 /// process has written nothing.
 #[derive(Debug, Default)]
-pub struct NotedRegistrations {
+pub struct LoggedRegistrations {
     ranges: PartitionRanges,
     /// Ranges as sent, for remote directories.
     remote_ranges: Vec<(i32, i32)>,
-    /// Digest of the other registration data last written; 0 if nothing was written.
+    /// Digest of the last written registration data without ranges; 0 if nothing was written.
     digest: u64,
     /// Bytes of the records since the last complete one.
     bytes: u64,
-    /// True if results are refused and the log does not record yet why, for later starts.
+    /// True if results are refused and the log lacks the reason, which later starts need.
     needs_mark: bool,
 }
 
 /// Contents of the next record.
 #[derive(Debug, PartialEq)]
-pub struct NextNote {
+pub struct NextRecord {
     /// Partition ranges.
     pub ranges: PartitionRanges,
     /// Ranges as sent, for remote directories.
@@ -32,7 +32,7 @@ pub struct NextNote {
     pub replaces: bool,
 }
 
-impl NotedRegistrations {
+impl LoggedRegistrations {
     /// Returns the next record for a shuffle with `ranges`, of which a client sent `remote_ranges`.
     /// Returns `None` if the log has everything. `digest` covers all other data, which takes
     /// `bytes` bytes.
@@ -43,7 +43,7 @@ impl NotedRegistrations {
         remote_ranges: &[(i32, i32)],
         digest: u64,
         bytes: u64,
-    ) -> Option<NextNote> {
+    ) -> Option<NextRecord> {
         let new = ranges.minus(&self.ranges);
         let is_new = |range: &&(i32, i32)| self.remote_ranges.binary_search(range).is_err();
         let new_remote: Vec<_> = remote_ranges.iter().filter(is_new).copied().collect();
@@ -52,14 +52,14 @@ impl NotedRegistrations {
         }
         let all = bytes + RANGE_BYTES * (ranges.ranges() + self.remote_ranges.len()) as u64;
         if self.bytes < all {
-            return Some(NextNote { ranges: new, remote_ranges: new_remote, replaces: false });
+            return Some(NextRecord { ranges: new, remote_ranges: new_remote, replaces: false });
         }
         let remote_ranges = [&self.remote_ranges[..], &new_remote].concat();
-        Some(NextNote { ranges: ranges.clone(), remote_ranges, replaces: true })
+        Some(NextRecord { ranges: ranges.clone(), remote_ranges, replaces: true })
     }
 
     /// Records that a record of `bytes` bytes was written.
-    pub fn written(&mut self, note: NextNote, digest: u64, bytes: u64) {
+    pub fn written(&mut self, note: NextRecord, digest: u64, bytes: u64) {
         self.ranges.extend(&note.ranges);
         self.remote_ranges.extend(note.remote_ranges);
         self.remote_ranges.sort_unstable();
@@ -102,36 +102,36 @@ mod tests {
         PartitionRanges::parse(of).unwrap()
     }
 
-    fn note(noted: &mut NotedRegistrations, all: &PartitionRanges, digest: u64) -> Option<(u64, bool)> {
-        let next = noted.next(all, &[], digest, 100)?;
+    fn note(logged: &mut LoggedRegistrations, all: &PartitionRanges, digest: u64) -> Option<(u64, bool)> {
+        let next = logged.next(all, &[], digest, 100)?;
         let (written, replaces) = (next.ranges.count(), next.replaces);
-        noted.written(next, digest, 100);
+        logged.written(next, digest, 100);
         Some((written, replaces))
     }
 
     #[test]
     fn only_new_ranges_are_written() {
-        let mut noted = NotedRegistrations::default();
-        assert!(noted.is_empty());
-        assert_eq!(note(&mut noted, &ranges(&[(0, 9)]), 7), Some((10, false)));
-        assert_eq!(note(&mut noted, &ranges(&[(0, 9)]), 7), None);
-        assert_eq!(note(&mut noted, &ranges(&[(0, 12)]), 7), Some((3, false)));
+        let mut logged = LoggedRegistrations::default();
+        assert!(logged.is_empty());
+        assert_eq!(note(&mut logged, &ranges(&[(0, 9)]), 7), Some((10, false)));
+        assert_eq!(note(&mut logged, &ranges(&[(0, 9)]), 7), None);
+        assert_eq!(note(&mut logged, &ranges(&[(0, 12)]), 7), Some((3, false)));
     }
 
     #[test]
     fn alternating_registrations_are_merged_into_one() {
-        let (mut noted, all) = (NotedRegistrations::default(), ranges(&[(0, 9)]));
-        let written: Vec<_> = (0..6).map(|n| note(&mut noted, &all, 1 + n % 2).unwrap()).collect();
+        let (mut logged, all) = (LoggedRegistrations::default(), ranges(&[(0, 9)]));
+        let written: Vec<_> = (0..6).map(|n| note(&mut logged, &all, 1 + n % 2).unwrap()).collect();
         assert_eq!(written, [(10, false), (0, false), (10, true), (0, false), (0, false), (10, true)]);
     }
 
     #[test]
     fn remote_ranges_are_stored_as_sent() {
-        let (mut noted, all) = (NotedRegistrations::default(), ranges(&[(0, 9)]));
+        let (mut logged, all) = (LoggedRegistrations::default(), ranges(&[(0, 9)]));
         let mut sent = |range| {
-            let next = noted.next(&all, &[range], 7, 5)?;
+            let next = logged.next(&all, &[range], 7, 5)?;
             let remote = (next.remote_ranges.clone(), next.replaces);
-            noted.written(next, 7, 30);
+            logged.written(next, 7, 30);
             Some(remote)
         };
         assert_eq!(sent((0, 4)), Some((vec![(0, 4)], false)));
