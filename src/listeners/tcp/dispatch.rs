@@ -18,6 +18,7 @@ use uniffle_wire::DecodeError;
 use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
 use uniffle_wire::request::{MemoryRequest, ReadRequest};
+use uniffle_wire::types::AppId;
 
 use super::shared::{LISTENER, TcpListenerState};
 use super::writer::{Outbox, Outgoing, ReplyBody, ReplyGuard};
@@ -134,6 +135,14 @@ pub(super) fn may_take_long(shared: &TcpListenerState, answers: &ResponseWindow,
             shared.service.reads.may_take_long(&memory_request(&request, answers))
         }
         Ok(_) | Err(_) => false,
+    }
+}
+
+/// Returns the application of a memory read.
+pub(super) fn memory_reader(message: &[u8]) -> Option<AppId> {
+    match ReadRequest::decode(FrameType::Memory, message) {
+        Ok(ReadRequest::Memory(request)) => AppId::parse(request.target.app).ok(),
+        Ok(_) | Err(_) => None,
     }
 }
 

@@ -445,12 +445,12 @@ impl Frames {
         let (shared, outbox, answers) =
             (Arc::clone(&self.shared), self.outbox.clone(), self.limits.window().clone());
         self.connection.spawn_linked("tcp memory read", async move {
-            let pool = shared.pool.clone();
+            let (pool, app) = (shared.pool.clone(), dispatch::memory_reader(&message.bytes));
             // The work owns the guard and the charge, because it continues even if the connection
             // ends.
             let answer =
                 move || (dispatch::memory(&shared, &answers, id, &message.bytes), message.charge, guard);
-            if let Ok((TcpReply { head, body }, _charge, guard)) = pool.run(answer).await {
+            if let Ok((TcpReply { head, body }, _charge, guard)) = pool.run_for(app, answer).await {
                 outbox.post(Outgoing { head, body, guard });
             }
         });

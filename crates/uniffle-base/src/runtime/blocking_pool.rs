@@ -11,18 +11,20 @@
 use std::num::NonZero;
 use std::sync::Arc;
 
-use tokio::sync::Semaphore;
 use tokio::task::{JoinError, spawn_blocking};
+use uniffle_wire::types::AppId;
 
-/// Permits of one listener or service. Clones share them.
+use crate::sched::{FairSemaphore, Holder, Reserve};
+
+/// Permits of one listener or service, fair between applications. Clones share them.
 #[derive(Debug, Clone)]
-pub struct BlockingPool(Arc<Semaphore>);
+pub struct BlockingPool(Arc<FairSemaphore>);
 
 impl BlockingPool {
     /// Creates a pool that runs at most `permits` works at once.
     #[must_use]
     pub fn new(permits: usize) -> Self {
-        Self(Arc::new(Semaphore::new(permits)))
+        Self(FairSemaphore::new(permits as u64, Reserve::Nothing))
     }
 
     /// Creates a pool of one permit per core, from 2 to 8. More would not finish any sooner.
@@ -31,7 +33,7 @@ impl BlockingPool {
         Self::new(std::thread::available_parallelism().map_or(2, NonZero::get).clamp(2, 8))
     }
 
-    /// Runs `work` on a blocking thread once a permit is free.
+    /// Runs `work` on a blocking thread once a permit is free. Callers are served in order.
     ///
     /// # Errors
     /// If `work` panicked, or the runtime is shutting down.
@@ -39,8 +41,20 @@ impl BlockingPool {
         &self,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, JoinError> {
-        // Cannot fail: the semaphore is never closed.
-        let permit = Arc::clone(&self.0).acquire_owned().await;
+        self.run_for(None, work).await
+    }
+
+    /// Runs `work` of `app` like [`BlockingPool::run`]. The next permit is for the waiting
+    /// application with the fewest.
+    ///
+    /// # Errors
+    /// See [`BlockingPool::run`].
+    pub async fn run_for<T: Send + 'static>(
+        &self,
+        app: Option<AppId>,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, JoinError> {
+        let permit = self.0.acquire(&Holder { app, weight: 1 }, 1).await;
         let work = move || {
             let _permit = permit;
             work()
@@ -77,5 +91,32 @@ mod tests {
         ended.wait();
         assert_eq!(pool.run(|| 1).await.unwrap(), 1);
         assert_eq!(begun.load(Ordering::SeqCst), 1, "cancelled waiters run no work");
+    }
+
+    #[tokio::test]
+    async fn work_of_another_application_is_not_last() {
+        let (pool, ended) = (BlockingPool::new(1), Arc::new(Barrier::new(2)));
+        let app = |name| AppId::parse(name).ok();
+        let running = Arc::clone(&ended);
+        let mut first = Box::pin(pool.run_for(app("many"), move || {
+            running.wait();
+        }));
+        assert!(futures::poll!(&mut first).is_pending());
+        let order = Arc::new(parking_lot::Mutex::new(Vec::new()));
+        let work = |name| {
+            let order = Arc::clone(&order);
+            pool.run_for(app(name), move || order.lock().push(name))
+        };
+        let mut waiting: Vec<_> =
+            ["many", "many", "many", "other"].into_iter().map(|name| Box::pin(work(name))).collect();
+        for wait in &mut waiting {
+            assert!(futures::poll!(wait).is_pending());
+        }
+        ended.wait();
+        first.await.unwrap();
+        for ran in futures::future::join_all(waiting).await {
+            ran.unwrap();
+        }
+        assert_eq!(*order.lock(), ["many", "other", "many", "many"]);
     }
 }

@@ -11,7 +11,7 @@ use tonic::body::Body;
 use super::convert::refusal;
 use crate::listeners::grpc::transport::message::respond_message;
 use crate::listeners::grpc::transport::replies::{Chunks, Head, Payload, from_chunks, from_memory};
-use crate::listeners::grpc::transport::request_collector::{INLINE_BYTES_MAX, run_blocking};
+use crate::listeners::grpc::transport::request_collector::{INLINE_BYTES_MAX, run_blocking_for};
 use crate::metrics::TransitTimes;
 use crate::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,
@@ -22,6 +22,7 @@ use crate::service::{
     MemoryAnswer, MemoryReadRequest, ReadAhead, ReadLimits, ReadRange, RequestedPartition, ResponseWindow,
     Service,
 };
+use uniffle_wire::types::AppId;
 
 /// Payload fields of the three responses.
 const MEMORY_DATA: u32 = 2;
@@ -47,8 +48,9 @@ pub(in crate::listeners::grpc) async fn memory(
     let is_quick = filter_bytes <= INLINE_BYTES_MAX
         && !service.reads.may_take_long(&memory_request(&request, reading.window()));
     let (asked, answers) = (Arc::clone(service), reading.window().clone());
+    let app = if is_quick { None } else { AppId::parse(&request.app_id).ok() };
     let read = move || asked.reads.read_memory(memory_request(&request, &answers));
-    let read = run_blocking(pool, is_quick, read).await?;
+    let read = run_blocking_for(app, pool, is_quick, read).await?;
     match read {
         Ok(MemoryAnswer { read, may_copy, response_guard }) => {
             let head = Head::memory(&read.blocks, "OK", read.is_end);

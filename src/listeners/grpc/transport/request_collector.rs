@@ -27,6 +27,7 @@ use crate::runtime::BlockingPool;
 use uniffle_base::budget::heap::HeapFull;
 use uniffle_base::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use uniffle_base::sched::Permit;
+use uniffle_wire::types::AppId;
 
 /// First allocation for a message that arrives in pieces. It grows with the bytes that arrive.
 const COLLECT_BYTES: usize = 64 << 10;
@@ -287,11 +288,22 @@ pub(in crate::listeners::grpc) async fn run_blocking<T: Send + 'static>(
     is_small: bool,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Status> {
+    run_blocking_for(None, pool, is_small, work).await
+}
+
+/// Runs `work` of `app` here if it is small, otherwise in the pool `pool`, which is fair between
+/// applications.
+pub(in crate::listeners::grpc) async fn run_blocking_for<T: Send + 'static>(
+    app: Option<AppId>,
+    pool: &BlockingPool,
+    is_small: bool,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Status> {
     if is_small {
         return Ok(work());
     }
     let failed = |error| Status::internal(format!("task on a blocking thread failed: {error}"));
-    pool.run(work).await.map_err(failed)
+    pool.run_for(app, work).await.map_err(failed)
 }
 
 #[cfg(test)]
