@@ -29,9 +29,9 @@ const LAYERS: &[&[&str]] = &[
     &["telemetry"],
     &["build", "compat", "proto"],
     // `uniffle-base`.
-    &["budget"],
+    &["budget", "runtime"],
     &["sched"],
-    &["allocator", "log_limiter", "runtime"],
+    &["allocator", "log_limiter"],
     &["clock", "damage", "metrics", "schema"],
 ];
 
