@@ -3,7 +3,8 @@
 //!
 //! [`dashboards`] give metrics a second name, which [`view`] applies; a single further name is
 //! `also` in the table of a metric. [`http`] serves paths of the Java server, and [`NO_EFFECT`]
-//! lists keys. Nothing here makes decisions. Formats that clients use belong to the protocol and are elsewhere.
+//! lists keys. Nothing here makes decisions. Formats that clients use belong to the protocol and
+//! are elsewhere.
 
 pub(crate) mod dashboards;
 pub mod http;
