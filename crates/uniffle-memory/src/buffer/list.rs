@@ -1,8 +1,8 @@
 //! Committed blocks of one generation of a partition: records in commit order, their ids, and the
 //! chain with their bytes.
 //!
-//! A list is first active (blocks are appended) and then sealed (it never changes again). Sealing
-//! drops nothing, and releasing drops the whole list with its ids. A record has 32 bytes and an id
+//! A list is first active and then sealed. After the seal only blocks that were being written join,
+//! until the flush closes the batch. Sealing drops nothing, and releasing drops the whole list with its ids. A record has 32 bytes and an id
 //! 5 to 12. Records grow by quarters, so that the 64 bytes charged per block cover both.
 //! [`LIST_BYTES`] and [`SEGMENT_HEAP_BYTES`] cover the list itself and its segments.
 
@@ -14,6 +14,7 @@ use smallvec::SmallVec;
 
 use super::chain::{BlockFill, Chain, Supply};
 use crate::admission::metadata_reserve::MetadataReserve;
+use crate::admission::reservation::METADATA_BYTES;
 use crate::persistent::layout::ROW_BYTES;
 use crate::persistent::names::NameSlot;
 use crate::persistent::rows::{CommittedRows, FreeRows, rows_of};
@@ -105,6 +106,16 @@ pub(super) struct BlockCharges {
 }
 
 impl BlockCharges {
+    /// Splits off the charges of `blocks` blocks with `rows` rows.
+    pub(super) fn split_off(&mut self, blocks: u64, rows: usize) -> Self {
+        let bytes = metadata_bytes(blocks, rows);
+        Self {
+            permits: self.permits.split_up_to(blocks),
+            lists: self.lists.split_up_to(bytes),
+            capacity: self.capacity.split_up_to(bytes),
+        }
+    }
+
     fn merge(&mut self, other: Self) {
         self.permits.merge(other.permits);
         self.lists.merge(other.lists);
@@ -386,6 +397,11 @@ impl BlockList {
             self.strays.binary_search_by_key(&record, |(at, _)| *at).expect("a stray keeps its slices");
         out.slices(&self.strays[stray].1);
     }
+}
+
+/// Returns the bytes charged for `blocks` blocks with `rows` rows beside their payload.
+pub(super) fn metadata_bytes(blocks: u64, rows: usize) -> u64 {
+    blocks * METADATA_BYTES + rows as u64 * ROW_BYTES
 }
 
 /// Returns the heap of a list with `segments` segments, zero without segments.

@@ -27,7 +27,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use self::chain::{BlockFill, Chain, Supply};
-use self::list::{BlockCharges, BlockList, LIST_BLOCKS_MAX, LIST_BYTES};
+use self::list::{BlockCharges, BlockList, LIST_BLOCKS_MAX, LIST_BYTES, metadata_bytes};
 use self::read::{MemoryRead, ReadLimit};
 use self::sealed::SealedBatch;
 use super::error::MemoryError;
@@ -37,7 +37,8 @@ use super::persistent::names::{NameSlot, ShuffleName};
 use super::persistent::rows::{CommittedRows, FreeRows, rows_of};
 use super::persistent::table::NoSlots;
 use super::region::Segment;
-use crate::admission::reservation::{METADATA_BYTES, Reservation};
+use crate::admission::metadata_reserve::MetadataReserve;
+use crate::admission::reservation::Reservation;
 pub use sealing::EarlierBlocks;
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
@@ -88,8 +89,9 @@ impl AddAssign for CommitOutcome {
 
 /// The blocks of one partition that are in memory.
 ///
-/// The buffer never waits: sealing rotates the chain and takes the committed blocks. A late fill
-/// commits into the new list as a *stray* that keeps its bytes in the old segments. A partition
+/// The buffer never waits: sealing rotates the chain and takes the committed blocks. A fill of
+/// the sealed chain joins its batch until the flush closes it. A later one commits into the new
+/// list as a *stray* that keeps its bytes in the old segments. A partition
 /// without blocks in memory has no list, only its counters and the next chain number.
 #[derive(Debug)]
 pub struct Buffer {
@@ -146,6 +148,25 @@ impl Lists {
     /// Returns whether dropping it loses nothing: no block, and no segment that a fill writes to.
     fn is_empty(&self) -> bool {
         self.batches.is_empty() && self.active.is_empty() && self.active.chain.capacity() == 0
+    }
+
+    /// Adds a block to the open batch in whose chain it was written, or else to the active list.
+    /// Moves the charges for it out of `paid` if it joins a batch.
+    fn add(
+        &mut self,
+        mut block: (BlockMeta, BlockFill),
+        mut rows: Option<&mut FreeRows>,
+        paid: &mut BlockCharges,
+        reserve: &MetadataReserve,
+    ) {
+        if block.1.chain() != self.active.chain.id()
+            && let Some(batch) = self.batches.iter().find(|batch| batch.admits(&block.1))
+        {
+            let late = batch.push(block, rows.as_deref_mut(), paid, reserve);
+            let Some(late) = late else { return };
+            block = late;
+        }
+        self.active.push(block.0, block.1, rows);
     }
 
     fn holds(&self, id: BlockId) -> bool {
@@ -280,18 +301,12 @@ impl Buffer {
             }
             done.blocks += 1;
             done.bytes += bytes;
-            lists.active.push(meta, fill, rows.as_mut());
+            lists.add((meta, fill), rows.as_mut(), &mut paid, &self.shared.supply.lists);
         }
-        let added = done.blocks as u64;
+        let surplus = paid.split_off(done.duplicate_blocks as u64, rows.as_ref().map_or(0, FreeRows::len));
         let strays = lists.active.strays() - strays;
         lists.active.pay_for_segments(&self.shared.supply.lists);
-        let added_rows = asked_rows - rows.as_ref().map_or(0, FreeRows::len);
-        let added_bytes = metadata_bytes(added, added_rows);
-        let (of_added, surplus) = match added == asked {
-            true => (paid, None),
-            false => (split(&mut paid, added, added_bytes), Some(paid)),
-        };
-        lists.active.charge(of_added, strays, &self.shared.supply.lists);
+        lists.active.charge(paid, strays, &self.shared.supply.lists);
         if lists.active.len() >= LIST_BLOCKS_MAX {
             self.rotate(lists, next_chain);
         }
@@ -316,13 +331,16 @@ impl Buffer {
     #[must_use]
     pub fn read_some(&self, after: Option<BlockId>, limit: ReadLimit, tasks: Option<&Treemap>) -> MemoryRead {
         let state = self.state.lock();
+        let mut guards: SmallVec<[_; 8]> = SmallVec::new();
         let mut lists: SmallVec<[&BlockList; 8]> = SmallVec::new();
         if let Some(held) = &state.lists {
-            lists.extend(held.batches.iter().map(|batch| batch.list()));
+            guards.extend(held.batches.iter().map(|batch| batch.list()));
+            lists.extend(guards.iter().map(|list| &**list));
             lists.push(&held.active);
         }
         let found = read::walk(&lists, after, limit, tasks);
         drop(lists);
+        drop(guards);
         drop(state);
         found.into()
     }
@@ -337,7 +355,7 @@ impl Buffer {
         let active: Vec<BlockId> = lists.iter().flat_map(|lists| lists.active.shown_ids()).collect();
         let batches: Vec<_> = lists.iter().flat_map(|lists| lists.batches.iter().cloned()).collect();
         drop(state);
-        let sealed = batches.iter().flat_map(|batch| batch.list().shown_ids());
+        let sealed = batches.iter().flat_map(|batch| batch.list().shown_ids().collect::<Vec<_>>());
         sealed.chain(active).map(|BlockId(id)| id.unsigned_abs()).collect()
     }
 
@@ -524,20 +542,6 @@ impl Buffer {
 /// Returns the number of rows that `blocks` need.
 fn count_rows(blocks: &[(BlockMeta, BlockFill)]) -> usize {
     blocks.iter().map(|(_, fill)| rows_of(fill.pieces())).sum()
-}
-
-/// Returns the bytes charged for `blocks` blocks with `rows` rows beside their payload.
-fn metadata_bytes(blocks: u64, rows: usize) -> u64 {
-    blocks * METADATA_BYTES + rows as u64 * ROW_BYTES
-}
-
-/// Splits off the payment for `blocks` of the blocks.
-fn split(paid: &mut BlockCharges, blocks: u64, bytes: u64) -> BlockCharges {
-    BlockCharges {
-        permits: paid.permits.split_up_to(blocks),
-        lists: paid.lists.split_up_to(bytes),
-        capacity: paid.capacity.split_up_to(bytes),
-    }
 }
 
 #[cfg(test)]

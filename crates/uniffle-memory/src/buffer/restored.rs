@@ -65,7 +65,7 @@ impl Buffer {
         if damaged.is_empty() {
             return;
         }
-        log_damaged(key, self.partition, batch.list(), &damaged);
+        log_damaged(key, self.partition, &batch.list(), &damaged);
         let mut state = self.state.lock();
         batch.list().withhold(damaged);
         // A batch without visible blocks has nothing to flush.

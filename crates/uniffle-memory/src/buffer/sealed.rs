@@ -1,14 +1,20 @@
-//! A sealed batch: the blocks that one flush takes from a partition, immutable and readable until
-//! it is released.
+//! A sealed batch: the blocks that one flush takes from a partition, readable until it is released.
 //!
-//! It converts its bytes to one extent, either unchanged (page-aligned, without a copy) or piece by
+//! Blocks that were being written at the seal join the batch when they are committed, until the
+//! batch is closed for its write. So a chain is usually complete when it is written. A batch
+//! converts its bytes to one extent, either unchanged (page-aligned, without a copy) or piece by
 //! piece.
 
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
+use parking_lot::{RwLock, RwLockReadGuard};
 
-use super::list::{BlockList, Gather};
+use super::chain::BlockFill;
+use super::list::{BlockCharges, BlockList, Gather};
+use crate::admission::metadata_reserve::MetadataReserve;
+use crate::persistent::rows::FreeRows;
 use crate::region::Slice;
 use uniffle_base::budget::Charge;
 use uniffle_wire::types::{BlockMeta, Distribution, PartitionId};
@@ -17,7 +23,11 @@ use uniffle_wire::types::{BlockMeta, Distribution, PartitionId};
 #[derive(Debug)]
 pub struct SealedBatch {
     partition: PartitionId,
-    list: BlockList,
+    /// Number of the chain.
+    chain: u64,
+    list: RwLock<BlockList>,
+    /// Whether blocks may join. Cleared under the list's write lock.
+    is_open: AtomicBool,
     /// Bytes and blocks of the batch in the in-flight totals, set when the flusher takes the batch.
     in_flight: OnceLock<InFlightCharges>,
 }
@@ -49,11 +59,52 @@ pub enum SealedData {
 }
 
 impl SealedBatch {
-    pub(super) fn new(partition: PartitionId, mut list: BlockList) -> Self {
-        if list.is_linear() {
-            list.chain.pad_end();
+    /// Creates an open batch.
+    pub(super) fn new(partition: PartitionId, list: BlockList) -> Self {
+        let (chain, is_open) = (list.chain.id(), AtomicBool::new(true));
+        Self { partition, chain, list: RwLock::new(list), is_open, in_flight: OnceLock::new() }
+    }
+
+    /// Returns whether `fill` was reserved in the chain of this batch and may still join it.
+    pub(super) fn admits(&self, fill: &BlockFill) -> bool {
+        fill.chain() == self.chain && self.is_open.load(Ordering::Relaxed)
+    }
+
+    /// Appends a block that was written in the chain of this batch, and moves the charges for it
+    /// out of `paid`. Returns the block if the batch is closed. Called under the lock of the buffer.
+    pub(super) fn push(
+        &self,
+        (meta, fill): (BlockMeta, BlockFill),
+        mut rows: Option<&mut FreeRows>,
+        paid: &mut BlockCharges,
+        lists: &MetadataReserve,
+    ) -> Option<(BlockMeta, BlockFill)> {
+        let mut list = self.list.write();
+        if !self.admits(&fill) {
+            return Some((meta, fill));
         }
-        Self { partition, list, in_flight: OnceLock::new() }
+        let free_rows = rows.as_ref().map_or(0, |rows| rows.len());
+        list.push(meta, fill, rows.as_deref_mut());
+        let used_rows = free_rows - rows.map_or(0, |rows| rows.len());
+        list.charge(paid.split_off(1, used_rows), 0, lists);
+        None
+    }
+
+    /// Ends the time in which blocks join. Returns the list, which does not change again.
+    fn close(&self) -> RwLockReadGuard<'_, BlockList> {
+        if self.is_open.load(Ordering::Acquire) {
+            let mut list = self.list.write();
+            if self.is_open.swap(false, Ordering::Release) && list.is_linear() {
+                list.chain.pad_end();
+            }
+        }
+        self.list.read()
+    }
+
+    /// Returns whether no block can join: all that were being written at the seal have joined, or
+    /// the batch is closed.
+    pub fn is_complete(&self) -> bool {
+        !self.is_open.load(Ordering::Acquire) || self.list.read().is_linear()
     }
 
     /// Counts the batch as in flight. Returns false if it was already.
@@ -65,8 +116,9 @@ impl SealedBatch {
         self.in_flight.get().is_some()
     }
 
-    pub(super) fn list(&self) -> &BlockList {
-        &self.list
+    /// Locks the list for reading. Must not be called twice at a time by one thread.
+    pub(super) fn list(&self) -> RwLockReadGuard<'_, BlockList> {
+        self.list.read()
     }
 
     /// Returns the partition.
@@ -76,50 +128,51 @@ impl SealedBatch {
 
     /// Returns the payload bytes of visible blocks.
     pub fn bytes(&self) -> u64 {
-        self.list.shown_bytes()
+        self.list.read().shown_bytes()
     }
 
     /// Returns the charge that is freed when the batch is dropped.
     pub fn charged_bytes(&self) -> u64 {
-        self.list.charged_bytes()
+        self.list.read().charged_bytes()
     }
 
     /// Returns the number of visible blocks.
     pub fn blocks(&self) -> usize {
-        self.list.shown()
+        self.list.read().shown()
     }
 
-    /// Returns the batch as an extent of distribution `d`. It is aligned if the chain holds exactly
-    /// these blocks (nothing aborted, nothing late) and, for `LocalOrder`, they happen to be
-    /// sorted. The order of reads from memory does not change.
+    /// Closes the batch and returns it as an extent of distribution `d`. It is aligned if the chain
+    /// holds exactly these blocks (nothing aborted, nothing late) and, for `LocalOrder`, they happen
+    /// to be sorted. The order of reads from memory does not change.
     pub fn extent(&self, d: Distribution) -> SealedExtent {
-        self.aligned(d).unwrap_or_else(|| self.pieces(d))
+        let list = self.close();
+        aligned(&list, d).unwrap_or_else(|| pieces(&list, d))
     }
+}
 
-    fn aligned(&self, d: Distribution) -> Option<SealedExtent> {
-        if !self.list.is_linear() || self.list.shown() < self.list.len() {
-            return None;
-        }
-        let blocks = self.list.by_offset();
-        let in_order = d == Distribution::Normal || blocks.is_sorted_by_key(|block| block.task_attempt_id);
-        if !in_order {
-            return None;
-        }
-        let data = self.list.chain.whole()?.into_iter().filter(|slice| !slice.is_empty());
-        Some(SealedExtent { blocks, data: SealedData::Aligned(data.map(Slice::into_bytes).collect()) })
+fn aligned(list: &BlockList, d: Distribution) -> Option<SealedExtent> {
+    if !list.is_linear() || list.shown() < list.len() {
+        return None;
     }
+    let blocks = list.by_offset();
+    let in_order = d == Distribution::Normal || blocks.is_sorted_by_key(|block| block.task_attempt_id);
+    if !in_order {
+        return None;
+    }
+    let data = list.chain.whole()?.into_iter().filter(|slice| !slice.is_empty());
+    Some(SealedExtent { blocks, data: SealedData::Aligned(data.map(Slice::into_bytes).collect()) })
+}
 
-    fn pieces(&self, d: Distribution) -> SealedExtent {
-        let mut order: Vec<usize> = (0..self.list.len()).filter(|at| !self.list.is_withheld(*at)).collect();
-        if d == Distribution::LocalOrder {
-            order.sort_by_key(|at| self.list.task(*at));
-        }
-        let mut gather = Gather::default();
-        for at in &order {
-            self.list.gather(*at, &mut gather);
-        }
-        let data = gather.into_slices().into_iter().map(Slice::into_bytes).collect();
-        let blocks = order.iter().map(|at| self.list.meta(*at)).collect();
-        SealedExtent { blocks, data: SealedData::Pieces(data) }
+fn pieces(list: &BlockList, d: Distribution) -> SealedExtent {
+    let mut order: Vec<usize> = (0..list.len()).filter(|at| !list.is_withheld(*at)).collect();
+    if d == Distribution::LocalOrder {
+        order.sort_by_key(|at| list.task(*at));
     }
+    let mut gather = Gather::default();
+    for at in &order {
+        list.gather(*at, &mut gather);
+    }
+    let data = gather.into_slices().into_iter().map(Slice::into_bytes).collect();
+    let blocks = order.iter().map(|at| list.meta(*at)).collect();
+    SealedExtent { blocks, data: SealedData::Pieces(data) }
 }

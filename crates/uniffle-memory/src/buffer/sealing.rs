@@ -1,7 +1,7 @@
 //! Sealing and release of batches.
 //!
 //! A seal takes all committed blocks as one batch and never waits for blocks that are being
-//! written. A release drops a batch once it is readable in the next tier. In between readers see
+//! written; these join the batch until its write begins. A release drops a batch once it is readable in the next tier. In between readers see
 //! the batch in memory, so a block may be seen in both tiers but is never missing.
 
 use std::sync::Arc;
@@ -86,7 +86,7 @@ impl Buffer {
         let state = self.state.lock();
         let Some(lists) = &state.lists else { return EarlierBlocks::Nothing };
         let is_before = |list: &BlockList| list.chain.id() < mark.0 && !list.is_empty();
-        let mut batches = lists.batches.iter().filter(|batch| is_before(batch.list())).peekable();
+        let mut batches = lists.batches.iter().filter(|batch| is_before(&batch.list())).peekable();
         let none_in_flight = batches.peek().is_none();
         if is_before(&lists.active) || batches.any(|batch| !batch.is_claimed()) {
             return EarlierBlocks::Waiting;

@@ -4,6 +4,7 @@ use bytes::Bytes;
 use prometheus::Registry;
 
 use super::*;
+use crate::admission::reservation::METADATA_BYTES;
 use crate::buffer::list::SEGMENT_HEAP_BYTES;
 use crate::{HeapKind, Memory, MemoryConfig, SealedData, SealedExtent};
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey, TaskAttemptId};
@@ -267,7 +268,7 @@ fn resent_blocks_are_deduplicated_also_in_flight() {
 }
 
 #[test]
-fn seal_moves_late_fills_to_the_next_list() {
+fn closed_batch_moves_late_fills_to_the_next_list() {
     let memory = memory(8 * MIB);
     let buffer = buffer(&memory);
     let mut funds = funds(&memory, 20_000);
@@ -289,6 +290,31 @@ fn seal_moves_late_fills_to_the_next_list() {
     assert_eq!(extent_ids(&strays.extent(Distribution::LocalOrder)), [3, 1]);
     buffer.release(&strays);
     drop((strays, funds));
+    assert_empty(&memory);
+}
+
+#[test]
+fn sealed_batch_admits_blocks_of_its_chain_until_its_write() {
+    let memory = memory(8 * MIB);
+    let buffer = buffer(&memory);
+    let mut funds = funds(&memory, 20_000);
+    let late = fill(&buffer, 1, 5, 5000, &mut funds);
+    let early = fill(&buffer, 2, 5, 5000, &mut funds);
+    buffer.commit(vec![early], &mut funds).unwrap();
+    let batch = buffer.seal().unwrap();
+    assert!(!batch.is_complete(), "a block of the chain is being written");
+    let resent = fill(&buffer, 2, 5, 5000, &mut funds);
+    let done = buffer.commit(vec![late, resent], &mut funds).unwrap();
+    assert_eq!((done.blocks, done.duplicate_blocks), (1, 1));
+    assert!(batch.is_complete());
+    assert_eq!((buffer.active_blocks(), batch.blocks(), batch.bytes()), (0, 2, 10_000));
+    assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [2, 1], "the order of commits");
+    let extent = batch.extent(Distribution::Normal);
+    assert!(is_aligned(&extent), "the chain is complete");
+    assert_eq!(extent_ids(&extent), [1, 2]);
+    buffer.release(&batch);
+    drop((batch, extent, funds));
+    drop(memory.forget(&key()));
     assert_empty(&memory);
 }
 

@@ -23,6 +23,8 @@ enum Step {
     },
     Abort(prop::sample::Index),
     Seal,
+    /// Close a batch, as its write does.
+    Close(prop::sample::Index),
     Release(prop::sample::Index),
     Read {
         after: i64,
@@ -42,6 +44,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         4 => (at.clone(), 1usize..5).prop_map(|(first, count)| Step::Commit { first, count }),
         1 => at.clone().prop_map(Step::Abort),
         1 => Just(Step::Seal),
+        1 => at.clone().prop_map(Step::Close),
         1 => at.prop_map(Step::Release),
         2 => (-1i64..60, 0u64..40_000, prop::option::of(0i64..4))
             .prop_map(|(after, limit, filter)| Step::Read { after, limit, filter }),
@@ -53,13 +56,25 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 /// Expected visible blocks: batches, oldest first, then the active ones.
 #[derive(Debug, Default)]
 struct Model {
-    batches: Vec<Vec<BlockMeta>>,
+    batches: Vec<ModelBatch>,
     active: Vec<BlockMeta>,
+}
+
+#[derive(Debug)]
+struct ModelBatch {
+    chain: u64,
+    is_open: bool,
+    blocks: Vec<BlockMeta>,
 }
 
 impl Model {
     fn sequence(&self) -> impl Iterator<Item = &BlockMeta> {
-        self.batches.iter().flatten().chain(&self.active)
+        self.batches.iter().flat_map(|batch| &batch.blocks).chain(&self.active)
+    }
+
+    fn push(&mut self, meta: BlockMeta, chain: u64) {
+        let batch = self.batches.iter_mut().find(|batch| batch.is_open && batch.chain == chain);
+        batch.map_or(&mut self.active, |batch| &mut batch.blocks).push(meta);
     }
 
     fn read(&self, after: i64, limit: u64, filter: Option<i64>) -> (Vec<BlockMeta>, bool) {
@@ -120,6 +135,7 @@ impl Run {
                 self.partial.pop();
             }
             Step::Seal => self.seal(),
+            Step::Close(at) if !self.batches.is_empty() => self.close(at.index(self.batches.len())),
             Step::Release(at) if !self.batches.is_empty() => {
                 let at = at.index(self.batches.len());
                 self.buffer.release(&self.batches.remove(at));
@@ -127,7 +143,7 @@ impl Run {
             }
             Step::Read { after, limit, filter } => self.read(after, limit, filter),
             Step::DropDead => self.buffer.drop_dead(),
-            Step::Commit { .. } | Step::Release(_) => {}
+            Step::Commit { .. } | Step::Close(_) | Step::Release(_) => {}
         }
         self.check_counters();
     }
@@ -138,14 +154,14 @@ impl Run {
             blocks.push(self.pending.swap_remove(first.index(self.pending.len())));
         }
         let mut expected = CommitOutcome::default();
-        for (meta, _) in &blocks {
+        for (meta, fill) in &blocks {
             if self.model.sequence().any(|block| block.block_id == meta.block_id) {
                 expected.duplicate_blocks += 1;
                 expected.duplicate_bytes += u64::from(meta.length);
             } else {
                 expected.blocks += 1;
                 expected.bytes += u64::from(meta.length);
-                self.model.active.push(*meta);
+                self.model.push(*meta, fill.chain());
             }
         }
         assert_eq!(self.buffer.commit(blocks, &mut self.funds).unwrap(), expected);
@@ -155,10 +171,17 @@ impl Run {
         let batch = self.buffer.seal();
         assert_eq!(batch.is_some(), !self.model.active.is_empty());
         let Some(batch) = batch else { return };
-        let blocks = std::mem::take(&mut self.model.active);
+        let (chain, blocks) = (batch.list().chain.id(), std::mem::take(&mut self.model.active));
+        self.model.batches.push(ModelBatch { chain, is_open: true, blocks });
+        self.batches.push(batch);
+    }
+
+    fn close(&mut self, at: usize) {
+        let (batch, model) = (&self.batches[at], &mut self.model.batches[at]);
+        model.is_open = false;
         let normal = batch.extent(Distribution::Normal);
         extent_ids(&normal);
-        let (mut got, mut expected) = (normal.blocks, blocks.clone());
+        let (mut got, mut expected) = (normal.blocks, model.blocks.clone());
         got.sort_by_key(|block| block.block_id);
         expected.sort_by_key(|block| block.block_id);
         assert_eq!(got, expected);
@@ -166,12 +189,10 @@ impl Run {
         extent_ids(&sorted);
         assert!(sorted.blocks.is_sorted_by_key(|block| block.task_attempt_id));
         if !is_aligned(&sorted) {
-            let mut stable = blocks.clone();
+            let mut stable = model.blocks.clone();
             stable.sort_by_key(|block| block.task_attempt_id);
             assert_eq!(sorted.blocks, stable);
         }
-        self.model.batches.push(blocks);
-        self.batches.push(batch);
     }
 
     fn read(&self, after: i64, limit: u64, filter: Option<i64>) {
@@ -202,7 +223,7 @@ impl Run {
         assert_eq!(self.buffer.active_bytes(), total(&self.model.active));
         assert_eq!(
             self.buffer.in_flight_bytes(),
-            self.model.batches.iter().map(|batch| total(batch)).sum::<u64>()
+            self.model.batches.iter().map(|batch| total(&batch.blocks)).sum::<u64>()
         );
         assert_eq!(self.buffer.in_flight_batches(), self.batches.len());
         assert_eq!(self.buffer.block_count(), self.model.sequence().count());
