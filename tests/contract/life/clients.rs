@@ -205,6 +205,7 @@ impl History {
         tracing::info!(target: "life", key = ?send.key, ?ids, "acknowledged");
         for (partition, id, data) in send.blocks {
             expected.acknowledge(partition, id, data, self.life);
+            self.readers.iter_mut().for_each(|reader| reader.note_acknowledged(send.key, partition, id));
             self.tally.acknowledged += 1;
         }
     }

@@ -33,6 +33,9 @@ pub(crate) struct Reader {
     phase: Phase,
     /// A read was refused.
     is_refused: bool,
+    /// The block at its cursor was sent again. If its first copy had left memory, the cursor is now
+    /// behind blocks that were not read. The client notices that they are missing and reads again.
+    is_misled: bool,
 }
 
 impl Reader {
@@ -52,7 +55,14 @@ impl Reader {
             found: BTreeMap::new(),
             phase: Phase::Memory { cursor: -1 },
             is_refused: false,
+            is_misled: false,
         }
+    }
+
+    /// Notes that a block was acknowledged.
+    pub(crate) fn note_acknowledged(&mut self, key: Key, partition: i32, id: i64) {
+        let is_at_cursor = matches!(self.phase, Phase::Memory { cursor } if cursor == id);
+        self.is_misled |= is_at_cursor && (self.key, self.partition) == (key, partition);
     }
 
     pub(crate) fn is_done(&self) -> bool {
@@ -91,6 +101,9 @@ impl Reader {
             // Data abandoned after the read of memory is reported to the next reader.
             let may_be_given_up = self.began.reads_fail || self.began.files_removed;
             if found.is_none() && may_be_given_up && history.is_reported_lost(self.key, self.partition, *id) {
+                continue;
+            }
+            if found.is_none() && self.is_misled {
                 continue;
             }
             assert!(found.is_some(), "block {id} of {:?}/{} is missing", self.key, self.partition);
