@@ -24,7 +24,7 @@ pub(super) struct NewRegistration {
     remote: Option<RemoteRegistration>,
 }
 
-/// What a shuffle's remote tier needs of a registration.
+/// The parts of a registration for the remote tier of its shuffle.
 pub(super) struct RemoteRegistration {
     /// As sent by the client.
     storage: Option<RemoteStorage>,

@@ -345,9 +345,9 @@ impl Buffer {
         found.into()
     }
 
-    /// Returns the ids of all blocks present at one moment. Reading with a cursor may miss some: if
-    /// the batch of the cursor is released before an older one, the next read starts at the head
-    /// again.
+    /// Returns the ids of all blocks present at one moment, and possibly of blocks that joined a
+    /// batch since. Reading with a cursor may miss some: if the batch of the cursor is released
+    /// before an older one, the next read starts at the head again.
     #[must_use]
     pub fn ids(&self) -> Vec<u64> {
         let state = self.state.lock();
