@@ -14,6 +14,7 @@ use uniffle_base::budget::Budget;
 use uniffle_wire::types::PartitionId;
 use uniffle_worker::app::{BlockIds, Price, Quota};
 use uniffle_worker::flush::policy::{Candidate, Goal, Limits, MemoryUsage, flush_goal, victims};
+use uniffle_worker::log::PartitionBlockIds;
 use uniffle_worker::memory::Claimant;
 
 const PARTITIONS: u64 = 100_000;
@@ -74,8 +75,12 @@ fn policy(c: &mut Criterion) {
 
 /// Measures a Spark job of 1,000 × 1,000 partitions in which a task reports a block per partition.
 fn reports(c: &mut Criterion) {
-    let report = |task: i64| -> Vec<(PartitionId, Vec<i64>)> {
-        (0..1000).map(|id| (PartitionId(id), vec![i64::from(id) << 22 | task << 2])).collect()
+    let report = |task: i64| -> Vec<_> {
+        let ids = |id| PartitionBlockIds {
+            partition: PartitionId(id),
+            block_ids: vec![i64::from(id) << 22 | task << 2],
+        };
+        (0..1000).map(ids).collect()
     };
     let reports: Vec<_> = (0..1000).map(report).collect();
     let mut group = c.benchmark_group("reported_ids");

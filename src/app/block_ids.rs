@@ -12,7 +12,7 @@ use std::sync::Arc;
 use uniffle_wire::types::PartitionId;
 
 use super::quota::{Quota, QuotaExceeded, QuotaShare};
-use crate::log::{IdRun, IdSet};
+use crate::log::{IdRun, IdSet, PartitionBlockIds};
 use uniffle_base::budget::heap::HeapFull;
 use uniffle_base::budget::{Budget, Charge};
 
@@ -61,8 +61,8 @@ pub struct Price {
 impl Price {
     /// Returns the price of a report, regardless of the stored ids.
     #[must_use]
-    pub fn of(partitions: &[(PartitionId, Vec<i64>)]) -> Self {
-        let ids = partitions.iter().map(|(_, ids)| ids.len() as u64).sum();
+    pub fn of(partitions: &[PartitionBlockIds]) -> Self {
+        let ids = partitions.iter().map(|it| it.block_ids.len() as u64).sum();
         Self { ids, bytes: ID_BYTES * ids + PARTITION_BYTES * partitions.len() as u64 }
     }
 }
@@ -117,14 +117,15 @@ impl BlockIds {
     pub fn check(
         &self,
         bitmap_count: i32,
-        partitions: &[(PartitionId, impl AsRef<[i64]>)],
+        partitions: &[PartitionBlockIds<impl AsRef<[i64]>>],
     ) -> Result<(), ReportError> {
         if let Some(first) = self.bitmap_count.filter(|first| *first != bitmap_count) {
             return Err(BitmapCountChanged { first, sent: bitmap_count }.into());
         }
         // Records of the metadata log sort ids as unsigned, so negative ids would break their
         // order.
-        let ends = partitions.iter().flat_map(|(_, ids)| [ids.as_ref().first(), ids.as_ref().last()]);
+        let ids = partitions.iter().map(|it| it.block_ids.as_ref());
+        let ends = ids.flat_map(|ids| [ids.first(), ids.last()]);
         match ends.flatten().find(|id| **id < 0) {
             Some(negative) => Err(ReportError::NegativeId(*negative)),
             None => Ok(()),
@@ -134,10 +135,10 @@ impl BlockIds {
     /// Returns whether a report with these sorted ids would change nothing in memory. Stops at the
     /// first new id.
     #[must_use]
-    pub fn has_all(&self, partitions: &[(PartitionId, impl AsRef<[i64]>)]) -> bool {
-        let is_known = |(partition, ids): &(PartitionId, _)| {
-            let ids: &[i64] = AsRef::as_ref(ids);
-            let mut known: Vec<_> = self.sets(*partition).map(IdSet::lookup).collect();
+    pub fn has_all(&self, partitions: &[PartitionBlockIds<impl AsRef<[i64]>>]) -> bool {
+        let is_known = |it: &PartitionBlockIds<_>| {
+            let ids: &[i64] = AsRef::as_ref(&it.block_ids);
+            let mut known: Vec<_> = self.sets(it.partition).map(IdSet::lookup).collect();
             ids.iter().all(|id| known.iter_mut().any(|known| known.contains(id.unsigned_abs())))
         };
         self.bitmap_count.is_some() && partitions.iter().all(is_known)
@@ -174,12 +175,12 @@ impl BlockIds {
     /// ignored. Chunks that compress worse than before may take more than the reservation. The
     /// excess is charged beyond the capacity, because the report is acknowledged already or soon
     /// will be.
-    pub fn enter(&mut self, partitions: &[(PartitionId, impl AsRef<[i64]>)], paid: &mut PaidIds) {
+    pub fn enter(&mut self, partitions: &[PartitionBlockIds<impl AsRef<[i64]>>], paid: &mut PaidIds) {
         let mut ids = Vec::new();
         let (mut before, mut after) = ((0, 0), (0, 0));
-        for (partition, added) in partitions {
+        for PartitionBlockIds { partition, block_ids } in partitions {
             ids.clear();
-            ids.extend(added.as_ref().iter().map(|id| id.unsigned_abs()));
+            ids.extend(block_ids.as_ref().iter().map(|id| id.unsigned_abs()));
             let set = self.partitions.entry(*partition).or_insert_with(|| {
                 after.0 += PARTITION_BYTES;
                 IdSet::default()
@@ -206,7 +207,7 @@ impl BlockIds {
     pub fn take_over(
         &mut self,
         bitmap_count: i32,
-        partitions: &[(PartitionId, Vec<i64>)],
+        partitions: &[PartitionBlockIds],
     ) -> Result<(), ReportError> {
         self.check(bitmap_count, partitions)?;
         let nothing = |charge: &Charge| charge.budget().nothing();
@@ -323,6 +324,10 @@ mod tests {
     const P0: PartitionId = PartitionId(0);
     const P1: PartitionId = PartitionId(1);
 
+    fn ids_of(partition: PartitionId, block_ids: Vec<i64>) -> PartitionBlockIds {
+        PartitionBlockIds { partition, block_ids }
+    }
+
     fn heap() -> Budget {
         Budget::new(1 << 20)
     }
@@ -331,7 +336,7 @@ mod tests {
         BlockIds::new(quota, heap, Budget::new(u64::MAX).nothing())
     }
 
-    fn paid(ids: &BlockIds, report: &[(PartitionId, Vec<i64>)]) -> Result<PaidIds, ReportError> {
+    fn paid(ids: &BlockIds, report: &[PartitionBlockIds]) -> Result<PaidIds, ReportError> {
         let price = Price::of(report);
         let charge = ids.heap().try_charge(price.bytes);
         let charge = charge.map_err(|refusal| HeapFull::of(HeapKind::ReportedIds, refusal))?;
@@ -342,7 +347,7 @@ mod tests {
     fn report(
         ids: &mut BlockIds,
         bitmap_count: i32,
-        report: &[(PartitionId, Vec<i64>)],
+        report: &[PartitionBlockIds],
     ) -> Result<(), ReportError> {
         ids.check(bitmap_count, report)?;
         let mut paid = paid(ids, report)?;
@@ -359,7 +364,7 @@ mod tests {
     fn retried_report_changes_nothing() {
         let (quota, heap) = (Quota::new(100), heap());
         let mut ids = none(&quota, &heap);
-        let first = [(P0, vec![0, 1, i64::MAX]), (P1, vec![7])];
+        let first = [ids_of(P0, vec![0, 1, i64::MAX]), ids_of(P1, vec![7])];
         assert!(
             !ids.has_all(&first) && !ids.has_all(&first[..0]),
             "the number of bitmaps is not known either"
@@ -368,8 +373,8 @@ mod tests {
         let charged = heap.used();
         assert!(
             ids.has_all(&first)
-                && !ids.has_all(&[(P1, vec![7, 8])])
-                && !ids.has_all(&[(PartitionId(9), vec![7])])
+                && !ids.has_all(&[ids_of(P1, vec![7, 8])])
+                && !ids.has_all(&[ids_of(PartitionId(9), vec![7])])
         );
         report(&mut ids, 1, &first).unwrap();
         assert_eq!(heap.used(), charged);
@@ -404,7 +409,7 @@ mod tests {
                 for some in layout.chunks(reported_together) {
                     let mut some = some.to_vec();
                     some.sort_unstable();
-                    report(&mut ids, 1, &[(P0, some)]).unwrap();
+                    report(&mut ids, 1, &[ids_of(P0, some)]).unwrap();
                 }
                 let bytes = heap.used();
                 assert!(bytes <= 8 * 50_000, "layout {number} by {reported_together}: {bytes} bytes");
@@ -420,7 +425,7 @@ mod tests {
         let refused = (0..).find_map(|task: i64| {
             let scattered: Vec<i64> = (0..1000).map(|id| (task * 1000 + id).pow(3)).collect();
             let (known, used) = (ids.count(), heap.used());
-            let error = report(&mut ids, 1, &[(P0, scattered)]).err()?;
+            let error = report(&mut ids, 1, &[ids_of(P0, scattered)]).err()?;
             assert_eq!((ids.count(), heap.used()), (known, used), "the refused report takes no heap");
             Some((task, error))
         });
@@ -434,10 +439,13 @@ mod tests {
     fn refused_report_leaves_the_sets_unchanged() {
         let (quota, heap) = (Quota::new(3), heap());
         let mut ids = none(&quota, &heap);
-        report(&mut ids, 1, &[(P0, vec![1])]).unwrap();
-        assert!(matches!(report(&mut ids, 2, &[(P0, vec![2])]), Err(ReportError::BitmapCountChanged(_))));
-        assert!(matches!(report(&mut ids, 1, &[(P0, vec![-1, 2])]), Err(ReportError::NegativeId(-1))));
-        assert!(matches!(report(&mut ids, 1, &[(P0, vec![2, 3, 4])]), Err(ReportError::TooMany(_))));
+        report(&mut ids, 1, &[ids_of(P0, vec![1])]).unwrap();
+        assert!(matches!(
+            report(&mut ids, 2, &[ids_of(P0, vec![2])]),
+            Err(ReportError::BitmapCountChanged(_))
+        ));
+        assert!(matches!(report(&mut ids, 1, &[ids_of(P0, vec![-1, 2])]), Err(ReportError::NegativeId(-1))));
+        assert!(matches!(report(&mut ids, 1, &[ids_of(P0, vec![2, 3, 4])]), Err(ReportError::TooMany(_))));
         assert_eq!(listed(&ids, P0), [1]);
         assert_eq!((quota.used(), ids.counted.bytes()), (1, 1));
     }
@@ -447,7 +455,7 @@ mod tests {
         let (quota, heap) = (Quota::new(1000), heap());
         let mut ids = none(&quota, &heap);
         // A third of the ids is in both reports.
-        let scattered = |from: i64| [(P0, (from..from + 120).map(|id| id << 33).collect::<Vec<_>>())];
+        let scattered = |from: i64| [ids_of(P0, (from..from + 120).map(|id| id << 33).collect::<Vec<_>>())];
         let (some, others) = (scattered(0), scattered(80));
         let [mut first, mut second] = [&some, &others].map(|report| paid(&ids, report).unwrap());
         assert_eq!((quota.used(), heap.used()), (240, 2 * (120 * 8 + 96)));
@@ -466,9 +474,9 @@ mod tests {
     fn acknowledged_report_is_recovered_without_heap() {
         let (quota, heap) = (Quota::new(1000), Budget::new(100));
         let mut ids = none(&quota, &heap);
-        ids.take_over(1, &[(P0, (0..100).map(|id| id << 20).collect::<Vec<_>>())]).unwrap();
+        ids.take_over(1, &[ids_of(P0, (0..100).map(|id| id << 20).collect::<Vec<_>>())]).unwrap();
         assert_eq!((quota.used(), ids.count(), ids.counted.bytes()), (100, 100, 100));
         assert!(heap.used() > heap.capacity());
-        assert!(matches!(ids.take_over(2, &[(P0, vec![1])]), Err(ReportError::BitmapCountChanged(_))));
+        assert!(matches!(ids.take_over(2, &[ids_of(P0, vec![1])]), Err(ReportError::BitmapCountChanged(_))));
     }
 }

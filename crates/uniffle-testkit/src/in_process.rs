@@ -12,6 +12,7 @@ use uniffle_client::read;
 use uniffle_wire::bitmap;
 use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_wire::types::{BlockId, Distribution, PartitionId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::log::PartitionBlockIds;
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::service::{
     BlockHeader, ChunkStream, IdWidths, IncomingSend, MemoryReadRequest, ReadRange, RegisterRequest,
@@ -94,13 +95,16 @@ impl InProcess {
         task: TaskAttemptId,
         ids: &[(i32, Vec<BlockId>)],
     ) -> Result<(), ServiceError> {
-        let raw = |ids: &Vec<BlockId>| ids.iter().map(|id| id.0).collect();
+        let partition = |(partition, ids): &(i32, Vec<BlockId>)| PartitionBlockIds {
+            partition: PartitionId(*partition),
+            block_ids: ids.iter().map(|id| id.0).collect(),
+        };
         let request = ReportRequest {
             app: key.app.as_str(),
             shuffle: key.shuffle.0,
             task_attempt: task.0,
             bitmap_count: 1,
-            partitions: ids.iter().map(|(partition, ids)| (PartitionId(*partition), raw(ids))).collect(),
+            partitions: ids.iter().map(partition).collect(),
             records: Vec::new(),
         };
         self.service.ingest.report(request).await

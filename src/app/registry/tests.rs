@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use super::*;
 use crate::clock::testing::ticked;
+use crate::log::PartitionBlockIds;
 use uniffle_wire::types::{Distribution, PartitionId, ShuffleId};
 
 fn registration(app: &str, shuffle: i32, ranges: &[(i32, i32)]) -> Registration {
@@ -88,7 +89,8 @@ async fn reregistration_adds_ranges_and_keeps_reports() {
     let registry = registry();
     registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
     let shuffle = registry.find(&AppId::parse("a").unwrap()).unwrap().shuffle(ShuffleId(1)).unwrap();
-    shuffle.reports.block_ids.lock().take_over(1, &[(PartitionId(0), vec![1])]).unwrap();
+    let reported = [PartitionBlockIds { partition: PartitionId(0), block_ids: vec![1] }];
+    shuffle.reports.block_ids.lock().take_over(1, &reported).unwrap();
     registry.register(registration("a", 1, &[(4, 4)]), || ()).unwrap();
     assert_eq!(shuffle.partitions.count(), 3);
     assert!(shuffle.partitions.contains(PartitionId(4)) && !shuffle.partitions.contains(PartitionId(2)));

@@ -13,11 +13,11 @@ use std::sync::Arc;
 
 use crate::app::{App, PaidIds, Price, QuotaResource, ReportError, Reports, ShuffleState};
 use crate::clock::timeout;
-use crate::log::{IdRun, PartitionRecords, Record, Report};
+use crate::log::{IdRun, PartitionBlockIds, PartitionRecords, Record, Report};
 use crate::store::{RegistrationLog, StoreErrorKind};
 use uniffle_base::budget::heap::HeapFull;
 use uniffle_base::budget::{Charge, HeapKind};
-use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
+use uniffle_wire::types::{ShuffleId, ShuffleKey};
 
 use super::Ingest;
 use super::spill::{self, SpillRoom};
@@ -44,7 +44,7 @@ pub struct ReportRequest<'a> {
     /// `bitmapNum`.
     pub bitmap_count: i32,
     /// Block ids per partition.
-    pub partitions: Vec<(PartitionId, Vec<i64>)>,
+    pub partitions: Vec<PartitionBlockIds>,
     /// Record counts by task attempt, per partition; sent only by the newest clients.
     pub records: Vec<PartitionRecords>,
 }
@@ -176,7 +176,7 @@ impl Ingest {
 #[derive(Debug)]
 struct Reported {
     bitmap_count: i32,
-    partitions: Vec<(PartitionId, Vec<i64>)>,
+    partitions: Vec<PartitionBlockIds>,
     records: Vec<PartitionRecords>,
 }
 
@@ -226,7 +226,7 @@ impl Reported {
             reports.block_ids.lock().enter(&piece, &mut paid.ids);
         }
         let new = reports.block_ids.lock().count().saturating_sub(before);
-        reports.note_repetition(new, self.partitions.iter().map(|(_, ids)| ids.len() as u64).sum());
+        reports.note_repetition(new, self.partitions.iter().map(|it| it.block_ids.len() as u64).sum());
     }
 
     /// Returns the part of the report that `reports` lack; the rest was written before.
@@ -242,34 +242,34 @@ impl Reported {
     }
 }
 
-fn numbers_in(partitions: &[(PartitionId, Vec<i64>)], records: &[PartitionRecords]) -> u64 {
-    let ids: u64 = partitions.iter().map(|(_, ids)| ids.len() as u64).sum();
+fn numbers_in(partitions: &[PartitionBlockIds], records: &[PartitionRecords]) -> u64 {
+    let ids: u64 = partitions.iter().map(|it| it.block_ids.len() as u64).sum();
     ids + records.iter().map(|it| it.tasks.len() as u64).sum::<u64>()
 }
 
 /// Sorts partitions and their ids, and drops duplicates and empty partitions, so that they are
 /// neither counted, charged, nor written.
-fn name_once(partitions: &mut Vec<(PartitionId, Vec<i64>)>) {
-    partitions.sort_unstable_by_key(|(partition, _)| *partition);
-    partitions.dedup_by(|(repeated, more), (partition, ids)| {
-        let is_repeated = repeated == partition;
+fn name_once(partitions: &mut Vec<PartitionBlockIds>) {
+    partitions.sort_unstable_by_key(|it| it.partition);
+    partitions.dedup_by(|next, first| {
+        let is_repeated = next.partition == first.partition;
         if is_repeated {
-            ids.append(more);
+            first.block_ids.append(&mut next.block_ids);
         }
         is_repeated
     });
-    partitions.retain(|(_, ids)| !ids.is_empty());
-    for (_, ids) in partitions {
-        ids.sort_unstable();
-        ids.dedup();
+    partitions.retain(|it| !it.block_ids.is_empty());
+    for PartitionBlockIds { block_ids, .. } in partitions {
+        block_ids.sort_unstable();
+        block_ids.dedup();
     }
 }
 
 /// Cuts the report into pieces small enough for one acquisition of the shuffle's lock.
-fn pieces(partitions: &[(PartitionId, Vec<i64>)]) -> Vec<Vec<(PartitionId, &[i64])>> {
+fn pieces(partitions: &[PartitionBlockIds]) -> Vec<Vec<PartitionBlockIds<&[i64]>>> {
     let (mut pieces, mut room) = (vec![Vec::new()], IDS_AT_ONCE);
-    for (partition, ids) in partitions {
-        let mut rest = ids.as_slice();
+    for PartitionBlockIds { partition, block_ids } in partitions {
+        let mut rest = block_ids.as_slice();
         while !rest.is_empty() {
             let count = if rest.len() < 2 * IDS_AT_ONCE { rest.len() } else { IDS_AT_ONCE };
             let (some, others) = rest.split_at(count);
@@ -278,7 +278,8 @@ fn pieces(partitions: &[(PartitionId, Vec<i64>)]) -> Vec<Vec<(PartitionId, &[i64
                 room = IDS_AT_ONCE;
             }
             room = room.saturating_sub(some.len());
-            pieces.last_mut().expect("begins with one").push((*partition, some));
+            let some = PartitionBlockIds { partition: *partition, block_ids: some };
+            pieces.last_mut().expect("begins with one").push(some);
             rest = others;
         }
     }
@@ -318,15 +319,24 @@ fn unknown_shuffle(shuffle: i32) -> ServiceError {
 
 #[cfg(test)]
 mod tests {
+    use uniffle_wire::types::PartitionId;
+
     use super::*;
+
+    fn ids_of(partition: PartitionId, block_ids: Vec<i64>) -> PartitionBlockIds {
+        PartitionBlockIds { partition, block_ids }
+    }
 
     #[test]
     fn report_is_entered_in_parts_but_completely() {
-        let report =
-            [(PartitionId(1), vec![7; 10_000]), (PartitionId(2), Vec::new()), (PartitionId(3), vec![8; 3])];
+        let report = [
+            ids_of(PartitionId(1), vec![7; 10_000]),
+            ids_of(PartitionId(2), Vec::new()),
+            ids_of(PartitionId(3), vec![8; 3]),
+        ];
         let pieces = pieces(&report);
         let ids: Vec<Vec<usize>> =
-            pieces.iter().map(|piece| piece.iter().map(|(_, ids)| ids.len()).collect()).collect();
+            pieces.iter().map(|piece| piece.iter().map(|it| it.block_ids.len()).collect()).collect();
         assert_eq!(ids, [vec![2048], vec![2048], vec![2048], vec![3856], vec![3]]);
     }
 
@@ -334,14 +344,14 @@ mod tests {
     fn repeated_ids_of_a_report_are_named_once() {
         let (p, q) = (PartitionId(1), PartitionId(2));
         let mut report = vec![
-            (q, vec![3, 1, 3]),
-            (p, vec![9]),
-            (q, vec![2, 1]),
-            (p, Vec::new()),
-            (p, vec![9, 8]),
-            (PartitionId(0), vec![]),
+            ids_of(q, vec![3, 1, 3]),
+            ids_of(p, vec![9]),
+            ids_of(q, vec![2, 1]),
+            ids_of(p, Vec::new()),
+            ids_of(p, vec![9, 8]),
+            ids_of(PartitionId(0), vec![]),
         ];
         name_once(&mut report);
-        assert_eq!(report, [(p, vec![8, 9]), (q, vec![1, 2, 3])]);
+        assert_eq!(report, [ids_of(p, vec![8, 9]), ids_of(q, vec![1, 2, 3])]);
     }
 }

@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::task::coop::consume_budget;
 
 use crate::app::{App, QuotaResource, Reports, ShuffleState};
-use crate::log::{IdRun, IdSet, RunWriter, Scratch, runs_to_merge};
+use crate::log::{IdRun, IdSet, PartitionBlockIds, RunWriter, Scratch, runs_to_merge};
 use crate::store::{StoreError, StoreErrorKind, Tiers};
 use crate::telemetry::LogLimiter;
 use uniffle_base::budget::Charge;
@@ -72,7 +72,7 @@ impl Spill {
     pub(in crate::service) async fn write(
         &self,
         app: &App,
-        partitions: &[(PartitionId, Vec<i64>)],
+        partitions: &[PartitionBlockIds],
     ) -> Option<(IdRun, Charge)> {
         let scratch = self.scratch.as_ref()?;
         let _turn = scratch.turn().await;
@@ -126,10 +126,10 @@ pub(in crate::service) async fn move_table(
     Ok(())
 }
 
-async fn written(scratch: &Scratch, report: &[(PartitionId, Vec<i64>)]) -> io::Result<IdRun> {
+async fn written(scratch: &Scratch, report: &[PartitionBlockIds]) -> io::Result<IdRun> {
     let mut writer = RunWriter::new(scratch).await?;
-    for (partition, ids) in report {
-        let set = IdSet::from_ascending(ids.iter().map(|id| id.unsigned_abs()));
+    for PartitionBlockIds { partition, block_ids } in report {
+        let set = IdSet::from_ascending(block_ids.iter().map(|id| id.unsigned_abs()));
         writer.push_set(*partition, set).await?;
     }
     writer.finish().await
@@ -186,13 +186,13 @@ pub(in crate::service) async fn reported(
 }
 
 /// Returns whether runs contain all ids of a report that memory lacks. Stops at the first new id.
-pub(super) async fn runs_have_rest(reports: &Reports, partitions: &[(PartitionId, Vec<i64>)]) -> bool {
-    for (partition, ids) in partitions {
+pub(super) async fn runs_have_rest(reports: &Reports, partitions: &[PartitionBlockIds]) -> bool {
+    for PartitionBlockIds { partition, block_ids } in partitions {
         let StoredIds { sets, runs } = StoredIds::of(reports, &[*partition]);
         if runs.is_empty() {
             return false;
         }
-        let mut missing: Vec<u64> = ids.iter().map(|id| id.unsigned_abs()).collect();
+        let mut missing: Vec<u64> = block_ids.iter().map(|id| id.unsigned_abs()).collect();
         for set in sets {
             let mut known = set.lookup();
             missing.retain(|id| !known.contains(*id));
@@ -217,13 +217,13 @@ pub(super) async fn runs_have_rest(reports: &Reports, partitions: &[(PartitionId
 /// count as new.
 pub(in crate::service) async fn unknown(
     reports: &Reports,
-    partitions: &[(PartitionId, Vec<i64>)],
-) -> Vec<(PartitionId, Vec<i64>)> {
+    partitions: &[PartitionBlockIds],
+) -> Vec<PartitionBlockIds> {
     let mut unknown = Vec::new();
-    for (partition, ids) in partitions {
+    for PartitionBlockIds { partition, block_ids } in partitions {
         consume_budget().await;
         let StoredIds { sets, runs } = StoredIds::of(reports, &[*partition]);
-        let mut new = ids.clone();
+        let mut new = block_ids.clone();
         for set in sets {
             let mut known = set.lookup();
             new.retain(|id| !known.contains(id.unsigned_abs()));
@@ -237,7 +237,7 @@ pub(in crate::service) async fn unknown(
             new.retain(|id| !known.contains(id.unsigned_abs()));
         }
         if !new.is_empty() {
-            unknown.push((*partition, new));
+            unknown.push(PartitionBlockIds { partition: *partition, block_ids: new });
         }
     }
     unknown

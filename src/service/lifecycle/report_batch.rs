@@ -9,7 +9,7 @@ use bytes::Bytes;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use crate::app::{ReportError, ShuffleState};
-use crate::log::{Record, Report, plain_ids};
+use crate::log::{PartitionBlockIds, Record, Report, plain_ids};
 
 /// Maximum number of waiting ids of all shuffles. With their records they take about 20 bytes each.
 pub(super) const GATHERED_MAX: usize = 1 << 18;
@@ -33,15 +33,15 @@ impl ReportBatch {
     /// counts for, or `None` if it must be added alone.
     pub(super) fn take(&mut self, report: &Report, record: &Bytes) -> Option<usize> {
         let fits = self.records.is_empty() || self.bitmap_count == report.bitmap_count;
-        if !fits || report.partitions.iter().any(|(_, ids)| ids.iter().any(|id| *id < 0)) {
+        if !fits || report.partitions.iter().any(|it| it.block_ids.iter().any(|id| *id < 0)) {
             return None;
         }
         self.bitmap_count = report.bitmap_count;
         self.records.push(record.clone());
         let mut count = 0;
-        for (partition, ids) in &report.partitions {
-            self.ids.entry(*partition).or_default().extend_from_slice(ids);
-            count += ids.len();
+        for PartitionBlockIds { partition, block_ids } in &report.partitions {
+            self.ids.entry(*partition).or_default().extend_from_slice(block_ids);
+            count += block_ids.len();
         }
         Some(count.max(record.len() / RECORD_BYTES_PER_ID))
     }
@@ -68,12 +68,12 @@ impl ReportBatch {
         if records.is_empty() {
             return None;
         }
-        let sorted = |(partition, mut ids): (PartitionId, Vec<i64>)| {
-            ids.sort_unstable();
-            ids.dedup();
-            (partition, ids)
+        let sorted = |(partition, mut block_ids): (_, Vec<_>)| {
+            block_ids.sort_unstable();
+            block_ids.dedup();
+            PartitionBlockIds { partition, block_ids }
         };
-        let together: Vec<(PartitionId, Vec<i64>)> = ids.into_iter().map(sorted).collect();
+        let together: Vec<_> = ids.into_iter().map(sorted).collect();
         if state.reports.block_ids.lock().take_over(bitmap_count, &together).is_ok() {
             return None;
         }

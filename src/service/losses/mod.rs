@@ -21,7 +21,8 @@ use serde::Serialize;
 
 use crate::app::{App, AppRegistry, ShuffleState};
 use crate::log::{
-    Availability, IdSet, Ledger, LedgerPhase, LostExtent, PresentIds, SLICE_IDS, ranges, slices,
+    Availability, IdSet, Ledger, LedgerPhase, LostExtent, PartitionBlockIds, PresentIds, SLICE_IDS, ranges,
+    slices,
 };
 use crate::metrics::clamped;
 use crate::telemetry::AUDIT;
@@ -260,7 +261,7 @@ impl Losses {
         &self,
         app: &App,
         shuffle: &Arc<ShuffleState>,
-        partitions: &[(PartitionId, Vec<i64>)],
+        partitions: &[PartitionBlockIds],
     ) -> Result<u64, ServiceError> {
         let ledger = &shuffle.ledger;
         let alarms = ledger.alarms();
@@ -271,17 +272,19 @@ impl Losses {
         let resubmits = resubmits.is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
         let (gone, deadline) = (self.unknown_loss_reason(), Verifier::scan_deadline());
         let blame = blame(Vec::new(), &gone);
-        let unknown = partitions.iter().filter(|(id, ids)| {
-            ledger.with(*id, |it| !it.is_in_tiers() && it.question_unknown(&ids_of(ids)))
+        let unknown = partitions.iter().filter(|PartitionBlockIds { partition, block_ids }| {
+            ledger.with(*partition, |it| !it.is_in_tiers() && it.question_unknown(&ids_of(block_ids)))
         });
         let item =
             |partition| UnverifiedPartition { shuffle: Arc::clone(shuffle), partition, blame: blame.clone() };
-        self.verifier.verify(unknown.map(|(partition, _)| item(*partition)).collect());
-        for (partition, ids) in partitions {
+        self.verifier.verify(unknown.map(|it| item(it.partition)).collect());
+        for PartitionBlockIds { partition, block_ids } in partitions {
             self.verifier.wait_for_scan(shuffle, *partition, deadline).await;
-            let missing = match self.find_missing(shuffle, *partition, ids).await {
+            let missing = match self.find_missing(shuffle, *partition, block_ids).await {
                 Some(missing) => missing,
-                None => ledger.with(*partition, |it| it.acknowledge(&ids_of(ids))).err().unwrap_or_default(),
+                None => {
+                    ledger.with(*partition, |it| it.acknowledge(&ids_of(block_ids))).err().unwrap_or_default()
+                }
             };
             if missing.is_empty() {
                 continue;
@@ -320,7 +323,7 @@ impl Losses {
     pub(super) fn note_reported(
         &self,
         shuffle: &Arc<ShuffleState>,
-        partitions: &[(PartitionId, Vec<i64>)],
+        partitions: &[PartitionBlockIds],
         alarms: u64,
     ) {
         let ledger = &shuffle.ledger;
@@ -329,12 +332,12 @@ impl Losses {
         }
         let is_calm = ledger.alarms() == alarms;
         let blame = blame(Vec::new(), GONE_MEANWHILE);
-        for (partition, ids) in partitions {
+        for PartitionBlockIds { partition, block_ids } in partitions {
             // The tiers were queried when the report was judged.
             if is_calm && ledger.with(*partition, |it| it.is_in_tiers()) {
                 continue;
             }
-            match ledger.with(*partition, |it| it.acknowledge(&ids_of(ids))) {
+            match ledger.with(*partition, |it| it.acknowledge(&ids_of(block_ids))) {
                 Ok(false) => {}
                 Ok(true) => {
                     let shuffle = Arc::clone(shuffle);

@@ -1,7 +1,7 @@
 //! A start that recovers more block ids of one application than fit into its share of the heap.
 
 use super::*;
-use crate::log::{Record, RegistrationRecord, Report};
+use crate::log::{PartitionBlockIds, Record, RegistrationRecord, Report};
 use crate::store::{ExtentData, ExtentWrite, TierHeap};
 use uniffle_base::budget::{Budget, HeapKind};
 use uniffle_wire::types::{AppId, BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
@@ -38,7 +38,7 @@ fn extent(partition: i32, ids: &[i64]) -> ExtentWrite {
 }
 
 fn report_of(partition: i32, ids: Vec<i64>) -> Vec<u8> {
-    let partitions = vec![(PartitionId(partition), ids)];
+    let partitions = vec![PartitionBlockIds { partition: PartitionId(partition), block_ids: ids }];
     Record::Report(Report { bitmap_count: 1, task_attempt: 0, partitions, records: Vec::new() }).encode()
 }
 
@@ -88,7 +88,7 @@ async fn ids_beyond_the_share_of_an_application_stay_on_disk() {
 
     // The other application is served at once.
     let report = async |app: &'static str, partition: i32, ids: Vec<i64>| {
-        let partitions = vec![(PartitionId(partition), ids)];
+        let partitions = vec![PartitionBlockIds { partition: PartitionId(partition), block_ids: ids }];
         let (shuffle, task_attempt, bitmap_count, records) = (0, 1, 1, Vec::new());
         let request = ReportRequest { app, shuffle, task_attempt, bitmap_count, partitions, records };
         service.ingest.report(request).await

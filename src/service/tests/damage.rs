@@ -7,6 +7,7 @@ use bytes::Bytes;
 
 use super::*;
 use crate::app::ShuffleState;
+use crate::log::PartitionBlockIds;
 use crate::store::{ChunkRead as _, ExtentData, ExtentWrite, TierBatch};
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_wire::types::{BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
@@ -52,7 +53,7 @@ impl Fixture {
             shuffle: 0,
             task_attempt: 0,
             bitmap_count: 1,
-            partitions: vec![(PartitionId(PARTITION), vec![0, 1])],
+            partitions: vec![PartitionBlockIds { partition: PartitionId(PARTITION), block_ids: vec![0, 1] }],
             records: Vec::new(),
         };
         self.service.ingest.report(report).await

@@ -9,6 +9,7 @@ use tokio::time::{pause, timeout};
 use uniffle_wire::{BlockSink as _, SendHeader as WireHeader};
 
 use super::*;
+use crate::log::PartitionBlockIds;
 use crate::runtime::BlockingPool;
 
 /// Time after which work on a thread of its own would have finished.
@@ -113,7 +114,10 @@ async fn purges_and_reports_do_not_wait_for_each_other() {
         shuffle: 0,
         task_attempt: 0,
         bitmap_count: 1,
-        partitions: vec![(PartitionId(3), (0..100_000).map(|id| id << 45).collect())],
+        partitions: vec![PartitionBlockIds {
+            partition: PartitionId(3),
+            block_ids: (0..100_000).map(|id| id << 45).collect(),
+        }],
         records: Vec::new(),
     };
     let reported = timeout(wait_max, fixture.service.ingest.report(report)).await;

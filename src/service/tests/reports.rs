@@ -3,6 +3,7 @@
 use super::super::ingest::spill::{merge_runs, move_table};
 use super::*;
 use crate::app::{QuotaKind, QuotaResource, QuotaSubject};
+use crate::log::PartitionBlockIds;
 use uniffle_testkit::fault::ENOSPC;
 use uniffle_wire::types::ShuffleId;
 
@@ -18,7 +19,7 @@ async fn report_is_not_logged_for_a_later_incarnation() {
         shuffle: 0,
         task_attempt: 0,
         bitmap_count: 1,
-        partitions: vec![(PartitionId(3), vec![1])],
+        partitions: vec![PartitionBlockIds { partition: PartitionId(3), block_ids: vec![1] }],
         records: Vec::new(),
     };
     let again = async {
@@ -40,12 +41,13 @@ fn far_ids(partition: i32, count: i64) -> Vec<i64> {
 }
 
 async fn report_far(fixture: &Fixture, partitions: std::ops::Range<i32>, count: i64) {
+    let ids = |id| PartitionBlockIds { partition: PartitionId(id), block_ids: far_ids(id, count) };
     let report = ReportRequest {
         app: APP,
         shuffle: 0,
         task_attempt: 0,
         bitmap_count: 1,
-        partitions: partitions.map(|id| (PartitionId(id), far_ids(id, count))).collect(),
+        partitions: partitions.map(ids).collect(),
         records: Vec::new(),
     };
     fixture.service.ingest.report(report).await.unwrap();

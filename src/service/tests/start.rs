@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use super::*;
-use crate::log::{Record, RegistrationRecord, Report};
+use crate::log::{PartitionBlockIds, Record, RegistrationRecord, Report};
 use crate::memory::{Backing, Owner};
 use crate::store::{ExtentData, ExtentWrite, ServedTier as _};
 use uniffle_base::budget::{Budget, HeapKind};
@@ -24,7 +24,8 @@ fn registration() -> Vec<u8> {
 
 /// Returns a report with one block in each partition; its id is the partition's number.
 fn report() -> Vec<u8> {
-    let partitions = (0..PARTITIONS).map(|it| (PartitionId(it), vec![it.into()])).collect();
+    let ids = |it: i32| PartitionBlockIds { partition: PartitionId(it), block_ids: vec![it.into()] };
+    let partitions = (0..PARTITIONS).map(ids).collect();
     Record::Report(Report { bitmap_count: 1, task_attempt: 0, partitions, records: Vec::new() }).encode()
 }
 

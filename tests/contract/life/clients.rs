@@ -9,6 +9,7 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, RngExt, SeedableRng};
 
 use uniffle_wire::types::{BlockId, Distribution, PartitionId};
+use uniffle_worker::log::PartitionBlockIds;
 use uniffle_worker::service::{
     BlockHeader, IncomingSend, RegisterRequest, ReportRequest, RequireRequest, SendSession, ServiceError,
 };
@@ -276,12 +277,16 @@ impl History {
         for (partition, ids) in &partitions {
             expected.tried.entry(*partition).or_default().extend(ids);
         }
+        let ids = |(partition, ids): &(i32, Vec<i64>)| PartitionBlockIds {
+            partition: PartitionId(*partition),
+            block_ids: ids.clone(),
+        };
         let request = ReportRequest {
             app: key.0,
             shuffle: key.1,
             task_attempt: 7,
             bitmap_count: 1,
-            partitions: partitions.iter().map(|(id, ids)| (PartitionId(*id), ids.clone())).collect(),
+            partitions: partitions.iter().map(ids).collect(),
             records: Vec::new(),
         };
         let service = self.service();

@@ -41,7 +41,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{PartitionRecords, Record, Report};
+    use crate::{PartitionBlockIds, PartitionRecords, Record, Report};
 
     /// Returns the ids as read by [`Record::decode`].
     fn decoded(bytes: &[u8]) -> Option<(i32, Vec<(PartitionId, i64)>)> {
@@ -49,7 +49,8 @@ mod tests {
         else {
             return None;
         };
-        let ids = partitions.into_iter().flat_map(|(at, ids)| ids.into_iter().map(move |id| (at, id)));
+        let ids =
+            partitions.into_iter().flat_map(|it| it.block_ids.into_iter().map(move |id| (it.partition, id)));
         let ids: Vec<_> = ids.collect();
         let is_plain = records.is_empty() && bytes[1] == VERSION && ids.iter().all(|(_, id)| *id >= 0);
         is_plain.then_some((bitmap_count, ids))
@@ -69,8 +70,11 @@ mod tests {
             records in prop::collection::vec(any::<(i32, Vec<(i64, i64)>)>(), 0..2),
             damage in prop::option::of(any::<(prop::sample::Index, u8)>()),
         ) {
-            let partitions =
-                partitions.into_iter().map(|(at, ids)| (PartitionId(at), ids.into_iter().collect())).collect();
+            let partitions = partitions.into_iter().map(|(partition, ids)| PartitionBlockIds {
+                partition: PartitionId(partition),
+                block_ids: ids.into_iter().collect(),
+            });
+            let partitions = partitions.collect();
             let records = records.into_iter().map(PartitionRecords::from_fields).collect();
             let report = Report { bitmap_count: head.0, task_attempt: head.1, partitions, records };
             let mut bytes = Record::Report(report).encode();

@@ -66,6 +66,15 @@ pub struct PartitionRecords {
     pub tasks: Vec<(i64, i64)>,
 }
 
+/// Block ids of a partition.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PartitionBlockIds<Ids = Vec<i64>> {
+    /// The partition.
+    pub partition: PartitionId,
+    /// The ids.
+    pub block_ids: Ids,
+}
+
 /// A report of a task attempt.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Report {
@@ -73,7 +82,7 @@ pub struct Report {
     pub bitmap_count: i32,
     pub task_attempt: i64,
     /// Block ids per partition.
-    pub partitions: Vec<(PartitionId, Vec<i64>)>,
+    pub partitions: Vec<PartitionBlockIds>,
     /// Record numbers: how many records each task attempt wrote, per partition.
     pub records: Vec<PartitionRecords>,
 }
@@ -187,7 +196,7 @@ impl Report {
             ids.iter_mut().for_each(|id| *id -= std::mem::replace(&mut before, *id));
             ids
         };
-        let partitions = self.partitions.iter().map(|(partition, ids)| (partition.0, differences(ids)));
+        let partitions = self.partitions.iter().map(|it| (it.partition.0, differences(&it.block_ids)));
         let fields = ReportFields {
             bitmap_count: self.bitmap_count,
             task_attempt: self.task_attempt,
@@ -211,8 +220,9 @@ impl Report {
             };
             differences.into_iter().map(next).collect()
         };
-        let partitions =
-            partitions.into_iter().map(|(id, differences)| Some((PartitionId(id), ids(differences)?)));
+        let partitions = partitions.into_iter().map(|(partition, differences)| {
+            Some(PartitionBlockIds { partition: PartitionId(partition), block_ids: ids(differences)? })
+        });
         let partitions = partitions.collect::<Option<_>>()?;
         let records = records.into_iter().map(PartitionRecords::from_fields).collect();
         Some(Self { bitmap_count, task_attempt, partitions, records })
@@ -250,7 +260,10 @@ mod tests {
         let report = Report {
             bitmap_count: 1,
             task_attempt: 300,
-            partitions: vec![(PartitionId(5), vec![130, 2]), (PartitionId(6), vec![])],
+            partitions: vec![
+                PartitionBlockIds { partition: PartitionId(5), block_ids: vec![130, 2] },
+                PartitionBlockIds { partition: PartitionId(6), block_ids: vec![] },
+            ],
             records: vec![],
         };
         assert_eq!(hex(&Record::Report(report)), "020102d804020a020280010c00");
@@ -276,7 +289,7 @@ mod tests {
         let report = Report {
             bitmap_count: 1,
             task_attempt: 300,
-            partitions: vec![(PartitionId(5), vec![2, 130])],
+            partitions: vec![PartitionBlockIds { partition: PartitionId(5), block_ids: vec![2, 130] }],
             records: vec![
                 PartitionRecords { partition: PartitionId(5), tasks: vec![(300, 64), (7, -1)] },
                 PartitionRecords { partition: PartitionId(6), tasks: vec![] },
@@ -318,10 +331,11 @@ mod tests {
         let records = prop::collection::vec(any::<(i32, Vec<(i64, i64)>)>(), 0..5);
         let report = (any::<(i32, i64)>(), partitions, records).prop_map(
             |((bitmap_count, task_attempt), partitions, records)| {
-                let partitions = partitions
-                    .into_iter()
-                    .map(|(id, ids)| (PartitionId(id), ids.into_iter().collect()))
-                    .collect();
+                let partitions = partitions.into_iter().map(|(partition, ids)| PartitionBlockIds {
+                    partition: PartitionId(partition),
+                    block_ids: ids.into_iter().collect(),
+                });
+                let partitions = partitions.collect();
                 let records = records.into_iter().map(PartitionRecords::from_fields).collect();
                 Record::Report(Report { bitmap_count, task_attempt, partitions, records })
             },

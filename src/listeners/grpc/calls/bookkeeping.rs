@@ -13,11 +13,11 @@ use super::convert::{layout, refusal, register_request, verdict};
 use crate::listeners::grpc::transport::message::respond_message;
 use crate::listeners::grpc::transport::replies::{Head, Payload, from_memory};
 use crate::listeners::grpc::transport::request_collector::run_blocking;
-use crate::log::PartitionRecords;
+use crate::log::{PartitionBlockIds, PartitionRecords};
 use crate::proto::{
     GetShuffleResultForMultiPartRequest, GetShuffleResultForMultiPartResponse, GetShuffleResultRequest,
-    GetShuffleResultResponse, PartitionStats, ReportShuffleResultRequest, ReportShuffleResultResponse,
-    ShuffleRegisterRequest, ShuffleRegisterResponse, TaskAttemptIdToRecords,
+    GetShuffleResultResponse, PartitionStats, PartitionToBlockIds, ReportShuffleResultRequest,
+    ReportShuffleResultResponse, ShuffleRegisterRequest, ShuffleRegisterResponse, TaskAttemptIdToRecords,
 };
 use crate::runtime::BlockingPool;
 use crate::service::{ReportRequest, Results, Service, ServiceError};
@@ -56,7 +56,10 @@ pub(in crate::listeners::grpc) async fn report(
         task_attempt: request.task_attempt_id,
         bitmap_count: request.bitmap_num,
         partitions: partitions
-            .map(|reported| (PartitionId(reported.partition_id), reported.block_ids))
+            .map(|PartitionToBlockIds { partition_id, block_ids }| PartitionBlockIds {
+                partition: PartitionId(partition_id),
+                block_ids,
+            })
             .collect(),
         records,
     });
