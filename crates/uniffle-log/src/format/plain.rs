@@ -41,7 +41,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{PartitionBlockIds, PartitionRecords, Record, Report};
+    use crate::format::record::tests::any_records;
+    use crate::{PartitionBlockIds, Record, Report};
 
     /// Returns the ids as read by [`Record::decode`].
     fn decoded(bytes: &[u8]) -> Option<(i32, Vec<(PartitionId, i64)>)> {
@@ -67,7 +68,7 @@ mod tests {
         fn plain_reports_read_as_decoded(
             head in any::<(i32, i64)>(),
             partitions in prop::collection::vec((any::<i32>(), prop::collection::btree_set(any::<i64>(), 0..5)), 0..5),
-            records in prop::collection::vec(any::<(i32, Vec<(i64, i64)>)>(), 0..2),
+            records in any_records(2),
             damage in prop::option::of(any::<(prop::sample::Index, u8)>()),
         ) {
             let partitions = partitions.into_iter().map(|(partition, ids)| PartitionBlockIds {
@@ -75,7 +76,6 @@ mod tests {
                 block_ids: ids.into_iter().collect(),
             });
             let partitions = partitions.collect();
-            let records = records.into_iter().map(PartitionRecords::from_fields).collect();
             let report = Report { bitmap_count: head.0, task_attempt: head.1, partitions, records };
             let mut bytes = Record::Report(report).encode();
             if let Some((at, byte)) = damage {

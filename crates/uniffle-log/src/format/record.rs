@@ -57,10 +57,12 @@ pub struct RegistrationRecord {
     pub remote_storage: Vec<u8>,
 }
 
-/// The numbers of records that task attempts wrote to a partition.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// The numbers of records that task attempts wrote to a partition, with its fields in the order in
+/// which they are written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PartitionRecords {
     /// The partition.
+    #[serde(with = "PartitionNumber")]
     pub partition: PartitionId,
     /// Number of records by task attempt.
     pub tasks: Vec<(i64, i64)>,
@@ -160,6 +162,11 @@ enum DistributionNumber {
     LocalOrder,
 }
 
+/// Partition, encoded as its number.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "PartitionId")]
+struct PartitionNumber(i32);
+
 /// Encodes a missing timeout as 0, which is free because a timeout is at least a minute.
 fn zero_for_none<S: Serializer>(value: &Option<u64>, serializer: S) -> Result<S::Ok, S::Error> {
     value.unwrap_or(0).serialize(serializer)
@@ -176,15 +183,6 @@ struct ReportFields {
     task_attempt: i64,
     /// Differences of the sorted ids of each partition.
     partitions: Vec<(i32, Vec<u64>)>,
-}
-
-/// Further fields of version 2: task attempts with their record numbers, per partition.
-type RecordFields = Vec<(i32, Vec<(i64, i64)>)>;
-
-impl PartitionRecords {
-    pub(super) fn from_fields((partition, tasks): (i32, Vec<(i64, i64)>)) -> Self {
-        Self { partition: PartitionId(partition), tasks }
-    }
 }
 
 impl Report {
@@ -205,12 +203,11 @@ impl Report {
         if self.records.is_empty() {
             return record(REPORT, VERSION, &fields);
         }
-        let records: Vec<_> = self.records.iter().map(|it| (it.partition.0, &it.tasks)).collect();
-        record(REPORT, WITH_RECORDS, &(fields, records))
+        record(REPORT, WITH_RECORDS, &(fields, &self.records))
     }
 
     /// Converts decoded fields. Returns `None` for ids beyond 64 bits.
-    fn from_fields(fields: ReportFields, records: RecordFields) -> Option<Self> {
+    fn from_fields(fields: ReportFields, records: Vec<PartitionRecords>) -> Option<Self> {
         let ReportFields { bitmap_count, task_attempt, partitions } = fields;
         let ids = |differences: Vec<u64>| -> Option<Vec<i64>> {
             let mut id = 0u64;
@@ -224,13 +221,12 @@ impl Report {
             Some(PartitionBlockIds { partition: PartitionId(partition), block_ids: ids(differences)? })
         });
         let partitions = partitions.collect::<Option<_>>()?;
-        let records = records.into_iter().map(PartitionRecords::from_fields).collect();
         Some(Self { bitmap_count, task_attempt, partitions, records })
     }
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use proptest::prelude::*;
 
     use super::*;
@@ -300,6 +296,13 @@ mod tests {
         assert_eq!(Record::decode(&record.encode()), Ok(record));
     }
 
+    /// Returns record numbers of fewer than `limit` partitions.
+    pub(in crate::format) fn any_records(limit: usize) -> impl Strategy<Value = Vec<PartitionRecords>> {
+        let records = any::<(i32, Vec<(i64, i64)>)>()
+            .prop_map(|(id, tasks)| PartitionRecords { partition: PartitionId(id), tasks });
+        prop::collection::vec(records, 0..limit)
+    }
+
     fn any_record() -> impl Strategy<Value = Record> {
         let text = || "[a-zé.]{0,12}";
         let registration = (
@@ -328,15 +331,13 @@ mod tests {
             );
         let partitions =
             prop::collection::vec((any::<i32>(), prop::collection::btree_set(0i64.., 0..20)), 0..5);
-        let records = prop::collection::vec(any::<(i32, Vec<(i64, i64)>)>(), 0..5);
-        let report = (any::<(i32, i64)>(), partitions, records).prop_map(
+        let report = (any::<(i32, i64)>(), partitions, any_records(5)).prop_map(
             |((bitmap_count, task_attempt), partitions, records)| {
                 let partitions = partitions.into_iter().map(|(partition, ids)| PartitionBlockIds {
                     partition: PartitionId(partition),
                     block_ids: ids.into_iter().collect(),
                 });
                 let partitions = partitions.collect();
-                let records = records.into_iter().map(PartitionRecords::from_fields).collect();
                 Record::Report(Report { bitmap_count, task_attempt, partitions, records })
             },
         );
