@@ -84,6 +84,15 @@ pub struct CopySeen {
     pub torn: Option<Torn>,
 }
 
+/// Position of a copy in a survey: its directory, and its number there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CopyPlace {
+    /// Position of the directory.
+    pub directory: usize,
+    /// Position of the copy in the directory's [`DirectoryScan::copies`].
+    pub copy: usize,
+}
+
 /// Position where a copy stops being valid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Torn {
@@ -102,8 +111,8 @@ pub struct RecoveryDecision {
     pub epoch: Epoch,
     /// The highest generation seen.
     pub generation: u64,
-    /// Copies to read, by directory and copy. Exactly one if it is proven.
-    pub sources: Vec<(usize, usize)>,
+    /// Copies to read. Exactly one if it is proven.
+    pub sources: Vec<CopyPlace>,
     /// Reason why it is not proven.
     pub gap: Option<Gap>,
     /// True if nothing was ever written here.
@@ -224,16 +233,16 @@ fn choose(
     epoch: &Epoch,
     generation: u64,
     promised: u64,
-) -> Result<(usize, usize), String> {
-    let copies: Vec<(usize, usize, &CopySeen)> = copies_seen(present)
-        .filter(|(_, _, copy)| copy.generation == generation && copy.epoch == Some(epoch.id))
+) -> Result<CopyPlace, String> {
+    let copies: Vec<(CopyPlace, &CopySeen)> = copies_seen(present)
+        .filter(|(_, copy)| copy.generation == generation && copy.epoch == Some(epoch.id))
         .collect();
-    let newest = copies.iter().map(|(_, _, copy)| copy.newest).max().unwrap_or_default();
+    let newest = copies.iter().map(|(_, copy)| copy.newest).max().unwrap_or_default();
     // Marks also count if their copy is missing, or was replaced by an older one.
     let of_generation =
         |copy: &CopySeen| copy.generation == generation && copy.epoch.is_none_or(|it| it == epoch.id);
-    let marked = copies_seen(present).filter(|(_, _, copy)| of_generation(copy));
-    let acknowledged = marked.map(|(_, _, copy)| copy.acknowledged).max().unwrap_or(0).max(promised);
+    let marked = copies_seen(present).filter(|(_, copy)| of_generation(copy));
+    let acknowledged = marked.map(|(_, copy)| copy.acknowledged).max().unwrap_or(0).max(promised);
     let has_all = |copy: &CopySeen| {
         let reaches_the_last_write = copy.frames >= newest.0.saturating_sub(newest.1);
         let ends_well = match &copy.torn {
@@ -242,12 +251,12 @@ fn choose(
         };
         copy.frames >= acknowledged.max(1) && reaches_the_last_write && ends_well
     };
-    let whole = copies.iter().filter(|(_, _, copy)| has_all(copy)).max_by_key(|(_, _, copy)| copy.frames);
-    if let Some((directory, copy, _)) = whole {
-        return Ok((*directory, *copy));
+    let whole = copies.iter().filter(|(_, copy)| has_all(copy)).max_by_key(|(_, copy)| copy.frames);
+    if let Some((place, _)) = whole {
+        return Ok(*place);
     }
-    let all = copies_seen(present).filter(|(_, _, copy)| copy.generation == generation);
-    let mut damage: Vec<String> = all.map(|(_, _, copy)| describe(copy, acknowledged)).collect();
+    let all = copies_seen(present).filter(|(_, copy)| copy.generation == generation);
+    let mut damage: Vec<String> = all.map(|(_, copy)| describe(copy, acknowledged)).collect();
     damage.extend(present.iter().flat_map(|it| it.damaged.iter().cloned()));
     if damage.is_empty() {
         damage.push("no copy of the metadata log exists".to_owned());
@@ -267,23 +276,21 @@ fn describe(copy: &CopySeen, acknowledged: u64) -> String {
     }
 }
 
-/// Iterates over all copies, with the positions of their directory and of themselves.
-fn copies_seen(present: &[DirectoryScan]) -> impl Iterator<Item = (usize, usize, &CopySeen)> {
-    let of = |(directory, it): (usize, &'_ DirectoryScan)| (directory, it.copies.len());
-    let places: Vec<_> = present.iter().enumerate().map(of).collect();
-    places.into_iter().flat_map(move |(directory, copies)| {
-        (0..copies).map(move |copy| (directory, copy, &present[directory].copies[copy]))
+/// Iterates over all copies, with their places.
+pub(super) fn copies_seen(present: &[DirectoryScan]) -> impl Iterator<Item = (CopyPlace, &CopySeen)> {
+    present.iter().enumerate().flat_map(|(directory, it)| {
+        it.copies.iter().enumerate().map(move |(copy, seen)| (CopyPlace { directory, copy }, seen))
     })
 }
 
 /// Returns every directory's newest copies, the newest generation first.
-fn newest_copies(present: &[DirectoryScan]) -> Vec<(usize, usize)> {
+fn newest_copies(present: &[DirectoryScan]) -> Vec<CopyPlace> {
     let newest_of = |directory: usize| present[directory].copies.iter().map(|it| it.generation).max();
     let mut all: Vec<_> = copies_seen(present)
-        .filter(|(directory, _, copy)| Some(copy.generation) == newest_of(*directory))
+        .filter(|(place, copy)| Some(copy.generation) == newest_of(place.directory))
         .collect();
-    all.sort_by_key(|(_, _, copy)| Reverse((copy.generation, copy.frames)));
-    all.into_iter().map(|(directory, copy, _)| (directory, copy)).collect()
+    all.sort_by_key(|(_, copy)| Reverse((copy.generation, copy.frames)));
+    all.into_iter().map(|(place, _)| place).collect()
 }
 
 /// Returns a description if two directories were used separately.

@@ -16,8 +16,8 @@ use rustix::io::Errno;
 use uuid::Uuid;
 
 use super::proof::HandOff;
-use super::proof::{CopySeen, DirectoryScan, RecoveryDecision, Torn, decide_recovery};
-use super::resumable::{Resumable, resumable_copies};
+use super::proof::{CopyPlace, CopySeen, DirectoryScan, RecoveryDecision, Torn, decide_recovery};
+use super::resumable::{Resumable, ResumableCopy, resumable_copies};
 use crate::contents::{CheckpointFilter, Order};
 use crate::format::frame::{self, Epoch, Frame, FrameContent, Gap, Incarnation, METADATA};
 use crate::window::{FileWindow, within};
@@ -155,19 +155,22 @@ impl Survey {
     /// Returns the copies to which a start may append.
     pub(crate) fn resumable(&self, decision: &RecoveryDecision) -> Option<Resumable> {
         let places = resumable_copies(&self.present, decision, self.hand_off.as_ref())?;
-        let (directory, copy) = *places.first()?;
-        let file = |(directory, copy): &(usize, usize)| (*directory, self.files[*directory][*copy].clone());
-        Some(Resumable::new(places.iter().map(file).collect(), &self.present[directory].copies[copy]))
+        let first = *places.first()?;
+        let file = |&CopyPlace { directory, copy }: &CopyPlace| ResumableCopy {
+            directory,
+            path: self.files[directory][copy].clone(),
+        };
+        Some(Resumable::new(places.iter().map(file).collect(), self.seen(first)))
     }
 
     /// Returns a source of the copies at `places`. If `is_proven`, a copy is read only up to the
     /// end of its valid frames.
-    pub(crate) fn source(&self, places: &[(usize, usize)], is_proven: bool) -> LogCopies {
-        let part = |(directory, copy): &(usize, usize)| {
-            let seen = &self.present[*directory].copies[*copy];
+    pub(crate) fn source(&self, places: &[CopyPlace], is_proven: bool) -> LogCopies {
+        let part = |place: &CopyPlace| {
+            let seen = self.seen(*place);
             LogCopy {
-                directory: Some(*directory),
-                path: self.files[*directory][*copy].clone(),
+                directory: Some(place.directory),
+                path: self.files[place.directory][place.copy].clone(),
                 generation: seen.generation,
                 epoch: seen.epoch,
                 frames: if is_proven { seen.frames } else { u64::MAX },
@@ -175,6 +178,10 @@ impl Survey {
             }
         };
         LogCopies { parts: places.iter().map(part).collect(), shipped: None }
+    }
+
+    fn seen(&self, place: CopyPlace) -> &CopySeen {
+        &self.present[place.directory].copies[place.copy]
     }
 }
 

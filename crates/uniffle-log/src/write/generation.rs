@@ -27,6 +27,7 @@ use crate::format::frame::{
 };
 use crate::recovery::proof::members_after;
 use crate::recovery::read::{LogCopies, LogCopy, MEMBERS, copy_directory, copy_file, generation_of};
+use crate::recovery::resumable::ResumableCopy;
 use crate::window::within;
 use uniffle_io::{Disk, File, IoClass, Vanished, WriteOpen};
 
@@ -43,20 +44,20 @@ impl MetadataWriter {
     /// new generation has to begin instead.
     pub(crate) async fn resume(&mut self) -> bool {
         let Some(resumable) = self.resumable.take() else { return false };
-        let directories: Vec<usize> = resumable.copies.iter().map(|(directory, _)| *directory).collect();
+        let directories: Vec<usize> = resumable.copies.iter().map(|it| it.directory).collect();
         let all: BTreeSet<usize> = (0..self.directories.len()).collect();
         // A disk may have stopped accepting writes, and a new generation would not use it.
         let is_the_same = self.places(&BTreeSet::new()) == directories && self.usable_now() == all;
         if self.is_blind || !is_the_same {
             return false;
         }
-        let opened = resumable.copies.iter().map(|(directory, path)| {
+        let opened = resumable.copies.iter().map(|ResumableCopy { directory, path }| {
             let io = &*self.directories[*directory].io;
             within(self.deadlines.name, open_copy(io, path, resumable.bytes))
         });
         let opened = join_all(opened.collect::<Vec<_>>()).await;
         let mut copies = Vec::new();
-        for ((directory, path), file) in resumable.copies.iter().zip(opened) {
+        for (ResumableCopy { directory, path }, file) in resumable.copies.iter().zip(opened) {
             match file {
                 Ok(file) => {
                     let (directory, path) = (*directory, path.clone());

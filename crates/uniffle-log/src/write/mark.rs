@@ -7,7 +7,7 @@
 //! the count, and none overstates it.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,6 +25,12 @@ pub(super) const MARK_PAUSE: Duration = Duration::from_millis(10);
 const MARK_EVERY: Duration = Duration::from_millis(50);
 /// Deadline of a mark, because entries wait for it meanwhile.
 const MARK_DEADLINE: Duration = Duration::from_secs(1);
+
+/// A copy of the log, beside which its mark is written.
+pub(crate) struct MarkedCopy<'a> {
+    pub(crate) directory: &'a Directory,
+    pub(crate) path: &'a Path,
+}
 
 /// Marks of the current copies.
 #[derive(Debug, Default)]
@@ -47,11 +53,11 @@ impl Marks {
         self.written.is_none_or(|at| at.elapsed() >= MARK_EVERY)
     }
 
-    /// Writes beside `logs` that `frames` frames are acknowledged. A mark that cannot be written
+    /// Writes beside `copies` that `frames` frames are acknowledged. A mark that cannot be written
     /// understates the count.
-    pub(crate) async fn write(&mut self, logs: &[(&Directory, PathBuf)], generation: u64, frames: u64) {
-        if self.generation != generation || self.files.len() != logs.len() {
-            let made = logs.iter().map(|(directory, log)| within(MARK_DEADLINE, create(directory, log)));
+    pub(crate) async fn write(&mut self, copies: &[MarkedCopy<'_>], generation: u64, frames: u64) {
+        if self.generation != generation || self.files.len() != copies.len() {
+            let made = copies.iter().map(|copy| within(MARK_DEADLINE, create(copy)));
             self.files = join_all(made.collect::<Vec<_>>()).await.into_iter().map(Result::ok).collect();
         }
         let mark = encode_mark(generation, frames);
@@ -69,9 +75,9 @@ impl Marks {
     }
 }
 
-async fn create(directory: &Directory, log: &Path) -> io::Result<Arc<dyn File>> {
-    let path = log.with_file_name(MARK);
-    directory
+async fn create(copy: &MarkedCopy<'_>) -> io::Result<Arc<dyn File>> {
+    let path = copy.path.with_file_name(MARK);
+    copy.directory
         .io
         .open_write(
             &path,

@@ -16,7 +16,7 @@ use croaring::Treemap;
 use futures::future::{OptionFuture, join_all};
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::mark::{MARK_PAUSE, Marks};
+use super::mark::{MARK_PAUSE, MarkedCopy, Marks};
 use crate::LogError;
 use crate::contents::Contents;
 use crate::format::frame::{Encoder, Epoch, FrameContent, Incarnation, METADATA};
@@ -313,12 +313,11 @@ impl MetadataWriter {
             match soon {
                 Ok(received) if !self.marks.are_due() => return received,
                 soon => {
-                    let logs: Vec<_> = self
-                        .copies
-                        .iter()
-                        .map(|it| (&self.directories[it.directory], it.path.clone()))
-                        .collect();
-                    self.marks.write(&logs, self.generation, self.encoder.count()).await;
+                    let copies = self.copies.iter();
+                    let copies = copies
+                        .map(|it| MarkedCopy { directory: &self.directories[it.directory], path: &it.path });
+                    let copies: Vec<_> = copies.collect();
+                    self.marks.write(&copies, self.generation, self.encoder.count()).await;
                     if let Ok(received) = soon {
                         return received;
                     }

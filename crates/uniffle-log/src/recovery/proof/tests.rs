@@ -84,8 +84,8 @@ impl Fixture {
             return;
         }
         let mut log = Log::default();
-        for (at, copy) in &decision.sources {
-            let source = &self.directories[here[*at]].copies[*copy].log;
+        for place in &decision.sources {
+            let source = &self.directories[here[place.directory]].copies[place.copy].log;
             for (shuffle, ids) in &source.records {
                 log.records.entry(*shuffle).or_default().extend(ids);
             }
@@ -203,7 +203,7 @@ fn one_damaged_copy_is_repaired_and_two_are_not() {
     let reason = decide_recovery(&restored, None).gap.unwrap().reason;
     assert!(reason.contains("/0/log ends before record 9"), "a mark beside no copy: {reason}");
     let decision = decide_recovery(&two_copies([(7, None), (3, None)]), None);
-    assert_eq!(decision.sources, [(0, 0)]);
+    assert_eq!(decision.sources, [CopyPlace { directory: 0, copy: 0 }]);
     let mut one = two_copies([(9, Some(false)), (9, None)]);
     one[0].copies.truncate(1);
     let gap = decide_recovery(&one, None).gap.unwrap();
