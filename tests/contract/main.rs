@@ -1,8 +1,8 @@
 //! The worker's contract over both transports, against workers and their parts in this process.
 //!
-//! `grpc` and `tcp` follow docs/protocol.md. `life` and `damage` are the simulated runs, and
-//! `replay` has recorded sessions of clients. Tests end with the common check: nothing is reserved,
-//! stored or in flight, and no files or tasks remain. Fixtures contain no expectations.
+//! `transports`, `grpc` and `tcp` follow docs/protocol.md. `life` and `damage` are the simulated
+//! runs, and `replay` has recorded sessions of clients. Tests end with the common check: nothing is
+//! reserved, stored or in flight, and no files or tasks remain. Fixtures contain no expectations.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
 #![allow(clippy::duplicate_mod, reason = "the same tests over both ways to run the TCP listener")]
@@ -17,6 +17,7 @@ mod object_client;
 #[cfg(feature = "object")]
 mod object_tier;
 mod replay;
+mod transports;
 
 mod grpc {
     pub(crate) mod bad_input;
@@ -33,7 +34,6 @@ mod grpc {
     pub(crate) mod hostile_frames;
     pub(crate) mod java_http;
     pub(crate) mod lifecycle;
-    pub(crate) mod metrics;
     #[cfg(feature = "object")]
     pub(crate) mod objects;
     pub(crate) mod offload;

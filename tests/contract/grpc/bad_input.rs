@@ -5,20 +5,16 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use uniffle_client::grpc::{ClientError, ShuffleClient};
-use uniffle_client::send::{SendForm, request};
-use uniffle_testkit::eventually;
-use uniffle_wire::types::{PartitionId, ShuffleKey};
+use uniffle_wire::types::PartitionId;
 use uniffle_worker::proto::{
     AppHeartBeatRequest, GetLocalShuffleDataRequest, GetLocalShuffleIndexRequest,
-    GetMemoryShuffleDataRequest, GetShuffleResultRequest, ReadSegment, ReportShuffleResultRequest,
-    RequireBufferRequest, SendShuffleDataRequest, ShufflePartitionRange, ShuffleRegisterRequest,
-    ShuffleUnregisterByAppIdRequest, ShuffleUnregisterRequest, StatusCode,
+    GetMemoryShuffleDataRequest, GetShuffleResultRequest, ReportShuffleResultRequest, RequireBufferRequest,
+    SendShuffleDataRequest, ShufflePartitionRange, ShuffleRegisterRequest, ShuffleUnregisterByAppIdRequest,
+    ShuffleUnregisterRequest, StatusCode,
 };
 
-use super::blocks::{batch, blocks, payload};
+use super::blocks::{batch, blocks};
 use super::fixture::{WorkerFixture, key};
-
-const P: PartitionId = PartitionId(0);
 
 /// Returns every path below `dir`.
 fn tree(dir: &Path) -> BTreeSet<PathBuf> {
@@ -140,122 +136,6 @@ async fn unusual_app_ids_are_accepted() {
     fixture.finish().await;
 }
 
-async fn data_refused(
-    fixture: &WorkerFixture,
-    key: &ShuffleKey,
-    offset: i64,
-    length: i32,
-) -> (StatusCode, String) {
-    let request = GetLocalShuffleDataRequest {
-        app_id: key.app.as_str().to_owned(),
-        shuffle_id: key.shuffle.0,
-        partition_id: 0,
-        partition_num_per_range: 1,
-        partition_num: 1,
-        offset,
-        length,
-        ..Default::default()
-    };
-    let answer = fixture.client.raw().get_local_shuffle_data(request).await.unwrap().into_inner();
-    assert!(answer.data.is_empty(), "{offset}+{length}");
-    (answer.status(), answer.ret_msg)
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn range_outside_of_data_returns_no_bytes() {
-    let fixture = WorkerFixture::start().await;
-    let (mine, other) = (key("app-1", 1), key("app-2", 1));
-    for key in [&mine, &other] {
-        fixture.client.register(key, &[(0, 0)]).await.unwrap();
-        fixture.push(key, &batch(0, &blocks(0, 1, 0..5))).await;
-    }
-    fixture.flush().await;
-    let end = i64::try_from(payload(&blocks(0, 1, 0..5))).unwrap();
-    let outside = [(end - 1, 2), (end, 1), (end + 1, 1), (0, i32::MAX), (1 << 40, 1), (i64::MAX, i32::MAX)];
-    for (offset, length) in outside {
-        let (status, text) = data_refused(&fixture, &mine, offset, length).await;
-        assert!(matches!(status, StatusCode::InternalError | StatusCode::InvalidRequest), "{status:?}");
-        assert!(!text.is_empty(), "{offset}+{length}");
-    }
-    for (offset, length) in [(-1, 10), (i64::MIN, 10), (0, -1), (0, i32::MIN), (-1, -1)] {
-        let (status, text) = data_refused(&fixture, &mine, offset, length).await;
-        assert_eq!(status, StatusCode::InvalidRequest, "{offset}+{length}: {text}");
-    }
-    // The range up to the end, and every single byte of it, have the written content.
-    let whole = fixture.client.read_data(&mine, P, 0, end.unsigned_abs()).await.unwrap();
-    let expected: Vec<u8> = blocks(0, 1, 0..5).iter().flat_map(|block| block.data.to_vec()).collect();
-    assert!(whole == expected);
-    let last = fixture.client.read_data(&mine, P, end.unsigned_abs() - 1, 1).await.unwrap();
-    assert_eq!(last.as_ref(), &expected[expected.len() - 1..]);
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn read_ahead_hints_are_never_refused() {
-    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
-    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-    fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
-    fixture.flush().await;
-    let length = i64::try_from(payload(&blocks(0, 1, 0..5))).unwrap();
-    let hostile = [(-1, 5), (0, -1), (5, 0), (0, length + 1), (i64::MAX, i64::MAX), (i64::MIN, i64::MIN)];
-    for (hints, bytes) in
-        [(hostile.to_vec(), 0), (vec![(0, 1); 100_000], 16), (vec![(1, length - 1)], length + 15)]
-    {
-        let segment = |(offset, length)| ReadSegment { offset, length };
-        let request = GetLocalShuffleDataRequest {
-            app_id: key.app.as_str().to_owned(),
-            shuffle_id: key.shuffle.0,
-            length: 100,
-            next_read_segments: hints.into_iter().map(segment).collect(),
-            ..Default::default()
-        };
-        let answer = fixture.client.raw().get_local_shuffle_data(request).await.unwrap().into_inner();
-        assert_eq!((answer.status(), answer.data.len()), (StatusCode::Success, 100));
-        #[expect(clippy::cast_precision_loss, reason = "a few")]
-        let bytes = bytes as f64;
-        eventually("the hints are taken", || match fixture.metric("read_hint_bytes") {
-            taken if taken == bytes => Ok(()),
-            taken => Err(taken.to_string()),
-        })
-        .await;
-    }
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn invalid_filter_is_refused_and_empty_one_ignored() {
-    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
-    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-    fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
-    let good = uniffle_client::read::encode_bitmap(&croaring::Treemap::of(&[1, 2, 1 << 40]));
-    let mut filters: Vec<Vec<u8>> = (1..good.len()).map(|cut| good[..cut].to_vec()).collect();
-    // Counts of maps and containers that do not exist.
-    filters.push([&[0][..], &[0x7F, 0xFF, 0xFF, 0xFF]].concat());
-    filters.push([&[0][..], &[0, 0, 0, 1, 0, 0, 0, 0, 0x3A, 0x30, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF]].concat());
-    filters.push(vec![0xFF; 100]);
-    let request = |filter: Vec<u8>| GetMemoryShuffleDataRequest {
-        app_id: "app-1".to_owned(),
-        shuffle_id: 1,
-        partition_id: 0,
-        last_block_id: -1,
-        read_buffer_size: 1 << 20,
-        timestamp: 0,
-        serialized_expected_task_ids_bitmap: Some(filter.into()),
-    };
-    for filter in filters {
-        let shown = format!("{filter:02x?}");
-        let answer =
-            fixture.client.raw().get_memory_shuffle_data(request(filter)).await.unwrap().into_inner();
-        assert_eq!(answer.status(), StatusCode::InternalError, "{shown}");
-        assert!(answer.ret_msg.contains("bitmap") && answer.data.is_empty(), "{}", answer.ret_msg);
-    }
-    let all = fixture.client.raw().get_memory_shuffle_data(request(Vec::new())).await.unwrap().into_inner();
-    assert_eq!(all.shuffle_data_block_segments.len(), 5, "no bytes are no filter");
-    let wanted = fixture.client.raw().get_memory_shuffle_data(request(good.to_vec())).await.unwrap();
-    assert_eq!(wanted.into_inner().shuffle_data_block_segments.len(), 5);
-    fixture.finish().await;
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn negative_ids_and_sizes_of_reads_are_refused_or_empty() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
@@ -296,47 +176,6 @@ async fn negative_ids_and_sizes_of_reads_are_refused_or_empty() {
             (StatusCode::Success, 0),
             "as of any unknown shuffle"
         );
-    }
-    drop(raw);
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn client_timestamps_of_any_value_are_accepted() {
-    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
-    fixture.client.register(&key, &[(0, 9)]).await.unwrap();
-    let mut raw = fixture.client.raw();
-    for (partition, timestamp) in (0..).zip([i64::MAX, i64::MIN, -1, 1 << 50]) {
-        let all = blocks(partition, 1, 0..3);
-        let ticket = fixture.ticket(&key, 1 << 20).await;
-        let mut send = request(&key, ticket, SendForm::Classic, &batch(partition, &all));
-        send.timestamp = timestamp;
-        let answer = raw.send_shuffle_data(send).await.unwrap().into_inner();
-        assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
-        let read = GetMemoryShuffleDataRequest {
-            app_id: "app-1".to_owned(),
-            shuffle_id: 1,
-            partition_id: partition,
-            last_block_id: -1,
-            read_buffer_size: 1 << 20,
-            timestamp,
-            ..Default::default()
-        };
-        let answer = raw.get_memory_shuffle_data(read).await.unwrap().into_inner();
-        assert_eq!(answer.shuffle_data_block_segments.len(), 3);
-        fixture.flush().await;
-        let read = GetLocalShuffleDataRequest {
-            app_id: "app-1".to_owned(),
-            shuffle_id: 1,
-            partition_id: partition,
-            partition_num_per_range: 1,
-            partition_num: 10,
-            length: i32::try_from(payload(&all)).unwrap(),
-            timestamp,
-            ..Default::default()
-        };
-        let answer = raw.get_local_shuffle_data(read).await.unwrap().into_inner();
-        assert_eq!((answer.status(), answer.data.len() as u64), (StatusCode::Success, payload(&all)));
     }
     drop(raw);
     fixture.finish().await;

@@ -8,7 +8,6 @@ use uniffle_client::send::SendForm;
 use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::clock::Instant;
-use uniffle_worker::proto::StatusCode;
 use uniffle_worker::store::{LocalConfig, VerifyReads};
 
 use super::blocks::{batch, blocks, payload};
@@ -175,27 +174,6 @@ async fn temporarily_unreadable_blocks_are_not_abandoned() {
     let injected: u64 = fixture.faults.iter().map(uniffle_testkit::fault::Faults::injected).sum();
     assert_eq!(injected, 5);
     assert!(fixture.service.diagnostics.losses().losses.is_empty());
-    let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
-    assert_same(&read.blocks, &all);
-    drop(client);
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn failed_disk_read_is_an_error_and_never_short() {
-    let (fixture, key) = (parts().start().await, key("app-1", 1));
-    let client = fixture.client().await;
-    client.register(&key, &[(0, 0)]).await.unwrap();
-    let all = blocks(0, 1, 0..10);
-    client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
-    fixture.flusher.flush_all();
-    fixture.flushed().await;
-    for faults in &fixture.faults {
-        faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)));
-    }
-    let failed = client.read_data(&key, P, 0, 1000).await.unwrap_err();
-    assert_eq!(failed.status(), Some(StatusCode::InternalError), "{failed}");
-    fixture.heal().await;
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
     drop(client);

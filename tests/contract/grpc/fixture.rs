@@ -1,5 +1,6 @@
 //! A complete worker in this process, started from TOML on free ports, and a client of it.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -7,6 +8,7 @@ use tempfile::TempDir;
 use uniffle_client::block::Block;
 use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::{Batch, SendForm};
+use uniffle_client::tcp::TcpClient;
 pub(crate) use uniffle_testkit::clients::short_backoff;
 pub(crate) use uniffle_testkit::config::ConfigLines as Setup;
 pub(crate) use uniffle_testkit::eventually;
@@ -15,6 +17,7 @@ pub(crate) use uniffle_testkit::worker::leftovers as files_below;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TicketId};
 use uniffle_worker::memory::Memory;
 use uniffle_worker::proto::{self, StatusCode};
+use uniffle_worker::runtime::Tasks;
 use uniffle_worker::server::Worker;
 use uniffle_worker::store::Tier;
 
@@ -59,6 +62,10 @@ impl WorkerFixture {
         let client =
             ShuffleClient::connect(worker.addresses().grpc).await.unwrap().with_backoff(short_backoff());
         Self { worker, client, dir, disks }
+    }
+
+    pub(crate) async fn tcp_client(&self) -> TcpClient {
+        connect_tcp(self.worker.addresses().tcp.expect("urpc_port is open by default")).await
     }
 
     pub(crate) fn memory(&self) -> &Memory {
@@ -169,6 +176,13 @@ impl WorkerFixture {
         drop(self.client);
         assert_eq!(self.worker.stop().await, 0, "tasks left");
     }
+}
+
+/// Connects to a TCP listener. The connection ends with the client.
+pub(crate) async fn connect_tcp(address: SocketAddr) -> TcpClient {
+    let (client, driver) = TcpClient::connect(address).await.unwrap();
+    Tasks::new().spawn("tcp client", driver);
+    client
 }
 
 pub(crate) fn key(app: &str, shuffle: i32) -> ShuffleKey {

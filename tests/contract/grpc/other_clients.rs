@@ -5,8 +5,8 @@ use uniffle_client::block::{Block, IdLayout};
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{
-    AppHeartBeatRequest, FinishShuffleRequest, GetShuffleResultRequest, GetSortedShuffleDataRequest,
-    ShuffleCommitRequest, StartSortMergeRequest, StatusCode,
+    AppHeartBeatRequest, FinishShuffleRequest, GetShuffleResultRequest, ShuffleCommitRequest,
+    StartSortMergeRequest, StatusCode,
 };
 
 use super::fixture::{WorkerFixture, key};
@@ -135,12 +135,6 @@ async fn remote_merge_is_refused_with_the_java_text() {
     assert_eq!(
         refused,
         (StatusCode::InternalError, "Remote merge is disabled, can not report StartSortMerge!")
-    );
-    let read = GetSortedShuffleDataRequest { app_id, shuffle_id, ..Default::default() };
-    let answer = fixture.client.raw().get_sorted_shuffle_data(read).await.unwrap().into_inner();
-    assert_eq!(
-        (answer.status(), answer.ret_msg.as_str()),
-        (StatusCode::InternalError, "Remote merge is disabled")
     );
     fixture.finish().await;
 }

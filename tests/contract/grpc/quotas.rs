@@ -6,7 +6,6 @@ use std::time::Duration;
 use http_body_util::BodyExt;
 use uniffle_client::block::Block;
 use uniffle_client::send::SendForm;
-use uniffle_client::tcp::TcpClient;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::app::{QuotaKind, QuotaResource, QuotaSubject};
 use uniffle_worker::proto::{
@@ -21,7 +20,7 @@ use super::raw;
 const P: PartitionId = PartitionId(0);
 
 fn with(tables: &str) -> Setup<'_> {
-    Setup { top: "urpc_port = 0", tables, ..Setup::default() }
+    Setup { tables, ..Setup::default() }
 }
 
 async fn register(
@@ -39,14 +38,6 @@ async fn register(
     };
     let answer = fixture.client.raw().register_shuffle(request).await.unwrap().into_inner();
     (answer.status(), answer.ret_msg)
-}
-
-/// Connects a client to the TCP listener. Its driver ends with the runtime.
-async fn tcp(fixture: &WorkerFixture) -> TcpClient {
-    let (tcp, driver) = TcpClient::connect(fixture.worker.addresses().tcp.unwrap()).await.unwrap();
-    #[expect(clippy::disallowed_methods, reason = "the test has no task group")]
-    tokio::spawn(driver);
-    tcp
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -139,7 +130,7 @@ async fn disk_quota_refuses_sends_and_flushes_accepted_blocks() {
     assert!(refused.to_string().contains(expected), "{refused}");
     let refused = fixture.client.send(&key, first, SendForm::Classic, &small).await.unwrap_err();
     assert!(refused.to_string().contains(expected), "{refused}");
-    let tcp = tcp(&fixture).await;
+    let tcp = fixture.tcp_client().await;
     let refused = tcp.send(&key, second, &small).await.unwrap_err();
     assert_eq!(refused.status(), Some(StatusCode::InternalError), "{refused}");
     assert!(refused.to_string().contains(expected), "{refused}");
@@ -184,7 +175,7 @@ async fn reads_beyond_the_quota_wait() {
     let channel = endpoint.initial_connection_window_size(65_535).connect().await.unwrap();
     let path = "/rss.common.ShuffleServer/getMemoryShuffleData";
     let open = raw::open(&channel, path, raw::framed(&request)).await;
-    let tcp = tcp(&fixture).await;
+    let tcp = fixture.tcp_client().await;
     let over_tcp = tcp.read_memory(&key, P, -1, 1 << 20, None).await.unwrap_err();
     assert_eq!(over_tcp.status(), Some(StatusCode::NoBuffer), "{over_tcp}");
     let patient = fixture.client.raw().get_memory_shuffle_data(request).await.unwrap().into_inner();

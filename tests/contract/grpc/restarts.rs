@@ -8,7 +8,6 @@ use croaring::Treemap;
 use tempfile::TempDir;
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::ReadOptions;
-use uniffle_client::tcp::TcpClient;
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::store::LocalStore;
@@ -293,7 +292,7 @@ fn start_without_recovery_deletes_existing_data() {
 fn after_a_loss(key: &ShuffleKey, parts: [&[Block]; 3]) -> (TempDir, Vec<PathBuf>) {
     let [flushed, lost, unreported] = parts;
     process(async {
-        let fixture = WorkerFixture::with(WITH_TCP).await;
+        let fixture = WorkerFixture::start().await;
         fixture.client.register(key, &[(0, 0)]).await.unwrap();
         fixture.push(key, &batch(0, flushed)).await;
         fixture.flush().await;
@@ -306,36 +305,24 @@ fn after_a_loss(key: &ShuffleKey, parts: [&[Block]; 3]) -> (TempDir, Vec<PathBuf
     })
 }
 
-const WITH_TCP: Setup<'_> = Setup {
-    store_type: "MEMORY_LOCALFILE",
-    capacity: "32MiB",
-    memory: "",
-    local: "",
-    top: "urpc_port = 0",
-    tables: "",
-};
-
 #[test]
 fn blocks_lost_from_memory_are_reported_lost_until_resent() {
     let key = key("app-1", 1);
     let (flushed, lost, unreported) = (blocks(0, 1, 0..10), blocks(0, 2, 0..5), blocks(0, 3, 0..3));
     let home = after_a_loss(&key, [&flushed, &lost, &unreported]);
     process(async {
-        let fixture = WorkerFixture::on(WITH_TCP, home.0, home.1).await;
+        let fixture = WorkerFixture::on(Setup::default(), home.0, home.1).await;
         assert_eq!(reported(&fixture, &key).await, ids(&[flushed.clone(), lost.clone()].concat()));
         let refused = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err();
         assert_eq!(refused.status(), Some(StatusCode::InternalError));
         let text = refused.to_string();
         assert!(text.contains("5 blocks of shuffle app-1/1 partition 0 are lost"), "{text}");
         assert!(text.contains("in memory when the worker ended"), "{text}");
-        let (tcp, driver) = TcpClient::connect(fixture.worker.addresses().tcp.unwrap()).await.unwrap();
-        #[expect(clippy::disallowed_methods, reason = "the test has no task group")]
-        let driver = tokio::spawn(driver);
+        let tcp = fixture.tcp_client().await;
         let refused = tcp.read_memory(&key, P, -1, 1 << 20, None).await.unwrap_err();
         assert_eq!(refused.status(), Some(StatusCode::InternalError));
         assert!(refused.to_string().contains("5 blocks of shuffle"), "{refused}");
         drop(tcp);
-        driver.await.unwrap();
 
         // A reader of other tasks' blocks is not affected.
         let wanted = Treemap::of(&[1]);

@@ -9,27 +9,6 @@ use super::blocks::{batch, block};
 use super::fixture::{Setup, WorkerFixture, key};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn blocks_from_1_byte_to_64_mib_are_served() {
-    let setup = Setup { capacity: "200MiB", ..Setup::default() };
-    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
-    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-    // Lengths around page, segment and chunk sizes.
-    let lengths = [1, 2, 31, 4095, 4096, 4097, 65_537, 1 << 20, (2 << 20) - 1, (2 << 20) + 1, 64 << 20];
-    let all: Vec<Block> = (0..).zip(lengths).map(|(n, length)| block(0, 1, n, length)).collect();
-    let (small, large) = all.split_at(8);
-    fixture.push(&key, &batch(0, small)).await;
-    fixture.client.push(&key, SendForm::Contiguous, &batch(0, large)).await.unwrap();
-    // Larger than the limit of the request, and returned completely.
-    let cursor = Some(all[9].meta.block_id);
-    let answer = fixture.client.read_memory(&key, PartitionId(0), cursor, 1, None).await.unwrap();
-    assert_eq!((answer.blocks.len(), answer.is_end), (1, Some(false)));
-    fixture.assert_reads(&key, 0, &all).await;
-    fixture.flush().await;
-    fixture.assert_reads(&key, 0, &all).await;
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn block_of_512_mib_is_served() {
     const LENGTH: u32 = 512 << 20;
     let setup = Setup { capacity: "600MiB", ..Setup::default() };

@@ -6,10 +6,8 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use uniffle_client::send::{SendForm, require_size};
-use uniffle_client::tcp::TcpClient;
 use uniffle_wire::types::{PartitionId, ShuffleKey, TicketId};
 use uniffle_worker::proto::{RequireBufferResponse, StatusCode};
-use uniffle_worker::runtime::Tasks;
 
 use super::blocks::{batch, block};
 use super::fixture::{Setup, WorkerFixture, eventually, key, require};
@@ -20,7 +18,7 @@ const PATIENT: &str = "buffer_ticket_wait_sec = 30";
 const MOST: i32 = 13 << 20;
 
 async fn fixture(memory: &str, tables: &str) -> (WorkerFixture, ShuffleKey, ShuffleKey) {
-    let setup = Setup { capacity: "16MiB", top: "urpc_port = 0", memory, tables, ..Setup::default() };
+    let setup = Setup { capacity: "16MiB", memory, tables, ..Setup::default() };
     let fixture = WorkerFixture::with(setup).await;
     let (holder, other) = (key("app-1", 1), key("app-2", 1));
     for key in [&holder, &other] {
@@ -83,16 +81,7 @@ async fn waiting_ticket_does_not_block_other_grpc_calls() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn waiting_tickets_do_not_block_tcp_frames() {
     let (fixture, holder, other) = fixture(PATIENT, "").await;
-    let address = fixture.worker.addresses().tcp.expect("urpc_port is set");
-    let (client, driver) = TcpClient::connect(address).await.unwrap();
-    let clients = Tasks::new();
-    let stop = clients.cancelled();
-    clients.spawn("tcp client", async move {
-        tokio::select! {
-            () = driver => {}
-            () = stop => {}
-        }
-    });
+    let client = fixture.tcp_client().await;
     let ticket = fixture.ticket(&holder, MOST).await;
     let small = vec![(PartitionId(0), vec![block(0, 1, 0, 100_000)])];
     let first = fixture.ticket(&holder, require_size(&small).unwrap() * 2).await;
@@ -110,8 +99,6 @@ async fn waiting_tickets_do_not_block_tcp_frames() {
     }
     fixture.assert_reads(&holder, 0, &small[0].1).await;
     drop(client);
-    clients.cancel();
-    clients.drained().await;
     fixture.finish().await;
 }
 

@@ -6,9 +6,9 @@ use bytes::Bytes;
 use futures::stream::{self, StreamExt};
 use tokio::sync::oneshot;
 use tokio::time::sleep;
-use uniffle_client::grpc::{Backoff, ClientError};
+use uniffle_client::grpc::Backoff;
 use uniffle_client::send::{self, SendForm};
-use uniffle_wire::types::{PartitionId, TicketId};
+use uniffle_wire::types::PartitionId;
 use uniffle_worker::clock::Instant;
 use uniffle_worker::proto::StatusCode;
 
@@ -20,33 +20,6 @@ use super::raw;
 /// Expires every ticket.
 fn expire_tickets(fixture: &WorkerFixture) -> usize {
     fixture.memory().expire_tickets(Instant::now() + Duration::from_secs(3600))
-}
-
-fn refused(result: Result<(), ClientError>) -> (StatusCode, String) {
-    match result {
-        Err(ClientError::Refused { status, text, .. }) => (status, text),
-        other => panic!("not refused: {other:?}"),
-    }
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn expired_ticket_is_refused_and_a_new_one_succeeds() {
-    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
-    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-    let all = blocks(0, 1, 0..5);
-    let ticket = fixture.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
-    assert!(fixture.memory().tickets().pre_allocated_bytes() > 0);
-    assert_eq!(expire_tickets(&fixture), 1);
-    fixture.assert_memory_is_free().await;
-
-    let sent = fixture.client.send(&key, ticket, SendForm::Classic, &batch(0, &all)).await;
-    let (status, text) = refused(sent);
-    assert_eq!(status, StatusCode::InternalError);
-    assert!(text.contains("ticket"), "{text}");
-    fixture.assert_memory_is_free().await;
-    fixture.push(&key, &batch(0, &all)).await;
-    fixture.assert_reads(&key, 0, &all).await;
-    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -176,61 +149,6 @@ async fn ticket_larger_than_memory_is_an_invalid_request() {
     }
     fixture.assert_memory_is_free().await;
     fixture.ticket(&key, 0).await;
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ticket_is_single_use() {
-    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
-    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-    let (first, second) = (blocks(0, 1, 0..3), blocks(0, 2, 0..3));
-    let ticket = fixture.client.require_buffer(&key, &batch(0, &first)).await.unwrap();
-    fixture.client.send(&key, ticket, SendForm::Classic, &batch(0, &first)).await.unwrap();
-    let used = fixture.memory().budget().used();
-    let again = fixture.client.send(&key, ticket, SendForm::Classic, &batch(0, &second)).await;
-    assert_eq!(refused(again).0, StatusCode::InternalError);
-    for unknown in [TicketId(0), TicketId(-1), TicketId(i64::MAX)] {
-        let sent = fixture.client.send(&key, unknown, SendForm::Classic, &batch(0, &second)).await;
-        assert_eq!(refused(sent).0, StatusCode::InternalError);
-    }
-    assert_eq!(fixture.memory().budget().used(), used);
-    fixture.assert_reads(&key, 0, &first).await;
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ticket_of_another_app_is_refused_and_stays_valid() {
-    let fixture = WorkerFixture::start().await;
-    let (owner, thief) = (key("app-1", 1), key("app-2", 1));
-    for key in [&owner, &thief] {
-        fixture.client.register(key, &[(0, 0)]).await.unwrap();
-    }
-    let all = blocks(0, 1, 0..3);
-    let ticket = fixture.client.require_buffer(&owner, &batch(0, &all)).await.unwrap();
-    let stolen = fixture.client.send(&thief, ticket, SendForm::Classic, &batch(0, &all)).await;
-    assert_eq!(refused(stolen).0, StatusCode::InternalError);
-    fixture.assert_reads(&thief, 0, &[]).await;
-    fixture.client.send(&owner, ticket, SendForm::Classic, &batch(0, &all)).await.unwrap();
-    fixture.assert_reads(&owner, 0, &all).await;
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn send_larger_than_its_ticket_stores_nothing() {
-    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
-    fixture.client.register(&key, &[(0, 3)]).await.unwrap();
-    let parts: Vec<_> = (0..4).map(|p| (PartitionId(p), vec![block(p, 1, 0, 64 << 10)])).collect();
-    for form in [SendForm::Classic, SendForm::Contiguous, SendForm::Combined] {
-        // The first three blocks fit.
-        let ticket = fixture.ticket(&key, 200 << 10).await;
-        let (status, text) = refused(fixture.client.send(&key, ticket, form, &parts).await);
-        assert_eq!(status, StatusCode::InternalError);
-        assert!(text.contains("204800"), "{text}");
-        fixture.assert_memory_is_free().await;
-        for partition in 0..4 {
-            fixture.assert_reads(&key, partition, &[]).await;
-        }
-    }
     fixture.finish().await;
 }
 

@@ -24,30 +24,6 @@ fn ids(blocks: &[Block]) -> Vec<BlockId> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn memory_read_starts_at_cursor_and_ends_at_limit() {
-    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
-    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-    let all = blocks(0, 7, 0..10);
-    fixture.push(&key, &batch(0, &all)).await;
-
-    // 500 + 501 exceed 1,000: the block that reaches the limit is the last.
-    let first = fixture.client.read_memory(&key, P, None, 1000, None).await.unwrap();
-    assert_eq!((ids(&first.blocks), first.is_end), (ids(&all[..2]), Some(false)));
-    let cursor = Some(all[1].meta.block_id);
-    let rest = fixture.client.read_memory(&key, P, cursor, 1 << 20, None).await.unwrap();
-    assert_eq!((ids(&rest.blocks), rest.is_end), (ids(&all[2..]), Some(true)));
-    let end = fixture.client.read_memory(&key, P, Some(all[9].meta.block_id), 1000, None).await.unwrap();
-    assert_eq!((end.blocks.len(), end.is_end), (0, Some(true)));
-    // A limit of zero returns one block. Reading exactly all bytes is not the end.
-    let one = fixture.client.read_memory(&key, P, None, 0, None).await.unwrap();
-    assert_eq!(ids(&one.blocks), ids(&all[..1]));
-    let exact = u32::try_from(payload(&all)).unwrap();
-    let exact = fixture.client.read_memory(&key, P, None, exact, None).await.unwrap();
-    assert_eq!((exact.blocks.len(), exact.is_end), (10, Some(false)));
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn flushed_cursor_restarts_at_the_first_block() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();

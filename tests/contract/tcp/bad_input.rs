@@ -8,7 +8,7 @@ use uniffle_wire::reply::ReplyAnswer;
 use uniffle_worker::listeners::tcp::TcpConfig;
 use uniffle_worker::proto::StatusCode;
 
-use super::fixture::{APP, TcpFixture, block, frame};
+use super::fixture::{TcpFixture, block, frame};
 
 /// Returns a frame with any header.
 fn raw_frame(message_bytes: i32, kind: u8, body_bytes: i32, rest: &[u8]) -> Vec<u8> {
@@ -143,92 +143,11 @@ async fn invalid_reads_are_refused_in_their_response_type() {
 }
 
 #[tokio::test]
-async fn send_without_ticket_is_drained_and_refused() {
-    let fixture = TcpFixture::new().await;
-    let mut request = fixture.request(1, &[block(0, 5 << 20)]);
-    fixture
-        .memory
-        .expire_tickets(uniffle_worker::clock::Instant::now() + std::time::Duration::from_secs(1000));
-    request.ticket = 12345;
-    refuses(StatusCode::InternalError, &frame(&request), fixture).await;
-}
-
-#[tokio::test]
-async fn ticket_is_valid_for_one_send() {
-    let fixture = TcpFixture::new().await;
-    let mut peer = fixture.raw().await;
-    let bytes = frame(&fixture.request(1, &[block(0, 100)]));
-    peer.say(&bytes).await;
-    assert_eq!(peer.hear().await.status, 0);
-    peer.say(&bytes).await;
-    assert_eq!(peer.hear().await.status, i32::from(StatusCode::InternalError));
-    assert_eq!(fixture.blocks_in_memory().await.len(), 1);
-    drop(peer);
-    fixture.finish().await;
-}
-
-#[tokio::test]
-async fn ticket_of_another_app_is_refused() {
-    let fixture = TcpFixture::new().await;
-    fixture.register("other").await;
-    let mut request = fixture.request(1, &[block(0, 100)]);
-    request.ticket = fixture.ticket("other", 1000).0;
-    refuses(StatusCode::InternalError, &frame(&request), fixture).await;
-}
-
-#[tokio::test]
-async fn send_of_unknown_app_is_refused_as_on_grpc() {
-    let fixture = TcpFixture::new().await;
-    let mut request = fixture.request(1, &[block(0, 100)]);
-    request.app = "stranger".to_owned();
-    refuses(StatusCode::NoRegister, &frame(&request), fixture).await;
-}
-
-#[tokio::test]
-async fn send_to_unknown_shuffle_is_refused_and_spends_ticket() {
-    let fixture = TcpFixture::new().await;
-    let mut request = fixture.request(1, &[block(0, 100)]);
-    request.shuffle = 99;
-    let mut peer = fixture.raw().await;
-    peer.say(&frame(&request)).await;
-    assert_eq!(peer.hear().await.status, i32::from(StatusCode::NoRegister));
-    assert_eq!(fixture.used_bytes(), 0);
-    drop(peer);
-    // The ticket is spent, whatever the outcome.
-    request.shuffle = 1;
-    refuses(StatusCode::InternalError, &frame(&request), fixture).await;
-}
-
-#[tokio::test]
-async fn send_to_unregistered_partition_is_refused() {
-    let fixture = TcpFixture::new().await;
-    let mut request = fixture.request(1, &[block(0, 100)]);
-    request.partitions[0].0 = 100;
-    refuses(StatusCode::NoRegister, &frame(&request), fixture).await;
-}
-
-#[tokio::test]
-async fn send_without_blocks_is_refused() {
-    let fixture = TcpFixture::new().await;
-    let mut request = fixture.request(1, &[block(0, 100)]);
-    request.partitions[0].1.clear();
-    refuses(StatusCode::InternalError, &frame(&request), fixture).await;
-}
-
-#[tokio::test]
 async fn empty_block_is_refused() {
     let fixture = TcpFixture::new().await;
     let mut request = fixture.request(1, &[block(0, 100)]);
     request.partitions[0].1[0].data = bytes::Bytes::new();
     refuses(StatusCode::InvalidRequest, &frame(&request), fixture).await;
-}
-
-#[tokio::test]
-async fn send_larger_than_its_ticket_is_refused() {
-    let fixture = TcpFixture::new().await;
-    let mut request = fixture.request(1, &[block(0, 100), block(1, 1 << 20)]);
-    request.ticket = fixture.ticket(APP, 1000).0;
-    refuses(StatusCode::InternalError, &frame(&request), fixture).await;
 }
 
 #[tokio::test]

@@ -2,12 +2,10 @@
 
 use std::time::Duration;
 
-use bytes::BytesMut;
 use tokio::time::{Instant, sleep};
-use uniffle_wire::request::{MemoryRequest, PartitionTarget, ReadRequest};
 use uniffle_worker::listeners::tcp::TcpConfig;
 
-use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, frame};
+use super::fixture::{APP, PARTITION, TcpFixture, block, frame, memory_frame};
 
 /// Like [`TcpFixture::until`], but the paused time advances between two checks.
 async fn until_later(fixture: &TcpFixture, what: &str, reached: impl Fn(&TcpFixture) -> bool) {
@@ -102,16 +100,9 @@ async fn peer_that_stops_reading_is_dropped_and_memory_freed() {
     drop(client);
     // Otherwise the socket may take all responses.
     let mut peer = fixture.raw_with_small_window().await;
-    let mut frames = BytesMut::new();
-    for request_id in 0..100 {
-        let target = PartitionTarget { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
-        let read_buffer_size = 1 << 30;
-        let request =
-            MemoryRequest { target, last_block_id: -1, read_buffer_size, timestamp_ms: 0, task_filter: None };
-        ReadRequest::Memory(request).encode_frame(&mut frames);
-    }
+    let frames: Vec<_> = (0..100).map(|id| memory_frame(id, PARTITION, 1 << 30)).collect();
     let start = Instant::now();
-    peer.say(&frames).await;
+    peer.say(&frames.concat()).await;
     until_later(&fixture, "dropped", |fixture| fixture.metric("netty_handle_exception") > 0.0).await;
     assert!(start.elapsed() >= Duration::from_secs(119), "{:?}", start.elapsed());
     // Responses never exceeded the share of the connection.

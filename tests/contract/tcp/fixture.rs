@@ -21,7 +21,7 @@ use uniffle_testkit::fault::Faults;
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::service::{ServiceBuilder, quiet, sum_of};
 use uniffle_wire::reply::Reply;
-use uniffle_wire::request::{SendBlock, SendRequest};
+use uniffle_wire::request::{MemoryRequest, PartitionTarget, ReadRequest, SendBlock, SendRequest};
 use uniffle_wire::types::{
     AppId, BlockId, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId, TicketId,
 };
@@ -294,6 +294,16 @@ impl Raw {
         assert_eq!((reply.request_id, reply.status), (4711, 0), "{reply:?}");
         assert_eq!(fixture.blocks_in_memory().await.len(), before.len() + 1);
     }
+}
+
+/// Returns the frame of a memory read from the start of `partition`.
+pub(crate) fn memory_frame(request_id: i64, partition: PartitionId, read_buffer_size: i32) -> Bytes {
+    let target = PartitionTarget { request_id, app: APP, shuffle: SHUFFLE, partition: partition.0 };
+    let request =
+        MemoryRequest { target, last_block_id: -1, read_buffer_size, timestamp_ms: 0, task_filter: None };
+    let mut out = BytesMut::new();
+    ReadRequest::Memory(request).encode_frame(&mut out);
+    out.freeze()
 }
 
 pub(crate) fn frame(request: &SendRequest) -> Bytes {

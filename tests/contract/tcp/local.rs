@@ -1,78 +1,12 @@
 //! Reads of the local tier over TCP.
 
-use bytes::BytesMut;
 use uniffle_client::block::Block;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
-use uniffle_wire::reply::ReplyAnswer;
-use uniffle_wire::request::{LocalDataRequest, LocalDataVersion, PartitionTarget, Placement, ReadRequest};
-use uniffle_worker::proto::StatusCode;
 
-use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, key};
+use super::fixture::{PARTITION, TcpFixture, block, key};
 
 fn joined(blocks: &[Block]) -> Vec<u8> {
     blocks.iter().flat_map(|block| block.data.iter().copied()).collect()
-}
-
-#[tokio::test]
-async fn index_and_data_match_published_blocks() {
-    let fixture = TcpFixture::new().await;
-    let client = fixture.client().await;
-    let blocks: Vec<_> = (0..40).map(|i| block(i, 100_000)).collect();
-    fixture.store(&blocks).await;
-    let index = client.read_index(&key(), PARTITION).await.unwrap();
-    assert_eq!(index.answer, ReplyAnswer::LocalIndex { data_length: 4_000_000, storage_ids: None });
-    assert_eq!(index.body.len(), 40 * 40);
-    let all = joined(&blocks);
-    for (offset, length) in [(0, 4_000_000), (1, 3_999_998), (123_456, 7), (3_999_999, 1)] {
-        let data = client.read_data(&key(), PARTITION, offset, length).await.unwrap();
-        let (start, length) = (usize::try_from(offset).unwrap(), usize::try_from(length).unwrap());
-        assert!(data.body == all[start..start + length], "{offset}, {length}");
-    }
-    drop((index, client));
-    fixture.finish().await;
-}
-
-#[tokio::test]
-async fn unpublished_range_is_refused() {
-    let fixture = TcpFixture::new().await;
-    let client = fixture.client().await;
-    fixture.store(&[block(0, 100)]).await;
-    for (offset, length) in [(0, 101), (100, 1), (-1, 1), (0, -1), (i64::MAX, 1), (i64::MAX, i32::MAX)] {
-        let refused = client.read_data(&key(), PARTITION, offset, length).await.unwrap_err();
-        assert!(refused.status().is_some(), "{offset}, {length}: {refused}");
-    }
-    assert_eq!(client.read_data(&key(), PARTITION, 0, 100).await.unwrap().body.len(), 100);
-    drop(client);
-    fixture.finish().await;
-}
-
-#[tokio::test]
-async fn hints_for_next_reads_are_accepted() {
-    let fixture = TcpFixture::new().await;
-    fixture.store(&[block(0, 100)]).await;
-    let mut peer = fixture.raw().await;
-    let hostile = [(-1, 5), (0, -1), (5, 0), (0, 101), (i64::MAX, i64::MAX), (i64::MIN, i64::MIN)];
-    let rounds = [(vec![(0, 50), (50, 50)], 100.0), (hostile.to_vec(), 100.0), (vec![(0, 1); 10_000], 116.0)];
-    for (hints, bytes) in rounds {
-        let pairs = hints.iter().flat_map(|(offset, length): &(i64, i64)| [*offset, *length]);
-        let hints: Vec<u8> = pairs.flat_map(i64::to_be_bytes).collect();
-        let request = LocalDataRequest {
-            target: PartitionTarget { request_id: 1, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 },
-            placement: Placement { partitions_per_range: 1, partitions: 1 },
-            offset: 0,
-            length: 100,
-            timestamp_ms: 0,
-            version: LocalDataVersion::V3 { storage_id: 0, hints: &hints, task_attempt_id: 0 },
-        };
-        let mut frame = BytesMut::new();
-        ReadRequest::LocalData(request).encode_frame(&mut frame);
-        peer.say(&frame).await;
-        assert_eq!(peer.hear().await.body.len(), 100);
-        fixture.until("the hints are taken", |fixture| fixture.metric("read_hint_bytes") >= bytes).await;
-        assert_eq!(fixture.metric("read_hint_bytes"), bytes);
-    }
-    drop(peer);
-    fixture.finish().await;
 }
 
 #[tokio::test]
@@ -118,20 +52,6 @@ async fn hung_disk_blocks_neither_memory_reads_nor_sends() {
     assert_eq!((&mut hung).await.unwrap().body.len(), 100);
     drop(hung);
     fixture.until("the read is answered", |fixture| in_progress(fixture) == [0.0; 3]).await;
-    drop(client);
-    fixture.finish().await;
-}
-
-#[tokio::test]
-async fn disk_error_before_response_returns_a_status() {
-    let fixture = TcpFixture::new().await;
-    let client = fixture.client().await;
-    fixture.store(&[block(0, 100)]).await;
-    fixture.faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)));
-    let refused = client.read_data(&key(), PARTITION, 0, 100).await.unwrap_err();
-    assert_eq!(refused.status(), Some(StatusCode::InternalError));
-    fixture.faults.clear();
-    assert!(client.read_data(&key(), PARTITION, 0, 100).await.is_ok());
     drop(client);
     fixture.finish().await;
 }

@@ -10,58 +10,14 @@ use uniffle_base::budget::HeapKind;
 use uniffle_wire::reply::ReplyAnswer;
 use uniffle_wire::request::{
     LocalDataRequest, LocalDataVersion, MemoryRequest, PartitionTarget, Placement, ReadRequest, SendRequest,
-    SortedRequest,
 };
 use uniffle_wire::types::PartitionId;
 use uniffle_wire::{BlockHeader, BlockSink as _, SendHeader};
 use uniffle_worker::proto::StatusCode;
 
-use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, block_of, frame, key};
+use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, frame, key, memory_frame};
 use uniffle_worker::listeners::tcp::TcpConfig;
 use uniffle_worker::service::{Commit, SendSink};
-
-#[tokio::test]
-async fn sent_blocks_are_read_from_memory() {
-    let fixture = TcpFixture::new().await;
-    let client = fixture.client().await;
-    let blocks: Vec<_> =
-        [1, 10, 3000, 1 << 20, 70_000].iter().zip(0..).map(|(&len, i)| block(i, len)).collect();
-    fixture.send(&client, &[(PARTITION, blocks.clone())]).await;
-    let reply = client.read_memory(&key(), PARTITION, -1, 1 << 30, None).await.unwrap();
-    assert_eq!(reply.message, "OK");
-    let ReplyAnswer::Memory(segments) = &reply.answer else { panic!("{reply:?}") };
-    assert_eq!(segments.len(), blocks.len());
-    for (segment, block) in segments.iter().zip(&blocks) {
-        let offset = usize::try_from(segment.offset).unwrap();
-        assert_eq!(segment.block_id, block.meta.block_id.0);
-        assert_eq!(segment.crc, i64::from(block.meta.crc));
-        assert_eq!(segment.task_attempt_id, 3);
-        assert_eq!(reply.body[offset..offset + block.data.len()], block.data);
-    }
-    drop((reply, client));
-    fixture.finish().await;
-}
-
-#[tokio::test]
-async fn cursor_continues_after_the_last_response() {
-    let fixture = TcpFixture::new().await;
-    let client = fixture.client().await;
-    let blocks: Vec<_> = (0..10).map(|i| block(i, 100)).collect();
-    fixture.send(&client, &[(PARTITION, blocks.clone())]).await;
-    let mut seen = Vec::new();
-    loop {
-        let cursor = seen.last().copied().unwrap_or(-1);
-        let reply = client.read_memory(&key(), PARTITION, cursor, 150, None).await.unwrap();
-        let ReplyAnswer::Memory(segments) = reply.answer else { panic!() };
-        if segments.is_empty() {
-            break;
-        }
-        seen.extend(segments.iter().map(|segment| segment.block_id));
-    }
-    assert_eq!(seen, blocks.iter().map(|block| block.meta.block_id.0).collect::<Vec<_>>());
-    drop(client);
-    fixture.finish().await;
-}
 
 #[tokio::test]
 async fn send_in_single_bytes_is_accepted() {
@@ -80,22 +36,6 @@ async fn send_in_single_bytes_is_accepted() {
     fixture.finish().await;
 }
 
-#[tokio::test]
-async fn send_with_repeated_partition_is_accepted() {
-    let fixture = TcpFixture::new().await;
-    let client = fixture.client().await;
-    let batch: Vec<_> = (0..200)
-        .map(|i| (PartitionId(i % 100), vec![block_of(PartitionId(i % 100), i.cast_unsigned(), 50)]))
-        .collect();
-    fixture.send(&client, &batch).await;
-    for partition in 0..100 {
-        let reply = client.read_memory(&key(), PartitionId(partition), -1, 1 << 20, None).await.unwrap();
-        assert_eq!(reply.body.len(), 100);
-    }
-    drop(client);
-    fixture.finish().await;
-}
-
 /// Returns the same blocks, each in a run of its own.
 fn in_runs(request: SendRequest) -> SendRequest {
     let blocks = request.partitions.into_iter().flat_map(|(_, blocks)| blocks);
@@ -111,15 +51,7 @@ async fn large_sends_commit_in_background_and_respond_in_order() {
     let mut frames = BytesMut::new();
     frames.extend_from_slice(&frame(&in_runs(fixture.request(1, &all[..300]))));
     frames.extend_from_slice(&frame(&in_runs(fixture.request(2, &all[300..]))));
-    let target = PartitionTarget { request_id: 3, app: APP, shuffle: SHUFFLE, partition: 1 };
-    let read = MemoryRequest {
-        target,
-        last_block_id: -1,
-        read_buffer_size: 1 << 30,
-        timestamp_ms: 0,
-        task_filter: None,
-    };
-    ReadRequest::Memory(read).encode_frame(&mut frames);
+    frames.extend_from_slice(&memory_frame(3, PartitionId(1), 1 << 30));
     peer.say(&frames).await;
     for request_id in 1..=3 {
         let reply = peer.hear().await;
@@ -204,15 +136,8 @@ async fn unread_connection_holds_only_its_share() {
         fixture.send(&client, &[(PARTITION, vec![block(number, 1 << 20)])]).await;
     }
     let mut peer = fixture.raw().await;
-    let mut frames = BytesMut::new();
-    for request_id in 0..200 {
-        let target = PartitionTarget { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
-        let read_buffer_size = 1 << 30;
-        let request =
-            MemoryRequest { target, last_block_id: -1, read_buffer_size, timestamp_ms: 0, task_filter: None };
-        ReadRequest::Memory(request).encode_frame(&mut frames);
-    }
-    peer.say(&frames).await;
+    let frames: Vec<_> = (0..200).map(|id| memory_frame(id, PARTITION, 1 << 30)).collect();
+    peer.say(&frames.concat()).await;
     let answered = fixture.memory.answered().clone();
     let share = answered.capacity() / 8;
     for _ in 0..16 {
@@ -245,12 +170,7 @@ async fn unread_replies_are_dropped_for_requests_waiting_for_heap() {
     }
     let (answered, heap) = (fixture.memory.answered().clone(), fixture.memory.heap().whole().clone());
     let mut peer = fixture.raw_with_small_window().await;
-    let mut request = BytesMut::new();
-    let target = PartitionTarget { request_id: 1, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
-    let read_buffer_size = 1 << 30;
-    let memory =
-        MemoryRequest { target, last_block_id: -1, read_buffer_size, timestamp_ms: 0, task_filter: None };
-    ReadRequest::Memory(memory).encode_frame(&mut request);
+    let request = memory_frame(1, PARTITION, 1 << 30);
     // Sockets take any number of replies at first: requests follow until one reply stays.
     let fill = async {
         let mut sent = 0.0;
@@ -324,19 +244,8 @@ async fn pipelined_reads_are_answered_as_they_complete() {
     let config = TcpConfig { requests_in_flight_per_connection_max: 3, ..TcpConfig::default() };
     let fixture = TcpFixture::with(config).await;
     let mut peer = fixture.raw().await;
-    let mut frames = BytesMut::new();
-    for request_id in 0..500 {
-        let target = PartitionTarget { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
-        let request = MemoryRequest {
-            target,
-            last_block_id: -1,
-            read_buffer_size: 1,
-            timestamp_ms: 0,
-            task_filter: None,
-        };
-        ReadRequest::Memory(request).encode_frame(&mut frames);
-    }
-    peer.say(&frames).await;
+    let frames: Vec<_> = (0..500).map(|id| memory_frame(id, PARTITION, 1)).collect();
+    peer.say(&frames.concat()).await;
     for request_id in 0..500 {
         assert_eq!(peer.hear().await.request_id, request_id);
     }
@@ -385,67 +294,6 @@ async fn heap_refusals_do_not_disturb_other_reads() {
 }
 
 #[tokio::test]
-async fn reads_of_unknown_app_are_refused_in_their_response_type() {
-    let fixture = TcpFixture::new().await;
-    let client = fixture.client().await;
-    let stranger = uniffle_wire::types::ShuffleKey::new(
-        uniffle_wire::types::AppId::parse("stranger").unwrap(),
-        key().shuffle,
-    );
-    // The client decodes by the frame type. A type-0 refusal would arrive as `ReplyAnswer::Rpc` and
-    // NO_REGISTER too, so the raw reply is checked.
-    let target = |request_id| PartitionTarget { request_id, app: "stranger", shuffle: SHUFFLE, partition: 0 };
-    let mut frame = BytesMut::new();
-    let request = MemoryRequest {
-        target: target(1),
-        last_block_id: -1,
-        read_buffer_size: 1,
-        timestamp_ms: 0,
-        task_filter: Some(&[]),
-    };
-    ReadRequest::Memory(request).encode_frame(&mut frame);
-    let reply = client.exchange(1, frame.freeze()).await.unwrap();
-    assert_eq!(reply.status, i32::from(StatusCode::NoRegister));
-    assert_eq!((reply.message.as_str(), reply.answer), ("NO_REGISTER", ReplyAnswer::Memory(vec![])));
-    let index = client.read_index(&stranger, PARTITION).await.unwrap_err();
-    assert_eq!(index.status(), Some(StatusCode::NoRegister));
-    let data = client.read_data(&stranger, PARTITION, 0, 1).await.unwrap_err();
-    assert_eq!(data.status(), Some(StatusCode::NoRegister));
-    drop(client);
-    fixture.finish().await;
-}
-
-#[tokio::test]
-async fn read_of_sorted_data_is_refused() {
-    let fixture = TcpFixture::new().await;
-    let client = fixture.client().await;
-    let target = PartitionTarget { request_id: 5, app: APP, shuffle: SHUFFLE, partition: 0 };
-    let mut frame = BytesMut::new();
-    ReadRequest::Sorted(SortedRequest { target, block_id: 0, length: 1, timestamp_ms: 0 })
-        .encode_frame(&mut frame);
-    let reply = client.exchange(5, frame.freeze()).await.unwrap();
-    assert_eq!(reply.status, i32::from(StatusCode::InternalError));
-    assert_eq!(reply.message, "Remote merge is disabled");
-    assert!(matches!(reply.answer, ReplyAnswer::Sorted { .. }));
-    drop(client);
-    fixture.finish().await;
-}
-
-#[tokio::test]
-async fn read_with_invalid_filter_is_refused() {
-    let fixture = TcpFixture::new().await;
-    let client = fixture.client().await;
-    fixture.send(&client, &[(PARTITION, vec![block(0, 10)])]).await;
-    let refused = client.read_memory(&key(), PARTITION, -1, 1024, Some(&[1, 2, 3])).await.unwrap_err();
-    assert_eq!(refused.status(), Some(StatusCode::InternalError));
-    let large = vec![0xff; 100_000];
-    let refused = client.read_memory(&key(), PARTITION, -1, 1024, Some(&large)).await.unwrap_err();
-    assert_eq!(refused.status(), Some(StatusCode::InternalError));
-    drop(client);
-    fixture.finish().await;
-}
-
-#[tokio::test]
 async fn least_active_connection_is_evicted() {
     let fixture = TcpFixture::with(TcpConfig { connections_max: 2, ..TcpConfig::default() }).await;
     // Each has a ticket of its own.
@@ -463,22 +311,5 @@ async fn least_active_connection_is_evicted() {
     assert_eq!(fixture.metric("urpc_connection_refused_total"), 1.0);
     drop((working, silent, third));
     fixture.until("places are given back", |fixture| fixture.metric("netty_active_connection") == 0.0).await;
-    fixture.finish().await;
-}
-
-#[tokio::test]
-async fn send_is_committed_completely_or_not_at_all() {
-    let fixture = TcpFixture::new().await;
-    let mut peer = fixture.raw().await;
-    let mut request = fixture.request(1, &[block(0, 100), block(1, 100), block(2, 100)]);
-    // The last block's checksum belongs to other bytes.
-    request.partitions[0].1[2].crc ^= 1;
-    peer.say(&frame(&request)).await;
-    let reply = peer.hear().await;
-    assert_eq!(reply.status, i32::from(StatusCode::InternalError), "{reply:?}");
-    assert_eq!(fixture.blocks_in_memory().await, []);
-    assert_eq!(fixture.used_bytes(), 0);
-    peer.expect_works(&fixture).await;
-    drop(peer);
     fixture.finish().await;
 }

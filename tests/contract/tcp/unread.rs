@@ -2,16 +2,14 @@
 
 use std::time::Duration;
 
-use bytes::BytesMut;
 use tokio::time::timeout;
 use uniffle_base::budget::HeapKind;
 use uniffle_client::send::{Batch, require_size};
-use uniffle_wire::request::{MemoryRequest, PartitionTarget, ReadRequest};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 use uniffle_worker::listeners::tcp::TcpConfig;
 use uniffle_worker::proto::StatusCode;
 
-use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, key};
+use super::fixture::{PARTITION, SHUFFLE, TcpFixture, block, key, memory_frame};
 
 const OTHER: &str = "other";
 const MIB: u64 = 1 << 20;
@@ -23,21 +21,9 @@ const WAIT: Duration = Duration::from_secs(60);
 
 /// Returns the requests of a connection: four responses of a block, which its socket does not take,
 /// then empty ones.
-fn reads() -> BytesMut {
-    let mut frames = BytesMut::new();
-    for request_id in 0..REQUESTS {
-        let partition = if request_id < 4 { PARTITION } else { UNWRITTEN };
-        let target = PartitionTarget { request_id, app: APP, shuffle: SHUFFLE, partition: partition.0 };
-        let request = MemoryRequest {
-            target,
-            last_block_id: -1,
-            read_buffer_size: 1,
-            timestamp_ms: 0,
-            task_filter: None,
-        };
-        ReadRequest::Memory(request).encode_frame(&mut frames);
-    }
-    frames
+fn reads() -> Vec<u8> {
+    let read = |id| memory_frame(id, if id < 4 { PARTITION } else { UNWRITTEN }, 1);
+    (0..REQUESTS).map(read).collect::<Vec<_>>().concat()
 }
 
 /// Only the shares of connections and applications bound these responses.
