@@ -68,23 +68,6 @@ fn registry_of(config: AppConfig, heap: &Heap) -> AppRegistry {
 }
 
 #[tokio::test]
-async fn unregistering_app_1_leaves_app_10() {
-    let registry = registry();
-    for app in ["app-1", "app-10"] {
-        registry.register(registration(app, 1, &[(0, 0)]), || ()).unwrap();
-        registry.register(registration(app, 10, &[(0, 0)]), || ()).unwrap();
-    }
-    let mut purged = Vec::new();
-    registry.remove_app(&AppId::parse("app-1").unwrap(), |keys| purged = keys).unwrap();
-    purged.sort();
-    assert_eq!(purged.iter().map(ToString::to_string).collect::<Vec<_>>(), ["app-1/1", "app-1/10"]);
-    let other = registry.find(&AppId::parse("app-10").unwrap()).unwrap();
-    assert_eq!(other.shuffles().len(), 2);
-    assert!(registry.remove_shuffle(&ShuffleKey::new(other.id().clone(), ShuffleId(1)), || ()).0);
-    assert!(other.shuffle(ShuffleId(10)).is_some());
-}
-
-#[tokio::test]
 async fn reregistration_adds_ranges_and_keeps_reports() {
     let registry = registry();
     registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();

@@ -474,43 +474,6 @@ mod tests {
         assert_eq!(wanted_timeout(&HashMap::new()), None);
     }
 
-    fn request(
-        user: usize,
-        ranges: usize,
-        path: usize,
-        [settings, value]: [usize; 2],
-    ) -> RegisterRequest<'static> {
-        let setting = |n: usize| (n.to_string(), "v".repeat(value));
-        RegisterRequest {
-            app: "app-1",
-            shuffle: 1,
-            ranges: vec![(0, 0); ranges],
-            user: "u".repeat(user),
-            distribution: Distribution::Normal,
-            properties: HashMap::new(),
-            remote_storage: Some(RemoteStorage {
-                path: "p".repeat(path),
-                conf: (0..settings).map(setting).collect(),
-                user: String::new(),
-                writers: None,
-            }),
-            from: None,
-        }
-    }
-
-    #[test]
-    fn oversized_registration_field_is_named() {
-        assert!(check_sizes(&request(1024, 1 << 18, 8000, [1000, 50])).is_ok());
-        let refusal = |request| check_sizes(&request).unwrap_err().to_string();
-        let expected = "user has 62914560 bytes, the limit is 1024";
-        assert_eq!(refusal(request(60 << 20, 1, 1, [0, 0])), expected);
-        let expected = "partitionRanges has 262145 ranges, the limit is 262144";
-        assert_eq!(refusal(request(1, (1 << 18) + 1, 1, [0, 0])), expected);
-        assert!(refusal(request(1, 1, 8001, [0, 0])).starts_with("remoteStorage.path has 8001 bytes"));
-        assert!(refusal(request(1, 1, 1, [1001, 0])).contains("remoteStorageConf has 1001 settings"));
-        assert!(refusal(request(1, 1, 1, [2, 40_000])).contains("remoteStorageConf has 80002 bytes"));
-    }
-
     #[test]
     fn properties_are_bounded_and_selected_by_name() {
         let huge = "x".repeat(PROPERTIES_BYTES_MAX);

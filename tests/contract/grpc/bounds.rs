@@ -20,8 +20,8 @@ use uniffle_wire::bitmap;
 use uniffle_wire::types::ShuffleKey;
 use uniffle_worker::proto::{
     GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse, GetShuffleResultForMultiPartRequest,
-    GetShuffleServerRequest, PartitionToBlockIds, RemoteStorage, ReportShuffleResultRequest,
-    ShufflePartitionRange, ShuffleRegisterRequest, StatusCode,
+    GetShuffleServerRequest, PartitionToBlockIds, RemoteStorage, RemoteStorageConfItem,
+    ReportShuffleResultRequest, ShufflePartitionRange, ShuffleRegisterRequest, StatusCode,
 };
 
 use super::blocks::{batch, block};
@@ -149,25 +149,44 @@ async fn send_of_one_byte_blocks_is_refused_before_heap_is_full() {
 async fn refused_registration_names_field_and_stores_nothing() {
     let fixture =
         WorkerFixture::with(Setup { memory: "heap_capacity = \"512MiB\"", ..Setup::default() }).await;
-    let request = |user: usize, ranges: i32, path: usize| ShuffleRegisterRequest {
-        app_id: "app-1".to_owned(),
-        shuffle_id: 1,
-        partition_ranges: (0..ranges).map(|n| ShufflePartitionRange { start: 2 * n, end: 2 * n }).collect(),
-        remote_storage: Some(RemoteStorage { path: "p".repeat(path), remote_storage_conf: Vec::new() }),
-        user: "u".repeat(user),
-        ..ShuffleRegisterRequest::default()
+    let request = |user: usize, ranges: i32, path: usize, [settings, value]: [usize; 2]| {
+        let setting = |n: usize| RemoteStorageConfItem { key: n.to_string(), value: "v".repeat(value) };
+        ShuffleRegisterRequest {
+            app_id: "app-1".to_owned(),
+            shuffle_id: 1,
+            partition_ranges: (0..ranges)
+                .map(|n| ShufflePartitionRange { start: 2 * n, end: 2 * n })
+                .collect(),
+            remote_storage: Some(RemoteStorage {
+                path: "p".repeat(path),
+                remote_storage_conf: (0..settings).map(setting).collect(),
+            }),
+            user: "u".repeat(user),
+            ..ShuffleRegisterRequest::default()
+        }
     };
     let cases = [
-        (request(100_000, 1, 0), "user has 100000 bytes, the limit is 1024"),
-        (request(1, 262_145, 0), "partitionRanges has 262145 ranges, the limit is 262144"),
-        (request(1, 1, 9000), "remoteStorage.path has 9000 bytes, the limit is 8000"),
+        (request(100_000, 1, 0, [0, 0]), "user has 100000 bytes, the limit is 1024"),
+        (request(1, 262_145, 0, [0, 0]), "partitionRanges has 262145 ranges, the limit is 262144"),
+        (request(1, 1, 8001, [0, 0]), "remoteStorage.path has 8001 bytes, the limit is 8000"),
+        (request(1, 1, 1, [1001, 0]), "remoteStorage.remoteStorageConf has 1001 settings, the limit is 1000"),
+        (
+            request(1, 1, 1, [2, 40_000]),
+            "remoteStorage.remoteStorageConf has 80002 bytes, the limit is 65536",
+        ),
     ];
     for (request, said) in cases {
         let answer = fixture.client.raw().register_shuffle(request).await.unwrap().into_inner();
         assert_eq!((answer.status(), answer.ret_msg.as_str()), (StatusCode::InvalidRequest, said));
     }
     assert_eq!((fixture.worker.service().apps().app_count(), fixture.memory().heap().whole().used()), (0, 0));
-    let answer = fixture.client.raw().register_shuffle(request(1024, 1000, 0)).await.unwrap().into_inner();
+    let answer = fixture
+        .client
+        .raw()
+        .register_shuffle(request(1024, 1000, 8000, [1000, 50]))
+        .await
+        .unwrap()
+        .into_inner();
     assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
     fixture.finish().await;
 }

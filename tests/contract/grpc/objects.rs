@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use prometheus::Registry;
 use uniffle_client::block::{Block, IdLayout};
-use uniffle_client::tcp::TcpClient;
 use uniffle_testkit::config::{ConfigLines, parse};
 use uniffle_testkit::object_fault::{Call, FaultyObjects, ObjectFault};
 use uniffle_testkit::s3::faults::{On, ResponseFault};
@@ -65,9 +64,7 @@ async fn objects_are_read_as_local_data_over_both_transports() {
     let objects = segments(&store).await;
     assert!(objects.len() <= 3, "a segment or a few: {objects:?}");
 
-    let (tcp, driver) = TcpClient::connect(fixture.worker.addresses().tcp.unwrap()).await.unwrap();
-    let clients = Tasks::new();
-    clients.spawn("client", driver);
+    let tcp = fixture.tcp_client().await;
     let index = tcp.read_index(&key, P).await.unwrap();
     assert_eq!(index.body.len(), 40 * flushed.len());
     let whole = i32::try_from(payload(&flushed)).unwrap();

@@ -277,7 +277,7 @@ async fn purge_does_not_block_runtime_threads() {
 async fn tier_receives_the_requested_number_of_writers() {
     let tier = Arc::new(ThirdTier::default());
     let fixture = WorkerFixture::above(Arc::clone(&tier) as Arc<dyn Tier>).await;
-    for (shuffle, wanted, expected) in [(1, 2, Some(2)), (2, 0, None), (3, -1, None)] {
+    for (shuffle, wanted, expected) in [(1, 2, Some(2)), (2, 0, None), (3, -1, None), (4, i32::MIN, None)] {
         let mut request = register_request(&key("app-1", shuffle), &[(0, 0)]);
         request.remote_storage = Some(RemoteStorage { path: "third://x".to_owned(), ..Default::default() });
         request.max_concurrency_per_partition_to_write = wanted;

@@ -144,20 +144,4 @@ mod tests {
         request.shuffle_data_distribution = 99;
         assert_eq!(register_request(&mut request, HERE).distribution, Distribution::Normal);
     }
-
-    #[test]
-    fn only_positive_writer_counts_are_valid() {
-        for (sent, expected) in [(2, Some(2)), (1, Some(1)), (0, None), (-1, None), (i32::MIN, None)] {
-            let mut request = ShuffleRegisterRequest {
-                remote_storage: Some(proto::RemoteStorage {
-                    path: "hdfs://n/p".into(),
-                    ..Default::default()
-                }),
-                max_concurrency_per_partition_to_write: sent,
-                ..Default::default()
-            };
-            let storage = register_request(&mut request, HERE).remote_storage;
-            assert_eq!(storage.expect("the storage has a path").writers, expected, "{sent}");
-        }
-    }
 }
