@@ -4,20 +4,21 @@
 //! `transports::FILE::tcp::NAME`. Tests of frames, connections and deadlines of a transport belong
 //! to `grpc` and `tcp`.
 
-/// Defines a test per transport for each function, which takes the [`client::Transport`].
+/// Defines a test per transport for each function, which takes the [`client::Transport`]. Boxes the
+/// tests, which are large futures.
 macro_rules! over_both_transports {
     ($($test:ident),+ $(,)?) => {
         mod grpc {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $test() {
-                super::$test(super::Transport::Grpc).await;
+                Box::pin(super::$test(super::Transport::Grpc)).await;
             })+
         }
 
         mod tcp {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $test() {
-                super::$test(super::Transport::Tcp).await;
+                Box::pin(super::$test(super::Transport::Tcp)).await;
             })+
         }
     };
