@@ -181,7 +181,7 @@ impl Budget {
     /// is free (`sched::shares`).
     #[must_use]
     pub fn share(&self) -> Self {
-        Self::below(Some(self.clone()), self.capacity() / 2, Leaves::Share)
+        Self::below(Some(self.clone()), shares::half(self.capacity()), Leaves::Share)
     }
 
     fn below(parent: Option<Self>, capacity: u64, leaves: Leaves) -> Self {
