@@ -212,29 +212,36 @@ impl Streams {
     }
 }
 
-/// Orders extents, given with their sequences, into a stream. Also returns whether some were left
-/// out, because they overlap extents that were published later.
-pub(in crate::store) fn sort_extents(mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
+/// An extent, and the sequence in which it was published.
+#[derive(Debug)]
+pub(in crate::store) struct SequencedExtent {
+    pub(in crate::store) sequence: u64,
+    pub(in crate::store) extent: Extent,
+}
+
+/// Orders extents into a stream. Also returns whether some were left out, because they overlap
+/// extents that were published later.
+pub(in crate::store) fn sort_extents(mut extents: Vec<SequencedExtent>) -> (Partition, bool) {
     // The extent published later comes first, so that it takes precedence at its place.
-    extents.sort_by_key(|(sequence, extent)| (extent.base, std::cmp::Reverse(*sequence)));
-    let mut kept: Vec<(u64, Extent)> = Vec::with_capacity(extents.len());
+    extents.sort_by_key(|it| (it.extent.base, std::cmp::Reverse(it.sequence)));
+    let mut kept: Vec<SequencedExtent> = Vec::with_capacity(extents.len());
     let mut left_out = false;
-    for (sequence, extent) in extents {
-        let overlaps = |kept: &[(u64, Extent)]| {
-            kept.last().is_some_and(|(_, last)| last.base + last.length > extent.base)
+    for next in extents {
+        let overlaps = |kept: &[SequencedExtent]| {
+            kept.last().is_some_and(|last| last.extent.base + last.extent.length > next.extent.base)
         };
-        while overlaps(&kept) && kept.last().is_some_and(|(last, _)| *last < sequence) {
+        while overlaps(&kept) && kept.last().is_some_and(|last| last.sequence < next.sequence) {
             kept.pop();
             left_out = true;
         }
         if overlaps(&kept) {
             left_out = true;
         } else {
-            kept.push((sequence, extent));
+            kept.push(next);
         }
     }
     let mut partition = Partition::default();
-    for (_, extent) in kept {
+    for SequencedExtent { extent, .. } in kept {
         partition.extend_to(extent.base);
         partition.push(extent);
     }
@@ -326,18 +333,19 @@ mod tests {
     /// Base sequence of a later epoch.
     const LATER: u64 = 1 << 32;
 
-    fn extent(base: u64, length: u64) -> Extent {
-        Extent { data_log: 0, index_log: 0, blocks: 1, ..Extent::gap(base, length) }
+    fn extent(sequence: u64, base: u64, length: u64) -> SequencedExtent {
+        let extent = Extent { data_log: 0, index_log: 0, blocks: 1, ..Extent::gap(base, length) };
+        SequencedExtent { sequence, extent }
     }
 
     #[test]
     fn stream_keeps_holes_and_later_extents() {
-        let (partition, left_out) = sort_extents(vec![(2, extent(300, 50)), (0, extent(0, 100))]);
+        let (partition, left_out) = sort_extents(vec![extent(2, 300, 50), extent(0, 0, 100)]);
         let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
         assert_eq!(places, [(0, 100, false), (100, 200, true), (300, 50, false)]);
         assert_eq!((partition.bytes, left_out), (350, false));
 
-        let overlapping = vec![(0, extent(0, 100)), (1, extent(100, 100)), (LATER, extent(150, 20))];
+        let overlapping = vec![extent(0, 0, 100), extent(1, 100, 100), extent(LATER, 150, 20)];
         let (partition, left_out) = sort_extents(overlapping);
         let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
         assert_eq!(places, [(0, 100, false), (100, 50, true), (150, 20, false)]);

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use super::release::Excluded;
 use crate::clock::Instant;
 use crate::store::object::{Bucket, Uploads};
-use crate::store::{DiskShuffleHandle, ExtentWrite, StoreError, TierBatch, TierShuffle};
+use crate::store::{DiskShuffleHandle, StoreError, TierBatch, TierShuffle};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Time after which excluded extents are tried again: a read that failed may succeed later.
@@ -117,14 +117,6 @@ impl TieredShuffle {
         Cold { shuffle: self, partitions, bytes }
     }
 
-    /// Adds the partitions of a batch's extents that are longer than `cold_bytes`.
-    fn note_cold(&self, extents: &[(PartitionId, u64)], cold_bytes: u64) {
-        let cold = extents.iter().filter(|(_, length)| *length > cold_bytes);
-        for (partition, length) in cold {
-            self.add_cold([*partition], *length);
-        }
-    }
-
     fn add_cold(&self, partitions: impl IntoIterator<Item = PartitionId>, bytes: u64) {
         let mut cold = self.cold.lock();
         cold.extend(partitions);
@@ -172,8 +164,8 @@ impl TierShuffle for Handle {
     }
 
     fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
-        let of = |extent: &ExtentWrite| (extent.partition, extent.length);
-        let extents: Vec<_> = batch.extents.iter().map(of).collect();
+        let cold = batch.extents.iter().filter(|extent| extent.length > self.cold_bytes);
+        let cold: Vec<_> = cold.map(|extent| (extent.partition, extent.length)).collect();
         let write = async move {
             if let Some(objects) = &self.shuffle.direct {
                 return objects.write(&self.shuffle.local, batch.extents).await;
@@ -181,7 +173,7 @@ impl TierShuffle for Handle {
             let _writing = self.object.require_disks().await?;
             let DiskShuffleHandle { writer, shuffle } = &self.shuffle.local;
             writer.write(shuffle, batch.extents, batch.is_last).await?;
-            self.shuffle.note_cold(&extents, self.cold_bytes);
+            cold.into_iter().for_each(|(partition, length)| self.shuffle.add_cold([partition], length));
             Ok(())
         };
         write.boxed()

@@ -30,7 +30,7 @@ use crate::store::disk::log_file::{Log, LogKind};
 use crate::store::disk::shuffle::{DiskShuffle, RestoredStreams};
 use crate::store::disk::store::LocalStore;
 use crate::store::extents::extent::Extent;
-use crate::store::extents::streams::{Partition, Partitions, sort_extents};
+use crate::store::extents::streams::{Partition, Partitions, SequencedExtent, sort_extents};
 use crate::store::index::codec::{GroupEntry, IndexGroup};
 use crate::store::recovered::{Stored, StoredShuffle, overlapping};
 use crate::store::{LostExtent, Recovered, RecoveredShuffle, StoreError};
@@ -209,7 +209,7 @@ struct Rebuild<'a> {
     sequences: HashSet<u64>,
     /// The lowest file number, by disk, above all numbers that groups refer to.
     next_numbers: HashMap<Uuid, u32>,
-    extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
+    extents: HashMap<PartitionId, Vec<SequencedExtent>>,
     present: PresentIds,
     lost: Vec<LostExtent>,
     reasons: HashMap<String, Arc<str>>,
@@ -350,7 +350,8 @@ impl<'a> Rebuild<'a> {
                     Extent::gap(entry.base, entry.length)
                 }
             };
-            self.extents.entry(entry.partition).or_default().push((group.header.sequence, extent));
+            let extent = SequencedExtent { sequence: group.header.sequence, extent };
+            self.extents.entry(entry.partition).or_default().push(extent);
         }
         Ok(())
     }
@@ -449,7 +450,8 @@ impl<'a> Rebuild<'a> {
         let in_objects = self.stored.as_mut().map(|it| std::mem::take(&mut it.extents)).unwrap_or_default();
         for (id, extents) in in_objects {
             // None of the others overlaps them, so their sequence does not matter.
-            found.entry(id).or_default().extend(extents.into_values().map(|extent| (0, extent)));
+            let extents = extents.into_values().map(|extent| SequencedExtent { sequence: 0, extent });
+            found.entry(id).or_default().extend(extents);
         }
         for (id, extents) in found {
             let (mut partition, left_out) = sort_extents(extents);

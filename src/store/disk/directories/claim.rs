@@ -32,6 +32,12 @@ struct Claims<'a> {
     last_error: Option<StoreError>,
 }
 
+/// A data directory, with its position in the configuration.
+struct PlacedDisk {
+    place: usize,
+    disk: Arc<dyn Disk>,
+}
+
 /// Claims the usable directories, in the order of the configuration. Every change of a disk's
 /// condition is sent to `changes`. A refused start leaves no new claims behind.
 ///
@@ -133,14 +139,14 @@ impl Claims<'_> {
         let (mut own_identity, mut empty) = (Vec::new(), Vec::new());
         for ((place, disk), content) in disks.into_iter().enumerate().zip(contents) {
             match content {
-                Ok(content) if content.identity().is_some() => own_identity.push((place, disk)),
+                Ok(content) if content.identity().is_some() => own_identity.push(PlacedDisk { place, disk }),
                 // All other contents were refused by `examine`.
-                Ok(_) => empty.push((place, disk)),
+                Ok(_) => empty.push(PlacedDisk { place, disk }),
                 Err(error) => self.leave_out(error)?,
             }
         }
         if own_identity.is_empty()
-            && let Some((_, disk)) = empty.first()
+            && let Some(PlacedDisk { disk, .. }) = empty.first()
         {
             require_known_data(&**disk, self.config)?;
         }
@@ -152,14 +158,10 @@ impl Claims<'_> {
 
     /// Claims the empty directories whose disks are mounted, and records the mount points of all
     /// directories.
-    async fn take_empty(
-        &mut self,
-        empty: Vec<(usize, Arc<dyn Disk>)>,
-        paths: &[String],
-    ) -> Result<(), StoreError> {
+    async fn take_empty(&mut self, empty: Vec<PlacedDisk>, paths: &[String]) -> Result<(), StoreError> {
         let mut known = mounts::load(self.claimed.values()).await;
         let mut mounted = Vec::new();
-        for (place, disk) in empty {
+        for PlacedDisk { place, disk } in empty {
             let is_mounted = match self.config.require_mounted {
                 Some(false) => Ok(()),
                 _ => known.require_mounted(&*disk).await,
@@ -167,7 +169,7 @@ impl Claims<'_> {
             match is_mounted {
                 Ok(()) => {
                     require_own_disk(&*disk, self.config).await?;
-                    mounted.push((place, disk));
+                    mounted.push(PlacedDisk { place, disk });
                 }
                 Err(error) => self.leave_out(error)?,
             }
@@ -182,8 +184,8 @@ impl Claims<'_> {
         Ok(())
     }
 
-    async fn take(&mut self, disks: Vec<(usize, Arc<dyn Disk>)>) -> Result<(), StoreError> {
-        let claims = disks.into_iter().map(async |(place, disk)| {
+    async fn take(&mut self, disks: Vec<PlacedDisk>) -> Result<(), StoreError> {
+        let claims = disks.into_iter().map(async |PlacedDisk { place, disk }| {
             let claimed = claim(disk, self.config, Arc::clone(self.changes)).await;
             (place, claimed)
         });

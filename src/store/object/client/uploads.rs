@@ -29,12 +29,18 @@ pub struct Abandoned {
     pub initiated: Option<SystemTime>,
 }
 
+/// Position in the list, after which the next page begins.
+#[derive(Debug, PartialEq, Eq)]
+struct UploadMarker {
+    key: String,
+    upload_id: String,
+}
+
 /// A page of the list.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Page {
     uploads: Vec<Abandoned>,
-    /// Key and upload id after which the next page begins.
-    next: Option<(String, String)>,
+    next: Option<UploadMarker>,
 }
 
 impl Client {
@@ -78,10 +84,10 @@ impl Client {
         Ok(uploads.len())
     }
 
-    async fn page(&self, prefix: &str, after: Option<&(String, String)>) -> object_store::Result<Page> {
+    async fn page(&self, prefix: &str, after: Option<&UploadMarker>) -> object_store::Result<Page> {
         let mut address = format!("{}?max-uploads=1000&prefix={}&uploads=", self.bucket_url, encoded(prefix));
-        if let Some((key, upload)) = after {
-            let markers = format!("&key-marker={}&upload-id-marker={}", encoded(key), encoded(upload));
+        if let Some(UploadMarker { key, upload_id }) = after {
+            let markers = format!("&key-marker={}&upload-id-marker={}", encoded(key), encoded(upload_id));
             address.push_str(&markers);
         }
         let mut request = HttpRequest::new(HttpRequestBody::empty());
@@ -137,7 +143,8 @@ fn parse(text: &str) -> Result<Page, String> {
     });
     let is_truncated = of(root, "IsTruncated").is_some_and(|text| text == "true");
     let markers = of(root, "NextKeyMarker").zip(of(root, "NextUploadIdMarker"));
-    Ok(Page { uploads: uploads.collect(), next: markers.filter(|_| is_truncated) })
+    let next = markers.filter(|_| is_truncated).map(|(key, upload_id)| UploadMarker { key, upload_id });
+    Ok(Page { uploads: uploads.collect(), next })
 }
 
 #[cfg(test)]
@@ -154,7 +161,7 @@ mod tests {
             <Upload><Key>p/w/2</Key><UploadId>u2</UploadId></Upload>\
             <Upload><Key>p//bad</Key><UploadId>u3</UploadId></Upload></ListMultipartUploadsResult>";
         let page = parse(text).unwrap();
-        assert_eq!(page.next, Some(("p/w/2".to_owned(), "u2".to_owned())));
+        assert_eq!(page.next, Some(UploadMarker { key: "p/w/2".to_owned(), upload_id: "u2".to_owned() }));
         let ids: Vec<_> =
             page.uploads.iter().map(|upload| (upload.path.as_ref(), upload.upload_id.as_str())).collect();
         assert_eq!(ids, [("p/w/1", "u1"), ("p/w/2", "u2")]);
