@@ -162,11 +162,10 @@ impl FlushMetrics {
         [GaugeGuard::one(&tier.writes), GaugeGuard::of(&tier.bytes, bytes)]
     }
 
-    /// Updates the gauges of live values. `queues` has for each tier the number of waiting batches,
-    /// and the number of batches waiting or being written.
-    pub(super) fn refresh(&self, queues: impl Iterator<Item = (usize, usize)>) {
+    /// Updates the gauges of live values. `queues` has one item per tier.
+    pub(super) fn refresh(&self, queues: impl Iterator<Item = QueueLengths>) {
         let mut all_queued = 0;
-        for (tier, (queued, in_flight)) in self.tiers.iter().zip(queues) {
+        for (tier, QueueLengths { queued, in_flight }) in self.tiers.iter().zip(queues) {
             all_queued += queued;
             tier.named.queued.set(clamped(queued));
             tier.named.in_flight.set(clamped(in_flight));
@@ -174,6 +173,14 @@ impl FlushMetrics {
         }
         self.all.queued.set(clamped(all_queued));
     }
+}
+
+/// Numbers of a tier's batches.
+pub(super) struct QueueLengths {
+    /// Waiting batches.
+    pub(super) queued: usize,
+    /// Batches that wait or are being written.
+    pub(super) in_flight: usize,
 }
 
 impl BatchSizes {

@@ -24,7 +24,7 @@ use crate::store::{TierRole, TierShuffle, Tiers};
 use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
 
 use super::FlushConfig;
-use super::metrics::FlushMetrics;
+use super::metrics::{FlushMetrics, QueueLengths};
 use super::placement::{self, Readiness, TierView};
 use super::policy::{self, Goal, MemoryUsage};
 use super::queue::{FlushBatch, FlushQueue, Handles};
@@ -304,7 +304,8 @@ impl Flusher {
 
     /// Updates the gauges of live values.
     pub fn refresh_metrics(&self) {
-        self.metrics.refresh(self.queues.iter().map(|queue| (queue.len(), queue.in_flight())));
+        let lengths = |queue: &FlushQueue| QueueLengths { queued: queue.len(), in_flight: queue.in_flight() };
+        self.metrics.refresh(self.queues.iter().map(lengths));
     }
 
     async fn schedule(self: Arc<Self>) {

@@ -50,8 +50,8 @@ struct Table {
     of_peers: HashMap<IpAddr, usize>,
     /// The latest address to exceed half of the entries.
     dominant_peer: Option<IpAddr>,
-    /// Next candidates for eviction, the first one last, with their rank at selection.
-    chosen: Vec<(Rank, u64)>,
+    /// Next candidates for eviction, the first one last.
+    chosen: Vec<EvictionCandidate>,
     /// Address to which the candidates are limited. `None` means all addresses.
     chosen_of: Option<IpAddr>,
 }
@@ -71,9 +71,20 @@ pub(super) enum ConnectionActivity {
     Busy,
 }
 
-/// Eviction rank, lowest first: the stage, then the last progress in ns of the table's age. In ms,
-/// connections of one moment would tie.
-type Rank = (ConnectionActivity, u64);
+/// Eviction rank, lowest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct EvictionRank {
+    stage: ConnectionActivity,
+    /// Last progress in ns of the table's age. In ms, connections of one moment would tie.
+    progressed_ns: u64,
+}
+
+/// A connection with its rank at selection, in eviction order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct EvictionCandidate {
+    rank: EvictionRank,
+    number: u64,
+}
 
 /// State of a connection, kept up to date by its server.
 #[derive(Debug)]
@@ -135,8 +146,9 @@ impl ConnectionLimiter {
         let closed = if table.open.len() >= self.max { table.close_one(self) } else { None };
         let number = table.insert(Arc::clone(&state), self.max);
         drop(table);
-        let closed =
-            closed.map(|(stage, at)| (stage, Duration::from_nanos(age(self.since).saturating_sub(at))));
+        let closed = closed.map(|EvictionRank { stage, progressed_ns }| {
+            (stage, Duration::from_nanos(age(self.since).saturating_sub(progressed_ns)))
+        });
         (ConnectionGuard { number, state, table: Arc::clone(&self.table) }, closed)
     }
 }
@@ -173,7 +185,7 @@ impl Table {
     }
 
     /// Evicts the connection with the lowest rank.
-    fn close_one(&mut self, limiter: &ConnectionLimiter) -> Option<Rank> {
+    fn close_one(&mut self, limiter: &ConnectionLimiter) -> Option<EvictionRank> {
         let dominant_peer = self.dominant_peer(limiter.max);
         if self.chosen_of != dominant_peer {
             (self.chosen, self.chosen_of) = (Vec::new(), dominant_peer);
@@ -182,9 +194,10 @@ impl Table {
             if self.chosen.is_empty() {
                 let open =
                     self.open.iter().filter(|(_, state)| dominant_peer.is_none_or(|peer| state.peer == peer));
-                self.chosen = choose(open.map(|(number, state)| (state.rank(), *number)).collect());
+                let candidate = |(number, state): (&u64, &Arc<ConnectionState>)| state.candidate(*number);
+                self.chosen = choose(open.map(candidate).collect());
             }
-            let (rank, number) = self.chosen.pop()?;
+            let EvictionCandidate { rank, number } = self.chosen.pop()?;
             // A connection that ended or made progress since its selection is skipped.
             if self.open.get(&number).is_some_and(|state| state.rank() == rank)
                 && let Some(state) = self.remove(number)
@@ -208,8 +221,8 @@ fn is_dominant(of_peer: usize, max: usize) -> bool {
 
 /// Returns the next connections of `open` to evict, the first one last. Only one if all have begun
 /// their protocol.
-fn choose(mut open: Vec<(Rank, u64)>) -> Vec<(Rank, u64)> {
-    let opening = open.iter().filter(|((stage, _), _)| *stage == ConnectionActivity::Opening).count();
+fn choose(mut open: Vec<EvictionCandidate>) -> Vec<EvictionCandidate> {
+    let opening = open.iter().filter(|it| it.rank.stage == ConnectionActivity::Opening).count();
     let chosen = opening.clamp(1, CHOSEN);
     if open.len() > chosen {
         open.select_nth_unstable(chosen - 1);
@@ -298,7 +311,11 @@ impl ConnectionState {
         Request(Arc::clone(self))
     }
 
-    fn rank(&self) -> Rank {
+    fn candidate(&self, number: u64) -> EvictionCandidate {
+        EvictionCandidate { rank: self.rank(), number }
+    }
+
+    fn rank(&self) -> EvictionRank {
         let is_busy = self.requests.load(Ordering::Relaxed) > 0;
         let stage = match (self.is_open(), self.ended_requests.load(Ordering::Relaxed) > 0, is_busy) {
             (false, _, _) => ConnectionActivity::Opening,
@@ -307,7 +324,7 @@ impl ConnectionState {
             (true, true, false) => ConnectionActivity::Idle,
             (true, true, true) => ConnectionActivity::Busy,
         };
-        (stage, self.progressed_ns.load(Ordering::Relaxed))
+        EvictionRank { stage, progressed_ns: self.progressed_ns.load(Ordering::Relaxed) }
     }
 }
 

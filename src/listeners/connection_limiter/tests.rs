@@ -271,9 +271,9 @@ proptest! {
             }
             state.progressed_ns.store(*at, Ordering::Relaxed);
         }
-        let least = held.iter().map(|held| (held.state().rank(), held.number)).min();
+        let least = held.iter().map(|held| held.state().candidate(held.number)).min();
         let _newcomer = take(&limiter);
-        let closed = held.iter().find(|held| is_closed(held)).map(|held| (held.state().rank(), held.number));
+        let closed = held.iter().find(|held| is_closed(held)).map(|held| held.state().candidate(held.number));
         prop_assert_eq!(closed, least);
     }
 
@@ -283,13 +283,14 @@ proptest! {
     ) {
         let stages = [ConnectionActivity::Opening, ConnectionActivity::Unused, ConnectionActivity::First, ConnectionActivity::Idle, ConnectionActivity::Busy];
         let stage = |number| stages[usize::from(number)];
-        let open = ranks.iter().map(|(number, at)| (stage(*number), *at));
-        let open: Vec<(Rank, u64)> = open.zip(0..).collect();
+        let rank = |(number, at): &(u8, u64)| EvictionRank { stage: stage(*number), progressed_ns: *at };
+        let open = ranks.iter().map(rank).zip(0..);
+        let open: Vec<_> = open.map(|(rank, number)| EvictionCandidate { rank, number }).collect();
         let mut chosen = choose(open.clone());
         chosen.reverse();
         let mut sorted = open;
         sorted.sort_unstable();
-        let opening = sorted.iter().take_while(|((stage, _), _)| *stage == ConnectionActivity::Opening).count();
+        let opening = sorted.iter().take_while(|it| it.rank.stage == ConnectionActivity::Opening).count();
         sorted.truncate(opening.clamp(1, CHOSEN));
         prop_assert_eq!(chosen, sorted);
     }
