@@ -408,14 +408,22 @@ impl BlockToRestore {
 /// Slices of a scattered block, each with its piece number.
 type NumberedSlices = SmallVec<[(usize, Slice); 2]>;
 
-/// A piece of the region, the index of its block, and the piece number within the block.
-type BlockPiece = (RegionRange, usize, usize);
+/// A piece of a block, ordered by its place in the region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct BlockPiece {
+    extent: RegionRange,
+    /// Index of the block.
+    block: usize,
+    /// Number of the piece within the block.
+    number: usize,
+}
 
 /// Returns the pieces of `wanted` in ascending order.
 fn pieces(wanted: &[BlockToRestore]) -> Vec<BlockPiece> {
     let mut pieces = Vec::with_capacity(wanted.len());
     for (block, it) in wanted.iter().enumerate() {
-        pieces.extend(it.extents().enumerate().map(|(number, extent)| (extent, block, number)));
+        let piece = |(number, extent)| BlockPiece { extent, block, number };
+        pieces.extend(it.extents().enumerate().map(piece));
     }
     pieces.sort_unstable();
     pieces
@@ -426,7 +434,7 @@ fn pieces(wanted: &[BlockToRestore]) -> Vec<BlockPiece> {
 fn claim(region: &Arc<Region>, pieces: &[BlockPiece], budget: &Budget) -> Vec<Segment> {
     let mut segments = Vec::new();
     let mut from = 0;
-    for run in merged(pieces.iter().map(|(extent, ..)| units_of(extent))) {
+    for run in merged(pieces.iter().map(|piece| units_of(&piece.extent))) {
         from = run.start.max(from);
         while from < run.end {
             let bytes = piece_at(from, run.end);
@@ -476,7 +484,7 @@ fn adopt(
     places.resize_with(wanted.len(), || None);
     let mut scattered: HashMap<usize, Option<NumberedSlices>> = HashMap::new();
     let mut near = 0;
-    for (extent, block, number) in pieces.iter().copied() {
+    for BlockPiece { extent, block, number } in pieces.iter().copied() {
         near = segment_of(segments, near, extent);
         if wanted[block].has_one_piece()
             && let Some(at) = place_in_chain(&starts, segments, near, extent)

@@ -80,15 +80,16 @@ impl Buddy {
         Some(block * BLOCK_BYTES)
     }
 
-    /// Takes all free pieces of a block that was in use. Returns their offsets and lengths.
-    pub(super) fn take_free(&mut self, block: usize) -> Vec<(usize, usize)> {
+    /// Takes all free pieces of a block that was in use.
+    pub(super) fn take_free(&mut self, block: usize) -> Vec<Range<usize>> {
         let mut taken = Vec::new();
         for order in 0..ORDERS {
             while let Some(node) = self.first_free(block, order) {
                 let bytes = UNIT_BYTES << order;
                 self.clear(block, node, order);
                 self.free_bytes -= bytes as u64;
-                taken.push((block * BLOCK_BYTES + (node - (1 << (ORDER_MAX - order))) * bytes, bytes));
+                let offset = block * BLOCK_BYTES + (node - (1 << (ORDER_MAX - order))) * bytes;
+                taken.push(offset..offset + bytes);
             }
         }
         taken

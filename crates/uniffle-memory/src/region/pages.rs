@@ -32,9 +32,8 @@ pub(super) struct PageStates {
     ready_bytes: AtomicU64,
     /// Set after a failed attempt. The next attempt is made by the periodic upkeep.
     is_refused: AtomicBool,
-    /// Offsets and lengths of holes. Locked while pages are allocated, so that only one thread does
-    /// it.
-    holes: Mutex<Vec<(usize, usize)>>,
+    /// Locked while pages are allocated, so that only one thread does it.
+    holes: Mutex<Vec<Range<usize>>>,
     /// Bytes left in a simulated tmpfs.
     #[cfg(test)]
     left: Mutex<Option<usize>>,
@@ -172,10 +171,10 @@ impl PageStates {
     /// Allocates the pages of one hole. Returns false if there is none.
     fn fill_hole(&self, of: RegionRef<'_>) -> io::Result<bool> {
         let mut holes = self.holes.lock();
-        let Some(&(offset, bytes)) = holes.last() else { return Ok(false) };
-        self.take_segments(of.map, offset..offset + bytes)?;
+        let Some(hole) = holes.last().cloned() else { return Ok(false) };
+        self.take_segments(of.map, hole.clone())?;
         holes.pop();
-        of.buddy.lock().free(offset, bytes);
+        of.buddy.lock().free(hole.start, hole.len());
         self.publish(of, &holes);
         Ok(true)
     }
@@ -186,7 +185,7 @@ impl PageStates {
         if self.take_segments(of.map, offset..offset + bytes).is_ok() {
             of.buddy.lock().free(offset, bytes);
         } else {
-            holes.push((offset, bytes));
+            holes.push(offset..offset + bytes);
             self.publish(of, &holes);
         }
     }
@@ -220,8 +219,8 @@ impl PageStates {
         self.publish(of, &left_out);
     }
 
-    fn publish(&self, of: RegionRef<'_>, holes: &[(usize, usize)]) {
-        let without: usize = holes.iter().map(|(_, bytes)| bytes).sum();
+    fn publish(&self, of: RegionRef<'_>, holes: &[Range<usize>]) {
+        let without: usize = holes.iter().map(ExactSizeIterator::len).sum();
         let ready = of.ready_blocks() * BLOCK_BYTES - without;
         self.ready_bytes.store(ready as u64, Ordering::Relaxed);
     }
