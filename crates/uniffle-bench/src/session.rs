@@ -3,6 +3,7 @@
 //! NO_BUFFER is retried, and failed sends are retried with a new ticket, as in the Java client. Any
 //! other failure ends the run. The order of the calls is in [`super::write`] and [`super::read`].
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -205,9 +206,9 @@ impl ClientSession {
         stats: &Stats,
         key: &ShuffleKey,
         task: TaskAttemptId,
-        blocks: impl Iterator<Item = (PartitionId, Vec<i64>)>,
+        blocks: BTreeMap<PartitionId, Vec<i64>>,
     ) -> anyhow::Result<()> {
-        let partition = |(partition, block_ids): (PartitionId, Vec<i64>)| proto::PartitionToBlockIds {
+        let partition = |(partition, block_ids): (PartitionId, _)| proto::PartitionToBlockIds {
             partition_id: partition.0,
             block_ids,
         };
@@ -216,7 +217,7 @@ impl ClientSession {
             shuffle_id: key.shuffle.0,
             task_attempt_id: task.0,
             bitmap_num: 1,
-            partition_to_block_ids: blocks.map(partition).collect(),
+            partition_to_block_ids: blocks.into_iter().map(partition).collect(),
             partition_stats: Vec::new(),
         };
         let call = self.grpc.small("/rss.common.ShuffleServer/reportShuffleResult", &request);

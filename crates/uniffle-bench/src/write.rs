@@ -122,7 +122,7 @@ async fn run_task(phase: &WritePhase, session: &ClientSession, task: u32) -> any
     }
     let Some(id) = id else { return Ok(()) };
     phase.ledger.add(&blocks);
-    session.report(&phase.stats, &phase.key, id, blocks.into_iter()).await
+    session.report(&phase.stats, &phase.key, id, blocks).await
 }
 
 /// Returns the share of task number `task` of `tasks` in `total`. All shares add up to `total`.

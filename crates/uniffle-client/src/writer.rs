@@ -177,6 +177,13 @@ struct DeliveryProgress {
     acknowledged: usize,
 }
 
+/// Result of a call to a server.
+struct ServerCall {
+    result: Result<(), Error>,
+    /// Numbers of the partitions in the call.
+    partitions: Vec<usize>,
+}
+
 impl DeliveryProgress {
     fn new(replicas: Vec<usize>) -> Self {
         Self { replicas, tried: 0, acknowledged: 0 }
@@ -217,7 +224,9 @@ async fn deliver(shuffle: Arc<ShuffleContext>, batch: Vec<PartitionBlocks>) -> R
         for (server, numbers) in round {
             let part: Vec<PartitionBlocks> = numbers.iter().map(|&number| batch[number].clone()).collect();
             let (server, key) = (Arc::clone(shuffle.server(server)), shuffle.key().clone());
-            sends.spawn(async move { (server.push(&key, &part).await, numbers) });
+            sends.spawn(
+                async move { ServerCall { result: server.push(&key, &part).await, partitions: numbers } },
+            );
         }
         failure = count(sends, &mut progress).await.or(failure);
     }
@@ -241,22 +250,23 @@ async fn report(
         let blocks = numbers.iter().map(|&number| partitions[number]);
         let blocks: Vec<_> = blocks.map(|partition| (partition, written[&partition].clone())).collect();
         let (server, key) = (Arc::clone(shuffle.server(server)), shuffle.key().clone());
-        reports.spawn(async move { (server.report(&key, task, &blocks).await, numbers) });
+        reports.spawn(async move {
+            ServerCall { result: server.report(&key, task, &blocks).await, partitions: numbers }
+        });
     }
     let failure = count(reports, &mut progress).await;
     check_quorum(&progress, &partitions, needed, failure)
 }
 
 /// Waits for calls and counts the acknowledgements of their partitions. Returns the last failure.
-async fn count(
-    mut calls: JoinSet<(Result<(), Error>, Vec<usize>)>,
-    progress: &mut [DeliveryProgress],
-) -> Option<Error> {
+async fn count(mut calls: JoinSet<ServerCall>, progress: &mut [DeliveryProgress]) -> Option<Error> {
     let mut failure = None;
     while let Some(ended) = calls.join_next().await {
         match ended {
-            Ok((Ok(()), numbers)) => numbers.iter().for_each(|&number| progress[number].acknowledged += 1),
-            Ok((Err(error), _)) => {
+            Ok(ServerCall { result: Ok(()), partitions }) => {
+                partitions.iter().for_each(|&number| progress[number].acknowledged += 1);
+            }
+            Ok(ServerCall { result: Err(error), .. }) => {
                 tracing::debug!(%error, "a replica failed");
                 failure = Some(error);
             }

@@ -10,8 +10,12 @@ use crate::answers::{WorkerAnswer, state};
 use crate::table::{TextTable, Width, word};
 use crate::workers::WorkerTarget;
 
-/// Payload received and read per second.
-pub(crate) type Rates = Option<(f64, f64)>;
+/// Payload per second in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct PayloadRates {
+    pub(crate) received: f64,
+    pub(crate) read: f64,
+}
 
 /// Formats a line per worker, including those without an answer. `status` returns the state in an
 /// answer, `rates` its rates; the columns of rates are only shown by `top`. *lost* counts blocks
@@ -19,7 +23,7 @@ pub(crate) type Rates = Option<(f64, f64)>;
 pub(crate) fn workers(
     answers: &[(&WorkerTarget, WorkerAnswer)],
     status: impl Fn(&Value) -> &Value,
-    rates: Option<&dyn Fn(&Value) -> Rates>,
+    rates: Option<&dyn Fn(&Value) -> Option<PayloadRates>>,
     width: Width,
 ) -> String {
     const HEADER: [&str; 12] = [
@@ -56,7 +60,7 @@ pub(crate) fn workers(
 }
 
 /// Returns the cells of a worker.
-fn worker(name: &str, status: &Value, rates: Rates) -> Vec<String> {
+fn worker(name: &str, status: &Value, rates: Option<PayloadRates>) -> Vec<String> {
     let disks = || status["disks"].as_array().into_iter().flatten();
     let out = disks().filter(|disk| disk["condition"] != "healthy").count();
     let sum = |field: &str| disks().filter_map(|disk| disk[field].as_u64()).sum::<u64>();
@@ -72,8 +76,8 @@ fn worker(name: &str, status: &Value, rates: Rates) -> Vec<String> {
         format!("{}{out}", short(sum("used_bytes"))),
         short(sum("free_bytes")),
         word(&status["flush"]["queued_batches"]),
-        rate(rates.map(|(received, _)| received)),
-        rate(rates.map(|(_, read)| read)),
+        rate(rates.map(|rates| rates.received)),
+        rate(rates.map(|rates| rates.read)),
         word(&status["apps"]["count"]),
     ]
 }
@@ -168,8 +172,8 @@ mod tests {
                 let (known, lost) = (target(id, false), target("gone-1", true));
                 let answers: [(&WorkerTarget, WorkerAnswer); 2] =
                     [(&known, Ok(busy(state))), (&lost, Err(CommandFailure::Unreachable("lost".to_owned())))];
-                let rates = |_: &Value| Some((1.5e9, 1023.0 * 1024.0));
-                for rates in [None, Some(&rates as &dyn Fn(&Value) -> Rates)] {
+                let rates = |_: &Value| Some(PayloadRates { received: 1.5e9, read: 1023.0 * 1024.0 });
+                for rates in [None, Some(&rates as &dyn Fn(&Value) -> Option<PayloadRates>)] {
                     let text = workers(&answers, |it| it, rates, NARROW);
                     assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
                     assert!(text.contains(state) && text.contains("1023.0G"), "{text}");

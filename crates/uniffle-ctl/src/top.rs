@@ -14,6 +14,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use crate::answers::{WorkerAnswer, all_of, ask_all, failures, pretty, worst};
 use crate::arguments::{Arguments, Output};
 use crate::http::{CommandFailure, HttpClient};
+use crate::lists::PayloadRates;
 use crate::table::Width;
 use crate::workers::{WorkerTarget, selected};
 use crate::{lists, lost, rows, say};
@@ -146,19 +147,19 @@ async fn look_at(client: &HttpClient, target: &WorkerTarget) -> WorkerAnswer {
     let now = started.saturating_add(u64::try_from(up.as_millis()).unwrap_or(0));
     let after = now.saturating_sub(RATE_OVER_MS);
     let history = client.get(&target.http, &format!("/api/v1/history?after_ms={after}")).await?;
-    let (received, read) = rates(&history).unwrap_or((0.0, 0.0));
+    let PayloadRates { received, read } = rates(&history).unwrap_or_default();
     Ok(json!({ "status": status, "apps": apps["apps"],
         "received_bytes_per_second": received, "read_bytes_per_second": read }))
 }
 
-/// Returns the payload received and read per second between the first and the last sample.
+/// Returns the payload rates between the first and the last sample.
 #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
-fn rates(history: &Value) -> Option<(f64, f64)> {
+fn rates(history: &Value) -> Option<PayloadRates> {
     let samples = history["samples"].as_array()?;
     let (first, last) = (samples.first()?, samples.last()?);
     let grown = |field: &str| Some(last[field].as_u64()?.saturating_sub(first[field].as_u64()?) as f64);
     let seconds = grown("at_ms").filter(|ms| *ms > 0.0)? / 1000.0;
-    Some((grown("received_bytes")? / seconds, grown("read_bytes")? / seconds))
+    Some(PayloadRates { received: grown("received_bytes")? / seconds, read: grown("read_bytes")? / seconds })
 }
 
 /// Formats the view.
@@ -174,8 +175,10 @@ fn screen(looked: &[(&WorkerTarget, WorkerAnswer)], width: Width) -> String {
     let blocks = if blocks == 0 { String::new() } else { format!("; {blocks} blocks lost") };
     let mut text =
         format!("{workers}, {answering} answering{lost}; {share} % of their memory in use{blocks}\n\n");
-    let rates =
-        |it: &Value| Some((it["received_bytes_per_second"].as_f64()?, it["read_bytes_per_second"].as_f64()?));
+    let rates = |it: &Value| {
+        let (received, read) = (&it["received_bytes_per_second"], &it["read_bytes_per_second"]);
+        Some(PayloadRates { received: received.as_f64()?, read: read.as_f64()? })
+    };
     text.push_str(&lists::workers(looked, |it| &it["status"], Some(&rates), width));
     let unanswered = failures(looked).filter(|(target, _)| !target.is_lost);
     for (target, failure) in unanswered {
@@ -205,7 +208,7 @@ mod tests {
     fn rates_cover_first_to_last_sample() {
         let sample = |at_ms: u64, received: u64| json!({ "at_ms": at_ms, "received_bytes": received, "read_bytes": 0 });
         let history = json!({ "samples": [sample(1000, 0), sample(3000, 5), sample(5000, 4096)] });
-        assert_eq!(rates(&history), Some((1024.0, 0.0)));
+        assert_eq!(rates(&history), Some(PayloadRates { received: 1024.0, read: 0.0 }));
         assert_eq!(rates(&json!({ "samples": [sample(1, 1)] })), None);
         assert_eq!(rates(&json!({})), None);
     }

@@ -62,6 +62,13 @@ struct FakeRule {
     times: Option<u32>,
 }
 
+/// A write that ends after `kept` bytes.
+#[derive(Debug, Clone, Copy)]
+struct TornWrite {
+    kept: usize,
+    kind: StoreErrorKind,
+}
+
 #[derive(Debug, Default)]
 struct State {
     nodes: BTreeMap<String, FakeNode>,
@@ -163,11 +170,11 @@ impl FakeFs {
     }
 
     /// Returns the torn write that the next call on `path` will have, if any.
-    fn torn(&self, call: RemoteCall, path: &str) -> Option<(usize, StoreErrorKind)> {
+    fn torn(&self, call: RemoteCall, path: &str) -> Option<TornWrite> {
         let state = self.state.lock();
         let rule = state.rules.iter().find(|rule| rule.call == call && path.ends_with(&rule.ending))?;
         match rule.fault {
-            RemoteFault::Torn(bytes, kind) => Some((bytes, kind)),
+            RemoteFault::Torn(kept, kind) => Some(TornWrite { kept, kind }),
             RemoteFault::Fail(_) | RemoteFault::Lost | RemoteFault::Hang => None,
         }
     }
@@ -187,12 +194,7 @@ impl State {
         Ok(())
     }
 
-    fn write(
-        &mut self,
-        path: &str,
-        data: &[Bytes],
-        torn: Option<(usize, StoreErrorKind)>,
-    ) -> Result<(), StoreError> {
+    fn write(&mut self, path: &str, data: &[Bytes], torn: Option<TornWrite>) -> Result<(), StoreError> {
         let Some(FakeNode::File { bytes, open }) = self.nodes.get_mut(path) else {
             return Err(StoreError::new(StoreErrorKind::NotFound, path));
         };
@@ -200,13 +202,13 @@ impl State {
             return Err(StoreError::new(StoreErrorKind::Exists, path));
         }
         let mut all = data.concat();
-        if let Some((kept, _)) = torn {
+        if let Some(TornWrite { kept, .. }) = torn {
             all.truncate(kept);
         }
         bytes.extend_from_slice(&all);
         match torn {
             None => Ok(()),
-            Some((_, kind)) => {
+            Some(TornWrite { kind, .. }) => {
                 *open = true;
                 Err(StoreError::remote(kind, path, "a torn write on purpose"))
             }
