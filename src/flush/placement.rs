@@ -36,8 +36,8 @@ pub fn select(tiers: &[TierView], is_cold: bool, failed: Option<usize>) -> Optio
     let belongs = |index: &usize| tiers[*index].is_for_cold == is_cold;
     let (mut order, others): (Vec<usize>, Vec<usize>) = (0..tiers.len()).partition(belongs);
     order.extend(others);
-    if let Some(place) = order.iter().position(|index| Some(*index) == failed) {
-        order.rotate_left(place + 1);
+    if let Some(position) = order.iter().position(|index| Some(*index) == failed) {
+        order.rotate_left(position + 1);
     }
     let with = |wanted: Readiness| order.iter().copied().find(|index| tiers[*index].readiness == wanted);
     // If no tier is ready, the batch waits for the tier it belongs to.
@@ -71,12 +71,8 @@ mod tests {
         assert_eq!(choose(Ready, Ready, true, Some(COLD)), Some(HOT));
         assert_eq!(choose(Unavailable, Ready, false, None), Some(COLD));
         assert_eq!(choose(Ready, Unavailable, true, None), Some(HOT));
-        let better_the_one_that_failed = choose(Unavailable, Ready, false, Some(COLD));
-        assert_eq!(
-            better_the_one_that_failed,
-            Some(COLD),
-            "the failed tier is better than an unavailable one"
-        );
+        let after_failure = choose(Unavailable, Ready, false, Some(COLD));
+        assert_eq!(after_failure, Some(COLD), "the failed tier is better than an unavailable one");
     }
 
     #[test]

@@ -66,7 +66,7 @@ pub struct Flusher {
     /// A permit for each block being written, and the total number of permits. Served in the order
     /// of arrival: the fair order of batches is that of `queues`.
     pub(super) blocks: (Semaphore, u32),
-    /// Cloned by every batch: the number of clones is the number of batches not yet in the store.
+    /// Cloned by every batch: the number of clones is the number of batches not yet in a tier.
     batch_token: Arc<()>,
     wake: tokio::sync::Notify,
     /// True while memory is drained before the process ends. Failed batches are then retried after
@@ -139,7 +139,7 @@ impl Flusher {
 
     /// Sets the registry whose accounts record how long batches take.
     pub fn charge_to(&self, apps: Arc<AppRegistry>) {
-        let _ = self.apps.set(apps); // the first one stays
+        let _ = self.apps.set(apps); // later calls change nothing
     }
 
     pub(super) fn app_of(&self, key: &ShuffleKey) -> Option<Arc<App>> {
@@ -182,15 +182,15 @@ impl Flusher {
     /// `deadline`.
     pub async fn flush_shuffle(&self, shuffle: &ShuffleBuffers, deadline: Instant) -> bool {
         let buffers = shuffle.all().into_iter().filter(|buffer| buffer.block_count() > 0);
-        let mut left: Vec<_> = buffers.map(|buffer| (buffer.mark(), buffer)).collect();
+        let mut remaining: Vec<_> = buffers.map(|buffer| (buffer.mark(), buffer)).collect();
         loop {
             let mut waiting = Vec::new();
-            left.retain(|(mark, buffer)| {
+            remaining.retain(|(mark, buffer)| {
                 let before = buffer.before(*mark);
                 waiting.extend((before == EarlierBlocks::Waiting).then(|| Arc::clone(buffer)));
                 before != EarlierBlocks::Nothing
             });
-            if left.is_empty() {
+            if remaining.is_empty() {
                 return true;
             }
             if Instant::now() >= deadline {
@@ -241,8 +241,8 @@ impl Flusher {
         self.wake.notify_one();
     }
 
-    /// Returns the number of sealed batches that are not yet in the store, including those that
-    /// wait for a retry.
+    /// Returns the number of sealed batches that are not yet in a tier, including those that wait
+    /// for a retry.
     pub fn unfinished(&self) -> usize {
         Arc::strong_count(&self.batch_token) - 1
     }
@@ -252,7 +252,7 @@ impl Flusher {
         self.queues.iter().map(FlushQueue::len).sum()
     }
 
-    /// Returns the total payload bytes written to the store.
+    /// Returns the total payload bytes written to the tiers.
     pub fn flushed_bytes(&self) -> u64 {
         self.metrics.all.spilled_bytes.get()
     }
@@ -378,12 +378,12 @@ impl Flusher {
     fn flush_some(&self, goal: Goal) {
         let candidates = self.memory.candidates();
         let holders = self.memory.tickets().holders();
-        let places: HashMap<&AppId, usize> = holders.keys().zip(0..).collect();
+        let indexes: HashMap<&AppId, usize> = holders.keys().zip(0..).collect();
         let apps: Vec<_> = holders.values().copied().collect();
-        let place =
-            |candidate: &FlushableBuffer| places.get(&candidate.key.app).copied().unwrap_or(usize::MAX);
+        let index_of =
+            |candidate: &FlushableBuffer| indexes.get(&candidate.key.app).copied().unwrap_or(usize::MAX);
         let sizes: Vec<policy::Candidate> =
-            candidates.iter().map(|it| policy_candidate(place(it), &it.buffer)).collect();
+            candidates.iter().map(|it| policy_candidate(index_of(it), &it.buffer)).collect();
         let victims = policy::victims(&sizes, &apps, goal, &self.limits());
         self.flush_these(victims.into_iter().map(|index| &candidates[index]));
     }
@@ -411,7 +411,7 @@ impl Flusher {
         }
     }
 
-    /// Cuts a group into batches. Each partition is a batch of its own for a tier with one file per
+    /// Cuts a group into batches. Each partition is a batch of its own for a tier with files per
     /// partition.
     fn enqueue_group(&self, key: &ShuffleKey, group: VictimGroup) {
         let VictimGroup { handles, distribution, parts } = group;
@@ -435,7 +435,8 @@ impl Flusher {
         };
         let (cold, rest): (Parts, Parts) = parts.into_iter().partition(is_cold);
         for (parts, is_cold) in [(cold, true), (rest, false)] {
-            let parts_max = if self.goes_by_partition(&handles, is_cold) { 1 } else { BATCH_PARTS_MAX };
+            let parts_max =
+                if self.needs_batch_per_partition(&handles, is_cold) { 1 } else { BATCH_PARTS_MAX };
             let limits = BatchLimits {
                 bytes: self.config.batch_bytes_max,
                 blocks: BATCH_BLOCKS_MAX,
@@ -447,9 +448,9 @@ impl Flusher {
         }
     }
 
-    /// Returns whether a batch belongs to a tier with one file per partition, regardless of the
-    /// tiers' readiness.
-    fn goes_by_partition(&self, handles: &Handles, is_cold: bool) -> bool {
+    /// Returns whether a batch belongs to a tier with files per partition, regardless of the tiers'
+    /// readiness.
+    fn needs_batch_per_partition(&self, handles: &Handles, is_cold: bool) -> bool {
         let selected = placement::select(&self.views(handles, |_, _| true), is_cold, None);
         selected.is_some_and(|index| self.tiers.at(index).capability().role == TierRole::Cold)
     }
@@ -490,7 +491,7 @@ impl Flusher {
 /// Sealed chains and the buffers they came from.
 type Parts = Vec<(Arc<Buffer>, Arc<SealedBatch>)>;
 
-/// Victims of one shuffle. The stores' handles are taken *before* the seal. A buffer that can still
+/// Victims of one shuffle. The tiers' handles are taken *before* the seal. A buffer that can still
 /// be sealed was not purged, so the handles belong to its own incarnation and not to a later
 /// shuffle with the same key.
 struct VictimGroup {

@@ -1,4 +1,5 @@
-//! TLS of each listener and of queries to other workers, with reload of changed files.
+//! TLS of the gRPC, HTTP and admin listeners and of queries to other workers, with reload of
+//! changed files. The raw TCP protocol has no TLS.
 //!
 //! New certificates apply to later connections; open ones keep theirs. A listener named in
 //! `tls.listeners` accepts TLS only. Files are parsed in `listeners::tls`.
@@ -31,7 +32,7 @@ pub(super) struct WorkerTrust(Arc<RwLock<Option<Trust>>>);
 
 impl WorkerTrust {
     fn load(config: &Config) -> anyhow::Result<Self> {
-        Self::read_authorities(config)?;
+        Self::check_authorities(config)?;
         let tls = &config.tls;
         let own = tls.cert_file.as_deref().zip(tls.key_file.as_deref());
         let own = own.map(|(cert, key)| OwnCertificate { cert, key });
@@ -39,7 +40,7 @@ impl WorkerTrust {
         Ok(Self(Arc::new(RwLock::new(trust.map_err(anyhow::Error::msg)?))))
     }
 
-    fn read_authorities(config: &Config) -> anyhow::Result<()> {
+    fn check_authorities(config: &Config) -> anyhow::Result<()> {
         let Some(path) = &config.tls.ca_file else { return Ok(()) };
         let read = files::read(path, files::PEM_BYTES_MAX);
         read.map(drop).with_context(|| format!("tls.ca_file = {}", path.display()))
@@ -80,8 +81,8 @@ impl Tls {
     pub(super) fn problems(config: &Config) -> Vec<anyhow::Error> {
         let listeners = config.tls.files().map(|files| files.problems()).unwrap_or_default();
         let mut problems: Vec<_> = listeners.into_iter().map(anyhow::Error::from).collect();
-        let authorities = WorkerTrust::read_authorities(config).err();
-        // Otherwise the certificate for other workers would be reported again.
+        let authorities = WorkerTrust::check_authorities(config).err();
+        // With problems, only the CA file is checked: the certificate was reported already.
         let others = if problems.is_empty() { WorkerTrust::load(config).err() } else { authorities };
         problems.extend(others);
         problems

@@ -1,5 +1,5 @@
-//! Named workloads: from Uniffle's own report, from the table of the first Rust server, and from
-//! this project's goals.
+//! Named workloads: `terasort` and `tpcds-stress`, which reports of other servers use, and `scale`,
+//! a goal of this project.
 
 use bytesize::ByteSize;
 
@@ -8,7 +8,7 @@ use crate::options::{LoadArgs, PresetArgs};
 use crate::report::BenchReport;
 use crate::run;
 
-/// Connections that 11,200 tasks share: as many as 56 executors with two each open.
+/// Connections that 11,200 tasks share: those of 56 executors with two each.
 const SCALE_CONNECTIONS: u32 = 112;
 
 /// Scales `full` by the preset's size, to at least 1.

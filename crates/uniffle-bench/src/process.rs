@@ -106,7 +106,8 @@ fn scrape(address: SocketAddr) -> std::io::Result<String> {
     Ok(text)
 }
 
-/// Parses the `process_*` metrics that every Prometheus client library exports.
+/// Parses the `process_*` metrics that every Prometheus client library exports. The peak is the
+/// current value and faults are 0, because these metrics have neither.
 fn parse_metrics(text: &str) -> Option<ProcessUsage> {
     let value = |name: &str| {
         let lines = text.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix(' '));

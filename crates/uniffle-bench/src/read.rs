@@ -34,12 +34,13 @@ pub(crate) struct ReadPhase {
     pub(crate) read_buffer_bytes: u32,
     /// Disables the comparison of bytes.
     pub(crate) unchecked: bool,
-    /// Time at which an early end is requested.
+    /// Deadline of the phase: no read begins after it.
     pub(crate) until: Option<Instant>,
     pub(crate) pool: Arc<ContentPool>,
     pub(crate) key: ShuffleKey,
     pub(crate) sessions: Vec<Arc<ClientSession>>,
     pub(crate) stats: Arc<Stats>,
+    /// Ids of the written blocks.
     pub(crate) ledger: Arc<ExpectedIds>,
     pub(crate) next: AtomicU64,
     /// Total payload bytes per second, and payload bytes per read.
@@ -63,8 +64,8 @@ async fn work(phase: Arc<ReadPhase>, reader: u32) -> anyhow::Result<()> {
     let session = &phase.sessions[usize::try_from(reader)? % phase.sessions.len()];
     loop {
         let number = phase.next.fetch_add(1, Ordering::Relaxed);
-        let over = phase.until.is_some_and(|until| Instant::now() >= until);
-        if number >= phase.reads || over {
+        let is_over = phase.until.is_some_and(|until| Instant::now() >= until);
+        if number >= phase.reads || is_over {
             return Ok(());
         }
         let partition = i32::try_from(number % u64::from(phase.partitions))?;

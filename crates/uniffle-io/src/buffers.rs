@@ -86,7 +86,7 @@ impl ShareParts {
         self.0.iter().any(|(it, _)| Arc::ptr_eq(it, share))
     }
 
-    /// Returns a share that has too little left, if there is one.
+    /// Returns a share with too little free for its part, if there is one.
     #[must_use]
     pub fn full(&self) -> Option<&Arc<DeviceShare>> {
         self.0.iter().find(|(share, part)| !share.is_free(*part)).map(|(share, _)| share)
@@ -108,7 +108,7 @@ impl ShareParts {
     }
 }
 
-/// Parts that a read has got, which are released on drop.
+/// Guard of the parts that a read has taken. A drop releases them.
 pub type ReadPermit = Box<dyn Send>;
 
 /// A source of read buffers.
@@ -164,7 +164,7 @@ impl ReadTarget {
         Self { buffer, parts: vec![ReadPart { range, offset }] }
     }
 
-    /// Returns an empty target, for a read whose buffer was lost.
+    /// Returns an empty target, for a read whose thread panicked with the buffer.
     #[must_use]
     pub fn lost() -> Self {
         Self { buffer: Box::new(Vec::new()), parts: Vec::new() }
@@ -291,7 +291,7 @@ impl AlignedPool {
         let permit =
             Arc::clone(&self.permits).acquire_owned().await.expect("the pool never closes its semaphore");
         let memory = self.free.lock().pop().unwrap_or_else(AlignedBuffer::allocate);
-        AlignedBuffer::around(memory, Some(PooledPlace { pool: Arc::clone(self), permit }))
+        AlignedBuffer::around(memory, Some(PoolSlot { pool: Arc::clone(self), permit }))
     }
 
     /// Returns the number of free buffers.
@@ -301,7 +301,7 @@ impl AlignedPool {
 }
 
 /// Pool to which a buffer returns, with the permit for it.
-struct PooledPlace {
+struct PoolSlot {
     pool: Arc<AlignedPool>,
     permit: OwnedSemaphorePermit,
 }
@@ -312,7 +312,7 @@ pub struct AlignedBuffer {
     /// First aligned byte of `memory`, which is one alignment longer than the buffer.
     start: usize,
     filled: usize,
-    home: Option<PooledPlace>,
+    home: Option<PoolSlot>,
 }
 
 impl AlignedBuffer {
@@ -326,7 +326,7 @@ impl AlignedBuffer {
         vec![0; STAGING_BYTES + BLOCK_ALIGN]
     }
 
-    fn around(memory: Vec<u8>, home: Option<PooledPlace>) -> Self {
+    fn around(memory: Vec<u8>, home: Option<PoolSlot>) -> Self {
         let address = memory.as_ptr().addr();
         let start = address.next_multiple_of(BLOCK_ALIGN) - address;
         Self { memory, start, filled: 0, home }
@@ -381,7 +381,7 @@ impl fmt::Debug for AlignedBuffer {
 
 impl Drop for AlignedBuffer {
     fn drop(&mut self) {
-        if let Some(PooledPlace { pool, permit }) = self.home.take() {
+        if let Some(PoolSlot { pool, permit }) = self.home.take() {
             // The memory is returned before the permit, so that the next holder of the permit finds
             // it.
             pool.free.lock().push(std::mem::take(&mut self.memory));

@@ -1,13 +1,12 @@
-//! Determines which blocks are in a partition's directory. Reads our own index files, as clients do
+//! Finds the blocks of a partition in HDFS. Reads this worker's index files, as clients do
 //! (docs/protocol.md §6.4).
 //!
-//! Used only to determine lost blocks. After a restart this concerns partitions whose reported
-//! blocks are neither in memory nor on a disk. It also happens when a disk fails to return its
-//! data.
+//! Used only to determine lost blocks: after a restart, for partitions whose reported blocks are
+//! neither in memory nor on a disk, and after a disk failed to return its data.
 //!
-//! Files that are no longer written to are closed first. A process that was killed during an append
-//! leaves them to its lease. Until that ends (an hour), published blocks in them may be unreadable,
-//! to clients too.
+//! Files that no writer uses are closed before they are read. A process that was killed during an
+//! append leaves them open until its lease ends (an hour). Published blocks in open files may be
+//! unreadable, to clients too.
 
 use std::collections::HashMap;
 use std::io;
@@ -36,8 +35,8 @@ impl HdfsStore {
     /// its neighbours.
     ///
     /// # Errors
-    /// An error of the file system: nothing is known then. `Purged` if the shuffle was removed
-    /// meanwhile.
+    /// An error of the file system: the blocks are unknown then. `Purged` if the shuffle was
+    /// removed meanwhile.
     pub async fn present(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IdSet, StoreError> {
         let Some(shuffle) = self.find(key) else { return Ok(IdSet::default()) };
         if !shuffle.remote.is_available() {
@@ -63,10 +62,10 @@ impl HdfsCore {
         let (fs, directory) = (&*shuffle.remote.fs, writers.directory());
         let mut present = IdSet::default();
         let unused = {
-            let held = timeout(self.config.write_timeout, writers.hold()).await;
-            let held = held.map_err(|late| StoreError::io(directory, late.into()))?;
+            let paused = timeout(self.config.write_timeout, writers.hold()).await;
+            let paused = paused.map_err(|late| StoreError::io(directory, late.into()))?;
             let listing = Listing::new(self.list(fs, directory).await?, &self.server_id);
-            let (in_use, unused) = listing.indexes().partition::<Vec<_>, _>(|name| held.uses(name));
+            let (in_use, unused) = listing.indexes().partition::<Vec<_>, _>(|name| paused.uses(name));
             for name in in_use {
                 self.add_blocks(fs, directory, &listing, name, &mut present).await?;
             }
@@ -87,7 +86,7 @@ impl HdfsCore {
         Ok(present)
     }
 
-    /// Closes a file that is not written to. A missing file needs no closing.
+    /// Closes a file that no writer uses. Succeeds if the file does not exist.
     async fn close(&self, fs: &dyn RemoteFs, path: &str) -> Result<(), StoreError> {
         let deadline = Instant::now() + CLOSE_DEADLINE;
         loop {

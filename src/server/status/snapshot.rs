@@ -1,5 +1,5 @@
-//! Snapshot of the worker's figures. Heartbeats, the status page, the API and the gauges all render
-//! a [`NodeSnapshot`].
+//! Snapshot of the worker's figures. Heartbeats, the status page, the API and the gauges of
+//! applications render a [`NodeSnapshot`]. Other gauges are read from their owners.
 //!
 //! A heartbeat and a scrape take a new snapshot. The status page and the API reuse it for up to
 //! [`AGE_MAX`], since anyone may poll them and a snapshot walks all partitions. Identity and
@@ -176,7 +176,7 @@ impl http::NodeView for Inspector {
 impl Inspector {
     /// Returns the latest snapshot, or a new one if it is older than `age_max`.
     pub(super) fn snapshot(&self, age_max: Duration) -> Arc<NodeSnapshot> {
-        // Locked while a snapshot is taken, so that concurrent callers take one.
+        // Locked while a snapshot is taken, so that concurrent callers share one.
         let mut latest = self.latest.lock();
         if let Some(snapshot) = latest.as_ref().filter(|snapshot| snapshot.taken.elapsed() < age_max) {
             return Arc::clone(snapshot);
@@ -199,9 +199,9 @@ impl Inspector {
         let (mut disks, mut object_store, mut hdfs) = (Vec::new(), None, None);
         for tier in service.tiers().iter() {
             let (state, name) = (tier.state(), tier.capability().names.name);
-            let known =
+            let tier_model =
                 |capacity_bytes| TierModel { tier: name, capacity_bytes, used_bytes: state.used_bytes };
-            tiers.extend(state.capacity_bytes.map(known));
+            tiers.extend(state.capacity_bytes.map(tier_model));
             disks.extend(state.disks);
             object_store = object_store.or(state.object_store);
             hdfs = hdfs.or(state.hdfs);

@@ -1,9 +1,9 @@
-//! Offload: local disks above an object store. Writes go to the disks, and data is offloaded to the
-//! store in the background.
+//! Offload: local disks, if there are any, above an object store. Batches are written to the disks,
+//! and their data is offloaded in the background. Without disks, batches are written to the store.
 //!
 //! The extent map of the disks has the offset and the location of each extent. An offload copies
-//! extents and then changes their location, so readers see one stream. At a start the store has
-//! precedence: its extents are not read from the disks.
+//! extents and then changes their location, so readers see one stream. After a start, an extent
+//! that both have is read from the store.
 //!
 //! The metadata log of the disks is copied to the store in the background. After the first offload
 //! of a shuffle, its records are in the store before they are acknowledged. A worker with the same

@@ -1,9 +1,9 @@
 //! Selection of data to be offloaded from the disks to the store. Pure: no clock, no I/O.
 //!
-//! A disk that is full or above the high watermark is relieved until it is below the low one. The
-//! largest shuffle on relieved disks is offloaded first; among shuffles of similar size, the
-//! oldest. Cold partitions are offloaded once they fill an object. A drain offloads everything, the
-//! oldest shuffle first.
+//! A disk that is full or above the high watermark is relieved: its data is offloaded until it is
+//! below the low one. The largest shuffle on relieved disks is offloaded first; among shuffles of
+//! similar size, the oldest. Cold partitions are offloaded once they fill an object. A drain
+//! offloads everything, the oldest shuffle first.
 
 /// Fill levels of a disk's file system, as the share in use.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -27,11 +27,11 @@ pub struct NoCapacity {
     pub free: u64,
 }
 
-/// Amount of the parent that a ledger leaves to others.
+/// Amount of the parent that a budget leaves to others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Leaves {
     Nothing,
-    /// At least as much as the ledger holds (`sched::shares`).
+    /// At least as much as the budget holds (`sched::shares`).
     Share,
     /// A fixed number of bytes, whatever uses the parent.
     Bytes(u64),
@@ -46,7 +46,7 @@ struct ChargeStep {
 }
 
 impl ChargeStep {
-    /// Counts a charge. Called while charging, so the bytes are not held yet.
+    /// Counts a charge. Called before the caller can allocate the bytes.
     fn count(&self, bytes: u64) {
         let before = self.charged.fetch_add(bytes, Ordering::Relaxed);
         if before / self.bytes != before.wrapping_add(bytes) / self.bytes {
@@ -63,7 +63,7 @@ struct BudgetNode {
     leaves: Leaves,
     step: Option<ChargeStep>,
     pressure: Notify,
-    /// Number of waiters for released charges, counted in the topmost ledger.
+    /// Number of waiters for released charges, counted in the topmost budget.
     waiting: AtomicUsize,
     freed: Notify,
 }
@@ -99,8 +99,8 @@ impl BudgetNode {
         self.capacity.saturating_sub(self.used.load(Ordering::Relaxed))
     }
 
-    /// Returns the amount that this ledger allows now, given its own limit and the rest it must
-    /// leave to others.
+    /// Returns the amount that this budget allows now, given its own limit and the amount that it
+    /// must leave to others.
     fn free(&self) -> u64 {
         let free = self.unused();
         match (&self.parent, self.leaves) {
@@ -125,7 +125,7 @@ impl BudgetNode {
         }
     }
 
-    /// Returns the amount that could be charged if the ledger were empty.
+    /// Returns the amount that could be charged if the budget were empty.
     fn most(&self) -> u64 {
         match (&self.parent, self.leaves) {
             (Some(parent), Leaves::Bytes(bytes)) => {
@@ -153,8 +153,8 @@ impl Budget {
     }
 
     /// Creates a budget that calls `then` each time another `step_bytes` were charged, regardless
-    /// of charges released meanwhile. The call happens after the charge and before the bytes are
-    /// held.
+    /// of charges released meanwhile. The call happens inside the charge, before the caller can
+    /// allocate the bytes.
     #[must_use]
     pub fn with_step(capacity_bytes: u64, step_bytes: u64, then: fn()) -> Self {
         let step = ChargeStep { bytes: step_bytes.max(1), charged: AtomicU64::new(0), then };
@@ -188,7 +188,7 @@ impl Budget {
         Self(Arc::new(BudgetNode::new(parent, capacity, leaves)))
     }
 
-    /// Iterates over this ledger and those above it, up to the topmost.
+    /// Iterates over this budget and those above it, up to the topmost.
     fn path(&self) -> impl Iterator<Item = &BudgetNode> {
         std::iter::successors(Some(&*self.0), |ledger| ledger.parent.as_ref().map(|parent| &*parent.0))
     }
@@ -307,14 +307,14 @@ impl Budget {
         }
     }
 
-    /// Calls `look`, then waits until a charge to this budget or any part of the whole is released.
-    /// A release during `look` counts.
-    pub async fn freed_after(&self, look: impl FnOnce()) {
+    /// Calls `check`, then waits until a charge to this budget or any part of the whole is
+    /// released. A release during `check` counts.
+    pub async fn freed_after(&self, check: impl FnOnce()) {
         let top = self.path().last().unwrap_or(&self.0);
         let _waiting = WaiterCount::among(&top.waiting);
         let mut freed = pin!(top.freed.notified());
         freed.as_mut().enable();
-        look();
+        check();
         freed.await;
     }
 

@@ -4,8 +4,8 @@
 //! The promise is resident memory of at most capacity × 1.05 + 200 MiB ([`promised`]), whatever
 //! clients do. Everything except blocks gets its part from [`divide`], which also yields the
 //! defaults of the keys that bound a kind. All kinds may therefore be full at once. A configured
-//! key moves the bound: at the start [`MemoryParts::sum`] of the configured values is compared with
-//! the promise.
+//! key moves the bound: a start warns if capacity and [`MemoryParts::sum`] of the configured values
+//! exceed the promise.
 
 const MIB: u64 = 1 << 20;
 
@@ -13,7 +13,7 @@ const MIB: u64 = 1 << 20;
 const FIXED: u64 = 200 * MIB;
 
 /// The process without clients: code, runtime, first threads, tables and the allocator's own
-/// memory. Tables are the lists of the first blocks in memory, index records and those of the
+/// memory. Tables are the first block lists, the index cache of default size, and the tables of the
 /// embedded coordinator.
 const BASE: u64 = 40 * MIB;
 /// Number of cores whose threads are included in [`BASE`].
@@ -34,8 +34,8 @@ const HEAP_DIVISOR: u64 = 64;
 const SMALL: [u64; 5] = [68 * MIB, 40 * MIB, 20 * MIB, 20 * MIB, 12 * MIB];
 /// Eighths of the remainder, in the order of [`SMALL`]. The heap grows by [`HEAP_DIVISOR`] instead.
 const GROWTH_EIGHTHS: [u64; 5] = [0, 1, 3, 3, 1];
-/// Largest growth of one part. More is of no use.
-const MOST: u64 = 512 * MIB;
+/// Maximum growth of one part. A larger part has no benefit.
+const GROWTH_MAX: u64 = 512 * MIB;
 
 /// Initial window of a connection in bytes, as fixed by the protocol (RFC 9113 §6.9.2). It cannot
 /// be lower.
@@ -57,8 +57,8 @@ const TCP_REQUEST: u64 = 1 << 10;
 pub const TCP_REQUESTS_MIN: u32 = 8;
 
 /// Upper limits of the default numbers of connections.
-const GRPC_CONNECTIONS_MOST: u64 = 4096;
-const TCP_CONNECTIONS_MOST: u64 = 10_000;
+const GRPC_CONNECTIONS_MAX: u64 = 4096;
+const TCP_CONNECTIONS_MAX: u64 = 10_000;
 /// Fraction of windows and requests that covers the minimum of every connection, as numerator and
 /// denominator.
 const LEAST_PART: (u64, u64) = (3, 4);
@@ -127,7 +127,7 @@ pub fn divide(capacity: u64, cores: usize) -> MemoryParts {
     let part = |at: usize, unit: u64| {
         let (kibs, more) = (SMALL[at] >> 10, rest.saturating_sub(small));
         let part = (rest.min(small) / (small >> 10)).saturating_mul(kibs);
-        let growth = if at == 0 { growth } else { (more / 8 * GROWTH_EIGHTHS[at]).min(MOST) };
+        let growth = if at == 0 { growth } else { (more / 8 * GROWTH_EIGHTHS[at]).min(GROWTH_MAX) };
         (part + growth) / unit * unit
     };
     let [heap, windows, grpc, tcp] = [0, 2, 3, 4].map(|at| part(at, MIB));
@@ -139,7 +139,7 @@ fn base(cores: usize) -> u64 {
 }
 
 /// Returns the bytes of one gRPC connection without its window.
-fn of_grpc_connection(is_tls: bool) -> u64 {
+fn grpc_connection_bytes(is_tls: bool) -> u64 {
     GRPC_CONNECTION + if is_tls { TLS_CONNECTION } else { 0 }
 }
 
@@ -157,13 +157,13 @@ impl MemoryParts {
     pub fn limits(&self, is_tls: bool, configured: ConfiguredConnections) -> ConnectionLimits {
         let least = |part: u64| part / LEAST_PART.1 * LEAST_PART.0;
         let grpc =
-            Peers { connection: of_grpc_connection(is_tls), request: GRPC_REQUEST, least: STREAMS_MIN };
-        let tcp = Peers { connection: TCP_CONNECTION, request: TCP_REQUEST, least: TCP_REQUESTS_MIN };
+            PeerCost { connection: grpc_connection_bytes(is_tls), request: GRPC_REQUEST, least: STREAMS_MIN };
+        let tcp = PeerCost { connection: TCP_CONNECTION, request: TCP_REQUEST, least: TCP_REQUESTS_MIN };
         let connections = (least(self.windows) / u64::from(WINDOW_BYTES_MIN))
             .min(least(self.grpc) / grpc.least_bytes())
-            .clamp(1, GRPC_CONNECTIONS_MOST);
+            .clamp(1, GRPC_CONNECTIONS_MAX);
         let grpc_connections = configured.grpc.map_or(connections, |count| count as u64);
-        let connections = (least(self.tcp) / tcp.least_bytes()).clamp(1, TCP_CONNECTIONS_MOST);
+        let connections = (least(self.tcp) / tcp.least_bytes()).clamp(1, TCP_CONNECTIONS_MAX);
         let tcp_connections = configured.tcp.map_or(connections, |count| count as u64);
         ConnectionLimits {
             grpc_connections: usize::try_from(grpc_connections).unwrap_or(usize::MAX),
@@ -179,8 +179,8 @@ impl MemoryParts {
     pub fn with(self, heap: u64, reads: u64, windows: u64, limits: ConnectionLimits, is_tls: bool) -> Self {
         let connections = limits.grpc_connections as u64;
         let grpc =
-            Peers { connection: of_grpc_connection(is_tls), request: GRPC_REQUEST, least: STREAMS_MIN };
-        let tcp = Peers { connection: TCP_CONNECTION, request: TCP_REQUEST, least: TCP_REQUESTS_MIN };
+            PeerCost { connection: grpc_connection_bytes(is_tls), request: GRPC_REQUEST, least: STREAMS_MIN };
+        let tcp = PeerCost { connection: TCP_CONNECTION, request: TCP_REQUEST, least: TCP_REQUESTS_MIN };
         Self {
             heap,
             reads,
@@ -192,13 +192,13 @@ impl MemoryParts {
     }
 }
 
-/// Connections of one listener.
+/// Memory needs of one listener's connections.
 ///
 /// A connection's minimum is the memory it can occupy before the worker has looked at any of its
 /// data. HTTP/2 cannot open a connection with a window below 65,535 bytes, so the number of
 /// connections follows the memory.
 #[derive(Debug, Clone, Copy)]
-struct Peers {
+struct PeerCost {
     /// Bytes of a connection without a request.
     connection: u64,
     /// Bytes of a request.
@@ -207,7 +207,7 @@ struct Peers {
     least: u32,
 }
 
-impl Peers {
+impl PeerCost {
     fn least_bytes(self) -> u64 {
         self.connection + self.request * u64::from(self.least)
     }

@@ -37,7 +37,7 @@ pub use blocking_pool::BlockingPool;
 /// Pause between the panic of an essential task and its restart.
 const PAUSE_AFTER_PANIC: Duration = Duration::from_secs(1);
 
-/// Stack size of probing threads. Small, since they only wait.
+/// Stack size of probing threads. They only wait, so it is small.
 const PROBE_STACK_BYTES: usize = 64 << 10;
 
 /// A group of tasks that is cancelled and awaited together. Clones share the group.
@@ -184,7 +184,7 @@ impl Tasks {
     }
 }
 
-/// Connections that a listener leaves to the process's successor instead of closing them. They have
+/// Connections that a listener hands over to the next process instead of closing them. They have
 /// no partly read request and no pending response. Clones share the list.
 #[derive(Debug, Clone, Default)]
 pub struct Handover {
@@ -230,7 +230,7 @@ struct CoreRuntime {
     load: Arc<()>,
 }
 
-/// Counts as load of a core until dropped.
+/// Guard that counts as load of a core until dropped.
 #[derive(Debug)]
 pub struct CorePlace(#[expect(dead_code, reason = "counted by its clones")] Arc<()>);
 

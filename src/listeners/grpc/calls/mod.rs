@@ -1,4 +1,5 @@
-//! Calls: each is translated into a call of the service, and its result into a response.
+//! gRPC methods by topic. Each translates its request into a call of the service, and the result
+//! into a response. It decides nothing.
 
 pub(super) mod bookkeeping;
 pub(super) mod convert;

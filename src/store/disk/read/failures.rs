@@ -2,9 +2,9 @@
 //! counted.
 //!
 //! Clients with default settings try a task four times within a second. After three failures the
-//! extents are verified, so that the fourth attempt learns which blocks are lost. Errors that do
-//! not concern stored bytes (no descriptors, a deadline) are not counted. Reads of offloads are not
-//! counted either, because no client waits for them.
+//! extents are verified, so that the fourth attempt fails with the list of lost blocks. Errors that
+//! do not concern stored bytes (no descriptors, a deadline) are not counted. Reads of offloads are
+//! not counted either, because no client waits for them.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -61,7 +61,7 @@ impl FailedReads {
         self.0.lock().insert((partition, disk), failures);
     }
 
-    /// Sets the count to the limit if index records cannot be read while blocks are being counted.
+    /// Sets the count to the limit if a scan for lost blocks cannot read index records.
     pub(in crate::store::disk) fn suspect_index(
         &self,
         partition: PartitionId,
@@ -91,7 +91,7 @@ pub(super) fn is_damage(error: &StoreError) -> bool {
     }
 }
 
-/// Returns whether an error concerns a written file and not its disk: a new file may work.
+/// Returns whether an error of a write concerns the file and not its disk: a new file may work.
 pub(in crate::store::disk) fn wants_new_file(error: &StoreError) -> bool {
     error.source.as_ref().is_some_and(|source| classify(source) == ErrorClass::TheFile)
 }
