@@ -31,7 +31,7 @@ impl Drop for Large<'_> {
 }
 
 #[tokio::test]
-async fn registration_proceeds_during_eviction_of_removed_apps() {
+async fn registration_proceeds_while_removed_apps_are_dropped() {
     let registry = registry();
     let free = std::cell::Cell::new(0);
     for shuffle in [1, 2] {

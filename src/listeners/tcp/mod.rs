@@ -4,9 +4,9 @@
 //! The [`reader`] walks frames ([`frames`]), answers memory reads and spawns tasks for local reads
 //! ([`dispatch`]). The [`writer`] sends replies in the order in which they become ready.
 //!
-//! Invariant: each request takes a permit of its connection until its reply is written, so a peer
-//! that does not read its replies is not read either. The listener closes a connection only between
-//! two requests, or keeps its socket for a successor.
+//! Invariant: each request takes a permit of its connection until its reply is written. So a peer
+//! that does not read its replies is not read either (backpressure). The listener closes a
+//! connection only between two requests, or keeps its socket for a successor.
 
 mod config;
 mod dispatch;

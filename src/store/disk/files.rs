@@ -1,4 +1,4 @@
-//! The bounded cache of open descriptors.
+//! The bounded cache of open descriptors, with eviction of the least recently used.
 //!
 //! A worker may have far more logs than it may have descriptors. An evicted file is opened again
 //! when needed; calls under way keep it open until they end.

@@ -1,8 +1,8 @@
 //! A least recently used cache of index records of published extents, bounded by bytes.
 //!
-//! An extent never changes, so nothing is invalidated. An entry is evicted for space or removed
-//! with its shuffle. Records are stored verified, with offsets relative to their extent. Writers
-//! add the records that they have just published, so indexes of a small job need no disk.
+//! An extent never changes, so nothing is invalidated. An entry is removed by eviction or with its
+//! shuffle. Records are stored verified, with offsets relative to their extent. Writers add the
+//! records that they have just published, so indexes of a small job need no disk.
 
 use bytes::Bytes;
 use lru::LruCache;

@@ -53,6 +53,7 @@ async fn started_send_survives_the_expiry_of_its_ticket() {
     fixture.finish().await;
 }
 
+/// Deduplication: a client that repeats a send adds nothing in memory.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn resent_blocks_are_deduplicated() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
@@ -182,6 +183,7 @@ async fn number_of_tickets_is_bounded() {
     fixture.finish().await;
 }
 
+/// Expiry of an unused ticket returns its memory.
 #[tokio::test(start_paused = true)]
 async fn tickets_expire_in_the_background() {
     let fixture = parts().start().await;

@@ -90,6 +90,7 @@ async fn idle_connection_survives_ten_minutes_but_not_forever() {
     fixture.finish().await;
 }
 
+/// Backpressure: a peer that does not read its replies is not read either, and finally dropped.
 #[tokio::test(start_paused = true)]
 async fn peer_that_stops_reading_is_dropped_and_memory_freed() {
     let config = TcpConfig { requests_in_flight_per_connection_max: 8, ..TcpConfig::default() };

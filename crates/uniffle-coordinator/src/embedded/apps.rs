@@ -143,7 +143,7 @@ impl AppTable {
         uses
     }
 
-    /// Removes applications without a heartbeat within the timeout.
+    /// Expiry: removes applications without a heartbeat within the timeout.
     pub(super) fn expire(&mut self, now: Instant) {
         let Self { timeout, apps, bytes, version, .. } = self;
         let before = apps.len();

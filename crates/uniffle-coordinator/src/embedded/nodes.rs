@@ -296,8 +296,8 @@ impl NodeTable {
         Ok(())
     }
 
-    /// Removes nodes that were silent for longer than the timeout. Leaving nodes do not count as
-    /// lost.
+    /// Expiry: removes nodes without a heartbeat for longer than the timeout. Leaving nodes do not
+    /// count as lost.
     pub(super) fn expire(&mut self, now: Instant) {
         let Self { nodes, lost, timeout, bytes, detail_bytes, version, .. } = self;
         let (before, mut has_changed) = (nodes.len(), lost.expire(*timeout, now));

@@ -1,5 +1,5 @@
-//! Compacts the metadata log: begins a generation with all living entries, in new files of the best
-//! directories.
+//! Compaction of the metadata log: begins a generation with all living entries, in new files of the
+//! best directories.
 //!
 //! Dead entries are left out. A start and a failed copy of the log begin a generation too. Each
 //! generation is written under a temporary name and renamed. Once a copy has its final name,

@@ -183,7 +183,7 @@ impl Tickets {
         granted
     }
 
-    /// Drops the tickets that expired at `now`. Returns their number.
+    /// Expiry: drops the tickets that expired at `now`. Returns their number.
     pub fn expire(&self, now: Instant) -> usize {
         let expired = now.checked_sub(self.timeout).map(|before| self.state.lock().shares.expire(before));
         expired.map_or(0, |expired| expired.len())

@@ -1,5 +1,5 @@
-//! Files and directories that other programs remove, replace or move during use, and the reasons of
-//! a disk that refuses writes.
+//! Removal, replacement, truncation and moves of files and directories by other programs during
+//! use, and the reasons of a disk that refuses writes.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Assigns slots to chunks. The least recently used chunk is evicted, but never one that is being
-//! read or fetched.
+//! Assigns slots to chunks. Eviction takes the least recently used chunk, but never one that is
+//! being read or fetched.
 //!
 //! A slot is a range of [`CHUNK_BYTES`] in the file of a directory. It is free when its last holder
 //! drops it, so a chunk that is dropped during a read does not free its slot before the read ends.

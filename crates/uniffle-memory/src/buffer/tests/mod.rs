@@ -242,6 +242,7 @@ fn reader_pins_only_the_segments_it_reads() {
     assert_empty(&memory);
 }
 
+/// Deduplication by block id, also while the first copy is being flushed.
 #[test]
 fn resent_blocks_are_deduplicated_also_in_flight() {
     let memory = memory(8 * MIB);
