@@ -6,8 +6,8 @@ use std::process::Command;
 /// Sets `WORKER_REFLOG` to a file whose last line names the commit. Programs include the file, so
 /// that a new commit compiles them again.
 ///
-/// The commit comes from the variable `WORKER_GIT_COMMIT`, or else from git. A source archive without
-/// the variable has none.
+/// The commit comes from the variable `WORKER_GIT_COMMIT`, or else from git. A source archive
+/// without the variable has none.
 pub(crate) fn record() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-env-changed=WORKER_GIT_COMMIT");
     let given = std::env::var("WORKER_GIT_COMMIT").ok().filter(|commit| !commit.is_empty());

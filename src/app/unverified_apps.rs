@@ -51,8 +51,8 @@ impl UnverifiedApps {
         self.apps.entry(key.app.clone()).and_modify(|app| _ = app.without_registration.insert(key.shuffle.0));
     }
 
-    /// Returns the shuffles passed to [`found_without_registration`](Self::found_without_registration) that were neither registered anew nor
-    /// unregistered since.
+    /// Returns the shuffles passed to [`Self::found_without_registration`] that were neither
+    /// registered anew nor unregistered since.
     pub(super) fn all_without_registration(&self) -> Vec<(ShuffleKey, Arc<str>)> {
         let of_app = |(app, it): (&AppId, &UnverifiedApp)| {
             let key = |id: &i32| (ShuffleKey::new(app.clone(), ShuffleId(*id)), Arc::clone(&it.reason));

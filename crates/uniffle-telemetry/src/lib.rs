@@ -158,8 +158,8 @@ where
     }
 }
 
-/// Formats fields of text lines, `name=value`, so that each value ends at an unquoted space. Without it, only texts are quoted,
-/// and errors and durations are not.
+/// Formats fields of text lines, `name=value`, so that each value ends at an unquoted space.
+/// Without it, only texts are quoted, and errors and durations are not.
 #[derive(Debug)]
 struct QuotedFields;
 

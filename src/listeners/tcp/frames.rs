@@ -27,16 +27,16 @@ use super::metrics::InProgress;
 use super::shared::{ConnectionContext, TcpListenerState};
 use super::writer::{Outbox, Outgoing, ReplyGuard};
 
-/// Number of bytes read between frames. Small, so that few bytes stay
-/// unparsed if a request must wait.
+/// Number of bytes read between frames. Small, so that few bytes stay unparsed if a request must
+/// wait.
 const SMALL_REQUEST_BYTES: u32 = 64 << 10;
-/// Bytes read from a socket at a time, which stay in the core's cache (docs/design/data-path.md §2).
-/// Each thread has one such buffer for all connections.
+/// Bytes read from a socket at a time. They stay in the core's cache
+/// (docs/design/data-path.md §2). Each thread has one such buffer for all connections.
 const CHUNK_BYTES: usize = 256 << 10;
 /// Largest accepted frame. Frames are never buffered and blocks need a ticket, so the bound costs
-/// no memory. It must exceed one block of 512 MiB (`types::BLOCK_BYTES_MAX`) and refuses only broken
-/// peers: Spark aims at 16 MiB per request (`rss.client.send.size.limit`). Java's decoder allows
-/// `i32::MAX`.
+/// no memory. It must exceed one block of 512 MiB (`types::BLOCK_BYTES_MAX`) and refuses only
+/// broken peers: Spark aims at 16 MiB per request (`rss.client.send.size.limit`). Java's decoder
+/// allows `i32::MAX`.
 const FRAME_BYTES_MAX: u32 = 1 << 30;
 /// Read requests up to this size are bounded by the number of requests. Larger ones are charged to
 /// the heap.
@@ -223,8 +223,8 @@ impl Frames {
     }
 
     /// Returns the number of bytes to read next. Small between frames, so that few bytes stay
-    /// unparsed if a request must wait. Only the exact need if the heap is short, and up to a whole chunk
-    /// within a send.
+    /// unparsed if a request must wait. Only the exact need if the heap is short, and up to a whole
+    /// chunk within a send.
     pub(super) fn bytes_wanted(&self) -> usize {
         let is_exact = self.aligned || self.heap.free() < u64::from(SMALL_REQUEST_BYTES);
         let in_frame = match &self.phase {

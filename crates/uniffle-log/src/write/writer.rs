@@ -274,7 +274,7 @@ impl MetadataWriter {
         self.was_tried.send_replace(true);
     }
 
-    /// Resumes the generation of the previous process, or begins one like [`MetadataWriter::begin`].
+    /// Resumes the generation of the previous process, or begins one ([`MetadataWriter::begin`]).
     async fn open(&mut self, excluded: &mut BTreeSet<usize>) -> Result<(), LogError> {
         if self.resume().await { Ok(()) } else { self.begin(excluded).await }
     }

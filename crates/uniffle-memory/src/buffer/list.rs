@@ -2,9 +2,10 @@
 //! chain with their bytes.
 //!
 //! A list is first active and then sealed. After the seal only blocks that were being written join,
-//! until the flush closes the batch. Sealing drops nothing, and releasing drops the whole list with its ids. A record has 32 bytes and an id
-//! 5 to 12. Records grow by quarters, so that the 64 bytes charged per block cover both.
-//! [`LIST_BYTES`] and [`SEGMENT_HEAP_BYTES`] cover the list itself and its segments.
+//! until the flush closes the batch. Sealing drops nothing, and releasing drops the whole list with
+//! its ids. A record has 32 bytes and an id 5 to 12. Records grow by quarters, so that the 64 bytes
+//! charged per block cover both. [`LIST_BYTES`] and [`SEGMENT_HEAP_BYTES`] cover the list itself
+//! and its segments.
 
 use std::hash::BuildHasher;
 use std::sync::{Arc, OnceLock};

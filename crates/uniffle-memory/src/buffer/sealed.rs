@@ -71,7 +71,7 @@ impl SealedBatch {
     }
 
     /// Appends a block that was written in the chain of this batch, and moves the charges for it
-    /// out of `paid`. Returns the block if the batch is closed. Called under the lock of the buffer.
+    /// out of `paid`. Returns the block if the batch is closed. Called under the buffer's lock.
     pub(super) fn push(
         &self,
         (meta, fill): (BlockMeta, BlockFill),
@@ -142,8 +142,8 @@ impl SealedBatch {
     }
 
     /// Closes the batch and returns it as an extent of distribution `d`. It is aligned if the chain
-    /// holds exactly these blocks (nothing aborted, nothing late) and, for `LocalOrder`, they happen
-    /// to be sorted. The order of reads from memory does not change.
+    /// holds exactly these blocks (none aborted, none late) and, for `LocalOrder`, they happen to
+    /// be sorted. The order of reads from memory does not change.
     pub fn extent(&self, d: Distribution) -> SealedExtent {
         let list = self.close();
         aligned(&list, d).unwrap_or_else(|| pieces(&list, d))
