@@ -354,10 +354,9 @@ fn is_put_back(present: &[DirectoryScan], epoch: &Epoch, path: &str) -> bool {
 ///
 /// # Errors
 /// A description if too few of the voters are usable to acknowledge anything.
-pub fn members_after(epoch: &Epoch, usable: &[(Uuid, String)]) -> Result<Vec<Member>, String> {
-    let is_usable = |member: &Member| usable.iter().any(|(uuid, _)| *uuid == member.uuid());
-    let is_replaced =
-        |member: &Member| !is_usable(member) && usable.iter().any(|(_, path)| *path == member.path);
+pub fn members_after(epoch: &Epoch, usable: &[Member]) -> Result<Vec<Member>, String> {
+    let is_usable = |member: &Member| usable.iter().any(|it| it.uuid() == member.uuid());
+    let is_replaced = |member: &Member| !is_usable(member) && usable.iter().any(|it| it.path == member.path);
     let voters = epoch.voters();
     let counted = voters.iter().filter(|it| is_usable(it) || is_replaced(it)).count();
     if voters.len() > 2 && counted <= voters.len() / 2 {
@@ -370,7 +369,7 @@ pub fn members_after(epoch: &Epoch, usable: &[(Uuid, String)]) -> Result<Vec<Mem
             missing.join(", ")
         ));
     }
-    let mut members: Vec<Member> = usable.iter().map(|(uuid, path)| Member::new(*uuid, path)).collect();
+    let mut members = usable.to_vec();
     // The majority excludes absent members. Their records alone are no longer valid.
     let without_absent = voters.len() > 2 && usable.len() > 2;
     for member in epoch.members.iter().filter(|member| !is_usable(member)) {

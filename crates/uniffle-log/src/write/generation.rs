@@ -17,7 +17,6 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use futures::future::join_all;
 use rand::RngExt as _;
-use uuid::Uuid;
 
 use super::checkpoint::{Checkpoint, CheckpointSink};
 use super::writer::{Copy, MetadataWriter};
@@ -125,11 +124,9 @@ impl MetadataWriter {
                 return Err(last_error.unwrap_or_else(nothing));
             }
             let usable: BTreeSet<usize> = self.usable(excluded).collect();
-            let named: Vec<(Uuid, String)> = usable
-                .iter()
-                .map(|at| (self.directories[*at].uuid, self.directories[*at].label.clone()))
-                .collect();
-            let members = members_after(&self.epoch, &named).map_err(|text| LogError::other(&text))?;
+            let directories = usable.iter().map(|at| &self.directories[*at]);
+            let voters: Vec<_> = directories.map(|it| Member::new(it.uuid, &it.label)).collect();
+            let members = members_after(&self.epoch, &voters).map_err(|text| LogError::other(&text))?;
             let is_whole = members.len() == usable.len();
             let epoch = self.next_epoch(members, &places, is_whole);
             self.generation += 1;

@@ -108,7 +108,7 @@ impl Fixture {
             let found = log.records.get(shuffle).cloned().unwrap_or_default();
             assert!(is_refused || found.is_superset(ids), "shuffle {shuffle} on {here:?}: {seen:#?}");
         }
-        let usable: Vec<_> = here.iter().map(|at| (uuid(*at), format!("/{at}"))).collect();
+        let usable: Vec<_> = here.iter().map(|at| Member::new(uuid(*at), &format!("/{at}"))).collect();
         let Ok(members) = members_after(&decision.epoch, &usable) else { return };
         self.next_id += 1;
         let remembered = if members.len() == usable.len() { LINEAGE_MAX } else { LINEAGE_AWAY_MAX };
@@ -297,8 +297,8 @@ fn majority_of_three_is_proof_and_one_is_not() {
     fixture.live(&[0, 1, 2], &[1]);
     assert!(decide_recovery(&fixture.see(&[0, 2]), None).gap.is_none());
     let decision = decide_recovery(&fixture.see(&[1]), None);
-    let error = members_after(&decision.epoch, &[(uuid(1), "/1".into())]).unwrap_err();
+    let error = members_after(&decision.epoch, &[Member::new(uuid(1), "/1")]).unwrap_err();
     assert!(error.contains("only 1 of 3 data directories") && error.contains("bring back /0, /2"), "{error}");
-    let replaced = [(uuid(1), "/1".to_owned()), (uuid(7), "/2".to_owned())];
+    let replaced = [Member::new(uuid(1), "/1"), Member::new(uuid(7), "/2")];
     assert!(members_after(&decision.epoch, &replaced).is_ok(), "an empty directory in its place");
 }
