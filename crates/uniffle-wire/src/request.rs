@@ -56,6 +56,15 @@ pub struct LocalIndexRequest<'a> {
     pub placement: Placement,
 }
 
+/// Range that a client announces to read next, as sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AnnouncedRange {
+    /// Offset of the first byte.
+    pub offset: i64,
+    /// Number of bytes.
+    pub length: i64,
+}
+
 /// `GetLocalShuffleDataRequest`, `…V2Request` and `…V3Request`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocalDataRequest<'a> {
@@ -246,15 +255,16 @@ impl Placement {
 }
 
 impl<'a> LocalDataRequest<'a> {
-    /// Returns the ranges that the client announces to read next, as (offset, length). Not
-    /// validated.
-    pub fn hints(&self) -> impl ExactSizeIterator<Item = (i64, i64)> + 'a {
+    /// Returns the ranges that the client announces to read next. Not validated.
+    pub fn hints(&self) -> impl ExactSizeIterator<Item = AnnouncedRange> + 'a {
         let hints = match self.version {
             LocalDataVersion::V1 | LocalDataVersion::V2 { .. } => &[],
             LocalDataVersion::V3 { hints, .. } => hints.as_chunks::<HINT_BYTES>().0,
         };
         let number = |bytes: &[u8]| bytes.first_chunk().map_or(0, |bytes| i64::from_be_bytes(*bytes));
-        hints.iter().map(move |hint| (number(hint), number(&hint[HINT_BYTES / 2..])))
+        hints
+            .iter()
+            .map(move |hint| AnnouncedRange { offset: number(hint), length: number(&hint[HINT_BYTES / 2..]) })
     }
 
     fn decode(

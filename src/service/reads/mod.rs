@@ -33,6 +33,7 @@ use uniffle_base::budget::{Budget, Charge};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit, ShareParts};
 use uniffle_wire::bitmap;
+use uniffle_wire::request::AnnouncedRange;
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey};
 
 use admission::{ReadAdmission, ReadLimits, no_read_memory};
@@ -501,14 +502,14 @@ impl Reads {
         Ok(DataAnswer { length, chunks, admission })
     }
 
-    /// Passes on a client's hints about its next reads, as pairs of offset and length. Hints are
-    /// never refused: those after the first [`HINTS_MAX`] and invalid ranges are ignored.
-    pub fn hint(&self, target: RequestedPartition<'_>, hints: impl ExactSizeIterator<Item = (i64, i64)>) {
+    /// Passes on a client's hints about its next reads. Hints are never refused: those after the
+    /// first [`HINTS_MAX`] and invalid ranges are ignored.
+    pub fn hint(&self, target: RequestedPartition<'_>, hints: impl ExactSizeIterator<Item = AnnouncedRange>) {
         if hints.len() == 0 {
             return;
         }
         let (Some(tier), Ok(app)) = (self.parts.tiers.served(), AppId::parse(target.app)) else { return };
-        let range = |(offset, length): (i64, i64)| {
+        let range = |AnnouncedRange { offset, length }: AnnouncedRange| {
             let start = u64::try_from(offset).ok()?;
             let length = u64::try_from(length).ok().filter(|length| *length > 0)?;
             Some(start..start.checked_add(length)?)

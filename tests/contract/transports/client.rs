@@ -10,8 +10,8 @@ use uniffle_client::send::{self, Batch, SendForm};
 use uniffle_client::tcp::TcpClient;
 use uniffle_wire::reply::{Reply, ReplyAnswer, ReplySegment};
 use uniffle_wire::request::{
-    LocalDataRequest, LocalDataVersion, LocalIndexRequest, MemoryRequest, PartitionTarget, Placement,
-    ReadRequest, SendBlock, SendRequest,
+    AnnouncedRange, LocalDataRequest, LocalDataVersion, LocalIndexRequest, MemoryRequest, PartitionTarget,
+    Placement, ReadRequest, SendBlock, SendRequest,
 };
 use uniffle_wire::types::{ShuffleKey, TicketId};
 use uniffle_worker::proto::{
@@ -245,7 +245,7 @@ async fn read_over_grpc(client: &ShuffleClient, request: &ReadRequest<'_>) -> Re
             reply(answer.status, answer.ret_msg, fields, answer.index_data)
         }
         ReadRequest::LocalData(request) => {
-            let hint = |(offset, length)| ReadSegment { offset, length };
+            let hint = |it: AnnouncedRange| ReadSegment { offset: it.offset, length: it.length };
             let request = GetLocalShuffleDataRequest {
                 app_id,
                 shuffle_id,

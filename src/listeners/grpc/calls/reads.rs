@@ -15,13 +15,14 @@ use crate::listeners::grpc::transport::request_collector::{INLINE_BYTES_MAX, run
 use crate::metrics::TransitTimes;
 use crate::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,
-    GetLocalShuffleIndexResponse, GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse,
+    GetLocalShuffleIndexResponse, GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse, ReadSegment,
 };
 use crate::runtime::BlockingPool;
 use crate::service::{
     MemoryAnswer, MemoryReadRequest, ReadAhead, ReadLimits, ReadRange, RequestedPartition, ResponseWindow,
     Service,
 };
+use uniffle_wire::request::AnnouncedRange;
 use uniffle_wire::types::AppId;
 
 /// Payload fields of the three responses.
@@ -121,8 +122,8 @@ pub(in crate::listeners::grpc) async fn local_data(
     let range = ReadRange { offset: request.offset, length: request.length };
     match service.reads.read_data(reading, target, range).await {
         Ok(data) => {
-            let hints = request.next_read_segments.iter().map(|segment| (segment.offset, segment.length));
-            service.reads.hint(target, hints);
+            let hint = |it: &ReadSegment| AnnouncedRange { offset: it.offset, length: it.length };
+            service.reads.hint(target, request.next_read_segments.iter().map(hint));
             let chunks = ReadAhead::of(data.chunks);
             from_chunks(Head::local_data("OK"), LOCAL_DATA, data.length, chunks, data.admission)
         }
