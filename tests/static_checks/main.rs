@@ -6,5 +6,6 @@ mod chart;
 mod docs;
 mod layers;
 mod monitoring;
+mod names;
 mod packaging;
 mod prose;
