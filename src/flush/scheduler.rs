@@ -146,10 +146,15 @@ impl Flusher {
         self.apps.get()?.find(&key.app)
     }
 
-    /// Flushes `buffer` if it exceeds the single-buffer threshold. With too many batches in flight,
-    /// it is flushed when one of them ends. The check is cheap.
-    pub fn flush_if_oversized(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
-        if policy::is_oversized(policy_candidate(0, buffer), &self.limits()) {
+    /// Flushes the `buffers` that exceed the single-buffer threshold. A buffer with too many batches
+    /// in flight is flushed when one of them ends. The check is cheap.
+    pub fn flush_oversized<'a>(
+        &self,
+        shuffle: &ShuffleBuffers,
+        buffers: impl Iterator<Item = &'a Arc<Buffer>>,
+    ) {
+        let limits = self.limits();
+        for buffer in buffers.filter(|buffer| policy::is_oversized(policy_candidate(0, buffer), &limits)) {
             self.flush_buffers(shuffle, std::slice::from_ref(buffer));
         }
     }
@@ -570,7 +575,7 @@ pub(super) mod tests {
             let (block_id, task_attempt_id) = (BlockId(id), TaskAttemptId(0));
             (BlockMeta { block_id, task_attempt_id, length: 1, uncompressed_length: 1, crc: 0 }, fill)
         });
-        let filled = filled.collect();
+        let filled: Vec<_> = filled.collect();
         buffer.commit(filled, &mut funds).unwrap();
         let sealed = buffer.seal().unwrap();
         (buffer, sealed)

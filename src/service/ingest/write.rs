@@ -90,6 +90,7 @@ impl Ingest {
             funds,
             limits: self.partition_limits(),
             runs: Vec::new(),
+            blocks: Vec::new(),
             open: None,
             payload_bytes: 0,
             stored_bytes: 0,
@@ -100,21 +101,35 @@ impl Ingest {
     }
 }
 
+/// A block whose bytes have arrived.
+type ArrivedBlock = (BlockMeta, BlockFill);
+
 /// Consecutive blocks of one partition.
 #[derive(Debug)]
 struct BlockRun {
     buffer: Arc<Buffer>,
-    blocks: Vec<(BlockMeta, BlockFill)>,
+    /// Number of blocks of the send up to the end of the run.
+    end: usize,
 }
 
-impl BlockRun {
-    /// Appends a block. The list grows by halves, because long lists must not take twice the memory
-    /// of their contents.
-    fn push(&mut self, meta: BlockMeta, fill: BlockFill) {
-        if self.blocks.len() == self.blocks.capacity() {
-            self.blocks.reserve_exact((self.blocks.len() / 2).max(4));
-        }
-        self.blocks.push((meta, fill));
+/// The first blocks of a longer sequence.
+struct FirstBlocks<'a> {
+    all: &'a mut std::vec::IntoIter<ArrivedBlock>,
+    count: usize,
+}
+
+impl Iterator for FirstBlocks<'_> {
+    type Item = ArrivedBlock;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.count = self.count.checked_sub(1)?;
+        self.all.next()
+    }
+}
+
+impl AsRef<[ArrivedBlock]> for FirstBlocks<'_> {
+    fn as_ref(&self) -> &[ArrivedBlock] {
+        &self.all.as_slice()[..self.count]
     }
 }
 
@@ -143,15 +158,6 @@ impl Bookkeeping {
     }
 }
 
-impl Drop for BlockRun {
-    /// Releases the memory of aborted blocks now instead of at the flusher's next sweep, or clients
-    /// that fail repeatedly would keep it.
-    fn drop(&mut self) {
-        self.blocks.clear();
-        self.buffer.drop_dead();
-    }
-}
-
 /// A block whose bytes are arriving.
 #[derive(Debug)]
 struct OpenBlock {
@@ -173,6 +179,7 @@ pub struct SendSession {
     // Fills are dropped before the reservation, so that aborted memory is released before the
     // reservation returns.
     open: Option<OpenBlock>,
+    blocks: Vec<ArrivedBlock>,
     runs: Vec<BlockRun>,
     funds: Reservation,
     bookkeeping: Bookkeeping,
@@ -202,15 +209,18 @@ impl SendSession {
     pub fn partition(&mut self, partition: i32) -> Result<(), ServiceError> {
         let id = PartitionId(partition);
         let missing = || ServiceError::NotRegisteredPart(format!("partition {partition}"));
-        if !self.shuffle.partitions.contains(id) {
-            return Err(missing());
-        }
-        let buffer =
-            self.buffers.buffer(id, &self.app.budgets.partitions).map_err(|refusal| match refusal {
-                MemoryError::Evicted => missing(),
-                refusal => refusal.into(),
-            })?;
-        self.runs.push(BlockRun { buffer, blocks: Vec::new() });
+        // Only registered partitions have buffers, and a look-up there takes one lock.
+        let buffer = match self.buffers.existing(id) {
+            Some(buffer) => buffer,
+            None if !self.shuffle.partitions.contains(id) => return Err(missing()),
+            None => {
+                self.buffers.buffer(id, &self.app.budgets.partitions).map_err(|refusal| match refusal {
+                    MemoryError::Evicted => missing(),
+                    refusal => refusal.into(),
+                })?
+            }
+        };
+        self.runs.push(BlockRun { buffer, end: self.blocks.len() });
         Ok(())
     }
 
@@ -271,8 +281,13 @@ impl SendSession {
                 return Err(ServiceError::BlockCrc { block: header.block_id, announced: meta.crc, actual });
             }
         }
+        if self.blocks.len() == self.blocks.capacity() {
+            // By halves, because long lists must not take twice the memory of their contents.
+            self.blocks.reserve_exact((self.blocks.len() / 2).max(4));
+        }
+        self.blocks.push((meta, open.fill));
         if let Some(run) = self.runs.last_mut() {
-            run.push(meta, open.fill);
+            run.end = self.blocks.len();
         }
         Ok(())
     }
@@ -291,14 +306,13 @@ impl SendSession {
     /// The request carried no block, a partition would be too large, its shuffle was purged, or a
     /// successor is about to take over.
     pub fn commit(mut self) -> Result<(), ServiceError> {
-        if self.open.is_some() || self.runs.iter().all(|run| run.blocks.is_empty()) {
+        if self.open.is_some() || self.blocks.is_empty() {
             return Err(ServiceError::Malformed("No data in request".to_owned()));
         }
         self.check_hard_limit()?;
         let ingest = Arc::clone(&self.ingest);
         let _passing = ingest.commits.pass()?;
-        let runs = std::mem::take(&mut self.runs);
-        let stored = runs.into_iter().try_for_each(|run| self.store(run));
+        let stored = self.store_all();
         // Added once for all partitions, because every send of the process updates these two
         // counters.
         ingest.parts.metrics.received_bytes.inc_by(self.stored_bytes);
@@ -312,6 +326,14 @@ impl SendSession {
         }
         Ok(())
     }
+
+    /// Releases the memory of blocks that became not visible. The flusher's next scan would be too
+    /// late, because clients that fail repeatedly would keep it.
+    fn abort(&mut self) {
+        self.open = None;
+        self.blocks.clear();
+        self.runs.iter().for_each(|run| run.buffer.drop_dead());
+    }
 }
 
 impl SendSession {
@@ -321,11 +343,13 @@ impl SendSession {
         if self.limits.bytes_max.is_none() {
             return Ok(());
         }
+        let mut start = 0;
         for run in &self.runs {
+            let blocks = &self.blocks[std::mem::replace(&mut start, run.end)..run.end];
             let sizes = PartitionSizes {
                 received: run.buffer.received_bytes(),
                 in_memory: run.buffer.in_memory_bytes(),
-                asked: run.blocks.iter().map(|(meta, _)| u64::from(meta.length)).sum(),
+                asked: blocks.iter().map(|(meta, _)| u64::from(meta.length)).sum(),
             };
             if self.limits.is_too_large(sizes.received + sizes.asked) {
                 let partition = run.buffer.partition().0;
@@ -335,49 +359,59 @@ impl SendSession {
         Ok(())
     }
 
-    fn store(&mut self, mut run: BlockRun) -> Result<(), ServiceError> {
-        if run.blocks.is_empty() {
+    fn store_all(&mut self) -> Result<(), ServiceError> {
+        self.buffers.pay_for_blocks(self.blocks.len(), &mut self.funds)?;
+        let runs = std::mem::take(&mut self.runs);
+        let mut blocks = std::mem::take(&mut self.blocks).into_iter();
+        let mut start = 0;
+        let stored = runs.iter().try_for_each(|run| {
+            let count = run.end - std::mem::replace(&mut start, run.end);
+            self.store(&run.buffer, FirstBlocks { all: &mut blocks, count })
+        });
+        if let Some(flusher) = &self.ingest.parts.flusher {
+            flusher.flush_oversized(&self.buffers, runs.iter().map(|run| &run.buffer));
+        }
+        self.blocks = blocks.collect();
+        self.runs = runs;
+        stored
+    }
+
+    fn store(&mut self, buffer: &Buffer, blocks: FirstBlocks<'_>) -> Result<(), ServiceError> {
+        if blocks.count == 0 {
             return Ok(());
         }
         let cares = self.shuffle.ledger.is_watched();
         let ids: Vec<u64> = match cares {
-            true => run.blocks.iter().map(|(meta, _)| meta.block_id.0.unsigned_abs()).collect(),
+            true => blocks.as_ref().iter().map(|(meta, _)| meta.block_id.0.unsigned_abs()).collect(),
             false => Vec::new(),
         };
-        let stored = self.commit_to(&run.buffer, std::mem::take(&mut run.blocks))?;
+        let stored = self.commit_to(buffer, blocks)?;
         if cares {
-            self.ingest.parts.losses.note_committed(&self.shuffle, run.buffer.partition(), &ids);
+            self.ingest.parts.losses.note_committed(&self.shuffle, buffer.partition(), &ids);
         } else if self.shuffle.ledger.is_watched() {
-            self.ingest.parts.losses.count_again(&self.shuffle, run.buffer.partition());
+            self.ingest.parts.losses.count_again(&self.shuffle, buffer.partition());
         }
         self.stored_bytes += stored.bytes;
         self.stored_blocks += stored.blocks as u64;
         if stored.duplicate_blocks > 0 {
             self.app.account.duplicates.add(stored.duplicate_blocks as u64, stored.duplicate_bytes);
+            buffer.drop_dead();
         }
-        let received_bytes = run.buffer.received_bytes();
+        let received_bytes = buffer.received_bytes();
         if self.limits.is_huge(received_bytes) {
-            self.mark_huge(run.buffer.partition(), received_bytes);
-        }
-        if let Some(flusher) = &self.ingest.parts.flusher {
-            flusher.flush_if_oversized(&self.buffers, &run.buffer);
+            self.mark_huge(buffer.partition(), received_bytes);
         }
         Ok(())
     }
 
-    fn commit_to(
-        &mut self,
-        buffer: &Buffer,
-        blocks: Vec<(BlockMeta, BlockFill)>,
-    ) -> Result<CommitOutcome, MemoryError> {
-        if blocks.len() <= BLOCKS_STORED_AT_ONCE {
-            return buffer.commit(blocks, &mut self.funds);
+    fn commit_to(&mut self, buffer: &Buffer, blocks: FirstBlocks<'_>) -> Result<CommitOutcome, MemoryError> {
+        let (mut left, mut total) = (blocks.count, CommitOutcome::default());
+        while left > 0 {
+            let count = left.min(BLOCKS_STORED_AT_ONCE);
+            left -= count;
+            total += buffer.commit(FirstBlocks { all: &mut *blocks.all, count }, &mut self.funds)?;
         }
-        let (mut blocks, mut all) = (blocks.into_iter(), CommitOutcome::default());
-        while blocks.len() > 0 {
-            all += buffer.commit(blocks.by_ref().take(BLOCKS_STORED_AT_ONCE).collect(), &mut self.funds)?;
-        }
-        Ok(all)
+        Ok(total)
     }
 
     fn mark_huge(&self, partition: PartitionId, received_bytes: u64) {
@@ -400,6 +434,7 @@ impl SendSession {
 impl Drop for SendSession {
     fn drop(&mut self) {
         if !self.committed {
+            self.abort();
             self.ingest.parts.metrics.rejected_sends.inc();
             self.app.account.sends_failed.add(1, self.payload_bytes);
         }

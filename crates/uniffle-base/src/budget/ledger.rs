@@ -436,8 +436,16 @@ impl Charge {
 
     /// Adds `other` to this charge.
     pub fn merge(&mut self, mut other: Charge) {
+        other.transfer(u64::MAX, self);
+    }
+
+    /// Moves up to `bytes` of this charge to `other`, without the reference counts that splitting
+    /// and merging cost.
+    pub fn transfer(&mut self, bytes: u64, other: &mut Charge) {
         assert!(Arc::ptr_eq(&self.budget.0, &other.budget.0), "charges of two budgets cannot be merged");
-        self.bytes += std::mem::take(&mut other.bytes);
+        let moved = bytes.min(self.bytes);
+        self.bytes -= moved;
+        other.bytes += moved;
     }
 }
 

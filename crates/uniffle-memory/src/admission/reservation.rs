@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use super::metadata_reserve::MetadataReserve;
 use crate::error::MemoryError;
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_base::clock::Instant;
@@ -28,6 +29,27 @@ impl MirroredCharge {
     }
 }
 
+/// Charges of blocks and their list. Dropped in this order: blocks and lists count no longer than
+/// their bytes are charged to the capacity.
+#[derive(Debug)]
+pub(crate) struct BlockCharges {
+    /// Number of blocks, charged to the global limit.
+    pub(crate) permits: Charge,
+    /// Bytes of the heap for lists.
+    pub(crate) lists: Charge,
+    /// The same bytes in the application's capacity.
+    pub(crate) capacity: Charge,
+}
+
+impl BlockCharges {
+    /// Moves the charges of `blocks` blocks that cost `bytes` beside their payload to `other`.
+    pub(crate) fn transfer(&mut self, blocks: u64, bytes: u64, other: &mut Self) {
+        self.permits.transfer(blocks, &mut other.permits);
+        self.lists.transfer(bytes, &mut other.lists);
+        self.capacity.transfer(bytes, &mut other.capacity);
+    }
+}
+
 /// Unspent funds of a redeemed ticket. Dropping it releases the rest.
 #[derive(Debug)]
 pub struct Reservation {
@@ -35,6 +57,8 @@ pub struct Reservation {
     spent: u64,
     granted: Instant,
     budget: Budget,
+    /// Charges of blocks that are not committed yet. `None` until the first is paid for.
+    blocks: Option<BlockCharges>,
     held: MirroredCharge,
 }
 
@@ -44,7 +68,7 @@ impl Reservation {
     pub(crate) fn new(requested: u64, charge: Charge, mirror: &Budget, granted: Instant) -> Self {
         let budget = charge.budget().clone();
         let held = MirroredCharge { mirror: mirror.force_charge(charge.bytes()), charge };
-        Self { requested, spent: 0, granted, budget, held }
+        Self { requested, spent: 0, granted, budget, blocks: None, held }
     }
 
     /// Returns the time of the grant.
@@ -92,9 +116,39 @@ impl Reservation {
         Ok(())
     }
 
+    /// Pays for `blocks` uncommitted blocks that cost `bytes` beside their payload, as far as they
+    /// are not paid for yet. Returns the charges, from which commits take theirs.
+    ///
+    /// # Errors
+    /// `TooManyBlocks` beyond the number of `permits`, `NoCapacity` if `lists` has no room.
+    pub(crate) fn pay_for_blocks(
+        &mut self,
+        blocks: u64,
+        bytes: u64,
+        permits: &Budget,
+        lists: &MetadataReserve,
+    ) -> Result<&mut BlockCharges, MemoryError> {
+        let missing = |charge: &Charge, wanted: u64| wanted.saturating_sub(charge.bytes());
+        let uncovered = self.blocks.as_ref().map_or(bytes, |paid| missing(&paid.capacity, bytes));
+        let covered = (uncovered > 0).then(|| self.cover_metadata(uncovered));
+        let paid = self.blocks.get_or_insert_with(|| BlockCharges {
+            permits: permits.nothing(),
+            lists: lists.nothing(),
+            capacity: self.budget.nothing(),
+        });
+        covered.into_iter().for_each(|more| paid.capacity.merge(more));
+        let too_many = |_| MemoryError::TooManyBlocks { max: permits.capacity() };
+        paid.permits.try_grow(missing(&paid.permits, blocks)).map_err(too_many)?;
+        let unlisted = missing(&paid.lists, bytes);
+        if unlisted > 0 {
+            paid.lists.merge(lists.charge(unlisted)?);
+        }
+        Ok(paid)
+    }
+
     /// Returns a charge for `bytes` of block metadata. It cannot be refused, because the number of
     /// blocks is limited.
-    pub(crate) fn cover_metadata(&mut self, bytes: u64) -> Charge {
+    pub(super) fn cover_metadata(&mut self, bytes: u64) -> Charge {
         let mut charge = self.held.take_up_to(bytes);
         let missing = bytes - charge.bytes();
         if missing > 0 {
@@ -131,5 +185,11 @@ impl Reservation {
 
     pub(crate) fn budget(&self) -> &Budget {
         &self.budget
+    }
+
+    /// Returns the number of uncommitted blocks that are paid for.
+    #[cfg(test)]
+    pub(crate) fn paid_blocks(&self) -> u64 {
+        self.blocks.as_ref().map_or(0, |paid| paid.permits.bytes())
     }
 }

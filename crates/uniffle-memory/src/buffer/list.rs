@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 
 use super::chain::{BlockFill, Chain, Supply};
 use crate::admission::metadata_reserve::MetadataReserve;
-use crate::admission::reservation::METADATA_BYTES;
+use crate::admission::reservation::{BlockCharges, METADATA_BYTES};
 use crate::persistent::layout::ROW_BYTES;
 use crate::persistent::names::NameSlot;
 use crate::persistent::rows::{CommittedRows, FreeRows, rows_of};
@@ -92,36 +92,6 @@ pub(super) struct BlockList {
 struct Rows {
     committed: CommittedRows,
     _late: Option<(Charge, Charge)>,
-}
-
-/// Charges of blocks and their list. Dropped in this order: blocks and lists count no longer than
-/// their bytes are charged to the capacity.
-#[derive(Debug)]
-pub(super) struct BlockCharges {
-    /// Number of blocks, charged to the global limit.
-    pub(crate) permits: Charge,
-    /// Bytes of the heap for lists.
-    pub(crate) lists: Charge,
-    /// The same bytes in the application's capacity.
-    pub(crate) capacity: Charge,
-}
-
-impl BlockCharges {
-    /// Splits off the charges of `blocks` blocks with `rows` rows.
-    pub(super) fn split_off(&mut self, blocks: u64, rows: usize) -> Self {
-        let bytes = metadata_bytes(blocks, rows);
-        Self {
-            permits: self.permits.split_up_to(blocks),
-            lists: self.lists.split_up_to(bytes),
-            capacity: self.capacity.split_up_to(bytes),
-        }
-    }
-
-    fn merge(&mut self, other: Self) {
-        self.permits.merge(other.permits);
-        self.lists.merge(other.lists);
-        self.capacity.merge(other.capacity);
-    }
 }
 
 impl BlockList {
@@ -232,9 +202,17 @@ impl BlockList {
         self.bytes - withheld.map(|at| u64::from(self.records[*at as usize].length)).sum::<u64>()
     }
 
-    /// Appends a block that is not in the list yet and whose fill is fully written. With `rows` the
-    /// next process can recover it.
-    pub(crate) fn push(&mut self, meta: BlockMeta, fill: BlockFill, rows: Option<&mut FreeRows>) {
+    /// Appends a block that is not in the list yet and whose fill is fully written, and moves the
+    /// charges for it out of `paid`. With `rows` the next process can recover it.
+    pub(super) fn push(
+        &mut self,
+        meta: BlockMeta,
+        fill: BlockFill,
+        rows: Option<&mut FreeRows>,
+        paid: &mut BlockCharges,
+    ) {
+        let row_count = if rows.is_some() { rows_of(fill.pieces()) } else { 0 };
+        paid.transfer(1, metadata_bytes(1, row_count), &mut self.paid);
         let at = self.next_record();
         let in_chain = fill.chain() == self.chain.id();
         let offset = if in_chain { fill.offset() } else { STRAY };
@@ -322,10 +300,13 @@ impl BlockList {
         ids.insert_unique(hasher.hash_one(meta.block_id), at, hash_of);
     }
 
-    /// Adds the charges of blocks that were just pushed, and pays for `strays` of them that hold
-    /// their slices.
-    pub(crate) fn charge(&mut self, paid: BlockCharges, strays: usize, lists: &MetadataReserve) {
-        self.paid.merge(paid);
+    /// Adds the charges of blocks that were just restored.
+    pub(super) fn charge(&mut self, mut paid: BlockCharges) {
+        paid.transfer(u64::MAX, u64::MAX, &mut self.paid);
+    }
+
+    /// Pays for `strays` blocks that hold their slices themselves.
+    pub(super) fn pay_for_strays(&mut self, strays: usize, lists: &MetadataReserve) {
         self.pay(strays as u64 * STRAY_BYTES, lists);
     }
 

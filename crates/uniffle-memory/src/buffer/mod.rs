@@ -27,7 +27,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use self::chain::{BlockFill, Chain, Supply};
-use self::list::{BlockCharges, BlockList, LIST_BLOCKS_MAX, LIST_BYTES, metadata_bytes};
+use self::list::{BlockList, LIST_BLOCKS_MAX, LIST_BYTES, metadata_bytes};
 use self::read::{MemoryRead, ReadLimit};
 use self::sealed::SealedBatch;
 use super::error::MemoryError;
@@ -37,8 +37,7 @@ use super::persistent::names::{NameSlot, ShuffleName};
 use super::persistent::rows::{CommittedRows, FreeRows, rows_of};
 use super::persistent::table::NoSlots;
 use super::region::Segment;
-use crate::admission::metadata_reserve::MetadataReserve;
-use crate::admission::reservation::Reservation;
+use crate::admission::reservation::{BlockCharges, Reservation};
 pub use sealing::EarlierBlocks;
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
@@ -63,6 +62,21 @@ pub(super) struct BufferContext {
     pub(super) hasher: DefaultHashBuilder,
     pub(super) metrics: MemoryMetrics,
     pub(super) verification: Verification,
+}
+
+impl BufferContext {
+    /// Pays for `blocks` uncommitted blocks with `rows` rows. They are charged to the capacity
+    /// before they count and until they no longer count, see `Supply::overdraft`.
+    pub(super) fn pay_for_blocks<'a>(
+        &self,
+        blocks: usize,
+        rows: usize,
+        funds: &'a mut Reservation,
+    ) -> Result<&'a mut BlockCharges, MemoryError> {
+        let Supply { blocks: permits, lists, .. } = &self.supply;
+        let bytes = metadata_bytes(blocks as u64, rows);
+        funds.pay_for_blocks(blocks as u64, bytes, permits, lists).inspect_err(|_| self.budget.wake())
+    }
 }
 
 /// The result of a commit.
@@ -151,22 +165,21 @@ impl Lists {
     }
 
     /// Adds a block to the open batch in whose chain it was written, or else to the active list.
-    /// Moves the charges for it out of `paid` if it joins a batch.
+    /// Moves the charges for it out of `paid`.
     fn add(
         &mut self,
         mut block: (BlockMeta, BlockFill),
         mut rows: Option<&mut FreeRows>,
         paid: &mut BlockCharges,
-        reserve: &MetadataReserve,
     ) {
         if block.1.chain() != self.active.chain.id()
             && let Some(batch) = self.batches.iter().find(|batch| batch.admits(&block.1))
         {
-            let late = batch.push(block, rows.as_deref_mut(), paid, reserve);
+            let late = batch.push(block, rows.as_deref_mut(), paid);
             let Some(late) = late else { return };
             block = late;
         }
-        self.active.push(block.0, block.1, rows);
+        self.active.push(block.0, block.1, rows, paid);
     }
 
     fn holds(&self, id: BlockId) -> bool {
@@ -253,12 +266,13 @@ impl Buffer {
     /// # Errors
     /// `Evicted` after a purge, `TooManyBlocks` at the limit, `NoCapacity` when the region has no
     /// room to cede for their records. After an error no block is visible and all memory is freed.
-    pub fn commit(
-        &self,
-        blocks: Vec<(BlockMeta, BlockFill)>,
-        funds: &mut Reservation,
-    ) -> Result<CommitOutcome, MemoryError> {
-        for (meta, fill) in &blocks {
+    pub fn commit<B>(&self, blocks: B, funds: &mut Reservation) -> Result<CommitOutcome, MemoryError>
+    where
+        B: IntoIterator<Item = (BlockMeta, BlockFill)>,
+        B::IntoIter: AsRef<[(BlockMeta, BlockFill)]>,
+    {
+        let blocks = blocks.into_iter();
+        for (meta, fill) in blocks.as_ref() {
             // Cannot come from input: the service compared the lengths. Continuing would show bytes
             // of other blocks.
             assert!(
@@ -266,12 +280,9 @@ impl Buffer {
                 "commit of a block not fully written"
             );
         }
-        let asked = blocks.len() as u64;
         let named = self.named();
-        let asked_rows = if named.is_some() { count_rows(&blocks) } else { 0 };
-        // Charged before the blocks count and until they no longer count, see `Supply::overdraft`.
-        let bytes = metadata_bytes(asked, asked_rows);
-        let mut paid = self.pay(asked, bytes, funds).inspect_err(|_| self.shared.budget.wake())?;
+        let asked_rows = if named.is_some() { count_rows(blocks.as_ref()) } else { 0 };
+        let paid = self.shared.pay_for_blocks(blocks.as_ref().len(), asked_rows, funds)?;
         // Rows are paid for before they are taken and until they are freed.
         let rows = named.map(|named| self.rows_of(named, asked_rows)).transpose();
         let mut rows = rows.inspect_err(|_| self.shared.budget.wake())?;
@@ -285,7 +296,6 @@ impl Buffer {
         if named.is_none() && self.named().is_some() {
             // The shuffle got its name meanwhile, so its blocks need rows now.
             drop(state);
-            drop(paid);
             return self.commit(blocks, funds);
         }
         let State { lists, next_chain, .. } = &mut *state;
@@ -301,20 +311,20 @@ impl Buffer {
             }
             done.blocks += 1;
             done.bytes += bytes;
-            lists.add((meta, fill), rows.as_mut(), &mut paid, &self.shared.supply.lists);
+            lists.add((meta, fill), rows.as_mut(), paid);
         }
-        let surplus = paid.split_off(done.duplicate_blocks as u64, rows.as_ref().map_or(0, FreeRows::len));
         let strays = lists.active.strays() - strays;
         lists.active.pay_for_segments(&self.shared.supply.lists);
-        lists.active.charge(paid, strays, &self.shared.supply.lists);
+        lists.active.pay_for_strays(strays, &self.shared.supply.lists);
         if lists.active.len() >= LIST_BLOCKS_MAX {
             self.rotate(lists, next_chain);
         }
-        self.received_bytes.fetch_add(done.bytes, Ordering::Relaxed);
+        // Changed only under the lock, so it needs no atomic addition.
+        self.received_bytes.store(self.received_bytes() + done.bytes, Ordering::Relaxed);
         self.publish_counters(&state);
         drop(state);
-        // Zeroing the duplicates' ranges and releasing their charges needs no lock.
-        drop((duplicates, rows, surplus));
+        // Zeroing the duplicates' ranges needs no lock.
+        drop((duplicates, rows));
         self.shared.metrics.count_duplicates(done.duplicate_blocks, done.duplicate_bytes);
         Ok(done)
     }
@@ -470,17 +480,6 @@ impl Buffer {
         drop(abandoned);
         let lists = &self.shared.supply.lists;
         batches.iter().all(|batch| batch.list().make_rows(named, self.partition, lists))
-    }
-
-    /// Charges the cost of `blocks` blocks beside their payload. It is charged to the capacity
-    /// before they count and until they no longer count, see `Supply::overdraft`.
-    fn pay(&self, blocks: u64, bytes: u64, funds: &mut Reservation) -> Result<BlockCharges, MemoryError> {
-        let capacity = funds.cover_metadata(bytes);
-        let supply = &self.shared.supply;
-        let too_many = |_| MemoryError::TooManyBlocks { max: supply.blocks.capacity() };
-        let permits = supply.blocks.try_charge(blocks).map_err(too_many)?;
-        let lists = supply.lists.charge(capacity.bytes())?;
-        Ok(BlockCharges { permits, lists, capacity })
     }
 
     /// Returns the lists of the partition, created on demand.

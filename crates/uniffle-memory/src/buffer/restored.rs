@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::chain::Chain;
-use super::list::BlockCharges;
 use super::sealed::SealedBatch;
 use super::unverified::{DAMAGED, Unverified, log_damaged};
 use super::{Buffer, CommitOutcome, State, metadata_bytes};
+use crate::admission::reservation::BlockCharges;
 use crate::persistent::restore::{BlockPosition, RestoredBlock, RestoredPartition};
 use uniffle_wire::types::ShuffleKey;
 
@@ -38,7 +38,8 @@ impl Buffer {
         };
         list.pay_for_segments(&supply.lists);
         let strays = list.strays();
-        list.charge(paid, strays, &supply.lists);
+        list.charge(paid);
+        list.pay_for_strays(strays, &supply.lists);
         let restored = CommitOutcome { blocks: list.len(), bytes: list.bytes(), ..CommitOutcome::default() };
         let mut state = self.state.lock();
         let State { lists, next_chain, unverified, .. } = &mut *state;

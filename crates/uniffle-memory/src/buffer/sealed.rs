@@ -12,8 +12,8 @@ use bytes::Bytes;
 use parking_lot::{RwLock, RwLockReadGuard};
 
 use super::chain::BlockFill;
-use super::list::{BlockCharges, BlockList, Gather};
-use crate::admission::metadata_reserve::MetadataReserve;
+use super::list::{BlockList, Gather};
+use crate::admission::reservation::BlockCharges;
 use crate::persistent::rows::FreeRows;
 use crate::region::Slice;
 use uniffle_base::budget::Charge;
@@ -75,18 +75,14 @@ impl SealedBatch {
     pub(super) fn push(
         &self,
         (meta, fill): (BlockMeta, BlockFill),
-        mut rows: Option<&mut FreeRows>,
+        rows: Option<&mut FreeRows>,
         paid: &mut BlockCharges,
-        lists: &MetadataReserve,
     ) -> Option<(BlockMeta, BlockFill)> {
         let mut list = self.list.write();
         if !self.admits(&fill) {
             return Some((meta, fill));
         }
-        let free_rows = rows.as_ref().map_or(0, |rows| rows.len());
-        list.push(meta, fill, rows.as_deref_mut());
-        let used_rows = free_rows - rows.map_or(0, |rows| rows.len());
-        list.charge(paid.split_off(1, used_rows), 0, lists);
+        list.push(meta, fill, rows, paid);
         None
     }
 

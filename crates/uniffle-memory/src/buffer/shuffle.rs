@@ -4,13 +4,14 @@
 //! Invariant: after a purge no buffer can be created, so a send that is still running cannot bring
 //! data of the shuffle back.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
+use hashbrown::HashMap;
+use hashbrown::hash_map::Entry;
 use parking_lot::RwLock;
 
 use crate::admission::metadata_reserve::SPARE_BYTES;
+use crate::admission::reservation::Reservation;
 use crate::buffer::{Buffer, BufferContext, PARTITION_BYTES};
 use crate::error::MemoryError;
 use crate::persistent::names::ShuffleName;
@@ -143,6 +144,17 @@ impl ShuffleBuffers {
     #[must_use]
     pub fn existing(&self, partition: PartitionId) -> Option<Arc<Buffer>> {
         self.buffers.read().as_ref()?.get(&partition).cloned()
+    }
+
+    /// Pays for the metadata of `blocks` blocks at once, so that the commits of their partitions
+    /// need not.
+    ///
+    /// # Errors
+    /// `TooManyBlocks` at the limit, `NoCapacity` when the region has no room for their records.
+    pub fn pay_for_blocks(&self, blocks: usize, funds: &mut Reservation) -> Result<(), MemoryError> {
+        // Blocks that cross segments need more rows. Their commits pay for those.
+        let rows = if self.name.as_ref().is_some_and(|name| name.get().is_some()) { blocks } else { 0 };
+        self.shared.pay_for_blocks(blocks, rows, funds).map(drop)
     }
 
     /// Returns all buffers.

@@ -124,13 +124,6 @@ impl BlockTable {
     }
 }
 
-impl FreeRows {
-    /// Returns the number of slots left.
-    pub(crate) fn len(&self) -> usize {
-        self.rows.len()
-    }
-}
-
 impl Drop for FreeRows {
     fn drop(&mut self) {
         if !self.rows.is_empty() {

@@ -72,7 +72,8 @@ fn tiny_blocks_use_at_most_their_charged_heap() {
     let before = held_bytes();
     for send in 0..20 {
         let mut funds = funds(&memory, 20_000);
-        let blocks = (0..20_000).map(|id| fill(&buffer, send * 20_000 + id, send, 1, &mut funds)).collect();
+        let blocks: Vec<_> =
+            (0..20_000).map(|id| fill(&buffer, send * 20_000 + id, send, 1, &mut funds)).collect();
         buffer.commit(blocks, &mut funds).unwrap();
         let (held, lists) = (held_bytes() - before, &memory.shared.supply.lists);
         assert!(
@@ -94,7 +95,8 @@ fn list_of_many_blocks_is_split_into_batches() {
     let buffer = buffer(&memory);
     for send in 0..5 {
         let mut funds = funds(&memory, 20_000);
-        let blocks = (0..20_000).map(|id| fill(&buffer, send * 20_000 + id, send, 1, &mut funds)).collect();
+        let blocks: Vec<_> =
+            (0..20_000).map(|id| fill(&buffer, send * 20_000 + id, send, 1, &mut funds)).collect();
         buffer.commit(blocks, &mut funds).unwrap();
     }
     assert_eq!(buffer.active_blocks(), 100_000);

@@ -444,7 +444,7 @@ async fn block_limit_refuses_and_wakes_the_flusher() {
     let memory = memory(64 * MIB);
     let buffer = buffer(&memory);
     let mut funds = funds(&memory, 20_000);
-    let blocks = (0..9999).map(|id| fill(&buffer, id, 0, 1, &mut funds)).collect();
+    let blocks: Vec<_> = (0..9999).map(|id| fill(&buffer, id, 0, 1, &mut funds)).collect();
     buffer.commit(blocks, &mut funds).unwrap();
     let two = vec![fill(&buffer, -5, 0, 1, &mut funds), fill(&buffer, -6, 0, 1, &mut funds)];
     assert_eq!(buffer.commit(two, &mut funds).unwrap_err(), MemoryError::TooManyBlocks { max: 10_000 });
@@ -452,6 +452,23 @@ async fn block_limit_refuses_and_wakes_the_flusher() {
     assert_eq!(buffer.block_count(), 9999);
     let one = fill(&buffer, -7, 0, 1, &mut funds);
     assert_eq!(buffer.commit(vec![one], &mut funds).unwrap().blocks, 1);
+}
+
+#[test]
+fn send_pays_once_for_blocks_of_all_partitions() {
+    let memory = memory(64 * MIB);
+    let shuffle = memory.register(&key(), Distribution::Normal);
+    let mut funds = funds(&memory, 1000);
+    shuffle.pay_for_blocks(4, &mut funds).unwrap();
+    assert_eq!((memory.block_count(), funds.paid_blocks()), (4, 4));
+    for partition in [1, 2] {
+        let buffer = shuffle.buffer(PartitionId(partition), partitions(&memory)).unwrap();
+        let blocks = vec![fill(&buffer, partition.into(), 0, 10, &mut funds)];
+        assert_eq!(buffer.commit(blocks, &mut funds).unwrap().blocks, 1);
+    }
+    assert_eq!((memory.block_count(), funds.paid_blocks()), (4, 2));
+    drop(funds);
+    assert_eq!(memory.block_count(), 2);
 }
 
 #[test]

@@ -227,7 +227,8 @@ impl Run {
         );
         assert_eq!(self.buffer.in_flight_batches(), self.batches.len());
         assert_eq!(self.buffer.block_count(), self.model.sequence().count());
-        assert_eq!(self.memory.block_count(), self.buffer.block_count() as u64);
+        let paid = self.buffer.block_count() as u64 + self.funds.paid_blocks();
+        assert_eq!(self.memory.block_count(), paid);
     }
 
     fn end(self) {
