@@ -58,7 +58,7 @@ fn append(memory: &Memory, buffer: &Buffer, app: &AppId, payload: &[u8]) {
             let meta = BlockMeta { block_id, task_attempt_id, length, uncompressed_length: length, crc: 0 };
             request.push((meta, fill));
         }
-        buffer.commit(request, &mut funds).expect("not evicted");
+        buffer.commit(request, &mut funds).expect("not purged");
     }
 }
 

@@ -206,7 +206,7 @@ impl ServiceError {
             Self::Memory(
                 MemoryError::NoCapacity { .. }
                 | MemoryError::OverShare { .. }
-                | MemoryError::Evicted
+                | MemoryError::Purged
                 | MemoryError::TooManyBlocks { .. },
             )
             | Self::NotRegistered
@@ -274,7 +274,7 @@ fn memory_status(error: &MemoryError) -> StatusCode {
         | MemoryError::TooSlow { .. }
         | MemoryError::NoHeap(_) => StatusCode::NoBuffer,
         MemoryError::TooLarge { .. } => StatusCode::InvalidRequest,
-        MemoryError::Evicted => StatusCode::NoRegister,
+        MemoryError::Purged => StatusCode::NoRegister,
         MemoryError::UnknownTicket
         | MemoryError::TicketOverspent { .. }
         | MemoryError::TooManyBlocks { .. } => StatusCode::InternalError,

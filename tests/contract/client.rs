@@ -333,7 +333,7 @@ impl FakeFiles {
 
 /// Reads blocks that are neither in memory nor on disk from the remote files of their worker.
 #[tokio::test(flavor = "multi_thread")]
-async fn evicted_blocks_are_read_from_remote_files() {
+async fn blocks_only_in_remote_files_are_read() {
     const ROOT: &str = "hdfs://namenode:8020/rss";
     let tables = format!("[embedded_coordinator]\nremote_storage_path = [\"{ROOT}\"]\n");
     let node = Node::start("16MiB", "", &tables).await;

@@ -53,8 +53,8 @@ pub enum MemoryError {
         bytes_per_sec: u64,
     },
     /// The shuffle was purged meanwhile.
-    #[error("the buffer was evicted")]
-    Evicted,
+    #[error("the shuffle was purged")]
+    Purged,
     /// The limit on blocks in memory is reached; a flush helps.
     #[error("too many blocks in memory, the limit is {max}")]
     TooManyBlocks {

@@ -35,7 +35,7 @@ pub use admission::ticket::{Outstanding, Tickets};
 pub use buffer::chain::BlockFill;
 pub use buffer::read::{MemoryRead, READ_BLOCKS_MAX, ReadLimit, SMALL_PIECE_BYTES, answer_heap_bytes};
 pub use buffer::sealed::{SealedBatch, SealedData, SealedExtent};
-pub use buffer::shuffle::{EvictedBuffers, FlushableBuffer, InMemory, ShuffleBuffers};
+pub use buffer::shuffle::{FlushableBuffer, InMemory, PurgedBuffers, ShuffleBuffers};
 pub use buffer::{Buffer, CommitOutcome, EarlierBlocks};
 pub use config::{HugePages, MemoryConfig, Prefault};
 pub use error::MemoryError;
@@ -280,15 +280,15 @@ impl Memory {
         self.shuffles.get(key).map(|buffers| Arc::clone(&buffers))
     }
 
-    /// Forgets a shuffle at once. Its buffers are evicted when the returned value is dropped; sends
-    /// in progress then fail with `Evicted`.
-    pub fn forget(&self, key: &ShuffleKey) -> Option<EvictedBuffers> {
+    /// Forgets a shuffle at once. Its buffers are purged when the returned value is dropped; sends
+    /// in progress then fail with `Purged`.
+    pub fn forget(&self, key: &ShuffleKey) -> Option<PurgedBuffers> {
         self.drop_retained(|retained| retained == key);
         let (_, buffers) = self.shuffles.remove(key)?;
         // Before the shuffle can be registered again: its blocks must not be recovered as those of
         // its successor.
         buffers.name.iter().for_each(|name| name.disown());
-        Some(EvictedBuffers(buffers))
+        Some(PurgedBuffers(buffers))
     }
 
     /// Starts a thread of the lowest priority that allocates the pages of unused block memory. It

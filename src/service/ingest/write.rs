@@ -215,7 +215,7 @@ impl SendSession {
             None if !self.shuffle.partitions.contains(id) => return Err(missing()),
             None => {
                 self.buffers.buffer(id, &self.app.budgets.partitions).map_err(|refusal| match refusal {
-                    MemoryError::Evicted => missing(),
+                    MemoryError::Purged => missing(),
                     refusal => refusal.into(),
                 })?
             }

@@ -27,7 +27,7 @@ use prometheus::HistogramTimer;
 use crate::app::{PartitionRanges, Registration};
 use crate::clock::Instant;
 use crate::compat::HEARTBEAT_TIMEOUT_PROPERTY;
-use crate::memory::EvictedBuffers;
+use crate::memory::PurgedBuffers;
 use crate::runtime::BlockingPool;
 use crate::service::ServiceError;
 use crate::service::diagnostics::Diagnostics;
@@ -218,7 +218,7 @@ impl Lifecycle {
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
         let keys = std::slice::from_ref(&key);
         let remove = || self.purge_state(&key.app, keys, Purge::Shuffles);
-        let (removed, _evicted) = self.parts.apps.remove_shuffle(&key, remove);
+        let (removed, _purged) = self.parts.apps.remove_shuffle(&key, remove);
         self.parts.metrics.unregisters.inc_by(u64::from(removed));
         tracing::info!(target: AUDIT, shuffle = %key, "unregistered");
         Ok(())
@@ -372,7 +372,7 @@ impl Lifecycle {
     /// the registry's lock. The removal time is measured until the data that this worker serves is
     /// gone. The memory is freed when the returned values are dropped, which must happen after the
     /// lock is released.
-    pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey], purge: Purge) -> Vec<EvictedBuffers> {
+    pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey], purge: Purge) -> Vec<PurgedBuffers> {
         let removal = match purge {
             Purge::Shuffles => &self.parts.metrics.shuffle_removal,
             Purge::App(_) => {
@@ -381,7 +381,7 @@ impl Lifecycle {
             }
         };
         let timer = Arc::new(removal.start_timer());
-        let evicted = keys.iter().filter_map(|key| self.parts.memory.forget(key)).collect();
+        let purged = keys.iter().filter_map(|key| self.parts.memory.forget(key)).collect();
         for (at, tier) in self.parts.tiers.iter().enumerate() {
             let timer: Option<Arc<HistogramTimer>> = tier.served().map(|_| Arc::clone(&timer));
             if let Some(deletion) = Arc::clone(tier).forget(app, keys, purge) {
@@ -389,7 +389,7 @@ impl Lifecycle {
                 self.deletions.add(at, timed.boxed());
             }
         }
-        evicted
+        purged
     }
 
     /// Returns closures that register a shuffle in the tiers that accept it, and whether clients

@@ -134,7 +134,7 @@ struct State {
     lists: Option<Box<Lists>>,
     /// Chain numbers are never reused: a late fill must not mistake another chain for its own.
     next_chain: u64,
-    evicted: bool,
+    purged: bool,
     overdue: bool,
     /// Recovered blocks of an earlier process until they are verified.
     unverified: Option<Arc<Unverified>>,
@@ -223,7 +223,7 @@ impl Buffer {
     /// Reserves room for one block of `len` bytes, paid for by `funds`.
     ///
     /// # Errors
-    /// `TicketOverspent` beyond the bytes of the ticket, `Evicted` after a purge. `NoCapacity` if
+    /// `TicketOverspent` beyond the bytes of the ticket, `Purged` after a purge. `NoCapacity` if
     /// concurrent sends and seals of this partition used up memory that the ticket paid for, and
     /// others used up the slack. Also `NoCapacity` if the region has no room to cede for a list.
     /// Nothing is held after an error.
@@ -232,8 +232,8 @@ impl Buffer {
         // Dropped after the lock: freeing memory takes the region's lock, and zeroing takes time.
         let (dead, mut abandoned);
         let mut state = self.state.lock();
-        if state.evicted {
-            return Err(MemoryError::Evicted);
+        if state.purged {
+            return Err(MemoryError::Purged);
         }
         let State { lists, next_chain, .. } = &mut *state;
         let lists = self.made(lists, next_chain);
@@ -264,7 +264,7 @@ impl Buffer {
     /// already, are dropped silently.
     ///
     /// # Errors
-    /// `Evicted` after a purge, `TooManyBlocks` at the limit, `NoCapacity` when the region has no
+    /// `Purged` after a purge, `TooManyBlocks` at the limit, `NoCapacity` when the region has no
     /// room to cede for their records. After an error no block is visible and all memory is freed.
     pub fn commit<B>(&self, blocks: B, funds: &mut Reservation) -> Result<CommitOutcome, MemoryError>
     where
@@ -289,9 +289,9 @@ impl Buffer {
         let mut done = CommitOutcome::default();
         let mut duplicates: SmallVec<[BlockFill; 8]> = SmallVec::new();
         let mut state = self.state.lock();
-        if state.evicted {
+        if state.purged {
             drop(state);
-            return Err(MemoryError::Evicted);
+            return Err(MemoryError::Purged);
         }
         if named.is_none() && self.named().is_some() {
             // The shuffle got its name meanwhile, so its blocks need rows now.
@@ -369,10 +369,10 @@ impl Buffer {
         sealed.chain(active).map(|BlockId(id)| id.unsigned_abs()).collect()
     }
 
-    /// Drops everything permanently.
-    pub fn evict(&self) {
+    /// Drops everything. Later blocks are refused.
+    pub fn purge(&self) {
         let mut state = self.state.lock();
-        state.evicted = true;
+        state.purged = true;
         let (lists, unverified) = (state.lists.take(), state.unverified.take());
         self.publish_counters(&state);
         drop(state);

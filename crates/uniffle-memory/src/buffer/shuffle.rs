@@ -35,13 +35,13 @@ pub struct FlushableBuffer {
     pub in_flight_batches: usize,
 }
 
-/// Buffers of a forgotten shuffle. Dropping it frees their memory, which takes a while for
+/// Buffers of a purged shuffle. Dropping it frees their memory, which takes a while for
 /// gigabytes, so it must not be dropped under a lock.
 #[derive(Debug)]
 #[must_use = "dropped under a lock it keeps others waiting"]
-pub struct EvictedBuffers(pub(crate) Arc<ShuffleBuffers>);
+pub struct PurgedBuffers(pub(crate) Arc<ShuffleBuffers>);
 
-impl Drop for EvictedBuffers {
+impl Drop for PurgedBuffers {
     fn drop(&mut self) {
         self.0.purge();
         self.0.shared.supply.lists.give_back(SPARE_BYTES);
@@ -114,7 +114,7 @@ impl ShuffleBuffers {
     /// application's part of [`HeapKind::Partitions`].
     ///
     /// # Errors
-    /// `Evicted` when the shuffle was purged, `NoHeap` when the heap is full.
+    /// `Purged` when the shuffle was purged, `NoHeap` when the heap is full.
     pub fn buffer(&self, partition: PartitionId, heap: &Budget) -> Result<Arc<Buffer>, MemoryError> {
         self.buffer_of(partition, |bytes| heap.try_charge(bytes))
     }
@@ -128,7 +128,7 @@ impl ShuffleBuffers {
             return Ok(buffer);
         }
         let mut buffers = self.buffers.write();
-        match buffers.as_mut().ok_or(MemoryError::Evicted)?.entry(partition) {
+        match buffers.as_mut().ok_or(MemoryError::Purged)?.entry(partition) {
             Entry::Occupied(there) => Ok(Arc::clone(there.get())),
             Entry::Vacant(place) => {
                 let full = |refusal| HeapFull::of(HeapKind::Partitions, refusal);
@@ -199,7 +199,7 @@ impl ShuffleBuffers {
     fn purge(&self) {
         let buffers = self.buffers.write().take();
         for buffer in buffers.iter().flat_map(HashMap::values) {
-            buffer.evict();
+            buffer.purge();
         }
     }
 }

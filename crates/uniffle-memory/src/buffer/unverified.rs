@@ -61,7 +61,7 @@ impl Unverified {
         self.clear(of_all);
     }
 
-    /// Marks the buffer as verified, also if it is evicted and serves nothing.
+    /// Marks the buffer as verified, also if it is purged and serves nothing.
     pub(super) fn clear(&self, of_all: &Verification) {
         if self.is_pending.swap(false, Ordering::Release) {
             of_all.buffers.fetch_sub(1, Ordering::Relaxed);

@@ -395,11 +395,11 @@ impl Fixture {
         model.must.retain(|at, _| at.0 != shuffle);
         model.may = all.into_iter().collect();
         drop(model);
-        let evicted = self.memory.forget(&key(shuffle));
+        let purged = self.memory.forget(&key(shuffle));
         self.may([]);
         let ids = self.ids(&[5000]);
         self.send((shuffle, 0), &ids, true);
-        drop(evicted);
+        drop(purged);
     }
 
     /// Flips a bit of the newest block of each partition. It is not verified yet.

@@ -413,7 +413,7 @@ fn reads_follow_cursor_limit_and_filter() {
 }
 
 #[test]
-fn evicted_buffer_refuses_blocks_and_is_empty() {
+fn purged_buffer_refuses_blocks_and_is_empty() {
     let memory = memory(8 * MIB);
     let buffer = buffer(&memory);
     let shuffle = memory.shuffle(&key()).unwrap();
@@ -423,11 +423,11 @@ fn evicted_buffer_refuses_blocks_and_is_empty() {
     let mut funds = funds(&memory, 5000);
     let block = fill(&buffer, 3, 0, 100, &mut funds);
     drop(memory.forget(&key()));
-    assert_eq!(buffer.reserve(1, &mut funds).unwrap_err(), MemoryError::Evicted);
-    assert_eq!(buffer.commit(vec![block], &mut funds).unwrap_err(), MemoryError::Evicted);
+    assert_eq!(buffer.reserve(1, &mut funds).unwrap_err(), MemoryError::Purged);
+    assert_eq!(buffer.commit(vec![block], &mut funds).unwrap_err(), MemoryError::Purged);
     assert!(buffer.read(None, 100, None).blocks.is_empty() && buffer.seal().is_none());
     for partition in [0, 1].map(PartitionId) {
-        assert_eq!(shuffle.buffer(partition, partitions(&memory)).unwrap_err(), MemoryError::Evicted);
+        assert_eq!(shuffle.buffer(partition, partitions(&memory)).unwrap_err(), MemoryError::Purged);
     }
     assert!(memory.shuffle(&key()).is_none() && memory.candidates().is_empty());
     buffer.release(&batch);

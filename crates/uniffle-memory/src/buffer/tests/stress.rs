@@ -55,7 +55,7 @@ fn send(memory: &Memory, random: &mut ChaCha8Rng, next: &AtomicI64) -> Option<Ve
         let mut fill =
             match shuffle.buffer(*partition, partitions(memory)).ok()?.reserve(meta.length, &mut funds) {
                 Ok(fill) => fill,
-                Err(MemoryError::Evicted) => return None,
+                Err(MemoryError::Purged) => return None,
                 Err(other) => panic!("a valid ticket failed: {other}"),
             };
         fill.write(&payload(id, len));
@@ -70,7 +70,7 @@ fn send(memory: &Memory, random: &mut ChaCha8Rng, next: &AtomicI64) -> Option<Ve
         let sent: Vec<_> = blocks.iter().map(|(meta, _)| (partition, meta.block_id.0)).collect();
         match shuffle.buffer(partition, partitions(memory)).ok()?.commit(blocks, &mut funds) {
             Ok(done) => assert_eq!(done.blocks, sent.len()),
-            Err(MemoryError::Evicted) => return None,
+            Err(MemoryError::Purged) => return None,
             Err(other) => panic!("{other}"),
         }
         acknowledged.extend(sent);
