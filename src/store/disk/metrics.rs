@@ -20,6 +20,8 @@ metrics::table! {
     /// Counters and gauges of the local tier.
     pub(crate) struct Metrics {
         write_data: IntCounter = "total_write_data", "Bytes written to local disks";
+        write_data_copied: IntCounter = "total_write_data_copied",
+            "Payload bytes copied into aligned buffers before they are written to local disks";
         write_blocks: IntCounter = "total_write_block", "Blocks written to local disks";
         writes: IntCounter = "total_write_num", "Batches written to local disks";
         write_exceptions: IntCounter = "total_write_exception", "Failed attempts to write a batch or an index group";

@@ -142,7 +142,7 @@ async fn contradictory_batches_are_refused() {
 }
 
 #[tokio::test]
-async fn misaligned_memory_is_gathered() {
+async fn only_misaligned_memory_is_copied_before_the_write() {
     let root = tempfile::tempdir().unwrap();
     let store = open_real(vec![Arc::new(BlockingDisk::new(root.path(), 2, 2))]).await.unwrap();
     let key = key("app", 1);
@@ -150,8 +150,9 @@ async fn misaligned_memory_is_gathered() {
     let mut write = extent(1, &[(1, 5000)], false);
     let padded = [vec![0; 1], payload(1, 5000), vec![0; 8192 - 5000]].concat();
     write.data = ExtentData::Aligned(vec![Bytes::from(padded).slice(1..)]);
-    store.write(&key, vec![write]).await.unwrap();
+    store.write(&key, vec![write, extent(2, &[(2, 5000)], true)]).await.unwrap();
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
+    assert_eq!(store.core.metrics.write_data_copied.get(), 5000);
 }
 
 #[tokio::test]

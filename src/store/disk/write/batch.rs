@@ -134,6 +134,7 @@ impl DiskWriter {
             let pieces = extent.data.pieces();
             let zero_copy = matches!(extent.data, ExtentData::Aligned(_)) && is_aligned(pieces);
             if !zero_copy {
+                self.core.metrics.write_data_copied.inc_by(extent.length);
                 call.gather(&mut staging, pieces, extent.length).await?;
                 continue;
             }
