@@ -13,7 +13,7 @@ use uniffle_wire::types::PartitionId;
 
 use uniffle_base::budget::{Budget, Charge};
 
-use crate::log::PartitionRecords;
+use crate::log::{PartitionRecords, TaskRecords};
 
 /// Heap of a partition's table entry.
 const PARTITION_BYTES: u64 = 96;
@@ -24,7 +24,7 @@ const ENTRY_BYTES: u64 = 32;
 #[derive(Debug)]
 pub struct RecordCounts {
     /// Each list is sorted by attempt.
-    partitions: HashMap<PartitionId, Vec<(i64, i64)>>,
+    partitions: HashMap<PartitionId, Vec<TaskRecords>>,
     charge: Charge,
 }
 
@@ -38,7 +38,7 @@ impl RecordCounts {
     /// Returns whether a report contains an unknown number.
     #[must_use]
     pub fn would_change(&self, reported: &[PartitionRecords]) -> bool {
-        let is_known = |partition: &PartitionId, entry: &(i64, i64)| {
+        let is_known = |partition: &PartitionId, entry: &TaskRecords| {
             self.partitions.get(partition).is_some_and(|known| known.binary_search(entry).is_ok())
         };
         reported.iter().any(|it| it.tasks.iter().any(|entry| !is_known(&it.partition, entry)))
@@ -51,7 +51,7 @@ impl RecordCounts {
         let cost = |PartitionRecords { partition, tasks }: &_| match self.partitions.get(partition) {
             None => PARTITION_BYTES + ENTRY_BYTES * tasks.len() as u64,
             Some(known) => {
-                let is_new = |entry: &&(i64, i64)| known.binary_search(entry).is_err();
+                let is_new = |entry: &&TaskRecords| known.binary_search(entry).is_err();
                 ENTRY_BYTES * tasks.iter().filter(is_new).count() as u64
             }
         };
@@ -80,10 +80,10 @@ impl RecordCounts {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(place) => place.insert(Vec::new()),
             };
-            for (task, records) in tasks {
-                match known.binary_search_by_key(task, |(task, _)| *task) {
-                    Ok(at) => known[at].1 = *records,
-                    Err(at) => known.insert(at, (*task, *records)),
+            for task in tasks {
+                match known.binary_search_by_key(&task.task_attempt, |it| it.task_attempt) {
+                    Ok(at) => known[at] = *task,
+                    Err(at) => known.insert(at, *task),
                 }
             }
         }
@@ -94,7 +94,7 @@ impl RecordCounts {
     pub fn unknown(&self, reported: &[PartitionRecords]) -> Vec<PartitionRecords> {
         let unknown = |PartitionRecords { partition, tasks }: &_| {
             let known = self.partitions.get(partition);
-            let is_new = |entry: &&(i64, i64)| known.is_none_or(|known| known.binary_search(entry).is_err());
+            let is_new = |entry: &&TaskRecords| known.is_none_or(|known| known.binary_search(entry).is_err());
             PartitionRecords { partition: *partition, tasks: tasks.iter().filter(is_new).copied().collect() }
         };
         reported.iter().map(unknown).filter(|it| !it.tasks.is_empty()).collect()
@@ -124,7 +124,8 @@ mod tests {
     const P1: PartitionId = PartitionId(1);
 
     fn of(partition: PartitionId, tasks: &[(i64, i64)]) -> PartitionRecords {
-        PartitionRecords { partition, tasks: tasks.to_vec() }
+        let task = |&(task_attempt, records): &_| TaskRecords { task_attempt, records };
+        PartitionRecords { partition, tasks: tasks.iter().map(task).collect() }
     }
 
     fn report(counts: &mut RecordCounts, reported: &[PartitionRecords]) -> Result<(), NoCapacity> {

@@ -64,8 +64,17 @@ pub struct PartitionRecords {
     /// The partition.
     #[serde(with = "PartitionNumber")]
     pub partition: PartitionId,
-    /// Number of records by task attempt.
-    pub tasks: Vec<(i64, i64)>,
+    /// Numbers of the task attempts.
+    pub tasks: Vec<TaskRecords>,
+}
+
+/// The number of records that a task attempt wrote, encoded like [`PartitionRecords`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct TaskRecords {
+    /// The task attempt.
+    pub task_attempt: i64,
+    /// Number of records.
+    pub records: i64,
 }
 
 /// Block ids of a partition.
@@ -282,12 +291,13 @@ pub(super) mod tests {
     /// Version 1 followed by a list of partitions, each with attempts and numbers.
     #[test]
     fn version_2_is_frozen() {
+        let task = |task_attempt, records| TaskRecords { task_attempt, records };
         let report = Report {
             bitmap_count: 1,
             task_attempt: 300,
             partitions: vec![PartitionBlockIds { partition: PartitionId(5), block_ids: vec![2, 130] }],
             records: vec![
-                PartitionRecords { partition: PartitionId(5), tasks: vec![(300, 64), (7, -1)] },
+                PartitionRecords { partition: PartitionId(5), tasks: vec![task(300, 64), task(7, -1)] },
                 PartitionRecords { partition: PartitionId(6), tasks: vec![] },
             ],
         };
@@ -298,8 +308,11 @@ pub(super) mod tests {
 
     /// Returns record numbers of fewer than `limit` partitions.
     pub(in crate::format) fn any_records(limit: usize) -> impl Strategy<Value = Vec<PartitionRecords>> {
-        let records = any::<(i32, Vec<(i64, i64)>)>()
-            .prop_map(|(id, tasks)| PartitionRecords { partition: PartitionId(id), tasks });
+        let task = |(task_attempt, records)| TaskRecords { task_attempt, records };
+        let records = any::<(i32, Vec<(i64, i64)>)>().prop_map(move |(id, tasks)| PartitionRecords {
+            partition: PartitionId(id),
+            tasks: tasks.into_iter().map(task).collect(),
+        });
         prop::collection::vec(records, 0..limit)
     }
 

@@ -13,7 +13,7 @@ use super::convert::{layout, refusal, register_request, verdict};
 use crate::listeners::grpc::transport::message::respond_message;
 use crate::listeners::grpc::transport::replies::{Head, Payload, from_memory};
 use crate::listeners::grpc::transport::request_collector::run_blocking;
-use crate::log::{PartitionBlockIds, PartitionRecords};
+use crate::log::{PartitionBlockIds, PartitionRecords, TaskRecords};
 use crate::proto::{
     GetShuffleResultForMultiPartRequest, GetShuffleResultForMultiPartResponse, GetShuffleResultRequest,
     GetShuffleResultResponse, PartitionStats, PartitionToBlockIds, ReportShuffleResultRequest,
@@ -115,15 +115,21 @@ async fn head_with(
 }
 
 fn records_of(stats: PartitionStats) -> PartitionRecords {
-    let tasks = stats.task_attempt_id_to_records.into_iter();
+    let task = |it: TaskAttemptIdToRecords| TaskRecords {
+        task_attempt: it.task_attempt_id,
+        records: it.record_number,
+    };
     PartitionRecords {
         partition: PartitionId(stats.partition_id),
-        tasks: tasks.map(|it| (it.task_attempt_id, it.record_number)).collect(),
+        tasks: stats.task_attempt_id_to_records.into_iter().map(task).collect(),
     }
 }
 
 fn stats_of(records: PartitionRecords) -> PartitionStats {
-    let task = |(task_attempt_id, record_number)| TaskAttemptIdToRecords { task_attempt_id, record_number };
+    let task = |it: TaskRecords| TaskAttemptIdToRecords {
+        task_attempt_id: it.task_attempt,
+        record_number: it.records,
+    };
     PartitionStats {
         partition_id: records.partition.0,
         task_attempt_id_to_records: records.tasks.into_iter().map(task).collect(),
