@@ -81,7 +81,7 @@ pub(super) struct BlockList {
     strays: Vec<(u32, SmallVec<[Slice; 2]>)>,
     bytes: u64,
     /// Ascending record numbers of damaged recovered blocks, which are hidden.
-    withheld: OnceLock<Box<[u32]>>,
+    hidden: OnceLock<Box<[u32]>>,
     /// Number of segments that are paid for. The first is paid together with the list itself.
     paid_segments: usize,
     paid: BlockCharges,
@@ -114,7 +114,7 @@ impl BlockList {
             chain,
             strays: Vec::new(),
             bytes: 0,
-            withheld: OnceLock::new(),
+            hidden: OnceLock::new(),
             paid_segments: 0,
             paid,
         }
@@ -155,7 +155,7 @@ impl BlockList {
 
     /// Returns whether the block is in the list and visible.
     pub(super) fn shows(&self, id: BlockId) -> bool {
-        self.find(id).is_some_and(|at| !self.is_withheld(at))
+        self.find(id).is_some_and(|at| !self.is_hidden(at))
     }
 
     /// Returns the record numbers of blocks that do not match their senders' checksums.
@@ -172,34 +172,34 @@ impl BlockList {
     }
 
     /// Hides these blocks from readers and from the next process. Called at most once.
-    pub(crate) fn withhold(&self, numbers: Vec<u32>) {
+    pub(crate) fn hide(&self, numbers: Vec<u32>) {
         let ids = numbers.iter().map(|at| self.records[*at as usize].block_id).collect();
-        self.rows.get().iter().for_each(|rows| rows.committed.withhold(&ids));
-        let is_first = self.withheld.set(numbers.into()).is_ok();
+        self.rows.get().iter().for_each(|rows| rows.committed.hide(&ids));
+        let is_first = self.hidden.set(numbers.into()).is_ok();
         debug_assert!(is_first, "a list is looked at once");
     }
 
     /// Returns whether block `at` is hidden.
-    pub(super) fn is_withheld(&self, at: usize) -> bool {
+    pub(super) fn is_hidden(&self, at: usize) -> bool {
         let is_among = |numbers: &[u32]| u32::try_from(at).is_ok_and(|at| numbers.binary_search(&at).is_ok());
-        self.withheld.get().is_some_and(|numbers| is_among(numbers))
+        self.hidden.get().is_some_and(|numbers| is_among(numbers))
     }
 
     /// Returns the ids of the visible blocks.
     pub(super) fn shown_ids(&self) -> impl Iterator<Item = BlockId> {
         let numbered = self.records.iter().enumerate();
-        numbered.filter(|(at, _)| !self.is_withheld(*at)).map(|(_, record)| record.block_id)
+        numbered.filter(|(at, _)| !self.is_hidden(*at)).map(|(_, record)| record.block_id)
     }
 
     /// Returns the number of visible blocks.
     pub(crate) fn shown(&self) -> usize {
-        self.records.len() - self.withheld.get().map_or(0, |numbers| numbers.len())
+        self.records.len() - self.hidden.get().map_or(0, |numbers| numbers.len())
     }
 
     /// Returns the payload bytes of the visible blocks.
     pub(super) fn shown_bytes(&self) -> u64 {
-        let withheld = self.withheld.get().into_iter().flatten();
-        self.bytes - withheld.map(|at| u64::from(self.records[*at as usize].length)).sum::<u64>()
+        let hidden = self.hidden.get().into_iter().flatten();
+        self.bytes - hidden.map(|at| u64::from(self.records[*at as usize].length)).sum::<u64>()
     }
 
     /// Appends a block that is not in the list yet and whose fill is fully written, and moves the

@@ -98,7 +98,7 @@ pub(super) fn walk(
 ) -> BlockSlices {
     let (limit_bytes, limit_blocks) = (limit.bytes, limit.blocks.clamp(1, READ_BLOCKS_MAX));
     // A hidden block may be present again after a resend, and readers know only the resent copy.
-    let shown = |list: &BlockList, id| list.find(id).filter(|at| !list.is_withheld(*at));
+    let shown = |list: &BlockList, id| list.find(id).filter(|at| !list.is_hidden(*at));
     let place = |id| lists.iter().enumerate().find_map(|(n, list)| Some((n, shown(list, id)? + 1)));
     let (first, mut from) = after.and_then(place).unwrap_or((0, 0));
     let mut filter = CachedTaskFilter { tasks, last: None };
@@ -107,7 +107,7 @@ pub(super) fn walk(
     let mut length = 0;
     'all: for list in &lists[first.min(lists.len())..] {
         for at in from..list.len() {
-            if list.is_withheld(at) || !filter.admits(list.task(at)) {
+            if list.is_hidden(at) || !filter.admits(list.task(at)) {
                 continue;
             }
             let meta = list.meta(at);

@@ -56,19 +56,19 @@ impl Buffer {
     /// Verifies recovered blocks once and hides damaged ones. Takes milliseconds per few MiB.
     pub fn verify(&self) {
         let Some(unverified) = self.state.lock().unverified.clone() else { return };
-        let verify = |key: &ShuffleKey, batch: &SealedBatch| self.withhold_damaged(key, batch);
+        let verify = |key: &ShuffleKey, batch: &SealedBatch| self.hide_damaged(key, batch);
         unverified.verify_once(&self.shared.verification, verify);
         self.state.lock().unverified = None;
     }
 
-    fn withhold_damaged(&self, key: &ShuffleKey, batch: &SealedBatch) {
+    fn hide_damaged(&self, key: &ShuffleKey, batch: &SealedBatch) {
         let damaged = batch.list().damaged();
         if damaged.is_empty() {
             return;
         }
         log_damaged(key, self.partition, &batch.list(), &damaged);
         let mut state = self.state.lock();
-        batch.list().withhold(damaged);
+        batch.list().hide(damaged);
         // A batch without visible blocks has nothing to flush.
         let is_empty = batch.blocks() == 0 && !batch.is_claimed();
         let emptied = state.lists.as_mut().filter(|_| is_empty).and_then(|lists| {

@@ -160,7 +160,7 @@ fn aligned(list: &BlockList, d: Distribution) -> Option<SealedExtent> {
 }
 
 fn pieces(list: &BlockList, d: Distribution) -> SealedExtent {
-    let mut order: Vec<usize> = (0..list.len()).filter(|at| !list.is_withheld(*at)).collect();
+    let mut order: Vec<usize> = (0..list.len()).filter(|at| !list.is_hidden(*at)).collect();
     if d == Distribution::LocalOrder {
         order.sort_by_key(|at| list.task(*at));
     }

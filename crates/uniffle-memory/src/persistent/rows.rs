@@ -197,12 +197,12 @@ impl CommittedRows {
 
 impl CommittedRows {
     /// Hides the blocks with these ids from the next process.
-    pub(crate) fn withhold(&self, ids: &HashSet<BlockId>) {
+    pub(crate) fn hide(&self, ids: &HashSet<BlockId>) {
         let table = &self.named.table;
-        let withheld = |at: &&u32| {
+        let hidden = |at: &&u32| {
             table.row(**at).is_some_and(|row| ids.contains(&row.meta.block_id)) && !table.is_released()
         };
-        self.rows.iter().filter(withheld).for_each(|at| table.clear(table.rows.word_of(*at)));
+        self.rows.iter().filter(hidden).for_each(|at| table.clear(table.rows.word_of(*at)));
     }
 }
 
