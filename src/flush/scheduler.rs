@@ -138,7 +138,7 @@ impl Flusher {
     }
 
     /// Sets the registry whose accounts record how long batches take.
-    pub fn charge_to(&self, apps: Arc<AppRegistry>) {
+    pub fn set_apps(&self, apps: Arc<AppRegistry>) {
         let _ = self.apps.set(apps); // later calls change nothing
     }
 

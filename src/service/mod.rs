@@ -93,7 +93,7 @@ impl Service {
         tasks: Tasks,
         registry: &Registry,
     ) -> prometheus::Result<Arc<Self>> {
-        flusher.iter().for_each(|flusher| flusher.charge_to(Arc::clone(&apps)));
+        flusher.iter().for_each(|flusher| flusher.set_apps(Arc::clone(&apps)));
         let parts = Arc::new(ServiceParts::new(apps, memory, flusher, tasks, registry)?);
         let diagnostics = Arc::new(Diagnostics::new(&parts));
         Ok(Arc::new(Self {
