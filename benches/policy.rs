@@ -89,7 +89,7 @@ fn reports(c: &mut Criterion) {
     group.bench_function("1000_reports_of_1000_partitions", |b| {
         b.iter(|| {
             let (heap, counted) = (Budget::new(1 << 30), Budget::new(u64::MAX));
-            let mut ids = BlockIds::new(&Quota::new(u64::MAX), &heap, counted.nothing());
+            let mut ids = BlockIds::new(&Quota::new(u64::MAX), &heap, counted.empty_charge());
             for report in &reports {
                 assert!(!ids.has_all(report));
                 let Price { ids: count, bytes } = Price::of(report);

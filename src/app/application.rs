@@ -85,7 +85,7 @@ impl App {
                 properties: RwLock::default(),
                 sends_properties: AtomicBool::new(false),
                 task_bits: AtomicU32::new(0),
-                charge: Mutex::new(budgets.registrations.nothing()),
+                charge: Mutex::new(budgets.registrations.empty_charge()),
             },
             activity,
             budgets,

@@ -98,7 +98,7 @@ impl BlockIds {
     /// `heap`.
     #[must_use]
     pub fn new(quota: &Quota, heap: &Budget, counted: Charge) -> Self {
-        let charge = heap.nothing();
+        let charge = heap.empty_charge();
         Self {
             bitmap_count: None,
             partitions: IdTable::new(),
@@ -210,9 +210,9 @@ impl BlockIds {
         partitions: &[PartitionBlockIds],
     ) -> Result<(), ReportError> {
         self.check(bitmap_count, partitions)?;
-        let nothing = |charge: &Charge| charge.budget().nothing();
+        let empty = |charge: &Charge| charge.budget().empty_charge();
         let price = Price::of(partitions);
-        let mut paid = self.pay(price.ids, nothing(&self.charge), nothing(&self.counted))?;
+        let mut paid = self.pay(price.ids, empty(&self.charge), empty(&self.counted))?;
         self.begin(bitmap_count)?;
         self.enter(partitions, &mut paid);
         Ok(())
@@ -333,7 +333,7 @@ mod tests {
     }
 
     fn none(quota: &Quota, heap: &Budget) -> BlockIds {
-        BlockIds::new(quota, heap, Budget::new(u64::MAX).nothing())
+        BlockIds::new(quota, heap, Budget::new(u64::MAX).empty_charge())
     }
 
     fn paid(ids: &BlockIds, report: &[PartitionBlockIds]) -> Result<PaidIds, ReportError> {

@@ -32,7 +32,7 @@ impl RecordCounts {
     /// Creates an empty table. Added entries are charged to `heap`.
     #[must_use]
     pub fn new(heap: &Budget) -> Self {
-        Self { partitions: HashMap::new(), charge: heap.nothing() }
+        Self { partitions: HashMap::new(), charge: heap.empty_charge() }
     }
 
     /// Returns whether a report contains an unknown number.
@@ -71,7 +71,7 @@ impl RecordCounts {
 
     /// Adds a report that an earlier process acknowledged, as [`RecordCounts::enter`] does.
     pub fn take_over(&mut self, reported: &[PartitionRecords]) {
-        self.enter(reported, self.charge.budget().nothing());
+        self.enter(reported, self.charge.budget().empty_charge());
     }
 
     fn add(&mut self, reported: &[PartitionRecords]) {

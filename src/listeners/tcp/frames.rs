@@ -313,7 +313,7 @@ impl Frames {
             let (len, max) = (u64::from(message_bytes), u64::from(max));
             return drain(DecodeError::TooLarge { what: "read request", len, max }.into());
         }
-        let (message_bytes, charge) = (message_bytes as usize, self.heap.nothing());
+        let (message_bytes, charge) = (message_bytes as usize, self.heap.empty_charge());
         FramePhase::Read(PartialRead { kind, message_bytes, message: Vec::new(), charge })
     }
 
@@ -410,7 +410,7 @@ impl Frames {
     /// Answers a small memory read at once, unless it may take long.
     fn complete_memory(&mut self, message: &[u8]) -> Result<(), DecodeError> {
         if dispatch::may_take_long(&self.shared, self.limits.window(), message) {
-            let message = ReadMessage { bytes: message.to_vec(), charge: self.heap.nothing() };
+            let message = ReadMessage { bytes: message.to_vec(), charge: self.heap.empty_charge() };
             return self.complete(FrameType::Memory, message);
         }
         let id = request_id(message).ok_or(DecodeError::Incomplete)?;

@@ -112,7 +112,7 @@ impl SendSink {
             Some(session) => session.unfinished_blocks(),
             None => self.ingest.parts.memory.heap().of(HeapKind::Blocks),
         };
-        let header_charge = self.header_charge.get_or_insert_with(|| budget.nothing());
+        let header_charge = self.header_charge.get_or_insert_with(|| budget.empty_charge());
         let more = bytes.saturating_sub(header_charge.bytes());
         header_charge.try_grow(more).map_err(|refusal| HeapFull::of(HeapKind::Blocks, refusal).into())
     }

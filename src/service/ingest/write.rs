@@ -143,7 +143,7 @@ struct Bookkeeping {
 
 impl Bookkeeping {
     fn new(budget: &Budget) -> Self {
-        Self { blocks: 0, paid: BLOCKS_FREE, charge: budget.nothing() }
+        Self { blocks: 0, paid: BLOCKS_FREE, charge: budget.empty_charge() }
     }
 
     #[inline]

@@ -370,7 +370,7 @@ impl Reads {
         }
         let Some(buffer) = buffer else {
             let read = MemoryRead { is_end: false, ..MemoryRead::default() };
-            let lists = app.budgets.answer_lists.nothing();
+            let lists = app.budgets.answer_lists.empty_charge();
             let response_guard = self.response_guard(caller, None, 0, lists);
             return Ok(MemoryAnswer { read, may_copy: false, response_guard });
         };

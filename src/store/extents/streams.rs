@@ -122,7 +122,7 @@ impl Streams {
     /// Creates an empty state. Its extents are charged to `budget`.
     pub(in crate::store) fn new(budget: &Budget) -> Self {
         let (by_log, lost) = (ByLog::default(), Lost::default());
-        Self { by_partition: Partitions::new(), by_log, lost, charge: budget.nothing() }
+        Self { by_partition: Partitions::new(), by_log, lost, charge: budget.empty_charge() }
     }
 
     /// Creates the state that a start recovered, charged to the same budget.

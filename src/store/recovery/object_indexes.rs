@@ -186,7 +186,7 @@ impl<'a> Indexes<'a> {
 impl Data {
     fn new(core: &ObjectCore, prefix: &str) -> Self {
         let (present, reason) = (PresentIds::default(), String::new());
-        let (prefix, extents, charge) = (prefix.to_owned(), HashMap::new(), core.extents.nothing());
+        let (prefix, extents, charge) = (prefix.to_owned(), HashMap::new(), core.extents.empty_charge());
         Self { prefix, extents, charge, present, reason }
     }
 

@@ -85,14 +85,14 @@ impl BudgetNode {
     /// Adds `bytes`, up to `beyond` more than the capacity. Otherwise returns the free amount as
     /// the error.
     fn take(&self, bytes: u64, beyond: u64) -> Result<(), u64> {
-        let most = self.capacity.saturating_add(beyond);
+        let max = self.capacity.saturating_add(beyond);
         // Acquire pairs with the Release in `give_back`: a thread that takes the amount of a
         // dropped charge also sees that its memory was returned to the allocator before. `SeqCst`
         // orders it with `waiting`, see `charge`.
         let taken = self.used.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |used| {
-            used.checked_add(bytes).filter(|sum| *sum <= most)
+            used.checked_add(bytes).filter(|sum| *sum <= max)
         });
-        taken.map(drop).map_err(|used| most.saturating_sub(used))
+        taken.map(drop).map_err(|used| max.saturating_sub(used))
     }
 
     fn unused(&self) -> u64 {
@@ -126,7 +126,7 @@ impl BudgetNode {
     }
 
     /// Returns the amount that could be charged if the budget were empty.
-    fn most(&self) -> u64 {
+    fn max_charge(&self) -> u64 {
         match (&self.parent, self.leaves) {
             (Some(parent), Leaves::Bytes(bytes)) => {
                 self.capacity.min(parent.0.capacity.saturating_sub(bytes))
@@ -201,8 +201,8 @@ impl Budget {
 
     /// Returns the largest charge that could ever be granted.
     #[must_use]
-    pub fn most(&self) -> u64 {
-        self.path().map(BudgetNode::most).min().unwrap_or(0)
+    pub fn max_charge(&self) -> u64 {
+        self.path().map(BudgetNode::max_charge).min().unwrap_or(0)
     }
 
     /// Returns the charged amount. It exceeds the capacity while the budget is overdrawn.
@@ -286,9 +286,9 @@ impl Budget {
     /// # Errors
     /// [`NoCapacity`] at once if they can never be granted.
     pub async fn charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
-        let most = self.most();
-        if most < bytes {
-            return Err(NoCapacity { asked: bytes, free: most });
+        let max = self.max_charge();
+        if max < bytes {
+            return Err(NoCapacity { asked: bytes, free: max });
         }
         if let Ok(charge) = self.try_charge(bytes) {
             return Ok(charge);
@@ -341,7 +341,7 @@ impl Budget {
     }
 
     /// Returns an empty charge to merge others into.
-    pub fn nothing(&self) -> Charge {
+    pub fn empty_charge(&self) -> Charge {
         Charge { budget: self.clone(), bytes: 0 }
     }
 
@@ -539,7 +539,10 @@ mod tests {
     async fn request_beyond_the_margin_does_not_wait() {
         let whole = Budget::new(100);
         let part = whole.child_leaving(40, 80);
-        assert_eq!((part.most(), part.child(90).most(), whole.child(90).most()), (60, 60, 90));
+        assert_eq!(
+            (part.max_charge(), part.child(90).max_charge(), whole.child(90).max_charge()),
+            (60, 60, 90)
+        );
         assert_eq!(part.charge(61).await.unwrap_err(), NoCapacity { asked: 61, free: 60 });
         assert_eq!(part.charge(60).await.unwrap().bytes(), 60);
     }

@@ -23,7 +23,7 @@ impl HeldIds {
     /// Returns an empty set whose ids are charged to `heap`.
     #[must_use]
     pub fn new(heap: &Budget) -> Self {
-        Self { ids: IdSet::default(), charge: heap.nothing() }
+        Self { ids: IdSet::default(), charge: heap.empty_charge() }
     }
 
     /// Adds all ids, or none. Returns false if there is no heap for them.

@@ -114,7 +114,7 @@ impl Ledger {
     #[must_use]
     pub fn new(heap: &Budget) -> Self {
         let heap = heap.clone();
-        let charge = heap.nothing();
+        let charge = heap.empty_charge();
         Self { heap, there: There::All, verifying: None, losses: Vec::new(), charge, unlisted: None }
     }
 
@@ -368,7 +368,7 @@ impl Verifying {
         Self {
             is_all: false,
             asked: Vec::new(),
-            asked_charge: heap.nothing(),
+            asked_charge: heap.empty_charge(),
             has_more_asked: false,
             meanwhile: HeldIds::new(heap),
             is_stale: false,

@@ -67,7 +67,7 @@ impl Shipper {
         let (begin, begun) = oneshot::channel();
         let state = State {
             queue: VecDeque::new(),
-            charge: memory.nothing(),
+            charge: memory.empty_charge(),
             has_overflowed: false,
             end: 0,
             known: 0,

@@ -64,7 +64,7 @@ impl MetadataReserve {
     pub(crate) fn new(region: Arc<Region>, budget: Budget, heap: &Budget) -> Self {
         let total = || Budget::new(u64::MAX);
         let (extents, borrowed) = (budget.child(u64::MAX), heap.child(u64::MAX));
-        let held = Mutex::new(CededMemory { pieces: Vec::new(), borrowed: borrowed.nothing() });
+        let held = Mutex::new(CededMemory { pieces: Vec::new(), borrowed: borrowed.empty_charge() });
         let is_paused = AtomicBool::new(false);
         Self { region, budget, extents, charged: total(), ceded: total(), borrowed, is_paused, held }
     }
@@ -99,8 +99,8 @@ impl MetadataReserve {
     }
 
     /// Returns an empty charge to merge others into.
-    pub(crate) fn nothing(&self) -> Charge {
-        self.charged.nothing()
+    pub(crate) fn empty_charge(&self) -> Charge {
+        self.charged.empty_charge()
     }
 
     /// Charges `bytes` regardless of room. They must be charged to the capacity already.

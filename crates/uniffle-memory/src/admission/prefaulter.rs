@@ -35,7 +35,7 @@ pub(crate) struct Prefaulter {
 
 impl Prefaulter {
     pub(crate) fn new(region: Arc<Region>, budget: Budget) -> Arc<Self> {
-        let withheld = Mutex::new(budget.nothing());
+        let withheld = Mutex::new(budget.empty_charge());
         Arc::new(Self { region, budget, withheld, withheld_bytes: AtomicU64::new(0), wanted: Notify::new() })
     }
 

@@ -132,9 +132,9 @@ impl Reservation {
         let uncovered = self.blocks.as_ref().map_or(bytes, |paid| missing(&paid.capacity, bytes));
         let covered = (uncovered > 0).then(|| self.cover_metadata(uncovered));
         let paid = self.blocks.get_or_insert_with(|| BlockCharges {
-            permits: permits.nothing(),
-            lists: lists.nothing(),
-            capacity: self.budget.nothing(),
+            permits: permits.empty_charge(),
+            lists: lists.empty_charge(),
+            capacity: self.budget.empty_charge(),
         });
         covered.into_iter().for_each(|more| paid.capacity.merge(more));
         let too_many = |_| MemoryError::TooManyBlocks { max: permits.capacity() };

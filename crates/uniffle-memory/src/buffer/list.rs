@@ -102,8 +102,8 @@ impl BlockList {
         supply: &Supply,
         budget: &Budget,
     ) -> Self {
-        let (permits, lists) = (supply.blocks.nothing(), supply.lists.nothing());
-        let paid = BlockCharges { permits, lists, capacity: budget.nothing() };
+        let (permits, lists) = (supply.blocks.empty_charge(), supply.lists.empty_charge());
+        let paid = BlockCharges { permits, lists, capacity: budget.empty_charge() };
         Self {
             rows: rows.map_or_else(OnceLock::new, |committed| {
                 OnceLock::from(Box::new(Rows { committed, _late: None }))

@@ -250,7 +250,7 @@ impl BlockTable {
     pub(crate) fn charge_to(&self, capacity: &Budget, lists: &Arc<MetadataReserve>) {
         for part in [&self.names, &self.rows] {
             let mut state = part.lock();
-            let (capacity, ceded) = (capacity.nothing(), lists.force(0));
+            let (capacity, ceded) = (capacity.empty_charge(), lists.force(0));
             state.charged = Some(PageCharges { capacity, ceded, lists: Arc::clone(lists) });
             state.settle(part.paid_each);
         }

@@ -154,7 +154,7 @@ impl RequestCollector {
         first: Bytes,
         prefix_bytes: usize,
     ) -> Result<(Bytes, Charge), Status> {
-        let mut charge = self.budget.nothing();
+        let mut charge = self.budget.empty_charge();
         if first.len() == length && prefix_bytes == 0 {
             // Nothing is copied: the frame's memory becomes the message.
             if length > FREE_BYTES {
@@ -232,9 +232,9 @@ impl RequestCollector {
     /// once.
     async fn charge(&self, charge: &mut Charge, bytes: u64, uncharged: usize) -> Result<(), Status> {
         let Err(refusal) = charge.try_grow(bytes) else { return Ok(()) };
-        let (asked, most) = (charge.bytes().saturating_add(bytes), self.budget.most());
-        if asked > most {
-            return Err(too_large(asked, most));
+        let (asked, max) = (charge.bytes().saturating_add(bytes), self.budget.max_charge());
+        if asked > max {
+            return Err(too_large(asked, max));
         }
         let is_small = charge.bytes() + bytes <= INLINE_BYTES_MAX as u64;
         let Some(_place) = self.queues.wait_for_heap(is_small, uncharged) else { return Err(full(refusal)) };
@@ -256,10 +256,10 @@ fn full(refusal: NoCapacity) -> Status {
 
 /// Builds the error for a request that waiting cannot help. A request may use half of the budget,
 /// so that one connection cannot use it up.
-fn too_large(asked: u64, most: u64) -> Status {
-    let error = HeapFull { kind: HeapKind::Requests.name(), asked, free: most };
+fn too_large(asked: u64, max: u64) -> Status {
+    let error = HeapFull { kind: HeapKind::Requests.name(), asked, free: max };
     let mut status = Status::resource_exhausted(format!(
-        "request needs {asked} bytes of heap, the limit per connection is {most} (a quarter of \
+        "request needs {asked} bytes of heap, the limit per connection is {max} (a quarter of \
          memory_store.heap_capacity); do not retry"
     ));
     status.set_source(Arc::new(error));
@@ -396,7 +396,7 @@ mod tests {
         assert!(timeout(Duration::from_secs(30), &mut stalled).await.is_err(), "no request waits");
         let began = tokio::time::Instant::now();
         let collector = requests.collector();
-        let mut charge = collector.budget.nothing();
+        let mut charge = collector.budget.empty_charge();
         let charging = collector.charge(&mut charge, u64::from(most) / 4, 0);
         let (ended, granted) = tokio::join!(&mut stalled, charging);
         assert_eq!(ended, Err(Code::ResourceExhausted));
@@ -485,7 +485,7 @@ mod tests {
     async fn request_beyond_the_heap_is_refused_with_its_key() {
         let heap = heap();
         let collector = RequestHeap::new(&heap, WAIT).collector();
-        let most = collector.budget.most();
+        let most = collector.budget.max_charge();
         let of_ids = |count: usize| proto::GetShuffleServerRequest {
             faulty_server_ids: vec!["10.0.0.1-21100".to_owned(); count],
             ..Default::default()
