@@ -5,7 +5,7 @@
 //! wait for room, and HTTP/2 windows and TCP reads pass the backpressure on to clients. State that
 //! would be stored is refused with an error that names its kind.
 
-use super::ledger::{Budget, Charge, NoCapacity};
+use super::tree::{Budget, Charge, NoCapacity};
 
 /// Purpose of a heap charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,8 +5,8 @@
 //! none of them.
 
 pub mod heap;
-pub mod ledger;
 pub mod memory_plan;
+mod tree;
 
 pub use heap::{Heap, HeapFull, HeapKind};
-pub use ledger::{Budget, Charge, NoCapacity};
+pub use tree::{Budget, Charge, NoCapacity};

@@ -190,7 +190,7 @@ impl Budget {
 
     /// Iterates over this budget and those above it, up to the topmost.
     fn path(&self) -> impl Iterator<Item = &BudgetNode> {
-        std::iter::successors(Some(&*self.0), |ledger| ledger.parent.as_ref().map(|parent| &*parent.0))
+        std::iter::successors(Some(&*self.0), |node| node.parent.as_ref().map(|parent| &*parent.0))
     }
 
     /// Returns the whole amount.
@@ -221,10 +221,10 @@ impl Budget {
     /// state. The topmost budget also holds short-lived charges, whose current amount does not show
     /// which application holds too much.
     fn kept_free(&self) -> u64 {
-        let is_among = |ledger: &&BudgetNode| ledger.parent.is_some() || std::ptr::eq(*ledger, &*self.0);
-        let free = |ledger: &BudgetNode| match ledger.leaves {
-            Leaves::Bytes(_) => ledger.unused(),
-            Leaves::Nothing | Leaves::Share => ledger.free(),
+        let is_among = |node: &&BudgetNode| node.parent.is_some() || std::ptr::eq(*node, &*self.0);
+        let free = |node: &BudgetNode| match node.leaves {
+            Leaves::Bytes(_) => node.unused(),
+            Leaves::Nothing | Leaves::Share => node.free(),
         };
         self.path().filter(is_among).map(free).min().unwrap_or(0)
     }
@@ -254,8 +254,8 @@ impl Budget {
         // Checked before anything is taken: a refusal of one share never reduces the free amount of
         // another, not even for a moment.
         self.check_left(bytes)?;
-        for (level, ledger) in self.path().enumerate() {
-            if let Err(free) = ledger.take(bytes, beyond) {
+        for (level, node) in self.path().enumerate() {
+            if let Err(free) = node.take(bytes, beyond) {
                 self.path().take(level).for_each(|taken| taken.give_back(bytes));
                 return Err(NoCapacity { asked: bytes, free });
             }
@@ -276,7 +276,7 @@ impl Budget {
     }
 
     fn check_left(&self, bytes: u64) -> Result<(), NoCapacity> {
-        let mut leaving = self.path().filter(|ledger| ledger.leaves != Leaves::Nothing).map(BudgetNode::free);
+        let mut leaving = self.path().filter(|node| node.leaves != Leaves::Nothing).map(BudgetNode::free);
         leaving.find(|free| *free < bytes).map_or(Ok(()), |free| Err(NoCapacity { asked: bytes, free }))
     }
 
@@ -364,11 +364,11 @@ impl Budget {
     }
 
     fn give_back(&self, bytes: u64) {
-        for ledger in self.path() {
-            ledger.give_back(bytes);
-            let is_top = ledger.parent.is_none();
-            if is_top && ledger.waiting.load(Ordering::SeqCst) > 0 {
-                ledger.freed.notify_waiters();
+        for node in self.path() {
+            node.give_back(bytes);
+            let is_top = node.parent.is_none();
+            if is_top && node.waiting.load(Ordering::SeqCst) > 0 {
+                node.freed.notify_waiters();
             }
         }
     }
