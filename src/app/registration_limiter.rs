@@ -77,7 +77,7 @@ impl RegistrationRoom<'_> {
         let free = self.limiter.whole.free().saturating_sub(self.reserved_bytes);
         if bytes > free {
             self.limiter.tight_since.set(self.limiter.tight_since.get().or(Some(Instant::now())));
-            return Err(NoCapacity { asked: bytes, free });
+            return Err(NoCapacity { requested: bytes, free });
         }
         budget.try_charge(bytes)
     }

@@ -69,7 +69,7 @@ pub fn quota_key(kind: QuotaKind) -> &'static str {
 
 /// Error: a request exceeds a quota; nothing was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("{} is {max}: {used} in use, {asked} more requested", quota_key(*.kind))]
+#[error("{} is {max}: {used} in use, {requested} more requested", quota_key(*.kind))]
 pub struct OverQuota {
     /// The exceeded quota.
     pub kind: QuotaKind,
@@ -78,7 +78,7 @@ pub struct OverQuota {
     /// Usage at the time of the request.
     pub used: u64,
     /// Requested amount.
-    pub asked: u64,
+    pub requested: u64,
 }
 
 /// A number for each quota.
@@ -173,21 +173,21 @@ impl AppUsage {
         self.check_amount(counted, count, 0)
     }
 
-    /// Checks the quotas for `asked`, of which `counted_already` is included in the counts.
+    /// Checks the quotas for `requested`, of which `counted_already` is included in the counts.
     fn check_amount(
         &self,
         counted: QuotaResource,
-        asked: u64,
+        requested: u64,
         counted_already: u64,
     ) -> Result<(), OverQuota> {
         for subject in QuotaSubject::ALL {
             let kind = QuotaKind { subject, resource: counted };
             let Some(max) = self.quotas.max(kind) else { continue };
             let used = self.used(kind).saturating_sub(counted_already);
-            if used.saturating_add(asked) > max {
+            if used.saturating_add(requested) > max {
                 self.refused.of(kind).fetch_add(1, Ordering::Relaxed);
                 self.quotas.refused.of(kind).fetch_add(1, Ordering::Relaxed);
-                return Err(OverQuota { kind, max, used, asked });
+                return Err(OverQuota { kind, max, used, requested });
             }
         }
         Ok(())
@@ -240,7 +240,7 @@ mod tests {
         quotas.set(APP, 60);
         quotas.set(USER, 100);
         let refused = take(&a, 11).unwrap_err();
-        assert_eq!(refused, OverQuota { kind: APP, max: 60, used: 50, asked: 11 });
+        assert_eq!(refused, OverQuota { kind: APP, max: 60, used: 50, requested: 11 });
         assert_eq!(refused.to_string(), "quota.app_partitions is 60: 50 in use, 11 more requested");
         let more = take(&b, 50).unwrap();
         assert_eq!(take(&a, 1).unwrap_err().kind, USER);

@@ -135,10 +135,10 @@ pub enum ServiceError {
     #[error("{0}")]
     WrongState(&'static str),
     /// No read memory was granted in time.
-    #[error("read memory is full: {asked} bytes were not granted within {waited_ms} ms")]
+    #[error("read memory is full: {requested} bytes were not granted within {waited_ms} ms")]
     NoReadMemory {
         /// Requested bytes.
-        asked: u64,
+        requested: u64,
         /// Waiting time.
         waited_ms: u64,
     },

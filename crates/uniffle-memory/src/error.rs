@@ -6,31 +6,31 @@ use uniffle_base::budget::{HeapFull, NoCapacity};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum MemoryError {
     /// Full for now; asking again later may help.
-    #[error("memory is full: {asked} bytes requested, {free} free")]
+    #[error("memory is full: {requested} bytes requested, {free} free")]
     NoCapacity {
         /// Requested bytes.
-        asked: u64,
+        requested: u64,
         /// Free bytes.
         free: u64,
     },
     /// Others wait and are served first; asking again later helps.
     #[error(
-        "memory is full for {asked} bytes: the application uses {held} bytes, its fair share is {share} \
+        "memory is full for {requested} bytes: the application uses {held} bytes, its fair share is {share} \
          while others wait"
     )]
     OverShare {
         /// Requested bytes.
-        asked: u64,
+        requested: u64,
         /// Bytes that the application holds.
         held: u64,
         /// Bytes that the application may hold.
         share: u64,
     },
     /// Larger than any possible ticket; asking again does not help.
-    #[error("request of {asked} bytes exceeds the largest possible ticket, {max} bytes")]
+    #[error("request of {requested} bytes exceeds the largest possible ticket, {max} bytes")]
     TooLarge {
         /// Requested bytes.
-        asked: u64,
+        requested: u64,
         /// Bytes of the largest possible ticket.
         max: u64,
     },
@@ -38,10 +38,10 @@ pub enum MemoryError {
     #[error("unknown, expired or spent ticket")]
     UnknownTicket,
     /// The payload exceeds the ticket.
-    #[error("block of {asked} bytes exceeds the remaining {left} bytes of the ticket")]
+    #[error("block of {requested} bytes exceeds the remaining {left} bytes of the ticket")]
     TicketOverspent {
         /// Bytes of the block.
-        asked: u64,
+        requested: u64,
         /// Bytes left of the ticket.
         left: u64,
     },
@@ -68,6 +68,6 @@ pub enum MemoryError {
 
 impl From<NoCapacity> for MemoryError {
     fn from(refusal: NoCapacity) -> Self {
-        Self::NoCapacity { asked: refusal.asked, free: refusal.free }
+        Self::NoCapacity { requested: refusal.requested, free: refusal.free }
     }
 }

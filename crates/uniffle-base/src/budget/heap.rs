@@ -72,12 +72,12 @@ impl HeapKind {
 
 /// Error: the heap has no room for a charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("heap is full for {kind}: {asked} bytes requested, {free} free (see memory_store.heap_capacity)")]
+#[error("heap is full for {kind}: {requested} bytes requested, {free} free (see memory_store.heap_capacity)")]
 pub struct HeapFull {
     /// Name of the kind.
     pub kind: &'static str,
     /// Requested bytes.
-    pub asked: u64,
+    pub requested: u64,
     /// Bytes that were free.
     pub free: u64,
 }
@@ -86,7 +86,7 @@ impl HeapFull {
     /// Converts the refusal of a budget of `kind`.
     #[must_use]
     pub fn of(kind: HeapKind, refusal: NoCapacity) -> Self {
-        Self { kind: kind.name(), asked: refusal.asked, free: refusal.free }
+        Self { kind: kind.name(), requested: refusal.requested, free: refusal.free }
     }
 }
 
@@ -178,7 +178,7 @@ mod tests {
         let ids = heap.try_charge(HeapKind::ReportedIds, 800).unwrap();
         let registered = heap.try_charge(HeapKind::Registrations, 400).unwrap();
         let refused = heap.try_charge(HeapKind::Registrations, 1).unwrap_err();
-        assert_eq!(refused, HeapFull { kind: "registrations", asked: 1, free: 0 });
+        assert_eq!(refused, HeapFull { kind: "registrations", requested: 1, free: 0 });
         assert!(
             heap.try_charge(HeapKind::Partitions, 1).is_err(),
             "a kind of its own, within the same three quarters"

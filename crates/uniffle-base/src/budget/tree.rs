@@ -19,10 +19,10 @@ use crate::sched::shares;
 
 /// A refused charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("capacity is full: {asked} requested, {free} free")]
+#[error("capacity is full: {requested} requested, {free} free")]
 pub struct NoCapacity {
     /// Requested amount.
-    pub asked: u64,
+    pub requested: u64,
     /// Amount that was free at that moment.
     pub free: u64,
 }
@@ -257,13 +257,13 @@ impl Budget {
         for (level, node) in self.path().enumerate() {
             if let Err(free) = node.take(bytes, beyond) {
                 self.path().take(level).for_each(|taken| taken.give_back(bytes));
-                return Err(NoCapacity { asked: bytes, free });
+                return Err(NoCapacity { requested: bytes, free });
             }
         }
         // Others may have charged something in between.
         if !self.path().all(BudgetNode::leaves_enough) {
             self.give_back(bytes);
-            return Err(NoCapacity { asked: bytes, free: self.free() });
+            return Err(NoCapacity { requested: bytes, free: self.free() });
         }
         self.count(bytes);
         Ok(())
@@ -277,7 +277,7 @@ impl Budget {
 
     fn check_left(&self, bytes: u64) -> Result<(), NoCapacity> {
         let mut leaving = self.path().filter(|node| node.leaves != Leaves::Nothing).map(BudgetNode::free);
-        leaving.find(|free| *free < bytes).map_or(Ok(()), |free| Err(NoCapacity { asked: bytes, free }))
+        leaving.find(|free| *free < bytes).map_or(Ok(()), |free| Err(NoCapacity { requested: bytes, free }))
     }
 
     /// Waits until `bytes` are free and charges them. There is no queue: smaller requests may be
@@ -288,7 +288,7 @@ impl Budget {
     pub async fn charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
         let max = self.max_charge();
         if max < bytes {
-            return Err(NoCapacity { asked: bytes, free: max });
+            return Err(NoCapacity { requested: bytes, free: max });
         }
         if let Ok(charge) = self.try_charge(bytes) {
             return Ok(charge);
@@ -467,7 +467,7 @@ mod tests {
     fn charge_beyond_capacity_is_refused_completely() {
         let budget = Budget::new(100);
         let held = budget.try_charge(60).unwrap();
-        assert_eq!(budget.try_charge(41).unwrap_err(), NoCapacity { asked: 41, free: 40 });
+        assert_eq!(budget.try_charge(41).unwrap_err(), NoCapacity { requested: 41, free: 40 });
         assert_eq!(budget.try_charge(u64::MAX).unwrap_err().free, 40);
         assert_eq!(budget.used(), 60);
         drop(held);
@@ -509,7 +509,7 @@ mod tests {
         let (some, other) = (whole.child(80), whole.child(80));
         let mut held = some.try_charge(60).unwrap();
         assert_eq!(some.try_charge(21).unwrap_err().free, 20);
-        assert_eq!(other.try_charge(41).unwrap_err(), NoCapacity { asked: 41, free: 40 });
+        assert_eq!(other.try_charge(41).unwrap_err(), NoCapacity { requested: 41, free: 40 });
         assert_eq!((other.used(), other.free(), whole.used()), (0, 40, 60));
         held.try_grow(20).unwrap();
         assert!(held.try_grow(1).is_err());
@@ -543,7 +543,7 @@ mod tests {
             (part.max_charge(), part.child(90).max_charge(), whole.child(90).max_charge()),
             (60, 60, 90)
         );
-        assert_eq!(part.charge(61).await.unwrap_err(), NoCapacity { asked: 61, free: 60 });
+        assert_eq!(part.charge(61).await.unwrap_err(), NoCapacity { requested: 61, free: 60 });
         assert_eq!(part.charge(60).await.unwrap().bytes(), 60);
     }
 

@@ -15,14 +15,14 @@ pub enum AssignmentError {
     Invalid(&'static str),
     /// The answer would have too many ranges.
     #[error(
-        "{asked} ranges (counted per replica) requested, the limit is {max} \
+        "{requested} ranges (counted per replica) requested, the limit is {max} \
          (embedded_coordinator.assignment_ranges_max)"
     )]
     TooLarge {
         /// The limit.
         max: u64,
         /// Ranges times replicas.
-        asked: u64,
+        requested: u64,
     },
     /// No heap was available for the answer in time.
     #[error("{ranges} ranges: {full}")]
@@ -166,9 +166,9 @@ impl AssignmentRequest {
             return Err(AssignmentError::Invalid("more faulty servers than a cluster can have"));
         }
         let ranges = partitions.div_ceil(per_range);
-        let asked = ranges.saturating_mul(replicas);
-        if asked > bounds.ranges {
-            return Err(AssignmentError::TooLarge { asked, max: bounds.ranges });
+        let requested = ranges.saturating_mul(replicas);
+        if requested > bounds.ranges {
+            return Err(AssignmentError::TooLarge { requested, max: bounds.ranges });
         }
         if bounds.order == NodeOrder::PartitionBalance && per_range != 1 {
             return Err(AssignmentError::RangeMustBeOne);

@@ -64,7 +64,7 @@ fn by_demand_per_weight(a: &Claimant, b: &Claimant) -> Ordering {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CompetingRequest {
     /// Requested bytes.
-    pub asked: u64,
+    pub requested: u64,
     /// Bytes that its application holds.
     pub held: u64,
     /// Share of the application.
@@ -82,9 +82,9 @@ impl CompetingRequest {
     /// exceed the share if longer waiters still find their claims. The longest waiter always makes
     /// progress.
     pub fn room_needed(&self) -> Option<u64> {
-        let Self { asked, held, share, ahead } = *self;
-        let is_within = held.saturating_add(asked) <= share;
-        let needed = if is_within { asked } else { asked.saturating_add(ahead) };
+        let Self { requested, held, share, ahead } = *self;
+        let is_within = held.saturating_add(requested) <= share;
+        let needed = if is_within { requested } else { requested.saturating_add(ahead) };
         is_below_share(held, share).then_some(needed)
     }
 }
@@ -128,9 +128,9 @@ mod tests {
 
     #[test]
     fn request_beyond_its_share_needs_unclaimed_memory() {
-        let request = CompetingRequest { asked: 10, held: 20, share: 30, ahead: 100 };
+        let request = CompetingRequest { requested: 10, held: 20, share: 30, ahead: 100 };
         assert_eq!(request.room_needed(), Some(10));
-        let beyond = CompetingRequest { asked: 11, ..request };
+        let beyond = CompetingRequest { requested: 11, ..request };
         assert_eq!(beyond.room_needed(), Some(111));
         assert_eq!(
             CompetingRequest { held: 30, ..beyond }.room_needed(),
@@ -195,10 +195,10 @@ mod tests {
 
         #[test]
         fn longest_waiter_needs_only_its_request(
-            held in 0u64..100, asked in 1u64..100, share in 0u64..100,
+            held in 0u64..100, requested in 1u64..100, share in 0u64..100,
         ) {
-            let needed = CompetingRequest { asked, held, share, ahead: 0 }.room_needed();
-            prop_assert_eq!(needed, is_below_share(held, share).then_some(asked));
+            let needed = CompetingRequest { requested, held, share, ahead: 0 }.room_needed();
+            prop_assert_eq!(needed, is_below_share(held, share).then_some(requested));
         }
     }
 }

@@ -201,11 +201,11 @@ impl FairShares {
             self.revoke(app, needed, now);
         }
         let free = self.root.free();
-        let CompetingRequest { asked, held, share, .. } = request;
+        let CompetingRequest { requested, held, share, .. } = request;
         match needed {
-            None if asked <= free => return Err(MemoryError::OverShare { asked, held, share }),
+            None if requested <= free => return Err(MemoryError::OverShare { requested, held, share }),
             Some(needed) if needed <= free => {}
-            None | Some(_) => return Err(MemoryError::NoCapacity { asked, free }),
+            None | Some(_) => return Err(MemoryError::NoCapacity { requested, free }),
         }
         let charge = budget.try_charge(ask.bytes)?;
         self.satisfied(app, ask);
@@ -304,7 +304,7 @@ impl FairShares {
         let others = self.waiting.iter().filter(|(other, waiting)| *other != app && is_ahead(waiting));
         let ahead = others.map(|(other, waiting)| self.claim_of(other, waiting));
         CompetingRequest {
-            asked: ask.bytes,
+            requested: ask.bytes,
             held,
             share: self.level.share(weight),
             ahead: ahead.fold(0, u64::saturating_add),

@@ -257,7 +257,7 @@ mod tests {
         let over = budget.force_charge(3 * MIB);
         let second = lists.charge(3 * MIB).unwrap();
         assert_eq!((lists.ceded_bytes(), lists.borrowed.used()), (4 * MIB, MIB), "the heap helps out");
-        assert_eq!(lists.charge(1).unwrap_err(), NoCapacity { asked: 64 << 10, free: 0 });
+        assert_eq!(lists.charge(1).unwrap_err(), NoCapacity { requested: 64 << 10, free: 0 });
         drop(over);
         lists.give_back(SPARE_BYTES);
         assert_eq!(

@@ -110,7 +110,7 @@ impl Reservation {
     pub(crate) fn spend(&mut self, bytes: u64) -> Result<(), MemoryError> {
         let left = self.left_bytes();
         if bytes > left {
-            return Err(MemoryError::TicketOverspent { asked: bytes, left });
+            return Err(MemoryError::TicketOverspent { requested: bytes, left });
         }
         self.spent += bytes;
         Ok(())

@@ -109,14 +109,14 @@ impl Tickets {
         };
         let max = self.budget.capacity().saturating_sub(allowance);
         if bytes > max {
-            return Err(MemoryError::TooLarge { asked: bytes, max });
+            return Err(MemoryError::TooLarge { requested: bytes, max });
         }
         let ask = RequestSize { bytes: bytes + allowance, partitions };
         let now = Instant::now();
         let mut state = self.state.lock();
         if self.count() >= self.tickets_max.load(Ordering::Relaxed) && !state.shares.revoke_one(app, now) {
             drop(state);
-            return Err(MemoryError::NoCapacity { asked: bytes, free: self.budget.free() });
+            return Err(MemoryError::NoCapacity { requested: bytes, free: self.budget.free() });
         }
         let charge = match state.shares.charge(app, ask, now) {
             Ok(charge) => charge,
@@ -327,7 +327,7 @@ mod tests {
     async fn impossible_requests_differ_from_temporary_refusals() {
         let (budget, tickets) = tickets(1 << 20);
         let refused = tickets.require(&app("a"), 1 << 20, 1).unwrap_err();
-        assert_eq!(refused, MemoryError::TooLarge { asked: 1 << 20, max: (1 << 20) - 4096 });
+        assert_eq!(refused, MemoryError::TooLarge { requested: 1 << 20, max: (1 << 20) - 4096 });
         assert!(matches!(
             tickets.require(&app("a"), u64::MAX, usize::MAX),
             Err(MemoryError::TooLarge { .. })
@@ -381,7 +381,7 @@ mod tests {
         funds.truncate_to(1 << 40);
         assert_eq!(funds.held_bytes(), 104_096);
         funds.spend(200_000).unwrap();
-        assert_eq!(funds.spend(1).unwrap_err(), MemoryError::TicketOverspent { asked: 1, left: 0 });
+        assert_eq!(funds.spend(1).unwrap_err(), MemoryError::TicketOverspent { requested: 1, left: 0 });
         let more = funds.cover_segment(108_000, 2000, 0).unwrap();
         assert_eq!((more.bytes(), funds.held_bytes(), tickets.pre_allocated_bytes()), (110_000, 0, 0));
         assert!(funds.cover_segment(1 << 20, 0, 0).is_none());
@@ -421,7 +421,7 @@ mod tests {
         drop(held);
         assert_eq!(tickets.claimed_bytes(), 110 * KIB);
         let refused = ask(&tickets, "second", 50).unwrap_err();
-        assert_eq!(refused, MemoryError::NoCapacity { asked: 50 * KIB, free: 100 * KIB });
+        assert_eq!(refused, MemoryError::NoCapacity { requested: 50 * KIB, free: 100 * KIB });
         assert!(ask(&tickets, "flood", 41).is_err(), "awaited memory is kept for the waiters");
         ask(&tickets, "first", 60).unwrap();
         assert!(ask(&tickets, "second", 50).is_err());
@@ -440,7 +440,7 @@ mod tests {
             .collect();
         assert!(ask(&tickets, "honest", 30).is_err());
         let refused = ask(&tickets, "flood", 10).unwrap_err();
-        assert_eq!(refused, MemoryError::OverShare { asked: 10 * KIB, held: 90 * KIB, share: 70 * KIB });
+        assert_eq!(refused, MemoryError::OverShare { requested: 10 * KIB, held: 90 * KIB, share: 70 * KIB });
         sends.truncate(7);
         ask(&tickets, "honest", 30).unwrap();
         let standing = tickets.standing(&app("honest"));
@@ -554,7 +554,7 @@ mod tests {
             .collect();
         assert!(ask(&tickets, "other", 30).is_err());
         let refused = ask(&tickets, "large", 10).unwrap_err();
-        assert_eq!(refused, MemoryError::OverShare { asked: 10 * KIB, held: 40 * KIB, share: 30 * KIB });
+        assert_eq!(refused, MemoryError::OverShare { requested: 10 * KIB, held: 40 * KIB, share: 30 * KIB });
         drop(sends);
     }
 }

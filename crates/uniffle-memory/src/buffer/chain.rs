@@ -290,7 +290,7 @@ fn allocate(
         }
         // Unneeded ceded memory is promised too.
         if !supply.lists.give_back(0) {
-            return Err(MemoryError::NoCapacity { asked: missing, free: funds.budget().free() });
+            return Err(MemoryError::NoCapacity { requested: missing, free: funds.budget().free() });
         }
     }
 }

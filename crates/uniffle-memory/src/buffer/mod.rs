@@ -453,7 +453,7 @@ impl Buffer {
     fn rows_of(&self, named: &NameSlot, count: usize) -> Result<FreeRows, MemoryError> {
         named.rows(count).map_err(|no_slots| match no_slots {
             NoSlots::TooMany => MemoryError::TooManyBlocks { max: self.shared.supply.blocks.capacity() },
-            NoSlots::NoPages => MemoryError::NoCapacity { asked: count as u64 * ROW_BYTES, free: 0 },
+            NoSlots::NoPages => MemoryError::NoCapacity { requested: count as u64 * ROW_BYTES, free: 0 },
         })
     }
 

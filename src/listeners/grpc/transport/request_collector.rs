@@ -141,7 +141,7 @@ impl RequestCollector {
             return Ok(None);
         }
         let permit = self.queues.arrive(length, first, self.wait).await;
-        let refused = || full(NoCapacity { asked: length.into(), free: self.budget.free() });
+        let refused = || full(NoCapacity { requested: length.into(), free: self.budget.free() });
         permit.map(Some).ok_or_else(refused)
     }
 
@@ -232,9 +232,9 @@ impl RequestCollector {
     /// once.
     async fn charge(&self, charge: &mut Charge, bytes: u64, uncharged: usize) -> Result<(), Status> {
         let Err(refusal) = charge.try_grow(bytes) else { return Ok(()) };
-        let (asked, max) = (charge.bytes().saturating_add(bytes), self.budget.max_charge());
-        if asked > max {
-            return Err(too_large(asked, max));
+        let (requested, max) = (charge.bytes().saturating_add(bytes), self.budget.max_charge());
+        if requested > max {
+            return Err(too_large(requested, max));
         }
         let is_small = charge.bytes() + bytes <= INLINE_BYTES_MAX as u64;
         let Some(_place) = self.queues.wait_for_heap(is_small, uncharged) else { return Err(full(refusal)) };
@@ -256,10 +256,10 @@ fn full(refusal: NoCapacity) -> Status {
 
 /// Builds the error for a request that waiting cannot help. A request may use half of the budget,
 /// so that one connection cannot use it up.
-fn too_large(asked: u64, max: u64) -> Status {
-    let error = HeapFull { kind: HeapKind::Requests.name(), asked, free: max };
+fn too_large(requested: u64, max: u64) -> Status {
+    let error = HeapFull { kind: HeapKind::Requests.name(), requested, free: max };
     let mut status = Status::resource_exhausted(format!(
-        "request needs {asked} bytes of heap, the limit per connection is {max} (a quarter of \
+        "request needs {requested} bytes of heap, the limit per connection is {max} (a quarter of \
          memory_store.heap_capacity); do not retry"
     ));
     status.set_source(Arc::new(error));

@@ -183,7 +183,7 @@ fn payload_beyond_the_ticket_is_refused() {
     let first = buffer.reserve(600, &mut funds).unwrap();
     assert_eq!(
         buffer.reserve(401, &mut funds).unwrap_err(),
-        MemoryError::TicketOverspent { asked: 401, left: 400 }
+        MemoryError::TicketOverspent { requested: 401, left: 400 }
     );
     drop((first, funds));
     drop(memory.forget(&key()));
