@@ -121,7 +121,7 @@ impl<'a> AfterBind<'a> {
         config: &'a Config,
     ) -> anyhow::Result<Self> {
         let Environment { build, log, origin, tiers, .. } = environment;
-        let precheck = if inherited.gap_began_ms.is_some() { Precheck::Done } else { Precheck::Asked };
+        let precheck = if inherited.gap_began_ms.is_some() { Precheck::Done } else { Precheck::AsConfigured };
         let tls = Tls::load(config)?;
         let (hand_off, memory_file) = (inherited.hand_off.take(), inherited.memory.take());
         let transferred =

@@ -32,11 +32,12 @@ pub(super) struct TierInputs {
     pub(in crate::server) others: Vec<Arc<dyn Tier>>,
 }
 
-/// Check of remote paths, if the configuration asks for it.
+/// Whether a start checks remote paths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::server) enum Precheck {
-    Asked,
-    /// The rehearsal of this start has just checked them, and the predecessor has already ended.
+    /// Remote paths are checked if `precheck_enable` of the tier is set.
+    AsConfigured,
+    /// The rehearsal has just checked remote paths, and the predecessor has already ended.
     Done,
 }
 
@@ -104,7 +105,7 @@ pub(in crate::server) async fn start_hdfs(
     let connector = Arc::new(hdfs_connector(config)?);
     let store =
         HdfsStore::new(HdfsConfig { server_id, ..section.clone() }, connector, tasks.clone(), registry)?;
-    if section.precheck && precheck == Precheck::Asked {
+    if section.precheck && precheck == Precheck::AsConfigured {
         for location in &section.allowed.0 {
             store.precheck(location).await.map_err(|error| {
                 anyhow::anyhow!("hdfs_store.precheck_enable: cannot use {location}: {error}")
@@ -168,7 +169,7 @@ async fn start_object(
     let section = &config.object;
     let client = Client::open(section, tasks, registry).context("[object_store]")?;
     let root = part_of(server_id);
-    if section.precheck && *precheck == Precheck::Asked {
+    if section.precheck && *precheck == Precheck::AsConfigured {
         client.probe(&root).await.context("object_store.precheck_enable")?;
     }
     let (prefix, began) = (object_store::path::Path::from(root.as_str()), SystemTime::now());

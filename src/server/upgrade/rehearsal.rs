@@ -94,7 +94,8 @@ async fn log_in(config: &Config, facts: &Facts) -> anyhow::Result<()> {
         return Ok(());
     }
     let tasks = Tasks::new();
-    let store = start_hdfs(config, server_id, Precheck::Asked, &tasks, &crate::metrics::registry()?).await;
+    let store =
+        start_hdfs(config, server_id, Precheck::AsConfigured, &tasks, &crate::metrics::registry()?).await;
     tasks.cancel();
     store.map(drop)
 }
