@@ -22,7 +22,7 @@ pub(super) struct Tls {
     pub(super) grpc: Option<TlsAcceptor>,
     pub(super) http: Option<TlsAcceptor>,
     pub(super) admin: Option<TlsAcceptor>,
-    pub(super) others: WorkerTrust,
+    pub(super) worker_trust: WorkerTrust,
 }
 
 /// Trust for TLS queries to other workers. Without a CA file the queries are in plaintext. Clones
@@ -73,7 +73,7 @@ impl Tls {
             grpc: of(TlsListener::Grpc, "h2")?,
             http: of(TlsListener::Http, "http/1.1")?,
             admin: of(TlsListener::Admin, "http/1.1")?,
-            others: WorkerTrust::load(config)?,
+            worker_trust: WorkerTrust::load(config)?,
         })
     }
 
@@ -83,8 +83,8 @@ impl Tls {
         let mut problems: Vec<_> = listeners.into_iter().map(anyhow::Error::from).collect();
         let authorities = WorkerTrust::check_authorities(config).err();
         // With problems, only the CA file is checked: the certificate was reported already.
-        let others = if problems.is_empty() { WorkerTrust::load(config).err() } else { authorities };
-        problems.extend(others);
+        let trust = if problems.is_empty() { WorkerTrust::load(config).err() } else { authorities };
+        problems.extend(trust);
         problems
     }
 
@@ -92,14 +92,14 @@ impl Tls {
     /// workers.
     pub(super) fn renew(&self, other: &Self) {
         self.pairs(other).for_each(|(mine, new)| mine.renew(new));
-        *self.others.0.write() = other.others.trust();
+        *self.worker_trust.0.write() = other.worker_trust.trust();
     }
 
     /// Returns the keys of the files whose certificates differ in `other`, for listeners that both
     /// have.
     pub(super) fn different(&self, other: &Self) -> BTreeSet<&'static str> {
         let of_listeners = self.pairs(other).flat_map(|(mine, new)| mine.different(new));
-        of_listeners.chain(self.others.different(&other.others)).collect()
+        of_listeners.chain(self.worker_trust.different(&other.worker_trust)).collect()
     }
 
     fn pairs<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = (&'a TlsAcceptor, &'a TlsAcceptor)> {

@@ -77,7 +77,7 @@ impl Worker {
             gauges,
             connections,
             latest: Mutex::new(None),
-            cluster: self.embedded.clone().map(|embedded| ClusterPage::new(embedded, tls.others)),
+            cluster: self.embedded.clone().map(|embedded| ClusterPage::new(embedded, tls.worker_trust)),
         });
         let source = report::source(Arc::clone(&inspector));
         let node: Arc<dyn NodeView> = inspector;

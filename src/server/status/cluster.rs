@@ -40,20 +40,20 @@ pub(in crate::server) struct ClusterPage {
     latest: Mutex<Option<(Instant, Bytes)>>,
     explaining: Arc<Semaphore>,
     asking: Arc<Semaphore>,
-    others: WorkerTrust,
+    worker_trust: WorkerTrust,
 }
 
 impl ClusterPage {
-    pub(in crate::server) fn new(coordinator: EmbeddedCoordinator, others: WorkerTrust) -> Self {
+    pub(in crate::server) fn new(coordinator: EmbeddedCoordinator, worker_trust: WorkerTrust) -> Self {
         let [explaining, asking] = [EXPLAINING_MAX, ASKING_MAX].map(|most| Arc::new(Semaphore::new(most)));
-        Self { coordinator, latest: Mutex::default(), explaining, asking, others }
+        Self { coordinator, latest: Mutex::default(), explaining, asking, worker_trust }
     }
 
     /// Asks all workers about an application. Workers that report it in their heartbeats are asked
     /// first.
     pub(super) fn explain(&self, app: &str) -> Everywhere {
         let (coordinator, places) = (self.coordinator.clone(), Arc::clone(&self.explaining));
-        let (app, others) = (app.to_owned(), self.others.clone());
+        let (app, worker_trust) = (app.to_owned(), self.worker_trust.clone());
         let asking = Arc::clone(&self.asking).try_acquire_owned();
         async move {
             let _asking = asking.map_err(|_| {
@@ -63,7 +63,7 @@ impl ClusterPage {
             })?;
             let _place =
                 places.acquire_owned().await.map_err(|error| NotExplained::Unavailable(error.to_string()))?;
-            let trust = others.trust();
+            let trust = worker_trust.trust();
             let explained = uniffle_ctl::explain(&app, workers(coordinator.cluster(), &app), trust.as_ref());
             explained.await.map_err(|unknown| match unknown.silent {
                 0 => NotExplained::Unknown(unknown.to_string()),
