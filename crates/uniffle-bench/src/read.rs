@@ -23,7 +23,7 @@ use crate::write::ExpectedIds;
 
 /// Number of consecutive memory responses without a new block after which the server counts as
 /// looping.
-const BARREN_ANSWERS_MAX: u32 = 1_000;
+const REPEATED_RESPONSES_MAX: u32 = 1_000;
 
 /// State that all readers of a phase share.
 pub(crate) struct ReadPhase {
@@ -95,7 +95,7 @@ async fn read_partition(
     let reported = session.results(stats, key, partition).await?;
     check.compare_ids(reported.iter())?;
     let limit = i32::try_from(phase.read_buffer_bytes)?;
-    let (mut cursor, mut barren) = (None, 0);
+    let (mut cursor, mut repeated) = (None, 0);
     loop {
         let (blocks, is_end) = session.memory(stats, key, partition, cursor, limit).await?;
         let Some(last) = blocks.last() else { break };
@@ -105,8 +105,8 @@ async fn read_partition(
         if is_end == Some(true) {
             break;
         }
-        barren = if new == 0 { barren + 1 } else { 0 };
-        ensure!(barren < BARREN_ANSWERS_MAX, "memory responses repeat endlessly");
+        repeated = if new == 0 { repeated + 1 } else { 0 };
+        ensure!(repeated < REPEATED_RESPONSES_MAX, "memory responses repeat endlessly");
     }
     let (records, data_length) = session.index(stats, key, partition).await?;
     for segment in read::segments(&records, data_length, u64::from(phase.read_buffer_bytes), |_| true)? {

@@ -17,7 +17,7 @@ use tokio::time::timeout;
 use crate::block::Block;
 use crate::context::ShuffleContext;
 use crate::error::{Error, MissingBlocks};
-use crate::grpc::{BARREN_ANSWERS_MAX, ClientError, IndexResponse, MemoryResponse};
+use crate::grpc::{ClientError, IndexResponse, MemoryResponse, REPEATED_RESPONSES_MAX};
 use crate::read::{self, DataSegment, Malformed, RecordPosition};
 use crate::remote::{self, FilePair, RemoteDirectory, RemoteFile, RemoteFiles};
 use crate::results::TaskFilter;
@@ -31,7 +31,7 @@ enum ReadStage {
     Memory {
         after: Option<BlockId>,
         /// Number of consecutive responses without a new block.
-        barren: u32,
+        repeated: u32,
     },
     Index,
     Disk(VecDeque<DiskSegment>),
@@ -89,7 +89,7 @@ impl ShuffleReader {
             missing: expected,
             ready: VecDeque::new(),
             replicas,
-            stage: ReadStage::Memory { after: None, barren: 0 },
+            stage: ReadStage::Memory { after: None, repeated: 0 },
             failure: None,
         }
     }
@@ -166,10 +166,10 @@ impl ShuffleReader {
     async fn step(&mut self, server: &Server) -> Result<(), Error> {
         let (key, partition) = (self.shuffle.key(), self.partition);
         match &mut self.stage {
-            ReadStage::Memory { after, barren } => {
-                let (after, barren) = (*after, *barren);
+            ReadStage::Memory { after, repeated } => {
+                let (after, repeated) = (*after, *repeated);
                 let answer = server.read_memory(key, partition, after, self.tasks.as_ref()).await?;
-                self.take_memory(server, answer, barren)
+                self.take_memory(server, answer, repeated)
             }
             ReadStage::Index => {
                 let index = server.read_index(key, partition).await?;
@@ -193,22 +193,22 @@ impl ShuffleReader {
             ReadStage::RemoteFiles(..) => self.read_remote().await,
             ReadStage::End => {
                 self.replicas.pop_front();
-                self.stage = ReadStage::Memory { after: None, barren: 0 };
+                self.stage = ReadStage::Memory { after: None, repeated: 0 };
                 Ok(())
             }
         }
     }
 
-    fn take_memory(&mut self, server: &Server, answer: MemoryResponse, barren: u32) -> Result<(), Error> {
+    fn take_memory(&mut self, server: &Server, answer: MemoryResponse, repeated: u32) -> Result<(), Error> {
         let last = answer.blocks.last().map(|block| block.meta.block_id);
         let found = self.take(server.id(), answer.blocks);
-        let barren = if found { 0 } else { barren + 1 };
-        if barren >= BARREN_ANSWERS_MAX {
-            return Err(Error::call(server.id())(ClientError::Endless { answers: barren }));
+        let repeated = if found { 0 } else { repeated + 1 };
+        if repeated >= REPEATED_RESPONSES_MAX {
+            return Err(Error::call(server.id())(ClientError::Endless { answers: repeated }));
         }
         let has_more = last.is_some() && answer.is_end != Some(true);
         self.stage = match has_more {
-            true => ReadStage::Memory { after: last, barren },
+            true => ReadStage::Memory { after: last, repeated },
             false if self.shuffle.options().storage.has_localfile() => ReadStage::Index,
             false => self.remote_stage(),
         };

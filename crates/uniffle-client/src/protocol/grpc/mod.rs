@@ -21,7 +21,7 @@ use crate::read::{self, Malformed, RecordPosition};
 use crate::send::{self, Batch, SendForm};
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId, TicketId};
 
-pub(crate) use self::reader::BARREN_ANSWERS_MAX;
+pub(crate) use self::reader::REPEATED_RESPONSES_MAX;
 pub use self::reader::{PartitionRead, ReadOptions};
 
 /// Deadline of each RPC (`rss.client.rpc.timeout.ms`).

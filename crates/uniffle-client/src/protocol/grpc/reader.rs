@@ -20,7 +20,7 @@ use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 /// Number of consecutive memory responses without a new block after which reading stops. If the
 /// block at the cursor was flushed, the server restarts from its first block, which is legal and
 /// rare. This many repetitions are a loop.
-pub(crate) const BARREN_ANSWERS_MAX: u32 = 1_000;
+pub(crate) const REPEATED_RESPONSES_MAX: u32 = 1_000;
 
 /// Options of a partition read.
 #[derive(Debug, Clone)]
@@ -231,7 +231,7 @@ impl ShuffleClient {
         result: &mut PartitionRead,
     ) -> Result<(), ClientError> {
         let mut cursor = None;
-        let mut barren = 0;
+        let mut repeated = 0;
         loop {
             let answer = self
                 .read_memory(key, partition, cursor, options.read_buffer_size, options.tasks.as_ref())
@@ -243,9 +243,9 @@ impl ShuffleClient {
             if options.trust_is_end && answer.is_end == Some(true) {
                 return Ok(());
             }
-            barren = if new == 0 { barren + 1 } else { 0 };
-            if barren >= BARREN_ANSWERS_MAX {
-                return Err(ClientError::Endless { answers: barren });
+            repeated = if new == 0 { repeated + 1 } else { 0 };
+            if repeated >= REPEATED_RESPONSES_MAX {
+                return Err(ClientError::Endless { answers: repeated });
             }
         }
     }
