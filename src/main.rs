@@ -199,8 +199,8 @@ fn environment() -> HashMap<String, String> {
 }
 
 /// Restarts the process once to apply `_RJEM_MALLOC_CONF`. jemalloc reads only `MALLOC_CONF`,
-/// before `main`. The prefixed name is documented for riffle and the first Rust server, whose
-/// jemalloc has a prefix.
+/// before `main`. The prefixed name is documented for riffle and Uniffle's experimental Rust
+/// server, whose jemalloc has a prefix.
 fn take_jemalloc_options() -> std::io::Result<()> {
     let Some(options) = std::env::var_os("_RJEM_MALLOC_CONF") else { return Ok(()) };
     if !cfg!(feature = "jemalloc") || std::env::var_os("MALLOC_CONF").is_some() {

@@ -21,7 +21,7 @@ const DIRECT_IO: &str = "see localfile_store.direct_io";
 const HEALTH: &str = "health is determined automatically";
 const BUILT_IN: &str = "not configurable";
 
-/// Accepted keys of riffle and of the first Rust server that have no counterpart here.
+/// Accepted keys of riffle and of Uniffle's experimental Rust server that have no counterpart here.
 pub(crate) const NO_EFFECT: &[(&str, &str)] = &[
     ("memory_store.dashmap_shard_amount", BUILT_IN),
     ("localfile_store.disk_write_buf_capacity", BUFFERS),

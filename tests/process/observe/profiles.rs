@@ -118,7 +118,7 @@ fn assert_serves_under_a_profile(worker: &WorkerProcess, port: u16) {
     });
 }
 
-/// Uses the variable that the first Rust server and riffle document.
+/// Uses the variable that riffle and Uniffle's experimental Rust server document.
 #[test]
 fn heap_profiles_start_with_documented_variable() {
     let setup = Setup {
