@@ -17,13 +17,16 @@ pub(crate) struct PayloadRates {
     pub(crate) read: f64,
 }
 
+/// Returns the rates of a worker from its answer, or `None` if they are unknown.
+pub(crate) type RatesOf<'a> = &'a dyn Fn(&Value) -> Option<PayloadRates>;
+
 /// Formats a line per worker, including those without an answer. `status` returns the state in an
 /// answer, `rates` its rates; the columns of rates are only shown by `top`. *lost* counts blocks
 /// and is always shown.
 pub(crate) fn workers(
     answers: &[(&WorkerTarget, WorkerAnswer)],
     status: impl Fn(&Value) -> &Value,
-    rates: Option<&dyn Fn(&Value) -> Option<PayloadRates>>,
+    rates: Option<RatesOf<'_>>,
     width: Width,
 ) -> String {
     const HEADER: [&str; 12] = [
@@ -173,7 +176,7 @@ mod tests {
                 let answers: [(&WorkerTarget, WorkerAnswer); 2] =
                     [(&known, Ok(busy(state))), (&lost, Err(CommandFailure::Unreachable("lost".to_owned())))];
                 let rates = |_: &Value| Some(PayloadRates { received: 1.5e9, read: 1023.0 * 1024.0 });
-                for rates in [None, Some(&rates as &dyn Fn(&Value) -> Option<PayloadRates>)] {
+                for rates in [None, Some(&rates as RatesOf<'_>)] {
                     let text = workers(&answers, |it| it, rates, NARROW);
                     assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
                     assert!(text.contains(state) && text.contains("1023.0G"), "{text}");
