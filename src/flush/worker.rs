@@ -19,14 +19,6 @@ use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind, TierBatc
 
 use super::queue::FlushBatch;
 use super::scheduler::Flusher;
-use uniffle_wire::types::Distribution;
-
-/// Maximum time after the seal for which a write waits for blocks that are being written. A send
-/// of 14 MiB takes tens of milliseconds.
-const COMPLETION_WAIT_MAX: Duration = Duration::from_millis(150);
-
-/// Time between two looks at the chains of a batch.
-const COMPLETION_POLL: Duration = Duration::from_millis(10);
 
 impl Flusher {
     pub(super) async fn work(self: Arc<Self>, tier: usize) {
@@ -112,7 +104,6 @@ impl Flusher {
 
     /// Writes a batch to a tier.
     async fn write(&self, batch: &Arc<FlushBatch>, tier: usize, span: &Span) -> Result<(), StoreError> {
-        wait_for_unfinished_blocks(batch).await;
         let _room = self.acquire_block_permits(batch).await;
         let extents = {
             // Sorting and cutting a large chain takes milliseconds, so it runs on a blocking
@@ -209,19 +200,6 @@ fn failed(batch: &FlushBatch, why: impl Into<Box<dyn std::error::Error + Send + 
 /// Returns the backoff after `failures` failed writes: it doubles from `min` to `max`.
 fn backoff(failures: u32, min: Duration, max: Duration) -> Duration {
     min.saturating_mul(1 << failures.min(16)).min(max)
-}
-
-/// Waits for the blocks that were being written at the seal, so that the chains can be written
-/// without a copy. Ends at the latest [`COMPLETION_WAIT_MAX`] after the seal. In
-/// `Distribution::LocalOrder` blocks are sorted, so even complete chains are rarely written as is.
-async fn wait_for_unfinished_blocks(batch: &FlushBatch) {
-    if batch.distribution != Distribution::Normal {
-        return;
-    }
-    let is_incomplete = || batch.parts.iter().any(|(_, sealed)| !sealed.is_complete());
-    while batch.sealed_at.elapsed() < COMPLETION_WAIT_MAX && is_incomplete() {
-        crate::clock::sleep(COMPLETION_POLL).await;
-    }
 }
 
 /// Returns the extents to write. Recovered blocks are verified first, and invalid ones are left

@@ -154,7 +154,13 @@ impl Fixture {
         self.send_of(APP, partition, bytes)
     }
 
-    fn send_of(&mut self, app: &str, partition: i32, bytes: usize) -> Result<(), ServiceError> {
+    /// Begins a send with a block of `bytes` bytes, which is still to be written.
+    fn begin_send_of(
+        &self,
+        app: &str,
+        partition: i32,
+        bytes: usize,
+    ) -> Result<super::SendSession, ServiceError> {
         let length = i32::try_from(bytes).unwrap();
         let request =
             RequireRequest { app, shuffle: 0, bytes: length + 32, partitions: &[], partition_sizes: &[] };
@@ -163,7 +169,13 @@ impl Fixture {
         let mut session = self.service.ingest.begin_send(header)?;
         session.partition(partition)?;
         session.begin_block(u32::try_from(bytes).unwrap())?;
+        Ok(session)
+    }
+
+    fn send_of(&mut self, app: &str, partition: i32, bytes: usize) -> Result<(), ServiceError> {
+        let mut session = self.begin_send_of(app, partition, bytes)?;
         session.write(&vec![7; bytes])?;
+        let length = i32::try_from(bytes).unwrap();
         self.next_block += 1;
         let block = BlockHeader { block_id: self.next_block, length, ..BlockHeader::default() };
         session.end_block(block)?;
@@ -228,6 +240,21 @@ async fn within_time(what: &str, condition: impl Fn() -> bool) {
 
 fn code<T: std::fmt::Debug>(result: Result<T, ServiceError>) -> StatusCode {
     result.unwrap_err().status()
+}
+
+/// Regression test: a flush worker waited up to 150 ms for such blocks, so that a few slow senders
+/// stopped the flushes of all applications.
+#[tokio::test(start_paused = true)]
+async fn flush_does_not_wait_for_a_block_that_is_being_written() {
+    let mut fixture = Fixture::new(limits(), quiet()).await;
+    let unfinished = fixture.begin_send_of(APP, 3, 10_000).unwrap();
+    fixture.send(3, 10_000).unwrap();
+    let key = fixture.service.parts.app(APP).unwrap().shuffles()[0].key().clone();
+    let buffers = fixture.memory.shuffle(&key).unwrap();
+    let deadline = crate::clock::Instant::now() + Duration::from_millis(100);
+    assert!(fixture.flusher.flush_shuffle(&buffers, deadline).await, "the committed block is on disk");
+    drop(unfinished);
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -97,12 +97,6 @@ impl SealedBatch {
         self.list.read()
     }
 
-    /// Returns whether no block can join: all that were being written at the seal have joined, or
-    /// the batch is closed.
-    pub fn is_complete(&self) -> bool {
-        !self.is_open.load(Ordering::Acquire) || self.list.read().is_linear()
-    }
-
     /// Counts the batch as in flight. Returns false if it was already.
     pub(super) fn claim(&self, in_flight: InFlightCharges) -> bool {
         self.in_flight.set(in_flight).is_ok()
