@@ -469,17 +469,37 @@ fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Availability)
     }
 }
 
-/// Describes the loss for the stack trace of a failed job.
+/// Describes the loss for the stack trace of a failed job. Names the first four ranges of ids.
 fn describe(key: &ShuffleKey, partition: PartitionId, ids: &IdSet, reason: &str) -> String {
     let count = ids.len();
     let noun = if count == 1 { "block" } else { "blocks" };
     let mut text = format!("{count} {noun} of shuffle {key} partition {partition} are lost (ids");
-    for (first, last) in ranges(ids).into_iter().take(4) {
+    let ranges = ranges(ids);
+    for (first, last) in ranges.iter().take(4) {
         let written = match first == last {
             true => write!(text, " {first}"),
             false => write!(text, " {first}-{last}"),
         };
         debug_assert!(written.is_ok(), "a string takes everything");
     }
-    format!("{text}): {reason}")
+    let more = if ranges.len() > 4 { " …" } else { "" };
+    format!("{text}{more}): {reason}")
+}
+
+#[cfg(test)]
+mod tests {
+    use uniffle_wire::types::{AppId, ShuffleId};
+
+    use super::*;
+
+    #[test]
+    fn description_of_a_loss_says_that_it_omits_ranges() {
+        let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
+        let text = |ids: &[u64]| {
+            describe(&key, PartitionId(2), &IdSet::from_ascending(ids.iter().copied()), "disk failed")
+        };
+        let four = "5 blocks of shuffle app/1 partition 2 are lost (ids 1-2 4 6 8): disk failed";
+        assert_eq!(text(&[1, 2, 4, 6, 8]), four);
+        assert!(text(&[1, 2, 4, 6, 8, 10]).contains("(ids 1-2 4 6 8 …)"));
+    }
 }
