@@ -327,8 +327,8 @@ impl SendSession {
         Ok(())
     }
 
-    /// Releases the memory of blocks that became not visible. The flusher's next scan would be too
-    /// late, because clients that fail repeatedly would keep it.
+    /// Releases the memory of the uncommitted blocks at once. Otherwise it would stay allocated until
+    /// the flusher's next scan, and clients that fail repeatedly would hold it all the time.
     fn abort(&mut self) {
         self.open = None;
         self.blocks.clear();
@@ -359,6 +359,7 @@ impl SendSession {
         Ok(())
     }
 
+    /// Commits the blocks to their partitions, and flushes partitions that became too large.
     fn store_all(&mut self) -> Result<(), ServiceError> {
         self.buffers.pay_for_blocks(self.blocks.len(), &mut self.funds)?;
         let runs = std::mem::take(&mut self.runs);

@@ -268,15 +268,23 @@ fn resent_blocks_are_deduplicated_also_in_flight() {
     assert_empty(&memory);
 }
 
+/// Seals a batch with block 2. Block 1 of its chain is written and not committed.
+fn seal_before_commit(
+    buffer: &Buffer,
+    funds: &mut Reservation,
+) -> ((BlockMeta, BlockFill), Arc<SealedBatch>) {
+    let late = fill(buffer, 1, 5, 5000, funds);
+    let early = fill(buffer, 2, 5, 5000, funds);
+    buffer.commit(vec![early], funds).unwrap();
+    (late, buffer.seal().unwrap())
+}
+
 #[test]
 fn closed_batch_moves_late_fills_to_the_next_list() {
     let memory = memory(8 * MIB);
     let buffer = buffer(&memory);
     let mut funds = funds(&memory, 20_000);
-    let late = fill(&buffer, 1, 5, 5000, &mut funds);
-    let early = fill(&buffer, 2, 5, 5000, &mut funds);
-    buffer.commit(vec![early], &mut funds).unwrap();
-    let batch = buffer.seal().unwrap();
+    let (late, batch) = seal_before_commit(&buffer, &mut funds);
     let extent = batch.extent(Distribution::Normal);
     assert!(!is_aligned(&extent));
     assert_eq!(extent_ids(&extent), [2]);
@@ -299,10 +307,7 @@ fn sealed_batch_admits_blocks_of_its_chain_until_its_write() {
     let memory = memory(8 * MIB);
     let buffer = buffer(&memory);
     let mut funds = funds(&memory, 20_000);
-    let late = fill(&buffer, 1, 5, 5000, &mut funds);
-    let early = fill(&buffer, 2, 5, 5000, &mut funds);
-    buffer.commit(vec![early], &mut funds).unwrap();
-    let batch = buffer.seal().unwrap();
+    let (late, batch) = seal_before_commit(&buffer, &mut funds);
     let resent = fill(&buffer, 2, 5, 5000, &mut funds);
     let done = buffer.commit(vec![late, resent], &mut funds).unwrap();
     assert_eq!((done.blocks, done.duplicate_blocks), (1, 1));
