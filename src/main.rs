@@ -296,7 +296,7 @@ fn block_on<T>(check: impl Future<Output = T>) -> Result<T, String> {
 /// process or, if that cannot be executed, a new worker of this program.
 fn run(config: &Config, origin: ConfigOrigin, mut inherited: Inherited) -> anyhow::Result<ExitCode> {
     let telemetry = telemetry::init(&config.log)?;
-    if heap::asked_for(&std::env::var("MALLOC_CONF").unwrap_or_default()) {
+    if heap::is_requested(&std::env::var("MALLOC_CONF").unwrap_or_default()) {
         heap::activate().context("cannot activate the heap profile of MALLOC_CONF")?;
     }
     for warning in &config.warnings {

@@ -323,8 +323,8 @@ impl Memory {
     /// Returns the bytes of the capacity that cannot be used because the file gets no pages for
     /// them.
     #[must_use]
-    pub fn withheld_bytes(&self) -> u64 {
-        self.prefaulter.as_ref().map_or(0, |prefaulter| prefaulter.withheld_bytes())
+    pub fn unavailable_bytes(&self) -> u64 {
+        self.prefaulter.as_ref().map_or(0, |prefaulter| prefaulter.unavailable_bytes())
     }
 
     /// Returns all buffers with something to flush. Also frees dead segments of the others, and
@@ -424,7 +424,7 @@ impl Memory {
         metrics.heap_capacity.set(clamped(self.heap.whole().capacity()));
         let Supply { region, lists, .. } = &self.shared.supply;
         lists.give_back(SPARE_BYTES);
-        metrics.withheld.set(clamped(self.withheld_bytes()));
+        metrics.unavailable.set(clamped(self.unavailable_bytes()));
         metrics.unprotected.set(clamped(self.unprotected_shuffles()));
         metrics.backing_vanished.set(i64::from(self.backing_fault().is_some()));
         metrics.region_touched.set(clamped(region.touched_bytes()));

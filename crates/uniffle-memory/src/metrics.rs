@@ -27,7 +27,7 @@ metrics::table! {
         buffers: IntGauge = "buffer_count_in_buffer_pool", "Partitions with received data";
         region_touched: IntGauge = "memory_region_touched_bytes",
             "Highest number of bytes of the region in use at a time";
-        withheld: IntGauge = "memory_withheld_bytes",
+        unavailable: IntGauge = "memory_withheld_bytes",
             "Bytes of capacity unavailable because the file system of memory_store.backing has no pages \
              for them";
         unprotected: IntGauge = "memory_unprotected_shuffles",

@@ -17,7 +17,7 @@ pub enum State {
 /// Returns whether jemalloc's options request profiling from the start: `prof:true` without
 /// `prof_active`. jemalloc's own default for `prof_active` is true, but this build sets it to
 /// false.
-pub fn asked_for(options: &str) -> bool {
+pub fn is_requested(options: &str) -> bool {
     let is_set = |key: &str, value: &str| {
         let mut pairs = options.split(',').filter_map(|pair| pair.trim().split_once(':'));
         pairs.rfind(|(name, _)| *name == key).is_some_and(|(_, found)| value.is_empty() || found == value)
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn only_explicit_setting_starts_a_heap_profile() {
         for wish in ["prof:true", "prof:true,prof_prefix:jeprof.out", "dirty_decay_ms:0, prof:true"] {
-            assert!(asked_for(wish), "{wish}");
+            assert!(is_requested(wish), "{wish}");
         }
         for other in [
             "",
@@ -182,7 +182,7 @@ mod tests {
             "prof:true,prof_active:true",
             "prof:true,prof:false",
         ] {
-            assert!(!asked_for(other), "{other}");
+            assert!(!is_requested(other), "{other}");
         }
     }
 }

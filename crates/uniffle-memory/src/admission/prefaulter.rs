@@ -1,5 +1,5 @@
-//! Allocates pages of a file-backed region ahead of promises, and withholds capacity that has no
-//! pages.
+//! Allocates pages of a file-backed region ahead of promises. Capacity without pages is charged as
+//! unavailable.
 //!
 //! Invariant: while pages are allocated in time, a ticket is granted only for memory that has
 //! pages. If others fill the tmpfs, senders get `NO_BUFFER` instead of a promise that cannot be
@@ -21,22 +21,28 @@ const AHEAD_BYTES: u64 = 64 << 20;
 /// Interval of checks without a notification: after a refusal, and for charges without a ticket.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// Allocates pages for the next promises and charges withheld capacity to the budget.
+/// Allocates pages for the next promises and charges unavailable capacity to the budget.
 #[derive(Debug)]
 pub(crate) struct Prefaulter {
     region: Arc<Region>,
     budget: Budget,
     /// Capacity that cannot be promised because it has no pages. Locked while pages are allocated.
-    withheld: Mutex<Charge>,
-    /// Copy of the withheld bytes that is readable without the lock.
-    withheld_bytes: AtomicU64,
+    unavailable: Mutex<Charge>,
+    /// Copy of the bytes of `unavailable`, readable without the lock.
+    unavailable_bytes: AtomicU64,
     wanted: Notify,
 }
 
 impl Prefaulter {
     pub(crate) fn new(region: Arc<Region>, budget: Budget) -> Arc<Self> {
-        let withheld = Mutex::new(budget.empty_charge());
-        Arc::new(Self { region, budget, withheld, withheld_bytes: AtomicU64::new(0), wanted: Notify::new() })
+        let unavailable = Mutex::new(budget.empty_charge());
+        Arc::new(Self {
+            region,
+            budget,
+            unavailable,
+            unavailable_bytes: AtomicU64::new(0),
+            wanted: Notify::new(),
+        })
     }
 
     /// Requests further pages after a grant, if fewer than half of the lead are left.
@@ -46,37 +52,37 @@ impl Prefaulter {
         }
     }
 
-    fn wanted_bytes(&self, lead: u64) -> u64 {
-        let promised = self.budget.used().saturating_sub(self.withheld_bytes());
+    fn target_bytes(&self, lead: u64) -> u64 {
+        let promised = self.budget.used().saturating_sub(self.unavailable_bytes());
         promised.saturating_add(lead).min(self.region.capacity_bytes())
     }
 
     fn lacks(&self, lead: u64) -> bool {
-        self.region.ready_bytes() < self.wanted_bytes(lead)
+        self.region.ready_bytes() < self.target_bytes(lead)
     }
 
     /// Returns the bytes of the capacity that cannot be used.
-    pub(crate) fn withheld_bytes(&self) -> u64 {
-        self.withheld_bytes.load(Ordering::Relaxed)
+    pub(crate) fn unavailable_bytes(&self) -> u64 {
+        self.unavailable_bytes.load(Ordering::Relaxed)
     }
 
-    /// Allocates the wanted pages and updates the withheld capacity. Takes milliseconds per 2 MiB:
-    /// not for a runtime's thread.
-    pub(crate) fn take(&self) {
-        let mut withheld = self.withheld.lock();
-        let before = withheld.bytes();
-        let error = self.region.take_pages(self.wanted_bytes(AHEAD_BYTES)).err();
+    /// Allocates pages up to the target and updates the unavailable capacity. Takes milliseconds per
+    /// 2 MiB: not for a runtime's thread.
+    pub(crate) fn prefault(&self) {
+        let mut unavailable = self.unavailable.lock();
+        let before = unavailable.bytes();
+        let error = self.region.take_pages(self.target_bytes(AHEAD_BYTES)).err();
         let lacking = match &error {
             Some(_) => self.region.capacity_bytes() - self.region.ready_bytes(),
             None => 0,
         };
         if lacking < before {
-            drop(withheld.split_up_to(before - lacking));
+            drop(unavailable.split_up_to(before - lacking));
         } else {
-            withheld.merge(self.budget.force_charge(lacking - before));
+            unavailable.merge(self.budget.force_charge(lacking - before));
         }
-        self.withheld_bytes.store(lacking, Ordering::Relaxed);
-        drop(withheld);
+        self.unavailable_bytes.store(lacking, Ordering::Relaxed);
+        drop(unavailable);
         match error {
             Some(error) if before == 0 => tracing::warn!(
                 %error,
@@ -98,11 +104,11 @@ impl Prefaulter {
                 _ = every.tick() => {}
             }
             let is_idle = !self.region.is_refused_pages() && !self.lacks(AHEAD_BYTES);
-            if is_idle && self.withheld_bytes() == 0 {
+            if is_idle && self.unavailable_bytes() == 0 {
                 continue;
             }
             let prefaulter = Arc::clone(&self);
-            let taken = tokio::task::spawn_blocking(move || prefaulter.take()).await;
+            let taken = tokio::task::spawn_blocking(move || prefaulter.prefault()).await;
             if let Err(error) = taken {
                 tracing::error!(%error, "cannot allocate memory pages; retrying");
             }
@@ -176,7 +182,7 @@ mod tests {
 
     fn end(memory: &Memory) {
         drop(memory.forget(&ShuffleKey::new(app(), ShuffleId(0))));
-        assert_eq!((memory.used_bytes(), memory.block_count(), memory.withheld_bytes()), (0, 0, 0));
+        assert_eq!((memory.used_bytes(), memory.block_count(), memory.unavailable_bytes()), (0, 0, 0));
         let region = &memory.shared.supply.region;
         assert_eq!(region.free_bytes(), region.capacity_bytes());
     }
@@ -186,16 +192,16 @@ mod tests {
         let memory = opened(None);
         let region = &memory.shared.supply.region;
         region.limit_pages(usize::try_from(7 * MIB).unwrap());
-        memory.prefaulter.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().prefault();
         assert_eq!(region.ready_bytes(), 6 * MIB, "only whole blocks are ready");
-        assert_eq!(memory.withheld_bytes(), region.capacity_bytes() - 6 * MIB);
+        assert_eq!(memory.unavailable_bytes(), region.capacity_bytes() - 6 * MIB);
         // The region exceeds the capacity by 2 MiB, so 4 of the 6 MiB are usable.
         assert!(is_no_buffer(send(&memory, 0..5, 1 << 20)));
         send(&memory, 0..3, 1 << 20).unwrap();
         assert!(is_no_buffer(send(&memory, 3..5, 1 << 20)));
         region.limit_pages(usize::MAX);
-        memory.prefaulter.as_ref().unwrap().take();
-        assert_eq!(memory.withheld_bytes(), 0);
+        memory.prefaulter.as_ref().unwrap().prefault();
+        assert_eq!(memory.unavailable_bytes(), 0);
         send(&memory, 3..15, 1 << 20).unwrap();
         end(&memory);
     }
@@ -209,7 +215,7 @@ mod tests {
         memory.shared.supply.region.limit_pages(usize::try_from(3 * MIB).unwrap());
         assert!(is_no_buffer(send(&memory, 0..14, 1 << 20)));
         memory.shared.supply.region.limit_pages(usize::MAX);
-        memory.prefaulter.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().prefault();
         send(&memory, 0..13, 1 << 20).unwrap();
         end(&memory);
     }
@@ -217,7 +223,7 @@ mod tests {
     #[test]
     fn only_blocks_without_row_pages_are_refused() {
         let memory = opened(None);
-        memory.prefaulter.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().prefault();
         send(&memory, 0..4000, 1).unwrap();
         memory.shared.supply.region.limit_pages(0);
         assert!(is_no_buffer(send(&memory, 4000..8000, 1)));
@@ -233,7 +239,7 @@ mod tests {
     #[test]
     fn ceded_segment_without_pages_is_excluded() {
         let memory = opened(None);
-        memory.prefaulter.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().prefault();
         let region = &memory.shared.supply.region;
         let charge = memory.budget().try_charge(MIB).unwrap();
         let mut piece = region.allocate(1 << 20, charge).unwrap();
@@ -242,10 +248,10 @@ mod tests {
         drop(piece);
         assert_eq!(region.ready_bytes(), region.capacity_bytes() - MIB);
         assert_eq!(region.free_bytes(), region.ready_bytes());
-        memory.prefaulter.as_ref().unwrap().take();
-        assert_eq!(memory.withheld_bytes(), MIB);
+        memory.prefaulter.as_ref().unwrap().prefault();
+        assert_eq!(memory.unavailable_bytes(), MIB);
         region.limit_pages(usize::MAX);
-        memory.prefaulter.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().prefault();
         end(&memory);
     }
 
@@ -277,7 +283,7 @@ mod tests {
         assert_eq!((region.ready_bytes(), region.free_bytes()), (5 * MIB, region.capacity_bytes() - 6 * MIB));
         assert!(is_no_buffer(send(&memory, 5..6, 4096)));
         region.limit_pages(usize::MAX);
-        memory.prefaulter.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().prefault();
         send(&memory, 5..6, 1 << 20).unwrap();
         end(&memory);
     }
@@ -309,7 +315,7 @@ mod tests {
         assert!(region.ready_bytes() < 8 * MIB, "{}", region.ready_bytes());
         // No pages were allocated ahead.
         send(&memory, 1..13, 1 << 20).unwrap();
-        memory.prefaulter.as_ref().unwrap().take();
+        memory.prefaulter.as_ref().unwrap().prefault();
         end(&memory);
     }
 }

@@ -281,10 +281,10 @@ impl Buffer {
             );
         }
         let named = self.named();
-        let asked_rows = if named.is_some() { count_rows(blocks.as_ref()) } else { 0 };
-        let paid = self.shared.pay_for_blocks(blocks.as_ref().len(), asked_rows, funds)?;
+        let row_count = if named.is_some() { count_rows(blocks.as_ref()) } else { 0 };
+        let paid = self.shared.pay_for_blocks(blocks.as_ref().len(), row_count, funds)?;
         // Rows are paid for before they are taken and until they are freed.
-        let rows = named.map(|named| self.rows_of(named, asked_rows)).transpose();
+        let rows = named.map(|named| self.rows_of(named, row_count)).transpose();
         let mut rows = rows.inspect_err(|_| self.shared.budget.wake())?;
         let mut done = CommitOutcome::default();
         let mut duplicates: SmallVec<[BlockFill; 8]> = SmallVec::new();
