@@ -40,8 +40,8 @@ use crate::worker::WorkerProcess;
 
 const WRITERS: u32 = 4;
 const READERS: u32 = 2;
-/// Number of shuffles that are kept over several rounds.
-const SHUFFLES_KEPT: usize = 3;
+/// Number of shuffles that stay registered over several rounds.
+const OPEN_SHUFFLES_MAX: usize = 3;
 
 /// Returns the number of rounds (`PROCESS_ROUNDS`) and the random generator (`PROCESS_SEED` repeats
 /// a run).
@@ -65,16 +65,16 @@ pub enum RoundEnd {
 
 impl RoundEnd {
     /// Ends the process and starts the next one. Sets `killed` before a kill, and returns the
-    /// blocks that a killed process left on its disks.
-    fn bring_to(self, worker: &mut WorkerProcess, killed: &AtomicBool) -> Option<DiskBlocks> {
+    /// blocks on the disks of a killed process.
+    fn apply(self, worker: &mut WorkerProcess, killed: &AtomicBool) -> Option<DiskBlocks> {
         match self {
             Self::Nothing => {}
             Self::Kill => {
                 killed.store(true, Ordering::SeqCst);
                 worker.kill();
-                let left = DiskBlocks::of(worker);
+                let disk_blocks = DiskBlocks::of(worker);
                 worker.start_again();
-                return Some(left);
+                return Some(disk_blocks);
             }
             Self::Stop => {
                 worker.terminate();
@@ -97,13 +97,14 @@ struct DiskBlocks {
 
 impl DiskBlocks {
     fn of(worker: &WorkerProcess) -> Self {
-        let read = |path: &PathBuf| read_directory(path).expect("the directory of a worker that has ended");
+        let read =
+            |path: &PathBuf| read_directory(path).expect("the data directory of an ended worker is readable");
         let directories: Vec<_> = worker.data_paths().iter().map(read).collect();
-        let mut left = Self::default();
+        let mut found = Self::default();
         for block in stored_blocks(&directories) {
-            left.blocks.entry(block.key).or_default().insert((block.partition, block.id));
+            found.blocks.entry(block.key).or_default().insert((block.partition, block.id));
         }
-        left
+        found
     }
 
     fn has(&self, key: &ShuffleKey, partition: i32, id: BlockId) -> bool {
@@ -143,9 +144,9 @@ impl WorkerView for CheckedWorker<'_> {
         let wanted = |id: &BlockId| tasks.contains(LAYOUT.task_of(*id).0.cast_unsigned());
         let mut expected = self.expected.get(&partition).cloned().unwrap_or_default();
         expected.retain(|id, _| wanted(id));
-        let nothing = AtomicBool::new(false);
+        let undisturbed = AtomicBool::new(false);
         let wanted = WantedBlocks { partition, expected: &expected, tasks: Some(tasks) };
-        let read = read_with_retries(self.client, self.remote, key, wanted, &nothing).await;
+        let read = read_with_retries(self.client, self.remote, key, wanted, &undisturbed).await;
         read.map_err(|error| refusal(&error))
     }
 }
@@ -162,11 +163,11 @@ struct Tally {
 #[derive(Debug, Default)]
 pub struct Checker {
     /// Memory survives the process, so nothing may be lost.
-    memory_is_kept: bool,
+    has_persistent_memory: bool,
     remote: Option<Arc<dyn RemoteReads>>,
     history: Arc<Mutex<CheckedHistory>>,
     /// Shuffles of earlier rounds that had no loss.
-    kept: Vec<i32>,
+    open_shuffles: Vec<i32>,
     tallies: BTreeMap<RoundEnd, Tally>,
 }
 
@@ -194,7 +195,7 @@ impl Checker {
     /// Creates a checker of a worker with persistent memory.
     pub fn with_persistent_memory() -> Self {
         let mut checker = Self::default();
-        checker.memory_is_kept = true;
+        checker.has_persistent_memory = true;
         checker
     }
 
@@ -211,7 +212,7 @@ impl Checker {
         let mut request = register_request(&shuffle(id), &ranges);
         request.remote_storage = self.remote.as_ref().map(|remote| remote.storage());
         client.register_with(request).await.unwrap();
-        self.kept.push(id);
+        self.open_shuffles.push(id);
         let clients = Clients {
             history: Arc::clone(&self.history),
             killed: Arc::default(),
@@ -235,7 +236,8 @@ impl Checker {
             sleep(Duration::from_millis(random.random_range(0..500))).await;
         }
         let began = Instant::now();
-        let left = block_in_place(|| end.bring_to(worker, &clients.killed)).filter(|_| !self.memory_is_kept);
+        let disk_blocks =
+            block_in_place(|| end.apply(worker, &clients.killed)).filter(|_| !self.has_persistent_memory);
         let took = began.elapsed();
         if let Some(remote) = &self.remote {
             block_in_place(|| remote.heal());
@@ -250,35 +252,35 @@ impl Checker {
         let mut tally = self.tallies.remove(&end).unwrap_or_default();
         tally.longest = tally.longest.max(took);
         tally.rounds += 1;
-        for id in self.kept.clone() {
-            let lost = self.verify(&client, id, end, left.as_ref(), &mut tally).await;
+        for id in self.open_shuffles.clone() {
+            let lost = self.verify(&client, id, end, disk_blocks.as_ref(), &mut tally).await;
             if lost > 0 {
                 self.heal(&client, id, random).await;
             }
         }
         self.tallies.insert(end, tally);
-        if self.kept.len() > SHUFFLES_KEPT {
-            let oldest = self.kept.remove(0);
+        if self.open_shuffles.len() > OPEN_SHUFFLES_MAX {
+            let oldest = self.open_shuffles.remove(0);
             client.unregister(&shuffle(oldest)).await.unwrap();
             self.history.lock().forget(oldest);
         }
     }
 
-    /// Reads every block of a shuffle, one at a time. Returns the number of reported losses. `left`
-    /// holds the blocks that were on the disks when the process was killed.
+    /// Reads every block of a shuffle, one at a time. Returns the number of reported losses.
+    /// `disk_blocks` holds the blocks that were on the disks when the process was killed.
     async fn verify(
         &self,
         client: &ShuffleClient,
         id: i32,
         end: RoundEnd,
-        left: Option<&DiskBlocks>,
+        disk_blocks: Option<&DiskBlocks>,
         tally: &mut Tally,
     ) -> u64 {
         let key = shuffle(id);
-        let (of_shuffle, mut expected) = {
+        let (shuffle_history, mut expected) = {
             let history = self.history.lock();
-            let of_shuffle = history.histories.get(&id).cloned().unwrap_or_default();
-            (of_shuffle, history.in_reports.get(&id).cloned().unwrap_or_default())
+            let shuffle_history = history.histories.get(&id).cloned().unwrap_or_default();
+            (shuffle_history, history.in_reports.get(&id).cloned().unwrap_or_default())
         };
         // Some reports without a response were accepted.
         for (partition, blocks) in &mut expected {
@@ -287,25 +289,33 @@ impl Checker {
             blocks.retain(|id, _| known.contains(id.0.cast_unsigned()));
         }
         let remote = self.remote.as_deref();
-        let mut behind = BTreeSet::new();
-        if let (Some(remote), Some(_)) = (remote, left) {
-            for partition in of_shuffle.partitions.keys() {
+        let mut remote_blocks = BTreeSet::new();
+        if let (Some(remote), Some(_)) = (remote, disk_blocks) {
+            for partition in shuffle_history.partitions.keys() {
                 let blocks = remote.read(&key, *partition).await.unwrap_or_default();
-                behind.extend(blocks.into_keys().map(|id| (*partition, id)));
+                remote_blocks.extend(blocks.into_keys().map(|id| (*partition, id)));
             }
         }
         let is_known = |partition, id| expected.get(&partition).is_some_and(|all| all.contains_key(&id));
-        let was_left = |partition, id| {
-            left.is_none_or(|left| left.has(&key, partition, id)) || behind.contains(&(partition, id))
+        let is_durable = |partition, id| {
+            disk_blocks.is_none_or(|disk_blocks| disk_blocks.has(&key, partition, id))
+                || remote_blocks.contains(&(partition, id))
         };
         let checked = CheckedWorker { client, remote, expected: &expected };
-        let must_be_served = |partition, id| is_known(partition, id) && was_left(partition, id);
-        let findings = verify(&checked, &key, &of_shuffle, LAYOUT, must_be_served).await;
+        let must_be_served = |partition, id| is_known(partition, id) && is_durable(partition, id);
+        let findings = verify(&checked, &key, &shuffle_history, LAYOUT, must_be_served).await;
         let what = format!("shuffle {id} after {end:?}");
         assert_strict(&findings, &what);
-        assert!(left.is_some() || findings.lost.is_empty(), "{what}: lost: {:?}", findings.lost);
-        let wrongly = findings.lost.iter().find(|(partition, id)| was_left(*partition, *id));
-        assert!(wrongly.is_none(), "{what}: {wrongly:?} was reported as lost but is on a disk");
+        assert!(
+            disk_blocks.is_some() || findings.lost.is_empty(),
+            "{what}: blocks are reported as lost although none may be: {:?}",
+            findings.lost
+        );
+        let durable = findings.lost.iter().find(|(partition, id)| is_durable(*partition, *id));
+        assert!(
+            durable.is_none(),
+            "{what}: {durable:?} was reported as lost, but is on a disk or in a remote file"
+        );
         let lost = findings.lost.len() as u64;
         tally.blocks += findings.served + lost;
         tally.reported_lost += lost;
@@ -318,27 +328,35 @@ impl Checker {
         if random.random_bool(0.3) {
             client.unregister(&shuffle(id)).await.unwrap();
             self.history.lock().forget(id);
-            self.kept.retain(|kept| *kept != id);
+            self.open_shuffles.retain(|other| *other != id);
             return;
         }
         let in_reports = self.history.lock().in_reports.get(&id).cloned().unwrap_or_default();
         for (partition, blocks) in &in_reports {
             let blocks: Vec<Block> = blocks.values().cloned().collect();
-            for some in blocks.chunks(50) {
-                let batch = [(PartitionId(*partition), some.to_vec())];
+            for chunk in blocks.chunks(50) {
+                let batch = [(PartitionId(*partition), chunk.to_vec())];
                 client.push(&shuffle(id), SendForm::Classic, &batch).await.expect("sends are never refused");
             }
         }
-        let mut nothing = Tally::default();
-        let lost = self.verify(client, id, RoundEnd::Stop, None, &mut nothing).await;
-        assert_eq!(lost, 0);
+        let mut tally = Tally::default();
+        let lost = self.verify(client, id, RoundEnd::Stop, None, &mut tally).await;
+        assert_eq!(lost, 0, "shuffle {id}: resent blocks are reported as lost");
     }
 }
 
 fn assert_strict(findings: &ShuffleVerification, what: &str) {
-    assert!(findings.violations.is_empty(), "{what}: {:?}", findings.violations);
-    assert!(findings.results_refused.is_none(), "{what}: {:?}", findings.results_refused);
-    let count = findings.withheld.len();
-    let first = findings.withheld.first();
+    assert!(
+        findings.violations.is_empty(),
+        "{what}: the worker broke a guarantee: {:?}",
+        findings.violations
+    );
+    assert!(
+        findings.results_refused.is_none(),
+        "{what}: results are refused: {:?}",
+        findings.results_refused
+    );
+    let count = findings.missing.len();
+    let first = findings.missing.first();
     assert!(first.is_none(), "{what}: {count} of {} blocks are not served: {first:?}", findings.intact);
 }

@@ -4,7 +4,7 @@
 //! ([`WorkerView`]) for the results and for every block, with task filters that avoid the lost
 //! blocks, and lists all contradictions. A worker that serves nothing and reports everything as
 //! lost breaks no rule of the protocol. Therefore the caller says which blocks must be present, and
-//! each one that is not served is listed ([`ShuffleVerification::withheld`]).
+//! each one that is not served is listed ([`ShuffleVerification::missing`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -136,7 +136,7 @@ pub struct MissingBlock {
 pub struct ShuffleVerification {
     pub violations: Vec<Violation>,
     /// Blocks that must be present but were not served.
-    pub withheld: Vec<MissingBlock>,
+    pub missing: Vec<MissingBlock>,
     /// Number of blocks that must be present.
     pub intact: u64,
     /// Number of blocks that were served, each counted once.
@@ -191,7 +191,7 @@ pub async fn verify(
             findings.intact += 1;
             if !read.blocks.contains_key(&block) {
                 let why = refused(block).map_or("missing", |text| text.as_str()).to_owned();
-                findings.withheld.push(MissingBlock { partition: *partition, block, why });
+                findings.missing.push(MissingBlock { partition: *partition, block, why });
             }
         }
     }

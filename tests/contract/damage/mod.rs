@@ -272,8 +272,8 @@ impl Report {
         for violation in &findings.violations {
             self.fail(format!("{what}: {violation}"));
         }
-        if let Some(withheld) = findings.withheld.first() {
-            self.fail(format!("{key} {what}: block {} is not served: {}", withheld.block, withheld.why));
+        if let Some(missing) = findings.missing.first() {
+            self.fail(format!("{key} {what}: block {} is not served: {}", missing.block, missing.why));
         }
     }
 }

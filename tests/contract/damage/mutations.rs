@@ -392,7 +392,7 @@ fn findings_for(lie: Lie) -> ShuffleVerification {
 #[test]
 fn false_responses_are_detected() {
     let honest = findings_for(Lie::None);
-    assert!(honest.violations.is_empty() && honest.withheld.is_empty(), "{honest:?}");
+    assert!(honest.violations.is_empty() && honest.missing.is_empty(), "{honest:?}");
     assert!(honest.intact > 5 && honest.served == honest.intact && honest.lost.is_empty(), "{honest:?}");
     let found = |lie, kind| findings_for(lie).violations.iter().any(|violation| violation.kind == kind);
     assert!(found(Lie::ShortResult, ViolationKind::ShortResult));
@@ -402,6 +402,6 @@ fn false_responses_are_detected() {
     assert!(found(Lie::UnreportedLoss, ViolationKind::UnreportedLoss));
     assert!(found(Lie::UnnamedRefusal, ViolationKind::UnnamedRefusal));
     let nothing = findings_for(Lie::AllLost);
-    assert_eq!((nothing.served, nothing.withheld.len() as u64), (0, nothing.intact));
-    assert!(!findings_for(Lie::UnreportedLoss).withheld.is_empty());
+    assert_eq!((nothing.served, nothing.missing.len() as u64), (0, nothing.intact));
+    assert!(!findings_for(Lie::UnreportedLoss).missing.is_empty());
 }

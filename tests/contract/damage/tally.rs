@@ -25,7 +25,7 @@ struct Counts {
     /// Claims that were restored from the error of a refused start.
     claims: u64,
     intact: u64,
-    withheld: u64,
+    missing: u64,
     lost: u64,
 }
 
@@ -40,7 +40,7 @@ impl Counts {
         self.refused_starts += other.refused_starts;
         self.claims += other.claims;
         self.intact += other.intact;
-        self.withheld += other.withheld;
+        self.missing += other.missing;
         self.lost += other.lost;
     }
 }
@@ -98,7 +98,7 @@ impl Report {
 
     /// Returns the reasons why this seed alone fails: failures, or too few served blocks.
     pub(crate) fn breaches(&self) -> Vec<String> {
-        let served = (self.counts.intact - self.counts.withheld) * 10_000;
+        let served = (self.counts.intact - self.counts.missing) * 10_000;
         let too_little = served < self.counts.intact * super::SERVED_OF_10_000;
         let too_little = too_little.then(|| format!("TooLittle: {:?}", self.counts));
         self.failures.iter().cloned().chain(too_little).collect()
@@ -124,7 +124,7 @@ impl Report {
     pub(crate) fn take(&mut self, key: &ShuffleKey, findings: ShuffleVerification) {
         self.counts.shuffles += 1;
         self.counts.intact += findings.intact;
-        self.counts.withheld += findings.withheld.len() as u64;
+        self.counts.missing += findings.missing.len() as u64;
         self.counts.lost += findings.lost.len() as u64;
         self.failures.extend(findings.violations.iter().map(ToString::to_string));
         match &findings.results_refused {
@@ -138,10 +138,9 @@ impl Report {
             self.fail(format!("NeedlessRefusal of {key}: {}", refusal.text()));
         }
         // Partial damage is checked in the total. Without damage every block must be served.
-        if let Some(first) =
-            findings.withheld.first().filter(|_| self.corruption == Some(Corruption::Nothing))
+        if let Some(first) = findings.missing.first().filter(|_| self.corruption == Some(Corruption::Nothing))
         {
-            let (count, partition, block) = (findings.withheld.len(), first.partition, first.block);
+            let (count, partition, block) = (findings.missing.len(), first.partition, first.block);
             self.fail(format!(
                 "{count} blocks of {key} are not served, {block} of {partition}: {}",
                 first.why
@@ -185,7 +184,7 @@ impl Total {
 
     pub(crate) fn intact_and_served(&self) -> (u64, u64) {
         let sum = |count: fn(&Counts) -> u64| self.rows.values().map(count).sum::<u64>();
-        (sum(|row| row.intact), sum(|row| row.intact - row.withheld))
+        (sum(|row| row.intact), sum(|row| row.intact - row.missing))
     }
 
     /// Returns the corruptions that no seed chose.
@@ -212,7 +211,7 @@ impl fmt::Display for Total {
             "no start",
             "claims",
             "untouched",
-            "withheld",
+            "missing",
             "lost"
         )?;
         let line = |f: &mut fmt::Formatter<'_>, name: &str, row: &Counts| {
@@ -226,13 +225,13 @@ impl fmt::Display for Total {
                 refused_starts,
                 claims,
                 intact,
-                withheld,
+                missing,
                 lost,
             } = row;
             writeln!(
                 f,
                 "{name:<42} {seeds:>6} {failed:>6} {shuffles:>8} {refused_results:>7} {unknown:>7} {skipped:>8} \
-                 {refused_starts:>8} {claims:>6} {intact:>9} {withheld:>8} {lost:>7}"
+                 {refused_starts:>8} {claims:>6} {intact:>9} {missing:>8} {lost:>7}"
             )
         };
         for ((corruption, kind), row) in &self.rows {

@@ -143,8 +143,8 @@ impl History {
         let is_there = |partition, id: BlockId| sent.contains(&(partition, id.0));
         let findings = verify(&client, &key, &responses, LAYOUT, is_there).await;
         assert!(findings.violations.is_empty(), "{:?}", findings.violations);
-        let withheld = findings.withheld.first();
-        assert!(withheld.is_none(), "{key}: {withheld:?} was sent after files were removed");
+        let missing = findings.missing.first();
+        assert!(missing.is_none(), "{key}: {missing:?} was sent after files were removed, but is not served");
     }
 
     async fn send_and_flush(&mut self, key: Key) -> BTreeSet<(i32, i64)> {

@@ -29,7 +29,7 @@ impl History {
             let refusal = findings.results_refused.as_ref();
             assert!(self.excused || refusal.is_none(), "results of {key} are refused: {refusal:?}");
             let is_known = self.knows(&key);
-            let is_predecessor = !findings.withheld.is_empty() && self.may_know_predecessor(&key);
+            let is_predecessor = !findings.missing.is_empty() && self.may_know_predecessor(&key);
             let is_forgotten = !is_known || self.forgotten.contains(&name) || is_predecessor;
             if findings.results_refused.is_some() && is_forgotten {
                 // The job fails. The worker may know an earlier registration, or both.
@@ -48,14 +48,14 @@ impl History {
                     self.divergence_is_hidden() || refusal.text().contains("run its application")
                 });
             // An extent with wrong bytes may be abandoned.
-            let withheld = findings.withheld.first().filter(|_| !self.is_torn() && !runs_again);
+            let missing = findings.missing.first().filter(|_| !self.is_torn() && !runs_again);
             let intact = findings.intact;
             assert!(
-                withheld.is_none(),
-                "{key}: {withheld:?} of {intact} blocks on the disks, refused: {refusal:?}"
+                missing.is_none(),
+                "{key}: one of {intact} blocks on the disks is not served: {missing:?}; results refused: {refusal:?}"
             );
             let expected = self.expected.get_mut(&name).unwrap();
-            if runs_again && !findings.withheld.is_empty() {
+            if runs_again && !findings.missing.is_empty() {
                 expected.lose_places();
                 expected.has_overlaps = true;
                 // Ends the readers of earlier processes.

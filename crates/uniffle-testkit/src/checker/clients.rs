@@ -132,7 +132,11 @@ impl Clients {
                 match read_with_retries(&client, self.remote.as_deref(), &key, wanted, &self.disturbed).await
                 {
                     Ok(_) if self.disturbed.load(Ordering::SeqCst) => {}
-                    Ok(read) => assert_all(&read, &expected, &format!("{id}/{partition} while written")),
+                    Ok(read) => assert_all(
+                        &read,
+                        &expected,
+                        &format!("partition {id}/{partition}, read during writes"),
+                    ),
                     Err(_) if self.killed.load(Ordering::SeqCst) => return,
                     Err(ClientError::Refused { text, status, .. }) => panic!("{status:?}: {text}"),
                     Err(_) => break,
@@ -164,11 +168,11 @@ async fn read_all(
     let mut found = read.blocks;
     if let Some(remote) = remote {
         // A storage that does not respond counts as empty. The caller evaluates missing blocks.
-        let mut behind = remote.read(key, partition).await.unwrap_or_default();
+        let mut remote_blocks = remote.read(key, partition).await.unwrap_or_default();
         let wanted =
             |id: &BlockId| tasks.is_none_or(|tasks| tasks.contains(LAYOUT.task_of(*id).0.cast_unsigned()));
-        behind.retain(|id, _| wanted(id));
-        found.extend(behind);
+        remote_blocks.retain(|id, _| wanted(id));
+        found.extend(remote_blocks);
     }
     Ok(found)
 }
@@ -206,7 +210,7 @@ fn assert_all(read: &BTreeMap<BlockId, Bytes>, expected: &BTreeMap<BlockId, Bloc
             "{what}: block {id} is {}",
             match found {
                 None => "missing",
-                Some(_) => "not what was sent",
+                Some(_) => "different from the block that was sent",
             }
         );
     }
