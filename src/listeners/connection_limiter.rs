@@ -276,19 +276,19 @@ impl ConnectionState {
     ///
     /// Only the task that writes the responses may poll this, and must write before each poll.
     pub(super) async fn resting(&self, time: Duration, is_written: impl Fn() -> bool) {
-        let asked = self.now();
-        let (mut idle_since, mut ended_before) = (asked, None);
+        let called_at = self.now();
+        let (mut idle_since, mut ended_before) = (called_at, None);
         loop {
             let now = self.now();
             // Read before the number of ended requests, which a request increments first.
             let is_busy = self.requests.load(Ordering::Acquire) > 0;
             let ended = (!is_busy).then(|| self.ended_requests.load(Ordering::Relaxed));
             idle_since = if is_busy { now } else { idle_since };
-            let silent_since = self.progressed_ns.load(Ordering::Relaxed).max(asked);
+            let silent_since = self.progressed_ns.load(Ordering::Relaxed).max(called_at);
             let lasts = |since: u64, time: Duration| Duration::from_nanos(now.saturating_sub(since)) >= time;
             // Responses that were complete at the previous check have been passed to the socket.
             let is_settled = ended.is_some() && ended == ended_before && is_written();
-            if is_settled && lasts(asked, time)
+            if is_settled && lasts(called_at, time)
                 || !is_busy && lasts(silent_since, time)
                 || lasts(idle_since, 2 * time)
             {

@@ -108,14 +108,14 @@ pub enum ServiceError {
     },
     /// The partition has reached its hard limit.
     #[error(
-        "partition {partition} would have {coming} bytes, the limit is {max} \
+        "partition {partition} would have {total} bytes, the limit is {max} \
          (app_config.partition_hard_limit); do not retry"
     )]
     PartitionTooLarge {
         /// Partition id.
         partition: i32,
         /// Size the partition would have.
-        coming: u64,
+        total: u64,
         /// The hard limit.
         max: u64,
         /// True if the client knows the status code for it, see

@@ -60,7 +60,7 @@ metrics::table! {
             "ticket_lifetime_seconds", "Seconds from a ticket's grant to its send", in metrics::SECONDS_BUCKETS;
         hard_limit_exceeded: IntCounter = "total_huge_partition_exceed_hard_limit_num",
             "Requests refused permanently because a partition exceeds its hard limit";
-        splits_asked: IntCounter = "hard_split_count",
+        splits: IntCounter = "hard_split_count",
             "Partitions split: clients were told in requireBuffer to write elsewhere";
         app_removal: Histogram = "total_remove_resource_time",
             "Seconds to remove an application, files included", in metrics::SECONDS_BUCKETS;
@@ -78,7 +78,7 @@ metrics::table! {
             "total_unregister", "Unregister calls for registered shuffles and applications";
         apps_expired: IntCounter = "total_expired_app_num", "Applications expired without a heartbeat";
         apps_not_found: IntCounter = "total_app_not_found_num", "Requests of unknown applications";
-        read_memory_asked: IntCounter =
+        read_memory_requests: IntCounter =
             "total_require_read_memory_num", "Local reads that requested read memory";
         read_memory_refused: IntCounter =
             "total_require_read_memory_failed_num", "Local reads that timed out waiting for read memory";

@@ -51,15 +51,15 @@ impl WriteProgress {
 
     /// Records the result of the call that wrote [`WriteProgress::next`].
     pub(super) fn advance(&mut self, written: io::Result<usize>) -> io::Result<()> {
-        let asked: usize = self.next().map(<[u8]>::len).sum();
+        let requested: usize = self.next().map(<[u8]>::len).sum();
         let written = match written {
-            Ok(0) if asked > 0 => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(0) if requested > 0 => return Err(io::ErrorKind::WriteZero.into()),
             Ok(written) => written,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(()),
             Err(error) => return Err(error),
         };
-        let mut advance = if written == asked { written } else { written - written % self.grain };
-        if advance == 0 && asked > 0 {
+        let mut advance = if written == requested { written } else { written - written % self.grain };
+        if advance == 0 && requested > 0 {
             self.stuck += 1;
             let broken = self.stuck > SHORT_WRITES_WITHOUT_PROGRESS_MAX;
             return if broken { Err(io::ErrorKind::WriteZero.into()) } else { Ok(()) };
@@ -214,9 +214,9 @@ mod tests {
         let pieces = vec![Bytes::from(vec![1; BLOCK_ALIGN]), Bytes::from(vec![2; 2 * BLOCK_ALIGN])];
         let mut calls = Vec::new();
         write_all(pieces, 0, true, |slices, at| {
-            let asked: usize = slices.iter().map(|slice| slice.len()).sum();
-            calls.push((at, asked));
-            Ok(if calls.len() == 1 { BLOCK_ALIGN + 512 } else { asked })
+            let requested: usize = slices.iter().map(|slice| slice.len()).sum();
+            calls.push((at, requested));
+            Ok(if calls.len() == 1 { BLOCK_ALIGN + 512 } else { requested })
         })
         .unwrap();
         assert_eq!(calls, [(0, 3 * BLOCK_ALIGN), (BLOCK_ALIGN as u64, 2 * BLOCK_ALIGN)]);

@@ -155,10 +155,10 @@ impl TestServer {
 #[tokio::test]
 async fn metrics_are_refreshed_and_gathered() {
     let listener = listener().await;
-    for (asked, path) in (1..).zip(["/metrics", "/prometheus/metrics", "/prometheus/metrics/server"]) {
+    for (count, path) in (1..).zip(["/metrics", "/prometheus/metrics", "/prometheus/metrics/server"]) {
         let (head, body) = listener.ask(path).await;
         assert!(head.starts_with("HTTP/1.1 200") && head.contains("text/plain; version=0.0.4"), "{head}");
-        assert!(body.contains(&format!("\nrefreshed {asked}\n")), "{body}");
+        assert!(body.contains(&format!("\nrefreshed {count}\n")), "{body}");
         assert!(body.contains("\nhttp_connection_number ") && body.contains("\npanic_signal "), "{body}");
     }
     listener.close().await;

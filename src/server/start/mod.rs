@@ -139,7 +139,7 @@ impl<'a> AfterBind<'a> {
         let server_id = identity.server_id();
         log_start(build, config, &server_id);
         metrics::register_build(build, &registry)?;
-        let tiers = TierInputs { server_id, precheck, hand_off, others: tiers };
+        let tiers = TierInputs { server_id, precheck, hand_off, further_tiers: tiers };
         let base = StartContext { config, identity, log, origin, gauges, tasks, registry, sockets, tls };
         Ok(Self { memory_file, tiers, transferred, base })
     }

@@ -29,7 +29,7 @@ pub(super) struct TierInputs {
     /// State of the metadata log at the end of the previous process.
     pub(in crate::server) hand_off: Option<HandOff>,
     /// Further tiers, placed after the configured ones.
-    pub(in crate::server) others: Vec<Arc<dyn Tier>>,
+    pub(in crate::server) further_tiers: Vec<Arc<dyn Tier>>,
 }
 
 /// Whether a start checks remote paths.
@@ -63,7 +63,7 @@ pub(super) async fn start(
     if store_type.has_object() {
         tiers.push(start_object(config, &inputs, memory, tasks, registry).await?);
     }
-    tiers.extend(inputs.others);
+    tiers.extend(inputs.further_tiers);
     if tiers.is_empty() {
         return Ok(None);
     }
@@ -219,14 +219,14 @@ pub(in crate::server) async fn ask_object_store(config: &Config, server_id: &str
     let client =
         Client::open(&config.object, &tasks, &crate::metrics::registry()?).context("[object_store]")?;
     let root = part_of(server_id);
-    let asked = async {
+    let checks = async {
         client.probe(&root).await?;
         // Refuses an upgrade from a program with another layout before it begins.
         anyhow::Ok(Bucket::require_layout(&*client.store(), &root).await?)
     };
-    let answer = asked.await;
+    let checked = checks.await;
     tasks.cancel();
-    answer.with_context(|| client.url().to_string())
+    checked.with_context(|| client.url().to_string())
 }
 
 #[cfg(not(feature = "object"))]

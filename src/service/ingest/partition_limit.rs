@@ -80,7 +80,7 @@ pub struct PartitionSizes {
     /// Payload in memory now, including bytes in flight.
     pub in_memory: u64,
     /// Requested payload; 0 if the client does not send it.
-    pub asked: u64,
+    pub requested: u64,
 }
 
 /// Decision on a request for room in a partition.
@@ -116,15 +116,15 @@ impl PartitionLimits {
     /// Decides on a request, with the checks in the Java server's order (docs/protocol.md §2.4,
     /// step 4).
     pub fn decide(&self, sizes: PartitionSizes) -> LimitDecision {
-        let coming = sizes.received.saturating_add(sizes.asked);
+        let total = sizes.received.saturating_add(sizes.requested);
         let share_is_full = over(sizes.in_memory, self.huge_in_memory_bytes_max);
-        if self.is_huge(coming) && share_is_full {
+        if self.is_huge(total) && share_is_full {
             return LimitDecision::Wait;
         }
-        if self.is_too_large(coming) {
+        if self.is_too_large(total) {
             return LimitDecision::TooLarge;
         }
-        if over(coming, self.split_bytes) { LimitDecision::Split } else { LimitDecision::Fits }
+        if over(total, self.split_bytes) { LimitDecision::Split } else { LimitDecision::Fits }
     }
 }
 
@@ -144,8 +144,8 @@ mod tests {
         bytes_max: Some(3_000),
     };
 
-    fn sizes(received: u64, in_memory: u64, asked: u64) -> PartitionSizes {
-        PartitionSizes { received, in_memory, asked }
+    fn sizes(received: u64, in_memory: u64, requested: u64) -> PartitionSizes {
+        PartitionSizes { received, in_memory, requested }
     }
 
     #[test]
@@ -181,7 +181,7 @@ mod tests {
         #[test]
         fn asking_for_more_is_never_easier(
             huge_bytes in limit(), huge_in_memory_bytes_max in limit(), split_bytes in limit(), bytes_max in limit(),
-            received in 0u64..60, in_memory in 0u64..60, asked in 0u64..60, more in 0u64..60,
+            received in 0u64..60, in_memory in 0u64..60, requested in 0u64..60, more in 0u64..60,
         ) {
             let limits = PartitionLimits { huge_bytes, huge_in_memory_bytes_max, split_bytes, bytes_max };
             let rank = |verdict| match verdict {
@@ -191,13 +191,13 @@ mod tests {
                 LimitDecision::Wait => 3,
             };
             let (less, greater) = (
-                limits.decide(sizes(received, in_memory, asked)),
-                limits.decide(sizes(received, in_memory, asked + more)),
+                limits.decide(sizes(received, in_memory, requested)),
+                limits.decide(sizes(received, in_memory, requested + more)),
             );
             prop_assert!(rank(less) <= rank(greater), "{less:?} then {greater:?}");
             prop_assert!(limits.decide_anything() || less == LimitDecision::Fits);
             // Flushing ends a wait.
-            prop_assert_ne!(limits.decide(sizes(received, 0, asked)), LimitDecision::Wait);
+            prop_assert_ne!(limits.decide(sizes(received, 0, requested)), LimitDecision::Wait);
         }
     }
 }

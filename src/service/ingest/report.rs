@@ -73,10 +73,10 @@ impl Ingest {
             (std::mem::take(&mut request.partitions), std::mem::take(&mut request.records));
         let mut reported = Reported { bitmap_count: request.bitmap_count, partitions, records };
         let log = self.log_of(&app, &key, &shuffle)?;
-        let asked = Arc::clone(&shuffle);
+        let compared = Arc::clone(&shuffle);
         let look = move || {
             name_once(&mut reported.partitions);
-            (reported.changes(&asked.reports), reported)
+            (reported.changes(&compared.reports), reported)
         };
         let (changes, reported) = runner.run(look).await?;
         let changes = match changes? {

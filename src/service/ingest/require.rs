@@ -57,45 +57,51 @@ struct TicketRequest {
 impl Ingest {
     /// Reserves memory as [`Ingest::require_buffer`] does, but waits if memory is short. The wait
     /// lasts at most `memory_store.buffer_ticket_wait_sec`. It requires a free permit of
-    /// `of_connection` and tiers that accept data.
+    /// `connection_permits` and tiers that accept data.
     ///
     /// # Errors
     /// The errors of [`Ingest::require_buffer`].
     pub async fn require_buffer_in_line(
         &self,
         request: RequireRequest<'_>,
-        of_connection: &Semaphore,
+        connection_permits: &Semaphore,
     ) -> Result<RequireGrant, ServiceError> {
-        let mut asked = self.check(&request)?;
-        let waits_behind = !self.ticket_wait.is_zero() && self.ticket_queue.has(asked.app.id());
-        let refused = match waits_behind {
+        let mut ticket_request = self.check(&request)?;
+        let must_queue = !self.ticket_wait.is_zero() && self.ticket_queue.has(ticket_request.app.id());
+        let refused = match must_queue {
             true => None,
-            false => match self.ticket(&asked) {
+            false => match self.ticket(&ticket_request) {
                 Err(refused) if is_worth_waiting(&refused) => Some(refused),
-                ticket => return self.grant(asked, ticket),
+                ticket => return self.grant(ticket_request, ticket),
             },
         };
         // If the tiers accept nothing, waiting frees nothing: another worker is the better choice.
         let may_wait = !self.ticket_wait.is_zero() && !self.parts.status.is_without_room();
-        let place = of_connection.try_acquire().ok().filter(|_| may_wait);
-        if place.is_none() {
-            let ticket = refused.map_or_else(|| self.ticket(&asked), Err);
-            return self.grant(asked, ticket);
+        let permit = connection_permits.try_acquire().ok().filter(|_| may_wait);
+        if permit.is_none() {
+            let ticket = refused.map_or_else(|| self.ticket(&ticket_request), Err);
+            return self.grant(ticket_request, ticket);
         }
-        asked.has_waited = true;
-        self.begin_wait(&asked.app, asked.wanted.bytes);
+        ticket_request.has_waited = true;
+        self.begin_wait(&ticket_request.app, ticket_request.wanted.bytes);
         let (tickets, memory) = (self.parts.memory.tickets(), self.parts.memory.budget());
-        let waiting = self.ticket_queue.wait(tickets, memory, asked.app.id(), asked.wanted, self.ticket_wait);
+        let waiting = self.ticket_queue.wait(
+            tickets,
+            memory,
+            ticket_request.app.id(),
+            ticket_request.wanted,
+            self.ticket_wait,
+        );
         let waited = waiting.await;
         let is_in_line = matches!(waited, Some(Ok(_)));
-        let ticket = waited.unwrap_or_else(|| self.ticket(&asked));
-        let is_there = self.check_again(&request, &asked);
-        if let (Err(_), Ok(ticket)) = (&is_there, &ticket) {
-            drop(tickets.redeem(asked.app.id(), *ticket));
+        let ticket = waited.unwrap_or_else(|| self.ticket(&ticket_request));
+        let recheck = self.check_again(&request, &ticket_request);
+        if let (Err(_), Ok(ticket)) = (&recheck, &ticket) {
+            drop(tickets.redeem(ticket_request.app.id(), *ticket));
         }
-        is_there?;
+        recheck?;
         self.parts.metrics.require_buffer_waited.inc_by(u64::from(is_in_line));
-        self.grant(asked, ticket)
+        self.grant(ticket_request, ticket)
     }
 
     /// Returns the number of requests in the queue.
@@ -113,9 +119,9 @@ impl Ingest {
     /// - an exhausted quota of disk bytes
     /// - `INVALID_REQUEST` for sizes that no worker of this capacity could ever accept
     pub fn require_buffer(&self, request: RequireRequest<'_>) -> Result<RequireGrant, ServiceError> {
-        let asked = self.check(&request)?;
-        let ticket = self.ticket(&asked);
-        self.grant(asked, ticket)
+        let ticket_request = self.check(&request)?;
+        let ticket = self.ticket(&ticket_request);
+        self.grant(ticket_request, ticket)
     }
 
     /// Checks everything except for free memory.
@@ -140,27 +146,36 @@ impl Ingest {
     }
 
     /// Repeats the checks whose results may have changed while a request waited.
-    fn check_again(&self, request: &RequireRequest<'_>, asked: &TicketRequest) -> Result<(), ServiceError> {
+    fn check_again(
+        &self,
+        request: &RequireRequest<'_>,
+        ticket_request: &TicketRequest,
+    ) -> Result<(), ServiceError> {
         if self.parts.status.is_stopping() {
             return Err(ServiceError::Stopping);
         }
         let app = self.parts.app(request.app)?;
-        if !Arc::ptr_eq(&app, &asked.app) {
+        if !Arc::ptr_eq(&app, &ticket_request.app) {
             return Err(ServiceError::NotRegistered);
         }
         check_shuffle(&app, request)
     }
 
-    fn ticket(&self, asked: &TicketRequest) -> Result<TicketId, MemoryError> {
-        self.parts.memory.tickets().require(asked.app.id(), asked.wanted.bytes, asked.wanted.partitions)
+    fn ticket(&self, ticket_request: &TicketRequest) -> Result<TicketId, MemoryError> {
+        self.parts.memory.tickets().require(
+            ticket_request.app.id(),
+            ticket_request.wanted.bytes,
+            ticket_request.wanted.partitions,
+        )
     }
 
     fn grant(
         &self,
-        asked: TicketRequest,
+        ticket_request: TicketRequest,
         ticket: Result<TicketId, MemoryError>,
     ) -> Result<RequireGrant, ServiceError> {
-        let TicketRequest { app, wanted: QueuedRequest { bytes, .. }, split_partitions, has_waited } = asked;
+        let TicketRequest { app, wanted: QueuedRequest { bytes, .. }, split_partitions, has_waited } =
+            ticket_request;
         if let Err(refused) = &ticket
             && is_worth_waiting(refused)
         {
@@ -204,21 +219,21 @@ impl Ingest {
         // Data in memory must be flushed to a disk. If disks are short, other workers are the
         // better choice.
         let disks_are_short = limits.split_bytes.is_some() && self.parts.status.is_without_room();
-        let sizes_are_told = request.partition_sizes.len() == request.partitions.len();
+        let has_sizes = request.partition_sizes.len() == request.partitions.len();
         for (at, partition) in request.partitions.iter().enumerate() {
-            let asked = match sizes_are_told {
+            let requested = match has_sizes {
                 true => size(request.partition_sizes[at], "partitionRequireSizes")?,
                 false => 0,
             };
-            let sizes = partition_sizes(buffers.as_deref(), *partition, asked);
+            let sizes = partition_sizes(buffers.as_deref(), *partition, requested);
             match limits.decide(sizes) {
                 LimitDecision::Fits if !disks_are_short => {}
                 LimitDecision::Fits | LimitDecision::Split => {
-                    self.parts.metrics.splits_asked.inc();
+                    self.parts.metrics.splits.inc();
                     split.push(*partition);
                 }
                 LimitDecision::Wait => {
-                    app.account.refused(WaitStage::PartitionWait, sizes.asked);
+                    app.account.refused(WaitStage::PartitionWait, sizes.requested);
                     return Err(self.huge_partition_waits(buffers.as_deref(), *partition, sizes));
                 }
                 LimitDecision::TooLarge => return Err(self.partition_too_large(app, &key, *partition, sizes)),
@@ -261,7 +276,7 @@ impl Ingest {
         tracing::debug!(shuffle = %key, partition, ?sizes, "partition exceeds the hard limit");
         ServiceError::PartitionTooLarge {
             partition,
-            coming: sizes.received.saturating_add(sizes.asked),
+            total: sizes.received.saturating_add(sizes.requested),
             max: self.partition_limits().bytes_max.unwrap_or(u64::MAX),
             client_knows_code: app.client.is_since_0_10(),
         }
@@ -279,12 +294,14 @@ fn check_shuffle(app: &App, request: &RequireRequest<'_>) -> Result<(), ServiceE
     is_known.then_some(()).ok_or_else(missing)
 }
 
-fn partition_sizes(buffers: Option<&ShuffleBuffers>, partition: i32, asked: u64) -> PartitionSizes {
+fn partition_sizes(buffers: Option<&ShuffleBuffers>, partition: i32, requested: u64) -> PartitionSizes {
     match buffers.and_then(|buffers| buffers.existing(PartitionId(partition))) {
-        Some(buffer) => {
-            PartitionSizes { received: buffer.received_bytes(), in_memory: buffer.in_memory_bytes(), asked }
-        }
-        None => PartitionSizes { received: 0, in_memory: 0, asked },
+        Some(buffer) => PartitionSizes {
+            received: buffer.received_bytes(),
+            in_memory: buffer.in_memory_bytes(),
+            requested,
+        },
+        None => PartitionSizes { received: 0, in_memory: 0, requested },
     }
 }
 

@@ -349,9 +349,9 @@ impl SendSession {
             let sizes = PartitionSizes {
                 received: run.buffer.received_bytes(),
                 in_memory: run.buffer.in_memory_bytes(),
-                asked: blocks.iter().map(|(meta, _)| u64::from(meta.length)).sum(),
+                requested: blocks.iter().map(|(meta, _)| u64::from(meta.length)).sum(),
             };
-            if self.limits.is_too_large(sizes.received + sizes.asked) {
+            if self.limits.is_too_large(sizes.received + sizes.requested) {
                 let partition = run.buffer.partition().0;
                 return Err(self.ingest.partition_too_large(&self.app, self.shuffle.key(), partition, sizes));
             }

@@ -538,11 +538,11 @@ impl Reads {
 
     /// Reads the first chunk while an error can still be returned as a status.
     async fn start(&self, mut stream: ChunkStream) -> Result<ChunkStream, ServiceError> {
-        self.parts.metrics.read_memory_asked.inc();
-        let asked = stream.reading.bytes;
+        self.parts.metrics.read_memory_requests.inc();
+        let requested = stream.reading.bytes;
         stream.first = timeout(READ_MEMORY_WAIT, stream.next()).await.map_err(|_| {
             self.parts.metrics.read_memory_refused.inc();
-            no_read_memory(asked, READ_MEMORY_WAIT)
+            no_read_memory(requested, READ_MEMORY_WAIT)
         })??;
         Ok(stream)
     }

@@ -68,7 +68,11 @@ async fn slow_reader_pins_less_memory_than_a_fast_one() {
 
 #[tokio::test(start_paused = true)]
 async fn only_large_filters_run_in_the_blocking_pool() {
-    fn asked<'a>(app: &'a str, partition: i32, task_filter: Option<&'static [u8]>) -> MemoryReadRequest<'a> {
+    fn request<'a>(
+        app: &'a str,
+        partition: i32,
+        task_filter: Option<&'static [u8]>,
+    ) -> MemoryReadRequest<'a> {
         MemoryReadRequest {
             app,
             shuffle: 0,
@@ -84,13 +88,14 @@ async fn only_large_filters_run_in_the_blocking_pool() {
     let blocks = usize::try_from(BLOCKS).unwrap();
     let reads = &fixture.service.reads;
     let filter: Option<&'static [u8]> = Some(&[0; 8]);
-    assert!(reads.filters_more_than(blocks - 1, &asked(APP, 3, filter)));
-    assert!(!reads.filters_more_than(blocks, &asked(APP, 3, filter)));
-    for quick in [asked(APP, 3, None), asked(APP, 3, Some(&[])), asked(APP, 4, filter), asked("", 3, filter)]
+    assert!(reads.filters_more_than(blocks - 1, &request(APP, 3, filter)));
+    assert!(!reads.filters_more_than(blocks, &request(APP, 3, filter)));
+    for quick in
+        [request(APP, 3, None), request(APP, 3, Some(&[])), request(APP, 4, filter), request("", 3, filter)]
     {
         assert!(!reads.filters_more_than(0, &quick), "{quick:?}");
     }
-    assert!(!reads.may_take_long(&asked(APP, 3, filter)), "the partition has few blocks");
+    assert!(!reads.may_take_long(&request(APP, 3, filter)), "the partition has few blocks");
     fixture.stop().await;
 }
 

@@ -36,13 +36,13 @@ async fn flood_for(fixture: &Fixture, floods: &[String], seconds: u64) {
 
 /// Returns how long `app` is refused if it asks between floods.
 async fn refused_for(fixture: &Fixture, floods: &[String], app: &str, bytes: u64) -> Duration {
-    let asked = Instant::now();
+    let began = Instant::now();
     while ask(fixture, app, bytes).is_err() {
-        assert!(asked.elapsed() < Duration::from_secs(60), "{app} gets nothing");
+        assert!(began.elapsed() < Duration::from_secs(60), "{app} gets nothing");
         floods.iter().for_each(|app| flood(fixture, app));
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    asked.elapsed()
+    began.elapsed()
 }
 
 fn held(fixture: &Fixture, app: &str) -> u64 {
@@ -181,12 +181,13 @@ async fn tickets_need_registration_and_cost_their_size() {
 async fn ticket_does_not_wait_while_all_tiers_fail() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let capacity = i32::try_from(CAPACITY).unwrap();
-    let asked = |bytes| RequireRequest { app: APP, shuffle: 0, bytes, partitions: &[], partition_sizes: &[] };
-    fixture.service.ingest.require_buffer(asked(capacity / 16 * 13)).unwrap();
+    let request =
+        |bytes| RequireRequest { app: APP, shuffle: 0, bytes, partitions: &[], partition_sizes: &[] };
+    fixture.service.ingest.require_buffer(request(capacity / 16 * 13)).unwrap();
     let places = tokio::sync::Semaphore::new(1);
     let waited = async || {
         let began = tokio::time::Instant::now();
-        let answer = fixture.service.ingest.require_buffer_in_line(asked(capacity / 2), &places).await;
+        let answer = fixture.service.ingest.require_buffer_in_line(request(capacity / 2), &places).await;
         assert_eq!(code(answer), StatusCode::NoBuffer);
         began.elapsed()
     };

@@ -54,10 +54,13 @@ async fn report_far(fixture: &Fixture, partitions: std::ops::Range<i32>, count: 
 }
 
 async fn assert_told(fixture: &Fixture, partitions: std::ops::Range<i32>, count: i64) {
-    let asked: Vec<i32> = partitions.collect();
-    let results = fixture.service.reads.results(APP, 0, &asked, None).await.unwrap();
-    let ids = asked.iter().flat_map(|id| far_ids(*id, count)).map(i64::unsigned_abs);
-    assert!(results.bitmap == uniffle_wire::bitmap::encode(&ids.collect()), "ids of partitions {asked:?}");
+    let partition_ids: Vec<i32> = partitions.collect();
+    let results = fixture.service.reads.results(APP, 0, &partition_ids, None).await.unwrap();
+    let ids = partition_ids.iter().flat_map(|id| far_ids(*id, count)).map(i64::unsigned_abs);
+    assert!(
+        results.bitmap == uniffle_wire::bitmap::encode(&ids.collect()),
+        "ids of partitions {partition_ids:?}"
+    );
 }
 
 #[tokio::test(start_paused = true)]

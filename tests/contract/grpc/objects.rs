@@ -195,9 +195,9 @@ async fn configured_worker_stores_blocks_over_s3() {
     fixture.flush().await;
     assert!(!files_in(&server.files().join("uniffle")).is_empty());
     fixture.assert_reads(&key, 0, &flushed).await;
-    let asked = server.faults.asked(On::Get);
+    let gets = server.faults.requests(On::Get);
     fixture.assert_reads(&key, 0, &flushed).await;
-    assert_eq!(server.faults.asked(On::Get), asked, "a cached block was requested");
+    assert_eq!(server.faults.requests(On::Get), gets, "a cached block was requested");
     assert!(fixture.metric("object_cache_hits") >= 1.0 && fixture.metric("object_cache_bytes") > 0.0);
     assert!(fixture.metric("object_segments_written") >= 1.0);
     fixture.client.unregister_app("app-1").await.unwrap();

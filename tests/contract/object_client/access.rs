@@ -32,8 +32,8 @@ async fn probe_leaves_no_objects() {
     let server = S3Server::start().await;
     let opened = open(&server.config("x"));
     soon(opened.client.probe("worker-1")).await.unwrap();
-    assert_eq!((server.faults.asked(On::Put), server.faults.asked(On::Delete)), (1, 1));
-    assert_eq!((server.faults.asked(On::Create), server.faults.asked(On::Abort)), (1, 1));
+    assert_eq!((server.faults.requests(On::Put), server.faults.requests(On::Delete)), (1, 1));
+    assert_eq!((server.faults.requests(On::Create), server.faults.requests(On::Abort)), (1, 1));
     assert!(!server.files().join("x/worker-1/.probe").exists());
     opened.end().await;
 }
@@ -45,7 +45,7 @@ async fn failed_probe_leaves_no_objects() {
         let opened = open(&server.config("x"));
         server.faults.plan(step, 1, &ResponseFault::Refuse(403, "AccessDenied"));
         soon(opened.client.probe("worker-1")).await.unwrap_err();
-        assert_eq!((server.faults.asked(step), server.faults.asked(On::Delete)), (1, 1));
+        assert_eq!((server.faults.requests(step), server.faults.requests(On::Delete)), (1, 1));
         assert!(!server.files().join("x/worker-1/.probe").exists(), "{step:?}");
         opened.end().await;
     }
@@ -191,7 +191,7 @@ async fn web_identity_is_exchanged_for_keys() {
             Err(other) => panic!("{other:?}"),
         }
     }
-    assert_eq!(server.faults.asked(On::Complete), 1);
+    assert_eq!(server.faults.requests(On::Complete), 1);
     assert_eq!(opened.metric("object_store_requests{operation=\"credentials\"}"), 1.0);
     opened.end().await;
 }

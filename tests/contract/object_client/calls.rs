@@ -120,7 +120,7 @@ async fn in_process_store_answers_every_call() {
     let opened = open(&server.config("pre/fix"));
     soon(every_call(&opened.store)).await;
     assert!(server.files().join("pre/fix/w20/0").exists(), "paths begin below the prefix");
-    assert!(server.faults.asked(On::List) >= 2, "a thousand keys are a page");
+    assert!(server.faults.requests(On::List) >= 2, "a thousand keys are a page");
     assert_eq!(opened.metric("object_store_request_retries{operation=\"put\"}"), 0.0);
     assert!(opened.metric("object_store_requests{operation=\"put_part\"}") >= 5.0);
     assert!(opened.metric("object_store_connections") <= 32.0);

@@ -101,18 +101,18 @@ async fn transient_faults_are_retried_and_counted() {
     let opened = open(&patient(&server));
     with_object(&opened).await;
     for fault in [ResponseFault::Refuse(503, "SlowDown"), ResponseFault::Hang, ResponseFault::Close] {
-        let before = server.faults.asked(On::Get);
+        let before = server.faults.requests(On::Get);
         server.faults.plan(On::Get, 2, &fault);
         assert!(soon(read(&opened)).await.unwrap() == content(BYTES)[10..]);
-        assert_eq!(server.faults.asked(On::Get), before + 3, "{fault:?}");
+        assert_eq!(server.faults.requests(On::Get), before + 3, "{fault:?}");
     }
     assert_eq!(opened.metric("object_store_request_retries{operation=\"get\"}"), 6.0);
     assert_eq!(opened.metric("object_store_requests{operation=\"get\"}"), 9.0);
     // A refused request is not repeated.
-    let before = server.faults.asked(On::Get);
+    let before = server.faults.requests(On::Get);
     server.faults.plan(On::Get, 1, &ResponseFault::Refuse(403, "AccessDenied"));
     soon(read(&opened)).await.unwrap_err();
-    assert_eq!(server.faults.asked(On::Get), before + 1);
+    assert_eq!(server.faults.requests(On::Get), before + 1);
     opened.end().await;
 }
 
@@ -194,16 +194,16 @@ async fn write_error_says_whether_the_store_may_recover() {
 #[tokio::test]
 async fn completion_with_lost_response_creates_the_object() {
     let server = S3Server::start().await;
-    for (config, asked) in [(impatient(&server), 1), (patient(&server), 2)] {
+    for (config, requests) in [(impatient(&server), 1), (patient(&server), 2)] {
         let opened = open(&config);
-        let (path, before) = (Path::from("completed"), server.faults.asked(On::Complete));
+        let (path, before) = (Path::from("completed"), server.faults.requests(On::Complete));
         let mut upload = opened.store.put_multipart(&path).await.unwrap();
         upload.put_part(content(BYTES).into()).await.unwrap();
         server.faults.plan(On::Complete, 1, &ResponseFault::LoseAnswer);
         let error = soon(upload.complete()).await.unwrap_err();
-        assert_eq!(server.faults.asked(On::Complete) - before, asked, "{error}");
+        assert_eq!(server.faults.requests(On::Complete) - before, requests, "{error}");
         assert_ne!(Failure::of(&error), Failure::Damaged, "{error}");
-        if asked == 1 {
+        if requests == 1 {
             assert_eq!(Failure::of(&error), Failure::ExpectedBack, "{error}");
         }
         assert_eq!(opened.store.head(&path).await.unwrap().size, BYTES as u64);

@@ -483,19 +483,19 @@ impl MetadataWriter {
         }
     }
 
-    /// Compacts the log if most of it is dead entries. If `is_asked`, also writes missing or
+    /// Compacts the log if most of it is dead entries. If `repairs`, also writes missing or
     /// misplaced copies.
-    async fn compact_or_repair(&mut self, is_asked: bool) {
-        if is_asked {
+    async fn compact_or_repair(&mut self, repairs: bool) {
+        if repairs {
             self.look_again().await;
             self.look_for_files().await;
             self.restore_spare().await;
         }
         let needs_compaction =
             self.contents.dead_bytes > COMPACTION_DEAD_BYTES_MIN.max(self.contents.living_bytes);
-        let is_misplaced = is_asked && (self.places(&BTreeSet::new()) != self.held() || self.has_changed());
-        let wants_more = is_asked && (self.is_blind || !self.is_open);
-        if !(needs_compaction || is_misplaced || wants_more) {
+        let is_misplaced = repairs && (self.places(&BTreeSet::new()) != self.held() || self.has_changed());
+        let needs_rewrite = repairs && (self.is_blind || !self.is_open);
+        if !(needs_compaction || is_misplaced || needs_rewrite) {
             return;
         }
         if let Err(error) = self.begin(&mut BTreeSet::new()).await {

@@ -94,7 +94,7 @@ impl Player {
     async fn exchange(&mut self, exchange: &RecordedExchange, asks: &MeantRequest) -> Result<(), String> {
         let recorded = exchange.parsed_answer();
         if recorded.is(StatusCode::NoBuffer) {
-            return Ok(()); // the client asked again
+            return Ok(()); // The client sent the request again.
         }
         match asks {
             MeantRequest::Ticket => {

@@ -193,8 +193,8 @@ async fn serve_tcp(shared: Arc<RecorderShared>, client: TcpStream, connection: u
     let answers = async {
         loop {
             let answer = read_frame(&mut from_server).await?;
-            let asked = open.lock().remove(&request_id(&answer));
-            if let Some((began_us, request)) = asked {
+            let open_request = open.lock().remove(&request_id(&answer));
+            if let Some((began_us, request)) = open_request {
                 let (ended_us, plane) = (shared.now_us(), Plane::Tcp);
                 let answer = answer.clone();
                 shared.record(RecordedExchange { began_us, ended_us, connection, plane, request, answer });

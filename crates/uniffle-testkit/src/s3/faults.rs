@@ -101,7 +101,7 @@ pub enum ResponseFault {
 #[derive(Debug, Default)]
 pub struct PlannedFaults {
     planned: Mutex<Vec<(On, VecDeque<ResponseFault>)>>,
-    asked: Mutex<Vec<On>>,
+    requests: Mutex<Vec<On>>,
 }
 
 type FaultyBody = BoxBody<Bytes, io::Error>;
@@ -123,8 +123,8 @@ impl PlannedFaults {
     }
 
     /// Returns the number of requests of a kind, with or without faults.
-    pub fn asked(&self, on: On) -> usize {
-        self.asked.lock().iter().filter(|asked| **asked == on).count()
+    pub fn requests(&self, on: On) -> usize {
+        self.requests.lock().iter().filter(|requests| **requests == on).count()
     }
 
     fn next(&self, on: On) -> Option<ResponseFault> {
@@ -138,7 +138,7 @@ impl PlannedFaults {
         request: Request<Incoming>,
     ) -> Result<Response<FaultyBody>, io::Error> {
         let on = On::of(request.method(), request.uri());
-        self.asked.lock().push(on);
+        self.requests.lock().push(on);
         let Some(fault) = self.next(on) else { return carry_out(&store, request).await };
         match fault {
             ResponseFault::None => carry_out(&store, request).await,

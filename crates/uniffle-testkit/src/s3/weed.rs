@@ -135,13 +135,13 @@ impl Weed {
             panic!("weed has ended with {status}:\n{}", self.log());
         }
         let (filer, s3) = (self.ports[2].0, self.s3_port());
-        let asked = [
+        let requests = [
             (filer, "POST", format!("/buckets/{BUCKET}/"), "", &[200, 201, 409][..]),
             (filer, "PUT", "/ready".to_owned(), "ready", &[200, 201]),
             (filer, "GET", "/ready".to_owned(), "", &[200]),
             (s3, "GET", format!("/{BUCKET}"), "", &[403]),
         ];
-        for (port, method, path, body, expected) in asked {
+        for (port, method, path, body, expected) in requests {
             let status = ask(port, method, &path, body)?;
             if !expected.contains(&status) {
                 return Err(format!("{method} {path} got {status}"));

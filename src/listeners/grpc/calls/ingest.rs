@@ -187,14 +187,14 @@ pub(in crate::listeners::grpc) async fn require_buffer(
     waiting: &Semaphore,
     request: RequireBufferRequest,
 ) -> Result<http::Response<Body>, Status> {
-    let asked = RequireRequest {
+    let required = RequireRequest {
         app: &request.app_id,
         shuffle: request.shuffle_id,
         bytes: request.require_size,
         partitions: &request.partition_ids,
         partition_sizes: &request.partition_require_sizes,
     };
-    let grant = service.ingest.require_buffer_in_line(asked, waiting).await;
+    let grant = service.ingest.require_buffer_in_line(required, waiting).await;
     let (require_buffer_id, (status, ret_msg), need_split_partition_ids) = match grant {
         Ok(grant) => (grant.ticket, success(""), grant.split_partitions),
         Err(error) => (NO_TICKET, refusal(service, &error), Vec::new()),

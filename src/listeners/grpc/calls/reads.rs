@@ -48,9 +48,9 @@ pub(in crate::listeners::grpc) async fn memory(
     let filter_bytes = request.serialized_expected_task_ids_bitmap.as_ref().map_or(0, |filter| filter.len());
     let is_quick = filter_bytes <= INLINE_BYTES_MAX
         && !service.reads.may_take_long(&memory_request(&request, reading.window()));
-    let (asked, answers) = (Arc::clone(service), reading.window().clone());
+    let (reader, answers) = (Arc::clone(service), reading.window().clone());
     let app = if is_quick { None } else { AppId::parse(&request.app_id).ok() };
-    let read = move || asked.reads.read_memory(memory_request(&request, &answers));
+    let read = move || reader.reads.read_memory(memory_request(&request, &answers));
     let read = run_blocking_for(app, pool, is_quick, read).await?;
     match read {
         Ok(MemoryAnswer { read, may_copy, response_guard }) => {

@@ -87,7 +87,7 @@ async fn device_with_long_queue_is_busy_and_not_hung() {
 /// Bounded read memory of one application. Further requests wait.
 struct BoundedBuffers {
     permits: Arc<FairSemaphore>,
-    asked: AtomicUsize,
+    acquired: AtomicUsize,
 }
 
 struct BoundedBuffer {
@@ -105,7 +105,7 @@ impl ReadBuffers for BoundedBuffers {
         len: usize,
         parts: ShareParts,
     ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, ReadPermit)> {
-        self.asked.fetch_add(1, Ordering::Relaxed);
+        self.acquired.fetch_add(1, Ordering::Relaxed);
         async move {
             let holder = Holder { app: AppId::parse("app").ok(), weight: 1 };
             let (_permit, device) = self.permits.acquire_with(&holder, len as u64, parts).await;
@@ -146,7 +146,7 @@ async fn hung_reads_leave_memory_for_other_disks() {
     }
     let buffers = BoundedBuffers {
         permits: FairSemaphore::new(READ_MEMORY as u64, Reserve::Eighth),
-        asked: AtomicUsize::new(0),
+        acquired: AtomicUsize::new(0),
     };
     let first_chunk = async |partition| {
         let mut read = store.data(&key, PartitionId(partition), 0, 1_000_000)?.chunks;
@@ -164,10 +164,10 @@ async fn hung_reads_leave_memory_for_other_disks() {
     }
     assert!(began.elapsed() <= Duration::from_secs(60), "waiting reads are refused with the first");
     assert_eq!(store.disks()[0].condition, DiskCondition::Hung);
-    let (asked, now) = (buffers.asked.load(Ordering::Relaxed), tokio::time::Instant::now());
+    let (acquired, now) = (buffers.acquired.load(Ordering::Relaxed), tokio::time::Instant::now());
     let error = first_chunk(0).await.unwrap_err();
     assert!(error.to_string().contains("until a check succeeds"), "{error}");
-    assert_eq!((buffers.asked.load(Ordering::Relaxed), now.elapsed()), (asked, Duration::ZERO));
+    assert_eq!((buffers.acquired.load(Ordering::Relaxed), now.elapsed()), (acquired, Duration::ZERO));
     assert_eq!(first_chunk(1).await.unwrap(), Some(1_000_000));
     disks[0].faults.clear();
     disks[0].faults.release().await;

@@ -152,12 +152,12 @@ async fn files_rotate_before_the_largest_size() {
 #[tokio::test(start_paused = true)]
 async fn removed_metadata_log_is_rewritten() {
     for count in 1..=3 {
-        for asked in [false, true] {
+        for is_maintained in [false, true] {
             let disks = &metadata::disks::<3>()[..count];
             let store = store_on(disks).await;
             metadata::append_record(&store, &key("app", 1), b"before").await;
             disks.iter().for_each(|disk| disk.memory.remove(Path::new(METADATA)));
-            if asked {
+            if is_maintained {
                 // A kill right after this loses nothing.
                 store.maintain_once().await;
             } else {
@@ -168,9 +168,13 @@ async fn removed_metadata_log_is_rewritten() {
             let store = store_on(disks).await;
             let recovered = recover(&store).await;
             let (records, incomplete) = metadata::records_of(&recovered, &key("app", 1));
-            let expected: &[&[u8]] = if asked { &[b"before"] } else { &[b"before", b"after"] };
-            assert_eq!(records, expected, "{count} {asked}");
-            assert_eq!((incomplete, store.metadata_gap()), (None, None), "{count} {asked}");
+            let expected: &[&[u8]] = if is_maintained { &[b"before"] } else { &[b"before", b"after"] };
+            assert_eq!(records, expected, "{count} disks, maintained {is_maintained}");
+            assert_eq!(
+                (incomplete, store.metadata_gap()),
+                (None, None),
+                "{count} disks, maintained {is_maintained}"
+            );
         }
     }
 }
@@ -204,8 +208,8 @@ async fn all_is_proven(disks: &[TestDisk], expected: &[&[u8]], what: &str) {
 #[tokio::test(start_paused = true)]
 async fn damaged_metadata_log_is_rewritten_without_loss() {
     for (what, change) in CHANGES {
-        for (damaged, asked) in [(1, false), (1, true), (2, false), (2, true)] {
-            let what = format!("{damaged} {what}, asked {asked}");
+        for (damaged, is_maintained) in [(1, false), (1, true), (2, false), (2, true)] {
+            let what = format!("{damaged} {what}, maintained {is_maintained}");
             let disks = metadata::disks::<2>();
             let store = store_on(&disks).await;
             metadata::append_record(&store, &key("app", 1), b"first").await;
@@ -214,7 +218,7 @@ async fn damaged_metadata_log_is_rewritten_without_loss() {
                 change(&disks[*at], path);
             }
             let mut expected: Vec<&[u8]> = vec![b"first", b"second"];
-            if asked {
+            if is_maintained {
                 // A kill right after this loses nothing.
                 store.maintain_once().await;
             } else {
@@ -296,34 +300,48 @@ async fn two_records_without_spare() -> ([TestDisk; 2], Arc<LocalStore>) {
 
 #[tokio::test(start_paused = true)]
 async fn truncated_metadata_log_is_continued_and_reported() {
-    for (keeps_some, asked) in [(false, false), (false, true), (true, false), (true, true)] {
+    for (keeps_some, is_maintained) in [(false, false), (false, true), (true, false), (true, true)] {
         let (disks, store) = two_records_without_spare().await;
         for (at, path) in log_copies(&disks) {
             let length = disks[at].memory.content(&path).unwrap().len();
             disks[at].memory.cut(&path, if keeps_some { length - 1 } else { 0 });
         }
-        if asked {
+        if is_maintained {
             store.maintain_once().await;
         }
         metadata::append_record(&store, &key("app", 1), b"after").await;
         metadata::append_record(&store, &key("app", 2), b"new").await;
         assert!(store.disks().iter().all(|disk| disk.condition == DiskCondition::Healthy));
-        assert!(store.successor_doubts().unwrap().contains("was damaged"), "{keeps_some} {asked}");
+        assert!(
+            store.successor_doubts().unwrap().contains("was damaged"),
+            "keeps some {keeps_some}, maintained {is_maintained}"
+        );
         drop(store);
         let store = store_on(&disks).await;
         let recovered = recover(&store).await;
         let (records, incomplete) = metadata::records_of(&recovered, &key("app", 1));
-        assert_eq!(records.last().unwrap(), &b"after"[..], "{keeps_some} {asked}");
-        assert_eq!(records.len() > 1, keeps_some, "{keeps_some} {asked}: {records:?}");
+        assert_eq!(
+            records.last().unwrap(),
+            &b"after"[..],
+            "keeps some {keeps_some}, maintained {is_maintained}"
+        );
+        assert_eq!(
+            records.len() > 1,
+            keeps_some,
+            "keeps some {keeps_some}, maintained {is_maintained}: {records:?}"
+        );
         assert!(
             incomplete.unwrap().contains("was damaged while it was in use"),
-            "{keeps_some} {asked}: {records:?}"
+            "keeps some {keeps_some}, maintained {is_maintained}: {records:?}"
         );
         assert_eq!(
             metadata::records_of(&recovered, &key("app", 2)),
             (vec![Bytes::from_static(b"new")], None)
         );
-        assert!(store.metadata_gap().unwrap().contains("was damaged"), "{keeps_some} {asked}");
+        assert!(
+            store.metadata_gap().unwrap().contains("was damaged"),
+            "keeps some {keeps_some}, maintained {is_maintained}"
+        );
     }
 }
 

@@ -122,12 +122,12 @@ impl ObjectDataRead {
         if core.cache.is_some() && until < end {
             ranges::begin_ahead(&core, &shuffle, &plan(&self.extents, &next(ranges::AHEAD_BYTES)));
         }
-        let asked = BufferRequest { len, beside: Some(self.checksums.beside_bytes(until)), buffers };
-        let mut room = located.room(&core, &asked).await;
+        let request = BufferRequest { len, beside: Some(self.checksums.beside_bytes(until)), buffers };
+        let mut room = located.room(&core, &request).await;
         self.checksums.prepare(&core, &shuffle, until).await?;
         loop {
             let mark = self.checksums.mark();
-            room = located.read(&core, &shuffle, &asked, room, &mut self.ahead).await?;
+            room = located.read(&core, &shuffle, &request, room, &mut self.ahead).await?;
             let Some(block) = self.checksums.check(room.bytes(len)) else { return Ok(room.freeze(len)) };
             self.ahead.forget();
             self.checksums.rewind(mark);

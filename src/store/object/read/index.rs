@@ -42,10 +42,10 @@ impl RecordSource for Uploads {
     ) -> Result<Bytes, StoreError> {
         let Self { core, shuffle } = self;
         let mut located = ranges::locate(core, shuffle, parts, &[]).await?;
-        let asked = BufferRequest { len, beside: Some(0), buffers };
-        let mut room = located.room(core, &asked).await;
+        let request = BufferRequest { len, beside: Some(0), buffers };
+        let mut room = located.room(core, &request).await;
         loop {
-            room = located.read(core, shuffle, &asked, room, &mut Ahead::default()).await?;
+            room = located.read(core, shuffle, &request, room, &mut Ahead::default()).await?;
             let Err(extent) = complete(room.bytes(len)) else { return Ok(room.freeze(len)) };
             core.metrics.crc_mismatches.inc();
             // Chunks of the cache that were read earlier may contain records of the extent.

@@ -157,14 +157,14 @@ impl Located {
     }
 
     /// Waits for a buffer together with a part of the source's share.
-    pub(in crate::store) async fn room(&self, core: &ObjectCore, asked: &BufferRequest<'_>) -> ReadRoom {
-        let Some(beside) = asked.beside else {
-            let buffer = asked.buffers.acquire(asked.len).await;
+    pub(in crate::store) async fn room(&self, core: &ObjectCore, request: &BufferRequest<'_>) -> ReadRoom {
+        let Some(beside) = request.beside else {
+            let buffer = request.buffers.acquire(request.len).await;
             return ReadRoom::new(buffer, Box::new(()), &core.extents, 0);
         };
         let share = if self.stored.is_empty() { &core.cache_reads } else { &core.store_reads };
-        let parts = ShareParts::of([share], asked.len + beside);
-        let (buffer, permit) = asked.buffers.acquire_with(asked.len, parts).await;
+        let parts = ShareParts::of([share], request.len + beside);
+        let (buffer, permit) = request.buffers.acquire_with(request.len, parts).await;
         ReadRoom::new(buffer, permit, &core.extents, beside)
     }
 
@@ -176,7 +176,7 @@ impl Located {
         &self,
         core: &ObjectCore,
         shuffle: &ObjectShuffle,
-        asked: &BufferRequest<'_>,
+        request: &BufferRequest<'_>,
         mut room: ReadRoom,
         ahead: &mut Ahead,
     ) -> Result<ReadRoom, StoreError> {
@@ -190,11 +190,11 @@ impl Located {
                     // The cache has logged the error. A hung disk may still use the buffer.
                     stored = &self.parts;
                     drop((_beside, _permit));
-                    self.of_store().room(core, asked).await
+                    self.of_store().room(core, request).await
                 }
             };
         }
-        fetch::fill(core, key_of, stored, room.bytes(asked.len), ahead).await?;
+        fetch::fill(core, key_of, stored, room.bytes(request.len), ahead).await?;
         Ok(room)
     }
 
@@ -238,9 +238,9 @@ pub(in crate::store) async fn read(
     let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     let part = RangePart { segment, offset: range.start, range: 0..len };
     let located = locate(core, shuffle, vec![part], &[]).await?;
-    let asked = BufferRequest { len, beside: None, buffers: &HeapBuffers };
-    let room = located.room(core, &asked).await;
-    let room = located.read(core, shuffle, &asked, room, &mut Ahead::default()).await?;
+    let request = BufferRequest { len, beside: None, buffers: &HeapBuffers };
+    let room = located.room(core, &request).await;
+    let room = located.read(core, shuffle, &request, room, &mut Ahead::default()).await?;
     Ok(room.freeze(len))
 }
 

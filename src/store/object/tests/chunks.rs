@@ -38,7 +38,7 @@ impl Process {
         self.tier.data(&key(1), PartitionId(0), offset, length).unwrap().chunks
     }
 
-    fn asked(&self) -> usize {
+    fn get_count(&self) -> usize {
         let calls = self.store.calls();
         calls.iter().filter(|(call, key)| *call == Call::Get && !key.ends_with(CLAIM)).count()
     }
@@ -60,13 +60,13 @@ fn written() -> Vec<u8> {
 async fn contiguous_chunks_are_one_request() {
     let process = with_a_run(8).await;
     assert!(rest_of(process.begin((0, BYTES))).await.unwrap() == written());
-    assert_eq!(process.asked(), 1);
+    assert_eq!(process.get_count(), 1);
     assert!(rest_of(process.begin((150, 2500))).await.unwrap() == written()[150..2650]);
-    assert_eq!(process.asked(), 2);
+    assert_eq!(process.get_count(), 2);
 
     let process = with_a_run(0).await;
     assert!(rest_of(process.begin((0, BYTES))).await.unwrap() == written());
-    assert_eq!(process.asked(), 6, "without a permit each chunk is a request");
+    assert_eq!(process.get_count(), 6, "without a permit each chunk is a request");
 }
 
 #[tokio::test]
@@ -75,14 +75,14 @@ async fn slow_readers_hold_no_request_permit() {
     let mut slow = process.begin((0, BYTES));
     let first = slow.next_chunk(&CHUNKS).await.unwrap().unwrap();
     assert!(rest_of(process.begin((0, BYTES))).await.unwrap() == written());
-    assert_eq!(process.asked(), 1 + 6);
+    assert_eq!(process.get_count(), 1 + 6);
     assert!([first.to_vec(), rest_of(slow).await.unwrap()].concat() == written());
-    assert_eq!(process.asked(), 1 + 6);
+    assert_eq!(process.get_count(), 1 + 6);
     assert!(rest_of(process.begin((0, BYTES))).await.unwrap() == written());
-    assert_eq!(process.asked(), 1 + 6 + 1, "the place is free again");
+    assert_eq!(process.get_count(), 1 + 6 + 1, "the place is free again");
     drop(process.begin((0, BYTES)).next_chunk(&CHUNKS).now_or_never());
     assert!(rest_of(process.begin((0, BYTES))).await.unwrap() == written());
-    assert_eq!(process.asked(), 1 + 6 + 1 + 2, "also for a dropped reader");
+    assert_eq!(process.get_count(), 1 + 6 + 1 + 2, "also for a dropped reader");
 }
 
 #[tokio::test]
@@ -95,6 +95,6 @@ async fn stalled_or_wrong_response_is_requested_again() {
             _ => ObjectFault::None,
         });
         assert!(rest_of(process.begin((0, BYTES))).await.unwrap() == written(), "{fault:?}");
-        assert_eq!(process.asked(), gets, "{fault:?}");
+        assert_eq!(process.get_count(), gets, "{fault:?}");
     }
 }

@@ -24,8 +24,8 @@ use crate::store::{ChunkRead, DiskShuffleHandle, ExtentWrite, StoreError, StoreE
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_wire::types::PartitionId;
 
-/// Number of missing segments that are asked for concurrently.
-const ASKED_AT_ONCE: usize = 16;
+/// Number of missing segments that are looked up concurrently.
+const CONCURRENT_CHECKS: usize = 16;
 
 /// The objects of one incarnation of a shuffle. Clones share them.
 #[derive(Debug, Clone)]
@@ -148,8 +148,8 @@ impl Uploads {
                     Err(error) => Err(error),
                 }
             };
-            let asked = stream::iter(missing).map(is_deleted).buffered(ASKED_AT_ONCE);
-            asked.try_filter_map(|it| ready(Ok(it))).try_collect().await
+            let checks = stream::iter(missing).map(is_deleted).buffered(CONCURRENT_CHECKS);
+            checks.try_filter_map(|it| ready(Ok(it))).try_collect().await
         };
         deleted.await.inspect_err(|_| shuffle.set_missed())
     }
