@@ -31,7 +31,7 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 use crate::service::ServiceError;
 use crate::service::ingest::spill::StoredIds;
 use crate::service::metrics::ServiceMetrics;
-use verify::{UnverifiedPartition, Verifier, blame};
+use verify::{UnverifiedPartition, Verifier, cause};
 
 /// Properties that make Spark recompute a stage whose shuffle data cannot be fetched; the first one
 /// set counts. They arrive with registrations of clients since 0.10, for which the last is an old
@@ -247,7 +247,7 @@ impl Losses {
             let passes = |id: &u64| app.client.task_of(*id).is_none_or(|task| filter.contains(task));
             IdSet::from_ascending(reported.iter().filter(passes))
         };
-        let refused = answer(shuffle, partition, shuffle.ledger.verdict(partition, wanted));
+        let refused = answer(shuffle, partition, shuffle.ledger.availability(partition, wanted));
         if let Err(ServiceError::Lost(_)) = &refused {
             self.metrics.reads_refused_for_loss.inc();
         }
@@ -271,12 +271,12 @@ impl Losses {
         let resubmits = RESUBMIT_PROPERTIES.iter().find_map(|name| app.client.property(name));
         let resubmits = resubmits.is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
         let (gone, deadline) = (self.unknown_loss_reason(), Verifier::scan_deadline());
-        let blame = blame(Vec::new(), &gone);
+        let cause = cause(Vec::new(), &gone);
         let unknown = partitions.iter().filter(|PartitionBlockIds { partition, block_ids }| {
-            ledger.with(*partition, |it| !it.is_in_tiers() && it.question_unknown(&ids_of(block_ids)))
+            ledger.with(*partition, |it| !it.is_in_tiers() && it.verify_if_unknown(&ids_of(block_ids)))
         });
         let item =
-            |partition| UnverifiedPartition { shuffle: Arc::clone(shuffle), partition, blame: blame.clone() };
+            |partition| UnverifiedPartition { shuffle: Arc::clone(shuffle), partition, cause: cause.clone() };
         self.verifier.verify(unknown.map(|it| item(it.partition)).collect());
         for PartitionBlockIds { partition, block_ids } in partitions {
             self.verifier.wait_for_scan(shuffle, *partition, deadline).await;
@@ -295,7 +295,7 @@ impl Losses {
                 let text = describe(shuffle.key(), *partition, &ids, &gone);
                 return Err(ServiceError::Lost(format!("{text}; the task must run again")));
             }
-            self.verifier.enter(shuffle, *partition, &missing, &blame);
+            self.verifier.enter(shuffle, *partition, &missing, &cause);
         }
         Ok(alarms)
     }
@@ -331,7 +331,7 @@ impl Losses {
             return;
         }
         let is_calm = ledger.alarms() == alarms;
-        let blame = blame(Vec::new(), GONE_MEANWHILE);
+        let cause = cause(Vec::new(), GONE_MEANWHILE);
         for PartitionBlockIds { partition, block_ids } in partitions {
             // The tiers were queried when the report was judged.
             if is_calm && ledger.with(*partition, |it| it.is_in_tiers()) {
@@ -341,10 +341,10 @@ impl Losses {
                 Ok(false) => {}
                 Ok(true) => {
                     let shuffle = Arc::clone(shuffle);
-                    let item = UnverifiedPartition { shuffle, partition: *partition, blame: blame.clone() };
+                    let item = UnverifiedPartition { shuffle, partition: *partition, cause: cause.clone() };
                     self.verifier.verify(vec![item]);
                 }
-                Err(missing) => self.verifier.enter(shuffle, *partition, &missing, &blame),
+                Err(missing) => self.verifier.enter(shuffle, *partition, &missing, &cause),
             }
         }
     }
@@ -370,11 +370,11 @@ impl Losses {
         let mut unverified = Vec::new();
         let mut acknowledge = |partition: PartitionId, ids: &IdSet| {
             let item = || {
-                let blame = blame(extents.get(&partition).cloned().unwrap_or_default(), reason);
-                UnverifiedPartition { shuffle: Arc::clone(shuffle), partition, blame }
+                let cause = cause(extents.get(&partition).cloned().unwrap_or_default(), reason);
+                UnverifiedPartition { shuffle: Arc::clone(shuffle), partition, cause }
             };
             if ledger.with(partition, |it| it.is_in_tiers()) {
-                if ledger.question_all(partition) {
+                if ledger.mark_all_unverified(partition) {
                     unverified.push(item());
                 }
                 return;
@@ -383,7 +383,7 @@ impl Losses {
                 match ledger.with(partition, |it| it.acknowledge(&ids)) {
                     Ok(false) => {}
                     Ok(true) => unverified.push(item()),
-                    Err(missing) => self.verifier.enter(shuffle, partition, &missing, &item().blame),
+                    Err(missing) => self.verifier.enter(shuffle, partition, &missing, &item().cause),
                 }
             }
         };
@@ -413,13 +413,13 @@ impl Losses {
     /// Recounts a partition whose blocks became visible while the ledger began to track it, because
     /// they may not have been counted.
     pub(super) fn count_again(&self, shuffle: &Arc<ShuffleState>, partition: PartitionId) {
-        let has_begun = |it: &mut Ledger| it.phase() != LedgerPhase::Known && it.question(None);
+        let has_begun = |it: &mut Ledger| it.phase() != LedgerPhase::Known && it.mark_unverified(None);
         if shuffle.ledger.with(partition, has_begun) {
-            let blame = blame(Vec::new(), &self.unknown_loss_reason());
+            let cause = cause(Vec::new(), &self.unknown_loss_reason());
             self.verifier.verify(vec![UnverifiedPartition {
                 shuffle: Arc::clone(shuffle),
                 partition,
-                blame,
+                cause,
             }]);
         }
     }
@@ -447,12 +447,16 @@ fn ids_of(ids: &[i64]) -> Vec<u64> {
 
 /// Refuses a read of a partition whose losses on a disk are not yet determined.
 pub(super) fn refuse_unknown(shuffle: &ShuffleState, partition: PartitionId) -> Result<(), ServiceError> {
-    answer(shuffle, partition, shuffle.ledger.verdict(partition, |_| IdSet::default()))
+    answer(shuffle, partition, shuffle.ledger.availability(partition, |_| IdSet::default()))
 }
 
-fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Availability) -> Result<(), ServiceError> {
+fn answer(
+    shuffle: &ShuffleState,
+    partition: PartitionId,
+    availability: Availability,
+) -> Result<(), ServiceError> {
     let key = shuffle.key();
-    match verdict {
+    match availability {
         Availability::Serve => Ok(()),
         Availability::LostUnlisted(count, reason) => Err(ServiceError::Lost(format!(
             "{count} blocks of shuffle {key} partition {partition} are lost, not listed because the heap is \

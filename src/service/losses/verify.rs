@@ -18,8 +18,8 @@ use tokio::sync::Semaphore;
 use crate::app::{AppRegistry, ShuffleState};
 use crate::clock::{Instant, sleep, timeout_at};
 use crate::log::{
-    Availability, HeldIds, IdSet, Ledger, Look, Loss, LossReasons, LostExtent, NewLosses, SLICE_IDS, ranges,
-    slices,
+    Availability, HeldIds, IdSet, Ledger, Loss, LossCause, LostExtent, NewLosses, SLICE_IDS, ScanResult,
+    ranges, slices,
 };
 use crate::memory::Memory;
 use crate::runtime::Tasks;
@@ -47,12 +47,12 @@ const MISSING_MAX: usize = SLICE_IDS;
 /// Time for which a call waits for a scan; clients allow a call one minute.
 const SCAN_WAIT_MAX: Duration = Duration::from_secs(20);
 
-/// A partition to be verified, and the reason for blocks found missing.
+/// A partition to be verified, and the cause for blocks found missing.
 #[derive(Debug)]
 pub(in crate::service) struct UnverifiedPartition {
     pub(in crate::service) shuffle: Arc<ShuffleState>,
     pub(in crate::service) partition: PartitionId,
-    pub(super) blame: LossReasons,
+    pub(super) cause: LossCause,
 }
 
 /// Scans memory and all tiers. Each scan covers one partition, and a partition has one scan at a
@@ -101,9 +101,9 @@ impl Verifier {
         partition: PartitionId,
         reason: &str,
     ) {
-        if shuffle.ledger.question_all(partition) {
-            let blame = blame(Vec::new(), reason);
-            self.verify(vec![UnverifiedPartition { shuffle: Arc::clone(shuffle), partition, blame }]);
+        if shuffle.ledger.mark_all_unverified(partition) {
+            let cause = cause(Vec::new(), reason);
+            self.verify(vec![UnverifiedPartition { shuffle: Arc::clone(shuffle), partition, cause }]);
         }
     }
 
@@ -140,7 +140,7 @@ impl Verifier {
             tokio::select! {
                 biased;
                 () = stopped => {}
-                () = verifier.settle_all(unverified) => {}
+                () = verifier.resolve_all(unverified) => {}
             }
         });
     }
@@ -157,7 +157,7 @@ impl Verifier {
         partition: PartitionId,
         deadline: Instant,
     ) {
-        let _: Result<(), _> = timeout_at(deadline, shuffle.ledger.looked(partition)).await;
+        let _: Result<(), _> = timeout_at(deadline, shuffle.ledger.scanned(partition)).await;
     }
 
     /// Records blocks as lost, and reports the loss.
@@ -166,10 +166,10 @@ impl Verifier {
         shuffle: &ShuffleState,
         partition: PartitionId,
         ids: &[u64],
-        blame: &LossReasons,
+        cause: &LossCause,
     ) {
-        let entered = shuffle.ledger.with(partition, |it| it.enter(ids, blame));
-        self.log_loss(shuffle, partition, entered, &blame.reason);
+        let entered = shuffle.ledger.with(partition, |it| it.enter(ids, cause));
+        self.log_loss(shuffle, partition, entered, &cause.reason);
     }
 
     fn log_loss(
@@ -197,12 +197,12 @@ impl Verifier {
         }
     }
 
-    async fn settle_all(&self, mut unverified: Vec<UnverifiedPartition>) {
+    async fn resolve_all(&self, mut unverified: Vec<UnverifiedPartition>) {
         let (partitions, began, mut pause) = (unverified.len(), Instant::now(), PAUSE_MIN);
         loop {
             let scanned = stream::iter(unverified).map(async |mut item| {
-                let settled = self.settle(&mut item).await;
-                settled.err().map(|error| (item, error))
+                let resolved = self.resolve(&mut item).await;
+                resolved.err().map(|error| (item, error))
             });
             let failed: Vec<_> = scanned.buffer_unordered(SCANS_MAX).filter_map(ready).collect().await;
             if failed.is_empty() {
@@ -224,33 +224,33 @@ impl Verifier {
         );
     }
 
-    async fn settle(&self, item: &mut UnverifiedPartition) -> Result<(), StoreError> {
-        let UnverifiedPartition { shuffle, partition, blame } = item;
+    async fn resolve(&self, item: &mut UnverifiedPartition) -> Result<(), StoreError> {
+        let UnverifiedPartition { shuffle, partition, cause } = item;
         let (ledger, key, partition) = (&shuffle.ledger, shuffle.key(), *partition);
         loop {
             // Reads are refused before the hole is created, or they would take its zeros for data.
-            let is_damaged = ledger.verdict(partition, |_| IdSet::default()) == Availability::Wait(None);
+            let is_damaged = ledger.availability(partition, |_| IdSet::default()) == Availability::Wait(None);
             if let Some(tier) = self.tiers.served().filter(|_| is_damaged)
                 && let Some(error) = tier.mark_damaged_lost(key, partition).await
             {
-                blame.reason = Arc::from(error.to_string());
+                cause.reason = Arc::from(error.to_string());
             }
-            let asked = ledger.with(partition, Ledger::begin_look);
-            let scan = match self.scan(shuffle, partition, asked).await {
+            let unverified = ledger.with(partition, Ledger::begin_scan);
+            let scan = match self.scan(shuffle, partition, unverified).await {
                 Ok(scan) => scan,
                 Err((error, is_served)) => {
                     let is_unread = is_served && error.kind != StoreErrorKind::Unhealthy;
                     if is_unread {
-                        ledger.question_all(partition);
+                        ledger.mark_all_unverified(partition);
                     }
-                    ledger.with(partition, Ledger::fail_look);
+                    ledger.with(partition, Ledger::fail_scan);
                     // A removed shuffle has no readers left.
                     let is_gone = error.kind == StoreErrorKind::Purged || self.is_gone(key);
                     return if is_gone { Ok(()) } else { Err(error) };
                 }
             };
-            if let Some(new) = ledger.with(partition, |it| it.settle(scan, blame)) {
-                self.log_loss(shuffle, partition, new, &blame.reason);
+            if let Some(new) = ledger.with(partition, |it| it.resolve(scan, cause)) {
+                self.log_loss(shuffle, partition, new, &cause.reason);
                 return Ok(());
             }
         }
@@ -260,13 +260,13 @@ impl Verifier {
         self.tiers.iter().all(|tier| tier.shuffle(key).is_none())
     }
 
-    /// Determines which of the reported and `asked` blocks of a partition can be read.
+    /// Determines which of the reported and `unverified` blocks of a partition can be read.
     async fn scan(
         &self,
         shuffle: &ShuffleState,
         partition: PartitionId,
-        asked: Vec<u64>,
-    ) -> Result<Look, TierError> {
+        unverified: Vec<u64>,
+    ) -> Result<ScanResult, TierError> {
         // The semaphore is never closed.
         let _scanning = self.scans.acquire().await;
         let (key, ledger) = (shuffle.key(), &shuffle.ledger);
@@ -281,8 +281,8 @@ impl Verifier {
             missing.extend_from_slice(&ids[..listed]);
             more_missing += (ids.len() - listed) as u64;
         };
-        let of_asked = asked.chunks(SLICE_IDS).map(<[u64]>::to_vec);
-        for ids in slices(&reported, SLICE_IDS).chain(of_asked) {
+        let unverified_slices = unverified.chunks(SLICE_IDS).map(<[u64]>::to_vec);
+        for ids in slices(&reported, SLICE_IDS).chain(unverified_slices) {
             match &found {
                 Some(found) => {
                     let mut found = found.ids().lookup();
@@ -291,7 +291,7 @@ impl Verifier {
                 None => add(self.seek(key, partition, ids).await?),
             }
         }
-        Ok(Look { found, missing, more_missing })
+        Ok(ScanResult { found, missing, more_missing })
     }
 
     /// Returns the sorted `ids` that cannot be read.
@@ -366,9 +366,9 @@ impl Verifier {
     }
 }
 
-/// Returns the reason for blocks that are found lost now.
-pub(super) fn blame(extents: Vec<LostExtent>, reason: &str) -> LossReasons {
+/// Returns the cause for blocks that are found lost now.
+pub(super) fn cause(extents: Vec<LostExtent>, reason: &str) -> LossCause {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let at_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
-    LossReasons { extents, reason: Arc::from(reason), at_ms }
+    LossCause { extents, reason: Arc::from(reason), at_ms }
 }

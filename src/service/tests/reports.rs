@@ -13,7 +13,7 @@ async fn report_is_not_logged_for_a_later_incarnation() {
     let app = fixture.service.parts.app(APP).unwrap();
     let before = app.shuffle(ShuffleId(0)).unwrap();
     // The report waits for a verification that nobody runs.
-    before.ledger.with(PartitionId(3), |it| it.question(None));
+    before.ledger.with(PartitionId(3), |it| it.mark_unverified(None));
     let report = ReportRequest {
         app: APP,
         shuffle: 0,

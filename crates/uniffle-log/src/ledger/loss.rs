@@ -33,9 +33,9 @@ pub struct LostExtent {
     pub reason: Arc<str>,
 }
 
-/// Reason why missing blocks are lost.
+/// Cause of the loss of missing blocks.
 #[derive(Debug, Clone)]
-pub struct LossReasons {
+pub struct LossCause {
     /// Extents whose reason is known.
     pub extents: Vec<LostExtent>,
     /// Reason of all other blocks.

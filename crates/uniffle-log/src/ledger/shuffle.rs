@@ -1,5 +1,5 @@
-//! The shared ledgers of a shuffle's partitions. A query costs one load if no block was ever in
-//! question.
+//! The shared ledgers of a shuffle's partitions. A query costs one load if no block was ever
+//! unverified.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
@@ -15,7 +15,7 @@ use crate::ids::id_set::IdSet;
 use crate::ids::present::{HeldIds, PresentIds};
 use uniffle_base::budget::Budget;
 
-/// A ledger for each partition with blocks that were ever in question, under one lock.
+/// A ledger for each partition with blocks that were ever unverified, under one lock.
 #[derive(Debug)]
 pub struct ShuffleLedger {
     /// Budget to which ids are charged.
@@ -25,10 +25,10 @@ pub struct ShuffleLedger {
     is_watched: AtomicBool,
     lost_blocks: AtomicU64,
     verifying: AtomicU64,
-    /// Notified when a look has ended.
-    looked: Notify,
+    /// Notified when a scan has ended.
+    scanned: Notify,
     incomplete: OnceLock<String>,
-    /// Number of times that all blocks of a partition were in question.
+    /// Number of times that all blocks of a partition became unverified.
     alarms: AtomicU64,
 }
 
@@ -36,7 +36,7 @@ pub struct ShuffleLedger {
 struct State {
     partitions: HashMap<PartitionId, Ledger>,
     /// Set for a shuffle of an earlier process. Partitions without a ledger are then empty if true,
-    /// or only have blocks in remote files if false. `None` if no block was ever in question.
+    /// or only have blocks in remote files if false. `None` if no block was ever unverified.
     others_are_empty: Option<bool>,
 }
 
@@ -50,7 +50,7 @@ impl ShuffleLedger {
             is_watched: AtomicBool::default(),
             lost_blocks: AtomicU64::default(),
             verifying: AtomicU64::default(),
-            looked: Notify::default(),
+            scanned: Notify::default(),
             incomplete: OnceLock::default(),
             alarms: AtomicU64::default(),
         }
@@ -66,21 +66,21 @@ impl ShuffleLedger {
     pub fn take_over(&self, blocks: PresentIds, is_all: bool) {
         let mut state = self.state.lock();
         state.others_are_empty = Some(is_all);
-        let left = |(id, blocks)| (id, Ledger::left(&self.heap, blocks, is_all));
-        state.partitions = blocks.charged_to(&self.heap).map(left).collect();
+        let recovered = |(id, blocks)| (id, Ledger::recovered(&self.heap, blocks, is_all));
+        state.partitions = blocks.charged_to(&self.heap).map(recovered).collect();
         self.is_watched.store(true, Ordering::Release);
     }
 
     /// Runs `act` on a partition's ledger, under a lock. A ledger is only stored once a block was
-    /// in question.
+    /// unverified.
     pub fn with<T>(&self, partition: PartitionId, act: impl FnOnce(&mut Ledger) -> T) -> T {
         let sizes = |it: &Ledger| {
-            (it.lost_blocks(), u64::from(it.phase() == LedgerPhase::Verifying), it.is_looking())
+            (it.lost_blocks(), u64::from(it.phase() == LedgerPhase::Verifying), it.is_scanning())
         };
         let mut state = self.state.lock();
         let known = state.partitions.remove(&partition);
-        let left = |is_all| Ledger::left(&self.heap, Some(HeldIds::new(&self.heap)), is_all);
-        let unknown = || state.others_are_empty.map_or_else(|| Ledger::new(&self.heap), left);
+        let recovered = |is_all| Ledger::recovered(&self.heap, Some(HeldIds::new(&self.heap)), is_all);
+        let unknown = || state.others_are_empty.map_or_else(|| Ledger::new(&self.heap), recovered);
         let mut ledger = known.unwrap_or_else(unknown);
         let before = sizes(&ledger);
         let done = act(&mut ledger);
@@ -93,18 +93,18 @@ impl ShuffleLedger {
         self.verifying.fetch_add(after.1.wrapping_sub(before.1), Ordering::Release);
         drop(state);
         if before.2 && !after.2 {
-            self.looked.notify_waiters();
+            self.scanned.notify_waiters();
         }
         done
     }
 
-    /// Puts all blocks of a partition in question. Returns like [`Ledger::question`].
-    pub fn question_all(&self, partition: PartitionId) -> bool {
+    /// Marks all blocks of a partition as unverified. Returns like [`Ledger::mark_unverified`].
+    pub fn mark_all_unverified(&self, partition: PartitionId) -> bool {
         self.alarms.fetch_add(1, Ordering::AcqRel);
-        self.with(partition, |it| it.question(None))
+        self.with(partition, |it| it.mark_unverified(None))
     }
 
-    /// Returns the number of times that all blocks of a partition were in question.
+    /// Returns the number of times that all blocks of a partition became unverified.
     pub fn alarms(&self) -> u64 {
         self.alarms.load(Ordering::Acquire)
     }
@@ -124,25 +124,26 @@ impl ShuffleLedger {
         self.verifying.load(Ordering::Acquire)
     }
 
-    /// Waits until a partition is verified, or a look has failed.
-    pub async fn looked(&self, partition: PartitionId) {
+    /// Waits until a partition is verified, or a scan has failed.
+    pub async fn scanned(&self, partition: PartitionId) {
         loop {
-            let looked = self.looked.notified();
-            let is_looking = || self.state.lock().partitions.get(&partition).is_some_and(Ledger::is_looking);
-            if self.verifying() == 0 || !is_looking() {
+            let scanned = self.scanned.notified();
+            let is_scanning =
+                || self.state.lock().partitions.get(&partition).is_some_and(Ledger::is_scanning);
+            if self.verifying() == 0 || !is_scanning() {
                 return;
             }
-            looked.await;
+            scanned.await;
         }
     }
 
-    /// Returns the decision about a read, see [`Ledger::verdict`]. `wanted` runs under the lock.
-    pub fn verdict(&self, partition: PartitionId, wanted: impl Fn(&IdSet) -> IdSet) -> Availability {
+    /// Returns the decision about a read, see [`Ledger::availability`]. `wanted` runs under the lock.
+    pub fn availability(&self, partition: PartitionId, wanted: impl Fn(&IdSet) -> IdSet) -> Availability {
         if self.lost_blocks() == 0 && self.verifying() == 0 {
             return Availability::Serve;
         }
         let state = self.state.lock();
-        state.partitions.get(&partition).map_or(Availability::Serve, |ledger| ledger.verdict(wanted))
+        state.partitions.get(&partition).map_or(Availability::Serve, |ledger| ledger.availability(wanted))
     }
 
     /// Returns all losses.
@@ -172,21 +173,21 @@ impl ShuffleLedger {
 mod tests {
     use std::sync::Arc;
 
-    use super::super::loss::LossReasons;
+    use super::super::loss::LossCause;
     use super::*;
-    use crate::ledger::partition::Look;
+    use crate::ledger::partition::ScanResult;
 
     const P: PartitionId = PartitionId(3);
     const OTHER: PartitionId = PartitionId(4);
 
-    fn look(heap: &Budget, found: &[u64], missing: &[u64]) -> Look {
+    fn scan(heap: &Budget, found: &[u64], missing: &[u64]) -> ScanResult {
         let mut held = HeldIds::new(heap);
         assert!(held.add(found));
-        Look { found: Some(held), missing: missing.to_vec(), more_missing: 0 }
+        ScanResult { found: Some(held), missing: missing.to_vec(), more_missing: 0 }
     }
 
-    fn blame() -> LossReasons {
-        LossReasons { extents: Vec::new(), reason: Arc::from("disk /a is missing"), at_ms: 7 }
+    fn cause() -> LossCause {
+        LossCause { extents: Vec::new(), reason: Arc::from("disk /a is missing"), at_ms: 7 }
     }
 
     #[test]
@@ -194,15 +195,15 @@ mod tests {
         let heap = Budget::new(1 << 20);
         let shuffle = ShuffleLedger::new(&heap);
         let commit = |id, ids: &[u64]| shuffle.with(id, |it| it.commit(ids));
-        assert_eq!((commit(P, &[1]), shuffle.is_watched()), (0, false), "nothing is kept of it");
+        assert_eq!((commit(P, &[1]), shuffle.is_watched()), (0, false), "a commit alone creates no ledger");
         assert!(shuffle.state.lock().partitions.is_empty());
-        assert_eq!(shuffle.with(P, |it| it.enter(&[1, 2, 9], &blame())).losses.len(), 1);
-        assert!(shuffle.with(OTHER, |it| it.question(None) && !it.question(None)));
+        assert_eq!(shuffle.with(P, |it| it.enter(&[1, 2, 9], &cause())).losses.len(), 1);
+        assert!(shuffle.with(OTHER, |it| it.mark_unverified(None) && !it.mark_unverified(None)));
         assert_eq!((shuffle.lost_blocks(), shuffle.verifying(), shuffle.losses().len()), (3, 1, 1));
-        assert_eq!(shuffle.verdict(OTHER, IdSet::clone), Availability::Wait(None));
+        assert_eq!(shuffle.availability(OTHER, IdSet::clone), Availability::Wait(None));
         let new = shuffle.with(OTHER, |it| {
-            it.begin_look();
-            it.settle(look(&heap, &[], &[7]), &blame())
+            it.begin_scan();
+            it.resolve(scan(&heap, &[], &[7]), &cause())
         });
         assert_eq!((new.unwrap().losses.len(), shuffle.lost_blocks(), shuffle.verifying()), (1, 4, 0));
         assert_eq!((commit(P, &[1, 2, 9]), commit(OTHER, &[1, 7])), (3, 1));
@@ -213,27 +214,31 @@ mod tests {
     async fn blocks_of_remote_files_are_unverified_until_scanned() {
         let heap = Budget::new(1 << 20);
         let shuffle = ShuffleLedger::new(&heap);
-        let mut left = PresentIds::new(&heap);
-        left.add(P, &[1, 2]);
-        shuffle.take_over(left, false);
+        let mut recovered = PresentIds::new(&heap);
+        recovered.add(P, &[1, 2]);
+        shuffle.take_over(recovered, false);
         let ids = [1, 3, 4];
-        let question = |id, ids: &[u64]| shuffle.with(id, |it| it.question_unknown(ids));
-        assert!(!question(P, &[1]) && question(P, &ids));
-        assert_eq!(shuffle.verdict(P, IdSet::clone), Availability::Serve, "the report may still be refused");
-        drop(shuffle.with(P, Ledger::begin_look));
-        let mut waiting = std::pin::pin!(shuffle.looked(P));
+        let mark_unverified = |id, ids: &[u64]| shuffle.with(id, |it| it.verify_if_unknown(ids));
+        assert!(!mark_unverified(P, &[1]) && mark_unverified(P, &ids));
+        assert_eq!(
+            shuffle.availability(P, IdSet::clone),
+            Availability::Serve,
+            "the report may still be refused"
+        );
+        drop(shuffle.with(P, Ledger::begin_scan));
+        let mut waiting = std::pin::pin!(shuffle.scanned(P));
         assert!(futures::poll!(&mut waiting).is_pending());
-        shuffle.looked(OTHER).await;
-        shuffle.with(P, Ledger::fail_look);
+        shuffle.scanned(OTHER).await;
+        shuffle.with(P, Ledger::fail_scan);
         waiting.await;
         assert_eq!(shuffle.with(P, |it| it.acknowledge(&ids)), Ok(false));
-        assert_eq!(shuffle.verdict(P, IdSet::clone), Availability::Wait(Some(2)));
+        assert_eq!(shuffle.availability(P, IdSet::clone), Availability::Wait(Some(2)));
         let new = shuffle.with(P, |it| {
-            it.begin_look();
-            it.settle(look(&heap, &[3], &[]), &blame())
+            it.begin_scan();
+            it.resolve(scan(&heap, &[3], &[]), &cause())
         });
         assert_eq!(new.unwrap().losses[0].ids, IdSet::from([4]));
         assert_eq!(shuffle.with(P, |it| it.acknowledge(&[2, 3, 5])), Err(vec![5]));
-        assert!(question(OTHER, &ids), "nothing is known of it either");
+        assert!(mark_unverified(OTHER, &ids), "the partition may have blocks in remote files");
     }
 }

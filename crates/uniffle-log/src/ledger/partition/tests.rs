@@ -12,9 +12,9 @@ type Ids = BTreeSet<u64>;
 
 #[derive(Debug, Clone)]
 enum Step {
-    Look,
+    Scan,
     Fail,
-    Settle,
+    Resolve,
     Commit(Ids),
     Report(Ids),
     /// A tier can no longer read blocks, and reports it.
@@ -27,9 +27,9 @@ fn ids() -> impl Strategy<Value = Ids> {
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
-        Just(Step::Look),
+        Just(Step::Scan),
         Just(Step::Fail),
-        Just(Step::Settle),
+        Just(Step::Resolve),
         ids().prop_map(Step::Commit),
         ids().prop_map(Step::Report),
         ids().prop_map(Step::Vanish),
@@ -37,8 +37,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 0..30)
 }
 
-fn blame(reason: &str) -> LossReasons {
-    LossReasons { extents: Vec::new(), reason: Arc::from(reason), at_ms: 7 }
+fn cause(reason: &str) -> LossCause {
+    LossCause { extents: Vec::new(), reason: Arc::from(reason), at_ms: 7 }
 }
 
 fn list(ids: &Ids) -> Vec<u64> {
@@ -50,53 +50,53 @@ fn held(heap: &Budget, ids: &Ids) -> Option<HeldIds> {
     held.add(&list(ids)).then_some(held)
 }
 
-/// The ledger with the true state, and a caller that looks when it should.
+/// The ledger with the true state, and a caller that scans when it should.
 struct Model {
     heap: Budget,
     ledger: Ledger,
     there: Ids,
     acknowledged: Ids,
-    /// Blocks present when the current scan began, and the blocks that it looks for.
-    look: Option<(Ids, Ids)>,
-    has_looker: bool,
+    /// Blocks present when the current scan began, and the blocks that it searches.
+    scan: Option<(Ids, Ids)>,
+    is_verifying: bool,
 }
 
 impl Model {
-    /// `left` by an earlier process: acknowledged blocks, those on local disks and those in remote
-    /// files.
-    fn new(heap: Budget, left: Option<(Ids, Ids, Ids)>, has_remote: bool) -> Self {
-        let Some((acknowledged, local, remote)) = left else {
+    /// `recovered` from an earlier process: acknowledged blocks, those on local disks and those in
+    /// remote files.
+    fn new(heap: Budget, recovered: Option<(Ids, Ids, Ids)>, has_remote: bool) -> Self {
+        let Some((acknowledged, local, remote)) = recovered else {
             let (ledger, none) = (Ledger::new(&heap), Ids::new);
             let (there, acknowledged) = (none(), none());
-            return Self { heap, ledger, there, acknowledged, look: None, has_looker: false };
+            return Self { heap, ledger, there, acknowledged, scan: None, is_verifying: false };
         };
-        let mut ledger = Ledger::left(&heap, held(&heap, &local), !has_remote);
+        let mut ledger = Ledger::recovered(&heap, held(&heap, &local), !has_remote);
         let remote = if has_remote { remote } else { Ids::new() };
-        let has_looker = ledger.acknowledge(&list(&acknowledged)).unwrap_or_else(|missing| {
-            ledger.enter(&missing, &blame("killed"));
+        let is_verifying = ledger.acknowledge(&list(&acknowledged)).unwrap_or_else(|missing| {
+            ledger.enter(&missing, &cause("killed"));
             false
         });
-        Self { heap, ledger, there: &local | &remote, acknowledged, look: None, has_looker }
+        Self { heap, ledger, there: &local | &remote, acknowledged, scan: None, is_verifying }
     }
 
-    fn question(&mut self, ids: Option<&[u64]>) {
-        assert_eq!(self.ledger.question(ids), !self.has_looker, "exactly one looks");
-        self.has_looker = true;
+    fn mark_unverified(&mut self, ids: Option<&[u64]>) {
+        assert_eq!(self.ledger.mark_unverified(ids), !self.is_verifying, "exactly one caller scans");
+        self.is_verifying = true;
     }
 
     fn step(&mut self, step: Step) {
         match step {
-            Step::Look if self.has_looker => {
-                let asked = self.ledger.begin_look();
-                let sought: Ids = asked.into_iter().chain(self.acknowledged.iter().copied()).collect();
-                self.look = Some((self.there.clone(), sought));
+            Step::Scan if self.is_verifying => {
+                let unverified = self.ledger.begin_scan();
+                let sought: Ids = unverified.into_iter().chain(self.acknowledged.iter().copied()).collect();
+                self.scan = Some((self.there.clone(), sought));
             }
-            Step::Fail if self.look.take().is_some() => {
-                self.ledger.fail_look();
-                assert!(!self.ledger.is_looking());
+            Step::Fail if self.scan.take().is_some() => {
+                self.ledger.fail_scan();
+                assert!(!self.ledger.is_scanning());
             }
-            Step::Settle => self.settle(),
-            Step::Look | Step::Fail => {}
+            Step::Resolve => self.resolve(),
+            Step::Scan | Step::Fail => {}
             Step::Commit(ids) => {
                 let before = self.ledger.lost_blocks();
                 assert_eq!(self.ledger.commit(&list(&ids)), before - self.ledger.lost_blocks());
@@ -107,50 +107,54 @@ impl Model {
                     assert!(missing.iter().all(|id| ids.contains(id) && !self.there.contains(id)));
                 }
                 Ok(is_first) => {
-                    assert!(!(is_first && self.has_looker), "exactly one looks");
-                    self.has_looker |= is_first;
+                    assert!(!(is_first && self.is_verifying), "exactly one caller scans");
+                    self.is_verifying |= is_first;
                     // Tasks report blocks that they have sent.
-                    let is_sent = |id: &&u64| self.has_looker || self.there.contains(id);
+                    let is_sent = |id: &&u64| self.is_verifying || self.there.contains(id);
                     self.acknowledged.extend(ids.iter().filter(is_sent));
                 }
             },
             Step::Vanish(ids) => {
-                self.question(None);
+                self.mark_unverified(None);
                 self.there.retain(|id| !ids.contains(id));
-                self.question(None);
+                self.mark_unverified(None);
             }
         }
     }
 
-    fn settle(&mut self) {
-        let Some((there, sought)) = self.look.take() else { return };
+    fn resolve(&mut self) {
+        let Some((there, sought)) = self.scan.take() else { return };
         let before = self.ledger.lost_blocks();
         let found = held(&self.heap, &there).filter(|_| !self.ledger.is_in_tiers());
-        let look = Look { found, missing: list(&(&sought - &there)), more_missing: 0 };
-        match self.ledger.settle(look, &blame("disk")) {
-            None => self.look = None,
+        let scan = ScanResult { found, missing: list(&(&sought - &there)), more_missing: 0 };
+        match self.ledger.resolve(scan, &cause("disk")) {
+            None => self.scan = None,
             Some(new) => {
                 let listed: u64 = new.losses.iter().map(|loss| loss.ids.len()).sum();
                 assert_eq!(self.ledger.lost_blocks(), before + listed + new.unlisted);
                 assert_ne!(self.ledger.phase(), LedgerPhase::Verifying);
-                self.has_looker = false;
+                self.is_verifying = false;
             }
         }
     }
 
     fn check(&self) {
-        assert_eq!(self.ledger.phase() == LedgerPhase::Verifying, self.has_looker);
+        assert_eq!(self.ledger.phase() == LedgerPhase::Verifying, self.is_verifying);
         assert_eq!(
             self.ledger.phase() == LedgerPhase::Lossy,
-            !self.has_looker && self.ledger.lost_blocks() > 0
+            !self.is_verifying && self.ledger.lost_blocks() > 0
         );
         for id in &self.acknowledged {
-            let verdict = self.ledger.verdict(|ids| ids.and(&IdSet::from([*id])));
-            match (self.there.contains(id), self.has_looker, &verdict) {
-                (false, _, Availability::Serve) => panic!("{id} is not there, and no read hears of it"),
-                (false, false, Availability::Wait(_)) => panic!("no scan looks for {id}"),
-                (true, _, Availability::Lost(..)) => panic!("{id} is there and called lost"),
-                (true, false, Availability::Wait(_)) => panic!("{id} is waited for forever"),
+            let availability = self.ledger.availability(|ids| ids.and(&IdSet::from([*id])));
+            match (self.there.contains(id), self.is_verifying, &availability) {
+                (false, _, Availability::Serve) => panic!("block {id} is missing, but reads are served"),
+                (false, false, Availability::Wait(_)) => {
+                    panic!("block {id} is missing, and no scan searches it")
+                }
+                (true, _, Availability::Lost(..)) => panic!("block {id} is present, but reported as lost"),
+                (true, false, Availability::Wait(_)) => {
+                    panic!("block {id} is present, but reads wait and no scan runs")
+                }
                 _ => {}
             }
         }
@@ -162,21 +166,21 @@ proptest! {
     /// lost.
     #[test]
     fn missing_blocks_are_reported_and_present_ones_served(
-        left: Option<(u16, u16, u16)>, has_remote: bool, steps in steps(), heap in prop_oneof![Just(u64::MAX), 0u64..400],
+        recovered: Option<(u16, u16, u16)>, has_remote: bool, steps in steps(), heap in prop_oneof![Just(u64::MAX), 0u64..400],
     ) {
         let ids = |bits: u16| (0..12).filter(|n| bits >> n & 1 == 1).collect::<Ids>();
-        let left = left.map(|(acknowledged, local, remote)| (ids(acknowledged), ids(local), ids(remote)));
-        let mut model = Model::new(Budget::new(heap), left, has_remote);
+        let recovered = recovered.map(|(acknowledged, local, remote)| (ids(acknowledged), ids(local), ids(remote)));
+        let mut model = Model::new(Budget::new(heap), recovered, has_remote);
         model.check();
         for step in steps {
             model.step(step);
             model.check();
         }
-        if model.has_looker {
-            model.step(Step::Look);
-            model.step(Step::Settle);
+        if model.is_verifying {
+            model.step(Step::Scan);
+            model.step(Step::Resolve);
             model.check();
-            prop_assert!(!model.has_looker);
+            prop_assert!(!model.is_verifying);
         }
     }
 }
@@ -189,20 +193,20 @@ fn losses_are_listed_by_extent_and_merged_by_reason() {
         reason: Arc::from(reason),
     };
     let heap = Budget::new(u64::MAX);
-    let mut ledger = Ledger::left(&heap, Some(HeldIds::new(&heap)), true);
+    let mut ledger = Ledger::recovered(&heap, Some(HeldIds::new(&heap)), true);
     let why =
-        LossReasons { extents: vec![extent(1, "/a"), extent(5, "/b"), extent(3, "/a")], ..blame("killed") };
+        LossCause { extents: vec![extent(1, "/a"), extent(5, "/b"), extent(3, "/a")], ..cause("killed") };
     let new = ledger.enter(&[1, 2, 3, 9], &why);
-    let told: Vec<_> = new.losses.iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
+    let reported: Vec<_> = new.losses.iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
     assert_eq!(
-        told,
+        reported,
         [(vec![(1, 2)], Some(30), "/a"), (vec![(3, 3)], Some(10), "/a"), (vec![(9, 9)], None, "killed")]
     );
     let listed: Vec<_> = ledger.losses().iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
     assert_eq!(listed, [(vec![(1, 3)], Some(40), "/a"), (vec![(9, 9)], None, "killed")]);
     assert!(ledger.enter(&[1, 9], &why).losses.is_empty());
-    let wants_9 = ledger.verdict(|ids| ids.and(&IdSet::from([9, 10])));
+    let wants_9 = ledger.availability(|ids| ids.and(&IdSet::from([9, 10])));
     assert_eq!(wants_9, Availability::Lost(IdSet::from([9]), Arc::from("killed")));
-    assert_eq!(ledger.verdict(|ids| ids.and(&IdSet::from([4]))), Availability::Serve);
+    assert_eq!(ledger.availability(|ids| ids.and(&IdSet::from([4]))), Availability::Serve);
     assert_eq!((ledger.commit(&[3, 4, 9]), ledger.losses().len(), ledger.lost_blocks()), (2, 1, 2));
 }
