@@ -77,14 +77,14 @@ mod tests {
 
     #[test]
     fn commit_is_read_from_the_last_line() {
-        let said = |reflog: &str| String::from_utf8(last_commit(reflog.as_bytes()).to_vec()).unwrap();
+        let commit_of = |reflog: &str| String::from_utf8(last_commit(reflog.as_bytes()).to_vec()).unwrap();
         let [a, b, c] = ["a", "b", "c"].map(|digit| digit.repeat(40));
         let reflog = format!("{a} {b} Me <m@x> 1 +0000\tcommit: x\n{b} {c} Me <m@x> 2 +0000\tcommit: y\n");
-        assert_eq!(said(&reflog), "c".repeat(12));
-        assert_eq!(said(reflog.trim_end()), "c".repeat(12));
-        assert_eq!(said("commit 1234567\n"), "1234567     ");
+        assert_eq!(commit_of(&reflog), "c".repeat(12));
+        assert_eq!(commit_of(reflog.trim_end()), "c".repeat(12));
+        assert_eq!(commit_of("commit 1234567\n"), "1234567     ");
         for nothing in ["", "\n", "commit", "commit ", "a b\n\ncommit\n"] {
-            assert_eq!(said(nothing), "unknown     ", "{nothing:?}");
+            assert_eq!(commit_of(nothing), "unknown     ", "{nothing:?}");
         }
     }
 }

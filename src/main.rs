@@ -173,7 +173,10 @@ fn import(file: &Path) -> ExitCode {
         Ok(imported) => {
             print(imported.text.as_bytes());
             if !imported.secrets.is_empty() {
-                tell(&format!("{name}: secrets are in the output, under {}", imported.secrets.join(", ")));
+                print_error(&format!(
+                    "{name}: secrets are in the output, under {}",
+                    imported.secrets.join(", ")
+                ));
             }
             let parts = [
                 ("rejected, written as comments", &imported.refused),
@@ -397,12 +400,12 @@ fn print(text: &[u8]) -> ExitCode {
 }
 
 fn fail(code: u8, text: &str) -> ExitCode {
-    tell(text);
+    print_error(text);
     ExitCode::from(code)
 }
 
 /// Writes a line to stderr.
-fn tell(text: &str) {
+fn print_error(text: &str) {
     telemetry::print(std::io::stderr(), &format!("uniffle-worker: {text}\n"));
 }
 

@@ -220,7 +220,7 @@ impl BlockIds {
 
     /// Charges further memory held for the shuffle's ids until they are dropped.
     pub fn hold(&mut self, bytes: u64) {
-        let more = self.charge.budget().force_charge(bytes);
+        let more = self.charge.budget().charge_unchecked(bytes);
         self.charge.merge(more);
     }
 
@@ -310,7 +310,7 @@ fn heap_bytes(table: &IdTable) -> u64 {
 fn settle(held: &mut Charge, before: u64, after: u64, paid: &mut Charge) {
     let grown = after.saturating_sub(before);
     let part = paid.split_up_to(grown);
-    let beyond = held.budget().force_charge(grown - part.bytes());
+    let beyond = held.budget().charge_unchecked(grown - part.bytes());
     held.merge(part);
     held.merge(beyond);
     drop(held.split_up_to(before.saturating_sub(after)));
@@ -340,7 +340,7 @@ mod tests {
         let price = Price::of(report);
         let charge = ids.heap().try_charge(price.bytes);
         let charge = charge.map_err(|refusal| HeapFull::of(HeapKind::ReportedIds, refusal))?;
-        Ok(ids.pay(price.ids, charge, ids.counted.budget().force_charge(price.ids))?)
+        Ok(ids.pay(price.ids, charge, ids.counted.budget().charge_unchecked(price.ids))?)
     }
 
     /// Adds a whole report in one piece.

@@ -42,20 +42,20 @@ impl PartitionRanges {
     /// Returns the partitions that are not in `other`.
     #[must_use]
     pub fn minus(&self, other: &Self) -> Self {
-        let mut left = Vec::new();
+        let mut remaining = Vec::new();
         for &(start, end) in &self.0 {
             let mut from = Some(start);
             let first = other.0.partition_point(|(_, last)| *last < start);
             for &(taken, until) in other.0[first..].iter().take_while(|(taken, _)| *taken <= end) {
                 let Some(begins) = from else { break };
                 if begins < taken {
-                    left.push((begins, taken - 1));
+                    remaining.push((begins, taken - 1));
                 }
                 from = until.checked_add(1).filter(|next| *next <= end);
             }
-            left.extend(from.map(|begins| (begins, end)));
+            remaining.extend(from.map(|begins| (begins, end)));
         }
-        Self(left)
+        Self(remaining)
     }
 
     /// Returns whether `partition` is in one of the ranges.
@@ -119,14 +119,14 @@ mod tests {
                 PartitionRanges::parse(&ranges).unwrap()
             };
             let (some, others) = (parse(some), parse(others));
-            let left = some.minus(&others);
+            let remaining = some.minus(&others);
             for partition in 0..60 {
                 let is_left = some.contains(partition) && !others.contains(partition);
-                prop_assert_eq!(left.contains(partition), is_left, "{}", partition);
+                prop_assert_eq!(remaining.contains(partition), is_left, "{}", partition);
             }
-            let mut all = left.clone();
+            let mut all = remaining.clone();
             all.extend(&others);
-            prop_assert_eq!(all.count(), left.count() + others.count());
+            prop_assert_eq!(all.count(), remaining.count() + others.count());
         }
 
         #[test]

@@ -63,7 +63,7 @@ impl RecordCounts {
     pub fn enter(&mut self, reported: &[PartitionRecords], mut paid: Charge) {
         let bytes = self.price_of(reported);
         let charge = paid.split_up_to(bytes);
-        let beyond = self.charge.budget().force_charge(bytes - charge.bytes());
+        let beyond = self.charge.budget().charge_unchecked(bytes - charge.bytes());
         self.charge.merge(charge);
         self.charge.merge(beyond);
         self.add(reported);

@@ -111,7 +111,7 @@ impl AppRegistry {
         registration: Registration,
         with: impl FnOnce() -> T,
     ) -> Result<T, RegisterError> {
-        self.enter(registration, with, |_, budget, bytes| Ok(budget.force_charge(bytes)))
+        self.enter(registration, with, |_, budget, bytes| Ok(budget.charge_unchecked(bytes)))
     }
 
     fn enter<T>(

@@ -163,7 +163,7 @@ impl DiskUsage {
     pub fn set(&self, occupied: impl FnOnce() -> u64) {
         let mut counted = self.0.lock();
         let bytes = occupied();
-        let more = counted.budget().force_charge(bytes.saturating_sub(counted.bytes()));
+        let more = counted.budget().charge_unchecked(bytes.saturating_sub(counted.bytes()));
         counted.merge(more);
         let surplus = counted.bytes() - bytes;
         drop(counted.split_up_to(surplus));

@@ -152,7 +152,7 @@ impl AppUsage {
 
     /// Counts `count` more regardless of the quotas.
     pub fn count(&self, counted: QuotaResource, count: u64) -> Charge {
-        self.of_app[counted as usize].force_charge(count)
+        self.of_app[counted as usize].charge_unchecked(count)
     }
 
     /// Counts `count` more if the quotas allow it.

@@ -275,7 +275,7 @@ impl ConnectionState {
     /// after twice that time without a request. Polls rarely.
     ///
     /// Only the task that writes the responses may poll this, and must write before each poll.
-    pub(super) async fn resting(&self, time: Duration, is_written: impl Fn() -> bool) {
+    pub(super) async fn wait_until_idle(&self, time: Duration, is_written: impl Fn() -> bool) {
         let called_at = self.now();
         let (mut idle_since, mut ended_before) = (called_at, None);
         loop {

@@ -320,20 +320,21 @@ mod tests {
         let (grpc, http) = (port(&first.grpc), port(&first.http));
         let tcp = port(first.tcp.as_ref().unwrap());
         let client = TcpStream::connect(("127.0.0.1", tcp)).unwrap();
-        let mut left = first.duplicate().unwrap();
-        left.tcp_connections.push(first.tcp.as_ref().unwrap().accept().unwrap().0);
+        let mut inherited = first.duplicate().unwrap();
+        inherited.tcp_connections.push(first.tcp.as_ref().unwrap().accept().unwrap().0);
         drop(first);
         TcpStream::connect(("127.0.0.1", grpc)).unwrap();
 
-        let named = left.into_named();
+        let named = inherited.into_named();
         assert_eq!(named.len(), 4);
-        let mut left = Inherited::from_named(named);
+        let mut inherited = Inherited::from_named(named);
         // A socket unit without `FileDescriptorName=` passes its sockets under the unit's own name.
-        left.listeners
+        inherited
+            .listeners
             .iter_mut()
             .filter(|(name, _)| name == "http")
             .for_each(|(name, _)| *name = "x.socket".into());
-        let second = Sockets::open(&config(0, http), left).unwrap();
+        let second = Sockets::open(&config(0, http), inherited).unwrap();
         assert_eq!((port(&second.grpc), port(&second.http)), (grpc, http));
         assert_eq!(port(second.tcp.as_ref().unwrap()), tcp);
         assert_eq!(second.tcp_connections[0].peer_addr().unwrap(), client.local_addr().unwrap());
@@ -343,12 +344,12 @@ mod tests {
     fn another_port_in_the_configuration_wins() {
         let first = Sockets::open(&config(0, 0), Inherited::default()).unwrap();
         let taken = port(&first.grpc);
-        let left = first.duplicate().unwrap();
+        let inherited = first.duplicate().unwrap();
         drop(first);
         let free = TcpListener::bind("127.0.0.1:0").unwrap();
         let other = port(&free);
         drop(free);
-        let second = Sockets::open(&config(other, 0), left).unwrap();
+        let second = Sockets::open(&config(other, 0), inherited).unwrap();
         assert_eq!(port(&second.grpc), other);
         TcpStream::connect(("127.0.0.1", taken)).unwrap_err();
     }

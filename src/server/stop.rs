@@ -108,14 +108,14 @@ impl Worker {
     pub(super) async fn flush_for_successor(&self) -> Result<(), Vec<InMemory>> {
         self.service.status().stop(Stopping::ForSuccessor);
         let deadline = Instant::now() + self.flush_timeout;
-        let left = self.flush_until(deadline).await;
-        if !left.is_empty() {
-            return Err(left);
+        let remaining = self.flush_until(deadline).await;
+        if !remaining.is_empty() {
+            return Err(remaining);
         }
         self.service.ingest.refuse_sends();
         self.drain_memory(deadline.max(Instant::now() + LAST_FLUSH)).await;
-        let left = self.memory.contents();
-        if left.is_empty() { Ok(()) } else { Err(left) }
+        let remaining = self.memory.contents();
+        if remaining.is_empty() { Ok(()) } else { Err(remaining) }
     }
 
     /// Pauses writes to the tiers and waits for running ones, while all other work continues.
@@ -340,8 +340,8 @@ mod tests {
             tasks.closing().await;
             speaking(&tasks)
         };
-        let (stopped, left) = tokio::join!(worker.hand_over(MemoryTreatment::HandOver), closing);
-        assert_eq!(left, BTreeSet::new());
+        let (stopped, remaining) = tokio::join!(worker.hand_over(MemoryTreatment::HandOver), closing);
+        assert_eq!(remaining, BTreeSet::new());
         assert_eq!(stopped.tasks_left, 0);
         assert!(stopped.sockets.gap_began_ms.is_some());
     }

@@ -24,7 +24,7 @@ pub enum ServiceError {
     /// The app was known to an earlier process, but its registration was not found. Holds the
     /// reason.
     #[error("{0}")]
-    Forgotten(String),
+    NoLongerRegistered(String),
     /// The application id is invalid.
     #[error("{0}")]
     InvalidApp(#[from] InvalidAppId),
@@ -211,7 +211,7 @@ impl ServiceError {
             )
             | Self::NotRegistered
             | Self::NotRegisteredPart(_)
-            | Self::Forgotten(_)
+            | Self::NoLongerRegistered(_)
             | Self::HugePartitionWaits { .. }
             | Self::Store(_)
             | Self::Lost(_)
@@ -231,7 +231,9 @@ impl ServiceError {
     #[must_use]
     pub fn status(&self) -> StatusCode {
         match self {
-            Self::NotRegistered | Self::NotRegisteredPart(_) | Self::Forgotten(_) => StatusCode::NoRegister,
+            Self::NotRegistered | Self::NotRegisteredPart(_) | Self::NoLongerRegistered(_) => {
+                StatusCode::NoRegister
+            }
             Self::InvalidApp(_)
             | Self::InvalidRange(_)
             | Self::InvalidField { .. }

@@ -116,9 +116,9 @@ impl ServiceParts {
             self.metrics.apps_not_found.inc();
             self.apps.note_unknown_call();
             match id.and_then(|id| self.apps.unverified_reason(&id)) {
-                Some(reason) => {
-                    ServiceError::Forgotten(format!("application {app} is no longer registered: {reason}"))
-                }
+                Some(reason) => ServiceError::NoLongerRegistered(format!(
+                    "application {app} is no longer registered: {reason}"
+                )),
                 None => ServiceError::NotRegistered,
             }
         })

@@ -24,7 +24,7 @@ use super::recovered::Recovered;
 use super::state::TierState;
 use super::{StoreError, StoreErrorKind};
 use crate::log::Scratch;
-use uniffle_base::damage::OnDamage;
+use uniffle_base::damage::DamageListener;
 use uniffle_io::ReadBuffers;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
@@ -257,7 +257,7 @@ pub trait ServedTier: Send + Sync {
     /// Registers the listener for partitions with lost blocks. Each loss is reported twice: before
     /// a reader can mistake missing data for data, and afterwards. Losses found so far are reported
     /// at once. Only the first listener is used.
-    fn on_damage(&self, _: OnDamage) {}
+    fn on_damage(&self, _: DamageListener) {}
 
     /// Reads all data of a partition on devices with failed reads. Turns unreadable parts into
     /// holes, so that their blocks can be sent again and found. Returns an error of a device, or
@@ -287,7 +287,7 @@ pub trait ChunkRead: fmt::Debug + Send + Sync {
 
     /// Returns whether the last error means that blocks of the partition are or may be lost. The
     /// caller must then determine which.
-    fn is_suspect(&self) -> bool {
+    fn may_have_losses(&self) -> bool {
         false
     }
 }

@@ -241,8 +241,8 @@ async fn acknowledged_records_survive_any_fault_of_a_log_write() {
         assert!(recovered.shuffles.iter().all(|it| it.incomplete.is_none()), "{recovered:?}");
         // Unacknowledged batches may be known, too.
         let stored = records_of(&mut recovered, AFFECTED).await;
-        let mut left = stored.iter();
-        assert!(acknowledged.iter().all(|one| left.any(|it| it == one)), "{on:?} {times}: {stored:?}");
+        let mut remaining = stored.iter();
+        assert!(acknowledged.iter().all(|one| remaining.any(|it| it == one)), "{on:?} {times}: {stored:?}");
         assert_reads(&process, AFFECTED, &[], "the next process").await;
         process.end().await;
     }

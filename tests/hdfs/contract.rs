@@ -282,10 +282,10 @@ mod objects {
             let (extents, registry) = (Budget::new(u64::MAX), Registry::new());
             let opened = open(store, settings, &extents, &registry).await;
             suite(&Subject::served(opened)).await;
-            let mut left: Vec<_> =
+            let mut remaining: Vec<_> =
                 store.list(None).map_ok(|object| object.location).try_collect().await.unwrap();
-            left.retain(|path| !path.as_ref().contains("/!log/"));
-            assert_eq!(left, [Path::from(claim_key("shuffle/worker"))]);
+            remaining.retain(|path| !path.as_ref().contains("/!log/"));
+            assert_eq!(remaining, [Path::from(claim_key("shuffle/worker"))]);
             assert_eq!(extents.used(), 0);
         }
     }

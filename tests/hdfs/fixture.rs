@@ -337,7 +337,7 @@ impl HdfsFixture {
     pub(crate) async fn settled(&self) {
         self.eventually("everything is stored", || match self.flusher.unfinished() {
             0 => Ok(()),
-            left => Err(format!("{left} batches")),
+            remaining => Err(format!("{remaining} batches")),
         })
         .await;
     }
@@ -371,7 +371,7 @@ impl HdfsFixture {
         let start = Instant::now();
         let app = format!("{}/{APP}", self.root);
         loop {
-            let left = [
+            let remaining = [
                 ("bytes in memory", self.memory.budget().used()),
                 ("bytes in flight", self.memory.in_flight_bytes()),
                 ("batches", self.flusher.unfinished() as u64),
@@ -379,11 +379,11 @@ impl HdfsFixture {
                 ("bytes on disks", self.local.as_ref().map_or(0, |local| local.used_bytes())),
                 ("entries in HDFS", self.fs.list(&app).await.map_or(0, |entries| entries.len() as u64)),
             ];
-            let left: Vec<_> = left.iter().filter(|(_, count)| *count != 0).collect();
-            if left.is_empty() {
+            let remaining: Vec<_> = remaining.iter().filter(|(_, count)| *count != 0).collect();
+            if remaining.is_empty() {
                 break;
             }
-            assert!(start.elapsed() < SETTLE_DEADLINE, "left: {left:?}");
+            assert!(start.elapsed() < SETTLE_DEADLINE, "resources are not released: {remaining:?}");
             sleep(Duration::from_millis(20)).await;
         }
         self.tasks.cancel();

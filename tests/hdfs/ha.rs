@@ -90,8 +90,8 @@ async fn writes_continue_on_standby_after_namenode_dies() {
     });
     client.unregister_app("app-ha").await.unwrap();
     wait_until("the application's files are gone", SETTLE_DEADLINE, || match hdfs.list("/uniffle/app-ha") {
-        left if left.is_empty() => Ok(()),
-        left => Err(format!("{left:?}")),
+        remaining if remaining.is_empty() => Ok(()),
+        remaining => Err(format!("{remaining:?}")),
     });
     worker.assert_clean();
     worker.stop();

@@ -240,8 +240,8 @@ impl Secured {
         });
         client.unregister_app(&app).await.unwrap();
         wait_until("the application's files are gone", WRITE_DEADLINE, || match self.hdfs.list(&directory) {
-            left if left.is_empty() => Ok(()),
-            left => Err(format!("{left:?}")),
+            remaining if remaining.is_empty() => Ok(()),
+            remaining => Err(format!("{remaining:?}")),
         });
         files
     }

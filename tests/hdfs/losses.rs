@@ -130,7 +130,7 @@ impl LossesFixture {
     fn nothing_is_unverified_soon(&self) {
         wait_until("nothing is unverified", SETTLE_DEADLINE, || match self.unverified() {
             0.0 => Ok(()),
-            left => Err(format!("{left} partitions")),
+            remaining => Err(format!("{remaining} partitions")),
         });
     }
 

@@ -219,7 +219,7 @@ async fn hung_hdfs_does_not_delay_the_disks() {
     fixture
         .eventually("the others are on disk", || match fixture.flusher.unfinished() {
             3 => Ok(()),
-            left => Err(format!("{left} batches")),
+            remaining => Err(format!("{remaining} batches")),
         })
         .await;
     assert_eq!(fixture.visible(1, 3).await[1].len(), 20);
@@ -361,8 +361,8 @@ async fn unregistration_deletes_all_and_expiry_only_own_files() {
     fixture.all.retain(|(shuffle, _), _| *shuffle != 1);
     fixture
         .eventually("the shuffle is gone", || match others(&fs) {
-            left if left.is_empty() => Ok(()),
-            left => Err(format!("{left:?}")),
+            remaining if remaining.is_empty() => Ok(()),
+            remaining => Err(format!("{remaining:?}")),
         })
         .await;
     fixture.assert_nothing_missing().await;
@@ -377,13 +377,16 @@ async fn unregistration_deletes_all_and_expiry_only_own_files() {
     fixture
         .eventually("only the other server's file is left", || {
             match fs.files().into_keys().collect::<Vec<_>>() {
-                left if left == [foreign.clone()] => Ok(()),
-                left => Err(format!("{left:?}")),
+                remaining if remaining == [foreign.clone()] => Ok(()),
+                remaining => Err(format!("{remaining:?}")),
             }
         })
         .await;
-    let left = fs.paths();
-    assert!(!left.iter().any(|path| path.contains("/2")), "empty directories go as well: {left:?}");
+    let remaining = fs.paths();
+    assert!(
+        !remaining.iter().any(|path| path.contains("/2")),
+        "empty directories must be removed too: {remaining:?}"
+    );
 
     // The same app, unregistered.
     fixture.all.clear();

@@ -118,8 +118,8 @@ async fn unusable_remote_path_fails_start_and_names_key() {
     assert!(!line.contains(&good), "{line}");
     hdfs.run("chmod 777 /private");
     WorkerProcess::start(&Setup { env, ..only_hdfs("allowed", &more) }).stop();
-    let left: Vec<_> = ["/checked", "/private"].iter().flat_map(|path| hdfs.list(path)).collect();
-    assert!(left.is_empty(), "{left:?}");
+    let remaining: Vec<_> = ["/checked", "/private"].iter().flat_map(|path| hdfs.list(path)).collect();
+    assert!(remaining.is_empty(), "{remaining:?}");
 }
 
 #[test]

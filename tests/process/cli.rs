@@ -207,7 +207,7 @@ fn check_here_lists_the_problems_of_all_kinds() {
     }
     let listing = text(&worker(&["--check"], &config).stderr);
     for (part, count) in [("15.0 TiB", 1), ("tls.ca_file", 1), ("admin.token_file", 1), ("http_port", 0)] {
-        assert_eq!(listing.matches(part).count(), count, "{part} in {listing}");
+        assert_eq!(listing.matches(part).count(), count, "expected {part} {count} times: {listing}");
     }
 }
 

@@ -62,7 +62,7 @@ async fn acknowledged_blocks_are_readable_after_kill() {
 }
 
 /// Ends a worker that has all of its blocks in memory, and reads them from the next process.
-async fn survives(setup: Setup, end: impl FnOnce(&mut WorkerProcess), said: &str) {
+async fn survives(setup: Setup, end: impl FnOnce(&mut WorkerProcess), line: &str) {
     let setup = Setup { tables: NEVER_FLUSHED, ..setup };
     let mut worker = block_in_place(|| WorkerProcess::start(&setup));
     let client = client_of(&worker).await;
@@ -74,7 +74,7 @@ async fn survives(setup: Setup, end: impl FnOnce(&mut WorkerProcess), said: &str
     let client = client_of(&worker).await;
     written.assert_readable(&client).await;
     let log = worker.log();
-    assert!(log.contains(said), "{said} is not in {log}");
+    assert!(log.contains(line), "the log lacks {line}: {log}");
     let in_memory = worker.metrics().total("total_in_memory_block_count");
     assert_eq!(in_memory, Some(1000.0), "nothing was flushed");
     written.task(&client, 100, 14 << 10).await.expect("the worker continues");
@@ -126,10 +126,10 @@ async fn memory_is_recovered_into_larger_capacity() {
         worker.begin_upgrade();
         worker.finish_upgrade();
     };
-    let said = "rehearsal succeeded; handing over memory";
-    survives(Setup { name: "grown memfd", memory: MEMFD, ..Setup::default() }, end, said).await;
+    let line = "rehearsal succeeded; handing over memory";
+    survives(Setup { name: "grown memfd", memory: MEMFD, ..Setup::default() }, end, line).await;
     let (_directory, memory) = directory();
-    survives(Setup { name: "grown", memory, ..Setup::default() }, end, said).await;
+    survives(Setup { name: "grown", memory, ..Setup::default() }, end, line).await;
     let (_directory, memory) = directory();
     let end = |worker: &mut WorkerProcess| {
         worker.kill();
@@ -191,8 +191,8 @@ async fn start_refuses_to_discard_stored_memfd() {
         worker.kill();
         worker.launch_again_with(&config.replace(MEMFD, "backing = \"private\"\n"));
         assert_eq!(worker.wait_end().code(), Some(1));
-        let said = "an earlier process left 5 blocks in a memfd in the service manager's descriptor store";
-        assert!(worker.log().contains(said), "{}", worker.log());
+        let line = "an earlier process left 5 blocks in a memfd in the service manager's descriptor store";
+        assert!(worker.log().contains(line), "{}", worker.log());
         worker.start_again_with(&config);
         memory
     });
@@ -228,9 +228,9 @@ async fn successor_keeps_memfd_in_service_manager() {
         worker.write_config(&config.replace(MEMFD, backing));
         worker.begin_upgrade();
         worker.finish_upgrade();
-        let (memory, said) = messages_until_ready(&manager);
-        let is_removed = said.iter().any(|text| text.contains("FDSTOREREMOVE=1\nFDNAME=memory"));
-        assert_eq!(is_removed, !is_same, "{said:?}");
+        let (memory, messages) = messages_until_ready(&manager);
+        let is_removed = messages.iter().any(|text| text.contains("FDSTOREREMOVE=1\nFDNAME=memory"));
+        assert_eq!(is_removed, !is_same, "{messages:?}");
         assert_eq!(memory.as_ref().map(inode), is_same.then_some(first));
     }
     worker.stop();
@@ -239,12 +239,12 @@ async fn successor_keeps_memfd_in_service_manager() {
 /// Waits until a worker is ready. Returns the last descriptor it stored as `memory`, and its other
 /// notifications.
 fn stored_until_ready(manager: &UnixDatagram) -> (OwnedFd, Vec<String>) {
-    let (memory, said) = messages_until_ready(manager);
-    (memory.expect("stored before the worker is ready"), said)
+    let (memory, messages) = messages_until_ready(manager);
+    (memory.expect("the memory was not stored before the worker was ready"), messages)
 }
 
 fn messages_until_ready(manager: &UnixDatagram) -> (Option<OwnedFd>, Vec<String>) {
-    let (mut memory, mut said) = (None, Vec::new());
+    let (mut memory, mut messages) = (None, Vec::new());
     loop {
         let mut message = [0; 1000];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
@@ -260,9 +260,9 @@ fn messages_until_ready(manager: &UnixDatagram) -> (Option<OwnedFd>, Vec<String>
             }
         }
         let is_ready = text.contains("READY=1");
-        said.push(text);
+        messages.push(text);
         if is_ready {
-            return (memory, said);
+            return (memory, messages);
         }
     }
 }
@@ -315,8 +315,8 @@ async fn start_with_other_memory_is_refused_after_kill() {
             worker.launch_again_with(&config.replace(memory, changed));
             assert_eq!(worker.wait_end().code(), Some(1));
         }
-        let said = format!("an earlier process left 5 blocks in {}", first.path().display());
-        assert_eq!(worker.log().matches(&said).count(), 3, "{}", worker.log());
+        let line = format!("an earlier process left 5 blocks in {}", first.path().display());
+        assert_eq!(worker.log().matches(&line).count(), 3, "{}", worker.log());
         worker.start_again_with(&config);
     });
     let client = client_of(&worker).await;
@@ -547,8 +547,8 @@ async fn damaged_block_in_memory_is_reported_lost() {
     let refused = tokio::time::timeout(Duration::from_secs(60), refused)
         .await
         .expect("the smaller backing is searched too");
-    let said = "recovered blocks in memory are corrupt";
-    assert!(refused.contains(said), "{refused}");
+    let line = "recovered blocks in memory are corrupt";
+    assert!(refused.contains(line), "{refused}");
     client.unregister_app("app").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());

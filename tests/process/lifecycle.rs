@@ -331,10 +331,10 @@ async fn upgrade_signals_never_kill_a_starting_program() {
 }
 
 fn script(path: &Path, text: &str) {
-    let beside = path.with_extension("new");
-    std::fs::File::create(&beside).unwrap().write_all(text.as_bytes()).unwrap();
-    std::fs::set_permissions(&beside, std::fs::Permissions::from_mode(0o755)).unwrap();
-    std::fs::rename(beside, path).expect("one file system");
+    let temporary = path.with_extension("new");
+    std::fs::File::create(&temporary).unwrap().write_all(text.as_bytes()).unwrap();
+    std::fs::set_permissions(&temporary, std::fs::Permissions::from_mode(0o755)).unwrap();
+    std::fs::rename(temporary, path).expect("both paths are on one file system");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -373,7 +373,7 @@ async fn unusable_binary_leaves_old_process_serving() {
         let line = log.lines().rev().find(|line| line.contains(event)).unwrap();
         for part in [format!("from={version} ("), format!("to=\"{version} (")] {
             let unquoted = part.replace('"', "");
-            assert!(line.replace('"', "").contains(&unquoted), "{unquoted} in {line}");
+            assert!(line.replace('"', "").contains(&unquoted), "{unquoted} is missing: {line}");
         }
     }
     block_in_place(|| worker.stop());

@@ -57,7 +57,7 @@ async fn connect(worker: &WorkerProcess) -> ShuffleClient {
     ShuffleClient::connect(address).await.unwrap().with_backoff(backoff)
 }
 
-fn tell(worker: &WorkerProcess, idle: u64, what: &str) {
+fn print_memory(worker: &WorkerProcess, idle: u64, what: &str) {
     let bound = CAPACITY_BYTES / 100 * 105 + (200 << 20);
     let (peak, heap) = (worker.peak_resident_bytes(), worker.metrics().total("heap_charged_bytes").unwrap());
     let used = worker.metrics().total("used_buffer_size").unwrap();
@@ -83,7 +83,7 @@ async fn many_partitions_stay_within_memory_bound() {
     let client = connect(&worker).await;
     futures::future::join_all(keys.iter().map(|key| write(client.clone(), key.clone()))).await;
     check(&client, &keys).await;
-    tell(&worker, idle, "written");
+    print_memory(&worker, idle, "written");
     drop(client);
 
     // The stop flushes memory, so that the next process recovers everything from disk.
@@ -94,7 +94,7 @@ async fn many_partitions_stay_within_memory_bound() {
     })
     .await
     .unwrap();
-    tell(&worker, idle, "taken over");
+    print_memory(&worker, idle, "taken over");
     let client = connect(&worker).await;
     check(&client, &keys).await;
     for key in &keys {

@@ -49,7 +49,10 @@ async fn check(client: &ShuffleClient, key: &ShuffleKey, partition: i32) -> usiz
     assert_eq!(read.blocks.len(), usize::try_from(TASKS).unwrap(), "partition {partition}");
     for task in 0..TASKS {
         let expected = block(partition, task);
-        assert!(read.blocks[&expected.meta.block_id] == expected.data, "partition {partition} task {task}");
+        assert!(
+            read.blocks[&expected.meta.block_id] == expected.data,
+            "the block of task {task} in partition {partition} has other bytes"
+        );
     }
     read.from_disk
 }

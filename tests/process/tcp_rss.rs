@@ -77,7 +77,7 @@ async fn frames_beside_full_disk_stay_within_memory_bound() {
     let used = worker.metrics().expect("memory_used");
     // No block has left memory: the disk accepts nothing.
     let sent = f64::from(u32::try_from(stored).unwrap()) * f64::from(BLOCK_BYTES);
-    assert!(used >= sent, "{used} bytes of {stored} blocks are in memory");
+    assert!(used >= sent, "{stored} blocks are only {used} bytes in memory");
     let peak = worker.peak_resident_bytes();
     uniffle_testkit::say(&format!(
         "{stored} sends stored, {refused} refused, {used} bytes used, peak {peak} bytes resident"

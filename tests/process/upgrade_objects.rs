@@ -69,7 +69,7 @@ async fn upgrade_without_disks_keeps_acknowledged_state() {
         wait_until("the objects are deleted", std::time::Duration::from_secs(30), || {
             match segments(&prefix) {
                 0 => Ok(()),
-                left => Err(format!("{left} segments")),
+                remaining => Err(format!("{remaining} segments")),
             }
         });
         worker.assert_clean();

@@ -201,10 +201,10 @@ async fn upgrade_with_unusable_binary_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let binary = dir.path().join("worker");
     let install = |mode| {
-        let beside = dir.path().join("new");
-        std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), &beside).unwrap();
-        std::fs::set_permissions(&beside, std::fs::Permissions::from_mode(mode)).unwrap();
-        std::fs::rename(beside, &binary).unwrap();
+        let temporary = dir.path().join("new");
+        std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), &temporary).unwrap();
+        std::fs::set_permissions(&temporary, std::fs::Permissions::from_mode(mode)).unwrap();
+        std::fs::rename(temporary, &binary).unwrap();
     };
     install(0o755);
     let mut refusing = RefusedUpgrades::start(Setup { binary: Some(binary.clone()), ..setup("mode") }).await;

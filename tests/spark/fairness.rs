@@ -68,7 +68,7 @@ fn finish(jvm: &mut Jvm) -> Value {
     answer.clone()
 }
 
-fn tell(what: &str, seconds: &[f64]) -> f64 {
+fn print_times(what: &str, seconds: &[f64]) -> f64 {
     let longest = seconds.iter().copied().fold(0.0, f64::max);
     let mean = seconds.iter().sum::<f64>() / f64::from(u32::try_from(seconds.len()).unwrap());
     say(&format!("{what}: {mean:.1} s on average, {longest:.1} s the longest, of {seconds:.1?}"));
@@ -93,11 +93,11 @@ fn run(name: &'static str, client: &str) {
     let words = format!("{} spark.rss.client.type={client}", worker.printed_settings());
     let mut jvms = Jvms::start();
     jvms.run_small(&words);
-    let alone = tell(&format!("{client}, nine without the flood"), &jvms.run_small(&words));
+    let alone = print_times(&format!("{client}, nine without the flood"), &jvms.run_small(&words));
     print_tickets(&worker, client);
 
     begin(&mut jvms.flood, "printed", &format!("{FLOOD_WORDS} {FLOOD_LONG} {words}"));
-    let beside = tell(&format!("{client}, nine beside the flood"), &jvms.run_small(&words));
+    let beside = print_times(&format!("{client}, nine beside the flood"), &jvms.run_small(&words));
     print_tickets(&worker, client);
     let flood = finish(&mut jvms.flood);
     let flooded = flood["seconds"].as_f64().unwrap_or_default();

@@ -41,8 +41,8 @@ impl<'a> Watch<'a> {
         let seen = self.seen.join().expect("the watch does not panic");
         wait_until("the application's files are gone", Duration::from_secs(20), || {
             match self.hdfs.list("/uniffle") {
-                left if left.is_empty() => Ok(()),
-                left => Err(format!("{left:?}")),
+                remaining if remaining.is_empty() => Ok(()),
+                remaining => Err(format!("{remaining:?}")),
             }
         });
         seen

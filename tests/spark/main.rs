@@ -109,7 +109,7 @@ impl Spark {
             let after = worker.metrics();
             for name in counted {
                 let (before, after) = (before.expect(name), after.expect(name));
-                assert!(after > before, "{name} is {after} as before: {worker:?} was not used");
+                assert!(after > before, "{worker:?} was not used: {name} is {after}, as before");
             }
         }
         answers

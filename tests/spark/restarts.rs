@@ -57,9 +57,9 @@ impl Installed {
 
     fn replace(&self) {
         if let Some((dir, path)) = &self.0 {
-            let beside = dir.path().join("new");
-            std::fs::copy(binary("uniffle-worker"), &beside).expect("the worker was built");
-            std::fs::rename(beside, path).expect("one file system");
+            let temporary = dir.path().join("new");
+            std::fs::copy(binary("uniffle-worker"), &temporary).expect("cannot copy the worker's binary");
+            std::fs::rename(temporary, path).expect("both paths are on one file system");
         }
     }
 }

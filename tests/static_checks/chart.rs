@@ -118,8 +118,8 @@ fn chart_refuses_wrong_values() {
         ("coordinators[0]=host", "coordinators"),
     ] {
         let output = helm(&["template", "uniffle-worker"], &["--set", value]);
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success() && said.contains(reason), "{value}: {said}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && stderr.contains(reason), "{value}: {stderr}");
     }
 }
 

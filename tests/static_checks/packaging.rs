@@ -22,8 +22,8 @@ pub(super) fn accepts(tool: &str, arguments: &[&str]) {
         return;
     }
     let output = Command::new(tool).args(arguments).output().unwrap();
-    let said = [output.stdout, output.stderr].concat();
-    assert!(output.status.success(), "{tool}: {}", String::from_utf8_lossy(&said));
+    let printed = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{tool}: {}", String::from_utf8_lossy(&printed));
 }
 
 pub(super) fn deploy(path: &str) -> String {
@@ -48,8 +48,8 @@ fn systemd_accepts_the_unit() {
 #[test]
 fn unit_enables_huge_pages_for_memfds() {
     let lines: Vec<_> = TMPFILES.lines().filter(|line| !line.starts_with('#')).collect();
-    let said = include_str!("../../crates/uniffle-memory/src/persistent/huge.rs");
-    let setting = said.split('"').find(|it| it.ends_with("shmem_enabled")).unwrap();
+    let source = include_str!("../../crates/uniffle-memory/src/persistent/huge.rs");
+    let setting = source.split('"').find(|it| it.ends_with("shmem_enabled")).unwrap();
     assert_eq!(lines, [format!("w {setting} - - - - advise")]);
 }
 

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Listener for a partition with blocks that are or may be lost, with the reason.
-pub type OnDamage = Arc<dyn Fn(&ShuffleKey, PartitionId, &str) + Send + Sync>;
+pub type DamageListener = Arc<dyn Fn(&ShuffleKey, PartitionId, &str) + Send + Sync>;
 
 /// Notifier of lost blocks. Losses found before a listener is registered are kept for it, because
 /// memory and tiers may work before the service has recovered.
@@ -21,7 +21,7 @@ pub struct DamageNotifier(Mutex<State>);
 enum State {
     /// No listener yet. Keeps one reason per partition.
     Pending(HashMap<(ShuffleKey, PartitionId), String>),
-    Registered(OnDamage),
+    Registered(DamageListener),
 }
 
 impl Default for State {
@@ -39,7 +39,7 @@ impl fmt::Debug for DamageNotifier {
 impl DamageNotifier {
     /// Registers the listener, and notifies it of all losses found earlier. Only the first listener
     /// is used.
-    pub fn set(&self, on_damage: OnDamage) {
+    pub fn set(&self, on_damage: DamageListener) {
         let before = {
             let mut state = self.0.lock();
             // A second listener would never be notified. There is one service.
@@ -82,19 +82,19 @@ mod tests {
     #[test]
     fn early_findings_are_delivered_to_the_first_listener() {
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
-        let (notifier, heard) = (DamageNotifier::default(), Arc::new(Mutex::new(Vec::new())));
+        let (notifier, notifications) = (DamageNotifier::default(), Arc::new(Mutex::new(Vec::new())));
         notifier.notify(&key, PartitionId(1), "early");
         notifier.notify_around(&key, PartitionId(1), "early", || {});
-        let hears = Arc::clone(&heard);
+        let listener = Arc::clone(&notifications);
         notifier.set(Arc::new(move |_: &ShuffleKey, partition: PartitionId, reason: &str| {
-            hears.lock().push((partition.0, reason.to_owned()));
+            listener.lock().push((partition.0, reason.to_owned()));
         }));
         notifier.set(Arc::new(|_: &ShuffleKey, _: PartitionId, _: &str| {
             unreachable!("the second listener was called")
         }));
-        let marked = Arc::clone(&heard);
+        let marked = Arc::clone(&notifications);
         notifier.notify_around(&key, PartitionId(2), "late", || marked.lock().push((0, "gone".to_owned())));
-        let notified: Vec<_> = heard.lock().iter().map(|(at, why)| format!("{at} {why}")).collect();
+        let notified: Vec<_> = notifications.lock().iter().map(|(at, why)| format!("{at} {why}")).collect();
         assert_eq!(notified, ["1 early", "2 late", "0 gone", "2 late"]);
     }
 }

@@ -78,13 +78,13 @@ fn warm(bytes: usize) -> Vec<u8> {
 }
 
 fn receive(stream: &mut TcpStream, ring: &mut [u8], bytes: usize) -> anyhow::Result<()> {
-    let (mut left, mut at) = (bytes, 0);
-    while left > 0 {
+    let (mut remaining, mut at) = (bytes, 0);
+    while remaining > 0 {
         let end = (at + CHUNK_BYTES).min(ring.len());
-        let room = (end - at).min(left);
+        let room = (end - at).min(remaining);
         let count = stream.read(&mut ring[at..at + room])?;
         anyhow::ensure!(count > 0, "the floor's own connection broke");
-        left -= count;
+        remaining -= count;
         at = if at + count >= ring.len() { 0 } else { at + count };
     }
     Ok(())
@@ -94,12 +94,12 @@ fn receive(stream: &mut TcpStream, ring: &mut [u8], bytes: usize) -> anyhow::Res
 /// checksum per block, and a copy.
 fn check_and_place(stream: &mut TcpStream, ring: &mut [u8], bytes: usize) -> anyhow::Result<()> {
     let mut hot = warm(HOT_BYTES);
-    let (mut left, mut at) = (bytes, 0);
-    while left > 0 {
-        let room = left.min(HOT_BYTES);
+    let (mut remaining, mut at) = (bytes, 0);
+    while remaining > 0 {
+        let room = remaining.min(HOT_BYTES);
         let count = stream.read(&mut hot[..room])?;
         anyhow::ensure!(count > 0, "the floor's own connection broke");
-        left -= count;
+        remaining -= count;
         for block in hot[..count].chunks(BLOCK_BYTES) {
             std::hint::black_box(crc32fast::hash(block));
             if ring.len() - at < block.len() {
@@ -113,14 +113,14 @@ fn check_and_place(stream: &mut TcpStream, ring: &mut [u8], bytes: usize) -> any
 }
 
 fn send(stream: &mut TcpStream, ring: &[u8], bytes: usize) -> anyhow::Result<()> {
-    let mut left = bytes;
+    let mut remaining = bytes;
     for chunk in ring.chunks(CHUNK_BYTES).cycle() {
-        if left == 0 {
+        if remaining == 0 {
             break;
         }
-        let chunk = &chunk[..chunk.len().min(left)];
+        let chunk = &chunk[..chunk.len().min(remaining)];
         stream.write_all(chunk)?;
-        left -= chunk.len();
+        remaining -= chunk.len();
     }
     Ok(())
 }
@@ -239,14 +239,14 @@ fn sendfile(bytes: usize, connections: usize, dir: &Path) -> anyhow::Result<Floo
     reversed("sendfile from page cache", bytes, connections, |stream, share| {
         let file = scratch.open(0)?;
         let cpu = thread_cpu_seconds();
-        let mut left = share;
-        while left > 0 {
-            let at = (share - left) % FILE_BYTES;
-            let count = CHUNK_BYTES.min(left).min(FILE_BYTES - at);
+        let mut remaining = share;
+        while remaining > 0 {
+            let at = (share - remaining) % FILE_BYTES;
+            let count = CHUNK_BYTES.min(remaining).min(FILE_BYTES - at);
             let mut offset = at as u64;
             let sent = rustix::fs::sendfile(&*stream, &file, Some(&mut offset), count)?;
             anyhow::ensure!(sent > 0, "the file of the floor is too short");
-            left -= sent;
+            remaining -= sent;
         }
         Ok(thread_cpu_seconds() - cpu)
     })

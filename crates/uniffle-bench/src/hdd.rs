@@ -327,15 +327,15 @@ fn directory(partition: PartitionId) -> PathBuf {
 
 /// Returns the first `bytes` bytes of `pieces`, without the padding of an aligned extent.
 fn cut(pieces: Vec<Bytes>, mut bytes: u64) -> Vec<Bytes> {
-    let mut left = Vec::with_capacity(pieces.len());
+    let mut remaining = Vec::with_capacity(pieces.len());
     for mut piece in pieces {
         piece.truncate(usize::try_from(bytes).unwrap_or(usize::MAX).min(piece.len()));
         bytes -= piece.len() as u64;
         if !piece.is_empty() {
-            left.push(piece);
+            remaining.push(piece);
         }
     }
-    left
+    remaining
 }
 
 #[cfg(test)]

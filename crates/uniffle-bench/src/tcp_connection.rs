@@ -100,14 +100,14 @@ impl RawConnection {
     async fn write(&self, frame: MessagePieces) -> std::io::Result<()> {
         let mut writer = self.writer.lock().await;
         let mut slices: Vec<IoSlice<'_>> = frame.pieces.iter().map(|piece| IoSlice::new(piece)).collect();
-        let mut left = slices.as_mut_slice();
-        while !left.is_empty() {
-            let batch = left.len().min(PIECES_MAX);
-            let written = writer.write_vectored(&left[..batch]).await?;
+        let mut remaining = slices.as_mut_slice();
+        while !remaining.is_empty() {
+            let batch = remaining.len().min(PIECES_MAX);
+            let written = writer.write_vectored(&remaining[..batch]).await?;
             if written == 0 {
                 return Err(std::io::ErrorKind::WriteZero.into());
             }
-            IoSlice::advance_slices(&mut left, written);
+            IoSlice::advance_slices(&mut remaining, written);
         }
         Ok(())
     }

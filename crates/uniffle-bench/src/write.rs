@@ -105,12 +105,12 @@ fn over(phase: &WritePhase) -> bool {
 
 async fn run_task(phase: &WritePhase, session: &ClientSession, task: u32) -> anyhow::Result<()> {
     let mut plan = phase.plan.task(task);
-    let mut left = share(phase.options.total_bytes, phase.options.tasks, task);
+    let mut remaining = share(phase.options.total_bytes, phase.options.tasks, task);
     let mut blocks: BTreeMap<PartitionId, Vec<i64>> = BTreeMap::new();
     let mut id = None;
-    while left > 0 && !over(phase) {
-        let message = plan.message(left);
-        left = left.saturating_sub(message.payload_bytes);
+    while remaining > 0 && !over(phase) {
+        let message = plan.message(remaining);
+        remaining = remaining.saturating_sub(message.payload_bytes);
         for _ in 0..phase.options.replicas {
             let due = pace(phase, &message).await;
             session.push(&phase.stats, &phase.key, &message, due).await?;

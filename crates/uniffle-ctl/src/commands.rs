@@ -178,7 +178,7 @@ fn merged(app: &str, answers: &[(&WorkerTarget, WorkerAnswer)]) -> Option<Value>
     for (target, answer) in answers {
         everywhere::enter(&mut merged, &target.name, answer);
     }
-    merged.nothing().is_none().then(|| merged.explanation(app))
+    merged.unknown().is_none().then(|| merged.explanation(app))
 }
 
 async fn profile(

@@ -10,11 +10,11 @@ use tokio::time::{Instant, timeout_at};
 use crate::http::{CommandFailure, HttpClient, ListenerAddress, Trust, segment};
 use crate::merged::{Merged, Unknown};
 
-/// Largest number of workers asked at once.
+/// Maximum number of concurrent queries.
 const AT_ONCE: usize = 8;
 
-/// Largest number of workers asked, which is also the number that a merged explanation lists.
-const ASKED_MAX: usize = 1_000;
+/// Maximum number of queried workers, and of workers that a merged explanation lists.
+const WORKERS_MAX: usize = 1_000;
 
 /// Largest accepted answer. A worker's answer has some KiB, or a few tens of KiB if much is lost.
 const ANSWER_BYTES_MAX: usize = 128 << 10;
@@ -40,7 +40,7 @@ pub struct WorkerAddress {
 /// `trust` is set.
 ///
 /// Takes 8 s at most and holds up to eight answers of 128 KiB at a time. Workers that did not
-/// answer in time or were not asked are counted and listed.
+/// answer in time or were not queried are counted and listed.
 ///
 /// # Errors
 /// [`Unknown`] if no answering worker knows the application.
@@ -54,15 +54,16 @@ pub async fn explain(
     let path = path(app);
     let end = Instant::now() + TOTAL_TIMEOUT;
     let mut merged = Merged::default();
-    for worker in workers.split_off(ASKED_MAX.min(workers.len())) {
+    for worker in workers.split_off(WORKERS_MAX.min(workers.len())) {
         merged.unanswered(&worker.id, "not asked: the limit is 1,000 workers");
     }
-    let asked: Vec<_> = workers.into_iter().map(|worker| ask(&client, is_tls, worker, &path, end)).collect();
-    let mut answers = stream::iter(asked).buffer_unordered(AT_ONCE);
+    let requests: Vec<_> =
+        workers.into_iter().map(|worker| ask(&client, is_tls, worker, &path, end)).collect();
+    let mut answers = stream::iter(requests).buffer_unordered(AT_ONCE);
     while let Some((id, answer)) = answers.next().await {
         enter(&mut merged, &id, &answer);
     }
-    merged.nothing().map_or_else(|| Ok(merged.explanation(app)), Err)
+    merged.unknown().map_or_else(|| Ok(merged.explanation(app)), Err)
 }
 
 async fn ask(
@@ -102,22 +103,22 @@ mod tests {
     async fn bounded_number_of_workers_is_queried() {
         let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
         let port = listener.local_addr().unwrap().port();
-        let asked = std::cell::Cell::new(0);
+        let requests = std::cell::Cell::new(0);
         let counting = async {
             loop {
                 // Closed at once: it is no worker.
                 let _accepted = listener.accept().await;
-                asked.set(asked.get() + 1);
+                requests.set(requests.get() + 1);
             }
         };
         let worker = |n: usize| WorkerAddress { id: format!("w{n}"), host: "127.0.0.1".to_owned(), port };
-        let workers = (0..3 * ASKED_MAX).map(worker).collect();
+        let workers = (0..3 * WORKERS_MAX).map(worker).collect();
         let refusal = tokio::select! {
             refusal = explain("app", workers, None) => refusal.unwrap_err(),
             _ = counting => unreachable!(),
         };
         // All of them if they answer in time.
-        assert!((1..=ASKED_MAX).contains(&asked.get()), "{} were asked", asked.get());
-        assert_eq!(refusal.silent, 3000);
+        assert!((1..=WORKERS_MAX).contains(&requests.get()), "{} workers were queried", requests.get());
+        assert_eq!(refusal.unanswered, 3000);
     }
 }

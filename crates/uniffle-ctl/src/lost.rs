@@ -79,17 +79,17 @@ pub(crate) async fn with_lost(
 ) -> Fleet {
     before.retain(|target| !target.is_lost);
     let answers = ask_all(&before, |target| cluster(client, target)).await;
-    let heard: Vec<_> = answers.into_iter().filter_map(|(_, answer)| answer.ok()).collect();
+    let answered: Vec<_> = answers.into_iter().filter_map(|(_, answer)| answer.ok()).collect();
     // Afterwards, so that a worker that has reported in between is in the list.
     let mut all = targets(arguments).await.unwrap_or(before);
     let known: BTreeSet<String> = all.iter().map(|target| target.name.clone()).collect();
     let absent = |field: &str| -> BTreeSet<String> {
-        let ids = heard.iter().filter_map(|it| it[field].as_array()).flatten().filter_map(Value::as_str);
+        let ids = answered.iter().filter_map(|it| it[field].as_array()).flatten().filter_map(Value::as_str);
         ids.filter(|id| !known.contains(*id)).map(str::to_owned).collect()
     };
     let (lost, awaited) = (absent("lost"), absent("awaited"));
     all.extend(lost.union(&awaited).cloned().map(target));
-    let is_starting = heard.iter().any(|it| it["is_starting"] == true);
+    let is_starting = answered.iter().any(|it| it["is_starting"] == true);
     Fleet { targets: all, awaited, is_starting }
 }
 

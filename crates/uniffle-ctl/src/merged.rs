@@ -40,15 +40,15 @@ const STAGE_MAXIMA: [&str; 3] = ["median_seconds", "p99_seconds", "longest_secon
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unknown {
     /// Number of workers that did not answer, and may know it.
-    pub silent: usize,
+    pub unanswered: usize,
 }
 
 impl fmt::Display for Unknown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.silent {
+        match self.unanswered {
             0 => f.write_str("no worker knows this application (any more)"),
-            silent => {
-                write!(f, "no answering worker knows this application; {silent} did not answer")
+            unanswered => {
+                write!(f, "no answering worker knows this application; {unanswered} did not answer")
             }
         }
     }
@@ -77,8 +77,8 @@ pub(crate) struct Merged {
 
 impl Merged {
     /// Returns an error if no worker has explained the application.
-    pub(crate) fn nothing(&self) -> Option<Unknown> {
-        (self.worker_count == 0).then_some(Unknown { silent: self.unanswered_count })
+    pub(crate) fn unknown(&self) -> Option<Unknown> {
+        (self.worker_count == 0).then_some(Unknown { unanswered: self.unanswered_count })
     }
 
     /// Adds a worker that did not answer.
@@ -184,8 +184,8 @@ impl Merged {
             bytes["mean_seconds_in_memory"] = (self.byte_seconds / received.max(1.0)).into();
         }
         if self.unanswered_count > 0 {
-            let (silent, asked) = (self.unanswered_count, self.unanswered_count + self.worker_count);
-            let text = format!("{silent} of {asked} workers did not answer; their part is missing");
+            let (unanswered, queried) = (self.unanswered_count, self.unanswered_count + self.worker_count);
+            let text = format!("{unanswered} of {queried} workers did not answer; their part is missing");
             self.findings.insert(0, text.into());
         }
         if self.findings.is_empty() {
@@ -331,7 +331,7 @@ mod tests {
             merged.add("odd", &it);
         }
         merged.unanswered("c", "no answer within 2s");
-        assert_eq!(merged.nothing(), None);
+        assert_eq!(merged.unknown(), None);
         let it = merged.explanation("x");
         assert_eq!(it["unanswered"], json!([{ "worker": "c", "reason": "no answer within 2s" }]));
         assert_eq!(it["findings"], json!(["1 of 4 workers did not answer; their part is missing"]));
@@ -359,9 +359,9 @@ mod tests {
     #[test]
     fn unknown_application_has_no_explanation() {
         let mut merged = Merged::default();
-        assert!(merged.nothing().is_some_and(|it| it.to_string().starts_with("no worker knows")));
+        assert!(merged.unknown().is_some_and(|it| it.to_string().starts_with("no worker knows")));
         merged.unanswered("a", "");
-        assert!(merged.nothing().is_some_and(|it| it.to_string().ends_with("1 did not answer")));
+        assert!(merged.unknown().is_some_and(|it| it.to_string().ends_with("1 did not answer")));
     }
 
     #[test]

@@ -33,22 +33,22 @@ pub(crate) async fn run(
     wanted: &OrphanOptions<'_>,
     progress: &CommandProgress,
 ) -> Result<Value, CommandFailure> {
-    let knows_who_lives = !arguments.coordinator.is_empty();
-    if wanted.remove.is_some_and(<[String]>::is_empty) && !knows_who_lives && wanted.live.is_empty() {
+    let has_cluster = !arguments.coordinator.is_empty();
+    if wanted.remove.is_some_and(<[String]>::is_empty) && !has_cluster && wanted.live.is_empty() {
         let text = "--remove without ids removes the objects of departed workers: identify live workers with \
                     --coordinator or --live, or give ids";
         return Err(CommandFailure::Usage(text.to_owned()));
     }
     let bar = progress.bar("orphans");
     bar.show(0, "listing objects");
-    let (asked, answer) = first_with_a_store(client, targets).await?;
+    let (store_worker, answer) = first_with_a_store(client, targets).await?;
     let mut live: BTreeSet<&str> = wanted.live.iter().map(String::as_str).collect();
-    if knows_who_lives {
+    if has_cluster {
         live.extend(targets.iter().map(|target| target.name.as_str()));
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let workers = answer["workers"].as_array().into_iter().flatten();
-    let workers: Vec<Value> = workers.map(|worker| judged(worker, &live, knows_who_lives, now)).collect();
+    let workers: Vec<Value> = workers.map(|worker| with_state(worker, &live, has_cluster, now)).collect();
     let Some(named) = wanted.remove else {
         return Ok(json!({ "workers": workers }));
     };
@@ -59,13 +59,14 @@ pub(crate) async fn run(
     }
     let mut removed = Vec::new();
     let objects = |worker: &Value| worker["objects"].as_u64().unwrap_or_default();
-    let chosen: Vec<_> = workers.iter().filter(|worker| goes(worker, named, wanted.older_than)).collect();
-    let mut left: u64 = chosen.iter().map(|worker| objects(worker)).sum();
+    let chosen: Vec<_> =
+        workers.iter().filter(|worker| is_removable(worker, named, wanted.older_than)).collect();
+    let mut remaining: u64 = chosen.iter().map(|worker| objects(worker)).sum();
     for worker in chosen {
         let id = worker["worker"].as_str().unwrap_or_default();
-        let show = |done: u64| bar.show(left.saturating_sub(done), format!("removing objects of {id}"));
-        removed.push(remove(client, asked, id, show).await?);
-        left = left.saturating_sub(objects(worker));
+        let show = |done: u64| bar.show(remaining.saturating_sub(done), format!("removing objects of {id}"));
+        removed.push(remove(client, store_worker, id, show).await?);
+        remaining = remaining.saturating_sub(objects(worker));
     }
     Ok(json!({ "removed": removed }))
 }
@@ -90,12 +91,12 @@ async fn first_with_a_store<'t>(
 }
 
 /// Returns the summary of a worker's objects, with their age and the worker's state.
-fn judged(worker: &Value, live: &BTreeSet<&str>, knows_who_lives: bool, now: Duration) -> Value {
+fn with_state(worker: &Value, live: &BTreeSet<&str>, has_cluster: bool, now: Duration) -> Value {
     let id = worker["worker"].as_str().unwrap_or_default();
     let state = match (worker["is_own"] == true, live.contains(id)) {
         (true, _) => "own",
         (false, true) => "alive",
-        (false, false) if knows_who_lives || !live.is_empty() => "gone",
+        (false, false) if has_cluster || !live.is_empty() => "gone",
         (false, false) => "unknown",
     };
     let newest = worker["newest_unix_ms"].as_u64().unwrap_or_default();
@@ -107,7 +108,7 @@ fn judged(worker: &Value, live: &BTreeSet<&str>, knows_who_lives: bool, now: Dur
 }
 
 /// Returns true if the objects of `worker` are to be removed.
-fn goes(worker: &Value, named: &[String], older_than: Duration) -> bool {
+fn is_removable(worker: &Value, named: &[String], older_than: Duration) -> bool {
     if named.is_empty() {
         let age = worker["newest_age_seconds"].as_u64().unwrap_or_default();
         return worker["state"] == "gone" && age >= older_than.as_secs();
@@ -118,7 +119,7 @@ fn goes(worker: &Value, named: &[String], older_than: Duration) -> bool {
 /// Removes all objects of a worker, batch by batch. `show` gets the number of removed objects.
 async fn remove(
     client: &HttpClient,
-    asked: &WorkerTarget,
+    store_worker: &WorkerTarget,
     worker: &str,
     show: impl Fn(u64),
 ) -> Result<Value, CommandFailure> {
@@ -126,7 +127,7 @@ async fn remove(
     loop {
         show(objects);
         let body = json!({ "worker": worker });
-        let answer = client.post(&asked.admin, "/admin/orphans/remove", Some(&body)).await?;
+        let answer = client.post(&store_worker.admin, "/admin/orphans/remove", Some(&body)).await?;
         let some = answer["removed"]["objects"].as_u64().unwrap_or_default();
         objects += some;
         bytes += answer["removed"]["bytes"].as_u64().unwrap_or_default();
@@ -155,24 +156,29 @@ mod tests {
     fn old_objects_of_departed_workers_are_selected() {
         let (now, day) = (Duration::from_secs(100_000), Duration::from_secs(86_400));
         let live = BTreeSet::from(["b"]);
-        let judged = |id, is_own, newest| judged(&worker(id, is_own, newest), &live, true, now);
+        let with_state = |id, is_own, newest| with_state(&worker(id, is_own, newest), &live, true, now);
         let all = [
-            judged("a", true, 0),
-            judged("b", false, 0),
-            judged("c", false, 0),
-            judged("d", false, 99_000_000),
+            with_state("a", true, 0),
+            with_state("b", false, 0),
+            with_state("c", false, 0),
+            with_state("d", false, 99_000_000),
         ];
         let states: Vec<_> = all.iter().map(|worker| worker["state"].as_str().unwrap()).collect();
         assert_eq!(states, ["own", "alive", "gone", "gone"]);
-        let goes =
-            |named: &[String]| -> Vec<_> { all.iter().map(|worker| goes(worker, named, day)).collect() };
-        assert_eq!(goes(&[]), [false, false, true, false], "the last was written to lately");
-        assert_eq!(goes(&["d".to_owned()]), [false, false, false, true]);
+        let is_removable = |named: &[String]| -> Vec<_> {
+            all.iter().map(|worker| is_removable(worker, named, day)).collect()
+        };
+        assert_eq!(
+            is_removable(&[]),
+            [false, false, true, false],
+            "a worker whose objects are new must not be chosen"
+        );
+        assert_eq!(is_removable(&["d".to_owned()]), [false, false, false, true]);
     }
 
     #[test]
     fn unknown_live_workers_select_no_object() {
-        let judged = judged(&worker("a", false, 0), &BTreeSet::new(), false, Duration::ZERO);
-        assert_eq!(judged["state"], "unknown");
+        let with_state = with_state(&worker("a", false, 0), &BTreeSet::new(), false, Duration::ZERO);
+        assert_eq!(with_state["state"], "unknown");
     }
 }

@@ -40,11 +40,11 @@ impl CommandProgress {
 pub(crate) struct CommandBar(ProgressBar);
 
 impl CommandBar {
-    /// Shows that `left` of the largest value so far is left, with a text about it.
-    pub(crate) fn show(&self, left: u64, text: impl Into<String>) {
-        let length = self.0.length().unwrap_or(0).max(left);
+    /// Shows that `remaining` of the largest value so far remains, with a text about it.
+    pub(crate) fn show(&self, remaining: u64, text: impl Into<String>) {
+        let length = self.0.length().unwrap_or(0).max(remaining);
         self.0.set_length(length);
-        self.0.set_position(length - left);
+        self.0.set_position(length - remaining);
         self.0.set_message(text.into());
     }
 }
@@ -62,8 +62,8 @@ mod tests {
     #[test]
     fn bar_follows_the_largest_rest() {
         let bar = CommandProgress(MultiProgress::with_draw_target(ProgressDrawTarget::hidden())).bar("w-1");
-        for (left, expected) in [(10, (0, 10)), (4, (6, 10)), (20, (0, 20)), (0, (20, 20))] {
-            bar.show(left, "bytes");
+        for (remaining, expected) in [(10, (0, 10)), (4, (6, 10)), (20, (0, 20)), (0, (20, 20))] {
+            bar.show(remaining, "bytes");
             assert_eq!((bar.0.position(), bar.0.length().unwrap()), expected);
         }
     }

@@ -33,19 +33,19 @@ pub(crate) fn answer(call: &CtlCommand, answer: &Value) -> String {
 
 /// Formats the answers of a coordinator's workers. Reasons of failures are printed separately.
 pub(crate) fn answers(call: &CtlCommand, answers: &[(&WorkerTarget, WorkerAnswer)]) -> String {
-    let heard: Vec<(&str, &Value)> = answers
+    let answered: Vec<(&str, &Value)> = answers
         .iter()
         .filter_map(|(target, answer)| Some((target.name.as_str(), answer.as_ref().ok()?)))
         .collect();
     match call {
         CtlCommand::Status { .. } => lists::workers(answers, |status| status, None, Width::of_stdout()),
         CtlCommand::Apps { limit } => {
-            lists::apps(heard.iter().map(|(_, answer)| *answer), *limit, Width::of_stdout())
+            lists::apps(answered.iter().map(|(_, answer)| *answer), *limit, Width::of_stdout())
         }
-        CtlCommand::Disks => disks(&heard),
+        CtlCommand::Disks => disks(&answered),
         _ => {
             let one = |(name, value): &(&str, &Value)| format!("== {name}\n{}\n", answer(call, value));
-            heard.iter().map(one).collect()
+            answered.iter().map(one).collect()
         }
     }
 }
@@ -76,8 +76,8 @@ fn orphans(answer: &Value) -> String {
     table(&["worker", "state", "objects", "bytes", "shuffles", "newest"], rows)
 }
 
-fn disks(heard: &[(&str, &Value)]) -> String {
-    let rows: Vec<_> = heard
+fn disks(answered: &[(&str, &Value)]) -> String {
+    let rows: Vec<_> = answered
         .iter()
         .flat_map(|(name, answer)| answer.as_array().into_iter().flatten().map(move |disk| (*name, disk)))
         .map(|(name, disk)| {
@@ -91,7 +91,7 @@ fn disks(heard: &[(&str, &Value)]) -> String {
         .collect();
     let header =
         ["worker", "path", "media", "condition", "used", "in flight", "free", "total", "failures", "fault"];
-    let from = usize::from(heard.iter().all(|(name, _)| name.is_empty()));
+    let from = usize::from(answered.iter().all(|(name, _)| name.is_empty()));
     table(&header[from..], rows.into_iter().map(|row| row[from..].to_vec()).collect())
 }
 

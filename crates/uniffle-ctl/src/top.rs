@@ -164,14 +164,14 @@ fn rates(history: &Value) -> Option<PayloadRates> {
 
 /// Formats the view.
 fn screen(looked: &[(&WorkerTarget, WorkerAnswer)], width: Width) -> String {
-    let heard = || looked.iter().filter_map(|(_, answer)| answer.as_ref().ok());
-    let sum = |field: &str| heard().filter_map(|it| it["status"]["memory"][field].as_u64()).sum::<u64>();
+    let answered = || looked.iter().filter_map(|(_, answer)| answer.as_ref().ok());
+    let sum = |field: &str| answered().filter_map(|it| it["status"]["memory"][field].as_u64()).sum::<u64>();
     let (used, capacity) = (sum("used_bytes"), sum("capacity_bytes"));
     let share = used.saturating_mul(100).checked_div(capacity).unwrap_or(0);
     let lost = looked.iter().filter(|(target, _)| target.is_lost).count();
     let lost = if lost == 0 { String::new() } else { format!(", {lost} lost") };
-    let (workers, answering) = (counted(looked.len()), heard().count());
-    let blocks = heard().filter_map(|it| it["status"]["apps"]["lost_blocks"].as_u64()).sum::<u64>();
+    let (workers, answering) = (counted(looked.len()), answered().count());
+    let blocks = answered().filter_map(|it| it["status"]["apps"]["lost_blocks"].as_u64()).sum::<u64>();
     let blocks = if blocks == 0 { String::new() } else { format!("; {blocks} blocks lost") };
     let mut text =
         format!("{workers}, {answering} answering{lost}; {share} % of their memory in use{blocks}\n\n");
@@ -189,7 +189,7 @@ fn screen(looked: &[(&WorkerTarget, WorkerAnswer)], width: Width) -> String {
         text.push_str(&format!("{}\n", width.wrap(&named, 2)));
     }
     text.push('\n');
-    text.push_str(&lists::apps(heard(), APPS, width));
+    text.push_str(&lists::apps(answered(), APPS, width));
     text
 }
 

@@ -148,9 +148,9 @@ async fn upgrade_all(
     let bar = progress.bar("upgrade");
     let mut first = None;
     for (at, (target, row)) in targets.iter().zip(&mut rows).enumerate() {
-        let left = targets.len() - at;
+        let remaining = targets.len() - at;
         let text = format!("{} of {}: {}", at + 1, targets.len(), target.name);
-        bar.show(u64::try_from(left).unwrap_or(u64::MAX), text);
+        bar.show(u64::try_from(remaining).unwrap_or(u64::MAX), text);
         let start = Instant::now();
         match upgrade(client, arguments, target, options, first.as_deref()).await {
             Ok((before, after)) => {

@@ -27,7 +27,7 @@ pub(crate) async fn decommission(
     let start = Instant::now();
     client.post(&target.admin, "/admin/decommission", None).await?;
     loop {
-        let left = match client.get(&target.http, "/api/v1/status").await {
+        let remaining = match client.get(&target.http, "/api/v1/status").await {
             Ok(status) if status["node"]["state"] == "decommissioned" => {
                 return Ok(json!({ "state": "decommissioned", "seconds": start.elapsed().as_secs_f64() }));
             }
@@ -41,10 +41,12 @@ pub(crate) async fn decommission(
             }
             Err(failure) => return Err(failure),
         };
-        bar.show(left, format!("applications left: {left}"));
+        bar.show(remaining, format!("applications left: {remaining}"));
         let waiting_for = || {
             let http = &target.http;
-            format!("{http}: applications left: {left} (it looks every `decommission_check_interval_sec`)")
+            format!(
+                "{http}: applications left: {remaining} (it looks every `decommission_check_interval_sec`)"
+            )
         };
         pause(start, within, waiting_for).await?;
     }
@@ -83,7 +85,7 @@ pub(crate) async fn drain(
             in_memory.saturating_add(left_bytes),
             format!("{memory} in memory, {batches} unfinished batches, {shuffles} shuffles to move"),
         );
-        let left = || {
+        let remaining = || {
             let elsewhere = match tiers.is_null() {
                 true => String::new(),
                 false => format!(
@@ -93,17 +95,17 @@ pub(crate) async fn drain(
             };
             format!("{}: {in_memory} bytes in memory, {batches} unfinished batches{elsewhere}", target.http)
         };
-        pause(start, within, left).await?;
+        pause(start, within, remaining).await?;
     }
 }
 
 async fn pause(
     start: Instant,
     within: Duration,
-    left: impl FnOnce() -> String,
+    remaining: impl FnOnce() -> String,
 ) -> Result<(), CommandFailure> {
     if start.elapsed() + LOOK_INTERVAL > within {
-        return Err(CommandFailure::NotReached(format!("timed out after {within:?}: {}", left())));
+        return Err(CommandFailure::NotReached(format!("timed out after {within:?}: {}", remaining())));
     }
     sleep(LOOK_INTERVAL).await;
     Ok(())

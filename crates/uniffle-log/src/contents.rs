@@ -267,11 +267,12 @@ impl Replacements {
     /// Returns whether a later registration replaces this entry. Called for each entry in order.
     fn replace(&mut self, entry: &FrameContent) -> bool {
         let FrameContent::Record(shuffle, record) = entry else { return false };
-        let Some(left) = self.0.get_mut(&shuffle.number).filter(|_| Record::is_registration(record)) else {
+        let Some(remaining) = self.0.get_mut(&shuffle.number).filter(|_| Record::is_registration(record))
+        else {
             return false;
         };
-        *left = left.saturating_sub(u32::from(Record::replaces_registrations(record)));
-        *left > 0
+        *remaining = remaining.saturating_sub(u32::from(Record::replaces_registrations(record)));
+        *remaining > 0
     }
 }
 

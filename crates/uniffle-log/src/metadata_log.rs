@@ -328,7 +328,7 @@ impl RecordReader {
         if let Records::Log(log) = &self.0 {
             let (to, receiver) = mpsc::channel(TOLD_MAX);
             // Without a writer nothing is received, which is reported as an error.
-            let _ = log.requests.send(LogRequest::Tell(to)).await;
+            let _ = log.requests.send(LogRequest::SendRecords(to)).await;
             self.0 = Records::FromWriter(receiver);
         }
         let next = match &mut self.0 {

@@ -38,12 +38,12 @@ pub enum MemoryError {
     #[error("unknown, expired or spent ticket")]
     UnknownTicket,
     /// The payload exceeds the ticket.
-    #[error("block of {requested} bytes exceeds the remaining {left} bytes of the ticket")]
+    #[error("block of {requested} bytes exceeds the remaining {remaining} bytes of the ticket")]
     TicketOverspent {
         /// Bytes of the block.
         requested: u64,
-        /// Bytes left of the ticket.
-        left: u64,
+        /// Remaining bytes of the ticket.
+        remaining: u64,
     },
     /// The bytes of a send arrived too slowly while others waited for its memory; sending again
     /// later helps.

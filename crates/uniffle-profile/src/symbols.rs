@@ -92,10 +92,10 @@ mod tests {
     use super::super::maps::AddressSet;
     use super::*;
 
-    fn asked(question: &[u8]) -> Result<String, String> {
-        let mut said = Vec::new();
-        answer(&mut &*question, &mut said).map_err(|error| format!("{error:#}"))?;
-        let made = wire::read(&mut said.as_slice(), wire::ANSWER, 1 << 20).unwrap();
+    fn answer_to(question: &[u8]) -> Result<String, String> {
+        let mut output = Vec::new();
+        answer(&mut &*question, &mut output).map_err(|error| format!("{error:#}"))?;
+        let made = wire::read(&mut output.as_slice(), wire::ANSWER, 1 << 20).unwrap();
         Ok(String::from_utf8(made).unwrap())
     }
 
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn functions_of_this_program_are_named() {
-        let text = asked(&question(&postcard::to_allocvec(&job()).unwrap())).unwrap();
+        let text = answer_to(&question(&postcard::to_allocvec(&job()).unwrap())).unwrap();
         assert!(text.contains("╼ job at ") && text.contains("symbols.rs:"), "{text}");
         assert!(text.contains("╼ 0x10\n"), "{text}");
     }
@@ -137,10 +137,10 @@ mod tests {
 
     #[test]
     fn invalid_job_is_refused() {
-        assert!(asked(b"").unwrap_err().starts_with("no request on stdin: "));
+        assert!(answer_to(b"").unwrap_err().starts_with("no request on stdin: "));
         let whole = postcard::to_allocvec(&job()).unwrap();
         for message in [&whole[..whole.len() / 2], &[0xff; 40], b"\x07"] {
-            let why = asked(&question(message)).unwrap_err();
+            let why = answer_to(&question(message)).unwrap_err();
             assert!(why.starts_with("the request is from another version of the program"), "{why}");
         }
     }

@@ -277,8 +277,8 @@ mod tests {
         let (subscriber, telemetry) = subscriber(&daily).unwrap();
         tracing::subscriber::with_default(subscriber, || tracing::info!("new"));
         drop(telemetry);
-        let left = std::fs::read_dir(root.path()).unwrap().count();
-        assert!(left <= 2 * daily.files_max, "{left} files are left");
+        let remaining = std::fs::read_dir(root.path()).unwrap().count();
+        assert!(remaining <= 2 * daily.files_max, "{remaining} log files remain");
     }
 
     #[test]

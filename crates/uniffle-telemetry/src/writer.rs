@@ -129,8 +129,8 @@ impl LogThread {
         let mut queue = self.shared.queue.lock();
         while !queue.lines.is_empty() || queue.writing_since.is_some() {
             let is_stuck = queue.writing_since.is_some_and(|since| since.elapsed() >= deadline);
-            let left = until.saturating_duration_since(Instant::now());
-            if is_stuck || self.shared.written.wait_for(&mut queue, left).timed_out() {
+            let remaining = until.saturating_duration_since(Instant::now());
+            if is_stuck || self.shared.written.wait_for(&mut queue, remaining).timed_out() {
                 return;
             }
         }

@@ -56,9 +56,9 @@ impl std::io::Write for CapturedLines {
 #[test]
 fn registration_order_does_not_matter() {
     let log = CapturedLog::of_this_thread();
-    let tell = || tracing::warn!("logged twice, captured once");
-    std::thread::scope(|scope| scope.spawn(tell).join().expect("it only logs"));
+    let warn = || tracing::warn!("logged twice, captured once");
+    std::thread::scope(|scope| scope.spawn(warn).join().expect("the thread only logs"));
     assert_eq!(log.text(), "");
-    tell();
+    warn();
     assert!(log.text().contains("logged twice, captured once"), "{}", log.text());
 }

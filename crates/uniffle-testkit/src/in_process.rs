@@ -251,8 +251,9 @@ impl WorkerView for InProcess {
                 Err(error) if error.status() == StatusCode::NoBuffer && waits < NO_BUFFER_WAITS => waits += 1,
                 // Losses are reported at once. Any other failure is retried.
                 Err(
-                    error
-                    @ (ServiceError::Lost(_) | ServiceError::NotRegistered | ServiceError::Forgotten(_)),
+                    error @ (ServiceError::Lost(_)
+                    | ServiceError::NotRegistered
+                    | ServiceError::NoLongerRegistered(_)),
                 ) => {
                     return Err(refusal(&error));
                 }

@@ -158,18 +158,18 @@ impl MemoryDisk {
     }
 
     /// Makes syncs succeed without effect, which a model of power loss must detect.
-    pub fn lie_about_syncs(&self) {
-        self.tree.lock().lies = true;
+    pub fn ignore_syncs(&self) {
+        self.tree.lock().ignores_syncs = true;
     }
 
     /// Makes writes to removed files succeed, which a model of removed files must detect.
-    pub fn lie_about_files(&self) {
-        self.tree.lock().lies_about_files = true;
+    pub fn ignore_removals(&self) {
+        self.tree.lock().ignores_removals = true;
     }
 
     /// Hides that several paths lead to the directory, which a model of a start must detect.
-    pub fn lie_about_places(&self) {
-        self.tree.lock().lies_about_places = true;
+    pub fn hide_shared_tree(&self) {
+        self.tree.lock().hides_shared_tree = true;
     }
 
     /// Flips bits of one byte of a file, like a faulty disk.
@@ -336,7 +336,7 @@ impl Disk for MemoryDisk {
             if !tree.directories.contains(&path) {
                 return Err(not_found());
             }
-            if !tree.lies {
+            if !tree.ignores_syncs {
                 tree.unsynced.retain(|entry| entry.parent() != Some(&path));
             }
             Ok(())
@@ -345,7 +345,7 @@ impl Disk for MemoryDisk {
 
     fn sync_all(&self) -> BoxFuture<'static, io::Result<()>> {
         self.run(Path::new(""), |tree, _| {
-            if tree.lies {
+            if tree.ignores_syncs {
                 return Ok(());
             }
             tree.unsynced.clear();
@@ -392,7 +392,7 @@ impl Disk for MemoryDisk {
 
     fn location(&self) -> BoxFuture<'static, io::Result<Location>> {
         let id = FileId { device: 0, inode: Arc::as_ptr(&self.tree).addr() as u64 };
-        let place = match self.tree.lock().lies_about_places {
+        let place = match self.tree.lock().hides_shared_tree {
             true => Location { existing: None, rest: self.root.clone() },
             false => Location { existing: Some(id), rest: PathBuf::new() },
         };
@@ -435,7 +435,7 @@ impl ExpectedState {
 
     /// Fails if the file is elsewhere or was changed.
     fn require(&self, tree: &Tree, content: &SharedContent) -> io::Result<()> {
-        if tree.lies_about_files {
+        if tree.ignores_removals {
             return Ok(());
         }
         let is_there = tree.files.get(&self.path).is_some_and(|it| Arc::ptr_eq(it, content));
@@ -539,7 +539,7 @@ impl File for MemoryFile {
         let (tree, content) = (Arc::clone(&self.tree), Arc::clone(&self.content));
         Box::pin(async move {
             let mut tree = tree.lock();
-            if tree.lies {
+            if tree.ignores_syncs {
                 return Ok(());
             }
             if tree.failing_syncs > 0 {

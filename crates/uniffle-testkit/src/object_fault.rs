@@ -60,7 +60,7 @@ pub enum ObjectFault {
     /// One attempt gets no response and takes effect with [`FaultyObjects::deliver`]; a second
     /// attempt takes effect at once. Only for puts in one request.
     Repeat,
-    /// Waits for [`FaultyObjects::let_go`] and takes effect then.
+    /// Waits for [`FaultyObjects::release_held`] and takes effect then.
     Hold,
     /// Ignores the condition of a put, as some S3 servers ignore `If-Match` and `If-None-Match`.
     Overwrite,
@@ -128,11 +128,11 @@ impl FaultyObjects {
     /// Removes the rule and resumes held calls.
     pub fn heal(&self) {
         *self.0.rule.lock() = None;
-        self.let_go();
+        self.release_held();
     }
 
     /// Resumes held calls.
-    pub fn let_go(&self) {
+    pub fn release_held(&self) {
         let held = self.0.held.swap(0, Ordering::AcqRel);
         self.0.gate.add_permits(usize::try_from(held).unwrap_or(Semaphore::MAX_PERMITS));
     }

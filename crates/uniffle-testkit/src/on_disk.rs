@@ -145,12 +145,12 @@ fn take_group(
 /// Returns the error of the file system.
 pub fn read_directory(root: &Path) -> io::Result<DirectoryFiles> {
     let mut files = DirectoryFiles::new();
-    let mut left = vec![root.to_path_buf()];
-    while let Some(directory) = left.pop() {
+    let mut remaining = vec![root.to_path_buf()];
+    while let Some(directory) = remaining.pop() {
         for entry in std::fs::read_dir(&directory)? {
             let path = entry?.path();
             if path.is_dir() {
-                left.push(path);
+                remaining.push(path);
             } else {
                 let below = path.strip_prefix(root).map_err(io::Error::other)?.to_path_buf();
                 files.insert(below, std::fs::read(&path)?);

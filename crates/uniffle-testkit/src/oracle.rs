@@ -246,13 +246,13 @@ struct SplitRead {
 /// Reads the blocks of `tasks`. A refused request is split in halves, down to a single task.
 async fn read_split(worker: &impl WorkerView, key: &ShuffleKey, partition: i32, tasks: Treemap) -> SplitRead {
     let mut split = SplitRead::default();
-    let mut left: Vec<Vec<u64>> = vec![tasks.to_vec()];
-    while let Some(some) = left.pop().filter(|some| !some.is_empty()) {
+    let mut remaining: Vec<Vec<u64>> = vec![tasks.to_vec()];
+    while let Some(some) = remaining.pop().filter(|some| !some.is_empty()) {
         match worker.read(key, partition, &Treemap::of(&some)).await {
             Ok(blocks) => split.blocks.extend(blocks),
             Err(WorkerRefusal::Failed(_)) if some.len() > 1 => {
                 let (first, second) = some.split_at(some.len() / 2);
-                left.extend([first.to_vec(), second.to_vec()]);
+                remaining.extend([first.to_vec(), second.to_vec()]);
             }
             Err(refusal) => {
                 split.refused.extend(some.into_iter().map(|task| (task, refusal.text().to_owned())));

@@ -207,7 +207,7 @@ impl ServiceFixture {
     pub async fn flushed(&self) {
         eventually("the flush ends", || match self.flusher.unfinished() {
             0 => Ok(()),
-            left => Err(format!("{left} batches are left")),
+            remaining => Err(format!("{remaining} batches are left")),
         })
         .await;
     }
@@ -218,8 +218,8 @@ impl ServiceFixture {
             self.service.lifecycle.unregister_app(app.id().as_str()).expect("the application is registered");
         }
         eventually("the service is clean", || match self.leftovers() {
-            left if left.is_empty() => Ok(()),
-            left => Err(format!("{left:?}")),
+            remaining if remaining.is_empty() => Ok(()),
+            remaining => Err(format!("{remaining:?}")),
         })
         .await;
         self.tasks.cancel();

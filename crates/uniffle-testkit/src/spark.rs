@@ -135,8 +135,8 @@ impl Jvm {
         let deadline = Instant::now() + COMMAND_DEADLINE;
         let mut scenarios = Vec::new();
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let line = self.answers.recv_timeout(left).map_err(|error| match error {
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            let line = self.answers.recv_timeout(remaining).map_err(|error| match error {
                 RecvTimeoutError::Timeout => self.lost("no answer in time"),
                 RecvTimeoutError::Disconnected => self.lost("it has ended"),
             })?;

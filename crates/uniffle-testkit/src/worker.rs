@@ -405,13 +405,13 @@ impl WorkerProcess {
             if !missing.is_empty() {
                 return Err(format!("no metrics named {missing:?} among {:?}", metrics.names()));
             }
-            let left: Vec<_> = ZERO_WHEN_IDLE
+            let remaining: Vec<_> = ZERO_WHEN_IDLE
                 .iter()
                 .filter_map(|name| metrics.total(name).map(|value| (name, value)))
                 .filter(|(_, value)| *value != 0.0)
                 .collect();
-            if !left.is_empty() {
-                return Err(format!("not zero: {left:?}"));
+            if !remaining.is_empty() {
+                return Err(format!("not zero: {remaining:?}"));
             }
             let files: Vec<_> = self.data_paths.iter().flat_map(|path| leftovers(path)).collect();
             if !files.is_empty() {
@@ -567,7 +567,7 @@ fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Ports) -> String {
 /// Returns everything below a data directory except the worker's own files and the empty
 /// directories of applications and of the trash.
 pub fn leftovers(base: &Path) -> Vec<PathBuf> {
-    let mut left = Vec::new();
+    let mut remaining = Vec::new();
     let mut open = vec![base.to_owned()];
     while let Some(dir) = open.pop() {
         // A directory that a concurrent purge removes does not count.
@@ -576,9 +576,9 @@ pub fn leftovers(base: &Path) -> Vec<PathBuf> {
             if path == base.join("apps") || path == base.join("trash") {
                 open.push(path);
             } else if OWN_FILES.iter().all(|name| path != base.join(name)) {
-                left.push(path);
+                remaining.push(path);
             }
         }
     }
-    left
+    remaining
 }

@@ -30,8 +30,8 @@ async fn quiet_connection_without_request_is_idle() {
     let limiter = ConnectionLimiter::new(1);
     let held = take(&limiter).0;
     advance(LEAVING_DEADLINE * 5).await;
-    let mut resting = std::pin::pin!(held.state().resting(LEAVING_DEADLINE, || false));
-    let mut waits = async |time| tokio::time::timeout(time, &mut resting).await.is_err();
+    let mut idle = std::pin::pin!(held.state().wait_until_idle(LEAVING_DEADLINE, || false));
+    let mut waits = async |time| tokio::time::timeout(time, &mut idle).await.is_err();
     assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "earlier time does not count");
     held.state().progressed();
     assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "closed despite progress");
@@ -54,7 +54,7 @@ async fn received_bytes_do_not_delay_a_settled_connection() {
     let limiter = ConnectionLimiter::new(1);
     let (held, is_written) = (take(&limiter).0, std::cell::Cell::new(true));
     let request = held.state().request();
-    let mut resting = std::pin::pin!(held.state().resting(LEAVING_DEADLINE, || is_written.get()));
+    let mut idle = std::pin::pin!(held.state().wait_until_idle(LEAVING_DEADLINE, || is_written.get()));
     let sends = async |looks: u32| {
         for _ in 0..2 * looks {
             held.state().progressed();
@@ -62,7 +62,7 @@ async fn received_bytes_do_not_delay_a_settled_connection() {
         }
     };
     let mut waits =
-        async |looks: u32| tokio::select! { biased; () = &mut resting => false, () = sends(looks) => true };
+        async |looks: u32| tokio::select! { biased; () = &mut idle => false, () = sends(looks) => true };
     assert!(waits(100).await, "closed during a response");
     drop(request);
     is_written.set(false);
@@ -78,16 +78,16 @@ async fn received_bytes_do_not_delay_a_settled_connection() {
 async fn settled_connection_gets_time_to_announce_requests() {
     let limiter = ConnectionLimiter::new(1);
     let held = take(&limiter).0;
-    let mut resting = std::pin::pin!(held.state().resting(LEAVING_DEADLINE, || true));
+    let mut idle = std::pin::pin!(held.state().wait_until_idle(LEAVING_DEADLINE, || true));
     for _ in 0..LEAVING_DEADLINE.as_millis() / REST_POLL_INTERVAL.as_millis() - 1 {
         held.state().progressed();
         assert!(
-            tokio::time::timeout(REST_POLL_INTERVAL, &mut resting).await.is_err(),
+            tokio::time::timeout(REST_POLL_INTERVAL, &mut idle).await.is_err(),
             "requests may be on their way"
         );
     }
     held.state().progressed();
-    assert!(tokio::time::timeout(2 * REST_POLL_INTERVAL, &mut resting).await.is_ok());
+    assert!(tokio::time::timeout(2 * REST_POLL_INTERVAL, &mut idle).await.is_ok());
 }
 
 #[tokio::test(start_paused = true)]
@@ -95,11 +95,11 @@ async fn connection_is_not_idle_during_a_pause() {
     crate::clock::testing::ticked(async {
         let limiter = ConnectionLimiter::new(1);
         let held = take(&limiter).0;
-        let mut resting = std::pin::pin!(held.state().resting(LEAVING_DEADLINE, || false));
-        assert!(futures::poll!(&mut resting).is_pending());
+        let mut idle = std::pin::pin!(held.state().wait_until_idle(LEAVING_DEADLINE, || false));
+        assert!(futures::poll!(&mut idle).is_pending());
         advance(LEAVING_DEADLINE * 100).await;
-        assert!(futures::poll!(&mut resting).is_pending());
-        resting.await;
+        assert!(futures::poll!(&mut idle).is_pending());
+        idle.await;
     })
     .await;
 }

@@ -216,7 +216,7 @@ async fn drive(
             Ok(())
         }),
         // The peer does not answer, and no running call waits for it. Others wait for a successor.
-        () = connection_state.resting(if is_stopping { CLOSING_REST } else { LEAVING_DEADLINE }, is_written) => Ok(()),
+        () = connection_state.wait_until_idle(if is_stopping { CLOSING_REST } else { LEAVING_DEADLINE }, is_written) => Ok(()),
     }
 }
 

@@ -179,17 +179,17 @@ impl Pusher {
             tokio::select! {
                 biased;
                 () = &mut cancelled => break,
-                result = self.push(PUSH_DEADLINE) => self.tell(result, &warnings),
+                result = self.push(PUSH_DEADLINE) => self.record(result, &warnings),
             }
         }
         let last = match self.node.is_stopping_for_good() {
             true => self.exchange(Method::DELETE, Vec::new(), LAST_PUSH_DEADLINE).await,
             false => self.push(LAST_PUSH_DEADLINE).await,
         };
-        self.tell(last, &warnings);
+        self.record(last, &warnings);
     }
 
-    fn tell(&self, result: Result<(), String>, warnings: &LogLimiter) {
+    fn record(&self, result: Result<(), String>, warnings: &LogLimiter) {
         let gateway = &self.gateway;
         match result {
             Ok(()) => {

@@ -209,7 +209,7 @@ impl Frames {
     /// Charges bytes that were read but cannot be walked yet, even beyond the free heap. Closing
     /// the connection instead would fail all its requests.
     pub(super) fn charge_unparsed(&self, bytes: usize) -> Charge {
-        self.heap.force_charge(bytes as u64)
+        self.heap.charge_unchecked(bytes as u64)
     }
 
     /// Reads no more than the current frame needs from now on.

@@ -211,13 +211,13 @@ impl ConnectionWriter {
         mut chunks: ReadAhead,
         mut guard: Option<&mut ReplyGuard>,
     ) -> io::Result<()> {
-        let mut left = length;
+        let mut remaining = length;
         loop {
             // The first chunk has already been read and goes out with the head.
-            let next = next_chunk(&self.shared, &mut chunks, left).await?;
-            left -= next.len() as u64;
+            let next = next_chunk(&self.shared, &mut chunks, remaining).await?;
+            remaining -= next.len() as u64;
             self.pieces.push_back(next);
-            if left == 0 {
+            if remaining == 0 {
                 return self.flush().await;
             }
             chunks.during(self.flush()).await?;
@@ -245,15 +245,15 @@ impl ConnectionWriter {
     }
 }
 
-/// Returns the next chunk, which is neither empty nor longer than `left` bytes.
-async fn next_chunk(shared: &TcpListenerState, chunks: &mut ReadAhead, left: u64) -> io::Result<Bytes> {
+/// Returns the next chunk, which is neither empty nor longer than `remaining` bytes.
+async fn next_chunk(shared: &TcpListenerState, chunks: &mut ReadAhead, remaining: u64) -> io::Result<Bytes> {
     let end = match timeout(shared.config.write_timeout, chunks.next()).await {
-        Ok(Ok(Some(chunk))) if !chunk.is_empty() && chunk.len() as u64 <= left => return Ok(chunk),
+        Ok(Ok(Some(chunk))) if !chunk.is_empty() && chunk.len() as u64 <= remaining => return Ok(chunk),
         Ok(Ok(_)) => io::Error::other("local data response does not have the announced length"),
         Ok(Err(error)) => io::Error::other(error),
         Err(_) => io::ErrorKind::TimedOut.into(),
     };
-    tracing::warn!(error = %end, left, "tcp connection closed: cannot complete a local data response");
+    tracing::warn!(error = %end, remaining, "tcp connection closed: cannot complete a local data response");
     Err(end)
 }
 
@@ -306,8 +306,8 @@ async fn write_step(
     connection_state: &ConnectionState,
     taken: &AtomicUsize,
 ) -> io::Result<()> {
-    let mut left = BATCH_BYTES;
-    while left > 0 && !pieces.is_empty() {
+    let mut remaining = BATCH_BYTES;
+    while remaining > 0 && !pieces.is_empty() {
         let mut slices = [IoSlice::new(&[]); PIECES_PER_WRITE];
         let mut used = 0;
         for (slice, piece) in slices.iter_mut().zip(pieces.iter()) {
@@ -320,7 +320,7 @@ async fn write_step(
         }
         connection_state.progressed();
         taken.fetch_add(written, Ordering::Relaxed);
-        left = left.saturating_sub(written);
+        remaining = remaining.saturating_sub(written);
         while let Some(front) = pieces.front_mut() {
             if written < front.len() {
                 front.advance(written);

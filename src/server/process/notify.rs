@@ -67,9 +67,9 @@ pub(super) fn write_ready_file(
         "pid": std::process::id(),
         "upgrade_gap_ms": upgrade_gap_ms,
     });
-    let beside = path.with_extension("tmp");
-    std::fs::write(&beside, format!("{line}\n"))?;
-    std::fs::rename(beside, path)
+    let temporary = path.with_extension("tmp");
+    std::fs::write(&temporary, format!("{line}\n"))?;
+    std::fs::rename(temporary, path)
 }
 
 fn warn_if_failed(result: std::io::Result<()>) {

@@ -30,7 +30,7 @@ use crate::store::SavedSettings;
 use uniffle_coordinator::embedded::{EmbeddedCoordinator, SavedApp, SavedNode};
 
 use super::{RuntimeSettings, WorkerTags};
-use crate::server::start::memory_backing::{beside_log, within};
+use crate::server::start::memory_backing::{paths_near_log, within};
 use crate::server::upgrade::{read_from_predecessor, write_for_successor};
 
 /// Name of the file beside the metadata log.
@@ -101,7 +101,7 @@ impl RuntimeState {
                 })
                 .unwrap_or_default();
         }
-        let reads = beside_log(config, FILE).map(|path| async move {
+        let reads = paths_near_log(config, FILE).map(|path| async move {
             let shown = path.display().to_string();
             within(move || read(&path)).await.unwrap_or_else(|error| {
                 tracing::warn!(path = shown, %error, "cannot read the settings made at run time; ignoring \
@@ -145,11 +145,11 @@ fn read(path: &Path) -> io::Result<Option<RuntimeState>> {
 /// Replaces the file as a whole, so that a reader never sees a part of it, also after a loss of
 /// power.
 fn write(path: &Path, text: &[u8]) -> io::Result<()> {
-    let beside = path.with_extension("new");
-    let mut file = File::create(&beside)?;
+    let temporary = path.with_extension("new");
+    let mut file = File::create(&temporary)?;
     file.write_all(text)?;
     file.sync_data()?;
-    fs::rename(beside, path)?;
+    fs::rename(temporary, path)?;
     let directory = path.parent().ok_or(io::ErrorKind::NotFound)?;
     fs::OpenOptions::new().read(true).open(directory)?.sync_all()
 }
@@ -201,7 +201,7 @@ impl StateWriter {
             service,
             live,
             embedded,
-            paths: beside_log(config, FILE).map(|path| (path, Arc::default())).collect(),
+            paths: paths_near_log(config, FILE).map(|path| (path, Arc::default())).collect(),
             has_quota: config.embedded.access.apps_per_user_max > 0,
             changed: Notify::new(),
             is_stopping: AtomicBool::new(false),

@@ -200,7 +200,7 @@ impl Worker {
             embedded.wait_for_workers(interval);
         }
         self.live.set_heartbeat_senders(HeartbeatSenders { embedded: pace, quorum: quorum.clone() });
-        let tell = move || {
+        let notify = move || {
             state.notify();
             if let Some(embedded) = &embedded {
                 embedded.report_now();
@@ -209,7 +209,7 @@ impl Worker {
                 heartbeats.beat_now();
             }
         };
-        self.tasks.background.spawn("state watch", watch.run(tell, stop));
+        self.tasks.background.spawn("state watch", watch.run(notify, stop));
         Ok(())
     }
 }

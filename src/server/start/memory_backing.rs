@@ -2,8 +2,8 @@
 //!
 //! Each data directory has a note with the tmpfs directory of the memory file ([`note`]). A start
 //! with another backing reads the note before it opens anything. If blocks remain in the old file
-//! or in an inherited memfd, the start fails with an error that names the place ([`refuse_left`]).
-//! The backing is changed by an upgrade, or by a clean stop and a start.
+//! or in an inherited memfd, the start fails with an error that names the place
+//! ([`refuse_orphaned`]). The backing is changed by an upgrade, or by a clean stop and a start.
 //!
 //! A memory file of another size, layout or owner is refused in `memory::persistent::file`.
 
@@ -129,7 +129,7 @@ pub(super) async fn note(config: &Config) {
         Backing::Directory(directory) => Some(directory.clone()),
         Backing::Auto | Backing::Private | Backing::Memfd => None,
     };
-    let notes = beside_log(config, NOTE).map(|path| {
+    let notes = paths_near_log(config, NOTE).map(|path| {
         let (directory, shown) = (directory.clone(), path.display().to_string());
         async move {
             let written = within(move || write_note(&path, directory.as_deref())).await;
@@ -146,9 +146,9 @@ fn write_note(path: &Path, directory: Option<&Path>) -> io::Result<()> {
     match directory {
         Some(directory) if there.as_deref() == Some(directory) => Ok(()),
         Some(directory) => {
-            let beside = path.with_extension("new");
-            std::fs::write(&beside, format!("{}\n", directory.display()))?;
-            std::fs::rename(beside, path)
+            let temporary = path.with_extension("new");
+            std::fs::write(&temporary, format!("{}\n", directory.display()))?;
+            std::fs::rename(temporary, path)
         }
         None if there.is_some() => std::fs::remove_file(path),
         None => Ok(()),
@@ -164,7 +164,7 @@ fn read_note(path: &Path) -> io::Result<Option<PathBuf>> {
 }
 
 /// Returns the path of the file `name` beside each copy of the metadata log.
-pub(in crate::server) fn beside_log<'a>(
+pub(in crate::server) fn paths_near_log<'a>(
     config: &'a Config,
     name: &'a str,
 ) -> impl Iterator<Item = PathBuf> + 'a {
@@ -187,7 +187,7 @@ pub(in crate::server) async fn within<T: Send + 'static>(
 
 /// Returns the recorded directories, except the one that `config` names.
 async fn recorded_directories(config: &Config) -> BTreeSet<PathBuf> {
-    let reads = beside_log(config, NOTE).map(|path| within(move || read_note(&path)));
+    let reads = paths_near_log(config, NOTE).map(|path| within(move || read_note(&path)));
     let read = join_all(reads.collect::<Vec<_>>()).await;
     let mut recorded: BTreeSet<PathBuf> = read.into_iter().filter_map(|read| read.ok().flatten()).collect();
     if let Backing::Directory(directory) = &config.memory.backing {
@@ -197,26 +197,26 @@ async fn recorded_directories(config: &Config) -> BTreeSet<PathBuf> {
 }
 
 /// Refuses a start whose backing differs from where an earlier process left blocks. Checks
-/// `passed`, an inherited memfd that is not used, and the directories recorded in the data
+/// `inherited`, a memfd that is not used, and the directories recorded in the data
 /// directories. Deletes files without blocks.
 ///
 /// # Errors
 /// If a file has blocks that a start would give up, or cannot be read.
-pub(super) async fn refuse_left(
+pub(super) async fn refuse_orphaned(
     config: &Config,
     server_id: &str,
-    passed: Option<OwnedFd>,
+    inherited: Option<OwnedFd>,
 ) -> anyhow::Result<()> {
     let (recorded, backing) = (recorded_directories(config).await, &config.memory.backing);
-    if recorded.is_empty() && passed.is_none() {
+    if recorded.is_empty() && inherited.is_none() {
         return Ok(());
     }
     let owner = Owner::now(server_id)?;
     let remedy = "start with that backing, then change it by an upgrade (SIGUSR2) or after a clean stop";
-    if let Some(file) = passed {
+    if let Some(file) = inherited {
         let place = "a memfd in the service manager's descriptor store (memory_store.backing = \"memfd\")";
         let given_up = "`systemctl stop` gives up its blocks";
-        match OrphanedMemory::passed(file, &owner) {
+        match OrphanedMemory::inherited(file, &owner) {
             Ok(Some(OrphanedMemory { blocks: blocks @ 1.., .. })) => bail!(
                 "memory_store.backing = \"{backing}\": an earlier process left {blocks} blocks in {place}; \
                  {remedy}; {given_up}"
@@ -229,8 +229,8 @@ pub(super) async fn refuse_left(
         }
     }
     for directory in recorded {
-        let left = match OrphanedMemory::in_directory(&directory, &owner) {
-            Ok(Some(left)) => left,
+        let orphan = match OrphanedMemory::in_directory(&directory, &owner) {
+            Ok(Some(orphan)) => orphan,
             Ok(None) => continue,
             Err(error) => bail!(
                 "memory_store.backing = \"{backing}\": cannot read blocks of an earlier process in {}: \
@@ -238,7 +238,7 @@ pub(super) async fn refuse_left(
                 directory.display()
             ),
         };
-        let (blocks, path) = (left.blocks, left.path().unwrap_or(directory));
+        let (blocks, path) = (orphan.blocks, orphan.path().unwrap_or(directory));
         if blocks > 0 {
             bail!(
                 "memory_store.backing = \"{backing}\": an earlier process left {blocks} blocks in {}; \
@@ -246,7 +246,7 @@ pub(super) async fn refuse_left(
                 path.display()
             );
         }
-        match left.delete() {
+        match orphan.delete() {
             Ok(()) => {
                 tracing::info!(path = %path.display(), "deleting an empty memory file of an earlier process")
             }
@@ -262,19 +262,19 @@ pub(super) async fn refuse_left(
     Ok(())
 }
 
-/// Maps the memory. Recovers the contents that an earlier process left there, from `left` if a
+/// Maps the memory. Recovers the contents that an earlier process left there, from `inherited` if a
 /// memfd was inherited.
 pub(in crate::server) async fn open(
     config: &Config,
     server_id: &str,
-    left: Option<OwnedFd>,
+    inherited: Option<OwnedFd>,
     registry: &Registry,
 ) -> anyhow::Result<Arc<Memory>> {
-    let (left, unused) = match config.memory.backing {
-        Backing::Memfd => (left, None),
-        Backing::Auto | Backing::Private | Backing::Directory(_) => (None, left),
+    let (inherited, unused) = match config.memory.backing {
+        Backing::Memfd => (inherited, None),
+        Backing::Auto | Backing::Private | Backing::Directory(_) => (None, inherited),
     };
-    refuse_left(config, server_id, unused).await?;
+    refuse_orphaned(config, server_id, unused).await?;
     let section = &config.memory;
     let huge_pages = describe_huge_pages(section);
     if section.backing.is_private() {
@@ -283,7 +283,7 @@ pub(in crate::server) async fn open(
             .with_context(|| format!("cannot map memory_store.capacity = {} bytes", section.capacity_bytes));
     }
     let owner = Owner::now(server_id).context("memory_store.backing")?;
-    let memory = Memory::open(section, &owner, left, registry)
+    let memory = Memory::open(section, &owner, inherited, registry)
         .with_context(|| format!("memory_store.backing = \"{}\"", section.backing))?;
     memory.survive_truncation().context("cannot install the handler of SIGBUS")?;
     tracing::info!(backing = %section.backing, huge_pages, "{}", MemoryRetention::of(&memory).describe());
@@ -363,7 +363,7 @@ mod tests {
         let refused = async |bytes: &[u8]| {
             let mut file = File::from(memfd_create("left", MemfdFlags::CLOEXEC).unwrap());
             file.write_all(bytes).unwrap();
-            let refused = refuse_left(&config, "worker-1", Some(file.into())).await;
+            let refused = refuse_orphaned(&config, "worker-1", Some(file.into())).await;
             refused.map_err(|error| error.to_string())
         };
         let error = refused(&[1; 4096]).await.unwrap_err();

@@ -84,9 +84,9 @@ fn heap_of(memory: &Memory) -> TierHeap {
 /// data directories must know their shuffles.
 fn local_config(config: &Config, hand_off: Option<HandOff>, memory: &Memory) -> LocalConfig {
     let read_memory_bytes = config.memory.read_capacity_bytes;
-    let left = memory.recoverable_shuffles();
-    let in_memory = || format!("memory_store.backing has {left} shuffles of this worker");
-    let had_data = (left > 0).then(in_memory);
+    let recoverable = memory.recoverable_shuffles();
+    let in_memory = || format!("memory_store.backing has {recoverable} shuffles of this worker");
+    let had_data = (recoverable > 0).then(in_memory);
     let file_bytes_max = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
     LocalConfig { read_memory_bytes, hand_off, had_data, file_bytes_max, ..config.local.clone() }
 }

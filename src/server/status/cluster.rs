@@ -65,7 +65,7 @@ impl ClusterPage {
                 places.acquire_owned().await.map_err(|error| NotExplained::Unavailable(error.to_string()))?;
             let trust = worker_trust.trust();
             let explained = uniffle_ctl::explain(&app, workers(coordinator.cluster(), &app), trust.as_ref());
-            explained.await.map_err(|unknown| match unknown.silent {
+            explained.await.map_err(|unknown| match unknown.unanswered {
                 0 => NotExplained::Unknown(unknown.to_string()),
                 _ => NotExplained::Unavailable(unknown.to_string()),
             })
@@ -89,9 +89,9 @@ impl ClusterPage {
 }
 
 fn workers(view: ClusterView, app: &str) -> Vec<uniffle_ctl::WorkerAddress> {
-    let tells = |known: &KnownNode| known.node.details.apps.iter().any(|it| it.app_id == app);
+    let lists_app = |known: &KnownNode| known.node.details.apps.iter().any(|it| it.app_id == app);
     let mut nodes = view.nodes;
-    nodes.sort_by_cached_key(|known| Reverse(tells(known)));
+    nodes.sort_by_cached_key(|known| Reverse(lists_app(known)));
     let worker = |KnownNode { node, .. }: KnownNode| uniffle_ctl::WorkerAddress {
         id: node.server.id,
         host: node.server.ip,

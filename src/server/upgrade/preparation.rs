@@ -125,7 +125,8 @@ async fn run_steps(
         tracing::info!(%from, to, "upgrade: rehearsal succeeded; flushing");
         // Unfinished deletions are left to the successor.
         let (emptied, ()) = tokio::join!(worker.flush_for_successor(), worker.end_deletions());
-        emptied.map_err(|left| UpgradeRefusal { by: RefusedBy::Flush, why: left_in_memory(&left) })?;
+        emptied
+            .map_err(|remaining| UpgradeRefusal { by: RefusedBy::Flush, why: left_in_memory(&remaining) })?;
     }
     // A disk may have started to hang, or may have been unmounted, in the meantime.
     require_no_hung_thread(worker).await?;
@@ -181,14 +182,15 @@ fn hung(threads: usize, disks: &[DiskInfo]) -> String {
     )
 }
 
-fn left_in_memory(left: &[InMemory]) -> String {
-    let sum = |of: fn(&InMemory) -> u64| left.iter().map(of).sum::<u64>();
+fn left_in_memory(remaining: &[InMemory]) -> String {
+    let sum = |of: fn(&InMemory) -> u64| remaining.iter().map(of).sum::<u64>();
     let (blocks, bytes) = (sum(|shuffle| shuffle.blocks), sum(|shuffle| shuffle.bytes));
-    let largest = left.first().map(|shuffle| format!(", most of {}", shuffle.shuffle)).unwrap_or_default();
+    let largest =
+        remaining.first().map(|shuffle| format!(", most of {}", shuffle.shuffle)).unwrap_or_default();
     format!(
         "memory was not flushed completely: {blocks} blocks of {bytes} bytes in {} shuffles are \
          left{largest}",
-        left.len()
+        remaining.len()
     )
 }
 

@@ -79,7 +79,7 @@ impl Successor {
         let verdict = child.stdout.take().map(verdict).context("no pipe from the rehearsal")?;
         let stderr = child.stderr.take().context("no pipe from the rehearsal")?;
         let mut stderr_text = Vec::new();
-        let judged = crate::clock::timeout(REHEARSAL_DEADLINE, async {
+        let outcome = crate::clock::timeout(REHEARSAL_DEADLINE, async {
             let ended = async {
                 let mut stderr = stderr.take(OUTPUT_BYTES_MAX);
                 let (_, status) = tokio::join!(stderr.read_to_end(&mut stderr_text), child.wait());
@@ -93,7 +93,7 @@ impl Successor {
         })
         .await;
         let stderr_text = || String::from_utf8_lossy(&stderr_text).trim().to_owned();
-        let Ok(status) = judged else {
+        let Ok(status) = outcome else {
             bail!("{program} --check took longer than {REHEARSAL_DEADLINE:?}: {}", stderr_text());
         };
         match status? {

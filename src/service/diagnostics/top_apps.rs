@@ -16,7 +16,7 @@ use uniffle_wire::types::AppId;
 const TOP_APPS: usize = 10;
 
 metrics::table! {
-    /// The applications that stand out, by several measures.
+    /// The applications with the highest figures, by several measures.
     pub(crate) struct TopApps {
         received: RankedGauge["app_id"] =
             "topN_of_total_data_size_for_app", "Payload bytes received, of the ten largest applications";

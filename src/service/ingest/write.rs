@@ -239,8 +239,8 @@ impl SendSession {
         }
         self.payload_bytes += u64::from(length);
         if self.payload_bytes > self.payload_bytes_max {
-            let (requested, left) = (self.payload_bytes, self.payload_bytes_max);
-            return Err(MemoryError::TicketOverspent { requested, left }.into());
+            let (requested, remaining) = (self.payload_bytes, self.payload_bytes_max);
+            return Err(MemoryError::TicketOverspent { requested, remaining }.into());
         }
         self.bookkeeping.add()?;
         let Some(run) = self.runs.last_mut() else {

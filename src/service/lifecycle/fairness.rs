@@ -98,11 +98,13 @@ fn print_rule(rule: &WeightRule) -> Table {
 fn matches(pattern: &str, name: &str) -> bool {
     let Some((start, rest)) = pattern.split_once('*') else { return pattern == name };
     let (middle, end) = rest.rsplit_once('*').map_or((None, rest), |(middle, end)| (Some(middle), end));
-    let Some(inner) = name.strip_prefix(start).and_then(|left| left.strip_suffix(end)) else { return false };
-    let mut left = inner;
+    let Some(inner) = name.strip_prefix(start).and_then(|remaining| remaining.strip_suffix(end)) else {
+        return false;
+    };
+    let mut remaining = inner;
     for part in middle.iter().flat_map(|middle| middle.split('*')) {
-        match left.find(part) {
-            Some(at) => left = &left[at + part.len()..],
+        match remaining.find(part) {
+            Some(at) => remaining = &remaining[at + part.len()..],
             None => return false,
         }
     }

@@ -91,7 +91,7 @@ impl Lifecycle {
         let mut unrestored = self.take_unrestored(&mut recovered.shuffles);
         let (mut known, unread) = self.read_log(&mut recovered.records, &mut unrestored).await;
         unrestored.memory_restorer.end();
-        let (mut unverified, mut left, mut failed) = (Vec::new(), Vec::new(), HashSet::new());
+        let (mut unverified, mut unregistered, mut failed) = (Vec::new(), Vec::new(), HashSet::new());
         let gap = self.parts.tiers.metadata().and_then(|tier| tier.metadata_gap());
         let is_uncertain = unread.is_some() || gap.is_some() || !recovered.missing_disks.is_empty();
         for mut shuffle in recovered.shuffles {
@@ -120,7 +120,7 @@ impl Lifecycle {
                     );
                     restored.unregistered += 1;
                     self.leave(&key);
-                    left.push(key);
+                    unregistered.push(key);
                 }
                 Ok(None) => {
                     tracing::info!(shuffle = %key, "shuffle was never registered; removed");
@@ -141,8 +141,8 @@ impl Lifecycle {
                 }
             }
         }
-        self.keep_memory(is_uncertain, left.iter().chain(&failed).collect());
-        self.mark_unverified_apps(&left, unread);
+        self.keep_memory(is_uncertain, unregistered.iter().chain(&failed).collect());
+        self.mark_unverified_apps(&unregistered, unread);
         self.parts.apps.touch_all();
         for app in self.parts.apps.apps() {
             self.weights.weigh(&app);
@@ -191,19 +191,19 @@ impl Lifecycle {
     }
 
     /// Marks the applications whose registrations may be missing because recovery has a gap. These
-    /// are all applications found, including those with only files and no registration (`left`).
-    fn mark_unverified_apps(&self, left: &[ShuffleKey], unread: Option<String>) {
+    /// are all applications found, including `unregistered` ones, which have only files.
+    fn mark_unverified_apps(&self, unregistered: &[ShuffleKey], unread: Option<String>) {
         let gap = self.parts.tiers.metadata().and_then(|tier| tier.metadata_gap());
         let Some(reason) = gap.or_else(|| unread.map(Arc::from)) else { return };
         let known = self.parts.apps.apps().into_iter().flat_map(|app| app.shuffles());
         known.for_each(|shuffle| self.parts.apps.found_unverified(shuffle.key(), &reason));
-        left.iter().for_each(|key| self.parts.apps.found_without_registration(key, &reason));
+        unregistered.iter().for_each(|key| self.parts.apps.found_without_registration(key, &reason));
     }
 
     /// Keeps the blocks in memory of shuffles that a later start may know. If records may be
     /// missing, these are all unknown shuffles, as for their files.
-    fn keep_memory(&self, is_uncertain: bool, left: HashSet<&ShuffleKey>) {
-        let blocks = self.parts.memory.keep_for_later(|key| is_uncertain || left.contains(key));
+    fn keep_memory(&self, is_uncertain: bool, unregistered: HashSet<&ShuffleKey>) {
+        let blocks = self.parts.memory.keep_for_later(|key| is_uncertain || unregistered.contains(key));
         if blocks > 0 {
             tracing::error!(
                 blocks,

@@ -333,7 +333,7 @@ impl Losses {
         let is_calm = ledger.alarms() == alarms;
         let cause = cause(Vec::new(), GONE_MEANWHILE);
         for PartitionBlockIds { partition, block_ids } in partitions {
-            // The tiers were queried when the report was judged.
+            // The tiers were queried when the report was checked.
             if is_calm && ledger.with(*partition, |it| it.is_in_tiers()) {
                 continue;
             }

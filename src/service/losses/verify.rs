@@ -24,7 +24,7 @@ use crate::log::{
 use crate::memory::Memory;
 use crate::runtime::Tasks;
 use crate::store::{StoreError, StoreErrorKind, Tiers};
-use uniffle_base::damage::OnDamage;
+use uniffle_base::damage::DamageListener;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use super::log::LossLog;
@@ -118,7 +118,7 @@ impl Verifier {
         }
     }
 
-    fn on_damage(self: &Arc<Self>, apps: &Arc<AppRegistry>) -> OnDamage {
+    fn on_damage(self: &Arc<Self>, apps: &Arc<AppRegistry>) -> DamageListener {
         // A weak reference, because memory and tiers store this closure and the verifier holds
         // them.
         let (apps, verifier) = (Arc::clone(apps), Arc::downgrade(self));

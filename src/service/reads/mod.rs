@@ -229,7 +229,7 @@ impl ChunkStream {
     /// Reports data that a checksum has shown to be lost, or a disk that fails repeatedly.
     async fn report_failure<T>(&mut self, read: &Result<T, StoreError>) {
         let Err(error) = read else { return };
-        if !self.source.as_ref().is_some_and(|source| source.is_suspect()) {
+        if !self.source.as_ref().is_some_and(|source| source.may_have_losses()) {
             return;
         }
         let Some(ErrorReporter { verifier, shuffle, partition }) = self.reporter.take() else { return };
@@ -410,7 +410,7 @@ impl Reads {
     ) -> ResponseGuard {
         // The limit was checked earlier: exceeding it by one response is cheaper than building the
         // response twice.
-        let _pinned = app.budgets.answers.force_charge(bytes);
+        let _pinned = app.budgets.answers.charge_unchecked(bytes);
         ResponseGuard {
             app,
             _pinned,

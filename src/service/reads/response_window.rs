@@ -68,7 +68,7 @@ impl ResponseWindow {
     pub(super) fn take(&self, bytes: u64, limit: u64) -> UnreadResponse {
         // The limit was checked earlier: exceeding it by one response is cheaper than building the
         // response twice.
-        let _pinned = self.room.force_charge(bytes);
+        let _pinned = self.room.charge_unchecked(bytes);
         UnreadResponse { pace: Arc::clone(&self.pace), number: self.pace.lock().begin(limit), bytes, _pinned }
     }
 }
@@ -122,8 +122,8 @@ impl ResponsePace {
         let Some(open) = self.open.remove(&number) else { return };
         let took = open.began.elapsed();
         // A small prompt response does not show that a large one would be prompt.
-        let tells = took > SLOW || bytes >= open.limit.max(LIMIT_MIN);
-        if tells {
+        let is_conclusive = took > SLOW || bytes >= open.limit.max(LIMIT_MIN);
+        if is_conclusive {
             self.limit = limit_after(self.limit, open.limit, took);
         }
     }

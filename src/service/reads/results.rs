@@ -208,10 +208,10 @@ impl Weight {
     /// Returns the weight, or `None` if there are more than `ids_max` ids or record counts. Stops
     /// at the first excess.
     fn of(reports: &Reports, partitions: Vec<PartitionId>, ids_max: u64) -> Option<Self> {
-        let (mut bytes, mut left) = (0, ids_max);
+        let (mut bytes, mut remaining) = (0, ids_max);
         for some in partitions.chunks(SETS_AT_ONCE) {
             let sets = Sets::of(reports, some);
-            left = sets.leave_of(left)?;
+            remaining = sets.leave_of(remaining)?;
             bytes += sets.bytes();
         }
         let numbers = reports.records.lock().count(&partitions) as u64;
@@ -251,9 +251,9 @@ impl Sets {
         Self(partitions.chunks(SETS_AT_ONCE).flat_map(|some| StoredIds::of(reports, some).sets).collect())
     }
 
-    /// Returns `left` minus the number of these ids, or `None` if there are more.
-    fn leave_of(&self, left: u64) -> Option<u64> {
-        self.0.iter().try_fold(left, |left, set| left.checked_sub(set.len()))
+    /// Returns `remaining` minus the number of these ids, or `None` if there are more.
+    fn leave_of(&self, remaining: u64) -> Option<u64> {
+        self.0.iter().try_fold(remaining, |remaining, set| remaining.checked_sub(set.len()))
     }
 
     /// Returns an upper bound of the heap for the sets and the response.
@@ -289,11 +289,11 @@ mod tests {
     fn small_answer_is_made_inline() {
         let many = |ids: std::ops::Range<u64>| ids.map(|id| id << 31).collect::<IdSet>();
         let (few, most) = (IdSet::from([1, 2, 3]), INLINE_IDS_MAX);
-        let left = |sets: Vec<IdSet>| Sets(sets).leave_of(most);
-        assert_eq!(left(Vec::new()), Some(most));
-        assert_eq!(left(vec![few.clone(), many(0..most - 3)]), Some(0));
-        assert_eq!(left(vec![few.clone(), many(0..most - 2)]), None);
-        assert_eq!(left(vec![many(0..most + 1), few]), None);
+        let remaining = |sets: Vec<IdSet>| Sets(sets).leave_of(most);
+        assert_eq!(remaining(Vec::new()), Some(most));
+        assert_eq!(remaining(vec![few.clone(), many(0..most - 3)]), Some(0));
+        assert_eq!(remaining(vec![few.clone(), many(0..most - 2)]), None);
+        assert_eq!(remaining(vec![many(0..most + 1), few]), None);
     }
 
     #[test]

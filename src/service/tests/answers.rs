@@ -130,7 +130,10 @@ async fn unread_responses_of_greedy_apps_leave_room_for_another() {
             unread.extend(std::iter::from_fn(|| read(app, &connection).ok()));
         }
         let held = answered.used() - held_before;
-        assert!(held > 0 && held <= answered.capacity() / 2 + 100_000, "{held} bytes of {app}");
+        assert!(
+            held > 0 && held <= answered.capacity() / 2 + 100_000,
+            "responses to {app} hold {held} bytes"
+        );
     }
     let honest = read("honest", &fixture.service.reads.read_limits()).unwrap();
     assert!(honest.read.length > 0);

@@ -70,14 +70,14 @@ fn committing(mut sink: SendSink) -> Committing {
 async fn large_sends_commit_without_a_waiting_caller() {
     let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let busy = occupy(&fixture, &fixture.service.ingest.committing).await;
-    let mut heard = committing(large_send(&mut fixture));
+    let mut send = committing(large_send(&mut fixture));
     drop(committing(large_send(&mut fixture)));
     yield_now().await;
     wait();
-    assert!(heard.outcome().now_or_never().is_none());
+    assert!(send.outcome().now_or_never().is_none());
     assert_eq!(fixture.buffer(3).received_bytes(), 0);
     drop(busy);
-    heard.outcome().await.unwrap();
+    send.outcome().await.unwrap();
     pause();
     within_time("both are there", || fixture.buffer(3).received_bytes() == 2 * 30 * 100).await;
     fixture.stop().await;

@@ -76,7 +76,7 @@ impl LocalStore {
             config,
         };
         let tasks = Tasks::new();
-        let (before, metadata) = PreviousState::look(&core, stored.log.take(), &tasks).await;
+        let (before, metadata) = PreviousState::scan(&core, stored.log.take(), &tasks).await;
         let store = Self::new(core, metadata, tasks);
         store.take_over(before, stored).await;
         store.core.set_gauges();

@@ -73,7 +73,7 @@ pub struct LocalStore {
     pub(in crate::store) pending_purges: PurgeNotes,
     pub(in crate::store) recovered: Mutex<Recovered>,
     /// Incarnations whose files stay for a later process.
-    pub(in crate::store) left: Mutex<HashSet<u64>>,
+    pub(in crate::store) kept_incarnations: Mutex<HashSet<u64>>,
     /// Tasks of the metadata log.
     pub(in crate::store) tasks: Tasks,
 }
@@ -102,7 +102,7 @@ impl LocalStore {
             metadata,
             pending_purges: PurgeNotes::default(),
             recovered: Mutex::default(),
-            left: Mutex::default(),
+            kept_incarnations: Mutex::default(),
             tasks,
             core,
         })
@@ -197,7 +197,7 @@ impl LocalStore {
             };
             let visited = self.core.visit_records(&shuffle, extent, 0, add).await;
             let disk = shuffle.log_at(extent.index_log).disk.index;
-            visited.inspect_err(|error| shuffle.failed_reads.suspect_index(partition, disk, error))?;
+            visited.inspect_err(|error| shuffle.failed_reads.index_unreadable(partition, disk, error))?;
         }
         Ok(())
     }

@@ -21,7 +21,7 @@ use crate::store::{
     SavedSettings, ServedData, ServedIndex, ServedTier, StoreError, Tier, TierBatch, TierNames, TierRole,
     TierShuffle, TierState, TierUsage,
 };
-use uniffle_base::damage::OnDamage;
+use uniffle_base::damage::DamageListener;
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
@@ -202,7 +202,7 @@ impl MaintainedTier for LocalStore {
 
 /// Reads of shuffles without extents in objects.
 impl ServedTier for LocalStore {
-    fn on_damage(&self, on_damage: OnDamage) {
+    fn on_damage(&self, on_damage: DamageListener) {
         self.core.damage.set(on_damage);
     }
 
@@ -244,7 +244,7 @@ impl ServedTier for LocalStore {
             let shuffle = self.find(key).ok()?;
             let damage = &self.reader.damage;
             let mut last_error = None;
-            for disk in shuffle.failed_reads.take_suspects(partition) {
+            for disk in shuffle.failed_reads.take_failed_disks(partition) {
                 if let Some((extents, error)) = damage.probe_extents(&shuffle, partition, disk).await {
                     damage.mark_all_lost(&shuffle, partition, &extents, &error);
                     last_error = Some(error);

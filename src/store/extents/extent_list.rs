@@ -105,8 +105,8 @@ impl<T: InStream, const CHUNK: usize> ChunkedList<T, CHUNK> {
         let is_before = |extent: &T| extent.end() <= start;
         let begins = |extent: &T| extent.base() < end;
         let first = self.chunks().partition_point(|chunk| chunk.last().is_some_and(is_before));
-        let behind = self.chunks().partition_point(|chunk| chunk.first().is_some_and(begins));
-        let chunks = self.chunks().get(first..behind).filter(|chunks| !chunks.is_empty());
+        let chunk_end = self.chunks().partition_point(|chunk| chunk.first().is_some_and(begins));
+        let chunks = self.chunks().get(first..chunk_end).filter(|chunks| !chunks.is_empty());
         let full = chunks.map(|chunks| Box::new(chunks.to_vec()));
         let of_open = self.open.partition_point(is_before)..self.open.partition_point(begins);
         Self { full, open: self.open.get(of_open).unwrap_or_default().to_vec() }
@@ -145,7 +145,7 @@ impl<T: InStream, const CHUNK: usize> ChunkedList<T, CHUNK> {
 /// extents](ChunkedList::further_bytes) has changed.
 pub(super) fn recharge(charge: &mut Charge, before: u64, after: u64) {
     if after > before {
-        charge.merge(charge.budget().force_charge(after - before));
+        charge.merge(charge.budget().charge_unchecked(after - before));
     } else {
         drop(charge.split_up_to(before - after));
     }

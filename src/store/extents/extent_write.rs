@@ -85,14 +85,14 @@ impl ExtentWrite {
     /// Returns the bytes without padding.
     #[must_use]
     pub fn payload(&self) -> Vec<Bytes> {
-        let mut left = usize::try_from(self.length).unwrap_or(usize::MAX);
+        let mut remaining = usize::try_from(self.length).unwrap_or(usize::MAX);
         let mut pieces = Vec::new();
         for piece in self.data.pieces() {
-            let taken = piece.len().min(left);
+            let taken = piece.len().min(remaining);
             if taken > 0 {
                 pieces.push(piece.slice(..taken));
             }
-            left -= taken;
+            remaining -= taken;
         }
         pieces
     }
@@ -100,14 +100,14 @@ impl ExtentWrite {
 
 /// Takes the first `bytes` bytes of `pieces`, or all if there are fewer.
 pub(in crate::store) fn take_front(pieces: &mut VecDeque<Bytes>, bytes: usize) -> Vec<Bytes> {
-    let (mut left, mut taken) = (bytes, Vec::new());
-    while left > 0
+    let (mut remaining, mut taken) = (bytes, Vec::new());
+    while remaining > 0
         && let Some(mut piece) = pieces.pop_front()
     {
-        if piece.len() > left {
-            pieces.push_front(piece.split_off(left));
+        if piece.len() > remaining {
+            pieces.push_front(piece.split_off(remaining));
         }
-        left -= piece.len();
+        remaining -= piece.len();
         taken.push(piece);
     }
     taken

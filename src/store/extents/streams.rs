@@ -131,7 +131,7 @@ impl Streams {
         let bytes = by_partition.len() as u64 * FOUND_PARTITION_BYTES + further;
         let mut by_log = ByLog::default();
         by_partition.values().flat_map(|partition| partition.extents.iter()).for_each(|it| by_log.add(it));
-        let charge = self.charge.budget().force_charge(bytes);
+        let charge = self.charge.budget().charge_unchecked(bytes);
         Self { by_partition, by_log, lost: Lost::default(), charge }
     }
 
@@ -200,10 +200,10 @@ impl Streams {
         Some(extent)
     }
 
-    /// Returns up to `most` partitions after the first `at`.
-    pub(in crate::store) fn partitions_from(&self, at: usize, most: usize) -> Vec<PartitionId> {
-        let behind = self.by_partition.len().min(at + most);
-        self.by_partition.get_range(at..behind).map_or_else(Vec::new, |some| some.keys().copied().collect())
+    /// Returns up to `max` partitions after the first `at`.
+    pub(in crate::store) fn partitions_from(&self, at: usize, max: usize) -> Vec<PartitionId> {
+        let end = self.by_partition.len().min(at + max);
+        self.by_partition.get_range(at..end).map_or_else(Vec::new, |some| some.keys().copied().collect())
     }
 
     /// Returns all extents.

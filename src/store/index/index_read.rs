@@ -58,8 +58,8 @@ pub(in crate::store) trait RecordSource: fmt::Debug + Send + Sync {
     /// Returns whether `len` bytes can be read from the extent's device now.
     fn has_room(&self, extent: &Extent, len: usize) -> bool;
 
-    /// See [`ChunkRead::is_suspect`].
-    fn is_suspect(&self) -> bool {
+    /// See [`ChunkRead::may_have_losses`].
+    fn may_have_losses(&self) -> bool {
         false
     }
 }
@@ -241,7 +241,7 @@ impl<S: RecordSource> ChunkRead for IndexRead<S> {
         if next.is_some_and(|extent| self.source.has_room(extent, room)) { room } else { 0 }
     }
 
-    fn is_suspect(&self) -> bool {
-        self.source.is_suspect()
+    fn may_have_losses(&self) -> bool {
+        self.source.may_have_losses()
     }
 }

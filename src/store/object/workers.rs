@@ -95,9 +95,9 @@ pub(in crate::store) async fn remove(core: &ObjectCore, root: &str) -> Result<Re
             false => is_more = true,
         }
     }
-    let left = REMOVED_AT_ONCE - log.len();
-    is_more |= segments.len() > left;
-    segments.truncate(left);
+    let remaining = REMOVED_AT_ONCE - log.len();
+    is_more |= segments.len() > remaining;
+    segments.truncate(remaining);
     let mut removed = RemovalReport { objects: 0, bytes: 0, is_gone: !is_more };
     for found in [log, segments] {
         removed.objects += found.len() as u64;

@@ -39,30 +39,30 @@ impl OffloadTier {
 
     /// Returns the data to be offloaded now, or `None` if there is none.
     pub(super) fn next(&self) -> Option<(OffloadCandidate, Arc<TieredShuffle>)> {
-        let relieved = self.update_relieved();
+        let under_pressure = self.update_pressure();
         let shuffles: Vec<Arc<TieredShuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
         let is_draining = self.is_draining.load(Ordering::Acquire);
         if !is_draining
-            && !relieved.contains(&true)
+            && !under_pressure.contains(&true)
             && shuffles.iter().all(|it| it.cold_bytes.load(Ordering::Relaxed) == 0)
         {
             return None;
         }
         let views: Vec<ShuffleView> = shuffles.iter().map(|shuffle| self.view(shuffle)).collect();
-        let wanted = policy::next(&views, &relieved, self.object.segment_bytes(), is_draining)?;
+        let wanted = policy::next(&views, &under_pressure, self.object.segment_bytes(), is_draining)?;
         let (OffloadCandidate::Oldest(at) | OffloadCandidate::Cold(at)) = wanted;
         Some((wanted, Arc::clone(&shuffles[at])))
     }
 
-    fn update_relieved(&self) -> Vec<bool> {
-        let mut relieved = self.relieved.lock();
+    fn update_pressure(&self) -> Vec<bool> {
+        let mut under_pressure = self.under_pressure.lock();
         let disks = self.local.disks();
-        relieved.resize(disks.len(), false);
+        under_pressure.resize(disks.len(), false);
         let views: Vec<DiskView> =
-            disks.iter().zip(&*relieved).map(|(disk, was)| view_of(disk, *was)).collect();
-        *relieved = policy::relieved(&views, self.settings.watermarks);
-        self.metrics.disks_relieved.set(clamped(relieved.iter().filter(|it| **it).count()));
-        relieved.clone()
+            disks.iter().zip(&*under_pressure).map(|(disk, was)| view_of(disk, *was)).collect();
+        *under_pressure = policy::under_pressure(&views, self.settings.watermarks);
+        self.metrics.disks_under_pressure.set(clamped(under_pressure.iter().filter(|it| **it).count()));
+        under_pressure.clone()
     }
 
     fn view(&self, shuffle: &TieredShuffle) -> ShuffleView {
@@ -114,22 +114,22 @@ impl OffloadTier {
             }
         };
         self.metrics.passes.inc();
-        let mut passed = self.run_pass(shuffle, chosen).await?;
-        if !is_cold && passed == PassResult::default() {
+        let mut result = self.run_pass(shuffle, chosen).await?;
+        if !is_cold && result == PassResult::default() {
             // Immovable data may be as much as a pass takes, so all data is tried once.
             let chosen = self.local.oldest(&shuffle.local, u64::MAX, shuffle.excluded()).await;
-            passed = self.run_pass(shuffle, chosen).await?;
+            result = self.run_pass(shuffle, chosen).await?;
         }
         if let Some(cold) = cold {
             cold.done();
         }
-        if passed.bytes > 0 {
-            let (bytes, objects) = (passed.bytes, passed.objects);
+        if result.bytes > 0 {
+            let (bytes, objects) = (result.bytes, result.objects);
             tracing::info!(shuffle = %shuffle.key, bytes, objects, "offloaded from local disks to the object store");
-        } else if !passed.has_unreadable && !is_cold {
+        } else if !result.has_unreadable && !is_cold {
             shuffle.set_stuck(before);
         }
-        Ok(passed.bytes > 0 || is_new)
+        Ok(result.bytes > 0 || is_new)
     }
 
     /// Begins a drain, which moves everything. Returns its progress.
@@ -145,14 +145,14 @@ impl OffloadTier {
         if !self.local.has_disks() {
             return DrainBacklog::default();
         }
-        let mut left = self.count_remaining();
+        let mut remaining = self.count_remaining();
         let is_draining = self.is_draining.load(Ordering::Acquire);
         // The store may not know yet that a shuffle has ended.
         let log = self.object.log();
         let is_behind = !log.is_begun() || !log.knows(log.end_position());
-        let is_unrecorded = left == DrainBacklog::default() && (is_behind || !self.object.is_drained());
-        left.shuffles_left += usize::from(is_draining && is_unrecorded);
-        left
+        let is_unrecorded = remaining == DrainBacklog::default() && (is_behind || !self.object.is_drained());
+        remaining.shuffles_left += usize::from(is_draining && is_unrecorded);
+        remaining
     }
 
     /// Records in the store whether a drain has offloaded all data there. Only then does a start on
@@ -190,10 +190,10 @@ impl OffloadTier {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a ratio for watermarks")]
-fn view_of(disk: &DiskInfo, is_relieved: bool) -> DiskView {
+fn view_of(disk: &DiskInfo, is_under_pressure: bool) -> DiskView {
     let used = disk.total_bytes.saturating_sub(disk.free_bytes);
     let used_ratio = if disk.total_bytes == 0 { 0.0 } else { used as f64 / disk.total_bytes as f64 };
-    DiskView { used_ratio, is_full: disk.is_full(), is_relieved }
+    DiskView { used_ratio, is_full: disk.is_full(), is_under_pressure }
 }
 
 impl OffloadTier {

@@ -101,7 +101,7 @@ impl OffloadTier {
             recovered: Mutex::default(),
             is_draining: false.into(),
             wake: tokio::sync::Notify::new(),
-            relieved: Mutex::default(),
+            under_pressure: Mutex::default(),
             pass_lock: tokio::sync::Mutex::default(),
             local,
             object,

@@ -47,9 +47,9 @@ impl OffloadTier {
         chosen: ChosenExtents,
     ) -> Result<PassResult, StoreError> {
         let uploads = self.make_known(shuffle).await?;
-        let mut passed = PassResult::default();
+        let mut result = PassResult::default();
         let mut source = Runs {
-            charge: self.memory.force_charge(uploads.memory_bytes()),
+            charge: self.memory.charge_unchecked(uploads.memory_bytes()),
             given_bytes: 0,
             chosen,
             shuffle: Arc::clone(shuffle),
@@ -59,17 +59,17 @@ impl OffloadTier {
         };
         while let Some(copies) = uploads.take(&mut source).await? {
             let bytes = copies.iter().map(|(_, copy)| copy.length).sum();
-            passed.bytes += bytes;
-            passed.objects += 1;
+            result.bytes += bytes;
+            result.objects += 1;
             self.metrics.moved_bytes.inc_by(bytes);
             source.release_records();
             self.relocate(shuffle, copies).await;
         }
         if let Some((runs, error)) = source.unread {
-            passed.has_unreadable = true;
+            result.has_unreadable = true;
             tracing::warn!(shuffle = %shuffle.key, runs, %error, "unreadable data stays on the disks for now");
         }
-        Ok(passed)
+        Ok(result)
     }
 
     async fn relocate(&self, shuffle: &TieredShuffle, copies: Vec<(PartitionId, Extent)>) {
@@ -121,7 +121,8 @@ impl Runs {
     /// Reads the records of a run and its first chunk. Returns the run with the error if that
     /// fails.
     async fn open(&mut self, run: Run) -> Result<PassRead, (Run, StoreError)> {
-        let charge = self.charge.budget().force_charge(run.extents.iter().map(Extent::records_bytes).sum());
+        let charge =
+            self.charge.budget().charge_unchecked(run.extents.iter().map(Extent::records_bytes).sum());
         let mut data = self.chosen.data(&run);
         let opened = async {
             let mut extents = VecDeque::with_capacity(run.extents.len());

@@ -1,16 +1,16 @@
 //! Selection of data to be offloaded from the disks to the store. Pure: no clock, no I/O.
 //!
-//! A disk that is full or above the high watermark is relieved: its data is offloaded until it is
-//! below the low one. The largest shuffle on relieved disks is offloaded first; among shuffles of
-//! similar size, the oldest. Cold partitions are offloaded once they fill an object. A drain
-//! offloads everything, the oldest shuffle first.
+//! A disk that is full or above the high watermark is under pressure: its data is offloaded until
+//! it is below the low one. The largest shuffle on disks under pressure is offloaded first; among
+//! shuffles of similar size, the oldest. Cold partitions are offloaded once they fill an object. A
+//! drain offloads everything, the oldest shuffle first.
 
 /// Fill levels of a disk's file system, as the share in use.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Watermarks {
-    /// Level above which a disk is relieved.
+    /// Level above which a disk is under pressure.
     pub high: f64,
-    /// Level down to which a disk is relieved.
+    /// Level at which the pressure ends.
     pub low: f64,
 }
 
@@ -21,8 +21,8 @@ pub struct DiskView {
     pub used_ratio: f64,
     /// True if the disk takes no data because it counts as full.
     pub is_full: bool,
-    /// True if the disk is being relieved.
-    pub is_relieved: bool,
+    /// True if the disk is under pressure.
+    pub is_under_pressure: bool,
 }
 
 /// Data of a shuffle that can be offloaded.
@@ -49,14 +49,14 @@ pub enum OffloadCandidate {
     Cold(usize),
 }
 
-/// Returns for each disk whether it is relieved from now on.
+/// Returns for each disk whether it is under pressure from now on.
 #[must_use]
-pub fn relieved(disks: &[DiskView], marks: Watermarks) -> Vec<bool> {
-    let is_relieved = |disk: &DiskView| {
-        let is_over = disk.used_ratio > if disk.is_relieved { marks.low } else { marks.high };
+pub fn under_pressure(disks: &[DiskView], marks: Watermarks) -> Vec<bool> {
+    let is_under_pressure = |disk: &DiskView| {
+        let is_over = disk.used_ratio > if disk.is_under_pressure { marks.low } else { marks.high };
         is_over || disk.is_full
     };
-    disks.iter().map(is_relieved).collect()
+    disks.iter().map(is_under_pressure).collect()
 }
 
 /// Returns the data to be offloaded next, with an index into `shuffles`, or `None` if there is
@@ -64,21 +64,22 @@ pub fn relieved(disks: &[DiskView], marks: Watermarks) -> Vec<bool> {
 #[must_use]
 pub fn next(
     shuffles: &[ShuffleView],
-    relieved: &[bool],
+    under_pressure: &[bool],
     object_bytes: u64,
     is_draining: bool,
 ) -> Option<OffloadCandidate> {
     let all = || shuffles.iter().enumerate();
     if is_draining {
-        let left = all().filter(|(_, it)| it.is_unknown || it.movable_bytes > 0);
-        return left.min_by_key(|(_, it)| it.age).map(|(at, _)| OffloadCandidate::Oldest(at));
+        let remaining = all().filter(|(_, it)| it.is_unknown || it.movable_bytes > 0);
+        return remaining.min_by_key(|(_, it)| it.age).map(|(at, _)| OffloadCandidate::Oldest(at));
     }
-    let bytes_on_relieved = |it: &ShuffleView| -> u64 {
-        let here = it.on_disks.iter().zip(relieved).filter(|(_, is_relieved)| **is_relieved);
+    let bytes_under_pressure = |it: &ShuffleView| -> u64 {
+        let here =
+            it.on_disks.iter().zip(under_pressure).filter(|(_, is_under_pressure)| **is_under_pressure);
         here.map(|(bytes, _)| *bytes).sum::<u64>().min(it.movable_bytes)
     };
-    let largest = all().filter(|(_, it)| bytes_on_relieved(it) > 0);
-    let largest = largest.max_by_key(|(_, it)| (bytes_on_relieved(it).ilog2(), std::cmp::Reverse(it.age)));
+    let largest = all().filter(|(_, it)| bytes_under_pressure(it) > 0);
+    let largest = largest.max_by_key(|(_, it)| (bytes_under_pressure(it).ilog2(), std::cmp::Reverse(it.age)));
     let coldest = || {
         let cold = all().filter(|(_, it)| it.movable_bytes > 0 && it.cold_bytes >= object_bytes);
         cold.max_by_key(|(_, it)| it.cold_bytes)
@@ -93,8 +94,8 @@ mod tests {
 
     const MARKS: Watermarks = Watermarks { high: 0.6, low: 0.5 };
 
-    fn disk(used_ratio: f64, is_relieved: bool) -> DiskView {
-        DiskView { used_ratio, is_full: false, is_relieved }
+    fn disk(used_ratio: f64, is_under_pressure: bool) -> DiskView {
+        DiskView { used_ratio, is_full: false, is_under_pressure }
     }
 
     fn shuffle(age: u64, on_disks: &[u64]) -> ShuffleView {
@@ -104,20 +105,20 @@ mod tests {
 
     #[test]
     fn disk_is_drained_from_high_to_low_watermark() {
-        let of = |used, was| relieved(&[disk(used, was)], MARKS)[0];
+        let of = |used, was| under_pressure(&[disk(used, was)], MARKS)[0];
         assert_eq!(
             [of(0.6, false), of(0.61, false), of(0.55, true), of(0.5, true)],
             [false, true, true, false]
         );
         let full = DiskView { is_full: true, ..disk(0.1, false) };
-        assert_eq!(relieved(&[full, disk(0.2, false)], MARKS), [true, false]);
+        assert_eq!(under_pressure(&[full, disk(0.2, false)], MARKS), [true, false]);
     }
 
     #[test]
     fn largest_then_oldest_shuffle_moves_first() {
         let shuffles =
             [shuffle(3, &[900, 0]), shuffle(1, &[600, 5000]), shuffle(2, &[520, 0]), shuffle(0, &[0, 9])];
-        let next = |relieved: &[bool]| next(&shuffles, relieved, 100, false);
+        let next = |under_pressure: &[bool]| next(&shuffles, under_pressure, 100, false);
         assert_eq!(next(&[true, false]), Some(OffloadCandidate::Oldest(1)), "512 to 1023 are about one size");
         assert_eq!(next(&[false, true]), Some(OffloadCandidate::Oldest(1)));
         assert_eq!(next(&[false, false]), None);

@@ -22,13 +22,13 @@ use crate::store::extents::extent::Extent;
 use crate::store::index::index_read::visit_ids;
 use crate::store::object::{Bucket, Uploads};
 use crate::store::{ChunkRead, LocalStore, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind};
-use uniffle_base::damage::OnDamage;
+use uniffle_base::damage::DamageListener;
 use uniffle_io::ReadBuffers;
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 impl ServedTier for OffloadTier {
-    fn on_damage(&self, on_damage: OnDamage) {
+    fn on_damage(&self, on_damage: DamageListener) {
         self.local.on_damage(on_damage);
     }
 
@@ -261,7 +261,7 @@ impl ChunkRead for StreamRuns {
         self.run.as_ref().map_or(0, |run| run.next_room())
     }
 
-    fn is_suspect(&self) -> bool {
-        self.run.as_ref().is_some_and(|run| run.is_suspect())
+    fn may_have_losses(&self) -> bool {
+        self.run.as_ref().is_some_and(|run| run.may_have_losses())
     }
 }

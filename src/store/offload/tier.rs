@@ -60,7 +60,7 @@ metrics::table! {
         passes: IntCounter = "offload_passes", "Offload passes, each over data of one shuffle";
         failures: IntCounter = "offload_failures",
             "Failed offload passes; the data stays on the disks";
-        disks_relieved: IntGauge =
+        disks_under_pressure: IntGauge =
             "offload_disks_relieved",
             "Disks whose data is offloaded: above offload_high_watermark, and not yet below offload_low_watermark";
         left_bytes: IntGauge = "offload_drain_left_bytes",
@@ -84,8 +84,8 @@ pub struct OffloadTier {
     pub(super) is_draining: AtomicBool,
     /// Notified when a drain begins or is cancelled.
     pub(super) wake: Notify,
-    /// Disks that are being relieved.
-    pub(super) relieved: Mutex<Vec<bool>>,
+    /// Disks under pressure, by index.
+    pub(super) under_pressure: Mutex<Vec<bool>>,
     /// Held during an offload, so that there is one at a time.
     pub(super) pass_lock: tokio::sync::Mutex<()>,
 }
@@ -327,8 +327,8 @@ impl MetadataTier for OffloadTier {
             }
         }
         self.object.leave(key);
-        if let Some(left) = self.local.leave(key) {
-            self.object.leave_caches(&left);
+        if let Some(detached) = self.local.leave(key) {
+            self.object.leave_caches(&detached);
         }
     }
 }

@@ -307,7 +307,7 @@ impl<'a> Rebuild<'a> {
             let slot = log.slot;
             self.take_group(&group, offset, slot)?;
         }
-        tell_damage(disk, path, &reader);
+        log_damage(disk, path, &reader);
         Ok(())
     }
 
@@ -543,7 +543,7 @@ fn has_gap(numbers: impl Iterator<Item = u64>) -> bool {
     epochs.values().any(|(count, highest)| *count <= *highest)
 }
 
-fn tell_damage(disk: &LocalDisk, path: &Path, reader: &LogReader<'_>) {
+fn log_damage(disk: &LocalDisk, path: &Path, reader: &LogReader<'_>) {
     let damage = reader.damage();
     let path = disk.io.root().join(path);
     if damage.holes_bytes > 0 {

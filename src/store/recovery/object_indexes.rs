@@ -145,7 +145,7 @@ impl<'a> Indexes<'a> {
     async fn index(self, number: u32, tail: &SegmentTail) -> Result<Index<'a>, StoreError> {
         let _room = self.memory.room(tail.index_bytes).await;
         let ids_bytes = tail.index_bytes / RECORD_BYTES as u64 * size_of::<u64>() as u64;
-        let _charge = self.core.extents.force_charge(tail.index_bytes + ids_bytes);
+        let _charge = self.core.extents.charge_unchecked(tail.index_bytes + ids_bytes);
         let mut content = self.content(number, tail).await?;
         if !content.as_ref().is_ok_and(|all| all.iter().all(|it| it.ids.is_some())) {
             // Read again, because the bytes may have been damaged in transit.
@@ -228,7 +228,7 @@ impl Data {
             return other.is_copy_of(&extent);
         }
         extents.insert(extent.base, extent);
-        self.charge.merge(self.charge.budget().force_charge(EXTENT_BYTES));
+        self.charge.merge(self.charge.budget().charge_unchecked(EXTENT_BYTES));
         true
     }
 

@@ -56,7 +56,7 @@ pub(in crate::store) struct PreviousState {
 
 impl PreviousState {
     /// Scans the disks, and begins the metadata log.
-    pub(in crate::store) async fn look(
+    pub(in crate::store) async fn scan(
         core: &DiskCore,
         store: Option<LogInStore>,
         tasks: &Tasks,
@@ -67,7 +67,7 @@ impl PreviousState {
         let survey =
             Survey::take(&directories, NAME_TIMEOUT).await.with_hand_off(core.config.hand_off.clone());
         let has_data = scans.iter().any(|scan| scan.has_unread || !scan.directories.is_empty());
-        let survey = survey.beside_data(has_data);
+        let survey = survey.with_data(has_data);
         if survey.is_fresh() {
             for disk in core.disks.iter().filter(|disk| disk.was_used) {
                 tracing::error!(

@@ -130,7 +130,7 @@ impl LocalStore {
     pub fn leave(&self, key: &ShuffleKey) -> Option<DetachedShuffle> {
         let shuffle = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle))?;
         // Inserted while the shuffle is still known, because a sweep lists known shuffles first.
-        self.left.lock().insert(shuffle.incarnation);
+        self.kept_incarnations.lock().insert(shuffle.incarnation);
         self.shuffles.remove(key);
         Some(DetachedShuffle::new(&self.core, shuffle))
     }
@@ -283,7 +283,7 @@ impl LocalStore {
         // start would miss the files of a shuffle that it knows.
         let mut alive: HashSet<u64> = self.shuffles.iter().map(|shuffle| shuffle.incarnation).collect();
         alive.extend(self.pending_purges.incarnations());
-        alive.extend(self.left.lock().iter());
+        alive.extend(self.kept_incarnations.lock().iter());
         for (_, path) in found.iter().filter(|(incarnation, _)| !alive.contains(incarnation)) {
             // A file with such a name is not ours.
             let listed = within(NAME_TIMEOUT, disk.io.list(path)).await;

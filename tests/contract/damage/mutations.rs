@@ -65,7 +65,7 @@ impl Mutation {
     /// Applies the mutation to the workers or disks before the first process.
     pub(crate) fn apply_to_worker(self, fixture: &mut Fixture) {
         match self {
-            Self::NoSync => fixture.disks.iter().for_each(|disk| disk.lie_about_syncs()),
+            Self::NoSync => fixture.disks.iter().for_each(|disk| disk.ignore_syncs()),
             Self::NoVerifiedReads => fixture.verify_reads = VerifyReads::Off,
             Self::NoRecovery => fixture.recovery = false,
             _ => {}
@@ -175,12 +175,12 @@ fn lose_a_frame(fixture: &mut Fixture, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
     let frames =
         files.iter().filter(|(path, _)| corruptor::is_log(path)).map(|(_, log)| corruptor::frames(log));
     let Some(longest) = frames.max_by_key(Vec::len) else { return };
-    let said: Vec<u64> = longest[..longest.len().saturating_sub(1)]
+    let listed: Vec<u64> = longest[..longest.len().saturating_sub(1)]
         .iter()
         .filter(|frame| matches!(frame.entry, FrameContent::Record(..)))
         .map(|frame| frame.sequence)
         .collect();
-    let Some(lost) = said.choose(&mut fixture.rng).copied() else { return };
+    let Some(lost) = listed.choose(&mut fixture.rng).copied() else { return };
     rewrite(fixture, |path, content| {
         if corruptor::is_log(path) && corruptor::frames(content).len() == longest.len() {
             *content = lose(content, lost);
@@ -208,7 +208,7 @@ fn clear_missing_members(fixture: &Fixture) {
                 FrameContent::Epoch(epoch) => Some(FrameContent::Epoch(Box::new(
                     corruptor::without_missing_members(*epoch, &uuids, &ids),
                 ))),
-                said => Some(said),
+                record => Some(record),
             });
         }
     });

@@ -35,12 +35,12 @@ fn tree(dir: &Path) -> BTreeSet<PathBuf> {
 async fn every_call(client: &ShuffleClient, app: &str) -> Vec<(&'static str, StatusCode)> {
     let app = || app.to_owned();
     let mut raw = client.raw();
-    let mut said = Vec::new();
+    let mut statuses = Vec::new();
     let range = ShufflePartitionRange { start: 0, end: 3 };
     macro_rules! call {
         ($rpc:ident, $request:expr) => {{
             let answer = raw.$rpc($request).await.unwrap().into_inner();
-            said.push((stringify!($rpc), answer.status()));
+            statuses.push((stringify!($rpc), answer.status()));
         }};
     }
     call!(
@@ -69,7 +69,7 @@ async fn every_call(client: &ShuffleClient, app: &str) -> Vec<(&'static str, Sta
     call!(unregister_shuffle, ShuffleUnregisterRequest { app_id: app(), ..Default::default() });
     call!(unregister_shuffle_by_app_id, ShuffleUnregisterByAppIdRequest { app_id: app() });
     call!(app_heartbeat, AppHeartBeatRequest { app_id: app() });
-    said
+    statuses
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -190,7 +190,7 @@ async fn requests_with_default_fields_are_answered() {
         assert_ne!(status, StatusCode::Success, "{rpc}");
     }
     // Shuffle 0 of a known application, which only has shuffle 1.
-    let said = every_call(&fixture.client, "app-1").await;
+    let statuses = every_call(&fixture.client, "app-1").await;
     let expected = [
         ("register_shuffle", StatusCode::Success),
         ("require_buffer", StatusCode::Success),
@@ -204,7 +204,7 @@ async fn requests_with_default_fields_are_answered() {
         ("unregister_shuffle_by_app_id", StatusCode::Success),
         ("app_heartbeat", StatusCode::NoRegister),
     ];
-    assert_eq!(said, expected);
+    assert_eq!(statuses, expected);
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
     fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;

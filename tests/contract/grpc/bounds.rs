@@ -119,7 +119,7 @@ async fn unfinished_reports_use_at_most_half_of_their_heap() {
     drop(channel);
     eventually("their memory is free again", || match requests.used() {
         0 => Ok(()),
-        left => Err(format!("{left} bytes")),
+        remaining => Err(format!("{remaining} bytes")),
     })
     .await;
     fixture.finish().await;
@@ -175,9 +175,9 @@ async fn refused_registration_names_field_and_stores_nothing() {
             "remoteStorage.remoteStorageConf has 80002 bytes, the limit is 65536",
         ),
     ];
-    for (request, said) in cases {
+    for (request, message) in cases {
         let answer = fixture.client.raw().register_shuffle(request).await.unwrap().into_inner();
-        assert_eq!((answer.status(), answer.ret_msg.as_str()), (StatusCode::InvalidRequest, said));
+        assert_eq!((answer.status(), answer.ret_msg.as_str()), (StatusCode::InvalidRequest, message));
     }
     assert_eq!((fixture.worker.service().apps().app_count(), fixture.memory().heap().whole().used()), (0, 0));
     let answer = fixture
@@ -230,7 +230,7 @@ async fn unread_responses_pin_bounded_memory() {
     assert!(refused > 0, "all were served: nothing was bounded");
     eventually("nothing is pinned", || match answered.used() {
         0 => Ok(()),
-        left => Err(format!("{left} bytes")),
+        remaining => Err(format!("{remaining} bytes")),
     })
     .await;
     fixture.assert_reads(&key, 0, &blocks).await;
@@ -266,7 +266,7 @@ async fn unread_connection_holds_its_share_until_timeout() {
     // and all memory is freed.
     eventually("nothing is pinned", || match answered.used() {
         0 => Ok(()),
-        left => Err(format!("{left} bytes")),
+        remaining => Err(format!("{remaining} bytes")),
     })
     .await;
     let ended = futures::future::join_all(bodies.into_iter().map(BodyExt::collect)).await;
@@ -306,7 +306,7 @@ async fn unread_responses_are_dropped_for_requests_waiting_for_heap() {
     assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
     eventually("nothing is pinned", || match answered.used() {
         0 => Ok(()),
-        left => Err(format!("{left} bytes")),
+        remaining => Err(format!("{remaining} bytes")),
     })
     .await;
     fixture.assert_reads(&key, 0, &blocks).await;

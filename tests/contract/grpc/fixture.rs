@@ -95,7 +95,7 @@ impl WorkerFixture {
         let flusher = self.worker.service().flusher().unwrap();
         eventually("the flush ends", || match (flusher.unfinished(), self.memory().block_count()) {
             (0, 0) => Ok(()),
-            left => Err(format!("{left:?} batches and blocks are left")),
+            remaining => Err(format!("{remaining:?} batches and blocks are left")),
         })
         .await;
     }
@@ -152,13 +152,13 @@ impl WorkerFixture {
     pub(crate) async fn assert_memory_is_free(&self) {
         let memory = self.memory();
         eventually("memory is free", || {
-            let left = (
+            let remaining = (
                 memory.budget().used() - memory.extents().used(),
                 memory.tickets().pre_allocated_bytes(),
                 memory.in_flight_bytes(),
                 memory.block_count(),
             );
-            if left == (0, 0, 0, 0) { Ok(()) } else { Err(format!("{left:?}")) }
+            if remaining == (0, 0, 0, 0) { Ok(()) } else { Err(format!("{remaining:?}")) }
         })
         .await;
     }
@@ -169,8 +169,8 @@ impl WorkerFixture {
             self.client.unregister_app(app.id().as_str()).await.unwrap();
         }
         eventually("the worker is clean", || match self.leftovers() {
-            left if left.is_empty() => Ok(()),
-            left => Err(format!("{left:?}")),
+            remaining if remaining.is_empty() => Ok(()),
+            remaining => Err(format!("{remaining:?}")),
         })
         .await;
         drop(self.client);

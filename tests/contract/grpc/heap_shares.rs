@@ -205,7 +205,7 @@ fn report_beyond_heap_is_refused_before_and_after_restart() {
         }
         // Other applications leave less than the report needs.
         let reported = fixture.memory().heap().of(HeapKind::ReportedIds).clone();
-        let others = reported.force_charge(reported.free() - (1 << 20));
+        let others = reported.charge_unchecked(reported.free() - (1 << 20));
         for _retried in 0..2 {
             let whole = (0..40).map(|partition| (partition, ids(partition))).collect();
             let (status, text) = report(&fixture, &large, whole).await;

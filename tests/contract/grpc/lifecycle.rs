@@ -104,8 +104,8 @@ async fn unregistration_frees_memory_tickets_and_files() {
     fixture.client.unregister_app("app-1").await.unwrap();
     fixture.assert_memory_is_free().await;
     eventually("no files are left", || match fixture.leftovers() {
-        left if left.is_empty() => Ok(()),
-        left => Err(format!("{left:?}")),
+        remaining if remaining.is_empty() => Ok(()),
+        remaining => Err(format!("{remaining:?}")),
     })
     .await;
     // Repeating it is harmless.
@@ -137,7 +137,7 @@ async fn unregistration_during_flush_drops_the_batch() {
     assert_eq!(read.from_disk, 0);
     eventually("the old batch is dropped", || match (fixture.memory.in_flight_bytes(), fixture.files()) {
         (0, files) if files.is_empty() => Ok(()),
-        left => Err(format!("{left:?}")),
+        remaining => Err(format!("{remaining:?}")),
     })
     .await;
     fixture.flusher.flush_all();
@@ -156,7 +156,7 @@ async fn unregistration_during_send_fails_it_and_frees_memory() {
     let ticket = fixture.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
     let message = raw::framed(&send::request(&key, ticket, SendForm::Classic, &batch(0, &all)));
     let (head, tail) = (message.slice(..1000), message.slice(1000..));
-    let (go_on, wait) = oneshot::channel::<()>();
+    let (resume, wait) = oneshot::channel::<()>();
     let late = stream::once(async move {
         drop(wait.await);
         tail
@@ -170,7 +170,7 @@ async fn unregistration_during_send_fails_it_and_frees_memory() {
         })
         .await;
         fixture.client.unregister(&key).await.unwrap();
-        go_on.send(()).unwrap();
+        resume.send(()).unwrap();
     };
     let (answer, ()) = tokio::join!(call, purge);
     assert_eq!(answer.send_status().0, StatusCode::NoRegister);
@@ -294,8 +294,9 @@ async fn app_without_heartbeat_expires_after_timeout() {
             assert_eq!(fixture.service.apps().app_count(), 3, "after {second} s");
         }
     }
-    let left: Vec<String> = fixture.service.apps().apps().iter().map(|app| app.id().to_string()).collect();
-    assert!(left.len() == 2 && !left.contains(&"silent".to_owned()), "{left:?}");
+    let remaining: Vec<String> =
+        fixture.service.apps().apps().iter().map(|app| app.id().to_string()).collect();
+    assert!(remaining.len() == 2 && !remaining.contains(&"silent".to_owned()), "{remaining:?}");
     assert_eq!(fixture.memory.budget().used(), 0, "stored blocks and the ticket are freed");
     let files = fixture.files();
     assert!(!files.iter().any(|file| file.to_string_lossy().contains("silent")), "{files:?}");

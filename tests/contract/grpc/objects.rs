@@ -202,8 +202,8 @@ async fn configured_worker_stores_blocks_over_s3() {
     assert!(fixture.metric("object_segments_written") >= 1.0);
     fixture.client.unregister_app("app-1").await.unwrap();
     eventually("the segments are deleted", || match files_in(&server.files().join("uniffle")) {
-        left if left.is_empty() => Ok(()),
-        left => Err(format!("{left:?}")),
+        remaining if remaining.is_empty() => Ok(()),
+        remaining => Err(format!("{remaining:?}")),
     })
     .await;
     fixture.finish().await;

@@ -52,8 +52,8 @@ impl Home {
         }
         let objects = || super::objects::files_in(&self.server.files().join("uniffle"));
         eventually("the segments are deleted", || match objects() {
-            left if left.is_empty() => Ok(()),
-            left => Err(format!("{left:?}")),
+            remaining if remaining.is_empty() => Ok(()),
+            remaining => Err(format!("{remaining:?}")),
         })
         .await;
         fixture.finish().await;
@@ -112,7 +112,7 @@ async fn worker_resumes_on_empty_machine_after_offload() {
     assert!(!lifecycle.drain().is_complete());
     let empty = || match lifecycle.drain() {
         drained if drained.is_complete() => Ok(()),
-        left => Err(format!("{left:?}")),
+        remaining => Err(format!("{remaining:?}")),
     };
     eventually("the machine may go", empty).await;
     assert_eq!(fixture.worker.service().status().state(), WorkerState::Decommissioning);

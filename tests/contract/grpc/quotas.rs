@@ -205,11 +205,11 @@ fn recovered_state_is_accepted_and_counts() {
         |life: futures::future::BoxFuture<'_, Option<(tempfile::TempDir, Vec<std::path::PathBuf>)>>| {
             let runtime =
                 tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-            let left = runtime.block_on(life);
+            let storage = runtime.block_on(life);
             runtime.shutdown_timeout(Duration::from_secs(20));
-            left
+            storage
         };
-    let left = process(Box::pin(async {
+    let storage = process(Box::pin(async {
         let fixture = WorkerFixture::start().await;
         fixture.client.register(&key, &[(0, 99)]).await.unwrap();
         fixture.push(&key, &batch(0, &all)).await;
@@ -220,7 +220,7 @@ fn recovered_state_is_accepted_and_counts() {
         drop((worker, client));
         Some((dir, disks))
     }));
-    let (dir, disks) = left.unwrap();
+    let (dir, disks) = storage.unwrap();
     process(Box::pin(async {
         let tables = "[quota]\napp_partitions = 1\napp_reported_ids = 1\napp_disk = 1";
         let fixture = WorkerFixture::on(with(tables), dir, disks).await;

@@ -115,7 +115,7 @@ async fn started_send_completes_before_the_worker_stops() {
     let ticket = fixture.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
     let message = raw::framed(&send::request(&key, ticket, SendForm::Classic, &batch(0, &all)));
     let (head, tail) = (message.slice(..1000), message.slice(1000..));
-    let (go_on, wait) = oneshot::channel::<()>();
+    let (resume, wait) = oneshot::channel::<()>();
     let late = stream::once(async move {
         drop(wait.await);
         tail
@@ -140,7 +140,7 @@ async fn started_send_completes_before_the_worker_stops() {
             false => Err("not stopping".to_owned()),
         })
         .await;
-        go_on.send(()).unwrap();
+        resume.send(()).unwrap();
     };
     let (answer, tasks_left, ()) = tokio::join!(call, stop, release);
     assert_eq!(answer.send_status().0, StatusCode::Success);

@@ -366,9 +366,9 @@ fn loss_error_names_the_missing_data_directory() {
     let used: Vec<PathBuf> =
         disks.iter().filter(|disk| disk.join("apps/app-1/1.1/0.data").exists()).cloned().collect();
     let gone = used.first().cloned().unwrap_or_else(|| disks[0].clone());
-    let left = disks.iter().filter(|disk| **disk != gone).cloned().collect();
+    let remaining = disks.iter().filter(|disk| **disk != gone).cloned().collect();
     process(async {
-        let fixture = WorkerFixture::on(Setup::default(), dir, left).await;
+        let fixture = WorkerFixture::on(Setup::default(), dir, remaining).await;
         let results =
             fixture.client.results(&key, &[P], Some(IdLayout::SPARK)).await.unwrap_err().to_string();
         assert!(results.contains(&format!("data directory {} is missing", gone.display())), "{results}");

@@ -30,7 +30,7 @@ async fn started_send_survives_the_expiry_of_its_ticket() {
     let ticket = fixture.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
     let message = raw::framed(&send::request(&key, ticket, SendForm::Classic, &batch(0, &all)));
     let (head, tail) = (message.slice(..1000), message.slice(1000..));
-    let (go_on, expired) = oneshot::channel::<()>();
+    let (resume, expired) = oneshot::channel::<()>();
     let late = stream::once(async move {
         expired.await.unwrap();
         tail
@@ -44,7 +44,7 @@ async fn started_send_survives_the_expiry_of_its_ticket() {
         })
         .await;
         assert_eq!(expire_tickets(&fixture), 0, "a spent ticket cannot expire");
-        go_on.send(()).unwrap();
+        resume.send(()).unwrap();
     };
     let (answer, ()) = tokio::join!(raw::call_streamed(&channel, raw::SEND, pieces), begun_and_expired);
     assert_eq!(answer.send_status().0, StatusCode::Success);

@@ -121,13 +121,13 @@ impl History {
         let count = rng.random_range(1..=DISKS_MAX);
         let disks = new_disks(count);
         if mutation == Mutation::NoSync {
-            disks.iter().for_each(|disk| disk.lie_about_syncs());
+            disks.iter().for_each(|disk| disk.ignore_syncs());
         }
         if mutation == Mutation::NoLinkCount {
-            disks.iter().for_each(|disk| disk.lie_about_files());
+            disks.iter().for_each(|disk| disk.ignore_removals());
         }
         if mutation == Mutation::NoPlaces {
-            disks.iter().for_each(|disk| disk.lie_about_places());
+            disks.iter().for_each(|disk| disk.hide_shared_tree());
         }
         let sync = if rng.random() { SyncWrites::Group } else { SyncWrites::Off };
         Self {
@@ -655,8 +655,9 @@ impl History {
         self.process().assert_nothing_left();
         let files = self.disks.iter().flat_map(|disk| disk.files());
         // Files that may belong to a shuffle without a registration are kept.
-        let left: Vec<PathBuf> = files.filter(|path| path.starts_with("apps") && !self.excused).collect();
-        assert!(left.is_empty(), "files left: {left:?}");
+        let remaining: Vec<PathBuf> =
+            files.filter(|path| path.starts_with("apps") && !self.excused).collect();
+        assert!(remaining.is_empty(), "files remain: {remaining:?}");
         // Objects of such a shuffle are kept until the next start. Without disks, only a gap in the
         // log hides one.
         let has_gap =

@@ -66,10 +66,10 @@ impl History {
     /// Lets requests of a start fail: the start fails, or marks unreadable shuffles as possibly
     /// incomplete.
     fn refuse_some_reads(&mut self, store: &FaultyObjects) {
-        let mut left = self.rng.random_range(0..12);
+        let mut remaining = self.rng.random_range(0..12);
         store.set(move |call, _| {
-            left -= i32::from(matches!(call, Call::Get | Call::List));
-            if left < 0 { ObjectFault::Refuse } else { ObjectFault::None }
+            remaining -= i32::from(matches!(call, Call::Get | Call::List));
+            if remaining < 0 { ObjectFault::Refuse } else { ObjectFault::None }
         });
         (self.is_faulty, self.excused) = (true, true);
     }
@@ -214,9 +214,9 @@ impl History {
 
     /// Asserts that the store has only the log after everything was unregistered.
     pub(super) async fn assert_empty(&self, store: &FaultyObjects) {
-        let mut left = store.objects().await;
-        left.retain(|(key, _)| !matches!(parse_key(ROOT, key), Some(Name::Log(..))));
-        assert!(left.is_empty(), "objects left: {left:?}");
+        let mut remaining = store.objects().await;
+        remaining.retain(|(key, _)| !matches!(parse_key(ROOT, key), Some(Name::Log(..))));
+        assert!(remaining.is_empty(), "objects remain: {remaining:?}");
     }
 }
 

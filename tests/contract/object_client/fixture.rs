@@ -46,7 +46,7 @@ impl Opened {
         drop((client, store));
         eventually("the client's tasks end", || match tasks.running() {
             0 => Ok(()),
-            left => Err(format!("{left} tasks are left")),
+            remaining => Err(format!("{remaining} tasks are left")),
         })
         .await;
         let text = TextEncoder::new().encode_to_string(&registry.gather()).unwrap();

@@ -224,7 +224,7 @@ async fn waiting_local_reads_are_bounded_by_the_heap() {
     for sent in 0..50 {
         peer.say(&frame).await;
         let used = requests.used();
-        assert!(used <= requests.capacity() / 2, "{used} bytes after {sent} requests");
+        assert!(used <= requests.capacity() / 2, "{sent} requests take {used} bytes");
     }
     // Requests without heap get a response that says so. The others continue to wait.
     let waiting = requests.capacity() / 2 / (5 * frame.len() as u64);
@@ -233,7 +233,11 @@ async fn waiting_local_reads_are_bounded_by_the_heap() {
         assert_eq!(reply.status, i32::from(StatusCode::NoBuffer));
         assert!(reply.message.contains("heap is full for requests"), "{}", reply.message);
     }
-    assert!(requests.used() > waiting * frame.len() as u64, "{} bytes of {waiting}", requests.used());
+    assert!(
+        requests.used() > waiting * frame.len() as u64,
+        "{waiting} requests take only {} bytes",
+        requests.used()
+    );
     drop(peer);
     fixture.finish().await;
     assert_eq!(requests.used(), 0);
@@ -273,7 +277,7 @@ async fn heap_refusals_do_not_disturb_other_reads() {
         let request = MemoryRequest { target, last_block_id, read_buffer_size, timestamp_ms, task_filter };
         ReadRequest::Memory(request).encode_frame(&mut frames);
     }
-    let held = requests.force_charge(requests.free());
+    let held = requests.charge_unchecked(requests.free());
     // A connection that is not read for a while sends all of them in one write.
     peer.say(&frames).await;
     for request_id in 0..300 {

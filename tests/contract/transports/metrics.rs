@@ -93,7 +93,7 @@ async fn assert_tiers(fixture: WorkerFixture) {
     ] {
         eventually(now, || match fixture.metric(now) {
             0.0 => Ok(()),
-            left => Err(left.to_string()),
+            remaining => Err(remaining.to_string()),
         })
         .await;
     }

@@ -74,27 +74,27 @@ struct Tickets {
     /// Blocks of the sizes that are left.
     blocks: VecDeque<Block>,
     /// Tickets left of the first size.
-    left: usize,
+    remaining: usize,
 }
 
 impl Tickets {
     async fn of(target: Target) -> io::Result<Self> {
         let blocks = SIZES.map(block).into();
-        Ok(Self { client: client(target).await?, blocks, left: SENDS })
+        Ok(Self { client: client(target).await?, blocks, remaining: SENDS })
     }
 
     /// Returns the next ticket and a block of its size.
     async fn next(&mut self) -> io::Result<Option<(i64, Block)>> {
         while let Some(block) = self.blocks.front().cloned() {
             let size = i32::try_from(block.data.len()).unwrap();
-            if self.left > 0
+            if self.remaining > 0
                 && let Some(ticket) = ticket(&self.client, APP, size).await?
             {
-                self.left -= 1;
+                self.remaining -= 1;
                 return Ok(Some((ticket, block)));
             }
             self.blocks.pop_front();
-            self.left = SENDS;
+            self.remaining = SENDS;
         }
         Ok(None)
     }

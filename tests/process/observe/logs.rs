@@ -162,6 +162,6 @@ fn full_disk_is_logged_a_few_times() {
     let lines = log.lines().filter(|line| line.contains("batch was not written"));
     let lines = lines.filter(|line| !line.contains("suppressed")).count();
     // Five a minute.
-    assert!((1..=20).contains(&lines), "{lines} lines for {} failures: {log}", 3 * SHUFFLES);
+    assert!((1..=20).contains(&lines), "{} failures caused {lines} log lines: {log}", 3 * SHUFFLES);
     worker.kill();
 }

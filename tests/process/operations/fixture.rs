@@ -134,7 +134,7 @@ impl AdminFixture {
         let memory = self.worker.memory();
         eventually("the memory is free", || match (memory.used_bytes(), memory.block_count()) {
             (0, 0) => Ok(()),
-            left => Err(format!("{left:?}")),
+            remaining => Err(format!("{remaining:?}")),
         })
         .await;
         drop(self.client);

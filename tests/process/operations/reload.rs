@@ -163,7 +163,7 @@ async fn signal_and_file_change_both_reload() {
     let worker = tokio::task::spawn_blocking(move || {
         let path = worker.dir().join("config.toml");
         let text = std::fs::read_to_string(&path).unwrap();
-        let said = |what: &str, parts: &[&str]| {
+        let wait_for_log = |what: &str, parts: &[&str]| {
             wait_until(what, Duration::from_secs(20), || {
                 let log = worker.log();
                 let there = log.lines().any(|line| parts.iter().all(|part| line.contains(part)));
@@ -173,15 +173,18 @@ async fn signal_and_file_change_both_reload() {
         // Only the file watcher: the first half of the file, which must be refused, then all of it.
         std::fs::write(&path, &text[..text.len() / 2]).unwrap();
         std::fs::write(&path, format!("tags = [\"by-file\"]\n{text}\n[log]\nfilter = \"debug\"")).unwrap();
-        said("the file is seen", &["trigger=\"file\"", "result=\"ok\"", "tags", "log.filter"]);
+        wait_for_log(
+            "the configuration file is loaded again",
+            &["trigger=\"file\"", "result=\"ok\"", "tags", "log.filter"],
+        );
         let mut stranger = std::net::TcpStream::connect(("127.0.0.1", worker.ready().http_port)).unwrap();
         stranger.write_all(b"nonsense\r\n\r\n").unwrap();
-        said("more is logged", &["DEBUG", "http connection"]);
+        wait_for_log("debug lines are logged", &["DEBUG", "http connection"]);
         // By signal, with an invalid file.
         std::fs::write(&path, format!("tags = [\"a,b\"]\nnonsense = 1\n{text}")).unwrap();
         let pid = rustix::process::Pid::from_raw(i32::try_from(worker.ready().pid).unwrap()).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
-        said(
+        wait_for_log(
             "the signal is heard",
             &["trigger=\"signal\"", "result=\"refused\"", "the old configuration remains"],
         );

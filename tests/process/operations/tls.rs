@@ -402,8 +402,8 @@ async fn upgrade_keeps_tls_and_requires_readable_certificates() {
     tokio::task::block_in_place(|| worker.stop());
 
     let diskless = Setup { store_type: "MEMORY", ..setup };
-    let said = tokio::task::block_in_place(|| worker::WorkerProcess::refused(&diskless));
-    assert!(said.as_ref().is_ok_and(|said| said.contains("tls.cert_file")), "{said:?}");
+    let refusal = tokio::task::block_in_place(|| worker::WorkerProcess::refused(&diskless));
+    assert!(refusal.as_ref().is_ok_and(|refusal| refusal.contains("tls.cert_file")), "{refusal:?}");
 }
 
 #[tokio::test]

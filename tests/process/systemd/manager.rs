@@ -106,20 +106,20 @@ impl Manager {
 
     fn execute(&self, command: &[&str]) -> Result<String, String> {
         let init = self.init.to_string();
-        let said = Command::new(find("nsenter").unwrap())
+        let output = Command::new(find("nsenter").unwrap())
             .args(["--target", &init, "--mount", "--pid"])
             .args(command)
             .output()
             .map_err(|error| error.to_string())?;
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        if said.status.success() { Ok(text(&said.stdout)) } else { Err(text(&said.stderr)) }
+        if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
     }
 
     /// Runs a systemctl command on the unit, and asserts success.
     pub(super) fn systemctl(&self, arguments: &[&str]) {
-        if let Err(said) = self.run(&[arguments, &[UNIT]].concat()) {
+        if let Err(output) = self.run(&[arguments, &[UNIT]].concat()) {
             let status = self.run(&["status", UNIT]);
-            panic!("systemctl {arguments:?}: {said}{status:?}\n{}", self.log());
+            panic!("systemctl {arguments:?} failed: {output}{status:?}\n{}", self.log());
         }
     }
 

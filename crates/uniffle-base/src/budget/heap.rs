@@ -231,7 +231,11 @@ mod tests {
             for number in 0..10 {
                 let app = heap.of_one_app(kind);
                 let free = app.free();
-                assert!(free >= heap.of(kind).capacity() >> 8, "{}: {free} for number {number}", kind.name());
+                assert!(
+                    free >= heap.of(kind).capacity() >> 8,
+                    "{}: application {number} has only {free} bytes",
+                    kind.name()
+                );
                 assert_eq!(app.try_charge(free + 1).unwrap_err().free, free);
                 held.push(app.try_charge(free).unwrap());
                 assert!(app.try_charge(1).is_err(), "{}: number {number} has its part", kind.name());

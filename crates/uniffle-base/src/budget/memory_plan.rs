@@ -214,8 +214,8 @@ impl PeerCost {
 
     /// Returns the number of requests that fit into `part` beside `connections` connections.
     fn requests(self, part: u64, connections: u64) -> u64 {
-        let left = part.saturating_sub(connections.saturating_mul(self.connection));
-        (left / self.request).max(connections.saturating_mul(u64::from(self.least)))
+        let remaining = part.saturating_sub(connections.saturating_mul(self.connection));
+        (remaining / self.request).max(connections.saturating_mul(u64::from(self.least)))
     }
 
     fn bytes(self, connections: u64, requests: u64) -> u64 {

@@ -325,17 +325,17 @@ impl Budget {
     }
 
     /// Charges `bytes` even beyond the capacity. For amounts that are bounded elsewhere.
-    pub fn force_charge(&self, bytes: u64) -> Charge {
-        self.force(bytes);
+    pub fn charge_unchecked(&self, bytes: u64) -> Charge {
+        self.add_unchecked(bytes);
         self.count(bytes);
         Charge { budget: self.clone(), bytes }
     }
 
     /// Charges the whole before the part, so that the whole always includes the charges of its
     /// parts.
-    fn force(&self, bytes: u64) {
+    fn add_unchecked(&self, bytes: u64) {
         if let Some(parent) = &self.0.parent {
-            parent.force(bytes);
+            parent.add_unchecked(bytes);
         }
         self.0.used.fetch_add(bytes, Ordering::SeqCst);
     }
@@ -477,7 +477,7 @@ mod tests {
     #[test]
     fn overdrawn_budget_refuses_until_repaid() {
         let budget = Budget::new(10);
-        let over = budget.force_charge(15);
+        let over = budget.charge_unchecked(15);
         assert_eq!(budget.free(), 0);
         assert!(budget.try_charge(1).is_err());
         drop(over);
@@ -498,7 +498,7 @@ mod tests {
         }
         assert!(part.try_charge(61).is_err());
         assert_eq!(steps(), 2, "a refused charge is not counted");
-        let mut held = part.force_charge(45);
+        let mut held = part.charge_unchecked(45);
         held.try_grow(5).unwrap();
         assert_eq!(steps(), 3);
     }
@@ -517,7 +517,7 @@ mod tests {
         drop(held);
         assert_eq!((some.used(), whole.used()), (30, 30));
         assert!(!some.is_unshared(), "a charge holds the budget");
-        drop((part, other.force_charge(90)));
+        drop((part, other.charge_unchecked(90)));
         assert!(some.is_unshared());
         assert_eq!((some.used(), other.used(), whole.used()), (0, 0, 0));
     }
@@ -580,7 +580,7 @@ mod tests {
                         prop_assert_eq!(granted.is_ok(), bytes == 0 || used + bytes <= 100);
                         if let Ok(charge) = granted { used += bytes; charges.push(charge); }
                     }
-                    1 => { used += bytes; charges.push(budget.force_charge(bytes)); }
+                    1 => { used += bytes; charges.push(budget.charge_unchecked(bytes)); }
                     2 if !charges.is_empty() => { let i = at.index(charges.len()); used -= charges.swap_remove(i).bytes(); }
                     3 if !charges.is_empty() => {
                         let i = at.index(charges.len());

@@ -303,11 +303,11 @@ mod tests {
                         prop_assert!(queue.remove(&key, number).is_some());
                     }
                     _ => {
-                        let (mut served, mut left) = (Vec::new(), at.index(4));
+                        let (mut served, mut remaining) = (Vec::new(), at.index(4));
                         queue.serve(3, |key, ()| {
-                            let is_served = left > 0 && *key != 0;
+                            let is_served = remaining > 0 && *key != 0;
                             if is_served {
-                                left -= 1;
+                                remaining -= 1;
                                 served.push(*key);
                             }
                             is_served

@@ -28,9 +28,9 @@ impl Network {
         };
         let address: IpAddr = address.parse().map_err(|_| allowed())?;
         let prefix = prefix.map_or(Ok(bits(address)), |prefix| prefix.parse().map_err(|_| allowed()))?;
-        let behind = bits(address).checked_sub(prefix).ok_or_else(allowed)?;
+        let host_bits = bits(address).checked_sub(prefix).ok_or_else(allowed)?;
         // 10.1.2.3/8 is more likely a mistake than a way to write 10.0.0.0/8.
-        if number(address).trailing_zeros() < behind {
+        if number(address).trailing_zeros() < host_bits {
             return Err(format!("{} without bits after the prefix", allowed()));
         }
         // `holds` compares canonical addresses, so a mapped network must become an IPv4 network.
@@ -43,8 +43,8 @@ impl Network {
     /// Returns whether the network contains `address`, which must be canonical (not IPv4-mapped).
     pub fn holds(&self, address: IpAddr) -> bool {
         let differ = number(address) ^ number(self.address);
-        let behind = bits(self.address) - self.prefix;
-        address.is_ipv4() == self.address.is_ipv4() && differ.checked_shr(behind).unwrap_or(0) == 0
+        let host_bits = bits(self.address) - self.prefix;
+        address.is_ipv4() == self.address.is_ipv4() && differ.checked_shr(host_bits).unwrap_or(0) == 0
     }
 }
 

@@ -399,8 +399,8 @@ async fn read_bounded(socket: &mut (impl AsyncReadExt + Unpin), bytes_max: u32) 
     let frame_bytes = message_bytes + header.body_bytes as usize;
     let mut frame = BytesMut::with_capacity(frame_bytes);
     while frame.len() < frame_bytes {
-        let left = frame_bytes - frame.len();
-        let mut limited = bytes::BufMut::limit(&mut frame, left);
+        let remaining = frame_bytes - frame.len();
+        let mut limited = bytes::BufMut::limit(&mut frame, remaining);
         if socket.read_buf(&mut limited).await? == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }

@@ -185,7 +185,7 @@ async fn concurrent_assignments_stay_within_the_heap() {
     let first = ask().await.unwrap();
     let (one, held) = (answers.used(), first.get_ref().assignments.len() as u64);
     // Per replica: a list entry, a server and its two texts, and their encoded form.
-    assert!(one > held * 150 && one < answers.capacity(), "{one} bytes for {held} ranges");
+    assert!(one > held * 150 && one < answers.capacity(), "one answer with {held} ranges takes {one} bytes");
     let fit = answers.capacity() / one;
     let mut others: Vec<_> = Vec::new();
     for _ in 1..fit {

@@ -252,15 +252,15 @@ impl IdSet {
         let before = self.len();
         self.late.retain(|id| !gone.contains(*id));
         if let Some(chunks) = &mut self.chunks {
-            let (mut list, mut left) = (Vec::with_capacity(chunks.list.len()), Vec::new());
+            let (mut list, mut remaining) = (Vec::with_capacity(chunks.list.len()), Vec::new());
             for chunk in std::mem::take(&mut chunks.list) {
                 if !ids.has_any_within(chunk.first(), chunk.last()) {
                     list.push(chunk);
                     continue;
                 }
-                chunk.decode(&mut left);
-                left.retain(|id| !gone.contains(*id));
-                list.extend(IdChunk::encode(&left));
+                chunk.decode(&mut remaining);
+                remaining.retain(|id| !gone.contains(*id));
+                list.extend(IdChunk::encode(&remaining));
             }
             list.shrink_to_fit();
             **chunks = IdChunks::of(list);

@@ -49,7 +49,7 @@ impl HeldIds {
     fn settle(&mut self) {
         let (charged, held) = (self.charge.bytes(), self.ids.heap_bytes());
         // The spare capacity of a list is small.
-        self.charge.merge(self.charge.budget().force_charge(held.saturating_sub(charged)));
+        self.charge.merge(self.charge.budget().charge_unchecked(held.saturating_sub(charged)));
         drop(self.charge.split_up_to(charged.saturating_sub(held)));
     }
 
@@ -72,7 +72,7 @@ impl HeldIds {
 /// A copy is charged too, even beyond the capacity.
 impl Clone for HeldIds {
     fn clone(&self) -> Self {
-        Self { ids: self.ids.clone(), charge: self.charge.budget().force_charge(self.charge.bytes()) }
+        Self { ids: self.ids.clone(), charge: self.charge.budget().charge_unchecked(self.charge.bytes()) }
     }
 }
 

@@ -127,7 +127,7 @@ impl ObjectFile {
         let mut damage = "it is missing".to_owned();
         for copy in (0..OBJECT_COPIES).chain(0..OBJECT_COPIES) {
             let Some(bytes) = self.store.get(object, copy).await? else { continue };
-            let charge = self.memory.force_charge(bytes.len() as u64);
+            let charge = self.memory.charge_unchecked(bytes.len() as u64);
             match object.check(&bytes) {
                 Ok(()) => return Ok(Some((bytes, charge))),
                 Err(why) => damage = why,
@@ -156,7 +156,7 @@ impl CheckpointSink for ObjectFile {
         let object = LogObject { generation, process, first, frames };
         let bytes = chunk.len() as u64;
         // Released before any waiter is notified that the object is stored.
-        let _charge = self.memory.force_charge(bytes);
+        let _charge = self.memory.charge_unchecked(bytes);
         self.store.put(object, chunk).await?;
         self.push(object, bytes);
         Ok(())
@@ -169,7 +169,7 @@ impl File for ObjectFile {
         let (file, wanted) = (self.sibling(self.generation), wanted.cloned().collect::<Vec<_>>());
         let reading = async move {
             let length = usize::try_from(range.end - range.start).map_err(io::Error::other)?;
-            let _charge = file.memory.force_charge(length as u64);
+            let _charge = file.memory.charge_unchecked(length as u64);
             let mut bytes = BytesMut::with_capacity(length);
             let fetches =
                 wanted.into_iter().map(|(object, it)| file.fetch(object).map_ok(|whole| (it, whole)));

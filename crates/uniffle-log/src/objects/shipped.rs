@@ -141,7 +141,7 @@ impl ShippedLog {
     }
 
     /// Returns whether the log has living shuffles, or may have had some.
-    pub(crate) fn says_anything(&self) -> bool {
+    pub(crate) fn has_content(&self) -> bool {
         self.gap.is_some() || !self.shuffles.is_empty()
     }
 

@@ -171,7 +171,7 @@ impl RecoveryDecision {
     /// others. Those others may have newer metadata if they have registered shuffles
     /// (`has_strangers`), or if records of them are missing in the store.
     #[must_use]
-    pub fn beside(mut self, store: StoreSeen<'_>, has_strangers: bool) -> Self {
+    pub fn with_store(mut self, store: StoreSeen<'_>, has_strangers: bool) -> Self {
         // A store that has lost its epoch does not tell whether there were others.
         let may_lack_records = store.gap.is_some() && store.epoch.id != 0;
         let gap = if self.is_fresh {

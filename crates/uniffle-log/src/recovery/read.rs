@@ -124,7 +124,7 @@ impl Survey {
 
     /// Sets whether the directories have files of shuffles. Without a log, these are incomplete.
     #[must_use]
-    pub fn beside_data(self, has_data: bool) -> Self {
+    pub fn with_data(self, has_data: bool) -> Self {
         Self { has_data, ..self }
     }
 
@@ -213,7 +213,7 @@ async fn survey_one(directory: &Directory, deadline: Duration) -> Seen {
         Ok(members) => present.epochs.extend(members),
         Err(error) => {
             present.damaged.push(format!("{}/{METADATA}/{MEMBERS}: {error}", directory.label));
-            if says_nothing(&error) {
+            if is_inconclusive(&error) {
                 present.is_unread = true;
                 return Seen { present, files, generation: highest };
             }
@@ -238,7 +238,7 @@ async fn survey_one(directory: &Directory, deadline: Duration) -> Seen {
 
 /// Returns whether an error reveals nothing about a file's content, which may be intact: no
 /// permission, no answer, no descriptor. Such a file is not damaged, and must not be overwritten.
-fn says_nothing(error: &io::Error) -> bool {
+fn is_inconclusive(error: &io::Error) -> bool {
     let errno = error.raw_os_error().map(Errno::from_raw_os_error);
     error.kind() == io::ErrorKind::TimedOut
         || matches!(
@@ -304,7 +304,7 @@ async fn survey_copy(
     };
     let mut reader = match CopyReader::open(&*directory.io, path, generation, deadline).await {
         Ok(reader) => reader,
-        Err(error) if says_nothing(&error) => return Err(error),
+        Err(error) if is_inconclusive(&error) => return Err(error),
         Err(error) => {
             seen.torn = Some(Torn { at: 0, why: error.to_string(), frames_follow: false });
             return Ok((seen, None));

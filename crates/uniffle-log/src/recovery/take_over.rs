@@ -49,7 +49,7 @@ impl MetadataWriter {
     ) -> (Self, FoundLog) {
         let mut decision = survey.decision();
         decision.generation = decision.generation.max(survey.generation);
-        let shipped = shipped.filter(|log| log.says_anything() && decision.needs(log.seen()));
+        let shipped = shipped.filter(|log| log.has_content() && decision.needs(log.seen()));
         let source = survey.source(&decision.sources, decision.gap.is_none());
         let unread = survey.unread();
         for reason in unread.values() {
@@ -66,7 +66,7 @@ impl MetadataWriter {
     /// they may have the whole log. Results stay refused until the next start, which then finds
     /// everything.
     pub(crate) async fn look_again(&mut self) {
-        if !self.is_told || self.is_open || !self.copies.is_empty() || self.unread.is_empty() {
+        if !self.has_sent_records || self.is_open || !self.copies.is_empty() || self.unread.is_empty() {
             return;
         }
         let survey = Survey::take(&self.directories, self.deadlines.name).await;
@@ -83,7 +83,16 @@ impl MetadataWriter {
         let latest: Treemap = found.shuffles.values().map(|found| found.incarnation).collect();
         let mut outdated = std::mem::take(&mut self.outdated);
         outdated.extend(served.filter(|number| !latest.contains(*number)));
-        let next = Self { shipper, is_blind, generation, is_told: true, damage, is_begun, was_tried, ..next };
+        let next = Self {
+            shipper,
+            is_blind,
+            generation,
+            has_sent_records: true,
+            damage,
+            is_begun,
+            was_tried,
+            ..next
+        };
         contents.replace_with(next.contents);
         let unserved = found.shuffles.iter().map(|(key, found)| (key.clone(), found.incarnation)).collect();
         *self = Self { contents, unserved, outdated, ..next };
@@ -112,7 +121,7 @@ impl MetadataWriter {
             Err(error) => unread.or(Some(Gap { reason: error.to_string(), until_returned: Vec::new() })),
         };
         let decision = &match &self.shipped {
-            Some(log) => decision.clone().beside(log.seen(), self.has_strangers),
+            Some(log) => decision.clone().with_store(log.seen(), self.has_strangers),
             None => decision.clone(),
         };
         self.epoch.gap = self.epoch.gap.take().or_else(|| decision.gap.clone());
@@ -204,11 +213,11 @@ impl MetadataWriter {
 
     /// Sends the records of living shuffles, in the order in which they were written. If a copy
     /// cannot be read to its end, the other one is used from there.
-    pub(crate) async fn tell(&self, to: &mpsc::Sender<RecoveredRecord>) {
-        let (mut told, mut failed) = (0, None);
+    pub(crate) async fn send_records(&self, to: &mpsc::Sender<RecoveredRecord>) {
+        let (mut sent, mut failed) = (0, None);
         for source in std::iter::once(&self.source).chain(&self.others) {
-            let (now, result) = self.tell_from(source, told, to).await;
-            told = told.max(now);
+            let (sent_now, result) = self.send_from(source, sent, to).await;
+            sent = sent.max(sent_now);
             failed = result.err().map(|error| LogError::new(METADATA, &error));
             if failed.is_none() {
                 break;
@@ -218,12 +227,12 @@ impl MetadataWriter {
         let _ = to.send(failed.map_or(Ok(None), Err)).await;
     }
 
-    /// Sends the entries of a source after its first `told` ones. Returns the number of entries
+    /// Sends the entries of a source after its first `sent` ones. Returns the number of entries
     /// sent so far.
-    async fn tell_from(
+    async fn send_from(
         &self,
         source: &LogCopies,
-        told: u64,
+        sent: u64,
         to: &mpsc::Sender<RecoveredRecord>,
     ) -> (u64, io::Result<()>) {
         let mut reader = source.read(&self.directories, self.deadlines.name);
@@ -233,9 +242,9 @@ impl MetadataWriter {
                 Ok(None) => return (at, Ok(())),
                 Err(error) => return (at, Err(error)),
                 // This entry was sent from another source.
-                Ok(Some(_)) if at < told => {}
+                Ok(Some(_)) if at < sent => {}
                 Ok(Some(entry)) => {
-                    if !self.tell_one(entry, to).await {
+                    if !self.send_entry(entry, to).await {
                         return (at, Ok(()));
                     }
                 }
@@ -245,7 +254,7 @@ impl MetadataWriter {
     }
 
     /// Sends one entry. Returns false if the receiver was dropped.
-    async fn tell_one(&self, entry: FrameContent, to: &mpsc::Sender<RecoveredRecord>) -> bool {
+    async fn send_entry(&self, entry: FrameContent, to: &mpsc::Sender<RecoveredRecord>) -> bool {
         match entry {
             FrameContent::Record(shuffle, content) if !self.contents.is_purged(shuffle.number) => {
                 to.send(Ok(Some((shuffle.key, content)))).await.is_ok()

@@ -63,7 +63,7 @@ impl MetadataWriter {
                     copies.push(Copy { directory, generation: self.generation, path, file });
                 }
                 Err(error) => {
-                    self.blame(*directory, path, &error);
+                    self.note_failure(*directory, path, &error);
                     return false;
                 }
             }
@@ -268,10 +268,10 @@ impl MetadataWriter {
         }
         let is_known = self.is_open && epoch.id == self.epoch.id;
         let list = self.list(epoch);
-        let told: Vec<usize> = if is_known { Vec::new() } else { usable.iter().copied().collect() };
-        let writes = told.iter().map(|at| self.write_members(*at, list.clone()));
+        let targets: Vec<usize> = if is_known { Vec::new() } else { usable.iter().copied().collect() };
+        let writes = targets.iter().map(|at| self.write_members(*at, list.clone()));
         let results = join_all(writes.collect::<Vec<_>>()).await;
-        for (at, result) in told.into_iter().zip(results) {
+        for (at, result) in targets.into_iter().zip(results) {
             result.map_err(|error| self.fail(at, &Path::new(METADATA).join(MEMBERS), &error).known())?;
         }
         (self.encoder, self.end, self.spare) = (encoder, end, spare);
@@ -280,7 +280,7 @@ impl MetadataWriter {
     }
 
     fn fail(&mut self, at: usize, path: &Path, error: &io::Error) -> GenerationError {
-        self.blame(at, path, error);
+        self.note_failure(at, path, error);
         let error = LogError::new(self.directories[at].io.root().join(path), error);
         GenerationError::At { directory: at, error, may_be_known: false }
     }
@@ -322,12 +322,12 @@ impl MetadataWriter {
     async fn write_members(&self, at: usize, list: Vec<u8>) -> io::Result<()> {
         let io = &self.directories[at].io;
         let path = Path::new(METADATA).join(MEMBERS);
-        let beside = unfinished(&path);
+        let temporary = unfinished(&path);
         within(self.deadlines.name, async {
             io.create_dir_all(Path::new(METADATA)).await?;
-            io.write_small(&beside, list).await?;
+            io.write_small(&temporary, list).await?;
             io.sync_dir(Path::new(METADATA)).await?;
-            io.rename(&beside, &path).await?;
+            io.rename(&temporary, &path).await?;
             io.sync_dir(Path::new(METADATA)).await?;
             io.sync_dir(Path::new("")).await
         })

@@ -75,7 +75,7 @@ pub(crate) enum LogRequest {
     /// Return where the log can be read now, and its living shuffles.
     Snapshot(oneshot::Sender<Result<Snapshot, LogError>>),
     /// Send the records of living shuffles.
-    Tell(mpsc::Sender<RecoveredRecord>),
+    SendRecords(mpsc::Sender<RecoveredRecord>),
 }
 
 /// A copy that is being written.
@@ -117,7 +117,7 @@ pub(crate) struct MetadataWriter {
     pub(crate) usable: BTreeSet<usize>,
     pub(crate) is_blind: bool,
     /// True once the recovered records were delivered. They must not change before.
-    pub(crate) is_told: bool,
+    pub(crate) has_sent_records: bool,
     /// Incarnations that were found only after the start. This process does not serve them.
     pub(crate) unserved: BTreeMap<ShuffleKey, u64>,
     /// Incarnations that this process serves although the log that was found after the start has
@@ -169,7 +169,7 @@ impl MetadataWriter {
             unread: BTreeMap::new(),
             usable: BTreeSet::new(),
             is_blind: false,
-            is_told: false,
+            has_sent_records: false,
             unserved: BTreeMap::new(),
             outdated: Treemap::new(),
             marks: Marks::default(),
@@ -187,7 +187,7 @@ impl MetadataWriter {
         let mut waiting = Vec::new();
         while self.wait_for(&mut requests, &mut waiting).await > 0 {
             let (mut entries, mut answers) = (Vec::new(), Vec::new());
-            let (mut settled, mut listening, mut releasing) = (Vec::new(), Vec::new(), None);
+            let (mut settled, mut receivers, mut releasing) = (Vec::new(), Vec::new(), None);
             let (mut looking, mut ending) = (Vec::new(), Vec::new());
             for request in waiting.drain(..) {
                 match request {
@@ -203,7 +203,7 @@ impl MetadataWriter {
                         answers.push(done);
                     }
                     LogRequest::Settle(done) => settled.push(done),
-                    LogRequest::Tell(to) => listening.push(to),
+                    LogRequest::SendRecords(to) => receivers.push(to),
                     LogRequest::Snapshot(done) => looking.push(done),
                     LogRequest::EndGap(done) => ending.push(done),
                     LogRequest::Release(done) => releasing = Some(done),
@@ -225,11 +225,11 @@ impl MetadataWriter {
             for done in looking {
                 let _ = done.send(self.snapshot());
             }
-            for to in listening {
-                self.tell(&to).await;
-                self.is_told = true;
+            for to in receivers {
+                self.send_records(&to).await;
+                self.has_sent_records = true;
             }
-            if self.is_told && !*self.was_tried.borrow() {
+            if self.has_sent_records && !*self.was_tried.borrow() {
                 self.begin_first().await;
             }
             for done in ending {
@@ -412,7 +412,7 @@ impl MetadataWriter {
             match result {
                 Ok(()) => kept.push(copy),
                 Err(error) => {
-                    self.blame(copy.directory, &copy.path, &error);
+                    self.note_failure(copy.directory, &copy.path, &error);
                     failed.push((copy, wants_new_file(&error)));
                 }
             }
@@ -421,7 +421,7 @@ impl MetadataWriter {
     }
 
     /// Notes that a directory failed. Others are preferred for a while.
-    pub(crate) fn blame(&mut self, directory: usize, path: &Path, error: &io::Error) {
+    pub(crate) fn note_failure(&mut self, directory: usize, path: &Path, error: &io::Error) {
         let disk = &self.directories[directory];
         let path = disk.io.root().join(path);
         if wants_new_file(error) {
@@ -465,7 +465,7 @@ impl MetadataWriter {
         for copy in self.copies.clone() {
             let verified = within(deadline, copy.file.verify()).await;
             if let Some(error) = verified.err().filter(wants_new_file) {
-                self.blame(copy.directory, &copy.path, &error);
+                self.note_failure(copy.directory, &copy.path, &error);
                 self.is_open = false;
             }
         }

@@ -43,13 +43,13 @@ fn part(bytes: u64, weight: u32, all: u64) -> u64 {
 pub fn level(capacity: u64, claimants: &[Claimant]) -> Level {
     let mut by_need = claimants.to_vec();
     by_need.sort_unstable_by(by_demand_per_weight);
-    let mut left = capacity;
+    let mut remaining = capacity;
     let mut weight: u64 = by_need.iter().map(|claimant| u64::from(claimant.weight)).sum();
     for claimant in by_need {
-        if claimant.demand > part(left, claimant.weight, weight) {
-            return Level { bytes: left, weight };
+        if claimant.demand > part(remaining, claimant.weight, weight) {
+            return Level { bytes: remaining, weight };
         }
-        left -= claimant.demand;
+        remaining -= claimant.demand;
         weight -= u64::from(claimant.weight);
     }
     Level::ENOUGH

@@ -104,13 +104,13 @@ impl MetadataReserve {
     }
 
     /// Charges `bytes` regardless of room. They must be charged to the capacity already.
-    pub(crate) fn force(&self, bytes: u64) -> Charge {
-        self.charged.force_charge(bytes)
+    pub(crate) fn charge_unchecked(&self, bytes: u64) -> Charge {
+        self.charged.charge_unchecked(bytes)
     }
 
     /// Charges `bytes` if there is room for them. They must be charged to the capacity already.
     pub(crate) fn charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
-        let charge = self.force(bytes);
+        let charge = self.charge_unchecked(bytes);
         self.cover(0)?;
         Ok(charge)
     }
@@ -157,7 +157,7 @@ impl MetadataReserve {
         let mut bytes = at_most;
         while bytes >= SEGMENT_BYTES_MIN {
             if bytes as u64 <= self.room()
-                && let Ok(piece) = self.region.allocate(bytes, self.ceded.force_charge(bytes as u64))
+                && let Ok(piece) = self.region.allocate(bytes, self.ceded.charge_unchecked(bytes as u64))
             {
                 return Some(piece);
             }
@@ -236,7 +236,7 @@ mod tests {
         let (budget, lists) = ceded(8 * MIB, 8 * MIB, 0);
         lists.pause();
         let paid = budget.try_charge(5 * MIB).unwrap();
-        let charged = lists.force(4 * MIB);
+        let charged = lists.charge_unchecked(4 * MIB);
         lists.cover(0).unwrap();
         assert_eq!((lists.ceded_bytes(), lists.region.free_bytes()), (0, 8 * MIB));
         // A block that is claimed meanwhile is still in its place.
@@ -254,7 +254,7 @@ mod tests {
         let first = lists.charge(4 * MIB).unwrap();
         assert_eq!(lists.ceded_bytes(), 2 * MIB);
         // More than was paid for, like a charge beyond the capacity.
-        let over = budget.force_charge(3 * MIB);
+        let over = budget.charge_unchecked(3 * MIB);
         let second = lists.charge(3 * MIB).unwrap();
         assert_eq!((lists.ceded_bytes(), lists.borrowed.used()), (4 * MIB, MIB), "the heap helps out");
         assert_eq!(lists.charge(1).unwrap_err(), NoCapacity { requested: 64 << 10, free: 0 });
@@ -283,7 +283,7 @@ mod tests {
                 match what {
                     // A list: charged to the capacity, even beyond it, and then here.
                     0 | 1 => {
-                        let paid = budget.force_charge(bytes);
+                        let paid = budget.charge_unchecked(bytes);
                         held.extend(lists.charge(bytes).map(|charge| (charge, paid)));
                     }
                     // A segment, allocated like a chain's.
@@ -346,7 +346,7 @@ mod tests {
                         let batch = batches.swap_remove(at.index(batches.len()));
                         let segment = segments.swap_remove(at.index(segments.len()));
                         let had = batch.0.bytes() + segment.capacity() as u64;
-                        shuffles.push(lists.extents().force_charge(had / 8));
+                        shuffles.push(lists.extents().charge_unchecked(had / 8));
                         drop((batch, segment));
                         prop_assert!(lists.cover(0).is_ok(), "{lists:?}");
                     }

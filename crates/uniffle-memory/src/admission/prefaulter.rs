@@ -79,7 +79,7 @@ impl Prefaulter {
         if lacking < before {
             drop(unavailable.split_up_to(before - lacking));
         } else {
-            unavailable.merge(self.budget.force_charge(lacking - before));
+            unavailable.merge(self.budget.charge_unchecked(lacking - before));
         }
         self.unavailable_bytes.store(lacking, Ordering::Relaxed);
         drop(unavailable);

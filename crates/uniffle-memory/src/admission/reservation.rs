@@ -67,7 +67,7 @@ impl Reservation {
     /// bytes.
     pub(crate) fn new(requested: u64, charge: Charge, mirror: &Budget, granted: Instant) -> Self {
         let budget = charge.budget().clone();
-        let held = MirroredCharge { mirror: mirror.force_charge(charge.bytes()), charge };
+        let held = MirroredCharge { mirror: mirror.charge_unchecked(charge.bytes()), charge };
         Self { requested, spent: 0, granted, budget, blocks: None, held }
     }
 
@@ -89,7 +89,7 @@ impl Reservation {
 
     /// Returns the payload bytes not spent yet.
     #[inline]
-    pub fn left_bytes(&self) -> u64 {
+    pub fn remaining_bytes(&self) -> u64 {
         self.requested - self.spent
     }
 
@@ -108,9 +108,9 @@ impl Reservation {
 
     /// Counts `bytes` of payload against the ticket.
     pub(crate) fn spend(&mut self, bytes: u64) -> Result<(), MemoryError> {
-        let left = self.left_bytes();
-        if bytes > left {
-            return Err(MemoryError::TicketOverspent { requested: bytes, left });
+        let remaining = self.remaining_bytes();
+        if bytes > remaining {
+            return Err(MemoryError::TicketOverspent { requested: bytes, remaining });
         }
         self.spent += bytes;
         Ok(())
@@ -152,7 +152,7 @@ impl Reservation {
         let mut charge = self.held.take_up_to(bytes);
         let missing = bytes - charge.bytes();
         if missing > 0 {
-            charge.merge(self.budget.force_charge(missing));
+            charge.merge(self.budget.charge_unchecked(missing));
         }
         charge
     }
@@ -180,7 +180,7 @@ impl Reservation {
         let MirroredCharge { charge: held, mirror } = &mut self.held;
         held.merge(back);
         let lacking = held.bytes() - mirror.bytes();
-        mirror.merge(mirror.budget().force_charge(lacking));
+        mirror.merge(mirror.budget().charge_unchecked(lacking));
     }
 
     pub(crate) fn budget(&self) -> &Budget {

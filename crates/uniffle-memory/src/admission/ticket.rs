@@ -127,7 +127,7 @@ impl Tickets {
             }
         };
         let reservation = Reservation::new(bytes, charge, &self.pre_allocated, now);
-        let ticket = Ticket { reservation, _count: self.count.force_charge(1) };
+        let ticket = Ticket { reservation, _count: self.count.charge_unchecked(1) };
         state.next += 1;
         let id = TicketId(state.next);
         state.shares.holder(app).tickets.insert(id, ticket);
@@ -176,7 +176,7 @@ impl Tickets {
             let holder = state.shares.holder(&app);
             let Ok(charge) = holder.budget.try_charge(*held) else { continue };
             let reservation = Reservation::new(*requested, charge, &self.pre_allocated, now);
-            let ticket = Ticket { reservation, _count: self.count.force_charge(1) };
+            let ticket = Ticket { reservation, _count: self.count.charge_unchecked(1) };
             granted += usize::from(holder.tickets.insert(TicketId(*id), ticket).is_none());
         }
         self.prefaulter.iter().for_each(|prefaulter| prefaulter.note_promise());
@@ -314,7 +314,7 @@ mod tests {
         assert_eq!(after.grant_again(&inherited), 2);
         assert_eq!(after.pre_allocated_bytes(), before.pre_allocated_bytes());
         assert_eq!(after.redeem(&app("a"), second).unwrap_err(), MemoryError::UnknownTicket);
-        assert_eq!(after.redeem(&app("a"), first).unwrap().left_bytes(), 100_000);
+        assert_eq!(after.redeem(&app("a"), first).unwrap().remaining_bytes(), 100_000);
         after.forget_app(&app("b"));
         assert_eq!((budget.used(), after.count()), (0, 0));
 
@@ -381,7 +381,7 @@ mod tests {
         funds.truncate_to(1 << 40);
         assert_eq!(funds.held_bytes(), 104_096);
         funds.spend(200_000).unwrap();
-        assert_eq!(funds.spend(1).unwrap_err(), MemoryError::TicketOverspent { requested: 1, left: 0 });
+        assert_eq!(funds.spend(1).unwrap_err(), MemoryError::TicketOverspent { requested: 1, remaining: 0 });
         let more = funds.cover_segment(108_000, 2000, 0).unwrap();
         assert_eq!((more.bytes(), funds.held_bytes(), tickets.pre_allocated_bytes()), (110_000, 0, 0));
         assert!(funds.cover_segment(1 << 20, 0, 0).is_none());
@@ -548,7 +548,7 @@ mod tests {
         let budget = Budget::new(100 * KIB);
         let extents = budget.child(u64::MAX);
         let tickets = Tickets::new(budget, extents.clone(), Duration::from_secs(20), 30);
-        let _listed = extents.force_charge(40 * KIB);
+        let _listed = extents.charge_unchecked(40 * KIB);
         let sends: Vec<_> = (0..4)
             .map(|_| tickets.redeem(&app("large"), ask(&tickets, "large", 10).unwrap()).unwrap())
             .collect();

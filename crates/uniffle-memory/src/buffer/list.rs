@@ -258,7 +258,7 @@ impl BlockList {
         let bytes = count as u64 * ROW_BYTES;
         let Ok(mut free) = named.rows(count) else { return false };
         let Ok(of_lists) = lists.charge(bytes) else { return false };
-        let of_capacity = self.paid.capacity.budget().force_charge(bytes);
+        let of_capacity = self.paid.capacity.budget().charge_unchecked(bytes);
         let mut committed = CommittedRows::new(Arc::clone(named), partition);
         for at in 0..self.next_record() {
             committed.push(&self.meta(at as usize), self.order(at), &slices(at), &mut free);
@@ -342,8 +342,8 @@ impl BlockList {
     fn pay(&mut self, bytes: u64, lists: &MetadataReserve) {
         if bytes > 0 {
             let budget = self.paid.capacity.budget().clone();
-            self.paid.capacity.merge(budget.force_charge(bytes));
-            self.paid.lists.merge(lists.force(bytes));
+            self.paid.capacity.merge(budget.charge_unchecked(bytes));
+            self.paid.lists.merge(lists.charge_unchecked(bytes));
         }
     }
 

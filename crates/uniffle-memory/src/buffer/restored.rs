@@ -32,9 +32,9 @@ impl Buffer {
         }
         let bytes = metadata_bytes(count, row_count);
         let paid = BlockCharges {
-            permits: supply.blocks.force_charge(count),
-            lists: supply.lists.force(bytes),
-            capacity: self.budget.force_charge(bytes),
+            permits: supply.blocks.charge_unchecked(count),
+            lists: supply.lists.charge_unchecked(bytes),
+            capacity: self.budget.charge_unchecked(bytes),
         };
         list.pay_for_segments(&supply.lists);
         let strays = list.strays();

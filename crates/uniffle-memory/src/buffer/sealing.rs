@@ -46,8 +46,8 @@ impl Buffer {
             None => self.rotate(lists, next_chain),
         };
         let claimed = batch.claim(InFlightCharges {
-            _charged: self.shared.in_flight.force_charge(batch.charged_bytes()),
-            _blocks: self.shared.in_flight_blocks.force_charge(batch.blocks() as u64),
+            _charged: self.shared.in_flight.charge_unchecked(batch.charged_bytes()),
+            _blocks: self.shared.in_flight_blocks.charge_unchecked(batch.blocks() as u64),
         });
         debug_assert!(claimed, "claimed under the lock only");
         self.publish_counters(state);

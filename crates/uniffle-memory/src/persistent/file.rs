@@ -396,7 +396,7 @@ fn lock(file: &OwnedFd) -> Result<(), MemoryFileError> {
 ///
 /// The header states only the initial size. The region grows with its file, so that no store
 /// changes the header.
-fn judge(found: &Header, wanted: &Header, file_bytes: u64) -> Result<Geometry, MemoryFileError> {
+fn check_header(found: &Header, wanted: &Header, file_bytes: u64) -> Result<Geometry, MemoryFileError> {
     if found.boot != wanted.boot {
         return Err(MemoryFileError::Boot);
     }
@@ -458,7 +458,7 @@ pub(crate) fn open(
     let wanted = Header { geometry, boot: owner.boot, node: owner.node.clone() };
     let found = held.header()?;
     let geometry = match &found {
-        Some(found) => judge(found, &wanted, held.bytes()?)?,
+        Some(found) => check_header(found, &wanted, held.bytes()?)?,
         None => {
             rustix::fs::ftruncate(&held.file, 0)?;
             geometry
@@ -496,7 +496,7 @@ pub(crate) fn check(backing: &Backing, owner: &Owner, size: RegionSize) -> Resul
     let wanted = Header { geometry, boot: owner.boot, node: owner.node.clone() };
     let bytes = file.bytes()?;
     let Some(found) = file.header()? else { return Ok(()) };
-    let needs = judge(&found, &wanted, bytes)?;
+    let needs = check_header(&found, &wanted, bytes)?;
     if needs.bytes() <= bytes {
         map(&file, needs)?.release();
         return Ok(());

@@ -376,13 +376,13 @@ mod tests {
         for bit in 0..64 * words.len() {
             let mut damaged = words;
             damaged[bit / 64] ^= 1 << (bit % 64);
-            let said = Header::decode(&damaged);
+            let decoded = Header::decode(&damaged);
             let expected = match bit / 64 {
                 0 => HeaderDamage::Foreign,
                 1 => HeaderDamage::Version(damaged[1]),
                 _ => HeaderDamage::Checksum,
             };
-            assert_eq!(said, Err(expected), "bit {bit}");
+            assert_eq!(decoded, Err(expected), "bit {bit} is flipped");
         }
     }
 

@@ -29,7 +29,7 @@ impl OrphanedMemory {
     ///
     /// # Errors
     /// Another process holds it, or it cannot be read.
-    pub fn passed(file: OwnedFd, owner: &Owner) -> Result<Option<Self>, MemoryFileError> {
+    pub fn inherited(file: OwnedFd, owner: &Owner) -> Result<Option<Self>, MemoryFileError> {
         Self::of(BackingFile::inherited(file)?, owner)
     }
 

@@ -25,7 +25,7 @@ use crate::region::parts::{on_threads, threads_for};
 use crate::{IsElsewhere, Memory, PersistentMemory};
 use uniffle_base::LogLimiter;
 use uniffle_base::budget::Budget;
-use uniffle_base::damage::OnDamage;
+use uniffle_base::damage::DamageListener;
 
 /// Interval between attempts to find slots for unprotected shuffles.
 const PROTECT_INTERVAL: Duration = Duration::from_secs(1);
@@ -73,7 +73,7 @@ impl Memory {
         let (partitions, next) = (recovered.partitions(key), AtomicUsize::new(0));
         let restore_one = |partition: PartitionId| {
             let restored = recovered.take(key, partition, name, elsewhere(partition), &buffers.budget)?;
-            match buffers.buffer_of(partition, |bytes| Ok(heap.force_charge(bytes))) {
+            match buffers.buffer_of(partition, |bytes| Ok(heap.charge_unchecked(bytes))) {
                 Ok(_) if restored.blocks.is_empty() => None,
                 Ok(buffer) => {
                     let ids = restored.blocks.iter().map(|block| block.meta.block_id).collect();
@@ -104,7 +104,7 @@ impl Memory {
     /// Sets the listener for partitions with damaged recovered blocks. It is notified when damage
     /// is found and before the other blocks are served. Damage found earlier is reported now. Only
     /// the first call has an effect.
-    pub fn on_damage(&self, on_damage: OnDamage) {
+    pub fn on_damage(&self, on_damage: DamageListener) {
         self.shared.verification.damage.set(on_damage);
     }
 

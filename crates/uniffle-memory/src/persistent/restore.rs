@@ -329,7 +329,7 @@ impl RecoveredBlocks {
             let taken = ids.filter_map(|(id, _)| self.take(key, id, &named, |_| false, budget));
             let partitions: Vec<_> = taken.collect();
             let count: usize = partitions.iter().map(|partition| partition.row_count).sum();
-            let _blocks = rows.force_charge(count as u64);
+            let _blocks = rows.charge_unchecked(count as u64);
             all.insert(key.clone(), RetainedShuffle { named, partitions, _blocks });
         }
         all
@@ -438,7 +438,7 @@ fn claim(region: &Arc<Region>, pieces: &[BlockPiece], budget: &Budget) -> Vec<Se
         from = run.start.max(from);
         while from < run.end {
             let bytes = piece_at(from, run.end);
-            let charge = budget.force_charge(bytes as u64);
+            let charge = budget.charge_unchecked(bytes as u64);
             segments.extend(region.claim(from, bytes, charge).ok());
             from += bytes;
         }

@@ -102,7 +102,7 @@ impl BlockTable {
         let mut all = FurtherPieces::default();
         let (mut next, mut further) = (row.next, 0u64);
         while next != NO_ROW {
-            let Pieces { pieces, next: behind } = Pieces::decode(&self.row_words(next)?, next)?;
+            let Pieces { pieces, next: following } = Pieces::decode(&self.row_words(next)?, next)?;
             let before = further;
             for piece in pieces.into_iter().filter(|piece| piece.len > 0) {
                 further += u64::from(piece.len);
@@ -113,7 +113,7 @@ impl BlockTable {
                 return None;
             }
             all.rows.push(next);
-            next = behind;
+            next = following;
         }
         first.len = row.meta.length.checked_sub(u32::try_from(further).ok()?)?;
         let data_bytes = self.region().capacity_bytes();

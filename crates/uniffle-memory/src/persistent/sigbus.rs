@@ -75,7 +75,7 @@ fn is_restored() -> bool {
         }
         // Another thread has just restored it, or this is another fault.
         Some(false) => {
-            let less = |left: u32| left.checked_sub(1);
+            let less = |remaining: u32| remaining.checked_sub(1);
             REPEATS_LEFT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok()
         }
         None => false,

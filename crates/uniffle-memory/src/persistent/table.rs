@@ -125,7 +125,7 @@ impl State {
         let Some(PageCharges { capacity, ceded, lists }) = &mut self.charged else { return Ok(()) };
         let lacking = wanted.saturating_sub(capacity.bytes());
         if lacking > 0 {
-            let paid = capacity.budget().force_charge(lacking);
+            let paid = capacity.budget().charge_unchecked(lacking);
             ceded.merge(lists.charge(lacking).map_err(|_| NoSlots::NoPages)?);
             capacity.merge(paid);
         }
@@ -139,8 +139,8 @@ impl State {
         let Some(PageCharges { capacity, ceded, lists }) = &mut self.charged else { return };
         let has = capacity.bytes();
         if wanted > has {
-            capacity.merge(capacity.budget().force_charge(wanted - has));
-            ceded.merge(lists.force(wanted - has));
+            capacity.merge(capacity.budget().charge_unchecked(wanted - has));
+            ceded.merge(lists.charge_unchecked(wanted - has));
         } else if wanted < has {
             drop((ceded.split_up_to(has - wanted), capacity.split_up_to(has - wanted)));
         }
@@ -250,7 +250,7 @@ impl BlockTable {
     pub(crate) fn charge_to(&self, capacity: &Budget, lists: &Arc<MetadataReserve>) {
         for part in [&self.names, &self.rows] {
             let mut state = part.lock();
-            let (capacity, ceded) = (capacity.empty_charge(), lists.force(0));
+            let (capacity, ceded) = (capacity.empty_charge(), lists.charge_unchecked(0));
             state.charged = Some(PageCharges { capacity, ceded, lists: Arc::clone(lists) });
             state.settle(part.paid_each);
         }

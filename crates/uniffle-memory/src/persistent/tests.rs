@@ -168,7 +168,7 @@ impl Model {
             let must = self.must.get(at);
             let unexpected =
                 ids.iter().find(|id| !must.is_some_and(|all| all.contains(id)) && !self.may.contains(id));
-            assert_eq!(unexpected, None, "{at:?} at store {}", self.stores);
+            assert_eq!(unexpected, None, "unexpected blocks at store {} of {at:?}", self.stores);
             assert_eq!(
                 ids.iter().collect::<BTreeSet<_>>().len(),
                 ids.len(),

@@ -102,10 +102,10 @@ impl Buddy {
         for (block, words) in self.blocks[..self.fresh].iter().enumerate() {
             let from = ranges.len();
             for (at, word) in words.iter().enumerate() {
-                let mut left = *word;
-                while left != 0 {
-                    let node = at * 64 + left.trailing_zeros() as usize;
-                    left &= left - 1;
+                let mut remaining = *word;
+                while remaining != 0 {
+                    let node = at * 64 + remaining.trailing_zeros() as usize;
+                    remaining &= remaining - 1;
                     let depth = node.ilog2() as usize;
                     let bytes = BLOCK_BYTES >> depth;
                     let start = block * BLOCK_BYTES + (node - (1 << depth)) * bytes;

@@ -36,7 +36,7 @@ pub(super) struct PageStates {
     holes: Mutex<Vec<Range<usize>>>,
     /// Bytes left in a simulated tmpfs.
     #[cfg(test)]
-    left: Mutex<Option<usize>>,
+    remaining: Mutex<Option<usize>>,
 }
 
 /// The region for which pages are allocated.
@@ -86,8 +86,8 @@ impl PageStates {
     /// Takes `bytes` from the simulated tmpfs.
     #[cfg(test)]
     fn count(&self, bytes: usize) -> io::Result<()> {
-        if let Some(left) = &mut *self.left.lock() {
-            *left = left.checked_sub(bytes).ok_or(io::ErrorKind::StorageFull)?;
+        if let Some(remaining) = &mut *self.remaining.lock() {
+            *remaining = remaining.checked_sub(bytes).ok_or(io::ErrorKind::StorageFull)?;
         }
         Ok(())
     }
@@ -134,8 +134,8 @@ impl PageStates {
     #[cfg(not(miri))]
     pub(super) fn discard_front(&self, map: &Mapping, range: Range<usize>) {
         #[cfg(test)]
-        if let Some(left) = &mut *self.left.lock() {
-            *left = left.saturating_add(range.len());
+        if let Some(remaining) = &mut *self.remaining.lock() {
+            *remaining = remaining.saturating_add(range.len());
         }
         map.discard_front(range);
     }
@@ -228,7 +228,7 @@ impl PageStates {
     /// Sets the bytes left in the simulated tmpfs.
     #[cfg(test)]
     pub(super) fn limit(&self, bytes: usize) {
-        *self.left.lock() = Some(bytes);
+        *self.remaining.lock() = Some(bytes);
     }
 }
 

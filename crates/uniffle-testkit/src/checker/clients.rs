@@ -100,12 +100,12 @@ impl Clients {
             batch.entry(partition).or_default().push(block);
         }
         let batch: Vec<_> = batch.into_iter().map(|(at, blocks)| (PartitionId(at), blocks)).collect();
-        let said = |error: ClientError| error.to_string();
+        let describe = |error: ClientError| error.to_string();
         self.history.lock().sent(id, &batch);
         if random.random_bool(0.5) {
-            client.push(&key, SendForm::Classic, &batch).await.map_err(said)?;
+            client.push(&key, SendForm::Classic, &batch).await.map_err(describe)?;
         } else {
-            let ticket = client.require_buffer(&key, &batch).await.map_err(said)?;
+            let ticket = client.require_buffer(&key, &batch).await.map_err(describe)?;
             tcp.send(&key, ticket, &batch).await.map_err(|error| error.to_string())?;
         }
         let ids = |blocks: &Vec<Block>| blocks.iter().map(|block| block.meta.block_id).collect();
@@ -113,7 +113,7 @@ impl Clients {
             batch.iter().map(|(at, blocks)| (*at, ids(blocks))).collect();
         let report: Vec<_> = ids.iter().map(|(at, ids)| (at.0, ids.clone())).collect();
         self.history.lock().tried(id, &batch, &report);
-        client.report(&key, task, &ids).await.map_err(said)?;
+        client.report(&key, task, &ids).await.map_err(describe)?;
         self.history.lock().reported(id, &batch, &report);
         Ok(())
     }

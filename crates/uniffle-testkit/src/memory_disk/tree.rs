@@ -74,11 +74,11 @@ pub(super) struct Tree {
     /// Number of file syncs that will fail.
     pub(super) failing_syncs: u32,
     /// Makes syncs succeed without effect.
-    pub(super) lies: bool,
+    pub(super) ignores_syncs: bool,
     /// Hides the removal of open files from their writers.
-    pub(super) lies_about_files: bool,
+    pub(super) ignores_removals: bool,
     /// Hides that two disks share the tree.
-    pub(super) lies_about_places: bool,
+    pub(super) hides_shared_tree: bool,
     pub(super) locked: BTreeSet<PathBuf>,
     /// Announced ranges and their bytes.
     pub(super) advised: Vec<(Range<u64>, Vec<u8>)>,
@@ -134,13 +134,13 @@ impl Tree {
     /// Frees up to `bytes_max` bytes below `path`: the first files first, each from its end.
     /// Returns true once everything is gone.
     pub(super) fn remove_part(&mut self, path: &Path, bytes_max: u64) -> bool {
-        let mut left = usize::try_from(bytes_max).unwrap_or(usize::MAX);
+        let mut remaining = usize::try_from(bytes_max).unwrap_or(usize::MAX);
         for (_, content) in self.files.iter().filter(|(file, _)| file.starts_with(path)) {
             let mut stored = content.lock();
-            let kept = stored.bytes.len().saturating_sub(left);
-            left -= stored.bytes.len() - kept;
+            let kept = stored.bytes.len().saturating_sub(remaining);
+            remaining -= stored.bytes.len() - kept;
             stored.bytes.truncate(kept);
-            if left == 0 {
+            if remaining == 0 {
                 return false;
             }
         }

@@ -238,15 +238,15 @@ enum BodyEnd {
     Silence,
 }
 
-/// A body that breaks after `left` bytes.
+/// A body that breaks after `remaining` bytes.
 struct Broken {
     body: FaultyBody,
-    left: usize,
+    remaining: usize,
     after: BodyEnd,
 }
 
-fn broken(answer: Response<FaultyBody>, left: usize, after: BodyEnd) -> Response<FaultyBody> {
-    answer.map(|body| Broken { body, left, after }.boxed())
+fn broken(answer: Response<FaultyBody>, remaining: usize, after: BodyEnd) -> Response<FaultyBody> {
+    answer.map(|body| Broken { body, remaining, after }.boxed())
 }
 
 impl Body for Broken {
@@ -257,7 +257,7 @@ impl Body for Broken {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
-        if self.left == 0 {
+        if self.remaining == 0 {
             return match self.after {
                 BodyEnd::Close => Poll::Ready(Some(Err(io::ErrorKind::UnexpectedEof.into()))),
                 BodyEnd::Silence => Poll::Pending,
@@ -266,8 +266,8 @@ impl Body for Broken {
         let frame = std::task::ready!(Pin::new(&mut self.body).poll_frame(cx));
         let Some(Ok(frame)) = frame else { return Poll::Ready(frame) };
         Poll::Ready(Some(Ok(frame.map_data(|data| {
-            let taken = data.slice(..data.len().min(self.left));
-            self.left -= taken.len();
+            let taken = data.slice(..data.len().min(self.remaining));
+            self.remaining -= taken.len();
             taken
         }))))
     }

@@ -64,11 +64,11 @@ impl InternalCalls {
     ) -> (i32, String) {
         let peer = request.remote_addr();
         let shown = peer.map_or_else(|| "unknown".to_owned(), |peer| peer.to_string());
-        let is_heard = match peer {
-            Some(peer) => self.hears(peer.ip().to_canonical()).await,
+        let is_allowed = match peer {
+            Some(peer) => self.may_decommission(peer.ip().to_canonical()).await,
             None => self.by == DecommissionBy::Everybody,
         };
-        if !is_heard {
+        if !is_allowed {
             if let Some(calls) = self.denials.pass() {
                 tracing::warn!(target: AUDIT, action, peer = shown, result = "denied", calls, "grpc call");
             }
@@ -88,7 +88,7 @@ impl InternalCalls {
         verdict(&self.service, outcome, "")
     }
 
-    async fn hears(&self, peer: IpAddr) -> bool {
+    async fn may_decommission(&self, peer: IpAddr) -> bool {
         if self.networks.iter().any(|network| network.holds(peer)) {
             return true;
         }

@@ -83,11 +83,11 @@ async fn drain(State(hooks): State<AdminHooks>) -> Response {
         Err(error) => return refusal(StatusCode::CONFLICT, &error.to_string()),
     };
     let not_saved = hooks.service.lifecycle.save_settings().await.err().map(|error| error.to_string());
-    let tiers = drained.tiers.map(|left| {
+    let tiers = drained.tiers.map(|remaining| {
         json!({
-            "shuffles_left": left.shuffles_left,
-            "bytes_left": left.bytes_left,
-            "immovable_bytes": left.stuck_bytes,
+            "shuffles_left": remaining.shuffles_left,
+            "bytes_left": remaining.bytes_left,
+            "immovable_bytes": remaining.stuck_bytes,
         })
     });
     answer(&json!({

@@ -69,8 +69,8 @@ pub(super) struct Examination {
 /// the identities of the directories that a running worker has claimed.
 pub(super) async fn examine(disks: &[Arc<dyn Disk>], in_use: &BTreeMap<PathBuf, [u8; 16]>) -> Examination {
     let same = refuse_same_places(disks.iter().map(|disk| &**disk)).await;
-    let looks = disks.iter().map(|disk| look(&**disk));
-    let contents = join_all(looks.collect::<Vec<_>>()).await;
+    let reads = disks.iter().map(|disk| read_content(&**disk));
+    let contents = join_all(reads.collect::<Vec<_>>()).await;
     let own_identity = |(disk, content): (&Arc<dyn Disk>, &Result<Content, StoreError>)| {
         Some((disk.root().to_path_buf(), content.as_ref().ok()?.identity()?))
     };
@@ -275,7 +275,7 @@ pub(super) async fn require_own_disk(disk: &dyn Disk, config: &LocalConfig) -> R
 }
 
 /// Returns the content of a directory without changing it.
-pub(in crate::store) async fn look(io: &dyn Disk) -> Result<Content, StoreError> {
+pub(in crate::store) async fn read_content(io: &dyn Disk) -> Result<Content, StoreError> {
     let failed = |error| StoreError::io(io.root(), error);
     let names = match within(NAME_TIMEOUT, io.list(Path::new(""))).await {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Content::Nothing),
@@ -332,7 +332,7 @@ async fn claim(
 /// another process may have changed it. An empty directory gets a marker.
 async fn identify(io: &dyn Disk, root: &Path) -> Result<Uuid, StoreError> {
     let failed = |error| StoreError::io(root, error);
-    let content = look(io).await?;
+    let content = read_content(io).await?;
     if let Some(refused) = refusal(io, content, &[], None).await {
         return Err(refused);
     }

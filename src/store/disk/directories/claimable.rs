@@ -214,8 +214,12 @@ mod tests {
             "{found:?}"
         );
         assert!(found[1].contains("full") && found[1].contains("content of another program"), "{found:?}");
-        let left = |path: &Path| std::fs::read_dir(path).unwrap().count();
-        assert_eq!((left(&fresh), left(&held), left(&full)), (0, 1, 1), "nothing is left behind");
+        let remaining = |path: &Path| std::fs::read_dir(path).unwrap().count();
+        assert_eq!(
+            (remaining(&fresh), remaining(&held), remaining(&full)),
+            (0, 1, 1),
+            "the check left files behind"
+        );
         assert!(!lost.exists(), "a missing mount point was created");
 
         // A directory that another worker uses, and an unrelated marker.

@@ -114,15 +114,15 @@ impl Identity {
 pub(super) fn identity(path: &str, epoch: Option<&Epoch>, others: &[Uuid]) -> Identity {
     let Some(epoch) = epoch else { return Identity::Unknown };
     let here = epoch.voters().into_iter().filter(|member| !member.may_recover_alone);
-    let left: Vec<_> = here.filter(|member| !others.contains(&member.uuid())).collect();
-    if let [only] = left[..] {
+    let remaining: Vec<_> = here.filter(|member| !others.contains(&member.uuid())).collect();
+    if let [only] = remaining[..] {
         return Identity::Certain(only.uuid(), "its list of data directories leaves no other identity");
     }
-    let by_path: Vec<_> = left.iter().filter(|member| member.path == path).collect();
-    match (by_path.as_slice(), left.is_empty()) {
+    let by_path: Vec<_> = remaining.iter().filter(|member| member.path == path).collect();
+    match (by_path.as_slice(), remaining.is_empty()) {
         ([only], _) => Identity::ByPath(only.uuid()),
         (_, true) => Identity::Unknown,
-        _ => Identity::OneOf(left.iter().map(|member| (member.uuid(), member.path.clone())).collect()),
+        _ => Identity::OneOf(remaining.iter().map(|member| (member.uuid(), member.path.clone())).collect()),
     }
 }
 
@@ -231,8 +231,8 @@ mod tests {
             Some((1, true)),
             "the other members identify a moved directory"
         );
-        let left = vec![(uuid(1), "/a".to_owned()), (uuid(3), "/c".to_owned())];
-        assert_eq!(of("/b", &members, &[uuid(2)]), Identity::OneOf(left));
+        let remaining = vec![(uuid(1), "/a".to_owned()), (uuid(3), "/c".to_owned())];
+        assert_eq!(of("/b", &members, &[uuid(2)]), Identity::OneOf(remaining));
         assert_eq!(of("/a", &members[..1], &[uuid(1)]), Identity::Unknown, "a copy of one that is here");
         assert_eq!(identity("/a", None, &[]), Identity::Unknown);
         // The directory was replaced by an empty one at its path, or was absent when the list was

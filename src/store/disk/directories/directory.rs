@@ -517,7 +517,7 @@ impl Occupied {
 
     /// Subtracts the bytes of a removed file.
     pub(in crate::store) fn take(&self, bytes: u64) {
-        let taken = |left: u64| Some(left.saturating_sub(bytes));
+        let taken = |remaining: u64| Some(remaining.saturating_sub(bytes));
         let before = self.bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, taken).unwrap_or(0);
         self.disk.used_bytes.fetch_sub(bytes.min(before), Ordering::Relaxed);
     }

@@ -90,9 +90,9 @@ impl DiskChecksums {
         };
         match cached {
             Some(cached) => {
-                let left = cached.get(from as usize * RECORD_BYTES..).unwrap_or_default();
+                let remaining = cached.get(from as usize * RECORD_BYTES..).unwrap_or_default();
                 // Stops when enough records are loaded.
-                let _ = records(left).try_for_each(|record| take(&record));
+                let _ = records(remaining).try_for_each(|record| take(&record));
                 Ok(())
             }
             None => {

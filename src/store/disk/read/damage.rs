@@ -130,7 +130,7 @@ impl DamageMarker {
         partition: PartitionId,
         disk: usize,
     ) -> Option<(Vec<Extent>, StoreError)> {
-        let mut suspects: Vec<_> =
+        let mut unreadable: Vec<_> =
             shuffle.extents(partition).iter().filter(|it| it.is_on_disk()).copied().collect();
         let mut error = None;
         for attempt in 0..TRIES {
@@ -138,12 +138,12 @@ impl DamageMarker {
                 sleep(PAUSE).await;
             }
             let _turn = self.turns.acquire().await.ok()?;
-            (suspects, error) = self.still_damaged(shuffle, suspects, disk).await;
-            if suspects.is_empty() {
+            (unreadable, error) = self.still_damaged(shuffle, unreadable, disk).await;
+            if unreadable.is_empty() {
                 break;
             }
         }
-        error.map(|error| (suspects, error))
+        error.map(|error| (unreadable, error))
     }
 
     /// Marks unreadable extents as lost.
@@ -169,7 +169,7 @@ impl DamageMarker {
         }
         let is_here = |it: &Extent| it.is_on_disk() && (it.data_log == log.slot || it.index_log == log.slot);
         let lost = self.lose_all(shuffle, &vanished(log), is_here).await;
-        self.tell_vanished(shuffle, log, lost);
+        self.log_vanished(shuffle, log, lost);
     }
 
     /// Marks all extents of a shuffle as lost for which `is_gone` is true.
@@ -200,7 +200,7 @@ impl DamageMarker {
         for (partition, extent) in extents {
             self.lose_some(shuffle, &vanished(log), *partition, std::slice::from_ref(extent), &mut lost);
         }
-        self.tell_vanished(shuffle, log, lost);
+        self.log_vanished(shuffle, log, lost);
     }
 
     fn lose_some(
@@ -224,7 +224,7 @@ impl DamageMarker {
         self.core.damage.notify_around(&shuffle.key, partition, &error.to_string(), mark);
     }
 
-    fn tell_vanished(&self, shuffle: &DiskShuffle, log: &Log, lost: LostTotals) {
+    fn log_vanished(&self, shuffle: &DiskShuffle, log: &Log, lost: LostTotals) {
         if shuffle.is_purged() {
             return;
         }

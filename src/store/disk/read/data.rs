@@ -122,7 +122,7 @@ impl DataRead {
             let StreamRead { core, shuffle, .. } = &self.stream;
             if let Err((error, log)) = checksums.prepare(core, shuffle, READ_CHUNK_BYTES_MAX as u64).await {
                 shuffle.require_present()?;
-                self.stream.blame(&log);
+                self.stream.note_culprit(&log);
                 return Err(error);
             }
         }
@@ -160,7 +160,7 @@ impl DataRead {
     fn found_damaged(&mut self, block: &BlockCheck) -> StoreError {
         let StreamRead { shuffle, partition, .. } = &self.stream;
         let error = self.damage.mark_damaged(shuffle, *partition, block);
-        self.stream.is_suspect = true;
+        self.stream.may_have_losses = true;
         error
     }
 
@@ -172,7 +172,7 @@ impl DataRead {
     ) -> Result<Option<BlockCheck>, StoreError> {
         let next = self.current.take().or_else(|| self.next_piece());
         let piece = next.expect("the length is the sum over the pieces");
-        let chunks = if self.goes_direct(&piece) {
+        let chunks = if self.bypasses_page_cache(&piece) {
             self.read_aligned(piece, buffers).await?
         } else {
             VecDeque::from([self.gather(piece, len, buffers).await?])
@@ -193,7 +193,7 @@ impl DataRead {
     }
 
     /// Returns whether a piece is read without the page cache.
-    fn goes_direct(&self, piece: &LogPiece) -> bool {
+    fn bypasses_page_cache(&self, piece: &LogPiece) -> bool {
         let direct = |log: Arc<Log>| self.stream.core.files.is_direct(&log);
         piece.length.max(u64::from(piece.run)) >= DIRECT_BYTES_MIN
             && self.stream.log(*piece).is_some_and(direct)
@@ -222,7 +222,7 @@ impl DataRead {
             }
             // A piece that does not fit begins the next buffer.
             let fits = |piece: &LogPiece| Aligned::of(piece, usize::MAX).blocks <= room - filled;
-            if next.is_some_and(|piece| !fits(&piece) || !self.goes_direct(&piece)) {
+            if next.is_some_and(|piece| !fits(&piece) || !self.bypasses_page_cache(&piece)) {
                 self.current = next.take();
             }
         }
@@ -255,7 +255,7 @@ impl DataRead {
                 break;
             }
             next = self.next_piece();
-            if next.is_some_and(|piece| self.goes_direct(&piece)) {
+            if next.is_some_and(|piece| self.bypasses_page_cache(&piece)) {
                 self.current = next.take();
             }
         }
@@ -307,8 +307,8 @@ impl ChunkRead for DataRead {
         if next.is_some_and(|piece| self.stream.is_free(piece.log, room)) { room } else { 0 }
     }
 
-    fn is_suspect(&self) -> bool {
-        self.stream.is_suspect
+    fn may_have_losses(&self) -> bool {
+        self.stream.may_have_losses
     }
 }
 
@@ -342,9 +342,9 @@ fn find_runs(pieces: &mut [LogPiece]) {
         let run = earlier.filter(|it| pieces[at].follows(it)).map_or(0, |it| it.run);
         pieces[at].run = run.saturating_add(short(pieces[at].length));
     }
-    let mut behind: SmallVec<[usize; 2]> = SmallVec::new();
+    let mut after: SmallVec<[usize; 2]> = SmallVec::new();
     for at in (0..pieces.len()).rev() {
-        let later = replace_last_of_log(&mut behind, pieces, at).map(|at| pieces[at]);
+        let later = replace_last_of_log(&mut after, pieces, at).map(|at| pieces[at]);
         if let Some(later) = later.filter(|it| it.follows(&pieces[at])) {
             pieces[at].run = later.run;
         }

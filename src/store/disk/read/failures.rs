@@ -56,25 +56,25 @@ impl FailedReads {
     }
 
     /// Sets the count to the limit.
-    fn suspect(&self, partition: PartitionId, disk: usize) {
+    fn set_to_limit(&self, partition: PartitionId, disk: usize) {
         let failures = Failures { count: FAILED_READS_MAX, last: Instant::now() };
         self.0.lock().insert((partition, disk), failures);
     }
 
     /// Sets the count to the limit if a scan for lost blocks cannot read index records.
-    pub(in crate::store::disk) fn suspect_index(
+    pub(in crate::store::disk) fn index_unreadable(
         &self,
         partition: PartitionId,
         disk: usize,
         error: &StoreError,
     ) {
         if is_damage(error) {
-            self.suspect(partition, disk);
+            self.set_to_limit(partition, disk);
         }
     }
 
     /// Returns the disks at the limit for a partition, and resets their counts.
-    pub(in crate::store::disk) fn take_suspects(&self, partition: PartitionId) -> Vec<usize> {
+    pub(in crate::store::disk) fn take_failed_disks(&self, partition: PartitionId) -> Vec<usize> {
         let is_one = |(id, _): &(PartitionId, usize), it: &mut Failures| {
             *id == partition && it.count >= FAILED_READS_MAX
         };
@@ -110,8 +110,8 @@ mod tests {
         assert_eq!(at_limit, [false, false, true, false, false]);
         assert!(!failed.count(p, 1, now));
         assert!(!failed.count(PartitionId(2), 0, now));
-        failed.suspect(PartitionId(2), 1);
-        assert_eq!(failed.take_suspects(p), [0]);
+        failed.set_to_limit(PartitionId(2), 1);
+        assert_eq!(failed.take_failed_disks(p), [0]);
         assert!(!failed.count(p, 0, now), "the count restarts");
         assert!(!failed.count(p, 0, now));
         now += FAILURES_FORGOTTEN_AFTER;

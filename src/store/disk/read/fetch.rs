@@ -71,8 +71,8 @@ impl DiskCore {
         while at < range.end {
             let start = at - at % BLOCK_ALIGN as u64;
             let skip = usize::try_from(at - start).unwrap_or(0);
-            let left = usize::try_from(range.end - start).unwrap_or(usize::MAX);
-            let part = left.min(READ_CHUNK_BYTES_MAX);
+            let remaining = usize::try_from(range.end - start).unwrap_or(usize::MAX);
+            let part = remaining.min(READ_CHUNK_BYTES_MAX);
             let blocks = part.next_multiple_of(BLOCK_ALIGN);
             let reading = file.read_range(start..start + blocks as u64);
             let bytes = within(READ_TIMEOUT, reading).await.map_err(failed)?;

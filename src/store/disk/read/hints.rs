@@ -64,14 +64,14 @@ impl DiskReader {
     /// Returns the pieces that are read through the page cache, on disks with capacity.
     fn by_log(&self, shuffle: &DiskShuffle, pieces: Vec<LogPiece>) -> Vec<Hinted> {
         let mut all: Vec<Hinted> = Vec::new();
-        let mut left = HINTED_BYTES_MAX;
+        let mut remaining = HINTED_BYTES_MAX;
         for LogPiece { log, offset, length, .. } in pieces {
             let log = shuffle.log_at(log);
             if length >= DIRECT_BYTES_MIN && self.core.files.is_direct(&log) {
                 continue;
             }
-            let part = offset..offset + length.min(left);
-            left -= length.min(left);
+            let part = offset..offset + length.min(remaining);
+            remaining -= length.min(remaining);
             match all.iter_mut().find(|hinted| hinted.log.id == log.id) {
                 _ if part.is_empty() => break,
                 Some(hinted) => hinted.parts.push(part),

@@ -58,7 +58,7 @@ impl RecordSource for StreamRead {
         let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
         complete(bytes).map_err(|extent| {
             let log = self.shuffle.log_at(extent.index_log);
-            self.blame(&log);
+            self.note_culprit(&log);
             StoreError::corrupt(log.full_path(), WRONG_RECORDS)
         })?;
         self.shuffle.damaged.mask(self.partition, bytes);
@@ -76,7 +76,7 @@ impl RecordSource for StreamRead {
         self.is_free(extent.index_log, len)
     }
 
-    fn is_suspect(&self) -> bool {
-        self.is_suspect
+    fn may_have_losses(&self) -> bool {
+        self.may_have_losses
     }
 }

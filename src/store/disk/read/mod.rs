@@ -96,7 +96,7 @@ struct StreamRead {
     /// Index of the disk that failed or returned wrong bytes.
     culprit: OnceLock<usize>,
     /// True if the last error means that blocks are or may be lost.
-    is_suspect: bool,
+    may_have_losses: bool,
     /// True if the read is for a client, which learns about lost blocks.
     is_for_client: bool,
 }
@@ -109,10 +109,17 @@ impl fmt::Debug for StreamRead {
 
 impl StreamRead {
     fn new(core: Arc<DiskCore>, shuffle: Arc<DiskShuffle>, partition: PartitionId) -> Self {
-        Self { core, shuffle, partition, culprit: OnceLock::new(), is_suspect: false, is_for_client: true }
+        Self {
+            core,
+            shuffle,
+            partition,
+            culprit: OnceLock::new(),
+            may_have_losses: false,
+            is_for_client: true,
+        }
     }
 
-    fn blame(&self, log: &Log) {
+    fn note_culprit(&self, log: &Log) {
         let _ = self.culprit.set(log.disk.index);
     }
 
@@ -128,7 +135,7 @@ impl StreamRead {
             // Reads of offloads are not for a client.
             self.core.damage.notify(&shuffle.key, partition, &error.to_string());
         }
-        self.is_suspect |= is_one_too_many;
+        self.may_have_losses |= is_one_too_many;
     }
 
     /// Returns the log of a piece, or `None` for a hole.
@@ -164,7 +171,7 @@ impl StreamRead {
                 if log.is_released() {
                     return Err(StoreError::new(StoreErrorKind::NotFound, log.full_path()));
                 }
-                self.blame(log);
+                self.note_culprit(log);
                 Err(StoreError::io(log.full_path(), error))
             }
         }

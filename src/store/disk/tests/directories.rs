@@ -238,12 +238,12 @@ impl Claimed {
 
     /// Returns names and sizes of all files.
     fn listing(&self) -> Vec<(PathBuf, u64)> {
-        let (mut all, mut left) = (Vec::new(), vec![self.root.path().to_path_buf()]);
-        while let Some(directory) = left.pop() {
+        let (mut all, mut remaining) = (Vec::new(), vec![self.root.path().to_path_buf()]);
+        while let Some(directory) = remaining.pop() {
             for entry in std::fs::read_dir(directory).unwrap().map(Result::unwrap) {
                 let metadata = entry.metadata().unwrap();
                 all.push((entry.path(), if metadata.is_file() { metadata.len() } else { 0 }));
-                left.extend(metadata.is_dir().then(|| entry.path()));
+                remaining.extend(metadata.is_dir().then(|| entry.path()));
             }
         }
         all.sort();

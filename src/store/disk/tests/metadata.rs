@@ -311,12 +311,12 @@ async fn returned_directory_names_its_replacement() {
         }
     }
     // At a path of its own, the directory shows that it has nothing newer.
-    let aside = TestDisk::new("/c");
+    let third = TestDisk::new("/c");
     for directory in between.memory.directories() {
-        aside.memory.create_dir_all(&directory).await.unwrap();
+        third.memory.create_dir_all(&directory).await.unwrap();
     }
-    between.memory.snapshot().into_iter().for_each(|(path, content)| aside.memory.put(&path, Some(content)));
-    let store = open(vec![disks[0].disk(), disks[1].disk(), aside.disk()]).await.unwrap();
+    between.memory.snapshot().into_iter().for_each(|(path, content)| third.memory.put(&path, Some(content)));
+    let store = open(vec![disks[0].disk(), disks[1].disk(), third.disk()]).await.unwrap();
     let recovered = recover(&store).await;
     assert_eq!(
         (records_of(&recovered, &old).1, records_of(&recovered, &new).1, store.metadata_gap()),

@@ -23,16 +23,16 @@ async fn failed_reads_of_offloads_mark_nothing_suspect() {
     for _ in 0..3 {
         let mut read = chosen.data(&run);
         read.next_chunk(&HeapBuffers).await.unwrap_err();
-        assert!(!read.is_suspect());
+        assert!(!read.may_have_losses());
     }
-    let mut suspects = Vec::new();
+    let mut may_have_losses = Vec::new();
     for _ in 0..4 {
         let mut read = store.data(&key, PartitionId(1), 0, 9000).unwrap().chunks;
         read.next_chunk(&HeapBuffers).await.unwrap_err();
-        suspects.push(read.is_suspect());
+        may_have_losses.push(read.may_have_losses());
     }
     assert_eq!(
-        suspects,
+        may_have_losses,
         [false, false, true, false],
         "the third failed read triggers the search for lost blocks"
     );
@@ -117,7 +117,7 @@ async fn unremoved_file_is_removed_by_maintenance() {
         assert_eq!(data_files(&disks), Vec::<PathBuf>::new(), "{fault:?}");
         assert_eq!(store.used_bytes(), app_bytes(&disks));
         assert_eq!(read.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::NotFound);
-        assert!(!read.is_suspect() && store.disks().iter().all(|disk| disk.is_healthy()));
+        assert!(!read.may_have_losses() && store.disks().iter().all(|disk| disk.is_healthy()));
         disks[0].faults.release().await;
         drop((read, handle));
         store.purge_app(&key.app).await;

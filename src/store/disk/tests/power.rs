@@ -46,10 +46,10 @@ async fn log_without_successful_sync_is_never_appended() {
             let store = open_with(&disks, SyncWrites::Group).await;
             let key = key("app", 1);
             store.register(&key);
-            let left = fault.is_none();
+            let hangs = fault.is_none();
             disks[0].faults.add(Rule::once(Operation::Sync, fault.unwrap_or(Fault::Hang)).on(kind));
             let mut write = Box::pin(store.write(&key, vec![extent(1, &[(1, 9000)], true)]));
-            if left {
+            if hangs {
                 assert!((&mut write).now_or_never().is_none());
                 drop(write);
                 store.write(&key, vec![extent(1, &[(1, 9000)], true)]).await.unwrap();

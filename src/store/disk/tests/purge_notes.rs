@@ -73,10 +73,10 @@ async fn concurrent_purges_are_logged_once_each() {
     assert_eq!(entries(&disks) - before, 300);
     assert!(!store.has_purges_to_note());
     for disk in &disks {
-        let left = disk.memory.files().into_iter();
-        let left: Vec<_> =
-            left.filter(|path| path.starts_with("apps") || path.starts_with("trash")).collect();
-        assert_eq!(left, Vec::<PathBuf>::new(), "each purge removed its files");
+        let remaining = disk.memory.files().into_iter();
+        let remaining: Vec<_> =
+            remaining.filter(|path| path.starts_with("apps") || path.starts_with("trash")).collect();
+        assert_eq!(remaining, Vec::<PathBuf>::new(), "purges left files");
     }
     assert_nothing_left(&store, &disks).await;
     drop(store);

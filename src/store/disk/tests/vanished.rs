@@ -24,9 +24,9 @@ async fn with_two_blocks() -> (TestDisk, Arc<LocalStore>, ShuffleKey, ReportedPa
     let (key, damaged) = (key("app", 1), ReportedPartitions::default());
     let handle = store.register(&key);
     store.append_metadata(&handle, b"registered").await.unwrap();
-    let hears = Arc::clone(&damaged);
+    let listener = Arc::clone(&damaged);
     store.on_damage(Arc::new(move |_: &ShuffleKey, partition: PartitionId, _: &str| {
-        hears.lock().push(partition.0)
+        listener.lock().push(partition.0)
     }));
     for id in 1..=2 {
         store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();

@@ -206,10 +206,10 @@ impl<'a> WriteCall<'a> {
         pieces: &[Bytes],
         length: u64,
     ) -> Result<(), StoreError> {
-        let mut left = usize::try_from(length).unwrap_or(usize::MAX);
+        let mut remaining = usize::try_from(length).unwrap_or(usize::MAX);
         for piece in pieces {
-            let mut piece = &piece[..piece.len().min(left)];
-            left -= piece.len();
+            let mut piece = &piece[..piece.len().min(remaining)];
+            remaining -= piece.len();
             while !piece.is_empty() {
                 let mut buffer = self.staging_with_room(staging.take()).await?;
                 piece = &piece[buffer.put(piece)..];

@@ -201,7 +201,7 @@ impl Slots {
         self.wanted.pop(&key);
         let (sender, fetch) = FetchReceiver::new();
         let held = HeldChunk { slot: Arc::new(slot), fetch };
-        let _charge = self.heap.force_charge(ENTRY_BYTES);
+        let _charge = self.heap.charge_unchecked(ENTRY_BYTES);
         self.entries.insert(key, CacheEntry { held: held.clone(), used_at: self.uses, _charge });
         self.by_use.insert(self.uses, key);
         SlotLookup::Fetch(held, sender)
@@ -437,10 +437,10 @@ mod tests {
             slots.entries.values().filter(|entry| entry.held.slot.directory == directory).count()
         };
         let others = of(&slots, 1);
-        let (mut from, mut left) = (ChunkKey::FIRST, slots.len());
+        let (mut from, mut remaining) = (ChunkKey::FIRST, slots.len());
         while let Some(next) = slots.empty_some(0, from) {
-            assert!(left - slots.len() <= EMPTIED_AT_ONCE);
-            (from, left) = (next, slots.len());
+            assert!(remaining - slots.len() <= EMPTIED_AT_ONCE);
+            (from, remaining) = (next, slots.len());
         }
         assert_eq!((of(&slots, 0), of(&slots, 1)), (0, others));
     }

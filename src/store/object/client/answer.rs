@@ -163,7 +163,7 @@ impl Body for StoreAnswer {
     fn size_hint(&self) -> SizeHint {
         match self.body.size_hint().exact().filter(|_| !self.is_over) {
             // Callers reserve memory for the hint, so it has the same limit as the body.
-            Some(left) => SizeHint::with_exact(left.min(self.bounds.bytes_max)),
+            Some(remaining) => SizeHint::with_exact(remaining.min(self.bounds.bytes_max)),
             None => SizeHint::default(),
         }
     }

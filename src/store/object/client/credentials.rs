@@ -22,7 +22,7 @@ use crate::schema::files;
 /// Largest file that is read. Real files have a few hundred bytes.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 /// Timeout for reading the file. If the file system hangs longer, the previous keys are used.
-const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
+const REFRESH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Reason for which no keys are available.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -103,13 +103,13 @@ impl FileCredentials {
     }
 
     async fn current(&self) -> Result<Arc<AwsCredential>, CredentialsError> {
-        let looked = crate::clock::timeout(LOOK_TIMEOUT, self.look()).await;
-        let looked = looked.unwrap_or_else(|_| {
+        let refreshed = crate::clock::timeout(REFRESH_TIMEOUT, self.refresh()).await;
+        let refreshed = refreshed.unwrap_or_else(|_| {
             let hangs = std::io::Error::new(std::io::ErrorKind::TimedOut, "the file system hangs");
             Err(self.unreadable(&hangs))
         });
         let keys = self.state.lock().keys.clone();
-        match (looked, keys) {
+        match (refreshed, keys) {
             (_, Some(keys)) => self.unexpired(&keys),
             (Err(error), None) => Err(error),
             (Ok(()), None) => Err(self.incomplete("no keys")),
@@ -117,7 +117,7 @@ impl FileCredentials {
     }
 
     /// Reads the keys again if the file has changed.
-    async fn look(&self) -> Result<(), CredentialsError> {
+    async fn refresh(&self) -> Result<(), CredentialsError> {
         let found = tokio::fs::metadata(&self.path).await.map_err(|error| self.unreadable(&error))?;
         let stamp = Stamp { modified: found.modified().ok(), bytes: found.len(), inode: found.ino() };
         if self.state.lock().stamp == Some(stamp) {

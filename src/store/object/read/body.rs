@@ -116,12 +116,12 @@ fn pour(mut bytes: &[u8], mut at: u64, rooms: &mut VecDeque<Room<'_>>) {
         at += gap as u64;
         bytes = &bytes[gap..];
         let filled = bytes.len().min(buffer.len());
-        let (head, behind) = buffer.split_at_mut(filled);
+        let (head, tail) = buffer.split_at_mut(filled);
         head.copy_from_slice(&bytes[..filled]);
         at += filled as u64;
         bytes = &bytes[filled..];
-        if !behind.is_empty() {
-            rooms.push_front(Room { offset: offset + filled as u64, buffer: behind });
+        if !tail.is_empty() {
+            rooms.push_front(Room { offset: offset + filled as u64, buffer: tail });
             return;
         }
     }

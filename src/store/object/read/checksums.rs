@@ -173,9 +173,9 @@ impl ObjectChecksums {
                 loaded = self.load_some(core, shuffle, until).await?;
             }
             let Some(all) = loaded.pop_front() else { break };
-            let left = self.known.0 as usize * RECORD_BYTES;
+            let skipped = self.known.0 as usize * RECORD_BYTES;
             // Stops when enough records are known, or at the last one.
-            let _ = records(all.get(left..).unwrap_or_default())
+            let _ = records(all.get(skipped..).unwrap_or_default())
                 .try_for_each(|record| self.take(&extent, &record, until));
             if self.known.0 >= extent.blocks {
                 (self.at, self.known) = (self.at + 1, (0, 0));

@@ -13,7 +13,7 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
 use super::checksums::ObjectChecksums;
-use super::fetch::{self, Ahead, RangePart};
+use super::fetch::{self, RangePart, RangeReadState};
 use super::ranges::{self, BufferRequest, Located};
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::extents::extent_list::InStream as _;
@@ -39,7 +39,7 @@ pub(in crate::store::object) struct ObjectDataRead {
     /// End of the range in the stream.
     end: u64,
     checksums: ObjectChecksums,
-    ahead: Ahead,
+    state: RangeReadState,
 }
 
 impl fmt::Debug for ObjectDataRead {
@@ -94,7 +94,7 @@ impl ObjectDataRead {
             end: range.end,
             checksums: ObjectChecksums::new(Arc::clone(&extents), range),
             extents,
-            ahead: Ahead::default(),
+            state: RangeReadState::default(),
         }
     }
 
@@ -113,7 +113,7 @@ impl ObjectDataRead {
         };
         let parts = plan(&self.extents, &(start..until));
         let next = |bytes| until..end.min(until.saturating_add(bytes));
-        self.ahead.more = match parts.last().filter(|_| core.cache.is_none()) {
+        self.state.more = match parts.last().filter(|_| core.cache.is_none()) {
             Some(last) => adjacent_bytes(last, &self.extents, &next(ANSWER_BYTES_MAX)),
             // The cache stores whole chunks, so nothing is requested beyond a chunk.
             None => 0,
@@ -122,14 +122,14 @@ impl ObjectDataRead {
         if core.cache.is_some() && until < end {
             ranges::begin_ahead(&core, &shuffle, &plan(&self.extents, &next(ranges::AHEAD_BYTES)));
         }
-        let request = BufferRequest { len, beside: Some(self.checksums.beside_bytes(until)), buffers };
+        let request = BufferRequest { len, extra_bytes: Some(self.checksums.beside_bytes(until)), buffers };
         let mut room = located.room(&core, &request).await;
         self.checksums.prepare(&core, &shuffle, until).await?;
         loop {
             let mark = self.checksums.mark();
-            room = located.read(&core, &shuffle, &request, room, &mut self.ahead).await?;
+            room = located.read(&core, &shuffle, &request, room, &mut self.state).await?;
             let Some(block) = self.checksums.check(room.bytes(len)) else { return Ok(room.freeze(len)) };
-            self.ahead.forget();
+            self.state.forget();
             self.checksums.rewind(mark);
             located = self.reread_source(&located, &block)?;
         }
@@ -181,7 +181,7 @@ impl ChunkRead for ObjectDataRead {
         if self.core.store_reads.has_room(room) { room } else { 0 }
     }
 
-    fn is_suspect(&self) -> bool {
+    fn may_have_losses(&self) -> bool {
         self.shuffle.has_missed()
     }
 }

@@ -1,7 +1,7 @@
 //! Reads ranges of objects directly into the buffers of their readers.
 //!
 //! Adjacent ranges share a request, and so do ranges with small gaps. A response may continue with
-//! the next chunk of its reader ([`Ahead`]).
+//! the next chunk of its reader ([`RangeReadState`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -78,13 +78,13 @@ fn together(parts: &[RangePart]) -> usize {
 /// State that a reader keeps between the chunks of a range. A response that continues with the next
 /// chunk makes a long run of bytes a single request.
 #[derive(Debug, Default)]
-pub(in crate::store) struct Ahead {
+pub(in crate::store) struct RangeReadState {
     /// Bytes that follow the last part of a chunk in its object and belong to the next chunks.
     pub(super) more: u64,
     rest: Option<Rest>,
 }
 
-impl Ahead {
+impl RangeReadState {
     /// Drops the response that continues with the next chunk, because its bytes may be wrong.
     pub(in crate::store::object) fn forget(&mut self) {
         self.rest = None;
@@ -116,9 +116,9 @@ impl<'a> Unfilled<'a> {
     fn take(&mut self, part: &RangePart) -> Room<'a> {
         let range = &part.range;
         let rest = std::mem::take(&mut self.rest);
-        let (_, behind) = rest.split_at_mut_checked(range.start - self.at).unwrap_or_default();
-        let (buffer, behind) = behind.split_at_mut_checked(range.len()).unwrap_or_default();
-        (self.rest, self.at) = (behind, range.end);
+        let (_, tail) = rest.split_at_mut_checked(range.start - self.at).unwrap_or_default();
+        let (buffer, tail) = tail.split_at_mut_checked(range.len()).unwrap_or_default();
+        (self.rest, self.at) = (tail, range.end);
         Room { offset: part.offset, buffer }
     }
 }
@@ -132,11 +132,11 @@ pub(in crate::store::object) async fn fill(
     key_of: impl Fn(u32) -> String,
     parts: &[RangePart],
     buffer: &mut [u8],
-    ahead: &mut Ahead,
+    state: &mut RangeReadState,
 ) -> Result<(), StoreError> {
     let (mut parts, mut unfilled) = (parts.to_vec(), Unfilled { rest: buffer, at: 0 });
     let first = parts.first_mut();
-    let begun = ahead.rest.take().zip(first).filter(|(rest, part)| rest.begins(part)).map(|(rest, part)| {
+    let begun = state.rest.take().zip(first).filter(|(rest, part)| rest.begins(part)).map(|(rest, part)| {
         let left = usize::try_from(rest.body.remaining()).unwrap_or(usize::MAX);
         let head = part.split_to(left.min(part.range.len()));
         (rest, unfilled.take(&head))
@@ -146,7 +146,7 @@ pub(in crate::store::object) async fn fill(
     while let Some(first) = left.first() {
         let (those, others) = left.split_at(together(left));
         let rooms = those.iter().map(|part| unfilled.take(part)).collect();
-        let more = if others.is_empty() { ahead.more } else { 0 };
+        let more = if others.is_empty() { state.more } else { 0 };
         gets.push(get(core, first.segment, key_of(first.segment), rooms, more));
         left = others;
     }
@@ -159,7 +159,7 @@ pub(in crate::store::object) async fn fill(
     };
     let (begun, rests) = futures::try_join!(begun, gets)?;
     // Only the last request of a chunk can leave an unread rest.
-    ahead.rest = rests.into_iter().flatten().next().or(begun);
+    state.rest = rests.into_iter().flatten().next().or(begun);
     Ok(())
 }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use bytes::Bytes;
 
-use super::fetch::{self, Ahead, RangePart};
+use super::fetch::{self, RangePart, RangeReadState};
 use super::ranges::{self, BufferRequest};
 use crate::store::extents::extent::Extent;
 use crate::store::index::index_read::{RecordSource, WRONG_RECORDS};
@@ -42,10 +42,10 @@ impl RecordSource for Uploads {
     ) -> Result<Bytes, StoreError> {
         let Self { core, shuffle } = self;
         let mut located = ranges::locate(core, shuffle, parts, &[]).await?;
-        let request = BufferRequest { len, beside: Some(0), buffers };
+        let request = BufferRequest { len, extra_bytes: Some(0), buffers };
         let mut room = located.room(core, &request).await;
         loop {
-            room = located.read(core, shuffle, &request, room, &mut Ahead::default()).await?;
+            room = located.read(core, shuffle, &request, room, &mut RangeReadState::default()).await?;
             let Err(extent) = complete(room.bytes(len)) else { return Ok(room.freeze(len)) };
             core.metrics.crc_mismatches.inc();
             // Chunks of the cache that were read earlier may contain records of the extent.
@@ -66,7 +66,7 @@ impl RecordSource for Uploads {
         self.core.store_reads.has_room(len)
     }
 
-    fn is_suspect(&self) -> bool {
+    fn may_have_losses(&self) -> bool {
         self.shuffle.has_missed()
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::fetch::{self, Ahead, RangePart};
+use super::fetch::{self, RangePart, RangeReadState};
 use crate::store::StoreError;
 use crate::store::object::cache::{self, CHUNK_BYTES, CachedPart, ChunkKey};
 use crate::store::object::core::ObjectCore;
@@ -35,7 +35,7 @@ pub(in crate::store) struct BufferRequest<'a> {
     pub(in crate::store) len: usize,
     /// Memory besides the buffer, or `None` if a waiting read already holds the permit for this
     /// one.
-    pub(super) beside: Option<usize>,
+    pub(super) extra_bytes: Option<usize>,
     pub(in crate::store::object) buffers: &'a dyn ReadBuffers,
 }
 
@@ -43,16 +43,16 @@ pub(in crate::store) struct BufferRequest<'a> {
 pub(in crate::store) struct ReadRoom {
     buffer: Box<dyn ReadBuffer>,
     /// Released before the permit.
-    _beside: Charge,
+    _extra: Charge,
     _permit: ReadPermit,
 }
 
 impl ReadRoom {
-    /// Charges `beside` bytes to `heap`, even beyond its capacity: the permit accounts for them.
+    /// Charges `extra_bytes` to `heap`, even beyond its capacity: the permit accounts for them.
     /// Must not run under the lock that grants permits, because the heap may return memory to the
     /// system.
-    fn new(buffer: Box<dyn ReadBuffer>, _permit: ReadPermit, heap: &Budget, beside: usize) -> Self {
-        Self { buffer, _beside: heap.force_charge(beside as u64), _permit }
+    fn new(buffer: Box<dyn ReadBuffer>, _permit: ReadPermit, heap: &Budget, extra_bytes: usize) -> Self {
+        Self { buffer, _extra: heap.charge_unchecked(extra_bytes as u64), _permit }
     }
 
     /// Returns the first `len` bytes.
@@ -81,8 +81,8 @@ fn pieces<'a>(shuffle: &'a ObjectShuffle, parts: &'a [RangePart]) -> impl Iterat
                 return None;
             }
             let number = u32::try_from(part.offset / CHUNK_BYTES).unwrap_or(u32::MAX);
-            let left = usize::try_from(CHUNK_BYTES - part.offset % CHUNK_BYTES).unwrap_or(usize::MAX);
-            let head = part.split_to(left.min(part.range.len()));
+            let remaining = usize::try_from(CHUNK_BYTES - part.offset % CHUNK_BYTES).unwrap_or(usize::MAX);
+            let head = part.split_to(remaining.min(part.range.len()));
             Some(ChunkPiece { key: ChunkKey { incarnation, segment: part.segment, number }, part: head })
         })
     })
@@ -158,14 +158,14 @@ impl Located {
 
     /// Waits for a buffer together with a part of the source's share.
     pub(in crate::store) async fn room(&self, core: &ObjectCore, request: &BufferRequest<'_>) -> ReadRoom {
-        let Some(beside) = request.beside else {
+        let Some(extra_bytes) = request.extra_bytes else {
             let buffer = request.buffers.acquire(request.len).await;
             return ReadRoom::new(buffer, Box::new(()), &core.extents, 0);
         };
         let share = if self.stored.is_empty() { &core.cache_reads } else { &core.store_reads };
-        let parts = ShareParts::of([share], request.len + beside);
+        let parts = ShareParts::of([share], request.len + extra_bytes);
         let (buffer, permit) = request.buffers.acquire_with(request.len, parts).await;
-        ReadRoom::new(buffer, permit, &core.extents, beside)
+        ReadRoom::new(buffer, permit, &core.extents, extra_bytes)
     }
 
     /// Reads the parts into a buffer.
@@ -178,23 +178,23 @@ impl Located {
         shuffle: &ObjectShuffle,
         request: &BufferRequest<'_>,
         mut room: ReadRoom,
-        ahead: &mut Ahead,
+        state: &mut RangeReadState,
     ) -> Result<ReadRoom, StoreError> {
         let key_of = |number| shuffle.segment_key(number);
         let mut stored = &self.stored;
         if let Some(cache) = core.cache.as_ref().filter(|_| !self.cached.is_empty()) {
-            let ReadRoom { buffer, _beside, _permit } = room;
+            let ReadRoom { buffer, _extra, _permit } = room;
             room = match cache.read(&core.metrics, buffer, &self.cached).await {
-                Ok(buffer) => ReadRoom { buffer, _beside, _permit },
+                Ok(buffer) => ReadRoom { buffer, _extra, _permit },
                 Err(_) => {
                     // The cache has logged the error. A hung disk may still use the buffer.
                     stored = &self.parts;
-                    drop((_beside, _permit));
+                    drop((_extra, _permit));
                     self.of_store().room(core, request).await
                 }
             };
         }
-        fetch::fill(core, key_of, stored, room.bytes(request.len), ahead).await?;
+        fetch::fill(core, key_of, stored, room.bytes(request.len), state).await?;
         Ok(room)
     }
 
@@ -238,9 +238,9 @@ pub(in crate::store) async fn read(
     let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     let part = RangePart { segment, offset: range.start, range: 0..len };
     let located = locate(core, shuffle, vec![part], &[]).await?;
-    let request = BufferRequest { len, beside: None, buffers: &HeapBuffers };
+    let request = BufferRequest { len, extra_bytes: None, buffers: &HeapBuffers };
     let room = located.room(core, &request).await;
-    let room = located.read(core, shuffle, &request, room, &mut Ahead::default()).await?;
+    let room = located.read(core, shuffle, &request, room, &mut RangeReadState::default()).await?;
     Ok(room.freeze(len))
 }
 

@@ -80,7 +80,7 @@ async fn concurrent_readers_of_a_chunk_share_a_request() {
     let others = async {
         let is_held = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
         eventually("one reader sends a request", is_held).await;
-        process.store.let_go();
+        process.store.release_held();
     };
     let (read, ()) = futures::join!(reads, others);
     read.into_iter().for_each(|read| assert_eq!(read.unwrap(), bytes_of(0..1, 1000)));
@@ -304,9 +304,9 @@ async fn cache_does_not_survive_shuffles_or_process() {
     assert_eq!((process.tier.objects().cached_bytes(), process.extents.used()), (0, 0));
 
     process.filled(2).await;
-    let left = Path::new("uniffle-worker.cache.left");
-    disk.create_dir_all(left).await.unwrap();
-    disk.put(&left.join("slots"), Some(vec![1]));
+    let orphan = Path::new("uniffle-worker.cache.left");
+    disk.create_dir_all(orphan).await.unwrap();
+    disk.put(&orphan.join("slots"), Some(vec![1]));
     process.kill().await;
     let process = cached(&store, Arc::new(disk.clone()), 8).await;
     assert_eq!((disk.files(), process.tier.objects().cached_bytes()), (Vec::new(), 0));

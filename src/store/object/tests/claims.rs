@@ -71,7 +71,7 @@ async fn one_of_two_concurrent_starts_is_refused() {
     for _ in 0..2 {
         store.set(|call, _| if call == Call::Put { ObjectFault::Hold } else { ObjectFault::None });
         let both = async { futures::join!(Process::try_start(&store), Process::try_start(&store)) };
-        let let_go = async {
+        let release_held = async {
             uniffle_testkit::eventually("both are about to claim", || match store.held() {
                 2 => Ok(()),
                 held => Err(format!("{held}")),
@@ -79,7 +79,7 @@ async fn one_of_two_concurrent_starts_is_refused() {
             .await;
             store.heal();
         };
-        let ((first, second), ()) = futures::join!(both, let_go);
+        let ((first, second), ()) = futures::join!(both, release_held);
         let refused: Vec<_> = [first.err(), second.err()].into_iter().flatten().collect();
         assert_eq!(refused.len(), 1, "{refused:?}");
         assert_eq!(refused[0].kind, StoreErrorKind::InUse);

@@ -97,7 +97,7 @@ async fn blocks_of_a_deleted_segment_are_lost_once_confirmed() {
     let fails = async || {
         let mut read = process.tier.data(&key(1), PartitionId(0), 0, 200).unwrap().chunks;
         let error = read.next_chunk(&HeapBuffers).await.unwrap_err();
-        error.kind == StoreErrorKind::NotFound && read.is_suspect()
+        error.kind == StoreErrorKind::NotFound && read.may_have_losses()
     };
     let mark = async || process.tier.mark_damaged_lost(&key(1), PartitionId(0)).await;
     process.store.remove(&gone).await;

@@ -182,7 +182,7 @@ async fn rounds_of_a_start_do_not_grow_with_the_segments() {
         while !start.is_finished() {
             tokio::time::sleep(Duration::from_millis(20)).await;
             count += u64::from(store.held() > 0);
-            store.let_go();
+            store.release_held();
         }
         let process = starting.join_next().await.unwrap().unwrap();
         store.heal();
@@ -293,8 +293,8 @@ async fn unregistered_and_replaced_objects_are_deleted() {
     let process = Process::start(&process.kill().await).await;
     assert_eq!(process.tier.take_recovered().shuffles.len(), 1);
     until_segments(&process.store, 1).await;
-    let left = segments(&process.store).await;
-    assert!(left[0].0.contains("/2."), "{left:?}");
+    let remaining = segments(&process.store).await;
+    assert!(remaining[0].0.contains("/2."), "{remaining:?}");
 }
 
 #[tokio::test]
@@ -373,11 +373,11 @@ async fn interrupted_checkpoint_is_skipped() {
     }
     let store = process.kill().await;
     for puts in 0..8 {
-        let mut left = puts;
+        let mut remaining = puts;
         store.set(move |call, path| {
             let counts = call == Call::Put && path.as_ref().contains("/!log/");
-            left -= i32::from(counts);
-            if counts && left < 0 { ObjectFault::Refuse } else { ObjectFault::None }
+            remaining -= i32::from(counts);
+            if counts && remaining < 0 { ObjectFault::Refuse } else { ObjectFault::None }
         });
         let process = Process::start(&store).await;
         let mut recovered = process.tier.take_recovered();

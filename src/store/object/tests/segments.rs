@@ -98,8 +98,8 @@ async fn purge_waits_for_uploads_and_leaves_nothing() {
     };
     let (written, ()) = futures::join!(write, purge);
     assert_eq!(written.unwrap_err().kind, crate::store::StoreErrorKind::Purged);
-    let left = segments(&process.store).await;
-    assert!(left.len() == 1 && left.iter().all(|(key, _)| key.contains("/40.")), "{left:?}");
+    let remaining = segments(&process.store).await;
+    assert!(remaining.len() == 1 && remaining.iter().all(|(key, _)| key.contains("/40.")), "{remaining:?}");
 
     process.purge(&key(40), Purge::App(Cause::Unregistered)).await;
     assert_eq!(segments(&process.store).await, []);
@@ -150,11 +150,11 @@ async fn stop_waits_for_deletions_unless_the_store_is_silent() {
     assert_eq!((begun.elapsed().as_secs(), segments(&process.store).await.len()), (5, 2));
 
     process.tasks.spawn("deletion", deletion(2));
-    let let_go = async {
+    let release_held = async {
         tokio::time::sleep(std::time::Duration::from_secs(1)).await;
         process.store.heal();
     };
-    futures::join!(process.tier.end_deletions(std::time::Duration::from_secs(5)), let_go);
+    futures::join!(process.tier.end_deletions(std::time::Duration::from_secs(5)), release_held);
     assert_eq!((begun.elapsed().as_secs(), segments(&process.store).await), (6, vec![]));
     process.tier.end_deletions(std::time::Duration::from_secs(5)).await;
 }

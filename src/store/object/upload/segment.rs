@@ -245,8 +245,8 @@ impl SegmentHeap {
     pub(in crate::store::object) async fn begin(all: &Budget, held: &Budget, bytes: u64) -> Self {
         // A batch larger than the capacity takes all of it.
         let part = all.charge(bytes.min(all.capacity())).await;
-        let _part = part.unwrap_or_else(|_| all.force_charge(bytes));
-        Self { _part, _held: held.force_charge(bytes) }
+        let _part = part.unwrap_or_else(|_| all.charge_unchecked(bytes));
+        Self { _part, _held: held.charge_unchecked(bytes) }
     }
 }
 

@@ -248,13 +248,13 @@ impl<'a> Upload<'a> {
         while self.open.has_room(settings.segment_bytes) {
             self.shuffle.require_present()?;
             let Some(extent) = self.while_sending(source.next_extent()).await? else { break };
-            let (partition, mut left) = (extent.partition, extent.length);
+            let (partition, mut remaining) = (extent.partition, extent.length);
             self.open.begin(extent);
             is_empty = false;
-            while left > 0 {
+            while remaining > 0 {
                 let bytes = self.while_sending(source.next_bytes()).await?.unwrap_or_default();
                 let length = bytes.len() as u64;
-                left = left
+                remaining = remaining
                     .checked_sub(length)
                     .filter(|_| length > 0)
                     .ok_or_else(|| StoreError::new(StoreErrorKind::InvalidBatch, partition.to_string()))?;
@@ -361,8 +361,8 @@ impl<'a> Upload<'a> {
         };
         match timeout(CLEAN_UP_TIMEOUT, clean_up).await {
             Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => {}
-            left => {
-                tracing::debug!(key = self.key, ?left, %error, "cannot remove parts of a failed upload")
+            remaining => {
+                tracing::debug!(key = self.key, ?remaining, %error, "cannot remove parts of a failed upload")
             }
         }
     }

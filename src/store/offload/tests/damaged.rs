@@ -35,8 +35,8 @@ async fn unreadable_partition_blocks_no_other_and_no_drain() {
     assert_eq!(process.offload_candidates().await, 0, "the damage is found before an object has the extent");
     let [stopped, others @ ..] = [0, 3, 7].map(|partition| process.offloaded_bytes(&bad, partition));
     assert!(stopped == 44_000 && others == [48_000; 2], "all but one extent: {stopped} {others:?}");
-    let left = DrainBacklog { stuck_bytes: 48_000 - stopped, ..DrainBacklog::default() };
-    assert_eq!(process.tier.drain_progress(), left);
+    let remaining = DrainBacklog { stuck_bytes: 48_000 - stopped, ..DrainBacklog::default() };
+    assert_eq!(process.tier.drain_progress(), remaining);
     assert_eq!(process.fixture.store.open_uploads(), 0);
     for partition in [3, 7] {
         assert_eq!(process.read(&bad, partition).await.unwrap(), expected(0..48, 1000));
@@ -75,8 +75,8 @@ async fn damaged_extent_within_a_run_is_skipped_and_kept() {
         process.tier.drain_progress(),
         DrainBacklog { stuck_bytes: 3_000_000, ..DrainBacklog::default() }
     );
-    let left = process.read(&key, 0).await.unwrap();
-    assert_eq!((0..3100).filter(|id| left.contains_key(id)).count(), 3099);
+    let remaining = process.read(&key, 0).await.unwrap();
+    assert_eq!((0..3100).filter(|id| remaining.contains_key(id)).count(), 3099);
 }
 
 /// Data that was unreadable for a while is served after the next start.

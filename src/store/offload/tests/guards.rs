@@ -167,8 +167,11 @@ async fn start_from_unmounted_disks_is_refused() {
     assert_eq!(error.kind, StoreErrorKind::NotMounted, "{error}");
     let text = error.to_string();
     assert!(text.contains("the object store has") && text.contains("require_mounted = false"), "{text}");
-    let left: Vec<_> = unmounted.disks.iter().flat_map(|disk| disk.files()).collect();
-    assert!(left.is_empty(), "a claim would make it look used: {left:?}");
+    let remaining: Vec<_> = unmounted.disks.iter().flat_map(|disk| disk.files()).collect();
+    assert!(
+        remaining.is_empty(),
+        "a refused start left files, which make the directory look used: {remaining:?}"
+    );
 
     let process = fixture.start().await;
     let (recovered, records) = recovered_records(&process).await;

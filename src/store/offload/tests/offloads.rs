@@ -114,7 +114,7 @@ async fn reader_continues_in_the_store_after_an_offload() {
         bytes.extend_from_slice(&chunk);
     }
     assert_eq!(bytes, expected(0..6, 9000).into_values().collect::<Vec<_>>().concat());
-    assert!(!read.is_suspect(), "no disk is to blame");
+    assert!(!read.may_have_losses(), "an error of the store was taken for a loss on a disk");
 }
 
 #[tokio::test(start_paused = true)]
@@ -141,12 +141,12 @@ async fn failing_store_removes_nothing() {
 #[tokio::test(start_paused = true)]
 async fn damage_found_by_an_offload_is_reported() {
     let process = Fixture::new().start().await;
-    let (key, heard) = (key(1), Arc::new(Mutex::new(Vec::new())));
+    let (key, notifications) = (key(1), Arc::new(Mutex::new(Vec::new())));
     process.register(&key).await;
     fill(&process, &key, 0..6, 4).await;
-    let hears = Arc::clone(&heard);
+    let listener = Arc::clone(&notifications);
     process.tier.on_damage(Arc::new(move |key: &ShuffleKey, partition: PartitionId, reason: &str| {
-        hears.lock().push((key.clone(), partition, reason.contains("block is corrupt")));
+        listener.lock().push((key.clone(), partition, reason.contains("block is corrupt")));
     }));
     let is_data = |path: &PathBuf| path.extension().is_some_and(|it| it == "data");
     let mut damaged = 0;
@@ -159,8 +159,12 @@ async fn damage_found_by_an_offload_is_reported() {
     }
     process.offload_all(&key).await.unwrap();
     assert!(damaged > 1);
-    let notified = vec![(key.clone(), PartitionId(0), true); 2 * damaged];
-    assert_eq!(*heard.lock(), notified, "each partition before and after its exclusion");
+    let expected = vec![(key.clone(), PartitionId(0), true); 2 * damaged];
+    assert_eq!(
+        *notifications.lock(),
+        expected,
+        "each partition must be reported before and after its exclusion"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -179,8 +183,8 @@ async fn disk_is_drained_only_to_the_low_watermark() {
         assert!(process.tier.offload_candidate(wanted, &shuffle).await.unwrap());
         passes += 1;
     }
-    let left = process.tier.find(&key).unwrap().local.usage().bytes;
-    assert!(left > 200_000, "{passes} passes have left {left} bytes");
+    let remaining = process.tier.find(&key).unwrap().local.usage().bytes;
+    assert!(remaining > 200_000, "{passes} passes left only {remaining} bytes");
 }
 
 #[tokio::test(start_paused = true)]

@@ -121,15 +121,15 @@ async fn machine_with_fast_clock_overrides_nothing() {
     process.register(&key).await;
     fill(&process, &key, 0..20).await;
     process.offload_all(&key).await.unwrap();
-    let left = process.kill().await;
+    let stopped = process.kill().await;
 
-    let process = left.on_an_empty_machine().start().await;
+    let process = stopped.on_an_empty_machine().start().await;
     fill(&process, &key, 30..33).await;
     process.append_record(&key, b"on the new machine").await.unwrap();
     process.offload_all(&key).await.unwrap();
     process.kill().await;
 
-    let process = left.start().await;
+    let process = stopped.start().await;
     let (recovered, records) = recovered_records(&process).await;
     assert_eq!((recovered.shuffles.len(), records[&key].len()), (1, 2));
     let mut all = expected(0..20, 3000);
@@ -386,8 +386,8 @@ async fn drain_waits_for_a_missing_directory() {
     process.register(&later).await;
     process.tier.begin_drain();
     assert_eq!(process.offload_candidates().await, 0);
-    let left = DrainBacklog { shuffles_left: 1, ..DrainBacklog::default() };
-    assert_eq!(process.tier.drain_progress(), left, "the other directory has no unknown shuffles");
+    let remaining = DrainBacklog { shuffles_left: 1, ..DrainBacklog::default() };
+    assert_eq!(process.tier.drain_progress(), remaining, "the other directory must have no unknown shuffles");
     process.kill().await;
 
     let process = both.start().await;

@@ -46,17 +46,17 @@ fn greedy_application_leaves_room_for_another() {
 #[test]
 fn greedy_applications_leave_room_for_an_idle_one() {
     let semaphore = FairSemaphore::new(160, Reserve::Eighth);
-    let crowd: Vec<_> = ["a", "b", "c"].iter().map(|name| holder(name, 1)).collect();
+    let holders: Vec<_> = ["a", "b", "c"].iter().map(|name| holder(name, 1)).collect();
     let mut held = Vec::new();
     loop {
         let before = held.len();
-        held.extend(crowd.iter().filter_map(|holder| semaphore.try_acquire(holder, 10)));
+        held.extend(holders.iter().filter_map(|holder| semaphore.try_acquire(holder, 10)));
         if held.len() == before {
             break;
         }
     }
     assert_eq!(held.len(), 14, "the applications get seven eighths");
-    let queued: Vec<_> = crowd.iter().map(|holder| waiting(&semaphore, holder, 10)).collect();
+    let queued: Vec<_> = holders.iter().map(|holder| waiting(&semaphore, holder, 10)).collect();
     let honest = holder("honest", 1);
     for _ in 0..9 {
         let answer = semaphore.acquire(&honest, 20).now_or_never();

@@ -116,8 +116,8 @@ fn heartbeat_cannot_impersonate_the_own_worker() {
         (other_ports, OWN_BUT_OTHER_PORTS),
         (other_spelling, OWN_ADDRESS_BY_ANOTHER_ID),
     ];
-    for (forged, said) in forged {
-        assert_eq!(table.accept(forged, Joins::Named, now), Err(InvalidHeartbeat::Own(said)));
+    for (forged, reason) in forged {
+        assert_eq!(table.accept(forged, Joins::Named, now), Err(InvalidHeartbeat::Own(reason)));
     }
     // Own heartbeats over the network are answered and ignored.
     table.accept(heartbeat("own"), Joins::Named, now).unwrap();

@@ -64,7 +64,7 @@ impl State {
     pub(super) fn push(&mut self, entry: FrameContent) -> u64 {
         let bytes = bytes_of(&entry);
         self.end += 1;
-        let charge = self.charge.budget().force_charge(bytes);
+        let charge = self.charge.budget().charge_unchecked(bytes);
         self.charge.merge(charge);
         self.queue.push_back((self.end, entry));
         self.end

@@ -89,7 +89,7 @@ impl Task {
         let generation = u64::from(start) << 32;
         let file = ObjectFile::new(objects, memory, generation, rand::rng().random());
         // Directories have no data of shuffles that have ended.
-        let members = found.epoch.members.iter().filter(|_| found.says_anything()).cloned().collect();
+        let members = found.epoch.members.iter().filter(|_| found.has_content()).cloned().collect();
         let epoch = Epoch {
             members,
             next_incarnation: found.next_incarnation(),

@@ -23,7 +23,7 @@ async fn records_of_both_generations_are_read() {
     let health: Arc<dyn DirectoryHealth> = Arc::new(Sound);
     let disk = MemoryDisk::new("/d", None);
     let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
-    let said = |content: &str| {
+    let record = |content: &str| {
         let shuffle = Incarnation { key: key.clone(), number: 7 };
         FrameContent::Record(shuffle, Bytes::copy_from_slice(content.as_bytes()))
     };
@@ -34,7 +34,7 @@ async fn records_of_both_generations_are_read() {
         disk.put(&path, Some(bytes.to_vec()));
         LogCopy { directory: Some(0), path, generation, epoch, frames: u64::MAX, file: None }
     };
-    let (one, two, three, four) = (said("one"), said("two"), said("three"), said("four"));
+    let (one, two, three, four) = (record("one"), record("two"), record("three"), record("four"));
     let parts = vec![
         part(1, Some(5), &[one.clone(), two.clone()]),
         part(2, Some(5), std::slice::from_ref(&three)),

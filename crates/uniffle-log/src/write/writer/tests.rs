@@ -54,13 +54,13 @@ async fn measure(disks: Vec<Arc<dyn Disk>>, clients: usize) -> f64 {
     let key = ShuffleKey::new(AppId::parse("application_1700000000000_0001").unwrap(), ShuffleId(1));
     let shuffle = Incarnation { key, number: 1 };
     // Size of 100 block ids of one task.
-    let said = Bytes::from(vec![7; 300]);
+    let record = Bytes::from(vec![7; 300]);
     let began = Instant::now();
     let one = |_| async {
         let mut waits = Vec::new();
         for _ in 0..REPORTS / clients {
             let began = Instant::now();
-            log.append(shuffle.clone(), said.clone()).await.unwrap();
+            log.append(shuffle.clone(), record.clone()).await.unwrap();
             waits.push(began.elapsed());
         }
         waits

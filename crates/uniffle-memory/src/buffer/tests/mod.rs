@@ -183,7 +183,7 @@ fn payload_beyond_the_ticket_is_refused() {
     let first = buffer.reserve(600, &mut funds).unwrap();
     assert_eq!(
         buffer.reserve(401, &mut funds).unwrap_err(),
-        MemoryError::TicketOverspent { requested: 401, left: 400 }
+        MemoryError::TicketOverspent { requested: 401, remaining: 400 }
     );
     drop((first, funds));
     drop(memory.forget(&key()));
@@ -205,7 +205,7 @@ fn ticket_for_all_memory_is_usable_completely() {
         let blocks = vec![fill(&buffer, 1, 1, a, &mut funds), fill(&buffer, 2, 1, b, &mut funds)];
         buffer.commit(blocks, &mut funds).unwrap();
     }
-    assert_eq!(funds.left_bytes(), 0);
+    assert_eq!(funds.remaining_bytes(), 0);
     drop(funds);
     for partition in 0..64 {
         let read = shuffle.existing(PartitionId(partition)).unwrap().read(None, u64::MAX, None);

@@ -188,7 +188,7 @@ fn metadata_beyond_capacity_does_not_reduce_a_ticket() {
     let flood = shuffle_of(&memory, "flood").buffer(PartitionId(0), partitions(&memory)).unwrap();
     let mut all = ticket(&memory, "flood", memory.budget().free() - 4096, 1).unwrap();
     let blocks: Vec<_> = (0..9000).map(|id| fill(&flood, id, 0, 8, &mut all)).collect();
-    let rest = u32::try_from(all.left_bytes()).unwrap();
+    let rest = u32::try_from(all.remaining_bytes()).unwrap();
     let large = flood.reserve(rest, &mut all).unwrap();
     flood.commit(blocks, &mut all).unwrap();
     assert!(memory.used_bytes() > memory.capacity_bytes());

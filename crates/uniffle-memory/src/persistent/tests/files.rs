@@ -52,30 +52,30 @@ fn directory_has_one_worker_and_keeps_its_memory() {
 fn foreign_files_are_refused_and_not_changed() {
     let directory = shm();
     leave_block(directory.path());
-    let said = |change: fn(&mut MemoryConfig, &mut Owner)| {
+    let refusal = |change: fn(&mut MemoryConfig, &mut Owner)| {
         in_directory(directory.path(), change).unwrap_err().to_string()
     };
-    assert!(said(|_, owner| owner.node = "other".to_owned()).contains("belongs to worker 10.0.0.1-19999"));
-    assert!(said(|_, owner| owner.boot = 8).contains("last boot of the machine"));
+    assert!(refusal(|_, owner| owner.node = "other".to_owned()).contains("belongs to worker 10.0.0.1-19999"));
+    assert!(refusal(|_, owner| owner.boot = 8).contains("last boot of the machine"));
     let nowhere = in_directory(std::path::Path::new("/proc"), |_, _| {});
     assert!(matches!(nowhere, Err(MemoryFileError::NoTmpfs)));
     let file = directory.path().join("uniffle-worker.memory");
     let whole = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
     let bytes = whole.metadata().unwrap().len();
     whole.set_len(bytes - 1).unwrap();
-    assert!(said(|_, _| {}).contains("truncated"));
+    assert!(refusal(|_, _| {}).contains("truncated"));
     whole.set_len(bytes).unwrap();
     let put = |at: u64, byte: u8| rustix::io::pwrite(&whole, &[byte], at).map(drop).unwrap();
     for other in [1, 3] {
         put(8, other);
-        assert!(said(|_, _| {}).contains(&format!("layout version {other}")));
+        assert!(refusal(|_, _| {}).contains(&format!("layout version {other}")));
     }
     put(8, 2);
     put(100, 0xff);
-    assert!(said(|_, _| {}).contains("corrupt"));
+    assert!(refusal(|_, _| {}).contains("corrupt"));
     put(100, 0);
     put(0, b'x');
-    assert!(said(|_, _| {}).contains("not a memory file of a worker"));
+    assert!(refusal(|_, _| {}).contains("not a memory file of a worker"));
     put(0, b'U');
     let again = in_directory(directory.path(), |_, _| {}).unwrap();
     assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
@@ -216,9 +216,9 @@ fn found_damaged(is_flushed: bool) {
     damage(directory.path());
     let again = in_directory(directory.path(), |_, _| {}).unwrap();
     let notified = Arc::new(Mutex::new(Vec::new()));
-    let heard = Arc::clone(&notified);
+    let listener = Arc::clone(&notified);
     again.on_damage(Arc::new(move |key: &ShuffleKey, partition: PartitionId, _: &str| {
-        heard.lock().push((key.clone(), partition));
+        listener.lock().push((key.clone(), partition));
     }));
     assert_eq!(
         restored(&again, |_, _, _| false),
