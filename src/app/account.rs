@@ -297,7 +297,7 @@ mod tests {
     #[test]
     fn accounts_are_small() {
         // The registry allows 100,000 applications at once.
-        assert!(size_of::<Account>() <= 1536, "{} bytes", size_of::<Account>());
+        assert!(size_of::<Account>() <= 1536, "an account takes {} bytes", size_of::<Account>());
     }
 
     #[tokio::test(start_paused = true)]
@@ -307,7 +307,11 @@ mod tests {
         account.refused(WaitStage::TicketWait, 10);
         tokio::time::advance(Duration::from_secs(2)).await;
         account.refused(WaitStage::TicketWait, 10);
-        assert_eq!(account.sum(WaitStage::TicketWait).total, Duration::from_secs(2), "the wait continues");
+        assert_eq!(
+            account.sum(WaitStage::TicketWait).total,
+            Duration::from_secs(2),
+            "a repeated refusal must not restart the wait"
+        );
         tokio::time::advance(Duration::from_secs(1)).await;
         assert_eq!(account.granted(10), Some(Duration::from_secs(3)));
         assert_eq!(account.granted(10), None);
@@ -321,7 +325,7 @@ mod tests {
         account.refused(WaitStage::PartitionWait, 10);
         tokio::time::advance(Duration::from_secs(3600)).await;
         let waited = account.sum(WaitStage::PartitionWait).total;
-        assert_eq!(waited, Duration::from_secs(1), "no reader waits now");
+        assert_eq!(waited, Duration::from_secs(1), "time after the last refusal must not count");
     }
 
     #[tokio::test]

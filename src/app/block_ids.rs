@@ -367,7 +367,7 @@ mod tests {
         let first = [ids_of(P0, vec![0, 1, i64::MAX]), ids_of(P1, vec![7])];
         assert!(
             !ids.has_all(&first) && !ids.has_all(&first[..0]),
-            "the number of bitmaps is not known either"
+            "an unknown number of bitmaps must count as new"
         );
         report(&mut ids, 1, &first).unwrap();
         let charged = heap.used();
@@ -412,7 +412,10 @@ mod tests {
                     report(&mut ids, 1, &[ids_of(P0, some)]).unwrap();
                 }
                 let bytes = heap.used();
-                assert!(bytes <= 8 * 50_000, "layout {number} by {reported_together}: {bytes} bytes");
+                assert!(
+                    bytes <= 8 * 50_000,
+                    "layout {number}, {reported_together} ids per report: 50,000 ids take {bytes} bytes"
+                );
                 assert_eq!(listed(&ids, P0).len(), 50_000);
             }
         }
@@ -426,11 +429,15 @@ mod tests {
             let scattered: Vec<i64> = (0..1000).map(|id| (task * 1000 + id).pow(3)).collect();
             let (known, used) = (ids.count(), heap.used());
             let error = report(&mut ids, 1, &[ids_of(P0, scattered)]).err()?;
-            assert_eq!((ids.count(), heap.used()), (known, used), "the refused report takes no heap");
+            assert_eq!(
+                (ids.count(), heap.used()),
+                (known, used),
+                "a refused report changed the ids or the heap"
+            );
             Some((task, error))
         });
         let (reports, error) = refused.unwrap();
-        assert!(reports > 131, "{reports} reports of 1,000 ids in 1 MiB");
+        assert!(reports > 131, "only {reports} reports of 1,000 ids fit into 1 MiB");
         assert!(matches!(error, ReportError::NoHeap(HeapFull { kind: "reported_ids", .. })), "{error}");
         assert!(heap.used() <= heap.capacity());
     }

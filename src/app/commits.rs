@@ -79,7 +79,11 @@ mod tests {
         first.await.unwrap();
         let outcomes = others.await;
         assert_eq!(outcomes.iter().filter(|outcome| outcome.is_err()).count(), 1);
-        assert_eq!(flushes.load(Ordering::Relaxed), 2, "one failed flush, one for the other four");
+        assert_eq!(
+            flushes.load(Ordering::Relaxed),
+            2,
+            "expected one failed flush and one for the other four callers"
+        );
         assert_eq!((commits.count_one(), commits.count_one()), (1, 2));
     }
 }

@@ -120,7 +120,7 @@ mod tests {
         assert_eq!(
             (a.held(), b.held(), quota.used()),
             (11, 0, 11),
-            "the missing part is taken beyond the bound"
+            "the missing part must be taken beyond the bound"
         );
         drop(a);
         drop(b);

@@ -149,7 +149,7 @@ mod tests {
         assert_eq!(
             (counts.would_change(&again), counts.price_of(&again)),
             (true, ENTRY_BYTES),
-            "a number is replaced"
+            "a changed record count must replace the old one"
         );
         assert_eq!(counts.unknown(&[of(P0, &[(3, 5), (7, 101)]), of(P1, &[])]), again);
         report(&mut counts, &again).unwrap();

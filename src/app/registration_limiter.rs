@@ -100,7 +100,11 @@ mod tests {
         }
         assert!(limiter.by_address.len() <= FEW, "{}", limiter.by_address.len());
         let mapped = Ipv4Addr::LOCALHOST.to_ipv6_mapped();
-        assert_eq!(limiter.budget(Some(mapped.into())).used(), 100, "the same address in IPv6 form");
+        assert_eq!(
+            limiter.budget(Some(mapped.into())).used(),
+            100,
+            "the IPv6 form of an address must share its budget"
+        );
         drop(charge);
         assert_eq!(heap.whole().used(), 0);
     }

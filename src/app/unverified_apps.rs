@@ -113,7 +113,7 @@ mod tests {
         unverified.found(&key("app-1", 3), &reason);
         let is_unverified = |it: &UnverifiedApps, key| it.reason(&key).is_some();
         assert!(is_unverified(&unverified, key("app-1", 7)) && is_unverified(&unverified, key("app-1", 4)));
-        assert!(!is_unverified(&unverified, key("app-1", 8)), "ids above the highest are new");
+        assert!(!is_unverified(&unverified, key("app-1", 8)), "ids above the highest recovered one are new");
         assert!(!is_unverified(&unverified, key("app-2", 1)), "no shuffle of the application was found");
         unverified.unregistered(&key("app-1", 4));
         assert!(!is_unverified(&unverified, key("app-1", 4)) && is_unverified(&unverified, key("app-1", 5)));

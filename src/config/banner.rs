@@ -128,7 +128,7 @@ mod tests {
             "http://127.0.0.1:19998/metrics",
             "spark.rss.client.type=GRPC_NETTY",
         ] {
-            assert!(text.contains(part), "{part} in {text}");
+            assert!(text.contains(part), "the banner lacks {part}: {text}");
         }
     }
     #[test]

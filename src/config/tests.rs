@@ -88,7 +88,7 @@ fn generated_files_are_current() {
             std::fs::write(&path, &text).unwrap();
         }
         let file = std::fs::read_to_string(&path).unwrap_or_default();
-        assert!(file == text, "{name} is not what the source says: run {UPDATE}");
+        assert!(file == text, "{name} differs from the source: run {UPDATE}");
     }
 }
 
@@ -100,7 +100,7 @@ fn example_names_every_key_and_only_valid_values() {
     assert!(reader.problems.is_empty(), "{:?}", reader.problems);
     for key in schema.keys.iter().filter(|key| !key.path.is_empty()) {
         let is_absent = key.path == "tracing.otlp_endpoint" && !cfg!(feature = "otlp");
-        assert!(is_absent || reader.given.contains(key.path), "{} is not in the example", key.path);
+        assert!(is_absent || reader.given.contains(key.path), "key {} is missing in the example", key.path);
     }
     parse(&text).unwrap();
 }
@@ -136,7 +136,7 @@ fn shown_configuration_hides_secrets_and_comparison_keeps_them() {
     assert_eq!(parse(&config.to_toml()).unwrap(), config);
     let hidden: Vec<_> =
         schema().keys.iter().map(|key| key.path).filter(|path| redact::is_secret(path)).collect();
-    assert_eq!(hidden, Vec::<&str>::new(), "values of our own keys are shown only if they are no secrets");
+    assert_eq!(hidden, Vec::<&str>::new(), "keys of the configuration count as secrets and are not shown");
 }
 
 #[cfg(feature = "object")]
@@ -213,7 +213,10 @@ fn all_problems_are_reported_at_once() {
         "metrics.push_interval_sec = 0: must be a duration from 1s to 1h",
         "[nonsense]: unknown table",
     ] {
-        assert!(found.iter().any(|problem| problem.starts_with(part)), "{part} in {found:#?}");
+        assert!(
+            found.iter().any(|problem| problem.starts_with(part)),
+            "no problem starts with {part}: {found:#?}"
+        );
     }
     assert_eq!(found.len(), 13, "{found:#?}");
     let shown = parse(text).unwrap_err().to_string();
@@ -250,7 +253,7 @@ fn keys_are_checked_against_each_other() {
     ];
     for (text, part) in cases {
         let found = problems(text);
-        assert!(found.len() == 1 && found[0].contains(part), "{part} in {found:?}");
+        assert!(found.len() == 1 && found[0].contains(part), "expected one problem with {part}: {found:?}");
     }
 }
 
@@ -260,7 +263,11 @@ fn client_certificates_require_explicit_plain_tcp() {
     let refused = only_problem(&format!("urpc_port = 7\n{tls}"));
     assert!(refused.starts_with("urpc_port = 7: must be unset with tls.client_ca_file"), "{refused}");
     assert!(refused.contains("tls.plain_tcp = true"), "{refused}");
-    assert_eq!(parse(tls).unwrap().worker.urpc_port, None, "nor is it opened by default");
+    assert_eq!(
+        parse(tls).unwrap().worker.urpc_port,
+        None,
+        "the TCP port must stay closed by default with TLS"
+    );
     let open = parse(&format!("urpc_port = 7\n{tls}plain_tcp = true")).unwrap();
     assert_eq!(open.worker.urpc_port, Some(7));
     assert!(open.warnings.iter().any(|warning| warning.starts_with("urpc_port = 7 accepts every caller")));
@@ -296,7 +303,11 @@ fn memory_is_persistent_by_default_under_systemd() {
     assert_eq!(backing("[memory_store]\nbacking = \"/dev/shm/worker\"", "0"), "/dev/shm/worker");
     assert_eq!((backing("", "0"), backing("", "")), ("private".to_owned(), "private".to_owned()));
     let forgetful = "[localfile_store]\nrecovery = false";
-    assert_eq!(backing(forgetful, "4096"), "private", "no metadata log would know its shuffles");
+    assert_eq!(
+        backing(forgetful, "4096"),
+        "private",
+        "memory survives although no metadata log knows its shuffles"
+    );
     assert_eq!(parse("").unwrap().memory.backing.to_string(), "private");
 }
 
@@ -315,10 +326,10 @@ fn excessive_memory_is_reported_with_its_keys() {
         "HTTP/2 windows (grpc.window_total, grpc.max_connections): 256 MiB, limit 21 MiB",
         "gRPC requests (grpc.max_connections, grpc.max_streams_total): 320 MiB",
     ] {
-        assert!(warning.contains(part), "{part} in {warning}");
+        assert!(warning.contains(part), "the warning lacks {part}: {warning}");
     }
     let [warning] = &with("[localfile_store]\nindex_cache_size = \"1GiB\"").warnings[..] else {
-        panic!("none")
+        panic!("expected exactly one warning")
     };
     assert!(warning.contains("localfile_store.index_cache_size: 1024 MiB, limit 16 MiB"), "{warning}");
     // Lowering one key leaves room for another.
@@ -460,11 +471,15 @@ fn invalid_values_are_reported_and_never_panic() {
                 Ok(config) => assert_eq!(parse(&config.to_toml()).unwrap().to_toml(), config.to_toml()),
                 Err(error) => {
                     refused += 1;
-                    assert!(error.to_string().contains(key.path), "{} = {value}: {error}", key.path);
+                    assert!(
+                        error.to_string().contains(key.path),
+                        "the error does not name key {} = {value}: {error}",
+                        key.path
+                    );
                 }
             }
         }
-        assert!(refused > 0, "{} takes everything", key.path);
+        assert!(refused > 0, "key {} accepts every value", key.path);
     }
 }
 

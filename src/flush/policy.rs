@@ -288,7 +288,10 @@ mod tests {
             |blocks, blocks_in_flight| MemoryUsage { blocks, blocks_in_flight, ..usage(10, 0, 0) };
         assert_eq!(flush_goal(few_bytes(800, 0), &LIMITS), Goal::default());
         assert_eq!(flush_goal(few_bytes(801, 0), &LIMITS), Goal { bytes: 0, blocks: 601 });
-        assert!(flush_goal(few_bytes(801, 1), &LIMITS).is_nothing(), "blocks in flight are flushed again");
+        assert!(
+            flush_goal(few_bytes(801, 1), &LIMITS).is_nothing(),
+            "blocks in flight must not be flushed again"
+        );
     }
 
     #[test]
@@ -344,11 +347,19 @@ mod tests {
         let apps = |weight| [100, 150, 30].map(|demand| Claimant { weight, demand });
         let chosen =
             |apps: &[Claimant], bytes| victims(&candidates, apps, Goal { bytes, blocks: 0 }, &LIMITS);
-        assert_eq!(chosen(&apps(1), 50), [3], "not the largest partition, which is of another");
-        assert_eq!(chosen(&apps(1), 100), [3, 2], "above a level of 75 each the second has most");
+        assert_eq!(
+            chosen(&apps(1), 50),
+            [3],
+            "the largest partition belongs to an application below its share"
+        );
+        assert_eq!(
+            chosen(&apps(1), 100),
+            [3, 2],
+            "the second application exceeds the level of 75 bytes most"
+        );
         let mut heavier = apps(1);
         heavier[1].weight = 9;
-        assert_eq!(chosen(&heavier, 50), [0], "by weight the first application exceeds its share");
+        assert_eq!(chosen(&heavier, 50), [0], "with its weight only the first application exceeds its share");
         assert_eq!(chosen(&apps(1), 1_000).len(), 5);
         // Tickets count as held but cannot be flushed: the rest comes from the largest buffers.
         let hoarder = [Claimant { weight: 1, demand: 500 }, Claimant { weight: 1, demand: 150 }];
@@ -370,7 +381,7 @@ mod tests {
             prop_assert!(chosen.iter().all(|i| eligible(&candidates[*i])));
             prop_assert!(total >= bytes.min(possible));
             if let Some(last) = chosen.last() {
-                prop_assert!(total - candidates[*last].charged_bytes < bytes, "the goal needs the last buffer");
+                prop_assert!(total - candidates[*last].charged_bytes < bytes, "the goal is reached without the last buffer");
                 let smallest = candidates[*last].charged_bytes;
                 let left_out = candidates.iter().enumerate().filter(|(i, c)| eligible(c) && !chosen.contains(i));
                 prop_assert!(left_out.into_iter().all(|(_, c)| c.charged_bytes <= smallest));

@@ -331,7 +331,10 @@ mod tests {
             files.write("authorities.pem", count, name_bytes);
             let acceptor = files.load(Some("authorities.pem")).unwrap();
             let refusal = files.refusal(&acceptor).await.to_string();
-            assert!(refusal.contains("no certificates"), "{count} of {name_bytes}: {refusal}");
+            assert!(
+                refusal.contains("no certificates"),
+                "{count} certificates with names of {name_bytes} bytes: {refusal}"
+            );
         }
     }
 

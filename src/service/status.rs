@@ -201,7 +201,7 @@ impl WorkerStatus {
     async fn wait_for(&self, holds: impl Fn(WorkerState) -> bool) -> WorkerState {
         let mut inputs = self.inputs.subscribe();
         let reached = inputs.wait_for(|inputs| holds(inputs.state())).await;
-        reached.expect("the sender is borrowed while this waits").state()
+        reached.expect("the sender is borrowed until the wait ends").state()
     }
 }
 
@@ -219,7 +219,7 @@ mod tests {
         assert_eq!(status.state(), WorkerState::Decommissioning);
         assert!(status.observe_apps(0) && !status.observe_apps(0));
         assert_eq!(status.state(), WorkerState::Decommissioned);
-        assert!(!status.observe_apps(1), "a late app is served");
+        assert!(!status.observe_apps(1), "an application that registered late must be served to its end");
         assert_eq!(status.state(), WorkerState::Decommissioning);
         assert!(status.observe_apps(0));
         status.decommission();

@@ -201,7 +201,7 @@ impl Fixture {
         self.service.diagnostics.refresh_metrics(&self.service.diagnostics.app_statistics());
         let families = self.registry.gather();
         let family = families.iter().find(|family| family.name() == name);
-        let metric = &family.unwrap_or_else(|| panic!("no metric {name}")).get_metric()[0];
+        let metric = &family.unwrap_or_else(|| panic!("metric {name} does not exist")).get_metric()[0];
         let value = metric.get_counter().get_value() + metric.get_gauge().get_value();
         format!("{value}").parse().unwrap()
     }
@@ -216,12 +216,12 @@ impl Fixture {
         self.service.lifecycle.unregister_app(APP).unwrap();
         self.faults.release().await;
         tokio::time::sleep(Duration::from_secs(100)).await;
-        assert_eq!(self.flusher.unfinished(), 0, "batches left");
-        assert_eq!(self.memory.budget().used(), 0, "bytes charged");
-        assert_eq!(self.memory.in_flight_bytes(), 0, "bytes in flight");
-        assert_eq!(self.memory.in_flight_blocks(), 0, "blocks in flight");
-        assert_eq!(self.memory.block_count(), 0, "blocks counted");
-        assert_eq!(self.metric("huge_partition_num"), 0, "huge partitions counted");
+        assert_eq!(self.flusher.unfinished(), 0, "batches are still being flushed");
+        assert_eq!(self.memory.budget().used(), 0, "bytes are still charged");
+        assert_eq!(self.memory.in_flight_bytes(), 0, "bytes are still in flight");
+        assert_eq!(self.memory.in_flight_blocks(), 0, "blocks are still in flight");
+        assert_eq!(self.memory.block_count(), 0, "blocks are still counted");
+        assert_eq!(self.metric("huge_partition_num"), 0, "huge partitions are still counted");
         self.tasks.cancel();
         self.tasks.drained().await;
     }
@@ -235,7 +235,7 @@ async fn within_time(what: &str, condition: impl Fn() -> bool) {
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    panic!("not within 10 s: {what}");
+    panic!("timed out after 10 s: {what}");
 }
 
 fn code<T: std::fmt::Debug>(result: Result<T, ServiceError>) -> StatusCode {
@@ -252,7 +252,7 @@ async fn flush_does_not_wait_for_a_block_that_is_being_written() {
     let key = fixture.service.parts.app(APP).unwrap().shuffles()[0].key().clone();
     let buffers = fixture.memory.shuffle(&key).unwrap();
     let deadline = crate::clock::Instant::now() + Duration::from_millis(100);
-    assert!(fixture.flusher.flush_shuffle(&buffers, deadline).await, "the committed block is on disk");
+    assert!(fixture.flusher.flush_shuffle(&buffers, deadline).await, "the committed block is not on disk");
     drop(unfinished);
     fixture.stop().await;
 }
@@ -275,7 +275,7 @@ async fn first_full_partition_refuses_the_whole_ticket() {
     assert_eq!(code(fixture.require(&[1, 3], &[-1, 10_001])), StatusCode::InvalidRequest);
     fixture.memory.tickets().forget_app(&AppId::parse(APP).unwrap());
     fixture.settle().await;
-    assert!(fixture.memory.used_bytes() < used, "the refusal began a flush");
+    assert!(fixture.memory.used_bytes() < used, "the refused request began no flush");
     fixture.stop().await;
 }
 
@@ -309,7 +309,7 @@ async fn bytes_in_flight_count_against_a_huge_partitions_share() {
     fixture.faults.clear();
     fixture.faults.release().await;
     fixture.settle().await;
-    assert_eq!(buffer.received_bytes(), 120_000, "flushing does not reduce it");
+    assert_eq!(buffer.received_bytes(), 120_000, "a flush must not reduce the size of the partition");
     fixture.require(&[3], &[1]).unwrap();
     fixture.stop().await;
 }
@@ -325,7 +325,7 @@ async fn huge_partitions_are_flushed_by_their_own_threshold() {
     assert_eq!(fixture.flusher.unfinished(), 1);
     fixture.settle().await;
     fixture.fill(3, 20_000);
-    assert_eq!(fixture.flusher.unfinished(), 0, "not above its threshold yet");
+    assert_eq!(fixture.flusher.unfinished(), 0, "a partition below its threshold must not be flushed");
     fixture.fill(4, 110_000);
     for (name, value) in [
         ("huge_partition_num", 2),
@@ -346,7 +346,7 @@ async fn hard_limit_uses_a_text_that_clients_know() {
     fixture.require(&[3], &[10_000]).unwrap();
     assert_eq!(code(fixture.require(&[3], &[10_001])), StatusCode::NoRegister);
     assert_eq!(code(fixture.send(3, 10_001)), StatusCode::NoRegister);
-    assert_eq!(fixture.buffer(3).received_bytes(), 40_000, "the refused send stored no block");
+    assert_eq!(fixture.buffer(3).received_bytes(), 40_000, "the refused send stored a block");
     fixture.register(APP, &[("spark.anything", "1")]).await;
     assert_eq!(code(fixture.require(&[3], &[10_001])), StatusCode::ExceedHugePartitionHardLimit);
     assert_eq!(code(fixture.send(3, 10_001)), StatusCode::ExceedHugePartitionHardLimit);
@@ -404,7 +404,11 @@ async fn buffer_with_many_batches_is_flushed_after_one_ends() {
         fixture.faults.clear();
         fixture.faults.release().await;
         fixture.settle().await;
-        assert_eq!(fixture.memory.block_count(), 0, "by an operator: {by_an_operator}");
+        assert_eq!(
+            fixture.memory.block_count(),
+            0,
+            "blocks remain after a decommission, by an operator: {by_an_operator}"
+        );
         fixture.stop().await;
     }
 }
@@ -422,7 +426,11 @@ async fn small_blocks_are_flushed_when_there_are_too_many() {
     assert_eq!(fixture.memory.block_count(), 51);
     tokio::time::sleep(Duration::from_millis(10)).await;
     fixture.settle().await;
-    assert!(fixture.memory.block_count() <= 5 + 5, "{} left", fixture.memory.block_count());
+    assert!(
+        fixture.memory.block_count() <= 5 + 5,
+        "{} blocks were not flushed",
+        fixture.memory.block_count()
+    );
     fixture.stop().await;
 }
 
@@ -443,14 +451,14 @@ async fn decommission_ends_at_a_check_after_the_last_app() {
     service.lifecycle.decommission();
     let before = tokio::time::Instant::now();
     service.status().decommissioned().await;
-    assert!(before.elapsed() < Duration::from_secs(1), "an idle worker is checked at once");
+    assert!(before.elapsed() < Duration::from_secs(1), "an idle worker must be checked at once");
     assert_eq!(service.status().state(), WorkerState::Decommissioned);
     fixture.register(APP, &[]).await;
     tokio::time::sleep(Duration::from_secs(61)).await;
     assert_eq!(
         service.status().state(),
         WorkerState::Decommissioning,
-        "the worker serves an application again"
+        "the worker serves an application again and must wait for it"
     );
     service.lifecycle.cancel_decommission();
     fixture.stop().await;
@@ -507,7 +515,7 @@ async fn next_chunk_is_read_ahead_with_spare_memory() {
     fixture.faults.add(Rule::always(Operation::Read, Fault::Hang));
     let mut ahead = ReadAhead::of(answer.chunks);
     let mut read = ahead.next().await.unwrap().unwrap().len();
-    assert_eq!(fixture.faults.hung(), 0, "more than half of the memory would be in use");
+    assert_eq!(fixture.faults.hung(), 0, "the read must not use more than half of the read memory");
     fixture.faults.clear();
     drop(others);
     while let Some(chunk) = ahead.next().await.unwrap() {
@@ -538,8 +546,8 @@ async fn hand_off_stops_acknowledgements_and_returns_tickets() {
     under_way.write(&[7; 1000]).unwrap();
     under_way.end_block(BlockHeader { block_id: 99, length: 1000, ..BlockHeader::default() }).unwrap();
     assert_eq!(code(under_way.commit()), StatusCode::NoBuffer);
-    assert_eq!(fixture.memory.contents()[0].blocks, 1, "only the acknowledged block");
-    assert_eq!(fixture.memory.tickets().count(), 0, "a refused send spends its ticket");
+    assert_eq!(fixture.memory.contents()[0].blocks, 1, "only the acknowledged block may be stored");
+    assert_eq!(fixture.memory.tickets().count(), 0, "a refused send must spend its ticket");
     // The stop is cancelled.
     fixture.service.resume();
     fixture.send(2, 1000).unwrap();

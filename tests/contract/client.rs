@@ -63,7 +63,7 @@ impl Node {
     }
 
     async fn stop(self) {
-        timeout(WAIT_MAX, self.worker.stop()).await.expect("the worker stops");
+        timeout(WAIT_MAX, self.worker.stop()).await.expect("the worker did not stop");
     }
 }
 
@@ -271,7 +271,7 @@ async fn missing_blocks_are_listed_in_error() {
     assert!(matches!(writer.write(PartitionId(0), Bytes::new()).await.unwrap_err(), Error::Invalid(_)));
     application.unregister().await.unwrap();
     let error = writer.write(PartitionId(0), Bytes::from_static(b"x")).await;
-    error.expect("the error is only collected");
+    error.expect("the error must be returned by `finish`, not by `write`");
     let error = writer.finish().await.unwrap_err();
     let says_why = format!("{:?}", error).contains("NoRegister");
     assert!(says_why && matches!(error, Error::WriteQuorum { .. }), "{error:?}");

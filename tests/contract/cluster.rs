@@ -54,7 +54,7 @@ async fn until_nodes(coordinator: &mut Coordinator, count: usize) -> HashSet<Str
         if ids.len() == count {
             return ids;
         }
-        assert!(start.elapsed() < WAIT_MAX, "not {count} nodes: {ids:?}");
+        assert!(start.elapsed() < WAIT_MAX, "the coordinator does not list {count} nodes: {ids:?}");
         sleep(Duration::from_millis(20)).await;
     }
 }
@@ -151,7 +151,7 @@ async fn assignments_wait_for_other_workers() {
     };
     let b = tokio::select! {
         biased;
-        early = assign(&mut asking, 1, &[]) => panic!("assigned to {:?} before others join", servers(&early)),
+        early = assign(&mut asking, 1, &[]) => panic!("assigned to {:?} before other workers joined", servers(&early)),
         b = joining => b,
     };
     drop((coordinator, asking));
@@ -203,7 +203,7 @@ async fn cluster_continues_after_a_coordinator_dies() {
     let c = worker(directories[2].path(), &quorum, "").await;
     let (mut of_a, mut of_b) = (coordinator_of(&a).await, coordinator_of(&b).await);
     let ids = until_nodes(&mut of_a, 3).await;
-    assert_eq!(until_nodes(&mut of_b, 3).await, ids, "each reports to both");
+    assert_eq!(until_nodes(&mut of_b, 3).await, ids, "each worker must report to both coordinators");
     assert_eq!(servers(&assign(&mut of_b, 1, &[]).await), ids);
 
     let options = ClientOptions::default().with(|options| options.rpc_timeout = Duration::from_secs(5));
@@ -233,7 +233,7 @@ async fn cluster_continues_after_a_coordinator_dies() {
     assert_explained(&b, &c, &view).await;
     let status =
         reqwest::get(format!("http://{}/api/v1/cluster", c.addresses().http)).await.unwrap().status();
-    assert_eq!(status, 404, "a worker without a coordinator returns 404");
+    assert_eq!(status, 404, "a worker without a coordinator must return 404");
 
     drop(of_a);
     assert_eq!(a.stop().await, 0);
@@ -242,7 +242,7 @@ async fn cluster_continues_after_a_coordinator_dies() {
     assert_eq!(
         cluster_view(&b).await["lost"].as_array().map(Vec::len),
         Some(0),
-        "a worker that left in order is lost"
+        "a worker that stopped cleanly counts as lost"
     );
     // One of the servers has stopped.
     drop(application.unregister().await);
@@ -323,7 +323,7 @@ async fn failing_coordinators_do_not_delay_the_worker() {
     let b = worker(dir_b.path(), &quorum, "").await;
     // The worker serves although no coordinator ever responded.
     let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", b.addresses().grpc)).unwrap();
-    channel.connect().await.expect("the listener is open");
+    channel.connect().await.expect("the gRPC listener is open");
     let a = ConfigLines {
         store_type: "MEMORY",
         top: &format!("grpc_port = {}", late.port()),
@@ -364,7 +364,7 @@ async fn failed_heartbeats_are_retried_per_coordinator() {
     }
     let start = Instant::now();
     while accepting() < 4.0 {
-        assert!(start.elapsed() < WAIT_MAX, "{} of 4 accept", accepting());
+        assert!(start.elapsed() < WAIT_MAX, "only {} of 4 processes accept connections", accepting());
         sleep(Duration::from_millis(20)).await;
     }
     assert_eq!(worker.stop().await, 0);

@@ -16,7 +16,7 @@ async fn read(file: &Arc<dyn File>, offset: u64, len: usize) -> io::Result<Vec<u
     let (mut target, result) = file.read(target).await;
     let bytes = target.part_mut(0).unwrap().to_vec();
     let whole = (*target.buffer).as_mut();
-    assert_eq!((whole[0], whole[len + 1]), (0xee, 0xee), "only the range is written");
+    assert_eq!((whole[0], whole[len + 1]), (0xee, 0xee), "bytes outside the range were written");
     result.map(|()| bytes)
 }
 
@@ -62,7 +62,7 @@ async fn suite(disk: Arc<dyn Disk>, direct: bool) {
     for (offset, len) in [(4096, 8192), (4096 + 5, 19_995), (8191, 2), (0, 20_000)] {
         let at = usize::try_from(offset).unwrap();
         let expected = read(&reader, offset, len).await.unwrap();
-        assert!(read(&direct, offset, len).await.unwrap() == expected, "{len} bytes at {at}");
+        assert!(read(&direct, offset, len).await.unwrap() == expected, "read of {len} bytes at {at}");
     }
     let end = read(&direct, 20_000, 50_000).await.unwrap_err();
     assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
@@ -86,7 +86,7 @@ async fn suite(disk: Arc<dyn Disk>, direct: bool) {
     disk.remove_dir(Path::new("a")).await.unwrap();
     disk.remove_dir_all(Path::new("trash")).await.unwrap();
     assert_eq!(disk.remove_dir_all(Path::new("trash")).await.unwrap_err().kind(), io::ErrorKind::NotFound);
-    assert_eq!(read(&reader, 0, 10).await.unwrap(), bytes[..10], "an open file outlives its name");
+    assert_eq!(read(&reader, 0, 10).await.unwrap(), bytes[..10], "an open file must outlive its name");
     names_and_locks(&disk).await;
 }
 
@@ -102,7 +102,7 @@ async fn read_in_parts(file: &Arc<dyn File>, bytes: &[u8]) {
     result.unwrap();
     let whole = (*target.buffer).as_mut();
     assert!(whole[..5000] == bytes[..5000] && whole[5001..6001] == bytes[15_904..16_904]);
-    assert!(whole[6001..9000] == bytes[1..3000], "parts may overlap in the file");
+    assert!(whole[6001..9000] == bytes[1..3000], "overlapping parts have wrong bytes");
     assert!(whole[5000] == 0xee && whole[9000..].iter().all(|byte| *byte == 0xee));
     let mut late = parts(2);
     late.push(ReadPart { range: 7000..8000, offset: 24_500 });
@@ -119,7 +119,7 @@ async fn names_and_locks(disk: &Arc<dyn Disk>) {
     assert_eq!(disk.lock(marker).await.unwrap_err().kind(), io::ErrorKind::WouldBlock);
     drop(lock);
     drop(disk.lock(marker).await.unwrap());
-    assert_eq!(disk.read_small(marker).await.unwrap(), b"content", "locking keeps the content");
+    assert_eq!(disk.read_small(marker).await.unwrap(), b"content", "locking changed the content");
     for path in ["../x", "/etc", "a/../../x"] {
         let error = disk.create_dir_all(Path::new(path)).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{path}");
@@ -248,11 +248,11 @@ async fn memory_disk_loses_only_unsynced_data() {
         file.write_at(vec![Bytes::from(vec![2; 1300])], 700).await.unwrap();
         disk.lose_power(seed);
         let Some(content) = disk.content(path) else {
-            assert!(seed % 2 == 1, "the name was not synced");
+            assert!(seed % 2 == 1, "the name was lost although it was synced");
             nameless += 1;
             continue;
         };
-        assert_eq!(content[..700], [1; 700], "synced bytes are lost");
+        assert_eq!(content[..700], [1; 700], "synced bytes were lost");
         assert!(content[700..].iter().all(|byte| [0, 2].contains(byte)));
         shorter += u32::from(content.len() < 2000);
         zeroed += u32::from(content[700..].contains(&0));

@@ -70,7 +70,7 @@ fn kind(family: &MetricFamily) -> &'static str {
         MetricType::COUNTER => "counter",
         MetricType::GAUGE => "gauge",
         MetricType::HISTOGRAM => "histogram",
-        other => panic!("{other:?} of {}", family.name()),
+        other => panic!("unexpected type {other:?} of {}", family.name()),
     }
 }
 
@@ -112,12 +112,12 @@ fn page(metrics: &[Description]) -> String {
         let head = "| name | type | labels | |\n| --- | --- | --- | --- |\n";
         let module = module(&of_module[0]);
         let topic = TOPICS.iter().find(|(known, _)| *known == module).expect("every module has a heading").1;
-        write!(page, "\n## {topic}\n\n{head}").expect("a string takes it");
+        write!(page, "\n## {topic}\n\n{head}").expect("writing to a string cannot fail");
         let mut rows: Vec<_> = of_module.iter().collect();
         rows.sort_by_key(|it| &it.name);
         for Description { name, kind, labels, help, .. } in rows {
             let labels = labels.join(", ");
-            writeln!(page, "| `{name}` | {kind} | {labels} | {help} |").expect("a string takes it");
+            writeln!(page, "| `{name}` | {kind} | {labels} | {help} |").expect("writing to a string cannot fail");
         }
     }
     page
@@ -176,7 +176,7 @@ async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     worker.service().flusher().unwrap().flush_all();
     let start = Instant::now();
     while local.view(&key, partition).map_or(0, |view| view.bytes) == 0 {
-        assert!(start.elapsed() < WAIT_MAX, "not flushed");
+        assert!(start.elapsed() < WAIT_MAX, "the blocks were not flushed");
         sleep(Duration::from_millis(10)).await;
     }
     let read = client.read_partition(&key, partition, &ReadOptions::default()).await.unwrap();
@@ -203,7 +203,7 @@ async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Reg
     let extents = uniffle_worker::memory::Budget::new(u64::MAX);
     let tasks = uniffle_worker::runtime::Tasks::new();
     let config = uniffle_testkit::s3::config("http://127.0.0.1:1", "x");
-    Client::open(&config, &tasks, &registries[0]).expect("a client, which has asked nothing yet");
+    Client::open(&config, &tasks, &registries[0]).expect("cannot open the client");
     let open = async |registry| {
         let settings = ObjectSettings::new("worker");
         let store = Arc::new(FaultyObjects::default());
@@ -273,9 +273,9 @@ async fn metrics_page_matches_the_exported_metrics() {
         sleep(Duration::from_millis(20)).await;
     };
     let repeated: Vec<_> = exported.iter().filter(|(_, count)| **count != 1).collect();
-    assert!(repeated.is_empty(), "exported more than once: {repeated:?}");
+    assert!(repeated.is_empty(), "metrics are exported more than once: {repeated:?}");
     let undescribed: Vec<_> = exported.keys().filter(|it| !described.contains(it)).collect();
-    assert!(undescribed.is_empty() && missing.is_empty(), "undescribed {undescribed:?}\nmissing {missing:?}");
+    assert!(undescribed.is_empty() && missing.is_empty(), "undescribed metrics: {undescribed:?}\nmissing metrics: {missing:?}");
     drop(named);
     assert_eq!(b.stop().await + a.stop().await, 0);
 }

@@ -175,7 +175,7 @@ async fn assert_reads(process: &Process, affected: i32, written: &[Block], what:
 }
 
 fn assert_named(error: &StoreError, what: &str) {
-    assert!(error.to_string().contains("worker-1"), "{what}: no key in {error}");
+    assert!(error.to_string().contains("worker-1"), "{what}: the error lacks the key: {error}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -310,7 +310,7 @@ async fn faulty_starts_find_everything_or_fail() {
             process.end().await;
         }
     }
-    assert!(ended > 10, "{ended} starts ended");
+    assert!(ended > 10, "only {ended} starts ended");
     let process = Process::start(&server).await.unwrap();
     assert_reads(&process, AFFECTED, &written, "at last").await;
     process.end().await;

@@ -124,7 +124,7 @@ async fn reported_blocks_are_readable_or_listed_as_lost() {
         *hdfs.fault.lock() = fault;
         checker.round(i32::try_from(round).unwrap(), end, &mut worker, &mut random).await;
     }
-    assert!(!hdfs.servers.list("/checker").is_empty(), "nothing ever came to HDFS");
+    assert!(!hdfs.servers.list("/checker").is_empty(), "nothing was written to HDFS");
     let client = client_of(&worker).await;
     client.unregister_app("checker").await.unwrap();
     worker.assert_clean();

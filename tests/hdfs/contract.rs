@@ -61,7 +61,7 @@ impl Subject {
 
     fn register(&self, key: &ShuffleKey) -> Arc<dyn TierShuffle> {
         let storage = self.files.as_ref().map(|(storage, ..)| storage);
-        let admit = Arc::clone(&self.tier).prepare(storage).unwrap().expect("the tier accepts the shuffle");
+        let admit = Arc::clone(&self.tier).prepare(storage).unwrap().expect("the tier refused the shuffle");
         admit(key, &[]);
         self.tier.shuffle(key).unwrap()
     }
@@ -73,7 +73,7 @@ impl Subject {
                 let path = format!("{root}/{}/{}/{partition}-{partition}", key.app, key.shuffle);
                 read_directory(&**fs, &path, SERVER_ID).await
             }
-            _ => unreachable!("a tier is read here or by clients"),
+            _ => unreachable!("a tier is read through the worker or by clients"),
         }
     }
 
@@ -121,7 +121,7 @@ async fn read_served(
     assert_eq!(index.len() as u64, length);
     let mut next = 0;
     for record in records(&index) {
-        assert_eq!(record.offset, next, "blocks must lie side by side");
+        assert_eq!(record.offset, next, "blocks must be contiguous");
         next += i64::from(record.length);
         let (offset, length) = (record.offset.cast_unsigned(), record.length.cast_unsigned());
         let data = read_all(tier.data(key, partition, offset, length).unwrap().chunks).await;
@@ -221,7 +221,7 @@ async fn a_purged_shuffle_is_gone_and_its_name_is_free(subject: &Subject) {
     let new = subject.register(&key);
     assert_eq!(write(&old, 0, &first).await.unwrap_err().kind, StoreErrorKind::Purged);
     write(&new, 0, &second).await.unwrap();
-    assert_eq!(subject.read(&key, 0).await, expected(&second), "nothing of the one before");
+    assert_eq!(subject.read(&key, 0).await, expected(&second), "blocks of the previous registration were read");
     assert_eq!(subject.read(&sibling, 0).await, expected(&first));
     subject.purge(&key).await;
     subject.purge(&sibling).await;

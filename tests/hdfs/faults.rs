@@ -118,7 +118,7 @@ async fn failed_remote_is_logged_and_retried() {
     sleep(Duration::from_secs(300)).await;
     let calls = fs.calls().len() - before;
     // The five batches together retry after 1, 2, 4, 8 and 16 seconds, then every 30.
-    assert!((10..=16).contains(&calls), "{calls} calls in five minutes are not one for each suspension");
+    assert!((10..=16).contains(&calls), "{calls} calls in five minutes: expected one per suspension");
     fixture.assert_nothing_missing().await;
     fs.release();
     fixture.settled().await;
@@ -144,7 +144,7 @@ async fn last_flush_ignores_an_open_circuit_breaker() {
     fs.release();
     assert!(fixture.hdfs.all_failing());
     let deadline = Instant::now() + Duration::from_secs(10);
-    assert!(fixture.flusher.drain(deadline).await, "the remote answers, but was not tried");
+    assert!(fixture.flusher.drain(deadline).await, "a remote that answers must be tried");
     assert_eq!(fixture.in_hdfs(1, 4).await.len(), 3);
     fixture.assert_nothing_missing().await;
     fixture.finish().await;
@@ -289,7 +289,7 @@ async fn datanode_killed_during_appends_loses_nothing() {
     let fixture = fixture.await;
     assert_eq!(fixture.in_hdfs(1, 0).await.len(), 12);
     let later = hdfs.list("/datanode").iter().filter(|file| !file.path.contains("_0.")).count();
-    assert!(later > 0, "no new file numbers: {:?}", hdfs.list("/datanode"));
+    assert!(later > 0, "files got no new numbers: {:?}", hdfs.list("/datanode"));
     fixture.finish().await;
 }
 
@@ -329,7 +329,7 @@ async fn exceeded_quota_falls_back_to_disks() {
     let fixture = HdfsFixture::real(Setup { local: true, ..short_timeouts() }, &hdfs.url("/quota")).await;
     let quota = |hdfs: &MiniHdfs| drop(hdfs.run("quota /quota 1000000"));
     let fixture = survives(fixture, quota, |_| (), &hdfs).await;
-    assert!(fixture.metric("total_memory_to_hdfs_spill_failed") > 0.0, "the quota was not noticed");
+    assert!(fixture.metric("total_memory_to_hdfs_spill_failed") > 0.0, "the exceeded quota was not noticed");
     hdfs.run("quota /quota -1");
     fixture.finish().await;
 }
@@ -347,10 +347,10 @@ async fn denied_permission_falls_back_to_disks_or_waits() {
         let deny = |hdfs: &MiniHdfs| each_of_the_shuffle(hdfs, &["chown hdfs", "chmod 755"]);
         let allow = |hdfs: &MiniHdfs| each_of_the_shuffle(hdfs, &["chmod 777"]);
         let fixture = survives(fixture, deny, allow, &hdfs).await;
-        assert!(fixture.metric("total_memory_to_hdfs_spill_failed") > 0.0, "nothing was denied");
+        assert!(fixture.metric("total_memory_to_hdfs_spill_failed") > 0.0, "no write was denied");
         assert!(
             !fixture.hdfs.all_failing(),
-            "the permission of one path does not show the state of the file system"
+            "a denied path must not count as failure of the file system"
         );
         assert_eq!(fixture.visible(1, 1).await[1].is_empty(), !local);
         fixture.finish().await;

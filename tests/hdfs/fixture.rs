@@ -294,7 +294,7 @@ impl HdfsFixture {
     /// Asserts that every acknowledged block is in some tier, byte for byte.
     pub(crate) async fn assert_nothing_missing(&self) {
         let missing = self.missing().await;
-        assert!(missing.is_empty(), "missing: {missing:?}");
+        assert!(missing.is_empty(), "blocks are missing: {missing:?}");
     }
 
     /// Waits until every acknowledged block is in some tier. A torn file hides its blocks until it
@@ -306,7 +306,7 @@ impl HdfsFixture {
             if missing.is_empty() {
                 return;
             }
-            assert!(start.elapsed() < SETTLE_DEADLINE, "missing: {missing:?}");
+            assert!(start.elapsed() < SETTLE_DEADLINE, "blocks are missing: {missing:?}");
             sleep(Duration::from_millis(200)).await;
         }
     }
@@ -387,6 +387,6 @@ impl HdfsFixture {
             sleep(Duration::from_millis(20)).await;
         }
         self.tasks.cancel();
-        tokio::time::timeout(SETTLE_DEADLINE, self.tasks.drained()).await.expect("tasks are left");
+        tokio::time::timeout(SETTLE_DEADLINE, self.tasks.drained()).await.expect("tasks are still running");
     }
 }

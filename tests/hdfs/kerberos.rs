@@ -350,7 +350,7 @@ async fn start_without_login_fails_with_a_reason() {
         WorkerProcess::refused(&secured.setup("expired", "", Some(&expired)))
     });
     for part in ["KRB5CCNAME", "expired", WORKER, "keytab_path"] {
-        assert!(refusal.contains(part), "{part} in {refusal}");
+        assert!(refusal.contains(part), "{part} is missing: {refusal}");
     }
     let absent = secured.setup("no-cache", "", Some(Path::new("/nonexistent/cache")));
     let refusal = WorkerProcess::refused(&absent).unwrap();

@@ -119,7 +119,7 @@ impl LossesFixture {
     fn assert_all(&self, partition: i32, found: &BTreeMap<BlockId, Bytes>) {
         for block in &self.sent[&partition] {
             let data = found.get(&block.meta.block_id);
-            assert!(data == Some(&block.data), "block {} of partition {partition}", block.meta.block_id);
+            assert!(data == Some(&block.data), "block {} of partition {partition} is missing or has other bytes", block.meta.block_id);
         }
     }
 
@@ -149,7 +149,7 @@ impl LossesFixture {
 fn refusal(result: Result<(), ClientError>) -> (StatusCode, String) {
     match result {
         Err(ClientError::Refused { status, text, .. }) => (status, text),
-        other => panic!("the read is not refused: {other:?}"),
+        other => panic!("the read was not refused: {other:?}"),
     }
 }
 
@@ -178,7 +178,7 @@ async fn killed_worker_reports_only_memory_blocks_as_lost() {
     let (status, text) = refusal(fixture.read(IN_MEMORY).await);
     assert_eq!(status, StatusCode::InternalError, "{text}");
     for part in ["3 blocks", "app-1/1 partition 2", "in memory when the worker ended"] {
-        assert!(text.contains(part), "{part} in {text}");
+        assert!(text.contains(part), "{part} is missing: {text}");
     }
     assert_eq!(fixture.worker.metrics().expect("lost_blocks"), 3.0, "{:?}", fixture.worker.page("/losses"));
     // Reports that arrive after the kill.

@@ -30,7 +30,7 @@ pub(crate) async fn try_read_directory(
         let data_name = entry.name.replace(".index", ".data");
         assert!(
             entries.iter().any(|entry| entry.name == data_name),
-            "an index without data fails the client"
+            "an index has no data file, which fails the client"
         );
         // The client treats an unreadable index as empty.
         let Ok(index) = fs.read(&format!("{path}/{}", entry.name)).await else { continue };
@@ -39,14 +39,14 @@ pub(crate) async fn try_read_directory(
         // A truncated trailing record is ignored.
         let whole = index.slice(..index.len() - index.len() % RECORD_BYTES);
         for record in records(&whole) {
-            assert_eq!(record.offset, next, "{}: blocks must lie side by side", entry.name);
+            assert_eq!(record.offset, next, "{}: blocks must be contiguous", entry.name);
             next += i64::from(record.length);
             if next > i64::try_from(data.len()).unwrap() {
                 break; // the client assumes that it is still being written
             }
             let (start, end) = (usize::try_from(record.offset).unwrap(), usize::try_from(next).unwrap());
             let bytes = data.slice(start..end);
-            assert_eq!(i64::from(crc32fast::hash(&bytes)), record.crc, "block {}", record.block_id);
+            assert_eq!(i64::from(crc32fast::hash(&bytes)), record.crc, "block {} has a wrong checksum", record.block_id);
             blocks.insert(record.block_id, bytes);
         }
     }

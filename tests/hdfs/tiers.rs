@@ -61,7 +61,7 @@ async fn app_waiting_for_its_deletion_does_not_block_others() {
     let mut second = std::pin::pin!(stays.write(vec![extent(1)].into()));
     assert!(futures::poll!(first.as_mut()).is_pending() && futures::poll!(second.as_mut()).is_pending());
     let written = tokio::time::timeout(Duration::from_secs(30), other.write(vec![extent(0)].into())).await;
-    written.expect("the other application writes on").unwrap();
+    written.expect("the other application is blocked").unwrap();
 
     fs.release();
     hung.await.unwrap();
@@ -141,7 +141,7 @@ async fn cold_and_huge_partitions_go_to_hdfs() {
     let cold = fixture.visible(1, 1).await;
     assert_eq!((cold[1].len(), cold[2].len()), (0, 11));
     let huge = fixture.visible(1, 2).await;
-    assert_eq!((huge[1].len(), huge[2].len()), (27, 9), "the fourth batch made it huge");
+    assert_eq!((huge[1].len(), huge[2].len()), (27, 9), "the fourth batch must make the partition huge");
     assert_eq!(fixture.metric("total_hadoop_write_data_for_huge_partition"), 90_000.0);
     assert_eq!(fixture.metric("total_hadoop_write_data"), 200_000.0);
     fixture.service.diagnostics.refresh_metrics(&fixture.service.diagnostics.app_statistics());
@@ -165,7 +165,7 @@ async fn blocks_stay_in_memory_until_both_files_are_readable() {
         })
         .await;
     let tiers = fixture.visible(1, 0).await;
-    assert_eq!((tiers[0].len(), tiers[2].len()), (3, 0), "no index yet");
+    assert_eq!((tiers[0].len(), tiers[2].len()), (3, 0), "blocks without an index entry must stay in memory");
     fs.release();
     fixture.settled().await;
     let tiers = fixture.visible(1, 0).await;
@@ -182,15 +182,15 @@ async fn failed_tier_is_replaced_by_the_other() {
     fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Fail(StoreErrorKind::Io), None);
     fixture.push(1, 0, 20, 10_000);
     fixture.flush().await;
-    assert_eq!(fixture.visible(1, 0).await[1].len(), 20, "cold, and yet on disk");
+    assert_eq!(fixture.visible(1, 0).await[1].len(), 20, "cold blocks that HDFS refused must be on disk");
     fs.release();
     fixture.disk_faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)));
     fixture.push(1, 1, 5, 1000);
     fixture.flush().await;
-    assert_eq!(fixture.visible(1, 1).await[2].len(), 5, "small, and yet in HDFS");
+    assert_eq!(fixture.visible(1, 1).await[2].len(), 5, "blocks that no disk accepted must be in HDFS");
     let failed = ["total_memory_to_hdfs_spill_failed", "total_memory_to_localfile_spill_failed"];
     assert_eq!(failed.map(|name| fixture.metric(name)), [1.0; 2]);
-    assert_eq!(fixture.metric("storage_retry_write_remote"), 1.0, "the blocks that no disk accepted");
+    assert_eq!(fixture.metric("storage_retry_write_remote"), 1.0, "expected one retry in the remote tier");
     fixture.disk_faults.clear();
     fixture.assert_nothing_missing().await;
     fixture.finish().await;
@@ -310,7 +310,7 @@ async fn apps_without_remote_path_use_memory_and_disks() {
     fixture.register_with(1, None).await.unwrap();
     fixture.push(1, 0, 20, 10_000);
     fixture.flush().await;
-    assert_eq!(fixture.visible(1, 0).await[1].len(), 20, "the client does not read HDFS");
+    assert_eq!(fixture.visible(1, 0).await[1].len(), 20, "an application without a remote path must be written to disks");
     assert_eq!(fs.paths().len(), 0);
     fixture.finish().await;
 
@@ -335,7 +335,7 @@ async fn disallowed_remote_paths_are_refused_with_reason() {
     let refused = fixture.register_with(1, Some(named("hdfs://fake/etc"))).await.unwrap_err();
     assert!(refused.contains("hdfs_store.allowed_paths"), "{refused}");
     fixture.register_with(1, Some(named("hdfs://fake/uniffle/team"))).await.unwrap();
-    assert_eq!(fs.calls().len(), 0, "no remote was asked");
+    assert_eq!(fs.calls().len(), 0, "a remote was called");
     fixture.finish().await;
 }
 
@@ -383,10 +383,7 @@ async fn unregistration_deletes_all_and_expiry_only_own_files() {
         })
         .await;
     let remaining = fs.paths();
-    assert!(
-        !remaining.iter().any(|path| path.contains("/2")),
-        "empty directories must be removed too: {remaining:?}"
-    );
+    assert!(!remaining.iter().any(|path| path.contains("/2")), "empty directories must be removed too: {remaining:?}");
 
     // The same app, unregistered.
     fixture.all.clear();
@@ -413,7 +410,7 @@ async fn reregistered_shuffle_survives_earlier_deletion() {
     fixture.push(1, 0, 5, 2000);
     fixture.begin_flush();
     sleep(Duration::from_secs(3)).await;
-    assert_eq!(fixture.visible(1, 0).await[0].len(), 5, "written only after the deletion");
+    assert_eq!(fixture.visible(1, 0).await[0].len(), 5, "the blocks must stay in memory until the deletion ends");
     fs.release();
     fixture.settled().await;
     assert_eq!(fixture.visible(1, 0).await[2].len(), 5);

@@ -89,7 +89,7 @@ fn refusal(setup: &Setup) -> String {
     let log = WorkerProcess::refused(setup).unwrap();
     assert!(!log.contains("panicked"), "{log}");
     let line = log.lines().find(|line| line.starts_with("uniffle-worker: "));
-    line.unwrap_or_else(|| panic!("no error: {log}")).to_owned()
+    line.unwrap_or_else(|| panic!("no error was logged: {log}")).to_owned()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -113,7 +113,7 @@ async fn unusable_remote_path_fails_start_and_names_key() {
     let setup = Setup { env: env.clone(), ..only_hdfs("denied", &more) };
     let line = refusal(&setup);
     for part in ["hdfs_store.precheck_enable", private.as_str(), "permission", "user=nobody"] {
-        assert!(line.contains(part), "{part} in {line}");
+        assert!(line.contains(part), "{part} is missing: {line}");
     }
     assert!(!line.contains(&good), "{line}");
     hdfs.run("chmod 777 /private");
@@ -134,6 +134,6 @@ fn start_without_kerberos_library_names_it() {
     let env = vec![("LD_LIBRARY_PATH", dir.path().display().to_string())];
     let line = refusal(&Setup { env, ..only_hdfs("no-library", &kerberos) });
     for part in ["Kerberos login for HDFS", "libgssapi_krb5.so.2", "libgssapi-krb5-2", "krb5-libs"] {
-        assert!(line.contains(part), "{part} in {line}");
+        assert!(line.contains(part), "{part} is missing: {line}");
     }
 }

@@ -13,7 +13,7 @@ use uniffle_worker::proto::{DecommissionRequest, StatusCode};
 fn worker(arguments: &[&str], config: &str) -> Output {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("config.toml");
-    std::fs::write(&path, config).expect("the configuration is written");
+    std::fs::write(&path, config).expect("cannot write the configuration");
     Command::new(env!("CARGO_BIN_EXE_uniffle-worker"))
         .args(arguments)
         .arg("-c")
@@ -21,7 +21,7 @@ fn worker(arguments: &[&str], config: &str) -> Output {
         .env_remove("WORKER_CONFIG_PATH")
         .env("XDG_STATE_HOME", dir.path())
         .output()
-        .expect("the binary starts")
+        .expect("cannot start the binary")
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -44,7 +44,7 @@ fn check_reports_all_errors_at_once() {
         let stderr = text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{stderr}");
         for part in ["grpc_port", "memory_store", "tiny", "memory_spill_low_watermark"] {
-            assert!(stderr.contains(part), "{part} in {stderr}");
+            assert!(stderr.contains(part), "{part} is missing: {stderr}");
         }
     }
 }
@@ -114,13 +114,13 @@ fn check_here_leaves_the_machine_unchanged() {
     let (empty, missing) = (dir.path().join("empty"), dir.path().join("a/b/missing"));
     std::fs::create_dir(&empty).unwrap();
     let config = with_paths("grpc_port = 0\nhttp_port = 0\nurpc_port = 0", &[&empty, &missing]);
-    let listing = examined(&config).expect("the check succeeds");
+    let listing = examined(&config).expect("the check failed");
     for part in ["ports are free", "2 data directories are usable", "advertised address is 127.0.0.1"] {
-        assert!(listing.contains(part), "{part} in {listing}");
+        assert!(listing.contains(part), "{part} is missing: {listing}");
     }
     assert_eq!(std::fs::read_dir(&empty).unwrap().count(), 0);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
-    assert_eq!(worker(&["--here"], &config).status.code(), Some(2), "needs --check");
+    assert_eq!(worker(&["--here"], &config).status.code(), Some(2), "--here must require --check");
 }
 
 #[test]
@@ -134,13 +134,13 @@ fn check_here_refuses_ports_with_their_remedy() {
         ("urpc_port", "grpc_port = 0\nhttp_port = 0"),
     ] {
         let config = with_paths(&format!("{key} = {port}\n{others}"), &[&dir.path().join("d")]);
-        let listing = examined(&config).expect_err("the port is taken");
+        let listing = examined(&config).expect_err("a port in use was accepted");
         for part in [&format!("{key} = 127.0.0.1:{port}"), "must be a free port", "ss -ltnp"] {
-            assert!(listing.contains(part), "{part} in {listing}");
+            assert!(listing.contains(part), "{part} is missing: {listing}");
         }
     }
     let config = with_paths("grpc_port = 0\nhttp_port = 0", &[&dir.path().join("d")]);
-    let listing = examined(&config.replace("127.0.0.1", "192.0.2.1")).expect_err("a foreign address");
+    let listing = examined(&config.replace("127.0.0.1", "192.0.2.1")).expect_err("the address of another machine was accepted");
     assert!(listing.contains("bind_address must be an address of this machine"), "{listing}");
 }
 
@@ -158,7 +158,7 @@ fn check_here_refuses_unusable_directories() {
         (path("file/below"), "must be a directory"),
         ("/proc/uniffle".into(), "must be a directory"),
     ] {
-        let listing = examined(&with_paths(ports, &[&path("good"), &unusable])).expect_err("unusable");
+        let listing = examined(&with_paths(ports, &[&path("good"), &unusable])).expect_err("an unusable directory was accepted");
         let named = format!("localfile_store.data_paths: {}", unusable.display());
         assert!(listing.contains(&named) && listing.contains(why), "{listing}");
         assert!(!listing.contains("/good"), "{listing}");
@@ -168,7 +168,7 @@ fn check_here_refuses_unusable_directories() {
     // A directory that a running worker has claimed, and the same one afterwards.
     let running = WorkerProcess::start(&Setup { name: "check-here", capacity: "64M", ..Setup::default() });
     let used = running.data_paths()[0].clone();
-    let listing = examined(&with_paths(ports, &[&used])).expect_err("in use");
+    let listing = examined(&with_paths(ports, &[&used])).expect_err("a directory in use was accepted");
     assert!(
         listing.contains("in use by another process") && listing.contains(&used.display().to_string()),
         "{listing}"
@@ -191,7 +191,7 @@ fn check_here_lists_the_problems_of_all_kinds() {
         + &format!("[tls]\ncert_file = {0:?}\nkey_file = {0:?}\nca_file = {0:?}\n", path("missing.pem"))
         + &format!("listeners = [\"http\"]\n[admin]\nport = 0\ntoken_file = {:?}\n", path("token"))
         + &format!("[log]\npath = {:?}\n[memory_store]\ncapacity = \"15TiB\"\n", path("file/logs"));
-    let listing = examined(&config).expect_err("it cannot start");
+    let listing = examined(&config).expect_err("a worker that cannot start was accepted");
     for part in [
         "memory_store.capacity: blocks may use 15.0 TiB",
         &format!("http_port = 127.0.0.1:{port}"),
@@ -203,7 +203,7 @@ fn check_here_lists_the_problems_of_all_kinds() {
         "admin.token_file = ",
         "log.path = ",
     ] {
-        assert_eq!(listing.matches(part).count(), 1, "{part} in {listing}");
+        assert_eq!(listing.matches(part).count(), 1, "expected {part} once: {listing}");
     }
     let listing = text(&worker(&["--check"], &config).stderr);
     for (part, count) in [("15.0 TiB", 1), ("tls.ca_file", 1), ("admin.token_file", 1), ("http_port", 0)] {
@@ -254,7 +254,7 @@ fn version_contains_the_commit() {
     let output = Command::new(env!("CARGO_BIN_EXE_uniffle-worker"))
         .arg("--version")
         .output()
-        .expect("the binary starts");
+        .expect("cannot start the binary");
     let git = Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output();
     // A source archive has no commit unless the build was given one.
     let commit = match (option_env!("WORKER_GIT_COMMIT"), git) {
@@ -276,7 +276,7 @@ fn start_logs_program_and_configuration_in_one_line() {
     let id = format!("id=\"127.0.0.1-{}", worker.ready().grpc_port);
     let version = format!("version=\"{version}\" commit=\"");
     for part in [&version, "config=", "config.toml", &id, "store_type=", "capacity=\"61.0 MiB\"", &path] {
-        assert!(lines[0].contains(part), "{part} in {}", lines[0]);
+        assert!(lines[0].contains(part), "{part} is missing: {}", lines[0]);
     }
     assert!(!log.contains("Some(") && !log.contains("None"), "{log}");
     let builds = worker.metrics().total_of("uniffle_worker_build_info", "commit=\"");
@@ -323,7 +323,7 @@ fn imported_configuration_is_valid() {
     };
     let import = |path: &std::path::Path| {
         let output = Command::new(env!("CARGO_BIN_EXE_uniffle-worker")).arg("import").arg(path).output();
-        output.expect("the binary starts")
+        output.expect("cannot start the binary")
     };
     let java = "rss.storage.type MEMORY_LOCALFILE\nrss.coordinator.quorum c:1\nrss.storage.basePath /data1\n\
                 rss.server.buffer.capacity 1g\nrss.server.merge.enable true\n";
@@ -363,7 +363,7 @@ fn imported_configuration_is_valid() {
     assert_eq!(refused.status.code(), Some(2));
     assert!(text_of(&refused).contains("# store_type"), "{}", text_of(&refused));
     for part in ["store_type", "rss.server.buffer.capacity 40xx: must be a size"] {
-        assert!(text(&refused.stderr).contains(part), "{part} in {}", text(&refused.stderr));
+        assert!(text(&refused.stderr).contains(part), "{part} is missing: {}", text(&refused.stderr));
     }
     assert_eq!(import(&write("server.conf", "")).status.code(), Some(2));
 }

@@ -47,7 +47,7 @@ pub(crate) fn build_shim(dir: &Path, text: &str) -> PathBuf {
     let (source, library) = (dir.join("shim.c"), dir.join("shim.so"));
     std::fs::write(&source, text).unwrap();
     let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
-    assert!(built.is_ok_and(|status| status.success()), "no C compiler, which the build needs as well");
+    assert!(built.is_ok_and(|status| status.success()), "there is no C compiler, which the build needs too");
     library
 }
 
@@ -64,7 +64,7 @@ fn stepping_clock(dir: &Path) -> (Vec<(&'static str, String)>, PathBuf) {
 fn set(file: &Path, hours: i64) {
     let mut options = std::fs::OpenOptions::new();
     let file = options.write(true).create(true).truncate(false).open(file).unwrap();
-    file.write_all_at(&(hours * 3600).to_ne_bytes(), 0).expect("the clock's file is written");
+    file.write_all_at(&(hours * 3600).to_ne_bytes(), 0).expect("cannot write the clock's file");
 }
 
 /// Steps the worker's clock to `hours` from the true time, and waits until all of its one-second
@@ -100,7 +100,7 @@ async fn clock_steps_expire_and_lose_nothing() {
     written.task(&client, 0, 20_000).await.unwrap();
     for (task, hours) in [(1, 10), (2, -10), (3, 0)] {
         block_in_place(|| step(&worker, &clock, hours));
-        written.task(&client, task, 20_000).await.expect("sent after a step");
+        written.task(&client, task, 20_000).await.expect("a send after a step of the clock failed");
         written.assert_readable(&client).await;
     }
     // A restart after the clock moved back.
@@ -111,7 +111,7 @@ async fn clock_steps_expire_and_lose_nothing() {
         worker.start_again();
     });
     let client = client_of(&worker).await;
-    written.task(&client, 4, 20_000).await.expect("sent to the next process");
+    written.task(&client, 4, 20_000).await.expect("a send to the next process failed");
     written.assert_readable(&client).await;
     client.unregister_app("app").await.unwrap();
     worker.assert_clean();

@@ -31,7 +31,7 @@ const ROUNDS: u64 = 20;
 /// Returns a temporary tmpfs directory and the lines of `[memory_store]` that name it.
 pub(crate) fn directory() -> (tempfile::TempDir, &'static str) {
     let directory = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir_in("/dev/shm");
-    let directory = directory.expect("a directory of a tmpfs");
+    let directory = directory.expect("cannot create a directory on a tmpfs");
     let lines = format!("backing = {:?}\n", directory.path().display().to_string());
     (directory, Box::leak(lines.into_boxed_str()))
 }
@@ -58,7 +58,7 @@ async fn acknowledged_blocks_are_readable_after_kill() {
     client.unregister_app("checker").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
-    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "an empty memory is deleted");
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "an empty memory file must be deleted");
 }
 
 /// Ends a worker that has all of its blocks in memory, and reads them from the next process.
@@ -76,8 +76,8 @@ async fn survives(setup: Setup, end: impl FnOnce(&mut WorkerProcess), line: &str
     let log = worker.log();
     assert!(log.contains(line), "the log lacks {line}: {log}");
     let in_memory = worker.metrics().total("total_in_memory_block_count");
-    assert_eq!(in_memory, Some(1000.0), "nothing was flushed");
-    written.task(&client, 100, 14 << 10).await.expect("the worker continues");
+    assert_eq!(in_memory, Some(1000.0), "blocks were flushed");
+    written.task(&client, 100, 14 << 10).await.expect("the worker does not continue");
     written.assert_readable(&client).await;
     client.unregister_app("app").await.unwrap();
     worker.assert_clean();
@@ -328,7 +328,7 @@ async fn start_with_other_memory_is_refused_after_kill() {
         worker.kill();
         worker.start_again_with(&config.replace(memory, ""));
     });
-    assert_eq!(std::fs::read_dir(first.path()).unwrap().count(), 0, "an empty memory file is deleted");
+    assert_eq!(std::fs::read_dir(first.path()).unwrap().count(), 0, "an empty memory file must be deleted");
     block_in_place(|| worker.stop());
 }
 
@@ -388,7 +388,7 @@ async fn full_tmpfs_reduces_memory_until_freed() {
     written.task(&client, 0, 1 << 20).await.unwrap();
     let others = tmpfs.fill();
     for task in 1..30 {
-        written.task(&client, task, 1 << 20).await.expect("the disks take the rest");
+        written.task(&client, task, 1 << 20).await.expect("the disks did not take the other blocks");
     }
     assert!(worker.is_running());
     let log = worker.log();
@@ -458,7 +458,7 @@ async fn restart_serves_memory_before_verification() {
     assert_eq!(
         worker.metrics().total("total_in_memory_block_count"),
         i32::try_from(blocks).ok().map(f64::from),
-        "nothing was flushed"
+        "blocks were flushed"
     );
     block_in_place(|| worker.wait_log("scanned the memory of an earlier process"));
     client.unregister_app("app").await.unwrap();
@@ -487,8 +487,8 @@ async fn empty_directories_are_refused_while_memory_has_blocks() {
     let disks = worker.data_paths().to_vec();
     let away = |path: &Path| path.with_extension("away");
     for path in &disks {
-        std::fs::rename(path, away(path)).expect("the directory exists");
-        std::fs::create_dir(path).expect("the path is free");
+        std::fs::rename(path, away(path)).expect("cannot move the directory away");
+        std::fs::create_dir(path).expect("cannot create a directory in its place");
     }
     let config = worker.config();
     worker.launch_again_with(&config);
@@ -497,16 +497,16 @@ async fn empty_directories_are_refused_while_memory_has_blocks() {
     for expected in
         ["memory_store.backing has 1 shuffles of this worker", "localfile_store.require_mounted = false"]
     {
-        assert!(log.contains(expected), "{expected} is not in {log}");
+        assert!(log.contains(expected), "the log lacks {expected}: {log}");
     }
     for path in &disks {
         assert_eq!(
-            std::fs::read_dir(path).expect("the directory exists").count(),
+            std::fs::read_dir(path).expect("cannot list the directory").count(),
             0,
-            "a claim would make it look used"
+            "a claim would make the directory look used"
         );
         std::fs::remove_dir(path).unwrap();
-        std::fs::rename(away(path), path).expect("the path is free");
+        std::fs::rename(away(path), path).expect("cannot move the directory back");
     }
     block_in_place(|| worker.start_again());
     let client = client_of(&worker).await;
@@ -537,7 +537,7 @@ async fn damaged_block_in_memory_is_reported_lost() {
     let refused = async {
         loop {
             match client.read_partition(&key("app", 0), PartitionId(0), &options).await {
-                Ok(read) => panic!("{} blocks of a partition that lost its only one", read.blocks.len()),
+                Ok(read) => panic!("read {} blocks of a partition whose only block is lost", read.blocks.len()),
                 // All tiers are searched for it meanwhile.
                 Err(error) if format!("{error:?}").contains("NoBuffer") => {}
                 Err(error) => return format!("{error:?}"),
@@ -546,7 +546,7 @@ async fn damaged_block_in_memory_is_reported_lost() {
     };
     let refused = tokio::time::timeout(Duration::from_secs(60), refused)
         .await
-        .expect("the smaller backing is searched too");
+        .expect("the start must be refused because of blocks in the smaller backing");
     let line = "recovered blocks in memory are corrupt";
     assert!(refused.contains(line), "{refused}");
     client.unregister_app("app").await.unwrap();
@@ -556,8 +556,8 @@ async fn damaged_block_in_memory_is_reported_lost() {
 
 /// Flips a bit of the first occurrence of `bytes` in the file.
 fn flip_a_bit_of(path: &Path, bytes: &[u8]) {
-    let content = std::fs::read(path).expect("the memory of a worker");
-    let at = content.windows(64).position(|window| window == &bytes[..64]).expect("the block is in the file");
+    let content = std::fs::read(path).expect("cannot read the memory file");
+    let at = content.windows(64).position(|window| window == &bytes[..64]).expect("the block is not in the file");
     let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
     let written = rustix::io::pwrite(&file, &[bytes[100] ^ 1], at as u64 + 100);
     assert_eq!(written, Ok(1));

@@ -53,11 +53,11 @@ async fn graceful_stop_flushes_memory_to_disks() {
     }
     assert_eq!(data_bytes(&worker), 0);
     block_in_place(|| worker.terminate());
-    assert!(data_bytes(&worker) >= written.bytes(), "{} bytes are on the disks", data_bytes(&worker));
+    assert!(data_bytes(&worker) >= written.bytes(), "only {} bytes are on the disks", data_bytes(&worker));
     block_in_place(|| worker.start_again());
     let client = client_of(&worker).await;
     written.assert_readable(&client).await;
-    written.task(&client, 100, 20_000).await.expect("the worker continues");
+    written.task(&client, 100, 20_000).await.expect("the worker does not continue");
     written.assert_readable(&client).await;
     let log = worker.log();
     assert!(!log.contains(" WARN ") && !log.contains(" ERROR "), "{log}");
@@ -97,7 +97,7 @@ async fn restart_with_other_ports_and_capacity_recovers_data() {
     });
     let client = client_of(&worker).await;
     let mut more = Written::register(&client, key("more", 0), 5).await;
-    more.task(&client, 0, 1000).await.expect("the worker serves");
+    more.task(&client, 0, 1000).await.expect("the worker does not serve");
     more.assert_readable(&client).await;
     block_in_place(|| worker.stop());
 }
@@ -115,7 +115,7 @@ impl Reconnecting {
         let (stopped, count) = (Arc::clone(&stop), Arc::clone(&connected));
         let knocker = std::thread::spawn(move || {
             while !stopped.load(Ordering::Relaxed) {
-                TcpStream::connect(local(port)).expect("no connect is refused");
+                TcpStream::connect(local(port)).expect("a connection was refused");
                 count.fetch_add(1, Ordering::Relaxed);
                 std::thread::yield_now();
             }
@@ -125,7 +125,7 @@ impl Reconnecting {
 
     fn end(mut self) -> u64 {
         self.stop.store(true, Ordering::Relaxed);
-        self.knocker.take().unwrap().join().expect("no connect is refused");
+        self.knocker.take().unwrap().join().expect("a connection was refused");
         self.connected.load(Ordering::Relaxed)
     }
 }
@@ -144,7 +144,7 @@ async fn upgrade_keeps_ports_process_and_connections() {
         written.task(&client, task, 50_000).await.unwrap();
     }
     let (tcp, driver) =
-        TcpClient::connect(local(worker.ready().urpc_port.unwrap())).await.expect("the listener is open");
+        TcpClient::connect(local(worker.ready().urpc_port.unwrap())).await.expect("cannot connect over TCP");
     let tasks = Tasks::new();
     tasks.spawn("tcp client", driver);
     tcp.read_memory(&written.key, PartitionId(0), -1, 1 << 20, None).await.unwrap();
@@ -156,13 +156,13 @@ async fn upgrade_keeps_ports_process_and_connections() {
         });
         let connected = knocking.map(Reconnecting::end);
         assert!(connected.iter().all(|connected| *connected > 0));
-        let gap_ms = worker.ready().upgrade_gap_ms.expect("the start was an upgrade");
-        assert!(gap_ms <= UPGRADE_GAP_MS_MAX, "calls wait for {gap_ms} ms");
+        let gap_ms = worker.ready().upgrade_gap_ms.expect("the start was no upgrade");
+        assert!(gap_ms <= UPGRADE_GAP_MS_MAX, "calls waited for {gap_ms} ms");
         // The same connection still works.
         tcp.read_index(&written.key, PartitionId(0)).await.unwrap();
         let client = client_of(&worker).await;
         written.assert_readable(&client).await;
-        written.task(&client, 100 + round, 50_000).await.expect("the worker continues");
+        written.task(&client, 100 + round, 50_000).await.expect("the worker does not continue");
     }
     drop(tcp);
     tasks.drained().await;
@@ -190,7 +190,7 @@ async fn upgrade_to_unfit_configuration_is_refused() {
         worker.signal(rustix::process::Signal::USR2);
         block_in_place(|| worker.wait_log(complaint));
         assert!(worker.log().contains("upgrade refused"));
-        written.task(&client, i64::try_from(task).unwrap(), 1000).await.expect("the worker continues");
+        written.task(&client, i64::try_from(task).unwrap(), 1000).await.expect("the worker does not continue");
     }
     written.assert_readable(&client).await;
     block_in_place(|| worker.stop());
@@ -321,11 +321,11 @@ async fn upgrade_signals_never_kill_a_starting_program() {
             if before.0 == before.1 && upgrades() == before {
                 // This client does not retry a call on a closing connection, so failures count only
                 // from here on.
-                return read.expect("nothing is going on any more");
+                return read.expect("a read failed although no upgrade is running");
             }
         }
     };
-    tokio::time::timeout(UPGRADES_DEADLINE, calm).await.expect("the last upgrade ends");
+    tokio::time::timeout(UPGRADES_DEADLINE, calm).await.expect("the last upgrade did not end");
     worker.assert_no_error_logged();
     block_in_place(|| worker.stop());
 }
@@ -399,7 +399,7 @@ async fn service_manager_passes_sockets_and_is_notified() {
         let mut all = String::new();
         while !all.contains(until) {
             let mut message = [0; 1000];
-            let length = manager.recv(&mut message).unwrap_or_else(|error| panic!("{error} after {all}"));
+            let length = manager.recv(&mut message).unwrap_or_else(|error| panic!("{error}; messages so far: {all}"));
             all.push_str(&String::from_utf8_lossy(&message[..length]));
         }
         all

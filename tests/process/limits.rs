@@ -186,6 +186,6 @@ async fn app_survives_pause_of_the_process() {
         !log.contains("node is lost") && !log.contains("application expired without a heartbeat"),
         "{log}"
     );
-    written.task(&client, 2, 1000).await.expect("the assignment is unchanged");
+    written.task(&client, 2, 1000).await.expect("a send with the old assignment failed");
     block_in_place(|| worker.stop());
 }

@@ -44,7 +44,7 @@ async fn check(client: &ShuffleClient, keys: &[ShuffleKey]) {
             let id = PartitionId(partition);
             let expected = block(partition);
             let read = client.read_partition(key, id, &ReadOptions::default()).await.unwrap();
-            assert!(read.blocks[&expected.meta.block_id] == expected.data, "partition {partition}");
+            assert!(read.blocks[&expected.meta.block_id] == expected.data, "partition {partition} has other bytes");
             assert_eq!(client.results(key, &[id], None).await.unwrap().cardinality(), 1);
         }
     }
@@ -70,7 +70,7 @@ fn print_memory(worker: &WorkerProcess, idle: u64, what: &str) {
         used / f64::from(1 << 20),
         bound >> 20
     ));
-    assert!(peak <= bound, "{} MiB resident, {} MiB are allowed", peak >> 20, bound >> 20);
+    assert!(peak <= bound, "{} MiB are resident, {} MiB are allowed", peak >> 20, bound >> 20);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

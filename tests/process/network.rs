@@ -161,7 +161,7 @@ async fn acknowledged_blocks_survive_network_faults() {
     let faulty = faulty.load(Ordering::Relaxed);
     let tasks = acknowledged.len() / 4;
     say(&format!("network: {tasks} of 200 tasks acknowledged, {faulty} faulty connections"));
-    assert!(faulty > 10 && tasks > 20, "{tasks} tasks, {faulty} faults");
+    assert!(faulty > 10 && tasks > 20, "only {tasks} tasks with {faulty} faults ran");
 
     let read = direct.read_partition(&key("net", 0), PartitionId(0), &ReadOptions::default()).await;
     let read = read.unwrap().blocks;

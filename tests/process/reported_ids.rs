@@ -97,7 +97,7 @@ impl Layout {
             };
             let answer = client.raw().get_shuffle_result(request).await.unwrap().into_inner();
             assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
-            assert!(answer.serialized_bitmap == self.bitmap(&[partition_id]), "partition {partition_id}");
+            assert!(answer.serialized_bitmap == self.bitmap(&[partition_id]), "wrong ids of partition {partition_id}");
         }
         let partitions: Vec<i32> = (150..190).collect();
         let request = GetShuffleResultForMultiPartRequest {
@@ -119,7 +119,7 @@ async fn assert_all_results(worker: &WorkerProcess, when: &str) {
     }
     let (peak, bound) = (worker.peak_resident_bytes(), CAPACITY_BYTES / 100 * 105 + (200 << 20));
     say(&format!("{when}: largest resident size {} MiB of {}", peak >> 20, bound >> 20));
-    assert!(peak <= bound, "{when}: {} MiB resident, {} MiB are allowed", peak >> 20, bound >> 20);
+    assert!(peak <= bound, "{when}: {} MiB are resident, {} MiB are allowed", peak >> 20, bound >> 20);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

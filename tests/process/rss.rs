@@ -46,13 +46,10 @@ async fn write(client: ShuffleClient, key: ShuffleKey, first_task: i64) {
 
 async fn check(client: &ShuffleClient, key: &ShuffleKey, partition: i32) -> usize {
     let read = client.read_partition(key, PartitionId(partition), &ReadOptions::default()).await.unwrap();
-    assert_eq!(read.blocks.len(), usize::try_from(TASKS).unwrap(), "partition {partition}");
+    assert_eq!(read.blocks.len(), usize::try_from(TASKS).unwrap(), "blocks of partition {partition} are missing");
     for task in 0..TASKS {
         let expected = block(partition, task);
-        assert!(
-            read.blocks[&expected.meta.block_id] == expected.data,
-            "the block of task {task} in partition {partition} has other bytes"
-        );
+        assert!(read.blocks[&expected.meta.block_id] == expected.data, "the block of task {task} in partition {partition} has other bytes");
     }
     read.from_disk
 }
@@ -75,7 +72,7 @@ async fn writing_four_times_capacity_stays_within_bound() {
     for partition in [0, 1, 2499, 2500, 4999, 5000, 7777, PARTITIONS - 1] {
         from_disk += check(&client, &key, partition).await;
     }
-    assert!(from_disk > 0, "nothing was spilled, so nothing was tested");
+    assert!(from_disk > 0, "nothing was flushed, so the test checks nothing");
 
     let peak = worker.peak_resident_bytes();
     let written = TASKS.unsigned_abs() * u64::from(PARTITIONS.unsigned_abs()) * u64::from(BLOCK_BYTES);
@@ -87,7 +84,7 @@ async fn writing_four_times_capacity_stays_within_bound() {
         peak >> 20
     ));
     let bound = CAPACITY_BYTES / 100 * 105 + (200 << 20);
-    assert!(peak <= bound, "{} MiB resident, {} MiB are allowed", peak >> 20, bound >> 20);
+    assert!(peak <= bound, "{} MiB are resident, {} MiB are allowed", peak >> 20, bound >> 20);
 
     client.unregister_app("app-1").await.unwrap();
     drop(client);
@@ -134,7 +131,7 @@ async fn freed_response_memory_is_returned_to_the_system() {
     let of = |name: &str| metrics.expect(&format!("allocator_{name}_bytes"));
     let kept = of("resident") - of("active") - of("metadata");
     say(&format!("the allocator keeps {:.1} MiB", kept / f64::from(1 << 20)));
-    assert!(kept <= KEPT_BYTES_MAX, "{:.0} MiB are kept", kept / f64::from(1 << 20));
+    assert!(kept <= KEPT_BYTES_MAX, "the allocator keeps {:.0} MiB", kept / f64::from(1 << 20));
     drop(coordinator);
     tokio::task::block_in_place(|| {
         worker.assert_clean();
@@ -155,6 +152,6 @@ fn idle_worker_has_few_threads_and_little_memory() {
         }
     });
     let resident = worker.proc_status("VmRSS") >> 10;
-    assert!(resident <= 64, "{resident} MiB resident");
+    assert!(resident <= 64, "{resident} MiB are resident");
     worker.stop();
 }

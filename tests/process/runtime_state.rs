@@ -105,14 +105,14 @@ async fn settings_survive_upgrade_and_kill() {
     saved(&worker, "anna").await;
     for by in ["kill", "upgrade"] {
         replace_process(&mut worker, by);
-        assert!(is_decommissioned(&worker), "after {by}: {}", node(&worker));
-        assert_eq!(node(&worker)["tags"], json!(["night"]), "after {by}");
+        assert!(is_decommissioned(&worker), "the decommission was lost by {by}: {}", node(&worker));
+        assert_eq!(node(&worker)["tags"], json!(["night"]), "the tags were lost by {by}");
     }
     call(&worker, "/admin/cancel-decommission", "").await;
     replace_process(&mut worker, "kill");
     assert!(!is_decommissioned(&worker));
     let (anna, carl) = (admits(&worker, "anna").await, admits(&worker, "carl").await);
-    assert!(!anna && carl, "the quota of a user outlives the process: {anna}, {carl}");
+    assert!(!anna && carl, "the quota of a user must outlive the process: {anna}, {carl}");
 
     call(&worker, "/admin/decommission", "").await;
     block_in_place(|| {
@@ -120,7 +120,7 @@ async fn settings_survive_upgrade_and_kill() {
         assert!(worker.wait_end().success());
         worker.start_again();
     });
-    assert!(!is_decommissioned(&worker), "a graceful stop completes it");
+    assert!(!is_decommissioned(&worker), "a graceful stop must complete the decommission");
     assert_eq!(node(&worker)["tags"], json!(["night"]));
     block_in_place(|| worker.stop());
 }
@@ -157,7 +157,7 @@ async fn lost_nodes_survive_upgrade_and_kill() {
         eventually(&format!("lost after {by}"), || lost(&worker, 2.0)).await;
         let page = block_in_place(|| worker.page("/api/v1/cluster")).unwrap();
         let cluster: Value = serde_json::from_str(&page).unwrap();
-        assert_eq!(cluster["lost"], json!(["dying", "gone"]), "after {by}");
+        assert_eq!(cluster["lost"], json!(["dying", "gone"]), "the lost nodes were forgotten by {by}");
     }
     block_in_place(|| worker.stop());
 }
@@ -172,15 +172,15 @@ async fn settings_without_disks_survive_upgrade_and_kill() {
     call(&worker, "/admin/decommission", "").await;
     for by in ["upgrade", "kill", "kill"] {
         replace_process(&mut worker, by);
-        assert!(is_decommissioned(&worker), "after {by}: {}", node(&worker));
-        assert_eq!(node(&worker)["tags"], json!(["night"]), "after {by}");
+        assert!(is_decommissioned(&worker), "the decommission was lost by {by}: {}", node(&worker));
+        assert_eq!(node(&worker)["tags"], json!(["night"]), "the tags were lost by {by}");
     }
     call(&worker, "/admin/cancel-decommission", "").await;
     replace_process(&mut worker, "kill");
     assert!(!is_decommissioned(&worker), "{}", node(&worker));
     assert_eq!(node(&worker)["tags"], json!(["night"]));
     let (anna, carl) = (admits(&worker, "anna").await, admits(&worker, "carl").await);
-    assert!(!anna && carl, "the quota of a user survives: {anna}, {carl}");
+    assert!(!anna && carl, "the quota of a user must outlive the process: {anna}, {carl}");
     block_in_place(|| worker.stop());
     server.stop().await;
 }

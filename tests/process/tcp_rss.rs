@@ -84,7 +84,7 @@ async fn frames_beside_full_disk_stay_within_memory_bound() {
     ));
     assert!(
         stored * u64::from(BLOCK_BYTES) > CAPACITY_BYTES / 2,
-        "{stored} sends stored: memory was not full"
+        "only {stored} sends were stored, so memory was not full"
     );
     assert_eq!(stored + refused, CONNECTIONS as u64);
     assert_bounded(peak, CAPACITY_BYTES);
@@ -121,7 +121,7 @@ async fn frames_beside_hung_disk_stay_within_memory_bound() {
     fixture.until("a write hangs", |fixture| fixture.faults.hung() > 0).await;
     let peak = uniffle_testkit::worker::peak_resident_bytes(std::process::id());
     uniffle_testkit::say(&format!("{stored} sends stored, {refused} refused, peak {peak} bytes resident"));
-    assert!(stored * u64::from(BLOCK_BYTES) > capacity / 2, "{stored} sends stored: memory was not full");
+    assert!(stored * u64::from(BLOCK_BYTES) > capacity / 2, "only {stored} sends were stored, so memory was not full");
     assert_eq!(stored + refused, CONNECTIONS as u64);
     assert_bounded(peak, capacity);
     fixture.faults.clear();
@@ -131,7 +131,7 @@ async fn frames_beside_hung_disk_stay_within_memory_bound() {
 
 fn assert_bounded(peak: u64, capacity: u64) {
     let bound = capacity + capacity / 20 + (200 << 20);
-    assert!(peak <= bound, "{} MiB resident, {} MiB allowed", peak >> 20, bound >> 20);
+    assert!(peak <= bound, "{} MiB are resident, {} MiB are allowed", peak >> 20, bound >> 20);
 }
 
 /// Returns the numbers of stored and refused frames. Only frames with a ticket may be stored.

@@ -30,13 +30,13 @@ async fn worker_survives_truncation_of_its_memory_file() {
         file.set_len(0).unwrap();
         let mut written = Written::register(&client, key("app", shuffle), 2).await;
         for task in 0..20 {
-            written.task(&client, task, 14 << 10).await.expect("the worker continues");
+            written.task(&client, task, 14 << 10).await.expect("the worker does not continue");
         }
         written.assert_readable(&client).await;
         let read = client.read_partition(&earlier.key, PartitionId(0), &ReadOptions::default()).await;
         assert!(read.is_err(), "a zeroed block was served");
     }
-    assert_eq!(std::fs::metadata(&path).unwrap().len(), bytes, "the length is not restored");
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), bytes, "the length of the file was not restored");
     block_in_place(|| worker.begin_upgrade());
     block_in_place(|| worker.finish_upgrade());
     assert!(worker.log().contains("was removed, replaced or truncated"), "{}", worker.log());

@@ -60,7 +60,7 @@ async fn handed_over_in_a_flush(name: &'static str, memory: &'static str) {
     let on_disk = logged_number(&log, "recovered data of an earlier process", "blocks");
     let in_memory = logged_number(&log, "recovered blocks from memory", "restored");
     let blocks = 16 * u64::try_from(PARTITIONS).unwrap();
-    assert!(on_disk > 0 && in_memory > 0, "{on_disk} blocks on the disk, {in_memory} in memory");
+    assert!(on_disk > 0 && in_memory > 0, "{on_disk} blocks are on the disk, {in_memory} in memory");
     assert_eq!(on_disk + in_memory, blocks);
     let client = client_of(&worker).await;
     for task in 8..16 {

@@ -108,7 +108,7 @@ async fn upgrade_to_another_store_location_is_refused() {
         worker.write_config(&text);
         worker.begin_upgrade();
         block_in_place(|| worker.wait_log(complaint));
-        written.task(&client, task, BLOCK_BYTES).await.expect("the worker continues");
+        written.task(&client, task, BLOCK_BYTES).await.expect("the worker does not continue");
     }
     written.assert_readable(&client).await;
     block_in_place(|| worker.stop());

@@ -94,8 +94,8 @@ struct Callers {
 
 impl Callers {
     async fn connect(&self) -> Clients {
-        let grpc = ShuffleClient::connect(local(self.ports.0)).await.expect("no connection is refused");
-        let (tcp, driver) = TcpClient::connect(local(self.ports.1)).await.expect("no connection is refused");
+        let grpc = ShuffleClient::connect(local(self.ports.0)).await.expect("a connection was refused");
+        let (tcp, driver) = TcpClient::connect(local(self.ports.1)).await.expect("a connection was refused");
         self.tasks.spawn("tcp client", driver);
         Clients { grpc: grpc.with_backoff(long_backoff()), tcp }
     }
@@ -116,7 +116,7 @@ impl Callers {
                     false => self.read(&clients, by, i32::try_from(call).unwrap()).await,
                 };
                 let Err(again) = done else { break };
-                assert!(began.elapsed() < CALL_DEADLINE, "a call is not answered: {again:?}");
+                assert!(began.elapsed() < CALL_DEADLINE, "a call was not answered: {again:?}");
                 if matches!(again, Retry::Connection(_)) {
                     clients = self.connect().await;
                 }
@@ -238,7 +238,7 @@ async fn hand_over_under_calls(name: &'static str, memory: &'static str) {
     callers.progress(callers.answered()).await;
     callers.stop.store(true, Ordering::Relaxed);
     while let Some(ended) = running.join_next().await {
-        ended.expect("every call is answered");
+        ended.expect("a call was not answered");
     }
     let (longest, again) = (callers.longest.lock().clone(), std::mem::take(&mut *callers.again.lock()));
     let (gap_ms, calls) = (worker.ready().upgrade_gap_ms.unwrap(), callers.answered());
@@ -248,7 +248,7 @@ async fn hand_over_under_calls(name: &'static str, memory: &'static str) {
         tasks * i64::from(PARTITIONS)
     ));
     let broken = |again: &&Retry| !matches!(again, Retry::Connection(why) if why.is_empty());
-    assert_eq!(again.iter().find(broken).map(|again| format!("{again:?}")), None, "{} retries", again.len());
+    assert_eq!(again.iter().find(broken).map(|again| format!("{again:?}")), None, "one of {} retries had another cause", again.len());
     let log = worker.log();
     assert!(log.contains("handing over memory") && log.contains("flushed_bytes=0"), "{log}");
     let blocks = i64::from(READ_PARTITIONS * READ_BLOCKS) + tasks * i64::from(PARTITIONS);
@@ -257,7 +257,7 @@ async fn hand_over_under_calls(name: &'static str, memory: &'static str) {
     assert_eq!(
         in_memory,
         Some(blocks.to_string()),
-        "all that was acknowledged, once, and nothing was flushed"
+        "all acknowledged blocks must be in memory once"
     );
     let found = client_of(&worker).await.results(&filled, &[PartitionId(7)], None).await.unwrap();
     assert_eq!(found.cardinality(), u64::try_from(tasks).unwrap());
@@ -357,7 +357,7 @@ async fn send_received_during_upgrade_is_stored_once() {
 async fn assert_holds(worker: &WorkerProcess, client: &ShuffleClient, key: &ShuffleKey, batch: &Batch) {
     let read = client.read_partition(key, PartitionId(0), &Default::default()).await.unwrap();
     let blocks: BTreeMap<_, _> = batch[0].1.iter().map(|it| (it.meta.block_id, it.data.clone())).collect();
-    assert!(read.blocks == blocks, "{} blocks of {}", read.blocks.len(), blocks.len());
+    assert!(read.blocks == blocks, "{} blocks were read of {}", read.blocks.len(), blocks.len());
     assert_eq!(read.repeats, 0);
     let in_memory = worker.metrics().total("total_in_memory_block_count").map(|count| count.to_string());
     assert_eq!(in_memory, Some(blocks.len().to_string()));

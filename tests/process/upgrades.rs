@@ -63,7 +63,7 @@ impl RefusedUpgrades {
         });
         assert!(self.worker.is_running() && self.worker.pid() == pid);
         assert!(!self.worker.log().contains("upgraded; no connection was accepted"));
-        self.written.task(&self.client, refused.into(), 1000).await.expect("the worker continues");
+        self.written.task(&self.client, refused.into(), 1000).await.expect("the worker does not continue");
         let client = client_of(&self.worker).await;
         self.written.assert_readable(&client).await;
         self.worker.write_config(&self.config);
@@ -133,7 +133,7 @@ async fn upgrade_is_refused_while_a_directory_is_detached() {
     refusing.refuses(&config, &reason).await;
     std::fs::create_dir(&path).unwrap();
     refusing.refuses(&config, &reason).await;
-    assert_eq!(std::fs::read_dir(&path).unwrap().count(), 0, "nothing is written there");
+    assert_eq!(std::fs::read_dir(&path).unwrap().count(), 0, "files were written to the refused directory");
     std::fs::remove_dir(&path).unwrap();
     std::fs::write(&path, "a file").unwrap();
     refusing.refuses(&config, &reason).await;
@@ -288,7 +288,7 @@ async fn upgrade_is_refused_until_hung_disk_answers() {
         worker.wait_log("upgrade refused");
     });
     let log = worker.log();
-    let refusal = log.lines().find(|line| line.contains("upgrade refused")).expect("the refusal is logged");
+    let refusal = log.lines().find(|line| line.contains("upgrade refused")).expect("the refusal was not logged");
     let named = format!("data directory {hung} hangs");
     for part in [&named, "by=\"hang\"", "decommission the worker", "then restart it"] {
         assert!(refusal.contains(part), "{part}: {refusal}");
@@ -298,7 +298,7 @@ async fn upgrade_is_refused_until_hung_disk_answers() {
     calls.end(&mut callers, "an upgrade that a hung disk refuses").await;
     assert!(worker.is_running() && worker.pid() == pid);
     assert_eq!(worker.metrics().total_of("upgrades_refused_total", "by=\"hang\""), Some(1.0));
-    more.task(&client, 0, 1000).await.expect("the worker continues");
+    more.task(&client, 0, 1000).await.expect("the worker does not continue");
     drop(frozen);
     block_in_place(|| {
         worker.wait_log("disk responds again");
@@ -382,7 +382,7 @@ impl Calls {
     async fn end(&self, callers: &mut JoinSet<()>, under: &str) {
         self.stop.store(true, Ordering::Relaxed);
         while let Some(ended) = callers.join_next().await {
-            ended.expect("no report is forgotten");
+            ended.expect("a reporter failed");
         }
         let (reported, asked) = self.answered();
         let of = |count: &AtomicUsize| count.load(Ordering::Relaxed);
@@ -417,7 +417,7 @@ impl Calls {
                 |client: ShuffleClient| async move { client.results(key, &[PartitionId(0)], None).await };
             if let Some(found) = self.call(port, ask).await {
                 let missing = before.iter().find(|id| !found.contains(**id));
-                assert!(missing.is_none(), "the report of {missing:?} was acknowledged and is gone");
+                assert!(missing.is_none(), "the acknowledged report of {missing:?} is missing");
                 self.asked.fetch_add(1, Ordering::Relaxed);
             }
         }
@@ -504,7 +504,7 @@ async fn upgrade_gap_starts_with_empty_memory() {
     let blocks = tasks * i64::from(PARTITIONS);
     say(&format!("{blocks} blocks of {BLOCK_BYTES} bytes: no process accepted for {gap_ms} ms"));
     if std::env::var_os("UPGRADE_WORKER").is_some() {
-        assert!(gap_ms <= GAP_MS_MAX, "{gap_ms} ms");
+        assert!(gap_ms <= GAP_MS_MAX, "the gap took {gap_ms} ms");
     }
     let log = worker.log();
     assert!(log.contains("flushed_bytes=0") && !log.contains("did not finish in time"), "{log}");

@@ -83,8 +83,8 @@ impl Written {
             assert_eq!(reported.cardinality(), blocks.len() as u64, "{partition:?}");
             for block in blocks {
                 let id = block.meta.block_id;
-                assert!(reported.contains(id.0.cast_unsigned()), "{id:?} was reported");
-                assert!(has(&read.blocks, id, &block.data), "{id:?} of {partition:?}");
+                assert!(reported.contains(id.0.cast_unsigned()), "{id:?} is not in the result");
+                assert!(has(&read.blocks, id, &block.data), "{id:?} of {partition:?} is missing or has other bytes");
             }
         }
         Ok(())

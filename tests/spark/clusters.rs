@@ -36,7 +36,7 @@ fn concurrent_apps_with_equal_shuffle_ids_are_isolated() {
         [Application { jvm: JvmKind::NoUnsafe, ..Application::of(scenarios) }, Application::of(scenarios)];
     spark.run_all_at_once(&[&worker], &apps);
     let spilled = worker.metrics().expect("memory_spill_total_bytes");
-    assert!(spilled > 0.0, "nothing was spilled");
+    assert!(spilled > 0.0, "nothing was flushed");
     worker.assert_no_error_logged();
     worker.stop();
 }
@@ -58,14 +58,14 @@ fn two_workers_share_partitions_and_replicas() {
     let received = |worker: &WorkerProcess| worker.metrics().expect("total_received_data");
     let shared = workers.map(received);
     let written = sum(&answers, "shuffle_written");
-    assert!(shared[0] + shared[1] < 1.1 * written, "{shared:?} of {written}: written more than once");
+    assert!(shared[0] + shared[1] < 1.1 * written, "{shared:?} of {written} bytes: blocks were written more than once");
 
     let words = "spark.rss.data.replica=2 spark.rss.data.replica.write=2 spark.rss.data.replica.read=1";
     let answers = spark.run(&workers, Application { words, ..Application::of("range_sort,cogroup") });
     let written = sum(&answers, "shuffle_written");
     for (worker, before) in workers.iter().zip(shared) {
         let received = received(worker) - before;
-        assert!(received > 0.95 * written, "{received} of {written} bytes came to {worker:?}");
+        assert!(received > 0.95 * written, "only {received} of {written} bytes were sent to {worker:?}");
     }
     for worker in [second, first] {
         worker.assert_no_error_logged();
@@ -197,5 +197,5 @@ fn three_replicas_survive_loss_in_map_stage() {
 }
 
 fn sum(answers: &[Value], name: &str) -> f64 {
-    answers.iter().map(|answer| answer[name].as_f64().unwrap_or_else(|| panic!("{name} in {answer}"))).sum()
+    answers.iter().map(|answer| answer[name].as_f64().unwrap_or_else(|| panic!("{name} is missing: {answer}"))).sum()
 }

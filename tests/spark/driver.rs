@@ -64,30 +64,30 @@ fn run(name: &'static str, client: &str) {
         .args(size.words)
         .stdin(Stdio::null())
         .output()
-        .expect("java runs");
+        .expect("cannot run java");
     let (stdout, stderr) = (String::from_utf8_lossy(&driver.stdout), String::from_utf8_lossy(&driver.stderr));
-    assert!(driver.status.success(), "{}\n{stdout}\n{stderr}", driver.status);
+    assert!(driver.status.success(), "the driver failed: {}\n{stdout}\n{stderr}", driver.status);
     floor(&worker, &size);
 
     let rounds: Vec<Value> = stdout
         .lines()
         .map(|line| {
             say(line);
-            serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in {line}"))
+            serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"))
         })
         .collect();
-    assert_eq!(rounds.len(), size.rounds, "{stdout}\n{stderr}");
+    assert_eq!(rounds.len(), size.rounds, "a round is missing: {stdout}\n{stderr}");
     for figure in ["write_cpu_s_per_gb", "read_cpu_s_per_gb", "peak_rss_mib"] {
         say(&format!("{client} {figure}: median {:.3}", median(&rounds, figure)));
     }
     let bytes: f64 = rounds.iter().filter_map(|round| round["bytes"].as_f64()).sum();
     let metrics = worker.metrics();
     let blocks: f64 = rounds.iter().filter_map(|round| round["blocks"].as_f64()).sum();
-    assert!(metrics.expect("total_received_data") >= bytes, "{bytes} were sent");
+    assert!(metrics.expect("total_received_data") >= bytes, "less than {bytes} bytes were sent");
     let (local, memory) = (metrics.expect("total_write_block"), metrics.expect("total_read_memory_data"));
-    assert!(local > 0.0 && local <= blocks && memory > 0.0, "{local} blocks spilled of {blocks}, {memory}");
+    assert!(local > 0.0 && local <= blocks && memory > 0.0, "{local} of {blocks} blocks were flushed, {memory} read from memory");
     let (peak, bound) = (worker.peak_resident_bytes(), size.capacity_bytes / 100 * 105 + (200 << 20));
-    assert!(peak <= bound, "{} MiB resident, {} MiB are allowed", peak >> 20, bound >> 20);
+    assert!(peak <= bound, "{} MiB are resident, {} MiB are allowed", peak >> 20, bound >> 20);
     worker.assert_clean();
     worker.assert_no_error_logged();
 }
@@ -116,7 +116,7 @@ fn floor(worker: &WorkerProcess, size: &Size) {
 fn median(rounds: &[Value], figure: &str) -> f64 {
     let mut values: Vec<f64> = rounds
         .iter()
-        .map(|round| round[figure].as_f64().unwrap_or_else(|| panic!("{figure} in {round}")))
+        .map(|round| round[figure].as_f64().unwrap_or_else(|| panic!("{figure} is missing: {round}")))
         .collect();
     values.sort_unstable_by(f64::total_cmp);
     values[values.len() / 2]

@@ -53,7 +53,7 @@ impl Jvms {
         }
         let answers: Vec<_> = self.small.iter_mut().map(finish).collect();
         assert!(answers.windows(2).all(|pair| pair[0]["digest"] == pair[1]["digest"]), "{answers:?}");
-        answers.iter().map(|answer| answer["seconds"].as_f64().expect("every line has it")).collect()
+        answers.iter().map(|answer| answer["seconds"].as_f64().expect("every line has the seconds")).collect()
     }
 }
 
@@ -106,12 +106,12 @@ fn run(name: &'static str, client: &str) {
         beside / alone,
         flood["rounds"]
     ));
-    assert!(flooded > beside, "the flood was over before the small ones were");
+    assert!(flooded > beside, "the flood ended before the small jobs");
     worker.assert_clean();
     worker.assert_no_error_logged();
     worker.stop();
     drop((jvms, turn));
-    assert!(beside <= SLOWDOWN_MAX * alone, "{beside:.1} s beside the flood, {alone:.1} s without it");
+    assert!(beside <= SLOWDOWN_MAX * alone, "small jobs took {beside:.1} s beside the flood and {alone:.1} s without it");
 }
 
 #[test]

@@ -38,7 +38,7 @@ impl<'a> Watch<'a> {
     /// Returns the largest listing observed. Its files are deleted by now, or will be soon.
     fn finish(self) -> Vec<FileStatus> {
         drop(self.stop);
-        let seen = self.seen.join().expect("the watch does not panic");
+        let seen = self.seen.join().expect("the watching thread panicked");
         wait_until("the application's files are gone", Duration::from_secs(20), || {
             match self.hdfs.list("/uniffle") {
                 remaining if remaining.is_empty() => Ok(()),
@@ -74,8 +74,8 @@ fn client_reads_blocks_spilled_to_hdfs() {
     let metrics = worker.metrics();
     let received = metrics.expect("total_received_data");
     let spilled = metrics.expect("total_memory_spill_to_hdfs");
-    assert!(spilled >= received - 104e6, "{spilled} of {received} bytes went to HDFS");
-    assert!(total(&seen, ".data") > 100_000_000, "HDFS had {seen:?}");
+    assert!(spilled >= received - 104e6, "only {spilled} of {received} bytes were written to HDFS");
+    assert!(total(&seen, ".data") > 100_000_000, "HDFS has only {seen:?}");
     assert_eq!(total(&seen, ".index") % 40, 0, "{seen:?}");
     assert_eq!(metrics.expect("total_memory_to_hdfs_spill_failed"), 0.0);
     worker.assert_no_error_logged();
@@ -113,8 +113,8 @@ fn cold_partitions_go_to_hdfs_and_others_to_disks() {
         }
     }
     let [all, remote] = spilled;
-    assert!(remote > 10e6 && all - remote > 10e6, "{remote} of {all} spilled bytes went to HDFS");
-    assert!(total(&seen, ".data") > 0 && total(&seen, ".index") > 0, "HDFS had {seen:?}");
+    assert!(remote > 10e6 && all - remote > 10e6, "{remote} of {all} flushed bytes were written to HDFS");
+    assert!(total(&seen, ".data") > 0 && total(&seen, ".index") > 0, "HDFS has only {seen:?}");
     worker.assert_no_error_logged();
     worker.stop();
 }
@@ -138,7 +138,7 @@ fn commits_reach_hdfs(name: &'static str, store_type: &'static str, type_of_clie
     spark.run(&[&worker], Application { words: &words, ..Application::of("sort_small,join,cogroup") });
     let metrics = worker.metrics();
     assert!(metrics.expect("grpc_commit_shuffle_task_total") > 0.0, "no task committed");
-    assert_eq!(metrics.expect("grpc_get_memory_shuffle_data_total"), 0.0, "memory was read");
+    assert_eq!(metrics.expect("grpc_get_memory_shuffle_data_total"), 0.0, "blocks were read from memory");
     assert!(metrics.expect("memory_spill_total_bytes") > 0.0);
     worker.assert_no_error_logged();
     worker.stop();

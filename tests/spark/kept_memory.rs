@@ -10,7 +10,7 @@ use uniffle_testkit::worker::WorkerProcess;
 /// Returns a temporary tmpfs directory and the lines of `[memory_store]` that name it.
 fn tmpfs() -> (tempfile::TempDir, &'static str) {
     let directory = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir_in("/dev/shm");
-    let directory = directory.expect("a directory of a tmpfs");
+    let directory = directory.expect("cannot create a directory on a tmpfs");
     let lines = format!("backing = {:?}\n", directory.path().display().to_string());
     (directory, Box::leak(lines.into_boxed_str()))
 }
@@ -33,7 +33,7 @@ fn survives_kill_of_any_worker(jvm: JvmKind, words: &str) {
     let words = format!("failures=allowed master=local-cluster[2,1,1024] {words}");
     let application = Application { jvm, scenarios: JOB, words: &words };
     let (workers, answers) = spark.run_while(embedded_cluster(memory), application, |workers| {
-        let [first, second, third] = workers else { unreachable!("three workers") };
+        let [first, second, third] = workers else { unreachable!("the cluster has three workers") };
         // First a coordinator, then a plain worker.
         kill_and_restart(first, third, "total_received_data", 5e6);
         kill_and_restart(third, second, "total_received_data", 10e6);

@@ -26,7 +26,7 @@ fn kill_between_stages(
 ) -> (WorkerProcess, Vec<Value>) {
     let worker = WorkerProcess::start(&Setup { name, capacity: "300M", ..Setup::default() });
     let pause = worker.dir().join("pause");
-    std::fs::create_dir(&pause).expect("a directory for the pause");
+    std::fs::create_dir(&pause).expect("cannot create the directory for the pause");
     let words = format!(
         "failures=allowed master=local[4,4] spark.uniffle.pause={} {}",
         pause.display(),
@@ -40,8 +40,8 @@ fn kill_between_stages(
         workers[0].kill();
         workers[0].start_again();
         let lost = workers[0].metrics().expect("lost_blocks");
-        assert!(lost > 0.0, "all was on the disk");
-        std::fs::write(pause.join("go"), "").expect("the signal to continue");
+        assert!(lost > 0.0, "no block was lost, because all were on the disk");
+        std::fs::write(pause.join("go"), "").expect("cannot write the signal to continue");
     });
     (workers.remove(0), answers)
 }
@@ -89,7 +89,7 @@ fn lost_blocks_of_barrier_stage_are_recomputed() {
     let vanilla = spark.vanilla_of(JvmKind::Main, scenario);
     assert_eq!(answers[0]["ok"], true, "{answers:?}\n{}", spark.log_tail(JvmKind::Main));
     assert_eq!(answers[0]["digest"], vanilla["digest"], "{answers:?}");
-    assert!(worker.metrics().expect("total_healed_blocks") > 0.0, "nothing was sent again");
+    assert!(worker.metrics().expect("total_healed_blocks") > 0.0, "no lost block was resent");
     worker.assert_clean();
     worker.stop();
 }

@@ -99,7 +99,7 @@ impl Spark {
         let answers: Vec<_> = applications.iter().map(|application| self.finish(application)).collect();
         for (application, answers) in applications.iter().zip(&answers) {
             for answer in answers {
-                let name = answer["scenario"].as_str().expect("every line has it").to_owned();
+                let name = answer["scenario"].as_str().expect("every line has the scenario").to_owned();
                 let vanilla = &self.vanilla[&(application.jvm.spark_version(), name)];
                 assert_eq!(answer["digest"], vanilla["digest"], "{answer}");
             }
@@ -127,7 +127,7 @@ impl Spark {
         for answer in &answers {
             let log = || self.log_tail(application.jvm);
             assert_eq!(answer["ok"], true, "{answer}\n--- end of the JVM's log\n{}", log());
-            let name = answer["scenario"].as_str().expect("every line has it");
+            let name = answer["scenario"].as_str().expect("every line has the scenario");
             assert_eq!(answer["digest"], self.vanilla_of(application.jvm, name)["digest"], "{answer}");
         }
         for worker in &mut workers {
@@ -179,7 +179,7 @@ impl Spark {
         let scenarios = unknown.join(",");
         self.begin(jvm, "vanilla", &format!("scenarios={scenarios}"));
         for answer in self.finish(&Application { jvm, scenarios: &scenarios, words: "" }) {
-            let name = answer["scenario"].as_str().expect("every line has it").to_owned();
+            let name = answer["scenario"].as_str().expect("every line has the scenario").to_owned();
             self.vanilla.insert((version, name), answer);
         }
     }
@@ -236,7 +236,7 @@ impl Spark {
 /// Returns the start of the first and the end of the last scenario, in ms of the system clock.
 fn interval(answers: &[Value]) -> (u64, u64) {
     let time = |answer: Option<&Value>, name: &str| {
-        answer.and_then(|answer| answer[name].as_u64()).unwrap_or_else(|| panic!("{name} in {answer:?}"))
+        answer.and_then(|answer| answer[name].as_u64()).unwrap_or_else(|| panic!("{name} is missing: {answer:?}"))
     };
     (time(answers.first(), "began_ms"), time(answers.last(), "ended_ms"))
 }

@@ -88,7 +88,7 @@ fn jobs_larger_than_memory_match_vanilla_spark() {
     assert!(pieces.is_some_and(|pieces| pieces >= 2), "AQE must have split partitions: {answers:?}");
     let metrics = worker.metrics();
     let written = metrics.expect("object_write_bytes");
-    assert!(written > 4.0 * 32e6, "only {written} bytes went into the store");
+    assert!(written > 4.0 * 32e6, "only {written} bytes were written to the store");
     let (segments, pages) =
         (metrics.expect("object_segments_written"), metrics.expect("object_metadata_writes"));
     say(&format!("{written} bytes in {segments} segments, {pages} objects of metadata"));

@@ -83,10 +83,10 @@ fn upgrade_in_both_stages(name: &'static str, jvm: JvmKind, words: &str) {
     let application = Application { jvm, scenarios: JOB, words };
     let (workers, answers) = spark.run_while(vec![worker], application, |workers| {
         let received = wait_total(&workers[0], "total_received_data", 40e6);
-        assert!(received < JOB_BYTES, "{received}: the map stage is over");
+        assert!(received < JOB_BYTES, "the map stage ended too early: {received} bytes");
         upgrade(&mut workers[0], &installed);
         let read = wait_total(&workers[0], "total_read_data", 15e6);
-        assert!(read < JOB_BYTES, "{read}: the reduce stage is over");
+        assert!(read < JOB_BYTES, "the reduce stage ended too early: {read} bytes");
         upgrade(&mut workers[0], &installed);
     });
     assert_eq!(answers[0]["failed_tasks"], 0, "{answers:?}");
@@ -186,7 +186,7 @@ fn full_disk_fails_no_task() {
     for worker in workers {
         let log = worker.log();
         let noticed = ["disk is full", "disk crossed a watermark", "write failed; trying the next disk"];
-        assert!(noticed.iter().any(|text| log.contains(text)), "no disk got full");
+        assert!(noticed.iter().any(|text| log.contains(text)), "no disk became full");
         worker.stop();
     }
     drop(mounted);

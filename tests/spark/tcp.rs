@@ -19,7 +19,7 @@ fn requests(metrics: &Metrics, rpc: &str) -> (f64, f64) {
 fn assert_tcp_only(metrics: &Metrics, rpcs: &[&str]) {
     for rpc in rpcs {
         let (grpc, tcp) = requests(metrics, rpc);
-        assert!(grpc == 0.0 && tcp > 0.0, "{rpc}: {grpc} over gRPC, {tcp} over TCP");
+        assert!(grpc == 0.0 && tcp > 0.0, "{rpc}: {grpc} calls over gRPC, {tcp} over TCP");
     }
 }
 
@@ -48,7 +48,7 @@ fn shuffle_of_four_times_memory_uses_disks_over_tcp() {
     spark.run(&[&worker], Application { scenarios: "spill", words, ..TCP });
     let metrics = worker.metrics();
     let spilled = metrics.expect("memory_spill_total_bytes");
-    assert!(spilled > 3.0 * 104e6, "only {spilled} bytes were spilled");
+    assert!(spilled > 3.0 * 104e6, "only {spilled} bytes were flushed");
     assert_tcp_only(&metrics, &["sendShuffleData", "getLocalShuffleIndex", "getLocalShuffleData"]);
     worker.assert_no_error_logged();
     worker.stop();
@@ -62,7 +62,7 @@ fn concurrent_apps_on_both_listeners_match_vanilla_spark() {
     let apps = [Application { scenarios, ..TCP }, Application::of(scenarios)];
     spark.run_all_at_once(&[&worker], &apps);
     let (grpc, tcp) = requests(&worker.metrics(), "sendShuffleData");
-    assert!(grpc > 0.0 && tcp > 0.0, "{grpc} over gRPC, {tcp} over TCP");
+    assert!(grpc > 0.0 && tcp > 0.0, "{grpc} calls over gRPC, {tcp} over TCP");
     worker.assert_no_error_logged();
     worker.stop();
 }

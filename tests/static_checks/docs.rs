@@ -26,7 +26,7 @@ fn links_and_citations_resolve() {
         .collect();
     assert!(
         pages.len() > 10 && files.len() > 100,
-        "the search is broken: {} pages, {} files",
+        "found only {} pages and {} files: the search is broken",
         pages.len(),
         files.len()
     );
@@ -51,7 +51,7 @@ fn links_and_citations_resolve() {
             }
         }
     }
-    assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
+    assert!(broken.is_empty(), "broken links:\n{}\n", broken.join("\n"));
 }
 
 #[test]
@@ -72,7 +72,7 @@ pub(super) fn read_tree(root: &Path, dir: &Path, files: &mut BTreeMap<PathBuf, S
         if entry.file_type().unwrap().is_dir() {
             read_tree(root, &path, files);
         } else if let Ok(text) = std::fs::read_to_string(&path) {
-            files.insert(path.strip_prefix(root).expect("below the root").to_owned(), text);
+            files.insert(path.strip_prefix(root).expect("the file is below the root").to_owned(), text);
         }
     }
 }

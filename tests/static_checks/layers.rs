@@ -287,10 +287,10 @@ fn modules_import_downwards() {
     let files = trees.iter().flat_map(|tree| tree.0.keys());
     let modules = files.filter_map(|file| file.first()).map(String::as_str);
     let modules = modules.chain(CRATES_AS_MODULES.iter().copied()).collect();
-    assert_eq!(known, modules, "LAYERS and the modules of src/lib.rs and uniffle-base");
+    assert_eq!(known, modules, "LAYERS differs from the modules of src/lib.rs and uniffle-base");
     let sources = trees.iter().flat_map(|tree| tree.0.values());
     let wrong: Vec<String> = sources.flat_map(against_the_layers).collect();
-    assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
+    assert!(wrong.is_empty(), "imports that point up the layers:\n{}\n", wrong.join("\n"));
 }
 
 #[test]
@@ -311,7 +311,7 @@ fn files_of_other_crates_form_no_cycle() {
 fn assert_no_cycle(imports: &BTreeSet<(String, String)>) {
     let wrong: Vec<_> =
         cycles(imports).iter().map(|line| format!("{line}\n{}", inside(line, imports))).collect();
-    assert!(wrong.is_empty(), "files that reach each other:\n{}", wrong.join("\n"));
+    assert!(wrong.is_empty(), "files that import each other:\n{}", wrong.join("\n"));
 }
 
 /// tokio timers that include pauses of the process. `clock` has equivalents without pauses.
@@ -327,7 +327,7 @@ fn deadlines_are_measured_by_the_clock_module() {
     let trees: Vec<_> = members.into_iter().chain([Tree::read()]).collect();
     let wrong: Vec<String> =
         trees.iter().flat_map(|tree| tree.0.values()).flat_map(counting_pauses).collect();
-    assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
+    assert!(wrong.is_empty(), "deadlines without the clock module:\n{}\n", wrong.join("\n"));
 }
 
 /// Returns the uses of such timers in a file.
@@ -386,7 +386,7 @@ mod rules {
         );
         assert!(
             wrong("runtime", "table! { pub(in crate::app) struct T { pub(super) a: b = 0; } }").is_empty(),
-            "as outside of a macro"
+            "a visibility in a macro is no import"
         );
         assert!(
             wrong(
@@ -397,7 +397,7 @@ mod rules {
         );
         assert!(
             wrong("store", "mod tests { use super::app::X; }").is_empty(),
-            "a submodule with a layer's name"
+            "a submodule with the name of a layer is no layer"
         );
     }
 

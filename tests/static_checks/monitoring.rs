@@ -125,8 +125,8 @@ fn alerts_have_severity_texts_and_runbook_entry() {
     let mut names = BTreeSet::new();
     for alert in alerts() {
         let name = alert["alert"];
-        let field = |key: &str| *alert.get(key).unwrap_or_else(|| panic!("{name} has no {key}"));
-        assert!(names.insert(name), "{name} exists twice");
+        let field = |key: &str| *alert.get(key).unwrap_or_else(|| panic!("alert {name} has no {key}"));
+        assert!(names.insert(name), "alert {name} exists twice");
         assert!(["critical", "warning"].contains(&field("severity")), "{name}: {}", field("severity"));
         assert!(field("summary").contains("{{ $") && field("description").ends_with('.'), "{name}");
         let anchor = field("runbook_url").strip_prefix(RUNBOOK_OF_ALERTS);
@@ -139,7 +139,7 @@ fn alerts_have_severity_texts_and_runbook_entry() {
 fn each_alert_has_a_rule_test() {
     for alert in alerts() {
         let test = format!("  - name: {}\n", alert["alert"]);
-        assert!(RULE_TESTS.contains(&test), "{} has no test", alert["alert"]);
+        assert!(RULE_TESTS.contains(&test), "alert {} has no test", alert["alert"]);
     }
 }
 
@@ -182,7 +182,7 @@ fn panels_name_existing_metrics() {
     for panel in panels() {
         let title = panel["title"].as_str().unwrap();
         let targets = panel["targets"].as_array().unwrap();
-        assert!(!targets.is_empty(), "{title} shows nothing");
+        assert!(!targets.is_empty(), "panel {title} shows nothing");
         for target in targets {
             let expression = target["expr"].as_str().unwrap();
             assert_names_metrics(title, &expression.replace("$__rate_interval", "1m"), &documented);
@@ -196,7 +196,7 @@ fn panels_have_unit_description_and_runbook_links() {
     let mut titles = BTreeSet::new();
     for panel in panels() {
         let title = panel["title"].as_str().unwrap();
-        assert!(titles.insert(title.to_owned()), "{title} exists twice");
+        assert!(titles.insert(title.to_owned()), "panel {title} exists twice");
         let texts = [&panel["description"], &panel["fieldConfig"]["defaults"]["unit"]];
         assert!(
             texts.iter().all(|text| text.as_str().is_some_and(|it| !it.is_empty())),
@@ -219,7 +219,7 @@ fn panels_have_places_of_their_own() {
         let [x, y, w, h] = ["x", "y", "w", "h"].map(|key| panel["gridPos"][key].as_u64().unwrap());
         assert!(x + w <= 24, "{}", panel["title"]);
         for cell in (x..x + w).flat_map(|x| (y..y + h).map(move |y| (x, y))) {
-            assert!(taken.insert(cell), "{} overlaps", panel["title"]);
+            assert!(taken.insert(cell), "panel {} overlaps another one", panel["title"]);
         }
     }
 }

@@ -51,5 +51,5 @@ fn types_have_distinct_names() {
     assert!(files_of.len() > 1000, "only {} types found: the search is broken", files_of.len());
     let is_allowed = |name: &str| BY_MODULE.contains(&name) || GIVEN.contains(&name);
     files_of.retain(|name, files| files.len() > 1 && !is_allowed(name));
-    assert!(files_of.is_empty(), "rename all but one of each: {files_of:#?}");
+    assert!(files_of.is_empty(), "several types have one name; rename all but one: {files_of:#?}");
 }

@@ -199,7 +199,7 @@ fn image_runs_as_ordinary_user_without_sources() {
     assert!(!DOCKERFILE.contains(":latest"));
     assert!(DOCKERFILE.contains("cargo build --release --locked"));
     let user = DOCKERFILE.find("\nUSER 10001").unwrap();
-    assert!(DOCKERFILE.find("\nENTRYPOINT [").expect("an entry point in the exec form") > user);
+    assert!(DOCKERFILE.find("\nENTRYPOINT [").expect("the image needs an entry point in the exec form") > user);
     assert!(DOCKERFILE.contains("VOLUME [\"/data\"]") && DOCKERFILE.contains("ENV XDG_STATE_HOME=/data"));
     for port in ["21100", "21200", "19998"] {
         assert!(DOCKERFILE.lines().any(|line| line.starts_with("EXPOSE") && line.contains(port)), "{port}");
@@ -333,7 +333,7 @@ fn each_replica_has_its_own_service() {
         let name = format!("uniffle-worker-{replica}\n");
         assert!(service.contains(&format!("\n  name: {name}")), "{service}");
         assert!(service.contains(&format!("statefulset.kubernetes.io/pod-name: {name}")), "{service}");
-        assert!(!service.contains("clusterIP: None"), "without an address: {service}");
+        assert!(!service.contains("clusterIP: None"), "a service has no address: {service}");
         for port in [config.worker.grpc_port, config.worker.urpc_port.unwrap(), config.worker.http_port] {
             assert!(service.contains(&format!("port: {port}\n")), "{port}");
         }

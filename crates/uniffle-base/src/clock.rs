@@ -365,7 +365,7 @@ pub mod testing {
         let ticks = run();
         tokio::select! {
             biased;
-            () = ticks => unreachable!("the ticks never end"),
+            () = ticks => unreachable!("the ticks do not end"),
             done = test => done,
         }
     }
@@ -445,7 +445,7 @@ mod tests {
         assert_eq!(tokio::join!(waiting, pausing).0, Err(Elapsed(())));
         let (took, in_all) = (ours.elapsed(), tokios.elapsed());
         assert!((10 * SECOND..=10 * SECOND + TICK).contains(&took), "{took:?}");
-        assert!(in_all > 69 * SECOND, "paused after {paused_after:?}: {in_all:?}");
+        assert!(in_all > 69 * SECOND, "with a pause after {paused_after:?} the deadline passed after {in_all:?}");
     }
 
     #[tokio::test(start_paused = true)]
@@ -469,7 +469,7 @@ mod tests {
             let mut waiting = std::pin::pin!(timeout(SECOND, heard));
             assert!(futures::poll!(waiting.as_mut()).is_pending());
             advance(60 * SECOND).await;
-            assert!(futures::poll!(waiting.as_mut()).is_pending(), "the deadline has not passed");
+            assert!(futures::poll!(waiting.as_mut()).is_pending(), "the wait ended before its deadline");
             last_log.send(7).unwrap();
             assert_eq!(waiting.await, Ok(Ok(7)));
         })

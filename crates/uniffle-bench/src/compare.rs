@@ -163,7 +163,7 @@ mod tests {
         assert!((cpu.a - 0.3).abs() < 1e-9 && (cpu.b - 0.6).abs() < 1e-9 && (cpu.ratio - 0.5).abs() < 1e-9);
         assert!(
             lines.iter().all(|line| !line.what.starts_with("read")),
-            "figures that were not measured are not compared"
+            "figures that were not measured were compared"
         );
     }
 

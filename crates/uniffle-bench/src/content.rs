@@ -101,7 +101,7 @@ impl SplitMix {
 
     /// Returns a uniform number in `0..below`.
     pub(crate) fn below(&mut self, below: u64) -> u64 {
-        u64::try_from((u128::from(self.next()) * u128::from(below)) >> 64).expect("less than `below`")
+        u64::try_from((u128::from(self.next()) * u128::from(below)) >> 64).expect("the result is less than `below`")
     }
 
     /// Returns a uniform number in `0.0..1.0`.
@@ -138,7 +138,7 @@ pub(crate) struct ContentPool {
 impl ContentPool {
     /// Creates the random bytes of the pool.
     pub(crate) fn new(seed: u64, sizes: Sizes) -> Self {
-        let longest = usize::try_from(sizes.longest()).expect("a u32 is an index");
+        let longest = usize::try_from(sizes.longest()).expect("a u32 fits into usize");
         let total = (PLACES * STRIDE_BYTES + longest).next_multiple_of(8);
         let mut bytes = BytesMut::with_capacity(total);
         let mut random = SplitMix::new(seed);
@@ -156,9 +156,9 @@ impl ContentPool {
     /// Returns the description of block `id`.
     pub(crate) fn describe(&self, id: i64) -> BlockDescription {
         let hash = mix(self.seed ^ id.cast_unsigned().wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        let place = usize::try_from(hash % PLACES as u64).expect("less than PLACES");
+        let place = usize::try_from(hash % PLACES as u64).expect("a remainder is less than PLACES");
         let classes = self.sizes.lengths.len() as u64;
-        let class = usize::try_from((hash >> 32) % classes).expect("less than the number of classes");
+        let class = usize::try_from((hash >> 32) % classes).expect("the index is less than the number of classes");
         BlockDescription { length: self.sizes.lengths[class], place, class }
     }
 
@@ -177,7 +177,7 @@ impl ContentPool {
         let cell = &self.crcs[block.place * self.sizes.lengths.len() + block.class];
         let known = cell.load(Ordering::Relaxed);
         if known & KNOWN != 0 {
-            return u32::try_from(known & !KNOWN).expect("32 bits are left");
+            return u32::try_from(known & !KNOWN).expect("only 32 bits remain");
         }
         let crc = crc32fast::hash(self.view(block));
         cell.store(KNOWN | u64::from(crc), Ordering::Relaxed);
@@ -186,7 +186,7 @@ impl ContentPool {
 
     fn range(block: BlockDescription) -> std::ops::Range<usize> {
         let begins = block.place * STRIDE_BYTES;
-        begins..begins + usize::try_from(block.length).expect("a u32 is an index")
+        begins..begins + usize::try_from(block.length).expect("a u32 fits into usize")
     }
 }
 
@@ -222,7 +222,7 @@ mod tests {
             assert_eq!(block, b.describe(id));
             assert_eq!(a.bytes(block), b.bytes(block));
             assert_eq!(a.crc(block), crc32fast::hash(&a.bytes(block)));
-            assert_eq!(a.crc(block), a.crc(block), "the second time from the table");
+            assert_eq!(a.crc(block), a.crc(block), "the second checksum must come from the table");
             differ += usize::from(other.view(other.describe(id)) != a.view(block));
         }
         assert!(differ > 90);

@@ -52,7 +52,7 @@ impl Buf for Chunk {
     }
 
     fn advance(&mut self, mut count: usize) {
-        assert!(count <= self.remaining, "advance beyond the end");
+        assert!(count <= self.remaining, "cannot advance beyond the end");
         self.remaining -= count;
         while count > 0 {
             let front = self.pieces.front_mut().expect("pieces have `remaining` bytes");

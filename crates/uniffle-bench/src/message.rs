@@ -41,7 +41,7 @@ struct MessageWriter<'a> {
 impl<'a> MessageWriter<'a> {
     fn new(pool: &'a ContentPool, message: &PlannedMessage) -> Self {
         let copied = if pool.sizes().mean() <= u64::from(COPY_BYTES_MAX) { message.payload_bytes } else { 0 };
-        let copied = usize::try_from(copied).expect("a message fits memory");
+        let copied = usize::try_from(copied).expect("a message fits into memory");
         let arena =
             BytesMut::with_capacity(copied + message.blocks * 72 + message.partitions.len() * 16 + 256);
         Self { pool, arena, cuts: Vec::with_capacity(message.blocks) }
@@ -137,14 +137,14 @@ fn grpc(
             writer.varint_field(3, length);
             writer.varint_field(4, u64::from(pool.crc(planned.block)));
             if inline {
-                writer.length_field(5, usize::try_from(length).expect("a u32 is an index"));
+                writer.length_field(5, usize::try_from(length).expect("a u32 fits into usize"));
                 writer.data(planned);
             }
             writer.varint_field(6, task);
         }
     }
     if !inline {
-        writer.length_field(7, usize::try_from(message.payload_bytes).expect("a message fits memory"));
+        writer.length_field(7, usize::try_from(message.payload_bytes).expect("a message fits into memory"));
         for planned in message.partitions.iter().flat_map(|(_, planned)| planned) {
             writer.data(planned);
         }
@@ -156,7 +156,7 @@ fn block_length(pool: &ContentPool, planned: &PlannedBlock, task: u64, inline: b
     let length = u64::from(planned.block.length);
     let numbers = [planned.id.cast_unsigned(), length, length, u64::from(pool.crc(planned.block)), task];
     let heads: usize = numbers.iter().map(|&number| 1 + varint_length(number)).sum();
-    let data = 1 + varint_length(length) + usize::try_from(length).expect("a u32 is an index");
+    let data = 1 + varint_length(length) + usize::try_from(length).expect("a u32 fits into usize");
     heads + if inline { data } else { 0 }
 }
 
@@ -167,7 +167,7 @@ fn wide(value: i32) -> u64 {
 
 fn varint_length(value: u64) -> usize {
     // 7 bits per byte, and one byte for 0.
-    usize::try_from((70 - (value | 1).leading_zeros()) / 7).expect("at most ten")
+    usize::try_from((70 - (value | 1).leading_zeros()) / 7).expect("a varint has at most ten bytes")
 }
 
 fn put_varint(out: &mut BytesMut, mut value: u64) {
@@ -228,7 +228,7 @@ const SERVERS: &[u8] = b"\0\0\0\x01\0\0\0\x1410.0.0.1-19999-17000\0\0\0\x0810.0.
 pub(crate) fn netty_length(key: &ShuffleKey, message: &PlannedMessage) -> usize {
     let heads = 8 + 4 + key.app.as_str().len() + 4 + 8 + 4 + 8;
     let blocks = message.blocks * (40 + SERVERS.len() + 12);
-    let payload = usize::try_from(message.payload_bytes).expect("a message fits memory");
+    let payload = usize::try_from(message.payload_bytes).expect("a message fits into memory");
     heads + message.partitions.len() * 8 + blocks + payload
 }
 

@@ -84,7 +84,7 @@ impl WorkPlan {
     /// Returns the endless sequence of messages of `task`.
     pub(crate) fn task(&self, task: u32) -> TaskPlan {
         let mut random = SplitMix::new(self.seed ^ (u64::from(task) << 32 | 0x5eed));
-        let first = u32::try_from(random.below(u64::from(self.partitions))).expect("less than a u32");
+        let first = u32::try_from(random.below(u64::from(self.partitions))).expect("a remainder is less than its u32 divisor");
         let id = TaskAttemptId(i64::from(task));
         TaskPlan { plan: self.clone(), task: id, random, next: first, sequences: HashMap::new() }
     }
@@ -141,7 +141,7 @@ impl TaskPlan {
             [only] => *only,
             shapes => {
                 let index = self.random.below(shapes.len() as u64);
-                shapes[usize::try_from(index).expect("less than their number")]
+                shapes[usize::try_from(index).expect("the index is less than the number of shapes")]
             }
         }
     }
@@ -162,7 +162,7 @@ impl TaskPlan {
         };
         let point = self.random.unit() * sum;
         let index = self.plan.skew.partition_point(|&weight| weight <= point);
-        u32::try_from(index).expect("as many as partitions").min(self.plan.partitions - 1)
+        u32::try_from(index).expect("there are at most u32::MAX partitions").min(self.plan.partitions - 1)
     }
 }
 
@@ -201,7 +201,7 @@ mod tests {
                 }
             }
         }
-        assert!(task.message(1).blocks == 1, "the limit cuts a message short");
+        assert!(task.message(1).blocks == 1, "the limit must cut a message short");
     }
 
     #[test]

@@ -161,7 +161,7 @@ mod tests {
                 (LEFT..=WIDTH).contains(&x.parse().unwrap()) && (0.0..=HEIGHT).contains(&y.parse().unwrap())
             );
         }
-        assert_eq!(points.split(' ').count(), 3, "values that are no number are not drawn");
+        assert_eq!(points.split(' ').count(), 3, "values that are not numbers must not be drawn");
     }
 
     #[test]

@@ -274,6 +274,6 @@ mod tests {
         unchecked.unchecked = true;
         assert!(unchecked.take(&[block.clone()]).is_ok());
         block.data.truncate(block.data.len() - 1);
-        assert!(unchecked.take(&[block]).is_err(), "the block has another length than announced");
+        assert!(unchecked.take(&[block]).is_err(), "a block of another length than announced was accepted");
     }
 }

@@ -351,7 +351,7 @@ pub(crate) mod tests {
         for expected in
             [" 2.000 GB/s", calls, "0.250 s/GB", "14 threads", "7 NO_BUFFER", "memcpy", "extent logs"]
         {
-            assert!(text.contains(expected), "{expected} in\n{text}");
+            assert!(text.contains(expected), "{expected} is missing:\n{text}");
         }
         assert!(text.contains("SendShuffleData"));
     }

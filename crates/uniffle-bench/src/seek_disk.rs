@@ -178,7 +178,7 @@ mod tests {
         platter.read(a, 0, 1_000);
         assert_eq!(platter.work.seeks, 1);
         platter.read(a, 1_000, 1_000);
-        assert_eq!(platter.work.seeks, 11, "a file written in ten pieces has ten extents");
+        assert_eq!(platter.work.seeks, 11, "a file written in ten pieces must have ten extents");
         assert!((platter.work.seconds - 11.0 * SEEK_SECONDS - 2_000.0 / BYTES_PER_SECOND).abs() < 1e-9);
     }
 }

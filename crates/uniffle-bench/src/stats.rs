@@ -90,7 +90,7 @@ impl Default for Stats {
 impl Stats {
     pub(crate) fn record(&self, rpc: Rpc, took: Duration) {
         let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
-        let index = Rpc::ALL.iter().position(|&known| known == rpc).expect("ALL has every call");
+        let index = Rpc::ALL.iter().position(|&known| known == rpc).expect("ALL contains every call");
         self.latencies[index].lock().saturating_record(micros.max(1));
     }
 

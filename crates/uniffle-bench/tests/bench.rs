@@ -35,11 +35,11 @@ fn bench(line: &[&str]) -> Output {
 /// Runs with `--json` and returns the report.
 fn figures(line: &[&str]) -> Value {
     let file = tempfile::NamedTempFile::new().unwrap();
-    let path = file.path().to_str().expect("temp dirs are text");
+    let path = file.path().to_str().expect("paths of temporary directories are UTF-8");
     let output = bench(&[line, &["--json", path]].concat());
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{line:?}: {stderr}");
-    assert!(!output.stdout.is_empty(), "{line:?} prints nothing");
+    assert!(!output.stdout.is_empty(), "{line:?} printed nothing");
     serde_json::from_slice(&std::fs::read(path).expect("the result file exists")).expect("the result is JSON")
 }
 
@@ -49,7 +49,7 @@ fn fails_with(output: &Output, expected: &str) {
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("uniffle-bench: ")).collect();
     assert_eq!(lines.len(), 1, "{stderr}");
-    assert!(lines[0].contains(expected), "{expected:?} is not in {:?}", lines[0]);
+    assert!(lines[0].contains(expected), "{expected:?} is missing: {:?}", lines[0]);
     assert!(!stderr.contains("panicked"), "{stderr}");
 }
 
@@ -84,9 +84,9 @@ fn written_blocks_are_read_from_memory_and_disk() {
     assert!(sum(&report, "written_bytes") >= 100_000_000);
     let (memory, disk) = (sum(&report, "blocks_from_memory"), sum(&report, "blocks_from_disk"));
     assert_eq!(memory + disk, sum(&report, "blocks_written"));
-    assert!(disk > 0, "100 MB do not fit into 64 MB");
+    assert!(disk > 0, "100 MB fit into 64 MB of memory");
     let phase = &report["runs"][0]["phases"][0];
-    assert!(phase["server"]["cpu_seconds"].as_f64().expect("the process was found") > 0.0);
+    assert!(phase["server"]["cpu_seconds"].as_f64().expect("the process of the server was not found") > 0.0);
     assert!(phase["latencies"].as_array().is_some_and(|calls| calls.len() >= 4));
     worker.assert_clean();
     worker.assert_no_error_logged();
@@ -104,7 +104,7 @@ fn other_transports_and_modes_work() {
     let report = way(&["read", "--transport", "contiguous", "--blocks", "tiny", "--tier", "memory"]);
     assert_eq!(sum(&report, "blocks_from_memory"), sum(&report, "blocks_written"));
     way(&["read", "--replicas", "2", "--local-order", "--reads", "1.5"]);
-    let raw = worker.ready().urpc_port.expect("the listener is open").to_string();
+    let raw = worker.ready().urpc_port.expect("the TCP listener is open").to_string();
     let report = way(&["read", "--transport", "tcp", "--tcp-port", &raw]);
     assert!(sum(&report, "read_bytes") >= 8_000_000);
     let report = way(&["mixed", "--rounds", "2"]);
@@ -120,7 +120,7 @@ fn other_transports_and_modes_work() {
     assert!(sum(&figures(&recorded), "written_bytes") >= 4_000_000);
     let report = way(&["latency"]);
     let phases = report["runs"][0]["phases"].as_array().unwrap();
-    assert_eq!(phases.len(), 8, "writes and reads at four loads");
+    assert_eq!(phases.len(), 8, "expected writes and reads at four loads");
     assert!(sum(&report, "read_bytes") >= 25_000_000, "{report}");
     for preset in ["scale", "terasort", "tpcds-stress"] {
         let report = figures(&[preset, "--port", &port, "--size", "0.004", "--connections", "2"]);
@@ -133,12 +133,12 @@ fn other_transports_and_modes_work() {
 #[test]
 fn report_page_and_floors_are_created() {
     let dir = tempfile::tempdir().unwrap();
-    let path = |name: &str| dir.path().join(name).to_str().expect("temp dirs are text").to_owned();
+    let path = |name: &str| dir.path().join(name).to_str().expect("paths of temporary directories are UTF-8").to_owned();
     let page = path("page.html");
-    let here = dir.path().to_str().expect("temp dirs are text");
+    let here = dir.path().to_str().expect("paths of temporary directories are UTF-8");
     let report = figures(&["floor", "--bytes", "16MB", "--dir", here, "--html", &page]);
     assert!(report["floor"].as_array().is_some_and(|lines| lines.len() >= 5));
-    let text = std::fs::read_to_string(&page).expect("the page was written");
+    let text = std::fs::read_to_string(&page).expect("the page was not written");
     assert!(text.starts_with("<!doctype html>") && text.contains("<svg"));
     let report = figures(&["hdd", "--bytes", "8MiB", "--partitions", "20,200"]);
     assert!(report["hdd"].as_array().is_some_and(|lines| lines.len() == 4));
@@ -162,7 +162,7 @@ fn unreachable_or_foreign_server_is_reported() {
     fails_with(&bench(&tcp), "--tcp-port");
     let wrong = ["write", "--port", &grpc, "--transport", "tcp", "--tcp-port", &http, "--bytes", "1MB"];
     fails_with(&bench(&wrong), "does not speak this protocol");
-    let raw = worker.ready().urpc_port.expect("the listener is open").to_string();
+    let raw = worker.ready().urpc_port.expect("the TCP listener is open").to_string();
     fails_with(&bench(&["write", "--port", &raw]), "does not speak gRPC on this port");
     let swapped = ["write", "--port", &grpc, "--transport", "tcp", "--tcp-port", &grpc, "--bytes", "1MB"];
     fails_with(&bench(&swapped), "does not speak this protocol");
@@ -225,7 +225,7 @@ fn dies_under(transport: &str, line: &[&str], expected: &str) {
 #[test]
 fn single_wrong_byte_fails_the_run() {
     let worker = worker("bench-corrupt");
-    let (grpc, raw) = (worker.ready().grpc_port, worker.ready().urpc_port.expect("the listener is open"));
+    let (grpc, raw) = (worker.ready().grpc_port, worker.ready().urpc_port.expect("the TCP listener is open"));
     let line =
         ["read", "--bytes", "4MB", "--message-size", "1MiB", "--partitions", "4", "--connections", "1"];
     let one = ["--readers", "1"];
@@ -274,7 +274,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream, wrong: usize) {
 #[test]
 fn manuals_and_completions_cover_every_subcommand() {
     let dir = tempfile::tempdir().unwrap();
-    let output = bench(&["man", "--directory", dir.path().to_str().expect("temp dirs are text")]);
+    let output = bench(&["man", "--directory", dir.path().to_str().expect("paths of temporary directories are UTF-8")]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     for page in ["uniffle-bench.1", "uniffle-bench-write.1", "uniffle-bench-compare.1"] {
         assert!(dir.path().join(page).is_file(), "{page}");

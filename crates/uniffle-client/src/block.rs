@@ -108,7 +108,7 @@ impl Block {
     #[must_use]
     pub fn new(block_id: BlockId, task_attempt_id: TaskAttemptId, data: Bytes) -> Self {
         let length = u32::try_from(data.len()).ok().filter(|&len| i32::try_from(len).is_ok());
-        let length = length.expect("the protocol's lengths are i32");
+        let length = length.expect("lengths of the protocol fit into i32");
         let crc = crc32fast::hash(&data);
         let meta = BlockMeta { block_id, task_attempt_id, length, uncompressed_length: length, crc };
         Self { meta, data }

@@ -415,7 +415,7 @@ mod tests {
         // Two blocks from memory, then three blocks from each range of at least 300 bytes.
         for expected in [(1, 0), (1, 0), (2, 1), (2, 1), (2, 1), (2, 2), (2, 2), (2, 2), (2, 3)] {
             read.push(stream.next().await.unwrap().unwrap());
-            assert_eq!(requests(), expected, "after {} blocks", read.len());
+            assert_eq!(requests(), expected, "unexpected requests after {} blocks", read.len());
         }
         read.push(stream.next().await.unwrap().unwrap());
         assert!(stream.next().await.is_none());

@@ -467,7 +467,7 @@ mod tests {
             let local: Vec<LocalAddress> = addresses.iter().map(parse).map(local).collect();
             let route = |family: AddressFamily| routes.iter().map(parse).find(|ip| family.has(*ip));
             let found = own_address(parse(&bind_address), &local, route);
-            assert_eq!(found, parse(&announced), "{addresses:?} at {bind_address}");
+            assert_eq!(found, parse(&announced), "addresses {addresses:?}, bind address {bind_address}");
         }
     }
 

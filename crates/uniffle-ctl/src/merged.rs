@@ -351,7 +351,7 @@ mod tests {
         assert_eq!(
             it["bytes"].as_object().map(Map::len),
             Some(LISTED_MAX + 1),
-            "listed workers and the mean"
+            "expected the listed fields and the mean"
         );
         assert!(it.to_string().len() < 300 << 10, "{}", it.to_string().len());
     }

@@ -265,6 +265,6 @@ mod tests {
         let text =
             screen(&[(&target, Err(CommandFailure::Unreachable("http://w:1: refused".to_owned())))], WIDTH);
         assert!(text.starts_with("1 worker, 0 answering; 0 %"), "{text}");
-        assert_eq!(text.matches("http://w:1").count(), 2, "a row and its reason: {text}");
+        assert_eq!(text.matches("http://w:1").count(), 2, "expected a row and its reason: {text}");
     }
 }

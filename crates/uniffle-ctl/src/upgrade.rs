@@ -335,7 +335,7 @@ mod tests {
         let code = |after| compare("w-1", &program(5, 2), &after).map_err(|failure| failure.code());
         assert_eq!(code(program(5, 2)), Err(4));
         assert_eq!(code(program(6, 2)), Ok(()));
-        assert_eq!(code(program(6, 0)), Ok(()), "the application of the lost blocks has ended");
+        assert_eq!(code(program(6, 0)), Ok(()), "lost blocks of an ended application must not count");
         assert_eq!(code(program(6, 3)), Err(1));
     }
 

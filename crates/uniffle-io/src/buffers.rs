@@ -401,18 +401,18 @@ mod tests {
         let pool = AlignedPool::new(1);
         let mut first = pool.acquire().await;
         assert_eq!(first.put(&[7; 5000]), 5000);
-        assert!(pool.acquire().now_or_never().is_none(), "the pool is bounded");
+        assert!(pool.acquire().now_or_never().is_none(), "the pool must be bounded");
         let bytes = first.freeze();
         assert_eq!(bytes.as_ptr().addr() % BLOCK_ALIGN, 0);
         let clone = bytes.slice(1..2);
         drop(bytes);
-        assert_eq!(pool.available(), 0, "a clone still holds it");
+        assert_eq!(pool.available(), 0, "a clone must keep the buffer");
         drop(clone);
         let mut second = pool.acquire().await;
         second.put(&[1; 10]);
         second.pad();
         assert_eq!(second.filled(), BLOCK_ALIGN);
-        assert!(second.as_ref()[10..].iter().all(|byte| *byte == 0), "nothing of the first user is left");
+        assert!(second.as_ref()[10..].iter().all(|byte| *byte == 0), "the buffer has bytes of its first user");
     }
 
     #[test]
@@ -431,7 +431,7 @@ mod tests {
             assert_eq!(frozen, [7; 100].as_slice());
             let clone = frozen.slice(1..2);
             drop(frozen);
-            assert_eq!(buffers.0.lock().len(), 0, "a clone still holds it");
+            assert_eq!(buffers.0.lock().len(), 0, "a clone must keep the buffer");
             drop(clone);
             assert_eq!(buffers.0.lock().len(), recycled, "{len}");
             assert_eq!((*acquire(len)).as_mut().len(), len);
@@ -446,7 +446,7 @@ mod tests {
         parts.take();
         assert!(
             large.has_room(8 * BLOCK_ALIGN) && !large.has_room(8 * BLOCK_ALIGN + 1),
-            "two blocks are used"
+            "two blocks must be used"
         );
         assert!(parts.full().is_some_and(|share| Arc::ptr_eq(share, &small)) && !small.has_room(1));
         parts.release();

@@ -116,7 +116,7 @@ mod tests {
         let duration = Duration::from_secs(300);
         let mut asked = Box::pin(profile(&permit, duration, 1, Format::Protobuf, &tasks));
         assert!(futures::poll!(&mut asked).is_pending());
-        assert_eq!(tasks.running(), 1, "sampling has begun");
+        assert_eq!(tasks.running(), 1, "sampling has not begun");
         drop(asked);
         tasks.drained().await;
         let sampling = Sampling::start(99).unwrap();

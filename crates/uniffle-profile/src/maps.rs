@@ -220,7 +220,7 @@ mod tests {
     fn equal_addresses_have_one_number() {
         let mut addresses = AddressSet::default();
         assert_eq!([7, 9, 7].map(|address| addresses.number(address)), [0, 1, 0]);
-        assert_eq!(addresses.call_before(10), 1, "the call is before what it returns to");
+        assert_eq!(addresses.call_before(10), 1, "the call is located before its return address");
         assert_eq!(addresses.call_before(0), 2);
     }
 

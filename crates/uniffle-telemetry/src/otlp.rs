@@ -256,7 +256,7 @@ mod tests {
         let are_named = services.iter().all(|of| of.contains("uniffle-worker"));
         assert!(services.len() >= 3 && are_named, "{services:?}");
         queue.report(records(2));
-        assert_eq!(spans.lost(), 2, "the queue is closed");
+        assert_eq!(spans.lost(), 2, "the queue is closed, so spans must be lost");
     }
 
     #[tokio::test]
@@ -298,7 +298,7 @@ mod tests {
         let reported = 2 * (WAITING_SPANS_MAX + BATCH_SPANS_MAX);
         block_in_place(|| queue.report(records(reported)));
         let waiting = (WAITING_SPANS_MAX + BATCH_SPANS_MAX) as u64;
-        assert!(spans.lost() >= reported as u64 - waiting, "{} lost", spans.lost());
+        assert!(spans.lost() >= reported as u64 - waiting, "only {} spans count as lost", spans.lost());
         let mut export = Export { queue, sender: Some(sender), last_deadline: 100 * EXPORT_DEADLINE };
         export.expedite();
         let began = Instant::now();

@@ -123,6 +123,6 @@ mod tests {
         assert!(is_traced(always, Some("nonsense")) && !is_traced(never, Some("")));
         assert!(!is_traced(Traces::off(), Some(SAMPLED)));
         let some = (0..1000).filter(|_| is_traced(Traces::sampled(0.5), None)).count();
-        assert!((300..700).contains(&some), "{some} of 1000");
+        assert!((300..700).contains(&some), "{some} of 1000 traces were sampled");
     }
 }

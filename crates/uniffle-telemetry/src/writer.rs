@@ -338,7 +338,7 @@ pub(super) mod tests {
         assert_eq!(written.text(), "");
         drop(permit);
         thread.flush(60 * LAST_WRITE_DEADLINE);
-        assert!(written.text().ends_with("x\n"), "the sink takes lines again");
+        assert!(written.text().ends_with("x\n"), "the sink must accept lines again");
     }
 
     #[test]

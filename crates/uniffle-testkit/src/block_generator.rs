@@ -37,7 +37,7 @@ impl BlockGenerator {
     #[must_use]
     pub fn content(&self, id: BlockId, length: u32) -> Bytes {
         let mut state = SplitMix64(self.seed ^ id.0.cast_unsigned().wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        let length = usize::try_from(length).expect("a u32 is an index");
+        let length = usize::try_from(length).expect("a u32 fits into usize");
         let mut data = Vec::with_capacity(length.next_multiple_of(8));
         while data.len() < length {
             data.extend_from_slice(&state.next().to_le_bytes());

@@ -63,14 +63,14 @@ impl ConfigLines<'_> {
     /// Starts a worker in this process.
     pub async fn start(&self, data_paths: &[impl AsRef<Path>]) -> Worker {
         let config = parse(&self.own_text(data_paths));
-        Worker::start(&config).await.expect("the worker starts")
+        Worker::start(&config).await.expect("the worker did not start")
     }
 
     /// Starts a worker with tiers besides the configured ones.
     pub async fn start_above(&self, tiers: Vec<Arc<dyn Tier>>, data_paths: &[impl AsRef<Path>]) -> Worker {
         let environment = Environment { tiers, ..Environment::default() };
         let config = parse(&self.own_text(data_paths));
-        Worker::start_in(environment, Inherited::default(), &config).await.expect("the worker starts")
+        Worker::start_in(environment, Inherited::default(), &config).await.expect("the worker did not start")
     }
 }
 
@@ -79,12 +79,12 @@ pub async fn start_from(file: &Path) -> Worker {
     let origin = ConfigOrigin { env: env(), machine: machine() };
     let config = Config::load(Some(file), &origin.env, &origin.machine).unwrap();
     let environment = Environment { origin: Some(origin), ..Environment::default() };
-    Worker::start_in(environment, Inherited::default(), &config).await.expect("the worker starts")
+    Worker::start_in(environment, Inherited::default(), &config).await.expect("the worker did not start")
 }
 
 /// Parses a configuration for a fixed machine.
 pub fn parse(text: &str) -> Config {
-    Config::parse(text, &env(), &machine()).unwrap_or_else(|error| panic!("{error}\n{text}"))
+    Config::parse(text, &env(), &machine()).unwrap_or_else(|error| panic!("import failed: {error}\n{text}"))
 }
 
 /// Environment of a worker that is only reachable on this machine.

@@ -90,16 +90,16 @@ impl CoordinatorDouble {
     ) -> ShuffleServerHeartBeatRequest {
         let reached = self.seen.wait_for(|seen| seen.last.as_ref().is_some_and(|it| holds(it, seen.count)));
         let reached =
-            timeout(WAIT_MAX, reached).await.map(|seen| seen.expect("the coordinator runs").last.clone());
+            timeout(WAIT_MAX, reached).await.map(|seen| seen.expect("the coordinator has ended").last.clone());
         let Ok(heartbeat) = reached else {
             panic!("the expected heartbeat did not arrive; the last state is {:?}", self.seen.borrow())
         };
-        heartbeat.expect("a heartbeat, because the condition was true")
+        heartbeat.expect("the condition was true, so there is a heartbeat")
     }
 
     pub async fn stop(self) {
         self.tasks.cancel();
-        timeout(WAIT_MAX, self.tasks.drained()).await.expect("the coordinator ends after its clients");
+        timeout(WAIT_MAX, self.tasks.drained()).await.expect("the coordinator did not end after its clients");
     }
 }
 

@@ -77,20 +77,20 @@ impl MiniHdfs {
             .stdout(Stdio::piped())
             .stderr(log)
             .spawn()
-            .expect("java runs");
-        let stdout = BufReader::new(child.stdout.take().expect("piped above"));
+            .expect("cannot run java");
+        let stdout = BufReader::new(child.stdout.take().expect("stdout is piped"));
         let (send, answers) = channel();
         // Ends with the JVM, or with the receiver.
         std::thread::spawn(move || {
             stdout.lines().map_while(Result::ok).try_for_each(|line| send.send(line)).ok();
         });
-        let commands = child.stdin.take().expect("piped above");
+        let commands = child.stdin.take().expect("stdin is piped");
         let mut hdfs = Self { child, pipes: Mutex::new(Pipes { commands, answers }), dir, ports: Vec::new() };
         let ready = hdfs.pipes.lock().answers.recv_timeout(COMMAND_DEADLINE);
         let ready = ready.unwrap_or_else(|error| panic!("HDFS does not start: {error}\n{}", hdfs.log_tail()));
         let ports = ready.strip_prefix("ready ").into_iter().flat_map(|ports| ports.split(' '));
         hdfs.ports = ports.filter_map(|port| port.parse().ok()).collect();
-        assert!(!hdfs.ports.is_empty(), "{ready}\n{}", hdfs.log_tail());
+        assert!(!hdfs.ports.is_empty(), "HDFS announced no ports: {ready}\n{}", hdfs.log_tail());
         hdfs
     }
 

@@ -71,7 +71,7 @@ impl InProcess {
         let grant = self.service.ingest.require_buffer(RequireRequest {
             app,
             shuffle,
-            bytes: i32::try_from(bytes).expect("a test's batch is small"),
+            bytes: i32::try_from(bytes).expect("a batch of a test has at most 2 GiB"),
             partitions: &partitions,
             partition_sizes: &[],
         })?;
@@ -112,7 +112,7 @@ impl InProcess {
 
     async fn try_results(&self, key: &ShuffleKey, partition: i32) -> Result<Bytes, ServiceError> {
         let IdLayout { sequence_bits, partition_bits, task_bits } = self.layout;
-        let bits = |bits: u32| i32::try_from(bits).expect("at most 63");
+        let bits = |bits: u32| i32::try_from(bits).expect("a width is at most 63");
         let layout = IdWidths {
             sequence: bits(sequence_bits),
             partition: bits(partition_bits),
@@ -144,8 +144,8 @@ impl InProcess {
         };
         let limit = u64::from(READ_BUFFER_BYTES);
         for segment in read::segments(&records, Some(data_length), limit, wanted).map_err(malformed)? {
-            let offset = i64::try_from(segment.offset).expect("a test's partition is small");
-            let length = i32::try_from(segment.length).expect("a segment is small");
+            let offset = i64::try_from(segment.offset).expect("the offset fits into i64");
+            let length = i32::try_from(segment.length).expect("the length of a segment fits into i32");
             let answer = reads.read_data(&limits, target, ReadRange { offset, length }).await?;
             let data = collect(answer.chunks, answer.length).await?;
             for block in read::segment_blocks(&segment, &Bytes::from(data)).map_err(malformed)? {
@@ -233,7 +233,7 @@ impl WorkerView for InProcess {
         loop {
             match self.try_results(key, partition).await {
                 Ok(bytes) => {
-                    let known = bitmap::decode(&bytes).expect("a result is a bitmap");
+                    let known = bitmap::decode(&bytes).expect("the result is no valid bitmap");
                     return Ok(known.iter().map(|id| BlockId(id.cast_signed())).collect());
                 }
                 Err(error) if error.status() == StatusCode::NoBuffer && waits < NO_BUFFER_WAITS => waits += 1,

@@ -32,7 +32,7 @@ pub fn build(project: &Path, output: &Path, properties: &[String]) {
             .args(properties)
             .stdin(Stdio::null())
             .output()
-            .expect("mvn runs")
+            .expect("cannot run mvn")
     };
     let mut result = build();
     if !result.status.success() {
@@ -41,12 +41,12 @@ pub fn build(project: &Path, output: &Path, properties: &[String]) {
     }
     assert!(
         result.status.success(),
-        "mvn: {}\n{}\n{}",
+        "mvn failed: {}\n{}\n{}",
         result.status,
         String::from_utf8_lossy(&result.stdout),
         String::from_utf8_lossy(&result.stderr)
     );
-    std::fs::write(&stamp_file, stamp).expect("the output directory exists");
+    std::fs::write(&stamp_file, stamp).expect("cannot write to the output directory");
     say(&format!("{name} was built in {:.0} s", start.elapsed().as_secs_f32()));
 }
 

@@ -147,7 +147,7 @@ impl FaultyObjects {
         let late = std::mem::take(&mut *self.0.late.lock());
         let count = late.len();
         for (path, payload) in late {
-            self.0.inner.put(&path, payload).await.expect("memory has room");
+            self.0.inner.put(&path, payload).await.expect("a store in memory accepts every object");
         }
         count
     }
@@ -188,7 +188,7 @@ impl FaultyObjects {
 
     /// Replaces an object without the knowledge of any client.
     pub async fn replace(&self, key: &str, content: Bytes) {
-        self.0.inner.put(&Path::from(key), content.into()).await.expect("memory has room");
+        self.0.inner.put(&Path::from(key), content.into()).await.expect("a store in memory accepts every object");
     }
 
     /// Removes an object without the knowledge of any client.

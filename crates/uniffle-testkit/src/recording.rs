@@ -77,7 +77,7 @@ impl RecordedSession {
     pub fn encode(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
         put_bytes(&mut out, self.title.as_bytes());
-        out.put_u32(u32::try_from(self.exchanges.len()).expect("a recording is small"));
+        out.put_u32(u32::try_from(self.exchanges.len()).expect("a recording has few exchanges"));
         for exchange in &self.exchanges {
             out.put_u64(exchange.began_us);
             out.put_u64(exchange.ended_us);
@@ -220,7 +220,7 @@ fn walk_block(fields: &mut FrameFields<'_>) -> Result<proto::ShuffleBlock, Decod
 }
 
 fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
-    out.put_u32(u32::try_from(bytes.len()).expect("a recording is small"));
+    out.put_u32(u32::try_from(bytes.len()).expect("a field of a recording has at most 4 GiB"));
     out.put_slice(bytes);
 }
 
@@ -269,7 +269,7 @@ mod tests {
         for length in 0..file.len() {
             assert!(
                 RecordedSession::decode(file[..length].to_vec()).is_err(),
-                "{length} of {} bytes",
+                "a recording cut to {length} of {} bytes was accepted",
                 file.len()
             );
         }

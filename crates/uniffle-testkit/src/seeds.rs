@@ -47,7 +47,7 @@ pub fn run<T>(history: impl FnOnce() -> T) -> Result<T, String> {
 /// `default` seeds. Also returns true for a single seed.
 pub fn from_env(name: &str, default: u64) -> (Range<u64>, bool) {
     let number =
-        |name: String| std::env::var(&name).ok().map(|text| text.parse().expect("a seed is a number"));
+        |name: String| std::env::var(&name).ok().map(|text| text.parse().expect("the seed is not a number"));
     match number(format!("{name}_SEED")) {
         Some(seed) => (seed..seed + 1, true),
         None => (0..number(format!("{name}_SEEDS")).unwrap_or(default), false),

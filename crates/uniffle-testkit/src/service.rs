@@ -126,7 +126,7 @@ impl ServiceBuilder {
     /// Returns the error of the local tier.
     pub async fn try_start(self) -> Result<ServiceFixture, StoreError> {
         let Self { registry, tasks, disks, .. } = self;
-        let memory = Memory::new(&self.memory, &registry).expect("metrics of its own");
+        let memory = Memory::new(&self.memory, &registry).expect("the registry is new");
         let faulty = |(disk, faults): &(Arc<MemoryDisk>, Faults)| {
             Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as Arc<dyn Disk>
         };
@@ -148,11 +148,11 @@ impl ServiceBuilder {
             .collect();
         let tiers = Tiers::new(tiers).expect("at most one tier is read through the worker");
         let flusher = Flusher::start(self.flush, Arc::clone(&memory), tiers, tasks.clone(), &registry)
-            .expect("metrics of its own");
+            .expect("the registry is new");
         let apps = Arc::new(AppRegistry::new(self.apps, memory.heap(), memory.answered()));
         let (m, f) = (Arc::clone(&memory), Some(Arc::clone(&flusher)));
         let service =
-            Service::new(self.service, apps, m, f, tasks.clone(), &registry).expect("metrics of its own");
+            Service::new(self.service, apps, m, f, tasks.clone(), &registry).expect("the registry is new");
         for recovered in recovered {
             service.lifecycle.restore(recovered).await;
         }
@@ -186,8 +186,8 @@ impl ServiceFixture {
         let (routes, service) = (RoutesBuilder::default(), Arc::clone(&self.service));
         let tasks = self.tasks.clone();
         GrpcServer::start(GrpcConfig::default(), listener, routes, service, tasks, &self.registry)
-            .expect("metrics of its own");
-        ShuffleClient::connect(address).await.expect("the service listens").with_backoff(short_backoff())
+            .expect("the registry is new");
+        ShuffleClient::connect(address).await.expect("cannot connect to the service").with_backoff(short_backoff())
     }
 
     /// Returns the number of hanging operations on all disks.
@@ -215,7 +215,7 @@ impl ServiceFixture {
     /// Ends a test: unregisters all applications, checks that nothing is left, and stops all tasks.
     pub async fn finish(self) {
         for app in self.service.apps().apps() {
-            self.service.lifecycle.unregister_app(app.id().as_str()).expect("the application is registered");
+            self.service.lifecycle.unregister_app(app.id().as_str()).expect("the application is not registered");
         }
         eventually("the service is clean", || match self.leftovers() {
             remaining if remaining.is_empty() => Ok(()),
@@ -255,6 +255,6 @@ impl ServiceFixture {
 pub fn sum_of(registry: &Registry, name: &str) -> f64 {
     let families = registry.gather();
     let family = families.iter().find(|family| family.name() == name);
-    let family = family.unwrap_or_else(|| panic!("no metric {name}"));
+    let family = family.unwrap_or_else(|| panic!("metric {name} does not exist"));
     family.get_metric().iter().map(|m| m.get_counter().get_value() + m.get_gauge().get_value()).sum()
 }

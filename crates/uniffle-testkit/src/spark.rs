@@ -89,7 +89,7 @@ impl Jvm {
         let temp = home.join("tmp").join(name);
         // Removes shuffle files of vanilla Spark, including those of a killed JVM.
         drop(std::fs::remove_dir_all(&temp));
-        std::fs::create_dir_all(&temp).expect("a directory for Spark's own files");
+        std::fs::create_dir_all(&temp).expect("cannot create the directory of Spark's own files");
         let command = [wrapper, &["java"]].concat();
         let mut child = Command::new(command[0])
             .args(&command[1..])
@@ -107,14 +107,14 @@ impl Jvm {
             .stdout(Stdio::piped())
             .stderr(std::fs::File::create(&log).unwrap())
             .spawn()
-            .expect("java runs");
-        let stdout = BufReader::new(child.stdout.take().expect("piped above"));
+            .expect("cannot run java");
+        let stdout = BufReader::new(child.stdout.take().expect("stdout is piped"));
         let (send, answers) = channel();
         // Ends with the JVM, or with the receiver.
         std::thread::spawn(move || {
             stdout.lines().map_while(Result::ok).try_for_each(|line| send.send(line)).ok();
         });
-        let commands = child.stdin.take().expect("piped above");
+        let commands = child.stdin.take().expect("stdin is piped");
         Self { child, commands, answers, log }
     }
 

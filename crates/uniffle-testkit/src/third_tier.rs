@@ -65,7 +65,7 @@ impl TierPartition {
             offset += u64::from(block.length);
         }
         extent.payload().iter().for_each(|piece| self.data.extend_from_slice(piece));
-        debug_assert_eq!(self.data.len() as u64, offset, "the blocks are the bytes");
+        debug_assert_eq!(self.data.len() as u64, offset, "the bytes must be those of the blocks");
     }
 }
 

@@ -34,7 +34,7 @@ pub fn find(tool: &str) -> Option<PathBuf> {
 /// Prints why `tried` is skipped, which is a failure in CI.
 pub fn lacking(tried: &str, why: &str) {
     let line = format!("SKIPPED: {why}; not tested: {tried}");
-    assert!(!in_ci(), "{line} (and CI=true)");
+    assert!(!in_ci(), "{line}, but CI=true requires it");
     say(&line);
 }
 
@@ -50,7 +50,7 @@ pub fn weaker(tried: &str, why: &str, is_allowed: bool) {
 /// Returns true if this process may mount file systems.
 pub fn may_mount() -> bool {
     const SYS_ADMIN: u64 = 1 << 21;
-    let status = std::fs::read_to_string("/proc/self/status").expect("Linux has it");
+    let status = std::fs::read_to_string("/proc/self/status").expect("Linux has this file");
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:")).expect("CapEff is listed");
     u64::from_str_radix(effective.trim(), 16).unwrap() & SYS_ADMIN != 0
 }
@@ -70,8 +70,8 @@ pub fn kept_dir() -> PathBuf {
 
 /// Returns cargo's output directory for binaries. Tests are in `deps` below it.
 fn profile_dir() -> PathBuf {
-    let test = std::env::current_exe().expect("a test knows where it is");
-    test.ancestors().nth(2).map(Path::to_owned).expect("in the directory of a profile")
+    let test = std::env::current_exe().expect("the path of the test is known");
+    test.ancestors().nth(2).map(Path::to_owned).expect("the test is in the directory of a profile")
 }
 
 /// Re-runs the calling test, whose full name is `test`, in a separate process. For tests that
@@ -82,9 +82,9 @@ pub fn alone(test: &str) -> bool {
     if std::env::var_os(ALONE).is_some() {
         return true;
     }
-    let mut again = Command::new(std::env::current_exe().expect("a test knows where it is"));
+    let mut again = Command::new(std::env::current_exe().expect("the path of the test is known"));
     let status =
-        again.args(["--exact", test, "--nocapture"]).env(ALONE, "1").status().expect("the test starts");
+        again.args(["--exact", test, "--nocapture"]).env(ALONE, "1").status().expect("cannot start the test");
     assert!(status.success(), "{test} failed in its own process: {status}");
     false
 }

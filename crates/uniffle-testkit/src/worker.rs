@@ -192,12 +192,12 @@ impl WorkerProcess {
                 }
                 ready => {
                     worker.ready =
-                        ready.unwrap_or_else(|status| panic!("worker {} ended: {status}", setup.name));
+                        ready.unwrap_or_else(|status| panic!("worker {} ended before it was ready: {status}", setup.name));
                     return worker;
                 }
             }
         }
-        panic!("worker {}: no free ports", setup.name)
+        panic!("worker {} found no free ports", setup.name)
     }
 
     fn launched(setup: &Setup, dir: tempfile::TempDir, data_paths: Vec<PathBuf>, ports: Ports) -> Self {
@@ -256,8 +256,8 @@ impl WorkerProcess {
 
     /// Kills the process (SIGKILL) and waits for its end.
     pub fn kill(&mut self) {
-        self.child.kill().expect("our own child");
-        self.child.wait().expect("our own child");
+        self.child.kill().expect("the worker is a child of this process");
+        self.child.wait().expect("the worker is a child of this process");
     }
 
     /// Restarts the worker after its end, on the same ports.
@@ -305,7 +305,7 @@ impl WorkerProcess {
     /// Sends a signal.
     pub fn signal(&self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_child(&self.child);
-        rustix::process::kill_process(pid, signal).expect("our own child");
+        rustix::process::kill_process(pid, signal).expect("the worker is a child of this process");
     }
 
     /// Returns true while the process runs.
@@ -378,7 +378,7 @@ impl WorkerProcess {
     /// Returns the CPU time of the process so far, in seconds.
     pub fn cpu_seconds(&self) -> f64 {
         let stat =
-            std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("the process lives");
+            std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("the process of the worker has ended");
         let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
         // utime and stime are fields 14 and 15, in ticks of 10 ms.
         let ticks: f64 = fields.skip(11).take(2).filter_map(|field| field.parse::<f64>().ok()).sum();
@@ -461,12 +461,12 @@ impl WorkerProcess {
     /// Waits until the worker ends by itself, which must be with exit code 0.
     pub fn ends(mut self, why: &str) {
         let status = self.wait_end();
-        assert_eq!(status.code(), Some(0), "worker {} ends {why}: {status}", self.setup.name);
+        assert_eq!(status.code(), Some(0), "worker {} ended {why} with {status}", self.setup.name);
     }
 
     /// Stops the worker like `stop`, so that it can be restarted.
     pub fn terminate(&mut self) {
-        assert_eq!(self.terminated(), Some(0), "worker {}", self.setup.name);
+        assert_eq!(self.terminated(), Some(0), "worker {} did not end with code 0", self.setup.name);
     }
 
     /// Stops the worker (SIGTERM) and returns its exit code.
@@ -498,7 +498,7 @@ fn launch(setup: &Setup, dir: &Path) -> Child {
         .env("NO_COLOR", "1")
         .envs(setup.env.iter().map(|(name, value)| (name, value)))
         .stdin(Stdio::null())
-        .stdout(log.try_clone().expect("a second handle of the log"))
+        .stdout(log.try_clone().expect("cannot duplicate the handle of the log"))
         .stderr(log)
         .spawn()
         .expect("the worker's binary was built with this test")
@@ -540,10 +540,10 @@ pub fn peak_resident_bytes(pid: u32) -> u64 {
 }
 
 fn proc_status(pid: u32, field: &str) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process lives");
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process of the worker has ended");
     let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
     let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
-    number.unwrap_or_else(|| panic!("no number {field} in {status}"))
+    number.unwrap_or_else(|| panic!("field {field} is not a number: {status}"))
 }
 
 fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Ports) -> String {

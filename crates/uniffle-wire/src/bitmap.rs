@@ -201,7 +201,7 @@ mod tests {
             "00 00000002 00000000 3a3000000100000000000000100000000500 00000002 3a3000000100000000000000100000000700",
         );
         for len in 1..good.len() {
-            assert_eq!(decode(&good[..len]), None, "cut at {len}");
+            assert_eq!(decode(&good[..len]), None, "a bitmap cut at byte {len} was accepted");
         }
         for at in 0..good.len() {
             for bit in 0..8 {

@@ -430,7 +430,7 @@ impl IntegerGroup<'_> {
     #[inline]
     fn array<const N: usize>(&mut self) -> [u8; N] {
         let Some((first, rest)) = self.0.split_first_chunk::<N>() else {
-            debug_assert!(false, "a group is the sum of its fields");
+            debug_assert!(false, "the length of a group is the sum of its fields");
             return [0; N];
         };
         self.0 = rest;

@@ -115,15 +115,15 @@ async fn registry_is_abandoned_once_unknown_apps_are_silent() {
     let request = Registration { heartbeat_timeout: patient, ..registration("a", 1, &[(0, 1)]) };
     registry.register(request, || ()).unwrap();
     tokio::time::advance(Duration::from_secs(4000)).await;
-    assert!(!registry.is_abandoned(), "an app is known");
+    assert!(!registry.is_abandoned(), "a worker with an application counts as abandoned");
     registry.note_unknown_call();
     registry.remove_app(&AppId::parse("a").unwrap(), |_| ()).unwrap();
     tokio::time::advance(Duration::from_secs(3600)).await;
-    assert!(!registry.is_abandoned(), "an unknown app may have the longest timeout");
+    assert!(!registry.is_abandoned(), "an unknown application may still have the longest timeout");
     tokio::time::advance(Duration::from_secs(1)).await;
     assert!(registry.is_abandoned());
     registry.touch_all();
-    assert!(!registry.is_abandoned(), "after a start all apps get their timeout");
+    assert!(!registry.is_abandoned(), "after a start all applications get their full timeout");
 }
 
 #[tokio::test]
@@ -168,7 +168,10 @@ async fn registrations_are_bounded_by_the_heap() {
         "{refused:?}"
     );
     let apps = registry.app_count();
-    assert!((1000..10_000).contains(&apps) && kept.used() <= kept.capacity(), "{apps} apps");
+    assert!(
+        (1000..10_000).contains(&apps) && kept.used() <= kept.capacity(),
+        "{apps} applications were registered within the budget"
+    );
     let known = registry.apps()[0].id().clone();
     assert!(registry.remove_app(&known, |_| ()).is_some());
     registry.register(registration("late", 1, &[(0, 1)]), || ()).unwrap();
@@ -261,7 +264,11 @@ async fn ranges_of_one_shuffle_are_bounded_and_merged() {
     assert_eq!(refused, RegisterError::Ranges { ranges: 300_000 });
     assert!(refused.to_string().starts_with("partitionRanges has 300000 disjoint ranges"), "{refused}");
     let shuffle = registry.apps()[0].shuffle(ShuffleId(1)).unwrap();
-    assert_eq!((shuffle.partitions.count(), heap.whole().used()), (200_000, used), "nothing of it was taken");
+    assert_eq!(
+        (shuffle.partitions.count(), heap.whole().used()),
+        (200_000, used),
+        "a refused registration left partitions or heap behind"
+    );
     registry.register(registration("a", 1, &[(0, 399_999)]), || ()).unwrap();
     assert_eq!(shuffle.partitions.count(), 400_000);
     registry.register(registration("a", 1, &scattered(200_000)), || ()).unwrap();
@@ -304,7 +311,10 @@ async fn app_expiry_does_not_count_pauses_of_the_process() {
         registry.register(registration("app", 1, &[(0, 0)]), || ()).unwrap();
         for _ in 0..5 {
             tokio::time::advance(Duration::from_secs(3600)).await;
-            assert!(registry.expired().is_empty(), "no heartbeat arrived meanwhile");
+            assert!(
+                registry.expired().is_empty(),
+                "applications expired during a time without heartbeats for any of them"
+            );
             tokio::time::sleep(Duration::from_secs(50)).await;
         }
         tokio::time::sleep(Duration::from_secs(40)).await;

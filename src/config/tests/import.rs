@@ -10,7 +10,8 @@ fn machine() -> Machine {
 }
 
 fn parse(text: &str) -> Config {
-    Config::parse(text, &HashMap::new(), &machine()).unwrap_or_else(|error| panic!("{error}\n{text}"))
+    Config::parse(text, &HashMap::new(), &machine())
+        .unwrap_or_else(|error| panic!("import failed: {error}\n{text}"))
 }
 
 /// The example of Uniffle's guide, with common additions: every key with a counterpart, and some
@@ -75,7 +76,12 @@ fn server_conf_is_imported_without_losing_keys() {
     );
     let keys: Vec<_> = SERVER_CONF.lines().filter_map(|line| line.split([' ', '=']).next()).collect();
     for key in keys.iter().filter(|key| key.starts_with("rss.")) {
-        assert_eq!(imported.text.matches(&format!("# {key} ")).count(), 1, "{key} in {}", imported.text);
+        assert_eq!(
+            imported.text.matches(&format!("# {key} ")).count(),
+            1,
+            "expected one comment about {key}: {}",
+            imported.text
+        );
     }
     let entries = config.entries();
     for (key, value) in [
@@ -96,7 +102,7 @@ fn server_conf_is_imported_without_losing_keys() {
         assert_eq!(entries.get(key).map(String::as_str), Some(value), "{key}");
     }
     for part in ["remote merge is not supported", "rss.server.made.up 7: not a key", "treated as unset"] {
-        assert!(imported.text.contains(part), "{part} in {}", imported.text);
+        assert!(imported.text.contains(part), "the import lacks {part}: {}", imported.text);
     }
 }
 
@@ -132,7 +138,7 @@ fn storage_types_without_memory_get_a_memory_buffer() {
             "# rss.storage.type {theirs}: memory remains the buffer; clients keep their type\n{}store_type = \"{ours}\"",
             if is_built { "" } else { "# " }
         );
-        assert!(imported.text.contains(&line), "{line} in {}", imported.text);
+        assert!(imported.text.contains(&line), "the import lacks line {line}: {}", imported.text);
         assert_eq!(imported.text.contains("allowed_paths = [\"*\"]"), has_remote_paths, "{}", imported.text);
         if is_built {
             assert_eq!((&imported.missing, &imported.refused), (&Vec::new(), &Vec::new()));
@@ -157,7 +163,7 @@ fn refused_values_become_comments_with_the_reason() {
         "# tags = [\"a b\"]: rejected, must be tags of 1 to 100",
         "# rss.server.buffer.capacity lots: must be a size",
     ] {
-        assert!(imported.text.contains(part), "{part} in {}", imported.text);
+        assert!(imported.text.contains(part), "the import lacks {part}: {}", imported.text);
     }
 }
 
@@ -175,7 +181,7 @@ fn refused_and_unreadable_values_are_reported() {
     ] {
         assert!(
             imported.refused.iter().any(|line| line.starts_with(part)),
-            "{part} in {:?}",
+            "no refused key starts with {part}: {:?}",
             imported.refused
         );
     }
@@ -248,7 +254,7 @@ fn riffle_configuration_with_every_option_is_imported() {
             assert_eq!(
                 imported.text.lines().filter(|line| is_expected(line)).count(),
                 1,
-                "{key} in {}",
+                "expected one line for {key}: {}",
                 imported.text
             );
         }

@@ -27,7 +27,9 @@ fn oversized_names_are_neither_compared_nor_repeated() {
     let secret = only_problem(&format!("{long}_password = \"hush\""));
     assert!(!secret.contains("hush"), "{secret}");
     let many: String = (0..20_000).map(|number| format!("gprc_port{number} = 1\n")).collect();
-    let ConfigError::Invalid { problems, .. } = parse(&many).unwrap_err() else { panic!("not invalid") };
+    let ConfigError::Invalid { problems, .. } = parse(&many).unwrap_err() else {
+        panic!("expected the error of an invalid configuration")
+    };
     let offered = problems.iter().filter(|it| it.to_string().contains("did you mean")).count();
     assert_eq!((problems.len(), offered), (20_000, 50));
 }

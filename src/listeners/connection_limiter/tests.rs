@@ -32,16 +32,16 @@ async fn quiet_connection_without_request_is_idle() {
     advance(LEAVING_DEADLINE * 5).await;
     let mut idle = std::pin::pin!(held.state().wait_until_idle(LEAVING_DEADLINE, || false));
     let mut waits = async |time| tokio::time::timeout(time, &mut idle).await.is_err();
-    assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "earlier time does not count");
+    assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "time before the call must not count");
     held.state().progressed();
     assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "closed despite progress");
     let request = held.state().request();
     assert!(waits(LEAVING_DEADLINE * 5).await, "closed during a response");
     drop(request);
-    assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "the end of the answer is on its way");
+    assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "the end of the response may not have arrived yet");
     for _ in 0..2 {
         held.state().progressed();
-        assert!(waits(LEAVING_DEADLINE / 2).await, "the peer takes some of it");
+        assert!(waits(LEAVING_DEADLINE / 2).await, "the peer is still reading the response");
     }
     held.state().progressed();
     assert!(!waits(LEAVING_DEADLINE / 2).await, "not closed after the deadline");
@@ -66,7 +66,7 @@ async fn received_bytes_do_not_delay_a_settled_connection() {
     assert!(waits(100).await, "closed during a response");
     drop(request);
     is_written.set(false);
-    assert!(waits(10).await, "the socket takes the response");
+    assert!(waits(10).await, "the socket is still taking the response");
     let short = held.state().request();
     drop(short);
     is_written.set(true);
@@ -83,7 +83,7 @@ async fn settled_connection_gets_time_to_announce_requests() {
         held.state().progressed();
         assert!(
             tokio::time::timeout(REST_POLL_INTERVAL, &mut idle).await.is_err(),
-            "requests may be on their way"
+            "requests may still be on their way"
         );
     }
     held.state().progressed();
@@ -129,7 +129,11 @@ async fn eviction_order_is_unstarted_idle_then_busy() {
     second.state().progressed();
     let (third, closed) = limiter.take(PEER, closing().0);
     let unused = Some((ConnectionActivity::Unused, Duration::from_secs(1)));
-    assert_eq!((closed, is_closed(&first)), (unused, true), "the idle time of the closed connection");
+    assert_eq!(
+        (closed, is_closed(&first)),
+        (unused, true),
+        "expected the idle time of the evicted connection"
+    );
     drop((busy, idle, opening, first, second, third));
     assert!(limiter.table.lock().open.is_empty());
     assert_eq!(take(&limiter).1, None);
@@ -171,12 +175,12 @@ async fn connection_without_completed_request_is_evicted_first() {
     }
     assert!(fill.iter().all(is_closed) && !honest.iter().any(is_closed));
     let closed = storm.iter().filter(|(held, _)| is_closed(held)).count();
-    assert_eq!(closed, 48, "each newcomer evicts an older connection");
+    assert_eq!(closed, 48, "each new connection must evict an older one");
     let (last, request) = storm.pop().unwrap();
     drop(request);
     advance(Duration::from_millis(50)).await;
     assert_eq!(take_for(&limiter, peer(60)).1, Some(ConnectionActivity::First));
-    assert!(!is_closed(&last), "the last connection has completed a request");
+    assert!(!is_closed(&last), "the last connection has completed a request and must stay");
 }
 
 #[tokio::test(start_paused = true)]
@@ -196,7 +200,11 @@ async fn dominant_address_is_evicted_although_busy() {
     advance(Duration::from_secs(1)).await;
     hostile[0].state().progressed();
     let newcomer = take_for(&limiter, peer(3));
-    assert_eq!(newcomer.1, Some(ConnectionActivity::Busy), "the idlest connection of the dominant address");
+    assert_eq!(
+        newcomer.1,
+        Some(ConnectionActivity::Busy),
+        "expected the eviction of the idlest connection of the dominant address"
+    );
     assert!(is_closed(&hostile[1]) && !is_closed(&hostile[0]) && !honest.iter().any(is_closed));
     // The address now has only half of the entries, so the newcomer, which has not begun, ranks
     // lowest.
@@ -204,7 +212,7 @@ async fn dominant_address_is_evicted_although_busy() {
     assert!(again.1 == Some(ConnectionActivity::Opening) && is_closed(&newcomer.0));
     let storm: Vec<_> = (0..50).map(|_| take_for(&limiter, peer(99))).collect();
     assert!(storm.iter().all(|(_, stage)| *stage == Some(ConnectionActivity::Opening)));
-    assert!(!honest.iter().any(is_closed), "only the dominant address loses connections");
+    assert!(!honest.iter().any(is_closed), "an address that is not dominant lost a connection");
     drop((requests, newcomer, again, storm, hostile, honest));
     let table = limiter.table.lock();
     assert!(table.open.is_empty() && table.of_peers.is_empty());
@@ -228,7 +236,7 @@ async fn formerly_dominant_address_is_not_evicted() {
 async fn busy_connections_are_evicted_a_few_at_a_time() {
     let limiter = ConnectionLimiter::new(1).with_leaving(2);
     let (opening, first) = (take(&limiter).0, take(&limiter).0);
-    assert!(is_closed(&opening), "the unopened connection has no request to lose");
+    assert!(is_closed(&opening), "an unopened connection has no request to lose and is evicted first");
     let begun = |held: &ConnectionGuard| held.state().opened();
     begun(&first);
     let second = take(&limiter).0;
@@ -240,7 +248,7 @@ async fn busy_connections_are_evicted_a_few_at_a_time() {
         assert!(!is_closed(held));
     }
     let fourth = take(&limiter).0;
-    assert!(is_closed(&third), "two evicted connections finish their calls");
+    assert!(is_closed(&third), "while two evicted connections finish their calls, a third must be evicted");
     begun(&fourth);
     drop((first, third));
     let _fifth = take(&limiter).0;

@@ -236,6 +236,6 @@ mod tests {
         assert_eq!(value(&registry, "grpc_total"), 2.0);
         let families = registry.gather();
         let paths = families.iter().find(|family| family.name() == "total_grpc_request_number").unwrap();
-        assert_eq!(paths.get_metric().len(), METHODS.len() + 1, "no label for a stranger's path");
+        assert_eq!(paths.get_metric().len(), METHODS.len() + 1, "an unknown path got its own label");
     }
 }

@@ -80,7 +80,7 @@ impl NodeView for TestNode {
     }
 
     fn status(&self) -> api::Status {
-        unreachable!("no test requests this path")
+        unreachable!("no test requests this method")
     }
 
     fn apps(&self) -> Vec<AppStatistics> {
@@ -258,7 +258,7 @@ async fn slow_clients_do_not_block_health_checks() {
     for path in ["/health/live", "/health/ready"] {
         assert!(listener.ask(path).await.0.starts_with("HTTP/1.1 200"));
     }
-    assert!(before.elapsed() < CONFIG.opening_timeout, "no connection timed out");
+    assert!(before.elapsed() < CONFIG.opening_timeout, "the responses came only after connections timed out");
     // Another path waits until the earlier requests are closed.
     assert!(listener.ask("/").await.0.starts_with("HTTP/1.1 200"));
     assert!(before.elapsed() >= CONFIG.request_timeout);
@@ -306,7 +306,7 @@ async fn pushed_metrics_are_gathered_off_the_runtime_threads() {
     let config = PushConfig { endpoint: None, interval: Duration::from_secs(3600), labels: BTreeMap::new() };
     Pusher::start(&config, &endpoint, "worker", registry, node, &tasks).unwrap();
     let pushed = tokio::time::timeout(Duration::from_secs(20), gateway.accept()).await;
-    drop(pushed.expect("metrics are pushed").unwrap());
+    drop(pushed.expect("no metrics were pushed").unwrap());
     drop(gateway);
     tasks.cancel();
     tasks.drained().await;

@@ -71,7 +71,7 @@ pub(super) fn refused(
     let prefix = ReplyPrefix { request_id, status: error.status().into(), message: &error.to_string() };
     let mut head = BytesMut::new();
     let encoded = encode_head(prefix, fields, 0, &mut head);
-    debug_assert!(encoded.is_ok(), "a refusal fits a frame");
+    debug_assert!(encoded.is_ok(), "the text of a refusal must fit into a frame");
     TcpReply { head: head.freeze(), body: ReplyBody::Empty }
 }
 

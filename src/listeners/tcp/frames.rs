@@ -490,7 +490,10 @@ impl Frames {
         }
         self.phase = FramePhase::START;
         let request = self.place.take();
-        debug_assert!(request.is_some() && counted.is_some(), "a frame begins with a place and is counted");
+        debug_assert!(
+            request.is_some() && counted.is_some(),
+            "a frame must take a place and be counted when it begins"
+        );
         let (request, (counted, of_connection)) = (request?, counted?);
         let request = (request, of_connection);
         Some(ReplyGuard { request, admission: None, response_guard: None, received, counted })

@@ -91,7 +91,7 @@ impl Outbox {
     /// connection and every reply holds one. After the writer has ended, the reply is dropped.
     pub(super) fn post(&self, reply: Outgoing) {
         if let Err(mpsc::error::TrySendError::Full(_)) = self.0.try_send(reply) {
-            debug_assert!(false, "a reply without a permit");
+            debug_assert!(false, "a reply needs a permit");
         }
     }
 }
@@ -360,7 +360,11 @@ mod tests {
     async fn slowly_read_reply_is_dropped_for_waiting_requests() {
         assert_eq!(lives(true, false, 0).await, 10);
         assert_eq!(lives(true, false, 100).await, 10);
-        assert_eq!(lives(true, false, 8 << 10).await, 100, "the peer makes slow progress");
+        assert_eq!(
+            lives(true, false, 8 << 10).await,
+            100,
+            "slow progress of the peer must not close the connection"
+        );
         assert_eq!(lives(false, false, 0).await, 100);
     }
 

@@ -326,7 +326,11 @@ mod tests {
         assert_eq!(next(&files("a"), ""), (keys(&[]), both.clone()));
         assert_eq!(next("", &files("a")), (keys(&[]), both));
         let others = "[tls]\nca_file = \"/ca\"\n";
-        assert_eq!(next("", others), (keys(&["tls.ca_file"]), keys(&[])), "the key encrypts no listener");
+        assert_eq!(
+            next("", others),
+            (keys(&["tls.ca_file"]), keys(&[])),
+            "a CA without a listener that uses TLS has no effect"
+        );
         assert_eq!(next(others, &files("a")).0, keys(&["tls.ca_file"]));
         let fewer = files("a") + "listeners = [\"http\"]";
         assert_eq!(next(&files("a"), &fewer), (keys(&[]), keys(&["tls.listeners"])));

@@ -408,6 +408,10 @@ mod tests {
         let read = RuntimeState::read(&config, None, None).await;
         assert_eq!(read, new);
         assert_eq!(read.tags(&["hdd".to_owned()]), Some(vec!["ssd".to_owned()]));
-        assert_eq!(read.tags(&["nvme".to_owned()]), None, "the file's own value has changed");
+        assert_eq!(
+            read.tags(&["nvme".to_owned()]),
+            None,
+            "saved tags must be dropped once the file's own value has changed"
+        );
     }
 }

@@ -368,6 +368,6 @@ mod tests {
         };
         let error = refused(&[1; 4096]).await.unwrap_err();
         assert!(error.contains("cannot read blocks") && error.contains("systemctl stop"), "{error}");
-        refused(&[]).await.expect("nothing was ever in it");
+        refused(&[]).await.expect("a start without recorded directories was refused");
     }
 }

@@ -171,7 +171,7 @@ mod tests {
     #[test]
     fn worker_without_writable_directory_is_not_ready() {
         use DiskCondition::{Broken, Detached, Full, Healthy, Hung, ReadOnly};
-        assert_eq!(without_disks(&[]), None, "a store type without local disks");
+        assert_eq!(without_disks(&[]), None, "a worker without local disks must have no disk status");
         let read_only = disk("/a", ReadOnly, Some("Read-only file system"));
         assert_eq!(without_disks(&[read_only.clone(), disk("/b", Healthy, None)]), None);
         let why = without_disks(&[read_only, disk("/b", Full, None)]).unwrap();

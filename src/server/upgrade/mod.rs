@@ -379,7 +379,10 @@ mod tests {
         let facts = running(&text("/dev/shm/a place", "64M"));
         let is_left = |backing, capacity| facts.leaves_memory_to(&config(&text(backing, capacity)));
         assert!(is_left("/dev/shm/a place", "64M") && is_left("/dev/shm/a place", "65M"));
-        assert!(!is_left("/dev/shm/a place", "62M"), "memory is flushed before a smaller successor");
+        assert!(
+            !is_left("/dev/shm/a place", "62M"),
+            "before a smaller successor starts, memory must be flushed"
+        );
         assert!(!is_left("memfd", "64M") && !is_left("private", "64M") && !is_left("/dev/shm/a", "64M"));
         assert!(!running(&text("private", "64M")).leaves_memory_to(&config(&text("private", "64M"))));
     }

@@ -447,7 +447,10 @@ mod tests {
         let skew = text.find("20 times as large").unwrap();
         assert!(memory < disks && disks < skew, "{text}");
         it.bytes.in_object_store = 7;
-        assert!(!findings(&it).join("\n").contains("object store"), "the object store answers");
+        assert!(
+            !findings(&it).join("\n").contains("object store"),
+            "the object store answers, but a finding blames it"
+        );
         it.object_store_is_failing = true;
         assert!(findings(&it)[0].starts_with("the object store with 7 B"));
         it.losses.push(ShuffleLoss {

@@ -140,7 +140,7 @@ mod tests {
             wait_until("the gate waits for running commits", Duration::from_secs(20), || {
                 gate.closed.try_read().map_or(Ok(()), |_| Err("others may pass".to_owned()))
             });
-            assert!(!closing.is_finished(), "a commit is still running");
+            assert!(!closing.is_finished(), "the gate closed while a commit was running");
             drop(passing);
             closing.join().unwrap();
         });

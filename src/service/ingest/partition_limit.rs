@@ -152,13 +152,21 @@ mod tests {
     fn limits_are_passed_not_reached() {
         assert_eq!(LIMITS.decide(sizes(900, 900, 100)), LimitDecision::Fits);
         assert_eq!(LIMITS.decide(sizes(900, 101, 101)), LimitDecision::Wait);
-        assert_eq!(LIMITS.decide(sizes(1_001, 100, 0)), LimitDecision::Fits, "the share is not exceeded");
+        assert_eq!(
+            LIMITS.decide(sizes(1_001, 100, 0)),
+            LimitDecision::Fits,
+            "a huge partition within its share must be accepted"
+        );
         assert_eq!(LIMITS.decide(sizes(1_001, 101, 0)), LimitDecision::Wait);
         assert_eq!(LIMITS.decide(sizes(1_999, 0, 1)), LimitDecision::Fits);
         assert_eq!(LIMITS.decide(sizes(1_999, 0, 2)), LimitDecision::Split);
         assert_eq!(LIMITS.decide(sizes(2_999, 0, 1)), LimitDecision::Split);
         assert_eq!(LIMITS.decide(sizes(2_999, 0, 2)), LimitDecision::TooLarge);
-        assert_eq!(LIMITS.decide(sizes(2_999, 101, 2)), LimitDecision::Wait, "the first check decides");
+        assert_eq!(
+            LIMITS.decide(sizes(2_999, 101, 2)),
+            LimitDecision::Wait,
+            "the check of the share comes before the limits"
+        );
         assert_eq!(LIMITS.decide(sizes(u64::MAX, 0, u64::MAX)), LimitDecision::TooLarge);
     }
 
@@ -194,7 +202,7 @@ mod tests {
                 limits.decide(sizes(received, in_memory, requested)),
                 limits.decide(sizes(received, in_memory, requested + more)),
             );
-            prop_assert!(rank(less) <= rank(greater), "{less:?} then {greater:?}");
+            prop_assert!(rank(less) <= rank(greater), "a larger request got a milder decision: {less:?}, then {greater:?}");
             prop_assert!(limits.decide_anything() || less == LimitDecision::Fits);
             // Flushing ends a wait.
             prop_assert_ne!(limits.decide(sizes(received, 0, requested)), LimitDecision::Wait);

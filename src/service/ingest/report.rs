@@ -279,7 +279,7 @@ fn pieces(partitions: &[PartitionBlockIds]) -> Vec<Vec<PartitionBlockIds<&[i64]>
             }
             room = room.saturating_sub(some.len());
             let some = PartitionBlockIds { partition: *partition, block_ids: some };
-            pieces.last_mut().expect("begins with one").push(some);
+            pieces.last_mut().expect("there is at least one piece").push(some);
             rest = others;
         }
     }

@@ -183,7 +183,7 @@ mod tests {
         }
         assert_eq!(queue.len(), WAITING_MAX);
         let beyond = queue.wait(&tickets, &budget, &apps[4], WANTED, WAIT_MAX).now_or_never();
-        assert!(matches!(beyond, Some(None)), "the queue is full");
+        assert!(matches!(beyond, Some(None)), "a request beyond the full queue must be refused at once");
         drop(waiting);
         assert_eq!(queue.len(), 0);
         drop(held);
@@ -221,9 +221,12 @@ mod tests {
         assert!(first.await.unwrap().is_ok());
         drop(held.pop());
         // The first request drove the queue; now one of the others does.
-        assert!(futures::poll!(&mut second).is_pending(), "the other application is next");
+        assert!(
+            futures::poll!(&mut second).is_pending(),
+            "the request of the other application must be served first"
+        );
         assert!(other.await.unwrap().is_ok());
-        assert!(second.await.is_none(), "no memory was freed in time");
+        assert!(second.await.is_none(), "the wait must end without a ticket, because no memory was freed");
         assert_eq!((queue.len(), tickets.count()), (0, 2));
         drop((tickets, held));
         assert_eq!(budget.used(), 0);

@@ -104,7 +104,7 @@ mod tests {
             let deletion = async move {
                 allowed.acquire().await.unwrap().forget();
                 done.fetch_add(1, Ordering::Relaxed);
-                assert!(number % 7 > 0, "on purpose");
+                assert!(number % 7 > 0, "deliberate panic of a deletion");
             };
             deletions.add(0, deletion.boxed());
         }

@@ -484,7 +484,7 @@ fn describe(key: &ShuffleKey, partition: PartitionId, ids: &IdSet, reason: &str)
             true => write!(text, " {first}"),
             false => write!(text, " {first}-{last}"),
         };
-        debug_assert!(written.is_ok(), "a string takes everything");
+        debug_assert!(written.is_ok(), "writing to a string cannot fail");
     }
     let more = if ranges.len() > 4 { " …" } else { "" };
     format!("{text}{more}): {reason}")

@@ -126,7 +126,7 @@ mod tests {
                 Err(refused) => break refused.to_string(),
             }
         };
-        assert!(held.len() > 20, "{} answers", held.len());
+        assert!(held.len() > 20, "only {} responses were held", held.len());
         assert!(refused.contains("answers") && refused.contains("memory_store.heap_capacity"), "{refused}");
         drop(held);
         assert_eq!(budget.used(), 0);
@@ -141,14 +141,21 @@ mod tests {
             assert!(limit <= slow.free() / 4);
             held.push(slow.charge_unchecked(limit));
         }
-        assert!((10..100).contains(&held.len()), "{} answers", held.len());
+        assert!((10..100).contains(&held.len()), "the slow application holds {} responses", held.len());
         assert!(slow.used() <= slow.capacity());
         let refused = answer_limit(&slow, OF_APP, 1).unwrap_err();
         assert!(matches!(refused, ServiceError::TooManyAnswers { max, .. } if max == 32 << 20), "{refused}");
         assert_eq!(answer_limit(&honest, OF_APP, 4 << 20).unwrap(), 4 << 20);
-        assert_eq!(answer_limit(&honest, OF_APP, -1).unwrap(), 0, "a single block is allowed");
+        assert_eq!(
+            answer_limit(&honest, OF_APP, -1).unwrap(),
+            0,
+            "a negative size must be limited to a single block"
+        );
         held.pop();
         drop(held.remove(0));
-        assert!(answer_limit(&slow, OF_APP, 14 << 20).unwrap() > 1 << 20, "consumed bytes are free again");
+        assert!(
+            answer_limit(&slow, OF_APP, 14 << 20).unwrap() > 1 << 20,
+            "consumed bytes must be available again"
+        );
     }
 }

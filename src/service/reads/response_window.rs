@@ -182,7 +182,11 @@ mod tests {
             (LIMIT_MIN, 0, prompt, 2 * LIMIT_MIN),
             (u64::MAX / 2 + 1, u64::MAX / 2 + 1, prompt, u64::MAX),
         ] {
-            assert_eq!(limit_after(now, given, took), then, "{now} after {given} in {took:?}");
+            assert_eq!(
+                limit_after(now, given, took),
+                then,
+                "limit {now}, response of {given} bytes in {took:?}"
+            );
         }
     }
 
@@ -225,7 +229,11 @@ mod tests {
         assert_eq!(connection.limit(ASKED).unwrap(), 14 * MIB);
         advance(Duration::from_millis(1)).await;
         assert_eq!(connection.limit(ASKED).unwrap(), 7 * MIB);
-        assert_eq!(connection.limit(ASKED).unwrap(), 7 * MIB, "however often it is asked");
+        assert_eq!(
+            connection.limit(ASKED).unwrap(),
+            7 * MIB,
+            "further queries must not reduce the limit again"
+        );
         drop(first);
     }
 

@@ -35,7 +35,7 @@ async fn read(fixture: &Fixture, connection: &ReadLimits, took: Duration) -> Vec
             break;
         }
     }
-    assert_eq!(seen, BLOCKS, "a reader gets everything, in however many steps");
+    assert_eq!(seen, BLOCKS, "the reader did not get all blocks");
     assert_eq!(connection.window().pinned_bytes(), 0);
     lengths
 }
@@ -50,19 +50,27 @@ async fn slow_reader_pins_less_memory_than_a_fast_one() {
     let one_more = |limit: u64| limit.div_ceil(BLOCK) * BLOCK;
 
     let at_first = read(&fixture, &fast, Duration::ZERO).await;
-    assert_eq!(at_first[..2], [one_more(most); 2], "{BLOCKS} blocks");
+    assert_eq!(
+        at_first[..2],
+        [one_more(most); 2],
+        "the first responses of {BLOCKS} blocks are not of full size"
+    );
     let lengths = read(&fixture, &slow, SLOW).await;
-    assert_eq!(lengths[0], one_more(most), "the connection has no measured pace yet");
+    assert_eq!(lengths[0], one_more(most), "a connection without a measured pace must get full responses");
     assert!(lengths[1..].iter().all(|length| *length <= one_more(most / 2)), "{lengths:?}");
     assert_eq!(
         read(&fixture, &fast, Duration::ZERO).await,
         at_first,
-        "the pace of another connection does not matter"
+        "the pace of another connection must not matter"
     );
 
     let lengths = read(&fixture, &slow, Duration::ZERO).await;
     assert!(lengths[0] <= one_more(most / 2), "{lengths:?}");
-    assert_eq!(read(&fixture, &slow, Duration::ZERO).await, at_first, "both connections are prompt now");
+    assert_eq!(
+        read(&fixture, &slow, Duration::ZERO).await,
+        at_first,
+        "a connection that is prompt again must get full responses"
+    );
     fixture.stop().await;
 }
 
@@ -95,7 +103,10 @@ async fn only_large_filters_run_in_the_blocking_pool() {
     {
         assert!(!reads.filters_more_than(0, &quick), "{quick:?}");
     }
-    assert!(!reads.may_take_long(&request(APP, 3, filter)), "the partition has few blocks");
+    assert!(
+        !reads.may_take_long(&request(APP, 3, filter)),
+        "a filter of a partition with few blocks is quick"
+    );
     fixture.stop().await;
 }
 
@@ -137,7 +148,11 @@ async fn unread_responses_of_greedy_apps_leave_room_for_another() {
     }
     let honest = read("honest", &fixture.service.reads.read_limits()).unwrap();
     assert!(honest.read.length > 0);
-    assert!(answered.used() < answered.capacity(), "{} bytes", answered.used());
+    assert!(
+        answered.used() < answered.capacity(),
+        "responses hold {} bytes, all of the budget",
+        answered.used()
+    );
     drop((honest, unread));
     assert_eq!(answered.used(), 0);
     for app in greedy.iter().map(String::as_str).chain(["honest"]) {

@@ -76,7 +76,10 @@ async fn ids_beyond_the_share_of_an_application_stay_on_disk() {
     let store = LocalStore::open(LocalConfig::default(), vec![disk], heap, &registry).await.unwrap();
     let recovered = store.take_recovered();
     assert!(recovered.shuffles.iter().any(|shuffle| shuffle.present.in_tier().count() > 0));
-    assert!(memory.heap().of(HeapKind::ReportedIds).used() <= HEAP_BYTES / 4, "half of that kind's half");
+    assert!(
+        memory.heap().of(HeapKind::ReportedIds).used() <= HEAP_BYTES / 4,
+        "reported ids of one application exceed half of the share of their kind"
+    );
     let flush = FlushConfig { limits: quiet(), ..FlushConfig::default() };
     let (m, s) = (Arc::clone(&memory), Arc::clone(&store));
     let flusher = Flusher::start(flush, m, s, tasks.clone(), &registry).unwrap();

@@ -93,13 +93,13 @@ impl Fixture {
     async fn until_named(&self) -> String {
         for _ in 0..100 {
             match self.read_blocks(0, 2).await {
-                Ok(bytes) => assert!(bytes.iter().all(|byte| *byte == BYTE), "a hole is not served as data"),
+                Ok(bytes) => assert!(bytes.iter().all(|byte| *byte == BYTE), "a hole was served as data"),
                 Err(ServiceError::Lost(text)) => return text,
                 Err(error) => assert!(matches!(error, ServiceError::Unverified(_)), "{error}"),
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        panic!("no loss of a block is reported");
+        panic!("no loss was reported");
     }
 }
 
@@ -128,7 +128,11 @@ async fn damage_found_during_a_report_is_recorded() {
         fixture.faults.clear();
         tokio::time::sleep(second / 4).await;
         let state = fixture.shuffle();
-        assert_eq!((state.ledger.verifying(), state.ledger.losses()), (0, Vec::new()), "nothing is reported");
+        assert_eq!(
+            (state.ledger.verifying(), state.ledger.losses()),
+            (0, Vec::new()),
+            "a read without losses left the partition unverified or lossy"
+        );
         assert!(state.ledger.is_watched() && state.reports.block_ids.lock().count() == 0);
     };
     let (reported, ()) = tokio::join!(fixture.report_blocks(), damage);

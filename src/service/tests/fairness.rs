@@ -38,7 +38,7 @@ async fn flood_for(fixture: &Fixture, floods: &[String], seconds: u64) {
 async fn refused_for(fixture: &Fixture, floods: &[String], app: &str, bytes: u64) -> Duration {
     let began = Instant::now();
     while ask(fixture, app, bytes).is_err() {
-        assert!(began.elapsed() < Duration::from_secs(60), "{app} gets nothing");
+        assert!(began.elapsed() < Duration::from_secs(60), "{app} was refused for 60 s");
         floods.iter().for_each(|app| flood(fixture, app));
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -69,7 +69,10 @@ async fn honest_app_gets_memory_beside_a_greedy_one() {
     let floods = ["flood".to_owned()];
     let fixture = fixture_with(&floods).await;
     flood_for(&fixture, &floods, 40).await;
-    assert!(held(&fixture, "flood") > CAPACITY - FLOOD_TICKET_HELD, "a single application gets all memory");
+    assert!(
+        held(&fixture, "flood") > CAPACITY - FLOOD_TICKET_HELD,
+        "a single application must get all memory"
+    );
     assert!(refused_for(&fixture, &floods, APP, 4 * MIB).await <= Duration::from_secs(1));
 
     // The same holds if none of its tickets is old.
@@ -87,7 +90,7 @@ async fn honest_app_gets_memory_beside_a_greedy_one() {
     assert_eq!(held(&fixture, APP), honest);
     assert!(held(&fixture, "flood") + honest > CAPACITY - FLOOD_TICKET_HELD, "{}", held(&fixture, "flood"));
     fixture.service.lifecycle.unregister_app(APP).unwrap();
-    assert_eq!(held(&fixture, APP), 0, "an ended application holds no ticket");
+    assert_eq!(held(&fixture, APP), 0, "an ended application still holds memory");
     flood_for(&fixture, &floods, 1).await;
     assert!(held(&fixture, "flood") > CAPACITY - FLOOD_TICKET_HELD);
     assert!(fixture.memory.tickets().revoked() > 0);
@@ -107,7 +110,7 @@ async fn nine_greedy_apps_leave_an_honest_app_its_share() {
     assert!(refused_for(&fixture, &floods, APP, MIB).await <= Duration::from_secs(1));
     flood_for(&fixture, &floods, 5).await;
     let all: u64 = floods.iter().map(|app| held(&fixture, app)).sum();
-    assert!(all + MIB + 64 * KIB + FLOOD_TICKET_HELD > CAPACITY, "{all} bytes are in use");
+    assert!(all + MIB + 64 * KIB + FLOOD_TICKET_HELD > CAPACITY, "only {all} bytes are in use");
     stop(fixture, &floods).await;
 }
 
@@ -152,7 +155,7 @@ async fn app_over_its_share_is_flushed_first() {
     assert_eq!(
         fixture.buffer_of(APP, 3).in_memory_bytes(),
         2_000_000,
-        "the honest application was not spilled"
+        "blocks of the honest application were flushed"
     );
     assert!(fixture.flusher.flushed_bytes() > 0);
     stop(fixture, &apps).await;
@@ -242,10 +245,10 @@ async fn unread_local_reads_do_not_block_other_applications() {
     let began = Instant::now();
     for app in &small {
         let answer = tokio::time::timeout(Duration::from_secs(1), read_of(&fixture, app, 200_000)).await;
-        let mut chunks = answer.unwrap_or_else(|_| panic!("{app} waits")).unwrap().chunks;
+        let mut chunks = answer.unwrap_or_else(|_| panic!("the read of {app} waits")).unwrap().chunks;
         assert_eq!(chunks.next().await.unwrap().unwrap().len(), 200_000);
     }
-    assert!(began.elapsed() < Duration::from_secs(1), "paused time: {:?}", began.elapsed());
+    assert!(began.elapsed() < Duration::from_secs(1), "reads waited {:?} of paused time", began.elapsed());
     // Waiting reads are refused after their time, and late chunks are still correct.
     let refused = futures::future::join_all(of_hog).await;
     assert!(

@@ -62,7 +62,7 @@ fn large_send(fixture: &mut Fixture) -> SendSink {
 fn committing(mut sink: SendSink) -> Committing {
     match sink.commit() {
         Commit::Background(committing) => committing,
-        Commit::Done(stored) => panic!("a large commit was stored: {stored:?}"),
+        Commit::Done(stored) => panic!("a large commit was stored at once: {stored:?}"),
     }
 }
 
@@ -90,7 +90,11 @@ async fn aborted_large_sends_do_not_delay_commits() {
     drop(large_send(&mut fixture));
     yield_now().await;
     wait();
-    assert_eq!(fixture.service.parts.metrics.rejected_sends.get(), 0, "the send was rejected early");
+    assert_eq!(
+        fixture.service.parts.metrics.rejected_sends.get(),
+        0,
+        "the aborted send was counted as rejected too early"
+    );
     let mut next = committing(large_send(&mut fixture));
     timeout(Duration::from_secs(20), next.outcome()).await.unwrap().unwrap();
     drop(busy);
@@ -106,7 +110,7 @@ async fn purges_and_reports_do_not_wait_for_each_other() {
     fixture.register("app-2", &[]).await;
     let reports = occupy(&fixture, &fixture.service.parts.pool).await;
     let ended = timeout(wait_max, fixture.service.lifecycle.end_app("app-2")).await;
-    ended.expect("a place for ends").unwrap();
+    ended.expect("the end of an application had to wait for reports").unwrap();
     drop(reports);
     let ends = occupy(&fixture, &fixture.service.lifecycle.ends).await;
     let report = ReportRequest {
@@ -121,7 +125,7 @@ async fn purges_and_reports_do_not_wait_for_each_other() {
         records: Vec::new(),
     };
     let reported = timeout(wait_max, fixture.service.ingest.report(report)).await;
-    reported.expect("a place for reports").unwrap();
+    reported.expect("a report had to wait for ended applications").unwrap();
     drop(ends);
     pause();
     fixture.stop().await;
@@ -146,9 +150,9 @@ async fn expired_applications_are_deleted_a_few_at_a_time() {
         }
         tokio::time::sleep(Duration::from_secs(10)).await;
     }
-    assert_eq!(apps(), 0, "all have expired");
+    assert_eq!(apps(), 0, "applications have not expired");
     let deleting = fixture.tasks.running() - before;
-    assert!((1..=16).contains(&deleting), "{deleting} tasks for 201 applications");
+    assert!((1..=16).contains(&deleting), "{deleting} deletion tasks run for 201 applications");
     fixture.faults.clear();
     fixture.faults.release().await;
     within_time("all are deleted", || fixture.tasks.running() <= before).await;

@@ -59,7 +59,7 @@ async fn assert_told(fixture: &Fixture, partitions: std::ops::Range<i32>, count:
     let ids = partition_ids.iter().flat_map(|id| far_ids(*id, count)).map(i64::unsigned_abs);
     assert!(
         results.bitmap == uniffle_wire::bitmap::encode(&ids.collect()),
-        "ids of partitions {partition_ids:?}"
+        "the result lacks ids of partitions {partition_ids:?}"
     );
 }
 
@@ -79,10 +79,14 @@ async fn spilled_ids_are_returned_with_those_in_memory() {
         assert_eq!(shuffle.reports.block_ids.lock().table_bytes(), 0);
         assert_told(&fixture, 0..20 * round, 40 * i64::from(round)).await;
         merge_runs(&scratch, &app, &shuffle).await.unwrap();
-        assert!(shuffle.reports.block_ids.lock().runs().len() < 4, "in round {round}");
+        assert!(shuffle.reports.block_ids.lock().runs().len() < 4, "too many runs in round {round}");
         assert_told(&fixture, 0..20 * round, 40 * i64::from(round)).await;
     }
-    assert!(app.budgets.reported_ids.used() < 4000, "{} bytes of heap", app.budgets.reported_ids.used());
+    assert!(
+        app.budgets.reported_ids.used() < 4000,
+        "reported ids take {} bytes of heap",
+        app.budgets.reported_ids.used()
+    );
     assert!(on_disk() > 0);
     // A known report changes nothing, wherever its ids are.
     report_far(&fixture, 0..180, 360).await;

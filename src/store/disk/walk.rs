@@ -62,7 +62,7 @@ mod tests {
                 publish(10);
             }
         };
-        assert_eq!(times, 2, "the last batch is smaller");
+        assert_eq!(times, 2, "expected one full and one smaller batch");
         assert_eq!(all, (0..next).map(|id| PartitionId(-id)).collect::<Vec<_>>());
     }
 }

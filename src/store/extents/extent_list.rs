@@ -233,10 +233,10 @@ mod tests {
                 let (held, charged) = (held().wrapping_sub(before), list.heap_bytes());
                 assert!(
                     held <= charged && charged <= held * 5 / 4,
-                    "{count}: {held} held, {charged} charged"
+                    "{count} extents: {held} bytes held, {charged} charged"
                 );
                 let alone = size_of::<Extent<WORDS>>() as u64 + 2;
-                assert!(count < 1000 || charged <= alone * count, "{count}: {charged} charged");
+                assert!(count < 1000 || charged <= alone * count, "{count} extents: {charged} bytes charged");
             }
         }
 

@@ -148,7 +148,11 @@ mod tests {
             let most = EXTENT_BLOCKS_MAX;
             assert_eq!(found, [(0, 1), (1, most), (2, most), (2, 1), (3, most), (3, most), (3, most)]);
             assert!(parts.iter().all(ExtentWrite::is_consistent));
-            assert_eq!(matches!(parts[1].data, ExtentData::Aligned(_)), aligned, "a small extent is copied");
+            assert_eq!(
+                matches!(parts[1].data, ExtentData::Aligned(_)),
+                aligned,
+                "a small extent must be copied"
+            );
             let content = |all: &[ExtentWrite]| {
                 let bytes = all.iter().flat_map(|it| it.payload()).flatten().collect::<Vec<u8>>();
                 let ids = all.iter().flat_map(|it| &it.blocks).map(|it| it.block_id).collect::<Vec<_>>();

@@ -307,14 +307,14 @@ mod tests {
                         if let Some(extent) = extents.get(extents.after(place(at))) {
                             let copy = Extent { data_log: OBJECT, index_log: 1, ..*extent };
                             prop_assert_eq!(streams.relocate(id, &copy).is_some(), extent.is_on_disk());
-                            prop_assert!(streams.relocate(id, &copy).is_none(), "relocated twice");
+                            prop_assert!(streams.relocate(id, &copy).is_none(), "an extent was relocated twice");
                         }
                     }
                     StreamOperation::Lose(at) => {
                         let extents = streams.get(id).map(|it| it.extents.clone()).unwrap_or_default();
                         if let Some(extent) = extents.get(extents.after(place(at))) {
                             prop_assert_eq!(streams.lose(id, extent).is_some(), !extent.is_lost());
-                            prop_assert!(streams.lose(id, extent).is_none(), "the extent is a hole");
+                            prop_assert!(streams.lose(id, extent).is_none(), "an extent that is a hole was lost again");
                         }
                     }
                 }

@@ -427,7 +427,7 @@ mod tests {
             let mut flipped = group.bytes.to_vec();
             let at = at.index(flipped.len());
             flipped[at] ^= 1 << bit;
-            prop_assert!(decode(&flipped).is_err(), "byte {} bit {}", at, bit);
+            prop_assert!(decode(&flipped).is_err(), "bit {} of byte {} is flipped", at, bit);
             let cut = cut.index(group.bytes.len());
             prop_assert_eq!(decode(&group.bytes[..cut]).unwrap_err(), GroupError::Incomplete);
         }

@@ -101,14 +101,14 @@ mod tests {
         let refused = |records: &[u8], length| !are_sound(records, length, crc32fast::hash(records));
         assert!(refused(&encoded(1), 12));
         let records = encoded(0);
-        assert!(refused(&records[RECORD_BYTES..], 9), "first record is missing");
+        assert!(refused(&records[RECORD_BYTES..], 9), "a list without its first record was accepted");
         for (length, sum) in [(0_i32, 9), (-3, 12)] {
             let mut records = records.clone();
             records[8..12].copy_from_slice(&length.to_be_bytes());
-            assert!(refused(&records, sum), "length {length}");
+            assert!(refused(&records, sum), "records with a length of {length} were accepted");
         }
         let mut check = RecordCheck::default();
         assert!(!check.accept(&records[RECORD_BYTES..]));
-        assert!(!check.accept(&[]), "a broken list stays broken");
+        assert!(!check.accept(&[]), "records after a broken one were accepted");
     }
 }

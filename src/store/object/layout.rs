@@ -263,7 +263,11 @@ mod tests {
         let checked = [0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 1, 8, 0, 0, 0, 1];
         assert_eq!(bytes[12..], crc32fast::hash(&checked).to_be_bytes());
         assert_eq!(SegmentTail::decode(&bytes, ID, 310), Some(tail));
-        assert_eq!(SegmentTail::decode(&bytes, ID, 279), None, "the object is shorter than its index");
+        assert_eq!(
+            SegmentTail::decode(&bytes, ID, 279),
+            None,
+            "an object shorter than its index was accepted"
+        );
         for other in [SegmentId { incarnation: 8, ..ID }, SegmentId { number: 4, ..ID }] {
             assert_eq!(SegmentTail::decode(&bytes, other, 310), None, "{other:?}");
         }
@@ -271,7 +275,7 @@ mod tests {
         assert_eq!(
             SegmentTail::decode(&later.encode(ID), ID, 310),
             None,
-            "a segment cannot be its own predecessor"
+            "a segment that is its own predecessor was accepted"
         );
         let head = ID.header(1);
         assert_eq!((head.sequence, head.incarnation, head.file_number, head.disk), (1, 9, 3, Uuid::nil()));

@@ -119,7 +119,11 @@ mod tests {
         let shuffles =
             [shuffle(3, &[900, 0]), shuffle(1, &[600, 5000]), shuffle(2, &[520, 0]), shuffle(0, &[0, 9])];
         let next = |under_pressure: &[bool]| next(&shuffles, under_pressure, 100, false);
-        assert_eq!(next(&[true, false]), Some(OffloadCandidate::Oldest(1)), "512 to 1023 are about one size");
+        assert_eq!(
+            next(&[true, false]),
+            Some(OffloadCandidate::Oldest(1)),
+            "shuffles of 512 to 1023 bytes count as equally large"
+        );
         assert_eq!(next(&[false, true]), Some(OffloadCandidate::Oldest(1)));
         assert_eq!(next(&[false, false]), None);
         let immovable = ShuffleView { movable_bytes: 0, ..shuffle(0, &[100]) };
@@ -136,7 +140,7 @@ mod tests {
         assert_eq!(
             next(&[unknown], &[false], 100, true),
             Some(OffloadCandidate::Oldest(0)),
-            "a refused write makes a disk full"
+            "a drain must also choose a shuffle whose records the store may lack"
         );
         assert_eq!(next(&[shuffle(1, &[0])], &[false], 100, true), None);
     }

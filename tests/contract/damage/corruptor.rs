@@ -51,10 +51,10 @@ pub(crate) fn log_without_checksums(content: &mut [u8]) {
 pub(crate) fn chained(content: &[u8], mut keep: impl FnMut(Frame) -> Option<FrameContent>) -> Vec<u8> {
     let (mut at, mut out, mut encoder) = (0, BytesMut::new(), None);
     while let Ok(frame) = frame::decode(content.get(at..).unwrap_or_default()) {
-        at += frame::total_bytes(&content[at..]).expect("the frame was decoded");
+        at += frame::total_bytes(&content[at..]).expect("the frame was decoded before");
         let encoder = encoder.get_or_insert_with(|| Encoder::new(frame.generation));
         if let Some(entry) = keep(frame) {
-            assert!(encoder.encode(&entry, 0, &mut out), "the entry fitted into the log before");
+            assert!(encoder.encode(&entry, 0, &mut out), "the entry fitted into the previous log");
         }
     }
     out.to_vec()

@@ -59,13 +59,13 @@ fn results_of_damaged_directories_are_complete_or_refused() {
     let failures = total.failures();
     assert!(
         failures.is_empty(),
-        "{} failures, DAMAGE_SEED=n repeats one:\n{}",
+        "{} seeds failed (DAMAGE_SEED=n repeats one):\n{}",
         failures.len(),
         failures.join("\n")
     );
     let (intact, served) = total.intact_and_served();
-    assert!(served * 10_000 >= intact * SERVED_OF_10_000, "{served} of {intact} intact blocks are served");
-    assert!(alone || total.never().is_empty(), "never damaged: {:?}", total.never());
+    assert!(served * 10_000 >= intact * SERVED_OF_10_000, "only {served} of {intact} intact blocks are served");
+    assert!(alone || total.never().is_empty(), "no seed chose these corruptions: {:?}", total.never());
 }
 
 /// A process that ended between a write and a sync of the metadata log leaves a record that is
@@ -116,7 +116,7 @@ fn run(seed: u64, mutation: Mutation) -> Report {
             fixture.work(life, steps).await;
             fixture.end(life).await;
         });
-        lived.expect("nothing is damaged yet");
+        lived.expect("a run without damage must succeed");
         fixture.remember_version();
     }
     let before = fixture.files();
@@ -239,7 +239,7 @@ async fn finish(fixture: &mut Fixture, life: &Life, report: &mut Report) {
         fixture.unregister(life, key);
     }
     for app in service.apps().apps() {
-        service.lifecycle.unregister_app(app.id().as_str()).expect("the application is known");
+        service.lifecycle.unregister_app(app.id().as_str()).expect("the application is registered");
     }
     tokio::time::sleep(PROBED_WITHIN).await;
     let key = keys.first().cloned().unwrap_or_else(|| fixture.some_key());

@@ -242,7 +242,7 @@ fn must_be_noticed_as(kind: &str, mutation: Mutation, control: Mutation) {
     };
     let noticed = (0..SEEDS_MAX).find_map(noticed);
     let (seed, breach) =
-        noticed.unwrap_or_else(|| panic!("{mutation:?} is not noticed in {SEEDS_MAX} seeds"));
+        noticed.unwrap_or_else(|| panic!("{mutation:?} was not detected with {SEEDS_MAX} seeds"));
     say(&format!("{mutation:?} is noticed at seed {seed}: {breach}"));
 }
 

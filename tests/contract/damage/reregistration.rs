@@ -49,15 +49,15 @@ fn reregistration_after_lost_registration_is_refused() {
         // An id above all recovered ones is new.
         let new = ShuffleKey::new(keys[0].app.clone(), ShuffleId(11));
         register_again(fixture, life, &new).await;
-        assert!(!life.client.results(&new, 0).await.expect("the shuffle is new").is_empty());
+        assert!(!life.client.results(&new, 0).await.expect("the results of a new shuffle must not be refused").is_empty());
         life.client.results(&keys[1], 0).await
     });
-    let refusal = lived.unwrap().expect_err("earlier results are unknown");
+    let refusal = lived.unwrap().expect_err("the results of the earlier registration must be refused");
     assert!(
         matches!(&refusal, WorkerRefusal::Failed(text) if text.contains("may have been registered before"))
     );
     for key in &keys {
-        let text = results_of(&mut fixture, key).expect_err("the next start knows that, too");
+        let text = results_of(&mut fixture, key).expect_err("the next start must refuse the results too");
         assert!(text.contains("may have been registered before"), "{key}: {text}");
     }
     let lived = fixture.live(async |fixture, life| register_again(fixture, life, &keys[1]).await);

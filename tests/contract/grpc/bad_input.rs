@@ -107,7 +107,7 @@ async fn invalid_app_ids_never_reach_the_file_system() {
                 "send_shuffle_data" => matches!(status, StatusCode::NoRegister | StatusCode::InternalError),
                 _ => matches!(status, StatusCode::NoRegister),
             };
-            assert!(expected, "{rpc} of {app:.20?}: {status:?}");
+            assert!(expected, "{rpc} of {app:.20?} returned {status:?}");
         }
     }
     assert_eq!(tree(above), before);
@@ -115,7 +115,7 @@ async fn invalid_app_ids_never_reach_the_file_system() {
     fixture.client.register(&key("x", 0), &[(0, 0)]).await.unwrap();
     fixture.push(&key("x", 0), &super::blocks::batch(0, &super::blocks::blocks(0, 1, 0..2))).await;
     fixture.flush().await;
-    assert_ne!(tree(above), before, "a name that is taken leaves its mark there");
+    assert_ne!(tree(above), before, "a valid application must leave files here, or the test checks nothing");
     fixture.finish().await;
 }
 
@@ -153,13 +153,13 @@ async fn negative_ids_and_sizes_of_reads_are_refused_or_empty() {
     for read_buffer_size in [-1, i32::MIN] {
         let request = GetMemoryShuffleDataRequest { read_buffer_size, ..request.clone() };
         let answer = raw.get_memory_shuffle_data(request).await.unwrap().into_inner();
-        assert_eq!(answer.shuffle_data_block_segments.len(), 1, "one block");
+        assert_eq!(answer.shuffle_data_block_segments.len(), 1, "expected one block");
     }
     for last_block_id in [-2, i64::MIN, i64::MAX] {
         let request = GetMemoryShuffleDataRequest { last_block_id, ..request.clone() };
         let answer = raw.get_memory_shuffle_data(request).await.unwrap().into_inner();
         let first = answer.shuffle_data_block_segments.first().map(|segment| segment.block_id);
-        assert_eq!(first, Some(all[0].meta.block_id.0), "an unknown cursor starts at the head");
+        assert_eq!(first, Some(all[0].meta.block_id.0), "an unknown cursor must start at the head");
     }
     for partition_id in [-1, i32::MIN, i32::MAX] {
         let request = GetMemoryShuffleDataRequest { partition_id, ..request.clone() };
@@ -174,7 +174,7 @@ async fn negative_ids_and_sizes_of_reads_are_refused_or_empty() {
         assert_eq!(
             (answer.status(), answer.data.len()),
             (StatusCode::Success, 0),
-            "as of any unknown shuffle"
+            "the response must be that of an unknown shuffle"
         );
     }
     drop(raw);

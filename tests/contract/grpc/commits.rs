@@ -51,7 +51,7 @@ async fn commit_flushes_earlier_sends_to_disk() {
         }
         let answer = commit(&fixture, &key).await;
         assert_eq!((answer.status(), answer.ret_msg.as_str()), (StatusCode::Success, "OK"));
-        assert_eq!(answer.commit_count, task, "tasks that have committed");
+        assert_eq!(answer.commit_count, task, "wrong number of committed tasks");
         for (partition, sent) in (0..).zip(&sent) {
             assert_eq!(on_disk(&fixture, &key, partition).await, ids(sent));
         }
@@ -73,7 +73,7 @@ async fn concurrent_commits_are_counted_and_flushed() {
         let answer = commit(&fixture, &key).await;
         assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
         let there = on_disk(&fixture, &key, 0).await;
-        assert!(ids(&part).iter().all(|id| there.binary_search(id).is_ok()), "task {task}");
+        assert!(ids(&part).iter().all(|id| there.binary_search(id).is_ok()), "blocks of committed task {task} are missing");
         answer.commit_count
     };
     let mut counts = join_all((1..=TASKS).map(task)).await;
@@ -91,7 +91,7 @@ async fn commit_of_unknown_shuffle_is_refused() {
     let other = super::fixture::key("app-1", 2);
     assert_eq!(commit(&fixture, &other).await.status(), StatusCode::NoRegister);
     let answer = commit(&fixture, &key).await;
-    assert_eq!((answer.status(), answer.commit_count), (StatusCode::Success, 1), "a task without blocks");
+    assert_eq!((answer.status(), answer.commit_count), (StatusCode::Success, 1), "a commit of a task without blocks must succeed");
     fixture.finish().await;
 }
 
@@ -120,7 +120,7 @@ async fn commit_waits_for_disks_until_shuffle_is_unregistered() {
     .await;
     assert!(!first.is_finished() && !second.is_finished());
     let refused = client.unregister(&keys[0]).await.unwrap_err();
-    assert_eq!(refused.status(), Some(StatusCode::InternalError), "no disk takes the end: {refused}");
+    assert_eq!(refused.status(), Some(StatusCode::InternalError), "an unregistration without a usable disk must fail: {refused}");
     assert_eq!(first.await.unwrap().unwrap_err().status(), StatusCode::NoRegister);
     assert!(!second.is_finished());
     fixture.heal().await;
@@ -145,5 +145,5 @@ async fn memory_only_worker_refuses_commits() {
     assert!(answer.ret_msg.contains("no tier below memory"), "{}", answer.ret_msg);
     client.unregister_app("app-1").await.unwrap();
     drop(client);
-    assert_eq!(worker.stop().await, 0, "tasks left");
+    assert_eq!(worker.stop().await, 0, "tasks are still running");
 }

@@ -30,7 +30,7 @@ async fn connect_and_send(address: SocketAddr, bytes: &[u8]) -> TcpStream {
 async fn expect_close(mut stream: TcpStream, what: &str) {
     let mut rest = Vec::new();
     let ended = timeout(WAIT_MAX, stream.read_to_end(&mut rest)).await;
-    assert!(ended.is_ok(), "{what}: still open");
+    assert!(ended.is_ok(), "the connection is still open: {what}");
 }
 
 /// Expects a PING response after both prefaces.
@@ -39,10 +39,10 @@ async fn expect_pong(stream: &mut TcpStream) {
     let mut seen = Vec::new();
     let pong = async {
         while !seen.windows(8).any(|bytes| bytes == b"ping-pin") {
-            assert_ne!(stream.read_buf(&mut seen).await.unwrap(), 0, "closed");
+            assert_ne!(stream.read_buf(&mut seen).await.unwrap(), 0, "the connection was closed");
         }
     };
-    timeout(WAIT_MAX, pong).await.expect("an answer to the ping");
+    timeout(WAIT_MAX, pong).await.expect("the ping was not answered");
 }
 
 /// Returns an HTTP/2 frame.
@@ -192,7 +192,7 @@ async fn stalled_request_is_aborted_and_its_connection_continues() {
     let channel = raw::connect(fixture.worker.addresses().grpc).await;
     let half = message.slice(..message.len() / 2);
     let answer = raw::call(&channel, raw::SEND, vec![half], raw::End::Stalled).await;
-    assert_eq!(answer.grpc_status, Some(4), "DEADLINE_EXCEEDED: {}", answer.grpc_message);
+    assert_eq!(answer.grpc_status, Some(4), "expected DEADLINE_EXCEEDED: {}", answer.grpc_message);
     assert!(answer.grpc_message.contains("grpc.frame_timeout_sec"), "{}", answer.grpc_message);
     fixture.assert_memory_is_free().await;
     let heartbeat = vec![raw::prefixed(&[])];

@@ -33,7 +33,7 @@ async fn is_assigned(channel: &Channel) -> bool {
 async fn until_assigned(channel: &Channel, wanted: bool) {
     let start = Instant::now();
     while is_assigned(channel).await != wanted {
-        assert!(start.elapsed() < Duration::from_secs(20), "assigned = {wanted}: not yet");
+        assert!(start.elapsed() < Duration::from_secs(20), "the worker does not become assigned = {wanted}");
         sleep(Duration::from_millis(20)).await;
     }
 }
@@ -62,7 +62,7 @@ async fn decommissioned_worker_gets_no_assignments_and_serves_its_app() {
     fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
     fixture.assert_reads(&key, 1, &blocks(1, 1, 0..5)).await;
     fixture.worker.service().lifecycle.check_decommission();
-    assert_eq!(status(), WorkerState::Decommissioning, "an app is left");
+    assert_eq!(status(), WorkerState::Decommissioning, "an application is still registered");
 
     let answer = internal.cancel_decommission(CancelDecommissionRequest {}).await.unwrap().into_inner();
     assert_eq!(answer.status(), StatusCode::Success);
@@ -74,7 +74,7 @@ async fn decommissioned_worker_gets_no_assignments_and_serves_its_app() {
     assert_eq!(answer.status(), StatusCode::Success);
     // The worker does this once a minute.
     fixture.worker.service().lifecycle.check_decommission();
-    assert_eq!(status(), WorkerState::Decommissioned, "no app is left");
+    assert_eq!(status(), WorkerState::Decommissioned, "no application is registered any more");
     drop((internal, channel));
     fixture.finish().await;
 }

@@ -91,7 +91,7 @@ async fn paused_flusher_writes_nothing_until_resumed() {
     client.push(&key, SendForm::Classic, &batch(0, &first)).await.unwrap();
     fixture.flusher.flush_all();
     eventually("the write hangs", || if fixture.hung() > 0 { Ok(()) } else { Err(String::new()) }).await;
-    assert!(!fixture.flusher.pause(Instant::now()).await, "the flusher is writing");
+    assert!(!fixture.flusher.pause(Instant::now()).await, "the flusher must be writing");
     fixture.heal().await;
     assert!(fixture.flusher.pause(Instant::now() + Duration::from_secs(60)).await);
     let flushed = fixture.flusher.flushed_bytes();
@@ -139,12 +139,12 @@ async fn fourth_attempt_gets_the_loss(operation: Operation, suffix: &'static str
     let read = || client.read_partition(&key, P, &options);
     for attempt in 1..4 {
         let error = read().await.unwrap_err().to_string();
-        assert!(error.contains("Input/output error"), "attempt {attempt}: {error}");
-        assert_eq!(fixture.service.diagnostics.losses().losses.is_empty(), attempt < 3, "attempt {attempt}");
+        assert!(error.contains("Input/output error"), "attempt {attempt} has another error: {error}");
+        assert_eq!(fixture.service.diagnostics.losses().losses.is_empty(), attempt < 3, "only the third failed attempt may report losses, attempt {attempt}");
     }
     let error = read().await.unwrap_err().to_string();
     assert!(error.contains("10 blocks of shuffle app-1/1 partition 0 are lost"), "{error}");
-    assert!(error.contains("/disk") && error.contains(suffix), "names disk and file: {error}");
+    assert!(error.contains("/disk") && error.contains(suffix), "the error must name disk and file: {error}");
     // Resent blocks are found, and the unreadable copy does not interfere.
     client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
     let healed = read().await.unwrap();
@@ -226,7 +226,7 @@ async fn first_refusal(verify_reads: VerifyReads) -> Option<usize> {
     let mut first = None;
     for at in 0..16 {
         match client.read_data(&key, P, 0, length).await {
-            Ok(bytes) => assert!(bytes != whole, "nothing was flipped"),
+            Ok(bytes) => assert!(bytes != whole, "no bit was flipped"),
             Err(_) => first = first.or(Some(at)),
         }
     }

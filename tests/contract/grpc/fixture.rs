@@ -65,7 +65,7 @@ impl WorkerFixture {
     }
 
     pub(crate) async fn tcp_client(&self) -> TcpClient {
-        connect_tcp(self.worker.addresses().tcp.expect("urpc_port is open by default")).await
+        connect_tcp(self.worker.addresses().tcp.expect("the TCP port is open by default")).await
     }
 
     pub(crate) fn memory(&self) -> &Memory {
@@ -118,7 +118,7 @@ impl WorkerFixture {
     pub(crate) fn histogram(&self, name: &str) -> (u64, f64) {
         let families = self.worker.registry().gather();
         let found = families.iter().find(|family| family.name() == name);
-        let histogram = found.unwrap_or_else(|| panic!("no metric {name}")).get_metric()[0].get_histogram();
+        let histogram = found.unwrap_or_else(|| panic!("metric {name} does not exist")).get_metric()[0].get_histogram();
         (histogram.get_sample_count(), histogram.get_sample_sum())
     }
 
@@ -174,7 +174,7 @@ impl WorkerFixture {
         })
         .await;
         drop(self.client);
-        assert_eq!(self.worker.stop().await, 0, "tasks left");
+        assert_eq!(self.worker.stop().await, 0, "tasks are still running");
     }
 }
 
@@ -210,6 +210,6 @@ pub(crate) fn assert_same(
     expected.sort_unstable();
     assert_eq!(ids, expected);
     for block in blocks {
-        assert!(read[&block.meta.block_id] == block.data, "bytes of block {}", block.meta.block_id);
+        assert!(read[&block.meta.block_id] == block.data, "block {} has other bytes", block.meta.block_id);
     }
 }

@@ -168,7 +168,7 @@ async fn malformed_sends_store_nothing_and_leak_nothing() {
         assert!(is_refused && !answer.ret_msg.is_empty(), "{name}: {status:?} {}", answer.ret_msg);
         fixture.assert_memory_is_free().await;
         let again = fixture.client.send(&key, ticket, *form, &parts(1)).await.unwrap_err();
-        assert_eq!(again.status(), Some(StatusCode::InternalError), "{name}: the ticket is spent");
+        assert_eq!(again.status(), Some(StatusCode::InternalError), "{name}: a spent ticket was accepted");
     }
     for partition in 0..3 {
         fixture.assert_reads(&key, partition, &[]).await;
@@ -187,7 +187,7 @@ async fn checksum_of_zero_is_not_verified() {
     let parts = vec![(PartitionId(0), all.clone())];
     fixture.client.push(&key, SendForm::Classic, &parts).await.unwrap();
     let memory = fixture.client.read_memory(&key, PartitionId(0), None, 1 << 20, None).await.unwrap();
-    assert_eq!(memory.blocks[0].meta, all[0].meta, "every field as it was sent");
+    assert_eq!(memory.blocks[0].meta, all[0].meta, "a field differs from the sent block");
     fixture.flush().await;
     let index = fixture.client.read_index(&key, PartitionId(0)).await.unwrap();
     assert_eq!(index.records[0].meta, all[0].meta);

@@ -27,7 +27,7 @@ async fn worker_is_unhealthy_while_too_few_disks_are_healthy() {
     let setup = Setup { top: &top, local, ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     let first = coordinator.heartbeat(|beat| beat.status() == ServerStatus::Active).await;
-    assert_eq!(first.is_healthy, None, "is_healthy overrides the status");
+    assert_eq!(first.is_healthy, None, "is_healthy overrides the status and must not be sent");
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
     fixture.flush().await;
@@ -38,7 +38,7 @@ async fn worker_is_unhealthy_while_too_few_disks_are_healthy() {
     std::fs::write(&in_the_way, "").unwrap();
     let unhealthy = coordinator.heartbeat(|beat| beat.status() == ServerStatus::Unhealthy).await;
     assert!(unhealthy.available_memory > 0 && unhealthy.tags.contains(&"ss_v5".to_owned()), "{unhealthy:?}");
-    assert_eq!(unhealthy.server_id, first.server_id, "the same node");
+    assert_eq!(unhealthy.server_id, first.server_id, "the node must keep its id");
     let service = fixture.worker.service();
     service.diagnostics.refresh_metrics(&service.diagnostics.app_statistics());
     assert_eq!(fixture.metric("service_is_healthy") + fixture.metric("is_healthy"), 2.0);
@@ -111,12 +111,12 @@ async fn heartbeat_reports_memory_disks_and_applications() {
     assert_eq!((app.app_id.as_str(), app.partition_num), ("app-1", 10));
     assert_eq!((app.memory_size, app.local_total_size), (total(1), total(0)));
     assert_eq!(app.total_size, total(0) + total(1));
-    assert_eq!(app.local_file_num, 2, "a data log and an index log");
+    assert_eq!(app.local_file_num, 2, "expected a data log and an index log");
     assert_eq!((app.hadoop_file_num, app.hadoop_total_size), (0, 0));
     assert!(beat.used_memory > beat.pre_allocated_memory, "{beat:?}");
     assert_eq!(beat.used_memory + beat.available_memory, 32 << 20);
     let [storage] = &beat.storage_info.values().collect::<Vec<_>>()[..] else {
-        panic!("not one mount: {beat:?}")
+        panic!("expected one mount: {beat:?}")
     };
     assert!(storage.capacity > 0 && storage.used_bytes > 0, "{storage:?}");
     assert_eq!(beat.is_healthy, None);
@@ -162,12 +162,12 @@ async fn partitions_move_away_while_no_disk_is_writable() {
         .await;
     // The health checker is notified.
     let moving = async |is_moving| while to_move().await.is_empty() == is_moving {};
-    timeout(NOTICE_MAX, moving(true)).await.expect("the health checker looks every second");
-    assert_eq!(to_move().await, [2, 0], "also before the first block");
-    assert_eq!(state(), WorkerState::Active, "as far as coordinators are concerned");
+    timeout(NOTICE_MAX, moving(true)).await.expect("the health checker did not notice the moved directory");
+    assert_eq!(to_move().await, [2, 0], "the directory must be reported before the first block");
+    assert_eq!(state(), WorkerState::Active, "the worker must stay active for coordinators");
 
     in_the_way.iter().for_each(|path| std::fs::remove_file(path).unwrap());
     eventually("a disk takes data", || if takes_data() { Ok(()) } else { Err(String::new()) }).await;
-    timeout(NOTICE_MAX, moving(false)).await.expect("the health checker looks every second");
+    timeout(NOTICE_MAX, moving(false)).await.expect("the health checker did not notice that the directory returned");
     fixture.finish().await;
 }

@@ -86,7 +86,7 @@ async fn fill_reported_ids(fixture: &WorkerFixture, key: &ShuffleKey) {
         let (status, text) = report(fixture, key, vec![(partition, far(first..first + 100_000))]).await;
         assert_eq!(status, StatusCode::Success, "{text}");
         let reported = fixture.memory().heap().of(HeapKind::ReportedIds);
-        assert!(reported.used() <= reported.capacity(), "{} bytes of heap", reported.used());
+        assert!(reported.used() <= reported.capacity(), "reported ids take {} bytes of heap", reported.used());
     }
 }
 
@@ -114,7 +114,7 @@ async fn full_heap_shares_do_not_block_other_applications() {
     }
     // Nothing was revoked from the applications that fill the heap.
     let before = charged_bytes(&fixture, HeapKind::Registrations);
-    assert_eq!(register(&fixture, &key("hog-2", 1), 1).await.0, StatusCode::Success, "known");
+    assert_eq!(register(&fixture, &key("hog-2", 1), 1).await.0, StatusCode::Success, "a known application must be accepted");
     assert_eq!(charged_bytes(&fixture, HeapKind::Registrations), before);
     // The first exceeds its share while there is a second application, and not after that ends.
     fixture.client.unregister(&key("hog-1", 1)).await.unwrap();
@@ -194,7 +194,7 @@ fn report_beyond_heap_is_refused_before_and_after_restart() {
         for partition in 0..40 {
             let mut expected: Vec<u64> = ids(partition).into_iter().map(i64::unsigned_abs).collect();
             expected.sort_unstable();
-            assert!(reported_ids(fixture, &large, partition).await == expected, "partition {partition}");
+            assert!(reported_ids(fixture, &large, partition).await == expected, "wrong ids of partition {partition}");
         }
         assert_eq!(reported_ids(fixture, &small, 0).await, [7]);
     };
@@ -212,8 +212,8 @@ fn report_beyond_heap_is_refused_before_and_after_restart() {
             assert_eq!(status, StatusCode::Success, "{text}");
         }
         assert_eq!(report(&fixture, &small, vec![(0, vec![7])]).await.0, StatusCode::Success);
-        assert!(reported.used() - others.bytes() < 64 << 10, "the reports are on disk");
-        assert_eq!(fixture.worker.service().apps().block_id_count(), 140_001, "a retry adds nothing");
+        assert!(reported.used() - others.bytes() < 64 << 10, "the reports must be on disk");
+        assert_eq!(fixture.worker.service().apps().block_id_count(), 140_001, "a retry must add nothing");
         assert_reported(&fixture).await;
         drop(others);
         crashed(fixture)

@@ -44,7 +44,7 @@ async fn truncated_message_stores_nothing() {
             let answer = raw::call(&channel, raw::SEND, vec![body], End::Closed).await;
             if answer.grpc_status == Some(0) {
                 let (status, text) = answer.send_status();
-                assert!(status != StatusCode::Success && !text.is_empty(), "{form:?} cut at {cut}");
+                assert!(status != StatusCode::Success && !text.is_empty(), "{form:?} cut at byte {cut} was accepted");
             }
         }
     }
@@ -69,7 +69,7 @@ async fn mutated_messages_do_not_leak_or_break_the_worker() {
             bytes[at] = rng.random();
         }
         let answer = raw::call(&channel, raw::SEND, vec![raw::prefixed(&bytes)], End::Closed).await;
-        assert!(answer.grpc_status.is_some(), "round {round}");
+        assert!(answer.grpc_status.is_some(), "no gRPC status in round {round}");
     }
     fixture.client.unregister_app("app-1").await.unwrap();
     fixture.assert_memory_is_free().await;
@@ -97,7 +97,7 @@ async fn tiny_frames_with_huge_lengths_are_refused_at_once() {
     // A gRPC prefix without a message, for which the worker does not wait.
     let claim = Bytes::from_static(&[0, 0xFF, 0xFF, 0xFF, 0xFF]);
     let answer = raw::call(&channel, raw::SEND, vec![claim.clone()], End::Stalled).await;
-    assert_eq!(answer.grpc_status, Some(8), "RESOURCE_EXHAUSTED: {}", answer.grpc_message);
+    assert_eq!(answer.grpc_status, Some(8), "expected RESOURCE_EXHAUSTED: {}", answer.grpc_message);
     for path in ["getMemoryShuffleData", "getLocalShuffleIndex", "getLocalShuffleData", "registerShuffle"] {
         let path = format!("/rss.common.ShuffleServer/{path}");
         let answer = raw::call(&channel, &path, vec![claim.clone()], End::Stalled).await;
@@ -120,7 +120,7 @@ async fn tiny_frames_with_huge_lengths_are_refused_at_once() {
             let body = [body, vec![0; 30]].concat();
             let answer = raw::call(&channel, raw::SEND, vec![raw::prefixed(&body)], End::Closed).await;
             let (status, text) = answer.send_status();
-            assert_ne!(status, StatusCode::Success, "{name} of {huge}: {text}");
+            assert_ne!(status, StatusCode::Success, "{name} of {huge} bytes was accepted: {text}");
         }
     }
 
@@ -189,7 +189,7 @@ async fn incomplete_message_is_aborted_after_timeout() {
     let channel = raw::connect(fixture.worker.addresses().grpc).await;
     let half = message.slice(..message.len() / 2);
     let answer = raw::call(&channel, raw::SEND, vec![half], End::Stalled).await;
-    assert_eq!(answer.grpc_status, Some(4), "DEADLINE_EXCEEDED: {}", answer.grpc_message);
+    assert_eq!(answer.grpc_status, Some(4), "expected DEADLINE_EXCEEDED: {}", answer.grpc_message);
     fixture.assert_memory_is_free().await;
     // The connection still works.
     let ticket = fixture.client.require_buffer(&key, &parts).await.unwrap();
@@ -218,7 +218,7 @@ async fn other_protocols_on_the_grpc_port_are_closed() {
         let mut answer = Vec::new();
         // A reset also ends the connection.
         drop(socket.read_to_end(&mut answer).await);
-        assert!(answer.len() < 1000, "{} bytes", answer.len());
+        assert!(answer.len() < 1000, "the response has {} bytes", answer.len());
     }
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     fixture.finish().await;
@@ -232,7 +232,7 @@ async fn invalid_grpc_calls_get_a_status() {
     let unknown = ["/", "/rss.common.ShuffleServer/noSuchCall", "/rss.common.NoService/x"];
     for path in unknown {
         let answer = raw::call(&channel, path, vec![raw::prefixed(&[])], End::Closed).await;
-        assert_eq!(answer.grpc_status, Some(12), "{path} is UNIMPLEMENTED");
+        assert_eq!(answer.grpc_status, Some(12), "expected UNIMPLEMENTED for {path}");
     }
     let compressed = Bytes::from_static(&[1, 0, 0, 0, 1, 0]);
     let answer = raw::call(&channel, raw::SEND, vec![compressed], End::Closed).await;

@@ -65,6 +65,6 @@ async fn dashboard_links_are_served() {
 
     let fixture = WorkerFixture::with(Setup { tables: "[http]\nprofiles = true", ..Setup::default() }).await;
     let stacks = fetch(&fixture, "/api/shuffleServer/stacks").await.unwrap();
-    assert!(stacks.contains("expiry"), "no task's name in {stacks}");
+    assert!(stacks.contains("expiry"), "no task name is in the stacks: {stacks}");
     fixture.finish().await;
 }

@@ -62,7 +62,7 @@ async fn objects_are_read_as_local_data_over_both_transports() {
     fixture.assert_reads(&key, 0, &flushed).await;
     fixture.assert_reads(&key, 1, &other).await;
     let objects = segments(&store).await;
-    assert!(objects.len() <= 3, "a segment or a few: {objects:?}");
+    assert!(objects.len() <= 3, "expected at most three segments: {objects:?}");
 
     let tcp = fixture.tcp_client().await;
     let index = tcp.read_index(&key, P).await.unwrap();
@@ -149,7 +149,7 @@ async fn failing_store_keeps_blocks_in_memory_and_refuses_readers() {
     })
     .await;
     let memory = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap();
-    assert_eq!(memory.blocks.len(), 20, "unwritten blocks stay in memory");
+    assert_eq!(memory.blocks.len(), 20, "blocks that were not written must stay in memory");
     let request = uniffle_worker::proto::GetLocalShuffleDataRequest {
         app_id: "app-1".to_owned(),
         shuffle_id: 1,
@@ -221,10 +221,10 @@ async fn unusable_store_fails_the_start_with_key_and_remedy() {
     let lines = ConfigLines { store_type: "MEMORY_OBJECT", tables: &tables, ..ConfigLines::default() };
     let config = parse(&lines.own_text(&[dir.path().join("unused")]));
     server.faults.plan(On::Put, 1, &ResponseFault::Refuse(403, "AccessDenied"));
-    let Err(error) = Worker::start(&config).await else { panic!("the worker started") };
+    let Err(error) = Worker::start(&config).await else { panic!("expected a refused start") };
     let text = format!("{error:#}");
     for part in ["object_store.precheck_enable", "write an object", "AccessDenied", "s3:PutObject"] {
-        assert!(text.contains(part), "{part} in {text}");
+        assert!(text.contains(part), "{part} is missing: {text}");
     }
     server.stop().await;
 }

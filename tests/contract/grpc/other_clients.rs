@@ -75,7 +75,7 @@ async fn mapreduce_job_runs_with_and_without_memory() {
         for task in 0..MAPS {
             map(&fixture, &key, task, commits).await;
         }
-        assert!(!commits || fixture.memory().block_count() == 0, "committed and in memory");
+        assert!(!commits || fixture.memory().block_count() == 0, "committed blocks are still in memory");
         for partition in 0..PARTITIONS {
             reduce(&fixture, &key, partition).await;
         }

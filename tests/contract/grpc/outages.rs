@@ -30,7 +30,7 @@ async fn all_disks_out(errno: i32) {
     }
     let mut all: Vec<Block> = Vec::new();
     loop {
-        assert!(all.len() < 100, "memory of 16 MiB takes no end of blocks");
+        assert!(all.len() < 100, "memory of 16 MiB accepted 100 blocks of 1 MiB");
         let new = vec![block(0, 1, u32::try_from(all.len()).unwrap(), 1 << 20)];
         if let Err(refused) = client.push(&key, SendForm::Classic, &batch(0, &new)).await {
             assert_eq!(refused.status(), Some(StatusCode::NoBuffer), "{refused}");
@@ -77,8 +77,8 @@ async fn late_batch_is_rewritten_to_another_disk() {
     fixture.flushed().await;
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
-    assert_eq!((read.from_memory, fixture.hung()), (0, 1), "the batch is on the other disk");
-    assert!(fixture.memory.budget().used() > 0, "the late call still reads that memory");
+    assert_eq!((read.from_memory, fixture.hung()), (0, 1), "the batch must be on the other disk");
+    assert!(fixture.memory.budget().used() > 0, "the late call must still hold its memory");
     fixture.heal().await;
     eventually("the batch's memory is free", || match fixture.memory.budget().used() {
         0 => Ok(()),

@@ -36,7 +36,7 @@ async fn panic_during_write_costs_one_attempt() {
     fixture.flusher.flush_all();
     fixture.flushed().await;
     let read = client.read_partition(&key, PartitionId(0), &ReadOptions::default()).await.unwrap();
-    assert_eq!(read.from_disk, sent.len(), "the batch was tried again");
+    assert_eq!(read.from_disk, sent.len(), "the batch was not written again");
     assert_same(&read.blocks, &sent);
     assert_eq!(fixture.service.status().state(), WorkerState::Active);
     drop(client);
@@ -58,7 +58,7 @@ async fn panic_during_call_affects_only_that_call() {
     }
     let options = ReadOptions::default();
     let read = timeout(SOON, client.read_partition(&key, PartitionId(0), &options)).await;
-    read.expect("the caller does not wait for an answer that will not come").unwrap_err();
+    read.expect("the caller waits for a response that will not come").unwrap_err();
     for faults in &fixture.faults {
         faults.clear();
     }

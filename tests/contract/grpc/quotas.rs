@@ -45,13 +45,13 @@ async fn partitions_are_limited_per_application_and_user() {
     let fixture = WorkerFixture::with(with("[quota]\napp_partitions = 10\nuser_partitions = 15")).await;
     let (a, b, other) = (key("app-a", 1), key("app-b", 1), key("app-c", 1));
     assert_eq!(register(&fixture, &a, "etl", 10).await.0, StatusCode::Success);
-    assert_eq!(register(&fixture, &a, "etl", 10).await.0, StatusCode::Success, "none of them is new");
+    assert_eq!(register(&fixture, &a, "etl", 10).await.0, StatusCode::Success, "registered partitions must not count again");
     let (status, text) = register(&fixture, &key("app-a", 2), "etl", 1).await;
     assert_eq!(status, StatusCode::InternalError);
     assert!(text.contains("quota.app_partitions is 10: 10 in use, 1 more requested"), "{text}");
     let (status, text) = register(&fixture, &b, "etl", 6).await;
     assert!(status == StatusCode::InternalError && text.contains("quota.user_partitions is 15"), "{text}");
-    assert!(fixture.worker.service().apps().find(&b.app).is_none(), "nothing of it was kept");
+    assert!(fixture.worker.service().apps().find(&b.app).is_none(), "the refused registration left an application");
     assert_eq!(register(&fixture, &other, "anna", 10).await.0, StatusCode::Success);
     assert_eq!(fixture.worker.service().diagnostics.quotas()[0].refused, 1);
     fixture.client.unregister(&a).await.unwrap();
@@ -100,12 +100,12 @@ async fn concurrent_reports_do_not_exceed_a_quota() {
     let at_once = futures::future::join_all((0..50).map(report)).await;
     // Two concurrent requests for the last capacity may both be refused.
     let taken = at_once.iter().filter(|taken| **taken).count();
-    assert!(taken <= 10, "{taken} reports of 10 ids were taken");
+    assert!(taken <= 10, "{taken} reports of 10 ids were accepted");
     let mut in_turn = 0;
     for task in 50..100 {
         in_turn += usize::from(report(task).await);
     }
-    assert_eq!(taken + in_turn, 10, "{taken} at once");
+    assert_eq!(taken + in_turn, 10, "{taken} reports were accepted at once");
     fixture.finish().await;
 }
 
@@ -134,14 +134,14 @@ async fn disk_quota_refuses_sends_and_flushes_accepted_blocks() {
     let refused = tcp.send(&key, second, &small).await.unwrap_err();
     assert_eq!(refused.status(), Some(StatusCode::InternalError), "{refused}");
     assert!(refused.to_string().contains(expected), "{refused}");
-    assert_eq!(fixture.memory().tickets().count(), 0, "the tickets are spent");
+    assert_eq!(fixture.memory().tickets().count(), 0, "tickets were not spent");
     fixture.assert_reads(&key, 0, &taken).await;
     fixture.push(&other, &small).await;
     let explained = fixture.worker.service().diagnostics.explain("app-1").unwrap();
     let quota = &explained.quotas[0];
     assert_eq!((quota.quota, quota.max, quota.refused), ("quota.app_disk", 1 << 20, 3));
-    let overhead = quota.used.checked_sub(1_228_800).expect("all of the payload");
-    assert!((3 * 40..16 << 10).contains(&overhead), "{overhead} bytes of alignment, index and metadata");
+    let overhead = quota.used.checked_sub(1_228_800).expect("the quota counts less than the payload");
+    assert!((3 * 40..16 << 10).contains(&overhead), "alignment, index and metadata take {overhead} bytes");
     assert!(
         explained.findings.iter().any(|text| text.contains("quota.app_disk")),
         "{:?}",
@@ -229,8 +229,8 @@ fn recovered_state_is_accepted_and_counts() {
         let used: Vec<_> =
             fixture.worker.service().diagnostics.quotas().iter().map(|quota| quota.used).collect();
         assert_eq!(used[1..], [20, 100]);
-        let overhead = used[0].checked_sub(bytes).expect("all of the payload");
-        assert!((20 * 40..64 << 10).contains(&overhead), "{overhead} bytes of alignment, index and metadata");
+        let overhead = used[0].checked_sub(bytes).expect("the quota counts less than the payload");
+        assert!((20 * 40..64 << 10).contains(&overhead), "alignment, index and metadata take {overhead} bytes");
         assert_eq!(fixture.client.results(&key, &[P], None).await.unwrap().cardinality(), 20);
         let refused = fixture.client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap_err();
         assert!(refused.to_string().contains("quota.app_disk is 1"), "{refused}");

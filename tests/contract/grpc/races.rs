@@ -52,7 +52,7 @@ async fn batches_in_flight_are_read_by_age_without_duplicates() {
     let mut seen: Vec<BlockId> = Vec::new();
     loop {
         let answer = client.read_memory(&key, P, seen.last().copied(), 1, None).await.unwrap();
-        assert!(seen.len() <= all.len(), "the cursor loops");
+        assert!(seen.len() <= all.len(), "the cursor does not advance");
         match answer.blocks.first() {
             Some(block) => seen.push(block.meta.block_id),
             None => break,
@@ -191,7 +191,7 @@ async fn stalled_reader_holds_bounded_memory_until_timeout() {
     })
     .await;
     let taken = tokio::time::timeout(Duration::from_secs(5), response.into_body().collect()).await.unwrap();
-    assert!(taken.is_err(), "the stream was reset, so that it is not taken for the whole");
+    assert!(taken.is_err(), "a cut response must reset the stream");
     drop(channel);
     fixture.assert_reads(&key, 0, &[large]).await;
     fixture.finish().await;
@@ -222,8 +222,8 @@ async fn calls_beyond_the_limit_wait_per_connection() {
     assert!(futures::poll!(third.as_mut()).is_pending());
     let other = raw::connect(address).await;
     assert_eq!(raw::call(&other, path, heartbeat(), raw::End::Closed).await.grpc_status, Some(0));
-    assert!(futures::poll!(third.as_mut()).is_pending(), "both places are taken");
-    assert_eq!(fixture.metric("grpc_app_heartbeat_total"), 2.0, "the third has not come");
+    assert!(futures::poll!(third.as_mut()).is_pending(), "both permits must be taken");
+    assert_eq!(fixture.metric("grpc_app_heartbeat_total"), 2.0, "the third request was counted too early");
     drop(stalled);
     assert_eq!(third.await.grpc_status, Some(0));
     drop((channel, other));
@@ -241,7 +241,7 @@ async fn oversized_message_is_refused_by_its_prefix() {
     let channel = raw::connect(fixture.worker.addresses().grpc).await;
     let pieces: Vec<Bytes> = message.chunks(64 << 10).map(Bytes::copy_from_slice).collect();
     let answer = raw::call(&channel, raw::SEND, pieces, raw::End::Closed).await;
-    assert_eq!(answer.grpc_status, Some(8), "RESOURCE_EXHAUSTED");
+    assert_eq!(answer.grpc_status, Some(8), "expected RESOURCE_EXHAUSTED");
     assert!(answer.grpc_message.contains("1048576"), "{}", answer.grpc_message);
     drop(channel);
     fixture.finish().await;

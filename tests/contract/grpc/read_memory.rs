@@ -61,7 +61,7 @@ async fn reads_beyond_pinned_read_memory_get_no_buffer() {
     // The last eighth is reserved for other applications.
     let most = pool.capacity_bytes() - pool.capacity_bytes() / 8;
     let held = pool.used_bytes();
-    assert!(held <= most && held + (1 << 20) > most, "answers that are not taken hold their memory: {held}");
+    assert!(held <= most && held + (1 << 20) > most, "unread responses must hold their memory: {held}");
 
     let (mut complete, mut refused) = (0, 0);
     // All at once, because unread data of one stream uses the window of the connection.
@@ -70,7 +70,7 @@ async fn reads_beyond_pinned_read_memory_get_no_buffer() {
         let answer = GetLocalShuffleDataResponse::decode(whole.slice(5..)).unwrap();
         match answer.status() {
             StatusCode::Success => {
-                assert_eq!(answer.data.len(), length as usize, "a reader that continues gets everything");
+                assert_eq!(answer.data.len(), length as usize, "a reader that continues must get all bytes");
                 complete += 1;
             }
             status => {
@@ -80,7 +80,7 @@ async fn reads_beyond_pinned_read_memory_get_no_buffer() {
             }
         }
     }
-    assert!(complete > 0 && refused > 0, "{complete} complete, {refused} refused");
+    assert!(complete > 0 && refused > 0, "{complete} reads were complete, {refused} refused");
     eventually("the read memory is back", || match pool.used_bytes() {
         0 => Ok(()),
         used => Err(format!("{used} bytes")),
@@ -101,7 +101,7 @@ async fn payload_size(channel: &Channel, request: &GetMemoryShuffleDataRequest) 
 async fn until_payload_size(channel: &Channel, request: &GetMemoryShuffleDataRequest, expected: usize) {
     let began = Instant::now();
     while payload_size(channel, request).await != expected {
-        assert!(began.elapsed() < WAIT_MAX, "an answer never has {expected} bytes");
+        assert!(began.elapsed() < WAIT_MAX, "no response has {expected} bytes");
         sleep(Duration::from_millis(20)).await;
     }
 }
@@ -132,7 +132,7 @@ async fn slow_connection_gets_smaller_responses() {
     until_payload_size(&fast, &request, asked).await;
     let whole = unread.collect().await.unwrap().to_bytes();
     let answer = GetMemoryShuffleDataResponse::decode(whole.slice(5..)).unwrap();
-    assert_eq!(answer.data.len(), asked, "the prompt connection gets its requested size");
+    assert_eq!(answer.data.len(), asked, "a prompt connection must get its requested size");
     until_payload_size(&slow, &request, asked).await;
     fixture.assert_reads(&key, 0, &blocks).await;
     drop((slow, fast));

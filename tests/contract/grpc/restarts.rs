@@ -411,12 +411,12 @@ async fn corrupt_reads_blame_the_disk_and_report_the_loss() {
     let error = fixture.client.read_partition(&key, P, &options).await.unwrap_err().to_string();
     assert!(error.contains(&file.display().to_string()), "{error}");
     assert_eq!(fixture.metric("total_read_crc_mismatch"), 1.0);
-    assert_eq!(fixture.metric("lost_blocks"), 0.0, "gauges are set when they are asked for");
+    assert_eq!(fixture.metric("lost_blocks"), 0.0, "gauges must be refreshed on request");
     let diagnosis = fixture.worker.service().diagnostics.losses();
     assert_eq!(
         (diagnosis.losses.len(), diagnosis.losses[0].blocks),
         (1, 1),
-        "other blocks of its extent are intact: {diagnosis:?}"
+        "only one block of the extent may be lost: {diagnosis:?}"
     );
     assert!(diagnosis.losses[0].reason.contains("block is corrupt"), "{diagnosis:?}");
     let refused = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();

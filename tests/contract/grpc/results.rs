@@ -140,7 +140,7 @@ async fn results_of_purged_shuffle_are_refused_after_reregistration() {
     assert_eq!(
         result_bytes(&fixture, &new, &[0], Some(HISTORIC)).await.0,
         StatusCode::Success,
-        "the empty result"
+        "the result of a shuffle without reports must succeed"
     );
     fixture.finish().await;
 }
@@ -151,14 +151,14 @@ async fn results_equal_the_java_bytes() {
     fixture.client.register(&key, &[(0, 5000)]).await.unwrap();
     let success = |bytes: &str| (StatusCode::Success, Bytes::from(hex(bytes)));
     let nothing = success("00 00000000");
-    assert_eq!(result_bytes(&fixture, &key, &[0, 1], Some(HISTORIC)).await, nothing, "before any report");
+    assert_eq!(result_bytes(&fixture, &key, &[0, 1], Some(HISTORIC)).await, nothing, "the result before any report must be empty");
 
     let high = (1_i64 << 33) + 7;
     let ids = [(0, vec![1, 2]), (1, vec![5 + (1 << 21)]), (4096, vec![high])];
     assert_eq!(reported(&fixture, report(&key, &ids)).await.0, StatusCode::Success);
     let one_and_two = success("00 00000001 00000000 3a30000001000000000001001000000001000200");
     assert_eq!(result_bytes(&fixture, &key, &[0], Some(HISTORIC)).await, one_and_two);
-    assert_eq!(result_bytes(&fixture, &key, &[7], Some(HISTORIC)).await, nothing, "a partition without any");
+    assert_eq!(result_bytes(&fixture, &key, &[7], Some(HISTORIC)).await, nothing, "the result of a partition without blocks must be empty");
 
     let single = GetShuffleResultRequest {
         app_id: "app-1".to_owned(),
@@ -230,7 +230,7 @@ async fn invalid_layouts_are_refused() {
     for widths in [(0, 32, 31), (32, 10, 21), (-1, 32, 32), (18, 24, 20), (i32::MAX, i32::MAX, 65)] {
         assert_eq!(status_of(widths).await, StatusCode::InvalidRequest, "{widths:?}");
     }
-    assert_eq!(status_of((31, 1, 31)).await, StatusCode::Success, "the widest parts");
+    assert_eq!(status_of((31, 1, 31)).await, StatusCode::Success, "the widest layout must be accepted");
     fixture.finish().await;
 }
 

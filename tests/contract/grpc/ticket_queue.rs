@@ -73,7 +73,7 @@ async fn waiting_ticket_does_not_block_other_grpc_calls() {
     let late = vec![block(1, 1, 0, 7 << 20)];
     fixture.client.send(&other, ticket, SendForm::Classic, &batch(1, &late)).await.unwrap();
     fixture.assert_reads(&other, 1, &late).await;
-    assert_eq!(fixture.metric("total_require_buffer_failed"), 0.0, "no client was sent away");
+    assert_eq!(fixture.metric("total_require_buffer_failed"), 0.0, "a request was refused");
     assert_eq!(fixture.metric("tickets_granted_in_line_total"), 1.0);
     fixture.finish().await;
 }
@@ -134,7 +134,7 @@ async fn tickets_wait_on_at_most_half_of_the_streams() {
     let mut waiting = ask(&fixture, &other, 8 << 20, 2);
     wait_in_line(&fixture, 2).await;
     let third = next(&mut ask(&fixture, &other, 8 << 20, 1)).await;
-    assert_eq!(third.status(), StatusCode::NoBuffer, "at once");
+    assert_eq!(third.status(), StatusCode::NoBuffer, "the third request must be refused at once");
     fixture.client.heartbeat("app-2").await.unwrap();
     fixture.client.unregister_app("app-1").await.unwrap();
     // They fit one after the other.

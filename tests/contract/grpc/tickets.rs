@@ -43,7 +43,7 @@ async fn started_send_survives_the_expiry_of_its_ticket() {
             count => Err(format!("{count} tickets")),
         })
         .await;
-        assert_eq!(expire_tickets(&fixture), 0, "a spent ticket cannot expire");
+        assert_eq!(expire_tickets(&fixture), 0, "a spent ticket has expired");
         resume.send(()).unwrap();
     };
     let (answer, ()) = tokio::join!(raw::call_streamed(&channel, raw::SEND, pieces), begun_and_expired);
@@ -66,7 +66,7 @@ async fn resent_blocks_are_deduplicated() {
     }
     assert_eq!(fixture.memory().block_count(), 10);
     let memory = fixture.client.read_memory(&key, PartitionId(0), None, 1 << 20, None).await.unwrap();
-    assert_eq!(memory.blocks.len(), 10, "each id once, or a cursor could loop");
+    assert_eq!(memory.blocks.len(), 10, "each id must be returned once, or a cursor could loop");
     // Resent blocks leave holes in the buffer's chain, bounded by the size of the sends.
     assert!(fixture.memory().budget().used() <= 4 * used + (64 << 10));
     fixture.flush().await;
@@ -98,13 +98,13 @@ async fn backpressure_refuses_tickets_until_memory_is_freed() {
     // 64 MiB through 16 MiB, with more requests in progress than fit.
     futures::future::join_all((0..8).map(writer)).await;
     let refusals = fixture.metric("total_require_buffer_failed");
-    assert!(refusals > 0.0, "no writer had to wait");
+    assert!(refusals > 0.0, "no writer had to wait, so the test checks nothing");
     let (tickets, bytes) = fixture.histogram("ticket_bytes");
-    assert!(tickets == 64 && bytes >= f64::from(64 << 20), "{tickets} tickets of {bytes} bytes");
+    assert!(tickets == 64 && bytes >= f64::from(64 << 20), "{tickets} tickets of {bytes} bytes were granted");
     let (sends, seconds) = fixture.histogram("ticket_lifetime_seconds");
-    assert!(sends == 64 && seconds > 0.0, "{sends} sends, {seconds} s after their tickets");
+    assert!(sends == 64 && seconds > 0.0, "{sends} sends came {seconds} s after their tickets");
     let (waits, seconds) = fixture.histogram("ticket_wait_seconds");
-    assert!((1..=64).contains(&waits) && seconds > 0.0, "{waits} waits of {seconds} s");
+    assert!((1..=64).contains(&waits) && seconds > 0.0, "{waits} waits took {seconds} s");
     for partition in 0..8 {
         let all: Vec<_> =
             (0..8).flat_map(|task| (0..8).map(move |n| block(partition, task, n, 128 << 10))).collect();
@@ -163,7 +163,7 @@ async fn excess_of_a_ticket_is_freed_after_the_send() {
     fixture.client.send(&key, ticket, SendForm::Classic, &batch(0, &all)).await.unwrap();
     assert_eq!(fixture.memory().tickets().pre_allocated_bytes(), 0);
     let used = fixture.memory().budget().used();
-    assert!(used <= 8 << 10, "{used} bytes for a block of 1000");
+    assert!(used <= 8 << 10, "a block of 1000 bytes takes {used} bytes");
     fixture.finish().await;
 }
 
@@ -189,7 +189,7 @@ async fn tickets_expire_in_the_background() {
     let fixture = parts().start().await;
     fixture.memory.tickets().require(&key("app-1", 1).app, 1000, 1).unwrap();
     sleep(Duration::from_secs(20)).await;
-    assert_eq!(fixture.memory.tickets().count(), 1, "tickets expire after 30 s here");
+    assert_eq!(fixture.memory.tickets().count(), 1, "a ticket must not expire before 30 s");
     sleep(Duration::from_secs(20)).await;
     assert_eq!(fixture.memory.tickets().count(), 0);
     fixture.finish().await;

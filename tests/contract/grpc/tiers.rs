@@ -62,7 +62,7 @@ async fn batch_in_flight_is_read_from_memory_until_published() {
     assert!(client.read_index(&key, P).await.unwrap().records.is_empty());
     let all: Vec<Block> = first.iter().chain(&second).cloned().collect();
     let memory = client.read_memory(&key, P, None, 1 << 20, None).await.unwrap();
-    assert_eq!(ids(&memory.blocks), ids(&all), "the batch in flight is older");
+    assert_eq!(ids(&memory.blocks), ids(&all), "blocks of the batch in flight must come first");
     // The cursor crosses from the batch to later blocks.
     let cursor = Some(first[4].meta.block_id);
     let rest = client.read_memory(&key, P, cursor, 1 << 20, None).await.unwrap();
@@ -119,7 +119,7 @@ async fn local_order_extents_are_sorted_and_gapless() {
     for (flush, extent) in metas.chunks(24).enumerate() {
         let order: Vec<(i64, i64)> =
             extent.iter().map(|meta| (meta.task_attempt_id.0, meta.block_id.0)).collect();
-        assert!(order.is_sorted(), "extent {flush}: {order:?}");
+        assert!(order.is_sorted(), "blocks of extent {flush} are not sorted: {order:?}");
     }
     fixture.assert_reads(&key, 0, &all).await;
 
@@ -196,10 +196,10 @@ async fn block_id_zero_is_valid() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 0, 0..3);
-    assert_eq!(all[0].meta.block_id, BlockId(0), "sequence 0, partition 0, task 0");
+    assert_eq!(all[0].meta.block_id, BlockId(0), "the first block must have id 0: sequence, partition and task 0");
     fixture.push(&key, &batch(0, &all)).await;
     let after_0 = fixture.client.read_memory(&key, P, Some(BlockId(0)), 1 << 20, None).await.unwrap();
-    assert_eq!(ids(&after_0.blocks), ids(&all[1..]), "0 as a cursor is not the start");
+    assert_eq!(ids(&after_0.blocks), ids(&all[1..]), "0 as a cursor must not be the start");
     fixture.assert_reads(&key, 0, &all).await;
     fixture.flush().await;
     fixture.assert_reads(&key, 0, &all).await;
@@ -223,7 +223,7 @@ async fn worker_runs_over_an_unknown_tier() {
     fixture.assert_reads(&key, 0, &[flushed.clone(), fresh.clone()].concat()).await;
     fixture.flush().await;
     fixture.assert_reads(&key, 0, &[flushed, fresh].concat()).await;
-    assert!(fixture.metric("total_memory_spill_to_third") > 0.0, "metrics carry its name");
+    assert!(fixture.metric("total_memory_spill_to_third") > 0.0, "metrics must carry the name of the tier");
     fixture.finish().await;
 }
 
@@ -235,7 +235,7 @@ async fn shutdown_syncs_tiers_after_last_flush() {
     let all = blocks(0, 1, 0..20);
     fixture.push(&key, &batch(0, &all)).await;
     assert_eq!(tier.synced_bytes(), 0);
-    assert_eq!(fixture.worker.stop().await, 0, "tasks left");
+    assert_eq!(fixture.worker.stop().await, 0, "tasks are still running");
     assert_eq!(tier.synced_bytes(), payload(&all));
 }
 
@@ -254,7 +254,7 @@ async fn purge_does_not_block_runtime_threads() {
         let (release, released) = std::sync::mpsc::channel();
         tier.on_forget(move || {
             let _ = began.send(());
-            released.recv_timeout(Duration::from_secs(60)).expect("other calls are answered meanwhile");
+            released.recv_timeout(Duration::from_secs(60)).expect("other calls were not answered meanwhile");
         });
         let end = async {
             match ends_all {
@@ -282,7 +282,7 @@ async fn tier_receives_the_requested_number_of_writers() {
         request.remote_storage = Some(RemoteStorage { path: "third://x".to_owned(), ..Default::default() });
         request.max_concurrency_per_partition_to_write = wanted;
         fixture.client.register_with(request).await.unwrap();
-        let heard = tier.wanted().expect("the tier is asked at each registration");
+        let heard = tier.wanted().expect("the tier was not asked at the registration");
         assert_eq!((heard.path.as_str(), heard.writers), ("third://x", expected), "{wanted}");
     }
     fixture.finish().await;

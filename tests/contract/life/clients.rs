@@ -127,7 +127,7 @@ impl History {
             message_bytes: bytes as u64 + 1_000,
         };
         let session =
-            self.service().ingest.begin_send(header).expect("a fresh ticket of a registered shuffle");
+            self.service().ingest.begin_send(header).expect("a send with a new ticket was refused");
         let expected = self.expected.get_mut(&key).unwrap();
         for (partition, id, data) in &blocks {
             expected.sent.entry(*partition).or_default().insert(*id, Bytes::copy_from_slice(data));
@@ -201,7 +201,7 @@ impl History {
             assert!(committed.is_err(), "a send into a purged shuffle was acknowledged");
             return;
         };
-        committed.expect("a send with a ticket into a registered shuffle never fails");
+        committed.expect("a send with a ticket into a registered shuffle failed");
         let ids: Vec<_> = send.blocks.iter().map(|(partition, id, _)| (*partition, *id)).collect();
         tracing::info!(target: "life", key = ?send.key, ?ids, "acknowledged");
         for (partition, id, data) in send.blocks {
@@ -219,7 +219,7 @@ impl History {
             if let Some((_, _, data)) = send.blocks.get(send.next).filter(|_| send.next > 0) {
                 // Cut in the middle of a block.
                 if send.session.begin_block(u32::try_from(data.len()).unwrap()).is_ok() {
-                    send.session.write(&data[..data.len() / 2]).expect("fewer bytes than announced");
+                    send.session.write(&data[..data.len() / 2]).expect("the decoder refused a part of the announced bytes");
                 }
             }
         }
@@ -309,7 +309,7 @@ impl History {
                 }
             }
             Err(ServiceError::Lost(text)) => {
-                assert!(expected.can_miss(&partitions, now), "a report is refused without a loss: {text}");
+                assert!(expected.can_miss(&partitions, now), "a report was refused without a loss: {text}");
                 self.tally.reports_refused += 1;
             }
             Err(error) => assert!(matches!(error, ServiceError::Store(_)), "a report failed: {error}"),

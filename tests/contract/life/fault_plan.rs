@@ -161,16 +161,16 @@ impl History {
         let is_named = (0..self.disks.len()).any(|disk| text.contains(&format!("/disk{disk}")));
         // A directory must be writable to take over data that only the store has.
         let is_any = self.objects.is_some() && text.contains("no data directory is writable");
-        assert!(is_named || is_any, "a start is refused without a directory's name: {text}");
+        assert!(is_named || is_any, "a start was refused without the name of a directory: {text}");
         if error.kind == StoreErrorKind::Unclaimed {
             return self.write_claim(&text);
         }
         if error.kind == StoreErrorKind::NotMounted {
             // The present directories were never used.
-            assert!(self.missing.take().is_some(), "a start on all disks is refused: {text}");
+            assert!(self.missing.take().is_some(), "a start on all disks was refused: {text}");
             return;
         }
-        assert!(self.is_faulty, "a start on healthy disks is refused: {text}");
+        assert!(self.is_faulty, "a start on healthy disks was refused: {text}");
         self.faults.iter().for_each(|faults| {
             faults.clear();
             faults.set_read_only(false);
@@ -181,7 +181,7 @@ impl History {
     /// Restores the claim from a copy. A directory without metadata does not know its identity.
     fn write_claim(&mut self, refusal: &str) {
         let (disk, intact) =
-            self.claim.take().expect("a directory with an intact claim is not refused for it");
+            self.claim.take().expect("a directory with an intact claim was refused");
         if let Some((path, suggested)) = on_disk::suggested_claim(refusal) {
             assert_eq!(path, PathBuf::from(format!("/disk{disk}/{CLAIM}")), "{refusal}");
             // A claim cut before its checksum is a complete one of earlier versions.

@@ -166,7 +166,7 @@ impl History {
     }
 
     pub(super) fn process(&self) -> &Process {
-        self.process.as_ref().expect("a life begins with a start")
+        self.process.as_ref().expect("a process is running")
     }
 
     pub(crate) fn service(&self) -> Arc<Service> {
@@ -340,10 +340,10 @@ impl History {
                     let may_be_back = self.excused || self.damages_objects();
                     assert!(
                         !has_ended || may_be_back,
-                        "{} is known, and its end was acknowledged",
+                        "{} is known, although its end was acknowledged",
                         shuffle.key()
                     );
-                    service.lifecycle.unregister_shuffle(app.id().as_str(), id).expect("the app is known");
+                    service.lifecycle.unregister_shuffle(app.id().as_str(), id).expect("the application is registered");
                 }
             }
         }
@@ -443,7 +443,7 @@ impl History {
         }
         let hangs = here.iter().any(|disk| self.faults[*disk].hung() > 0);
         if !hangs && here.iter().any(|disk| !self.faults[*disk].is_read_only()) {
-            assert!(self.process().is_flushed(), "a stop has left blocks in memory");
+            assert!(self.process().is_flushed(), "a stop left blocks in memory");
         }
     }
 
@@ -470,7 +470,7 @@ impl History {
     }
 
     fn add_figures(&mut self) {
-        let process = self.process.as_ref().expect("a life begins with a start");
+        let process = self.process.as_ref().expect("a process is running");
         let tally = &mut self.tally;
         tally.flushed_bytes += process.counter("memory_spill_total_bytes");
         tally.failed_writes += process.counter("total_failed_written_event_num");
@@ -627,7 +627,7 @@ impl History {
             return;
         }
         tokio::time::sleep(AppConfig::default().heartbeat_timeout + EXPIRY_INTERVAL).await;
-        assert_eq!(gap(self), None, "results of unknown shuffles are refused for ever");
+        assert_eq!(gap(self), None, "results of unknown shuffles are refused forever");
         self.tally.ended_gaps += 1;
     }
 
@@ -646,7 +646,7 @@ impl History {
         }
         let service = self.service();
         for app in service.apps().apps() {
-            service.lifecycle.unregister_app(app.id().as_str()).expect("the app is known");
+            service.lifecycle.unregister_app(app.id().as_str()).expect("the application is registered");
         }
         drop(service);
         self.readers.clear();
@@ -655,8 +655,7 @@ impl History {
         self.process().assert_nothing_left();
         let files = self.disks.iter().flat_map(|disk| disk.files());
         // Files that may belong to a shuffle without a registration are kept.
-        let remaining: Vec<PathBuf> =
-            files.filter(|path| path.starts_with("apps") && !self.excused).collect();
+        let remaining: Vec<PathBuf> = files.filter(|path| path.starts_with("apps") && !self.excused).collect();
         assert!(remaining.is_empty(), "files remain: {remaining:?}");
         // Objects of such a shuffle are kept until the next start. Without disks, only a gap in the
         // log hides one.
@@ -670,7 +669,7 @@ impl History {
         let process = self.process();
         process.tasks.cancel();
         process.tasks.drained().await;
-        assert_eq!(process.tasks.running(), 0, "tasks left");
+        assert_eq!(process.tasks.running(), 0, "tasks are still running");
         self.add_figures();
         self.process = None;
     }

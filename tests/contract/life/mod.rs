@@ -143,7 +143,7 @@ fn blocks_of_damaged_objects_are_served_or_reported_lost() {
 fn reregistration_above_an_unlisted_log_keeps_its_reports() {
     for _ in 0..8 {
         let ran = run_safely(8882, Storage::Disks, Mutation::None);
-        assert!(ran.is_ok(), "LIFE_SEED=8882: {ran:?}");
+        assert!(ran.is_ok(), "LIFE_SEED=8882 fails: {ran:?}");
     }
 }
 
@@ -153,7 +153,7 @@ fn reregistration_above_an_unlisted_log_keeps_its_reports() {
 fn reregistered_shuffle_hides_offloaded_results() {
     for seed in [5011, 7300] {
         let ran = run_safely(seed, Storage::Both, Mutation::None);
-        assert!(ran.is_ok(), "MOVED_LIFE_SEED={seed}: {ran:?}");
+        assert!(ran.is_ok(), "MOVED_LIFE_SEED={seed} fails: {ran:?}");
     }
 }
 
@@ -162,7 +162,7 @@ fn reregistered_shuffle_hides_offloaded_results() {
 #[test]
 fn gap_of_offloaded_shuffle_outlives_returned_directories() {
     let ran = run_safely(631, Storage::BothDamaged, Mutation::None);
-    assert!(ran.is_ok(), "DAMAGED_LIFE_SEED=631: {ran:?}");
+    assert!(ran.is_ok(), "DAMAGED_LIFE_SEED=631 fails: {ran:?}");
 }
 
 /// A disk was missing while the other took a second registration and its blocks. Then the disk was
@@ -171,7 +171,7 @@ fn gap_of_offloaded_shuffle_outlives_returned_directories() {
 fn registration_in_hidden_metadata_is_refused() {
     for _ in 0..8 {
         let ran = run_safely(5887, Storage::Disks, Mutation::None);
-        assert!(ran.is_ok(), "LIFE_SEED=5887: {ran:?}");
+        assert!(ran.is_ok(), "LIFE_SEED=5887 fails: {ran:?}");
     }
 }
 
@@ -191,7 +191,7 @@ fn run_seeds((variable, count): (&str, u64), storage: Storage, elsewhere: &[&[&s
         }
     }
     say(&format!("{total:?}"));
-    assert!(failures.is_empty(), "{} histories fail:\n{}", failures.len(), failures.join("\n"));
+    assert!(failures.is_empty(), "{} histories failed:\n{}", failures.len(), failures.join("\n"));
     let never = total.never(elsewhere);
     assert!(alone || never.is_empty(), "the model never reached {never:?}");
 }
@@ -200,8 +200,8 @@ fn must_be_noticed(storage: Storage, mutation: Mutation) {
     let is_sound = |seed| run_safely(seed, storage, Mutation::None).is_ok();
     let noticed =
         (0..SEEDS_DEFAULT).find_map(|seed| Some((seed, run_safely(seed, storage, mutation).err()?)));
-    let (seed, cause) = noticed.unwrap_or_else(|| panic!("{mutation:?} is not noticed"));
-    assert!(is_sound(seed), "seed {seed} fails without {mutation:?} too");
+    let (seed, cause) = noticed.unwrap_or_else(|| panic!("{mutation:?} was not detected"));
+    assert!(is_sound(seed), "seed {seed} also fails without {mutation:?}");
     say(&format!("{mutation:?} is noticed at seed {seed}: {cause}"));
 }
 

@@ -117,7 +117,7 @@ impl History {
             after = store.snapshot().await;
         }
         // Damage is permanent.
-        self.objects.as_mut().expect("the object store exists").earlier = after;
+        self.objects.as_mut().expect("the worker has an object store").earlier = after;
     }
 
     /// Sometimes delivers requests that were not answered.

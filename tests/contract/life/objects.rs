@@ -75,11 +75,11 @@ impl History {
     }
 
     async fn start_again(&mut self, store: &FaultyObjects, error: &StoreError) -> Process {
-        assert!(self.is_faulty, "a start above a healthy store is refused: {error}");
-        assert!(error.to_string().contains(ROOT), "a start is refused without a key: {error}");
+        assert!(self.is_faulty, "a start with a healthy store was refused: {error}");
+        assert!(error.to_string().contains(ROOT), "a start was refused without the key of an object: {error}");
         self.tally.refused_starts += 1;
         self.heal_the_store(store);
-        Process::above(store).await.expect("the store answers again")
+        Process::above(store).await.expect("the start failed although the store answers again")
     }
 
     pub(super) async fn damage_an_object(&mut self, store: &FaultyObjects, now: &BTreeMap<String, Bytes>) {
@@ -118,7 +118,7 @@ impl History {
             Name::Segment(shuffle, _) => {
                 let app = shuffle.key.app.as_str();
                 let app =
-                    APPS.iter().copied().find(|known| *known == app).expect("an application of the model");
+                    APPS.iter().copied().find(|known| *known == app).expect("the application belongs to the model");
                 self.lose_places_of((app, shuffle.key.shuffle.0));
             }
             Name::Settings(_) => {}

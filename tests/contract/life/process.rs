@@ -145,13 +145,13 @@ impl Process {
 
     /// Asserts that nothing remains after the last application has ended.
     pub(crate) fn assert_nothing_left(&self) {
-        assert_eq!(self.flusher.unfinished(), 0, "batches left");
-        assert_eq!(self.memory.budget().used(), 0, "bytes charged");
-        assert_eq!(self.memory.tickets().pre_allocated_bytes(), 0, "bytes reserved");
-        assert_eq!(self.memory.in_flight_bytes(), 0, "bytes in flight");
-        assert_eq!(self.memory.block_count(), 0, "blocks counted");
-        assert_eq!(self.service.apps().block_id_count(), 0, "reported ids held");
-        assert!(self.service.diagnostics.losses().losses.is_empty(), "losses of no application");
+        assert_eq!(self.flusher.unfinished(), 0, "batches are still being flushed");
+        assert_eq!(self.memory.budget().used(), 0, "bytes are still charged");
+        assert_eq!(self.memory.tickets().pre_allocated_bytes(), 0, "bytes are still reserved");
+        assert_eq!(self.memory.in_flight_bytes(), 0, "bytes are still in flight");
+        assert_eq!(self.memory.block_count(), 0, "blocks are still counted");
+        assert_eq!(self.service.apps().block_id_count(), 0, "reported ids are still held");
+        assert!(self.service.diagnostics.losses().losses.is_empty(), "losses of ended applications are still listed");
     }
 }
 

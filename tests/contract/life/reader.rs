@@ -117,7 +117,7 @@ impl Reader {
         let expected = &history.expected[&self.key];
         match error {
             ServiceError::Lost(text) => {
-                assert!(expected.can_have_lost(self.partition, now), "a loss that cannot be: {text}");
+                assert!(expected.can_have_lost(self.partition, now), "the reported loss is impossible: {text}");
                 tracing::info!(target: "life", text, "a read is refused");
                 history.tally.reads_refused += 1;
             }
@@ -171,7 +171,7 @@ impl Reader {
             history.tally.read_from_memory += 1;
             at = end;
         }
-        assert_eq!(at, data.len(), "blocks and bytes of a memory answer disagree");
+        assert_eq!(at, data.len(), "blocks and bytes of a response from memory disagree");
         self.phase = match answer.blocks.last() {
             Some(last) => Phase::Memory { cursor: last.block_id.0 },
             None => Phase::Index,
@@ -191,7 +191,7 @@ impl Reader {
         assert_eq!(records.len() % RECORD, 0);
         check_gapless(&records, answer.data_length);
         let now = history.now();
-        let expected = history.expected.get_mut(&self.key).expect("checked by step");
+        let expected = history.expected.get_mut(&self.key).expect("`step` checked that the shuffle exists");
         let seen = expected.index_seen.entry(self.partition).or_default();
         check_index(seen, &records, now.has_holes());
         if !now.has_holes() {
@@ -238,14 +238,14 @@ impl Reader {
             let bytes = &data[at..at + u32_at(&records, record * RECORD + 8) as usize];
             let crc = u64_at(&records, record * RECORD + 16);
             let fits = crc == u64::from(crc32fast::hash(bytes));
-            let id = i64::try_from(u64_at(&records, record * RECORD + 24)).expect("ids are positive");
+            let id = i64::try_from(u64_at(&records, record * RECORD + 24)).expect("ids are not negative");
             // The index may be of a process under which files were removed: a later one has a hole.
             if !fits && (history.now().has_holes() || self.began.files_removed) {
                 self.check_hole(history, id, bytes).await;
                 self.required.clear();
                 return Ok(());
             }
-            assert!(fits, "crc of a block on disk");
+            assert!(fits, "a block on disk has a wrong checksum");
             self.found.insert(id, bytes.to_vec());
             history.tally.read_from_disk += 1;
             history.tally.read_across_restarts += u64::from(older);
@@ -260,14 +260,14 @@ async fn collect(mut chunks: ChunkStream, length: u64) -> Result<Vec<u8>, Servic
     while let Some(chunk) = chunks.next().await? {
         all.extend_from_slice(&chunk);
     }
-    assert_eq!(all.len() as u64, length, "an answer has another length than announced");
+    assert_eq!(all.len() as u64, length, "a response has another length than announced");
     Ok(all)
 }
 
 fn check_gapless(records: &[u8], data_length: u64) {
     let mut end = 0;
     for record in records.chunks(RECORD) {
-        assert_eq!(u64_at(record, 0), end, "a hole in the data stream");
+        assert_eq!(u64_at(record, 0), end, "the data stream has a hole");
         end += u64::from(u32_at(record, 8));
     }
     assert_eq!(end, data_length, "index and data length disagree");
@@ -282,7 +282,7 @@ fn check_index(seen: &[u8], records: &[u8], may_have_holes: bool) {
     }
     for record in seen.chunks(RECORD).filter(|record| !is_filler(record)) {
         match now.get(&u64_at(record, 0)) {
-            Some(same) if !is_filler(same) => assert_eq!(*same, record, "an index that was read has changed"),
+            Some(same) if !is_filler(same) => assert_eq!(*same, record, "a record of the index has changed"),
             _ => assert!(may_have_holes, "block {} is missing in the index", id_of(record)),
         }
     }

@@ -36,10 +36,10 @@ impl History {
             self.indexes_of(|info| info.condition != DiskCondition::Healthy).len() as u64;
         self.wait(FULL_MAX).await;
         let full = self.indexes_of(|info| info.condition == DiskCondition::Full);
-        assert!(full.is_empty(), "disks {full:?} stay full though probes succeed");
+        assert!(full.is_empty(), "disks {full:?} stay full although probes succeed");
         self.wait(SICK_MAX).await;
         let sick = self.indexes_of(|info| info.condition != DiskCondition::Healthy);
-        assert!(sick.is_empty(), "disks {sick:?} stay unhealthy though probes succeed");
+        assert!(sick.is_empty(), "disks {sick:?} stay unhealthy although probes succeed");
     }
 
     /// Lets a write of one file fail because the file is too large. Its disk must not be blamed.
@@ -99,7 +99,7 @@ impl History {
             let removed: Vec<_> = before.difference(&after).collect();
             assert!(
                 removed.is_empty(),
-                "{removed:?} are removed before the end of {app}/{shuffle} is logged"
+                "{removed:?} were removed before the end of {app}/{shuffle} was logged"
             );
         }
         self.heal_the_disks().await;
@@ -114,11 +114,11 @@ impl History {
         let disks: Vec<_> =
             self.disks.iter().cloned().chain([link]).map(|disk| (disk, Faults::default())).collect();
         let started = self.process_on(&disks, LocalConfig::default()).await.map(drop);
-        let error = started.expect_err("a directory is used twice");
+        let error = started.expect_err("a directory that is used twice was accepted");
         let text = error.to_string();
         assert_eq!(error.kind, StoreErrorKind::Copied, "{text}");
         assert!(text.contains("/link") && text.contains(&format!("/disk{of}")), "{text}");
-        assert!(snapshot(self) == before, "a refused start changes a directory");
+        assert!(snapshot(self) == before, "a refused start changed a directory");
         self.tally.doubled_paths += 1;
     }
 

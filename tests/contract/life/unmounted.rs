@@ -47,7 +47,7 @@ impl History {
         let process = match started {
             Ok(process) => {
                 let known = process.service.apps().apps().len();
-                assert_eq!(known, 0, "a worker on empty directories knows shuffles of missing disks");
+                assert_eq!(known, 0, "a worker on empty directories must not know shuffles of missing disks");
                 process
             }
             Err(error) => {
@@ -57,13 +57,13 @@ impl History {
                     return;
                 }
                 let insisted = LocalConfig { require_mounted: Some(false), ..local };
-                self.process_on(&disks, insisted).await.expect("the operator overrides the check")
+                self.process_on(&disks, insisted).await.expect("a start that overrides the check must succeed")
             }
         };
         self.tally.unmounted_starts += 1;
         self.process = Some(process);
         self.live_unmounted().await;
-        let process = self.process.take().expect("the process has just run");
+        let process = self.process.take().expect("the process is running");
         process.tasks.cancel();
         process.tasks.drained().await;
     }
@@ -123,7 +123,7 @@ impl History {
             let is_unmoved = !self.expected[&key].is_again && !moved.contains(&(key.0.to_owned(), key.1));
             assert!(
                 !is_unmoved || waited <= REPORT_DEADLINE,
-                "a report of {key:?}, of which the store has nothing, waits for the store"
+                "a report of {key:?}, which was never offloaded, waits for the store"
             );
             self.tally.hung_stores += u64::from(is_unmoved);
         }
@@ -142,7 +142,7 @@ impl History {
             }
         };
         let is_mutated = self.mutation == Mutation::ReportsWait;
-        let tier = self.process().flusher.tiers().find::<OffloadTier>().expect("the object store exists");
+        let tier = self.process().flusher.tiers().find::<OffloadTier>().expect("the worker has an object store");
         let reporting = async {
             self.report_of(key, true).await;
             if is_mutated {
@@ -155,7 +155,7 @@ impl History {
             () = heartbeats => false,
             () = tokio::time::sleep(HUNG_DEADLINE) => false,
         };
-        assert!(is_ended, "a report of {key:?} waits for the store that hangs");
+        assert!(is_ended, "a report of {key:?} waits for a store that hangs");
         began.elapsed()
     }
 }

@@ -64,7 +64,7 @@ async fn uploads_have_parts_in_parallel(store: &Arc<dyn ObjectStore>) {
     }
     upload.complete().await.unwrap();
     let got = store.get(&path).await.unwrap().bytes().await.unwrap();
-    assert!(got == bytes, "{} of {} bytes", got.len(), bytes.len());
+    assert!(got == bytes, "the object has {} of {} bytes", got.len(), bytes.len());
     let across = PART_BYTES as u64 - 10..PART_BYTES as u64 + 10;
     let got = store.get_range(&path, across.clone()).await.unwrap();
     assert_eq!(got, part(&bytes, &across));
@@ -95,12 +95,12 @@ async fn lists_have_pages_and_a_prefix_is_deleted(store: &Arc<dyn ObjectStore>) 
     };
     let mut listed = list("w2").await;
     listed.sort();
-    assert!(listed.iter().eq((0..OBJECTS).map(path).collect::<Vec<_>>().iter()), "{} listed", listed.len());
+    assert!(listed.iter().eq((0..OBJECTS).map(path).collect::<Vec<_>>().iter()), "{} objects are listed", listed.len());
     let locations = futures::stream::iter(listed.into_iter().map(Ok)).boxed();
     let deleted: Vec<_> = store.delete_stream(locations).try_collect().await.unwrap();
     assert_eq!(deleted.len(), OBJECTS);
     assert!(list("w2").await.is_empty());
-    assert_eq!(list("w20").await.len(), 1, "a prefix ends with its name");
+    assert_eq!(list("w20").await.len(), 1, "a prefix must match only complete names");
     // Deleting a missing object succeeds or returns not found.
     match store.delete(&path(0)).await {
         Ok(()) => {}
@@ -119,8 +119,8 @@ async fn in_process_store_answers_every_call() {
     let server = S3Server::start().await;
     let opened = open(&server.config("pre/fix"));
     soon(every_call(&opened.store)).await;
-    assert!(server.files().join("pre/fix/w20/0").exists(), "paths begin below the prefix");
-    assert!(server.faults.requests(On::List) >= 2, "a thousand keys are a page");
+    assert!(server.files().join("pre/fix/w20/0").exists(), "paths must begin below the prefix");
+    assert!(server.faults.requests(On::List) >= 2, "a page of the list has 1,000 keys, so two requests are needed");
     assert_eq!(opened.metric("object_store_request_retries{operation=\"put\"}"), 0.0);
     assert!(opened.metric("object_store_requests{operation=\"put_part\"}") >= 5.0);
     assert!(opened.metric("object_store_connections") <= 32.0);

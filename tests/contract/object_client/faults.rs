@@ -75,7 +75,7 @@ async fn read_faults_map_to_errors() {
             assert!(text.contains(refusal.remedy()), "{text}");
         }
         // The next read is not affected.
-        assert!(soon(read(&opened)).await.unwrap() == content(BYTES)[10..], "after {fault:?}");
+        assert!(soon(read(&opened)).await.unwrap() == content(BYTES)[10..], "wrong bytes after {fault:?}");
     }
     for reason in ["timeout", "cut", "throttled", "server", "refused"] {
         let failures = opened.metric(&format!("object_store_request_failures{{reason=\"{reason}\"}}"));
@@ -184,7 +184,7 @@ async fn write_error_says_whether_the_store_may_recover() {
     server.faults.plan(On::Put, 1, &ResponseFault::LoseAnswer);
     let error = soon(opened.store.put(&path, content(BYTES).into())).await.unwrap_err();
     assert_eq!(Failure::of(&error), Failure::ExpectedBack, "{error}");
-    assert_eq!(opened.store.head(&path).await.unwrap().size, BYTES as u64, "the object was written");
+    assert_eq!(opened.store.head(&path).await.unwrap().size, BYTES as u64, "the object must be written");
     opened.end().await;
 }
 
@@ -240,7 +240,7 @@ async fn reads_do_not_wait_for_hung_uploads() {
     let uploads = futures::future::select_all([put("a"), put("b"), put("c")]);
     let reads = soon(async { read(&opened).await.unwrap() });
     let first = futures::future::select(uploads, reads.boxed()).await;
-    assert!(matches!(first, futures::future::Either::Right(_)), "an upload has ended");
+    assert!(matches!(first, futures::future::Either::Right(_)), "an upload has ended too early");
     drop(first);
     // Aborted uploads free capacity.
     soon(put("d")).await.unwrap();

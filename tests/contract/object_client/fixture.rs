@@ -35,7 +35,7 @@ impl Opened {
     pub(crate) fn metric(&self, name: &str) -> f64 {
         let text = TextEncoder::new().encode_to_string(&self.registry.gather()).unwrap();
         let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-        value.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
+        value.unwrap_or_else(|| panic!("{name} is missing: {text}")).parse().unwrap()
     }
 
     /// Asserts that nothing is in flight, and that no task or connection remains without the
@@ -56,7 +56,7 @@ impl Opened {
 
 /// Fails instead of hanging.
 pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(WAIT_MAX, future).await.expect("ended before the deadline")
+    tokio::time::timeout(WAIT_MAX, future).await.expect("the call did not end in time")
 }
 
 /// Returns `bytes` bytes of content that differ at every offset of an object.

@@ -73,14 +73,14 @@ impl Server {
             assert!(start.elapsed() < CLEAN_DEADLINE, "{used} bytes are in use after the last session");
             sleep(Duration::from_millis(10)).await;
         }
-        assert_eq!(self.worker.stop().await, 0, "tasks were left");
+        assert_eq!(self.worker.stop().await, 0, "tasks are still running");
     }
 }
 
 async fn replay(session: &RecordedSession, tables: &str) -> Result<ReplaySummary, String> {
     let server = Server::start(tables).await;
     let (grpc, tcp) = server.addresses();
-    let player = Player::connect(grpc, tcp).await.expect("the worker listens");
+    let player = Player::connect(grpc, tcp).await.expect("cannot connect to the worker");
     let played = player.play(session).await;
     if played.is_ok() {
         server.stop_clean().await;
@@ -95,7 +95,7 @@ fn recordings() -> Vec<(PathBuf, RecordedSession)> {
         .filter(|path| path.extension().is_some_and(|extension| extension == "rec"))
         .collect();
     paths.sort();
-    assert_eq!(paths.iter().map(|path| name(path)).collect::<Vec<_>>(), NAMES, "in {RECORDINGS}");
+    assert_eq!(paths.iter().map(|path| name(path)).collect::<Vec<_>>(), NAMES, "the recordings in {RECORDINGS} differ from NAMES");
     let read = |path: PathBuf| {
         let file = std::fs::read(&path).unwrap();
         let session =
@@ -106,7 +106,7 @@ fn recordings() -> Vec<(PathBuf, RecordedSession)> {
 }
 
 fn name(path: &Path) -> &str {
-    path.file_name().and_then(|name| name.to_str()).expect("a name in UTF-8")
+    path.file_name().and_then(|name| name.to_str()).expect("the name is UTF-8")
 }
 
 /// Returns whether the recorded session read blocks from disk.
@@ -151,12 +151,12 @@ async fn lost_block_fails_the_replay() {
         .position(|exchange| matches!(&exchange.plane, Plane::Grpc { path, .. } if is_send(path)));
     // Simulates a worker that acknowledged a send and lost it.
     lossy.exchanges.remove(send.expect("the first recording has sends over gRPC"));
-    let error = replay(&lossy, MEMORY).await.expect_err("blocks are missing");
+    let error = replay(&lossy, MEMORY).await.expect_err("a replay with missing blocks must fail");
     assert!(error.contains("never sent") || error.contains("not read"), "{error}");
 }
 
 #[test]
 fn recordings_are_small() {
     let bytes: usize = recordings().iter().map(|(_, session)| session.encode().len()).sum();
-    assert!(bytes <= RECORDINGS_BYTES_MAX, "{bytes} bytes");
+    assert!(bytes <= RECORDINGS_BYTES_MAX, "the recordings have {bytes} bytes");
 }

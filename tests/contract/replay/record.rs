@@ -17,7 +17,7 @@ async fn session_of_client_crate_is_recorded_and_replayed() {
     let server = Server::start(MEMORY).await;
     let (grpc, tcp) = server.addresses();
     let recorder = Recorder::start(grpc, Some(tcp)).await.unwrap();
-    let client = ShuffleClient::connect(recorder.address()).await.expect("the recorder listens");
+    let client = ShuffleClient::connect(recorder.address()).await.expect("cannot connect to the recorder");
     let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
     client.register(&key, &[(0, 0), (1, 1)]).await.unwrap();
     let generator = BlockGenerator::new(1, IdLayout::SPARK);
@@ -26,15 +26,15 @@ async fn session_of_client_crate_is_recorded_and_replayed() {
         let batch = [(partition, vec![block(0), block(1)])];
         client.push(&key, SendForm::Classic, &batch).await.unwrap();
         let read = client.read_partition(&key, partition, &ReadOptions::default()).await.unwrap();
-        assert_eq!(read.blocks.len(), 2, "the recorder changed something");
+        assert_eq!(read.blocks.len(), 2, "the recorder changed the traffic");
     }
     client.unregister_app("app").await.unwrap();
     let session = recorder.stop("our own client").await;
     server.stop_clean().await;
 
-    let summary = replay(&session, MEMORY).await.expect("the session is replayed");
+    let summary = replay(&session, MEMORY).await.expect("the replay failed");
     assert_eq!((summary.blocks_sent, summary.from_memory, summary.caught_up), (4, 4, 0), "{summary:?}");
-    let summary = replay(&session, SPILLING).await.expect("the session is replayed");
+    let summary = replay(&session, SPILLING).await.expect("the replay failed");
     assert_eq!(summary.blocks_sent, 4, "{summary:?}");
 }
 
@@ -52,7 +52,7 @@ async fn record_spark() {
             let words = format!("scenarios=recorded_pairs,recorded_skew client={client} quorum={quorum}");
             jvm.begin("vanilla,uniffle", &words).unwrap_or_else(|error| panic!("{error}"));
             // Waiting for the JVM blocks this thread only.
-            let answers: Vec<_> = (0..2).flat_map(|_| jvm.finish().expect("the JVM runs")).collect();
+            let answers: Vec<_> = (0..2).flat_map(|_| jvm.finish().expect("the JVM did not run")).collect();
             assert!(answers.iter().all(|answer| answer["ok"] == true), "{answers:?}");
             let title = format!(
                 "rss-client-spark3-shaded 0.9.2 on Spark 3.5.6, client type {client}, local[2]: \

@@ -15,7 +15,7 @@ async fn until_later(fixture: &TcpFixture, what: &str, reached: impl Fn(&TcpFixt
         }
         sleep(Duration::from_secs(1)).await;
     }
-    panic!("never {what}");
+    panic!("timed out: {what}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -54,16 +54,16 @@ async fn unread_responses_of_many_connections_delay_no_other_reader() {
     fixture.until("more than 1,024 requests are held", is_held).await;
     for key in [&other, &key()].repeat(8) {
         let read = timeout(WAIT, client.read_memory(key, PARTITION, -1, 1, None)).await;
-        let reply = read.expect("no unread response delays another reader").unwrap();
+        let reply = read.expect("an unread response delays another reader").unwrap();
         assert_eq!(reply.status, i32::from(StatusCode::Success), "{key}: {}", reply.message);
         assert_eq!(reply.body.len() as u64, MIB);
         let (used, share) = (answered.used(), answered.capacity() / 8);
         // The response of `client` may not be released yet.
-        assert!(used > 0 && used <= PEERS as u64 * share + MIB, "{used} bytes, {share} per connection");
+        assert!(used > 0 && used <= PEERS as u64 * share + MIB, "responses hold {used} bytes, the share of a connection is {share}");
         let lists = heap.of(HeapKind::Answers);
-        assert!(lists.used() <= lists.capacity() / 2, "{} bytes of lists", lists.used());
+        assert!(lists.used() <= lists.capacity() / 2, "lists take {} bytes", lists.used());
     }
-    assert!(is_held(&fixture), "the peers have read nothing");
+    assert!(is_held(&fixture), "responses were released although the peers have read nothing");
     drop(peers);
     fixture.until("nothing is pinned", |_| answered.used() == 0).await;
     drop(client);

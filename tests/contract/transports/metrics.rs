@@ -32,7 +32,7 @@ fn timestamps() -> [i64; 7] {
 fn histogram(fixture: &WorkerFixture, name: &str) -> (u64, f64) {
     let families = fixture.worker.registry().gather();
     let family = families.iter().find(|family| family.name() == name);
-    let family = family.unwrap_or_else(|| panic!("no metric {name}"));
+    let family = family.unwrap_or_else(|| panic!("metric {name} does not exist"));
     let [metric] = family.get_metric() else { panic!("{name} has labels") };
     let histogram = metric.get_histogram();
     (histogram.get_sample_count(), histogram.get_sample_sum())
@@ -43,7 +43,7 @@ fn assert_on_the_way(fixture: &WorkerFixture, name: &str, in_a_second: f64) {
     let (count, sum) = histogram(fixture, name);
     assert_eq!(count, 1, "{name}");
     let ms = sum * 1000.0 / in_a_second;
-    assert!((5_000.0..3_600_000.0).contains(&ms), "{name}: {ms} ms");
+    assert!((5_000.0..3_600_000.0).contains(&ms), "{name} is {ms} ms");
 }
 
 /// Runs a session, in which each request is sent with all [`timestamps`]: sends and reads of memory
@@ -70,7 +70,7 @@ async fn run_session(fixture: &WorkerFixture, client: &DataClient, key: &Shuffle
     }
     let index = client.read_index(key, 0).await;
     assert_eq!(index.records.len(), timestamps().len());
-    assert!(index.storage_ids.is_empty(), "a partition on several disks is one stream to clients");
+    assert!(index.storage_ids.is_empty(), "a partition on several disks must be one stream to clients");
 }
 
 /// Checks the metrics of the tiers after either session, and unregisters the shuffle.
@@ -143,7 +143,7 @@ async fn grpc_listener_measures_transport_time() {
             assert_eq!(count, requests);
             assert!(
                 (seconds * 1000.0 - histogram(&fixture, &java).1).abs() < 1e-6,
-                "milliseconds and seconds"
+                "milliseconds and seconds disagree"
             );
         }
     }
@@ -176,7 +176,7 @@ async fn tcp_listener_measures_transport_time() {
         assert_eq!(fixture.metric(&format!("netty_{stem}_request_total")), expected as f64);
         let on_the_way = format!("netty_{stem}_request_transport_latency");
         if of_index {
-            assert_eq!(histogram(&fixture, &on_the_way).0, 0, "TCP requests have no time of sending");
+            assert_eq!(histogram(&fixture, &on_the_way).0, 0, "requests over TCP have no time of sending");
         } else {
             assert_on_the_way(&fixture, &on_the_way, 1000.0);
         }
@@ -186,7 +186,7 @@ async fn tcp_listener_measures_transport_time() {
             assert_eq!(count, requests);
             assert!(
                 (seconds * 1000.0 - histogram(&fixture, &java).1).abs() < 1e-6,
-                "milliseconds and seconds"
+                "milliseconds and seconds disagree"
             );
         }
     }

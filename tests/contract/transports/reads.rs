@@ -83,7 +83,7 @@ async fn only_stored_ranges_are_returned(transport: Transport) {
         let range = client.data_request(&mine, offset, length);
         let data = successful(client.read(ReadRequest::LocalData(range)).await).body;
         let (start, length) = (usize::try_from(offset).unwrap(), usize::try_from(length).unwrap());
-        assert!(data == stored[start..start + length], "{offset}+{length}");
+        assert!(data == stored[start..start + length], "wrong bytes in {offset}+{length}");
     }
 
     let outside = [

@@ -30,7 +30,7 @@ async fn blocks_from_1_byte_to_64_mib_are_served(transport: Transport) {
     let ticket = fixture.client.require_buffer(&key, &batch(0, large)).await.unwrap();
     successful(client.send(&key, ticket, SendForm::Contiguous, &batch(0, large)).await);
     let read = client.read_memory(client.memory_request(&key, 0)).await;
-    assert!(read.blocks == small, "every field as it was sent, in the order of sending");
+    assert!(read.blocks == small, "blocks differ in a field or in their order");
     // Larger than the limit of the request, and returned completely.
     let (last_block_id, read_buffer_size) = (all[9].meta.block_id.0, 1);
     let request = MemoryRequest { last_block_id, read_buffer_size, ..client.memory_request(&key, 0) };

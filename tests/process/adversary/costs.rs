@@ -281,7 +281,7 @@ async fn scattered_blocks_on_disk_are_readable_after_a_restart() {
         assert!(metrics.expect("recovered_blocks") >= all);
         let held = metrics.total_of("heap_charged_bytes", "kind=\"reported_ids\"").unwrap_or_default();
         say(&format!("adversary, {}: {held} bytes of heap for ids", siege.name));
-        assert!(held <= IDS_BYTES_MAX, "{held} bytes of heap for ids of one application");
+        assert!(held <= IDS_BYTES_MAX, "ids of one application take {held} bytes of heap");
     }
     let client: &ShuffleClient = &siege.client;
     let reported = client.results(&shuffle, &[partition], None).await.unwrap();
@@ -328,13 +328,13 @@ async fn disk_quota_counts_pages_of_tiny_blocks() {
         let bytes = on_disk(siege);
         say(&format!("adversary, {}: {} KiB on disk", siege.name, bytes >> 10));
         let max = QUOTA + 2 * FLUSH_BYTES;
-        assert!(bytes <= max, "{} MiB on disk with a quota of {} MiB", bytes >> 20, QUOTA >> 20);
+        assert!(bytes <= max, "{} MiB are on disk, the quota is {} MiB", bytes >> 20, QUOTA >> 20);
         let metrics = block_in_place(|| siege.worker.metrics());
         let used = metrics.largest("quota_used").unwrap_or_default().0;
         // The page cache may hold more than the last count of the worker.
         #[expect(clippy::cast_precision_loss, reason = "a comparison of sums of MiB")]
         let counted = used >= 0.5 * bytes as f64;
-        assert!(counted, "quotas count {used} of {bytes} bytes");
+        assert!(counted, "quotas count {used} bytes, {bytes} are on disk");
     };
     siege.restart_twice(outcome, holds).await;
 }

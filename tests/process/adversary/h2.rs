@@ -125,6 +125,6 @@ fn put_frame(bytes: &mut BytesMut, kind: u8, flags: u8, id: u32, payload: &[u8])
 
 /// Encodes a short HPACK string without Huffman coding.
 fn put_text(bytes: &mut BytesMut, text: &str) {
-    bytes.put_u8(u8::try_from(text.len()).expect("less than 127 bytes"));
+    bytes.put_u8(u8::try_from(text.len()).expect("the text has less than 127 bytes"));
     bytes.put_slice(text.as_bytes());
 }

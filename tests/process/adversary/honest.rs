@@ -69,7 +69,7 @@ impl Honest {
             let task = i64::try_from(self.sends).unwrap();
             let began = Instant::now();
             // The ticket waits for memory; a send with a ticket is accepted.
-            self.written.task(client, task, SEND_BYTES).await.expect("an honest send is accepted");
+            self.written.task(client, task, SEND_BYTES).await.expect("an honest send was refused");
             figures.took.push(began.elapsed());
             if self.sends.is_multiple_of(SENDS_PER_READ) {
                 self.assert_readable(client).await;

@@ -110,7 +110,7 @@ impl Siege {
         let watch = honest::watch(self.worker.ready().http_port, until);
         let (figures, health) = tokio::join!(self.honest.work(&self.client, until), watch);
         let ended = siege.try_join_next();
-        assert!(ended.is_none(), "{}: an attack did not get through: {ended:?}", self.name);
+        assert!(ended.is_none(), "{}: the attack ended early: {ended:?}", self.name);
         siege.abort_all();
         while siege.join_next().await.is_some() {}
         (figures, health)
@@ -146,7 +146,7 @@ impl Siege {
     fn assert_within_memory(&self) {
         let (peak, promised) = (self.worker.peak_resident_bytes(), promised(CAPACITY_BYTES));
         let name = self.name;
-        assert!(peak <= promised, "{name}: {} MiB resident, {} MiB are promised", peak >> 20, promised >> 20);
+        assert!(peak <= promised, "{name}: {} MiB are resident, {} MiB are promised", peak >> 20, promised >> 20);
     }
 
     /// Removes the applications and asserts that nothing of them is left.
@@ -164,7 +164,7 @@ impl Siege {
 
 fn number(variable: &str) -> Option<u64> {
     let text = std::env::var(variable).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{variable} = {text}: a number")))
+    Some(text.parse().unwrap_or_else(|_| panic!("{variable} = {text} is not a number")))
 }
 
 /// Returns the workers known to the embedded coordinator.

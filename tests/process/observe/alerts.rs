@@ -70,7 +70,7 @@ impl Watch {
             .iter()
             .filter(|alert| !expected.contains(&alert.as_str()) && !consequences.contains(&alert.as_str()))
             .collect();
-        assert!(others.is_empty(), "{others:?} fire too");
+        assert!(others.is_empty(), "other alerts fire too: {others:?}");
     }
 
     /// Returns the names of the alerts that fire for an instance or for its job.

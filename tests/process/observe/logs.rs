@@ -19,7 +19,7 @@ use uniffle_testkit::worker::{Setup, WorkerProcess};
 fn file(directory: &Path, name: &str) -> String {
     let mut entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     let path = entries.find(|path| path.file_name().unwrap().to_str().unwrap().starts_with(name));
-    std::fs::read_to_string(path.unwrap_or_else(|| panic!("no {name}*"))).unwrap()
+    std::fs::read_to_string(path.unwrap_or_else(|| panic!("there is no file {name}*"))).unwrap()
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn audit_log_names_registered_and_removed_apps() {
     };
     assert!(has("registered") && has("unregistered"), "{audit}");
     assert!(lines.iter().all(|line| line["target"] == "audit"), "{audit}");
-    assert_eq!(file(directory.path(), "uniffle-worker"), "", "nothing was worth a warning");
+    assert_eq!(file(directory.path(), "uniffle-worker"), "", "warnings were logged");
 }
 
 /// Hundreds of requests with two kinds of errors, over both listeners, produce six lines.
@@ -76,7 +76,7 @@ fn repeated_client_errors_are_logged_a_few_times() {
         let mut stream = std::net::TcpStream::connect(("127.0.0.1", urpc)).unwrap();
         // A frame of an unknown type.
         stream.write_all(&[0, 0, 0, 8, 99, 0, 0, 0, 0]).unwrap();
-        assert!(!matches!(stream.read(&mut [0; 1]), Ok(1..)), "the worker closes");
+        assert!(!matches!(stream.read(&mut [0; 1]), Ok(1..)), "the worker must close the connection");
     }
     worker.stop();
     let log = file(directory.path(), "uniffle-worker");
@@ -145,7 +145,7 @@ fn full_disk_is_logged_a_few_times() {
         for shuffle in 0..SHUFFLES {
             let written = Written::register(&client, key("app", shuffle), 1).await;
             let batch = written.batch(0, 14 << 10);
-            client.push(&written.key, SendForm::Classic, &batch).await.expect("memory takes it");
+            client.push(&written.key, SendForm::Classic, &batch).await.expect("a send to memory failed");
         }
     });
     disk.fill();

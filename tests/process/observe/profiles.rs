@@ -88,7 +88,7 @@ fn cpu_profiles_are_valid_and_one_runs_at_a_time() {
     if available("go tool pprof", &["go"]) {
         let functions = functions(&profile);
         assert!(functions.contains("Type: cpu"), "{functions}");
-        assert!(functions.contains("uniffle_worker::"), "no function of ours: {functions}");
+        assert!(functions.contains("uniffle_worker::"), "the profile has no function of the worker: {functions}");
     }
     // The load was killed while running, so its application still exists.
     worker.assert_no_error_logged();
@@ -134,7 +134,7 @@ fn heap_profiles_start_with_documented_variable() {
         if available("go tool pprof", &["go"]) {
             let functions = functions(&profile);
             assert!(functions.contains("Type: inuse_space"), "{functions}");
-            assert!(functions.contains("uniffle_worker::"), "no function of ours: {functions}");
+            assert!(functions.contains("uniffle_worker::"), "the profile has no function of the worker: {functions}");
         }
     }
     let (status, svg) = ask_text(port, "GET", "/debug/pprof/heap?format=svg");
@@ -167,9 +167,9 @@ fn profiles_and_dumps_take_little_worker_memory() {
         let peak = worker.peak_resident_bytes() >> 20;
         say(&format!("{path}: {before} MiB resident before, {peak} MiB at most, {} bytes", profile.len()));
         let growth_max = if path == CPU { CPU_GROWTH_MIB_MAX } else { GROWTH_MIB_MAX };
-        assert!(peak < before + growth_max, "{path}: {before} MiB before, {peak} MiB at most");
+        assert!(peak < before + growth_max, "{path}: {before} MiB were resident before, {peak} MiB at most");
         if let Ok(text) = String::from_utf8(profile) {
-            assert!(text.contains("uniffle_worker::"), "no function of ours: {text}");
+            assert!(text.contains("uniffle_worker::"), "the profile has no function of the worker: {text}");
         }
     }
     assert!(!worker.log().contains("symbolization failed"), "{}", worker.log());
@@ -260,7 +260,7 @@ fn heap_profiles_are_switched_by_a_call() {
     let (http, admin) = (worker.ready().http_port, worker.ready().admin_port.unwrap());
     let profile = || ask(admin, "GET", "/debug/pprof/heap");
     let switch = |to: &str| ask_text(admin, "POST", &format!("/admin/heap-profile/{to}"));
-    assert_eq!(ask(http, "POST", "/admin/heap-profile/activate").0, 404, "not at the open listener");
+    assert_eq!(ask(http, "POST", "/admin/heap-profile/activate").0, 404, "the open listener must not offer the call");
     assert_eq!(ask(admin, "GET", "/admin/heap-profile/activate").0, 405);
     assert_eq!(profile().0, 409);
     for _ in 0..2 {

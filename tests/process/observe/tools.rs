@@ -21,7 +21,7 @@ pub(crate) fn ask(port: u16, method: &str, path: &str) -> (u16, Vec<u8>) {
     let mut answer = Vec::new();
     // A refusal may reset the connection while request bytes are still unread.
     let _ = stream.read_to_end(&mut answer);
-    let end = answer.windows(4).position(|four| four == b"\r\n\r\n").expect("an answer with a head");
+    let end = answer.windows(4).position(|four| four == b"\r\n\r\n").expect("the response has no head");
     let head = String::from_utf8_lossy(&answer[..end]).into_owned();
     let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap();
     (status, answer[end + 4..].to_vec())
@@ -58,7 +58,7 @@ impl Load {
         let mut text = String::new();
         self.0.stderr.take().unwrap().read_to_string(&mut text).unwrap();
         let status = self.0.wait().unwrap();
-        assert!(status.success(), "uniffle-bench: {status}\n{text}");
+        assert!(status.success(), "uniffle-bench failed: {status}\n{text}");
     }
 }
 
@@ -77,7 +77,7 @@ impl Running {
     pub(crate) fn start(command: &mut Command, log: &Path) -> Self {
         let log = std::fs::File::create(log).unwrap();
         let child = command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn();
-        Self(child.expect("the tool is installed"))
+        Self(child.expect("the tool is not installed"))
     }
 }
 
@@ -90,9 +90,9 @@ impl Drop for Running {
 
 /// Runs `command` and asserts success. Returns its output.
 pub(crate) fn run(command: &mut Command) -> String {
-    let output: Output = command.stdin(Stdio::null()).output().expect("the tool is installed");
+    let output: Output = command.stdin(Stdio::null()).output().expect("the tool is not installed");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let complaints = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{command:?}: {}\n{text}\n{complaints}", output.status);
+    assert!(output.status.success(), "{command:?} failed: {}\n{text}\n{complaints}", output.status);
     text + &complaints
 }

@@ -51,7 +51,7 @@ async fn otlp_receiver_gets_spans_of_calls_and_flushes() {
     assert!(flushes.iter().any(|flush| flush.span_id == write[0].parent_span_id));
     // A span per call and flush, not per block: 100 MB are 7,000 blocks.
     let spans = receiver.count();
-    assert!(spans < 3000, "{spans} spans");
+    assert!(spans < 3000, "{spans} spans were exported");
     assert!(receiver.services().iter().all(|resource| resource.contains("uniffle-worker")));
     tokio::task::block_in_place(|| {
         worker.assert_clean();

@@ -177,12 +177,12 @@ async fn calls_without_token_reveal_and_change_nothing() {
                 None => request,
             };
             let answer = request.send().await.unwrap();
-            assert_eq!(answer.status(), StatusCode::UNAUTHORIZED, "{path} with {offered:?}");
+            assert_eq!(answer.status(), StatusCode::UNAUTHORIZED, "{path} with {offered:?} was not refused");
         }
         let answer = fixture.admin(Method::GET, path).send().await.unwrap();
         assert_eq!(answer.status(), StatusCode::UNAUTHORIZED);
         let answer = fixture.admin(Method::GET, path).bearer_auth(TOKEN).send().await.unwrap();
-        assert_eq!(answer.status(), StatusCode::METHOD_NOT_ALLOWED, "GET {path}");
+        assert_eq!(answer.status(), StatusCode::METHOD_NOT_ALLOWED, "GET {path} was accepted");
     }
     assert_eq!(fixture.worker.service().status().state(), WorkerState::Active);
     assert_eq!(
@@ -303,11 +303,11 @@ async fn calls_are_audited_and_unauthorized_ones_rate_limited() {
     assert!(!log.contains(TOKEN) && !log.contains(&wrong), "{log}");
     let audit: Vec<_> = log.lines().filter(|line| line.contains(" audit: ")).collect();
     let denied = audit.iter().filter(|line| line.contains("result=\"denied\"")).count();
-    assert!((1..10).contains(&denied), "{denied} lines of 50 denied calls: {audit:?}");
+    assert!((1..10).contains(&denied), "50 denied calls caused {denied} lines: {audit:?}");
     let ok = audit.iter().find(|line| line.contains("result=\"ok\"")).unwrap();
     // Without applications it is soon decommissioned.
     for part in ["call=/admin/decommission", "peer=127.0.0.1:", "state\\\":\\\"decommission"] {
-        assert!(ok.contains(part), "{part} in {ok}");
+        assert!(ok.contains(part), "{part} is missing: {ok}");
     }
     let failed = audit.iter().find(|line| line.contains("result=\"failed\"")).unwrap();
     assert!(failed.contains("/admin/apps/none/purge") && failed.contains("unknown application"), "{failed}");

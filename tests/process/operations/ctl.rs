@@ -83,7 +83,7 @@ async fn status_commands_show_worker_state() {
     assert_eq!((&status["node"]["state"], &status["apps"]["count"]), (&"active".into(), &2.into()));
     let shown = ctl(&fixture, &["status", "--ready"]).await.succeeded();
     for part in ["active, ready", "applications 2, 4 partitions", "1, all healthy", "embedded"] {
-        assert!(shown.contains(part), "{part} in {shown}");
+        assert!(shown.contains(part), "{part} is missing: {shown}");
     }
     assert_eq!(json(&fixture, &["apps", "--limit", "1"]).await["apps"].as_array().unwrap().len(), 1);
     let shown = ctl(&fixture, &["apps"]).await.succeeded();
@@ -274,7 +274,7 @@ async fn lost_lists_blocks_in_memory_of_killed_worker() {
         assert!(start.elapsed() < super::api::WAIT_MAX, "{response}");
     };
     let losses = response["losses"].as_array().unwrap();
-    assert_eq!(losses.len(), 2, "not one loss per partition: {response}");
+    assert_eq!(losses.len(), 2, "expected one loss per partition: {response}");
     for (partition, loss) in losses.iter().enumerate() {
         assert_eq!(
             (&loss["app"], &loss["shuffle"], &loss["blocks"]),
@@ -314,7 +314,7 @@ async fn profile_is_written_to_file_or_stdout() {
         let failure = String::from_utf8_lossy(&streamed.stderr);
         assert!(streamed.status.success() && failure.is_empty(), "{failure}");
         assert!(is_profile(&streamed.stdout), "{kind}: {}", String::from_utf8_lossy(&streamed.stdout));
-        assert!(!streamed.stdout.windows(9).any(|part| part == b"bytes in "), "nothing but the profile");
+        assert!(!streamed.stdout.windows(9).any(|part| part == b"bytes in "), "stdout has more than the profile");
     }
     let svg = printed(ctl_of(&worker, &["profile", "heap", "--flamegraph", "-f", "-"]).await);
     assert!(svg.contains("<svg"), "{svg}");
@@ -405,7 +405,7 @@ async fn all_queries_every_worker_of_the_coordinator() {
     let codes: Vec<_> = answers.as_array().unwrap().iter().map(|it| it["code"].as_u64()).collect();
     assert_eq!((left.code, codes.contains(&Some(3)), codes.contains(&None)), (3, true, true), "{answers}");
     let response = json(&fixture, &["app", "app-1", "--cluster"]).await;
-    let silent = response["unanswered"][0]["worker"].as_str().expect("the silent worker is named");
+    let silent = response["unanswered"][0]["worker"].as_str().expect("the worker that did not answer is not named");
     assert_eq!(
         (&response["worker_count"], &response["unanswered_count"]),
         (&1.into(), &1.into()),

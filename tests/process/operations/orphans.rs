@@ -63,24 +63,24 @@ async fn only_objects_of_departed_workers_are_removed() {
     let all: Vec<_> = listed["workers"].as_array().unwrap().iter().map(of).collect();
     let unknown = |id: &str| (id.to_owned(), "unknown".to_owned());
     let (own, others): (Vec<_>, Vec<_>) = all.into_iter().partition(|(_, state)| state == "own");
-    assert_eq!(own.len(), 1, "the log of this worker");
+    assert_eq!(own.len(), 1, "expected only the log of this worker");
     assert_eq!(others, ["10.0.0.1-1", "10.0.0.2-1", "10.0.0.3-1"].map(unknown));
     assert_eq!((&listed["workers"][0]["objects"], &listed["workers"][0]["bytes"]), (&3.into(), &300.into()));
-    assert!(ctl(&["--remove"]).await.failed(2).contains("--live"), "the live workers are unknown");
+    assert!(ctl(&["--remove"]).await.failed(2).contains("--live"), "without knowledge of the live workers --live is required");
 
     let removed: Value =
         serde_json::from_str(&ctl(&["--live", "10.0.0.2-1", "--remove"]).await.succeeded()).unwrap();
     assert_eq!(removed["removed"].as_array().unwrap().len(), 1, "{removed}");
     assert_eq!(removed["removed"][0]["objects"], 3, "{removed}");
     for key in ["app/1.5/s0000000001", &log[0], &log[1], "!claim"] {
-        assert!(!has(&files, &format!("10.0.0.1-1/{key}")), "{key} is left");
+        assert!(!has(&files, &format!("10.0.0.1-1/{key}")), "{key} was not removed");
     }
-    assert!(has(&files, "10.0.0.2-1/app/1.5/s0000000001"), "the worker is alive");
-    assert!(has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "the objects are recent");
-    assert!(has(&files, "10.0.0.1-1/notes.txt") && has(&files, "other/file"), "files of no worker stay");
+    assert!(has(&files, "10.0.0.2-1/app/1.5/s0000000001"), "an object of a live worker was removed");
+    assert!(has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "recent objects were removed");
+    assert!(has(&files, "10.0.0.1-1/notes.txt") && has(&files, "other/file"), "files of no worker were removed");
 
     ctl(&["--remove", "10.0.0.3-1"]).await.succeeded();
-    assert!(!has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "the named worker's objects remain");
+    assert!(!has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "objects of the named worker were not removed");
     assert!(ctl(&["--remove", "10.0.0.9-1"]).await.failed(1).contains("10.0.0.9-1 has no objects"));
     assert_eq!(worker.stop().await, 0);
     server.stop().await;

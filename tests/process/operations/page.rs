@@ -93,7 +93,7 @@ async fn until(browser: &Browser, what: &str, enough: impl Fn(&Value) -> bool) -
         if enough(&seen) {
             return seen;
         }
-        assert!(start.elapsed() < WAIT_MAX, "{what}: not yet: {seen}");
+        assert!(start.elapsed() < WAIT_MAX, "timed out: {what}: {seen}");
         sleep(Duration::from_millis(200)).await;
     }
 }
@@ -134,7 +134,7 @@ async fn open_cluster_explanation(browser: &Browser) {
     let seen = "document.querySelector('#cluster-apps tbody button')?.click();
       return document.querySelector('#explain[open] #explain-body h3')?.textContent;";
     while browser.run(seen).await != json!("At 1 worker") {
-        assert!(start.elapsed() < WAIT_MAX, "no explanation of the cluster");
+        assert!(start.elapsed() < WAIT_MAX, "the page shows no explanation of the cluster");
         sleep(Duration::from_millis(100)).await;
     }
 }
@@ -178,7 +178,7 @@ async fn status_page_works_behind_a_path_prefix() {
         }
         let has_tcp = fixture.worker.addresses().tcp.is_some();
         assert_eq!(options.contains("netty.noUnsafe=true"), has_tcp, "{options}");
-        assert_eq!(seen["units"], json!(["MiB"]), "an axis has one unit");
+        assert_eq!(seen["units"], json!(["MiB"]), "an axis must have one unit");
     }
     fixture.heartbeat_once("w-1").await;
     until_lost_node_is_shown(&browser, &format!("http://{}/", fixture.worker.addresses().http)).await;
@@ -218,7 +218,7 @@ async fn status_page_shows_worker_and_escapes_names() {
         for scheme in ["light", "dark"] {
             browser.set_appearance(width, height, is_phone, scheme).await;
             let seen = until(&browser, "the page is drawn again", |seen| seen["curves"] == json!(6)).await;
-            assert_eq!(seen["wide"], json!(false), "{name} has to be scrolled sideways");
+            assert_eq!(seen["wide"], json!(false), "{name} must not be wider than the window");
             assert_legible(&browser, &format!("{name}, {scheme}")).await;
             browser.screenshot(&screenshots.join(format!("{name}-{scheme}.png")), true).await;
         }
@@ -251,7 +251,7 @@ async fn status_page_shows_worker_and_escapes_names() {
         })
         .await;
         assert!(seen["state"].as_str().unwrap().starts_with("decommission"), "{seen}");
-        assert_eq!(seen["wide"], json!(false), "{name} has to be scrolled sideways");
+        assert_eq!(seen["wide"], json!(false), "{name} must not be wider than the window");
         assert_legible(&browser, name).await;
         browser.screenshot(&screenshots.join(format!("{name}.png")), true).await;
     }

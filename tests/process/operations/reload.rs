@@ -76,7 +76,7 @@ async fn reloaded_quotas_are_applied_and_shown() {
     let metrics = get("metrics").await;
     for (name, value) in [("quota_used", 4), ("quota_max", 3), ("quota_refused_total", 1)] {
         let line = format!("{name}{{quota=\"quota.app_partitions\"}} {value}");
-        assert!(metrics.lines().any(|it| it == line), "{line} is not in {metrics}");
+        assert!(metrics.lines().any(|it| it == line), "line {line} is missing: {metrics}");
     }
     let of = |text: String| serde_json::from_str::<serde_json::Value>(&text).unwrap()["quotas"][0].clone();
     let mut expected =
@@ -125,7 +125,7 @@ async fn invalid_file_is_refused_with_all_errors() {
         // The missing tail was optional, so the prefix is a complete configuration.
         assert_eq!(status, StatusCode::OK, "{answer}");
     }
-    assert!(refused > 10, "{refused} torn files were refused");
+    assert!(refused > 10, "only {refused} torn files were refused");
     assert!(fixture.metric("config_reloads_total", "refused") >= f64::from(refused));
     fixture.rewrite("tags = [\"old\"]", "");
     let (status, _) = fixture.call("/admin/reload", "").await;
@@ -185,7 +185,7 @@ async fn signal_and_file_change_both_reload() {
         let pid = rustix::process::Pid::from_raw(i32::try_from(worker.ready().pid).unwrap()).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
         wait_for_log(
-            "the signal is heard",
+            "the signal triggers a reload",
             &["trigger=\"signal\"", "result=\"refused\"", "the old configuration remains"],
         );
         assert!(worker.log().contains("nonsense"));

@@ -183,7 +183,7 @@ async fn clients_without_valid_certificate_are_refused() {
         assert_eq!(asked(Some("client")).await.unwrap(), "HTTP/1.1 200 OK", "{request}");
         for refused in [None, Some("other-client")] {
             let answer = asked(refused).await;
-            assert!(answer.is_err(), "{request} with {refused:?}: {answer:?}");
+            assert!(answer.is_err(), "{request} with {refused:?} was accepted: {answer:?}");
         }
     }
     let beaten = |client| heartbeat(certificates.connector(client, "h2"), addresses.grpc.port());
@@ -310,7 +310,7 @@ async fn app_is_explained_across_workers_with_https() {
             if answer.contains(part) {
                 return answer;
             }
-            assert!(began.elapsed() < WAIT_MAX, "{part} in {answer}");
+            assert!(began.elapsed() < WAIT_MAX, "{part} is missing: {answer}");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
@@ -364,7 +364,7 @@ async fn renewed_certificates_are_reloaded() {
     std::fs::copy(others.path("server.pem"), certificates.path("server.pem")).unwrap();
     let began = tokio::time::Instant::now();
     while !works(&others).await {
-        assert!(began.elapsed() < WAIT_MAX, "the new certificate is not shown");
+        assert!(began.elapsed() < WAIT_MAX, "the new certificate is not presented");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     assert!(!works(&certificates).await);
@@ -419,7 +419,7 @@ async fn invalid_tls_file_is_reported_with_its_key() {
     {
         let refused = Worker::start(&parse(&config_text(dir.path(), "", &ca_file(path)))).await.unwrap_err();
         let text = format!("{refused:#}");
-        assert!(parts.iter().all(|part| text.contains(part)), "{parts:?} in {text}");
+        assert!(parts.iter().all(|part| text.contains(part)), "the text lacks one of {parts:?}: {text}");
     }
     for (cert, key, client_ca, parts) in [
         (&missing, &key, None, ["tls.cert_file", "missing.pem"]),
@@ -433,6 +433,6 @@ async fn invalid_tls_file_is_reported_with_its_key() {
         let tls = format!("cert_file = {cert:?}\nkey_file = {key:?}\n{ca}");
         let error = Worker::start(&parse(&config(dir.path(), &tls))).await.unwrap_err();
         let text = format!("{error:#}");
-        assert!(parts.iter().all(|part| text.contains(part)), "{parts:?} in {text}");
+        assert!(parts.iter().all(|part| text.contains(part)), "the text lacks one of {parts:?}: {text}");
     }
 }

@@ -64,8 +64,8 @@ impl Terminal {
     async fn until(&mut self, what: &str, is_there: impl Fn(&[Vec<String>]) -> bool) {
         while !is_there(&self.frames()) {
             let chunk = timeout(WAIT_MAX, self.chunks.recv()).await;
-            let chunk = chunk.unwrap_or_else(|_| panic!("{what} is not there: {:?}", self.shown));
-            let chunk = chunk.unwrap_or_else(|| panic!("ended before {what}: {:?}", self.shown));
+            let chunk = chunk.unwrap_or_else(|_| panic!("{what} is not shown: {:?}", self.shown));
+            let chunk = chunk.unwrap_or_else(|| panic!("the program ended before {what}: {:?}", self.shown));
             self.shown.push_str(&String::from_utf8_lossy(&chunk));
         }
     }
@@ -79,7 +79,7 @@ impl Terminal {
 
     /// Sends a signal. Returns the exit status and the complete output.
     async fn end_by(self, signal: Signal) -> (ExitStatus, String) {
-        let pid = i32::try_from(self.program.id().expect("the program runs")).unwrap();
+        let pid = i32::try_from(self.program.id().expect("the process id fits into i32")).unwrap();
         kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
         self.end().await
     }
@@ -122,7 +122,7 @@ async fn top_redraws_workers_and_truncates_to_window_width() {
     let wide = terminal.frames().pop().unwrap();
     for fixture in others.iter().chain([&first]) {
         let port = format!("-{}", fixture.worker.addresses().grpc.port());
-        assert_eq!(wide.iter().filter(|line| line.contains(&port)).count(), 1, "{port} in {wide:?}");
+        assert_eq!(wide.iter().filter(|line| line.contains(&port)).count(), 1, "expected port {port} once: {wide:?}");
     }
     assert!(wide.iter().any(|line| line.chars().count() > 30) && wide.len() > 5, "{wide:?}");
 

@@ -37,7 +37,7 @@ impl Fleet {
         self.workers
             .iter()
             .find(|worker| worker.quorum() == self.coordinator)
-            .expect("a worker is the coordinator")
+            .expect("no worker runs the coordinator")
     }
 
     fn ids(&self) -> Vec<String> {
@@ -82,7 +82,7 @@ async fn fleet_upgrade_replaces_every_worker_in_order() {
     let states: Vec<_> = rows.as_array().unwrap().iter().map(state).collect();
     assert_eq!(states, ids.iter().map(|id| (Some(id.clone()), "upgraded".into())).collect::<Vec<_>>());
     let after = fleet.starts();
-    assert!(after.windows(2).all(|pair| pair[0] < pair[1]), "not upgraded one at a time: {after:?}");
+    assert!(after.windows(2).all(|pair| pair[0] < pair[1]), "workers were upgraded at the same time: {after:?}");
     assert!(before.iter().all(|start| *start < after[0]), "{before:?} {after:?}");
 }
 
@@ -101,7 +101,7 @@ async fn fleet_upgrade_stops_at_the_first_refusal() {
         format!("{}: failed: refused the upgrade", ids[1]),
         format!("{}: not upgraded", ids[2]),
     ] {
-        assert!(stdout.contains(&part), "{part} in {stdout}");
+        assert!(stdout.contains(&part), "{part} is missing: {stdout}");
     }
     let after = fleet.starts();
     assert!(after[0] > before[0] && after[1..] == before[1..], "{before:?} {after:?}");

@@ -86,7 +86,7 @@ impl Manager {
 
     fn find_init(&mut self) -> Result<u32, String> {
         if let Ok(Some(status)) = self.namespaces.try_wait() {
-            panic!("the namespaces cannot be made: {status}");
+            panic!("cannot create the namespaces: {status}");
         }
         let read = |path: PathBuf| fs::read_to_string(path).map_err(|error| error.to_string());
         let parent = read(self.dir.path().join("pid"))?.trim().to_owned();
@@ -131,7 +131,7 @@ impl Manager {
 
     /// Returns a property of the unit.
     pub(super) fn property(&self, name: &str) -> String {
-        let shown = self.run(&["show", "--value", "--property", name, UNIT]).expect("the unit is known");
+        let shown = self.run(&["show", "--value", "--property", name, UNIT]).expect("cannot read the property of the unit");
         shown.trim().to_owned()
     }
 
@@ -178,7 +178,7 @@ impl Manager {
     /// Sends SIGUSR2 to the main process and waits for the successor.
     pub(super) fn upgrade(&self) {
         let ready = self.ready();
-        fs::remove_file(self.state().join("ready.json")).expect("the worker is ready");
+        fs::remove_file(self.state().join("ready.json")).expect("the worker is not ready");
         self.signal(Signal::USR2);
         wait_until("the successor is ready", DEADLINE, || {
             let text = fs::read_to_string(self.state().join("ready.json"));
@@ -193,7 +193,7 @@ impl Manager {
 
     /// Returns the worker's ready line.
     pub(super) fn ready(&self) -> Ready {
-        let text = fs::read_to_string(self.state().join("ready.json")).expect("the worker is ready");
+        let text = fs::read_to_string(self.state().join("ready.json")).expect("the worker is not ready");
         serde_json::from_str(&text).unwrap()
     }
 
@@ -221,13 +221,13 @@ impl Manager {
     /// Returns a client of the worker.
     pub(super) async fn client(&self) -> ShuffleClient {
         let client =
-            ShuffleClient::connect(local(self.ready().grpc_port)).await.expect("the listener is open");
+            ShuffleClient::connect(local(self.ready().grpc_port)).await.expect("cannot connect to the worker");
         client.with_backoff(long_backoff())
     }
 
     /// Returns the worker's metrics.
     pub(super) fn metrics(&self) -> Metrics {
-        Metrics::fetch(self.ready().http_port).expect("the worker runs")
+        Metrics::fetch(self.ready().http_port).expect("cannot fetch the metrics of the worker")
     }
 
     /// Waits until the worker has logged `text`.

@@ -18,7 +18,7 @@ async fn survives_kill(manager: &Manager, written: &mut Written, task: i64) {
     written.assert_readable(&manager.client().await).await;
     let in_memory = manager.metrics().total("total_in_memory_block_count");
     let blocks = written.blocks.values().map(Vec::len).sum::<usize>();
-    assert_eq!(in_memory.map(|count| count.to_string()), Some(blocks.to_string()), "nothing was flushed");
+    assert_eq!(in_memory.map(|count| count.to_string()), Some(blocks.to_string()), "blocks were flushed");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -64,7 +64,7 @@ async fn systemd_replaces_memory_of_other_size() {
         manager.configure("128M", "memfd", &["data"]);
         manager.upgrade();
     });
-    assert_eq!(manager.property("NFileDescriptorStore"), stored, "more than one stored memory");
+    assert_eq!(manager.property("NFileDescriptorStore"), stored, "the manager must store one memory");
     let mut second = Written::register(&manager.client().await, key("app", 1), 50).await;
     survives_kill(&manager, &mut second, 0).await;
     first.assert_readable(&manager.client().await).await;

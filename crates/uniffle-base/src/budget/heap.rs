@@ -181,7 +181,7 @@ mod tests {
         assert_eq!(refused, HeapFull { kind: "registrations", requested: 1, free: 0 });
         assert!(
             heap.try_charge(HeapKind::Partitions, 1).is_err(),
-            "a kind of its own, within the same three quarters"
+            "another kind got heap although three quarters are in use"
         );
         let text = refused.to_string();
         assert!(text.contains("registrations") && text.contains("memory_store.heap_capacity"), "{text}");
@@ -213,12 +213,12 @@ mod tests {
         let held = app.try_charge(200).unwrap();
         let passing = [HeapKind::Requests, HeapKind::Blocks, HeapKind::Answers].map(|kind| heap.of(kind));
         let flood = passing.map(|budget| budget.try_charge(budget.free()).unwrap());
-        assert!(passing.iter().all(|budget| budget.try_charge(1).is_err()), "the whole share is used");
-        assert_eq!((app.free(), heap.whole().free()), (100, 100), "the application's share is a sixteenth");
+        assert!(passing.iter().all(|budget| budget.try_charge(1).is_err()), "a part of the share is unused");
+        assert_eq!((app.free(), heap.whole().free()), (100, 100), "the share of an application must be a sixteenth");
         let more = app.try_charge(40).unwrap();
         drop(flood);
         let flood = passing.map(|budget| budget.try_charge(budget.free()).unwrap());
-        assert_eq!(app.free(), 100, "the share is free again");
+        assert_eq!(app.free(), 100, "the share was not freed");
         drop((flood, held, more));
         assert_eq!(heap.whole().used(), 0);
     }
@@ -231,14 +231,10 @@ mod tests {
             for number in 0..10 {
                 let app = heap.of_one_app(kind);
                 let free = app.free();
-                assert!(
-                    free >= heap.of(kind).capacity() >> 8,
-                    "{}: application {number} has only {free} bytes",
-                    kind.name()
-                );
+                assert!(free >= heap.of(kind).capacity() >> 8, "{}: application {number} has only {free} bytes", kind.name());
                 assert_eq!(app.try_charge(free + 1).unwrap_err().free, free);
                 held.push(app.try_charge(free).unwrap());
-                assert!(app.try_charge(1).is_err(), "{}: number {number} has its part", kind.name());
+                assert!(app.try_charge(1).is_err(), "{}: application {number} exceeds its part", kind.name());
             }
         }
         assert_eq!(heap.whole().used(), 0);

@@ -251,7 +251,7 @@ mod tests {
             prop_assert!(parts.sum() <= promised(capacity) - capacity, "{parts:?}");
             let limits = parts.limits(is_tls, ConfiguredConnections::default());
             let real = parts.with(parts.heap, parts.reads, parts.windows, limits, is_tls);
-            prop_assert!(real.sum() <= parts.sum(), "{limits:?}: {real:?} of {parts:?}");
+            prop_assert!(real.sum() <= parts.sum(), "{limits:?}: {real:?} exceeds {parts:?}");
             prop_assert!(limits.grpc_connections >= 64 && limits.tcp_connections >= 256, "{limits:?}");
             prop_assert!(limits.grpc_requests >= 4 * limits.grpc_connections as u64);
         }

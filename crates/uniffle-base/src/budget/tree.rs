@@ -137,7 +137,7 @@ impl BudgetNode {
 
     fn give_back(&self, bytes: u64) {
         let before = self.used.fetch_sub(bytes, Ordering::SeqCst);
-        assert!(before >= bytes, "budget underflow: {bytes} given back of {before}");
+        assert!(before >= bytes, "budget underflow: {bytes} of {before} bytes released");
     }
 }
 
@@ -497,7 +497,7 @@ mod tests {
             assert_eq!(steps(), (charged + 1) / 5);
         }
         assert!(part.try_charge(61).is_err());
-        assert_eq!(steps(), 2, "a refused charge is not counted");
+        assert_eq!(steps(), 2, "a refused charge must not be counted");
         let mut held = part.charge_unchecked(45);
         held.try_grow(5).unwrap();
         assert_eq!(steps(), 3);
@@ -516,7 +516,7 @@ mod tests {
         let part = held.split(30).unwrap();
         drop(held);
         assert_eq!((some.used(), whole.used()), (30, 30));
-        assert!(!some.is_unshared(), "a charge holds the budget");
+        assert!(!some.is_unshared(), "a charge must keep its budget alive");
         drop((part, other.charge_unchecked(90)));
         assert!(some.is_unshared());
         assert_eq!((some.used(), other.used(), whole.used()), (0, 0, 0));
@@ -526,7 +526,7 @@ mod tests {
     async fn waiter_is_charged_after_release_by_another_child() {
         let whole = Budget::new(100);
         let (some, other) = (whole.child(100), whole.child(50));
-        assert!(other.charge(51).await.is_err(), "charges above the limit fail at once");
+        assert!(other.charge(51).await.is_err(), "a charge above the limit must fail at once");
         let held = some.try_charge(80).unwrap();
         let mut waits = std::pin::pin!(other.charge(30));
         assert!(futures::poll!(&mut waits).is_pending());

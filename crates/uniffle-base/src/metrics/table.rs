@@ -245,9 +245,9 @@ mod tests {
         Method::new(&registry, &[("{method}", "read")]).unwrap().calls.inc();
         let text = TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
         for line in ["hits 3", "theirs{root=\"/a\"} 7", "wait_bucket{le=\"1\"} 1", "read_calls 1"] {
-            assert!(text.lines().any(|it| it == line), "{line} is not in {text}");
+            assert!(text.lines().any(|it| it == line), "line {line} is missing: {text}");
         }
-        assert!(Table::new(&registry).is_err(), "each name once per registry");
+        assert!(Table::new(&registry).is_err(), "a registry accepted a name twice");
         let described = [Table::described(), Method::described(&[("{method}", "read")])].concat();
         let names: Vec<_> = described.iter().map(|it| (it.name.as_str(), it.kind, it.labels)).collect();
         let expected: [(_, _, &[&str]); 5] = [

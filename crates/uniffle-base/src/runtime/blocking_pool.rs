@@ -90,7 +90,7 @@ mod tests {
         }
         ended.wait();
         assert_eq!(pool.run(|| 1).await.unwrap(), 1);
-        assert_eq!(begun.load(Ordering::SeqCst), 1, "cancelled waiters run no work");
+        assert_eq!(begun.load(Ordering::SeqCst), 1, "a cancelled waiter must not run its work");
     }
 
     #[tokio::test]

@@ -281,7 +281,7 @@ impl Cores {
     /// Returns the core with the least load, and a place on it.
     pub fn place(&self) -> (&Handle, CorePlace) {
         let least = self.cores.iter().min_by_key(|core| Arc::strong_count(&core.load));
-        let core = least.expect("there is at least one");
+        let core = least.expect("there is at least one core");
         (&core.handle, CorePlace(Arc::clone(&core.load)))
     }
 }
@@ -359,7 +359,7 @@ mod tests {
         tasks.spawn("waits for the other", pair.cancelled());
         pair.spawn_linked("panics", async { panic!("on purpose") });
         pair.cancelled().await;
-        assert!(!tasks.close.is_cancelled(), "other tasks continue");
+        assert!(!tasks.close.is_cancelled(), "a panic must not cancel other tasks");
         eventually("the task restarts a third time", || match *begun.lock() {
             3.. => Ok(()),
             times => Err(format!("{times} times")),
@@ -378,7 +378,7 @@ mod tests {
         let (name, other) = (first.id(), second.id());
         assert_ne!(name, other);
         drop(place);
-        assert_eq!(cores.place().0.id(), other, "the other one has less to do");
+        assert_eq!(cores.place().0.id(), other, "the least loaded core must be chosen");
         let (sender, receiver) = tokio::sync::oneshot::channel();
         tasks.spawn_on(first, "asks", async move {
             let _ = sender.send(Handle::current().id());

@@ -120,7 +120,7 @@ mod tests {
         assert_eq!(names, ["waits", "waits too"]);
         tasks.cancel();
         tasks.drained().await;
-        assert_eq!(other.list().len(), 1, "a sibling is cancelled on its own");
+        assert_eq!(other.list().len(), 1, "a sibling must not be cancelled");
         other.cancel();
         other.drained().await;
         assert!(tasks.list().is_empty());

@@ -201,7 +201,7 @@ mod tests {
         assert_eq!(queue.pop(), Some(("small", 0)));
         let rest: Vec<_> = std::iter::from_fn(|| queue.pop()).map(|(_, n)| n).collect();
         assert_eq!(rest, (1..100).collect::<Vec<_>>());
-        assert!(queue.keys.is_empty(), "nothing is remembered of an empty queue");
+        assert!(queue.keys.is_empty(), "the empty queue still has keys");
     }
 
     #[test]
@@ -211,7 +211,7 @@ mod tests {
         let numbers: Vec<_> = (1..100).map(|n| queue.push(&"impatient", 1, 1, n)).collect();
         for number in numbers {
             assert!(queue.remove(&"impatient", number).is_some());
-            assert!(queue.remove(&"impatient", number).is_none(), "removed twice");
+            assert!(queue.remove(&"impatient", number).is_none(), "a waiter was removed twice");
         }
         queue.push(&"other", 1, 1, 101);
         queue.push(&"impatient", 1, 1, 102);

@@ -224,7 +224,7 @@ mod tests {
         ] {
             for before in ["my.password=", "my.password = ", "\"my.password\": ", "x=1,my.password="] {
                 let shown = text(&format!("{before}{secret}"));
-                assert!(!shown.contains("hush") && shown.contains(REMOVED), "{before}{secret} as {shown}");
+                assert!(!shown.contains("hush") && shown.contains(REMOVED), "{before}{secret} was shown as {shown}");
             }
         }
     }
@@ -257,7 +257,7 @@ mod tests {
         for part in
             ["\"x.secret\" = \"<removed>\"", "y = \"z\"", "k.token=<removed>", "my.password=<removed>"]
         {
-            assert!(shown.contains(part), "{part} in {shown}");
+            assert!(shown.contains(part), "{part} is missing: {shown}");
         }
     }
 }

@@ -23,7 +23,7 @@ async fn main() -> Result<(), Error> {
     for (word, count) in &counts {
         println!("{count:6} {word}");
     }
-    assert_eq!(counts, job::expected(), "the shuffle lost or repeated something");
+    assert_eq!(counts, job::expected(), "the shuffle lost or repeated words");
     println!("{} words, as counted without a shuffle", counts.len());
     Ok(())
 }

@@ -439,9 +439,9 @@ mod tests {
         tokio::select! {
             bytes = request_sent => assert_eq!(u64::from(bytes), client.send_message_bytes(&key, &batch)),
             sent = client.send(&key, TicketId(1), &batch) => panic!("{sent:?}"),
-            () = driver => panic!("the connection ended"),
+            () = driver => panic!("the connection ended early"),
         }
-        assert!(client.waiting.lock().is_empty(), "an abandoned request has no waiter");
+        assert!(client.waiting.lock().is_empty(), "an abandoned request still has a waiter");
     }
 
     #[tokio::test]

@@ -231,7 +231,7 @@ mod tests {
             (0..APPS_MAX).take_while(|n| table.touch(&name(*n), Some(&"u".repeat(999)), start)).count();
         assert!((5_000..APPS_MAX).contains(&listed), "{listed}");
         assert!(table.bytes <= TABLE_BYTES_MAX && table.len() == listed);
-        assert!(!table.touch(&name(0), Some("other"), start), "a listed application is new");
+        assert!(!table.touch(&name(0), Some("other"), start), "a listed application counts as new");
         let beyond = table.storage(&app("beyond"), 2, start);
         assert!(beyond.is_some() && beyond == table.storage(&app("beyond"), 2, start));
         table.expire(start + Duration::from_secs(61));

@@ -192,5 +192,5 @@ impl AssignmentRequest {
 
 /// Converts a number that is at most `i32::MAX` or `RANGES_MAX`, which fits into `usize`.
 fn index(number: u64) -> usize {
-    usize::try_from(number).expect("at most i32::MAX or RANGES_MAX")
+    usize::try_from(number).expect("the number is at most i32::MAX or RANGES_MAX")
 }

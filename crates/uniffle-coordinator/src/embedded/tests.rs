@@ -86,7 +86,7 @@ async fn assignment_waits_for_first_heartbeats_of_other_workers() {
     let hosts: HashSet<&str> = answer.assignments.iter().map(|it| it.server[0].ip.as_str()).collect();
     assert_eq!(hosts, HashSet::from(["10.0.0.1", "10.0.0.2"]));
     let _ = assignments(&coordinator, request(2, 1, &["ss_v5"])).await;
-    assert_eq!(began.elapsed(), Duration::from_secs(10), "the second request waits too");
+    assert_eq!(began.elapsed(), Duration::from_secs(10), "the second request must wait too");
     assert!(!coordinator.cluster().is_starting);
 }
 
@@ -170,7 +170,7 @@ async fn assignment_beyond_the_heap_is_refused_with_its_key() {
     let refused = assignments(&coordinator, request(1 << 17, 1, &[])).await;
     assert_eq!(refused.status(), StatusCode::InternalError);
     assert!(refused.ret_msg.contains("memory_store.heap_capacity"), "{}", refused.ret_msg);
-    assert_eq!(before.elapsed(), Duration::ZERO, "waiting would not help");
+    assert_eq!(before.elapsed(), Duration::ZERO, "a request that cannot be answered later must fail at once");
     let fits = assignments(&coordinator, request(110_000, 1, &[])).await;
     assert_eq!(fits.assignments.len(), 110_000, "{}", fits.ret_msg);
 }
@@ -289,7 +289,7 @@ async fn node_expiry_does_not_count_pauses() {
         let coordinator = with_nodes(1..3);
         for _ in 0..3 {
             advance(Duration::from_secs(3600)).await;
-            assert_eq!(coordinator.nodes().len(), 2, "no heartbeat arrived meanwhile");
+            assert_eq!(coordinator.nodes().len(), 2, "nodes were lost during a time without heartbeats of any node");
             tokio::time::sleep(Duration::from_secs(9)).await;
         }
         assert_eq!(coordinator.nodes().len(), 2);
@@ -316,7 +316,7 @@ async fn own_worker_stays_while_it_reports() {
     let tasks = Tasks::new();
     let source = ReportSource::new(|| node(1, true));
     coordinator.keep_reporting(source, Duration::from_secs(10), &tasks);
-    assert_eq!(coordinator.nodes().len(), 1, "reported before the first tick");
+    assert_eq!(coordinator.nodes().len(), 1, "the node must report before the first tick");
     for _ in 0..12 {
         advance(Duration::from_secs(10)).await;
         reported(&coordinator).await;

@@ -65,7 +65,7 @@ fn a_node() -> ReportSource {
 async fn until(heartbeats: &Heartbeats, at: usize, holds: impl Fn(&Link) -> bool) -> Link {
     let mut link = heartbeats.watch(at).unwrap();
     let waited = timeout(WAIT_MAX, link.wait_for(|link| holds(link))).await;
-    waited.expect("the link reaches the state in time").unwrap().clone()
+    waited.expect("the link does not reach the state").unwrap().clone()
 }
 
 fn up(beats: u64) -> impl Fn(&Link) -> bool {
@@ -78,7 +78,7 @@ fn down(link: &Link) -> bool {
 
 async fn end(tasks: Tasks) {
     tasks.cancel();
-    timeout(WAIT_MAX, tasks.drained()).await.expect("all tasks end on cancel");
+    timeout(WAIT_MAX, tasks.drained()).await.expect("tasks do not end after the cancel");
     assert_eq!(tasks.running(), 0);
 }
 

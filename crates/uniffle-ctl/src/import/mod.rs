@@ -181,15 +181,15 @@ mod tests {
         const END: &str = "<!-- end -->";
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/migration.md");
         let page = std::fs::read_to_string(&path).unwrap();
-        let (before, rest) = page.split_once(BEGIN).expect("the mark of the table");
-        let (_, after) = rest.split_once(END).expect("the end marker");
+        let (before, rest) = page.split_once(BEGIN).expect("the page has no begin marker of the table");
+        let (_, after) = rest.split_once(END).expect("the page has no end marker of the table");
         let current = format!("{before}{BEGIN}\n{}\n{END}{after}", java::reference());
         if std::env::var_os("UPDATE_DOCS").is_some() {
             std::fs::write(&path, &current).unwrap();
         }
         assert!(
             page == current || std::env::var_os("UPDATE_DOCS").is_some(),
-            "run UPDATE_DOCS=1 cargo test --lib config"
+            "the table is out of date: run UPDATE_DOCS=1 cargo test --lib config"
         );
     }
 }

@@ -631,7 +631,7 @@ mod tests {
         std::fs::create_dir(&root).unwrap();
         assert!(
             disk.create_dir_all(Path::new("apps")).await.is_err(),
-            "a new directory at the same path is accepted"
+            "a new directory at the same path was accepted"
         );
         std::fs::remove_dir(&root).unwrap();
         std::fs::rename(&moved, &root).unwrap();

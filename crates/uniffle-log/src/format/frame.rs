@@ -452,7 +452,7 @@ mod tests {
         for bit in 0..mark.len() * 8 {
             let mut damaged = mark.clone();
             damaged[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(decode_mark(&damaged, 7), 0, "bit {bit}");
+            assert_eq!(decode_mark(&damaged, 7), 0, "bit {bit} is flipped");
         }
     }
 

@@ -30,7 +30,7 @@ impl IdChunk {
     /// `ids` is empty.
     pub(crate) fn encode(ids: &[u64]) -> Option<Self> {
         let (first, last) = (*ids.first()?, *ids.last()?);
-        debug_assert!(ids.len() <= CHUNK_IDS_MAX && ids.is_sorted_by(|a, b| a < b), "ascending ids");
+        debug_assert!(ids.len() <= CHUNK_IDS_MAX && ids.is_sorted_by(|a, b| a < b), "ids must be ascending and fit into a chunk");
         let mut gaps = [0u64; CHUNK_IDS_MAX];
         let gaps = &mut gaps[..ids.len() - 1];
         for (gap, pair) in gaps.iter_mut().zip(ids.windows(2)) {
@@ -57,7 +57,7 @@ impl IdChunk {
     /// Replaces `ids` by those of the chunk.
     pub(crate) fn decode(&self, ids: &mut Vec<u64>) {
         let is_whole = self.try_decode(ids);
-        debug_assert!(is_whole, "encoded by this process, or checked when it was read");
+        debug_assert!(is_whole, "a chunk is encoded by this process or checked when it is read");
     }
 
     /// Like [`IdChunk::decode`]. Returns false if the payload was not written by
@@ -242,7 +242,7 @@ mod tests {
             prop_assert_eq!(decoded(&IdChunk::read_from(&mut rest).unwrap()), Some(ids.clone()));
             prop_assert!(rest.is_empty());
             prop_assert!(IdChunk::read_from(&mut &written[..cut.index(written.len())]).is_none());
-            prop_assert!(chunk.payload.len() <= 8 * ids.len() + 3, "{} bytes", chunk.payload.len());
+            prop_assert!(chunk.payload.len() <= 8 * ids.len() + 3, "the chunk takes {} bytes", chunk.payload.len());
         }
 
         #[test]

@@ -186,7 +186,7 @@ impl IdSet {
 
     /// Adds ascending ids, which may repeat.
     pub fn add_sorted(&mut self, ids: &[u64]) {
-        debug_assert!(ids.is_sorted(), "ascending ids");
+        debug_assert!(ids.is_sorted(), "ids must be ascending");
         let is_due = self.late.len() + ids.len() > self.late_max();
         if is_due || ids.len() >= MERGED_MIN {
             let mut all = Vec::with_capacity(self.late.len() + ids.len());
@@ -521,7 +521,7 @@ mod tests {
         let mut copy = set.clone();
         copy.add(1);
         assert_eq!((set.len(), copy.len(), set.contains(1)), (100_000, 100_001, false));
-        assert!(set.clone_bytes() < set.heap_bytes(), "{} of {}", set.clone_bytes(), set.heap_bytes());
+        assert!(set.clone_bytes() < set.heap_bytes(), "a clone takes {} bytes, the set {}", set.clone_bytes(), set.heap_bytes());
         assert!(set.heap_bytes() < 100_000, "ids of one distance take {} bytes", set.heap_bytes());
     }
 
@@ -529,7 +529,7 @@ mod tests {
     fn set_of_few_ids_is_small() {
         for ids in 0..400 {
             let far: IdSet = (0..ids).map(|id: u64| (id * 7919).pow(2) << 20).collect();
-            assert!(far.heap_bytes() <= 8 * ids, "{} bytes of {ids} ids", far.heap_bytes());
+            assert!(far.heap_bytes() <= 8 * ids, "{} bytes for {ids} distant ids", far.heap_bytes());
         }
     }
 }

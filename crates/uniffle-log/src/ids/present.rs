@@ -179,7 +179,7 @@ mod tests {
         (0..2000).for_each(|n: u64| present.add(P1, &[(n * n) << 33]));
         assert_eq!(present.held(P0).unwrap().len(), 3);
         assert_eq!((present.held(P1).is_none(), present.in_tier().collect::<Vec<_>>()), (true, vec![P1]));
-        assert!(heap.used() <= 100, "{} bytes for three ids", heap.used());
+        assert!(heap.used() <= 100, "three ids take {} bytes", heap.used());
         let app = Budget::new(20);
         let charged: HashMap<_, _> = present.charged_to(&app).collect();
         assert!(charged[&P0].is_none() && charged[&P1].is_none());

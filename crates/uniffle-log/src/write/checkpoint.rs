@@ -69,7 +69,7 @@ impl<S: CheckpointSink> Checkpoint<S> {
     pub(crate) async fn put(&mut self, entry: &FrameContent) -> Result<(), S::Error> {
         let before = self.out.len();
         let fits = self.encoder.encode(entry, 0, &mut self.out);
-        debug_assert!(fits, "the entry fitted into the log before");
+        debug_assert!(fits, "the entry fitted into the previous log");
         self.contents.count_entry(entry, (self.out.len() - before) as u64);
         let is_full = self.out.len() >= CHUNK_BYTES || self.encoder.count() - self.first >= CHUNK_FRAMES;
         if is_full { self.flush().await } else { Ok(()) }

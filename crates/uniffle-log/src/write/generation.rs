@@ -315,7 +315,7 @@ impl MetadataWriter {
     fn list(&self, epoch: &Epoch) -> Vec<u8> {
         let (mut out, mut encoder) = (BytesMut::new(), Encoder::new(self.generation));
         let fits = encoder.encode(&FrameContent::Epoch(Box::new(epoch.clone())), 0, &mut out);
-        debug_assert!(fits, "an epoch is small");
+        debug_assert!(fits, "an epoch fits into a frame");
         out.to_vec()
     }
 

@@ -452,7 +452,7 @@ impl MetadataWriter {
         };
         // The last one is tried first.
         self.others = self.copies.iter().skip(1).chain(&self.spare).map(source).collect();
-        self.source = self.copies.first().map(source).expect("a generation has a copy");
+        self.source = self.copies.first().map(source).expect("a generation has at least one copy");
     }
 
     /// Verifies that the files of the log are where a start looks for them. Writes files again that

@@ -135,12 +135,12 @@ mod tests {
         assert_eq!(
             CompetingRequest { held: 30, ..beyond }.room_needed(),
             None,
-            "the application has its share"
+            "an application at its share must get nothing"
         );
         assert_eq!(
             CompetingRequest { held: 0, share: 0, ..beyond }.room_needed(),
             Some(111),
-            "the application holds nothing"
+            "an application that holds nothing must be considered"
         );
     }
 
@@ -169,7 +169,7 @@ mod tests {
             prop_assert!(sum + claimants.len() as u64 >= capacity.min(wanted));
             for (it, share) in claimants.iter().zip(&given) {
                 let fair = part(capacity, it.weight, weights);
-                prop_assert!(*share >= it.demand.min(fair), "at least its weighted share");
+                prop_assert!(*share >= it.demand.min(fair), "an application got less than its weighted share");
                 // An application that gets less than its demand has no less by weight than any
                 // other.
                 if *share < it.demand {

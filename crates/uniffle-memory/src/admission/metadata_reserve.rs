@@ -256,14 +256,14 @@ mod tests {
         // More than was paid for, like a charge beyond the capacity.
         let over = budget.charge_unchecked(3 * MIB);
         let second = lists.charge(3 * MIB).unwrap();
-        assert_eq!((lists.ceded_bytes(), lists.borrowed.used()), (4 * MIB, MIB), "the heap helps out");
+        assert_eq!((lists.ceded_bytes(), lists.borrowed.used()), (4 * MIB, MIB), "the heap must lend the missing bytes");
         assert_eq!(lists.charge(1).unwrap_err(), NoCapacity { requested: 64 << 10, free: 0 });
         drop(over);
         lists.give_back(SPARE_BYTES);
         assert_eq!(
             (lists.ceded_bytes(), lists.borrowed.used()),
             (5 * MIB, 0),
-            "the heap gets its bytes back"
+            "the heap must get its bytes back"
         );
         drop((ticket, paid, first, second));
         lists.give_back(0);

@@ -193,7 +193,7 @@ mod tests {
         let region = &memory.shared.supply.region;
         region.limit_pages(usize::try_from(7 * MIB).unwrap());
         memory.prefaulter.as_ref().unwrap().prefault();
-        assert_eq!(region.ready_bytes(), 6 * MIB, "only whole blocks are ready");
+        assert_eq!(region.ready_bytes(), 6 * MIB, "only whole blocks may be ready");
         assert_eq!(memory.unavailable_bytes(), region.capacity_bytes() - 6 * MIB);
         // The region exceeds the capacity by 2 MiB, so 4 of the 6 MiB are usable.
         assert!(is_no_buffer(send(&memory, 0..5, 1 << 20)));
@@ -211,7 +211,7 @@ mod tests {
     fn send_without_pages_is_refused() {
         let memory = opened(None);
         memory.shared.supply.region.limit_pages(usize::try_from(2 * MIB).unwrap());
-        assert!(is_no_buffer(send(&memory, 0..10, 1 << 18)), "10 pieces of which 8 have pages");
+        assert!(is_no_buffer(send(&memory, 0..10, 1 << 18)), "only 8 of 10 pieces have pages");
         memory.shared.supply.region.limit_pages(usize::try_from(3 * MIB).unwrap());
         assert!(is_no_buffer(send(&memory, 0..14, 1 << 20)));
         memory.shared.supply.region.limit_pages(usize::MAX);

@@ -158,7 +158,7 @@ impl fmt::Debug for ReadPool {
 }
 
 fn segment_bytes(len: usize) -> usize {
-    assert!(len <= READ_CHUNK_BYTES_MAX, "read buffer of {len} bytes");
+    assert!(len <= READ_CHUNK_BYTES_MAX, "a read buffer of {len} bytes is too large");
     const { assert!(READ_CHUNK_BYTES_MAX <= SEGMENT_BYTES_MAX) };
     len.next_power_of_two().max(SEGMENT_BYTES_MIN)
 }
@@ -264,7 +264,7 @@ mod tests {
         first.bytes_mut()[..3].copy_from_slice(b"abc");
         let bytes = first.freeze(3);
         let second = pool.try_acquire(1 << 20).unwrap();
-        assert!(pool.try_acquire(1).is_none(), "the pool is bounded");
+        assert!(pool.try_acquire(1).is_none(), "the pool must be bounded");
         let waiting = tokio::time::timeout(std::time::Duration::ZERO, pool.acquire(1 << 20));
         assert!(waiting.await.is_err());
         assert_eq!(pool.waits(), 1);

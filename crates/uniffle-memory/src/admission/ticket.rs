@@ -387,8 +387,8 @@ mod tests {
         assert!(funds.cover_segment(1 << 20, 0, 0).is_none());
         let forced = funds.cover_segment(1 << 20, 0, 110_000).unwrap();
         assert_eq!(budget.used(), 110_000 + (1 << 20));
-        assert!(funds.cover_segment(1, 0, 110_000).is_none(), "the capacity is overdrawn to its limit");
-        assert!(funds.cover_segment(0, 1, 110_001).is_none(), "room for later only within the capacity");
+        assert!(funds.cover_segment(1, 0, 110_000).is_none(), "the capacity is already overdrawn to its limit");
+        assert!(funds.cover_segment(0, 1, 110_001).is_none(), "room for later blocks must be within the capacity");
         funds.put_back(forced, 5000);
         assert_eq!((funds.held_bytes(), tickets.pre_allocated_bytes(), budget.used()), (5000, 5000, 115_000));
         assert_eq!(funds.cover_metadata(6400).bytes(), 6400);
@@ -422,7 +422,7 @@ mod tests {
         assert_eq!(tickets.claimed_bytes(), 110 * KIB);
         let refused = ask(&tickets, "second", 50).unwrap_err();
         assert_eq!(refused, MemoryError::NoCapacity { requested: 50 * KIB, free: 100 * KIB });
-        assert!(ask(&tickets, "flood", 41).is_err(), "awaited memory is kept for the waiters");
+        assert!(ask(&tickets, "flood", 41).is_err(), "awaited memory must be reserved for the waiters");
         ask(&tickets, "first", 60).unwrap();
         assert!(ask(&tickets, "second", 50).is_err());
         // A client that does not ask again is not waited for.
@@ -445,7 +445,7 @@ mod tests {
         ask(&tickets, "honest", 30).unwrap();
         let standing = tickets.standing(&app("honest"));
         assert_eq!((standing.held, standing.waited, standing.weight), (30 * KIB, 0, 1));
-        assert_eq!(tickets.revoked(), 0, "a redeemed ticket cannot be revoked");
+        assert_eq!(tickets.revoked(), 0, "a redeemed ticket must not be revoked");
     }
 
     #[tokio::test(start_paused = true)]
@@ -455,10 +455,10 @@ mod tests {
             ask(&tickets, "flood", 10).unwrap();
             tokio::time::advance(Duration::from_millis(100)).await;
         }
-        assert!(ask(&tickets, "honest", 70).is_err(), "five are old, which makes 60");
-        assert_eq!(tickets.revoked(), 4, "a share is 50");
+        assert!(ask(&tickets, "honest", 70).is_err(), "five old tickets free only 60 bytes");
+        assert_eq!(tickets.revoked(), 4, "tickets are revoked down to a share of 50 bytes");
         tokio::time::advance(Duration::from_millis(500)).await;
-        assert!(ask(&tickets, "honest", 70).is_err(), "the flood has its share");
+        assert!(ask(&tickets, "honest", 70).is_err(), "an application at its share must lose no ticket");
         ask(&tickets, "honest", 50).unwrap();
         assert_eq!(budget.free(), 0);
     }
@@ -471,7 +471,7 @@ mod tests {
         }
         tokio::time::advance(Duration::from_secs(1)).await;
         assert!(ask(&tickets, "honest", 30).is_err());
-        assert_eq!(tickets.standing(&app("a")).share, Some(20 * KIB), "none is over its share");
+        assert_eq!(tickets.standing(&app("a")).share, Some(20 * KIB), "no application is above its share");
         tokio::time::advance(Duration::from_secs(4)).await;
         ask(&tickets, "honest", 30).unwrap();
         assert_eq!(tickets.revoked(), 1);
@@ -497,7 +497,7 @@ mod tests {
         held.remove(0);
         assert!(
             !tickets.must_yield(&app("flood")) && !tickets.must_yield(&app("small")),
-            "enough memory is free"
+            "enough memory is free for the waiters"
         );
         ask(&tickets, "honest", 20).unwrap();
     }
@@ -521,7 +521,7 @@ mod tests {
         }
         assert!(ask(&tickets, "honest", 4).is_err());
         tokio::time::advance(Duration::from_millis(500)).await;
-        assert!(ask(&tickets, "flood", 4).is_err(), "an application's request revokes its own tickets");
+        assert!(ask(&tickets, "flood", 4).is_err(), "an application must not revoke its own tickets");
         ask(&tickets, "honest", 4).unwrap();
         assert_eq!((tickets.count(), tickets.revoked()), (10, 1));
     }

@@ -77,7 +77,7 @@ impl Chain {
         let mut chain = Self::new(id);
         for segment in segments {
             let (start, bytes) = (chain.used, segment.capacity() as u64);
-            debug_assert_eq!(segment.remaining(), 0, "restored segments are full");
+            debug_assert_eq!(segment.remaining(), 0, "restored segments must be full");
             chain.used += bytes;
             chain.capacity += bytes;
             chain.placed.push(PlacedSegment { start, segment });
@@ -121,7 +121,7 @@ impl Chain {
             self.has_room_for(len) && !self.aligned_end,
             "the buffer rotates full and sealed chains"
         );
-        let offset = u32::try_from(self.used).expect("at most CHAIN_BYTES_MAX");
+        let offset = u32::try_from(self.used).expect("a chain has at most CHAIN_BYTES_MAX bytes");
         let mut missing = len as usize;
         let room = self.placed.last().map_or(0, |last| last.segment.remaining());
         let grown = self.grow((missing).saturating_sub(room) as u64, supply, funds)?;
@@ -199,7 +199,7 @@ impl Chain {
             let placed = &self.placed[at];
             let until = end.min(placed.end());
             let in_segment =
-                |position: u64| usize::try_from(position - placed.start).expect("within a segment");
+                |position: u64| usize::try_from(position - placed.start).expect("the position is within the segment");
             show(at, in_segment(from), in_segment(until));
             from = until;
             at += 1;
@@ -280,7 +280,7 @@ fn allocate(
             let covered = needed.min(bytes);
             let overdraft = supply.overdraft(funds.budget());
             if let Some(charge) = funds.cover_segment(covered, bytes - covered, overdraft) {
-                let size = usize::try_from(bytes).expect("at most SEGMENT_BYTES_MAX");
+                let size = usize::try_from(bytes).expect("a segment has at most SEGMENT_BYTES_MAX bytes");
                 match supply.region.allocate(size, charge) {
                     Ok(segment) => return Ok(segment),
                     Err(charge) => funds.put_back(charge, covered),

@@ -176,7 +176,7 @@ impl BlockList {
         let ids = numbers.iter().map(|at| self.records[*at as usize].block_id).collect();
         self.rows.get().iter().for_each(|rows| rows.committed.hide(&ids));
         let is_first = self.hidden.set(numbers.into()).is_ok();
-        debug_assert!(is_first, "a list is looked at once");
+        debug_assert!(is_first, "a list is scanned once");
     }
 
     /// Returns whether block `at` is hidden.
@@ -376,7 +376,7 @@ impl BlockList {
         }
         let record = u32::try_from(at).expect("records are numbered by u32");
         let stray =
-            self.strays.binary_search_by_key(&record, |(at, _)| *at).expect("a stray keeps its slices");
+            self.strays.binary_search_by_key(&record, |(at, _)| *at).expect("a stray block keeps its slices");
         out.slices(&self.strays[stray].1);
     }
 }

@@ -195,7 +195,7 @@ impl Buffer {
         budget: Budget,
         charge: Charge,
     ) -> Self {
-        debug_assert_eq!(charge.bytes(), PARTITION_BYTES, "the charge is as measured");
+        debug_assert_eq!(charge.bytes(), PARTITION_BYTES, "the charge must be as measured");
         Self {
             partition,
             shared,

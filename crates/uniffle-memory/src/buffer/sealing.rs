@@ -49,7 +49,7 @@ impl Buffer {
             _charged: self.shared.in_flight.charge_unchecked(batch.charged_bytes()),
             _blocks: self.shared.in_flight_blocks.charge_unchecked(batch.blocks() as u64),
         });
-        debug_assert!(claimed, "claimed under the lock only");
+        debug_assert!(claimed, "batches are claimed only under the lock");
         self.publish_counters(state);
         state.overdue &= self.active_blocks() > 0;
         Some(batch)

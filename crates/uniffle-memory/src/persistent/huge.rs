@@ -87,7 +87,7 @@ mod tests {
         let is_given = |at: &str, settings: &str| of_mount(Path::new(at), settings, MOUNTS).is_ok();
         assert!(
             is_given("/memory/worker", SETTINGS) && is_given("/memory", SETTINGS),
-            "the last mount of a path decides"
+            "the last mount of a path must decide"
         );
         assert!(!is_given("/dev/shm/worker", SETTINGS) && !is_given("/memories", SETTINGS));
         assert!(!is_given("/memory", "always [deny] force") && is_given("/dev/shm", "always deny [force]"));

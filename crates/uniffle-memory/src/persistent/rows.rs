@@ -164,7 +164,7 @@ impl CommittedRows {
         let first = extents.first().map_or(0, |extent| extent.offset);
         let further = extents.get(1..).unwrap_or_default();
         let table = &self.named.table;
-        let mut take = || free.rows.pop().expect("taken by `rows_of` the pieces");
+        let mut take = || free.rows.pop().expect("`rows_of` took one row per piece");
         let mut next = NO_ROW;
         if self.rows.len() == self.rows.capacity() {
             self.rows.reserve_exact((self.rows.len() / 4).max(4));

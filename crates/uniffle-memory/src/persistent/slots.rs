@@ -193,7 +193,7 @@ mod tests {
         let mut found = slots(500, 200);
         assert_eq!((found.with_pages(), found.mark(), found.taken), (vec![0, 2], 256, 128));
         assert!(found.has_pages(0) && !found.has_pages(64) && found.has_pages(128) && !found.has_pages(192));
-        assert_eq!((found.take(), found.next_chunk()), (None, Some(1)), "used chunks come first");
+        assert_eq!((found.take(), found.next_chunk()), (None, Some(1)), "used chunks must come first");
         found.open(1);
         assert_eq!(found.take(), Some(64));
     }
@@ -207,7 +207,7 @@ mod tests {
         assert_eq!(std::iter::from_fn(|| slots.take()).collect::<Vec<_>>(), (0..100).collect::<Vec<_>>());
         assert_eq!((slots.mark(), slots.unpaid_bytes(0, 64)), (100, 0));
         assert!(slots.has_pages(99) && !slots.has_pages(100), "slot 100 does not exist");
-        assert_eq!(slots.unpaid_bytes(0, 0), CHUNK_BYTES, "one of two chunks is free of charge");
+        assert_eq!(slots.unpaid_bytes(0, 0), CHUNK_BYTES, "one of two chunks must be free of charge");
     }
 
     proptest! {
@@ -232,8 +232,8 @@ mod tests {
                 }
                 let chunks: BTreeSet<u32> = taken.iter().map(|slot| slot / PER_CHUNK).collect();
                 let with_pages: BTreeSet<u32> = slots.with_pages().into_iter().collect();
-                prop_assert!(with_pages.is_superset(&chunks), "taken slots have pages");
-                prop_assert!(with_pages.len() <= chunks.len() + IDLE_CHUNKS + 1, "more than the idle chunks have pages");
+                prop_assert!(with_pages.is_superset(&chunks), "taken slots must have pages");
+                prop_assert!(with_pages.len() <= chunks.len() + IDLE_CHUNKS + 1, "too many idle chunks have pages");
                 let resident = (with_pages.len() as u64).saturating_sub(FREE_CHUNKS) * CHUNK_BYTES;
                 prop_assert_eq!(slots.unpaid_bytes(0, 64), resident.saturating_sub(64 * taken.len() as u64));
             }

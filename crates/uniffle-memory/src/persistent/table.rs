@@ -300,7 +300,7 @@ impl BlockTable {
 
     /// Invalidates an empty region, so that it can be created again with another size.
     pub(crate) fn end(&self) {
-        debug_assert!(self.is_released(), "nothing is committed any more");
+        debug_assert!(self.is_released(), "nothing may be committed after the release");
         self.store(0, 0, Ordering::Release);
     }
 

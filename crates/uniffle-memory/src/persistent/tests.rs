@@ -127,7 +127,7 @@ fn read(memory: &Memory) -> Found {
             let mut at = 0;
             for block in &read.blocks {
                 let end = at + block.length as usize;
-                assert!(bytes[at..end] == payload(block.block_id.0, block.length), "bytes of {block:?}");
+                assert!(bytes[at..end] == payload(block.block_id.0, block.length), "block {block:?} has other bytes");
                 at = end;
             }
             let ids: Vec<i64> = read.blocks.iter().map(|block| block.block_id.0).collect();
@@ -162,7 +162,7 @@ impl Model {
         for (at, ids) in &self.must {
             let there = found.get(at).cloned().unwrap_or_default();
             let there: Vec<i64> = there.into_iter().filter(|id| ids.contains(id)).collect();
-            assert_eq!(&there, ids, "{at:?} at store {}", self.stores);
+            assert_eq!(&there, ids, "wrong blocks in {at:?} at store {}", self.stores);
         }
         for (at, ids) in found {
             let must = self.must.get(at);

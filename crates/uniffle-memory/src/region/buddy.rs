@@ -140,7 +140,7 @@ impl Buddy {
             Some(found) => found,
             None => (self.open_fresh()?, ORDER_MAX),
         };
-        let mut node = self.first_free(block, from).expect("`having` names only blocks with such a piece");
+        let mut node = self.first_free(block, from).expect("`having` lists only blocks with such a piece");
         self.clear(block, node, from);
         for smaller in (order..from).rev() {
             node *= 2;
@@ -179,7 +179,7 @@ impl Buddy {
         let mut order = order_of(bytes);
         let block = offset / BLOCK_BYTES;
         let mut node = (1 << (ORDER_MAX - order)) + offset % BLOCK_BYTES / bytes;
-        debug_assert!(offset.is_multiple_of(bytes), "{offset} is no offset of a piece of {bytes}");
+        debug_assert!(offset.is_multiple_of(bytes), "offset {offset} is not aligned to a piece of {bytes} bytes");
         debug_assert!(!self.is_in_free_piece(block, node), "double free at {offset}");
         while node > 1 && self.is_set(block, node ^ 1) {
             self.clear(block, node ^ 1, order);
@@ -239,7 +239,7 @@ impl Buddy {
 fn order_of(bytes: usize) -> usize {
     assert!(
         bytes.is_power_of_two() && (UNIT_BYTES..=BLOCK_BYTES).contains(&bytes),
-        "no piece has {bytes} bytes"
+        "no piece has a size of {bytes} bytes"
     );
     (bytes / UNIT_BYTES).trailing_zeros() as usize
 }
@@ -339,7 +339,7 @@ mod tests {
         for unit in [300, 200, 201] {
             buddy.free(unit * UNIT_BYTES, UNIT_BYTES);
         }
-        assert_eq!(buddy.allocate(UNIT_BYTES), Some(300 * UNIT_BYTES), "a single unit before a pair");
+        assert_eq!(buddy.allocate(UNIT_BYTES), Some(300 * UNIT_BYTES), "a single unit must be used before a pair is split");
         assert_eq!(buddy.allocate(2 * UNIT_BYTES), Some(200 * UNIT_BYTES));
         assert_eq!(buddy.largest_free(), BLOCK_BYTES);
     }
@@ -363,7 +363,7 @@ mod tests {
     impl Bitmap {
         fn take(&mut self, offset: usize, bytes: usize, to: bool) {
             for unit in &mut self.0[offset / UNIT_BYTES..(offset + bytes) / UNIT_BYTES] {
-                assert_ne!(*unit, to, "overlap at {offset}");
+                assert_ne!(*unit, to, "pieces overlap at {offset}");
                 *unit = to;
             }
         }

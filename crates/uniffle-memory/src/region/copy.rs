@@ -14,7 +14,7 @@ pub(super) const STREAM_BYTES_MIN: usize = 4 << 10;
 
 /// Copies `from` to `to`, which have the same length.
 pub(super) fn copy(to: &mut [u8], from: &[u8]) {
-    assert_eq!(to.len(), from.len(), "a copy between equal lengths");
+    assert_eq!(to.len(), from.len(), "source and target must have equal lengths");
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     if from.len() >= STREAM_BYTES_MIN && stream::copy(to, from) {
         return;
@@ -160,11 +160,11 @@ mod tests {
                     assert_eq!(target[to..to + length], source[from..from + length], "{length} {from} {to}");
                     assert!(
                         target[..to].iter().all(|byte| *byte == 0xEE),
-                        "bytes before the target are overwritten: {length} {from} {to}"
+                        "a copy of {length} bytes from {from} to {to} overwrote bytes before the target"
                     );
                     assert!(
                         target[to + length..length + 128].iter().all(|byte| *byte == 0xEE),
-                        "bytes after the target are overwritten"
+                        "bytes after the target were overwritten"
                     );
                 }
             }

@@ -39,7 +39,7 @@ impl Mapping {
         front_bytes: usize,
         blocks: usize,
     ) -> io::Result<Self> {
-        assert!(front_bytes.is_multiple_of(BLOCK_BYTES), "segments begin at a block's boundary");
+        assert!(front_bytes.is_multiple_of(BLOCK_BYTES), "segments must begin at the boundary of a block");
         let bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(too_large)?;
         let whole = bytes.checked_add(front_bytes).ok_or_else(too_large)?;
         let (start, backing) = backend::map_shared(file, whole)?;
@@ -61,7 +61,7 @@ impl Mapping {
     }
 
     pub(super) fn at(&self, offset: usize, len: usize) -> *mut u8 {
-        assert!(offset + len <= self.bytes, "range {offset}+{len} of a region of {}", self.bytes);
+        assert!(offset + len <= self.bytes, "range {offset}+{len} exceeds a region of {} bytes", self.bytes);
         self.base.as_ptr().wrapping_add(offset)
     }
 
@@ -80,7 +80,7 @@ impl Mapping {
     /// Allocates the pages of `range`, which counts from the front. Fails if there are none.
     pub(super) fn populate(&self, range: Range<usize>) -> io::Result<()> {
         let whole = self.front_bytes + self.bytes;
-        assert!(range.start <= range.end && range.end <= whole, "{range:?} of a mapping of {whole}");
+        assert!(range.start <= range.end && range.end <= whole, "{range:?} exceeds a mapping of {whole} bytes");
         backend::populate(&self.backing, self.front_at(range.start), range)
     }
 
@@ -89,7 +89,7 @@ impl Mapping {
     #[cfg(not(miri))]
     pub(super) fn fill(&self, range: Range<usize>) -> io::Result<()> {
         let whole = self.front_bytes + self.bytes;
-        assert!(range.start <= range.end && range.end <= whole, "{range:?} of a mapping of {whole}");
+        assert!(range.start <= range.end && range.end <= whole, "{range:?} exceeds a mapping of {whole} bytes");
         backend::fill(&self.backing, self.front_at(range.start), range)
     }
 
@@ -113,7 +113,7 @@ impl Mapping {
     /// The pages stay if the kernel refuses.
     #[cfg(not(miri))]
     pub(super) fn discard_front(&self, range: Range<usize>) {
-        assert!(range.end <= self.front_bytes, "{range:?} of the front");
+        assert!(range.end <= self.front_bytes, "{range:?} exceeds the front");
         backend::punch(&self.backing, range);
     }
 
@@ -198,7 +198,7 @@ mod backend {
         let Some(file) = &backing.file else { return };
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let punched = fallocate(file, flags, range.start as u64, range.len() as u64);
-        debug_assert!(punched.is_ok(), "tmpfs supports punched holes");
+        debug_assert!(punched.is_ok(), "tmpfs must support punched holes");
     }
 
     /// Drops the pages of a piece of the mapping of which no range was handed out.
@@ -209,7 +209,7 @@ mod backend {
         // created meanwhile: its only handle is borrowed mutably by the caller. The bytes stay
         // initialised: they read as zeros.
         let discarded = unsafe { madvise(start.cast(), bytes, advice) };
-        debug_assert!(discarded.is_ok(), "advice on a mapping of our own");
+        debug_assert!(discarded.is_ok(), "advice on an own mapping cannot fail");
     }
 
     pub(super) fn unlink(backing: &MappingSource, start: *mut u8, bytes: usize) {
@@ -217,7 +217,7 @@ mod backend {
             // SAFETY: the range is in the mapping, which is shared: stored data belongs to the file
             // and stays, also for threads that read or write it meanwhile.
             let unlinked = unsafe { madvise(start.cast(), bytes, Advice::LinuxDontNeed) };
-            debug_assert!(unlinked.is_ok(), "advice on a mapping of our own");
+            debug_assert!(unlinked.is_ok(), "advice on an own mapping cannot fail");
         }
     }
 
@@ -270,7 +270,7 @@ mod backend {
         // SAFETY: exactly the range that `map` mapped, once: the owner is being dropped, and every
         // handle held that owner.
         let unmapped = unsafe { munmap(backing.start, backing.bytes) };
-        debug_assert!(unmapped.is_ok(), "munmap of a mapping of our own");
+        debug_assert!(unmapped.is_ok(), "munmap of an own mapping cannot fail");
     }
 }
 

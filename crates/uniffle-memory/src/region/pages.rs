@@ -119,14 +119,14 @@ impl PageStates {
 
     /// Allocates the pages of `range` of the front.
     pub(super) fn take_front(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
-        assert!(range.end <= map.front_bytes(), "{range:?} of the front");
+        assert!(range.end <= map.front_bytes(), "{range:?} exceeds the front");
         self.take(map, range)
     }
 
     /// Allocates missing pages of `range` of the front, where most may exist.
     #[cfg(not(miri))]
     pub(super) fn fill_front(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
-        assert!(range.end <= map.front_bytes(), "{range:?} of the front");
+        assert!(range.end <= map.front_bytes(), "{range:?} exceeds the front");
         self.fill(map, range)
     }
 

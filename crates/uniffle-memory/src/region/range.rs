@@ -35,7 +35,7 @@ impl RegionPiece {
 
     /// Returns the address of a range of the piece.
     pub(super) fn at(&self, start: usize, len: usize) -> *mut u8 {
-        assert!(start + len <= self.bytes, "range {start}+{len} of a piece of {}", self.bytes);
+        assert!(start + len <= self.bytes, "range {start}+{len} exceeds a piece of {} bytes", self.bytes);
         self.region.map.at(self.offset + start, len)
     }
 }
@@ -126,7 +126,7 @@ impl Fill {
     /// Ends writing through [`Fill::bytes_mut`]. The first `len` bytes are valid, the rest is dead.
     #[must_use]
     pub fn freeze_prefix(mut self, len: usize) -> Slice {
-        assert!(len <= self.len, "{len} bytes frozen of {}", self.len);
+        assert!(len <= self.len, "cannot freeze {len} of {} bytes", self.len);
         self.zero_dirty_from(len);
         let piece = self.piece.take().expect("only freezing takes the piece, and it consumes the fill");
         Slice { piece, start: self.start, len }
@@ -187,7 +187,7 @@ impl Slice {
 
     /// Returns a part of the slice.
     pub fn slice(&self, range: Range<usize>) -> Slice {
-        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of a slice of {}", self.len);
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} exceeds a slice of {} bytes", self.len);
         Slice { piece: Arc::clone(&self.piece), start: self.start + range.start, len: range.len() }
     }
 

@@ -21,7 +21,7 @@ impl Region {
     /// # Errors
     /// Returns the charge if no segment can be there, or if a part of it is not free.
     pub fn claim(self: &Arc<Self>, offset: usize, bytes: usize, charge: Charge) -> Result<Segment, Charge> {
-        debug_assert_eq!(charge.bytes(), bytes as u64, "a segment is charged by its size");
+        debug_assert_eq!(charge.bytes(), bytes as u64, "a segment must be charged by its size");
         if !self.buddy.lock().take(offset, bytes) {
             return Err(charge);
         }
@@ -38,7 +38,7 @@ impl Region {
     /// # Errors
     /// Returns the charge if no such piece is free; a smaller one may be.
     pub fn allocate(self: &Arc<Self>, bytes: usize, charge: Charge) -> Result<Segment, Charge> {
-        debug_assert_eq!(charge.bytes(), bytes as u64, "a segment is charged by its size");
+        debug_assert_eq!(charge.bytes(), bytes as u64, "a segment must be charged by its size");
         loop {
             let ready = {
                 let mut buddy = self.buddy.lock();
@@ -131,7 +131,7 @@ impl Segment {
     /// Records that `slice` is frozen, so that [`Segment::slice`] can return it. It must be of this
     /// segment.
     pub fn absorb(&mut self, slice: Slice) {
-        assert!(slice.is_of(&self.piece), "a slice of another segment");
+        assert!(slice.is_of(&self.piece), "the slice belongs to another segment");
         let start = slice.place() - self.piece.offset;
         let end = start + slice.len();
         if start == end {

@@ -66,7 +66,7 @@ fn writes_stay_within_their_range() {
 fn only_absorbed_ranges_are_readable_whatever_their_order() {
     let (region, budget) = region();
     let mut segment = segment(&region, &budget, 4096);
-    assert!(segment.readable().is_none(), "nothing was frozen");
+    assert!(segment.readable().is_none(), "a segment without frozen bytes must not be readable");
     let slices = [b"aaaa", b"bbbb", b"cccc", b"dddd"].map(|bytes| frozen(&mut segment, bytes));
     let [a, b, c, d] = slices;
     segment.absorb(d);
@@ -89,7 +89,7 @@ fn aborted_fill_leaves_unreadable_zeroes() {
     let mut first = segment(&region, &budget, 4096);
     let mut fill = first.fill(4096).unwrap();
     fill.write(&[7; 4096]);
-    assert!(!first.is_dead(), "the segment is being filled");
+    assert!(!first.is_dead(), "a segment that is being filled must not be dead");
     drop(fill);
     assert!(first.is_dead() && first.slice(0..1).is_none());
     drop(first);
@@ -128,7 +128,7 @@ fn prefix_is_frozen_and_the_rest_discarded() {
 }
 
 #[test]
-#[should_panic(expected = "a slice of another segment")]
+#[should_panic(expected = "the slice belongs to another segment")]
 fn foreign_slice_is_not_absorbed() {
     let (region, budget) = region();
     let mut one = segment(&region, &budget, 4096);
@@ -170,7 +170,7 @@ fn memory_is_free_before_its_charge_is() {
     let take_and_drop = || {
         for _ in 0..rounds {
             let charge = budget.try_charge(2 << 20);
-            drop(charge.map(|charge| region.allocate(2 << 20, charge).expect("memory behind every charge")));
+            drop(charge.map(|charge| region.allocate(2 << 20, charge).expect("every charge has memory behind it")));
         }
     };
     std::thread::scope(|scope| {
@@ -202,7 +202,7 @@ fn claimed_segment_shows_adopted_ranges_only() {
     drop(first);
     let charge = |bytes: u64| budget.try_charge(bytes).unwrap();
     let mut again = region.claim(0, 8192, charge(8192)).unwrap();
-    assert!(region.claim(4096, 4096, charge(4096)).is_err(), "a used range was claimed");
+    assert!(region.claim(4096, 4096, charge(4096)).is_err(), "a range in use was claimed");
     let middle = again.adopt(2..4).unwrap();
     assert_eq!((middle.as_ref(), middle.place()), (&b"cd"[..], 2));
     assert!(again.adopt(3..5).is_none() && again.adopt(8190..8193).is_none());

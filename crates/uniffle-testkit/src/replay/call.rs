@@ -54,14 +54,14 @@ impl UnaryResponse {
 pub fn framed(message: &[u8]) -> Bytes {
     let mut body = BytesMut::with_capacity(PREFIX_BYTES + message.len());
     body.put_u8(0);
-    body.put_u32(u32::try_from(message.len()).expect("a message of a recording"));
+    body.put_u32(u32::try_from(message.len()).expect("a message of a recording has at most 4 GiB"));
     body.put_slice(message);
     body.freeze()
 }
 
 /// Returns the message of a unary body. Empty if there is none (an error with trailers only).
 pub fn message_of(body: &Bytes) -> Bytes {
-    assert!(body.first().is_none_or(|compressed| *compressed == 0), "a compressed message");
+    assert!(body.first().is_none_or(|compressed| *compressed == 0), "compressed messages are not supported");
     body.slice(PREFIX_BYTES.min(body.len())..)
 }
 
@@ -112,10 +112,10 @@ fn fields(message: &[u8]) -> Vec<Field<'_>> {
             1 => rest.advance(8),
             2 => {
                 let length = get_varint(&mut rest);
-                rest.advance(usize::try_from(length).expect("a message in memory"));
+                rest.advance(usize::try_from(length).expect("the field is within a message in memory"));
             }
             5 => rest.advance(4),
-            wire_type => panic!("wire type {wire_type} at byte {}", message.len() - start.len()),
+            wire_type => panic!("unknown wire type {wire_type} at byte {}", message.len() - start.len()),
         }
         let bytes = &start[..start.len() - rest.len()];
         found.push(Field { number: key >> 3, varint: value, bytes });

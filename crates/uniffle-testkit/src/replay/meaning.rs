@@ -63,7 +63,7 @@ pub enum MeantResponse {
 }
 
 fn key(app: &str, shuffle: i32) -> ShuffleKey {
-    ShuffleKey::new(AppId::parse(app).expect("a client's application id"), ShuffleId(shuffle))
+    ShuffleKey::new(AppId::parse(app).expect("a client sent an invalid application id"), ShuffleId(shuffle))
 }
 
 fn place(app: &str, shuffle: i32, partition: i32) -> PartitionKey {

@@ -121,7 +121,7 @@ async fn until<E>(stop: impl Future<Output = ()>, served: impl Future<Output = R
 
 impl RecorderShared {
     fn now_us(&self) -> u64 {
-        u64::try_from(self.start.elapsed().as_micros()).expect("a recording is short")
+        u64::try_from(self.start.elapsed().as_micros()).expect("a recording is shorter than 2^64 µs")
     }
 
     fn record(&self, exchange: RecordedExchange) {

@@ -63,7 +63,7 @@ impl Weed {
     pub fn start_again(&mut self) {
         assert!(self.child.is_none(), "weed already runs");
         let log = || File::options().append(true).create(true).open(self.log_file()).unwrap();
-        let mut command = Command::new(find("weed").expect("weed is installed"));
+        let mut command = Command::new(find("weed").expect("cannot find weed"));
         command.arg("server").arg(format!("-dir={}", self.dir.path().join("data").display()));
         command.args(["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", "-volume.max=100"]);
         // Ignores how full the machine's disk is.
@@ -81,7 +81,7 @@ impl Weed {
             command.arg(format!("-{part}.port={port}")).arg(format!("-{part}.port.grpc={grpc}"));
         }
         command.current_dir(self.dir.path()).stdin(Stdio::null()).stdout(log()).stderr(log());
-        self.child = Some(command.spawn().expect("weed starts"));
+        self.child = Some(command.spawn().expect("cannot start weed"));
         wait_until("weed serves its bucket", START_DEADLINE, || self.look());
     }
 

@@ -20,7 +20,7 @@ impl BlockSink for Recorder {
     type Error = DecodeError;
 
     fn header(&mut self, header: SendHeader<'_>) -> Result<(), DecodeError> {
-        assert!(self.header.is_none(), "more than one header");
+        assert!(self.header.is_none(), "the sink got more than one header");
         self.header = Some((header.app.to_owned(), header.shuffle, header.ticket));
         Ok(())
     }
@@ -38,14 +38,14 @@ impl BlockSink for Recorder {
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), DecodeError> {
-        let (length, data) = self.open.as_mut().expect("write inside a block");
+        let (length, data) = self.open.as_mut().expect("bytes arrived outside a block");
         data.extend_from_slice(bytes);
-        assert!(!bytes.is_empty() && data.len() <= *length as usize, "more bytes than announced");
+        assert!(!bytes.is_empty() && data.len() <= *length as usize, "a block got more bytes than announced");
         Ok(())
     }
 
     fn end_block(&mut self, block: BlockHeader) -> Result<(), DecodeError> {
-        let (length, data) = self.open.take().expect("end inside a block");
+        let (length, data) = self.open.take().expect("the end of a block arrived outside a block");
         assert_eq!((data.len(), block.length), (length as usize, i32::try_from(length).unwrap()));
         self.blocks.push((self.partition.unwrap(), block, data));
         Ok(())
@@ -70,7 +70,7 @@ fn decode_cut(
     }
     decoder.feed(rest, &mut recorder)?;
     let summary = decoder.finish(&mut recorder)?;
-    assert!(recorder.open.is_none(), "no open block after the end");
+    assert!(recorder.open.is_none(), "a block is open after the end");
     Ok((recorder, summary))
 }
 
@@ -79,7 +79,7 @@ fn decode(bytes: &[u8]) -> Result<(Recorder, MessageSummary), DecodeError> {
 }
 
 fn what(result: Result<(Recorder, MessageSummary), DecodeError>) -> &'static str {
-    match result.expect_err("must be refused") {
+    match result.expect_err("an invalid message was accepted") {
         DecodeError::Malformed { what, .. } | DecodeError::TooLarge { what, .. } => what,
         DecodeError::Incomplete => "incomplete",
         DecodeError::UnknownType(_) => "unknown type",
@@ -334,7 +334,7 @@ fn summary_identifies_request_without_blocks() {
     for bytes in [vec![], vec![0x0A, 1, b'a'], vec![0x22, 0], vec![0x22, 2, 0x08, 1], vec![0x3A, 0]] {
         let (recorder, summary) = decode(&bytes).unwrap();
         assert_eq!(summary.blocks, 0);
-        assert!(recorder.header.is_some(), "the caller can still release the ticket");
+        assert!(recorder.header.is_some(), "the caller must get the header, to release the ticket");
     }
 }
 

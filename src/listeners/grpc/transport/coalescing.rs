@@ -465,7 +465,7 @@ mod tests {
         let shared = writer.0.lock();
         assert_eq!((shared.stream.writes, shared.stream.unflushed), (1, false));
         assert_eq!(shared.stream.came, frames.concat());
-        assert_eq!(buffers.state.lock().given, [0; 3], "the buffer was returned");
+        assert_eq!(buffers.state.lock().given, [0; 3], "the write buffer was not returned");
     }
 
     #[test]
@@ -529,7 +529,7 @@ mod tests {
         assert!(writer.poll(&mut context, connection.as_mut()).is_pending());
         assert!(woken.0.load(Ordering::Relaxed) > 0);
         let Poll::Ready(error) = writer.poll(&mut context, connection.as_mut()) else {
-            panic!("the write fails")
+            panic!("expected the write to fail")
         };
         assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
         assert_eq!(buffers.state.lock().given, [0; 3]);
@@ -553,7 +553,7 @@ mod tests {
         })
         .await
         .unwrap();
-        assert!(read == bytes, "all bytes, in their order");
+        assert!(read == bytes, "the reader got other bytes than were written");
         assert_eq!(polls, 100 / 7 + 1);
     }
 

@@ -94,7 +94,7 @@ mod tests {
         assert!(weight_of(vec![partition(Vec::new()); 1000]) >= 2 * 1000 * item);
         assert!(weight_of(vec![partition(vec![1; 1000])]) >= 2 * 8 * 1000);
         let spark = weight_of(vec![partition((0..1000).map(|id| id << 45).collect())]);
-        assert!(spark < 40 * 1000, "{spark}: not more than it must be for what clients send");
+        assert!(spark < 40 * 1000, "the estimate of a request from Spark is too high: {spark}");
         assert_eq!(nested(&[0xFF; 11]), 48 * 11);
         assert_eq!(nested(&[0x0A, 0x7F, 1]), 48 * 3);
     }

@@ -409,7 +409,7 @@ mod tests {
                 tokio::time::sleep(Duration::from_secs(3605)).await;
             });
             let pause = tokio::time::advance(Duration::from_secs(3600));
-            assert!(tokio::join!(call, pause).0, "the caller had 5 of 10 seconds");
+            assert!(tokio::join!(call, pause).0, "the call was closed 5 s into its 10 s");
         })
         .await;
     }
@@ -489,7 +489,11 @@ mod tests {
     async fn unread_response_is_dropped_for_waiting_requests() {
         assert_eq!(lives(true, false).await, 17);
         assert_eq!(lives(false, false).await, 107);
-        assert_eq!(lives(true, true).await, 107, "the disk is not the caller's");
+        assert_eq!(
+            lives(true, true).await,
+            107,
+            "time in which the disk is slow must not count against the caller"
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -500,10 +504,16 @@ mod tests {
         let tails = Tails::new(Duration::from_secs(100));
         let waiting = std::cell::Cell::new(false);
         let mut closes = pin!(tails.stalls_others(held.state(), || waiting.get()));
-        assert!(timeout(Duration::from_secs(50), closes.as_mut()).await.is_err(), "no request waits");
+        assert!(
+            timeout(Duration::from_secs(50), closes.as_mut()).await.is_err(),
+            "the connection was closed although no request waits"
+        );
         let tail = tails.begin();
         held.state().wrote_at(held.state().now());
-        assert!(timeout(Duration::from_secs(50), closes.as_mut()).await.is_err(), "no request waits");
+        assert!(
+            timeout(Duration::from_secs(50), closes.as_mut()).await.is_err(),
+            "the connection was closed although no request waits"
+        );
         waiting.set(true);
         held.state().wrote_at(held.state().now());
         let began = Instant::now();
@@ -522,7 +532,10 @@ mod tests {
         assert!(timeout(10 * STALL_MAX, closes.as_mut()).await.is_err(), "an idle connection was closed");
         for _ in 0..2 {
             let tail = tails.begin();
-            assert!(timeout(STALL_MAX / 2, closes.as_mut()).await.is_err(), "the response has just begun");
+            assert!(
+                timeout(STALL_MAX / 2, closes.as_mut()).await.is_err(),
+                "the connection was closed right after a response began"
+            );
             drop(tail);
             assert!(timeout(10 * STALL_MAX, closes.as_mut()).await.is_err(), "an idle connection was closed");
         }
@@ -541,7 +554,7 @@ mod tests {
             }
         };
         tokio::select! {
-            () = tails.stuck() => panic!("closed after {:?}", began.elapsed()),
+            () = tails.stuck() => panic!("the connection was closed after {:?}", began.elapsed()),
             () = taken => {}
         }
         let left = tails.begin();

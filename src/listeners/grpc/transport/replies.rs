@@ -403,11 +403,11 @@ mod tests {
         assert_eq!(
             coalesce(Bytes::new(), pieces.clone(), 4096)[1].as_ptr(),
             large,
-            "large pieces are not copied"
+            "large pieces must not be copied"
         );
 
         let uncopied = coalesce(Bytes::from_static(b"head"), pieces.clone(), 0);
-        assert_eq!(uncopied.len(), 5, "uncharged pieces are not copied");
+        assert_eq!(uncopied.len(), 5, "uncharged pieces must not be copied");
         let (bytes, status, frames) =
             read(from_memory(head, 2, Payload { bytes: 14013, pieces }, true, ()).unwrap()).await;
         assert_eq!((status.as_str(), frames), ("0", 4));
@@ -487,7 +487,7 @@ mod tests {
             let (bytes, status, _) =
                 read(from_chunks(Head::local_data("OK"), 1, 5, chunks, ()).unwrap()).await;
             assert_eq!(status, "13");
-            assert!(bytes.ends_with(b"abc"), "nothing beyond the announced length is sent");
+            assert!(bytes.ends_with(b"abc"), "bytes beyond the announced length were sent");
         }
     }
 }

@@ -338,13 +338,13 @@ mod tests {
                 assert_eq!(
                     heartbeat(framed(&request, cut), 4000).await.as_ref(),
                     Ok(&request),
-                    "cut at {cut}"
+                    "request cut at byte {cut}"
                 );
                 let collector = RequestHeap::new(&heap(), WAIT).collector();
                 let (whole, _) =
                     collector.whole(Request::new(body_of(framed(&request, cut))), 4000).await.unwrap();
                 let bytes = http_body_util::BodyExt::collect(whole.into_body()).await.unwrap().to_bytes();
-                assert_eq!(bytes, framed(&request, 4000)[0], "cut at {cut}");
+                assert_eq!(bytes, framed(&request, 4000)[0], "request cut at byte {cut}");
             }
         }
         let empty = proto::AppHeartBeatRequest::default();
@@ -393,7 +393,10 @@ mod tests {
             let read = collector.message::<_, proto::AppHeartBeatRequest>(&mut body, most, nested).await;
             read.map(drop).map_err(|status| status.code())
         });
-        assert!(timeout(Duration::from_secs(30), &mut stalled).await.is_err(), "no request waits");
+        assert!(
+            timeout(Duration::from_secs(30), &mut stalled).await.is_err(),
+            "the request was closed although no request waits"
+        );
         let began = tokio::time::Instant::now();
         let collector = requests.collector();
         let mut charge = collector.budget.empty_charge();
@@ -441,7 +444,7 @@ mod tests {
             peak
         };
         let (peak, read) = tokio::join!(sending, futures::future::join_all(calls));
-        assert!(peak > most / 2 && peak <= most, "{peak} of {most}");
+        assert!(peak > most / 2 && peak <= most, "the peak is {peak} of at most {most} bytes");
         for status in read.into_iter().map(Result::unwrap_err) {
             assert!(is_heap_full(&status), "{status}");
         }
@@ -475,7 +478,7 @@ mod tests {
             }
         });
         let read = futures::future::try_join_all(calls).await.unwrap();
-        assert_eq!(read, [20_000; 80], "requests of {bytes} bytes");
+        assert_eq!(read, [20_000; 80], "some of 80 requests of {bytes} bytes were refused");
         assert_eq!((heap.whole().used(), requests.queues.has_waiters()), (0, false));
     }
 
@@ -493,7 +496,10 @@ mod tests {
         let weight_of_one = nested(&of_ids(1).encode_to_vec());
         let request = of_ids(usize::try_from(most / weight_of_one).unwrap());
         let (bytes, weight) = (request.encoded_len() as u64, nested(&request.encode_to_vec()));
-        assert!(weight <= most && weight + bytes > most, "{bytes} and {weight} of {most}");
+        assert!(
+            weight <= most && weight + bytes > most,
+            "the request has {bytes} bytes and weighs {weight}, the maximum charge is {most}"
+        );
         let began = tokio::time::Instant::now();
         let mut body = body_of(framed(&request, 16 << 10));
         let refused =
@@ -507,7 +513,11 @@ mod tests {
             );
             assert!(refused.code() == Code::ResourceExhausted && text.contains("do not retry"), "{text}");
         }
-        assert_eq!((began.elapsed(), heap.whole().used()), (Duration::ZERO, 0), "waiting would not help");
+        assert_eq!(
+            (began.elapsed(), heap.whole().used()),
+            (Duration::ZERO, 0),
+            "a request that can never fit must be refused at once and without a charge"
+        );
     }
 
     /// A peer that sends single bytes does not keep its permit from others.
@@ -526,7 +536,10 @@ mod tests {
             };
             tokio::select! { read = reading => read.map(drop).map_err(|status| status.code()), () = trickle => Ok(()) }
         });
-        assert!(timeout(Duration::from_secs(60), &mut trickling).await.is_err(), "no request waits");
+        assert!(
+            timeout(Duration::from_secs(60), &mut trickling).await.is_err(),
+            "the request was closed although no request waits"
+        );
         let _waits = requests.queues.wait_for_heap(false, 0).unwrap();
         assert_eq!(timeout(PAUSE_MAX, &mut trickling).await, Ok(Err(Code::ResourceExhausted)));
     }

@@ -135,7 +135,7 @@ mod tests {
         }
         assert!(
             queues.arrive(LENGTH, &honest, WAIT).now_or_never().is_some(),
-            "the last eighth is for newcomers"
+            "the last eighth of the queue is reserved for other callers"
         );
         drop(waiting);
         assert!(!queues.has_waiters());
@@ -152,7 +152,7 @@ mod tests {
         first.resize(1 << 20, 0);
         let mut waiting: Vec<_> = (0..9).map(|_| Box::pin(queues.arrive(LENGTH, &first, WAIT))).collect();
         let last = waiting.last_mut().unwrap().now_or_never();
-        assert!(last.is_none(), "the first to ask has a place");
+        assert!(last.is_none(), "the first caller has a place and must not be refused");
         for waiting in &mut waiting[..7] {
             assert!(poll!(waiting).is_pending());
         }

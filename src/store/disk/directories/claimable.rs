@@ -314,14 +314,14 @@ mod tests {
             path("d2"),
             path("d0")
         );
-        assert_eq!(found, expected, "as the start says it");
+        assert_eq!(found, expected, "the check must refuse with the text of the start");
         copied.mark("d1", first.as_bytes());
         let found = copied.obstacles_of(&["d0", "d1"], &[]).await;
         assert!(found.contains(&format!("{}: directory has the identity of another", path("d1"))), "{found}");
         let found = copied.obstacles_of(&["d0", "d1"], &["d1"]).await;
         assert!(
             found.contains("has the identity of another directory"),
-            "a known copy is not refused: {found}"
+            "a known copy was not refused: {found}"
         );
     }
 
@@ -410,13 +410,21 @@ mod tests {
                 "the directory was moved away"
             );
             std::fs::create_dir(&path).unwrap();
-            assert_eq!(copied.obstacles_of(&["d0", "d1"], unhealthy).await, expected, "an empty directory");
+            assert_eq!(
+                copied.obstacles_of(&["d0", "d1"], unhealthy).await,
+                expected,
+                "an empty directory is in its place"
+            );
             std::fs::remove_dir(&path).unwrap();
             std::fs::write(&path, "x").unwrap();
-            assert_eq!(copied.obstacles_of(&["d0", "d1"], unhealthy).await, expected, "the path is a file");
+            assert_eq!(
+                copied.obstacles_of(&["d0", "d1"], unhealthy).await,
+                expected,
+                "a file is in its place"
+            );
             std::fs::remove_file(&path).unwrap();
         }
         std::fs::rename(&away, &path).unwrap();
-        assert_eq!(copied.obstacles_of(&["d0", "d1"], &[]).await, "", "the directory is back");
+        assert_eq!(copied.obstacles_of(&["d0", "d1"], &[]).await, "", "the directory is back in its place");
     }
 }

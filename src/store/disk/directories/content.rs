@@ -183,7 +183,7 @@ mod tests {
             assert_eq!(
                 content_of(&names(&claimed), Some(b"")),
                 Content::Nothing,
-                "ended before it was written"
+                "an empty claim must count as no content"
             );
         }
         assert_eq!(content_of(&names(&["apps", "thesis"]), None), Content::Foreign);
@@ -223,17 +223,21 @@ mod tests {
         assert_eq!(
             by(of("/moved", &members[..1], &[])),
             Some((1, true)),
-            "a single directory that was moved"
+            "a single directory must be recognised after a move"
         );
         assert_eq!(by(of("/b", &members, &[])), Some((2, false)));
         assert_eq!(
             by(of("/b", &members, &[uuid(2), uuid(3)])),
             Some((1, true)),
-            "the other members identify a moved directory"
+            "the other members must identify a moved directory"
         );
         let remaining = vec![(uuid(1), "/a".to_owned()), (uuid(3), "/c".to_owned())];
         assert_eq!(of("/b", &members, &[uuid(2)]), Identity::OneOf(remaining));
-        assert_eq!(of("/a", &members[..1], &[uuid(1)]), Identity::Unknown, "a copy of one that is here");
+        assert_eq!(
+            of("/a", &members[..1], &[uuid(1)]),
+            Identity::Unknown,
+            "the directory is a copy of a present one"
+        );
         assert_eq!(identity("/a", None, &[]), Identity::Unknown);
         // The directory was replaced by an empty one at its path, or was absent when the list was
         // written. It is neither of these voters.

@@ -258,7 +258,7 @@ mod tests {
         health.note(&errno(Errno::MFILE));
         assert_eq!((health.failures(), health.note_probe_passed().is_some()), (2, true));
         assert_eq!(health.condition(), DiskCondition::Full);
-        assert!(!health.measured(0.75, 0.8, 0.7), "between the watermarks nothing changes");
+        assert!(!health.measured(0.75, 0.8, 0.7), "the state must not change between the watermarks");
         assert!(health.measured(0.69, 0.8, 0.7));
         assert_eq!(health.condition(), DiskCondition::Healthy);
     }
@@ -267,7 +267,7 @@ mod tests {
     fn each_return_to_a_fault_is_counted() {
         let mut health = DiskHealth::default();
         health.note(&errno(Errno::NOSPC));
-        assert_eq!(health.faults(), 0, "a full disk has no fault");
+        assert_eq!(health.faults(), 0, "a full disk counts as faulty");
         for times in 1..=3 {
             health.note(&errno(Errno::IO));
             health.note(&errno(Errno::ROFS));

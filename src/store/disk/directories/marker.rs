@@ -53,8 +53,8 @@ mod tests {
         for bit in 0..marker.len() * 8 {
             let mut damaged = marker.clone();
             damaged[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(uuid_of(&damaged), None, "bit {bit}");
-            assert!(!is_of_other_version(&damaged), "bit {bit}");
+            assert_eq!(uuid_of(&damaged), None, "bit {bit} is flipped");
+            assert!(!is_of_other_version(&damaged), "bit {bit} is flipped");
         }
     }
 }

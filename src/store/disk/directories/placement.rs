@@ -170,17 +170,17 @@ mod tests {
         assert_eq!(
             choose(&[slow, IDLE], 10, &[]),
             Some(0),
-            "a disk without measurements does not count as faster"
+            "a disk without measurements must not count as faster"
         );
         assert_eq!(
             choose(&[paced(0.1, 0.05), fast], 10, &[]),
             Some(0),
-            "an old measurement loses its weight"
+            "an old measurement must lose its weight"
         );
         assert_eq!(
             choose(&[paced(0.012, 1.0), fast], 10, &[]),
             Some(0),
-            "a small difference of speed decides"
+            "a small difference of speed must decide"
         );
         assert_eq!(choose(&[paced(0.0009, 1.0), paced(0.0001, 1.0)], 10, &[]), Some(0));
     }
@@ -317,6 +317,6 @@ mod tests {
         now += 10 * HALF_LIFE;
         paces.record(0, Duration::from_millis(10), now);
         let fresh = paces.at(now).unwrap().seconds_per_mib;
-        assert!((0.0099..0.0101).contains(&fresh), "an old measurement has little weight: {fresh}");
+        assert!((0.0099..0.0101).contains(&fresh), "an old measurement has too much weight: {fresh}");
     }
 }

@@ -112,7 +112,7 @@ mod tests {
         assert!(!failed.count(PartitionId(2), 0, now));
         failed.set_to_limit(PartitionId(2), 1);
         assert_eq!(failed.take_failed_disks(p), [0]);
-        assert!(!failed.count(p, 0, now), "the count restarts");
+        assert!(!failed.count(p, 0, now), "the count of failed reads must restart");
         assert!(!failed.count(p, 0, now));
         now += FAILURES_FORGOTTEN_AFTER;
         assert!(!failed.count(p, 0, now));

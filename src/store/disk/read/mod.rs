@@ -71,7 +71,7 @@ struct LogPiece {
 }
 
 /// A read has one piece for each extent of its range before anything is charged for it.
-const _: () = assert!(size_of::<LogPiece>() == 24, "the field `run` fits into padding");
+const _: () = assert!(size_of::<LogPiece>() == 24, "the field `run` must fit into padding");
 
 impl LogPiece {
     /// Returns whether it begins at the end of the extent of `before` in their log.

@@ -61,7 +61,7 @@ async fn empty_directory_on_root_is_refused_if_mounts_are_required() {
     assert_eq!(error.kind, StoreErrorKind::NotMounted);
     let text = error.to_string();
     assert!(text.contains("/data") && text.contains("localfile_store.require_mounted = true"), "{text}");
-    assert!(disk.memory.files().is_empty(), "nothing is written below the mount point");
+    assert!(disk.memory.files().is_empty(), "files were written below the missing mount point");
     disk.memory.set_mount_point("/data");
     drop(open(&config, &disk).await.unwrap());
     // A claimed directory is accepted regardless of its mount point.
@@ -131,7 +131,7 @@ async fn new_disk_at_the_mount_point_of_another_is_taken() {
     new.memory.set_mount_point("/b");
     let (paths, ids, incomplete) = opened(None, [&disks[0], &new]).await;
     assert_eq!(paths, all.0);
-    assert!(ids.len() < all.1.len(), "no block was lost");
+    assert!(ids.len() < all.1.len(), "no block was lost, so the test checks nothing");
     assert!(incomplete.is_some_and(|reason| reason.contains("/b/data is missing")));
     // The old directory returns, and its blocks are served again.
     let (_, ids, _) = opened(None, [&disks[0], &disks[1]]).await;
@@ -159,7 +159,10 @@ async fn empty_directories_are_refused_if_their_data_is_known() {
         let text = error.to_string();
         assert!(text.contains("has 3 shuffles") && text.contains("require_mounted = false"), "{text}");
     }
-    assert!(disks.iter().all(|disk| content(disk).is_empty()), "a claim would make them look used");
+    assert!(
+        disks.iter().all(|disk| content(disk).is_empty()),
+        "a refused start left claims, which make the directories look used"
+    );
     // The operator says that they are new, or that no data is recovered.
     for (had_data, require_mounted, recovery) in
         [(known, Some(false), true), (known, None, false), (None, None, true), (None, Some(true), true)]
@@ -188,7 +191,7 @@ async fn missing_directory_receives_nothing_until_it_returns() {
     }
     store.append_metadata(&handle, b"more").await.unwrap();
     store.probe().await;
-    assert_eq!(content(&disks[0]), before, "nothing is written there, not even by a probe");
+    assert_eq!(content(&disks[0]), before, "the start wrote to the refused directory");
     let error = read_all(&store, &key, 1).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Unhealthy);
     // Another directory in its place is not accepted.
@@ -253,8 +256,10 @@ impl Claimed {
     /// Runs the command at the end of an error.
     fn repair(&self, error: &StoreError) {
         let text = error.to_string();
-        let (_, line) = text.split_once("to restore the claim: ").expect("the text has a remedy");
-        let line = line.strip_suffix(')').expect("the text ends with the remedy");
+        let (_, line) = text
+            .split_once("to restore the claim: ")
+            .expect("the error does not tell how to restore the claim");
+        let line = line.strip_suffix(')').expect("the error does not end with the command");
         let done = std::process::Command::new("sh").arg("-c").arg(line).status().unwrap();
         assert!(done.success(), "{line}");
     }

@@ -114,7 +114,7 @@ async fn failure_of_all_disks_keeps_memory_for_a_retry() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), Vec::<i64>::new());
     disks.iter().for_each(|disk| disk.faults.clear());
     let still_full = store.write(&key, batch.clone()).await.unwrap_err();
-    assert_eq!(still_full.kind, StoreErrorKind::NoSpace, "no disk is asked again before maintenance");
+    assert_eq!(still_full.kind, StoreErrorKind::NoSpace, "a full disk was tried again before maintenance");
     store.maintain_once().await;
     store.write(&key, batch).await.unwrap();
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
@@ -129,7 +129,7 @@ async fn unwritten_index_group_is_published_before_later_ones() {
     }
     let error = store.write(&key, vec![extent(1, &[(2, 50)], false)]).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Io);
-    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1], "only durable blocks are visible");
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1], "only durable blocks may be visible");
     disks.iter().for_each(|disk| disk.faults.clear());
     store.probe().await;
     store.write(&key, vec![extent(1, &[(3, 70)], false)]).await.unwrap();
@@ -150,7 +150,7 @@ async fn disk_full_within_a_batch_does_not_mix_blocks() {
     disk.memory.set_capacity(Some(400_000)); // Somebody else took the space that was measured.
     let error = store.write(&key, vec![extent(1, &[(2, 200_000)], true)]).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::NoSpace);
-    assert!(store.disks()[0].is_healthy(), "full is not broken");
+    assert!(store.disks()[0].is_healthy(), "a full disk must count as healthy");
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
     disk.memory.set_capacity(None);
     store.maintain_once().await;
@@ -170,7 +170,10 @@ async fn read_errors_never_become_short_responses() {
         }
         let mut read = store.data(&key, PartitionId(1), 10, 9000).unwrap().chunks;
         assert_eq!(read.next_chunk(&HeapBuffers).await.map(drop).unwrap_err().kind, kind);
-        assert!(read.next_chunk(&HeapBuffers).await.is_err(), "a failed read returns only errors");
+        assert!(
+            read.next_chunk(&HeapBuffers).await.is_err(),
+            "after a failed chunk a read must return only errors"
+        );
         let mut index = store.index(&key, PartitionId(1)).unwrap().chunks;
         assert_eq!(index.next_chunk(&HeapBuffers).await.unwrap_err().kind, kind);
         assert!(index.next_chunk(&HeapBuffers).await.is_err());
@@ -255,7 +258,11 @@ async fn flipped_bit_in_the_index_is_found_before_it_is_served() {
     let size = disks[0].memory.content(&path).unwrap().len();
     for at in size - 80..size {
         disks[0].memory.corrupt(&path, at, 4);
-        assert_eq!(index_of(&store, &key, 1).await.unwrap_err().kind, StoreErrorKind::Corrupt, "byte {at}");
+        assert_eq!(
+            index_of(&store, &key, 1).await.unwrap_err().kind,
+            StoreErrorKind::Corrupt,
+            "byte {at} is corrupt"
+        );
         disks[0].memory.corrupt(&path, at, 4);
     }
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
@@ -284,7 +291,7 @@ async fn failed_removal_is_retried() {
         assert!(!disks[1].app_files().is_empty() || operation == Operation::Remove);
         assert!(disks[0].app_files().is_empty());
         store.maintain_once().await;
-        assert!(!store.disks()[1].is_healthy(), "removals wait until the disk is healthy");
+        assert!(!store.disks()[1].is_healthy(), "removals must wait until the disk is healthy");
         store.probe().await;
         store.maintain_once().await;
         store.purge_app(&key.app).await;
@@ -299,16 +306,16 @@ async fn failed_probe_reports_the_cause() {
     disks[1].faults.add(Rule::once(Operation::Sync, Fault::Errno(EIO)));
     store.probe().await;
     let infos = store.disks();
-    assert!(infos[0].is_healthy() && infos[0].is_full(), "full is not corrupted");
+    assert!(infos[0].is_healthy() && infos[0].is_full(), "a full disk must not count as corrupt");
     assert!(!infos[1].is_healthy());
     disks[1].faults.add(Rule::once(Operation::OpenWrite, Fault::Errno(EMFILE)));
     store.probe().await;
-    assert!(!store.disks()[1].is_healthy(), "the first probe after the failure makes the disk healthy");
+    assert!(!store.disks()[1].is_healthy(), "a probe that fails with EMFILE must not make the disk healthy");
     store.probe().await;
     assert!(store.disks()[1].is_healthy());
     disks[1].faults.add(Rule::once(Operation::OpenWrite, Fault::Errno(EMFILE)));
     store.probe().await;
-    assert!(store.disks()[1].is_healthy(), "EMFILE does not count against the disk");
+    assert!(store.disks()[1].is_healthy(), "EMFILE must not count against the disk");
 }
 
 /// Writes with eight concurrent writers. Returns the number of batches per disk.

@@ -33,7 +33,7 @@ async fn disk_is_not_blamed_for_a_pause_of_the_process() {
         };
         let written = store.write(&key, vec![extent(1, &[(1, 9000)], true)]);
         let (published, ()) = tokio::join!(written, paused);
-        assert_eq!(published.unwrap().disk, 0, "the disk answered after 10 s of process time");
+        assert_eq!(published.unwrap().disk, 0, "the disk answered within 10 s of process time");
         assert!(store.disks()[0].is_healthy());
     })
     .await;
@@ -56,7 +56,7 @@ async fn hung_write_moves_to_another_disk() {
     disks[0].faults.release().await;
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2, 3, 4, 5]);
     let data_logs = disks[0].app_files().iter().filter(|path| path.extension().unwrap() == "data").count();
-    assert_eq!(data_logs, 2, "the log that hung is closed forever");
+    assert_eq!(data_logs, 2, "a log that hung must stay closed");
     store.purge_app(&key.app).await;
     assert_nothing_left(&store, &disks).await;
 }
@@ -156,13 +156,16 @@ async fn hung_reads_leave_memory_for_other_disks() {
     let mut stuck = std::pin::pin!(futures::future::join_all((0..20).map(|_| first_chunk(0))));
     assert!((&mut stuck).now_or_never().is_none());
     let other = tokio::time::timeout(Duration::from_secs(1), first_chunk(1)).await;
-    assert_eq!(other.expect("memory is left").unwrap(), Some(1_000_000));
+    assert_eq!(other.expect("hung reads left no memory for the other disk").unwrap(), Some(1_000_000));
 
     let began = tokio::time::Instant::now();
     for read in stuck.await {
         assert_eq!(read.unwrap_err().kind, StoreErrorKind::Unhealthy);
     }
-    assert!(began.elapsed() <= Duration::from_secs(60), "waiting reads are refused with the first");
+    assert!(
+        began.elapsed() <= Duration::from_secs(60),
+        "waiting reads must be refused together with the first"
+    );
     assert_eq!(store.disks()[0].condition, DiskCondition::Hung);
     let (acquired, now) = (buffers.acquired.load(Ordering::Relaxed), tokio::time::Instant::now());
     let error = first_chunk(0).await.unwrap_err();
@@ -203,7 +206,11 @@ async fn slow_deletion_does_not_delay_probes_or_other_disks() {
         disks[1].app_directories().iter().all(|path| path.starts_with("apps/spare")),
         "disk 1 was not cleaned"
     );
-    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy, "a slow deletion is no failure");
+    assert_eq!(
+        store.disks()[0].condition,
+        DiskCondition::Healthy,
+        "a slow deletion must not count as failure"
+    );
     disks[0].faults.release().await;
     tokio::time::timeout(Duration::from_secs(20), &mut maintenance).await.unwrap_err();
     assert!(disks[0].app_directories().iter().all(|path| path.starts_with("apps/spare")));
@@ -240,8 +247,8 @@ async fn hung_disk_holds_only_its_share_of_deletions() {
     disks[0].faults.add(Rule::always(Operation::Rename, Fault::Hang));
     let mut purges = std::pin::pin!(purge_all(&store, &keys));
     let soon = tokio::time::timeout(Duration::from_secs(1), &mut purges).await;
-    assert!(soon.is_err(), "some purges wait for the hung disk");
-    assert_eq!(of_many(&disks[1]), 0, "the other disk's are deleted meanwhile");
+    assert!(soon.is_err(), "purges must wait for the hung disk");
+    assert_eq!(of_many(&disks[1]), 0, "files on the other disk must be deleted meanwhile");
     purges.await;
     assert_eq!(store.disks()[0].condition, DiskCondition::Hung);
     disks[0].faults.clear();
@@ -281,8 +288,8 @@ async fn hung_index_append_is_repeated_on_another_disk() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
     let groups = groups(&disks);
     let sequences: Vec<_> = groups.iter().map(|group| group.header.sequence).collect();
-    assert_eq!(sequences, [0, 0, 1], "the late append made a second copy");
-    assert_eq!(groups[0], groups[1], "both groups are equal");
+    assert_eq!(sequences, [0, 0, 1], "the late append must leave a second copy");
+    assert_eq!(groups[0], groups[1], "both copies must be equal");
 }
 
 #[tokio::test(start_paused = true)]
@@ -393,7 +400,7 @@ async fn maintenance_runs_until_cancelled() {
     assert!(!store.disks()[0].is_healthy());
     let stop = tokio::time::sleep(Duration::from_secs(200));
     Arc::clone(&store).maintain(stop).await;
-    assert!(store.disks()[0].is_healthy(), "the probe brought it back");
+    assert!(store.disks()[0].is_healthy(), "the probe did not make the disk healthy");
 }
 
 #[tokio::test(start_paused = true)]
@@ -407,10 +414,14 @@ async fn directory_of_a_hung_call_is_swept_after_a_purge() {
     store.probe().await;
     store.maintain_once().await;
     disks[0].faults.release().await;
-    assert_eq!(disks[0].app_directories().len(), 2, "the late call made the app's and the shuffle's");
+    assert_eq!(
+        disks[0].app_directories().len(),
+        2,
+        "the late call creates the directories of the application and the shuffle"
+    );
     store.write(&kept, vec![extent(1, &[(2, 100)], false)]).await.unwrap();
     store.sweep().await;
-    assert_eq!(disks[0].app_directories().len(), 2, "the other application's directories stay");
+    assert_eq!(disks[0].app_directories().len(), 2, "directories of the other application were deleted");
     assert_eq!(read_all(&store, &kept, 1).await.unwrap(), [2]);
     store.purge_app(&kept.app).await;
     assert_nothing_left(&store, &disks).await;

@@ -45,7 +45,7 @@ async fn cached_reads_are_prefetched() {
         let expected = if direct_io { vec![&first, &third] } else { vec![&first, &second, &third] };
         assert!(
             all.iter().eq(expected),
-            "direct {direct_io}: {:?}",
+            "hints with direct I/O {direct_io}: {:?}",
             all.iter().map(Vec::len).collect::<Vec<_>>()
         );
         let inside = prefetched(&disk, &store, &key, &[4000..4500, 205_000..205_010]).await;

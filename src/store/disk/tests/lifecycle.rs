@@ -59,7 +59,7 @@ async fn open_read_of_a_purged_shuffle_ends_with_an_error() {
     assert_eq!(read.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::Purged);
     assert_eq!(index.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::Purged);
     drop((read, index));
-    assert!(store.disks()[0].is_healthy(), "a missing name does not count against the disk");
+    assert!(store.disks()[0].is_healthy(), "a missing file must not count against the disk");
 }
 
 /// Writes and reads back. Returns whether every result was valid.
@@ -131,7 +131,7 @@ async fn directory_has_one_owner_and_keeps_its_identity() {
     let store = open_with(config, vec![disk.disk()]).await.unwrap();
     assert_eq!(store.disks()[0].uuid, uuid);
     assert!(disk.app_files().is_empty());
-    assert!(disk.memory.files().len() > 2, "files are deleted later");
+    assert!(disk.memory.files().len() > 2, "files must be deleted later, not at once");
     assert_nothing_left(&store, &[disk]).await;
 }
 
@@ -294,15 +294,23 @@ async fn extent_lists_are_charged_until_purge() {
     store.register(&key);
     for round in 0..100 {
         store.write(&key, vec![extent(0, &[(round, 10)], true)]).await.unwrap();
-        assert_eq!(extents.used() > 0, round > 0, "the first extent is charged with its partition");
+        assert_eq!(extents.used() > 0, round > 0, "only the first extent is charged with its partition");
     }
-    assert!((40 * 99..60 * 100).contains(&extents.used()), "{} bytes", extents.used());
+    assert!(
+        (40 * 99..60 * 100).contains(&extents.used()),
+        "the extents are charged {} bytes",
+        extents.used()
+    );
     assert_eq!(whole.used(), extents.used());
     drop(store);
     assert_eq!(whole.used(), 0);
 
     let store = opened(extents.clone()).await;
-    assert!((40 * 100..65 * 100).contains(&extents.used()), "{} bytes", extents.used());
+    assert!(
+        (40 * 100..65 * 100).contains(&extents.used()),
+        "the extents are charged {} bytes",
+        extents.used()
+    );
     assert_eq!(store.partition_bytes(&key, PartitionId(0)), 1000);
     store.purge(&key).await;
     assert_eq!(whole.used(), 0);

@@ -63,11 +63,14 @@ async fn successor_continues_the_log() {
         let store = store_on(disks).await;
         append_record(&store, &first, b"first").await;
         let hand_off = store.release_log().await;
-        store.append_metadata(&store.register(&second), b"late").await.expect_err("it is left");
+        store
+            .append_metadata(&store.register(&second), b"late")
+            .await
+            .expect_err("the log accepted a record after its release");
         drop(store);
         let copies = log_copies(disks);
         let store = successor(disks, hand_off.as_ref()).await;
-        assert!(!store.metadata.is_begun(), "the log was begun before recovery");
+        assert!(!store.metadata.is_begun(), "the log began before recovery");
         let recovered = recover(&store).await;
         assert_eq!(records_of(&recovered, &first), (vec![Bytes::from_static(b"first")], None));
         assert!(store.metadata.is_begun());
@@ -77,7 +80,7 @@ async fn successor_continues_the_log() {
         drop(store);
         let store = successor(disks, hand_off.as_ref()).await;
         append_record(&store, &third, b"third").await;
-        assert_eq!(log_copies(disks), copies, "nothing was written anew");
+        assert_eq!(log_copies(disks), copies, "the log was written anew");
         drop(store);
         disks.iter().zip(7..).for_each(|(disk, seed)| disk.memory.lose_power(seed));
         let store = store_on(disks).await;
@@ -88,7 +91,7 @@ async fn successor_continues_the_log() {
         assert_eq!(store.metadata_gap(), None);
         assert!(
             log_copies(disks).iter().all(|copy| !copies.contains(copy)),
-            "no word is left for this start"
+            "without a hand-off the log must be written anew"
         );
     }
 }
@@ -255,7 +258,7 @@ async fn equally_damaged_copies_are_refused_by_their_marks() {
         let store = store_on(disks).await;
         let (records, incomplete) = records_of(&recover(&store).await, &shuffle);
         assert_eq!(records, [&b"registered"[..]]);
-        let reason = incomplete.expect("a record is missing");
+        let reason = incomplete.expect("a shuffle with a missing record must be incomplete");
         assert!(
             reason.contains(if cuts { "ends before record" } else { "is corrupt at record" }),
             "{reason}"
@@ -368,7 +371,7 @@ async fn old_copy_of_a_moved_log_is_no_proof() {
     drop(store);
     let store = open([0, 3, 4].map(|at: usize| disks[at].disk()).into()).await.unwrap();
     let (records, incomplete) = records_of(&recover(&store).await, &shuffle);
-    assert!(incomplete.is_some(), "a record is missing: {records:?}");
+    assert!(incomplete.is_some(), "a record is missing, but the shuffle counts as complete: {records:?}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -404,7 +407,7 @@ async fn damaged_log_file_hides_nothing() {
             assert!(records.len() == 1 || is_refused, "{path:?} {how}");
             assert!(
                 !is_refused || how == 2,
-                "one damaged file is not repaired: {path:?} {how} {incomplete:?}"
+                "one damaged file must be repaired: {path:?} {how} {incomplete:?}"
             );
         }
     }
@@ -437,10 +440,10 @@ async fn hung_copy_is_dropped_and_recreated_later() {
     append_record(&store, &shuffle, b"first").await;
     disks[1].faults.add(Rule::always(Operation::Write, Fault::Hang).on("/log"));
     append_record(&store, &shuffle, b"second").await;
-    assert!(!store.disks()[1].is_healthy(), "a late disk is healthy");
+    assert!(!store.disks()[1].is_healthy(), "a disk that does not answer counts as healthy");
     let copies: Vec<usize> =
         log_copies(&disks).into_iter().filter(|(at, _)| *at == 0).map(|it| it.0).collect();
-    assert_eq!(copies, [0, 0], "both copies are on the one that answers");
+    assert_eq!(copies, [0, 0], "both copies must be on the disk that answers");
     disks[1].faults.clear();
     disks[1].faults.release().await;
     store.probe().await;
@@ -514,7 +517,7 @@ async fn goes_on_when_it_can_be_read(fault: Rule, text: &str) {
     disks[0].faults.clear();
     store.maintain_once().await;
     store.append_metadata(&handle, b"new").await.unwrap();
-    assert!(store.metadata_gap().is_some(), "unknown shuffles are refused until the next start");
+    assert!(store.metadata_gap().is_some(), "unknown shuffles must be refused until the next start");
     drop((handle, store));
     let store = store_on(&disks).await;
     let recovered = recover(&store).await;

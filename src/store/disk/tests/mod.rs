@@ -276,16 +276,16 @@ pub(super) async fn read_all(
     }
     let data = range_of(store, key, partition, (0, data_length as u32)).await?;
     for record in records {
-        assert_eq!(record.offset, at, "records are contiguous");
+        assert_eq!(record.offset, at, "records of the index must be contiguous");
         let bytes = &data[at as usize..][..record.length as usize];
-        assert_eq!(bytes, payload(record.block_id, bytes.len()), "block {}", record.block_id);
+        assert_eq!(bytes, payload(record.block_id, bytes.len()), "block {} has other bytes", record.block_id);
         assert_eq!(record.crc, i64::from(crc32fast::hash(bytes)));
         assert_eq!(record.uncompressed_length, record.length * 2);
         assert_eq!(record.task_attempt_id, record.block_id % 7);
         at += i64::from(record.length);
         ids.push(record.block_id);
     }
-    assert_eq!(at as u64, data_length, "the length is of the same moment as the records");
+    assert_eq!(at as u64, data_length, "records and length must be of the same moment");
     Ok(ids)
 }
 

@@ -63,7 +63,7 @@ async fn log_without_successful_sync_is_never_appended() {
             for id in 2..12 {
                 store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
             }
-            assert_eq!(closed(&disks[0]), 2, "{kind} {fault:?}: a new file beside the suspect one");
+            assert_eq!(closed(&disks[0]), 2, "{kind} {fault:?}: expected a new file beside the failed one");
             disks[0].faults.release().await;
             let mut ids = read_all(&store, &key, 1).await.unwrap();
             ids.dedup();
@@ -86,7 +86,7 @@ async fn unsyncable_directory_fails_like_an_uncreatable_one() {
     disks[1].faults.add(Rule::once(Operation::SyncDir, Fault::Errno(EIO)));
     drop(store);
     let store = open_with(&disks, SyncWrites::Group).await;
-    assert_eq!(store.disks().len(), 1, "a disk that cannot be synced is not used");
+    assert_eq!(store.disks().len(), 1, "a disk that cannot be synced must not be used");
 }
 
 #[tokio::test(start_paused = true)]
@@ -116,7 +116,7 @@ async fn last_sync_reaches_all_responsive_devices() {
     disks[0].faults.add(Rule::once(Operation::SyncDir, Fault::Hang));
     let began = tokio::time::Instant::now();
     store.sync_disks(time).await;
-    assert_eq!(began.elapsed(), time, "a hung disk does not extend the sync");
+    assert_eq!(began.elapsed(), time, "a hung disk must not extend the sync");
     disks[0].faults.release().await;
     drop((store, handle));
     disks.iter().zip(3..).for_each(|(disk, seed)| disk.memory.lose_power(seed));
@@ -211,18 +211,18 @@ fn synced_data_survives_power_loss_in_place() {
                 return;
             }
             let shuffle = recovered.recovered.shuffles.remove(0);
-            assert!(shuffle.lost.is_empty(), "seed {seed}: {:?}", shuffle.lost);
-            assert_eq!(shuffle.reason, "", "seed {seed}");
+            assert!(shuffle.lost.is_empty(), "seed {seed}: extents are lost: {:?}", shuffle.lost);
+            assert_eq!(shuffle.reason, "", "seed {seed}: the shuffle has a reason for losses");
             for note in &promised.metadata {
                 assert!(
                     recovered.records[&shuffle.key].iter().any(|it| it == note),
-                    "seed {seed}: a note is gone"
+                    "seed {seed}: an acknowledged record is missing"
                 );
             }
             let key = key("app", 1);
             let records = index_of(&store, &key, 1).await.unwrap().0;
             for (id, record) in &promised.records {
-                assert!(records.contains(record), "seed {seed}: block {id} is not where it was");
+                assert!(records.contains(record), "seed {seed}: block {id} has moved");
                 let place = (record.offset as u64, record.length as u32);
                 let read = range_of(&store, &key, 1, place).await.unwrap();
                 assert!(read == payload(*id, read.len()), "seed {seed}: block {id} has other bytes");
@@ -254,7 +254,9 @@ fn unsynced_data_is_lost_and_never_wrong() {
                     continue;
                 }
                 match range_of(&store, &key, 1, place).await {
-                    Ok(read) => assert!(read == payload(*id, read.len()), "seed {seed}: block {id}"),
+                    Ok(read) => {
+                        assert!(read == payload(*id, read.len()), "seed {seed}: block {id} has other bytes")
+                    }
                     Err(error) => {
                         assert!(
                             [StoreErrorKind::Corrupt, StoreErrorKind::InvalidRange].contains(&error.kind),

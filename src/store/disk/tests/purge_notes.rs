@@ -24,13 +24,17 @@ async fn compaction_drops_purged_shuffles_for_good() {
     assert!(bytes() > 24 << 20);
     store.purge(&big).await;
     store.maintain_once().await;
-    assert!(bytes() < 10_000, "compaction drops the dead records: {}", bytes());
+    assert!(bytes() < 10_000, "compaction kept dead records: {} bytes", bytes());
     drop(store);
     let store = store_on(&disks).await;
     let recovered = recover(&store).await;
     assert_eq!(recovered.shuffles.len(), 1);
     assert_eq!(records_of(&recovered, &kept), (vec![Bytes::from_static(b"kept")], None));
-    assert_eq!(format!("{:?}", store.register(&big)), "ShuffleHandle(app/2.3)", "no number is given twice");
+    assert_eq!(
+        format!("{:?}", store.register(&big)),
+        "ShuffleHandle(app/2.3)",
+        "an incarnation was used twice"
+    );
 }
 
 #[tokio::test(start_paused = true)]

@@ -69,7 +69,7 @@ async fn idle_descriptors_are_closed() {
     assert_eq!(store.core.files.len(), 6);
     advance(Duration::from_secs(20)).await;
     store.maintain_once().await;
-    assert_eq!(store.core.files.len(), 2, "the two of the last read");
+    assert_eq!(store.core.files.len(), 2, "expected the two open files of the last read");
     advance(Duration::from_secs(60)).await;
     store.maintain_once().await;
     assert_eq!(store.core.files.len(), 0);
@@ -113,7 +113,7 @@ async fn crossing_the_high_watermark_marks_the_disk_full() {
     let key = key("app", 1);
     store.register(&key);
     store.write(&key, vec![extent(1, &[(1, 900_000)], false)]).await.unwrap();
-    assert!(changes.has_changed().unwrap(), "the change needs no measurement");
+    assert!(changes.has_changed().unwrap(), "the change must be visible without a measurement");
     changes.mark_unchanged();
     assert_eq!(store.available_disks(), 1);
     let usage = store.usage(&key);
@@ -132,7 +132,7 @@ struct SmallBuffers(usize);
 
 impl ReadBuffers for SmallBuffers {
     fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>> {
-        assert!(len <= self.0, "{len} bytes of {}", self.0);
+        assert!(len <= self.0, "requested {len} bytes from buffers of {}", self.0);
         HeapBuffers.acquire(len)
     }
 
@@ -165,8 +165,8 @@ async fn several_large_extents_are_read_in_one_call() {
         while let Some(chunk) = read.next_chunk(&SmallBuffers(buffer_bytes)).await.unwrap() {
             bytes.extend_from_slice(&chunk);
         }
-        assert!(bytes == whole, "buffers of {buffer_bytes}");
-        assert_eq!(calls() - before, expected, "buffers of {buffer_bytes}");
+        assert!(bytes == whole, "the read with buffers of {buffer_bytes} bytes has other data");
+        assert_eq!(calls() - before, expected, "wrong number of calls with buffers of {buffer_bytes} bytes");
         for (from, to) in [(1, length - 1), (99_999, 100_001), (4097, 480_000), (170_000, length)] {
             let (offset, length) = (from as u64, (to - from) as u32);
             let mut read = store.data(&key, PartitionId(1), offset, length).unwrap().chunks;
@@ -174,7 +174,7 @@ async fn several_large_extents_are_read_in_one_call() {
             while let Some(chunk) = read.next_chunk(&SmallBuffers(buffer_bytes)).await.unwrap() {
                 assert!(
                     chunk == whole[at..at + chunk.len()],
-                    "{from}..{to} at {at}, buffers of {buffer_bytes}"
+                    "read of {from}..{to} at {at}, buffers of {buffer_bytes} bytes"
                 );
                 at += chunk.len();
             }

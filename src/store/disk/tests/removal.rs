@@ -52,7 +52,7 @@ async fn busy_disk_deletes_a_log_in_parts_with_pauses() {
     let mut lengths = Vec::new();
     while (&mut purge).now_or_never().is_none() {
         lengths.push(left(&disk));
-        assert!(began.elapsed() < Duration::from_secs(60), "the log is not deleted: {lengths:?}");
+        assert!(began.elapsed() < Duration::from_secs(60), "the log was not deleted: {lengths:?}");
         tokio::time::advance(Duration::from_millis(1)).await;
     }
     lengths.dedup();
@@ -75,7 +75,11 @@ async fn idle_or_full_disk_deletes_without_pauses() {
         }
         let began = Instant::now();
         store.purge(&key).await;
-        assert_eq!((left(&disk), began.elapsed()), (0, Duration::ZERO), "idle: {is_idle}");
+        assert_eq!(
+            (left(&disk), began.elapsed()),
+            (0, Duration::ZERO),
+            "files remain or the deletion paused, idle: {is_idle}"
+        );
         drop(writing);
         store.purge_app(&key.app).await;
         assert_nothing_left(&store, &[disk]).await;
@@ -131,16 +135,20 @@ async fn successor_finishes_a_removal() {
     assert_eq!(
         (left(&disk), began.elapsed()),
         (32, Duration::ZERO),
-        "the part in progress ends, and no further part begins"
+        "only the part in progress may end after the stop"
     );
-    assert_eq!(store.core.metrics.deletion_failed.get(), 0, "an unfinished deletion counts as failed");
+    assert_eq!(
+        store.core.metrics.deletion_failed.get(),
+        0,
+        "an unfinished deletion must not count as failed"
+    );
     store.purge_app(&key.app).await;
     store.maintain_once().await;
     assert_eq!((left(&disk), store.core.metrics.deletion_failed.get()), (32, 0));
     drop((writing, store));
     let successor = open(vec![disk.disk()]).await.unwrap();
     successor.maintain_once().await;
-    assert_eq!(left(&disk), 0, "the trash is not empty");
+    assert_eq!(left(&disk), 0, "the next start must empty the trash");
     successor.purge_app(&key.app).await;
     assert_nothing_left(&successor, &[disk]).await;
 }
@@ -181,7 +189,7 @@ async fn durable_purge_is_not_undone() {
     drop(store);
     let store = open(vec![disk.disk()]).await.unwrap();
     let mut recovered = store.take_recovered();
-    assert!(recovered.records.next().await.unwrap().is_none(), "no registration has its files");
+    assert!(recovered.records.next().await.unwrap().is_none(), "files of no registration were recovered");
 }
 
 #[tokio::test(start_paused = true)]

@@ -139,7 +139,11 @@ async fn missing_disk_leaves_holes_and_keeps_offsets() {
     let recovered = recover(&store).await;
     assert_eq!(recovered.missing_disks, ["/b"]);
     let shuffle = &recovered.shuffles[0];
-    assert_eq!(recovered.records[&key], [&b"registered"[..]], "a record is on two disks");
+    assert_eq!(
+        recovered.records[&key],
+        [&b"registered"[..]],
+        "the record must be recovered from its other copy"
+    );
     // The other one of two directories may have been used alone.
     assert!(shuffle.incomplete.as_ref().unwrap().contains("/b is missing"), "{:?}", shuffle.incomplete);
     assert!(shuffle.reason.contains("/b is missing"), "{}", shuffle.reason);
@@ -159,7 +163,7 @@ async fn missing_disk_leaves_holes_and_keeps_offsets() {
     let next = 0;
     let mut end = next;
     for record in &records {
-        assert_eq!(record.offset, end, "the stream has no gap");
+        assert_eq!(record.offset, end, "the stream must have no gap");
         end += i64::from(record.length);
     }
     let hole = store.data(&key, P1, 0, before.0.len() as u32).unwrap();
@@ -171,7 +175,7 @@ async fn missing_disk_leaves_holes_and_keeps_offsets() {
     let recovered = recover(&store).await;
     assert!(recovered.missing_disks.is_empty());
     assert_eq!(recovered.shuffles[0].present.held(P1).unwrap().len(), 13);
-    assert_eq!(recovered.shuffles[0].incomplete, None, "the disk was not used alone");
+    assert_eq!(recovered.shuffles[0].incomplete, None, "the disk was not used alone and must be complete");
     let (records, _) = index_of(&store, &key, 1).await.unwrap();
     assert_eq!(ids(&records[..12]), ids(&before.1));
     assert_eq!(records[..12], before.1);

@@ -25,7 +25,7 @@ async fn read_around_gaps(store: &LocalStore, key: &ShuffleKey) -> Vec<i64> {
     for block in &blocks {
         let (offset, length) = (block.offset as u64, block.length as u32);
         let bytes = range_of(store, key, 1, (offset, length)).await.unwrap();
-        assert_eq!(bytes, payload(block.block_id, bytes.len()), "block {}", block.block_id);
+        assert_eq!(bytes, payload(block.block_id, bytes.len()), "block {} has other bytes", block.block_id);
     }
     blocks.iter().map(|block| block.block_id).collect()
 }
@@ -53,21 +53,24 @@ async fn gap_of_a_replaced_disk_ends_for_later_starts() {
         disk.faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)));
     }
     store.end_metadata_gap().await.unwrap_err();
-    assert!(store.metadata_gap().is_some(), "the end of the log is missing");
+    assert!(store.metadata_gap().is_some(), "the end of the log is missing, but no gap is reported");
     a.faults.clear();
     b.faults.clear();
     drop(store);
 
     let store = both().await;
     recover(&store).await;
-    assert!(store.metadata_gap().is_some(), "the gap has not ended");
+    assert!(store.metadata_gap().is_some(), "the gap must remain");
     assert!(store.end_metadata_gap().await.unwrap());
     assert_eq!(store.metadata_gap(), None);
     append_record(&store, &new, b"registered").await;
     drop(store);
     let store = both().await;
     let recovered = recover(&store).await;
-    assert!(records_of(&recovered, &old).1.is_some(), "records may be missing");
+    assert!(
+        records_of(&recovered, &old).1.is_some(),
+        "records may be missing, but the shuffle counts as complete"
+    );
     assert_eq!((records_of(&recovered, &new).1, store.metadata_gap()), (None, None));
 }
 
@@ -118,9 +121,9 @@ async fn registration_unknown_to_the_present_disk_keeps_its_blocks() {
 
         let store = store_on(&disks[..1]).await;
         let recovered = recover(&store).await;
-        let reason = records_of(&recovered, &shuffle).1.expect("results are refused");
+        let reason = records_of(&recovered, &shuffle).1.expect("results of the shuffle must be refused");
         assert!(reason.contains("/b is missing"), "{reason}");
-        assert!(store.metadata_gap().is_some(), "results of unknown shuffles are refused too");
+        assert!(store.metadata_gap().is_some(), "results of unknown shuffles must be refused too");
         if is_written_alone {
             append_record(&store, &shuffle, b"third").await;
             write(&store, &shuffle, 21..23).await;
@@ -134,7 +137,8 @@ async fn registration_unknown_to_the_present_disk_keeps_its_blocks() {
         let recovered = recover(&store).await;
         let (records, incomplete) = records_of(&recovered, &shuffle);
         assert_eq!(records.last().unwrap(), &b"second"[..]);
-        let reason = incomplete.expect("the first disk was used without the other");
+        let reason =
+            incomplete.expect("the first disk was used without the other, so the shuffle must be incomplete");
         assert!(reason.contains("/a was used separately"), "{reason}");
         maintain(&store).await;
         assert_eq!(read_around_gaps(&store, &shuffle).await, (11..20).collect::<Vec<_>>());
@@ -164,7 +168,7 @@ async fn registration_in_hidden_metadata_keeps_its_blocks() {
     let recovered = recover(&store).await;
     let (records, incomplete) = records_of(&recovered, &shuffle);
     assert_eq!(records, [&b"first"[..]]);
-    assert!(incomplete.expect("results are refused").contains("cannot list"));
+    assert!(incomplete.expect("results of the shuffle must be refused").contains("cannot list"));
     maintain(&store).await;
     drop((recovered, store));
     let after = disks[1].app_files();
@@ -175,7 +179,11 @@ async fn registration_in_hidden_metadata_keeps_its_blocks() {
     let recovered = recover(&store).await;
     let (records, incomplete) = records_of(&recovered, &shuffle);
     assert_eq!(records.last().unwrap(), &b"second"[..]);
-    assert!(incomplete.expect("the disks were used separately").contains("was used separately"));
+    assert!(
+        incomplete
+            .expect("the disks were used separately, so the shuffle must be incomplete")
+            .contains("was used separately")
+    );
     maintain(&store).await;
     assert_eq!(read_around_gaps(&store, &shuffle).await, (11..20).collect::<Vec<_>>());
 }
@@ -207,7 +215,7 @@ async fn records_of_a_registration_found_replaced_are_refused() {
         let recovered = recover(&store).await;
         let (records, incomplete) = records_of(&recovered, &shuffle);
         assert_eq!(records, [&b"first"[..]]);
-        assert!(incomplete.expect("results are refused").contains("cannot list"));
+        assert!(incomplete.expect("results of the shuffle must be refused").contains("cannot list"));
         let handle = store.handle(&shuffle).unwrap();
         store.append_metadata(&handle, b"report").await.unwrap_err();
         disks[1].faults.clear();
@@ -247,7 +255,7 @@ async fn hidden_divergence_refuses_results_and_keeps_files() {
         for is_hidden in [true, false] {
             let store = store_on(&disks).await;
             let recovered = recover(&store).await;
-            let reason = records_of(&recovered, &shuffle).1.expect("results are refused");
+            let reason = records_of(&recovered, &shuffle).1.expect("results of the shuffle must be refused");
             let text = if is_hidden { "cannot list" } else { "was used separately" };
             assert!(reason.contains(text), "{reason}");
             maintain(&store).await;

@@ -83,7 +83,7 @@ async fn files_do_not_grow_with_partitions() {
             (0..2000).map(|partition| extent(partition, &[(i64::from(partition) + round, 50)], false));
         store.write(&key, batch.collect()).await.unwrap();
     }
-    assert_eq!(disks[0].app_files().len(), 2, "a data log and an index log");
+    assert_eq!(disks[0].app_files().len(), 2, "expected a data log and an index log");
     assert_eq!(read_all(&store, &key, 1234).await.unwrap(), [1234, 1235, 1236]);
     store.purge_app(&key.app).await;
     assert_nothing_left(&store, &disks).await;
@@ -98,7 +98,10 @@ async fn one_partition_spreads_over_all_disks() {
     for id in 0..9 {
         store.write(&key, vec![extent(1, &[(id, 10_000)], id % 2 == 0)]).await.unwrap();
     }
-    assert!(disks.iter().all(|disk| disk.app_files().len() == 2), "every disk has its data and index log");
+    assert!(
+        disks.iter().all(|disk| disk.app_files().len() == 2),
+        "every disk must have a data and an index log"
+    );
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), (0..9).collect::<Vec<_>>());
 }
 
@@ -164,7 +167,7 @@ async fn index_of_many_chunks_is_complete() {
     for round in 0..3 {
         let blocks: Vec<_> = (0..20_000).map(|n| (round * 20_000 + n, 1 + n as usize % 3)).collect();
         let published = store.write(&key, vec![extent(1, &blocks, round == 1)]).await.unwrap();
-        assert_eq!(published.extents, 5, "an extent has at most 4,096 blocks");
+        assert_eq!(published.extents, 5, "an extent must have at most 4,096 blocks");
     }
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), (0..60_000).collect::<Vec<_>>());
 }

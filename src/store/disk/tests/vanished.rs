@@ -81,7 +81,10 @@ async fn append_to_a_changed_file_uses_a_new_one_and_reports_loss() {
         assert_eq!(recovered.records[&key], [&b"registered"[..]], "{number}");
         // Readers detect the wrong content of a file with the same name.
         let there = present(&store, &key).await;
-        assert!(there == [3] || number == 4 && there == [1, 2, 3], "{number}: after a restart {there:?}");
+        assert!(
+            there == [3] || number == 4 && there == [1, 2, 3],
+            "log {number}: blocks after a restart: {there:?}"
+        );
     }
 }
 
@@ -262,7 +265,7 @@ async fn successor_restores_a_damaged_metadata_log() {
     let store = metadata::successor(&disks, hand_off.as_ref()).await;
     recover(&store).await;
     store.maintain_once().await;
-    assert_eq!(log_copies(&disks), copies, "nothing was written anew");
+    assert_eq!(log_copies(&disks), copies, "the log was written anew");
     for (at, path) in copies {
         disks[at].memory.cut(&path, 0);
     }
@@ -404,7 +407,7 @@ async fn full_disk_says_why_and_takes_data_after_one_probe() {
         let why = info.fault.clone().unwrap();
         assert!(why.contains("no inodes are left, 0 of"), "{why}");
         store.maintain_once().await;
-        assert_eq!(store.disks()[0].condition, DiskCondition::Full, "a probe finds none either");
+        assert_eq!(store.disks()[0].condition, DiskCondition::Full, "the probe must find the disk full");
         disk.memory.set_inodes(None);
         store.maintain_once().await;
         assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
@@ -435,7 +438,7 @@ async fn last_flush_tries_every_disk_until_enospc() {
     }
     taken.sort_unstable();
     assert_eq!(taken, [0, 0, 0, 1, 1, 1]);
-    assert_eq!(write(6).await.unwrap_err().kind, StoreErrorKind::NoSpace, "now both disks are full");
+    assert_eq!(write(6).await.unwrap_err().kind, StoreErrorKind::NoSpace, "both disks are full now");
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1, 2, 3, 4, 5]);
 }
 
@@ -483,12 +486,20 @@ async fn moved_directory_is_detached_and_not_recreated() {
     }
     real.store.sweep().await;
     real.store.maintain_once().await;
-    assert!(!real.root().exists(), "nothing is made on another file system");
+    assert!(!real.root().exists(), "a directory was created on another file system");
     assert_eq!(real.store.disks()[0].condition, DiskCondition::Detached);
-    assert_eq!(real.store.core.metrics.files_vanished.get(), 0, "the directory may come back");
+    assert_eq!(
+        real.store.core.metrics.files_vanished.get(),
+        0,
+        "files of a directory that may return count as vanished"
+    );
     std::fs::create_dir(real.root()).unwrap();
     real.store.probe().await;
-    assert_eq!(real.store.disks()[0].condition, DiskCondition::Detached, "another one in its place");
+    assert_eq!(
+        real.store.disks()[0].condition,
+        DiskCondition::Detached,
+        "another directory in its place must not be used"
+    );
     assert_eq!(real.store.detached().await, [real.root().display().to_string()]);
     assert_eq!(std::fs::read_dir(real.root()).unwrap().count(), 0);
     std::fs::remove_dir(real.root()).unwrap();

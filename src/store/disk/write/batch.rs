@@ -148,7 +148,7 @@ impl DiskWriter {
         }
         call.push_staging(staging.take()).await?;
         call.send().await?;
-        assert_eq!(call.at, data.offset + bytes, "a batch fills its reserved range");
+        assert_eq!(call.at, data.offset + bytes, "a batch must fill its reserved range");
         self.make_durable(&data.log, &file).await?;
         disk.record_write_speed(load.with_others, began);
         Ok(data)

@@ -355,8 +355,14 @@ mod tests {
         (1..4).for_each(|number| drop(fetch(&mut slots, number)));
         assert!(matches!(slots.find(key(1), 1, |_| true), SlotLookup::Known(_)));
         drop(fetch(&mut slots, 4));
-        assert!(matches!(slots.find(key(1), 1, |_| true), SlotLookup::Known(_)), "chunk 2 was evicted");
-        assert!(matches!(slots.find(key(0), 1, |_| true), SlotLookup::Known(_)), "the chunk is being read");
+        assert!(
+            matches!(slots.find(key(1), 1, |_| true), SlotLookup::Known(_)),
+            "chunk 2 must be evicted first"
+        );
+        assert!(
+            matches!(slots.find(key(0), 1, |_| true), SlotLookup::Known(_)),
+            "a chunk that is being read must not be evicted"
+        );
         assert_eq!(budget.used(), 4 * ENTRY_BYTES);
         slots.forget(1);
         assert_eq!((slots.len(), budget.used()), (0, 0));
@@ -371,11 +377,11 @@ mod tests {
     fn chunk_of_a_cancelled_fetch_is_fetched_again() {
         let mut slots = slots(&Budget::new(u64::MAX), 4);
         let SlotLookup::Fetch(_, sender) = slots.find(key(0), 1, |_| true) else {
-            panic!("the chunk is new")
+            panic!("expected a fetch of the new chunk")
         };
         assert!(
             matches!(slots.find(key(0), 1, |_| true), SlotLookup::Known(_)),
-            "the chunk is being fetched"
+            "a chunk that is being fetched must not be fetched again"
         );
         drop(sender);
         assert!(matches!(slots.find(key(0), 1, |_| true), SlotLookup::Fetch(..)));
@@ -395,15 +401,15 @@ mod tests {
         (0..2).for_each(|number| drop(fetch(&mut slots, number)));
         assert!(
             matches!(slots.find(key(5), 1000, |_| true), SlotLookup::Not),
-            "a small part, for the first time"
+            "the first read of a small part must not be admitted"
         );
         assert!(
             matches!(slots.find(key(5), 1000, |_| true), SlotLookup::Fetch(..)),
-            "the second read is admitted"
+            "the second read of a chunk must be admitted"
         );
         assert!(
             matches!(slots.find(key(6), CHUNK_BYTES / 4, |_| true), SlotLookup::Fetch(..)),
-            "a large part of the chunk"
+            "a read of a large part of the chunk must be admitted"
         );
     }
 

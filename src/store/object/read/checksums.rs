@@ -275,7 +275,7 @@ mod tests {
         let before = allocatedp::read().unwrap().get();
         let checksums = ObjectChecksums::new(Arc::new(list.part(25, 5000)), 25..5000);
         let allocated = allocatedp::read().unwrap().get() - before;
-        assert!(allocated < 1024, "{allocated} bytes");
+        assert!(allocated < 1024, "the checksums allocated {allocated} bytes");
         let bases = checksums.unknown(45).map(|(_, extent)| extent.base);
         assert_eq!(bases.collect::<Vec<_>>(), [20, 30, 40]);
     }

@@ -238,7 +238,11 @@ mod tests {
         assert_eq!(together(&[part(1, 0, 10), part(2, 10, 10)]), 1);
         assert_eq!(together(&[part(1, 50, 10), part(1, 10, 10)]), 1);
         let sparse: Vec<_> = (0..9).map(|n| part(1, n * gap, 10)).collect();
-        assert_eq!(together(&sparse), 2, "the gaps exceed the wanted bytes");
+        assert_eq!(
+            together(&sparse),
+            2,
+            "ranges whose gaps exceed the wanted bytes must not share a request"
+        );
         assert_eq!(together(&[]), 0);
     }
 }

@@ -63,12 +63,12 @@ async fn cached_chunk_is_read_without_a_request() {
     let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
     process.filled(3).await;
     assert_eq!(process.data(0, 0, 3000).await.unwrap(), bytes_of(0..3, 1000));
-    assert_eq!(process.gets(), 3, "one request per segment");
+    assert_eq!(process.gets(), 3, "expected one request per segment");
     for partition in [0, 1] {
         assert_eq!(process.read(&key(1), partition).await.unwrap(), expected(0..3, 1000));
         assert_eq!(process.data(partition, 500, 2000).await.unwrap(), bytes_of(0..3, 1000)[500..2500]);
     }
-    assert_eq!(process.gets(), 3, "another partition is in the same chunks");
+    assert_eq!(process.gets(), 3, "another partition in the same chunks must be read from the cache");
 }
 
 #[tokio::test]
@@ -94,7 +94,11 @@ async fn failed_chunk_is_requested_again_by_the_next_reader() {
     for fault in [ObjectFault::Refuse, ObjectFault::Cut] {
         process.store.set(move |call, _| if call == Call::Get { fault } else { ObjectFault::None });
         let error = process.data(0, 0, 1000).await.unwrap_err();
-        assert_eq!(error.kind, StoreErrorKind::Unhealthy, "{fault:?}: it is expected back");
+        assert_eq!(
+            error.kind,
+            StoreErrorKind::Unhealthy,
+            "{fault:?}: the error must be one of a store that is expected back"
+        );
     }
     process.store.heal();
     assert_eq!(process.data(0, 0, 1000).await.unwrap(), bytes_of(0..1, 1000));
@@ -135,7 +139,7 @@ async fn silent_store_delays_only_its_own_readers() {
         let is_held = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
         eventually("some ask", is_held).await;
         let held = used.load(Ordering::Relaxed);
-        assert!(held <= memory / 3, "{held} bytes");
+        assert!(held <= memory / 3, "concurrent reads hold {held} bytes");
         if cache_bytes > 0 {
             assert_eq!(read(0).await, 1 << 20, "the chunk is cached");
             let held = (process.store.held(), used.load(Ordering::Relaxed));
@@ -160,13 +164,21 @@ async fn failed_cache_disk_costs_a_request_but_no_reader() {
             assert_eq!(read.unwrap(), bytes_of(0..2, 1000), "{operation:?} {fault:?}");
             let before = process.gets();
             process.data(0, 0, 1000).await.unwrap();
-            assert_eq!(process.gets(), before + 1, "{operation:?} {fault:?}: it is left alone");
+            assert_eq!(
+                process.gets(),
+                before + 1,
+                "{operation:?} {fault:?}: the failing disk must not be tried again at once"
+            );
             faults.release().await;
             tokio::time::advance(Duration::from_secs(61)).await;
             for _ in 0..2 {
                 assert_eq!(process.data(0, 0, 2000).await.unwrap(), bytes_of(0..2, 1000));
             }
-            assert_eq!(process.gets(), before + 3, "{operation:?} {fault:?}: and then it is not");
+            assert_eq!(
+                process.gets(),
+                before + 3,
+                "{operation:?} {fault:?}: the disk must be tried again later"
+            );
         }
     }
 }
@@ -188,10 +200,10 @@ async fn corrupt_cached_chunk_is_reread_from_the_store() {
     process.data(0, 0, 1000).await.unwrap();
     faults.add(Rule::once(Operation::Read, fault::Fault::Flip));
     assert_eq!(process.data(0, 0, 1000).await.unwrap(), bytes_of(0..1, 1000));
-    assert_eq!(process.gets(), 2, "instead of the cache");
+    assert_eq!(process.gets(), 2, "a chunk with wrong bytes must be read from the store");
     process.data(0, 0, 1000).await.unwrap();
     process.data(0, 0, 1000).await.unwrap();
-    assert_eq!(process.gets(), 3, "the chunk was fetched again");
+    assert_eq!(process.gets(), 3, "the dropped chunk must be fetched again");
 }
 
 #[tokio::test]
@@ -251,7 +263,7 @@ async fn index_records_are_suspected_before_blocks() {
             assert!(read().await);
             assert!(faults.injected() > 0);
             let chunks = process.tier.objects().cached_bytes() / CHUNK_BYTES;
-            assert_eq!(chunks, chunks_left, "possibly damaged chunks are dropped");
+            assert_eq!(chunks, chunks_left, "possibly damaged chunks must be dropped");
             faults.clear();
             assert!(read().await && read().await);
         }
@@ -286,7 +298,7 @@ async fn partly_returned_records_are_fetched_again() {
     let half = SmallBuffers(2049 * 40);
     assert_eq!(index.next_chunk(&half).await.unwrap().unwrap().len(), 2049 * 40);
     assert!(index.next_chunk(&half).await.is_err_and(|error| error.kind == StoreErrorKind::Corrupt));
-    assert_eq!(process.tier.objects().cached_bytes(), 0, "correct chunks are dropped too");
+    assert_eq!(process.tier.objects().cached_bytes(), 0, "correct chunks must be dropped too");
     let index = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
     assert_eq!(index.len(), 40 * usize::try_from(MANY).unwrap());
 }
@@ -299,7 +311,7 @@ async fn cache_does_not_survive_shuffles_or_process() {
     process.filled(2).await;
     process.data(0, 0, 2000).await.unwrap();
     assert_eq!(process.tier.objects().cached_bytes(), 2 * CHUNK_BYTES);
-    assert_eq!(disk.files(), Vec::<PathBuf>::new(), "the cache file has no name");
+    assert_eq!(disk.files(), Vec::<PathBuf>::new(), "the cache file must have no name");
     process.purge(&key(1), Purge::App(Cause::Unregistered)).await;
     assert_eq!((process.tier.objects().cached_bytes(), process.extents.used()), (0, 0));
 
@@ -415,5 +427,5 @@ async fn close_extents_are_one_request_without_cache() {
     let before = process.gets();
     assert_eq!(process.data(0, 0, 600).await.unwrap().len(), 600);
     let gets = process.gets() - before;
-    assert!((1..=found).contains(&gets), "{gets} requests for {found} segments, however many extents");
+    assert!((1..=found).contains(&gets), "{gets} requests were sent for {found} segments");
 }

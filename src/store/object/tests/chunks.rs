@@ -66,7 +66,7 @@ async fn contiguous_chunks_are_one_request() {
 
     let process = with_a_run(0).await;
     assert!(rest_of(process.begin((0, BYTES))).await.unwrap() == written());
-    assert_eq!(process.get_count(), 6, "without a permit each chunk is a request");
+    assert_eq!(process.get_count(), 6, "without a permit each chunk must be a request");
 }
 
 #[tokio::test]
@@ -79,10 +79,10 @@ async fn slow_readers_hold_no_request_permit() {
     assert!([first.to_vec(), rest_of(slow).await.unwrap()].concat() == written());
     assert_eq!(process.get_count(), 1 + 6);
     assert!(rest_of(process.begin((0, BYTES))).await.unwrap() == written());
-    assert_eq!(process.get_count(), 1 + 6 + 1, "the place is free again");
+    assert_eq!(process.get_count(), 1 + 6 + 1, "the permit was not returned");
     drop(process.begin((0, BYTES)).next_chunk(&CHUNKS).now_or_never());
     assert!(rest_of(process.begin((0, BYTES))).await.unwrap() == written());
-    assert_eq!(process.get_count(), 1 + 6 + 1 + 2, "also for a dropped reader");
+    assert_eq!(process.get_count(), 1 + 6 + 1 + 2, "a dropped reader did not return its permit");
 }
 
 #[tokio::test]

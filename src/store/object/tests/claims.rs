@@ -102,7 +102,7 @@ async fn saved_settings_are_those_of_the_latest_process() {
         assert_eq!(newer.tier.saved_settings().unwrap().read().await.unwrap(), saved);
     }
     let objects = store.objects().await.into_iter().filter(|(key, _)| key.contains("/!settings/"));
-    assert_eq!(objects.count(), 1, "a start deletes settings of earlier processes");
+    assert_eq!(objects.count(), 1, "a start must delete settings of earlier processes");
 }
 
 #[tokio::test]

@@ -101,7 +101,7 @@ async fn blocks_of_a_deleted_segment_are_lost_once_confirmed() {
     };
     let mark = async || process.tier.mark_damaged_lost(&key(1), PartitionId(0)).await;
     process.store.remove(&gone).await;
-    assert!(mark().await.is_none(), "no read has missed a segment");
+    assert!(mark().await.is_none(), "a segment is reported missing before a read");
     for failing in [Call::List, Call::Head, Call::Get] {
         assert!(fails().await, "{failing:?}");
         process
@@ -116,12 +116,15 @@ async fn blocks_of_a_deleted_segment_are_lost_once_confirmed() {
 
     process.store.remove(&gone).await;
     assert!(fails().await);
-    let reason = mark().await.expect("the segment is deleted").to_string();
+    let reason = mark().await.expect("the deleted segment was not reported").to_string();
     assert!(reason.contains(&gone) && reason.contains("deleted by another program"), "{reason}");
     assert_eq!(*reported.lock(), BTreeSet::from([(0, reason.clone()), (7, reason)]));
     assert!(process.tier.data(&key(1), PartitionId(0), 0, 200).unwrap().has_hole);
     let mut read = process.read(&key(1), 0).await.unwrap();
-    assert!(read.remove(&uniffle_wire::index::FILLER_BLOCK_ID).is_some(), "a record of the hole");
+    assert!(
+        read.remove(&uniffle_wire::index::FILLER_BLOCK_ID).is_some(),
+        "the index lacks the record of the hole"
+    );
     assert_eq!(read, expected(2..4, 50));
     assert!(mark().await.is_none());
     // A block may be sent again.

@@ -129,5 +129,5 @@ async fn until_segments(store: &FaultyObjects, wanted: usize) {
         }
         tokio::time::sleep(std::time::Duration::from_millis(10)).await;
     }
-    panic!("{:?} instead of {wanted} segments", segments(store).await);
+    panic!("found {:?} instead of {wanted} segments", segments(store).await);
 }

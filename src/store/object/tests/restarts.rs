@@ -84,7 +84,10 @@ async fn only_blocks_of_a_missing_segment_are_lost() {
         (vec![0], vec![], vec![0])
     );
     let mut read = process.read(&key(1), 0).await.unwrap();
-    assert!(read.remove(&uniffle_wire::index::FILLER_BLOCK_ID).is_some(), "a record of the hole");
+    assert!(
+        read.remove(&uniffle_wire::index::FILLER_BLOCK_ID).is_some(),
+        "the index lacks the record of the hole"
+    );
     let mut served = expected(0..2, 50);
     served.extend(expected(4..6, 50));
     assert_eq!(read, served);
@@ -111,7 +114,10 @@ async fn start_with_an_old_list_of_objects_is_refused() {
     let old = old_list(&store).await;
     for listed in [old, Vec::new()] {
         store.set_list(Some(listed));
-        let error = Process::try_start(&store).await.map(drop).expect_err("the list lacks the claim");
+        let error = Process::try_start(&store)
+            .await
+            .map(drop)
+            .expect_err("a start must fail if the list lacks the claim");
         assert!(error.to_string().contains("the list of objects lacks p/worker-1/!claim"), "{error}");
     }
     store.set_list(None);
@@ -190,7 +196,10 @@ async fn rounds_of_a_start_do_not_grow_with_the_segments() {
         assert_eq!(present(&process.tier.take_recovered(), 7, 0), all);
         rounds.push(count);
     }
-    assert!(rounds[1] <= rounds[0] + 10 && rounds[1] <= 30, "{rounds:?} rounds for 100 and 10,000 objects");
+    assert!(
+        rounds[1] <= rounds[0] + 10 && rounds[1] <= 30,
+        "starts with 100 and 10,000 objects took {rounds:?} rounds"
+    );
 }
 
 #[tokio::test]
@@ -242,7 +251,7 @@ async fn lost_log_object_makes_every_shuffle_incomplete() {
         process.purge(&key(3), Purge::Shuffles).await;
         process.kill().await;
     }
-    assert_eq!(segments(&store).await.len(), 1, "segments of a shuffle that is not known stay");
+    assert_eq!(segments(&store).await.len(), 1, "segments of an unknown shuffle must stay");
 }
 
 /// Regression test: the gap never ended, so segments of unknown registrations stayed for ever.
@@ -254,7 +263,7 @@ async fn gap_ends_once_the_store_knows_it() {
     }
     let store = process.kill().await;
     let objects = log_objects(&store).await;
-    assert_eq!(objects.len(), 8, "a checkpoint and three registrations: {objects:?}");
+    assert_eq!(objects.len(), 8, "expected a checkpoint and three registrations: {objects:?}");
     for object in &objects[4..6] {
         store.remove(object).await;
     }
@@ -266,7 +275,7 @@ async fn gap_ends_once_the_store_knows_it() {
     for fault in [ObjectFault::Refuse, ObjectFault::Hold] {
         store.set(move |call, _| if call == Call::Put { fault } else { ObjectFault::None });
         let ended = tokio::time::timeout(Duration::from_secs(11), process.tier.end_metadata_gap());
-        ended.await.expect("the caller has other work").unwrap_err();
+        ended.await.expect("the call must end, because the caller has other work").unwrap_err();
         assert!(process.tier.metadata_gap().is_some(), "{fault:?}");
     }
     store.heal();

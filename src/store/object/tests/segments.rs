@@ -45,7 +45,7 @@ async fn waiting_batches_share_segments() {
     let (first, others) = futures::join!(batch(0), others);
     others.into_iter().chain([first]).for_each(|write| write.unwrap());
     let segments = segments(&process.store).await;
-    assert_eq!(segments.len(), 3, "90,000 bytes in segments of 40,000: {segments:?}");
+    assert_eq!(segments.len(), 3, "expected three segments of 40,000 bytes: {segments:?}");
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..90, 1000));
 }
 
@@ -73,7 +73,7 @@ async fn stream_continues_across_segments() {
     }
     assert_eq!(segments(&process.store).await.len(), 5);
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..15, 700));
-    assert!(process.extents.used() > 0, "further extents are charged");
+    assert!(process.extents.used() > 0, "further extents must be charged");
     let mut present = Vec::new();
     process.tier.visit_present(&key(1), PartitionId(0), &mut |id| present.push(id)).await.unwrap();
     assert_eq!(present, (0..15).collect::<Vec<_>>());
@@ -178,7 +178,7 @@ async fn memory_of_segments_in_progress_is_bounded() {
     };
     let (written, ()) = futures::join!(writes, others);
     written.into_iter().for_each(|write| write.unwrap());
-    assert_eq!(process.extents.used(), 0, "a first extent is charged with its partition");
+    assert_eq!(process.extents.used(), 0, "the first extent must be charged with its partition");
     for n in [0, 99] {
         assert_eq!(process.read(&key(n), 0).await.unwrap(), expected(0..4, 10));
     }

@@ -89,11 +89,11 @@ mod tests {
         assert!(group.add(1) && !group.add(2));
         let mut running = group.running();
         assert_eq!((running.take_or_end(), group.take()), (Some(1), Some(2)));
-        assert!(!group.add(3), "the task is still there");
+        assert!(!group.add(3), "the running task must take the job");
         assert_eq!((running.take_or_end(), running.take_or_end()), (Some(3), None));
-        assert!(group.add(4), "a new task is needed");
+        assert!(group.add(4), "a job after the end of the task needs a new task");
         drop(running);
-        assert!(!group.add(5), "the guard of an ended task has no effect");
+        assert!(!group.add(5), "the guard of an ended task must have no effect");
         drop(group.running());
         assert_eq!((group.take(), group.add(6)), (None, true));
     }

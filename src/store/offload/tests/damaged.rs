@@ -32,9 +32,16 @@ async fn unreadable_partition_blocks_no_other_and_no_drain() {
     process.write(&good, vec![extent(0, 0..40, 1000)]).await;
 
     process.tier.begin_drain();
-    assert_eq!(process.offload_candidates().await, 0, "the damage is found before an object has the extent");
+    assert_eq!(
+        process.offload_candidates().await,
+        0,
+        "the damage must be found before an object has the extent"
+    );
     let [stopped, others @ ..] = [0, 3, 7].map(|partition| process.offloaded_bytes(&bad, partition));
-    assert!(stopped == 44_000 && others == [48_000; 2], "all but one extent: {stopped} {others:?}");
+    assert!(
+        stopped == 44_000 && others == [48_000; 2],
+        "all but one extent must be offloaded: {stopped} {others:?}"
+    );
     let remaining = DrainBacklog { stuck_bytes: 48_000 - stopped, ..DrainBacklog::default() };
     assert_eq!(process.tier.drain_progress(), remaining);
     assert_eq!(process.fixture.store.open_uploads(), 0);
@@ -42,10 +49,7 @@ async fn unreadable_partition_blocks_no_other_and_no_drain() {
         assert_eq!(process.read(&bad, partition).await.unwrap(), expected(0..48, 1000));
     }
     assert_eq!(process.read(&good, 0).await.unwrap(), expected(0..40, 1000));
-    assert!(
-        !process.read(&bad, 0).await.unwrap().contains_key(&0),
-        "the read fails, and the service is notified"
-    );
+    assert!(!process.read(&bad, 0).await.unwrap().contains_key(&0), "the damaged block was served");
 }
 
 #[tokio::test(start_paused = true)]
@@ -60,7 +64,7 @@ async fn damaged_extent_within_a_run_is_skipped_and_kept() {
     disk.corrupt(&file, 2_500_000, 1);
 
     process.tier.begin_drain();
-    assert_eq!(process.offload_candidates().await, 1, "the object in progress is abandoned once");
+    assert_eq!(process.offload_candidates().await, 1, "the object in progress must be abandoned once");
     let end = || process.offloaded_bytes(&key, 0);
     assert_eq!((end(), process.fixture.store.open_uploads()), (100_000, 0));
     assert_eq!(

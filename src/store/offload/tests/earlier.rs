@@ -155,8 +155,11 @@ async fn unanswered_offload_proves_no_later_records() {
         let is_proven = recovered.shuffles.iter().any(|it| it.incomplete.is_none());
         let is_known =
             records.get(&key).is_some_and(|records| records.contains(&Bytes::from_static(b"later")));
-        assert!(!(acknowledged && is_proven) || is_known, "write {at}: {recovered:?} {records:?}");
-        assert!(acknowledged || is_proven, "write {at}: an incomplete offload delays no report");
+        assert!(
+            !(acknowledged && is_proven) || is_known,
+            "write {at}: a complete shuffle lacks an acknowledged record: {recovered:?} {records:?}"
+        );
+        assert!(acknowledged || is_proven, "write {at}: an incomplete offload delayed a report");
     }
     assert!(has_lost_the_last);
 }
@@ -207,7 +210,10 @@ async fn late_page_does_not_join_a_later_registration() {
         let process = about_to_offload(&key, from, of).await;
         let moved = process.offload_all(&key).await;
         let records = process.append_record(&key, b"earlier").await;
-        assert!(fault == ObjectFault::Late || records.is_ok(), "write {from}: {moved:?} {records:?}");
+        assert!(
+            fault == ObjectFault::Late || records.is_ok(),
+            "write {from}: the record was refused: {moved:?} {records:?}"
+        );
         process.fixture.store.heal();
         process.purge(&key).await;
         process.register(&key).await;
@@ -217,7 +223,10 @@ async fn late_page_does_not_join_a_later_registration() {
         let process = process.kill().await.on_an_empty_machine().start().await;
         let (recovered, records) = recovered_records(&process).await;
         let is_proven = recovered.shuffles.iter().any(|it| it.incomplete.is_none());
-        assert!(!is_proven, "{fault:?} from write {from} on: {recovered:?} {records:?}");
+        assert!(
+            !is_proven,
+            "{fault:?} from write {from}: the shuffle counts as complete: {recovered:?} {records:?}"
+        );
     }
     assert!(has_arrived > 0);
 }

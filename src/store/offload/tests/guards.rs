@@ -56,7 +56,7 @@ async fn reports_do_not_wait_for_a_hung_first_offload() {
     let began = tokio::time::Instant::now();
     process.append_record(&key, b"meanwhile").await.unwrap();
     assert_eq!(began.elapsed(), std::time::Duration::ZERO);
-    assert!(process.fixture.store.held() > 0, "the store still hangs");
+    assert!(process.fixture.store.held() > 0, "the store must still hang");
 
     process.fixture.store.heal();
     assert!(offloads.join_next().await.unwrap().unwrap().unwrap());
@@ -85,11 +85,14 @@ async fn report_behind_a_hung_offload_ends_in_time() {
     for _ in 0..2 {
         let report = process.append_record(&key, b"report");
         let ended = tokio::time::timeout(Duration::from_secs(125), report).await;
-        let error = ended.expect("the report ends").unwrap_err();
+        let error = ended.expect("the report did not end").unwrap_err();
         assert_eq!(error.kind, StoreErrorKind::Unreachable, "{error}");
         assert!(error.to_string().contains("has not answered"), "{error}");
     }
-    assert!(offloads.join_next().await.unwrap().unwrap().is_err(), "the next pass tries again");
+    assert!(
+        offloads.join_next().await.unwrap().unwrap().is_err(),
+        "the pass must fail, so that the next one tries again"
+    );
 
     process.fixture.store.heal();
     process.append_record(&key, b"report").await.unwrap();
@@ -152,9 +155,16 @@ async fn report_during_the_copy_keeps_disk_data() {
         fixture.store.heal();
         let process = fixture.start().await;
         let (recovered, records) = recovered_records(&process).await;
-        assert!(records[&key].len() == 2 || !is_acknowledged, "write {at}");
-        assert_eq!(recovered.shuffles[0].incomplete, None, "write {at}");
-        assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000), "write {at}");
+        assert!(
+            records[&key].len() == 2 || !is_acknowledged,
+            "write {at}: an acknowledged record is missing"
+        );
+        assert_eq!(recovered.shuffles[0].incomplete, None, "write {at}: the shuffle is incomplete");
+        assert_eq!(
+            process.read(&key, 0).await.unwrap(),
+            expected(0..10, 3000),
+            "write {at}: blocks are missing or wrong"
+        );
     }
 }
 
@@ -185,7 +195,7 @@ async fn blocks_of_disks_that_are_gone_are_lost_with_them() {
     let key = key(1);
     let fixture = divided(&key).await;
     let process = fixture.start().await;
-    assert_eq!(recovered_records(&process).await.0.shuffles[0].reason, "", "nothing is missing");
+    assert_eq!(recovered_records(&process).await.0.shuffles[0].reason, "", "the recovery reports a loss");
     let elsewhere = process.kill().await.on_an_empty_machine();
     let reason = recovered_records(&elsewhere.start().await).await.0.shuffles[0].reason.clone();
     assert!(reason.contains("data directory /a is missing"), "{reason}");
@@ -197,7 +207,7 @@ async fn blocks_of_disks_that_are_gone_are_lost_with_them() {
     assert_eq!(
         recovered_records(&process).await.0.shuffles[0].reason,
         "",
-        "the store has all data of the disks"
+        "the store has all data of the disks, but a loss is reported"
     );
 }
 
@@ -239,7 +249,10 @@ async fn returned_disks_are_served() {
         let process = back.start().await;
         let (recovered, records) = recovered_records(&process).await;
         assert_eq!((recovered.shuffles.len(), records[&key].len()), (1, 3));
-        assert_eq!(recovered.shuffles[0].incomplete, None, "the store has all records");
+        assert_eq!(
+            recovered.shuffles[0].incomplete, None,
+            "the store has all records, but the shuffle is incomplete"
+        );
         assert_eq!(present(&recovered, &key, 0), (0..23).collect::<Vec<_>>());
         assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
         back = process.kill().await;
@@ -317,7 +330,11 @@ async fn data_after_a_cancelled_drain_needs_the_disks() {
             let shuffle = process.tier.shuffle(&key).unwrap();
             shuffle.write(vec![extent(0, 23..24, 3000)].into()).await.unwrap_err();
         }
-        assert_eq!(process.fixture.data_files(), 0, "the store still accepts empty disks");
+        assert_eq!(
+            process.fixture.data_files(),
+            0,
+            "the disks have data although the store still accepts empty disks"
+        );
         store.heal();
         match is_registered {
             true => process.append_record(&later, b"registration").await.unwrap(),
@@ -407,18 +424,36 @@ async fn segments_stay_when_the_log_in_the_store_is_damaged() {
         for start in 0..3 {
             let process = fixture.start().await;
             let (recovered, _) = recovered_records(&process).await;
-            assert_eq!(process.fixture.segments().await, segments, "{lost} start {start}");
+            assert_eq!(
+                process.fixture.segments().await,
+                segments,
+                "{lost} start {start}: segments have changed"
+            );
             if is_elsewhere {
                 let is_proven =
                     recovered.shuffles.iter().any(|shuffle_state| shuffle_state.incomplete.is_none());
-                assert!(!is_proven, "{lost} start {start}: {recovered:?}");
-                assert!(process.tier.metadata_gap().is_some(), "{lost} start {start}");
+                assert!(!is_proven, "{lost} start {start}: the shuffle counts as complete: {recovered:?}");
+                assert!(process.tier.metadata_gap().is_some(), "{lost} start {start}: no gap is reported");
             } else {
                 let shuffle_state = &recovered.shuffles[0];
-                assert_eq!(shuffle_state.incomplete, None, "{lost} start {start}: {shuffle_state:?}");
-                assert_eq!(present(&recovered, &key, 0), (0..23).collect::<Vec<_>>(), "{lost} start {start}");
-                assert!(shuffle_state.lost.is_empty(), "{lost} start {start}: {shuffle_state:?}");
-                assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000), "start {start}");
+                assert_eq!(
+                    shuffle_state.incomplete, None,
+                    "{lost} start {start}: the shuffle is incomplete: {shuffle_state:?}"
+                );
+                assert_eq!(
+                    present(&recovered, &key, 0),
+                    (0..23).collect::<Vec<_>>(),
+                    "{lost} start {start}: blocks are missing"
+                );
+                assert!(
+                    shuffle_state.lost.is_empty(),
+                    "{lost} start {start}: extents are lost: {shuffle_state:?}"
+                );
+                assert_eq!(
+                    process.read(&key, 0).await.unwrap(),
+                    expected(0..23, 3000),
+                    "start {start}: blocks are missing or wrong"
+                );
             }
             process.until_known().await;
             fixture = process.kill().await;

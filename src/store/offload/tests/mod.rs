@@ -135,7 +135,7 @@ impl Process {
                 return Ok(());
             }
         }
-        panic!("the offload never ends");
+        panic!("the offload does not end");
     }
 
     /// Offloads data that the policy selects, until it selects none. Returns the number of
@@ -150,7 +150,7 @@ impl Process {
             };
             failed += usize::from(self.tier.offload_candidate(wanted, &shuffle).await.is_err());
         }
-        panic!("the offload never ends");
+        panic!("the offload does not end");
     }
 
     /// Waits until the store knows all records of the log.

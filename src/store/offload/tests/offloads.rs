@@ -26,8 +26,12 @@ async fn streams_are_equal_across_the_offload_boundary() {
 
     assert!(process.offload_once(&key).await.unwrap());
     let boundary = process.offloaded_bytes(&key, 7);
-    assert!((1..48_000).contains(&boundary), "part of it is offloaded: {boundary}");
-    assert_eq!(process.index(&key, PartitionId(7)).await.unwrap(), before, "offsets changed");
+    assert!((1..48_000).contains(&boundary), "a part of the partition must be offloaded: {boundary} bytes");
+    assert_eq!(
+        process.index(&key, PartitionId(7)).await.unwrap(),
+        before,
+        "an offload changed offsets of the index"
+    );
     for partition in [0, 3, 7] {
         assert_eq!(process.read(&key, partition).await.unwrap(), expected(0..48, 1000));
     }
@@ -42,7 +46,7 @@ async fn streams_are_equal_across_the_offload_boundary() {
     fill(&process, &key, 12..13, 4).await;
     process.offload_all(&key).await.unwrap();
     assert_eq!(process.tier.find(&key).unwrap().local.usage().bytes, 0);
-    assert_eq!(process.fixture.data_files(), 0, "local bytes are gone");
+    assert_eq!(process.fixture.data_files(), 0, "offloaded files remain on the disks");
     for partition in [0, 3, 7] {
         assert_eq!(process.read(&key, partition).await.unwrap(), expected(0..52, 1000));
     }
@@ -70,7 +74,7 @@ async fn objects_follow_bytes_and_not_partitions() {
     }
     process.offload_all(&key).await.unwrap();
     let segments = process.fixture.segments().await;
-    assert!((3..=8).contains(&segments), "100,000 bytes in objects of 40,000: {segments}");
+    assert!((3..=8).contains(&segments), "100,000 bytes are in {segments} objects of 40,000");
     assert_eq!(process.read(&key, 499).await.unwrap(), expected(0..4, 50));
     assert_eq!(process.fixture.store.open_uploads(), 0);
 }
@@ -92,10 +96,10 @@ async fn offloaded_partition_is_read_with_few_requests() {
     let gets = || process.fixture.store.calls().iter().filter(|(call, _)| *call == Call::Get).count();
     let start = gets();
     all(process.tier.data(&key, PartitionId(7), 0, 96_000).unwrap().chunks).await.unwrap();
-    assert!(gets() - start <= 2 * objects.len(), "{} requests for {objects:?}", gets() - start);
+    assert!(gets() - start <= 2 * objects.len(), "{} requests were sent for {objects:?}", gets() - start);
     let start = gets();
     process.index(&key, PartitionId(7)).await.unwrap();
-    assert!(gets() - start <= objects.len(), "{} requests for {objects:?}", gets() - start);
+    assert!(gets() - start <= objects.len(), "{} requests were sent for {objects:?}", gets() - start);
 }
 
 #[tokio::test(start_paused = true)]
@@ -200,10 +204,10 @@ async fn full_disk_is_writable_after_an_offload() {
         // The disks are full, which is known only from failed writes.
         fixture.disks.iter().for_each(|disk| disk.set_capacity(Some(1)));
         shuffle.write(batch(9)).await.unwrap_err();
-        let (wanted, full) = process.tier.next().expect("full disks are relieved");
+        let (wanted, full) = process.tier.next().expect("data of a full disk must be offloaded");
         fixture.disks.iter().for_each(|disk| disk.set_capacity(None));
         assert!(process.tier.offload_candidate(wanted, &full).await.unwrap());
-        assert!(process.tier.next().is_none(), "round {round}");
+        assert!(process.tier.next().is_none(), "round {round}: data was offloaded although no disk is full");
     }
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..30, 1000));
 }
@@ -267,14 +271,14 @@ async fn process_without_the_claim_keeps_its_disk_data() {
 
     let error = process.offload_all(&key).await.unwrap_err();
     assert_eq!(error.kind, crate::store::StoreErrorKind::InUse, "{error}");
-    assert_eq!(fixture.data_files(), files, "files unknown to the newer process stay");
+    assert_eq!(fixture.data_files(), files, "files unknown to the newer process must stay");
     assert!(process.tier.state().complaint.is_some_and(|text| text.contains("claimed")));
-    assert!(!process.tier.object.is_worth_trying(), "nothing more is offloaded");
+    assert!(!process.tier.object.is_worth_trying(), "the superseded process must not offload more");
     assert_eq!(process.read(&key, 3).await.unwrap(), expected(0..48, 1000));
     let now = fixture.store.objects().await;
     let is_segment = |(object, _): &&(String, u64)| object.contains("/s0");
     let mut segments = objects.iter().filter(is_segment);
-    assert!(segments.all(|object| now.contains(object)), "no object of the newer process is deleted");
+    assert!(segments.all(|object| now.contains(object)), "an object of the newer process was deleted");
     drop(newer);
 }
 
@@ -284,7 +288,8 @@ async fn only_cold_partitions_are_offloaded() {
     let key = key(1);
     process.register(&key).await;
     process.write(&key, vec![extent(0, 0..4, 500), extent(1, 0..50, 1000), extent(2, 0..1, 9)]).await;
-    let (wanted, shuffle) = process.tier.next().expect("50,000 bytes are more than an object");
+    let (wanted, shuffle) =
+        process.tier.next().expect("50,000 cold bytes fill an object and must be offloaded");
     assert_eq!(wanted, OffloadCandidate::Cold(0));
     process
         .fixture
@@ -295,7 +300,7 @@ async fn only_cold_partitions_are_offloaded() {
     assert_eq!(
         process.tier.next().map(|(wanted, _)| wanted),
         Some(wanted),
-        "after an error they are cold as before"
+        "after an error the partitions must be as cold as before"
     );
     assert!(process.tier.offload_candidate(wanted, &shuffle).await.unwrap());
     assert_eq!([0, 1, 2].map(|partition| process.offloaded_bytes(&key, partition)), [0, 50_000, 0]);

@@ -69,10 +69,14 @@ async fn empty_machine_serves_offloaded_data_and_reports() {
 
     let process = process.kill().await.on_an_empty_machine().start().await;
     let (recovered, records) = recovered_records(&process).await;
-    assert_eq!(recovered.shuffles.len(), 1, "a shuffle that was never offloaded is unknown");
+    assert_eq!(recovered.shuffles.len(), 1, "a shuffle that was never offloaded must be unknown");
     assert!(recovered.shuffles[0].incomplete.is_none());
     assert_eq!(records[&moved].len(), 3);
-    assert_eq!(present(&recovered, &moved, 0), (0..20).collect::<Vec<_>>(), "two reported blocks are lost");
+    assert_eq!(
+        present(&recovered, &moved, 0),
+        (0..20).collect::<Vec<_>>(),
+        "two reported blocks must be lost"
+    );
     assert_eq!(process.read(&moved, 0).await.unwrap(), expected(0..20, 3000));
     // The shuffle continues there, and the next start finds both parts.
     fill(&process, &moved, 30..33).await;
@@ -142,7 +146,7 @@ async fn machine_with_fast_clock_overrides_nothing() {
 async fn interrupted_offload_keeps_every_block_once() {
     let (mut at, mut has_ended) = (0, false);
     while !has_ended {
-        assert!(at < 1000, "two moves make {at} calls and more");
+        assert!(at < 1000, "two moves make more than {at} calls");
         for fault in [ObjectFault::Refuse, ObjectFault::LoseAnswer] {
             let process = Fixture::new().start().await;
             let key = key(1);
@@ -165,7 +169,7 @@ async fn interrupted_offload_keeps_every_block_once() {
             for fixture in [fixture.clone(), fixture] {
                 let process = fixture.start().await;
                 let (recovered, records) = recovered_records(&process).await;
-                assert_eq!(records[&key].len(), 2, "call {at}, {fault:?}");
+                assert_eq!(records[&key].len(), 2, "call {at}, {fault:?}: a record is missing");
                 let shuffle_state = &recovered.shuffles[0];
                 assert!(
                     shuffle_state.lost.is_empty()
@@ -173,26 +177,30 @@ async fn interrupted_offload_keeps_every_block_once() {
                         && shuffle_state.incomplete.is_none(),
                     "{at} {shuffle_state:?}"
                 );
-                assert_eq!(present(&recovered, &key, 0), (0..25).collect::<Vec<_>>(), "call {at}, {fault:?}");
+                assert_eq!(
+                    present(&recovered, &key, 0),
+                    (0..25).collect::<Vec<_>>(),
+                    "call {at}, {fault:?}: blocks of partition 0 are not listed"
+                );
                 assert_eq!(
                     process.read(&key, 0).await.unwrap(),
                     expected(0..25, 3000),
-                    "call {at}, {fault:?}"
+                    "call {at}, {fault:?}: blocks of partition 0 are missing or wrong"
                 );
                 assert_eq!(
                     process.read(&key, 5).await.unwrap(),
                     expected(0..25, 700),
-                    "call {at}, {fault:?}"
+                    "call {at}, {fault:?}: blocks of partition 5 are missing or wrong"
                 );
                 process.offload_all(&key).await.unwrap();
-                assert_eq!(process.fixture.data_files(), 0, "call {at}, {fault:?}");
+                assert_eq!(process.fixture.data_files(), 0, "call {at}, {fault:?}: offloaded files remain");
                 assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..25, 3000));
                 process.kill().await;
             }
         }
         at += 1;
     }
-    assert!(at > 5, "{at} calls");
+    assert!(at > 5, "faults were injected into only {at} calls");
 }
 
 /// Index groups of offloaded data refer to files that no longer exist.
@@ -240,9 +248,9 @@ async fn missing_segment_is_reported_lost() {
         shuffle_state.lost.iter().filter(|it| it.partition == PartitionId(0)).map(|it| it.blocks.len()).sum();
     let present = present(&recovered, &key, 0);
     assert!(present.len() < 22 && present.contains(&21), "{present:?}");
-    assert!(lost > 0, "the disks' index knows which");
+    assert!(lost > 0, "the index on the disks must show which blocks are lost");
     let read = process.read(&key, 0).await.unwrap();
-    assert_eq!(read[&21], content(21, 3000), "later blocks are served");
+    assert_eq!(read[&21], content(21, 3000), "blocks after the lost ones must be served");
 }
 
 /// Otherwise results would be silently short.
@@ -380,7 +388,7 @@ async fn drain_waits_for_a_missing_directory() {
         disk.files().iter().all(|path| path.extension().is_none_or(|extension| extension != "data"))
     };
     let disks: Vec<_> = both.disks.iter().filter(is_empty).cloned().collect();
-    assert_eq!(disks.len(), 1, "the data is on one of two disks");
+    assert_eq!(disks.len(), 1, "the data must be on one of two disks");
 
     let process = Fixture { disks, ..both.clone() }.start().await;
     process.register(&later).await;
@@ -418,7 +426,11 @@ async fn returned_disk_completes_an_offloaded_shuffle() {
     let process = both.start().await;
     assert_eq!(recovered_records(&process).await.0.shuffles[0].incomplete, None);
     process.tier.begin_drain();
-    assert_eq!(process.tier.drain_progress().shuffles_left, 1, "another machine would refuse its results");
+    assert_eq!(
+        process.tier.drain_progress().shuffles_left,
+        1,
+        "on another machine the results would be refused, so the shuffle must remain"
+    );
     assert_eq!(process.offload_candidates().await, 0);
     assert_eq!(process.tier.drain_progress(), DrainBacklog::default());
     let process = process.kill().await.on_an_empty_machine().start().await;
@@ -454,5 +466,9 @@ async fn store_without_disks_opens_and_registers() {
     }
     let opened =
         LocalStore::open(LocalConfig::default(), Vec::new(), &Budget::new(1), &Registry::new()).await;
-    assert_eq!(opened.unwrap_err().kind, StoreErrorKind::Unhealthy, "no store has the log");
+    assert_eq!(
+        opened.unwrap_err().kind,
+        StoreErrorKind::Unhealthy,
+        "a start without disks must fail, because no store has the log"
+    );
 }

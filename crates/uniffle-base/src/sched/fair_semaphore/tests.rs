@@ -14,7 +14,7 @@ fn holder(name: &str, weight: u32) -> Holder {
 fn waiting(semaphore: &Arc<FairSemaphore>, holder: &Holder, bytes: u64) -> BoxFuture<'static, Permit> {
     let (semaphore, holder) = (Arc::clone(semaphore), holder.clone());
     let mut waiting = async move { semaphore.acquire(&holder, bytes).await }.boxed();
-    assert!((&mut waiting).now_or_never().is_none(), "granted at once");
+    assert!((&mut waiting).now_or_never().is_none(), "the request was granted at once");
     waiting
 }
 
@@ -37,7 +37,7 @@ fn greedy_application_leaves_room_for_another() {
     let next = waiting(&semaphore, &flood, 10);
     assert!(semaphore.try_acquire(&honest, 20).is_none());
     let small = semaphore.acquire(&honest, 20).now_or_never();
-    assert!(small.is_some(), "the other application is next");
+    assert!(small.is_some(), "the other application must be served next");
     drop(small);
     drop((next, held));
     assert_eq!(semaphore.0.lock().free, 160);
@@ -55,12 +55,12 @@ fn greedy_applications_leave_room_for_an_idle_one() {
             break;
         }
     }
-    assert_eq!(held.len(), 14, "the applications get seven eighths");
+    assert_eq!(held.len(), 14, "applications must get seven eighths");
     let queued: Vec<_> = holders.iter().map(|holder| waiting(&semaphore, holder, 10)).collect();
     let honest = holder("honest", 1);
     for _ in 0..9 {
         let answer = semaphore.acquire(&honest, 20).now_or_never();
-        assert!(answer.is_some(), "one response at a time continues");
+        assert!(answer.is_some(), "one response at a time must continue");
     }
     assert_eq!((queued.len(), semaphore.0.lock().held.len()), (3, 3));
     drop((queued, held));
@@ -74,11 +74,11 @@ fn stalled_readers_leave_permits_for_another_application() {
     let held: Vec<_> = std::iter::from_fn(|| semaphore.try_acquire(&hog, 1)).collect();
     assert_eq!(held.len(), 28);
     let queued: Vec<_> = (0..30).map(|_| waiting(&semaphore, &hog, 1)).collect();
-    let mut place = semaphore.acquire(&honest, 1).now_or_never().expect("an eighth is kept");
+    let mut place = semaphore.acquire(&honest, 1).now_or_never().expect("an eighth is reserved for other applications");
     for _ in 0..9 {
         let mut next = waiting(&semaphore, &honest, 1);
         drop(place);
-        place = is_served(&mut next).expect("the application holds nothing");
+        place = is_served(&mut next).expect("an application without permits must be served");
     }
     drop((queued, held, place));
     assert_eq!(rest(&semaphore), (32, 0, 0));
@@ -107,7 +107,7 @@ fn large_request_is_awaited_only_among_several_applications() {
     let mut large = waiting(&semaphore, &other, 60);
     let mut small = waiting(&semaphore, &one, 10);
     held.pop();
-    let large = is_served(&mut large).expect("80 are free");
+    let large = is_served(&mut large).expect("80 bytes are free");
     assert!(is_served(&mut small).is_none());
     drop(large);
     assert!(is_served(&mut small).is_some());
@@ -131,11 +131,11 @@ fn waiter_with_the_smallest_share_is_served_next() {
     drop(held.pop());
     let first = is_served(&mut first).unwrap();
     let of_flood = is_served(&mut of_flood);
-    assert!(of_flood.is_some(), "the flood holds nothing");
-    assert!(is_served(&mut third).is_none(), "the rest is for applications that hold nothing");
+    assert!(of_flood.is_some(), "an application without permits must be served");
+    assert!(is_served(&mut third).is_none(), "the remaining bytes are reserved for applications without permits");
     drop(of_flood);
     let third = is_served(&mut third);
-    assert!(third.is_some(), "by weight it holds 10, the other 30");
+    assert!(third.is_some(), "the waiter holds less than its weighted share and must be served");
     assert!(is_served(&mut second).is_none());
     drop(of_heavy);
     assert!(is_served(&mut second).is_some());
@@ -184,23 +184,23 @@ fn waiter_for_bytes_holds_no_permit_and_vice_versa() {
     assert_eq!(held.len(), 7);
     let mut hogs: Vec<_> = (0..9).map(|_| with_parts(&semaphore, &hog, 10, parts_of(&[&disk], 1))).collect();
     assert!(hogs.iter_mut().all(|it| it.now_or_never().is_none()));
-    assert!(semaphore.is_short() && disk.has_room(4 * UNIT), "the waiters lack bytes, not the disk");
+    assert!(semaphore.is_short() && disk.has_room(4 * UNIT), "the waiters must lack bytes, not the disk");
     let served = with_parts(&semaphore, &honest, 10, parts_of(&[&disk], 4)).now_or_never();
-    assert!(served.is_some(), "the other application is next");
+    assert!(served.is_some(), "the other application must be served next");
     drop((served, hogs, held));
 
     let all = semaphore.try_acquire_with(&honest, 0, &parts_of(&[&disk], 4)).unwrap();
     let mut stuck: Vec<_> = (0..9).map(|_| with_parts(&semaphore, &hog, 10, parts_of(&[&disk], 1))).collect();
     assert!(stuck.iter_mut().all(|it| it.now_or_never().is_none()));
-    assert!(!semaphore.is_short() && semaphore.0.lock().free == 80, "the waiters lack the disk, not bytes");
+    assert!(!semaphore.is_short() && semaphore.0.lock().free == 80, "the waiters must lack the disk, not bytes");
     let other = device();
-    assert!(semaphore.has_waiters(), "waiters exist, so prefetching stops");
+    assert!(semaphore.has_waiters(), "prefetching must stop while requests wait");
     assert!(semaphore.try_acquire(&hog, 10).is_some());
     assert!(with_parts(&semaphore, &hog, 10, parts_of(&[&other], 1)).now_or_never().is_some());
     let both = with_parts(&semaphore, &honest, 10, parts_of(&[&disk, &other], 1)).now_or_never();
     assert!(
         both.is_none() && other.has_room(4 * UNIT),
-        "nothing of one disk is held while another is waited for"
+        "a waiter for two disks holds a permit of one of them"
     );
     drop(all);
     let served = stuck.iter_mut().filter_map(|it| it.now_or_never()).collect::<Vec<_>>();
@@ -217,7 +217,7 @@ fn large_read_is_not_starved_by_small_ones() {
     let mut large = with_parts(&semaphore, &other, 10, parts_of(&[&disk], 4));
     assert!((&mut large).now_or_never().is_none());
     let mut next = with_parts(&semaphore, &one, 10, parts_of(&[&disk], 2));
-    assert!((&mut next).now_or_never().is_none(), "the large read is first");
+    assert!((&mut next).now_or_never().is_none(), "the large read must be served first");
     drop(device);
     let large = large.now_or_never().expect("the disk is free");
     assert!((&mut next).now_or_never().is_none());
@@ -233,11 +233,11 @@ fn applications_that_hold_nothing_alternate() {
     let mut hogs: Vec<_> = (0..128).map(|_| waiting(&semaphore, &hog, 1)).collect();
     let mut other = waiting(&semaphore, &honest, 2);
     drop(open);
-    let of_hog = is_served(&mut hogs.remove(0)).expect("the first waiter is served");
-    assert!(is_served(&mut hogs[0]).is_none(), "the next one is waited for, large as it is");
+    let of_hog = is_served(&mut hogs.remove(0)).expect("the first waiter must be served");
+    assert!(is_served(&mut hogs[0]).is_none(), "later waiters must not overtake the large next one");
     assert!(semaphore.try_acquire(&hog, 1).is_none() && !semaphore.has_room(1));
     drop(of_hog);
-    let other = is_served(&mut other).expect("the other application is next");
+    let other = is_served(&mut other).expect("the other application must be served next");
     assert!(is_served(&mut hogs[0]).is_none());
     drop(other);
     // Granted, and dropped before they were polled.
@@ -256,7 +256,7 @@ fn equal_holders_are_served_by_turns_and_not_by_arrival() {
     for is_hogs in [true, false, true, false, true, true] {
         drop(open);
         let waiters = if is_hogs { &mut hogs } else { &mut others };
-        open = is_served(&mut waiters.remove(0)).expect("the applications alternate");
+        open = is_served(&mut waiters.remove(0)).expect("the applications must be served in turns");
     }
 }
 
@@ -316,7 +316,7 @@ proptest! {
             }
             poll_all(&mut waiting, &mut granted);
             let held: u64 = granted.iter().map(|(permit, _)| permit.amount).sum();
-            prop_assert_eq!(semaphore.0.lock().free, 80 - held, "never more than there is");
+            prop_assert_eq!(semaphore.0.lock().free, 80 - held, "free and held permits must add up to the total");
         }
         while !granted.is_empty() {
             granted.clear();

@@ -365,6 +365,6 @@ async fn unreachable_coordinator_error_is_readable() {
     let error = coordinators.servers().await.unwrap_err().to_string();
     assert!(error.starts_with(&closed.to_string()) && error.contains("refused"), "{error}");
     for part in ["Error(", "Some(", "MetadataMap"] {
-        assert!(!error.contains(part), "{part} in {error}");
+        assert!(!error.contains(part), "{part} is in the error: {error}");
     }
 }

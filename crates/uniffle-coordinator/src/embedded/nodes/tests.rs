@@ -246,12 +246,12 @@ fn forgotten_lost_node_is_not_listed() {
     assert!(!table.forget_lost("n", start), "a live node was forgotten");
     assert_eq!(table.counts().total, 1);
     let silent = start + Duration::from_secs(31);
-    assert!(table.forget_lost("n", silent), "lost without a query");
-    assert!(!table.forget_lost("n", silent), "forgotten twice");
+    assert!(table.forget_lost("n", silent), "a lost node must be forgotten without a query");
+    assert!(!table.forget_lost("n", silent), "a node was forgotten twice");
     assert_eq!((table.view(false, silent).lost, table.lost.bytes), (vec![], 0));
     table.accept(heartbeat("n"), Joins::Named, silent).unwrap();
     table.expire(silent + Duration::from_secs(31));
-    assert_eq!(table.counts().lost, 1, "the returned node is lost again");
+    assert_eq!(table.counts().lost, 1, "the returned node must be lost again");
 }
 
 #[test]
@@ -266,7 +266,7 @@ fn ids_of_lost_nodes_are_bounded_in_bytes() {
         table.expire(now);
     };
     come_and_go(&mut table, &honest);
-    assert_eq!(table.counts().lost, NODES_MAX, "all nodes of a large cluster fit");
+    assert_eq!(table.counts().lost, NODES_MAX, "all nodes of a large cluster must fit");
     let made_up: Vec<String> = (0..4000).map(|n| format!("{n:0255}")).collect();
     come_and_go(&mut table, &made_up);
     let bytes = |table: &NodeTable| table.lost.iter().map(|(id, _)| lost::bytes(id)).sum::<usize>();
@@ -364,7 +364,7 @@ fn lost_nodes_survive_the_process() {
     next.expire(lost + lost::KEPT - Duration::from_secs(1));
     assert_eq!(next.counts().lost, 1);
     next.expire(lost + lost::KEPT);
-    assert_eq!((next.counts().lost, next.lost.bytes), (0, 0), "a day after the loss, not after the start");
+    assert_eq!((next.counts().lost, next.lost.bytes), (0, 0), "a node must be forgotten one day after its loss, not after the start");
     next.restore(&[SavedNode { id: "a\nb".into(), lost_at: None }], lost, hour);
     assert_eq!(next.lost.bytes, 0);
 }
@@ -389,7 +389,7 @@ fn node_that_dies_with_the_coordinator_becomes_lost() {
     assert_eq!(next.counts().lost, 0);
     assert_eq!(next.view(false, start).awaited, ["dies", "stays"]);
     let is_starting = [&self::table(), &next].map(|table| table.view(true, start).is_starting);
-    assert_eq!(is_starting, [true, false], "nodes are saved or not");
+    assert_eq!(is_starting, [true, false], "only a coordinator without saved nodes is starting");
     next.accept(heartbeat("stays"), Joins::Named, start + Duration::from_secs(10)).unwrap();
     let late = start + Duration::from_secs(31);
     let before = next.version();

@@ -31,7 +31,7 @@ impl LogObjects for MemoryObjects {
             }
             for copy in 0..2 {
                 let before = self.all.lock().insert(object.name(copy), bytes.clone());
-                assert!(before.is_none_or(|before| before == bytes), "{} is written over", object.name(copy));
+                assert!(before.is_none_or(|before| before == bytes), "{} was overwritten", object.name(copy));
             }
             Ok(())
         };
@@ -169,7 +169,7 @@ async fn failed_record_is_not_acknowledged_and_later_ones_are() {
     log.shipper.known(end).await.unwrap_err();
     *log.objects.fails.lock() = None;
     log.append(7, b"fourth").await.unwrap();
-    assert!(log.shipper.knows(end), "an end is stored later");
+    assert!(log.shipper.knows(end), "the stored position lacks the end");
     let found = Log::found(&log.end().await).await;
     // The second was in progress. The third was dropped when its caller got the error.
     assert_eq!(records(&found).await, ["first", "second", "fourth"]);
@@ -180,7 +180,7 @@ async fn position_is_known_once_every_record_before_it_is() {
     let log = Log::open(&Arc::default(), 1).await;
     let early = log.shipper.known(0);
     early.await.unwrap();
-    assert!(log.shipper.is_begun(), "a position is known in a generation of this process");
+    assert!(log.shipper.is_begun(), "the generation of this process has not begun");
     *log.objects.fails.lock() = Some(io::ErrorKind::TimedOut);
     let end = log.shipper.purge(shuffle(1));
     tokio::time::sleep(Duration::from_secs(600)).await;
@@ -198,9 +198,9 @@ async fn log_is_bounded_and_rewritten_regularly() {
         log.shipper.purge(shuffle(number));
     }
     let objects = log.objects.all.lock().len();
-    assert!(objects < 2 * OBJECTS_MAX, "{objects} objects");
+    assert!(objects < 2 * OBJECTS_MAX, "the log has {objects} objects");
     tokio::time::sleep(REFRESH + Duration::from_secs(60)).await;
-    assert_eq!(log.objects.all.lock().len(), 2, "a checkpoint of nothing, twice");
+    assert_eq!(log.objects.all.lock().len(), 2, "expected two copies of an empty checkpoint");
     let puts = *log.objects.puts.lock();
     tokio::time::sleep(REFRESH * 3).await;
     assert_eq!(*log.objects.puts.lock(), puts + 3);

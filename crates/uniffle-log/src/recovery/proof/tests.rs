@@ -106,7 +106,7 @@ impl Fixture {
                 false => gap.is_some(),
             };
             let found = log.records.get(shuffle).cloned().unwrap_or_default();
-            assert!(is_refused || found.is_superset(ids), "shuffle {shuffle} on {here:?}: {seen:#?}");
+            assert!(is_refused || found.is_superset(ids), "acknowledged records of shuffle {shuffle} are missing on {here:?}: {seen:#?}");
         }
         let usable: Vec<_> = here.iter().map(|at| Member::new(uuid(*at), &format!("/{at}"))).collect();
         let Ok(members) = members_after(&decision.epoch, &usable) else { return };
@@ -182,7 +182,7 @@ fn one_damaged_copy_is_repaired_and_two_are_not() {
     assert!(proven([(9, None), (9, None)]));
     assert!(proven([(9, None), (4, Some(true))]) && proven([(9, None), (0, Some(true))]));
     assert!(proven([(9, None), (3, None)]));
-    assert!(proven([(9, Some(false)), (9, Some(false))]), "the last write before a loss of power");
+    assert!(proven([(9, Some(false)), (9, Some(false))]), "the last write before a loss of power may be incomplete");
     assert!(!proven([(9, Some(true)), (4, Some(true))]));
     let marked = |records, acknowledged: u64| {
         let mut seen = two_copies(records);
@@ -194,14 +194,14 @@ fn one_damaged_copy_is_repaired_and_two_are_not() {
         None,
         "only unacknowledged records are damaged"
     );
-    assert!(marked([(9, Some(false)), (9, Some(false))], 10).is_some(), "the last record of both is damaged");
+    assert!(marked([(9, Some(false)), (9, Some(false))], 10).is_some(), "the last acknowledged record is damaged in both copies");
     let reason = marked([(7, None), (7, None)], 10).unwrap();
     assert!(reason.contains("/0/log ends before record 9"), "{reason}");
     assert_eq!(marked([(7, None), (10, None)], 10), None, "one copy is complete");
     let mut restored = two_copies([(7, None), (0, Some(false))]);
     (restored[0].copies[1].epoch, restored[0].copies[1].acknowledged) = (None, 10);
     let reason = decide_recovery(&restored, None).gap.unwrap().reason;
-    assert!(reason.contains("/0/log ends before record 9"), "a mark beside no copy: {reason}");
+    assert!(reason.contains("/0/log ends before record 9"), "the mark has no copy beside it: {reason}");
     let decision = decide_recovery(&two_copies([(7, None), (3, None)]), None);
     assert_eq!(decision.sources, [CopyPlace { directory: 0, copy: 0 }]);
     let mut one = two_copies([(9, Some(false)), (9, None)]);
@@ -250,10 +250,10 @@ fn directory_is_followed_after_hundreds_of_absent_starts() {
         let every: Vec<usize> = (0..all).collect();
         fixture.live(&every, &[1]);
         (0..300).for_each(|_| fixture.live(&rest, &[1]));
-        assert_eq!(decide_recovery(&fixture.see(&every), None).gap, None, "{all} directories");
+        assert_eq!(decide_recovery(&fixture.see(&every), None).gap, None, "all {all} directories are present");
         fixture.live(&every, &[1]);
         let lineage = decide_recovery(&fixture.see(&every), None).epoch.lineage.len();
-        assert_eq!(lineage, LINEAGE_MAX, "old epochs are forgotten");
+        assert_eq!(lineage, LINEAGE_MAX, "old epochs must be forgotten");
     }
 }
 
@@ -267,7 +267,7 @@ fn hand_off_proves_only_its_own_epoch() {
     assert_eq!(decide_recovery(&all, Some(&hand_off(epoch, 2))).gap, None);
     let gap = decide_recovery(&all, Some(&hand_off(epoch, 9))).gap.unwrap();
     assert!(gap.reason.contains("/0/log ends before record 8"), "{}", gap.reason);
-    assert_eq!(decide_recovery(&all, Some(&hand_off(epoch + 1, 9))).gap, None, "hand-off of another epoch");
+    assert_eq!(decide_recovery(&all, Some(&hand_off(epoch + 1, 9))).gap, None, "the hand-off of another epoch must be ignored");
 }
 
 /// The outgoing process had the log to itself, so an absent directory has nothing newer.
@@ -282,12 +282,12 @@ fn hand_off_proves_the_log_without_an_absent_directory() {
     assert_eq!(decide_recovery(&one, Some(&hand_off(decision.epoch.id, 2))).gap, None);
     assert!(
         decide_recovery(&one, Some(&hand_off(decision.epoch.id, 9))).gap.is_some(),
-        "the copy has fewer records"
+        "the copy has fewer records than the hand-off"
     );
     assert_eq!(
         decide_recovery(&one, Some(&hand_off(decision.epoch.id + 1, 2))).gap,
         decision.gap,
-        "hand-off of another epoch"
+        "the hand-off of another epoch must be ignored"
     );
 }
 
@@ -300,5 +300,5 @@ fn majority_of_three_is_proof_and_one_is_not() {
     let error = members_after(&decision.epoch, &[Member::new(uuid(1), "/1")]).unwrap_err();
     assert!(error.contains("only 1 of 3 data directories") && error.contains("bring back /0, /2"), "{error}");
     let replaced = [Member::new(uuid(1), "/1"), Member::new(uuid(7), "/2")];
-    assert!(members_after(&decision.epoch, &replaced).is_ok(), "an empty directory in its place");
+    assert!(members_after(&decision.epoch, &replaced).is_ok(), "an empty directory is in its place");
 }

@@ -28,7 +28,7 @@ fn empty_partition_costs_at_most_200_bytes() {
     let before = held_bytes();
     (0..COUNT).for_each(write_and_flush);
     let each = (held_bytes() - before) / COUNT;
-    assert!((50..=200).contains(&each), "{each} bytes");
+    assert!((50..=200).contains(&each), "each block takes {each} bytes");
     assert_eq!(partitions(&memory).used(), COUNT * PARTITION_BYTES);
     // Again: memory of a partition does not accumulate.
     (0..COUNT).for_each(write_and_flush);
@@ -58,8 +58,8 @@ fn lists_and_blocks_use_at_most_their_charged_heap() {
         }
         let held = held_bytes() - before;
         let charged = partitions(&memory).used() + memory.shared.supply.lists.charged_bytes();
-        assert!(held <= charged, "{blocks}: {held} bytes are held, {charged} are charged");
-        assert!(held >= charged / 3, "{blocks}: {held} bytes are held, {charged} are charged");
+        assert!(held <= charged, "{blocks} blocks hold {held} bytes, {charged} are charged");
+        assert!(held >= charged / 3, "{blocks} blocks hold {held} bytes, {charged} are charged");
     }
     drop((memory.forget(&key()), shuffle));
     assert_empty(&memory);

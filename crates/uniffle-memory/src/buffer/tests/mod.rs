@@ -100,10 +100,10 @@ fn check_blocks(blocks: &[BlockMeta], data: &[u8]) {
     let mut rest = data;
     for block in blocks {
         let (bytes, after) = rest.split_at(block.length as usize);
-        assert!(bytes == payload(block.block_id.0, bytes.len()), "bytes of block {}", block.block_id);
+        assert!(bytes == payload(block.block_id.0, bytes.len()), "block {} has other bytes", block.block_id);
         rest = after;
     }
-    assert!(rest.iter().all(|byte| *byte == 0), "only padding after the last block");
+    assert!(rest.iter().all(|byte| *byte == 0), "only padding may follow the last block");
 }
 
 /// Checks bytes and alignment of an extent and returns its ids.
@@ -224,7 +224,7 @@ fn space_is_not_reserved_ahead_when_memory_is_short() {
     let _hog = memory.budget().try_charge(memory.budget().free() - 8192).unwrap();
     put(&memory, &buffer, 2, 0, 100);
     let heap = METADATA_BYTES + SEGMENT_HEAP_BYTES;
-    assert_eq!(memory.budget().free(), 8192 - 4096 - heap, "the smallest segment is charged");
+    assert_eq!(memory.budget().free(), 8192 - 4096 - heap, "the smallest segment must be charged");
 }
 
 #[test]
@@ -251,7 +251,7 @@ fn resent_blocks_are_deduplicated_also_in_flight() {
     let again = put(&memory, &buffer, 1, 0, 5000);
     assert_eq!((again.blocks, again.duplicate_blocks, again.duplicate_bytes), (0, 1, 5000));
     let batch = buffer.seal().unwrap();
-    assert!(!is_aligned(&batch.extent(Distribution::Normal)), "the duplicate left a dead range");
+    assert!(!is_aligned(&batch.extent(Distribution::Normal)), "the duplicate must leave a dead range");
     let used = memory.used_bytes();
     assert_eq!(put(&memory, &buffer, 1, 0, 5000).duplicate_blocks, 1);
     buffer.drop_dead();
@@ -261,7 +261,7 @@ fn resent_blocks_are_deduplicated_also_in_flight() {
     assert_eq!(buffer.commit(twice, &mut funds).unwrap().duplicate_blocks, 1);
     assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [1, 2]);
     buffer.release(&batch);
-    assert_eq!(put(&memory, &buffer, 1, 0, 10).blocks, 1, "legal again once it is released");
+    assert_eq!(put(&memory, &buffer, 1, 0, 10).blocks, 1, "the id of a released block must be accepted again");
     drop((batch, funds));
     drop(memory.forget(&key()));
     drop(buffer);
@@ -293,7 +293,7 @@ fn closed_batch_moves_late_fills_to_the_next_list() {
     assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [2, 3, 1]);
     buffer.release(&batch);
     drop((batch, extent));
-    assert_eq!(ids(&buffer.read(Some(BlockId(3)), u64::MAX, None)), [1], "a stray outlives its batch");
+    assert_eq!(ids(&buffer.read(Some(BlockId(3)), u64::MAX, None)), [1], "a stray block must outlive its batch");
     let strays = buffer.seal().unwrap();
     assert_eq!(extent_ids(&strays.extent(Distribution::Normal)), [3, 1]);
     assert_eq!(extent_ids(&strays.extent(Distribution::LocalOrder)), [3, 1]);
@@ -312,9 +312,9 @@ fn sealed_batch_admits_blocks_of_its_chain_until_its_write() {
     let done = buffer.commit(vec![late, resent], &mut funds).unwrap();
     assert_eq!((done.blocks, done.duplicate_blocks), (1, 1));
     assert_eq!((buffer.active_blocks(), batch.blocks(), batch.bytes()), (0, 2, 10_000));
-    assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [2, 1], "the order of commits");
+    assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [2, 1], "blocks must be in the order of their commits");
     let extent = batch.extent(Distribution::Normal);
-    assert!(is_aligned(&extent), "the chain is complete");
+    assert!(is_aligned(&extent), "the chain must be complete");
     assert_eq!(extent_ids(&extent), [1, 2]);
     buffer.release(&batch);
     drop((batch, extent, funds));
@@ -335,12 +335,12 @@ fn commit_order_is_read_order_and_chain_order_is_extent_order() {
     assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [2, 3, 1]);
     let batch = buffer.seal().unwrap();
     let normal = batch.extent(Distribution::Normal);
-    assert!(is_aligned(&normal), "late, but all of the chain");
+    assert!(is_aligned(&normal), "a late block must not make the chain incomplete");
     assert_eq!(extent_ids(&normal), [1, 2, 3]);
     let sorted = batch.extent(Distribution::LocalOrder);
     assert!(!is_aligned(&sorted));
-    assert_eq!(extent_ids(&sorted), [3, 1, 2], "by task attempt, each in commit order");
-    assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [2, 3, 1], "reads keep their order");
+    assert_eq!(extent_ids(&sorted), [3, 1, 2], "blocks must be sorted by task attempt, then by commit");
+    assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [2, 3, 1], "reads must keep the order of commits");
 }
 
 #[test]
@@ -366,7 +366,7 @@ fn aborted_sends_release_their_segments() {
         let mut block = buffer.reserve(8 << 20, &mut funds).unwrap();
         block.write(&[7; 100_000]);
     }
-    assert_eq!(memory.candidates().len(), 1, "the scan drops dead segments");
+    assert_eq!(memory.candidates().len(), 1, "the scan must drop dead segments");
     // The first segment still has the live block; its dead part stays until the flush.
     assert_eq!(memory.used_bytes(), used);
     put(&memory, &buffer, 2, 0, 100);
@@ -391,28 +391,28 @@ fn reads_follow_cursor_limit_and_filter() {
         put(&memory, &buffer, id, task, 100);
     }
     let read = |after: Option<i64>, limit| buffer.read(after.map(BlockId), limit, None);
-    assert_eq!(ids(&read(None, 0)), [1], "a limit of zero is one block");
+    assert_eq!(ids(&read(None, 0)), [1], "a limit of zero must return one block");
     assert_eq!((ids(&read(None, 100)), read(None, 100).is_end), (vec![1], false));
     assert_eq!(ids(&read(None, 101)), [1, 2]);
     assert_eq!((ids(&read(Some(2), 300)), read(Some(2), 300).is_end), (vec![3, 4, 5], false));
     assert_eq!((ids(&read(Some(2), 301)), read(Some(2), 301).is_end), (vec![3, 4, 5], true));
     let last = read(Some(5), 100);
     assert!(last.blocks.is_empty() && last.is_end);
-    assert_eq!(ids(&read(Some(99), 100)), [1], "an unknown cursor starts from the head");
+    assert_eq!(ids(&read(Some(99), 100)), [1], "an unknown cursor must start from the head");
     let filtered = |ids: &[u64]| Treemap::from_iter(ids.iter().copied());
     assert_eq!(ids(&buffer.read(None, u64::MAX, Some(&filtered(&[10])))), [1, 3, 5]);
     assert_eq!(ids(&buffer.read(Some(BlockId(1)), 1, Some(&filtered(&[20, 10])))), [2]);
     assert_eq!(
         ids(&buffer.read(None, u64::MAX, Some(&filtered(&[u64::MAX])))),
         [4],
-        "ids are compared as unsigned numbers"
+        "task ids must be compared as unsigned numbers"
     );
     let none = buffer.read(None, 0, Some(&filtered(&[])));
     assert!(none.blocks.is_empty() && none.is_end);
     buffer.release(&batch);
-    assert_eq!(ids(&read(Some(2), 1)), [4], "the cursor's block is gone");
+    assert_eq!(ids(&read(Some(2), 1)), [4], "a read must continue although the block of its cursor is gone");
     let whole = read(None, u64::MAX);
-    assert_eq!((ids(&whole), whole.data.len()), (vec![4, 5], 1), "neighbours are one piece");
+    assert_eq!((ids(&whole), whole.data.len()), (vec![4, 5], 1), "adjacent blocks must be one piece");
 }
 
 #[test]
@@ -434,7 +434,7 @@ fn purged_buffer_refuses_blocks_and_is_empty() {
     }
     assert!(memory.shuffle(&key()).is_none() && memory.candidates().is_empty());
     buffer.release(&batch);
-    assert_eq!(memory.in_flight_bytes(), batch.charged_bytes(), "held by its flush until that ends");
+    assert_eq!(memory.in_flight_bytes(), batch.charged_bytes(), "the bytes must stay charged until the flush ends");
     drop((batch, funds));
     assert_empty(&memory);
     let shuffle = memory.register(&key(), Distribution::Normal);
@@ -537,7 +537,7 @@ fn metrics_show_live_values() {
     assert_eq!(memory.expire_tickets(uniffle_base::clock::Instant::now()), 2);
     assert_eq!(value("total_evict_timeout_tickets_num"), 2.0);
     assert_eq!(value("memory_allocated_tickets_num"), 0.0);
-    assert!(Memory::new(&config, &registry).is_err(), "one memory per registry");
+    assert!(Memory::new(&config, &registry).is_err(), "a registry accepted two memories");
 }
 
 #[test]

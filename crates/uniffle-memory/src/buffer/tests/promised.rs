@@ -140,7 +140,7 @@ impl Run {
             Err(refused) => {
                 assert!(matches!(refused, MemoryError::NoCapacity { .. }), "{refused}");
                 let needed = u64::from(len).next_multiple_of(4096);
-                assert!(held < needed, "{held} bytes are held, {needed} needed: {refused}");
+                assert!(held < needed, "{held} of {needed} needed bytes are held: {refused}");
                 self.sends.swap_remove(send);
             }
         }
@@ -166,7 +166,7 @@ impl Run {
     fn check(&self) {
         let free = self.memory.shared.supply.region.free_bytes();
         let promised = self.memory.pre_allocated_bytes();
-        assert!(free >= promised, "{promised} bytes are promised, {free} are free");
+        assert!(free >= promised, "{promised} bytes are promised, but only {free} are free");
     }
 }
 
@@ -225,7 +225,7 @@ fn new_partition_lists_stay_bounded_under_full_tickets() {
             assert!(chains + lists.charged_bytes() <= bound && lent <= heap_bytes / 2);
         }
     }
-    assert!(stored > 10_000 && refused > 0, "{stored} are stored, {refused} refused");
+    assert!(stored > 10_000 && refused > 0, "{stored} blocks were stored, {refused} refused");
     drop(memory.forget(&ShuffleKey::new(app_named("many"), ShuffleId(0))));
     assert_eq!((memory.used_bytes(), memory.heap().whole().used()), (0, 0));
 }

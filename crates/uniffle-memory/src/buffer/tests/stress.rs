@@ -26,7 +26,7 @@ fn wait_for_ticket(memory: &Memory, bytes: u64, partitions: usize) -> Reservatio
             Err(MemoryError::NoCapacity { .. }) => std::thread::yield_now(),
             Err(other) => panic!("{other}"),
         }
-        assert!(began.elapsed() < TICKET_DEADLINE, "no ticket for {bytes} bytes: nothing is flushed");
+        assert!(began.elapsed() < TICKET_DEADLINE, "no ticket for {bytes} bytes, because nothing is flushed");
     }
 }
 
@@ -111,7 +111,7 @@ fn read(memory: &Memory, partition: PartitionId, acknowledged: &Seen, published:
     }
     let published = published.lock();
     for block in before {
-        assert!(seen.contains(&block.1) || published.contains(&block), "{block:?} is in no tier");
+        assert!(seen.contains(&block.1) || published.contains(&block), "block {block:?} is in no tier");
     }
 }
 
@@ -147,7 +147,7 @@ fn every_acknowledged_block_is_in_a_tier_at_every_moment() {
         });
     });
     flush(&memory, &published, Distribution::Normal);
-    assert_eq!(*acknowledged.lock(), *published.lock(), "every block once, none that was aborted");
+    assert_eq!(*acknowledged.lock(), *published.lock(), "every acknowledged block must be published once");
     assert!(memory.candidates().is_empty());
     drop(memory.forget(&key()));
     assert_empty(&memory);

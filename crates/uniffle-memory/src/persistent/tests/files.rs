@@ -44,7 +44,7 @@ fn directory_has_one_worker_and_keeps_its_memory() {
     assert_eq!(read(&again), Found::from([((0, 0), vec![1])]));
     drop(again.forget(&key(0)));
     again.release();
-    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "an empty one is deleted");
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "an empty file must be deleted");
     assert!(in_directory(directory.path(), |config, _| config.capacity_bytes = 8 * MIB).is_ok());
 }
 
@@ -122,7 +122,7 @@ fn region_grows_with_its_content_and_shrinks_without_blocks() {
         assert!(again.shared.supply.region.capacity_bytes() >= 8 * MIB);
         let mut funds = funds(&again, 6 * MIB).unwrap();
         let mut fill = buffer(&again, 0, 1).reserve(6 << 20, &mut funds).unwrap();
-        assert_eq!(fill.write(&vec![7; 6 << 20]), 6 << 20, "all of it can be used");
+        assert_eq!(fill.write(&vec![7; 6 << 20]), 6 << 20, "the whole capacity must be usable");
         drop((fill, funds));
         again.release();
     }
@@ -173,13 +173,13 @@ fn file_extended_before_a_kill_is_accepted() {
             }
             Memory::check(&config(Backing::Directory(directory.path().to_owned())), &owner()).unwrap();
             let again = in_directory(directory.path(), |_, _| {}).unwrap();
-            assert_eq!(std::fs::metadata(&path).unwrap().len(), bytes, "extended by {more} bytes");
+            assert_eq!(std::fs::metadata(&path).unwrap().len(), bytes, "the file was extended by {more} bytes");
             assert_eq!(
                 restored(&again, |_, _, _| false),
                 Found::from([((0, 0), vec![1])]),
-                "extended by {more} bytes"
+                "the file was extended by {more} bytes"
             );
-            assert_eq!(read(&again), Found::from([((0, 0), vec![1])]), "extended by {more} bytes");
+            assert_eq!(read(&again), Found::from([((0, 0), vec![1])]), "the file was extended by {more} bytes");
             again.release();
         }
     }
@@ -206,7 +206,7 @@ fn damage(path: &std::path::Path) {
     let at = table_geometry().front_bytes() + 3000;
     let mut byte = [0];
     rustix::io::pread(&flipped, &mut byte[..], at).unwrap();
-    assert_eq!(byte[0], payload(1, 5000)[3000], "not a byte of the block");
+    assert_eq!(byte[0], payload(1, 5000)[3000], "the file has no such byte of the block");
     rustix::io::pwrite(&flipped, &[byte[0] ^ 4], at).unwrap();
 }
 
@@ -223,7 +223,7 @@ fn found_damaged(is_flushed: bool) {
     assert_eq!(
         restored(&again, |_, _, _| false),
         Found::from([((0, 0), vec![1])]),
-        "unverified blocks are restored"
+        "unverified blocks must be restored"
     );
     assert!(again.has_unverified());
     let buffer = buffer(&again, 0, 0);
@@ -232,8 +232,8 @@ fn found_damaged(is_flushed: bool) {
     buffer.verify();
     assert_eq!(*notified.lock(), [(key(0), PartitionId(0))]);
     assert_eq!((read(&again), again.has_unverified(), buffer.block_count()), (Found::new(), false, 0));
-    assert_eq!(rows_left(&again), 0, "nor is it found again");
-    assert_eq!(again.block_count(), u64::from(is_flushed), "damaged blocks are not flushed");
+    assert_eq!(rows_left(&again), 0, "the damaged block must not be found again");
+    assert_eq!(again.block_count(), u64::from(is_flushed), "damaged blocks must not be flushed");
     if let Some(sealed) = sealed {
         let extent = sealed.extent(Distribution::Normal);
         assert_eq!((sealed.bytes(), extent.blocks.len()), (0, 0));
@@ -304,7 +304,7 @@ fn reader_continues_after_a_damaged_and_resent_block() {
     let (mut read, mut after) = (Vec::new(), None);
     while let [block] = buffer.read(after, 1, None).blocks[..] {
         read.push(block.block_id.0);
-        assert!(read.len() <= 2, "the list of blocks is a circle: {read:?}");
+        assert!(read.len() <= 2, "a circular list of blocks was not detected: {read:?}");
         after = Some(block.block_id);
     }
     assert_eq!(read, [2, 1]);
@@ -330,7 +330,7 @@ fn removed_or_replaced_file_is_noticed() {
             "{fault}"
         );
         memory.release();
-        assert_eq!(entry.exists(), is_replaced, "the file of another worker stays");
+        assert_eq!(entry.exists(), is_replaced, "the file of another worker must stay");
         drop(other);
     }
 }
@@ -349,7 +349,7 @@ fn truncated_file_is_noticed_and_gets_its_length_back() {
         assert_eq!(file_in(directory.path()).1, bytes);
         names::send_one(&memory, 1, 2);
         let read = buffer(&memory, 1, 0).read(None, u64::MAX, None);
-        assert!(read.data.concat() == payload(2, 5000), "truncated to {length}");
+        assert!(read.data.concat() == payload(2, 5000), "the file was truncated to {length} bytes");
         let damaged = buffer(&memory, 0, 0).read(None, u64::MAX, None);
         assert_eq!(damaged.data.concat().len(), 5000);
         drop((read, damaged));
@@ -365,8 +365,8 @@ fn file_that_was_extended_gets_its_length_back() {
     let memory = with_one_block(directory.path());
     let (entry, bytes) = file_in(directory.path());
     std::fs::OpenOptions::new().write(true).open(&entry).unwrap().set_len(bytes + MIB).unwrap();
-    assert!(!memory.backing_vanished() && memory.outlives_process(), "no block is affected");
-    assert_eq!(file_in(directory.path()).1, bytes, "the next process takes the file");
+    assert!(!memory.backing_vanished() && memory.outlives_process(), "an extension of the file must not matter");
+    assert_eq!(file_in(directory.path()).1, bytes, "the next process must take the file");
     let read = buffer(&memory, 0, 0).read(None, u64::MAX, None);
     assert_eq!(read.data.concat(), payload(1, 5000));
     drop(read);

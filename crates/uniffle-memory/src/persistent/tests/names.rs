@@ -148,7 +148,7 @@ fn unknown_shuffle_is_kept_until_it_ends() {
     // Also when nothing else is in memory.
     for _ in 0..2 {
         let memory = knows_the_first(&file, true);
-        assert!(memory.used_bytes() >= 10_000, "both are charged: {}", memory.used_bytes());
+        assert!(memory.used_bytes() >= 10_000, "both blocks must be charged: {}", memory.used_bytes());
         assert_eq!(rows_left(&memory), 2);
         memory.release();
         drop(memory);
@@ -166,7 +166,7 @@ fn unknown_shuffle_is_kept_until_it_ends() {
     for end in ends {
         let memory = knows_the_first(&copy(&file), true);
         end(&memory);
-        assert_eq!(rows_left(&memory), 1, "the row of the known shuffle stays");
+        assert_eq!(rows_left(&memory), 1, "the row of the known shuffle must stay");
         drop(memory.forget(&key(0)));
         assert_eq!((memory.used_bytes(), rows_left(&memory)), (0, 0));
     }

@@ -65,10 +65,10 @@ fn pages_with_few_rows_are_charged_whole() {
     let all = u64::from(chunks) * CHUNK_BYTES;
     assert_eq!(resident_bytes(&memory), all);
     release(&memory, 1);
-    assert_eq!(resident_bytes(&memory), all, "each chunk has a row");
+    assert_eq!(resident_bytes(&memory), all, "each chunk must have a row");
     let charged = all - FREE_CHUNKS * CHUNK_BYTES;
     let rows = u64::from(chunks) * ROW_BYTES;
-    assert!(memory.used_bytes() >= charged, "{} of {before}", memory.used_bytes());
+    assert!(memory.used_bytes() >= charged, "only {} of {before} bytes are charged", memory.used_bytes());
     assert!(memory.shared.supply.lists.charged_bytes() >= charged + u64::from(chunks) * 64);
     // The next process finds the same pages.
     let file = memory.duplicate_for_successor().unwrap().unwrap();
@@ -113,11 +113,8 @@ fn rows_without_room_for_pages_are_refused() {
         let records = memory.block_count() * 64;
         let paid = crate::admission::metadata_reserve::FREE_BYTES + lists.ceded_bytes();
         let paid = paid + memory.heap().of(HeapKind::Blocks).used() + FREE_CHUNKS * CHUNK_BYTES;
-        assert!(
-            front + records <= paid,
-            "after {sent} sends {front} and {records} bytes are used, {paid} are paid"
-        );
-        assert!(sent < 150, "no send was refused");
+        assert!(front + records <= paid, "after {sent} sends {front} and {records} bytes are used, {paid} are paid");
+        assert!(sent < 150, "a send must be refused");
     };
     assert!(matches!(refused, crate::MemoryError::NoCapacity { .. }), "{refused:?}");
     drop((all, memory.forget(&key(0))));
