@@ -256,7 +256,11 @@ mod tests {
         // More than was paid for, like a charge beyond the capacity.
         let over = budget.charge_unchecked(3 * MIB);
         let second = lists.charge(3 * MIB).unwrap();
-        assert_eq!((lists.ceded_bytes(), lists.borrowed.used()), (4 * MIB, MIB), "the heap must lend the missing bytes");
+        assert_eq!(
+            (lists.ceded_bytes(), lists.borrowed.used()),
+            (4 * MIB, MIB),
+            "the heap must lend the missing bytes"
+        );
         assert_eq!(lists.charge(1).unwrap_err(), NoCapacity { requested: 64 << 10, free: 0 });
         drop(over);
         lists.give_back(SPARE_BYTES);

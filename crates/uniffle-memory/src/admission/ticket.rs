@@ -387,8 +387,14 @@ mod tests {
         assert!(funds.cover_segment(1 << 20, 0, 0).is_none());
         let forced = funds.cover_segment(1 << 20, 0, 110_000).unwrap();
         assert_eq!(budget.used(), 110_000 + (1 << 20));
-        assert!(funds.cover_segment(1, 0, 110_000).is_none(), "the capacity is already overdrawn to its limit");
-        assert!(funds.cover_segment(0, 1, 110_001).is_none(), "room for later blocks must be within the capacity");
+        assert!(
+            funds.cover_segment(1, 0, 110_000).is_none(),
+            "the capacity is already overdrawn to its limit"
+        );
+        assert!(
+            funds.cover_segment(0, 1, 110_001).is_none(),
+            "room for later blocks must be within the capacity"
+        );
         funds.put_back(forced, 5000);
         assert_eq!((funds.held_bytes(), tickets.pre_allocated_bytes(), budget.used()), (5000, 5000, 115_000));
         assert_eq!(funds.cover_metadata(6400).bytes(), 6400);

@@ -198,8 +198,9 @@ impl Chain {
         while from < end {
             let placed = &self.placed[at];
             let until = end.min(placed.end());
-            let in_segment =
-                |position: u64| usize::try_from(position - placed.start).expect("the position is within the segment");
+            let in_segment = |position: u64| {
+                usize::try_from(position - placed.start).expect("the position is within the segment")
+            };
             show(at, in_segment(from), in_segment(until));
             from = until;
             at += 1;

@@ -127,7 +127,10 @@ fn read(memory: &Memory) -> Found {
             let mut at = 0;
             for block in &read.blocks {
                 let end = at + block.length as usize;
-                assert!(bytes[at..end] == payload(block.block_id.0, block.length), "block {block:?} has other bytes");
+                assert!(
+                    bytes[at..end] == payload(block.block_id.0, block.length),
+                    "block {block:?} has other bytes"
+                );
                 at = end;
             }
             let ids: Vec<i64> = read.blocks.iter().map(|block| block.block_id.0).collect();

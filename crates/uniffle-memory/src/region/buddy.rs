@@ -179,7 +179,10 @@ impl Buddy {
         let mut order = order_of(bytes);
         let block = offset / BLOCK_BYTES;
         let mut node = (1 << (ORDER_MAX - order)) + offset % BLOCK_BYTES / bytes;
-        debug_assert!(offset.is_multiple_of(bytes), "offset {offset} is not aligned to a piece of {bytes} bytes");
+        debug_assert!(
+            offset.is_multiple_of(bytes),
+            "offset {offset} is not aligned to a piece of {bytes} bytes"
+        );
         debug_assert!(!self.is_in_free_piece(block, node), "double free at {offset}");
         while node > 1 && self.is_set(block, node ^ 1) {
             self.clear(block, node ^ 1, order);
@@ -339,7 +342,11 @@ mod tests {
         for unit in [300, 200, 201] {
             buddy.free(unit * UNIT_BYTES, UNIT_BYTES);
         }
-        assert_eq!(buddy.allocate(UNIT_BYTES), Some(300 * UNIT_BYTES), "a single unit must be used before a pair is split");
+        assert_eq!(
+            buddy.allocate(UNIT_BYTES),
+            Some(300 * UNIT_BYTES),
+            "a single unit must be used before a pair is split"
+        );
         assert_eq!(buddy.allocate(2 * UNIT_BYTES), Some(200 * UNIT_BYTES));
         assert_eq!(buddy.largest_free(), BLOCK_BYTES);
     }

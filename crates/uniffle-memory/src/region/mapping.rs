@@ -80,7 +80,10 @@ impl Mapping {
     /// Allocates the pages of `range`, which counts from the front. Fails if there are none.
     pub(super) fn populate(&self, range: Range<usize>) -> io::Result<()> {
         let whole = self.front_bytes + self.bytes;
-        assert!(range.start <= range.end && range.end <= whole, "{range:?} exceeds a mapping of {whole} bytes");
+        assert!(
+            range.start <= range.end && range.end <= whole,
+            "{range:?} exceeds a mapping of {whole} bytes"
+        );
         backend::populate(&self.backing, self.front_at(range.start), range)
     }
 
@@ -89,7 +92,10 @@ impl Mapping {
     #[cfg(not(miri))]
     pub(super) fn fill(&self, range: Range<usize>) -> io::Result<()> {
         let whole = self.front_bytes + self.bytes;
-        assert!(range.start <= range.end && range.end <= whole, "{range:?} exceeds a mapping of {whole} bytes");
+        assert!(
+            range.start <= range.end && range.end <= whole,
+            "{range:?} exceeds a mapping of {whole} bytes"
+        );
         backend::fill(&self.backing, self.front_at(range.start), range)
     }
 

@@ -187,7 +187,11 @@ impl Slice {
 
     /// Returns a part of the slice.
     pub fn slice(&self, range: Range<usize>) -> Slice {
-        assert!(range.start <= range.end && range.end <= self.len, "{range:?} exceeds a slice of {} bytes", self.len);
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "{range:?} exceeds a slice of {} bytes",
+            self.len
+        );
         Slice { piece: Arc::clone(&self.piece), start: self.start + range.start, len: range.len() }
     }
 

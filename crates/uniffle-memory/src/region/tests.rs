@@ -167,12 +167,15 @@ fn threads_fill_and_read_one_segment() {
 fn memory_is_free_before_its_charge_is() {
     let (region, budget) = region();
     let rounds = if cfg!(miri) { 10 } else { 20_000 };
-    let take_and_drop = || {
-        for _ in 0..rounds {
-            let charge = budget.try_charge(2 << 20);
-            drop(charge.map(|charge| region.allocate(2 << 20, charge).expect("every charge has memory behind it")));
-        }
-    };
+    let take_and_drop =
+        || {
+            for _ in 0..rounds {
+                let charge = budget.try_charge(2 << 20);
+                drop(charge.map(|charge| {
+                    region.allocate(2 << 20, charge).expect("every charge has memory behind it")
+                }));
+            }
+        };
     std::thread::scope(|scope| {
         for _ in 0..3 {
             scope.spawn(take_and_drop);

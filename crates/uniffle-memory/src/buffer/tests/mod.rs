@@ -261,7 +261,11 @@ fn resent_blocks_are_deduplicated_also_in_flight() {
     assert_eq!(buffer.commit(twice, &mut funds).unwrap().duplicate_blocks, 1);
     assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [1, 2]);
     buffer.release(&batch);
-    assert_eq!(put(&memory, &buffer, 1, 0, 10).blocks, 1, "the id of a released block must be accepted again");
+    assert_eq!(
+        put(&memory, &buffer, 1, 0, 10).blocks,
+        1,
+        "the id of a released block must be accepted again"
+    );
     drop((batch, funds));
     drop(memory.forget(&key()));
     drop(buffer);
@@ -293,7 +297,11 @@ fn closed_batch_moves_late_fills_to_the_next_list() {
     assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [2, 3, 1]);
     buffer.release(&batch);
     drop((batch, extent));
-    assert_eq!(ids(&buffer.read(Some(BlockId(3)), u64::MAX, None)), [1], "a stray block must outlive its batch");
+    assert_eq!(
+        ids(&buffer.read(Some(BlockId(3)), u64::MAX, None)),
+        [1],
+        "a stray block must outlive its batch"
+    );
     let strays = buffer.seal().unwrap();
     assert_eq!(extent_ids(&strays.extent(Distribution::Normal)), [3, 1]);
     assert_eq!(extent_ids(&strays.extent(Distribution::LocalOrder)), [3, 1]);
@@ -312,7 +320,11 @@ fn sealed_batch_admits_blocks_of_its_chain_until_its_write() {
     let done = buffer.commit(vec![late, resent], &mut funds).unwrap();
     assert_eq!((done.blocks, done.duplicate_blocks), (1, 1));
     assert_eq!((buffer.active_blocks(), batch.blocks(), batch.bytes()), (0, 2, 10_000));
-    assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [2, 1], "blocks must be in the order of their commits");
+    assert_eq!(
+        ids(&buffer.read(None, u64::MAX, None)),
+        [2, 1],
+        "blocks must be in the order of their commits"
+    );
     let extent = batch.extent(Distribution::Normal);
     assert!(is_aligned(&extent), "the chain must be complete");
     assert_eq!(extent_ids(&extent), [1, 2]);
@@ -434,7 +446,11 @@ fn purged_buffer_refuses_blocks_and_is_empty() {
     }
     assert!(memory.shuffle(&key()).is_none() && memory.candidates().is_empty());
     buffer.release(&batch);
-    assert_eq!(memory.in_flight_bytes(), batch.charged_bytes(), "the bytes must stay charged until the flush ends");
+    assert_eq!(
+        memory.in_flight_bytes(),
+        batch.charged_bytes(),
+        "the bytes must stay charged until the flush ends"
+    );
     drop((batch, funds));
     assert_empty(&memory);
     let shuffle = memory.register(&key(), Distribution::Normal);

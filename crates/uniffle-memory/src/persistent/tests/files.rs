@@ -173,13 +173,21 @@ fn file_extended_before_a_kill_is_accepted() {
             }
             Memory::check(&config(Backing::Directory(directory.path().to_owned())), &owner()).unwrap();
             let again = in_directory(directory.path(), |_, _| {}).unwrap();
-            assert_eq!(std::fs::metadata(&path).unwrap().len(), bytes, "the file was extended by {more} bytes");
+            assert_eq!(
+                std::fs::metadata(&path).unwrap().len(),
+                bytes,
+                "the file was extended by {more} bytes"
+            );
             assert_eq!(
                 restored(&again, |_, _, _| false),
                 Found::from([((0, 0), vec![1])]),
                 "the file was extended by {more} bytes"
             );
-            assert_eq!(read(&again), Found::from([((0, 0), vec![1])]), "the file was extended by {more} bytes");
+            assert_eq!(
+                read(&again),
+                Found::from([((0, 0), vec![1])]),
+                "the file was extended by {more} bytes"
+            );
             again.release();
         }
     }
@@ -365,7 +373,10 @@ fn file_that_was_extended_gets_its_length_back() {
     let memory = with_one_block(directory.path());
     let (entry, bytes) = file_in(directory.path());
     std::fs::OpenOptions::new().write(true).open(&entry).unwrap().set_len(bytes + MIB).unwrap();
-    assert!(!memory.backing_vanished() && memory.outlives_process(), "an extension of the file must not matter");
+    assert!(
+        !memory.backing_vanished() && memory.outlives_process(),
+        "an extension of the file must not matter"
+    );
     assert_eq!(file_in(directory.path()).1, bytes, "the next process must take the file");
     let read = buffer(&memory, 0, 0).read(None, u64::MAX, None);
     assert_eq!(read.data.concat(), payload(1, 5000));

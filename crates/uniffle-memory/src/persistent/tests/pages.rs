@@ -113,7 +113,10 @@ fn rows_without_room_for_pages_are_refused() {
         let records = memory.block_count() * 64;
         let paid = crate::admission::metadata_reserve::FREE_BYTES + lists.ceded_bytes();
         let paid = paid + memory.heap().of(HeapKind::Blocks).used() + FREE_CHUNKS * CHUNK_BYTES;
-        assert!(front + records <= paid, "after {sent} sends {front} and {records} bytes are used, {paid} are paid");
+        assert!(
+            front + records <= paid,
+            "after {sent} sends {front} and {records} bytes are used, {paid} are paid"
+        );
         assert!(sent < 150, "a send must be refused");
     };
     assert!(matches!(refused, crate::MemoryError::NoCapacity { .. }), "{refused:?}");
