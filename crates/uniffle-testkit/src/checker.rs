@@ -336,7 +336,10 @@ impl Checker {
             let blocks: Vec<Block> = blocks.values().cloned().collect();
             for chunk in blocks.chunks(50) {
                 let batch = [(PartitionId(*partition), chunk.to_vec())];
-                client.push(&shuffle(id), SendForm::Classic, &batch).await.expect("sends of the classic form are never refused");
+                client
+                    .push(&shuffle(id), SendForm::Classic, &batch)
+                    .await
+                    .expect("sends of the classic form are never refused");
             }
         }
         let mut tally = Tally::default();

@@ -27,6 +27,7 @@ pub fn key(app: &str, shuffle: i32) -> ShuffleKey {
 }
 
 pub async fn client_of(worker: &WorkerProcess) -> ShuffleClient {
-    let client = ShuffleClient::connect(local(worker.ready().grpc_port)).await.expect("the gRPC listener is open");
+    let client =
+        ShuffleClient::connect(local(worker.ready().grpc_port)).await.expect("the gRPC listener is open");
     client.with_backoff(long_backoff())
 }

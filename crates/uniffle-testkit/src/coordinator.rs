@@ -89,8 +89,9 @@ impl CoordinatorDouble {
         holds: impl Fn(&ShuffleServerHeartBeatRequest, u64) -> bool,
     ) -> ShuffleServerHeartBeatRequest {
         let reached = self.seen.wait_for(|seen| seen.last.as_ref().is_some_and(|it| holds(it, seen.count)));
-        let reached =
-            timeout(WAIT_MAX, reached).await.map(|seen| seen.expect("the coordinator has ended").last.clone());
+        let reached = timeout(WAIT_MAX, reached)
+            .await
+            .map(|seen| seen.expect("the coordinator has ended").last.clone());
         let Ok(heartbeat) = reached else {
             panic!("the expected heartbeat did not arrive; the last state is {:?}", self.seen.borrow())
         };

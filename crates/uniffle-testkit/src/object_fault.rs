@@ -188,7 +188,11 @@ impl FaultyObjects {
 
     /// Replaces an object without the knowledge of any client.
     pub async fn replace(&self, key: &str, content: Bytes) {
-        self.0.inner.put(&Path::from(key), content.into()).await.expect("a store in memory accepts every object");
+        self.0
+            .inner
+            .put(&Path::from(key), content.into())
+            .await
+            .expect("a store in memory accepts every object");
     }
 
     /// Removes an object without the knowledge of any client.

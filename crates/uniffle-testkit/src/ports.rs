@@ -51,7 +51,8 @@ impl InheritedPort {
 }
 
 fn given_by_the_system() -> Range<u16> {
-    let text = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").expect("Linux has this file");
+    let text =
+        std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").expect("Linux has this file");
     let mut ends = text.split_whitespace().map(|end| end.parse().unwrap());
     let mut end = || ends.next().unwrap();
     end()..end()

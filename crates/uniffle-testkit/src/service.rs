@@ -187,7 +187,10 @@ impl ServiceFixture {
         let tasks = self.tasks.clone();
         GrpcServer::start(GrpcConfig::default(), listener, routes, service, tasks, &self.registry)
             .expect("the registry is new");
-        ShuffleClient::connect(address).await.expect("cannot connect to the service").with_backoff(short_backoff())
+        ShuffleClient::connect(address)
+            .await
+            .expect("cannot connect to the service")
+            .with_backoff(short_backoff())
     }
 
     /// Returns the number of hanging operations on all disks.
@@ -215,7 +218,10 @@ impl ServiceFixture {
     /// Ends a test: unregisters all applications, checks that nothing is left, and stops all tasks.
     pub async fn finish(self) {
         for app in self.service.apps().apps() {
-            self.service.lifecycle.unregister_app(app.id().as_str()).expect("the application is not registered");
+            self.service
+                .lifecycle
+                .unregister_app(app.id().as_str())
+                .expect("the application is not registered");
         }
         eventually("the service is clean", || match self.leftovers() {
             remaining if remaining.is_empty() => Ok(()),

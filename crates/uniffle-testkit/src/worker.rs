@@ -191,8 +191,9 @@ impl WorkerProcess {
                     worker.child = launch(setup, worker.dir.path());
                 }
                 ready => {
-                    worker.ready =
-                        ready.unwrap_or_else(|status| panic!("worker {} ended before it was ready: {status}", setup.name));
+                    worker.ready = ready.unwrap_or_else(|status| {
+                        panic!("worker {} ended before it was ready: {status}", setup.name)
+                    });
                     return worker;
                 }
             }
@@ -377,8 +378,8 @@ impl WorkerProcess {
 
     /// Returns the CPU time of the process so far, in seconds.
     pub fn cpu_seconds(&self) -> f64 {
-        let stat =
-            std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("the process of the worker has ended");
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()))
+            .expect("the process of the worker has ended");
         let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
         // utime and stime are fields 14 and 15, in ticks of 10 ms.
         let ticks: f64 = fields.skip(11).take(2).filter_map(|field| field.parse::<f64>().ok()).sum();
@@ -540,7 +541,8 @@ pub fn peak_resident_bytes(pid: u32) -> u64 {
 }
 
 fn proc_status(pid: u32, field: &str) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process of the worker has ended");
+    let status =
+        std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process of the worker has ended");
     let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
     let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
     number.unwrap_or_else(|| panic!("field {field} is not a number: {status}"))
