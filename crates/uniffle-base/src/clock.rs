@@ -445,7 +445,10 @@ mod tests {
         assert_eq!(tokio::join!(waiting, pausing).0, Err(Elapsed(())));
         let (took, in_all) = (ours.elapsed(), tokios.elapsed());
         assert!((10 * SECOND..=10 * SECOND + TICK).contains(&took), "{took:?}");
-        assert!(in_all > 69 * SECOND, "with a pause after {paused_after:?} the deadline passed after {in_all:?}");
+        assert!(
+            in_all > 69 * SECOND,
+            "with a pause after {paused_after:?} the deadline passed after {in_all:?}"
+        );
     }
 
     #[tokio::test(start_paused = true)]

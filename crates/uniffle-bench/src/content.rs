@@ -101,7 +101,8 @@ impl SplitMix {
 
     /// Returns a uniform number in `0..below`.
     pub(crate) fn below(&mut self, below: u64) -> u64 {
-        u64::try_from((u128::from(self.next()) * u128::from(below)) >> 64).expect("the result is less than `below`")
+        u64::try_from((u128::from(self.next()) * u128::from(below)) >> 64)
+            .expect("the result is less than `below`")
     }
 
     /// Returns a uniform number in `0.0..1.0`.
@@ -158,7 +159,8 @@ impl ContentPool {
         let hash = mix(self.seed ^ id.cast_unsigned().wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let place = usize::try_from(hash % PLACES as u64).expect("a remainder is less than PLACES");
         let classes = self.sizes.lengths.len() as u64;
-        let class = usize::try_from((hash >> 32) % classes).expect("the index is less than the number of classes");
+        let class =
+            usize::try_from((hash >> 32) % classes).expect("the index is less than the number of classes");
         BlockDescription { length: self.sizes.lengths[class], place, class }
     }
 

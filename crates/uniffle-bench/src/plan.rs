@@ -84,7 +84,8 @@ impl WorkPlan {
     /// Returns the endless sequence of messages of `task`.
     pub(crate) fn task(&self, task: u32) -> TaskPlan {
         let mut random = SplitMix::new(self.seed ^ (u64::from(task) << 32 | 0x5eed));
-        let first = u32::try_from(random.below(u64::from(self.partitions))).expect("a remainder is less than its u32 divisor");
+        let first = u32::try_from(random.below(u64::from(self.partitions)))
+            .expect("a remainder is less than its u32 divisor");
         let id = TaskAttemptId(i64::from(task));
         TaskPlan { plan: self.clone(), task: id, random, next: first, sequences: HashMap::new() }
     }

@@ -133,7 +133,9 @@ fn other_transports_and_modes_work() {
 #[test]
 fn report_page_and_floors_are_created() {
     let dir = tempfile::tempdir().unwrap();
-    let path = |name: &str| dir.path().join(name).to_str().expect("paths of temporary directories are UTF-8").to_owned();
+    let path = |name: &str| {
+        dir.path().join(name).to_str().expect("paths of temporary directories are UTF-8").to_owned()
+    };
     let page = path("page.html");
     let here = dir.path().to_str().expect("paths of temporary directories are UTF-8");
     let report = figures(&["floor", "--bytes", "16MB", "--dir", here, "--html", &page]);
@@ -274,7 +276,11 @@ fn pass(mut from: TcpStream, mut to: TcpStream, wrong: usize) {
 #[test]
 fn manuals_and_completions_cover_every_subcommand() {
     let dir = tempfile::tempdir().unwrap();
-    let output = bench(&["man", "--directory", dir.path().to_str().expect("paths of temporary directories are UTF-8")]);
+    let output = bench(&[
+        "man",
+        "--directory",
+        dir.path().to_str().expect("paths of temporary directories are UTF-8"),
+    ]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     for page in ["uniffle-bench.1", "uniffle-bench-write.1", "uniffle-bench-compare.1"] {
         assert!(dir.path().join(page).is_file(), "{page}");

@@ -68,6 +68,9 @@ mod tests {
     #[test]
     fn readme_shows_the_tested_example() {
         let (readme, example) = (include_str!("../README.md"), include_str!("../examples/quick_start.rs"));
-        assert!(readme.contains(&format!("```rust,no_run\n{example}```\n")), "README.md differs from the example");
+        assert!(
+            readme.contains(&format!("```rust,no_run\n{example}```\n")),
+            "README.md differs from the example"
+        );
     }
 }

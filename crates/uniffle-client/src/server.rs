@@ -382,7 +382,10 @@ mod tests {
     #[test]
     fn only_transient_failures_are_retried() {
         let refused = |status| ClientError::Refused { rpc: "sendShuffleData", status, text: String::new() };
-        assert!(is_retryable(&refused(StatusCode::InternalError)), "the ticket may have expired, so the error must be retryable");
+        assert!(
+            is_retryable(&refused(StatusCode::InternalError)),
+            "the ticket may have expired, so the error must be retryable"
+        );
         assert!(is_retryable(&ClientError::Timeout { rpc: "x", after: Duration::ZERO }));
         // NO_BUFFER has its own retry limit, which the retries of sends must not multiply.
         for status in [StatusCode::NoRegister, StatusCode::NoBuffer, StatusCode::ExceedHugePartitionHardLimit]

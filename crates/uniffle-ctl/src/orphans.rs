@@ -59,7 +59,8 @@ pub(crate) async fn run(
     }
     let mut removed = Vec::new();
     let objects = |worker: &Value| worker["objects"].as_u64().unwrap_or_default();
-    let chosen: Vec<_> = workers.iter().filter(|worker| is_removable(worker, named, wanted.older_than)).collect();
+    let chosen: Vec<_> =
+        workers.iter().filter(|worker| is_removable(worker, named, wanted.older_than)).collect();
     let mut remaining: u64 = chosen.iter().map(|worker| objects(worker)).sum();
     for worker in chosen {
         let id = worker["worker"].as_str().unwrap_or_default();
@@ -164,9 +165,14 @@ mod tests {
         ];
         let states: Vec<_> = all.iter().map(|worker| worker["state"].as_str().unwrap()).collect();
         assert_eq!(states, ["own", "alive", "gone", "gone"]);
-        let is_removable =
-            |named: &[String]| -> Vec<_> { all.iter().map(|worker| is_removable(worker, named, day)).collect() };
-        assert_eq!(is_removable(&[]), [false, false, true, false], "a worker whose objects are new must not be chosen");
+        let is_removable = |named: &[String]| -> Vec<_> {
+            all.iter().map(|worker| is_removable(worker, named, day)).collect()
+        };
+        assert_eq!(
+            is_removable(&[]),
+            [false, false, true, false],
+            "a worker whose objects are new must not be chosen"
+        );
         assert_eq!(is_removable(&["d".to_owned()]), [false, false, false, true]);
     }
 

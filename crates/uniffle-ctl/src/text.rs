@@ -415,7 +415,11 @@ mod tests {
         let node = |used: Value| json!({ "id": "w-1", "disks": [disk], "disks_used_bytes": used });
         let row = |used| cluster(&json!({ "nodes": [node(used)] }));
         assert!(row(json!(3 << 20)).contains("3.0 MiB"), "{}", row(json!(3 << 20)));
-        assert!(!row(Value::Null).contains("TiB"), "a server without this figure must not show one: {}", row(Value::Null));
+        assert!(
+            !row(Value::Null).contains("TiB"),
+            "a server without this figure must not show one: {}",
+            row(Value::Null)
+        );
     }
 
     #[test]

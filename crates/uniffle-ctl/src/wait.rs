@@ -44,7 +44,9 @@ pub(crate) async fn decommission(
         bar.show(remaining, format!("applications left: {remaining}"));
         let waiting_for = || {
             let http = &target.http;
-            format!("{http}: applications left: {remaining} (it looks every `decommission_check_interval_sec`)")
+            format!(
+                "{http}: applications left: {remaining} (it looks every `decommission_check_interval_sec`)"
+            )
         };
         pause(start, within, waiting_for).await?;
     }

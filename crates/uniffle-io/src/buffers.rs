@@ -412,7 +412,10 @@ mod tests {
         second.put(&[1; 10]);
         second.pad();
         assert_eq!(second.filled(), BLOCK_ALIGN);
-        assert!(second.as_ref()[10..].iter().all(|byte| *byte == 0), "the buffer has bytes of its first user");
+        assert!(
+            second.as_ref()[10..].iter().all(|byte| *byte == 0),
+            "the buffer has bytes of its first user"
+        );
     }
 
     #[test]

@@ -267,7 +267,8 @@ impl Replacements {
     /// Returns whether a later registration replaces this entry. Called for each entry in order.
     fn replace(&mut self, entry: &FrameContent) -> bool {
         let FrameContent::Record(shuffle, record) = entry else { return false };
-        let Some(remaining) = self.0.get_mut(&shuffle.number).filter(|_| Record::is_registration(record)) else {
+        let Some(remaining) = self.0.get_mut(&shuffle.number).filter(|_| Record::is_registration(record))
+        else {
             return false;
         };
         *remaining = remaining.saturating_sub(u32::from(Record::replaces_registrations(record)));

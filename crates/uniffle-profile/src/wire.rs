@@ -90,7 +90,11 @@ mod tests {
         assert_eq!(refusal(b"usage: worker [OPTIONS]", 100).1, "not a message of this program");
         let mut question = Vec::new();
         write(&mut question, QUESTION, b"twelve bytes").unwrap();
-        assert_eq!(refusal(&question, 100).1, "not a message of this program", "a request was accepted as a response");
+        assert_eq!(
+            refusal(&question, 100).1,
+            "not a message of this program",
+            "a request was accepted as a response"
+        );
         let more = [written(b"x"), b"y".to_vec()].concat();
         assert_eq!(refusal(&more, 100).1, "more data after the message of 1 bytes");
     }

@@ -117,7 +117,10 @@ pub(super) mod tests {
         assert_eq!(spans.lost(), 1);
         let child = record("part", SpanId(7));
         spans.release(std::slice::from_ref(&child));
-        assert!(!is_recorded(&spans.begin("call", SpanContext::random())), "a released child must not make room");
+        assert!(
+            !is_recorded(&spans.begin("call", SpanContext::random())),
+            "a released child must not make room"
+        );
         spans.release(&[record("call", SpanId::default()), child]);
         assert!(is_recorded(&spans.begin("call", SpanContext::random())));
         assert_eq!(spans.lost(), 2);

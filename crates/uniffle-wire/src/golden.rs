@@ -268,7 +268,11 @@ fn send_may_be_split_anywhere() {
         let frame = encoded(&request);
         let message = &frame[HEADER_BYTES..];
         for step in 1..=message.len() {
-            assert_eq!(walk(message, step).unwrap(), without_servers(request.clone()), "message in pieces of {step} bytes");
+            assert_eq!(
+                walk(message, step).unwrap(),
+                without_servers(request.clone()),
+                "message in pieces of {step} bytes"
+            );
         }
     }
 }
@@ -382,7 +386,10 @@ fn reads_of_any_other_length_are_refused() {
         let frame = unhex(text);
         let (header, message, _) = split(&frame);
         for length in 0..message.len() {
-            assert!(ReadRequest::decode(header.kind, &message[..length]).is_err(), "{text} cut at byte {length} was accepted");
+            assert!(
+                ReadRequest::decode(header.kind, &message[..length]).is_err(),
+                "{text} cut at byte {length} was accepted"
+            );
         }
         let mut longer = message.to_vec();
         longer.put_u8(0);

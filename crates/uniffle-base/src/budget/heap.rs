@@ -214,7 +214,11 @@ mod tests {
         let passing = [HeapKind::Requests, HeapKind::Blocks, HeapKind::Answers].map(|kind| heap.of(kind));
         let flood = passing.map(|budget| budget.try_charge(budget.free()).unwrap());
         assert!(passing.iter().all(|budget| budget.try_charge(1).is_err()), "a part of the share is unused");
-        assert_eq!((app.free(), heap.whole().free()), (100, 100), "the share of an application must be a sixteenth");
+        assert_eq!(
+            (app.free(), heap.whole().free()),
+            (100, 100),
+            "the share of an application must be a sixteenth"
+        );
         let more = app.try_charge(40).unwrap();
         drop(flood);
         let flood = passing.map(|budget| budget.try_charge(budget.free()).unwrap());
@@ -231,7 +235,11 @@ mod tests {
             for number in 0..10 {
                 let app = heap.of_one_app(kind);
                 let free = app.free();
-                assert!(free >= heap.of(kind).capacity() >> 8, "{}: application {number} has only {free} bytes", kind.name());
+                assert!(
+                    free >= heap.of(kind).capacity() >> 8,
+                    "{}: application {number} has only {free} bytes",
+                    kind.name()
+                );
                 assert_eq!(app.try_charge(free + 1).unwrap_err().free, free);
                 held.push(app.try_charge(free).unwrap());
                 assert!(app.try_charge(1).is_err(), "{}: application {number} exceeds its part", kind.name());

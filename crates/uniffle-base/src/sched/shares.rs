@@ -71,13 +71,20 @@ mod tests {
         assert_eq!(room(1600, 1600, 0), 800);
         assert_eq!(room(1600, 800, 800), 0);
         assert_eq!(room(1600, 800, 0), 400);
-        assert_eq!(room(1600, 400, 0), 80, "the last quarter must be reserved for applications that hold little");
+        assert_eq!(
+            room(1600, 400, 0),
+            80,
+            "the last quarter must be reserved for applications that hold little"
+        );
         assert_eq!(room(1600, 400, 200), 0);
         let mut free = 1 << 30;
         for _ in 0..20 {
             free -= room(1 << 30, free, 0);
         }
-        assert!(room(1 << 30, free, 0) > 900 << 10, "only {free} bytes remain after 20 applications took their maximum");
+        assert!(
+            room(1 << 30, free, 0) > 900 << 10,
+            "only {free} bytes remain after 20 applications took their maximum"
+        );
     }
 
     #[test]

@@ -224,7 +224,10 @@ mod tests {
         ] {
             for before in ["my.password=", "my.password = ", "\"my.password\": ", "x=1,my.password="] {
                 let shown = text(&format!("{before}{secret}"));
-                assert!(!shown.contains("hush") && shown.contains(REMOVED), "{before}{secret} was shown as {shown}");
+                assert!(
+                    !shown.contains("hush") && shown.contains(REMOVED),
+                    "{before}{secret} was shown as {shown}"
+                );
             }
         }
     }

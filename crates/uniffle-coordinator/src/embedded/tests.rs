@@ -289,7 +289,11 @@ async fn node_expiry_does_not_count_pauses() {
         let coordinator = with_nodes(1..3);
         for _ in 0..3 {
             advance(Duration::from_secs(3600)).await;
-            assert_eq!(coordinator.nodes().len(), 2, "nodes were lost during a time without heartbeats of any node");
+            assert_eq!(
+                coordinator.nodes().len(),
+                2,
+                "nodes were lost during a time without heartbeats of any node"
+            );
             tokio::time::sleep(Duration::from_secs(9)).await;
         }
         assert_eq!(coordinator.nodes().len(), 2);

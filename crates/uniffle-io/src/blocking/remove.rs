@@ -78,7 +78,11 @@ mod tests {
         while !remove_part(&tree, 3 * MIB).unwrap() {
             lengths.extend(large.metadata().map(|it| it.len()));
         }
-        assert_eq!(lengths, [8 * MIB, 5 * MIB, 2 * MIB], "a file must be truncated to whole MiB, and the remainder removed with its name");
+        assert_eq!(
+            lengths,
+            [8 * MIB, 5 * MIB, 2 * MIB],
+            "a file must be truncated to whole MiB, and the remainder removed with its name"
+        );
         assert!(!tree.exists());
         assert_eq!(remove_part(&tree, MIB).unwrap_err().kind(), io::ErrorKind::NotFound);
     }

@@ -30,7 +30,10 @@ impl IdChunk {
     /// `ids` is empty.
     pub(crate) fn encode(ids: &[u64]) -> Option<Self> {
         let (first, last) = (*ids.first()?, *ids.last()?);
-        debug_assert!(ids.len() <= CHUNK_IDS_MAX && ids.is_sorted_by(|a, b| a < b), "ids must be ascending and fit into a chunk");
+        debug_assert!(
+            ids.len() <= CHUNK_IDS_MAX && ids.is_sorted_by(|a, b| a < b),
+            "ids must be ascending and fit into a chunk"
+        );
         let mut gaps = [0u64; CHUNK_IDS_MAX];
         let gaps = &mut gaps[..ids.len() - 1];
         for (gap, pair) in gaps.iter_mut().zip(ids.windows(2)) {

@@ -521,7 +521,12 @@ mod tests {
         let mut copy = set.clone();
         copy.add(1);
         assert_eq!((set.len(), copy.len(), set.contains(1)), (100_000, 100_001, false));
-        assert!(set.clone_bytes() < set.heap_bytes(), "a clone takes {} bytes, the set {}", set.clone_bytes(), set.heap_bytes());
+        assert!(
+            set.clone_bytes() < set.heap_bytes(),
+            "a clone takes {} bytes, the set {}",
+            set.clone_bytes(),
+            set.heap_bytes()
+        );
         assert!(set.heap_bytes() < 100_000, "ids of one distance take {} bytes", set.heap_bytes());
     }
 

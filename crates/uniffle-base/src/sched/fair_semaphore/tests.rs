@@ -74,7 +74,8 @@ fn stalled_readers_leave_permits_for_another_application() {
     let held: Vec<_> = std::iter::from_fn(|| semaphore.try_acquire(&hog, 1)).collect();
     assert_eq!(held.len(), 28);
     let queued: Vec<_> = (0..30).map(|_| waiting(&semaphore, &hog, 1)).collect();
-    let mut place = semaphore.acquire(&honest, 1).now_or_never().expect("an eighth is reserved for other applications");
+    let mut place =
+        semaphore.acquire(&honest, 1).now_or_never().expect("an eighth is reserved for other applications");
     for _ in 0..9 {
         let mut next = waiting(&semaphore, &honest, 1);
         drop(place);
@@ -132,7 +133,10 @@ fn waiter_with_the_smallest_share_is_served_next() {
     let first = is_served(&mut first).unwrap();
     let of_flood = is_served(&mut of_flood);
     assert!(of_flood.is_some(), "an application without permits must be served");
-    assert!(is_served(&mut third).is_none(), "the remaining bytes are reserved for applications without permits");
+    assert!(
+        is_served(&mut third).is_none(),
+        "the remaining bytes are reserved for applications without permits"
+    );
     drop(of_flood);
     let third = is_served(&mut third);
     assert!(third.is_some(), "the waiter holds less than its weighted share and must be served");
@@ -192,7 +196,10 @@ fn waiter_for_bytes_holds_no_permit_and_vice_versa() {
     let all = semaphore.try_acquire_with(&honest, 0, &parts_of(&[&disk], 4)).unwrap();
     let mut stuck: Vec<_> = (0..9).map(|_| with_parts(&semaphore, &hog, 10, parts_of(&[&disk], 1))).collect();
     assert!(stuck.iter_mut().all(|it| it.now_or_never().is_none()));
-    assert!(!semaphore.is_short() && semaphore.0.lock().free == 80, "the waiters must lack the disk, not bytes");
+    assert!(
+        !semaphore.is_short() && semaphore.0.lock().free == 80,
+        "the waiters must lack the disk, not bytes"
+    );
     let other = device();
     assert!(semaphore.has_waiters(), "prefetching must stop while requests wait");
     assert!(semaphore.try_acquire(&hog, 10).is_some());

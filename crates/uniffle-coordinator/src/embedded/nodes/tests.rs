@@ -364,7 +364,11 @@ fn lost_nodes_survive_the_process() {
     next.expire(lost + lost::KEPT - Duration::from_secs(1));
     assert_eq!(next.counts().lost, 1);
     next.expire(lost + lost::KEPT);
-    assert_eq!((next.counts().lost, next.lost.bytes), (0, 0), "a node must be forgotten one day after its loss, not after the start");
+    assert_eq!(
+        (next.counts().lost, next.lost.bytes),
+        (0, 0),
+        "a node must be forgotten one day after its loss, not after the start"
+    );
     next.restore(&[SavedNode { id: "a\nb".into(), lost_at: None }], lost, hour);
     assert_eq!(next.lost.bytes, 0);
 }

@@ -106,7 +106,10 @@ impl Fixture {
                 false => gap.is_some(),
             };
             let found = log.records.get(shuffle).cloned().unwrap_or_default();
-            assert!(is_refused || found.is_superset(ids), "acknowledged records of shuffle {shuffle} are missing on {here:?}: {seen:#?}");
+            assert!(
+                is_refused || found.is_superset(ids),
+                "acknowledged records of shuffle {shuffle} are missing on {here:?}: {seen:#?}"
+            );
         }
         let usable: Vec<_> = here.iter().map(|at| Member::new(uuid(*at), &format!("/{at}"))).collect();
         let Ok(members) = members_after(&decision.epoch, &usable) else { return };
@@ -182,7 +185,10 @@ fn one_damaged_copy_is_repaired_and_two_are_not() {
     assert!(proven([(9, None), (9, None)]));
     assert!(proven([(9, None), (4, Some(true))]) && proven([(9, None), (0, Some(true))]));
     assert!(proven([(9, None), (3, None)]));
-    assert!(proven([(9, Some(false)), (9, Some(false))]), "the last write before a loss of power may be incomplete");
+    assert!(
+        proven([(9, Some(false)), (9, Some(false))]),
+        "the last write before a loss of power may be incomplete"
+    );
     assert!(!proven([(9, Some(true)), (4, Some(true))]));
     let marked = |records, acknowledged: u64| {
         let mut seen = two_copies(records);
@@ -194,7 +200,10 @@ fn one_damaged_copy_is_repaired_and_two_are_not() {
         None,
         "only unacknowledged records are damaged"
     );
-    assert!(marked([(9, Some(false)), (9, Some(false))], 10).is_some(), "the last acknowledged record is damaged in both copies");
+    assert!(
+        marked([(9, Some(false)), (9, Some(false))], 10).is_some(),
+        "the last acknowledged record is damaged in both copies"
+    );
     let reason = marked([(7, None), (7, None)], 10).unwrap();
     assert!(reason.contains("/0/log ends before record 9"), "{reason}");
     assert_eq!(marked([(7, None), (10, None)], 10), None, "one copy is complete");
@@ -250,7 +259,11 @@ fn directory_is_followed_after_hundreds_of_absent_starts() {
         let every: Vec<usize> = (0..all).collect();
         fixture.live(&every, &[1]);
         (0..300).for_each(|_| fixture.live(&rest, &[1]));
-        assert_eq!(decide_recovery(&fixture.see(&every), None).gap, None, "all {all} directories are present");
+        assert_eq!(
+            decide_recovery(&fixture.see(&every), None).gap,
+            None,
+            "all {all} directories are present"
+        );
         fixture.live(&every, &[1]);
         let lineage = decide_recovery(&fixture.see(&every), None).epoch.lineage.len();
         assert_eq!(lineage, LINEAGE_MAX, "old epochs must be forgotten");
@@ -267,7 +280,11 @@ fn hand_off_proves_only_its_own_epoch() {
     assert_eq!(decide_recovery(&all, Some(&hand_off(epoch, 2))).gap, None);
     let gap = decide_recovery(&all, Some(&hand_off(epoch, 9))).gap.unwrap();
     assert!(gap.reason.contains("/0/log ends before record 8"), "{}", gap.reason);
-    assert_eq!(decide_recovery(&all, Some(&hand_off(epoch + 1, 9))).gap, None, "the hand-off of another epoch must be ignored");
+    assert_eq!(
+        decide_recovery(&all, Some(&hand_off(epoch + 1, 9))).gap,
+        None,
+        "the hand-off of another epoch must be ignored"
+    );
 }
 
 /// The outgoing process had the log to itself, so an absent directory has nothing newer.
