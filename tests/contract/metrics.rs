@@ -117,7 +117,8 @@ fn page(metrics: &[Description]) -> String {
         rows.sort_by_key(|it| &it.name);
         for Description { name, kind, labels, help, .. } in rows {
             let labels = labels.join(", ");
-            writeln!(page, "| `{name}` | {kind} | {labels} | {help} |").expect("writing to a string cannot fail");
+            writeln!(page, "| `{name}` | {kind} | {labels} | {help} |")
+                .expect("writing to a string cannot fail");
         }
     }
     page
@@ -275,7 +276,10 @@ async fn metrics_page_matches_the_exported_metrics() {
     let repeated: Vec<_> = exported.iter().filter(|(_, count)| **count != 1).collect();
     assert!(repeated.is_empty(), "metrics are exported more than once: {repeated:?}");
     let undescribed: Vec<_> = exported.keys().filter(|it| !described.contains(it)).collect();
-    assert!(undescribed.is_empty() && missing.is_empty(), "undescribed metrics: {undescribed:?}\nmissing metrics: {missing:?}");
+    assert!(
+        undescribed.is_empty() && missing.is_empty(),
+        "undescribed metrics: {undescribed:?}\nmissing metrics: {missing:?}"
+    );
     drop(named);
     assert_eq!(b.stop().await + a.stop().await, 0);
 }

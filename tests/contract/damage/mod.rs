@@ -64,7 +64,10 @@ fn results_of_damaged_directories_are_complete_or_refused() {
         failures.join("\n")
     );
     let (intact, served) = total.intact_and_served();
-    assert!(served * 10_000 >= intact * SERVED_OF_10_000, "only {served} of {intact} intact blocks are served");
+    assert!(
+        served * 10_000 >= intact * SERVED_OF_10_000,
+        "only {served} of {intact} intact blocks are served"
+    );
     assert!(alone || total.never().is_empty(), "no seed chose these corruptions: {:?}", total.never());
 }
 

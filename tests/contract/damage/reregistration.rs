@@ -49,7 +49,14 @@ fn reregistration_after_lost_registration_is_refused() {
         // An id above all recovered ones is new.
         let new = ShuffleKey::new(keys[0].app.clone(), ShuffleId(11));
         register_again(fixture, life, &new).await;
-        assert!(!life.client.results(&new, 0).await.expect("the results of a new shuffle must not be refused").is_empty());
+        assert!(
+            !life
+                .client
+                .results(&new, 0)
+                .await
+                .expect("the results of a new shuffle must not be refused")
+                .is_empty()
+        );
         life.client.results(&keys[1], 0).await
     });
     let refusal = lived.unwrap().expect_err("the results of the earlier registration must be refused");

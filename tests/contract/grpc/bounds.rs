@@ -115,7 +115,11 @@ async fn unfinished_reports_use_at_most_half_of_their_heap() {
         peak = tokio::time::timeout(Duration::from_secs(60), watching) => peak.expect("the reports did not take a third of the heap"),
         _ = futures::future::join(sending, futures::future::join_all(calls)) => panic!("all calls ended at once"),
     };
-    assert!(peak <= requests.capacity() / 2 + (1 << 20), "requests held {peak} of {} bytes", requests.capacity());
+    assert!(
+        peak <= requests.capacity() / 2 + (1 << 20),
+        "requests held {peak} of {} bytes",
+        requests.capacity()
+    );
     drop(channel);
     eventually("their memory is free again", || match requests.used() {
         0 => Ok(()),
@@ -213,7 +217,11 @@ async fn unread_responses_pin_bounded_memory() {
         let endpoint = Endpoint::from_shared(address.clone()).unwrap().initial_stream_window_size(65_535);
         let channel = endpoint.initial_connection_window_size(65_535).connect().await.unwrap();
         bodies.push(raw::open(&channel, GET_MEMORY_DATA, raw::framed(&request)).await);
-        assert!(answered.used() <= answered.capacity() / 2 + (2 << 20), "responses hold {} bytes", answered.used());
+        assert!(
+            answered.used() <= answered.capacity() / 2 + (2 << 20),
+            "responses hold {} bytes",
+            answered.used()
+        );
     }
     for body in bodies {
         let whole = body.collect().await.unwrap().to_bytes();
@@ -259,7 +267,11 @@ async fn unread_connection_holds_its_share_until_timeout() {
     for _ in 0..16 {
         bodies.push(raw::open(&channel, GET_MEMORY_DATA, raw::framed(&request)).await);
         let share = answered.capacity() / 8;
-        assert!(answered.used() <= share + (1 << 20), "responses hold {} bytes, the share is {share}", answered.used());
+        assert!(
+            answered.used() <= share + (1 << 20),
+            "responses hold {} bytes, the share is {share}",
+            answered.used()
+        );
     }
     fixture.assert_reads(&key, 0, &blocks).await;
     // HTTP/2 holds complete responses that the socket does not accept. The connection is closed,

@@ -73,7 +73,10 @@ async fn concurrent_commits_are_counted_and_flushed() {
         let answer = commit(&fixture, &key).await;
         assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
         let there = on_disk(&fixture, &key, 0).await;
-        assert!(ids(&part).iter().all(|id| there.binary_search(id).is_ok()), "blocks of committed task {task} are missing");
+        assert!(
+            ids(&part).iter().all(|id| there.binary_search(id).is_ok()),
+            "blocks of committed task {task} are missing"
+        );
         answer.commit_count
     };
     let mut counts = join_all((1..=TASKS).map(task)).await;
@@ -91,7 +94,11 @@ async fn commit_of_unknown_shuffle_is_refused() {
     let other = super::fixture::key("app-1", 2);
     assert_eq!(commit(&fixture, &other).await.status(), StatusCode::NoRegister);
     let answer = commit(&fixture, &key).await;
-    assert_eq!((answer.status(), answer.commit_count), (StatusCode::Success, 1), "a commit of a task without blocks must succeed");
+    assert_eq!(
+        (answer.status(), answer.commit_count),
+        (StatusCode::Success, 1),
+        "a commit of a task without blocks must succeed"
+    );
     fixture.finish().await;
 }
 
@@ -120,7 +127,11 @@ async fn commit_waits_for_disks_until_shuffle_is_unregistered() {
     .await;
     assert!(!first.is_finished() && !second.is_finished());
     let refused = client.unregister(&keys[0]).await.unwrap_err();
-    assert_eq!(refused.status(), Some(StatusCode::InternalError), "an unregistration without a usable disk must fail: {refused}");
+    assert_eq!(
+        refused.status(),
+        Some(StatusCode::InternalError),
+        "an unregistration without a usable disk must fail: {refused}"
+    );
     assert_eq!(first.await.unwrap().unwrap_err().status(), StatusCode::NoRegister);
     assert!(!second.is_finished());
     fixture.heal().await;

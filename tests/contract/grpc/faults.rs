@@ -140,7 +140,11 @@ async fn fourth_attempt_gets_the_loss(operation: Operation, suffix: &'static str
     for attempt in 1..4 {
         let error = read().await.unwrap_err().to_string();
         assert!(error.contains("Input/output error"), "attempt {attempt} has another error: {error}");
-        assert_eq!(fixture.service.diagnostics.losses().losses.is_empty(), attempt < 3, "only the third failed attempt may report losses, attempt {attempt}");
+        assert_eq!(
+            fixture.service.diagnostics.losses().losses.is_empty(),
+            attempt < 3,
+            "only the third failed attempt may report losses, attempt {attempt}"
+        );
     }
     let error = read().await.unwrap_err().to_string();
     assert!(error.contains("10 blocks of shuffle app-1/1 partition 0 are lost"), "{error}");

@@ -118,7 +118,8 @@ impl WorkerFixture {
     pub(crate) fn histogram(&self, name: &str) -> (u64, f64) {
         let families = self.worker.registry().gather();
         let found = families.iter().find(|family| family.name() == name);
-        let histogram = found.unwrap_or_else(|| panic!("metric {name} does not exist")).get_metric()[0].get_histogram();
+        let histogram =
+            found.unwrap_or_else(|| panic!("metric {name} does not exist")).get_metric()[0].get_histogram();
         (histogram.get_sample_count(), histogram.get_sample_sum())
     }
 

@@ -168,6 +168,8 @@ async fn partitions_move_away_while_no_disk_is_writable() {
 
     in_the_way.iter().for_each(|path| std::fs::remove_file(path).unwrap());
     eventually("a disk takes data", || if takes_data() { Ok(()) } else { Err(String::new()) }).await;
-    timeout(NOTICE_MAX, moving(false)).await.expect("the health checker did not notice that the directory returned");
+    timeout(NOTICE_MAX, moving(false))
+        .await
+        .expect("the health checker did not notice that the directory returned");
     fixture.finish().await;
 }

@@ -86,7 +86,11 @@ async fn fill_reported_ids(fixture: &WorkerFixture, key: &ShuffleKey) {
         let (status, text) = report(fixture, key, vec![(partition, far(first..first + 100_000))]).await;
         assert_eq!(status, StatusCode::Success, "{text}");
         let reported = fixture.memory().heap().of(HeapKind::ReportedIds);
-        assert!(reported.used() <= reported.capacity(), "reported ids take {} bytes of heap", reported.used());
+        assert!(
+            reported.used() <= reported.capacity(),
+            "reported ids take {} bytes of heap",
+            reported.used()
+        );
     }
 }
 
@@ -114,7 +118,11 @@ async fn full_heap_shares_do_not_block_other_applications() {
     }
     // Nothing was revoked from the applications that fill the heap.
     let before = charged_bytes(&fixture, HeapKind::Registrations);
-    assert_eq!(register(&fixture, &key("hog-2", 1), 1).await.0, StatusCode::Success, "a known application must be accepted");
+    assert_eq!(
+        register(&fixture, &key("hog-2", 1), 1).await.0,
+        StatusCode::Success,
+        "a known application must be accepted"
+    );
     assert_eq!(charged_bytes(&fixture, HeapKind::Registrations), before);
     // The first exceeds its share while there is a second application, and not after that ends.
     fixture.client.unregister(&key("hog-1", 1)).await.unwrap();
@@ -194,7 +202,10 @@ fn report_beyond_heap_is_refused_before_and_after_restart() {
         for partition in 0..40 {
             let mut expected: Vec<u64> = ids(partition).into_iter().map(i64::unsigned_abs).collect();
             expected.sort_unstable();
-            assert!(reported_ids(fixture, &large, partition).await == expected, "wrong ids of partition {partition}");
+            assert!(
+                reported_ids(fixture, &large, partition).await == expected,
+                "wrong ids of partition {partition}"
+            );
         }
         assert_eq!(reported_ids(fixture, &small, 0).await, [7]);
     };

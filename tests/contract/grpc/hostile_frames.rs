@@ -44,7 +44,10 @@ async fn truncated_message_stores_nothing() {
             let answer = raw::call(&channel, raw::SEND, vec![body], End::Closed).await;
             if answer.grpc_status == Some(0) {
                 let (status, text) = answer.send_status();
-                assert!(status != StatusCode::Success && !text.is_empty(), "{form:?} cut at byte {cut} was accepted");
+                assert!(
+                    status != StatusCode::Success && !text.is_empty(),
+                    "{form:?} cut at byte {cut} was accepted"
+                );
             }
         }
     }

@@ -223,7 +223,11 @@ async fn registrations_of_all_client_versions_are_accepted() {
         let refused = fixture.client.register(&super::fixture::key("app-2", 1), &[(0, 0), range]).await;
         assert_eq!(refused.unwrap_err().status(), Some(StatusCode::InvalidRequest), "{range:?}");
     }
-    assert_eq!(fixture.worker.service().apps().app_count(), 1, "a refused registration must not create an application");
+    assert_eq!(
+        fixture.worker.service().apps().app_count(),
+        1,
+        "a refused registration must not create an application"
+    );
     fixture.finish().await;
 }
 
@@ -294,11 +298,15 @@ async fn app_without_heartbeat_expires_after_timeout() {
             assert_eq!(fixture.service.apps().app_count(), 3, "an application has expired after {second} s");
         }
     }
-    let remaining: Vec<String> = fixture.service.apps().apps().iter().map(|app| app.id().to_string()).collect();
+    let remaining: Vec<String> =
+        fixture.service.apps().apps().iter().map(|app| app.id().to_string()).collect();
     assert!(remaining.len() == 2 && !remaining.contains(&"silent".to_owned()), "{remaining:?}");
     assert_eq!(fixture.memory.budget().used(), 0, "stored blocks and the ticket must be freed");
     let files = fixture.files();
     assert!(!files.iter().any(|file| file.to_string_lossy().contains("silent")), "{files:?}");
-    assert!(fixture.service.lifecycle.heartbeat("silent").is_err(), "a late heartbeat must not create an application");
+    assert!(
+        fixture.service.lifecycle.heartbeat("silent").is_err(),
+        "a late heartbeat must not create an application"
+    );
     fixture.finish().await;
 }

@@ -45,13 +45,20 @@ async fn partitions_are_limited_per_application_and_user() {
     let fixture = WorkerFixture::with(with("[quota]\napp_partitions = 10\nuser_partitions = 15")).await;
     let (a, b, other) = (key("app-a", 1), key("app-b", 1), key("app-c", 1));
     assert_eq!(register(&fixture, &a, "etl", 10).await.0, StatusCode::Success);
-    assert_eq!(register(&fixture, &a, "etl", 10).await.0, StatusCode::Success, "registered partitions must not count again");
+    assert_eq!(
+        register(&fixture, &a, "etl", 10).await.0,
+        StatusCode::Success,
+        "registered partitions must not count again"
+    );
     let (status, text) = register(&fixture, &key("app-a", 2), "etl", 1).await;
     assert_eq!(status, StatusCode::InternalError);
     assert!(text.contains("quota.app_partitions is 10: 10 in use, 1 more requested"), "{text}");
     let (status, text) = register(&fixture, &b, "etl", 6).await;
     assert!(status == StatusCode::InternalError && text.contains("quota.user_partitions is 15"), "{text}");
-    assert!(fixture.worker.service().apps().find(&b.app).is_none(), "the refused registration left an application");
+    assert!(
+        fixture.worker.service().apps().find(&b.app).is_none(),
+        "the refused registration left an application"
+    );
     assert_eq!(register(&fixture, &other, "anna", 10).await.0, StatusCode::Success);
     assert_eq!(fixture.worker.service().diagnostics.quotas()[0].refused, 1);
     fixture.client.unregister(&a).await.unwrap();
@@ -230,7 +237,10 @@ fn recovered_state_is_accepted_and_counts() {
             fixture.worker.service().diagnostics.quotas().iter().map(|quota| quota.used).collect();
         assert_eq!(used[1..], [20, 100]);
         let overhead = used[0].checked_sub(bytes).expect("the quota counts less than the payload");
-        assert!((20 * 40..64 << 10).contains(&overhead), "alignment, index and metadata take {overhead} bytes");
+        assert!(
+            (20 * 40..64 << 10).contains(&overhead),
+            "alignment, index and metadata take {overhead} bytes"
+        );
         assert_eq!(fixture.client.results(&key, &[P], None).await.unwrap().cardinality(), 20);
         let refused = fixture.client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap_err();
         assert!(refused.to_string().contains("quota.app_disk is 1"), "{refused}");

@@ -151,14 +151,22 @@ async fn results_equal_the_java_bytes() {
     fixture.client.register(&key, &[(0, 5000)]).await.unwrap();
     let success = |bytes: &str| (StatusCode::Success, Bytes::from(hex(bytes)));
     let nothing = success("00 00000000");
-    assert_eq!(result_bytes(&fixture, &key, &[0, 1], Some(HISTORIC)).await, nothing, "the result before any report must be empty");
+    assert_eq!(
+        result_bytes(&fixture, &key, &[0, 1], Some(HISTORIC)).await,
+        nothing,
+        "the result before any report must be empty"
+    );
 
     let high = (1_i64 << 33) + 7;
     let ids = [(0, vec![1, 2]), (1, vec![5 + (1 << 21)]), (4096, vec![high])];
     assert_eq!(reported(&fixture, report(&key, &ids)).await.0, StatusCode::Success);
     let one_and_two = success("00 00000001 00000000 3a30000001000000000001001000000001000200");
     assert_eq!(result_bytes(&fixture, &key, &[0], Some(HISTORIC)).await, one_and_two);
-    assert_eq!(result_bytes(&fixture, &key, &[7], Some(HISTORIC)).await, nothing, "the result of a partition without blocks must be empty");
+    assert_eq!(
+        result_bytes(&fixture, &key, &[7], Some(HISTORIC)).await,
+        nothing,
+        "the result of a partition without blocks must be empty"
+    );
 
     let single = GetShuffleResultRequest {
         app_id: "app-1".to_owned(),

@@ -196,7 +196,11 @@ async fn block_id_zero_is_valid() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 0, 0..3);
-    assert_eq!(all[0].meta.block_id, BlockId(0), "the first block must have id 0: sequence, partition and task 0");
+    assert_eq!(
+        all[0].meta.block_id,
+        BlockId(0),
+        "the first block must have id 0: sequence, partition and task 0"
+    );
     fixture.push(&key, &batch(0, &all)).await;
     let after_0 = fixture.client.read_memory(&key, P, Some(BlockId(0)), 1 << 20, None).await.unwrap();
     assert_eq!(ids(&after_0.blocks), ids(&all[1..]), "0 as a cursor must not be the start");

@@ -126,8 +126,7 @@ impl History {
             ticket: grant.ticket,
             message_bytes: bytes as u64 + 1_000,
         };
-        let session =
-            self.service().ingest.begin_send(header).expect("a send with a new ticket was refused");
+        let session = self.service().ingest.begin_send(header).expect("a send with a new ticket was refused");
         let expected = self.expected.get_mut(&key).unwrap();
         for (partition, id, data) in &blocks {
             expected.sent.entry(*partition).or_default().insert(*id, Bytes::copy_from_slice(data));
@@ -219,7 +218,9 @@ impl History {
             if let Some((_, _, data)) = send.blocks.get(send.next).filter(|_| send.next > 0) {
                 // Cut in the middle of a block.
                 if send.session.begin_block(u32::try_from(data.len()).unwrap()).is_ok() {
-                    send.session.write(&data[..data.len() / 2]).expect("the decoder refused a part of the announced bytes");
+                    send.session
+                        .write(&data[..data.len() / 2])
+                        .expect("the decoder refused a part of the announced bytes");
                 }
             }
         }

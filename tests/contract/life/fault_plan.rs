@@ -180,8 +180,7 @@ impl History {
 
     /// Restores the claim from a copy. A directory without metadata does not know its identity.
     fn write_claim(&mut self, refusal: &str) {
-        let (disk, intact) =
-            self.claim.take().expect("a directory with an intact claim was refused");
+        let (disk, intact) = self.claim.take().expect("a directory with an intact claim was refused");
         if let Some((path, suggested)) = on_disk::suggested_claim(refusal) {
             assert_eq!(path, PathBuf::from(format!("/disk{disk}/{CLAIM}")), "{refusal}");
             // A claim cut before its checksum is a complete one of earlier versions.

@@ -343,7 +343,10 @@ impl History {
                         "{} is known, although its end was acknowledged",
                         shuffle.key()
                     );
-                    service.lifecycle.unregister_shuffle(app.id().as_str(), id).expect("the application is registered");
+                    service
+                        .lifecycle
+                        .unregister_shuffle(app.id().as_str(), id)
+                        .expect("the application is registered");
                 }
             }
         }
@@ -655,7 +658,8 @@ impl History {
         self.process().assert_nothing_left();
         let files = self.disks.iter().flat_map(|disk| disk.files());
         // Files that may belong to a shuffle without a registration are kept.
-        let remaining: Vec<PathBuf> = files.filter(|path| path.starts_with("apps") && !self.excused).collect();
+        let remaining: Vec<PathBuf> =
+            files.filter(|path| path.starts_with("apps") && !self.excused).collect();
         assert!(remaining.is_empty(), "files remain: {remaining:?}");
         // Objects of such a shuffle are kept until the next start. Without disks, only a gap in the
         // log hides one.

@@ -76,7 +76,10 @@ impl History {
 
     async fn start_again(&mut self, store: &FaultyObjects, error: &StoreError) -> Process {
         assert!(self.is_faulty, "a start with a healthy store was refused: {error}");
-        assert!(error.to_string().contains(ROOT), "a start was refused without the key of an object: {error}");
+        assert!(
+            error.to_string().contains(ROOT),
+            "a start was refused without the key of an object: {error}"
+        );
         self.tally.refused_starts += 1;
         self.heal_the_store(store);
         Process::above(store).await.expect("the start failed although the store answers again")
@@ -117,8 +120,11 @@ impl History {
         match parse_key(ROOT, key).unwrap() {
             Name::Segment(shuffle, _) => {
                 let app = shuffle.key.app.as_str();
-                let app =
-                    APPS.iter().copied().find(|known| *known == app).expect("the application belongs to the model");
+                let app = APPS
+                    .iter()
+                    .copied()
+                    .find(|known| *known == app)
+                    .expect("the application belongs to the model");
                 self.lose_places_of((app, shuffle.key.shuffle.0));
             }
             Name::Settings(_) => {}

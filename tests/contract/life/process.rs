@@ -151,7 +151,10 @@ impl Process {
         assert_eq!(self.memory.in_flight_bytes(), 0, "bytes are still in flight");
         assert_eq!(self.memory.block_count(), 0, "blocks are still counted");
         assert_eq!(self.service.apps().block_id_count(), 0, "reported ids are still held");
-        assert!(self.service.diagnostics.losses().losses.is_empty(), "losses of ended applications are still listed");
+        assert!(
+            self.service.diagnostics.losses().losses.is_empty(),
+            "losses of ended applications are still listed"
+        );
     }
 }
 

@@ -117,7 +117,10 @@ impl Reader {
         let expected = &history.expected[&self.key];
         match error {
             ServiceError::Lost(text) => {
-                assert!(expected.can_have_lost(self.partition, now), "the reported loss is impossible: {text}");
+                assert!(
+                    expected.can_have_lost(self.partition, now),
+                    "the reported loss is impossible: {text}"
+                );
                 tracing::info!(target: "life", text, "a read is refused");
                 history.tally.reads_refused += 1;
             }

@@ -57,7 +57,9 @@ impl History {
                     return;
                 }
                 let insisted = LocalConfig { require_mounted: Some(false), ..local };
-                self.process_on(&disks, insisted).await.expect("a start that overrides the check must succeed")
+                self.process_on(&disks, insisted)
+                    .await
+                    .expect("a start that overrides the check must succeed")
             }
         };
         self.tally.unmounted_starts += 1;
@@ -142,7 +144,8 @@ impl History {
             }
         };
         let is_mutated = self.mutation == Mutation::ReportsWait;
-        let tier = self.process().flusher.tiers().find::<OffloadTier>().expect("the worker has an object store");
+        let tier =
+            self.process().flusher.tiers().find::<OffloadTier>().expect("the worker has an object store");
         let reporting = async {
             self.report_of(key, true).await;
             if is_mutated {

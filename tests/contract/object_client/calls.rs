@@ -95,7 +95,11 @@ async fn lists_have_pages_and_a_prefix_is_deleted(store: &Arc<dyn ObjectStore>) 
     };
     let mut listed = list("w2").await;
     listed.sort();
-    assert!(listed.iter().eq((0..OBJECTS).map(path).collect::<Vec<_>>().iter()), "{} objects are listed", listed.len());
+    assert!(
+        listed.iter().eq((0..OBJECTS).map(path).collect::<Vec<_>>().iter()),
+        "{} objects are listed",
+        listed.len()
+    );
     let locations = futures::stream::iter(listed.into_iter().map(Ok)).boxed();
     let deleted: Vec<_> = store.delete_stream(locations).try_collect().await.unwrap();
     assert_eq!(deleted.len(), OBJECTS);
@@ -120,7 +124,10 @@ async fn in_process_store_answers_every_call() {
     let opened = open(&server.config("pre/fix"));
     soon(every_call(&opened.store)).await;
     assert!(server.files().join("pre/fix/w20/0").exists(), "paths must begin below the prefix");
-    assert!(server.faults.requests(On::List) >= 2, "a page of the list has 1,000 keys, so two requests are needed");
+    assert!(
+        server.faults.requests(On::List) >= 2,
+        "a page of the list has 1,000 keys, so two requests are needed"
+    );
     assert_eq!(opened.metric("object_store_request_retries{operation=\"put\"}"), 0.0);
     assert!(opened.metric("object_store_requests{operation=\"put_part\"}") >= 5.0);
     assert!(opened.metric("object_store_connections") <= 32.0);

@@ -95,7 +95,11 @@ fn recordings() -> Vec<(PathBuf, RecordedSession)> {
         .filter(|path| path.extension().is_some_and(|extension| extension == "rec"))
         .collect();
     paths.sort();
-    assert_eq!(paths.iter().map(|path| name(path)).collect::<Vec<_>>(), NAMES, "the recordings in {RECORDINGS} differ from NAMES");
+    assert_eq!(
+        paths.iter().map(|path| name(path)).collect::<Vec<_>>(),
+        NAMES,
+        "the recordings in {RECORDINGS} differ from NAMES"
+    );
     let read = |path: PathBuf| {
         let file = std::fs::read(&path).unwrap();
         let session =

@@ -59,7 +59,11 @@ async fn large_sends_commit_in_background_and_respond_in_order() {
         if let ReplyAnswer::Memory(segments) = reply.answer {
             let seen: Vec<_> = segments.iter().map(|segment| segment.block_id).collect();
             let sent = all.iter().skip(1).step_by(100).map(|block| block.meta.block_id.0);
-            assert_eq!(seen, sent.collect::<Vec<_>>(), "the read must return all blocks of the sends before it");
+            assert_eq!(
+                seen,
+                sent.collect::<Vec<_>>(),
+                "the read must return all blocks of the sends before it"
+            );
         }
     }
     peer.expect_works(&fixture).await;
@@ -94,7 +98,10 @@ async fn small_sends_commit_inline_and_large_ones_in_background() {
         }
         match sink.commit() {
             Commit::Done(stored) => {
-                assert!(stored.is_ok() && !is_background, "{runs} runs with {blocks} blocks must be stored inline: {stored:?}")
+                assert!(
+                    stored.is_ok() && !is_background,
+                    "{runs} runs with {blocks} blocks must be stored inline: {stored:?}"
+                )
             }
             Commit::Background(mut committing) => {
                 assert!(is_background, "{runs} runs with {blocks} blocks must be stored in the background");
@@ -102,7 +109,11 @@ async fn small_sends_commit_inline_and_large_ones_in_background() {
             }
         }
     }
-    assert_eq!(fixture.blocks_in_memory().await.len(), 8193, "blocks that were sent twice must be stored once");
+    assert_eq!(
+        fixture.blocks_in_memory().await.len(),
+        8193,
+        "blocks that were sent twice must be stored once"
+    );
     fixture.finish().await;
 }
 
@@ -144,7 +155,11 @@ async fn unread_connection_holds_only_its_share() {
         let reply = client.read_memory(&key(), PARTITION, -1, 1, None).await.unwrap();
         assert_eq!(reply.body.len(), 1 << 20, "another reader got an incomplete response");
         // One block beyond the share is allowed, and one more is margin.
-        assert!(answered.used() <= share + (2 << 20), "responses hold {} bytes, the share is {share}", answered.used());
+        assert!(
+            answered.used() <= share + (2 << 20),
+            "responses hold {} bytes, the share is {share}",
+            answered.used()
+        );
     }
     // Requests beyond the share get NO_BUFFER.
     let (mut taken, mut refused) = (0, 0);
@@ -153,7 +168,10 @@ async fn unread_connection_holds_only_its_share() {
         taken += reply.body.len() as u64;
         refused += u32::from(reply.status == i32::from(StatusCode::NoBuffer));
     }
-    assert!(taken <= 2 * share && refused > 150, "responses of {taken} bytes were read, the share is {share}, {refused} were refused");
+    assert!(
+        taken <= 2 * share && refused > 150,
+        "responses of {taken} bytes were read, the share is {share}, {refused} were refused"
+    );
     drop((peer, client));
     fixture.until("nothing is held", |_| answered.used() == 0).await;
     fixture.finish().await;
@@ -233,7 +251,11 @@ async fn waiting_local_reads_are_bounded_by_the_heap() {
         assert_eq!(reply.status, i32::from(StatusCode::NoBuffer));
         assert!(reply.message.contains("heap is full for requests"), "{}", reply.message);
     }
-    assert!(requests.used() > waiting * frame.len() as u64, "{waiting} requests take only {} bytes", requests.used());
+    assert!(
+        requests.used() > waiting * frame.len() as u64,
+        "{waiting} requests take only {} bytes",
+        requests.used()
+    );
     drop(peer);
     fixture.finish().await;
     assert_eq!(requests.used(), 0);
@@ -283,7 +305,10 @@ async fn heap_refusals_do_not_disturb_other_reads() {
             _ => (StatusCode::NoBuffer, 0),
         };
         assert_eq!((reply.request_id, reply.status), (request_id, i32::from(status)));
-        assert!(matches!(reply.answer, ReplyAnswer::Memory(_)), "the refusal must have the type of the response");
+        assert!(
+            matches!(reply.answer, ReplyAnswer::Memory(_)),
+            "the refusal must have the type of the response"
+        );
         assert_eq!(reply.body.len(), bytes);
     }
     assert_eq!(requests.used(), held.bytes());

@@ -59,7 +59,10 @@ async fn unread_responses_of_many_connections_delay_no_other_reader() {
         assert_eq!(reply.body.len() as u64, MIB);
         let (used, share) = (answered.used(), answered.capacity() / 8);
         // The response of `client` may not be released yet.
-        assert!(used > 0 && used <= PEERS as u64 * share + MIB, "responses hold {used} bytes, the share of a connection is {share}");
+        assert!(
+            used > 0 && used <= PEERS as u64 * share + MIB,
+            "responses hold {used} bytes, the share of a connection is {share}"
+        );
         let lists = heap.of(HeapKind::Answers);
         assert!(lists.used() <= lists.capacity() / 2, "lists take {} bytes", lists.used());
     }
