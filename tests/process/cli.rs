@@ -140,7 +140,8 @@ fn check_here_refuses_ports_with_their_remedy() {
         }
     }
     let config = with_paths("grpc_port = 0\nhttp_port = 0", &[&dir.path().join("d")]);
-    let listing = examined(&config.replace("127.0.0.1", "192.0.2.1")).expect_err("the address of another machine was accepted");
+    let listing = examined(&config.replace("127.0.0.1", "192.0.2.1"))
+        .expect_err("the address of another machine was accepted");
     assert!(listing.contains("bind_address must be an address of this machine"), "{listing}");
 }
 
@@ -158,7 +159,8 @@ fn check_here_refuses_unusable_directories() {
         (path("file/below"), "must be a directory"),
         ("/proc/uniffle".into(), "must be a directory"),
     ] {
-        let listing = examined(&with_paths(ports, &[&path("good"), &unusable])).expect_err("an unusable directory was accepted");
+        let listing = examined(&with_paths(ports, &[&path("good"), &unusable]))
+            .expect_err("an unusable directory was accepted");
         let named = format!("localfile_store.data_paths: {}", unusable.display());
         assert!(listing.contains(&named) && listing.contains(why), "{listing}");
         assert!(!listing.contains("/good"), "{listing}");

@@ -58,7 +58,11 @@ async fn acknowledged_blocks_are_readable_after_kill() {
     client.unregister_app("checker").await.unwrap();
     worker.assert_clean();
     block_in_place(|| worker.stop());
-    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "an empty memory file must be deleted");
+    assert_eq!(
+        std::fs::read_dir(directory.path()).unwrap().count(),
+        0,
+        "an empty memory file must be deleted"
+    );
 }
 
 /// Ends a worker that has all of its blocks in memory, and reads them from the next process.
@@ -537,7 +541,9 @@ async fn damaged_block_in_memory_is_reported_lost() {
     let refused = async {
         loop {
             match client.read_partition(&key("app", 0), PartitionId(0), &options).await {
-                Ok(read) => panic!("read {} blocks of a partition whose only block is lost", read.blocks.len()),
+                Ok(read) => {
+                    panic!("read {} blocks of a partition whose only block is lost", read.blocks.len())
+                }
                 // All tiers are searched for it meanwhile.
                 Err(error) if format!("{error:?}").contains("NoBuffer") => {}
                 Err(error) => return format!("{error:?}"),
@@ -557,7 +563,8 @@ async fn damaged_block_in_memory_is_reported_lost() {
 /// Flips a bit of the first occurrence of `bytes` in the file.
 fn flip_a_bit_of(path: &Path, bytes: &[u8]) {
     let content = std::fs::read(path).expect("cannot read the memory file");
-    let at = content.windows(64).position(|window| window == &bytes[..64]).expect("the block is not in the file");
+    let at =
+        content.windows(64).position(|window| window == &bytes[..64]).expect("the block is not in the file");
     let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
     let written = rustix::io::pwrite(&file, &[bytes[100] ^ 1], at as u64 + 100);
     assert_eq!(written, Ok(1));

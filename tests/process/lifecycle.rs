@@ -190,7 +190,10 @@ async fn upgrade_to_unfit_configuration_is_refused() {
         worker.signal(rustix::process::Signal::USR2);
         block_in_place(|| worker.wait_log(complaint));
         assert!(worker.log().contains("upgrade refused"));
-        written.task(&client, i64::try_from(task).unwrap(), 1000).await.expect("the worker does not continue");
+        written
+            .task(&client, i64::try_from(task).unwrap(), 1000)
+            .await
+            .expect("the worker does not continue");
     }
     written.assert_readable(&client).await;
     block_in_place(|| worker.stop());
@@ -399,7 +402,8 @@ async fn service_manager_passes_sockets_and_is_notified() {
         let mut all = String::new();
         while !all.contains(until) {
             let mut message = [0; 1000];
-            let length = manager.recv(&mut message).unwrap_or_else(|error| panic!("{error}; messages so far: {all}"));
+            let length =
+                manager.recv(&mut message).unwrap_or_else(|error| panic!("{error}; messages so far: {all}"));
             all.push_str(&String::from_utf8_lossy(&message[..length]));
         }
         all

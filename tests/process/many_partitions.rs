@@ -44,7 +44,10 @@ async fn check(client: &ShuffleClient, keys: &[ShuffleKey]) {
             let id = PartitionId(partition);
             let expected = block(partition);
             let read = client.read_partition(key, id, &ReadOptions::default()).await.unwrap();
-            assert!(read.blocks[&expected.meta.block_id] == expected.data, "partition {partition} has other bytes");
+            assert!(
+                read.blocks[&expected.meta.block_id] == expected.data,
+                "partition {partition} has other bytes"
+            );
             assert_eq!(client.results(key, &[id], None).await.unwrap().cardinality(), 1);
         }
     }

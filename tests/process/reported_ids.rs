@@ -97,7 +97,10 @@ impl Layout {
             };
             let answer = client.raw().get_shuffle_result(request).await.unwrap().into_inner();
             assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
-            assert!(answer.serialized_bitmap == self.bitmap(&[partition_id]), "wrong ids of partition {partition_id}");
+            assert!(
+                answer.serialized_bitmap == self.bitmap(&[partition_id]),
+                "wrong ids of partition {partition_id}"
+            );
         }
         let partitions: Vec<i32> = (150..190).collect();
         let request = GetShuffleResultForMultiPartRequest {

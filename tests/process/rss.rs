@@ -46,10 +46,17 @@ async fn write(client: ShuffleClient, key: ShuffleKey, first_task: i64) {
 
 async fn check(client: &ShuffleClient, key: &ShuffleKey, partition: i32) -> usize {
     let read = client.read_partition(key, PartitionId(partition), &ReadOptions::default()).await.unwrap();
-    assert_eq!(read.blocks.len(), usize::try_from(TASKS).unwrap(), "blocks of partition {partition} are missing");
+    assert_eq!(
+        read.blocks.len(),
+        usize::try_from(TASKS).unwrap(),
+        "blocks of partition {partition} are missing"
+    );
     for task in 0..TASKS {
         let expected = block(partition, task);
-        assert!(read.blocks[&expected.meta.block_id] == expected.data, "the block of task {task} in partition {partition} has other bytes");
+        assert!(
+            read.blocks[&expected.meta.block_id] == expected.data,
+            "the block of task {task} in partition {partition} has other bytes"
+        );
     }
     read.from_disk
 }

@@ -121,7 +121,10 @@ async fn frames_beside_hung_disk_stay_within_memory_bound() {
     fixture.until("a write hangs", |fixture| fixture.faults.hung() > 0).await;
     let peak = uniffle_testkit::worker::peak_resident_bytes(std::process::id());
     uniffle_testkit::say(&format!("{stored} sends stored, {refused} refused, peak {peak} bytes resident"));
-    assert!(stored * u64::from(BLOCK_BYTES) > capacity / 2, "only {stored} sends were stored, so memory was not full");
+    assert!(
+        stored * u64::from(BLOCK_BYTES) > capacity / 2,
+        "only {stored} sends were stored, so memory was not full"
+    );
     assert_eq!(stored + refused, CONNECTIONS as u64);
     assert_bounded(peak, capacity);
     fixture.faults.clear();

@@ -248,17 +248,18 @@ async fn hand_over_under_calls(name: &'static str, memory: &'static str) {
         tasks * i64::from(PARTITIONS)
     ));
     let broken = |again: &&Retry| !matches!(again, Retry::Connection(why) if why.is_empty());
-    assert_eq!(again.iter().find(broken).map(|again| format!("{again:?}")), None, "one of {} retries had another cause", again.len());
+    assert_eq!(
+        again.iter().find(broken).map(|again| format!("{again:?}")),
+        None,
+        "one of {} retries had another cause",
+        again.len()
+    );
     let log = worker.log();
     assert!(log.contains("handing over memory") && log.contains("flushed_bytes=0"), "{log}");
     let blocks = i64::from(READ_PARTITIONS * READ_BLOCKS) + tasks * i64::from(PARTITIONS);
     let blocks = blocks + 10 * i64::try_from(calls[0] + calls[1]).unwrap();
     let in_memory = worker.metrics().total("total_in_memory_block_count").map(|count| count.to_string());
-    assert_eq!(
-        in_memory,
-        Some(blocks.to_string()),
-        "all acknowledged blocks must be in memory once"
-    );
+    assert_eq!(in_memory, Some(blocks.to_string()), "all acknowledged blocks must be in memory once");
     let found = client_of(&worker).await.results(&filled, &[PartitionId(7)], None).await.unwrap();
     assert_eq!(found.cardinality(), u64::try_from(tasks).unwrap());
     assert!(!is_judged || longest.values().all(|wait| *wait <= WAIT_MAX), "{longest:?}");

@@ -288,7 +288,8 @@ async fn upgrade_is_refused_until_hung_disk_answers() {
         worker.wait_log("upgrade refused");
     });
     let log = worker.log();
-    let refusal = log.lines().find(|line| line.contains("upgrade refused")).expect("the refusal was not logged");
+    let refusal =
+        log.lines().find(|line| line.contains("upgrade refused")).expect("the refusal was not logged");
     let named = format!("data directory {hung} hangs");
     for part in [&named, "by=\"hang\"", "decommission the worker", "then restart it"] {
         assert!(refusal.contains(part), "{part}: {refusal}");

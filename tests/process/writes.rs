@@ -84,7 +84,10 @@ impl Written {
             for block in blocks {
                 let id = block.meta.block_id;
                 assert!(reported.contains(id.0.cast_unsigned()), "{id:?} is not in the result");
-                assert!(has(&read.blocks, id, &block.data), "{id:?} of {partition:?} is missing or has other bytes");
+                assert!(
+                    has(&read.blocks, id, &block.data),
+                    "{id:?} of {partition:?} is missing or has other bytes"
+                );
             }
         }
         Ok(())

@@ -146,7 +146,12 @@ impl Siege {
     fn assert_within_memory(&self) {
         let (peak, promised) = (self.worker.peak_resident_bytes(), promised(CAPACITY_BYTES));
         let name = self.name;
-        assert!(peak <= promised, "{name}: {} MiB are resident, {} MiB are promised", peak >> 20, promised >> 20);
+        assert!(
+            peak <= promised,
+            "{name}: {} MiB are resident, {} MiB are promised",
+            peak >> 20,
+            promised >> 20
+        );
     }
 
     /// Removes the applications and asserts that nothing of them is left.

@@ -88,7 +88,10 @@ fn cpu_profiles_are_valid_and_one_runs_at_a_time() {
     if available("go tool pprof", &["go"]) {
         let functions = functions(&profile);
         assert!(functions.contains("Type: cpu"), "{functions}");
-        assert!(functions.contains("uniffle_worker::"), "the profile has no function of the worker: {functions}");
+        assert!(
+            functions.contains("uniffle_worker::"),
+            "the profile has no function of the worker: {functions}"
+        );
     }
     // The load was killed while running, so its application still exists.
     worker.assert_no_error_logged();
@@ -134,7 +137,10 @@ fn heap_profiles_start_with_documented_variable() {
         if available("go tool pprof", &["go"]) {
             let functions = functions(&profile);
             assert!(functions.contains("Type: inuse_space"), "{functions}");
-            assert!(functions.contains("uniffle_worker::"), "the profile has no function of the worker: {functions}");
+            assert!(
+                functions.contains("uniffle_worker::"),
+                "the profile has no function of the worker: {functions}"
+            );
         }
     }
     let (status, svg) = ask_text(port, "GET", "/debug/pprof/heap?format=svg");
@@ -260,7 +266,11 @@ fn heap_profiles_are_switched_by_a_call() {
     let (http, admin) = (worker.ready().http_port, worker.ready().admin_port.unwrap());
     let profile = || ask(admin, "GET", "/debug/pprof/heap");
     let switch = |to: &str| ask_text(admin, "POST", &format!("/admin/heap-profile/{to}"));
-    assert_eq!(ask(http, "POST", "/admin/heap-profile/activate").0, 404, "the open listener must not offer the call");
+    assert_eq!(
+        ask(http, "POST", "/admin/heap-profile/activate").0,
+        404,
+        "the open listener must not offer the call"
+    );
     assert_eq!(ask(admin, "GET", "/admin/heap-profile/activate").0, 405);
     assert_eq!(profile().0, 409);
     for _ in 0..2 {

@@ -169,7 +169,8 @@ async fn app_is_explained_while_running_and_afterwards() {
             tokio::time::sleep(std::time::Duration::from_millis(10)).await;
         }
     };
-    let explained = tokio::time::timeout(ANSWERS_DEADLINE, answers).await.expect("three responses were not recorded");
+    let explained =
+        tokio::time::timeout(ANSWERS_DEADLINE, answers).await.expect("three responses were not recorded");
     assert_eq!((&explained["presence"], &explained["partitions"]), (&json!("known"), &json!(3)));
     let bytes = &explained["bytes"];
     assert_eq!((&bytes["received"], &bytes["on_local_disks"]), (&json!(60_000), &json!(60_000)));

@@ -73,7 +73,10 @@ impl Browser {
             _profile: profile,
         };
         let answer = browser.ask(Method::POST, "", &capabilities).await;
-        let id = answer["sessionId"].as_str().unwrap_or_else(|| panic!("the browser opened no session: {answer}")).to_owned();
+        let id = answer["sessionId"]
+            .as_str()
+            .unwrap_or_else(|| panic!("the browser opened no session: {answer}"))
+            .to_owned();
         browser.session = format!("{}/{id}", browser.session);
         Some(browser)
     }
@@ -107,7 +110,11 @@ impl Browser {
         let whole = json!({ "format": "png", "captureBeyondViewport": is_whole });
         let screenshot = self.devtools("Page.captureScreenshot", &whole).await;
         let bytes = base64(screenshot["data"].as_str().unwrap());
-        assert!(bytes.starts_with(b"\x89PNG") && bytes.len() > 10_000, "the screenshot has {} bytes", bytes.len());
+        assert!(
+            bytes.starts_with(b"\x89PNG") && bytes.len() > 10_000,
+            "the screenshot has {} bytes",
+            bytes.len()
+        );
         std::fs::write(path, bytes).unwrap();
     }
 

@@ -314,7 +314,10 @@ async fn profile_is_written_to_file_or_stdout() {
         let failure = String::from_utf8_lossy(&streamed.stderr);
         assert!(streamed.status.success() && failure.is_empty(), "{failure}");
         assert!(is_profile(&streamed.stdout), "{kind}: {}", String::from_utf8_lossy(&streamed.stdout));
-        assert!(!streamed.stdout.windows(9).any(|part| part == b"bytes in "), "stdout has more than the profile");
+        assert!(
+            !streamed.stdout.windows(9).any(|part| part == b"bytes in "),
+            "stdout has more than the profile"
+        );
     }
     let svg = printed(ctl_of(&worker, &["profile", "heap", "--flamegraph", "-f", "-"]).await);
     assert!(svg.contains("<svg"), "{svg}");
@@ -405,7 +408,8 @@ async fn all_queries_every_worker_of_the_coordinator() {
     let codes: Vec<_> = answers.as_array().unwrap().iter().map(|it| it["code"].as_u64()).collect();
     assert_eq!((left.code, codes.contains(&Some(3)), codes.contains(&None)), (3, true, true), "{answers}");
     let response = json(&fixture, &["app", "app-1", "--cluster"]).await;
-    let silent = response["unanswered"][0]["worker"].as_str().expect("the worker that did not answer is not named");
+    let silent =
+        response["unanswered"][0]["worker"].as_str().expect("the worker that did not answer is not named");
     assert_eq!(
         (&response["worker_count"], &response["unanswered_count"]),
         (&1.into(), &1.into()),

@@ -66,7 +66,10 @@ async fn only_objects_of_departed_workers_are_removed() {
     assert_eq!(own.len(), 1, "expected only the log of this worker");
     assert_eq!(others, ["10.0.0.1-1", "10.0.0.2-1", "10.0.0.3-1"].map(unknown));
     assert_eq!((&listed["workers"][0]["objects"], &listed["workers"][0]["bytes"]), (&3.into(), &300.into()));
-    assert!(ctl(&["--remove"]).await.failed(2).contains("--live"), "without knowledge of the live workers --live is required");
+    assert!(
+        ctl(&["--remove"]).await.failed(2).contains("--live"),
+        "without knowledge of the live workers --live is required"
+    );
 
     let removed: Value =
         serde_json::from_str(&ctl(&["--live", "10.0.0.2-1", "--remove"]).await.succeeded()).unwrap();
@@ -77,7 +80,10 @@ async fn only_objects_of_departed_workers_are_removed() {
     }
     assert!(has(&files, "10.0.0.2-1/app/1.5/s0000000001"), "an object of a live worker was removed");
     assert!(has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "recent objects were removed");
-    assert!(has(&files, "10.0.0.1-1/notes.txt") && has(&files, "other/file"), "files of no worker were removed");
+    assert!(
+        has(&files, "10.0.0.1-1/notes.txt") && has(&files, "other/file"),
+        "files of no worker were removed"
+    );
 
     ctl(&["--remove", "10.0.0.3-1"]).await.succeeded();
     assert!(!has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "objects of the named worker were not removed");

@@ -122,7 +122,11 @@ async fn top_redraws_workers_and_truncates_to_window_width() {
     let wide = terminal.frames().pop().unwrap();
     for fixture in others.iter().chain([&first]) {
         let port = format!("-{}", fixture.worker.addresses().grpc.port());
-        assert_eq!(wide.iter().filter(|line| line.contains(&port)).count(), 1, "expected port {port} once: {wide:?}");
+        assert_eq!(
+            wide.iter().filter(|line| line.contains(&port)).count(),
+            1,
+            "expected port {port} once: {wide:?}"
+        );
     }
     assert!(wide.iter().any(|line| line.chars().count() > 30) && wide.len() > 5, "{wide:?}");
 

@@ -82,7 +82,10 @@ async fn fleet_upgrade_replaces_every_worker_in_order() {
     let states: Vec<_> = rows.as_array().unwrap().iter().map(state).collect();
     assert_eq!(states, ids.iter().map(|id| (Some(id.clone()), "upgraded".into())).collect::<Vec<_>>());
     let after = fleet.starts();
-    assert!(after.windows(2).all(|pair| pair[0] < pair[1]), "workers were upgraded at the same time: {after:?}");
+    assert!(
+        after.windows(2).all(|pair| pair[0] < pair[1]),
+        "workers were upgraded at the same time: {after:?}"
+    );
     assert!(before.iter().all(|start| *start < after[0]), "{before:?} {after:?}");
 }
 

@@ -131,7 +131,9 @@ impl Manager {
 
     /// Returns a property of the unit.
     pub(super) fn property(&self, name: &str) -> String {
-        let shown = self.run(&["show", "--value", "--property", name, UNIT]).expect("cannot read the property of the unit");
+        let shown = self
+            .run(&["show", "--value", "--property", name, UNIT])
+            .expect("cannot read the property of the unit");
         shown.trim().to_owned()
     }
 
@@ -220,8 +222,9 @@ impl Manager {
 
     /// Returns a client of the worker.
     pub(super) async fn client(&self) -> ShuffleClient {
-        let client =
-            ShuffleClient::connect(local(self.ready().grpc_port)).await.expect("cannot connect to the worker");
+        let client = ShuffleClient::connect(local(self.ready().grpc_port))
+            .await
+            .expect("cannot connect to the worker");
         client.with_backoff(long_backoff())
     }
 
