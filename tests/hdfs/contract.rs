@@ -221,7 +221,11 @@ async fn a_purged_shuffle_is_gone_and_its_name_is_free(subject: &Subject) {
     let new = subject.register(&key);
     assert_eq!(write(&old, 0, &first).await.unwrap_err().kind, StoreErrorKind::Purged);
     write(&new, 0, &second).await.unwrap();
-    assert_eq!(subject.read(&key, 0).await, expected(&second), "blocks of the previous registration were read");
+    assert_eq!(
+        subject.read(&key, 0).await,
+        expected(&second),
+        "blocks of the previous registration were read"
+    );
     assert_eq!(subject.read(&sibling, 0).await, expected(&first));
     subject.purge(&key).await;
     subject.purge(&sibling).await;

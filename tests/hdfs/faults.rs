@@ -348,10 +348,7 @@ async fn denied_permission_falls_back_to_disks_or_waits() {
         let allow = |hdfs: &MiniHdfs| each_of_the_shuffle(hdfs, &["chmod 777"]);
         let fixture = survives(fixture, deny, allow, &hdfs).await;
         assert!(fixture.metric("total_memory_to_hdfs_spill_failed") > 0.0, "no write was denied");
-        assert!(
-            !fixture.hdfs.all_failing(),
-            "a denied path must not count as failure of the file system"
-        );
+        assert!(!fixture.hdfs.all_failing(), "a denied path must not count as failure of the file system");
         assert_eq!(fixture.visible(1, 1).await[1].is_empty(), !local);
         fixture.finish().await;
     }

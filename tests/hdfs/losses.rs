@@ -119,7 +119,11 @@ impl LossesFixture {
     fn assert_all(&self, partition: i32, found: &BTreeMap<BlockId, Bytes>) {
         for block in &self.sent[&partition] {
             let data = found.get(&block.meta.block_id);
-            assert!(data == Some(&block.data), "block {} of partition {partition} is missing or has other bytes", block.meta.block_id);
+            assert!(
+                data == Some(&block.data),
+                "block {} of partition {partition} is missing or has other bytes",
+                block.meta.block_id
+            );
         }
     }
 

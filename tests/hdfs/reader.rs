@@ -46,7 +46,12 @@ pub(crate) async fn try_read_directory(
             }
             let (start, end) = (usize::try_from(record.offset).unwrap(), usize::try_from(next).unwrap());
             let bytes = data.slice(start..end);
-            assert_eq!(i64::from(crc32fast::hash(&bytes)), record.crc, "block {} has a wrong checksum", record.block_id);
+            assert_eq!(
+                i64::from(crc32fast::hash(&bytes)),
+                record.crc,
+                "block {} has a wrong checksum",
+                record.block_id
+            );
             blocks.insert(record.block_id, bytes);
         }
     }

@@ -310,7 +310,11 @@ async fn apps_without_remote_path_use_memory_and_disks() {
     fixture.register_with(1, None).await.unwrap();
     fixture.push(1, 0, 20, 10_000);
     fixture.flush().await;
-    assert_eq!(fixture.visible(1, 0).await[1].len(), 20, "an application without a remote path must be written to disks");
+    assert_eq!(
+        fixture.visible(1, 0).await[1].len(),
+        20,
+        "an application without a remote path must be written to disks"
+    );
     assert_eq!(fs.paths().len(), 0);
     fixture.finish().await;
 
@@ -383,7 +387,10 @@ async fn unregistration_deletes_all_and_expiry_only_own_files() {
         })
         .await;
     let remaining = fs.paths();
-    assert!(!remaining.iter().any(|path| path.contains("/2")), "empty directories must be removed too: {remaining:?}");
+    assert!(
+        !remaining.iter().any(|path| path.contains("/2")),
+        "empty directories must be removed too: {remaining:?}"
+    );
 
     // The same app, unregistered.
     fixture.all.clear();
@@ -410,7 +417,11 @@ async fn reregistered_shuffle_survives_earlier_deletion() {
     fixture.push(1, 0, 5, 2000);
     fixture.begin_flush();
     sleep(Duration::from_secs(3)).await;
-    assert_eq!(fixture.visible(1, 0).await[0].len(), 5, "the blocks must stay in memory until the deletion ends");
+    assert_eq!(
+        fixture.visible(1, 0).await[0].len(),
+        5,
+        "the blocks must stay in memory until the deletion ends"
+    );
     fs.release();
     fixture.settled().await;
     assert_eq!(fixture.visible(1, 0).await[2].len(), 5);
