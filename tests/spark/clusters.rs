@@ -58,7 +58,10 @@ fn two_workers_share_partitions_and_replicas() {
     let received = |worker: &WorkerProcess| worker.metrics().expect("total_received_data");
     let shared = workers.map(received);
     let written = sum(&answers, "shuffle_written");
-    assert!(shared[0] + shared[1] < 1.1 * written, "{shared:?} of {written} bytes: blocks were written more than once");
+    assert!(
+        shared[0] + shared[1] < 1.1 * written,
+        "{shared:?} of {written} bytes: blocks were written more than once"
+    );
 
     let words = "spark.rss.data.replica=2 spark.rss.data.replica.write=2 spark.rss.data.replica.read=1";
     let answers = spark.run(&workers, Application { words, ..Application::of("range_sort,cogroup") });
@@ -197,5 +200,8 @@ fn three_replicas_survive_loss_in_map_stage() {
 }
 
 fn sum(answers: &[Value], name: &str) -> f64 {
-    answers.iter().map(|answer| answer[name].as_f64().unwrap_or_else(|| panic!("{name} is missing: {answer}"))).sum()
+    answers
+        .iter()
+        .map(|answer| answer[name].as_f64().unwrap_or_else(|| panic!("{name} is missing: {answer}")))
+        .sum()
 }

@@ -85,7 +85,10 @@ fn run(name: &'static str, client: &str) {
     let blocks: f64 = rounds.iter().filter_map(|round| round["blocks"].as_f64()).sum();
     assert!(metrics.expect("total_received_data") >= bytes, "less than {bytes} bytes were sent");
     let (local, memory) = (metrics.expect("total_write_block"), metrics.expect("total_read_memory_data"));
-    assert!(local > 0.0 && local <= blocks && memory > 0.0, "{local} of {blocks} blocks were flushed, {memory} read from memory");
+    assert!(
+        local > 0.0 && local <= blocks && memory > 0.0,
+        "{local} of {blocks} blocks were flushed, {memory} read from memory"
+    );
     let (peak, bound) = (worker.peak_resident_bytes(), size.capacity_bytes / 100 * 105 + (200 << 20));
     assert!(peak <= bound, "{} MiB are resident, {} MiB are allowed", peak >> 20, bound >> 20);
     worker.assert_clean();

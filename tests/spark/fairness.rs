@@ -111,7 +111,10 @@ fn run(name: &'static str, client: &str) {
     worker.assert_no_error_logged();
     worker.stop();
     drop((jvms, turn));
-    assert!(beside <= SLOWDOWN_MAX * alone, "small jobs took {beside:.1} s beside the flood and {alone:.1} s without it");
+    assert!(
+        beside <= SLOWDOWN_MAX * alone,
+        "small jobs took {beside:.1} s beside the flood and {alone:.1} s without it"
+    );
 }
 
 #[test]

@@ -236,7 +236,9 @@ impl Spark {
 /// Returns the start of the first and the end of the last scenario, in ms of the system clock.
 fn interval(answers: &[Value]) -> (u64, u64) {
     let time = |answer: Option<&Value>, name: &str| {
-        answer.and_then(|answer| answer[name].as_u64()).unwrap_or_else(|| panic!("{name} is missing: {answer:?}"))
+        answer
+            .and_then(|answer| answer[name].as_u64())
+            .unwrap_or_else(|| panic!("{name} is missing: {answer:?}"))
     };
     (time(answers.first(), "began_ms"), time(answers.last(), "ended_ms"))
 }

@@ -95,7 +95,10 @@ fn spark_3_3_matches_vanilla_spark_3_3() {
     let worker = WorkerProcess::start(&Setup { name: "spark33", capacity: "300M", ..Setup::default() });
     let scenarios = "sort_small,cogroup,skew_join_aqe";
     let answers = spark.run(&[&worker], Application { jvm: JvmKind::Spark33, ..Application::of(scenarios) });
-    assert!(answers.iter().all(|answer| answer["spark"] == "3.3.4"), "another version of Spark ran: {answers:?}");
+    assert!(
+        answers.iter().all(|answer| answer["spark"] == "3.3.4"),
+        "another version of Spark ran: {answers:?}"
+    );
     // No other test needs this JVM.
     spark.jvms.remove(&JvmKind::Spark33);
     worker.assert_no_error_logged();

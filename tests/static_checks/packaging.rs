@@ -199,7 +199,9 @@ fn image_runs_as_ordinary_user_without_sources() {
     assert!(!DOCKERFILE.contains(":latest"));
     assert!(DOCKERFILE.contains("cargo build --release --locked"));
     let user = DOCKERFILE.find("\nUSER 10001").unwrap();
-    assert!(DOCKERFILE.find("\nENTRYPOINT [").expect("the image needs an entry point in the exec form") > user);
+    assert!(
+        DOCKERFILE.find("\nENTRYPOINT [").expect("the image needs an entry point in the exec form") > user
+    );
     assert!(DOCKERFILE.contains("VOLUME [\"/data\"]") && DOCKERFILE.contains("ENV XDG_STATE_HOME=/data"));
     for port in ["21100", "21200", "19998"] {
         assert!(DOCKERFILE.lines().any(|line| line.starts_with("EXPOSE") && line.contains(port)), "{port}");
