@@ -1,4 +1,4 @@
-//! Idle connections: each state has a timeout, and the connection idle longest is evicted.
+//! Idle connections: each state has a timeout, and eviction takes the connection idle longest.
 
 use std::net::SocketAddr;
 use std::time::Duration;

@@ -46,7 +46,7 @@ async fn disk_full_during_append_does_not_mix_blocks() {
     fixture.finish().await;
 }
 
-/// A batch that no disk can write is retried with a backoff.
+/// Retry: a batch that no disk can write is written again after a backoff.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unwritable_batch_stays_readable_and_is_retried() {
     let (fixture, key) = (parts().start().await, key("app-1", 1));

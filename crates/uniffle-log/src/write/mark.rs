@@ -1,6 +1,6 @@
 //! Marks: files beside the copies of the metadata log that record how much is acknowledged.
 //!
-//! A copy that was truncated between two frames looks complete. One whose last frame is damaged
+//! A copy looks complete after its truncation between two frames. One whose last frame is damaged
 //! looks like an interrupted write. If both copies are damaged alike, a mark shows that an
 //! acknowledged record is missing. Marks are written after the acknowledgements, while nothing
 //! waits, and are not synced, so they delay no response. An old, torn or missing mark understates
