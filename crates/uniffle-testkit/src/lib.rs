@@ -1,8 +1,9 @@
 //! Test fixtures of the workspace, without expectations of their own. Every wait has a deadline.
 //!
-//! Unit tests of the server's crate can only use the disks ([`fault`], [`memory_disk`]): this crate
-//! links the server as an external crate, so its types differ from those of a unit test. Tests that
-//! need a whole service belong into `tests/contract`.
+//! Unit tests of the server's crate can only use fixtures without types of the server, such as the
+//! disks ([`fault`], [`memory_disk`]), the object store ([`object_fault`]) and [`captured_log`].
+//! This crate links the server as an external crate, so the server's types differ from those of a
+//! unit test. Tests that need a whole service belong into `tests/contract`.
 
 #![allow(
     clippy::panic,

@@ -1,13 +1,12 @@
 //! Login of the worker on secure Hadoop clusters, and a check at start that it can succeed.
 //!
-//! GSSAPI itself gets tickets from the keytab or the ticket cache, whenever a connection is made.
-//! With a keytab it also renews them, so no `kinit` is needed. The library is loaded at run time.
+//! GSSAPI gets tickets from the keytab or the ticket cache whenever a connection is made. With a
+//! keytab it also renews them, so no `kinit` is needed.
 //!
-//! The files are parsed here, because no login can be tried at start. Clients name the NameNodes
-//! only when they register (`hdfs_store.precheck_enable` tries configured paths). `hdfs-native` has
-//! no login without a connection, and GSSAPI's own calls would be `unsafe`. A wrong principal would
-//! only fail at the first flush, after data was acknowledged. The owner of the ticket cache is
-//! always needed: the worker need not impersonate that user.
+//! The check only parses these files, because the NameNodes are unknown until clients register.
+//! Without it, a wrong principal would only fail at the first flush, after data was acknowledged.
+//! The ticket cache also tells the worker's own user name, so that the worker does not impersonate
+//! itself.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -68,7 +67,10 @@ impl Login {
     }
 
     /// Checks whether a login can succeed, without contacting a KDC. `ticket_cache` is
-    /// `KRB5CCNAME`.
+    /// `KRB5CCNAME`. Also loads the library as a test.
+    ///
+    /// `hdfs-native` has no login without a connection, and GSSAPI's own calls would be `unsafe`.
+    /// `hdfs_store.precheck_enable` tries the configured paths.
     ///
     /// # Errors
     /// The library, the keytab, its principal or the ticket is missing, or the ticket has expired.

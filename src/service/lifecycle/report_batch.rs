@@ -1,9 +1,10 @@
-//! Gathers recovered reports by partition before they are added. A report has a few ids for each of
-//! many partitions, and a set adds many ids at once far more cheaply than one by one.
+//! Gathers the reports that a start reads from the metadata log, and adds them in batches. A report
+//! has the block ids that one task attempt wrote: a few for each of many partitions. Adding many
+//! ids to a partition's set at once is far cheaper than one by one.
 //!
-//! Invariants: gathered ids are added before they are read ([`ReportBatch::enter`] runs at the end
-//! of the log at the latest). At most [`GATHERED_MAX`] ids of all shuffles wait. If they cannot be
-//! added together, each report is added or refused as if it had come alone.
+//! Invariants: gathered ids are added before anything reads the sets ([`ReportBatch::enter`] runs
+//! at the end of the log at the latest). If they cannot be added together, each report is added or
+//! refused as if it had come alone. About [`GATHERED_MAX`] ids of all shuffles wait at most.
 
 use bytes::Bytes;
 use uniffle_wire::types::{PartitionId, ShuffleKey};

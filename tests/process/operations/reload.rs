@@ -1,4 +1,7 @@
-//! Configuration reload: changed keys, keys that need a restart, and invalid files.
+//! Configuration reload by an admin call, by SIGHUP and by the file watcher.
+//!
+//! Changed keys are applied, and keys that need a restart are only reported. An invalid or torn
+//! file is refused as a whole, with all its errors, and the old configuration remains.
 
 use std::io::Write as _;
 use std::time::Duration;

@@ -1,4 +1,8 @@
-//! Converts riffle's configuration. Its keys are also ours, or are accepted without effect.
+//! Converts riffle's TOML. Most of its keys are ours under the same name or an alias.
+//!
+//! A key with a counterpart keeps its value. A repeated key, a key without effect and an unknown
+//! key become comments with the reason. Invariant: no key is dropped silently, and comments show no
+//! secret. The caller of the import checks the values.
 
 use toml::{Table, Value};
 use uniffle_base::schema::{Schema, ValueReader, redact};

@@ -1,9 +1,9 @@
 //! The push-style decoder: position and nesting first, then the effect of each field.
 //!
-//! The order of calls that a sink may rely on is in `send_message`; headers that precede their
-//! bytes are in `collected`. Header fields precede the data, a partition id precedes its blocks,
-//! and no block has two data fields. Invariant: `take` only receives bytes that lie inside the
-//! innermost message.
+//! [`BlockSink`] documents the order of the calls to a sink. Headers that precede their bytes are
+//! in `collected`. A message is refused unless header fields precede the data, a partition id
+//! precedes its blocks, and each block has its data once. Invariant: `take` only receives bytes
+//! that lie inside the innermost message.
 
 use super::collected::{CollectedBlocks, HeaderRefusal};
 use super::grammar::{

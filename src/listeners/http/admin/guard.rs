@@ -1,8 +1,9 @@
-//! Access checks and audit events for every administration call.
+//! Access checks of every administration call, and its audit event.
 //!
 //! Order of the checks: caller (401, 403), method (405), route (404), so that an unauthorized
-//! caller learns nothing about the routes. Any web page can make a local browser send a POST to a
-//! loopback port. Browsers then send `Origin`, and without a token such a call is refused.
+//! caller learns nothing about the routes. Audit events of refused callers are limited in rate, and
+//! a wrong method is only counted. Any web page can make a local browser send a POST to a loopback
+//! port. Browsers then send `Origin`, and without a token such a call is refused.
 
 use std::fmt;
 use std::net::SocketAddr;

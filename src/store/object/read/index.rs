@@ -1,6 +1,9 @@
-//! Reads the index records of extents in objects.
+//! Reads the index records of extents in objects: the [`RecordSource`] of an `IndexRead`.
 //!
-//! Records with wrong bytes in the read cache are read again from the store.
+//! The `IndexRead` verifies the records of each extent by their checksum, in the `complete` that is
+//! passed to [`RecordSource::read`]. Wrong records from the read cache are discarded there, and
+//! read again from the store. Wrong records from the store are an error. Invariant: records enter
+//! the record cache only after their verification.
 
 use std::ops::Range;
 
