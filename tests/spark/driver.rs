@@ -1,5 +1,8 @@
-//! The published Java client library without Spark (`tests/driver/`), against a worker process. It
-//! reads back everything that it wrote and compares every byte.
+//! The published Java client library without Spark (`tests/driver/`), against a worker process.
+//!
+//! The Java program writes more than the worker's memory, reads everything back and compares every
+//! byte. The test also requires that some blocks were spilled to disk and some read from memory,
+//! and that the worker's resident memory stayed near its capacity.
 //!
 //! The full size, with the figures of docs/benchmarks.md:
 //! `DRIVER=full cargo test --release --test spark -- driver --nocapture --test-threads 1`
@@ -29,23 +32,29 @@ static BUILDING: Mutex<()> = Mutex::new(());
 struct Size {
     capacity: &'static str,
     capacity_bytes: u64,
-    words: &'static [&'static str],
+    /// Further arguments of `uniffle.driver.Main`.
+    arguments: &'static [&'static str],
     rounds: usize,
     /// Measures the baseline of the machine before and after.
-    floor: bool,
+    measures_baseline: bool,
 }
 
 /// About one second of work.
 const SMALL: Size = Size {
     capacity: "24MB",
     capacity_bytes: 24_000_000,
-    words: &["rounds=2", "bytes=60000000", "send=1048576", "wait=200"],
+    arguments: &["rounds=2", "bytes=60000000", "send=1048576", "wait=200"],
     rounds: 2,
-    floor: false,
+    measures_baseline: false,
 };
 /// 3.14 GB of 14 KiB blocks in 14 MiB sends by 4 threads to 200 partitions, with 1 GB of memory.
-const FULL: Size =
-    Size { capacity: "1GB", capacity_bytes: 1_000_000_000, words: &["rounds=5"], rounds: 5, floor: true };
+const FULL: Size = Size {
+    capacity: "1GB",
+    capacity_bytes: 1_000_000_000,
+    arguments: &["rounds=5"],
+    rounds: 5,
+    measures_baseline: true,
+};
 
 fn run(name: &'static str, client: &str) {
     if !maven::is_available() {
@@ -54,20 +63,20 @@ fn run(name: &'static str, client: &str) {
     let size = if std::env::var("DRIVER").is_ok_and(|value| value == "full") { FULL } else { SMALL };
     let output = build();
     let worker = WorkerProcess::start(&Setup { name, capacity: size.capacity, disks: 2, ..Setup::default() });
-    floor(&worker, &size);
+    measure_baseline(&worker, &size);
     let ready = worker.ready();
     let driver = Command::new("java")
         .arg(format!("@{PROJECT}/jvm.options"))
         .args(["-cp", &format!("{0}/classes:{0}/jars/*", output.display()), "uniffle.driver.Main"])
         .args([format!("grpc={}", ready.grpc_port), format!("pid={}", ready.pid), format!("client={client}")])
         .args(ready.urpc_port.map(|port| format!("tcp={port}")))
-        .args(size.words)
+        .args(size.arguments)
         .stdin(Stdio::null())
         .output()
         .expect("cannot run java");
     let (stdout, stderr) = (String::from_utf8_lossy(&driver.stdout), String::from_utf8_lossy(&driver.stderr));
     assert!(driver.status.success(), "the driver failed: {}\n{stdout}\n{stderr}", driver.status);
-    floor(&worker, &size);
+    measure_baseline(&worker, &size);
 
     let rounds: Vec<Value> = stdout
         .lines()
@@ -104,8 +113,8 @@ fn build() -> PathBuf {
 }
 
 /// Measures the baseline of the machine with the same command that users have.
-fn floor(worker: &WorkerProcess, size: &Size) {
-    if !size.floor {
+fn measure_baseline(worker: &WorkerProcess, size: &Size) {
+    if !size.measures_baseline {
         return;
     }
     let output = Command::new(uniffle_testkit::tools::binary("uniffle-bench"))

@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn worker_always_acts_as_another_user() {
+    fn worker_impersonates_others_but_not_itself() {
         let login = Login {
             keytab: Some(("/k".into(), "uniffle/host@REALM".to_owned())),
             act_as_users: true,
