@@ -28,10 +28,9 @@ fn jobs_in_turns_with_vanilla_spark() {
     for turn in 0..=TURNS {
         for scenario in SCENARIOS {
             for (way, client) in VARIANTS {
-                let cpu = || worker.metrics().expect("process_cpu_seconds_total");
-                let before = cpu();
+                let before = worker.cpu_seconds();
                 let answer = run(&mut spark, &worker, scenario, client);
-                let (seconds, cpu) = (&answer["seconds"], cpu() - before);
+                let (seconds, cpu) = (&answer["seconds"], worker.cpu_seconds() - before);
                 say(&format!("turn {turn}, {scenario}, {way}: {seconds} s, the worker's CPU {cpu:.2} s"));
             }
         }

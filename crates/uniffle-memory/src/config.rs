@@ -14,14 +14,24 @@ const CAPACITY_BYTES_MIN: u64 = 16 << 20;
 words! {
     /// Memory that gets huge pages (2 MiB).
     pub enum HugePages {
-        /// Read buffers, and blocks whose pages are allocated ahead: with [`Prefault::Idle`], and
-        /// in a file.
+        /// All memory, but blocks only after their first use, unless [`Prefault::Idle`].
         Auto = "auto",
-        /// All memory.
+        /// All memory, from its first use.
         On = "on",
         /// No memory.
         Off = "off",
     }
+}
+
+/// Pages of the memory for blocks, where the machine has huge pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockPages {
+    /// Huge from the first use.
+    Huge,
+    /// Small at the first use. Later the kernel replaces them by huge pages in the background.
+    HugeAfterUse,
+    /// Small.
+    Small,
 }
 
 words! {
@@ -53,8 +63,11 @@ section! {
          backing = \"auto\": memfd if systemd preserves it (FDSTORE is set) and there are local \
          disks with recovery, else private.\n\
          memfd and a directory need local disks.\n\
-         huge_pages = \"auto\" is for hosts that take free memory back: there the first use of a huge page \
-         costs more. Small pages make flushes slower."
+         huge_pages = \"auto\": blocks get small pages at first, because the first use of huge ones can be \
+         slow on a virtual machine. The kernel (khugepaged) replaces used pages by huge ones in the \
+         background, about 100 MB a minute. Until then flushes cost about a tenth more.\n\
+         huge_pages = \"on\" suits hosts that have memory ready, and prefault = \"idle\" machines that \
+         only run the worker: blocks then have huge pages from the start."
     )]
     pub struct MemoryConfig |machine| {
         /// Memory for blocks, reserved or stored. Default: 40 % of the machine's or container's
@@ -82,10 +95,10 @@ section! {
         /// Place of blocks in memory; see above.
         #[key("memory_store.backing", parsed("auto, private, memfd or a directory of a tmpfs", Backing::parse), Restart)]
         pub backing: Backing = Backing::Auto,
-        /// Memory with huge pages (2 MiB). `auto`: read buffers, and blocks whose pages are
-        /// allocated ahead (`prefault`, or a `backing` other than private).
+        /// Huge pages (2 MiB) for memory: auto = for blocks after their first use, on = at once, off =
+        /// never.
         #[key("memory_store.huge_pages", word(), Restart)]
-        pub huge_pages: HugePages = HugePages::On,
+        pub huge_pages: HugePages = HugePages::Auto,
         /// Allocation of pages for block memory: off = on first use, idle = after the start by a
         /// background thread, up to the whole capacity.
         #[key("memory_store.prefault", word(), Restart)]
@@ -111,13 +124,14 @@ impl MemoryConfig {
         self.huge_pages != HugePages::Off
     }
 
-    /// Returns whether blocks get huge pages where the machine has them.
+    /// Returns the pages that blocks get.
     #[must_use]
-    pub fn has_huge_block_pages(&self) -> bool {
+    pub fn block_pages(&self) -> BlockPages {
         match self.huge_pages {
-            HugePages::Auto => self.prefault == Prefault::Idle || !self.backing.is_private(),
-            HugePages::On => true,
-            HugePages::Off => false,
+            HugePages::On => BlockPages::Huge,
+            HugePages::Auto if self.prefault == Prefault::Idle => BlockPages::Huge,
+            HugePages::Auto => BlockPages::HugeAfterUse,
+            HugePages::Off => BlockPages::Small,
         }
     }
 
@@ -181,18 +195,15 @@ mod tests {
     }
 
     #[test]
-    fn auto_gives_huge_pages_to_blocks_taken_ahead() {
+    fn auto_gives_huge_pages_at_once_to_prefaulted_blocks() {
         let with = |huge_pages, prefault| {
             let config = MemoryConfig { huge_pages, prefault, ..MemoryConfig::default() };
-            (config.has_huge_block_pages(), config.has_huge_read_pages())
+            (config.block_pages(), config.has_huge_read_pages())
         };
-        assert_eq!(with(HugePages::Auto, Prefault::Off), (false, true));
-        assert_eq!(with(HugePages::Auto, Prefault::Idle), (true, true));
-        assert_eq!(with(HugePages::On, Prefault::Off), (true, true));
-        assert_eq!(with(HugePages::Off, Prefault::Idle), (false, false));
-        let in_file =
-            MemoryConfig { backing: Backing::Memfd, huge_pages: HugePages::Auto, ..MemoryConfig::default() };
-        assert!(in_file.has_huge_block_pages());
+        assert_eq!(with(HugePages::Auto, Prefault::Off), (BlockPages::HugeAfterUse, true));
+        assert_eq!(with(HugePages::Auto, Prefault::Idle), (BlockPages::Huge, true));
+        assert_eq!(with(HugePages::On, Prefault::Off), (BlockPages::Huge, true));
+        assert_eq!(with(HugePages::Off, Prefault::Idle), (BlockPages::Small, false));
     }
 
     #[test]

@@ -37,7 +37,7 @@ pub use buffer::read::{MemoryRead, READ_BLOCKS_MAX, ReadLimit, SMALL_PIECE_BYTES
 pub use buffer::sealed::{SealedBatch, SealedData, SealedExtent};
 pub use buffer::shuffle::{FlushableBuffer, InMemory, PurgedBuffers, ShuffleBuffers};
 pub use buffer::{Buffer, CommitOutcome, EarlierBlocks};
-pub use config::{HugePages, MemoryConfig, Prefault};
+pub use config::{BlockPages, HugePages, MemoryConfig, Prefault};
 pub use error::MemoryError;
 pub use persistent::file::take_inherited;
 pub use persistent::file::{Backing, MemoryFileError, Owner};
@@ -85,6 +85,7 @@ pub struct Memory {
     persistent: Option<PersistentMemory>,
     /// Allocates pages ahead of promises. Only for memory in a file.
     prefaulter: Option<Arc<Prefaulter>>,
+    block_pages: BlockPages,
 }
 
 /// Tells whether a tier has a block of a partition ([`Memory::restore`]).
@@ -140,7 +141,8 @@ impl Memory {
             Some((table, _)) => Arc::clone(table.region()),
             None => Region::new(region_size(config).bytes)?,
         };
-        region.advise_huge_pages(config.has_huge_block_pages());
+        let block_pages = config.block_pages();
+        region.advise_huge_pages(block_pages == BlockPages::Huge);
         // A region that has grown keeps its previous block table.
         let rows_max = opened.as_ref().map_or(u64::MAX, |(table, _)| table.rows_max());
         let blocks = Budget::new(blocks_max(config).min(rows_max));
@@ -185,6 +187,7 @@ impl Memory {
             shuffles: DashMap::new(),
             persistent,
             prefaulter,
+            block_pages,
         }))
     }
 
@@ -289,6 +292,14 @@ impl Memory {
         // its successor.
         buffers.name.iter().for_each(|name| name.disown());
         Some(PurgedBuffers(buffers))
+    }
+
+    /// Lets the kernel replace the small pages of block memory that is in use by huge ones, if this
+    /// is configured. To be called from time to time, because more memory comes into use.
+    pub fn advise_used_pages(&self) {
+        if self.block_pages == BlockPages::HugeAfterUse {
+            self.shared.supply.region.advise_used_pages();
+        }
     }
 
     /// Starts a thread of the lowest priority that allocates the pages of unused block memory. It

@@ -281,8 +281,8 @@ impl Lifecycle {
         }
     }
 
-    /// Expires tickets and apps and checks a decommissioning at their intervals, until the worker
-    /// stops.
+    /// Expires tickets and apps, advises the pages of memory, and checks a decommissioning at their
+    /// intervals, until the worker stops.
     pub async fn run_expiry(self: Arc<Self>, tickets_every: Duration, apps_every: Duration) {
         let stopped = self.parts.tasks.cancelled();
         tokio::pin!(stopped);
@@ -298,6 +298,7 @@ impl Lifecycle {
                     if expired > 0 {
                         tracing::debug!(expired, "tickets expired");
                     }
+                    self.parts.memory.advise_used_pages();
                 }
                 _ = apps.tick() => {
                     self.end_expired_apps().await;

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::file::Backing;
-use crate::config::MemoryConfig;
+use crate::config::{BlockPages, MemoryConfig};
 
 const SHMEM: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 const PRIVATE: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
@@ -11,9 +11,11 @@ const PRIVATE: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 /// Describes the pages that block memory gets by the configuration and the settings of the machine.
 #[must_use]
 pub fn describe(config: &MemoryConfig) -> String {
-    if !config.has_huge_block_pages() {
-        return "no (memory_store.huge_pages)".to_owned();
-    }
+    let given = match config.block_pages() {
+        BlockPages::Huge => "yes",
+        BlockPages::HugeAfterUse => "after their first use",
+        BlockPages::Small => return "no (memory_store.huge_pages)".to_owned(),
+    };
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let verdict = match &config.backing {
         Backing::Auto | Backing::Private => of_setting(PRIVATE, &read(PRIVATE)),
@@ -21,7 +23,7 @@ pub fn describe(config: &MemoryConfig) -> String {
         Backing::Directory(path) => of_mount(path, &read(SHMEM), &read("/proc/self/mountinfo")),
     };
     match verdict {
-        Ok(why) => format!("yes ({why})"),
+        Ok(why) => format!("{given} ({why})"),
         Err(why) => format!("no, small pages ({why})"),
     }
 }

@@ -72,6 +72,11 @@ impl Mapping {
         backend::advise_huge_pages(self.at(0, self.bytes), self.bytes, is_wanted);
     }
 
+    /// Advises huge pages for the first `bytes` of the segments.
+    pub(super) fn advise_used_pages(&self, bytes: usize) {
+        backend::advise_huge_pages(self.at(0, bytes), bytes, true);
+    }
+
     /// Returns the bytes before the segments.
     pub(super) fn front_bytes(&self) -> usize {
         self.front_bytes

@@ -107,6 +107,13 @@ impl Region {
         self.map.advise_huge_pages(is_wanted);
     }
 
+    /// Advises huge pages for the blocks that were ever used. Their small pages stay until the
+    /// kernel (khugepaged) replaces them in the background.
+    pub fn advise_used_pages(&self) {
+        let used = self.buddy.lock().touched_bytes();
+        self.map.advise_used_pages(usize::try_from(used).unwrap_or(self.map.bytes));
+    }
+
     /// Allocates the pages of one block that was never used. Returns false if there is none left.
     ///
     /// # Errors

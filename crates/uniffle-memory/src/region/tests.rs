@@ -259,3 +259,40 @@ fn prefault_takes_the_pages_of_a_file() {
     assert!(!region.prefault_block().unwrap());
     assert_eq!(region.ready_bytes(), 4 << 20);
 }
+
+/// Returns whether the kernel gives huge pages at `address`, by the flags of its mapping.
+#[cfg(all(not(miri), target_os = "linux"))]
+fn is_advised_huge(address: *const u8) -> bool {
+    let mappings = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let number = |text: &str| usize::from_str_radix(text, 16).ok();
+    let mut is_here = false;
+    for line in mappings.lines() {
+        let range = line.split(' ').next().and_then(|range| range.split_once('-'));
+        if let Some((start, end)) = range.and_then(|(start, end)| Some((number(start)?, number(end)?))) {
+            is_here = (start..end).contains(&address.addr());
+        } else if let Some(flags) = line.strip_prefix("VmFlags:").filter(|_| is_here) {
+            return flags.split(' ').any(|flag| flag == "hg");
+        }
+    }
+    panic!("the region is mapped")
+}
+
+#[cfg(all(not(miri), target_os = "linux"))]
+#[test]
+fn only_used_blocks_are_advised_huge_after_use() {
+    if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
+        return;
+    }
+    let region = Region::new(6 << 20).unwrap();
+    let budget = Budget::new(6 << 20);
+    region.advise_huge_pages(false);
+    let advised = || [0, 2 << 20, 4 << 20].map(|offset| is_advised_huge(region.map.at(offset, 1)));
+    let first = segment(&region, &budget, 2 << 20);
+    let second = segment(&region, &budget, 4096);
+    assert_eq!(advised(), [false; 3]);
+    region.advise_used_pages();
+    assert_eq!(advised(), [true, true, false]);
+    drop((first, second));
+    region.advise_used_pages();
+    assert_eq!(advised(), [true, true, false]);
+}
