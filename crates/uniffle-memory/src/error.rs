@@ -38,9 +38,9 @@ pub enum MemoryError {
     #[error("unknown, expired or spent ticket")]
     UnknownTicket,
     /// The payload exceeds the ticket.
-    #[error("block of {requested} bytes exceeds the remaining {remaining} bytes of the ticket")]
+    #[error("blocks of {requested} bytes in all exceed the remaining {remaining} bytes of the ticket")]
     TicketOverspent {
-        /// Bytes of the block.
+        /// Bytes of the blocks.
         requested: u64,
         /// Remaining bytes of the ticket.
         remaining: u64,
