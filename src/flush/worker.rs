@@ -166,13 +166,14 @@ impl Flusher {
         for batch in half.into_iter().chain([batch]) {
             match has_other_tiers {
                 true => self.enqueue(batch),
-                false => self.retry(batch, pause),
+                false => self.retry(batch, pause, is_last),
             }
         }
     }
 
-    /// Queues a batch again after a pause.
-    fn retry(self: &Arc<Self>, batch: FlushBatch, pause: Duration) {
+    /// Queues a batch again after a pause. The pause of a batch that failed before the final flush
+    /// ends when that begins.
+    fn retry(self: &Arc<Self>, batch: FlushBatch, pause: Duration, is_last: bool) {
         let flusher = Arc::clone(self);
         let mut draining = self.draining.subscribe();
         self.tasks.spawn("flush retry", async move {
@@ -180,7 +181,7 @@ impl Flusher {
             let pause = async {
                 crate::clock::sleep(least.min(pause)).await;
                 tokio::select! {
-                    _ = draining.wait_for(|draining| *draining) => {}
+                    _ = draining.wait_for(|draining| *draining), if !is_last => {}
                     () = crate::clock::sleep(pause.saturating_sub(least)) => {}
                 }
             };

@@ -17,7 +17,7 @@ use uuid::Uuid;
 
 use super::health::{DiskHealth, ErrorClass, classify};
 use super::marker::{MARKER, marker_of, uuid_of};
-use super::placement::{DiskCandidate, Paces};
+use super::placement::{DiskCandidate, Paces, free_for_batches};
 use crate::clock::Instant;
 use crate::log::within;
 use crate::log::{self, Directory, METADATA};
@@ -422,7 +422,7 @@ impl LocalDisk {
         let state = self.state.lock();
         DiskCandidate {
             condition: state.health.condition(),
-            free_bytes: state.space.free_bytes,
+            free_bytes: free_for_batches(state.space),
             in_flight_bytes: self.in_flight_bytes.load(Ordering::Relaxed),
             pace: state.paces.at(Instant::now()),
         }

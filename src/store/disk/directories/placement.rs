@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::clock::Instant;
 use crate::store::DiskCondition;
+use uniffle_io::Space;
 
 /// Weight of the fastest disk. Slower disks have more.
 const WEIGHT: f64 = 16.0;
@@ -15,12 +16,21 @@ const SLOWER_MIN: f64 = 1.5;
 /// Disks faster than this (1 GB/s) count as equal.
 const SECONDS_PER_MIB_MIN: f64 = 0.001;
 
+/// Maximum number of bytes that batches leave free on a disk.
+const LOG_RESERVE_BYTES: u64 = 1 << 20;
+
+/// Returns the free bytes that batches may use. The rest is left to the metadata log: without room
+/// for the record of a purge, a full disk would stay full.
+pub(in crate::store) fn free_for_batches(space: Space) -> u64 {
+    space.free_bytes.saturating_sub(LOG_RESERVE_BYTES.min(space.total_bytes / 64))
+}
+
 /// State of a disk that placement uses.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DiskCandidate {
     /// Whether the disk takes batches.
     pub condition: DiskCondition,
-    /// Free space in bytes.
+    /// Free bytes that batches may use.
     pub free_bytes: u64,
     /// Bytes being written now.
     pub in_flight_bytes: u64,
@@ -29,8 +39,12 @@ pub struct DiskCandidate {
 }
 
 impl DiskCandidate {
+    fn has_room(&self, bytes: u64) -> bool {
+        self.free_bytes >= bytes.max(1)
+    }
+
     fn fits(&self, bytes: u64) -> bool {
-        self.condition == DiskCondition::Healthy && self.free_bytes >= bytes.max(1)
+        self.condition == DiskCondition::Healthy && self.has_room(bytes)
     }
 
     /// Returns the weight of the disk's load: [`WEIGHT`] times its slowness relative to `fastest`.
@@ -78,10 +92,10 @@ pub fn choose(candidates: &[DiskCandidate], bytes: u64, excluded: &[usize]) -> O
         .map(|(index, _)| *index)
 }
 
-/// Returns any healthy disk, the one with the most free bytes first. It may be full: the write
-/// shows that.
-pub fn choose_any(candidates: &[DiskCandidate], excluded: &[usize]) -> Option<usize> {
-    let works = |it: &DiskCandidate| it.condition <= DiskCondition::Full;
+/// Returns the disk with the most free bytes of those that have room for `bytes` bytes, also above
+/// the watermark.
+pub fn choose_any(candidates: &[DiskCandidate], bytes: u64, excluded: &[usize]) -> Option<usize> {
+    let works = |it: &DiskCandidate| it.condition <= DiskCondition::Full && it.has_room(bytes);
     let able = candidates.iter().enumerate().filter(|(index, it)| works(it) && !excluded.contains(index));
     able.max_by_key(|(_, it)| it.free_bytes).map(|(index, _)| index)
 }
@@ -195,12 +209,13 @@ mod tests {
     }
 
     #[test]
-    fn last_batch_is_tried_on_every_disk_that_works() {
+    fn last_batch_is_tried_on_every_disk_with_room() {
         let full = |free_bytes| DiskCandidate { condition: DiskCondition::Full, free_bytes, ..IDLE };
         let disks = [full(1), full(5), DiskCandidate { condition: DiskCondition::Broken, ..IDLE }];
-        assert_eq!(choose_any(&disks, &[]), Some(1));
-        assert_eq!(choose_any(&disks, &[1]), Some(0));
-        assert_eq!(choose_any(&disks, &[0, 1]), None);
+        assert_eq!(choose_any(&disks, 1, &[]), Some(1));
+        assert_eq!(choose_any(&disks, 1, &[1]), Some(0));
+        assert_eq!(choose_any(&disks, 2, &[1]), None);
+        assert_eq!(choose_any(&disks, 1, &[0, 1]), None);
     }
 
     #[test]

@@ -442,6 +442,29 @@ async fn last_flush_tries_every_disk_until_enospc() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1, 2, 3, 4, 5]);
 }
 
+/// Without room for the record of a purge, the space of a full disk could not be freed.
+#[tokio::test(start_paused = true)]
+async fn last_flush_leaves_room_for_the_metadata_log() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    disks.iter().for_each(|disk| disk.memory.set_capacity(Some(1 << 20)));
+    let config = LocalConfig { high_watermark: 1.0, low_watermark: 1.0, ..LocalConfig::default() };
+    let store = open_with(config, disks.iter().map(TestDisk::disk).collect()).await.unwrap();
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    let (mut id, mut ids) = (0, Vec::new());
+    for bytes in [100_000, 10_000, 1000, 100, 1] {
+        while handle.writer.write(&handle.shuffle, vec![extent(1, &[(id, bytes)], true)], true).await.is_ok()
+        {
+            ids.push(id);
+            id += 1;
+        }
+        id += 1;
+    }
+    // A file system allocates at least a page for a record.
+    store.append_metadata(&handle, &[7; 4096]).await.unwrap();
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), ids);
+}
+
 /// A store on real directories below a temporary one.
 struct Real {
     parent: tempfile::TempDir,

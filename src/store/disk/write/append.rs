@@ -120,10 +120,18 @@ impl DiskWriter {
     }
 
     /// Chooses the disk for a batch. Measures space again before it returns `None`: some may have
-    /// been freed. The final flush also tries full disks, and failed ones that pass a probe now.
+    /// been freed. The final flush also tries disks above the watermark, and failed ones that pass a
+    /// probe now. It counts bytes in flight twice, so that concurrent batches leave the log's
+    /// reserve.
     async fn choose(&self, bytes: u64, tried: &[usize], is_last: bool) -> Option<usize> {
         let disks = &self.core.disks;
-        let candidates = || disks.iter().map(|disk| disk.candidate()).collect::<Vec<DiskCandidate>>();
+        let candidate = |disk: &Arc<LocalDisk>| {
+            let mut candidate = disk.candidate();
+            let in_flight = if is_last { candidate.in_flight_bytes } else { 0 };
+            candidate.free_bytes = candidate.free_bytes.saturating_sub(in_flight);
+            candidate
+        };
+        let candidates = || disks.iter().map(candidate).collect::<Vec<DiskCandidate>>();
         if let Some(index) = placement::choose(&candidates(), bytes, tried) {
             return Some(index);
         }
@@ -133,11 +141,11 @@ impl DiskWriter {
         if chosen.is_some() || !is_last {
             return chosen;
         }
-        if let Some(index) = placement::choose_any(&candidates(), tried) {
+        if let Some(index) = placement::choose_any(&candidates(), bytes, tried) {
             return Some(index);
         }
         self.recover_any(tried).await;
-        placement::choose_any(&candidates(), tried)
+        placement::choose_any(&candidates(), bytes, tried)
     }
 
     /// Probes the failed disks that are not in `tried`, until one recovers. Disks that hang delay
