@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::{join_all, select_ok};
+use tokio::sync::{Mutex, MutexGuard};
 
 use crate::clock::{Instant, timeout};
 use crate::log::within;
@@ -26,6 +27,8 @@ use uniffle_io::{File, Vanished};
 /// Maximum time that a batch of the final flush waits for a failed disk to recover. The flush
 /// repeats the batch if none does.
 const RECOVERY_WAIT_MAX: Duration = Duration::from_secs(10);
+/// With this many bytes to spare on a disk, batches of the final flush are written concurrently.
+const AMPLE_BYTES: u64 = 256 << 20;
 
 /// Shared state of writers.
 #[derive(Debug)]
@@ -34,6 +37,9 @@ pub(in crate::store) struct DiskWriter {
     pub(in crate::store::disk) staging: Arc<AlignedPool>,
     pub(in crate::store) damage: Arc<DamageMarker>,
     pub(in crate::store) tasks: Tasks,
+    /// Held while a batch of the final flush is written to disks that have little room. Otherwise
+    /// concurrent batches would take the room that each of them measured.
+    last_room: Mutex<()>,
 }
 
 /// When an error is counted against its disk.
@@ -55,6 +61,7 @@ pub(super) struct DiskSearch<'a> {
     tried: Vec<usize>,
     renewed: Vec<usize>,
     last_error: Option<StoreError>,
+    turn: Option<MutexGuard<'a, ()>>,
 }
 
 impl<'a> DiskSearch<'a> {
@@ -66,7 +73,7 @@ impl<'a> DiskSearch<'a> {
         is_last: bool,
     ) -> Self {
         let (tried, renewed) = (Vec::new(), Vec::new());
-        Self { writer, shuffle, bytes, is_last, next: None, tried, renewed, last_error: None }
+        Self { writer, shuffle, bytes, is_last, next: None, tried, renewed, last_error: None, turn: None }
     }
 
     /// Begins with disk `first`, if given.
@@ -81,7 +88,8 @@ impl<'a> DiskSearch<'a> {
     pub(super) async fn next_disk(&mut self) -> Result<&'a Arc<LocalDisk>, StoreError> {
         let chosen = match self.next.take() {
             Some(index) => Some(index),
-            None => self.writer.choose(self.bytes, &self.tried, self.is_last).await,
+            None if self.is_last => self.choose_last().await,
+            None => self.writer.choose(self.bytes, &self.tried).await,
         };
         let Some(index) = chosen else {
             return Err(self.last_error.take().unwrap_or_else(|| self.writer.no_disk()));
@@ -90,6 +98,37 @@ impl<'a> DiskSearch<'a> {
             self.writer.core.metrics.write_local_retries.inc();
         }
         Ok(&self.writer.core.disks[index])
+    }
+
+    /// Chooses the disk for a batch of the final flush. It also tries disks above the watermark, and
+    /// failed ones that pass a probe now.
+    async fn choose_last(&mut self) -> Option<usize> {
+        let writer = self.writer;
+        if let Some(index) = self.best_of_all(AMPLE_BYTES) {
+            return Some(index);
+        }
+        if self.turn.is_none() {
+            self.turn = Some(writer.last_room.lock().await);
+        }
+        writer.measure(&self.tried).await;
+        if let Some(index) = self.best_of_all(0) {
+            return Some(index);
+        }
+        self.turn = None;
+        writer.recover_any(&self.tried).await;
+        self.best_of_all(0)
+    }
+
+    /// Returns a disk that has room for the batch, `spare` bytes and all bytes in flight, if
+    /// possible one below the watermark.
+    fn best_of_all(&self, spare: u64) -> Option<usize> {
+        let mut candidates = self.writer.candidates();
+        for candidate in &mut candidates {
+            candidate.free_bytes = candidate.free_bytes.saturating_sub(candidate.in_flight_bytes);
+        }
+        let bytes = self.bytes.saturating_add(spare);
+        let best = placement::choose(&candidates, bytes, &self.tried);
+        best.or_else(|| placement::choose_any(&candidates, bytes, &self.tried))
     }
 
     /// Notes that the append failed on a disk. Its log is closed.
@@ -116,36 +155,29 @@ impl DiskWriter {
     pub(in crate::store) fn new(core: &Arc<DiskCore>) -> Arc<Self> {
         let staging = AlignedPool::new(core.config.staging_buffers(core.disks.len()));
         let damage = DamageMarker::new(Arc::clone(core));
-        Arc::new(Self { core: Arc::clone(core), staging, damage, tasks: Tasks::new() })
+        let (tasks, last_room) = (Tasks::new(), Mutex::new(()));
+        Arc::new(Self { core: Arc::clone(core), staging, damage, tasks, last_room })
+    }
+
+    fn candidates(&self) -> Vec<DiskCandidate> {
+        self.core.disks.iter().map(|disk| disk.candidate()).collect()
+    }
+
+    /// Measures the space of the healthy disks that are not in `tried`.
+    async fn measure(&self, tried: &[usize]) {
+        let disks = self.core.disks.iter();
+        let healthy = disks.filter(|disk| disk.is_healthy() && !tried.contains(&disk.index));
+        join_all(healthy.map(|disk| disk.measure()).collect::<Vec<_>>()).await;
     }
 
     /// Chooses the disk for a batch. Measures space again before it returns `None`: some may have
-    /// been freed. The final flush also tries disks above the watermark, and failed ones that pass a
-    /// probe now. It counts bytes in flight twice, so that concurrent batches leave the log's
-    /// reserve.
-    async fn choose(&self, bytes: u64, tried: &[usize], is_last: bool) -> Option<usize> {
-        let disks = &self.core.disks;
-        let candidate = |disk: &Arc<LocalDisk>| {
-            let mut candidate = disk.candidate();
-            let in_flight = if is_last { candidate.in_flight_bytes } else { 0 };
-            candidate.free_bytes = candidate.free_bytes.saturating_sub(in_flight);
-            candidate
-        };
-        let candidates = || disks.iter().map(candidate).collect::<Vec<DiskCandidate>>();
-        if let Some(index) = placement::choose(&candidates(), bytes, tried) {
+    /// been freed.
+    async fn choose(&self, bytes: u64, tried: &[usize]) -> Option<usize> {
+        if let Some(index) = placement::choose(&self.candidates(), bytes, tried) {
             return Some(index);
         }
-        let healthy = disks.iter().filter(|disk| disk.is_healthy() && !tried.contains(&disk.index));
-        join_all(healthy.map(|disk| disk.measure()).collect::<Vec<_>>()).await;
-        let chosen = placement::choose(&candidates(), bytes, tried);
-        if chosen.is_some() || !is_last {
-            return chosen;
-        }
-        if let Some(index) = placement::choose_any(&candidates(), bytes, tried) {
-            return Some(index);
-        }
-        self.recover_any(tried).await;
-        placement::choose_any(&candidates(), bytes, tried)
+        self.measure(tried).await;
+        placement::choose(&self.candidates(), bytes, tried)
     }
 
     /// Probes the failed disks that are not in `tried`, until one recovers. Disks that hang delay

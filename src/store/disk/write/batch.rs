@@ -85,6 +85,8 @@ impl DiskWriter {
                     Err(error) => search.failed(disk.index, error)?,
                 }
             };
+            // Publishing may search again.
+            drop(search);
             let sequence = self.publish(shuffle, &data, &extents, is_last).await?;
             Ok(BatchSummary {
                 sequence,
