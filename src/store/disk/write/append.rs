@@ -61,6 +61,7 @@ pub(super) struct DiskSearch<'a> {
     tried: Vec<usize>,
     renewed: Vec<usize>,
     last_error: Option<StoreError>,
+    /// The lock `last_room` of the writer, if a disk with little room was chosen.
     turn: Option<MutexGuard<'a, ()>>,
 }
 
