@@ -465,6 +465,30 @@ async fn last_flush_leaves_room_for_the_metadata_log() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), ids);
 }
 
+/// The second batch measures disk `/a` before the first is written there, and chooses afterwards.
+#[tokio::test(start_paused = true)]
+async fn concurrent_last_batches_leave_room_for_the_metadata_log() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    disks.iter().for_each(|disk| disk.memory.set_capacity(Some(1 << 20)));
+    let store = open_with(roomy(), disks.iter().map(TestDisk::disk).collect()).await.unwrap();
+    disks[1].memory.put(Path::new("other"), Some(vec![0; 1_000_000]));
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    let room = store.core.disks[0].candidate().free_bytes as usize;
+    // Either batch has room, and both together would leave a few bytes of the log's reserve.
+    let batch = |id| vec![extent(1, &[(id, room / 2 + 4096)], true)];
+    disks[0].faults.add(Rule::always(Operation::Write, Fault::Slow(Duration::from_secs(1))));
+    disks[1].faults.add(Rule::once(Operation::Space, Fault::Slow(Duration::from_secs(5))).after(1));
+    let write = async |id| handle.writer.write(&handle.shuffle, batch(id), true).await;
+    let (first, second) = tokio::join!(write(0), write(1));
+    assert_eq!(first.unwrap().disk, 0);
+    let free_bytes = store.core.disks[0].io.space().await.unwrap().free_bytes;
+    assert!(free_bytes >= (1 << 20) / 64, "the batches left {free_bytes} bytes to the metadata log");
+    assert_eq!(second.unwrap_err().kind, StoreErrorKind::NoSpace);
+    store.append_metadata(&handle, &[7; 4096]).await.unwrap();
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0]);
+}
+
 /// A store on real directories below a temporary one.
 struct Real {
     parent: tempfile::TempDir,
