@@ -231,11 +231,9 @@ impl SendSession {
     /// the heap has room for.
     pub fn begin_block(&mut self, length: u32) -> Result<(), ServiceError> {
         if length == 0 || length > BLOCK_BYTES_MAX {
-            return Err(ServiceError::InvalidField {
-                field: "block length",
-                value: i64::from(length),
-                allowed: "must be 1 to 536870912",
-            });
+            return Err(ServiceError::Malformed(format!(
+                "a block of {length} bytes; 1 to {BLOCK_BYTES_MAX} are allowed"
+            )));
         }
         self.payload_bytes += u64::from(length);
         if self.payload_bytes > self.payload_bytes_max {

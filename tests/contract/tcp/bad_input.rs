@@ -143,14 +143,6 @@ async fn invalid_reads_are_refused_in_their_response_type() {
 }
 
 #[tokio::test]
-async fn empty_block_is_refused() {
-    let fixture = TcpFixture::new().await;
-    let mut request = fixture.request(1, &[block(0, 100)]);
-    request.partitions[0].1[0].data = bytes::Bytes::new();
-    refuses(StatusCode::InvalidRequest, &frame(&request), fixture).await;
-}
-
-#[tokio::test]
 async fn app_id_without_valid_utf8_is_refused() {
     let fixture = TcpFixture::new().await;
     let mut bytes = frame(&fixture.request(1, &[block(0, 100)])).to_vec();

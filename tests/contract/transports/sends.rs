@@ -1,5 +1,6 @@
 //! Sends: sizes and order of blocks, and requests that are refused as a whole.
 
+use bytes::Bytes;
 use uniffle_client::block::Block;
 use uniffle_client::send::{self, SendForm};
 use uniffle_wire::request::{MemoryRequest, ReadRequest};
@@ -73,10 +74,18 @@ fn last_block(request: &mut SendShuffleDataRequest) -> &mut ShuffleBlock {
 type Corruption = fn(&mut SendShuffleDataRequest);
 
 /// Invalid values that both protocols can express, with the status of the refusal.
-const INVALID: [(&str, StatusCode, Corruption); 7] = [
+const INVALID: [(&str, StatusCode, Corruption); 9] = [
     ("no entries", StatusCode::InternalError, |request| request.shuffle_data.clear()),
     ("entries without blocks", StatusCode::InternalError, |request| {
         request.shuffle_data.iter_mut().for_each(|part| part.block.clear());
+    }),
+    ("an empty first block", StatusCode::InternalError, |request| {
+        let first = &mut request.shuffle_data[0].block[0];
+        (first.length, first.data) = (0, Bytes::new());
+    }),
+    ("an empty last block", StatusCode::InternalError, |request| {
+        let last = last_block(request);
+        (last.length, last.data) = (0, Bytes::new());
     }),
     ("a wrong checksum in the last block", StatusCode::InternalError, |request| last_block(request).crc ^= 1),
     ("a checksum of 33 bits", StatusCode::InvalidRequest, |request| last_block(request).crc = 1 << 32),
