@@ -1,9 +1,9 @@
 //! Access checks of every administration call, and its audit event.
 //!
 //! Order of the checks: caller (401, 403), method (405), route (404), so that an unauthorized
-//! caller learns nothing about the routes. Audit events of refused callers are limited in rate, and
-//! a wrong method is only counted. Any web page can make a local browser send a POST to a loopback
-//! port. Browsers then send `Origin`, and without a token such a call is refused.
+//! caller learns nothing about the routes. Audit events of refused callers are limited in rate. Any
+//! web page can make a local browser send a POST to a loopback port. Browsers then send `Origin`,
+//! and without a token such a call is refused.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -92,14 +92,8 @@ async fn pass(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Re
         return response;
     }
     let method = if request.uri().path().starts_with(PROFILES) { Method::GET } else { Method::POST };
-    if request.method() != method {
-        gate.metrics.calls.with_label_values(&["failed"]).inc();
-        let allow = [(header::ALLOW, method.as_str())];
-        let reason = "calls must use POST, profiles GET";
-        return (allow, refusal(StatusCode::METHOD_NOT_ALLOWED, reason)).into_response();
-    }
     let path = request.uri().path().to_owned();
-    let response = next.run(request).await;
+    let response = if request.method() == method { next.run(request).await } else { wrong_method(&method) };
     let result = if response.status().is_success() { "ok" } else { "failed" };
     gate.metrics.calls.with_label_values(&[result]).inc();
     let detail = response.extensions().get::<Audited>().map_or("", |audited| audited.0.as_str());
@@ -107,6 +101,11 @@ async fn pass(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Re
     let peer = shown(peer);
     tracing::info!(target: AUDIT, action = "admin call", call = %path, %peer, result, status, detail);
     response
+}
+
+fn wrong_method(allowed: &Method) -> Response {
+    let reason = "calls must use POST, profiles GET";
+    ([(header::ALLOW, allowed.as_str())], refusal(StatusCode::METHOD_NOT_ALLOWED, reason)).into_response()
 }
 
 impl Gate {
@@ -208,7 +207,12 @@ impl fmt::Debug for Token {
 
 #[cfg(test)]
 mod tests {
+    use axum::body::Body;
+    use axum::routing::post;
+    use tower::ServiceExt as _;
+
     use super::*;
+    use uniffle_testkit::captured_log::CapturedLog;
 
     fn gate(token: Option<&str>) -> Gate {
         let registry = prometheus::Registry::new();
@@ -253,6 +257,22 @@ mod tests {
             assert_eq!(offer(wrong), Some(Denial::Token), "{wrong}");
         }
         assert_eq!(status(&gate, None, "127.0.0.1:9"), Some(Denial::Token));
+    }
+
+    #[tokio::test]
+    async fn call_with_wrong_method_is_audited() {
+        let log = CapturedLog::of_this_thread();
+        let metrics = AdminMetrics::new(&prometheus::Registry::new()).unwrap();
+        let router = Router::new().route("/admin/flush", post(async || ()));
+        let router = protect(router, None, metrics.clone());
+        let peer = Peer("127.0.0.1:9".parse().unwrap());
+        let request = Request::get("/admin/flush").extension(peer).body(Body::empty()).unwrap();
+        let response = router.oneshot(request).await.unwrap();
+        assert_eq!(response.status(), StatusCode::METHOD_NOT_ALLOWED);
+        assert_eq!(response.headers()[header::ALLOW], "POST");
+        assert_eq!(metrics.calls.with_label_values(&["failed"]).get(), 1);
+        let text = log.text();
+        assert!(text.contains("call=/admin/flush peer=127.0.0.1:9 result=\"failed\" status=405"), "{text}");
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! connections in number and time.
 //! Invariant: [`guard`] checks every route, including mounted ones. It requires POST (GET for
 //! profiles), and a bearer token or a local caller that is not a browser. It bounds the body and
-//! emits one event with the tracing target `audit` for each call that passes these checks.
+//! emits one event with the tracing target `audit` for each call of an admitted caller.
 
 mod calls;
 mod guard;
