@@ -43,6 +43,7 @@ struct GatheredLosses {
     blocks: u64,
     /// Bytes of the blocks with known sizes.
     bytes: u64,
+    has_unknown_sizes: bool,
     reason: Option<Arc<str>>,
     has_more_reasons: bool,
 }
@@ -54,22 +55,23 @@ impl LossLog {
 
     /// Schedules a log line for `loss`, together with other losses of the shuffle.
     pub(in crate::service) fn add(self: &Arc<Self>, key: &ShuffleKey, partition: PartitionId, loss: &Loss) {
-        self.add_blocks(key, partition, loss.ids.len(), loss.bytes.unwrap_or(0), &loss.reason);
+        self.add_blocks(key, partition, loss.ids.len(), loss.bytes, &loss.reason);
     }
 
-    /// Schedules a log line for lost blocks, together with others of the shuffle. `bytes` covers
-    /// blocks with known sizes.
+    /// Schedules a log line for lost blocks, together with others of the shuffle. The sizes may
+    /// be unknown.
     pub(super) fn add_blocks(
         self: &Arc<Self>,
         key: &ShuffleKey,
         partition: PartitionId,
         blocks: u64,
-        bytes: u64,
+        bytes: Option<u64>,
         reason: &Arc<str>,
     ) {
         self.gather(key, Event::Lost, |of_shuffle| {
             of_shuffle.blocks += blocks;
-            of_shuffle.bytes += bytes;
+            of_shuffle.bytes += bytes.unwrap_or(0);
+            of_shuffle.has_unknown_sizes |= bytes.is_none();
             of_shuffle.add(partition, reason);
         });
     }
@@ -131,7 +133,9 @@ impl GatheredLosses {
     }
 
     fn log_losses(&self, key: &ShuffleKey) {
-        let Self { partitions, blocks, bytes, reason, has_more_reasons } = self;
+        let Self { partitions, blocks, bytes, has_unknown_sizes, reason, has_more_reasons } = self;
+        // Omitted instead of too small.
+        let bytes = (!has_unknown_sizes).then_some(bytes);
         let reason = reason.as_deref().unwrap_or_default();
         let (partitions, first) = (partitions.cardinality(), partitions.minimum());
         tracing::error!(
@@ -196,6 +200,20 @@ mod tests {
         assert_eq!(lines(&log).len(), 3);
         sleep(2 * GATHER_AGAIN).await;
         assert!(losses.gathered.lock().is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bytes_of_blocks_of_unknown_size_are_omitted() {
+        let (log, tasks) = (CapturedLog::of_this_thread(), Tasks::new());
+        let losses = LossLog::new(&tasks);
+        losses.add(&key(0), PartitionId(0), &loss(0..3, "a disk is missing"));
+        losses.add(&key(0), PartitionId(1), &Loss { bytes: None, ..loss(0..3, "a disk is missing") });
+        sleep(2 * GATHER).await;
+        losses.add(&key(0), PartitionId(2), &loss(0..3, "a disk is missing"));
+        sleep(GATHER_AGAIN).await;
+        let text = lines(&log);
+        assert!(text[0].contains("partitions=2 first=0 blocks=6 reason"), "{text:?}");
+        assert!(text[1].contains("partitions=1 first=2 blocks=3 bytes=10 reason"), "{text:?}");
     }
 
     #[tokio::test(start_paused = true)]

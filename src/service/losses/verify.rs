@@ -181,7 +181,7 @@ impl Verifier {
     ) {
         if unlisted > 0 {
             self.metrics.lost_blocks.inc_by(unlisted);
-            self.loss_log.add_blocks(shuffle.key(), partition, unlisted, 0, unlisted_reason);
+            self.loss_log.add_blocks(shuffle.key(), partition, unlisted, None, unlisted_reason);
         }
         for loss in losses {
             let Loss { ids, bytes, reason, .. } = &loss;
