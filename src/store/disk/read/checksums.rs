@@ -21,7 +21,7 @@ pub(super) const SAMPLE: u64 = 16;
 /// Maximum number of blocks loaded at a time. Blocks below about 32 bytes may be skipped.
 const CHECKS_MAX: usize = 1 << 16;
 
-/// DiskChecksums of the blocks of one read, in the order of the stream.
+/// Checksums of the blocks of one read from disk, in the order of the stream.
 #[derive(Debug)]
 pub(super) struct DiskChecksums {
     partition: PartitionId,

@@ -35,7 +35,7 @@ const LOADS_AT_ONCE: usize = 8;
 /// Then not all of them are verified.
 const CHECKS_MAX: usize = 1 << 16;
 
-/// ObjectChecksums of the blocks of one read, in the order of the stream.
+/// Checksums of the blocks of one read from the object store, in the order of the stream.
 #[derive(Debug)]
 pub(super) struct ObjectChecksums {
     /// Extents that cover the range, shared with the read.
