@@ -2,7 +2,7 @@
 //!
 //! An extent never changes, so nothing is invalidated. An entry is removed by eviction or with its
 //! shuffle. Records are stored verified, with offsets relative to their extent. Writers add the
-//! records that they have just published, so indexes of a small job need no disk.
+//! records that they have just published, so indexes of a small job need no disk read.
 
 use bytes::Bytes;
 use lru::LruCache;
@@ -11,18 +11,19 @@ use parking_lot::Mutex;
 /// Memory of an entry besides its records: key, list links, table slot and the `Bytes` itself.
 const ENTRY_BYTES: u64 = 160;
 
-/// Maximum number of removed extents whose entries are dropped at once, because released extents
-/// are dropped on a runtime thread. No key finds the remaining entries, and they are evicted as
-/// least recently used.
-const FORGOTTEN_AT_ONCE: usize = 16 << 10;
+/// Maximum number of entries that one call removes, because released extents are dropped on a
+/// runtime thread. Incarnations are not reused, so the remaining entries are never looked up again.
+/// They become the least recently used and are evicted.
+const REMOVALS_PER_CALL_MAX: usize = 16 << 10;
 
 /// Key of an extent's records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::store) struct RecordsKey {
     pub(in crate::store) incarnation: u64,
-    /// Log or object of the shuffle.
+    /// Number of the shuffle's log or object. Each tier has its own cache, so the two kinds of
+    /// numbers do not collide.
     pub(in crate::store) log: u32,
-    /// Offset of the records in it.
+    /// Offset of the records in the log or object.
     pub(in crate::store) offset: u64,
 }
 
@@ -50,42 +51,42 @@ impl RecordCache {
     }
 
     /// Returns the records of an extent, and marks them as used.
-    pub(in crate::store) fn find(&self, key: &RecordsKey) -> Option<Bytes> {
+    pub(in crate::store) fn get(&self, key: &RecordsKey) -> Option<Bytes> {
         self.state.lock().entries.get(key).cloned()
     }
 
-    /// Returns whether `records_bytes` bytes of records are cached. Records larger than an eighth
-    /// of the budget are not: they would evict too many others.
-    pub(in crate::store) fn takes(&self, records_bytes: usize) -> bool {
+    /// Returns whether the cache accepts `records_bytes` bytes of records. More than an eighth of
+    /// the capacity would evict too many others.
+    pub(in crate::store) fn admits(&self, records_bytes: usize) -> bool {
         records_bytes as u64 + ENTRY_BYTES <= self.capacity_bytes / 8
     }
 
     /// Caches records that own their memory, and evicts others if needed. A slice would keep its
     /// whole buffer alive.
-    pub(in crate::store) fn keep(&self, key: RecordsKey, records: Bytes) {
+    pub(in crate::store) fn insert(&self, key: RecordsKey, records: Bytes) {
         let added = cost(&records);
-        if !self.takes(records.len()) {
+        if !self.admits(records.len()) {
             return;
         }
-        let mut left = Vec::new();
+        let mut evicted = Vec::new();
         let mut state = self.state.lock();
         state.used_bytes += added;
-        if let Some(before) = state.entries.put(key, records) {
-            state.used_bytes -= cost(&before);
+        if let Some(replaced) = state.entries.put(key, records) {
+            state.used_bytes -= cost(&replaced);
         }
         while state.used_bytes > self.capacity_bytes {
             let Some((_, records)) = state.entries.pop_lru() else { break };
             state.used_bytes -= cost(&records);
-            left.push(records);
+            evicted.push(records);
         }
         drop(state);
-        drop(left); // Freed outside the lock.
+        drop(evicted); // Freed outside the lock.
     }
 
-    /// Drops the records of removed extents, at most [`FORGOTTEN_AT_ONCE`].
-    pub(in crate::store) fn forget(&self, keys: impl Iterator<Item = RecordsKey>) {
+    /// Drops the records of removed extents, at most [`REMOVALS_PER_CALL_MAX`].
+    pub(in crate::store) fn remove(&self, keys: impl Iterator<Item = RecordsKey>) {
         // Locks once per key: a purge of a million extents must not block all readers.
-        for key in keys.take(FORGOTTEN_AT_ONCE) {
+        for key in keys.take(REMOVALS_PER_CALL_MAX) {
             let mut state = self.state.lock();
             if let Some(records) = state.entries.pop(&key) {
                 state.used_bytes -= cost(&records);
@@ -113,40 +114,40 @@ mod tests {
     fn least_recently_used_is_evicted() {
         let cache = RecordCache::new(8 * (40 + ENTRY_BYTES));
         for n in 0..8 {
-            cache.keep(key(n), Bytes::from(vec![1; 40]));
+            cache.insert(key(n), Bytes::from(vec![1; 40]));
         }
-        assert!(cache.find(&key(0)).is_some());
-        cache.keep(key(8), Bytes::from(vec![1; 40]));
-        assert!(cache.find(&key(0)).is_some() && cache.find(&key(1)).is_none());
-        cache.forget((0..9).map(key));
+        assert!(cache.get(&key(0)).is_some());
+        cache.insert(key(8), Bytes::from(vec![1; 40]));
+        assert!(cache.get(&key(0)).is_some() && cache.get(&key(1)).is_none());
+        cache.remove((0..9).map(key));
         assert_eq!(cache.used_bytes(), 0);
-        cache.keep(key(1), Bytes::from(vec![1; 400]));
-        assert!(cache.find(&key(1)).is_none(), "a large extent must not evict all others");
+        cache.insert(key(1), Bytes::from(vec![1; 400]));
+        assert!(cache.get(&key(1)).is_none(), "a large extent must not evict all others");
     }
 
     #[test]
-    fn eviction_batch_is_bounded() {
-        let most = FORGOTTEN_AT_ONCE as u64;
-        let cache = RecordCache::new((most + 10) * (40 + ENTRY_BYTES));
-        (0..most + 10).for_each(|n| cache.keep(key(n), Bytes::from(vec![1; 40])));
-        cache.forget((0..u64::MAX).map(key));
+    fn removal_is_bounded_per_call() {
+        let limit = REMOVALS_PER_CALL_MAX as u64;
+        let cache = RecordCache::new((limit + 10) * (40 + ENTRY_BYTES));
+        (0..limit + 10).for_each(|n| cache.insert(key(n), Bytes::from(vec![1; 40])));
+        cache.remove((0..u64::MAX).map(key));
         assert_eq!(cache.used_bytes(), 10 * (40 + ENTRY_BYTES));
-        (0..most + 10)
-            .for_each(|n| cache.keep(RecordsKey { incarnation: 2, ..key(n) }, Bytes::from(vec![1; 40])));
-        assert!((most..most + 10).all(|n| cache.find(&key(n)).is_none()));
+        (0..limit + 10)
+            .for_each(|n| cache.insert(RecordsKey { incarnation: 2, ..key(n) }, Bytes::from(vec![1; 40])));
+        assert!((limit..limit + 10).all(|n| cache.get(&key(n)).is_none()));
     }
 
     proptest! {
         #[test]
-        fn budget_holds_without_losing_bytes(
+        fn used_bytes_match_entries_below_capacity(
             steps in prop::collection::vec((0u64..12, 0usize..300, any::<bool>()), 0..200),
         ) {
             let cache = RecordCache::new(2000);
-            for (offset, len, forget) in steps {
-                if forget {
-                    cache.forget(std::iter::once(key(offset)));
+            for (offset, len, is_removal) in steps {
+                if is_removal {
+                    cache.remove(std::iter::once(key(offset)));
                 } else {
-                    cache.keep(key(offset), Bytes::from(vec![7; len]));
+                    cache.insert(key(offset), Bytes::from(vec![7; len]));
                 }
                 let state = cache.state.lock();
                 let sum: u64 = state.entries.iter().map(|(_, records)| cost(records)).sum();

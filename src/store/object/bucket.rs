@@ -358,7 +358,7 @@ impl Bucket {
         if extents.peek().is_none() {
             return;
         }
-        self.core.records.forget(extents.map(|extent| records_key(incarnation, extent)));
+        self.core.records.remove(extents.map(|extent| records_key(incarnation, extent)));
         if let Some(cache) = &self.core.cache {
             cache.forget(&self.core.metrics, incarnation);
         }

@@ -191,7 +191,7 @@ impl LocalStore {
         for some in copies.chunks(WALK_BATCH_MAX) {
             let moved = shuffle.relocate(some);
             self.core.metrics.extents.sub(clamped(moved.len()));
-            self.core.records.forget(moved.iter().map(|extent| shuffle.records_key(extent)));
+            self.core.records.remove(moved.iter().map(|extent| shuffle.records_key(extent)));
             yield_per_batch(&mut visited, some.len()).await;
         }
         self.remove_empty_logs(shuffle).await

@@ -78,7 +78,7 @@ impl Drop for DetachedShuffle {
         let Self { core, shuffle, streams } = self;
         let known = || streams.extents().filter(|extent| extent.is_on_disk());
         core.metrics.extents.sub(clamped(known().count()));
-        core.records.forget(known().map(|extent| shuffle.records_key(extent)));
+        core.records.remove(known().map(|extent| shuffle.records_key(extent)));
         let logs = shuffle.logs();
         let mut bytes = vec![0; core.disks.len()];
         for extent in known() {

@@ -72,7 +72,7 @@ impl DiskChecksums {
         until: u64,
     ) -> Result<(), (StoreError, Arc<Log>)> {
         let from = self.known;
-        let cached = core.records.find(&shuffle.records_key(extent));
+        let cached = core.records.get(&shuffle.records_key(extent));
         let mut take = |record: &IndexRecord| {
             let start = extent.base + record.offset.unsigned_abs();
             if start >= until || self.verifier.known() >= CHECKS_MAX {

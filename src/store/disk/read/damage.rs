@@ -117,7 +117,7 @@ impl DamageMarker {
         let extent = shuffle.mark_lost(partition, extent)?;
         if extent.is_on_disk() {
             self.core.metrics.extents.dec();
-            self.core.records.forget(std::iter::once(shuffle.records_key(&extent)));
+            self.core.records.remove(std::iter::once(shuffle.records_key(&extent)));
         }
         Some(extent)
     }

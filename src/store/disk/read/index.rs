@@ -27,19 +27,19 @@ impl RecordSource for StreamRead {
 
     fn cached(&self, extent: &Extent) -> Option<Bytes> {
         let metrics = &self.core.metrics;
-        let cached = self.core.records.find(&self.shuffle.records_key(extent));
+        let cached = self.core.records.get(&self.shuffle.records_key(extent));
         if cached.is_some() { &metrics.index_cache_hits } else { &metrics.index_cache_misses }.inc();
         cached
     }
 
     fn keep(&self, extent: &Extent, records: &[u8]) {
-        if !self.core.records.takes(records.len()) {
+        if !self.core.records.admits(records.len()) {
             return;
         }
         let key = self.shuffle.records_key(extent);
-        self.core.records.keep(key, Bytes::copy_from_slice(records));
+        self.core.records.insert(key, Bytes::copy_from_slice(records));
         if self.shuffle.is_purged() {
-            self.core.records.forget(std::iter::once(key));
+            self.core.records.remove(std::iter::once(key));
         }
     }
 

@@ -84,7 +84,7 @@ impl DiskWriter {
         // extents only.
         self.keep_records(shuffle, pending, &extents);
         if let Err(error) = shuffle.apply(&extents) {
-            self.core.records.forget(extents.iter().map(|(_, extent)| shuffle.records_key(extent)));
+            self.core.records.remove(extents.iter().map(|(_, extent)| shuffle.records_key(extent)));
             return Err(error);
         }
         for (_, extent) in &extents {
@@ -116,11 +116,11 @@ impl DiskWriter {
         for ((_, extent), entry) in extents.iter().zip(&pending.group.entries) {
             let start = usize::try_from(entry.place.offset).expect("records are inside the group");
             let bytes = extent.blocks as usize * RECORD_BYTES;
-            if !self.core.records.takes(bytes) {
+            if !self.core.records.admits(bytes) {
                 continue;
             }
             let records = Bytes::copy_from_slice(&pending.group.bytes[start..start + bytes]);
-            self.core.records.keep(shuffle.records_key(extent), records);
+            self.core.records.insert(shuffle.records_key(extent), records);
         }
     }
 

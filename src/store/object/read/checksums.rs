@@ -143,7 +143,7 @@ impl ObjectChecksums {
         until: u64,
     ) -> Vec<RangePart> {
         let missing = self.unknown(until).filter_map(|(_, extent)| {
-            if core.records.find(&shuffle.records_key(extent)).is_some() {
+            if core.records.get(&shuffle.records_key(extent)).is_some() {
                 return None;
             }
             let Range { start, end } = extent.records_range();
@@ -195,7 +195,7 @@ impl ObjectChecksums {
         let mut groups: Vec<RecordsGroup> = Vec::with_capacity(LOADS_AT_ONCE);
         for (_, extent) in self.unknown(self.range.end) {
             let is_last = extent.base >= until || groups.len() == LOADS_AT_ONCE;
-            let found = core.records.find(&shuffle.records_key(extent));
+            let found = core.records.get(&shuffle.records_key(extent));
             match groups.last_mut().filter(|last| found.is_none() && last.takes(extent)) {
                 Some(last) => last.add(*extent),
                 None if is_last => break,
@@ -254,7 +254,7 @@ async fn load(
         // A slice would keep the records of the whole group in memory.
         let to_cache =
             if group.extents.len() == 1 { records.clone() } else { Bytes::copy_from_slice(&records) };
-        core.records.keep(shuffle.records_key(extent), to_cache);
+        core.records.insert(shuffle.records_key(extent), to_cache);
         records
     });
     Ok(loaded.collect())

@@ -21,13 +21,13 @@ impl RecordSource for Uploads {
     type Parts = Vec<RangePart>;
 
     fn cached(&self, extent: &Extent) -> Option<Bytes> {
-        self.core.records.find(&self.shuffle.records_key(extent))
+        self.core.records.get(&self.shuffle.records_key(extent))
     }
 
     fn keep(&self, extent: &Extent, records: &[u8]) {
         // Readers of the data need the records next.
-        if self.core.records.takes(records.len()) {
-            self.core.records.keep(self.shuffle.records_key(extent), Bytes::copy_from_slice(records));
+        if self.core.records.admits(records.len()) {
+            self.core.records.insert(self.shuffle.records_key(extent), Bytes::copy_from_slice(records));
         }
     }
 

@@ -111,14 +111,14 @@ async fn publish(
     // later additions would remain.
     for some in extents.chunks(KEPT_IN_A_TURN) {
         for (_, extent, records) in some {
-            core.records.keep(shuffle.records_key(extent), records.clone());
+            core.records.insert(shuffle.records_key(extent), records.clone());
         }
         tokio::task::yield_now().await;
     }
     let visible: Vec<_> = extents.iter().map(|(partition, extent, _)| (*partition, *extent)).collect();
     let published = streams.map_or(Ok(()), |streams| streams.publish_stored(&visible));
     if let Err(error) = published.and_then(|()| shuffle.require_present()) {
-        core.records.forget(visible.iter().map(|(_, extent)| shuffle.records_key(extent)));
+        core.records.remove(visible.iter().map(|(_, extent)| shuffle.records_key(extent)));
         return Err(error);
     }
     shuffle.count(core, payload_bytes, bytes);
