@@ -24,12 +24,12 @@ const COMPLAINT_AFTER: Duration = Duration::from_secs(10);
 /// Returns the kind of a failed call.
 #[must_use]
 pub(super) fn kind_of(error: &Error) -> StoreErrorKind {
-    match Failure::of(error) {
+    match Failure::classify(error) {
         Failure::NotFound => StoreErrorKind::NotFound,
         Failure::Refused(StoreRefusal::Full) => StoreErrorKind::NoSpace,
         Failure::Refused(_) => StoreErrorKind::Denied,
-        // A damaged response is requested again.
-        Failure::ExpectedBack | Failure::Damaged => StoreErrorKind::Unreachable,
+        // The request is repeated after a response that does not match it.
+        Failure::Retryable | Failure::Mismatch => StoreErrorKind::Unreachable,
     }
 }
 

@@ -293,7 +293,7 @@ fn update(version: UpdateVersion) -> PutMode {
 /// Returns whether the store does not support conditions.
 fn knows_no_conditions(error: &Error) -> bool {
     matches!(error, Error::NotImplemented { .. } | Error::NotSupported { .. })
-        || Failure::of(error) == Failure::Refused(StoreRefusal::NotUnderstood)
+        || Failure::classify(error) == Failure::Refused(StoreRefusal::Unsupported)
 }
 
 fn is_condition(error: &Error) -> bool {

@@ -24,7 +24,7 @@ use super::fixture::{Opened, open, soon};
 
 async fn write(opened: &Opened) -> Result<(), Failure> {
     let written = soon(opened.store.put(&Path::from("x"), PutPayload::from_static(b"x"))).await;
-    written.map(drop).map_err(|error| Failure::of(&error))
+    written.map(drop).map_err(|error| Failure::classify(&error))
 }
 
 #[tokio::test]

@@ -29,7 +29,7 @@ pub(crate) async fn every_call(store: &Arc<dyn ObjectStore>) {
 async fn objects_are_written_and_read(store: &Arc<dyn ObjectStore>) {
     let (path, bytes) = (Path::from("w1/segment"), content(300_000));
     let failed = store.get(&path).await.map(drop).unwrap_err();
-    assert_eq!(Failure::of(&failed), Failure::NotFound, "{failed}");
+    assert_eq!(Failure::classify(&failed), Failure::NotFound, "{failed}");
     // Chunks as the tier has them.
     let pieces: PutPayload = bytes.chunks(70_000).map(Bytes::copy_from_slice).collect();
     store.put(&path, pieces).await.unwrap();
@@ -48,7 +48,7 @@ async fn objects_are_written_and_read(store: &Arc<dyn ObjectStore>) {
     assert_eq!(store.head(&path).await.unwrap().size, 0);
     assert_eq!(store.get(&path).await.unwrap().bytes().await.unwrap(), "");
     store.delete(&path).await.unwrap();
-    assert_eq!(Failure::of(&store.head(&path).await.unwrap_err()), Failure::NotFound);
+    assert_eq!(Failure::classify(&store.head(&path).await.unwrap_err()), Failure::NotFound);
 }
 
 async fn uploads_have_parts_in_parallel(store: &Arc<dyn ObjectStore>) {
@@ -76,7 +76,7 @@ async fn an_aborted_upload_leaves_nothing(store: &Arc<dyn ObjectStore>) {
     let mut upload = store.put_multipart(&path).await.unwrap();
     upload.put_part(content(PART_BYTES).into()).await.unwrap();
     upload.abort().await.unwrap();
-    assert_eq!(Failure::of(&store.head(&path).await.unwrap_err()), Failure::NotFound);
+    assert_eq!(Failure::classify(&store.head(&path).await.unwrap_err()), Failure::NotFound);
 }
 
 async fn lists_have_pages_and_a_prefix_is_deleted(store: &Arc<dyn ObjectStore>) {
@@ -108,7 +108,7 @@ async fn lists_have_pages_and_a_prefix_is_deleted(store: &Arc<dyn ObjectStore>) 
     // Deleting a missing object succeeds or returns not found.
     match store.delete(&path(0)).await {
         Ok(()) => {}
-        Err(error) => assert_eq!(Failure::of(&error), Failure::NotFound),
+        Err(error) => assert_eq!(Failure::classify(&error), Failure::NotFound),
     }
 }
 

@@ -47,18 +47,18 @@ async fn read_faults_map_to_errors() {
     let opened = open(&impatient(&server));
     with_object(&opened).await;
     for (fault, failure) in [
-        (ResponseFault::Refuse(500, "InternalError"), Failure::ExpectedBack),
-        (ResponseFault::Refuse(503, "SlowDown"), Failure::ExpectedBack),
-        (ResponseFault::Refuse(429, "TooManyRequests"), Failure::ExpectedBack),
-        (ResponseFault::RefuseEndlessly(500), Failure::ExpectedBack),
-        (ResponseFault::Hang, Failure::ExpectedBack),
-        (ResponseFault::Close, Failure::ExpectedBack),
-        (ResponseFault::Cut(1000), Failure::ExpectedBack),
-        (ResponseFault::Stall(0), Failure::ExpectedBack),
-        (ResponseFault::Stall(1000), Failure::ExpectedBack),
-        (ResponseFault::Shorter, Failure::Damaged),
-        (ResponseFault::OtherRange, Failure::Damaged),
-        (ResponseFault::Unranged, Failure::Damaged),
+        (ResponseFault::Refuse(500, "InternalError"), Failure::Retryable),
+        (ResponseFault::Refuse(503, "SlowDown"), Failure::Retryable),
+        (ResponseFault::Refuse(429, "TooManyRequests"), Failure::Retryable),
+        (ResponseFault::RefuseEndlessly(500), Failure::Retryable),
+        (ResponseFault::Hang, Failure::Retryable),
+        (ResponseFault::Close, Failure::Retryable),
+        (ResponseFault::Cut(1000), Failure::Retryable),
+        (ResponseFault::Stall(0), Failure::Retryable),
+        (ResponseFault::Stall(1000), Failure::Retryable),
+        (ResponseFault::Shorter, Failure::Mismatch),
+        (ResponseFault::OtherRange, Failure::Mismatch),
+        (ResponseFault::Unranged, Failure::Mismatch),
         (ResponseFault::Refuse(403, "AccessDenied"), refused(StoreRefusal::AccessDenied)),
         (ResponseFault::Refuse(403, "ExpiredToken"), refused(StoreRefusal::CredentialsExpired)),
         (ResponseFault::Refuse(400, "ExpiredToken"), refused(StoreRefusal::CredentialsExpired)),
@@ -69,7 +69,7 @@ async fn read_faults_map_to_errors() {
     ] {
         server.faults.plan(On::Get, 1, &fault);
         let error = soon(read(&opened)).await.unwrap_err();
-        assert_eq!(Failure::of(&error), failure, "{fault:?}: {error}");
+        assert_eq!(Failure::classify(&error), failure, "{fault:?}: {error}");
         if let Failure::Refused(refusal) = failure {
             let text = explain(&error);
             assert!(text.contains(refusal.remedy()), "{text}");
@@ -138,7 +138,7 @@ async fn absurd_declared_length_is_refused() {
         let path = Path::from("object");
         let read = async { opened.store.get(&path).await?.bytes().await };
         let error = soon(read).await.unwrap_err();
-        assert_eq!(Failure::of(&error), Failure::Damaged, "{bytes} {error}");
+        assert_eq!(Failure::classify(&error), Failure::Mismatch, "{bytes} {error}");
     }
     opened.end().await;
 }
@@ -150,13 +150,13 @@ async fn endless_error_body_is_not_read_completely() {
     let opened = open(&config);
     server.faults.plan(On::List, 1, &ResponseFault::Endless);
     let error = soon(opened.store.list_with_delimiter(None)).await.unwrap_err();
-    assert_eq!(Failure::of(&error), Failure::Damaged, "{error}");
+    assert_eq!(Failure::classify(&error), Failure::Mismatch, "{error}");
     assert_eq!(opened.metric("object_store_request_failures{reason=\"damaged\"}"), 1.0);
     let received = opened.metric("object_store_received_bytes");
     assert!(received < f64::from(17 << 20), "{received}");
     server.faults.plan(On::Get, 1, &ResponseFault::RefuseEndlessly(403));
     let error = soon(read(&opened)).await.unwrap_err();
-    assert_eq!(Failure::of(&error), refused(StoreRefusal::AccessDenied), "{}", error.to_string().len());
+    assert_eq!(Failure::classify(&error), refused(StoreRefusal::AccessDenied), "{}", error.to_string().len());
     assert!(opened.metric("object_store_received_bytes") - received < f64::from(1 << 20));
     server.faults.plan(On::List, 1, &ResponseFault::Text("no XML".to_owned()));
     soon(opened.store.list_with_delimiter(None)).await.unwrap_err();
@@ -169,21 +169,21 @@ async fn write_error_says_whether_the_store_may_recover() {
     let opened = open(&impatient(&server));
     let path = Path::from("written");
     for (fault, failure) in [
-        (ResponseFault::Refuse(503, "SlowDown"), Failure::ExpectedBack),
-        (ResponseFault::Refuse(400, "BadDigest"), Failure::ExpectedBack),
-        (ResponseFault::Hang, Failure::ExpectedBack),
-        (ResponseFault::Close, Failure::ExpectedBack),
+        (ResponseFault::Refuse(503, "SlowDown"), Failure::Retryable),
+        (ResponseFault::Refuse(400, "BadDigest"), Failure::Retryable),
+        (ResponseFault::Hang, Failure::Retryable),
+        (ResponseFault::Close, Failure::Retryable),
         (ResponseFault::Refuse(403, "AccessDenied"), refused(StoreRefusal::AccessDenied)),
         (ResponseFault::Refuse(507, "QuotaExceeded"), refused(StoreRefusal::Full)),
     ] {
         server.faults.plan(On::Put, 1, &fault);
         let error = soon(opened.store.put(&path, content(BYTES).into())).await.unwrap_err();
-        assert_eq!(Failure::of(&error), failure, "{fault:?}: {error}");
-        assert_eq!(Failure::of(&opened.store.head(&path).await.unwrap_err()), Failure::NotFound);
+        assert_eq!(Failure::classify(&error), failure, "{fault:?}: {error}");
+        assert_eq!(Failure::classify(&opened.store.head(&path).await.unwrap_err()), Failure::NotFound);
     }
     server.faults.plan(On::Put, 1, &ResponseFault::LoseAnswer);
     let error = soon(opened.store.put(&path, content(BYTES).into())).await.unwrap_err();
-    assert_eq!(Failure::of(&error), Failure::ExpectedBack, "{error}");
+    assert_eq!(Failure::classify(&error), Failure::Retryable, "{error}");
     assert_eq!(opened.store.head(&path).await.unwrap().size, BYTES as u64, "the object must be written");
     opened.end().await;
 }
@@ -202,9 +202,9 @@ async fn completion_with_lost_response_creates_the_object() {
         server.faults.plan(On::Complete, 1, &ResponseFault::LoseAnswer);
         let error = soon(upload.complete()).await.unwrap_err();
         assert_eq!(server.faults.requests(On::Complete) - before, requests, "{error}");
-        assert_ne!(Failure::of(&error), Failure::Damaged, "{error}");
+        assert_ne!(Failure::classify(&error), Failure::Mismatch, "{error}");
         if requests == 1 {
-            assert_eq!(Failure::of(&error), Failure::ExpectedBack, "{error}");
+            assert_eq!(Failure::classify(&error), Failure::Retryable, "{error}");
         }
         assert_eq!(opened.store.head(&path).await.unwrap().size, BYTES as u64);
         opened.store.delete(&path).await.unwrap();
@@ -220,7 +220,7 @@ async fn unreachable_server_is_a_transient_error() {
     server.stop().await;
     let opened = open(&config);
     let error = soon(read(&opened)).await.unwrap_err();
-    assert_eq!(Failure::of(&error), Failure::ExpectedBack, "{error}");
+    assert_eq!(Failure::classify(&error), Failure::Retryable, "{error}");
     assert!(opened.metric("object_store_request_failures{reason=\"connect\"}") >= 1.0);
     opened.end().await;
 }

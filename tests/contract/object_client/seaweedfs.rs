@@ -56,7 +56,7 @@ async fn store_without_upload_listing_returns_an_error() {
     let server = S3Server::start().await;
     let opened = open(&server.config("x"));
     let error = soon(opened.client.uploads(&Path::from("w1"), in_an_hour())).await.unwrap_err();
-    assert_eq!(Failure::of(&error), Failure::Refused(StoreRefusal::NotUnderstood), "{error}");
+    assert_eq!(Failure::classify(&error), Failure::Refused(StoreRefusal::Unsupported), "{error}");
     opened.end().await;
 }
 
@@ -69,7 +69,7 @@ async fn killed_seaweedfs_keeps_acknowledged_objects() {
     soon(opened.store.put(&path, bytes.clone().into())).await.unwrap();
     block_in_place(|| weed.kill());
     let error = soon(opened.store.get_range(&path, 0..10)).await.unwrap_err();
-    assert_eq!(Failure::of(&error), Failure::ExpectedBack, "{error}");
+    assert_eq!(Failure::classify(&error), Failure::Retryable, "{error}");
     block_in_place(|| weed.start_again());
     let got = soon(opened.store.get(&path)).await.unwrap().bytes().await.unwrap();
     assert!(got == bytes);

@@ -1,5 +1,5 @@
 //! Classifies errors of the store: whether it will recover, and if not, what the operator has to
-//! do.
+//! do. A response with an unknown text or status is retryable, except for 4xx.
 //!
 //! `object_store` does not expose the type of errors in responses. The store's message is in the
 //! text, as the `<Code>` of S3's XML or as the status. Errors of the connection (`HttpError`) and
@@ -18,34 +18,35 @@ use super::credentials::CredentialsError;
 const BARE_REDIRECT: &str = "redirect without LOCATION";
 
 /// Texts of `object_store` for a response with another range than requested.
-const OTHER_RANGE: [&str; 4] = [": Requested ", "non-partial response", "Content-Range", "CONTENT_RANGE"];
+const RANGE_MISMATCH_TEXTS: [&str; 4] =
+    [": Requested ", "non-partial response", "Content-Range", "CONTENT_RANGE"];
 
 /// Class of an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Failure {
-    /// The store does not respond, is overloaded or broken. It is expected to recover with its
+    /// Transient: the store does not respond, is overloaded or broken, and will recover with its
     /// data.
-    ExpectedBack,
-    /// The store refuses until somebody intervenes.
+    Retryable,
+    /// Permanent: the store refuses until an operator intervenes.
     Refused(StoreRefusal),
     /// The object or the upload does not exist.
     NotFound,
     /// The response does not match the request: it has other bytes, or the object was replaced.
-    Damaged,
+    Mismatch,
 }
 
 /// Reason for which a store refuses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StoreRefusal {
-    /// The keys lack a permission.
+    /// The credentials lack a permission.
     AccessDenied,
-    /// The store does not know the keys.
+    /// The store does not know the access key.
     UnknownKey,
-    /// The secret does not match the key.
+    /// The secret does not match the access key.
     WrongSecret,
-    /// The temporary keys have expired.
+    /// The temporary credentials have expired.
     CredentialsExpired,
-    /// No keys are available.
+    /// No credentials are available.
     NoCredentials,
     /// The bucket does not exist.
     BucketMissing,
@@ -57,8 +58,8 @@ pub enum StoreRefusal {
     NotTrusted,
     /// The store is full, or a quota is exceeded.
     Full,
-    /// The server does not support the request.
-    NotUnderstood,
+    /// The server rejects the request, most often because it does not support it.
+    Unsupported,
 }
 
 impl StoreRefusal {
@@ -75,7 +76,7 @@ impl StoreRefusal {
             Self::WrongRegion => "the bucket is in another region",
             Self::NotTrusted => "the server's certificate is not trusted",
             Self::Full => "the store is full or a quota is used up",
-            Self::NotUnderstood => "the store rejects the request",
+            Self::Unsupported => "the store rejects the request",
         }
     }
 
@@ -103,7 +104,7 @@ impl StoreRefusal {
                 "set object_store.ca_file to the authority of the store, and correct the endpoint"
             }
             Self::Full => "free space or raise the quota",
-            Self::NotUnderstood => {
+            Self::Unsupported => {
                 "see the store's message; stores differ in object_store.upload_check and path_style"
             }
         }
@@ -118,7 +119,7 @@ impl fmt::Display for StoreRefusal {
 
 impl Failure {
     /// Classifies `error`.
-    pub fn of(error: &object_store::Error) -> Self {
+    pub fn classify(error: &object_store::Error) -> Self {
         for cause in causes(error) {
             if let Some(error) = cause.downcast_ref::<CredentialsError>() {
                 return Self::Refused(match error {
@@ -131,14 +132,14 @@ impl Failure {
             if let Some(error) = cause.downcast_ref::<HttpError>() {
                 let is_untrusted = error.source().is_some_and(|source| source.is::<Untrusted>());
                 return match error.kind() {
-                    HttpErrorKind::Decode => Self::Damaged,
+                    HttpErrorKind::Decode => Self::Mismatch,
                     _ if is_untrusted => Self::Refused(StoreRefusal::NotTrusted),
-                    _ => Self::ExpectedBack,
+                    _ => Self::Retryable,
                 };
             }
         }
         let text = error.to_string();
-        if let Some(failure) = code(&text).and_then(of_code) {
+        if let Some(failure) = s3_error_code(&text).and_then(from_code) {
             return failure;
         }
         match error {
@@ -146,37 +147,40 @@ impl Failure {
             object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
                 Self::Refused(StoreRefusal::AccessDenied)
             }
-            object_store::Error::Precondition { .. } => Self::Damaged,
-            // Another operation on the same key was in progress.
-            object_store::Error::AlreadyExists { .. } => Self::ExpectedBack,
+            object_store::Error::Precondition { .. } => Self::Mismatch,
+            // Another operation on the same object was in progress. A lost conditional put has
+            // the same error, and `claim` recognizes that case itself.
+            object_store::Error::AlreadyExists { .. } => Self::Retryable,
             object_store::Error::Generic { .. } if text.contains(BARE_REDIRECT) => {
                 Self::Refused(StoreRefusal::WrongRegion)
             }
-            object_store::Error::Generic { .. } if OTHER_RANGE.iter().any(|it| text.contains(it)) => {
-                Self::Damaged
+            object_store::Error::Generic { .. }
+                if RANGE_MISMATCH_TEXTS.iter().any(|part| text.contains(part)) =>
+            {
+                Self::Mismatch
             }
-            object_store::Error::Generic { .. } => of_status(status(&text)),
-            _ => Self::Refused(StoreRefusal::NotUnderstood),
+            object_store::Error::Generic { .. } => from_status(status(&text)),
+            _ => Self::Refused(StoreRefusal::Unsupported),
         }
     }
 }
 
 /// Describes the error in one line: its class, the store's message and the remedy. Contains no
-/// keys.
+/// credentials.
 pub fn explain(error: &object_store::Error) -> String {
     const SHOWN_CHARS_MAX: usize = 300;
     let text = error.to_string();
-    let cause = match code(&text) {
+    let cause = match s3_error_code(&text) {
         Some(code) => code.to_owned(),
         None => causes(error).last().map_or_else(String::new, ToString::to_string),
     };
     let cause: String =
         cause.chars().map(|c| if c.is_control() { ' ' } else { c }).take(SHOWN_CHARS_MAX).collect();
-    match Failure::of(error) {
-        Failure::ExpectedBack => format!("the store fails ({cause})"),
+    match Failure::classify(error) {
+        Failure::Retryable => format!("the store fails ({cause})"),
         Failure::Refused(refusal) => format!("{} ({cause}): {}", refusal.as_str(), refusal.remedy()),
         Failure::NotFound => format!("object not found ({cause})"),
-        Failure::Damaged => format!("the response does not match the request ({cause})"),
+        Failure::Mismatch => format!("the response does not match the request ({cause})"),
     }
 }
 
@@ -185,22 +189,22 @@ fn causes<'a>(error: &'a (dyn StdError + 'static)) -> impl Iterator<Item = &'a (
 }
 
 /// Returns S3's error code in `text`.
-fn code(text: &str) -> Option<&str> {
+fn s3_error_code(text: &str) -> Option<&str> {
     let (_, rest) = text.split_once("<Code>")?;
     let (code, _) = rest.split_once("</Code>")?;
     (code.len() <= 100 && code.bytes().all(|byte| byte.is_ascii_alphanumeric())).then_some(code)
 }
 
-fn of_code(code: &str) -> Option<Failure> {
+fn from_code(code: &str) -> Option<Failure> {
     let refusal = match code {
         "SlowDown" | "ServiceUnavailable" | "InternalError" | "RequestTimeout" | "Throttling" | "OperationAborted"
         | "TooManyRequests" | "ThrottlingException" | "RequestLimitExceeded" | "BandwidthLimitExceeded"
         // The body was changed in transit, so it is sent again.
         | "BadDigest" | "InvalidDigest" | "IncompleteBody" | "XAmzContentSHA256Mismatch" | "XAmzContentChecksumMismatch" => {
-            return Some(Failure::ExpectedBack);
+            return Some(Failure::Retryable);
         }
         "NoSuchKey" | "NoSuchUpload" => return Some(Failure::NotFound),
-        "PreconditionFailed" | "InvalidRange" => return Some(Failure::Damaged),
+        "PreconditionFailed" | "InvalidRange" => return Some(Failure::Mismatch),
         "AccessDenied" | "AllAccessDisabled" | "AccountProblem" => StoreRefusal::AccessDenied,
         "InvalidAccessKeyId" | "InvalidClientTokenId" | "NotSignedUp" => StoreRefusal::UnknownKey,
         "SignatureDoesNotMatch" => StoreRefusal::WrongSecret,
@@ -212,7 +216,7 @@ fn of_code(code: &str) -> Option<Failure> {
         }
         "QuotaExceeded" | "XMinioStorageFull" | "InsufficientCapacity" => StoreRefusal::Full,
         "NotImplemented" | "MethodNotAllowed" | "InvalidArgument" | "InvalidRequest" | "MalformedXML" => {
-            StoreRefusal::NotUnderstood
+            StoreRefusal::Unsupported
         }
         _ => return None,
     };
@@ -225,16 +229,16 @@ fn status(text: &str) -> Option<u16> {
     rest.get(..3)?.parse().ok()
 }
 
-fn of_status(status: Option<u16>) -> Failure {
+fn from_status(status: Option<u16>) -> Failure {
     match status {
         Some(507) => Failure::Refused(StoreRefusal::Full),
-        Some(501) => Failure::Refused(StoreRefusal::NotUnderstood),
+        Some(501) => Failure::Refused(StoreRefusal::Unsupported),
         Some(300..=399) => Failure::Refused(StoreRefusal::WrongRegion),
-        Some(408 | 429) => Failure::ExpectedBack,
-        Some(416) => Failure::Damaged,
-        Some(400..=499) => Failure::Refused(StoreRefusal::NotUnderstood),
+        Some(408 | 429) => Failure::Retryable,
+        Some(416) => Failure::Mismatch,
+        Some(400..=499) => Failure::Refused(StoreRefusal::Unsupported),
         // Any other status, or none, is retried, because servers and proxies fail temporarily.
-        _ => Failure::ExpectedBack,
+        _ => Failure::Retryable,
     }
 }
 
@@ -256,9 +260,9 @@ mod tests {
     #[test]
     fn error_code_determines_the_failure() {
         for (code, failure) in [
-            ("SlowDown", Failure::ExpectedBack),
-            ("InternalError", Failure::ExpectedBack),
-            ("BadDigest", Failure::ExpectedBack),
+            ("SlowDown", Failure::Retryable),
+            ("InternalError", Failure::Retryable),
+            ("BadDigest", Failure::Retryable),
             ("NoSuchUpload", Failure::NotFound),
             ("AccessDenied", Failure::Refused(StoreRefusal::AccessDenied)),
             ("ExpiredToken", Failure::Refused(StoreRefusal::CredentialsExpired)),
@@ -269,7 +273,7 @@ mod tests {
             ("AuthorizationHeaderMalformed", Failure::Refused(StoreRefusal::WrongRegion)),
             ("XMinioStorageFull", Failure::Refused(StoreRefusal::Full)),
         ] {
-            assert_eq!(Failure::of(&answered("400 Bad Request", code)), failure, "{code}");
+            assert_eq!(Failure::classify(&answered("400 Bad Request", code)), failure, "{code}");
         }
     }
 
@@ -279,44 +283,47 @@ mod tests {
             path: "k".to_owned(),
             source: format!("status code: 404: <Code>{code}</Code>").into(),
         };
-        assert_eq!(Failure::of(&missing("NoSuchBucket")), Failure::Refused(StoreRefusal::BucketMissing));
-        assert_eq!(Failure::of(&missing("NoSuchKey")), Failure::NotFound);
-        assert_eq!(Failure::of(&missing("Strange")), Failure::NotFound);
+        assert_eq!(
+            Failure::classify(&missing("NoSuchBucket")),
+            Failure::Refused(StoreRefusal::BucketMissing)
+        );
+        assert_eq!(Failure::classify(&missing("NoSuchKey")), Failure::NotFound);
+        assert_eq!(Failure::classify(&missing("Strange")), Failure::NotFound);
     }
 
     #[test]
     fn status_decides_without_error_code() {
         for (status, failure) in [
-            ("500 Internal Server Error", Failure::ExpectedBack),
-            ("503 Service Unavailable", Failure::ExpectedBack),
-            ("429 Too Many Requests", Failure::ExpectedBack),
-            ("400 Bad Request", Failure::Refused(StoreRefusal::NotUnderstood)),
-            ("501 Not Implemented", Failure::Refused(StoreRefusal::NotUnderstood)),
+            ("500 Internal Server Error", Failure::Retryable),
+            ("503 Service Unavailable", Failure::Retryable),
+            ("429 Too Many Requests", Failure::Retryable),
+            ("400 Bad Request", Failure::Refused(StoreRefusal::Unsupported)),
+            ("501 Not Implemented", Failure::Refused(StoreRefusal::Unsupported)),
             ("301 Moved Permanently", Failure::Refused(StoreRefusal::WrongRegion)),
             ("507 Insufficient Storage", Failure::Refused(StoreRefusal::Full)),
         ] {
             assert_eq!(
-                Failure::of(&generic(&format!("Server returned non-2xx status code: {status}: "))),
+                Failure::classify(&generic(&format!("Server returned non-2xx status code: {status}: "))),
                 failure
             );
         }
         let bare = generic(
             "Received redirect without LOCATION, this normally indicates an incorrectly configured region",
         );
-        assert_eq!(Failure::of(&bare), Failure::Refused(StoreRefusal::WrongRegion));
-        assert_eq!(Failure::of(&generic("an unknown text")), Failure::ExpectedBack);
+        assert_eq!(Failure::classify(&bare), Failure::Refused(StoreRefusal::WrongRegion));
+        assert_eq!(Failure::classify(&generic("an unknown text")), Failure::Retryable);
     }
 
     #[test]
     fn connection_errors_are_classified() {
-        let of = |kind| {
+        let classify = |kind| {
             let error = HttpError::new(kind, std::io::Error::other("x"));
-            Failure::of(&object_store::Error::Generic { store: "S3", source: Box::new(error) })
+            Failure::classify(&object_store::Error::Generic { store: "S3", source: Box::new(error) })
         };
-        assert_eq!(of(HttpErrorKind::Connect), Failure::ExpectedBack);
-        assert_eq!(of(HttpErrorKind::Timeout), Failure::ExpectedBack);
-        assert_eq!(of(HttpErrorKind::Interrupted), Failure::ExpectedBack);
-        assert_eq!(of(HttpErrorKind::Decode), Failure::Damaged);
+        assert_eq!(classify(HttpErrorKind::Connect), Failure::Retryable);
+        assert_eq!(classify(HttpErrorKind::Timeout), Failure::Retryable);
+        assert_eq!(classify(HttpErrorKind::Interrupted), Failure::Retryable);
+        assert_eq!(classify(HttpErrorKind::Decode), Failure::Mismatch);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Abandoned uploads: a crashed worker began them, and the store keeps and charges their parts.
 //!
 //! `object_store` cannot list uploads, so the request is signed here with its signer. Servers that
-//! do not support the request refuse it (`Refusal::NotUnderstood`). The bucket's lifecycle rule
+//! do not support the request refuse it (`StoreRefusal::Unsupported`). The bucket's lifecycle rule
 //! then ends abandoned uploads (docs/object-storage.md).
 
 use std::time::SystemTime;
@@ -77,7 +77,7 @@ impl Client {
         let uploads = self.uploads(below, before).await?;
         for upload in &uploads {
             match self.s3.abort_multipart(&upload.path, &upload.upload_id).await {
-                Err(error) if Failure::of(&error) != Failure::NotFound => return Err(error),
+                Err(error) if Failure::classify(&error) != Failure::NotFound => return Err(error),
                 _ => {}
             }
         }
@@ -101,7 +101,8 @@ impl Client {
         let body = answer.into_body().bytes().await.map_err(failed)?;
         let text = String::from_utf8_lossy(&body);
         if !status.is_success() {
-            // Formatted like errors of `object_store`, whose text [`Failure::of`] parses.
+            // Formatted like errors of `object_store`, whose text [`Failure::classify`]
+            // parses.
             return Err(failed(std::io::Error::other(format!("status code: {status}: {text}"))));
         }
         parse(&text).map_err(|error| failed(std::io::Error::other(error)))

@@ -94,11 +94,7 @@ async fn failed_chunk_is_requested_again_by_the_next_reader() {
     for fault in [ObjectFault::Refuse, ObjectFault::Cut] {
         process.store.set(move |call, _| if call == Call::Get { fault } else { ObjectFault::None });
         let error = process.data(0, 0, 1000).await.unwrap_err();
-        assert_eq!(
-            error.kind,
-            StoreErrorKind::Unhealthy,
-            "{fault:?}: the error must be one of a store that is expected back"
-        );
+        assert_eq!(error.kind, StoreErrorKind::Unhealthy, "{fault:?}: the error must be retryable");
     }
     process.store.heal();
     assert_eq!(process.data(0, 0, 1000).await.unwrap(), bytes_of(0..1, 1000));
