@@ -96,7 +96,7 @@ fn reports(c: &mut Criterion) {
                 let charge = heap.try_charge(bytes).expect("a GiB is enough");
                 let mut paid = ids.pay(count, charge, counted.charge_unchecked(count)).expect("no bound");
                 ids.begin(1).expect("always one bitmap");
-                ids.enter(report, &mut paid);
+                ids.insert(report, &mut paid);
             }
             ids
         });

@@ -175,7 +175,7 @@ impl BlockIds {
     /// ignored. Chunks that compress worse than before may take more than the reservation. The
     /// excess is charged beyond the capacity, because the report is acknowledged already or soon
     /// will be.
-    pub fn enter(&mut self, partitions: &[PartitionBlockIds<impl AsRef<[i64]>>], paid: &mut PaidIds) {
+    pub fn insert(&mut self, partitions: &[PartitionBlockIds<impl AsRef<[i64]>>], paid: &mut PaidIds) {
         let mut ids = Vec::new();
         let (mut before, mut after) = ((0, 0), (0, 0));
         for PartitionBlockIds { partition, block_ids } in partitions {
@@ -204,7 +204,7 @@ impl BlockIds {
     ///
     /// # Errors
     /// [`ReportError`]; the sets are unchanged then and lack the acknowledged ids.
-    pub fn take_over(
+    pub fn insert_recovered(
         &mut self,
         bitmap_count: i32,
         partitions: &[PartitionBlockIds],
@@ -214,7 +214,7 @@ impl BlockIds {
         let price = Price::of(partitions);
         let mut paid = self.pay(price.ids, empty(&self.charge), empty(&self.counted))?;
         self.begin(bitmap_count)?;
-        self.enter(partitions, &mut paid);
+        self.insert(partitions, &mut paid);
         Ok(())
     }
 
@@ -352,7 +352,7 @@ mod tests {
         ids.check(bitmap_count, report)?;
         let mut paid = paid(ids, report)?;
         ids.begin(bitmap_count)?;
-        ids.enter(report, &mut paid);
+        ids.insert(report, &mut paid);
         Ok(())
     }
 
@@ -468,8 +468,8 @@ mod tests {
         assert_eq!((quota.used(), heap.used()), (240, 2 * (120 * 8 + 96)));
         ids.begin(1).unwrap();
         assert_eq!(ids.begin(2), Err(BitmapCountChanged { first: 1, sent: 2 }));
-        ids.enter(&some, &mut first);
-        ids.enter(&others, &mut second);
+        ids.insert(&some, &mut first);
+        ids.insert(&others, &mut second);
         drop((first, second));
         assert_eq!((quota.used(), ids.count(), ids.counted.bytes()), (200, 200, 200));
         assert_eq!(heap.used(), PARTITION_BYTES + ids.sets(P0).map(IdSet::heap_bytes).sum::<u64>());
@@ -481,9 +481,12 @@ mod tests {
     fn acknowledged_report_is_recovered_without_heap() {
         let (quota, heap) = (Quota::new(1000), Budget::new(100));
         let mut ids = none(&quota, &heap);
-        ids.take_over(1, &[ids_of(P0, (0..100).map(|id| id << 20).collect::<Vec<_>>())]).unwrap();
+        ids.insert_recovered(1, &[ids_of(P0, (0..100).map(|id| id << 20).collect::<Vec<_>>())]).unwrap();
         assert_eq!((quota.used(), ids.count(), ids.counted.bytes()), (100, 100, 100));
         assert!(heap.used() > heap.capacity());
-        assert!(matches!(ids.take_over(2, &[ids_of(P0, vec![1])]), Err(ReportError::BitmapCountChanged(_))));
+        assert!(matches!(
+            ids.insert_recovered(2, &[ids_of(P0, vec![1])]),
+            Err(ReportError::BitmapCountChanged(_))
+        ));
     }
 }

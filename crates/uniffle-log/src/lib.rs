@@ -25,7 +25,7 @@ pub use self::contents::FoundShuffle;
 pub use self::format::frame::{Epoch, Incarnation, METADATA, Member};
 pub use self::format::plain::plain_ids;
 pub use self::format::record::{
-    PartitionBlockIds, PartitionRecords, Record, RegistrationRecord, Report, TaskRecords,
+    PartitionBlockIds, PartitionRecordCounts, Record, RegistrationRecord, Report, TaskRecordCount,
 };
 pub use self::ids::id_run::{IdRun, RUN_WINDOW_BYTES, RunWriter, runs_to_merge};
 pub use self::ids::id_set::{IdSet, union};

@@ -73,7 +73,7 @@ async fn reregistration_adds_ranges_and_keeps_reports() {
     registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
     let shuffle = registry.find(&AppId::parse("a").unwrap()).unwrap().shuffle(ShuffleId(1)).unwrap();
     let reported = [PartitionBlockIds { partition: PartitionId(0), block_ids: vec![1] }];
-    shuffle.reports.block_ids.lock().take_over(1, &reported).unwrap();
+    shuffle.reports.block_ids.lock().insert_recovered(1, &reported).unwrap();
     registry.register(registration("a", 1, &[(4, 4)]), || ()).unwrap();
     assert_eq!(shuffle.partitions.count(), 3);
     assert!(shuffle.partitions.contains(PartitionId(4)) && !shuffle.partitions.contains(PartitionId(2)));

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use crate::app::{App, PaidIds, Price, QuotaResource, ReportError, Reports, ShuffleState};
 use crate::clock::timeout;
-use crate::log::{IdRun, PartitionBlockIds, PartitionRecords, Record, Report};
+use crate::log::{IdRun, PartitionBlockIds, PartitionRecordCounts, Record, Report};
 use crate::store::{RegistrationLog, StoreErrorKind};
 use uniffle_base::budget::heap::HeapFull;
 use uniffle_base::budget::{Charge, HeapKind};
@@ -46,7 +46,7 @@ pub struct ReportRequest<'a> {
     /// Block ids per partition.
     pub partitions: Vec<PartitionBlockIds>,
     /// Record counts by task attempt, per partition; sent only by the newest clients.
-    pub records: Vec<PartitionRecords>,
+    pub records: Vec<PartitionRecordCounts>,
 }
 
 impl Ingest {
@@ -67,7 +67,7 @@ impl Ingest {
         }
         let (key, shuffle) =
             shuffle_of(&app, request.shuffle).ok_or_else(|| unknown_shuffle(request.shuffle))?;
-        let is_small = numbers_in(&request.partitions, &request.records) <= INLINE_IDS_MAX;
+        let is_small = entries_in(&request.partitions, &request.records) <= INLINE_IDS_MAX;
         let runner = StepRunner::new(&self.parts.pool, is_small);
         let (partitions, records) =
             (std::mem::take(&mut request.partitions), std::mem::take(&mut request.records));
@@ -124,7 +124,7 @@ impl Ingest {
     ) -> Result<ReportCharge, ServiceError> {
         let Price { ids, bytes } = Price::of(&report.partitions);
         let counted = app.usage.take(QuotaResource::ReportedIds, ids)?;
-        let record_bytes = reports.records.lock().price_of(&report.records);
+        let record_bytes = reports.records.lock().cost_of(&report.records);
         let mut on_disk = None;
         let mut charge = match self.parts.spill.charge(app, bytes + record_bytes).await {
             SpillRoom::Charged(charge) => charge,
@@ -177,7 +177,7 @@ impl Ingest {
 struct Reported {
     bitmap_count: i32,
     partitions: Vec<PartitionBlockIds>,
-    records: Vec<PartitionRecords>,
+    records: Vec<PartitionRecordCounts>,
 }
 
 /// Resources reserved for a whole report. Drop returns the unused part.
@@ -215,7 +215,7 @@ impl Reported {
 
     /// Adds the report. Record counts are added first, so that a reader of the ids also sees them.
     fn enter(&self, reports: &Reports, mut paid: ReportCharge) {
-        reports.records.lock().enter(&self.records, paid.records);
+        reports.records.lock().insert(&self.records, paid.records);
         if let Some((run, counted)) = paid.on_disk {
             let ids = Price::of(&self.partitions).ids;
             reports.block_ids.lock().enter_run(run, counted, ids, &mut paid.ids);
@@ -223,7 +223,7 @@ impl Reported {
         }
         let before = reports.block_ids.lock().count();
         for piece in pieces(&self.partitions) {
-            reports.block_ids.lock().enter(&piece, &mut paid.ids);
+            reports.block_ids.lock().insert(&piece, &mut paid.ids);
         }
         let new = reports.block_ids.lock().count().saturating_sub(before);
         reports.note_repetition(new, self.partitions.iter().map(|it| it.block_ids.len() as u64).sum());
@@ -237,12 +237,12 @@ impl Reported {
             true => spill::unknown(reports, &self.partitions).await,
             false => self.partitions.clone(),
         };
-        let records = reports.records.lock().unknown(&self.records);
+        let records = reports.records.lock().new_entries(&self.records);
         Self { bitmap_count: self.bitmap_count, partitions, records }
     }
 }
 
-fn numbers_in(partitions: &[PartitionBlockIds], records: &[PartitionRecords]) -> u64 {
+fn entries_in(partitions: &[PartitionBlockIds], records: &[PartitionRecordCounts]) -> u64 {
     let ids: u64 = partitions.iter().map(|it| it.block_ids.len() as u64).sum();
     ids + records.iter().map(|it| it.tasks.len() as u64).sum::<u64>()
 }

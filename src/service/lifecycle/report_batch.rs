@@ -75,7 +75,7 @@ impl ReportBatch {
             PartitionBlockIds { partition, block_ids }
         };
         let together: Vec<_> = ids.into_iter().map(sorted).collect();
-        if state.reports.block_ids.lock().take_over(bitmap_count, &together).is_ok() {
+        if state.reports.block_ids.lock().insert_recovered(bitmap_count, &together).is_ok() {
             return None;
         }
         drop(together);
@@ -95,7 +95,7 @@ pub(super) fn enter_alone(
     state: &ShuffleState,
     report: &Report,
 ) -> Result<(), ReportError> {
-    let taken = state.reports.block_ids.lock().take_over(report.bitmap_count, &report.partitions);
+    let taken = state.reports.block_ids.lock().insert_recovered(report.bitmap_count, &report.partitions);
     taken.inspect_err(|error| {
         tracing::error!(
             shuffle = %key,

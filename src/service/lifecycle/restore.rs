@@ -379,7 +379,7 @@ impl Restoring {
     /// were gathered.
     fn enter(&mut self, key: &ShuffleKey, report: &Report, record: &Bytes) -> usize {
         let Some(state) = &self.state else { return 0 };
-        state.reports.records.lock().take_over(&report.records);
+        state.reports.records.lock().insert_recovered(&report.records);
         if let Some(gathered) = self.batch.take(report, record) {
             return gathered;
         }

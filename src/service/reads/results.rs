@@ -12,7 +12,7 @@ use bytes::Bytes;
 
 use crate::app::{Reports, ShuffleState};
 use crate::clock::timeout;
-use crate::log::{IdSet, PartitionRecords, RUN_WINDOW_BYTES, union};
+use crate::log::{IdSet, PartitionRecordCounts, RUN_WINDOW_BYTES, union};
 use uniffle_base::budget::heap::HeapFull;
 use uniffle_base::budget::{Budget, Charge, HeapKind, NoCapacity};
 use uniffle_wire::bitmap;
@@ -52,7 +52,7 @@ pub struct Results {
     /// Java's bitmap.
     pub bitmap: Bytes,
     /// Record counts by task attempt, per partition, as far as clients reported them.
-    pub records: Vec<PartitionRecords>,
+    pub records: Vec<PartitionRecordCounts>,
     /// Charge to hold until the bytes are sent.
     pub held: Charge,
 }
@@ -132,8 +132,8 @@ impl Reads {
         partitions: Vec<PartitionId>,
         answers: &Budget,
     ) -> Result<Results, ServiceError> {
-        let numbers = shuffle.reports.records.lock().count(&partitions) as u64;
-        let mut held = self.charged(answers, RUN_WINDOW_BYTES + RECORD_BYTES * numbers).await?;
+        let record_counts = shuffle.reports.records.lock().count(&partitions) as u64;
+        let mut held = self.charged(answers, RUN_WINDOW_BYTES + RECORD_BYTES * record_counts).await?;
         let mut sets = Vec::new();
         for some in partitions.chunks(SETS_AT_ONCE) {
             let StoredIds { sets: in_memory, runs } = StoredIds::of(&shuffle.reports, some);
@@ -147,7 +147,7 @@ impl Reads {
                 }
             }
         }
-        let weight = Weight { partitions, numbers, bytes: held.bytes(), is_small: false };
+        let weight = Weight { partitions, record_counts, bytes: held.bytes(), is_small: false };
         run_blocking(&self.parts.pool, false, move || weight.encoded(&shuffle.reports, &Sets(sets), held))
             .await
     }
@@ -197,7 +197,7 @@ struct Weight {
     /// The partitions, without duplicates.
     partitions: Vec<PartitionId>,
     /// Number of record counts.
-    numbers: u64,
+    record_counts: u64,
     /// Heap of the ids while they are copied, merged and encoded, and of the record counts.
     bytes: u64,
     /// True if the response is built inline.
@@ -214,16 +214,21 @@ impl Weight {
             remaining = sets.leave_of(remaining)?;
             bytes += sets.bytes();
         }
-        let numbers = reports.records.lock().count(&partitions) as u64;
-        let is_small = numbers <= ids_max;
-        is_small.then(|| Self { partitions, numbers, bytes: bytes + RECORD_BYTES * numbers, is_small })
+        let record_counts = reports.records.lock().count(&partitions) as u64;
+        let is_small = record_counts <= ids_max;
+        is_small.then(|| Self {
+            partitions,
+            record_counts,
+            bytes: bytes + RECORD_BYTES * record_counts,
+            is_small,
+        })
     }
 
     /// Builds the response from the current ids, for which `held` is charged. Charges more for ids
     /// reported meanwhile.
     fn answer(self, reports: &Reports, mut held: Charge) -> Result<Results, ServiceError> {
         let sets = Sets::of(reports, &self.partitions);
-        let more = (sets.bytes() + RECORD_BYTES * self.numbers).saturating_sub(held.bytes());
+        let more = (sets.bytes() + RECORD_BYTES * self.record_counts).saturating_sub(held.bytes());
         held.try_grow(more).map_err(full)?;
         Ok(self.encoded(reports, &sets, held))
     }
@@ -232,8 +237,8 @@ impl Weight {
     fn encoded(self, reports: &Reports, sets: &Sets, mut held: Charge) -> Results {
         let bytes = bitmap::encoded_bytes(union(&sets.0));
         let bitmap = bitmap::encode_ascending(union(&sets.0), usize::try_from(bytes).unwrap_or(usize::MAX));
-        let records = reports.records.lock().of(&self.partitions);
-        let unused = held.bytes().saturating_sub(bitmap.len() as u64 + RECORD_BYTES * self.numbers);
+        let records = reports.records.lock().get(&self.partitions);
+        let unused = held.bytes().saturating_sub(bitmap.len() as u64 + RECORD_BYTES * self.record_counts);
         drop(held.split_up_to(unused));
         Results { bitmap, records, held }
     }

@@ -57,20 +57,20 @@ pub struct RegistrationRecord {
     pub remote_storage: Vec<u8>,
 }
 
-/// The numbers of records that task attempts wrote to a partition, with its fields in the order in
-/// which they are written.
+/// Counts of the shuffle records that task attempts wrote to a partition. The fields are in the
+/// order in which they are encoded.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PartitionRecords {
+pub struct PartitionRecordCounts {
     /// The partition.
     #[serde(with = "PartitionNumber")]
     pub partition: PartitionId,
-    /// Numbers of the task attempts.
-    pub tasks: Vec<TaskRecords>,
+    /// Counts of the task attempts.
+    pub tasks: Vec<TaskRecordCount>,
 }
 
-/// The number of records that a task attempt wrote, encoded like [`PartitionRecords`].
+/// Count of the shuffle records that a task attempt wrote, encoded like [`PartitionRecordCounts`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct TaskRecords {
+pub struct TaskRecordCount {
     /// The task attempt.
     pub task_attempt: i64,
     /// Number of records.
@@ -94,8 +94,8 @@ pub struct Report {
     pub task_attempt: i64,
     /// Block ids per partition.
     pub partitions: Vec<PartitionBlockIds>,
-    /// Record numbers: how many records each task attempt wrote, per partition.
-    pub records: Vec<PartitionRecords>,
+    /// Count of the shuffle records that each task attempt wrote, per partition.
+    pub records: Vec<PartitionRecordCounts>,
 }
 
 impl Record {
@@ -216,7 +216,7 @@ impl Report {
     }
 
     /// Converts decoded fields. Returns `None` for ids beyond 64 bits.
-    fn from_fields(fields: ReportFields, records: Vec<PartitionRecords>) -> Option<Self> {
+    fn from_fields(fields: ReportFields, records: Vec<PartitionRecordCounts>) -> Option<Self> {
         let ReportFields { bitmap_count, task_attempt, partitions } = fields;
         let ids = |differences: Vec<u64>| -> Option<Vec<i64>> {
             let mut id = 0u64;
@@ -291,14 +291,14 @@ pub(super) mod tests {
     /// Version 1 followed by a list of partitions, each with attempts and numbers.
     #[test]
     fn version_2_is_frozen() {
-        let task = |task_attempt, records| TaskRecords { task_attempt, records };
+        let task = |task_attempt, records| TaskRecordCount { task_attempt, records };
         let report = Report {
             bitmap_count: 1,
             task_attempt: 300,
             partitions: vec![PartitionBlockIds { partition: PartitionId(5), block_ids: vec![2, 130] }],
             records: vec![
-                PartitionRecords { partition: PartitionId(5), tasks: vec![task(300, 64), task(7, -1)] },
-                PartitionRecords { partition: PartitionId(6), tasks: vec![] },
+                PartitionRecordCounts { partition: PartitionId(5), tasks: vec![task(300, 64), task(7, -1)] },
+                PartitionRecordCounts { partition: PartitionId(6), tasks: vec![] },
             ],
         };
         let record = Record::Report(report);
@@ -307,9 +307,9 @@ pub(super) mod tests {
     }
 
     /// Returns record numbers of fewer than `limit` partitions.
-    pub(in crate::format) fn any_records(limit: usize) -> impl Strategy<Value = Vec<PartitionRecords>> {
-        let task = |(task_attempt, records)| TaskRecords { task_attempt, records };
-        let records = any::<(i32, Vec<(i64, i64)>)>().prop_map(move |(id, tasks)| PartitionRecords {
+    pub(in crate::format) fn any_records(limit: usize) -> impl Strategy<Value = Vec<PartitionRecordCounts>> {
+        let task = |(task_attempt, records)| TaskRecordCount { task_attempt, records };
+        let records = any::<(i32, Vec<(i64, i64)>)>().prop_map(move |(id, tasks)| PartitionRecordCounts {
             partition: PartitionId(id),
             tasks: tasks.into_iter().map(task).collect(),
         });

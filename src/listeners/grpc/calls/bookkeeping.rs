@@ -13,7 +13,7 @@ use super::convert::{layout, refusal, register_request, verdict};
 use crate::listeners::grpc::transport::message::respond_message;
 use crate::listeners::grpc::transport::replies::{Head, Payload, from_memory};
 use crate::listeners::grpc::transport::request_collector::run_blocking;
-use crate::log::{PartitionBlockIds, PartitionRecords, TaskRecords};
+use crate::log::{PartitionBlockIds, PartitionRecordCounts, TaskRecordCount};
 use crate::proto::{
     GetShuffleResultForMultiPartRequest, GetShuffleResultForMultiPartResponse, GetShuffleResultRequest,
     GetShuffleResultResponse, PartitionStats, PartitionToBlockIds, ReportShuffleResultRequest,
@@ -101,7 +101,7 @@ pub(in crate::listeners::grpc) async fn result_of_many(
 /// thread.
 async fn head_with(
     pool: &BlockingPool,
-    records: Vec<PartitionRecords>,
+    records: Vec<PartitionRecordCounts>,
     held: Charge,
 ) -> Result<(Head, Charge), Status> {
     let numbers: usize = records.iter().map(|it| it.tasks.len()).sum();
@@ -114,19 +114,19 @@ async fn head_with(
     run_blocking(pool, numbers <= INLINE_NUMBERS_MAX, encoded).await
 }
 
-fn records_of(stats: PartitionStats) -> PartitionRecords {
-    let task = |it: TaskAttemptIdToRecords| TaskRecords {
+fn records_of(stats: PartitionStats) -> PartitionRecordCounts {
+    let task = |it: TaskAttemptIdToRecords| TaskRecordCount {
         task_attempt: it.task_attempt_id,
         records: it.record_number,
     };
-    PartitionRecords {
+    PartitionRecordCounts {
         partition: PartitionId(stats.partition_id),
         tasks: stats.task_attempt_id_to_records.into_iter().map(task).collect(),
     }
 }
 
-fn stats_of(records: PartitionRecords) -> PartitionStats {
-    let task = |it: TaskRecords| TaskAttemptIdToRecords {
+fn stats_of(records: PartitionRecordCounts) -> PartitionStats {
+    let task = |it: TaskRecordCount| TaskAttemptIdToRecords {
         task_attempt_id: it.task_attempt,
         record_number: it.records,
     };
