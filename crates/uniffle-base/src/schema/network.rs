@@ -27,35 +27,36 @@ impl Network {
             None => (text, None),
         };
         let address: IpAddr = address.parse().map_err(|_| allowed())?;
-        let prefix = prefix.map_or(Ok(bits(address)), |prefix| prefix.parse().map_err(|_| allowed()))?;
-        let host_bits = bits(address).checked_sub(prefix).ok_or_else(allowed)?;
+        let prefix =
+            prefix.map_or(Ok(address_bits(address)), |prefix| prefix.parse().map_err(|_| allowed()))?;
+        let host_bits = address_bits(address).checked_sub(prefix).ok_or_else(allowed)?;
         // 10.1.2.3/8 is more likely a mistake than a way to write 10.0.0.0/8.
-        if number(address).trailing_zeros() < host_bits {
-            return Err(format!("{} without bits after the prefix", allowed()));
+        if to_u128(address).trailing_zeros() < host_bits {
+            return Err(format!("{}; all bits after the prefix must be 0", allowed()));
         }
-        // `holds` compares canonical addresses, so a mapped network must become an IPv4 network.
+        // `contains` compares canonical addresses, so a mapped network must become an IPv4 network.
         Ok(match (address.to_canonical(), prefix.checked_sub(MAPPED_BITS)) {
-            (own @ IpAddr::V4(_), Some(prefix)) if address.is_ipv6() => Self { address: own, prefix },
+            (mapped @ IpAddr::V4(_), Some(prefix)) if address.is_ipv6() => Self { address: mapped, prefix },
             _ => Self { address, prefix },
         })
     }
 
     /// Returns whether the network contains `address`, which must be canonical (not IPv4-mapped).
-    pub fn holds(&self, address: IpAddr) -> bool {
-        let differ = number(address) ^ number(self.address);
-        let host_bits = bits(self.address) - self.prefix;
-        address.is_ipv4() == self.address.is_ipv4() && differ.checked_shr(host_bits).unwrap_or(0) == 0
+    pub fn contains(&self, address: IpAddr) -> bool {
+        let difference = to_u128(address) ^ to_u128(self.address);
+        let host_bits = address_bits(self.address) - self.prefix;
+        address.is_ipv4() == self.address.is_ipv4() && difference.checked_shr(host_bits).unwrap_or(0) == 0
     }
 }
 
-fn number(address: IpAddr) -> u128 {
+fn to_u128(address: IpAddr) -> u128 {
     match address {
         IpAddr::V4(address) => u128::from(address.to_bits()),
         IpAddr::V6(address) => address.to_bits(),
     }
 }
 
-fn bits(address: IpAddr) -> u32 {
+fn address_bits(address: IpAddr) -> u32 {
     if address.is_ipv4() { 32 } else { 128 }
 }
 
@@ -82,13 +83,15 @@ mod tests {
         {
             assert!(Network::parse(text).is_err(), "{text}");
         }
-        assert!(Network::parse("0.0.0.0/0").unwrap().holds("10.1.2.3".parse().unwrap()));
-        assert!(!Network::parse("0.0.0.0/0").unwrap().holds("::1".parse().unwrap()));
+        assert!(Network::parse("0.0.0.0/0").unwrap().contains("10.1.2.3".parse().unwrap()));
+        assert!(!Network::parse("0.0.0.0/0").unwrap().contains("::1".parse().unwrap()));
         let mapped = ["::ffff:10.0.0.0/104", "::ffff:10.0.0.1"].map(|text| Network::parse(text).unwrap());
         assert_eq!(mapped.map(|network| network.to_string()), ["10.0.0.0/8", "10.0.0.1/32"]);
         assert_eq!(Network::parse("10.0.0.1").unwrap().to_string(), "10.0.0.1/32");
         let private = Network::parse("fd00::/8").unwrap();
-        assert!(private.holds("fdff::1".parse().unwrap()) && !private.holds("fe80::1".parse().unwrap()));
+        assert!(
+            private.contains("fdff::1".parse().unwrap()) && !private.contains("fe80::1".parse().unwrap())
+        );
     }
 
     proptest! {
@@ -98,8 +101,8 @@ mod tests {
             let text = format!("{}/{prefix}", IpAddr::V4((address & mask).into()));
             let network = Network::parse(&text).unwrap();
             prop_assert_eq!(network.to_string(), text);
-            prop_assert!(network.holds(IpAddr::V4(address.into())));
-            prop_assert_eq!(network.holds(IpAddr::V4(other.into())), (address ^ other) & mask == 0);
+            prop_assert!(network.contains(IpAddr::V4(address.into())));
+            prop_assert_eq!(network.contains(IpAddr::V4(other.into())), (address ^ other) & mask == 0);
         }
     }
 }

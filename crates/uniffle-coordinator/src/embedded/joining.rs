@@ -59,7 +59,7 @@ impl Joining {
     }
 
     fn names(&self, address: IpAddr) -> bool {
-        self.networks.iter().any(|network| network.holds(address))
+        self.networks.iter().any(|network| network.contains(address))
     }
 
     /// Logs a refusal that a change of the key would prevent.

@@ -89,7 +89,7 @@ impl InternalCalls {
     }
 
     async fn may_decommission(&self, peer: IpAddr) -> bool {
-        if self.networks.iter().any(|network| network.holds(peer)) {
+        if self.networks.iter().any(|network| network.contains(peer)) {
             return true;
         }
         match self.by {
