@@ -98,7 +98,7 @@ impl ServiceParts {
             losses: Losses::new(apps.clone(), verifier.clone(), metrics.clone()),
             spill: Spill::new(&tiers),
             status: WorkerStatus::default(),
-            pool: BlockingPool::of_cores(),
+            pool: BlockingPool::sized_by_cores(),
             apps,
             memory,
             tiers,

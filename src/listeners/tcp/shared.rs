@@ -53,7 +53,7 @@ impl TcpListenerState {
         let limits = ShareLimits { least: TCP_REQUESTS_MIN, most };
         Arc::new(Self {
             requests: ShareBudget::new(config.requests_total, config.connections_max, limits),
-            pool: BlockingPool::of_cores(),
+            pool: BlockingPool::sized_by_cores(),
             local_reads: FairSemaphore::new(config.local_reads_in_flight_max as u64, Reserve::Eighth),
             config,
             service,

@@ -330,7 +330,7 @@ impl HdfsCore {
         let most = self.config.max_concurrency.max(1) as u64;
         let permits = Arc::clone(
             (self.permits.lock().entry(authority.clone()))
-                .or_insert_with(|| FairSemaphore::new(most, Reserve::Nothing)),
+                .or_insert_with(|| FairSemaphore::new(most, Reserve::None)),
         );
         let metrics = self.metrics.of(&authority);
         let root = target.location.path().trim_end_matches('/');

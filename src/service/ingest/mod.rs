@@ -50,8 +50,8 @@ impl Ingest {
             commits: CommitGate::default(),
             ticket_queue: TicketQueue::default(),
             ticket_wait: config.ticket_wait,
-            committing: BlockingPool::of_cores(),
-            aborting: BlockingPool::of_cores(),
+            committing: BlockingPool::sized_by_cores(),
+            aborting: BlockingPool::sized_by_cores(),
         }
     }
 

@@ -121,7 +121,7 @@ impl Lifecycle {
         config: ServiceConfig,
     ) -> Self {
         Self {
-            ends: BlockingPool::of_cores(),
+            ends: BlockingPool::sized_by_cores(),
             deletions: Deletions::new(parts.tiers.len(), parts.tasks.clone()),
             weights: Weights { config: RwLock::new(config.fairness), memory: parts.memory.clone() },
             diagnostics: Arc::clone(diagnostics),

@@ -1,12 +1,11 @@
 //! A bounded pool for work that is too long for a runtime thread.
 //!
-//! Work on a blocking thread cannot be cancelled: it continues after its caller is dropped, when
-//! the caller's memory charges are already released. The permit therefore belongs to the work, not
-//! to the caller.
+//! A job on a blocking thread cannot be cancelled. It continues after its caller is dropped and the
+//! caller's memory charges are released. The permit therefore belongs to the job, not to the
+//! caller, and only a job with a permit occupies a thread.
 //!
-//! Invariant: no more work runs than there are permits, however many callers come and go, and none
-//! waits for a thread that others need. A caller that waits for a permit keeps its charges, and
-//! releases both when dropped.
+//! Invariant: the number of running jobs never exceeds the number of permits, even if callers are
+//! dropped. If a caller is dropped while it waits for a permit, its job never starts.
 
 use std::num::NonZero;
 use std::sync::Arc;
@@ -21,19 +20,20 @@ use crate::sched::{FairSemaphore, Holder, Reserve};
 pub struct BlockingPool(Arc<FairSemaphore>);
 
 impl BlockingPool {
-    /// Creates a pool that runs at most `permits` works at once.
+    /// Creates a pool that runs at most `permits` jobs at once.
     #[must_use]
     pub fn new(permits: usize) -> Self {
-        Self(FairSemaphore::new(permits as u64, Reserve::Nothing))
+        Self(FairSemaphore::new(permits as u64, Reserve::None))
     }
 
     /// Creates a pool of one permit per core, from 2 to 8. More would not finish any sooner.
     #[must_use]
-    pub fn of_cores() -> Self {
+    pub fn sized_by_cores() -> Self {
         Self::new(std::thread::available_parallelism().map_or(2, NonZero::get).clamp(2, 8))
     }
 
-    /// Runs `work` on a blocking thread once a permit is free. Callers are served in order.
+    /// Runs `work` on a blocking thread once a permit is free. All callers without an application
+    /// count as one application, and are served in order.
     ///
     /// # Errors
     /// If `work` panicked, or the runtime is shutting down.
@@ -44,8 +44,8 @@ impl BlockingPool {
         self.run_for(None, work).await
     }
 
-    /// Runs `work` of `app` like [`BlockingPool::run`]. The next permit is for the waiting
-    /// application with the fewest.
+    /// Runs `work` of `app` like [`BlockingPool::run`]. The next free permit goes to the waiting
+    /// application that holds the fewest permits.
     ///
     /// # Errors
     /// See [`BlockingPool::run`].
@@ -72,32 +72,32 @@ mod tests {
 
     #[tokio::test]
     async fn started_work_survives_its_caller_and_waiters_do_not() {
-        let (pool, begun, ended) =
+        let (pool, started, finish) =
             (BlockingPool::new(1), Arc::new(AtomicUsize::new(0)), Arc::new(Barrier::new(2)));
-        let work = |begun: &Arc<AtomicUsize>| {
-            let (begun, ended) = (Arc::clone(begun), Arc::clone(&ended));
+        let work = |started: &Arc<AtomicUsize>| {
+            let (started, finish) = (Arc::clone(started), Arc::clone(&finish));
             move || {
-                begun.fetch_add(1, Ordering::SeqCst);
-                ended.wait();
+                started.fetch_add(1, Ordering::SeqCst);
+                finish.wait();
             }
         };
-        let mut first = Box::pin(pool.run(work(&begun)));
+        let mut first = Box::pin(pool.run(work(&started)));
         assert!(futures::poll!(&mut first).is_pending());
         drop(first);
         for _ in 0..100 {
-            let mut next = Box::pin(pool.run(work(&begun)));
+            let mut next = Box::pin(pool.run(work(&started)));
             assert!(futures::poll!(&mut next).is_pending());
         }
-        ended.wait();
+        finish.wait();
         assert_eq!(pool.run(|| 1).await.unwrap(), 1);
-        assert_eq!(begun.load(Ordering::SeqCst), 1, "a cancelled waiter must not run its work");
+        assert_eq!(started.load(Ordering::SeqCst), 1, "a cancelled waiter must not run its work");
     }
 
     #[tokio::test]
-    async fn work_of_another_application_is_not_last() {
-        let (pool, ended) = (BlockingPool::new(1), Arc::new(Barrier::new(2)));
+    async fn permits_are_fair_between_applications() {
+        let (pool, finish) = (BlockingPool::new(1), Arc::new(Barrier::new(2)));
         let app = |name| AppId::parse(name).ok();
-        let running = Arc::clone(&ended);
+        let running = Arc::clone(&finish);
         let mut first = Box::pin(pool.run_for(app("many"), move || {
             running.wait();
         }));
@@ -112,11 +112,12 @@ mod tests {
         for wait in &mut waiting {
             assert!(futures::poll!(wait).is_pending());
         }
-        ended.wait();
+        finish.wait();
         first.await.unwrap();
         for ran in futures::future::join_all(waiting).await {
             ran.unwrap();
         }
+        // Neither holds the only permit when it is returned, so they take turns, `many` first.
         assert_eq!(*order.lock(), ["many", "other", "many", "many"]);
     }
 }

@@ -27,7 +27,7 @@ const WAITING: &str = "its wait is held";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reserve {
     /// Whatever is free is granted.
-    Nothing,
+    None,
     /// Only applications that hold nothing get the last eighth, so that their first request is
     /// served at once, and then one at a time, however slow the others are. A single application
     /// may use the eighth until it holds half.
@@ -103,7 +103,7 @@ impl FairSemaphore {
     /// Creates a semaphore with `capacity` free.
     pub fn new(capacity: u64, reserve: Reserve) -> Arc<Self> {
         let reserved = match reserve {
-            Reserve::Nothing => 0,
+            Reserve::None => 0,
             Reserve::Eighth => shares::reserve(capacity),
         };
         let (held, waiters) = (HashMap::new(), FairQueue::default());

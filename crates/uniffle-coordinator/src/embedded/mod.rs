@@ -94,7 +94,7 @@ impl EmbeddedCoordinator {
             apps: Mutex::new(apps),
             metrics,
             answers: heap.of(HeapKind::Answers).clone(),
-            pool: BlockingPool::of_cores(),
+            pool: BlockingPool::sized_by_cores(),
             report_wanted: Notify::new(),
             serving_from: OnceLock::new(),
             config,

@@ -60,7 +60,7 @@ impl RequestHeap {
     pub(in crate::listeners::grpc) fn new(heap: &Heap, wait: Duration) -> Self {
         let budget = heap.of(HeapKind::Requests).clone();
         let queues = Arc::new(RequestQueues::new(budget.capacity()));
-        Self { budget, queues, wait, pool: BlockingPool::of_cores() }
+        Self { budget, queues, wait, pool: BlockingPool::sized_by_cores() }
     }
 
     /// Returns the collector of a connection. Its limit is half of the budget, so that one

@@ -69,7 +69,7 @@ impl Cache {
         }
         let slots = Slots::new(disks.iter().map(|_| SlotAllocator::new(slots_each)).collect(), heap);
         let capacity_bytes = u64::from(slots_each) * CHUNK_BYTES * disks.len() as u64;
-        let fetches = FairSemaphore::new(FETCHES, Reserve::Nothing);
+        let fetches = FairSemaphore::new(FETCHES, Reserve::None);
         Some(Self { directories, slots: Mutex::new(slots), fetches, capacity_bytes })
     }
 

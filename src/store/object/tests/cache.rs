@@ -104,10 +104,8 @@ async fn failed_chunk_is_requested_again_by_the_next_reader() {
 async fn silent_store_delays_only_its_own_readers() {
     for cache_bytes in [0, 2 * CHUNK_BYTES] {
         let (memory, used) = (12 << 20, Arc::new(AtomicU64::new(0)));
-        let pool = CountedBuffers {
-            used: Arc::clone(&used),
-            permits: FairSemaphore::new(u64::MAX, Reserve::Nothing),
-        };
+        let pool =
+            CountedBuffers { used: Arc::clone(&used), permits: FairSemaphore::new(u64::MAX, Reserve::None) };
         let settings = ObjectSettings {
             segment_bytes: 1 << 20,
             part_bytes: 2 << 20,

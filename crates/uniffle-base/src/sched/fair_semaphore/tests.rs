@@ -234,7 +234,7 @@ fn large_read_is_not_starved_by_small_ones() {
 
 #[test]
 fn applications_that_hold_nothing_alternate() {
-    let semaphore = FairSemaphore::new(2, Reserve::Nothing);
+    let semaphore = FairSemaphore::new(2, Reserve::None);
     let (hog, honest) = (holder("hog", 1), holder("honest", 1));
     let open = semaphore.try_acquire(&hog, 2).unwrap();
     let mut hogs: Vec<_> = (0..128).map(|_| waiting(&semaphore, &hog, 1)).collect();
@@ -255,7 +255,7 @@ fn applications_that_hold_nothing_alternate() {
 
 #[test]
 fn equal_holders_are_served_by_turns_and_not_by_arrival() {
-    let semaphore = FairSemaphore::new(1, Reserve::Nothing);
+    let semaphore = FairSemaphore::new(1, Reserve::None);
     let (hog, honest) = (holder("hog", 1), holder("honest", 1));
     let mut open = semaphore.try_acquire(&hog, 1).unwrap();
     let mut hogs: Vec<_> = (0..4).map(|_| waiting(&semaphore, &hog, 1)).collect();
@@ -270,7 +270,7 @@ fn equal_holders_are_served_by_turns_and_not_by_arrival() {
 /// A share that is full with reads of a stuck device leaves the memory to reads of others.
 #[test]
 fn stuck_reads_leave_memory_for_other_devices() {
-    let semaphore = FairSemaphore::new(100, Reserve::Nothing);
+    let semaphore = FairSemaphore::new(100, Reserve::None);
     let (store, cache, app) = (device(), device(), holder("app", 1));
     let stuck = with_parts(&semaphore, &app, 40, parts_of(&[&store], 9)).now_or_never().unwrap();
     assert!(!store.has_room(1));
@@ -340,7 +340,7 @@ proptest! {
         steps in proptest::collection::vec((0..5u8, 0..3usize, 1..40u64, any::<prop::sample::Index>()), 1..150),
         is_reserved in any::<bool>(),
     ) {
-        let reserve = if is_reserved { Reserve::Eighth } else { Reserve::Nothing };
+        let reserve = if is_reserved { Reserve::Eighth } else { Reserve::None };
         let semaphore = FairSemaphore::new(80, reserve);
         let reserved = if is_reserved { 10 } else { 0 };
         let apps = [("a", 1), ("b", 1), ("c", 3)].map(|(name, weight)| holder(name, weight));
