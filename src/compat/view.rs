@@ -6,7 +6,7 @@ use prometheus::core::{Collector, Desc};
 use prometheus::proto::{Bucket, Metric, MetricFamily, MetricType};
 use prometheus::{Histogram, Registry, Result};
 
-use crate::metrics::{Description, Placeholders, filled};
+use crate::metrics::{Description, Placeholders, fill_placeholders};
 
 /// Factor of a [`View`] that converts seconds to milliseconds.
 pub(crate) const IN_MS: f64 = 1e3;
@@ -40,7 +40,7 @@ impl View {
         histogram: &Histogram,
         fill: Placeholders<'_>,
     ) -> Result<()> {
-        let (name, help) = (filled(self.name, fill), filled(self.help, fill));
+        let (name, help) = (fill_placeholders(self.name, fill), fill_placeholders(self.help, fill));
         let desc = Desc::new(name, help, Vec::new(), HashMap::new())?;
         registry.register(Box::new(ScaledHistogram {
             histogram: histogram.clone(),
@@ -51,7 +51,7 @@ impl View {
 
     /// Returns the documentation of the view.
     pub(crate) fn describe(&self, module: &'static str, fill: Placeholders<'_>) -> Description {
-        let (name, help) = (filled(self.name, fill), filled(self.help, fill));
+        let (name, help) = (fill_placeholders(self.name, fill), fill_placeholders(self.help, fill));
         Description { name, kind: "histogram", labels: &[], help, module }
     }
 }

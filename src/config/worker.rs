@@ -109,7 +109,7 @@ section! {
         /// Threads of the asynchronous runtime. Default: the number of cores.
         #[key("runtime_config.worker_threads", count(1..=1024), Restart, example "8")]
         pub threads: usize = machine.cores.clamp(1, 1024),
-        /// Maximum number of threads for blocking disk calls, started on demand.
+        /// Maximum number of threads for blocking work, started on demand.
         #[key("runtime_config.blocking_threads", count(4..=4096), Restart)]
         pub blocking_threads: usize = 256,
         /// Time to flush memory on SIGTERM or before an upgrade. Keep it below the service

@@ -1,4 +1,7 @@
 //! Metrics of the flusher. Names follow the Java server and riffle where a counterpart exists.
+//!
+//! Other servers call a sealed batch an event, and its flush a spill. A batch counts once per
+//! written batch, and once per attempt in metrics of attempts.
 
 use std::time::Duration;
 
@@ -6,12 +9,14 @@ use prometheus::{
     Counter, Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry,
 };
 
-use crate::metrics::{self, BYTES_BUCKETS, Description, GaugeGuard, SECONDS_BUCKETS, clamped, exponential};
+use crate::metrics::{
+    self, BYTES_BUCKETS, Description, GaugeGuard, SECONDS_BUCKETS, clamped, exponential_buckets,
+};
 use crate::remote::hdfs;
 use crate::store::{TierNames, disk, object};
 
-/// The names of the tiers of this crate, for the documentation.
-const BUILT_IN: [TierNames; 3] = [disk::NAMES, hdfs::NAMES, object::NAMES];
+/// Names of all tiers that can be configured, for the documentation.
+const ALL_TIERS: [TierNames; 3] = [disk::NAMES, hdfs::NAMES, object::NAMES];
 
 /// Duration that Java calls slow (`rss.server.write.slow.threshold`).
 const SLOW: Duration = Duration::from_secs(10);
@@ -20,7 +25,7 @@ const SLOW: Duration = Duration::from_secs(10);
 const SIZE_CLASSES: [u64; 3] = [200_000, 1_000_000, 10_000_000];
 
 /// Buckets from 4 KiB to 1 GiB.
-const EXTENT_BUCKETS: &[f64] = &exponential::<10>(4096.0, 4.0);
+const EXTENT_BUCKETS: &[f64] = &exponential_buckets::<10>(4096.0, 4.0);
 
 metrics::table! {
     pub(crate) struct FlushMetricTable {
@@ -35,20 +40,20 @@ metrics::table! {
         slow_writes: IntCounter = "total_write_slow", "Batch writes of more than 10 s";
         extent_bytes: Histogram = "flush_extent_bytes",
             "Payload bytes of a partition in a batch", in EXTENT_BUCKETS;
-        // From the seal to a worker, retries included.
+        // Also observed for each retry, from the same seal.
         wait: Histogram = "flush_wait_seconds",
-            "Seconds from the seal of a batch, or its previous attempt, to its next attempt", in SECONDS_BUCKETS;
-        // From a worker until the store reports that the batch is readable.
+            "Seconds from the seal of a batch to each write attempt", in SECONDS_BUCKETS;
+        // Until the tier reports that the batch is readable.
         duration: Histogram =
             "flush_duration_seconds", "Seconds to write and publish a batch", in SECONDS_BUCKETS;
         // Metrics of riffle, by tier.
-        writes: IntGaugeVec["storage_type"] =
+        writing_batches: IntGaugeVec["storage_type"] =
             "memory_spill_in_flushing_operations", "Batches being written";
-        bytes: IntGaugeVec["storage_type"] =
+        writing_bytes: IntGaugeVec["storage_type"] =
             "memory_spill_in_flushing_bytes", "Payload bytes of batches being written";
-        started: IntCounterVec["storage_type"] = "total_memory_spill_in_flushing_operations",
+        attempts: IntCounterVec["storage_type"] = "total_memory_spill_in_flushing_operations",
             "Batch writes, failed attempts included";
-        sizes: HistogramVec["storage_type"] = "memory_spill_in_flushing_bytes_histogram",
+        attempt_bytes: HistogramVec["storage_type"] = "memory_spill_in_flushing_bytes_histogram",
             "Payload bytes of a batch write", in BYTES_BUCKETS;
     }
     with { batches: BatchSizes }
@@ -79,11 +84,11 @@ metrics::table! {
         level2: IntCounter = "event_size_threshold_level2", "Written batches of 200,000 to 999,999 bytes";
         level3: IntCounter = "event_size_threshold_level3", "Written batches of 1,000,000 to 9,999,999 bytes";
         level4: IntCounter = "event_size_threshold_level4", "Written batches of 10,000,000 bytes and more";
-        // Other servers drop a batch that fails repeatedly. This worker never does, so dashboards
-        // show 0.
-        _dropped_by_java: IntCounter =
+        // Other servers drop a batch that fails repeatedly. This worker never does, so it exports
+        // 0 under the names of both servers.
+        _dropped_java_name: IntCounter =
             "total_dropped_event_num", "Batches given up; always 0, because they stay in memory";
-        _dropped_by_riffle: IntCounter =
+        _dropped_riffle_name: IntCounter =
             "total_spill_events_dropped", "Batches given up; always 0, because they stay in memory";
     }
 }
@@ -96,15 +101,15 @@ pub(crate) struct FlushMetrics {
 
 #[derive(Debug)]
 struct TierMetrics {
-    named: TierCounters,
-    writes: IntGauge,
-    bytes: IntGauge,
-    started: IntCounter,
-    sizes: Histogram,
+    counters: TierCounters,
+    writing_batches: IntGauge,
+    writing_bytes: IntGauge,
+    attempts: IntCounter,
+    attempt_bytes: Histogram,
 }
 
 /// Returns the values for the placeholders in the names and texts of [`TierCounters`].
-fn fill(names: &TierNames) -> [(&'static str, &'static str); 4] {
+fn placeholders(names: &TierNames) -> [(&'static str, &'static str); 4] {
     let TierNames { title, spill, events, queue, .. } = *names;
     [("{title}", title), ("{spill}", spill), ("{events}", events), ("{queue}", queue)]
 }
@@ -112,30 +117,30 @@ fn fill(names: &TierNames) -> [(&'static str, &'static str); 4] {
 impl FlushMetrics {
     pub(super) fn new(registry: &Registry, tiers: &[TierNames]) -> prometheus::Result<Self> {
         let all = FlushMetricTable::new(registry)?;
-        let of = |names: &TierNames| -> prometheus::Result<TierMetrics> {
+        let new_tier = |names: &TierNames| -> prometheus::Result<TierMetrics> {
             let label = [names.label];
             Ok(TierMetrics {
-                named: TierCounters::new(registry, &fill(names))?,
-                writes: all.writes.with_label_values(&label),
-                bytes: all.bytes.with_label_values(&label),
-                started: all.started.with_label_values(&label),
-                sizes: all.sizes.with_label_values(&label),
+                counters: TierCounters::new(registry, &placeholders(names))?,
+                writing_batches: all.writing_batches.with_label_values(&label),
+                writing_bytes: all.writing_bytes.with_label_values(&label),
+                attempts: all.attempts.with_label_values(&label),
+                attempt_bytes: all.attempt_bytes.with_label_values(&label),
             })
         };
-        Ok(Self { tiers: tiers.iter().map(of).collect::<Result<_, _>>()?, all })
+        Ok(Self { tiers: tiers.iter().map(new_tier).collect::<Result<_, _>>()?, all })
     }
 
     /// Returns descriptions of all metrics, for the documentation.
     pub(crate) fn described() -> Vec<Description> {
-        let of_tier = |names: &TierNames| TierCounters::described(&fill(names));
-        [FlushMetricTable::described(), BUILT_IN.iter().flat_map(of_tier).collect()].concat()
+        let of_tier = |names: &TierNames| TierCounters::described(&placeholders(names));
+        [FlushMetricTable::described(), ALL_TIERS.iter().flat_map(of_tier).collect()].concat()
     }
 
     /// Counts a written batch of `bytes` bytes.
     pub(super) fn count_batch(&self, tier: usize, bytes: u64) {
         self.all.spilled_bytes.inc_by(bytes);
         self.all.batches.count(bytes);
-        let tier = &self.tiers[tier].named;
+        let tier = &self.tiers[tier].counters;
         tier.written.inc();
         tier.written_bytes.inc_by(bytes);
     }
@@ -143,23 +148,25 @@ impl FlushMetrics {
     /// Counts a failed write of a batch to `tier`.
     pub(super) fn count_failure(&self, tier: usize) {
         self.all.failed_writes.inc();
-        self.tiers[tier].named.failures.inc();
+        self.tiers[tier].counters.failures.inc();
     }
 
-    /// Counts the time of a successful write.
-    pub(super) fn count_time(&self, took: Duration) {
+    /// Observes the duration of a successful write.
+    pub(super) fn observe_duration(&self, took: Duration) {
         self.all.duration.observe(took.as_secs_f64());
         self.all.write_ms.inc_by(took.as_secs_f64() * 1e3);
         self.all.slow_writes.inc_by(u64::from(took > SLOW));
     }
 
-    /// Counts a write of `bytes` until the returned value is dropped.
-    pub(super) fn writing(&self, tier: usize, bytes: u64) -> [GaugeGuard; 2] {
+    /// Counts an attempt to write `bytes` bytes. The gauges include it until the returned guards are
+    /// dropped.
+    #[must_use]
+    pub(super) fn start_write(&self, tier: usize, bytes: u64) -> [GaugeGuard; 2] {
         let tier = &self.tiers[tier];
-        tier.started.inc();
+        tier.attempts.inc();
         #[expect(clippy::cast_precision_loss, reason = "a histogram bucket")]
-        tier.sizes.observe(bytes as f64);
-        [GaugeGuard::one(&tier.writes), GaugeGuard::of(&tier.bytes, bytes)]
+        tier.attempt_bytes.observe(bytes as f64);
+        [GaugeGuard::inc(&tier.writing_batches), GaugeGuard::add(&tier.writing_bytes, bytes)]
     }
 
     /// Updates the gauges of live values. `queues` has one item per tier.
@@ -167,19 +174,19 @@ impl FlushMetrics {
         let mut all_queued = 0;
         for (tier, QueueLengths { queued, in_flight }) in self.tiers.iter().zip(queues) {
             all_queued += queued;
-            tier.named.queued.set(clamped(queued));
-            tier.named.in_flight.set(clamped(in_flight));
-            tier.named.writing_bytes.set(tier.bytes.get());
+            tier.counters.queued.set(clamped(queued));
+            tier.counters.in_flight.set(clamped(in_flight));
+            tier.counters.writing_bytes.set(tier.writing_bytes.get());
         }
         self.all.queued.set(clamped(all_queued));
     }
 }
 
-/// Numbers of a tier's batches.
+/// Numbers of a tier's batches in memory.
 pub(super) struct QueueLengths {
     /// Waiting batches.
     pub(super) queued: usize,
-    /// Batches that wait or are being written.
+    /// Batches in flight, which wait or are being written.
     pub(super) in_flight: usize,
 }
 

@@ -45,7 +45,7 @@ impl Flusher {
                 app.account.enter(WaitStage::FlushQueue, bytes, began.duration_since(batch.queued));
             }
             let batch = Arc::new(batch);
-            let writing = self.metrics.writing(tier, bytes);
+            let writing = self.metrics.start_write(tier, bytes);
             // A panic must not lose the batch: its blocks would stay in memory forever.
             let written = AssertUnwindSafe(self.write(&batch, tier, &span)).catch_unwind().await;
             let written = written.unwrap_or_else(|_| Err(failed(&batch, "the write panicked")));
@@ -69,7 +69,7 @@ impl Flusher {
         let bytes = batch.bytes();
         match written {
             Ok(()) => {
-                self.metrics.count_time(took);
+                self.metrics.observe_duration(took);
                 if let Some(app) = app {
                     app.account.enter(WaitStage::FlushWrite, bytes, took);
                     let is_local = self.tiers.at(tier).served().is_some();

@@ -255,7 +255,7 @@ impl Acceptor {
         if let Err(error) = set_up(&stream) {
             tracing::debug!(%peer, %error, "cannot set socket options");
         }
-        let open = self.open.iter().map(GaugeGuard::one).collect();
+        let open = self.open.iter().map(GaugeGuard::inc).collect();
         let name = self.names.connection;
         let Some(cores) = &self.cores else {
             let place = ConnectionSlot { held, _open: open, _core: None };

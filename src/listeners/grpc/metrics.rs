@@ -11,7 +11,7 @@ use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, R
 
 use crate::clock::Instant;
 use crate::compat::dashboards::{IN_PROCESS, RIFFLE_DURATIONS, RIFFLE_TRANSIT, TIMED};
-use crate::metrics::{self, Description, GaugeGuard, TRANSIT_MS_BUCKETS, TransitTimes, exponential};
+use crate::metrics::{self, Description, GaugeGuard, TRANSIT_MS_BUCKETS, TransitTimes, exponential_buckets};
 
 /// Paths of the methods that are served ahead of tonic's router.
 pub(super) mod methods {
@@ -65,7 +65,7 @@ const METHODS: [(&str, &str); 18] = [
 ];
 
 /// 0.5 ms to 75 s.
-const DURATION_BUCKETS: &[f64] = &exponential::<14>(0.0005, 2.5);
+const DURATION_BUCKETS: &[f64] = &exponential_buckets::<14>(0.0005, 2.5);
 
 metrics::table! {
     /// Transit times of calls. Only these requests contain a timestamp.
@@ -171,9 +171,9 @@ impl GrpcMetrics {
         self.calls.total.inc();
         let of_method = method.as_ref().map(|method| {
             method.total.inc();
-            GaugeGuard::one(&method.in_progress)
+            GaugeGuard::inc(&method.in_progress)
         });
-        let in_progress = (GaugeGuard::one(&self.calls.open), of_method);
+        let in_progress = (GaugeGuard::inc(&self.calls.open), of_method);
         CallTimer { _in_progress: in_progress, started: Instant::now(), duration: duration.clone() }
     }
 

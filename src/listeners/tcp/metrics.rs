@@ -79,7 +79,7 @@ impl RequestMetrics {
     pub(super) fn begin(self: &Arc<Self>) -> InProgress {
         self.java.total.inc();
         self.total.inc();
-        let gauges = [&self.java.in_progress, &self.all_in_progress].map(GaugeGuard::one);
+        let gauges = [&self.java.in_progress, &self.all_in_progress].map(GaugeGuard::inc);
         InProgress { metrics: Arc::clone(self), _gauges: gauges }
     }
 

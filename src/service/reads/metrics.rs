@@ -70,7 +70,7 @@ impl TierReads {
             disk_ms: self.disk_ms.clone(),
             ahead: self.ahead.clone(),
             bytes,
-            _gauges: [GaugeGuard::one(&self.under_way), GaugeGuard::of(&self.bytes, bytes)],
+            _gauges: [GaugeGuard::inc(&self.under_way), GaugeGuard::add(&self.bytes, bytes)],
         }
     }
 }

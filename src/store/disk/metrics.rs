@@ -11,10 +11,10 @@ use crate::metrics;
 pub(super) const ALL_DISKS: &str = "ALL";
 
 /// Buckets for the duration of disk calls: 0.5 ms to 131 s.
-const CALL_BUCKETS: &[f64] = &metrics::exponential::<10>(0.0005, 4.0);
+const CALL_BUCKETS: &[f64] = &metrics::exponential_buckets::<10>(0.0005, 4.0);
 
 /// Buckets for the size of extents: 4 KiB to 1 GiB.
-const EXTENT_BUCKETS: &[f64] = &metrics::exponential::<10>(4096.0, 4.0);
+const EXTENT_BUCKETS: &[f64] = &metrics::exponential_buckets::<10>(4096.0, 4.0);
 
 metrics::table! {
     /// Counters and gauges of the local tier.

@@ -16,7 +16,7 @@ pub(crate) const NAMES: TierNames = TierNames {
 };
 
 /// Buckets of segment sizes: 64 KiB to 1 GiB.
-const SEGMENT_BUCKETS: &[f64] = &metrics::exponential::<8>(65_536.0, 4.0);
+const SEGMENT_BUCKETS: &[f64] = &metrics::exponential_buckets::<8>(65_536.0, 4.0);
 
 metrics::table! {
     /// Counters and gauges of the object tier.

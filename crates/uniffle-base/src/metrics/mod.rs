@@ -1,15 +1,17 @@
-//! Declaration of metrics ([`table!`]), their aliases for other dashboards, and counting helpers.
+//! Declaration of metrics ([`table!`]), their aliases for dashboards of other servers, and counting
+//! helpers.
 //!
-//! Names follow the Java server and riffle where a counterpart exists. `docs/metrics.md` lists all.
+//! Names follow Uniffle's Java server and riffle (a Uniffle server in Rust) where a counterpart
+//! exists. `docs/metrics.md` lists all metrics.
 
-mod renamed;
+mod aliases;
 mod table;
 mod transit;
 
 use prometheus::process_collector::ProcessCollector;
 use prometheus::{IntGauge, Registry, Result};
 
-pub use table::{Description, Family, Metric, MetricRow, Placeholders, filled, table};
+pub use table::{Description, Family, Metric, MetricRow, Placeholders, fill_placeholders, table};
 pub use transit::{TRANSIT_MS_BUCKETS, TransitTimes};
 
 /// An amount added to a gauge, which is subtracted again when this is dropped.
@@ -22,13 +24,13 @@ pub struct GaugeGuard {
 impl GaugeGuard {
     /// Adds 1 to `gauge`.
     #[must_use]
-    pub fn one(gauge: &IntGauge) -> Self {
-        Self::of(gauge, 1)
+    pub fn inc(gauge: &IntGauge) -> Self {
+        Self::add(gauge, 1)
     }
 
     /// Adds `amount` to `gauge`.
     #[must_use]
-    pub fn of(gauge: &IntGauge, amount: u64) -> Self {
+    pub fn add(gauge: &IntGauge, amount: u64) -> Self {
         let amount = clamped(amount);
         gauge.add(amount);
         Self { gauge: gauge.clone(), amount }
@@ -47,12 +49,12 @@ pub fn clamped(count: impl TryInto<i64>) -> i64 {
 }
 
 /// Returns `N` bucket bounds. The first is `first`, and each is `factor` times the previous one.
-pub const fn exponential<const N: usize>(first: f64, factor: f64) -> [f64; N] {
+pub const fn exponential_buckets<const N: usize>(first: f64, factor: f64) -> [f64; N] {
     let mut bounds = [first; N];
-    let mut at = 1;
-    while at < N {
-        bounds[at] = bounds[at - 1] * factor;
-        at += 1;
+    let mut index = 1;
+    while index < N {
+        bounds[index] = bounds[index - 1] * factor;
+        index += 1;
     }
     bounds
 }
@@ -77,7 +79,7 @@ pub const BYTES_BUCKETS: &[f64] = &[
 /// Creates the registry of a worker, with the standard `process_*` metrics.
 ///
 /// # Errors
-/// None on a fresh registry. The type is the same as for other start-up errors.
+/// Cannot fail on a fresh registry. The result only has the type of other start-up errors.
 pub fn registry() -> Result<Registry> {
     let registry = Registry::new();
     registry.register(Box::new(ProcessCollector::for_self()))?;
@@ -90,7 +92,7 @@ mod tests {
 
     #[test]
     fn buckets_ascend() {
-        let steps: [f64; 3] = exponential(0.5, 4.0);
+        let steps: [f64; 3] = exponential_buckets(0.5, 4.0);
         assert_eq!(steps, [0.5, 2.0, 8.0]);
         assert!(SECONDS_BUCKETS.is_sorted() && BYTES_BUCKETS.is_sorted() && TRANSIT_MS_BUCKETS.is_sorted());
     }

@@ -11,13 +11,13 @@ use prometheus::{
     IntGaugeVec, Registry, Result,
 };
 
-use super::renamed::also;
+use super::aliases::also;
 
 /// Values of the placeholders `{…}` in names and help texts.
 pub type Placeholders<'a> = &'a [(&'a str, &'a str)];
 
 /// Returns `text` with the placeholders replaced.
-pub fn filled(text: &str, fill: Placeholders<'_>) -> String {
+pub fn fill_placeholders(text: &str, fill: Placeholders<'_>) -> String {
     fill.iter().fold(text.to_owned(), |text, (placeholder, value)| text.replace(placeholder, value))
 }
 
@@ -57,14 +57,15 @@ impl MetricRow {
     /// # Errors
     /// If a name is malformed or taken, or buckets are not ascending.
     pub fn register<M: Metric>(&self, registry: &Registry, fill: Placeholders<'_>) -> Result<M> {
-        let mut options = HistogramOpts::new(filled(self.name, fill), filled(self.help, fill));
+        let mut options =
+            HistogramOpts::new(fill_placeholders(self.name, fill), fill_placeholders(self.help, fill));
         if !self.buckets.is_empty() {
             options.buckets = self.buckets.to_vec();
         }
         let family = M::Family::create(options, self.labels)?;
         registry.register(Box::new(family.clone()))?;
         for name in self.also {
-            also(registry, &family, &filled(name, fill))?;
+            also(registry, &family, &fill_placeholders(name, fill))?;
         }
         Ok(M::of(family))
     }
@@ -72,10 +73,10 @@ impl MetricRow {
     /// Returns the documentation under all names.
     pub fn describe<M: Metric>(&self, module: &'static str, fill: Placeholders<'_>) -> Vec<Description> {
         let described = |name: &&str| Description {
-            name: filled(name, fill),
+            name: fill_placeholders(name, fill),
             kind: M::Family::KIND,
             labels: self.labels,
-            help: filled(self.help, fill),
+            help: fill_placeholders(self.help, fill),
             module,
         };
         std::iter::once(&self.name).chain(self.also).map(described).collect()

@@ -9,11 +9,11 @@ use super::Tasks;
 use crate::{clock, metrics};
 
 metrics::table! {
-    struct Gauges {
+    struct RuntimeMetricTable {
         running: IntGaugeVec["name"] = "tasks_running", "Running tasks, by name";
         longest_poll: GaugeVec["name"] = "tasks_longest_poll_seconds",
-            "CPU seconds of the longest poll since start, for tasks with polls of 1 ms or more";
-        workers: IntGauge = "runtime_workers", "Threads of the runtime";
+            "CPU seconds of the longest poll since start, if 1 ms or more";
+        threads: IntGauge = "runtime_workers", "Threads of the runtime";
         queued: IntGauge = "runtime_queue_depth",
             "Tasks waiting in the global queue", also "grpc_server_executor_blocking_queue_size";
         busy: Counter = "runtime_busy_seconds_total", "Seconds that threads spent in tasks, summed";
@@ -26,11 +26,11 @@ metrics::table! {
 
 #[cfg(tokio_unstable)]
 metrics::table! {
-    /// The threads for disk calls.
-    struct Blocking {
-        threads: IntGauge = "runtime_blocking_threads", "Threads for blocking disk calls";
-        idle: IntGauge = "runtime_blocking_idle_threads", "Idle threads for blocking disk calls";
-        queued: IntGauge = "runtime_blocking_queue_depth", "Blocking disk calls waiting for a thread";
+    /// Threads of tokio's blocking pool, which run disk calls and long computations.
+    struct BlockingThreadMetrics {
+        threads: IntGauge = "runtime_blocking_threads", "Threads for blocking work (disk calls, computations)";
+        idle: IntGauge = "runtime_blocking_idle_threads", "Idle threads for blocking work";
+        queued: IntGauge = "runtime_blocking_queue_depth", "Blocking work waiting for a thread";
     }
 }
 
@@ -39,9 +39,9 @@ metrics::table! {
 pub struct RuntimeMetrics {
     handle: Handle,
     tasks: Tasks,
-    gauges: Gauges,
+    table: RuntimeMetricTable,
     #[cfg(tokio_unstable)]
-    blocking: Blocking,
+    blocking: BlockingThreadMetrics,
 }
 
 impl RuntimeMetrics {
@@ -53,18 +53,18 @@ impl RuntimeMetrics {
         Ok(Self {
             handle: Handle::current(),
             tasks,
-            gauges: Gauges::new(registry)?,
+            table: RuntimeMetricTable::new(registry)?,
             #[cfg(tokio_unstable)]
-            blocking: Blocking::new(registry)?,
+            blocking: BlockingThreadMetrics::new(registry)?,
         })
     }
 
     /// Returns the documentation of the metrics.
     pub fn described() -> Vec<metrics::Description> {
         [
-            Gauges::described(),
+            RuntimeMetricTable::described(),
             #[cfg(tokio_unstable)]
-            Blocking::described(),
+            BlockingThreadMetrics::described(),
         ]
         .concat()
     }
@@ -75,24 +75,24 @@ impl RuntimeMetrics {
         for task in self.tasks.list() {
             *counts.entry(task.name).or_default() += 1;
         }
-        self.gauges.running.reset();
+        self.table.running.reset();
         for (name, count) in counts {
-            self.gauges.running.with_label_values(&[name]).set(count);
+            self.table.running.with_label_values(&[name]).set(count);
         }
         for (name, took) in self.tasks.longest_polls() {
-            self.gauges.longest_poll.with_label_values(&[name]).set(took.as_secs_f64());
+            self.table.longest_poll.with_label_values(&[name]).set(took.as_secs_f64());
         }
         let runtime = self.handle.metrics();
-        self.gauges.workers.set(metrics::clamped(runtime.num_workers()));
-        self.gauges.queued.set(metrics::clamped(runtime.global_queue_depth()));
+        self.table.threads.set(metrics::clamped(runtime.num_workers()));
+        self.table.queued.set(metrics::clamped(runtime.global_queue_depth()));
         let workers = 0..runtime.num_workers();
         let busy: f64 =
             workers.clone().map(|worker| runtime.worker_total_busy_duration(worker).as_secs_f64()).sum();
-        advance(&self.gauges.busy, busy);
-        advance(&self.gauges.paused, clock::paused().as_secs_f64());
+        raise_to(&self.table.busy, busy);
+        raise_to(&self.table.paused, clock::paused().as_secs_f64());
         #[expect(clippy::cast_precision_loss, reason = "a count for a chart")]
-        advance(
-            &self.gauges.parked,
+        raise_to(
+            &self.table.parked,
             workers.map(|worker| runtime.worker_park_count(worker)).sum::<u64>() as f64,
         );
         #[cfg(tokio_unstable)]
@@ -105,6 +105,6 @@ impl RuntimeMetrics {
 }
 
 /// Raises `counter` to `total`, which never decreases.
-fn advance(counter: &Counter, total: f64) {
+fn raise_to(counter: &Counter, total: f64) {
     counter.inc_by((total - counter.get()).max(0.0));
 }
