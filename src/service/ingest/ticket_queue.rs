@@ -131,7 +131,7 @@ impl TicketQueue {
         let Ok(_driver) = self.driver.acquire().await else { return std::future::pending().await };
         loop {
             // The timeout only triggers an additional check and is no error.
-            let _elapsed = timeout(POLL_INTERVAL, memory.freed_after(|| self.serve(tickets))).await;
+            let _elapsed = timeout(POLL_INTERVAL, memory.wait_for_release(|| self.serve(tickets))).await;
         }
     }
 

@@ -1,13 +1,12 @@
 //! Capacity as a value with `Drop`: every reservation is a [`Charge`] that releases itself.
 //!
 //! This is not an allocator: a charge is a number, and its memory comes from elsewhere. No other
-//! code has an `inc`/`dec` pair. When every charge has been dropped, [`Budget::used`] is zero. The
-//! same type counts blocks (a budget of blocks), mirrors sub-totals (a budget without a limit) and
-//! divides (a budget with a parent).
+//! code has an `inc`/`dec` pair. Amounts are called bytes, but a budget may also count blocks or
+//! partitions. Budgets form a tree. A child without a limit of its own only counts a sub-total.
 //!
-//! Invariant: a charge of a child is also charged to every budget above it, or refused. A
-//! share ([`Budget::share`]) or a part with a margin ([`Budget::child_leaving`]) is refused a
-//! charge that would leave too little to others.
+//! Invariant: a charge to a child is also charged to all its ancestors, or refused. The used amount
+//! of a budget is the sum of its own charges and those of its descendants: zero once all are
+//! dropped. A release wakes every waiter of the tree.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -27,30 +26,30 @@ pub struct NoCapacity {
     pub free: u64,
 }
 
-/// Amount of the parent that a budget leaves to others.
+/// Free amount of the parent below which a child is refused more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Leaves {
-    Nothing,
-    /// At least as much as the budget holds (`sched::shares`).
+enum Headroom {
+    None,
+    /// At least as much as the child holds (`sched::shares`).
     Share,
     /// A fixed number of bytes, whatever uses the parent.
     Bytes(u64),
 }
 
-/// A callback that runs each time `bytes` more were charged.
+/// A callback that runs each time `step_bytes` more were charged.
 #[derive(Debug)]
 struct ChargeStep {
-    bytes: u64,
+    step_bytes: u64,
     charged: AtomicU64,
-    then: fn(),
+    callback: fn(),
 }
 
 impl ChargeStep {
     /// Counts a charge. Called before the caller can allocate the bytes.
     fn count(&self, bytes: u64) {
         let before = self.charged.fetch_add(bytes, Ordering::Relaxed);
-        if before / self.bytes != before.wrapping_add(bytes) / self.bytes {
-            (self.then)();
+        if before / self.step_bytes != before.wrapping_add(bytes) / self.step_bytes {
+            (self.callback)();
         }
     }
 }
@@ -60,35 +59,35 @@ struct BudgetNode {
     capacity: u64,
     used: AtomicU64,
     parent: Option<Budget>,
-    leaves: Leaves,
+    headroom: Headroom,
     step: Option<ChargeStep>,
     pressure: Notify,
-    /// Number of waiters for released charges, counted in the topmost budget.
-    waiting: AtomicUsize,
+    /// Number of waiters for released charges of the tree. Used in the root only.
+    waiters: AtomicUsize,
     freed: Notify,
 }
 
 impl BudgetNode {
-    fn new(parent: Option<Budget>, capacity: u64, leaves: Leaves) -> Self {
+    fn new(parent: Option<Budget>, capacity: u64, headroom: Headroom) -> Self {
         Self {
             capacity,
             used: AtomicU64::new(0),
             parent,
-            leaves,
+            headroom,
             step: None,
             pressure: Notify::new(),
-            waiting: AtomicUsize::new(0),
+            waiters: AtomicUsize::new(0),
             freed: Notify::new(),
         }
     }
 
-    /// Adds `bytes`, up to `beyond` more than the capacity. Otherwise returns the free amount as
+    /// Adds `bytes`, up to `overdraft` more than the capacity. Otherwise returns the free amount as
     /// the error.
-    fn take(&self, bytes: u64, beyond: u64) -> Result<(), u64> {
-        let max = self.capacity.saturating_add(beyond);
-        // Acquire pairs with the Release in `give_back`: a thread that takes the amount of a
-        // dropped charge also sees that its memory was returned to the allocator before. `SeqCst`
-        // orders it with `waiting`, see `charge`.
+    fn take(&self, bytes: u64, overdraft: u64) -> Result<(), u64> {
+        let max = self.capacity.saturating_add(overdraft);
+        // `SeqCst` orders this with `waiters`, see `charge`. It also acquires what `give_back`
+        // released: a thread that takes the amount of a dropped charge sees that the charge's
+        // memory was returned to the allocator before.
         let taken = self.used.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |used| {
             used.checked_add(bytes).filter(|sum| *sum <= max)
         });
@@ -96,42 +95,53 @@ impl BudgetNode {
     }
 
     fn unused(&self) -> u64 {
-        self.capacity.saturating_sub(self.used.load(Ordering::Relaxed))
+        self.capacity.saturating_sub(self.used.load(Ordering::SeqCst))
     }
 
-    /// Returns the amount that this budget allows now, given its own limit and the amount that it
-    /// must leave to others.
+    /// Returns the amount that this budget allows now, given its own limit and its headroom.
     fn free(&self) -> u64 {
         let free = self.unused();
-        match (&self.parent, self.leaves) {
-            (Some(parent), Leaves::Share) => {
-                let used = self.used.load(Ordering::Relaxed);
-                free.min(shares::room(parent.capacity(), parent.kept_free(), used))
+        match (&self.parent, self.headroom) {
+            (Some(parent), Headroom::Share) => {
+                let used = self.used.load(Ordering::SeqCst);
+                free.min(shares::room(parent.capacity(), parent.free_below_root(), used))
             }
-            (Some(parent), Leaves::Bytes(bytes)) => free.min(parent.0.unused().saturating_sub(bytes)),
-            (Some(_), Leaves::Nothing) | (None, _) => free,
+            (Some(parent), Headroom::Bytes(bytes)) => free.min(parent.0.unused().saturating_sub(bytes)),
+            (Some(_), Headroom::None) | (None, _) => free,
         }
     }
 
-    /// Returns whether the current charges leave enough to others.
-    fn leaves_enough(&self) -> bool {
-        match (&self.parent, self.leaves) {
-            (Some(parent), Leaves::Share) => {
-                let used = self.used.load(Ordering::Relaxed);
-                shares::is_enough(parent.capacity(), parent.kept_free(), used)
+    /// Returns the amount that this budget allows now, up to `overdraft` more than its capacity. A
+    /// budget with headroom is never overdrawn.
+    fn free_with(&self, overdraft: u64) -> u64 {
+        match self.headroom {
+            Headroom::None => {
+                let max = self.capacity.saturating_add(overdraft);
+                max.saturating_sub(self.used.load(Ordering::SeqCst))
             }
-            (Some(parent), Leaves::Bytes(bytes)) => parent.0.unused() >= bytes,
-            (Some(_), Leaves::Nothing) | (None, _) => true,
+            Headroom::Share | Headroom::Bytes(_) => self.free(),
+        }
+    }
+
+    /// Returns whether the current charges leave the headroom free.
+    fn has_headroom(&self) -> bool {
+        match (&self.parent, self.headroom) {
+            (Some(parent), Headroom::Share) => {
+                let used = self.used.load(Ordering::SeqCst);
+                shares::is_enough(parent.capacity(), parent.free_below_root(), used)
+            }
+            (Some(parent), Headroom::Bytes(bytes)) => parent.0.unused() >= bytes,
+            (Some(_), Headroom::None) | (None, _) => true,
         }
     }
 
     /// Returns the amount that could be charged if the budget were empty.
     fn max_charge(&self) -> u64 {
-        match (&self.parent, self.leaves) {
-            (Some(parent), Leaves::Bytes(bytes)) => {
+        match (&self.parent, self.headroom) {
+            (Some(parent), Headroom::Bytes(bytes)) => {
                 self.capacity.min(parent.0.capacity.saturating_sub(bytes))
             }
-            (Some(_), Leaves::Nothing | Leaves::Share) | (None, _) => self.capacity,
+            (Some(_), Headroom::None | Headroom::Share) | (None, _) => self.capacity,
         }
     }
 
@@ -149,51 +159,51 @@ impl Budget {
     /// Creates a budget of `capacity_bytes`, all of it free.
     #[must_use]
     pub fn new(capacity_bytes: u64) -> Self {
-        Self::below(None, capacity_bytes, Leaves::Nothing)
+        Self::with_parent(None, capacity_bytes, Headroom::None)
     }
 
-    /// Creates a budget that calls `then` each time another `step_bytes` were charged, regardless
+    /// Creates a budget that calls `callback` each time another `step_bytes` were charged, regardless
     /// of charges released meanwhile. The call happens inside the charge, before the caller can
     /// allocate the bytes.
     #[must_use]
-    pub fn with_step(capacity_bytes: u64, step_bytes: u64, then: fn()) -> Self {
-        let step = ChargeStep { bytes: step_bytes.max(1), charged: AtomicU64::new(0), then };
+    pub fn with_step(capacity_bytes: u64, step_bytes: u64, callback: fn()) -> Self {
+        let step = ChargeStep { step_bytes: step_bytes.max(1), charged: AtomicU64::new(0), callback };
         Self(Arc::new(BudgetNode {
             step: Some(step),
-            ..BudgetNode::new(None, capacity_bytes, Leaves::Nothing)
+            ..BudgetNode::new(None, capacity_bytes, Headroom::None)
         }))
     }
 
-    /// Creates a part of this budget. Its charges are also charged to this budget. The parts may
-    /// add up to more than the whole; then the whole is the limit.
+    /// Creates a child. Its charges are also charged to this budget. The capacities of all children
+    /// may add up to more than the capacity of this budget, which stays the limit.
     #[must_use]
     pub fn child(&self, capacity_bytes: u64) -> Self {
-        Self::below(Some(self.clone()), capacity_bytes, Leaves::Nothing)
+        Self::with_parent(Some(self.clone()), capacity_bytes, Headroom::None)
     }
 
-    /// Creates a part of this budget that leaves `margin_bytes` of it to the other parts.
+    /// Creates a child that is refused a charge unless `margin_bytes` of this budget stay free.
     #[must_use]
     pub fn child_leaving(&self, margin_bytes: u64, capacity_bytes: u64) -> Self {
-        Self::below(Some(self.clone()), capacity_bytes, Leaves::Bytes(margin_bytes))
+        Self::with_parent(Some(self.clone()), capacity_bytes, Headroom::Bytes(margin_bytes))
     }
 
-    /// Creates a part of this budget that leaves enough to others: at most half, and less as less
-    /// is free (`sched::shares`).
+    /// Creates a child that leaves enough to others: at most half of this budget, and less as less
+    /// of it is free (`sched::shares`).
     #[must_use]
     pub fn share(&self) -> Self {
-        Self::below(Some(self.clone()), shares::half(self.capacity()), Leaves::Share)
+        Self::with_parent(Some(self.clone()), shares::half(self.capacity()), Headroom::Share)
     }
 
-    fn below(parent: Option<Self>, capacity: u64, leaves: Leaves) -> Self {
-        Self(Arc::new(BudgetNode::new(parent, capacity, leaves)))
+    fn with_parent(parent: Option<Self>, capacity: u64, headroom: Headroom) -> Self {
+        Self(Arc::new(BudgetNode::new(parent, capacity, headroom)))
     }
 
-    /// Iterates over this budget and those above it, up to the topmost.
+    /// Iterates over this budget and its ancestors, up to the root.
     fn path(&self) -> impl Iterator<Item = &BudgetNode> {
         std::iter::successors(Some(&*self.0), |node| node.parent.as_ref().map(|parent| &*parent.0))
     }
 
-    /// Returns the whole amount.
+    /// Returns the capacity, charged or not.
     #[must_use]
     pub fn capacity(&self) -> u64 {
         self.0.capacity
@@ -217,67 +227,72 @@ impl Budget {
         self.path().map(BudgetNode::free).min().unwrap_or(0)
     }
 
-    /// Returns the amount that could be charged if the topmost budget held nothing but this kind of
-    /// state. The topmost budget also holds short-lived charges, whose current amount does not show
-    /// which application holds too much.
-    fn kept_free(&self) -> u64 {
-        let is_among = |node: &&BudgetNode| node.parent.is_some() || std::ptr::eq(*node, &*self.0);
-        let free = |node: &BudgetNode| match node.leaves {
-            Leaves::Bytes(_) => node.unused(),
-            Leaves::Nothing | Leaves::Share => node.free(),
+    /// Returns the free amount, regardless of the root unless this is the root. The root also holds
+    /// short-lived charges, whose current amount does not show which application holds too much.
+    fn free_below_root(&self) -> u64 {
+        let is_below_root = |node: &&BudgetNode| node.parent.is_some() || std::ptr::eq(*node, &*self.0);
+        let free = |node: &BudgetNode| match node.headroom {
+            Headroom::Bytes(_) => node.unused(),
+            Headroom::None | Headroom::Share => node.free(),
         };
-        self.path().filter(is_among).map(free).min().unwrap_or(0)
+        self.path().filter(is_below_root).map(free).min().unwrap_or(0)
     }
 
     /// Charges `bytes`, or nothing. A charge of zero bytes is never refused, not even by an
     /// overdrawn budget.
     ///
     /// # Errors
-    /// [`NoCapacity`] when fewer are free, here or above.
+    /// [`NoCapacity`] when fewer are free, here or in an ancestor.
     pub fn try_charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
         self.try_charge_beyond(bytes, 0)
     }
 
-    /// Charges `bytes` like [`Budget::try_charge`], up to `beyond` more than the capacity.
+    /// Charges `bytes` like [`Budget::try_charge`], up to `overdraft` more than the capacity.
     ///
     /// # Errors
-    /// [`NoCapacity`] when fewer are free, here or above.
-    pub fn try_charge_beyond(&self, bytes: u64, beyond: u64) -> Result<Charge, NoCapacity> {
-        self.take(bytes, beyond)?;
+    /// [`NoCapacity`] when fewer are free, here or in an ancestor.
+    pub fn try_charge_beyond(&self, bytes: u64, overdraft: u64) -> Result<Charge, NoCapacity> {
+        self.take(bytes, overdraft)?;
         Ok(Charge { budget: self.clone(), bytes })
     }
 
-    fn take(&self, bytes: u64, beyond: u64) -> Result<(), NoCapacity> {
+    fn take(&self, bytes: u64, overdraft: u64) -> Result<(), NoCapacity> {
         if bytes == 0 {
             return Ok(());
         }
-        // Checked before anything is taken: a refusal of one share never reduces the free amount of
-        // another, not even for a moment.
-        self.check_left(bytes)?;
-        for (level, node) in self.path().enumerate() {
-            if let Err(free) = node.take(bytes, beyond) {
-                self.path().take(level).for_each(|taken| taken.give_back(bytes));
-                return Err(NoCapacity { requested: bytes, free });
-            }
+        // Checked before anything is taken: a refusal does not reduce the free amount of others,
+        // not even for a moment.
+        let mut free = self.path().map(|node| node.free_with(overdraft));
+        if let Some(free) = free.find(|free| *free < bytes) {
+            return Err(NoCapacity { requested: bytes, free });
         }
-        // Others may have charged something in between.
-        if !self.path().all(BudgetNode::leaves_enough) {
-            self.give_back(bytes);
-            return Err(NoCapacity { requested: bytes, free: self.free() });
-        }
+        self.take_path(bytes, overdraft)?;
         self.count(bytes);
         Ok(())
     }
 
-    fn count(&self, bytes: u64) {
-        if let Some(step) = self.path().last().and_then(|top| top.step.as_ref()) {
-            step.count(bytes);
+    /// Takes `bytes` here and in all ancestors, or nothing. Fails only if others have charged
+    /// something since the caller's check.
+    fn take_path(&self, bytes: u64, overdraft: u64) -> Result<(), NoCapacity> {
+        for (level, node) in self.path().enumerate() {
+            if let Err(free) = node.take(bytes, overdraft) {
+                self.path().take(level).for_each(|taken| taken.give_back(bytes));
+                // A waiter may have been refused because of the amount that was taken for a moment.
+                self.notify_waiters();
+                return Err(NoCapacity { requested: bytes, free });
+            }
         }
+        if !self.path().all(BudgetNode::has_headroom) {
+            self.give_back(bytes);
+            return Err(NoCapacity { requested: bytes, free: self.free() });
+        }
+        Ok(())
     }
 
-    fn check_left(&self, bytes: u64) -> Result<(), NoCapacity> {
-        let mut leaving = self.path().filter(|node| node.leaves != Leaves::Nothing).map(BudgetNode::free);
-        leaving.find(|free| *free < bytes).map_or(Ok(()), |free| Err(NoCapacity { requested: bytes, free }))
+    fn count(&self, bytes: u64) {
+        if let Some(step) = &self.root().step {
+            step.count(bytes);
+        }
     }
 
     /// Waits until `bytes` are free and charges them. There is no queue: smaller requests may be
@@ -293,12 +308,12 @@ impl Budget {
         if let Ok(charge) = self.try_charge(bytes) {
             return Ok(charge);
         }
-        let top = self.path().last().unwrap_or(&self.0);
+        let root = self.root();
         // Sequentially consistent: either the check below sees the released charge, or the
         // releasing thread sees this waiter.
-        let _waiting = WaiterCount::among(&top.waiting);
+        let _waiter = WaiterGuard::new(&root.waiters);
         loop {
-            let mut freed = pin!(top.freed.notified());
+            let mut freed = pin!(root.freed.notified());
             freed.as_mut().enable();
             if let Ok(charge) = self.try_charge(bytes) {
                 return Ok(charge);
@@ -307,21 +322,21 @@ impl Budget {
         }
     }
 
-    /// Calls `check`, then waits until a charge to this budget or any part of the whole is
-    /// released. A release during `check` counts.
-    pub async fn freed_after(&self, check: impl FnOnce()) {
-        let top = self.path().last().unwrap_or(&self.0);
-        let _waiting = WaiterCount::among(&top.waiting);
-        let mut freed = pin!(top.freed.notified());
+    /// Calls `check`, then waits until a charge is released anywhere in the tree. A release during
+    /// `check` ends the wait.
+    pub async fn wait_for_release(&self, check: impl FnOnce()) {
+        let root = self.root();
+        let _waiter = WaiterGuard::new(&root.waiters);
+        let mut freed = pin!(root.freed.notified());
         freed.as_mut().enable();
         check();
         freed.await;
     }
 
-    /// Returns whether someone waits for a released charge, here or in any part of the whole.
+    /// Returns whether someone waits for a released charge, anywhere in the tree.
     #[must_use]
     pub fn is_waited_for(&self) -> bool {
-        self.path().last().is_some_and(|top| top.waiting.load(Ordering::SeqCst) > 0)
+        self.root().waiters.load(Ordering::SeqCst) > 0
     }
 
     /// Charges `bytes` even beyond the capacity. For amounts that are bounded elsewhere.
@@ -331,8 +346,8 @@ impl Budget {
         Charge { budget: self.clone(), bytes }
     }
 
-    /// Charges the whole before the part, so that the whole always includes the charges of its
-    /// parts.
+    /// Charges the parent before the child, so that the parent always includes the charges of its
+    /// children.
     fn add_unchecked(&self, bytes: u64) {
         if let Some(parent) = &self.0.parent {
             parent.add_unchecked(bytes);
@@ -351,40 +366,47 @@ impl Budget {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// Returns the notification of [`Budget::wake`], shared by this budget and all parts of the
-    /// whole.
+    /// Returns the notification of [`Budget::notify_pressure`], shared by the whole tree.
     #[must_use]
     pub fn pressure(&self) -> &Notify {
-        &self.path().last().unwrap_or(&self.0).pressure
+        &self.root().pressure
     }
 
-    /// Reports pressure after a refused charge and wakes the task that waits for it.
-    pub fn wake(&self) {
+    /// Wakes the task that waits for [`Budget::pressure`]. Callers that were refused a charge
+    /// decide whether it is needed.
+    pub fn notify_pressure(&self) {
         self.pressure().notify_one();
     }
 
+    fn root(&self) -> &BudgetNode {
+        self.path().last().unwrap_or(&self.0)
+    }
+
     fn give_back(&self, bytes: u64) {
-        for node in self.path() {
-            node.give_back(bytes);
-            let is_top = node.parent.is_none();
-            if is_top && node.waiting.load(Ordering::SeqCst) > 0 {
-                node.freed.notify_waiters();
-            }
+        self.path().for_each(|node| node.give_back(bytes));
+        self.notify_waiters();
+    }
+
+    /// Wakes all tasks that wait for a released charge, anywhere in the tree.
+    fn notify_waiters(&self) {
+        let root = self.root();
+        if root.waiters.load(Ordering::SeqCst) > 0 {
+            root.freed.notify_waiters();
         }
     }
 }
 
-/// Registration of one waiter.
-struct WaiterCount<'a>(&'a AtomicUsize);
+/// Counts one waiter until it is dropped.
+struct WaiterGuard<'a>(&'a AtomicUsize);
 
-impl<'a> WaiterCount<'a> {
-    fn among(count: &'a AtomicUsize) -> Self {
+impl<'a> WaiterGuard<'a> {
+    fn new(count: &'a AtomicUsize) -> Self {
         count.fetch_add(1, Ordering::SeqCst);
         Self(count)
     }
 }
 
-impl Drop for WaiterCount<'_> {
+impl Drop for WaiterGuard<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
@@ -459,6 +481,8 @@ impl Drop for Charge {
 
 #[cfg(test)]
 mod tests {
+    use std::task::{Context, Waker};
+
     use proptest::prelude::*;
 
     use super::*;
@@ -532,7 +556,7 @@ mod tests {
         assert!(futures::poll!(&mut waits).is_pending());
         drop(held);
         assert_eq!(waits.await.unwrap().bytes(), 30);
-        assert_eq!((whole.used(), whole.0.waiting.load(Ordering::SeqCst)), (0, 0));
+        assert_eq!((whole.used(), whole.0.waiters.load(Ordering::SeqCst)), (0, 0));
     }
 
     #[tokio::test]
@@ -545,6 +569,41 @@ mod tests {
         );
         assert_eq!(part.charge(61).await.unwrap_err(), NoCapacity { requested: 61, free: 60 });
         assert_eq!(part.charge(60).await.unwrap().bytes(), 60);
+    }
+
+    /// Polls a charge of 5 bytes to `child` until it is pending, while another thread calls
+    /// `refused` again and again. Returns whether such a waiter is served after the last call.
+    fn waiter_is_served_after(child: &Budget, refused: impl Fn() + Sync) -> bool {
+        for _ in 0..100 {
+            let mut waits = std::pin::pin!(child.charge(5));
+            let mut context = Context::from_waker(Waker::noop());
+            let is_pending = std::thread::scope(|scope| {
+                let other = scope.spawn(|| (0..10_000).for_each(|_| refused()));
+                while !other.is_finished() {
+                    if waits.as_mut().poll(&mut context).is_pending() {
+                        return true;
+                    }
+                    waits.set(child.charge(5));
+                }
+                false
+            });
+            if is_pending && waits.poll(&mut context).is_pending() {
+                return false;
+            }
+        }
+        true
+    }
+
+    #[test]
+    fn refused_charge_does_not_delay_a_waiter() {
+        let whole = Budget::new(100);
+        let child = whole.child(30);
+        let _held = (whole.try_charge(75).unwrap(), child.try_charge(15).unwrap());
+        let refused = || assert!(child.try_charge(12).is_err());
+        assert!(waiter_is_served_after(&child, refused));
+        let rolled_back = || assert!(child.take_path(12, 0).is_err());
+        assert!(waiter_is_served_after(&child, rolled_back), "a rolled back charge must wake waiters");
+        assert_eq!((child.used(), whole.used()), (15, 90));
     }
 
     async fn takes_again_and_again(budget: Budget, bytes: u64) {

@@ -122,7 +122,7 @@ impl Tickets {
             Ok(charge) => charge,
             Err(refused) => {
                 drop(state);
-                self.budget.wake();
+                self.budget.notify_pressure();
                 return Err(refused);
             }
         };

@@ -75,7 +75,9 @@ impl BufferContext {
     ) -> Result<&'a mut BlockCharges, MemoryError> {
         let Supply { blocks: permits, lists, .. } = &self.supply;
         let bytes = metadata_bytes(blocks as u64, rows);
-        funds.pay_for_blocks(blocks as u64, bytes, permits, lists).inspect_err(|_| self.budget.wake())
+        funds
+            .pay_for_blocks(blocks as u64, bytes, permits, lists)
+            .inspect_err(|_| self.budget.notify_pressure())
     }
 }
 
@@ -241,7 +243,7 @@ impl Buffer {
         abandoned = None;
         if !lists.active.is_paid() {
             let covered = self.shared.supply.lists.cover(LIST_BYTES);
-            covered.inspect_err(|_| self.shared.budget.wake())?;
+            covered.inspect_err(|_| self.shared.budget.notify_pressure())?;
         }
         if !lists.active.chain.has_room_for(len) {
             // The chain's offsets are exhausted. If it has blocks, they wait as a batch. If it has
@@ -285,7 +287,7 @@ impl Buffer {
         let paid = self.shared.pay_for_blocks(blocks.as_ref().len(), row_count, funds)?;
         // Rows are paid for before they are taken and until they are freed.
         let rows = named.map(|named| self.rows_of(named, row_count)).transpose();
-        let mut rows = rows.inspect_err(|_| self.shared.budget.wake())?;
+        let mut rows = rows.inspect_err(|_| self.shared.budget.notify_pressure())?;
         let mut done = CommitOutcome::default();
         let mut duplicates: SmallVec<[BlockFill; 8]> = SmallVec::new();
         let mut state = self.state.lock();
