@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use super::frame::{FRAME_BYTES_LIMIT, FrameHeader, FrameType, HEADER_BYTES};
 use super::reply::{Reply, ReplyAnswer, ReplyFields, ReplyPrefix, encode_head};
 use super::request::{BlockServer, ReadRequest, SendBlock, SendRequest};
-use super::send_frame::SendWalker;
+use super::send_frame::SendFrameDecoder;
 use super::{BlockHeader, BlockSink, DecodeError, SendHeader};
 use crate::types::{BlockId, BlockMeta, TaskAttemptId};
 
@@ -133,17 +133,17 @@ impl BlockSink for Collector {
 }
 
 /// Decodes `message` in pieces of `step` bytes.
-fn walk(message: &[u8], step: usize) -> Result<SendRequest, Refusal> {
+fn decode(message: &[u8], step: usize) -> Result<SendRequest, Refusal> {
     let mut sink = Collector::default();
-    let mut walker = SendWalker::new(u32::try_from(message.len()).unwrap());
+    let mut decoder = SendFrameDecoder::new(u32::try_from(message.len()).unwrap());
     let mut done = false;
     for piece in message.chunks(step) {
         assert!(!done);
-        done = walker.feed(piece, &mut sink)?;
+        done = decoder.feed(piece, &mut sink)?;
     }
-    assert!(done && walker.remaining() == 0 && sink.open.is_none());
-    sink.request.request_id = walker.request_id().unwrap();
-    sink.request.timestamp_ms = walker.timestamp_ms();
+    assert!(done && decoder.remaining() == 0 && sink.open.is_none());
+    sink.request.request_id = decoder.request_id().unwrap();
+    sink.request.timestamp_ms = decoder.timestamp_ms();
     Ok(sink.request)
 }
 
@@ -204,7 +204,7 @@ fn golden_send_decodes_and_encodes_byte_equal() {
     assert_eq!(encoded(&golden_send()), frame);
     let (header, message, _) = split(&frame);
     assert_eq!(header.kind, FrameType::Send);
-    assert_eq!(walk(message, message.len()).unwrap(), without_servers(golden_send()));
+    assert_eq!(decode(message, message.len()).unwrap(), without_servers(golden_send()));
 }
 
 #[test]
@@ -269,7 +269,7 @@ fn send_may_be_split_anywhere() {
         let message = &frame[HEADER_BYTES..];
         for step in 1..=message.len() {
             assert_eq!(
-                walk(message, step).unwrap(),
+                decode(message, step).unwrap(),
                 without_servers(request.clone()),
                 "message in pieces of {step} bytes"
             );
@@ -282,11 +282,11 @@ fn unsplit_block_is_written_once() {
     let frame = encoded(&golden_send());
     let mut sink = Collector::default();
     let message = &frame[HEADER_BYTES..];
-    let mut walker = SendWalker::new(u32::try_from(message.len()).unwrap());
-    assert!(walker.feed(message, &mut sink).unwrap());
+    let mut decoder = SendFrameDecoder::new(u32::try_from(message.len()).unwrap());
+    assert!(decoder.feed(message, &mut sink).unwrap());
     assert_eq!(sink.writes, 1);
-    walker.restart(u32::try_from(message.len()).unwrap());
-    assert!(walker.feed(message, &mut Collector::default()).unwrap());
+    decoder.restart(u32::try_from(message.len()).unwrap());
+    assert!(decoder.feed(message, &mut Collector::default()).unwrap());
 }
 
 #[test]
@@ -295,12 +295,12 @@ fn truncated_send_never_completes() {
     let message = &frame[HEADER_BYTES..];
     for length in 1..message.len() {
         // The frame claims to end here, which contradicts the counts.
-        let mut walker = SendWalker::new(u32::try_from(length).unwrap());
-        assert!(walker.feed(&message[..length], &mut Collector::default()).is_err(), "{length}");
+        let mut decoder = SendFrameDecoder::new(u32::try_from(length).unwrap());
+        assert!(decoder.feed(&message[..length], &mut Collector::default()).is_err(), "{length}");
         // The frame is longer, and the remainder is still to come.
-        let mut walker = SendWalker::new(u32::try_from(message.len()).unwrap());
-        assert_eq!(walker.feed(&message[..length], &mut Collector::default()), Ok(false), "{length}");
-        assert_eq!(walker.remaining(), (message.len() - length) as u64);
+        let mut decoder = SendFrameDecoder::new(u32::try_from(message.len()).unwrap());
+        assert_eq!(decoder.feed(&message[..length], &mut Collector::default()), Ok(false), "{length}");
+        assert_eq!(decoder.remaining(), (message.len() - length) as u64);
     }
 }
 
@@ -308,9 +308,9 @@ fn truncated_send_never_completes() {
 fn refusal_by_sink_keeps_the_request_id() {
     let frame = encoded(&large_send());
     let mut sink = Collector { refuse_at_block: Some(2), ..Collector::default() };
-    let mut walker = SendWalker::new(u32::try_from(frame.len() - HEADER_BYTES).unwrap());
-    assert_eq!(walker.feed(&frame[HEADER_BYTES..], &mut sink), Err(Refusal::Sink));
-    assert_eq!(walker.request_id(), Some(-1));
+    let mut decoder = SendFrameDecoder::new(u32::try_from(frame.len() - HEADER_BYTES).unwrap());
+    assert_eq!(decoder.feed(&frame[HEADER_BYTES..], &mut sink), Err(Refusal::Sink));
+    assert_eq!(decoder.request_id(), Some(-1));
     assert_eq!(sink.request.partitions[0].1.len(), 1);
 }
 
@@ -318,7 +318,7 @@ fn refusal_by_sink_keeps_the_request_id() {
 fn patched(at: usize, value: i32) -> Result<SendRequest, Refusal> {
     let mut frame = unhex(SEND);
     frame[HEADER_BYTES + at..HEADER_BYTES + at + 4].copy_from_slice(&value.to_be_bytes());
-    walk(&frame[HEADER_BYTES..], usize::MAX)
+    decode(&frame[HEADER_BYTES..], usize::MAX)
 }
 
 #[test]
@@ -358,11 +358,14 @@ fn repeated_negative_length_is_refused() {
     let mut message = unhex(SEND)[HEADER_BYTES..].to_vec();
     message[51..55].copy_from_slice(&(-1_i32).to_be_bytes());
     message[75..79].copy_from_slice(&(-1_i32).to_be_bytes());
-    assert!(matches!(walk(&message, 8), Err(Refusal::Decode(DecodeError::Malformed { .. }))));
+    assert!(matches!(
+        decode(&message, 8),
+        Err(Refusal::Decode(DecodeError::Malformed { what: "a block's length is negative", .. }))
+    ));
     message[51..55].copy_from_slice(&i32::MAX.to_be_bytes());
     message[75..79].copy_from_slice(&i32::MAX.to_be_bytes());
     assert!(matches!(
-        walk(&message, 8),
+        decode(&message, 8),
         Err(Refusal::Decode(DecodeError::TooLarge { what: "block length", .. }))
     ));
 }
@@ -371,7 +374,7 @@ fn repeated_negative_length_is_refused() {
 fn app_id_that_is_not_utf8_is_refused() {
     let mut message = unhex(SEND)[HEADER_BYTES..].to_vec();
     message[12] = 0xff;
-    assert!(matches!(walk(&message, 5), Err(Refusal::Decode(DecodeError::Malformed { .. }))));
+    assert!(matches!(decode(&message, 5), Err(Refusal::Decode(DecodeError::Malformed { .. }))));
     for text in READS {
         let mut frame = unhex(text);
         frame[HEADER_BYTES + 12] = 0xff;
@@ -440,10 +443,10 @@ proptest! {
         let message = &rest[..rest.len().min(header.message_bytes as usize)];
         let _ = ReadRequest::decode(header.kind, message);
         let _ = Reply::decode(header.kind, message, Bytes::new());
-        let mut walker = SendWalker::new(header.message_bytes);
+        let mut decoder = SendFrameDecoder::new(header.message_bytes);
         let mut sink = Collector::default();
         for piece in message.chunks(step) {
-            if walker.feed(piece, &mut sink).is_err() {
+            if decoder.feed(piece, &mut sink).is_err() {
                 break;
             }
         }

@@ -19,11 +19,12 @@ const START_BYTES: usize = 12;
 const HEADER_REST_BYTES: usize = 16;
 /// partitionId, block count
 const PARTITION_BYTES: usize = 8;
-/// partitionId, blockId, length, shuffleId, crc, taskAttemptId, data length
+/// partitionId, blockId, length, shuffleId, crc, taskAttemptId, length of the data. Both lengths must
+/// be equal.
 const BLOCK_HEAD_BYTES: usize = 40;
 /// server count
 const SERVER_COUNT_BYTES: usize = 4;
-/// Two empty strings and two ports.
+/// Lengths of two empty strings, and two ports.
 const SERVER_BYTES_MIN: u64 = 16;
 /// grpcPort, nettyPort
 const PORTS_BYTES: usize = 8;
@@ -33,25 +34,27 @@ const BLOCK_TAIL_BYTES: usize = 12;
 const BLOCK_BYTES_MIN: u64 = (BLOCK_HEAD_BYTES + SERVER_COUNT_BYTES + BLOCK_TAIL_BYTES) as u64;
 /// timestamp
 const TIMESTAMP_BYTES: usize = 8;
-/// Longest field group that may have to be assembled from two chunks.
+/// Longest group of fields that may have to be assembled from several chunks.
 const STASH_BYTES: usize = BLOCK_HEAD_BYTES;
 
-/// The field group that is decoded next.
+/// Next part of the message. Consecutive fields of fixed size are a group, decoded together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Start,
+    /// Number of bytes of the application id still to come.
     App(u32),
     HeaderRest,
     Partition,
     BlockHead,
+    /// Number of bytes of the block's data still to come.
     BlockData(u32),
     ServerCount,
-    ServerId,
-    ServerHost,
-    /// Bytes of a server's id.
-    SkipId(u32),
-    /// Bytes of a server's host.
-    SkipHost(u32),
+    ServerIdLength,
+    /// Number of bytes of a server's id still to skip.
+    ServerId(u32),
+    ServerHostLength,
+    /// Number of bytes of a server's host still to skip.
+    ServerHost(u32),
     Ports,
     BlockTail,
     Timestamp,
@@ -60,9 +63,9 @@ enum State {
 
 /// Decoder of one frame. Keeps its position between two chunks.
 #[derive(Debug)]
-pub struct SendWalker {
+pub struct SendFrameDecoder {
     state: State,
-    /// Number of message bytes that are not consumed yet.
+    /// Number of message bytes that were not fed yet.
     remaining: u64,
     message_bytes: u64,
     stash: [u8; STASH_BYTES],
@@ -78,7 +81,7 @@ pub struct SendWalker {
     timestamp_ms: i64,
 }
 
-impl SendWalker {
+impl SendFrameDecoder {
     /// Starts a message of `message_bytes` bytes.
     pub fn new(message_bytes: u32) -> Self {
         Self {
@@ -132,30 +135,30 @@ impl SendWalker {
         while !chunk.is_empty() {
             match self.state {
                 State::BlockData(wanted) => {
-                    let (bytes, rest) = chunk.split_at(prefix(wanted, chunk));
+                    let (bytes, rest) = chunk.split_at(prefix_len(wanted, chunk));
                     sink.write(bytes)?;
                     chunk = rest;
-                    let wanted = self.consume(bytes.len(), wanted);
-                    self.state = if wanted == 0 { State::ServerCount } else { State::BlockData(wanted) };
+                    let left = self.consume(bytes.len(), wanted);
+                    self.state = if left == 0 { State::ServerCount } else { State::BlockData(left) };
                 }
                 State::App(wanted) => {
-                    let (bytes, rest) = chunk.split_at(prefix(wanted, chunk));
+                    let (bytes, rest) = chunk.split_at(prefix_len(wanted, chunk));
                     self.app.extend_from_slice(bytes);
                     chunk = rest;
-                    let wanted = self.consume(bytes.len(), wanted);
-                    self.state = if wanted == 0 { State::HeaderRest } else { State::App(wanted) };
+                    let left = self.consume(bytes.len(), wanted);
+                    self.state = if left == 0 { State::HeaderRest } else { State::App(left) };
                 }
-                State::SkipId(wanted) => {
-                    let skipped = prefix(wanted, chunk);
+                State::ServerId(wanted) => {
+                    let skipped = prefix_len(wanted, chunk);
                     chunk = &chunk[skipped..];
-                    let wanted = self.consume(skipped, wanted);
-                    self.state = if wanted == 0 { State::ServerHost } else { State::SkipId(wanted) };
+                    let left = self.consume(skipped, wanted);
+                    self.state = if left == 0 { State::ServerHostLength } else { State::ServerId(left) };
                 }
-                State::SkipHost(wanted) => {
-                    let skipped = prefix(wanted, chunk);
+                State::ServerHost(wanted) => {
+                    let skipped = prefix_len(wanted, chunk);
                     chunk = &chunk[skipped..];
-                    let wanted = self.consume(skipped, wanted);
-                    self.state = if wanted == 0 { State::Ports } else { State::SkipHost(wanted) };
+                    let left = self.consume(skipped, wanted);
+                    self.state = if left == 0 { State::Ports } else { State::ServerHost(left) };
                 }
                 State::Start => self.fixed::<START_BYTES, S>(&mut chunk, sink, Self::on_start)?,
                 State::HeaderRest => self.fixed::<HEADER_REST_BYTES, S>(&mut chunk, sink, Self::on_header)?,
@@ -164,8 +167,8 @@ impl SendWalker {
                 State::ServerCount => {
                     self.fixed::<SERVER_COUNT_BYTES, S>(&mut chunk, sink, Self::on_servers)?
                 }
-                State::ServerId => self.fixed::<4, S>(&mut chunk, sink, Self::on_server_id)?,
-                State::ServerHost => self.fixed::<4, S>(&mut chunk, sink, Self::on_server_host)?,
+                State::ServerIdLength => self.fixed::<4, S>(&mut chunk, sink, Self::on_server_id)?,
+                State::ServerHostLength => self.fixed::<4, S>(&mut chunk, sink, Self::on_server_host)?,
                 State::Ports => self.fixed::<PORTS_BYTES, S>(&mut chunk, sink, Self::on_ports)?,
                 State::BlockTail => {
                     self.fixed::<BLOCK_TAIL_BYTES, S>(&mut chunk, sink, Self::on_block_tail)?
@@ -180,7 +183,7 @@ impl SendWalker {
         if self.state == State::Done { Ok(true) } else { Err(DecodeError::Incomplete.into()) }
     }
 
-    /// Passes a group of `N` bytes to `on` once it is complete. A group that lies whole in the
+    /// Passes a group of `N` bytes to `on` once it is complete. A group that is completely in the
     /// chunk is not copied.
     #[inline]
     fn fixed<const N: usize, S: BlockSink>(
@@ -211,8 +214,9 @@ impl SendWalker {
         on(self, &group, sink)
     }
 
+    /// Counts `taken` bytes as fed. Returns how many of the `wanted` bytes are left.
     #[inline]
-    #[expect(clippy::cast_possible_truncation, reason = "`prefix` gave at most `wanted`, a u32")]
+    #[expect(clippy::cast_possible_truncation, reason = "`prefix_len` gave at most `wanted`, a u32")]
     fn consume(&mut self, taken: usize, wanted: u32) -> u32 {
         self.remaining -= taken as u64;
         wanted - taken as u32
@@ -222,32 +226,39 @@ impl SendWalker {
         DecodeError::Malformed { what, at: self.message_bytes - self.remaining }
     }
 
-    /// Checks a count of entries of at least `entry_bytes` bytes each. At least `reserved` bytes
-    /// must follow the entries.
+    /// Checks a count of entries of at least `entry_bytes` bytes each. At least `trailing_min`
+    /// bytes must follow the entries.
     fn count(
         &self,
         what: &'static str,
         raw: i32,
         entry_bytes: u64,
-        reserved: u64,
+        trailing_min: u64,
     ) -> Result<u32, DecodeError> {
         let count = u32::try_from(raw).map_err(|_| self.malformed("a count is negative"))?;
-        let max = self.remaining.saturating_sub(reserved) / entry_bytes;
+        let max = self.remaining.saturating_sub(trailing_min) / entry_bytes;
         if u64::from(count) > max {
             return Err(DecodeError::TooLarge { what, len: u64::from(count), max });
         }
         Ok(count)
     }
 
-    /// Returns the number of bytes that must follow the current block's data and servers.
-    fn reserved_after_servers(&self) -> u64 {
-        BLOCK_TAIL_BYTES as u64
-            + u64::from(self.remaining_blocks) * BLOCK_BYTES_MIN
-            + self.reserved_after_blocks()
+    /// Checks a length in bytes. At least `trailing_min` bytes must follow them.
+    fn length(&self, what: &'static str, length: u32, trailing_min: u64) -> Result<u32, DecodeError> {
+        let max = self.remaining.saturating_sub(trailing_min);
+        if u64::from(length) > max {
+            return Err(DecodeError::TooLarge { what, len: u64::from(length), max });
+        }
+        Ok(length)
     }
 
-    /// Returns the number of bytes that must follow the current partition.
-    fn reserved_after_blocks(&self) -> u64 {
+    /// Returns the least number of bytes after the current block's servers.
+    fn min_after_servers(&self) -> u64 {
+        BLOCK_TAIL_BYTES as u64 + u64::from(self.remaining_blocks) * BLOCK_BYTES_MIN + self.min_after_blocks()
+    }
+
+    /// Returns the least number of bytes after the current partition.
+    fn min_after_blocks(&self) -> u64 {
         u64::from(self.remaining_partitions) * PARTITION_BYTES as u64 + TIMESTAMP_BYTES as u64
     }
 
@@ -256,8 +267,8 @@ impl SendWalker {
         self.request_id = Some(group.i64());
         let raw = group.i32();
         let length = u32::try_from(raw).map_err(|_| self.malformed("appId is null"))?;
-        let reserved = (HEADER_REST_BYTES + TIMESTAMP_BYTES) as u64;
-        let max = self.remaining.saturating_sub(reserved).min(u64::from(APP_BYTES_MAX));
+        let trailing_min = (HEADER_REST_BYTES + TIMESTAMP_BYTES) as u64;
+        let max = self.remaining.saturating_sub(trailing_min).min(u64::from(APP_BYTES_MAX));
         if u64::from(length) > max {
             return Err(DecodeError::TooLarge { what: "appId", len: u64::from(length), max }.into());
         }
@@ -294,7 +305,7 @@ impl SendWalker {
         self.partition = group.i32();
         self.remaining_partitions -= 1;
         self.remaining_blocks =
-            self.count("block count", group.i32(), BLOCK_BYTES_MIN, self.reserved_after_blocks())?;
+            self.count("block count", group.i32(), BLOCK_BYTES_MIN, self.min_after_blocks())?;
         sink.partition(self.partition)?;
         self.next_block();
         Ok(())
@@ -331,8 +342,10 @@ impl SendWalker {
         if length != data_length {
             return Err(self.malformed("a block's length differs from its data").into());
         }
-        let reserved = SERVER_COUNT_BYTES as u64 + self.reserved_after_servers();
-        let length = self.count("block length", data_length, 1, reserved)?;
+        let length =
+            u32::try_from(data_length).map_err(|_| self.malformed("a block's length is negative"))?;
+        let trailing_min = SERVER_COUNT_BYTES as u64 + self.min_after_servers();
+        let length = self.length("block length", length, trailing_min)?;
         self.block =
             BlockHeader { block_id, length: data_length, uncompressed_length: 0, crc, task_attempt_id };
         sink.begin_block(length)?;
@@ -347,33 +360,33 @@ impl SendWalker {
     ) -> Result<(), S::Error> {
         let raw = i32::from_be_bytes(*group);
         self.remaining_servers =
-            self.count("server count", raw, SERVER_BYTES_MIN, self.reserved_after_servers())?;
+            self.count("server count", raw, SERVER_BYTES_MIN, self.min_after_servers())?;
         self.next_server();
         Ok(())
     }
 
     fn next_server(&mut self) {
-        self.state = if self.remaining_servers == 0 { State::BlockTail } else { State::ServerId };
+        self.state = if self.remaining_servers == 0 { State::BlockTail } else { State::ServerIdLength };
     }
 
-    /// Checks the length of a server's string. `after` more bytes of the same server must follow
-    /// the string. A null string has length 0.
-    fn server_string(&self, group: [u8; 4], after: u64) -> Result<u32, DecodeError> {
-        let raw = i32::from_be_bytes(group).max(0);
+    /// Checks the length of a server's string, after which `bytes_after` bytes of the same server
+    /// must follow. A null string has a negative length, which counts as 0.
+    fn server_string(&self, group: [u8; 4], bytes_after: u64) -> Result<u32, DecodeError> {
+        let length = u32::try_from(i32::from_be_bytes(group)).unwrap_or(0);
         let more_servers = u64::from(self.remaining_servers) * SERVER_BYTES_MIN;
-        self.count("server name length", raw, 1, after + more_servers + self.reserved_after_servers())
+        self.length("server name length", length, bytes_after + more_servers + self.min_after_servers())
     }
 
     fn on_server_id<S: BlockSink>(&mut self, group: &[u8; 4], _: &mut S) -> Result<(), S::Error> {
         self.remaining_servers -= 1;
         let length = self.server_string(*group, 4 + PORTS_BYTES as u64)?;
-        self.state = if length == 0 { State::ServerHost } else { State::SkipId(length) };
+        self.state = if length == 0 { State::ServerHostLength } else { State::ServerId(length) };
         Ok(())
     }
 
     fn on_server_host<S: BlockSink>(&mut self, group: &[u8; 4], _: &mut S) -> Result<(), S::Error> {
         let length = self.server_string(*group, PORTS_BYTES as u64)?;
-        self.state = if length == 0 { State::Ports } else { State::SkipHost(length) };
+        self.state = if length == 0 { State::Ports } else { State::ServerHost(length) };
         Ok(())
     }
 
@@ -409,7 +422,7 @@ impl SendWalker {
 
 /// Returns how many bytes of `chunk` belong to a run of `wanted` bytes.
 #[inline]
-fn prefix(wanted: u32, chunk: &[u8]) -> usize {
+fn prefix_len(wanted: u32, chunk: &[u8]) -> usize {
     usize::try_from(wanted).unwrap_or(usize::MAX).min(chunk.len())
 }
 

@@ -1,4 +1,4 @@
-//! Walks the frames of one connection, given any piece of its byte stream. Never waits and never
+//! Parses the frames of one connection, given any piece of its byte stream. Never waits and never
 //! keeps a chunk.
 //!
 //! There are two kinds of faults. A frame with an invalid header or without a request id ends the
@@ -20,7 +20,7 @@ use uniffle_base::budget::{Budget, Charge, HeapKind};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::request::request_id;
-use uniffle_wire::send_frame::SendWalker;
+use uniffle_wire::send_frame::SendFrameDecoder;
 
 use super::dispatch::{self, LOCAL_READS_MAX, LocalRead, ReadMessage, TcpReply};
 use super::metrics::InProgress;
@@ -50,7 +50,7 @@ const READ_TASK_BYTES: u64 = 4 << 10;
 /// Every message begins with its request id.
 const REQUEST_ID_BYTES: usize = 8;
 
-/// Condition for walking further.
+/// Condition for parsing further.
 #[derive(Debug)]
 pub(super) enum Requirement {
     /// More bytes.
@@ -128,12 +128,12 @@ pub(super) struct Frames {
     connection_state: Arc<ConnectionState>,
     requests: Arc<Semaphore>,
     phase: FramePhase,
-    walker: SendWalker,
+    decoder: SendFrameDecoder,
     /// Permit of the current or next request.
-    place: Option<OwnedSemaphorePermit>,
-    /// Heap budget of its requests.
+    permit: Option<OwnedSemaphorePermit>,
+    /// Heap budget of the connection's requests.
     heap: Budget,
-    /// Limits on its reads.
+    /// Limits on the connection's reads.
     limits: Arc<ReadLimits>,
     requests_max: usize,
     /// A completely received send that is being committed.
@@ -164,8 +164,8 @@ impl Frames {
             connection_state,
             requests,
             phase: FramePhase::START,
-            walker: SendWalker::new(0),
-            place: None,
+            decoder: SendFrameDecoder::new(0),
+            permit: None,
             heap,
             limits: Arc::new(limits),
             requests_max,
@@ -193,20 +193,20 @@ impl Frames {
     /// Refuses the arriving send if it is too slow.
     pub(super) fn check_pace(&mut self) {
         let FramePhase::Send { sink, .. } = &mut self.phase else { return };
-        let remaining = self.walker.remaining();
+        let remaining = self.decoder.remaining();
         let refused = sink.check_pace(sink.message_bytes().saturating_sub(remaining)).err();
-        if let (Some(error), Some(id)) = (refused, self.walker.request_id()) {
+        if let (Some(error), Some(id)) = (refused, self.decoder.request_id()) {
             self.refuse(Drain { kind: FrameType::Send, remaining, id: id.to_be_bytes().to_vec(), error });
         }
     }
 
     /// Returns whether a reply is pending.
     pub(super) fn is_busy(&self) -> bool {
-        let free = self.requests.available_permits() + usize::from(self.place.is_some());
+        let free = self.requests.available_permits() + usize::from(self.permit.is_some());
         free < self.requests_max
     }
 
-    /// Charges bytes that were read but cannot be walked yet, even beyond the free heap. Closing
+    /// Charges bytes that were read but cannot be parsed yet, even beyond the free heap. Closing
     /// the connection instead would fail all its requests.
     pub(super) fn charge_unparsed(&self, bytes: usize) -> Charge {
         self.heap.charge_unchecked(bytes as u64)
@@ -228,7 +228,7 @@ impl Frames {
     pub(super) fn bytes_wanted(&self) -> usize {
         let is_exact = self.aligned || self.heap.free() < u64::from(SMALL_REQUEST_BYTES);
         let in_frame = match &self.phase {
-            FramePhase::Send { .. } => usize::try_from(self.walker.remaining()).unwrap_or(usize::MAX),
+            FramePhase::Send { .. } => usize::try_from(self.decoder.remaining()).unwrap_or(usize::MAX),
             FramePhase::Drain(drain) => usize::try_from(drain.remaining).unwrap_or(usize::MAX),
             FramePhase::Header { have, .. } if is_exact => HEADER_BYTES - have,
             FramePhase::Read(read) if is_exact => read.message_bytes - read.message.len(),
@@ -240,15 +240,15 @@ impl Frames {
         in_frame.saturating_add(SMALL_REQUEST_BYTES as usize).min(CHUNK_BYTES)
     }
 
-    /// Returns the condition for [`Frames::walk`] to continue.
-    pub(super) fn wanted(&mut self) -> Requirement {
+    /// Returns the condition for [`Frames::parse`] to continue.
+    pub(super) fn requirement(&mut self) -> Requirement {
         if self.committing.is_some() {
             return Requirement::Commit;
         }
         let between = matches!(self.phase, FramePhase::Header { have: 0, .. });
-        if between && self.place.is_none() {
-            self.place = Arc::clone(&self.requests).try_acquire_owned().ok();
-            if self.place.is_none() {
+        if between && self.permit.is_none() {
+            self.permit = Arc::clone(&self.requests).try_acquire_owned().ok();
+            if self.permit.is_none() {
                 return Requirement::Request;
             }
         }
@@ -256,30 +256,30 @@ impl Frames {
     }
 
     /// Waits for the permit of the next request.
-    pub(super) async fn wait_for_place(&mut self) {
-        self.place = Arc::clone(&self.requests).acquire_owned().await.ok();
+    pub(super) async fn wait_for_permit(&mut self) {
+        self.permit = Arc::clone(&self.requests).acquire_owned().await.ok();
     }
 
-    /// Walks `chunk`. Returns the number of bytes walked, which is less than all if another
+    /// Parses `chunk`. Returns the number of bytes parsed, which is less than all if another
     /// condition must be met first.
     ///
     /// # Errors
     /// If the stream cannot be parsed any further.
-    pub(super) fn walk(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
+    pub(super) fn parse(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
         let mut rest = chunk;
-        while !rest.is_empty() && matches!(self.wanted(), Requirement::Bytes) {
+        while !rest.is_empty() && matches!(self.requirement(), Requirement::Bytes) {
             let taken = match &mut self.phase {
-                FramePhase::Header { .. } => self.walk_header(rest)?,
-                FramePhase::Send { .. } => self.walk_send(rest)?,
-                FramePhase::Read(_) => self.walk_read(rest)?,
-                FramePhase::Drain(_) => self.walk_drain(rest)?,
+                FramePhase::Header { .. } => self.parse_header(rest)?,
+                FramePhase::Send { .. } => self.parse_send(rest)?,
+                FramePhase::Read(_) => self.parse_read(rest)?,
+                FramePhase::Drain(_) => self.parse_drain(rest)?,
             };
             rest = &rest[taken..];
         }
         Ok(chunk.len() - rest.len())
     }
 
-    fn walk_header(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
+    fn parse_header(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
         let FramePhase::Header { bytes, have } = &mut self.phase else { return Ok(0) };
         if *have == 0 {
             self.began = Some(Instant::now());
@@ -300,7 +300,7 @@ impl Frames {
     fn begin(&mut self, header: FrameHeader) -> FramePhase {
         let FrameHeader { message_bytes, kind, .. } = header;
         if kind == FrameType::Send {
-            self.walker.restart(message_bytes);
+            self.decoder.restart(message_bytes);
             let span = self.shared.config.traces.begin("tcp sendShuffleData", None);
             let sink = SendSink::new(Arc::clone(&self.shared.service.ingest), message_bytes);
             return FramePhase::Send { sink, _span: span };
@@ -317,20 +317,20 @@ impl Frames {
         FramePhase::Read(PartialRead { kind, message_bytes, message: Vec::new(), charge })
     }
 
-    fn walk_send(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
+    fn parse_send(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
         let FramePhase::Send { sink, .. } = &mut self.phase else { return Ok(0) };
-        let remaining = self.walker.remaining();
+        let remaining = self.decoder.remaining();
         let taken = usize::try_from(remaining).unwrap_or(usize::MAX).min(chunk.len());
-        let commit = match self.walker.feed(&chunk[..taken], sink) {
+        let commit = match self.decoder.feed(&chunk[..taken], sink) {
             Ok(false) => return Ok(taken),
             Ok(true) => {
-                self.shared.metrics.of(FrameType::Send).transit().arrived(self.walker.timestamp_ms());
+                self.shared.metrics.of(FrameType::Send).transit().arrived(self.decoder.timestamp_ms());
                 sink.commit()
             }
             Err(error) => Commit::Done(Err(error)),
         };
         // A request that ends before its id cannot be answered.
-        let id = self.walker.request_id().ok_or(DecodeError::Incomplete)?;
+        let id = self.decoder.request_id().ok_or(DecodeError::Incomplete)?;
         match commit {
             Commit::Done(outcome) => self.end_send(id, remaining - taken as u64, outcome),
             Commit::Background(committing) => self.committing = Some((id, committing)),
@@ -368,7 +368,7 @@ impl Frames {
         }
     }
 
-    fn walk_drain(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
+    fn parse_drain(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
         let FramePhase::Drain(drain) = &mut self.phase else { return Ok(0) };
         let taken = usize::try_from(drain.remaining).unwrap_or(usize::MAX).min(chunk.len());
         let of_id = taken.min(REQUEST_ID_BYTES - drain.id.len());
@@ -382,7 +382,7 @@ impl Frames {
         Ok(taken)
     }
 
-    fn walk_read(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
+    fn parse_read(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
         let FramePhase::Read(read) = &mut self.phase else { return Ok(0) };
         let (kind, have) = (read.kind, read.message.len());
         let taken = (read.message_bytes - have).min(chunk.len());
@@ -489,10 +489,10 @@ impl Frames {
             counted.metrics().parsing.observe(received.duration_since(began).as_secs_f64());
         }
         self.phase = FramePhase::START;
-        let request = self.place.take();
+        let request = self.permit.take();
         debug_assert!(
             request.is_some() && counted.is_some(),
-            "a frame must take a place and be counted when it begins"
+            "a frame must take a permit and be counted when it begins"
         );
         let (request, (counted, of_connection)) = (request?, counted?);
         let request = (request, of_connection);

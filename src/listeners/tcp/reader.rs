@@ -1,7 +1,7 @@
 //! The receiving half of a raw TCP connection: reads from the socket into the thread's chunk, where
-//! [`Frames`] walks it.
+//! [`Frames`] parses it.
 //!
-//! Each chunk belongs to a thread, because it is walked at once and is free again before any await.
+//! Each chunk belongs to a thread, because it is parsed at once and is free again before any await.
 //! It stays in the core's cache, and a thousand connections need no more chunks than ten. Only
 //! bytes that wait for a permit are copied, at most 64 KiB.
 
@@ -59,7 +59,7 @@ pub(super) struct ConnectionReader {
     frames: Frames,
     connection: Tasks,
     connection_state: Arc<ConnectionState>,
-    /// Bytes that were read but cannot be walked yet, with their charge.
+    /// Bytes that were read but cannot be parsed yet, with their charge.
     unparsed: Vec<u8>,
     unparsed_charge: Option<Charge>,
     last_read: Instant,
@@ -113,7 +113,7 @@ impl ConnectionReader {
         let shared = Arc::clone(&self.shared);
         let end = tokio::select! {
             // Cancellation has priority: a failed writer frees permits, and left-over bytes must
-            // not be walked with those.
+            // not be parsed with those.
             biased;
             () = connection.cancelled() => return,
             // Dropping the read loses no data: it keeps none while it waits.
@@ -161,36 +161,36 @@ impl ConnectionReader {
             if self.frames.is_at_end() && self.unparsed.is_empty() {
                 return End::ListenerCloses;
             }
-            let step = match self.frames.wanted() {
+            let step = match self.frames.requirement() {
                 Requirement::Request => {
-                    self.frames.wait_for_place().await;
+                    self.frames.wait_for_permit().await;
                     self.last_read = Instant::now();
-                    self.walk_unparsed()
+                    self.parse_unparsed()
                 }
                 Requirement::Commit => {
                     self.frames.end_commit().await;
                     self.last_read = Instant::now();
-                    self.walk_unparsed()
+                    self.parse_unparsed()
                 }
-                Requirement::Bytes if !self.unparsed.is_empty() => self.walk_unparsed(),
+                Requirement::Bytes if !self.unparsed.is_empty() => self.parse_unparsed(),
                 Requirement::Bytes => poll_fn(|context| self.poll_socket(context)).await,
             };
             if let Err(end) = step {
                 return end;
             }
-            if self.poll_budget.is_over() {
+            if self.poll_budget.take_exhausted() {
                 tokio::task::yield_now().await;
             }
         }
     }
 
-    fn walk_unparsed(&mut self) -> Result<(), End> {
+    fn parse_unparsed(&mut self) -> Result<(), End> {
         let bytes = std::mem::take(&mut self.unparsed);
         let began = Instant::now();
-        let walked = self.frames.walk(&bytes)?;
-        self.poll_budget.count(began.elapsed());
+        let parsed = self.frames.parse(&bytes)?;
+        self.poll_budget.add(began.elapsed());
         self.unparsed = bytes;
-        self.unparsed.drain(..walked);
+        self.unparsed.drain(..parsed);
         if self.unparsed.is_empty() {
             self.unparsed = Vec::new();
             self.unparsed_charge = None;
@@ -198,7 +198,7 @@ impl ConnectionReader {
         Ok(())
     }
 
-    /// Reads from the socket and walks the bytes.
+    /// Reads from the socket and parses the bytes.
     fn poll_socket(&mut self, context: &mut Context<'_>) -> Poll<Result<(), End>> {
         let wanted = self.frames.bytes_wanted();
         let began = Instant::now();
@@ -213,16 +213,16 @@ impl ConnectionReader {
                 let end = if self.frames.began().is_some() { End::Cut } else { End::Closed };
                 return Poll::Ready(Err(end));
             }
-            let walked = self.frames.walk(filled)?;
-            if walked < filled.len() {
-                self.unparsed_charge = Some(self.frames.charge_unparsed(filled.len() - walked));
-                self.unparsed.extend_from_slice(&filled[walked..]);
+            let parsed = self.frames.parse(filled)?;
+            if parsed < filled.len() {
+                self.unparsed_charge = Some(self.frames.charge_unparsed(filled.len() - parsed));
+                self.unparsed.extend_from_slice(&filled[parsed..]);
             }
             Poll::Ready(Ok(()))
         });
         if read.is_ready() {
             self.last_read = Instant::now();
-            self.poll_budget.count(self.last_read.duration_since(began));
+            self.poll_budget.add(self.last_read.duration_since(began));
             self.connection_state.progressed();
             return read;
         }

@@ -10,6 +10,7 @@
 mod blocking_pool;
 mod metrics;
 mod names;
+mod poll_budget;
 mod polls;
 
 use std::future::Future;
@@ -31,7 +32,7 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 pub use self::metrics::RuntimeMetrics;
 pub use self::names::RunningTask;
 use self::names::TaskNames;
-pub use self::polls::PollBudget;
+pub use self::poll_budget::PollBudget;
 pub use blocking_pool::BlockingPool;
 
 /// Pause between the panic of an essential task and its restart.

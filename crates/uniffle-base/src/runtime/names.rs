@@ -2,7 +2,7 @@
 //! them.
 //!
 //! Each task costs one insertion and one removal in a sharded map, far less than a call. Each poll
-//! is timed ([`Polls`]) with two clock readings.
+//! is timed ([`LongestPolls`]) with two clock readings.
 
 use std::fmt;
 use std::future::Future;
@@ -15,7 +15,7 @@ use pin_project_lite::pin_project;
 use tokio::task::{Id, try_id};
 use tokio::time::Duration;
 
-use super::polls::Polls;
+use super::polls::LongestPolls;
 use crate::clock::Instant;
 
 /// A task that has been polled and has not ended.
@@ -33,7 +33,7 @@ pub struct RunningTask {
 #[derive(Clone, Default)]
 pub(super) struct TaskNames {
     running: Arc<DashMap<Id, (&'static str, Instant)>>,
-    polls: Polls,
+    polls: LongestPolls,
 }
 
 impl fmt::Debug for TaskNames {
@@ -51,7 +51,7 @@ impl TaskNames {
         self.running.iter().map(task).collect()
     }
 
-    /// See [`Polls::longest`].
+    /// See [`LongestPolls::longest`].
     pub(super) fn longest_polls(&self) -> Vec<(&'static str, Duration)> {
         self.polls.longest()
     }

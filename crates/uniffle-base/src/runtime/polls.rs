@@ -1,12 +1,12 @@
 //! Records the longest poll of each kind of task. A poll blocks everything else on its thread, so
-//! no request may cause a long one (docs/architecture.md).
+//! no request may cause a long one.
 //!
 //! Polls are measured in CPU time of the thread: on an overloaded machine a thread may be preempted
 //! within a poll. Tests can therefore assert a bound on any machine. Waits without CPU use are not
 //! included.
 //!
-//! Reading the CPU time is costly, so a reading is reused for a [`NOTE_INTERVAL`]. A result is too
-//! high by at most that time, and never exceeds the wall-clock time.
+//! Reading the CPU time is costly, so a reading is reused for [`CPU_CLOCK_INTERVAL`]. Invariant: a
+//! result is too high by at most that time, never too low, and at most the wall-clock time.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -17,15 +17,16 @@ use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
 
 /// Shorter polls are ignored.
-const RESOLUTION: Duration = Duration::from_millis(1);
+const RECORDED_MIN: Duration = Duration::from_millis(1);
 
-/// Long enough to keep the share of these system calls small.
-const NOTE_INTERVAL: Duration = Duration::from_millis(16);
+/// Interval between two readings of the thread's CPU clock. Each is a system call, so this is long
+/// enough to keep their share of the CPU time small.
+const CPU_CLOCK_INTERVAL: Duration = Duration::from_millis(16);
 
 thread_local! {
-    /// Clock readings at the begin of a poll, at most [`NOTE_INTERVAL`] before the latest poll
-    /// began.
-    static NOTED: Cell<Clocks> = const { Cell::new(Clocks { wall: Duration::ZERO, cpu: Duration::ZERO }) };
+    /// Clock readings at the beginning of a poll, at most [`CPU_CLOCK_INTERVAL`] before the latest
+    /// poll began.
+    static CACHED_CLOCKS: Cell<Clocks> = const { Cell::new(Clocks { wall: Duration::ZERO, cpu: Duration::ZERO }) };
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -36,26 +37,25 @@ struct Clocks {
 
 /// The longest poll since the start, by task name. Clones share it.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Polls(Arc<Mutex<HashMap<&'static str, Duration>>>);
+pub(super) struct LongestPolls(Arc<Mutex<HashMap<&'static str, Duration>>>);
 
-impl Polls {
-    /// Calls and times `poll`. No other task is polled within it.
+impl LongestPolls {
+    /// Calls and times `poll`, which must not poll another task.
     pub(super) fn timed<T>(&self, name: &'static str, poll: impl FnOnce() -> T) -> T {
         let began = now(ClockId::Monotonic);
-        let noted = NOTED.get();
-        if began.saturating_sub(noted.wall) > NOTE_INTERVAL {
-            NOTED.set(Clocks { wall: began, cpu: now(ClockId::ThreadCPUTime) });
+        if began.saturating_sub(CACHED_CLOCKS.get().wall) > CPU_CLOCK_INTERVAL {
+            CACHED_CLOCKS.set(Clocks { wall: began, cpu: now(ClockId::ThreadCPUTime) });
         }
         let polled = poll();
         let wall = now(ClockId::Monotonic).saturating_sub(began);
-        if wall >= RESOLUTION {
-            let cpu = now(ClockId::ThreadCPUTime).saturating_sub(NOTED.get().cpu);
-            self.enter(name, cpu.min(wall));
+        if wall >= RECORDED_MIN {
+            let cpu = now(ClockId::ThreadCPUTime).saturating_sub(CACHED_CLOCKS.get().cpu);
+            self.record(name, cpu.min(wall));
         }
         polled
     }
 
-    fn enter(&self, name: &'static str, took: Duration) {
+    fn record(&self, name: &'static str, took: Duration) {
         let mut longest = self.0.lock();
         let longest = longest.entry(name).or_default();
         *longest = took.max(*longest);
@@ -69,32 +69,6 @@ impl Polls {
 
 fn now(clock: ClockId) -> Duration {
     Duration::try_from(clock_gettime(clock)).unwrap_or_default()
-}
-
-/// Work time of one poll. Work that starts before the limit runs to its end.
-const BUDGET: Duration = Duration::from_millis(1);
-
-/// Work of one connection since its task last yielded.
-///
-/// The budget is time and not bytes, because the cost of a message depends on its content: one with
-/// thousands of small partitions takes longer than one with large blocks. Waits do not count.
-#[derive(Debug, Default)]
-pub struct PollBudget(Duration);
-
-impl PollBudget {
-    /// Adds `work` to the budget used.
-    pub fn count(&mut self, work: Duration) {
-        self.0 += work;
-    }
-
-    /// Returns whether the task must yield now. If so, a new budget begins.
-    pub fn is_over(&mut self) -> bool {
-        let is_over = self.0 >= BUDGET;
-        if is_over {
-            self.0 = Duration::ZERO;
-        }
-        is_over
-    }
 }
 
 #[cfg(test)]
@@ -127,7 +101,7 @@ mod tests {
 
     #[test]
     fn waiting_thread_is_not_busy() {
-        let (polls, waited) = (Polls::default(), std::sync::Barrier::new(2));
+        let (polls, waited) = (LongestPolls::default(), std::sync::Barrier::new(2));
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 burn(Duration::from_millis(300));
@@ -137,15 +111,5 @@ mod tests {
         });
         let longest = polls.longest();
         assert!(longest[0].1 < Duration::from_millis(100), "{longest:?}");
-    }
-
-    #[test]
-    fn poll_budget_ends_after_a_millisecond() {
-        let mut budget = PollBudget::default();
-        budget.count(Duration::from_micros(999));
-        assert!(!budget.is_over());
-        budget.count(Duration::from_micros(1));
-        assert!(budget.is_over());
-        assert!(!budget.is_over());
     }
 }

@@ -138,8 +138,8 @@ where
             if let Err(error) = fed.and_then(|()| sink.keep(decoder.collected_bytes() as u64)) {
                 return Ok(Err(error));
             }
-            poll_budget.count(began.elapsed());
-            if poll_budget.is_over() {
+            poll_budget.add(began.elapsed());
+            if poll_budget.take_exhausted() {
                 tokio::task::yield_now().await;
             }
         }
