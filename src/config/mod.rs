@@ -87,7 +87,7 @@ pub fn import(name: &str, text: &str, machine: &Machine) -> Result<Imported, Str
 
 /// Returns a line that points to `import` if a key is unlike any key of this worker.
 fn pointer(problems: &[Problem]) -> String {
-    let is_foreign = |problem: &Problem| names::is_java(&problem.key) || names::is_foreign(&problem.allowed);
+    let is_foreign = |problem: &Problem| problem.is_foreign || names::is_java(&problem.key);
     if problems.iter().any(is_foreign) { format!("\n  {IMPORT}") } else { String::new() }
 }
 

@@ -68,29 +68,31 @@ pub struct Problem {
     pub key: String,
     /// The value, with secrets removed. It is shortened when displayed.
     pub value: Option<String>,
-    /// Describes the allowed values.
-    pub allowed: String,
+    /// What is wrong, or which values are allowed.
+    pub message: String,
+    /// True if the key is unknown and unlike any known key.
+    pub is_foreign: bool,
 }
 
 impl Problem {
     /// Creates a problem with `value` of `key`, with secrets removed from the value.
-    pub fn new(key: &str, value: impl Display, allowed: impl Into<String>) -> Self {
+    pub fn new(key: &str, value: impl Display, message: impl Into<String>) -> Self {
         let shown = match redact::is_secret(key) {
             true => redact::REMOVED.to_owned(),
             false => redact::text(&value.to_string()),
         };
-        Self { key: key.to_owned(), value: Some(shown), allowed: allowed.into() }
+        Self { key: key.to_owned(), value: Some(shown), message: message.into(), is_foreign: false }
     }
 }
 
 impl Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(value) = &self.value else {
-            return write!(f, "{}: {}", self.key, self.allowed);
+            return write!(f, "{}: {}", self.key, self.message);
         };
         let shown: String =
             value.chars().take(SHOWN_CHARS_MAX).map(|c| if c == '\n' { ' ' } else { c }).collect();
         let cut = if value.chars().nth(SHOWN_CHARS_MAX).is_some() { "…" } else { "" };
-        write!(f, "{} = {shown}{cut}: {}", self.key, self.allowed)
+        write!(f, "{} = {shown}{cut}: {}", self.key, self.message)
     }
 }

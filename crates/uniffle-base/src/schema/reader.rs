@@ -26,9 +26,9 @@ pub struct ValueReader {
 }
 
 impl ValueReader {
-    /// Sorts the entries of `table` into keys of `schema` and problems.
+    /// Divides the entries of `table` into values of keys in `schema`, problems and warnings.
     pub fn new(schema: &Schema, table: Table, env: HashMap<String, String>) -> Self {
-        let (values, problems, warnings) = names::sort(schema, table);
+        let (values, problems, warnings) = names::classify(schema, table);
         Self { given: values.keys().copied().collect(), values, env, problems, warnings }
     }
 

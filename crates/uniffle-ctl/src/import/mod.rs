@@ -125,9 +125,9 @@ fn refuse(found: &mut ImportedKeys, check: impl Fn(&str) -> Result<(), ImportRef
             let entry =
                 found.entries.iter_mut().find(|entry| entry.path == problem.key && entry.refused.is_none());
             match entry {
-                // Only the description of the allowed values; a missing key has no entry.
+                // Without the value, which the entry has. A missing key has no entry.
                 Some(entry) => {
-                    entry.refused = Some(problem.allowed);
+                    entry.refused = Some(problem.message);
                     is_changed = true;
                 }
                 None => missing.push(problem.to_string()),

@@ -42,7 +42,7 @@ fn walk(prefix: &str, table: Table, schema: &Schema, found: &mut ImportedKeys) {
                 // The reader's text for an unknown key suggests the most similar key.
                 let problems =
                     ValueReader::new(schema, nested(&path, value.clone()), Default::default()).problems;
-                let why = problems.first().map_or("unknown key", |problem| problem.allowed.as_str());
+                let why = problems.first().map_or("unknown key", |problem| problem.message.as_str());
                 found.leave(&was(&path, &shown(&value)), why);
                 found.unknown += 1;
             }
