@@ -255,8 +255,10 @@ mod tests {
 
     fn sample(sizes: &str) -> (Arc<ContentPool>, PlannedMessage) {
         let pool = Arc::new(ContentPool::new(1, sizes.parse::<Sizes>().unwrap()));
-        let message =
-            WorkPlan::new(pool.clone(), 1, 50, 0.0).with_messages(200_000, 5).task(3).message(u64::MAX);
+        let message = WorkPlan::new(pool.clone(), 1, 50, 0.0)
+            .with_messages(200_000, 5)
+            .messages_of(3)
+            .next_message(u64::MAX);
         (pool, message)
     }
 

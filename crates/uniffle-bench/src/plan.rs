@@ -1,7 +1,8 @@
-//! Assigns blocks to tasks, partitions and messages.
+//! Generates the messages of each task: their partitions and blocks.
 //!
-//! Invariant: the messages of a task depend only on the plan and the task's number, so that another
-//! process can compute them. The bytes are in [`super::content`].
+//! Invariant: the messages of a task depend only on the plan, the task's number and the limits of
+//! its messages, so that runs with the same options send the same blocks. The bytes of a block
+//! follow from its id ([`super::content`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,7 +14,9 @@ use crate::content::{BlockDescription, ContentPool, SplitMix};
 
 /// Layout of all block ids.
 pub(crate) const LAYOUT: IdLayout = IdLayout::SPARK;
-/// Most partitions that fit the layout.
+/// Separates the random numbers of a plan from others with the same seed.
+const SEED_TAG: u64 = 0x5eed;
+/// Maximum number of partitions that the layout allows.
 pub(crate) const PARTITIONS_MAX: u32 = 1 << 20;
 
 /// One block of a message.
@@ -40,25 +43,25 @@ pub(crate) struct MessageShape {
     pub(crate) partitions: u32,
 }
 
-/// The shape of the work.
+/// Parameters of the generated work.
 #[derive(Clone)]
 pub(crate) struct WorkPlan {
     pub(crate) pool: Arc<ContentPool>,
     pub(crate) seed: u64,
     pub(crate) partitions: u32,
-    /// Shapes, one of which is chosen for each message.
+    /// Shapes, one of which is drawn for each message.
     messages: Arc<[MessageShape]>,
-    /// Cumulative weights of the partitions. Empty if all weights are equal.
-    skew: Arc<[f64]>,
+    /// Prefix sums of the partitions' weights. Empty if all weights are equal.
+    cumulative_weights: Arc<[f64]>,
 }
 
 impl WorkPlan {
     /// Creates a plan in which partition n has the weight 1/(n+1)^`skew` (0 = equal weights).
     pub(crate) fn new(pool: Arc<ContentPool>, seed: u64, partitions: u32, skew: f64) -> Self {
         let skewed = if skew > 0.0 { partitions } else { 0 };
-        let skew = sums((0..skewed).map(|n| (f64::from(n) + 1.0).powf(-skew)));
+        let cumulative_weights = prefix_sums((0..skewed).map(|n| (f64::from(n) + 1.0).powf(-skew)));
         let message = MessageShape { bytes: 14 << 20, partitions: partitions.min(8) };
-        Self { pool, seed, partitions, messages: [message].into(), skew }
+        Self { pool, seed, partitions, messages: [message].into(), cumulative_weights }
     }
 
     /// Returns the plan with messages of one shape. 0 partitions mean all.
@@ -69,30 +72,30 @@ impl WorkPlan {
 
     /// Returns the plan with messages of `shapes`, which must not be empty.
     pub(crate) fn with_shapes(self, shapes: &[MessageShape]) -> Self {
-        let possible = |shape: &MessageShape| MessageShape {
+        let clamped = |shape: &MessageShape| MessageShape {
             bytes: shape.bytes.max(1),
             partitions: shape.partitions.clamp(1, self.partitions),
         };
-        Self { messages: shapes.iter().map(possible).collect(), ..self }
+        Self { messages: shapes.iter().map(clamped).collect(), ..self }
     }
 
     /// Returns the plan with the given weights of the partitions.
     pub(crate) fn with_weights(self, weights: &[u64]) -> Self {
-        Self { skew: sums(weights.iter().map(|&weight| weight as f64)), ..self }
+        Self { cumulative_weights: prefix_sums(weights.iter().map(|&weight| weight as f64)), ..self }
     }
 
     /// Returns the endless sequence of messages of `task`.
-    pub(crate) fn task(&self, task: u32) -> TaskPlan {
-        let mut random = SplitMix::new(self.seed ^ (u64::from(task) << 32 | 0x5eed));
+    pub(crate) fn messages_of(&self, task: u32) -> TaskMessages {
+        let mut random = SplitMix::new(self.seed ^ (u64::from(task) << 32 | SEED_TAG));
         let first = u32::try_from(random.below(u64::from(self.partitions)))
             .expect("a remainder is less than its u32 divisor");
         let id = TaskAttemptId(i64::from(task));
-        TaskPlan { plan: self.clone(), task: id, random, next: first, sequences: HashMap::new() }
+        TaskMessages { plan: self.clone(), task: id, random, round_robin: first, sequences: HashMap::new() }
     }
 }
 
-/// Returns the cumulative sums.
-fn sums(weights: impl Iterator<Item = f64>) -> Arc<[f64]> {
+/// Returns the prefix sums.
+fn prefix_sums(weights: impl Iterator<Item = f64>) -> Arc<[f64]> {
     let mut sum = 0.0;
     let add = |weight| {
         sum += weight;
@@ -101,22 +104,22 @@ fn sums(weights: impl Iterator<Item = f64>) -> Arc<[f64]> {
     weights.map(add).collect()
 }
 
-/// Position of one task in the plan.
-pub(crate) struct TaskPlan {
+/// Generator of one task's messages.
+pub(crate) struct TaskMessages {
     plan: WorkPlan,
     task: TaskAttemptId,
     random: SplitMix,
-    next: u32,
+    round_robin: u32,
     sequences: HashMap<u32, u32>,
 }
 
-impl TaskPlan {
-    /// Returns the next message. It has about `limit_bytes` bytes at most: it ends with the block
-    /// that reaches the limit.
-    pub(crate) fn message(&mut self, limit_bytes: u64) -> PlannedMessage {
-        let shape = self.shape();
+impl TaskMessages {
+    /// Generates the next message. It exceeds `limit_bytes` by less than one block: it ends with the
+    /// block that reaches the limit.
+    pub(crate) fn next_message(&mut self, limit_bytes: u64) -> PlannedMessage {
+        let shape = self.next_shape();
         let wanted = shape.bytes.min(limit_bytes);
-        let mut targets: Vec<u32> = (0..shape.partitions).map(|_| self.partition()).collect();
+        let mut targets: Vec<u32> = (0..shape.partitions).map(|_| self.next_partition()).collect();
         targets.sort_unstable();
         targets.dedup();
         let mut partitions: Vec<(PartitionId, Vec<PlannedBlock>)> =
@@ -124,7 +127,7 @@ impl TaskPlan {
         let (mut payload_bytes, mut blocks) = (0, 0);
         'full: loop {
             for (&partition, (_, planned)) in targets.iter().zip(&mut partitions) {
-                let next = self.block(partition);
+                let next = self.next_block(partition);
                 planned.push(next);
                 payload_bytes += u64::from(next.block.length);
                 blocks += 1;
@@ -137,7 +140,7 @@ impl TaskPlan {
         PlannedMessage { task: self.task, partitions, payload_bytes, blocks }
     }
 
-    fn shape(&mut self) -> MessageShape {
+    fn next_shape(&mut self) -> MessageShape {
         match &*self.plan.messages {
             [only] => *only,
             shapes => {
@@ -147,7 +150,7 @@ impl TaskPlan {
         }
     }
 
-    fn block(&mut self, partition: u32) -> PlannedBlock {
+    fn next_block(&mut self, partition: u32) -> PlannedBlock {
         let sequence = self.sequences.entry(partition).or_default();
         let id = LAYOUT.block_id(*sequence, PartitionId(partition.cast_signed()), self.task);
         let id = id.expect("options bound partitions and tasks, and 2^21 blocks of a task are not reached").0;
@@ -155,14 +158,15 @@ impl TaskPlan {
         PlannedBlock { id, block: self.plan.pool.describe(id) }
     }
 
-    fn partition(&mut self) -> u32 {
-        let Some(&sum) = self.plan.skew.last() else {
-            let partition = self.next;
-            self.next = (self.next + 1) % self.plan.partitions;
+    /// Draws a partition by weight, or returns the next in turn if all weights are equal.
+    fn next_partition(&mut self) -> u32 {
+        let Some(&sum) = self.plan.cumulative_weights.last() else {
+            let partition = self.round_robin;
+            self.round_robin = (self.round_robin + 1) % self.plan.partitions;
             return partition;
         };
         let point = self.random.unit() * sum;
-        let index = self.plan.skew.partition_point(|&weight| weight <= point);
+        let index = self.plan.cumulative_weights.partition_point(|&weight| weight <= point);
         u32::try_from(index).expect("there are at most u32::MAX partitions").min(self.plan.partitions - 1)
     }
 }
@@ -179,8 +183,8 @@ mod tests {
     #[test]
     fn task_messages_are_deterministic() {
         let messages = |task| {
-            let mut task = plan(100, 1.0).task(task);
-            (0..20).map(|_| task.message(u64::MAX)).collect::<Vec<_>>()
+            let mut task = plan(100, 1.0).messages_of(task);
+            (0..20).map(|_| task.next_message(u64::MAX)).collect::<Vec<_>>()
         };
         assert_eq!(messages(3), messages(3));
         assert_ne!(messages(3), messages(4));
@@ -188,10 +192,10 @@ mod tests {
 
     #[test]
     fn messages_have_requested_size_and_unique_ids() {
-        let mut task = plan(100, 0.0).task(7);
+        let mut task = plan(100, 0.0).messages_of(7);
         let mut ids = std::collections::HashSet::new();
         for _ in 0..50 {
-            let message = task.message(u64::MAX);
+            let message = task.next_message(u64::MAX);
             assert!((10_000..11_000).contains(&message.payload_bytes));
             assert!((1..=4).contains(&message.partitions.len()));
             for (partition, planned) in &message.partitions {
@@ -202,16 +206,16 @@ mod tests {
                 }
             }
         }
-        assert!(task.message(1).blocks == 1, "the limit must cut a message short");
+        assert!(task.next_message(1).blocks == 1, "the limit must cut a message short");
     }
 
     #[test]
-    fn partitions_alternate_without_skew() {
+    fn partitions_are_round_robin_without_skew() {
         let counts = |skew| {
-            let mut task = plan(50, skew).task(0);
+            let mut task = plan(50, skew).messages_of(0);
             let mut counts = vec![0_u32; 50];
             for _ in 0..1_000 {
-                counts[usize::try_from(task.partition()).unwrap()] += 1;
+                counts[usize::try_from(task.next_partition()).unwrap()] += 1;
             }
             counts
         };

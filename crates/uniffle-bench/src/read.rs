@@ -210,8 +210,10 @@ mod tests {
 
     fn written() -> (Arc<ContentPool>, Vec<Block>) {
         let pool = Arc::new(ContentPool::new(1, "tiny".parse().unwrap()));
-        let message =
-            WorkPlan::new(pool.clone(), 1, 1, 0.0).with_messages(5_000, 1).task(0).message(u64::MAX);
+        let message = WorkPlan::new(pool.clone(), 1, 1, 0.0)
+            .with_messages(5_000, 1)
+            .messages_of(0)
+            .next_message(u64::MAX);
         let planned = &message.partitions[0].1;
         let blocks =
             planned.iter().map(|p| Block::new(BlockId(p.id), message.task, pool.bytes(p.block))).collect();

@@ -104,12 +104,12 @@ fn over(phase: &WritePhase) -> bool {
 }
 
 async fn run_task(phase: &WritePhase, session: &ClientSession, task: u32) -> anyhow::Result<()> {
-    let mut plan = phase.plan.task(task);
+    let mut messages = phase.plan.messages_of(task);
     let mut remaining = share(phase.options.total_bytes, phase.options.tasks, task);
     let mut blocks: BTreeMap<PartitionId, Vec<i64>> = BTreeMap::new();
     let mut id = None;
     while remaining > 0 && !over(phase) {
-        let message = plan.message(remaining);
+        let message = messages.next_message(remaining);
         remaining = remaining.saturating_sub(message.payload_bytes);
         for _ in 0..phase.options.replicas {
             let due = pace(phase, &message).await;
