@@ -1,7 +1,7 @@
 //! An HTTP/2 connection that frames like grpc-java and sends payload without copying it.
 //!
-//! DATA frames carry at most 65,537 bytes (docs/design/data-path.md §3), and concurrent calls on a
-//! connection take turns. Responses are copied once. The meaning of the calls is in
+//! DATA frames carry at most 65,537 bytes (docs/design/data-path.md §3), and frames of concurrent
+//! calls on a connection are interleaved. Responses are copied once. The meaning of the calls is in
 //! [`super::session`].
 
 use std::collections::VecDeque;
@@ -28,9 +28,9 @@ const FRAME_BYTES_MAX: usize = 65_537;
 /// grpc-java's default window, for streams and for the connection.
 pub(crate) const JAVA_WINDOW_BYTES: u32 = 1 << 20;
 /// Largest accepted response.
-const ANSWER_BYTES_MAX: usize = 1 << 30;
+const RESPONSE_BYTES_MAX: usize = 1 << 30;
 
-/// A list of pieces that acts as one buffer.
+/// A list of pieces, none of them empty, that acts as one buffer.
 #[derive(Debug)]
 pub(crate) struct Chunk {
     pieces: VecDeque<Bytes>,
@@ -84,7 +84,7 @@ impl ChunkedBody {
         Ok(Self { pieces, remaining: message.length + 5 })
     }
 
-    fn chunk(&mut self) -> Chunk {
+    fn next_chunk(&mut self) -> Chunk {
         let remaining = self.remaining.min(FRAME_BYTES_MAX);
         let mut chunk = Chunk { pieces: VecDeque::new(), remaining };
         let mut left = remaining;
@@ -113,7 +113,7 @@ impl Body for ChunkedBody {
         if self.remaining == 0 {
             return Poll::Ready(None);
         }
-        Poll::Ready(Some(Ok(Frame::data(self.chunk()))))
+        Poll::Ready(Some(Ok(Frame::data(self.next_chunk()))))
     }
 
     fn is_end_stream(&self) -> bool {
@@ -135,7 +135,7 @@ pub(crate) struct GrpcConnection {
 }
 
 impl GrpcConnection {
-    /// Connects with Java's settings. A peer without HTTP/2 only fails the first call.
+    /// Connects with Java's settings. A peer without HTTP/2 is noticed only at the first call.
     pub(crate) async fn connect(address: SocketAddr, rpc_timeout: Duration) -> anyhow::Result<Self> {
         let stream = timeout(rpc_timeout, TcpStream::connect(address))
             .await
@@ -148,7 +148,7 @@ impl GrpcConnection {
             .handshake(TokioIo::new(stream))
             .await
             .with_context(|| format!("HTTP/2 with {address}"))?;
-        // Ends with the last sender. Pending calls receive its errors.
+        // The task ends when the last sender is dropped. Pending calls receive its errors.
         hyper::rt::Executor::execute(&TokioExecutor::new(), async move {
             let _ = connection.await;
         });
@@ -161,15 +161,15 @@ impl GrpcConnection {
         path: &'static str,
         message: MessagePieces,
     ) -> anyhow::Result<A> {
-        let answer = timeout(self.rpc_timeout, self.exchange(path, message)).await;
-        let answer = answer.map_err(|_| {
+        let response = timeout(self.rpc_timeout, self.exchange(path, message)).await;
+        let response = response.map_err(|_| {
             anyhow!("{path}: no answer from {} within {:?}", self.address, self.rpc_timeout)
         })??;
-        A::decode(answer).with_context(|| format!("{path}: cannot decode the response"))
+        A::decode(response).with_context(|| format!("{path}: cannot decode the response"))
     }
 
-    /// Makes one unary call with a small request.
-    pub(crate) async fn small<R: prost::Message, A: prost::Message + Default>(
+    /// Encodes `request` and makes one unary call. Meant for small requests.
+    pub(crate) async fn call_encoded<R: prost::Message, A: prost::Message + Default>(
         &self,
         path: &'static str,
         request: &R,
@@ -186,9 +186,10 @@ impl GrpcConnection {
             .header("user-agent", "uniffle-bench")
             .body(ChunkedBody::new(message)?)?;
         let mut sender = self.sender.clone();
-        let lost = || format!("{} closed the connection or does not speak gRPC on this port", self.address);
-        sender.ready().await.with_context(lost)?;
-        let response = sender.send_request(request).await.with_context(lost)?;
+        let connection_lost =
+            || format!("{} closed the connection or does not speak gRPC on this port", self.address);
+        sender.ready().await.with_context(connection_lost)?;
+        let response = sender.send_request(request).await.with_context(connection_lost)?;
         let (head, body) = response.into_parts();
         ensure!(head.status == 200, "{path}: HTTP status {}, not a gRPC response", head.status);
         check_status(path, &head.headers)?;
@@ -220,11 +221,12 @@ async fn collect(path: &'static str, mut body: Incoming) -> anyhow::Result<Bytes
                 continue;
             }
         };
-        let room = missing.map_or(5, |missing| missing);
-        ensure!(missing.is_none() || data.len() <= room, "{path}: more bytes than announced");
+        if let Some(missing) = missing {
+            ensure!(data.len() <= missing, "{path}: more bytes than announced");
+        }
         message.extend_from_slice(&data);
         if missing.is_none() && message.len() >= 5 {
-            let length = announced(path, &message)?;
+            let length = parse_prefix(path, &message)?;
             ensure!(message.len() - 5 <= length, "{path}: more bytes than announced");
             message.advance(5);
             message.reserve(length - message.len());
@@ -237,12 +239,13 @@ async fn collect(path: &'static str, mut body: Incoming) -> anyhow::Result<Bytes
     Ok(message.freeze())
 }
 
-fn announced(path: &str, mut head: &[u8]) -> anyhow::Result<usize> {
+/// Returns the length of the message in gRPC's prefix, with which `head` begins.
+fn parse_prefix(path: &str, mut head: &[u8]) -> anyhow::Result<usize> {
     ensure!(head.get_u8() == 0, "{path}: the response is compressed");
     let length = usize::try_from(head.get_u32())?;
     ensure!(
-        length <= ANSWER_BYTES_MAX,
-        "{path}: the response has {length} bytes, the limit is {ANSWER_BYTES_MAX}"
+        length <= RESPONSE_BYTES_MAX,
+        "{path}: the response has {length} bytes, the limit is {RESPONSE_BYTES_MAX}"
     );
     Ok(length)
 }
@@ -258,7 +261,7 @@ mod tests {
         let mut request = ChunkedBody::new(message).unwrap();
         let (mut all, mut lengths) = (Vec::new(), Vec::new());
         while request.remaining > 0 {
-            let mut chunk = request.chunk();
+            let mut chunk = request.next_chunk();
             lengths.push(chunk.remaining());
             let mut slices = [IoSlice::new(&[]); 64];
             let filled = chunk.chunks_vectored(&mut slices);

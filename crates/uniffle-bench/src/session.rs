@@ -116,7 +116,7 @@ impl ClientSession {
             shuffle_data_distribution: i32::from(local_order),
             ..Default::default()
         };
-        let call = self.grpc.small("/rss.common.ShuffleServer/registerShuffle", &request);
+        let call = self.grpc.call_encoded("/rss.common.ShuffleServer/registerShuffle", &request);
         let answer: proto::ShuffleRegisterResponse = timed(stats, Rpc::RegisterShuffle, call).await?;
         success("registerShuffle", answer.status, &answer.ret_msg)
     }
@@ -171,7 +171,7 @@ impl ClientSession {
             partition_require_sizes,
         };
         self.retry_no_buffer(stats, || async {
-            let call = self.grpc.small("/rss.common.ShuffleServer/requireBuffer", &request);
+            let call = self.grpc.call_encoded("/rss.common.ShuffleServer/requireBuffer", &request);
             let answer: proto::RequireBufferResponse = timed(stats, Rpc::RequireBuffer, call).await?;
             granted("requireBuffer", answer.status, &answer.ret_msg, || {
                 Ok(TicketId(answer.require_buffer_id))
@@ -220,7 +220,7 @@ impl ClientSession {
             partition_to_block_ids: blocks.into_iter().map(partition).collect(),
             partition_stats: Vec::new(),
         };
-        let call = self.grpc.small("/rss.common.ShuffleServer/reportShuffleResult", &request);
+        let call = self.grpc.call_encoded("/rss.common.ShuffleServer/reportShuffleResult", &request);
         let answer: proto::ReportShuffleResultResponse = timed(stats, Rpc::ReportShuffleResult, call).await?;
         success("reportShuffleResult", answer.status, &answer.ret_msg)
     }
@@ -242,7 +242,7 @@ impl ClientSession {
                 task_attempt_id_bits: LAYOUT.task_bits.cast_signed(),
             }),
         };
-        let call = self.grpc.small("/rss.common.ShuffleServer/getShuffleResultForMultiPart", &request);
+        let call = self.grpc.call_encoded("/rss.common.ShuffleServer/getShuffleResultForMultiPart", &request);
         let answer: proto::GetShuffleResultForMultiPartResponse =
             timed(stats, Rpc::GetShuffleResult, call).await?;
         success("getShuffleResultForMultiPart", answer.status, &answer.ret_msg)?;
@@ -274,7 +274,7 @@ impl ClientSession {
                     timestamp: 0,
                     serialized_expected_task_ids_bitmap: None,
                 };
-                self.grpc.small("/rss.common.ShuffleServer/getMemoryShuffleData", &request).await?
+                self.grpc.call_encoded("/rss.common.ShuffleServer/getMemoryShuffleData", &request).await?
             };
             stats.record(Rpc::GetMemoryShuffleData, begin.elapsed());
             granted(RPC, answer.status, &answer.ret_msg, || {
@@ -315,7 +315,7 @@ impl ClientSession {
                     partition_num_per_range: 1,
                     partition_num: partition.0.saturating_add(1),
                 };
-                self.grpc.small("/rss.common.ShuffleServer/getLocalShuffleIndex", &request).await?
+                self.grpc.call_encoded("/rss.common.ShuffleServer/getLocalShuffleIndex", &request).await?
             };
             stats.record(Rpc::GetLocalShuffleIndex, begin.elapsed());
             granted(RPC, answer.status, &answer.ret_msg, || {
@@ -361,7 +361,7 @@ impl ClientSession {
                     storage_id: -1,
                     next_read_segments: Vec::new(),
                 };
-                self.grpc.small("/rss.common.ShuffleServer/getLocalShuffleData", &request).await?
+                self.grpc.call_encoded("/rss.common.ShuffleServer/getLocalShuffleData", &request).await?
             };
             stats.record(Rpc::GetLocalShuffleData, begin.elapsed());
             granted(RPC, answer.status, &answer.ret_msg, || Ok(answer.data))
@@ -374,7 +374,7 @@ impl ClientSession {
             app_id: key.app.as_str().to_owned(),
             shuffle_id: key.shuffle.0,
         };
-        let call = self.grpc.small("/rss.common.ShuffleServer/unregisterShuffle", &request);
+        let call = self.grpc.call_encoded("/rss.common.ShuffleServer/unregisterShuffle", &request);
         let answer: proto::ShuffleUnregisterResponse = timed(stats, Rpc::UnregisterShuffle, call).await?;
         success("unregisterShuffle", answer.status, &answer.ret_msg)
     }
@@ -383,14 +383,14 @@ impl ClientSession {
     /// call.
     pub(crate) async fn unregister_app(&self, app_id: &str) {
         let request = proto::ShuffleUnregisterByAppIdRequest { app_id: app_id.to_owned() };
-        let call = self.grpc.small("/rss.common.ShuffleServer/unregisterShuffleByAppId", &request);
+        let call = self.grpc.call_encoded("/rss.common.ShuffleServer/unregisterShuffleByAppId", &request);
         let _: Result<proto::ShuffleUnregisterByAppIdResponse, _> = call.await;
     }
 
     /// Sends a heartbeat. Errors are ignored, as clients only log them.
     pub(crate) async fn heartbeat(&self, app_id: &str) {
         let request = proto::AppHeartBeatRequest { app_id: app_id.to_owned() };
-        let call = self.grpc.small("/rss.common.ShuffleServer/appHeartbeat", &request);
+        let call = self.grpc.call_encoded("/rss.common.ShuffleServer/appHeartbeat", &request);
         let _: Result<proto::AppHeartBeatResponse, _> = call.await;
     }
 
