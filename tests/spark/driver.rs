@@ -118,7 +118,7 @@ fn measure_baseline(worker: &WorkerProcess, size: &Size) {
         return;
     }
     let output = Command::new(uniffle_testkit::tools::binary("uniffle-bench"))
-        .args(["floor", "--bytes", "2GB", "--dir"])
+        .args(["baseline", "--bytes", "2GB", "--dir"])
         .arg(worker.data_paths()[0].parent().expect("the path has a parent"))
         .output()
         .expect("the bench was built with this test");

@@ -28,7 +28,7 @@ pub(crate) fn page(report: &BenchReport) -> String {
     for run in &report.runs {
         of_run(&mut body, run);
     }
-    floor(&mut body, report);
+    baseline(&mut body, report);
     hdd(&mut body, report);
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
@@ -159,13 +159,13 @@ fn latency_plot(phase: &PhaseReport) -> String {
     lines(&title, "nines of calls (1 = p90, 2 = p99, 3 = p99.9)", "ms", &curves)
 }
 
-fn floor(body: &mut String, report: &BenchReport) {
-    if report.floor.is_empty() {
+fn baseline(body: &mut String, report: &BenchReport) {
+    if report.baseline.is_empty() {
         return;
     }
     *body += "<h2>The bare machine</h2>";
     let head = ["loop", "GB/s", "server CPU-s/GB", "client CPU-s/GB"];
-    let rows = report.floor.iter().map(|line| {
+    let rows = report.baseline.iter().map(|line| {
         let figure = |value: f64| format!("{value:.3}");
         vec![
             line.name.clone(),
@@ -175,12 +175,12 @@ fn floor(body: &mut String, report: &BenchReport) {
         ]
     });
     table(body, &head, rows);
-    let bar = |line: &crate::report::FloorLine| ChartBar {
+    let bar = |line: &crate::report::BaselineResult| ChartBar {
         label: line.name.clone(),
         value: line.server_cpu_per_gb,
         series: 0,
     };
-    *body += &bars("Server CPU-s/GB", &report.floor.iter().map(bar).collect::<Vec<_>>());
+    *body += &bars("Server CPU-s/GB", &report.baseline.iter().map(bar).collect::<Vec<_>>());
 }
 
 fn hdd(body: &mut String, report: &BenchReport) {

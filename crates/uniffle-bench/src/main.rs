@@ -4,10 +4,9 @@
 //! Exit codes: 0 if everything ran and every byte was correct, 1 otherwise (one line on stderr
 //! gives the reason), 2 for a wrong command line. The codecs are in the `uniffle-client` library.
 
-mod calls;
+mod baseline;
 mod compare;
 mod content;
-mod floor;
 mod grpc_connection;
 mod hdd;
 mod html;
@@ -26,6 +25,7 @@ mod seek_disk;
 mod session;
 mod shape;
 mod stats;
+mod syscalls;
 mod tcp_connection;
 mod write;
 
@@ -99,7 +99,7 @@ fn files_and_threads(command: &BenchCommand) -> (ReportArgs, Option<usize>) {
         BenchCommand::Scale(args) | BenchCommand::Terasort(args) | BenchCommand::TpcdsStress(args) => {
             of_run(&args.run)
         }
-        BenchCommand::Floor(args) => (args.report.clone(), None),
+        BenchCommand::Baseline(args) => (args.report.clone(), None),
         BenchCommand::Hdd(args) => (args.report.clone(), None),
     }
 }
@@ -111,10 +111,10 @@ async fn measure(command: BenchCommand) -> anyhow::Result<BenchReport> {
         BenchCommand::Read(args) => Ok(one(run::write_and_read("read", &args).await?)),
         BenchCommand::Mixed(args) => Ok(one(run::mixed("mixed", &args).await?)),
         BenchCommand::Latency(args) => Ok(one(latency::by_load(&args).await?)),
-        BenchCommand::Floor(args) => {
-            Ok(BenchReport { floor: floor::measure(&args)?, ..BenchReport::default() })
+        BenchCommand::Baseline(args) => {
+            Ok(BenchReport { baseline: baseline::measure(&args)?, ..BenchReport::default() })
         }
-        BenchCommand::Compare(args) => compare::turns(&args).await,
+        BenchCommand::Compare(args) => compare::run_turns(&args).await,
         BenchCommand::Scale(args) => presets::scale(args).await,
         BenchCommand::Terasort(args) => presets::terasort(args).await,
         BenchCommand::TpcdsStress(args) => presets::tpcds_stress(args).await,

@@ -61,8 +61,9 @@ pub(crate) enum BenchCommand {
     Read(RunArgs),
     /// Write one shuffle while the previous one is read
     Mixed(RunArgs),
-    /// Measure the limits of this machine: socket, memory, sendfile, aligned writes, memcpy
-    Floor(FloorArgs),
+    /// Measure bare loops on this machine: socket, memory, sendfile, aligned writes, memcpy
+    #[command(alias = "floor")]
+    Baseline(BaselineArgs),
     /// Compare two servers in alternating turns, with medians and ratios
     Compare(CompareArgs),
     /// 11,200 writers, 20,000 partitions, 16 KiB sends: at full speed, then at half of it
@@ -324,7 +325,7 @@ pub(crate) struct RunArgs {
 }
 
 #[derive(Debug, Clone, Args)]
-pub(crate) struct FloorArgs {
+pub(crate) struct BaselineArgs {
     /// Bytes per measurement
     #[arg(long, default_value = "2GB")]
     pub(crate) bytes: ByteSize,
@@ -338,7 +339,7 @@ pub(crate) struct FloorArgs {
     pub(crate) report: ReportArgs,
 }
 
-impl FloorArgs {
+impl BaselineArgs {
     pub(crate) fn check(&self) -> anyhow::Result<()> {
         ensure!((1..=64).contains(&self.connections), "--connections must be 1 to 64");
         ensure!(self.bytes.as_u64() >= 1 << 20, "--bytes must be at least 1 MiB");
@@ -372,13 +373,13 @@ pub(crate) struct CompareArgs {
     /// Transport of B; default: that of A
     #[arg(long, value_enum)]
     pub(crate) b_transport: Option<DataTransport>,
-    /// Use the bare machine instead of a server as B
-    #[arg(long)]
-    pub(crate) floor: bool,
-    /// Directory for the floor's disk measurements
-    #[arg(long, default_value = ".")]
-    pub(crate) floor_dir: PathBuf,
-    /// Number of rounds; A and B alternate in starting first
+    /// Use the baseline of the bare machine instead of a server as B
+    #[arg(long, alias = "floor")]
+    pub(crate) baseline: bool,
+    /// Directory for the baseline's disk measurements
+    #[arg(long, alias = "floor-dir", default_value = ".")]
+    pub(crate) baseline_dir: PathBuf,
+    /// Number of rounds; two servers alternate in starting first
     #[arg(long, default_value_t = 3)]
     pub(crate) turns: u32,
     /// Work to measure
@@ -393,7 +394,7 @@ impl CompareArgs {
     pub(crate) fn sides(&self) -> anyhow::Result<(RunArgs, Option<RunArgs>)> {
         let mut a = self.run.clone();
         a.server.server_cmd = self.a_cmd.clone().or(a.server.server_cmd);
-        if self.floor {
+        if self.baseline {
             return Ok((a, None));
         }
         let mut b = self.run.clone();
@@ -407,7 +408,7 @@ impl CompareArgs {
             && b.server.port == a.server.port
             && b.server.transport == a.server.transport;
         if same_server {
-            bail!("A and B are the same server: give --b-cmd, --b-port, --b-transport or --floor");
+            bail!("A and B are the same server: give --b-cmd, --b-port, --b-transport or --baseline");
         }
         Ok((a, Some(b)))
     }
@@ -490,7 +491,7 @@ mod tests {
             }
         };
         assert!(parse(&[]).is_err());
-        assert!(parse(&["--floor"]).unwrap().1.is_none());
+        assert!(parse(&["--baseline"]).unwrap().1.is_none());
         let (a, b) = parse(&["--a-cmd", "x", "--b-cmd", "y", "--b-port", "5"]).unwrap();
         let b = b.unwrap();
         assert_eq!((a.server.server_cmd.unwrap(), a.server.port), ("x".to_owned(), 21_100));

@@ -20,7 +20,9 @@ pub(crate) struct BenchReport {
     pub(crate) command: String,
     /// Runs in chronological order.
     pub(crate) runs: Vec<RunReport>,
-    pub(crate) floor: Vec<FloorLine>,
+    /// Named as in reports of earlier versions.
+    #[serde(rename = "floor")]
+    pub(crate) baseline: Vec<BaselineResult>,
     pub(crate) comparison: Vec<Comparison>,
     pub(crate) hdd: Vec<HddLine>,
 }
@@ -123,9 +125,9 @@ pub(crate) struct PhaseSample {
     pub(crate) server_rss_bytes: u64,
 }
 
-/// One limit of the bare machine.
+/// Result of one bare loop.
 #[derive(Debug, Clone, Serialize)]
-pub(crate) struct FloorLine {
+pub(crate) struct BaselineResult {
     pub(crate) name: String,
     pub(crate) gb_per_second: f64,
     /// CPU time of the threads in the role of the server.
@@ -165,11 +167,13 @@ impl BenchReport {
                 text += &phase_text(phase);
             }
         }
-        if !self.floor.is_empty() {
-            text +=
-                &format!("{:<44} {:>8} {:>14} {:>14}\n", "floor", "GB/s", "server CPU/GB", "client CPU/GB");
+        if !self.baseline.is_empty() {
+            text += &format!(
+                "{:<44} {:>8} {:>14} {:>14}\n",
+                "baseline", "GB/s", "server CPU/GB", "client CPU/GB"
+            );
         }
-        for line in &self.floor {
+        for line in &self.baseline {
             text += &format!(
                 "{:<44} {:>8.2} {:>14.3} {:>14.3}\n",
                 line.name, line.gb_per_second, line.server_cpu_per_gb, line.client_cpu_per_gb
@@ -320,7 +324,7 @@ pub(crate) mod tests {
                 phases: vec![phase],
                 samples: (0..10).map(sample).collect(),
             }],
-            floor: vec![FloorLine {
+            baseline: vec![BaselineResult {
                 name: "memcpy".into(),
                 gb_per_second: 9.0,
                 server_cpu_per_gb: 0.1,

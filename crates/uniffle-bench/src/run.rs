@@ -14,7 +14,6 @@ use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::{Instant, interval, sleep, timeout};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
-use crate::calls::SystemCalls;
 use crate::content::ContentPool;
 use crate::options::{LoadArgs, ReadTier, RunArgs};
 use crate::plan::WorkPlan;
@@ -25,6 +24,7 @@ use crate::report::{GB, PhaseReport, PhaseSample, RunReport, ServerUse};
 use crate::session::ClientSession;
 use crate::shape::SessionShape;
 use crate::stats::{Stats, add, get};
+use crate::syscalls::SyscallCounter;
 use crate::write::{self, ExpectedIds, WriteOptions, WritePhase};
 
 /// Interval between two samples.
@@ -242,7 +242,7 @@ impl ClientGroup {
         work: impl Future<Output = anyhow::Result<()>>,
     ) -> anyhow::Result<()> {
         let counting = match self.probe {
-            Probe::Pid(pid) if self.load.system_calls => Some(SystemCalls::of(pid).await?),
+            Probe::Pid(pid) if self.load.system_calls => Some(SyscallCounter::attach(pid).await?),
             _ => None,
         };
         let run = &self.report.name;
@@ -279,7 +279,7 @@ impl ClientGroup {
             phase.server = after.map(|after| ServerUse::between(&before, &after));
         }
         if let Some(counting) = counting {
-            phase.system_calls = Some(counting.count().await?);
+            phase.system_calls = Some(counting.finish().await?);
         }
         self.report.phases.push(phase);
         Ok(())
