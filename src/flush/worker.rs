@@ -171,7 +171,7 @@ impl Flusher {
         }
     }
 
-    /// Queues a batch again after a pause. The pause of a batch that failed before the final flush
+    /// Retry: queues a batch again after a backoff. The pause of a batch that failed before the final flush
     /// ends when that begins.
     fn retry(self: &Arc<Self>, batch: FlushBatch, pause: Duration, is_last: bool) {
         let flusher = Arc::clone(self);

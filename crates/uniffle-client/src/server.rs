@@ -128,8 +128,8 @@ impl Server {
         self.with_retries("getShuffleResultForMultiPart", self.options.read_failures(), results).await
     }
 
-    /// Sends blocks: requires a ticket and sends the data with it. A ticket is valid once, so each
-    /// retry requires a new one.
+    /// Sends blocks: requires a ticket and sends the data with it. Retries with a backoff. A ticket
+    /// is valid once, so each retry requires a new one.
     pub(crate) async fn push(&self, key: &ShuffleKey, batch: &Batch) -> Result<(), Error> {
         let backoff = self.options.failures;
         let mut failures = 0;

@@ -1,4 +1,5 @@
-//! Detects removal, replacement and truncation of open files, and moves of root directories.
+//! Truncation: detects open files that other programs truncated, removed or replaced, and root
+//! directories that they moved.
 
 use std::fmt;
 use std::fs::File;

@@ -1,5 +1,5 @@
-//! Queue of ticket requests that wait for memory. Refused clients come back after seconds, but
-//! memory is released after milliseconds.
+//! Backpressure on writers: a queue of ticket requests that wait for memory. Refused clients come
+//! back after seconds, but memory is released after milliseconds.
 //!
 //! Applications alternate ([`FairQueue`]). Shares are not decided here: the next application's
 //! request goes to [`crate::memory::Tickets`]; if it is refused, the following application is

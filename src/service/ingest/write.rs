@@ -263,7 +263,7 @@ impl SendSession {
         Ok(())
     }
 
-    /// Ends the open block.
+    /// Ends the open block, and compares its checksum (CRC-32) with the one that the client sent.
     ///
     /// # Errors
     /// Bytes are missing, or the header contradicts them or itself.

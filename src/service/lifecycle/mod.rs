@@ -253,7 +253,8 @@ impl Lifecycle {
         }
     }
 
-    /// Purges apps that were not used for their timeout. Returns how many.
+    /// Expiry: purges applications without a heartbeat or call within their timeout. Returns how
+    /// many.
     pub fn expire_apps(&self) -> usize {
         let mut purged = 0;
         for id in self.parts.apps.expired() {

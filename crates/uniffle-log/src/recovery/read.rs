@@ -1,7 +1,8 @@
 //! Reads the metadata log: lists and copies in the data directories, generations in the object
 //! store (`object_file`), and their frames one by one.
 //!
-//! Unreadable data is never replaced by a default. It is reported to the rule (`proof`) as damage.
+//! Unreadable data is never replaced by a default. It is reported to the rule (`proof`) as damage,
+//! and so is a truncation of a file (a torn tail).
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -404,6 +405,7 @@ impl CopyReader {
         }
     }
 
+    /// Notes the truncation or damage at which the readable records end.
     fn tear(&mut self, why: &str) {
         let at = self.window.at;
         self.torn.get_or_insert_with(|| Torn { at, why: why.to_owned(), frames_follow: false });

@@ -1,4 +1,4 @@
-//! Keeps the process alive when another program truncates the memory file.
+//! Truncation of the memory file by another program: keeps the process alive.
 //!
 //! An access to a missing page raises SIGBUS. The handler restores the length of the file, and the
 //! access is repeated and reads zeros. A page that cannot be restored ends the process as before,

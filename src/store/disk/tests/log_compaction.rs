@@ -1,4 +1,5 @@
-//! Purges in the metadata log: purged shuffles do not return, and all others stay.
+//! Purges in the metadata log and its compaction: purged shuffles do not return, and all others
+//! stay.
 
 use futures::FutureExt as _;
 use futures::future::join_all;
