@@ -1,5 +1,6 @@
-//! Another process fills the worker's tmpfs before a shuffle is registered, so the file has no slot
-//! for the shuffle. The shuffle gets a slot once there is room, and survives a kill from then on.
+//! Another process fills the worker's tmpfs before a shuffle is registered, so the memory file has
+//! no slot for the shuffle's tables. The shuffle gets a slot once there is space, and survives a
+//! kill from then on. Skipped where a tmpfs cannot be mounted, except in CI.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::time::Duration;
@@ -13,7 +14,7 @@ use super::honest::{APP, Honest};
 use crate::kept_memory::{NEVER_FLUSHED, SmallTmpfs};
 use crate::writes::client_of;
 
-/// Lower bound of pre-faulted pages: enough for the writes while the tmpfs is full.
+/// Minimum bytes of pre-faulted pages: enough for the writes while the tmpfs is full.
 const PREFAULTED_BYTES: u64 = 32 << 20;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -31,15 +32,15 @@ async fn shuffle_of_a_full_tmpfs_survives_a_kill_once_there_is_room() {
         if bytes >= PREFAULTED_BYTES { Ok(()) } else { Err(format!("{bytes} bytes")) }
     })
     .await;
-    let others = tmpfs.fill();
+    let filler = tmpfs.fill();
     let mut honest = Honest::start(&client).await;
     block_in_place(|| worker.wait_log("a kill would lose blocks in memory of some shuffles"));
     let ready = block_in_place(|| worker.page("/health/ready")).unwrap();
     assert!(ready.contains("a kill would lose blocks in memory of 1 shuffles"), "{ready}");
     assert_eq!(block_in_place(|| worker.metrics()).total("memory_unprotected_shuffles"), Some(1.0));
-    let figures = honest.work(&client, Instant::now() + Duration::from_secs(1)).await;
-    say(&format!("adversary, full tmpfs: {figures}"));
-    std::fs::remove_file(others).unwrap();
+    let stats = honest.work(&client, Instant::now() + Duration::from_secs(1)).await;
+    say(&format!("adversary, full tmpfs: {stats}"));
+    std::fs::remove_file(filler).unwrap();
     block_in_place(|| worker.wait_log("memory_store.backing has space for all shuffles again"));
     honest.work(&client, Instant::now()).await;
     block_in_place(|| {

@@ -15,12 +15,12 @@ use tokio::time::timeout;
 use super::api::WAIT_MAX;
 use super::fixture::AdminFixture;
 
-const ENTER: &str = "\x1b[?1049h\x1b[?25l";
-const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
+const ENTER_ALTERNATE_SCREEN: &str = "\x1b[?1049h\x1b[?25l";
+const LEAVE_ALTERNATE_SCREEN: &str = "\x1b[?25h\x1b[?1049l";
 
-/// The user's end of a pseudo-terminal, and the program on the other end.
+/// The controlling side of a pseudo-terminal, and the program on the other side.
 pub(super) struct Terminal {
-    end: OwnedFd,
+    controller: OwnedFd,
     program: Child,
     chunks: mpsc::UnboundedReceiver<Vec<u8>>,
     /// All output so far.
@@ -31,23 +31,23 @@ impl Terminal {
     /// Runs `uniffle-worker` with `arguments` on a terminal of `columns` and `rows`.
     pub(super) fn run(arguments: &[&str], (columns, rows): (u16, u16)) -> Self {
         let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY;
-        let end = openpt(flags | OpenptFlags::CLOEXEC).unwrap();
-        grantpt(&end).unwrap();
-        unlockpt(&end).unwrap();
-        resize(&end, (columns, rows));
-        let other = ioctl_tiocgptpeer(&end, flags | OpenptFlags::CLOEXEC).unwrap();
+        let controller = openpt(flags | OpenptFlags::CLOEXEC).unwrap();
+        grantpt(&controller).unwrap();
+        unlockpt(&controller).unwrap();
+        resize(&controller, (columns, rows));
+        let peer = ioctl_tiocgptpeer(&controller, flags | OpenptFlags::CLOEXEC).unwrap();
         // The command is dropped here, so that only the program keeps its end of the terminal open.
         let program = Command::new(env!("CARGO_BIN_EXE_uniffle-worker"))
             .args(arguments)
             .stdin(Stdio::null())
-            .stderr(other.try_clone().unwrap())
-            .stdout(other)
+            .stderr(peer.try_clone().unwrap())
+            .stdout(peer)
             .env("TERM", "xterm")
             .kill_on_drop(true)
             .spawn()
             .unwrap();
         let (sender, chunks) = mpsc::unbounded_channel();
-        let mut reader = File::from(end.try_clone().unwrap());
+        let mut reader = File::from(controller.try_clone().unwrap());
         // Ends with the program: a read fails once no process has the other end open.
         std::thread::spawn(move || {
             let mut chunk = [0; 4096];
@@ -57,12 +57,12 @@ impl Terminal {
                 }
             }
         });
-        Self { end, program, chunks, shown: String::new() }
+        Self { controller, program, chunks, shown: String::new() }
     }
 
-    /// Reads until `is_there` accepts the frames drawn so far.
-    async fn until(&mut self, what: &str, is_there: impl Fn(&[Vec<String>]) -> bool) {
-        while !is_there(&self.frames()) {
+    /// Reads until `condition` accepts the frames drawn so far.
+    async fn wait_for_frames(&mut self, what: &str, condition: impl Fn(&[Vec<String>]) -> bool) {
+        while !condition(&self.frames()) {
             let chunk = timeout(WAIT_MAX, self.chunks.recv()).await;
             let chunk = chunk.unwrap_or_else(|_| panic!("{what} is not shown: {:?}", self.shown));
             let chunk = chunk.unwrap_or_else(|| panic!("the program ended before {what}: {:?}", self.shown));
@@ -78,14 +78,14 @@ impl Terminal {
     }
 
     /// Sends a signal. Returns the exit status and the complete output.
-    async fn end_by(self, signal: Signal) -> (ExitStatus, String) {
+    async fn signal_and_wait(self, signal: Signal) -> (ExitStatus, String) {
         let pid = i32::try_from(self.program.id().expect("the process id fits into i32")).unwrap();
         kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
-        self.end().await
+        self.wait().await
     }
 
     /// Returns the exit status and the complete output once the program has ended.
-    pub(super) async fn end(mut self) -> (ExitStatus, String) {
+    pub(super) async fn wait(mut self) -> (ExitStatus, String) {
         let status = timeout(WAIT_MAX, self.program.wait()).await.unwrap().unwrap();
         while let Some(chunk) = timeout(WAIT_MAX, self.chunks.recv()).await.unwrap() {
             self.shown.push_str(&String::from_utf8_lossy(&chunk));
@@ -94,15 +94,22 @@ impl Terminal {
     }
 }
 
-fn resize(end: &OwnedFd, (columns, rows): (u16, u16)) {
+fn resize(controller: &OwnedFd, (columns, rows): (u16, u16)) {
     let size = Winsize { ws_col: columns, ws_row: rows, ws_xpixel: 0, ws_ypixel: 0 };
-    tcsetwinsize(end, size).unwrap();
+    tcsetwinsize(controller, size).unwrap();
 }
 
 /// Asserts one switch to the alternate screen, and a switch back at the end.
 fn assert_screen_restored(shown: &str) {
-    assert!(shown.starts_with(ENTER) && shown.ends_with(LEAVE), "{shown:?}");
-    assert_eq!((shown.matches(ENTER).count(), shown.matches(LEAVE).count()), (1, 1), "{shown:?}");
+    assert!(
+        shown.starts_with(ENTER_ALTERNATE_SCREEN) && shown.ends_with(LEAVE_ALTERNATE_SCREEN),
+        "{shown:?}"
+    );
+    assert_eq!(
+        (shown.matches(ENTER_ALTERNATE_SCREEN).count(), shown.matches(LEAVE_ALTERNATE_SCREEN).count()),
+        (1, 1),
+        "{shown:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -114,10 +121,12 @@ async fn top_redraws_workers_and_truncates_to_window_width() {
     let arguments = ["ctl", "top", "--coordinator", &coordinator, "--interval", "0.1"];
     let mut terminal = Terminal::run(&arguments, (150, 40));
     let are_all_there = |frame: &Vec<String>| {
-        frame[0].starts_with("3 workers, 3 answering;") && frame.iter().any(|it| it.starts_with("app-1 "))
+        frame[0].starts_with("3 workers, 3 answering;") && frame.iter().any(|line| line.starts_with("app-1 "))
     };
     terminal
-        .until("two frames of all", |drawn| drawn.iter().filter(|it| are_all_there(it)).count() >= 2)
+        .wait_for_frames("two frames of all", |drawn| {
+            drawn.iter().filter(|frame| are_all_there(frame)).count() >= 2
+        })
         .await;
     let wide = terminal.frames().pop().unwrap();
     for fixture in others.iter().chain([&first]) {
@@ -130,15 +139,19 @@ async fn top_redraws_workers_and_truncates_to_window_width() {
     }
     assert!(wide.iter().any(|line| line.chars().count() > 30) && wide.len() > 5, "{wide:?}");
 
-    resize(&terminal.end, (30, 6));
+    resize(&terminal.controller, (30, 6));
     let is_narrow =
         |frame: &Vec<String>| frame.len() == 5 && frame.iter().all(|line| line.chars().count() <= 30);
-    terminal.until("two narrow frames", |drawn| drawn.iter().filter(|it| is_narrow(it)).count() >= 2).await;
+    terminal
+        .wait_for_frames("two narrow frames", |drawn| {
+            drawn.iter().filter(|frame| is_narrow(frame)).count() >= 2
+        })
+        .await;
     let narrow = terminal.frames().pop().unwrap();
     assert!(narrow[0].starts_with("3 workers, 3 answering;"), "{narrow:?}");
     assert!(narrow[2].starts_with("worker") && narrow[3].contains("active"), "{narrow:?}");
 
-    let (status, shown) = terminal.end_by(Signal::INT).await;
+    let (status, shown) = terminal.signal_and_wait(Signal::INT).await;
     assert_eq!(status.code(), Some(0), "{shown:?}");
     assert_screen_restored(&shown);
     for fixture in others {
@@ -154,10 +167,10 @@ async fn status_and_top_fit_80_columns() {
     first.push("application_1700000000000_0001_1700000000000", 3).await;
     let coordinator = first.worker.addresses().grpc.to_string();
     let http = first.worker.addresses().http.to_string();
-    for whom in [["--coordinator", &coordinator], ["--worker", &http]] {
-        for call in [&["status"][..], &["top", "--once"]] {
-            let terminal = Terminal::run(&[&["ctl"], &whom[..], call].concat(), (80, 24));
-            let (status, shown) = terminal.end().await;
+    for target in [["--coordinator", &coordinator], ["--worker", &http]] {
+        for command in [&["status"][..], &["top", "--once"]] {
+            let terminal = Terminal::run(&[&["ctl"], &target[..], command].concat(), (80, 24));
+            let (status, shown) = terminal.wait().await;
             assert_eq!(status.code(), Some(0), "{shown}");
             assert!(shown.contains("active"), "{shown}");
             assert!(shown.lines().all(|line| line.trim_end().chars().count() <= 80), "{shown}");
@@ -177,11 +190,11 @@ async fn waiting_shows_progress_on_a_terminal_only() {
     fixture.push("app-1", 1).await;
     let addresses = fixture.worker.addresses();
     let (http, admin) = (addresses.http.to_string(), addresses.admin.unwrap().to_string());
-    let whom = ["ctl", "--worker", &http, "--admin", &admin, "decommission", "--wait", "--within", "1"];
-    let (status, shown) = Terminal::run(&whom, (120, 24)).end().await;
+    let arguments = ["ctl", "--worker", &http, "--admin", &admin, "decommission", "--wait", "--within", "1"];
+    let (status, shown) = Terminal::run(&arguments, (120, 24)).wait().await;
     assert_eq!(status.code(), Some(4), "{shown}");
     assert!(shown.contains("applications left: 1") && shown.contains("░"), "{shown:?}");
-    let piped = super::ctl::run(&whom).await;
+    let piped = super::ctl::run(&arguments).await;
     assert_eq!(
         (piped.code, piped.stdout.as_str(), piped.stderr.lines().count()),
         (4, "", 1),
@@ -197,8 +210,8 @@ async fn top_restores_terminal_on_any_signal() {
     let http = fixture.worker.addresses().http.to_string();
     for signal in [Signal::INT, Signal::TERM, Signal::HUP] {
         let mut terminal = Terminal::run(&["ctl", "top", "--worker", &http], (80, 24));
-        terminal.until("a frame", |drawn| !drawn.is_empty()).await;
-        let (status, shown) = terminal.end_by(signal).await;
+        terminal.wait_for_frames("a frame", |drawn| !drawn.is_empty()).await;
+        let (status, shown) = terminal.signal_and_wait(signal).await;
         assert_eq!(status.code(), Some(0), "{signal:?}: {status}: {shown:?}");
         assert_screen_restored(&shown);
     }

@@ -1,4 +1,5 @@
-//! The cache of index records, idle descriptors, and probes of busy disks.
+//! Reads of the local store: the cache of index records, idle descriptors, probes of busy disks,
+//! and adjacent extents. Also the change of a disk's condition at the high watermark.
 
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use uniffle_io::BoxFuture;
 use uniffle_io::buffers::{ReadBuffer, ReadBuffers};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
-async fn cached(disks: &[TestDisk], index_cache_bytes: u64) -> Arc<LocalStore> {
+async fn open_with_index_cache(disks: &[TestDisk], index_cache_bytes: u64) -> Arc<LocalStore> {
     let config = LocalConfig { index_cache_bytes, ..LocalConfig::default() };
     let disks = disks.iter().map(TestDisk::disk).collect();
     open_with(config, disks).await.unwrap()
@@ -18,7 +19,7 @@ async fn cached(disks: &[TestDisk], index_cache_bytes: u64) -> Arc<LocalStore> {
 #[tokio::test]
 async fn published_index_is_cached_until_purge() {
     let disks = [TestDisk::new("/a")];
-    let store = cached(&disks, 1 << 20).await;
+    let store = open_with_index_cache(&disks, 1 << 20).await;
     let key = key("app", 1);
     store.register(&key);
     for id in 0..5 {
@@ -38,8 +39,8 @@ async fn published_index_is_cached_until_purge() {
 #[tokio::test]
 async fn evicted_index_is_read_once_and_cached() {
     let disks = [TestDisk::new("/a")];
-    // Capacity for eight extents of one block.
-    let store = cached(&disks, 8 * 200).await;
+    // Capacity for eight extents of one block: a record of 40 bytes and an entry of 160.
+    let store = open_with_index_cache(&disks, 8 * 200).await;
     let key = key("app", 1);
     store.register(&key);
     for id in 0..10 {
@@ -58,14 +59,14 @@ async fn evicted_index_is_read_once_and_cached() {
 async fn idle_descriptors_are_closed() {
     let disks = [TestDisk::new("/a")];
     let store = store_on(&disks).await;
-    let (old, young) = (key("app", 1), key("app", 2));
-    for key in [&old, &young] {
+    let (idle, recently_read) = (key("app", 1), key("app", 2));
+    for key in [&idle, &recently_read] {
         store.register(key);
         store.write(key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
     }
     assert_eq!(store.core.files.len(), 4);
     advance(Duration::from_secs(40)).await;
-    assert_eq!(read_all(&store, &young, 1).await.unwrap(), [1]);
+    assert_eq!(read_all(&store, &recently_read, 1).await.unwrap(), [1]);
     assert_eq!(store.core.files.len(), 6);
     advance(Duration::from_secs(20)).await;
     store.maintain_once().await;
@@ -73,7 +74,7 @@ async fn idle_descriptors_are_closed() {
     advance(Duration::from_secs(60)).await;
     store.maintain_once().await;
     assert_eq!(store.core.files.len(), 0);
-    for key in [&old, &young] {
+    for key in [&idle, &recently_read] {
         store.write(key, vec![extent(1, &[(2, 100)], false)]).await.unwrap();
         assert_eq!(read_all(&store, key, 1).await.unwrap(), [1, 2]);
     }
@@ -93,7 +94,7 @@ async fn delayed_probe_does_not_fail_a_disk() {
     // The probe begins first and hangs. A read completes meanwhile.
     let (probed, read) = tokio::join!(biased; store.core.disks[0].probe(false), read_all(&store, &key, 1));
     assert_eq!((probed.unwrap_err().kind(), read.unwrap()), (io::ErrorKind::TimedOut, vec![1]));
-    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy, "a busy disk counts as hung");
+    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy, "a busy disk must not count as hung");
 
     hang();
     assert!(store.core.disks[0].probe(false).await.is_err());
@@ -142,23 +143,22 @@ impl ReadBuffers for SmallBuffers {
 }
 
 #[tokio::test]
-async fn several_large_extents_are_read_in_one_call() {
+async fn adjacent_extents_are_coalesced() {
     let disks = [TestDisk::new("/a")];
     let config = LocalConfig { direct_io: true, ..LocalConfig::default() };
     let store = open_with(config, vec![disks[0].disk()]).await.unwrap();
     let key = key("app", 1);
     store.register(&key);
-    // Three large pieces, a small one, and one that exceeds every buffer. All are contiguous in the
-    // log.
+    // Extents of different sizes, one of which exceeds every buffer. All are adjacent in the log.
     let sizes = [(1, 100_000), (2, 70_001), (3, 300_000), (4, 5000), (5, 3_000_001), (6, 66_000)];
     for (id, size) in sizes {
         store.write(&key, vec![extent(1, &[(id, size)], id % 2 == 0)]).await.unwrap();
     }
     let whole: Vec<u8> = sizes.iter().flat_map(|(id, size)| payload(*id, *size)).collect();
-    let calls = || store.core.metrics.read_operations.with_label_values(&["/a"]).get();
+    let disk_reads = || store.core.metrics.read_operations.with_label_values(&["/a"]).get();
     for (buffer_bytes, expected) in [(READ_CHUNK_BYTES_MAX, 3), (1 << 20, 4), (512 << 10, 7), (64 << 10, 57)]
     {
-        let before = calls();
+        let before = disk_reads();
         let length = whole.len();
         let mut read = store.data(&key, PartitionId(1), 0, length as u32).unwrap().chunks;
         let mut bytes = Vec::new();
@@ -166,7 +166,11 @@ async fn several_large_extents_are_read_in_one_call() {
             bytes.extend_from_slice(&chunk);
         }
         assert!(bytes == whole, "the read with buffers of {buffer_bytes} bytes has other data");
-        assert_eq!(calls() - before, expected, "wrong number of calls with buffers of {buffer_bytes} bytes");
+        assert_eq!(
+            disk_reads() - before,
+            expected,
+            "wrong number of disk reads with buffers of {buffer_bytes} bytes"
+        );
         for (from, to) in [(1, length - 1), (99_999, 100_001), (4097, 480_000), (170_000, length)] {
             let (offset, length) = (from as u64, (to - from) as u32);
             let mut read = store.data(&key, PartitionId(1), offset, length).unwrap().chunks;

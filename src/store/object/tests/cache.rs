@@ -18,7 +18,7 @@ use crate::store::{Cause, StoreErrorKind};
 use uniffle_base::sched::{FairSemaphore, Holder, Reserve};
 
 /// Starts a worker with a cache of `chunks` chunks on `disk`.
-async fn cached(store: &FaultyObjects, disk: Arc<dyn Disk>, chunks: u64) -> Process {
+async fn start_with_cache(store: &FaultyObjects, disk: Arc<dyn Disk>, chunks: u64) -> Process {
     let cache_bytes = chunks * CHUNK_BYTES;
     Process::with(store, ObjectSettings { cache_disks: vec![disk], cache_bytes, ..settings() }).await.unwrap()
 }
@@ -44,7 +44,7 @@ impl Process {
 
     /// Writes `segments` segments. Each has a block of 1000 bytes of partition 0 and one of
     /// partition 1.
-    async fn filled(&self, segments: i64) -> Arc<dyn TierShuffle> {
+    async fn write_segments(&self, segments: i64) -> Arc<dyn TierShuffle> {
         let shuffle = self.register_noted(&key(1)).await;
         for n in 0..segments {
             shuffle.write(vec![extent(0, n..n + 1, 1000), extent(1, n..n + 1, 1000)].into()).await.unwrap();
@@ -60,8 +60,8 @@ fn bytes_of(ids: std::ops::Range<i64>, length: u32) -> Vec<u8> {
 
 #[tokio::test]
 async fn cached_chunk_is_read_without_a_request() {
-    let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
-    process.filled(3).await;
+    let process = start_with_cache(&FaultyObjects::default(), memory_disk(), 8).await;
+    process.write_segments(3).await;
     assert_eq!(process.data(0, 0, 3000).await.unwrap(), bytes_of(0..3, 1000));
     assert_eq!(process.gets(), 3, "expected one request per segment");
     for partition in [0, 1] {
@@ -73,24 +73,24 @@ async fn cached_chunk_is_read_without_a_request() {
 
 #[tokio::test]
 async fn concurrent_readers_of_a_chunk_share_a_request() {
-    let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
-    process.filled(1).await;
+    let process = start_with_cache(&FaultyObjects::default(), memory_disk(), 8).await;
+    process.write_segments(1).await;
     process.store.set(|call, _| if call == Call::Get { ObjectFault::Hold } else { ObjectFault::None });
     let reads = join_all((0..10).map(|n| process.data(n % 2, 0, 1000)));
-    let others = async {
+    let release = async {
         let is_held = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
         eventually("one reader sends a request", is_held).await;
         process.store.release_held();
     };
-    let (read, ()) = futures::join!(reads, others);
+    let (read, ()) = futures::join!(reads, release);
     read.into_iter().for_each(|read| assert_eq!(read.unwrap(), bytes_of(0..1, 1000)));
     assert_eq!(process.gets(), 1);
 }
 
 #[tokio::test]
 async fn failed_chunk_is_requested_again_by_the_next_reader() {
-    let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
-    process.filled(1).await;
+    let process = start_with_cache(&FaultyObjects::default(), memory_disk(), 8).await;
+    process.write_segments(1).await;
     for fault in [ObjectFault::Refuse, ObjectFault::Cut] {
         process.store.set(move |call, _| if call == Call::Get { fault } else { ObjectFault::None });
         let error = process.data(0, 0, 1000).await.unwrap_err();
@@ -131,7 +131,7 @@ async fn silent_store_delays_only_its_own_readers() {
             assert!(futures::poll!(reader).is_pending());
         }
         let is_held = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
-        eventually("some ask", is_held).await;
+        eventually("a request is sent", is_held).await;
         let held = used.load(Ordering::Relaxed);
         assert!(held <= memory / 3, "concurrent reads hold {held} bytes");
         if cache_bytes > 0 {
@@ -147,12 +147,12 @@ async fn silent_store_delays_only_its_own_readers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn failed_cache_disk_costs_a_request_but_no_reader() {
+async fn failed_cache_disk_falls_back_to_the_store() {
     for operation in [Operation::Write, Operation::Read] {
         for fault in [fault::Fault::Errno(fault::EIO), fault::Fault::Hang] {
             let (disk, faults) = faulty_disk();
-            let process = cached(&FaultyObjects::default(), disk, 8).await;
-            process.filled(2).await;
+            let process = start_with_cache(&FaultyObjects::default(), disk, 8).await;
+            process.write_segments(2).await;
             faults.add(Rule::once(operation, fault));
             let read = process.data(0, 0, 2000).await;
             assert_eq!(read.unwrap(), bytes_of(0..2, 1000), "{operation:?} {fault:?}");
@@ -181,16 +181,16 @@ async fn failed_cache_disk_costs_a_request_but_no_reader() {
 async fn unopenable_cache_is_disabled() {
     let (disk, faults) = faulty_disk();
     faults.add(Rule::always(Operation::OpenWrite, fault::Fault::Errno(fault::EACCES)));
-    let process = cached(&FaultyObjects::default(), disk, 8).await;
-    process.filled(2).await;
+    let process = start_with_cache(&FaultyObjects::default(), disk, 8).await;
+    process.write_segments(2).await;
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..2, 1000));
 }
 
 #[tokio::test]
 async fn corrupt_cached_chunk_is_reread_from_the_store() {
     let (disk, faults) = faulty_disk();
-    let process = cached(&FaultyObjects::default(), disk, 8).await;
-    process.filled(1).await;
+    let process = start_with_cache(&FaultyObjects::default(), disk, 8).await;
+    process.write_segments(1).await;
     process.data(0, 0, 1000).await.unwrap();
     faults.add(Rule::once(Operation::Read, fault::Fault::Flip));
     assert_eq!(process.data(0, 0, 1000).await.unwrap(), bytes_of(0..1, 1000));
@@ -204,8 +204,8 @@ async fn corrupt_cached_chunk_is_reread_from_the_store() {
 async fn corrupt_cached_index_is_reread_from_the_store() {
     let (disk, faults) = faulty_disk();
     let store = FaultyObjects::default();
-    let process = cached(&store, disk, 8).await;
-    process.filled(2).await;
+    let process = start_with_cache(&store, disk, 8).await;
+    process.write_segments(2).await;
     let before = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
     process.kill().await;
     // A new process, which has no records in memory.
@@ -231,7 +231,7 @@ async fn corrupt_cached_index_is_reread_from_the_store() {
 const MANY: i64 = 60_001;
 
 /// Starts a process that recovers [`MANY`] blocks of 10 bytes, with a cache on a faulty disk.
-async fn of_many_blocks(index_cache_bytes: u64) -> (Process, Faults) {
+async fn start_with_many_blocks(index_cache_bytes: u64) -> (Process, Faults) {
     let store = FaultyObjects::default();
     let process = Process::with(&store, ObjectSettings::new("p/worker-1")).await.unwrap();
     process.register_noted(&key(1)).await.write(vec![extent(0, 0..MANY, 10)].into()).await.unwrap();
@@ -251,7 +251,7 @@ async fn index_records_are_suspected_before_blocks() {
     let flip = |rule: fn(Operation, fault::Fault) -> Rule| rule(Operation::Read, fault::Fault::Flip);
     for (rule, chunks_left) in [(flip(Rule::once), 1), (flip(Rule::always), 0)] {
         for index_cache_bytes in [0, 16 << 20] {
-            let (process, faults) = of_many_blocks(index_cache_bytes).await;
+            let (process, faults) = start_with_many_blocks(index_cache_bytes).await;
             faults.add(rule.clone());
             let read = async || process.data(0, 586_000, 2000).await.unwrap() == bytes_of(58_600..58_800, 10);
             assert!(read().await);
@@ -266,14 +266,14 @@ async fn index_records_are_suspected_before_blocks() {
 
 #[tokio::test]
 async fn large_extent_is_read_back_in_bounded_parts() {
-    let (process, _) = of_many_blocks(16 << 20).await;
+    let (process, _) = start_with_many_blocks(16 << 20).await;
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..MANY, 10));
 }
 
 #[tokio::test]
 async fn wrong_records_of_a_large_batch_are_fetched_again() {
     for reads_before in 0..2 {
-        let (process, faults) = of_many_blocks(0).await;
+        let (process, faults) = start_with_many_blocks(0).await;
         let read = async || all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
         faults.add(Rule::once(Operation::Read, fault::Fault::Flip).after(reads_before));
         let flipped = read().await;
@@ -285,7 +285,7 @@ async fn wrong_records_of_a_large_batch_are_fetched_again() {
 
 #[tokio::test]
 async fn partly_returned_records_are_fetched_again() {
-    let (process, faults) = of_many_blocks(0).await;
+    let (process, faults) = start_with_many_blocks(0).await;
     faults.add(Rule::once(Operation::Read, fault::Fault::Flip));
     let mut index = process.tier.index(&key(1), PartitionId(0)).unwrap().chunks;
     // Half of an extent's records. The byte in the middle belongs to the checksum of a block.
@@ -301,46 +301,46 @@ async fn partly_returned_records_are_fetched_again() {
 async fn cache_does_not_survive_shuffles_or_process() {
     let store = FaultyObjects::default();
     let disk = MemoryDisk::new("/cache", None);
-    let process = cached(&store, Arc::new(disk.clone()), 8).await;
-    process.filled(2).await;
+    let process = start_with_cache(&store, Arc::new(disk.clone()), 8).await;
+    process.write_segments(2).await;
     process.data(0, 0, 2000).await.unwrap();
     assert_eq!(process.tier.objects().cached_bytes(), 2 * CHUNK_BYTES);
     assert_eq!(disk.files(), Vec::<PathBuf>::new(), "the cache file must have no name");
     process.purge(&key(1), Purge::App(Cause::Unregistered)).await;
     assert_eq!((process.tier.objects().cached_bytes(), process.extents.used()), (0, 0));
 
-    process.filled(2).await;
+    process.write_segments(2).await;
     let orphan = Path::new("uniffle-worker.cache.left");
     disk.create_dir_all(orphan).await.unwrap();
     disk.put(&orphan.join("slots"), Some(vec![1]));
     process.kill().await;
-    let process = cached(&store, Arc::new(disk.clone()), 8).await;
+    let process = start_with_cache(&store, Arc::new(disk.clone()), 8).await;
     assert_eq!((disk.files(), process.tier.objects().cached_bytes()), (Vec::new(), 0));
     assert_eq!(process.data(0, 0, 2000).await.unwrap(), bytes_of(0..2, 1000));
 }
 
 #[tokio::test]
 async fn following_chunk_is_prefetched() {
-    let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
-    process.filled(5).await;
+    let process = start_with_cache(&FaultyObjects::default(), memory_disk(), 8).await;
+    process.write_segments(5).await;
     let before = process.gets();
     let mut read = process.tier.data(&key(1), PartitionId(0), 0, 5000).unwrap().chunks;
     let small = SmallBuffers(1000);
     assert_eq!(read.next_chunk(&small).await.unwrap().unwrap().len(), 1000);
-    let brought = || match process.gets() - before {
+    let fetched = || match process.gets() - before {
         5 => Ok(()),
         gets => Err(format!("{gets} of 5")),
     };
-    eventually("all requested chunks are fetched", brought).await;
+    eventually("all requested chunks are fetched", fetched).await;
 }
 
 #[tokio::test]
 async fn hint_prefetches_exactly_its_range() {
-    let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
-    process.filled(3).await;
+    let process = start_with_cache(&FaultyObjects::default(), memory_disk(), 8).await;
+    process.write_segments(3).await;
     process.tier.hint(&key(1), PartitionId(0), &[1000..2000, 90_000..100_000]);
-    let brought = || if process.gets() == 1 { Ok(()) } else { Err(String::new()) };
-    eventually("the chunk is fetched", brought).await;
+    let fetched = || if process.gets() == 1 { Ok(()) } else { Err(String::new()) };
+    eventually("the chunk is fetched", fetched).await;
     assert_eq!(process.data(0, 1000, 1000).await.unwrap(), bytes_of(1..2, 1000));
     assert_eq!(process.gets(), 1);
 }
@@ -401,7 +401,7 @@ impl uniffle_io::ReadBuffers for SmallBuffers {
 }
 
 #[tokio::test]
-async fn close_extents_are_one_request_without_cache() {
+async fn adjacent_extents_are_coalesced_without_cache() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register_noted(&key(1)).await;
     let extents = (0..6).flat_map(|n| [extent(0, n..n + 1, 100), extent(1, n..n + 1, 2000)]);
@@ -409,12 +409,12 @@ async fn close_extents_are_one_request_without_cache() {
     let begins = |call| matches!(call, Call::Put | Call::Begin);
     process.store.set(move |call, _| if begins(call) { ObjectFault::Hold } else { ObjectFault::None });
     let writes = join_all(extents.map(|extent| shuffle.write(vec![extent].into())));
-    let others = async {
+    let release = async {
         let is_held = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
-        eventually("the first goes up", is_held).await;
+        eventually("the first upload begins", is_held).await;
         process.store.heal();
     };
-    let (written, ()) = futures::join!(writes, others);
+    let (written, ()) = futures::join!(writes, release);
     written.into_iter().for_each(|write| write.unwrap());
     let found = segments(&process.store).await.len();
     assert!(found <= 3, "{found}");
