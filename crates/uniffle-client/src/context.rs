@@ -38,24 +38,24 @@ impl ShuffleContext {
         &self.options
     }
 
-    pub(crate) fn server(&self, number: usize) -> &Arc<Server> {
-        &self.servers[number]
+    pub(crate) fn server(&self, index: usize) -> &Arc<Server> {
+        &self.servers[index]
     }
 
-    /// Returns the replicas of `partition` in the assignment's order, with recently failed ones
-    /// last.
+    /// Returns the indexes of the servers that store replicas of `partition`, in the assignment's
+    /// order, with recently failed ones last.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the partition does not exist.
-    pub(crate) fn replicas(&self, partition: PartitionId) -> Result<Vec<usize>, Error> {
+    pub(crate) fn replica_servers(&self, partition: PartitionId) -> Result<Vec<usize>, Error> {
         let mut replicas = self.handle.assignment.replicas(partition).to_vec();
         if replicas.is_empty() {
             let partitions = self.handle.assignment.partitions();
             return Err(Error::Invalid(format!(
-                "partition {partition} does not exist; the shuffle has {partitions}"
+                "partition {partition} does not exist; the shuffle has {partitions} partitions"
             )));
         }
-        replicas.sort_by_key(|&number| self.servers[number].is_suspect());
+        replicas.sort_by_key(|&index| self.servers[index].is_suspect());
         Ok(replicas)
     }
 }

@@ -80,7 +80,7 @@ impl ShuffleReader {
         filter: &TaskFilter,
     ) -> Self {
         // The query for its blocks already checked that the partition exists.
-        let replicas = shuffle.replicas(partition).unwrap_or_default().into();
+        let replicas = shuffle.replica_servers(partition).unwrap_or_default().into();
         Self {
             shuffle,
             partition,

@@ -49,7 +49,7 @@ pub(crate) async fn expected_blocks(
 ) -> Result<Vec<Treemap>, Error> {
     let mut by_replicas: BTreeMap<Vec<usize>, Vec<PartitionId>> = BTreeMap::new();
     for &partition in partitions {
-        by_replicas.entry(shuffle.replicas(partition)?).or_default().push(partition);
+        by_replicas.entry(shuffle.replica_servers(partition)?).or_default().push(partition);
     }
     let mut expected: BTreeMap<PartitionId, Treemap> = BTreeMap::new();
     for (replicas, together) in by_replicas {

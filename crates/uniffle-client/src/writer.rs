@@ -126,7 +126,7 @@ impl ShuffleWriter {
         data: Bytes,
         uncompressed_length: usize,
     ) -> Result<Block, Error> {
-        self.shuffle.replicas(partition)?;
+        self.shuffle.replica_servers(partition)?;
         let invalid = |what: &str| Error::Invalid(format!("a block of partition {partition}: {what}"));
         if data.is_empty() || data.len() > BLOCK_BYTES_MAX as usize {
             return Err(invalid("the length must be 1 byte to 512 MiB"));
@@ -212,7 +212,8 @@ fn next_round(progress: &mut [DeliveryProgress], needed: usize) -> BTreeMap<usiz
 /// replicas.
 async fn deliver(shuffle: Arc<ShuffleContext>, batch: Vec<PartitionBlocks>) -> Result<(), Error> {
     let needed = shuffle.options().replicas.write;
-    let replicas = batch.iter().map(|(partition, _)| shuffle.replicas(*partition).map(DeliveryProgress::new));
+    let replicas =
+        batch.iter().map(|(partition, _)| shuffle.replica_servers(*partition).map(DeliveryProgress::new));
     let mut progress = replicas.collect::<Result<Vec<_>, _>>()?;
     let mut failure = None;
     loop {
@@ -243,7 +244,8 @@ async fn report(
 ) -> Result<(), Error> {
     let needed = shuffle.options().replicas.write;
     let partitions: Vec<PartitionId> = written.keys().copied().collect();
-    let replicas = partitions.iter().map(|partition| shuffle.replicas(*partition).map(DeliveryProgress::new));
+    let replicas =
+        partitions.iter().map(|partition| shuffle.replica_servers(*partition).map(DeliveryProgress::new));
     let mut progress = replicas.collect::<Result<Vec<_>, _>>()?;
     let mut reports = JoinSet::new();
     for (server, numbers) in next_round(&mut progress, usize::MAX) {
