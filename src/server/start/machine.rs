@@ -1,4 +1,4 @@
-//! Examination of this machine before a start (`--check --here`).
+//! Preflight check of this machine before a start (`--check --here`).
 //!
 //! It reads the files that the configuration names, binds the ports, resolves the advertised
 //! address, tries the directories and maps the memory, as a start does. It releases everything at
@@ -24,16 +24,17 @@ use crate::telemetry;
 use uniffle_coordinator::identity;
 
 /// Returns what the worker would use on this machine, one line each. Needs tokio's timers and
-/// blocking threads, some of which may hang when it returns.
+/// blocking threads. Blocking threads may still be stuck on a hung disk when it returns.
 ///
 /// # Errors
 /// The reasons why a start would fail or use fewer data directories, one line each.
 pub async fn examine_machine(config: &Config) -> Result<String, Vec<String>> {
     let mut problems = check_files(config);
+    // No listener is open yet.
     problems.extend(sockets::unavailable(config, |_, _| false).iter().map(describe_port));
     let has_local = config.worker.store_type.has_local();
     if has_local {
-        problems.extend(claimable::obstacles(&config.local, None).await);
+        problems.extend(claimable::problems(&config.local, None).await);
     }
     let (worker, mut address) = (&config.worker, None);
     // A wrong address has been reported with the files.
@@ -50,12 +51,15 @@ pub async fn examine_machine(config: &Config) -> Result<String, Vec<String>> {
             "{error:#}; memory_store.capacity must be at most the memory that this machine can map"
         ));
     }
-    // A port chosen by the system is unknown, and with it the id.
+    // With port 0, the server id is not known yet.
     let has_id = worker.grpc_port != 0 && worker.urpc_port != Some(0);
     let server_id = |ip| identity::server_id(ip, worker.grpc_port, worker.urpc_port);
     let server_id = address.filter(|_| has_id).map(server_id);
     problems.extend(check_backing(config, server_id).err().map(|error| {
-        format!("{error:#}; must be a tmpfs directory of this worker with room for the capacity, or private")
+        format!(
+            "{error:#}; memory_store.backing must be \"private\" or a tmpfs directory of this worker with free \
+             space for the capacity"
+        )
     }));
     #[cfg(feature = "hdfs")]
     if config.worker.store_type.has_hdfs() {
@@ -63,7 +67,7 @@ pub async fn examine_machine(config: &Config) -> Result<String, Vec<String>> {
     }
     problems.extend(telemetry::check_directory(&config.log).err().map(|error| format!("{error:#}")));
     match address {
-        Some(address) if problems.is_empty() => Ok(findings(config, address)),
+        Some(address) if problems.is_empty() => Ok(describe_success(config, address)),
         _ => Err(problems),
     }
 }
@@ -94,7 +98,7 @@ pub(in crate::server) fn map_memory(config: &Config) -> anyhow::Result<()> {
         .with_context(|| format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes))
 }
 
-fn findings(config: &Config, address: IpAddr) -> String {
+fn describe_success(config: &Config, address: IpAddr) -> String {
     let directories = match config.local.paths.len() {
         _ if !config.worker.store_type.has_local() => String::new(),
         1 => "1 data directory is usable, ".to_owned(),
@@ -128,15 +132,15 @@ fn describe_port(error: &anyhow::Error) -> String {
 }
 
 /// Checks the file of persistent memory of worker `server_id`. Without an id, the owner of the file
-/// is unknown, so only the room is checked.
+/// is unknown, so only the free space is checked.
 pub(in crate::server) fn check_backing(config: &Config, server_id: Option<String>) -> anyhow::Result<()> {
     let section = &config.memory;
     if section.backing.is_private() {
         return Ok(());
     }
     let checked = match server_id {
-        Some(server_id) => Memory::check(section, &Owner::now(server_id)?),
-        None => Memory::check_room(section),
+        Some(server_id) => Memory::check_backing_file(section, &Owner::current(server_id)?),
+        None => Memory::check_free_space(section),
     };
     checked.with_context(|| format!("memory_store.backing = \"{}\"", section.backing))
 }
@@ -148,11 +152,11 @@ mod tests {
 
     /// Regression test: "0 data directories are usable".
     #[test]
-    fn findings_name_directories_only_where_there_are_some() {
+    fn success_names_directories_only_if_configured() {
         let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: "/nonexistent".into() };
         let of = |text: &str| {
             let config = Config::parse(text, &std::collections::HashMap::new(), &machine).unwrap();
-            findings(&config, IpAddr::from([127, 0, 0, 1]))
+            describe_success(&config, IpAddr::from([127, 0, 0, 1]))
         };
         let one = of("[localfile_store]\ndata_paths = [\"/d\"]\n");
         assert!(one.contains("ports are free, 1 data directory is usable, "), "{one}");

@@ -211,7 +211,7 @@ pub(super) async fn refuse_orphaned(
     if recorded.is_empty() && inherited.is_none() {
         return Ok(());
     }
-    let owner = Owner::now(server_id)?;
+    let owner = Owner::current(server_id)?;
     let remedy = "start with that backing, then change it by an upgrade (SIGUSR2) or after a clean stop";
     if let Some(file) = inherited {
         let place = "a memfd in the service manager's descriptor store (memory_store.backing = \"memfd\")";
@@ -282,7 +282,7 @@ pub(in crate::server) async fn open(
         return Memory::new(section, registry)
             .with_context(|| format!("cannot map memory_store.capacity = {} bytes", section.capacity_bytes));
     }
-    let owner = Owner::now(server_id).context("memory_store.backing")?;
+    let owner = Owner::current(server_id).context("memory_store.backing")?;
     let memory = Memory::open(section, &owner, inherited, registry)
         .with_context(|| format!("memory_store.backing = \"{}\"", section.backing))?;
     memory.survive_truncation().context("cannot install the handler of SIGBUS")?;

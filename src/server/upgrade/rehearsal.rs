@@ -35,7 +35,7 @@ pub(super) const PROGRAM: &str = "program: ";
 /// hang when it returns.
 ///
 /// # Errors
-/// The obstacles, one line each.
+/// The problems that prevent an upgrade, one line each.
 pub async fn rehearse(build: Build, config: &Config, facts: &str) -> Result<String, Vec<String>> {
     let facts = Facts::parse(facts).map_err(|error| vec![error])?;
     let mut problems = facts.problems(config);
@@ -50,7 +50,7 @@ pub async fn rehearse(build: Build, config: &Config, facts: &str) -> Result<Stri
     problems.extend(problem(find_memory(config, &facts).await));
     let local = async {
         match config.worker.store_type.has_local() {
-            true => claimable::obstacles(&config.local, Some(facts.held())).await,
+            true => claimable::problems(&config.local, Some(facts.held())).await,
             false => Vec::new(),
         }
     };

@@ -108,7 +108,7 @@ impl Owner {
     ///
     /// # Errors
     /// When the boot id cannot be read.
-    pub fn now(node: impl Into<String>) -> io::Result<Self> {
+    pub fn current(node: impl Into<String>) -> io::Result<Self> {
         let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
         let boot = u128::from_str_radix(&text.trim().replace('-', ""), 16).map_err(io::Error::other)?;
         let mut node = node.into();
@@ -526,7 +526,7 @@ fn tmpfs_without(directory: &Path) -> Option<&Path> {
 }
 
 /// Checks whether a region of another size fits after a running worker deleted its own.
-pub(super) fn check_room(backing: &Backing, size: RegionSize) -> Result<(), MemoryFileError> {
+pub(super) fn check_free_space(backing: &Backing, size: RegionSize) -> Result<(), MemoryFileError> {
     let Backing::Directory(directory) = backing else { return Ok(()) };
     let there = rustix::fs::stat(check_directory(directory)?);
     let freed = there.map_or(0, |file| u64::try_from(file.st_blocks).unwrap_or(0) * STAT_BLOCK_BYTES);

@@ -37,7 +37,7 @@ impl Memory {
     ///
     /// # Errors
     /// The reason why it would fail.
-    pub fn check(config: &MemoryConfig, owner: &Owner) -> Result<(), MemoryFileError> {
+    pub fn check_backing_file(config: &MemoryConfig, owner: &Owner) -> Result<(), MemoryFileError> {
         file::check(&config.backing, owner, region_size(config))
     }
 
@@ -46,8 +46,8 @@ impl Memory {
     ///
     /// # Errors
     /// The reason why it would fail.
-    pub fn check_room(config: &MemoryConfig) -> Result<(), MemoryFileError> {
-        file::check_room(&config.backing, region_size(config))
+    pub fn check_free_space(config: &MemoryConfig) -> Result<(), MemoryFileError> {
+        file::check_free_space(&config.backing, region_size(config))
     }
 
     /// Restores recovered blocks of a shuffle that is registered again and not written to yet.

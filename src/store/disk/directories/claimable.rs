@@ -66,8 +66,8 @@ fn describe(error: &StoreError) -> String {
 /// successor of the worker that has `held`, or else by a worker that starts now. A directory that
 /// the running worker does not use is an obstacle only if the successor could not start with it.
 /// For a start, a missing directory is tried in its nearest parent, and nothing is left behind.
-pub async fn obstacles(config: &LocalConfig, held: Option<HeldBy<'_>>) -> Vec<String> {
-    obstacles_on(&config.real_disks(), config, held).await
+pub async fn problems(config: &LocalConfig, held: Option<HeldBy<'_>>) -> Vec<String> {
+    problems_on(&config.real_disks(), config, held).await
 }
 
 /// Checks whether an empty or missing directory could be claimed.
@@ -94,11 +94,7 @@ async fn try_writing(disk: &dyn Disk) -> io::Result<()> {
     within(NAME_TIMEOUT, disk.remove_dir(&trial)).await
 }
 
-async fn obstacles_on(
-    disks: &[Arc<dyn Disk>],
-    config: &LocalConfig,
-    held: Option<HeldBy<'_>>,
-) -> Vec<String> {
+async fn problems_on(disks: &[Arc<dyn Disk>], config: &LocalConfig, held: Option<HeldBy<'_>>) -> Vec<String> {
     let none = BTreeMap::new();
     let what = if held.is_some() { "" } else { "must be a directory that this worker can claim and write: " };
     let (is_start, held) = (held.is_none(), held.unwrap_or(HeldBy { unhealthy: &[], identities: &none }));
@@ -207,7 +203,7 @@ mod tests {
             (gone.clone(), Uuid::from_u128(2).into_bytes()),
         ]);
         let by = HeldBy { unhealthy: std::slice::from_ref(&lost), identities: &identities };
-        let found = obstacles(&config(&[&held, &gone, &full, &fresh, &lost]), Some(by)).await;
+        let found = problems(&config(&[&held, &gone, &full, &fresh, &lost]), Some(by)).await;
         assert_eq!(found.len(), 2, "{found:?}");
         assert!(
             found[0].contains("gone: not the directory") && found[0].contains("mount its disk"),
@@ -227,14 +223,14 @@ mod tests {
         let lock = disk.lock(Path::new(MARKER)).await.unwrap();
         let none = BTreeMap::new();
         for unhealthy in [&[][..], std::slice::from_ref(&held)] {
-            let found = obstacles(&config(&[&held]), Some(HeldBy { unhealthy, identities: &none })).await;
+            let found = problems(&config(&[&held]), Some(HeldBy { unhealthy, identities: &none })).await;
             assert!(found[0].contains("in use by another process"), "{found:?}");
         }
         drop(lock);
         let by = HeldBy { unhealthy: &[], identities: &none };
-        assert!(obstacles(&config(&[&held]), Some(by)).await.is_empty());
+        assert!(problems(&config(&[&held]), Some(by)).await.is_empty());
         std::fs::write(held.join(MARKER), "something else").unwrap();
-        let found = obstacles(&config(&[&held]), Some(by)).await;
+        let found = problems(&config(&[&held]), Some(by)).await;
         assert!(found[0].contains("is damaged, and the identity of the directory is unknown"), "{found:?}");
     }
 
@@ -257,7 +253,7 @@ mod tests {
                 faults.add(Rule::always(operation, fault));
                 let disks: [Arc<dyn Disk>; 1] = [Arc::new(FaultDisk::new(Arc::new(memory), faults))];
                 let by = HeldBy { unhealthy, identities: &identities };
-                let found = obstacles_on(&disks, &config(&[]), Some(by)).await.join("\n");
+                let found = problems_on(&disks, &config(&[]), Some(by)).await.join("\n");
                 let named = format!("localfile_store.data_paths: /data1: does not answer: {HUNG_REMEDY}");
                 assert_eq!(found.contains(&named), hangs, "{operation:?} {found}");
                 assert_eq!(found.is_empty(), !hangs && !unhealthy.is_empty(), "{operation:?} {found}");
@@ -291,22 +287,22 @@ mod tests {
 
         /// Returns the obstacles for a successor on `names`. The running worker does not use
         /// `unhealthy`.
-        async fn obstacles_of(&self, names: &[&str], unhealthy: &[&str]) -> String {
+        async fn problems_of(&self, names: &[&str], unhealthy: &[&str]) -> String {
             let paths = |names: &[&str]| names.iter().map(|name| self.dir.path().join(name)).collect();
             let (paths, unhealthy): (Vec<PathBuf>, Vec<PathBuf>) = (paths(names), paths(unhealthy));
             let by = HeldBy { unhealthy: &unhealthy, identities: &self.identities };
             let config = LocalConfig { paths, ..LocalConfig::default() };
-            obstacles(&config, Some(by)).await.join("\n")
+            problems(&config, Some(by)).await.join("\n")
         }
     }
 
     #[tokio::test]
     async fn copied_directory_is_refused_before_the_hand_off() {
         let copied = Copied::new();
-        assert_eq!(copied.obstacles_of(&["d0", "d1", "new"], &[]).await, "");
+        assert_eq!(copied.problems_of(&["d0", "d1", "new"], &[]).await, "");
         let first = marker_of(Uuid::from_u128(1));
         copied.mark("d2", first.as_bytes());
-        let found = copied.obstacles_of(&["d0", "d1", "d2"], &[]).await;
+        let found = copied.problems_of(&["d0", "d1", "d2"], &[]).await;
         let path = |name: &str| copied.dir.path().join(name).display().to_string();
         let expected = format!(
             "localfile_store.data_paths: {}: directory has the identity of another directory (same directory as {}, or a \
@@ -316,9 +312,9 @@ mod tests {
         );
         assert_eq!(found, expected, "the check must refuse with the text of the start");
         copied.mark("d1", first.as_bytes());
-        let found = copied.obstacles_of(&["d0", "d1"], &[]).await;
+        let found = copied.problems_of(&["d0", "d1"], &[]).await;
         assert!(found.contains(&format!("{}: directory has the identity of another", path("d1"))), "{found}");
-        let found = copied.obstacles_of(&["d0", "d1"], &["d1"]).await;
+        let found = copied.problems_of(&["d0", "d1"], &["d1"]).await;
         assert!(
             found.contains("has the identity of another directory"),
             "a known copy was not refused: {found}"
@@ -341,7 +337,7 @@ mod tests {
                 Some(content) => std::fs::write(&claim, content).unwrap(),
                 None => drop(std::fs::remove_file(&claim)),
             }
-            let found = copied.obstacles_of(&["d0", "d1"], unhealthy).await;
+            let found = copied.problems_of(&["d0", "d1"], unhealthy).await;
             let (path, claim) = (path.display(), claim.display());
             let uuid = Uuid::from_u128(2);
             let expected = format!(
@@ -353,7 +349,7 @@ mod tests {
         // A directory that the running worker does not have.
         copied.mark("d2", b"");
         std::fs::create_dir(copied.dir.path().join("d2/apps")).unwrap();
-        let found = copied.obstacles_of(&["d0", "d2"], &[]).await;
+        let found = copied.problems_of(&["d0", "d2"], &[]).await;
         assert!(found.contains("is empty, and the identity of the directory is unknown"), "{found}");
     }
 
@@ -364,7 +360,7 @@ mod tests {
         let newer = "uniffle-worker local store 2\nanything\n";
         let newer = format!("{newer}crc32 {:08x}\n", crc32fast::hash(newer.as_bytes()));
         copied.mark("d0", newer.as_bytes());
-        let found = copied.obstacles_of(&["d0", "d1"], &[]).await;
+        let found = copied.problems_of(&["d0", "d1"], &[]).await;
         assert!(found.contains("d0: directory has the format of another version"), "{found}");
         assert!(!found.contains("printf"), "{found}");
     }
@@ -374,7 +370,7 @@ mod tests {
         let copied = Copied::new();
         copied.mark("d2", b"");
         std::fs::write(copied.dir.path().join("d2/uniffle-worker.peers"), "x").unwrap();
-        let found = copied.obstacles_of(&["d0", "d1", "d2"], &[]).await;
+        let found = copied.problems_of(&["d0", "d1", "d2"], &[]).await;
         assert!(found.contains("d2: directory was written by version 0.1.0"), "{found}");
     }
 
@@ -383,12 +379,12 @@ mod tests {
         let copied = Copied::new();
         copied.mark("d1", marker_of(Uuid::from_u128(9)).as_bytes());
         for unhealthy in [&[][..], &["d1"]] {
-            let found = copied.obstacles_of(&["d0", "d1"], unhealthy).await;
+            let found = copied.problems_of(&["d0", "d1"], unhealthy).await;
             assert!(found.contains("d1: not the directory of the running worker"), "{found}");
         }
         std::fs::remove_file(copied.dir.path().join("d1").join(MARKER)).unwrap();
         std::fs::write(copied.dir.path().join("d1/theirs"), "x").unwrap();
-        let found = copied.obstacles_of(&["d0", "d1"], &["d1"]).await;
+        let found = copied.problems_of(&["d0", "d1"], &["d1"]).await;
         assert!(found.contains("content of another program"), "{found}");
     }
 
@@ -405,26 +401,26 @@ mod tests {
         );
         for unhealthy in [&[][..], &["d1"]] {
             assert_eq!(
-                copied.obstacles_of(&["d0", "d1"], unhealthy).await,
+                copied.problems_of(&["d0", "d1"], unhealthy).await,
                 expected,
                 "the directory was moved away"
             );
             std::fs::create_dir(&path).unwrap();
             assert_eq!(
-                copied.obstacles_of(&["d0", "d1"], unhealthy).await,
+                copied.problems_of(&["d0", "d1"], unhealthy).await,
                 expected,
                 "an empty directory is in its place"
             );
             std::fs::remove_dir(&path).unwrap();
             std::fs::write(&path, "x").unwrap();
             assert_eq!(
-                copied.obstacles_of(&["d0", "d1"], unhealthy).await,
+                copied.problems_of(&["d0", "d1"], unhealthy).await,
                 expected,
                 "a file is in its place"
             );
             std::fs::remove_file(&path).unwrap();
         }
         std::fs::rename(&away, &path).unwrap();
-        assert_eq!(copied.obstacles_of(&["d0", "d1"], &[]).await, "", "the directory is back in its place");
+        assert_eq!(copied.problems_of(&["d0", "d1"], &[]).await, "", "the directory is back in its place");
     }
 }

@@ -86,8 +86,9 @@ fn foreign_files_are_refused_and_not_changed() {
 fn missing_directory_in_tmpfs_is_created() {
     let tmpfs = shm();
     let directory = tmpfs.path().join("worker");
-    let check =
-        |path: &std::path::Path| Memory::check(&config(Backing::Directory(path.to_owned())), &owner());
+    let check = |path: &std::path::Path| {
+        Memory::check_backing_file(&config(Backing::Directory(path.to_owned())), &owner())
+    };
     assert!(check(&directory).is_ok() && check(&directory.join("deeper")).is_err());
     assert!(!directory.exists(), "the check created the directory");
     leave_block(&directory);
@@ -150,7 +151,7 @@ fn region_grows_with_its_content_and_shrinks_without_blocks() {
     let check = |change: fn(&mut MemoryConfig)| {
         let mut config = config(Backing::Directory(directory.path().to_owned()));
         change(&mut config);
-        Memory::check(&config, &owner())
+        Memory::check_backing_file(&config, &owner())
     };
     assert!(matches!(check(|_| {}), Err(MemoryFileError::Size { .. })));
     assert!(check(|config| config.capacity_bytes = 8 * MIB).is_ok());
@@ -171,7 +172,8 @@ fn file_extended_before_a_kill_is_accepted() {
             if with_bytes {
                 rustix::io::pwrite(&file, &[7; 777], bytes + more - 777).unwrap();
             }
-            Memory::check(&config(Backing::Directory(directory.path().to_owned())), &owner()).unwrap();
+            Memory::check_backing_file(&config(Backing::Directory(directory.path().to_owned())), &owner())
+                .unwrap();
             let again = in_directory(directory.path(), |_, _| {}).unwrap();
             assert_eq!(
                 std::fs::metadata(&path).unwrap().len(),
