@@ -158,8 +158,8 @@ impl FlushMetrics {
         self.all.slow_writes.inc_by(u64::from(took > SLOW));
     }
 
-    /// Counts an attempt to write `bytes` bytes. The gauges include it until the returned guards are
-    /// dropped.
+    /// Counts an attempt to write `bytes` bytes. The gauges include it until the returned guards
+    /// are dropped.
     #[must_use]
     pub(super) fn start_write(&self, tier: usize, bytes: u64) -> [GaugeGuard; 2] {
         let tier = &self.tiers[tier];

@@ -146,8 +146,8 @@ impl Flusher {
         self.apps.get()?.find(&key.app)
     }
 
-    /// Flushes the `buffers` that exceed the single-buffer threshold. A buffer with too many batches
-    /// in flight is flushed when one of them ends. The check is cheap.
+    /// Flushes the `buffers` that exceed the single-buffer threshold. A buffer with too many
+    /// batches in flight is flushed when one of them ends. The check is cheap.
     pub fn flush_oversized<'a>(
         &self,
         shuffle: &ShuffleBuffers,

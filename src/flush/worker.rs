@@ -171,8 +171,8 @@ impl Flusher {
         }
     }
 
-    /// Retry: queues a batch again after a backoff. The pause of a batch that failed before the final flush
-    /// ends when that begins.
+    /// Retry: queues a batch again after a backoff. The pause of a batch that failed before the
+    /// final flush ends when that begins.
     fn retry(self: &Arc<Self>, batch: FlushBatch, pause: Duration, is_last: bool) {
         let flusher = Arc::clone(self);
         let mut draining = self.draining.subscribe();
