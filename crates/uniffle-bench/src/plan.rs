@@ -114,8 +114,8 @@ pub(crate) struct TaskMessages {
 }
 
 impl TaskMessages {
-    /// Generates the next message. It exceeds `limit_bytes` by less than one block: it ends with the
-    /// block that reaches the limit.
+    /// Generates the next message. It exceeds `limit_bytes` by less than one block: it ends with
+    /// the block that reaches the limit.
     pub(crate) fn next_message(&mut self, limit_bytes: u64) -> PlannedMessage {
         let shape = self.next_shape();
         let wanted = shape.bytes.min(limit_bytes);
