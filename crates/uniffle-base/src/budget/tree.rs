@@ -481,6 +481,7 @@ impl Drop for Charge {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::Pin;
     use std::task::{Context, Waker};
 
     use proptest::prelude::*;
@@ -571,27 +572,35 @@ mod tests {
         assert_eq!(part.charge(60).await.unwrap().bytes(), 60);
     }
 
-    /// Polls a charge of 5 bytes to `child` until it is pending, while another thread calls
-    /// `refused` again and again. Returns whether such a waiter is served after the last call.
+    /// Polls a future until it is pending, and replaces it after each completion. Returns false if
+    /// it was never pending until `is_over`.
+    fn becomes_pending<F: Future>(
+        mut future: Pin<&mut F>,
+        next: impl Fn() -> F,
+        is_over: impl Fn() -> bool,
+    ) -> bool {
+        let mut context = Context::from_waker(Waker::noop());
+        while !is_over() {
+            if future.as_mut().poll(&mut context).is_pending() {
+                return true;
+            }
+            future.set(next());
+        }
+        false
+    }
+
+    /// Waits for a charge of 5 bytes to `child` while another thread calls `refused` again and
+    /// again. Returns whether such a waiter is served after the last call.
     fn waiter_is_served_after(child: &Budget, refused: impl Fn() + Sync) -> bool {
-        for _ in 0..100 {
+        (0..100).all(|_| {
             let mut waits = std::pin::pin!(child.charge(5));
-            let mut context = Context::from_waker(Waker::noop());
             let is_pending = std::thread::scope(|scope| {
                 let other = scope.spawn(|| (0..10_000).for_each(|_| refused()));
-                while !other.is_finished() {
-                    if waits.as_mut().poll(&mut context).is_pending() {
-                        return true;
-                    }
-                    waits.set(child.charge(5));
-                }
-                false
+                becomes_pending(waits.as_mut(), || child.charge(5), || other.is_finished())
             });
-            if is_pending && waits.poll(&mut context).is_pending() {
-                return false;
-            }
-        }
-        true
+            let mut context = Context::from_waker(Waker::noop());
+            !is_pending || waits.poll(&mut context).is_ready()
+        })
     }
 
     #[test]
