@@ -27,7 +27,7 @@ pub use self::format::plain::plain_ids;
 pub use self::format::record::{
     PartitionBlockIds, PartitionRecordCounts, Record, RegistrationRecord, Report, TaskRecordCount,
 };
-pub use self::ids::id_run::{IdRun, RUN_WINDOW_BYTES, RunWriter, runs_to_merge};
+pub use self::ids::id_run::{IdRun, LOOKUP_BYTES, RunWriter, runs_to_merge};
 pub use self::ids::id_set::{IdSet, union};
 pub use self::ids::present::{HeldIds, PresentIds, SLICE_IDS, slices};
 pub use self::ids::scratch::Scratch;

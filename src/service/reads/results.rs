@@ -12,7 +12,7 @@ use bytes::Bytes;
 
 use crate::app::{Reports, ShuffleState};
 use crate::clock::timeout;
-use crate::log::{IdSet, PartitionRecordCounts, RUN_WINDOW_BYTES, union};
+use crate::log::{IdSet, LOOKUP_BYTES, PartitionRecordCounts, union};
 use uniffle_base::budget::heap::HeapFull;
 use uniffle_base::budget::{Budget, Charge, HeapKind, NoCapacity};
 use uniffle_wire::bitmap;
@@ -133,7 +133,7 @@ impl Reads {
         answers: &Budget,
     ) -> Result<Results, ServiceError> {
         let record_counts = shuffle.reports.records.lock().count(&partitions) as u64;
-        let mut held = self.charged(answers, RUN_WINDOW_BYTES + RECORD_BYTES * record_counts).await?;
+        let mut held = self.charged(answers, LOOKUP_BYTES + RECORD_BYTES * record_counts).await?;
         let mut sets = Vec::new();
         for some in partitions.chunks(SETS_AT_ONCE) {
             let StoredIds { sets: in_memory, runs } = StoredIds::of(&shuffle.reports, some);

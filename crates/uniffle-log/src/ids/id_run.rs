@@ -1,9 +1,10 @@
-//! A sorted run of block ids with their partitions, in a file, for ids that exceed the heap.
+//! A file with a sorted run of block ids and their partitions, for ids that exceed the heap budget.
 //!
-//! The file has blocks of about [`BLOCK_BYTES`]. A block has its length u32, the CRC-32 of the rest
-//! u32, and entries in ascending order: a partition i32 and a chunk of its ids. The heap has the
-//! first partition of each block. Runs are merged ([`IdRun::merged`]), so that a lookup reads few
-//! of them. The caller decides which ids leave the heap, and when.
+//! The file has pages of about [`PAGE_BYTES`]. A page has its length u32, the CRC-32 of the rest
+//! u32, and entries in ascending order: a partition i32 and a chunk of its ids. An index in memory
+//! has the first partition of each page. A damaged page is an error. Runs are merged
+//! ([`IdRun::merged`]), so that a lookup reads few of them. The caller decides which ids leave the
+//! heap, and when.
 
 use std::io;
 use std::ops::Range;
@@ -17,27 +18,28 @@ use super::id_set::IdSet;
 use super::scratch::{Scratch, ScratchFile};
 use uniffle_wire::types::PartitionId;
 
-/// Size above which a block is closed.
-const BLOCK_BYTES: usize = 16 << 10;
-/// Size of length and checksum.
-const HEAD_BYTES: usize = 8;
+/// Size above which a page is closed.
+const PAGE_BYTES: usize = 16 << 10;
+/// Size of a page's length and checksum.
+const PAGE_HEADER_BYTES: usize = 8;
 /// Number of bytes written and read at a time.
 const WINDOW_BYTES: usize = 256 << 10;
 
 /// Minimum number of newest runs of similar size that are merged.
-const MERGED_MIN: usize = 4;
-/// Maximum ratio of the next older run to all newer ones for similar size.
-const LIKE_SIZE: u64 = 4;
+const MERGE_RUNS_MIN: usize = 4;
+/// A run has a similar size if it is at most this many times as large as all newer runs together.
+const SIZE_RATIO_MAX: u64 = 4;
 
-/// Heap of a merge or a lookup: a window per run, and one for the output.
-pub const RUN_WINDOW_BYTES: u64 = 2 * WINDOW_BYTES as u64;
+/// Heap of a lookup, which reads one run at a time: a window, and its decoded entries. A merge has
+/// a window per run and one for its output. It is not charged.
+pub const LOOKUP_BYTES: u64 = 2 * WINDOW_BYTES as u64;
 
 /// A complete run.
 #[derive(Debug)]
 pub struct IdRun {
     file: ScratchFile,
-    /// First partition and offset of each block.
-    blocks: Vec<(PartitionId, u64)>,
+    /// First partition and offset of each page.
+    pages: Vec<(PartitionId, u64)>,
     bytes: u64,
 }
 
@@ -45,7 +47,7 @@ impl IdRun {
     /// Writes the union of `runs`.
     ///
     /// # Errors
-    /// A run cannot be read, or no data directory takes the new one.
+    /// A run cannot be read, or no data directory can store the new one.
     pub async fn merged(scratch: &Scratch, runs: &[Arc<Self>]) -> io::Result<Self> {
         let mut writer = RunWriter::new(scratch).await?;
         let mut cursors: Vec<_> = runs.iter().map(|run| RunCursor::new(run)).collect();
@@ -56,7 +58,7 @@ impl IdRun {
                 next = next.into_iter().chain(first).min();
             }
             let Some(next) = next else { return writer.finish().await };
-            cursors.iter_mut().for_each(|cursor| cursor.pass(next.0, next.1));
+            cursors.iter_mut().for_each(|cursor| cursor.advance_past(next.0, next.1));
             writer.push(next.0, next.1).await?;
         }
     }
@@ -66,12 +68,12 @@ impl IdRun {
     /// # Errors
     /// The run cannot be read, or is damaged.
     pub async fn ids(&self, partition: PartitionId) -> io::Result<IdSet> {
-        let from = self.blocks.partition_point(|(first, _)| *first < partition).saturating_sub(1);
-        let to = self.blocks.partition_point(|(first, _)| *first <= partition);
+        let from = self.pages.partition_point(|(first, _)| *first < partition).saturating_sub(1);
+        let to = self.pages.partition_point(|(first, _)| *first <= partition);
         let mut chunks = Vec::new();
         let mut reader = RunReader::new(self, from..to);
-        while let Some((of, chunk)) = reader.next().await? {
-            if of == partition {
+        while let Some((entry_partition, chunk)) = reader.next().await? {
+            if entry_partition == partition {
                 chunks.push(chunk);
             }
         }
@@ -81,7 +83,7 @@ impl IdRun {
     /// Returns a reader of all partitions in order.
     #[must_use]
     pub fn partitions(&self) -> RunPartitions<'_> {
-        RunPartitions { reader: RunReader::new(self, 0..self.blocks.len()), first: None }
+        RunPartitions { reader: RunReader::new(self, 0..self.pages.len()), first: None }
     }
 
     /// Returns the size of the file.
@@ -93,7 +95,7 @@ impl IdRun {
     /// Returns the heap size of the run.
     #[must_use]
     pub fn heap_bytes(&self) -> u64 {
-        (size_of::<Self>() + self.blocks.capacity() * size_of::<(PartitionId, u64)>()) as u64
+        (size_of::<Self>() + self.pages.capacity() * size_of::<(PartitionId, u64)>()) as u64
     }
 }
 
@@ -103,23 +105,23 @@ impl IdRun {
 pub fn runs_to_merge(sizes: &[u64]) -> usize {
     let (mut count, mut sum) = (0, 0u64);
     for size in sizes.iter().rev() {
-        if count > 0 && *size > sum.saturating_mul(LIKE_SIZE) {
+        if count > 0 && *size > sum.saturating_mul(SIZE_RATIO_MAX) {
             break;
         }
         (count, sum) = (count + 1, sum.saturating_add(*size));
     }
-    if count >= MERGED_MIN { count } else { 0 }
+    if count >= MERGE_RUNS_MIN { count } else { 0 }
 }
 
 /// Writes a run in order.
 #[derive(Debug)]
 pub struct RunWriter {
     file: ScratchFile,
-    blocks: Vec<(PartitionId, u64)>,
-    /// Blocks that are not written yet. The last one is incomplete.
+    pages: Vec<(PartitionId, u64)>,
+    /// Pages that are not written yet. The last one is incomplete.
     pending: Vec<u8>,
-    /// Beginning of the current block in `pending`, or `None` if the next entry begins one.
-    block: Option<usize>,
+    /// Beginning of the current page in `pending`, or `None` if the next entry begins one.
+    page: Option<usize>,
     written: u64,
     partition: PartitionId,
     ids: Vec<u64>,
@@ -129,13 +131,13 @@ impl RunWriter {
     /// Begins a run.
     ///
     /// # Errors
-    /// No data directory takes it.
+    /// No data directory can store it.
     pub async fn new(scratch: &Scratch) -> io::Result<Self> {
         Ok(Self {
             file: scratch.file().await?,
-            blocks: Vec::new(),
+            pages: Vec::new(),
             pending: Vec::new(),
-            block: None,
+            page: None,
             written: 0,
             partition: PartitionId(0),
             ids: Vec::with_capacity(CHUNK_IDS_MAX),
@@ -169,29 +171,29 @@ impl RunWriter {
     }
 
     async fn push_chunk(&mut self, partition: PartitionId, chunk: &IdChunk) -> io::Result<()> {
-        let start = *self.block.get_or_insert_with(|| {
-            self.blocks.push((partition, self.written + self.pending.len() as u64));
-            self.pending.extend_from_slice(&[0; HEAD_BYTES]);
-            self.pending.len() - HEAD_BYTES
+        let start = *self.page.get_or_insert_with(|| {
+            self.pages.push((partition, self.written + self.pending.len() as u64));
+            self.pending.extend_from_slice(&[0; PAGE_HEADER_BYTES]);
+            self.pending.len() - PAGE_HEADER_BYTES
         });
         self.pending.extend_from_slice(&partition.0.to_be_bytes());
         chunk.write_to(&mut self.pending);
-        if self.pending.len() - start >= BLOCK_BYTES {
-            self.close_block();
+        if self.pending.len() - start >= PAGE_BYTES {
+            self.close_page();
         }
-        if self.block.is_none() && self.pending.len() >= WINDOW_BYTES {
+        if self.page.is_none() && self.pending.len() >= WINDOW_BYTES {
             self.write().await?;
         }
         Ok(())
     }
 
-    fn close_block(&mut self) {
-        let Some(start) = self.block.take() else { return };
-        let content = &self.pending[start + HEAD_BYTES..];
+    fn close_page(&mut self) {
+        let Some(start) = self.page.take() else { return };
+        let content = &self.pending[start + PAGE_HEADER_BYTES..];
         let length = u32::try_from(content.len()).unwrap_or(u32::MAX);
         let crc = crc32fast::hash(content);
         self.pending[start..start + 4].copy_from_slice(&length.to_be_bytes());
-        self.pending[start + 4..start + HEAD_BYTES].copy_from_slice(&crc.to_be_bytes());
+        self.pending[start + 4..start + PAGE_HEADER_BYTES].copy_from_slice(&crc.to_be_bytes());
     }
 
     async fn write(&mut self) -> io::Result<()> {
@@ -209,25 +211,25 @@ impl RunWriter {
     /// See [`RunWriter::push_set`].
     pub async fn finish(mut self) -> io::Result<IdRun> {
         self.push_ids().await?;
-        self.close_block();
+        self.close_page();
         self.write().await?;
-        self.blocks.shrink_to_fit();
-        Ok(IdRun { file: self.file, blocks: self.blocks, bytes: self.written })
+        self.pages.shrink_to_fit();
+        Ok(IdRun { file: self.file, pages: self.pages, bytes: self.written })
     }
 }
 
-/// Reads entries of a run in order, a few blocks at a time.
+/// Reads entries of a run in order, a few pages at a time.
 #[derive(Debug)]
 struct RunReader<'a> {
     run: &'a IdRun,
-    /// Blocks that are not read yet.
-    blocks: Range<usize>,
+    /// Pages that are not read yet.
+    pages: Range<usize>,
     entries: std::vec::IntoIter<(PartitionId, IdChunk)>,
 }
 
 impl<'a> RunReader<'a> {
-    fn new(run: &'a IdRun, blocks: Range<usize>) -> Self {
-        Self { run, blocks, entries: Vec::new().into_iter() }
+    fn new(run: &'a IdRun, pages: Range<usize>) -> Self {
+        Self { run, pages, entries: Vec::new().into_iter() }
     }
 
     /// Returns the next entry, or `None` at the end.
@@ -236,28 +238,28 @@ impl<'a> RunReader<'a> {
             if let Some(entry) = self.entries.next() {
                 return Ok(Some(entry));
             }
-            if self.blocks.is_empty() {
+            if self.pages.is_empty() {
                 return Ok(None);
             }
             self.entries = entries(&self.window().await?)?.into_iter();
         }
     }
 
-    /// Reads the next blocks, at least one.
+    /// Reads the next pages, at least one.
     async fn window(&mut self) -> io::Result<Bytes> {
-        let blocks = &self.run.blocks;
-        let offset_of = |block: usize| blocks.get(block).map_or(self.run.bytes, |(_, offset)| *offset);
-        let start = offset_of(self.blocks.start);
-        let fits = |block: usize| offset_of(block) - start <= WINDOW_BYTES as u64;
-        let last = (self.blocks.start + 2..=self.blocks.end).take_while(|block| fits(*block)).last();
-        self.blocks.start = last.unwrap_or(self.blocks.start + 1);
-        let length = usize::try_from(offset_of(self.blocks.start) - start).map_err(io::Error::other)?;
+        let pages = &self.run.pages;
+        let offset_of = |page: usize| pages.get(page).map_or(self.run.bytes, |(_, offset)| *offset);
+        let start = offset_of(self.pages.start);
+        let fits = |page: usize| offset_of(page) - start <= WINDOW_BYTES as u64;
+        let last = (self.pages.start + 2..=self.pages.end).take_while(|page| fits(*page)).last();
+        self.pages.start = last.unwrap_or(self.pages.start + 1);
+        let length = usize::try_from(offset_of(self.pages.start) - start).map_err(io::Error::other)?;
         consume_budget().await;
         self.run.file.read(length, start).await
     }
 }
 
-/// Decodes the entries of whole blocks.
+/// Decodes the entries of whole pages.
 fn entries(mut window: &[u8]) -> io::Result<Vec<(PartitionId, IdChunk)>> {
     let damaged = || io::Error::new(io::ErrorKind::InvalidData, "block ids on disk are corrupt");
     let mut entries = Vec::new();
@@ -287,7 +289,7 @@ struct RunCursor<'a> {
 
 impl<'a> RunCursor<'a> {
     fn new(run: &'a IdRun) -> Self {
-        let reader = RunReader::new(run, 0..run.blocks.len());
+        let reader = RunReader::new(run, 0..run.pages.len());
         Self { reader, partition: PartitionId(0), ids: Vec::new(), at: 0 }
     }
 
@@ -304,7 +306,7 @@ impl<'a> RunCursor<'a> {
     }
 
     /// Advances past the next id if it is `id` of `partition`.
-    fn pass(&mut self, partition: PartitionId, id: u64) {
+    fn advance_past(&mut self, partition: PartitionId, id: u64) {
         if self.partition == partition && self.ids.get(self.at) == Some(&id) {
             self.at += 1;
         }
