@@ -22,7 +22,8 @@ use crate::store::disk::shuffle::DiskShuffle;
 use crate::store::extents::extent::ExtentList;
 use uniffle_wire::types::PartitionId;
 
-/// Maximum bytes that the hints of one request prefetch: half of a client's usual read (14 MiB).
+/// Maximum bytes that the hints of one request prefetch: about half of a client's usual read
+/// (14 MiB).
 pub(in crate::store::disk) const HINTED_BYTES_MAX: u64 = 8 << 20;
 
 /// Maximum extents of the hints of one request: each costs a system call of some microseconds.
@@ -32,7 +33,7 @@ pub(in crate::store::disk) const HINTED_EXTENTS_MAX: usize = 256;
 struct Hinted {
     log: Arc<Log>,
     parts: Vec<Range<u64>>,
-    _place: OwnedSemaphorePermit,
+    _permit: OwnedSemaphorePermit,
 }
 
 impl DiskReader {
@@ -77,8 +78,8 @@ impl DiskReader {
                 Some(hinted) => hinted.parts.push(part),
                 None if !log.disk.is_healthy() => {}
                 None => {
-                    let place = Arc::clone(&log.disk.hints).try_acquire_owned();
-                    all.extend(place.ok().map(|_place| Hinted { log, parts: vec![part], _place }));
+                    let permit = Arc::clone(&log.disk.hints).try_acquire_owned();
+                    all.extend(permit.ok().map(|_permit| Hinted { log, parts: vec![part], _permit }));
                 }
             }
         }

@@ -1,4 +1,5 @@
-//! Hints of readers about their next reads.
+//! Hints of readers about their next reads. A hint may prefetch only what is read through the page
+//! cache, within limits, and never fails or delays a read.
 
 #![expect(clippy::single_range_in_vec_init, reason = "a request may have one hint")]
 
@@ -20,7 +21,7 @@ async fn opened(direct_io: bool) -> (TestDisk, Arc<LocalStore>, ShuffleKey) {
     (disk, store, key)
 }
 
-/// Returns the ranges prefetched from the disk after a hint, in the order of the log.
+/// Returns the ranges prefetched from the disk after a hint, in the order of the prefetches.
 async fn prefetched(
     disk: &TestDisk,
     store: &LocalStore,
@@ -34,7 +35,7 @@ async fn prefetched(
 }
 
 #[tokio::test]
-async fn cached_reads_are_prefetched() {
+async fn buffered_reads_are_prefetched() {
     for direct_io in [true, false] {
         let (disk, store, key) = opened(direct_io).await;
         for (id, size) in [(1, 5000), (2, 200_000), (3, 7000)] {
@@ -50,6 +51,7 @@ async fn cached_reads_are_prefetched() {
         );
         let inside = prefetched(&disk, &store, &key, &[4000..4500, 205_000..205_010]).await;
         assert_eq!(inside, [&first[4000..4500], &third[..10]]);
+        // One for each log with prefetched bytes: both calls hint at the same log.
         assert_eq!(store.core.metrics.hints.get(), 2);
     }
 }
@@ -61,7 +63,7 @@ async fn hostile_hints_are_ignored_or_limited() {
         store.write(&key, vec![extent(1, &[(id, 100_000)], false)]).await.unwrap();
     }
     let bytes = store.partition_bytes(&key, P);
-    // Ranges beyond the published end, by one byte or more, and of unknown partitions and shuffles.
+    // Ranges that end after the published bytes, and ranges of unknown partitions and shuffles.
     assert!(prefetched(&disk, &store, &key, &[0..u64::MAX, 0..bytes + 1, bytes..bytes + 1]).await.is_empty());
     store.hint(&key, PartitionId(2), &[0..1]);
     store.hint(&super::key("other", 1), P, &[0..1]);
@@ -71,8 +73,8 @@ async fn hostile_hints_are_ignored_or_limited() {
     let hinted_bytes =
         prefetched(&disk, &store, &key, &whole).await.iter().map(|it| it.len() as u64).sum::<u64>();
     assert_eq!(hinted_bytes, HINTED_BYTES_MAX);
-    let ends: Vec<_> = (0..1000).map(|n| n % 400 * 100_000..n % 400 * 100_000 + 1).collect();
-    assert_eq!(prefetched(&disk, &store, &key, &ends).await.len(), HINTED_EXTENTS_MAX);
+    let first_bytes: Vec<_> = (0..1000).map(|n| n % 400 * 100_000..n % 400 * 100_000 + 1).collect();
+    assert_eq!(prefetched(&disk, &store, &key, &first_bytes).await.len(), HINTED_EXTENTS_MAX);
     // A hint for a purged shuffle.
     store.purge(&key).await;
     assert!(prefetched(&disk, &store, &key, &[0..1]).await.is_empty());
@@ -80,7 +82,7 @@ async fn hostile_hints_are_ignored_or_limited() {
 }
 
 #[tokio::test]
-async fn prefetch_runs_once_per_disk_beside_reads() {
+async fn disk_runs_one_prefetch_at_a_time_beside_reads() {
     let (disk, store, key) = opened(true).await;
     store.write(&key, vec![extent(1, &[(1, 5000)], false)]).await.unwrap();
     disk.faults.add(Rule::once(Operation::Advise, Fault::Hang));
