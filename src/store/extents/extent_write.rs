@@ -1,5 +1,6 @@
-//! One partition's part of a batch, as the flusher hands it to a tier. Disks and objects store it
-//! as extents of at most `EXTENT_BLOCKS_MAX` blocks. Pure: no I/O.
+//! One partition's part of a batch, as the flusher hands it to a tier. Disks and objects split it
+//! into extents of at most `EXTENT_BLOCKS_MAX` blocks. The order of blocks and bytes never changes.
+//! Pure: no I/O.
 
 use std::collections::VecDeque;
 
@@ -12,7 +13,7 @@ use uniffle_wire::types::{BlockMeta, PartitionId};
 /// and verified as a whole, so this bounds the memory for them.
 pub(in crate::store) const EXTENT_BLOCKS_MAX: usize = 4096;
 
-/// One partition's part of a batch. Cheap to clone.
+/// One partition's part of a batch: a future extent, or several if it has too many blocks.
 #[derive(Debug, Clone)]
 pub struct ExtentWrite {
     /// The partition.
@@ -44,9 +45,10 @@ impl ExtentData {
 }
 
 impl ExtentWrite {
-    /// Splits extents with more than [`EXTENT_BLOCKS_MAX`] blocks, in place. The parts of one are
-    /// written with a copy. Inconsistent extents stay as they are.
-    pub(in crate::store) fn bounded(extents: Vec<Self>) -> Vec<Self> {
+    /// Splits extents with more than [`EXTENT_BLOCKS_MAX`] blocks, and keeps the order. The parts
+    /// of a split extent are copied before they are written. Inconsistent extents stay as they are,
+    /// so that the caller's check refuses them.
+    pub(in crate::store) fn split_large(extents: Vec<Self>) -> Vec<Self> {
         if extents.iter().all(|extent| extent.blocks.len() <= EXTENT_BLOCKS_MAX) {
             return extents;
         }
@@ -75,8 +77,8 @@ impl ExtentWrite {
             ExtentData::Aligned(_) => self.length.next_multiple_of(BLOCK_ALIGN as u64),
             ExtentData::Pieces(_) => self.length,
         };
-        let counted = !self.blocks.is_empty() && u32::try_from(self.blocks.len()).is_ok();
-        counted
+        let has_valid_count = !self.blocks.is_empty() && u32::try_from(self.blocks.len()).is_ok();
+        has_valid_count
             && self.blocks.iter().all(|block| block.length > 0)
             && blocks == self.length
             && bytes == stored
@@ -139,11 +141,11 @@ mod tests {
     }
 
     #[test]
-    fn large_extents_are_split_in_place() {
+    fn large_extents_are_split_in_order() {
         let sizes = [1, EXTENT_BLOCKS_MAX, EXTENT_BLOCKS_MAX + 1, 3 * EXTENT_BLOCKS_MAX];
         for aligned in [true, false] {
             let whole: Vec<_> = (0..).zip(sizes).map(|(n, blocks)| extent(n, blocks, aligned)).collect();
-            let parts = ExtentWrite::bounded(whole.clone());
+            let parts = ExtentWrite::split_large(whole.clone());
             let found: Vec<_> = parts.iter().map(|it| (it.partition.0, it.blocks.len())).collect();
             let most = EXTENT_BLOCKS_MAX;
             assert_eq!(found, [(0, 1), (1, most), (2, most), (2, 1), (3, most), (3, most), (3, most)]);
@@ -151,7 +153,7 @@ mod tests {
             assert_eq!(
                 matches!(parts[1].data, ExtentData::Aligned(_)),
                 aligned,
-                "a small extent must be copied"
+                "an extent that is not split must not be copied"
             );
             let content = |all: &[ExtentWrite]| {
                 let bytes = all.iter().flat_map(|it| it.payload()).flatten().collect::<Vec<u8>>();
@@ -166,7 +168,7 @@ mod tests {
     fn inconsistent_extent_is_not_split() {
         let mut short = extent(0, EXTENT_BLOCKS_MAX + 1, true);
         short.length += 1;
-        let parts = ExtentWrite::bounded(vec![short]);
+        let parts = ExtentWrite::split_large(vec![short]);
         assert!(parts.len() == 1 && !parts[0].is_consistent());
     }
 }

@@ -72,7 +72,7 @@ impl DiskWriter {
         extents: Vec<ExtentWrite>,
         is_last: bool,
     ) -> Result<BatchSummary, StoreError> {
-        let extents = ExtentWrite::bounded(extents);
+        let extents = ExtentWrite::split_large(extents);
         let bytes = validate(shuffle, &extents)?;
         self.core.metrics.write_local.inc();
         let written = async {

@@ -87,7 +87,7 @@ impl Uploads {
             self.core.require_claim().await?;
         }
         let key = || self.shuffle.name.key.to_string();
-        let extents = ExtentWrite::bounded(extents);
+        let extents = ExtentWrite::split_large(extents);
         let bytes = segment_heap_bytes(&extents);
         let _making = SegmentHeap::begin(&self.core.segment_heap, &self.core.extents, bytes).await;
         let prepared = tokio::task::spawn_blocking(move || SegmentBatch::of(extents)).await;
