@@ -360,7 +360,7 @@ impl Bucket {
         }
         self.core.records.remove(extents.map(|extent| records_key(incarnation, extent)));
         if let Some(cache) = &self.core.cache {
-            cache.forget(&self.core.metrics, incarnation);
+            cache.purge(&self.core.metrics, incarnation);
         }
     }
 

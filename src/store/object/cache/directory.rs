@@ -46,7 +46,7 @@ impl CacheDirectory {
     }
 
     /// Returns whether the directory is enabled.
-    pub(super) fn works(&self) -> bool {
+    pub(super) fn is_healthy(&self) -> bool {
         self.failing_until.lock().is_none_or(|until| Instant::now() >= until)
     }
 

@@ -9,8 +9,8 @@ use bytes::Bytes;
 use futures::TryStreamExt as _;
 use object_store::{GetOptions, GetRange, ObjectStore as _};
 
-use super::chunks::Pinned;
-use super::slots::{CHUNK_BYTES, ChunkKey, FetchOutcome, FetchSender, HeldChunk};
+use super::read_cache::Pinned;
+use super::slots::{CHUNK_BYTES, CachedChunk, ChunkKey, FetchOutcome, FetchSender};
 use crate::store::StoreError;
 use crate::store::object::circuit_breaker::{copy_of, failed, wrong_answer};
 use crate::store::object::core::ObjectCore;
@@ -29,16 +29,16 @@ enum MissReason {
 
 /// Finds a chunk of which a reader needs `bytes` bytes, and starts to fetch it if it is missing.
 /// Returns `None` if the chunk gets no slot.
-pub(in crate::store::object) fn begin(
+pub(in crate::store::object) fn begin_fetch(
     core: &Arc<ObjectCore>,
     shuffle: &Arc<ObjectShuffle>,
     key: ChunkKey,
     bytes: u64,
 ) -> Option<Pinned> {
     let cache = core.cache.as_ref()?;
-    let (pinned, missing) = cache.find(&core.metrics, key, bytes)?;
+    let (pinned, missing) = cache.find_or_reserve(&core.metrics, key, bytes)?;
     if let Some(sender) = missing {
-        let fetch = run(Arc::clone(core), Arc::clone(shuffle), key, pinned.held.clone(), sender);
+        let fetch = run(Arc::clone(core), Arc::clone(shuffle), key, pinned.chunk.clone(), sender);
         core.tasks.spawn("object cache", fetch);
     }
     Some(pinned)
@@ -49,7 +49,7 @@ async fn run(
     core: Arc<ObjectCore>,
     shuffle: Arc<ObjectShuffle>,
     key: ChunkKey,
-    held: HeldChunk,
+    held: CachedChunk,
     sender: FetchSender,
 ) {
     let object = shuffle.segment_key(key.segment);
@@ -63,7 +63,7 @@ async fn run(
         Ok(bytes) => FetchOutcome::Whole(bytes),
         Err(missed) => {
             // The next reader does not find the chunk and fetches it again.
-            cache.slots.lock().remove_held(&key, &held);
+            cache.slots.lock().remove_if_current(&key, &held);
             match missed {
                 MissReason::Store(error) => FetchOutcome::StoreFailed(error),
                 MissReason::Disk(error) => {
@@ -76,7 +76,7 @@ async fn run(
             }
         }
     };
-    cache.show(&core.metrics);
+    cache.update_gauge(&core.metrics);
     sender.send_replace(Some(outcome));
 }
 
@@ -85,7 +85,7 @@ async fn fetch(
     shuffle: &ObjectShuffle,
     object: &str,
     key: ChunkKey,
-    held: &HeldChunk,
+    held: &CachedChunk,
 ) -> Result<u64, MissReason> {
     let Some(cache) = &core.cache else { return Ok(0) };
     let holder = Holder { app: Some(shuffle.name.key.app.clone()), weight: 1 };
@@ -102,7 +102,7 @@ async fn fetch(
     fetched
 }
 
-async fn pour(core: &ObjectCore, object: &str, key: ChunkKey, held: &HeldChunk) -> Result<u64, MissReason> {
+async fn pour(core: &ObjectCore, object: &str, key: ChunkKey, held: &CachedChunk) -> Result<u64, MissReason> {
     let Some(cache) = &core.cache else { return Ok(0) };
     let directory = &cache.directories[held.slot.directory];
     let wanted = key.start()..key.start() + CHUNK_BYTES;

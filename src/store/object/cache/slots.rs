@@ -28,7 +28,7 @@ pub(super) const ENTRY_BYTES: u64 = 512;
 const LOOKED_AT: usize = 64;
 
 /// Largest number of chunks dropped under one lock, because readers wait for the lock meanwhile.
-const FORGOTTEN_AT_ONCE: usize = 128;
+const PURGED_AT_ONCE: usize = 128;
 
 /// Number of chunks remembered because a reader needed them and they got no slot.
 const WANTED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
@@ -92,7 +92,12 @@ impl SlotAllocator {
             state.next = state.next.max(number + 1);
             number
         };
-        Some(CacheSlot { directory, number, places: Arc::clone(self), is_abandoned: AtomicBool::new(false) })
+        Some(CacheSlot {
+            directory,
+            number,
+            allocator: Arc::clone(self),
+            is_abandoned: AtomicBool::new(false),
+        })
     }
 }
 
@@ -101,7 +106,7 @@ impl SlotAllocator {
 pub(super) struct CacheSlot {
     pub(super) directory: usize,
     number: u32,
-    places: Arc<SlotAllocator>,
+    allocator: Arc<SlotAllocator>,
     is_abandoned: AtomicBool,
 }
 
@@ -120,21 +125,21 @@ impl CacheSlot {
 impl Drop for CacheSlot {
     fn drop(&mut self) {
         if !self.is_abandoned.load(Ordering::Relaxed) {
-            self.places.state.lock().returned.push(self.number);
+            self.allocator.state.lock().returned.push(self.number);
         }
     }
 }
 
 /// The slot of a chunk, and the outcome of its fetch.
 #[derive(Debug, Clone)]
-pub(super) struct HeldChunk {
+pub(super) struct CachedChunk {
     pub(super) slot: Arc<CacheSlot>,
     pub(super) fetch: FetchReceiver,
 }
 
 #[derive(Debug)]
 struct CacheEntry {
-    held: HeldChunk,
+    held: CachedChunk,
     used_at: u64,
     _charge: Charge,
 }
@@ -143,17 +148,17 @@ struct CacheEntry {
 #[derive(Debug)]
 pub(super) enum SlotLookup {
     /// The chunk is cached or being fetched.
-    Known(HeldChunk),
+    Known(CachedChunk),
     /// The chunk has got a slot, and the caller fetches it.
-    Fetch(HeldChunk, FetchSender),
+    Fetch(CachedChunk, FetchSender),
     /// The chunk gets no slot.
-    Not,
+    Bypass,
 }
 
 /// Table of cached chunks, by key and by last use, with the slot allocators of the directories.
 #[derive(Debug)]
 pub(super) struct Slots {
-    places: Vec<Arc<SlotAllocator>>,
+    allocators: Vec<Arc<SlotAllocator>>,
     entries: BTreeMap<ChunkKey, CacheEntry>,
     by_use: BTreeMap<u64, ChunkKey>,
     uses: u64,
@@ -162,9 +167,9 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    pub(super) fn new(places: Vec<Arc<SlotAllocator>>, heap: &Budget) -> Self {
+    pub(super) fn new(allocators: Vec<Arc<SlotAllocator>>, heap: &Budget) -> Self {
         Self {
-            places,
+            allocators,
             entries: BTreeMap::new(),
             by_use: BTreeMap::new(),
             uses: 0,
@@ -174,9 +179,14 @@ impl Slots {
     }
 
     /// Finds a chunk of which a reader needs `bytes` bytes. A missing chunk gets a free slot of a
-    /// directory for which `works` returns true. If there is none, it replaces another chunk if it
-    /// is worth a slot.
-    pub(super) fn find(&mut self, key: ChunkKey, bytes: u64, works: impl Fn(usize) -> bool) -> SlotLookup {
+    /// directory for which `is_healthy` returns true. If there is none, it replaces another chunk
+    /// if `bytes` is a large part of it, or if it was needed before.
+    pub(super) fn find_or_reserve(
+        &mut self,
+        key: ChunkKey,
+        bytes: u64,
+        is_healthy: impl Fn(usize) -> bool,
+    ) -> SlotLookup {
         self.uses += 1;
         // The next reader retries a failed fetch.
         if self.entries.get(&key).is_some_and(|entry| entry.held.fetch.has_failed()) {
@@ -189,18 +199,18 @@ impl Slots {
             return SlotLookup::Known(entry.held.clone());
         }
         let is_worth_it = bytes >= CHUNK_BYTES / WANTED_DIVISOR || self.wanted.contains(&key);
-        let slot = match self.take(&works) {
+        let slot = match self.take(&is_healthy) {
             Some(slot) => Some(slot),
-            None if is_worth_it && self.make_room(&works) => self.take(&works),
+            None if is_worth_it && self.make_room(&is_healthy) => self.take(&is_healthy),
             None => None,
         };
         let Some(slot) = slot else {
             self.wanted.put(key, ());
-            return SlotLookup::Not;
+            return SlotLookup::Bypass;
         };
         self.wanted.pop(&key);
         let (sender, fetch) = FetchReceiver::new();
-        let held = HeldChunk { slot: Arc::new(slot), fetch };
+        let held = CachedChunk { slot: Arc::new(slot), fetch };
         let _charge = self.heap.charge_unchecked(ENTRY_BYTES);
         self.entries.insert(key, CacheEntry { held: held.clone(), used_at: self.uses, _charge });
         self.by_use.insert(self.uses, key);
@@ -208,16 +218,16 @@ impl Slots {
     }
 
     /// Allocates a slot in the enabled directory with the most free slots.
-    fn take(&self, works: &impl Fn(usize) -> bool) -> Option<CacheSlot> {
-        let usable = self.places.iter().enumerate().filter(|(number, _)| works(*number));
-        let (number, places) = usable.max_by_key(|(_, places)| places.free())?;
-        places.take(number)
+    fn take(&self, is_healthy: &impl Fn(usize) -> bool) -> Option<CacheSlot> {
+        let usable = self.allocators.iter().enumerate().filter(|(number, _)| is_healthy(*number));
+        let (number, allocator) = usable.max_by_key(|(_, allocator)| allocator.free())?;
+        allocator.take(number)
     }
 
-    fn make_room(&mut self, works: &impl Fn(usize) -> bool) -> bool {
+    fn make_room(&mut self, is_healthy: &impl Fn(usize) -> bool) -> bool {
         let is_idle = |key: &&ChunkKey| {
             let held = self.entries.get(key).map(|entry| &entry.held);
-            held.is_some_and(|held| Arc::strong_count(&held.slot) == 1 && works(held.slot.directory))
+            held.is_some_and(|held| Arc::strong_count(&held.slot) == 1 && is_healthy(held.slot.directory))
         };
         let idle = self.by_use.values().take(LOOKED_AT).find(is_idle).copied();
         idle.is_some_and(|key| self.remove(&key))
@@ -230,29 +240,29 @@ impl Slots {
     }
 
     /// Drops a chunk if it still has the slot of `held`.
-    pub(super) fn remove_held(&mut self, key: &ChunkKey, held: &HeldChunk) {
+    pub(super) fn remove_if_current(&mut self, key: &ChunkKey, held: &CachedChunk) {
         let entry = self.entries.get(key);
         if entry.is_some_and(|entry| Arc::ptr_eq(&entry.held.slot, &held.slot)) {
             self.remove(key);
         }
     }
 
-    /// Drops at most [`FORGOTTEN_AT_ONCE`] chunks of an incarnation. Returns whether there may be
+    /// Drops at most [`PURGED_AT_ONCE`] chunks of an incarnation. Returns whether there may be
     /// more.
-    pub(super) fn forget(&mut self, incarnation: u64) -> bool {
+    pub(super) fn purge_batch(&mut self, incarnation: u64) -> bool {
         let key = |segment, number| ChunkKey { incarnation, segment, number };
         let all = key(0, 0)..=key(u32::MAX, u32::MAX);
-        let some = self.entries.range(all).take(FORGOTTEN_AT_ONCE);
+        let some = self.entries.range(all).take(PURGED_AT_ONCE);
         let keys: Vec<_> = some.map(|(key, _)| *key).collect();
         for key in &keys {
             self.remove(key);
         }
-        keys.len() == FORGOTTEN_AT_ONCE
+        keys.len() == PURGED_AT_ONCE
     }
 
     /// Examines [`EMPTIED_AT_ONCE`] chunks from `from` on, and drops the chunks of `directory`.
     /// Returns the chunk to continue with, if there are more.
-    pub(super) fn empty_some(&mut self, directory: usize, from: ChunkKey) -> Option<ChunkKey> {
+    pub(super) fn empty_batch(&mut self, directory: usize, from: ChunkKey) -> Option<ChunkKey> {
         let some = self.entries.range(from..).take(EMPTIED_AT_ONCE + 1);
         let mut some: Vec<_> = some.map(|(key, entry)| (*key, entry.held.slot.directory)).collect();
         let next = some.get(EMPTIED_AT_ONCE).map(|(key, _)| *key);
@@ -327,7 +337,7 @@ mod tests {
 
     use super::*;
 
-    fn outcome(held: HeldChunk, sender: &FetchSender) -> HeldChunk {
+    fn outcome(held: CachedChunk, sender: &FetchSender) -> CachedChunk {
         sender.send_replace(Some(FetchOutcome::Whole(CHUNK_BYTES)));
         held
     }
@@ -340,8 +350,8 @@ mod tests {
         Slots::new(vec![SlotAllocator::new(max / 2), SlotAllocator::new(max - max / 2)], budget)
     }
 
-    fn fetch(slots: &mut Slots, number: u32) -> HeldChunk {
-        match slots.find(key(number), CHUNK_BYTES, |_| true) {
+    fn fetch(slots: &mut Slots, number: u32) -> CachedChunk {
+        match slots.find_or_reserve(key(number), CHUNK_BYTES, |_| true) {
             SlotLookup::Fetch(held, sender) => outcome(held, &sender),
             other => panic!("{number}: {other:?}"),
         }
@@ -353,46 +363,46 @@ mod tests {
         let mut slots = slots(&budget, 4);
         let read = fetch(&mut slots, 0);
         (1..4).for_each(|number| drop(fetch(&mut slots, number)));
-        assert!(matches!(slots.find(key(1), 1, |_| true), SlotLookup::Known(_)));
+        assert!(matches!(slots.find_or_reserve(key(1), 1, |_| true), SlotLookup::Known(_)));
         drop(fetch(&mut slots, 4));
         assert!(
-            matches!(slots.find(key(1), 1, |_| true), SlotLookup::Known(_)),
+            matches!(slots.find_or_reserve(key(1), 1, |_| true), SlotLookup::Known(_)),
             "chunk 2 must be evicted first"
         );
         assert!(
-            matches!(slots.find(key(0), 1, |_| true), SlotLookup::Known(_)),
+            matches!(slots.find_or_reserve(key(0), 1, |_| true), SlotLookup::Known(_)),
             "a chunk that is being read must not be evicted"
         );
         assert_eq!(budget.used(), 4 * ENTRY_BYTES);
-        slots.forget(1);
+        slots.purge_batch(1);
         assert_eq!((slots.len(), budget.used()), (0, 0));
-        let places: u32 = slots.places.iter().map(|places| places.free()).sum();
-        assert_eq!(places, 3, "one chunk is still being read");
+        let free: u32 = slots.allocators.iter().map(|allocator| allocator.free()).sum();
+        assert_eq!(free, 3, "one chunk is still being read");
         drop(read);
-        let places: u32 = slots.places.iter().map(|places| places.free()).sum();
-        assert_eq!(places, 4);
+        let free: u32 = slots.allocators.iter().map(|allocator| allocator.free()).sum();
+        assert_eq!(free, 4);
     }
 
     #[test]
     fn chunk_of_a_cancelled_fetch_is_fetched_again() {
         let mut slots = slots(&Budget::new(u64::MAX), 4);
-        let SlotLookup::Fetch(_, sender) = slots.find(key(0), 1, |_| true) else {
+        let SlotLookup::Fetch(_, sender) = slots.find_or_reserve(key(0), 1, |_| true) else {
             panic!("expected a fetch of the new chunk")
         };
         assert!(
-            matches!(slots.find(key(0), 1, |_| true), SlotLookup::Known(_)),
+            matches!(slots.find_or_reserve(key(0), 1, |_| true), SlotLookup::Known(_)),
             "a chunk that is being fetched must not be fetched again"
         );
         drop(sender);
-        assert!(matches!(slots.find(key(0), 1, |_| true), SlotLookup::Fetch(..)));
+        assert!(matches!(slots.find_or_reserve(key(0), 1, |_| true), SlotLookup::Fetch(..)));
     }
 
     #[test]
     fn chunks_of_a_registration_are_dropped_in_batches() {
         let mut slots = slots(&Budget::new(u64::MAX), 300);
         (0..200).for_each(|number| drop(fetch(&mut slots, number)));
-        assert!(slots.forget(1) && slots.len() == 200 - FORGOTTEN_AT_ONCE);
-        assert!(!slots.forget(1) && slots.len() == 0);
+        assert!(slots.purge_batch(1) && slots.len() == 200 - PURGED_AT_ONCE);
+        assert!(!slots.purge_batch(1) && slots.len() == 0);
     }
 
     #[test]
@@ -400,15 +410,15 @@ mod tests {
         let mut slots = slots(&Budget::new(u64::MAX), 2);
         (0..2).for_each(|number| drop(fetch(&mut slots, number)));
         assert!(
-            matches!(slots.find(key(5), 1000, |_| true), SlotLookup::Not),
+            matches!(slots.find_or_reserve(key(5), 1000, |_| true), SlotLookup::Bypass),
             "the first read of a small part must not be admitted"
         );
         assert!(
-            matches!(slots.find(key(5), 1000, |_| true), SlotLookup::Fetch(..)),
+            matches!(slots.find_or_reserve(key(5), 1000, |_| true), SlotLookup::Fetch(..)),
             "the second read of a chunk must be admitted"
         );
         assert!(
-            matches!(slots.find(key(6), CHUNK_BYTES / 4, |_| true), SlotLookup::Fetch(..)),
+            matches!(slots.find_or_reserve(key(6), CHUNK_BYTES / 4, |_| true), SlotLookup::Fetch(..)),
             "a read of a large part of the chunk must be admitted"
         );
     }
@@ -418,18 +428,18 @@ mod tests {
         let mut slots = slots(&Budget::new(u64::MAX), 4);
         let first = fetch(&mut slots, 0);
         let failing = first.slot.directory;
-        assert!(slots.empty_some(failing, ChunkKey::FIRST).is_none());
+        assert!(slots.empty_batch(failing, ChunkKey::FIRST).is_none());
         first.slot.abandon();
         drop(first);
-        let works = |directory| directory != failing;
+        let is_healthy = |directory| directory != failing;
         for number in 1..6 {
-            match slots.find(key(number), CHUNK_BYTES, works) {
+            match slots.find_or_reserve(key(number), CHUNK_BYTES, is_healthy) {
                 SlotLookup::Fetch(held, _) => assert_ne!(held.slot.directory, failing),
                 other => panic!("{other:?}"),
             }
         }
         assert_eq!(
-            (slots.len(), slots.places[failing].free()),
+            (slots.len(), slots.allocators[failing].free()),
             (2, 1),
             "a late write may still reach the abandoned slot"
         );
@@ -444,7 +454,7 @@ mod tests {
         };
         let others = of(&slots, 1);
         let (mut from, mut remaining) = (ChunkKey::FIRST, slots.len());
-        while let Some(next) = slots.empty_some(0, from) {
+        while let Some(next) = slots.empty_batch(0, from) {
             assert!(remaining - slots.len() <= EMPTIED_AT_ONCE);
             (from, remaining) = (next, slots.len());
         }
@@ -458,30 +468,30 @@ mod tests {
         ) {
             let budget = Budget::new(u64::MAX);
             let mut slots = slots(&budget, 5);
-            let mut held: Vec<(u32, HeldChunk)> = Vec::new();
+            let mut held: Vec<(u32, CachedChunk)> = Vec::new();
             for (number, what, at) in steps {
                 match what {
                     0 if !held.is_empty() => drop(held.swap_remove(at.index(held.len()))),
                     1 => {
                         slots.remove(&key(number));
                     }
-                    _ => match slots.find(key(number), CHUNK_BYTES, |_| true) {
+                    _ => match slots.find_or_reserve(key(number), CHUNK_BYTES, |_| true) {
                         SlotLookup::Known(it) => held.push((number, it)),
                         SlotLookup::Fetch(it, sender) => held.push((number, outcome(it, &sender))),
-                        SlotLookup::Not => {}
+                        SlotLookup::Bypass => {}
                     },
                 }
-                let place = |it: &HeldChunk| (it.slot.directory, it.slot.number);
+                let slot = |it: &CachedChunk| (it.slot.directory, it.slot.number);
                 for (number, it) in &held {
-                    let others = held.iter().filter(|(other, that)| other != number && place(that) == place(it));
+                    let others = held.iter().filter(|(other, that)| other != number && slot(that) == slot(it));
                     prop_assert_eq!(others.count(), 0);
                 }
                 prop_assert_eq!(slots.by_use.len(), slots.len());
                 prop_assert_eq!(budget.used(), slots.len() as u64 * ENTRY_BYTES);
             }
             drop(held);
-            slots.forget(1);
-            prop_assert_eq!(slots.places.iter().map(|places| places.free()).sum::<u32>(), 5);
+            slots.purge_batch(1);
+            prop_assert_eq!(slots.allocators.iter().map(|allocator| allocator.free()).sum::<u32>(), 5);
         }
     }
 }

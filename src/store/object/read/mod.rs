@@ -1,4 +1,10 @@
 //! Reads of extents in objects, directly or through the read cache.
+//!
+//! `data` reads blocks and `index` reads their records, both by `ranges`. A range comes from chunks
+//! of the cache or from the store: `fetch` plans the requests, `body` copies their responses.
+//!
+//! Invariant: blocks that are completely in the requested range are verified (`checksums`), from
+//! wherever they come. The bytes of a block that is only partly in the range are not.
 
 mod body;
 mod checksums;

@@ -108,7 +108,7 @@ pub(super) async fn locate(
     }
     // Starts all fetches before it waits for the first.
     let begun: Vec<_> =
-        wanted.into_iter().map(|(key, bytes)| (key, cache::begin(core, shuffle, key, bytes))).collect();
+        wanted.into_iter().map(|(key, bytes)| (key, cache::begin_fetch(core, shuffle, key, bytes))).collect();
     let mut ready = BTreeMap::new();
     for (key, pinned) in begun {
         let Some(pinned) = pinned else { continue };
@@ -141,11 +141,11 @@ pub(in crate::store::object) fn begin_ahead(
     let (mut bytes, mut begun) = (0, None);
     for piece in pieces(shuffle, parts) {
         bytes += piece.part.range.len() as u64;
-        if bytes > AHEAD_BYTES || !cache.has_time() {
+        if bytes > AHEAD_BYTES || !cache.has_fetch_permit() {
             break;
         }
         if begun.replace(piece.key) != Some(piece.key) {
-            cache::begin(core, shuffle, piece.key, piece.part.range.len() as u64);
+            cache::begin_fetch(core, shuffle, piece.key, piece.part.range.len() as u64);
         }
     }
 }
@@ -207,7 +207,7 @@ impl Located {
     /// the same parts, all to be read from the store, or `None` if none came from the cache.
     pub(super) fn of_store_instead(&self, core: &ObjectCore) -> Option<Self> {
         let cache = core.cache.as_ref().filter(|_| !self.cached.is_empty())?;
-        cache.discard(&core.metrics, &self.cached);
+        cache.discard_corrupt(&core.metrics, &self.cached);
         Some(self.of_store())
     }
 }
@@ -222,7 +222,7 @@ pub(in crate::store::object) fn discard(
     let Some(cache) = &core.cache else { return };
     let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     let parts = [RangePart { segment, offset: range.start, range: 0..bytes }];
-    cache.drop_all(&core.metrics, pieces(shuffle, &parts).map(|piece| piece.key));
+    cache.discard(&core.metrics, pieces(shuffle, &parts).map(|piece| piece.key));
 }
 
 /// Reads a small range of a segment into a buffer of its own.

@@ -1,4 +1,4 @@
-//! The read cache: its directories, and the chunks stored in them.
+//! The [`Cache`]: its directories, the chunks stored in them, and the permits to fetch chunks.
 //!
 //! A chunk is pinned while it is read. If a disk fails, all its chunks are dropped, and readers use
 //! the store.
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use uniffle_io::{Disk, ReadBuffer, ReadPart, ReadTarget};
 
 use super::directory::CacheDirectory;
-use super::slots::{CHUNK_BYTES, ChunkKey, FetchSender, HeldChunk, SlotAllocator, SlotLookup, Slots};
+use super::slots::{CHUNK_BYTES, CachedChunk, ChunkKey, FetchSender, SlotAllocator, SlotLookup, Slots};
 use crate::metrics::clamped;
 use crate::store::StoreError;
 use crate::store::object::metrics::Metrics;
@@ -26,7 +26,7 @@ const FETCHES: u64 = 16;
 pub(in crate::store::object) struct Cache {
     pub(super) directories: Vec<CacheDirectory>,
     pub(super) slots: Mutex<Slots>,
-    /// Permits for fetches. Waiting applications alternate.
+    /// Permits for fetches. Applications that wait are served in turn.
     pub(super) fetches: Arc<FairSemaphore>,
     capacity_bytes: u64,
 }
@@ -35,7 +35,7 @@ pub(in crate::store::object) struct Cache {
 #[derive(Debug)]
 pub(in crate::store::object) struct Pinned {
     key: ChunkKey,
-    pub(super) held: HeldChunk,
+    pub(super) chunk: CachedChunk,
 }
 
 /// A part of a read buffer that is filled from a cached chunk.
@@ -84,35 +84,39 @@ impl Cache {
     }
 
     /// Returns whether a fetch would start without waiting.
-    pub(in crate::store::object) fn has_time(&self) -> bool {
+    pub(in crate::store::object) fn has_fetch_permit(&self) -> bool {
         self.fetches.has_room(1)
     }
 
-    /// Finds a chunk of which a reader needs `bytes` bytes. Returns the chunk, and where the
-    /// outcome is reported if the caller has to fetch it. Returns `None` if it gets no slot.
-    pub(super) fn find(
+    /// Finds a chunk of which a reader needs `bytes` bytes, or reserves a slot for it. Returns a
+    /// sender if the caller has to fetch the chunk, and `None` if it gets no slot.
+    pub(super) fn find_or_reserve(
         &self,
         metrics: &Metrics,
         key: ChunkKey,
         bytes: u64,
     ) -> Option<(Pinned, Option<FetchSender>)> {
-        let found = self.slots.lock().find(key, bytes, |directory| self.directories[directory].works());
+        let found = self
+            .slots
+            .lock()
+            .find_or_reserve(key, bytes, |directory| self.directories[directory].is_healthy());
         let (count, found) = match found {
-            SlotLookup::Known(held) => (&metrics.cache_hits, Some((Pinned { key, held }, None))),
-            SlotLookup::Fetch(held, sender) => {
-                (&metrics.cache_misses, Some((Pinned { key, held }, Some(sender))))
+            SlotLookup::Known(chunk) => (&metrics.cache_hits, Some((Pinned { key, chunk }, None))),
+            SlotLookup::Fetch(chunk, sender) => {
+                (&metrics.cache_misses, Some((Pinned { key, chunk }, Some(sender))))
             }
-            SlotLookup::Not => (&metrics.cache_bypassed, None),
+            SlotLookup::Bypass => (&metrics.cache_bypassed, None),
         };
         count.inc();
-        self.show(metrics);
+        self.update_gauge(metrics);
         found
     }
 
     /// Fills `parts` of `buffer` from cached chunks.
     ///
     /// # Errors
-    /// A disk fails. All chunks of that disk are dropped then, and the buffer may be lost.
+    /// A disk fails. All chunks of that disk are dropped then. The buffer is not returned, because
+    /// a hung disk may still use it.
     pub(in crate::store) async fn read(
         &self,
         metrics: &Metrics,
@@ -120,12 +124,12 @@ impl Cache {
         parts: &[CachedPart],
     ) -> io::Result<Box<dyn ReadBuffer>> {
         for (number, directory) in self.directories.iter().enumerate() {
-            let of_it = parts.iter().filter(|part| part.pinned.held.slot.directory == number);
-            let place = |part: &CachedPart| ReadPart {
+            let in_directory = parts.iter().filter(|part| part.pinned.chunk.slot.directory == number);
+            let read_part = |part: &CachedPart| ReadPart {
                 range: part.range.clone(),
-                offset: part.pinned.held.slot.start() + part.offset,
+                offset: part.pinned.chunk.slot.start() + part.offset,
             };
-            let parts: Vec<_> = of_it.map(place).collect();
+            let parts: Vec<_> = in_directory.map(read_part).collect();
             if parts.is_empty() {
                 continue;
             }
@@ -142,41 +146,43 @@ impl Cache {
         Ok(buffer)
     }
 
-    /// Drops chunks that were read with wrong bytes.
-    pub(in crate::store::object) fn discard(&self, metrics: &Metrics, parts: &[CachedPart]) {
+    /// Drops chunks that were read with wrong bytes, unless they were fetched again meanwhile.
+    pub(in crate::store::object) fn discard_corrupt(&self, metrics: &Metrics, parts: &[CachedPart]) {
         let mut slots = self.slots.lock();
-        parts.iter().for_each(|part| slots.remove_held(&part.pinned.key, &part.pinned.held));
+        parts.iter().for_each(|part| slots.remove_if_current(&part.pinned.key, &part.pinned.chunk));
         drop(slots);
-        self.show(metrics);
+        self.update_gauge(metrics);
     }
 
     /// Drops the chunks `keys`, even if other readers use them.
-    pub(in crate::store::object) fn drop_all(&self, metrics: &Metrics, keys: impl Iterator<Item = ChunkKey>) {
+    pub(in crate::store::object) fn discard(&self, metrics: &Metrics, keys: impl Iterator<Item = ChunkKey>) {
         let mut slots = self.slots.lock();
         keys.for_each(|key| {
             slots.remove(&key);
         });
         drop(slots);
-        self.show(metrics);
+        self.update_gauge(metrics);
     }
 
-    /// Drops the chunks of an incarnation.
-    pub(in crate::store::object) fn forget(&self, metrics: &Metrics, incarnation: u64) {
-        while self.slots.lock().forget(incarnation) {}
-        self.show(metrics);
+    /// Drops the chunks of an incarnation, in batches.
+    pub(in crate::store::object) fn purge(&self, metrics: &Metrics, incarnation: u64) {
+        while self.slots.lock().purge_batch(incarnation) {}
+        self.update_gauge(metrics);
     }
 
+    /// Counts an error of a directory and drops its chunks, in batches.
     pub(super) fn fail_directory(&self, metrics: &Metrics, directory: usize, error: &io::Error) {
         metrics.cache_failures.inc();
         self.directories[directory].fail(error);
         let mut from = Some(ChunkKey::FIRST);
         while let Some(key) = from {
-            from = self.slots.lock().empty_some(directory, key);
+            from = self.slots.lock().empty_batch(directory, key);
         }
-        self.show(metrics);
+        self.update_gauge(metrics);
     }
 
-    pub(super) fn show(&self, metrics: &Metrics) {
+    /// Updates the gauge of the used bytes.
+    pub(super) fn update_gauge(&self, metrics: &Metrics) {
         metrics.cache_bytes.set(clamped(self.used_bytes()));
     }
 }
@@ -187,6 +193,6 @@ impl Pinned {
     /// # Errors
     /// The store failed to return the chunk.
     pub(in crate::store) async fn ready(&self, key: &str) -> Result<Option<u64>, StoreError> {
-        self.held.fetch.outcome(key).await
+        self.chunk.fetch.outcome(key).await
     }
 }
