@@ -100,9 +100,9 @@ impl StoreEndpoint {
         self.is_encrypted
     }
 
-    /// Returns the endpoint of `bucket`, with its name as part of the host name.
+    /// Returns the endpoint with `bucket` as the first part of its host name.
     #[must_use]
-    pub fn of_bucket(&self, bucket: &str) -> Self {
+    pub fn virtual_hosted(&self, bucket: &str) -> Self {
         Self { authority: format!("{bucket}.{}", self.authority), ..self.clone() }
     }
 }
@@ -165,8 +165,8 @@ mod tests {
             assert_eq!(endpoint.to_string(), shown);
             assert_eq!(endpoint.is_encrypted(), shown.starts_with("https"));
         }
-        let of_bucket = StoreEndpoint::parse("https://s3.example.com:9000").unwrap().of_bucket("shuffle");
-        assert_eq!(of_bucket.to_string(), "https://shuffle.s3.example.com:9000");
+        let endpoint = StoreEndpoint::parse("https://s3.example.com:9000").unwrap().virtual_hosted("shuffle");
+        assert_eq!(endpoint.to_string(), "https://shuffle.s3.example.com:9000");
     }
 
     #[test]

@@ -164,7 +164,7 @@ impl FileCredentials {
         let section = section(text, &self.profile).ok_or_else(|| self.incomplete("section not found"))?;
         let value =
             |names: &[&str]| section.iter().find(|(name, _)| names.contains(name)).map(|(_, value)| *value);
-        let of_header = |value: &str, reason| match is_of_header(value) {
+        let of_header = |value: &str, reason| match is_valid_header_value(value) {
             true => Ok(value.to_owned()),
             false => Err(self.incomplete(reason)),
         };
@@ -223,7 +223,7 @@ fn section<'a>(text: &'a str, profile: &str) -> Option<Vec<(&'a str, &'a str)>> 
 }
 
 /// Returns whether `text` is valid in the header of a signed request.
-pub(super) fn is_of_header(text: &str) -> bool {
+pub(super) fn is_valid_header_value(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_graphic())
 }
 

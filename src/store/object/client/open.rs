@@ -1,7 +1,8 @@
 //! Builds the client from the configuration.
 //!
-//! `object_store` gets the bucket, the source of the keys, the checksums and the limits of retries.
-//! HTTP, TLS and timeouts are this module's own (`HttpTransport`).
+//! `object_store` gets the bucket, the credentials, the checksums and the limits of retries. HTTP,
+//! TLS and timeouts are those of the client's own `HttpTransport`. Opening sends no request, and no
+//! error contains a secret.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use object_store::{BackoffConfig, ObjectStore, RetryConfig};
 use prometheus::Registry;
 
 use super::connect::Connector;
-use super::credentials::{FileCredentials, is_of_header};
+use super::credentials::{FileCredentials, is_valid_header_value};
 use super::metrics::Metrics;
 use super::service::{AttemptTimeouts, HttpTransport};
 use super::trust::{self, OpenError};
@@ -37,7 +38,7 @@ const BACKOFF: BackoffConfig = BackoffConfig {
 /// The client of a configured store.
 pub struct Client {
     pub(super) s3: AmazonS3,
-    pub(super) service: HttpTransport,
+    pub(super) transport: HttpTransport,
     url: BucketUrl,
     /// URL of the bucket, without a slash at its end.
     pub(super) bucket_url: String,
@@ -49,7 +50,7 @@ impl fmt::Debug for Client {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Client")
             .field("url", &self.url)
-            .field("service", &self.service)
+            .field("transport", &self.transport)
             .finish_non_exhaustive()
     }
 }
@@ -66,29 +67,29 @@ impl Client {
             return Err(problem);
         }
         let metrics = Metrics::new(registry).map_err(|error| OpenError::new("metrics", error.to_string()))?;
-        metrics.show_all();
+        metrics.init_series();
         let metrics = Arc::new(metrics);
         let is_encrypted = needs_tls(config);
         let tls = is_encrypted.then(|| trust::client_config(config.ca_file.as_deref())).transpose()?;
         let connector =
             Connector::new(tls, config.connect_timeout, tasks.clone(), metrics.connections.clone());
         let timeouts = AttemptTimeouts { request: config.request_timeout, stall: config.stall_timeout };
-        let service = HttpTransport::new(connector, config.max_concurrency, timeouts, metrics);
+        let transport = HttpTransport::new(connector, config.max_concurrency, timeouts, metrics);
         let bucket_url = bucket_url(config, &url);
         let builder = AmazonS3Builder::new()
             .with_bucket_name(url.bucket())
             .with_region(&config.region)
-            .with_retry(retries(config.retry_timeout))
-            // The response to a bulk deletion names keys, and `object_store` panics on a key that
+            .with_retry(retry_config(config.retry_timeout))
+            // The response to a bulk deletion names objects, and `object_store` panics on one that
             // was not requested.
             .with_disable_bulk_delete(true)
             .with_unsigned_payload(config.upload_check != UploadCheck::Signature)
             .with_virtual_hosted_style_request(!config.path_style)
-            .with_http_connector(service.clone());
+            .with_http_connector(transport.clone());
         let builder = match &config.endpoint {
             None => builder,
             Some(endpoint) if config.path_style => builder.with_endpoint(endpoint.to_string()),
-            Some(endpoint) => builder.with_endpoint(endpoint.of_bucket(url.bucket()).to_string()),
+            Some(endpoint) => builder.with_endpoint(endpoint.virtual_hosted(url.bucket()).to_string()),
         };
         let builder = match config.upload_check {
             UploadCheck::Crc64 => builder.with_checksum_algorithm(Checksum::CRC64NVME),
@@ -97,7 +98,7 @@ impl Client {
         let s3 = with_credentials(builder, config).build();
         let s3 = s3.map_err(|error| OpenError::new("object_store", error.to_string()))?;
         let (region, is_signed) = (config.region.clone(), config.credentials != Credentials::Unsigned);
-        Ok(Self { s3, service, url, bucket_url, region, is_signed })
+        Ok(Self { s3, transport, url, bucket_url, region, is_signed })
     }
 
     /// Returns the store, with paths below the prefix of `object_store.url`.
@@ -114,14 +115,14 @@ impl Client {
         &self.url
     }
 
-    /// Returns the source of the keys that sign requests, or `None` if requests are unsigned.
+    /// Returns the provider of the credentials, or `None` if requests are unsigned.
     pub(super) fn credentials(&self) -> Option<&AwsCredentialProvider> {
         self.is_signed.then(|| self.s3.credentials())
     }
 }
 
-/// Reads the files and variables that TLS and the credentials need. Returns the problems, without
-/// any value of a key.
+/// Checks the files and environment variables that TLS and the credentials need. Returns the
+/// problems, without any secret.
 #[must_use]
 pub fn check_files(config: &ObjectConfig) -> Vec<OpenError> {
     let mut problems = Vec::new();
@@ -130,27 +131,27 @@ pub fn check_files(config: &ObjectConfig) -> Vec<OpenError> {
     }
     match config.credentials {
         Credentials::Unsigned => {}
-        Credentials::Environment => problems.extend(problems_of_keys(config)),
+        Credentials::Environment => problems.extend(problems_of_environment(config)),
         Credentials::File => problems.extend(check_credentials_file(config).err()),
         Credentials::WebIdentity => problems.extend(problems_of_web_identity(config)),
     }
     problems
 }
 
-fn absent(config: &ObjectConfig, variable: &str) -> OpenError {
+fn missing_variable(config: &ObjectConfig, variable: &str) -> OpenError {
     let reason = format!("\"{}\" needs {variable} in the environment", config.credentials.as_str());
     OpenError::new("object_store.credentials", reason)
 }
 
-fn problems_of_keys(config: &ObjectConfig) -> impl Iterator<Item = OpenError> {
-    let keys = [
+fn problems_of_environment(config: &ObjectConfig) -> impl Iterator<Item = OpenError> {
+    let variables = [
         ("AWS_ACCESS_KEY_ID", config.access_key.as_ref(), true),
         ("AWS_SECRET_ACCESS_KEY", config.secret_key.as_ref(), true),
         ("AWS_SESSION_TOKEN", config.session_token.as_ref(), false),
     ];
-    keys.into_iter().filter_map(|(variable, key, is_needed)| match key {
-        None if is_needed => Some(absent(config, variable)),
-        Some(key) if !is_of_header(key.reveal()) => {
+    variables.into_iter().filter_map(|(variable, secret, is_needed)| match secret {
+        None if is_needed => Some(missing_variable(config, variable)),
+        Some(secret) if !is_valid_header_value(secret.reveal()) => {
             let reason = format!("{variable} has characters that are invalid in a header");
             Some(OpenError::new("object_store.credentials", reason))
         }
@@ -159,17 +160,17 @@ fn problems_of_keys(config: &ObjectConfig) -> impl Iterator<Item = OpenError> {
 }
 
 fn check_credentials_file(config: &ObjectConfig) -> Result<(), OpenError> {
-    const KEY: &str = "object_store.credentials_file";
-    let path = config.credentials_file.as_ref().ok_or_else(|| OpenError::new(KEY, "absent"))?;
+    const SETTING: &str = "object_store.credentials_file";
+    let path = config.credentials_file.as_ref().ok_or_else(|| OpenError::new(SETTING, "absent"))?;
     let checked = FileCredentials::new(path, &config.profile).check();
-    checked.map_err(|error| OpenError::new(KEY, error.to_string()))
+    checked.map_err(|error| OpenError::new(SETTING, error.to_string()))
 }
 
 fn problems_of_web_identity(config: &ObjectConfig) -> impl Iterator<Item = OpenError> {
     let wrong = |reason: String| OpenError::new("object_store.credentials", reason);
-    let role = config.role_arn.is_none().then(|| absent(config, "AWS_ROLE_ARN"));
+    let role = config.role_arn.is_none().then(|| missing_variable(config, "AWS_ROLE_ARN"));
     let token = match &config.web_identity_token_file {
-        None => Some(absent(config, "AWS_WEB_IDENTITY_TOKEN_FILE")),
+        None => Some(missing_variable(config, "AWS_WEB_IDENTITY_TOKEN_FILE")),
         Some(path) => files::read_text(path, TOKEN_BYTES_MAX)
             .err()
             .map(|error| wrong(format!("AWS_WEB_IDENTITY_TOKEN_FILE = {}: {error}", path.display()))),
@@ -192,21 +193,22 @@ fn bucket_url(config: &ObjectConfig, url: &BucketUrl) -> String {
     let (bucket, region) = (url.bucket(), &config.region);
     match (&config.endpoint, config.path_style) {
         (Some(endpoint), true) => format!("{endpoint}/{bucket}"),
-        (Some(endpoint), false) => endpoint.of_bucket(bucket).to_string(),
+        (Some(endpoint), false) => endpoint.virtual_hosted(bucket).to_string(),
         (None, true) => format!("https://s3.{region}.amazonaws.com/{bucket}"),
         (None, false) => format!("https://{bucket}.s3.{region}.amazonaws.com"),
     }
 }
 
 fn with_credentials(builder: AmazonS3Builder, config: &ObjectConfig) -> AmazonS3Builder {
-    let key =
-        |secret: &Option<Secret>| secret.as_ref().map(|key| key.reveal().to_owned()).unwrap_or_default();
+    let revealed = |secret: &Option<Secret>| {
+        secret.as_ref().map(|secret| secret.reveal().to_owned()).unwrap_or_default()
+    };
     match config.credentials {
         Credentials::Unsigned => builder.with_skip_signature(true),
         Credentials::Environment => {
             let builder = builder
-                .with_access_key_id(key(&config.access_key))
-                .with_secret_access_key(key(&config.secret_key));
+                .with_access_key_id(revealed(&config.access_key))
+                .with_secret_access_key(revealed(&config.secret_key));
             match &config.session_token {
                 Some(token) => builder.with_token(token.reveal()),
                 None => builder,
@@ -230,7 +232,7 @@ fn with_credentials(builder: AmazonS3Builder, config: &ObjectConfig) -> AmazonS3
     }
 }
 
-fn retries(within: Duration) -> RetryConfig {
-    let max_retries = if within.is_zero() { 0 } else { RETRIES_MAX };
-    RetryConfig { backoff: BACKOFF, max_retries, retry_timeout: within }
+fn retry_config(timeout: Duration) -> RetryConfig {
+    let max_retries = if timeout.is_zero() { 0 } else { RETRIES_MAX };
+    RetryConfig { backoff: BACKOFF, max_retries, retry_timeout: timeout }
 }

@@ -96,7 +96,7 @@ impl Client {
             let credential = credentials.get_credential().await?;
             AwsAuthorizer::new(&credential, "s3", &self.region).try_authorize(&mut request, None)?;
         }
-        let answer = self.service.call(request).await.map_err(failed)?;
+        let answer = self.transport.call(request).await.map_err(failed)?;
         let status = answer.status();
         let body = answer.into_body().bytes().await.map_err(failed)?;
         let text = String::from_utf8_lossy(&body);
