@@ -17,8 +17,9 @@ pub struct LoggedRegistrations {
     digest: u64,
     /// Bytes of the records since the last complete one.
     bytes: u64,
-    /// True if results are refused and the log lacks the reason, which later starts need.
-    needs_mark: bool,
+    /// True if results are refused and the log lacks the mark with the reason, which later starts
+    /// need.
+    needs_incomplete_mark: bool,
 }
 
 /// Contents of the next record.
@@ -74,20 +75,20 @@ impl LoggedRegistrations {
         self.digest == 0
     }
 
-    /// Returns whether the log must record why results are refused.
+    /// Returns whether the log needs a mark with the reason why results are refused.
     #[must_use]
-    pub fn needs_mark(&self) -> bool {
-        self.needs_mark
+    pub fn needs_incomplete_mark(&self) -> bool {
+        self.needs_incomplete_mark
     }
 
-    /// Requires the log to record why results are refused.
-    pub(super) fn require_mark(&mut self) {
-        self.needs_mark = true;
+    /// Requires a mark in the log with the reason why results are refused.
+    pub(super) fn require_incomplete_mark(&mut self) {
+        self.needs_incomplete_mark = true;
     }
 
-    /// Records that the log has the reason.
-    pub fn mark(&mut self) {
-        self.needs_mark = false;
+    /// Records that the log has the mark.
+    pub fn incomplete_mark_written(&mut self) {
+        self.needs_incomplete_mark = false;
     }
 }
 

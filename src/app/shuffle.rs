@@ -1,4 +1,4 @@
-//! One shuffle: its partitions, reported blocks, and losses.
+//! One shuffle: its partitions, reported blocks, and lost blocks.
 //!
 //! Each component holds the charges of its data, which are returned on drop. Blocks are in `memory`
 //! and `store`; the type of the ledger of lost blocks is in `log`.
@@ -27,7 +27,7 @@ pub struct ShuffleState {
     pub reports: Reports,
     /// Committed tasks.
     pub commits: Commits,
-    /// Ledger of lost data.
+    /// Ledger of lost blocks, and the reason if the shuffle is incomplete.
     pub ledger: ShuffleLedger,
     /// Bytes on local disks.
     pub on_disk: DiskUsage,
@@ -41,9 +41,9 @@ pub struct RegisteredPartitions {
     ranges: RwLock<PartitionRanges>,
     /// Heap charge of the registrations.
     charge: Mutex<Charge>,
-    /// Number of partitions, as quotas count it.
-    counted: Mutex<Charge>,
-    /// Touched only by sends to partitions beyond the threshold.
+    /// Quota charge of the number of partitions.
+    quota_charge: Mutex<Charge>,
+    /// Touched only by sends to partitions above the threshold of huge ones.
     huge: Mutex<HashSet<PartitionId>>,
 }
 
@@ -54,7 +54,8 @@ pub struct Reports {
     pub block_ids: Mutex<BlockIds>,
     /// Reported record counts.
     pub records: Mutex<RecordCounts>,
-    are_repeated: AtomicBool,
+    /// True once a client has sent a report with mostly known ids.
+    omits_repeated_ids: AtomicBool,
 }
 
 /// Bytes of a shuffle on local disks, as quotas count them.
@@ -78,10 +79,11 @@ impl ShuffleState {
         &self.key
     }
 
-    /// Marks the shuffle's results as refused for `reason`, which the metadata log must record too:
-    /// the shuffle may have been registered before the start (`unverified_apps`).
+    /// Marks the shuffle as incomplete, so that its results are refused with `reason`. The metadata
+    /// log needs the mark too: the shuffle may have been registered before the start (see
+    /// `app::unverified_apps`).
     pub(super) fn mark_unverified(&mut self, reason: &str) {
-        self.logged.get_mut().require_mark();
+        self.logged.get_mut().require_incomplete_mark();
         let text =
             format!("the shuffle may have been registered before the last start, with reports: {reason}");
         self.ledger.mark_incomplete(text);
@@ -89,21 +91,20 @@ impl ShuffleState {
 }
 
 impl RegisteredPartitions {
-    /// Creates the partitions `ranges` with their heap charge and their count.
-    pub(super) fn new(ranges: PartitionRanges, charge: Charge, counted: Charge) -> Self {
+    /// Creates the partitions `ranges` with their charges of heap and quota.
+    pub(super) fn new(ranges: PartitionRanges, charge: Charge, quota_charge: Charge) -> Self {
         Self {
             ranges: RwLock::new(ranges),
             charge: Mutex::new(charge),
-            counted: Mutex::new(counted),
+            quota_charge: Mutex::new(quota_charge),
             huge: Mutex::default(),
         }
     }
 
-    /// Replaces the partitions by `ranges`, which contain them. `more` and `counted` cover the
-    /// added ones.
-    pub(super) fn replace(&self, ranges: PartitionRanges, more: Charge, counted: Charge) {
-        self.charge.lock().merge(more);
-        self.counted.lock().merge(counted);
+    /// Replaces the partitions by `ranges`, which contain them. The charges cover the added ones.
+    pub(super) fn replace(&self, ranges: PartitionRanges, charge: Charge, quota_charge: Charge) {
+        self.charge.lock().merge(charge);
+        self.quota_charge.lock().merge(quota_charge);
         *self.ranges.write() = ranges;
     }
 
@@ -137,18 +138,18 @@ impl RegisteredPartitions {
 impl Reports {
     pub(super) fn new(block_ids: BlockIds, records: RecordCounts) -> Self {
         let (block_ids, records) = (Mutex::new(block_ids), Mutex::new(records));
-        Self { block_ids, records, are_repeated: AtomicBool::new(false) }
+        Self { block_ids, records, omits_repeated_ids: AtomicBool::new(false) }
     }
 
-    /// Returns whether reports are to be written without the ids that they repeat.
-    pub fn are_repeated(&self) -> bool {
-        self.are_repeated.load(Ordering::Relaxed)
+    /// Returns whether reports are written to the metadata log without the ids that they repeat.
+    pub fn omits_repeated_ids(&self) -> bool {
+        self.omits_repeated_ids.load(Ordering::Relaxed)
     }
 
     /// Records that a report of `all` ids had `new` new ones.
-    pub fn note_repetition(&self, new: u64, all: u64) {
+    pub fn record_repetition(&self, new: u64, all: u64) {
         if new < all / 2 {
-            self.are_repeated.store(true, Ordering::Relaxed);
+            self.omits_repeated_ids.store(true, Ordering::Relaxed);
         }
     }
 }
@@ -158,8 +159,8 @@ impl DiskUsage {
         Self(Mutex::new(counted))
     }
 
-    /// Sets the bytes to the result of `occupied`. The closure runs under a lock, so that the
-    /// latest value wins.
+    /// Sets the bytes to the result of `occupied`. The closure runs under a lock, so that of two
+    /// concurrent calls none can store an older value than the other.
     pub fn set(&self, occupied: impl FnOnce() -> u64) {
         let mut counted = self.0.lock();
         let bytes = occupied();

@@ -94,7 +94,7 @@ impl Ingest {
         let paid = self.pay(&app, &shuffle.reports, &reported).await?;
         let alarms = self.parts.losses.check_report(&app, &shuffle, &reported.partitions).await?;
         let reported = match log {
-            Some(log) if shuffle.reports.are_repeated() || !reported.records.is_empty() => {
+            Some(log) if shuffle.reports.omits_repeated_ids() || !reported.records.is_empty() => {
                 let unknown = reported.unknown(&shuffle.reports).await;
                 note_report(runner, &*log, key.shuffle, request.task_attempt, unknown).await?;
                 reported
@@ -226,14 +226,14 @@ impl Reported {
             reports.block_ids.lock().insert(&piece, &mut paid.ids);
         }
         let new = reports.block_ids.lock().count().saturating_sub(before);
-        reports.note_repetition(new, self.partitions.iter().map(|it| it.block_ids.len() as u64).sum());
+        reports.record_repetition(new, self.partitions.iter().map(|it| it.block_ids.len() as u64).sum());
     }
 
     /// Returns the part of the report that `reports` lack; the rest was written before.
     /// Normally all ids of a task are new, so they are looked up only if the shuffle repeats
     /// reports.
     async fn unknown(&self, reports: &Reports) -> Self {
-        let partitions = match reports.are_repeated() {
+        let partitions = match reports.omits_repeated_ids() {
             true => spill::unknown(reports, &self.partitions).await,
             false => self.partitions.clone(),
         };

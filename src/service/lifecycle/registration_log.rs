@@ -141,10 +141,10 @@ async fn write(
     // The mark is written first: a start that finds the registration then also finds why its
     // results are refused.
     if let Some(reason) = state.ledger.incomplete()
-        && logged.needs_mark()
+        && logged.needs_incomplete_mark()
     {
         log.mark_incomplete(reason).await?;
-        logged.mark();
+        logged.incomplete_mark_written();
     }
     Ok(log.append(record.into()).await?)
 }
