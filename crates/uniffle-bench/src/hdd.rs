@@ -1,10 +1,10 @@
 //! Compares extent logs with a file per partition on a simulated rotating disk, in seconds of disk
 //! time per GB.
 //!
-//! Memory, flush policy and (for the logs) flusher and store are the worker's own. The other layout
-//! writes the batches of the same policy into a data and an index file per partition, like the Java
-//! server. Blocks of 14 KiB go to all partitions in turn, and memory holds a quarter of them. Then
-//! each partition is read, index first.
+//! Memory, flush policy and (for the logs) flusher and store are the worker's own. For files per
+//! partition, the benchmark writes the batches of the same policy into a data and an index file
+//! each, like the Java server. Blocks of 14 KiB go to all partitions in turn, and memory holds a
+//! quarter of them. Then each partition is read, index first.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -78,8 +78,8 @@ struct Bench {
     key: ShuffleKey,
     limits: Limits,
     partitions: u32,
-    /// Bytes in each partition's own files: data and index.
-    own_files: Vec<(u64, u64)>,
+    /// Lengths of each partition's data file and index file.
+    file_lengths: Vec<(u64, u64)>,
 }
 
 async fn measure(layout: Layout, partitions: u32, bytes: u64) -> anyhow::Result<HddLine> {
@@ -132,7 +132,7 @@ async fn measure(layout: Layout, partitions: u32, bytes: u64) -> anyhow::Result<
 
 impl Bench {
     async fn new(partitions: u32, bytes: u64, registry: &Registry) -> anyhow::Result<Self> {
-        // A block occupies four pages, and each partition may hold part of one more segment.
+        // Each partition may hold a block, which occupies four pages.
         let capacity = (bytes / OVERCOMMIT).max(u64::from(partitions) * 4 * BLOCK_ALIGN as u64).max(32 << 20);
         let config = MemoryConfig {
             capacity_bytes: capacity,
@@ -162,8 +162,8 @@ impl Bench {
             blocks_high: 8_000_000,
             blocks_low: 2_000_000,
         };
-        let own_files = vec![(0, 0); usize::try_from(partitions)?];
-        Ok(Self { memory, buffers, store, disk, key, limits, partitions, own_files })
+        let file_lengths = vec![(0, 0); usize::try_from(partitions)?];
+        Ok(Self { memory, buffers, store, disk, key, limits, partitions, file_lengths })
     }
 
     fn flusher(&self, tasks: &Tasks, registry: &Registry) -> anyhow::Result<Arc<Flusher>> {
@@ -259,7 +259,7 @@ impl Bench {
             let extent = batch.extent(Distribution::Normal);
             let (SealedData::Aligned(pieces) | SealedData::Pieces(pieces)) = extent.data;
             let index = vec![0; extent.blocks.len() * INDEX_RECORD_BYTES];
-            self.append(buffer.partition(), cut(pieces, batch.bytes()), index).await?;
+            self.append(buffer.partition(), without_padding(pieces, batch.bytes()), index).await?;
             buffer.release(&batch);
         }
         Ok(())
@@ -272,24 +272,24 @@ impl Bench {
         index: Vec<u8>,
     ) -> anyhow::Result<()> {
         let number = usize::try_from(partition.0)?;
-        let (data_end, index_end) = self.own_files[number];
+        let (data_end, index_end) = self.file_lengths[number];
         let directory = directory(partition);
         let create = data_end == 0;
         if create {
             self.disk.create_dir_all(&directory).await?;
         }
-        let how = WriteOpen { create, ..WriteOpen::default() };
+        let options = WriteOpen { create, ..WriteOpen::default() };
         let data_bytes: u64 = data.iter().map(|piece| piece.len() as u64).sum();
         let index_bytes = index.len() as u64;
-        self.disk.open_write(&directory.join("data"), how).await?.write_at(data, data_end).await?;
-        let index_file = self.disk.open_write(&directory.join("index"), how).await?;
+        self.disk.open_write(&directory.join("data"), options).await?.write_at(data, data_end).await?;
+        let index_file = self.disk.open_write(&directory.join("index"), options).await?;
         index_file.write_at(vec![index.into()], index_end).await?;
-        self.own_files[number] = (data_end + data_bytes, index_end + index_bytes);
+        self.file_lengths[number] = (data_end + data_bytes, index_end + index_bytes);
         Ok(())
     }
 
     async fn read_files(&self, partition: u32) -> anyhow::Result<u64> {
-        let (data_bytes, index_bytes) = self.own_files[usize::try_from(partition)?];
+        let (data_bytes, index_bytes) = self.file_lengths[usize::try_from(partition)?];
         if data_bytes == 0 {
             return Ok(0);
         }
@@ -326,7 +326,7 @@ fn directory(partition: PartitionId) -> PathBuf {
 }
 
 /// Returns the first `bytes` bytes of `pieces`, without the padding of an aligned extent.
-fn cut(pieces: Vec<Bytes>, mut bytes: u64) -> Vec<Bytes> {
+fn without_padding(pieces: Vec<Bytes>, mut bytes: u64) -> Vec<Bytes> {
     let mut remaining = Vec::with_capacity(pieces.len());
     for mut piece in pieces {
         piece.truncate(usize::try_from(bytes).unwrap_or(usize::MAX).min(piece.len()));
@@ -341,6 +341,7 @@ fn cut(pieces: Vec<Bytes>, mut bytes: u64) -> Vec<Bytes> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::seek_disk::BYTES_PER_SECOND;
 
     #[tokio::test]
     async fn logs_are_faster_than_a_file_per_partition() {
@@ -354,12 +355,15 @@ mod tests {
             files.files
         );
         assert!(logs.write_seconds_per_gb < files.write_seconds_per_gb / 5.0, "{logs:?} {files:?}");
-        assert!(logs.write_seconds_per_gb >= 1e9 / 150e6 * 0.9, "writes are faster than the platter");
+        assert!(
+            logs.write_seconds_per_gb >= GB / BYTES_PER_SECOND * 0.9,
+            "writes are faster than the platter"
+        );
     }
 
     #[test]
     fn padding_is_removed() {
         let pieces = vec![Bytes::from_static(b"abc"), Bytes::from_static(b"de\0\0")];
-        assert_eq!(cut(pieces, 5), [Bytes::from_static(b"abc"), Bytes::from_static(b"de")]);
+        assert_eq!(without_padding(pieces, 5), [Bytes::from_static(b"abc"), Bytes::from_static(b"de")]);
     }
 }

@@ -56,7 +56,7 @@ impl ClientGroup {
         let mut load = args.load.clone();
         let shape = load.shape.as_deref().map(SessionShape::load).transpose()?;
         if let Some(shape) = &shape {
-            shape.put_into(&mut load);
+            shape.apply_to(&mut load);
         }
         load.check(args.server.transport)?;
         let target = args.server.target(&load);

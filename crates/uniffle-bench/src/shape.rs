@@ -1,5 +1,5 @@
-//! The shape of a recorded client session: block lengths, size and targets of sends, and
-//! concurrency. The load generator produces any amount of work of this shape.
+//! The shape of a recorded client session: block lengths, sizes and partitions of its sends, and
+//! their concurrency. The load generator produces any amount of work of this shape.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -19,11 +19,11 @@ const QUANTILES: usize = 32;
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct SessionShape {
     pub(crate) blocks: Sizes,
-    /// Every send of the session.
+    /// Size and number of partitions of every send.
     pub(crate) messages: Vec<MessageShape>,
     /// Payload of each partition, added up over all shuffles.
     pub(crate) partition_bytes: Vec<u64>,
-    /// Most concurrent sends.
+    /// Maximum number of concurrent sends.
     pub(crate) writers: u32,
     /// Number of connections that carried the sends.
     pub(crate) connections: u32,
@@ -41,22 +41,23 @@ impl SessionShape {
     }
 
     /// Applies the shape to the options of a run.
-    pub(crate) fn put_into(&self, load: &mut LoadArgs) {
+    pub(crate) fn apply_to(&self, load: &mut LoadArgs) {
         load.blocks = self.blocks.clone();
         load.partitions = u32::try_from(self.partition_bytes.len()).unwrap_or(u32::MAX);
-        load.message_size = ByteSize::b(self.messages.iter().map(|it| it.bytes).max().unwrap_or(1).max(1));
+        load.message_size =
+            ByteSize::b(self.messages.iter().map(|message| message.bytes).max().unwrap_or(1).max(1));
         load.writers = self.writers.saturating_mul(load.executors);
         load.connections = self.connections.saturating_mul(load.executors);
         load.tasks = Some(self.tasks.saturating_mul(load.executors).max(load.writers));
     }
 
     fn of(session: &RecordedSession) -> anyhow::Result<Self> {
-        let (mut lengths, mut messages, mut spans) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut lengths, mut messages, mut sends) = (Vec::new(), Vec::new(), Vec::new());
         let mut partition_bytes: BTreeMap<u32, u64> = BTreeMap::new();
         let (mut connections, mut tasks) = (HashSet::new(), HashSet::new());
         for exchange in &session.exchanges {
             let Some(sent) = exchange.sent().map_err(anyhow::Error::msg)? else { continue };
-            spans.push(exchange);
+            sends.push(exchange);
             connections.insert(exchange.connection);
             let mut shape = MessageShape { bytes: 0, partitions: 0 };
             for (partition, blocks) in &sent.partitions {
@@ -78,7 +79,7 @@ impl SessionShape {
             blocks: Sizes::sample("recorded", lengths),
             messages,
             partition_bytes: (0..=last).map(|p| partition_bytes.get(&p).copied().unwrap_or(0)).collect(),
-            writers: at_once(&spans),
+            writers: max_concurrency(&sends),
             connections: u32::try_from(connections.len())?,
             tasks: u32::try_from(tasks.len())?,
         })
@@ -93,12 +94,12 @@ fn quantiles(mut lengths: Vec<u32>) -> Vec<u32> {
     (0..kept).map(|n| lengths[(2 * n + 1) * lengths.len() / (2 * kept)]).collect()
 }
 
-/// Returns the largest number of concurrent exchanges.
-fn at_once(spans: &[&RecordedExchange]) -> u32 {
+/// Returns the maximum number of concurrent sends, at least 1.
+fn max_concurrency(sends: &[&RecordedExchange]) -> u32 {
     let overlaps =
-        |span: &RecordedExchange, at: u64| span.began_us <= at && at < span.ended_us.max(span.began_us + 1);
-    let others = |at: u64| spans.iter().filter(|span| overlaps(span, at)).count();
-    let most = spans.iter().map(|span| others(span.began_us)).max().unwrap_or(1);
+        |send: &RecordedExchange, at: u64| send.began_us <= at && at < send.ended_us.max(send.began_us + 1);
+    let concurrent = |at: u64| sends.iter().filter(|send| overlaps(send, at)).count();
+    let most = sends.iter().map(|send| concurrent(send.began_us)).max().unwrap_or(1);
     u32::try_from(most).unwrap_or(u32::MAX).max(1)
 }
 
@@ -134,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn concurrent_calls_are_counted() {
+    fn concurrent_sends_are_counted() {
         let exchange = |began_us, ended_us| RecordedExchange {
             began_us,
             ended_us,
@@ -143,8 +144,8 @@ mod tests {
             request: bytes::Bytes::new(),
             answer: bytes::Bytes::new(),
         };
-        let spans = [exchange(0, 10), exchange(5, 6), exchange(6, 12), exchange(10, 11), exchange(20, 20)];
-        assert_eq!(at_once(&spans.iter().collect::<Vec<_>>()), 2);
-        assert_eq!(at_once(&[]), 1);
+        let sends = [exchange(0, 10), exchange(5, 6), exchange(6, 12), exchange(10, 11), exchange(20, 20)];
+        assert_eq!(max_concurrency(&sends.iter().collect::<Vec<_>>()), 2);
+        assert_eq!(max_concurrency(&[]), 1);
     }
 }
