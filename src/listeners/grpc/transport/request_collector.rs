@@ -134,13 +134,13 @@ impl RequestCollector {
         Ok((Request::from_parts(head, Full::new(bytes)), charge))
     }
 
-    /// Waits for the permit of a request of `length` bytes, of which `first` have arrived. A small
-    /// request needs none.
+    /// Waits until a request of `length` bytes is admitted, of which `first` have arrived. A small
+    /// request needs no permit.
     async fn admit(&self, length: u32, first: &[u8]) -> Result<Option<Permit>, Status> {
         if length as usize <= INLINE_BYTES_MAX {
             return Ok(None);
         }
-        let permit = self.queues.arrive(length, first, self.wait).await;
+        let permit = self.queues.admit(length, first, self.wait).await;
         let refused = || full(NoCapacity { requested: length.into(), free: self.budget.free() });
         permit.map(Some).ok_or_else(refused)
     }
@@ -237,7 +237,7 @@ impl RequestCollector {
             return Err(too_large(requested, max));
         }
         let is_small = charge.bytes() + bytes <= INLINE_BYTES_MAX as u64;
-        let Some(_place) = self.queues.wait_for_heap(is_small, uncharged) else { return Err(full(refusal)) };
+        let Some(_waiter) = self.queues.wait_for_heap(is_small, uncharged) else { return Err(full(refusal)) };
         match timeout(self.wait, self.budget.charge(bytes)).await {
             Ok(Ok(more)) => charge.merge(more),
             Ok(Err(refusal)) => return Err(full(refusal)),

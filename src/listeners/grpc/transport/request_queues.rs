@@ -1,9 +1,10 @@
-//! Wait queues for requests of all connections. Large requests wait for a permit to arrive, fair by
-//! application; all requests wait for heap. Charges are in `request_collector`.
+//! Wait queues for requests of all connections. A large request waits for admission before its
+//! remaining bytes are read, fair by application. All requests wait for heap. Charges are in
+//! `request_collector`.
 //!
-//! Invariants: arriving large requests use at most a part of the budget, so that heap is left for
+//! Invariants: admitted large requests use at most a part of the budget, so that heap is left for
 //! decoded messages and admitted requests complete. Uncharged bytes of waiting requests are
-//! bounded. A waiter that is dropped leaves nothing behind.
+//! bounded. A waiter that is dropped returns its permits.
 
 use std::sync::Arc;
 
@@ -15,94 +16,96 @@ use crate::clock::timeout;
 use uniffle_base::sched::{FairSemaphore, Holder, Permit, Reserve, shares};
 use uniffle_wire::types::AppId;
 
-/// Permits for large requests that wait for heap, and as many for requests that wait to arrive.
-/// Without a permit a request is refused at once. Each permit covers [`PLACE_BYTES`] that were read
-/// but not charged: a frame of Java takes three, one of 1 MiB takes 32.
-const WAITING_MAX: usize = 256;
-const PLACE_BYTES: usize = 32 << 10;
+/// Permits for large requests that wait for heap, and as many for those that wait for admission. A
+/// request that gets no permit is refused at once. Each permit covers [`PERMIT_BYTES`] that were
+/// read but not charged: a frame of Java (64 KiB + 1) takes three, one of 1 MiB takes 32.
+const WAITERS_MAX: usize = 256;
+const PERMIT_BYTES: usize = 32 << 10;
 
 /// Permits for small requests that wait for heap. They are separate because small requests hold
 /// little while they wait.
-const SMALL_WAITING_MAX: usize = 512;
+const SMALL_WAITERS_MAX: usize = 512;
 
-/// Divisor of the budget for large requests that arrive. Their decoded messages usually take four
+/// Divisor of the budget for admitted large requests. Their decoded messages usually take four
 /// times their bytes: if bytes could fill the budget, none could be decoded.
-const ARRIVING_PART: u64 = 4;
+const ADMITTED_PART: u64 = 4;
 
 /// Wait queues of one listener.
 #[derive(Debug)]
 pub(super) struct RequestQueues {
-    /// Permits to wait for heap.
-    waiting: Semaphore,
-    small_waiting: Semaphore,
-    /// Permits to wait for admission.
-    in_line: Semaphore,
-    arriving: Arc<FairSemaphore>,
-    arriving_bytes_max: u64,
+    /// Permits of large requests to wait for heap.
+    heap_waiters: Semaphore,
+    /// Permits of small requests to wait for heap.
+    small_heap_waiters: Semaphore,
+    /// Permits of large requests to wait for admission.
+    admission_waiters: Semaphore,
+    /// Bytes of admitted large requests.
+    admitted: Arc<FairSemaphore>,
+    admitted_bytes_max: u64,
 }
 
 impl RequestQueues {
     /// Creates the queues for a budget of `budget_bytes` bytes.
     pub(in crate::listeners::grpc) fn new(budget_bytes: u64) -> Self {
-        let arriving_bytes = budget_bytes / ARRIVING_PART;
+        let admitted_bytes = budget_bytes / ADMITTED_PART;
         Self {
-            waiting: Semaphore::new(WAITING_MAX),
-            small_waiting: Semaphore::new(SMALL_WAITING_MAX),
-            in_line: Semaphore::new(WAITING_MAX),
-            arriving: FairSemaphore::new(arriving_bytes, Reserve::Eighth),
+            heap_waiters: Semaphore::new(WAITERS_MAX),
+            small_heap_waiters: Semaphore::new(SMALL_WAITERS_MAX),
+            admission_waiters: Semaphore::new(WAITERS_MAX),
+            admitted: FairSemaphore::new(admitted_bytes, Reserve::Eighth),
             // A larger request is refused when it exceeds the budget of its connection.
-            arriving_bytes_max: shares::half(arriving_bytes),
+            admitted_bytes_max: shares::half(admitted_bytes),
         }
     }
 
-    /// Waits until a request of `length` bytes may arrive, of which the bytes `first` have been
+    /// Waits until a request of `length` bytes is admitted. Its first bytes, `prefix`, have been
     /// read. Returns at once while there is room for the whole request. Returns `None` if too many
     /// wait, or after `wait`.
-    pub(in crate::listeners::grpc) async fn arrive(
+    pub(in crate::listeners::grpc) async fn admit(
         &self,
         length: u32,
-        first: &[u8],
+        prefix: &[u8],
         wait: Duration,
     ) -> Option<Permit> {
-        let bytes = u64::from(length).min(self.arriving_bytes_max);
-        let holder = Holder { app: app_of(first), weight: 1 };
-        if let Some(permit) = self.arriving.try_acquire(&holder, bytes) {
+        let bytes = u64::from(length).min(self.admitted_bytes_max);
+        let holder = Holder { app: app_of(prefix), weight: 1 };
+        if let Some(permit) = self.admitted.try_acquire(&holder, bytes) {
             return Some(permit);
         }
-        let _place = self.in_line.try_acquire_many(places_for(first.len())).ok()?;
-        timeout(wait, self.arriving.acquire(&holder, bytes)).await.ok()
+        let _waiter = self.admission_waiters.try_acquire_many(permits_for(prefix.len())).ok()?;
+        timeout(wait, self.admitted.acquire(&holder, bytes)).await.ok()
     }
 
     /// Returns a permit to wait for heap while holding `uncharged` bytes, or `None` if too many
     /// wait.
     pub(super) fn wait_for_heap(&self, is_small: bool, uncharged: usize) -> Option<SemaphorePermit<'_>> {
         match is_small {
-            true => self.small_waiting.try_acquire().ok(),
-            false => self.waiting.try_acquire_many(places_for(uncharged)).ok(),
+            true => self.small_heap_waiters.try_acquire().ok(),
+            false => self.heap_waiters.try_acquire_many(permits_for(uncharged)).ok(),
         }
     }
 
     /// Returns whether any request waits.
     pub(super) fn has_waiters(&self) -> bool {
         let queues = [
-            (&self.waiting, WAITING_MAX),
-            (&self.in_line, WAITING_MAX),
-            (&self.small_waiting, SMALL_WAITING_MAX),
+            (&self.heap_waiters, WAITERS_MAX),
+            (&self.admission_waiters, WAITERS_MAX),
+            (&self.small_heap_waiters, SMALL_WAITERS_MAX),
         ];
-        queues.into_iter().any(|(line, most)| line.available_permits() < most)
+        queues.into_iter().any(|(permits, most)| permits.available_permits() < most)
     }
 }
 
 /// Returns the number of permits for a request that waits with `uncharged` bytes.
-fn places_for(uncharged: usize) -> u32 {
-    u32::try_from(uncharged.div_ceil(PLACE_BYTES).max(1)).unwrap_or(u32::MAX)
+fn permits_for(uncharged: usize) -> u32 {
+    u32::try_from(uncharged.div_ceil(PERMIT_BYTES).max(1)).unwrap_or(u32::MAX)
 }
 
-/// Returns the application of a request that begins with `first`. Requests that may be large have
+/// Returns the application of a request that begins with `prefix`. Requests that may be large have
 /// it in their first field.
-fn app_of(first: &[u8]) -> Option<AppId> {
+fn app_of(prefix: &[u8]) -> Option<AppId> {
     const APP: u8 = 1 << 3 | 2;
-    let mut rest = first.strip_prefix(&[APP])?;
+    let mut rest = prefix.strip_prefix(&[APP])?;
     let length = usize::try_from(varint(&mut rest)?).ok()?;
     AppId::parse(std::str::from_utf8(rest.get(..length)?).ok()?).ok()
 }
@@ -121,38 +124,38 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn cancelled_waiter_releases_its_place() {
+    async fn cancelled_waiter_releases_its_permits() {
         let queues = RequestQueues::new(8 << 20);
         let (flood, honest) = (first_of("flood"), first_of("honest"));
         let mut held = Vec::new();
-        while let Some(permit) = queues.arrive(LENGTH, &flood, WAIT).now_or_never() {
+        while let Some(permit) = queues.admit(LENGTH, &flood, WAIT).now_or_never() {
             held.push(permit.unwrap());
         }
-        assert_eq!(held.len(), 17);
-        let mut waiting: Vec<_> = (0..50).map(|_| Box::pin(queues.arrive(LENGTH, &flood, WAIT))).collect();
+        // A quarter of the budget, without its last eighth.
+        assert_eq!(held.len() as u64, (2 << 20) * 7 / 8 / u64::from(LENGTH));
+        let mut waiting: Vec<_> = (0..50).map(|_| Box::pin(queues.admit(LENGTH, &flood, WAIT))).collect();
         for waiting in &mut waiting {
             assert!(poll!(waiting).is_pending());
         }
         assert!(
-            queues.arrive(LENGTH, &honest, WAIT).now_or_never().is_some(),
-            "the last eighth of the queue is reserved for other callers"
+            queues.admit(LENGTH, &honest, WAIT).now_or_never().is_some(),
+            "the last eighth must be reserved for applications that hold nothing"
         );
         drop(waiting);
         assert!(!queues.has_waiters());
         held.pop();
-        assert!(queues.arrive(LENGTH, &flood, WAIT).now_or_never().is_some());
+        assert!(queues.admit(LENGTH, &flood, WAIT).now_or_never().is_some());
     }
 
     #[tokio::test(start_paused = true)]
     async fn queue_is_bounded_by_held_bytes_and_timeout() {
         let queues = RequestQueues::new(8 << 20);
         let mut first = first_of("app-1");
-        let held: Vec<_> =
-            std::iter::from_fn(|| queues.arrive(LENGTH, &first, WAIT).now_or_never()).collect();
+        let held: Vec<_> = std::iter::from_fn(|| queues.admit(LENGTH, &first, WAIT).now_or_never()).collect();
         first.resize(1 << 20, 0);
-        let mut waiting: Vec<_> = (0..9).map(|_| Box::pin(queues.arrive(LENGTH, &first, WAIT))).collect();
+        let mut waiting: Vec<_> = (0..9).map(|_| Box::pin(queues.admit(LENGTH, &first, WAIT))).collect();
         let last = waiting.last_mut().unwrap().now_or_never();
-        assert!(last.is_none(), "the first caller has a place and must not be refused");
+        assert!(last.is_none(), "the request that is polled first must wait and not be refused");
         for waiting in &mut waiting[..7] {
             assert!(poll!(waiting).is_pending());
         }
