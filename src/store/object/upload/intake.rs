@@ -12,7 +12,7 @@ use object_store::{ObjectStore as _, ObjectStoreExt as _};
 use tokio::sync::oneshot;
 
 use super::segment::{SegmentBatch, SegmentHeap, UploadJob, UploadWaiter, segment_heap_bytes};
-use super::uploader::{self, ExtentSource, OFFLOAD_PARTS_IN_FLIGHT, one_from};
+use super::uploader::{self, ExtentSource, OFFLOAD_PARTS_IN_FLIGHT, upload_from_disks};
 use crate::store::extents::extent::{Extent, ExtentList};
 use crate::store::index::index_read::IndexRead;
 use crate::store::object::core::ObjectCore;
@@ -113,7 +113,7 @@ impl Uploads {
         &self,
         source: &mut dyn ExtentSource,
     ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
-        one_from(&self.core, &self.shuffle, source).await
+        upload_from_disks(&self.core, &self.shuffle, source).await
     }
 
     /// Returns those of `numbers` that are no segments any more, none if no read has missed one.

@@ -1,4 +1,5 @@
-//! Uploads of segments: one task per shuffle while batches wait.
+//! Uploads of segments: objects with extents of one shuffle. A shuffle has a task while batches
+//! wait.
 //!
 //! A batch joins the open segment while that has room. Full parts are uploaded while others fill.
 //! Once all started part uploads are done, the segment ends, unless a batch waits that still fits.
@@ -34,7 +35,7 @@ pub(super) const OFFLOAD_PARTS_IN_FLIGHT: usize = 2;
 
 /// Number of extents whose records are cached before the task yields. A segment of small blocks has
 /// tens of thousands of extents.
-const KEPT_IN_A_TURN: usize = 512;
+const EXTENTS_PER_YIELD: usize = 512;
 
 /// Maximum duration of the removal of a failed upload's remains.
 const CLEAN_UP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -54,11 +55,12 @@ pub(in crate::store::object) async fn run(core: Arc<ObjectCore>, shuffle: Arc<Ob
     let mut segment_numbers = shuffle.segment_numbers.lock().await;
     let mut running = shuffle.queue.running();
     while let Some(job) = running.take_or_end() {
-        one_segment(&core, &shuffle, &mut segment_numbers, job).await;
+        upload_batches(&core, &shuffle, &mut segment_numbers, job).await;
     }
 }
 
-async fn one_segment(
+/// Uploads the next segment with the batch `first` and those that join it, and answers them.
+async fn upload_batches(
     core: &ObjectCore,
     shuffle: &ObjectShuffle,
     segment_numbers: &mut SegmentNumbers,
@@ -81,7 +83,7 @@ async fn one_segment(
 ///
 /// # Errors
 /// The source or the store fails. No extent of the segment is stored then.
-pub(super) async fn one_from(
+pub(super) async fn upload_from_disks(
     core: &ObjectCore,
     shuffle: &ObjectShuffle,
     source: &mut dyn ExtentSource,
@@ -93,13 +95,13 @@ pub(super) async fn one_from(
 
 /// Origin of a segment's extents.
 enum UploadOrigin<'a> {
-    /// Waiting batches of a worker without disks. They are appended to these streams.
+    /// Waiting batches of a worker without disks. Their extents are appended to these streams.
     Batches(&'a DiskShuffleHandle),
     /// Extents on disks, which are relocated by the caller.
     Disks(&'a mut dyn ExtentSource),
 }
 
-/// Counts a segment, and makes its extents visible in `streams`. Returns them.
+/// Makes the extents of a segment visible in `streams`, and counts the segment. Returns them.
 async fn publish(
     core: &ObjectCore,
     shuffle: &ObjectShuffle,
@@ -109,7 +111,7 @@ async fn publish(
     let SegmentSummary { extents, payload_bytes, bytes } = sealed;
     // Cached before the extents are visible: a purge drops the records of visible extents only, so
     // later additions would remain.
-    for some in extents.chunks(KEPT_IN_A_TURN) {
+    for some in extents.chunks(EXTENTS_PER_YIELD) {
         for (_, extent, records) in some {
             core.records.insert(shuffle.records_key(extent), records.clone());
         }
@@ -169,10 +171,10 @@ impl<'a> Upload<'a> {
         };
         let filling = async {
             let source = match origin {
-                UploadOrigin::Batches(_) => return self.fill().await.map(Some),
+                UploadOrigin::Batches(_) => return self.fill_from_batches().await.map(Some),
                 UploadOrigin::Disks(source) => source,
             };
-            let sealed = self.fill_from(source).await?;
+            let sealed = self.fill_from_disks(source).await?;
             if sealed.is_some() {
                 // Local disks release their copies afterwards, so this prefix must still be the one
                 // that the next start reads.
@@ -201,7 +203,7 @@ impl<'a> Upload<'a> {
     }
 
     /// Uploads the whole segment, including all batches that arrive meanwhile and fit.
-    async fn fill(&mut self) -> Result<SegmentSummary, StoreError> {
+    async fn fill_from_batches(&mut self) -> Result<SegmentSummary, StoreError> {
         let settings = &self.core.settings;
         loop {
             self.shuffle.require_present()?;
@@ -231,7 +233,7 @@ impl<'a> Upload<'a> {
             false => {
                 let payload = payload(self.open.take(usize::MAX));
                 let put = self.core.store.put(&self.path, payload).await;
-                self.landed(put, sealed.bytes).await?;
+                self.confirm_created(put, sealed.bytes).await?;
             }
         }
         Ok(sealed)
@@ -239,7 +241,7 @@ impl<'a> Upload<'a> {
 
     /// Uploads extents of `source` until the segment is full or the source ends, and completes the
     /// segment. Returns `None` if the source has no extent.
-    async fn fill_from(
+    async fn fill_from_disks(
         &mut self,
         source: &mut dyn ExtentSource,
     ) -> Result<Option<SegmentSummary>, StoreError> {
@@ -328,14 +330,19 @@ impl<'a> Upload<'a> {
         }
         let Some(multipart) = &mut self.multipart else { return Ok(()) };
         let completed = multipart.complete().await;
-        self.landed(completed, bytes).await?;
+        self.confirm_created(completed, bytes).await?;
         self.multipart = None;
         Ok(())
     }
 
     /// Handles the result of the request that creates the object. If it failed, only the response
-    /// may be lost, so this asks the store whether the object exists.
-    async fn landed<T>(&mut self, result: object_store::Result<T>, bytes: u64) -> Result<(), StoreError> {
+    /// may be lost, so this asks the store whether the object exists. An object of this size is the
+    /// whole segment, because no other upload has its name.
+    async fn confirm_created<T>(
+        &mut self,
+        result: object_store::Result<T>,
+        bytes: u64,
+    ) -> Result<(), StoreError> {
         let Err(error) = self.core.observe(&self.key, result) else { return Ok(()) };
         match self.core.store.head(&self.path).await {
             Ok(found) if found.size == bytes => {
@@ -346,8 +353,8 @@ impl<'a> Upload<'a> {
         }
     }
 
-    /// Removes the remains of a failed upload, if the store answers. Remaining objects are in no
-    /// chain of segments.
+    /// Removes the remains of a failed upload, if the store answers. No later segment names an
+    /// object that remains as its predecessor.
     async fn clean_up(&mut self, error: &StoreError) {
         self.parts.clear();
         if error.kind == StoreErrorKind::InUse {
