@@ -30,10 +30,10 @@ pub(in crate::store) trait RecordSource: fmt::Debug + Send + Sync {
     fn cached(&self, extent: &Extent) -> Option<Bytes>;
 
     /// Caches the verified records of an extent.
-    fn keep(&self, extent: &Extent, records: &[u8]);
+    fn cache(&self, extent: &Extent, records: &[u8]);
 
     /// Adds the records of an extent from byte `from` on, which fill `range` of the buffer.
-    fn add(parts: &mut Self::Parts, extent: &Extent, from: u64, range: Range<usize>);
+    fn add_part(parts: &mut Self::Parts, extent: &Extent, from: u64, range: Range<usize>);
 
     /// Reads `parts` into a buffer of `len` bytes, and calls `complete` with it. `complete` returns
     /// the extent whose records are wrong, and may be called again with the same parts.
@@ -53,7 +53,7 @@ pub(in crate::store) trait RecordSource: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// The chunk has failed.
-    fn ended(&mut self, chunk: Option<Result<Bytes, StoreError>>) -> Result<Bytes, StoreError>;
+    fn finish_chunk(&mut self, chunk: Option<Result<Bytes, StoreError>>) -> Result<Bytes, StoreError>;
 
     /// Returns whether `len` bytes can be read from the extent's device now.
     fn has_room(&self, extent: &Extent, len: usize) -> bool;
@@ -136,7 +136,7 @@ impl<S: RecordSource> IndexRead<S> {
             let rest = usize::try_from(extent.records_bytes() - from).unwrap_or(usize::MAX);
             let range = len..len + rest.min(max - len);
             if matches!(origin, RecordsOrigin::Parts) {
-                S::add(&mut parts, extent, from, range.clone());
+                S::add_part(&mut parts, extent, from, range.clone());
             }
             len = range.end;
             steps.push(RecordsStep { extent: *extent, range, from, origin });
@@ -179,7 +179,7 @@ impl RecordsCursor {
                         return Err(*extent);
                     }
                     if is_end && *from == 0 {
-                        source.keep(extent, bytes);
+                        source.cache(extent, bytes);
                     }
                 }
             }
@@ -227,7 +227,7 @@ impl<S: RecordSource> ChunkRead for IndexRead<S> {
                 Some(len) => Some(self.read_chunk(len, buffers).await),
                 None => None,
             };
-            let chunk = self.source.ended(chunk)?;
+            let chunk = self.source.finish_chunk(chunk)?;
             self.progress.end(chunk.len());
             Ok(Some(chunk))
         };

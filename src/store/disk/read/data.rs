@@ -122,7 +122,7 @@ impl DataRead {
             let StreamRead { core, shuffle, .. } = &self.stream;
             if let Err((error, log)) = checksums.prepare(core, shuffle, READ_CHUNK_BYTES_MAX as u64).await {
                 shuffle.require_present()?;
-                self.stream.note_culprit(&log);
+                self.stream.record_culprit(&log);
                 return Err(error);
             }
         }

@@ -14,7 +14,7 @@ use crate::store::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::{ReadBuffers, ReadPart};
 
 impl DiskReader {
-    /// Reads the records of a run without objects.
+    /// Reads the records of `run`, a part of the view whose extents are on disks or lost.
     pub(in crate::store) fn index(&self, view: &StreamView, run: &ViewRun) -> Box<dyn ChunkRead> {
         self.core.metrics.read_index_file.inc();
         let stream = StreamRead::new(Arc::clone(&self.core), Arc::clone(&view.shuffle), view.partition);
@@ -32,18 +32,19 @@ impl RecordSource for StreamRead {
         cached
     }
 
-    fn keep(&self, extent: &Extent, records: &[u8]) {
+    fn cache(&self, extent: &Extent, records: &[u8]) {
         if !self.core.records.admits(records.len()) {
             return;
         }
         let key = self.shuffle.records_key(extent);
         self.core.records.insert(key, Bytes::copy_from_slice(records));
+        // A purge before the insertion has not removed these records.
         if self.shuffle.is_purged() {
             self.core.records.remove(std::iter::once(key));
         }
     }
 
-    fn add(parts: &mut PartsByLog, extent: &Extent, from: u64, range: Range<usize>) {
+    fn add_part(parts: &mut PartsByLog, extent: &Extent, from: u64, range: Range<usize>) {
         parts.push(extent.index_log, ReadPart { range, offset: extent.index_offset + from });
     }
 
@@ -58,14 +59,15 @@ impl RecordSource for StreamRead {
         let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
         complete(bytes).map_err(|extent| {
             let log = self.shuffle.log_at(extent.index_log);
-            self.note_culprit(&log);
+            self.record_culprit(&log);
             StoreError::corrupt(log.full_path(), WRONG_RECORDS)
         })?;
+        // Records of damaged blocks become fillers.
         self.shuffle.damaged.mask(self.partition, bytes);
         Ok(buffer.freeze(len))
     }
 
-    fn ended(&mut self, chunk: Option<Result<Bytes, StoreError>>) -> Result<Bytes, StoreError> {
+    fn finish_chunk(&mut self, chunk: Option<Result<Bytes, StoreError>>) -> Result<Bytes, StoreError> {
         let chunk = chunk.ok_or_else(|| self.shuffle.error(StoreErrorKind::Corrupt))?;
         let chunk = chunk.inspect_err(|error| self.count_failure(error))?;
         self.core.metrics.read_index_bytes.inc_by(chunk.len() as u64);

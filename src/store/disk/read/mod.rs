@@ -119,7 +119,7 @@ impl StreamRead {
         }
     }
 
-    fn note_culprit(&self, log: &Log) {
+    fn record_culprit(&self, log: &Log) {
         let _ = self.culprit.set(log.disk.index);
     }
 
@@ -171,7 +171,7 @@ impl StreamRead {
                 if log.is_released() {
                     return Err(StoreError::new(StoreErrorKind::NotFound, log.full_path()));
                 }
-                self.note_culprit(log);
+                self.record_culprit(log);
                 Err(StoreError::io(log.full_path(), error))
             }
         }

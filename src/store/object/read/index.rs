@@ -24,14 +24,14 @@ impl RecordSource for Uploads {
         self.core.records.get(&self.shuffle.records_key(extent))
     }
 
-    fn keep(&self, extent: &Extent, records: &[u8]) {
+    fn cache(&self, extent: &Extent, records: &[u8]) {
         // Readers of the data need the records next.
         if self.core.records.admits(records.len()) {
             self.core.records.insert(self.shuffle.records_key(extent), Bytes::copy_from_slice(records));
         }
     }
 
-    fn add(parts: &mut Vec<RangePart>, extent: &Extent, from: u64, range: Range<usize>) {
+    fn add_part(parts: &mut Vec<RangePart>, extent: &Extent, from: u64, range: Range<usize>) {
         let offset = extent.records_range().start + from;
         fetch::push(parts, RangePart { segment: extent.object(), offset, range });
     }
@@ -58,7 +58,7 @@ impl RecordSource for Uploads {
         }
     }
 
-    fn ended(&mut self, chunk: Option<Result<Bytes, StoreError>>) -> Result<Bytes, StoreError> {
+    fn finish_chunk(&mut self, chunk: Option<Result<Bytes, StoreError>>) -> Result<Bytes, StoreError> {
         let chunk = chunk.ok_or_else(|| self.shuffle.error(StoreErrorKind::Corrupt))?;
         let chunk = chunk.map_err(|error| self.shuffle.for_reader(&self.core, error))?;
         self.core.metrics.read_index_bytes.inc_by(chunk.len() as u64);
