@@ -2,9 +2,9 @@
 //! process can be killed at any store call, and disks and store survive it.
 
 mod damaged;
-mod earlier;
 mod guards;
 mod offloads;
+mod reregistration;
 mod restarts;
 
 use std::collections::BTreeMap;

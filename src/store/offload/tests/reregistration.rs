@@ -10,14 +10,13 @@ use super::*;
 use crate::store::StoreErrorKind;
 
 impl Process {
-    /// Unregisters a shuffle without deleting its objects, as if the process ended directly
-    /// afterwards.
+    /// Unregisters a shuffle, but leaves its objects in the store: the deletion is dropped.
     fn forget(&self, key: &ShuffleKey) {
         drop(Arc::clone(&self.tier).forget(&key.app, std::slice::from_ref(key), Purge::Shuffles));
     }
 
-    /// Creates a registration that the store knows, and unregisters it. Its objects stay.
-    async fn left_in_the_store(&self, key: &ShuffleKey) {
+    /// Creates a registration with objects, and unregisters it. Its objects stay in the store.
+    async fn leave_in_store(&self, key: &ShuffleKey) {
         self.register(key).await;
         self.write(key, vec![extent(0, 0..10, 3000)]).await;
         self.offload_all(key).await.unwrap();
@@ -31,10 +30,10 @@ impl Process {
     }
 }
 
-/// Directory `/a` alone has the later registration, and it is missing. Directory `/b` has the
-/// earlier one, which the store knows to be complete.
+/// Only directory `/a` has the later registration, and the directory is missing. Directory `/b` has
+/// the earlier one, which is complete in the store.
 #[tokio::test(start_paused = true)]
-async fn earlier_registration_in_store_proves_nothing() {
+async fn earlier_registration_in_store_is_not_taken_for_the_later() {
     let both = Fixture::new();
     let only = |at: usize| Fixture { disks: vec![both.disks[at].clone()], ..both.clone() };
     let process = both.start().await;
@@ -60,7 +59,7 @@ async fn earlier_registration_in_store_proves_nothing() {
 async fn empty_machine_ignores_the_earlier_registration() {
     let process = Fixture::new().start().await;
     let key = key(1);
-    process.left_in_the_store(&key).await;
+    process.leave_in_store(&key).await;
     process.register(&key).await;
     let process = process.kill().await.on_an_empty_machine().start().await;
     let (recovered, records) = recovered_records(&process).await;
@@ -74,7 +73,7 @@ async fn offloaded_shuffle_is_not_registered_again_while_store_fails() {
         for fault in [ObjectFault::Refuse, ObjectFault::Hold] {
             let process = Fixture::new().start().await;
             let (again, other) = (key(1), key(2));
-            process.left_in_the_store(&again).await;
+            process.leave_in_store(&again).await;
             process.fixture.store.set(move |call, _| if call == failing { fault } else { ObjectFault::None });
             let began = Instant::now();
             let error = process.try_register(&again).await.unwrap_err();
@@ -101,7 +100,7 @@ async fn offloaded_shuffle_is_not_registered_again_while_store_fails() {
 async fn reregistration_succeeds_once_the_store_is_back() {
     let process = Fixture::new().start().await;
     let key = key(1);
-    process.left_in_the_store(&key).await;
+    process.leave_in_store(&key).await;
     let mut calls = 0;
     process.fixture.store.set(move |call, _| {
         calls += usize::from(call == Call::Put);
@@ -115,7 +114,7 @@ async fn reregistration_succeeds_once_the_store_is_back() {
 async fn deleted_application_leaves_no_superseded_registration() {
     let process = Fixture::new().start().await;
     let key = key(1);
-    process.left_in_the_store(&key).await;
+    process.leave_in_store(&key).await;
     let why = Purge::App(crate::store::Cause::Unregistered);
     Arc::clone(&process.tier).forget(&key.app, &[], why).unwrap().await;
     assert_eq!(process.fixture.segments().await, 0);
@@ -125,7 +124,7 @@ async fn deleted_application_leaves_no_superseded_registration() {
 /// The store takes the record that permits offloads, but its answer is lost. The next record is not
 /// in the store, and a start that finds only the store must not take its records for complete.
 #[tokio::test(start_paused = true)]
-async fn unanswered_offload_proves_no_later_records() {
+async fn unanswered_offload_does_not_make_later_records_complete() {
     let mut has_lost_the_last = false;
     for at in 0..10 {
         let process = Fixture::new().start().await;
@@ -152,14 +151,17 @@ async fn unanswered_offload_proves_no_later_records() {
         fixture.store.heal();
         let process = fixture.on_an_empty_machine().start().await;
         let (recovered, records) = recovered_records(&process).await;
-        let is_proven = recovered.shuffles.iter().any(|it| it.incomplete.is_none());
+        let is_complete = recovered.shuffles.iter().any(|it| it.incomplete.is_none());
         let is_known =
             records.get(&key).is_some_and(|records| records.contains(&Bytes::from_static(b"later")));
         assert!(
-            !(acknowledged && is_proven) || is_known,
+            !(acknowledged && is_complete) || is_known,
             "write {at}: a complete shuffle lacks an acknowledged record: {recovered:?} {records:?}"
         );
-        assert!(acknowledged || is_proven, "write {at}: an incomplete offload delayed a report");
+        assert!(
+            acknowledged || is_complete,
+            "write {at}: a record was refused although the store lacks a part of the shuffle"
+        );
     }
     assert!(has_lost_the_last);
 }
@@ -197,11 +199,12 @@ async fn about_to_offload(
     process
 }
 
-/// Delayed writes of log pages take effect after the pages were deleted and the shuffle was
-/// registered again. The disks are lost afterwards.
+/// Delayed writes of the shuffle's metadata pages take effect after the pages were deleted and the
+/// shuffle was registered again. With `Repeat`, a second attempt had already taken effect. The
+/// disks are lost afterwards.
 #[tokio::test(start_paused = true)]
 async fn late_page_does_not_join_a_later_registration() {
-    let mut has_arrived = 0;
+    let mut arrived = 0;
     for (fault, from) in
         [ObjectFault::Late, ObjectFault::Repeat].into_iter().flat_map(|it| (0..8).map(move |at| (it, at)))
     {
@@ -218,17 +221,17 @@ async fn late_page_does_not_join_a_later_registration() {
         process.purge(&key).await;
         process.register(&key).await;
         process.append_record(&key, b"later").await.unwrap();
-        has_arrived += process.fixture.store.deliver().await;
+        arrived += process.fixture.store.deliver().await;
 
         let process = process.kill().await.on_an_empty_machine().start().await;
         let (recovered, records) = recovered_records(&process).await;
-        let is_proven = recovered.shuffles.iter().any(|it| it.incomplete.is_none());
+        let is_complete = recovered.shuffles.iter().any(|it| it.incomplete.is_none());
         assert!(
-            !is_proven,
+            !is_complete,
             "{fault:?} from write {from}: the shuffle counts as complete: {recovered:?} {records:?}"
         );
     }
-    assert!(has_arrived > 0);
+    assert!(arrived > 0);
 }
 
 /// Only shuffles with offloaded data wait for the store.
@@ -253,7 +256,7 @@ async fn shuffles_without_offloaded_data_never_wait_for_the_store() {
 async fn end_of_an_offloaded_shuffle_does_not_wait_for_the_store() {
     let process = Fixture::new().start().await;
     let key = key(1);
-    process.left_in_the_store(&key).await;
+    process.leave_in_store(&key).await;
     process.fixture.store.set(|_, _| ObjectFault::Hold);
     let began = Instant::now();
     process.tier.forgotten_durable(&key.app, Some(&key)).await.unwrap();
