@@ -51,6 +51,7 @@ mod grpc {
     pub(crate) mod ticket_queue;
     pub(crate) mod tickets;
     pub(crate) mod tiers;
+    pub(crate) mod unknown_tier;
 }
 
 /// Connections are tasks of the test's runtime.

@@ -27,7 +27,7 @@ pub struct ThirdTier {
     shuffles: Mutex<HashMap<ShuffleKey, Arc<MemoryShuffle>>>,
     synced_bytes: AtomicU64,
     /// Remote storage of the last registration.
-    wanted: Mutex<Option<RemoteStorage>>,
+    last_remote_storage: Mutex<Option<RemoteStorage>>,
     on_forget: Mutex<Option<TestHook>>,
     complaint: Mutex<Option<&'static str>>,
 }
@@ -76,8 +76,8 @@ impl ThirdTier {
     }
 
     /// Returns the remote storage of the last registration.
-    pub fn wanted(&self) -> Option<RemoteStorage> {
-        self.wanted.lock().clone()
+    pub fn last_remote_storage(&self) -> Option<RemoteStorage> {
+        self.last_remote_storage.lock().clone()
     }
 
     /// Sets a callback that runs before shuffles are deleted, on the same thread.
@@ -145,8 +145,11 @@ impl Tier for ThirdTier {
         TierState { used_bytes, complaint: *self.complaint.lock(), ..TierState::default() }
     }
 
-    fn prepare(self: Arc<Self>, wanted: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
-        *self.wanted.lock() = wanted.cloned();
+    fn prepare(
+        self: Arc<Self>,
+        remote_storage: Option<&RemoteStorage>,
+    ) -> Result<Option<Admission>, StoreError> {
+        *self.last_remote_storage.lock() = remote_storage.cloned();
         let register = move |key: &ShuffleKey, _: &[(i32, i32)]| {
             let create = || Arc::new(MemoryShuffle { partitions: Mutex::new(Some(HashMap::new())) });
             self.shuffles.lock().entry(key.clone()).or_insert_with(create);

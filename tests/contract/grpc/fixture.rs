@@ -46,7 +46,7 @@ impl WorkerFixture {
     }
 
     /// Starts a worker whose only tier below memory is a test double.
-    pub(crate) async fn above(tier: Arc<dyn Tier>) -> Self {
+    pub(crate) async fn with_tier(tier: Arc<dyn Tier>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let unused = vec![dir.path().join("unused")];
         let setup = Setup { store_type: "MEMORY", ..Setup::default() };

@@ -69,7 +69,7 @@ async fn worker_is_unhealthy_while_too_few_disks_are_healthy() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn readiness_gives_the_reason_of_the_only_tier() {
     let tier = Arc::new(ThirdTier::default());
-    let fixture = WorkerFixture::above(Arc::clone(&tier) as Arc<dyn Tier>).await;
+    let fixture = WorkerFixture::with_tier(Arc::clone(&tier) as Arc<dyn Tier>).await;
     let ready = async || {
         let http = fixture.worker.addresses().http;
         let answer = reqwest::get(format!("http://{http}/health/ready")).await.unwrap();

@@ -31,7 +31,7 @@ async fn above(store: &FaultyObjects) -> WorkerFixture {
     let (tasks, registry) = (Tasks::new(), Registry::new());
     let objects = Bucket::open(objects, settings, &budget, tasks.clone(), &registry).await.unwrap();
     let tier = OffloadTier::without_disks(objects, &budget, tasks, &registry).await.unwrap();
-    WorkerFixture::above(tier).await
+    WorkerFixture::with_tier(tier).await
 }
 
 async fn report(fixture: &WorkerFixture, key: &ShuffleKey, task: i64, blocks: &[Block]) {

@@ -1,17 +1,13 @@
 //! Reads while blocks move from memory to disk: docs/protocol.md §3.4, §3.5 and §4.5.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
-use std::time::Duration;
 
 use croaring::Treemap;
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{ReadOptions, register_request};
 use uniffle_testkit::fault::{Fault, Operation, Rule};
-use uniffle_testkit::third_tier::ThirdTier;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
-use uniffle_worker::proto::{DataDistribution, RemoteStorage};
-use uniffle_worker::store::Tier;
+use uniffle_worker::proto::DataDistribution;
 
 use super::blocks::{batch, block, blocks, payload};
 use super::fixture::{WorkerFixture, assert_same, eventually, key};
@@ -123,7 +119,7 @@ async fn local_order_extents_are_sorted_and_gapless() {
     }
     fixture.assert_reads(&key, 0, &all).await;
 
-    // A skew reader needs one range per extent.
+    // A reader of a skewed partition wants some tasks only, and needs one range per extent.
     let options = ReadOptions { tasks: Some(Treemap::of(&[5])), ..Default::default() };
     let read = fixture.client.read_partition(&key, P, &options).await.unwrap();
     let wanted: Vec<Block> = all.iter().filter(|block| block.meta.task_attempt_id.0 == 5).cloned().collect();
@@ -181,8 +177,8 @@ async fn reducers_with_different_filters_are_independent() {
         let options = ReadOptions { tasks, read_buffer_size: 3000, ..Default::default() };
         async move { client.read_partition(&key, P, &options).await.unwrap() }
     };
-    let (even, odd, low) = tokio::join!(reducer([0, 2, 4]), reducer([1, 3, 5]), reducer([0, 1, 2]));
-    for (read, tasks) in [(even, [0, 2, 4]), (odd, [1, 3, 5]), (low, [0, 1, 2])] {
+    let (even, odd, first) = tokio::join!(reducer([0, 2, 4]), reducer([1, 3, 5]), reducer([0, 1, 2]));
+    for (read, tasks) in [(even, [0, 2, 4]), (odd, [1, 3, 5]), (first, [0, 1, 2])] {
         let tasks: BTreeSet<i64> = tasks.into();
         let wanted: Vec<Block> =
             all.iter().filter(|block| tasks.contains(&block.meta.task_attempt_id.0)).cloned().collect();
@@ -199,7 +195,7 @@ async fn block_id_zero_is_valid() {
     assert_eq!(
         all[0].meta.block_id,
         BlockId(0),
-        "the first block must have id 0: sequence, partition and task 0"
+        "the block with sequence number, partition and task 0 must have id 0"
     );
     fixture.push(&key, &batch(0, &all)).await;
     let after_0 = fixture.client.read_memory(&key, P, Some(BlockId(0)), 1 << 20, None).await.unwrap();
@@ -208,86 +204,5 @@ async fn block_id_zero_is_valid() {
     fixture.flush().await;
     fixture.assert_reads(&key, 0, &all).await;
     assert_eq!(IdLayout::SPARK.partition_of(BlockId(0)), 0);
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn worker_runs_over_an_unknown_tier() {
-    let fixture = WorkerFixture::above(Arc::new(ThirdTier::default())).await;
-    let key = key("app-1", 1);
-    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
-    let (flushed, other, fresh) = (blocks(0, 1, 0..20), blocks(1, 1, 0..5), blocks(0, 2, 0..4));
-    fixture.push(&key, &batch(0, &flushed)).await;
-    fixture.push(&key, &batch(1, &other)).await;
-    fixture.flush().await;
-    assert_eq!(fixture.memory().block_count(), 0);
-    fixture.assert_reads(&key, 0, &flushed).await;
-    fixture.assert_reads(&key, 1, &other).await;
-    fixture.push(&key, &batch(0, &fresh)).await;
-    fixture.assert_reads(&key, 0, &[flushed.clone(), fresh.clone()].concat()).await;
-    fixture.flush().await;
-    fixture.assert_reads(&key, 0, &[flushed, fresh].concat()).await;
-    assert!(fixture.metric("total_memory_spill_to_third") > 0.0, "metrics must carry the name of the tier");
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn shutdown_syncs_tiers_after_last_flush() {
-    let (tier, key) = (Arc::new(ThirdTier::default()), key("app-1", 1));
-    let fixture = WorkerFixture::above(Arc::clone(&tier) as Arc<dyn Tier>).await;
-    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-    let all = blocks(0, 1, 0..20);
-    fixture.push(&key, &batch(0, &all)).await;
-    assert_eq!(tier.synced_bytes(), 0);
-    assert_eq!(fixture.worker.stop().await, 0, "tasks are still running");
-    assert_eq!(tier.synced_bytes(), payload(&all));
-}
-
-/// An application may have millions of blocks and extents. While they are freed, the only thread of
-/// this worker serves other calls.
-#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn purge_does_not_block_runtime_threads() {
-    let tier = Arc::new(ThirdTier::default());
-    let fixture = WorkerFixture::above(Arc::clone(&tier) as Arc<dyn Tier>).await;
-    let other = key("app-2", 1);
-    fixture.client.register(&other, &[(0, 0)]).await.unwrap();
-    for ends_all in [false, true] {
-        let key = key("app-1", 1);
-        fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-        let (began, mut begun) = tokio::sync::mpsc::unbounded_channel();
-        let (release, released) = std::sync::mpsc::channel();
-        tier.on_forget(move || {
-            let _ = began.send(());
-            released.recv_timeout(Duration::from_secs(60)).expect("other calls were not answered meanwhile");
-        });
-        let end = async {
-            match ends_all {
-                true => fixture.client.unregister_app(key.app.as_str()).await.unwrap(),
-                false => fixture.client.unregister(&key).await.unwrap(),
-            }
-        };
-        let meanwhile = async {
-            begun.recv().await.unwrap();
-            fixture.client.heartbeat(other.app.as_str()).await.unwrap();
-            release.send(()).unwrap();
-        };
-        tokio::join!(end, meanwhile);
-        tier.on_forget(|| {});
-    }
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn tier_receives_the_requested_number_of_writers() {
-    let tier = Arc::new(ThirdTier::default());
-    let fixture = WorkerFixture::above(Arc::clone(&tier) as Arc<dyn Tier>).await;
-    for (shuffle, wanted, expected) in [(1, 2, Some(2)), (2, 0, None), (3, -1, None), (4, i32::MIN, None)] {
-        let mut request = register_request(&key("app-1", shuffle), &[(0, 0)]);
-        request.remote_storage = Some(RemoteStorage { path: "third://x".to_owned(), ..Default::default() });
-        request.max_concurrency_per_partition_to_write = wanted;
-        fixture.client.register_with(request).await.unwrap();
-        let heard = tier.wanted().expect("the tier was not asked at the registration");
-        assert_eq!((heard.path.as_str(), heard.writers), ("third://x", expected), "{wanted}");
-    }
     fixture.finish().await;
 }

@@ -20,7 +20,7 @@ over_both_transports!(
 
 async fn expired_ticket_is_refused_and_a_new_one_succeeds(transport: Transport) {
     let (fixture, client, key) = transport.start(Setup::default(), &[(0, 0)]).await;
-    // Large enough that the refusal comes before the end of the request.
+    // Large enough that the worker refuses the ticket before it has received the whole request.
     let all = [blocks(0, 1, 0..5), vec![block(0, 1, 5, 5 << 20)]].concat();
     let ticket = fixture.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
     assert!(fixture.memory().tickets().pre_allocated_bytes() > 0);
@@ -73,9 +73,10 @@ async fn send_larger_than_its_ticket_stores_nothing(transport: Transport) {
     let parts: Vec<_> = (0..4).map(|p| (PartitionId(p), vec![block(p, 1, 0, 64 << 10)])).collect();
     for form in client.forms() {
         // The first three blocks fit.
-        let ticket = fixture.ticket(&key, 200 << 10).await;
+        let ticket_bytes = 200 << 10;
+        let ticket = fixture.ticket(&key, ticket_bytes).await;
         let text = refused(client.send(&key, ticket, *form, &parts).await, StatusCode::InternalError);
-        assert!(text.contains("204800"), "{text}");
+        assert!(text.contains(&ticket_bytes.to_string()), "{text}");
         fixture.assert_memory_is_free().await;
         for partition in 0..4 {
             fixture.assert_reads(&key, partition, &[]).await;
