@@ -153,10 +153,15 @@ pub fn occupied_bytes(length: u64) -> u64 {
     length.next_multiple_of(BLOCK_ALIGN as u64)
 }
 
+/// Returns the size of an encoded group of `extents` extents with `blocks` blocks.
+pub fn group_bytes(extents: usize, blocks: usize) -> usize {
+    HEADER_BYTES + extents * ENTRY_BYTES + blocks * RECORD_BYTES
+}
+
 /// Encodes a group. The caller has checked that no block is empty and that counts fit `u32`.
 pub fn encode(header: &GroupHeader, extents: &[GroupExtent<'_>]) -> EncodedGroup {
     let blocks: usize = extents.iter().map(|extent| extent.blocks.len()).sum();
-    let head_bytes = HEADER_BYTES + extents.len() * ENTRY_BYTES;
+    let head_bytes = group_bytes(extents.len(), 0);
     let mut bytes = vec![0; head_bytes];
     bytes.reserve_exact(blocks * RECORD_BYTES);
     let mut entries = Vec::with_capacity(extents.len());

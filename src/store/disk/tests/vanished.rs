@@ -465,6 +465,25 @@ async fn last_flush_leaves_room_for_the_metadata_log() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), ids);
 }
 
+/// The index group of many small blocks is larger than their data.
+#[tokio::test(start_paused = true)]
+async fn last_batch_with_a_large_index_leaves_room_for_the_metadata_log() {
+    let disk = TestDisk::new("/a");
+    disk.memory.set_capacity(Some(1 << 20));
+    let store = open_with(roomy(), vec![disk.disk()]).await.unwrap();
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    let room = store.core.disks[0].candidate().free_bytes as usize;
+    disk.memory.put(Path::new("other"), Some(vec![0; room - 30_000]));
+    let batch = |blocks: i64| vec![extent(1, &(0..blocks).map(|id| (id, 4)).collect::<Vec<_>>(), true)];
+    let write = async |blocks| handle.writer.write(&handle.shuffle, batch(blocks), true).await;
+    assert_eq!(write(1000).await.unwrap_err().kind, StoreErrorKind::NoSpace);
+    assert_eq!(write(600).await.unwrap().blocks, 600);
+    let free_bytes = store.core.disks[0].io.space().await.unwrap().free_bytes;
+    assert!(free_bytes >= (1 << 20) / 64, "the batch left {free_bytes} bytes to the metadata log");
+    store.append_metadata(&handle, &[7; 4096]).await.unwrap();
+}
+
 /// The second batch measures disk `/a` before the first is written there, and chooses afterwards.
 #[tokio::test(start_paused = true)]
 async fn concurrent_last_batches_leave_room_for_the_metadata_log() {

@@ -16,7 +16,7 @@ use crate::store::disk::files::Mode;
 use crate::store::disk::log_file::{Log, LogKind, LogRange};
 use crate::store::disk::metrics::ALL_DISKS;
 use crate::store::disk::shuffle::DiskShuffle;
-use crate::store::index::codec::occupied_bytes;
+use crate::store::index::codec::{group_bytes, occupied_bytes};
 use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_io::buffers::AlignedBuffer;
 use uniffle_io::{BLOCK_ALIGN, File};
@@ -74,10 +74,12 @@ impl DiskWriter {
     ) -> Result<BatchSummary, StoreError> {
         let extents = ExtentWrite::split_large(extents);
         let bytes = validate(shuffle, &extents)?;
+        let blocks = extents.iter().map(|extent| extent.blocks.len()).sum();
+        let index_bytes = group_bytes(extents.len(), blocks) as u64;
         self.core.metrics.write_local.inc();
         let written = async {
             shuffle.require_present()?;
-            let mut search = DiskSearch::new(self, shuffle, bytes, is_last);
+            let mut search = DiskSearch::new(self, shuffle, bytes + index_bytes, is_last);
             let data = loop {
                 let disk = search.next_disk().await?;
                 match self.write_to(disk, shuffle, &extents, bytes).await {
@@ -85,6 +87,8 @@ impl DiskWriter {
                     Err(error) => search.failed(disk.index, error)?,
                 }
             };
+            // Other batches of the final flush leave room for the index group meanwhile.
+            let _index = InFlightWrite::begin(&data.log.disk, index_bytes);
             // Publishing may search again.
             drop(search);
             let sequence = self.publish(shuffle, &data, &extents, is_last).await?;
@@ -92,7 +96,7 @@ impl DiskWriter {
                 sequence,
                 disk: data.log.disk.index,
                 extents: extents.len(),
-                blocks: extents.iter().map(|extent| extent.blocks.len()).sum(),
+                blocks,
                 bytes: extents.iter().map(|extent| extent.length).sum(),
             })
         };
