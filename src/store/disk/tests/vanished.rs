@@ -467,7 +467,7 @@ async fn last_flush_leaves_room_for_the_metadata_log() {
 
 /// The index group of many small blocks is larger than their data.
 #[tokio::test(start_paused = true)]
-async fn last_batch_with_a_large_index_leaves_room_for_the_metadata_log() {
+async fn last_batch_leaves_room_despite_a_large_index() {
     let disk = TestDisk::new("/a");
     disk.memory.set_capacity(Some(1 << 20));
     let store = open_with(roomy(), vec![disk.disk()]).await.unwrap();
