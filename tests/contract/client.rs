@@ -24,7 +24,7 @@ use bytes::Bytes;
 use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep, timeout};
-use uniffle_client::grpc::ShuffleClient;
+use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::types::{BlockId, PartitionId, ShuffleId, TaskAttemptId};
 use uniffle_client::{
     Backoff, Block, BoxFuture, ClientOptions, Cluster, Error, IdLayout, RemoteDirectory, RemoteFile,
@@ -398,5 +398,24 @@ async fn example_counts_words() {
         let counts = timeout(WAIT_MAX, word_count::run(&node.address(), options)).await.unwrap().unwrap();
         assert_eq!(counts, word_count::expected());
     }
+    node.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn example_ignores_stored_blocks_of_its_failed_attempt() {
+    let node = Node::start("16MiB", "", "").await;
+    let (application, shuffle) = word_count::register(&node.address(), options()).await.unwrap();
+    let successful = word_count::map(&shuffle).await.unwrap();
+    let single = ShuffleClient::connect(node.worker.addresses().grpc).await.unwrap();
+    let mut stored = Vec::new();
+    for partition in (0..word_count::PARTITIONS).map(PartitionId) {
+        let read = single.read_partition(shuffle.key(), partition, &ReadOptions::default()).await.unwrap();
+        stored.extend(read.blocks.keys().map(|id| IdLayout::SPARK.task_of(*id)));
+    }
+    let failed = word_count::failed_attempt().unwrap();
+    assert!(stored.contains(&failed), "the failed attempt has sent nothing: {stored:?}");
+    assert!(successful.iter().all(|task| stored.contains(task) && *task != failed));
+    assert_eq!(word_count::reduce(&shuffle, &successful).await.unwrap(), word_count::expected());
+    application.unregister().await.unwrap();
     node.stop().await;
 }

@@ -1,13 +1,12 @@
 //! The tasks of the job, and its expected result.
 
 use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use tokio::task::JoinSet;
 use uniffle_client::block::task_attempt_id;
 use uniffle_client::types::{PartitionId, ShuffleId, TaskAttemptId};
-use uniffle_client::{ClientOptions, Cluster, Error, IdLayout, Shuffle, TaskFilter};
+use uniffle_client::{Application, ClientOptions, Cluster, Error, IdLayout, Shuffle, TaskFilter};
 
 /// Input of the map tasks, one text per task.
 const TEXTS: [&str; 4] = [
@@ -16,21 +15,21 @@ const TEXTS: [&str; 4] = [
     "a failed attempt at a task leaves blocks that no reader wants",
     "the reader asks for reported blocks and reads memory and then the disk",
 ];
-const PARTITIONS: i32 = 3;
+pub(crate) const PARTITIONS: i32 = 3;
 /// Maximum number of attempts per task, as in Spark.
 const ATTEMPTS_MAX: u32 = 4;
-/// Size of one block. A real engine uses blocks a thousand times as large.
-const BLOCK_BYTES: usize = 64;
+/// Minimum size of a full block. A real engine uses blocks of about one megabyte.
+const BLOCK_BYTES: usize = 16;
+/// Size of one batch: every block is sent at once, so the failed attempt leaves blocks on the
+/// worker. A real engine uses the default.
+const SEND_BYTES: u64 = 1;
 
 /// Number of occurrences per word.
 pub(crate) type Counts = BTreeMap<String, u64>;
 
 /// Runs the whole job against the coordinators at `addresses` (`host:port,host:port`).
 pub(crate) async fn run(addresses: &str, options: ClientOptions) -> Result<Counts, Error> {
-    let cluster = Cluster::new(addresses.split(','), options)?;
-    let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let application = cluster.application(&format!("word_count_{}", started.as_millis())).await?;
-    let shuffle = application.register_shuffle(ShuffleId(0), PARTITIONS).await?;
+    let (application, shuffle) = register(addresses, options).await?;
 
     let successful = map(&shuffle).await?;
     let counts = reduce(&shuffle, &successful).await?;
@@ -40,10 +39,23 @@ pub(crate) async fn run(addresses: &str, options: ClientOptions) -> Result<Count
     Ok(counts)
 }
 
+/// Registers the application and its shuffle.
+pub(crate) async fn register(
+    addresses: &str,
+    options: ClientOptions,
+) -> Result<(Application, Shuffle), Error> {
+    let options = options.with(|options| options.send_bytes_max = SEND_BYTES);
+    let cluster = Cluster::new(addresses.split(','), options)?;
+    let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let application = cluster.application(&format!("word_count_{}", started.as_millis())).await?;
+    let shuffle = application.register_shuffle(ShuffleId(0), PARTITIONS).await?;
+    Ok((application, shuffle))
+}
+
 /// Runs all map tasks. Returns the attempts whose output counts.
-async fn map(shuffle: &Shuffle) -> Result<Vec<TaskAttemptId>, Error> {
+pub(crate) async fn map(shuffle: &Shuffle) -> Result<Vec<TaskAttemptId>, Error> {
     // Task 2 fails at first. Both attempts at task 3 succeed; the scheduler picks the first.
-    write(shuffle, attempt(2, 0)?, TEXTS[2], true).await?;
+    write(shuffle, failed_attempt()?, TEXTS[2], true).await?;
     write(shuffle, attempt(3, 1)?, TEXTS[3], false).await?;
     let successful = [attempt(0, 0)?, attempt(1, 0)?, attempt(2, 1)?, attempt(3, 0)?];
     let mut tasks = JoinSet::new();
@@ -55,6 +67,11 @@ async fn map(shuffle: &Shuffle) -> Result<Vec<TaskAttemptId>, Error> {
         written?;
     }
     Ok(successful.to_vec())
+}
+
+/// Returns the attempt that sends some of its blocks and then fails.
+pub(crate) fn failed_attempt() -> Result<TaskAttemptId, Error> {
+    attempt(2, 0)
 }
 
 fn attempt(task: u32, number: u32) -> Result<TaskAttemptId, Error> {
@@ -86,7 +103,7 @@ async fn write(shuffle: &Shuffle, task: TaskAttemptId, text: &str, fails: bool) 
 }
 
 /// Runs all reduce tasks: adds up the counts of the map tasks.
-async fn reduce(shuffle: &Shuffle, successful: &[TaskAttemptId]) -> Result<Counts, Error> {
+pub(crate) async fn reduce(shuffle: &Shuffle, successful: &[TaskAttemptId]) -> Result<Counts, Error> {
     let partitions: Vec<PartitionId> = (0..PARTITIONS).map(PartitionId).collect();
     let filter = TaskFilter::of(successful.iter().copied());
     let mut tasks = JoinSet::new();
@@ -101,6 +118,7 @@ async fn reduce(shuffle: &Shuffle, successful: &[TaskAttemptId]) -> Result<Count
     }
     let mut all = Counts::new();
     for counts in tasks.join_all().await {
+        // Each word is in one partition, so no count replaces another.
         all.extend(counts?);
     }
     Ok(all)
@@ -115,7 +133,7 @@ fn add(counts: &mut Counts, block: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Counts the words of `text` without a shuffle.
+/// Counts the words of `text`.
 pub(crate) fn count(text: &str) -> Counts {
     let mut counts = Counts::new();
     for word in text.split_whitespace() {
@@ -129,9 +147,10 @@ pub(crate) fn expected() -> Counts {
     count(&TEXTS.join(" "))
 }
 
+/// Returns the partition of `word`. All executors must agree on it, so its hash is independent of
+/// the Rust release, unlike that of `DefaultHasher`.
 fn partition_of(word: &str) -> PartitionId {
-    let mut hasher = DefaultHasher::new();
-    word.hash(&mut hasher);
-    let partition = hasher.finish() % u64::from(PARTITIONS.unsigned_abs());
+    let hash = word.bytes().fold(0_u32, |hash, byte| hash.wrapping_mul(31).wrapping_add(u32::from(byte)));
+    let partition = hash % PARTITIONS.unsigned_abs();
     PartitionId(i32::try_from(partition).unwrap_or_default())
 }
