@@ -31,12 +31,12 @@ use crate::write::{self, ExpectedIds, WriteOptions, WritePhase};
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(250);
 /// Number of samples between two heartbeats of the application: 10 s, as in clients.
 const SAMPLES_PER_HEARTBEAT: u32 = 40;
-/// A server is idle if it uses less than this share of a core.
+/// Share of a core below which a server is idle.
 const QUIET_SHARE: f64 = 0.05;
 /// Time limit to unregister the application.
 const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A connected cluster of clients.
+/// A connected group of clients.
 pub(crate) struct ClientGroup {
     load: LoadArgs,
     plan: WorkPlan,
@@ -167,8 +167,7 @@ impl ClientGroup {
     pub(crate) async fn write(&mut self, name: &str, shuffle: &BenchShuffle) -> anyhow::Result<()> {
         let stats = Arc::new(Stats::default());
         let phase = self.writers(shuffle, &stats);
-        let expected = self.load.bytes.as_u64() * u64::from(self.load.replicas);
-        self.phase(name, expected, &stats, write::run(phase)).await
+        self.phase(name, self.write_bytes_expected(), &stats, write::run(phase)).await
     }
 
     /// Runs the command between writing and reading, such as one that migrates the shuffle, if
@@ -182,6 +181,7 @@ impl ClientGroup {
             shell.args(["-c", &command]).stdin(Stdio::null()).stdout(Stdio::null());
             let status = spawn_blocking(move || shell.status()).await??;
             ensure!(status.success(), "{command:?} ended with {status}");
+            // The command moves the shuffle, so the phase gets a rate.
             add(&moved.written_bytes, bytes);
             Ok(())
         };
@@ -206,16 +206,21 @@ impl ClientGroup {
     ) -> anyhow::Result<()> {
         let stats = Arc::new(Stats::default());
         let (writers, readers) = (self.writers(write, &stats), self.readers(read, &stats)?);
-        let expected = self.load.bytes.as_u64() + self.read_bytes_expected();
+        let expected = self.write_bytes_expected() + self.read_bytes_expected();
         let work = async {
             tokio::try_join!(write::run(writers), read::run(readers))?;
             Ok(())
         };
-        self.phase(name, expected, &stats, work).await
+        self.phase(name, expected, &stats, work).await?;
+        self.check_tier(&stats)
     }
 
     fn bytes_of_partition(&self) -> f64 {
         self.load.bytes.as_u64() as f64 / f64::from(self.load.partitions.max(1))
+    }
+
+    fn write_bytes_expected(&self) -> u64 {
+        self.load.bytes.as_u64() * u64::from(self.load.replicas)
     }
 
     fn read_bytes_expected(&self) -> u64 {
@@ -369,7 +374,7 @@ pub(crate) async fn with_cluster(
 /// Runs all rounds of `write`.
 pub(crate) async fn write_only(name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
     let mut args = args.clone();
-    // Nothing is read, so the check of this machine's memory must not count responses.
+    // `LoadArgs::check` adds the memory for responses only if something is read.
     args.load.reads = 0.0;
     with_cluster(name, &args, async |cluster| {
         for round in 0..args.load.rounds {
