@@ -1,13 +1,12 @@
 //! Graceful stop (shutdown) of a worker, with or without a successor.
 //!
 //! A stop refuses tickets, flushes memory while reads and sends with tickets continue, and closes
-//! the listeners between requests. A last flush tries every disk. Blocks that remain are logged and
-//! change the exit code, and the next start reports them as lost. Without a successor the disks are
-//! synced last.
+//! the listeners between requests. A last flush tries every disk. Blocks that remain are logged.
+//! Unless the next process receives the memory, they are lost: the exit code changes, and the next
+//! start reports them. Without a successor the disks are synced last.
 //!
-//! With a successor, the stop can be undone until sends are no longer acknowledged. If the
-//! successor takes over the memory contents, no call is refused: new requests wait in their
-//! sockets.
+//! With a successor, the stop can be undone until the listeners close. If the successor takes over
+//! the memory contents, no call is refused: new requests wait in their sockets.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -29,8 +28,8 @@ use super::upgrade::write_tickets;
 const DRAIN_DEADLINE: Duration = Duration::from_secs(15);
 /// Time for a task to notice its cancellation.
 const CANCEL_DEADLINE: Duration = Duration::from_secs(15);
-/// Time for one step of a deletion, which takes milliseconds unless the disk hangs.
-const PART_DEADLINE: Duration = Duration::from_secs(2);
+/// Time for one step of a local deletion, which takes milliseconds unless the disk hangs.
+const REMOVAL_STEP_DEADLINE: Duration = Duration::from_secs(2);
 /// Minimum time for the last flush, even if the first flush has used all of the time.
 const LAST_FLUSH: Duration = Duration::from_secs(5);
 /// Time to wait for outstanding tickets. A client with a ticket normally sends at once.
@@ -131,7 +130,8 @@ impl Worker {
         is_paused
     }
 
-    /// Unmaps pages of the memory before the stop, which is shorter then.
+    /// Removes the pages of a transferable memory from the page table of this process, which then
+    /// ends faster. Their contents stay.
     async fn unlink_pages(&self) {
         let memory = Arc::clone(&self.memory);
         let _unlinked = tokio::task::spawn_blocking(move || memory.unlink_pages()).await;
@@ -168,7 +168,7 @@ impl Worker {
     /// Stops deletions on local disks. The successor empties the trash.
     async fn cease_removals(&self) {
         let Some(local) = self.service.tiers().find::<LocalStore>() else { return };
-        if timeout(PART_DEADLINE, local.cease_removals()).await.is_err() {
+        if timeout(REMOVAL_STEP_DEADLINE, local.cease_removals()).await.is_err() {
             tracing::warn!("deletion of shuffle files did not finish; the successor continues it");
         }
     }
@@ -231,7 +231,7 @@ impl Worker {
             MemoryTreatment::Flush => self.memory.contents(),
             MemoryTreatment::HandOver => Vec::new(),
         };
-        let has_lost = MemoryRetention::of(&self.memory).name_losses(&unflushed);
+        let has_lost = MemoryRetention::of(&self.memory).log_losses(&unflushed);
         self.memory.release();
         let flushed_bytes = self.flushed_bytes() - flushed_before;
         let mut sockets = std::mem::take(&mut self.handover.held);
@@ -295,7 +295,7 @@ impl ForcedStop {
         if let Some(service) = service {
             service.ingest.refuse_sends();
         }
-        memory.is_some_and(|memory| MemoryRetention::of(&memory).name_losses(&memory.contents()))
+        memory.is_some_and(|memory| MemoryRetention::of(&memory).log_losses(&memory.contents()))
     }
 }
 
@@ -315,8 +315,8 @@ mod tests {
                           [memory_store]\ncapacity = \"64M\"\n[admin]\nport = 0\n\
                           [metrics]\npush_gateway_endpoint = \"http://127.0.0.1:1\"\n";
 
-    /// HTTP tasks.
-    fn speaking(tasks: &Tasks) -> BTreeSet<&'static str> {
+    /// Returns the names of the running HTTP tasks.
+    fn http_tasks(tasks: &Tasks) -> BTreeSet<&'static str> {
         let names = tasks.list().into_iter().map(|task| task.name);
         names
             .filter(|name| name.contains("http") || name.contains("admin") || name.contains("push"))
@@ -334,11 +334,11 @@ mod tests {
         asking.write_all(b"GET / HTT").await.unwrap();
         let all = BTreeSet::from(["admin accept", "http accept", "http connection", "metrics push"]);
         let is_taken =
-            || if speaking(&tasks) == all { Ok(()) } else { Err(format!("{:?}", speaking(&tasks))) };
+            || if http_tasks(&tasks) == all { Ok(()) } else { Err(format!("{:?}", http_tasks(&tasks))) };
         eventually("the request has begun", is_taken).await;
         let closing = async {
             tasks.closing().await;
-            speaking(&tasks)
+            http_tasks(&tasks)
         };
         let (stopped, remaining) = tokio::join!(worker.hand_over(MemoryTreatment::HandOver), closing);
         assert_eq!(remaining, BTreeSet::new());

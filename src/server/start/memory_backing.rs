@@ -82,7 +82,7 @@ impl MemoryRetention {
     }
 
     /// Logs what happens to unflushed blocks. Returns whether they are lost.
-    pub(in crate::server) fn name_losses(self, unflushed: &[InMemory]) -> bool {
+    pub(in crate::server) fn log_losses(self, unflushed: &[InMemory]) -> bool {
         if unflushed.is_empty() {
             return false;
         }
@@ -345,7 +345,7 @@ mod tests {
     fn advice_after_a_loss_holds_for_every_store_type() {
         let log = CapturedLog::of_this_thread();
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
-        assert!(MemoryRetention::Nothing.name_losses(&[InMemory {
+        assert!(MemoryRetention::Nothing.log_losses(&[InMemory {
             shuffle: key,
             partitions: 1,
             blocks: 1,
