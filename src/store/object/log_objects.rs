@@ -27,13 +27,14 @@ impl StoredLog {
         let key = log_key(&core.settings.root, object, copy);
         let put = core.store.put(&path_of(&key), bytes.into()).await;
         core.observe(&key, put)?;
-        core.metrics.pages.inc();
+        core.metrics.log_objects.inc();
         Ok(())
     }
 
     async fn put_all(&self, object: LogObject, bytes: Bytes) -> Result<(), StoreError> {
         let core = &self.0;
         if core.claim.is_lost() {
+            // Always an error: a lost claim stays lost.
             return core.require_claim().await;
         }
         let puts = (0..OBJECT_COPIES).map(|copy| self.put_one(object, copy, bytes.clone()));
@@ -70,6 +71,7 @@ impl StoredLog {
         core.require_claim().await?;
         let root = core.settings.root.clone();
         let paths = objects.into_iter().map(move |it| Ok(path_of(&log_key(&root, it.object, it.copy))));
+        // The circuit breaker does not count deletions, here and elsewhere.
         let mut deleted = core.store.delete_stream(stream::iter(paths).boxed());
         while let Some(answer) = deleted.next().await {
             match answer {

@@ -27,7 +27,7 @@ metrics::table! {
             "object_segment_bytes", "Bytes of a data object", in SEGMENT_BUCKETS;
         uploads_failed: IntCounter = "object_uploads_failed",
             "Data objects that failed to be uploaded; their blocks stay in memory";
-        pages: IntCounter = "object_metadata_writes",
+        log_objects: IntCounter = "object_metadata_writes",
             "Metadata objects written, with registrations and reports";
         read_bytes: IntCounter = "object_read_bytes", "Data bytes read from the object store";
         read_index_bytes: IntCounter = "object_read_index_bytes", "Index bytes sent to readers";

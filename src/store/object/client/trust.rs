@@ -1,5 +1,6 @@
-//! Certificate authorities trusted for the store: those of `object_store.ca_file`, or those of the
-//! machine if it is unset.
+//! Certificate authorities trusted for the store: those of `object_store.ca_file`. If it is unset,
+//! those of the first bundle that can be opened: the file that `SSL_CERT_FILE` names, then the
+//! bundles of the machine.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,7 +21,7 @@ const BUNDLES: [&str; 4] = [
 ];
 const KEY: &str = "object_store.ca_file";
 
-/// Reason for which no client was created, with the key of the configuration.
+/// Reason that the object store could not be opened, with the key of the configuration.
 #[derive(Debug, thiserror::Error)]
 #[error("{key}: {reason}")]
 pub struct OpenError {
@@ -58,7 +59,9 @@ pub(super) fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>,
             roots.add_parsable_certificates(found.into_iter().flatten().flatten());
             if roots.is_empty() {
                 return Err(wrong(
-                    "unset, and this machine has no trusted authorities (ca-certificates)".to_owned(),
+                    "unset, and neither SSL_CERT_FILE nor this machine (ca-certificates) has trusted \
+                     authorities"
+                        .to_owned(),
                 ));
             }
         }

@@ -1,4 +1,4 @@
-//! Distribution of batches over objects.
+//! Segments: distribution of batches over objects, purges, and the memory of segments in progress.
 
 use futures::future::join_all;
 use uniffle_testkit::eventually;
@@ -45,7 +45,7 @@ async fn waiting_batches_share_segments() {
     let (first, others) = futures::join!(batch(0), others);
     others.into_iter().chain([first]).for_each(|write| write.unwrap());
     let segments = segments(&process.store).await;
-    assert_eq!(segments.len(), 3, "expected three segments of 40,000 bytes: {segments:?}");
+    assert_eq!(segments.len(), 3, "expected 10,000 bytes and twice 40,000: {segments:?}");
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..90, 1000));
 }
 
@@ -106,9 +106,10 @@ async fn purge_waits_for_uploads_and_leaves_nothing() {
     assert_eq!((process.extents.used(), process.tier.state().used_bytes), (0, 0));
 }
 
-/// `forget` is called under a lock that registrations wait for on runtime threads.
+/// `forget` is called under a lock that registrations wait for, so the returned future frees the
+/// extents.
 #[tokio::test]
-async fn detached_shuffle_is_walked_after_removal() {
+async fn extents_are_freed_by_the_returned_removal() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register(&key(1));
     for round in 0..3 {
@@ -178,7 +179,7 @@ async fn memory_of_segments_in_progress_is_bounded() {
     };
     let (written, ()) = futures::join!(writes, others);
     written.into_iter().for_each(|write| write.unwrap());
-    assert_eq!(process.extents.used(), 0, "the first extent must be charged with its partition");
+    assert_eq!(process.extents.used(), 0, "the first extent must be charged with its partition, not here");
     for n in [0, 99] {
         assert_eq!(process.read(&key(n), 0).await.unwrap(), expected(0..4, 10));
     }
