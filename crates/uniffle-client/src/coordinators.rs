@@ -1,4 +1,4 @@
-//! The coordinators of a cluster: a quorum of which any member may answer.
+//! The coordinators of a cluster, of which any may answer. Uniffle calls their list a quorum.
 //!
 //! Queries (assignments, configuration, remote storage) go to one member after another until one
 //! answers, starting with the member that answered last. Announcements (registration and heartbeats
@@ -103,7 +103,8 @@ impl Coordinators {
     /// with the ids `faulty`.
     ///
     /// # Errors
-    /// Fails if no coordinator answers, or if the response is unusable.
+    /// Fails if every coordinator is unreachable or refuses the call, or if the response is
+    /// unusable.
     pub async fn assignment(
         &self,
         key: &ShuffleKey,
@@ -137,10 +138,12 @@ impl Coordinators {
         Assignment::new(partitions, self.options.replicas.total, &answer)
     }
 
-    /// Calls `getShuffleServerList`. Returns the live servers in any state.
+    /// Calls `getShuffleServerList`. Returns all servers with recent heartbeats, also
+    /// unhealthy and excluded ones.
     ///
     /// # Errors
-    /// Fails if no coordinator answers, or if the response is unusable.
+    /// Fails if every coordinator is unreachable or refuses the call, or if the response is
+    /// unusable.
     pub async fn servers(&self) -> Result<Vec<ServerAddress>, Error> {
         const RPC: &str = "getShuffleServerList";
         let list = self
@@ -155,7 +158,7 @@ impl Coordinators {
     /// coordinator has one.
     ///
     /// # Errors
-    /// Fails if no coordinator answers.
+    /// Fails if every coordinator is unreachable or refuses the call.
     pub async fn remote_storage(&self, app: &AppId) -> Result<Option<RemoteDirectory>, Error> {
         const RPC: &str = "fetchRemoteStorage";
         let request = proto::FetchRemoteStorageRequest { app_id: app.as_str().to_owned() };
@@ -176,9 +179,9 @@ impl Coordinators {
     /// Calls `fetchClientConfV2`, or `fetchClientConf` for a coordinator before 0.10.
     ///
     /// # Errors
-    /// Fails if no coordinator answers.
+    /// Fails if every coordinator is unreachable or refuses the call.
     pub async fn client_conf(&self) -> Result<Vec<(String, String)>, Error> {
-        const RPC: &str = "fetchClientConf";
+        const RPC: &str = "fetchClientConfV2";
         let request = proto::FetchClientConfRequest {
             user: self.options.user.clone(),
             properties: self.options.properties.clone().into_iter().collect(),
@@ -189,11 +192,11 @@ impl Coordinators {
                 async move {
                     let answer = match stub.fetch_client_conf_v2(request).await {
                         Err(status) if status.code() == tonic::Code::Unimplemented => {
-                            stub.fetch_client_conf(()).await
+                            stub.fetch_client_conf(()).await.map_err(failed("fetchClientConf"))
                         }
-                        answer => answer,
+                        answer => answer.map_err(failed(RPC)),
                     };
-                    let answer = answer.map_err(failed(RPC))?.into_inner();
+                    let answer = answer?.into_inner();
                     check(RPC, answer.status, answer.ret_msg)?;
                     Ok(answer.client_conf)
                 }

@@ -17,7 +17,7 @@ pub struct ShuffleHandle {
     pub key: ShuffleKey,
     /// Assignment of partitions to servers.
     pub assignment: Assignment,
-    /// Storage for cold data, if remote files are used.
+    /// Remote directory (HDFS) to which servers flush, if the storage type includes one.
     pub remote_storage: Option<RemoteDirectory>,
 }
 
@@ -58,9 +58,11 @@ impl ShuffleHandle {
         let invalid = |error: String| Error::Invalid(format!("shuffle handle: {error}"));
         let message = HandleMessage::decode(bytes).map_err(|error| invalid(error.to_string()))?;
         let app = AppId::parse(&message.app).map_err(|error| invalid(error.to_string()))?;
+        // The number of replicas was checked when the shuffle was registered, so 1 suffices here.
+        let assignment = Assignment::new(message.partitions, 1, &message.assignment)?;
         Ok(Self {
             key: ShuffleKey::new(app, ShuffleId(message.shuffle)),
-            assignment: Assignment::new(message.partitions, 1, &message.assignment)?,
+            assignment,
             remote_storage: message.remote_storage.map(RemoteDirectory::from_message),
         })
     }

@@ -2,8 +2,8 @@
 //! the data.
 //!
 //! Splitting responses into blocks is in [`crate::read`]. Invariants: each block is counted
-//! once by id, the checksum of every counted block was compared, and a server that repeats itself
-//! endlessly is an error.
+//! once by id, the checksum of every counted block that has one was compared, and a server that
+//! repeats itself endlessly is an error.
 
 use std::collections::BTreeMap;
 
@@ -29,7 +29,8 @@ pub struct ReadOptions {
     pub read_buffer_size: u32,
     /// Task attempts whose blocks are read (a skew reader). Default: all.
     pub tasks: Option<Treemap>,
-    /// Blocks to fetch from disk: other segments are skipped. Default: all.
+    /// Blocks to fetch from disk: segments without any of them are skipped. Other blocks of a
+    /// fetched segment, and all blocks in memory, are returned too. Default: all.
     pub expected: Option<Treemap>,
     /// Stops at `is_end`, as the client of Java's master branch does. Older clients read until a
     /// response is empty. Default: true.
@@ -52,7 +53,8 @@ pub struct PartitionRead {
     pub from_memory: usize,
     /// Number of blocks first seen on disk.
     pub from_disk: usize,
-    /// Number of duplicates, which are legal.
+    /// Number of blocks that were seen before, which is legal, or skipped with their segment as not
+    /// expected.
     pub repeats: usize,
 }
 
@@ -152,7 +154,7 @@ impl ShuffleClient {
     }
 
     /// Reads like [`ShuffleClient::read_data`] from the disk with number `storage`, for a server
-    /// whose index has storage ids.
+    /// whose index has storage ids. [`ShuffleClient::read_partition`] ignores those ids.
     ///
     /// # Errors
     /// See [`ShuffleClient::read_data`].
@@ -191,7 +193,8 @@ impl ShuffleClient {
         .await
     }
 
-    /// Reads a whole partition through all tiers.
+    /// Reads a whole partition from all tiers that the server reads: memory, then the index and its
+    /// data. Files in HDFS are not read.
     ///
     /// # Errors
     /// See [`ClientError`].
