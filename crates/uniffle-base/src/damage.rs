@@ -1,4 +1,4 @@
-//! Notifies the service when memory or a tier finds that stored blocks are lost.
+//! Notifies the service when memory or a tier finds that stored blocks are or may be lost.
 //!
 //! Losses are not only found by reads of clients: flushes and offloads read stored data too. The
 //! service decides whether a block is lost.
@@ -64,9 +64,9 @@ impl DamageNotifier {
         on_damage(key, partition, reason);
     }
 
-    /// Removes blocks from readers (`mark`), and reports the loss before and after. The first
-    /// report prevents reads of missing blocks. The second one covers callers that looked for
-    /// present blocks in between.
+    /// Runs `mark`, which hides blocks from readers, and reports the loss before and after. The
+    /// first report prevents reads of missing blocks. The second one starts another check for
+    /// losses, because the first check may have seen the blocks before `mark`.
     pub fn notify_around(&self, key: &ShuffleKey, partition: PartitionId, reason: &str, mark: impl FnOnce()) {
         self.notify(key, partition, reason);
         mark();

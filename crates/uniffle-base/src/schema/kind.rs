@@ -77,12 +77,6 @@ impl<T: 'static> Kind<T> {
     pub fn is_secret(&self) -> bool {
         self.is_secret
     }
-
-    /// Replaces the description of the allowed values.
-    #[must_use]
-    pub fn described(self, bounds: &str) -> Self {
-        Self { bounds: bounds.to_owned(), ..self }
-    }
 }
 
 /// An integer.
@@ -255,9 +249,11 @@ pub fn optional<T: 'static>(inner: Kind<T>) -> Kind<Option<T>> {
     }
 }
 
-/// A list of at most `max` texts, or one text with comma-separated entries.
+/// A list of at most `max` texts, or one text with comma-separated entries. `inner` must not be a
+/// secret.
 pub fn list<T: 'static>(max: usize, inner: Kind<T>) -> Kind<Vec<T>> {
     let bounds = format!("at most {max}: {}", inner.bounds);
+    debug_assert!(!inner.is_secret, "errors would show rejected entries");
     let Kind { read: read_one, print: print_one, .. } = inner;
     let read = move |value: &Value| {
         let not_texts = || "a list of quoted texts".to_owned();
@@ -375,7 +371,7 @@ fn integer(number: impl TryInto<i64>) -> Value {
 fn absolute_path(text: &str) -> Result<PathBuf, String> {
     let path = PathBuf::from(text);
     if !is_plain_absolute(&path) {
-        return Err("absolute paths without '..'".to_owned());
+        return Err("absolute paths without '..' and NUL".to_owned());
     }
     Ok(path.components().collect())
 }
@@ -383,8 +379,8 @@ fn absolute_path(text: &str) -> Result<PathBuf, String> {
 /// Returns whether `path` is absolute, valid UTF-8, and contains neither `..` nor NUL.
 pub(super) fn is_plain_absolute(path: &Path) -> bool {
     let climbs = path.components().any(|part| part == Component::ParentDir);
-    let printable = path.to_str().is_some_and(|text| !text.contains('\0'));
-    path.is_absolute() && !climbs && printable
+    let is_text = path.to_str().is_some_and(|text| !text.contains('\0'));
+    path.is_absolute() && !climbs && is_text
 }
 
 /// Formats `bytes` in the largest unit that is exact, so that the text parses to the same number.
@@ -480,7 +476,7 @@ mod tests {
     fn all_bad_entries_of_a_list_are_named() {
         let kind = list(64, path());
         let refused = read(&kind, "[\"/a\", \"b\", \"../c\"]").unwrap_err();
-        assert_eq!(refused, "absolute paths without '..', not \"b\", \"../c\"");
+        assert_eq!(refused, "absolute paths without '..' and NUL, not \"b\", \"../c\"");
         let both = list(3, text("x", |text| Err::<(), _>(format!("no {text}")), |()| String::new()));
         assert_eq!(read(&both, "\"a,b\"").unwrap_err(), "no a, not \"a\"; no b, not \"b\"");
         let secret = read(&kind, "[\"s3://user:pass@host\"]").unwrap_err();

@@ -97,7 +97,7 @@ fn nothing_is_reserved_of_one_permit_or_none() {
 }
 
 #[test]
-fn large_request_is_awaited_only_among_several_applications() {
+fn capacity_is_collected_for_a_large_request() {
     let semaphore = FairSemaphore::new(160, Reserve::Eighth);
     let (one, other) = (holder("one", 1), holder("other", 1));
     let mut held: Vec<_> = std::iter::from_fn(|| semaphore.try_acquire(&one, 10)).collect();
@@ -108,7 +108,7 @@ fn large_request_is_awaited_only_among_several_applications() {
     let mut large = waiting(&semaphore, &other, 60);
     let mut small = waiting(&semaphore, &one, 10);
     held.pop();
-    let large = is_served(&mut large).expect("80 bytes are free");
+    let large = is_served(&mut large).expect("80 permits are free");
     assert!(is_served(&mut small).is_none());
     drop(large);
     assert!(is_served(&mut small).is_some());
@@ -290,10 +290,10 @@ fn poll_all(waiting: &mut Vec<Waiting>, granted: &mut Vec<(Permit, Option<Device
 }
 
 proptest! {
-    /// Whatever is acquired, released or cancelled: nobody waits for free capacity, and nothing is
-    /// lost.
+    /// Whatever is acquired, released or cancelled, free and held permits add up to the capacity,
+    /// and a semaphore whose permits are all free has no waiters.
     #[test]
-    fn free_capacity_is_granted_at_once(steps in proptest::collection::vec((0..8u8, 0..3usize, 1..40u64, 1..5usize, 0..4usize), 1..120)) {
+    fn capacity_is_neither_lost_nor_stuck(steps in proptest::collection::vec((0..8u8, 0..3usize, 1..40u64, 1..5usize, 0..4usize), 1..120)) {
         let semaphore = FairSemaphore::new(80, Reserve::Eighth);
         let disks = [device(), device()];
         let apps = ["a", "b", "c"].map(|name| holder(name, 1));
@@ -324,6 +324,7 @@ proptest! {
             poll_all(&mut waiting, &mut granted);
             let held: u64 = granted.iter().map(|(permit, _)| permit.amount).sum();
             prop_assert_eq!(semaphore.0.lock().free, 80 - held, "free and held permits must add up to the total");
+            prop_assert!(!granted.is_empty() || waiting.is_empty(), "a waiter is stuck although all is free");
         }
         while !granted.is_empty() {
             granted.clear();
