@@ -18,7 +18,8 @@ use uniffle_testkit::hdfs::MiniHdfs;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, WorkerProcess};
 
-/// A partition that is cold when flushed, so it goes to HDFS.
+/// A partition whose flush is larger than `memory_spill_to_cold_threshold_size`, so it is stored in
+/// HDFS.
 const COLD: i32 = 0;
 /// A partition that is flushed to a local disk.
 const WARM: i32 = 1;
@@ -162,7 +163,7 @@ async fn killed_worker_reports_only_memory_blocks_as_lost() {
     let Some(hdfs) = real().await else { return };
     let mut fixture = LossesFixture::start(&hdfs, "losses").await;
     let [cold, warm, in_memory] = fixture.fill().await;
-    // In each partition one task has not reported when the process dies.
+    // When the process dies, COLD is reported in part, and partition 3 not at all.
     fixture.report(COLD, &(cold.0, cold.1[..3].to_vec())).await.unwrap();
     fixture.report(WARM, &warm).await.unwrap();
     fixture.report(IN_MEMORY, &in_memory).await.unwrap();
@@ -216,7 +217,7 @@ async fn unreachable_hdfs_reports_no_loss_and_no_short_result() {
         assert!(text.contains("searched in the remote store"), "{text}");
     }
     fixture.assert_all(WARM, &fixture.read_from_worker(WARM).await.unwrap());
-    // These blocks cannot be declared lost.
+    // These blocks cannot be declared lost before HDFS was searched: one more unverified partition.
     fixture.report(3, &unreported).await.unwrap();
     assert_eq!((fixture.unverified(), fixture.worker.metrics().expect("lost_blocks")), (3.0, 0.0));
     hdfs.run("start-namenode");
