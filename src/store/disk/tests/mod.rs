@@ -4,6 +4,7 @@
 
 mod directories;
 mod faults;
+mod full_disks;
 mod hangs;
 mod hints;
 mod lifecycle;

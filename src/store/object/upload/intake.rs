@@ -116,8 +116,8 @@ impl Uploads {
         upload_from_disks(&self.core, &self.shuffle, source).await
     }
 
-    /// Returns those of `numbers` that are no segments any more, none if no read has missed one.
-    /// A store that does not have this process's claim proves nothing, and a list may be old.
+    /// Returns the segments among `numbers` that were deleted. Returns none unless a read has missed
+    /// one. A store that does not have this process's claim proves nothing, and a list may be old.
     ///
     /// # Errors
     /// The store does not answer or refuses, or another process has the prefix.
