@@ -15,7 +15,7 @@ use crate::clock::Instant;
 /// Stage at which an application's work waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WaitStage {
-    /// From a ticket refused because the memory is full to the next granted ticket.
+    /// From a ticket refused or queued because the memory is full to the next granted ticket.
     TicketWait,
     /// From a ticket refused because a partition fills its share of the memory to the next granted
     /// ticket.
@@ -44,8 +44,8 @@ pub const STAGES: [WaitStage; 7] = [
     WaitStage::Answer,
 ];
 
-/// Number of histogram buckets. Bucket `n` counts durations below 2^n µs; the last one counts all
-/// longer durations (over 67 s).
+/// Number of histogram buckets. Bucket `n` counts durations from 2^(n-1) µs to below 2^n µs; the
+/// last one counts all from 2^(n-1) µs (33 s) on.
 const BUCKETS: usize = 27;
 
 /// The counters of one application, shared by all tasks that work for it.
@@ -60,7 +60,7 @@ pub struct Account {
     pub sends_failed: ByteCounter,
     /// Resent blocks and their payload bytes.
     pub duplicates: ByteCounter,
-    /// Batches that had to be retried.
+    /// Failed writes of batches. A batch counts once per failed write, in any tier.
     pub flush_retries: ByteCounter,
     pub memory_reads: ByteCounter,
     /// Bytes in memory times microseconds, summed over the samples.
@@ -101,7 +101,7 @@ struct StageEntry {
 
 /// A wait that began with a refusal. If many tasks wait at once, only the first refusal and the
 /// first grant count, so the duration is the time in which the application as a whole was held up.
-/// A wait without a grant (the task gave up) ends with its latest refusal.
+/// If the refusals end without a grant (the task gave up), only the time to the latest one counts.
 #[derive(Debug, Default)]
 struct WaitInterval {
     /// Time of the first refusal; 0 if there is no wait.
@@ -109,7 +109,8 @@ struct WaitInterval {
     latest_us: AtomicU64,
 }
 
-/// Waiting clients ask again within seconds, so a wait is over after this time without a refusal.
+/// Waiting clients ask again within seconds. After this time without a refusal, the wait is counted
+/// up to its latest refusal. A later refusal continues it.
 const WAIT_GAP_MAX_US: u64 = 60_000_000;
 
 impl WaitInterval {
@@ -125,7 +126,7 @@ impl WaitInterval {
 /// Totals of one stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StageSum {
-    /// Number of entries.
+    /// Number of entries; of the two waits, of refusals.
     pub count: u64,
     /// Payload bytes.
     pub bytes: u64,
@@ -179,7 +180,7 @@ impl Account {
         entry.buckets[bucket(us)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Records a refused ticket; `stage` is one of the two waits.
+    /// Records a refused or queued ticket; `stage` is one of the two waits.
     pub fn refused(&self, stage: WaitStage, bytes: u64) {
         self.stages[stage as usize].tally.add(1, bytes);
         let now = micros(self.opened.elapsed()).max(1);

@@ -49,8 +49,8 @@ pub struct AppClient {
     charge: Mutex<Charge>,
 }
 
-/// Age, last use and timeout of an application. Times are milliseconds since the registry was
-/// created.
+/// Age, last use and timeout of an application. The last use is in milliseconds since the registry
+/// was created.
 #[derive(Debug)]
 pub struct Activity {
     since: Instant,

@@ -1,10 +1,10 @@
-//! Block ids reported by finished task attempts, in one set per partition, charged to the heap
-//! before they are stored.
+//! Block ids reported by finished task attempts: one set per partition in memory, and runs on disk.
 //!
-//! Ids are opaque in this module: every request names their partition, so any block-id layout works
-//! (docs/protocol.md §3.1). A retried report changes nothing. A report reserves its [`Price`] once;
-//! the price follows from its length alone. When the ids are added, the charge is settled to the
-//! bytes that the sets allocated, and the rest is returned.
+//! Ids are opaque here, so any block-id layout works (docs/protocol.md §3.1). A report reserves its
+//! [`Price`] before it is stored. Afterwards the heap charge is settled to the allocated bytes. If
+//! the heap is full, `service` moves all ids of a shuffle to a run ([`BlockIds::begin_spill`]).
+//! Invariant: an id stays readable in memory until its run is complete. A repeated id changes
+//! nothing in memory, but an id that only a run has is stored and counted again.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -279,7 +279,7 @@ impl BlockIds {
         self.runs.push((Arc::new(run), on_disk));
     }
 
-    /// Adds a report that was written as a run of its own, settled from `paid`.
+    /// Adds a report that was written as a run of its own. Its `ids` are counted from `paid`.
     pub fn enter_run(&mut self, run: IdRun, on_disk: Charge, ids: u64, paid: &mut PaidIds) {
         self.add_run(run, on_disk);
         self.settle_count(0, ids, paid);
@@ -294,7 +294,7 @@ impl BlockIds {
         drop(self.charge.split_up_to(freed));
     }
 
-    /// Returns the number of ids.
+    /// Returns the number of stored ids. An id in memory and in runs counts once in each.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.share.held()

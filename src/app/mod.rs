@@ -1,8 +1,9 @@
 //! Applications and shuffles: registration, reported block ids, losses, last use, and expiry.
 //!
 //! This module does not store their data (`memory`, `store` do). Only [`AppRegistry::register`]
-//! creates an app or a shuffle; all other calls only look them up. A late heartbeat must not bring
-//! a purged app back (docs/protocol.md §11 app-resurrection).
+//! and, for recovered registrations, [`AppRegistry::take_over`] create an app or a shuffle. All
+//! other calls only look them up. A late heartbeat must not bring a purged app back
+//! (docs/protocol.md §11 app-resurrection).
 
 mod account;
 mod application;
@@ -57,8 +58,8 @@ section! {
 }
 
 impl AppConfig {
-    /// Returns the interval of expiry checks. An app outlives its timeout by at most a tenth,
-    /// within the bounds of the interval.
+    /// Returns the interval of expiry checks: a tenth of the configured timeout, from 100 ms to
+    /// 30 s. An app outlives its timeout, configured or its own, by at most one interval.
     #[must_use]
     pub fn check_interval(&self) -> Duration {
         (self.heartbeat_timeout / 10).clamp(Duration::from_millis(100), 30 * SECOND)

@@ -1,6 +1,6 @@
 //! The registered partitions of a shuffle as merged, closed ranges.
 //!
-//! In this form 100,000 registered partitions take a few words. Invariant: ranges are sorted and
+//! In this form 100,000 consecutive partitions take a few words. Invariant: ranges are sorted and
 //! disjoint, and adjacent ones are merged. Pure functions of values.
 
 /// Error: an invalid range.

@@ -44,8 +44,9 @@ impl RecordCounts {
         reported.iter().any(|counts| counts.tasks.iter().any(|entry| !is_known(&counts.partition, entry)))
     }
 
-    /// Returns an upper bound of the additional bytes for a report. Repeated attempts cost again,
-    /// and so does a count that replaces another, because the metadata log stores both.
+    /// Returns an upper bound of the additional bytes for a report. In a known partition, counts
+    /// that are already stored cost nothing. An attempt that the report names twice costs twice. A
+    /// count that replaces another costs too, because the metadata log stores both.
     #[must_use]
     pub fn cost_of(&self, reported: &[PartitionRecordCounts]) -> u64 {
         let cost = |PartitionRecordCounts { partition, tasks }: &_| match self.partitions.get(partition) {

@@ -5,8 +5,8 @@
 //! part is reserved for established applications.
 //!
 //! An application counts for the address of its first registration. It is established if it was
-//! known for a minute when a newcomer was first refused. That moment stays fixed while the heap is
-//! nearly full, so that no application becomes established by waiting.
+//! known for a minute when the heap first had no room for a registration. That moment stays fixed
+//! while the heap is nearly full, so that no application becomes established by waiting.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -27,7 +27,7 @@ pub(super) struct RegistrationLimiter {
     whole: Budget,
     by_address: HashMap<IpAddr, Budget>,
     looked_through_at: usize,
-    /// Time of the first refusal of a newcomer since the heap became nearly full.
+    /// Time of the first refusal for lack of room since the heap became nearly full.
     tight_since: Cell<Option<Instant>>,
 }
 

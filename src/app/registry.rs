@@ -1,7 +1,8 @@
 //! Apps and their shuffles, with the time of their last use.
 //!
 //! Removal takes the same lock as registration. Callers pass related work as `with` closures, which
-//! run under that lock. A purge and a registration of the same app therefore never interleave.
+//! run under that lock. Invariant: a purge and a registration of the same app never interleave. A
+//! shuffle that recovery may have missed is registered as incomplete (`unverified_apps`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,5 @@
-//! One shuffle: its partitions, reported blocks, and lost blocks.
+//! One shuffle: its partitions, reports, commits of tasks, lost blocks, bytes for the disk quota,
+//! and the registrations that the metadata log has.
 //!
 //! Each component holds the charges of its data, which are returned on drop. Blocks are in `memory`
 //! and `store`; the type of the ledger of lost blocks is in `log`.
@@ -29,7 +30,7 @@ pub struct ShuffleState {
     pub commits: Commits,
     /// Ledger of lost blocks, and the reason if the shuffle is incomplete.
     pub ledger: ShuffleLedger,
-    /// Bytes on local disks.
+    /// Bytes that count for the quota of disk bytes.
     pub on_disk: DiskUsage,
     /// Registrations that the metadata log has. The lock is held while more are written.
     pub logged: tokio::sync::Mutex<LoggedRegistrations>,
@@ -58,7 +59,8 @@ pub struct Reports {
     omits_repeated_ids: AtomicBool,
 }
 
-/// Bytes of a shuffle on local disks, as quotas count them.
+/// Bytes of a shuffle in the tier that is read through the worker, as quotas count them: on local
+/// disks and, if there is one, in the object store.
 #[derive(Debug)]
 pub struct DiskUsage(Mutex<Charge>);
 

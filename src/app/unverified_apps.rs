@@ -2,9 +2,9 @@
 //!
 //! If recovery cannot prove that it saw every registration, a client may register a shuffle anew
 //! that already had reports. Treating it as new would return short results. A shuffle of an
-//! application that recovery found therefore counts as lost if it was not found and its id is not
-//! above the highest found id: Spark numbers shuffles upwards. It stays incomplete until it is
-//! unregistered.
+//! application that recovery found therefore counts as incomplete if it was not found and its id is
+//! not above the highest found id: Spark numbers shuffles upwards. It stays incomplete, and its
+//! results are refused, until it is unregistered.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;

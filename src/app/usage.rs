@@ -2,8 +2,8 @@
 //!
 //! All usage is held as a [`Charge`], so it is never decremented explicitly. An application's usage
 //! also counts for its user. Lowering a quota frees nothing; it only refuses new requests. Usage
-//! found at a restart is counted and never refused. `service` decides how to respond to a request
-//! over its quota.
+//! found at a restart must be counted before quotas are set, so that it is never refused. `service`
+//! decides how to respond to a request over its quota.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,7 +14,8 @@ use uniffle_base::budget::{Budget, Charge};
 /// Resource limited by quotas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QuotaResource {
-    /// Bytes on local disks: payload, alignment, index groups, and records of the metadata log.
+    /// Bytes in the tier that is read through the worker (local disks and object store): payload,
+    /// alignment, index groups, and on disks also metadata records and runs of reported ids.
     DiskBytes,
     /// Block ids of finished task attempts.
     ReportedIds,
