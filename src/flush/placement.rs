@@ -1,9 +1,10 @@
 //! Selects the tier for a batch: a pure function of the state when the batch is queued.
 //!
 //! Tiers are considered in their order if they accept batches now. Tiers for cold data come first
-//! for cold batches (larger than a threshold, or of a huge partition). After a failed write the
-//! batch goes to the next tier. A batch stays visible in memory until a tier has published it, so
-//! any order is safe for readers (docs/protocol.md §4.5).
+//! for cold batches (larger than a threshold, or of a huge partition), and last for others. After a
+//! failed write the batch goes to the next tier. If no tier accepts batches, it waits for the first
+//! in the same order. A batch stays visible in memory until a tier has published it, so any order
+//! is safe for readers (docs/protocol.md §4.5).
 
 /// Readiness of a tier to accept batches of a shuffle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +41,7 @@ pub fn select(tiers: &[TierView], is_cold: bool, failed: Option<usize>) -> Optio
         order.rotate_left(position + 1);
     }
     let with = |wanted: Readiness| order.iter().copied().find(|index| tiers[*index].readiness == wanted);
-    // If no tier is ready, the batch waits for the tier it belongs to.
+    // If no tier is ready, the batch waits for the first one in the same order.
     with(Readiness::Ready).or_else(|| with(Readiness::Unavailable))
 }
 

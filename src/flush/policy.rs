@@ -3,7 +3,8 @@
 //! *Settled* bytes are in buffers and not yet being flushed: used − reserved by tickets − in
 //! flight. The watermarks are fractions of the capacity without reservations (capacity − reserved).
 //! Flushing therefore starts earlier while clients hold large reservations, because that memory is
-//! about to be filled.
+//! about to be filled. Below the watermarks, it also starts for a refused request, for too many
+//! small blocks, and for a partition that is too large ([`is_oversized`], [`is_stuck`]).
 
 use std::collections::{BinaryHeap, HashSet};
 
@@ -42,7 +43,8 @@ section! {
     }
 }
 
-/// State of the memory tier at one moment, in bytes.
+/// State of memory at one moment, in bytes unless blocks are named. Memory for lists of extents is
+/// left out of `capacity` and `used`, because a flush does not free it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryUsage {
     /// Size of the budget.
@@ -57,7 +59,8 @@ pub struct MemoryUsage {
     pub blocks: u64,
     /// Blocks that are sealed and being flushed.
     pub blocks_in_flight: u64,
-    /// Largest request refused since the last check; 0 if none.
+    /// Bytes to make room for: the largest request refused since the last check, or the sum that
+    /// waiting applications are entitled to; 0 if none.
     pub refused: u64,
 }
 

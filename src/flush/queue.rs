@@ -1,7 +1,9 @@
-//! Queue of sealed batches for a worker, with fairness between applications.
+//! Queue of the sealed batches that wait for the workers of one tier, with fairness between
+//! applications.
 //!
 //! The queue has no length limit of its own: each element holds at least one block of memory, so
-//! the memory budget bounds it.
+//! the memory budget bounds it. A batch carries the registrations of its shuffle in the tiers from
+//! before its seal, so it must not reach a later shuffle with the same key.
 
 use std::sync::Arc;
 

@@ -2,10 +2,10 @@
 //! them, and queues batches for the workers.
 //!
 //! It also flushes on request: a whole shuffle for a commit, a buffer that is too large, or all of
-//! memory before a stop. A batch gets the tiers' handles of its shuffle before the seal, so it
-//! cannot reach a later shuffle of the same id. Invariant: a batch is dropped only when the worker
-//! stops, or after its shuffle was purged. It decides neither what to flush (`policy`) nor where
-//! (`placement`).
+//! memory for an operator or a stop. A batch gets the tiers' handles of its shuffle before the seal,
+//! so it cannot reach a later shuffle of the same id. Invariant: an unwritten batch is dropped only
+//! when the worker stops, or after its shuffle was purged. It decides neither what to flush
+//! (`policy`) nor where (`placement`).
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -69,8 +69,8 @@ pub struct Flusher {
     /// Cloned by every batch: the number of clones is the number of batches not yet in a tier.
     batch_token: Arc<()>,
     wake: tokio::sync::Notify,
-    /// True while memory is drained before the process ends. Failed batches are then retried after
-    /// a short pause, and every tier is tried.
+    /// True while memory is drained before the process ends. Every tier is tried then. The pause of
+    /// a batch that failed before is cut short; later failures have the usual backoff.
     pub(super) draining: watch::Sender<bool>,
     /// Gate that every batch passes before it is written.
     pub(super) gate: Arc<Gate<()>>,

@@ -1,8 +1,8 @@
 //! The flush workers: each writes one batch at a time from memory to a tier.
 //!
 //! A batch that a tier failed to write goes to the next tier at once. After all tiers have failed,
-//! it is retried with exponential backoff. Invariant: memory is released only after a tier has
-//! published the batch, or after the shuffle was purged.
+//! it is retried with exponential backoff, without limit. Invariant: memory is released only after
+//! a tier has published the batch, after the shuffle was purged, or when the worker ends.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
