@@ -3,8 +3,8 @@
 //!
 //! jemalloc keeps freed pages for some seconds, in several arenas, because returning and getting
 //! them again is expensive. Memory freed in one arena is not used by another. Under attack, 160 MiB
-//! of unused pages collected beside a heap of 72 MiB. The heap budget of `uniffle-memory`
-//! therefore calls [`return_freed`] as its charges progress.
+//! of unused pages collected beside a heap of 72 MiB. The heap budget (`budget::heap`) therefore
+//! calls [`return_freed`] after every so many bytes charged.
 
 #[cfg(feature = "jemalloc")]
 mod jemalloc {

@@ -1,9 +1,9 @@
 //! A clock of the time in which this process ran, and timers based on it.
 //!
 //! `CLOCK_MONOTONIC` continues while the process is stopped or swapped out, or its virtual machine
-//! is paused. Deadlines of peers (applications, nodes, tickets, connections, disks, stores) must
-//! not: the process could not hear them during a pause. [`run`] ticks every [`TICK`], and the clock
-//! advances by at most [`STEP_MAX`] between two ticks. Without [`run`] it equals tokio's clock.
+//! is paused. Deadlines of peers (applications, connections, disks, stores) must not: the process
+//! could not hear them then. [`run`] ticks every [`TICK`], and the clock advances by at most
+//! [`STEP_MAX`] between two ticks. Without [`run`] it advances like tokio's clock.
 //!
 //! Invariant: it never runs ahead of tokio's clock. Dates (`SystemTime`) and periodic work
 //! (`tokio::time::interval`) do not use it.

@@ -1,7 +1,8 @@
 //! Notifies the service when memory or a tier finds that stored blocks are or may be lost.
 //!
 //! Losses are not only found by reads of clients: flushes and offloads read stored data too. The
-//! service decides whether a block is lost.
+//! service decides whether a block is lost. Invariant: every damaged partition is reported. Before
+//! a listener is registered, one reason per partition is kept for it.
 
 use std::collections::HashMap;
 use std::fmt;

@@ -1,4 +1,7 @@
-//! Limits the rate of a kind of log line.
+//! Limits the rate of a kind of log line, so that clients cannot fill the log.
+//!
+//! Invariant: suppressed lines are counted. The next line that passes includes their number, unless
+//! [`LogLimiter::settle`] or [`LogLimiter::reset`] took it before.
 
 use std::time::Duration;
 

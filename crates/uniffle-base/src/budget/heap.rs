@@ -1,9 +1,10 @@
 //! The budget of the heap: memory that requests make the process hold beside the region and the
 //! read memory.
 //!
-//! Everything a client can make grow is charged here by kind before it is held. Arriving requests
-//! wait for room, and HTTP/2 windows and TCP reads pass the backpressure on to clients. State that
-//! would be stored is refused with an error that names its kind.
+//! Requests, responses and stored state are charged here by kind before they are held. Buffers of
+//! connections are not: `memory_plan` counts them. Arriving requests wait for room, and the client
+//! stops sending. Stored state is refused with an error that names its kind. Invariant: all kinds
+//! together stay within the whole ([`Heap`]).
 
 use super::tree::{Budget, Charge, NoCapacity};
 

@@ -1,8 +1,8 @@
 //! Capacity as a value with `Drop`: every reservation is a [`Charge`] that releases itself.
 //!
-//! This is not an allocator: a charge is a number, and its memory comes from elsewhere. No other
-//! code has an `inc`/`dec` pair. Amounts are called bytes, but a budget may also count blocks or
-//! partitions. Budgets form a tree. A child without a limit of its own only counts a sub-total.
+//! This is not an allocator: a charge is a number, and its memory comes from elsewhere. Callers
+//! never add or subtract amounts themselves. Amounts are called bytes, but a budget may also count
+//! blocks or partitions. Budgets form a tree.
 //!
 //! Invariant: a charge to a child is also charged to all its ancestors, or refused. The used amount
 //! of a budget is the sum of its own charges and those of its descendants: zero once all are
@@ -247,7 +247,8 @@ impl Budget {
         self.try_charge_beyond(bytes, 0)
     }
 
-    /// Charges `bytes` like [`Budget::try_charge`], up to `overdraft` more than the capacity.
+    /// Charges `bytes` like [`Budget::try_charge`], up to `overdraft` more than the capacity of
+    /// this budget and of each ancestor. A budget with headroom is never overdrawn.
     ///
     /// # Errors
     /// [`NoCapacity`] when fewer are free, here or in an ancestor.
@@ -360,7 +361,7 @@ impl Budget {
         Charge { budget: self.clone(), bytes: 0 }
     }
 
-    /// Returns whether this is the only handle and no charge exists.
+    /// Returns whether this is the only handle, without any charge or child.
     #[must_use]
     pub fn is_unshared(&self) -> bool {
         Arc::strong_count(&self.0) == 1
@@ -456,13 +457,13 @@ impl Charge {
         Charge { budget: self.budget.clone(), bytes: part }
     }
 
-    /// Adds `other` to this charge.
+    /// Adds `other`, a charge to the same budget, to this charge.
     pub fn merge(&mut self, mut other: Charge) {
         other.transfer(u64::MAX, self);
     }
 
-    /// Moves up to `bytes` of this charge to `other`, without the reference counts that splitting
-    /// and merging cost.
+    /// Moves up to `bytes` of this charge to `other`, a charge to the same budget, without the
+    /// reference counts that splitting and merging cost.
     pub fn transfer(&mut self, bytes: u64, other: &mut Charge) {
         assert!(Arc::ptr_eq(&self.budget.0, &other.budget.0), "charges of two budgets cannot be merged");
         let moved = bytes.min(self.bytes);

@@ -1,4 +1,5 @@
-//! Metrics of the asynchronous runtime, read from its own counters at each scrape.
+//! Metrics of the asynchronous runtime, read at each scrape: counters of tokio, the list of tasks
+//! ([`Tasks`]) and pauses of the `clock`.
 
 use std::collections::HashMap;
 

@@ -1,11 +1,13 @@
-//! Tasks with an owner: every spawned task is counted, has a name, and ends on cancel.
+//! Tasks with an owner: every spawned task is counted, has a name, and must end soon after a
+//! cancel.
 //!
-//! [`Tasks`] pairs a `TaskTracker` with two `CancellationToken`s: one requests a graceful end, the
-//! other an immediate stop. There is no global: the composition root creates a group and hands out
-//! clones. Two workers can thus live in one process, and a test can assert that no task is left.
+//! [`Tasks`] has two requests: [`Tasks::close`] for a graceful end and [`Tasks::cancel`] for an
+//! immediate stop. There is no global: the composition root creates a group and hands out clones.
+//! Two workers can thus live in one process, and a test can assert that no task is left. [`Cores`]
+//! are the threads for TCP connections, and [`Handover`] keeps connections for a successor.
 //!
-//! A task that panics ends alone (`telemetry` counts and logs it). Tasks that must survive a panic
-//! use [`Tasks::spawn_again`].
+//! A task that panics ends alone (`telemetry` counts and logs it). [`Tasks::spawn_again`] restarts
+//! it, and [`Tasks::spawn_linked`] cancels its group.
 
 mod blocking_pool;
 mod metrics;
@@ -56,7 +58,7 @@ impl Tasks {
         Self::default()
     }
 
-    /// Creates a group whose tasks also count here, but which can be cancelled on its own.
+    /// Creates a group whose tasks also count here. It is cancelled with this group, or on its own.
     pub fn child(&self) -> Self {
         let (close, cancel) = (self.close.child_token(), self.cancel.child_token());
         Self { tracker: self.tracker.clone(), close, cancel, names: self.names.clone() }
@@ -177,8 +179,8 @@ impl Tasks {
         self.tracker.len()
     }
 
-    /// Waits until every task of the tracker has ended. Call [`Tasks::close`] or [`Tasks::cancel`]
-    /// first.
+    /// Waits until every task of this group, its children and parents has ended. Call
+    /// [`Tasks::close`] or [`Tasks::cancel`] first.
     pub async fn drained(&self) {
         self.tracker.close();
         self.tracker.wait().await;
@@ -199,7 +201,8 @@ impl Handover {
         self.kept.lock().get_or_insert_default();
     }
 
-    /// Returns whether there is a successor.
+    /// Returns whether connections are kept now: after [`Handover::begin`], until
+    /// [`Handover::take`].
     pub fn has_begun(&self) -> bool {
         self.kept.lock().is_some()
     }

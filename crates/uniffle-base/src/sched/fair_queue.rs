@@ -114,8 +114,8 @@ impl<K: Clone + Eq + Hash, T> FairQueue<K, T> {
     }
 
     /// Serves the keys in turn. `serve` returns whether it served the first item of a key. A key
-    /// that was refused becomes the last. Ends after `refused_max` refusals in a row; the next call
-    /// continues with the keys that were not tried.
+    /// that was refused becomes the last. Ends when every key with items, or `refused_max` keys in
+    /// a row, were refused; the next call continues with the keys that were not tried.
     pub fn serve(&mut self, refused_max: usize, mut serve: impl FnMut(&K, &mut T) -> bool) {
         let mut refused = 0;
         while refused < self.turns.len().min(refused_max) {
@@ -155,7 +155,7 @@ impl<K: Clone + Eq + Hash, T> FairQueue<K, T> {
         self.len == 0
     }
 
-    /// Drops all items.
+    /// Drops all items, and forgets all debts.
     pub fn clear(&mut self) {
         *self = Self { arrivals: self.arrivals, ..Self::default() };
     }

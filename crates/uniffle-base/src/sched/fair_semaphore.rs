@@ -4,7 +4,8 @@
 //! decides. Capacity is collected for the next waiter, or large requests would never be served. A
 //! read also needs parts of the shares of its devices ([`ShareParts`]), which are granted together
 //! with the amount: a waiter holds neither. A waiter whose share is full is skipped, and so are
-//! later waiters for the same share. All reads of a device use one semaphore.
+//! later waiters for the same share. All reads of a device must use one semaphore: a release wakes
+//! only the waiters of its own.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -43,8 +44,9 @@ pub struct Holder {
     pub weight: u32,
 }
 
-/// A bounded amount with a wait queue. Requests of one application are served in order. While
-/// nobody waits, free capacity is granted at once, except for the reserve.
+/// A bounded amount with a wait queue. Requests of one application are served in order, except that
+/// those that wait for a device are passed by others. While nobody waits, free capacity is granted
+/// at once, except for the reserve.
 #[derive(Debug)]
 pub struct FairSemaphore(Mutex<State>);
 
@@ -153,7 +155,8 @@ impl FairSemaphore {
         (&mut wait.granted).await.expect(WAITING)
     }
 
-    /// Returns whether `amount` could be acquired now by an application that holds nothing.
+    /// Returns whether nobody waits, and an application that holds nothing could acquire `amount`
+    /// now.
     pub fn has_room(&self, amount: u64) -> bool {
         let state = self.0.lock();
         state.waiters.is_empty() && amount <= state.free

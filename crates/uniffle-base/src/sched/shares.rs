@@ -1,15 +1,11 @@
-//! Limits the share of one application in a resource, by pure functions. The number of requests
-//! that wait for tickets has a limit of its own in the ticket queue.
+//! Limits the share of one application in a resource, by pure functions.
 //!
-//! - Amounts that are returned soon, such as read memory: all but the [`reserve`]. That is for
-//!   applications that hold nothing, and for a single one until it holds [`half`].
-//! - Resources that are returned late or never (registrations, reported ids, partitions, memory
-//!   responses that clients have not read): an application may hold as much as it leaves free
-//!   ([`room`]). A single application thus gets half, and each of n equal applications gets
-//!   1/(n+1). The last quarter is reserved for applications that hold little: there an application
-//!   may hold a quarter of the free rest, so each new application takes at most a fifth of it. One
-//!   memory response takes at most a fraction of what is free to its application
-//!   ([`APP_RESPONSE_DIVISOR`]).
+//! Amounts that are returned soon, such as read memory, are free to all but the [`reserve`]. That
+//! is for applications that hold nothing, and for a single one until it holds [`half`]. Of anything
+//! that is returned late or never (registrations, reported ids, partitions, unread responses), an
+//! application may hold as much as it leaves free ([`room`]). A single one thus gets half, and each
+//! of n equal ones 1/(n+1). In the last quarter, each may hold at most a quarter of the free rest.
+//! Invariant: every newcomer thus takes at most a fifth of it, and leaves something to the next.
 
 /// Fraction of the capacity that is reserved for applications that hold nothing.
 const RESERVE_DIVISOR: u64 = 8;

@@ -1,4 +1,4 @@
-//! Description of a configuration key, and problems with values.
+//! Description of a configuration key, and problems found in a configuration.
 
 use std::fmt::{self, Display};
 

@@ -1,4 +1,7 @@
 //! Kinds of configuration values: how a value is parsed, printed and described.
+//!
+//! Invariant: [`Kind::read`] accepts the output of [`Kind::print`] and returns the same value.
+//! Otherwise a printed configuration could not be used as a file. Secrets are never printed.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display};

@@ -116,7 +116,7 @@ fn of_group(controller: &str, files: &[&str]) -> Option<SystemLimit> {
     limit(&file.display().to_string(), Some(value))
 }
 
-/// Returns the number in a file, or `None` for "max".
+/// Returns the number in a file. Returns `None` for "max" and for an unreadable file.
 fn number(path: &Path) -> Option<u64> {
     std::fs::read_to_string(path).ok()?.trim().parse().ok()
 }

@@ -30,7 +30,7 @@ pub trait Section: Sized {
     fn describe(schema: &mut Schema);
     /// Reads the values. Absent and invalid values get the default; invalid ones add a problem.
     fn read(reader: &mut ValueReader, machine: &Machine) -> Self;
-    /// Adds every key that has a value.
+    /// Adds every key that has a value and is no secret.
     fn print(&self, printed: &mut Vec<(&'static str, Value)>);
     /// Takes over the values of `new` that may change while the worker runs.
     fn renew(&mut self, new: &Self);

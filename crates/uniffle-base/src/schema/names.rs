@@ -26,6 +26,7 @@ const SHOWN_BYTES_MAX: usize = 200;
 /// Values by canonical path, problems, and warnings.
 pub type Classified = (BTreeMap<&'static str, Value>, Vec<Problem>, Vec<String>);
 
+/// Divides the entries of `table` into values of known keys, problems and warnings.
 pub fn classify(schema: &Schema, table: Table) -> Classified {
     let mut classified = Classified::default();
     walk(schema, "", table, &mut classified);

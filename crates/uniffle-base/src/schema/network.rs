@@ -1,4 +1,7 @@
-//! Networks in CIDR notation (`address/prefix`).
+//! Networks in CIDR notation (`address/prefix`), for lists of machines whose workers may join.
+//!
+//! Invariant: comparisons are between canonical addresses. A network of IPv4-mapped IPv6 addresses
+//! becomes an IPv4 network, and the caller of [`Network::contains`] must pass a canonical address.
 
 use std::fmt;
 use std::net::IpAddr;

@@ -32,7 +32,7 @@ impl ValueReader {
         Self { given: values.keys().copied().collect(), values, env, problems, warnings }
     }
 
-    /// Takes the value of the first of `variables` that is set, or else of `path`.
+    /// Takes the value of the first of `variables` that is set, read as text, or else of `path`.
     pub fn take<T: 'static>(&mut self, path: &'static str, variables: &[&str], kind: Kind<T>) -> Option<T> {
         let value = self.values.remove(path);
         if let Some(set) = variables.iter().find(|name| self.text_of(name).is_some()) {
