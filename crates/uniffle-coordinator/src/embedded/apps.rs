@@ -2,8 +2,8 @@
 //!
 //! Pure state; the clock is a parameter. Invariants: at most [`APPS_MAX`] applications in at most
 //! [`TABLE_BYTES_MAX`] of heap, which are part of the memory that the process needs without clients
-//! (`budget::memory_plan`). An application keeps its remote storage until it expires, because its
-//! clients must agree on the path.
+//! (`budget::memory_plan`). A listed application keeps its remote storage until it expires, and the
+//! storage of one that finds no room follows from its id: its clients must agree on the path.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;

@@ -70,8 +70,9 @@ fn tie(a: &NodeCandidate, b: &NodeCandidate) -> Ordering {
     a.id.cmp(&b.id)
 }
 
-/// Returns the indexes of `wanted` candidates, so that neighbours are on different hosts: the best
-/// of each host first (Java's `PREFER_DIFF`), then the second best of each host, and so on.
+/// Returns the indexes of up to `wanted` candidates, so that neighbours are on different hosts
+/// where possible: the best of each host first (Java's `PREFER_DIFF`), then the second best of each
+/// host, and so on.
 pub fn take_prefer_different_hosts(ordered: &[NodeCandidate], wanted: usize) -> Vec<usize> {
     let mut seen: HashMap<&str, usize> = HashMap::new();
     let mut ranks = Vec::with_capacity(ordered.len());

@@ -2,9 +2,10 @@
 //!
 //! [`EmbeddedCoordinator`] owns the tables of nodes and applications. `rpc` implements the tonic
 //! trait; [`assign`] and `access` decide. There is no consensus: several workers may each have a
-//! coordinator, all workers report to all of them, and each answers alone.
-//! Invariant: the own worker is a node like any other. Its tags decide what it is assigned, so a
-//! GRPC_NETTY client is refused while there is no TCP listener.
+//! coordinator, all workers report to all of them, and each answers alone. Invariant: to
+//! assignments, the own worker is a node like any other, though it needs no room in the table and
+//! no heartbeat from the network. Its tags decide what it is assigned, so a GRPC_NETTY client is
+//! refused while there is no TCP listener.
 
 pub mod assign;
 
@@ -149,8 +150,8 @@ impl EmbeddedCoordinator {
         pace
     }
 
-    /// Delays assignments and access checks for `interval`, until other workers have sent
-    /// heartbeats. Otherwise a new coordinator would assign everything to its own worker.
+    /// Delays assignments and access checks for `interval`, so that other workers can send
+    /// heartbeats first. Otherwise a new coordinator would assign everything to its own worker.
     pub fn wait_for_workers(&self, interval: Duration) {
         // Only the first call counts.
         let _ = self.0.serving_from.set(Instant::now() + interval);
@@ -364,9 +365,8 @@ impl EmbeddedCoordinator {
         Ok((servers, chosen))
     }
 
-    /// Adds the applications that an earlier process saved, with times as dates, because clock
-    /// readings mean nothing to another process. This preserves the number of applications per user
-    /// and their remote storages.
+    /// Adds the applications that an earlier process saved, as if each had just sent a heartbeat.
+    /// This preserves the number of applications per user and their remote storages.
     pub fn restore_apps(&self, saved: &[SavedApp]) {
         self.0.apps.lock().restore(saved, &self.storage_paths(), Instant::now());
     }

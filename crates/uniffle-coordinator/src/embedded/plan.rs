@@ -24,7 +24,7 @@ pub enum AssignmentError {
         /// Ranges times replicas.
         requested: u64,
     },
-    /// No heap was available for the answer in time.
+    /// No heap was available for the answer in time, or the answer is larger than the heap allows.
     #[error("{ranges} ranges: {full}")]
     NoHeap {
         /// Number of ranges of the assignment.
@@ -32,7 +32,7 @@ pub enum AssignmentError {
         /// The refusal of the heap budget.
         full: HeapFull,
     },
-    /// A limitation of Java, with Java's text.
+    /// A limitation of Java's `PARTITION_BALANCE`, with Java's text.
     #[error("PartitionNumPerRange must be one")]
     RangeMustBeOne,
     /// Fewer candidates than replicas.

@@ -1,9 +1,9 @@
 //! Sends heartbeats to every coordinator of the quorum.
 //!
-//! Each coordinator has its own task, clock and connection, so that a slow or half-open one does
+//! Each coordinator has its own task, timer and connection, so that a slow or half-open one does
 //! not delay others. [`ReportSource`] provides the content; the worker starts heartbeats when all
-//! listeners are bound. Invariants: the deadline of a call is the interval. Heartbeats never stop.
-//! A change of state is logged once.
+//! listeners are bound. Invariants: the deadline of a call is the interval. Failures never stop the
+//! heartbeats. A change of state is logged once.
 
 use std::fmt;
 use std::net::Ipv6Addr;
@@ -162,6 +162,7 @@ impl Heartbeats {
         self.nudge.send_replace(());
     }
 
+    /// Changes the interval of the heartbeats, and the deadline of each call with it.
     pub fn set_interval(&self, interval: Duration) {
         self.pace.send_replace(interval);
     }

@@ -58,7 +58,7 @@ impl LostNodes {
         true
     }
 
-    /// Removes a node that has reported. Returns whether it was lost.
+    /// Removes a node that has reported or is forgotten. Returns whether it was lost.
     pub(super) fn remove(&mut self, id: &str) -> bool {
         let was_lost = self.lost.remove(id).is_some();
         if was_lost || self.awaited.remove(id).is_some() {
