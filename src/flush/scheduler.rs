@@ -2,10 +2,10 @@
 //! them, and queues batches for the workers.
 //!
 //! It also flushes on request: a whole shuffle for a commit, a buffer that is too large, or all of
-//! memory for an operator or a stop. A batch gets the tiers' handles of its shuffle before the seal,
-//! so it cannot reach a later shuffle of the same id. Invariant: an unwritten batch is dropped only
-//! when the worker stops, or after its shuffle was purged. It decides neither what to flush
-//! (`policy`) nor where (`placement`).
+//! memory for an operator or a stop. A batch gets the tiers' handles of its shuffle before the
+//! seal, so it cannot reach a later shuffle of the same id. Invariant: an unwritten batch is
+//! dropped only when the worker stops, or after its shuffle was purged. It decides neither what to
+//! flush (`policy`) nor where (`placement`).
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,7 @@
 //! Keys of the HDFS tier.
+//!
+//! Paths and Hadoop settings come with each registration. `HdfsConfig::allowed` limits the paths,
+//! because the worker writes and deletes below each path that a client names.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,4 +1,7 @@
 //! Hadoop settings: the worker's own from `HADOOP_CONF_DIR`, and the relevant ones of a client.
+//!
+//! A client may send its whole configuration. Only settings with a relevant prefix are kept, and
+//! their total size is limited. Settings that are applied later replace earlier ones.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -64,6 +67,7 @@ impl HadoopConf {
         self.0.contains_key(&format!("dfs.ha.namenodes.{host}"))
     }
 
+    /// Returns the settings as a map.
     pub fn into_map(self) -> HashMap<String, String> {
         self.0.into_iter().collect()
     }

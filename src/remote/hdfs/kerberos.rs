@@ -3,10 +3,10 @@
 //! GSSAPI gets tickets from the keytab or the ticket cache whenever a connection is made. With a
 //! keytab it also renews them, so no `kinit` is needed.
 //!
-//! The check only parses these files, because the NameNodes are unknown until clients register.
-//! Without it, a wrong principal would only fail at the first flush, after data was acknowledged.
-//! The ticket cache also tells the worker's own user name, so that the worker does not impersonate
-//! itself.
+//! The check loads the library and parses these files, but does not log in, because the NameNodes
+//! are unknown until clients register. Without it, a wrong principal would only fail at the first
+//! flush, after data was acknowledged. The ticket cache also tells the worker's own user name, so
+//! that the worker does not impersonate itself.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -73,8 +73,9 @@ impl Login {
     /// `hdfs_store.precheck_enable` tries the configured paths.
     ///
     /// # Errors
-    /// The library, the keytab, its principal or the ticket is missing, or the ticket has expired.
-    /// The error says which, and where.
+    /// The library, the keytab, its principal or the ticket is missing or unreadable, or the ticket
+    /// has expired. The error says which, and where. An unset or unusual `KRB5CCNAME`, which names
+    /// no file, is only logged.
     pub fn check(&mut self, ticket_cache: Option<&str>) -> anyhow::Result<()> {
         load_library()?;
         if let Some((path, principal)) = &self.keytab {

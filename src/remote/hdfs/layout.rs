@@ -1,5 +1,8 @@
 //! Names of directories and files (docs/protocol.md §6.1). Clients list and open them, so every
 //! character is fixed. Pure.
+//!
+//! Several servers write into one directory. Only names that begin with this server's id and an
+//! underscore are ours ([`is_own`]); an expired application's other files must not be deleted.
 
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
@@ -8,6 +11,7 @@ const DATA: &str = ".data";
 /// Suffix of a file with index records.
 const INDEX: &str = ".index";
 
+/// Returns `<root>/<app>`.
 pub fn app_directory(root: &str, app: &AppId) -> String {
     format!("{}/{app}", root.trim_end_matches('/'))
 }

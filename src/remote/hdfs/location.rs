@@ -1,4 +1,7 @@
 //! Remote paths named by clients, and the list of allowed ones. Pure.
+//!
+//! Invariant: a parsed path has no empty part, `.` or `..`, so a path that begins with an allowed
+//! directory is inside of it.
 
 use std::fmt;
 
@@ -75,7 +78,8 @@ impl RemoteLocation {
         &self.path
     }
 
-    /// Returns host and port as written. They identify the file system, and label its metrics.
+    /// Returns the host in lower case, with the port if the location has one. File systems with the
+    /// same authority share permits and metrics.
     pub fn authority(&self) -> String {
         match self.port {
             Some(port) => format!("{}:{port}", self.host),

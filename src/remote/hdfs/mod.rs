@@ -1,9 +1,9 @@
 //! The HDFS tier: files that clients find, open and read themselves (docs/protocol.md §6).
 //!
 //! The protocol defines names, formats and the order in which data becomes visible. A shuffle is
-//! registered with the remote path that its client named. A batch has the blocks of one partition,
-//! and is written by a free [`writer`] of its directory. No file is written to again after a failed
-//! call. Data is never read back. Index files are read only to determine which blocks exist.
+//! registered with the remote path that its client named. Each extent of a batch is written by a
+//! free [`writer`] of its partition's directory. No file is written to again after a failed call.
+//! Data is never read back. Index files are read only to determine which blocks exist.
 
 #[cfg(feature = "hdfs")]
 pub mod client;
@@ -49,7 +49,7 @@ use crate::store::{HdfsState, RemoteStorage, StoreError, StoreErrorKind, TierUsa
 use uniffle_base::sched::{FairSemaphore, Reserve};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
-/// Maximum number of remote file systems (by settings and user) in use, because clients name them.
+/// Maximum number of remote stores (by path, settings and user) in use, because clients name them.
 const REMOTES_MAX: usize = 1024;
 
 /// Interval between two checks for remote stores that are not tried.
@@ -197,8 +197,8 @@ impl HdfsStore {
     /// Validates the storage that a client names. Does not connect.
     ///
     /// # Errors
-    /// `Denied` with the reason: not a location, not on the allow-list, or settings that cannot
-    /// work.
+    /// `Denied` with the reason: not a location, not on the allow-list, settings that cannot work,
+    /// or too many remote stores in use.
     pub fn prepare(&self, storage: &RemoteStorage) -> Result<PreparedStorage, StoreError> {
         let denied = |text: String| StoreError::remote(StoreErrorKind::Denied, &storage.path, text);
         let location =

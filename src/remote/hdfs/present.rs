@@ -1,8 +1,8 @@
 //! Finds the blocks of a partition in HDFS. Reads this worker's index files, as clients do
 //! (docs/protocol.md §6.4).
 //!
-//! Used only to determine lost blocks: after a restart, for partitions whose reported blocks are
-//! neither in memory nor on a disk, and after a disk failed to return its data.
+//! Used on rare paths: to determine lost blocks (`service::losses::verify`), and at a start to tell
+//! which recovered blocks in memory are here too.
 //!
 //! Files that no writer uses are closed before they are read. A process that was killed during an
 //! append leaves them open until its lease ends (an hour). Published blocks in open files may be
@@ -35,8 +35,8 @@ impl HdfsStore {
     /// its neighbours.
     ///
     /// # Errors
-    /// An error of the file system: the blocks are unknown then. `Purged` if the shuffle was
-    /// removed meanwhile.
+    /// The file system fails or is suspended: the blocks are unknown then. `Purged` if the shuffle
+    /// was removed meanwhile.
     pub async fn present(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IdSet, StoreError> {
         let Some(shuffle) = self.find(key) else { return Ok(IdSet::default()) };
         if !shuffle.remote.is_available() {

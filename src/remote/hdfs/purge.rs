@@ -2,8 +2,9 @@
 //! everything below it. For an expired one only our own files and then empty directories are
 //! deleted, because other servers may still serve it.
 //!
-//! Forgetting is synchronous and returns a [`HdfsRemoval`]. From then on writes of the old
-//! registration end with `Purged`. Writes of a new one wait until the removal is done or dropped.
+//! Forgetting is synchronous and returns a [`HdfsRemoval`]. From then on, new writes of the old
+//! registration end with `Purged`. The removal waits for those in progress. Writes of a new
+//! registration wait until the removal is done or dropped.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -71,7 +72,8 @@ impl HdfsStore {
         Some(self.removal(app, &state, pending))
     }
 
-    /// Forgets an application with these shuffles.
+    /// Forgets an application with these shuffles. Returns `None` if the application is not known
+    /// here.
     pub fn forget_app(
         self: &Arc<Self>,
         app: &AppId,
@@ -103,8 +105,8 @@ impl HdfsStore {
 }
 
 impl HdfsRemoval {
-    /// Waits for writes in progress, then deletes. Directories that cannot be deleted in the end
-    /// are logged and left.
+    /// Waits for writes in progress, at most ten minutes, then deletes. Directories that cannot be
+    /// deleted in the end are logged and left.
     pub async fn run(self) {
         let core = &self.store.core;
         if let Some(deleting) = &self.deleting {

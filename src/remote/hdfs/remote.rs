@@ -1,11 +1,12 @@
-//! One remote file system as one user: the interface of its client, and its circuit breaker.
+//! One remote store, a directory of a file system as one user: the interface of its client, and its
+//! circuit breaker.
 //!
 //! Consecutive failures of the file system itself (it does not answer, its DataNodes fail) open the
 //! breaker, which suspends the file system for a growing time (backoff). Batches are then written
 //! elsewhere or wait, instead of failing one by one. After a suspension one batch tries
-//! (half-open), and the others wait for its result. A quota or a permission concerns one path and
-//! opens nothing. A failing file system that was not tried for a while is probed, so that the
-//! worker does not stay unhealthy for lack of batches.
+//! (half-open); the others stay suspended until its result. A quota or a permission concerns one
+//! path and opens nothing. A failing file system that was not tried for a while is probed, so that
+//! the worker does not stay unhealthy for lack of batches.
 
 use std::fmt;
 use std::sync::Arc;
@@ -60,8 +61,9 @@ pub trait RemoteFs: fmt::Debug + Send + Sync {
     /// Appends `data` to a closed file. All of it is readable when this returns. After an error a
     /// part may have been appended.
     fn append(&self, path: &str, data: Vec<Bytes>) -> FsFuture<()>;
-    /// Closes a file after a failed append, so that its earlier content is readable again. Returns
-    /// false while this is in progress, and is to be called again.
+    /// Closes a file that a failed append or a killed process left open, so that its earlier
+    /// content is readable again. Returns false while this is in progress, and is to be called
+    /// again.
     fn recover(&self, path: &str) -> FsFuture<bool>;
     /// Lists a directory. Fails with `NotFound` if it does not exist.
     fn list(&self, path: &str) -> FsFuture<Vec<RemoteEntry>>;
@@ -74,11 +76,11 @@ pub trait RemoteFs: fmt::Debug + Send + Sync {
     fn read_range(&self, path: &str, offset: u64, length: usize) -> FsFuture<Bytes>;
 }
 
-/// Key of a remote file system. Clients of one file system with different settings must not share a
-/// connection.
+/// Key of a remote store. Registrations with another root directory, other settings or another user
+/// do not share a client.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct RemoteTarget {
-    /// File system. The path is that of the first application that named it, and is ignored.
+    /// File system and root directory, as the client named them.
     pub location: RemoteLocation,
     /// Hadoop settings of the client, sorted.
     pub conf: Vec<(String, String)>,

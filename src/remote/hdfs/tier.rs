@@ -1,4 +1,8 @@
 //! HDFS as a [`Tier`] whose files clients read themselves, and its check at start.
+//!
+//! A batch made for HDFS has one extent. A batch that another tier failed to write may have many:
+//! they are written one after the other, and after an error the earlier ones stay readable. The
+//! retried batch repeats their blocks, which readers drop by id.
 
 use std::sync::Arc;
 

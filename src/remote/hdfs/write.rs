@@ -1,4 +1,5 @@
-//! Writes a batch: waits for its writer, then for a permit, and recovers files whose write failed.
+//! Writes an extent: waits for deletions and a writer of its directory, then for a permit. Recovers
+//! files whose append failed.
 //!
 //! A write runs in a task of its own. A caller may stop waiting (a hung NameNode), but the write
 //! continues with its memory. Neither its files nor the memory are reused until it has ended.

@@ -1,15 +1,11 @@
-//! The writers of one directory: several concurrent batches of a partition, each with its own pair
-//! of files.
+//! The writers of one directory, which write concurrently, each to its own pair of files.
 //!
 //! Data is written before its index, and is readable before an index record refers to it. A writer
-//! whose call failed never touches its files again: their content is unknown, and we may still hold
-//! their lease. It continues with the next number. For the same reason a pair always begins with a
-//! new file. A file of an earlier process may end in blocks without records, and readers expect the
-//! blocks of consecutive records to be contiguous.
-//!
-//! Files are closed after every batch, like in the Java server. An open file costs a thread on its
-//! DataNodes, and a spill touches thousands of partitions. `hsync` would save two NameNode calls
-//! per file and batch, but cost a sync of a disk.
+//! whose call failed never writes to its files again: their content is unknown, and we may still
+//! hold their lease. It begins a pair with the next number. Files of an earlier process are not
+//! continued either: they may end in blocks without records, and readers expect the blocks of
+//! consecutive records to be contiguous. Files are closed after every extent, as in the Java
+//! server, because an open file costs a thread on its DataNodes.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -195,6 +191,8 @@ impl HdfsWriter {
         Ok(data_bytes)
     }
 
+    /// Appends to both files and closes them. `hsync` would save two NameNode calls per file, but
+    /// cost a sync of a disk.
     async fn append(
         &self,
         fs: &dyn RemoteFs,
