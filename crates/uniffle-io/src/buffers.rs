@@ -2,7 +2,9 @@
 //!
 //! The store requests buffers through [`ReadBuffers`] and does not know who owns the memory (the
 //! worker's read pool implements it). [`AlignedPool`] is bounded and recycles its buffers, so that
-//! gathering neither grows the heap nor causes new page faults.
+//! gathering neither grows the heap nor causes new page faults. [`DeviceShare`] limits the read
+//! memory of one device. Invariant: a read owns its buffer until the system call has returned, even
+//! if its caller gave up.
 
 use std::fmt;
 use std::ops::Range;

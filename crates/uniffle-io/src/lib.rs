@@ -82,8 +82,8 @@ pub trait File: Send + Sync + fmt::Debug {
     /// Returns the current size in bytes.
     fn size(&self) -> BoxFuture<'static, io::Result<u64>>;
 
-    /// Returns the identity of a named file that is open for writing, or `None` if the disk has no
-    /// identities.
+    /// Returns the identity of a [named](WriteOpen::is_named) file that is open for writing.
+    /// Returns `None` for other files, or if the disk has no identities.
     fn id(&self) -> Option<FileId> {
         None
     }
@@ -96,7 +96,9 @@ pub trait File: Send + Sync + fmt::Debug {
     }
 }
 
-/// Queue of a file's writes and syncs. Calls only wait for calls of the same class.
+/// Queue of a file's writes and syncs. Calls only wait for calls of the same class, unless the disk
+/// limits its writes and reads together: then those of `Index` and `Bulk` and reads wait for each
+/// other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum IoClass {
     /// Small records that a caller waits for, such as registrations and reports. Writes to a file
@@ -169,14 +171,15 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>>;
     /// Returns the names in a directory, sorted.
     fn list(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<String>>>;
-    /// Reads a whole file of at most [`SMALL_FILE_BYTES_MAX`] bytes.
+    /// Reads a whole file of at most [`SMALL_FILE_BYTES_MAX`] bytes. Fails with `FileTooLarge` if
+    /// it is larger.
     fn read_small(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<u8>>>;
     /// Waits until the entries of a directory are on the device.
     fn sync_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
     /// Waits until all writes to the root's file system are on the device.
     fn sync_all(&self) -> BoxFuture<'static, io::Result<()>>;
-    /// Replaces the content of a small file in place and syncs it. The inode stays the same, so a
-    /// lock on it remains.
+    /// Replaces the content of a small file in place and syncs it. Creates the file if it is
+    /// absent. The inode stays the same, so a lock on it remains.
     fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>>;
     /// Locks a file and creates it if it is absent. Fails with `WouldBlock` if another process
     /// holds the lock.

@@ -1,7 +1,9 @@
 //! Mount point and device type of a directory, read from `/proc` and `/sys`.
 //!
-//! Both are only used in reports, so unknown values are [`Media::Unknown`] rather than an error.
-//! Free space is in [`super::Space`].
+//! The type is only reported. The mount point also tells the store whether an empty directory is a
+//! new disk or one whose device is not mounted. An unknown type is [`Media::Unknown`] and an
+//! unknown mount point is the directory itself, rather than an error. Free space is in
+//! [`super::Space`].
 
 use std::io;
 use std::path::{Path, PathBuf};

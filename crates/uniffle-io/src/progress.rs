@@ -1,4 +1,8 @@
-//! Progress of positioned writes and reads. Short calls are continued.
+//! Progress of positioned writes and reads, separate from the system calls.
+//!
+//! A short call is continued, and a call that never gets further fails. Invariant: a direct write
+//! that ended inside a block continues at the start of that block, since its offsets must stay
+//! aligned.
 
 use std::io;
 
@@ -99,7 +103,7 @@ impl ReadProgress {
         self.filled
     }
 
-    /// Records the result of a call that read to the end of the filled part.
+    /// Records the result of a call that read bytes behind the filled part.
     pub(super) fn advance(&mut self, read: io::Result<usize>) -> io::Result<()> {
         match read {
             Ok(count) => {

@@ -1,5 +1,10 @@
-//! Truncation: detects open files that other programs truncated, removed or replaced, and root
-//! directories that they moved.
+//! Detects truncation: other programs truncated, removed or replaced a file that is open for
+//! writing, or moved a root directory.
+//!
+//! Only named files are checked ([`WriteOpen::is_named`](super::WriteOpen::is_named)). Files of
+//! [`IoClass::Metadata`](super::IoClass::Metadata) must also not be written to by others.
+//! Invariant: a write to a file that has vanished fails. Otherwise data would be acknowledged that
+//! no start can find.
 
 use std::fmt;
 use std::fs::File;

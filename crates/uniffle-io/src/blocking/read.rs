@@ -1,8 +1,8 @@
 //! Reads of several parts in one job.
 //!
-//! Buffered parts are read twice. The first pass only takes cached bytes, which starts the device
-//! on all missing ranges at once. The second pass waits for them. One thread thus keeps as many
-//! reads in flight as the file system allows.
+//! Several buffered parts are read twice. The first pass only takes cached bytes, which starts the
+//! device on all missing ranges at once. The second pass waits for them. One thread thus keeps as
+//! many reads in flight as the file system allows.
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
