@@ -2,7 +2,9 @@
 //! the bytes of their entries, and the bytes that a compaction would remove. Pure: no I/O.
 //!
 //! Besides records, the log has entries that mark a shuffle as incomplete or moved. A registration
-//! may replace earlier registrations of its shuffle, which are then dead.
+//! may replace earlier registrations of its shuffle, which are then dead. Invariant: every counted
+//! byte is living or dead, and all entries of a purged incarnation are dead, even those counted
+//! after the purge.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

@@ -1,9 +1,10 @@
 //! Durable knowledge about shuffles: the metadata log, the rule that decides whether it is complete
 //! ([`recovery::proof`]), and the ledger of lost blocks.
 //!
-//! An acknowledged record survives any end of the process or the machine. The log has two copies on
-//! the data directories, and can be copied to an object store. Block ids are held in compressed
-//! sets, and in unnamed files if they exceed the heap.
+//! An acknowledged record survives a kill of the process and a power loss. The log has two copies
+//! on the data directories, and can be copied to an object store, which is its only holder if there
+//! are no directories. Block ids are held in compressed sets, and in unnamed files if they exceed
+//! the heap.
 //!
 //! Data and index files belong to the worker's `store::disk`, and responses to clients to its
 //! `service`.

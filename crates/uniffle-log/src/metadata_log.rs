@@ -1,7 +1,8 @@
 //! The worker's metadata log: records of shuffles that must survive the process, in two copies.
 //!
 //! An entry is acknowledged once it is on the device in both copies, on two directories if two are
-//! writable. This module has the handle. A single task writes (`writer`).
+//! writable. Without directories it is acknowledged once the object store has it. This module has
+//! the handle. A single task writes (`writer`).
 
 use std::io;
 use std::sync::Arc;
@@ -182,13 +183,14 @@ impl MetadataLog {
     /// that is copied to the object store, or 0 without a store.
     ///
     /// # Errors
-    /// Too few directories can be written, or the record is too long.
+    /// Too few directories can be written or the store does not take the record, the record is too
+    /// long, the registration is outdated, or the worker is stopping.
     pub async fn append(&self, shuffle: Incarnation, record: Bytes) -> Result<u64, LogError> {
         self.add(FrameContent::Record(shuffle, record)).await
     }
 
     /// Marks the records of a shuffle as incomplete for `reason` until it is purged, also for later
-    /// starts.
+    /// starts. Returns the position of the entry.
     ///
     /// # Errors
     /// See [`MetadataLog::append`].

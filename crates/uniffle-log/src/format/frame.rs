@@ -115,7 +115,8 @@ impl Member {
 }
 
 /// The data directories that hold the log, and those that may have data, until the next epoch. A
-/// new epoch begins at every start and every time the copies move.
+/// new epoch begins whenever the log is written anew: at a start that does not resume the copies,
+/// and when copies move or fail.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Epoch {
     /// Random id of the epoch.
@@ -167,7 +168,7 @@ impl Epoch {
 pub struct Frame {
     /// Generation of the file.
     pub generation: u64,
-    /// Position in the file.
+    /// Number of frames before it in the file.
     pub sequence: u64,
     /// Number of earlier frames that were written together with it.
     pub batch: u32,

@@ -1,4 +1,4 @@
-//! Fast path for the ids of a report without record numbers. A start may read several hundred
+//! Fast path for the ids of a report without record counts. A start may read several hundred
 //! thousand lists of one id, and each would be allocated in a [`Report`](super::record::Report).
 //!
 //! Every accepted report is also accepted by [`Record::decode`](super::record::Record::decode),

@@ -1,14 +1,14 @@
 //! Records of the metadata log: a shuffle's registrations and the reports of its tasks. Versions 1
 //! and 2 are FROZEN (see the golden tests). Earlier programs do not know version 2. It is only
-//! written for a report with record numbers, and for a registration that repeats all earlier ones,
+//! written for a report with record counts, and for a registration that repeats all earlier ones,
 //! so that those can be dropped.
 //!
 //! A record is one byte kind, one byte version, then the fields in postcard's format: integers as
 //! LEB128 (signed ones zigzag), text and lists prefixed by their length. The rest of the worker
-//! uses prost, but this format is frozen and postcard writes it byte for byte. Protobuf would be a
-//! second format beside that of older directories. Block ids are sorted and written as differences.
+//! uses prost, but this format is frozen and postcard writes it byte for byte. Block ids are sorted
+//! and written as differences.
 //!
-//! Tiers write records to disks (`store`), and `service` applies them. Pure: no I/O.
+//! `service` encodes and applies records; `write` and `objects` store them. Pure: no I/O.
 
 use bytes::Bytes;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -18,7 +18,7 @@ use super::frame::whole;
 use crate::LogError;
 
 pub(super) const VERSION: u8 = 1;
-/// Version of a report with record numbers.
+/// Version of a report with record counts.
 const WITH_RECORDS: u8 = 2;
 /// Version of a registration that replaces earlier ones. The fields are the same.
 const REPLACES: u8 = 2;
@@ -306,7 +306,7 @@ pub(super) mod tests {
         assert_eq!(Record::decode(&record.encode()), Ok(record));
     }
 
-    /// Returns record numbers of fewer than `limit` partitions.
+    /// Returns record counts of fewer than `limit` partitions.
     pub(in crate::format) fn any_records(limit: usize) -> impl Strategy<Value = Vec<PartitionRecordCounts>> {
         let task = |(task_attempt, records)| TaskRecordCount { task_attempt, records };
         let records = any::<(i32, Vec<(i64, i64)>)>().prop_map(move |(id, tasks)| PartitionRecordCounts {

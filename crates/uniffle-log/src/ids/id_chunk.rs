@@ -1,12 +1,11 @@
-//! Compact encoding of up to [`CHUNK_IDS_MAX`] ascending block ids: differences, packed to one
-//! width, with exceptions.
+//! Compact encoding of up to [`CHUNK_IDS_MAX`] ascending block ids: gaps, packed to one width, with
+//! exceptions. Pure.
 //!
-//! The payload is: width in bits u8, the smallest difference as LEB128, and the excess of all other
-//! differences packed to that width (lowest bit first). The exceptions follow: for each wider
-//! difference its position u8 and its high bits as LEB128. Ids in Spark's layout come in groups:
-//! near each other within a sequence number, far apart between two. The groups are packed, and the
-//! gaps are exceptions. Invariant: a payload is at most three bytes longer than its ids as `u64`.
-//! Pure.
+//! A gap is the number of ids left out between two. The payload is: width in bits u8, the smallest
+//! gap as LEB128, and the excess of each gap packed to that width (lowest bit first). For each
+//! wider excess follow its position u8 and its high bits as LEB128. Ids in Spark's layout come in
+//! groups, with narrow gaps within a group and wide ones between two. Invariant: a payload is at
+//! most three bytes longer than its ids as `u64`.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! A set of block ids in at most 8 bytes each, regardless of their layout: compressed chunks, and a
-//! list of late arrivals.
+//! A set of block ids in about 8 bytes each or less, regardless of their layout: compressed chunks,
+//! and a list of late arrivals.
 //!
 //! Ids are added to the list. It is merged into the chunks once it is long relative to the set. Few
 //! ids, and ids that do not compress, stay a list. Until the merge the list may repeat ids of the

@@ -1,4 +1,7 @@
-//! Unnamed files for data that a process may lose. They disappear when it ends in any way.
+//! Unnamed files for data that a process may lose: block ids that exceed the heap.
+//!
+//! A file has a name only while it is opened, so it disappears when the process ends. After a kill
+//! in that moment, the next start must remove the file.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -31,7 +34,8 @@ impl Scratch {
         Self { directories, place: place.to_path_buf(), deadline, turn: Mutex::default() }
     }
 
-    /// Waits until no other caller writes, because the memory for writing exists once.
+    /// Waits until no other caller writes, because the memory for writing exists once. Returns a
+    /// guard of the caller's turn.
     pub async fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().await
     }

@@ -10,7 +10,7 @@
 //! While a partition is *verifying*, the caller chosen by [`Ledger::mark_unverified`] scans for
 //! present blocks. Unverified blocks are neither served nor reported as lost. A block that is
 //! committed (again) is present from then on, regardless of the scan. Ids are charged to the
-//! application. Without heap for them the ledger holds none, and the tiers are queried.
+//! application. Without heap for them the ledger holds none, and memory and the tiers are queried.
 //! [`super::shuffle::ShuffleLedger`] shares the ledgers of a shuffle. Scans and responses belong to
 //! `service`. Pure: no lock, no clock, no I/O.
 
@@ -66,7 +66,7 @@ enum Readable {
     InTiers,
 }
 
-/// A scan of the tiers, in progress or to be repeated.
+/// A scan of memory and the tiers, in progress or to be repeated.
 #[derive(Debug)]
 struct Verifying {
     /// True if stored data became unreadable, so every block is unverified.
@@ -143,7 +143,8 @@ impl Ledger {
         }
     }
 
-    /// Returns whether only the tiers know which blocks are present.
+    /// Returns whether only memory and the tiers know which blocks are present: there is no heap
+    /// for their ids.
     #[must_use]
     pub fn is_in_tiers(&self) -> bool {
         matches!(self.readable, Readable::InTiers)
@@ -162,8 +163,8 @@ impl Ledger {
         is_first
     }
 
-    /// Begins a scan of the tiers. Blocks committed from now on are present. Returns the unverified
-    /// blocks, sorted.
+    /// Begins a scan of memory and the tiers. Blocks committed from now on are present. Returns the
+    /// unverified blocks, sorted.
     pub fn begin_scan(&mut self) -> Vec<u64> {
         let heap = &self.heap;
         let verifying = self.verifying.get_or_insert_with(|| Verifying::new(heap));
@@ -186,7 +187,7 @@ impl Ledger {
     }
 
     /// Ends a scan of all reported and unverified blocks. Blocks that were not found are lost.
-    /// Returns the newly lost ones, or `None` if the scan must be repeated.
+    /// Returns the newly lost ones, or `None` if the scan must be repeated or none is in progress.
     pub fn resolve(&mut self, scan: ScanResult, cause: &LossCause) -> Option<NewLosses> {
         let Verifying { is_all, unverified, meanwhile, .. } = {
             // A scan without all present ids only searches blocks that were unverified before it
@@ -303,7 +304,8 @@ impl Ledger {
         }
     }
 
-    /// Notes that blocks are in a tier (again). Returns how many were lost until now.
+    /// Notes that blocks have become readable (again), in memory or a tier. Returns how many were
+    /// lost until now.
     pub fn commit(&mut self, ids: &[u64]) -> u64 {
         if let Readable::AtLeast(readable) | Readable::Exactly(readable) = &mut self.readable
             && !readable.add(ids)

@@ -1,5 +1,8 @@
-//! The shared ledgers of a shuffle's partitions. A query costs one load if no block was ever
-//! unverified.
+//! The shared ledgers of a shuffle's partitions.
+//!
+//! A query takes no lock while no block is lost and no partition is verified. Invariant: the
+//! numbers of lost blocks and of partitions being verified change under the lock of the ledgers.
+//! Otherwise a read could be served although its blocks are unverified.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
@@ -15,7 +18,8 @@ use crate::ids::id_set::IdSet;
 use crate::ids::present::{HeldIds, PresentIds};
 use uniffle_base::budget::Budget;
 
-/// A ledger for each partition with blocks that were ever unverified, under one lock.
+/// A ledger for each partition whose blocks were recovered, lost or ever unverified, under one
+/// lock.
 #[derive(Debug)]
 pub struct ShuffleLedger {
     /// Budget to which ids are charged.
@@ -36,7 +40,7 @@ pub struct ShuffleLedger {
 struct State {
     partitions: HashMap<PartitionId, Ledger>,
     /// Set for a shuffle of an earlier process. Partitions without a ledger are then empty if true,
-    /// or only have blocks in remote files if false. `None` if no block was ever unverified.
+    /// or only have blocks in remote files if false. `None` for a shuffle of this process.
     others_are_empty: Option<bool>,
 }
 
@@ -71,8 +75,8 @@ impl ShuffleLedger {
         self.is_watched.store(true, Ordering::Release);
     }
 
-    /// Runs `act` on a partition's ledger, under a lock. A ledger is only stored once a block was
-    /// unverified.
+    /// Runs `act` on a partition's ledger, under a lock. The ledger is stored unless its phase is
+    /// then [`LedgerPhase::Known`].
     pub fn with<T>(&self, partition: PartitionId, act: impl FnOnce(&mut Ledger) -> T) -> T {
         let sizes = |it: &Ledger| {
             (it.lost_blocks(), u64::from(it.phase() == LedgerPhase::Verifying), it.is_scanning())
@@ -146,7 +150,7 @@ impl ShuffleLedger {
         state.partitions.get(&partition).map_or(Availability::Serve, |ledger| ledger.availability(wanted))
     }
 
-    /// Returns all losses.
+    /// Returns all losses whose ids are listed.
     pub fn losses(&self) -> Vec<(PartitionId, Loss)> {
         if self.lost_blocks() == 0 {
             return Vec::new();
@@ -158,7 +162,7 @@ impl ShuffleLedger {
         state.partitions.iter().flat_map(of).collect()
     }
 
-    /// Notes that reports may be missing, with the reason.
+    /// Notes that reports may be missing, with the reason. The first reason stays.
     pub fn mark_incomplete(&self, reason: String) {
         let _ = self.incomplete.set(reason);
     }

@@ -2,12 +2,12 @@
 //!
 //! Entries are stored in order, as objects that never change (`objects`). Each entry has a
 //! position. The store knows an entry once its known position has reached that. Objects that cannot
-//! be stored now are stored later, under the same name. A start, a queue that has become too long,
-//! and every [`REFRESH`] begin a new generation with a checkpoint of all living entries. Earlier
-//! generations are then deleted.
+//! be stored now are stored later, under the same name. A start, a queue or generation that has
+//! become too long, and every [`REFRESH`] begin a new generation with a checkpoint of all living
+//! entries. Earlier generations are then deleted.
 //!
 //! Without local disks the store is the only holder of the log. Entries that cannot be stored are
-//! then dropped, and their callers get the error. This module has the handle.
+//! then dropped, except ends of shuffles, and their callers get the error.
 
 mod queue;
 mod task;

@@ -1,9 +1,10 @@
 //! The metadata log found in an object store at start.
 //!
 //! The newest generation with a whole checkpoint is used. If objects of it are missing, so are
-//! records, and it proves nothing. A generation whose checkpoint ends before its last record was
-//! interrupted and is skipped. If two processes wrote generations of the same start, one proves
-//! nothing about the records of the other. Each generation is read like a file (`object_file`).
+//! records, and it proves nothing. A generation without the end of its checkpoint was interrupted
+//! and is skipped. If it is damaged, its records are read too, although it proves nothing. If two
+//! processes wrote generations of the same start, one proves nothing about the records of the
+//! other. Each generation is read like a file (`object_file`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! Reads the metadata log: lists and copies in the data directories, generations in the object
 //! store (`object_file`), and their frames one by one.
 //!
-//! Unreadable data is never replaced by a default. It is reported to the rule (`proof`) as damage,
-//! and so is a truncation of a file (a torn tail).
+//! Invariant: unreadable data and a truncated file (a torn tail) are reported to the rule (`proof`)
+//! as damage, and never replaced by a default. Only an unreadable mark counts as 0.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -249,7 +249,7 @@ fn is_inconclusive(error: &io::Error) -> bool {
 }
 
 /// Returns the newest epoch that a directory knows, regardless of its owner. It is read from its
-/// list, or else from the beginning of its newest copy of the log.
+/// list, or else from the beginning of its newest readable copy of the log.
 pub async fn newest_epoch(io: &dyn Disk, deadline: Duration) -> Option<Epoch> {
     if let Ok(Some((_, epoch))) = read_members(io, deadline).await {
         return Some(epoch);

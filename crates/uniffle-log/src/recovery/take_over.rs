@@ -1,8 +1,9 @@
 //! Recovers the metadata log of an earlier process: which shuffles are living, and whether all of
 //! their records are known.
 //!
-//! Records are not kept in memory. They are delivered one at a time, once this start has a
-//! generation of its own.
+//! Records are not kept in memory. They are delivered one at a time, before this start begins a
+//! generation of its own unless an entry is appended first. Invariant: the log is not written while
+//! they are delivered.
 
 use std::collections::{BTreeMap, HashSet};
 use std::io;

@@ -1,10 +1,10 @@
 //! Compaction of the metadata log: begins a generation with all living entries, in new files of the
 //! best directories.
 //!
-//! Dead entries are left out. A start and a failed copy of the log begin a generation too. Each
-//! generation is written under a temporary name and renamed. Once a copy has its final name,
-//! nothing is acknowledged in an earlier generation. The other directories learn its location from
-//! a new epoch.
+//! Dead entries are left out. A start that cannot resume the copies, and a failed copy, begin a
+//! generation too. Each generation is written under a temporary name and renamed. Once a copy has
+//! its final name, nothing is acknowledged in an earlier generation. The other directories learn
+//! its location from a new epoch.
 
 use std::collections::BTreeSet;
 use std::io;

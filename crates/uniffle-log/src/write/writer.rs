@@ -1,8 +1,9 @@
 //! The single task that writes the metadata log, with group commit.
 //!
-//! It takes all waiting entries, appends them to both copies with one sync each, and acknowledges
-//! them. A copy that fails or is late is abandoned. The log is then written to the best directories
-//! again (`generation`) before it continues.
+//! It takes the waiting entries, up to `BATCH_MAX`, and appends them to both copies with one sync
+//! each. Invariant: an entry is acknowledged only once it is synced in every copy. A copy that
+//! fails or is late is abandoned. The log is then written to the best directories again
+//! (`generation`) before it continues.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

@@ -1,5 +1,8 @@
 //! The task that stores the log: it begins generations, and appends waiting entries to the current
 //! one.
+//!
+//! Invariant: an object keeps its name and bytes until it is stored or a new generation replaces
+//! it. A repeated write then changes nothing, even if an earlier one has succeeded unnoticed.
 
 use std::io;
 use std::ops::Range;
