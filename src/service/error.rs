@@ -2,7 +2,7 @@
 //!
 //! The text goes to `retMsg`. Clients before 0.10 retry codes above 10, which they do not know
 //! (docs/protocol.md §1.4). They get `NO_REGISTER` instead, the only "do not retry" code that every
-//! version understands.
+//! version understands. Callers must not choose a code themselves.
 
 use crate::app::{OverQuota, QuotaKind, QuotaResource, RangeError, RegisterError, ReportError};
 use crate::memory::MemoryError;
@@ -21,7 +21,7 @@ pub enum ServiceError {
     /// The named item is not registered.
     #[error("{0} is not registered")]
     NotRegisteredPart(String),
-    /// The app was known to an earlier process, but its registration was not found. Holds the
+    /// The app may have been known to an earlier process, and is not registered now. Holds the
     /// reason.
     #[error("{0}")]
     NoLongerRegistered(String),
@@ -85,10 +85,10 @@ pub enum ServiceError {
     /// See [`ReportError`].
     #[error("{0}")]
     Report(#[from] ReportError),
-    /// The memory tier refused.
+    /// Memory refused.
     #[error("{0}")]
     Memory(#[from] MemoryError),
-    /// The local tier failed.
+    /// A tier failed.
     #[error("{0}")]
     Store(#[from] StoreError),
     /// A huge partition has filled its share of the memory. The text begins like the Java server's.
@@ -179,9 +179,9 @@ pub enum ServiceError {
 pub(super) const MALFORMED: &str = "malformed request";
 
 impl ServiceError {
-    /// Returns the kind of fault of the client, for logs and metrics. Returns `None` for normal
-    /// conditions: full memory, late calls of ended applications, older attempts, unsupported
-    /// calls.
+    /// Returns the kind of fault of the client, for logs and metrics. Returns `None` for faults of
+    /// the worker, such as failed disks, and for normal conditions: full memory, late calls of
+    /// ended applications, unsupported calls.
     #[must_use]
     pub fn client_fault(&self) -> Option<&'static str> {
         match self {

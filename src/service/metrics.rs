@@ -1,4 +1,7 @@
 //! Counters and gauges of the service, with the names of the Java server and riffle.
+//!
+//! Counters begin with the process. Gauges of live values are old until
+//! `Diagnostics::refresh_metrics` sets them, which must run before metrics are gathered.
 
 use prometheus::{Histogram, IntCounter, IntGauge};
 

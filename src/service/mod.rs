@@ -131,7 +131,7 @@ impl Service {
         self.parts.status.resume();
     }
 
-    /// Returns the memory tier.
+    /// Returns the memory.
     #[must_use]
     pub fn memory(&self) -> &Arc<Memory> {
         &self.parts.memory

@@ -72,16 +72,18 @@ impl QuotaConfig {
     }
 }
 
-/// A configured quota and its largest user.
+/// A configured quota, and its use by the application or user with the largest usage, or by the
+/// application that an explanation is about.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct QuotaUse {
     /// Configuration key.
     pub quota: &'static str,
     /// Limit of the quota.
     pub max: u64,
-    /// Usage of the application or user with the largest usage.
+    /// Usage of that application or user.
     pub used: u64,
-    /// Name of that application or user; `None` without an application.
+    /// Name of the application or user with the largest usage; `None` without an application, and
+    /// in an explanation.
     pub by: Option<String>,
     /// Refusals since the start, of all applications or of the one described.
     pub refused: u64,
@@ -98,7 +100,7 @@ pub(super) fn set(apps: &AppRegistry, config: &QuotaConfig) {
     kinds().for_each(|kind| apps.quotas().set(kind, config.of(kind)));
 }
 
-/// Returns the configured quotas, each with its largest user.
+/// Returns the configured quotas, each with the application or user that uses most of it.
 pub(super) fn in_force(registry: &AppRegistry) -> Vec<QuotaUse> {
     let quotas = registry.quotas();
     let set: Vec<(QuotaKind, u64)> = kinds().filter_map(|kind| Some((kind, quotas.max(kind)?))).collect();

@@ -14,7 +14,8 @@ pub enum WorkerState {
     Active,
     /// Serves, but gets no new shuffles, because the health checker found it unhealthy.
     Unhealthy,
-    /// Serves, but gets no new shuffles, because an operator decommissioned it.
+    /// Serves, but gets no new shuffles, because an operator or a coordinator decommissioned it, or
+    /// because it stops for good.
     Decommissioning,
     /// Decommissioning has ended: no app is left.
     Decommissioned,
@@ -32,8 +33,8 @@ impl WorkerState {
     }
 }
 
-/// Requests of operators and findings of the health checker. They are separate so that one does not
-/// undo the other.
+/// Requests of operators and coordinators, findings of the health checker, a stop, and a drain.
+/// They are separate so that one does not undo the other.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Inputs {
     decommission: bool,
@@ -179,12 +180,12 @@ impl WorkerStatus {
         self.update(|inputs| inputs.stopping = None);
     }
 
-    /// Returns whether [`WorkerStatus::stop`] was called.
+    /// Returns whether tickets are refused, because of [`WorkerStatus::stop`] or a drain.
     pub fn is_stopping(&self) -> bool {
         self.inputs.borrow().stopping.is_some()
     }
 
-    /// Returns whether the worker stops without a successor.
+    /// Returns whether the worker stops without a successor, or is being drained.
     pub fn is_stopping_for_good(&self) -> bool {
         self.inputs.borrow().stopping == Some(Stopping::ForGood)
     }

@@ -120,7 +120,7 @@ pub struct Bytes {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Retries {
     pub tickets_granted: u64,
-    /// Tickets refused because the memory was full; clients retry.
+    /// Tickets refused or queued because the memory was full; clients retry refused ones.
     pub tickets_refused_memory: u64,
     /// Tickets refused because one partition filled its share.
     pub tickets_refused_partition: u64,
@@ -130,7 +130,7 @@ pub struct Retries {
     pub duplicate_blocks: u64,
     /// Payload of the duplicates.
     pub duplicate_bytes: u64,
-    /// Batches that no disk accepted at the first attempt.
+    /// Failed writes of batches to any tier; each was retried.
     pub flushes_retried: u64,
 }
 
@@ -337,7 +337,10 @@ fn findings(it: &Explanation) -> Vec<String> {
         found.push(format!("writers waited {waited:.1} s for memory; {cause}"));
     }
     if it.retries.flushes_retried > 0 {
-        found.push(format!("{} batches failed on all disks and were retried", it.retries.flushes_retried));
+        found.push(format!(
+            "{} writes of batches to a tier failed and were retried",
+            it.retries.flushes_retried
+        ));
     }
     if p99(WaitStage::FlushQueue) >= slow {
         let p99 = p99(WaitStage::FlushQueue);

@@ -31,13 +31,13 @@ pub struct Sample {
     pub received_bytes: u64,
     /// Counter: payload read, all tiers.
     pub read_bytes: u64,
-    /// Counter: payload flushed from memory to disks.
+    /// Counter: payload flushed from memory to the tiers.
     pub flushed_bytes: u64,
     /// Bytes of memory in use, including tickets and batches in flight.
     pub memory_used_bytes: u64,
     /// Bytes of these that are reserved for tickets.
     pub memory_reserved_bytes: u64,
-    /// Bytes of these that are being flushed to disks.
+    /// Bytes of these that are being flushed.
     pub memory_in_flight_bytes: u64,
 }
 

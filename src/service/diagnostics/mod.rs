@@ -1,7 +1,8 @@
 //! Diagnostics of the worker: applications, recent samples, losses, gauges.
 //!
-//! It reads the other parts of the service and changes none of them. Figures are computed on
-//! request, some of them by a walk over all partitions.
+//! It reads the other parts of the service. It changes only metrics and, with the samples that a
+//! task takes, the applications' memory statistics. All other figures are computed on request, some
+//! of them by a walk over all partitions.
 
 pub(super) mod explain;
 pub(super) mod history;
@@ -25,7 +26,7 @@ use explain::{Explanation, FinishedApps, Presence, StorageCondition, explanation
 use history::{History, PARTITIONS_PER_SAMPLE, SAMPLE_INTERVAL, Sample, sample_apps};
 use statistics::{AppStatistics, statistics_of};
 
-/// Diagnostics over the parts of the service. It changes none of them.
+/// Diagnostics over the parts of the service.
 #[derive(Debug)]
 pub struct Diagnostics {
     parts: Arc<ServiceParts>,
@@ -91,7 +92,7 @@ impl Diagnostics {
         explanation(app, presence, &statistics, quotas, &self.parts.memory, storage)
     }
 
-    /// Returns the configured quotas, each with its largest user.
+    /// Returns the configured quotas, each with the application or user that uses most of it.
     #[must_use]
     pub fn quotas(&self) -> Vec<QuotaUse> {
         quota::in_force(&self.parts.apps)

@@ -1,7 +1,8 @@
 //! Statistics of each application, for the coordinators' dashboards and the top-N metrics.
 //!
-//! They are sums over the counters of an app's partitions, computed on request; sends keep no
-//! totals per app. The cost is a walk over all partitions that were ever written to.
+//! They are sums over the counters of an app's partitions and tiers, computed on request. Only the
+//! payload received comes from the app's account, because removed shuffles have no counters. The
+//! cost is a walk over all partitions that were ever written to.
 
 use std::cmp::Reverse;
 
@@ -36,7 +37,7 @@ pub struct AppStatistics {
     pub largest_partition_bytes: u64,
     /// Partitions that have received data.
     pub partitions_with_data: u64,
-    /// Files on local disks.
+    /// Files and objects that are read through this worker.
     pub local_files: u64,
     /// Payload that is read through this worker, on local disks or in an object store.
     pub local_bytes: u64,

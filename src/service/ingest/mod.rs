@@ -1,4 +1,4 @@
-//! Calls for writers: tickets, sends and reports.
+//! Calls for writers: tickets, sends, reports, and commits of tasks.
 //!
 //! Invariant: after [`Ingest::refuse_sends`] returns, no send is acknowledged until
 //! [`Ingest::accept_sends`]: the commit gate is closed while a worker prepares to hand over to a
@@ -77,7 +77,7 @@ impl Ingest {
     }
 }
 
-/// A gate that is open, or closed temporarily or permanently.
+/// The gate that each send passes when its blocks become visible: open or closed.
 #[derive(Debug, Default)]
 struct CommitGate {
     closed: RwLock<bool>,

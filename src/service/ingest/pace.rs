@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::clock::Instant;
 
-/// The slowest rate. A sender with a share of 1/500 of a 1 Gbit link is faster.
+/// The slowest rate. A sender with a share of 1/400 of a 1 Gbit link is faster.
 const BYTES_PER_SEC_MIN: u64 = 256 << 10;
 /// Time that a whole send may take at the slowest rate. Large sends must therefore be faster.
 const WHOLE_SEND: Duration = Duration::from_secs(5);

@@ -1,10 +1,10 @@
 //! Limits on the size of one partition: pure functions of sizes, no lock, no clock.
 //!
-//! A partition whose received bytes (in memory and flushed) exceed a threshold is *huge*. It may
-//! only fill a share of the memory, so that its writers wait for the disks instead of starving
-//! others. Bytes in flight count, or slow disks would defeat the limit (docs/protocol.md §2.4,
-//! §4.7). Two further limits are off by default. Above the first the client is told to split the
-//! partition; above the second the partition is refused permanently.
+//! A partition whose received bytes (in memory, flushed, and now requested) exceed a threshold is
+//! *huge*. It may only fill a share of the memory, so that its writers wait for the disks instead
+//! of starving others. Bytes in flight count, or slow disks would defeat the limit
+//! (docs/protocol.md §2.4, §4.7). Two further limits are off by default. Above the first the client
+//! is told to split the partition; above the second the partition is refused permanently.
 
 use crate::schema::kind::{MIB, TIB, flag, optional, ratio, size};
 use crate::schema::section;

@@ -1,8 +1,7 @@
 //! Reports of finished task attempts.
 //!
-//! A report is on the device before it is accepted and acknowledged. Otherwise results could be
-//! short without an error after a crash or a power loss. If completeness is not proven after a
-//! start, results are refused.
+//! If a tier has a metadata log, a report is on the device before it is accepted and acknowledged.
+//! Otherwise results could be short without an error after a crash or a power loss.
 //!
 //! A report is accepted as a whole or not at all. Its resources are reserved before it is written
 //! ([`Ingest::pay`]), so adding a reserved report never fails. Partitions outside the registered
@@ -53,8 +52,9 @@ impl Ingest {
     /// Stores which blocks a task attempt has written.
     ///
     /// # Errors
-    /// Unknown app or shuffle, another `bitmapNum` than before, negative ids, exceeded heap or
-    /// quota, or no disk that can record the report. Nothing was accepted then.
+    /// Unknown app or shuffle, a `bitmapNum` below 1 or other than before, negative ids, exceeded
+    /// heap or quota, blocks that are lost, or no tier that can record the report. Nothing was
+    /// accepted then.
     pub async fn report(&self, mut request: ReportRequest<'_>) -> Result<(), ServiceError> {
         let app = self.parts.touched_app(request.app)?;
         if request.bitmap_count <= 0 {
@@ -114,8 +114,8 @@ impl Ingest {
     }
 
     /// Reserves the resources of a report before it is written or added; otherwise concurrent
-    /// reports would each see the quotas without the others. Waits for heap, which other reports
-    /// return once they are added.
+    /// reports would each see the quotas without the others. If heap is short, moves ids to disk,
+    /// or waits for heap that other reports return once they are added.
     async fn pay(
         &self,
         app: &App,

@@ -113,11 +113,12 @@ impl Ingest {
     ///
     /// # Errors
     /// - `NO_REGISTER` for an unknown app or shuffle
-    /// - `NO_BUFFER` while memory is short
+    /// - `NO_BUFFER` while memory is short, or if the worker is stopping or being drained
     /// - `NO_BUFFER_FOR_HUGE_PARTITION` while a huge partition fills its share
     /// - [`ServiceError::PartitionTooLarge`] for a partition that may never grow again
     /// - an exhausted quota of disk bytes
-    /// - `INVALID_REQUEST` for sizes that no worker of this capacity could ever accept
+    /// - `INVALID_REQUEST` for a negative size, too many partitions, or a size that no worker of
+    ///   this capacity could ever accept
     pub fn require_buffer(&self, request: RequireRequest<'_>) -> Result<RequireGrant, ServiceError> {
         let ticket_request = self.check(&request)?;
         let ticket = self.ticket(&ticket_request);

@@ -106,7 +106,7 @@ impl SendSink {
     /// Charges the `bytes` of headers that the decoder keeps, as uncommitted blocks.
     ///
     /// # Errors
-    /// The application has no heap left for them.
+    /// The application has no heap left for them; before the header, the worker has none.
     pub fn keep(&mut self, bytes: u64) -> Result<(), ServiceError> {
         let budget = match &self.session {
             Some(session) => session.unfinished_blocks(),

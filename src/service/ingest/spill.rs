@@ -1,5 +1,5 @@
 //! Spilling of reported block ids to unnamed files when an application's heap is full, the largest
-//! shuffle first.
+//! shuffle first. Blocks are not spilled here; the flusher writes them to the tiers.
 //!
 //! The metadata log has every report, so a start recovers all ids and spills them again. Invariant:
 //! every acknowledged id is always in a table in memory or in a run, and [`StoredIds`] sees both at
@@ -68,7 +68,7 @@ impl Spill {
     }
 
     /// Writes the ids of a report as a run of its own, because the report exceeds the application's
-    /// heap.
+    /// heap. Returns the run with its charge, or `None` if no disk accepts it.
     pub(in crate::service) async fn write(
         &self,
         app: &App,

@@ -5,9 +5,9 @@
 //! request goes to [`crate::memory::Tickets`]; if it is refused, the following application is
 //! tried. Nothing is checked while no request waits.
 //!
-//! The queue is bounded by [`WAITING_MAX`] and [`OF_APP_MAX`]; further requests are refused without
-//! a wait. One of the waiting requests at a time drives the queue; when it leaves, another takes
-//! over. Dropping a request removes it from the queue and returns an unused ticket.
+//! The queue is bounded by [`WAITING_MAX`] and [`OF_APP_MAX`]; further requests do not wait. One of
+//! the waiting requests at a time drives the queue; when it leaves, another takes over. Dropping a
+//! request removes it from the queue and returns an unused ticket.
 
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -98,8 +98,9 @@ impl TicketQueue {
         self.waiting.load(Ordering::Relaxed)
     }
 
-    /// Waits for a ticket, at most for `wait_max`. Returns `None` if the queue is full or nothing
-    /// was granted in time.
+    /// Waits for a ticket, at most for `wait_max`. Returns the ticket, or the refusal of a request
+    /// for which waiting does not help. Returns `None` if the queue is full or nothing was granted
+    /// in time.
     pub(super) async fn wait(
         &self,
         tickets: &Tickets,

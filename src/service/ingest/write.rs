@@ -57,7 +57,7 @@ impl Ingest {
     ///
     /// # Errors
     /// Unknown app or shuffle; a ticket that is missing, expired, used, or another app's; an
-    /// exhausted quota.
+    /// exhausted quota; sends are refused during a hand-over.
     pub fn begin_send(self: &Arc<Self>, header: IncomingSend<'_>) -> Result<SendSession, ServiceError> {
         let opened = self.open_send(header);
         if opened.is_err() {
@@ -227,8 +227,8 @@ impl SendSession {
     /// Begins a block of `length` bytes and reserves its position in the partition's chain.
     ///
     /// # Errors
-    /// A length of 0 or above the limit, more payload than the ticket covers, or more blocks than
-    /// the heap has room for.
+    /// A length of 0 or above the limit, a block before the first partition, more payload than the
+    /// ticket covers, or more blocks than the heap has room for.
     pub fn begin_block(&mut self, length: u32) -> Result<(), ServiceError> {
         if length == 0 || length > BLOCK_BYTES_MAX {
             return Err(ServiceError::Malformed(format!(
@@ -301,8 +301,8 @@ impl SendSession {
     /// (docs/protocol.md §2.5). Clients treat that as a failed send and repeat it.
     ///
     /// # Errors
-    /// The request carried no block, a partition would be too large, its shuffle was purged, or a
-    /// successor is about to take over.
+    /// The request carried no block, a partition would be too large, its shuffle was purged, there
+    /// is no heap for its blocks, or a successor is about to take over.
     pub fn commit(mut self) -> Result<(), ServiceError> {
         if self.open.is_some() || self.blocks.is_empty() {
             return Err(ServiceError::Malformed("No data in request".to_owned()));
@@ -325,8 +325,8 @@ impl SendSession {
         Ok(())
     }
 
-    /// Releases the memory of the uncommitted blocks at once. Otherwise it would stay allocated until
-    /// the flusher's next scan, and clients that fail repeatedly would hold it all the time.
+    /// Releases the memory of the uncommitted blocks at once. Otherwise it would stay allocated
+    /// until the flusher's next scan, and clients that fail repeatedly would hold it all the time.
     fn abort(&mut self) {
         self.open = None;
         self.blocks.clear();

@@ -36,8 +36,9 @@ impl Draining {
 }
 
 impl Lifecycle {
-    /// Begins or continues a drain, in any state of the worker: flushes memory, and makes the tiers
-    /// move their data. Data that no tier accepts stays readable in memory.
+    /// Begins or continues a drain, in any state of the worker: decommissions it, flushes memory,
+    /// and makes the tiers move their data. If a tier can be drained, new shuffles and data are
+    /// refused. Data that no tier accepts stays readable in memory. Returns the progress.
     pub fn drain(&self) -> Draining {
         self.decommission();
         let has_place = self.parts.tiers.iter().any(|tier| tier.drain().is_some());

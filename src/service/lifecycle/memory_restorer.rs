@@ -1,9 +1,9 @@
-//! Restores recovered blocks in memory while the metadata log is still being read. Neither depends
-//! on the other's result, and a start waits for both.
+//! Restores recovered blocks in memory while the metadata log is still being read. Later records do
+//! not depend on the blocks, and a start waits for both.
 //!
-//! Invariants: a shuffle's blocks are restored once, after its registration. The shuffle's
-//! recovered state is not accessed meanwhile ([`Restoring::present`] waits). Shuffles are restored
-//! one after another, each on as many cores as its size justifies.
+//! Invariants: a shuffle's blocks are restored once, after its registration was read. The shuffle's
+//! present ids are not accessed meanwhile: [`MemoryRestorer::end`] is called first. Shuffles are
+//! restored one after another, each on as many cores as its size justifies.
 
 use std::collections::HashSet;
 use std::sync::{Arc, mpsc};

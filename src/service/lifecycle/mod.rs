@@ -1,9 +1,9 @@
-//! Registration, heartbeats, unregistration, and expiry.
+//! Registration, heartbeats, unregistration, expiry, decommissioning, and restore at a start.
 //!
-//! A registration is acknowledged once it is on the device, so that it survives a crash and a power
-//! loss. An app or shuffle is removed from the registry, memory, and store together, under the
-//! registry's lock. A registration that follows at once therefore finds no old state. Files are
-//! deleted afterwards, in tasks (`deletions`).
+//! If a tier has a metadata log, a registration is acknowledged once it is on the device, so that
+//! it survives a crash and a power loss. An app or shuffle must be removed from the registry,
+//! memory, and tiers together, under the registry's lock. A registration that follows at once
+//! therefore finds no old state. Files are deleted afterwards, in tasks (`deletions`).
 
 mod deletions;
 pub(super) mod end;
@@ -150,8 +150,9 @@ impl Lifecycle {
     /// Registers a shuffle and its partitions. Repeating it is harmless; further ranges are added.
     ///
     /// # Errors
-    /// An id or range is invalid, or there are too many; nothing was registered then. Or no disk
-    /// can record the registration.
+    /// The worker is being drained, a field is invalid or too large, a limit, the heap or a quota
+    /// has no room, or the remote storage cannot be used; nothing was registered then. Or the
+    /// registration cannot be recorded: it is in effect, but a later start may not know it.
     pub async fn register(&self, request: RegisterRequest<'_>) -> Result<(), ServiceError> {
         let key = ShuffleKey::new(AppId::parse(request.app)?, ShuffleId(request.shuffle));
         check_sizes(&request)?;
@@ -204,7 +205,7 @@ impl Lifecycle {
     /// Records that the app is alive.
     ///
     /// # Errors
-    /// [`ServiceError::NotRegistered`].
+    /// `NO_REGISTER` if the app is unknown.
     pub fn heartbeat(&self, app: &str) -> Result<(), ServiceError> {
         self.parts.touched_app(app).map(drop)
     }
@@ -212,7 +213,7 @@ impl Lifecycle {
     /// Removes a shuffle. Its memory is free on return, and its files are deleted soon after.
     ///
     /// # Errors
-    /// [`ServiceError::NotRegistered`] if the app is unknown; an unknown shuffle is no error.
+    /// `NO_REGISTER` if the app is unknown; an unknown shuffle is no error.
     pub fn unregister_shuffle(&self, app: &str, shuffle: i32) -> Result<(), ServiceError> {
         let app = self.parts.app(app)?;
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));

@@ -2,7 +2,7 @@
 //!
 //! Registrations of one shuffle are written one after another, because a record that replaces
 //! others must contain their data. A repeated registration is not written again, whichever client
-//! repeats it.
+//! repeats it. The mark of an incomplete shuffle must be written before its registration.
 
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;

@@ -1,8 +1,9 @@
-//! Restores the recovered state at the start: registrations and reports from the metadata log, and
-//! the resulting losses.
+//! Restores the recovered state at the start: registrations and reports from the metadata log,
+//! blocks in memory, and the resulting losses.
 //!
-//! A shuffle without a registration was never registered and is removed, unless its registration
-//! may be in missing data.
+//! A shuffle without a registration was never registered and is removed. Its files must stay for a
+//! later start if its registration may be in missing data, or cannot be restored. A shuffle whose
+//! reports may be missing becomes incomplete, so that its results are refused.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -32,7 +33,7 @@ pub struct RestoreCounts {
     pub apps: usize,
     /// Shuffles.
     pub shuffles: usize,
-    /// Shuffles found without a registration.
+    /// Shuffles found without a registration, or with one that cannot be restored.
     pub unregistered: usize,
     /// Reported block ids.
     pub reported_blocks: u64,

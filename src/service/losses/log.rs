@@ -1,5 +1,5 @@
 //! Log lines for lost blocks, and for partitions that cannot be verified now: one per shuffle,
-//! however many of its partitions are affected.
+//! however many of its partitions are affected, and at most one a minute while there are more.
 //!
 //! The partitions and ids are listed in `/losses`, and in the log at DEBUG.
 

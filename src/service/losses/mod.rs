@@ -1,8 +1,9 @@
 //! Lost blocks: tracking, reporting, and refusal of exactly the reads that need them.
 //!
 //! A read is refused if a lost block was reported in its partition and passes its task filter. The
-//! error text names the lost blocks and the reason. Tickets and sends are never refused for a loss:
-//! a resent block heals it.
+//! error text names the lost blocks and the reason. A read waits while it is not determined whether
+//! its blocks are lost (`verify`). Tickets and sends are never refused for a loss: a resent block
+//! heals it.
 //!
 //! A report of blocks that were lost with an earlier process is refused, so that only its task runs
 //! again. If the app's registration says that it recomputes stages, the report is accepted and the

@@ -1,9 +1,10 @@
 //! Determines which blocks of a partition exist: scans memory and all tiers together, and records
 //! missing blocks as lost.
 //!
-//! A partition is verified after a start if blocks may be in remote files, and when a device fails
-//! to return its data. One task scans until it has succeeded. Meanwhile reads of unverified blocks
-//! get `NO_BUFFER`, on which clients wait.
+//! A partition is verified after a start if its ids are not in memory or may be in remote files,
+//! after damage in memory or a tier, and for a report of blocks that may be lost. One task scans
+//! until it has succeeded. Meanwhile reads of unverified blocks get `NO_BUFFER`, on which clients
+//! wait.
 //!
 //! A scan keeps the found ids if the application's share of the heap has room for them. Otherwise
 //! it searches for a slice of the ids at a time, and reads the index records once per slice.

@@ -1,4 +1,7 @@
 //! Metrics of reads in progress and their costs, with the names of the Java server.
+//!
+//! A read counts until its response was sent or dropped ([`ReadInProgress`]). Reads of local data
+//! and indexes include those that the worker serves from an object store.
 
 use std::time::Duration;
 

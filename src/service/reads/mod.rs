@@ -1,4 +1,5 @@
-//! Reads: memory, local index, local data.
+//! Reads: memory, local index, local data, and the expected block ids. "Local" is each tier that
+//! the worker serves, an object store included.
 //!
 //! Rule against data loss: a block is visible in memory until its index record is readable in the
 //! next tier. Clients read the tiers downwards and never go back, so a block may be seen twice,
@@ -337,8 +338,9 @@ impl Reads {
     /// Returns the blocks of a partition that are in memory. See [`Reads::may_take_long`].
     ///
     /// # Errors
-    /// Unknown app, an invalid filter bitmap, or a requested block that is lost. A partition that
-    /// never received data has no blocks, which is no error.
+    /// Unknown app, an exceeded quota of open reads, an invalid filter bitmap, a requested block
+    /// that is lost or being verified, or too many unread responses. A partition that never
+    /// received data has no blocks, which is no error.
     pub fn read_memory(&self, request: MemoryReadRequest<'_>) -> Result<MemoryAnswer, ServiceError> {
         self.answer_from_memory(request).inspect_err(|error| self.last_refusal.note(error))
     }
@@ -422,10 +424,12 @@ impl Reads {
         }
     }
 
-    /// Returns all index records of a partition on local disks.
+    /// Returns all index records of a partition in the tier that the worker serves. They are empty
+    /// if nothing was flushed.
     ///
     /// # Errors
-    /// Unknown app, a failing disk, or no admission or read memory in time.
+    /// Unknown app, an exceeded quota of open reads, losses that are being determined, a failing
+    /// tier, or no admission or read memory in time.
     pub async fn read_index(
         &self,
         limits: &ReadLimits,
@@ -465,8 +469,9 @@ impl Reads {
     /// Returns exactly `length` bytes of a partition's data stream, starting at `offset`.
     ///
     /// # Errors
-    /// Unknown app, a range beyond the published data or with a hole in which blocks are lost, a
-    /// failing disk, or no admission or read memory in time.
+    /// Unknown app, an exceeded quota of open reads, no tier that the worker serves, a range that
+    /// is empty, beyond the published data or with a hole in which blocks are lost, a failing tier,
+    /// or no admission or read memory in time.
     pub async fn read_data(
         &self,
         limits: &ReadLimits,

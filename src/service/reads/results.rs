@@ -4,7 +4,8 @@
 //! reports. The number of partitions is therefore bounded, and each is queried once. Sets are
 //! cloned under the lock a few at a time, and work of more than about a millisecond runs on a
 //! blocking thread. The response is encoded while the sets are merged, without a union in memory.
-//! Memory for clones and response is charged before they are created.
+//! Memory is charged before it is used, except for ids read from disk. Results of a shuffle whose
+//! reports may be missing must be refused, because short results lose data silently.
 
 use std::sync::Arc;
 
@@ -77,6 +78,7 @@ impl Reads {
     ///   expired and returned, or the worker restarted without disks.
     /// - Too many partitions, or a layout whose widths are not 1..=31 each and 63 together.
     /// - Reports that may be missing, or a shuffle that an earlier process may have known.
+    /// - Ids on disk that cannot be read.
     /// - No heap for the response in time.
     pub async fn results(
         &self,
