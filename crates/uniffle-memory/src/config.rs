@@ -145,7 +145,7 @@ impl MemoryConfig {
     }
 
     /// Returns whether this configuration can take over memory described by `kept_as`: of the same
-    /// kind and no larger.
+    /// layout version and backing, and no larger.
     #[must_use]
     pub fn can_follow(&self, kept_as: &str) -> bool {
         let parts = |text: &str| {

@@ -1,4 +1,7 @@
-//! Errors of this crate. Each variant exists because `service` answers it differently.
+//! Errors of this crate.
+//!
+//! `service` maps every variant to a status that clients know. Several variants share a status;
+//! their texts, which clients receive, tell them apart.
 
 use uniffle_base::budget::{HeapFull, NoCapacity};
 
@@ -34,7 +37,7 @@ pub enum MemoryError {
         /// Bytes of the largest possible ticket.
         max: u64,
     },
-    /// The ticket is unknown, expired, spent, or of another application.
+    /// The ticket is unknown, expired, revoked, spent, or of another application.
     #[error("unknown, expired or spent ticket")]
     UnknownTicket,
     /// The payload exceeds the ticket.

@@ -47,7 +47,7 @@ metrics::table! {
         evicted_tickets: IntCounter = "total_evict_timeout_tickets_num", "Expired tickets";
         expired_tickets: IntCounter = "total_expired_preAllocated_buffer_num", "Expired tickets";
         revoked: IntCounter = "tickets_taken_back_total",
-            "Unused tickets revoked from applications above their fair share, for others that waited";
+            "Unused tickets revoked for other applications that waited";
         read_waits: IntCounter =
             "total_require_read_memory_retry_num", "Local reads that waited for read memory";
         duplicate_blocks: IntCounter = "total_duplicate_blocks", "Duplicate blocks of resends, dropped";

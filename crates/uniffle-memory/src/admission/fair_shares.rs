@@ -2,9 +2,9 @@
 //!
 //! While nobody waits, every request that fits is granted. From the first refusal on, shares are
 //! enforced, until each waiting request was granted or not repeated for [`WAIT_MAX`]. Meanwhile an
-//! application over its share gets no new ticket. Freed memory is kept for applications below their
-//! share, in the order in which they began to wait. Tickets that stay unused are revoked, and sends
-//! whose bytes arrive too slowly must end ([`FairShares::must_yield`]).
+//! application that has reached its share gets no new ticket. Freed memory is kept for applications
+//! below their share, in the order in which they began to wait. Tickets that stay unused are
+//! revoked, and sends whose bytes arrive too slowly must end ([`FairShares::must_yield`]).
 //!
 //! Nothing here locks or waits; the lock is in [`super::ticket`].
 

@@ -2,9 +2,10 @@
 //!
 //! A refused request is the backpressure on its sender, which asks again later. A ticket reserves
 //! the requested bytes plus one smallest segment per named partition, so that rounding never makes
-//! a valid send fail. It works once, belongs to one application and expires. While others wait, an
-//! unused ticket of an application over its share is revoked earlier ([`super::fair_shares`]). A
-//! ticket that expires and a send that ends release their charge on drop.
+//! a valid send fail. It works once, belongs to one application and expires. While others wait,
+//! unused tickets are revoked earlier, soonest those of an application over its share
+//! ([`super::fair_shares`]). A ticket that expires and a send that ends release their charge on
+//! drop.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -29,7 +30,7 @@ use uniffle_wire::types::{AppId, TicketId};
 /// sixteen partitions' worth.
 const ALLOWANCE_UNNAMED_BYTES: u64 = 64 << 10;
 
-/// All tickets that were granted and are neither redeemed nor expired.
+/// All tickets that were granted and are neither redeemed, revoked nor expired.
 ///
 /// A ticket does not reserve memory for lists (`buffer::list::LIST_BYTES` per partition without
 /// blocks in memory, 64 bytes per block). The number of blocks is unknown, and most sends are to
@@ -100,8 +101,8 @@ impl Tickets {
     /// not named).
     ///
     /// # Errors
-    /// `TooLarge` if it can never be granted, otherwise `NoCapacity` (which also wakes the flusher)
-    /// or `OverShare`.
+    /// `TooLarge` if it can never be granted, otherwise `NoCapacity` or `OverShare`. A lack of
+    /// memory also wakes the flusher; the limit on the number of tickets (`NoCapacity`) does not.
     pub fn require(&self, app: &AppId, bytes: u64, partitions: usize) -> Result<TicketId, MemoryError> {
         let allowance = match partitions {
             0 => ALLOWANCE_UNNAMED_BYTES,
@@ -208,7 +209,7 @@ impl Tickets {
         usize::try_from(self.count.used()).unwrap_or(usize::MAX)
     }
 
-    /// Returns the number of tickets revoked from applications over their shares so far.
+    /// Returns the number of unused tickets revoked so far for applications that waited.
     #[must_use]
     pub fn revoked(&self) -> u64 {
         self.state.lock().shares.revoked()

@@ -2,9 +2,10 @@
 //! used.
 //!
 //! A larger capacity grows the file and keeps its contents. A file that is longer than the capacity
-//! is shortened if no block is beyond it. A file is refused if it has blocks beyond the capacity or
-//! another layout version, is from another worker or an earlier boot of the machine, is held by
-//! another process, or is not in a tmpfs. The error states the reason, and the file is not touched.
+//! is shortened if no block is beyond it. A file is refused if its header is not of this version or
+//! it is truncated, if it has blocks beyond the capacity, if it is from another worker or an
+//! earlier boot, held by another process or not in a tmpfs, or if the tmpfs has no room. The error
+//! states the reason. Invariant: the blocks of a refused file are kept.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -126,7 +127,7 @@ pub enum MemoryFileError {
     /// Another worker uses it.
     #[error("locked by another process; every worker needs its own directory")]
     InUse,
-    /// The tmpfs is smaller than the region.
+    /// The tmpfs has too little free space for the region.
     #[error("tmpfs has room for {has} bytes, {needs} are needed; mount it with size={needs} or more")]
     NoRoom {
         /// Bytes of missing pages.
@@ -137,7 +138,7 @@ pub enum MemoryFileError {
     /// The tmpfs is full.
     #[error("cannot allocate pages for the block table ({0}); free space in the tmpfs")]
     NoPages(#[source] io::Error),
-    /// The header is not of this version.
+    /// The header is of another program, corrupt, or of another version.
     #[error("{0}; {REMEDY}")]
     Damaged(HeaderDamage),
     /// There are blocks beyond the configured capacity.

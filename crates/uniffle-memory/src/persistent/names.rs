@@ -1,8 +1,9 @@
 //! Names: shuffles that rows belong to, in the front of a region.
 //!
-//! A shuffle whose name could not be assigned is *unprotected*: its blocks are lost if the process
-//! is killed. Invariant: a purged shuffle's name is cleared before the shuffle can be registered
-//! again, so the next process never gives its blocks to a later shuffle of the same key.
+//! A shuffle whose name could not be assigned, or came after some of its blocks, is *unprotected*:
+//! blocks without rows are lost if the process is killed. Invariant: a purged shuffle's name is
+//! cleared before the shuffle can be registered again, so the next process never gives its blocks
+//! to a later shuffle of the same key.
 
 use std::sync::{Arc, OnceLock};
 
@@ -102,7 +103,7 @@ impl Drop for ShuffleName {
 }
 
 impl BlockTable {
-    /// Takes a name for `key`. Returns `None` while there are too many.
+    /// Takes a name for `key`. Returns `None` while there are too many, or no pages for more.
     pub(crate) fn name(self: &Arc<Self>, key: &ShuffleKey) -> Option<Arc<NameSlot>> {
         let at = self.take(&self.names, &mut self.names.lock()).ok()?;
         let named = Arc::new(NameSlot { table: Arc::clone(self), at });

@@ -20,7 +20,7 @@ impl OrphanedMemory {
     /// Opens the file in `directory`. Returns `None` if there is none of `owner`.
     ///
     /// # Errors
-    /// Another process holds it, or it cannot be read.
+    /// Another process holds it, it is truncated, or it cannot be read.
     pub fn in_directory(directory: &Path, owner: &Owner) -> Result<Option<Self>, MemoryFileError> {
         BackingFile::existing(directory)?.map_or(Ok(None), |file| Self::of(file, owner))
     }
@@ -28,7 +28,7 @@ impl OrphanedMemory {
     /// Opens an unnamed file that was handed over.
     ///
     /// # Errors
-    /// Another process holds it, or it cannot be read.
+    /// It is truncated, or it cannot be read.
     pub fn inherited(file: OwnedFd, owner: &Owner) -> Result<Option<Self>, MemoryFileError> {
         Self::of(BackingFile::inherited(file)?, owner)
     }

@@ -166,8 +166,8 @@ impl Memory {
     }
 
     /// Ends the recovery and frees blocks that were neither restored nor
-    /// [kept](Memory::keep_for_later). Returns the number of blocks that an earlier process left
-    /// and the number restored.
+    /// [kept](Memory::keep_for_later). Returns the number of blocks that an earlier process left,
+    /// and the number that are now in memory.
     pub fn finish_restore(&self) -> (u64, u64) {
         let recovered = self.persistent.as_ref().and_then(|persistent| persistent.recovered.lock().end());
         let Some(recovered) = recovered else { return (0, 0) };

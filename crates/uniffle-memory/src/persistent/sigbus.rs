@@ -4,7 +4,7 @@
 //! access is repeated and reads zeros. A page that cannot be restored ends the process as before,
 //! after a line on stderr.
 //!
-//! The handler must be async-signal-safe: it allocates nothing, waits for no lock, and calls only
+//! The handler must be async-signal-safe: it allocates nothing, blocks on no lock, and calls only
 //! fstat, ftruncate, fcntl, write, sched_yield and sigaction.
 
 use std::ffi::c_int;
