@@ -1,4 +1,7 @@
 //! Pure codecs of the protocol's messages and file formats: no I/O and no tokio.
+//!
+//! Invariant: decoders must take any bytes. They return an error instead of panicking, and allocate
+//! nothing by a length that they have not checked.
 
 pub mod bitmap;
 pub mod frame;

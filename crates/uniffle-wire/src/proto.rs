@@ -1,8 +1,8 @@
 //! Messages of `rss.common`, generated from `proto/uniffle.proto`.
 //!
-//! All `bytes` fields are [`bytes::Bytes`]. The worker does not use these types for the hot
-//! messages (`sendShuffleData` and the three data reads). They serve the client, the tests and the
-//! small calls.
+//! All `bytes` fields are [`bytes::Bytes`]. The worker decodes no `sendShuffleData` and encodes no
+//! response with data with these types, because prost would copy the data (`send_message` decodes
+//! sends). Requests of reads and small calls use them, and so do the client and the tests.
 
 #[allow(
     unreachable_pub,

@@ -124,7 +124,8 @@ impl Decoder {
     /// Ends the message. Delivers the header to the sink even if there was no data.
     ///
     /// # Errors
-    /// `Incomplete` if bytes are missing, `Malformed` if collected blocks got no bytes.
+    /// `Incomplete` if bytes are missing, `Malformed` if collected blocks got no bytes or `appId`
+    /// is not UTF-8, and any error of the sink.
     pub fn finish<S: BlockSink>(mut self, sink: &mut S) -> Result<MessageSummary, S::Error> {
         if self.remaining() > 0 {
             return Err(DecodeError::Incomplete.into());
