@@ -1,4 +1,7 @@
 //! Checks of keys against each other. Each key alone is already valid.
+//!
+//! Invariant: all problems are collected, so that one start shows them all. A problem refuses the
+//! configuration; a warning is only logged, because the worker can run with it.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Display;

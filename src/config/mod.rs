@@ -4,7 +4,8 @@
 //! them against each other. A test generates their documentation. All problems are reported at
 //! once, each with key, value and allowed values. Nothing here starts, opens or binds anything.
 //!
-//! Invariant: the result of [`Config::load`] and [`Config::parse`] needs no further checks.
+//! Invariant: the result of [`Config::load`] and [`Config::parse`] needs no further checks, except
+//! against the limits of the system ([`Config::fit`]).
 
 mod banner;
 mod check;
@@ -147,14 +148,15 @@ impl Config {
         Ok(config)
     }
 
-    /// Returns every key that has a value, as text. A reload compares these.
+    /// Returns every key that has a value, as text, including defaults. A reload compares these.
     pub fn entries(&self) -> BTreeMap<&'static str, String> {
         let mut entries = Vec::new();
         self.print(&mut entries);
         entries.into_iter().map(|(key, value)| (key, value.to_string())).collect()
     }
 
-    /// Returns the effective configuration as TOML, which parses to an equal configuration.
+    /// Returns the effective configuration as TOML. It parses to a configuration with the same
+    /// values of all keys. Settings that have only an environment variable are left out.
     pub fn to_toml(&self) -> String {
         let mut entries = Vec::new();
         self.print(&mut entries);

@@ -1,4 +1,7 @@
 //! Combines the sections of all modules, and derives settings that depend on several sections.
+//!
+//! Invariant: `Config::follow` must run after every change of a section, or derived settings are
+//! outdated.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -24,7 +27,7 @@ use uniffle_base::budget::memory_plan::{ConfiguredConnections, ConnectionLimits,
 use uniffle_coordinator::embedded::EmbeddedConfig;
 use uniffle_coordinator::heartbeat::HeartbeatConfig;
 
-/// Default port of the raw TCP listener, with an embedded coordinator.
+/// Default port of the raw TCP listener, without a quorum of other coordinators.
 const URPC_PORT: u16 = 21200;
 
 const NO_OVERFLOW: &str = "batches no longer go through the page cache, because a disk that failed later lost acknowledged blocks; \

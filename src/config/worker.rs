@@ -18,7 +18,7 @@ words! {
         MemoryLocalfile = "MEMORY_LOCALFILE",
         /// Memory, spilled to HDFS.
         MemoryHdfs = "MEMORY_HDFS",
-        /// Memory, spilled to local disks; cold partitions to HDFS.
+        /// Memory, spilled to local disks; large batches and huge partitions to HDFS.
         MemoryLocalfileHdfs = "MEMORY_LOCALFILE_HDFS",
         /// Memory, spilled to an object store, which clients read through the worker.
         MemoryObject = "MEMORY_OBJECT",
@@ -93,8 +93,8 @@ section! {
         /// Port of gRPC, shared with the embedded coordinator. All ports must differ.
         #[key("grpc_port", port(), Restart)]
         pub grpc_port: u16 = 21100,
-        /// Port of the raw TCP protocol, for GRPC_NETTY clients. Default with the embedded
-        /// coordinator: 21200, or 0 if grpc_port is 0; else off.
+        /// Port of the raw TCP protocol, for GRPC_NETTY clients. Default without
+        /// coordinator_quorum: 21200, or 0 if grpc_port is 0; else off.
         #[key("urpc_port", optional(port()), Restart, example "21200")]
         pub urpc_port: Option<u16> = None,
         /// Port of metrics, health checks and the status page.
