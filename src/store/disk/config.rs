@@ -1,4 +1,7 @@
-//! Configuration of the local tier.
+//! Configuration of the local tier: its keys, and the fixed limits of disk calls.
+//!
+//! A data read or write that misses its limit makes the disk hung, unless other calls completed
+//! meanwhile. The limits of reads, names and metadata are constants, and of writes a key.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,5 +1,8 @@
 //! State shared by writes, reads and maintenance: the disks, their open files, cached index
 //! records, and metrics.
+//!
+//! Invariant: the error of a read or write is counted once against its disk, by the call itself
+//! (`LocalDisk::call`) or by [`DiskCore::failed`]. Without that, a broken disk would stay in use.
 
 use std::io;
 use std::path::Path;

@@ -1,14 +1,13 @@
 //! The local disks as one store of extents.
 //!
-//! A shuffle has a data log and an index log per disk, regardless of the number of partitions. A
-//! batch is written to one disk as one sequential range ([`write`]). It is visible once its index
-//! group is published. To readers a partition is one contiguous stream, independent of the disks
-//! that hold it.
+//! A shuffle has few files per disk, regardless of the number of partitions: an open data log and
+//! an open index log, and earlier ones. A batch is one range of one data log ([`write`]), visible
+//! once its index group is published. Readers see a partition as one stream on any disks.
 //!
 //! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index`. By default these files are
-//! not synced, and survive the process in the page cache. Metadata of shuffles is always synced
-//! (`log`). With [`SyncWrites::Group`] data is on the device before its index group is
-//! written, and the group before its extents are visible.
+//! not synced, and survive the process in the page cache; metadata of shuffles is always synced.
+//! Invariant with [`SyncWrites::Group`]: data is on the device before its index group is written,
+//! and the group before its extents are visible.
 
 pub(super) mod config;
 pub(super) mod core;

@@ -1,4 +1,7 @@
 //! Opens the store: claims the directories and takes over the data of an earlier process.
+//!
+//! Order: claims come first, so no file of another process is read as ours. Writers get the store
+//! only after the earlier data is known, because new extents must follow it in their streams.
 
 use std::io;
 use std::sync::Arc;
@@ -28,7 +31,9 @@ impl LocalStore {
     /// ids are charged only if there is room.
     ///
     /// # Errors
-    /// `NotOurs` or `InUse` for any directory, or any failure if no disk is left.
+    /// The error of a directory that must not be used: `NotOurs`, `Unclaimed`, `Outdated`,
+    /// `OtherFormat`, `InUse` or `Copied`. `NotMounted` if the start may miss the disks of earlier
+    /// data. Any failure if no disk is left, and `Io` if `registry` has the metrics already.
     pub async fn open(
         config: LocalConfig,
         disks: Vec<Arc<dyn Disk>>,
@@ -42,7 +47,7 @@ impl LocalStore {
     /// disks, all data and the metadata log are in the object store.
     ///
     /// # Errors
-    /// See [`LocalStore::open`]. There are neither disks nor an object store.
+    /// See [`LocalStore::open`]. `Unhealthy` if there are neither disks nor an object store.
     pub async fn open_beside(
         config: LocalConfig,
         disks: Vec<Arc<dyn Disk>>,

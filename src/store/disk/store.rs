@@ -1,4 +1,8 @@
 //! The store: the known shuffles, and the components that write, read and remove them.
+//!
+//! A shuffle is known from its registration, or its recovery, until its purge. A handle or a view
+//! keeps its incarnation: after a purge it fails, and never reaches a later registration of the
+//! same shuffle.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -49,8 +53,8 @@ impl DiskShuffleHandle {
     /// fails, the next one is tried.
     ///
     /// # Errors
-    /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or
-    /// `InvalidBatch`.
+    /// The error of the last disk, or `NoSpace` or `Unhealthy` if none can be tried: the caller
+    /// keeps the batch and may retry. `Purged`, or `InvalidBatch`.
     pub async fn write(&self, extents: Vec<ExtentWrite>) -> Result<BatchSummary, StoreError> {
         self.writer.write(&self.shuffle, extents, false).await
     }
@@ -155,8 +159,8 @@ impl LocalStore {
     /// Takes a snapshot of a range of a partition's stream.
     ///
     /// # Errors
-    /// `NotFound` if the shuffle is unknown, `InvalidRange` if the range is empty or not
-    /// completely published.
+    /// `NotFound` if the shuffle is unknown, `Purged` if it is purged meanwhile, `InvalidRange` if
+    /// the range is empty or not completely published.
     pub fn view_part(
         &self,
         key: &ShuffleKey,
@@ -235,8 +239,8 @@ impl LocalStore {
         self.shuffles.len()
     }
 
-    /// Syncs data and indexes of all disks, unless each write was synced. A disk that is late or
-    /// fails delays no other.
+    /// Settles the metadata log, then syncs data and indexes of all disks unless each write was
+    /// synced. Failures are only logged. A disk that is late or fails delays no other.
     pub(super) async fn sync_disks(&self, time: Duration) {
         if self.shuffles.is_empty() {
             return;

@@ -1,4 +1,7 @@
 //! The local disks as a [`Tier`] that is read through the worker.
+//!
+//! [`LocalStore`] does the work. With an object store, `OffloadTier` is the tier instead, and calls
+//! this one for its disks. Reads here fail if an extent is in an object.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -234,7 +237,8 @@ impl ServedTier for LocalStore {
         }
     }
 
-    /// Reads the extents on disks with too many failed reads, for half a second.
+    /// Tries the partition's extents on disks with too many failed reads, for half a second, and
+    /// marks the unreadable ones as lost. Returns the last error of these.
     fn mark_damaged_lost<'a>(
         &'a self,
         key: &'a ShuffleKey,

@@ -42,7 +42,8 @@ struct PlacedDisk {
 /// condition is sent to `changes`. A refused start leaves no new claims behind.
 ///
 /// # Errors
-/// An error of any directory that [`is_refused`], or the last failure if no disk is left.
+/// The error of a directory that must not be used (`is_refused`), `NotMounted` if the start may
+/// miss the disks of earlier data, or the last failure if no disk is left.
 pub(in crate::store::disk) async fn claim_all(
     disks: Vec<Arc<dyn Disk>>,
     config: &LocalConfig,

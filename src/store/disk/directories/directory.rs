@@ -1,7 +1,8 @@
 //! One data directory: its space and its health.
 //!
-//! A full disk is healthy: its data is served, and it takes batches again below the low watermark.
-//! An unhealthy disk is avoided until a probe has written and read back random bytes.
+//! A full disk is healthy: its data is served. It takes batches again below the low watermark, or,
+//! if a write found no space, once a probe can write or files were removed. An unhealthy disk is
+//! avoided until a probe has written and read back random bytes.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -202,7 +203,8 @@ impl LocalDisk {
         result
     }
 
-    /// Returns whether a write found no space and no probe has succeeded since.
+    /// Returns whether a write found no space, and since then no probe has succeeded and no file
+    /// was removed.
     pub(in crate::store) fn refuses(&self) -> bool {
         self.state.lock().health.refuses()
     }

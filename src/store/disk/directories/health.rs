@@ -3,7 +3,7 @@
 //!
 //! A full disk is healthy: its data is served, and it takes batches again when there is space.
 //! Fullness has two watermarks. A disk that refused a write for lack of space is full until a probe
-//! can write. An unhealthy disk must pass a probe too.
+//! can write or files were removed. An unhealthy disk must pass a probe.
 
 use std::io;
 
@@ -128,7 +128,8 @@ impl DiskHealth {
         self.above_watermark || self.refusal.is_some()
     }
 
-    /// Returns whether a write found no space and no probe has succeeded since.
+    /// Returns whether a write found no space, and since then no probe has succeeded and no file
+    /// was removed.
     pub(in crate::store) fn refuses(&self) -> bool {
         self.refusal.is_some()
     }

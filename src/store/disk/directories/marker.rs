@@ -1,4 +1,8 @@
 //! The marker file that identifies a data directory. Pure: no I/O.
+//!
+//! It has three lines: the version of the format, the UUID of the directory, and their CRC-32. A
+//! damaged marker must not be taken for another identity or another version: the checksum is
+//! verified for both.
 
 use uuid::Uuid;
 

@@ -1,5 +1,8 @@
 //! Choice of the disk for a batch, from a snapshot and the recent write speed of the disks. Pure:
 //! no I/O, and the clock is an argument.
+//!
+//! Full disks are only chosen for the final flush (`choose_any`), and unhealthy ones never. Some
+//! space always stays free for the metadata log (`free_for_batches`).
 
 use std::time::Duration;
 

@@ -3,8 +3,9 @@
 //! A block with a wrong checksum is read again, alone and without the page cache. If it is wrong
 //! again, the block is marked as damaged, and the rest of its extent stays. After the third [failed
 //! read](super::failures) of a partition on a disk, all its extents there are tried three times
-//! within half a second, and unreadable ones become holes. Blocks in holes can be sent again.
-//! Whether a block is lost is decided by `service`.
+//! within half a second, and unreadable ones become holes. The extents of a file that another
+//! program removed become holes at once. Blocks in holes can be sent again. Whether a block is lost
+//! is decided by `service`.
 
 use std::io;
 use std::ops::ControlFlow;

@@ -1,5 +1,6 @@
 //! Damaged blocks: their disk returned wrong bytes twice. Readers of the index get filler records
-//! in their place. The other blocks of their extents are served.
+//! in their place. The other blocks of their extents are served. The list is only in memory: after
+//! a start, a damaged block is found again by the reads that verify it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;

@@ -155,8 +155,7 @@ impl DataRead {
         }
     }
 
-    /// Handles a block with a wrong checksum: reads it again, and marks it as damaged if it is
-    /// still wrong.
+    /// Marks a block as damaged that was wrong twice. Returns the error of the read.
     fn found_damaged(&mut self, block: &BlockCheck) -> StoreError {
         let StreamRead { shuffle, partition, .. } = &self.stream;
         let error = self.damage.mark_damaged(shuffle, *partition, block);

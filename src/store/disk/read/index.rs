@@ -1,4 +1,8 @@
-//! Records of extents on disks, for reads of an index.
+//! Records of extents on disks, for reads of an index: from the record cache, or from index logs
+//! through the page cache.
+//!
+//! Records of damaged blocks become fillers, so that readers skip these blocks. Invariant: records
+//! of a purged shuffle do not stay in the record cache.
 
 use std::ops::Range;
 use std::sync::Arc;

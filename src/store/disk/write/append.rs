@@ -1,5 +1,8 @@
 //! Steps of an append to the logs of a shuffle: trying disks until one succeeds, reserving a range,
 //! and one sync.
+//!
+//! Invariant: after an error or a timeout the log is closed and the next append gets a new file, so
+//! a late write reaches only its own range. No file is created after a purge of its shuffle.
 
 use std::io;
 use std::path::Path;
@@ -85,7 +88,7 @@ impl<'a> DiskSearch<'a> {
     /// Returns the next disk to try.
     ///
     /// # Errors
-    /// The error of the last disk, after all failed.
+    /// The error of the last disk, after all failed. `NoSpace` or `Unhealthy` if none can be tried.
     pub(super) async fn next_disk(&mut self) -> Result<&'a Arc<LocalDisk>, StoreError> {
         let chosen = match self.next.take() {
             Some(index) => Some(index),
@@ -101,8 +104,8 @@ impl<'a> DiskSearch<'a> {
         Ok(&self.writer.core.disks[index])
     }
 
-    /// Chooses the disk for a batch of the final flush. It also tries disks above the watermark, and
-    /// failed ones that pass a probe now.
+    /// Chooses the disk for a batch of the final flush. It also tries disks above the watermark,
+    /// and failed ones that pass a probe now.
     async fn choose_last(&mut self) -> Option<usize> {
         let writer = self.writer;
         if let Some(index) = self.best_of_all(AMPLE_BYTES) {
