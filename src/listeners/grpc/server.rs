@@ -1,13 +1,13 @@
 //! Connections of the gRPC port.
 //!
-//! hyper's HTTP/2 server is driven directly, because the hot methods need its frames and each
-//! connection its own windows. tonic's own server offers neither. Calls are in `router`, accepting
-//! in [`crate::listeners::acceptor`].
+//! hyper's HTTP/2 server is driven directly, because tonic's own does not offer its frames, nor
+//! windows per connection. Calls are in `router`, accepting in [`crate::listeners::acceptor`].
 //!
 //! Invariant: connections, and their total of streams and receive windows, are bounded. Every task
 //! belongs to the given group and ends after a close: connections after a GOAWAY and at most the
-//! drain deadline. An evicted connection gets a GOAWAY and a shorter deadline, and its client
-//! retries on a new one. A connection without a call also ends if its peer does not answer.
+//! drain deadline. An evicted connection gets a GOAWAY and a shorter deadline if few others are
+//! leaving, else it is aborted; its client retries on a new one. A connection without a call also
+//! ends if its peer does not answer.
 
 use std::future::{Future, poll_fn};
 use std::net::SocketAddr;

@@ -61,8 +61,8 @@ pub trait NodeView: NodeInfo {
     /// Returns the worker's applications. The figures are at most a second old.
     fn apps(&self) -> Vec<AppStatistics>;
 
-    /// Returns its coordinator's view of the cluster ([`api::cluster::Cluster`]) as JSON text, or
-    /// `None` without a coordinator. Text can be shared between callers, as it may be long.
+    /// Returns its coordinator's view of the cluster ([`api::cluster::ClusterModel`]) as JSON text,
+    /// or `None` without a coordinator. Text can be shared between callers, as it may be long.
     fn cluster(&self) -> Option<Bytes>;
 
     /// Explains an application over all workers known to its coordinator, or returns `None` without

@@ -1,5 +1,5 @@
-//! Parses the frames of one connection, given any piece of its byte stream. Never waits and never
-//! keeps a chunk.
+//! Parses the frames of one connection, given any piece of its byte stream. [`Frames::parse`] never
+//! waits and never keeps a chunk.
 //!
 //! There are two kinds of faults. A frame with an invalid header or without a request id ends the
 //! connection, because nothing after it can be trusted. Any other fault is refused with a status

@@ -1,8 +1,9 @@
 //! The raw TCP listener (docs/protocol.md §7): translates frames into calls of the service, and
 //! decides nothing. Code, logs and task names say *tcp*.
 //!
-//! The [`reader`] walks frames ([`frames`]), answers memory reads and spawns tasks for local reads
-//! ([`dispatch`]). The [`writer`] sends replies in the order in which they become ready.
+//! The [`reader`] walks frames ([`frames`]), answers quick memory reads at once and spawns tasks
+//! for other reads ([`dispatch`]). The [`writer`] sends replies in the order in which they become
+//! ready.
 //!
 //! Invariant: each request takes a permit of its connection until its reply is written. So a peer
 //! that does not read its replies is not read either (backpressure). The listener closes a

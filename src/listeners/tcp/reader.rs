@@ -3,7 +3,7 @@
 //!
 //! Each chunk belongs to a thread, because it is parsed at once and is free again before any await.
 //! It stays in the core's cache, and a thousand connections need no more chunks than ten. Only
-//! bytes that wait for a permit are copied, at most 64 KiB.
+//! bytes that wait for a permit or for a commit are copied, at most 64 KiB.
 
 use std::cell::RefCell;
 use std::future::poll_fn;

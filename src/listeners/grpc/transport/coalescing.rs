@@ -1,6 +1,7 @@
 //! A stream that combines the small writes of one poll. HTTP/2 writes and flushes each frame
 //! separately, which costs a system call and a wake-up of the peer per 16 KiB. hyper owns the
-//! [`CoalescingStream`]; the task of the connection drives the [`CoalescingWriter`].
+//! [`CoalescingStream`]; the task of the connection drives the [`CoalescingWriter`]. A poll reads a
+//! limited number of cancellations, so that h2 does not end the connection for them.
 //!
 //! Invariants: bytes go out in order and exactly once. When [`CoalescingWriter::poll`] returns, the
 //! socket has everything, or is full and wakes the task. Buffers are bounded over all connections:

@@ -1,5 +1,5 @@
-//! Responses to the three data reads, encoded by hand: a small head, then the payload as existing
-//! `Bytes`. prost would first copy the payload into one contiguous message.
+//! Responses to the three data reads and to result queries, encoded by hand: a small head, then the
+//! payload as existing `Bytes`. prost would first copy the payload into one contiguous message.
 //!
 //! Protobuf fields may have any order. All other fields are therefore written before the payload
 //! field, whose length is known in advance. This module decides nothing about the data.
