@@ -1,11 +1,11 @@
 //! Settings made at run time that outlive the process: decommissioning, tags, and the applications
 //! and nodes known to the embedded coordinator.
 //!
-//! They are one JSON file beside each copy of the metadata log, or an object beside the log in an
-//! object store (`MEMORY_OBJECT`), rewritten as a whole after a change. A start reads the newest
-//! readable copy. An upgrade hands everything to the successor. A kill keeps everything if there is
-//! a metadata log. A graceful stop then keeps everything but the decommissioning: the stop
-//! completes it, and the next start accepts shuffles again.
+//! They are one JSON file in every data directory, or an object in the object store
+//! (`MEMORY_OBJECT`), rewritten as a whole after a change. A start reads the newest readable copy.
+//! An upgrade hands everything to the successor. With a metadata log, a kill keeps everything but
+//! the last seconds of applications and nodes, and a graceful stop everything but the
+//! decommissioning: the stop completes it.
 //!
 //! Registrations and reports are not stored here but in the metadata log.
 
@@ -214,7 +214,8 @@ impl StateWriter {
         self.changed.notify_one();
     }
 
-    /// Writes the file after each change, until dropped.
+    /// Writes the file after each change, until dropped. Changes of applications and nodes are
+    /// noticed every [`SAVE_INTERVAL`].
     pub(in crate::server) async fn run(self: Arc<Self>) {
         let mut ticks = tokio::time::interval(SAVE_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -235,7 +236,8 @@ impl StateWriter {
         let _ = self.save().await;
     }
 
-    /// Writes the file if anything has changed since it was last written.
+    /// Writes the file if anything has changed since it was last written. Without data directories
+    /// with recovery or an object store, it writes nothing and warns once.
     ///
     /// # Errors
     /// The path and error of each copy, if none was written. The first such error is logged.

@@ -1,9 +1,10 @@
 //! Protects blocks that an earlier process left in memory.
 //!
-//! Each data directory has a note with the tmpfs directory of the memory file ([`note`]). A start
-//! with another backing reads the note before it opens anything. If blocks remain in the old file
-//! or in an inherited memfd, the start fails with an error that names the place
-//! ([`refuse_orphaned`]). The backing is changed by an upgrade, or by a clean stop and a start.
+//! With a metadata log, each data directory has a note with the tmpfs directory of the memory file
+//! ([`note`]). A start with another backing reads the note before it opens anything. If blocks
+//! remain in the old file or in an inherited memfd, the start fails with an error that names the
+//! place ([`refuse_orphaned`]). The backing is changed by an upgrade, or by a clean stop and a
+//! start.
 //!
 //! A memory file of another size, layout or owner is refused in `memory::persistent::file`.
 
@@ -163,7 +164,8 @@ fn read_note(path: &Path) -> io::Result<Option<PathBuf>> {
     }
 }
 
-/// Returns the path of the file `name` beside each copy of the metadata log.
+/// Returns the path of the file `name` in the log's directory of every data directory. Returns none
+/// without a metadata log on disks.
 pub(in crate::server) fn paths_near_log<'a>(
     config: &'a Config,
     name: &'a str,

@@ -1,7 +1,7 @@
 //! Watches the worker's state and notifies the coordinators at once when it changes, or when the
 //! last application ends.
 //!
-//! The worker is UNHEALTHY while an essential tier complains (too few writable disks) or all tiers
+//! The worker is UNHEALTHY while the primary tier complains (too few writable disks) or all tiers
 //! do. Every other change of state happens in `service`, such as decommissioning by an operator.
 //! This module only observes it.
 

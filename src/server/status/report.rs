@@ -1,4 +1,7 @@
 //! Renders a [`NodeSnapshot`](super::snapshot::NodeSnapshot) as a heartbeat report.
+//!
+//! A report needs current figures, because coordinators assign by them: every report takes a new
+//! snapshot.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -2,8 +2,8 @@
 //!
 //! The running worker passes its [`Facts`] to the successor's rehearsal in the environment. The
 //! successor reports the differences, since only it knows how it reads its configuration. An
-//! upgrade in place cannot change the ports, which clients use and the server id contains. Nor can
-//! it move data of running jobs: directories, and the location in an object store.
+//! upgrade in place cannot change the bind address or a port that clients use. Nor can it move or
+//! give up data of running jobs: directories, their recovery, and the location in an object store.
 
 pub(super) mod preparation;
 pub(super) mod rehearsal;

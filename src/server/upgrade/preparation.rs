@@ -1,8 +1,8 @@
 //! Prepares an upgrade in steps that can be undone, while the worker serves as before.
 //!
-//! The steps are the rehearsal of the successor, checks for hung threads and detached disks, and
-//! the flush. Only then does the worker hand its sockets to the successor. If a step fails, the
-//! worker continues to serve.
+//! The steps are the rehearsal of the successor, checks for hung threads and detached disks, and a
+//! flush, or a pause of writes if the successor takes over the memory contents. Only then does the
+//! worker hand its sockets to the successor. If a step fails, the worker continues to serve.
 //!
 //! `exec` first waits for every other thread of the process. A thread that hangs in the kernel, for
 //! example on a disk that does not answer, does not end even on SIGKILL. An upgrade with such a
