@@ -4,7 +4,7 @@
 //! jemalloc keeps freed pages for some seconds, in several arenas, because returning and getting
 //! them again is expensive. Memory freed in one arena is not used by another. Under attack, 160 MiB
 //! of unused pages collected beside a heap of 72 MiB. The heap budget (`budget::heap`) therefore
-//! calls [`return_freed`] after every so many bytes charged.
+//! calls [`return_freed`] again after each fixed number of charged bytes.
 
 #[cfg(feature = "jemalloc")]
 mod jemalloc {

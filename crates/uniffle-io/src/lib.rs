@@ -97,7 +97,7 @@ pub trait File: Send + Sync + fmt::Debug {
 }
 
 /// Queue of a file's writes and syncs. Calls only wait for calls of the same class, unless the disk
-/// limits its writes and reads together: then those of `Index` and `Bulk` and reads wait for each
+/// limits its writes and reads together: then `Index` calls, `Bulk` calls and reads wait for each
 /// other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum IoClass {

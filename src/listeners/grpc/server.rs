@@ -6,8 +6,8 @@
 //! Invariant: connections, and their total of streams and receive windows, are bounded. Every task
 //! belongs to the given group and ends after a close: connections after a GOAWAY and at most the
 //! drain deadline. An evicted connection gets a GOAWAY and a shorter deadline if few others are
-//! leaving, else it is aborted; its client retries on a new one. A connection without a call also
-//! ends if its peer does not answer.
+//! leaving, and is aborted otherwise. Its client retries on a new one. A connection without a call
+//! also ends if its peer does not answer.
 
 use std::future::{Future, poll_fn};
 use std::net::SocketAddr;

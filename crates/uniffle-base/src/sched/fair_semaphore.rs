@@ -44,9 +44,9 @@ pub struct Holder {
     pub weight: u32,
 }
 
-/// A bounded amount with a wait queue. Requests of one application are served in order, except that
-/// those that wait for a device are passed by others. While nobody waits, free capacity is granted
-/// at once, except for the reserve.
+/// A bounded amount with a wait queue. Requests of one application are served in order, but later
+/// ones pass a request that waits for a device. While nobody waits, free capacity is granted at
+/// once, except for the reserve.
 #[derive(Debug)]
 pub struct FairSemaphore(Mutex<State>);
 

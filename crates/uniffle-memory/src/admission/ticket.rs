@@ -3,7 +3,7 @@
 //! A refused request is the backpressure on its sender, which asks again later. A ticket reserves
 //! the requested bytes plus one smallest segment per named partition, so that rounding never makes
 //! a valid send fail. It works once, belongs to one application and expires. While others wait,
-//! unused tickets are revoked earlier, soonest those of an application over its share
+//! unused tickets are revoked earlier, and soonest from an application over its share
 //! ([`super::fair_shares`]). A ticket that expires and a send that ends release their charge on
 //! drop.
 
