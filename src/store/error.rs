@@ -1,4 +1,9 @@
 //! Errors of a store, classified by the reaction of the caller.
+//!
+//! After a failed write the flusher keeps the batch and retries it, here or in another tier, with
+//! one exception: after `Purged` it drops the batch. So a store must not return `Purged` for data
+//! that is still needed. At a start, `NotOurs` and the kinds after it up to `Copied` refuse the
+//! start.
 
 use std::fmt;
 use std::io;

@@ -29,7 +29,7 @@ pub struct TierState {
 /// The HDFS clusters to which known shuffles write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct HdfsState {
-    /// Number of remote stores in use, by file system and user.
+    /// Number of remote stores in use. Each combination of path, settings and user is one.
     pub stores: usize,
     /// Number of remote stores that fail.
     pub failing_stores: usize,
@@ -59,7 +59,8 @@ pub struct ObjectStoreState {
 pub enum DiskCondition {
     /// Takes batches.
     Healthy,
-    /// Serves data. Takes batches again below the low watermark.
+    /// Serves data. Takes batches again below the low watermark. If a write found no space, also a
+    /// probe must succeed, or files must have been removed.
     Full,
     /// The file system is read-only. Serves data, but takes none until a probe succeeds.
     ReadOnly,
@@ -95,7 +96,7 @@ pub struct DiskInfo {
     pub free_bytes: u64,
     /// Id of the file system.
     pub file_system: u64,
-    /// Bytes in our data logs.
+    /// Bytes in our data and index logs.
     pub used_bytes: u64,
     /// Bytes being written now.
     pub in_flight_bytes: u64,

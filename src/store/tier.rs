@@ -68,6 +68,10 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
 
     /// Calls `visit` with the id of each readable block of a partition, in any order. For rare
     /// paths only, because it may read all index records.
+    ///
+    /// # Errors
+    /// Some records cannot be read, or the shuffle is unknown. Blocks may be missing among the
+    /// visited ones, and visited ones may be wrong.
     fn visit_present<'a>(
         &'a self,
         key: &'a ShuffleKey,
@@ -240,8 +244,8 @@ pub trait ServedTier: Send + Sync {
     /// Returns `length` bytes of a partition's data stream from `offset` on.
     ///
     /// # Errors
-    /// `NotFound` if the shuffle is unknown. `InvalidRange` if the range is empty or not completely
-    /// published.
+    /// `NotFound` if the shuffle is unknown, `Purged` if it is purged meanwhile. `InvalidRange` if
+    /// the range is empty or not completely published.
     fn data(
         &self,
         key: &ShuffleKey,
@@ -374,7 +378,8 @@ pub enum TierRole {
     /// Stores data.
     Secondary,
     /// Stores cold data: large batches and batches of huge partitions. Each partition has files of
-    /// its own, so a batch has one partition. After a failure no other partition is written again.
+    /// its own, so a batch that is made for this tier has one partition, and after a failure no
+    /// other partition is written again. A batch that failed in another tier may have more.
     Cold,
 }
 
@@ -421,7 +426,7 @@ pub enum Purge {
 /// Reason why an application is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
-    /// The client unregistered the application.
+    /// The client unregistered the application, or an operator purged it.
     Unregistered,
     /// The client sent no heartbeat for too long.
     Expired,
@@ -471,8 +476,7 @@ pub struct DrainBacklog {
     pub shuffles_left: usize,
     /// Number of their bytes still to be offloaded.
     pub bytes_left: u64,
-    /// Number of bytes that cannot be offloaded. They, or earlier bytes of their streams, are lost
-    /// or unreadable.
+    /// Number of bytes of shuffles of which nothing can be offloaded now, because it is unreadable.
     pub stuck_bytes: u64,
 }
 

@@ -1,8 +1,9 @@
 //! A least recently used cache of index records of published extents, bounded by bytes.
 //!
-//! An extent never changes, so nothing is invalidated. An entry is removed by eviction or with its
-//! shuffle. Records are stored verified, with offsets relative to their extent. Writers add the
-//! records that they have just published, so indexes of a small job need no disk read.
+//! The records of an extent never change. An entry is removed by eviction, or when its extent is
+//! purged, lost or offloaded. Records are stored verified, with offsets relative to their extent.
+//! Writers add the records that they have just published, so indexes of a small job need no disk
+//! read.
 
 use bytes::Bytes;
 use lru::LruCache;

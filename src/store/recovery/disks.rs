@@ -1,13 +1,12 @@
 //! Rebuilds the state of the store from the files of an earlier process, with the same bases.
 //!
-//! Extents in objects of a store above the disks take precedence. Index groups of all disks are
+//! Extents in objects take precedence over the same ones on disks. Index groups of all disks are
 //! merged. If a group or the data of an extent is missing, the stream keeps a hole of the same
 //! length, so that all other offsets remain as promised to clients. If the end of a stream may be
 //! missing (a disk is absent or does not answer, a sequence number is missing), new extents begin
-//! after a gap.
-//!
-//! The caller determines which blocks are missing, because it knows the reports. Recovery only
-//! writes renames into the trash, of directories of earlier incarnations.
+//! after a gap. The caller, which knows the reports, determines the missing blocks. Only earlier
+//! incarnations, data logs whose extents are in objects, and empty directories are removed, and
+//! nothing that missing state may refer to.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::ControlFlow;
@@ -40,9 +39,10 @@ use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
 /// Size of the gap at the end of a stream whose end may be missing.
 const TAIL_GAP_BYTES: u64 = 256 << 20;
-/// Size of a range of incarnations, unrelated to the epochs of the metadata log. Incarnations are
-/// assigned in order within a range. If a missing disk may have some in use, the next range begins.
-/// A gap within a range therefore means that a shuffle is missing.
+/// Size of a range of incarnations, and of a range of sequences of a shuffle. Unrelated to the
+/// epochs of the metadata log. Both are assigned in order within a range. If a missing disk may
+/// have some in use, the next range begins. So a gap of sequences means that an index group is
+/// missing.
 const INCARNATIONS_PER_EPOCH: u64 = 1 << 32;
 /// Number of shuffles rebuilt concurrently.
 const REBUILDS: usize = 8;
@@ -525,14 +525,15 @@ fn adopt_log(
     Ok(log)
 }
 
-/// Returns the incarnation after `highest`. If a missing disk may have some in use, returns the
-/// first one of the range ([`INCARNATIONS_PER_EPOCH`]) after number `epoch`, which is unused.
+/// Returns the incarnation or sequence after `highest`. If a missing disk may have some in use,
+/// returns the first one of the range ([`INCARNATIONS_PER_EPOCH`]) after number `epoch`, which is
+/// unused.
 fn next_number(highest: Option<u64>, epoch: Option<u32>) -> u64 {
     let next = highest.map_or(0, |highest| highest + 1);
     epoch.map_or(next, |epoch| next.max((u64::from(epoch) + 1) * INCARNATIONS_PER_EPOCH))
 }
 
-/// Returns whether a number is missing in a range of incarnations.
+/// Returns whether a sequence is missing in any range that has one.
 fn has_gap(numbers: impl Iterator<Item = u64>) -> bool {
     let mut epochs: HashMap<u64, (u64, u64)> = HashMap::new();
     for number in numbers {

@@ -1,4 +1,7 @@
 //! Recovery at a start: scanning disks, listing the bucket, and rebuilding the extent map.
+//!
+//! Invariant: extents keep the bases that clients know, and new ones begin after all bytes that may
+//! have been published. A missing part becomes a hole or a reason, never silence.
 
 mod disks;
 #[cfg(feature = "object")]

@@ -2,8 +2,7 @@
 //!
 //! The metadata log has the living shuffles. Their segments form a chain, which is followed from
 //! the newest to the oldest. Segments outside the chain are uploads of unknown outcome. If a
-//! segment cannot be read, its blocks and later ones of the same streams are lost. The reported
-//! reason names the object.
+//! segment is missing or damaged, only its blocks are lost. The reported reason names the object.
 //!
 //! The number of concurrent requests of each kind is bounded, and memory for responses is charged.
 

@@ -5,9 +5,9 @@
 //! take seconds, above all with the mount option `discard`. Directories are therefore deleted in
 //! parts, one at a time per disk.
 //!
-//! While batches are written to the disk, a pause follows each part and is longer than the part
-//! took, unless the disk is short of space. A process that hands over to a successor starts no
-//! further part: the successor empties the trash.
+//! While batches are written to the disk, a pause of three times the part's duration follows each
+//! part, at most half a second, unless the disk is short of space. A process that hands over to a
+//! successor starts no further part: the successor empties the trash.
 
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -33,7 +33,7 @@ const PART_BYTES: u64 = 16 << 20;
 /// Deadline of one part, and of listing the trash, which may be large.
 const PART_TIMEOUT: Duration = Duration::from_secs(600);
 /// Throttle: length of a pause relative to the part before it. Three quarters of the time are left
-/// to writes.
+/// to writes, or less if the pause has its maximum.
 const PAUSE_FACTOR: u32 = 3;
 /// Minimum pause: the file system discards freed blocks only after the deletion has returned.
 const PAUSE_MIN: Duration = Duration::from_millis(10);

@@ -2,7 +2,7 @@
 //!
 //! A purge marks the shuffle, is written to the metadata log, waits until none of its files is
 //! being created, renames its directories into the trash and deletes them there. A removal that
-//! fails or is cancelled stays queued, and [`LocalStore::maintain_once`] retries it.
+//! fails or is cancelled stays queued, and the maintenance ([`LocalStore::maintain`]) retries it.
 
 use std::collections::HashSet;
 use std::future::Future;
@@ -110,7 +110,7 @@ impl LocalStore {
 
     /// Purges a shuffle without removing its files: [`LocalStore::remove_files`] does that once the
     /// returned value is dropped. Synchronous, so that the caller can remove the shuffle elsewhere
-    /// in the same step, and a cancelled purge is atomic.
+    /// in the same step, and a cancelled purge is atomic. Returns `None` if it is unknown.
     pub fn forget_shuffle(&self, key: &ShuffleKey) -> Option<DetachedShuffle> {
         // Added while the shuffle is still known. A sweep lists known shuffles first, and must find
         // it in one of the two.
@@ -126,7 +126,8 @@ impl LocalStore {
         Some(detached)
     }
 
-    /// Drops a shuffle from memory. Its files remain for a later process.
+    /// Drops a shuffle from memory. Its files remain for a later process. Returns `None` if it is
+    /// unknown.
     pub fn leave(&self, key: &ShuffleKey) -> Option<DetachedShuffle> {
         let shuffle = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle))?;
         // Inserted while the shuffle is still known, because a sweep lists known shuffles first.

@@ -1,6 +1,6 @@
 //! One data directory: its space and its health.
 //!
-//! A full disk is healthy: its data is served. It takes batches again below the low watermark, or,
+//! A full disk is healthy: its data is served. It takes batches again below the low watermark and,
 //! if a write found no space, once a probe can write or files were removed. An unhealthy disk is
 //! avoided until a probe has written and read back random bytes.
 
