@@ -1,4 +1,6 @@
-//! Reads a file forwards, window by window, each with a deadline.
+//! Reads a file forwards, window by window.
+//!
+//! Invariant: every read has a deadline, so that a disk that hangs cannot block its reader.
 
 use std::io;
 use std::sync::Arc;

@@ -1,4 +1,7 @@
 //! Configuration of the memory store: capacity, backing and promises.
+//!
+//! Invariant: programs of different versions compare [`MemoryConfig::kept_as`] in an upgrade, so
+//! its form must not change.
 
 use std::time::Duration;
 

@@ -3,7 +3,8 @@
 //!
 //! The format is one flag byte, an i32 BE count, then for each 32-bit high word its i32 BE value
 //! and a portable 32-bit Roaring bitmap. It differs from the portable 64-bit format. Empty input
-//! decodes to the empty set, as in every Java reader.
+//! decodes to the empty set, as in every Java reader. Invariant: Java clients can read every
+//! encoded bitmap.
 
 use std::iter::Peekable;
 

@@ -2,8 +2,8 @@
 //! `FileBasedShuffleSegment` in Java).
 //!
 //! All fields are big-endian; there is no header or trailer. The local store keeps the same bytes
-//! with offsets relative to their extent. [`rebase`] turns them into stream offsets when they are
-//! served.
+//! with offsets relative to their extent, so the layout must not change. [`rebase`] turns them into
+//! stream offsets when they are served.
 
 use crate::types::BlockMeta;
 

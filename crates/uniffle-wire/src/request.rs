@@ -1,7 +1,8 @@
 //! Requests of the raw TCP protocol (docs/protocol.md §7.4). A received send is decoded by
 //! `send_frame` instead.
 //!
-//! Decoding borrows from a whole message of a few hundred bytes. Encoding is for the client and for
+//! Decoding borrows from a whole message. Most have a few hundred bytes, but a task filter can be
+//! much longer. Decoded ids must still be validated (`types`). Encoding is for the client and for
 //! tests.
 
 use bytes::{BufMut, Bytes, BytesMut};

@@ -1,6 +1,7 @@
 //! An assignment: validation of the request, size of the answer, and the answer itself.
 //!
-//! The parent module chooses the servers, and [`super::assign`] places the ranges.
+//! The parent module chooses the servers, and charges an answer to the heap before it is built, so
+//! the estimated size must be an upper bound. [`super::assign`] places the ranges.
 
 use super::assign::{AssignmentShape, NodeCandidate, NodeOrder, PartitionSelection, RangePlacement};
 use super::nodes::{NODES_MAX, TAGS_MAX};

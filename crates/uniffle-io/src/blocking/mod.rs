@@ -1,10 +1,10 @@
 //! A disk of the operating system: positioned vectored calls on tokio's blocking threads, bounded
 //! per disk and kind of call.
 //!
-//! Every call holds a permit of its disk until the system call returns, even if its future was
-//! dropped. A hung disk therefore occupies a bounded number of threads, and queued calls are
-//! cancelled by dropping their futures. Writes have a queue per [`IoClass`], so that a small record
-//! that a client waits for is not queued behind calls of 16 MiB.
+//! Invariant: every call holds a permit of its disk until the system call returns, even if its
+//! future was dropped. A hung disk therefore occupies a bounded number of threads, and queued calls
+//! are cancelled by dropping their futures. Writes have a queue per [`IoClass`], so that a small
+//! record that a client waits for is not queued behind calls of 16 MiB.
 
 mod read;
 mod remove;

@@ -1,7 +1,8 @@
 //! Ids of the blocks in the tiers, charged to the application that wrote them.
 //!
 //! A set that exceeds its application's share of the heap is dropped. Its ids are still in the
-//! index records of the tiers, and are looked up there when needed. Pure: no I/O.
+//! index records of the tiers, and are looked up there when needed. Invariant: a set has all ids
+//! that were added to it, or is dropped as a whole. Pure: no I/O.
 
 use std::collections::HashMap;
 

@@ -1,8 +1,9 @@
 //! A checkpoint: the living entries of the log, which begin a generation on the disks or in the
 //! object store.
 //!
-//! Entries are encoded and counted here, and written in chunks by a sink. The counts of the earlier
-//! generation stay valid until the checkpoint is complete. Dead entries are left out.
+//! Entries are encoded and counted here, and written in chunks by a sink. Dead entries are left
+//! out. Invariant: the counts of the earlier generation stay valid until the checkpoint is
+//! complete, because it can fail.
 
 use std::ops::Range;
 

@@ -1,8 +1,8 @@
 //! Buffers for reads from disk, in a separate small region, so that readers are bounded too.
 //!
-//! A buffer is exclusive until it is frozen. Its memory is freed when its last `Bytes` is dropped.
-//! Waiting applications are served fairly (`sched::FairSemaphore`). The caller limits the time of
-//! the wait.
+//! Invariant: a buffer is exclusive until it is frozen, and its memory is reused only after its
+//! last `Bytes` was dropped. Waiting applications are served fairly (`sched::FairSemaphore`). The
+//! caller limits the time of the wait.
 
 use std::fmt;
 use std::io;

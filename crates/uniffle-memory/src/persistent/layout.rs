@@ -3,7 +3,8 @@
 //!
 //! All numbers are 64-bit words in the machine's byte order; [`Geometry`] has their offsets. The
 //! first word of a name or row is its *commit*: a tag and a checksum of the other words and of its
-//! number, stored last. A slot with zero or an invalid commit is free.
+//! number, stored last. A slot with zero or an invalid commit is free. Invariant: every change of
+//! the layout gets another version, because a process refuses memory of other versions.
 
 use std::fmt;
 

@@ -1,4 +1,7 @@
 //! The queue of entries for the object store, shared by handle and task.
+//!
+//! Invariant: entries are taken in the order of their positions. After some were dropped because
+//! the queue was too long, none is taken until a checkpoint has replaced them.
 
 use std::collections::VecDeque;
 use std::fmt;
