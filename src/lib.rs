@@ -11,7 +11,7 @@
 //! | `uniffle-log` | [`log`] | the metadata log, and whether it is complete |
 //! | `uniffle-telemetry` | [`telemetry`] | logs and traces |
 //! | shared | [`build`], [`compat`], [`proto`] | used everywhere |
-//! | `uniffle-base` | `allocator`, `budget`, `damage`, `sched`, [`clock`], [`metrics`], [`runtime`], [`schema`] | the same for every crate |
+//! | `uniffle-base` | `allocator`, `budget`, `damage`, `log_limiter`, `sched`, [`clock`], [`metrics`], [`runtime`], [`schema`] | the same for every crate |
 //!
 //! Imports point only down this table; `tests/static_checks/layers.rs` enforces that. Formats
 //! (`uniffle-wire`), disks (`uniffle-io`) and the coordinator protocol (`uniffle-coordinator`) are
