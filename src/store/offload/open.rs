@@ -31,7 +31,7 @@ impl OffloadTier {
     /// Opens a worker without disks on an open store.
     ///
     /// # Errors
-    /// `InUse` if the store already has a tier above it.
+    /// `InUse` if the store already has a tier above it. See also [`LocalStore::open_beside`].
     pub async fn without_disks(
         object: Arc<Bucket>,
         heap: impl Into<TierHeap>,

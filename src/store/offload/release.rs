@@ -133,7 +133,8 @@ impl LocalStore {
         self.choose(handle, partitions_of(shuffle).await, Some(chosen), excluded)
     }
 
-    /// Chooses all data of some partitions, except `excluded` extents.
+    /// Chooses all data of some partitions, except `excluded` extents. Closes all open data logs of
+    /// the shuffle, so that later batches go to new files.
     pub async fn all_of(
         &self,
         handle: &DiskShuffleHandle,

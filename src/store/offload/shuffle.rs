@@ -1,5 +1,8 @@
 //! A registration of a shuffle on the disks and, after its first offload, in the store. Without
 //! disks, it is in the store from the beginning.
+//!
+//! Invariant: from the first offload until its end, its records are acknowledged only once the
+//! store has them. The mark of the first offload is never removed.
 
 use std::collections::HashSet;
 use std::sync::Arc;

@@ -1,5 +1,8 @@
 //! Local disks, if there are any, and an object store as one tier that is read through the worker.
 //! Without disks, batches are written to objects.
+//!
+//! Invariant: the end of an offloaded registration is noted under the lock that removes it here
+//! (`ends`). Otherwise a new registration could be acknowledged before the store knows that end.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
