@@ -476,7 +476,7 @@ pub struct DrainBacklog {
     pub shuffles_left: usize,
     /// Number of their bytes still to be offloaded.
     pub bytes_left: u64,
-    /// Number of bytes of shuffles of which nothing can be offloaded now, because it is unreadable.
+    /// Number of bytes of shuffles of which nothing can be offloaded now: it is lost or unreadable.
     pub stuck_bytes: u64,
 }
 

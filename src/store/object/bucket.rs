@@ -1,5 +1,8 @@
 //! The objects of the worker: what a start finds, the registrations with objects, and the metadata
 //! log in the store. The tier on it is `offload`, with or without local disks.
+//!
+//! Invariant: objects of a removed shuffle are deleted only once the store has the log up to its
+//! end, and only while this process has the claim of its prefix.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -63,8 +66,8 @@ impl Bucket {
     /// charged to `extents`, even beyond its capacity. Uploads run as tasks of `tasks`.
     ///
     /// # Errors
-    /// The store does not answer or refuses, or another process of the worker starts at the same
-    /// time.
+    /// The store does not answer or refuses, another process of the worker starts at the same time,
+    /// or `registry` has the metrics already.
     pub async fn open(
         store: Arc<dyn ObjectStore>,
         settings: ObjectSettings,

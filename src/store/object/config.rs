@@ -1,4 +1,7 @@
 //! Configuration of the object tier: the section `object_store`.
+//!
+//! Secrets must not appear in logs, errors or the API: they are values of [`Secret`], whose debug
+//! output hides them.
 
 use std::fmt;
 use std::path::PathBuf;

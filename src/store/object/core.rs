@@ -1,4 +1,9 @@
 //! Settings and state shared by all parts of the tier.
+//!
+//! Invariant: the circuit breaker must know the results of reads and writes of the store
+//! ([`ObjectCore::observe`]), but not the results of deletions. The claim is verified
+//! ([`ObjectCore::require_claim`]) before metadata is acknowledged or objects of this worker's
+//! shuffles are deleted.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,7 @@
 //! Configured location of a worker's objects: server, bucket and prefix. Pure.
+//!
+//! A parsed location is safe to use in keys and URLs: a prefix has no empty part and no character
+//! that must be escaped, and leaves room for the names of segments.
 
 use std::fmt;
 

@@ -1,5 +1,9 @@
 //! Storage of the metadata log's objects (`uniffle_log::objects`): requests, and conversion of
 //! errors.
+//!
+//! Invariant: a write succeeds only once all copies are stored and the claim was verified
+//! afterwards. Otherwise a process that has lost its prefix would acknowledge metadata that its
+//! successor never reads.
 
 use std::io;
 use std::sync::Arc;

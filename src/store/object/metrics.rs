@@ -1,4 +1,4 @@
-//! Names and metrics of the tier. The client counts its requests itself.
+//! Names and metrics of the tier. The client counts its requests itself (`client::metrics`).
 
 use prometheus::{Histogram, IntCounter, IntGauge};
 

@@ -1,11 +1,10 @@
 //! Extents in an object store that speaks S3. Clients of type MEMORY_LOCALFILE read them through
 //! the worker like local data, without jars or credentials.
 //!
-//! Batches of a shuffle share *segments*, objects with blocks of many partitions. A shuffle has at
-//! least one segment per flush, and another for each
-//! [`segment_bytes`](ObjectSettings::segment_bytes) of its data. The number of objects
-//! therefore follows the bytes, not the number of partitions. This module does not decide which
-//! data is flushed when.
+//! A *segment* is an object with blocks of many partitions of one shuffle. Batches that are written
+//! at the same time share segments of about [`segment_bytes`](ObjectSettings::segment_bytes), and a
+//! lone batch has its own. The number of objects therefore follows the bytes and the flushes, not
+//! the number of partitions. This module does not decide which data is flushed when.
 
 #[cfg(feature = "object")]
 mod bucket;

@@ -1,4 +1,8 @@
-//! The objects of one registration of a shuffle.
+//! The objects of one registration of a shuffle: their counts, and the queue of batches that wait
+//! for a segment. The local store has its extents.
+//!
+//! Invariant: one segment is made at a time (`segment_numbers`), because its bases follow the end
+//! of the previous one.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;

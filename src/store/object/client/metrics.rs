@@ -1,4 +1,5 @@
-//! Metrics of requests to the store, by operation and by failure reason.
+//! Metrics of requests to the store, by operation and by failure reason. Each attempt counts as a
+//! request, and one that repeats a failed attempt also as a retry.
 
 use prometheus::{HistogramVec, IntCounter, IntCounterVec, IntGauge};
 

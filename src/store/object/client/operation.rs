@@ -1,4 +1,5 @@
-//! Classifies requests. Does no I/O.
+//! Classifies requests by method and query, for metrics and for limits of their responses. Does no
+//! I/O.
 
 use http::{Method, Uri};
 

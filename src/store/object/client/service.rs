@@ -3,8 +3,9 @@
 //! `object_store` retries by the kinds of the errors returned here. It repeats a request that may
 //! have reached the server only if that is harmless.
 //!
-//! Invariant: every wait has a deadline, except that for a permit. A holder of a permit has a
-//! deadline, so that wait ends too. Uploads never take the permits of reads.
+//! Invariant: every wait has a deadline, except that for a permit and that of a long response for
+//! its reader. A response that waits for its reader keeps its permit, so `answers_ahead` limits
+//! their number below that of the permits. Uploads never take the permits of reads.
 
 use std::collections::VecDeque;
 use std::fmt;

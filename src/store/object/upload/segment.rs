@@ -1,4 +1,7 @@
 //! A segment while it is filled: its pending bytes, and its index. Pure: no I/O.
+//!
+//! Extents get their bases when they are appended. Invariant: a shuffle has one open segment at a
+//! time, or two segments would assign the same bases.
 
 use std::collections::{HashMap, VecDeque};
 

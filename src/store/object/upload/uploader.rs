@@ -82,7 +82,8 @@ async fn upload_batches(
 /// or `None` if the source has no more.
 ///
 /// # Errors
-/// The source or the store fails. No extent of the segment is stored then.
+/// The source or the store fails, or `Purged`. The object may exist then, but none of its extents
+/// is used.
 pub(super) async fn upload_from_disks(
     core: &ObjectCore,
     shuffle: &ObjectShuffle,
