@@ -1,9 +1,9 @@
 //! Recovery of the disks and the store as one tier.
 //!
-//! The metadata log of both (`log`) tells which registrations are alive, by incarnations
-//! that are never reused. The disks take over the extents in objects ([`Stored`]). Segments of
-//! ended registrations are deleted. A file on a disk is deleted because of the store only if the
-//! store has a copy of each of its extents.
+//! The metadata log of both (`log`) tells which registrations are alive, by incarnations that are
+//! never reused. The disks take over the extents in objects ([`Stored`]). Segments of ended
+//! registrations are deleted unless records of the log are missing. A file on a disk is deleted
+//! because of the store only if the store has a copy of each of its extents.
 //!
 //! A start on disks that are all empty is refused if the store knows that they had data. It
 //! succeeds if the worker was drained or the configuration says that the disks are new.

@@ -1,6 +1,8 @@
 //! Fetches chunks from the store into their slots.
 //!
-//! Each fetch is a task of its own, so it continues when its readers are dropped.
+//! Each fetch is a task of its own, so it continues when its readers are dropped. After a failure
+//! the chunk is removed from the table before the readers get the outcome, so that the next reader
+//! fetches it again. A slot with a write of unknown outcome must not be reused.
 
 use std::io;
 use std::sync::Arc;

@@ -1,5 +1,7 @@
 //! Checks at start that the store is usable: it writes, reads, lists and deletes a small object,
 //! and begins and aborts an upload.
+//!
+//! The object is deleted even if it cannot be read or listed. The error names the step that failed.
 
 use object_store::path::Path;
 use object_store::{MultipartUpload as _, ObjectStore, ObjectStoreExt as _, PutPayload};

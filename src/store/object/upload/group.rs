@@ -1,5 +1,8 @@
 //! A coalescing queue: jobs wait while a single task runs earlier ones, and the task may take
 //! several at once.
+//!
+//! Invariant: a waiting job always has a task. The task ends in the same step that finds no job,
+//! and a task that panics or is dropped drops the waiting jobs: their callers get an error.
 
 use std::collections::VecDeque;
 

@@ -1,6 +1,8 @@
 //! The objects of a registration: writes of batches, offloads from local disks, and reads.
 //!
-//! The local store has the extents and streams of all data, also without disks.
+//! A write adds its batch to the queue of the registration, and the first one starts the task that
+//! makes segments. An offload makes its segment in the calling task. The local store has the
+//! extents and streams of all data, also without disks.
 
 use std::collections::BTreeSet;
 use std::future::ready;
@@ -116,8 +118,9 @@ impl Uploads {
         upload_from_disks(&self.core, &self.shuffle, source).await
     }
 
-    /// Returns the segments among `numbers` that were deleted. Returns none unless a read has missed
-    /// one. A store that does not have this process's claim proves nothing, and a list may be old.
+    /// Returns the segments among `numbers` that were deleted. Returns none unless a read has
+    /// missed one. A store that does not have this process's claim proves nothing, and a list may
+    /// be old.
     ///
     /// # Errors
     /// The store does not answer or refuses, or another process has the prefix.
