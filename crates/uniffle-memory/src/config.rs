@@ -62,7 +62,7 @@ section! {
          backing = \"memfd\": an unnamed file that an upgrade hands over, and that systemd's file \
          descriptor store preserves.\n\
          backing = a directory of a tmpfs: the next process recovers the blocks, however this one \
-         ended (docs/durability.md, \"Persistent memory\").\n\
+         ended (docs/persistent-memory.md).\n\
          backing = \"auto\": memfd if systemd preserves it (FDSTORE is set) and there are local \
          disks with recovery, else private.\n\
          memfd and a directory need local disks.\n\

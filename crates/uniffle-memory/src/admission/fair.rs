@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn reserve_is_between_one_request_and_the_share() {
+    fn claim_is_between_one_request_and_the_share() {
         assert_eq!(claim(10, 50, 100, 14), 40);
         assert_eq!(claim(10, 50, 30, 14), 30);
         assert_eq!(claim(49, 50, 100, 14), 14);

@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn region_lends_memory_for_extent_lists_and_gets_it_back() {
+    fn region_lends_memory_for_lists_and_gets_it_back() {
         let (budget, lists) = ceded(8 * MIB, 8 * MIB, 0);
         let paid = budget.try_charge(5 * MIB).unwrap();
         let first = lists.charge(FREE_BYTES).unwrap();

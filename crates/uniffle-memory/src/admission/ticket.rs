@@ -462,8 +462,8 @@ mod tests {
             ask(&tickets, "flood", 10).unwrap();
             tokio::time::advance(Duration::from_millis(100)).await;
         }
-        assert!(ask(&tickets, "honest", 70).is_err(), "five old tickets free only 60 bytes");
-        assert_eq!(tickets.revoked(), 4, "tickets are revoked down to a share of 50 bytes");
+        assert!(ask(&tickets, "honest", 70).is_err(), "even the five old tickets would free only 60 KiB");
+        assert_eq!(tickets.revoked(), 4, "tickets are revoked down to a share of 50 KiB");
         tokio::time::advance(Duration::from_millis(500)).await;
         assert!(ask(&tickets, "honest", 70).is_err(), "an application at its share must lose no ticket");
         ask(&tickets, "honest", 50).unwrap();

@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn names_and_segments_round_trip() {
+    fn names_and_pieces_round_trip() {
         let key = ShuffleKey::new(AppId::parse(&"a".repeat(APP_ID_BYTES_MAX)).unwrap(), ShuffleId(-3));
         let name = NameRecord(key);
         assert_eq!(NameRecord::decode(&name.encode(9), 9), Some(name.clone()));

@@ -1,6 +1,6 @@
 //! Histories of a memory whose process dies at every single store into the front of its region. The
-//! blocks that the next process finds are compared with the committed ones. Also regions that must
-//! be refused.
+//! blocks that the next process finds are compared with the committed ones. Also regions with
+//! flipped bits. The helpers serve the tests of files, names and pages too.
 
 mod files;
 mod names;
@@ -146,7 +146,8 @@ fn read(memory: &Memory) -> Found {
 #[derive(Debug, Default)]
 struct Model {
     must: Found,
-    /// Blocks that are being committed, released or purged.
+    /// Blocks that are being committed, released or purged. During a restart, also blocks that a
+    /// tier has, and blocks of a shuffle that the log does not know.
     may: BTreeSet<i64>,
     /// Blocks whose bytes were changed. They may be found but are never shown.
     damaged: BTreeSet<i64>,
@@ -183,8 +184,8 @@ impl Model {
 
 const ZEROES: [u8; 16 << 10] = [0; 16 << 10];
 
-/// Copies the current region to another file: header, names, rows and segments as far as they were
-/// ever used.
+/// Copies the current region to another file: the header, the first 64 names, the first 600 rows
+/// and all segments. The histories use no more.
 fn copy(file: &OwnedFd) -> OwnedFd {
     let geometry = table_geometry();
     let to = rustix::fs::memfd_create("copy", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -245,10 +246,10 @@ enum Step {
     Seal(i32, i32),
     /// Unregistered and registered again, with a new block before the old memory is freed.
     Purge(i32),
-    /// Another process takes over. A tier has the oldest blocks.
+    /// Another process takes over. A tier has this number of each partition's oldest blocks.
     Restart(usize),
-    /// A restart after which the newest block of each partition is damaged and detected.
-    HeaderDamage,
+    /// The newest block of each partition is damaged before a restart, which detects it.
+    BlockDamage,
     /// A restart after which the log does not know the last shuffle.
     Unknown,
 }
@@ -266,7 +267,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => place().prop_map(|(s, p)| Step::Seal(s, p)),
         1 => (0..SHUFFLES).prop_map(Step::Purge),
         1 => (0usize..3).prop_map(Step::Restart),
-        1 => prop_oneof![Just(Step::HeaderDamage), Just(Step::Unknown)],
+        1 => prop_oneof![Just(Step::BlockDamage), Just(Step::Unknown)],
     ];
     prop::collection::vec(step, 1..15)
 }
@@ -405,7 +406,7 @@ impl Fixture {
         drop(purged);
     }
 
-    /// Flips a bit of the newest block of each partition. It is not verified yet.
+    /// Flips a bit of the newest block of each partition. The next process must detect it.
     fn damage(&self) {
         let mut model = self.model.lock();
         let newest: BTreeSet<i64> = model.must.values().filter_map(|ids| ids.last().copied()).collect();
@@ -466,7 +467,7 @@ impl Fixture {
             Step::Seal(s, p) => drop(buffer(&self.memory, s, p).seal()),
             Step::Purge(shuffle) => self.purge(shuffle),
             Step::Restart(elsewhere) => self.restart(elsewhere, SHUFFLES),
-            Step::HeaderDamage => {
+            Step::BlockDamage => {
                 self.damage();
                 self.restart(0, SHUFFLES);
             }
@@ -496,7 +497,7 @@ proptest! {
         *table(&fixture.memory).after_store.lock() = None;
     }
 
-    /// With flipped bits in names, rows and segments, only blocks are lost and nothing panics.
+    /// With flipped bits in names and rows, blocks may be missing. Those that are found are whole.
     #[test]
     fn damaged_region_is_opened_without_panic(bits in prop::collection::vec((any::<prop::sample::Index>(), 0u8..8), 1..40)) {
         let mut fixture = Fixture::new();

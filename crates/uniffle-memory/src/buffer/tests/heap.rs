@@ -28,7 +28,7 @@ fn empty_partition_costs_at_most_200_bytes() {
     let before = held_bytes();
     (0..COUNT).for_each(write_and_flush);
     let each = (held_bytes() - before) / COUNT;
-    assert!((50..=200).contains(&each), "each block takes {each} bytes");
+    assert!((50..=200).contains(&each), "each partition takes {each} bytes");
     assert_eq!(partitions(&memory).used(), COUNT * PARTITION_BYTES);
     // Again: memory of a partition does not accumulate.
     (0..COUNT).for_each(write_and_flush);

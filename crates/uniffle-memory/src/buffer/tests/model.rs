@@ -107,7 +107,7 @@ struct Run {
 
 impl Run {
     fn new() -> Self {
-        // Small enough that segments shrink and overdrafts happen.
+        // The ticket leaves 1 MiB, so that segments shrink and overdrafts happen.
         let memory = memory(48 * MIB);
         let buffer = buffer(&memory);
         let funds = funds(&memory, 47 * MIB);

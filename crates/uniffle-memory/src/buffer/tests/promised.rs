@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// The region has 64 KiB more than this capacity.
+/// The region of 4 MiB exceeds this capacity by 63 KiB.
 const CAPACITY_BYTES: u64 = (4 * MIB) / 65 * 64;
 const SHARED_PARTITIONS: i32 = 2;
 

@@ -147,7 +147,7 @@ fn every_acknowledged_block_is_in_a_tier_at_every_moment() {
         });
     });
     flush(&memory, &published, Distribution::Normal);
-    assert_eq!(*acknowledged.lock(), *published.lock(), "every acknowledged block must be published once");
+    assert_eq!(*acknowledged.lock(), *published.lock(), "the published blocks must be the acknowledged ones");
     assert!(memory.candidates().is_empty());
     drop(memory.forget(&key()));
     assert_empty(&memory);

@@ -1,4 +1,5 @@
-//! Files that are taken over, grown or refused, and blocks whose bytes were changed.
+//! Files that are taken over, resized or refused, or that other programs remove, truncate or extend
+//! meanwhile. Also blocks whose bytes were changed.
 
 use super::*;
 

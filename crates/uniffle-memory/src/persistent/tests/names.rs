@@ -1,4 +1,4 @@
-//! Names of shuffles that register during the recovery.
+//! Names of shuffles: registered during the recovery, without a slot, or unknown to the log.
 
 use super::super::layout::NAME_WORDS;
 use super::super::slots::CHUNK_BYTES;
@@ -145,7 +145,7 @@ fn unknown_shuffle_is_kept_until_it_ends() {
     send_one(&memory, 1, 8);
     memory.release();
     drop(memory);
-    // Also when nothing else is in memory.
+    // Two starts in a row.
     for _ in 0..2 {
         let memory = knows_the_first(&file, true);
         assert!(memory.used_bytes() >= 10_000, "both blocks must be charged: {}", memory.used_bytes());
