@@ -208,6 +208,7 @@ mod tests {
             for bit in 0..8 {
                 let mut bad = good.clone();
                 bad[at] ^= 1 << bit;
+                // May be another valid bitmap, but does not panic.
                 let _ = decode(&bad);
             }
         }

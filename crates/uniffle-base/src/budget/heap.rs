@@ -214,16 +214,15 @@ mod tests {
         let held = app.try_charge(200).unwrap();
         let passing = [HeapKind::Requests, HeapKind::Blocks, HeapKind::Answers].map(|kind| heap.of(kind));
         let flood = passing.map(|budget| budget.try_charge(budget.free()).unwrap());
-        assert!(passing.iter().all(|budget| budget.try_charge(1).is_err()), "a part of the share is unused");
-        assert_eq!(
-            (app.free(), heap.whole().free()),
-            (100, 100),
-            "the share of an application must be a sixteenth"
+        assert!(
+            passing.iter().all(|budget| budget.try_charge(1).is_err()),
+            "requests must fill their part of the heap"
         );
+        assert_eq!((app.free(), heap.whole().free()), (100, 100), "a sixteenth of the heap must be left");
         let more = app.try_charge(40).unwrap();
         drop(flood);
         let flood = passing.map(|budget| budget.try_charge(budget.free()).unwrap());
-        assert_eq!(app.free(), 100, "the share was not freed");
+        assert_eq!(app.free(), 100, "a sixteenth must be left again");
         drop((flood, held, more));
         assert_eq!(heap.whole().used(), 0);
     }

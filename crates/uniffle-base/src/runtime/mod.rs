@@ -364,7 +364,7 @@ mod tests {
         pair.spawn_linked("panics", async { panic!("on purpose") });
         pair.cancelled().await;
         assert!(!tasks.close.is_cancelled(), "a panic must not cancel other tasks");
-        eventually("the task restarts a third time", || match *begun.lock() {
+        eventually("the task begins a third time", || match *begun.lock() {
             3.. => Ok(()),
             times => Err(format!("{times} times")),
         })

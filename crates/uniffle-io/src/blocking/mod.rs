@@ -529,7 +529,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn metadata_writes_do_not_queue_behind_bulk_writes() {
+    async fn metadata_and_index_writes_do_not_wait_for_bulk() {
         let root = tempfile::tempdir().unwrap();
         let disk = BlockingDisk::new(root.path(), 1, 1);
         let open = async |name: &str, class| {

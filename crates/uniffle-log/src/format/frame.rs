@@ -480,7 +480,7 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_make_it_panic(kind in 0u16..7, payload in prop::collection::vec(any::<u8>(), 0..60)) {
+        fn arbitrary_payloads_do_not_panic(kind in 0u16..7, payload in prop::collection::vec(any::<u8>(), 0..60)) {
             let _ = FrameContent::from_parts(kind, &payload);
         }
     }

@@ -1,3 +1,5 @@
+//! The table of nodes: accepted and refused heartbeats, candidates, limits, lost and restored nodes.
+
 use super::*;
 
 fn heartbeat(id: &str) -> ShuffleServerHeartBeatRequest {
@@ -13,7 +15,7 @@ fn heartbeat(id: &str) -> ShuffleServerHeartBeatRequest {
     }
 }
 
-/// A node with its own address.
+/// The coordinator's own worker, with another port than the other nodes.
 fn own() -> ShuffleServerHeartBeatRequest {
     let mut own = heartbeat("own");
     own.server_id.as_mut().unwrap().port = 21099;

@@ -235,9 +235,9 @@ fn single_directory_of_two_waits_for_the_other() {
     assert!(gap.reason.contains("was used separately from the others") && gap.until_returned.is_empty());
 }
 
-/// A directory that was used alone, and cannot be read at the next start.
+/// A directory that was used alone, and at the next start does not answer or is damaged.
 #[test]
-fn unreadable_copies_are_awaited_and_damaged_ones_not() {
+fn unread_directory_is_awaited_and_damaged_one_not() {
     let mut fixture = Fixture::of(2);
     fixture.live(&[0, 1], &[1]);
     fixture.live(&[1], &[1]);

@@ -19,7 +19,7 @@ impl DirectoryHealth for Sound {
 }
 
 #[tokio::test]
-async fn records_of_both_generations_are_read() {
+async fn records_of_all_generations_are_read_once() {
     let health: Arc<dyn DirectoryHealth> = Arc::new(Sound);
     let disk = MemoryDisk::new("/d", None);
     let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));

@@ -1,4 +1,4 @@
-//! Measures the delay of a report by a simulated rotating disk. `benches/log.rs` uses real ones.
+//! Rate and delay of reports on a simulated rotating disk. `benches/log.rs` uses real disks.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -77,7 +77,7 @@ async fn measure(disks: Vec<Arc<dyn Disk>>, clients: usize) -> f64 {
 
 /// Uses a simulated clock. A sync is a seek to the data and one to the journal of the file system.
 /// Two copies on one disk wait for one head. `--nocapture` prints the figures of
-/// docs/durability.md.
+/// benches/notes/metadata-log.md.
 #[tokio::test(start_paused = true)]
 async fn group_commit_handles_a_thousand_reports_per_second() {
     for directories in [1, 2] {
