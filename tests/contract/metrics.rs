@@ -220,7 +220,7 @@ async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Reg
     let above = OffloadTier::open(settings, local, below, &extents, tasks.clone(), &registries[1]).await;
     drop(above.unwrap());
     let lines = ConfigLines { store_type: "MEMORY", ..ConfigLines::default() };
-    let worker = lines.start_above(vec![tier], &[directory.join("unused")]).await;
+    let worker = lines.start_with_tiers(vec![tier], &[directory.join("unused")]).await;
     (worker, registries)
 }
 

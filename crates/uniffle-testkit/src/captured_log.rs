@@ -52,9 +52,8 @@ impl std::io::Write for CapturedLines {
     }
 }
 
-/// A log statement that a thread without a subscriber reaches first.
 #[test]
-fn registration_order_does_not_matter() {
+fn statement_reached_first_elsewhere_is_captured() {
     let log = CapturedLog::of_this_thread();
     let warn = || tracing::warn!("logged twice, captured once");
     std::thread::scope(|scope| scope.spawn(warn).join().expect("the thread only logs"));

@@ -1,11 +1,12 @@
 //! Random writers and readers against a real worker process, which is killed, stopped or upgraded
-//! at a random instant.
+//! at a random instant, or continues.
 //!
 //! Rule: every block that was acknowledged and reported is readable byte for byte, or its loss is
-//! reported. A stop or an upgrade in place must lose nothing. A `kill -9` may only lose blocks that
-//! were in memory: exactly those that [`on_disk`](crate::on_disk) does not find in the data
-//! directories before the next start. Resending the blocks repairs a loss. A worker may also have
-//! remote files, which clients read after its disks and which a test disturbs during a round.
+//! reported. A stop or an upgrade in place must lose nothing, nor a kill with persistent memory.
+//! Any other `kill -9` may only lose blocks that were in memory: those that neither
+//! [`on_disk`](crate::on_disk) finds in the data directories before the next start, nor clients in
+//! remote files. Resending the blocks repairs a loss. Clients read remote files after the worker's
+//! disks, and a test disturbs them during a round.
 
 mod clients;
 mod history;
@@ -64,8 +65,8 @@ pub enum RoundEnd {
 }
 
 impl RoundEnd {
-    /// Ends the process and starts the next one. Sets `killed` before a kill, and returns the
-    /// blocks on the disks of a killed process.
+    /// Ends the process and starts the next one, unless it continues. Sets `killed` before a kill,
+    /// and returns the blocks on the disks of a killed process.
     fn apply(self, worker: &mut WorkerProcess, killed: &AtomicBool) -> Option<DiskBlocks> {
         match self {
             Self::Nothing => {}
@@ -166,7 +167,7 @@ pub struct Checker {
     has_persistent_memory: bool,
     remote: Option<Arc<dyn RemoteReads>>,
     history: Arc<Mutex<CheckedHistory>>,
-    /// Shuffles of earlier rounds that had no loss.
+    /// Registered shuffles, oldest first. Their losses in earlier rounds were repaired.
     open_shuffles: Vec<i32>,
     tallies: BTreeMap<RoundEnd, Tally>,
 }
@@ -266,7 +267,7 @@ impl Checker {
         }
     }
 
-    /// Reads every block of a shuffle, one at a time. Returns the number of reported losses.
+    /// Verifies the results and all blocks of a shuffle. Returns the number of reported losses.
     /// `disk_blocks` holds the blocks that were on the disks when the process was killed.
     async fn verify(
         &self,

@@ -1,4 +1,4 @@
-//! Clients of worker processes.
+//! A client of a worker process; backoffs, addresses and keys for all test clients.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 use crate::worker::WorkerProcess;
 
-/// Backoff in milliseconds instead of Java's seconds, for about a minute in total.
+/// Backoff for a worker process: milliseconds instead of Java's seconds, about a minute in total.
 pub fn long_backoff() -> Backoff {
     Backoff { attempts: 600, first: Duration::from_millis(20), longest: Duration::from_millis(100) }
 }

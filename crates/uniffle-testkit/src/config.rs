@@ -66,8 +66,12 @@ impl ConfigLines<'_> {
         Worker::start(&config).await.expect("the worker did not start")
     }
 
-    /// Starts a worker with tiers besides the configured ones.
-    pub async fn start_above(&self, tiers: Vec<Arc<dyn Tier>>, data_paths: &[impl AsRef<Path>]) -> Worker {
+    /// Starts a worker with `tiers` after the configured ones.
+    pub async fn start_with_tiers(
+        &self,
+        tiers: Vec<Arc<dyn Tier>>,
+        data_paths: &[impl AsRef<Path>],
+    ) -> Worker {
         let environment = Environment { tiers, ..Environment::default() };
         let config = parse(&self.own_text(data_paths));
         Worker::start_in(environment, Inherited::default(), &config).await.expect("the worker did not start")
@@ -84,7 +88,8 @@ pub async fn start_from(file: &Path) -> Worker {
 
 /// Parses a configuration for a fixed machine.
 pub fn parse(text: &str) -> Config {
-    Config::parse(text, &env(), &machine()).unwrap_or_else(|error| panic!("import failed: {error}\n{text}"))
+    Config::parse(text, &env(), &machine())
+        .unwrap_or_else(|error| panic!("the configuration is refused: {error}\n{text}"))
 }
 
 /// Environment of a worker that is only reachable on this machine.

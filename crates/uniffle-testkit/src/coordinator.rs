@@ -24,7 +24,7 @@ const WAIT_MAX: Duration = Duration::from_secs(20);
 pub enum HeartbeatReply {
     /// Responds with SUCCESS.
     Succeed,
-    /// Responds with this status and has no effect.
+    /// Responds with this status.
     Refuse(StatusCode),
     /// Responds with a gRPC error.
     Fail,

@@ -1,5 +1,5 @@
-//! A disk with injected faults: rules make chosen operations of any disk fail, end short or hang
-//! ([`FaultDisk`]).
+//! A disk with injected faults ([`FaultDisk`]): rules, or random choices, make operations of any
+//! disk fail, end short, hang, delay, panic or damage bytes. It can also be read-only or slow.
 //!
 //! Rules are consumed in order, and a rule may let some matching calls pass first. A hanging
 //! operation has begun: it takes effect on release ([`Faults::release`]), even if its caller has
@@ -74,7 +74,7 @@ pub enum Fault {
     Flip,
     /// The operation panics when its caller polls it.
     Panic,
-    /// The process dies during the call: a write stores this number of bytes, and no call returns.
+    /// The call never returns, as if the process died in it. A write stores this number of bytes.
     /// Other operations do nothing.
     Torn {
         /// Bytes that are stored.
@@ -153,8 +153,8 @@ struct FaultState {
     device: Option<Device>,
 }
 
-/// A device with limited speed that serves one call after another. Buffered writes cost their time
-/// on write-back.
+/// A device with limited speed that serves one direct write after another. Other operations take
+/// no time.
 #[derive(Debug)]
 struct Device {
     bytes_per_second: u64,
@@ -208,14 +208,14 @@ impl Faults {
         self.inner.lock().random = Some(SeededRandom { state: seed, one_in: one_in.max(1), faults });
     }
 
-    /// Removes all rules. Hanging operations stay hanging.
+    /// Removes all rules, including the random choices. Hanging operations stay hanging.
     pub fn clear(&self) {
         let mut inner = self.inner.lock();
         inner.rules.clear();
         inner.random = None;
     }
 
-    /// Limits the device to `bytes_per_second`, by the clock of the runtime.
+    /// Limits direct writes to `bytes_per_second`, by the clock of the runtime.
     pub fn set_speed(&self, bytes_per_second: u64) {
         self.inner.lock().device = Some(Device { bytes_per_second, free_at: Instant::now() });
     }

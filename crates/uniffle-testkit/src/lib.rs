@@ -1,4 +1,5 @@
-//! Test fixtures of the workspace, without expectations of their own. Every wait has a deadline.
+//! Test fixtures of the workspace. Only the [`checker`] and the [`oracle`] have expectations of
+//! their own. Waits for a worker have a deadline.
 //!
 //! Unit tests of the server's crate can only use fixtures without types of the server, such as the
 //! disks ([`fault`], [`memory_disk`]), the object store ([`object_fault`]) and [`captured_log`].
@@ -49,8 +50,8 @@ use tokio::time::Instant;
 /// Waits longer than this are printed even if they succeed, because they slow down every test run.
 const LONG_WAIT: Duration = Duration::from_secs(2);
 
-/// Polls `look` until it returns a value. Panics at the deadline with `what` and the last error of
-/// `look`.
+/// Polls `look` on this thread until it returns a value. Panics at the deadline with `what` and the
+/// last error of `look`.
 pub fn wait_until<T>(what: &str, deadline: Duration, mut look: impl FnMut() -> Result<T, String>) -> T {
     let start = Instant::now();
     let mut last_complaint = String::new();

@@ -4,7 +4,7 @@
 //! is partially stored and fails with `StorageFull`, like on a real disk. Removed files stay
 //! readable through open handles.
 //!
-//! The disk tracks synced data: [`MemoryDisk::lose_power`] discards unsynced bytes and names.
+//! The disk tracks synced data: [`MemoryDisk::lose_power`] discards some unsynced bytes and names.
 //! Removals and renames are durable at once.
 
 mod tree;
@@ -162,7 +162,7 @@ impl MemoryDisk {
         self.tree.lock().ignores_syncs = true;
     }
 
-    /// Makes writes to removed files succeed, which a model of removed files must detect.
+    /// Makes writes to removed or changed files succeed, which a model of removals must detect.
     pub fn ignore_removals(&self) {
         self.tree.lock().ignores_removals = true;
     }
@@ -413,7 +413,7 @@ struct MemoryFile {
     /// Reads the content of the device, which differs from the written content only after a failed
     /// sync.
     direct: bool,
-    /// Path at which the file must exist, if it is open for writing.
+    /// State that a write requires, if the file was opened for writing by its name.
     expected: Option<Arc<ExpectedState>>,
 }
 
@@ -421,7 +421,7 @@ struct MemoryFile {
 struct ExpectedState {
     path: PathBuf,
     end: AtomicUsize,
-    /// Changes after the last own write, of a file of [`IoClass::Metadata`].
+    /// Number of changes at the last own write, for a file of [`IoClass::Metadata`].
     changes: Option<AtomicU64>,
 }
 
@@ -433,7 +433,8 @@ impl ExpectedState {
         self.changes.iter().for_each(|changes| changes.store(stored.changes, Ordering::Relaxed));
     }
 
-    /// Fails if the file is elsewhere or was changed.
+    /// Fails if the file is elsewhere or was changed. Only a metadata file must be wholly
+    /// unchanged; others must not be shorter.
     fn require(&self, tree: &Tree, content: &SharedContent) -> io::Result<()> {
         if tree.ignores_removals {
             return Ok(());

@@ -1,12 +1,12 @@
-//! A worker's `/metrics`, fetched over HTTP and parsed. Supports only the part of the text format
-//! that the worker uses.
+//! A worker's `/metrics`, fetched over HTTP and parsed; [`get`] fetches other pages. Supports only
+//! the part of the text format that the worker uses.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::Duration;
 
-/// Time limit of a request. On a busy machine, stacks of all tasks take seconds, because symbols of
-/// a test binary are resolved.
+/// Time limit of a connect and of each read. On a busy machine, stacks of all tasks take seconds,
+/// because symbols of a test binary are resolved.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// One response of `/metrics`.

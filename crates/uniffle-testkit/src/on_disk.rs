@@ -1,4 +1,5 @@
-//! Finds the blocks in the files of data directories, without the worker.
+//! Finds the blocks in the files of data directories, without the worker. Also makes claims, and
+//! parses the repair of a claim that a worker suggests.
 //!
 //! A block counts if its index group is whole, its bytes match their checksum, and the claim of its
 //! directory has the id in the group. After a kill this shows which blocks are on the disks. A

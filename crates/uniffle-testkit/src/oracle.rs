@@ -106,7 +106,7 @@ pub enum ViolationKind {
     UnexpectedBlock,
     /// A block of the result is not served, although a read that wants it succeeds.
     UnreportedLoss,
-    /// A refusal does not name the shuffle.
+    /// A refusal of results does not name the shuffle.
     UnnamedRefusal,
 }
 

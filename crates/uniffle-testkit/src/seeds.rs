@@ -1,4 +1,4 @@
-//! Runs a model with many independent seeds on all processors.
+//! Runs a model with many independent seeds, which the environment can choose, on all processors.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};

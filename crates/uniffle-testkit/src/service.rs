@@ -1,6 +1,6 @@
 //! A service with everything below it: memory, a local tier over in-memory disks with injectable
-//! faults, a test's own tiers, and the flusher. All parameters have defaults. Listeners are up to
-//! the test.
+//! faults, a test's own tiers, and the flusher. All parameters have defaults. The only listener is
+//! gRPC, opened on request ([`ServiceFixture::client`]).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -40,7 +40,8 @@ pub struct ServiceBuilder {
     pub disks: Vec<(Arc<MemoryDisk>, Faults)>,
     /// Tiers after the local one. The test runs their maintenance.
     pub more_tiers: Vec<Arc<dyn Tier>>,
-    /// Intervals of the checks for expired applications and tickets. `None` disables them.
+    /// Intervals of the checks for expired tickets and for expired applications. `None` disables
+    /// both.
     pub expiry: Option<(Duration, Duration)>,
     pub registry: Registry,
     pub tasks: Tasks,
@@ -198,7 +199,7 @@ impl ServiceFixture {
         self.faults.iter().map(Faults::hung).sum()
     }
 
-    /// Removes all faults and resumes hanging operations.
+    /// Removes all fault rules and resumes hanging operations.
     pub async fn heal(&self) {
         for faults in &self.faults {
             faults.clear();

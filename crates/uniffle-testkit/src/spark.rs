@@ -18,7 +18,7 @@ use crate::{maven, say};
 /// Time limit of a command. All scenarios in vanilla mode take a minute on two idle cores.
 const COMMAND_DEADLINE: Duration = Duration::from_secs(300);
 
-/// Kind of JVM. Each has its own flags and files, so that all can run concurrently.
+/// Kind of JVM. Each has its own log and temporary files, so that all can run concurrently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum JvmKind {
     /// Spark 3.5.

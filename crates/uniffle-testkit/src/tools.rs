@@ -1,5 +1,5 @@
 //! Locations of programs that tests start: binaries of the workspace, and tools that a machine may
-//! lack.
+//! lack. Reports tests that are skipped or weakened, and runs a test in its own process.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -215,7 +215,8 @@ impl WorkerProcess {
         Self { setup: setup.clone(), child, dir, data_paths, ready: nothing }
     }
 
-    /// Returns the log of a worker that must refuse to start. Fails if it starts.
+    /// Returns the log of a worker without data directories that must refuse to start. Fails if it
+    /// starts.
     pub fn refused(setup: &Setup) -> Result<String, String> {
         let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
         let mut worker = Self::launched(setup, dir, Vec::new(), Ports::default());

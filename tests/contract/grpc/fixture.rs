@@ -50,7 +50,7 @@ impl WorkerFixture {
         let dir = tempfile::tempdir().unwrap();
         let unused = vec![dir.path().join("unused")];
         let setup = Setup { store_type: "MEMORY", ..Setup::default() };
-        Self::of(setup.start_above(vec![tier], &unused).await, dir, unused).await
+        Self::of(setup.start_with_tiers(vec![tier], &unused).await, dir, unused).await
     }
 
     /// Starts a worker on the directories of an earlier one.

@@ -1,4 +1,5 @@
-//! A disk whose operations consult the rules first.
+//! A disk whose operations consult the rules first, except those that identify it: mount point,
+//! anchor, location, file ids and `verify`.
 
 use std::io;
 use std::ops::Range;

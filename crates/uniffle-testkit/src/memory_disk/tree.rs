@@ -37,7 +37,7 @@ impl FileContent {
     }
 
     /// Each unsynced sector keeps its new content, its old content or zeros. The file ends anywhere
-    /// after the old end.
+    /// from the old to the new end.
     pub(super) fn lose_power(&mut self, random: &mut StdRng) {
         let (old, new) = (std::mem::take(&mut self.durable), std::mem::take(&mut self.bytes));
         let length = match random.random_range(0..3) {
@@ -75,7 +75,7 @@ pub(super) struct Tree {
     pub(super) failing_syncs: u32,
     /// Makes syncs succeed without effect.
     pub(super) ignores_syncs: bool,
-    /// Hides the removal of open files from their writers.
+    /// Hides removals and changes of open files from their writers.
     pub(super) ignores_removals: bool,
     /// Hides that two disks share the tree.
     pub(super) hides_shared_tree: bool,

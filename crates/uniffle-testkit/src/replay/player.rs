@@ -1,9 +1,9 @@
 //! Replays a recorded session against a new worker in this process.
 //!
 //! Requests are sent one after another in recorded order with the recorded bytes. Only tickets,
-//! read cursors and offsets of local data are replaced with the new worker's. Statuses,
-//! assignments, sets of block ids and blocks must equal the recording. Times, texts and the split
-//! between memory and disk may differ.
+//! read cursors and ranges of local data are replaced with the new worker's. Requests whose
+//! recorded response is NO_BUFFER are skipped. Statuses, assignments, sets of block ids and blocks
+//! must equal the recording. Times, texts and the split between memory and disk may differ.
 
 use std::collections::HashMap;
 use std::io;

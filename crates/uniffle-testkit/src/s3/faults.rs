@@ -93,7 +93,7 @@ pub enum ResponseFault {
     Endless,
     /// Responds like [`ResponseFault::Endless`], and declares this length.
     Declare(u64),
-    /// Delays the response.
+    /// Carries out the request after this delay.
     Slow(Duration),
 }
 

@@ -19,7 +19,7 @@ use crate::wait_until;
 /// Time limit to start. Master, volume server and filer need seconds; a busy machine gets more
 /// time.
 const START_DEADLINE: Duration = Duration::from_secs(60);
-/// Time limit of one readiness check.
+/// Time limit of each read of a readiness check.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Listening parts, each with an additional gRPC port.
