@@ -9,7 +9,7 @@ use crate::workers::WorkerTarget;
 /// Largest number of workers asked at once.
 const AT_ONCE: usize = 32;
 
-/// A worker's answer, or the reason for its absence.
+/// A worker's answer, or the failure of the command there.
 pub(crate) type WorkerAnswer = Result<Value, CommandFailure>;
 
 /// Calls `ask` for all workers. Returns the results in their order.
@@ -28,14 +28,14 @@ where
     stream::iter(asked.collect::<Vec<_>>()).buffered(AT_ONCE).collect().await
 }
 
-/// Returns the workers without an answer, and the reasons.
+/// Returns the workers where the command failed, and the failures.
 pub(crate) fn failures<'a>(
     answers: &'a [(&WorkerTarget, WorkerAnswer)],
 ) -> impl Iterator<Item = (&'a WorkerTarget, &'a CommandFailure)> {
     answers.iter().filter_map(|(target, answer)| Some((*target, answer.as_ref().err()?)))
 }
 
-/// Returns the state to show for a worker without an answer.
+/// Returns the state to show for a worker where the command failed.
 pub(crate) fn state(target: &WorkerTarget, failure: &CommandFailure) -> &'static str {
     match failure {
         _ if target.is_lost => "lost",

@@ -87,7 +87,7 @@ const ARGUMENTS: TlsFileNames = TlsFileNames { ca: "--ca-file", cert: "--cert-fi
 const KEYS: TlsFileNames =
     TlsFileNames { ca: "tls.ca_file =", cert: "tls.cert_file =", key: "tls.key_file =" };
 
-/// TLS settings of a worker that calls the other workers of its cluster.
+/// TLS settings for calls of workers, by the command or by another worker of the cluster.
 #[derive(Clone)]
 pub struct Trust {
     connector: TlsConnector,
@@ -364,9 +364,9 @@ pub(crate) enum CommandFailure {
     },
     /// The command line is wrong, or a file that it refers to is unusable.
     Usage(String),
-    /// No answer arrived.
+    /// No usable answer arrived.
     Unreachable(String),
-    /// The awaited state was not reached in time.
+    /// The required state was not reached in time.
     NotReached(String),
 }
 

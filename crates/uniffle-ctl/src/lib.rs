@@ -1,9 +1,10 @@
 //! `uniffle-worker ctl`: shows the state of a worker, or of every worker of a coordinator, and
 //! administers it.
 //!
-//! It is only a client of the worker's HTTP listeners and knows nothing of the server, so it works
-//! with other versions. The server uses [`explain`] to ask the other workers of its cluster. The
-//! worker decides whether a request is allowed.
+//! It is a client of the workers' HTTP listeners and of the coordinators' gRPC, and knows nothing
+//! of the server, so it works with other versions. Only an upgrade also sends a signal. The server
+//! uses [`explain`] to ask the other workers of its cluster. The worker decides whether a request
+//! is allowed.
 //!
 //! [`import`] converts the configurations of other servers.
 //!

@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_live_workers_select_no_object() {
+    fn state_is_unknown_without_live_workers() {
         let with_state = with_state(&worker("a", false, 0), &BTreeSet::new(), false, Duration::ZERO);
         assert_eq!(with_state["state"], "unknown");
     }

@@ -209,7 +209,8 @@ pub(crate) fn csv(call: &CtlCommand, answers: &[(&WorkerTarget, WorkerAnswer)]) 
     write(columns, &rows)
 }
 
-/// Formats rows without a worker's answer, such as those of `upgrade`.
+/// Formats the one answer of a command that merges or replaces the answers of workers, such as
+/// `upgrade`.
 pub(crate) fn csv_of(call: &CtlCommand, answer: &Value) -> String {
     let Some(List { columns, items }) = list(call) else { return String::new() };
     let lists = items.iter().filter_map(|(pointer, _)| answer.pointer(pointer)?.as_array());

@@ -1,7 +1,7 @@
 //! Tables and lines that fit a width.
 //!
 //! A table that is too wide loses its least important columns first. Names are only shortened for a
-//! reader at a terminal, because programs that read a pipe need them whole.
+//! terminal or a given `COLUMNS`, because programs that read a pipe need them whole.
 
 use std::io::IsTerminal as _;
 
@@ -79,7 +79,7 @@ impl TextTable {
     }
 
     /// Formats the table for `width`. Columns in `optional` are removed in this order until it
-    /// fits. The first column is shortened if that does not suffice.
+    /// fits. The first column is shortened if that does not suffice and the width is strict.
     pub(crate) fn fitted(mut self, width: Width, optional: &[&str]) -> String {
         for name in optional {
             if self.width() <= width.columns {

@@ -29,7 +29,7 @@ const ENTER: &str = "\x1b[?1049h\x1b[?25l";
 const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
 
 /// Shows the workers that `arguments` select, initially `targets`: every `pace`, or once without
-/// one. Returns the exit code of the last view.
+/// one. Returns the exit code of the single view, or 0 once a signal ends the live view.
 pub(crate) async fn run(
     client: &HttpClient,
     arguments: &Arguments,

@@ -1,7 +1,7 @@
 //! Commands that wait for a state: they poll until it is reached or the time is up.
 //!
 //! A decommissioning worker may shut down by itself (`decommission_shutdown`). If it disappears
-//! after it reported *decommissioning*, it counts as decommissioned.
+//! after it accepted the decommission, the command succeeds with the state *gone*.
 
 use std::time::Duration;
 

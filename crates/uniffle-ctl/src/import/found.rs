@@ -1,5 +1,5 @@
-//! Entries found in the configuration of another server, in the order of the input. Every key of
-//! the input becomes an entry or a comment, and no secret is shown.
+//! Entries found in the configuration of another server. Every key of the input becomes an entry
+//! or a comment. Comments show no secret.
 
 use toml::Value;
 use uniffle_base::schema::redact;
@@ -31,7 +31,7 @@ pub(super) struct ImportedKeys {
     pub(super) entries: Vec<ImportedEntry>,
     /// Keys without a counterpart, and values that cannot be converted.
     pub(super) others: Vec<UnmappedKey>,
-    /// Number of keys in `others` that neither server knows.
+    /// Number of keys in `others` of riffle's TOML that neither server knows.
     pub(super) unknown: usize,
 }
 

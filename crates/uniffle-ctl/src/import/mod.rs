@@ -176,7 +176,8 @@ mod tests {
     use super::java;
 
     #[test]
-    fn configuration_page_lists_the_java_keys() {
+    fn migration_page_lists_the_java_config_keys() {
+        // The command selects this test by `config` in its name.
         const BEGIN: &str = "<!-- generated: UPDATE_DOCS=1 cargo test --lib config -->\n";
         const END: &str = "<!-- end -->";
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/migration.md");
