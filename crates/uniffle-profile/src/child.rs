@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn deaf_child_leaves_addresses_without_names() {
+    fn ended_child_leaves_addresses_without_names() {
         let why = failure(&shell("exec true", DEADLINE), &job(100_000));
         assert!(why.contains("the process: exit status: 0"), "{why}");
     }

@@ -25,7 +25,8 @@ pub const FREQUENCY: RangeInclusive<u32> = 1..=1000;
 /// Default frequency. It is not a multiple of common timer frequencies such as 100 Hz.
 pub const FREQUENCY_DEFAULT: u32 = 99;
 
-/// Maximum samples per profile. The profiler uses more than a kilobyte per distinct stack.
+/// Maximum samples per profile, unless one per second of CPU time already exceeds it. The profiler
+/// uses more than a kilobyte per distinct stack.
 const SAMPLES_MAX: u64 = 16_384;
 
 /// Takes samples for `duration`, then renders them. Dropping the future ends the profile.
@@ -34,7 +35,8 @@ const SAMPLES_MAX: u64 = 16_384;
 /// the process, and its signal would kill the next program.
 ///
 /// # Errors
-/// [`ProfileError::Busy`] if another profile is being taken.
+/// [`ProfileError::Busy`] if another profile is being taken, [`ProfileError::Failed`] if the
+/// profiler fails.
 pub async fn profile(
     permit: &ExclusivePermit,
     duration: Duration,
@@ -90,7 +92,7 @@ fn job(report: UnresolvedReport, format: Format) -> RenderJob {
 }
 
 /// Lowers the frequency so that a process that is busy on all processors stays within
-/// [`SAMPLES_MAX`].
+/// [`SAMPLES_MAX`], but to no less than 1.
 fn bounded(frequency: u32, duration: Duration, processors: u64) -> u32 {
     let seconds_of_cpu = duration.as_secs().saturating_mul(processors).max(1);
     let most = u32::try_from(SAMPLES_MAX / seconds_of_cpu).unwrap_or(u32::MAX);

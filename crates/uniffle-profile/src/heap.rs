@@ -14,9 +14,9 @@ pub enum State {
     Inactive,
 }
 
-/// Returns whether jemalloc's options request profiling from the start: `prof:true` without
-/// `prof_active`. jemalloc's own default for `prof_active` is true, but this build sets it to
-/// false.
+/// Returns whether jemalloc's options request profiling from the start in a way that needs
+/// [`activate`]: `prof:true` without `prof_active`. jemalloc's own default for `prof_active` is
+/// true, but this build sets it to false.
 pub fn is_requested(options: &str) -> bool {
     let is_set = |key: &str, value: &str| {
         let mut pairs = options.split(',').filter_map(|pair| pair.trim().split_once(':'));
@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_explicit_setting_starts_a_heap_profile() {
+    fn prof_without_prof_active_requests_a_profile() {
         for wish in ["prof:true", "prof:true,prof_prefix:jeprof.out", "dirty_decay_ms:0, prof:true"] {
             assert!(is_requested(wish), "{wish}");
         }

@@ -73,9 +73,11 @@ pub(super) struct Symbol {
     pub(super) name: String,
     /// Mangled name, as the linker uses it.
     pub(super) system_name: String,
-    /// Empty if unknown; line and column are 0 then.
+    /// Source file, or the program's file if the function is unknown. Empty if neither is known.
     pub(super) file: String,
+    /// 0 if unknown.
     pub(super) line: u32,
+    /// 0 if unknown.
     pub(super) column: u32,
 }
 

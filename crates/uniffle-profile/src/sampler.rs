@@ -6,9 +6,9 @@
 //! With libgcc's unwinder, samples in libc would have to be discarded. Unwinding by frame pointers
 //! would omit the running function.
 //!
-//! Invariant: debug information is never read. pprof resolves the names of the thread that starts
-//! it, which takes 100 MiB for a program of this size. That thread is therefore denied access to
-//! files ([`deny_file_reads`]).
+//! Invariant: debug information is not read, if the kernel has Landlock. pprof resolves the names
+//! of the thread that starts it, which takes 100 MiB for a program of this size. That thread is
+//! therefore denied access to files ([`deny_file_reads`]).
 
 use std::ffi::c_int;
 use std::io;

@@ -44,7 +44,7 @@ fn answer(question: &mut impl Read, answer: &mut impl Write) -> anyhow::Result<(
 }
 
 /// Resolves addresses in the file of this program, separated by white space. Returns a line per
-/// function at each address, innermost first.
+/// function at each address, innermost first, or one line with `?`.
 ///
 /// # Errors
 /// If a word is not an address.

@@ -1,8 +1,9 @@
 //! Dumps of waiting tasks: the stacks of their last awaits, grouped.
 //!
 //! Nothing is recorded between dumps. A dump stops the runtime's threads while every task is polled
-//! in tracing mode, about 20 µs per task. If a thread does not reach the barrier within 250 ms, the
-//! dump fails and the worker continues. Names are resolved afterwards by a child process.
+//! in tracing mode, about 20 µs per task. If a thread does not reach tokio's barrier within 250 ms,
+//! the threads continue, and tokio tries again. After 2 s the output has no stacks. Names are
+//! resolved afterwards by a child process.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -17,7 +18,7 @@ use super::{ExclusivePermit, ProfileError, child, in_background};
 use uniffle_base::clock::Instant;
 use uniffle_base::runtime::{RunningTask, Tasks};
 
-/// Time limit of a dump. It is exceeded if a thread of the runtime is busy or blocked.
+/// Time limit of the stacks. It is exceeded if a thread of the runtime is busy or blocked.
 const DEADLINE: Duration = Duration::from_secs(2);
 
 /// Maximum number of places with stacks in the output. Tasks at further places are only counted.
@@ -27,8 +28,8 @@ const PLACES_MAX: usize = 500;
 /// later combines places with the same source lines.
 type WaitSite = (&'static str, Vec<Vec<u32>>);
 
-/// Returns names and stacks of all tasks of the current runtime as text, or only names if the
-/// runtime cannot dump.
+/// Returns names and stacks of all tasks of the current runtime as text, or only names if stacks
+/// cannot be taken in time.
 ///
 /// An abandoned dump of the stacks continues and holds `asking` until it ends, so that there is
 /// only one. Other profiles can be taken meanwhile.
