@@ -2,7 +2,7 @@
 //! (`[patch.crates-io]`).
 //!
 //! The published crate calibrates the processor's time stamp counter before `main`, which also
-//! lengthens the gap of an upgrade: by 20 ms on an idle machine, by up to a second on a busy one.
+//! lengthens the gap of an upgrade: by 20 ms on an idle machine, by about 100 ms on a busy one.
 //! This crate reads the system's monotonic clock, which needs no calibration and takes about 20 ns
 //! more per span. It has only the functions that fastrace uses.
 

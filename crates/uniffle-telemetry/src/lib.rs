@@ -1,4 +1,4 @@
-//! Logs: destination, filter and panic hook.
+//! Logs (destination, filter and panic hook), and the traces of calls and flushes ([`traces`]).
 //!
 //! `main` calls [`init`] once per process. Libraries and tests only use the `tracing` macros.
 //! Events that operators look up later have the target [`AUDIT`]. If logs go to files, they are
@@ -53,8 +53,8 @@ pub struct Telemetry {
 }
 
 impl Telemetry {
-    /// Waits until all lines are written, before another program takes over the process. Does not
-    /// wait for a reader that has stopped reading.
+    /// Waits until all lines are written, before another program takes over the process. Waits
+    /// 50 ms at most per thread, and not at all for a write that already takes that long.
     pub fn flush(&self) {
         self.threads.iter().for_each(|thread| thread.flush(UPGRADE_WRITE_DEADLINE));
     }

@@ -13,7 +13,7 @@ use super::writer::dropped_lines;
 use uniffle_base::metrics::{self, Family};
 
 metrics::table! {
-    /// The names of `panic_signal` are those that dashboards of riffle know.
+    /// Dashboards of riffle know the name `panic_signal`.
     pub struct TelemetryMetrics {
         _panics: PanicCount = "panic_signal", "Panics since the process started";
         _lost_spans: LostSpans =

@@ -15,8 +15,8 @@ use prometheus::{HistogramOpts, IntGauge};
 
 use uniffle_base::metrics::{self, Family};
 
-/// Panics since the process started. A static, because std's panic hook belongs to the process and
-/// cannot tell its workers apart.
+/// Panics since the hook was installed. A static, because std's panic hook belongs to the process
+/// and cannot tell its workers apart.
 static PANICS: AtomicU64 = AtomicU64::new(0);
 
 /// Returns the number of panics since [`init`] was called.

@@ -4,7 +4,7 @@
 //! attempt. Fields do not distinguish messages. After the minute a line reports how many were
 //! suppressed. Audit lines always pass, and all lines pass while the filter enables DEBUG anywhere.
 //! `object_store` logs every retry at INFO, with the pause in its message. These lines are limited
-//! together.
+//! together. [`Refusals`] logs refused requests with a separate limit per kind of error.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::{self, Display};
@@ -38,7 +38,7 @@ const MESSAGE_BYTES_MAX: usize = 200;
 /// Maximum number of kinds. Further messages share one kind per log statement.
 const KINDS_MAX: usize = 1000;
 
-/// Lines per kind and interval.
+/// Refusals of one kind of error that are logged per [`INTERVAL`].
 const REFUSALS_MAX: u32 = 3;
 /// Maximum length of an error text, which may contain data of the client.
 const TEXT_CHARS_MAX: usize = 300;
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_are_limited_independently() {
+    fn refusals_are_limited_per_kind_of_error() {
         let refusals = Refusals::default();
         for _ in 0..REFUSALS_MAX {
             assert_eq!(refusals.due("a"), Some(0));

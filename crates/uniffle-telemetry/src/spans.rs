@@ -1,8 +1,8 @@
 //! Admission of root spans, and the count of lost spans.
 //!
 //! fastrace queues spans per thread and keeps the spans of a trace until its root ends, both
-//! without a limit. The number of roots that have not reached the exporter bounds their memory:
-//! every call and flush is one root with at most two children. Nothing here waits.
+//! without a limit. The number of roots that have not left fastrace bounds their memory: every call
+//! and flush is one root with at most two children. Nothing here waits.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
@@ -11,9 +11,9 @@ use fastrace::collector::SpanContext;
 #[cfg(any(test, feature = "otlp"))]
 use fastrace::collector::{SpanId, SpanRecord};
 
-/// Maximum number of roots that are open or not exported yet. A flush uses five entries of a
-/// thread's queue (start, three spans, end). The queue has 10,240 entries; beyond that fastrace
-/// would allocate.
+/// Maximum number of roots that are open or have not left fastrace yet. A flush uses five entries
+/// of a thread's queue (start, three spans, end). The queue has 10,240 entries; beyond that
+/// fastrace would allocate.
 const ROOTS_MAX: usize = 2048;
 
 /// Property from which the OpenTelemetry reporter takes the kind of a span.

@@ -119,8 +119,8 @@ impl LogThread {
         self.repeats.clone()
     }
 
-    /// Waits until all lines are written, at most for `deadline`. Does not wait if a write has
-    /// already taken that long.
+    /// Logs the number of suppressed lines, then waits until all lines are written, at most for
+    /// `deadline`. Does not wait if a write has already taken that long.
     pub(super) fn flush(&self, deadline: Duration) {
         if let Some(repeats) = &self.repeats {
             repeats.log_held_back(true);
@@ -328,7 +328,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn stuck_sink_delays_no_line_and_no_end() {
+    fn stuck_sink_delays_no_line_and_no_flush() {
         let ((thread, permit, written), before) = (started(), dropped_lines());
         let line = [b'x'; 1023].into_iter().chain([b'\n']).collect::<Vec<u8>>();
         let lines = 3 * QUEUE_BYTES_MAX / line.len();
