@@ -79,7 +79,8 @@ pub struct Assignment {
 }
 
 impl Assignment {
-    /// Checks a response for a shuffle of `partitions` partitions with `replicas` servers each.
+    /// Checks a response for a shuffle of `partitions` partitions with at least `replicas` servers
+    /// each.
     ///
     /// # Errors
     /// [`Error::Assignment`].

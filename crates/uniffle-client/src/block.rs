@@ -18,7 +18,7 @@ pub struct IdLayout {
 impl IdLayout {
     /// Java's `DEFAULT`, which also applies to a request without a layout.
     pub const HISTORIC: Self = Self { sequence_bits: 18, partition_bits: 24, task_bits: 21 };
-    /// Spark 0.9+ with default settings.
+    /// Layout of Uniffle's Spark clients since 0.9 with default settings.
     pub const SPARK: Self = Self { sequence_bits: 21, partition_bits: 20, task_bits: 22 };
 
     /// Returns the layout that Spark's clients since 0.9 derive from `rss.blockId.maxPartitions`,

@@ -1,4 +1,5 @@
-//! A cluster as an application uses it: coordinators, connections to servers, and heartbeats.
+//! A cluster as an application uses it: coordinators, connections to servers, registrations, and
+//! heartbeats.
 //!
 //! Writing and reading are in `shuffle`, `writer` and `reader`.
 

@@ -150,8 +150,8 @@ pub struct ClientOptions {
     pub heartbeat_interval: Duration,
     /// Retries after NO_BUFFER. Default: 50 calls, 2 to 10 s apart.
     pub no_buffer: Backoff,
-    /// Retries after other failures of sends, reports, assignments, and of reads without replicas.
-    /// Default: 3 calls, 1 to 10 s apart.
+    /// Retries after other failures of sends, reports, registrations of shuffles, queries to
+    /// coordinators, and of reads without replicas. Default: 3 calls, 1 to 10 s apart.
     pub failures: Backoff,
     /// Bytes of blocks that a writer collects before it sends them (`rss.client.send.size.limit`).
     /// Default: 16 MiB.

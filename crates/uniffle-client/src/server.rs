@@ -2,9 +2,9 @@
 //! transport.
 //!
 //! Replicas and the order of calls are handled by the callers. NO_BUFFER is retried as the options
-//! allow. A send is retried after any temporary failure, because duplicate blocks are legal. Other
-//! calls are retried if their response was lost. TCP connections are opened on demand, and again
-//! after they break.
+//! allow. A send is retried after any temporary failure, because duplicate blocks are legal.
+//! Registrations, reports and reads are retried if their response was lost; heartbeats and
+//! unregistrations are not. TCP connections are opened on demand, and again after they break.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,7 +37,7 @@ pub(crate) struct Server {
     address: ServerAddress,
     grpc: ShuffleClient,
     tcp: Mutex<Option<Arc<OpenConnection>>>,
-    /// Set after a failed call. Other replicas are preferred then.
+    /// True if the last call failed. Other replicas are preferred then.
     suspect: AtomicBool,
     options: Arc<ClientOptions>,
 }

@@ -1,5 +1,5 @@
-//! Pure functions that decode read responses: memory segments, index records, and the ranges to
-//! read next.
+//! Pure functions that decode read responses: bitmaps of block ids, memory segments, index records,
+//! and the ranges to read next. They also check blocks against their checksums.
 //!
 //! They follow the Java client (docs/protocol.md §3.4, §5.4) but are stricter: where Java would
 //! slice wrong bytes out of a gap in the index, they return an error. A reader splits the index of

@@ -117,7 +117,7 @@ impl TcpClient {
                 _ = write(write_half, queue) => {}
                 _ = read(read_half, answer_bytes_max, &answers) => {}
             }
-            // The queue is closed, so no entry can be added. Waiting callers learn that no response
+            // The queue is closed, so later requests fail. Waiting callers learn that no response
             // will come.
             answers.lock().clear();
         };

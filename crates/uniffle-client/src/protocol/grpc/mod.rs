@@ -2,8 +2,8 @@
 //!
 //! [`ShuffleClient`] has a typed method per RPC, which fails unless the status is SUCCESS.
 //! [`ShuffleClient::raw`] is the generated client, for calls that a well-behaved client does not
-//! make. `reader` reads whole partitions as Java does. Invariant: only NO_BUFFER is retried, as in
-//! stock clients. The caller sees all other failures.
+//! make. `reader` reads whole partitions as Java does. Invariant: only NO_BUFFER, also of a huge
+//! partition, is retried, as in stock clients. The caller sees all other failures.
 
 mod reader;
 
@@ -24,7 +24,8 @@ use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId, Ticke
 pub(crate) use self::reader::REPEATED_RESPONSES_MAX;
 pub use self::reader::{PartitionRead, ReadOptions};
 
-/// Deadline of each RPC (`rss.client.rpc.timeout.ms`).
+/// Deadline of each RPC of a client from [`ShuffleClient::connect`]
+/// (`rss.client.rpc.timeout.ms`).
 const RPC_TIMEOUT: Duration = Duration::from_secs(60);
 /// Largest accepted message: protobuf's own limit, as in Java.
 const MESSAGE_BYTES_MAX: usize = i32::MAX as usize;
