@@ -1,9 +1,9 @@
 //! gRPC send and read end to end: the Rust client and a worker in one process, over loopback.
 //!
 //! Run: `cargo bench --bench end_to_end`. Client and worker share the cores, so figures are only
-//! comparable with each other. A send round is a ticket and 8 MiB in one request over 8 partitions,
-//! which the worker seals and flushes. Reads request 8 MiB in responses of 1 MiB, from memory and
-//! from disk.
+//! comparable with each other. A send round is a ticket and 8 MiB in one request over 8 partitions.
+//! The worker flushes them when memory runs short. Reads request 8 MiB in responses of 1 MiB, from
+//! memory and from disk.
 //!
 //! Figures: `benches/notes/criterion.md`.
 

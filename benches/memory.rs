@@ -1,4 +1,5 @@
-//! Cost of a block in memory: allocator, append (reserve, write, commit) and read.
+//! Cost of a block in memory: allocator, append (reserve, write, commit), read, and the extent of a
+//! sealed batch.
 //!
 //! Run: `cargo bench --bench memory`. Append rounds write 8 MiB in requests of 64 blocks, seal and
 //! release, so that the region is warm as in a running worker. `copy` is the baseline: the same

@@ -1,4 +1,5 @@
-//! Cost of decoding: the streaming decoder of `SendShuffleDataRequest` and prost, in three forms.
+//! Cost of decoding: the streaming decoder for three forms of `SendShuffleDataRequest`, and prost
+//! for the classic form.
 //!
 //! Messages of 14 MiB are fed in pieces of 64 KiB + 1, as grpc-java sends them
 //! (docs/design/data-path.md §3). The sink only adds up lengths, so copying into memory segments is

@@ -3,8 +3,9 @@
 //!
 //! Memory, flush policy and (for the logs) flusher and store are the worker's own. For files per
 //! partition, the benchmark writes the batches of the same policy into a data and an index file
-//! each, like the Java server. Blocks of 14 KiB go to all partitions in turn, and memory holds a
-//! quarter of them. Then each partition is read, index first.
+//! each, like the Java server. Blocks of 14 KiB go to all partitions in turn. Memory holds a
+//! quarter of them, or 32 MiB, or one per partition, whichever is most. Then each partition is
+//! read, index first.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -37,7 +38,7 @@ const BLOCKS_PER_SEND: u64 = 256;
 const OVERCOMMIT: u64 = 4;
 /// Length of one record of Java's index.
 const INDEX_RECORD_BYTES: usize = 40;
-/// Largest read, as in the worker and in Java's client.
+/// Largest read of files per partition.
 const READ_BYTES: u64 = 1 << 20;
 
 /// Measures all layouts with each number of partitions.
@@ -344,7 +345,7 @@ mod tests {
     use crate::seek_disk::BYTES_PER_SECOND;
 
     #[tokio::test]
-    async fn logs_are_faster_than_a_file_per_partition() {
+    async fn logs_are_written_faster_than_partition_files() {
         let bytes = 64 << 20;
         let logs = measure(Layout::Logs, 500, bytes).await.unwrap();
         let files = measure(Layout::FilePerPartition, 500, bytes).await.unwrap();

@@ -1,8 +1,9 @@
 //! `uniffle-bench`: a cluster of writers and readers in one command, for any server that speaks
-//! Uniffle's protocols.
+//! Uniffle's protocols. It also measures the bare machine and a simulated disk.
 //!
-//! Exit codes: 0 if everything ran and every byte was correct, 1 otherwise (one line on stderr
-//! gives the reason), 2 for a wrong command line. The codecs are in the `uniffle-client` library.
+//! Exit codes: 0 if everything ran and every byte that was read is correct, 1 otherwise (one line
+//! on stderr gives the reason), 2 for a wrong command line. Requests are encoded here, blocks and
+//! indexes are decoded by the `uniffle-client` library.
 
 mod baseline;
 mod compare;

@@ -1,9 +1,9 @@
-//! Encodes `sendShuffleData` as lists of pieces: headers come from one arena, payload directly from
-//! the pool.
+//! Encodes `sendShuffleData` as lists of pieces: headers and small blocks come from one arena,
+//! other payload directly from the pool.
 //!
-//! Encoded by hand, because prost would copy every byte. The tests decode with prost and compare
-//! with the library's encoder. Invariant: [`MessagePieces::length`] is the sum of the pieces'
-//! lengths.
+//! Encoded by hand, because prost would copy every byte. The tests compare gRPC messages with those
+//! of the library, and a Netty frame with the protocol's vector. Invariant:
+//! [`MessagePieces::length`] is the sum of the pieces' lengths.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use uniffle_client::send::BLOCK_OVERHEAD_BYTES;

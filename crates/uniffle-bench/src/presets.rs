@@ -58,8 +58,8 @@ pub(crate) async fn scale(mut args: PresetArgs) -> anyhow::Result<BenchReport> {
     Ok(BenchReport { runs: vec![report.await?], ..BenchReport::default() })
 }
 
-/// Writes everything, then reads everything: with a server whose memory is small, and with one that
-/// holds all data.
+/// Writes everything, then reads everything: with a server whose memory is small, and, if
+/// `--large-cmd` is given, with one that holds all data.
 pub(crate) async fn terasort(mut args: PresetArgs) -> anyhow::Result<BenchReport> {
     let size = check(&args)?;
     args.run.load = LoadArgs {

@@ -1,7 +1,8 @@
 //! The server process: resource usage from `/proc` or from its metrics, and starting it with a
 //! command.
 //!
-//! Figures cover the whole process since its start. Callers compute differences.
+//! Figures cover the whole process since its start. Callers compute differences. The CPU time of
+//! this process and thread is here too.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};

@@ -18,7 +18,7 @@ pub(crate) const GB: f64 = 1e9;
 pub(crate) struct BenchReport {
     /// The command line.
     pub(crate) command: String,
-    /// Runs in chronological order.
+    /// Runs in chronological order. Those of `compare`: first all of A, then all of B.
     pub(crate) runs: Vec<RunReport>,
     /// Named as in reports of earlier versions.
     #[serde(rename = "floor")]
@@ -361,7 +361,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn json_report_round_trips() {
+    fn json_report_contains_the_figures() {
         let file = tempfile::NamedTempFile::new().unwrap();
         sample_report().write_json(file.path()).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&std::fs::read(file.path()).unwrap()).unwrap();

@@ -188,7 +188,7 @@ impl ClientGroup {
         self.phase("between", bytes, &stats, work).await
     }
 
-    /// Reads a shuffle and compares every byte.
+    /// Reads a shuffle and compares every byte, unless `--unchecked` is given.
     pub(crate) async fn read(&mut self, name: &str, shuffle: &BenchShuffle) -> anyhow::Result<()> {
         let stats = Arc::new(Stats::default());
         let phase = self.readers(shuffle, &stats)?;
@@ -358,8 +358,8 @@ fn figures(name: &str, stats: &Stats, took: Duration) -> PhaseReport {
     }
 }
 
-/// Connects and runs `work`. Unregisters the application in any case, so that a failed run leaves
-/// nothing on the server.
+/// Connects and runs `work`. Then unregisters the application, also after a failure, so that a run
+/// without `--keep` leaves nothing on the server.
 pub(crate) async fn with_cluster(
     name: &str,
     args: &RunArgs,

@@ -2,9 +2,9 @@
 //!
 //! The model has one head. A non-sequential access costs a seek and half a rotation; bytes cost
 //! their transfer time. Every write is appended to the platter, the best case of delayed
-//! allocation, so a write only costs a seek if its file changes (inode, allocation). A read costs a
-//! seek if its bytes do not follow the last access. Creating a file costs a seek. Opening and
-//! deleting are free. No time passes: the seconds are only added up.
+//! allocation, so a write only costs a seek after a read, or if its file changes (inode,
+//! allocation). A read costs a seek if its bytes do not follow the last access. Creating a file
+//! costs a seek. Opening and deleting are free. No time passes: the seconds are only added up.
 
 use std::collections::HashMap;
 use std::io;

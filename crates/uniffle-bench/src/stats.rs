@@ -103,7 +103,7 @@ impl Stats {
         get(&self.written_bytes) + get(&self.read_bytes)
     }
 
-    /// Returns the number of calls of every kind.
+    /// Returns the number of single calls.
     pub(crate) fn requests(&self) -> u64 {
         let counted = Rpc::ALL.iter().zip(&self.latencies).filter(|(rpc, _)| rpc.is_request());
         counted.map(|(_, histogram)| histogram.lock().len()).sum()

@@ -287,7 +287,7 @@ fn copy(mut from: TcpStream, mut to: TcpStream, corrupt_offset: usize) {
 }
 
 #[test]
-fn manuals_and_completions_cover_every_subcommand() {
+fn manuals_and_completions_are_created() {
     let dir = tempfile::tempdir().unwrap();
     let output = bench(&[
         "man",
