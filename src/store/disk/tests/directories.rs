@@ -1,5 +1,5 @@
 //! Data directories that are not what their paths suggest: copies, unmounted disks, disappearing
-//! roots.
+//! roots, damaged claims.
 
 use super::*;
 use crate::store::disk::directories::marker::marker_of;
@@ -131,7 +131,7 @@ async fn new_disk_at_the_mount_point_of_another_is_taken() {
     new.memory.set_mount_point("/b");
     let (paths, ids, incomplete) = opened(None, [&disks[0], &new]).await;
     assert_eq!(paths, all.0);
-    assert!(ids.len() < all.1.len(), "no block was lost, so the test checks nothing");
+    assert!(ids.len() < all.1.len(), "no block is on the absent disk, so the test checks nothing");
     assert!(incomplete.is_some_and(|reason| reason.contains("/b/data is missing")));
     // The old directory returns, and its blocks are served again.
     let (_, ids, _) = opened(None, [&disks[0], &disks[1]]).await;
@@ -191,7 +191,7 @@ async fn missing_directory_receives_nothing_until_it_returns() {
     }
     store.append_metadata(&handle, b"more").await.unwrap();
     store.probe().await;
-    assert_eq!(content(&disks[0]), before, "the start wrote to the refused directory");
+    assert_eq!(content(&disks[0]), before, "the store wrote to the detached directory");
     let error = read_all(&store, &key, 1).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Unhealthy);
     // Another directory in its place is not accepted.
@@ -206,7 +206,7 @@ async fn missing_directory_receives_nothing_until_it_returns() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), (0..12).collect::<Vec<_>>());
 }
 
-/// Data directories of a worker with a shuffle and their original claims.
+/// Real data directories with a shuffle. A test damages the claim of the last one.
 struct Claimed {
     root: tempfile::TempDir,
     count: usize,

@@ -12,8 +12,8 @@ async fn two_disks() -> ([TestDisk; 2], Arc<LocalStore>, ShuffleKey) {
     (disks, store, key)
 }
 
-/// Fails `rule` on the disk that is next for a batch. The batch must be written completely all the
-/// same.
+/// Injects `rule` into the disk that is next for a batch. The batch must be written completely all
+/// the same.
 async fn survives(rule: Rule, expect_healthy: bool, expect_full: bool) {
     let (disks, store, key) = two_disks().await;
     store.write(&key, vec![extent(1, &[(1, 8000)], true)]).await.unwrap(); // to disk 0
@@ -103,7 +103,7 @@ async fn failed_open_or_mkdir_goes_to_another_disk() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn failure_of_all_disks_keeps_memory_for_a_retry() {
+async fn batch_refused_by_all_full_disks_can_be_retried() {
     let (disks, store, key) = two_disks().await;
     for disk in &disks {
         disk.faults.add(Rule::always(Operation::Write, Fault::Errno(ENOSPC)).on(".data"));
@@ -300,7 +300,7 @@ async fn failed_removal_is_retried() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn failed_probe_reports_the_cause() {
+async fn failed_probe_counts_by_its_error() {
     let (disks, store, _) = two_disks().await;
     disks[0].faults.add(Rule::once(Operation::Write, Fault::Errno(ENOSPC)));
     disks[1].faults.add(Rule::once(Operation::Sync, Fault::Errno(EIO)));

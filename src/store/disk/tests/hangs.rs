@@ -178,7 +178,8 @@ async fn hung_reads_leave_memory_for_other_disks() {
     assert_eq!(first_chunk(0).await.unwrap(), Some(1_000_000));
 }
 
-/// One deletion takes 600 s. Meanwhile the failed disk is probed, and deletions on it continue.
+/// One deletion takes minutes. Meanwhile the other disk fails, is probed, and deletions on it
+/// continue.
 #[tokio::test(start_paused = true)]
 async fn slow_deletion_does_not_delay_probes_or_other_disks() {
     let (disks, store, key) = two_disks().await;

@@ -1,4 +1,5 @@
-//! Claims and restarts, short-lived shuffles, concurrent writers and purges.
+//! Claims of directories, states of disks (read-only, dead, full), short-lived shuffles, concurrent
+//! writers and purges, and the descriptors and heap that shuffles use.
 
 use futures::future::join_all;
 
@@ -9,7 +10,7 @@ use uniffle_io::blocking::BlockingDisk;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
 #[tokio::test]
-async fn apps_and_shuffles_do_not_share_anything() {
+async fn purge_spares_ids_with_the_same_prefix() {
     let disks = [TestDisk::new("/disk")];
     let store = store_on(&disks).await;
     let keys = [key("app-1", 1), key("app-1", 10), key("app-10", 1), key("app-10", 10)];

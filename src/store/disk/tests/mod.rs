@@ -119,7 +119,7 @@ impl TestDisk {
     }
 }
 
-/// Opens a store on fresh memory disks.
+/// Opens a store on `disks`.
 pub(super) async fn store_on(disks: &[TestDisk]) -> Arc<LocalStore> {
     open(disks.iter().map(TestDisk::disk).collect()).await.unwrap()
 }
@@ -299,7 +299,7 @@ pub(super) fn log_copies(disks: &[TestDisk]) -> Vec<(usize, PathBuf)> {
     disks.iter().enumerate().flat_map(of).collect()
 }
 
-/// Returns all whole groups of a shuffle's index logs by sequence, as recovery finds them.
+/// Returns the whole groups of all index logs by sequence, as recovery finds them.
 pub(super) fn groups(disks: &[TestDisk]) -> Vec<codec::IndexGroup> {
     let mut found = Vec::new();
     for disk in disks {
@@ -316,7 +316,8 @@ pub(super) fn groups(disks: &[TestDisk]) -> Vec<codec::IndexGroup> {
     found
 }
 
-/// Asserts that purged shuffles left nothing: no file, no counted byte, no write in flight.
+/// Runs maintenance, then asserts that purged shuffles left nothing: no file, no counted byte, no
+/// write in flight.
 pub(super) async fn assert_nothing_left(store: &LocalStore, disks: &[TestDisk]) {
     store.maintain_once().await;
     for disk in disks {

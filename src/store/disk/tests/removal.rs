@@ -1,5 +1,5 @@
 //! Deletions do not delay writes, and do not pause if there is nothing to delay. Time is paused, so
-//! it only passes in pauses.
+//! it only passes in pauses. Also: files go only after the metadata log has their purge.
 
 use std::time::Duration;
 
@@ -189,7 +189,7 @@ async fn durable_purge_is_not_undone() {
     drop(store);
     let store = open(vec![disk.disk()]).await.unwrap();
     let mut recovered = store.take_recovered();
-    assert!(recovered.records.next().await.unwrap().is_none(), "files of no registration were recovered");
+    assert!(recovered.records.next().await.unwrap().is_none(), "records of a purged shuffle were recovered");
 }
 
 #[tokio::test(start_paused = true)]

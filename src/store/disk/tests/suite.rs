@@ -1,5 +1,5 @@
-//! Contract of every disk: one suite over memory and over the operating system, buffered and
-//! direct.
+//! The store on every kind of disk: one suite over memory and over the operating system, buffered
+//! and direct. Also the layout of files, the order of blocks, and refused batches.
 
 use super::*;
 use uniffle_io::blocking::BlockingDisk;
@@ -56,7 +56,7 @@ async fn suite(disks: Vec<Arc<dyn Disk>>, direct_io: bool) {
 }
 
 #[tokio::test]
-async fn memory_disks() {
+async fn store_suite_passes_on_memory_disks() {
     for count in 1..4 {
         let disks = (0..count).map(|n| TestDisk::new(&format!("/disk{n}")).disk());
         suite(disks.collect(), true).await;
@@ -64,7 +64,7 @@ async fn memory_disks() {
 }
 
 #[tokio::test]
-async fn real_disks_buffered_and_direct() {
+async fn store_suite_passes_on_real_disks() {
     for direct in [false, true] {
         let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let disk = |root: &tempfile::TempDir| Arc::new(BlockingDisk::new(root.path(), 2, 2)) as Arc<dyn Disk>;

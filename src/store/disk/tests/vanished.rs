@@ -1,5 +1,5 @@
 //! Removal, replacement, truncation and moves of files and directories by other programs during
-//! use.
+//! use. Starts that are refused leave no claim in a new directory.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ const SPARE: &str = ".2.new";
 /// The error "File too large".
 const EFBIG: i32 = rustix::io::Errno::FBIG.raw_os_error();
 
-/// Partitions reported to have lost blocks.
+/// Partitions reported as damaged.
 pub(super) type ReportedPartitions = Arc<Mutex<Vec<i32>>>;
 
 /// Creates a store on one disk, with a shuffle that has two blocks there.
@@ -435,7 +435,7 @@ async fn moved_directory_is_detached_and_not_recreated() {
     }
     real.store.sweep().await;
     real.store.maintain_once().await;
-    assert!(!real.root().exists(), "a directory was created on another file system");
+    assert!(!real.root().exists(), "the moved directory was created again");
     assert_eq!(real.store.disks()[0].condition, DiskCondition::Detached);
     assert_eq!(
         real.store.core.metrics.files_vanished.get(),
