@@ -178,7 +178,7 @@ async fn failed_cache_disk_falls_back_to_the_store() {
 }
 
 #[tokio::test]
-async fn unopenable_cache_is_disabled() {
+async fn unopenable_cache_does_not_fail_reads() {
     let (disk, faults) = faulty_disk();
     faults.add(Rule::always(Operation::OpenWrite, fault::Fault::Errno(fault::EACCES)));
     let process = start_with_cache(&FaultyObjects::default(), disk, 8).await;
@@ -265,7 +265,7 @@ async fn index_records_are_suspected_before_blocks() {
 }
 
 #[tokio::test]
-async fn large_extent_is_read_back_in_bounded_parts() {
+async fn large_extent_is_read_back_completely() {
     let (process, _) = start_with_many_blocks(16 << 20).await;
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..MANY, 10));
 }
@@ -320,7 +320,7 @@ async fn cache_does_not_survive_shuffles_or_process() {
 }
 
 #[tokio::test]
-async fn following_chunk_is_prefetched() {
+async fn following_chunks_are_prefetched() {
     let process = start_with_cache(&FaultyObjects::default(), memory_disk(), 8).await;
     process.write_segments(5).await;
     let before = process.gets();

@@ -86,7 +86,7 @@ async fn slow_readers_hold_no_request_permit() {
 }
 
 #[tokio::test]
-async fn stalled_or_wrong_response_is_requested_again() {
+async fn cut_or_wrong_response_is_requested_again() {
     for (fault, gets) in [(ObjectFault::Cut, 2), (ObjectFault::Flip, 2)] {
         let process = with_a_run(8).await;
         let mut faults = vec![fault].into_iter();

@@ -1,4 +1,5 @@
-//! Tests with two concurrent processes of one worker.
+//! Claims of the worker's prefix: two concurrent processes of one worker, lost claims and
+//! responses, and stores that ignore conditions. Also the saved settings.
 
 use uniffle_testkit::object_fault::{Call, ObjectFault};
 

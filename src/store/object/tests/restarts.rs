@@ -307,7 +307,7 @@ async fn unregistered_and_replaced_objects_are_deleted() {
 }
 
 #[tokio::test]
-async fn silent_store_fails_the_start() {
+async fn failing_store_fails_the_start() {
     let process = Process::start(&FaultyObjects::default()).await;
     process.register_noted(&key(1)).await.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
     let store = process.kill().await;
