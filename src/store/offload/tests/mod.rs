@@ -138,8 +138,8 @@ impl Process {
         panic!("the offload does not end");
     }
 
-    /// Offloads data that the policy selects, until it selects none. Returns the number of
-    /// failures.
+    /// Offloads data that the policy selects, until it selects none. Then records the end of a
+    /// drain. Returns the number of failures.
     async fn offload_candidates(&self) -> usize {
         let mut failed = 0;
         for _ in 0..100 {

@@ -309,7 +309,7 @@ async fn only_cold_partitions_are_offloaded() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn missing_cold_partitions_do_not_end_a_drain() {
+async fn lack_of_cold_partitions_does_not_stop_a_drain() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;

@@ -199,11 +199,11 @@ async fn about_to_offload(
     process
 }
 
-/// Delayed writes of the shuffle's metadata pages take effect after the pages were deleted and the
-/// shuffle was registered again. With `Repeat`, a second attempt had already taken effect. The
-/// disks are lost afterwards.
+/// Delayed writes of objects take effect after the shuffle's objects were deleted and it was
+/// registered again. With `Repeat`, an earlier attempt had already taken effect. The disks are lost
+/// afterwards.
 #[tokio::test(start_paused = true)]
-async fn late_page_does_not_join_a_later_registration() {
+async fn late_write_does_not_join_a_later_registration() {
     let mut arrived = 0;
     for (fault, from) in
         [ObjectFault::Late, ObjectFault::Repeat].into_iter().flat_map(|it| (0..8).map(move |at| (it, at)))

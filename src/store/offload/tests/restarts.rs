@@ -75,7 +75,7 @@ async fn empty_machine_serves_offloaded_data_and_reports() {
     assert_eq!(
         present(&recovered, &moved, 0),
         (0..20).collect::<Vec<_>>(),
-        "two reported blocks must be lost"
+        "blocks that were not offloaded must be absent"
     );
     assert_eq!(process.read(&moved, 0).await.unwrap(), expected(0..20, 3000));
     // The shuffle continues there, and the next start finds both parts.
@@ -141,12 +141,13 @@ async fn machine_with_fast_clock_overrides_nothing() {
     assert_eq!(process.read(&key, 0).await.unwrap(), all);
 }
 
-/// The process ends at every store call of two offloads, before or after the call takes effect.
+/// The process ends at every modifying store call of an offload, before or after the call takes
+/// effect.
 #[tokio::test(start_paused = true)]
 async fn interrupted_offload_keeps_every_block_once() {
     let (mut at, mut has_ended) = (0, false);
     while !has_ended {
-        assert!(at < 1000, "two moves make more than {at} calls");
+        assert!(at < 1000, "the offload makes more than {at} calls");
         for fault in [ObjectFault::Refuse, ObjectFault::LoseAnswer] {
             let process = Fixture::new().start().await;
             let key = key(1);
@@ -154,7 +155,7 @@ async fn interrupted_offload_keeps_every_block_once() {
             process.append_record(&key, b"report").await.unwrap();
             fill(&process, &key, 0..25).await;
             let mut calls = 0;
-            // From this call on no call takes effect, as if the process had ended.
+            // After this call no call takes effect, as if the process had ended.
             process.fixture.store.set(move |call, _| {
                 calls += usize::from(!matches!(call, Call::Get | Call::List));
                 match calls {
