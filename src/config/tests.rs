@@ -13,7 +13,7 @@ use names::RIFFLE;
 
 const EXAMPLE: &str = include_str!("../../config.toml.example");
 
-/// Updates the generated files.
+/// Command that updates the generated files.
 const UPDATE: &str = "UPDATE_DOCS=1 cargo test --lib config";
 
 fn machine() -> Machine {

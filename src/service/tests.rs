@@ -339,7 +339,7 @@ async fn huge_partitions_are_flushed_by_their_own_threshold() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn hard_limit_uses_a_text_that_clients_know() {
+async fn hard_limit_uses_a_status_that_clients_know() {
     let hard = PartitionLimits { bytes_max: Some(50_000), ..PartitionLimits::default() };
     let mut fixture = Fixture::new(hard, quiet()).await;
     fixture.fill(3, 40_000);
@@ -407,7 +407,7 @@ async fn buffer_with_many_batches_is_flushed_after_one_ends() {
         assert_eq!(
             fixture.memory.block_count(),
             0,
-            "blocks remain after a decommission, by an operator: {by_an_operator}"
+            "blocks remain in memory, flushed by an operator: {by_an_operator}"
         );
         fixture.stop().await;
     }

@@ -1,4 +1,4 @@
-//! Registering and unregistering, and the limits of registrations, without a service.
+//! Registrations, their limits, removals and expiry, without a service.
 
 use std::collections::HashMap;
 
@@ -21,7 +21,8 @@ fn registration(app: &str, shuffle: i32, ranges: &[(i32, i32)]) -> Registration 
     }
 }
 
-/// A value that is slow to drop. It records whether others could register meanwhile.
+/// Stands for the state of a removed shuffle, which may be slow to drop. It records whether others
+/// could register meanwhile.
 struct Large<'a>(&'a AppRegistry, &'a std::cell::Cell<u32>);
 
 impl Drop for Large<'_> {

@@ -1,3 +1,5 @@
+//! The end of idle connections before an upgrade, and the order in which a full table evicts.
+
 use std::net::Ipv4Addr;
 
 use proptest::prelude::*;
@@ -233,7 +235,7 @@ async fn formerly_dominant_address_is_not_evicted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn busy_connections_are_evicted_a_few_at_a_time() {
+async fn few_evicted_connections_finish_at_a_time() {
     let limiter = ConnectionLimiter::new(1).with_leaving(2);
     let (opening, first) = (take(&limiter).0, take(&limiter).0);
     assert!(is_closed(&opening), "an unopened connection has no request to lose and is evicted first");
@@ -248,7 +250,7 @@ async fn busy_connections_are_evicted_a_few_at_a_time() {
         assert!(!is_closed(held));
     }
     let fourth = take(&limiter).0;
-    assert!(is_closed(&third), "while two evicted connections finish their calls, a third must be evicted");
+    assert!(is_closed(&third), "while two evicted connections finish their calls, a third must be closed");
     begun(&fourth);
     drop((first, third));
     let _fifth = take(&limiter).0;

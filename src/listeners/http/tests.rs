@@ -286,7 +286,7 @@ async fn cancelling_does_not_wait_for_slow_clients() {
 }
 
 #[test]
-fn readiness_lists_apps_with_refused_results() {
+fn readiness_text_names_risks_and_refused_results() {
     assert_eq!(describe_ready(&Incompleteness::default(), &[]), "ready\n");
     let risks = ["data is at risk".to_owned()];
     assert_eq!(describe_ready(&Incompleteness::default(), &risks), "ready\ndata is at risk\n");

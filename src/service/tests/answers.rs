@@ -1,4 +1,5 @@
-//! Responses from memory follow the pace of the connection that consumes them.
+//! Responses from memory: their size follows the pace of the connection, large filters count as
+//! long work, and unread responses of one application leave room for others.
 
 use super::*;
 use crate::service::ReadLimits;
@@ -75,7 +76,7 @@ async fn slow_reader_pins_less_memory_than_a_fast_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn only_large_filters_run_in_the_blocking_pool() {
+async fn only_filters_of_many_blocks_may_take_long() {
     fn request<'a>(
         app: &'a str,
         partition: i32,
@@ -110,7 +111,7 @@ async fn only_large_filters_run_in_the_blocking_pool() {
     fixture.stop().await;
 }
 
-/// With half of the budget for each application, two of them held all of it.
+/// Regression test: with half of the budget for each application, two of them held all of it.
 #[tokio::test(start_paused = true)]
 async fn unread_responses_of_greedy_apps_leave_room_for_another() {
     let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;

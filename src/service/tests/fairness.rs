@@ -1,4 +1,5 @@
-//! Shares of the memory among applications that request more than there is.
+//! Shares of memory and of local reads among applications that request more than there is, and the
+//! price of a ticket.
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
@@ -203,7 +204,7 @@ async fn ticket_does_not_wait_while_all_tiers_fail() {
     fixture.stop().await;
 }
 
-/// Reads the first `bytes` bytes of a file of `app`.
+/// Reads the first `bytes` bytes of partition 3 of `app`, which are on the disk.
 async fn read_of(fixture: &Fixture, app: &str, bytes: u64) -> Result<DataAnswer, ServiceError> {
     let reads = &fixture.service.reads;
     let range = ReadRange { offset: 0, length: i32::try_from(bytes).unwrap() };
