@@ -558,7 +558,7 @@ fn metrics_show_live_values() {
 }
 
 #[test]
-fn ids_of_all_blocks_are_known_before_any_release() {
+fn ids_are_those_of_all_unreleased_blocks() {
     let memory = memory(8 * MIB);
     let buffer = buffer(&memory);
     let ids = || {
