@@ -1,4 +1,4 @@
-//! Blocks of the tests, whose content follows from their id.
+//! Blocks of the tests, whose content follows from id and length.
 
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_testkit::block_generator::BlockGenerator;

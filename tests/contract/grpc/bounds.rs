@@ -52,7 +52,7 @@ fn results(key: &ShuffleKey, partitions: Vec<i32>) -> GetShuffleResultForMultiPa
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn repeated_partition_costs_as_much_as_one() {
+async fn repeated_partitions_are_merged_up_to_a_limit() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 9)]).await.unwrap();
     // Scattered ids: merging them once takes milliseconds, and merging them 300,000 times minutes.
@@ -75,14 +75,13 @@ async fn repeated_partition_costs_as_much_as_one() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unfinished_reports_use_at_most_half_of_their_heap() {
+async fn unfinished_reports_do_not_block_small_ones() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 9)]).await.unwrap();
     let heap = fixture.memory().heap().clone();
     let requests = heap.of(HeapKind::Requests);
     let channel = raw::connect(fixture.worker.addresses().grpc).await;
-    // The maximum number of reports of a connection, each of the largest size and without its last
-    // byte.
+    // Reports of one connection that declare more bytes than the heap has, and never end.
     let (mut senders, mut calls) = (Vec::new(), Vec::new());
     for _ in 0..24 {
         let (sender, receiver) = mpsc::channel(1);
@@ -130,7 +129,7 @@ async fn unfinished_reports_use_at_most_half_of_their_heap() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn send_of_one_byte_blocks_is_refused_before_heap_is_full() {
+async fn send_of_too_many_tiny_blocks_gets_no_buffer() {
     let setup = Setup { memory: "heap_capacity = \"32MiB\"", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -213,7 +212,7 @@ async fn unread_responses_pin_bounded_memory() {
     let answered = fixture.memory().answered();
     let address = format!("http://{}", fixture.worker.addresses().grpc);
     for _ in 0..40 {
-        // The smallest window that HTTP/2 allows at the start of a connection.
+        // HTTP/2's initial windows, which for a connection cannot be smaller.
         let endpoint = Endpoint::from_shared(address.clone()).unwrap().initial_stream_window_size(65_535);
         let channel = endpoint.initial_connection_window_size(65_535).connect().await.unwrap();
         bodies.push(raw::open(&channel, GET_MEMORY_DATA, raw::framed(&request)).await);
@@ -312,7 +311,7 @@ async fn unread_responses_are_dropped_for_requests_waiting_for_heap() {
         bodies.push(raw::open(&channel, GET_MEMORY_DATA, raw::framed(&request)).await);
     }
     assert!(answered.used() > 0 && heap.free() < free);
-    // Memory must be free soon, long before the 120 s that each response may take.
+    // Memory must be free long before the 120 s that each response may take.
     let began = Instant::now();
     drop(heap.charge(free).await.unwrap());
     assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
@@ -326,9 +325,8 @@ async fn unread_responses_are_dropped_for_requests_waiting_for_heap() {
     fixture.finish().await;
 }
 
-/// Limit for one poll on the worker's runtime. Optimised polls take at most about a millisecond.
-/// This build is not optimised, the machine may be busy, and blocking work took a hundred times
-/// longer.
+/// Limit for one poll on the worker's runtime. It is generous, because test builds are not
+/// optimised and the machine may be busy.
 const POLL_MAX: Duration = Duration::from_secs(2);
 
 fn runtime() -> Runtime {
@@ -347,7 +345,8 @@ fn long_polls(runtime: &Runtime) -> u64 {
     (0..metrics.num_workers()).map(|worker| metrics.poll_time_histogram_bucket_count(worker, 1)).sum()
 }
 
-async fn attack(client: ShuffleClient, key: ShuffleKey) {
+/// Registers many ranges, reports and queries scattered ids, and reads with a large task filter.
+async fn make_large_requests(client: ShuffleClient, key: ShuffleKey) {
     let ranges = (0..100_000).map(|n| ShufflePartitionRange { start: 2 * n, end: 2 * n }).collect();
     let registration = ShuffleRegisterRequest {
         app_id: key.app.as_str().to_owned(),
@@ -407,12 +406,12 @@ fn requests_do_not_block_runtime_threads() {
     let fixture = of_worker.block_on(WorkerFixture::with(setup));
     let address = fixture.worker.addresses().grpc;
     of_clients.block_on(async {
-        let attacks = (0..3).map(|app| async move {
+        let clients = (0..3).map(|app| async move {
             let client = ShuffleClient::connect(address).await.unwrap();
-            attack(client, key(&format!("app-{app}"), 1)).await;
+            make_large_requests(client, key(&format!("app-{app}"), 1)).await;
             assignment(address).await;
         });
-        futures::future::join_all(attacks).await;
+        futures::future::join_all(clients).await;
     });
     assert_eq!(long_polls(&of_worker), 0);
     drop(of_clients);

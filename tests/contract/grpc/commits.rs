@@ -24,7 +24,7 @@ async fn finish(fixture: &WorkerFixture, key: &ShuffleKey) -> StatusCode {
     fixture.client.raw().finish_shuffle(request).await.unwrap().into_inner().status()
 }
 
-/// Returns the current index, which is everything that a reader without MEMORY finds.
+/// Returns the sorted ids in the current index: all blocks that a reader without MEMORY finds.
 async fn on_disk(fixture: &WorkerFixture, key: &ShuffleKey, partition: i32) -> Vec<i64> {
     let index = fixture.client.read_index(key, PartitionId(partition)).await.unwrap();
     let mut ids: Vec<i64> = index.records.iter().map(|record| record.meta.block_id.0).collect();

@@ -1,4 +1,7 @@
-//! Idle connections: each state has a timeout, and eviction takes the connection idle longest.
+//! gRPC connections: timeouts of prefaces and requests, and eviction of the longest idle one.
+//!
+//! Cancelled and stalled calls do not end their connection. The last test is about the stage
+//! attempt of sends.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -26,14 +29,14 @@ async fn connect_and_send(address: SocketAddr, bytes: &[u8]) -> TcpStream {
     stream
 }
 
-/// Expects the worker to close the connection without a request.
+/// Expects the worker to close the connection.
 async fn expect_close(mut stream: TcpStream, what: &str) {
     let mut rest = Vec::new();
     let ended = timeout(WAIT_MAX, stream.read_to_end(&mut rest)).await;
     assert!(ended.is_ok(), "the connection is still open: {what}");
 }
 
-/// Expects a PING response after both prefaces.
+/// Sends a PING and expects its response.
 async fn expect_pong(stream: &mut TcpStream) {
     stream.write_all(PING).await.unwrap();
     let mut seen = Vec::new();
@@ -124,7 +127,7 @@ async fn longest_idle_connection_is_evicted() {
         (connect_and_send(address, BEGINNING).await, connect_and_send(address, BEGINNING).await);
     expect_pong(&mut first).await;
     expect_pong(&mut second).await;
-    // Both the fixture's client and the first connection were active after it.
+    // After these calls of the fixture's client and `first`, `second` is idle longest.
     fixture.client.register(&key("app-1", 1), &[(0, 0)]).await.unwrap();
     expect_pong(&mut first).await;
     let mut third = connect_and_send(address, BEGINNING).await;

@@ -1,4 +1,4 @@
-//! Decommission of a worker: docs/protocol.md §2.14.
+//! Decommission of a worker (docs/protocol.md §2.14), and a worker whose coordinators are down.
 
 use std::time::Duration;
 
@@ -80,7 +80,7 @@ async fn decommissioned_worker_gets_no_assignments_and_serves_its_app() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn worker_without_coordinators_serves_clients() {
+async fn worker_with_unreachable_coordinators_serves() {
     // Nothing listens on port 1.
     let setup = Setup {
         top: "coordinator_quorum = [\"127.0.0.1:1\", \"127.0.0.1:2\"]\nheartbeat_interval_seconds = 1",

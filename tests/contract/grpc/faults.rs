@@ -1,4 +1,5 @@
-//! Failing disks as clients see them: docs/architecture.md §6 items 4 and 7.
+//! Failing disks as clients see them (docs/architecture.md §6 items 4, 7 and 8), a paused flusher,
+//! and the verification of disk reads.
 
 use std::time::Duration;
 
@@ -129,8 +130,9 @@ async fn flushed_and_reported() -> (ServiceFixture, ShuffleClient, ShuffleKey, V
     (fixture, client, key, all)
 }
 
-/// Returns the response to Spark's fourth attempt of a task, after three failed ones.
-async fn fourth_attempt_gets_the_loss(operation: Operation, suffix: &'static str) {
+/// Asserts that three reads fail with EIO and that the fourth, as by Spark's fourth attempt of a
+/// task, names the lost blocks.
+async fn assert_fourth_read_names_the_loss(operation: Operation, suffix: &'static str) {
     let (fixture, client, key, all) = flushed_and_reported().await;
     for faults in &fixture.faults {
         faults.add(Rule::always(operation, Fault::Errno(EIO)).on(suffix));
@@ -160,9 +162,9 @@ async fn fourth_attempt_gets_the_loss(operation: Operation, suffix: &'static str
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unreadable_blocks_are_reported_lost_without_restart() {
-    fourth_attempt_gets_the_loss(Operation::Read, ".data").await;
-    fourth_attempt_gets_the_loss(Operation::Read, ".index").await;
-    fourth_attempt_gets_the_loss(Operation::OpenRead, ".data").await;
+    assert_fourth_read_names_the_loss(Operation::Read, ".data").await;
+    assert_fourth_read_names_the_loss(Operation::Read, ".index").await;
+    assert_fourth_read_names_the_loss(Operation::OpenRead, ".data").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -21,7 +21,7 @@ use uniffle_worker::runtime::Tasks;
 use uniffle_worker::server::Worker;
 use uniffle_worker::store::Tier;
 
-/// A running worker with two data directories, and a client.
+/// A running worker and a client of it. [`WorkerFixture::start`] creates two data directories.
 #[derive(Debug)]
 pub(crate) struct WorkerFixture {
     pub(crate) worker: Worker,
@@ -100,7 +100,7 @@ impl WorkerFixture {
         .await;
     }
 
-    /// Asserts that readers of every kind get exactly `blocks`.
+    /// Asserts that readers get exactly `blocks`, whether or not they trust the field `isEnd`.
     pub(crate) async fn assert_reads(&self, key: &ShuffleKey, partition: i32, blocks: &[Block]) {
         for trust_is_end in [true, false] {
             let options = ReadOptions { trust_is_end, read_buffer_size: 1 << 20, ..Default::default() };
@@ -164,7 +164,7 @@ impl WorkerFixture {
         .await;
     }
 
-    /// Ends every test: unregisters applications, and asserts that no state and no task remains.
+    /// Ends a test: unregisters applications, and asserts that no state and no task remains.
     pub(crate) async fn finish(self) {
         for app in self.worker.service().apps().apps() {
             self.client.unregister_app(app.id().as_str()).await.unwrap();

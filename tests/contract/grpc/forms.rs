@@ -1,4 +1,5 @@
-//! The three forms of `sendShuffleData`, and invalid forms: docs/protocol.md §1.8.
+//! The three forms of `sendShuffleData`, and invalid forms (docs/protocol.md §1.8). Also absent
+//! checksums, and a block that occurs twice in a message.
 
 use prost::Message;
 use uniffle_client::send::{self, SendForm};
@@ -33,7 +34,7 @@ async fn all_three_forms_store_the_same_blocks() {
     fixture.finish().await;
 }
 
-/// An invalid request.
+/// A change that makes a valid request of the form invalid.
 struct Malformed {
     name: &'static str,
     form: SendForm,

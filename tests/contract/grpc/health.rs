@@ -1,5 +1,5 @@
-//! A worker with failing disks, as its coordinator, clients and operators see it: docs/protocol.md
-//! §8.5.
+//! A worker with failing disks, as its coordinator, clients and operators see it (docs/protocol.md
+//! §8.5), and the content of heartbeats.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,8 +43,8 @@ async fn worker_is_unhealthy_while_too_few_disks_are_healthy() {
     service.diagnostics.refresh_metrics(&service.diagnostics.app_statistics());
     assert_eq!(fixture.metric("service_is_healthy") + fixture.metric("is_healthy"), 2.0);
 
-    // Running applications can still write and read on the other disk. Java's response to a
-    // coordinator is a refusal.
+    // Running applications can still write and read on the other disk. An unhealthy worker refuses
+    // to be decommissioned, like Java's.
     fixture.push(&key, &batch(1, &blocks(1, 1, 0..5))).await;
     fixture.flush().await;
     fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
@@ -160,16 +160,16 @@ async fn partitions_move_away_while_no_disk_is_writable() {
     };
     eventually("no disk takes data", || if takes_data() { Err(format!("{:?}", state())) } else { Ok(()) })
         .await;
-    // The health checker is notified.
+    // The state of disks reaches the answers only after the next health check.
     let moving = async |is_moving| while to_move().await.is_empty() == is_moving {};
-    timeout(NOTICE_MAX, moving(true)).await.expect("the health checker did not notice the moved directory");
-    assert_eq!(to_move().await, [2, 0], "the directory must be reported before the first block");
+    timeout(NOTICE_MAX, moving(true)).await.expect("the health check did not notice the failed disks");
+    assert_eq!(to_move().await, [2, 0], "partitions without blocks must move too");
     assert_eq!(state(), WorkerState::Active, "the worker must stay active for coordinators");
 
     in_the_way.iter().for_each(|path| std::fs::remove_file(path).unwrap());
     eventually("a disk takes data", || if takes_data() { Ok(()) } else { Err(String::new()) }).await;
     timeout(NOTICE_MAX, moving(false))
         .await
-        .expect("the health checker did not notice that the directory returned");
+        .expect("the health check did not notice that the disks work again");
     fixture.finish().await;
 }

@@ -1,6 +1,6 @@
 //! Invalid bytes: truncated and mutated messages, huge declared lengths, other protocols and
-//! silence (docs/architecture.md §6 items 1, 2 and 12). The response is clear, nothing is allocated
-//! or stored, and the worker continues.
+//! stalled requests (docs/architecture.md §6 items 1, 2 and 12). No memory stays in use, and the
+//! worker continues.
 
 use bytes::{Bytes, BytesMut};
 use rand::rngs::StdRng;
@@ -34,8 +34,8 @@ async fn truncated_message_stores_nothing() {
         for cut in 0..whole {
             let ticket = fixture.ticket(&key, 1000).await;
             let message = message(&key, ticket, form);
-            // The prefix declares the whole message (the client disconnects) or only the sent part
-            // (a broken encoder).
+            // The prefix declares only the sent part, as by a broken encoder, or the whole message,
+            // and the body ends early.
             let honest = cut % 2 == 0;
             let body = match honest {
                 true => raw::prefixed(&message[..cut]),
@@ -142,7 +142,7 @@ async fn tiny_frames_with_huge_lengths_are_refused_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn million_partitions_in_one_request_allocate_nothing() {
+async fn million_partitions_in_one_request_are_refused() {
     let setup = Setup { memory: "heap_capacity = \"512MiB\"", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, i32::MAX)]).await.unwrap();

@@ -26,7 +26,7 @@ async fn fetch(fixture: &WorkerFixture, path: &'static str) -> Result<String, St
     tokio::task::spawn_blocking(move || get(port, path)).await.unwrap()
 }
 
-/// Returns the check of the webhook before it allows the deletion of a pod.
+/// Returns the result of the webhook's check before it allows the deletion of a pod.
 async fn has_zero_apps(fixture: &WorkerFixture) -> bool {
     let body = fetch(fixture, "/metrics/server").await.unwrap();
     let list: MetricList = serde_json::from_str(&body).unwrap();

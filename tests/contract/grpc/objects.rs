@@ -1,4 +1,5 @@
-//! A worker on an object store without disks, as clients of local data see it.
+//! A worker on an object store without disks, as clients of local data see it, and its refused
+//! start on an unusable store.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -110,7 +111,7 @@ fn killed_worker_loses_only_blocks_that_were_not_uploaded() {
         let text = refused.to_string();
         assert!(text.contains("lost") && text.contains("40"), "{text}");
 
-        // It accepts further blocks.
+        // The shuffle accepts further blocks.
         let third = blocks(0, 3, 0..10);
         fixture.push(&whole, &batch(0, &third)).await;
         fixture.flush().await;
@@ -229,7 +230,7 @@ async fn unusable_store_fails_the_start_with_key_and_remedy() {
     server.stop().await;
 }
 
-/// Returns the files below `dir` except claims and the metadata log, which stay.
+/// Returns the files below `dir`, without the claim and the metadata log, which stay.
 pub(crate) fn files_in(dir: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let objects = entries.filter(|path| !path.ends_with(CLAIM) && !path.ends_with("!log"));

@@ -13,7 +13,7 @@ use super::fixture::{Setup, WorkerFixture, eventually, key};
 
 const P: PartitionId = PartitionId(0);
 
-/// Directories of a worker whose address stays.
+/// The object store, credentials and ports of a worker, which stay when its directories are lost.
 struct Home {
     server: S3Server,
     ports: (u16, u16),
@@ -70,7 +70,7 @@ async fn report(fixture: &WorkerFixture, key: &ShuffleKey, task: i64, blocks: &[
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn offload_drains_disk_above_watermark_under_reads() {
+async fn blocks_stay_readable_during_offload() {
     let home = Home::new().await;
     // Below the fill level of this machine's disk.
     let marks = "offload_high_watermark = 0.000002\noffload_low_watermark = 0.000001";
@@ -94,7 +94,7 @@ async fn offload_drains_disk_above_watermark_under_reads() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn worker_resumes_on_empty_machine_after_offload() {
+async fn worker_resumes_on_empty_machine_after_drain() {
     let home = Home::new().await;
     let (one, other) = (key("app-1", 1), key("app-1", 2));
     let (first, second) = (blocks(0, 1, 0..60), blocks(0, 2, 0..20));

@@ -57,7 +57,7 @@ async fn reduce(fixture: &WorkerFixture, key: &ShuffleKey, partition: i32) {
     fixture.assert_reads(key, partition, &expected).await;
 }
 
-async fn alive(fixture: &WorkerFixture, app: &str) {
+async fn heartbeat(fixture: &WorkerFixture, app: &str) {
     let request = AppHeartBeatRequest { app_id: app.to_owned() };
     let answer = fixture.client.raw().app_heartbeat(request).await.unwrap().into_inner();
     assert_eq!(answer.status(), StatusCode::Success);
@@ -71,7 +71,7 @@ async fn mapreduce_job_runs_with_and_without_memory() {
         let (fixture, key) = (WorkerFixture::start().await, key(app, 0));
         let ranges: Vec<(i32, i32)> = (0..PARTITIONS).map(|partition| (partition, partition)).collect();
         fixture.client.register(&key, &ranges).await.unwrap();
-        alive(&fixture, app).await;
+        heartbeat(&fixture, app).await;
         for task in 0..MAPS {
             map(&fixture, &key, task, commits).await;
         }
@@ -110,7 +110,7 @@ async fn tez_session_runs_successive_dags() {
                 map(&fixture, key, task, false).await;
             }
         }
-        alive(&fixture, app).await;
+        heartbeat(&fixture, app).await;
         fixture.flush().await;
         for key in &edges {
             for partition in 0..PARTITIONS {

@@ -23,7 +23,7 @@ fn blocks(task: i64) -> Vec<Block> {
 }
 
 #[tokio::test]
-async fn panic_during_write_costs_one_attempt() {
+async fn write_is_retried_after_a_panic() {
     let fixture = parts().start().await;
     let client = fixture.client().await;
     let key = key("panics", 0);

@@ -1,5 +1,5 @@
-//! Quotas over both transports: excess is refused with the name of the key, existing data stays,
-//! and recovered data is never refused.
+//! Quotas, mostly over gRPC: excess is refused with the name of the key, existing data stays, and
+//! recovered data is never refused.
 
 use std::time::Duration;
 
@@ -162,7 +162,7 @@ async fn disk_quota_refuses_sends_and_flushes_accepted_blocks() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn reads_beyond_the_quota_wait() {
+async fn reads_beyond_the_quota_get_no_buffer() {
     let fixture = WorkerFixture::with(with("[quota]\napp_open_reads = 1")).await;
     let key = key("app-1", 1);
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -185,9 +185,9 @@ async fn reads_beyond_the_quota_wait() {
     let tcp = fixture.tcp_client().await;
     let over_tcp = tcp.read_memory(&key, P, -1, 1 << 20, None).await.unwrap_err();
     assert_eq!(over_tcp.status(), Some(StatusCode::NoBuffer), "{over_tcp}");
-    let patient = fixture.client.raw().get_memory_shuffle_data(request).await.unwrap().into_inner();
-    assert_eq!(patient.status(), StatusCode::NoBuffer);
-    for text in [over_tcp.to_string(), patient.ret_msg] {
+    let over_grpc = fixture.client.raw().get_memory_shuffle_data(request).await.unwrap().into_inner();
+    assert_eq!(over_grpc.status(), StatusCode::NoBuffer);
+    for text in [over_tcp.to_string(), over_grpc.ret_msg] {
         assert!(text.contains("quota.app_open_reads is 1: 1 in use, 1 more requested"), "{text}");
     }
     let answer = open.collect().await.unwrap().to_bytes();

@@ -1,6 +1,6 @@
-//! Read memory is bounded and is charged until the socket has accepted the bytes. Readers that do
-//! not read keep their memory, and requests beyond the limit get NO_BUFFER. Responses from memory
-//! follow the pace of their connection.
+//! Read memory is bounded and is charged until the socket has accepted the bytes. Clients that do
+//! not read keep their read memory, and requests beyond the limit get NO_BUFFER. Responses from
+//! memory are smaller on a slow connection.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ const GET_MEMORY_DATA: &str = "/rss.common.ShuffleServer/getMemoryShuffleData";
 const WAIT_MAX: Duration = Duration::from_secs(60);
 const READERS: usize = 32;
 const CONNECTIONS: usize = 8;
-/// The smallest read memory that can be configured: four chunks.
+/// The smallest read memory that can be configured.
 const SETUP: Setup<'_> = Setup {
     store_type: "MEMORY_LOCALFILE",
     capacity: "64MiB",
@@ -51,10 +51,10 @@ async fn reads_beyond_pinned_read_memory_get_no_buffer() {
 
     let pool = fixture.memory().read_pool().clone();
     assert_eq!(pool.used_bytes(), 0);
-    // Several connections, because one may have two chunks of it.
+    // Several connections, because each may have only two permits.
     let channels = join_all((0..CONNECTIONS).map(|_| raw::connect(fixture.worker.addresses().grpc))).await;
-    // Nobody reads, so windows and socket buffers hold a dozen chunks, read memory holds three, and
-    // the rest must wait.
+    // Nobody reads, so windows, socket buffers and read memory fill up, and further reads wait in
+    // vain.
     let opened = (0..READERS)
         .map(|reader| raw::open(&channels[reader % CONNECTIONS], GET_LOCAL_DATA, raw::framed(&request)));
     let bodies = join_all(opened).await;
@@ -90,7 +90,7 @@ async fn reads_beyond_pinned_read_memory_get_no_buffer() {
     fixture.finish().await;
 }
 
-/// Returns the payload of a response from memory that is read at once.
+/// Returns the payload bytes of a response from memory. The response is read at once.
 async fn payload_size(channel: &Channel, request: &GetMemoryShuffleDataRequest) -> usize {
     let whole = raw::open(channel, GET_MEMORY_DATA, raw::framed(request)).await.collect().await.unwrap();
     let answer = GetMemoryShuffleDataResponse::decode(whole.to_bytes().slice(5..)).unwrap();

@@ -1,5 +1,6 @@
-//! A worker ends, and another one starts on its directories: acknowledged data has the same bytes
-//! at the same offsets. A crash is a runtime that is dropped, which loses everything unwritten.
+//! A worker ends, and another one starts on its directories: flushed data has the same bytes at the
+//! same offsets, and blocks that were only in memory are reported lost. A crash is a runtime that
+//! is dropped, which loses everything unwritten. The last test damages a file of a running worker.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -25,7 +26,7 @@ pub(crate) fn process<T>(life: impl Future<Output = T>) -> T {
     result
 }
 
-/// Ends the worker and returns its directories.
+/// Drops the worker without a stop and returns its directories.
 pub(crate) fn crashed(fixture: WorkerFixture) -> (TempDir, Vec<PathBuf>) {
     let WorkerFixture { worker, client, dir, disks } = fixture;
     drop((worker, client));
@@ -146,7 +147,7 @@ fn damage(path: &std::path::Path) {
 }
 
 #[test]
-fn damaged_metadata_log_is_repaired_from_its_copy() {
+fn reports_survive_damage_of_one_log_copy() {
     let key = key("app-1", 1);
     let all = blocks(0, 1, 0..40);
     let (dir, disks) = process(async {
@@ -167,7 +168,7 @@ fn damaged_metadata_log_is_repaired_from_its_copy() {
 }
 
 #[test]
-fn unverified_results_are_refused_until_the_app_ends() {
+fn incomplete_results_are_refused_until_app_ends() {
     let (damaged, unknown, fresh) = (key("app-1", 1), key("app-1", 7), key("app-2", 1));
     let all = blocks(0, 1, 0..40);
     let (dir, disks) = process(async {
@@ -240,7 +241,7 @@ fn unverified_results_are_refused_until_the_app_ends() {
 }
 
 #[test]
-fn graceful_stop_keeps_blocks_but_no_unregistered_app() {
+fn graceful_stop_keeps_only_registered_shuffles() {
     let (kept, gone) = (key("app-1", 1), key("app-1", 2));
     let all = blocks(0, 1, 0..20);
     let (dir, disks) = process(async {

@@ -54,7 +54,7 @@ async fn result_bytes(
     (answer.status(), answer.serialized_bitmap)
 }
 
-/// Returns record numbers by task attempt.
+/// Returns record numbers of a partition by task attempt.
 pub(crate) fn stats(partition_id: i32, tasks: &[(i64, i64)]) -> PartitionStats {
     let task =
         |&(task_attempt_id, record_number): &_| TaskAttemptIdToRecords { task_attempt_id, record_number };
@@ -98,7 +98,7 @@ async fn multi_partition_result_contains_record_numbers() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 9)]).await.unwrap();
     assert_eq!(reported_stats(&fixture, &key, &[0, 1]).await, []);
-    // The second report is a retry. The third has new numbers for known blocks.
+    // The second report is a retry. The last has new numbers for a known block.
     for _ in 0..2 {
         report_stats(&fixture, &key, 7, vec![stats(0, &[(7, 100)]), stats(1, &[(7, 0)])]).await;
     }
@@ -121,7 +121,7 @@ fn hex(text: &str) -> Vec<u8> {
 
 /// An empty success would look like a shuffle without blocks, and readers would miss nothing.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn results_of_purged_shuffle_are_refused_after_reregistration() {
+async fn results_of_purged_shuffle_stay_refused() {
     let (fixture, gone, new) = (WorkerFixture::start().await, key("app-1", 1), key("app-1", 2));
     fixture.client.register(&gone, &[(0, 9)]).await.unwrap();
     assert_eq!(reported(&fixture, report(&gone, &[(0, vec![7])])).await.0, StatusCode::Success);
@@ -238,7 +238,7 @@ async fn invalid_layouts_are_refused() {
     for widths in [(0, 32, 31), (32, 10, 21), (-1, 32, 32), (18, 24, 20), (i32::MAX, i32::MAX, 65)] {
         assert_eq!(status_of(widths).await, StatusCode::InvalidRequest, "{widths:?}");
     }
-    assert_eq!(status_of((31, 1, 31)).await, StatusCode::Success, "the widest layout must be accepted");
+    assert_eq!(status_of((31, 1, 31)).await, StatusCode::Success, "the widest fields must be accepted");
     fixture.finish().await;
 }
 
@@ -265,7 +265,7 @@ async fn refused_report_stores_nothing() {
 /// Java only checks the application. Here the blocks were refused, so accepted ids would be results
 /// without blocks.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn report_for_unregistered_shuffle_is_refused_with_its_name() {
+async fn report_of_unregistered_shuffle_is_refused() {
     let (fixture, known) = (WorkerFixture::start().await, key("app-1", 99));
     fixture.client.register(&known, &[(0, 0)]).await.unwrap();
     let unknown = key("app-1", 1);

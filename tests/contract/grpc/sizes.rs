@@ -1,4 +1,4 @@
-//! Blocks from one byte to the largest size of a ticket.
+//! The largest block, a block beyond that limit, and many tiny partitions in one message.
 
 use uniffle_client::block::Block;
 use uniffle_client::send::SendForm;

@@ -1,5 +1,4 @@
-//! Backpressure: ticket requests wait for memory, with fairness and a timeout, and block nothing
-//! else.
+//! Backpressure: ticket requests wait for memory up to a timeout, and block no other calls.
 
 use std::time::Duration;
 
@@ -14,7 +13,7 @@ use super::fixture::{Setup, WorkerFixture, eventually, key, require};
 
 /// Longer than any test.
 const PATIENT: &str = "buffer_ticket_wait_sec = 30";
-/// The largest ticket, beside which no other fits.
+/// A ticket beside which none of 3 MiB fits.
 const MOST: i32 = 13 << 20;
 
 async fn fixture(memory: &str, tables: &str) -> (WorkerFixture, ShuffleKey, ShuffleKey) {

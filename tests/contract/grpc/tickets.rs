@@ -1,4 +1,5 @@
-//! Tickets: docs/protocol.md §2.4 and §4.4, docs/architecture.md §6 items 2 and 15.
+//! Tickets and the memory of sends: docs/protocol.md §2.4 and §4.4, docs/architecture.md §6 items
+//! 2, 9 and 15.
 
 use std::time::Duration;
 
@@ -17,13 +18,13 @@ use super::fixture::{Setup, WorkerFixture, eventually, key, require};
 use super::parts::parts;
 use super::raw;
 
-/// Expires every ticket.
+/// Expires every unredeemed ticket. Returns their number.
 fn expire_tickets(fixture: &WorkerFixture) -> usize {
     fixture.memory().expire_tickets(Instant::now() + Duration::from_secs(3600))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn started_send_survives_the_expiry_of_its_ticket() {
+async fn ticket_of_a_started_send_does_not_expire() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..5);
@@ -53,7 +54,7 @@ async fn started_send_survives_the_expiry_of_its_ticket() {
     fixture.finish().await;
 }
 
-/// Deduplication: a client that repeats a send adds nothing in memory.
+/// Deduplication: a client that repeats a send adds no block in memory.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn resent_blocks_are_deduplicated() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
@@ -133,7 +134,7 @@ async fn refused_ticket_reserves_nothing_and_has_id_minus_1() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ticket_larger_than_memory_is_an_invalid_request() {
+async fn negative_or_too_large_ticket_is_invalid() {
     let setup = Setup { capacity: "16MiB", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();

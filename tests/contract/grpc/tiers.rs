@@ -1,4 +1,5 @@
-//! Reads while blocks move from memory to disk: docs/protocol.md §3.4, §3.5 and §4.5.
+//! Reads while blocks move from memory to disk (docs/protocol.md §3.4, §3.5 and §4.5), also with
+//! task filters and LOCAL_ORDER.
 
 use std::collections::BTreeSet;
 
