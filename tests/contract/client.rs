@@ -1,5 +1,5 @@
-//! The client crate against real workers in this process, over real sockets. Every wait has a
-//! deadline.
+//! The client crate and its examples against real workers in this process, over real sockets. The
+//! remote files of one test are a fake.
 
 #[path = "../../crates/uniffle-client/examples/word_count/job.rs"]
 mod word_count;
@@ -100,7 +100,7 @@ async fn write_task(shuffle: &Shuffle, task: i64, partitions: i32, blocks: u32, 
     assert_eq!(totals.blocks, u64::from(blocks) * u64::try_from(partitions).unwrap());
 }
 
-/// Reads partitions `0..partitions`, which contain `blocks` blocks of each of `tasks`.
+/// Asserts that partitions `0..partitions` contain exactly `blocks` blocks of each of `tasks`.
 async fn assert_reads(shuffle: &Shuffle, tasks: &[i64], partitions: i32, blocks: u32, length: u32) {
     for partition in 0..partitions {
         let reader = shuffle.reader(PartitionId(partition), &TaskFilter::all()).await.unwrap();
@@ -132,7 +132,7 @@ async fn blocks_are_read_from_memory_and_disk_over_both_transports() {
         write_task(&small, 1, 2, 3, 1000).await;
         assert_reads(&small, &[1], 2, 3, 1000).await;
 
-        // Another process writes and reads with only the handle.
+        // Another client, as in another process, writes and reads with only the handle.
         let large = application.register_shuffle(ShuffleId(1), 4).await.unwrap();
         let handle = ShuffleHandle::decode(&large.handle().encode()).unwrap();
         let elsewhere = Cluster::new([node.address()], options).unwrap();

@@ -26,7 +26,7 @@ use uniffle_worker::server::Worker;
 
 const WAIT_MAX: Duration = Duration::from_secs(20);
 
-/// Interval of heartbeats that no test waits for.
+/// A heartbeat interval so short that tests may wait for the next heartbeat.
 const OFTEN: &str = "heartbeat_interval_seconds = \"100ms\"";
 
 /// Starts a worker on its own ports and directory.
@@ -364,7 +364,7 @@ async fn failed_heartbeats_are_retried_per_coordinator() {
     }
     let start = Instant::now();
     while accepting() < 4.0 {
-        assert!(start.elapsed() < WAIT_MAX, "only {} of 4 processes accept connections", accepting());
+        assert!(start.elapsed() < WAIT_MAX, "only {} of 4 coordinators are up", accepting());
         sleep(Duration::from_millis(20)).await;
     }
     assert_eq!(worker.stop().await, 0);
@@ -408,7 +408,7 @@ async fn end_of_last_app_triggers_heartbeat() {
     coordinator.stop().await;
 }
 
-/// Returns the TCP port of a heartbeat.
+/// Returns the TCP port of `worker` as its heartbeats report it.
 fn netty_port(worker: &Worker) -> i32 {
     worker.addresses().tcp.map_or(-1, |address| i32::from(address.port()))
 }

@@ -1,8 +1,9 @@
-//! The worker's contract over both transports, against workers and their parts in this process.
+//! Contracts of the worker and its parts that need no process of the worker.
 //!
-//! `transports`, `grpc` and `tcp` follow docs/protocol.md. `life` and `damage` are the simulated
-//! runs, and `replay` has recorded sessions of clients. Tests end with the common check: nothing is
-//! reserved, stored or in flight, and no files or tasks remain. Fixtures contain no expectations.
+//! `transports`, `grpc` and `tcp` follow docs/protocol.md. They end with a common check: nothing is
+//! reserved, stored or in flight, and no files or tasks remain. `replay` has recorded sessions of
+//! clients. `life` and `damage` are simulated runs of the store. The other modules are suites for
+//! disks, object stores, metrics, the client crate and clusters of several workers.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
 #![allow(clippy::duplicate_mod, reason = "the same tests over both ways to run the TCP listener")]

@@ -191,7 +191,8 @@ async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     exported
 }
 
-/// Starts a worker on an object store, which also exports the metrics of that tier.
+/// Starts a worker on an object store. Returns it with the registries of its tier and of a tier
+/// with a disk above a store.
 #[cfg(feature = "object")]
 async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Registry; 2]) {
     use uniffle_testkit::memory_disk::MemoryDisk;

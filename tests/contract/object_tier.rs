@@ -214,11 +214,11 @@ async fn acknowledged_uploads_survive_any_fault() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn acknowledged_records_survive_any_fault_of_a_log_write() {
-    // An object of the log and its copy, and the look at the claim.
+    // The write of a log object, also of its copy, and the read of the claim.
     for (on, times) in [(On::Put, 1), (On::Put, 2), (On::Get, 1)] {
         let server = S3Server::start().await;
         let process = Process::with_both_shuffles(&server).await;
-        let (mut acknowledged, mut tried) = (vec![Bytes::from_static(b"registration")], 0);
+        let (mut acknowledged, mut refused) = (vec![Bytes::from_static(b"registration")], 0);
         for fault in faults() {
             let what = format!("{fault:?} on {on:?}");
             server.faults.plan(on, times, &fault);
@@ -227,12 +227,12 @@ async fn acknowledged_records_survive_any_fault_of_a_log_write() {
                 Err(error) => {
                     assert_named(&error, &what);
                     assert!(!matches!(fault, ResponseFault::Slow(_)), "{what}: {error}");
-                    tried += 1;
+                    refused += 1;
                 }
             }
             server.faults.clear();
         }
-        assert!(tried > 0, "{on:?}");
+        assert!(refused > 0, "{on:?}");
         process.note(AFFECTED, "the last").await.unwrap();
         acknowledged.push(Bytes::from_static(b"the last"));
         process.end().await;
@@ -282,8 +282,8 @@ async fn faulty_starts_find_everything_or_fail() {
     let written = blocks(0..2, LARGE);
     process.write(AFFECTED, &written).await.unwrap();
     process.end().await;
-    let mut ended = 0;
-    // Reads of the claim, of the log, of tails and of indexes.
+    let mut failed = 0;
+    // Lists, reads of the claim, the log, tails and indexes, and the first write.
     let requests = [(On::List, 0), (On::Get, 0), (On::Get, 2), (On::Get, 5), (On::Get, 8), (On::Put, 0)];
     for (on, nth) in requests {
         let faults = if on == On::Get { faults_of_reads() } else { faults() };
@@ -297,7 +297,7 @@ async fn faulty_starts_find_everything_or_fail() {
                 Ok(process) => process,
                 Err(error) => {
                     assert_named(&error, &what);
-                    ended += 1;
+                    failed += 1;
                     continue;
                 }
             };
@@ -310,7 +310,7 @@ async fn faulty_starts_find_everything_or_fail() {
             process.end().await;
         }
     }
-    assert!(ended > 10, "only {ended} starts ended");
+    assert!(failed > 10, "only {failed} starts failed");
     let process = Process::start(&server).await.unwrap();
     assert_reads(&process, AFFECTED, &written, "at last").await;
     process.end().await;

@@ -1,4 +1,5 @@
-//! Credentials for the store, and the certificates that the client trusts.
+//! Access to the store: its probe at the start, credentials, and the certificates that the client
+//! trusts.
 
 use std::path::Path as File;
 use std::sync::Arc;
@@ -91,7 +92,8 @@ async fn failed_probe_names_step_and_remedy() {
     assert!(error_of(server.config("x")).await.contains("wrong bytes"));
 }
 
-fn keys(file: &File, secret: &str, more: &str) {
+/// Writes a file of keys with `secret` and the lines `more`.
+fn write_keys(file: &File, secret: &str, more: &str) {
     let text =
         format!("[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {secret}\n{more}");
     std::fs::write(file, text).unwrap();
@@ -109,15 +111,15 @@ async fn wrong_keys_of_a_file_are_refused_until_renewed() {
         ..server.config("x")
     };
     assert!(check_files(&config)[0].to_string().starts_with("object_store.credentials_file: "));
-    keys(&file, SECRET_KEY, "");
+    write_keys(&file, SECRET_KEY, "");
     let opened = open(&config);
     write(&opened).await.unwrap();
-    keys(&file, SECRET_KEY, "expiration = 2001-01-01T00:00:00Z\n");
+    write_keys(&file, SECRET_KEY, "expiration = 2001-01-01T00:00:00Z\n");
     assert_eq!(write(&opened).await, Err(Failure::Refused(StoreRefusal::CredentialsExpired)));
     assert_eq!(check_files(&config).len(), 1);
-    keys(&file, "another secret of nobody".replace(' ', "-").as_str(), "");
+    write_keys(&file, "another secret of nobody".replace(' ', "-").as_str(), "");
     assert_eq!(write(&opened).await, Err(Failure::Refused(StoreRefusal::WrongSecret)));
-    keys(&file, SECRET_KEY, "# renewed\n");
+    write_keys(&file, SECRET_KEY, "# renewed\n");
     write(&opened).await.unwrap();
     std::fs::remove_file(&file).unwrap();
     write(&opened).await.unwrap();
@@ -183,8 +185,8 @@ async fn web_identity_is_exchanged_for_keys() {
         ..server.config("x")
     };
     let opened = open(&config);
-    // Signatures with the secret of STS show in the response. Accepting keys with a token is up to
-    // s3s.
+    // A wrong signature would be another refusal. Whether keys with a session token are accepted is
+    // up to s3s.
     for _ in 0..2 {
         match write(&opened).await {
             Ok(()) | Err(Failure::Refused(StoreRefusal::CredentialsExpired)) => {}
@@ -196,7 +198,8 @@ async fn web_identity_is_exchanged_for_keys() {
     opened.end().await;
 }
 
-/// Puts TLS in front of `server`. Returns the port and the authority that signed the certificate.
+/// Puts TLS in front of `server`. Returns the port and the PEM of the authority that signed the
+/// certificate.
 async fn behind_tls(server: &S3Server, tasks: &Tasks) -> (u16, String) {
     let mut authority = CertificateParams::default();
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

@@ -1,4 +1,5 @@
-//! Calls that every store answers equally.
+//! Reads, writes, uploads, lists and deletions, which every store answers equally, with both
+//! settings of the upload check.
 
 use std::sync::Arc;
 
@@ -18,8 +19,8 @@ use super::fixture::{content, open, part, soon};
 
 const PART_BYTES: usize = 5 << 20;
 
-/// Makes every call that the tier makes.
-pub(crate) async fn every_call(store: &Arc<dyn ObjectStore>) {
+/// Makes the calls of the tier, except conditional writes and lists of folders or uploads.
+async fn common_calls(store: &Arc<dyn ObjectStore>) {
     objects_are_written_and_read(store).await;
     uploads_have_parts_in_parallel(store).await;
     an_aborted_upload_leaves_nothing(store).await;
@@ -113,16 +114,16 @@ async fn lists_have_pages_and_a_prefix_is_deleted(store: &Arc<dyn ObjectStore>) 
 }
 
 #[tokio::test]
-async fn memory_store_answers_every_call() {
+async fn memory_store_answers_all_calls() {
     let store: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
-    every_call(&store).await;
+    common_calls(&store).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn in_process_store_answers_every_call() {
+async fn in_process_store_answers_all_calls() {
     let server = S3Server::start().await;
     let opened = open(&server.config("pre/fix"));
-    soon(every_call(&opened.store)).await;
+    soon(common_calls(&opened.store)).await;
     assert!(server.files().join("pre/fix/w20/0").exists(), "paths must begin below the prefix");
     assert!(
         server.faults.requests(On::List) >= 2,
@@ -135,7 +136,7 @@ async fn in_process_store_answers_every_call() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn payload_signing_follows_the_configuration() {
+async fn writes_succeed_with_and_without_upload_check() {
     let server = S3Server::start().await;
     for upload_check in [UploadCheck::Signature, UploadCheck::Off] {
         let opened = open(&uniffle_worker::store::ObjectConfig { upload_check, ..server.config("") });
@@ -146,11 +147,11 @@ async fn payload_signing_follows_the_configuration() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn seaweedfs_answers_every_call() {
+async fn seaweedfs_answers_all_calls() {
     let Some(weed) = tokio::task::block_in_place(|| Weed::start("the client's calls on SeaweedFS")) else {
         return;
     };
     let opened = open(&weed.config("pre/fix"));
-    soon(every_call(&opened.store)).await;
+    soon(common_calls(&opened.store)).await;
     opened.end().await;
 }

@@ -59,7 +59,7 @@ pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(WAIT_MAX, future).await.expect("the call did not end in time")
 }
 
-/// Returns `bytes` bytes of content that differ at every offset of an object.
+/// Returns `bytes` bytes of content that depend on their offset in an object.
 pub(crate) fn content(bytes: usize) -> Vec<u8> {
     let spread = |at: u64| at.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_be_bytes()[0];
     (0u64..).map(spread).take(bytes).collect()

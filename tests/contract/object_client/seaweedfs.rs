@@ -1,5 +1,5 @@
-//! Behaviour that only a real server shows: it is killed and restarted, and lists unfinished
-//! uploads.
+//! Behaviour that needs a real server: a kill and a restart, lists of unfinished uploads, and
+//! errors about keys. The store in this process cannot list uploads, which one test shows.
 
 use std::time::{Duration, SystemTime};
 
