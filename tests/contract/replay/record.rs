@@ -38,7 +38,7 @@ async fn session_of_client_crate_is_recorded_and_replayed() {
     assert_eq!(summary.blocks_sent, 4, "{summary:?}");
 }
 
-/// Overwrites tests/contract/replay/spark-….rec.
+/// Overwrites the four recordings of client 0.9.2.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "makes the files that the other tests read"]
 async fn record_spark() {

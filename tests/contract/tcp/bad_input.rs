@@ -200,7 +200,7 @@ async fn truncated_send_is_refused() {
 }
 
 #[tokio::test]
-async fn nested_frame_is_payload_or_refused() {
+async fn frame_inside_another_is_refused() {
     let fixture = TcpFixture::new().await;
     let (first, second) =
         (frame(&fixture.request(1, &[block(0, 100)])), frame(&fixture.request(2, &[block(1, 100)])));
@@ -222,7 +222,7 @@ async fn nested_frame_is_payload_or_refused() {
 }
 
 #[tokio::test]
-async fn disconnect_within_block_leaves_nothing() {
+async fn disconnect_within_frame_leaves_nothing() {
     let fixture = TcpFixture::new().await;
     let bytes = frame(&fixture.request(1, &[block(0, 3000), block(1, 1 << 20)]));
     for (before, cut) in (0u8..).zip([5, 9, 15, 40, 85, 2000, 3100, 100_000, bytes.len() - 1]) {
@@ -246,7 +246,8 @@ async fn disconnect_within_block_leaves_nothing() {
     fixture.finish().await;
 }
 
-/// `TCP_CASES=10000000 TCP_SEED=7 cargo test --test contract mutated` runs for hours.
+/// Returns the number in the variable `name`, or `default`. With `TCP_CASES=10000000 TCP_SEED=7`,
+/// `cargo test --test contract mutated` runs for hours.
 fn number_from_env(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }

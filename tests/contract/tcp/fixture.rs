@@ -35,7 +35,7 @@ use uniffle_worker::service::{RegisterRequest, RequireRequest, Service};
 use uniffle_worker::store::{ExtentData, ExtentWrite, LocalConfig, LocalStore};
 
 const MIB: u64 = 1 << 20;
-/// Real time, longer than any timeout of the listener.
+/// Real time after which a wait fails.
 const WAIT_MAX: Duration = Duration::from_secs(180);
 pub(crate) const APP: &str = "app";
 pub(crate) const SHUFFLE: i32 = 1;

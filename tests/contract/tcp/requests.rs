@@ -1,4 +1,5 @@
-//! Valid requests over TCP.
+//! Valid requests over TCP: order of replies, bounds of unread replies and of the heap, and
+//! eviction of connections. Also which sends are committed in the background.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -262,7 +263,7 @@ async fn waiting_local_reads_are_bounded_by_the_heap() {
 }
 
 #[tokio::test]
-async fn pipelined_reads_are_answered_as_they_complete() {
+async fn pipelined_reads_are_answered_in_order() {
     let config = TcpConfig { requests_in_flight_per_connection_max: 3, ..TcpConfig::default() };
     let fixture = TcpFixture::with(config).await;
     let mut peer = fixture.raw().await;
@@ -275,8 +276,7 @@ async fn pipelined_reads_are_answered_as_they_complete() {
     fixture.finish().await;
 }
 
-/// Requests waiting behind others had no heap, and the connection was closed with all its requests
-/// in progress.
+/// A request without heap is refused alone: the connection and its other requests continue.
 #[tokio::test]
 async fn heap_refusals_do_not_disturb_other_reads() {
     let config = TcpConfig { requests_in_flight_per_connection_max: 3, ..TcpConfig::default() };
@@ -296,7 +296,7 @@ async fn heap_refusals_do_not_disturb_other_reads() {
         ReadRequest::Memory(request).encode_frame(&mut frames);
     }
     let held = requests.charge_unchecked(requests.free());
-    // A connection that is not read for a while sends all of them in one write.
+    // All requests arrive at once, as after a while in which the worker did not read.
     peer.say(&frames).await;
     for request_id in 0..300 {
         let reply = peer.hear().await;

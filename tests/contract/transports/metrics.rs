@@ -176,7 +176,7 @@ async fn tcp_listener_measures_transport_time() {
         assert_eq!(fixture.metric(&format!("netty_{stem}_request_total")), expected as f64);
         let on_the_way = format!("netty_{stem}_request_transport_latency");
         if of_index {
-            assert_eq!(histogram(&fixture, &on_the_way).0, 0, "requests over TCP have no time of sending");
+            assert_eq!(histogram(&fixture, &on_the_way).0, 0, "index requests over TCP have no timestamp");
         } else {
             assert_on_the_way(&fixture, &on_the_way, 1000.0);
         }

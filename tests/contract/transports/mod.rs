@@ -1,8 +1,8 @@
 //! Behaviour of the data calls that is the same over gRPC and over TCP.
 //!
 //! Each test runs once per transport, as `transports::FILE::grpc::NAME` and
-//! `transports::FILE::tcp::NAME`. Tests of frames, connections and deadlines of a transport belong
-//! to `grpc` and `tcp`.
+//! `transports::FILE::tcp::NAME`. Only `metrics`, whose names differ, has a test for each
+//! transport. Tests of frames, connections and deadlines of a transport belong to `grpc` and `tcp`.
 
 /// Defines a test per transport for each function, which takes the [`client::Transport`]. Boxes the
 /// tests, which are large futures.

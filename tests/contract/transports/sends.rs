@@ -1,4 +1,5 @@
-//! Sends: sizes and order of blocks, and requests that are refused as a whole.
+//! Sends: sizes and order of blocks, and sends that are refused as a whole. Also reads of an
+//! unknown application.
 
 use bytes::Bytes;
 use uniffle_client::block::Block;
