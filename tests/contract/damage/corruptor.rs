@@ -33,7 +33,7 @@ pub(crate) fn is_index(path: &Path) -> bool {
 }
 
 /// Recomputes the checksum and the chain of every frame of a log or list.
-pub(crate) fn log_without_checksums(content: &mut [u8]) {
+pub(crate) fn reseal_log(content: &mut [u8]) {
     let (mut at, mut previous) = (0, 0_u32);
     while let Ok(length) = frame::total_bytes(content.get(at..).unwrap_or_default()) {
         let Some(frame) = content.get_mut(at..at + length) else { return };
@@ -71,7 +71,7 @@ pub(crate) fn frames(content: &[u8]) -> Vec<Frame> {
 }
 
 /// Recomputes the checksums of every index group that is as long as it declares.
-pub(crate) fn index_without_checksums(content: &mut [u8]) {
+pub(crate) fn reseal_index(content: &mut [u8]) {
     let mut at = 0;
     while let Some(found) = find(content, at) {
         at = found + 1;
@@ -109,7 +109,7 @@ fn find(content: &[u8], from: usize) -> Option<usize> {
 }
 
 /// Returns the claim with a valid checksum.
-pub(crate) fn claim_without_checksum(content: &[u8]) -> Option<Vec<u8>> {
+pub(crate) fn reseal_claim(content: &[u8]) -> Option<Vec<u8>> {
     let text = std::str::from_utf8(content).ok()?;
     let checked = text.lines().take(2).map(|line| line.len() + 1).sum::<usize>();
     let checksum = text.trim_end().len().checked_sub(8).filter(|at| *at > checked)?;
@@ -119,7 +119,7 @@ pub(crate) fn claim_without_checksum(content: &[u8]) -> Option<Vec<u8>> {
 
 /// Returns whether a claim has a valid checksum.
 pub(crate) fn is_sound_claim(content: &[u8]) -> bool {
-    claim_without_checksum(content).is_some_and(|resealed| resealed == content)
+    reseal_claim(content).is_some_and(|resealed| resealed == content)
 }
 
 /// Returns an epoch without absent members: its members are `here`, and it succeeds all `others`.

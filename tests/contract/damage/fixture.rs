@@ -41,7 +41,7 @@ pub(crate) struct Fixture {
     pub(crate) sync: SyncWrites,
     pub(crate) verify_reads: VerifyReads,
     pub(crate) recovery: bool,
-    /// Disks may fail from now on.
+    /// True once the disks are damaged: registrations may then fail.
     pub(crate) is_damaged: bool,
     next_task: i64,
 }
@@ -159,12 +159,12 @@ impl Fixture {
             batch.push((partition, vec![block]));
         }
         if let Err(error) = life.client.send(key, &batch) {
-            // A shuffle is unknown after a recovery that refuses it.
+            // Memory is full (2), or recovery does not know the shuffle (4).
             assert!(error.status() as i32 == 4 || error.status() as i32 == 2, "{key}: {error}");
             return;
         }
         if self.rng.random_bool(0.1) {
-            return; // It dies before it reports.
+            return; // The task dies before it reports.
         }
         history.tried(&report);
         if life.client.report(key, task, &report).await.is_ok() {
@@ -198,8 +198,8 @@ impl Fixture {
         self.histories.remove(key);
     }
 
-    /// Ends the worker after a flush or at any point, but a moment after its last acknowledgement.
-    /// Until then only the two copies of the log contain the report.
+    /// Runs before the end of a process: flushes or not, and waits a moment after the last
+    /// acknowledgement. Until then only the two copies of the log contain the report.
     pub(crate) async fn end(&mut self, life: &Life) {
         if self.rng.random() {
             self.flush(life).await;

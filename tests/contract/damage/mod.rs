@@ -247,7 +247,7 @@ async fn finish(fixture: &mut Fixture, life: &Life, report: &mut Report) {
     tokio::time::sleep(PROBED_WITHIN).await;
     let key = keys.first().cloned().unwrap_or_else(|| fixture.some_key());
     if keys.is_empty() && life.client.register(&key, 3).await.is_ok() {
-        // It may be a lost shuffle, which is refused until it is unregistered.
+        // Recovery may have known the shuffle. Its results are refused until it is unregistered.
         fixture.unregister(life, &key);
     }
     for key in &keys {

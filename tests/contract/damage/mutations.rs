@@ -31,7 +31,7 @@ pub(crate) enum Mutation {
     None,
     /// Syncs do not write to the device.
     NoSync,
-    /// Metadata is missing on all other disks.
+    /// Metadata is missing on all disks but the first.
     NoSecondCopy,
     /// All metadata copies are outdated.
     OldMetadata,
@@ -45,8 +45,8 @@ pub(crate) enum Mutation {
     NoLogChecksums,
     /// A frame missing in all copies of the metadata log is not noticed by its successors.
     NoLogChain,
-    /// The same lost frame with all defences: the control of [`Self::NoLogChain`].
-    LostFrame,
+    /// The same frame is damaged and all defences work: the control of [`Self::NoLogChain`].
+    DamagedFrame,
     /// Only the copies of the metadata log say which records are acknowledged.
     NoMarks,
     /// A start does not check for missing members with newer metadata.
@@ -97,15 +97,15 @@ impl Mutation {
             }
             Self::NoLogChecksums => rewrite(fixture, |path, content| {
                 if corruptor::is_log(path) || corruptor::is_members(path) {
-                    corruptor::log_without_checksums(content);
+                    corruptor::reseal_log(content);
                 }
             }),
-            Self::NoLogChain => lose_a_frame(fixture, |content, lost| {
-                corruptor::chained(content, |frame| (frame.sequence != lost).then_some(frame.entry))
+            Self::NoLogChain => change_a_frame(fixture, |content, removed| {
+                corruptor::chained(content, |frame| (frame.sequence != removed).then_some(frame.entry))
             }),
-            Self::LostFrame => lose_a_frame(fixture, |content, lost| {
+            Self::DamagedFrame => change_a_frame(fixture, |content, damaged| {
                 let before =
-                    corruptor::chained(content, |frame| (frame.sequence < lost).then_some(frame.entry));
+                    corruptor::chained(content, |frame| (frame.sequence < damaged).then_some(frame.entry));
                 let mut content = content.to_vec();
                 content[before.len()] ^= 1;
                 content
@@ -116,8 +116,7 @@ impl Mutation {
                 }
             }
             Self::NoClaimChecksum => rewrite(fixture, |path, content| {
-                if let Some(resealed) = corruptor::claim_without_checksum(content).filter(|_| is_claim(path))
-                {
+                if let Some(resealed) = corruptor::reseal_claim(content).filter(|_| is_claim(path)) {
                     *content = resealed;
                 }
             }),
@@ -132,7 +131,7 @@ impl Mutation {
             }
             Self::NoIndexChecksums => rewrite(fixture, |path, content| {
                 if corruptor::is_index(path) {
-                    corruptor::index_without_checksums(content);
+                    corruptor::reseal_index(content);
                 }
             }),
             Self::NoReadOnlyDisks if fixture.disks.len() > 1 => {
@@ -152,7 +151,7 @@ impl Mutation {
 
     /// Returns whether the mutation damages more than one corruption does.
     pub(crate) fn damages_more(self) -> bool {
-        matches!(self, Self::NoLogChain | Self::LostFrame)
+        matches!(self, Self::NoLogChain | Self::DamagedFrame)
     }
 }
 
@@ -169,8 +168,9 @@ fn rewrite(fixture: &Fixture, change: impl Fn(&Path, &mut Vec<u8>)) {
     }
 }
 
-/// Removes the same frame from all copies, but not the last one.
-fn lose_a_frame(fixture: &mut Fixture, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
+/// Applies `change` to all complete copies of the log, with the number of a random frame that is
+/// not the last.
+fn change_a_frame(fixture: &mut Fixture, change: impl Fn(&[u8], u64) -> Vec<u8>) {
     let files: Vec<_> = fixture.disks.iter().flat_map(|disk| disk.snapshot()).collect();
     let frames =
         files.iter().filter(|(path, _)| corruptor::is_log(path)).map(|(_, log)| corruptor::frames(log));
@@ -180,10 +180,10 @@ fn lose_a_frame(fixture: &mut Fixture, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
         .filter(|frame| matches!(frame.entry, FrameContent::Record(..)))
         .map(|frame| frame.sequence)
         .collect();
-    let Some(lost) = listed.choose(&mut fixture.rng).copied() else { return };
+    let Some(chosen) = listed.choose(&mut fixture.rng).copied() else { return };
     rewrite(fixture, |path, content| {
         if corruptor::is_log(path) && corruptor::frames(content).len() == longest.len() {
-            *content = lose(content, lost);
+            *content = change(content, chosen);
         }
     });
 }
@@ -283,7 +283,7 @@ fn missing_log_checksums_are_noticed() {
 
 #[test]
 fn missing_log_chain_is_noticed() {
-    must_be_noticed_as("ShortResult", Mutation::NoLogChain, Mutation::LostFrame);
+    must_be_noticed_as("ShortResult", Mutation::NoLogChain, Mutation::DamagedFrame);
 }
 
 #[test]

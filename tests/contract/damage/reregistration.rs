@@ -13,6 +13,7 @@ async fn register_again(fixture: &mut Fixture, life: &Life, key: &ShuffleKey) {
     fixture.run_task_of(life, key).await;
 }
 
+/// Returns the results of partition 0 from a new process.
 fn results_of(fixture: &mut Fixture, key: &ShuffleKey) -> Result<Vec<BlockId>, String> {
     let lived = fixture.live(async |_, life| life.client.results(key, 0).await);
     match lived.unwrap() {
@@ -22,7 +23,7 @@ fn results_of(fixture: &mut Fixture, key: &ShuffleKey) -> Result<Vec<BlockId>, S
 }
 
 #[test]
-fn reregistration_after_lost_registration_is_refused() {
+fn results_after_lost_registration_are_refused() {
     let mut fixture = Fixture::new(3);
     let key = |shuffle| ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(shuffle));
     let keys = [key(0), key(1), key(10)];

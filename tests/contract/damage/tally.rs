@@ -70,7 +70,7 @@ impl Report {
         }
     }
 
-    /// Returns the report of a corruption that is not checked yet.
+    /// Returns the report of the known gap, which is not checked.
     pub(crate) fn known_gap() -> Self {
         let counts = Counts { seeds: 1, ..Counts::default() };
         Self {
