@@ -1,4 +1,5 @@
-//! Faults of the disks at the start of a process.
+//! Faults of the disks at the start of a process, the operator's remedies for a refused start, and
+//! files that are removed under a running worker.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -156,7 +157,7 @@ impl History {
 
     /// Resolves a refused start as an operator does: restores the claim, omits the named directory
     /// or repairs the disk.
-    pub(super) fn leave_out(&mut self, error: &StoreError) {
+    pub(super) fn resolve_refused_start(&mut self, error: &StoreError) {
         let text = error.to_string();
         let is_named = (0..self.disks.len()).any(|disk| text.contains(&format!("/disk{disk}")));
         // A directory must be writable to take over data that only the store has.
@@ -191,7 +192,7 @@ impl History {
     }
 }
 
-/// Excludes the claim, whose damage is a separate fault.
+/// Returns whether the file is metadata. The claim is not, because its damage is a separate fault.
 fn is_metadata(path: &Path) -> bool {
     let of_data = path.extension().is_some_and(|extension| extension == "data" || extension == "index");
     !of_data && !is_claim(path) && !path.starts_with("trash")

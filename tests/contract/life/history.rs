@@ -74,7 +74,7 @@ pub(crate) struct History {
     pub(super) missing: Option<usize>,
     /// Disks without which a process has run.
     pub(super) ran_without: BTreeSet<usize>,
-    /// Hand-off of the previous process, and the disk that it released.
+    /// Hand-off of the metadata log by the previous process.
     hand_off: Option<HandOff>,
     /// Disks are unhealthy when the current process starts.
     pub(super) is_faulty: bool,
@@ -82,7 +82,8 @@ pub(crate) struct History {
     pub(super) unlisted: Option<(usize, PathBuf)>,
     /// Disk whose claim was damaged before the current process started, and the intact claim.
     pub(super) claim: Option<(usize, Vec<u8>)>,
-    /// Metadata may have been lost at some time: results may be refused but never incomplete.
+    /// Metadata was damaged, missing or not synced at some time: results may be refused, but never
+    /// short.
     pub(super) excused: bool,
     /// The machine lost power with unsynced data: indexed blocks may have wrong bytes.
     torn: bool,
@@ -269,7 +270,7 @@ impl History {
             self.remove_indexes();
         }
         while let Err(error) = self.start_process(hand_off.clone()).await {
-            self.leave_out(&error);
+            self.resolve_refused_start(&error);
         }
         stored
     }

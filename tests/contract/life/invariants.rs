@@ -27,7 +27,7 @@ pub(crate) struct Block {
 ///   began in an earlier process.
 /// - A start serves every block on the disks, and reports only missing blocks as lost.
 /// - Acknowledged reports are known, and no others. Where metadata was damaged or missing, or power
-///   was lost with unsynced data, results are refused, but never incomplete.
+///   was lost with unsynced data, results are refused, but never short.
 /// - Unacknowledged blocks are invisible, except those of a send that failed after some partitions.
 /// - A power loss does not affect data that a graceful stop has flushed.
 /// - A shuffle whose end was acknowledged is not recovered.
@@ -82,13 +82,14 @@ impl Invariants {
         responses
     }
 
-    /// Any file may be missing: acknowledged blocks may be lost, but not silently.
+    /// Weakens the invariants after files were removed: acknowledged blocks may be lost, but not
+    /// silently.
     pub(crate) fn lose_files(&mut self) {
         self.acknowledged.values_mut().flat_map(BTreeMap::values_mut).for_each(|block| block.life = 0);
         self.lose_places();
     }
 
-    /// Places of blocks on the disks may have changed.
+    /// Drops the expected places of blocks, which may have changed.
     pub(crate) fn lose_places(&mut self) {
         self.durable.clear();
         self.index_seen.clear();
@@ -136,7 +137,7 @@ impl Invariants {
         all.any(|(partition, id)| !self.is_safe(partition, id, now))
     }
 
-    /// Records that everything is on the disks.
+    /// Records that all blocks acknowledged by process `life` are on the disks or in the store.
     pub(crate) fn settle(&mut self, life: u32) {
         for (partition, blocks) in &self.acknowledged {
             let fresh = blocks.iter().filter(|(_, block)| block.life == life).map(|(id, _)| *id);

@@ -2,8 +2,9 @@
 //! object store and the process run against the real service in memory, under paused time.
 //!
 //! Every worker process has a runtime of its own. Dropping it loses everything that is not on a
-//! disk. The [`Invariants`](invariants::Invariants) are checked at every read and at the end of a
-//! run. `LIFE_SEEDS` sets the number of seeds, and `LIFE_SEED` runs one alone (docs/testing.md).
+//! disk. The [`Invariants`](invariants::Invariants) are checked at every start and read, and at the
+//! end of a run. `LIFE_SEEDS` sets the number of seeds, and `LIFE_SEED` runs one alone
+//! (docs/testing.md).
 
 mod clients;
 mod fault_plan;
@@ -211,7 +212,7 @@ fn ineffective_syncs_fail_the_model() {
 }
 
 #[test]
-fn lost_indexes_fail_the_model() {
+fn missing_indexes_fail_the_model() {
     must_be_noticed(Storage::Disks, Mutation::NoIndexes);
 }
 
@@ -293,11 +294,11 @@ fn position_ahead_of_the_records_fails_the_model() {
 }
 
 #[test]
-fn lost_segments_fail_the_model() {
+fn missing_segments_fail_the_model() {
     must_be_noticed(Storage::Objects, Mutation::NoIndexes);
 }
 
 #[test]
-fn lost_offloaded_segments_fail_the_model() {
+fn missing_offloaded_segments_fail_the_model() {
     must_be_noticed(Storage::Both, Mutation::NoIndexes);
 }

@@ -65,7 +65,7 @@ impl History {
             self.remove_segments(store).await;
         }
         while let Err(error) = self.start_process(hand_off.clone()).await {
-            self.leave_out(&error);
+            self.resolve_refused_start(&error);
         }
         // The next start removes late arrivals.
         if !is_last {

@@ -78,7 +78,7 @@ tally!(
     hung_stores,
 );
 
-/// Events that need an object store without disks.
+/// Events that need damaged objects, or a start on an object store alone.
 pub(crate) const OBJECT_EVENTS: &[&str] =
     &["refused_starts", "missing_objects", "damaged_objects", "earlier_objects"];
 

@@ -70,7 +70,7 @@ impl History {
         process.tasks.drained().await;
     }
 
-    /// Reports to it from tasks of the shuffles that it knows.
+    /// Lets tasks report to the worker on empty directories, for the shuffles that it knows.
     async fn live_unmounted(&mut self) {
         self.is_unmounted = true;
         let service = self.service();
