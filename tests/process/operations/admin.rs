@@ -152,7 +152,7 @@ async fn flush_and_purge_calls_empty_memory_and_app() {
 }
 
 #[tokio::test]
-async fn log_filter_is_replaced_if_worker_owns_logging() {
+async fn log_filter_of_foreign_logging_is_not_replaced() {
     let fixture = AdminFixture::start().await;
     let (status, answer) = fixture.call("/admin/log-level", r#"{"filter": "debug"}"#).await;
     assert_eq!(status, StatusCode::BAD_REQUEST);

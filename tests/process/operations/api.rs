@@ -137,7 +137,7 @@ async fn applications_are_listed_by_size_up_to_limit() {
 async fn app_is_explained_while_running_and_afterwards() {
     let fixture = AdminFixture::start().await;
     let key = fixture.push("app-1", 3).await;
-    // More than the worker has, so it is refused while other tickets hold memory.
+    // More than half of memory, so a second ticket is refused while the first holds its memory.
     let require = |size| RequireBufferRequest {
         require_size: size,
         app_id: "app-1".to_owned(),
@@ -203,7 +203,7 @@ async fn app_is_explained_while_running_and_afterwards() {
 }
 
 #[tokio::test]
-async fn history_is_served_from_the_start() {
+async fn history_can_begin_after_a_given_sample() {
     let fixture = AdminFixture::start().await;
     fixture.push("app-1", 3).await;
     let received = |samples: &Value| {

@@ -1,5 +1,5 @@
-//! `uniffle-worker ctl` against a worker in this process: each command in both output formats, and
-//! every exit code.
+//! `uniffle-worker ctl` against workers: commands in their output formats, exit codes, completions
+//! and manual pages.
 
 use std::process::{Output, Stdio};
 
@@ -131,7 +131,7 @@ async fn tags_reload_and_purge_change_the_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn drain_waits_until_worker_exits() {
+async fn drain_and_decommission_wait_until_done() {
     let fixture = AdminFixture::with_file("decommission_check_interval_sec = 1", "").await;
     // Creates a snapshot of the empty memory, which the drain must not trust.
     json(&fixture, &["status"]).await;
@@ -250,7 +250,7 @@ fn printed(output: Output) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn lost_lists_blocks_in_memory_of_killed_worker() {
+async fn losses_lists_memory_blocks_of_killed_worker() {
     let tables = "[admin]\nport = 0".to_owned();
     let setup = Setup { name: "losing", made_tables: tables, ..Setup::default() };
     let mut worker = block_in_place(|| WorkerProcess::start(&setup));
@@ -345,7 +345,7 @@ async fn workers_that_list_three_apps(coordinator: &str) -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn all_queries_every_worker_of_the_coordinator() {
+async fn coordinator_option_queries_every_worker() {
     let fixture = AdminFixture::start().await;
     let second = AdminFixture::in_cluster_of(&fixture).await;
     for each in [&fixture, &second] {
@@ -391,7 +391,7 @@ async fn all_queries_every_worker_of_the_coordinator() {
     assert!(nodes.iter().zip(&ids).all(|(node, id)| node["id"] == **id), "{response}");
     assert!(all(&["cluster"]).await.succeeded().contains("active"));
 
-    // Commands that end a worker's service are refused for all workers.
+    // Commands that end a worker's service need `--all` or the id of a worker.
     assert!(all(&["decommission"]).await.failed(2).contains("--all"));
     assert!(all(&["decommission", "--only", "nobody"]).await.failed(1).contains(&ids[0]));
     let port = fixture.worker.addresses().admin.unwrap().port().to_string();
@@ -401,7 +401,7 @@ async fn all_queries_every_worker_of_the_coordinator() {
         .succeeded();
     assert!(tagged.contains("== ") && tagged.contains('x'), "{tagged}");
     second.finish().await;
-    // The coordinator still lists the killed worker. The other answers, and the exit code reports
+    // The coordinator still lists the stopped worker. The other answers, and the exit code reports
     // the failure.
     let left = all(&["disks", "--output", "json"]).await;
     let answers: Value = serde_json::from_str(&left.stdout).unwrap();

@@ -115,7 +115,8 @@ impl AdminFixture {
         assert_eq!(answer.status, Code::Success as i32, "{}", answer.ret_msg);
     }
 
-    /// Returns the sum of a metric over its labels that contain `label`.
+    /// Returns the sum of a metric over its series with a label of the value `label`, or over all
+    /// if that is empty.
     pub(crate) fn metric(&self, name: &str, label: &str) -> f64 {
         let families = self.worker.registry().gather();
         let family = families.iter().find(|family| family.name() == name);
@@ -126,7 +127,7 @@ impl AdminFixture {
         labelled.map(|metric| metric.get_counter().get_value() + metric.get_gauge().get_value()).sum()
     }
 
-    /// Unregisters all apps and asserts that no state and no task is left.
+    /// Unregisters all apps and asserts that no memory is charged and no task is left.
     pub(crate) async fn finish(self) {
         for app in self.worker.service().apps().apps() {
             self.worker.service().lifecycle.unregister_app(app.id().as_str()).unwrap();

@@ -1,4 +1,4 @@
-//! A worker as its operators use it: admin listener, status, reload and TLS.
+//! A worker as its operators use it: admin listener, command line, status page, reload and TLS.
 
 mod admin;
 mod api;

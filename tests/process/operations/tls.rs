@@ -142,7 +142,7 @@ async fn heartbeat_on(connector: TlsConnector, socket: TcpStream) -> Result<i32,
 }
 
 #[tokio::test]
-async fn every_listener_requires_tls() {
+async fn grpc_and_http_listeners_require_tls() {
     let certificates = Certificates::make();
     let dir = tempfile::tempdir().unwrap();
     let worker = Worker::start(&parse(&config(dir.path(), &certificates.table()))).await.unwrap();

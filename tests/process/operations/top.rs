@@ -1,4 +1,4 @@
-//! `uniffle-worker ctl top` on a pseudo-terminal, with three workers in this process.
+//! `uniffle-worker ctl` on a pseudo-terminal: `top`, `status` and the progress of a wait.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -177,7 +177,7 @@ async fn status_and_top_fit_80_columns() {
         }
     }
     second.finish().await;
-    // The coordinator still lists it.
+    // The coordinator still lists the stopped worker.
     let listed = super::ctl::run(&["ctl", "status", "--coordinator", &coordinator]).await;
     let rows = |text: &str| listed.stdout.lines().filter(|line| line.contains(text)).count();
     assert_eq!((listed.code, rows("no answer"), rows("active")), (3, 1, 1), "{}", listed.stdout);

@@ -1,4 +1,5 @@
-//! `uniffle-worker ctl upgrade` against three workers and their coordinator.
+//! `uniffle-worker ctl upgrade` against three workers and their coordinators, and other commands
+//! after an upgrade or the loss of a worker.
 
 use std::time::Duration;
 

@@ -149,7 +149,7 @@ impl Manager {
         self.wait_restarted(before);
     }
 
-    /// Waits until it runs after one more restart than `before`.
+    /// Waits until the worker runs after one more restart than `before`.
     pub(super) fn wait_restarted(&self, before: u32) {
         wait_until("systemd has started the worker again", DEADLINE, || {
             let (restarts, state) = (self.restarts(), self.property("ActiveState"));

@@ -3,7 +3,7 @@
 # with this machine. systemd and all services end with standard input.
 #
 # Usage: unshare --mount bash namespace.sh DIRECTORY SYSTEMD
-# DIRECTORY holds `etc`, `bin` and `units`, mounted as /etc, /usr/local/bin and the only units, and
+# DIRECTORY holds `etc`, `bin` and `units`, copied to /etc, /usr/local/bin and the only units, and
 # `state`, mounted as /var/lib/uniffle-worker. DIRECTORY/pid gets the id of systemd's parent process.
 set -euo pipefail
 directory=$1 systemd=$2
