@@ -1,5 +1,5 @@
 //! Attacks on a worker, usable alone or combined. Each runs until it is dropped and repeats after a
-//! failed round. Only a refused connection ends an attack; the error then fails the test.
+//! failed round. At most a refused connection ends an attack; the error then fails the test.
 
 use std::io;
 use std::time::Duration;
@@ -265,7 +265,8 @@ pub(super) fn half_frames(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Reads the honest application's data a thousand times over TCP and takes a byte now and then.
+/// Requests the honest application's data a thousand times on each of many TCP connections, and
+/// takes a byte now and then.
 pub(super) fn slow_readers(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         repeat(|| async {
@@ -300,7 +301,8 @@ fn reads(app: &str) -> BytesMut {
     requests
 }
 
-/// Starts HTTP/2 calls of every kind, pauses in them or reads no response, and answers pings.
+/// Starts sends and reports over HTTP/2 and pauses in them, reads no response of a heartbeat call,
+/// and answers pings.
 pub(super) fn paused_calls(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         repeat(|| async {

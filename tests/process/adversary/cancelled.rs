@@ -1,4 +1,4 @@
-//! Attacks by callers that disconnect: the worker finishes their requests, and their shuffles end
+//! Attacks by callers that disconnect before the response, and by thousands of shuffles that end
 //! together.
 
 use std::io;

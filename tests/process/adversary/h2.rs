@@ -82,7 +82,7 @@ impl Connection {
         Ok(id)
     }
 
-    /// Sends a liveness call without waiting for the response.
+    /// Sends a PING frame without waiting for the response.
     pub(super) async fn ping(&mut self) -> io::Result<()> {
         self.frame(PING, 0, 0, &[0; 8]).await
     }

@@ -58,7 +58,7 @@ pub(super) fn repeated_partitions(target: Target) -> BoxFuture<'static, io::Erro
     .boxed()
 }
 
-/// Writes to tens of thousands of partitions of shuffles and ends them at once.
+/// Writes shuffles of 50,000 partitions, one after the other, and ends each at once.
 pub(super) fn large_ending_shuffles(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         for shuffle in 1000.. {
@@ -72,7 +72,7 @@ pub(super) fn large_ending_shuffles(target: Target) -> BoxFuture<'static, io::Er
     .boxed()
 }
 
-/// Refusals are ignored.
+/// Writes a block to each of 50,000 partitions and ends the shuffle. Ignores refusals.
 async fn write_and_end(client: &ShuffleClient, key: &ShuffleKey, seed: u64) {
     /// Partitions of one send.
     const PARTITIONS: i32 = 5000;
@@ -87,7 +87,7 @@ async fn write_and_end(client: &ShuffleClient, key: &ShuffleKey, seed: u64) {
     let _ = client.unregister(key).await;
 }
 
-/// Sends reports without their last bytes, as many per connection as allowed.
+/// Sends reports of 60 MiB without their last bytes, 24 at a time on one connection.
 #[expect(clippy::excessive_nesting, reason = "a loop over cases around what each does")]
 pub(super) fn unfinished_reports(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
@@ -127,7 +127,7 @@ fn unfinished(bytes: u32) -> http::Request<Body> {
         .unwrap()
 }
 
-/// Requests local reads of 8 MiB each over TCP, all at once.
+/// Sends requests for local reads over TCP, each with 7 MiB of read-ahead hints, all at once.
 pub(super) fn large_local_reads(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let hints = vec![0; 7 << 20];

@@ -1,10 +1,10 @@
 //! Attacks on a worker in a memory-limited cgroup. The worker may become slow but must not fail.
 //!
-//! Each attack ([`attacks`]) runs alone and combined with others, beside an honest application. The
-//! application must finish with correct data. The process must stay below capacity × 1.05 + 200
+//! Attacks ([`attacks`]) run alone, combined with others, or both, beside an honest application.
+//! The application must finish with correct data. The process must stay below capacity × 1.05 + 200
 //! MiB, no poll may block a runtime thread for long, and `/health/live` must respond.
-//! `ADVERSARY_SECONDS` and `ADVERSARY_SEED` set the duration and the mix of the combined run; a
-//! long one also checks the 99th percentile of honest sends. Where a cgroup can be created,
+//! `ADVERSARY_SEED` sets the seed, and `ADVERSARY_SECONDS` the duration of the combined run; a long
+//! one also checks the 99th percentile of honest sends. Where a cgroup can be created,
 //! `memory.max` is the capacity + 256 MiB; otherwise the test prints a notice.
 
 mod attacks;
@@ -96,7 +96,7 @@ impl Siege {
 
     fn target(&self) -> Target {
         let ready = self.worker.ready();
-        let tcp = ready.urpc_port.expect("embedded mode opens the TCP listener");
+        let tcp = ready.urpc_port.expect("the TCP listener is open by default");
         Target { grpc: ready.grpc_port, tcp, http: ready.http_port, seed: self.seed }
     }
 
@@ -256,7 +256,7 @@ async fn abandoned_assignments_stay_within_memory_bound() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn abandoned_scrapes_take_no_disk_thread() {
+async fn abandoned_scrapes_do_not_block_honest_clients() {
     alone("abandoned scrapes", cancelled::abandoned_scrapes).await;
 }
 

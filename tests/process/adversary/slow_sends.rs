@@ -41,7 +41,7 @@ const STALLED: Duration = Duration::from_secs(60);
 const HELD: Duration = Duration::from_secs(20);
 /// After this time another application asks for memory.
 const LATE: Duration = Duration::from_secs(8);
-/// Bytes of its request, more than the attack leaves free.
+/// Bytes of that application's request, more than the attack leaves free.
 const LATE_BYTES: i32 = 4_000_000;
 /// Applications of the attack that uses many.
 const APPS: usize = 64;

@@ -37,7 +37,7 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// Starts it for these workers, and waits until it has scraped all of them.
+    /// Starts a Prometheus for these workers, and waits until it has scraped all of them.
     pub(super) fn start(workers: &[&WorkerProcess]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let rules = directory.path().join("rules.yml");

@@ -40,7 +40,8 @@ const CONSEQUENCES: [&str; 6] = [
     "UniffleWorkerUnhealthy",
 ];
 
-/// Every request to the object store gets `fault` while blocks arrive.
+/// Asserts that the alerts `expected` fire while every request to the object store gets `fault` and
+/// blocks arrive.
 async fn assert_store_alerts(fault: ResponseFault, expected: &[&str]) {
     let (server, directory) = (S3Server::start().await, tempfile::tempdir().unwrap());
     let setup = on_store(&server, &directory.path().join("keys"), "MEMORY_OBJECT");
@@ -187,7 +188,7 @@ async fn fail_hdfs(hdfs: &MiniHdfs, worker: &WorkerProcess) {
     block_in_place(|| {
         wait_until("the deletion is given up", WAIT_MAX, || {
             let failed = worker.metrics().expect("total_remote_storage_deletion_failed");
-            if failed > 0.0 { Ok(()) } else { Err("the flush is still retried".to_owned()) }
+            if failed > 0.0 { Ok(()) } else { Err("no deletion has failed yet".to_owned()) }
         });
         hdfs.run("stop-namenode");
     });

@@ -1,4 +1,4 @@
-//! Hostile input to the HTTP listener while data flows.
+//! Hostile input to the HTTP listener, alone and while data flows.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;

@@ -1,4 +1,4 @@
-//! Log files of a worker process.
+//! Logs of a worker process: the audit log, repeated lines, and a pipe that nobody reads.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};

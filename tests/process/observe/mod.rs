@@ -1,5 +1,5 @@
 //! Observability with real tools: `go tool pprof`, Prometheus, promtool, a Pushgateway and an OTLP
-//! receiver. Includes hostile requests to the HTTP listener.
+//! receiver. Includes logs, alerts under faults, and hostile requests to the HTTP listener.
 
 mod alerts;
 mod alerts_process;

@@ -1,5 +1,5 @@
-//! An OTLP receiver gets the spans of a real run: calls over both listeners, flushes, and a
-//! client's own trace.
+//! An OTLP receiver gets the spans of a real run: gRPC calls, flushes, and a client's own trace. A
+//! receiver that is down is logged once.
 
 use std::time::Duration;
 
