@@ -71,7 +71,7 @@ fn hdfs_without_feature_is_refused_with_reason() {
 }
 
 #[test]
-fn start_errors_take_one_line() {
+fn start_errors_name_the_key_and_change_nothing() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     let output = worker(&[], &format!("bind_address = \"127.0.0.1\"\ngrpc_port = {port}\nhttp_port = 0\n"));
@@ -167,7 +167,7 @@ fn check_here_refuses_unusable_directories() {
     }
     assert!(!path("good").exists());
 
-    // A directory that a running worker has claimed, and the same one afterwards.
+    // A directory that a running worker has claimed.
     let running = WorkerProcess::start(&Setup { name: "check-here", capacity: "64M", ..Setup::default() });
     let used = running.data_paths()[0].clone();
     let listing = examined(&with_paths(ports, &[&used])).expect_err("a directory in use was accepted");

@@ -67,8 +67,8 @@ fn set(file: &Path, hours: i64) {
     file.write_all_at(&(hours * 3600).to_ne_bytes(), 0).expect("cannot write the clock's file");
 }
 
-/// Steps the worker's clock to `hours` from the true time, and waits until all of its one-second
-/// loops have run once.
+/// Steps the worker's clock to `hours` from the true time, and waits until its samples of once a
+/// second show that.
 fn step(worker: &WorkerProcess, file: &Path, hours: i64) {
     set(file, hours);
     let expected_ms = |now: Duration| i128::from(hours) * 3_600_000 + now.as_millis().cast_signed();

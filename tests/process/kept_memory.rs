@@ -1,4 +1,5 @@
-//! `memory_store.backing`: blocks in memory survive the process, however it ends.
+//! `memory_store.backing`: blocks in memory survive the process, however it ends. A start that
+//! would discard them is refused, and damaged blocks are reported lost.
 
 use std::io::{IoSliceMut, Write as _};
 use std::mem::MaybeUninit;
@@ -214,8 +215,8 @@ fn passing_on(kept: &Path) -> Vec<String> {
     ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec()
 }
 
-/// Memory is stored in the manager before the first process serves and is never removed. A
-/// successor may therefore die at any moment.
+/// Memory is stored in the manager before the first process serves, and removed only by an upgrade
+/// to another backing. A successor may therefore die at any moment.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn successor_keeps_memfd_in_service_manager() {
     let directory = tempfile::tempdir().unwrap();
@@ -408,11 +409,11 @@ async fn full_tmpfs_reduces_memory_until_freed() {
     block_in_place(|| worker.stop());
 }
 
-/// The next process serves a killed worker's memory before it has verified all of it. Run with
-/// `RESTART_GIGABYTES=10 RESTART_WORKER=target/release/uniffle-worker` and `--nocapture` to assert
-/// the time with an optimized build.
+/// The next process serves a killed worker's memory, which it verifies in the background. Run with
+/// `RESTART_GIGABYTES=10 RESTART_WORKER=target/release/uniffle-worker` and `--nocapture` to assert,
+/// with an optimized build, that it does not wait for the verification.
 #[tokio::test(flavor = "multi_thread")]
-async fn restart_serves_memory_before_verification() {
+async fn restart_serves_memory_of_killed_worker() {
     const BLOCK_BYTES: u32 = 14 << 10;
     const PARTITIONS: i32 = 500;
     const START_MS_MAX: u128 = 1_000;
@@ -552,7 +553,7 @@ async fn damaged_block_in_memory_is_reported_lost() {
     };
     let refused = tokio::time::timeout(Duration::from_secs(60), refused)
         .await
-        .expect("the start must be refused because of blocks in the smaller backing");
+        .expect("the lost block was not reported in time");
     let line = "recovered blocks in memory are corrupt";
     assert!(refused.contains(line), "{refused}");
     client.unregister_app("app").await.unwrap();

@@ -102,7 +102,7 @@ async fn restart_with_other_ports_and_capacity_recovers_data() {
     block_in_place(|| worker.stop());
 }
 
-/// Reconnects until dropped; no attempt may be refused.
+/// Reconnects until [`Reconnecting::end`]; no attempt may be refused.
 struct Reconnecting {
     stop: Arc<AtomicBool>,
     connected: Arc<AtomicU64>,
@@ -130,8 +130,8 @@ impl Reconnecting {
     }
 }
 
-/// Time between the listeners of two processes with a few MB in memory: milliseconds, more on a
-/// busy machine.
+/// Bound on the time between the listeners of two processes with a few MB in memory. It takes
+/// milliseconds, more on a busy machine.
 const UPGRADE_GAP_MS_MAX: u64 = 5000;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -350,7 +350,7 @@ async fn unusable_binary_leaves_old_process_serving() {
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
     written.task(&client, 0, 1000).await.unwrap();
-    // It passes its check and then deletes itself.
+    // This script passes as a binary for the check and then deletes itself.
     script(&binary, "#!/bin/sh\nrm -- \"$0\"\n");
     let knocking = Reconnecting::at(worker.ready().grpc_port);
     block_in_place(|| {

@@ -115,7 +115,7 @@ fn capacity_beyond_memory_is_refused_with_both_values() {
 }
 
 #[test]
-fn check_names_limits_of_files_and_addresses() {
+fn check_names_limits_of_file_size_and_data() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("config.toml");
     let paths = format!("data_paths = [{:?}]", dir.path().join("data").display().to_string());

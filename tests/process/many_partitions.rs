@@ -60,7 +60,7 @@ async fn connect(worker: &WorkerProcess) -> ShuffleClient {
     ShuffleClient::connect(address).await.unwrap().with_backoff(backoff)
 }
 
-fn print_memory(worker: &WorkerProcess, idle: u64, what: &str) {
+fn assert_memory_bound(worker: &WorkerProcess, idle: u64, what: &str) {
     let bound = CAPACITY_BYTES / 100 * 105 + (200 << 20);
     let (peak, heap) = (worker.peak_resident_bytes(), worker.metrics().total("heap_charged_bytes").unwrap());
     let used = worker.metrics().total("used_buffer_size").unwrap();
@@ -86,7 +86,7 @@ async fn many_partitions_stay_within_memory_bound() {
     let client = connect(&worker).await;
     futures::future::join_all(keys.iter().map(|key| write(client.clone(), key.clone()))).await;
     check(&client, &keys).await;
-    print_memory(&worker, idle, "written");
+    assert_memory_bound(&worker, idle, "written");
     drop(client);
 
     // The stop flushes memory, so that the next process recovers everything from disk.
@@ -97,7 +97,7 @@ async fn many_partitions_stay_within_memory_bound() {
     })
     .await
     .unwrap();
-    print_memory(&worker, idle, "taken over");
+    assert_memory_bound(&worker, idle, "taken over");
     let client = connect(&worker).await;
     check(&client, &keys).await;
     for key in &keys {

@@ -102,8 +102,7 @@ async fn forward(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, fault: Fault) 
     }
 }
 
-/// Retries every task on fresh connections until it is acknowledged or abandoned. Returns the
-/// acknowledged blocks.
+/// Sends every task once, on connections of its own. Returns the acknowledged blocks.
 async fn write(ports: (u16, u16), writer: u64) -> Vec<Block> {
     let mut acknowledged = Vec::new();
     let generator = BlockGenerator::new(5, IdLayout::SPARK);

@@ -1,8 +1,8 @@
-//! Resident memory stays within its bound while a client writes four times the capacity in the most
-//! expensive shape: 1 KiB blocks, one per partition and task, over 10,000 partitions.
+//! Resident memory of a worker under writes, after large responses, and idle.
 //!
-//! The bound is capacity × 1.05 + 200 MiB. `cargo test --test process rss -- --nocapture` prints
-//! the figures of docs/benchmarks.md.
+//! It stays within capacity × 1.05 + 200 MiB while a client writes four times the capacity in the
+//! most expensive shape: 1 KiB blocks, one per partition and task, over 10,000 partitions.
+//! `cargo test --test process rss -- --nocapture` prints the figures of docs/benchmarks.md.
 
 use std::time::Duration;
 

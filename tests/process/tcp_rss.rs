@@ -1,10 +1,10 @@
 //! Resident memory when a thousand connections are in the middle of a 4 MiB frame and nothing can
 //! be spilled.
 //!
-//! One worker is the real binary with a disk that counts as full; the other runs in this process
-//! with a disk whose calls hang. Accepted blocks stay in memory. Most frames have no ticket: they
-//! must be drained, not buffered. The bound is capacity × 1.05 + 200 MiB (docs/architecture.md
-//! §2.2).
+//! One worker is the real binary with a disk that counts as full; the other runs in a process of
+//! its test with a disk whose calls hang. Accepted blocks stay in memory. Most frames have no
+//! ticket: they must be drained, not buffered. The bound is capacity × 1.05 + 200 MiB
+//! (docs/architecture.md §2.2).
 
 #[allow(dead_code, reason = "made for the tests of the TCP listener")]
 #[path = "../contract/tcp/fixture.rs"]
@@ -65,7 +65,7 @@ async fn frames_beside_full_disk_stay_within_memory_bound() {
 
     let frame = frame(APP, 0);
     let halfway = Arc::new(Barrier::new(CONNECTIONS));
-    let tcp = address(worker.ready().urpc_port.expect("embedded mode opens the TCP listener"));
+    let tcp = address(worker.ready().urpc_port.expect("the TCP listener is open by default"));
     let mut sends = tokio::task::JoinSet::new();
     // A second block with the same id would be dropped as a duplicate, hence as many partitions.
     for partition in (0..PARTITIONS).cycle().take(CONNECTIONS) {
@@ -210,7 +210,7 @@ async fn send(
     (had_ticket, StatusCode::try_from(reply.status).unwrap(), reply.message)
 }
 
-/// Replaces `place` with `value` everywhere; each block names its partition again.
+/// Replaces `placeholder` with `value` everywhere; each block names its partition again.
 fn put<const N: usize>(head: &mut [u8], placeholder: [u8; N], value: [u8; N]) {
     let mut found = 0;
     while let Some(at) = head.windows(N).position(|bytes| bytes == placeholder) {

@@ -17,7 +17,7 @@ const BLOCK_BYTES: u32 = 64 << 10;
 const SOON_FLUSHED: &str =
     "[hybrid_store]\nmemory_spill_high_watermark = 0.3\nmemory_spill_low_watermark = 0.05\n";
 
-/// Returns the number behind `name=` in the last line of `log` that contains `said`.
+/// Returns the number behind `name=` in the last line of `log` that contains `message`.
 fn logged_number(log: &str, message: &str, name: &str) -> u64 {
     let line =
         log.lines().rev().find(|line| line.contains(message)).unwrap_or_else(|| panic!("{message}: {log}"));

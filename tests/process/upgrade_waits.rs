@@ -1,5 +1,5 @@
 //! SIGUSR2 with a hand-over of memory: no call is refused, nothing is flushed, and the longest wait
-//! is measured.
+//! is measured. A send that is half received is stored once or not at all.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -200,6 +200,7 @@ async fn fill(client: &ShuffleClient, filled: &ShuffleKey, gigabytes: f64) -> i6
     tasks
 }
 
+/// Upgrades a worker under calls and asserts that only calls on closing connections were repeated.
 /// Run with `UPGRADE_GIGABYTES=10 UPGRADE_WORKER=target/release/uniffle-worker`, `--nocapture` and
 /// `--test-threads 1` to assert the longest wait with an optimized build.
 async fn hand_over_under_calls(name: &'static str, memory: &'static str) {
@@ -282,7 +283,7 @@ async fn tmpfs_hand_over_refuses_no_call() {
     hand_over_under_calls("directory under calls", memory).await;
 }
 
-/// Returns a send of 14 MiB as a frame.
+/// Returns a send of `batch` as a frame.
 fn large_send(key: &ShuffleKey, ticket: i64, batch: &Batch) -> Bytes {
     let block = |block: &Block| SendBlock {
         block_id: block.meta.block_id.0,
@@ -354,7 +355,7 @@ async fn send_received_during_upgrade_is_stored_once() {
     block_in_place(|| worker.stop());
 }
 
-/// Asserts that `blocks` are in memory, byte for byte, and no others.
+/// Asserts that the blocks of `batch` are in memory, byte for byte, and no others.
 async fn assert_holds(worker: &WorkerProcess, client: &ShuffleClient, key: &ShuffleKey, batch: &Batch) {
     let read = client.read_partition(key, PartitionId(0), &Default::default()).await.unwrap();
     let blocks: BTreeMap<_, _> = batch[0].1.iter().map(|it| (it.meta.block_id, it.data.clone())).collect();

@@ -294,7 +294,7 @@ async fn upgrade_is_refused_until_hung_disk_answers() {
     for part in [&named, "by=\"hang\"", "decommission the worker", "then restart it"] {
         assert!(refusal.contains(part), "{part}: {refusal}");
     }
-    let before = calls.answered();
+    let before = calls.counts();
     eventually("calls are answered", || calls.check_progress(before)).await;
     calls.end(&mut callers, "an upgrade that a hung disk refuses").await;
     assert!(worker.is_running() && worker.pid() == pid);
@@ -317,7 +317,9 @@ async fn upgrade_is_refused_until_hung_disk_answers() {
 #[derive(Debug, Default)]
 struct Calls {
     stop: AtomicBool,
-    reported: AtomicUsize,
+    /// Reports begun.
+    reports: AtomicUsize,
+    /// Result queries answered.
     asked: AtomicUsize,
     no_buffer: AtomicUsize,
     /// Calls on a closing connection that the server did not start.
@@ -335,7 +337,7 @@ impl Calls {
         let began = Instant::now();
         loop {
             if began.elapsed() > CALL_DEADLINE {
-                let why = format!("no answer within {CALL_DEADLINE:?} but to come back");
+                let why = format!("only refusals within {CALL_DEADLINE:?}");
                 return self.fail(&std::io::Error::other(why));
             }
             let client = ShuffleClient::connect(local(port)).await;
@@ -367,14 +369,15 @@ impl Calls {
         None
     }
 
-    /// Returns the numbers of answered reports and result queries.
-    fn answered(&self) -> (usize, usize) {
-        (self.reported.load(Ordering::Relaxed), self.asked.load(Ordering::Relaxed))
+    /// Returns the numbers of reports begun and of result queries answered.
+    fn counts(&self) -> (usize, usize) {
+        (self.reports.load(Ordering::Relaxed), self.asked.load(Ordering::Relaxed))
     }
 
-    /// Checks that every caller has two more answers of each kind.
+    /// Checks that the callers have begun 16 more reports and got 16 more results than `before`, or
+    /// that a call has failed.
     fn check_progress(&self, before: (usize, usize)) -> Result<(), String> {
-        let now = self.answered();
+        let now = self.counts();
         let is_enough = now.0 >= before.0 + 16 && now.1 >= before.1 + 16;
         if is_enough || !self.failed.lock().is_empty() { Ok(()) } else { Err(format!("{now:?}")) }
     }
@@ -385,10 +388,10 @@ impl Calls {
         while let Some(ended) = callers.join_next().await {
             ended.expect("a reporter failed");
         }
-        let (reported, asked) = self.answered();
+        let (reports, asked) = self.counts();
         let of = |count: &AtomicUsize| count.load(Ordering::Relaxed);
         say(&format!(
-            "{under} under {reported} reports and {asked} result queries, each on a connection of its own: none failed, {} \
+            "{under} under {reports} reports and {asked} result queries, each on a connection of its own: none failed, {} \
              waited for NO_BUFFER, {} were not begun and repeated",
             of(&self.no_buffer),
             of(&self.repeated)
@@ -399,7 +402,7 @@ impl Calls {
 
     async fn report(self: Arc<Self>, port: u16, key: ShuffleKey, blocks: Arc<Vec<Block>>) {
         while !self.stop.load(Ordering::Relaxed) {
-            let at = self.reported.fetch_add(1, Ordering::Relaxed) % blocks.len();
+            let at = self.reports.fetch_add(1, Ordering::Relaxed) % blocks.len();
             let id = blocks[at].meta.block_id;
             let ids = [(PartitionId(0), vec![id])];
             let task = TaskAttemptId(i64::try_from(at).unwrap());
@@ -459,7 +462,7 @@ async fn reports_and_queries_wait_during_upgrade_gap() {
     let (client, key, port) = (client_of(&worker).await, key("app", 0), worker.ready().grpc_port);
     let (calls, mut callers) = under_calls(&client, port, key).await;
     for _ in 0..3 {
-        let before = calls.answered();
+        let before = calls.counts();
         block_in_place(|| {
             worker.begin_upgrade();
             worker.finish_upgrade();

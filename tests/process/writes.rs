@@ -42,7 +42,7 @@ impl Written {
         (0..self.partitions).map(|at| (PartitionId(at), vec![block(at)])).collect()
     }
 
-    /// Expects the blocks that [`Written::task`] sent in another process.
+    /// Adds the blocks of a task to the expected ones, without sending them.
     pub(crate) fn expect(&mut self, task: i64, length: u32) {
         for (partition, blocks) in self.batch(task, length) {
             self.blocks.entry(partition.0).or_default().extend(blocks);
