@@ -123,7 +123,8 @@ fn chart_refuses_wrong_values() {
     }
 }
 
-/// Neither check needs helm.
+/// Also checks the default values against their schema, and both files with yamllint. Needs no
+/// helm.
 #[test]
 fn chart_has_the_workers_version() {
     let version = env!("CARGO_PKG_VERSION");

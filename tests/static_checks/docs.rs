@@ -1,4 +1,5 @@
-//! Links and citations in documents and sources resolve: pages, anchors and section numbers.
+//! Links and citations in documents and sources resolve: pages, anchors and section numbers. The
+//! README is short.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};

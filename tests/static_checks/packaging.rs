@@ -30,7 +30,8 @@ pub(super) fn deploy(path: &str) -> String {
     format!("{}/deploy/{path}", env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Placeholders replace the binary and the user, which are not installed here.
+/// The check needs a binary and a user that exist: `/bin/true` replaces the worker, and the user's
+/// lines are removed.
 #[test]
 fn systemd_accepts_the_unit() {
     let dir = tempfile::tempdir().unwrap();
@@ -44,9 +45,9 @@ fn systemd_accepts_the_unit() {
     accepts("systemd-analyze", &["verify", "--man=no", path.to_str().unwrap()]);
 }
 
-/// The unit sets the variable whose absence the worker logs at start.
+/// The file for systemd-tmpfiles writes the kernel setting that the worker reads.
 #[test]
-fn unit_enables_huge_pages_for_memfds() {
+fn tmpfiles_enable_huge_pages_for_memfds() {
     let lines: Vec<_> = TMPFILES.lines().filter(|line| !line.starts_with('#')).collect();
     let source = include_str!("../../crates/uniffle-memory/src/persistent/huge.rs");
     let setting = source.split('"').find(|it| it.ends_with("shmem_enabled")).unwrap();
@@ -261,7 +262,7 @@ fn coordinator_quorum_names_pods_of_the_manifests() {
 }
 
 #[test]
-fn compose_accepts_its_file() {
+fn yamllint_and_schema_accept_the_compose_file() {
     let rules = "{extends: default, rules: {line-length: {max: 160}, document-start: disable}}";
     accepts("yamllint", &["-d", rules, &deploy("compose.yaml")]);
     accepts("check-jsonschema", &["--builtin-schema", "vendor.compose-spec", &deploy("compose.yaml")]);
