@@ -1,6 +1,7 @@
-//! The checker of killed and stopped workers, over disks and a real HDFS. During writes the
-//! DataNode is killed, or the NameNode is restarted or put into safe mode, and the worker is killed
-//! as well.
+//! The checker of killed and stopped workers, over disks and a real HDFS. During the writes of most
+//! rounds the DataNode is killed, or the NameNode is restarted or put into safe mode. The worker is
+//! killed as well, or keeps running. In rounds without a fault of HDFS it is killed, stopped or
+//! upgraded.
 //!
 //! `PROCESS_ROUNDS` sets the number of rounds, `PROCESS_SEED` repeats a run.
 
@@ -25,7 +26,7 @@ use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 const ROUNDS: u64 = PLAN.len() as u64;
 
-/// Every fault with each end of the process, in random order.
+/// Faults of HDFS and ends of the process, in random order.
 const PLAN: [(Fault, RoundEnd); 9] = [
     (Fault::DataNode, RoundEnd::Kill),
     (Fault::DataNode, RoundEnd::Nothing),

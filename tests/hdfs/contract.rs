@@ -84,7 +84,7 @@ impl Subject {
         }
     }
 
-    /// Asserts that read, present and used bytes agree with `blocks`.
+    /// Asserts that the blocks read and the ids reported as present agree with `blocks`.
     async fn assert_holds(&self, key: &ShuffleKey, partition: i32, blocks: &[Block]) {
         assert_eq!(self.read(key, partition).await, expected(blocks));
         let mut present = IdSet::default();

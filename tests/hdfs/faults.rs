@@ -16,7 +16,7 @@ use crate::fixture::{HdfsFixture, SERVER_ID, Setup, open, plain_connector};
 use crate::real::real;
 use uniffle_testkit::hdfs::MiniHdfs;
 
-/// Returns the file names in a partition's directory, in memory.
+/// Returns the file names of paths, without the server's id.
 fn names(files: impl IntoIterator<Item = String>) -> Vec<String> {
     let name = |path: String| path.rsplit('/').next().unwrap_or_default().replace(SERVER_ID, "");
     files.into_iter().map(name).collect()
@@ -104,7 +104,7 @@ async fn flushing_to_failing_remote() -> (HdfsFixture, FakeFs) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn failed_remote_is_logged_and_retried() {
+async fn failed_remote_is_suspended_and_retried() {
     let (fixture, fs) = flushing_to_failing_remote().await;
     fixture
         .eventually("the remote is marked as failing", || {
@@ -200,7 +200,7 @@ async fn open_circuit_breaker_is_probed_without_batches() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn failed_deletion_is_retried_and_finally_logged() {
+async fn failed_deletion_is_retried_and_finally_abandoned() {
     let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     fixture.register(1).await;
     fixture.push(1, 0, 1, 1000);
@@ -238,7 +238,8 @@ fn short_timeouts() -> Setup {
     Setup { hdfs, ..Setup::default() }
 }
 
-/// Runs `fault` during writes and `heal` later, and checks the visibility of every block meanwhile.
+/// Runs `fault` during writes, and `heal` after a failed write or when all is stored. Then waits
+/// until every block is stored and visible.
 async fn survives(
     mut fixture: HdfsFixture,
     fault: impl FnOnce(&MiniHdfs),
@@ -272,7 +273,7 @@ async fn survives(
         .await;
     heal(hdfs);
     fixture.settled().await;
-    fixture.nothing_is_missing_soon().await;
+    fixture.wait_until_nothing_missing().await;
     fixture
 }
 

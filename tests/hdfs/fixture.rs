@@ -299,7 +299,7 @@ impl HdfsFixture {
 
     /// Waits until every acknowledged block is in some tier. A torn file hides its blocks until it
     /// is closed.
-    pub(crate) async fn nothing_is_missing_soon(&self) {
+    pub(crate) async fn wait_until_nothing_missing(&self) {
         let start = Instant::now();
         loop {
             let missing = self.missing().await;

@@ -1,5 +1,6 @@
 //! Reads from a worker over disks and HDFS after `kill -9`: blocks in memory are reported lost,
-//! blocks in HDFS are not.
+//! blocks in HDFS are not. While HDFS is unreachable, reads are refused as retryable, and nothing
+//! is declared lost.
 
 use std::collections::BTreeMap;
 
@@ -132,7 +133,7 @@ impl LossesFixture {
         self.worker.metrics().expect("unverified_partitions")
     }
 
-    fn nothing_is_unverified_soon(&self) {
+    fn wait_until_verified(&self) {
         wait_until("nothing is unverified", SETTLE_DEADLINE, || match self.unverified() {
             0.0 => Ok(()),
             remaining => Err(format!("{remaining} partitions")),
@@ -176,7 +177,7 @@ async fn killed_worker_reports_only_memory_blocks_as_lost() {
         hdfs.run(&format!("leave-open {}", file.path));
     }
     fixture.worker.start_again();
-    fixture.nothing_is_unverified_soon();
+    fixture.wait_until_verified();
     for partition in [COLD, WARM] {
         fixture.read(partition).await.unwrap();
     }
@@ -221,7 +222,7 @@ async fn unreachable_hdfs_reports_no_loss_and_no_short_result() {
     fixture.report(3, &unreported).await.unwrap();
     assert_eq!((fixture.unverified(), fixture.worker.metrics().expect("lost_blocks")), (3.0, 0.0));
     hdfs.run("start-namenode");
-    fixture.nothing_is_unverified_soon();
+    fixture.wait_until_verified();
     fixture.read(COLD).await.unwrap();
     for (partition, blocks) in [(IN_MEMORY, "3 blocks"), (3, "2 blocks")] {
         let (status, text) = refusal(fixture.read(partition).await);

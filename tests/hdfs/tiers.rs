@@ -1,5 +1,6 @@
 //! Memory, local disks and HDFS together, over a file system in memory with injected hangs and
-//! failures.
+//! failures: the tier that gets a batch, the number of writers, the paths that applications may
+//! name, and deletions.
 
 use std::time::Duration;
 

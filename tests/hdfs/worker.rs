@@ -101,7 +101,7 @@ async fn unusable_remote_path_fails_start_and_names_key() {
     let line = refusal(&setup);
     assert!(line.contains("hdfs_store.precheck_enable") && line.contains(&absent), "{line}");
 
-    // All other users may access the path.
+    // At first the worker's user may write to one of two paths only.
     let Some(hdfs) = real().await else { return };
     hdfs.run("mkdirs /private");
     hdfs.run("chmod 700 /private");
