@@ -13,7 +13,7 @@ use uniffle_testkit::tools::binary;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, WorkerProcess};
 
-/// A worker registers with the coordinator as soon as it is ready.
+/// Upper bound; a worker registers with the coordinator as soon as it is ready.
 const JOIN_DEADLINE: Duration = Duration::from_secs(20);
 
 #[test]
@@ -42,7 +42,7 @@ fn concurrent_apps_with_equal_shuffle_ids_are_isolated() {
 }
 
 #[test]
-fn two_workers_share_partitions_and_replicas() {
+fn blocks_are_written_once_or_to_each_replica() {
     let Some(mut spark) = spark() else { return };
     let first = WorkerProcess::start(&Setup { name: "first", capacity: "400M", ..Setup::default() });
     let quorum = Some(first.quorum());

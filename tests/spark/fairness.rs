@@ -68,6 +68,7 @@ fn finish(jvm: &mut Jvm) -> Value {
     answer.clone()
 }
 
+/// Prints the average and longest time. Returns the longest.
 fn print_times(what: &str, seconds: &[f64]) -> f64 {
     let longest = seconds.iter().copied().fold(0.0, f64::max);
     let mean = seconds.iter().sum::<f64>() / f64::from(u32::try_from(seconds.len()).unwrap());

@@ -1,4 +1,5 @@
-//! Workers that spill to a real HDFS, which the client reads directly.
+//! Workers that spill to a real HDFS, which the client reads directly. Also clients that commit to
+//! files and never read from memory.
 
 use crate::{Application, spark};
 use std::time::Duration;
@@ -119,8 +120,9 @@ fn cold_partitions_go_to_hdfs_and_others_to_disks() {
     worker.stop();
 }
 
-/// Client and worker without reads from memory: a task's blocks are in files when it commits.
-fn commits_reach_hdfs(name: &'static str, store_type: &'static str, type_of_client: &str) {
+/// Runs jobs of a client whose storage type has no memory: a task's blocks must be in files when it
+/// commits, and the client reads only files.
+fn commit_to_files(name: &'static str, store_type: &'static str, type_of_client: &str) {
     let Some(mut spark) = spark() else { return };
     let hdfs = MiniHdfs::start(&[]);
     let path = hdfs.url("/uniffle");
@@ -148,10 +150,10 @@ fn commits_reach_hdfs(name: &'static str, store_type: &'static str, type_of_clie
 #[test]
 fn hdfs_only_client_commits_to_and_reads_hdfs() {
     let type_of_client = "spark.rss.storage.type=HDFS spark.rss.test.mode.enable=true";
-    commits_reach_hdfs("hdfs-alone", "MEMORY_HDFS", type_of_client);
+    commit_to_files("hdfs-alone", "MEMORY_HDFS", type_of_client);
 }
 
 #[test]
-fn localfile_hdfs_client_commits_to_and_reads_both() {
-    commits_reach_hdfs("disks-hdfs", "MEMORY_LOCALFILE_HDFS", "spark.rss.storage.type=LOCALFILE_HDFS");
+fn localfile_hdfs_client_commits_to_and_reads_files() {
+    commit_to_files("disks-hdfs", "MEMORY_LOCALFILE_HDFS", "spark.rss.storage.type=LOCALFILE_HDFS");
 }

@@ -46,7 +46,7 @@ fn kill_between_stages(
     (workers.remove(0), answers)
 }
 
-/// Asserts a failure that names the lost blocks of `scenario`'s only shuffle.
+/// Asserts a failure that names lost blocks of the job's only shuffle.
 fn assert_names_the_loss(answers: &[Value]) {
     assert_eq!(answers[0]["ok"], false, "{answers:?}");
     let error = answers[0]["error"].as_str().unwrap_or_default();

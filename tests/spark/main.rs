@@ -1,6 +1,8 @@
 //! Unmodified Spark with the published Uniffle client and worker processes, compared with vanilla
-//! Spark. A scenario runs once in vanilla mode, and its digest must equal that of every run through
-//! workers. Tests share a few JVMs and have their own workers.
+//! Spark. A scenario runs once in vanilla mode, and its digest must equal that of every successful
+//! run through workers. Most tests share a few JVMs, and each has its own workers.
+//!
+//! `driver` uses the Java client without Spark. `speed` and `fairness` are measurements.
 //!
 //! By hand, against a running worker (`uniffle.Main` documents the arguments):
 //! ```text
@@ -83,9 +85,9 @@ impl Spark {
         assert!(last_begin < first_end, "the applications did not overlap: {intervals:?}");
     }
 
-    /// Runs applications concurrently through `workers`, with exactly the settings that the first
-    /// one, the coordinator, printed. Asserts that results equal those of vanilla Spark, and that
-    /// every worker was used and is clean afterwards.
+    /// Runs applications concurrently through `workers`, with the settings that the first one, the
+    /// coordinator, printed, and the applications' own `words`. Asserts that results equal those of
+    /// vanilla Spark, and that every worker was used and is clean afterwards.
     fn run_all(&mut self, workers: &[&WorkerProcess], applications: &[Application<'_>]) -> Vec<Vec<Value>> {
         for application in applications {
             self.run_vanilla(application);

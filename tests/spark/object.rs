@@ -1,8 +1,9 @@
 //! Jobs over a worker above SeaweedFS, without disks and with offload from disks to it.
 //!
-//! The data exceeds the memory or the disk several times, and the worker or the store is killed and
-//! restarted in either stage. The result must be correct, or the loss reported; after a kill of the
-//! store alone it must be correct. Other tests may run while a store starts, which takes seconds.
+//! Some jobs write several times the memory or the disk. During others the worker or the store is
+//! killed and restarted, in either stage. After a kill of the worker the result must be correct, or
+//! the job must fail and name the lost blocks. In all other tests it must be correct. A measurement
+//! shows the cost of offload. Other tests may run while a store starts, which takes seconds.
 
 use serde_json::Value;
 use uniffle_testkit::ports::InheritedPort;
@@ -96,7 +97,7 @@ fn jobs_larger_than_memory_match_vanilla_spark() {
     worker.stop();
 }
 
-/// Tasks may be retried, and the application may fail.
+/// Failed tasks are retried and do not fail the job.
 const WORDS: &str = "failures=allowed master=local[2,4]";
 
 /// Runs the job with `in_the_map_stage` during one map stage and `in_the_reduce_stage` during a
@@ -162,9 +163,10 @@ fn killed_store_below_disks_loses_nothing() {
     store_killed(|weed| with_a_disk(weed, "offload-store-killed", "32M", AT_ONCE));
 }
 
-/// Kills the worker when `counter` reaches `least`, and restarts it. Its socket stays open, as with
-/// a service manager: otherwise all attempts of a task may find no listener, and the application
-/// ends before it asks for lost blocks.
+/// Kills the worker when `counter` reaches `least`, and restarts it. The job must then have the
+/// right result, or fail and name lost blocks. The worker's socket stays open, as with a service
+/// manager: otherwise all attempts of a task may find no listener, and the application ends before
+/// it asks for lost blocks.
 fn kill_in_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str, f64)) {
     let Some(weed) = Weed::start("Spark above a worker that is killed") else { return };
     let Some(mut spark) = spark() else { return };
@@ -204,22 +206,22 @@ const IN_THE_MAP_STAGE: (&str, f64) = ("total_received_data", 40e6);
 const IN_THE_REDUCE_STAGE: (&str, f64) = ("total_read_data", 15e6);
 
 #[test]
-fn worker_killed_in_map_stage_reports_losses() {
+fn kill_in_map_stage_ends_right_or_names_losses() {
     kill_in_stage(|weed| above(weed, "object-map-killed", "64M"), IN_THE_MAP_STAGE);
 }
 
 #[test]
-fn worker_killed_in_reduce_stage_reports_losses() {
+fn kill_in_reduce_stage_ends_right_or_names_losses() {
     kill_in_stage(|weed| above(weed, "object-reduce-killed", "64M"), IN_THE_REDUCE_STAGE);
 }
 
 #[test]
-fn worker_with_disk_killed_in_map_stage_reports_losses() {
+fn kill_with_disk_in_map_stage_ends_right_or_names_losses() {
     kill_in_stage(|weed| with_a_disk(weed, "offload-map-killed", "32M", AT_ONCE), IN_THE_MAP_STAGE);
 }
 
 #[test]
-fn worker_with_disk_killed_in_reduce_stage_reports_losses() {
+fn kill_with_disk_in_reduce_stage_ends_right_or_names_losses() {
     kill_in_stage(|weed| with_a_disk(weed, "offload-reduce-killed", "32M", AT_ONCE), IN_THE_REDUCE_STAGE);
 }
 

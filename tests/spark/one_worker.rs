@@ -43,8 +43,8 @@ fn grouped_and_cached_rdds_match_vanilla_spark() {
 fn localfile_client_commits_to_and_reads_disks() {
     let Some(mut spark) = spark() else { return };
     let worker = WorkerProcess::start(&Setup { name: "no-memory", capacity: "300M", ..Setup::default() });
-    // Clients accept this type in test mode only, and use the coordinator's value unless they have
-    // an own one.
+    // Clients accept this type in test mode only. With dynamic configuration the coordinator's type
+    // would replace it.
     let words = "spark.rss.storage.type=LOCALFILE spark.rss.test.mode.enable=true \
                  spark.rss.dynamicClientConf.enabled=false";
     spark.run(&[&worker], Application { words, ..Application::of("sort_small,join,cogroup") });

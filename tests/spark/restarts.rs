@@ -17,10 +17,10 @@ use uniffle_testkit::{say, wait_until};
 
 /// Upper bound for the job on a shared machine.
 const PROGRESS_DEADLINE: Duration = Duration::from_secs(120);
-/// A worker registers with the coordinator as soon as it is ready.
+/// Upper bound; a worker registers with the coordinator as soon as it is ready.
 const JOIN_DEADLINE: Duration = Duration::from_secs(20);
 pub(super) const JOB: &str = "restarts";
-/// Bytes of the job, less than it writes.
+/// A little less than the job writes.
 pub(super) const JOB_BYTES: f64 = 155e6;
 
 /// Waits until the counter reaches `least`. Returns its value.

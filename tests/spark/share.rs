@@ -4,7 +4,7 @@ use serde_json::Value;
 use uniffle_testkit::metrics::Metrics;
 use uniffle_testkit::say;
 
-/// Every RPC of a job, by the last part of its path.
+/// The RPCs of a job that are printed, by the last part of the path.
 const RPCS: [&str; 9] = [
     "registerShuffle",
     "requireBuffer",

@@ -43,7 +43,7 @@ fn shuffle_of_four_times_memory_uses_disks_over_tcp() {
     let Some(mut spark) = spark() else { return };
     let worker =
         WorkerProcess::start(&Setup { name: "tcp-spill", capacity: "104M", disks: 2, ..Setup::default() });
-    // Over gRPC the client itself pauses 2 to 10 s after NO_BUFFER.
+    // By default the client pauses 2 to 10 s after NO_BUFFER.
     let words = "spark.rss.client.type=GRPC_NETTY spark.rss.client.retry.interval.max=500";
     spark.run(&[&worker], Application { scenarios: "spill", words, ..TCP });
     let metrics = worker.metrics();

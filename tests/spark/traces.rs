@@ -32,7 +32,7 @@ fn otlp_receiver_gets_the_spans_of_a_job() {
         "unregisterShuffleByAppId",
     ];
     let calls = names.map(|name| format!("/rss.common.ShuffleServer/{name}"));
-    // A span per call, as many as the metrics counted.
+    // Compared only for this call: as many spans must arrive as the metrics counted.
     let sends = worker.metrics().total_of("total_grpc_request_number", "sendShuffleData\"");
     let found = || -> Result<Vec<Vec<Span>>, String> {
         let names = calls.iter().map(String::as_str).chain(["flush", "write and publish"]);
@@ -43,7 +43,7 @@ fn otlp_receiver_gets_the_spans_of_a_job() {
             })
             .collect()
     };
-    let spans = wait_until("the spans of every call arrive", Duration::from_secs(30), || {
+    let spans = wait_until("spans of each name and all sends arrive", Duration::from_secs(30), || {
         let spans = found()?;
         let (arrived, sends) = (spans[2].len(), sends.unwrap_or(0.0));
         let are_all = f64::from(u32::try_from(arrived).unwrap()) == sends;

@@ -15,7 +15,7 @@ import org.apache.spark.unsafe.Platform;
 
 /**
  * Digest of a result: the number of rows, and the sum and exclusive or of their 64-bit hashes, which are independent of
- * the order of rows. On request it also checks that rows are sorted by their first column.
+ * the order of rows. If rows have keys, it also tells whether they are sorted by key.
  *
  * <p>A lost, repeated or changed row changes it. The exclusive or alone would miss a pair of duplicates.
  */

@@ -31,14 +31,15 @@ import org.apache.spark.sql.SparkSession;
  *   <li>{@code client=GRPC} or {@code GRPC_NETTY}
  *   <li>{@code storage=MEMORY_LOCALFILE}, the client's {@code spark.rss.storage.type}
  *   <li>{@code master=local[2]}, or {@code local-cluster[2,1,1024]}
- *   <li>{@code failures=allowed} failed tasks are retried (default: a failed task fails the scenario)
+ *   <li>{@code failures=allowed} failed tasks do not fail the scenario (default: they do); {@code master=local[2,4]}
+ *       retries them
  *   <li>any {@code spark.…=…}: a setting of the application; the last one wins
  * </ul>
  *
  * Arguments of the program form one command, and the exit code is 0 on success. Without arguments, commands are read
  * from standard input, one per line, so that the caller can inspect the worker between applications.
  *
- * <p>A run of a scenario in mode uniffle must have the digest of the preceding run in mode vanilla.
+ * <p>A run of a scenario through Uniffle must have the digest of the preceding run in mode vanilla, if there is one.
  */
 public final class Main {
   private static final ObjectMapper JSON = new ObjectMapper();
