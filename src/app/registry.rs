@@ -39,7 +39,7 @@ pub struct AppRegistry {
     answers: Budget,
     block_ids: Quota,
     started: Instant,
-    /// Time of the last call for an app that was not known.
+    /// Time of the last call for an app that was not known, in ms since `started`.
     unknown_call_ms: AtomicU64,
     /// The longest timeout of any app so far.
     longest_timeout_ms: AtomicU64,
@@ -202,8 +202,8 @@ impl AppRegistry {
     }
 
     /// Records a shuffle that recovery found, where `reason` may have hidden other shuffles of its
-    /// app. A shuffle of that app that is registered anew may be one of the hidden ones and counts
-    /// as incomplete then (`unverified_apps`).
+    /// app. A shuffle of that app that is registered later with an id not above the highest found
+    /// one counts as incomplete (`unverified_apps`).
     pub fn found_unverified(&self, key: &ShuffleKey, reason: &Arc<str>) {
         self.lifecycle.lock().unverified.found(key, reason);
     }
@@ -227,8 +227,9 @@ impl AppRegistry {
         self.lifecycle.lock().unverified.reason_of(app)
     }
 
-    /// Forgets which shuffles may have been registered before the start. To be called once
-    /// [`AppRegistry::is_abandoned`] and the tiers have ended the gap.
+    /// Forgets which shuffles may have been registered before the start. To be called once no app
+    /// is left ([`AppRegistry::is_abandoned`]) and the metadata log has recorded the end of its
+    /// gap.
     pub fn forget_unverified(&self) {
         self.lifecycle.lock().unverified = UnverifiedApps::default();
     }
@@ -238,8 +239,8 @@ impl AppRegistry {
         self.unknown_call_ms.fetch_max(self.now_ms(), Ordering::Relaxed);
     }
 
-    /// Returns whether no app is left, known or not: none is known, and since the start no unknown
-    /// app has called for longer than the timeout of any app.
+    /// Returns whether no app is left: none is known, and the last call of an unknown app (or the
+    /// start) is longer ago than the longest timeout.
     #[must_use]
     pub fn is_abandoned(&self) -> bool {
         let usual_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);

@@ -21,12 +21,12 @@ use tokio_rustls::server::TlsStream;
 use crate::schema::kind::{Word as _, flag, list, optional, path, word};
 use crate::schema::{files, section, words};
 
-/// Maximum size of the certificate chain sent to each client in the handshake. JSSE accepts 32 KiB
-/// from a server, OpenSSL 100 KiB.
+/// Maximum size of the certificate chain sent to each client in the handshake. By default, JSSE
+/// clients refuse a chain of more than 32 KiB, and OpenSSL's one of more than 100 KiB.
 const CHAIN_BYTES_MAX: usize = 64 << 10;
 
-/// Maximum size of the authority names sent to a client, whose field holds 64 KiB (RFC 8446
-/// §4.2.4). Beyond it no names are sent, and the client presents any certificate it has.
+/// Maximum size of all authority names sent to a client. If they are larger, no names are sent, and
+/// the client presents any certificate it has. Their field holds 64 KiB (RFC 8446 §4.2.4).
 const HINTS_BYTES_MAX: usize = 16 << 10;
 
 /// Overhead of each name: its length and its type.
@@ -46,7 +46,7 @@ pub struct TlsFiles {
 
 impl TlsFiles {
     /// Returns a problem for each file that cannot be used. The files are compared with each other
-    /// only if there is none.
+    /// only if all can be used.
     pub fn problems(&self) -> Vec<TlsError> {
         let authorities = self.client_ca.as_deref().map(|path| certificates("tls.client_ca_file", path));
         let files =
@@ -113,8 +113,8 @@ impl TlsConfig {
         Some(TlsFiles { cert, key, client_ca: self.client_ca_file.clone() })
     }
 
-    /// Returns whether shuffle data requires a client certificate, so that a port without TLS must
-    /// be allowed explicitly.
+    /// Returns whether `urpc_port` must be unset: gRPC requires client certificates, and
+    /// `plain_tcp` does not allow a port without them.
     pub fn forbids_plain_tcp(&self) -> bool {
         let asks = self.client_ca_file.is_some() && self.listeners.contains(&TlsListener::Grpc);
         asks && !self.plain_tcp
@@ -204,7 +204,7 @@ impl TlsAcceptor {
         *self.0.write() = new;
     }
 
-    /// Returns the keys of the files whose certificates differ in `other`.
+    /// Returns the configuration keys of the files whose certificates differ in `other`.
     pub fn different(&self, other: &Self) -> impl Iterator<Item = &'static str> + use<> {
         let (mine, new) = (Arc::clone(&self.0.read()), Arc::clone(&other.0.read()));
         let keys = [
@@ -217,7 +217,7 @@ impl TlsAcceptor {
     /// Performs the handshake with a client. The caller limits its time.
     ///
     /// # Errors
-    /// The client's fault.
+    /// The handshake fails.
     pub async fn accept(&self, socket: TcpStream) -> io::Result<TlsStream<TcpStream>> {
         let config = Arc::clone(&self.0.read().config);
         tokio_rustls::TlsAcceptor::from(config).accept(socket).await

@@ -1,4 +1,5 @@
-//! One suite for every disk, real ones and test doubles: the behaviour that the store relies on.
+//! One suite for every disk, real or test double: the calls that the store relies on. Then tests of
+//! one disk each: changed files, and the faults and power losses of the doubles.
 
 use std::io;
 use std::path::Path;
@@ -53,20 +54,20 @@ async fn suite(disk: Arc<dyn Disk>, direct: bool) {
     let outside = ReadTarget::one(Box::new(vec![0; 4]), 2..8, 0);
     assert_eq!(reader.read(outside).await.1.unwrap_err().kind(), io::ErrorKind::InvalidInput);
 
-    // Ranges beyond the end of the file, in any order and repeated.
+    // Ranges out of order, overlapping, empty, and beyond the end of the file.
     reader.advise(vec![4096..24_576, 1..2, 0..300_000, 1 << 40..(1 << 40) + 1, 5..5]).await.unwrap();
     reader.advise(Vec::new()).await.unwrap();
     assert_eq!(read(&reader, 3, 10).await.unwrap(), bytes[3..13]);
 
-    let direct = disk.open_read_direct(path).await.unwrap();
+    let direct_reader = disk.open_read_direct(path).await.unwrap();
     for (offset, len) in [(4096, 8192), (4096 + 5, 19_995), (8191, 2), (0, 20_000)] {
         let at = usize::try_from(offset).unwrap();
         let expected = read(&reader, offset, len).await.unwrap();
-        assert!(read(&direct, offset, len).await.unwrap() == expected, "read of {len} bytes at {at}");
+        assert!(read(&direct_reader, offset, len).await.unwrap() == expected, "read of {len} bytes at {at}");
     }
-    let end = read(&direct, 20_000, 50_000).await.unwrap_err();
+    let end = read(&direct_reader, 20_000, 50_000).await.unwrap_err();
     assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
-    for file in [&reader, &direct] {
+    for file in [&reader, &direct_reader] {
         read_in_parts(file, &bytes).await;
     }
 
@@ -90,7 +91,7 @@ async fn suite(disk: Arc<dyn Disk>, direct: bool) {
     names_and_locks(&disk).await;
 }
 
-/// Checks that `file` contains `bytes` from 4,096 on.
+/// Checks reads of several parts into one buffer. `file` has `bytes` from offset 4,096 on.
 async fn read_in_parts(file: &Arc<dyn File>, bytes: &[u8]) {
     let parts = [(4096u64, 0..5000), (20_000, 5001..6001), (4096, 6001..6001), (4097, 6001..9000)];
     let parts = |end| {
@@ -147,8 +148,11 @@ async fn real_disk_fulfils_the_contract_buffered_and_direct() {
     }
 }
 
-async fn changed_files_are_noticed(disk: &dyn Disk, directory: &Path) {
-    let path = directory.join("log");
+#[tokio::test]
+async fn append_fails_when_its_file_was_changed() {
+    let root = tempfile::tempdir().unwrap();
+    let disk = BlockingDisk::new(root.path(), 2, 2);
+    let path = root.path().join("log");
     let changes: [fn(&Path); 5] = [
         |path| std::fs::remove_file(path).unwrap(),
         |path| std::fs::rename(path, path.with_extension("moved")).unwrap(),
@@ -173,12 +177,6 @@ async fn changed_files_are_noticed(disk: &dyn Disk, directory: &Path) {
         assert_eq!(Vanished::of(&error), Some(Vanished::File), "{number}: {error}");
         let _ = std::fs::remove_file(&path);
     }
-}
-
-#[tokio::test]
-async fn append_fails_when_its_file_was_changed() {
-    let root = tempfile::tempdir().unwrap();
-    changed_files_are_noticed(&BlockingDisk::new(root.path(), 2, 2), root.path()).await;
 }
 
 #[tokio::test]

@@ -1,4 +1,5 @@
-//! Progress bars of commands that wait, one per worker.
+//! Progress bars of commands that wait: one per worker, or one for the whole command (`upgrade`,
+//! `orphans`).
 //!
 //! They are drawn on stderr, and only if stdout and stderr are terminals.
 
@@ -40,7 +41,7 @@ impl CommandProgress {
 pub(crate) struct CommandBar(ProgressBar);
 
 impl CommandBar {
-    /// Shows that `remaining` of the largest value so far remains, with a text about it.
+    /// Shows `text` and the part that is done. The largest `remaining` so far is the whole.
     pub(crate) fn show(&self, remaining: u64, text: impl Into<String>) {
         let length = self.0.length().unwrap_or(0).max(remaining);
         self.0.set_length(length);
@@ -60,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bar_follows_the_largest_rest() {
+    fn bar_length_is_the_largest_remaining_value() {
         let bar = CommandProgress(MultiProgress::with_draw_target(ProgressDrawTarget::hidden())).bar("w-1");
         for (remaining, expected) in [(10, (0, 10)), (4, (6, 10)), (20, (0, 20)), (0, (20, 20))] {
             bar.show(remaining, "bytes");

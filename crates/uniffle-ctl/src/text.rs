@@ -1,4 +1,5 @@
-//! Text output: lines and tables for the JSON answers. Missing fields are shown as "-" or 0.
+//! Text output: lines and tables for the JSON answers. Missing values are shown as "-" or 0, and
+//! missing lists as empty.
 
 use bytesize::ByteSize;
 use serde_json::Value;
@@ -54,7 +55,7 @@ fn table(header: &[&'static str], rows: Vec<Vec<String>>) -> String {
     TextTable::new(header, rows).text()
 }
 
-/// Formats the workers' objects in the object store, or the removed ones.
+/// Formats how many objects each worker has in the object store, or how many were removed.
 fn orphans(answer: &Value) -> String {
     let rows_of = |field: &str| answer[field].as_array().cloned().unwrap_or_default();
     if answer["removed"].is_array() {
@@ -68,7 +69,7 @@ fn orphans(answer: &Value) -> String {
     }
     let row = |worker: &Value| {
         let sizes = [word(&worker["objects"]), size(&worker["bytes"]), word(&worker["shuffles"])];
-        let age = format!("{} s", worker["newest_age_seconds"]);
+        let age = format!("{} s", word(&worker["newest_age_seconds"]));
         let names = [word(&worker["worker"]), word(&worker["state"])];
         names.into_iter().chain(sizes).chain([age]).collect()
     };
@@ -302,6 +303,7 @@ fn cluster(it: &Value) -> String {
     };
     let nodes = rows(&it["nodes"], &|node| {
         let disks = || node["disks"].as_array().into_iter().flatten();
+        // A coordinator reports conditions as StorageStatus: normal, unhealthy, overused, unknown.
         let out = disks().filter(|disk| disk["condition"] != "normal").count();
         vec![
             word(&node["id"]),
@@ -335,12 +337,12 @@ fn cluster(it: &Value) -> String {
 /// Formats a short answer, one line per field.
 fn fields(answer: &Value) -> String {
     let Some(fields) = answer.as_object() else { return pretty(answer) };
-    let shown = |value: &Value| match value {
+    let field_text = |value: &Value| match value {
         Value::Array(_) => list(value, ", "),
         Value::Number(number) if number.is_f64() => format!("{:.1}", value.as_f64().unwrap_or(0.0)),
         other => word(other),
     };
-    fields.iter().map(|(name, value)| format!("{name}: {}\n", shown(value))).collect()
+    fields.iter().map(|(name, value)| format!("{name}: {}\n", field_text(value))).collect()
 }
 
 fn list(values: &Value, between: &str) -> String {
@@ -348,10 +350,10 @@ fn list(values: &Value, between: &str) -> String {
 }
 
 fn size(value: &Value) -> String {
-    value.as_u64().map_or("-".to_owned(), shown)
+    value.as_u64().map_or("-".to_owned(), iec)
 }
 
-fn shown(bytes: u64) -> String {
+fn iec(bytes: u64) -> String {
     ByteSize(bytes).display().iec().to_string()
 }
 
@@ -383,7 +385,7 @@ mod tests {
         assert!(line("known").contains("3.0 MiB") && line("expired").contains("gone"), "{several}");
     }
 
-    /// Regression test: no disks were "all healthy".
+    /// Regression test: a worker without disks was shown as "0, all healthy".
     #[test]
     fn worker_without_disks_is_shown_without() {
         let text = status(&json!({ "disks": [] }), Width { columns: 80, is_strict: false });
@@ -428,6 +430,7 @@ mod tests {
         assert!(status(&json!({}), Width { columns: 80, is_strict: true }).contains("memory       - of -"));
         assert!(explanation(&json!({ "app": "x" })).starts_with("x of -"));
         assert_eq!(losses(&json!({ "losses": [] })), "no block is lost\n");
+        assert!(!orphans(&json!({ "workers": [{ "worker": "w-1" }] })).contains("null"));
         assert_eq!(fields(&json!({ "changed": ["a", "b"] })), "changed: a, b\n");
     }
 }

@@ -1,8 +1,9 @@
 //! File format of recorded client sessions: the requests of one real client and the responses.
 //!
 //! `tests/contract/replay/README.md` describes the format. Sessions are replayed there, and give
-//! `uniffle-bench` its shapes. Pure functions between bytes and values. Integers are big-endian. A
-//! truncated file or trailing bytes are an error.
+//! `uniffle-bench` its shapes. Recordings are in Git, so a changed format needs a new magic. Pure
+//! functions between bytes and values. Integers are big-endian. A truncated file or trailing bytes
+//! are an error.
 
 use bytes::{Buf, BufMut, Bytes};
 use prost::Message as _;
@@ -20,7 +21,7 @@ const MAGIC: &[u8] = b"uniffle session 1\n";
 pub struct RecordedSession {
     /// One line of description: client, Spark, job, server.
     pub title: String,
-    /// Exchanges in order of their begin.
+    /// Exchanges in the order of `began_us`.
     pub exchanges: Vec<RecordedExchange>,
 }
 
@@ -72,7 +73,7 @@ impl RecordedSession {
     /// Encodes the session as a file.
     ///
     /// # Panics
-    /// Panics if a part of it has 4 GiB or more.
+    /// Panics if a field has 4 GiB or more.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
@@ -220,7 +221,7 @@ fn walk_block(fields: &mut FrameFields<'_>) -> Result<proto::ShuffleBlock, Decod
 }
 
 fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
-    out.put_u32(u32::try_from(bytes.len()).expect("a field of a recording has at most 4 GiB"));
+    out.put_u32(u32::try_from(bytes.len()).expect("a field of a recording has less than 4 GiB"));
     out.put_slice(bytes);
 }
 

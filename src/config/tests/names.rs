@@ -8,6 +8,9 @@ fn aliases_of_older_servers_are_read() {
     let text = "[metrics]\nhttp_port = 7\n[localfile_store]\nmin_number_of_available_disks = 1";
     let config = parse(text).unwrap();
     assert_eq!((config.worker.http_port, config.local.min_disks), (7, 1));
+    let tls = "[tls]\ncert_file = \"/a\"\nkey_file = \"/b\"\n";
+    let config = parse(&format!("{tls}doors = [\"http\"]")).unwrap();
+    assert_eq!(config, parse(&format!("{tls}listeners = [\"http\"]")).unwrap());
 }
 
 #[test]
@@ -18,9 +21,9 @@ fn unknown_keys_name_the_nearest() {
     assert!(only_problem("zzzzqqqqxxxx = 1").ends_with("unknown key"));
 }
 
-/// Comparing all unknown names with all known ones took 18 s.
+/// Names over 100 bytes, and names after the 50th problem, are compared with no key.
 #[test]
-fn oversized_names_are_neither_compared_nor_repeated() {
+fn oversized_or_many_names_are_not_compared() {
     let long = "k".repeat(900_000);
     let problem = only_problem(&format!("{long} = 1"));
     assert!(problem.len() < 300 && problem.ends_with("unknown key"), "{}", problem.len());
@@ -43,14 +46,11 @@ fn keys_outside_their_table_name_the_table() {
 
 #[test]
 fn key_and_alias_together_are_refused() {
-    let tls = "[tls]\ncert_file = \"/a\"\nkey_file = \"/b\"\n";
-    let config = parse(&format!("{tls}doors = [\"http\"]")).unwrap();
-    assert_eq!(config, parse(&format!("{tls}listeners = [\"http\"]")).unwrap());
     assert!(only_problem("http_port = 1\n[metrics]\nhttp_port = 1").contains("given twice"));
 }
 
-/// One value for each key in riffle's examples and its `config.rs`. `allowed_paths` is ours:
-/// without it no worker of a cluster writes to HDFS.
+/// One value for each key in riffle's examples and its `config.rs`. `allowed_paths` is not
+/// riffle's: it is required with HDFS and a `coordinator_quorum`.
 pub(super) const RIFFLE: &str = r#"
         store_type = "MEMORY_LOCALFILE_HDFS"
         coordinator_quorum = ["c:1"]
@@ -156,14 +156,10 @@ fn riffle_configuration_with_every_option_is_read() {
         text = text.replace("jaeger_reporter_endpoint = \"http://jaeger:4317\"", "");
     }
     let config = parse(&text).unwrap();
-    let is_listed = |path: &&(&str, &str)| {
-        config
-            .warnings
-            .iter()
-            .filter(|warning| warning.starts_with(&format!("{} has no effect", path.0)))
-            .count()
-            != 1
+    let has_one_warning = |key: &str| {
+        let text = format!("{key} has no effect");
+        config.warnings.iter().filter(|warning| warning.starts_with(&text)).count() == 1
     };
-    assert!(NO_EFFECT.iter().find(is_listed).is_none(), "{:?}", config.warnings);
+    assert!(NO_EFFECT.iter().all(|(key, _)| has_one_warning(key)), "{:?}", config.warnings);
     assert_eq!((config.log.filter.as_str(), config.log.files_max), ("INFO", 10));
 }

@@ -132,7 +132,7 @@ impl Router {
             )
             .await);
         }
-        let answer = timeout(self.config.send_deadline, Box::pin(self.small_call(request, caller))).await;
+        let answer = timeout(self.config.call_deadline, Box::pin(self.small_call(request, caller))).await;
         let answer = answer.unwrap_or_else(|_elapsed| Err(Status::deadline_exceeded("call timed out")));
         Ok(answer.unwrap_or_else(|status| {
             note_broken_call(&self.service, &status);

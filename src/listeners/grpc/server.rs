@@ -221,7 +221,7 @@ async fn drive(
 }
 
 fn deadlines(config: &GrpcConfig) -> CallDeadlines {
-    CallDeadlines { call: config.send_deadline, frame: config.frame_deadline, answer: config.answer_deadline }
+    CallDeadlines { call: config.call_deadline, frame: config.frame_deadline, answer: config.answer_deadline }
 }
 
 fn builder(config: &GrpcConfig, shares: &Shares, executor: CallExecutor) -> http2::Builder<CallExecutor> {

@@ -1,5 +1,5 @@
 //! Damage that a tier finds on its disks while no client reads: readers get an error that names the
-//! loss, and no zeros of a hole.
+//! loss, and no zeros of a hole. Also: blocks committed while a partition is scanned.
 
 use std::collections::HashSet;
 
@@ -63,8 +63,8 @@ impl Fixture {
         self.service.parts.app(APP).unwrap().shuffles().remove(0)
     }
 
-    /// Makes an offload find that the second block is unreadable. The blocks are adjacent and read
-    /// as one range, whose middle byte is in the second block.
+    /// Makes an offload find that the second block is damaged. The blocks are adjacent and read as
+    /// one range. [`Fault::Flip`] changes its middle byte, which is in the second block.
     async fn find_damage(&self) {
         let local = self.flusher.tiers().find::<LocalStore>().unwrap();
         let handle = local.handle(&key()).unwrap();
@@ -104,7 +104,7 @@ impl Fixture {
 }
 
 #[tokio::test(start_paused = true)]
-async fn damage_found_during_a_move_is_reported_to_readers() {
+async fn damage_found_by_an_offload_is_reported_to_readers() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     fixture.two_blocks().await;
     fixture.find_damage().await;
@@ -131,7 +131,7 @@ async fn damage_found_during_a_report_is_recorded() {
         assert_eq!(
             (state.ledger.verifying(), state.ledger.losses()),
             (0, Vec::new()),
-            "a read without losses left the partition unverified or lossy"
+            "damage of blocks that no report names was recorded as a loss"
         );
         assert!(state.ledger.is_watched() && state.reports.block_ids.lock().count() == 0);
     };
@@ -144,12 +144,12 @@ async fn damage_found_during_a_report_is_recorded() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn block_committed_during_a_count_is_recounted() {
+async fn block_committed_during_a_scan_is_found_by_the_next() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let (shuffle, parts) = (fixture.shuffle(), &fixture.service.parts);
     parts.verifier.mark_unverified(&shuffle, PartitionId(PARTITION), "a disk has failed");
     within_time("nothing is found", || shuffle.ledger.verifying() == 0).await;
-    // The sender of these batches checked before the count whether the ledger is watched.
+    // Like a send that saw an unwatched ledger before the scan: the ledger is informed of no block.
     let tier = fixture.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
     tier.write(batch(0)).await.unwrap();
     tier.write(batch(1)).await.unwrap();

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 use uniffle_worker::listeners::tcp::TcpConfig;
 
-use super::fixture::{APP, PARTITION, TcpFixture, block, frame, memory_frame};
+use super::fixture::{PARTITION, TcpFixture, block, frame, memory_frame};
 
 /// Like [`TcpFixture::until`], but the paused time advances between two checks.
 async fn until_later(fixture: &TcpFixture, what: &str, reached: impl Fn(&TcpFixture) -> bool) {
@@ -18,6 +18,7 @@ async fn until_later(fixture: &TcpFixture, what: &str, reached: impl Fn(&TcpFixt
     panic!("timed out: {what}");
 }
 
+/// The default `frame_timeout` is 30 s.
 #[tokio::test(start_paused = true)]
 async fn stalled_send_is_dropped_and_its_memory_freed() {
     let fixture = TcpFixture::new().await;
@@ -33,6 +34,7 @@ async fn stalled_send_is_dropped_and_its_memory_freed() {
     fixture.finish().await;
 }
 
+/// The default `fill_timeout` is 120 s.
 #[tokio::test(start_paused = true)]
 async fn slow_send_is_dropped_at_the_fill_deadline() {
     let fixture = TcpFixture::new().await;
@@ -55,8 +57,9 @@ async fn slow_send_is_dropped_at_the_fill_deadline() {
     fixture.finish().await;
 }
 
+/// The default `opening_timeout` is 30 s.
 #[tokio::test(start_paused = true)]
-async fn connection_without_request_is_closed_in_seconds() {
+async fn connection_without_header_is_closed() {
     let fixture = TcpFixture::new().await;
     let header = frame(&fixture.request(1, &[block(0, 10)]))[..3].to_vec();
     for bytes in [&[], &header[..]] {
@@ -69,8 +72,9 @@ async fn connection_without_request_is_closed_in_seconds() {
     fixture.finish().await;
 }
 
+/// The default `idle_timeout` is 15 minutes. Java clients close theirs after 10 minutes.
 #[tokio::test(start_paused = true)]
-async fn idle_connection_survives_ten_minutes_but_not_forever() {
+async fn idle_connection_is_closed_after_its_timeout() {
     let fixture = TcpFixture::new().await;
     let mut peer = fixture.raw().await;
     peer.expect_works(&fixture).await;
@@ -79,8 +83,6 @@ async fn idle_connection_survives_ten_minutes_but_not_forever() {
         let request = fixture.request(1, &[block(0, 10)]);
         peer.say(&frame(&request)).await;
         assert_eq!(peer.hear().await.status, 0);
-        // Keeps the application alive, which its connection alone does not.
-        fixture.service.lifecycle.heartbeat(APP).unwrap();
     }
     let start = Instant::now();
     peer.expect_close().await;
@@ -91,6 +93,7 @@ async fn idle_connection_survives_ten_minutes_but_not_forever() {
 }
 
 /// Backpressure: a peer that does not read its replies is not read either, and finally dropped.
+/// The default `write_timeout` is 120 s.
 #[tokio::test(start_paused = true)]
 async fn peer_that_stops_reading_is_dropped_and_memory_freed() {
     let config = TcpConfig { requests_in_flight_per_connection_max: 8, ..TcpConfig::default() };
@@ -99,16 +102,16 @@ async fn peer_that_stops_reading_is_dropped_and_memory_freed() {
     let blocks: Vec<_> = (0..16).map(|i| block(i, 1 << 20)).collect();
     fixture.send(&client, &[(PARTITION, blocks)]).await;
     drop(client);
-    // Otherwise the socket may take all responses.
+    // A normal window might take all responses.
     let mut peer = fixture.raw_with_small_window().await;
     let frames: Vec<_> = (0..100).map(|id| memory_frame(id, PARTITION, 1 << 30)).collect();
     let start = Instant::now();
     peer.say(&frames.concat()).await;
     until_later(&fixture, "dropped", |fixture| fixture.metric("netty_handle_exception") > 0.0).await;
     assert!(start.elapsed() >= Duration::from_secs(119), "{:?}", start.elapsed());
-    // Responses never exceeded the share of the connection.
-    let answered = fixture.metric("netty_get_memory_shuffle_data_request_total");
-    assert!(answered <= 12.0, "{answered}");
+    // At most 8 requests are in progress. Up to 4 more have their responses in socket buffers.
+    let begun = fixture.metric("netty_get_memory_shuffle_data_request_total");
+    assert!(begun <= 12.0, "{begun}");
     drop(peer);
     fixture.finish().await;
 }

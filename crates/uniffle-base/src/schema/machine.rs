@@ -1,4 +1,4 @@
-//! Facts about the machine that defaults depend on: memory, cores and a data directory.
+//! Facts about the machine that defaults depend on: memory, cores and a directory for state.
 //!
 //! They are read once at the start into a plain value. Tests construct their own.
 
@@ -12,7 +12,7 @@ pub struct Machine {
     pub memory_bytes: u64,
     /// Cores available to this process.
     pub cores: usize,
-    /// Default data directory.
+    /// Default directory for state. The default data directory is `data` in it.
     pub state_dir: PathBuf,
 }
 
@@ -98,8 +98,8 @@ fn least(root: &Path, group: &str, ask: impl Fn(&Path) -> Option<u64>) -> Option
     groups.filter_map(|group| Some((ask(group)?, group.to_owned()))).min()
 }
 
-/// Returns `$XDG_STATE_HOME`, else `~/.local/state`, else the temp directory, with our suffix.
-/// The name in the temp directory contains the user id, so that users do not collide.
+/// Returns `uniffle-worker` in `$XDG_STATE_HOME`, else in `~/.local/state`, else in the temp
+/// directory. The name in the temp directory contains the user id, so that users do not collide.
 fn state_dir(env: &HashMap<String, String>) -> PathBuf {
     let absolute =
         |name: &str| env.get(name).map(PathBuf::from).filter(|path| super::kind::is_plain_absolute(path));

@@ -160,7 +160,8 @@ async fn huge_partition_number_is_refused_before_allocation() {
     assert_eq!(largest.assignments.len(), 1 << 17);
 }
 
-/// The example of a small worker in the key's documentation.
+/// The capacity of the example in the documentation of `[embedded_coordinator]`, which fits about
+/// 115,000 ranges.
 #[tokio::test(start_paused = true)]
 async fn assignment_beyond_the_heap_is_refused_with_its_key() {
     let heap = Heap::new(divide(256_000_000, 2).heap);
@@ -191,7 +192,7 @@ async fn concurrent_assignments_stay_within_the_heap() {
     for _ in 1..fit {
         others.push(ask().await.unwrap());
     }
-    // No further answers are made until one has been sent.
+    // Refused after 10 s, which the paused clock skips, because no answer was sent.
     let refused = ask().await.unwrap();
     assert!(answers.used() <= answers.capacity());
     let text = &refused.get_ref().ret_msg;
@@ -209,7 +210,7 @@ async fn concurrent_assignments_stay_within_the_heap() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn wide_ranges_use_the_basic_strategy() {
+async fn wide_ranges_need_the_basic_strategy() {
     let wide = |partitions, per_range| GetShuffleServerRequest {
         partition_num_per_range: per_range,
         ..request(partitions, 1, &[])
@@ -243,7 +244,7 @@ async fn too_few_nodes_are_reported_with_numbers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requested_servers_are_at_least_the_replicas() {
+async fn server_count_is_between_replicas_and_maximum() {
     let coordinator = with_nodes(1..13);
     let used = |answer: &proto::GetShuffleAssignmentsResponse| {
         let ids = answer.assignments.iter().flat_map(|a| &a.server).map(|s| s.id.clone());
@@ -259,7 +260,7 @@ async fn requested_servers_are_at_least_the_replicas() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn second_shuffle_goes_to_less_loaded_nodes() {
+async fn second_assignment_goes_to_less_loaded_nodes() {
     let coordinator = with_nodes(1..3);
     let one_server =
         || GetShuffleServerRequest { assignment_shuffle_server_number: 1, ..request(10, 1, &[]) };
@@ -451,6 +452,7 @@ async fn beat_from(coordinator: &EmbeddedCoordinator, peer: [u8; 4]) -> (StatusC
 
 #[tokio::test(start_paused = true)]
 async fn workers_outside_the_allowed_networks_do_not_join() {
+    // Both the caller's and the reported address must be local or allowed.
     let closed = with_nodes(1..2);
     for peer in [[127, 0, 0, 1], [10, 0, 0, 3]] {
         let (status, text) = beat_from(&closed, peer).await;
@@ -465,7 +467,7 @@ async fn workers_outside_the_allowed_networks_do_not_join() {
     assert_eq!(beat_from(&open, [192, 0, 2, 1]).await.0, StatusCode::AccessDenied);
     assert_eq!(beat_from(&open, [10, 0, 0, 9]).await, (StatusCode::Success, String::new()));
     assert_eq!(open.nodes()[0].server.ip, "10.0.0.3");
-    // For the own worker the caller's address does not matter if the content matches.
+    // The caller's address does not matter if the reported worker is the own one.
     open.report(node(3, false)).unwrap();
     assert_eq!(beat_from(&open, [192, 0, 2, 1]).await, (StatusCode::Success, String::new()));
 }

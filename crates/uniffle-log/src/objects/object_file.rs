@@ -1,8 +1,8 @@
 //! A generation of the log in an object store, written and read like a file of the log.
 //!
 //! The concatenated objects have the format of a file on a disk. An object of which no copy is
-//! whole reads as zeros, so the reader finds damage at that position. Memory for responses is
-//! charged.
+//! whole reads as zeros, so the reader finds damage at that position. Memory for fetched and stored
+//! objects is charged.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -56,12 +56,13 @@ impl ObjectFile {
         Self { store, memory, generation, process, objects: Vec::new() }
     }
 
-    /// Returns whether another process wrote this file under the same number of a start.
+    /// Returns whether another process wrote this file under the same start number, which is the
+    /// upper half of the generation.
     pub(super) fn is_rival_of(&self, other: &Self) -> bool {
         self.generation >> 32 == other.generation >> 32 && self.process != other.process
     }
 
-    /// Returns the empty file of another generation of the same process.
+    /// Returns an empty file of a generation, of the same process.
     pub(super) fn sibling(&self, generation: u64) -> Self {
         Self::new(&self.store, &self.memory, generation, self.process)
     }
@@ -108,13 +109,14 @@ impl ObjectFile {
         self.objects.last().map_or(0, |(_, range)| range.end)
     }
 
-    /// Returns the part of a source that reads this file.
+    /// Returns this file as a copy of the log to be read.
     pub(crate) fn part(&self) -> LogCopy {
         LogCopy {
             directory: None,
             path: format!("{:016x}.{:08x}", self.generation, self.process).into(),
             generation: self.generation,
-            // Two processes can have written the same generation.
+            // Without an epoch each file counts as a generation of its own: two processes can have
+            // written the same number.
             epoch: None,
             frames: u64::MAX,
             file: Some(Arc::new(self.clone())),
@@ -155,7 +157,8 @@ impl CheckpointSink for ObjectFile {
         let frames = u32::try_from(frames.end - first).unwrap_or(u32::MAX);
         let object = LogObject { generation, process, first, frames };
         let bytes = chunk.len() as u64;
-        // Released before any waiter is notified that the object is stored.
+        // Released before any waiter is notified that the object is stored, so that its caller
+        // finds this memory free.
         let _charge = self.memory.charge_unchecked(bytes);
         self.store.put(object, chunk).await?;
         self.push(object, bytes);

@@ -33,7 +33,7 @@ mod stream {
     const LINE_BYTES: usize = 64;
 
     /// Copies whole lines with streaming stores and the ends with plain ones. Returns false and
-    /// copies nothing on a CPU without streaming stores.
+    /// copies nothing on a CPU without AVX.
     pub(super) fn copy(to: &mut [u8], from: &[u8]) -> bool {
         let wide = is_x86_feature_detected!("avx512f");
         if !wide && !is_x86_feature_detected!("avx") {
@@ -129,8 +129,8 @@ mod stream {
 mod tests {
     use super::*;
 
-    /// Covers every alignment of both ends within a line, lengths around and well above the
-    /// threshold, and guards on both sides.
+    /// Covers every alignment of both ends of the target within a line, lengths around and well
+    /// above the threshold, and guards on both sides.
     #[test]
     fn every_alignment_and_length_is_copied_exactly() {
         let lengths: &[usize] = if cfg!(miri) {

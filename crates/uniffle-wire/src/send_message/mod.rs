@@ -3,9 +3,9 @@
 //!
 //! A block's bytes go to the [`BlockSink`](crate::BlockSink) as sub-slices of the fed chunk. Only
 //! block headers are collected, and only in the two forms that send them ahead of the bytes.
-//! Invariant: every length is checked against its parent before it is used. The decoder is stricter
-//! than protobuf, because streamed data cannot be taken back: it requires the order in which Java
-//! and prost write the fields.
+//! Invariant: every length is checked against the enclosing message before it is used. The decoder
+//! is stricter than protobuf, because streamed data cannot be taken back: header fields must
+//! precede the data, and a partition id its blocks, as Java and prost write them.
 
 mod collected;
 mod decoder;
@@ -21,14 +21,14 @@ pub struct MessageLimits {
     /// Maximum number of blocks in one message. Blocks of the classic form occupy no
     /// memory in the decoder, so `collected_max` does not bound their number.
     pub blocks_max: u64,
-    /// Maximum number of block headers (40 B each), and of partitions (8 B each), that are
-    /// collected ahead of their bytes.
+    /// Maximum number of block headers (32 B each) that are collected ahead of their bytes, and
+    /// maximum number of partitions (8 B each).
     pub collected_max: usize,
 }
 
 impl Default for MessageLimits {
-    /// 4 Mi blocks, and 256 Ki collected: 10 MiB of headers, enough for a 14 MiB message of 56-byte
-    /// blocks.
+    /// 4 Mi blocks, and 256 Ki collected: 8 MiB of headers and 2 MiB of partitions, enough for a
+    /// 14 MiB message of 56-byte blocks.
     fn default() -> Self {
         Self { blocks_max: 4 << 20, collected_max: 256 << 10 }
     }

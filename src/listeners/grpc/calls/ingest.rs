@@ -72,10 +72,10 @@ pub(in crate::listeners::grpc) async fn send_shuffle_data<B: RequestBody>(
     transit: &TransitTimes,
     mut body: B,
 ) -> http::Response<Body> {
-    let deadline = Instant::now() + config.send_deadline;
+    let deadline = Instant::now() + config.call_deadline;
     let received = timeout_at(deadline, receive(service, config, transit, &mut body)).await;
     let received = received.unwrap_or_else(|_elapsed| {
-        let text = format!("request timed out after {} s", config.send_deadline.as_secs());
+        let text = format!("request timed out after {} s", config.call_deadline.as_secs());
         Err(Status::deadline_exceeded(text))
     });
     if !matches!(received, Ok(Ok(()))) && !body.is_end_stream() && !tasks.is_closing() {

@@ -1,9 +1,9 @@
 //! Health of a disk, derived from errors: full, read-only, detached, hung or broken. A pure state
 //! machine; `directory` does the I/O.
 //!
-//! A full disk is healthy: its data is served, and it takes batches again when there is space.
+//! A full disk has no fault: its data is served, and it takes batches again when there is space.
 //! Fullness has two watermarks. A disk that refused a write for lack of space is full until a probe
-//! can write or files were removed. An unhealthy disk must pass a probe.
+//! can write or files are removed. A disk with a fault must pass a probe.
 
 use std::io;
 
@@ -46,7 +46,8 @@ pub fn classify(error: &io::Error) -> ErrorClass {
     if let Some(errno) = error.raw_os_error().map(Errno::from_raw_os_error) {
         return match errno {
             Errno::NOSPC | Errno::DQUOT => ErrorClass::Full,
-            // FAULT: the memory is missing, because its file was cut short.
+            // FAULT: pages of the region's file (`memory_store.backing`) are missing, because it
+            // was cut short.
             Errno::MFILE
             | Errno::NFILE
             | Errno::INTR
@@ -189,12 +190,12 @@ impl DiskHealth {
         verdict
     }
 
-    /// Notes that files were removed since it refused a write.
+    /// Ends a refusal, because files were removed.
     pub(in crate::store) fn note_space_freed(&mut self) {
         self.refusal = None;
     }
 
-    /// Applies a successful probe. Returns the earlier fault.
+    /// Applies a successful probe. Returns the earlier fault, or that a write found no space.
     pub(super) fn note_probe_passed(&mut self) -> Option<String> {
         let refused = self.refusal.take().map(|_| "a write found no space".to_owned());
         self.fault.take().map(|fault| fault.text).or(refused)
@@ -236,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn full_file_does_not_blame_the_disk() {
+    fn error_of_a_file_does_not_blame_the_disk() {
         for error in [errno(Errno::FBIG), errno(Errno::STALE), Vanished::File.into()] {
             let mut health = DiskHealth::default();
             assert_eq!(health.note(&error), ErrorClass::TheFile, "{error}");

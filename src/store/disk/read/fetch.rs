@@ -1,7 +1,8 @@
 //! Reads that do not follow a partition's stream: the index records of an extent, or a range of a
 //! data log.
 //!
-//! For rare paths only: nothing is cached, and the memory is not charged to the budget for reads.
+//! For checksums, offloads, scans and damage. Nothing is cached. The memory is not charged to the
+//! budget for reads: at most 256 KiB of records or 2 MiB of data per call.
 
 use std::io;
 use std::ops::{ControlFlow, Range};
@@ -24,9 +25,9 @@ use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 const VISITED_BYTES: usize = (256 << 10) / RECORD_BYTES * RECORD_BYTES;
 
 impl DiskCore {
-    /// Calls `show` with the index records of an extent, from record `from` on, until it breaks.
-    /// Offsets in the records are relative to the extent. Records are read in small parts. If
-    /// `from` is 0, all records are read and verified, even after a break, and the records shown
+    /// Calls `show` with the index records of an extent, from record `from` on, until `show`
+    /// breaks. Offsets in the records are relative to the extent. Records are read in small parts.
+    /// If `from` is 0, all records are read and verified, even after a break, and the records shown
     /// are valid only if this returns `Ok`.
     pub(in crate::store) async fn visit_records(
         &self,
@@ -56,8 +57,9 @@ impl DiskCore {
         Ok(())
     }
 
-    /// Reads a range of a data log past the page cache, and passes it to `take` in parts. Reads
-    /// whole disk blocks, which exist because extents are padded to them.
+    /// Reads a range of a data log again, past the page cache, to tell wrong bytes on the device
+    /// from wrong bytes in memory. Passes it to `take` in parts. Reads whole disk blocks, which
+    /// exist because extents are padded to them.
     pub(super) async fn read_again(
         &self,
         shuffle: &DiskShuffle,

@@ -33,7 +33,7 @@ fn greedy_application_leaves_room_for_another() {
     let semaphore = FairSemaphore::new(160, Reserve::Eighth);
     let (flood, honest) = (holder("flood", 1), holder("honest", 1));
     let held: Vec<_> = std::iter::from_fn(|| semaphore.try_acquire(&flood, 10)).collect();
-    assert_eq!(held.len(), 14);
+    assert_eq!(held.len(), 14, "an application must get seven eighths");
     let next = waiting(&semaphore, &flood, 10);
     assert!(semaphore.try_acquire(&honest, 20).is_none());
     let small = semaphore.acquire(&honest, 20).now_or_never();
@@ -72,7 +72,7 @@ fn stalled_readers_leave_permits_for_another_application() {
     let semaphore = FairSemaphore::new(32, Reserve::Eighth);
     let (hog, honest) = (holder("hog", 1), holder("honest", 1));
     let held: Vec<_> = std::iter::from_fn(|| semaphore.try_acquire(&hog, 1)).collect();
-    assert_eq!(held.len(), 28);
+    assert_eq!(held.len(), 28, "an application must get seven eighths");
     let queued: Vec<_> = (0..30).map(|_| waiting(&semaphore, &hog, 1)).collect();
     let mut place =
         semaphore.acquire(&honest, 1).now_or_never().expect("an eighth is reserved for other applications");
@@ -181,7 +181,7 @@ fn with_parts(semaphore: &Arc<FairSemaphore>, holder: &Holder, bytes: u64, parts
 }
 
 #[test]
-fn waiter_for_bytes_holds_no_permit_and_vice_versa() {
+fn waiter_for_bytes_or_device_holds_neither() {
     let (semaphore, disk) = (FairSemaphore::new(80, Reserve::Eighth), device());
     let (hog, honest) = (holder("hog", 1), holder("honest", 1));
     let held: Vec<_> = std::iter::from_fn(|| semaphore.try_acquire(&hog, 10)).collect();
@@ -205,10 +205,7 @@ fn waiter_for_bytes_holds_no_permit_and_vice_versa() {
     assert!(semaphore.try_acquire(&hog, 10).is_some());
     assert!(with_parts(&semaphore, &hog, 10, parts_of(&[&other], 1)).now_or_never().is_some());
     let both = with_parts(&semaphore, &honest, 10, parts_of(&[&disk, &other], 1)).now_or_never();
-    assert!(
-        both.is_none() && other.has_room(4 * UNIT),
-        "a waiter for two disks holds a permit of one of them"
-    );
+    assert!(both.is_none() && other.has_room(4 * UNIT), "a waiter for two disks holds a part of one of them");
     drop(all);
     let served = stuck.iter_mut().filter_map(|it| it.now_or_never()).collect::<Vec<_>>();
     assert_eq!(served.len(), 4);
@@ -271,6 +268,7 @@ fn equal_holders_are_served_by_turns_and_not_by_arrival() {
 #[test]
 fn stuck_reads_leave_memory_for_other_devices() {
     let semaphore = FairSemaphore::new(100, Reserve::None);
+    // A part is at most the whole share.
     let (store, cache, app) = (device(), device(), holder("app", 1));
     let stuck = with_parts(&semaphore, &app, 40, parts_of(&[&store], 9)).now_or_never().unwrap();
     assert!(!store.has_room(1));
@@ -364,7 +362,7 @@ proptest! {
             let held = |app: usize| granted.iter().filter(|it| it.0 == app).map(|it| it.1.amount).sum::<u64>();
             let free = 80 - (0..3).map(held).sum::<u64>();
             prop_assert_eq!(semaphore.0.lock().free, free);
-            // A waiting application that holds least by its weight waits for capacity only.
+            // If applications wait, one of those that hold least by their weight lacks capacity.
             let firsts: Vec<_> = (0..3).filter_map(|app| waiting.iter().find(|it| it.0 == app)).collect();
             let rank = |app: usize| held(app) / u64::from(apps[app].weight);
             let least = firsts.iter().map(|it| rank(it.0)).min();
