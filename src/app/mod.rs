@@ -39,11 +39,11 @@ pub use shuffle::{DiskUsage, RegisteredPartitions, Reports, ShuffleState};
 pub use usage::{AppUsage, OverQuota, QuotaKind, QuotaResource, QuotaSubject, Quotas, quota_key};
 
 section! {
-    /// Limits of the registry.
+    /// Limits and timeout of the registry.
     #[table("app_config", "Applications and their partitions.")]
     pub struct AppConfig {
-        /// An application without a heartbeat for this long expires. Applications may choose 1 min
-        /// to 7 d with spark.rss.riffle.appHeartbeatTimeoutMinutes.
+        /// An application without a heartbeat or other call for this long expires. Applications may
+        /// choose 1 min to 7 d with spark.rss.riffle.appHeartbeatTimeoutMinutes.
         #[key("app_config.app_heartbeat_timeout_min", minutes(10 * SECOND..=7 * DAY), NextUse)]
         pub heartbeat_timeout: Duration = 300 * SECOND,
         /// Maximum number of reported block ids; half of memory_store.heap_capacity bounds them

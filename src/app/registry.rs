@@ -191,7 +191,7 @@ impl AppRegistry {
             let partitions = RegisteredPartitions::new(all, charge, partitions);
             let mut fresh =
                 ShuffleState::new(key.clone(), partitions, reports, on_disk, ShuffleLedger::new(heap));
-            if let Some(reason) = unverified.reason(key) {
+            if let Some(reason) = unverified.shuffle_reason(key) {
                 fresh.mark_unverified(reason);
             }
             app.shuffles.write().insert(key.shuffle, Arc::new(fresh));
@@ -224,7 +224,7 @@ impl AppRegistry {
     /// Returns why an unknown app may have existed before the start.
     #[must_use]
     pub fn unverified_reason(&self, app: &AppId) -> Option<Arc<str>> {
-        self.lifecycle.lock().unverified.reason_of(app)
+        self.lifecycle.lock().unverified.app_reason(app)
     }
 
     /// Forgets which shuffles may have been registered before the start. To be called once no app

@@ -4,7 +4,7 @@
 //! that already had reports. Treating it as new would return short results. A shuffle of an
 //! application that recovery found therefore counts as incomplete if it was not found and its id is
 //! not above the highest found id: Spark numbers shuffles upwards. It stays incomplete, and its
-//! results are refused, until it is unregistered.
+//! results are refused, until it is unregistered or its application ends.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -62,11 +62,11 @@ impl UnverifiedApps {
     }
 
     /// Returns why an unknown application may have existed before the start.
-    pub(super) fn reason_of(&self, app: &AppId) -> Option<Arc<str>> {
+    pub(super) fn app_reason(&self, app: &AppId) -> Option<Arc<str>> {
         self.apps.get(app).map(|it| Arc::clone(&it.reason))
     }
 
-    /// Records that the shuffle is registered.
+    /// Records that the shuffle has a registration again.
     pub(super) fn registered(&mut self, key: &ShuffleKey) {
         self.apps
             .entry(key.app.clone())
@@ -74,13 +74,14 @@ impl UnverifiedApps {
     }
 
     /// Returns why an unknown shuffle may have been registered before.
-    pub(super) fn reason(&self, key: &ShuffleKey) -> Option<&Arc<str>> {
+    pub(super) fn shuffle_reason(&self, key: &ShuffleKey) -> Option<&Arc<str>> {
         let app = self.apps.get(&key.app)?;
         let is_new = key.shuffle.0 > app.highest || app.unregistered.contains(&key.shuffle.0);
         (!is_new).then_some(&app.reason)
     }
 
-    /// Records that a client has unregistered the shuffle, known or not.
+    /// Records that a client has unregistered a shuffle of a known application. The shuffle itself
+    /// may be unknown.
     pub(super) fn unregistered(&mut self, key: &ShuffleKey) {
         self.registered(key);
         if let Some(app) = self.apps.get_mut(&key.app)
@@ -111,7 +112,7 @@ mod tests {
         let reason: Arc<str> = "a copy is cut short".into();
         unverified.found(&key("app-1", 7), &reason);
         unverified.found(&key("app-1", 3), &reason);
-        let is_unverified = |it: &UnverifiedApps, key| it.reason(&key).is_some();
+        let is_unverified = |it: &UnverifiedApps, key| it.shuffle_reason(&key).is_some();
         assert!(is_unverified(&unverified, key("app-1", 7)) && is_unverified(&unverified, key("app-1", 4)));
         assert!(!is_unverified(&unverified, key("app-1", 8)), "ids above the highest recovered one are new");
         assert!(!is_unverified(&unverified, key("app-2", 1)), "no shuffle of the application was found");
@@ -127,7 +128,7 @@ mod tests {
         unverified.found_without_registration(&key("app-3", 1), &reason);
         unverified.registered(&key("app-1", 9));
         assert_eq!(unverified.all_without_registration(), [(key("app-3", 1), Arc::clone(&reason))]);
-        assert_eq!(unverified.reason_of(&key("app-3", 1).app), Some(reason));
+        assert_eq!(unverified.app_reason(&key("app-3", 1).app), Some(reason));
         unverified.ended(&key("app-1", 0).app);
         assert!(!is_unverified(&unverified, key("app-1", 7)));
     }

@@ -30,7 +30,7 @@ impl View {
         Self { name, help, factor }
     }
 
-    /// Exports `histogram` under this name.
+    /// Exports `histogram` under this name. `fill` replaces the placeholders of name and help.
     ///
     /// # Errors
     /// If the name is malformed or taken.
@@ -49,7 +49,7 @@ impl View {
         }))
     }
 
-    /// Returns the documentation of the view.
+    /// Returns its entry for docs/metrics.md. `module` is the one that registers it.
     pub(crate) fn describe(&self, module: &'static str, fill: Placeholders<'_>) -> Description {
         let (name, help) = (fill_placeholders(self.name, fill), fill_placeholders(self.help, fill));
         Description { name, kind: "histogram", labels: &[], help, module }

@@ -1,7 +1,7 @@
 //! Selects the tier for a batch: a pure function of the state when the batch is queued.
 //!
-//! Tiers are considered in their order if they accept batches now. Tiers for cold data come first
-//! for cold batches (larger than a threshold, or of a huge partition), and last for others. After a
+//! Tiers are considered in their order if they accept batches now. The tier for cold data is HDFS.
+//! It comes first for cold batches (large, or of a huge partition), and last for others. After a
 //! failed write the batch goes to the next tier. If no tier accepts batches, it waits for the first
 //! in the same order. A batch stays visible in memory until a tier has published it, so any order
 //! is safe for readers (docs/protocol.md §4.5).
@@ -26,13 +26,14 @@ pub struct TierView {
     pub is_for_cold: bool,
 }
 
-/// Returns whether a partition's chain is cold.
+/// Returns whether a chain of `bytes` bytes is cold. Its partition has received `received_bytes`.
+/// One of them must exceed its limit.
 pub fn is_cold(bytes: u64, received_bytes: u64, cold_bytes: u64, huge_partition_bytes: u64) -> bool {
     bytes > cold_bytes || received_bytes > huge_partition_bytes
 }
 
 /// Returns the index in `tiers` of the tier for a batch, or `None` if the shuffle has no tier.
-/// `failed` is the tier that failed to write the batch last.
+/// `failed` is the tier whose write of the batch failed last.
 pub fn select(tiers: &[TierView], is_cold: bool, failed: Option<usize>) -> Option<usize> {
     let belongs = |index: &usize| tiers[*index].is_for_cold == is_cold;
     let (mut order, others): (Vec<usize>, Vec<usize>) = (0..tiers.len()).partition(belongs);
@@ -91,9 +92,10 @@ mod tests {
     }
 
     #[test]
-    fn unplaceable_batch_waits_for_its_tier() {
+    fn unplaceable_batch_waits_for_the_first_tier() {
         assert_eq!(choose(Unavailable, Unavailable, false, None), Some(HOT));
         assert_eq!(choose(Unavailable, Unavailable, true, None), Some(COLD));
+        assert_eq!(choose(Unavailable, Unavailable, false, Some(HOT)), Some(COLD));
     }
 
     #[test]

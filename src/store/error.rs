@@ -1,4 +1,5 @@
-//! Errors of a store, classified by the reaction of the caller.
+//! Errors of a store. The kind says what happened and whether the caller retries. Within `Io`, the
+//! source tells damage from transient failures.
 //!
 //! After a failed write the flusher keeps the batch and retries it, here or in another tier, with
 //! one exception: after `Purged` it drops the batch. So a store must not return `Purged` for data
@@ -20,11 +21,11 @@ pub enum StoreErrorKind {
     Corrupt,
     /// A file or shuffle does not exist.
     NotFound,
-    /// No healthy disk is left, or one did not answer in time.
+    /// No healthy disk or store is available now, or one did not answer in time. Readers retry.
     Unhealthy,
     /// Any other failure of a file operation.
     Io,
-    /// The shuffle was purged. There is nothing to retry, and no data was left.
+    /// The shuffle was purged. Do not retry. A failed write leaves no data.
     Purged,
     /// The requested range is not in the partition's stream.
     InvalidRange,
@@ -63,7 +64,7 @@ pub struct StoreError {
     pub source: Option<io::Error>,
 }
 
-/// Kinds of errors of the object store, and of the metadata log in it.
+/// Conversions between kinds of store errors and kinds of log errors, in both directions.
 pub(super) const LOG_KINDS: [(StoreErrorKind, io::ErrorKind); 5] = [
     (StoreErrorKind::Unreachable, io::ErrorKind::TimedOut),
     (StoreErrorKind::InUse, io::ErrorKind::ResourceBusy),
@@ -96,7 +97,7 @@ impl StoreError {
         Self { kind, path: path.as_ref().to_path_buf(), source }
     }
 
-    /// Creates the error of the metadata log in an object store, about `of`.
+    /// Converts an error of the metadata log in an object store. `of` is its path.
     pub fn of_log(error: &LogError, of: impl AsRef<Path>) -> Self {
         let kind = LOG_KINDS.iter().find(|(_, kind)| *kind == error.kind);
         let kind = kind.map_or(StoreErrorKind::Unhealthy, |(kind, _)| *kind);
@@ -113,7 +114,7 @@ impl StoreError {
 impl fmt::Display for StoreErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::NoSpace => "disk is full",
+            Self::NoSpace => "no space left",
             Self::Corrupt => "stored bytes are corrupt",
             Self::NotFound => "not found",
             Self::Unhealthy => "no healthy disk or store",
@@ -167,6 +168,6 @@ mod tests {
         assert_eq!(full.kind, StoreErrorKind::NoSpace);
         let short = StoreError::io("/d", io::ErrorKind::UnexpectedEof.into());
         assert_eq!(short.kind, StoreErrorKind::Corrupt);
-        assert!(full.to_string().starts_with("/d: disk is full ("));
+        assert!(full.to_string().starts_with("/d: no space left ("));
     }
 }

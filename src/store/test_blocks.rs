@@ -39,8 +39,8 @@ pub(super) fn expected(ids: Range<i64>, length: u32) -> BTreeMap<i64, Bytes> {
     ids.map(|id| (id, content(id, length))).collect()
 }
 
-/// Returns all chunks of a read.
-pub(super) async fn all(mut read: Box<dyn ChunkRead>) -> Result<Vec<u8>, StoreError> {
+/// Returns the bytes of all chunks of a read.
+pub(super) async fn read_to_end(mut read: Box<dyn ChunkRead>) -> Result<Vec<u8>, StoreError> {
     let mut bytes = Vec::new();
     while let Some(chunk) = read.next_chunk(&HeapBuffers).await? {
         bytes.extend_from_slice(&chunk);
@@ -56,13 +56,13 @@ pub(super) async fn index(
 ) -> Result<(Vec<u8>, u64), StoreError> {
     let index = tier.index(key, partition)?;
     let (length, data_length) = (index.length, index.data_length);
-    let index = all(index.chunks).await?;
+    let index = read_to_end(index.chunks).await?;
     assert_eq!(index.len() as u64, length);
     Ok((index, data_length))
 }
 
-/// Returns all blocks by id. Reads each block with a request of its own, and the whole stream with
-/// one request.
+/// Returns all blocks by id, duplicates once. Reads each block with a request of its own, and the
+/// whole stream with one request.
 pub(super) async fn read(
     tier: &dyn ServedTier,
     key: &ShuffleKey,
@@ -74,11 +74,12 @@ pub(super) async fn read(
     if data_length == 0 {
         return Ok(found);
     }
-    let whole = all(tier.data(key, partition, 0, u32::try_from(data_length).unwrap())?.chunks).await?;
+    let whole =
+        read_to_end(tier.data(key, partition, 0, u32::try_from(data_length).unwrap())?.chunks).await?;
     assert_eq!(whole.len() as u64, data_length);
     for record in records(&index) {
         let (offset, length) = (record.offset.cast_unsigned(), record.length.cast_unsigned());
-        let data = all(tier.data(key, partition, offset, length)?.chunks).await?;
+        let data = read_to_end(tier.data(key, partition, offset, length)?.chunks).await?;
         let at = usize::try_from(record.offset).unwrap();
         assert_eq!(whole[at..at + data.len()], data);
         found.insert(record.block_id, data.into());

@@ -1,4 +1,4 @@
-//! Settings changed by calls at run time, and which of them survive an upgrade, a kill and an
+//! Settings changed by calls at run time, and which of them survive an upgrade, a kill and a
 //! graceful stop.
 
 use std::path::PathBuf;
@@ -70,7 +70,7 @@ fn state_file(worker: &WorkerProcess) -> PathBuf {
     worker.data_paths()[0].join("uniffle-worker.metadata/state")
 }
 
-/// Waits until the latest settings are in the data directory.
+/// Waits until the state file in the first data directory contains `text`.
 async fn saved(worker: &WorkerProcess, text: &str) {
     let path = state_file(worker);
     eventually("the settings are saved", || match std::fs::read_to_string(&path) {
@@ -80,7 +80,7 @@ async fn saved(worker: &WorkerProcess, text: &str) {
     .await;
 }
 
-/// Replaces the process after a kill, or by an upgrade.
+/// Replaces the process after a kill, or by an upgrade. `by` is "kill" or "upgrade".
 fn replace_process(worker: &mut WorkerProcess, by: &str) {
     block_in_place(|| match by {
         "kill" => {
@@ -149,7 +149,7 @@ async fn lost_nodes_survive_upgrade_and_kill() {
     };
     eventually("both are lost", || lost(&worker, 2.0)).await;
     call(&worker, "/admin/coordinator/forget", r#"{"id": "replaced"}"#).await;
-    // Reports last before the upgrade, which its timeout ends after.
+    // Its last heartbeat is before the upgrade, and its timeout ends after it.
     heartbeat(&worker, "dying").await;
     saved(&worker, "dying").await;
     for by in ["upgrade", "kill"] {
@@ -166,7 +166,7 @@ async fn lost_nodes_survive_upgrade_and_kill() {
 async fn settings_without_disks_survive_upgrade_and_kill() {
     let server = S3Server::start().await;
     let (mut worker, _keys) = crate::upgrade_objects::start_with(&server, TABLES);
-    // Saved with the answers to the calls.
+    // No wait: the admin calls are answered once the whole state is saved, also the user.
     register(&worker, "app-1", "anna").await;
     call(&worker, "/admin/tags", r#"{"tags": ["night"]}"#).await;
     call(&worker, "/admin/decommission", "").await;
@@ -186,7 +186,7 @@ async fn settings_without_disks_survive_upgrade_and_kill() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn call_is_answered_once_its_setting_is_saved() {
+async fn call_succeeds_only_after_its_setting_is_saved() {
     let setup = Setup { name: "saved-settings", capacity: "64M", tables: TABLES, ..Setup::default() };
     let worker = WorkerProcess::start(&setup);
     let file = state_file(&worker);

@@ -147,7 +147,8 @@ fn throughput(samples: &[PhaseSample]) -> Vec<PlotLine> {
     vec![line("written", rate(|s| s.written_bytes)), line("read", rate(|s| s.read_bytes))]
 }
 
-/// Plots latency over the number of nines: x is −log10(1 − quantile), so 1 is p90 and 2 is p99.
+/// Plots latency over the number of nines: x is −log10(1 − quantile), so 1 is p90 and 2 is p99. The
+/// axis ends at five nines.
 fn latency_plot(phase: &PhaseReport) -> String {
     let curve = |latency: &Latency| {
         let nines = |&(quantile, ms): &(f64, f64)| (-(1.0 - quantile).max(1e-5).log10(), ms);
@@ -204,6 +205,7 @@ fn hdd(body: &mut String, report: &BenchReport) {
     let bar = |line: &crate::report::HddLine| ChartBar {
         label: label(line),
         value: line.write_seconds_per_gb + line.read_seconds_per_gb,
+        // The worker's own layout, "extent logs", has the first colour.
         series: usize::from(!line.layout.starts_with("extent")),
     };
     *body += &bars("Disk seconds per GB, write + read", &report.hdd.iter().map(bar).collect::<Vec<_>>());

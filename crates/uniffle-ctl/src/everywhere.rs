@@ -55,7 +55,7 @@ pub async fn explain(
     let end = Instant::now() + TOTAL_TIMEOUT;
     let mut merged = Merged::default();
     for worker in workers.split_off(WORKERS_MAX.min(workers.len())) {
-        merged.unanswered(&worker.id, "not asked: the limit is 1,000 workers");
+        merged.add_unanswered(&worker.id, "not asked: the limit is 1,000 workers");
     }
     let requests: Vec<_> =
         workers.into_iter().map(|worker| ask(&client, is_tls, worker, &path, end)).collect();
@@ -91,7 +91,7 @@ pub(crate) fn enter(merged: &mut Merged, worker: &str, answer: &Result<Value, Co
     match answer {
         Ok(it) => merged.add(worker, it),
         Err(failure) if failure.is_missing() => {}
-        Err(failure) => merged.unanswered(worker, &failure.to_string()),
+        Err(failure) => merged.add_unanswered(worker, &failure.to_string()),
     }
 }
 

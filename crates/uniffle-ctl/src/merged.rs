@@ -1,10 +1,10 @@
 //! Merges the explanations of an application by several workers (`/api/v1/apps/ID/explain`) into
-//! one of the same shape.
+//! one with the same sums and lists, and with a list of the workers.
 //!
-//! Counts, bytes and total times are added up. For medians and 99 % the slowest worker is shown,
-//! because exact values cannot be computed from parts. Findings name their worker. The merge works
-//! on JSON, because workers may have different versions: missing fields count as zero. Invariant:
-//! lists and texts are bounded, whatever a worker sends.
+//! Partitions, bytes, retries and total times are added up. Medians, 99 %, the longest time, age,
+//! skew and the number of shuffles are the largest of any worker. Findings name their worker. The
+//! merge works on JSON, because workers may have different versions: missing fields count as zero.
+//! Invariant: lists and texts are bounded, whatever a worker sends.
 
 use std::cmp::Reverse;
 use std::fmt;
@@ -13,10 +13,10 @@ use serde_json::{Map, Value, json};
 
 use crate::text::is_gone;
 
-/// Largest length of each list: findings, losses, incomplete shuffles and quotas.
+/// Maximum length of each list, and maximum number of fields of each object.
 const LISTED_MAX: usize = 100;
 
-/// Largest number of workers listed, for those with and without an answer.
+/// Maximum number of listed workers with an answer, and of those without.
 const WORKERS_MAX: usize = 1_000;
 
 /// Number of listed partitions, the largest first.
@@ -25,7 +25,7 @@ const TOP_PARTITIONS: usize = 10;
 /// Largest length of a text, in bytes.
 const TEXT_BYTES_MAX: usize = 500;
 
-/// Prefix of the finding of a worker without any.
+/// Prefix of the placeholder that a worker without findings sends.
 const NOTHING: &str = "no findings";
 
 /// Fields of `bytes` that are only valid while the worker has the application.
@@ -82,7 +82,7 @@ impl Merged {
     }
 
     /// Adds a worker that did not answer.
-    pub(crate) fn unanswered(&mut self, worker: &str, reason: &str) {
+    pub(crate) fn add_unanswered(&mut self, worker: &str, reason: &str) {
         self.unanswered_count += 1;
         if self.unanswered.len() < WORKERS_MAX {
             self.unanswered.push(json!({ "worker": worker, "reason": cut(reason) }));
@@ -111,9 +111,9 @@ impl Merged {
                 }
             }
         }
-        let mut partitions = Value::Object(std::mem::take(&mut self.sums));
-        add(&mut partitions, "partitions", &it["partitions"]);
-        self.sums = into_map(partitions);
+        let mut sums = Value::Object(std::mem::take(&mut self.sums));
+        add(&mut sums, "partitions", &it["partitions"]);
+        self.sums = into_map(sums);
         for field in ["age_seconds", "shuffles", "skew"] {
             raise(&mut self.maxima, field, &it[field]);
         }
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn ended_applications_are_not_counted() {
+    fn held_bytes_of_ended_apps_count_as_zero() {
         let mut merged = Merged::default();
         let mut gone = explanation(100, "no findings on this worker", 1);
         (gone["presence"], gone["bytes"]["in_memory"]) = ("expired".into(), 70.into());
@@ -323,14 +323,14 @@ mod tests {
     }
 
     #[test]
-    fn silent_workers_are_named_and_invalid_responses_ignored() {
+    fn silent_workers_are_named_and_bad_answers_harmless() {
         let mut merged = Merged::default();
         for it in
             [json!(null), json!([1]), json!({ "stages": 7, "bytes": { "received": "x" }, "findings": [{}] })]
         {
             merged.add("odd", &it);
         }
-        merged.unanswered("c", "no answer within 2s");
+        merged.add_unanswered("c", "no answer within 2s");
         assert_eq!(merged.unknown(), None);
         let it = merged.explanation("x");
         assert_eq!(it["unanswered"], json!([{ "worker": "c", "reason": "no answer within 2s" }]));
@@ -360,7 +360,7 @@ mod tests {
     fn unknown_application_has_no_explanation() {
         let mut merged = Merged::default();
         assert!(merged.unknown().is_some_and(|it| it.to_string().starts_with("no worker knows")));
-        merged.unanswered("a", "");
+        merged.add_unanswered("a", "");
         assert!(merged.unknown().is_some_and(|it| it.to_string().ends_with("1 did not answer")));
     }
 

@@ -32,6 +32,9 @@ pub(crate) struct WorkerTarget {
 }
 
 /// Returns the one worker that `arguments` name, or all that the coordinators list.
+///
+/// # Errors
+/// Fails if options contradict each other, or no coordinator answers.
 pub(crate) async fn targets(arguments: &Arguments) -> Result<Vec<WorkerTarget>, CommandFailure> {
     check(arguments)?;
     if !arguments.coordinator.is_empty() {
@@ -92,7 +95,7 @@ fn check(arguments: &Arguments) -> Result<(), CommandFailure> {
 }
 
 /// Returns the workers that any coordinator lists, sorted by id. A coordinator that has just
-/// started knows only some.
+/// started knows only some. Coordinators that do not answer are ignored if one does.
 pub(crate) async fn known(arguments: &Arguments) -> Result<Vec<WorkerTarget>, CommandFailure> {
     let tls = match arguments.coordinator.iter().any(|address| address.starts_with("https://")) {
         true => Some(tls(arguments)?),
@@ -128,12 +131,13 @@ pub(crate) async fn known(arguments: &Arguments) -> Result<Vec<WorkerTarget>, Co
             true => "; a coordinator with TLS needs https:// before its address",
             false => "",
         };
-        return Err(CommandFailure::Unreachable(whole(&error) + hint));
+        return Err(CommandFailure::Unreachable(with_causes(&error) + hint));
     }
     let target = |server: uniffle_client::ServerAddress| {
         let host = if server.host.contains(':') { format!("[{}]", server.host) } else { server.host };
-        // Port 0 refuses connections, which is reported for the worker.
+        // A worker without an HTTP port gets port 0, so that the failed call is reported for it.
         let port = server.http_port.unwrap_or(0);
+        // With --ca-file, all workers are called over TLS.
         let http = ListenerAddress { is_tls: arguments.ca_file.is_some(), host, port };
         let admin = ListenerAddress { port: arguments.admin_port, ..http.clone() };
         WorkerTarget { name: server.id, http, admin, is_lost: false }
@@ -162,7 +166,7 @@ fn tls(arguments: &Arguments) -> Result<TlsOptions, CommandFailure> {
 }
 
 /// Returns the error with all its causes: tonic's own text is only "transport error".
-fn whole(error: &dyn std::error::Error) -> String {
+fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

@@ -86,7 +86,7 @@ fn job(report: UnresolvedReport, format: Format) -> RenderJob {
             .collect(),
     };
     RenderJob {
-        places: addresses.places(&Maps::of_this_process()),
+        places: addresses.into_table(&Maps::of_this_process()),
         what: ProfileJob::Profile(samples, format),
     }
 }

@@ -113,7 +113,7 @@ mod jemalloc {
         let began_nanos = i64::try_from(began.as_nanos()).unwrap_or(i64::MAX);
         let samples = Samples { kind: SampleUnit::Heap, began_nanos, duration_nanos: 0, stacks };
         RenderJob {
-            places: addresses.places(&Maps::of_this_process()),
+            places: addresses.into_table(&Maps::of_this_process()),
             what: ProfileJob::Profile(samples, format),
         }
     }

@@ -1,5 +1,6 @@
-//! Code mappings of this process. They convert an address to a file and an offset, which are valid
-//! in every process that runs the file, and back. Only [`Maps::of_this_process`] reads the system.
+//! Code mappings of this process. They convert an address to a file and the distance from its start
+//! in memory, which are valid in every process that runs the file, and back. Only
+//! [`Maps::of_this_process`] reads the system.
 
 use std::ops::Range;
 
@@ -48,14 +49,14 @@ struct MapLine {
 
 impl Position {
     /// Returns the file's name without directories.
-    pub(super) fn file_name(self, places: &AddressTable) -> Option<&str> {
-        let path = self.path(places)?;
+    pub(super) fn file_name(self, table: &AddressTable) -> Option<&str> {
+        let path = self.path(table)?;
         Some(path.rsplit_once('/').map_or(path, |(_, name)| name))
     }
 
     /// Returns the path of the file.
-    pub(super) fn path(self, places: &AddressTable) -> Option<&str> {
-        places.files.get(usize::try_from(self.file?).ok()?).map(String::as_str)
+    pub(super) fn path(self, table: &AddressTable) -> Option<&str> {
+        table.files.get(usize::try_from(self.file?).ok()?).map(String::as_str)
     }
 }
 
@@ -73,7 +74,7 @@ impl AddressSet {
     }
 
     /// Converts the addresses to positions.
-    pub(super) fn places(self, maps: &Maps) -> AddressTable {
+    pub(super) fn into_table(self, maps: &Maps) -> AddressTable {
         AddressTable {
             files: maps.files.keys().cloned().collect(),
             positions: self.0.into_iter().map(|address| maps.position(address)).collect(),
@@ -82,7 +83,7 @@ impl AddressSet {
 }
 
 impl Maps {
-    /// Reads the mappings of this process. Returns none if the kernel does not provide them.
+    /// Reads the mappings of this process. Returns no mappings if the kernel does not provide them.
     pub(super) fn of_this_process() -> Self {
         let maps = Process::myself().and_then(|process| process.maps());
         Self::new(maps.into_iter().flatten().filter_map(|map| {
@@ -129,14 +130,14 @@ impl Maps {
 
     /// Returns the address of a position from another process, or `None` if this process does not
     /// have the code.
-    pub(super) fn address(&self, places: &AddressTable, position: Position) -> Option<u64> {
-        let address = match position.path(places) {
+    pub(super) fn address(&self, table: &AddressTable, position: Position) -> Option<u64> {
+        let address = match position.path(table) {
             Some(path) => self.files.get(path)?.checked_add(position.offset)?,
             None => return None,
         };
         let is_there = |(range, number): &(Range<u64>, usize)| {
             let file = self.files.get_index(*number).map(|(file, _)| file.as_str());
-            range.contains(&address) && file == position.path(places)
+            range.contains(&address) && file == position.path(table)
         };
         self.code.iter().any(is_there).then_some(address)
     }
@@ -167,20 +168,20 @@ mod tests {
         ])
     }
 
-    fn places(maps: &Maps, addresses: &[u64]) -> AddressTable {
+    fn table(maps: &Maps, addresses: &[u64]) -> AddressTable {
         let mut numbered = AddressSet::default();
         for address in addresses {
             numbered.number(*address);
         }
-        numbered.places(maps)
+        numbered.into_table(maps)
     }
 
     #[test]
     fn position_is_independent_of_the_load_address() {
         let (here, there) = (maps(0x40_0000), maps(0x7f00_0000_0000));
         let offsets = [0x1000, 0x4fff, 0x9abc];
-        let positions = places(&here, &offsets.map(|offset| 0x40_0000 + offset));
-        assert_eq!(positions, places(&there, &offsets.map(|offset| 0x7f00_0000_0000 + offset)));
+        let positions = table(&here, &offsets.map(|offset| 0x40_0000 + offset));
+        assert_eq!(positions, table(&there, &offsets.map(|offset| 0x7f00_0000_0000 + offset)));
         let of = |file, offset| Position { file: Some(file), offset };
         assert_eq!(positions.positions, [of(0, 0x1000), of(0, 0x4fff), of(1, 0x1abc)]);
         assert_eq!(positions.files, ["/bin/worker", "/lib/libc.so"]);
@@ -190,14 +191,14 @@ mod tests {
     }
 
     #[test]
-    fn code_without_a_file_is_an_address() {
+    fn address_outside_mapped_code_stays_an_address() {
         let maps = maps(0x40_0000);
         // Before all mappings, data, a hole, the data at the end, after all mappings.
         let addresses = [0, 0x40_0fff, 0x40_7000, 0x41_2000, u64::MAX];
-        let places = places(&maps, &addresses);
-        for (position, address) in places.positions.iter().zip(addresses) {
+        let table = table(&maps, &addresses);
+        for (position, address) in table.positions.iter().zip(addresses) {
             assert_eq!(*position, Position { file: None, offset: address });
-            assert_eq!(maps.address(&places, *position), None);
+            assert_eq!(maps.address(&table, *position), None);
         }
         let nowhere = Maps::default();
         assert_eq!(nowhere.position(7), Position { file: None, offset: 7 });
@@ -206,13 +207,13 @@ mod tests {
     #[test]
     fn positions_missing_in_a_process_are_unknown() {
         let (here, other) = (maps(0x40_0000), mapped(&[(0x1000, 0x2000, 0, true, "/bin/worker")]));
-        let places = places(&here, &[0x40_4000, 0x40_9000]);
-        assert_eq!(places.positions.len(), 2);
-        for position in &places.positions {
-            assert_eq!(other.address(&places, *position), None);
+        let table = table(&here, &[0x40_4000, 0x40_9000]);
+        assert_eq!(table.positions.len(), 2);
+        for position in &table.positions {
+            assert_eq!(other.address(&table, *position), None);
         }
         for (file, offset) in [(Some(0), u64::MAX), (Some(7), 0x1000), (None, 0x1000)] {
-            assert_eq!(here.address(&places, Position { file, offset }), None);
+            assert_eq!(here.address(&table, Position { file, offset }), None);
         }
     }
 
@@ -228,10 +229,10 @@ mod tests {
     fn own_function_is_found() {
         let maps = Maps::of_this_process();
         let address = u64::try_from(own_function_is_found as fn() as usize).unwrap();
-        let places = places(&maps, &[address]);
+        let table = table(&maps, &[address]);
         let program = std::env::current_exe().unwrap();
         let name = program.file_name().unwrap().to_str().unwrap();
-        assert_eq!(places.positions[0].file_name(&places), Some(name));
-        assert_eq!(maps.address(&places, places.positions[0]), Some(address));
+        assert_eq!(table.positions[0].file_name(&table), Some(name));
+        assert_eq!(maps.address(&table, table.positions[0]), Some(address));
     }
 }

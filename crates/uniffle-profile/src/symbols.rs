@@ -112,7 +112,7 @@ mod tests {
         let stacks = vec![vec![addresses.number(here)], vec![addresses.number(16)]];
         let groups = vec![WaitingTasks { name: "test".to_owned(), tasks: 1, stacks }];
         let waits = Waits { summary: String::new(), groups, left_out: 0 };
-        RenderJob { places: addresses.places(&Maps::of_this_process()), what: ProfileJob::Waits(waits) }
+        RenderJob { places: addresses.into_table(&Maps::of_this_process()), what: ProfileJob::Waits(waits) }
     }
 
     #[test]
@@ -127,7 +127,7 @@ mod tests {
         let maps = Maps::of_this_process();
         let mut addresses = AddressSet::default();
         addresses.number(u64::try_from(job as fn() -> RenderJob as usize).unwrap());
-        let offset = addresses.places(&maps).positions[0].offset;
+        let offset = addresses.into_table(&maps).positions[0].offset;
         let text = name_addresses(&format!(" {offset:#x}\n0x0 ")).unwrap();
         let lines: Vec<&str> = text.lines().collect();
         assert!(lines[0].starts_with(&format!("{offset:#x} ")) && lines[0].contains("job "), "{text}");

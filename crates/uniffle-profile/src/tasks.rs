@@ -182,7 +182,7 @@ fn job(summary: String, running: &[RunningTask], stacks: Stacks) -> RenderJob {
         |((name, stacks), tasks): (WaitSite, u64)| WaitingTasks { name: name.to_owned(), tasks, stacks };
     let groups = places.into_iter().take(PLACES_MAX).map(group).collect();
     let what = ProfileJob::Waits(Waits { summary, groups, left_out });
-    RenderJob { places: addresses.places(&Maps::of_this_process()), what }
+    RenderJob { places: addresses.into_table(&Maps::of_this_process()), what }
 }
 
 #[cfg(test)]

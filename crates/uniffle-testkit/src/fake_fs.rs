@@ -1,8 +1,9 @@
 //! An in-memory remote file system with injected faults.
 //!
-//! It is as strict as a NameNode where the tier relies on it: a file is created once, a file whose
-//! write failed stays open and rejects appends, and a non-empty directory is only deleted
-//! recursively.
+//! It is as strict as a NameNode in three points: a file is created once, a file whose write failed
+//! stays open and rejects appends, and a non-empty directory is only deleted recursively. It is
+//! more lenient in three: `read` and `list` show the bytes of an open file, and `recover` succeeds
+//! at once.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -20,11 +21,12 @@ use uniffle_worker::store::{StoreError, StoreErrorKind};
 pub enum RemoteFault {
     /// Fails before anything happens.
     Fail(StoreErrorKind),
-    /// Writes this number of bytes, then fails. The file stays open (create and append only).
+    /// Writes this number of bytes, then fails. The file stays open. Has no effect on calls other
+    /// than create and append.
     Torn(usize, StoreErrorKind),
-    /// Succeeds, but the response is lost.
+    /// Succeeds, but returns `Unreachable`, as if the response were lost.
     Lost,
-    /// Waits until [`FakeFs::release`].
+    /// Waits until [`FakeFs::release`]. After that call, later rules of this kind do not wait.
     Hang,
 }
 
@@ -118,6 +120,7 @@ impl FakeFs {
         self.state.lock().nodes.keys().cloned().collect()
     }
 
+    /// Records the call. Returns its fault, if a rule matches.
     fn fault(&self, call: RemoteCall, path: &str) -> Option<RemoteFault> {
         let mut state = self.state.lock();
         state.calls.push((call, path.to_owned()));
@@ -199,6 +202,7 @@ impl State {
             return Err(StoreError::new(StoreErrorKind::NotFound, path));
         };
         if *open {
+            // HDFS: AlreadyBeingCreatedException.
             return Err(StoreError::new(StoreErrorKind::Exists, path));
         }
         let mut all = data.concat();
@@ -279,6 +283,7 @@ impl RemoteFs for FakeFs {
         })
     }
 
+    /// Reads all bytes, also of a file that was not closed, unlike [`FakeFs::read_range`].
     fn read(&self, path: &str) -> FsFuture<Bytes> {
         self.call(RemoteCall::Read, path, |state, path| match state.nodes.get(path) {
             Some(FakeNode::File { bytes, .. }) => Ok(Bytes::from(bytes.clone())),

@@ -1,8 +1,8 @@
-//! Golden tests: frames of docs/protocol.md §7.6, made by Java's client jars, decode and re-encode
-//! byte-equal.
+//! Golden tests: frames made by Java's client jars (docs/protocol.md §7.6), and two by hand, decode
+//! and re-encode byte-equal.
 //!
-//! Truncated and mutated variants end in an error. They never cause a panic, nor bytes that the
-//! sink should not see.
+//! Truncated frames never complete. Mutated frames end in an error or in a request. None causes a
+//! panic or passes the sink more bytes than a block has.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use proptest::prelude::*;
@@ -30,7 +30,7 @@ const READS: [&str; 7] = [
      00000000000003e8 0000001b 0000000001000000003a3000000100000000000000100000000500",
     "0000002b 15 00000000 0000000000000007 00000003617070 00000001 00000002 0000000000000001 00000010 \
      00000000000003e8",
-    // Written by hand after the layout of §7.4, which riffle also reads.
+    // Written by hand after §7.4. riffle reads this layout too.
     "00000053 19 00000000 0000000000000007 00000003617070 00000001 00000002 00000001 0000000a 0000000000000040 \
      00000010 00000000000003e8 00000003 00000001 0000000000000050 0000000000000010 0000000000000005",
 ];
@@ -314,7 +314,9 @@ fn refusal_by_sink_keeps_the_request_id() {
     assert_eq!(sink.request.partitions[0].1.len(), 1);
 }
 
-/// Decodes the golden send with the four bytes at `at` of its message replaced.
+/// Decodes the golden send with the four bytes at `at` of its message replaced. Offsets: 8 length
+/// of the appId, 27 partition count, 35 block count, 39 partitionId, 51 and 75 block length, 55
+/// shuffleId, 82 server count, 86 and 110 lengths of the server's names.
 fn patched(at: usize, value: i32) -> Result<SendRequest, Refusal> {
     let mut frame = unhex(SEND);
     frame[HEADER_BYTES + at..HEADER_BYTES + at + 4].copy_from_slice(&value.to_be_bytes());
@@ -348,13 +350,13 @@ fn lengths_and_counts_that_contradict_the_frame_are_refused() {
     assert_eq!(malformed(patched(55, 2)), "a block's shuffle differs from its request");
     assert_eq!(malformed(patched(51, 4)), "a block's length differs from its data");
     assert_eq!(malformed(patched(75, -1)), "a block's length differs from its data");
-    // With a lower count, the remaining bytes are no valid timestamp.
+    // With a count of zero, more bytes than the timestamp remain.
     assert_eq!(malformed(patched(27, 0)), "unexpected bytes after the last field");
     assert_eq!(malformed(patched(35, 0)), "unexpected bytes after the last field");
 }
 
 #[test]
-fn repeated_negative_length_is_refused() {
+fn equal_but_invalid_block_lengths_are_refused() {
     let mut message = unhex(SEND)[HEADER_BYTES..].to_vec();
     message[51..55].copy_from_slice(&(-1_i32).to_be_bytes());
     message[75..79].copy_from_slice(&(-1_i32).to_be_bytes());

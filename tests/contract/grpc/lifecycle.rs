@@ -55,7 +55,7 @@ async fn reregistered_shuffle_is_empty() {
             fixture.flush().await;
         }
         fixture.assert_reads(&key, 0, &flushed).await;
-        // Registers again while the old files are being removed.
+        // The next round registers while the old files are being removed.
         fixture.client.unregister(&key).await.unwrap();
     }
     fixture.finish().await;
@@ -108,7 +108,7 @@ async fn unregistration_frees_memory_tickets_and_files() {
         remaining => Err(format!("{remaining:?}")),
     })
     .await;
-    // Repeating it is harmless.
+    // A repeated call changes nothing and returns NO_REGISTER.
     let again = fixture.client.unregister_app("app-1").await.unwrap_err();
     assert_eq!(again.status(), Some(StatusCode::NoRegister));
     fixture.finish().await;
@@ -200,6 +200,7 @@ async fn control_calls_of_unknown_app_return_no_register() {
 async fn partition_without_data_reads_as_empty() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 3)]).await.unwrap();
+    // Also a partition outside the ranges, and a shuffle that was never registered.
     for (shuffle, partition) in [(1, 3), (1, 99), (2, 0)] {
         let key = super::fixture::key("app-1", shuffle);
         fixture.assert_reads(&key, partition, &[]).await;
@@ -210,7 +211,7 @@ async fn partition_without_data_reads_as_empty() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn registrations_of_all_client_versions_are_accepted() {
+async fn only_registrations_with_invalid_ranges_are_refused() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     let mut request = register_request(&key, &[(0, 0), (2, 2)]);
     request.max_concurrency_per_partition_to_write = -1;
@@ -266,9 +267,9 @@ fn put(fixture: &ServiceFixture, app: &str, id: i64, length: i32) {
     session.commit().unwrap();
 }
 
-/// Needs paused time, so it runs without the gRPC listener: 60 s of silence, checked every 10 s.
+/// Needs paused time, so it runs without the gRPC listener. The timeout of [`parts`] is 60 s.
 #[tokio::test(start_paused = true)]
-async fn app_without_heartbeat_expires_after_timeout() {
+async fn app_without_calls_expires_after_timeout() {
     let fixture = parts().start().await;
     for app in ["silent", "alive", "reading"] {
         fixture.service.lifecycle.register(register(app)).await.unwrap();

@@ -48,7 +48,7 @@ async fn memory_read_starts_at_cursor_and_ends_at_limit(transport: Transport) {
     assert_eq!(read(None, 1000).await, (ids(&all[..2]), more));
     assert_eq!(read(Some(all[1].meta.block_id), 1 << 20).await, (ids(&all[2..]), end));
     assert_eq!(read(Some(all[9].meta.block_id), 1000).await, (Vec::new(), end));
-    // A limit of zero returns one block. Reading exactly all bytes is not the end.
+    // A limit of zero returns one block. A read of exactly all bytes does not report the end.
     assert_eq!(read(None, 0).await, (ids(&all[..1]), more));
     let exact = i32::try_from(payload(&all)).unwrap();
     assert_eq!(read(None, exact).await, (ids(&all), more));
@@ -118,7 +118,8 @@ async fn read_ahead_hints_are_never_refused(transport: Transport) {
     fixture.flush().await;
     let length = i64::try_from(payload(&all)).unwrap();
     let hostile = [(-1, 5), (0, -1), (5, 0), (0, length + 1), (i64::MAX, i64::MAX), (i64::MIN, i64::MIN)];
-    for (hints, bytes) in [
+    // The metric is a sum over all cases. Only the first 16 hints of a request are taken.
+    for (hints, bytes_so_far) in [
         (hostile.to_vec(), 0),
         (vec![(0, 1); 100_000], 16),
         (vec![(1, length - 1)], length + 15),
@@ -130,9 +131,9 @@ async fn read_ahead_hints_are_never_refused(transport: Transport) {
         let request = LocalDataRequest { version, ..client.data_request(&key, 0, 100) };
         assert_eq!(successful(client.read(ReadRequest::LocalData(request)).await).body.len(), 100);
         #[expect(clippy::cast_precision_loss, reason = "a few")]
-        let bytes = bytes as f64;
+        let bytes_so_far = bytes_so_far as f64;
         eventually("the hints are taken", || match fixture.metric("read_hint_bytes") {
-            taken if taken == bytes => Ok(()),
+            taken if taken == bytes_so_far => Ok(()),
             taken => Err(taken.to_string()),
         })
         .await;
@@ -147,7 +148,7 @@ async fn invalid_filter_is_refused_and_empty_one_ignored(transport: Transport) {
     client.push(&fixture, &key, &batch(0, &all)).await;
     let good = encode_bitmap(&Treemap::of(&[1, 2, 1 << 40]));
     let mut filters: Vec<Vec<u8>> = (1..good.len()).map(|cut| good[..cut].to_vec()).collect();
-    // Counts of maps and containers that do not exist.
+    // Counts of maps and containers that do not exist, and arbitrary bytes.
     filters.push([&[0][..], &[0x7F, 0xFF, 0xFF, 0xFF]].concat());
     filters.push([&[0][..], &[0, 0, 0, 1, 0, 0, 0, 0, 0x3A, 0x30, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF]].concat());
     filters.push(vec![0xFF; 100]);

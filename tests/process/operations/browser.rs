@@ -11,7 +11,8 @@ use tempfile::TempDir;
 
 use uniffle_testkit::tools::{available, find};
 
-/// Flags for a browser that is offline, in a container, as root.
+/// Flags for a browser that is offline, in a container, as root, without scroll bars in
+/// screenshots.
 const FLAGS: &[&str] = &[
     "--headless",
     "--no-sandbox",
@@ -109,7 +110,7 @@ impl Browser {
     pub(crate) async fn screenshot(&self, path: &Path, is_whole: bool) {
         let whole = json!({ "format": "png", "captureBeyondViewport": is_whole });
         let screenshot = self.devtools("Page.captureScreenshot", &whole).await;
-        let bytes = base64(screenshot["data"].as_str().unwrap());
+        let bytes = from_base64(screenshot["data"].as_str().unwrap());
         assert!(
             bytes.starts_with(b"\x89PNG") && bytes.len() > 10_000,
             "the screenshot has {} bytes",
@@ -146,8 +147,8 @@ impl Drop for Browser {
     }
 }
 
-/// Encodes base64 as WebDriver does: standard alphabet, padded, without whitespace.
-fn base64(text: &str) -> Vec<u8> {
+/// Decodes base64 as WebDriver encodes it: standard alphabet, padded, without whitespace.
+fn from_base64(text: &str) -> Vec<u8> {
     const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
     let (mut held, mut bits) = (0_u32, 0);

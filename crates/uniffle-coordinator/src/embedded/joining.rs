@@ -48,10 +48,10 @@ impl Joining {
             [peer, reported.parse().ok()].map(|address| address.map(|address| address.to_canonical()));
         let is_here = |address: IpAddr| address.is_loopback() || own == Some(address);
         if addresses.iter().all(|address| address.is_some_and(|address| self.names(address))) {
-            return Ok(Joins::Named);
+            return Ok(Joins::Configured);
         }
         if addresses.iter().all(|address| address.is_some_and(|it| is_here(it) || self.names(it))) {
-            return Ok(Joins::Unnamed);
+            return Ok(Joins::Local);
         }
         let peer = peer.map_or_else(|| "unknown".to_owned(), |peer| peer.to_canonical().to_string());
         let reported = reported[..reported.floor_char_boundary(SHOWN_BYTES_MAX)].to_owned();
@@ -64,7 +64,7 @@ impl Joining {
 
     /// Logs a refusal that a change of the key would prevent.
     pub(super) fn note(&self, refused: &InvalidHeartbeat) {
-        if refused.is_for_networks()
+        if refused.concerns_networks()
             && let Some(heartbeats) = self.refusals.pass()
         {
             tracing::warn!(error = %refused, heartbeats, "heartbeat refused; the worker may not join this coordinator");
@@ -89,11 +89,11 @@ mod tests {
     #[test]
     fn local_worker_is_matched_by_both_its_addresses() {
         for (networks, peer, reported, expected) in [
-            (&[][..], "127.0.0.1", "10.0.0.1", Joins::Unnamed),
-            (&["10.0.0.0/8"], "127.0.0.1", "10.0.0.1", Joins::Unnamed),
-            (&["10.0.0.0/8"], "127.0.0.1", "10.0.0.2", Joins::Unnamed),
-            (&["10.0.0.0/8"], "10.0.0.1", "10.0.0.1", Joins::Named),
-            (&["127.0.0.1"], "::ffff:127.0.0.1", "127.0.0.1", Joins::Named),
+            (&[][..], "127.0.0.1", "10.0.0.1", Joins::Local),
+            (&["10.0.0.0/8"], "127.0.0.1", "10.0.0.1", Joins::Local),
+            (&["10.0.0.0/8"], "127.0.0.1", "10.0.0.2", Joins::Local),
+            (&["10.0.0.0/8"], "10.0.0.1", "10.0.0.1", Joins::Configured),
+            (&["127.0.0.1"], "::ffff:127.0.0.1", "127.0.0.1", Joins::Configured),
         ] {
             assert_eq!(how(networks, peer, reported), Some(expected), "{networks:?} {peer} {reported}");
         }

@@ -251,7 +251,7 @@ impl EmbeddedCoordinator {
             Some(server) if Some(server) != own.as_ref() => {
                 self.0.joining.check(peer, &server.ip, own.and_then(|own| own.ip.parse().ok()))?
             }
-            _ => Joins::Named,
+            _ => Joins::Configured,
         };
         self.0.nodes.lock().accept(heartbeat, joins, Instant::now())
     }

@@ -2,9 +2,10 @@
 //!
 //! Pure state; the clock is a parameter. Messages to clients and locks are elsewhere.
 //! Invariants: besides the own worker, which only its own report updates, there are at most
-//! [`NODES_MAX`] nodes in at most [`BYTES_MAX`], and at most [`UNNAMED_MAX`] of them outside the
+//! [`NODES_MAX`] nodes in at most [`BYTES_MAX`], and at most [`LOCAL_MAX`] of them outside the
 //! configured networks. Details and the ids of lost nodes (`lost`) are bounded. A node that is
-//! silent for longer than the timeout is in no answer, even between sweeps.
+//! silent for longer than the timeout is in no answer, even between sweeps, because callers call
+//! [`NodeTable::expire`] first.
 
 mod lost;
 
@@ -23,11 +24,11 @@ pub use self::lost::SavedNode;
 /// Maximum number of nodes, ten times the largest known clusters. Heartbeats are not authenticated,
 /// so the table needs a bound.
 pub const NODES_MAX: usize = 10_000;
-/// Maximum size of ids, addresses and tags of all nodes. A typical node has 600 bytes.
+/// Maximum size of all nodes: entries, ids, addresses and tags. A typical node has 600 bytes.
 pub(super) const BYTES_MAX: usize = 8 << 20;
 /// Maximum number of workers of this machine outside `worker_networks`, besides the own one. Any
 /// local program can forge them. Several workers on one machine are for trials only.
-pub(super) const UNNAMED_MAX: usize = 16;
+pub(super) const LOCAL_MAX: usize = 16;
 /// Maximum length of an id, address or tag, in bytes.
 const TEXT_BYTES_MAX: usize = 255;
 /// Maximum number of tags of a node or a request.
@@ -42,7 +43,7 @@ pub enum InvalidHeartbeat {
     /// Another sender reports as the own worker. The text names the fields that match and differ.
     #[error("heartbeat: {0}")]
     Own(&'static str),
-    /// The worker belongs to a machine whose workers may not join.
+    /// An address of the worker is neither of this machine nor in a configured network.
     #[error(
         "heartbeat: embedded_coordinator.worker_networks does not allow the address {reported:?} with the caller {peer}"
     )]
@@ -52,12 +53,12 @@ pub enum InvalidHeartbeat {
         /// Address that the worker reports.
         reported: String,
     },
-    /// [`UNNAMED_MAX`] workers of this machine have joined.
+    /// [`LOCAL_MAX`] workers of this machine have joined.
     #[error(
-        "heartbeat: {UNNAMED_MAX} workers of this machine have joined, which is the limit for workers outside \
+        "heartbeat: {LOCAL_MAX} workers of this machine have joined, which is the limit for workers outside \
          embedded_coordinator.worker_networks; add their network to that key"
     )]
-    TooManyUnnamed,
+    TooManyLocal,
     /// With this node, the table would exceed [`BYTES_MAX`].
     #[error("heartbeat: no room for ids, addresses and tags; {nodes} nodes use {used} of {BYTES_MAX} bytes")]
     NoRoom {
@@ -78,19 +79,19 @@ const OWN_BUT_OTHER_PORTS: &str =
     "serverId, ip and a port are those of the coordinator's own worker, but another port differs";
 
 impl InvalidHeartbeat {
-    /// Returns whether the refusal depends on the worker's network.
-    pub(super) fn is_for_networks(&self) -> bool {
-        matches!(self, Self::Stranger { .. } | Self::TooManyUnnamed)
+    /// Returns whether a change of `worker_networks` would prevent the refusal.
+    pub(super) fn concerns_networks(&self) -> bool {
+        matches!(self, Self::Stranger { .. } | Self::TooManyLocal)
     }
 }
 
 /// Reason why a worker may join.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Joins {
-    /// Both addresses belong to configured networks.
-    Named,
-    /// An address belongs to this machine only.
-    Unnamed,
+    /// Both addresses are in configured networks.
+    Configured,
+    /// At least one address is of this machine and in no configured network.
+    Local,
 }
 
 /// A node as of its last heartbeat.
@@ -122,8 +123,8 @@ pub struct ClusterView {
     pub lost: Vec<String>,
     /// Ids of nodes of an earlier process that have not reported yet, up to a size limit.
     pub awaited: Vec<String>,
-    /// True if other workers may have had no time for a heartbeat since the start, and the nodes of
-    /// an earlier process are not known.
+    /// True until other workers have had time for a first heartbeat, unless an earlier process has
+    /// saved its nodes.
     pub is_starting: bool,
 }
 
@@ -149,7 +150,7 @@ pub(super) struct NodeTable {
     excluded: HashSet<String>,
     /// True if an earlier process has saved nodes.
     is_restored: bool,
-    /// Size of ids, addresses and tags of all nodes.
+    /// Size of all nodes: entries, ids, addresses and tags.
     bytes: usize,
     /// Size of the details of all nodes.
     detail_bytes: usize,
@@ -157,7 +158,7 @@ pub(super) struct NodeTable {
     version: u64,
 }
 
-/// Numbers of nodes for gauges.
+/// Numbers for gauges: nodes, and ids on the exclude list, known or not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct NodeCounts {
     pub(super) total: usize,
@@ -194,8 +195,8 @@ impl NodeTable {
     /// Handles a heartbeat from the network. The last heartbeat of an id wins.
     ///
     /// Heartbeats are not authenticated, so none can change the own worker, under its id or
-    /// address. If the quorum includes this coordinator, its own heartbeats are answered and
-    /// ignored, because the direct report is newer.
+    /// address. If the quorum includes this coordinator, the own worker sends heartbeats over the
+    /// network too. They are answered and ignored, because its direct report is newer.
     pub(super) fn accept(
         &mut self,
         heartbeat: ShuffleServerHeartBeatRequest,
@@ -237,10 +238,10 @@ impl NodeTable {
         if used - known.map_or(0, RegisteredNode::bytes) + bytes(server, tags) > BYTES_MAX {
             return Err(InvalidHeartbeat::NoRoom { nodes, used });
         }
-        let is_new_unnamed = joins == Joins::Unnamed && known.is_none_or(|node| node.joins == Joins::Named);
-        let unnamed = || self.nodes.values().filter(|node| node.joins == Joins::Unnamed).count();
-        if is_new_unnamed && unnamed() >= UNNAMED_MAX {
-            return Err(InvalidHeartbeat::TooManyUnnamed);
+        let is_new_local = joins == Joins::Local && known.is_none_or(|node| node.joins == Joins::Configured);
+        let local = || self.nodes.values().filter(|node| node.joins == Joins::Local).count();
+        if is_new_local && local() >= LOCAL_MAX {
+            return Err(InvalidHeartbeat::TooManyLocal);
         }
         Ok(())
     }
@@ -253,7 +254,7 @@ impl NodeTable {
     ) -> Result<(), InvalidHeartbeat> {
         self.own.clone_from(&report.server_id);
         self.expire(now);
-        self.put(report, Joins::Named, now)
+        self.put(report, Joins::Configured, now)
     }
 
     fn put(
@@ -291,13 +292,13 @@ impl NodeTable {
         if before.is_none() {
             tracing::info!(node = %id, nodes = self.nodes.len(), "node joined");
         }
-        // A leaving node is not awaited by the next process.
+        // The next process does not await a leaving node, so the change must be saved.
         self.version += u64::from(before.is_none_or(|before| before.is_leaving() != is_leaving));
         Ok(())
     }
 
-    /// Expiry: removes nodes without a heartbeat for longer than the timeout. Leaving nodes do not
-    /// count as lost.
+    /// Removes nodes without a heartbeat for longer than the timeout. Leaving nodes do not count as
+    /// lost.
     pub(super) fn expire(&mut self, now: Instant) {
         let Self { nodes, lost, timeout, bytes, detail_bytes, version, .. } = self;
         let (before, mut has_changed) = (nodes.len(), lost.expire(*timeout, now));
@@ -338,7 +339,7 @@ impl NodeTable {
             match lost_at {
                 Some(at) => {
                     let ago = unix_now.saturating_sub(Duration::from_secs(*at));
-                    // The clock may have begun after the loss.
+                    // The monotonic clock may have begun after the loss, for example at a reboot.
                     self.lost.add(id, now.checked_sub(ago).unwrap_or(now));
                 }
                 None => self.lost.wait_for(id, now),
@@ -363,7 +364,7 @@ impl NodeTable {
         self.version
     }
 
-    /// Returns the size of ids, addresses and tags of all nodes.
+    /// Returns the size of all nodes: entries, ids, addresses and tags.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -393,7 +394,8 @@ impl NodeTable {
         view
     }
 
-    /// Returns the nodes that are active, not excluded, not faulty, and have all of `tags`.
+    /// Returns the nodes that are active, not excluded, not faulty, and have all of `tags`. Call
+    /// [`NodeTable::expire`] first.
     pub(super) fn candidates(&self, tags: &[String], faulty: &HashSet<&str>) -> Vec<NodeCandidate> {
         self.live()
             .filter(|node| self.is_active(node) && !faulty.contains(node.server.id.as_str()))
@@ -419,6 +421,7 @@ impl NodeTable {
         }
     }
 
+    /// Returns the numbers for gauges. Call [`NodeTable::expire`] first.
     pub(super) fn counts(&self) -> NodeCounts {
         NodeCounts {
             total: self.nodes.len(),

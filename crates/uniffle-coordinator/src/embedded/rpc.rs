@@ -87,7 +87,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
     ) -> RpcResult<proto::ShuffleServerHeartBeatResponse> {
         let peer = request.remote_addr().map(|peer| peer.ip());
         let accepted = self.accept(peer, request.into_inner());
-        let is_stranger = accepted.as_ref().is_err_and(InvalidHeartbeat::is_for_networks);
+        let is_stranger = accepted.as_ref().is_err_and(InvalidHeartbeat::concerns_networks);
         let (status, ret_msg) = outcome(accepted);
         let status = if is_stranger { StatusCode::AccessDenied.into() } else { status };
         Ok(Response::new(proto::ShuffleServerHeartBeatResponse { status, ret_msg }))

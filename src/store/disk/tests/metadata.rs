@@ -96,8 +96,8 @@ async fn successor_continues_the_log() {
     }
 }
 
-/// A log that differs from the hand-off record, or cannot stay in place, is written again as after
-/// a crash. No record is missing.
+/// A log that differs from the hand-off record, or of which a directory lacks the epoch, is written
+/// again as after a crash. No record is missing.
 #[tokio::test(start_paused = true)]
 async fn changed_log_is_rewritten() {
     type Change = fn(&[TestDisk], &mut Option<HandOff>);
@@ -114,7 +114,7 @@ async fn changed_log_is_rewritten() {
             let (at, path) = &copies[0];
             disks[*at].memory.put(path, None);
         }),
-        ("a directory lacks the record", |disks, _| {
+        ("a directory lacks the epoch", |disks, _| {
             let list = disks[2].memory.files().into_iter().find(|path| path.ends_with("members")).unwrap();
             disks[2].memory.put(&list, None);
         }),
@@ -154,7 +154,7 @@ async fn changed_log_is_rewritten() {
 }
 
 /// Recovery does not wait for the device. Records are read from the old copies, and the log is
-/// written again afterwards, or before the first entry.
+/// written again afterwards, or before the first new record.
 #[tokio::test(start_paused = true)]
 async fn recovered_records_are_read_before_the_rewrite() {
     let disks = &disks::<2>();
@@ -220,7 +220,8 @@ async fn flipped_byte_is_repaired_unless_in_both_copies() {
                     reason.contains("/log is corrupt at record") && reason.contains("unregister"),
                     "{reason}"
                 );
-                // Regression test: the reason for missing blocks was that readable files are not.
+                // Regression test: with a damaged log, missing blocks were explained by unreadable
+                // files although all files were readable.
                 assert_eq!(recovered.shuffles[0].reason, reason);
                 // The shuffle stays incomplete in all later starts. A new registration is not
                 // affected.
@@ -246,6 +247,7 @@ async fn equally_damaged_copies_are_refused_by_their_marks() {
         let (at, path) = log_copies(disks)[0].clone();
         let fits = disks[at].memory.content(&path).unwrap().len();
         append_record(&store, &shuffle, b"reported").await;
+        // The mark is written after a pause of 10 ms.
         tokio::time::sleep(Duration::from_millis(20)).await;
         drop(store);
         for (at, path) in log_copies(disks) {
@@ -290,8 +292,8 @@ async fn alternating_directories_give_no_short_results() {
     assert!(reason.contains("was used separately from the others"), "{reason}");
 }
 
-/// Absent for one start, which creates an empty directory at its path. That directory is absent
-/// when the first returns.
+/// A directory is absent for one start, which creates an empty one at its path. The empty one is
+/// absent when the first returns.
 #[tokio::test(start_paused = true)]
 async fn returned_directory_names_its_replacement() {
     let disks = disks::<2>();
@@ -387,14 +389,15 @@ async fn damaged_log_file_hides_nothing() {
             });
             all.collect::<Vec<_>>()
         };
-        let damages = files(&disks::<2>()[..count]).await.len();
-        for (damaged, how) in (0..damages).flat_map(|file| (0..3).map(move |how| (file, how))) {
+        let file_count = files(&disks::<2>()[..count]).await.len();
+        let kinds = ["empty", "away", "unreadable"];
+        for (damaged, how) in (0..file_count).flat_map(|file| kinds.map(|how| (file, how))) {
             let disks = &disks::<2>()[..count];
             let (at, path) = files(disks).await[damaged].clone();
             let disk = &disks[at];
             match how {
-                0 => disk.memory.write_small(&path, Vec::new()).await.unwrap(),
-                1 => disk.memory.rename(&path, Path::new("trash/away")).await.unwrap(),
+                "empty" => disk.memory.write_small(&path, Vec::new()).await.unwrap(),
+                "away" => disk.memory.rename(&path, Path::new("trash/away")).await.unwrap(),
                 _ => {
                     let name = if path.ends_with("log") { "/log" } else { "/members" };
                     disk.faults.add(Rule::always(Operation::OpenRead, Fault::Errno(EIO)).on(name));
@@ -406,7 +409,7 @@ async fn damaged_log_file_hides_nothing() {
             let is_refused = store.metadata_gap().is_some();
             assert!(records.len() == 1 || is_refused, "{path:?} {how}");
             assert!(
-                !is_refused || how == 2,
+                !is_refused || how == "unreadable",
                 "one damaged file must be repaired: {path:?} {how} {incomplete:?}"
             );
         }
@@ -423,7 +426,7 @@ async fn one_sync_acknowledges_all_waiters() {
     let mut first = Box::pin(store.append_metadata(&handle, b"first"));
     let early = tokio::time::timeout(Duration::from_secs(4), &mut first).await;
     assert!(early.is_err());
-    // One sync each, in one group, if no caller waits for another's.
+    // The others are one group. Its only sync, of 2 s, begins after the first one, of 5 s.
     disks[0].faults.add(Rule::always(Operation::Sync, Fault::Slow(Duration::from_secs(2))).on("/log"));
     let mut others = Box::pin(join_all((0..20).map(|_| store.append_metadata(&handle, b"another"))));
     assert!((&mut others).now_or_never().is_none());
@@ -447,6 +450,7 @@ async fn hung_copy_is_dropped_and_recreated_later() {
     disks[1].faults.clear();
     disks[1].faults.release().await;
     store.probe().await;
+    // A directory whose copy failed is avoided for 60 s.
     tokio::time::sleep(Duration::from_secs(61)).await;
     store.maintain_once().await;
     assert_eq!(log_copies(&disks).into_iter().map(|(at, _)| at).collect::<Vec<_>>(), [0, 1]);
@@ -465,7 +469,7 @@ async fn records_are_read_from_the_other_copy_on_errors() {
         append_record(&store, &shuffle, record).await;
     }
     for failing in [0, 1] {
-        // Fails neither the first window of 1 MiB nor those of both copies.
+        // Only one copy fails, and only after its first two reads.
         disks[failing].faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).on("/log").after(2));
         assert_eq!(read_log(&store).await.unwrap(), records);
         disks.iter().for_each(|disk| disk.faults.clear());
@@ -488,19 +492,20 @@ async fn read_log(store: &LocalStore) -> Result<Vec<Bytes>, LogError> {
 #[tokio::test(start_paused = true)]
 async fn single_unlistable_directory_continues_when_listable() {
     let list = Rule::always(Operation::Other, Fault::Errno(EIO)).on("uniffle-worker.metadata");
-    goes_on_when_it_can_be_read(list, "cannot list").await;
+    log_continues_when_readable(list, "cannot list").await;
 }
 
-/// The files belong to another user, for example after a restore.
+/// The files belong to another user, for example after a restore, or the process has no free file
+/// descriptor.
 #[tokio::test(start_paused = true)]
-async fn log_without_read_permission_is_not_overwritten() {
+async fn log_that_cannot_be_opened_is_not_overwritten() {
     for (errno, text) in [(EACCES, "Permission denied"), (EMFILE, "Too many open files")] {
         let open = Rule::always(Operation::OpenRead, Fault::Errno(errno)).on("/log");
-        goes_on_when_it_can_be_read(open, text).await;
+        log_continues_when_readable(open, text).await;
     }
 }
 
-async fn goes_on_when_it_can_be_read(fault: Rule, text: &str) {
+async fn log_continues_when_readable(fault: Rule, text: &str) {
     let disks = disks::<1>();
     let (old, new) = (key("app", 1), key("app", 2));
     let store = store_on(&disks).await;

@@ -1,8 +1,8 @@
 //! One directory of the cache: an unlinked file of slots, which the system deletes when the process
 //! ends.
 //!
-//! After a failure or a timeout, a directory is disabled for a while. The cache continues with the
-//! other directories.
+//! The caller disables a directory for a while after a failure or a timeout
+//! ([`CacheDirectory::disable`]). The cache continues with the other directories.
 
 use std::io;
 use std::path::Path;
@@ -17,11 +17,11 @@ use tokio::sync::OnceCell;
 use uniffle_io::{Disk, File, ReadTarget, WriteOpen};
 use uuid::Uuid;
 
-/// Timeout of a disk call. A slower disk is no faster than the store.
+/// Timeout of one disk call. A disk that takes longer is no better than the store.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time for which a directory is disabled after a failure.
-const PAUSE: Duration = Duration::from_secs(60);
+const DISABLED_FOR: Duration = Duration::from_secs(60);
 
 /// Prefix of the subdirectory that exists only while the file is created.
 const PREFIX: &str = "uniffle-worker.cache.";
@@ -37,23 +37,23 @@ struct CacheFiles {
 pub(super) struct CacheDirectory {
     disk: Arc<dyn Disk>,
     files: OnceCell<CacheFiles>,
-    failing_until: Mutex<Option<Instant>>,
+    disabled_until: Mutex<Option<Instant>>,
 }
 
 impl CacheDirectory {
     pub(super) fn new(disk: Arc<dyn Disk>) -> Self {
-        Self { disk, files: OnceCell::new(), failing_until: Mutex::new(None) }
+        Self { disk, files: OnceCell::new(), disabled_until: Mutex::new(None) }
     }
 
     /// Returns whether the directory is enabled.
-    pub(super) fn is_healthy(&self) -> bool {
-        self.failing_until.lock().is_none_or(|until| Instant::now() >= until)
+    pub(super) fn is_enabled(&self) -> bool {
+        self.disabled_until.lock().is_none_or(|until| Instant::now() >= until)
     }
 
     /// Disables the directory for a while.
-    pub(super) fn fail(&self, error: &io::Error) {
+    pub(super) fn disable(&self, error: &io::Error) {
         let root = self.disk.root().display();
-        *self.failing_until.lock() = Some(Instant::now() + PAUSE);
+        *self.disabled_until.lock() = Some(Instant::now() + DISABLED_FOR);
         tracing::warn!(
             %root,
             %error,
@@ -85,7 +85,8 @@ impl CacheDirectory {
     }
 }
 
-/// Creates the file, opens it and unlinks it. Removes subdirectories that a crashed process left.
+/// Creates the file, opens it and unlinks it. Removes subdirectories that a crashed process or a
+/// timeout left. No other worker may use the directory.
 async fn open(disk: &dyn Disk) -> io::Result<CacheFiles> {
     let here = Path::new("");
     disk.create_dir_all(here).await?;

@@ -64,7 +64,7 @@ impl Cache {
         let directories: Vec<_> = disks.iter().map(|disk| CacheDirectory::new(Arc::clone(disk))).collect();
         for directory in &directories {
             if let Err(error) = directory.open().await {
-                directory.fail(&error);
+                directory.disable(&error);
             }
         }
         let slots = Slots::new(disks.iter().map(|_| SlotAllocator::new(slots_each)).collect(), heap);
@@ -99,7 +99,7 @@ impl Cache {
         let found = self
             .slots
             .lock()
-            .find_or_reserve(key, bytes, |directory| self.directories[directory].is_healthy());
+            .find_or_reserve(key, bytes, |directory| self.directories[directory].is_enabled());
         let (count, found) = match found {
             SlotLookup::Known(chunk) => (&metrics.cache_hits, Some((Pinned { key, chunk }, None))),
             SlotLookup::Fetch(chunk, sender) => {
@@ -173,7 +173,7 @@ impl Cache {
     /// Counts an error of a directory and drops its chunks, in batches.
     pub(super) fn fail_directory(&self, metrics: &Metrics, directory: usize, error: &io::Error) {
         metrics.cache_failures.inc();
-        self.directories[directory].fail(error);
+        self.directories[directory].disable(error);
         let mut from = Some(ChunkKey::FIRST);
         while let Some(key) = from {
             from = self.slots.lock().empty_batch(directory, key);

@@ -179,13 +179,13 @@ impl Slots {
     }
 
     /// Finds a chunk of which a reader needs `bytes` bytes. A missing chunk gets a free slot of a
-    /// directory for which `is_healthy` returns true. If there is none, it replaces another chunk
+    /// directory for which `is_enabled` returns true. If there is none, it replaces another chunk
     /// if `bytes` is a large part of it, or if it was needed before.
     pub(super) fn find_or_reserve(
         &mut self,
         key: ChunkKey,
         bytes: u64,
-        is_healthy: impl Fn(usize) -> bool,
+        is_enabled: impl Fn(usize) -> bool,
     ) -> SlotLookup {
         self.uses += 1;
         // The next reader retries a failed fetch.
@@ -199,9 +199,9 @@ impl Slots {
             return SlotLookup::Known(entry.held.clone());
         }
         let is_worth_it = bytes >= CHUNK_BYTES / WANTED_DIVISOR || self.wanted.contains(&key);
-        let slot = match self.take(&is_healthy) {
+        let slot = match self.take(&is_enabled) {
             Some(slot) => Some(slot),
-            None if is_worth_it && self.make_room(&is_healthy) => self.take(&is_healthy),
+            None if is_worth_it && self.make_room(&is_enabled) => self.take(&is_enabled),
             None => None,
         };
         let Some(slot) = slot else {
@@ -218,16 +218,16 @@ impl Slots {
     }
 
     /// Allocates a slot in the enabled directory with the most free slots.
-    fn take(&self, is_healthy: &impl Fn(usize) -> bool) -> Option<CacheSlot> {
-        let usable = self.allocators.iter().enumerate().filter(|(number, _)| is_healthy(*number));
+    fn take(&self, is_enabled: &impl Fn(usize) -> bool) -> Option<CacheSlot> {
+        let usable = self.allocators.iter().enumerate().filter(|(number, _)| is_enabled(*number));
         let (number, allocator) = usable.max_by_key(|(_, allocator)| allocator.free())?;
         allocator.take(number)
     }
 
-    fn make_room(&mut self, is_healthy: &impl Fn(usize) -> bool) -> bool {
+    fn make_room(&mut self, is_enabled: &impl Fn(usize) -> bool) -> bool {
         let is_idle = |key: &&ChunkKey| {
             let held = self.entries.get(key).map(|entry| &entry.held);
-            held.is_some_and(|held| Arc::strong_count(&held.slot) == 1 && is_healthy(held.slot.directory))
+            held.is_some_and(|held| Arc::strong_count(&held.slot) == 1 && is_enabled(held.slot.directory))
         };
         let idle = self.by_use.values().take(LOOKED_AT).find(is_idle).copied();
         idle.is_some_and(|key| self.remove(&key))
@@ -431,9 +431,9 @@ mod tests {
         assert!(slots.empty_batch(failing, ChunkKey::FIRST).is_none());
         first.slot.abandon();
         drop(first);
-        let is_healthy = |directory| directory != failing;
+        let is_enabled = |directory| directory != failing;
         for number in 1..6 {
-            match slots.find_or_reserve(key(number), CHUNK_BYTES, is_healthy) {
+            match slots.find_or_reserve(key(number), CHUNK_BYTES, is_enabled) {
                 SlotLookup::Fetch(held, _) => assert_ne!(held.slot.directory, failing),
                 other => panic!("{other:?}"),
             }

@@ -1,8 +1,9 @@
 //! Reads a range of a partition's stream from objects, in chunks.
 //!
-//! The checksum of every block that lies wholly in the range is verified before the chunk with its
-//! last byte is returned. A block with wrong bytes is read again: first from the store instead of
-//! the cache, then once more from the store. A second mismatch from the store is an error.
+//! The checksum of a block that is completely in the range is verified before the chunk with its
+//! last byte is returned, for up to 65,536 blocks per chunk. A block with wrong bytes is read
+//! again: first from the store instead of the cache, then once more from the store. A second
+//! mismatch from the store is an error.
 
 use std::fmt;
 use std::ops::Range;

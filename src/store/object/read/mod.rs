@@ -3,9 +3,9 @@
 //! `data` reads blocks and `index` reads their records, both by `ranges`. A range comes from chunks
 //! of the cache or from the store: `fetch` plans the requests, `body` copies their responses.
 //!
-//! Invariant: blocks that are completely in the requested range are verified (`checksums`), from
-//! wherever they come. Not verified are a block that is only partly in the range, and some of the
-//! blocks of a chunk if they are smaller than about 32 bytes.
+//! Invariant: blocks that are completely in the requested range are verified (`checksums`),
+//! wherever their bytes come from. Not verified are a block that is only partly in the range, and
+//! some of the blocks of a chunk if they are smaller than about 32 bytes.
 
 mod body;
 mod checksums;

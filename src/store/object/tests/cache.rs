@@ -39,7 +39,7 @@ impl Process {
     }
 
     async fn data(&self, partition: i32, offset: u64, length: u32) -> Result<Vec<u8>, StoreError> {
-        all(self.tier.data(&key(1), PartitionId(partition), offset, length)?.chunks).await
+        read_to_end(self.tier.data(&key(1), PartitionId(partition), offset, length)?.chunks).await
     }
 
     /// Writes `segments` segments. Each has a block of 1000 bytes of partition 0 and one of
@@ -206,7 +206,7 @@ async fn corrupt_cached_index_is_reread_from_the_store() {
     let store = FaultyObjects::default();
     let process = start_with_cache(&store, disk, 8).await;
     process.write_segments(2).await;
-    let before = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
+    let before = read_to_end(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
     process.kill().await;
     // A new process, which has no records in memory.
     let (disk, faults_now) = faulty_disk();
@@ -220,7 +220,7 @@ async fn corrupt_cached_index_is_reread_from_the_store() {
     let process = Process::with(&store, settings).await.unwrap();
     for _ in 0..2 {
         faults_now.add(Rule::once(Operation::Read, fault::Fault::Flip));
-        let index = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
+        let index = read_to_end(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
         assert_eq!(index, before);
         assert_eq!(process.data(1, 0, 2000).await.unwrap(), bytes_of(0..2, 1000));
     }
@@ -274,7 +274,8 @@ async fn large_extent_is_read_back_completely() {
 async fn wrong_records_of_a_large_batch_are_fetched_again() {
     for reads_before in 0..2 {
         let (process, faults) = start_with_many_blocks(0).await;
-        let read = async || all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
+        let read =
+            async || read_to_end(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
         faults.add(Rule::once(Operation::Read, fault::Fault::Flip).after(reads_before));
         let flipped = read().await;
         assert!(faults.injected() > 0, "{reads_before}");
@@ -293,7 +294,7 @@ async fn partly_returned_records_are_fetched_again() {
     assert_eq!(index.next_chunk(&half).await.unwrap().unwrap().len(), 2049 * 40);
     assert!(index.next_chunk(&half).await.is_err_and(|error| error.kind == StoreErrorKind::Corrupt));
     assert_eq!(process.tier.objects().cached_bytes(), 0, "correct chunks must be dropped too");
-    let index = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
+    let index = read_to_end(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
     assert_eq!(index.len(), 40 * usize::try_from(MANY).unwrap());
 }
 

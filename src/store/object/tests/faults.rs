@@ -69,7 +69,7 @@ async fn transit_errors_are_reread_and_stored_ones_reported() {
 
     process.store.set(|call, _| if call == Call::Get { ObjectFault::Flip } else { ObjectFault::None });
     let read = process.tier.data(&key(1), PartitionId(0), 100, 200).unwrap();
-    let error = all(read.chunks).await.unwrap_err();
+    let error = read_to_end(read.chunks).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Corrupt);
     assert!(error.to_string().contains("/s0000000001"), "{error}");
     // Bytes at the edges of a range belong to blocks that lie only partly in it, so they are not
@@ -141,7 +141,9 @@ async fn readers_retry_a_failing_store_until_it_is_given_up() {
     shuffle.write(vec![extent(0, 0..4, 100)].into()).await.unwrap();
     for fault in [ObjectFault::Refuse, ObjectFault::Cut] {
         process.store.set(move |call, _| if call == Call::Get { fault } else { ObjectFault::None });
-        let read = || async { all(process.tier.data(&key(1), PartitionId(0), 0, 400).unwrap().chunks).await };
+        let read = || async {
+            read_to_end(process.tier.data(&key(1), PartitionId(0), 0, 400).unwrap().chunks).await
+        };
         assert_eq!(read().await.unwrap_err().kind, StoreErrorKind::Unhealthy, "{fault:?}");
         tokio::time::advance(Duration::from_secs(121)).await;
         assert_eq!(read().await.unwrap_err().kind, StoreErrorKind::Unreachable, "{fault:?}");

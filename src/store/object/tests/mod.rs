@@ -19,7 +19,7 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 use super::{Bucket, ObjectSettings};
 use crate::runtime::Tasks;
 use crate::store::offload::OffloadTier;
-use crate::store::test_blocks::{self, all, content, expected, extent};
+use crate::store::test_blocks::{self, content, expected, extent, read_to_end};
 use crate::store::{
     ChunkRead, MaintainedTier as _, MetadataTier as _, Purge, RegistrationLog, ServedTier, StoreError, Tier,
     TierShuffle,

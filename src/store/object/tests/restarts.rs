@@ -35,7 +35,7 @@ async fn empty_machine_serves_uploaded_data() {
         }
     }
     process.log(&key(2)).append(Bytes::from_static(b"report")).await.unwrap();
-    let before = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
+    let before = read_to_end(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
 
     let process = Process::start(&process.kill().await).await;
     let mut recovered = process.tier.take_recovered();

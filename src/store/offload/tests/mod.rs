@@ -25,7 +25,7 @@ use super::{LocalDisks, OffloadSettings, OffloadTier};
 use crate::log::{Record, RegistrationRecord};
 use crate::runtime::Tasks;
 use crate::store::object::{Bucket, ObjectSettings};
-use crate::store::test_blocks::{self, all, content, expected, extent};
+use crate::store::test_blocks::{self, content, expected, extent, read_to_end};
 use crate::store::{
     DrainableTier as _, ExtentWrite, LocalConfig, MetadataTier as _, Purge, Recovered, ServedTier,
     StoreError, Tier,

@@ -36,8 +36,10 @@ async fn streams_are_equal_across_the_offload_boundary() {
         assert_eq!(process.read(&key, partition).await.unwrap(), expected(0..48, 1000));
     }
     let over = (boundary - 500, 1000);
-    let read = all(process.tier.data(&key, PartitionId(7), over.0, over.1).unwrap().chunks).await.unwrap();
-    let whole = all(process.tier.data(&key, PartitionId(7), 0, 48_000).unwrap().chunks).await.unwrap();
+    let read =
+        read_to_end(process.tier.data(&key, PartitionId(7), over.0, over.1).unwrap().chunks).await.unwrap();
+    let whole =
+        read_to_end(process.tier.data(&key, PartitionId(7), 0, 48_000).unwrap().chunks).await.unwrap();
     let at = usize::try_from(over.0).unwrap();
     assert_eq!(read, whole[at..at + 1000]);
     let beyond = process.tier.data(&key, PartitionId(7), 47_999, 2).unwrap_err();
@@ -95,7 +97,7 @@ async fn offloaded_partition_is_read_with_few_requests() {
     assert!(objects.len() <= process.fixture.segments().await && objects.len() < 12, "{objects:?}");
     let gets = || process.fixture.store.calls().iter().filter(|(call, _)| *call == Call::Get).count();
     let start = gets();
-    all(process.tier.data(&key, PartitionId(7), 0, 96_000).unwrap().chunks).await.unwrap();
+    read_to_end(process.tier.data(&key, PartitionId(7), 0, 96_000).unwrap().chunks).await.unwrap();
     assert!(gets() - start <= 2 * objects.len(), "{} requests were sent for {objects:?}", gets() - start);
     let start = gets();
     process.index(&key, PartitionId(7)).await.unwrap();

@@ -36,11 +36,11 @@ fn candidates(table: &NodeTable, tags: &[&str], faulty: &[&str]) -> Vec<String> 
 fn candidates_are_active_tagged_and_not_excluded() {
     let now = Instant::now();
     let mut table = table();
-    table.accept(heartbeat("good"), Joins::Named, now).unwrap();
-    table.accept(heartbeat("excluded"), Joins::Named, now).unwrap();
+    table.accept(heartbeat("good"), Joins::Configured, now).unwrap();
+    table.accept(heartbeat("excluded"), Joins::Configured, now).unwrap();
     let mut leaving = heartbeat("leaving");
     leaving.status = Some(ServerStatus::Decommissioning.into());
-    table.accept(leaving, Joins::Named, now).unwrap();
+    table.accept(leaving, Joins::Configured, now).unwrap();
     assert_eq!(candidates(&table, &["ss_v5", "GRPC"], &[]), ["good"]);
     assert!(candidates(&table, &["ss_v5", "GRPC_NETTY"], &[]).is_empty());
     assert!(candidates(&table, &[], &["good"]).is_empty());
@@ -65,12 +65,12 @@ fn is_healthy_overrides_status_as_in_java() {
 fn heartbeat_replaces_tags_and_resets_assignments() {
     let now = Instant::now();
     let mut table = table();
-    table.accept(heartbeat("n"), Joins::Named, now).unwrap();
+    table.accept(heartbeat("n"), Joins::Configured, now).unwrap();
     table.count_assigned("n", 7);
     assert_eq!(table.candidates(&[], &HashSet::new())[0].assigned_since_heartbeat, 7);
     let mut second = heartbeat("n");
     second.tags = vec!["other".into()];
-    table.accept(second, Joins::Named, now).unwrap();
+    table.accept(second, Joins::Configured, now).unwrap();
     assert_eq!(table.candidates(&[], &HashSet::new())[0].assigned_since_heartbeat, 0);
     assert!(candidates(&table, &["GRPC"], &[]).is_empty());
 }
@@ -79,21 +79,21 @@ fn heartbeat_replaces_tags_and_resets_assignments() {
 fn malformed_heartbeats_are_refused() {
     let now = Instant::now();
     let mut table = table();
-    assert!(table.accept(ShuffleServerHeartBeatRequest::default(), Joins::Named, now).is_err());
-    assert!(table.accept(heartbeat(""), Joins::Named, now).is_err());
-    assert!(table.accept(heartbeat(&"x".repeat(256)), Joins::Named, now).is_err());
+    assert!(table.accept(ShuffleServerHeartBeatRequest::default(), Joins::Configured, now).is_err());
+    assert!(table.accept(heartbeat(""), Joins::Configured, now).is_err());
+    assert!(table.accept(heartbeat(&"x".repeat(256)), Joins::Configured, now).is_err());
     for port in [0, -1, 65_536] {
         let mut request = heartbeat("n");
         request.server_id.as_mut().unwrap().port = port;
-        assert!(table.accept(request, Joins::Named, now).is_err(), "{port}");
+        assert!(table.accept(request, Joins::Configured, now).is_err(), "{port}");
     }
     let mut request = heartbeat("n");
     request.tags = vec!["t".into(); TAGS_MAX + 1];
-    assert!(table.accept(request, Joins::Named, now).is_err());
+    assert!(table.accept(request, Joins::Configured, now).is_err());
     let mut java = heartbeat("n");
     java.server_id.as_mut().unwrap().netty_port = -1;
     java.available_memory = -5;
-    table.accept(java, Joins::Named, now).unwrap();
+    table.accept(java, Joins::Configured, now).unwrap();
     assert_eq!(table.counts().total, 1);
 }
 
@@ -102,7 +102,7 @@ fn heartbeat_cannot_impersonate_the_own_worker() {
     let now = Instant::now();
     let mut table = table();
     // Another node joins before the own worker.
-    table.accept(heartbeat("own"), Joins::Named, now).unwrap();
+    table.accept(heartbeat("own"), Joins::Configured, now).unwrap();
     let mut own = heartbeat("own");
     own.available_memory = 7;
     table.accept_own(own, now).unwrap();
@@ -119,10 +119,10 @@ fn heartbeat_cannot_impersonate_the_own_worker() {
         (other_spelling, OWN_ADDRESS_BY_ANOTHER_ID),
     ];
     for (forged, reason) in forged {
-        assert_eq!(table.accept(forged, Joins::Named, now), Err(InvalidHeartbeat::Own(reason)));
+        assert_eq!(table.accept(forged, Joins::Configured, now), Err(InvalidHeartbeat::Own(reason)));
     }
     // Own heartbeats over the network are answered and ignored.
-    table.accept(heartbeat("own"), Joins::Named, now).unwrap();
+    table.accept(heartbeat("own"), Joins::Configured, now).unwrap();
     assert_eq!(table.server("own").unwrap().ip, "10.0.0.1");
     assert_eq!((table.counts().total, table.candidates(&[], &HashSet::new())[0].available_bytes), (1, 7));
 }
@@ -139,12 +139,12 @@ fn heartbeat_with_the_own_workers_tcp_port_is_refused() {
         heartbeat
     };
     table.accept_own(with("own", 21100, 21200), now).unwrap();
-    let refused = table.accept(with("alias", 7, 21200), Joins::Named, now);
+    let refused = table.accept(with("alias", 7, 21200), Joins::Configured, now);
     assert_eq!(refused, Err(InvalidHeartbeat::Own(OWN_ADDRESS_BY_ANOTHER_ID)));
-    table.accept(with("neighbour", 21101, 21201), Joins::Named, now).unwrap();
+    table.accept(with("neighbour", 21101, 21201), Joins::Configured, now).unwrap();
     let mut table = self::table();
     table.accept_own(with("own", 21100, -1), now).unwrap();
-    table.accept(with("neighbour", 21101, -1), Joins::Named, now).unwrap();
+    table.accept(with("neighbour", 21101, -1), Joins::Configured, now).unwrap();
 }
 
 /// Ids appear in the log.
@@ -155,10 +155,10 @@ fn control_characters_are_refused() {
     let mut tagged = heartbeat("tagged");
     tagged.tags = vec!["a\u{1b}[31m".to_owned()];
     for forged in [heartbeat("a\nERROR forged"), heartbeat("a\u{9b}31m"), tagged] {
-        let refused = table.accept(forged, Joins::Named, now).unwrap_err().to_string();
+        let refused = table.accept(forged, Joins::Configured, now).unwrap_err().to_string();
         assert!(refused.contains("control character"), "{refused}");
     }
-    table.accept(heartbeat("wörker-1"), Joins::Named, now).unwrap();
+    table.accept(heartbeat("wörker-1"), Joins::Configured, now).unwrap();
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn full_table_has_room_for_the_own_worker() {
     let now = Instant::now();
     let mut table = table();
     for n in 0..NODES_MAX {
-        table.accept(heartbeat(&format!("n{n}")), Joins::Named, now).unwrap();
+        table.accept(heartbeat(&format!("n{n}")), Joins::Configured, now).unwrap();
     }
     table.accept_own(heartbeat("own"), now).unwrap();
     assert!(table.server("own").is_some());
@@ -182,12 +182,12 @@ fn node_details_are_charged_until_removed() {
         heartbeat.application_info.push(app);
         heartbeat
     };
-    table.accept(with_app("a", "app-1"), Joins::Named, start).unwrap();
+    table.accept(with_app("a", "app-1"), Joins::Configured, start).unwrap();
     let one = table.detail_bytes;
-    table.accept(with_app("b", "app-1"), Joins::Named, start).unwrap();
-    table.accept(with_app("a", "app-2"), Joins::Named, start).unwrap();
+    table.accept(with_app("b", "app-1"), Joins::Configured, start).unwrap();
+    table.accept(with_app("a", "app-2"), Joins::Configured, start).unwrap();
     assert_eq!(table.detail_bytes, 2 * one);
-    table.accept(with_app("c", &"x".repeat(details::BYTES_MAX)), Joins::Named, start).unwrap();
+    table.accept(with_app("c", &"x".repeat(details::BYTES_MAX)), Joins::Configured, start).unwrap();
     let view = table.view(false, start);
     let cut: Vec<bool> = view.nodes.iter().map(|known| known.node.details.is_cut).collect();
     assert_eq!(cut, [false, false, true]);
@@ -203,22 +203,22 @@ fn full_table_accepts_only_known_nodes() {
     let now = Instant::now();
     let mut table = table();
     for n in 0..NODES_MAX {
-        table.accept(heartbeat(&format!("n{n}")), Joins::Named, now).unwrap();
+        table.accept(heartbeat(&format!("n{n}")), Joins::Configured, now).unwrap();
     }
-    assert_eq!(table.accept(heartbeat("another"), Joins::Named, now), Err(InvalidHeartbeat::Full));
-    table.accept(heartbeat("n5"), Joins::Named, now).unwrap();
+    assert_eq!(table.accept(heartbeat("another"), Joins::Configured, now), Err(InvalidHeartbeat::Full));
+    table.accept(heartbeat("n5"), Joins::Configured, now).unwrap();
 }
 
 #[test]
 fn silent_node_is_lost_until_its_next_report() {
     let start = Instant::now();
     let mut table = table();
-    table.accept(heartbeat("n"), Joins::Named, start).unwrap();
+    table.accept(heartbeat("n"), Joins::Configured, start).unwrap();
     table.expire(start + Duration::from_secs(30));
     assert_eq!(table.counts().total, 1);
     table.expire(start + Duration::from_millis(30_001));
     assert_eq!((table.counts().total, table.counts().lost), (0, 1));
-    table.accept(heartbeat("n"), Joins::Named, start + Duration::from_secs(60)).unwrap();
+    table.accept(heartbeat("n"), Joins::Configured, start + Duration::from_secs(60)).unwrap();
     assert_eq!((table.counts().total, table.counts().lost), (1, 0));
 }
 
@@ -226,13 +226,13 @@ fn silent_node_is_lost_until_its_next_report() {
 fn lost_node_is_removed_after_a_day() {
     let start = Instant::now();
     let mut table = table();
-    table.accept(heartbeat("n"), Joins::Named, start).unwrap();
+    table.accept(heartbeat("n"), Joins::Configured, start).unwrap();
     let leaving = ShuffleServerHeartBeatRequest {
         status: Some(ServerStatus::Decommissioned.into()),
         is_healthy: None,
         ..heartbeat("leaving")
     };
-    table.accept(leaving, Joins::Named, start).unwrap();
+    table.accept(leaving, Joins::Configured, start).unwrap();
     let silent = start + Duration::from_secs(31);
     table.expire(silent);
     assert_eq!(table.view(false, silent).lost, ["n"]);
@@ -244,14 +244,14 @@ fn lost_node_is_removed_after_a_day() {
 fn forgotten_lost_node_is_not_listed() {
     let start = Instant::now();
     let mut table = table();
-    table.accept(heartbeat("n"), Joins::Named, start).unwrap();
+    table.accept(heartbeat("n"), Joins::Configured, start).unwrap();
     assert!(!table.forget_lost("n", start), "a live node was forgotten");
     assert_eq!(table.counts().total, 1);
     let silent = start + Duration::from_secs(31);
     assert!(table.forget_lost("n", silent), "a lost node must be forgotten without a query");
     assert!(!table.forget_lost("n", silent), "a node was forgotten twice");
     assert_eq!((table.view(false, silent).lost, table.lost.bytes), (vec![], 0));
-    table.accept(heartbeat("n"), Joins::Named, silent).unwrap();
+    table.accept(heartbeat("n"), Joins::Configured, silent).unwrap();
     table.expire(silent + Duration::from_secs(31));
     assert_eq!(table.counts().lost, 1, "the returned node must be lost again");
 }
@@ -263,7 +263,7 @@ fn ids_of_lost_nodes_are_bounded_in_bytes() {
     let honest: Vec<String> =
         (0..NODES_MAX).map(|n| format!("10.100.{}.{}-21100-21200", n / 250, n % 250)).collect();
     let mut come_and_go = |table: &mut NodeTable, ids: &[String]| {
-        ids.iter().for_each(|id| table.accept(heartbeat(id), Joins::Named, now).unwrap());
+        ids.iter().for_each(|id| table.accept(heartbeat(id), Joins::Configured, now).unwrap());
         now += Duration::from_secs(31);
         table.expire(now);
     };
@@ -275,7 +275,7 @@ fn ids_of_lost_nodes_are_bounded_in_bytes() {
     assert_eq!(table.lost.bytes, bytes(&table));
     assert!((lost::BYTES_MAX - 400..=lost::BYTES_MAX).contains(&table.lost.bytes), "{}", table.lost.bytes);
     // Nodes that return make room for others.
-    honest.iter().for_each(|id| table.accept(heartbeat(id), Joins::Named, now).unwrap());
+    honest.iter().for_each(|id| table.accept(heartbeat(id), Joins::Configured, now).unwrap());
     assert_eq!(table.lost.bytes, bytes(&table));
     assert!(table.lost.bytes < lost::BYTES_MAX / 2 && table.counts().lost > 0, "{}", table.lost.bytes);
 }
@@ -290,15 +290,16 @@ fn ids_addresses_and_tags_of_nodes_are_bounded_in_bytes() {
         heartbeat.tags = vec!["t".repeat(255); TAGS_MAX];
         heartbeat
     };
-    let refused = (0..NODES_MAX).find_map(|n| table.accept(hostile(n), Joins::Named, now).err()).unwrap();
+    let refused =
+        (0..NODES_MAX).find_map(|n| table.accept(hostile(n), Joins::Configured, now).err()).unwrap();
     assert_eq!(refused, InvalidHeartbeat::NoRoom { nodes: table.nodes.len(), used: table.bytes });
     assert!(table.bytes <= BYTES_MAX && table.bytes > BYTES_MAX - 32_000, "{}", table.bytes);
     assert!(refused.to_string().contains("ids, addresses and tags"), "{refused}");
     // Known nodes stay, and may shrink.
-    table.accept(hostile(7), Joins::Named, now).unwrap();
+    table.accept(hostile(7), Joins::Configured, now).unwrap();
     let mut small = hostile(7);
     small.tags.truncate(1);
-    table.accept(small, Joins::Named, now).unwrap();
+    table.accept(small, Joins::Configured, now).unwrap();
     table.accept_own(hostile(0), now).unwrap();
     assert_eq!(table.bytes, table.nodes.values().map(RegisteredNode::bytes).sum::<usize>());
     table.expire(now + Duration::from_secs(31));
@@ -313,7 +314,7 @@ fn table_has_room_for_ten_thousand_nodes() {
         let mut heartbeat = heartbeat(&format!("10.100.{}.{}-21100-21200", n / 250, n % 250));
         heartbeat.tags.push("GRPC_NETTY".into());
         heartbeat.tags.push("ssd-of-rack-17".into());
-        table.accept(heartbeat, Joins::Named, now).unwrap();
+        table.accept(heartbeat, Joins::Configured, now).unwrap();
     }
     assert!(table.bytes < BYTES_MAX, "{}", table.bytes);
 }
@@ -323,19 +324,19 @@ fn few_workers_outside_the_networks_join() {
     let now = Instant::now();
     let mut table = table();
     table.accept_own(own(), now).unwrap();
-    table.accept(heartbeat("named"), Joins::Named, now).unwrap();
-    for n in 0..UNNAMED_MAX {
-        table.accept(heartbeat(&format!("n{n}")), Joins::Unnamed, now).unwrap();
+    table.accept(heartbeat("named"), Joins::Configured, now).unwrap();
+    for n in 0..LOCAL_MAX {
+        table.accept(heartbeat(&format!("n{n}")), Joins::Local, now).unwrap();
     }
     for id in ["another", "named"] {
-        let refused = table.accept(heartbeat(id), Joins::Unnamed, now).unwrap_err();
-        assert_eq!(refused, InvalidHeartbeat::TooManyUnnamed, "{id}");
+        let refused = table.accept(heartbeat(id), Joins::Local, now).unwrap_err();
+        assert_eq!(refused, InvalidHeartbeat::TooManyLocal, "{id}");
         assert!(refused.to_string().contains("embedded_coordinator.worker_networks"), "{refused}");
     }
-    table.accept(heartbeat("n3"), Joins::Unnamed, now).unwrap();
-    table.accept(heartbeat("another"), Joins::Named, now).unwrap();
+    table.accept(heartbeat("n3"), Joins::Local, now).unwrap();
+    table.accept(heartbeat("another"), Joins::Configured, now).unwrap();
     let later = now + Duration::from_secs(31);
-    table.accept(heartbeat("n100"), Joins::Unnamed, later).unwrap();
+    table.accept(heartbeat("n100"), Joins::Local, later).unwrap();
     assert_eq!(table.counts().total, 1);
 }
 
@@ -354,7 +355,7 @@ fn lost_nodes_survive_the_process() {
     let mut table = table();
     table.accept_own(own(), start).unwrap();
     for id in ["gone", "forgotten"] {
-        table.accept(heartbeat(id), Joins::Named, start).unwrap();
+        table.accept(heartbeat(id), Joins::Configured, start).unwrap();
     }
     let lost = start + Duration::from_secs(31);
     table.accept_own(own(), lost).unwrap();
@@ -385,9 +386,9 @@ fn node_that_dies_with_the_coordinator_becomes_lost() {
         is_healthy: None,
         ..heartbeat("leaving")
     };
-    table.accept(leaving, Joins::Named, start).unwrap();
+    table.accept(leaving, Joins::Configured, start).unwrap();
     for id in ["dies", "stays"] {
-        table.accept(heartbeat(id), Joins::Named, start).unwrap();
+        table.accept(heartbeat(id), Joins::Configured, start).unwrap();
     }
     // Two processes in a row, before any heartbeat.
     let first = next_process(&table, start, Duration::ZERO);
@@ -396,7 +397,7 @@ fn node_that_dies_with_the_coordinator_becomes_lost() {
     assert_eq!(next.view(false, start).awaited, ["dies", "stays"]);
     let is_starting = [&self::table(), &next].map(|table| table.view(true, start).is_starting);
     assert_eq!(is_starting, [true, false], "only a coordinator without saved nodes is starting");
-    next.accept(heartbeat("stays"), Joins::Named, start + Duration::from_secs(10)).unwrap();
+    next.accept(heartbeat("stays"), Joins::Configured, start + Duration::from_secs(10)).unwrap();
     let late = start + Duration::from_secs(31);
     let before = next.version();
     assert_eq!((next.view(false, late).lost.len(), next.counts().total), (0, 1));
@@ -406,6 +407,6 @@ fn node_that_dies_with_the_coordinator_becomes_lost() {
         (vec!["dies".to_owned()], 0)
     );
     assert!(next.version() > before);
-    next.accept(heartbeat("dies"), Joins::Named, late).unwrap();
+    next.accept(heartbeat("dies"), Joins::Configured, late).unwrap();
     assert_eq!((next.counts().lost, next.counts().total, next.lost.bytes), (0, 2, 0));
 }
