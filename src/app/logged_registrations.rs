@@ -48,10 +48,10 @@ impl LoggedRegistrations {
         let new = ranges.minus(&self.ranges);
         let is_new = |range: &&(i32, i32)| self.remote_ranges.binary_search(range).is_err();
         let new_remote: Vec<_> = remote_ranges.iter().filter(is_new).copied().collect();
-        if digest == self.digest && new.ranges() == 0 && new_remote.is_empty() {
+        if digest == self.digest && new.range_count() == 0 && new_remote.is_empty() {
             return None;
         }
-        let all = bytes + RANGE_BYTES * (ranges.ranges() + self.remote_ranges.len()) as u64;
+        let all = bytes + RANGE_BYTES * (ranges.range_count() + self.remote_ranges.len()) as u64;
         if self.bytes < all {
             return Some(NextRecord { ranges: new, remote_ranges: new_remote, replaces: false });
         }
@@ -105,7 +105,7 @@ mod tests {
 
     fn note(logged: &mut LoggedRegistrations, all: &PartitionRanges, digest: u64) -> Option<(u64, bool)> {
         let next = logged.next(all, &[], digest, 100)?;
-        let (written, replaces) = (next.ranges.count(), next.replaces);
+        let (written, replaces) = (next.ranges.partition_count(), next.replaces);
         logged.written(next, digest, 100);
         Some((written, replaces))
     }

@@ -1,7 +1,7 @@
 //! The registered partitions of a shuffle as merged, closed ranges.
 //!
-//! In this form 100,000 consecutive partitions take a few words. Invariant: ranges are sorted and
-//! disjoint, and adjacent ones are merged. Pure functions of values.
+//! In this form 100,000 consecutive partitions take a few words. Invariant: ids are not negative,
+//! ranges are sorted and disjoint, and adjacent ones are merged. Pure functions of values.
 
 /// Error: an invalid range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -70,18 +70,18 @@ impl PartitionRanges {
     }
 
     /// Returns the number of ranges.
-    pub fn ranges(&self) -> usize {
+    pub fn range_count(&self) -> usize {
         self.0.len()
     }
 
     /// Returns the number of partitions in the ranges.
-    pub fn count(&self) -> u64 {
+    pub fn partition_count(&self) -> u64 {
         self.0.iter().map(|(start, end)| u64::from(end.abs_diff(*start)) + 1).sum()
     }
 }
 
 fn merge(mut ranges: Vec<(i32, i32)>) -> Vec<(i32, i32)> {
-    // When ranges are added to others, the stable sort detects two sorted runs.
+    // In `extend` both lists are sorted, and the stable sort merges them in linear time.
     ranges.sort();
     let mut merged: Vec<(i32, i32)> = Vec::new();
     for (start, end) in ranges {
@@ -104,7 +104,7 @@ mod tests {
         assert!(PartitionRanges::parse(&[(0, 3), (-1, 2)]).is_err());
         assert!(PartitionRanges::parse(&[(3, 2)]).is_err());
         let whole = PartitionRanges::parse(&[(0, i32::MAX), (5, i32::MAX)]).unwrap();
-        assert_eq!(whole.count(), 1 << 31);
+        assert_eq!(whole.partition_count(), 1 << 31);
         assert!(whole.contains(i32::MAX) && !whole.contains(-1));
     }
 
@@ -126,7 +126,7 @@ mod tests {
             }
             let mut all = remaining.clone();
             all.extend(&others);
-            prop_assert_eq!(all.count(), remaining.count() + others.count());
+            prop_assert_eq!(all.partition_count(), remaining.partition_count() + others.partition_count());
         }
 
         #[test]
@@ -137,7 +137,7 @@ mod tests {
             ranges.extend(&PartitionRanges::parse(&closed(&second)).unwrap());
             let model: BTreeSet<i32> =
                 closed(&first).into_iter().chain(closed(&second)).flat_map(|(s, e)| s..=e).collect();
-            prop_assert_eq!(ranges.count(), model.len() as u64);
+            prop_assert_eq!(ranges.partition_count(), model.len() as u64);
             for p in 0..70 {
                 prop_assert_eq!(ranges.contains(p), model.contains(&p));
             }

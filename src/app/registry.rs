@@ -173,15 +173,16 @@ impl AppRegistry {
             Some(shuffle) => (shuffle.partitions.ranges(), 0),
             None => (PartitionRanges::default(), SHUFFLE_BYTES),
         };
-        let (before, partitions) = (all.ranges(), all.count());
+        let (before, partitions) = (all.range_count(), all.partition_count());
         all.extend(ranges);
-        if all.ranges() > RANGES_MAX {
-            return Err(RegisterError::Ranges { ranges: all.ranges() });
+        if all.range_count() > RANGES_MAX {
+            return Err(RegisterError::Ranges { ranges: all.range_count() });
         }
         // When ranges merge, their charge stays with the shuffle.
-        let bytes = fixed + RANGE_BYTES * all.ranges().saturating_sub(before) as u64;
+        let bytes = fixed + RANGE_BYTES * all.range_count().saturating_sub(before) as u64;
         let charge = charged(bytes)?;
-        let partitions = app.usage.take(QuotaResource::Partitions, all.count().saturating_sub(partitions))?;
+        let partitions =
+            app.usage.take(QuotaResource::Partitions, all.partition_count().saturating_sub(partitions))?;
         let Some(shuffle) = known else {
             let heap = &app.budgets.reported_ids;
             let counted = app.usage.count(QuotaResource::ReportedIds, 0);

@@ -117,7 +117,7 @@ impl RegisteredPartitions {
 
     /// Returns the number of registered partitions.
     pub fn count(&self) -> u64 {
-        self.ranges.read().count()
+        self.ranges.read().partition_count()
     }
 
     /// Returns all registered ranges.

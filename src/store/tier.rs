@@ -1,10 +1,10 @@
-//! Traits of a tier below memory. The flusher, the service and the server use tiers only through
-//! them.
+//! Traits of a tier below memory. The flusher and the service use tiers only through them. The
+//! server also uses operations of single types ([`Tiers::find`]).
 //!
 //! A tier takes batches of one shuffle. When a write returns `Ok`, readers can find every block of
 //! it. Readers either use this worker ([`Tier::served`]) or open the tier's files themselves. A
-//! tier never decides which batch it gets (`flush::placement`), or whether a block is lost
-//! (`service`).
+//! tier never decides which batch it gets (`flush::placement`). It may turn unreadable data into
+//! holes, but `service` decides whether their blocks are lost.
 
 use std::any::Any;
 use std::fmt;
@@ -263,9 +263,9 @@ pub trait ServedTier: Send + Sync {
     /// at once. Only the first listener is used.
     fn on_damage(&self, _: DamageListener) {}
 
-    /// Reads all data of a partition on devices with failed reads. Turns unreadable parts into
-    /// holes, so that their blocks can be sent again and found. Returns an error of a device, or
-    /// `None` if all data is readable.
+    /// Reads all data of a partition on devices with too many failed reads, repeatedly for half a
+    /// second. Turns unreadable parts into holes, so that their blocks can be sent again and found.
+    /// Returns an error of a device, or `None` if all data is readable.
     fn mark_damaged_lost<'a>(
         &'a self,
         _: &'a ShuffleKey,
@@ -375,11 +375,11 @@ pub struct Capability {
 pub enum TierRole {
     /// Also stores registrations and reports. The worker is unhealthy if this tier is.
     Primary,
-    /// Stores data.
+    /// Stores data only. No tier of the worker has this role so far; a test tier does.
     Secondary,
     /// Stores cold data: large batches and batches of huge partitions. Each partition has files of
-    /// its own, so a batch that is made for this tier has one partition, and after a failure no
-    /// other partition is written again. A batch that failed in another tier may have more.
+    /// its own. A batch that is made for this tier therefore has one partition, and a retry writes
+    /// only that one again. A batch that failed in another tier may have more.
     Cold,
 }
 
@@ -407,14 +407,14 @@ pub struct TierUsage {
     pub files: u64,
     /// Number of payload bytes.
     pub bytes: u64,
-    /// Number of payload bytes in an object store.
+    /// Number of these bytes in an object store.
     pub object_bytes: u64,
     /// Occupied bytes: payload, alignment, index groups, and on disks the records in the metadata
     /// log.
     pub occupied_bytes: u64,
 }
 
-/// Reason why shuffles are forgotten.
+/// Scope of a removal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purge {
     /// The shuffles are removed, but not their application.
@@ -432,7 +432,8 @@ pub enum Cause {
     Expired,
 }
 
-/// Registers a shuffle with further ranges of partitions in the tier that prepared it. Cannot fail.
+/// Registers a shuffle in the tier that prepared it, or adds ranges of partitions to it. Cannot
+/// fail.
 pub type Admission = Box<dyn Fn(&ShuffleKey, &[(i32, i32)]) + Send + Sync>;
 
 /// Remote storage of a shuffle's cold data, as requested by the client.

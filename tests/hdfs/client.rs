@@ -14,7 +14,7 @@ use uniffle_testkit::worker::{Setup, WorkerProcess};
 use uniffle_wire::types::{PartitionId, ShuffleId, TaskAttemptId};
 
 use crate::fixture::{open, plain_connector};
-use crate::real::{SETTLE_DEADLINE, real};
+use crate::real::{REAL_HDFS_DEADLINE, real};
 
 /// Writes blocks of `length` bytes to each partition as one task. Returns their data.
 async fn write(shuffle: &Shuffle, task: i64, partitions: &[i32], (blocks, length): (u32, u32)) -> Vec<Bytes> {
@@ -42,7 +42,7 @@ fn set<'a>(blocks: impl IntoIterator<Item = &'a Bytes>) -> BTreeSet<Bytes> {
 }
 
 fn wait_until_in_hdfs(worker: &WorkerProcess, expected: f64) {
-    wait_until("the large partition is in HDFS", SETTLE_DEADLINE, || {
+    wait_until("the large partition is in HDFS", REAL_HDFS_DEADLINE, || {
         match worker.metrics().expect("total_memory_spill_to_hdfs") {
             bytes if (bytes - expected).abs() < 0.5 => Ok(()),
             bytes => Err(format!("{bytes} bytes")),

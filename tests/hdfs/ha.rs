@@ -14,7 +14,7 @@ use uniffle_worker::remote::hdfs::{RemoteLocation, RemoteTarget};
 
 use crate::fixture::plain_connector;
 use crate::reader::read_directory;
-use crate::real::SETTLE_DEADLINE;
+use crate::real::REAL_HDFS_DEADLINE;
 use uniffle_testkit::hdfs::MiniHdfs;
 use uniffle_testkit::maven;
 use uniffle_testkit::wait_until;
@@ -55,7 +55,7 @@ async fn writes_continue_on_standby_after_namenode_dies() {
     };
     let in_hdfs = || worker.metrics().expect("total_memory_spill_to_hdfs");
     send(1).await;
-    wait_until("the first task is in HDFS", SETTLE_DEADLINE, || match in_hdfs() {
+    wait_until("the first task is in HDFS", REAL_HDFS_DEADLINE, || match in_hdfs() {
         7_200_000.0 => Ok(()),
         bytes => Err(format!("{bytes} bytes")),
     });
@@ -66,7 +66,7 @@ async fn writes_continue_on_standby_after_namenode_dies() {
     for task in 6..8 {
         send(task).await;
     }
-    wait_until("nothing is on its way", SETTLE_DEADLINE, || {
+    wait_until("nothing is on its way", REAL_HDFS_DEADLINE, || {
         match worker.metrics().expect("memory_spill_to_hdfs") {
             0.0 => Ok(()),
             batches => Err(format!("{batches} batches")),
@@ -74,14 +74,14 @@ async fn writes_continue_on_standby_after_namenode_dies() {
     });
     // Blocks above the per-partition limit of in-flight batches go with the next flush.
     send(8).await;
-    wait_until("all tasks are in HDFS", SETTLE_DEADLINE, || match in_hdfs() {
+    wait_until("all tasks are in HDFS", REAL_HDFS_DEADLINE, || match in_hdfs() {
         bytes if bytes >= 8.0 * 7_200_000.0 => Ok(()),
         bytes => Err(format!("{bytes} bytes")),
     });
     let location = RemoteLocation::parse(PATH).unwrap();
     let target = RemoteTarget { location, conf: settings, user: None };
     let fs = plain_connector().connect(&target).unwrap();
-    wait_until("every block is readable", SETTLE_DEADLINE, || {
+    wait_until("every block is readable", REAL_HDFS_DEADLINE, || {
         let reading = || tokio::runtime::Handle::current().block_on(everything(&*fs));
         let found = tokio::task::block_in_place(reading);
         let blocks = sent.values().flatten();
@@ -89,9 +89,11 @@ async fn writes_continue_on_standby_after_namenode_dies() {
         if missing == 0 { Ok(()) } else { Err(format!("{missing} blocks are missing")) }
     });
     client.unregister_app("app-ha").await.unwrap();
-    wait_until("the application's files are gone", SETTLE_DEADLINE, || match hdfs.list("/uniffle/app-ha") {
-        remaining if remaining.is_empty() => Ok(()),
-        remaining => Err(format!("{remaining:?}")),
+    wait_until("the application's files are gone", REAL_HDFS_DEADLINE, || {
+        match hdfs.list("/uniffle/app-ha") {
+            remaining if remaining.is_empty() => Ok(()),
+            remaining => Err(format!("{remaining:?}")),
+        }
     });
     worker.assert_clean();
     worker.stop();

@@ -14,7 +14,7 @@ use uniffle_worker::proto::{RemoteStorage, StatusCode};
 
 use crate::fixture::{open, plain_connector};
 use crate::reader::read_directory;
-use crate::real::{SETTLE_DEADLINE, real};
+use crate::real::{REAL_HDFS_DEADLINE, real};
 use uniffle_testkit::hdfs::MiniHdfs;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, WorkerProcess};
@@ -87,7 +87,7 @@ impl LossesFixture {
         let cold = self.send(COLD, 6, 600_000).await;
         let warm = self.send(WARM, 2, 600_000).await;
         let in_memory = self.send(IN_MEMORY, 3, 1000).await;
-        wait_until("large partitions are flushed", SETTLE_DEADLINE, || {
+        wait_until("large partitions are flushed", REAL_HDFS_DEADLINE, || {
             let metrics = self.worker.metrics();
             let flushed = (
                 metrics.expect("total_memory_spill_to_hdfs"),
@@ -134,7 +134,7 @@ impl LossesFixture {
     }
 
     fn wait_until_verified(&self) {
-        wait_until("nothing is unverified", SETTLE_DEADLINE, || match self.unverified() {
+        wait_until("nothing is unverified", REAL_HDFS_DEADLINE, || match self.unverified() {
             0.0 => Ok(()),
             remaining => Err(format!("{remaining} partitions")),
         });

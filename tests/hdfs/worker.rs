@@ -9,7 +9,7 @@ use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{RemoteStorage, ServerStatus};
 
-use crate::real::{SETTLE_DEADLINE, real};
+use crate::real::{REAL_HDFS_DEADLINE, real};
 use uniffle_testkit::coordinator::{CoordinatorDouble, HeartbeatReply};
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::wait_until;
@@ -50,7 +50,7 @@ async fn worker_without_remote_store_is_unhealthy_and_keeps_data() {
         sent.push((partition, blocks));
     }
     client.push(&key, SendForm::Classic, &sent).await.unwrap();
-    wait_until("the worker is not ready", SETTLE_DEADLINE, || match worker.page("/health/ready") {
+    wait_until("the worker is not ready", REAL_HDFS_DEADLINE, || match worker.page("/health/ready") {
         Err(answer) if answer.contains("503") && answer.contains("unhealthy: all remote stores fail") => {
             Ok(())
         }
@@ -69,9 +69,9 @@ async fn worker_without_remote_store_is_unhealthy_and_keeps_data() {
     }
 
     hdfs.run("start-namenode");
-    wait_until("the worker is ready", SETTLE_DEADLINE, || worker.page("/health/ready").map(drop));
+    wait_until("the worker is ready", REAL_HDFS_DEADLINE, || worker.page("/health/ready").map(drop));
     coordinator.heartbeat(|beat| beat.status() == ServerStatus::Active).await;
-    wait_until("everything is in HDFS", SETTLE_DEADLINE, || {
+    wait_until("everything is in HDFS", REAL_HDFS_DEADLINE, || {
         match worker.metrics().expect("total_memory_spill_to_hdfs") {
             4_800_000.0 => Ok(()),
             bytes => Err(format!("{bytes} bytes")),

@@ -1,6 +1,8 @@
-//! The worker as a process: stopped, killed, upgraded in place, out of memory, disconnected.
+//! The worker as a process: for example stopped, killed, upgraded in place, out of memory,
+//! disconnected.
 //!
-//! Each test starts the binary as a user does and observes it through its listeners.
+//! Most tests start the binary as a user does. Tests of operations start the worker in this
+//! process. They observe listeners, exit codes, resident memory and data directories.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 

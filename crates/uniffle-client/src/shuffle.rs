@@ -43,7 +43,7 @@ impl Shuffle {
     /// because block ids contain them.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the id does not fit the layout.
+    /// [`Error::Invalid`] if the id does not fit the block id layout.
     pub fn writer(&self, task: TaskAttemptId) -> Result<ShuffleWriter, Error> {
         ShuffleWriter::new(Arc::clone(&self.inner), task)
     }
@@ -54,12 +54,13 @@ impl Shuffle {
     /// [`Error::ReadQuorum`] if too few replicas answered, [`Error::Invalid`] if the partition does
     /// not exist.
     pub async fn reader(&self, partition: PartitionId, filter: &TaskFilter) -> Result<ShuffleReader, Error> {
+        // `readers` returns one reader per partition, and refuses a partition that does not exist.
         let mut readers = self.readers(&[partition], filter).await?;
         readers.pop().ok_or_else(|| Error::Invalid(format!("partition {partition} does not exist")))
     }
 
-    /// Creates readers of several partitions, in their order. Needs fewer calls than single
-    /// readers.
+    /// Creates readers of several partitions, in their order. Partitions with the same replicas
+    /// share a call.
     ///
     /// # Errors
     /// See [`Shuffle::reader`].

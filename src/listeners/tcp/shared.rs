@@ -1,8 +1,8 @@
 //! State shared by all connections of the TCP listener: settings, the service, and the limits over
 //! all connections.
 //!
-//! A limit is a permit or a share of a budget. A connection returns it when the reply is written or
-//! the connection ends.
+//! A limit is a permit or a share of a budget. A permit for a local read is returned once the first
+//! chunk of the reply is written. A connection has its share of the requests until it ends.
 
 use std::sync::Arc;
 
@@ -27,10 +27,13 @@ pub(super) struct TcpListenerState {
     pub(super) metrics: TcpMetrics,
     /// Pool for memory reads that may take long.
     pub(super) pool: BlockingPool,
-    /// Permits for local reads. An eighth is reserved for applications that hold none.
+    /// Permits for local replies that hold their first chunk and wait for the socket. The last
+    /// eighth is for applications that hold none.
     pub(super) local_reads: Arc<FairSemaphore>,
-    /// Budget of requests in progress over all connections.
+    /// Numbers of requests that connections may have in progress. Each connection takes a share
+    /// when it begins.
     pub(super) requests: ShareBudget,
+    /// Connections that the next process continues.
     pub(super) handover: Handover,
 }
 

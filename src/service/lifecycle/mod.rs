@@ -165,7 +165,7 @@ impl Lifecycle {
             run_blocking(&self.parts.pool, is_small, move || PartitionRanges::parse(&sent)).await??;
         let wanted_storage = request.remote_storage.as_ref();
         let (admissions, is_remote) = self.admissions(wanted_storage)?;
-        let partitions = ranges.count();
+        let partitions = ranges.partition_count();
         let new_app = self.parts.apps.find(&key.app).is_none();
         let user: String = request.user.chars().take(USER_CHARS_LOGGED).collect();
         let registration = Registration {

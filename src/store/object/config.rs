@@ -78,7 +78,7 @@ const CACHE_CALLS: usize = 16;
 const PART_BYTES_MIN: u64 = 5 * MIB;
 
 section! {
-    /// How the tier reaches its store.
+    /// Settings of the object store, of offloads to it and of the read cache.
     #[table(
         "object_store",
         "Object storage with the S3 protocol. Access keys are never set here, only their source."
@@ -154,22 +154,22 @@ section! {
         /// Size of the read cache, divided equally among cache_dirs.
         #[key("object_store.cache_capacity", size(0..=CACHE_BYTES_MAX), Restart, example "\"200GB\"")]
         pub cache_bytes: u64 = 0,
-        /// For credentials = "environment".
+        /// Access key for credentials = "environment".
         #[env("AWS_ACCESS_KEY_ID", optional(secret("an access key", secret_text)))]
         pub access_key: Option<Secret> = None,
-        /// For credentials = "environment".
+        /// Secret key for credentials = "environment".
         #[env("AWS_SECRET_ACCESS_KEY", optional(secret("a secret key", secret_text)))]
         pub secret_key: Option<Secret> = None,
-        /// For credentials = "environment" with temporary keys.
+        /// Session token for credentials = "environment" with temporary keys.
         #[env("AWS_SESSION_TOKEN", optional(secret("a session token", secret_text)))]
         pub session_token: Option<Secret> = None,
-        /// For credentials = "web_identity".
+        /// Role for credentials = "web_identity".
         #[env("AWS_ROLE_ARN", optional(parsed("ARN of a role", any_text)))]
         pub role_arn: Option<String> = None,
-        /// For credentials = "web_identity".
+        /// File of the token for credentials = "web_identity".
         #[env("AWS_WEB_IDENTITY_TOKEN_FILE", optional(text("a file", |text| Ok(PathBuf::from(text)), |path| path.display().to_string())))]
         pub web_identity_token_file: Option<PathBuf> = None,
-        /// For credentials = "web_identity": URL of STS. Default: that of the region.
+        /// URL of STS for credentials = "web_identity". Default: that of the region.
         #[env("AWS_ENDPOINT_URL_STS", optional(parsed("a URL", any_text)))]
         pub sts_endpoint: Option<String> = None,
     }
@@ -183,7 +183,7 @@ impl ObjectConfig {
         self.cache_dirs.iter().map(disk).collect()
     }
 
-    /// Returns contradictory settings: key, value and requirement.
+    /// Returns settings that cannot be used, if a bucket is set: key, value and requirement.
     pub fn problems(&self) -> Vec<(&'static str, String, String)> {
         let mut problems = Vec::new();
         if self.url.is_none() {
@@ -221,7 +221,7 @@ impl ObjectConfig {
         problems
     }
 
-    /// Returns the setting that makes the read cache unusable.
+    /// Returns the first invalid setting of the read cache.
     fn cache_problem(&self) -> Option<(&'static str, String, String)> {
         let directories = self.cache_dirs.len() as u64;
         let least = directories * CACHE_BYTES_MIN;

@@ -4,9 +4,12 @@
 //! merged. If a group or the data of an extent is missing, the stream keeps a hole of the same
 //! length, so that all other offsets remain as promised to clients. If the end of a stream may be
 //! missing (a disk is absent or does not answer, a sequence number is missing), new extents begin
-//! after a gap. The caller, which knows the reports, determines the missing blocks. Only earlier
-//! incarnations, data logs whose extents are in objects, and empty directories are removed, and
-//! nothing that missing state may refer to.
+//! after a gap.
+//!
+//! The caller determines which blocks are missing, because it knows the reports. Recovery writes no
+//! file. It renames directories of earlier incarnations, and data logs whose content is in objects,
+//! into the trash, and removes empty directories of applications, but nothing that missing state
+//! may refer to.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::ControlFlow;
@@ -39,17 +42,17 @@ use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
 /// Size of the gap at the end of a stream whose end may be missing.
 const TAIL_GAP_BYTES: u64 = 256 << 20;
-/// Size of a range of incarnations, and of a range of sequences of a shuffle. Unrelated to the
-/// epochs of the metadata log. Both are assigned in order within a range. If a missing disk may
-/// have some in use, the next range begins. So a gap of sequences means that an index group is
-/// missing.
-const INCARNATIONS_PER_EPOCH: u64 = 1 << 32;
+/// Size of a range of numbers: incarnations, and the sequence numbers of a shuffle's index groups.
+/// Unrelated to the epochs of the metadata log. Numbers are assigned in ascending order within a
+/// range. If unknown ones may be in use, the next range begins. Sequence numbers have no gap within
+/// a range unless an index group is missing.
+const NUMBERS_PER_RANGE: u64 = 1 << 32;
 /// Number of shuffles rebuilt concurrently.
 const REBUILDS: usize = 8;
 /// Maximum number of reasons stored as text per shuffle. Blocks are always counted.
 const REASONS_MAX: usize = 64;
 
-/// State of the disks according to the metadata log.
+/// State of the disks according to the metadata log and the scan.
 #[derive(Debug, Default)]
 pub(super) struct Known {
     /// Directories that are missing and may have files.
@@ -75,11 +78,11 @@ impl LocalStore {
         let core = &self.core;
         let FoundLog { mut shuffles, absent, gap, has_new_gap, blind_starts, next_incarnation } = found;
         if !self.has_disks() {
-            // Nothing else tells of a registration that is not in the log.
+            // Only its objects show that a shuffle was registered whose record is missing.
             for (key, stored) in &stored.shuffles {
                 let incarnation = stored.incarnation;
-                let lost = || FoundShuffle { incarnation, incomplete: gap.clone(), is_moved: true };
-                shuffles.entry(key.clone()).or_insert_with(lost);
+                let unlogged = || FoundShuffle { incarnation, incomplete: gap.clone(), is_moved: true };
+                shuffles.entry(key.clone()).or_insert_with(unlogged);
             }
         }
         let scanned = core.disks.iter().zip(&scans);
@@ -95,7 +98,7 @@ impl LocalStore {
         let mut incomplete = !absent.is_empty() || known.gap.is_some();
         for (disk, scan) in core.disks.iter().zip(scans) {
             incomplete |= scan.has_unread;
-            highest_incarnation = highest_incarnation.max(scan.highest_stray);
+            highest_incarnation = highest_incarnation.max(scan.highest_other);
             // While something is missing, unknown files may belong to it.
             disk.note_unread(scan.has_unread || !absent.is_empty() || known.gap.is_some());
             for path in scan.empty_apps {
@@ -110,8 +113,7 @@ impl LocalStore {
         let first = next_number(Some(highest_incarnation), incomplete.then_some(known.blind_starts));
         // Two starts that do not see each other count from the same number. Their shuffles must not
         // be mistaken for each other.
-        let random_offset =
-            if incomplete { rand::rng().random_range(0..INCARNATIONS_PER_EPOCH / 2) } else { 0 };
+        let random_offset = if incomplete { rand::rng().random_range(0..NUMBERS_PER_RANGE / 2) } else { 0 };
         let next = first.saturating_add(random_offset).max(stored.incarnations_from);
         self.next_incarnation.store(next, Ordering::Relaxed);
         let rebuilds = by_key.into_iter().map(|(key, found)| {
@@ -146,10 +148,10 @@ impl LocalStore {
             directories.into_iter().partition(|found| found.incarnation == incarnation);
         // A later start may need directories whose shuffle is not known to have ended.
         let superseded = others.into_iter().filter(|_| known.gap.is_none() && known.absent.is_empty());
-        for found in superseded {
-            if let Err(error) = found.disk.discard(&found.path).await {
+        for directory in superseded {
+            if let Err(error) = directory.disk.discard(&directory.path).await {
                 tracing::warn!(
-                    disk = %found.disk.label,
+                    disk = %directory.disk.label,
                     shuffle = %key,
                     %error,
                     "cannot delete an older incarnation of the shuffle"
@@ -163,16 +165,16 @@ impl LocalStore {
             // A shuffle that is not in the log may still have been registered.
             rebuild.incomplete.clone_from(&known.gap);
         }
-        for found in &present {
-            rebuild.read_indexes(found).await;
+        for directory in &present {
+            rebuild.read_indexes(directory).await;
         }
         rebuild.note_found(&present);
         if !known.unread.is_empty() || !known.absent.is_empty() {
             shuffle.set_out_of_reach();
         }
-        let found = rebuild.finish(logged.unwrap_or_default()).await;
+        let rebuilt = rebuild.finish(logged.unwrap_or_default()).await;
         self.shuffles.insert(key, shuffle);
-        found
+        rebuilt
     }
 }
 
@@ -345,8 +347,8 @@ impl<'a> Rebuild<'a> {
                         records.iter().map(|it| (BlockId(it.block_id), it.length.unsigned_abs())).collect();
                     let reason = self.reason(source);
                     self.lost.push(LostExtent { partition: entry.partition, blocks, reason });
-                    // The hole has no records: a reader would take it for a block that was sent
-                    // again.
+                    // The hole has no records. A block that is sent again has the same id, and with
+                    // a record readers would take the hole for it.
                     Extent::gap(entry.base, entry.length)
                 }
             };
@@ -356,8 +358,8 @@ impl<'a> Rebuild<'a> {
         Ok(())
     }
 
-    /// Removes data logs whose content is entirely in objects, unless missing state may refer
-    /// to them.
+    /// Removes data logs whose content is entirely in objects, unless an index group that could not
+    /// be read may refer to them.
     async fn remove_left_over(&self) {
         if self.stored.is_none() || self.incomplete.is_some() {
             return;
@@ -438,11 +440,13 @@ impl<'a> Rebuild<'a> {
         if has_gap(self.sequences.iter().copied()) {
             self.incomplete.get_or_insert_with(|| "an index group is missing".to_owned());
         }
-        let gap = self.incomplete.is_some();
-        let epoch = gap.then_some(self.known.blind_starts);
-        let next_sequence = next_number(highest, epoch);
-        // Streams without known extents may have begun in any earlier epoch.
-        let first_base = epoch.map_or(0, |epoch| (u64::from(epoch) + 1).saturating_mul(TAIL_GAP_BYTES));
+        let may_lack_end = self.incomplete.is_some();
+        let blind_starts = may_lack_end.then_some(self.known.blind_starts);
+        let next_sequence = next_number(highest, blind_starts);
+        // Streams without known extents may have been begun by any earlier start that missed
+        // shuffles.
+        let first_base =
+            blind_starts.map_or(0, |starts| (u64::from(starts) + 1).saturating_mul(TAIL_GAP_BYTES));
         let mut partitions = Partitions::new();
         let mut overlapped = Vec::new();
         let (mut bytes, mut blocks) = (0, 0);
@@ -460,7 +464,7 @@ impl<'a> Rebuild<'a> {
             if left_out {
                 overlapped.push(id);
             }
-            if gap {
+            if may_lack_end {
                 partition.extend_to((partition.bytes + TAIL_GAP_BYTES).max(first_base));
             }
             partitions.insert(id, partition);
@@ -525,23 +529,23 @@ fn adopt_log(
     Ok(log)
 }
 
-/// Returns the incarnation or sequence after `highest`. If a missing disk may have some in use,
-/// returns the first one of the range ([`INCARNATIONS_PER_EPOCH`]) after number `epoch`, which is
-/// unused.
-fn next_number(highest: Option<u64>, epoch: Option<u32>) -> u64 {
+/// Returns the number after `highest`. `blind_starts` is given if unknown numbers may be in use:
+/// the result is then at least the first of the next range ([`NUMBERS_PER_RANGE`]), in which none
+/// was assigned.
+fn next_number(highest: Option<u64>, blind_starts: Option<u32>) -> u64 {
     let next = highest.map_or(0, |highest| highest + 1);
-    epoch.map_or(next, |epoch| next.max((u64::from(epoch) + 1) * INCARNATIONS_PER_EPOCH))
+    blind_starts.map_or(next, |starts| next.max((u64::from(starts) + 1) * NUMBERS_PER_RANGE))
 }
 
-/// Returns whether a sequence is missing in any range that has one.
+/// Returns whether a sequence number is missing within a range.
 fn has_gap(numbers: impl Iterator<Item = u64>) -> bool {
-    let mut epochs: HashMap<u64, (u64, u64)> = HashMap::new();
+    let mut ranges: HashMap<u64, (u64, u64)> = HashMap::new();
     for number in numbers {
-        let (count, highest) = epochs.entry(number / INCARNATIONS_PER_EPOCH).or_default();
+        let (count, highest) = ranges.entry(number / NUMBERS_PER_RANGE).or_default();
         *count += 1;
-        *highest = (*highest).max(number % INCARNATIONS_PER_EPOCH);
+        *highest = (*highest).max(number % NUMBERS_PER_RANGE);
     }
-    epochs.values().any(|(count, highest)| *count <= *highest)
+    ranges.values().any(|(count, highest)| *count <= *highest)
 }
 
 fn log_damage(disk: &LocalDisk, path: &Path, reader: &LogReader<'_>) {
@@ -572,14 +576,11 @@ mod tests {
         assert_eq!([next_number(None, None), next_number(Some(7), None)], [0, 8]);
         assert_eq!(
             [next_number(None, Some(0)), next_number(Some(7), Some(2))],
-            [INCARNATIONS_PER_EPOCH, 3 * INCARNATIONS_PER_EPOCH]
+            [NUMBERS_PER_RANGE, 3 * NUMBERS_PER_RANGE]
         );
-        assert_eq!(
-            next_number(Some(3 * INCARNATIONS_PER_EPOCH + 9), Some(0)),
-            3 * INCARNATIONS_PER_EPOCH + 10
-        );
-        assert!(!has_gap([0, 1, 2, INCARNATIONS_PER_EPOCH, INCARNATIONS_PER_EPOCH + 1].into_iter()));
-        assert!(has_gap([0, 2].into_iter()) && has_gap([0, INCARNATIONS_PER_EPOCH + 1].into_iter()));
+        assert_eq!(next_number(Some(3 * NUMBERS_PER_RANGE + 9), Some(0)), 3 * NUMBERS_PER_RANGE + 10);
+        assert!(!has_gap([0, 1, 2, NUMBERS_PER_RANGE, NUMBERS_PER_RANGE + 1].into_iter()));
+        assert!(has_gap([0, 2].into_iter()) && has_gap([0, NUMBERS_PER_RANGE + 1].into_iter()));
         assert!(!has_gap(std::iter::empty()));
     }
 }

@@ -63,7 +63,7 @@ pub(in crate::store) struct DiskScan {
     pub(super) empty_apps: Vec<PathBuf>,
     /// The highest incarnation in the name of an entry that is not a directory. No directory can be
     /// created with that name.
-    pub(super) highest_stray: u64,
+    pub(super) highest_other: u64,
     /// True if part of the disk could not be read.
     pub(in crate::store) has_unread: bool,
 }
@@ -77,7 +77,7 @@ impl DiskScan {
                 self.has_unread |= found.has_unread;
                 self.directories.push(found);
             }
-            None => self.highest_stray = self.highest_stray.max(incarnation),
+            None => self.highest_other = self.highest_other.max(incarnation),
         }
     }
 }

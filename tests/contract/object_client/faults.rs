@@ -24,7 +24,7 @@ fn impatient(server: &S3Server) -> ObjectConfig {
     }
 }
 
-/// Returns a configuration with a few retries and long timeouts.
+/// Returns the same configuration with retries.
 fn patient(server: &S3Server) -> ObjectConfig {
     ObjectConfig { retry_timeout: Duration::from_secs(60), ..impatient(server) }
 }
@@ -84,6 +84,7 @@ async fn read_faults_map_to_errors() {
     opened.end().await;
 }
 
+/// The client has no checksum of a range. Readers verify the checksums of blocks.
 #[tokio::test]
 async fn wrong_bytes_of_right_length_are_returned() {
     let server = S3Server::start().await;
@@ -117,7 +118,7 @@ async fn transient_faults_are_retried_and_counted() {
 }
 
 #[tokio::test]
-async fn cut_response_resumes_at_its_end() {
+async fn cut_response_continues_where_it_ended() {
     let server = S3Server::start().await;
     let opened = open(&patient(&server));
     with_object(&opened).await;
@@ -144,7 +145,7 @@ async fn absurd_declared_length_is_refused() {
 }
 
 #[tokio::test]
-async fn endless_error_body_is_not_read_completely() {
+async fn endless_response_is_not_read_completely() {
     let server = S3Server::start().await;
     let config = ObjectConfig { request_timeout: Duration::from_secs(60), ..impatient(&server) };
     let opened = open(&config);
@@ -153,11 +154,20 @@ async fn endless_error_body_is_not_read_completely() {
     assert_eq!(Failure::classify(&error), Failure::Mismatch, "{error}");
     assert_eq!(opened.metric("object_store_request_failures{reason=\"damaged\"}"), 1.0);
     let received = opened.metric("object_store_received_bytes");
+    // TEXT_BYTES_MAX (16 MiB) and a buffer.
     assert!(received < f64::from(17 << 20), "{received}");
     server.faults.plan(On::Get, 1, &ResponseFault::RefuseEndlessly(403));
     let error = soon(read(&opened)).await.unwrap_err();
     assert_eq!(Failure::classify(&error), refused(StoreRefusal::AccessDenied), "{}", error.to_string().len());
+    // ERROR_BYTES_MAX (64 KiB) and a buffer.
     assert!(opened.metric("object_store_received_bytes") - received < f64::from(1 << 20));
+    opened.end().await;
+}
+
+#[tokio::test]
+async fn list_without_xml_is_an_error() {
+    let server = S3Server::start().await;
+    let opened = open(&impatient(&server));
     server.faults.plan(On::List, 1, &ResponseFault::Text("no XML".to_owned()));
     soon(opened.store.list_with_delimiter(None)).await.unwrap_err();
     opened.end().await;

@@ -1,7 +1,8 @@
-//! Replays recorded sessions of real clients (`*.rec`, see README.md in this folder) in seconds.
+//! Replays recorded sessions of real clients (`*.rec`, see README.md in this folder).
 //!
-//! Each session runs twice: with all blocks in memory, and with everything spilled. To record:
-//! `cargo test --test contract -- --ignored --nocapture record_spark` (needs Java and Maven).
+//! Each session runs twice: with all blocks in memory, and with everything spilled. `record_spark`
+//! records the four sessions of client 0.9.2 again (needs Java and Maven): `cargo test --test
+//! contract -- --ignored --nocapture record_spark`. README.md says how the others were made.
 
 mod record;
 
@@ -32,8 +33,7 @@ const NAMES: [&str; 12] = [
     "spark-4.1.1-client-master-tcp-local.rec",
     "spark-4.1.1-client-master-tcp-memory.rec",
 ];
-/// Limit for the size of all recordings, which are in git. Their common parts take little room in
-/// its packs.
+/// Limit for the size of all recordings, which are in Git. Git stores their common parts once.
 const RECORDINGS_BYTES_MAX: usize = 1_700_000;
 /// Purges continue after the response to an unregistration.
 const CLEAN_DEADLINE: Duration = Duration::from_secs(10);
@@ -62,7 +62,7 @@ impl Server {
         (local(addresses.grpc), local(addresses.tcp.unwrap()))
     }
 
-    /// Waits until no application has data left, and stops.
+    /// Waits until no memory is in use, and stops.
     async fn stop_clean(self) {
         let start = Instant::now();
         loop {
@@ -70,7 +70,7 @@ impl Server {
             if used == 0 {
                 break;
             }
-            assert!(start.elapsed() < CLEAN_DEADLINE, "{used} bytes are in use after the last session");
+            assert!(start.elapsed() < CLEAN_DEADLINE, "{used} bytes are in use after the session");
             sleep(Duration::from_millis(10)).await;
         }
         assert_eq!(self.worker.stop().await, 0, "tasks are still running");
@@ -128,6 +128,7 @@ async fn recorded_sessions_replay_in_memory() {
         let summary = replay(&session, MEMORY).await;
         let summary = summary.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         show(&path, &session, &summary);
+        // AQE splits the skewed join, whose readers then filter by task attempt.
         assert!(summary.filtered_reads > 0, "the skewed join was not split: {summary:?}");
         assert!(summary.blocks_sent > 0 && summary.from_memory + summary.caught_up > 0, "{summary:?}");
     }

@@ -1,5 +1,6 @@
-//! Metrics of the embedded coordinator, with the names of the Java coordinator (docs/protocol.md
-//! §10.4) except for one. [`super::EmbeddedCoordinator`] updates the gauges in its sweeps.
+//! Metrics of the embedded coordinator, with the names of the Java coordinator
+//! (`CoordinatorMetrics`) except for one. [`super::EmbeddedCoordinator`] updates the gauges in its
+//! sweeps.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +15,7 @@ metrics::table! {
         active_servers: IntGauge = "active_server_num", "Workers available for assignment";
         lost_servers: IntGauge = "lost_server_num", "Workers lost after missing heartbeats";
         total_servers: IntGauge = "total_server_num", "Workers with current heartbeats";
-        excluded_servers: IntGauge = "exclude_server_num", "Workers on the exclude list";
+        excluded_servers: IntGauge = "exclude_server_num", "Ids on the exclude list";
         unhealthy_servers: IntGauge = "unhealthy_server_num", "Workers that report themselves unhealthy";
         running_apps: IntGauge = "running_app_num", "Registered applications";
         apps_by_user: IntGaugeVec["user_name"] = "app_num", "Applications per user";
@@ -22,7 +23,7 @@ metrics::table! {
         apps_total: IntCounter = "coordinator_total_app_num", "Applications registered since start";
         access_requests_total: IntCounter = "total_access_request", "Calls of accessCluster";
         candidates_denied_total: IntCounter = "total_candidates_denied_request",
-            "Calls of accessCluster refused because no worker has the tags";
+            "Calls of accessCluster refused because too few active workers have the tags";
         load_denied_total: IntCounter = "total_load_denied_request",
             "Calls of accessCluster refused because too few workers have enough free memory";
         quota_denied_total: IntCounter = "total_quota_denied_request",
@@ -30,6 +31,7 @@ metrics::table! {
     }
 }
 
+// `fill` replaces `{host}` in the name.
 metrics::table! {
     struct StorageMetrics each fill {
         apps: IntGauge = "remote_storage_in_used_{host}", "Applications assigned to this remote storage";
@@ -93,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_documented_name_is_exported_once() {
+    fn every_java_name_is_exported_once() {
         let registry = Registry::new();
         let hosts = ["nn-1.example".to_owned(), "nn-1.example".to_owned()];
         let metrics = Metrics::new(&registry, &hosts).unwrap();

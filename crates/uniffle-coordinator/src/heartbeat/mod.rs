@@ -2,8 +2,8 @@
 //!
 //! Each coordinator has its own task, timer and connection, so that a slow or half-open one does
 //! not delay others. [`ReportSource`] provides the content; the worker starts heartbeats when all
-//! listeners are bound. Invariants: the deadline of a call is the interval. Failures never stop the
-//! heartbeats. A change of state is logged once.
+//! listeners are bound. Invariants: a heartbeat, with its connect, must end within the interval.
+//! Failures never stop the heartbeats. A change of state is logged once.
 
 use std::fmt;
 use std::net::Ipv6Addr;
@@ -115,10 +115,10 @@ pub struct Heartbeats {
 }
 
 metrics::table! {
-    /// Counters of this module.
+    /// Metrics of the heartbeats.
     #[derive(Clone)]
     pub(crate) struct Metrics {
-        heartbeats: IntCounterVec["result"] = "coordinator_heartbeats_total", "Heartbeats sent, by result";
+        heartbeats: IntCounterVec["result"] = "coordinator_heartbeats_total", "Heartbeats, by result";
         up: IntGauge = "coordinators_up", "Coordinators that accepted the latest heartbeat";
     }
 }
@@ -162,7 +162,7 @@ impl Heartbeats {
         self.nudge.send_replace(());
     }
 
-    /// Changes the interval of the heartbeats, and the deadline of each call with it.
+    /// Changes the interval, which is also the deadline of a heartbeat, and sends one at once.
     pub fn set_interval(&self, interval: Duration) {
         self.pace.send_replace(interval);
     }

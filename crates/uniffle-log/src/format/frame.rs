@@ -44,7 +44,7 @@ const TRUNCATED: &str = "record is truncated";
 const MALFORMED: &str = "record is malformed";
 
 const EPOCH: u16 = 0;
-const SAID: u16 = 1;
+const RECORD: u16 = 1;
 const PURGED: u16 = 2;
 const INCOMPLETE: u16 = 3;
 const MOVED: u16 = 4;
@@ -326,7 +326,7 @@ impl FrameContent {
         let (kind, fields, content) = match self {
             Self::Epoch(epoch) => (EPOCH, postcard::to_allocvec(epoch), Bytes::new()),
             Self::Record(shuffle, content) => {
-                (SAID, postcard::to_allocvec(&shuffle.fields()), content.clone())
+                (RECORD, postcard::to_allocvec(&shuffle.fields()), content.clone())
             }
             Self::Purged(shuffle) => (PURGED, postcard::to_allocvec(&shuffle.fields()), Bytes::new()),
             Self::Incomplete(shuffle, gap) => {
@@ -342,7 +342,7 @@ impl FrameContent {
         let shuffle = |payload| Incarnation::from_fields(whole(payload)?);
         match kind {
             EPOCH => Some(Self::Epoch(Box::new(whole(payload)?))),
-            SAID => {
+            RECORD => {
                 let (name, content) = postcard::take_from_bytes(payload).ok()?;
                 Some(Self::Record(Incarnation::from_fields(name)?, Bytes::copy_from_slice(content)))
             }

@@ -20,9 +20,9 @@ use uniffle_io::{File, WriteOpen};
 #[derive(Debug)]
 pub struct Scratch {
     directories: Vec<Directory>,
-    /// Directory below each data directory in which a file has its name until it is open. Files
-    /// that a kill leaves there are removed.
-    place: PathBuf,
+    /// Directory below each data directory in which a file is created before its name is removed:
+    /// the trash, which is emptied regularly, also of names that a kill or a timeout leaves there.
+    trash: PathBuf,
     deadline: Duration,
     turn: Mutex<()>,
 }
@@ -30,12 +30,12 @@ pub struct Scratch {
 impl Scratch {
     /// Creates the factory without a file. An operation that exceeds `deadline` has failed.
     #[must_use]
-    pub fn new(directories: Vec<Directory>, place: &Path, deadline: Duration) -> Self {
-        Self { directories, place: place.to_path_buf(), deadline, turn: Mutex::default() }
+    pub fn new(directories: Vec<Directory>, trash: &Path, deadline: Duration) -> Self {
+        Self { directories, trash: trash.to_path_buf(), deadline, turn: Mutex::default() }
     }
 
-    /// Waits until no other caller writes, because the memory for writing exists once. Returns a
-    /// guard of the caller's turn.
+    /// Waits until no other caller writes. Hold the guard while writing: the buffers are not
+    /// charged to a budget, so only one caller at a time may have them.
     pub async fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().await
     }
@@ -43,7 +43,7 @@ impl Scratch {
     /// Creates a file.
     ///
     /// # Errors
-    /// The error of the last directory, if none is writable.
+    /// `StorageFull` if no directory is writable, otherwise the error of the last one tried.
     pub(crate) async fn file(&self) -> io::Result<ScratchFile> {
         let mut ranked: Vec<_> = self.directories.iter().filter_map(|it| Some((it.rank()?, it))).collect();
         ranked.sort_by_key(|(rank, _)| *rank);
@@ -62,11 +62,11 @@ impl Scratch {
 
     async fn file_in(&self, directory: &Directory) -> io::Result<ScratchFile> {
         let (io, deadline) = (&directory.io, self.deadline);
-        let path = self.place.join(Uuid::new_v4().to_string());
+        let path = self.trash.join(Uuid::new_v4().to_string());
         let new = WriteOpen { create: true, ..WriteOpen::default() };
         let writer = within(deadline, io.open_write(&path, new)).await?;
         let reader = within(deadline, io.open_read(&path)).await;
-        // A caller that empties the directory may have been first.
+        // Removes the file, which is empty, at once. Whoever empties the trash may have been first.
         match within(deadline, io.remove_part(&path, 0)).await {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             Ok(_) | Err(_) => {}

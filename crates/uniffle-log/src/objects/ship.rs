@@ -21,8 +21,8 @@ use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 
 pub(crate) use self::queue::CheckpointSource;
-pub use self::queue::REFRESH;
 use self::queue::{LogOrigin, ShipperState, State};
+pub use self::task::REFRESH;
 use self::task::Task;
 use super::object::LogObjects;
 use super::shipped::ShippedLog;

@@ -29,7 +29,7 @@ pub(super) const PARTITIONS: i32 = 6;
 
 pub(super) const LAYOUT: IdLayout = IdLayout::SPARK;
 
-/// Time limit for blocks in remote files to become readable after a disturbance.
+/// Time limit for blocks in remote files to become readable.
 const REMOTE_WAIT_MAX: Duration = Duration::from_secs(120);
 
 /// A worker's remote files, as its clients see them.
@@ -51,10 +51,10 @@ pub type RemoteRead<'a> = BoxFuture<'a, Result<BTreeMap<BlockId, Bytes>, String>
 #[derive(Debug, Clone)]
 pub(super) struct Clients {
     pub(super) history: Arc<Mutex<CheckedHistory>>,
-    /// Set just before the process is killed. A read may begin before and end after the kill,
-    /// without the lost blocks. Java's client detects this by the expected ids.
+    /// Set just before the process is killed. A read may begin before and end after the kill, and
+    /// is then refused because blocks are lost. Such refusals are no fault.
     pub(super) killed: Arc<AtomicBool>,
-    /// Set while remote files cannot be read completely.
+    /// Set from the disturbance of the remote files to the end of the round.
     pub(super) disturbed: Arc<AtomicBool>,
     pub(super) remote: Option<Arc<dyn RemoteReads>>,
     pub(super) ports: (u16, u16),
@@ -76,11 +76,13 @@ impl Clients {
         while let Ok(client) = self.grpc().await {
             let Ok((tcp, driver)) = TcpClient::connect(local(self.ports.1)).await else { return };
             tasks.spawn("tcp client", driver);
-            while self.one_task(id, &mut random, &client, &tcp).await.is_ok() {}
+            while self.one_batch(id, &mut random, &client, &tcp).await.is_ok() {}
         }
     }
 
-    async fn one_task(
+    /// Sends up to seven blocks, each of a task of its own, and reports them in one call. The
+    /// oracle filters reads by task, so it can leave out each lost block separately.
+    async fn one_batch(
         &self,
         id: i32,
         random: &mut ChaCha8Rng,
@@ -91,8 +93,6 @@ impl Clients {
         let mut batch: BTreeMap<i32, Vec<Block>> = BTreeMap::new();
         let mut task = TaskAttemptId(0);
         for _ in 0..random.random_range(1..8) {
-            // Every task has one block: readers filter by task, so they can avoid each lost block
-            // separately.
             task = self.history.lock().new_task();
             let partition = random.random_range(0..PARTITIONS);
             let length = if random.random_bool(0.1) { 200_000 } else { 20_000 };
@@ -177,9 +177,10 @@ async fn read_all(
     Ok(found)
 }
 
-/// Reads until all expected blocks are found or the time limit is reached. Java's client sees the
-/// last HDFS block of a file that is being appended to, this client does not. A file that was left
-/// open is visible to neither before it is closed. Lost blocks never come back.
+/// Reads once. With undisturbed remote files, repeats until all expected blocks are found or the
+/// time limit is reached. Java's client sees the last HDFS block of a file that is being appended
+/// to, [`RemoteReads`] does not. A file that was left open is visible to neither before it is
+/// closed. Lost blocks never come back.
 pub(super) async fn read_with_retries(
     client: &ShuffleClient,
     remote: Option<&dyn RemoteReads>,

@@ -21,14 +21,15 @@ pub(super) fn success(text: &str) -> StatusText {
     (StatusCode::Success.into(), text.to_owned())
 }
 
-/// Logs a refusal of the service and converts it.
+/// Converts a refusal of the service. Logs it if the client is at fault.
 pub(in crate::listeners::grpc) fn refusal(service: &Service, error: &ServiceError) -> StatusText {
     service.note_refusal(LISTENER, error);
     (error.status().into(), error.to_string())
 }
 
-/// Logs a call that ends with a gRPC error, unless the client left or was slow, or the heap is
-/// full.
+/// Logs a call as malformed if its gRPC status is Internal, `ResourceExhausted` or Unimplemented,
+/// unless the heap is full. That includes failures of the worker's own threads, and clients that
+/// were too slow while others waited for memory.
 pub(in crate::listeners::grpc) fn note_broken_call(service: &Service, status: &Status) {
     if is_heap_full(status) {
         return;
@@ -49,7 +50,8 @@ pub(super) fn verdict(service: &Service, result: Result<(), ServiceError>, text:
     }
 }
 
-/// Returns the status of a call that this worker does not offer.
+/// Returns the status of a call that this worker does not offer: INTERNAL_ERROR, as Java without
+/// remote merge.
 pub(super) fn not_offered(text: &str) -> StatusText {
     (StatusCode::InternalError.into(), text.to_owned())
 }
@@ -110,7 +112,7 @@ mod tests {
     const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
     #[test]
-    fn registration_keeps_every_field() {
+    fn registration_keeps_the_fields_of_the_service() {
         let remote = proto::RemoteStorage {
             path: "hdfs://n/uniffle".into(),
             remote_storage_conf: vec![proto::RemoteStorageConfItem {

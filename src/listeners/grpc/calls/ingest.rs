@@ -1,12 +1,14 @@
-//! `sendShuffleData`: feeds HTTP/2 DATA frames through the decoder into the service's send session,
-//! while they are in the processor's cache. No message is buffered as a whole.
+//! `sendShuffleData` and `requireBuffer`. A send feeds HTTP/2 DATA frames through the decoder into
+//! the service's send session, while they are in the processor's cache. No message of a send is
+//! buffered as a whole.
 //!
 //! Tickets, limits and statuses belong to the session, the format to `wire::send_message`.
 //!
 //! Invariant: the session is committed only when the whole message was decoded and the client has
-//! half-closed. Any other exit drops it, which undoes everything. A refusal may be sent early. The
-//! rest of the request is then read and discarded in a bounded task, so that the client sees the
-//! response and not a reset stream.
+//! half-closed. Any earlier exit drops it, which undoes everything. A commit that has begun
+//! completes even if the deadline passes. A refusal may be sent early. The rest of the request is
+//! then read and discarded in a bounded task, so that the client sees the response and not a reset
+//! stream.
 
 use std::sync::Arc;
 
@@ -323,7 +325,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn non_waiting_send_ends_without_a_frame() {
+    async fn slow_send_ends_without_another_frame() {
+        // The first piece has 5 bytes of prefix and 995 of the message.
         let all = framed(&request(), 1000);
         for (needed, waits) in [(1000, false), (900, true)] {
             let (sender, receiver) = futures::channel::mpsc::unbounded();

@@ -1,4 +1,5 @@
-//! gRPC's framing of one unary message over an HTTP body, and the HTTP frame of every response.
+//! gRPC's framing of one unary message over an HTTP body, and the headers and trailers of responses
+//! that are built without tonic.
 //!
 //! It does not interpret messages. Invariant: no buffer is sized by an announced length before that
 //! is checked.
@@ -18,7 +19,7 @@ use tonic::{Code, Status};
 use super::progress::FrameWait;
 use crate::clock::Instant;
 
-/// One byte of flags and the message's length, big-endian.
+/// Size of the prefix: one byte of flags and the message's length, big-endian.
 pub(super) const PREFIX_BYTES: usize = 5;
 
 /// Bounds of a request body: `Incoming` in the server, a scripted body in tests.
@@ -29,7 +30,8 @@ pub(in crate::listeners::grpc) trait RequestBody:
 impl<B: http_body::Body<Data = Bytes, Error: std::fmt::Display> + Send + Unpin + 'static> RequestBody for B {}
 
 /// Returns the next data of `body`, never empty, or `None` at its end. Taking data releases flow
-/// control. The caller has `grpc.frame_timeout_sec` for each frame.
+/// control. Within a call, the client has `grpc.frame_timeout_sec` for each frame, and less while
+/// the connection closes. Outside of calls there is no deadline.
 pub(in crate::listeners::grpc) async fn next_data<B: RequestBody>(
     body: &mut B,
 ) -> Result<Option<Bytes>, Status> {
@@ -39,7 +41,8 @@ pub(in crate::listeners::grpc) async fn next_data<B: RequestBody>(
 }
 
 /// Returns the next data like [`next_data`]. While none has arrived, `check` decides whether to
-/// wait further and returns when to check again. Its error ends the wait.
+/// wait further. It returns when to check again, or `None` if only the frame's deadline counts. The
+/// outer error is a broken call, the inner one is that of `check`, which ends the wait.
 pub(in crate::listeners::grpc) async fn next_data_paced<B: RequestBody, E>(
     body: &mut B,
     mut check: impl FnMut(Instant) -> Result<Option<Instant>, E>,
@@ -120,7 +123,7 @@ pub(in crate::listeners::grpc) fn respond_message(message: &impl Message) -> htt
     let length = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(PREFIX_BYTES + length);
     bytes.extend_from_slice(&[0]);
-    // These messages are a status and a text, so the length fits.
+    // The largest have a status, a text and the partition ids of a ticket request. The length fits.
     bytes.extend_from_slice(&u32::try_from(length).unwrap_or(u32::MAX).to_be_bytes());
     message.encode_raw(&mut bytes);
     let body = http_body_util::Full::new(bytes.freeze());

@@ -14,7 +14,7 @@ use rand::RngExt as _;
 
 use super::super::object_file::ObjectFile;
 use super::super::shipped::ShippedLog;
-use super::queue::{CheckpointSource, LogOrigin, REFRESH, ShipperState};
+use super::queue::{CheckpointSource, LogOrigin, ShipperState};
 use crate::LogError;
 use crate::contents::{Contents, Order};
 use crate::format::frame::{Epoch, FrameContent, Gap, Incarnation};
@@ -24,6 +24,9 @@ use crate::write::checkpoint::{CHUNK_BYTES, CHUNK_FRAMES, Checkpoint, Checkpoint
 use uniffle_base::budget::Budget;
 use uniffle_base::clock::{Instant, sleep};
 
+/// Maximum age of a generation, so that a bucket rule that deletes objects by age does not delete
+/// the log.
+pub const REFRESH: Duration = Duration::from_secs(12 * 3600);
 /// Number of objects after a checkpoint that begins the next one. A start reads objects with
 /// bounded concurrency.
 pub(super) const OBJECTS_MAX: usize = 1000;
