@@ -19,6 +19,10 @@ use crate::options::BaselineArgs;
 use crate::process::thread_cpu_seconds;
 use crate::report::{BaselineResult, GB};
 
+/// A small send of the presets and of Spark with many partitions.
+const REQUEST_BYTES: usize = 16 << 10;
+/// Bytes of a request or response without blocks.
+const HEADER_BYTES: usize = 64;
 /// Bytes per call.
 const CHUNK_BYTES: usize = 1 << 20;
 /// Buffer that stays in a core's cache.
@@ -67,13 +71,49 @@ pub(crate) fn network(bytes: usize, connections: usize) -> anyhow::Result<Vec<Ba
     let into_memory = measure_receive(RECEIVE, RING_BYTES, receive)?;
     let discarded = measure_receive("socket, discarded", CHUNK_BYTES, receive)?;
     let checked = measure_receive("socket, checked, to warm memory", RING_BYTES, check_and_place)?;
+    let requests = request_response(bytes, connections)?;
     let from_memory = run_senders(SEND, bytes, connections, |stream, connection_bytes| {
         let ring = warm(RING_BYTES);
         let cpu = thread_cpu_seconds();
         send(stream, &ring, connection_bytes)?;
         Ok(thread_cpu_seconds() - cpu)
     })?;
-    Ok(vec![into_memory, discarded, checked, from_memory])
+    Ok(vec![into_memory, discarded, checked, requests, from_memory])
+}
+
+/// Measures small sends: a request without blocks, which stands for a ticket, and one with 16 KiB,
+/// each answered before the next.
+fn request_response(bytes: usize, connections: usize) -> anyhow::Result<BaselineResult> {
+    let rounds = |connection_bytes: usize| connection_bytes / REQUEST_BYTES;
+    run_pairs(
+        "ticket and send of 16 KiB, answered",
+        bytes,
+        connections,
+        |stream, connection_bytes| {
+            let (mut hot, mut memory) = (warm(REQUEST_BYTES), warm(RING_BYTES));
+            let cpu = thread_cpu_seconds();
+            for slot in (0..RING_BYTES / REQUEST_BYTES).cycle().take(rounds(connection_bytes)) {
+                for length in [HEADER_BYTES, REQUEST_BYTES] {
+                    stream.read_exact(&mut hot[..length])?;
+                    stream.write_all(&hot[..HEADER_BYTES])?;
+                }
+                std::hint::black_box(crc32fast::hash(&hot));
+                memory[slot * REQUEST_BYTES..][..REQUEST_BYTES].copy_from_slice(&hot);
+            }
+            Ok(thread_cpu_seconds() - cpu)
+        },
+        |stream, connection_bytes| {
+            let mut hot = warm(REQUEST_BYTES);
+            let cpu = thread_cpu_seconds();
+            for _ in 0..rounds(connection_bytes) {
+                for length in [HEADER_BYTES, REQUEST_BYTES] {
+                    stream.write_all(&hot[..length])?;
+                    stream.read_exact(&mut hot[..HEADER_BYTES])?;
+                }
+            }
+            Ok(thread_cpu_seconds() - cpu)
+        },
+    )
 }
 
 fn warm(bytes: usize) -> Vec<u8> {
