@@ -2,7 +2,7 @@
 //! lack. Reports tests that are skipped or weakened, and runs a test in its own process.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use crate::say;
 
@@ -83,8 +83,10 @@ pub fn alone(test: &str) -> bool {
         return true;
     }
     let mut again = Command::new(std::env::current_exe().expect("the path of the test is known"));
-    let status =
-        again.args(["--exact", test, "--nocapture"]).env(ALONE, "1").status().expect("cannot start the test");
-    assert!(status.success(), "{test} failed in its own process: {status}");
+    let again = again.args(["--exact", test, "--nocapture"]).env(ALONE, "1");
+    let output = again.stderr(Stdio::inherit()).output().expect("cannot start the test");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{test} failed in its own process: {}\n{text}", output.status);
+    assert!(text.contains("test result: ok. 1 passed"), "{test} is not the name of a test:\n{text}");
     false
 }

@@ -65,7 +65,7 @@ async fn transit_errors_are_reread_and_stored_ones_reported() {
     };
     process.store.set(once);
     let read = process.tier.data(&key(1), PartitionId(0), 0, 400).unwrap();
-    assert_eq!(all(read.chunks).await.unwrap().len(), 400);
+    assert_eq!(read_to_end(read.chunks).await.unwrap().len(), 400);
 
     process.store.set(|call, _| if call == Call::Get { ObjectFault::Flip } else { ObjectFault::None });
     let read = process.tier.data(&key(1), PartitionId(0), 100, 200).unwrap();
@@ -75,7 +75,7 @@ async fn transit_errors_are_reread_and_stored_ones_reported() {
     // Bytes at the edges of a range belong to blocks that lie only partly in it, so they are not
     // verified.
     let read = process.tier.data(&key(1), PartitionId(0), 1, 50).unwrap();
-    assert_eq!(all(read.chunks).await.unwrap().len(), 50);
+    assert_eq!(read_to_end(read.chunks).await.unwrap().len(), 50);
 }
 
 /// Regression test: reads of a segment that was deleted at run time failed for ever, and its blocks

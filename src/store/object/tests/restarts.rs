@@ -46,7 +46,7 @@ async fn empty_machine_serves_uploaded_data() {
         all_records(&mut recovered).await.into_iter().map(|(key, it)| (key.shuffle.0, it)).collect();
     assert_eq!(texts, [(1, "registration".into()), (2, "registration".into()), (2, "report".into())]);
     let index = process.tier.index(&key(1), PartitionId(0)).unwrap();
-    assert_eq!(all(index.chunks).await.unwrap(), before, "the offset of a block has changed");
+    assert_eq!(read_to_end(index.chunks).await.unwrap(), before, "the offset of a block has changed");
     assert_eq!(process.read(&key(2), 0).await.unwrap(), expected(0..12, 500));
 
     // The second process appends to the stream of the first, and a third one recovers both.
