@@ -95,15 +95,30 @@ fn chart_values_reach_the_configuration() {
     let expected = (0..3).map(|n| format!("uniffle-worker-{n}.uniffle-worker:{}", config.worker.grpc_port));
     assert_eq!(names, expected.collect::<Vec<_>>());
     assert_eq!(config.memory.capacity_bytes, 3 << 30);
-    // The volume holds the memory file, and the limit another GiB.
+    // The volume holds the memory file.
     let size = |key: &str| text.split_once(key).unwrap().1.lines().next().unwrap().to_owned();
     let volume: u64 = size("sizeLimit: ").strip_suffix("Mi").unwrap().parse().unwrap();
     assert!(volume << 20 >= (3 << 30) / 100 * 102 + (4 << 20));
-    assert_eq!(size("            limits:\n              memory: "), "4Gi");
     for needed in ["registry:5000/worker:x", "storageClassName: fast", "disk: nvme", "release: p"] {
         assert!(text.contains(needed), "{needed}");
     }
     assert!(!text.contains("prometheus.io/scrape"));
+}
+
+#[test]
+fn chart_limits_memory_to_the_bound_of_the_process() {
+    for gib in [1u64, 3, 12, 16, 17, 36, 37, 64, 512] {
+        let Some(text) = rendered(&[&format!("--set=memoryGiB={gib}")]) else { return };
+        for key in ["            requests:\n", "            limits:\n"] {
+            let memory = text.split_once(key).unwrap().1.split_once("memory: ").unwrap().1;
+            let limit: u64 = memory.split_once("Gi\n").unwrap().0.parse().unwrap();
+            let bound = (gib << 30) / 20 * 21 + (200 << 20);
+            assert!(
+                limit << 30 >= bound && (limit - 1) << 30 < bound,
+                "{gib} GiB have a limit of {limit} GiB"
+            );
+        }
+    }
 }
 
 #[test]
