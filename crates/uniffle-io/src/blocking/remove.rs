@@ -17,10 +17,13 @@ const NAME_BYTES: u64 = 64 << 10;
 /// truncated page.
 const CUT_ALIGN: u64 = 1 << 20;
 
-/// Frees about `bytes_max` bytes of the file `path` or of the tree below it. Returns true once
-/// `path` is gone.
+/// Frees about `bytes_max` bytes, or [`CUT_ALIGN`] if that is more, of the file `path` or of the
+/// tree below it. Returns true once `path` is gone.
+///
+/// Every part removes a name or truncates a file: fewer bytes than [`CUT_ALIGN`] remain only after
+/// a name was removed.
 pub(super) fn remove_part(path: &Path, bytes_max: u64) -> io::Result<bool> {
-    let mut left = bytes_max.max(NAME_BYTES);
+    let mut left = bytes_max.max(CUT_ALIGN);
     remove_entry(path, path.symlink_metadata()?.file_type(), &mut left)
 }
 
@@ -46,13 +49,16 @@ fn remove_below(path: &Path, left: &mut u64) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Removes a file, or truncates it if it is larger than the remaining bytes.
+/// Removes a file, or truncates it if it exceeds the remaining bytes by more than [`CUT_ALIGN`].
+/// If no aligned length frees anything, the file stays as it is for the next part.
 fn remove_file(path: &Path, is_regular: bool, left: &mut u64) -> io::Result<bool> {
     let length = path.symlink_metadata()?.len();
     if is_regular && length > left.saturating_add(CUT_ALIGN) {
-        let kept = (length - *left).next_multiple_of(CUT_ALIGN).min(length - 1);
-        let flags = OFlags::NOFOLLOW.bits().cast_signed();
-        OpenOptions::new().write(true).custom_flags(flags).open(path)?.set_len(kept)?;
+        let kept = (length - *left).next_multiple_of(CUT_ALIGN);
+        if kept < length {
+            let flags = OFlags::NOFOLLOW.bits().cast_signed();
+            OpenOptions::new().write(true).custom_flags(flags).open(path)?.set_len(kept)?;
+        }
         *left = 0;
         return Ok(false);
     }
@@ -95,6 +101,26 @@ mod tests {
         assert!(!remove_part(&file, 3 * MIB).unwrap());
         assert_eq!(file.metadata().unwrap().len(), 2 * MIB);
         assert!(remove_part(&file, 3 * MIB).unwrap() && !file.exists());
+    }
+
+    #[test]
+    fn cuts_are_aligned_if_few_bytes_of_a_part_remain() {
+        let root = tempfile::tempdir().unwrap();
+        let file = root.path().join("file");
+        let length = || file.metadata().unwrap().len();
+        std::fs::write(&file, vec![7; usize::try_from(7 * MIB / 4).unwrap()]).unwrap();
+        let mut left = MIB / 2;
+        assert!(!remove_file(&file, true, &mut left).unwrap());
+        assert_eq!((length(), left), (7 * MIB / 4, 0), "a cut of less than a MiB must wait");
+
+        std::fs::write(&file, vec![7; usize::try_from(3 * MIB + 5).unwrap()]).unwrap();
+        let mut lengths = Vec::new();
+        while !remove_part(&file, 0).unwrap() {
+            lengths.push(length());
+            assert!(lengths.len() < 10, "every part must free something: {lengths:?}");
+        }
+        assert_eq!(lengths, [3 * MIB, 2 * MIB]);
+        assert!(!file.exists());
     }
 
     #[test]
