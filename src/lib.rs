@@ -3,7 +3,7 @@
 //! | layer | modules | does |
 //! | --- | --- | --- |
 //! | composition | [`server`], [`config`] | builds and stops all parts in order |
-//! | listeners | [`listeners`] | translate, never decide |
+//! | listeners | [`listeners`] | translate; decide only whom they serve |
 //! | service | [`service`] | decides: register, write, report, read, purge |
 //! | flush | [`flush`] | moves data from memory to the tiers, at its own pace |
 //! | remote | [`remote`] | tiers whose files clients read themselves |

@@ -1,4 +1,5 @@
-//! The listeners: they translate protocols into calls of the service, and decide nothing.
+//! The listeners: they translate protocols into calls of the service, and decide only which
+//! connections and callers they serve.
 //!
 //! [`acceptor`] accepts all connections and limits their number; [`grpc`], [`tcp`] and [`http`]
 //! serve them. The constants here bound how long a peer may delay others that wait for memory, or a

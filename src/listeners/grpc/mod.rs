@@ -1,5 +1,5 @@
 //! The gRPC listener: translates calls of `rss.common` into calls of [`crate::service`], and
-//! decides nothing.
+//! decides only which connections and callers it serves.
 //!
 //! Five hot methods (`requireBuffer`, `sendShuffleData` and the three data reads) bypass tonic's
 //! router and work on HTTP/2 frames, so payload is never collected into a message. Registrations,

@@ -1,5 +1,5 @@
 //! The raw TCP listener (docs/protocol.md §7): translates frames into calls of the service, and
-//! decides nothing. Code, logs and task names say *tcp*.
+//! decides only which connections it serves. Code, logs and task names say *tcp*.
 //!
 //! The [`reader`] walks frames ([`frames`]), answers quick memory reads at once and spawns tasks
 //! for other reads ([`dispatch`]). The [`writer`] sends replies in the order in which they become

@@ -1,5 +1,5 @@
 //! gRPC methods by topic. Each translates its request into a call of the service, and the result
-//! into a response. It decides nothing.
+//! into a response. Only `internal` decides something: whose calls it accepts.
 
 pub(super) mod bookkeeping;
 pub(super) mod convert;
