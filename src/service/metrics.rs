@@ -18,7 +18,8 @@ metrics::table! {
         received_bytes: IntCounter =
             "total_received_data", "Payload bytes of acknowledged blocks", also "total_memory_used";
         received_blocks: IntCounter = "total_received_blocks", "Acknowledged blocks";
-        rejected_sends: IntCounter = "total_rejected_sends", "Sends refused after their header was read";
+        rejected_sends: IntCounter = "total_rejected_sends",
+            "Sends refused or ended early after their header was read";
         slow_sends_ended: IntCounter = "slow_sends_ended_total",
             "Slow sends ended while another application waited for memory";
         crc_mismatches: IntCounter =
@@ -64,7 +65,7 @@ metrics::table! {
         hard_limit_exceeded: IntCounter = "total_huge_partition_exceed_hard_limit_num",
             "Requests refused permanently because a partition exceeds its hard limit";
         splits: IntCounter = "hard_split_count",
-            "Partitions split: clients were told in requireBuffer to write elsewhere";
+            "Partitions that requireBuffer told clients to write elsewhere, once per response";
         app_removal: Histogram = "total_remove_resource_time",
             "Seconds to remove an application, files included", in metrics::SECONDS_BUCKETS;
         shuffle_removal: Histogram = "total_remove_resource_by_shuffle_ids_time",
