@@ -218,14 +218,14 @@ const OTHERS: &[(&str, &str)] = &[
     ("rss.server.buffer.", "memory is one region, divided into segments"),
     ("rss.server.event.size.threshold.", "histogram buckets are fixed"),
     ("rss.server.index.size.hint", BUFFERS),
-    ("rss.server.leak.shuffledata.check.interval", "leftovers are deleted at start and at purge"),
+    ("rss.server.leak.shuffledata.check.interval", "leftovers are deleted periodically"),
     ("rss.server.topN.", BUILT_IN),
     ("rss.server.summary.metric.", "summaries are histograms"),
     ("rss.server.metrics.", "histogram buckets are fixed"),
     ("rss.server.displayMetricsList", BUILT_IN),
     ("rss.server.log.app.detail.", "see /api/v1/apps/APP/explain"),
     ("rss.server.blockIdManagerClass", BUILT_IN),
-    ("rss.server.localStorageManagerClass", "a partition is always spread over all disks"),
+    ("rss.server.localStorageManagerClass", "a batch goes to any disk, so a partition may be on several"),
     ("rss.server.merge.", MERGE),
     ("rss.server.hadoop.", "set Hadoop's settings in the files of HADOOP_CONF_DIR"),
     ("rss.server.id", "the id consists of address and ports"),
@@ -250,7 +250,8 @@ pub(super) fn read(text: &str) -> Option<ImportedKeys> {
     let mut given = properties(text);
     given.keys().find(|key| key.starts_with("rss."))?;
     let mut found = ImportedKeys::default();
-    // Kerberos and Netty keys have no effect in Java unless these settings enable them.
+    // Java ignores Kerberos keys unless Kerberos is enabled, and the Netty port if the type of the
+    // server is GRPC.
     let is_true = |value: Option<&String>| value.is_some_and(|value| value.eq_ignore_ascii_case("true"));
     let has_kerberos = is_true(given.get("rss.security.hadoop.kerberos.enable"));
     let is_grpc_only =
