@@ -69,7 +69,7 @@ pub struct Flusher {
     /// Cloned by every batch: the number of clones is the number of batches not yet in a tier.
     batch_token: Arc<()>,
     wake: tokio::sync::Notify,
-    /// True while memory is drained before the process ends. Every tier is tried then. The pause of
+    /// True while memory is flushed before the process ends. Every tier is tried then. The pause of
     /// a batch that failed before is cut short; later failures have the usual backoff.
     pub(super) draining: watch::Sender<bool>,
     /// Gate that every batch passes before it is written.
@@ -267,15 +267,16 @@ impl Flusher {
         self.metrics.all.failed_writes.get()
     }
 
-    /// Flushes everything in memory (operator request, tests). Buffers with too many batches in
-    /// flight follow as soon as one of them ends.
+    /// Flushes everything in memory (operator request, stop, tests). Buffers with too many batches
+    /// in flight follow as soon as one of them ends.
     pub fn flush_all(&self) {
         let candidates = self.memory.candidates();
         self.flush_these(candidates.iter());
     }
 
     /// Flushes regardless of the watermarks until memory is empty, including data that arrives
-    /// meanwhile, or until `deadline`. Returns whether memory is empty.
+    /// meanwhile, or until `deadline`. Returns whether memory is empty. Not the operator's drain:
+    /// only a stop calls this.
     pub async fn drain(self: &Arc<Self>, deadline: Instant) -> bool {
         self.draining.send_replace(true);
         let emptied = loop {

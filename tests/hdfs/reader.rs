@@ -9,7 +9,7 @@ use uniffle_worker::remote::hdfs::RemoteFs;
 use uniffle_worker::store::{StoreError, StoreErrorKind};
 
 /// Returns the blocks by id. Panics where the client would fail, such as at an index without a data
-/// file.
+/// file, and if the directory cannot be listed.
 pub(crate) async fn read_directory(fs: &dyn RemoteFs, path: &str, server_id: &str) -> BTreeMap<i64, Bytes> {
     try_read_directory(fs, path, server_id).await.unwrap()
 }

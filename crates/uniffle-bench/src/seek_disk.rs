@@ -18,7 +18,7 @@ use uniffle_testkit::memory_disk::MemoryDisk;
 
 /// Seek and half a rotation of a disk with 7,200 rotations per minute.
 const SEEK_SECONDS: f64 = 0.0085 + 0.0042;
-/// The disks of Uniffle's field report have 150 MB/s.
+/// Sequential speed of a rotating disk.
 pub(crate) const BYTES_PER_SECOND: f64 = 150e6;
 
 /// Accumulated work of the head.

@@ -2,10 +2,12 @@
 //!
 //! A request may name any number of partitions, repeatedly, and a response is as large as the
 //! reports. The number of partitions is therefore bounded, and each is queried once. Sets are
-//! cloned under the lock a few at a time, and work of more than about a millisecond runs on a
-//! blocking thread. The response is encoded while the sets are merged, without a union in memory.
-//! Memory is charged before it is used, except for ids read from disk. Results of a shuffle whose
-//! reports may be missing must be refused, because short results lose data silently.
+//! cloned under the lock, at most 1024 at a time, and work of more than about a millisecond runs on
+//! a blocking thread. The response is encoded while the sets are merged, without a union in memory.
+//!
+//! The memory of a response is charged before it is built. Sets are cloned before their charge,
+//! since clones share most of their heap. Ids on disk are charged after they are read. Results of a
+//! shuffle whose reports may be missing must be refused, because short results lose data silently.
 
 use std::sync::Arc;
 
@@ -126,8 +128,8 @@ impl Reads {
         self.read_runs(shuffle, distinct(partitions.to_vec()), answers).await
     }
 
-    /// Returns the results of a shuffle with ids on disk. Each set is charged after it is read,
-    /// because its size is not known before.
+    /// Returns the results of a shuffle with ids on disk. Each set from disk is charged after it is
+    /// read, because its size is not known before.
     async fn read_runs(
         &self,
         shuffle: Arc<ShuffleState>,

@@ -215,7 +215,7 @@ async fn read_of(fixture: &Fixture, app: &str, bytes: u64) -> Result<DataAnswer,
 async fn unread_local_reads_do_not_block_other_applications() {
     const READS: usize = 200;
     let small: Vec<String> = (0..5).map(|n| format!("small-{n}")).collect();
-    // The disk allows as many bytes as the read pool of the fixture.
+    // The store divides as many bytes as the fixture's read pool has: the disk gets half of them.
     let local = LocalConfig { read_memory_bytes: 4 * MIB, ..LocalConfig::default() };
     let mut fixture = Fixture::with(local, PartitionLimits::default(), quiet()).await;
     fixture.send(3, 1_000_000).unwrap();

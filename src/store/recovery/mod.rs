@@ -1,4 +1,5 @@
 //! Recovery at a start: scanning disks, listing the bucket, and rebuilding the extent map.
+//! [`take_over`] also writes the records of shuffles later.
 //!
 //! Invariant: extents keep the bases that clients know, and new ones begin after all bytes that may
 //! have been published. A missing part becomes a hole or a reason, never silence.

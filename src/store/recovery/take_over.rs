@@ -172,7 +172,7 @@ impl LocalStore {
         }
     }
 
-    /// Returns whether a purge is not in the metadata log yet.
+    /// Returns true while a purge is not in the metadata log. Logged ones may count for a while.
     pub(in crate::store) fn has_purges_to_note(&self) -> bool {
         !self.pending_purges.is_empty()
     }

@@ -50,7 +50,7 @@ impl PurgeNotes {
         self.pending.lock().shuffles.iter().any(|it| is_of(it) && !it.purge_is_logged())
     }
 
-    /// Returns whether all purges are logged.
+    /// Returns false while a purge is not logged. Logged ones may count until a round has ended.
     pub(in crate::store) fn is_empty(&self) -> bool {
         self.pending.lock().shuffles.is_empty()
     }

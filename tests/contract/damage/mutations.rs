@@ -218,7 +218,7 @@ fn remove(files: Vec<std::path::PathBuf>, which: impl Fn(&Path) -> bool, remove:
     files.iter().filter(|path| which(path)).for_each(|path| remove(path));
 }
 
-/// Returns whether the file is neither data, index nor claim.
+/// Returns whether the file is neither data, index nor claim, and is not in the trash.
 fn is_metadata(path: &Path) -> bool {
     let of_data = path.extension().is_some_and(|extension| extension == "data" || extension == "index");
     !of_data && !is_claim(path) && !path.starts_with("trash")

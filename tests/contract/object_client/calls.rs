@@ -1,5 +1,5 @@
-//! Reads, writes, uploads, lists and deletions, which every store answers equally, with both
-//! settings of the upload check.
+//! Reads, writes, uploads, lists and deletions, which every store answers equally. The in-process
+//! store also gets writes and uploads with the other settings of the upload check.
 
 use std::sync::Arc;
 

@@ -1,6 +1,7 @@
 //! Another process fills the worker's tmpfs before a shuffle is registered, so the memory file has
 //! no slot for the shuffle's tables. The shuffle gets a slot once there is space, and survives a
-//! kill from then on. Skipped where a tmpfs cannot be mounted, except in CI.
+//! kill from then on. Skipped where a tmpfs cannot be mounted. This is a failure in CI if the
+//! process may mount.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::time::Duration;

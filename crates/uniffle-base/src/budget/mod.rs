@@ -1,8 +1,8 @@
 //! Bounded amounts as values with `Drop`, the budget of the heap, and the division of the process's
 //! memory.
 //!
-//! This module holds no memory and decides nothing about its use. Every layer uses it, so it knows
-//! none of them.
+//! This module counts memory but holds none. It decides how much each kind of use may take, not
+//! what the memory is used for. All layers above use it, so it knows none of them.
 
 pub mod heap;
 pub mod memory_plan;

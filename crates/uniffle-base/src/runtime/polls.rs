@@ -16,7 +16,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
 
-/// Shorter polls are ignored.
+/// Polls that take less wall-clock time are ignored.
 const RECORDED_MIN: Duration = Duration::from_millis(1);
 
 /// Interval between two readings of the thread's CPU clock. Each is a system call, so this is long
@@ -61,7 +61,8 @@ impl LongestPolls {
         *longest = took.max(*longest);
     }
 
-    /// Returns the longest poll by task name, for names with a poll of at least a millisecond.
+    /// Returns the longest poll by task name, for names with a poll of at least a millisecond of
+    /// wall-clock time.
     pub(super) fn longest(&self) -> Vec<(&'static str, Duration)> {
         self.0.lock().iter().map(|(name, took)| (*name, *took)).collect()
     }

@@ -27,8 +27,8 @@ use super::{
     Space, WriteOpen, mount, require_inside,
 };
 
-/// Maximum concurrent calls on names (open, rename, list, …). These calls are short; a higher limit
-/// would only let a hung disk block more threads.
+/// Maximum concurrent calls on names (open, rename, list, …). Most of these calls are short; a
+/// higher limit would only let a hung disk block more threads.
 const NAME_CALLS_MAX: usize = 4;
 
 /// Maximum concurrent recursive removals. They are slow, so they have a limit of their own and do
@@ -127,9 +127,9 @@ impl BlockingDisk {
         }
     }
 
-    /// Limits reads and writes together to `calls_max` at a time. Calls on names and on metadata
-    /// are exempt: they are small and must succeed even on a busy disk. Health checks use calls on
-    /// names.
+    /// Limits reads and writes together to `calls_max` at a time. Calls on names, removals, and
+    /// writes of metadata are exempt: they must succeed even on a busy disk. A health check that
+    /// writes and reads waits like others; one of the free space does not.
     #[must_use]
     pub fn with_max_concurrency(self, calls_max: usize) -> Self {
         let disk = Some(permits(calls_max));

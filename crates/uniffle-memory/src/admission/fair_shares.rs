@@ -3,8 +3,9 @@
 //! While nobody waits, every request that fits is granted. From the first refusal on, shares are
 //! enforced, until each waiting request was granted or not repeated for [`WAIT_MAX`]. Meanwhile an
 //! application that has reached its share gets no new ticket. Freed memory is kept for applications
-//! below their share, in the order in which they began to wait. Tickets that stay unused are
-//! revoked, and sends whose bytes arrive too slowly must end ([`FairShares::must_yield`]).
+//! below their share. A request beyond the share also leaves free what those that began to wait
+//! earlier claim. Tickets that stay unused are revoked, and sends whose bytes arrive too slowly
+//! must end ([`FairShares::must_yield`]).
 //!
 //! Nothing here locks or waits; the lock is in [`super::ticket`].
 
@@ -22,12 +23,12 @@ use uniffle_wire::types::{AppId, TicketId};
 /// after 2 to 10 s (docs/protocol.md §2.4).
 const WAIT_MAX: Duration = Duration::from_secs(12);
 
-/// Time after which an unused ticket of an application over its share may be revoked. A client
-/// normally sends as soon as it has its ticket. After a revocation it has to repeat the send, as
-/// after an expiry.
+/// Time after which an unused ticket may be revoked, if its application is over its share, or has
+/// the most tickets when their number is at its limit. A client normally sends as soon as it has
+/// its ticket. After a revocation it has to repeat the send, as after an expiry.
 const IDLE_MAX: Duration = Duration::from_millis(500);
 
-/// [`IDLE_MAX`] for an application within its share.
+/// The same time for an application within its share, if memory is short.
 const IDLE_MAX_WITHIN_SHARE: Duration = Duration::from_secs(5);
 
 /// A slow send of an application over its share ends once a request of another application has

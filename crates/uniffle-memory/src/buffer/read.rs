@@ -1,8 +1,8 @@
 //! Reads of a partition's memory: docs/protocol.md §3.4 over batches in age order and the active
 //! list.
 //!
-//! The sequence has no duplicate ids (commit ensures that), so a cursor identifies one position. It
-//! is found through the id tables, not by a scan.
+//! The blocks that are not hidden have no duplicate ids (commit ensures that), so a cursor
+//! identifies one position. It is found through the id tables, not by a scan.
 
 use bytes::Bytes;
 use croaring::Treemap;

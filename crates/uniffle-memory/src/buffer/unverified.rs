@@ -1,8 +1,8 @@
 //! Verifies recovered blocks of an earlier process once, before they are served.
 //!
-//! Stores of a process that dies are complete, but others can write to a file in memory, and memory
-//! has faults. A block that does not match its sender's checksum is hidden, and a listener is
-//! notified ([`crate::Memory::on_damage`]). Blocks without a checksum (0) are accepted.
+//! Bytes that a process wrote to the memory file remain when it dies. But others can write to that
+//! file, and memory has faults. A block that does not match its sender's checksum is hidden, and a
+//! listener is notified ([`crate::Memory::on_damage`]). Blocks without a checksum (0) are accepted.
 //! Blocks that this process received were checked on arrival.
 //!
 //! Checksums take CPU time, so this must not run on a runtime's thread. Readers, the flusher and a

@@ -10,7 +10,7 @@ use crate::clock::Instant;
 use crate::store::DiskCondition;
 use uniffle_io::Space;
 
-/// Weight of the fastest disk. Slower disks have more.
+/// Weight of the fastest disk. Disks slower by [`SLOWER_MIN`] or more have more.
 const WEIGHT: f64 = 16.0;
 /// Maximum factor by which a disk counts as slower than the fastest.
 const SLOWER_MAX: f64 = 64.0;
@@ -19,7 +19,7 @@ const SLOWER_MIN: f64 = 1.5;
 /// Disks faster than this (1 GB/s) count as equal.
 const SECONDS_PER_MIB_MIN: f64 = 0.001;
 
-/// Maximum number of bytes that batches leave free on a disk.
+/// Bytes of a disk that batches must leave free, but at most a 64th of the disk.
 const LOG_RESERVE_BYTES: u64 = 1 << 20;
 
 /// Returns the free bytes that batches may use. The rest is left to the metadata log: without room
@@ -197,7 +197,7 @@ mod tests {
         assert_eq!(
             choose(&[paced(0.012, 1.0), fast], 10, &[]),
             Some(0),
-            "a small difference of speed must decide"
+            "a small difference of speed must not decide"
         );
         assert_eq!(choose(&[paced(0.0009, 1.0), paced(0.0001, 1.0)], 10, &[]), Some(0));
     }
@@ -276,8 +276,8 @@ mod tests {
     }
 
     proptest! {
-        /// The slow disk gets at most its share of the total speed and is tried repeatedly. It gets
-        /// half of the batches once it is as fast as the other.
+        /// The slow disk gets at most one and a half times its relative speed and is tried
+        /// repeatedly. It gets half of the batches once it is as fast as the other.
         #[test]
         fn slower_disk_gets_a_smaller_share_until_it_recovers(
             slower in 4f64..40.0, writers in 2usize..20, batch_mib in 4u64..64, first: bool,

@@ -1,4 +1,5 @@
-//! Compares the buffer with a model of plain vectors under random interleavings of all operations.
+//! Compares the buffer with a model of plain vectors under random interleavings of fills, commits,
+//! aborts, seals, writes, releases and reads.
 
 use proptest::prelude::*;
 
@@ -118,7 +119,8 @@ impl Run {
     fn step(&mut self, step: Step) {
         match step {
             Step::Fill { id, task, len } => {
-                // One length per id: a resend has the same bytes.
+                // Different ids have different lengths. A resend may have another length than the
+                // copy in memory, which is kept.
                 let len = len / 64 * 64 + usize::try_from(id).unwrap();
                 self.pending.push(fill(&self.buffer, id, task, len, &mut self.funds));
             }
