@@ -294,7 +294,8 @@ impl BlockIds {
         drop(self.charge.split_up_to(freed));
     }
 
-    /// Returns the number of stored ids. An id in memory and in runs counts once in each.
+    /// Returns the number of stored ids. An id in memory and in runs counts once in each, and as
+    /// often after these runs were merged.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.share.held()

@@ -1,8 +1,9 @@
 //! The registrations of one shuffle that the metadata log already contains.
 //!
-//! A record contains only data that the log lacks. When the partial records together are as long as
-//! a complete one, the next record is complete and replaces them. The size of a shuffle in the log
-//! therefore depends on its registered data, not on the number of registrations.
+//! A partial record contains the ranges that the log lacks, and all other data. When the partial
+//! records together are as long as a complete one, the next record is complete and replaces them.
+//! The size of a shuffle in the log therefore depends on its registered data, not on the number of
+//! registrations.
 
 use super::ranges::PartitionRanges;
 

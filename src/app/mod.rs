@@ -1,9 +1,9 @@
 //! Applications and shuffles: registration, reported block ids, losses, last use, and expiry.
 //!
 //! This module does not store their data (`memory`, `store` do). Only [`AppRegistry::register`]
-//! and, for recovered registrations, [`AppRegistry::take_over`] create an app or a shuffle. All
-//! other calls only look them up. A late heartbeat must not bring a purged app back
-//! (docs/protocol.md §11 app-resurrection).
+//! and, for recovered registrations, [`AppRegistry::take_over`] create an app or a shuffle; no
+//! other call does. A late heartbeat must not bring a purged app back (docs/protocol.md §11
+//! app-resurrection).
 
 mod account;
 mod application;

@@ -204,7 +204,7 @@ impl AppRegistry {
 
     /// Records a shuffle that recovery found, where `reason` may have hidden other shuffles of its
     /// app. A shuffle of that app that is registered later with an id not above the highest found
-    /// one counts as incomplete (`unverified_apps`).
+    /// one counts as incomplete, unless it was unregistered before (`unverified_apps`).
     pub fn found_unverified(&self, key: &ShuffleKey, reason: &Arc<str>) {
         self.lifecycle.lock().unverified.found(key, reason);
     }

@@ -44,7 +44,7 @@ pub struct RegisteredPartitions {
     charge: Mutex<Charge>,
     /// Quota charge of the number of partitions.
     quota_charge: Mutex<Charge>,
-    /// Touched only by sends to partitions above the threshold of huge ones.
+    /// Sends lock it only for partitions above the threshold of huge ones.
     huge: Mutex<HashSet<PartitionId>>,
 }
 
