@@ -2,10 +2,11 @@
 //!
 //! One scheduler wakes on memory pressure or a tick. It asks the pure [`policy`] for victims, seals
 //! them, and queues batches of one shuffle each for the tier that [`placement`] selects. A fixed
-//! number of workers per tier writes them, so a slow tier delays only its own batches. A batch
-//! leaves memory only after its bytes and then its index records are readable in the tier
-//! (docs/protocol.md §4.5). A batch that no tier could write stays readable in memory and is
-//! retried without limit, with exponential backoff. No batch is dropped because of a retry limit.
+//! number of workers per tier writes them, so a slow tier delays only its own batches. Unless its
+//! shuffle is purged, a batch leaves memory only after its bytes and then its index records are
+//! readable in the tier (docs/protocol.md §4.5). A batch that no tier could write stays readable in
+//! memory and is retried without limit, with exponential backoff. No batch is dropped because of a
+//! retry limit.
 
 pub(crate) mod metrics;
 pub mod placement;

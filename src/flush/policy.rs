@@ -124,9 +124,9 @@ fn bytes_goal(usage: MemoryUsage, limits: &Limits) -> u64 {
 ///
 /// The first step takes buffers of applications above their share, until they are down to it. The
 /// second takes the largest buffers of all applications until the goal's bytes are reached. The
-/// third takes the buffers with the most blocks until the goal's blocks are reached. Within each
-/// step the largest come first. Buffers with too many batches in flight are skipped. O(n + k log n)
-/// for k victims of n.
+/// third takes the buffers with the most blocks until the goal's blocks are reached. In the first
+/// step, the buffers that reduce an excess most come first. Buffers with too many batches in flight
+/// are skipped. Usually O(n + k log n) for k victims of n.
 pub fn victims(candidates: &[Candidate], apps: &[Claimant], goal: Goal, limits: &Limits) -> Vec<usize> {
     let ranked = |weight: &dyn Fn(&Candidate) -> (u64, u64)| {
         let may_go = |candidate: &Candidate| candidate.blocks > 0 && has_room_in_flight(candidate, limits);

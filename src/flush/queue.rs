@@ -109,7 +109,7 @@ impl FlushQueue {
         self.batches.lock().len()
     }
 
-    /// Drops the waiting batches at shutdown, which releases their memory.
+    /// Drops the waiting batches at shutdown. Their blocks stay in memory.
     pub(super) fn clear(&self) {
         self.batches.lock().clear();
     }
