@@ -186,7 +186,8 @@ impl Acceptor {
         let mut stopping = pin!(self.tasks.closing());
         loop {
             let next_inherited = inherited.next();
-            // An inherited HTTP/2 connection has sent nothing. One of another protocol had begun.
+            // An inherited HTTP/2 connection has sent nothing. One of another protocol counts as
+            // begun.
             let has_begun = next_inherited.is_some() && self.begins == ProtocolStart::ByListener;
             let next = async {
                 match next_inherited {

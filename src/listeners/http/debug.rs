@@ -3,8 +3,8 @@
 //! These are expensive. [`admin_routes`] are for the administration listener only. [`routes`]
 //! change nothing, and are also on the open listener if configured. Invariant: one profile or dump
 //! is made at a time. After its client has disconnected, a profile blocks others until its thread
-//! has ended, and a dump blocks only further dumps. Errors name unknown, repeated or out-of-bounds
-//! parameters.
+//! has ended, and a dump that still takes stacks blocks only further dumps. Errors name unknown,
+//! repeated or out-of-bounds parameters.
 
 use axum::Router;
 use axum::extract::{Extension, RawQuery, State};

@@ -46,7 +46,7 @@ pub trait NodeView: NodeInfo {
     /// Returns the incomplete shuffles. The figures are at most a second old.
     fn incomplete(&self) -> Incompleteness;
 
-    /// Returns whether the worker stops without a successor.
+    /// Returns whether the worker stops without a successor, or is being drained.
     fn is_stopping_for_good(&self) -> bool;
 
     /// Returns risks of data loss that exist although the worker is ready, one line each.

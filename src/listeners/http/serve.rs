@@ -4,8 +4,8 @@
 //! after the request timeout, which bounds slow writers and slow readers. A long request such as a
 //! profile extends its [`Deadline`]. hyper itself answers malformed requests, with 400, 414 or 431
 //! and no body; the reason is in the log at DEBUG.
-//! Invariant: requests except health checks never occupy all connections. A full listener therefore
-//! still answers a health check, which waits for no other request.
+//! Invariant: requests with a permit, which health checks do not need, never occupy all
+//! connections. A full listener therefore still answers a health check.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;

@@ -23,7 +23,7 @@ use uniffle_wire::types::AppId;
 use super::shared::{LISTENER, TcpListenerState};
 use super::writer::{Outbox, Outgoing, ReplyBody, ReplyGuard};
 
-/// Java's text of success, in every reply.
+/// Java's text of success, in every successful reply.
 const OK: &str = "OK";
 /// Java's text for a read of the server-side merge, which this worker does not offer.
 const MERGE_DISABLED: &str = "Remote merge is disabled";
@@ -31,7 +31,8 @@ const MERGE_DISABLED: &str = "Remote merge is disabled";
 const MERGE_STATE_ERROR: i32 = 3;
 
 /// Maximum number of local responses in progress per connection: one on the socket and one ready. A
-/// slow peer thus holds one of `TcpConfig::local_reads_in_flight_max`, whatever it requests.
+/// slow peer thus holds at most two of `TcpConfig::local_reads_in_flight_max`, whatever it
+/// requests.
 pub(super) const LOCAL_READS_MAX: usize = 2;
 
 /// A reply whose head is encoded.

@@ -33,10 +33,10 @@ const SMALL_REQUEST_BYTES: u32 = 64 << 10;
 /// Bytes read from a socket at a time. They stay in the core's cache
 /// (docs/design/data-path.md §2). Each thread has one such buffer for all connections.
 const CHUNK_BYTES: usize = 256 << 10;
-/// Largest accepted frame. Frames are never buffered and blocks need a ticket, so the bound costs
-/// no memory. It must exceed one block of 512 MiB (`types::BLOCK_BYTES_MAX`) and refuses only
-/// broken peers: Spark aims at 16 MiB per request (`rss.client.send.size.limit`). Java's decoder
-/// allows `i32::MAX`.
+/// Largest accepted frame. Sends are never buffered, blocks need a ticket, and reads have a lower
+/// limit, so the bound costs no memory. It must exceed one block of 512 MiB
+/// (`types::BLOCK_BYTES_MAX`) and refuses only broken peers: Spark aims at 16 MiB per request
+/// (`rss.client.send.size.limit`). Java's decoder allows `i32::MAX`.
 const FRAME_BYTES_MAX: u32 = 1 << 30;
 /// Read requests up to this size are bounded by the number of requests. Larger ones are charged to
 /// the heap.

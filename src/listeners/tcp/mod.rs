@@ -6,8 +6,9 @@
 //! ready.
 //!
 //! Invariant: each request takes a permit of its connection until its reply is written. So a peer
-//! that does not read its replies is not read either (backpressure). The listener closes a
-//! connection only between two requests, or keeps its socket for a successor.
+//! that does not read its replies is not read either (backpressure). A closing listener ends a
+//! connection between two requests, or keeps its socket for a successor. It cuts off a peer that is
+//! too slow.
 
 mod config;
 mod dispatch;

@@ -2,8 +2,8 @@
 //! [`Frames`] parses it.
 //!
 //! Each chunk belongs to a thread, because it is parsed at once and is free again before any await.
-//! It stays in the core's cache, and a thousand connections need no more chunks than ten. Only
-//! bytes that wait for a permit or for a commit are copied, at most 64 KiB.
+//! It stays in the core's cache, and a thousand connections need no more chunks than ten. Bytes
+//! that cannot be parsed before a permit or the end of a commit are copied, at most 64 KiB.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -51,7 +51,7 @@ enum End {
     Io(#[from] io::Error),
 }
 
-/// Reads frames of a connection into the thread's chunk, and keeps none of it.
+/// Reads frames of a connection into the thread's chunk, and keeps only its unparsed bytes.
 #[derive(Debug)]
 pub(super) struct ConnectionReader {
     shared: Arc<TcpListenerState>,

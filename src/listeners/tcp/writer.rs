@@ -41,7 +41,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// A peer that takes fewer bytes than this within [`STALL_MAX`] counts as stalled.
 const STALL_BYTES: usize = 64 << 10;
 
-/// Time to write finished replies once the listener closes.
+/// Time to write finished replies after the tasks of the connection were cancelled.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
 /// Slot in which the reader leaves its half of a connection for a successor.

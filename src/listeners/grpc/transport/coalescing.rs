@@ -3,9 +3,10 @@
 //! [`CoalescingStream`]; the task of the connection drives the [`CoalescingWriter`]. A poll reads a
 //! limited number of cancellations, so that h2 does not end the connection for them.
 //!
-//! Invariants: bytes go out in order and exactly once. When [`CoalescingWriter::poll`] returns, the
-//! socket has everything, or is full and wakes the task. Buffers are bounded over all connections:
-//! when many are in use, further ones get smaller buffers or none, and then write through.
+//! Invariants: bytes go out in order and exactly once. When [`CoalescingWriter::poll`] returns
+//! pending, the socket has everything, or the task will be woken. Buffers are bounded over all
+//! connections: when many are in use, further ones get smaller buffers or none, and then write
+//! through.
 
 use std::future::Future;
 use std::io::{self, IoSlice};
@@ -26,9 +27,10 @@ use crate::listeners::http2::{FrameScanner, RST_STREAM};
 /// of exactly 1 MiB would need a second write. A connection owns a buffer while it is polled, and
 /// while its socket is full.
 const SIZES: [(usize, usize); 3] = [(1056 << 10, 3), (264 << 10, 16), (68 << 10, 16)];
-/// Writes of at least this length bypass the buffers. A peer may ask for such frames.
+/// Writes of at least this length take no new buffer. A peer may ask for such frames.
 const THROUGH_BYTES: usize = 256 << 10;
-/// Maximum number of bytes written in one poll before the task yields.
+/// Number of written bytes after which the writes of a poll end until the next, and likewise its
+/// flush.
 const BYTES_PER_POLL: usize = 4 << 20;
 
 /// Write buffers of all connections of a listener.

@@ -14,7 +14,7 @@ pub(in crate::listeners::grpc) fn flat(bytes: &[u8]) -> u64 {
     4 * bytes.len() as u64
 }
 
-/// Estimates a request that has only lists of numbers.
+/// Estimates a request whose lists have only numbers.
 pub(in crate::listeners::grpc) fn numbers(bytes: &[u8]) -> u64 {
     2 * size_of::<i64>() as u64 * values_in(bytes)
 }

@@ -75,8 +75,8 @@ pub(super) struct FrameWait {
     began: Instant,
 }
 
-/// Marks the worker's own time within a response, which does not count against the caller. Ends on
-/// drop.
+/// Marks the worker's own time within a response, in which the caller does not count as stalled.
+/// The deadline of the response continues. Ends on drop.
 #[derive(Debug)]
 pub(super) struct OwnTime(Arc<CallProgress>);
 
@@ -252,7 +252,7 @@ impl CallProgress {
         self.taking_ms.store(ms(now), Ordering::Relaxed);
     }
 
-    /// Stops the caller's time while the worker waits for the disk.
+    /// Pauses the detection of a stalled caller while the worker waits for the disk.
     pub(super) fn own_time(self: Arc<Self>) -> OwnTime {
         self.taking_ms.store(NOT_TAKING, Ordering::Relaxed);
         OwnTime(self)

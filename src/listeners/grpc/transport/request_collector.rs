@@ -2,12 +2,12 @@
 //!
 //! Sends are not collected (`ingest`), and pauses of callers are limited in `message`.
 //!
-//! Invariant: the bytes of a request and its decoded message are charged before they are allocated,
-//! until the call has its response. A full heap is backpressure: a request is not read further, and
-//! its HTTP/2 window stays closed. It continues when heap is freed, or fails after a while and
-//! frees its own. The number of waiting requests is limited, since each has a window of buffered
-//! bytes. Large requests are admitted in turns by application, so that their bytes leave heap for
-//! the decoded messages.
+//! Invariant: if a request has more than [`FREE_BYTES`], its bytes are charged before they are
+//! collected, and its decoded message before it is allocated, until the call has its response. A
+//! full heap is backpressure: a request is not read further, and its HTTP/2 window stays closed. It
+//! continues when heap is freed, or fails after a while and frees its own. The number of waiting
+//! requests is limited, since each has a window of buffered bytes. Large requests are admitted in
+//! turns by application, so that their bytes leave heap for the decoded messages.
 
 use std::pin::pin;
 use std::sync::Arc;

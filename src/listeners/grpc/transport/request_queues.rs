@@ -1,6 +1,6 @@
 //! Wait queues for requests of all connections. A large request waits for admission before its
-//! remaining bytes are read, fair by application. All requests wait for heap. Charges are in
-//! `request_collector`.
+//! remaining bytes are read, fair by application. All charged requests wait for heap. Charges are
+//! in `request_collector`.
 //!
 //! Invariants: admitted large requests use at most a part of the budget, so that heap is left for
 //! decoded messages and admitted requests complete. Uncharged bytes of waiting requests are

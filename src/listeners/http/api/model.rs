@@ -167,7 +167,7 @@ pub struct Flush {
     pub in_flight_bytes: u64,
     /// Payload flushed since the start.
     pub flushed_bytes: u64,
-    /// Number of times that no disk accepted a batch.
+    /// Number of failed writes of a batch to a tier.
     pub failed_writes: u64,
 }
 
@@ -241,7 +241,7 @@ pub struct Process {
     pub threads: u64,
     /// Number of open descriptors.
     pub open_files: u64,
-    /// Number of panics. Each ended a task.
+    /// Number of panics, including those after which the task continued.
     pub panics: u64,
 }
 
