@@ -97,7 +97,8 @@ const BUILD: Build = Build::of(&last_commit(include_bytes!(env!("WORKER_REFLOG")
 static VERSION: LazyLock<String> = LazyLock::new(|| BUILD.to_string());
 
 fn main() -> ExitCode {
-    // Not a clap subcommand, which completions would show: only a worker starts it.
+    // Not a clap subcommand, which completions would show. A worker starts it for a profile, and
+    // an operator to name the addresses of a panic (docs/operations.md).
     if std::env::args_os().nth(1).is_some_and(|first| first == uniffle_profile::SUBCOMMAND) {
         return name_functions();
     }
@@ -201,9 +202,9 @@ fn environment() -> HashMap<String, String> {
     std::env::vars_os().filter_map(text).collect()
 }
 
-/// Restarts the process once to apply `_RJEM_MALLOC_CONF`. jemalloc reads only `MALLOC_CONF`,
-/// before `main`. The prefixed name is documented for riffle and Uniffle's experimental Rust
-/// server, whose jemalloc has a prefix.
+/// Restarts the process once to apply `_RJEM_MALLOC_CONF`. Of the two variables jemalloc reads only
+/// `MALLOC_CONF`, before `main`. The prefixed name is documented for riffle and Uniffle's
+/// experimental Rust server, whose jemalloc has a prefix.
 fn take_jemalloc_options() -> std::io::Result<()> {
     let Some(options) = std::env::var_os("_RJEM_MALLOC_CONF") else { return Ok(()) };
     if !cfg!(feature = "jemalloc") || std::env::var_os("MALLOC_CONF").is_some() {

@@ -164,7 +164,8 @@ impl Inherited {
         inherited
     }
 
-    /// Returns the listener named `name`, otherwise one without a known name on `port`.
+    /// Returns the listener named `name` on `port` (0 is any port), otherwise one without a known
+    /// name on `port`.
     fn take(&mut self, name: &str, port: u16) -> Option<TcpListener> {
         let of_port =
             |listener: &TcpListener| listener.local_addr().is_ok_and(|address| address.port() == port);

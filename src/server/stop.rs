@@ -84,7 +84,7 @@ impl Worker {
         }
         let deadline = Instant::now() + self.flush_timeout;
         self.flush_until(deadline).await;
-        // Connects are refused from here on, since none would be accepted.
+        // Connects are refused as soon as the listeners close, since none would be accepted.
         self.handover.held = Inherited::default();
         let service = Arc::clone(&self.service);
         self.end_deletions().await;

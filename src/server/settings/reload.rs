@@ -160,7 +160,7 @@ impl Reloader {
         Config::load(Some(path), env, machine).map_err(|error| error.to_string())
     }
 
-    /// Performs all steps that can fail.
+    /// Performs all steps whose failure refuses the reload.
     fn prepare(&self, running: &Config, new: &Config) -> Result<Next, String> {
         let config = running.renewed(new);
         let ConfigOrigin { env, machine } = self.origin()?;

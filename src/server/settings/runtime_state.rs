@@ -48,7 +48,7 @@ const STORE_DEADLINE: Duration = Duration::from_secs(10);
 /// Content of the file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::server) struct RuntimeState {
-    /// Increases with each file written. The file with the greatest number is the newest.
+    /// Increases with each change of the state. The file with the greatest number is the newest.
     sequence: u64,
     /// Decommissioning was requested.
     pub(in crate::server) decommission: bool,
@@ -236,8 +236,9 @@ impl StateWriter {
         let _ = self.save().await;
     }
 
-    /// Writes the file if anything has changed since it was last written. Without data directories
-    /// with recovery or an object store, it writes nothing and warns once.
+    /// Writes the file if anything has changed since it was last written, and the object also if it
+    /// is older than [`REFRESH`]. Without data directories with recovery or an object store, it
+    /// writes nothing and warns once.
     ///
     /// # Errors
     /// The path and error of each copy, if none was written. The first such error is logged.
@@ -270,7 +271,7 @@ impl StateWriter {
     }
 
     /// Returns a file with the latest state for a successor. Returns `None` if nothing was ever
-    /// set.
+    /// set, or the file cannot be written.
     pub(in crate::server) async fn write_for_successor(&self) -> Option<OwnedFd> {
         let mut latest = self.latest.lock().await;
         self.update(&mut latest);

@@ -114,7 +114,7 @@ struct AfterBind<'a> {
 }
 
 impl<'a> AfterBind<'a> {
-    /// Binds the listeners before any slow step, so that a port in use is the first error reported.
+    /// Binds the listeners before any slow step, so that a port in use is reported at once.
     async fn bind(
         environment: Environment,
         mut inherited: Inherited,

@@ -41,7 +41,7 @@ pub(in crate::server) enum Precheck {
     Done,
 }
 
-/// Starts the tiers and the flusher. Returns `None` for store type MEMORY.
+/// Starts the tiers and the flusher. Returns `None` if there is no tier below memory.
 pub(super) async fn start(
     config: &Config,
     inputs: TierInputs,

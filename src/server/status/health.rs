@@ -27,8 +27,8 @@ pub(in crate::server) struct Watch {
 }
 
 impl Watch {
-    /// Runs until `stop`. Calls `announce` after each change of the state, and when the last
-    /// application has ended.
+    /// Runs until `stop`. Calls `announce` after each change of the state or the tags, and when the
+    /// last application has ended.
     pub(in crate::server) async fn run(self, announce: impl Fn(), stop: impl Future<Output = ()>) {
         let tiers = self.service.tiers().clone();
         let mut changes: Vec<_> = tiers.maintained().filter_map(|tier| tier.state_changes()).collect();

@@ -274,7 +274,8 @@ pub(super) fn read_from_predecessor<T: DeserializeOwned>(file: OwnedFd) -> io::R
     Ok(serde_json::from_slice(&text)?)
 }
 
-/// Writes the outstanding tickets of `memory` to a file. Returns `None` if there are none.
+/// Writes the outstanding tickets of `memory` to a file. Returns `None` if there are none, or the
+/// file cannot be written.
 pub(super) fn write_tickets(memory: &Memory) -> Option<OwnedFd> {
     let outstanding = memory.tickets().outstanding();
     if outstanding.is_empty() {
