@@ -33,7 +33,7 @@ use super::status::WorkerStatus;
 /// Maximum number of partitions that one request may name.
 pub(super) const PARTITIONS_PER_REQUEST_MAX: usize = 1_000_000;
 
-/// Time that a request waits for heap before NO_BUFFER.
+/// Time that a request waits for heap before it is refused.
 pub(crate) const HEAP_WAIT: Duration = Duration::from_secs(10);
 
 section! {

@@ -21,7 +21,7 @@ use super::statistics::AppStatistics;
 use crate::service::losses::{IncompleteShuffle, ShuffleLoss, incomplete_of, losses_of};
 use crate::service::quota::QuotaUse;
 
-/// Number of explanations kept of removed applications. Each has at most a few KiB.
+/// Number of explanations kept of removed applications. Without losses, each has a few KiB.
 const FINISHED_MAX: usize = 64;
 
 /// Number of partitions listed, the largest first.

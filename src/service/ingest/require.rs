@@ -146,7 +146,8 @@ impl Ingest {
         Ok(TicketRequest { app, wanted, split_partitions, has_waited: false })
     }
 
-    /// Repeats the checks whose results may have changed while a request waited.
+    /// Checks again that the worker is not stopping and that the shuffle is registered. Called
+    /// after a request has waited.
     fn check_again(
         &self,
         request: &RequireRequest<'_>,

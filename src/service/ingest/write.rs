@@ -21,7 +21,7 @@ use super::partition_limit::{PartitionLimits, PartitionSizes};
 use crate::service::ServiceError;
 use crate::service::parts::shuffle_of;
 
-/// Number of blocks of a send that are tracked without a charge; a small send has no more.
+/// Number of blocks of a send that are tracked without a charge.
 const BLOCKS_FREE: usize = 16;
 
 /// Number of blocks charged at once, which keeps heap accesses rare.

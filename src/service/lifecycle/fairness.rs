@@ -17,7 +17,7 @@ use crate::schema::section;
 /// Largest weight: one application may count a thousand times as much as another.
 const WEIGHT_MAX: u32 = 1000;
 
-/// Maximum number of characters of a pattern; names are shorter.
+/// Maximum number of characters of a pattern; names are not longer.
 const PATTERN_CHARS_MAX: usize = 1024;
 
 const RULE: &str = "tables with `user`, `app` or both (texts with * as wildcard) and `weight` (1 to 1000)";

@@ -1,8 +1,9 @@
-//! Writes registrations to the metadata log before they are acknowledged, each once.
+//! Writes registrations to the metadata log before they are acknowledged.
 //!
 //! Registrations of one shuffle are written one after another, because a record that replaces
-//! others must contain their data. A repeated registration is not written again, whichever client
-//! repeats it. The mark of an incomplete shuffle must be written before its registration.
+//! others must contain their data. A registration without new ranges whose other data is that of
+//! the latest record is not written, whichever client sends it. The mark of an incomplete shuffle
+//! must be written before its registration.
 
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;

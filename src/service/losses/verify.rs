@@ -83,7 +83,8 @@ impl Verifier {
     }
 
     /// Verifies a partition after a read error showed a loss or a possible loss. Returns after the
-    /// scan, successful or not. The verification continues if the caller is dropped.
+    /// scan, successful or not, or after [`SCAN_WAIT_MAX`]. The verification continues then, and if
+    /// the caller is dropped.
     pub(in crate::service) async fn verify_partition(
         self: &Arc<Self>,
         shuffle: Arc<ShuffleState>,

@@ -32,7 +32,7 @@ pub(super) struct ResponseHolder {
 /// their responses.
 const ANSWER_BYTES_MIN: u64 = 64 << 10;
 
-/// Number of blocks that every response may have if any heap is left for block lists.
+/// Number of blocks that every response may have if the heap for block lists has room for them.
 const ANSWER_BLOCKS_MIN: usize = 64;
 
 /// Time for which a refused reader counts as waiting. It comes back within seconds.
