@@ -4,7 +4,8 @@
 //! Requests, responses and stored state are charged here by kind before they are held. Buffers of
 //! connections are not: `memory_plan` counts them. Arriving requests wait for room, and the client
 //! stops sending. Stored state is refused with an error that names its kind. Invariant: all kinds
-//! together stay within the whole ([`Heap`]).
+//! together stay within the whole ([`Heap`]), except for unchecked charges, which are bounded
+//! elsewhere.
 
 use super::tree::{Budget, Charge, NoCapacity};
 
@@ -99,7 +100,8 @@ const LEFT_SIXTEENTHS: u64 = 1;
 
 /// The heap that clients make the worker hold beside blocks. Clones share it.
 ///
-/// Invariants: all kinds together stay within the whole. State that outlives its request
+/// Invariants, except for unchecked charges ([`Budget::charge_unchecked`]), which are bounded
+/// elsewhere: all kinds together stay within the whole. State that outlives its request
 /// (registrations, ids, partitions) gets at most three quarters, so that requests can always be
 /// answered. State that ends with its request leaves a sixteenth free, so that a flood of requests
 /// does not block stored state. Of a kind that is divided among applications, each may hold as much

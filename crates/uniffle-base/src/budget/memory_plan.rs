@@ -34,7 +34,7 @@ const HEAP_DIVISOR: u64 = 64;
 const SMALL: [u64; 5] = [68 * MIB, 40 * MIB, 20 * MIB, 20 * MIB, 12 * MIB];
 /// Eighths of the remainder, in the order of [`SMALL`]. The heap grows by [`HEAP_DIVISOR`] instead.
 const GROWTH_EIGHTHS: [u64; 5] = [0, 1, 3, 3, 1];
-/// Maximum growth of one part. A larger part has no benefit.
+/// Maximum growth of one part other than the heap. A larger part has no benefit.
 const GROWTH_MAX: u64 = 512 * MIB;
 
 /// Initial window of a connection in bytes, as fixed by the protocol (RFC 9113 §6.9.2). It cannot

@@ -347,8 +347,8 @@ impl Budget {
         Charge { budget: self.clone(), bytes }
     }
 
-    /// Charges the parent before the child, so that the parent always includes the charges of its
-    /// children.
+    /// Charges the parent before the child, so that the parent includes the charge once the child
+    /// does.
     fn add_unchecked(&self, bytes: u64) {
         if let Some(parent) = &self.0.parent {
             parent.add_unchecked(bytes);

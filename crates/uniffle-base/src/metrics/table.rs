@@ -1,4 +1,4 @@
-//! Declares metrics in tables, one per module.
+//! Declares metrics in tables, in the modules that use them.
 //!
 //! [`table!`] generates the struct of handles, the constructor that registers them, and their
 //! descriptions, from which `docs/metrics.md` is generated. There is no global registry, so that

@@ -26,7 +26,8 @@ impl BlockingPool {
         Self(FairSemaphore::new(permits as u64, Reserve::None))
     }
 
-    /// Creates a pool of one permit per core, from 2 to 8. More would not finish any sooner.
+    /// Creates a pool of one permit per core, from 2 to 8. More jobs than cores would not finish
+    /// any sooner.
     #[must_use]
     pub fn sized_by_cores() -> Self {
         Self::new(std::thread::available_parallelism().map_or(2, NonZero::get).clamp(2, 8))

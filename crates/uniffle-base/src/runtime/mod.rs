@@ -76,7 +76,7 @@ impl Tasks {
     }
 
     /// Returns the longest poll since the start in CPU time, by task name, for the same groups.
-    /// Polls under one millisecond are not included.
+    /// Polls under one millisecond of wall-clock time are not included.
     pub fn longest_polls(&self) -> Vec<(&'static str, Duration)> {
         self.names.longest_polls()
     }

@@ -2,7 +2,7 @@
 //! them.
 //!
 //! Each task costs one insertion and one removal in a sharded map, far less than a call. Each poll
-//! is timed ([`LongestPolls`]) with two clock readings.
+//! is timed ([`LongestPolls`]) with at least two clock readings.
 
 use std::fmt;
 use std::future::Future;

@@ -29,9 +29,9 @@ const WAITING: &str = "its wait is held";
 pub enum Reserve {
     /// Whatever is free is granted.
     None,
-    /// Only applications that hold nothing get the last eighth, so that their first request is
-    /// served at once, and then one at a time, however slow the others are. A single application
-    /// may use the eighth until it holds half.
+    /// Only the worker itself and applications that hold nothing get the last eighth, so that their
+    /// first request is served at once, and then one at a time, however slow the others are. A
+    /// single application may use the eighth until it holds half.
     Eighth,
 }
 

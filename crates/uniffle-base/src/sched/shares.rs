@@ -3,9 +3,10 @@
 //! Amounts that are returned soon, such as read memory, are free to all but the [`reserve`]. That
 //! is for applications that hold nothing, and for a single one until it holds [`half`]. Of anything
 //! that is returned late or never (registrations, reported ids, partitions, unread responses), an
-//! application may hold as much as it leaves free ([`room`]). A single one thus gets half, and each
-//! of n equal ones 1/(n+1). In the last quarter, each may hold at most a quarter of the free rest.
-//! Invariant: every newcomer thus takes at most a fifth of it, and leaves something to the next.
+//! application may hold as much as it leaves free ([`room`]). A single one thus gets half, two
+//! equal ones a third each, and three a quarter. In the last quarter, each may hold at most a
+//! quarter of the free rest. Invariant: every newcomer thus takes at most a fifth of it, and leaves
+//! something to the next.
 
 /// Fraction of the capacity that is reserved for applications that hold nothing.
 const RESERVE_DIVISOR: u64 = 8;

@@ -14,7 +14,7 @@ use toml::{Table, Value};
 
 use super::redact;
 
-/// Maximum number of rejected list entries in an error text, and maximum length of each.
+/// Maximum number of rejected list entries per reason in an error text, and maximum length of each.
 const ENTRIES_MAX: usize = 10;
 const ENTRY_CHARS_MAX: usize = 60;
 

@@ -13,8 +13,8 @@ use super::key::{Problem, Schema};
 /// Minimum similarity (normalised Damerau-Levenshtein) for a "did you mean" suggestion.
 const SIMILARITY_MIN: f64 = 0.5;
 
-/// Longer names are like no key, because all keys have less than half of this length. They are not
-/// compared, because that costs the product of the two lengths.
+/// Longer names are rarely like a key, because most keys have less than half of this length. They
+/// are not compared, because that costs the product of the two lengths.
 const COMPARED_BYTES_MAX: usize = 100;
 
 /// No suggestions after this number of problems.
