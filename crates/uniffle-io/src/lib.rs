@@ -167,7 +167,8 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// Removes a part of a file, or of a directory with its contents: frees about `bytes_max`
     /// bytes. Returns true once everything is gone. Remaining files may have been truncated.
     fn remove_part(&self, path: &Path, bytes_max: u64) -> BoxFuture<'static, io::Result<bool>>;
-    /// Renames a file or directory. The target must not exist.
+    /// Renames a file or directory. A file replaces an existing one. A directory's target must not
+    /// exist.
     fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>>;
     /// Returns the names in a directory, sorted.
     fn list(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<String>>>;
