@@ -29,7 +29,7 @@ use uniffle_base::clock::timeout;
 use uniffle_base::runtime::Tasks;
 use uniffle_wire::types::ShuffleKey;
 
-/// Maximum number of waiting entries. Each belongs to a request, and listeners bound number and
+/// Maximum number of waiting entries. Most belong to a request, and listeners bound number and
 /// bytes of requests.
 const WAITING_MAX: usize = 4096;
 /// Longest wait until the object store has the end of a gap. The caller has other regular work.
@@ -62,7 +62,7 @@ pub struct MetadataLog {
 impl MetadataLog {
     /// Recovers the contents of the directories by the rule (`proof`), and begins a new epoch on
     /// them. Without recovered records, the epoch begins at once. Otherwise it begins once the
-    /// records were delivered ([`MetadataLog::said`]), or before the first new entry, so that
+    /// records were delivered ([`RecordReader`]), or before the first new entry, so that
     /// recovery does not wait for a write. If the epoch cannot begin, each new entry tries again
     /// and is refused until that succeeds. Without directories, `store` is the only holder of the
     /// log.

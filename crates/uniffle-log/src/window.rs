@@ -1,6 +1,6 @@
 //! Reads a file forwards, window by window.
 //!
-//! Invariant: every read has a deadline, so that a disk that hangs cannot block its reader.
+//! Invariant: every read of a disk has a deadline, so that one that hangs cannot block its reader.
 
 use std::io;
 use std::sync::Arc;

@@ -32,7 +32,8 @@ const MARK_MAGIC: [u8; 4] = *b"UWMK";
 const VERSION: u16 = 1;
 /// Size of the header.
 pub const HEADER_BYTES: usize = 40;
-/// Maximum length of a payload: twice the largest message that a listener accepts.
+/// Maximum length of a payload: eight times the largest report or registration that a listener
+/// accepts (64 MiB).
 pub const PAYLOAD_BYTES_MAX: usize = 512 << 20;
 /// Number of earlier epochs in an epoch's lineage while every directory has the newest one.
 pub const LINEAGE_MAX: usize = 64;
@@ -84,7 +85,7 @@ pub struct Gap {
     /// Description, with what to do.
     pub reason: String,
     /// Directories that end the gap once they have returned and were not used alone meanwhile. If
-    /// empty, the gap never ends.
+    /// empty, no directory ends it.
     pub until_returned: Vec<[u8; 16]>,
 }
 
@@ -127,7 +128,7 @@ pub struct Epoch {
     pub members: Vec<Member>,
     /// Directories with copies. A directory with both copies is listed twice.
     pub holders: Vec<[u8; 16]>,
-    /// Number greater than any assigned incarnation.
+    /// Number greater than any incarnation that the log has had.
     pub next_incarnation: u64,
     /// Number of earlier starts that may have missed shuffles. Each of them assigned incarnations
     /// from a range of its own, which must not be used again.

@@ -62,8 +62,8 @@ impl IdChunk {
         debug_assert!(is_whole, "a chunk is encoded by this process or checked when it is read");
     }
 
-    /// Like [`IdChunk::decode`]. Returns false if the payload was not written by
-    /// [`IdChunk::encode`].
+    /// Like [`IdChunk::decode`]. Returns false if the payload is malformed, or does not end with
+    /// the last id.
     fn try_decode(&self, ids: &mut Vec<u64>) -> bool {
         ids.clear();
         ids.reserve(usize::from(self.count).min(CHUNK_IDS_MAX));

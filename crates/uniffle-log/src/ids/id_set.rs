@@ -11,7 +11,7 @@ use std::iter::Peekable;
 
 use super::id_chunk::{CHUNK_IDS_MAX, IdChunk};
 
-/// Minimum number of ids that are compressed. Fewer stay a list.
+/// A list of up to this number of ids stays a list. Longer ones may be compressed.
 const LISTED_MAX: usize = 32;
 
 /// The list is merged when it has more ids than this fraction (an eighth) of the set, but at least
@@ -58,7 +58,7 @@ impl IdChunks {
         self.list.get(at).is_some_and(|chunk| id <= chunk.last()).then_some(at)
     }
 
-    /// Adds ascending ids. Only chunks that change are encoded again.
+    /// Adds ascending ids. Only chunks that get ids are encoded again.
     fn insert(&mut self, mut ids: &[u64]) {
         let old = std::mem::take(&mut self.list);
         let mut list = Vec::with_capacity(old.len() + ids.len() / CHUNK_IDS_MAX + 1);
@@ -174,7 +174,7 @@ impl IdSet {
                 let part = usize::try_from(chunks.ids / LATE_PART).unwrap_or(LATE_MAX);
                 part.clamp(LISTED_MAX, LATE_MAX)
             }
-            // The list did not compress the last time. Try again when it is twice as long.
+            // The list did not compress the last time. Try again above the next power of two.
             None => self.late.len().next_power_of_two().max(LISTED_MAX),
         }
     }

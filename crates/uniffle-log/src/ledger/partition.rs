@@ -69,7 +69,8 @@ enum Readable {
 /// A scan of memory and the tiers, in progress or to be repeated.
 #[derive(Debug)]
 struct Verifying {
-    /// True if stored data became unreadable, so every block is unverified.
+    /// True if every block is unverified: stored data became unreadable, or there is no heap for
+    /// unverified ids.
     is_all: bool,
     /// Acknowledged blocks that are not known to be present, sorted.
     unverified: Vec<u64>,
@@ -190,8 +191,8 @@ impl Ledger {
     /// Returns the newly lost ones, or `None` if the scan must be repeated or none is in progress.
     pub fn resolve(&mut self, scan: ScanResult, cause: &LossCause) -> Option<NewLosses> {
         let Verifying { is_all, unverified, meanwhile, .. } = {
-            // A scan without all present ids only searches blocks that were unverified before it
-            // began.
+            // A scan without all present ids only searches reported blocks, and those that were
+            // unverified before it began.
             let lists_all = scan.found.is_some();
             self.verifying.take_if(|it| !it.is_stale && (lists_all || !it.has_newer))?
         };

@@ -25,14 +25,14 @@ pub struct ShuffleLedger {
     /// Budget to which ids are charged.
     heap: Budget,
     state: Mutex<State>,
-    /// True once some partition has a ledger.
+    /// True once some partition has a ledger, or blocks of an earlier process were entered.
     is_watched: AtomicBool,
     lost_blocks: AtomicU64,
     verifying: AtomicU64,
     /// Notified when a scan has ended.
     scanned: Notify,
     incomplete: OnceLock<String>,
-    /// Number of times that all blocks of a partition became unverified.
+    /// Number of calls of [`ShuffleLedger::mark_all_unverified`].
     alarms: AtomicU64,
 }
 
@@ -108,7 +108,7 @@ impl ShuffleLedger {
         self.with(partition, |it| it.mark_unverified(None))
     }
 
-    /// Returns the number of times that all blocks of a partition became unverified.
+    /// Returns the number of calls of [`ShuffleLedger::mark_all_unverified`].
     pub fn alarms(&self) -> u64 {
         self.alarms.load(Ordering::Acquire)
     }
