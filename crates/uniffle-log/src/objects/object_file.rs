@@ -123,8 +123,8 @@ impl ObjectFile {
         }
     }
 
-    /// Returns the first whole copy of an object, or `None` if there is none. Requests each copy
-    /// twice, because a response may be damaged in transit.
+    /// Returns the first whole copy of an object, or `None` if there is none. Requests each copy up
+    /// to twice, because a response may be damaged in transit.
     async fn fetch(&self, object: LogObject) -> Result<Option<(Bytes, Charge)>, LogError> {
         let mut damage = "it is missing".to_owned();
         for copy in (0..OBJECT_COPIES).chain(0..OBJECT_COPIES) {

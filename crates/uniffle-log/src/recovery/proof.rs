@@ -111,7 +111,7 @@ pub struct RecoveryDecision {
     pub epoch: Epoch,
     /// The highest generation seen.
     pub generation: u64,
-    /// Copies to read. Exactly one if it is proven.
+    /// Copies to read. Exactly one if it is proven, and none if it is fresh.
     pub sources: Vec<CopyPlace>,
     /// Reason why it is not proven.
     pub gap: Option<Gap>,

@@ -14,9 +14,9 @@ use crate::contents::{CheckpointFilter, Contents};
 use crate::format::frame::{Encoder, FrameContent};
 use crate::recovery::read::SourceReader;
 
-/// Size of the frames that are written at a time. A longer entry is written alone.
+/// Size at which collected frames are written. The last frame may exceed it.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;
-/// Maximum number of frames that are written at a time.
+/// Number at which collected frames are written, whatever their size.
 pub(crate) const CHUNK_FRAMES: u64 = 4096;
 
 /// Destination of a generation.
@@ -66,7 +66,7 @@ impl<S: CheckpointSink> Checkpoint<S> {
         Ok(())
     }
 
-    /// Adds an entry. Every entry fits, because it was in the log before.
+    /// Adds an entry. Every entry fits: it was in the log before, or is short.
     pub(crate) async fn put(&mut self, entry: &FrameContent) -> Result<(), S::Error> {
         let before = self.out.len();
         let fits = self.encoder.encode(entry, 0, &mut self.out);

@@ -32,7 +32,7 @@ use uniffle_io::{Disk, File, IoClass, Vanished, WriteOpen};
 
 /// Number of copies of the log.
 pub(crate) const COPIES: usize = 2;
-/// Time for which a failed directory gets no copy, unless there is no other directory.
+/// Time for which a failed directory gets no copy, unless there are too few others.
 const AVOIDED_FOR: Duration = Duration::from_secs(60);
 /// Deadline for the removal of earlier generations, because nothing is acknowledged meanwhile.
 /// Remaining ones are harmless.

@@ -3,8 +3,8 @@
 //! A copy looks complete after its truncation between two frames. One whose last frame is damaged
 //! looks like an interrupted write. If both copies are damaged alike, a mark shows that an
 //! acknowledged record is missing. Marks are written after the acknowledgements, while nothing
-//! waits, and are not synced, so they delay no response. An old, torn or missing mark understates
-//! the count, and none overstates it.
+//! waits, or every [`MARK_EVERY`] although entries wait. They are not synced. An old, torn or
+//! missing mark understates the count, and none overstates it.
 
 use std::io;
 use std::path::Path;
@@ -21,7 +21,7 @@ use uniffle_io::{File, IoClass, Vanished, WriteOpen};
 
 /// Idle time after which a mark is written.
 pub(super) const MARK_PAUSE: Duration = Duration::from_millis(10);
-/// Maximum interval between marks while there always are entries.
+/// Interval after which a mark is written although entries wait.
 const MARK_EVERY: Duration = Duration::from_millis(50);
 /// Deadline of a mark, because entries wait for it meanwhile.
 const MARK_DEADLINE: Duration = Duration::from_secs(1);

@@ -55,7 +55,7 @@ fn outdated(entry: &FrameContent) -> LogError {
 pub struct Deadlines {
     /// Deadline of one write with its sync.
     pub write: Duration,
-    /// Deadline of all other operations.
+    /// Deadline of most other operations.
     pub name: Duration,
 }
 
@@ -353,7 +353,8 @@ impl MetadataWriter {
             let failed: Vec<Copy> = failed.into_iter().map(|(copy, _)| copy).collect();
             excluded.retain(|at| kept.iter().all(|copy| copy.directory != *at));
             if kept.is_empty() {
-                // No copy has the entry. Bytes after the last acknowledged frame are never read.
+                // No copy is known to have the entry. This process never reads bytes after the last
+                // acknowledged frame.
                 (self.encoder, self.end) = before;
                 (self.copies, self.is_open) = (failed, false);
                 continue;

@@ -27,10 +27,10 @@ use uniffle_base::clock::{Instant, sleep};
 /// Maximum age of a generation, so that a bucket rule that deletes objects by age does not delete
 /// the log.
 pub const REFRESH: Duration = Duration::from_secs(12 * 3600);
-/// Number of objects after a checkpoint that begins the next one. A start reads objects with
-/// bounded concurrency.
+/// Number of objects after a checkpoint that begins the next one, or eight times the checkpoint's
+/// objects if these are more. A start reads objects with bounded concurrency.
 pub(super) const OBJECTS_MAX: usize = 1000;
-/// Bytes after a checkpoint that begin the next one, unless the checkpoint is larger.
+/// Bytes after a checkpoint that begin the next one, or twice the checkpoint's if these are more.
 const BYTES_MAX: u64 = 64 << 20;
 /// Time for which entries without waiting callers are collected.
 const TOGETHER: Duration = Duration::from_secs(1);
