@@ -3,9 +3,9 @@
 //!
 //! The worker decides when to flush (`flush`), where to (`store`), and who may send (`service`).
 //!
-//! Invariant: resident memory is at most the region, and nothing enters it without a charge. After
-//! all shuffles are purged and all readers are gone, every counter is zero and the region is whole
-//! again.
+//! Invariant: the resident bytes of blocks are at most the region, and nothing enters it without a
+//! charge. After all shuffles are purged and all readers are gone, every counter is zero and the
+//! region is whole again.
 
 pub mod admission;
 pub mod region;

@@ -15,8 +15,8 @@ use crate::region::{Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment};
 use uniffle_base::budget::{Budget, Charge, NoCapacity};
 
 /// List bytes that need no ceded memory: part of the process without clients
-/// (`budget::memory_plan`). At least one piece, so that ceded bytes never exceed the charge of the
-/// lists.
+/// (`budget::memory_plan`). At least one piece, so that ceding never exceeds the charge of the
+/// lists and of the next one.
 pub(crate) const FREE_BYTES: u64 = 2 << 20;
 
 /// Surplus that stays ceded, so that a piece is not moved back and forth with every flush.

@@ -38,9 +38,9 @@ const ALLOWANCE_UNNAMED_BYTES: u64 = 64 << 10;
 /// region has ceded or the heap has lent its size ([`super::metadata_reserve`]).
 ///
 /// A send of `b` bytes to `p` partitions uses at most `b` + 4096 `p` bytes of the region, which its
-/// ticket holds. If tickets hold all of the region, lists can use its slack (a 64th), 2 MiB, and
-/// half of the heap. Further new partitions are refused with `NO_BUFFER`, and their tickets are
-/// released.
+/// ticket holds. If tickets hold all of the capacity, lists can use the region's slack (a 64th, at
+/// most 64 MiB), 2 MiB, and half of the heap. Further new partitions are refused with `NO_BUFFER`,
+/// and their tickets are released.
 pub struct Tickets {
     budget: Budget,
     /// Mirror of the bytes that tickets and reservations hold: a budget without a limit, only for
@@ -74,7 +74,7 @@ struct State {
 
 impl Tickets {
     /// Creates tickets for `budget` without its part `extents`. Each is valid for `timeout`, and at
-    /// most `tickets_max` exist.
+    /// most `tickets_max` exist, apart from those of the previous process.
     #[must_use]
     pub fn new(budget: Budget, extents: Budget, timeout: Duration, tickets_max: usize) -> Self {
         // A random start, so that a ticket of an earlier process is unknown here instead of

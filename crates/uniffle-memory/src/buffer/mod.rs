@@ -107,8 +107,8 @@ impl AddAssign for CommitOutcome {
 ///
 /// The buffer never waits: sealing rotates the chain and takes the committed blocks. A fill of
 /// the sealed chain joins its batch until the flush closes it. A later one commits into the new
-/// list as a *stray* that keeps its bytes in the old segments. A partition
-/// without blocks in memory has no list, only its counters and the next chain number.
+/// list as a *stray* that keeps its bytes in the old segments. A partition without blocks and
+/// segments in memory has no list, only its counters and the next chain number.
 #[derive(Debug)]
 pub struct Buffer {
     partition: PartitionId,

@@ -1,9 +1,9 @@
 //! Sealing and release of batches.
 //!
-//! A seal takes all committed blocks as one batch and never waits for blocks that are being
-//! written; these join the batch until its write begins. A release drops a batch once it is
-//! readable in the next tier. In between readers see the batch in memory, so a block may be seen in
-//! both tiers but is never missing.
+//! A seal takes all committed blocks as one batch, or the oldest list that was closed at its limit.
+//! It never waits for blocks that are being written; these join the batch until its write begins. A
+//! release drops a batch once it is readable in the next tier. In between readers see the batch in
+//! memory, so a block may be seen in both tiers but is never missing.
 
 use std::sync::Arc;
 

@@ -5,7 +5,7 @@
 //! after a line on stderr.
 //!
 //! The handler must be async-signal-safe: it allocates nothing, blocks on no lock, and calls only
-//! fstat, ftruncate, fcntl, write, sched_yield and sigaction.
+//! fstat, ftruncate, fcntl, write, sched_yield, sigaction and raise.
 
 use std::ffi::c_int;
 use std::io;

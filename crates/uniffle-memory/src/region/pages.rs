@@ -32,7 +32,7 @@ pub(super) struct PageStates {
     ready_bytes: AtomicU64,
     /// Set after a failed attempt. The next attempt is made by the periodic upkeep.
     is_refused: AtomicBool,
-    /// Locked while pages are allocated, so that only one thread does it.
+    /// Locked while pages of segments are allocated, so that only one caller does it.
     holes: Mutex<Vec<Range<usize>>>,
     /// Bytes left in a simulated tmpfs.
     #[cfg(test)]

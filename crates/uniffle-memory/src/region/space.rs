@@ -30,8 +30,9 @@ use super::pages::{PageStates, RegionRef};
 /// zeros and is only ever overwritten, so `&mut [u8]` over old content is sound. The caller must
 /// not expose old content.
 ///
-/// Only discarded segments ([`Segment::discard`]) are given back to the kernel. A region may also
-/// be in a file in memory ([`Region::shared`]), with a *front* of words before the segments.
+/// Of the segments, only discarded ones ([`Segment::discard`]) are given back to the kernel. A
+/// region may also be in a file in memory ([`Region::shared`]), with a *front* of words before the
+/// segments.
 /// `persistent` accesses the front only as atomic words, and no segment extends into it. Pages of a
 /// file are allocated before they are touched (`pages`).
 ///

@@ -146,7 +146,7 @@ impl Run {
         }
     }
 
-    /// Uses all bytes of the ticket, in blocks of `len`.
+    /// Uses the bytes of the ticket, in up to 300 blocks of `len`.
     fn honest(&mut self, bytes: u64, len: u32) {
         let Some(mut funds) = ticket(&self.memory, "honest", bytes, 1) else { return };
         self.honest += 1;
