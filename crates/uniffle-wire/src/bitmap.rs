@@ -50,7 +50,8 @@ pub fn encoded_bytes(ids: impl Iterator<Item = u64>) -> u64 {
     bytes
 }
 
-/// Serialises strictly ascending ids. Allocates only the result and one container.
+/// Serialises strictly ascending ids. Allocates only the result, one container, and the headers of
+/// one high word.
 pub fn encode_ascending(ids: impl Iterator<Item = u64>, capacity: usize) -> Bytes {
     let mut out = Vec::with_capacity(capacity.max(HEADER_BYTES));
     out.extend_from_slice(&[0; HEADER_BYTES]);

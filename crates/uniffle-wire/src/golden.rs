@@ -1,8 +1,8 @@
 //! Golden tests: frames made by Java's client jars (docs/protocol.md §7.6), and two by hand, decode
 //! and re-encode byte-equal.
 //!
-//! Truncated frames never complete. Mutated frames end in an error or in a request. None causes a
-//! panic or passes the sink more bytes than a block has.
+//! Truncated frames never complete. Mutated frames are refused, decoded or incomplete. None causes
+//! a panic or passes the sink more bytes than a block has.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use proptest::prelude::*;
@@ -420,8 +420,8 @@ fn cases() -> u32 {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
 
-    /// Frames with changed bytes, fed in pieces, end in an error or a request. The payload of a
-    /// request is never longer than the frame.
+    /// Frames with changed bytes, fed in pieces, cause no panic. The payload of a request is never
+    /// longer than the frame.
     #[test]
     fn mutated_frames_never_panic(
         which in 0..READS.len() + REPLIES.len() + 2,

@@ -15,7 +15,8 @@ pub mod send_frame;
 pub mod send_message;
 pub mod types;
 
-/// The input breaks the rules of its format. The texts never contain bytes of the input.
+/// The input breaks the rules of its format. The texts contain numbers of the input, but no
+/// text of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecodeError {

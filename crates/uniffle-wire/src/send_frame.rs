@@ -3,7 +3,8 @@
 //!
 //! It accepts the message in pieces of any size, after the frame's nine-byte header. A block's
 //! bytes go to the [`BlockSink`] as sub-slices of the fed chunk. The decoder keeps only one partial
-//! group of fields (40 B) and the application id in a reused buffer, so decoding allocates nothing.
+//! group of fields (40 B) and the application id. Decoding allocates only the buffer of the id,
+//! which [`SendFrameDecoder::restart`] reuses.
 //!
 //! Every length and count is compared with the rest of the frame, less the fields that must still
 //! follow, before it is used. After an error the decoder must not be fed again.

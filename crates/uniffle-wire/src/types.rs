@@ -1,7 +1,7 @@
 //! Ids and block metadata, validated once where they arrive and trusted inside.
 //!
-//! This module has no behaviour, no I/O and no locks. Elsewhere raw `i32` and `i64` ids appear only
-//! in messages and requests that are not validated yet.
+//! This module has no I/O and no locks. Elsewhere raw `i32` and `i64` ids appear mostly in
+//! messages and requests that are not validated yet.
 
 use std::fmt;
 use std::sync::Arc;

@@ -165,8 +165,8 @@ impl Decoder {
         }
     }
 
-    /// Consumes keys, values and lengths of the same message, such as all fields of a block, in one
-    /// loop.
+    /// Consumes keys, values and lengths of the same message, such as the fields of a block up to
+    /// its data, in one loop.
     fn take_varints<S: BlockSink>(&mut self, window: &[u8], sink: &mut S) -> Result<usize, S::Error> {
         let level = self.level;
         let mut taken = 0;

@@ -239,7 +239,8 @@ proptest! {
                 let at = at.index(bytes.len());
                 bytes[at] = *value;
             }
-            // If damaged bytes are accepted and have no field 7, prost must decode the same blocks.
+            // If damaged bytes are accepted, and prost accepts them without field 7, it must decode
+            // the same blocks.
             if let Ok((recorder, summary)) = decode_cut(&bytes, &cuts, MessageLimits::default()) {
                 let stored: usize = recorder.blocks.iter().map(|(_, _, data)| data.len()).sum();
                 prop_assert!(stored <= bytes.len());
