@@ -41,7 +41,7 @@ pub struct NodeReport {
     pub events_in_flush: u32,
     /// Disks by mount point.
     pub storage: HashMap<String, proto::StorageInfo>,
-    /// One entry per application, for dashboards.
+    /// One entry for each of the largest applications, for dashboards.
     pub applications: Vec<proto::ApplicationInfo>,
     /// Version of the worker.
     pub version: String,

@@ -1,7 +1,8 @@
 //! Details of a node for the cluster view: disks and applications from its heartbeat.
 //!
-//! Invariant: details of all nodes together stay below [`BYTES_MAX`], even with forged heartbeats.
-//! Entries that do not fit are omitted, applications before disks, and the node is marked.
+//! Invariant: details of all nodes together take at most [`BYTES_MAX`], even with forged
+//! heartbeats. Entries that do not fit are omitted, applications before disks, and the node is
+//! marked.
 
 use crate::proto::{ApplicationInfo, ShuffleServerHeartBeatRequest, StorageInfo};
 

@@ -37,7 +37,7 @@ impl Joining {
     /// address `reported`. The coordinator's own worker has the address `own`.
     ///
     /// # Errors
-    /// `Stranger` if an address belongs neither to this machine nor to a configured network.
+    /// `Stranger` if an address is neither loopback nor `own` nor in a configured network.
     pub(super) fn check(
         &self,
         peer: Option<IpAddr>,

@@ -129,7 +129,7 @@ impl EmbeddedCoordinator {
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
             tokio::pin!(cancelled);
             loop {
-                // Without the sender `changed` always fails, which leaves only the ticks.
+                // Without the sender `changed` always fails, which only disables this branch.
                 tokio::select! {
                     biased;
                     () = &mut cancelled => return,
@@ -380,8 +380,8 @@ impl EmbeddedCoordinator {
         (version != Some(now)).then(|| (now, apps.saved(&self.storage_paths())))
     }
 
-    /// Adds the nodes that an earlier process saved. Lost ones stay lost until they report. Live
-    /// ones become lost unless they report within the node timeout.
+    /// Adds the nodes that an earlier process saved. Lost ones stay lost until they report or
+    /// are forgotten. Live ones become lost unless they report within the node timeout.
     pub fn restore_nodes(&self, saved: &[SavedNode]) {
         self.0.nodes.lock().restore(saved, Instant::now(), unix_now());
         self.sweep();
