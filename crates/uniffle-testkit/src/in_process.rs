@@ -249,7 +249,7 @@ impl WorkerView for InProcess {
             match self.try_read(key, partition, tasks).await {
                 Ok(found) => return Ok(found),
                 Err(error) if error.status() == StatusCode::NoBuffer && waits < NO_BUFFER_WAITS => waits += 1,
-                // Losses are reported at once. Any other failure is retried.
+                // Losses and unknown shuffles are reported at once. Any other failure is retried.
                 Err(
                     error @ (ServiceError::Lost(_)
                     | ServiceError::NotRegistered

@@ -1,5 +1,5 @@
-//! Test fixtures of the workspace. Only the [`checker`] and the [`oracle`] have expectations of
-//! their own. Waits for a worker have a deadline.
+//! Test fixtures of the workspace. Only the [`checker`], the [`oracle`], the [`replay`] and the
+//! checks at the end of a test have expectations of their own. Waits for a worker have a deadline.
 //!
 //! Unit tests of the server's crate can only use fixtures without types of the server, such as the
 //! disks ([`fault`], [`memory_disk`]), the object store ([`object_fault`]) and [`captured_log`].

@@ -1,8 +1,8 @@
 //! An in-memory disk for tests: a tree of files with an optional capacity.
 //!
-//! Clones share the tree, so that a test can restart on the same disk. A write beyond the capacity
-//! is partially stored and fails with `StorageFull`, like on a real disk. Removed files stay
-//! readable through open handles.
+//! Clones share the tree, so that a test can restart on the same disk. A write to an open file
+//! beyond the capacity is partially stored and fails with `StorageFull`, like on a real disk.
+//! Removed files stay readable through open handles.
 //!
 //! The disk tracks synced data: [`MemoryDisk::lose_power`] discards some unsynced bytes and names.
 //! Removals and renames are durable at once.

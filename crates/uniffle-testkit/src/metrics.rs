@@ -59,7 +59,7 @@ impl Metrics {
         largest.map(|sample| (sample.value, sample.labels.as_str()))
     }
 
-    /// Returns all names, each once.
+    /// Returns all names in order. A name appears once, except those of histograms with labels.
     pub fn names(&self) -> Vec<&str> {
         let mut names: Vec<&str> = self.samples.iter().map(|sample| sample.name.as_str()).collect();
         names.dedup();

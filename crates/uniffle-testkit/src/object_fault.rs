@@ -157,7 +157,8 @@ impl FaultyObjects {
         self.0.calls.lock().clone()
     }
 
-    /// Returns keys and sizes of all objects except claims, which are never removed.
+    /// Returns keys and sizes of all objects except claims, which stay when the data of
+    /// applications is removed.
     pub async fn objects(&self) -> Vec<(String, u64)> {
         let mut objects = self.list_all().await;
         objects.retain(|object| object.location.filename() != Some(CLAIM));

@@ -1,7 +1,7 @@
 //! A proxy between a client and a worker that records every exchange of both planes.
 //!
-//! It only interprets two parts of the protocol. It replaces the ports in the response of
-//! getShuffleAssignments with its own, while the worker's response is recorded. It parses a TCP
+//! It only interprets two parts of the protocol. It replaces the servers in the response of
+//! getShuffleAssignments with itself, while the worker's response is recorded. It parses a TCP
 //! frame's header and request id.
 
 use std::collections::HashMap;
