@@ -13,7 +13,7 @@ use crate::merged::{Merged, Unknown};
 /// Maximum number of concurrent queries.
 const AT_ONCE: usize = 8;
 
-/// Maximum number of queried workers, and of workers that a merged explanation lists.
+/// Maximum number of queried workers.
 const WORKERS_MAX: usize = 1_000;
 
 /// Largest accepted answer. A worker's answer has some KiB, or a few tens of KiB if much is lost.
@@ -40,7 +40,7 @@ pub struct WorkerAddress {
 /// `trust` is set.
 ///
 /// Takes 8 s at most and holds up to eight answers of 128 KiB at a time. Workers that did not
-/// answer in time or were not queried are counted and listed.
+/// answer in time or were not queried are counted, and up to 1,000 of them are listed.
 ///
 /// # Errors
 /// [`Unknown`] if no answering worker knows the application.

@@ -1,7 +1,7 @@
 //! Lists as CSV (RFC 4180), for programs.
 //!
-//! Invariant: column names are stable. Each is the name of the field in the JSON answer, with the
-//! names of enclosing objects that are needed to tell it apart. docs/ctl.md lists them.
+//! Invariant: column names are stable. Most are names of fields in the JSON answer, with the names
+//! of enclosing objects that are needed to tell them apart. docs/ctl.md lists them.
 
 use csv::{Terminator, WriterBuilder};
 use serde_json::{Value, json};

@@ -213,7 +213,7 @@ fn explanation(it: &Value) -> String {
         .collect();
     text.push('\n');
     text.push_str(&table(&["stage", "count", "bytes", "total", "median", "99 %", "longest"], stages));
-    // The worker is only shown if there are several.
+    // The worker is only shown in a merged explanation.
     let from = usize::from(!it["workers"].is_array());
     let top: Vec<_> = it["top_partitions"]
         .as_array()

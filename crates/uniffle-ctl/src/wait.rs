@@ -1,7 +1,8 @@
 //! Commands that wait for a state: they poll until it is reached or the time is up.
 //!
 //! A decommissioning worker may shut down by itself (`decommission_shutdown`). If it disappears
-//! after it accepted the decommission, the command succeeds with the state *gone*.
+//! after it accepted the decommission, `decommission --wait` succeeds with the state *gone*, and
+//! `drain` fails.
 
 use std::time::Duration;
 
