@@ -110,7 +110,7 @@ impl Cluster {
 pub struct Application {
     cluster: Cluster,
     id: AppId,
-    /// All servers that were ever assigned to this application.
+    /// All servers of the shuffles that this application has registered.
     servers: Arc<Mutex<HashMap<String, Arc<Server>>>>,
     heartbeats: JoinSet<()>,
 }

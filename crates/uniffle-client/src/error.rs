@@ -59,7 +59,7 @@ pub enum Error {
         /// The last failure.
         source: Option<Box<Error>>,
     },
-    /// Reported blocks are in no tier of any replica.
+    /// Reported blocks could be read from no tier of any replica.
     #[error("partition {partition}: {missing} of {expected} blocks are missing")]
     MissingBlocks {
         /// The partition.
@@ -89,7 +89,7 @@ impl Error {
     }
 }
 
-/// Blocks that no replica has.
+/// Blocks that could be read from no replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MissingBlocks {

@@ -1,9 +1,10 @@
 //! Client of the gRPC data protocol.
 //!
-//! [`ShuffleClient`] has a typed method per RPC, which fails unless the status is SUCCESS.
-//! [`ShuffleClient::raw`] is the generated client, for calls that a well-behaved client does not
-//! make. `reader` reads whole partitions as Java does. Invariant: only NO_BUFFER, also of a huge
-//! partition, is retried, as in stock clients. The caller sees all other failures.
+//! [`ShuffleClient`] has typed methods for the usual RPCs. All but [`ShuffleClient::require_raw`]
+//! fail unless the status is SUCCESS. [`ShuffleClient::raw`] is the generated client, for calls
+//! that a well-behaved client does not make. `reader` reads whole partitions as Java does.
+//! Invariant: only NO_BUFFER, also of a huge partition, is retried, as in stock clients. The caller
+//! sees all other failures.
 
 mod reader;
 
@@ -206,7 +207,7 @@ impl ShuffleClient {
         self.inner.clone()
     }
 
-    /// Calls `registerShuffle` for inclusive `ranges`, with all other fields at their defaults.
+    /// Calls `registerShuffle` for the inclusive `ranges` with [`register_request`].
     ///
     /// # Errors
     /// See [`ClientError`].
