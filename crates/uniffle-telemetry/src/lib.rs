@@ -1,6 +1,6 @@
 //! Logs (destination, filter and panic hook), and the traces of calls and flushes ([`traces`]).
 //!
-//! `main` calls [`init`] once per process. Libraries and tests only use the `tracing` macros.
+//! `main` calls [`init`] once per process. Other code logs with the `tracing` macros.
 //! Events that operators look up later have the target [`AUDIT`]. If logs go to files, they are
 //! also written to a separate file. Metrics are elsewhere, except those that belong to the process.
 

@@ -10,7 +10,7 @@ use uniffle_base::schema::kind::{Kind, count, optional, parsed, path, word};
 use uniffle_base::schema::{section, words};
 
 /// Target of audit events: registrations, removals, operator actions and losses. They are INFO or
-/// above, and name the application, shuffle or setting.
+/// above, and name the application, shuffle or setting, if they concern one.
 pub const AUDIT: &str = "audit";
 
 words! {

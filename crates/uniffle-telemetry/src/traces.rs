@@ -1,6 +1,6 @@
 //! Decides which calls and flushes are traced.
 //!
-//! There is a span per call and flush, with children for their waits, and never one per block. Code
+//! There is a span per call and flush, with up to two children per flush, never one per block. Code
 //! asks the worker's [`Traces`] for a span; without a configured collector that costs one branch.
 //! The destination of spans belongs to the process (`otlp`). Without the feature `otlp` all spans
 //! are no-ops.
