@@ -1,5 +1,5 @@
 //! Baselines: the CPU seconds per GB of bare loops that move bytes like a server, but do nothing
-//! else. No server can need less.
+//! else. No server that moves bytes like a loop can need less.
 //!
 //! The loops use plain threads and blocking calls. Both ends run here, and each thread measures its
 //! own CPU time. The receiving memory exceeds the caches, like a server's, and is touched before
@@ -38,7 +38,7 @@ pub(crate) const RECEIVE: &str = "socket to warm memory";
 pub(crate) const SEND: &str = "memory to socket";
 pub(crate) const DIRECT_WRITE: &str = "O_DIRECT write, aligned 1 MiB";
 pub(crate) const DIRECT_READ: &str = "O_DIRECT read, aligned 1 MiB";
-/// Alignment that satisfies O_DIRECT on all devices.
+/// Alignment that satisfies O_DIRECT on common devices.
 const ALIGNMENT: usize = 4096;
 
 /// Measures all baselines, one after another.

@@ -107,7 +107,7 @@ fn scrape(address: SocketAddr) -> std::io::Result<String> {
     Ok(text)
 }
 
-/// Parses the `process_*` metrics that every Prometheus client library exports. The peak is the
+/// Parses the `process_*` metrics that Prometheus client libraries export. The peak is the
 /// current value and faults are 0, because these metrics have neither.
 fn parse_metrics(text: &str) -> Option<ProcessUsage> {
     let value = |name: &str| {

@@ -34,7 +34,7 @@ pub(crate) struct ReadPhase {
     pub(crate) read_buffer_bytes: u32,
     /// Disables the comparison of bytes.
     pub(crate) unchecked: bool,
-    /// Deadline of the phase: no read begins after it.
+    /// Deadline of the phase: no reader takes another read after it.
     pub(crate) until: Option<Instant>,
     pub(crate) pool: Arc<ContentPool>,
     pub(crate) key: ShuffleKey,

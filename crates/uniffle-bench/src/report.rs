@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::process::ProcessUsage;
 use crate::stats::Latency;
 
-/// 10^9 bytes, as in all figures.
+/// 10^9 bytes, as in all figures in GB.
 pub(crate) const GB: f64 = 1e9;
 
 /// All results of one command.

@@ -1,7 +1,8 @@
 //! The calls of a client over one connection (two with raw TCP), timed and counted.
 //!
 //! NO_BUFFER is retried, and failed sends are retried with a new ticket, as in the Java client. Any
-//! other failure ends the run. The order of the calls is in [`super::write`] and [`super::read`].
+//! other failure ends the run, except of heartbeats and of the application's end. The order of the
+//! calls is in [`super::write`] and [`super::read`].
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -326,7 +327,7 @@ impl ClientSession {
         .await
     }
 
-    /// Reads exactly `length` bytes of a partition's data on disk.
+    /// Requests `length` bytes of a partition's data on disk. The caller checks their number.
     pub(crate) async fn data(
         &self,
         stats: &Stats,
