@@ -28,8 +28,8 @@ const PLACES_MAX: usize = 500;
 /// later combines places with the same source lines.
 type WaitSite = (&'static str, Vec<Vec<u32>>);
 
-/// Returns names and stacks of all tasks of the current runtime as text, or only names if stacks
-/// cannot be taken in time.
+/// Returns the names of `tasks` and the stacks of all tasks of the current runtime as text, or only
+/// the names if stacks cannot be taken in time.
 ///
 /// An abandoned dump of the stacks continues and holds `asking` until it ends, so that there is
 /// only one. Other profiles can be taken meanwhile.
