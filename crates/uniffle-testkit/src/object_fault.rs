@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use uniffle_worker::store::object::location::CLAIM;
 
-/// Calls of the store.
+/// Calls of the store that can have a fault. Lists with a delimiter and copies are not among them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Call {
     /// Puts an object in one request.

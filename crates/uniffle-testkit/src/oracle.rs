@@ -2,7 +2,7 @@
 //!
 //! [`ShuffleHistory`] records the responses to the clients of one shuffle. [`verify`] asks a worker
 //! ([`WorkerView`]) for the results and for every block, with task filters that avoid the lost
-//! blocks, and lists all contradictions. A worker that serves nothing and reports everything as
+//! blocks, and lists the contradictions. A worker that serves nothing and reports everything as
 //! lost breaks no rule of the protocol. Therefore the caller says which blocks must be present, and
 //! each one that is not served is listed ([`ShuffleVerification::missing`]).
 
