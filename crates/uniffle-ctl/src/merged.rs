@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 use crate::text::is_gone;
 
-/// Maximum length of each list, and maximum number of fields of each object.
+/// Maximum length of most lists, and maximum number of fields of each object.
 const LISTED_MAX: usize = 100;
 
 /// Maximum number of listed workers with an answer, and of those without.
