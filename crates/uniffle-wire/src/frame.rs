@@ -119,7 +119,7 @@ impl FrameHeader {
     ///
     /// # Errors
     /// Fails on a message length below 1, a negative body length, a sum over the limit or an
-    /// unknown type. The rest of the stream cannot be parsed after any of them.
+    /// unknown type. The connection must be closed after any of them.
     pub fn decode(bytes: &[u8; HEADER_BYTES], bytes_max: u32) -> Result<Self, DecodeError> {
         let [m0, m1, m2, m3, kind, b0, b1, b2, b3] = *bytes;
         let message = i32::from_be_bytes([m0, m1, m2, m3]);
