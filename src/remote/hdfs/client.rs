@@ -140,7 +140,7 @@ impl RemoteFs for HdfsFs {
             let writer = client.create(&path, WriteOptions::default()).await?;
             let written = write_and_close(writer, data).await;
             if written.is_err() {
-                // The file is ours since `create` succeeded, and no reader knows it. It would only
+                // The file is ours since `create` succeeded, and no reader needs it. It would only
                 // occupy space.
                 drop(client.delete(&path, false).await);
             }

@@ -1,9 +1,10 @@
 //! Separates the writes and deletions of one application.
 //!
 //! Directory names are defined by the protocol, so a shuffle that is registered again has those of
-//! its predecessor. A deletion therefore waits for earlier writes. Writes that begin after it was
-//! ordered wait until it is done, because it would delete their files. A deletion is ordered
-//! synchronously ([`DeletionGate::order_deletion`]), together with forgetting the shuffle.
+//! its predecessor. A deletion therefore waits for earlier writes, at most ten minutes. Writes that
+//! begin after it was ordered wait until it is done, because it would delete their files. A
+//! deletion is ordered synchronously ([`DeletionGate::order_deletion`]), together with forgetting
+//! the shuffle.
 
 use std::sync::Arc;
 
@@ -16,8 +17,8 @@ struct State {
     deletions: usize,
 }
 
-/// Gate of one application. Writes and deletions exclude each other, in the order in which
-/// deletions are ordered.
+/// Gate of one application. Writes wait for deletions that were ordered before, and deletions can
+/// wait for writes that began before.
 #[derive(Debug, Default)]
 pub(super) struct DeletionGate {
     state: Mutex<State>,

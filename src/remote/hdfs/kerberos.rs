@@ -132,7 +132,7 @@ fn read(path: &Path) -> anyhow::Result<Vec<u8>> {
     Ok(files::read(path, FILE_BYTES_MAX)?)
 }
 
-/// Returns the file of a cache name. Other kinds of caches are only accessible through GSSAPI.
+/// Returns the file of a cache name. Other kinds of caches are left to GSSAPI.
 fn file_of_cache(name: &str) -> Option<PathBuf> {
     match name.split_once(':') {
         Some(("FILE", path)) => Some(path.into()),

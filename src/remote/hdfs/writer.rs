@@ -218,7 +218,7 @@ impl HdfsWriter {
         (format!("{directory}/{data}"), format!("{directory}/{index}"))
     }
 
-    /// Returns the first number above those of all files in the directory.
+    /// Returns the first number above those of all files of this writer in the directory.
     async fn next_free(&self, fs: &dyn RemoteFs) -> Result<u32, StoreError> {
         let entries = fs.list(&self.writers.directory).await?;
         let taken = entries.iter().filter_map(|entry| self.name().failures_of(&entry.name)).max();
