@@ -239,7 +239,7 @@ impl Claimed {
         open_real(LocalConfig { paths, ..LocalConfig::default() }.real_disks()).await
     }
 
-    /// Returns names and sizes of all files.
+    /// Returns the names of all files and directories, with the sizes of files.
     fn listing(&self) -> Vec<(PathBuf, u64)> {
         let (mut all, mut remaining) = (Vec::new(), vec![self.root.path().to_path_buf()]);
         while let Some(directory) = remaining.pop() {

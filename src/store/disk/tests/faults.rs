@@ -1,4 +1,4 @@
-//! Every I/O error, one by one: published blocks stay readable, failed ones are written elsewhere
+//! I/O errors, one by one: published blocks stay readable, failed ones are written elsewhere
 //! or returned.
 
 use super::*;

@@ -299,7 +299,7 @@ pub(super) fn log_copies(disks: &[TestDisk]) -> Vec<(usize, PathBuf)> {
     disks.iter().enumerate().flat_map(of).collect()
 }
 
-/// Returns the whole groups of all index logs by sequence, as recovery finds them.
+/// Returns the whole groups of all index logs by sequence, up to the first damage in each log.
 pub(super) fn groups(disks: &[TestDisk]) -> Vec<codec::IndexGroup> {
     let mut found = Vec::new();
     for disk in disks {
