@@ -158,7 +158,7 @@ impl Claims<'_> {
     }
 
     /// Claims the empty directories whose disks are mounted, and records the mount points of all
-    /// directories.
+    /// claimed directories.
     async fn take_empty(&mut self, empty: Vec<PlacedDisk>, paths: &[String]) -> Result<(), StoreError> {
         let mut known = mounts::load(self.claimed.values()).await;
         let mut mounted = Vec::new();
@@ -211,7 +211,8 @@ impl Claims<'_> {
     }
 }
 
-/// Returns whether an error prevents the start. Other errors only exclude the directory.
+/// Returns whether an error prevents the start. Other errors that [`Claims::leave_out`] gets only
+/// exclude the directory.
 fn is_refused(error: &StoreError) -> bool {
     matches!(
         error.kind,
@@ -240,9 +241,9 @@ fn refuse_copies(identities: &[(PathBuf, Uuid)]) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Refuses a start if all directories are empty although earlier data is known. `disk` is the first
-/// directory. The directories are not claimed, because a claim would make them look used at the
-/// next start.
+/// Refuses a start if all readable directories are empty although earlier data is known. `disk` is
+/// the first of them. The directories are not claimed, because a claim would make them look used at
+/// the next start.
 fn require_known_data(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
     let Some(who) =
         config.had_data.as_ref().filter(|_| config.recovery && config.require_mounted != Some(false))

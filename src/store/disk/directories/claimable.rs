@@ -64,8 +64,9 @@ fn describe(error: &StoreError) -> String {
 
 /// Returns the reasons why the directories of `config` could not be used, one line each: by a
 /// successor of the worker that has `held`, or else by a worker that starts now. A directory that
-/// the running worker does not use is an obstacle only if the successor could not start with it.
-/// For a start, a missing directory is tried in its nearest parent, and nothing is left behind.
+/// the running worker does not use is an obstacle only if the successor could not start with it, or
+/// if it is no longer at its path. For a start, a missing directory is tried in its nearest parent,
+/// and nothing is left behind.
 pub async fn problems(config: &LocalConfig, held: Option<HeldBy<'_>>) -> Vec<String> {
     problems_on(&config.real_disks(), config, held).await
 }

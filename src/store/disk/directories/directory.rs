@@ -365,8 +365,8 @@ impl LocalDisk {
         self.make_directories().await
     }
 
-    /// Writes random bytes, reads them back and compares. Success makes the disk healthy. A failure
-    /// is applied like any other, so "no space" means full, not unhealthy.
+    /// Writes random bytes, reads them back and compares. Success makes the disk healthy. A failed
+    /// write or read is applied like any other failure, so "no space" means full, not unhealthy.
     ///
     /// The write bypasses the page cache if possible, so that the device serves the read.
     pub(in crate::store) async fn probe(&self, direct: bool) -> io::Result<()> {

@@ -2,8 +2,9 @@
 //! must not be taken for a new one, because writes would fill the disk below it.
 //!
 //! Every directory has the list in a small file, with one line per configured directory. It is only
-//! used to exclude empty directories, so a list that cannot be read or written only causes a log
-//! line. A replacement disk has the same mount point, so it is accepted.
+//! used to exclude empty directories, so a list that cannot be read is ignored, and one that cannot
+//! be written only causes a log line. A replacement disk has the same mount point, so it is
+//! accepted.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -78,7 +79,7 @@ impl Mounts {
         self.0.extend(disks.map(|disk| (disk.label.clone(), disk.mount_point().to_owned())));
     }
 
-    /// Writes the list to every directory whose list differs.
+    /// Writes the list to every healthy directory whose list differs.
     pub(super) async fn save(&self, disks: impl Iterator<Item = &LocalDisk>) {
         let (path, text) = (Path::new(MOUNTS), self.encode());
         let writes = disks.filter(|disk| disk.is_healthy()).map(async |disk: &LocalDisk| {
