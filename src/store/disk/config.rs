@@ -1,7 +1,7 @@
 //! Configuration of the local tier: its keys, and the fixed limits of disk calls.
 //!
 //! A data read or write that misses its limit makes the disk hung, unless other calls completed
-//! meanwhile. The limits of reads, names and metadata are constants, and of writes a key.
+//! meanwhile. The limits of reads, names and metadata are constants, and of writes a field.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -155,7 +155,8 @@ impl LocalConfig {
         (self.read_memory_bytes / (disks as u64 + 1)).clamp(READ_CHUNK_BYTES_MAX as u64, USEFUL_BYTES)
     }
 
-    /// Returns the number of staging buffers: twice the write calls of all disks.
+    /// Returns the number of staging buffers: twice the write calls of all disks, at most
+    /// [`STAGING_BUFFERS_MAX`].
     pub(super) fn staging_buffers(&self, disks: usize) -> usize {
         (2 * disks * self.write_concurrency_per_disk).min(STAGING_BUFFERS_MAX)
     }

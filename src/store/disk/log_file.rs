@@ -88,7 +88,7 @@ pub(in crate::store) struct Log {
 enum LogStage {
     /// It is written. The stage of a new log.
     Open,
-    /// It is only read.
+    /// No further range of it is reserved.
     Closed,
     /// Another program removed, replaced or truncated the file.
     Vanished,
@@ -179,8 +179,8 @@ impl Log {
         if self.is_uncounted.swap(true, Ordering::Relaxed) { 0 } else { self.bytes() }
     }
 
-    /// Returns whether no write to it is possible and no range of it waits to be published. This is
-    /// permanent.
+    /// Returns whether no further write to it begins and no range of it waits to be published. This
+    /// is permanent.
     pub(in crate::store) fn is_settled(&self) -> bool {
         !self.is_open() && self.uses.load(Ordering::Acquire) == 0
     }

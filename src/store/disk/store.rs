@@ -240,7 +240,7 @@ impl LocalStore {
     }
 
     /// Settles the metadata log, then syncs data and indexes of all disks unless each write was
-    /// synced. Failures are only logged. A disk that is late or fails delays no other.
+    /// synced. Failed syncs are only logged. A disk that is late or fails delays no other.
     pub(super) async fn sync_disks(&self, time: Duration) {
         if self.shuffles.is_empty() {
             return;

@@ -2,10 +2,10 @@
 //!
 //! A block with a wrong checksum is read again, alone and without the page cache. If it is wrong
 //! again, the block is marked as damaged, and the rest of its extent stays. After the third [failed
-//! read](super::failures) of a partition on a disk, all its extents there are tried three times
-//! within half a second, and unreadable ones become holes. The extents of a file that another
-//! program removed become holes at once. Blocks in holes can be sent again. Whether a block is lost
-//! is decided by `service`.
+//! read](super::failures) of a partition on a disk, all its extents there are tried, unreadable
+//! ones three times with half a second of pauses. Those that stay unreadable become holes. The
+//! extents of a file that another program removed become holes at once. Blocks in holes can be sent
+//! again. Whether a block is lost is decided by `service`.
 
 use std::io;
 use std::ops::ControlFlow;
@@ -31,7 +31,8 @@ use uniffle_wire::types::PartitionId;
 const TRIES: u32 = 3;
 /// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Number of partitions that are tried at a time, each with one chunk of memory.
+/// Number of partitions and blocks that a marker reads again at a time, each with one chunk of
+/// memory.
 const PROBED_AT_ONCE: usize = 2;
 
 /// Extents of a vanished file or object.

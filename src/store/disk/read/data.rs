@@ -108,7 +108,8 @@ impl DataRead {
     }
 
     /// Converts the read to a read of an offload: always verified, and failures are not counted.
-    /// Only reads of clients trigger the search for lost blocks.
+    /// Only failed reads of clients trigger the search for lost blocks, but a block that was wrong
+    /// twice is marked as damaged here too.
     pub(in crate::store) fn for_offload<'a>(mut self, extents: impl Iterator<Item = &'a Extent>) -> Self {
         self.checksums = Some(checksums_of(self.stream.partition, extents, &self.range));
         self.stream.is_for_client = false;

@@ -21,8 +21,9 @@ use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_io::buffers::AlignedBuffer;
 use uniffle_io::{BLOCK_ALIGN, File};
 
-/// Maximum bytes of one write call: large enough that the number of calls does not matter, small
-/// enough that a missed deadline means a hung disk and not a slow one (16 MiB in 60 s).
+/// Maximum bytes of one write call, unless a single piece has more: large enough that the number of
+/// calls does not matter, small enough that a missed deadline means a hung disk and not a slow one
+/// (16 MiB in 60 s).
 const CALL_BYTES_MAX: usize = 16 << 20;
 
 /// Maximum number of pieces of one write call (one `pwritev`).
