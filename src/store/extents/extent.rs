@@ -1,7 +1,8 @@
 //! An extent: a contiguous part of a partition's published stream, with its location.
 //!
-//! Base, length and records of an extent never change. Its location changes from a data log to an
-//! object when its data is offloaded, or to nowhere when its data is lost.
+//! Base and length of an extent never change, and its records only when its data is lost. Its
+//! location changes from a data log to an object when its data is offloaded, or to nowhere when its
+//! data is lost.
 
 #[cfg(feature = "object")]
 use std::ops::Range;

@@ -19,7 +19,7 @@
 //! The blocks of an extent are contiguous, so a record's offset is the sum of the lengths before
 //! it. [`RecordCheck`](crate::store::index::records::RecordCheck) verifies that. The bases are
 //! promises to clients, so the group stores them and recovery restores them. A group may appear in
-//! two index logs, after an append with an unknown outcome. Both have the same sequence and the
+//! several index logs, after appends with an unknown outcome. All have the same sequence and the
 //! same bytes. A damaged record costs an index log the whole group, and a segment one extent. The
 //! object store's `layout` has the header of a segment's index. Pure: no I/O.
 
