@@ -1,7 +1,7 @@
 //! Opens connections to the store: name lookup, TCP, TLS and HTTP/1.1 within one deadline.
 //!
 //! A task serves each connection. It ends when the connection is dropped, the server closes it, or
-//! the client ends: no connection outlives its owner.
+//! the client's tasks are cancelled: no connection outlives its owner.
 
 use std::error::Error as _;
 use std::io;

@@ -3,8 +3,8 @@
 //!
 //! `object_store` does not expose the type of errors in responses. The store's message is in the
 //! text, as the `<Code>` of S3's XML or as the status. Errors of the connection (`HttpError`) and
-//! of the credentials are typed. `tests/contract` checks the classification of each error. Does no
-//! I/O.
+//! of the credentials are typed. `tests/contract` checks the classification of errors of servers.
+//! Does no I/O.
 
 use std::error::Error as StdError;
 use std::fmt;

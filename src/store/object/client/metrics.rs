@@ -78,7 +78,7 @@ impl Reason {
 }
 
 impl Metrics {
-    /// Creates a time series for every label, so that rates are correct from the first event on.
+    /// Creates the counters for every label, so that rates are correct from the first event on.
     pub(super) fn init_series(&self) {
         for operation in StoreOperation::ALL {
             self.requests.with_label_values(&[operation.as_str()]);

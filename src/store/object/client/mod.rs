@@ -6,7 +6,8 @@
 //! a file.
 //!
 //! Invariant: every request ends within its deadlines, with a response or an error, and a dropped
-//! request ends at once. No task and no connection outlives the [`Client`].
+//! request ends at once. No task and no connection outlives the [`Client`], its stores and their
+//! responses.
 
 mod answer;
 mod connect;

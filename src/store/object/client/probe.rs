@@ -24,8 +24,8 @@ pub struct ProbeError {
 }
 
 impl Client {
-    /// Tries each kind of request that the tier uses, with an object below `name`, which is unique
-    /// to this worker.
+    /// Writes, reads, lists and deletes an object below `name`, which is unique to this worker, and
+    /// begins and aborts an upload.
     ///
     /// # Errors
     /// [`ProbeError`] of the first step that fails, with the remedy.

@@ -5,7 +5,7 @@
 //!
 //! Invariant: every wait has a deadline, except that for a permit and that of a long response for
 //! its reader. A response that waits for its reader keeps its permit, so `answers_ahead` limits
-//! their number below that of the permits. Uploads never take the permits of reads.
+//! their number below that of the permits. Uploads of data never take the permits of reads.
 
 use std::collections::VecDeque;
 use std::fmt;
