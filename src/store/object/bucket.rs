@@ -127,7 +127,8 @@ impl Bucket {
         self.log.known(position).await.map_err(|error| StoreError::of_log(&error, &self.core.settings.root))
     }
 
-    /// Returns whether the store had all data of the local disks of the previous process.
+    /// Returns whether the claim in the store says that the store has all data of the local disks.
+    /// At a start, the previous process has written that.
     #[must_use]
     pub fn is_drained(&self) -> bool {
         self.core.claim.is_drained()
@@ -353,8 +354,8 @@ impl Bucket {
         self.remove(key);
     }
 
-    /// Drops the cached records and chunks of a forgotten shuffle. Visits all its extents and the
-    /// whole cache, so it must not run on a runtime thread or under a lock.
+    /// Drops the cached records and chunks of a forgotten shuffle. Visits its extents and
+    /// chunks, which may be many, so it must not run on a runtime thread or under a lock.
     pub(in crate::store) fn leave_caches(&self, forgotten: &DetachedShuffle) {
         let (incarnation, extents) = forgotten.in_objects();
         let mut extents = extents.peekable();

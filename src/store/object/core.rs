@@ -34,8 +34,8 @@ const READS_DIVISOR: u64 = 3;
 /// `config`.
 #[derive(Debug, Clone)]
 pub struct ObjectSettings {
-    /// Prefix of all keys: the configured prefix and this worker's id in the cluster. Workers that
-    /// run concurrently must have different prefixes.
+    /// Prefix of all keys, below the configured prefix: this worker's id in the cluster. Workers
+    /// that run concurrently must have different prefixes.
     pub root: String,
     /// Payload size at which a segment takes no more batches.
     pub segment_bytes: u64,

@@ -4,8 +4,8 @@
 //! of the cache or from the store: `fetch` plans the requests, `body` copies their responses.
 //!
 //! Invariant: blocks that are completely in the requested range are verified (`checksums`),
-//! wherever their bytes come from. Not verified are a block that is only partly in the range, and
-//! some of the blocks of a chunk if they are smaller than about 32 bytes.
+//! wherever their bytes come from. Not verified are a block that is only partly in the range or has
+//! no recorded checksum, and some of the blocks of a chunk if they are smaller than about 32 bytes.
 
 mod body;
 mod checksums;
