@@ -91,7 +91,8 @@ impl OffloadTier {
         }
     }
 
-    /// Offloads the selected data of a shuffle. Returns false if nothing can be offloaded.
+    /// Offloads the selected data of a shuffle. Returns false if nothing was offloaded or made
+    /// known to the store.
     ///
     /// # Errors
     /// An error of a disk or of the store. Data offloaded before the error stays offloaded.
@@ -155,8 +156,8 @@ impl OffloadTier {
         remaining
     }
 
-    /// Records in the store whether a drain has offloaded all data there. Only then does a start on
-    /// empty disks succeed elsewhere.
+    /// Records in the store whether a drain has offloaded all data there. Otherwise a start on
+    /// empty disks elsewhere may be refused.
     pub(super) async fn record_drained(&self) {
         if !self.object.is_worth_trying() {
             return;

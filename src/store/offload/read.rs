@@ -1,6 +1,6 @@
 //! Reads of streams with extents on disks and in objects.
 //!
-//! A read proceeds by runs of extents that are all on disks or all in objects, and the tier of each
+//! A read proceeds by runs of extents, all or none of which are in objects, and the tier of each
 //! run reads it. Index logs stay until a purge, so an index is read from one snapshot. A data file
 //! may be removed during a read. Its extents are in objects then, and the read continues there from
 //! a new snapshot.

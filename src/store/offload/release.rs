@@ -381,7 +381,7 @@ impl ChosenExtents {
         visited.map(|()| all.into())
     }
 
-    /// Returns a reader of the data of a run, which verifies every block. Its failures are not
+    /// Returns a reader of the data of a run, which verifies the blocks. Its failures are not
     /// counted as failed reads.
     #[must_use]
     pub fn data(&self, run: &Run) -> DataRead {

@@ -103,7 +103,7 @@ impl TieredShuffle {
     }
 
     /// Records that none of `bytes` published bytes can be offloaded. The next check is due when
-    /// this number changes.
+    /// this number changes, or when exclusions end.
     pub(super) fn set_stuck(&self, bytes: u64) {
         self.stuck_at.store(bytes, Ordering::Relaxed);
     }

@@ -68,7 +68,7 @@ impl RegistrationLog for ShuffleLog {
 
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
         let append = async move {
-            // The store has all records of an offloaded shuffle.
+            // Records of an offloaded shuffle are acknowledged once the store has them.
             let _writing = match self.shuffle.is_offloaded() {
                 true => None,
                 false => Some(self.object.require_disks().await?),

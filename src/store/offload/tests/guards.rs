@@ -1,6 +1,6 @@
 //! Local and stored data is deleted only with proof that it is copied or obsolete. Starts on empty
-//! disks are refused, except those of a drained worker. A hung store delays only operations that
-//! need it.
+//! disks are refused, unless the worker was drained or the configuration says that they are new. A
+//! hung store delays only operations that need it.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ async fn divided(key: &ShuffleKey) -> Fixture {
     process.kill().await
 }
 
-/// Removes both copies of a log object. Objects are counted from the end: the last one is 1.
+/// Removes both copies of a log object. Objects are counted from the end: the last one is 0.
 pub(super) async fn lose_log_object(fixture: &Fixture, from_the_end: usize) {
     let objects = fixture.store.objects().await.into_iter().map(|(object, _)| object);
     let log: Vec<_> = objects.filter(|object| object.contains("/!log/")).collect();

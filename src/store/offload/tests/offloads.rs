@@ -180,7 +180,7 @@ async fn disk_is_drained_only_to_the_low_watermark() {
     let process = fixture.start().await;
     let key = key(1);
     process.register(&key).await;
-    // Free space is measured once a minute, so not during this loop.
+    // Free space is not measured during this loop, because no maintenance runs.
     while process.tier.next().is_none() {
         fill(&process, &key, 0..1, 4).await;
     }
