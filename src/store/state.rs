@@ -86,7 +86,7 @@ pub struct DiskInfo {
     pub fault: Option<String>,
     /// Number of errors counted against the disk.
     pub failures: u64,
-    /// Number of times that the disk became read-only, detached, hung or broken.
+    /// Number of times that the healthy disk became read-only, detached, hung or broken.
     pub faults: u64,
     /// Mount point of the disk.
     pub mount: Mount,

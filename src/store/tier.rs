@@ -263,9 +263,9 @@ pub trait ServedTier: Send + Sync {
     /// at once. Only the first listener is used.
     fn on_damage(&self, _: DamageListener) {}
 
-    /// Reads all data of a partition on devices with too many failed reads, repeatedly for half a
-    /// second. Turns unreadable parts into holes, so that their blocks can be sent again and found.
-    /// Returns an error of a device, or `None` if all data is readable.
+    /// Reads all data of a partition on devices with too many failed reads, and unreadable parts
+    /// repeatedly for half a second. Turns unreadable parts into holes, so that their blocks can be
+    /// sent again and found. Returns an error of a device, or `None` if it found no such part.
     fn mark_damaged_lost<'a>(
         &'a self,
         _: &'a ShuffleKey,
@@ -472,8 +472,8 @@ impl From<Vec<ExtentWrite>> for TierBatch {
 /// Data that another machine would not find, which is the remaining work of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DrainBacklog {
-    /// Number of shuffles with data that is or may be only here, for example in a missing or
-    /// unreadable directory.
+    /// Number of shuffles with data or records that are or may be only here, for example in a
+    /// missing or unreadable directory. Data of `stuck_bytes` does not count.
     pub shuffles_left: usize,
     /// Number of their bytes still to be offloaded.
     pub bytes_left: u64,

@@ -1,8 +1,8 @@
 //! The disks below the metadata log. Recovers the state of an earlier process, and records changes
 //! of shuffles.
 //!
-//! Invariant: a purge is in the log before any of its files is removed, so files of a shuffle that
-//! a later start knows are never missing. A purge that cannot be logged is retried.
+//! Invariant: a purge is in the log before any of its files is removed, so a purge never removes
+//! files of a shuffle that a later start knows. A purge that cannot be logged is retried.
 
 use std::io;
 use std::sync::Arc;

@@ -6,8 +6,8 @@
 //! parts, one at a time per disk.
 //!
 //! While batches are written to the disk, a pause of three times the part's duration follows each
-//! part, at most half a second, unless the disk is short of space. A process that hands over to a
-//! successor starts no further part: the successor empties the trash.
+//! part but the last, at most half a second, unless the disk is short of space. A process that
+//! hands over to a successor starts no further part: the successor empties the trash.
 
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -132,7 +132,8 @@ impl DeletionQueue {
 }
 
 /// A worker of a deletion queue. When dropped, it returns its remaining shuffles to the queue. A
-/// cancelled purge therefore leaves at most empty directories of applications, which a sweep finds.
+/// cancelled purge therefore leaves at most files in the trash and empty directories of
+/// applications, which the maintenance removes.
 #[derive(Debug)]
 pub(in crate::store) struct DeletionWorker<'a> {
     queue: &'a DeletionQueue,

@@ -3,7 +3,7 @@
 //! Deletion begins once the log in the store records the end of the shuffle, so that no start looks
 //! for deleted objects. If the store does not answer, the deletion is retried for a while.
 //! Remaining objects are left to a later start or to the bucket's lifecycle rule. Nothing is
-//! deleted after another process has claimed the worker's prefix.
+//! deleted after a check has found that another process has claimed the worker's prefix.
 
 use std::future::ready;
 use std::sync::Arc;

@@ -143,8 +143,8 @@ impl LocalStore {
         join_all(deletes.collect::<Vec<_>>()).await;
     }
 
-    /// Measures space, retries removals, closes idle descriptors, and sets the gauges. Disks do not
-    /// wait for each other.
+    /// Measures space, retries removals, closes idle descriptors, and sets the gauges. In a step,
+    /// disks do not wait for each other.
     pub async fn maintain_once(&self) {
         join_all(self.core.disks.iter().map(|disk| self.measure(disk)).collect::<Vec<_>>()).await;
         self.metadata.settle().await;
@@ -212,8 +212,8 @@ impl LocalStore {
         }
     }
 
-    /// Verifies that all files of shuffles exist, and removes directories that belong to no
-    /// shuffle: a call that hung during a purge may have created them afterwards.
+    /// Verifies on healthy disks that all files of shuffles exist, and removes directories that
+    /// belong to no shuffle: a call that hung during a purge may have created them afterwards.
     pub async fn sweep(&self) {
         join_all(self.core.disks.iter().map(|disk| self.sweep_sound(disk)).collect::<Vec<_>>()).await;
     }
