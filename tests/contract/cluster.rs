@@ -317,7 +317,7 @@ async fn failing_coordinators_do_not_delay_the_worker() {
     let (_half_open, silent) = listener().await;
     let (closed, refusing) = listener().await;
     drop(closed);
-    // The port stays reserved until the worker below listens on it.
+    // Outside the ephemeral range, so that no connection takes it before the worker below listens.
     let late = SocketAddr::from(([127, 0, 0, 1], free_port()));
     let quorum = format!("coordinator_quorum = [\"{silent}\", \"{refusing}\", \"{late}\"]");
     let b = worker(dir_b.path(), &quorum, "").await;

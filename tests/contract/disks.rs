@@ -1,5 +1,5 @@
-//! One suite for every disk, real or test double: the calls that the store relies on. Then tests of
-//! one disk each: changed files, and the faults and power losses of the doubles.
+//! One suite for the real disk and the testkit's doubles: the calls that the store relies on. Then
+//! tests of one disk each: changed files, and the faults and power losses of the doubles.
 
 use std::io;
 use std::path::Path;

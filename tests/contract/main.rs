@@ -1,9 +1,10 @@
 //! Contracts of the worker and its parts that need no process of the worker.
 //!
-//! `transports`, `grpc` and `tcp` follow docs/protocol.md. They end with a common check: nothing is
-//! reserved, stored or in flight, and no files or tasks remain. `replay` has recorded sessions of
-//! clients. `life` and `damage` are simulated runs of the store. The other modules are suites for
-//! disks, object stores, metrics, the client crate and clusters of several workers.
+//! `transports`, `grpc` and `tcp` follow docs/protocol.md. Most of their tests end with a common
+//! check: nothing is reserved, stored or in flight, and no files or tasks remain. `replay` has
+//! recorded sessions of clients. `life` and `damage` are simulated runs of the store. The other
+//! modules are suites for disks, object stores, metrics, the client crate and clusters of several
+//! workers.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
 #![allow(clippy::duplicate_mod, reason = "the same tests over both ways to run the TCP listener")]

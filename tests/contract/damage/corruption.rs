@@ -81,8 +81,8 @@ pub(crate) const CORRUPTIONS: [Corruption; 21] = [
 #[derive(Debug)]
 pub(crate) struct Damage {
     pub(crate) corruption: Corruption,
-    /// The kind of file: the extension of a numbered file, otherwise the name. Empty for a whole
-    /// disk.
+    /// The kind of file: the extension of a numbered file, otherwise the name. Empty unless one
+    /// file is damaged.
     pub(crate) kind: String,
     /// Description for the report.
     pub(crate) what: String,

@@ -142,7 +142,7 @@ impl Mutation {
         }
     }
 
-    /// Applies the mutation before every checked start.
+    /// Applies the mutation before a checked start, but not again after a refused one.
     pub(crate) fn apply_to_start(self, fixture: &mut Fixture) {
         if self == Self::NoMembers {
             clear_missing_members(fixture);

@@ -8,7 +8,7 @@ use uniffle_wire::types::ShuffleKey;
 
 use super::corruption::{Corruption, Damage};
 
-/// Number of failures that are printed.
+/// Number of failed seeds above which the table ends with their number.
 const SHOWN_MAX: usize = 40;
 
 #[derive(Debug, Default, Clone, Copy)]

@@ -379,8 +379,8 @@ async fn make_large_requests(client: ShuffleClient, key: ShuffleKey) {
     assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
 }
 
-/// Requests the largest possible assignment: the coordinator computes it and the listener encodes
-/// it.
+/// Requests the largest assignment of a default configuration: the coordinator computes it and the
+/// listener encodes it.
 async fn assignment(address: SocketAddr) {
     const RANGES: i32 = 1 << 17;
     let channel = raw::connect(address).await;

@@ -86,7 +86,7 @@ async fn connection_without_preface_is_closed_and_others_may_idle() {
     ] {
         expect_close(connect_and_send(address, opening).await, what).await;
     }
-    // The oldest of all connections.
+    // Opened before the closed ones.
     expect_pong(&mut idle).await;
     drop(idle);
     fixture.finish().await;

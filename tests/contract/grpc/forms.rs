@@ -1,5 +1,5 @@
 //! The three forms of `sendShuffleData`, and invalid forms (docs/protocol.md §1.8). Also absent
-//! checksums, and a block that occurs twice in a message.
+//! checksums, and a block that occurs three times in a message.
 
 use prost::Message;
 use uniffle_client::send::{self, SendForm};
@@ -195,7 +195,7 @@ async fn checksum_of_zero_is_not_verified() {
     fixture.finish().await;
 }
 
-/// The same id occurs twice in one message.
+/// The same id occurs three times in one message.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn repeated_block_in_message_is_stored_once() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));

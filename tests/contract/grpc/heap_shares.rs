@@ -150,8 +150,8 @@ async fn concurrent_reports_wait_for_overcharged_heap() {
     fixture.finish().await;
 }
 
-/// Opens sends of one-byte blocks without their last bytes until one is refused. Sends that wait
-/// for heap stay open.
+/// Opens 80 sends of one-byte blocks without their last bytes, and waits until one is refused.
+/// Sends that wait for heap stay open.
 async fn hold_unfinished_blocks(fixture: &WorkerFixture, key: &ShuffleKey) -> impl Sized + use<> {
     let written: Vec<_> = (0..1_000).map(|n| block(0, 1, n, 1)).collect();
     let mut calls = FuturesUnordered::new();

@@ -162,7 +162,8 @@ async fn stalled_reader_holds_bounded_memory_until_timeout() {
     fixture.client.push(&key, SendForm::Contiguous, &batch(0, std::slice::from_ref(&large))).await.unwrap();
     fixture.flush().await;
 
-    // The channel's windows are 64 KiB. The headers are awaited, and the body is never read.
+    // The channel's windows are smaller than the response. Its headers are awaited, and its body is
+    // read only after the timeout.
     let request = GetLocalShuffleDataRequest {
         app_id: "app-1".to_owned(),
         shuffle_id: 1,

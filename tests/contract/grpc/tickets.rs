@@ -96,7 +96,7 @@ async fn backpressure_refuses_tickets_until_memory_is_freed() {
             }
         }
     };
-    // 64 MiB through 16 MiB, with more requests in progress than fit.
+    // 64 MiB through 16 MiB, sent faster than it is flushed.
     futures::future::join_all((0..8).map(writer)).await;
     let refusals = fixture.metric("total_require_buffer_failed");
     assert!(refusals > 0.0, "no writer had to wait, so the test checks nothing");

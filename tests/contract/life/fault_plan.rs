@@ -57,7 +57,7 @@ impl History {
         self.tally.failing_lists += 1;
     }
 
-    /// Damages a file that is neither data nor index.
+    /// Damages a metadata file, except the claim.
     fn damage_metadata(&mut self, disk: usize) {
         let mut files = self.disks[disk].files();
         files.retain(|path| is_metadata(path));

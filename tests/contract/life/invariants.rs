@@ -35,7 +35,8 @@ pub(crate) struct Block {
 ///   they are accepted, they lose nothing.
 /// - A store that hangs delays no report of a shuffle that has nothing in it, and no report
 ///   forever.
-/// - After everything is unregistered, all counters are zero and no file remains.
+/// - After everything is unregistered, all counters are zero. No file remains, unless results may
+///   be refused.
 #[derive(Debug, Default)]
 pub(crate) struct Invariants {
     /// Blocks of all sends, whatever the outcome, by partition.

@@ -1,10 +1,10 @@
 //! The life of a block as a model: seeded random operations and faults of clients, disks, the
 //! object store and the process run against the real service in memory, under paused time.
 //!
-//! Every worker process has a runtime of its own. Dropping it loses everything that is not on a
-//! disk. The [`Invariants`](invariants::Invariants) are checked at every start and read, and at the
-//! end of a run. `LIFE_SEEDS` sets the number of seeds, and `LIFE_SEED` runs one alone
-//! (docs/testing.md).
+//! Every worker process but one on unmounted disks has a runtime of its own. Dropping it loses
+//! everything that is neither on a disk nor in the store. The
+//! [`Invariants`](invariants::Invariants) are checked at every start and read, and at the end of a
+//! run. `LIFE_SEEDS` sets the number of seeds, and `LIFE_SEED` runs one alone (docs/testing.md).
 
 mod clients;
 mod fault_plan;

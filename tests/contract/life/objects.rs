@@ -114,8 +114,8 @@ impl History {
         self.excuse(key, now);
     }
 
-    /// Records which blocks may be lost after an object changed: those of a segment and its
-    /// successors. A log object whose other copy never arrived looks like an acknowledged one.
+    /// Records which blocks may be lost after an object changed: those of the shuffle of a
+    /// segment. A log object whose other copy never arrived looks like an acknowledged one.
     fn excuse(&mut self, key: &str, now: &BTreeMap<String, Bytes>) {
         match parse_key(ROOT, key).unwrap() {
             Name::Segment(shuffle, _) => {

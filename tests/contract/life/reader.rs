@@ -111,7 +111,7 @@ impl Reader {
         }
     }
 
-    /// Checks that only a possible loss refuses a read.
+    /// Checks that only a possible loss, a failing or missing disk, or removed files refuse a read.
     fn check_refusal(&self, history: &mut History, error: &ServiceError) {
         let now = history.now();
         let expected = &history.expected[&self.key];
@@ -276,8 +276,8 @@ fn check_gapless(records: &[u8], data_length: u64) {
     assert_eq!(end, data_length, "index and data length disagree");
 }
 
-/// Checks that an index keeps every block at its place. Only missing and failing disks leave holes.
-/// A gap after their data is filled when they return.
+/// Checks that an index keeps every block at its place. Only missing and failing disks and removed
+/// files leave holes. A gap after the data of disks is filled when they return.
 fn check_index(seen: &[u8], records: &[u8], may_have_holes: bool) {
     let mut now: BTreeMap<u64, &[u8]> = BTreeMap::new();
     for record in records.chunks(RECORD) {

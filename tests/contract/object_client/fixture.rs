@@ -13,7 +13,7 @@ use uniffle_worker::runtime::Tasks;
 use uniffle_worker::store::ObjectConfig;
 use uniffle_worker::store::object::client::Client;
 
-/// Limit for every wait. Anything slower hangs.
+/// Limit of [`soon`]. Anything slower hangs.
 const WAIT_MAX: Duration = Duration::from_secs(120);
 
 pub(crate) struct Opened {
