@@ -216,7 +216,7 @@ impl Secured {
         format!("[hdfs_store.kerberos_security_config]\nkeytab_path = {path:?}\nprincipal = \"{principal}\"")
     }
 
-    /// Sends two MiB for `user`, waits for them in HDFS, and unregisters the application. Returns
+    /// Sends 2.4 MB for `user`, waits for them in HDFS, and unregisters the application. Returns
     /// the files as they were before their deletion.
     async fn write_as(&self, worker: &WorkerProcess, user: &str) -> Vec<FileStatus> {
         let address = ([127, 0, 0, 1], worker.ready().grpc_port).into();
