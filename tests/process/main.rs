@@ -1,7 +1,7 @@
 //! The worker as a process: for example stopped, killed, upgraded in place, out of memory,
 //! disconnected.
 //!
-//! Most tests start the binary as a user does. Tests of operations start the worker in this
+//! Most tests start the binary as a user does. Most tests of operations start the worker in this
 //! process. They observe listeners, exit codes, resident memory and data directories.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]

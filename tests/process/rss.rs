@@ -115,7 +115,7 @@ async fn freed_response_memory_is_returned_to_the_system() {
     let worker = tokio::task::spawn_blocking(move || WorkerProcess::start(&setup)).await.unwrap();
     let address = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
     let coordinator = CoordinatorServerClient::connect(address).await.unwrap();
-    // An assignment of all ranges takes about 30 MB; 1,000 ranges take a hundredth of that.
+    // An assignment of 100,000 ranges takes about 30 MB; 1,000 ranges take a hundredth of that.
     let assign = async |ranges: i32| {
         let request = proto::GetShuffleServerRequest {
             application_id: "app-1".to_owned(),

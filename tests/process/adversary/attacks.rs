@@ -23,7 +23,7 @@ use uniffle_worker::proto;
 
 use super::h2::Connection;
 
-/// Application that all attacks share; partitions 0 to 99 of shuffle 0 are registered.
+/// Application that most attacks share; partitions 0 to 99 of shuffle 0 are registered.
 pub(super) const APP: &str = "siege";
 
 /// Ports and seed of the worker under attack.

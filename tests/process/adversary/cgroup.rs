@@ -14,7 +14,7 @@ pub(super) struct Group {
 }
 
 impl Group {
-    /// Creates a group. Returns `None` without the permission; with `CI=true` failures panic.
+    /// Creates a group. Returns `None` without the permission; with `CI=true` other failures panic.
     pub(super) fn with_limit(bytes: u64) -> Option<Self> {
         let made = Self::make(bytes);
         if let Err(error) = &made {

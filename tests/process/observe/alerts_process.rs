@@ -106,7 +106,7 @@ fn panic_once(worker: &WorkerProcess, no_random: &Path) {
     assert_eq!(panics, 1.0, "{}", String::from_utf8_lossy(&answer));
 }
 
-/// Kills the worker and starts it again, three times. Each start is scraped, and has another second
+/// Kills the worker and starts it again, until three starts were scraped. Each has another second
 /// than the one before: the metric has no fractions.
 fn crash(worker: &mut WorkerProcess, watch: &Watch) {
     let instance = format!("127.0.0.1:{}", worker.ready().http_port);

@@ -40,8 +40,8 @@ const CONSEQUENCES: [&str; 6] = [
     "UniffleWorkerUnhealthy",
 ];
 
-/// Asserts that the alerts `expected` fire while every request to the object store gets `fault` and
-/// blocks arrive.
+/// Asserts that the alerts `expected` fire while all requests to the object store but deletions,
+/// aborts and lists of uploads get `fault` and blocks arrive.
 async fn assert_store_alerts(fault: ResponseFault, expected: &[&str]) {
     let (server, directory) = (S3Server::start().await, tempfile::tempdir().unwrap());
     let setup = on_store(&server, &directory.path().join("keys"), "MEMORY_OBJECT");

@@ -20,7 +20,7 @@ use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 const TOKEN: &str = "correct-horse-battery-staple";
 
-/// Every call with a valid body.
+/// Every call except those for orphans, with a valid body.
 const CALLS: &[(&str, &str)] = &[
     ("/admin/decommission", ""),
     ("/admin/cancel-decommission", ""),

@@ -1,4 +1,4 @@
-//! Every `ctl` command in the documents is accepted by the program.
+//! Every `ctl` command in the README and in `docs/` is accepted by the program.
 
 use std::collections::BTreeSet;
 

@@ -68,7 +68,7 @@ const EMPTY: &str = "return {
 const NODE_LINKS: &str = "return [...document.querySelectorAll('#cluster-nodes tbody tr')]
   .map(row => [row.querySelector('td.app').firstChild.textContent, row.querySelector('a')?.href, row.querySelector('.pill').textContent]);";
 
-/// Returns the rows of the cluster's nodes, with all applications expanded.
+/// Returns the number of rows of the cluster's nodes, with all applications expanded.
 const NODES: &str = "document.getElementById('cluster-more').open = true;
 return document.getElementById('cluster').checkVisibility()
   ? document.querySelectorAll('#cluster-nodes tbody tr').length : 0;";

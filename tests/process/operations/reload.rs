@@ -99,7 +99,7 @@ async fn invalid_file_is_refused_with_all_errors() {
     let before = fixture.worker.service().flusher().unwrap().limits();
     fixture.rewrite("tags = [\"new\"]", NEW);
     let whole = fixture.written();
-    // A prefix of a file is refused: the rest is missing or torn.
+    // A prefix of a file is refused, unless it is a complete configuration.
     let torn: Vec<String> = (1..whole.len()).step_by(17).map(|end| whole[..end].to_owned()).collect();
     let wrong =
         "tags = [\"new\"]\n[hybrid_store]\nmemory_spill_high_watermark = 7.0\n[memory_store]\ncapasity = 1\n";

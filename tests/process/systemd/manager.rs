@@ -27,7 +27,8 @@ const ACCOUNTS: [(&str, &str); 2] = [
     ("passwd", "root:x:0:0::/root:/bin/sh\nuniffle:x:60123:60123::/var/lib/uniffle-worker:/bin/false\n"),
     ("group", "root:x:0:\nuniffle:x:60123:\n"),
 ];
-/// Log files instead of the journal, and no pause between restarts. Everything else is as shipped.
+/// Log files instead of the journal, variables of the test, and short pauses between restarts.
+/// Everything else is as shipped.
 const DROP_IN: &str = "[Service]\n\
      Environment=WORKER_READY_FILE=/var/lib/uniffle-worker/ready.json WORKER_IP=127.0.0.1 RUST_LOG=info NO_COLOR=1\n\
      StandardOutput=append:/var/lib/uniffle-worker/worker.log\n\
@@ -47,9 +48,9 @@ pub(super) struct Manager {
 }
 
 impl Manager {
-    /// Starts systemd without a worker. Returns `None` unless this process may mount
-    /// (`CAP_SYS_ADMIN`). With that permission namespaces and cgroups are available too, so any
-    /// failure panics.
+    /// Starts systemd without a worker. Returns `None` without the tools, and unless this process
+    /// may mount (`CAP_SYS_ADMIN`). With that permission namespaces and cgroups are available too,
+    /// so any failure panics.
     pub(super) fn start() -> Option<Self> {
         let tried = "a worker under a real systemd";
         if !available(tried, &["unshare", "nsenter", "systemctl", "mount"]) {
