@@ -34,7 +34,7 @@ fn survives_kill_of_any_worker(jvm: JvmKind, words: &str) {
     let application = Application { jvm, scenarios: JOB, words: &words };
     let (workers, answers) = spark.run_while(embedded_cluster(memory), application, |workers| {
         let [first, second, third] = workers else { unreachable!("the cluster has three workers") };
-        // First a coordinator, then a plain worker.
+        // First a coordinator, then the plain worker, then the other coordinator.
         kill_and_restart(first, third, "total_received_data", 5e6);
         kill_and_restart(third, second, "total_received_data", 10e6);
         kill_and_restart(second, third, "total_read_data", 3e6);
