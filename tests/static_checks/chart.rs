@@ -10,7 +10,8 @@ use super::packaging::{MANIFESTS, SERVICES, accepts, configured, deploy};
 
 const CHART: &str = include_str!("../../deploy/helm/uniffle-worker/Chart.yaml");
 const MONITOR: &str = include_str!("../../deploy/kubernetes/monitoring/podmonitor.yaml");
-/// Options that reach every branch of the templates.
+/// Options that, with the defaults, reach every branch of the templates but refusals and another
+/// release name.
 const EVERY_OPTION: &[&str] = &[
     "--set=embeddedCoordinator.enabled=true,replicas=5,maxReplicas=6,memoryGiB=3,podMonitor.enabled=true",
     "--set=storageClassName=fast,priorityClassName=high,image.repository=registry:5000/worker,image.tag=x",

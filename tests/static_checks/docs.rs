@@ -62,7 +62,7 @@ fn readme_is_short() {
     assert!(lines <= README_LINES_MAX, "README.md has {lines} lines, {README_LINES_MAX} are allowed");
 }
 
-/// Reads text files, without build output and third-party files, by path below the root.
+/// Reads text files, without build output and the files of Git, by path below the root.
 pub(super) fn read_tree(root: &Path, dir: &Path, files: &mut BTreeMap<PathBuf, String>) {
     for entry in std::fs::read_dir(dir).unwrap() {
         let entry = entry.unwrap();

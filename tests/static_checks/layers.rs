@@ -7,7 +7,7 @@
 //! So a child that takes a type from `mod.rs` forms a cycle only if code in `mod.rs` names an item
 //! of the child. Methods, fields, and (for cycles) test code are not considered.
 //!
-//! Also, only the `clock` module uses tokio's timers for deadlines.
+//! Also, in `src/` and five crates, only the `clock` module uses tokio's timers for deadlines.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -1,9 +1,9 @@
 //! Language of documents, comments and test names (docs/style.md).
 //!
 //! Table cells and sentences of documents are short. Comments of the finished folders and of the
-//! example configuration avoid relative clauses and references, and their lines fit 100 columns.
-//! Test names are short. The measures only show where to look: rewrite for a reader. Generated
-//! pages are not checked, because their text comes from the sources.
+//! example configuration avoid relative clauses and references. Nearly all comment lines of the
+//! folders fit 100 columns. Test names are short. The measures only show where to look: rewrite for
+//! a reader. Generated pages are not checked, because their text comes from the sources.
 
 use std::collections::BTreeMap;
 use std::path::Path;
