@@ -126,7 +126,7 @@ fn lowest(id: u64) -> u16 {
     id as u16
 }
 
-/// Reads a set. Returns `None` unless the bytes are exactly one valid bitmap.
+/// Reads a set. Returns `None` unless the bytes begin with a valid bitmap.
 ///
 /// croaring's own reader slices by the size that it would write. A crafted input can make that size
 /// exceed the remaining input, so the layout is checked first.

@@ -7,10 +7,11 @@
 //! [`segments`]. An index of this worker is one run.
 
 use bytes::{Buf, Bytes};
-use croaring::{JvmLegacy, Treemap};
+use croaring::Treemap;
 
 use crate::block::Block;
 use crate::proto;
+use uniffle_wire::bitmap;
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
 /// Length of one index record (docs/protocol.md §5.2).
@@ -85,16 +86,13 @@ pub enum Malformed {
 /// # Errors
 /// [`Malformed::Bitmap`].
 pub fn decode_bitmap(bytes: &[u8]) -> Result<Treemap, Malformed> {
-    if bytes.is_empty() {
-        return Ok(Treemap::new());
-    }
-    Treemap::try_deserialize::<JvmLegacy>(bytes).ok_or(Malformed::Bitmap(bytes.len()))
+    bitmap::decode(bytes).ok_or(Malformed::Bitmap(bytes.len()))
 }
 
 /// Encodes a set in Java's format, for the task filter of a memory read.
 #[must_use]
 pub fn encode_bitmap(set: &Treemap) -> Bytes {
-    set.serialize::<JvmLegacy>().into()
+    bitmap::encode(set)
 }
 
 /// Splits the data of a memory response into blocks.
