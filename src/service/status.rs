@@ -58,10 +58,15 @@ pub enum Stopping {
 }
 
 impl Inputs {
+    /// Returns why tickets are refused. A drain is a stop for good, unless a successor follows.
+    fn refusing(self) -> Option<Stopping> {
+        self.stopping.or(self.draining.then_some(Stopping::ForGood))
+    }
+
     fn state(self) -> WorkerState {
         match (self.decommission, self.drained, self.unhealthy) {
             (true, true, _) => WorkerState::Decommissioned,
-            _ if self.stopping == Some(Stopping::ForGood) => WorkerState::Decommissioning,
+            _ if self.refusing() == Some(Stopping::ForGood) => WorkerState::Decommissioning,
             (true, false, _) => WorkerState::Decommissioning,
             (false, _, true) => WorkerState::Unhealthy,
             (false, _, false) => WorkerState::Active,
@@ -106,18 +111,13 @@ impl WorkerStatus {
         self.update(|inputs| {
             inputs.decommission = false;
             inputs.drained = false;
-            if std::mem::take(&mut inputs.draining) {
-                inputs.stopping = None;
-            }
+            inputs.draining = false;
         });
     }
 
     /// Stops accepting new shuffles and data. Returns whether this changed anything.
     pub(super) fn drain(&self) -> bool {
-        self.update(|inputs| {
-            inputs.draining = true;
-            inputs.stopping.get_or_insert(Stopping::ForGood);
-        })
+        self.update(|inputs| inputs.draining = true)
     }
 
     /// Returns whether new shuffles and data are refused because of a drain.
@@ -175,19 +175,19 @@ impl WorkerStatus {
         self.update(|inputs| inputs.stopping = Some(why));
     }
 
-    /// Undoes [`WorkerStatus::stop`] after a cancelled stop.
+    /// Undoes [`WorkerStatus::stop`] after a cancelled stop. A drain continues.
     pub(super) fn resume(&self) {
         self.update(|inputs| inputs.stopping = None);
     }
 
     /// Returns whether tickets are refused, because of [`WorkerStatus::stop`] or a drain.
     pub fn is_stopping(&self) -> bool {
-        self.inputs.borrow().stopping.is_some()
+        self.inputs.borrow().refusing().is_some()
     }
 
     /// Returns whether the worker stops without a successor, or is being drained.
     pub fn is_stopping_for_good(&self) -> bool {
-        self.inputs.borrow().stopping == Some(Stopping::ForGood)
+        self.inputs.borrow().refusing() == Some(Stopping::ForGood)
     }
 
     /// Applies `change`. If it changes anything, wakes the waiters and returns true.
@@ -265,6 +265,22 @@ mod tests {
         assert!(!status.is_stopping());
         status.stop(Stopping::ForGood);
         assert_eq!(status.state(), WorkerState::Decommissioning);
+    }
+
+    #[test]
+    fn drain_and_stop_do_not_end_each_other() {
+        let status = WorkerStatus::default();
+        status.decommission();
+        assert!(status.drain() && !status.drain());
+        status.stop(Stopping::ForSuccessor);
+        assert!(!status.is_stopping_for_good());
+        status.resume();
+        assert!(status.is_stopping_for_good(), "a cancelled stop must not end the drain");
+        status.stop(Stopping::ForGood);
+        status.cancel_decommission();
+        assert!(!status.is_draining() && status.is_stopping(), "a cancelled drain must not end the stop");
+        status.resume();
+        assert!(!status.is_stopping());
     }
 
     #[test]
