@@ -59,14 +59,14 @@ pub enum Stopping {
 
 impl Inputs {
     /// Returns why tickets are refused. A drain is a stop for good, unless a successor follows.
-    fn refusing(self) -> Option<Stopping> {
+    fn stop_reason(self) -> Option<Stopping> {
         self.stopping.or(self.draining.then_some(Stopping::ForGood))
     }
 
     fn state(self) -> WorkerState {
         match (self.decommission, self.drained, self.unhealthy) {
             (true, true, _) => WorkerState::Decommissioned,
-            _ if self.refusing() == Some(Stopping::ForGood) => WorkerState::Decommissioning,
+            _ if self.stop_reason() == Some(Stopping::ForGood) => WorkerState::Decommissioning,
             (true, false, _) => WorkerState::Decommissioning,
             (false, _, true) => WorkerState::Unhealthy,
             (false, _, false) => WorkerState::Active,
@@ -182,12 +182,12 @@ impl WorkerStatus {
 
     /// Returns whether tickets are refused, because of [`WorkerStatus::stop`] or a drain.
     pub fn is_stopping(&self) -> bool {
-        self.inputs.borrow().refusing().is_some()
+        self.inputs.borrow().stop_reason().is_some()
     }
 
     /// Returns whether the worker stops without a successor, or is being drained.
     pub fn is_stopping_for_good(&self) -> bool {
-        self.inputs.borrow().refusing() == Some(Stopping::ForGood)
+        self.inputs.borrow().stop_reason() == Some(Stopping::ForGood)
     }
 
     /// Applies `change`. If it changes anything, wakes the waiters and returns true.

@@ -11,12 +11,12 @@
 /// Fraction of the capacity that is reserved for applications that hold nothing.
 const RESERVE_DIVISOR: u64 = 8;
 
-/// One memory response, or its block lists, takes at most this fraction of what is free to its
-/// application. So responses become smaller with many concurrent readers, and slow readers leave
-/// some room.
+/// Divisor of the bytes that are free to an application: the maximum of one memory response, or of
+/// its block lists. So responses become smaller with many concurrent readers, and slow readers
+/// leave some room.
 pub const APP_RESPONSE_DIVISOR: u64 = 4;
-/// One memory response takes at most this fraction of what is free to its connection. The fraction
-/// is larger, because the budget of a connection is smaller.
+/// Divisor of the bytes that are free to a connection: the maximum of one memory response. It is
+/// smaller than [`APP_RESPONSE_DIVISOR`], because the budget of a connection is smaller.
 pub const CONNECTION_RESPONSE_DIVISOR: u64 = 2;
 
 /// Fraction of a resource that is returned late or never, reserved for applications that hold

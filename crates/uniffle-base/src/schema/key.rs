@@ -68,7 +68,7 @@ pub struct Problem {
     pub key: String,
     /// The value, with secrets removed. It is shortened when displayed.
     pub value: Option<String>,
-    /// What is wrong, or which values are allowed.
+    /// The fault, or the allowed values.
     pub message: String,
     /// True if the key is unknown and unlike any known key.
     pub is_foreign: bool,
