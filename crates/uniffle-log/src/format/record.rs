@@ -51,9 +51,10 @@ pub struct RegistrationRecord {
     /// Timeout that the application requested instead of the configured one.
     #[serde(serialize_with = "zero_for_none", deserialize_with = "none_for_zero")]
     pub heartbeat_timeout_ms: Option<u64>,
-    /// Stage attempt known at that time.
+    /// Not used: written as 0 and ignored by readers. The frozen format has it.
     pub stage_attempt: i32,
-    /// Remote storage of the shuffle, in its own encoding. Empty if it has none.
+    /// Remote storage of the shuffle, and the ranges that name its directories there, as JSON
+    /// (`service`). Empty if clients read no tier directly.
     pub remote_storage: Vec<u8>,
 }
 

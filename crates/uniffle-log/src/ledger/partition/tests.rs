@@ -109,9 +109,10 @@ impl Model {
                 Ok(is_first) => {
                     assert!(!(is_first && self.is_verifying), "exactly one caller scans");
                     self.is_verifying |= is_first;
-                    // Tasks report blocks that they have sent.
-                    let is_sent = |id: &&u64| self.is_verifying || self.there.contains(id);
-                    self.acknowledged.extend(ids.iter().filter(is_sent));
+                    // While the ledger verifies, a scan decides about the ids. Otherwise it trusts
+                    // tasks, which report only blocks that they have sent.
+                    let is_acknowledged = |id: &&u64| self.is_verifying || self.there.contains(id);
+                    self.acknowledged.extend(ids.iter().filter(is_acknowledged));
                 }
             },
             Step::Vanish(ids) => {

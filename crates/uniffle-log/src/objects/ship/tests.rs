@@ -12,8 +12,8 @@ use super::*;
 use crate::metadata_log::RecordReader;
 use crate::objects::object::{ListedObject, LogObject, OBJECT_COPIES};
 
-/// A store whose puts fail while `fails`, and which counts them. The first `flips` responses to
-/// gets are damaged.
+/// A store that counts puts, also failed ones. Puts fail while `fails` is set. The first `flips`
+/// responses to gets are damaged.
 #[derive(Debug, Default)]
 struct MemoryObjects {
     flips: Mutex<usize>,
@@ -222,8 +222,8 @@ async fn process_that_lost_its_prefix_stores_nothing_more() {
 /// same number in a store without conditions, or if a bucket rule has deleted the claim and the
 /// first process ends before its first object arrives.
 #[tokio::test(start_paused = true)]
-async fn rival_of_the_same_start_hides_no_record() {
-    // Their order in a list is random.
+async fn rival_of_the_same_start_leaves_a_gap() {
+    // Which object of the two processes is listed first is random.
     for _ in 0..16 {
         let objects = Log::open(&Arc::default(), 1).await.end().await;
         let (rival, log) = (Log::open(&objects, 2).await, Log::open(&objects, 2).await);
@@ -269,7 +269,7 @@ async fn each_checkpoint_of_a_process_repeats_the_gap() {
     assert!(found.unknown_gap().is_some());
     let next = found.next_incarnation();
 
-    // Its end is repeated too.
+    // The checkpoints repeat the end of the gap too.
     let log = Log::open(&objects, 3).await;
     log.shipper.purge(shuffle(7));
     log.shipper.append(FrameContent::Epoch(Box::default())).await.unwrap();
