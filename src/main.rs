@@ -1,9 +1,10 @@
 //! Command line, allocator and runtime of the binary. Everything else is in the library.
 //!
-//! Exit codes: 0 after a graceful stop, 1 if the worker could not start or run, 2 if the command
-//! line or the configuration is wrong, and 3 if a stop lost acknowledged data. `uniffle_ctl`
-//! documents the codes of `uniffle-worker ctl`. SIGTERM and SIGINT stop the worker, SIGUSR2
-//! upgrades it in place (`server::run`), and SIGHUP reloads the configuration.
+//! Exit codes: 0 after a graceful stop, 1 if the worker could not start or run, or if a second
+//! signal ended its stop, 2 if the command line or the configuration is wrong, and 3 if a stop lost
+//! acknowledged data. `uniffle_ctl` documents the codes of `uniffle-worker ctl`. SIGTERM and SIGINT
+//! stop the worker, SIGUSR2 upgrades it in place (`server::run`), and SIGHUP reloads the
+//! configuration.
 //!
 //! jemalloc is tuned at build time in `.cargo/config.toml`, because exporting a `malloc_conf`
 //! symbol would be `unsafe`. `MALLOC_CONF` in the environment overrides it.
@@ -92,7 +93,7 @@ enum OtherCommand {
 
 /// Exit code of a stop that lost acknowledged data.
 const LOST: u8 = 3;
-/// This program.
+/// Version and commit of this program.
 const BUILD: Build = Build::of(&last_commit(include_bytes!(env!("WORKER_REFLOG"))));
 static VERSION: LazyLock<String> = LazyLock::new(|| BUILD.to_string());
 
@@ -346,8 +347,8 @@ fn run(config: &Config, origin: ConfigOrigin, mut inherited: Inherited) -> anyho
     }
 }
 
-/// Runs the server until it fails or a signal ends it. A second stop signal abandons the graceful
-/// stop.
+/// Runs the server until it fails, stops or hands over to a successor. Forwards signals to it. A
+/// second stop signal abandons the graceful stop.
 async fn serve(
     config: &Config,
     environment: Environment,

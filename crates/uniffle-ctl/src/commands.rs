@@ -60,7 +60,7 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, CommandFailure> {
             });
             return Ok(0);
         }
-        // It concerns coordinators, and names a lost worker.
+        // Coordinators in live workers forget the lost one.
         CtlCommand::Forget { .. } => targets.retain(|target| !target.is_lost),
         _ => {}
     }
@@ -159,8 +159,8 @@ async fn ask(
     }
 }
 
-/// Drops "not found" answers of a cluster-wide command if another worker has one that is not: an
-/// application is only at some workers, and only some have coordinators.
+/// Drops "not found" answers of a cluster-wide command if a worker has another answer or failure.
+/// An application is only at some workers, and only some have coordinators.
 fn drop_not_found(call: &CtlCommand, answers: &mut Vec<(&WorkerTarget, WorkerAnswer)>) {
     let is_missing = |answer: &WorkerAnswer| answer.as_ref().is_err_and(CommandFailure::is_missing);
     let concerns_one = matches!(
@@ -172,7 +172,7 @@ fn drop_not_found(call: &CtlCommand, answers: &mut Vec<(&WorkerTarget, WorkerAns
     }
 }
 
-/// Merges the answers about an application. Returns `None` if no worker knows it.
+/// Merges the answers about an application. Returns `None` if no answering worker knows it.
 fn merged(app: &str, answers: &[(&WorkerTarget, WorkerAnswer)]) -> Option<Value> {
     let mut merged = Merged::default();
     for (target, answer) in answers {

@@ -1,17 +1,17 @@
-//! Messages between the worker and its child (`child`), each with a mark and its length.
+//! Messages between the worker and its child (`child`), each after magic bytes and its length.
 
 use std::io::{self, Read, Write};
 
-/// Mark of a question.
+/// Magic bytes of a question.
 pub(super) const QUESTION: MessageMagic = *b"uffname?";
-/// Mark of an answer.
+/// Magic bytes of an answer.
 pub(super) const ANSWER: MessageMagic = *b"uffname!";
 
 /// Beginning of a message, which distinguishes it from other output.
 pub(super) type MessageMagic = [u8; 8];
 
-pub(super) fn write(to: &mut impl Write, mark: MessageMagic, message: &[u8]) -> io::Result<()> {
-    to.write_all(&mark)?;
+pub(super) fn write(to: &mut impl Write, magic: MessageMagic, message: &[u8]) -> io::Result<()> {
+    to.write_all(&magic)?;
     to.write_all(&(message.len() as u64).to_le_bytes())?;
     to.write_all(message)?;
     to.flush()
@@ -21,12 +21,12 @@ pub(super) fn write(to: &mut impl Write, mark: MessageMagic, message: &[u8]) -> 
 ///
 /// # Errors
 /// If the data is no such message, is too large, ends early, or is followed by more data.
-pub(super) fn read(from: &mut impl Read, mark: MessageMagic, bytes_max: u64) -> io::Result<Vec<u8>> {
+pub(super) fn read(from: &mut impl Read, magic: MessageMagic, bytes_max: u64) -> io::Result<Vec<u8>> {
     let invalid = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
     let mut head = [0; 16];
     from.read_exact(&mut head)?;
-    let (found, length) = head.split_at(mark.len());
-    if found != mark {
+    let (found, length) = head.split_at(magic.len());
+    if found != magic {
         return Err(invalid("not a message of this program".to_owned()));
     }
     let length = u64::from_le_bytes(length.try_into().unwrap_or_default());

@@ -1,10 +1,10 @@
 //! Separates the writes and deletions of one application.
 //!
 //! Directory names are defined by the protocol, so a shuffle that is registered again has those of
-//! its predecessor. A deletion therefore waits for earlier writes, at most ten minutes. Writes that
-//! begin after it was ordered wait until it is done, because it would delete their files. A
-//! deletion is ordered synchronously ([`DeletionGate::order_deletion`]), together with forgetting
-//! the shuffle.
+//! its predecessor. A deletion therefore waits for earlier writes (`purge` limits this to ten
+//! minutes). Writes that begin after it was ordered wait until its guard is dropped, because it
+//! would delete their files. A deletion is ordered synchronously
+//! ([`DeletionGate::order_deletion`]), together with forgetting the shuffle or application.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ pub(super) struct DeletionGate {
 #[derive(Debug)]
 pub(super) struct Writing(Arc<DeletionGate>);
 
-/// Guard of a deletion that was ordered and is not done.
+/// Guard of an ordered deletion. Dropped when the deletion has ended, even without success.
 #[derive(Debug)]
 pub(super) struct Deleting(Arc<DeletionGate>);
 

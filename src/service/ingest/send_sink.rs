@@ -6,7 +6,7 @@
 //!
 //! Invariant: large sends are committed and aborted on blocking threads, with bounded concurrency
 //! each. However many arrive, other work finds a thread. Commits and aborts use separate pools, so
-//! a commit does not wait for memory behind an abort that would release it.
+//! that aborts do not delay commits.
 
 use std::sync::Arc;
 
@@ -141,8 +141,9 @@ impl SendSink {
         Commit::Background(Committing(committing))
     }
 
+    /// Returns the session that the header has opened.
     #[inline]
-    fn open(&mut self) -> Result<&mut SendSession, ServiceError> {
+    fn opened(&mut self) -> Result<&mut SendSession, ServiceError> {
         // Decoders deliver the header first. A missing header is a fault of the request, not a
         // panic.
         self.session.as_mut().ok_or_else(|| DecodeError::Incomplete.into())
@@ -183,18 +184,18 @@ impl BlockSink for SendSink {
     #[inline]
     fn begin_block(&mut self, length: u32) -> Result<(), ServiceError> {
         if let Some(partition) = self.next_partition.take() {
-            self.open()?.partition(partition)?;
+            self.opened()?.partition(partition)?;
         }
-        self.open()?.begin_block(length)
+        self.opened()?.begin_block(length)
     }
 
     #[inline]
     fn write(&mut self, bytes: &[u8]) -> Result<(), ServiceError> {
-        self.open()?.write(bytes)
+        self.opened()?.write(bytes)
     }
 
     #[inline]
     fn end_block(&mut self, block: BlockHeader) -> Result<(), ServiceError> {
-        self.open()?.end_block(block)
+        self.opened()?.end_block(block)
     }
 }

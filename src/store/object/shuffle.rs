@@ -1,8 +1,8 @@
 //! The objects of one registration of a shuffle: their counts, and the queue of batches that wait
-//! for a segment. The local store has its extents.
+//! for a segment. The local store has the shuffle's extents.
 //!
-//! Invariant: one segment is made at a time (`segment_numbers`), because its bases follow the end
-//! of the previous one.
+//! Invariant: one segment is made at a time (`segment_numbers`), because its tail refers to the
+//! previous one. Without disks, its bases also continue the streams after the previous one.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -18,21 +18,21 @@ use crate::store::{StoreError, StoreErrorKind, TierUsage};
 /// Duration of an outage during which readers are told to retry. Afterwards they get an error.
 const EXPECTED_BACK: Duration = Duration::from_secs(120);
 
-/// State of the registration: statistics, and waiting batches. The local store has its extents.
+/// State of the registration: statistics, and waiting batches.
 #[derive(Debug)]
 pub(in crate::store) struct ObjectShuffle {
     pub(in crate::store) name: Registered,
     /// Prefix of the keys of its objects.
     pub(in crate::store) prefix: String,
     purged: AtomicBool,
-    /// True if a read did not find a segment.
+    /// True if a read did not find a segment, and the segments were not checked since.
     has_missed: AtomicBool,
     segments: AtomicU64,
     payload_bytes: AtomicU64,
     stored_bytes: AtomicU64,
     /// Batches waiting for a segment.
     pub(super) queue: UploadQueue<UploadJob>,
-    /// Held while a segment is made, because its bases follow those of the previous segment.
+    /// Held while a segment is made.
     pub(in crate::store) segment_numbers: tokio::sync::Mutex<SegmentNumbers>,
 }
 
@@ -80,7 +80,7 @@ impl ObjectShuffle {
 
     /// Converts the error of a failed read for its client.
     pub(super) fn for_reader(&self, core: &ObjectCore, error: StoreError) -> StoreError {
-        // Another process deletes the segments of shuffles that end there.
+        // If the claim is lost, the process that has it may have deleted the shuffle's segments.
         if error.kind == StoreErrorKind::NotFound && !core.claim.is_lost() {
             self.set_missed();
         }

@@ -82,8 +82,8 @@ fn walk(schema: &Schema, prefix: &str, table: Table, classified: &mut Classified
     }
 }
 
-/// Returns true if `key`, as a [`Problem`] names it (a table as `[table]`), is a key of the Java
-/// server.
+/// Returns true if `key` names a key of the Java server. `key` is the name in a [`Problem`] (a
+/// table as `[table]`), or a line of a file without leading spaces.
 pub fn is_java(key: &str) -> bool {
     let key = key.trim_start_matches('[');
     key == "rss]" || key.starts_with("rss.")

@@ -63,7 +63,7 @@ pub struct ClusterNode {
     /// Number of applications that the node reports.
     pub apps: usize,
     /// True if the coordinator left out some disks or applications of the node, to bound its own
-    /// memory.
+    /// memory. Sums and counts do not include them.
     pub is_cut: bool,
 }
 
@@ -78,7 +78,7 @@ pub struct ClusterDisk {
     pub capacity_bytes: u64,
     /// Used bytes, including other programs' data.
     pub used_bytes: u64,
-    /// Number of failed writes.
+    /// Number of failures that the node reports. A worker counts all errors, also of reads.
     pub failures: u64,
 }
 
@@ -87,7 +87,7 @@ pub struct ClusterDisk {
 pub struct ClusterApp {
     /// Application id.
     pub app: String,
-    /// Nodes with data or a registration of the application.
+    /// Nodes that report the application.
     pub nodes: Vec<String>,
     /// Number of partitions.
     pub partitions: u64,
