@@ -53,7 +53,7 @@ impl WorkerFixture {
         Self::of(setup.start_with_tiers(vec![tier], &unused).await, dir, unused).await
     }
 
-    /// Starts a worker on the directories of an earlier one.
+    /// Starts a worker on `disks` in `dir`, for example those of an earlier worker.
     pub(crate) async fn on(setup: Setup<'_>, dir: TempDir, disks: Vec<PathBuf>) -> Self {
         Self::of(setup.start(&disks).await, dir, disks).await
     }
@@ -89,7 +89,7 @@ impl WorkerFixture {
         self.worker.service().flusher().unwrap().flush_all();
     }
 
-    /// Flushes everything in memory and waits until it is on disk.
+    /// Flushes everything in memory and waits until all of it is in a tier.
     pub(crate) async fn flush(&self) {
         self.begin_flush();
         let flusher = self.worker.service().flusher().unwrap();
@@ -114,7 +114,7 @@ impl WorkerFixture {
         sum_of(self.worker.registry(), name)
     }
 
-    /// Returns the number of observations and their sum.
+    /// Returns the number of observations of a histogram without labels, and their sum.
     pub(crate) fn histogram(&self, name: &str) -> (u64, f64) {
         let families = self.worker.registry().gather();
         let found = families.iter().find(|family| family.name() == name);

@@ -49,8 +49,8 @@ impl History {
         self.disks.iter().for_each(|disk| disk.set_capacity(Some(CAPACITY_BYTES)));
     }
 
-    /// Starts on disks and a store with their current faults. Returns the blocks that must be
-    /// served.
+    /// Starts on disks with their current faults and a store, whose requests succeed but whose
+    /// objects may be damaged. Returns the blocks that must be served.
     pub(super) async fn start_on_both(
         &mut self,
         store: &FaultyObjects,
@@ -78,8 +78,8 @@ impl History {
         there
     }
 
-    /// Moves everything and continues on empty disks. If something cannot be moved, the process has
-    /// crashed.
+    /// Moves everything and continues on empty disks. If something cannot be moved in time, the
+    /// disks stay, and the process ends as in a crash.
     pub(super) async fn move_elsewhere(&mut self) {
         self.sends.clear();
         self.heal_the_disks().await;
@@ -98,8 +98,8 @@ impl History {
         }
     }
 
-    /// Damages an object and delivers late requests of the previous process, if the run allows
-    /// damage.
+    /// If the run allows damage, sometimes damages an object, and sometimes delivers late requests
+    /// of the previous process.
     async fn damage_the_store(&mut self, store: &FaultyObjects, is_last: bool) {
         if !self.damages_objects() {
             return;
@@ -116,7 +116,7 @@ impl History {
             self.remove_segments(store).await;
             after = store.snapshot().await;
         }
-        // Damage is permanent.
+        // With the damage, so that a reset of an object to this version does not undo it.
         self.objects.as_mut().expect("the worker has an object store").earlier = after;
     }
 

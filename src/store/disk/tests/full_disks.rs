@@ -33,7 +33,7 @@ async fn full_disk_says_why_and_takes_data_after_one_probe() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn last_flush_tries_every_disk_until_enospc() {
+async fn last_flush_fills_every_disk_above_watermark() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     disks.iter().for_each(|disk| disk.memory.set_capacity(Some(1 << 20)));
     let config = LocalConfig { high_watermark: 0.01, low_watermark: 0.001, ..LocalConfig::default() };
@@ -99,7 +99,8 @@ async fn last_batch_leaves_room_despite_a_large_index() {
     store.append_metadata(&handle, &[7; 4096]).await.unwrap();
 }
 
-/// The second batch measures disk `/a` before the first is written there, and chooses afterwards.
+/// Regression test: without the lock `last_room`, the second batch measured disk `/a` before the
+/// first was written there, and chose it afterwards.
 #[tokio::test(start_paused = true)]
 async fn concurrent_last_batches_leave_room_for_the_metadata_log() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
@@ -109,7 +110,8 @@ async fn concurrent_last_batches_leave_room_for_the_metadata_log() {
     let key = key("app", 1);
     let handle = store.register(&key);
     let room = store.core.disks[0].candidate().free_bytes as usize;
-    // Either batch has room, and both together would leave a few bytes of the log's reserve.
+    // Either batch has room. Both together would fit on the disk, but use a part of the log's
+    // reserve.
     let batch = |id| vec![extent(1, &[(id, room / 2 + 4096)], true)];
     disks[0].faults.add(Rule::always(Operation::Write, Fault::Slow(Duration::from_secs(1))));
     disks[1].faults.add(Rule::once(Operation::Space, Fault::Slow(Duration::from_secs(5))).after(1));
