@@ -4,7 +4,8 @@
 //! weight. An application's next turn is when it has paid for its earlier items, or now if it has
 //! paid. The earliest turn is next. If one application queues a thousand items, it delays another's
 //! first item only by the item being served. While both have items, they are served in proportion
-//! to their weights. Items of one application keep their order.
+//! to their weights. [`FairQueue::pop`] and [`FairQueue::serve`] keep the order of an application's
+//! items. [`FairQueue::take`] serves any item.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::Hash;
@@ -22,11 +23,13 @@ const REMEMBERED: usize = 64;
 pub struct FairQueue<K, T> {
     /// Keys with items.
     turns: BTreeMap<TurnKey, K>,
-    /// Keys with items or debts.
+    /// Keys with items or debts, and some without either: see [`REMEMBERED`].
     keys: HashMap<K, KeyQueue<T>>,
     len: usize,
+    /// Latest turn of which an item was served.
     now: u64,
-    arrivals: u64,
+    /// Number that was given last, to an item or to a refused key.
+    last_number: u64,
 }
 
 /// Virtual time of a turn, and the number that decides between equal times.
@@ -56,7 +59,7 @@ impl<T> KeyQueue<T> {
 
 impl<K, T> Default for FairQueue<K, T> {
     fn default() -> Self {
-        Self { turns: BTreeMap::new(), keys: HashMap::new(), len: 0, now: 0, arrivals: 0 }
+        Self { turns: BTreeMap::new(), keys: HashMap::new(), len: 0, now: 0, last_number: 0 }
     }
 }
 
@@ -87,7 +90,8 @@ impl<K: Clone + Eq + Hash, T> FairQueue<K, T> {
         self.take(&key, number)
     }
 
-    /// Removes and returns an item that is served, which costs its key virtual time.
+    /// Removes and returns an item that is served, which costs its key virtual time. The item need
+    /// not be the first of its key.
     pub fn take(&mut self, key: &K, number: u64) -> Option<T> {
         let queue = self.keys.get_mut(key)?;
         let item = queue.remove(number)?;
@@ -114,8 +118,9 @@ impl<K: Clone + Eq + Hash, T> FairQueue<K, T> {
     }
 
     /// Serves the keys in turn. `serve` returns whether it served the first item of a key. A key
-    /// that was refused becomes the last. Ends when every key with items, or `refused_max` keys in
-    /// a row, were refused; the next call continues with the keys that were not tried.
+    /// that was refused becomes the last, as if it had been served until then. Ends when every key
+    /// with items, or `refused_max` keys in a row, were refused; the next call continues with the
+    /// keys that were not tried.
     pub fn serve(&mut self, refused_max: usize, mut serve: impl FnMut(&K, &mut T) -> bool) {
         let mut refused = 0;
         while refused < self.turns.len().min(refused_max) {
@@ -157,7 +162,7 @@ impl<K: Clone + Eq + Hash, T> FairQueue<K, T> {
 
     /// Drops all items, and forgets all debts.
     pub fn clear(&mut self) {
-        *self = Self { arrivals: self.arrivals, ..Self::default() };
+        *self = Self { last_number: self.last_number, ..Self::default() };
     }
 
     /// Moves a key behind all others.
@@ -171,8 +176,8 @@ impl<K: Clone + Eq + Hash, T> FairQueue<K, T> {
     }
 
     fn next_number(&mut self) -> u64 {
-        self.arrivals += 1;
-        self.arrivals
+        self.last_number += 1;
+        self.last_number
     }
 
     /// Counts a removed item. An empty queue remembers no debts.
