@@ -1,13 +1,14 @@
 //! Ships the metadata log to an object store.
 //!
 //! Entries are stored in order, as objects that never change (`objects`). Each entry has a
-//! position. The store knows an entry once its known position has reached that. Objects that cannot
-//! be stored now are stored later, under the same name. A start, a queue or generation that has
-//! become too long, and every [`REFRESH`] begin a new generation with a checkpoint of all living
-//! entries. Earlier generations are then deleted.
+//! position, and the store knows all entries up to one position. An object that cannot be stored
+//! now is stored later, under the same name. A start, a queue or generation that has become too
+//! long, and every [`REFRESH`] begin a new generation with a checkpoint of all living entries.
+//! Earlier generations are deleted once this process no longer reads them.
 //!
-//! Without local disks the store is the only holder of the log. Entries that cannot be stored are
-//! then dropped, except ends of shuffles, and their callers get the error.
+//! Without local disks the store is the only holder of the log. After a failed write, all waiting
+//! callers get the error, and the queue keeps only ends of shuffles. Entries of the object that
+//! failed may be stored later, although their callers got the error.
 
 mod queue;
 mod task;
@@ -32,7 +33,8 @@ use uniffle_base::budget::Budget;
 use uniffle_base::clock::timeout;
 use uniffle_base::runtime::Tasks;
 
-/// Maximum size of waiting entries. Beyond it, a checkpoint replaces them.
+/// Maximum size of waiting entries that are also on the disks. Beyond it, they are dropped, and a
+/// checkpoint replaces them. Without disks there is no maximum.
 const QUEUE_BYTES_MAX: u64 = 8 << 20;
 /// Longest wait of a caller for the store. Longer than the default limits of a request with its
 /// retries, so that a store that refuses requests is reported with its own error.
@@ -111,7 +113,8 @@ impl Shipper {
         }
     }
 
-    /// Adds entries that are on the disks. Returns the position of the last.
+    /// Adds entries that are on the disks, so a queue that is too long can be dropped. Returns the
+    /// position of the last.
     pub(crate) fn add(&self, entries: impl IntoIterator<Item = FrameContent>) -> u64 {
         let mut state = self.0.state.lock();
         if state.ended.is_some() {

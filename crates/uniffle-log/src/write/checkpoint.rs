@@ -1,9 +1,10 @@
 //! A checkpoint: the living entries of the log, which begin a generation on the disks or in the
 //! object store.
 //!
-//! Entries are encoded and counted here, and written in chunks by a sink. Dead entries are left
-//! out. Invariant: the counts of the earlier generation stay valid until the checkpoint is
-//! complete, because it can fail.
+//! Entries are encoded and counted here, and written in chunks by a sink. A [`CheckpointFilter`]
+//! leaves out dead entries, but replaced registrations only if the source is complete and in order.
+//! Invariant: the counts of the earlier generation stay valid until the checkpoint is complete,
+//! because it can fail.
 
 use std::ops::Range;
 
@@ -49,7 +50,7 @@ impl<S: CheckpointSink> Checkpoint<S> {
         Self { sink, encoder: Encoder::new(generation), contents, first: 0, out: BytesMut::new() }
     }
 
-    /// Adds the living entries of a log, which `reader` returns.
+    /// Adds the marks of `filter`, and the entries from `reader` that `filter` keeps.
     pub(crate) async fn copy(
         &mut self,
         mut filter: CheckpointFilter,
