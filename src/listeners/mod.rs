@@ -19,11 +19,12 @@ use std::time::Duration;
 
 pub use acceptor::Binding;
 
-/// A response of which nothing was read for this time yields to others that wait for its memory.
-/// Garbage collection of a JVM does not pause that long.
+/// Time after which a peer that does not read a response counts as stalled. The response is then
+/// abandoned if others wait for its memory. Garbage collection of a JVM does not pause that long.
 const STALL_MAX: Duration = Duration::from_secs(10);
 
-/// Interval at which a stalled response is checked for others that wait.
+/// Interval of the checks whether others wait, while HTTP/2 holds the last bytes of a stalled
+/// response. Responses in progress are checked more often.
 const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Longest pause within a request while the listener closes. All new requests wait for the
@@ -37,5 +38,6 @@ const CLOSING_REQUEST: Duration = Duration::from_secs(1);
 const CLOSING_ANSWER: Duration = Duration::from_secs(1);
 
 /// Time for a peer to acknowledge the end of its connection while the listener closes. Afterwards a
-/// connection without a request is closed once its responses are written, or when it is silent.
+/// connection without a request is closed once its responses are written, or when it is silent, and
+/// after twice this time in any case. Also the time for a TLS handshake to end.
 const CLOSING_REST: Duration = Duration::from_secs(1);

@@ -2,8 +2,9 @@
 //! blocks in them.
 //!
 //! First, all tails are read, and they tell which segments were published. Then the indexes are
-//! read ahead in the order of the segments. The indexes of all shuffles together occupy at most
-//! [`INDEX_BYTES`], or the size of the largest index, and are charged.
+//! read ahead in the order of the segments. The indexes of all shuffles that are in memory together
+//! have at most [`INDEX_BYTES`], or the size of the largest index. They and the ids decoded from
+//! them are charged.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -191,8 +192,8 @@ impl Data {
     }
 
     /// Returns the published segments. Each tail names the segment published before it, so the
-    /// search begins at the newest segment. If a tail is unreadable, the search continues with
-    /// the next older segment in the store.
+    /// search begins at the newest segment, which counts as published. If a tail is unreadable, the
+    /// search continues with the next older segment in the store.
     fn chain(&mut self, tails: &BTreeMap<u32, Result<SegmentTail, &str>>) -> PublishedSegments {
         let mut chain = PublishedSegments::new();
         let mut next = tails.keys().next_back().copied();
@@ -220,11 +221,12 @@ impl Data {
         }
     }
 
-    /// Adds an extent. Returns false if it overlaps an extent that is not its copy.
+    /// Adds an extent, unless its copy was added before. Returns false if it overlaps another
+    /// extent.
     fn push(&mut self, partition: PartitionId, extent: Extent) -> bool {
         let extents = self.extents.entry(partition).or_default();
         if let Some(other) = overlapping(extents, extent.base..extent.end()) {
-            // A process that ended before it recorded an upload has repeated the upload.
+            // An upload whose outcome was unknown was repeated.
             return other.is_copy_of(&extent);
         }
         extents.insert(extent.base, extent);

@@ -1,7 +1,7 @@
 //! The [`Cache`]: its directories, the chunks stored in them, and the permits to fetch chunks.
 //!
 //! A chunk is pinned while it is read. If a disk fails, all its chunks are dropped, and readers use
-//! the store.
+//! the store. The disk gets no chunks for a while.
 
 use std::io;
 use std::ops::Range;
@@ -78,7 +78,8 @@ impl Cache {
         self.capacity_bytes
     }
 
-    /// Returns the number of bytes in occupied slots.
+    /// Returns the size of the slots of all chunks in the table, also of those being fetched. Slots
+    /// of dropped chunks that are still being read are not counted.
     pub(in crate::store::object) fn used_bytes(&self) -> u64 {
         self.slots.lock().len() as u64 * CHUNK_BYTES
     }
@@ -170,7 +171,7 @@ impl Cache {
         self.update_gauge(metrics);
     }
 
-    /// Counts an error of a directory and drops its chunks, in batches.
+    /// Counts an error of a directory, disables it for a while, and drops its chunks in batches.
     pub(super) fn fail_directory(&self, metrics: &Metrics, directory: usize, error: &io::Error) {
         metrics.cache_failures.inc();
         self.directories[directory].disable(error);

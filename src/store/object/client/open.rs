@@ -60,7 +60,7 @@ impl Client {
     /// `tasks`.
     ///
     /// # Errors
-    /// [`OpenError`], if a configured file or variable is unusable.
+    /// [`OpenError`], if a setting, file or variable is missing or unusable.
     pub fn open(config: &ObjectConfig, tasks: &Tasks, registry: &Registry) -> Result<Self, OpenError> {
         let url = config.url.clone().ok_or_else(|| OpenError::new("object_store.url", "absent"))?;
         if let Some(problem) = check_files(config).into_iter().next() {

@@ -1,8 +1,8 @@
 //! The objects of a registration: writes of batches, offloads from local disks, and reads.
 //!
-//! A write adds its batch to the queue of the registration, and the first one starts the task that
-//! makes segments. An offload makes its segment in the calling task. The local store has the
-//! extents and streams of all data, also without disks.
+//! A write adds its batch to the queue of the registration. If no task makes segments from the
+//! queue, the write starts one. An offload makes its segment in the calling task. The local store
+//! has the extents and streams of all data, also without disks.
 
 use std::collections::BTreeSet;
 use std::future::ready;
@@ -63,7 +63,8 @@ impl Uploads {
         ObjectDataRead::new(&self.core, Arc::clone(&self.shuffle), extents, range)
     }
 
-    /// Starts to bring the parts of a range that are in objects into the read cache.
+    /// Starts to fetch a range into the read cache, as far as it is in objects. Fetches at most its
+    /// first [`ranges::AHEAD_BYTES`], and stops when no fetch permit is free.
     pub(in crate::store) fn hint(&self, extents: &ExtentList, range: &Range<u64>) {
         let some = range.start..range.end.min(range.start.saturating_add(ranges::AHEAD_BYTES));
         ranges::begin_ahead(&self.core, &self.shuffle, &plan(extents, &some));
