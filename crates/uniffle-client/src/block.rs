@@ -21,14 +21,16 @@ impl IdLayout {
     /// Layout of Uniffle's Spark clients since 0.9 with default settings.
     pub const SPARK: Self = Self { sequence_bits: 21, partition_bits: 20, task_bits: 22 };
 
-    /// Returns the layout that Spark's clients since 0.9 derive from `rss.blockId.maxPartitions`,
-    /// `spark.task.maxFailures` and speculation. Returns `None` if the fields do not fit.
+    /// Returns the layout that Spark's clients since 0.9 derive from
+    /// `spark.rss.blockId.maxPartitions`, `spark.task.maxFailures` and speculation. Returns `None`
+    /// if the fields do not fit.
     #[must_use]
     pub fn for_spark(partitions_max: u32, failures_max: u32, speculation: bool) -> Option<Self> {
         let partition_bits = bit_length(partitions_max.checked_sub(1)?);
         let task_bits = partition_bits + Self::attempt_bits(failures_max, speculation);
         let sequence_bits = 63_u32.checked_sub(partition_bits + task_bits)?;
-        // Bits that the sequence number cannot use are split between the other two fields.
+        // Bits that the sequence number cannot use, rounded up to an even number, are split between
+        // the other two fields.
         let surplus = sequence_bits.saturating_sub(31).next_multiple_of(2);
         let layout = Self {
             sequence_bits: sequence_bits - surplus,
@@ -101,7 +103,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// Creates a block of `data` with its CRC.
+    /// Creates a block of `data` with its CRC. The uncompressed length is that of `data`.
     ///
     /// # Panics
     /// Panics if `data` is longer than an `i32` can express.

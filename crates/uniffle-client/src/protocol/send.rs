@@ -24,7 +24,7 @@ pub enum SendForm {
     /// Data inside each block, as in every stock client.
     #[default]
     Classic,
-    /// Lengths in field 4, all data in field 7.
+    /// Blocks without data in field 4, the data of all blocks in field 7.
     Contiguous,
     /// riffle's struct of arrays in field 7, field 4 empty.
     Combined,

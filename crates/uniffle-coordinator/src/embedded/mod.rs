@@ -4,8 +4,8 @@
 //! trait; [`assign`] and `access` decide. There is no consensus: several workers may each have a
 //! coordinator, all workers report to all of them, and each answers alone. Invariant: to
 //! assignments, the own worker is a node like any other, though it needs no room in the table and
-//! no heartbeat from the network. Its tags decide what it is assigned, so a GRPC_NETTY client is
-//! refused while there is no TCP listener.
+//! no heartbeat from the network. Its tags decide what it is assigned, so without a TCP listener it
+//! is not assigned to GRPC_NETTY clients.
 
 pub mod assign;
 
@@ -52,7 +52,8 @@ pub use self::plan::AssignmentError;
 /// Assignments with more ranges are made on a blocking thread.
 const INLINE_RANGES_MAX: u64 = 1000;
 
-/// Time that an assignment waits for heap, which earlier answers release when they are sent.
+/// Time that an assignment or a list of servers waits for heap, which earlier answers release when
+/// they are sent.
 const HEAP_WAIT: Duration = Duration::from_secs(10);
 
 /// The embedded coordinator, which implements tonic's `CoordinatorServer`. Clones share it.
@@ -67,7 +68,7 @@ struct CoordinatorInner {
     joining: Joining,
     apps: Mutex<AppTable>,
     metrics: Metrics,
-    /// Budget for assignments until they are sent.
+    /// Budget for assignments and lists of servers until they are sent.
     answers: Budget,
     /// Threads for assignments of many ranges.
     pool: BlockingPool,
@@ -78,7 +79,8 @@ struct CoordinatorInner {
 }
 
 impl EmbeddedCoordinator {
-    /// Creates a coordinator with metrics in `registry`. Assignments are charged to `heap`.
+    /// Creates a coordinator with metrics in `registry`. Assignments and lists of servers are
+    /// charged to `heap`.
     ///
     /// # Errors
     /// If a metric of the same name is already registered.
@@ -246,7 +248,8 @@ impl EmbeddedCoordinator {
         heartbeat: proto::ShuffleServerHeartBeatRequest,
     ) -> Result<(), InvalidHeartbeat> {
         let own = self.0.nodes.lock().own().cloned();
-        // Heartbeats of the own worker, sent if the quorum includes it, are accepted from anywhere.
+        // If the quorum includes this coordinator, the own worker sends heartbeats here too. They
+        // need no check of the address, because the table ignores them and returns success.
         let joins = match &heartbeat.server_id {
             Some(server) if Some(server) != own.as_ref() => {
                 self.0.joining.check(peer, &server.ip, own.and_then(|own| own.ip.parse().ok()))?
@@ -307,7 +310,7 @@ impl EmbeddedCoordinator {
         Ok((assignments, charge))
     }
 
-    /// Returns the servers of all nodes. The charge must be kept until the list is sent.
+    /// Returns the servers of the live nodes. The charge must be kept until the list is sent.
     async fn servers(&self) -> Result<(Vec<proto::ShuffleServerId>, Charge), HeapFull> {
         let bytes = self.0.nodes.lock().bytes();
         // Once for the list and once for its encoded form.

@@ -18,7 +18,7 @@ use uniffle_base::budget::Heap;
 use uniffle_base::schema::network::Network;
 use uniffle_testkit::captured_log::CapturedLog;
 
-/// Time limit of a test, which is not reached unless the test fails.
+/// Time limit of one wait. Only a failing test reaches it.
 const WAIT_MAX: Duration = Duration::from_secs(20);
 const INTERVAL: Duration = Duration::from_millis(100);
 
@@ -36,7 +36,7 @@ fn listening(socket: Socket) -> TcpListener {
     TcpListener::from_std(socket.into()).unwrap()
 }
 
-/// The embedded coordinator as the server.
+/// Serves an embedded coordinator on `listener` until `tasks` are cancelled.
 fn serve(listener: TcpListener, excluded: &[&str], tasks: &Tasks) -> EmbeddedCoordinator {
     let excluded_nodes = excluded.iter().map(|&id| id.to_owned()).collect();
     let worker_networks = vec![Network::parse("10.0.0.0/8").unwrap()];
@@ -82,7 +82,7 @@ async fn end(tasks: Tasks) {
     assert_eq!(tasks.running(), 0);
 }
 
-/// One hour as interval and deadline.
+/// Starts heartbeats whose interval and deadline are one hour.
 fn begin_hourly(coordinators: Vec<CoordinatorAddress>, source: &ReportSource, tasks: &Tasks) -> Heartbeats {
     let config = HeartbeatConfig { coordinators, interval: Duration::from_secs(3600) };
     start(config, source, tasks, &Registry::new()).unwrap()
