@@ -1,8 +1,8 @@
-//! Alert rules, dashboard, metrics page and runbook agree.
+//! Alert rules, their tests, dashboard, metrics page and runbook agree.
 //!
-//! Every expression names metrics that the worker has. Every alert has a severity, texts and an
-//! entry of the runbook. Every panel has a unit and a description. `tests/process/observe` runs the
-//! expressions.
+//! Every expression names metrics that the worker has. Every alert has a severity, texts, a test
+//! and an entry of the runbook. Every panel has a unit and a description, and its links, if any,
+//! lead to entries of the runbook. `tests/process/observe` runs the expressions.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -163,7 +163,7 @@ fn runbook_names_each_alert_in_its_entry() {
     assert_eq!(listed, linked.collect());
 }
 
-/// Each entry says how it shows, where to look, what to do and how to verify, in this order.
+/// Each entry has the symptom, where to look, what to do and how to verify, in this order.
 #[test]
 fn runbook_entries_have_four_parts() {
     let mut entries = 0;
@@ -191,7 +191,7 @@ fn panels_name_existing_metrics() {
 }
 
 #[test]
-fn panels_have_unit_description_and_runbook_links() {
+fn panels_have_unit_description_and_valid_links() {
     let anchors = anchors(RUNBOOK);
     let mut titles = BTreeSet::new();
     for panel in panels() {

@@ -10,7 +10,7 @@ const GREEDY: &str = "greedy";
 /// Blocks of each partition of the greedy application.
 const BLOCKS: i64 = 20_000;
 const PARTITIONS: i32 = 5;
-/// Heap size with 256 KiB for reported ids of one application: 32,000 of 100,000.
+/// Heap size. One application gets 256 KiB of it for reported ids: about 32,000 of the 100,000.
 const HEAP_BYTES: u64 = 1 << 20;
 /// An id that was reported but exists nowhere.
 const LOST: i64 = 77;
@@ -19,7 +19,7 @@ fn key(app: &str) -> ShuffleKey {
     ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(0))
 }
 
-/// Returns an id far from the others, at varying distances.
+/// Returns an id far from the others, at varying distances, so that a set of ids hardly compresses.
 fn id(n: i64) -> i64 {
     (n << 40) | ((n * n * 0x9e37) & 0xff_ffff_ffff)
 }

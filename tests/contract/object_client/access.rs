@@ -121,6 +121,7 @@ async fn wrong_keys_of_a_file_are_refused_until_renewed() {
     assert_eq!(write(&opened).await, Err(Failure::Refused(StoreRefusal::WrongSecret)));
     write_keys(&file, SECRET_KEY, "# renewed\n");
     write(&opened).await.unwrap();
+    // Valid keys stay in use without the file.
     std::fs::remove_file(&file).unwrap();
     write(&opened).await.unwrap();
     opened.end().await;
@@ -172,8 +173,8 @@ async fn web_identity_is_exchanged_for_keys() {
          <Expiration>2099-01-01T00:00:00Z</Expiration></Credentials></AssumeRoleWithWebIdentityResult>\
          </AssumeRoleWithWebIdentityResponse>"
     );
-    // The fault layer acts as STS: a POST to the root is its only request that is no list, upload
-    // or object.
+    // The fault layer acts as STS. It takes the client's POST to the root for the completion of an
+    // upload.
     server.faults.plan(On::Complete, 1, &ResponseFault::Text(answer));
     let config = ObjectConfig {
         credentials: Credentials::WebIdentity,

@@ -39,7 +39,7 @@ pub(crate) async fn run(arguments: &[&str]) -> Outcome {
     run_with(&[], arguments).await
 }
 
-/// Runs `ctl` with environment variables.
+/// Runs `uniffle-worker` with environment variables.
 async fn run_with(env: &[(&str, &str)], arguments: &[&str]) -> Outcome {
     let output = output(env, arguments).await;
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
@@ -198,7 +198,7 @@ async fn exit_code_identifies_the_failure() {
     ] {
         run(arguments).await.failed(2);
     }
-    // A server that is not a worker.
+    // A listener that never answers.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let silent = silent.local_addr().unwrap().to_string();
     run(&["ctl", "status", "--timeout", "0.2", "--worker", &silent]).await.failed(3);
@@ -437,7 +437,7 @@ async fn csv_columns_are_filled_from_the_answers() {
         assert!(start.elapsed() < super::api::WAIT_MAX, "the application is not listed");
     }
     let rates = ["received_bytes_per_second", "read_bytes_per_second"];
-    // Columns that are empty for a healthy worker.
+    // Columns that are empty for a healthy worker. Only `top` has rates.
     for (call, empty) in [
         (&["status"][..], &["not_ready", rates[0], rates[1], "error"][..]),
         (&["top"], &["not_ready", "error"]),
