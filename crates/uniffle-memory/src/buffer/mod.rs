@@ -4,8 +4,9 @@
 //! A block is reserved in the active chain, written by its owner outside any lock, and committed,
 //! which makes it visible. A seal moves it into a batch, where it stays visible until it is
 //! readable in the next tier. Invariants: readers see the batches, oldest first, and then the
-//! active list, each in commit order. Deduplication: a commit drops resent blocks, so no id occurs
-//! twice. The lock covers bookkeeping only: payload is copied, zeroed and freed outside.
+//! active list, each in commit order. Deduplication: a commit drops blocks whose id is visible in
+//! memory, so no visible id occurs twice. The lock covers bookkeeping only: payload is copied,
+//! zeroed and freed outside.
 
 pub(super) mod chain;
 pub(super) mod list;
@@ -45,8 +46,9 @@ use unverified::Unverified;
 pub(super) use unverified::Verification;
 
 /// Heap of a partition that was ever written to and has nothing in memory: its buffer, its entries
-/// in the tables here and in the local tier, and its first extent.
-/// `tests/process/many_partitions.rs` checks it.
+/// in the tables here and in the local tier, and its first extent. `buffer/tests/heap.rs` checks
+/// the part in this crate. `tests/process/many_partitions.rs` checks the memory bound with 200,000
+/// partitions.
 pub(super) const PARTITION_BYTES: u64 = 256;
 
 /// State shared by all buffers of one memory.
@@ -267,7 +269,8 @@ impl Buffer {
     ///
     /// # Errors
     /// `Purged` after a purge, `TooManyBlocks` at the limit, `NoCapacity` when the region has no
-    /// room to cede for their records. After an error no block is visible and all memory is freed.
+    /// room to cede for their records, or its file no pages for their rows. After an error no block
+    /// is visible and all memory is freed.
     pub fn commit<B>(&self, blocks: B, funds: &mut Reservation) -> Result<CommitOutcome, MemoryError>
     where
         B: IntoIterator<Item = (BlockMeta, BlockFill)>,
@@ -331,9 +334,10 @@ impl Buffer {
         Ok(done)
     }
 
-    /// Reads blocks after `after`, at least one, until `limit_bytes` are reached. Starts at the
-    /// head if `after` is `None` or no longer present. Returns only blocks of `tasks`, if given.
-    /// See docs/protocol.md §3.4.
+    /// Reads blocks after `after`, at least one, until `limit_bytes` or
+    /// [`READ_BLOCKS_MAX`](crate::READ_BLOCKS_MAX) blocks are reached. Starts at the head if
+    /// `after` is `None` or no longer present. Returns only blocks of `tasks`, if given. See
+    /// docs/protocol.md §3.4.
     #[must_use]
     pub fn read(&self, after: Option<BlockId>, limit_bytes: u64, tasks: Option<&Treemap>) -> MemoryRead {
         self.read_some(after, ReadLimit { bytes: limit_bytes, blocks: usize::MAX }, tasks)
@@ -357,9 +361,9 @@ impl Buffer {
         found.into()
     }
 
-    /// Returns the ids of all blocks present at one moment, and possibly of blocks that joined a
-    /// batch since. Reading with a cursor may miss some: if the batch of the cursor is released
-    /// before an older one, the next read starts at the head again.
+    /// Returns the ids of all visible blocks at one moment, and possibly of blocks that joined a
+    /// batch since. Reads with a cursor may miss some, because blocks are released between two
+    /// reads. A cursor whose block was released and sent again even skips blocks that are present.
     #[must_use]
     pub fn ids(&self) -> Vec<u64> {
         let state = self.state.lock();

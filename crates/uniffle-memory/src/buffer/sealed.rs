@@ -86,7 +86,8 @@ impl SealedBatch {
         None
     }
 
-    /// Ends the time in which blocks join. Returns the list, which does not change again.
+    /// Ends the time in which blocks join. Returns the list, whose blocks do not change again. Rows
+    /// may still be created for them.
     fn close(&self) -> RwLockReadGuard<'_, BlockList> {
         if self.is_open.load(Ordering::Acquire) {
             let mut list = self.list.write();
