@@ -127,7 +127,8 @@ impl Application {
     /// attempts.
     ///
     /// # Errors
-    /// Fails if there is no usable assignment, or if the last attempt to register failed.
+    /// Fails if there is no usable assignment, if the last attempt to register failed, or if the
+    /// storage type includes HDFS and the coordinator has no remote storage.
     pub async fn register_shuffle(&self, shuffle: ShuffleId, partitions: i32) -> Result<Shuffle, Error> {
         let options = self.cluster.options();
         let key = ShuffleKey::new(self.id.clone(), shuffle);

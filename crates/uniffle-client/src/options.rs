@@ -1,4 +1,5 @@
-//! Options of the client. The defaults are those of the Java client (docs/protocol.md §2.15).
+//! Options of the client. Most defaults are those of the Java client (docs/protocol.md §2.15), but
+//! the pauses after failures are shorter.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
@@ -13,7 +14,8 @@ use crate::tls::TlsOptions;
 use uniffle_wire::types::BLOCK_BYTES_MAX;
 
 /// Largest `send_bytes_max`. Even with one block of maximum size added, and doubled over TCP, the
-/// size fits an `i32`.
+/// size fits an `i32`. Batches of tiny blocks may exceed it, because each block adds about 100
+/// bytes.
 const SEND_BYTES_LIMIT: u64 = 256 << 20;
 /// Largest `read_buffer_bytes`. A response has up to one block more, which still fits one message.
 const READ_BUFFER_BYTES_LIMIT: u32 = 512 << 20;
@@ -151,7 +153,7 @@ pub struct ClientOptions {
     /// Retries after NO_BUFFER. Default: 50 calls, 2 to 10 s apart.
     pub no_buffer: Backoff,
     /// Retries after other failures of sends, reports, registrations of shuffles, queries to
-    /// coordinators, and of reads without replicas. Default: 3 calls, 1 to 10 s apart.
+    /// coordinators, and of reads without replicas. Default: 3 calls, 1 to 3 s apart.
     pub failures: Backoff,
     /// Bytes of blocks that a writer collects before it sends them (`rss.client.send.size.limit`).
     /// Default: 16 MiB.

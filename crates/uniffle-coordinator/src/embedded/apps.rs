@@ -11,9 +11,10 @@ use std::time::Duration;
 use uniffle_base::clock::Instant;
 use uniffle_wire::types::AppId;
 
-/// Maximum number of listed applications. Further ones are served, but not listed.
+/// Upper bound of the number of listed applications. The limit of bytes is reached earlier, at
+/// about 12,000 applications. Further ones are served, but not listed.
 pub const APPS_MAX: usize = 100_000;
-/// Maximum heap of the table. Applications beyond that are not listed either.
+/// Maximum heap of the table. Applications beyond that are not listed, so quotas do not count them.
 const TABLE_BYTES_MAX: usize = 4 << 20;
 /// Heap per application besides its names: its entry in a doubled table, and allocator overhead.
 const APP_BYTES: usize = 256;

@@ -1,4 +1,4 @@
-//! Sources of several copies.
+//! A source with copies of several generations, two of them of the same one.
 
 use bytes::{Bytes, BytesMut};
 use uniffle_testkit::memory_disk::MemoryDisk;
