@@ -23,8 +23,8 @@ use super::spill::{self, SpillRoom};
 use crate::service::ServiceError;
 use crate::service::parts::{HEAP_WAIT, StepRunner, shuffle_of};
 
-/// Number of ids above which a report is compared, encoded and added on blocking threads
-/// (docs/protocol.md §11 bitmap-on-runtime).
+/// Number of ids and record counts above which a report is compared, encoded and added on blocking
+/// threads (docs/protocol.md §11 bitmap-on-runtime).
 const INLINE_IDS_MAX: u64 = 10_000;
 
 /// Maximum number of ids compared or added under one acquisition of the shuffle's lock. Ids of one
@@ -53,8 +53,8 @@ impl Ingest {
     ///
     /// # Errors
     /// Unknown app or shuffle, a `bitmapNum` below 1 or other than before, negative ids, exceeded
-    /// heap or quota, blocks that are lost, or no tier that can record the report. Nothing was
-    /// accepted then.
+    /// heap or quota, blocks that are lost, or no tier that can record the report. No id or record
+    /// count was added then, but the first `bitmapNum` may be fixed for later reports.
     pub async fn report(&self, mut request: ReportRequest<'_>) -> Result<(), ServiceError> {
         let app = self.parts.touched_app(request.app)?;
         if request.bitmap_count <= 0 {
@@ -172,7 +172,8 @@ impl Ingest {
     }
 }
 
-/// Contents of a report; each partition and each id occurs once.
+/// Contents of a report. After [`name_once`], each partition and each id occurs once in
+/// `partitions`.
 #[derive(Debug)]
 struct Reported {
     bitmap_count: i32,

@@ -26,9 +26,9 @@ use uniffle_io::{DeviceShare, Disk};
 impl LocalStore {
     /// Claims the disks and recovers the data of an earlier process
     /// ([`LocalStore::take_recovered`]), or discards it (deleted later, by
-    /// [`LocalStore::maintain`]). A directory that does not answer is left out as long as another
-    /// one does. Lists of published extents are charged to `heap` even without room for them. Block
-    /// ids are charged only if there is room.
+    /// [`LocalStore::maintain`]). A directory that fails, does not answer or may lack its disk is
+    /// left out as long as another one can be used. Lists of published extents are charged to
+    /// `heap` even without room for them. Block ids are charged only if there is room.
     ///
     /// # Errors
     /// The error of a directory that must not be used: `NotOurs`, `Unclaimed`, `Outdated`,

@@ -1,9 +1,10 @@
-//! Deletes the objects of removed shuffles and applications, by prefix.
+//! Deletes the objects of removed shuffles and applications, by prefix. A start also deletes
+//! abandoned objects here.
 //!
-//! Deletion begins once the log in the store records the end of the shuffle, so that no start looks
-//! for deleted objects. If the store does not answer, the deletion is retried for a while.
-//! Remaining objects are left to a later start or to the bucket's lifecycle rule. Nothing is
-//! deleted after a check has found that another process has claimed the worker's prefix.
+//! A removal begins once the log in the store records the end of the shuffle, so that no start
+//! looks for deleted objects. A failed deletion is retried for about two minutes. Remaining objects
+//! are left to a later start or to the bucket's lifecycle rule. Nothing is deleted after a check
+//! has found that another process has claimed the worker's prefix.
 
 use std::future::ready;
 use std::sync::Arc;
@@ -70,7 +71,8 @@ pub(in crate::store) async fn purge(
     app: Option<DetachedApp>,
 ) {
     for shuffle in &shuffles {
-        // Waits for an upload in progress, so that its object exists now or never will.
+        // Waits for an upload in progress, so that its object is deleted too. If the outcome of
+        // the upload is unknown, the object may still appear. It is left to a later start.
         drop(shuffle.segment_numbers.lock().await);
     }
     let Some(DetachedApp { app, before }) = app else {
