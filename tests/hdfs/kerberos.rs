@@ -172,7 +172,7 @@ async fn secured() -> Option<MutexGuard<'static, Option<Secured>>> {
 }
 
 impl Secured {
-    /// Returns a worker that flushes partitions of 1 MiB.
+    /// Returns the settings of a worker that flushes partitions of 1 MiB.
     fn setup(&self, name: &'static str, kerberos: &str, cache: Option<&Path>) -> Setup {
         let mut env = vec![
             ("KRB5_CONFIG", self.kdc.path("krb5.conf").display().to_string()),
@@ -216,8 +216,8 @@ impl Secured {
         format!("[hdfs_store.kerberos_security_config]\nkeytab_path = {path:?}\nprincipal = \"{principal}\"")
     }
 
-    /// Sends 2.4 MB for `user`, waits for them in HDFS, and unregisters the application. Returns
-    /// the files as they were before their deletion.
+    /// Sends 2.4 MB for `user`, waits until data and index files have content, and unregisters the
+    /// application. Returns the files as they were before their deletion.
     async fn write_as(&self, worker: &WorkerProcess, user: &str) -> Vec<FileStatus> {
         let address = ([127, 0, 0, 1], worker.ready().grpc_port).into();
         let client = ShuffleClient::connect(address).await.unwrap();
@@ -293,7 +293,7 @@ async fn keytab_login_renews_expired_tickets() {
     wait_until("the ticket expires", Duration::from_secs(30), || {
         WorkerProcess::refused(&secured.setup("short", "", Some(&expires)))
     });
-    // Forces a new login on every connection.
+    // Breaks all connections. New ones need a valid ticket.
     secured.hdfs.run("stop-namenode");
     secured.hdfs.run("start-namenode");
     secured.write_as(&worker, "alice").await;

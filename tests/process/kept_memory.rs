@@ -215,8 +215,9 @@ fn passing_on(kept: &Path) -> Vec<String> {
     ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec()
 }
 
-/// Memory is stored in the manager before the first process serves, and removed only by an upgrade
-/// to another backing. A successor may therefore die at any moment.
+/// Memory is stored in the manager before the first process serves. An upgrade that hands it
+/// over does not remove it, so a successor may die at any moment. An upgrade to another backing
+/// removes it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn successor_keeps_memfd_in_service_manager() {
     let directory = tempfile::tempdir().unwrap();
@@ -241,7 +242,7 @@ async fn successor_keeps_memfd_in_service_manager() {
     worker.stop();
 }
 
-/// Waits until a worker is ready. Returns the last descriptor it stored as `memory`, and its other
+/// Waits until a worker is ready. Returns the last descriptor it stored as `memory`, and all its
 /// notifications.
 fn stored_until_ready(manager: &UnixDatagram) -> (OwnedFd, Vec<String>) {
     let (memory, messages) = messages_until_ready(manager);
@@ -272,8 +273,8 @@ fn messages_until_ready(manager: &UnixDatagram) -> (Option<OwnedFd>, Vec<String>
     }
 }
 
-/// Another backing or size requires a flush. An upgrade that cannot succeed is refused before
-/// anything stops.
+/// An upgrade to another backing or a smaller capacity flushes first. One that cannot succeed is
+/// refused before anything stops.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn upgrade_to_other_memory_flushes() {
     let (_directory, memory) = directory();

@@ -15,6 +15,7 @@ use uniffle_worker::store::LocalConfig;
 /// Time without a heartbeat after which an application expires.
 pub(crate) const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Returns the parts, which flush on request, or when memory has more than 9,000 blocks.
 pub(crate) fn parts() -> ServiceBuilder {
     let apps = AppConfig { heartbeat_timeout: HEARTBEAT_TIMEOUT, ..AppConfig::default() };
     let default = ServiceBuilder::default();

@@ -112,12 +112,12 @@ async fn local_order_extents_are_sorted_and_gapless() {
     }
     let metas: Vec<BlockMeta> =
         fixture.client.read_index(&key, P).await.unwrap().records.iter().map(|record| record.meta).collect();
-    // `read_index` has checked that records are adjacent.
     for (flush, extent) in metas.chunks(24).enumerate() {
         let order: Vec<(i64, i64)> =
             extent.iter().map(|meta| (meta.task_attempt_id.0, meta.block_id.0)).collect();
         assert!(order.is_sorted(), "blocks of extent {flush} are not sorted: {order:?}");
     }
+    // Fails if there is a gap between two records.
     fixture.assert_reads(&key, 0, &all).await;
 
     // A reader of a skewed partition wants some tasks only, and needs one range per extent.

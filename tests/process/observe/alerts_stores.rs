@@ -72,7 +72,8 @@ async fn alerts_fire_on_store_outage() {
     }
 }
 
-/// Every second upload is refused, so the store does not count as failing.
+/// Every second request to upload is refused. The worker repeats it, so the store does not count as
+/// failing.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn alert_fires_on_throttling_store() {
     if !is_possible() {
@@ -161,8 +162,8 @@ fn start_on_hdfs() -> WorkerProcess {
     })
 }
 
-/// Denies the deletion of an application's directory. Then stops the NameNode while blocks of
-/// another application are in memory.
+/// Denies the deletion of an application's directory. Then stops the NameNode, and sends blocks of
+/// another application.
 async fn fail_hdfs(hdfs: &MiniHdfs, worker: &WorkerProcess) {
     block_in_place(|| {
         hdfs.run("mkdirs /apps");
