@@ -101,7 +101,7 @@ struct PersistentMemory {
     /// shuffles are registered or end.
     retained: Mutex<HashMap<ShuffleKey, RetainedShuffle>>,
     file: Arc<BackingFile>,
-    /// The path no longer leads to the file.
+    /// The file was found removed, replaced or truncated.
     has_vanished: AtomicBool,
 }
 
@@ -338,8 +338,8 @@ impl Memory {
         self.prefaulter.as_ref().map_or(0, |prefaulter| prefaulter.unavailable_bytes())
     }
 
-    /// Returns all buffers with something to flush. Also frees dead segments of the others, and
-    /// ceded memory of dropped lists.
+    /// Returns all buffers with something to flush. Also frees the dead segments of all buffers,
+    /// and ceded memory of dropped lists.
     #[must_use]
     pub fn candidates(&self) -> Vec<FlushableBuffer> {
         self.cover_extents();
@@ -358,8 +358,8 @@ impl Memory {
         contents
     }
 
-    /// Returns the notification of requests refused for lack of bytes or blocks. The flusher checks
-    /// its watermarks itself after every commit.
+    /// Returns the notification of requests refused for lack of bytes or blocks. A successful
+    /// commit does not notify: the service lets the flusher check its watermarks after it.
     #[must_use]
     pub fn pressure(&self) -> &Notify {
         self.shared.budget.pressure()

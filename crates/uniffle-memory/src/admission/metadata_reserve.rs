@@ -30,7 +30,7 @@ const _: () = assert!(FREE_BYTES >= SEGMENT_BYTES_MAX as u64);
 /// The charges of lists and the memory ceded for them.
 ///
 /// Lists of extents, which tiers keep for blocks that left memory, count here too
-/// ([`crate::Memory::extents`]). They cannot be refused, because the blocks are on disk
+/// ([`crate::Memory::extents`]). They cannot be refused, because the blocks are in a tier
 /// already. The total charge does not grow by them: for each extent a batch frees its list
 /// (`buffer::list::LIST_BYTES`), its records and at least a page of segments.
 ///
@@ -44,8 +44,9 @@ pub(crate) struct MetadataReserve {
     budget: Budget,
     /// The part of the capacity that lists of extents use.
     extents: Budget,
-    /// Totals without a limit.
+    /// Charges of all lists except those of extents. Without a limit.
     charged: Budget,
+    /// Bytes of the ceded pieces. Without a limit.
     ceded: Budget,
     /// A part of the heap budget.
     borrowed: Budget,
@@ -177,8 +178,9 @@ impl MetadataReserve {
         }
     }
 
-    /// Gives ceded pieces beyond the need and `spare` bytes back to the region. Returns whether
-    /// there were any.
+    /// Gives back borrowed heap beyond the need, and then ceded pieces beyond the need and `spare`
+    /// bytes. If `spare` is not 0, pieces of the region replace borrowed heap in between. Returns
+    /// whether the region got pieces back.
     pub(crate) fn give_back(&self, spare: u64) -> bool {
         if self.paid_bytes() == FREE_BYTES {
             return false;

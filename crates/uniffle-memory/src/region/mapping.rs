@@ -155,9 +155,10 @@ mod backend {
 
     use super::{BLOCK_BYTES, too_large};
 
-    /// Arguments of `munmap`: one block more than is used, for the alignment.
+    /// The whole mapping and its file.
     pub(super) struct MappingSource {
         start: *mut c_void,
+        /// One block more than is used, for the alignment.
         bytes: usize,
         /// The mapped file, unless the memory is private.
         file: Option<OwnedFd>,
@@ -278,8 +279,8 @@ mod backend {
     }
 
     pub(super) fn unmap(backing: &MappingSource) {
-        // SAFETY: exactly the range that `map` mapped, once: the owner is being dropped, and every
-        // handle held that owner.
+        // SAFETY: exactly the range that was mapped, once. Either the owner is being dropped, and
+        // every handle held that owner, or the file could not be mapped and there is no owner.
         let unmapped = unsafe { munmap(backing.start, backing.bytes) };
         debug_assert!(unmapped.is_ok(), "munmap of an own mapping cannot fail");
     }
