@@ -2,7 +2,7 @@
 //!
 //! A batch that a tier failed to write goes to the next tier at once. After all tiers have failed,
 //! it is retried with exponential backoff, without limit. Invariant: memory is released only after
-//! a tier has published the batch, after the shuffle was purged, or when the worker ends.
+//! a tier has published the batch, or by the purge of its shuffle.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -56,8 +56,8 @@ impl Flusher {
         }
     }
 
-    /// Handles the result of a write that took `took`. Memory is released only if the tier has
-    /// published the batch.
+    /// Handles the result of a write that took `took`. Releases memory only if the tier has
+    /// published the batch. Memory of a purged shuffle is released by the purge.
     fn finish(
         self: &Arc<Self>,
         batch: FlushBatch,
@@ -77,7 +77,7 @@ impl Flusher {
                         shuffle.on_disk.set(|| self.tiers.occupied_bytes(&batch.key));
                     }
                 }
-                self.publish(&batch, bytes, tier);
+                self.release(&batch, bytes, tier);
             }
             Err(error) if error.kind == StoreErrorKind::Purged => {
                 self.metrics.all.purged_batches.inc();
@@ -127,7 +127,8 @@ impl Flusher {
         shuffle.write(TierBatch { extents, is_retry, huge_bytes, is_last }).await
     }
 
-    fn publish(&self, batch: &FlushBatch, bytes: u64, tier: usize) {
+    /// Releases the memory of a batch that a tier has published.
+    fn release(&self, batch: &FlushBatch, bytes: u64, tier: usize) {
         for (buffer, sealed) in &batch.parts {
             #[expect(clippy::cast_precision_loss, reason = "a histogram bucket")]
             self.metrics.all.extent_bytes.observe(sealed.bytes() as f64);
@@ -171,8 +172,8 @@ impl Flusher {
         }
     }
 
-    /// Retry: queues a batch again after a backoff. The pause of a batch that failed before the
-    /// final flush ends when that begins.
+    /// Retry: queues a batch again after a backoff. The final flush cuts the pause of a batch that
+    /// failed before it short, to `retry_pause_min`.
     fn retry(self: &Arc<Self>, batch: FlushBatch, pause: Duration, is_last: bool) {
         let flusher = Arc::clone(self);
         let mut draining = self.draining.subscribe();
@@ -198,7 +199,8 @@ fn failed(batch: &FlushBatch, why: impl Into<Box<dyn std::error::Error + Send + 
     StoreError::io(batch.key.to_string(), std::io::Error::other(why))
 }
 
-/// Returns the backoff after `failures` failed writes: it doubles from `min` to `max`.
+/// Returns the backoff after a failed write that was preceded by `failures` others. It doubles from
+/// `min` to `max`.
 fn backoff(failures: u32, min: Duration, max: Duration) -> Duration {
     min.saturating_mul(1 << failures.min(16)).min(max)
 }
