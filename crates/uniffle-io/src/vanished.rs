@@ -132,8 +132,8 @@ pub(super) struct ExpectedFile {
     id: FileId,
     /// End of the bytes that are known to be written.
     end: AtomicU64,
-    /// Modification time after the last own write. Only for files whose writes never overlap, since
-    /// only their exact state is known.
+    /// Modification time after the last own write, or when the file was opened. Only for files
+    /// whose writes never overlap, since only their exact state is known.
     modified: Option<Mutex<Modified>>,
 }
 
@@ -166,8 +166,8 @@ impl ExpectedFile {
         Ok(())
     }
 
-    /// Checks before a write that no other program truncated the file: writing past the end would
-    /// hide it. Checks also the rest of the state of an exact file.
+    /// Checks that no other program truncated the file. Called before a write, because writing past
+    /// the end would hide it. Checks also that nobody extended or changed an exact file.
     pub(super) fn require_unchanged(&self, file: &File) -> io::Result<()> {
         // Loaded first: a write that ends in between makes the file longer than this, never
         // shorter.
@@ -180,7 +180,7 @@ impl ExpectedFile {
         if is_unchanged { Ok(()) } else { Err(self.vanished()) }
     }
 
-    /// Checks after a write that the file still exists at its path.
+    /// Checks that the file still exists at its path. Called after a write.
     pub(super) fn require_place(&self) -> io::Result<()> {
         match std::fs::symlink_metadata(&self.path) {
             Ok(metadata) if FileId::of(&metadata) == self.id => Ok(()),

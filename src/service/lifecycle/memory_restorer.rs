@@ -101,7 +101,7 @@ impl RestoreJob {
     }
 }
 
-/// Reads block ids from the tiers, for partitions whose ids are not in memory.
+/// Reads block ids from the tiers, for partitions whose ids [`PresentIds`] does not hold.
 #[derive(Clone)]
 struct TierIds {
     tiers: Tiers,

@@ -31,7 +31,7 @@ use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart};
 use uniffle_wire::types::PartitionId;
 
-/// A range of a partition's data.
+/// A read of a range of a partition's data.
 pub struct DataRead {
     damage: Arc<DamageMarker>,
     stream: StreamRead,
@@ -60,7 +60,8 @@ struct Aligned {
 }
 
 impl Aligned {
-    /// Returns the blocks of `piece` that fit into `room` bytes, at least one.
+    /// Returns the blocks of `piece` that fit into `room` bytes. `room` must hold at least one
+    /// block.
     fn of(piece: &LogPiece, room: usize) -> Self {
         let start = piece.offset / BLOCK_ALIGN as u64 * BLOCK_ALIGN as u64;
         let skip = usize::try_from(piece.offset - start).unwrap_or(0);

@@ -163,7 +163,7 @@ async fn empty_directories_are_refused_if_their_data_is_known() {
         disks.iter().all(|disk| content(disk).is_empty()),
         "a refused start left claims, which make the directories look used"
     );
-    // The operator says that they are new, or that no data is recovered.
+    // The operator says that they are new, no data is to be recovered, or none is known.
     for (had_data, require_mounted, recovery) in
         [(known, Some(false), true), (known, None, false), (None, None, true), (None, Some(true), true)]
     {

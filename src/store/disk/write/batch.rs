@@ -65,8 +65,8 @@ impl DiskWriter {
     /// fails, the next one is tried.
     ///
     /// # Errors
-    /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or
-    /// `InvalidBatch`.
+    /// The error of the last disk, or `NoSpace` or `Unhealthy` if none can be tried. The caller
+    /// keeps the batch and may retry. Also `Purged` and `InvalidBatch`.
     pub(in crate::store) async fn write(
         &self,
         shuffle: &Arc<DiskShuffle>,
@@ -162,7 +162,7 @@ impl DiskWriter {
     }
 }
 
-/// A write call to a log that is being assembled.
+/// Assembles write calls to a log, and makes them one after another.
 pub(super) struct WriteCall<'a> {
     writer: &'a DiskWriter,
     log: &'a Log,

@@ -130,7 +130,7 @@ pub(super) async fn locate(
     Ok(Located { parts, cached, stored })
 }
 
-/// Starts to fetch the chunks of `parts` into the cache while it has capacity for that, up to
+/// Starts to fetch the chunks of `parts` into the cache while a fetch permit is free, up to
 /// [`AHEAD_BYTES`]. Never waits.
 pub(in crate::store::object) fn begin_ahead(
     core: &Arc<ObjectCore>,
@@ -151,12 +151,13 @@ pub(in crate::store::object) fn begin_ahead(
 }
 
 impl Located {
-    /// Reads all parts from the store.
+    /// Locates all parts in the store, whatever is in the cache.
     pub(in crate::store) fn stored(parts: Vec<RangePart>) -> Self {
         Self { stored: parts.clone(), cached: Vec::new(), parts }
     }
 
-    /// Waits for a buffer together with a part of the source's share.
+    /// Waits for a buffer together with a part of the source's share. Waits for the buffer alone if
+    /// a waiting read already holds the permit.
     pub(in crate::store) async fn room(&self, core: &ObjectCore, request: &BufferRequest<'_>) -> ReadRoom {
         let Some(extra_bytes) = request.extra_bytes else {
             let buffer = request.buffers.acquire(request.len).await;
@@ -225,7 +226,8 @@ pub(in crate::store::object) fn discard(
     cache.discard(&core.metrics, pieces(shuffle, &parts).map(|piece| piece.key));
 }
 
-/// Reads a small range of a segment into a buffer of its own.
+/// Reads a small range of a segment into a buffer of its own, for a read that already holds its
+/// permit.
 ///
 /// # Errors
 /// The store fails.
