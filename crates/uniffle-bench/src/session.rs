@@ -1,8 +1,9 @@
 //! The calls of a client over one connection (two with raw TCP), timed and counted.
 //!
-//! NO_BUFFER is retried, and failed sends are retried with a new ticket, as in the Java client. Any
-//! other failure ends the run, except of heartbeats and of the application's end. The order of the
-//! calls is in [`super::write`] and [`super::read`].
+//! Ticket requests and reads of blocks are retried after NO_BUFFER. Sends are retried with a new
+//! ticket after NO_BUFFER, INTERNAL_ERROR and TIMEOUT. Any other failure ends the run, including
+//! NO_BUFFER in response to another call. Failures of heartbeats and of the application's end are
+//! ignored. The order of the calls is in [`super::write`] and [`super::read`].
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -68,7 +69,7 @@ pub(crate) struct ServerTarget {
     pub(crate) backoff: RetryPauses,
 }
 
-/// One client connection.
+/// The connections of one client: gRPC, and raw TCP if block data uses it.
 pub(crate) struct ClientSession {
     grpc: GrpcConnection,
     tcp: Option<RawConnection>,

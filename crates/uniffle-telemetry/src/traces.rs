@@ -30,7 +30,7 @@ section! {
 }
 
 impl TracingConfig {
-    /// Returns the sampling of calls. Without a collector no call is traced.
+    /// Returns the sampling of calls and flushes. Without a collector nothing is traced.
     pub fn traces(&self) -> Traces {
         self.otlp_endpoint.as_ref().map_or_else(Traces::off, |_| Traces::sampled(self.sampling_ratio))
     }
@@ -50,7 +50,7 @@ fn otlp_endpoint(text: &str) -> Result<String, String> {
     Ok(text.trim_end_matches('/').to_owned())
 }
 
-/// Sampling of calls.
+/// Sampling of calls and flushes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Traces {
     /// The share as an upper bound of a random `u64`, or `None` if tracing is off.
@@ -58,7 +58,7 @@ pub struct Traces {
 }
 
 impl Traces {
-    /// Traces no call.
+    /// Traces nothing.
     pub fn off() -> Self {
         Self::default()
     }
@@ -68,7 +68,7 @@ impl Traces {
         self.below.is_none()
     }
 
-    /// Traces this share of the calls, and calls that belong to a sampled trace.
+    /// Traces this share of the calls and flushes, and calls that belong to a sampled trace.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -79,8 +79,9 @@ impl Traces {
         Self { below: Some((ratio * u64::MAX as f64) as u64) }
     }
 
-    /// Begins the span of a call or flush, or a no-op span if it is not sampled. `parent` is the
-    /// client's W3C traceparent, whose sampling decision is final.
+    /// Begins the span of a call or flush. Returns a no-op span if it is not sampled, if nothing is
+    /// exported, or if too many spans are open. `parent` is the client's W3C traceparent, whose
+    /// sampling decision is final.
     pub fn begin(&self, name: &'static str, parent: Option<&str>) -> Span {
         let Some(below) = self.below else { return Span::noop() };
         match parent.and_then(SpanContext::decode_w3c_traceparent) {

@@ -1,7 +1,7 @@
 //! Converts `server.conf` of the Java server and `riffle.toml` of riffle to our configuration.
 //!
-//! The caller checks the result like any configuration. Rejected values and keys without a
-//! counterpart stay in the text as comments with the reason.
+//! The result is checked like any configuration, by a function of the caller. Rejected values and
+//! keys without a counterpart stay in the text as comments with the reason.
 //! Invariant: no key of the input is dropped silently.
 
 mod found;
@@ -139,7 +139,7 @@ fn refuse(found: &mut ImportedKeys, check: impl Fn(&str) -> Result<(), ImportRef
     }
 }
 
-/// Writes the top level first, then each table once, in the order of the input.
+/// Writes the top level first, then each table once, in the order of `entries`.
 fn write_entries(text: &mut String, entries: &[ImportedEntry]) {
     let mut seen = BTreeSet::new();
     let tables = std::iter::once("").chain(entries.iter().map(|entry| table_of(&entry.path)));
