@@ -69,7 +69,8 @@ impl Reader {
         matches!(self.phase, Phase::Done)
     }
 
-    /// Sends one request of the client. Ends if the shuffle was purged or a loss is reported.
+    /// Sends one request of the client. Ends after the last one, if a read is refused, if the
+    /// shuffle was purged, or if its offsets are no longer valid.
     pub(crate) async fn step(&mut self, history: &mut History) {
         if self.is_done() {
             return;
@@ -126,7 +127,8 @@ impl Reader {
             }
             // Clients retry until a probe of the disk succeeds.
             ServiceError::DiskHangs(_) => {}
-            // The disk fails, or the index was read while the missing disk was present.
+            // Stored data is unreachable now, or was when the reader began: a disk fails or is
+            // missing, or files were removed.
             _ if now.has_holes() || self.began.has_holes() => {}
             other => panic!("a read failed: {other}"),
         }
@@ -277,7 +279,8 @@ fn check_gapless(records: &[u8], data_length: u64) {
 }
 
 /// Checks that an index keeps every block at its place. Only missing and failing disks and removed
-/// files leave holes. A gap after the data of disks is filled when they return.
+/// files leave holes. Holes of the earlier index may have become blocks: the data of a missing disk
+/// is found when the disk returns.
 fn check_index(seen: &[u8], records: &[u8], may_have_holes: bool) {
     let mut now: BTreeMap<u64, &[u8]> = BTreeMap::new();
     for record in records.chunks(RECORD) {

@@ -15,8 +15,9 @@ const MARKUP_NAME: &str = "<img src=x onerror=alert(1)>";
 
 const WAIT_MAX: Duration = Duration::from_secs(60);
 
-/// Returns the points of the shortest curve of both charts, the names as the table shows them, and
-/// elements created by an injected name.
+/// Returns the number of points of the shortest curve of both charts, the number of curves, and the
+/// names as the table shows them. Also returns the number of images, because an injected name would
+/// create one. The other values are the state, the alarm, the width, and the requested origins.
 const INSPECT: &str = "return {
   points: Math.min(...['throughput', 'memory'].map(id => Math.min(...[...document.querySelectorAll(`#${id} path.series`)]
     .map(path => path.getAttribute('d').split('L').length), 1e9))),
@@ -29,8 +30,8 @@ const INSPECT: &str = "return {
   asked: performance.getEntriesByType('resource').map(it => new URL(it.name).origin),
 };";
 
-/// Returns the text with the lowest contrast to its background per WCAG, and elements wider than
-/// their container.
+/// Returns the text with the lowest contrast to its background per WCAG, and elements whose content
+/// is wider than they are.
 const LEGIBLE: &str = r"
 const rgb = text => (text.match(/[\d.]+/g) || []).map(Number);
 const light = colour => colour.slice(0, 3).map(v => v / 255)
@@ -55,7 +56,8 @@ const boxes = [...document.querySelectorAll('.tile, .card, .disk, .pill, dialog[
 const cut = boxes.filter(it => it.checkVisibility() && it.scrollWidth > it.clientWidth + 1).map(it => it.textContent.slice(0, 40));
 return { contrast: worst[0], of: worst[1], texts: texts.length, cut };";
 
-/// Returns what the page shows without applications, its links, and the labels of the axes.
+/// Returns what the page shows without applications, its links, the paths that it has requested,
+/// and the units in the memory chart.
 const EMPTY: &str = "return {
   options: document.getElementById('apps-empty').checkVisibility() ? document.getElementById('spark-options').textContent : '',
   storage: document.getElementById('disks-empty').textContent,
@@ -64,7 +66,7 @@ const EMPTY: &str = "return {
   units: [...new Set([...document.querySelectorAll('#memory text')].map(it => it.textContent.split(' ')[1]).filter(it => /B$/.test(it)))],
 };";
 
-/// Returns the names and links of the cluster's nodes.
+/// Returns the names, links and states of the cluster's nodes.
 const NODE_LINKS: &str = "return [...document.querySelectorAll('#cluster-nodes tbody tr')]
   .map(row => [row.querySelector('td.app').firstChild.textContent, row.querySelector('a')?.href, row.querySelector('.pill').textContent]);";
 
@@ -236,7 +238,7 @@ async fn status_page_shows_worker_and_escapes_names() {
     open_cluster_explanation(&browser).await;
     browser.screenshot(&screenshots.join("explain-cluster-phone-dark.png"), false).await;
     assert_legible(&browser, "an application of the cluster on a phone").await;
-    // An empty explanation with a message.
+    // The page without applications, with an alarm.
     browser.run("document.getElementById('explain-close').click()").await;
     for app in fixture.worker.service().apps().apps() {
         fixture.worker.service().lifecycle.unregister_app(app.id().as_str()).unwrap();
