@@ -207,7 +207,7 @@ impl Log {
     }
 
     /// Reserves a range of `bytes` bytes. Returns its offset, or `None` if the log is closed or
-    /// would exceed `limit`.
+    /// would exceed `limit`, and closes it then. The first range may exceed `limit`.
     pub(super) fn reserve(&self, bytes: u64, limit: u64) -> Option<u64> {
         let fits = |next: u64| {
             next.checked_add(bytes).filter(|end| *end <= LOG_BYTES_MAX && (next == 0 || *end <= limit))

@@ -189,7 +189,7 @@ impl Streams {
     }
 
     /// Replaces an extent on a disk by its copy in an object. Returns the extent, or `None` if it
-    /// is lost or purged.
+    /// is not on a disk any more.
     pub(in crate::store) fn relocate(&mut self, id: PartitionId, copy: &Extent) -> Option<Extent> {
         let partition = self.by_partition.get_mut(&id)?;
         let at = partition.extents.beginning_at(copy.base)?;

@@ -130,7 +130,7 @@ pub fn settings_key(root: &str, start: u32) -> String {
     format!("{root}/{SETTINGS}/{start}")
 }
 
-/// An object below the worker's prefix.
+/// An object below the worker's prefix, except the claim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Name {
     /// A segment of a registration, with its number.
@@ -141,7 +141,8 @@ pub enum Name {
     Settings(u32),
 }
 
-/// Parses a key below the worker's prefix. Returns `None` if the tier writes no such key.
+/// Parses a key below the worker's prefix. Returns `None` for the claim, and for keys that the tier
+/// does not write.
 #[must_use]
 pub fn parse_key(root: &str, key: &str) -> Option<Name> {
     let below = key.strip_prefix(root)?.strip_prefix('/')?;

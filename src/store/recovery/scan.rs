@@ -133,7 +133,7 @@ fn log_unreadable(disk: &LocalDisk, path: &Path, error: &io::Error) {
     tracing::error!(path = %path.display(), %error, "cannot read a shuffle's directory or file");
 }
 
-/// Lists the content of a disk. Unreadable entries are logged and left out.
+/// Lists the content of a disk. Unreadable entries are logged and set `has_unread`.
 pub(super) async fn scan_disk(disk: &Arc<LocalDisk>) -> DiskScan {
     let mut scan = DiskScan::default();
     let apps = match with_deadline(disk, disk.io.list(Path::new(APPS))).await {

@@ -30,7 +30,7 @@ pub const DETACHED_REMEDY: &str = "mount its disk or move it back, then repeat t
 /// The data directories of the running worker.
 #[derive(Debug, Clone, Copy)]
 pub struct HeldBy<'a> {
-    /// Configured directories that the worker does not use: read-only, hung, broken, or never
+    /// Configured directories that the worker does not write: read-only, hung, broken, or never
     /// claimed.
     pub unhealthy: &'a [PathBuf],
     /// Identities of the directories that it has claimed.
@@ -64,9 +64,9 @@ fn describe(error: &StoreError) -> String {
 
 /// Returns the reasons why the directories of `config` could not be used, one line each: by a
 /// successor of the worker that has `held`, or else by a worker that starts now. A directory that
-/// the running worker does not use is an obstacle only if the successor could not start with it, or
-/// if it is no longer at its path. For a start, a missing directory is tried in its nearest parent,
-/// and nothing is left behind.
+/// is unhealthy in the running worker is an obstacle only if the successor could not start with it,
+/// or if it is no longer at its path. For a start, a missing directory is tried in its nearest
+/// parent, and nothing is left behind.
 pub async fn problems(config: &LocalConfig, held: Option<HeldBy<'_>>) -> Vec<String> {
     problems_on(&config.real_disks(), config, held).await
 }

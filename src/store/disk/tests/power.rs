@@ -124,7 +124,7 @@ async fn last_sync_reaches_all_responsive_devices() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), (0..20).collect::<Vec<_>>());
 }
 
-/// Acknowledged data of one process lifetime.
+/// Acknowledged data of all process lifetimes so far.
 #[derive(Default)]
 struct Promised {
     metadata: Vec<Vec<u8>>,

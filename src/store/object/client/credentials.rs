@@ -1,9 +1,9 @@
 //! Credentials in a file in the format of the AWS command line. The file is read again when it
 //! changes.
 //!
-//! Invariant: a file that is unreadable or half written does not replace valid keys, which are used
-//! until they expire. Expired keys sign nothing. Requests fail with an error that names the file
-//! until it has new keys.
+//! Invariant: a file that is unreadable or has no usable keys does not replace the previous keys,
+//! which are used until they expire. Expired keys sign nothing. Requests fail with an error that
+//! names the file until it has new keys.
 
 use std::fmt;
 use std::future::Future;
