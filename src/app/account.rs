@@ -2,9 +2,9 @@
 //!
 //! An account is updated per request and per batch, never per block. An update is a few relaxed
 //! additions beside a socket read or a disk call. An account has [`STAGES`] stages, each with a few
-//! counters and a coarse histogram. The limit on applications therefore bounds the memory.
-//! `service` decides how many accounts of finished applications are kept. The sum of a stage may
-//! exceed the wall-clock time, because several tasks can be in that stage at the same time.
+//! counters and a coarse histogram. The limit on applications therefore bounds the memory. The sum
+//! of a stage may exceed the wall-clock time, because several tasks can be in that stage at the
+//! same time.
 
 use std::array;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -25,9 +25,9 @@ pub enum WaitStage {
     Receive,
     /// The wait of a sealed batch for a flush worker.
     FlushQueue,
-    /// From the start of a batch write until the batch is readable on disk.
+    /// From the start of a batch write until the batch is readable in its tier.
     FlushWrite,
-    /// The disk part of an index or data read.
+    /// The part of an index or data read that waits for a disk or the object store.
     DiskRead,
     /// A data response while the reader's socket accepts it.
     Answer,

@@ -215,7 +215,8 @@ impl Config {
         next
     }
 
-    /// Returns whether the worker has an embedded coordinator: if enabled, or without a quorum.
+    /// Returns whether the worker has an embedded coordinator: as configured, by default without a
+    /// quorum.
     #[must_use]
     pub fn is_embedded(&self) -> bool {
         self.embedded.enable.unwrap_or(!self.has_quorum())

@@ -48,7 +48,7 @@ const TRACEPARENT: &str = "traceparent";
 /// worker.
 const OTHER_BYTES_MAX: u32 = 4 << 20;
 
-/// Largest request of the small calls: reports, registrations.
+/// Largest request of registrations, reports, and results of several partitions.
 const SMALL_CALL_BYTES_MAX: u32 = 64 << 20;
 
 /// The connection of a call.
@@ -57,8 +57,8 @@ pub(super) struct Caller {
     pub(super) peer: SocketAddr,
     pub(super) collector: RequestCollector,
     pub(super) reading: ReadLimits,
-    /// Permits for ticket requests that may wait in line. Without one a request is refused, so
-    /// nobody waits here.
+    /// Permits for ticket requests that may wait in line. Without one a request is granted or
+    /// refused at once, so nobody waits here.
     pub(super) tickets: Semaphore,
 }
 

@@ -21,7 +21,8 @@ use uniffle_profile::{Format, PermitSource, ProfileError, cpu, heap, tasks};
 const SECONDS_DEFAULT: u64 = 30;
 
 /// Returns the routes that change nothing. Both listeners use clones of one router, which share the
-/// limits. The heap profile is also at riffle's path, and the task dump at Java's.
+/// limits. The heap profile is also at riffle's path, and the task dump at Java's. Java's path is
+/// not served by the administration listener, which requires POST outside of `/debug/`.
 pub fn routes(running: Tasks) -> Router {
     let profiles = Profiles { running, permits: PermitSource::new(), stacks: PermitSource::new() };
     Router::new()

@@ -181,8 +181,7 @@ impl Frames {
         self.began
     }
 
-    /// Returns when to call [`Frames::check_pace`] next if no byte arrives, or `None` outside of
-    /// sends.
+    /// Returns when to call [`Frames::check_pace`] next, or `None` outside of sends.
     pub(super) fn next_check(&self) -> Option<Instant> {
         match &self.phase {
             FramePhase::Send { sink, .. } => Some(sink.next_check()),

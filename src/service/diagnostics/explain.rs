@@ -112,7 +112,7 @@ pub struct Bytes {
     pub local_files: u64,
     /// Total bytes read from memory.
     pub read_from_memory: u64,
-    /// Total bytes read from disks, including indexes.
+    /// Total bytes read from disks and the object store, including indexes.
     pub read_from_disks: u64,
 }
 

@@ -43,7 +43,7 @@ impl SendPace {
         self.bytes_per_sec
     }
 
-    /// Returns when to call [`SendPace::is_slow`] next if no byte arrives until then.
+    /// Returns when to call [`SendPace::is_slow`] next.
     pub(super) fn next_check(&self) -> Instant {
         self.next_check
     }

@@ -228,7 +228,7 @@ impl SendSession {
     ///
     /// # Errors
     /// A length of 0 or above the limit, a block before the first partition, more payload than the
-    /// ticket covers, or more blocks than the heap has room for.
+    /// ticket covers, more blocks than the heap has room for, or a purged shuffle.
     pub fn begin_block(&mut self, length: u32) -> Result<(), ServiceError> {
         if length == 0 || length > BLOCK_BYTES_MAX {
             return Err(ServiceError::Malformed(format!(

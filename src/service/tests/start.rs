@@ -138,7 +138,7 @@ async fn damage_found_during_recovery_is_reported() {
     next.stop().await;
 }
 
-/// The shuffle's files and its blocks in memory are kept for a later start.
+/// The shuffle's blocks in memory are kept for a later start.
 #[tokio::test]
 async fn memory_of_an_unreadable_shuffle_is_kept() {
     let file = left_in_memory().unwrap();

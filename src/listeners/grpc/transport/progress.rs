@@ -36,7 +36,7 @@ const POLL_PAUSE_MIN: Duration = Duration::from_millis(5);
 /// Deadlines of one call.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::listeners::grpc) struct CallDeadlines {
-    /// From its header until there is a response.
+    /// From its header until there is a response. [`bounded`] waits for `answer` longer.
     pub(in crate::listeners::grpc) call: Duration,
     /// Between two frames of its request.
     pub(in crate::listeners::grpc) frame: Duration,

@@ -1,7 +1,7 @@
 //! The status page: one document that loads its data from `/api/v1` and nothing from other servers.
 //!
 //! Three files are combined at start-up. The content security policy allows only the page's own
-//! script and style, by a nonce. Markup in a name would therefore have no effect.
+//! script and style, by a nonce. A script in a name would therefore not run.
 
 use std::sync::Arc;
 
