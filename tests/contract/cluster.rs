@@ -210,7 +210,7 @@ async fn cluster_continues_after_a_coordinator_dies() {
     let cluster = Cluster::new(&members, options).unwrap();
     let application = cluster.application("app-1").await.unwrap();
     write_and_read(&application, ShuffleId(0)).await;
-    // Each coordinator knows the application's data on all workers.
+    // The coordinator of `b` knows the application's data on all workers.
     let start = Instant::now();
     let view = loop {
         let view = cluster_view(&b).await;

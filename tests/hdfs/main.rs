@@ -1,8 +1,9 @@
 //! The HDFS tier over a file system in memory, and over a real NameNode and DataNode.
 //!
 //! At every moment each acknowledged block must be visible in some tier. `fixture` reads all of
-//! them as clients do, and the tests in `tiers` and `faults` check it. Other modules start worker
-//! processes. `contract` has the rules of every tier, also of disks and object stores.
+//! them as clients do, and the tests in `tiers` and `faults` check it. `client`, `ha`, `kerberos`,
+//! `losses` and `speed` start worker processes. `contract` has the rules of every tier, also of
+//! disks and object stores.
 
 #![cfg(feature = "hdfs")]
 #![allow(clippy::panic, reason = "tests fail by panicking")]

@@ -43,7 +43,7 @@ pub enum Call {
     Delete,
 }
 
-/// Fault of a call.
+/// Fault of a call. Lists and reads of several ranges have only the faults `Refuse` and `Hold`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ObjectFault {
     /// No fault.
@@ -54,7 +54,7 @@ pub enum ObjectFault {
     LoseAnswer,
     /// Succeeds without effect. Only for puts in one request.
     Pretend,
-    /// Gets no response and takes effect with [`FaultyObjects::deliver`]. Only for puts in one
+    /// Returns an error and takes effect with [`FaultyObjects::deliver`]. Only for puts in one
     /// request.
     Late,
     /// One attempt gets no response and takes effect with [`FaultyObjects::deliver`]; a second
@@ -142,7 +142,8 @@ impl FaultyObjects {
         self.0.held.load(Ordering::Acquire)
     }
 
-    /// Carries out the unanswered puts. Returns their number.
+    /// Carries out the puts of [`ObjectFault::Late`] and [`ObjectFault::Repeat`], without their
+    /// conditions. Returns their number.
     pub async fn deliver(&self) -> usize {
         let late = std::mem::take(&mut *self.0.late.lock());
         let count = late.len();

@@ -30,8 +30,8 @@ const MERGE_RUNS_MIN: usize = 4;
 /// A run has a similar size if it is at most this many times as large as all newer runs together.
 const SIZE_RATIO_MAX: u64 = 4;
 
-/// Heap of a lookup, which reads one run at a time: a window, and its decoded entries. A merge has
-/// a window per run and one for its output. It is not charged.
+/// Heap of a lookup, which reads one run at a time: a window, and its decoded entries. A merge,
+/// which is not charged, has a window per run and one for its output.
 pub const LOOKUP_BYTES: u64 = 2 * WINDOW_BYTES as u64;
 
 /// A complete run.
