@@ -18,8 +18,8 @@
 //! crates below all layers.
 //!
 //! *A send*: the listener reads the header. [`service`] refuses cheaply (state, app, ticket). For
-//! each block the listener reserves room in the partition's chain and copies the bytes there. The
-//! commit publishes the blocks' metadata, then the listener replies.
+//! each block it reserves room in the partition's chain, and copies the bytes there that the
+//! listener reads. The commit publishes the blocks' metadata, then the listener replies.
 //!
 //! *A read*: memory (in-flight batches in order, then the active chain), then the local index, then
 //! local data. A block is visible in memory until its index record is readable in the next tier.

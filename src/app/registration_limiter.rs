@@ -72,7 +72,7 @@ impl RegistrationLimiter {
 }
 
 impl RegistrationRoom<'_> {
-    /// Charges an application's budget, or changes nothing.
+    /// Charges an application's budget, or charges nothing.
     pub(super) fn try_charge(&self, budget: &Budget, bytes: u64) -> Result<Charge, NoCapacity> {
         let free = self.limiter.whole.free().saturating_sub(self.reserved_bytes);
         if bytes > free {

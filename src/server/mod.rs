@@ -104,7 +104,8 @@ struct SocketHandover {
 }
 
 impl Worker {
-    /// Reads the configuration again and applies all of it or nothing. The outcome is logged.
+    /// Reads the configuration again and applies the keys that need no restart. Applies nothing if
+    /// there is a problem. The outcome is logged.
     ///
     /// # Errors
     /// Every problem of the configuration.

@@ -11,7 +11,7 @@ use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 use crate::writes::{Written, client_of, key};
 
-/// The worker updates its figures once a second.
+/// The worker takes a sample every two seconds.
 const LOOK_DEADLINE: Duration = Duration::from_secs(60);
 
 /// A library preloaded before libc that adds an offset in seconds, read from a file, to
@@ -67,8 +67,7 @@ fn set(file: &Path, hours: i64) {
     file.write_all_at(&(hours * 3600).to_ne_bytes(), 0).expect("cannot write the clock's file");
 }
 
-/// Steps the worker's clock to `hours` from the true time, and waits until its samples of once a
-/// second show that.
+/// Steps the worker's clock to `hours` from the true time, and waits until its samples show that.
 fn step(worker: &WorkerProcess, file: &Path, hours: i64) {
     set(file, hours);
     let expected_ms = |now: Duration| i128::from(hours) * 3_600_000 + now.as_millis().cast_signed();

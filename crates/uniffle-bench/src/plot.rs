@@ -16,7 +16,7 @@ const TOP: f64 = 14.0;
 const BAR: f64 = 26.0;
 /// Space for the labels of the bars.
 const LABELS: f64 = 240.0;
-/// Number of grid lines.
+/// Number of intervals between the grid lines.
 const TICKS: u32 = 4;
 
 /// One line of a plot.

@@ -324,7 +324,7 @@ fn is_no_buffer(error: &ClientError) -> bool {
     matches!(error.status(), Some(StatusCode::NoBuffer | StatusCode::NoBufferForHugePartition))
 }
 
-/// Returns true if there was no response, so the effect on the server is unknown.
+/// Returns true if there was no Uniffle status, so the effect on the server is unknown.
 fn is_lost(error: &ClientError) -> bool {
     matches!(
         error,

@@ -35,7 +35,7 @@ type WaitSite = (&'static str, Vec<Vec<u32>>);
 /// only one. Other profiles can be taken meanwhile.
 ///
 /// # Errors
-/// [`ProfileError::Failed`] if no thread can be started.
+/// [`ProfileError::Failed`] if no thread can be started, or the dump cannot be rendered.
 pub async fn dump(
     tasks: &Tasks,
     permit: &ExclusivePermit,

@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn block_content_depends_only_on_the_seed() {
+    fn blocks_of_one_seed_are_equal() {
         let block = |seed| {
             BlockGenerator::new(seed, IdLayout::SPARK).block(PartitionId(1), TaskAttemptId(2), 3, 1001)
         };

@@ -55,8 +55,8 @@ pub fn may_mount() -> bool {
     u64::from_str_radix(effective.trim(), 16).unwrap() & SYS_ADMIN != 0
 }
 
-/// Returns the path of a binary of the workspace. `cargo test` builds it beside the binary of this
-/// test.
+/// Returns the path of a binary of the workspace, which must have been built with the profile of
+/// this test.
 pub fn binary(name: &str) -> PathBuf {
     let path = profile_dir().join(name);
     assert!(path.exists(), "{} is missing: `cargo build --workspace --bins` makes it", path.display());

@@ -20,7 +20,7 @@ use crate::store::{Cause, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// Number of attempts, and the pause between them, like Java's. A file system that does not answer
-/// is tried for `TRIED_FOR`. Its pauses then double up to `PAUSE_MAX` (backoff).
+/// is tried for `TRIED_FOR`. After `ATTEMPTS`, its pauses double up to `PAUSE_MAX` (backoff).
 const ATTEMPTS: u32 = 5;
 const PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);

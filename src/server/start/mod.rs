@@ -105,7 +105,7 @@ struct TransferredState {
     settings: Option<OwnedFd>,
 }
 
-/// A start whose listeners are bound or inherited. Nothing is opened yet.
+/// A start whose listeners are bound or inherited. Memory and tiers are not opened yet.
 struct AfterBind<'a> {
     memory_file: Option<OwnedFd>,
     tiers: TierInputs,

@@ -5,8 +5,9 @@
 //! manager and every descriptor without close-on-exec. Sockets are passed as systemd passes them
 //! (`sockets`).
 //!
-//! The binary is looked up under the name this process was started with. A package upgrade or a
-//! switched symbolic link therefore selects the next program.
+//! The binary is looked up under the path this process was started with. A package upgrade or a
+//! switched symbolic link therefore selects the next program. After a start by a bare name, only a
+//! replaced file does, because the path is that of the executable without links.
 
 use std::ffi::OsString;
 use std::io;
@@ -63,7 +64,7 @@ impl Successor {
     /// that only knows `--check` the exit code decides.
     ///
     /// # Errors
-    /// The error output of the new binary.
+    /// The new binary cannot be run, refuses or takes too long. The error has its error output.
     pub(super) async fn rehearse(&self, variable: &str, facts: String) -> anyhow::Result<RehearsalReport> {
         let program = self.program.display();
         let mut child = tokio::process::Command::new(&self.program)

@@ -28,8 +28,8 @@ pub(super) struct ResponseHolder {
     divisor: u64,
 }
 
-/// Free bytes below which readers wait, because other readers of the application do not consume
-/// their responses.
+/// Free bytes below which a read is refused, because other reads of the application or connection
+/// have not consumed their responses.
 const ANSWER_BYTES_MIN: u64 = 64 << 10;
 
 /// Number of blocks that every response may have if the heap for block lists has room for them.

@@ -131,7 +131,7 @@ pub(in crate::store) const READ_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time to open, create, list or rename something.
 pub(in crate::store) const NAME_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Time for one write to a copy of the metadata log, with its sync.
+/// Time for one write to a copy of the metadata log, with its sync, or one call on a scratch file.
 pub(in crate::store) const METADATA_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum number of staging buffers of 1 MiB for gathered writes, which are outside the memory

@@ -127,7 +127,7 @@ fn unfinished(bytes: u32) -> http::Request<Body> {
         .unwrap()
 }
 
-/// Sends requests for local reads over TCP, each with 7 MiB of read-ahead hints, all at once.
+/// Sends requests for local reads over TCP with 7 MiB of read-ahead hints each. Reads no reply.
 pub(super) fn large_local_reads(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let hints = vec![0; 7 << 20];
@@ -251,7 +251,7 @@ pub(super) fn zero_windows(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Writes partitions of one-byte blocks, requests lists of them on every stream and reads nothing.
+/// Writes partitions of one-byte blocks, requests lists of them on many streams and reads nothing.
 pub(super) fn lists_of_tiny_blocks(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);

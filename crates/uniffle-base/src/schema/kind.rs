@@ -105,7 +105,7 @@ pub fn port() -> Kind<u16> {
     Kind::new("a port, or 0 for any free one", read, |port| integer(*port))
 }
 
-/// A number of bytes: an integer, or text such as "10G" (10^9) or "10GiB" (2^30).
+/// A number of bytes: an integer, or text such as "10G" (10 · 10^9) or "10GiB" (10 · 2^30).
 pub fn size<T>(range: RangeInclusive<u64>) -> Kind<T>
 where
     T: Copy + TryFrom<u64> + TryInto<u64> + 'static,

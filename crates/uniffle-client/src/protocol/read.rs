@@ -98,7 +98,8 @@ pub fn encode_bitmap(set: &Treemap) -> Bytes {
 /// Splits the data of a memory response into blocks.
 ///
 /// # Errors
-/// Fails if a segment exceeds the data, or if the segments are not contiguous.
+/// Fails if a segment exceeds the data, if the segments are not contiguous, or if a number is out
+/// of range.
 pub fn memory_blocks(
     segments: &[proto::ShuffleDataBlockSegment],
     data: &Bytes,

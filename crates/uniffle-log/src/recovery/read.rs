@@ -16,8 +16,7 @@ use futures::future::join_all;
 use rustix::io::Errno;
 use uuid::Uuid;
 
-use super::proof::HandOff;
-use super::proof::{CopyPlace, CopySeen, DirectoryScan, RecoveryDecision, Torn, decide_recovery};
+use super::proof::{CopyPlace, CopySeen, DirectoryScan, HandOff, RecoveryDecision, Torn, decide_recovery};
 use super::resumable::{Resumable, ResumableCopy, resumable_copies};
 use crate::contents::{CheckpointFilter, Order};
 use crate::format::frame::{self, Epoch, Frame, FrameContent, Gap, Incarnation, METADATA};
@@ -147,7 +146,7 @@ impl Survey {
         self.decision().is_fresh
     }
 
-    /// Returns the directories that did not answer, with the errors.
+    /// Returns the directories that could not be read, with the errors.
     pub(crate) fn unread(&self) -> BTreeMap<usize, String> {
         let unread = self.present.iter().enumerate().filter(|(_, it)| it.is_unread);
         unread.map(|(at, it)| (at, it.damaged.join("; "))).collect()
@@ -357,7 +356,7 @@ impl CopyReader {
     }
 
     /// Returns the next frame whose own checksum matches, regardless of the frames before it.
-    /// Returns `None` at the end.
+    /// Returns `None` at the end or after a failed read.
     async fn next(&mut self) -> Option<Frame> {
         // Thousands of records are in memory between two reads.
         tokio::task::coop::consume_budget().await;
@@ -389,7 +388,7 @@ impl CopyReader {
         Ok(None)
     }
 
-    /// Advances past a frame of `bytes` bytes.
+    /// Counts a frame that continues the valid ones, or notes that one before it is missing.
     fn accept(&mut self, frame: &Frame, bytes: u64) {
         let fits = frame.sequence == self.fitting && frame.previous == self.previous;
         match &mut self.torn {
@@ -405,7 +404,7 @@ impl CopyReader {
         }
     }
 
-    /// Notes the truncation or damage at which the readable records end.
+    /// Notes the truncation or damage at which the valid frames end.
     fn tear(&mut self, why: &str) {
         let at = self.window.at;
         self.torn.get_or_insert_with(|| Torn { at, why: why.to_owned(), frames_follow: false });
@@ -457,8 +456,7 @@ pub(crate) struct Snapshot {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct LogCopies {
     pub(crate) parts: Vec<LogCopy>,
-    /// The shuffles whose records are taken from the object store instead of the disks, if there
-    /// are parts of both.
+    /// Shuffles whose records are from the object store, not the disks, if both have parts.
     pub(crate) shipped: Option<Treemap>,
 }
 
@@ -529,8 +527,8 @@ impl SourceReader<'_> {
     /// Returns the next entry.
     ///
     /// # Errors
-    /// A copy cannot be read, or the object store does not answer. `InvalidData`: a copy has fewer
-    /// frames than required.
+    /// A copy with a known number of frames cannot be read or has fewer (`InvalidData`), or the
+    /// object store does not answer.
     pub(crate) async fn next(&mut self) -> io::Result<Option<FrameContent>> {
         loop {
             let Some((part, reader)) = &mut self.open else {

@@ -66,8 +66,8 @@ impl Backing {
 
     /// Resolves `auto` and returns other values unchanged. The result is an unnamed file if the
     /// service manager keeps it after a crash and the metadata log knows its shuffles (`has_log`).
-    /// Otherwise it is private memory, because no process would have the file after a kill. A
-    /// directory must be configured explicitly: somebody has to free memory left there.
+    /// Otherwise it is private memory: after a crash no process would have the file, or know its
+    /// shuffles. A directory must be configured explicitly: somebody has to free memory left there.
     #[must_use]
     pub fn settled(&self, is_kept_by_manager: bool, has_log: bool) -> Self {
         match self {

@@ -132,8 +132,8 @@ impl Region {
         populated.map(|()| true)
     }
 
-    /// Unmaps the pages, so that the end of the mapping is fast even with many small pages. Works
-    /// in steps, because other mappings of the process wait during a step.
+    /// Unmaps the pages of a file, so that the end of the mapping is fast even with many small
+    /// pages. Works in steps, because other mappings of the process wait during a step.
     pub fn unlink_pages(&self) {
         const STEP: usize = 16 * BLOCK_BYTES;
         for start in (0..self.map.bytes).step_by(STEP) {

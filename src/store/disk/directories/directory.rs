@@ -323,7 +323,8 @@ impl LocalDisk {
     /// replaced. Writes the claim again if another program removed it.
     ///
     /// # Errors
-    /// The path leads elsewhere. A failed read of the claim is no error.
+    /// The path leads elsewhere, or a file system that was mounted again cannot be anchored. A
+    /// failed read of the claim is no error.
     pub(in crate::store) async fn require_attached(&self) -> io::Result<()> {
         let is_anchored = within(NAME_TIMEOUT, self.io.is_anchored()).await.unwrap_or(false);
         let found = match within(NAME_TIMEOUT, self.io.read_small(Path::new(MARKER))).await {

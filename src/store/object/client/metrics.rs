@@ -37,7 +37,8 @@ pub(super) enum Reason {
     Throttled,
     /// Status 500 and above.
     Server,
-    /// Status 400 and above, except 404, because a missing object is no failure.
+    /// Any other status from 400 on except 404, because a missing object is no failure. Also an
+    /// untrusted certificate of the server, and an invalid URL.
     Refused,
     /// The response is longer than allowed.
     Damaged,

@@ -40,7 +40,7 @@ async fn process_without_the_claim_destroys_nothing() {
 
 /// Regression test: the error advised a retry, which cannot succeed.
 #[tokio::test(start_paused = true)]
-async fn registration_after_a_lost_claim_advises_no_retry() {
+async fn end_after_a_lost_claim_advises_no_retry() {
     let older = Process::start(&FaultyObjects::default()).await;
     older.register_noted(&key(1)).await;
     let _newer = Process::start(&older.store).await;
