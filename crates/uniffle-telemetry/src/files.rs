@@ -1,8 +1,8 @@
 //! Log files with rotation.
 //!
-//! A program such as logrotate may rename or delete the current file; later lines go to a new file.
-//! No signal is needed for that. Writing happens on a thread of its own (`writer`), so that a slow
-//! disk delays no other thread.
+//! A program such as logrotate may rename or delete the current file; lines written more than a
+//! second later go to a new file. No signal is needed for that. Writing happens on a thread of its
+//! own (`writer`), so that a slow disk delays no other thread.
 
 use std::fs;
 use std::io::{self, Write};
@@ -107,7 +107,7 @@ impl LogFile {
         if latest.as_ref().is_some_and(is_later) {
             self.current = latest;
         } else if latest != self.current && self.reopen().is_err() {
-            // Lines go to the old file until the next check.
+            // Lines go to the old file until the next rotation.
             self.current = latest;
         }
     }
@@ -133,7 +133,7 @@ mod tests {
         open(&config, directory, "worker").unwrap()
     }
 
-    /// Makes the next check due.
+    /// Makes the next check due, and writes `line`.
     fn write(file: &mut LogFile, line: &str) {
         file.looked = file.looked.checked_sub(CHECK_INTERVAL).unwrap();
         file.write_all(line.as_bytes()).unwrap();

@@ -28,7 +28,7 @@ use crate::memory_disk::MemoryDisk;
 use crate::worker::OWN_FILES;
 
 /// Settings of a test. `ServiceBuilder::default().start()` is a service with two empty disks that
-/// only flushes on request.
+/// flushes only on request, or for a refused ticket.
 #[derive(Debug)]
 pub struct ServiceBuilder {
     pub memory: MemoryConfig,
@@ -81,7 +81,8 @@ impl Default for ServiceBuilder {
     }
 }
 
-/// Limits that no test reaches, so that the service only flushes on request.
+/// Limits that no test reaches, so that the service flushes only on request, or for a refused
+/// ticket.
 pub fn quiet() -> Limits {
     Limits {
         high_watermark: 1.0,

@@ -1,5 +1,5 @@
-//! Writing the metadata log: group commit to its copies, and compaction, which begins a new
-//! generation when too much of the current one is dead.
+//! Writing the metadata log: group commit to its copies, and new generations, which drop dead
+//! entries or replace failed copies.
 
 pub(crate) mod checkpoint;
 pub(crate) mod generation;

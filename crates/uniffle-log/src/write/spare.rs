@@ -1,9 +1,9 @@
 //! The spare: a third copy of the current generation, in an unnamed file.
 //!
 //! Other programs cannot reach it. If they damage both copies while the worker runs, the next
-//! generation is read from the spare, and no record is lost. Nothing waits for its sync, and it
-//! ends with the process: it does not count as a copy. A spare that fails is abandoned, and written
-//! again when there is room.
+//! generation is read from the spare, and no record is lost. It is never synced, and ends with the
+//! process: it does not count as a copy. A spare that fails is abandoned, and written again when
+//! there is room.
 
 use std::io;
 use std::path::PathBuf;

@@ -4,8 +4,8 @@
 //! the requested bytes plus one smallest segment per named partition, so that rounding never makes
 //! a valid send fail. It works once, belongs to one application and expires. While others wait,
 //! unused tickets are revoked earlier, and soonest from an application over its share
-//! ([`super::fair_shares`]). A ticket that expires and a send that ends release their charge on
-//! drop.
+//! ([`super::fair_shares`]). A ticket that expires releases its charge on drop, and a send that
+//! ends releases the part that its blocks do not use.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -73,8 +73,9 @@ struct State {
 }
 
 impl Tickets {
-    /// Creates tickets for `budget` without its part `extents`. Each is valid for `timeout`, and at
-    /// most `tickets_max` exist, apart from those of the previous process.
+    /// Creates an empty table of tickets that reserve parts of `budget`. Its part `extents` belongs
+    /// to no share. Tickets are valid for `timeout`, and at most `tickets_max` exist, apart from
+    /// those of the previous process.
     #[must_use]
     pub fn new(budget: Budget, extents: Budget, timeout: Duration, tickets_max: usize) -> Self {
         // A random start, so that a ticket of an earlier process is unknown here instead of

@@ -54,9 +54,9 @@ impl Memory {
     /// `elsewhere` returns a predicate for each partition. Blocks for which the predicate is true
     /// are in a tier and are skipped.
     ///
-    /// Returns the result of `made` for each partition. `made` receives the ids of the restored
-    /// blocks in read order. Partitions are charged to `heap` even beyond its capacity, because
-    /// their blocks were acknowledged. Runs on several threads and returns when all have ended.
+    /// Returns the result of `made` for each partition with restored blocks. `made` receives their
+    /// ids in read order. Partitions are charged to `heap` even beyond its capacity, because their
+    /// blocks were acknowledged. Runs on several threads and returns when all have ended.
     pub fn restore<'a, T: Send>(
         &self,
         key: &ShuffleKey,
@@ -302,7 +302,7 @@ impl Memory {
 }
 
 /// Tries once a second until it is dropped. `unprotected` returns the number of shuffles without a
-/// slot, and `protect` the number left after an attempt. `None` from either ends the loop.
+/// slot, and `protect` the number left after an attempt. `None` from `unprotected` ends the loop.
 async fn protect_each_second(
     unprotected: impl Fn() -> Option<u64>,
     protect: impl Fn() -> Option<u64> + Clone + Send + 'static,

@@ -36,8 +36,8 @@ impl FileContent {
         }
     }
 
-    /// Each unsynced sector keeps its new content, its old content or zeros. The file ends anywhere
-    /// from the old to the new end.
+    /// Each unsynced sector keeps its new content, its old content or zeros. A file that grew ends
+    /// anywhere from the old to the new end.
     pub(super) fn lose_power(&mut self, random: &mut StdRng) {
         let (old, new) = (std::mem::take(&mut self.durable), std::mem::take(&mut self.bytes));
         let length = match random.random_range(0..3) {
