@@ -36,7 +36,7 @@ const LAST_FLUSH: Duration = Duration::from_secs(5);
 const TICKET_WAIT_MAX: Duration = Duration::from_secs(2);
 /// Time for syncing the disks: the machine is often switched off next.
 const SYNC_DEADLINE: Duration = Duration::from_secs(10);
-/// Time for remote deletions of ended applications. The next start continues with the rest.
+/// Time for running deletions in the object store. The next start continues with the rest.
 const DELETION_DEADLINE: Duration = Duration::from_secs(5);
 /// Poll interval while waiting for tickets.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
@@ -93,7 +93,7 @@ impl Worker {
         StopOutcome { tasks_left: stopped.tasks_left, has_lost: stopped.has_lost }
     }
 
-    /// Waits for deletions in remote stores.
+    /// Waits for deletions in the object store, up to [`DELETION_DEADLINE`].
     pub(super) async fn end_deletions(&self) {
         let tiers = self.service.tiers().maintained();
         join_all(tiers.map(async |tier| tier.end_deletions(DELETION_DEADLINE).await)).await;

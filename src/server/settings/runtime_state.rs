@@ -179,7 +179,7 @@ struct Latest {
     nodes_version: Option<u64>,
     /// A copy of the state has been written.
     is_saved: bool,
-    /// Time of the last write.
+    /// Time of the last attempt to write.
     saved_at: Option<Instant>,
     /// A warning about a state that was not saved has been logged.
     has_warned: bool,

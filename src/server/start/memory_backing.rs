@@ -1,10 +1,10 @@
 //! Protects blocks that an earlier process left in memory.
 //!
 //! With a metadata log, each data directory has a note with the tmpfs directory of the memory file
-//! ([`note`]). A start with another backing reads the note before it opens anything. If blocks
-//! remain in the old file or in an inherited memfd, the start fails with an error that names the
-//! place ([`refuse_orphaned`]). The backing is changed by an upgrade, or by a clean stop and a
-//! start.
+//! ([`note`]). A start reads the notes before it maps memory. If blocks remain in a file or an
+//! inherited memfd that the configured backing does not use, the start fails with an error that
+//! names the place ([`refuse_orphaned`]). The backing is changed by an upgrade, or by a clean stop
+//! and a start.
 //!
 //! A memory file of another size, layout or owner is refused in `memory::persistent::file`.
 
@@ -124,7 +124,8 @@ impl MemoryRetention {
     }
 }
 
-/// Records the location of the memory file in every data directory, where it is not recorded yet.
+/// Records the directory of the memory file in every data directory. Removes the record if memory
+/// is not in a named file.
 pub(super) async fn note(config: &Config) {
     let directory = match &config.memory.backing {
         Backing::Directory(directory) => Some(directory.clone()),

@@ -342,8 +342,8 @@ impl Lifecycle {
         tracing::info!(target: AUDIT, "decommissioning cancelled");
     }
 
-    /// Flushes everything in memory to the tiers below for an operator. Returns how many batches
-    /// are in flight.
+    /// Begins to flush everything in memory to the tiers below, for an operator. Returns how many
+    /// batches are in flight.
     ///
     /// # Errors
     /// [`ServiceError::Unsupported`] without a tier below memory.

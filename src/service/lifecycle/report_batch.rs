@@ -48,7 +48,7 @@ impl ReportBatch {
     }
 
     /// Gathers an encoded report that holds only ids, as [`ReportBatch::take`] does. Returns `None`
-    /// for any other record.
+    /// for any other record, and for another number of bitmaps than the gathered reports have.
     pub(super) fn take_plain(&mut self, record: &Bytes) -> Option<usize> {
         let bitmap_count = plain_ids(record, &mut self.read)?;
         if !self.records.is_empty() && self.bitmap_count != bitmap_count {

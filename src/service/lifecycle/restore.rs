@@ -66,11 +66,11 @@ struct Restoring {
     early: Vec<(Report, Bytes)>,
     /// Later reports that are not added yet.
     batch: ReportBatch,
-    /// Receives the shuffle's present ids once its blocks in memory are restored; `None` if memory
-    /// does not survive a process.
+    /// Receives the shuffle's present ids once its blocks in memory are restored. `None` until that
+    /// begins, and if there are none to restore.
     present: Option<RestoredIds>,
     remote: RemoteState,
-    /// Why the shuffle is not registered.
+    /// Why a record of the shuffle could not be processed. Later ones are skipped.
     failed: Option<ServiceError>,
     /// Why its reports are not completely known.
     missing_reports: Option<String>,
@@ -369,8 +369,8 @@ struct Unrestored {
 }
 
 impl Restoring {
-    /// Gathers a plain report of a registered shuffle. Returns how many ids it has, or `None` for
-    /// any other record.
+    /// Gathers a plain report of a registered shuffle. Returns how many ids it counts for, or
+    /// `None` if the record was not gathered.
     fn gather(&mut self, record: &Bytes) -> Option<usize> {
         self.state.as_ref()?;
         self.batch.take_plain(record)

@@ -72,7 +72,7 @@ async fn spilled_ids_are_returned_with_those_in_memory() {
     let disk = QuotaKind { subject: QuotaSubject::App, resource: QuotaResource::DiskBytes };
     let on_disk = || app.usage.used(disk);
     for round in 1..10 {
-        // In each round some ids are known, in memory and on disk, and some partitions are new.
+        // In each round some ids are known on disk, and some partitions are new.
         report_far(&fixture, 0..20 * round, 40 * i64::from(round)).await;
         assert_told(&fixture, 0..20 * round, 40 * i64::from(round)).await;
         move_table(&scratch, &app, &shuffle).await.unwrap();

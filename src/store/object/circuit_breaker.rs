@@ -18,7 +18,7 @@ use crate::store::{StoreError, StoreErrorKind};
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(15);
 
-/// A store that has failed for this long gets no new shuffles.
+/// A worker without disks whose store has failed for this long gets no new shuffles.
 const COMPLAINT_AFTER: Duration = Duration::from_secs(10);
 
 /// Returns the kind of a failed call.
@@ -96,7 +96,8 @@ impl CircuitBreaker {
         self.0.lock().is_none_or(|failing| Instant::now() >= failing.try_at)
     }
 
-    /// Returns the reason for which the coordinator should assign no new shuffles.
+    /// Returns the reason for which the coordinator should assign no new shuffles to a worker
+    /// without disks.
     pub(super) fn complaint(&self) -> Option<&'static str> {
         let failing = (*self.0.lock())?;
         (failing.since.elapsed() >= COMPLAINT_AFTER)
