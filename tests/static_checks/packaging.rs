@@ -268,7 +268,7 @@ fn yamllint_and_schema_accept_the_compose_file() {
     accepts("check-jsonschema", &["--builtin-schema", "vendor.compose-spec", &deploy("compose.yaml")]);
 }
 
-/// Every service, port and file named in the file exists.
+/// The coordinators, ports, rules and dashboard that the file names exist.
 #[test]
 fn compose_file_is_consistent() {
     let config = configured(COMPOSE, "  worker:\n    content: |\n");

@@ -27,7 +27,7 @@ pub(crate) fn ask(port: u16, method: &str, path: &str) -> (u16, Vec<u8>) {
     (status, answer[end + 4..].to_vec())
 }
 
-/// Like [`ask`], with a text body.
+/// Like [`ask`]. The body of the response must be text.
 pub(crate) fn ask_text(port: u16, method: &str, path: &str) -> (u16, String) {
     let (status, body) = ask(port, method, path);
     (status, String::from_utf8(body).unwrap())

@@ -1,5 +1,5 @@
-//! The unit of `deploy/systemd` under a real systemd: memory survives a kill, an upgrade and a
-//! restart.
+//! The unit of `deploy/systemd` under a real systemd: memory survives kills, upgrades and refused
+//! starts.
 
 mod manager;
 
