@@ -1,7 +1,7 @@
 //! Metrics of the flusher. Names follow the Java server and riffle where a counterpart exists.
 //!
-//! Other servers call a sealed batch an event, and its flush a spill. A batch counts once per
-//! written batch, and once per attempt in metrics of attempts.
+//! Other servers call a sealed batch an event, and its flush a spill. A batch counts once when it
+//! is written, and once per attempt in metrics of attempts.
 
 use std::time::Duration;
 

@@ -106,7 +106,8 @@ impl WorkerStatus {
         self.inputs.borrow().decommission
     }
 
-    /// Cancels decommissioning; the health checker determines the state again.
+    /// Cancels decommissioning and a drain. A stop continues. Otherwise the health checker
+    /// determines the state again.
     pub fn cancel_decommission(&self) {
         self.update(|inputs| {
             inputs.decommission = false;

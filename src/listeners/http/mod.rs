@@ -141,8 +141,9 @@ impl HttpServer {
     }
 }
 
-/// Returns all routes. The Java server has Prometheus text below `/prometheus/metrics`, with an
-/// optional registry name. This worker has one registry, so every name returns all metrics.
+/// Returns the routes except [`Pages::mounted`]. The Java server has Prometheus text below
+/// `/prometheus/metrics`, with an optional registry name. This worker has one registry, so every
+/// name returns all metrics.
 fn router(pages: Pages) -> Router {
     Router::new()
         .route("/metrics", get(metrics_text))

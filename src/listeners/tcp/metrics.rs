@@ -75,7 +75,7 @@ pub(super) struct RequestMetrics {
 }
 
 impl RequestMetrics {
-    /// Counts a request until the returned value is dropped.
+    /// Counts a request. It is in progress until the returned value is dropped.
     pub(super) fn begin(self: &Arc<Self>) -> InProgress {
         self.java.total.inc();
         self.total.inc();
@@ -147,8 +147,7 @@ impl TcpMetrics {
         described
     }
 
-    /// Returns the metrics of requests of type `kind`. Replies never occur here; they would count
-    /// as sends.
+    /// Returns the metrics of requests of type `kind`. Replies never occur here.
     pub(super) fn of(&self, kind: FrameType) -> &Arc<RequestMetrics> {
         match kind {
             FrameType::LocalIndex | FrameType::LocalIndexReply | FrameType::LocalIndexV2Reply => &self.index,

@@ -267,7 +267,7 @@ impl HdfsStore {
         state.stores > 0 && state.failing_stores == state.stores
     }
 
-    /// Returns the stores in use and the payload written to them.
+    /// Returns the stores in use and the payload written for known shuffles.
     pub fn state(&self) -> HdfsState {
         let remotes = self.core.remotes();
         let written = |shuffle: &Arc<HdfsShuffle>| shuffle.written_bytes.load(Ordering::Relaxed);

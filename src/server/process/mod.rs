@@ -43,14 +43,14 @@ pub enum RunOutcome {
     },
 }
 
-/// Runs a worker until `commands` ends it. Prints the banner, notifies the service manager and
-/// writes the ready file.
+/// Runs a worker until a command ends it, or decommissioning if so configured. Notifies the service
+/// manager and writes the ready file. With an embedded coordinator, prints the banner.
 ///
 /// The ready file (`WORKER_READY_FILE`) is one line of JSON with the bound ports, for a parent that
 /// starts the worker with port 0.
 ///
 /// # Errors
-/// See [`Worker::start`].
+/// See [`Worker::start`]. The ready file cannot be written.
 pub async fn run(
     config: &Config,
     environment: Environment,

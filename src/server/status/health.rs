@@ -1,9 +1,9 @@
 //! Watches the worker's state and notifies the coordinators at once when it changes, or when the
 //! last application ends.
 //!
-//! The worker is UNHEALTHY while the primary tier complains (too few writable disks) or all tiers
-//! do. Every other change of state happens in `service`, such as decommissioning by an operator.
-//! This module only observes it.
+//! Unless it is decommissioned or stops, the worker is UNHEALTHY while the primary tier complains
+//! (too few writable disks) or all tiers do. Every other change of state happens in `service`, such
+//! as decommissioning by an operator. This module only observes it.
 
 use std::sync::Arc;
 use std::time::Duration;

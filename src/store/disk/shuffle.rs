@@ -2,7 +2,7 @@
 //! writes.
 //!
 //! Creating a directory or a file holds the gate for reading. A purge marks the shuffle, then
-//! acquires the gate for writing: no file is created after a purge.
+//! acquires the gate for writing: no file is created after that.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -58,7 +58,7 @@ pub(in crate::store) struct DiskShuffle {
     pub(in crate::store) publish_lock: tokio::sync::Mutex<PublishState>,
 }
 
-/// A shuffle on one disk. Created with the first write to it.
+/// A shuffle on one disk. Created with the first write to it, or if a start finds files there.
 #[derive(Debug)]
 pub(in crate::store) struct ShuffleDisk {
     data: tokio::sync::Mutex<Option<Arc<Log>>>,
@@ -77,7 +77,7 @@ impl ShuffleDisk {
         })
     }
 
-    /// Returns the open log of a kind, if there is one.
+    /// Returns the latest log of a kind, if there is one. It may be closed.
     pub(in crate::store) fn current(&self, kind: LogKind) -> &tokio::sync::Mutex<Option<Arc<Log>>> {
         match kind {
             LogKind::Data => &self.data,
@@ -273,7 +273,7 @@ impl DiskShuffle {
         self.with_partition(partition, |found| found.map_or(self.first_base(), |partition| partition.bytes))
     }
 
-    /// Returns its state on a disk, if it was ever written to.
+    /// Returns its state on a disk, if it was written there or a start found its files there.
     pub(in crate::store) fn found(&self, disk: &LocalDisk) -> Option<&ShuffleDisk> {
         self.disks[disk.index].get().map(|it| &**it)
     }

@@ -228,7 +228,7 @@ impl StreamRuns {
                     return Ok(Some(chunk));
                 }
                 Ok(None) => self.run = None,
-                // Either the file was removed after an offload, or the disk has failed.
+                // Either the file was removed after an offload, or the read has failed.
                 Err(error) => match self.has_offloaded()? {
                     true => self.run = None,
                     false => return Err(error),

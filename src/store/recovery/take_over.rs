@@ -182,7 +182,7 @@ impl LocalStore {
 /// loss. Returns its position on the way to the object store, if there is one.
 ///
 /// # Errors
-/// `Purged`, or too few directories can be written.
+/// `Purged`, or an error of [`MetadataLog::append`].
 pub(in crate::store) async fn append(
     log: &MetadataLog,
     shuffle: &DiskShuffle,

@@ -1,5 +1,5 @@
-//! Slow or stalled sends, and unused tickets, that hold nearly all memory. After each attack the
-//! worker is upgraded and must still have the honest application's data.
+//! Slow or stalled sends, and unused tickets, that hold nearly all memory. The worker is upgraded
+//! during or after each attack and must still have the honest application's data.
 
 use std::collections::VecDeque;
 use std::io;

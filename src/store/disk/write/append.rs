@@ -2,7 +2,8 @@
 //! and one sync.
 //!
 //! Invariant: after an error or a timeout the log is closed and the next append gets a new file, so
-//! a late write reaches only its own range. No file is created after a purge of its shuffle.
+//! a late write reaches only its own range. No file is created once a purge removes the files of
+//! its shuffle.
 
 use std::io;
 use std::path::Path;
@@ -64,7 +65,8 @@ pub(super) struct DiskSearch<'a> {
     tried: Vec<usize>,
     renewed: Vec<usize>,
     last_error: Option<StoreError>,
-    /// The lock `last_room` of the writer, if a disk with little room was chosen.
+    /// The lock `last_room` of the writer. Held from the time at which no disk has ample room until
+    /// failed disks are probed.
     turn: Option<MutexGuard<'a, ()>>,
 }
 
@@ -232,7 +234,7 @@ impl DiskWriter {
         Ok(LogRange { log, offset })
     }
 
-    /// Returns the length after which a log is continued in a new file.
+    /// Returns the maximum length of a log. Only a single append to a new log may exceed it.
     fn log_bytes(&self, kind: LogKind) -> u64 {
         let most = self.core.config.file_bytes_max.min(LOG_BYTES_MAX);
         match kind {

@@ -1,5 +1,5 @@
-//! Checks at start that the store is usable: it writes, reads, lists and deletes a small object,
-//! and begins and aborts an upload.
+//! Checks at start, if configured, and before an upgrade that the store is usable: it writes,
+//! reads, lists and deletes a small object, and begins and aborts an upload.
 //!
 //! The object is deleted even if it cannot be read or listed. The error names the step that failed.
 
