@@ -65,8 +65,8 @@ impl ShuffleWriter {
     /// collected. Blocks of about one megabyte suit servers and readers best.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an invalid block. Any other error means that an earlier batch could
-    /// not be sent and that the attempt has failed.
+    /// [`Error::Invalid`] for an invalid block, or after an error of an earlier batch. Any other
+    /// error means that an earlier batch could not be sent and that the attempt has failed.
     pub async fn write(&mut self, partition: PartitionId, data: impl Into<Bytes>) -> Result<(), Error> {
         let data = data.into();
         let length = data.len();
@@ -101,8 +101,9 @@ impl ShuffleWriter {
     /// Readers find them from then on.
     ///
     /// # Errors
-    /// [`Error::WriteQuorum`] if too few replicas acknowledged a block or the report. The attempt
-    /// has failed. Another attempt with another id can repeat the work.
+    /// [`Error::WriteQuorum`] if too few replicas acknowledged a block or the report, or
+    /// [`Error::Invalid`] after an error of [`ShuffleWriter::write`] about an earlier batch. The
+    /// attempt has failed. Another attempt with another id can repeat the work.
     pub async fn finish(mut self) -> Result<WriteTotals, Error> {
         self.refuse_if_broken()?;
         self.begin_send().await?;

@@ -49,7 +49,7 @@ pub use self::write::writer::Deadlines;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct LogError {
-    /// Directory or file concerned.
+    /// Directory or file concerned, or [`METADATA`] if none is known.
     pub path: PathBuf,
     /// Kind of the failure.
     pub kind: io::ErrorKind,

@@ -47,7 +47,7 @@ fn answer(question: &mut impl Read, answer: &mut impl Write) -> anyhow::Result<(
 /// function at each address, innermost first, or one line with `?`.
 ///
 /// # Errors
-/// If a word is not an address.
+/// If a word is not an address, or the path of the program is unknown.
 pub fn name_addresses(addresses: &str) -> Result<String, String> {
     let program = std::fs::read_link(PROGRAM).map_err(|error| format!("{PROGRAM}: {error}"))?;
     let (maps, program) = (Maps::of_this_process(), program.to_string_lossy().into_owned());

@@ -106,7 +106,7 @@ pub enum ViolationKind {
     UnexpectedBlock,
     /// A block of the result is not served, although a read that wants it succeeds.
     UnreportedLoss,
-    /// A refusal of results does not name the shuffle.
+    /// A refusal of results other than NO_REGISTER does not name the shuffle.
     UnnamedRefusal,
 }
 
@@ -141,7 +141,7 @@ pub struct ShuffleVerification {
     pub intact: u64,
     /// Number of blocks that were served, each counted once.
     pub served: u64,
-    /// Blocks that are reported as lost.
+    /// Blocks of results whose reads were refused.
     pub lost: BTreeSet<(i32, BlockId)>,
     /// Reason why results are refused. A refusal concerns all partitions.
     pub results_refused: Option<WorkerRefusal>,
@@ -243,7 +243,8 @@ struct SplitRead {
     refused: BTreeMap<u64, String>,
 }
 
-/// Reads the blocks of `tasks`. A refused request is split in halves, down to a single task.
+/// Reads the blocks of `tasks`. A request that fails ([`WorkerRefusal::Failed`]) is split in
+/// halves, down to a single task.
 async fn read_split(worker: &impl WorkerView, key: &ShuffleKey, partition: i32, tasks: Treemap) -> SplitRead {
     let mut split = SplitRead::default();
     let mut remaining: Vec<Vec<u64>> = vec![tasks.to_vec()];

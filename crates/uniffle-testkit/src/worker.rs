@@ -58,7 +58,8 @@ const PORT_TRIES: usize = 5;
 /// File name of `WORKER_READY_FILE`.
 const READY_FILE: &str = "ready.json";
 
-/// Files that stay in an empty data directory: the claim, the mount record and the metadata log.
+/// Entries that stay in an empty data directory: the claim, the mount record and the directory of
+/// the metadata log.
 pub const OWN_FILES: [&str; 3] = ["uniffle-worker.claim", "uniffle-worker.mounts", "uniffle-worker.metadata"];
 
 /// Settings of a test. All others have the worker's or the harness's defaults.
@@ -285,7 +286,7 @@ impl WorkerProcess {
         config_text(&self.setup, &self.data_paths, Ports::of(&self.ready))
     }
 
-    /// Replaces the configuration, which is read at the next start or upgrade.
+    /// Replaces the configuration, which a running worker reloads after a few seconds.
     pub fn write_config(&self, text: &str) {
         std::fs::write(self.dir.path().join("config.toml"), text).unwrap();
     }
@@ -567,8 +568,8 @@ fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Ports) -> String {
     lines.text(data_paths)
 }
 
-/// Returns everything below a data directory except the worker's own files and the empty
-/// directories of applications and of the trash.
+/// Returns everything below a data directory except the worker's own files and the directories
+/// `apps` and `trash` themselves.
 pub fn leftovers(base: &Path) -> Vec<PathBuf> {
     let mut remaining = Vec::new();
     let mut open = vec![base.to_owned()];

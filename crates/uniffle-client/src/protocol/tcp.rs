@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn send_message_length_matches_ticket() {
+    async fn send_message_length_matches_frame() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (client, driver) = TcpClient::connect(listener.local_addr().unwrap()).await.unwrap();
         let block = |p, s, len| sample(PartitionId(p), TaskAttemptId(4), s, len);

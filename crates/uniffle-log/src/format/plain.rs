@@ -2,8 +2,8 @@
 //! thousand lists of one id, and each would be allocated in a [`Report`](super::record::Report).
 //!
 //! Every accepted report is also accepted by [`Record::decode`](super::record::Record::decode),
-//! with the same result. Other records, and reports with an id beyond 63 bits, are left to it.
-//! Pure.
+//! with the same result. Other records and versions, and reports with an id beyond 63 bits, are
+//! left to it. Pure.
 
 use serde::de::DeserializeOwned;
 use uniffle_wire::types::PartitionId;

@@ -11,7 +11,7 @@ use crate::error::MemoryError;
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_base::clock::Instant;
 
-/// Bytes charged per block beside its payload.
+/// Bytes charged per block beside its payload and its rows.
 pub(crate) const METADATA_BYTES: u64 = 64;
 
 /// A charge and its mirror in the pre-allocated total, always of the same size.

@@ -260,7 +260,7 @@ fn prefault_takes_the_pages_of_a_file() {
     assert_eq!(region.ready_bytes(), 4 << 20);
 }
 
-/// Returns whether the kernel gives huge pages at `address`, by the flags of its mapping.
+/// Returns whether huge pages are advised at `address`, by the flags of its mapping.
 #[cfg(all(not(miri), target_os = "linux"))]
 fn is_advised_huge(address: *const u8) -> bool {
     let mappings = std::fs::read_to_string("/proc/self/smaps").unwrap();
