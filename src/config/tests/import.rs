@@ -14,7 +14,7 @@ fn parse(text: &str) -> Config {
         .unwrap_or_else(|error| panic!("import failed: {error}\n{text}"))
 }
 
-/// The example of Uniffle's guide, with common additions: every key with a counterpart, and some
+/// The example of Uniffle's guide, with common additions: keys with a counterpart, and some
 /// without.
 const SERVER_CONF: &str = "
 # a comment

@@ -66,7 +66,7 @@ pub(super) struct ReplyGuard {
     pub(super) request: (OwnedSemaphorePermit, Request),
     /// Admission of a local read.
     pub(super) admission: Option<ReadAdmission>,
-    /// Response window of the application for a memory read.
+    /// Guard of a memory read, from the time its pieces are collected.
     pub(super) response_guard: Option<ResponseGuard>,
     /// When the request was complete.
     pub(super) received: Instant,
@@ -125,8 +125,8 @@ impl ConnectionWriter {
         Self { shared, socket, queue, connection, connection_state, pieces: VecDeque::new(), handover_half }
     }
 
-    /// Writes until all senders of the queue are dropped, the peer stops reading, or the grace
-    /// period after a cancel ends.
+    /// Writes until all senders of the queue are dropped, a reply cannot be written completely, or
+    /// the grace period after a cancel ends.
     pub(super) async fn run(mut self) {
         let cancelled = self.connection.cancelled();
         let end_of_grace = async move {

@@ -81,7 +81,7 @@ impl Signals {
     }
 }
 
-/// Reaps children without a waiter while polled. Scans when a child ends.
+/// Reaps children without a waiter while polled. Scans when a child ends, and at intervals.
 pub(super) async fn reap_children() {
     let mut ended = match signal(SignalKind::child()) {
         Ok(ended) => ended,

@@ -176,7 +176,7 @@ pub struct DataAnswer {
 #[derive(Debug)]
 pub struct ChunkStream {
     first: Option<Bytes>,
-    /// `None` for an unknown shuffle.
+    /// `None` if nothing was flushed.
     source: Option<Box<dyn ChunkRead>>,
     pool: ReadPool,
     app: Arc<App>,
@@ -339,8 +339,8 @@ impl Reads {
     ///
     /// # Errors
     /// Unknown app, an exceeded quota of open reads, an invalid filter bitmap, a requested block
-    /// that is lost or being verified, or too many unread responses. A partition that never
-    /// received data has no blocks, which is no error.
+    /// that is lost or being verified, too many unread responses, or no heap for the response. A
+    /// partition that never received data has no blocks, which is no error.
     pub fn read_memory(&self, request: MemoryReadRequest<'_>) -> Result<MemoryAnswer, ServiceError> {
         self.answer_from_memory(request).inspect_err(|error| self.last_refusal.note(error))
     }
@@ -470,8 +470,8 @@ impl Reads {
     ///
     /// # Errors
     /// Unknown app, an exceeded quota of open reads, no tier that the worker serves, a range that
-    /// is empty, beyond the published data or with a hole in which blocks are lost, a failing tier,
-    /// or no admission or read memory in time.
+    /// is negative, empty, beyond the published data or with a hole in which blocks are lost, a
+    /// failing tier, or no admission or read memory in time.
     pub async fn read_data(
         &self,
         limits: &ReadLimits,

@@ -71,7 +71,8 @@ impl BlockVerifier {
         (self.hasher, self.at) = (mark.hasher, mark.at);
     }
 
-    /// Returns the first block that ends in the next bytes and has a wrong checksum.
+    /// Returns the first block that ends in the next bytes and has a wrong checksum. The verifier
+    /// must then be rewound before it is used again.
     pub(in crate::store) fn check(&mut self, mut bytes: &[u8]) -> Option<BlockCheck> {
         while !bytes.is_empty()
             && let Some(check) = self.checks.get(self.passed)

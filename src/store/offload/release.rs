@@ -69,7 +69,7 @@ struct CurrentPartition {
 }
 
 impl DiskShuffleHandle {
-    /// Returns the usage of the disks.
+    /// Returns the shuffle's usage of the disks.
     #[must_use]
     pub fn usage(&self) -> TierUsage {
         self.shuffle.usage()
@@ -112,7 +112,8 @@ impl LocalStore {
     /// Chooses the data of a shuffle to be offloaded next: every partition's extents up to the last
     /// one in its oldest data logs, except `excluded` ones. An object then has a contiguous part of
     /// the stream, whatever disks the batches went to. These logs have at most `bytes_max` bytes
-    /// together, unless the first has more. They are closed for writing.
+    /// together, unless the first has more. They are closed for writing. Logs of an earlier process
+    /// count as old in the order in which the recovery found them.
     pub async fn oldest(
         &self,
         handle: &DiskShuffleHandle,

@@ -131,9 +131,9 @@ impl DeletionQueue {
     }
 }
 
-/// A worker of a deletion queue. When dropped, it returns its remaining shuffles to the queue. A
-/// cancelled purge therefore leaves at most files in the trash and empty directories of
-/// applications, which the maintenance removes.
+/// A worker of a deletion queue. When dropped, it returns its remaining shuffles to the queue. The
+/// maintenance removes them, and files that a cancelled purge leaves in the trash. A sweep removes
+/// empty directories of applications.
 #[derive(Debug)]
 pub(in crate::store) struct DeletionWorker<'a> {
     queue: &'a DeletionQueue,
@@ -195,7 +195,7 @@ impl LocalDisk {
     /// trash.
     ///
     /// # Errors
-    /// `Interrupted` once removals cease: the rest stays in the trash too.
+    /// An error of the disk. `Interrupted` once removals cease: the rest stays in the trash too.
     pub(in crate::store) async fn delete(&self, path: &Path) -> io::Result<()> {
         loop {
             let turn = self.stop_removals.run_until_cancelled(self.removals.acquire()).await;

@@ -1,4 +1,4 @@
-//! Administration calls. Requests and answers are JSON. An empty body means no arguments.
+//! Administration calls. Arguments and answers are JSON. Calls without arguments ignore the body.
 
 use std::fmt;
 use std::sync::Arc;
@@ -42,9 +42,9 @@ pub trait Control: fmt::Debug + Send + Sync {
 /// Parts of the worker that the calls use.
 #[derive(Debug, Clone)]
 pub struct AdminHooks {
-    /// Decommissioning, flushing and purging.
+    /// Decommissioning, draining, flushing and purging.
     pub service: Arc<Service>,
-    /// All other controls.
+    /// Tags, log filter and reload.
     pub control: Arc<dyn Control>,
     /// The coordinator in this process, whose list of lost nodes can be changed.
     pub coordinator: Option<EmbeddedCoordinator>,
@@ -75,8 +75,9 @@ async fn cancel_decommission(State(hooks): State<AdminHooks>) -> Response {
     state_answer(&hooks).await
 }
 
-/// Stops taking new data and moves data to storage that other machines can read. Returns progress,
-/// also from a worker whose disks are so full that the decommissioning cannot be saved.
+/// Decommissions the worker, flushes memory, and moves the data of the disks to the object store,
+/// if there is one. Returns the progress, also if the disks are so full that the decommissioning
+/// cannot be saved.
 async fn drain(State(hooks): State<AdminHooks>) -> Response {
     let drained = match hooks.service.lifecycle.drain_on_thread().await {
         Ok(drained) => drained,

@@ -17,7 +17,7 @@ pub struct Status {
     pub age_seconds: f64,
     /// The memory tier.
     pub memory: MemoryModel,
-    /// All tiers, fastest first.
+    /// Tiers with a known capacity: memory, and the local disks if there are any.
     pub tiers: Vec<TierModel>,
     /// Data directories.
     pub disks: Vec<DiskModel>,
@@ -60,7 +60,7 @@ pub struct NodeModel {
     pub state: &'static str,
     /// Reason why `/health/ready` fails; null if the worker is ready.
     pub not_ready: Option<String>,
-    /// Configured tags.
+    /// Current tags.
     pub tags: Vec<String>,
     /// `store_type`
     pub store_type: &'static str,
