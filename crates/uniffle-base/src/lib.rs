@@ -4,8 +4,7 @@
 //! [`budget`] bounds memory, and [`sched`] decides which application is next. [`allocator`] returns
 //! freed memory. [`runtime`] owns tasks and threads. [`clock`] excludes pauses of the process from
 //! deadlines. [`metrics::table!`] declares metrics, and [`schema::section!`] the keys of a module.
-//! [`damage`] notifies the service of lost blocks. Nothing else here depends on shuffles, blocks or
-//! protocols.
+//! [`damage`] notifies the service of lost blocks.
 
 pub mod allocator;
 pub mod budget;

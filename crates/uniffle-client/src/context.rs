@@ -43,7 +43,7 @@ impl ShuffleContext {
     }
 
     /// Returns the indexes of the servers that store replicas of `partition`, in the assignment's
-    /// order, with recently failed ones last.
+    /// order. Servers whose last call failed come after the others.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the partition does not exist.

@@ -1,8 +1,8 @@
 //! Errors of the client's operations.
 //!
-//! An operation consists of calls to one or more peers. Its error names the peer or partition and
-//! carries the last [`ClientError`] of a single call as its source. Retries have been used up when
-//! an operation fails. Every call has a deadline ([`within`]).
+//! An operation consists of calls to one or more peers. If a call fails, the error names the peer
+//! or partition, and its source is the last failure. By then all retries are used up, or the
+//! failure forbids them ([`is_final`]). Every call has a deadline ([`within`]).
 
 use std::fmt;
 use std::time::Duration;
@@ -24,7 +24,7 @@ pub enum Error {
     /// An argument or a setting is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// A call to one server or coordinator failed in every attempt.
+    /// A call to one server or coordinator failed, and no retry is left or allowed.
     #[error("{peer}: {source}")]
     Call {
         /// The server's id or the coordinator's address.
@@ -125,7 +125,7 @@ pub(crate) async fn within<T>(
     timeout(deadline, call).await.unwrap_or(Err(ClientError::Timeout { rpc, after: deadline }))
 }
 
-/// Returns true for statuses that mean "do not retry" in every version of the protocol.
+/// Returns true for statuses that mean "do not retry" in every protocol version that has them.
 pub(crate) fn is_final(status: StatusCode) -> bool {
     matches!(
         status,

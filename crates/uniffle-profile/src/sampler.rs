@@ -2,7 +2,7 @@
 //! its stack.
 //!
 //! The signal handler unwinds stacks with framehop. It reads unwind tables that were loaded in
-//! advance, allocates nothing, takes no lock, and checks each stack address before it reads it.
+//! advance, allocates nothing, waits for no lock, and checks each stack address before it reads it.
 //! With libgcc's unwinder, samples in libc would have to be discarded. Unwinding by frame pointers
 //! would omit the running function.
 //!

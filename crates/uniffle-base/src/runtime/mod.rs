@@ -191,7 +191,7 @@ impl Tasks {
 /// no partly read request and no pending response. Clones share the list.
 #[derive(Debug, Clone, Default)]
 pub struct Handover {
-    /// Is `None` if there is no successor.
+    /// Is `None` before [`Handover::begin`] and after [`Handover::take`].
     kept: Arc<Mutex<Option<Vec<TcpStream>>>>,
 }
 

@@ -116,8 +116,8 @@ impl Member {
 }
 
 /// The data directories that hold the log, and those that may have data, until the next epoch. A
-/// new epoch begins whenever the log is written anew: at a start that does not resume the copies,
-/// and when copies move or fail.
+/// new epoch begins at a start that does not resume the copies, and when copies move or fail, the
+/// usable directories change, or a gap begins or ends. Compaction alone does not begin one.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Epoch {
     /// Random id of the epoch.

@@ -30,9 +30,9 @@ use crate::format::frame::{Epoch, Gap, Member};
 pub struct HandOff {
     /// Id of the newest epoch.
     pub(crate) epoch: u64,
-    /// Number of acknowledged frames in the epoch.
+    /// Number of acknowledged frames in the files of the newest generation.
     pub(crate) frames: u64,
-    /// Generation of the files with these frames.
+    /// The newest generation.
     pub(crate) generation: u64,
 }
 
@@ -353,7 +353,7 @@ fn is_put_back(present: &[DirectoryScan], epoch: &Epoch, path: &str) -> bool {
 /// Returns the members of an epoch that begins on `usable` directories after `epoch`.
 ///
 /// # Errors
-/// A description if too few of the voters are usable to acknowledge anything.
+/// A description if too few of the voters are usable or replaced to acknowledge anything.
 pub fn members_after(epoch: &Epoch, usable: &[Member]) -> Result<Vec<Member>, String> {
     let is_usable = |member: &Member| usable.iter().any(|it| it.uuid() == member.uuid());
     let is_replaced = |member: &Member| !is_usable(member) && usable.iter().any(|it| it.path == member.path);

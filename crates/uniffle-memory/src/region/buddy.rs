@@ -174,7 +174,7 @@ impl Buddy {
         true
     }
 
-    /// Frees a piece that [`Buddy::allocate`] returned for the same `bytes`.
+    /// Frees a piece of `bytes` bytes that was taken as a whole.
     pub(crate) fn free(&mut self, offset: usize, bytes: usize) {
         let mut order = order_of(bytes);
         let block = offset / BLOCK_BYTES;

@@ -17,8 +17,8 @@ pub(super) struct CheckedHistory {
     pub(super) histories: BTreeMap<i32, ShuffleHistory>,
     /// Acknowledged blocks whose report was acknowledged too.
     pub(super) reported: BTreeMap<i32, ShuffleBlocks>,
-    /// The blocks of `reported`, and blocks in reports without a response, which the worker may
-    /// have accepted.
+    /// The blocks of `reported`, and blocks in reports that failed, which the worker may have
+    /// accepted.
     pub(super) in_reports: BTreeMap<i32, ShuffleBlocks>,
     next_task: i64,
 }

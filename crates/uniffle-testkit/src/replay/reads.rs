@@ -58,7 +58,7 @@ impl PartitionReads {
         replayed.iter().try_for_each(|block| self.take(block, wanted.as_ref()))
     }
 
-    /// Adds both responses to a read of the index.
+    /// Replaces the index by both responses to a read of it.
     pub(super) fn index(&mut self, recorded: Vec<RecordPosition>, replayed: Vec<RecordPosition>) {
         self.recorded_index = recorded;
         self.replayed_index = replayed;
