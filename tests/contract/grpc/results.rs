@@ -119,7 +119,7 @@ fn hex(text: &str) -> Vec<u8> {
     digits.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect()
 }
 
-/// An empty success would look like a shuffle without blocks, and readers would miss nothing.
+/// An empty success would look like a shuffle without blocks, and readers would not fail.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn results_of_purged_shuffle_stay_refused() {
     let (fixture, gone, new) = (WorkerFixture::start().await, key("app-1", 1), key("app-1", 2));
@@ -271,7 +271,7 @@ async fn report_of_unregistered_shuffle_is_refused() {
     let unknown = key("app-1", 1);
     let (status, text) = reported(&fixture, report(&unknown, &[(0, vec![2])])).await;
     assert_eq!((status, text.as_str()), (StatusCode::NoRegister, "shuffle 1 is not registered"));
-    // It is also absent after the shuffle is registered.
+    // The refused id is also absent after the shuffle is registered.
     fixture.client.register(&unknown, &[(0, 0)]).await.unwrap();
     let set = fixture.client.results(&unknown, &[PartitionId(0)], None).await.unwrap();
     assert!(set.is_empty());

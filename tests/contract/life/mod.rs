@@ -4,7 +4,8 @@
 //! Every worker process but one on unmounted disks has a runtime of its own. Dropping it loses
 //! everything that is neither on a disk nor in the store. The
 //! [`Invariants`](invariants::Invariants) are checked at every start and read, and at the end of a
-//! run. `LIFE_SEEDS` sets the number of seeds, and `LIFE_SEED` runs one alone (docs/testing.md).
+//! run. On disks alone, `LIFE_SEEDS` sets the number of seeds, and `LIFE_SEED` runs one alone. With
+//! an object store, the names have a prefix (docs/testing.md).
 
 mod clients;
 mod fault_plan;
@@ -26,7 +27,7 @@ use self::tally::{
     DISK_EVENTS, DISKS_ALONE_EVENTS, LATE_EVENTS, MOVE_EVENTS, OBJECT_EVENTS, Tally, UNMOUNTED_EVENTS,
 };
 
-/// Seeds in CI.
+/// Seeds on disks alone, and the most that are tried for a [`Mutation`].
 const SEEDS_DEFAULT: u64 = 2_000;
 /// Seeds on an object store alone.
 const OBJECT_SEEDS_DEFAULT: u64 = 300;

@@ -1,4 +1,4 @@
-//! Simulated runs on an object store instead of disks.
+//! Simulated runs on an object store instead of disks, and the store's faults in all runs.
 //!
 //! Requests fail, hang, or succeed without a response. Before a start, one object may be missing,
 //! damaged or outdated. A damaged segment may lose blocks of its shuffle. A damaged object of the

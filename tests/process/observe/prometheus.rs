@@ -1,6 +1,5 @@
 //! A real Prometheus scrapes the worker, evaluates the alert rules and answers every dashboard
-//! query. promtool checks the rules, the dashboard and the exposition. A real Pushgateway receives
-//! pushed metrics.
+//! query. promtool checks the rules and the exposition. A real Pushgateway receives pushed metrics.
 
 use std::io::Write as _;
 use std::path::Path;

@@ -205,7 +205,7 @@ async fn waiting_shows_progress_on_a_terminal_only() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn top_restores_terminal_on_any_signal() {
+async fn top_restores_terminal_on_int_term_and_hup() {
     let fixture = AdminFixture::start().await;
     let http = fixture.worker.addresses().http.to_string();
     for signal in [Signal::INT, Signal::TERM, Signal::HUP] {
