@@ -176,7 +176,7 @@ impl Activity {
         Self { since: Instant::now(), last_use_ms, timeout_ms }
     }
 
-    /// Returns the time since the first registration.
+    /// Returns the time since this process first registered or restored the application.
     pub fn age(&self) -> Duration {
         self.since.elapsed()
     }

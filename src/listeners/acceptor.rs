@@ -325,8 +325,8 @@ struct ConnectionSetup {
 }
 
 impl ConnectionSetup {
-    /// Opens a connection. Returns `None` if the peer disconnected without a byte, or the
-    /// connection is left to a successor.
+    /// Opens a connection. Returns `None` if the peer disconnected without a byte, or the listener
+    /// closed first. A connection without a byte is then offered to a successor.
     async fn open(
         &self,
         socket: TcpStream,

@@ -111,7 +111,6 @@ impl Inherited {
             gap_began_ms.map(|_| env.get(PREDECESSOR).cloned().unwrap_or_else(|| "unknown".to_owned()));
         let mut inherited = Self { gap_began_ms, hand_off, predecessor, ..Self::default() };
         for index in 0..received.len() {
-            // A descriptor that is not a TCP socket is not ours to close.
             let name = names.get(index).copied().unwrap_or_default();
             let file = match name {
                 MEMORY => Some(&mut inherited.memory),
@@ -123,6 +122,7 @@ impl Inherited {
                 *file = take_inherited(&mut received, index);
                 continue;
             }
+            // A descriptor that is not a TCP socket is not ours to close.
             let Ok(Some(socket)) = received.take_tcp_listener(index) else { continue };
             inherited.put(name, socket);
         }

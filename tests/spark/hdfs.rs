@@ -36,7 +36,7 @@ impl<'a> Watch<'a> {
         Self { hdfs, stop, seen }
     }
 
-    /// Returns the largest listing observed. Its files are deleted by now, or will be soon.
+    /// Waits until the application's files are deleted. Returns the largest listing observed.
     fn finish(self) -> Vec<FileStatus> {
         drop(self.stop);
         let seen = self.seen.join().expect("the watching thread panicked");

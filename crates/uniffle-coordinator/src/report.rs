@@ -49,7 +49,7 @@ pub struct NodeReport {
     pub git_commit: String,
     /// Start of the process, Unix milliseconds.
     pub start_time_ms: i64,
-    /// Figures for dashboards, under the names of Java's metrics.
+    /// Figures for dashboards, by the name of their metric.
     pub display_metrics: HashMap<String, String>,
 }
 

@@ -1,5 +1,5 @@
-//! Asks several workers about one application and merges their answers. Used by the command, and by
-//! a worker whose coordinator knows the others.
+//! Asks several workers about one application and merges their answers, for a worker whose
+//! coordinator knows the others. The command asks by itself, and shares path and merge.
 
 use std::time::Duration;
 
@@ -39,8 +39,8 @@ pub struct WorkerAddress {
 /// Merges the explanations of `app` by the first 1,000 of `workers`, which are called over TLS if
 /// `trust` is set.
 ///
-/// Takes 8 s at most and holds up to eight answers of 128 KiB at a time. Workers that did not
-/// answer in time or were not queried are counted, and up to 1,000 of them are listed.
+/// Takes 8 s at most and holds up to eight answers of 128 KiB at a time. Workers that failed, did
+/// not answer in time or were not queried are counted, and up to 1,000 of them are listed.
 ///
 /// # Errors
 /// [`Unknown`] if no answering worker knows the application.

@@ -77,7 +77,8 @@ impl Contents {
         self.purged.contains(incarnation)
     }
 
-    /// Returns whether a living shuffle has no mark yet that the object store has its records.
+    /// Returns whether a living shuffle has no mark yet that its records are acknowledged by the
+    /// object store.
     pub(crate) fn wants_mark(&self, shuffle: &Incarnation) -> bool {
         !self.moved.contains_key(&shuffle.number) && !self.is_purged(shuffle.number)
     }

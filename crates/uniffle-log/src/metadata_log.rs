@@ -61,11 +61,11 @@ pub struct MetadataLog {
 
 impl MetadataLog {
     /// Recovers the contents of the directories by the rule (`proof`), and begins a new epoch on
-    /// them. Without recovered records, the epoch begins at once. Otherwise it begins once the
-    /// records were delivered ([`RecordReader`]), or before the first new entry, so that
-    /// recovery does not wait for a write. If the epoch cannot begin, each new entry tries again
-    /// and is refused until that succeeds. Without directories, `store` is the only holder of the
-    /// log.
+    /// them or resumes that of the predecessor. Without recovered shuffles, this happens at once.
+    /// Otherwise it happens once the records were delivered ([`RecordReader`]), or before the first
+    /// new entry, so that recovery does not wait for a write. If it fails, each new entry tries
+    /// again and is refused until that succeeds. Without directories, `store` is the only holder of
+    /// the log.
     pub async fn open(
         directories: Vec<Directory>,
         survey: Survey,
@@ -134,8 +134,8 @@ impl MetadataLog {
         self.is_begun.load(Ordering::Acquire)
     }
 
-    /// Waits until a new generation is begun or an attempt has failed. Called after the recovered
-    /// records were delivered.
+    /// Waits until a generation is begun or resumed, or an attempt has failed. Called after the
+    /// recovered records were delivered.
     pub async fn begun(&self) {
         // The writer ends with the worker.
         let _ = self.was_tried.clone().wait_for(|was_tried| *was_tried).await;
@@ -297,8 +297,8 @@ impl MetadataLog {
 }
 
 /// Reader of the records of living shuffles, in the order in which they were written. Copies with
-/// different content are read one after the other. The log is not written meanwhile, and only a few
-/// records are in memory at a time.
+/// different content are read one after the other. A log on disks is not written meanwhile, and
+/// only a few records are in memory at a time.
 #[derive(Debug, Default)]
 pub struct RecordReader(Records);
 

@@ -73,7 +73,7 @@ fn text(key: &Key) -> String {
     key.doc.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ").replace(['[', ']'], "")
 }
 
-/// Returns the default values as TOML text, without those that depend on the machine.
+/// Returns the default values as TOML values, without those that depend on the machine.
 fn defaults() -> BTreeMap<&'static str, Value> {
     let mut entries = Vec::new();
     crate::schema::Section::print(&Config::default(), &mut entries);

@@ -29,10 +29,10 @@ use crate::telemetry::LogLimiter;
 /// Value of the label `job` for all workers.
 const JOB: &str = "uniffle-worker";
 
-/// Deadline for one push, including connecting.
+/// Deadline for the request of a push, including connecting.
 const PUSH_DEADLINE: Duration = Duration::from_secs(10);
 
-/// Deadline for the last push. It is short, so that the gateway cannot delay the shutdown.
+/// Deadline for the last request. It is short, so that the gateway cannot delay the shutdown.
 const LAST_PUSH_DEADLINE: Duration = Duration::from_secs(2);
 
 /// Minimum time between two warnings while pushes fail.

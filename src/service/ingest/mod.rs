@@ -1,6 +1,6 @@
 //! Calls for writers: tickets, sends, reports, and commits of tasks.
 //!
-//! Invariant: after [`Ingest::refuse_sends`] returns, no send is acknowledged until
+//! Invariant: after [`Ingest::refuse_sends`] returns, no send is committed until
 //! [`Ingest::accept_sends`]: the commit gate is closed while a worker prepares to hand over to a
 //! successor.
 
@@ -65,8 +65,8 @@ impl Ingest {
         *self.limits.write() = limits;
     }
 
-    /// Stops acknowledging sends: clients get `NO_BUFFER`, wait, and send again. On return no
-    /// acknowledgement is in progress either, so the data in memory can only shrink.
+    /// Stops committing sends: clients get `NO_BUFFER`, wait, and send again. On return no commit
+    /// is in progress either, so the data in memory can only shrink.
     pub fn refuse_sends(&self) {
         self.commits.close();
     }

@@ -15,7 +15,7 @@ use uniffle_wire::types::ShuffleKey;
 
 use crate::service::ServiceError;
 
-/// Maximum number of remembered ranges of remote directories of one shuffle.
+/// Maximum number of ranges of remote directories in a record.
 const REMOTE_RANGES_MAX: usize = 1 << 18;
 
 /// A registration to be written to the log.
@@ -112,7 +112,8 @@ pub(super) async fn note_registration(
     Ok(())
 }
 
-/// Refuses a changed registration that makes the log grow beyond its application's limits.
+/// Refuses a record with too many ranges of remote directories, and any but the first record of a
+/// shuffle if the application's disk quota is exhausted.
 fn check(
     app: &App,
     logged: &LoggedRegistrations,

@@ -32,7 +32,7 @@ pub enum ExtentData {
     /// Page-aligned memory, `length` bytes rounded up to 4 KiB, with a zeroed tail. Written without
     /// a copy.
     Aligned(Vec<Bytes>),
-    /// Any memory, `length` bytes in total. Copied before it is written.
+    /// Any memory, `length` bytes in total. Copied before it is written to a disk.
     Pieces(Vec<Bytes>),
 }
 
@@ -46,8 +46,8 @@ impl ExtentData {
 
 impl ExtentWrite {
     /// Splits extents with more than [`EXTENT_BLOCKS_MAX`] blocks, and keeps the order. The parts
-    /// of a split extent are copied before they are written. Inconsistent extents stay as they are,
-    /// so that the caller's check refuses them.
+    /// of a split extent are [`ExtentData::Pieces`]. Inconsistent extents stay as they are, so that
+    /// the caller's check refuses them.
     pub(in crate::store) fn split_large(extents: Vec<Self>) -> Vec<Self> {
         if extents.iter().all(|extent| extent.blocks.len() <= EXTENT_BLOCKS_MAX) {
             return extents;

@@ -187,7 +187,8 @@ impl Total {
         (sum(|row| row.intact), sum(|row| row.intact - row.missing))
     }
 
-    /// Returns the corruptions that no seed chose.
+    /// Returns the corruptions that no seed chose, or none if a seed had the known gap: its report
+    /// does not name its corruption.
     pub(crate) fn never(&self) -> Vec<Corruption> {
         let seen = |corruption: &Corruption| self.rows.keys().any(|(seen, _)| *seen == Some(*corruption));
         let gaps = self.rows.keys().any(|(_, kind)| kind == "known gap");

@@ -182,7 +182,7 @@ async fn reads_with_extreme_ids_and_sizes_succeed() {
     fixture.finish().await;
 }
 
-/// A panic in one call must not affect others, so no call may panic, even with an empty request.
+/// No call may panic, even with an empty request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_with_default_fields_are_answered() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));

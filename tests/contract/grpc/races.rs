@@ -69,8 +69,8 @@ async fn batches_in_flight_are_read_by_age_without_duplicates() {
     fixture.finish().await;
 }
 
-/// Asserts that acknowledged blocks are readable until the shuffle is unregistered, and that
-/// nothing remains.
+/// Sends, flushes and unregisters a shuffle repeatedly. Asserts that acknowledged blocks are
+/// readable until then.
 async fn write_read_unregister(fixture: &WorkerFixture, app: i64) {
     let key = key(&format!("app-{app}"), 1);
     for round in 0..15 {

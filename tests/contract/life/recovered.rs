@@ -68,8 +68,8 @@ impl History {
         }
     }
 
-    /// Returns whether directories ran separately. The store proves a moved shuffle complete, so
-    /// its results are not refused.
+    /// Returns whether directories ran separately, if there is an object store. The store proves a
+    /// moved shuffle complete, so its results are not refused.
     fn diverged(&self) -> bool {
         let tiers = self.process().flusher.tiers();
         let gap = tiers.metadata().filter(|_| self.objects.is_some()).and_then(|tier| tier.metadata_gap());

@@ -1,8 +1,8 @@
 //! A client of the data calls over either transport.
 //!
 //! Sends are protobuf messages. Reads and all replies are those of the TCP protocol. Each is
-//! converted field by field for the other transport, whatever its values, but without the placement
-//! and storage id of reads. Control calls use gRPC with both transports, as in stock clients.
+//! converted field by field for the other transport, whatever its values, but without placement,
+//! storage id and task attempt of reads. Control calls use gRPC with both transports, as in stock clients.
 
 use bytes::{Bytes, BytesMut};
 use uniffle_client::grpc::{IndexResponse, MemoryResponse, ShuffleClient};

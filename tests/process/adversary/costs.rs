@@ -141,8 +141,8 @@ fn repeated_reports(target: Target, cost: Arc<AtomicU64>) -> BoxFuture<'static, 
     .boxed()
 }
 
-/// Sends one-byte blocks to one partition each; their index takes far more on disk. Counts sends
-/// that the quota refuses.
+/// Sends one-byte blocks to one partition each; their pages and index take far more on disk. Counts
+/// sends that the quota refuses.
 fn blocks_that_fill_pages(target: Target, cost: Arc<AtomicU64>) -> BoxFuture<'static, io::Error> {
     async move {
         let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);
@@ -241,7 +241,8 @@ impl Siege {
         panic!("{}: the attack only cost {cost:?}", self.name);
     }
 
-    /// Restarts the worker after a kill and by an upgrade. `holds` asserts a bound after each.
+    /// Restarts the worker after a kill and by an upgrade. `holds` asserts a bound before and after
+    /// each.
     async fn restart_twice(mut self, outcome: (Figures, Health), holds: impl AsyncFn(&Self)) {
         holds(&self).await;
         self.assert_bounds(&outcome);

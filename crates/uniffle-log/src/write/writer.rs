@@ -95,8 +95,9 @@ pub(crate) struct MetadataWriter {
     pub(crate) epoch: Epoch,
     pub(crate) generation: u64,
     pub(crate) contents: Contents,
-    /// Current copies. If empty or not open, a new generation has to begin.
+    /// Current copies.
     pub(crate) copies: Vec<Copy>,
+    /// If false, a generation has to be resumed or begun before the next write.
     pub(crate) is_open: bool,
     /// Unnamed copy of the generation, if there is one.
     pub(crate) spare: Option<Copy>,
@@ -422,7 +423,8 @@ impl MetadataWriter {
         (kept, failed)
     }
 
-    /// Notes that a directory failed. Others are preferred for a while.
+    /// Logs the failure of a copy. Unless only its file is affected, other directories are
+    /// preferred for a while.
     pub(crate) fn note_failure(&mut self, directory: usize, path: &Path, error: &io::Error) {
         let disk = &self.directories[directory];
         let path = disk.io.root().join(path);
@@ -457,8 +459,8 @@ impl MetadataWriter {
         self.source = self.copies.first().map(source).expect("a generation has at least one copy");
     }
 
-    /// Verifies that the files of the log are where a start looks for them. Writes files again that
-    /// other programs removed.
+    /// Verifies that the files of the log are where a start looks for them. If not, closes the log,
+    /// so that it is written again.
     async fn look_for_files(&mut self) {
         if !self.is_open {
             return;

@@ -23,7 +23,7 @@ use uniffle_wire::types::{Distribution, PartitionId, ShuffleKey};
 pub struct FlushableBuffer {
     /// The shuffle.
     pub key: ShuffleKey,
-    /// Order of the shuffle's extents.
+    /// Order of the blocks in the shuffle's extents.
     pub distribution: Distribution,
     /// The buffer.
     pub buffer: Arc<Buffer>,
@@ -104,7 +104,7 @@ impl ShuffleBuffers {
         &self.key
     }
 
-    /// Returns the order of its extents.
+    /// Returns the order of the blocks in its extents.
     #[must_use]
     pub fn distribution(&self) -> Distribution {
         self.distribution

@@ -2,8 +2,8 @@
 //! `mapping` and `range`; [`Region`] explains why it is safe.
 //!
 //! Other modules define who pays ([`uniffle_base::budget`]), which pieces are free ([`buddy`]), and
-//! the meaning of the bytes. Freed memory stays resident and is reused first, so resident memory
-//! never exceeds the region. Miri checks the module on a plain allocation instead of the mapping:
+//! the meaning of the bytes. Freed memory stays resident unless it is discarded, and is reused
+//! first. Resident memory never exceeds the region. Miri checks the module on a plain allocation instead of the mapping:
 //! `cargo +nightly miri test --manifest-path tests/miri/Cargo.toml`.
 
 pub(super) mod buddy;

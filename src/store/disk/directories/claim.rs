@@ -43,7 +43,8 @@ struct PlacedDisk {
 ///
 /// # Errors
 /// The error of a directory that must not be used (`is_refused`), `NotMounted` if the start may
-/// miss the disks of earlier data, or the last failure if no disk is left.
+/// miss the disks of earlier data or a required mount is missing, or the last failure if no disk is
+/// left.
 pub(in crate::store::disk) async fn claim_all(
     disks: Vec<Arc<dyn Disk>>,
     config: &LocalConfig,
@@ -257,7 +258,8 @@ fn require_known_data(disk: &dyn Disk, config: &LocalConfig) -> Result<(), Store
     Err(StoreError::remote(StoreErrorKind::NotMounted, disk.root(), text))
 }
 
-/// Refuses an empty directory on the root file system whose disk may not be mounted.
+/// Refuses an empty directory on the root file system if `require_mounted` is true. Otherwise logs
+/// that its disk may not be mounted.
 pub(super) async fn require_own_disk(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
     let is_on_root = |mount: Mount| mount.point == Path::new("/");
     if !within(NAME_TIMEOUT, disk.mount()).await.is_ok_and(is_on_root) {

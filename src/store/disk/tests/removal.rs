@@ -123,7 +123,7 @@ async fn read_overtaken_by_a_purge_does_not_blame_the_disk() {
     }
 }
 
-/// Otherwise an upgrade would wait for the whole removal with its listeners closed.
+/// Otherwise an upgrade would accept no connections during the whole removal.
 #[tokio::test(start_paused = true)]
 async fn successor_finishes_a_removal() {
     let (disk, store, key) = large_log().await;

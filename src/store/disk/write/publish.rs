@@ -28,12 +28,13 @@ use uniffle_io::Vanished;
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::PartitionId;
 
-/// Age after which a data file is verified before its index group is published: another program may
-/// have removed it.
+/// Age of a pending group from which on its data file is verified before publication: another
+/// program may have removed the file.
 const VERIFIED_AFTER: Duration = Duration::from_millis(100);
 
 impl DiskWriter {
-    /// Makes a written batch durable and visible. Returns its sequence among the shuffle's batches.
+    /// Appends the index group of a written batch and makes its extents visible. Returns its
+    /// sequence among the shuffle's batches.
     pub(in crate::store::disk) async fn publish(
         &self,
         shuffle: &Arc<DiskShuffle>,

@@ -29,7 +29,7 @@ use uniffle_wire::types::PartitionId;
 /// Maximum number of concurrently uploaded parts of a segment.
 const PARTS_IN_FLIGHT: usize = 4;
 
-/// Maximum number of concurrently uploaded parts of an object with data from local disks. It is
+/// Maximum number of concurrently uploaded parts while an object is filled from local disks. It is
 /// small, because such data can wait.
 pub(super) const OFFLOAD_PARTS_IN_FLIGHT: usize = 2;
 
@@ -82,8 +82,8 @@ async fn upload_batches(
 /// or `None` if the source has no more.
 ///
 /// # Errors
-/// The source or the store fails, or `Purged`. The object may exist then, but none of its extents
-/// is used.
+/// The source or the store fails, the prefix was lost, the worker stops, or `Purged`. The object
+/// may exist then, but none of its extents is used.
 pub(super) async fn upload_from_disks(
     core: &ObjectCore,
     shuffle: &ObjectShuffle,

@@ -17,7 +17,7 @@ const PARTITIONS: i32 = 3;
 /// Generous, because the flusher competes with everything else on the machine.
 const TICKET_DEADLINE: Duration = Duration::from_secs(60);
 
-/// Returns a ticket and waits for the flusher if needed.
+/// Gets and redeems a ticket. Waits for the flusher if needed.
 fn wait_for_ticket(memory: &Memory, bytes: u64, partitions: usize) -> Reservation {
     let began = Instant::now();
     loop {
