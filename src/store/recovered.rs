@@ -1,7 +1,8 @@
 //! State that a tier recovers at start, and the heap that it may occupy.
 //!
 //! Disks above an object store receive the data in the store ([`Stored`]) before they are read.
-//! Extents in objects are not expected on the disks, and files without other extents are removed.
+//! Extents in objects are not expected on the disks. Files without other extents are removed,
+//! unless records may be missing.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;

@@ -216,7 +216,7 @@ async fn unflushable(tables: &'static str) -> (WorkerProcess, ShuffleClient, Wri
     (worker, client, written)
 }
 
-/// Asserts that one log line names the lost blocks.
+/// Asserts that one log line names the shuffle whose blocks are lost.
 fn assert_loss_is_logged(worker: &WorkerProcess) {
     let log = worker.log();
     let lines: Vec<_> = log.lines().filter(|line| line.contains("lost at shutdown")).collect();

@@ -1,7 +1,7 @@
 //! A worker with 200,000 partitions stays within its memory bound while writing, after recovery by
 //! another process, and releases everything at the end.
 //!
-//! `cargo test --test process many_partitions -- --nocapture` prints the cost per partition.
+//! `cargo test --test process many_partitions -- --nocapture` prints the memory in use.
 
 use std::time::Duration;
 

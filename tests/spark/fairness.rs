@@ -21,7 +21,7 @@ const FLOOD_WORDS: &str = "scenarios=sized master=local[8] spark.scenario.rows=4
 const FLOOD_LONG: &str = "spark.scenario.seconds=150";
 /// Low priority for the flood: this test is about sharing the worker, not the processor.
 const NICE: &[&str] = &["nice", "-n", "10"];
-/// Bound on a small application's time, relative to its time without the flood.
+/// Bound on the longest time of a small application, relative to that without the flood.
 const SLOWDOWN_MAX: f64 = 1.5;
 
 /// Warmed-up JVMs: the first application of each takes ten seconds longer.
@@ -76,7 +76,7 @@ fn print_times(what: &str, seconds: &[f64]) -> f64 {
     longest
 }
 
-/// Prints the numbers of granted and refused ticket requests.
+/// Prints how many ticket requests were granted after a wait, and how many were refused.
 fn print_tickets(worker: &WorkerProcess, what: &str) {
     let metrics = worker.metrics();
     let count = |name| metrics.total(name).unwrap_or_default();

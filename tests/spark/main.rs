@@ -36,7 +36,7 @@ use serde_json::Value;
 use uniffle_testkit::spark::{Jvm, JvmKind};
 use uniffle_testkit::worker::WorkerProcess;
 
-/// State shared by all tests. The lock serializes jobs: two cores are not enough for two.
+/// State shared by all tests. The lock serializes them: two cores are not enough for two.
 static SPARK: LazyLock<Mutex<Spark>> = LazyLock::new(Mutex::default);
 
 /// JVMs, started on first use, and the results of vanilla Spark.
@@ -140,7 +140,7 @@ impl Spark {
         (workers, answers)
     }
 
-    /// Like [`Spark::run_while`], without checks of the results.
+    /// Like [`Spark::run_while`], without checks of the results and workers.
     fn run_unchecked(
         &mut self,
         mut workers: Vec<WorkerProcess>,

@@ -1,4 +1,4 @@
-//! Scenarios with one application and one worker, over gRPC.
+//! Scenarios with one application at a time and one worker, over gRPC.
 
 use crate::share::say_share;
 use crate::{Application, spark};

@@ -1,4 +1,5 @@
-//! Renders profiles as pprof's protobuf, compressed with gzip, or as a flamegraph.
+//! Renders profiles as pprof's protobuf, compressed with gzip, or as a flamegraph, and dumps of
+//! waiting tasks as text.
 //!
 //! The messages are the necessary part of `profile.proto` (github.com/google/pprof).
 
@@ -290,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn profile_names_each_function_once_and_counts_samples_and_time() {
+    fn profile_has_each_function_once_and_sample_values() {
         let (places, names) = named(&["read", "serve", "write"]);
         let stacks = samples(CPU, &[(Some("a"), &[0, 1], 3), (Some("b"), &[2, 1], 1)]);
         let profile = protobuf(&stacks, &places, &names);

@@ -87,7 +87,8 @@ impl LogFilter {
 /// Installs the process's subscriber and panic hook.
 ///
 /// # Errors
-/// If the log directory cannot be used, or a subscriber is already installed.
+/// If the filter is invalid, the log directory cannot be used, or a subscriber is already
+/// installed.
 pub fn init(config: &TelemetryConfig) -> anyhow::Result<Telemetry> {
     let (subscriber, telemetry) = subscriber(config)?;
     subscriber.try_init().context("logs are set up already")?;

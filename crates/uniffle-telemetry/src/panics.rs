@@ -19,7 +19,7 @@ use uniffle_base::metrics::{self, Family};
 /// and cannot tell its workers apart.
 static PANICS: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the number of panics since [`init`] was called.
+/// Returns the number of panics since [`init`](crate::init) was called.
 pub fn panic_count() -> u64 {
     PANICS.load(Ordering::Relaxed)
 }

@@ -8,7 +8,8 @@ use tokio::time::Instant;
 use crate::say;
 use crate::tools::available;
 
-/// Returns true if Java and Maven are installed.
+/// Returns true if Java and Maven are installed. Otherwise prints that the Java client is not
+/// tested, which is a failure in CI.
 pub fn is_available() -> bool {
     available("the Java client", &["java", "mvn"])
 }

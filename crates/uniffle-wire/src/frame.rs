@@ -12,7 +12,7 @@ use super::DecodeError;
 /// Bytes before the message: message length, type, body length.
 pub const HEADER_BYTES: usize = 9;
 
-/// Upper bound of message and body length together. Java computes the sum as an i32.
+/// Message and body together have fewer bytes than this. Java computes the sum as an i32.
 pub const FRAME_BYTES_LIMIT: u32 = 0x7fff_ffff;
 
 /// Frame type (`Message.Type` in Java). Types that are reserved but never sent are omitted.

@@ -38,7 +38,7 @@ pub(super) struct WorkerTags {
 /// The senders of heartbeats. At least one is set.
 #[derive(Debug)]
 pub(super) struct HeartbeatSenders {
-    /// To the own coordinator.
+    /// Sets the interval of heartbeats to the worker's own coordinator.
     pub(super) embedded: Option<watch::Sender<Duration>>,
     pub(super) quorum: Option<Heartbeats>,
 }

@@ -23,7 +23,7 @@ use crate::store::{LocalConfig, LocalStore, Tier, TierHeap, Tiers};
 
 /// Inputs of the tiers besides the configuration.
 pub(super) struct TierInputs {
-    /// The id reported to coordinators. It names remote files.
+    /// The id reported to coordinators. It names remote files and the prefix of objects.
     pub(in crate::server) server_id: String,
     pub(super) precheck: Precheck,
     /// State of the metadata log at the end of the previous process.

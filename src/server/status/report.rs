@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mount_is_reported_with_its_worst_state() {
+    fn mount_is_reported_with_media_sizes_and_status() {
         let mount = |point: &str, media, condition| MountUsage {
             point: point.into(),
             media,

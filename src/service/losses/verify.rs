@@ -68,7 +68,7 @@ pub(in crate::service) struct Verifier {
     scans: Semaphore,
 }
 
-/// An error of a tier, and whether the tier is read through this worker.
+/// An error, and whether a tier that is read through this worker caused it.
 type TierError = (StoreError, bool);
 
 impl Verifier {
@@ -95,8 +95,8 @@ impl Verifier {
         self.wait_for_scan(&shuffle, partition, Self::scan_deadline()).await;
     }
 
-    /// Marks a partition as possibly damaged for `reason`. Reads of it are refused until the losses
-    /// are known.
+    /// Marks a partition as possibly damaged for `reason`, and verifies it in the background. Reads
+    /// of it are refused until the losses are known.
     pub(in crate::service) fn mark_unverified(
         self: &Arc<Self>,
         shuffle: &Arc<ShuffleState>,

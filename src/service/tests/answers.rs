@@ -1,5 +1,5 @@
-//! Responses from memory: their size follows the pace of the connection, large filters count as
-//! long work, and unread responses of one application leave room for others.
+//! Responses from memory: their size follows the pace of the connection, only filters of many
+//! blocks count as long work, and unread responses of one application leave room for others.
 
 use super::*;
 use crate::service::ReadLimits;

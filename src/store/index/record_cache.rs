@@ -62,8 +62,8 @@ impl RecordCache {
         records_bytes as u64 + ENTRY_BYTES <= self.capacity_bytes / 8
     }
 
-    /// Caches records that own their memory, and evicts others if needed. A slice would keep its
-    /// whole buffer alive.
+    /// Caches records that own their memory, if [admitted](Self::admits), and evicts others if
+    /// needed. A slice would keep its whole buffer alive.
     pub(in crate::store) fn insert(&self, key: RecordsKey, records: Bytes) {
         let added = cost(&records);
         if !self.admits(records.len()) {

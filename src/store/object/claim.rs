@@ -41,7 +41,7 @@ const DRAINED: &str = "drained\n";
 #[derive(Debug)]
 pub(in crate::store) struct Claim {
     key: String,
-    /// Number of this start of the worker, greater than those of earlier claims.
+    /// Number of this start of the worker, greater than that of the replaced claim. 1 without one.
     start: u32,
     /// Content without the line [`DRAINED`].
     text: String,

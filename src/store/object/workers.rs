@@ -1,7 +1,8 @@
 //! Objects of all workers below `object_store.url`, including departed workers: list and removal.
 //!
-//! Only keys that the tier writes are counted and deleted, the claim last. Other objects in the
-//! bucket stay. Objects do not tell whether their worker is alive, so the caller must know that.
+//! Only keys that the tier writes are counted and deleted. The claim is deleted last and not
+//! counted. Other objects in the bucket stay. Objects do not tell whether their worker is alive, so
+//! the caller must know that.
 
 use std::collections::HashSet;
 
@@ -42,11 +43,11 @@ pub struct RemovalReport {
     pub objects: u64,
     /// Size of the deleted objects in bytes.
     pub bytes: u64,
-    /// True if no object is left.
+    /// True if no object is left, so that the claim was deleted too.
     pub is_gone: bool,
 }
 
-/// Returns the workers that have objects.
+/// Returns the workers that have objects besides a claim.
 pub(in crate::store) async fn list(core: &ObjectCore) -> Result<Vec<WorkerObjects>, StoreError> {
     let top = core.observe("", core.store.list_with_delimiter(None).await)?;
     let mut workers = Vec::new();

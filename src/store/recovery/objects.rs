@@ -42,7 +42,7 @@ type Segments = BTreeMap<u32, u64>;
 pub(in crate::store) struct FoundRegistration {
     pub(in crate::store) shuffle: Arc<ObjectShuffle>,
     pub(in crate::store) stored: StoredShuffle,
-    /// Keys of segments outside the chain.
+    /// Keys of segments outside the chain. Empty if data of the shuffle is missing.
     pub(in crate::store) strays: Vec<String>,
 }
 
@@ -51,7 +51,8 @@ pub(in crate::store) struct FoundRegistration {
 pub(in crate::store) struct BucketSurvey {
     pub(in crate::store) log: Arc<ShippedLog>,
     pub(in crate::store) found: Vec<FoundRegistration>,
-    /// Removed registrations that still have segments.
+    /// Registrations that were removed or never offloaded, but have segments. Empty if the log may
+    /// lack registrations.
     pub(in crate::store) abandoned: Vec<Registered>,
     pub(in crate::store) next_incarnation: u64,
 }
@@ -59,7 +60,8 @@ pub(in crate::store) struct BucketSurvey {
 /// Reads the state below the worker's prefix.
 ///
 /// # Errors
-/// The store does not answer or refuses. Then the state is unknown, and the worker must not start.
+/// The store does not answer or refuses, its lists stay outdated, or an earlier development build
+/// wrote there. Then the state is unknown, and the worker must not start.
 pub(in crate::store) async fn survey(core: &Arc<ObjectCore>) -> Result<BucketSurvey, StoreError> {
     let (mut segments, names) = list_current(core).await?;
     let objects = Arc::new(StoredLog(Arc::clone(core)));
@@ -110,7 +112,8 @@ type Listed = (BTreeMap<Registered, Segments>, Vec<ListedObject>);
 /// of this start, because such a list may lack objects of the previous process.
 ///
 /// # Errors
-/// The store does not answer or refuses, or its lists stay outdated.
+/// The store does not answer or refuses, its lists stay outdated, or an earlier development build
+/// wrote there.
 async fn list_current(core: &ObjectCore) -> Result<Listed, StoreError> {
     let root = &core.settings.root;
     for pause in LIST_PAUSES {

@@ -75,7 +75,7 @@ fn crash_keeps_flushed_blocks_at_the_same_offsets() {
         assert_eq!(index.records, before.records);
         fixture.assert_reads(&kept, 0, &all).await;
         assert_eq!(reported(&fixture, &kept).await, ids(&all));
-        // More blocks and reports are accepted, and earlier ranges are known.
+        // More blocks are accepted, also for a partition that was empty.
         let third = blocks(3, 3, 0..10);
         fixture.push(&kept, &batch(3, &third)).await;
         fixture.flush().await;

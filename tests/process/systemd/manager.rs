@@ -200,8 +200,8 @@ impl Manager {
         serde_json::from_str(&text).unwrap()
     }
 
-    /// Writes a configuration with `capacity` and fixed ports; `data` lists directories as the
-    /// worker sees them.
+    /// Writes a configuration with `capacity`, `backing` and fixed ports. `data` lists data
+    /// directories below [`STATE`].
     pub(super) fn configure(&self, capacity: &str, backing: &str, data: &[&str]) {
         let path = self.dir.path().join("etc/config.toml");
         let data: Vec<PathBuf> = data.iter().map(|name| Path::new(STATE).join(name)).collect();

@@ -34,7 +34,7 @@ pub struct AddressLimit {
 pub struct SystemLimits {
     /// Bytes of memory.
     pub memory: Option<SystemLimit>,
-    /// Bytes of swap in addition to `memory`.
+    /// Bytes of swap in addition to `memory`. 0 if a control group limits the memory.
     pub swap_bytes: u64,
     /// Open file descriptors.
     pub descriptors: Option<SystemLimit>,

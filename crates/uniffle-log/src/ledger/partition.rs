@@ -49,7 +49,8 @@ pub struct Ledger {
     losses: Vec<Loss>,
     /// Charge of the losses.
     charge: Charge,
-    /// Reason and number of lost blocks that exceeded the budget for losses.
+    /// Reason and number of lost blocks whose ids are not listed: the budget for losses is full, or
+    /// a scan found too many.
     unlisted: Option<(Arc<str>, u64)>,
 }
 
@@ -79,7 +80,8 @@ struct Verifying {
     has_newer: bool,
     /// Blocks committed since the scan began.
     meanwhile: HeldIds,
-    /// True if further data became unreadable or unverified since the scan began.
+    /// True if the scan must be repeated: all blocks became unverified since it began, or there is
+    /// no heap for `meanwhile`.
     is_stale: bool,
     /// True if the last scan failed. It is repeated later.
     has_failed: bool,
@@ -94,7 +96,8 @@ pub enum Availability {
     Wait(Option<u64>),
     /// These requested blocks are lost for this reason.
     Lost(IdSet, Arc<str>),
-    /// This number of blocks is lost for this reason, too many to list.
+    /// This number of blocks of the partition is lost for this reason, too many to list. It is
+    /// unknown whether requested blocks are among them.
     LostUnlisted(u64, Arc<str>),
 }
 
@@ -151,9 +154,9 @@ impl Ledger {
         matches!(self.readable, Readable::InTiers)
     }
 
-    /// Marks sorted acknowledged blocks as unverified, or all blocks if `ids` is `None`. Returns
-    /// true if the caller has to scan. Returns false if another caller is scanning, which will scan
-    /// again.
+    /// Marks sorted acknowledged blocks as unverified, or all blocks if `ids` is `None` or there is
+    /// no heap for them. Returns true if the caller has to scan. Returns false if another caller is
+    /// scanning, which also decides about these blocks.
     pub fn mark_unverified(&mut self, ids: Option<&[u64]>) -> bool {
         let is_first = self.verifying.is_none();
         let heap = &self.heap;

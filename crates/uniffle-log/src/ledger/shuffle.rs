@@ -40,7 +40,7 @@ pub struct ShuffleLedger {
 struct State {
     partitions: HashMap<PartitionId, Ledger>,
     /// Set for a shuffle of an earlier process. Partitions without a ledger are then empty if true,
-    /// or only have blocks in remote files if false. `None` for a shuffle of this process.
+    /// or have blocks at most in remote files if false. `None` for a shuffle of this process.
     others_are_empty: Option<bool>,
 }
 

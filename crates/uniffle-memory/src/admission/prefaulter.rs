@@ -1,5 +1,5 @@
-//! Allocates pages of a file-backed region ahead of promises. Capacity without pages is charged as
-//! unavailable.
+//! Allocates pages of a file-backed region ahead of promises. Once the kernel refuses pages,
+//! capacity without pages is charged as unavailable.
 //!
 //! Invariant: while pages are allocated in time, a ticket is granted only for memory that has
 //! pages. If others fill the tmpfs, senders get `NO_BUFFER` instead of a promise that cannot be

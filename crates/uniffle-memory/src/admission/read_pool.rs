@@ -106,8 +106,8 @@ impl ReadPool {
         if used > self.capacity_bytes() / 2 { None } else { self.try_acquire(len) }
     }
 
-    /// Returns the size that a read should request. It is smaller if this read and its read-ahead
-    /// would use half of the pool, so that many readers progress at once.
+    /// Returns the size that a read should request. It is smaller if more than half of the pool
+    /// would be in use with this read and its read-ahead, so that many readers progress at once.
     pub fn chunk_bytes(&self) -> usize {
         let is_spare = self.used_bytes() + 2 * READ_CHUNK_BYTES_MAX as u64 <= self.capacity_bytes() / 2;
         if is_spare { READ_CHUNK_BYTES_MAX } else { READ_CHUNK_BYTES_SHORT }

@@ -96,7 +96,8 @@ impl BlockTable {
         self.rows.has_pages(at).then(|| self.words(self.rows.word_of(at)))
     }
 
-    /// Returns the pieces of a block. `None` if they do not add up to the block.
+    /// Returns the pieces of a block. `None` if they do not add up to the block, or are outside the
+    /// region.
     pub(super) fn pieces(&self, row: &Row) -> Option<(RegionRange, FurtherPieces)> {
         let mut first = RegionRange { offset: row.offset, len: row.meta.length };
         let mut all = FurtherPieces::default();
@@ -137,8 +138,8 @@ pub(crate) fn rows_of(pieces: usize) -> usize {
     1 + pieces.saturating_sub(1).div_ceil(PIECES_PER_ROW)
 }
 
-/// Committed rows of one list of blocks. Dropping it clears them, which must happen before the
-/// segments that they point into are freed.
+/// Committed rows of one list of blocks. Dropping it clears them, unless the table was released to
+/// the next process. This must happen before the segments that they point into are freed.
 #[derive(Debug)]
 pub(crate) struct CommittedRows {
     named: Arc<NameSlot>,

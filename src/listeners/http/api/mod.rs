@@ -51,9 +51,9 @@ const PARTS: &[&str] = &[
 /// Sources of the API.
 #[derive(Debug, Clone)]
 pub struct ApiHooks {
-    /// Source of applications and history.
+    /// Source of registrations, explanations and history.
     pub service: Arc<Service>,
-    /// Source of everything else.
+    /// Source of everything else, also of the figures of applications.
     pub node: Arc<dyn NodeView>,
     /// Threads for collecting answers.
     pub pool: BlockingPool,

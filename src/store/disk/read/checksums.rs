@@ -1,4 +1,4 @@
-//! Loads the CRC-32 of every block that a data read covers completely, and passes it to the
+//! Loads the CRC-32 of the blocks that a data read covers completely, and passes it to the
 //! [`BlockVerifier`].
 //!
 //! Clients verify too, but only the worker knows which disk returned wrong bytes.

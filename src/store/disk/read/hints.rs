@@ -37,7 +37,8 @@ struct Hinted {
 }
 
 impl DiskReader {
-    /// Applies hints. Ranges that are not completely published or exceed the bounds are ignored.
+    /// Applies hints. Ignores ranges that are not completely published, and parts beyond the
+    /// bounds.
     pub(in crate::store::disk) fn hint(
         &self,
         shuffle: &DiskShuffle,
@@ -62,7 +63,8 @@ impl DiskReader {
         }
     }
 
-    /// Returns the pieces that are read through the page cache, on disks with capacity.
+    /// Returns the pieces that are read through the page cache, up to [`HINTED_BYTES_MAX`], on
+    /// healthy disks that serve no other hints.
     fn by_log(&self, shuffle: &DiskShuffle, pieces: Vec<LogPiece>) -> Vec<Hinted> {
         let mut all: Vec<Hinted> = Vec::new();
         let mut remaining = HINTED_BYTES_MAX;

@@ -21,7 +21,7 @@ async fn opened(direct_io: bool) -> (TestDisk, Arc<LocalStore>, ShuffleKey) {
     (disk, store, key)
 }
 
-/// Returns the ranges prefetched from the disk after a hint, in the order of the prefetches.
+/// Returns the bytes of each range prefetched from the disk after a hint, in order.
 async fn prefetched(
     disk: &TestDisk,
     store: &LocalStore,

@@ -44,8 +44,8 @@ struct Page {
 }
 
 impl Client {
-    /// Returns unfinished uploads that began before `before`. `below` is a path below
-    /// `object_store.url`. At most `PAGES_MAX` pages are read.
+    /// Returns unfinished uploads that began before `before` or at an unknown time. `below` is a
+    /// path below `object_store.url`. At most `PAGES_MAX` pages are read.
     ///
     /// # Errors
     /// The store does not answer or refuses.
@@ -68,11 +68,11 @@ impl Client {
         Ok(found)
     }
 
-    /// Aborts unfinished uploads in `below` that began before `before`. Returns their number. An
-    /// upload that has ended meanwhile is no error.
+    /// Aborts the uploads that [`Client::uploads`] returns. Returns their number. An upload that
+    /// has ended meanwhile is no error.
     ///
     /// # Errors
-    /// The first upload that could not be aborted.
+    /// The list cannot be read, or an upload cannot be aborted. Later ones are not tried then.
     pub async fn abort_uploads(&self, below: &Path, before: SystemTime) -> object_store::Result<usize> {
         let uploads = self.uploads(below, before).await?;
         for upload in &uploads {

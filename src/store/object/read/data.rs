@@ -26,8 +26,8 @@ use crate::store::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 
-/// Bytes requested beyond a chunk if they follow it in the same object. Without them, each chunk
-/// would be a request of its own.
+/// Maximum number of bytes requested beyond a chunk, without a cache, if they follow it in the same
+/// object. Without them, each chunk would be a request of its own.
 const ANSWER_BYTES_MAX: u64 = 16 << 20;
 
 /// A read of a range. Each chunk continues where the previous one ended.

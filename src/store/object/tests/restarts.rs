@@ -333,7 +333,7 @@ async fn log_object_damaged_in_one_copy_costs_nothing() {
                 1 => store.replace(object, whole[object].slice(..30)).await,
                 _ => store.replace(object, Bytes::from_static(b"other bytes")).await,
             }
-            // Without disks the start begins no new generation of the log.
+            // Opens only the bucket: a whole start would begin a new generation of the log.
             let (objects, extents, tasks) = (Arc::new(store.clone()), Budget::new(u64::MAX), Tasks::new());
             let registry = Registry::new();
             let opened = Bucket::open(objects, settings(), &extents, tasks.clone(), &registry);
