@@ -27,7 +27,7 @@ use uniffle_base::budget::memory_plan::{ConfiguredConnections, ConnectionLimits,
 use uniffle_coordinator::embedded::EmbeddedConfig;
 use uniffle_coordinator::heartbeat::HeartbeatConfig;
 
-/// Default port of the raw TCP listener, without a quorum of other coordinators.
+/// Default port of the raw TCP listener without a coordinator quorum.
 const URPC_PORT: u16 = 21200;
 
 const NO_OVERFLOW: &str = "batches no longer go through the page cache, because a disk that failed later lost acknowledged blocks; \

@@ -1,4 +1,5 @@
-//! Statistics of each application, for the coordinators' dashboards and the top-N metrics.
+//! Statistics of each application, for coordinators, the top-N metrics, the API and the status
+//! page.
 //!
 //! They are sums over the counters of an app's partitions and tiers, computed on request. Only the
 //! payload received comes from the app's account, because removed shuffles have no counters. The

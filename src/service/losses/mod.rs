@@ -446,7 +446,7 @@ fn ids_of(ids: &[i64]) -> Vec<u64> {
     ids.iter().map(|id| id.unsigned_abs()).collect()
 }
 
-/// Refuses a read of a partition whose losses on a disk are not yet determined.
+/// Refuses a read of a partition whose losses on a disk are not determined yet, or are not listed.
 pub(super) fn refuse_unknown(shuffle: &ShuffleState, partition: PartitionId) -> Result<(), ServiceError> {
     answer(shuffle, partition, shuffle.ledger.availability(partition, |_| IdSet::default()))
 }

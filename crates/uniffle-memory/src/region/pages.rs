@@ -30,8 +30,8 @@ const SETTLED_BYTES: usize = if cfg!(test) { 2 * BLOCK_BYTES } else { 64 << 20 }
 pub(super) struct PageStates {
     /// Copy of the number of segment bytes with pages, readable without the lock.
     ready_bytes: AtomicU64,
-    /// Set after a failed attempt. A segment without free memory is refused until an attempt of the
-    /// periodic upkeep or for a returned piece succeeds.
+    /// Set after a failed attempt, until another one succeeds. Meanwhile only the periodic upkeep
+    /// and returned pieces make attempts.
     is_refused: AtomicBool,
     /// Locked while pages of segments are allocated, so that only one caller does it.
     holes: Mutex<Vec<Range<usize>>>,
