@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_are_counted_in_gauge_and_total() {
+    fn read_counts_in_gauges_until_dropped() {
         let registry = Registry::new();
         let metrics = ReadMetrics::new(&registry).unwrap();
         let value = |name: &str| {
