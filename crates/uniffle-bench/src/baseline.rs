@@ -2,8 +2,8 @@
 //! else. No server that moves bytes like a loop can need less.
 //!
 //! The loops use plain threads and blocking calls. Both ends run here, and each thread measures its
-//! own CPU time. The receiving memory exceeds the caches, like a server's, and is touched before
-//! the CPU time is measured. GB/s include that time.
+//! own CPU time. Sockets are read into memory that exceeds the caches, like a server's, unless the
+//! bytes are discarded. Memory is touched before the CPU time is measured. GB/s include that time.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};

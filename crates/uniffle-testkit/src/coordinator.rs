@@ -76,7 +76,7 @@ impl CoordinatorDouble {
         self.until(|_, total| total >= wanted).await;
     }
 
-    /// Waits for a heartbeat for which `holds` returns true, and returns it.
+    /// Returns a heartbeat for which `holds` returns true: the last one, or the next that arrives.
     pub async fn heartbeat(
         &mut self,
         holds: impl Fn(&ShuffleServerHeartBeatRequest) -> bool,

@@ -1,7 +1,8 @@
 //! Cluster-wide answers of the embedded coordinator.
 //!
 //! `/api/v1/cluster` is rendered at most once per second, however many clients poll it.
-//! Explanations of an application query all workers, at most [`EXPLAINING_MAX`] at a time.
+//! An explanation of an application queries at most 1,000 workers. At most [`EXPLAINING_MAX`]
+//! explanations run at a time.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -49,8 +50,7 @@ impl ClusterPage {
         Self { coordinator, latest: Mutex::default(), explaining, asking, worker_trust }
     }
 
-    /// Asks all workers about an application. Workers that report it in their heartbeats are asked
-    /// first.
+    /// Asks the workers about an application, first those that report it in their heartbeats.
     pub(super) fn explain(&self, app: &str) -> Everywhere {
         let (coordinator, places) = (self.coordinator.clone(), Arc::clone(&self.explaining));
         let (app, worker_trust) = (app.to_owned(), self.worker_trust.clone());

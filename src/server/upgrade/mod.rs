@@ -64,13 +64,15 @@ pub(super) struct UpgradeRefusal {
 /// Category of an obstacle to an upgrade.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RefusedBy {
-    /// No tier would preserve registrations and reports beyond the process.
+    /// No tier would preserve registrations and reports beyond the process, or the successor would
+    /// refuse results that this worker serves.
     Tiers,
-    /// The successor's rehearsal found that it could not take over.
+    /// The successor's rehearsal found that it could not take over, or a data directory is
+    /// detached.
     Rehearsal,
     /// A thread hangs in the kernel, and `exec` would wait for it.
     Hang,
-    /// Memory could not be flushed.
+    /// Memory could not be flushed, or writes could not be paused in time.
     Flush,
     /// Executing the successor failed.
     Exec,
@@ -110,7 +112,7 @@ pub(super) struct Facts {
     /// Ports of all listeners. Empty from a worker before 0.2.
     #[serde(default)]
     ports: Vec<u16>,
-    /// Kind of memory that a successor can take over.
+    /// Layout version, backing and size of memory that a successor can take over.
     #[serde(default)]
     memory: Option<String>,
     /// Location of the objects. `None` without an object store, and from a worker that does not
@@ -188,7 +190,8 @@ impl Facts {
         serde_json::from_str(text).map_err(|error| format!("cannot read {UPGRADE_FROM}: {error}"))
     }
 
-    /// Returns whether the listener `name` is open on `port` and is inherited.
+    /// Returns whether a listener on `port` is inherited. `name` counts only for a worker that does
+    /// not report its ports.
     pub(super) fn has_listener(&self, name: &str, port: u16) -> bool {
         if self.ports.is_empty() {
             // Such a worker does not report whether it has an administration listener.

@@ -36,7 +36,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 pub enum Command {
     /// Flush, drain and end.
     Stop,
-    /// Stop and leave the sockets to a successor. If an upgrade is not possible, nothing happens.
+    /// Stop and leave the sockets to a successor. If that is not possible, continue to serve.
     Upgrade(Successor),
     /// Reload the configuration.
     Reload,
