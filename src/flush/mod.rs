@@ -5,8 +5,8 @@
 //! number of workers per tier writes them, so a slow tier delays only its own batches. Unless its
 //! shuffle is purged, a batch leaves memory only after its bytes and then its index records are
 //! readable in the tier (docs/protocol.md §4.5). A batch that no tier could write stays readable in
-//! memory and is retried without limit, with exponential backoff. No batch is dropped because of a
-//! retry limit.
+//! memory and is retried without limit, with exponential backoff. Buffers above their own limits
+//! and commits are flushed without the scheduler.
 
 pub(crate) mod metrics;
 pub mod placement;

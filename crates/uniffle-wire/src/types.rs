@@ -99,7 +99,7 @@ id!(
 );
 id!(
     /// A block. Opaque to the worker: clients define its layout (docs/protocol.md §3.1). 0 is
-    /// valid, −1 is not.
+    /// valid, negative numbers are not.
     BlockId(i64)
 );
 id!(

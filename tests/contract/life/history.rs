@@ -76,14 +76,14 @@ pub(crate) struct History {
     pub(super) ran_without: BTreeSet<usize>,
     /// Hand-off of the metadata log by the previous process.
     hand_off: Option<HandOff>,
-    /// Disks are unhealthy when the current process starts.
+    /// A disk or the object store has faults when the current process starts.
     pub(super) is_faulty: bool,
     /// Directory of a disk that the current process cannot list.
     pub(super) unlisted: Option<(usize, PathBuf)>,
     /// Disk whose claim was damaged before the current process started, and the intact claim.
     pub(super) claim: Option<(usize, Vec<u8>)>,
-    /// Metadata was damaged, missing or not synced at some time: results may be refused, but never
-    /// short.
+    /// Metadata was damaged, unreadable, missing or not synced at some time: results may be
+    /// refused, but never short.
     pub(super) excused: bool,
     /// The machine lost power with unsynced data: indexed blocks may have wrong bytes.
     torn: bool,
@@ -297,7 +297,8 @@ impl History {
         all
     }
 
-    /// Ends the readers that began in earlier processes, whose offsets may be invalid now.
+    /// Drops the expected places of a shuffle's blocks, and ends its readers, whose offsets may be
+    /// invalid now.
     pub(super) fn lose_places_of(&mut self, key: Key) {
         let Some(expected) = self.expected.get_mut(&key) else { return };
         expected.lose_places();

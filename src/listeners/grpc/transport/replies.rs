@@ -148,8 +148,7 @@ impl Head {
     }
 }
 
-/// Returns an int32 field sign-extended to 64 bits. A length beyond `i32::MAX` comes from a client
-/// that wrote a negative length.
+/// Returns an int32 field sign-extended to 64 bits.
 fn sign_extended(value: u32) -> u64 {
     i64::from(value.cast_signed()).cast_unsigned()
 }

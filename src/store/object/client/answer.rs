@@ -19,7 +19,7 @@ use super::metrics::{Metrics, Reason};
 use super::pool::{ConnectionPool, StoreConnection};
 use crate::clock::{Instant, Sleep, sleep_until};
 
-/// A request in progress, from its first byte to the end of its response. It ends on drop.
+/// A request in progress, from its permit to the end of its response. It ends on drop.
 pub(super) struct StoreRequest {
     pub(super) metrics: Arc<Metrics>,
     pub(super) label: &'static str,
