@@ -1,6 +1,6 @@
 //! The checker of killed and stopped workers, over disks and a real HDFS. During the writes of most
-//! rounds the DataNode is killed, or the NameNode is restarted or put into safe mode. The worker is
-//! killed as well, or keeps running. In rounds without a fault of HDFS it is killed, stopped or
+//! rounds the DataNode is stopped, or the NameNode is restarted or put into safe mode. The worker
+//! is killed as well, or keeps running. In rounds without a fault of HDFS it is killed, stopped or
 //! upgraded.
 //!
 //! `PROCESS_ROUNDS` sets the number of rounds, `PROCESS_SEED` repeats a run.

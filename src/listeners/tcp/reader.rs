@@ -105,8 +105,8 @@ impl ConnectionReader {
         }
     }
 
-    /// Reads until the peer closes or breaks the protocol, the listener closes between two
-    /// requests, or the connection is cancelled. Pending replies are still written, except to a
+    /// Reads until the peer closes, times out or breaks the protocol, the listener closes between
+    /// two requests, or the connection is cancelled. Pending replies are still written, except to a
     /// peer that stalls.
     pub(super) async fn run(mut self) {
         let connection = self.connection.clone();

@@ -30,7 +30,7 @@ pub(in crate::server) fn keep_memory(memory: Option<BorrowedFd<'_>>, is_inherite
     }
 }
 
-/// Reports that all listeners accept. Also stores the listeners in the manager.
+/// Reports that all listeners accept. Also stores the listeners in `held` in the manager.
 pub(super) fn ready(held: &Inherited) {
     for (name, listener) in sockets::listeners(held) {
         let stored = notify_with_fds(&[NotifyState::FdStore, NotifyState::FdName(name)], &[listener.as_fd()]);
@@ -39,7 +39,7 @@ pub(super) fn ready(held: &Inherited) {
     warn_if_failed(notify(&[NotifyState::Ready, NotifyState::Status("serving")]));
 }
 
-/// Reports that a successor takes over soon and will call [`ready`].
+/// Reports that an upgrade begins. The successor, or this worker after a refusal, calls [`ready`].
 pub(in crate::server) fn reloading() {
     let state = NotifyState::monotonic_usec_now()
         .and_then(|now| notify(&[NotifyState::Reloading, now, NotifyState::Status("upgrade in place")]));

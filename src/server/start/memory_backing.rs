@@ -6,7 +6,8 @@
 //! names the place ([`refuse_orphaned`]). The backing is changed by an upgrade, or by a clean stop
 //! and a start.
 //!
-//! A memory file of another size, layout or owner is refused in `memory::persistent::file`.
+//! A memory file of another layout, owner or boot, or with blocks beyond the capacity, is refused
+//! in `memory::persistent::file`.
 
 use std::collections::BTreeSet;
 use std::io;

@@ -1,8 +1,9 @@
 //! Descriptions of the worker for operators and coordinators.
 //!
-//! [`snapshot`] takes the figures, [`health`] judges them, and [`report`] and [`cluster`] render
-//! them for coordinators and for the cluster page. Nothing here changes the worker's state, except
-//! that [`health`] marks it unhealthy.
+//! [`snapshot`] takes the worker's figures for the status page, and [`report`] renders them for
+//! coordinators. [`health`] judges the state of the tiers. [`cluster`] renders the nodes that the
+//! embedded coordinator knows. Nothing here changes the worker's state, except that [`health`]
+//! marks it unhealthy.
 
 pub(super) mod cluster;
 pub(super) mod health;

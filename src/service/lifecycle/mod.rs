@@ -152,7 +152,8 @@ impl Lifecycle {
     /// # Errors
     /// The worker is being drained, a field is invalid or too large, a limit, the heap or a quota
     /// has no room, or the remote storage cannot be used; nothing was registered then. Or the
-    /// registration cannot be recorded: it is in effect, but a later start may not know it.
+    /// registration cannot be recorded, because the log fails, or its record exceeds a quota or has
+    /// too many remote ranges: it is in effect, but a later start may not know it.
     pub async fn register(&self, request: RegisterRequest<'_>) -> Result<(), ServiceError> {
         let key = ShuffleKey::new(AppId::parse(request.app)?, ShuffleId(request.shuffle));
         check_sizes(&request)?;

@@ -155,8 +155,8 @@ impl History {
         sent
     }
 
-    /// Resolves a refused start as an operator does: restores the claim, omits the named directory
-    /// or repairs the disk.
+    /// Resolves a refused start as an operator does: restores the claim, mounts the missing disk or
+    /// repairs the disks.
     pub(super) fn resolve_refused_start(&mut self, error: &StoreError) {
         let text = error.to_string();
         let is_named = (0..self.disks.len()).any(|disk| text.contains(&format!("/disk{disk}")));

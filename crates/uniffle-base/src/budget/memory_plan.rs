@@ -21,8 +21,8 @@ const CORES_IN_BASE: u64 = 16;
 /// Memory of one further core's threads: a stack each, the allocator's cache, a chunk to read into.
 const CORE: u64 = MIB / 2;
 
-/// The region exceeds the capacity by this fraction, at most by [`SLACK_MAX`]. Valid tickets need
-/// the excess beyond their bytes.
+/// The region exceeds the capacity by this fraction, at most by [`SLACK_MAX`]. Sends may need the
+/// excess beyond the bytes of their tickets.
 const SLACK_DIVISOR: u64 = 64;
 const SLACK_MAX: u64 = 64 * MIB;
 

@@ -59,7 +59,7 @@ impl DiskReader {
     }
 }
 
-/// A part of a data log.
+/// A part of a data log, or a hole ([`NO_LOG`]).
 #[derive(Debug, Clone, Copy)]
 struct LogPiece {
     log: u16,

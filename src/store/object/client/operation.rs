@@ -1,5 +1,5 @@
-//! Classifies requests by method and query, for metrics and for limits of their responses. Does no
-//! I/O.
+//! Classifies requests by method and query, for metrics, permits and limits of their responses.
+//! Does no I/O.
 
 use http::{Method, Uri};
 
