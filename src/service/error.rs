@@ -78,8 +78,8 @@ pub enum ServiceError {
     /// The heap has no room for the request.
     #[error(transparent)]
     NoHeap(#[from] HeapFull),
-    /// Settings made at run time are in effect but in no file. Holds the path and the error of
-    /// each file.
+    /// Settings made at run time are in effect but in no file or object. Holds the path and the
+    /// error of each.
     #[error("in effect, but not saved, so a restart forgets it: {0}; the worker retries")]
     NotSaved(String),
     /// See [`ReportError`].
@@ -152,7 +152,7 @@ pub enum ServiceError {
         /// Owner of the limit: an application or a connection.
         whose: &'static str,
     },
-    /// The worker is about to stop.
+    /// The worker is about to stop, or is being drained.
     #[error("the worker is stopping")]
     Stopping,
     /// The remote path cannot be used.

@@ -70,7 +70,7 @@ fn filter() -> Kind<String> {
 /// Parses a filter such as `info` or `uniffle=debug,h2=warn`.
 ///
 /// # Errors
-/// If a directive is neither `target=level` nor a level.
+/// If a directive is invalid, for example has an unknown level.
 pub fn parse_filter(text: &str) -> Result<EnvFilter, ParseError> {
     EnvFilter::builder().parse(text)
 }

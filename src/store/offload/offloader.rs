@@ -78,7 +78,8 @@ impl OffloadTier {
         }
     }
 
-    /// Returns whether anything was offloaded or made known to the store.
+    /// Offloads, and logs an error. Returns whether the next check should follow at once: something
+    /// was offloaded or made known to the store, or the shuffle was purged.
     async fn run(&self, wanted: OffloadCandidate, shuffle: &Arc<TieredShuffle>) -> bool {
         match self.offload_candidate(wanted, shuffle).await {
             Ok(has_offloaded) => has_offloaded,

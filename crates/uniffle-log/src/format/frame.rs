@@ -63,7 +63,8 @@ pub struct Incarnation {
 /// Content of a frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FrameContent {
-    /// The first frame, which lists the holders of copies from here on.
+    /// The holders of copies from here on. The first frame of a file; the log in an object store
+    /// also has later ones.
     Epoch(Box<Epoch>),
     /// A registration or a report (see `record`).
     Record(Incarnation, Bytes),

@@ -39,8 +39,8 @@ const FREE_BYTES: usize = 256;
 /// Larger messages are decoded on a blocking thread: that many bytes take half a millisecond.
 pub(in crate::listeners::grpc) const INLINE_BYTES_MAX: usize = 64 << 10;
 
-/// Eviction: a charged request whose peer pauses for this time yields to others that wait for heap.
-/// Garbage collection of a JVM does not pause that long.
+/// Eviction: a charged request whose peer pauses for this time yields to others that wait for heap
+/// or admission. Garbage collection of a JVM does not pause that long.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 /// A request that takes longer than [`PAUSE_MAX`] also yields if it brings fewer bytes per second.

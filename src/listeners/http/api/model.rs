@@ -202,7 +202,7 @@ pub struct Connections {
     pub grpc: u64,
     /// Connections of raw TCP.
     pub tcp: u64,
-    /// Connections of HTTP, including the one of this request.
+    /// Connections of HTTP.
     pub http: u64,
 }
 
