@@ -23,7 +23,7 @@ const CLIENTS_MAX: usize = 16;
 /// ticket). The settings that a coordinator gives for a storage take precedence.
 #[derive(Debug, Default)]
 pub struct Hdfs {
-    /// Clients by the URL of the file system.
+    /// Clients by the URL of the file system, with the settings of the first call.
     clients: Mutex<HashMap<String, Client>>,
 }
 

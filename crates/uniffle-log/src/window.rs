@@ -47,7 +47,7 @@ impl FileWindow {
     /// Returns `len` bytes from the position on, or `None` if the file ends before.
     ///
     /// # Errors
-    /// They cannot be read in time.
+    /// A read fails, or does not end in time.
     pub async fn bytes(&mut self, len: u64) -> io::Result<Option<Bytes>> {
         if self.at.checked_add(len).is_none_or(|end| end > self.size) {
             return Ok(None);

@@ -1,8 +1,8 @@
 //! Calls for writers: tickets, sends, reports, and commits of tasks.
 //!
 //! Invariant: after [`Ingest::refuse_sends`] returns, no send is committed until
-//! [`Ingest::accept_sends`]: the commit gate is closed while a worker prepares to hand over to a
-//! successor.
+//! [`Ingest::accept_sends`]: the commit gate is closed before memory is handed over to a successor,
+//! and at a forced stop.
 
 mod commit_task;
 mod pace;

@@ -91,7 +91,8 @@ pub(super) fn half_sent_prefaces(target: Target) -> BoxFuture<'static, io::Error
     .boxed()
 }
 
-/// Holds sockets on the HTTP port that read or write slowly, and requests task dumps.
+/// Holds sockets on the HTTP port that send half a request or read no response, and requests task
+/// dumps.
 pub(super) fn slow_sockets_and_dumps(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let heads = repeat(|| hold(target.http, 200, b"GET /health/li", Duration::from_secs(5)));

@@ -185,7 +185,7 @@ async fn commands_after_a_coordinator_upgrade_cover_all_workers() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn lost_workers_fail_every_reading_command() {
+async fn lost_worker_fails_reading_commands() {
     let table = "[embedded_coordinator]\nenable = true\nnode_timeout_sec = 2\n";
     let setup = Setup { name: "fleet", capacity: "64M", made_tables: table.to_owned(), ..Setup::default() };
     let first = WorkerProcess::start(&setup);

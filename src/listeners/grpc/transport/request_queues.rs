@@ -53,7 +53,7 @@ impl RequestQueues {
             small_heap_waiters: Semaphore::new(SMALL_WAITERS_MAX),
             admission_waiters: Semaphore::new(WAITERS_MAX),
             admitted: FairSemaphore::new(admitted_bytes, Reserve::Eighth),
-            // A larger request is refused when it exceeds the budget of its connection.
+            // A larger request counts as this much. The budget of its connection limits its charge.
             admitted_bytes_max: shares::half(admitted_bytes),
         }
     }

@@ -40,7 +40,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(15);
 /// Pause before the next check whether an earlier generation is still being read.
 const GARBAGE_PAUSE: Duration = Duration::from_secs(30);
 
-/// An object whose last request did not succeed.
+/// An object that the store has not confirmed.
 #[derive(Debug)]
 struct Pending {
     frames: Range<u64>,
