@@ -278,7 +278,7 @@ async fn survives(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn datanode_killed_during_appends_loses_nothing() {
+async fn datanode_stopped_during_appends_loses_nothing() {
     let Some(hdfs) = real().await else { return };
     let fixture = HdfsFixture::real(short_timeouts(), &hdfs.url("/datanode")).await;
     let fixture = survives(

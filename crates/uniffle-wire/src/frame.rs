@@ -284,8 +284,8 @@ pub(super) fn put_string(out: &mut impl BufMut, text: &str) {
 
 /// Encodes the length of data of our own, which is known to be small.
 ///
-/// Senders check sums against [`FRAME_BYTES_LIMIT`] before they encode. A larger length saturates,
-/// so that the peer rejects the frame instead of misreading the stream.
+/// Replies are checked against [`FRAME_BYTES_LIMIT`] before they are encoded, requests are not. A
+/// larger length saturates, so that the peer rejects the frame instead of misreading the stream.
 pub(super) fn wire_length(length: usize) -> i32 {
     i32::try_from(length).unwrap_or(i32::MAX)
 }

@@ -53,6 +53,10 @@ impl ResponseWindow {
     }
 
     /// Returns the number of bytes after which the next response ends, if `wanted` were requested.
+    /// It is also at most a part of the room that unread responses leave.
+    ///
+    /// # Errors
+    /// `TooManyAnswers` if they leave almost none.
     pub(in crate::service) fn limit(&self, wanted: i32) -> Result<u64, ServiceError> {
         let limit = answer_limit(&self.room, OF_CONNECTION, wanted)?;
         Ok(limit.min(self.pace.lock().limit()))

@@ -12,7 +12,7 @@ use crate::store::StoreErrorKind;
 use crate::store::object::layout::log_key;
 
 #[tokio::test(start_paused = true)]
-async fn failed_upload_leaves_nothing_and_is_retried() {
+async fn failed_upload_leaves_nothing_and_can_be_retried() {
     for failing in [Call::Put, Call::Begin, Call::Part, Call::Complete] {
         let process = Process::start(&FaultyObjects::default()).await;
         let shuffle = process.register(&key(1));
