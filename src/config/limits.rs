@@ -37,8 +37,8 @@ const THREADS_BASE: usize = 8;
 const BLOCKING_MIN: usize = 8;
 /// Maximum number of threads for work that is too long for the runtime.
 const BLOCKING_WORK: u64 = 64;
-/// Maximum number of threads per disk besides reads and writes of shuffle data: directory operations,
-/// deletions and metadata.
+/// Maximum number of threads per disk besides reads and writes of shuffle data: for directory
+/// operations, deletions and metadata.
 const BLOCKING_PER_DISK: u64 = 10;
 
 /// Addresses that a thread reserves for its stack, the default of Rust.
