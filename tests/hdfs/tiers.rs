@@ -77,7 +77,7 @@ async fn app_waiting_for_its_deletion_does_not_block_others() {
     fixture.finish().await;
 }
 
-/// A batch queues a write for each of its partitions at once.
+/// Three batches of one application wait for the permit before a batch of another application does.
 #[tokio::test(start_paused = true)]
 async fn queued_writes_do_not_delay_another_application() {
     let hdfs = HdfsConfig { max_concurrency: 1, ..Setup::default().hdfs };
@@ -113,7 +113,7 @@ async fn queued_writes_do_not_delay_another_application() {
     fixture.finish().await;
 }
 
-/// A reload changes `app_config.partition_limit_threshold`.
+/// Changes the limit as a reload of `app_config.partition_limit_threshold` does.
 #[tokio::test(start_paused = true)]
 async fn huge_partition_limit_follows_reload() {
     let (mut fixture, _) = HdfsFixture::fake(both()).await;

@@ -15,7 +15,8 @@ use uniffle_testkit::ports::free_port;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, WorkerProcess};
 
-/// Returns a worker with HDFS as the only tier below memory, and `more` in its section.
+/// Returns the setup of a worker with HDFS as the only tier below memory, and `more` in its
+/// section.
 fn only_hdfs(name: &'static str, more: &str) -> Setup {
     Setup {
         name,

@@ -2,7 +2,7 @@
 //! be spilled.
 //!
 //! One worker is the real binary with a disk that counts as full; the other runs in a process of
-//! its test with a disk whose calls hang. Accepted blocks stay in memory. Most frames have no
+//! its test with a disk whose writes hang. Accepted blocks stay in memory. Most frames have no
 //! ticket: they must be drained, not buffered. The bound is capacity × 1.05 + 200 MiB
 //! (docs/architecture.md §2.2).
 

@@ -1,4 +1,5 @@
-//! Files in `deploy/` pass their linters, and agree with the worker's configuration.
+//! Files in `deploy/` and the workflows pass their linters. Files in `deploy/` agree with the
+//! worker's configuration.
 
 use std::collections::HashMap;
 use std::path::PathBuf;

@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn inherited_memory_of_other_layout_or_kind_is_ignored() {
+    fn memory_of_other_layout_or_kind_is_not_taken_over() {
         let of = |backing: Backing, capacity_bytes| MemoryConfig {
             backing,
             capacity_bytes,

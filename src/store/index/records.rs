@@ -18,7 +18,7 @@ pub(crate) fn encode_blocks(blocks: &[BlockMeta], base: u64, records: &mut Vec<u
     offset
 }
 
-/// Returns a record for bytes that belong to no block.
+/// Returns a record for bytes of unknown content: a hole or a damaged block.
 pub(in crate::store) fn filler(offset: i64, length: i32) -> IndexRecord {
     IndexRecord {
         offset,

@@ -153,7 +153,7 @@ impl LocalStore {
     }
 
     async fn measure(&self, disk: &LocalDisk) {
-        // A disk that hangs is asked by the probe.
+        // The probe checks whether a hung disk is attached.
         if disk.condition() != DiskCondition::Hung && disk.require_attached().await.is_err() {
             return;
         }
