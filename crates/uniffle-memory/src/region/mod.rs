@@ -3,8 +3,8 @@
 //!
 //! Other modules define who pays ([`uniffle_base::budget`]), which pieces are free ([`buddy`]), and
 //! the meaning of the bytes. Freed memory stays resident unless it is discarded, and is reused
-//! first. Resident memory never exceeds the region. Miri checks the module on a plain allocation instead of the mapping:
-//! `cargo +nightly miri test --manifest-path tests/miri/Cargo.toml`.
+//! first. Resident memory never exceeds the region. Miri checks the module on a plain allocation
+//! instead of the mapping: `cargo +nightly miri test --manifest-path tests/miri/Cargo.toml`.
 
 pub(super) mod buddy;
 mod copy;

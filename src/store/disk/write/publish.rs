@@ -1,9 +1,9 @@
 //! Publishing: under one lock per shuffle, extents get their bases and become visible.
 //!
 //! Bases are promises to clients, so a group is appended to an index log before its extents are
-//! visible. A group whose append failed stays pending. The same bytes (same sequence and bases) are
-//! appended to another index log before any later group. This also holds if the writer was
-//! cancelled, because the outcome of its append is unknown.
+//! visible. A group whose append failed or was cancelled stays pending, because its outcome is
+//! unknown. The same bytes (same sequence and bases) are appended again before any later group.
+//! After an error they go to another index log.
 //!
 //! Blocks may therefore be published although their writer saw an error and wrote them again.
 //! Clients drop duplicates by id, and no block is missing.
