@@ -2,7 +2,8 @@
 //!
 //! Sends are protobuf messages. Reads and all replies are those of the TCP protocol. Each is
 //! converted field by field for the other transport, whatever its values, but without placement,
-//! storage id and task attempt of reads. Control calls use gRPC with both transports, as in stock clients.
+//! storage id and task attempt of reads. Control calls use gRPC with both transports, as in stock
+//! clients.
 
 use bytes::{Bytes, BytesMut};
 use uniffle_client::grpc::{IndexResponse, MemoryResponse, ShuffleClient};
