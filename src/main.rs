@@ -359,34 +359,62 @@ async fn serve(
     take_upgrade_signal();
     let successor = Successor::of_this_process().context("cannot determine the path of this program")?;
     let forced_stop = environment.forced_stop.clone();
-    let (commands, received) = mpsc::channel(4);
+    let (mut commands, received) = CommandQueue::new();
     let mut server = Box::pin(server::run(config, environment, inherited, received));
-    let mut is_stopping = false;
     loop {
         let signal = tokio::select! {
             ended = &mut server => return match ended {
                 // Memory intended for the successor may be lost with the process.
-                Ok(RunOutcome::Upgrade { .. }) if is_stopping => Ok(RunOutcome::Stop { has_lost: forced_stop.end() }),
+                Ok(RunOutcome::Upgrade { .. }) if commands.is_stopping() => Ok(RunOutcome::Stop { has_lost: forced_stop.end() }),
                 ended => ended,
             },
             signal = signals.next() => signal,
         };
-        // Fails if the server has ended, which the next iteration reports, or while several
-        // commands are queued.
-        let _ = match signal {
-            "SIGUSR2" | "SIGHUP" if is_stopping => continue,
-            "SIGHUP" => commands.try_send(Command::Reload),
-            "SIGUSR2" => commands.try_send(Command::Upgrade(successor.clone())),
-            name if is_stopping => match forced_stop.end() {
+        match signal {
+            "SIGUSR2" | "SIGHUP" if commands.is_stopping() => {}
+            "SIGHUP" => commands.push(Command::Reload),
+            "SIGUSR2" => commands.push(Command::Upgrade(successor.clone())),
+            name if commands.is_stopping() => match forced_stop.end() {
                 true => return Ok(RunOutcome::Stop { has_lost: true }),
                 false => anyhow::bail!("{name} during shutdown; exiting without waiting any longer"),
             },
             name => {
                 tracing::info!(signal = name, "stopping");
-                is_stopping = true;
-                commands.try_send(Command::Stop)
+                commands.stop();
             }
-        };
+        }
+    }
+}
+
+/// Queue of commands for the server. One place is reserved for the stop, because the server does
+/// not read the queue during its start or a reload.
+struct CommandQueue {
+    commands: mpsc::Sender<Command>,
+    /// Reserved place. `None` once the stop is queued.
+    stop: Option<mpsc::OwnedPermit<Command>>,
+}
+
+impl CommandQueue {
+    fn new() -> (Self, mpsc::Receiver<Command>) {
+        let (commands, received) = mpsc::channel(4);
+        let stop = commands.clone().try_reserve_owned().ok();
+        (Self { commands, stop }, received)
+    }
+
+    /// Queues a command. Drops it if the server has ended, or while several commands are queued.
+    fn push(&self, command: Command) {
+        let _ = self.commands.try_send(command);
+    }
+
+    /// Queues the stop, once.
+    fn stop(&mut self) {
+        if let Some(place) = self.stop.take() {
+            place.send(Command::Stop);
+        }
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.stop.is_none()
     }
 }
 
@@ -421,6 +449,19 @@ mod tests {
         let parsed = CommandLine::try_parse_from(["uniffle-worker", "-c", "x.toml", "--check"]).unwrap();
         assert_eq!(parsed.config, Some(PathBuf::from("x.toml")));
         assert!(parsed.check && !parsed.print_config);
+    }
+
+    #[test]
+    fn stop_is_queued_behind_dropped_commands() {
+        let (mut commands, mut received) = CommandQueue::new();
+        for _ in 0..10 {
+            commands.push(Command::Reload);
+        }
+        assert!(!commands.is_stopping());
+        commands.stop();
+        assert!(commands.is_stopping());
+        let queued: Vec<_> = std::iter::from_fn(|| received.try_recv().ok()).collect();
+        assert!(matches!(queued[..], [Command::Reload, .., Command::Stop]), "{} commands", queued.len());
     }
 
     #[test]
