@@ -111,12 +111,21 @@ impl ObjectShuffle {
         records_key(self.name.incarnation, extent)
     }
 
-    /// Counts a stored segment.
+    /// Counts a stored segment. The store's total does not include it if the registration is
+    /// purged, also at the same time.
     pub(in crate::store) fn count(&self, core: &ObjectCore, payload_bytes: u64, bytes: u64) {
         self.segments.fetch_add(1, Ordering::Relaxed);
         self.payload_bytes.fetch_add(payload_bytes, Ordering::Relaxed);
-        self.stored_bytes.fetch_add(bytes, Ordering::Relaxed);
         core.add_stored(bytes);
+        self.stored_bytes.fetch_add(bytes, Ordering::AcqRel);
+        // `forget` either finds these bytes, or has set `purged` before this load.
+        if self.is_purged() {
+            self.take_stored(core);
+        }
+    }
+
+    fn take_stored(&self, core: &ObjectCore) {
+        core.take_stored(self.stored_bytes.swap(0, Ordering::AcqRel));
     }
 
     pub(super) fn usage(&self) -> TierUsage {
@@ -128,7 +137,7 @@ impl ObjectShuffle {
 
     /// Marks the registration as purged: later writes fail with `Purged`.
     pub(super) fn forget(&self, core: &ObjectCore) {
-        core.take_stored(self.stored_bytes.swap(0, Ordering::Relaxed));
         self.purged.store(true, Ordering::Release);
+        self.take_stored(core);
     }
 }

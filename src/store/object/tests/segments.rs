@@ -6,6 +6,8 @@ use uniffle_testkit::object_fault::{Call, ObjectFault};
 
 use super::*;
 use crate::store::Cause;
+use crate::store::object::layout::Registered;
+use crate::store::object::shuffle::ObjectShuffle;
 use crate::store::object::upload::segment::segment_heap_bytes;
 
 #[tokio::test]
@@ -104,6 +106,19 @@ async fn purge_waits_for_uploads_and_leaves_nothing() {
     process.purge(&key(40), Purge::App(Cause::Unregistered)).await;
     assert_eq!(segments(&process.store).await, []);
     assert_eq!((process.extents.used(), process.tier.state().used_bytes), (0, 0));
+}
+
+#[tokio::test]
+async fn segment_counted_after_its_purge_is_not_stored() {
+    let (objects, extents) = (Arc::new(FaultyObjects::default()), Budget::new(u64::MAX));
+    let opened = Bucket::open(objects, settings(), &extents, Tasks::new(), &Registry::new()).await;
+    let bucket = opened.unwrap();
+    let shuffle = ObjectShuffle::new(&bucket.core, Registered { key: key(1), incarnation: 1 });
+    shuffle.count(&bucket.core, 100, 120);
+    assert_eq!(bucket.stored_bytes(), 120);
+    shuffle.forget(&bucket.core);
+    shuffle.count(&bucket.core, 200, 240);
+    assert_eq!(bucket.stored_bytes(), 0);
 }
 
 /// `forget` is called under a lock that registrations wait for, so the returned future frees the
