@@ -215,7 +215,7 @@ impl Data {
 
     fn miss(&mut self, number: u32, what: &str) {
         let key = segment_key(&self.prefix, number);
-        tracing::error!(key, what, "cannot read a segment; its blocks are lost");
+        tracing::error!(key, what, "a segment is damaged; its blocks are lost unless a disk has them");
         if self.reason.is_empty() {
             self.reason = format!("object {key}: {what}");
         }
@@ -239,20 +239,18 @@ impl Data {
         if let Some(damage) = &index.damage {
             return self.miss(number, damage);
         }
+        let mut damage = None;
         for IndexedExtent { partition, extent, ids } in index.extents {
-            let is_sound = ids.is_some();
             match ids {
                 Some(ids) if self.push(partition, extent) => {
                     self.present.add(partition, &ids);
                 }
-                _ if self.reason.is_empty() => {
-                    let key = segment_key(&self.prefix, number);
-                    let what =
-                        if is_sound { "its range overlaps another segment" } else { "its index is corrupt" };
-                    self.reason = format!("object {key}: {what}");
-                }
-                _ => {}
+                Some(_) => damage = Some("the range of an extent overlaps another segment"),
+                None => damage = Some("its index is corrupt"),
             }
+        }
+        if let Some(damage) = damage {
+            self.miss(number, damage);
         }
     }
 }
