@@ -36,7 +36,7 @@ pub(crate) struct MarkedCopy<'a> {
 #[derive(Debug, Default)]
 pub(crate) struct Marks {
     generation: u64,
-    /// File per copy, or `None` if it could not be created.
+    /// File per copy, or `None` if it could not be opened.
     files: Vec<Option<Arc<dyn File>>>,
     frames: u64,
     written: Option<Instant>,
@@ -57,8 +57,8 @@ impl Marks {
     /// understates the count.
     pub(crate) async fn write(&mut self, copies: &[MarkedCopy<'_>], generation: u64, frames: u64) {
         if self.generation != generation || self.files.len() != copies.len() {
-            let made = copies.iter().map(|copy| within(MARK_DEADLINE, create(copy)));
-            self.files = join_all(made.collect::<Vec<_>>()).await.into_iter().map(Result::ok).collect();
+            let opened = copies.iter().map(|copy| within(MARK_DEADLINE, open(copy)));
+            self.files = join_all(opened.collect::<Vec<_>>()).await.into_iter().map(Result::ok).collect();
         }
         let mark = encode_mark(generation, frames);
         let files = self.files.iter().flatten();
@@ -75,13 +75,16 @@ impl Marks {
     }
 }
 
-async fn create(copy: &MarkedCopy<'_>) -> io::Result<Arc<dyn File>> {
+/// Opens the mark of a copy. It exists if an earlier process wrote to the copy, or if the file was
+/// truncated meanwhile.
+async fn open(copy: &MarkedCopy<'_>) -> io::Result<Arc<dyn File>> {
     let path = copy.path.with_file_name(MARK);
-    copy.directory
-        .io
-        .open_write(
-            &path,
-            WriteOpen { create: true, direct: false, class: IoClass::Metadata, is_named: true },
-        )
-        .await
+    let open = |create| {
+        let how = WriteOpen { create, direct: false, class: IoClass::Metadata, is_named: true };
+        copy.directory.io.open_write(&path, how)
+    };
+    match open(true).await {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => open(false).await,
+        opened => opened,
+    }
 }
