@@ -6,7 +6,7 @@
 //! shuffles are deleted.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use bytes::Bytes;
 use futures::FutureExt as _;
@@ -104,6 +104,8 @@ pub(in crate::store) struct ObjectCore {
     /// Number of deletions in progress.
     pub(in crate::store) deletions: watch::Sender<usize>,
     stored_bytes: AtomicU64,
+    /// Number for the settings of this process, above that of the settings that were read.
+    settings_start: AtomicU32,
 }
 
 impl ObjectCore {
@@ -128,6 +130,7 @@ impl ObjectCore {
             answers_ahead: Arc::new(Semaphore::new(settings.answers_ahead)),
             segment_heap: Budget::new(settings.segment_heap_bytes),
             circuit_breaker: CircuitBreaker::default(),
+            settings_start: AtomicU32::new(claim.start()),
             claim,
             deletions: watch::Sender::new(0),
             stored_bytes: AtomicU64::new(0),
@@ -202,6 +205,8 @@ impl SavedSettings for ObjectCore {
             }
             starts.sort_unstable();
             let Some(latest) = starts.pop() else { return Ok(None) };
+            // Greater than the claim's number if another program deleted the claim.
+            self.settings_start.fetch_max(latest.saturating_add(1), Ordering::Relaxed);
             let key = settings_key(root, latest);
             let answer = async { self.store.get(&path_of(&key)).await?.bytes().await };
             let text = self.observe(&key, answer.await)?;
@@ -217,7 +222,7 @@ impl SavedSettings for ObjectCore {
     fn save(&self, text: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
         let save = async move {
             self.require_claim().await?;
-            let key = settings_key(&self.settings.root, self.claim.start());
+            let key = settings_key(&self.settings.root, self.settings_start.load(Ordering::Relaxed));
             let put = self.store.put(&path_of(&key), text.into()).await;
             self.observe(&key, put).map(drop)
         };

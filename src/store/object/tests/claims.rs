@@ -91,6 +91,10 @@ async fn one_of_two_concurrent_starts_is_refused() {
 async fn saved_settings_are_those_of_the_latest_process() {
     let (store, mut saved) = (FaultyObjects::default(), None);
     for text in ["one", "two", "three", "four"] {
+        if text == "three" {
+            // A lifecycle rule of the bucket.
+            store.remove(&claim_key("p/worker-1")).await;
+        }
         let process = Process::start(&store).await;
         let settings = process.tier.saved_settings().unwrap();
         assert_eq!(settings.read().await.unwrap(), saved);
