@@ -128,12 +128,14 @@ pub enum MemoryFileError {
     #[error("locked by another process; every worker needs its own directory")]
     InUse,
     /// The tmpfs has too little free space for the region.
-    #[error("tmpfs has room for {has} bytes, {needs} are needed; mount it with size={needs} or more")]
+    #[error("tmpfs has room for {has} bytes, {needs} are needed; mount it with size={size} or more")]
     NoRoom {
         /// Bytes of missing pages.
         needs: u64,
         /// Free bytes of the tmpfs.
         has: u64,
+        /// Size of the tmpfs with enough free bytes.
+        size: u64,
     },
     /// The tmpfs is full.
     #[error("cannot allocate pages for the block table ({0}); free space in the tmpfs")]
@@ -535,10 +537,15 @@ pub(super) fn check_free_space(backing: &Backing, size: RegionSize) -> Result<()
     room(&rustix::fs::statvfs(directory)?, geometry.resident_bytes().saturating_sub(freed))
 }
 
-/// Checks whether a file of `needs` bytes fits. A tmpfs without a limit reports 0 blocks in total.
+/// Checks whether `needs` bytes fit into a file system. A tmpfs without a limit reports 0 blocks in
+/// total.
 fn room(of: &StatVfs, needs: u64) -> Result<(), MemoryFileError> {
     let has = of.f_bavail.saturating_mul(of.f_frsize);
-    if of.f_blocks > 0 && has < needs { Err(MemoryFileError::NoRoom { needs, has }) } else { Ok(()) }
+    if of.f_blocks == 0 || has >= needs {
+        return Ok(());
+    }
+    let size = of.f_blocks.saturating_mul(of.f_frsize).saturating_add(needs - has);
+    Err(MemoryFileError::NoRoom { needs, has, size })
 }
 
 /// Takes ownership of the descriptor at `index` of `inherited`, whatever it is. Works once.
