@@ -106,9 +106,9 @@ impl LogFile {
             |(name, _): &(String, u64)| self.current.as_ref().is_none_or(|(known, _)| name > known);
         if latest.as_ref().is_some_and(is_later) {
             self.current = latest;
-        } else if latest != self.current && self.reopen().is_err() {
-            // Lines go to the old file until the next rotation.
-            self.current = latest;
+        } else if latest != self.current {
+            // After a failure, lines go to the old file until the next check.
+            let _ = self.reopen();
         }
     }
 }
@@ -156,6 +156,21 @@ mod tests {
             write(&mut file, "four\n");
             assert_eq!(fs::read_to_string(path(&file)).unwrap(), "three\nfour\n");
         }
+    }
+
+    #[test]
+    fn failed_reopening_is_retried_at_the_next_check() {
+        let parent = tempfile::tempdir().unwrap();
+        let (directory, aside) = (parent.path().join("logs"), parent.path().join("aside"));
+        let mut file = opened(&directory, Rotation::Never);
+        fs::rename(&directory, &aside).unwrap();
+        fs::write(&directory, "no directory").unwrap();
+        write(&mut file, "one\n");
+        fs::remove_file(&directory).unwrap();
+        fs::create_dir(&directory).unwrap();
+        write(&mut file, "two\n");
+        assert_eq!(fs::read_to_string(aside.join("worker.log")).unwrap(), "one\n");
+        assert_eq!(fs::read_to_string(directory.join("worker.log")).unwrap(), "two\n");
     }
 
     #[test]
