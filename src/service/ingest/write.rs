@@ -31,9 +31,10 @@ const BLOCKS_AT_ONCE: usize = 256;
 /// hundred microseconds for that.
 const BLOCKS_STORED_AT_ONCE: usize = 4096;
 
-/// Numbers of partitions and blocks up to which a send is committed or aborted inline. A partition
-/// takes microseconds and a block hundreds of nanoseconds; a send may have hundreds of thousands.
-const SMALL: (usize, usize) = (256, 8192);
+/// Numbers of partitions and blocks up to which a send is committed or aborted inline: one or two
+/// milliseconds. A blocking thread costs two wake-ups and the cache lines of the blocks. A send may
+/// have hundreds of thousands of partitions.
+const SMALL: (usize, usize) = (1024, 8192);
 
 /// Heap of an uncommitted block, including spare capacity of the lists.
 const BLOCK_BYTES: u64 =

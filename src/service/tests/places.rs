@@ -48,7 +48,7 @@ fn large_send(fixture: &mut Fixture) -> SendSink {
     let ticket = fixture.service.ingest.require_buffer(request).unwrap().ticket;
     let mut sink = SendSink::new(Arc::clone(&fixture.service.ingest), 1 << 20);
     sink.header(WireHeader { app: APP, shuffle: 0, ticket }).unwrap();
-    for number in 0..300 {
+    for number in 0..1100 {
         sink.partition(number % 10).unwrap();
         sink.begin_block(100).unwrap();
         sink.write(&[7; 100]).unwrap();
@@ -79,7 +79,7 @@ async fn large_sends_commit_without_a_waiting_caller() {
     drop(busy);
     send.outcome().await.unwrap();
     pause();
-    within_time("both are there", || fixture.buffer(3).received_bytes() == 2 * 30 * 100).await;
+    within_time("both are there", || fixture.buffer(3).received_bytes() == 2 * 110 * 100).await;
     fixture.stop().await;
 }
 

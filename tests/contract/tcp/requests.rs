@@ -48,10 +48,10 @@ fn in_runs(request: SendRequest) -> SendRequest {
 async fn large_sends_commit_in_background_and_respond_in_order() {
     let fixture = TcpFixture::new().await;
     let mut peer = fixture.raw().await;
-    let all: Vec<_> = (0..600).map(|number| block(number, 50)).collect();
+    let all: Vec<_> = (0..2400).map(|number| block(number, 50)).collect();
     let mut frames = BytesMut::new();
-    frames.extend_from_slice(&frame(&in_runs(fixture.request(1, &all[..300]))));
-    frames.extend_from_slice(&frame(&in_runs(fixture.request(2, &all[300..]))));
+    frames.extend_from_slice(&frame(&in_runs(fixture.request(1, &all[..1200]))));
+    frames.extend_from_slice(&frame(&in_runs(fixture.request(2, &all[1200..]))));
     frames.extend_from_slice(&memory_frame(3, PartitionId(1), 1 << 30));
     peer.say(&frames).await;
     for request_id in 1..=3 {
@@ -76,7 +76,7 @@ async fn large_sends_commit_in_background_and_respond_in_order() {
 async fn small_sends_commit_inline_and_large_ones_in_background() {
     let fixture = TcpFixture::new().await;
     for (runs, blocks, is_background) in
-        [(256, 256, false), (257, 257, true), (1, 8192, false), (1, 8193, true)]
+        [(1024, 1024, false), (1025, 1025, true), (1, 8192, false), (1, 8193, true)]
     {
         let mut sink = SendSink::new(Arc::clone(&fixture.service.ingest), 1 << 20);
         let ticket = fixture.ticket(APP, 1 << 20);
