@@ -71,10 +71,10 @@ impl Report {
     }
 
     /// Returns the report of the known gap, which is not checked.
-    pub(crate) fn known_gap() -> Self {
+    pub(crate) fn known_gap(corruption: Corruption) -> Self {
         let counts = Counts { seeds: 1, ..Counts::default() };
         Self {
-            corruption: None,
+            corruption: Some(corruption),
             kind: "known gap".to_owned(),
             what: String::new(),
             disks: 0,
@@ -187,12 +187,10 @@ impl Total {
         (sum(|row| row.intact), sum(|row| row.intact - row.missing))
     }
 
-    /// Returns the corruptions that no seed chose, or none if a seed had the known gap: its report
-    /// does not name its corruption.
-    pub(crate) fn never(&self) -> Vec<Corruption> {
-        let seen = |corruption: &Corruption| self.rows.keys().any(|(seen, _)| *seen == Some(*corruption));
-        let gaps = self.rows.keys().any(|(_, kind)| kind == "known gap");
-        super::corruption::CORRUPTIONS.into_iter().filter(|corruption| !gaps && !seen(corruption)).collect()
+    /// Returns the corruptions that no seed chose.
+    pub(crate) fn unchosen(&self) -> Vec<Corruption> {
+        let chosen = |corruption: &Corruption| self.rows.keys().any(|(seen, _)| *seen == Some(*corruption));
+        super::corruption::CORRUPTIONS.into_iter().filter(|corruption| !chosen(corruption)).collect()
     }
 }
 
