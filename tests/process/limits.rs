@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use rustix::process::{Signal, getuid};
 use tokio::task::block_in_place;
+use uniffle_testkit::tools::lacking;
+use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, WorkerProcess};
-use uniffle_testkit::{say, wait_until};
 use uniffle_worker::config::{SystemLimits, raise_soft_limits};
 
 use crate::writes::{Written, client_of, key, local};
@@ -40,7 +41,7 @@ fn descriptor_soft_limit_is_raised_to_hard_limit() {
 fn health_responds_when_descriptors_are_exhausted() {
     raise_soft_limits();
     if SystemLimits::read().descriptors.is_some_and(|limit| limit.value < 4096) {
-        return say("skipped: this test has too few descriptors itself");
+        return lacking("a worker that runs out of descriptors", "this test needs 4096 descriptors itself");
     }
     let setup = Setup {
         wrapper: shell("ulimit -n 1024"),
