@@ -16,11 +16,12 @@ use uniffle_worker::store::LocalStore;
 
 use super::api::WAIT_MAX;
 use super::fixture::{AdminFixture, eventually};
+use uniffle_testkit::s3::S3Server;
 use uniffle_testkit::worker::{Setup, WorkerProcess};
 
 const TOKEN: &str = "correct-horse-battery-staple";
 
-/// Every call except those for orphans, with a valid body.
+/// Every call, with a valid body.
 const CALLS: &[(&str, &str)] = &[
     ("/admin/decommission", ""),
     ("/admin/cancel-decommission", ""),
@@ -31,6 +32,8 @@ const CALLS: &[(&str, &str)] = &[
     ("/admin/coordinator/forget", r#"{"id": "w-1"}"#),
     ("/admin/log-level", r#"{"filter": "off"}"#),
     ("/admin/reload", ""),
+    ("/admin/orphans", ""),
+    ("/admin/orphans/remove", r#"{"worker": "w-1"}"#),
     ("/admin/heap-profile/activate", ""),
     ("/admin/heap-profile/deactivate", ""),
 ];
@@ -165,7 +168,8 @@ async fn calls_without_token_reveal_and_change_nothing() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), format!("{TOKEN}\n")).unwrap();
     let admin = format!("token_file = {:?}", file.path());
-    let fixture = AdminFixture::with(&admin).await;
+    let server = S3Server::start().await;
+    let fixture = AdminFixture::above_objects(&server, &admin).await;
     fixture.push("app-1", 2).await;
     let before = fixture.worker.memory().block_count();
     let wrong = TOKEN.replace('c', "d");
@@ -191,17 +195,23 @@ async fn calls_without_token_reveal_and_change_nothing() {
     );
     assert_eq!(fixture.metric("admin_calls_total", "denied"), (5 * (CALLS.len() + 1)) as f64);
 
-    let answer = fixture.admin(Method::POST, "/admin/decommission").bearer_auth(TOKEN).send().await.unwrap();
-    assert_eq!(answer.status(), StatusCode::OK);
-    let answer = fixture.admin(Method::POST, "/admin/nonsense").bearer_auth(TOKEN).send().await.unwrap();
-    assert_eq!(answer.status(), StatusCode::NOT_FOUND);
+    for (path, status) in [
+        ("/admin/orphans", StatusCode::OK),
+        ("/admin/decommission", StatusCode::OK),
+        ("/admin/nonsense", StatusCode::NOT_FOUND),
+    ] {
+        let answer = fixture.admin(Method::POST, path).bearer_auth(TOKEN).send().await.unwrap();
+        assert_eq!(answer.status(), status, "{path}");
+    }
     fixture.finish().await;
+    server.stop().await;
 }
 
 /// The data HTTP listener is open to everybody, so it must serve none of the calls.
 #[tokio::test]
 async fn data_listener_serves_no_admin_call() {
-    let fixture = AdminFixture::start().await;
+    let server = S3Server::start().await;
+    let fixture = AdminFixture::above_objects(&server, "").await;
     fixture.push("app-1", 1).await;
     for (path, body) in CALLS {
         for method in [Method::POST, Method::GET, Method::PUT, Method::DELETE] {
@@ -214,6 +224,7 @@ async fn data_listener_serves_no_admin_call() {
     assert_eq!(fixture.worker.service().status().state(), WorkerState::Active);
     assert_eq!(fixture.worker.service().apps().app_count(), 1);
     fixture.finish().await;
+    server.stop().await;
 }
 
 /// Uniffle's own call has no token. The caller's address decides; by default coordinators may.

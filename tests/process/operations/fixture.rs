@@ -1,5 +1,7 @@
 //! A worker in this process with an open admin listener, and a data client.
 
+use std::path::Path;
+
 use reqwest::{Method, RequestBuilder, StatusCode};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -11,6 +13,7 @@ use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::config::ConfigLines;
 pub(crate) use uniffle_testkit::config::{parse, start_from};
 pub(crate) use uniffle_testkit::eventually;
+use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, S3Server, SECRET_KEY};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{ShuffleServerHeartBeatRequest, ShuffleServerId, StatusCode as Code};
 use uniffle_worker::server::Worker;
@@ -31,6 +34,15 @@ impl AdminFixture {
     pub(crate) async fn with(tables: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let worker = Worker::start(&parse(&config_text(dir.path(), "", tables))).await.unwrap();
+        Self::of(worker, dir).await
+    }
+
+    /// Like [`AdminFixture::with`], with an object store below the disks.
+    pub(crate) async fn above_objects(server: &S3Server, tables: &str) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let tables = format!("{tables}\n{}", object_store_table(server, dir.path()));
+        let text = text_of("MEMORY_LOCALFILE_OBJECT", dir.path(), "", &tables);
+        let worker = Worker::start(&parse(&text)).await.unwrap();
         Self::of(worker, dir).await
     }
 
@@ -144,8 +156,25 @@ impl AdminFixture {
     }
 }
 
-pub(crate) fn config_text(dir: &std::path::Path, top: &str, tables: &str) -> String {
+pub(crate) fn config_text(dir: &Path, top: &str, tables: &str) -> String {
+    text_of("MEMORY_LOCALFILE", dir, top, tables)
+}
+
+fn text_of(store_type: &str, dir: &Path, top: &str, tables: &str) -> String {
     let (top, tables) =
         (format!("heartbeat_interval_seconds = 1\n{top}"), format!("[admin]\nport = 0\n{tables}"));
-    ConfigLines { top: &top, tables: &tables, ..ConfigLines::default() }.own_text(&[dir.join("data")])
+    let lines = ConfigLines { store_type, top: &top, tables: &tables, ..ConfigLines::default() };
+    lines.own_text(&[dir.join("data")])
+}
+
+/// Returns the table of the object store `server`. Writes its keys to a file in `dir`.
+pub(crate) fn object_store_table(server: &S3Server, dir: &Path) -> String {
+    let keys = dir.join("keys");
+    let text = format!("[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n");
+    std::fs::write(&keys, text).unwrap();
+    format!(
+        "[object_store]\nurl = \"s3://{BUCKET}/uniffle\"\nendpoint = \"{}\"\npath_style = true\n\
+         credentials = \"file\"\ncredentials_file = {keys:?}",
+        server.endpoint()
+    )
 }

@@ -6,9 +6,10 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 use uniffle_testkit::config::{ConfigLines, start_from};
-use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, S3Server, SECRET_KEY};
+use uniffle_testkit::s3::S3Server;
 
 use super::ctl::run;
+use super::fixture::object_store_table;
 
 /// Creates an object of 100 bytes, `days` days old.
 fn object(files: &Path, key: &str, days: u64) {
@@ -26,14 +27,7 @@ fn has(files: &Path, key: &str) -> bool {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn only_objects_of_departed_workers_are_removed() {
     let (server, dir) = (S3Server::start().await, tempfile::tempdir().unwrap());
-    let keys = dir.path().join("keys");
-    let text = format!("[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n");
-    std::fs::write(&keys, text).unwrap();
-    let tables = format!(
-        "[admin]\nport = 0\n[object_store]\nurl = \"s3://{BUCKET}/uniffle\"\nendpoint = \"{}\"\npath_style = true\n\
-         credentials = \"file\"\ncredentials_file = {keys:?}",
-        server.endpoint()
-    );
+    let tables = format!("[admin]\nport = 0\n{}", object_store_table(&server, dir.path()));
     let lines = ConfigLines { store_type: "MEMORY_OBJECT", tables: &tables, ..ConfigLines::default() };
     let file = dir.path().join("config.toml");
     std::fs::write(&file, lines.own_text(&[dir.path().join("unused")])).unwrap();
