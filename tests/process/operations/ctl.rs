@@ -1,6 +1,7 @@
 //! `uniffle-worker ctl` against workers: commands in their output formats, exit codes, completions
 //! and manual pages.
 
+use std::collections::BTreeSet;
 use std::process::{Output, Stdio};
 
 use serde_json::Value;
@@ -37,6 +38,16 @@ impl Outcome {
 
 pub(crate) async fn run(arguments: &[&str]) -> Outcome {
     run_with(&[], arguments).await
+}
+
+/// Returns the names of the commands in the help of `command`, which is empty for the program.
+pub(crate) async fn commands_in_help_of(command: &[&str]) -> Vec<String> {
+    let help = run(&[command, &["-h"]].concat()).await.succeeded();
+    let (_, list) = help.split_once("\nCommands:\n").unwrap();
+    let lines = list.lines().take_while(|line| !line.is_empty()).filter_map(|line| line.strip_prefix("  "));
+    // Further lines of a description are indented.
+    let names = lines.filter(|line| !line.starts_with(' ')).filter_map(|line| line.split(' ').next());
+    names.map(str::to_owned).collect()
 }
 
 /// Runs `uniffle-worker` with environment variables.
@@ -487,17 +498,34 @@ async fn reading_commands_work_without_admin_listener() {
 
 #[tokio::test]
 async fn completions_and_manual_cover_every_command() {
-    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+    let (own, of_ctl) = (commands_in_help_of(&[]).await, commands_in_help_of(&["ctl"]).await);
+    assert!(own.contains(&"ctl".to_owned()) && of_ctl.contains(&"drain".to_owned()), "{own:?} {of_ctl:?}");
+    // The text around a command in the script of each shell.
+    for (shell, before, after) in [
+        ("bash", ",", ")\n"),
+        ("zsh", "(", ")\n"),
+        ("fish", " -a \"", "\""),
+        ("elvish", " cand ", " '"),
+        ("powershell", "::new('", "', "),
+    ] {
         let text = run(&["completions", shell]).await.succeeded();
-        assert!(text.contains("decommission") && text.contains("token-file"), "{shell}");
+        for command in own.iter().chain(&of_ctl) {
+            assert!(text.contains(&format!("{before}{command}{after}")), "{shell}: {command}");
+        }
+        assert!(text.contains("token-file"), "{shell}");
     }
     let page = run(&["man"]).await.succeeded();
-    assert!(page.contains(".TH uniffle-worker 1") && page.contains("uniffle\\-worker\\-ctl"), "{page}");
+    assert!(page.contains(".TH uniffle-worker 1"), "{page}");
+    for command in &own {
+        assert!(page.contains(&format!("uniffle\\-worker\\-{command}(1)")), "{command}: {page}");
+    }
     let directory = tempfile::tempdir().unwrap();
     run(&["man", "--directory", directory.path().to_str().unwrap()]).await.succeeded();
-    let pages: Vec<_> =
-        std::fs::read_dir(directory.path()).unwrap().map(|it| it.unwrap().file_name()).collect();
-    assert!(pages.iter().any(|name| name == "uniffle-worker-ctl-drain.1"), "{pages:?}");
+    let name = |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name().into_string().unwrap();
+    let pages: BTreeSet<String> = std::fs::read_dir(directory.path()).unwrap().map(name).collect();
+    let own = own.iter().map(|command| format!("uniffle-worker-{command}.1"));
+    let of_ctl = of_ctl.iter().map(|command| format!("uniffle-worker-ctl-{command}.1"));
+    assert_eq!(pages, own.chain(of_ctl).chain(["uniffle-worker.1".to_owned()]).collect());
 }
 
 /// Completes as bash does: with the function registered by `complete`.
