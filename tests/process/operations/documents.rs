@@ -1,20 +1,22 @@
 //! Every `ctl` command in the README and in `docs/` is accepted by the program.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use super::ctl::run;
 
-const DOCUMENTS: [&str; 9] = [
-    include_str!("../../../README.md"),
-    include_str!("../../../docs/cluster.md"),
-    include_str!("../../../docs/ctl.md"),
-    include_str!("../../../docs/durability.md"),
-    include_str!("../../../docs/kubernetes.md"),
-    include_str!("../../../docs/migration.md"),
-    include_str!("../../../docs/object-storage.md"),
-    include_str!("../../../docs/operations.md"),
-    include_str!("../../../docs/runbook.md"),
-];
+/// Returns the README and the pages below `docs/`.
+fn documents() -> Vec<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let (mut pages, mut folders) = (vec![root.join("README.md")], vec![root.join("docs")]);
+    while let Some(folder) = folders.pop() {
+        let paths = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        let (below, files): (Vec<_>, Vec<_>) = paths.partition(|path| path.is_dir());
+        folders.extend(below);
+        pages.extend(files.into_iter().filter(|file| file.extension().is_some_and(|end| end == "md")));
+    }
+    pages.iter().map(|page| std::fs::read_to_string(page).unwrap()).collect()
+}
 
 /// Returns the words of each command that begins with `ctl`, up to the end of the command or an
 /// ellipsis.
@@ -41,7 +43,7 @@ fn commands(text: &str) -> BTreeSet<Vec<String>> {
 
 #[tokio::test]
 async fn commands_of_the_documents_are_accepted() {
-    let all: BTreeSet<_> = DOCUMENTS.iter().flat_map(|text| commands(text)).collect();
+    let all: BTreeSet<_> = documents().iter().flat_map(|text| commands(text)).collect();
     assert!(all.len() > 30, "{all:?}");
     for command in all {
         // The help is printed if no argument before it is refused.
