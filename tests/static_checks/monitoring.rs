@@ -58,6 +58,7 @@ fn documented() -> BTreeSet<String> {
             }
         }
     }
+    assert!(names.len() > 100, "only {} metrics: the search is broken", names.len());
     names
 }
 
@@ -194,6 +195,7 @@ fn panels_name_existing_metrics() {
 fn panels_have_unit_description_and_valid_links() {
     let anchors = anchors(RUNBOOK);
     let mut titles = BTreeSet::new();
+    let mut links = 0;
     for panel in panels() {
         let title = panel["title"].as_str().unwrap();
         assert!(titles.insert(title.to_owned()), "panel {title} exists twice");
@@ -206,8 +208,10 @@ fn panels_have_unit_description_and_valid_links() {
             let anchor = link["url"].as_str().unwrap().strip_prefix(RUNBOOK_OF_PANELS);
             let anchor = anchor.unwrap_or_else(|| panic!("{title}: {link}"));
             assert!(anchors.contains(anchor), "{title}: docs/runbook.md has no #{anchor}");
+            links += 1;
         }
     }
+    assert!(links > 20, "only {links} links: the search is broken");
 }
 
 /// Panels do not overlap and fit the 24 columns.
@@ -222,4 +226,5 @@ fn panels_have_places_of_their_own() {
             assert!(taken.insert(cell), "panel {} overlaps another one", panel["title"]);
         }
     }
+    assert!(!taken.is_empty(), "no panel: the search is broken");
 }

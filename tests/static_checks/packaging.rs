@@ -122,6 +122,11 @@ fn pod_of_the_operator(resource: &str) -> String {
     )
 }
 
+fn assert_paths_are_on_the_volume(config: &Config) {
+    let paths = &config.local.paths;
+    assert!(!paths.is_empty() && paths.iter().all(|path| path.starts_with("/data")), "{paths:?}");
+}
+
 /// The operator's requirements on a shuffle server agree with the worker's configuration.
 #[test]
 fn operator_resource_matches_worker_configuration() {
@@ -141,13 +146,15 @@ fn operator_resource_matches_worker_configuration() {
         !UNDER_OPERATOR.contains("\n    hostPathMounts:")
             && UNDER_OPERATOR.contains("kind: PodDisruptionBudget")
     );
-    assert!(config.local.paths.iter().all(|path| path.starts_with("/data")));
+    assert_paths_are_on_the_volume(&config);
     assert!(config.worker.flush_timeout.as_secs() < 30);
 }
 
 #[test]
 fn github_accepts_the_workflows() {
-    for file in std::fs::read_dir(deploy("../.github/workflows")).unwrap() {
+    let files: Vec<_> = std::fs::read_dir(deploy("../.github/workflows")).unwrap().collect();
+    assert!(files.len() > 1, "only {} workflows: the search is broken", files.len());
+    for file in files {
         let file = file.unwrap().path();
         let schema = ["--builtin-schema", "vendor.github-workflows"];
         accepts("check-jsonschema", &[&schema[..], &[file.to_str().unwrap()]].concat());
@@ -274,6 +281,7 @@ fn yamllint_and_schema_accept_the_compose_file() {
 fn compose_file_is_consistent() {
     let config = configured(COMPOSE, "  worker:\n    content: |\n");
     assert!(config.is_embedded() && config.warnings.is_empty(), "{:?}", config.warnings);
+    assert_eq!(config.heartbeat.coordinators.len(), 2);
     for coordinator in &config.heartbeat.coordinators {
         let (service, port) = (coordinator.host(), config.worker.grpc_port);
         assert_eq!(coordinator.to_string(), format!("{service}:{port}"));
@@ -318,7 +326,7 @@ fn manifests_match_worker_configuration() {
     ] {
         assert!(MANIFESTS.contains(needed), "{needed}");
     }
-    assert!(config.local.paths.iter().all(|path| path.starts_with("/data")));
+    assert_paths_are_on_the_volume(&config);
 }
 
 /// A pod is announced as the address of the Service with its name, so it stays the same worker on
