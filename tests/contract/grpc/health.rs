@@ -75,13 +75,14 @@ async fn readiness_gives_the_reason_of_the_only_tier() {
         let answer = reqwest::get(format!("http://{http}/health/ready")).await.unwrap();
         (answer.status().as_u16(), answer.text().await.unwrap())
     };
-    let until = async |status: u16| loop {
-        let (now, text) = timeout(Duration::from_secs(60), ready()).await.unwrap();
+    let answer = async |status: u16| loop {
+        let (now, text) = ready().await;
         if now == status {
             return text;
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
+    let until = async |status| timeout(NOTICE_MAX, answer(status)).await.expect("readiness did not change");
     until(200).await;
     tier.complain(Some("all remote stores fail"));
     let text = until(503).await;
