@@ -88,6 +88,12 @@ async fn assert_legible(browser: &Browser, what: &str) {
     assert_eq!(seen["cut"], json!([]), "{what}");
 }
 
+/// Asserts that `list` has entries, and that each satisfies `should`.
+fn assert_each(list: &Value, should: impl Fn(&Value) -> bool) {
+    let entries = list.as_array().unwrap();
+    assert!(!entries.is_empty() && entries.iter().all(should), "{list}");
+}
+
 async fn until(browser: &Browser, what: &str, enough: impl Fn(&Value) -> bool) -> Value {
     let start = Instant::now();
     loop {
@@ -108,8 +114,8 @@ async fn until_both_nodes_are_shown(browser: &Browser) {
         sleep(Duration::from_millis(100)).await;
     }
     let used = browser.run(DISKS_USED).await;
-    let used = used.as_array().unwrap();
-    assert!(used.iter().all(|text| text.as_str().unwrap().ends_with('B')), "{used:?}");
+    assert_each(&used, |text| text.as_str().unwrap().ends_with('B'));
+    assert_eq!(used.as_array().unwrap().len(), 2, "{used}");
 }
 
 /// Waits until the page lists a lost node, and a live one with a link to `page`.
@@ -169,8 +175,7 @@ async fn status_page_works_behind_a_path_prefix() {
         until(&browser, "the page has data", |seen| seen["state"] == json!("active")).await;
         let seen = browser.run(EMPTY).await;
         assert_eq!(seen["links"], json!(["/w1/metrics", "/w1/health/ready", "/w1/api/v1"]));
-        let paths = seen["asked"].as_array().unwrap();
-        assert!(paths.iter().all(|path| path.as_str().unwrap().starts_with("/w1/api/v1/")), "{seen}");
+        assert_each(&seen["asked"], |path| path.as_str().unwrap().starts_with("/w1/api/v1/"));
         let options = seen["options"].as_str().unwrap();
         let quorum = format!("spark.rss.coordinator.quorum {}\n", fixture.worker.addresses().grpc);
         assert!(options.contains(&quorum) && options.contains("storage.type MEMORY_LOCALFILE"), "{options}");
@@ -211,7 +216,7 @@ async fn status_page_shows_worker_and_escapes_names() {
         (&seen["images"], &seen["state"], &seen["alarm"]),
         (&json!(0), &json!("active"), &json!(true))
     );
-    assert!(seen["asked"].as_array().unwrap().iter().all(|it| *it == json!(origin)), "{}", seen["asked"]);
+    assert_each(&seen["asked"], |it| *it == json!(origin));
 
     until_both_nodes_are_shown(&browser).await;
     let screenshots = kept_dir().join("status-page");
