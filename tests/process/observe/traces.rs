@@ -52,7 +52,8 @@ async fn otlp_receiver_gets_spans_of_calls_and_flushes() {
     // A span per call and flush, not per block: 100 MB are 7,000 blocks.
     let spans = receiver.count();
     assert!(spans < 3000, "{spans} spans were exported");
-    assert!(receiver.services().iter().all(|resource| resource.contains("uniffle-worker")));
+    let services = receiver.services();
+    assert!(!services.is_empty() && services.iter().all(|resource| resource.contains("uniffle-worker")));
     tokio::task::block_in_place(|| {
         worker.assert_clean();
         worker.assert_no_error_logged();
